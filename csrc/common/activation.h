@@ -1,0 +1,171 @@
+// Pointwise chains: the names of the `act` argument, their values and derivatives, on host and device.
+// Definitions and default parameters are torch.nn.functional's.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#if defined(__CUDACC__)
+#define KGOPT_HD __host__ __device__ __forceinline__
+#else
+#define KGOPT_HD inline
+#endif
+
+namespace kgopt {
+
+enum class Act : int {
+  kNone = 0,
+  kRelu,
+  kLeakyRelu,
+  kSilu,
+  kGelu,
+  kGeluTanh,
+  kSigmoid,
+  kTanh,
+  kHardswish,
+  kHardtanh,
+  kElu,
+  kMish,
+  kSoftplus,
+  kCount
+};
+
+inline constexpr const char* kActNames[] = {"none", "relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "sigmoid",
+                                            "tanh", "hardswish", "hardtanh", "elu", "mish", "softplus"};
+
+// A chain of at most kMaxActs activations, applied in order. Four bits each, so that it travels by value.
+struct ActChain {
+  static constexpr int kMaxActs = 15;
+  uint64_t codes = 0;
+  int length = 0;
+
+  KGOPT_HD Act at(int i) const { return static_cast<Act>((codes >> (4 * i)) & 15); }
+  KGOPT_HD bool empty() const { return length == 0; }
+};
+
+// Parses "tanh+hardswish"; "none" and "" add nothing. False, with a message in *error, on an unknown name.
+inline bool parse_act_chain(const std::string& text, ActChain* chain, std::string* error) {
+  *chain = ActChain{};
+  size_t begin = 0;
+  while (begin <= text.size()) {
+    size_t end = text.find('+', begin);
+    if (end == std::string::npos) end = text.size();
+    std::string name = text.substr(begin, end - begin);
+    begin = end + 1;
+    while (!name.empty() && name.front() == ' ') name.erase(name.begin());
+    while (!name.empty() && name.back() == ' ') name.pop_back();
+    if (text.empty() || name == "none") continue;
+    int code = 0;
+    for (int i = 1; i < static_cast<int>(Act::kCount); ++i) {
+      if (name == kActNames[i]) code = i;
+    }
+    if (code == 0) {
+      *error = "act names an unknown activation '" + name + "' in '" + text + "'; expected a '+'-joined chain of";
+      for (const char* known : kActNames) *error += std::string(" ") + known;
+      return false;
+    }
+    if (chain->length == ActChain::kMaxActs) {
+      *error = "act has more than 15 activations: '" + text + "'";
+      return false;
+    }
+    chain->codes |= static_cast<uint64_t>(code) << (4 * chain->length++);
+  }
+  return true;
+}
+
+// NaN must come through relu, hardtanh and hardswish as in PyTorch, so comparisons are written to keep it.
+template <typename T>
+KGOPT_HD T clamp_keep_nan(T x, T lo, T hi) {
+  return x < lo ? lo : (x > hi ? hi : x);
+}
+
+template <typename T>
+KGOPT_HD T sigmoid_value(T x) {
+  return T(1) / (T(1) + exp(-x));
+}
+
+template <typename T>
+KGOPT_HD T softplus_value(T x) {
+  return x > T(20) ? x : log1p(exp(x));
+}
+
+template <typename T>
+KGOPT_HD T act_value(Act act, T x) {
+  switch (act) {
+    case Act::kRelu: return x < T(0) ? T(0) : x;
+    case Act::kLeakyRelu: return x < T(0) ? x * T(0.01) : x;
+    case Act::kSilu: return x * sigmoid_value(x);
+    case Act::kGelu: return x * T(0.5) * (T(1) + erf(x * T(0.70710678118654752440)));
+    case Act::kGeluTanh:
+      return x * T(0.5) * (T(1) + tanh(T(0.79788456080286535588) * (x + T(0.044715) * x * x * x)));
+    case Act::kSigmoid: return sigmoid_value(x);
+    case Act::kTanh: return tanh(x);
+    case Act::kHardswish: return x * clamp_keep_nan(x + T(3), T(0), T(6)) / T(6);
+    case Act::kHardtanh: return clamp_keep_nan(x, T(-1), T(1));
+    case Act::kElu: return x > T(0) ? x : expm1(x);
+    case Act::kMish: return x * tanh(softplus_value(x));
+    case Act::kSoftplus: return softplus_value(x);
+    default: return x;
+  }
+}
+
+// Derivative at x. At kinks it is the one PyTorch's backward uses.
+template <typename T>
+KGOPT_HD T act_derivative(Act act, T x) {
+  switch (act) {
+    case Act::kRelu: return x > T(0) ? T(1) : (x == x ? T(0) : x);
+    case Act::kLeakyRelu: return x > T(0) ? T(1) : T(0.01);
+    case Act::kSilu: {
+      T s = sigmoid_value(x);
+      return s * (T(1) + x * (T(1) - s));
+    }
+    case Act::kGelu: {
+      T cdf = T(0.5) * (T(1) + erf(x * T(0.70710678118654752440)));
+      return cdf + x * exp(T(-0.5) * x * x) * T(0.39894228040143267794);
+    }
+    case Act::kGeluTanh: {
+      T t = tanh(T(0.79788456080286535588) * (x + T(0.044715) * x * x * x));
+      T dt = (T(1) - t * t) * T(0.79788456080286535588) * (T(1) + T(3 * 0.044715) * x * x);
+      return T(0.5) * (T(1) + t) + T(0.5) * x * dt;
+    }
+    case Act::kSigmoid: {
+      T s = sigmoid_value(x);
+      return s * (T(1) - s);
+    }
+    case Act::kTanh: {
+      T t = tanh(x);
+      return T(1) - t * t;
+    }
+    case Act::kHardswish:
+      return x <= T(-3) ? T(0) : (x < T(3) ? x / T(3) + T(0.5) : T(1));
+    case Act::kHardtanh: return (x <= T(-1) || x >= T(1)) ? T(0) : T(1);
+    case Act::kElu: return x > T(0) ? T(1) : exp(x);
+    case Act::kMish: {
+      T t = tanh(softplus_value(x));
+      return t + x * sigmoid_value(x) * (T(1) - t * t);
+    }
+    case Act::kSoftplus: return x > T(20) ? T(1) : sigmoid_value(x);
+    default: return T(1);
+  }
+}
+
+template <typename T>
+KGOPT_HD T chain_value(const ActChain& chain, T x) {
+  for (int i = 0; i < chain.length; ++i) x = act_value(chain.at(i), x);
+  return x;
+}
+
+// Forward mode: returns d chain/dx and leaves the chain's value in *value, so nothing is stored in between.
+template <typename T>
+KGOPT_HD T chain_derivative(const ActChain& chain, T x, T* value) {
+  T derivative = T(1);
+  for (int i = 0; i < chain.length; ++i) {
+    derivative *= act_derivative(chain.at(i), x);
+    x = act_value(chain.at(i), x);
+  }
+  *value = x;
+  return derivative;
+}
+
+}  // namespace kgopt

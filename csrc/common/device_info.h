@@ -1,0 +1,19 @@
+// Facts about a GPU, read once per device.
+#pragma once
+
+#include "status.h"
+
+namespace kgopt {
+
+struct DeviceInfo {
+  int compute_capability = 0;  // major * 10 + minor
+  int sm_count = 0;
+  int smem_per_block = 0;  // bytes, opt-in limit
+  int smem_per_sm = 0;     // bytes
+  bool has_code = false;   // this binary has machine code or PTX for it
+};
+
+// Fails with CUDA's own error text when the device cannot be queried.
+Status device_info(int device, DeviceInfo* info);
+
+}  // namespace kgopt

@@ -1,0 +1,138 @@
+// CUDA convolutions: checks, allocation, choice of path.
+#include "conv_call.h"
+
+namespace kgopt {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
+  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, plan));
+  workspace.allocate();
+  Tensor y = allocate_output(a, shape);
+  ConvKernelParams p = make_kernel_params(a, shape, plan);
+  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
+  set_output(&p, y, a.rank);
+  raise_on_error(a.op, shape.transposed ? run_conv_transpose3d(p, shape.n, stream) : run_conv3d(p, shape.n, stream));
+  return y;
+}
+
+Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
+  Tensor y = allocate_output(a, shape);
+  const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
+  const ConvPackParams w = make_pack_params(a, shape, ConvPlan());
+  ConvDirectParams p{};
+  p.x = a.x.const_data_ptr();
+  p.x_stride_n = a.x.stride(0);
+  p.x_stride_c = a.x.stride(1);
+  spatial_strides(a.x, a.rank, p.x_stride);
+  p.weight = w.weight;
+  p.w_stride_out = w.stride_out;
+  p.w_stride_in = w.stride_in;
+  p.w_stride_group = w.stride_group;
+  p.bias = a.bias ? bias.const_data_ptr() : nullptr;
+  p.y = y.mutable_data_ptr();
+  p.y_stride_n = y.stride(0);
+  p.y_stride_c = y.stride(1);
+  spatial_strides(y, a.rank, p.y_stride);
+  p.dtype = shape.dtype;
+  p.n = shape.n;
+  p.c_in = w.c_in;
+  p.c_out = w.c_out;
+  p.groups = w.groups;
+  p.transposed = shape.transposed;
+  for (int i = 0; i < 3; ++i) {
+    p.w_stride_k[i] = w.stride_k[i];
+    p.in[i] = static_cast<int>(shape.in[i]);
+    p.out[i] = static_cast<int>(shape.out[i]);
+    p.kernel[i] = static_cast<int>(shape.kernel[i]);
+    p.stride[i] = static_cast<int>(shape.stride[i]);
+    p.padding[i] = static_cast<int>(shape.padding[i]);
+    p.dilation[i] = static_cast<int>(shape.dilation[i]);
+  }
+  raise_on_error(a.op, run_conv_direct(p, static_cast<cudaStream_t>(current_stream(a.x))));
+  return y;
+}
+
+// cuDNN, through ATen.
+Tensor conv_aten(const ConvArgs& a, const ConvShape& shape) {
+  const Tensor y = call_aten("aten::convolution", "", a.x, a.weight, a.bias, a.stride, a.padding, a.dilation,
+                             a.transposed, a.output_padding, a.groups);
+  return dense_in(y, shape.out_channels_last ? channels_last_format(a.rank + 2) : MemoryFormat::Contiguous);
+}
+
+// ATen follows the global switch only: a call that forbids TF32 while the switch allows it must not go there.
+bool aten_would_use_tf32(const ConvArgs& a, const ConvShape& shape) {
+  return shape.dtype == Dtype::kFloat32 && a.allow_tf32 && !*a.allow_tf32 && tf32_allowed_by_default();
+}
+
+Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& choice) {
+  switch (choice.path) {
+    case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.plan);
+    case ConvPath::kDirect: return conv_direct(a, shape);
+    default: return conv_aten(a, shape);
+  }
+}
+
+}  // namespace
+
+// An empty batch still goes to ATen, which knows what PyTorch makes of it.
+Tensor conv_forward(const ConvArgs& a) {
+  const ConvShape shape = check_conv_args(a);
+  const DeviceGuard guard(a.x.get_device_index());
+  ConvChoice choice = choose(a, shape, ConvEpilogue::kStore);
+  if (a.x.numel() == 0) choice.path = ConvPath::kAten;
+  if (choice.path == ConvPath::kAten && aten_would_use_tf32(a, shape)) {
+    choice.path = choice.plan.refusal ? ConvPath::kDirect : ConvPath::kImplicitGemm;
+  }
+  return run_choice(a, shape, choice);
+}
+
+namespace {
+
+template <int kRank>
+Tensor conv_cuda(Tensor x, Tensor weight, OptTensor bias, IntArray stride, IntArray padding, IntArray dilation,
+                 int64_t groups, std::string backend, std::optional<bool> allow_tf32) {
+  return conv_forward({kRank == 2 ? "conv2d" : "conv3d", x, weight, bias, stride, padding, dilation,
+                       IntArray(kRank, 0), groups, false, kRank, backend, allow_tf32});
+}
+
+template <int kRank>
+Tensor conv_transpose_cuda(Tensor x, Tensor weight, OptTensor bias, IntArray stride, IntArray padding,
+                           IntArray output_padding, int64_t groups, IntArray dilation, std::string backend,
+                           std::optional<bool> allow_tf32) {
+  return conv_forward({kRank == 2 ? "conv_transpose2d" : "conv_transpose3d", x, weight, bias, stride, padding,
+                       dilation, output_padding, groups, true, kRank, backend, allow_tf32});
+}
+
+std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
+                         IntArray output_padding, int64_t groups, bool transposed, std::string epilogue,
+                         std::string backend, std::optional<bool> allow_tf32) {
+  const char* const op = "explain_conv";
+  KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
+  KGOPT_CHECK(epilogue == "store" || epilogue == "stats" || epilogue == "logsumexp", op, ": epilogue is '", epilogue,
+              "', expected store, stats or logsumexp");
+  const ConvArgs a{op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups, transposed,
+                   static_cast<int>(x.dim()) - 2, backend, allow_tf32};
+  const ConvShape shape = check_conv_args(a);
+  const DeviceGuard guard(x.get_device_index());
+  return choose(a, shape,
+                epilogue == "store"   ? ConvEpilogue::kStore
+                : epilogue == "stats" ? ConvEpilogue::kStats
+                                      : ConvEpilogue::kResidualLse)
+      .explain();
+}
+
+}  // namespace
+}  // namespace kgopt
+
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
+  m.impl("conv2d", TORCH_BOX(&kgopt::conv_cuda<2>));
+  m.impl("conv3d", TORCH_BOX(&kgopt::conv_cuda<3>));
+  m.impl("conv_transpose2d", TORCH_BOX(&kgopt::conv_transpose_cuda<2>));
+  m.impl("conv_transpose3d", TORCH_BOX(&kgopt::conv_transpose_cuda<3>));
+  m.impl("explain_conv", TORCH_BOX(&kgopt::explain_conv));
+}

@@ -1,0 +1,164 @@
+// One convolution call on the torch side: its arguments, the choice of path, and the kernels' parameters. Shared by
+// conv3d_api.cpp and pipelines_api.cpp.
+#pragma once
+
+#include "../common/tf32.h"
+#include "../common/torch_utils.h"
+#include "conv3d.h"
+#include "conv3d_dispatch.h"
+#include "conv_checks.h"
+
+namespace kgopt {
+
+// Everything a convolution op was called with.
+struct ConvArgs {
+  const char* op;
+  const Tensor& x;
+  const Tensor& weight;
+  OptTensor bias;
+  IntArray stride, padding, dilation, output_padding;
+  int64_t groups;
+  bool transposed;
+  int rank;
+  const std::string& backend;
+  std::optional<bool> allow_tf32;
+};
+
+inline ConvBackend parse_backend(const char* op, const std::string& backend) {
+  check_backend(op, backend);
+  return backend == "kgopt" ? ConvBackend::kKgopt : backend == "aten" ? ConvBackend::kAten : ConvBackend::kAuto;
+}
+
+inline ConvProblem make_problem(const ConvShape& shape, ConvEpilogue epilogue, bool allow_tf32) {
+  ConvProblem p;
+  p.n = shape.n;
+  p.c_in = shape.c_in;
+  p.c_out = shape.c_out;
+  p.groups = shape.groups;
+  for (int i = 0; i < 3; ++i) {
+    p.in[i] = shape.in[i];
+    p.out[i] = shape.out[i];
+    p.kernel[i] = shape.kernel[i];
+    p.stride[i] = shape.stride[i];
+    p.padding[i] = shape.padding[i];
+    p.dilation[i] = shape.dilation[i];
+  }
+  p.transposed = shape.transposed;
+  p.dtype = shape.dtype;
+  p.allow_tf32 = allow_tf32;
+  p.epilogue = epilogue;
+  return p;
+}
+
+inline ConvShape check_conv_args(const ConvArgs& a) {
+  return check_conv(a.op, a.x, a.weight, a.bias, a.stride, a.padding, a.dilation, a.output_padding, a.groups,
+                    a.transposed, a.rank);
+}
+
+inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
+  const DeviceInfo info = check_gpu(a.op, a.x);
+  const DeviceLimits limits{info.sm_count, info.smem_per_block, info.smem_per_sm};
+  return choose_conv(make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32)), limits,
+                     parse_backend(a.op, a.backend));
+}
+
+// Strides of a tensor's spatial dims as depth, height, width.
+inline void spatial_strides(const Tensor& t, int rank, int64_t (&strides)[3]) {
+  strides[0] = 0;
+  for (int i = 0; i < rank; ++i) strides[3 - rank + i] = t.stride(2 + i);
+}
+
+// Pieces of one uninitialized allocation, each aligned to 256 bytes.
+class Workspace {
+ public:
+  explicit Workspace(const Tensor& like) : like_(like) {}
+  int64_t reserve(int64_t bytes) {
+    const int64_t offset = size_;
+    size_ += (bytes + 255) / 256 * 256;
+    return offset;
+  }
+  void allocate() {
+    if (size_ > 0) buffer_ = empty_like_shape(like_, {size_}, ScalarType::Byte);
+  }
+  template <typename T>
+  T* at(int64_t offset) const {
+    return size_ > 0 ? reinterpret_cast<T*>(static_cast<char*>(buffer_.mutable_data_ptr()) + offset) : nullptr;
+  }
+
+ private:
+  const Tensor& like_;
+  int64_t size_ = 0;
+  Tensor buffer_;
+};
+
+inline ConvPackParams make_pack_params(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
+  ConvPackParams p{};
+  p.weight = a.weight.const_data_ptr();
+  p.c_in = static_cast<int>(shape.c_in / shape.groups);
+  p.c_out = static_cast<int>(shape.c_out / shape.groups);
+  p.groups = static_cast<int>(shape.groups);
+  // A regular weight is [C_out, C_in / groups, k...], a transposed one [C_in, C_out / groups, k...].
+  p.stride_out = a.weight.stride(shape.transposed ? 1 : 0);
+  p.stride_in = a.weight.stride(shape.transposed ? 0 : 1);
+  p.stride_group = a.weight.stride(0) * (shape.transposed ? p.c_in : p.c_out);
+  spatial_strides(a.weight, a.rank, p.stride_k);
+  p.dtype = shape.dtype;
+  p.plan = plan;
+  return p;
+}
+
+inline ConvKernelParams make_kernel_params(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
+  ConvKernelParams p{};
+  p.x = a.x.const_data_ptr();
+  p.x_stride_n = a.x.stride(0);
+  p.x_stride_c = a.x.stride(1);
+  spatial_strides(a.x, a.rank, p.x_stride);
+  p.c_in = static_cast<int>(shape.c_in / shape.groups);
+  p.c_out = static_cast<int>(shape.c_out / shape.groups);
+  p.c_out_total = static_cast<int>(shape.c_out);
+  p.groups = static_cast<int>(shape.groups);
+  for (int i = 0; i < 3; ++i) {
+    p.in[i] = static_cast<int>(shape.in[i]);
+    p.out[i] = static_cast<int>(shape.out[i]);
+  }
+  const bool even = p.x_stride_c == 1 && p.c_in % 2 == 0 && p.x_stride_n % 2 == 0 && p.x_stride[0] % 2 == 0 &&
+                    p.x_stride[1] % 2 == 0 && p.x_stride[2] % 2 == 0;
+  p.x_pair_load = dtype_size(shape.dtype) == 2 && even && reinterpret_cast<uintptr_t>(p.x) % 4 == 0;
+  p.plan = plan;
+  return p;
+}
+
+inline void set_output(ConvKernelParams* p, const Tensor& y, int rank) {
+  p->y = y.mutable_data_ptr();
+  p->y_stride_n = y.stride(0);
+  p->y_stride_c = y.stride(1);
+  spatial_strides(y, rank, p->y_stride);
+}
+
+inline Tensor allocate_output(const ConvArgs& a, const ConvShape& shape) {
+  return empty_like_shape(a.x, shape.out_sizes, std::nullopt,
+                          shape.out_channels_last ? channels_last_format(a.rank + 2) : MemoryFormat::Contiguous);
+}
+
+// Packs weights and bias into the workspace pieces; the caller reserves them with these two sizes.
+inline int64_t packed_weight_bytes(const ConvPlan& plan) { return plan.packed_words * 4; }
+inline int64_t packed_bias_bytes(const ConvShape& shape, const ConvPlan& plan) {
+  return shape.groups * plan.n_tiles * plan.nb * 8 * 4;
+}
+
+inline void pack_weights(const ConvArgs& a, const ConvShape& shape, ConvKernelParams* p, uint32_t* packed, float* bias,
+                  cudaStream_t stream) {
+  ConvPackParams pack = make_pack_params(a, shape, p->plan);
+  const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
+  pack.bias = a.bias ? dense_bias.const_data_ptr() : nullptr;
+  pack.packed = packed;
+  pack.packed_bias = bias;
+  raise_on_error(a.op, run_conv_pack(pack, stream));
+  p->packed_weight = packed;
+  p->bias = bias;
+}
+
+// The convolution alone, by whichever path `choose` takes for the storing epilogue.
+Tensor conv_forward(const ConvArgs& a);
+
+}  // namespace kgopt

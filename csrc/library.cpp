@@ -1,0 +1,94 @@
+// Schemas of every op, and the entry point of the `_C` module; nothing else.
+// Ops ending in _fwd return, beside their result, the statistics that the backward op needs.
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(kgopt, m) {
+  // Convolutions: arguments as torch.nn.functional. backend is "auto", "kgopt" or "aten"; allow_tf32 None
+  // follows torch.backends.cudnn.
+  m.def(
+      "conv2d(Tensor x, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, int[2] dilation=1, "
+      "int groups=1, *, str backend=\"auto\", bool? allow_tf32=None) -> Tensor");
+  m.def(
+      "conv3d(Tensor x, Tensor weight, Tensor? bias=None, int[3] stride=1, int[3] padding=0, int[3] dilation=1, "
+      "int groups=1, *, str backend=\"auto\", bool? allow_tf32=None) -> Tensor");
+  m.def(
+      "conv_transpose2d(Tensor x, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, "
+      "int[2] output_padding=0, int groups=1, int[2] dilation=1, *, str backend=\"auto\", bool? allow_tf32=None) "
+      "-> Tensor");
+  m.def(
+      "conv_transpose3d(Tensor x, Tensor weight, Tensor? bias=None, int[3] stride=1, int[3] padding=0, "
+      "int[3] output_padding=0, int groups=1, int[3] dilation=1, *, str backend=\"auto\", bool? allow_tf32=None) "
+      "-> Tensor");
+
+  // GroupNorm.
+  m.def("group_stats(Tensor x, int num_groups, float eps=1e-5) -> (Tensor, Tensor)");
+  m.def(
+      "group_stats_backward(Tensor dmean, Tensor drstd, Tensor x, Tensor mean, Tensor rstd, int num_groups) -> Tensor");
+  m.def(
+      "group_norm(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
+      "str act=\"none\") -> Tensor");
+  m.def(
+      "group_norm_fwd(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
+      "str act=\"none\", str pre_act=\"none\") -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, int num_groups, Tensor? weight=None, "
+      "Tensor? bias=None, str act=\"none\", str pre_act=\"none\") -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "group_norm_mean(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor");
+  m.def(
+      "group_norm_mean_fwd(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "group_norm_mean_backward(Tensor dout, Tensor x, Tensor channel_mean, Tensor mean, Tensor rstd, int num_groups, "
+      "Tensor? weight=None) -> (Tensor, Tensor, Tensor)");
+
+  // Pointwise and reductions.
+  m.def("activation(Tensor x, str act) -> Tensor");
+  m.def("activation_backward(Tensor dy, Tensor x, str act) -> Tensor");
+  m.def("logsumexp(Tensor x, int[1] dim, bool keepdim=False) -> Tensor");
+  m.def("logsumexp_backward(Tensor dy, Tensor x, Tensor y, int[1] dim, bool keepdim=False) -> Tensor");
+  m.def("mean(Tensor x, int[1] dims, bool keepdim=False) -> Tensor");
+  m.def("mean_backward(Tensor dy, SymInt[] sizes, int[1] dims, bool keepdim=False) -> Tensor");
+
+  // The three pipelines.
+  m.def(
+      "conv3d_group_norm_mean(Tensor x, Tensor weight, Tensor? bias, int num_groups, Tensor? gn_weight=None, "
+      "Tensor? gn_bias=None, int[3] stride=1, int[3] padding=0, int[3] dilation=1, int groups=1, float eps=1e-5, *, "
+      "str backend=\"auto\", bool? allow_tf32=None) -> Tensor");
+  m.def(
+      "conv3d_group_norm_mean_fwd(Tensor x, Tensor weight, Tensor? bias, int num_groups, Tensor? gn_weight=None, "
+      "Tensor? gn_bias=None, int[3] stride=1, int[3] padding=0, int[3] dilation=1, int groups=1, float eps=1e-5, *, "
+      "str backend=\"auto\", bool? allow_tf32=None) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "conv_transpose3d_relu_group_norm(Tensor x, Tensor weight, Tensor? bias, int num_groups, "
+      "Tensor? gn_weight=None, Tensor? gn_bias=None, int[3] stride=1, int[3] padding=0, int[3] output_padding=0, "
+      "int groups=1, int[3] dilation=1, float eps=1e-5, *, str backend=\"auto\", bool? allow_tf32=None) -> Tensor");
+  m.def(
+      "conv_transpose3d_relu_group_norm_fwd(Tensor x, Tensor weight, Tensor? bias, int num_groups, "
+      "Tensor? gn_weight=None, Tensor? gn_bias=None, int[3] stride=1, int[3] padding=0, int[3] output_padding=0, "
+      "int groups=1, int[3] dilation=1, float eps=1e-5, *, str backend=\"auto\", bool? allow_tf32=None) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "conv2d_group_norm_tanh_hardswish_residual_logsumexp(Tensor x, Tensor weight, Tensor? bias, int num_groups, "
+      "Tensor? gn_weight=None, Tensor? gn_bias=None, int[2] stride=1, int[2] padding=0, int[2] dilation=1, "
+      "int groups=1, float eps=1e-5, *, str backend=\"auto\", bool? allow_tf32=None) -> Tensor");
+  m.def(
+      "conv2d_group_norm_tanh_hardswish_residual_logsumexp_fwd(Tensor x, Tensor weight, Tensor? bias, "
+      "int num_groups, Tensor? gn_weight=None, Tensor? gn_bias=None, int[2] stride=1, int[2] padding=0, "
+      "int[2] dilation=1, int groups=1, float eps=1e-5, *, str backend=\"auto\", bool? allow_tf32=None) "
+      "-> (Tensor, Tensor, Tensor)");
+
+  // Which path an op would take for these arguments and why, as text: "kgopt: ..." or "aten: ...".
+  m.def(
+      "explain_conv(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int[] output_padding, "
+      "int groups, bool transposed, str epilogue=\"store\", str backend=\"auto\", bool? allow_tf32=None) -> str");
+  m.def("build_info() -> str");
+}
+
+// Importing the module runs the static registrations above; it holds no functions of its own.
+PyMODINIT_FUNC PyInit__C(void) {
+  static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr,
+                                      nullptr};
+  return PyModule_Create(&module);
+}
