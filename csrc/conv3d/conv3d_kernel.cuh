@@ -10,7 +10,9 @@
 
 #include <cuda_runtime.h>
 
+#include "../common/dtype.cuh"
 #include "../common/mma.cuh"
+#include "../common/reduce.cuh"
 #include "conv3d_params.h"
 #include "conv3d_plan.h"
 
@@ -34,31 +36,6 @@ struct ConvMathTraits<ConvMath::kFp16> {
   static constexpr int kPerWord = 2;
   static constexpr int kSplit = 1;
 };
-
-__device__ __forceinline__ void store_element(float* p, float v) { *p = v; }
-__device__ __forceinline__ void store_element(__nv_bfloat16* p, float v) { *p = __float2bfloat16_rn(v); }
-__device__ __forceinline__ void store_element(__half* p, float v) { *p = __float2half_rn(v); }
-__device__ __forceinline__ float round_to(float v, float) { return v; }
-__device__ __forceinline__ float round_to(float v, __nv_bfloat16) { return __bfloat162float(__float2bfloat16_rn(v)); }
-__device__ __forceinline__ float round_to(float v, __half) { return __half2float(__float2half_rn(v)); }
-
-// Running statistics of a thread's values of one channel: sums shifted by the first value seen, so that a large
-// offset common to all values does not cancel.
-struct ShiftedSums {
-  float shift, sum, sum_sq;
-};
-
-// Chan, Golub, LeVeque 1983: merge of (mean, M2, count) pairs.
-__device__ __forceinline__ void merge_moments(float& mean, float& m2, float& count, float mean_b, float m2_b,
-                                              float count_b) {
-  const float total = count + count_b;
-  if (total == 0.f) return;
-  const float delta = mean_b - mean;
-  const float fraction = count_b / total;
-  mean += delta * fraction;
-  m2 += m2_b + delta * delta * count * fraction;
-  count = total;
-}
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -209,19 +186,17 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
     for (int c = tid; c < kColumns; c += kConvThreads) {
       float4 v = make_float4(0.f, 0.f, 0.f, -INFINITY);
       if (c < c_valid) {
-        const float4 norm = reinterpret_cast<const float4*>(p.mean_rstd_affine)[n * p.c_out_total + c];
-        v = make_float4(bias[c] - norm.x, norm.y * (2.f * kLog2E), norm.z * (2.f * kLog2E), bias[c] + 2.f / 3.f);
+        // mean, rstd, weight, bias of the norm
+        const float4 norm = reinterpret_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
+        v = make_float4(bias[c] - norm.x, norm.y * norm.z * (2.f * kLog2E), norm.w * (2.f * kLog2E),
+                        bias[c] + 2.f / 3.f);
       }
       reinterpret_cast<float4*>(scratch)[c] = v;
     }
   }
 
-  ShiftedSums sums[kStats ? kNB * 2 : 1];
+  ShiftedSums<float> sums[kStats ? kNB * 2 : 1];
   float count = 0.f;
-  if (kStats) {
-#pragma unroll
-    for (int j = 0; j < kNB * 2; ++j) sums[j] = ShiftedSums{0.f, 0.f, 0.f};
-  }
 
   const Element* const x_sample =
       static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
@@ -461,9 +436,9 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
               v = chain_value_call(p.act, v);
             }
             // Statistics are those of the stored tensor, as a GroupNorm that reads it would see it.
-            if (kStats) acc[mb][nb][i] = round_to(v, Element());
+            if (kStats) acc[mb][nb][i] = to_acc(from_acc<Element>(v));
             if (valid[mb][i >> 1] && c < c_valid) {
-              store_element(y + position[mb][i >> 1] + int64_t(c_first + c) * p.y_stride_c, v);
+              y[position[mb][i >> 1] + int64_t(c_first + c) * p.y_stride_c] = from_acc<Element>(v);
             }
           }
         }
@@ -506,7 +481,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
           for (int nb = 0; nb < kNB; ++nb) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              ShiftedSums& s = sums[nb * 2 + i];
+              ShiftedSums<float>& s = sums[nb * 2 + i];
               const float v = acc[mb][nb][half * 2 + i];
               s.sum += v;
               s.sum_sq = fmaf(v, v, s.sum_sq);
@@ -566,46 +541,22 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
 
   if constexpr (kStats) {
     // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block, always in the same order.
+    Moments<float>* const shared = reinterpret_cast<Moments<float>*>(scratch);
 #pragma unroll
     for (int j = 0; j < kNB * 2; ++j) {
-      float n_j = count;
-      float mean = count > 0.f ? sums[j].shift + sums[j].sum / count : 0.f;
-      float m2 = count > 0.f ? sums[j].sum_sq - sums[j].sum * sums[j].sum / count : 0.f;
-      if (m2 < 0.f) m2 = 0.f;
-#pragma unroll
-      for (int mask = 4; mask <= 16; mask *= 2) {
-        const float mean_b = __shfl_xor_sync(0xffffffffu, mean, mask);
-        const float m2_b = __shfl_xor_sync(0xffffffffu, m2, mask);
-        const float n_b = __shfl_xor_sync(0xffffffffu, n_j, mask);
-        // Both partners must compute the same bits: merge the lower lane's share first.
-        if (lane & mask) {
-          float mean_a = mean_b, m2_a = m2_b, n_a = n_b;
-          merge_moments(mean_a, m2_a, n_a, mean, m2, n_j);
-          mean = mean_a, m2 = m2_a, n_j = n_a;
-        } else {
-          merge_moments(mean, m2, n_j, mean_b, m2_b, n_b);
-        }
-      }
-      if (g == 0) {
-        float* const slot = scratch + (warp * kColumns + (j / 2) * 8 + t * 2 + (j & 1)) * 3;
-        slot[0] = mean;
-        slot[1] = m2;
-        slot[2] = n_j;
-      }
+      const Moments<float> m = warp_merge(sums[j].moments(count), 4);
+      if (g == 0) shared[warp * kColumns + (j / 2) * 8 + t * 2 + (j & 1)] = m;
     }
     __syncthreads();
     const int64_t all_slices = plan.slices * plan.classes[0] * plan.classes[1] * plan.classes[2];
     // Without a stored tensor the bias was left out of the sums: it moves the mean and nothing else.
     float* const out = p.partials + ((n * all_slices + cls * plan.slices + slice) * p.c_out_total + c_first) * 3;
     for (int c = tid; c < c_valid; c += kConvThreads) {
-      float mean = 0.f, m2 = 0.f, total = 0.f;
-      for (int w = 0; w < kConvWarps; ++w) {
-        const float* const slot = scratch + (w * kColumns + c) * 3;
-        merge_moments(mean, m2, total, slot[0], slot[1], slot[2]);
-      }
-      out[c * 3] = kStore ? mean : mean + bias[c];
-      out[c * 3 + 1] = m2;
-      out[c * 3 + 2] = total;
+      Moments<float> m = shared[c];
+      for (int w = 1; w < kConvWarps; ++w) merge(m, shared[w * kColumns + c]);
+      out[c * 3] = kStore ? m.mean : m.mean + bias[c];
+      out[c * 3 + 1] = m.m2;
+      out[c * 3 + 2] = m.count;
     }
   }
 }

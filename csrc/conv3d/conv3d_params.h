@@ -102,7 +102,7 @@ struct ConvKernelParams {
   void* y;                       // kStore, kStoreStats; the result [N, positions] in fp32 for kResidualLse
   int64_t y_stride_n, y_stride_c, y_stride[3];
   float* partials;               // kStats, kStoreStats: see StatsPartials in groupnorm_params.h
-  const float* mean_rstd_affine; // kResidualLse: [N, C] of (mean, rstd * gamma, beta, unused)
+  const void* norm_table;        // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm_params.h
   ActChain act;                  // kStore, kStoreStats
   int c_in, c_out;               // per conv group
   int c_out_total;

@@ -4,6 +4,7 @@
 
 #include "../common/tf32.h"
 #include "../common/torch_utils.h"
+#include "../common/workspace.h"
 #include "conv3d.h"
 #include "conv3d_dispatch.h"
 #include "conv_checks.h"
@@ -11,7 +12,7 @@
 namespace kgopt {
 
 // Everything a convolution op was called with.
-struct ConvArgs {
+struct __attribute__((visibility("hidden"))) ConvArgs {
   const char* op;
   const Tensor& x;
   const Tensor& weight;
@@ -67,29 +68,6 @@ inline void spatial_strides(const Tensor& t, int rank, int64_t (&strides)[3]) {
   strides[0] = 0;
   for (int i = 0; i < rank; ++i) strides[3 - rank + i] = t.stride(2 + i);
 }
-
-// Pieces of one uninitialized allocation, each aligned to 256 bytes.
-class Workspace {
- public:
-  explicit Workspace(const Tensor& like) : like_(like) {}
-  int64_t reserve(int64_t bytes) {
-    const int64_t offset = size_;
-    size_ += (bytes + 255) / 256 * 256;
-    return offset;
-  }
-  void allocate() {
-    if (size_ > 0) buffer_ = empty_like_shape(like_, {size_}, ScalarType::Byte);
-  }
-  template <typename T>
-  T* at(int64_t offset) const {
-    return size_ > 0 ? reinterpret_cast<T*>(static_cast<char*>(buffer_.mutable_data_ptr()) + offset) : nullptr;
-  }
-
- private:
-  const Tensor& like_;
-  int64_t size_ = 0;
-  Tensor buffer_;
-};
 
 inline ConvPackParams make_pack_params(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
   ConvPackParams p{};

@@ -1,0 +1,111 @@
+# `make help` lists the targets. Inside a virtual environment (or conda) its Python is used; outside of one, .venv is
+# made and used. A torch that is already there stays; otherwise $(TORCH) is installed.
+
+TORCH   ?= torch
+BASE_PYTHON ?= python3
+VENV    ?= .venv
+
+ifneq ($(VIRTUAL_ENV)$(CONDA_PREFIX),)
+PY := python
+else
+PY := $(VENV)/bin/python
+endif
+
+PIP     := $(PY) -m pip --disable-pip-version-check
+# The newest wheel of dist/, looked up when a recipe runs.
+WHEEL    = $$(ls -t dist/kgopt-*.whl | head -n 1)
+ARGS    ?=
+CMAKE_PYTHON = -DPython_EXECUTABLE=$$($(PY) -c 'import sys; print(sys.executable)')
+JOBS    ?= $(or $(MAX_JOBS),$(shell nproc))
+
+.DEFAULT_GOAL := help
+.PHONY: help env build install develop wheel check-wheel dev-module test demo bench sanitize matrix cmake-test lint \
+        format clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@echo
+	@echo 'Variables: ARGS="..." (passed to pytest, the demo or the bench), TORCH=torch==2.14.1,'
+	@echo 'KGOPT_CUDA=0 (CPU-only build), KGOPT_CUDA_ARCHS="8.0+PTX;9.0a", MAX_JOBS=2'
+
+ifeq ($(PY),python)
+ENV := build/.env
+$(ENV):
+	@mkdir -p build
+else
+ENV := $(VENV)/.ready
+$(ENV):
+	@test -x $(PY) || $(BASE_PYTHON) -m venv $(VENV)
+endif
+	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) install -q "$(TORCH)"; }
+	@$(PIP) install -q --upgrade "pip>=25.1"
+	@$(PIP) install -q --group build
+	@touch $(ENV)
+
+env: $(ENV) ## the environment: torch and what the build needs
+
+# The build is incremental by itself (build/objects), so it is simply called each time.
+build: $(ENV) ## a wheel in dist/, with CUDA kernels if an nvcc is found
+	@rm -f dist/kgopt-*.whl
+	@$(PY) -W ignore setup.py -q bdist_wheel
+
+install: build ## the wheel, built and installed with what the tests need
+	@$(PIP) install -q --force-reinstall --no-deps $(WHEEL)
+	@$(PIP) install -q "$(WHEEL)[test]"
+
+develop: $(ENV) ## build in place, for working on the kernels: python/kgopt/_C.abi3.so and a link to python/
+	@$(PY) -W ignore setup.py -q build_ext --inplace
+	@$(PY) -c 'import site, pathlib; pathlib.Path(site.getsitepackages()[0], "kgopt-develop.pth").write_text("$(CURDIR)/python\n")'
+
+dev-module: $(ENV) ## the developer module kgopt_dev: host-side planning for pytest
+	@$(PY) -m cmake -S . -B build/dev -DKGOPT_CUDA=OFF $(CMAKE_PYTHON)
+	@$(PY) -m cmake --build build/dev -j $(JOBS)
+
+test: install dev-module ## build, install and run the tests (GPU tests where there is a GPU)
+	@$(PY) -m pytest $(ARGS)
+
+demo: build ## the three pipelines on real data, compared with PyTorch
+	@$(PIP) install -q --force-reinstall --no-deps $(WHEEL)
+	@$(PIP) install -q "$(WHEEL)[demo]"
+	@$(PY) -m kgopt demo $(ARGS)
+
+bench: build ## the benchmark, for example ARGS="--suite pipelines --json F --plot F"
+	@$(PIP) install -q --force-reinstall --no-deps $(WHEEL)
+	@$(PIP) install -q "$(WHEEL)[demo]"
+	@$(PY) -m kgopt bench $(ARGS)
+
+wheel: build check-wheel ## a wheel in dist/, built and audited
+
+check-wheel: $(ENV)
+	@$(PIP) install -q --group wheel
+	@$(PY) scripts/check_wheel.py $(WHEEL)
+
+matrix: ## the wheel of dist/ in fresh environments: Python and torch, oldest and newest, and a CPU-only torch
+	@ls dist/kgopt-*.whl > /dev/null 2>&1 || $(MAKE) --no-print-directory build
+	@$(BASE_PYTHON) scripts/matrix.py $(WHEEL) $(if $(ARGS),-- $(ARGS))
+
+sanitize: ## compute-sanitizer's four tools over a small shape of every CUDA op
+	@KGOPT_LINEINFO=1 $(MAKE) --no-print-directory install
+	@$(PY) scripts/sanitize.py $(ARGS)
+
+cmake-test: $(ENV) ## the kernels as a plain C++ library, and its C++ test program
+	@$(PY) -m cmake -S . -B build/cmake $(CMAKE_PYTHON)
+	@$(PY) -m cmake --build build/cmake -j $(JOBS)
+	@CTEST_OUTPUT_ON_FAILURE=1 $(PY) -m cmake --build build/cmake --target test
+
+lint: $(ENV) ## ruff, mypy, clang-format and the source rules; changes nothing
+	@$(PIP) install -q --group lint
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@git ls-files --cached --others --exclude-standard 'csrc/*' | grep -E '\.(cu|cuh|h|cpp)$$' | xargs $(PY) -m clang_format --dry-run --Werror
+	@$(PY) scripts/check_sources.py
+
+format: $(ENV) ## ruff and clang-format, in place
+	@$(PIP) install -q --group lint
+	@$(PY) -m ruff check --fix-only -q .
+	@$(PY) -m ruff format -q .
+	@git ls-files --cached --others --exclude-standard 'csrc/*' | grep -E '\.(cu|cuh|h|cpp)$$' | xargs $(PY) -m clang_format -i
+
+clean: ## everything that was built; .venv stays
+	@rm -rf build dist python/kgopt.egg-info python/kgopt/_C.abi3.so .matrix

@@ -1,0 +1,133 @@
+"""Draws README.md's table and picture from benchmarks/results/*.json.
+
+    python benchmarks/readme_table.py           # writes README.md between its markers, and docs/pipelines.png
+    python benchmarks/readme_table.py --check   # changes nothing; exit status 1 when the table is not current
+
+Needs kgopt, and matplotlib for the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from kgopt.cli.plot import DTYPE_TITLES, plot_rows
+from kgopt.cli.results import BASELINES, COMPILED, Group, group_rows, load_rows
+from kgopt.cli.text import bytes_text, error_text, time_text
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN = "<!-- results: begin (drawn by benchmarks/readme_table.py) -->"
+END = "<!-- results: end -->"
+PICTURE_BEGIN = "<!-- picture: begin (drawn by benchmarks/readme_table.py) -->"
+PICTURE_END = "<!-- picture: end -->"
+PICTURE = "docs/pipelines.png"
+TIMES = "\u00d7"
+EAGER = ("eager", "eager_channels_last")
+DIRECTIONS = {"forward": "", "training": ", training step", "backward": ", backward"}
+
+
+def load_all(folder: Path) -> list[dict]:
+    """The rows of every results file, oldest run first."""
+    rows = [row for path in sorted(folder.glob("*.json")) for row in load_rows(path)]
+    return sorted(rows, key=lambda row: row["date"])
+
+
+def ratio(value: float | None) -> str:
+    return "" if value is None else f"**{value:.1f}**" if value >= 1.05 else f"{value:.2f}"
+
+
+def line(group: Group) -> str:
+    """One table line: kgopt beside the fastest eager and the fastest compiled baseline of its run."""
+    ours = group.rows["kgopt"]
+    fraction = group.floor_fraction
+    eager = group.rows.get("eager", {})
+    best = group.best(BASELINES)
+    shape = TIMES.join(map(str, ours["shape"]))
+    name = group.title if group.suite in ("pipelines", "ops") else re.sub(r"(?<=\d)x(?=\d)", TIMES, group.case)
+    what = f"{name}{DIRECTIONS[group.direction]}" + (f"<br>x {shape}" if group.suite in ("pipelines", "ops") else "")
+    cells = [
+        what,
+        DTYPE_TITLES.get(group.dtype, group.dtype),
+        time_text(group.time("kgopt")),
+        time_text(best[1]) if best else "",
+        ratio(group.ratio(EAGER)),
+        ratio(group.ratio(COMPILED)),
+        "" if fraction is None else f"{100 * fraction:.0f}%",
+        f"{error_text(ours.get('error'))} ({error_text(eager.get('error'))})",
+        f"{bytes_text(ours.get('peak_bytes'))} ({bytes_text(eager.get('peak_bytes'))})",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def tables(rows: list[dict]) -> str:
+    """The Markdown between the markers."""
+    rows = [row for row in rows if row["device"] == "cuda"]
+    if not rows:
+        return "No results yet."
+    parts = []
+    for gpu in sorted({row["gpu"] for row in rows}):
+        of_gpu = [row for row in rows if row["gpu"] == gpu]
+        for suite in ("pipelines", "groupnorm", "conv", "ops"):
+            groups = [g for g in group_rows(r for r in of_gpu if r["suite"] == suite) if g.time("kgopt")]
+            if not groups:
+                continue
+            facts = groups[-1].rows["kgopt"]
+            parts.append(
+                f"**{gpu}, {suite}** (driver {facts['driver']}, torch {facts['torch']}, cuDNN {facts['cudnn']}, kgopt "
+                f"{facts['kgopt']}, {facts['date'][:10]}; copy {facts['copy_gbytes_per_s'] / 1e3:.2f} TB/s)\n"
+            )
+            parts.append(
+                f"| | dtype | kgopt | best other | {TIMES} eager | {TIMES} compile | of floor | error | memory |"
+            )
+            parts.append("|---|---|---|---|---|---|---|---|---|")
+            parts.extend(line(group) for group in groups)
+            parts.append("")
+    parts.append(
+        f"{TIMES} eager, {TIMES} compile: how many times faster than the fastest eager and the fastest compiled "
+        "baseline of the same run (each in both layouts or modes where measured). Of floor: the fraction of the speed "
+        "that memory and tensor cores allow. In brackets: eager's."
+    )
+    return "\n".join(parts)
+
+
+def fill(text: str, begin: str, end: str, inside: str) -> str:
+    """`text` with what lies between two markers replaced."""
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise SystemExit(f"README.md lacks the markers {begin} and {end}")
+    return f"{head}{begin}\n{inside}\n{end}{tail}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only say whether README.md is current")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results", help="folder of results")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file to fill")
+    args = parser.parse_args()
+
+    rows = load_all(args.results)
+    pipelines = [row for row in rows if row["suite"] == "pipelines" and row["device"] == "cuda"]
+    # The picture shows forward passes of the newest run.
+    newest = [row for row in pipelines if row["date"] == pipelines[-1]["date"] and row["direction"] == "forward"]
+    before = args.readme.read_text()
+    picture = f"![Time of the three pipelines beside PyTorch]({PICTURE})" if newest else ""
+    after = fill(before, PICTURE_BEGIN, PICTURE_END, picture)
+    after = fill(after, BEGIN, END, tables(rows))
+    target = args.readme.parent / PICTURE
+    if args.check:
+        stale = after != before or (bool(newest) and not target.exists())
+        print("README.md is " + ("not current: run python benchmarks/readme_table.py" if stale else "current"))
+        return int(stale)
+    if newest:
+        plot_rows(newest, target)
+        print(f"wrote {target}")
+    args.readme.write_text(after)
+    print(f"wrote {args.readme}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+// What this binary was built with, as one line of JSON.
+#include "torch_utils.h"
+
+#ifndef KGOPT_ARCHS
+#define KGOPT_ARCHS ""
+#endif
+#ifndef KGOPT_CUDA_VERSION
+#define KGOPT_CUDA_VERSION ""
+#endif
+
+namespace kgopt {
+namespace {
+
+std::string build_info() {
+#if defined(KGOPT_CUDA)
+  const char* const cuda = "true";
+#else
+  const char* const cuda = "false";
+#endif
+  return std::string("{\"cuda\": ") + cuda + ", \"archs\": \"" + KGOPT_ARCHS + "\", \"cuda_version\": \"" +
+         KGOPT_CUDA_VERSION + "\", \"torch_target\": \"2.10\"}";
+}
+
+}  // namespace
+}  // namespace kgopt
+
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CompositeExplicitAutograd, m) { m.impl("build_info", TORCH_BOX(&kgopt::build_info)); }

@@ -1,0 +1,105 @@
+// Element types on the device: conversion to and from the accumulation type, and 16-byte vectors of them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace kgopt {
+
+// Statistics and arithmetic are fp32, in fp64 for fp64 data.
+template <typename T>
+struct AccumulateType {
+  using type = float;
+};
+template <>
+struct AccumulateType<double> {
+  using type = double;
+};
+template <typename T>
+using acc_t = typename AccumulateType<T>::type;
+
+template <typename T>
+__device__ __forceinline__ acc_t<T> to_acc(T v) {
+  return static_cast<acc_t<T>>(v);
+}
+template <typename T>
+__device__ __forceinline__ T from_acc(acc_t<T> v) {
+  return static_cast<T>(v);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_acc<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+template <>
+__device__ __forceinline__ __half from_acc<__half>(float v) {
+  return __float2half_rn(v);
+}
+
+// kSize elements that load and store as one access.
+template <typename T, int kSize>
+struct alignas(sizeof(T) * kSize) Vec {
+  T v[kSize];
+};
+
+template <typename T>
+inline constexpr int kVecSize = 16 / sizeof(T);
+
+template <typename T, int kSize>
+__device__ __forceinline__ Vec<T, kSize> load_vec(const T* p) {
+  return *reinterpret_cast<const Vec<T, kSize>*>(p);
+}
+template <typename T, int kSize>
+__device__ __forceinline__ void store_vec(T* p, const Vec<T, kSize>& v) {
+  *reinterpret_cast<Vec<T, kSize>*>(p) = v;
+}
+
+// An element of a tensor whose type is known at run time only; for the few values of an affine parameter.
+template <typename Acc>
+__device__ __forceinline__ Acc load_as(const void* p, int64_t i, Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kBFloat16: return static_cast<Acc>(static_cast<float>(static_cast<const __nv_bfloat16*>(p)[i]));
+    case Dtype::kFloat16: return static_cast<Acc>(static_cast<float>(static_cast<const __half*>(p)[i]));
+    case Dtype::kFloat64: return static_cast<Acc>(static_cast<const double*>(p)[i]);
+    default: return static_cast<Acc>(static_cast<const float*>(p)[i]);
+  }
+}
+template <typename Acc>
+__device__ __forceinline__ void store_as(void* p, int64_t i, Dtype dtype, Acc v) {
+  switch (dtype) {
+    case Dtype::kBFloat16: static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(static_cast<float>(v)); break;
+    case Dtype::kFloat16: static_cast<__half*>(p)[i] = __float2half_rn(static_cast<float>(v)); break;
+    case Dtype::kFloat64: static_cast<double*>(p)[i] = static_cast<double>(v); break;
+    default: static_cast<float*>(p)[i] = static_cast<float>(v);
+  }
+}
+
+// Calls f(T()) with the element type that dtype names.
+#define KGOPT_DISPATCH_DTYPE(dtype, T, ...)      \
+  switch (dtype) {                               \
+    case ::kgopt::Dtype::kFloat32: {             \
+      using T = float;                           \
+      __VA_ARGS__;                               \
+      break;                                     \
+    }                                            \
+    case ::kgopt::Dtype::kBFloat16: {            \
+      using T = __nv_bfloat16;                   \
+      __VA_ARGS__;                               \
+      break;                                     \
+    }                                            \
+    case ::kgopt::Dtype::kFloat16: {             \
+      using T = __half;                          \
+      __VA_ARGS__;                               \
+      break;                                     \
+    }                                            \
+    case ::kgopt::Dtype::kFloat64: {             \
+      using T = double;                          \
+      __VA_ARGS__;                               \
+      break;                                     \
+    }                                            \
+  }
+
+}  // namespace kgopt

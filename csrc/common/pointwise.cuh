@@ -1,0 +1,86 @@
+// Pointwise chains inside the GroupNorm kernels: a few single activations are compiled in, every other chain is walked
+// at run time. The launcher picks once.
+#pragma once
+
+#include "activation.h"
+
+namespace kgopt {
+
+enum class Chain : int { kNone, kRelu, kSilu, kAny };
+
+inline Chain chain_kind(const ActChain& chain) {
+  if (chain.empty()) return Chain::kNone;
+  if (chain.length == 1 && chain.at(0) == Act::kRelu) return Chain::kRelu;
+  if (chain.length == 1 && chain.at(0) == Act::kSilu) return Chain::kSilu;
+  return Chain::kAny;
+}
+
+// Out of line: inlined into unrolled vectors, every activation would be there once for each element.
+template <typename Acc>
+__device__ __noinline__ Acc any_chain_value(ActChain chain, Acc x) {
+  return chain_value(chain, x);
+}
+template <typename Acc>
+struct ValueAndSlope {
+  Acc value, slope;
+};
+template <typename Acc>
+__device__ __noinline__ ValueAndSlope<Acc> any_chain_slope(ActChain chain, Acc x) {
+  ValueAndSlope<Acc> r;
+  r.slope = chain_derivative(chain, x, &r.value);
+  return r;
+}
+
+template <Chain kChain, typename Acc>
+__device__ __forceinline__ Acc apply_chain(const ActChain& chain, Acc x) {
+  if constexpr (kChain == Chain::kNone) return x;
+  if constexpr (kChain == Chain::kRelu) return act_value(Act::kRelu, x);
+  if constexpr (kChain == Chain::kSilu) {
+    if constexpr (sizeof(Acc) == 4) return __fdividef(x, 1.f + __expf(-x));
+    return act_value(Act::kSilu, x);
+  }
+  return any_chain_value(chain, x);
+}
+
+template <Chain kChain, typename Acc>
+__device__ __forceinline__ Acc chain_slope(const ActChain& chain, Acc x, Acc* value) {
+  if constexpr (kChain == Chain::kNone) {
+    *value = x;
+    return Acc(1);
+  }
+  if constexpr (kChain == Chain::kRelu) {
+    *value = act_value(Act::kRelu, x);
+    return act_derivative(Act::kRelu, x);
+  }
+  if constexpr (kChain == Chain::kSilu) {
+    *value = act_value(Act::kSilu, x);
+    return act_derivative(Act::kSilu, x);
+  }
+  const ValueAndSlope<Acc> r = any_chain_slope(chain, x);
+  *value = r.value;
+  return r.slope;
+}
+
+// Runs `body` with kPre and kAct bound to the chains' kinds. Pairs that no network has share the run-time chain.
+#define KGOPT_DISPATCH_CHAINS(pre, act, kPre, kAct, ...)                                                   \
+  do {                                                                                                     \
+    const ::kgopt::Chain pre_kind = ::kgopt::chain_kind(pre), act_kind = ::kgopt::chain_kind(act);          \
+    if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kNone) {                           \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kNone;                  \
+      __VA_ARGS__;                                                                                         \
+    } else if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kRelu) {                    \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kRelu;                  \
+      __VA_ARGS__;                                                                                         \
+    } else if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kSilu) {                    \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kSilu;                  \
+      __VA_ARGS__;                                                                                         \
+    } else if (pre_kind == ::kgopt::Chain::kRelu && act_kind == ::kgopt::Chain::kNone) {                    \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kRelu, kAct = ::kgopt::Chain::kNone;                  \
+      __VA_ARGS__;                                                                                         \
+    } else {                                                                                               \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kAny, kAct = ::kgopt::Chain::kAny;                    \
+      __VA_ARGS__;                                                                                         \
+    }                                                                                                      \
+  } while (0)
+
+}  // namespace kgopt

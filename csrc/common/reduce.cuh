@@ -1,0 +1,107 @@
+// Moments and sums across a warp or a block, always merged in the same order: the same input gives the same bits.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace kgopt {
+
+// Count, mean and sum of squared deviations of a set of values.
+template <typename Acc>
+struct Moments {
+  Acc mean = 0, m2 = 0, count = 0;
+};
+
+// Chan, Golub, LeVeque 1983.
+template <typename Acc>
+__device__ __forceinline__ void merge(Moments<Acc>& a, const Moments<Acc>& b) {
+  const Acc total = a.count + b.count;
+  if (b.count == Acc(0)) return;
+  const Acc delta = b.mean - a.mean;
+  const Acc fraction = b.count / total;
+  a.mean += delta * fraction;
+  a.m2 += b.m2 + delta * delta * a.count * fraction;
+  a.count = total;
+}
+
+// Sums of values shifted by one of them, so that an offset common to all does not cancel.
+template <typename Acc>
+struct ShiftedSums {
+  Acc shift = 0, sum = 0, sum_sq = 0;
+
+  __device__ __forceinline__ void add(Acc x) {
+    const Acc v = x - shift;
+    sum += v;
+    sum_sq += v * v;
+  }
+  __device__ __forceinline__ Moments<Acc> moments(Acc count) const {
+    Moments<Acc> m;
+    if (count == Acc(0)) return m;
+    m.mean = shift + sum / count;
+    m.m2 = sum_sq - sum * sum / count;
+    if (m.m2 < Acc(0)) m.m2 = 0;
+    m.count = count;
+    return m;
+  }
+};
+
+template <typename Acc>
+__device__ __forceinline__ Moments<Acc> shuffle_xor(const Moments<Acc>& m, int mask) {
+  Moments<Acc> r;
+  r.mean = __shfl_xor_sync(0xffffffffu, m.mean, mask);
+  r.m2 = __shfl_xor_sync(0xffffffffu, m.m2, mask);
+  r.count = __shfl_xor_sync(0xffffffffu, m.count, mask);
+  return r;
+}
+
+// Merges the lanes that differ in the bits first_mask, 2 * first_mask, ... 16. The merge is not symmetric in its
+// rounding, so the lower lane's share always comes first: all lanes end with the same bits.
+template <typename Acc>
+__device__ __forceinline__ Moments<Acc> warp_merge(Moments<Acc> m, int first_mask = 1) {
+  const int lane = threadIdx.x & 31;
+  for (int mask = first_mask; mask <= 16; mask *= 2) {
+    Moments<Acc> other = shuffle_xor(m, mask);
+    if (lane & mask) {
+      merge(other, m);
+      m = other;
+    } else {
+      merge(m, other);
+    }
+  }
+  return m;
+}
+
+// The whole block's moments, valid in thread 0. `shared` holds one entry a warp.
+template <typename Acc>
+__device__ __forceinline__ Moments<Acc> block_merge(Moments<Acc> m, Moments<Acc>* shared) {
+  m = warp_merge(m);
+  const int warp = threadIdx.x / 32;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[warp] = m;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) merge(m, shared[w]);
+  }
+  return m;
+}
+
+template <typename Acc>
+__device__ __forceinline__ Acc warp_sum(Acc v) {
+  for (int mask = 16; mask > 0; mask /= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+  return v;
+}
+
+// The whole block's sum, valid in every thread. `shared` holds one entry a warp.
+template <typename Acc>
+__device__ __forceinline__ Acc block_sum(Acc v, Acc* shared) {
+  v = warp_sum(v);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+  __syncthreads();
+  Acc total = 0;
+  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) total += shared[w];
+  return total;
+}
+
+}  // namespace kgopt

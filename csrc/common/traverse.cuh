@@ -1,0 +1,410 @@
+// The two ways through a tensor that the GroupNorm kernels and the activations take: element by element, and reduced along the rows.
+// A row is a (sample, channel) pair; what happens at an element is a functor's business, how the memory is walked is
+// settled here once, for both layouts:
+//   contiguous     [rows][S]: rows lie one after the other, vectors run along a row
+//   channels_last  [N][S][C]: a thread owns a vector of neighbouring channels and walks over positions
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "dtype.cuh"
+#include "reduce.cuh"
+#include "status.h"
+
+namespace kgopt {
+
+inline constexpr int kTraverseThreads = 256;
+inline constexpr int kTraverseUnroll = 4;  // independent 16-byte loads of a thread in flight
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Element by element. A functor has: Element, kInputs (1 or 2), Coef, `Coef load(int64_t row)` and
+// `Acc apply(const Coef&, Acc x, Acc second)`.
+
+template <typename F>
+struct ElementwiseArgs {
+  const typename F::Element* x;
+  const typename F::Element* second;  // of x's layout; null with one input
+  typename F::Element* y;
+  int64_t n, c, s;
+  F f;
+};
+
+// Blocks run from the tensor's end to its start: the pass before went the other way and left the end in L2.
+template <typename F, int kSize>
+__global__ void __launch_bounds__(kTraverseThreads) elementwise_rows_kernel(const __grid_constant__ ElementwiseArgs<F> a) {
+  using T = typename F::Element;
+  constexpr int64_t kPerBlock = int64_t(kTraverseThreads) * kTraverseUnroll * kSize;
+  const int64_t total = a.n * a.c * a.s;
+  const int64_t start = int64_t(gridDim.x - 1 - blockIdx.x) * kPerBlock;
+  const int64_t row0 = start / a.s;
+  const int64_t column0 = start - row0 * a.s;
+  const bool narrow = a.s + kPerBlock < (int64_t(1) << 31);
+
+  Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+#pragma unroll
+  for (int u = 0; u < kTraverseUnroll; ++u) {
+    const int64_t at = start + (int64_t(u) * kTraverseThreads + threadIdx.x) * kSize;
+    if (at + kSize <= total) {
+      x[u] = load_vec<T, kSize>(a.x + at);
+      if (F::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kTraverseUnroll; ++u) {
+    const int64_t at = start + (int64_t(u) * kTraverseThreads + threadIdx.x) * kSize;
+    if (at >= total) break;
+    int64_t column = column0 + (at - start);
+    int64_t rows;
+    if (narrow) {
+      rows = static_cast<uint32_t>(column) / static_cast<uint32_t>(a.s);
+    } else {
+      rows = column / a.s;
+    }
+    column -= rows * a.s;
+    const int64_t row = row0 + rows;
+    auto coef = a.f.load(row);
+    if (at + kSize <= total && column + kSize <= a.s) {
+      Vec<T, kSize> y;
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        y.v[j] = from_acc<T>(a.f.apply(coef, to_acc(x[u].v[j]), to_acc(F::kInputs == 2 ? second[u].v[j] : x[u].v[j])));
+      }
+      store_vec<T, kSize>(a.y + at, y);
+    } else {
+      // A vector across the end of a row, or the tensor's last elements.
+      int64_t current = row, c = column;
+      for (int j = 0; j < kSize && at + j < total; ++j, ++c) {
+        if (c == a.s) {
+          c = 0;
+          coef = a.f.load(++current);
+        }
+        const T xv = a.x[at + j];
+        const T sv = F::kInputs == 2 ? a.second[at + j] : xv;
+        a.y[at + j] = from_acc<T>(a.f.apply(coef, to_acc(xv), to_acc(sv)));
+      }
+    }
+  }
+}
+
+// Geometry of a channels_last walk: `lanes` threads along the channel vectors, `walkers` groups of them along positions.
+struct ColumnGeometry {
+  int lanes, walkers;
+  int64_t channel_blocks;
+};
+inline ColumnGeometry column_geometry(int64_t c, int vec) {
+  ColumnGeometry g;
+  const int64_t vectors = c / vec;
+  g.lanes = static_cast<int>(std::min<int64_t>(vectors, kTraverseThreads));
+  g.walkers = kTraverseThreads / g.lanes;
+  g.channel_blocks = (vectors + g.lanes - 1) / g.lanes;
+  return g;
+}
+
+template <typename F, int kSize>
+__global__ void __launch_bounds__(kTraverseThreads)
+    elementwise_columns_kernel(const __grid_constant__ ElementwiseArgs<F> a, ColumnGeometry geometry, int64_t slices,
+                               int64_t slice_length) {
+  using T = typename F::Element;
+  const int lane = threadIdx.x % geometry.lanes;
+  const int walker = threadIdx.x / geometry.lanes;
+  const int64_t block = int64_t(gridDim.x) - 1 - blockIdx.x;
+  const int64_t channel = ((block % geometry.channel_blocks) * geometry.lanes + lane) * kSize;
+  const int64_t slice = block / geometry.channel_blocks % slices;
+  const int64_t n = block / (geometry.channel_blocks * slices);
+  if (walker >= geometry.walkers || channel >= a.c) return;
+  typename F::Coef coef[kSize];
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) coef[j] = a.f.load(n * a.c + channel + j);
+  const int64_t end = min((slice + 1) * slice_length, a.s);
+  const int64_t step = int64_t(geometry.walkers) * a.c;
+  int64_t position = slice * slice_length + walker;
+  int64_t at = (n * a.s + position) * a.c + channel;
+  while (position < end) {
+    Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+#pragma unroll
+    for (int u = 0; u < kTraverseUnroll; ++u) {
+      if (position + u * geometry.walkers < end) {
+        x[u] = load_vec<T, kSize>(a.x + at + u * step);
+        if (F::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at + u * step);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kTraverseUnroll; ++u) {
+      if (position + u * geometry.walkers < end) {
+        Vec<T, kSize> y;
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          y.v[j] =
+              from_acc<T>(a.f.apply(coef[j], to_acc(x[u].v[j]), to_acc(F::kInputs == 2 ? second[u].v[j] : x[u].v[j])));
+        }
+        store_vec<T, kSize>(a.y + at + u * step, y);
+      }
+    }
+    position += int64_t(kTraverseUnroll) * geometry.walkers;
+    at += kTraverseUnroll * step;
+  }
+}
+
+inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+template <typename F>
+Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool channels_last, cudaStream_t stream) {
+  constexpr int kSize = kVecSize<typename F::Element>;
+  const int64_t total = a.n * a.c * a.s;
+  if (total == 0) return Status::Ok();
+  const bool aligned = is_aligned(a.x) && is_aligned(a.y) && (F::kInputs == 1 || is_aligned(a.second));
+  if (!channels_last || a.s == 1) {
+    const int vec = aligned ? kSize : 1;
+    const int64_t per_block = int64_t(kTraverseThreads) * kTraverseUnroll * vec;
+    const int64_t blocks = (total + per_block - 1) / per_block;
+    if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
+    if (aligned) {
+      elementwise_rows_kernel<F, kSize><<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a);
+    } else {
+      elementwise_rows_kernel<F, 1><<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a);
+    }
+  } else {
+    const bool vectors = aligned && a.c % kSize == 0;
+    const ColumnGeometry geometry = column_geometry(a.c, vectors ? kSize : 1);
+    const int64_t slice_length = int64_t(geometry.walkers) * kTraverseUnroll * 4;
+    const int64_t slices = (a.s + slice_length - 1) / slice_length;
+    const int64_t blocks = a.n * slices * geometry.channel_blocks;
+    if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
+    if (vectors) {
+      elementwise_columns_kernel<F, kSize>
+          <<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a, geometry, slices, slice_length);
+    } else {
+      elementwise_columns_kernel<F, 1>
+          <<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a, geometry, slices, slice_length);
+    }
+  }
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reduced along rows. A reducer has: Element, kInputs, Coef, `Coef load(int64_t row)`, a State that starts at the first
+// element it will see (`State start(const Coef&, Acc x)`), `void add(State&, const Coef&, Acc x, Acc second)`, a Partial
+// of kValues accumulation-type numbers, `Partial finish(const State&, Acc count)` and `static void merge(Partial&, const
+// Partial&)`. Partials go to [n][slices][rows][kValues].
+
+template <typename R>
+struct ReduceArgs {
+  const typename R::Element* x;
+  const typename R::Element* second;
+  int64_t n, rows, row_length;  // channels_last: rows are channels, row_length the positions
+  int64_t slices, slice_length;
+  acc_t<typename R::Element>* partials;
+  R r;
+};
+
+template <typename R>
+__device__ __forceinline__ typename R::Partial shuffle_partial(const typename R::Partial& p, int mask) {
+  typename R::Partial q;
+  const auto* from = reinterpret_cast<const acc_t<typename R::Element>*>(&p);
+  auto* to = reinterpret_cast<acc_t<typename R::Element>*>(&q);
+#pragma unroll
+  for (int i = 0; i < R::kValues; ++i) to[i] = __shfl_xor_sync(0xffffffffu, from[i], mask);
+  return q;
+}
+
+// One block (or, with kWarpRows, one warp) per (row, slice) of a contiguous tensor.
+template <typename R, int kSize, bool kWarpRows>
+__global__ void __launch_bounds__(kTraverseThreads) reduce_rows_kernel(const __grid_constant__ ReduceArgs<R> a) {
+  using T = typename R::Element;
+  using Acc = acc_t<T>;
+  constexpr int kWarps = kTraverseThreads / 32;
+  constexpr int kThreads = kWarpRows ? 32 : kTraverseThreads;
+  const int thread = threadIdx.x % kThreads;
+  const int64_t unit = int64_t(blockIdx.x) * (kTraverseThreads / kThreads) + threadIdx.x / kThreads;
+  if (unit >= a.n * a.rows * a.slices) return;  // whole warps leave: kWarpRows only
+  const int64_t slice = unit % a.slices;
+  const int64_t row = unit / a.slices;  // n * rows + r
+  const int64_t begin = row * a.row_length + slice * a.slice_length;
+  const int64_t end = row * a.row_length + min((slice + 1) * a.slice_length, a.row_length);
+
+  const auto coef = a.r.load(row);
+  auto state = a.r.start(coef, to_acc(a.x[begin]));
+  int64_t seen = 0;
+  // Elements before the first aligned vector and after the last one go to the first threads.
+  const int64_t head = min((begin + kSize - 1) / kSize * kSize, end);
+  const int64_t body = head + (end - head) / kSize * kSize;
+  auto add_one = [&](int64_t at) {
+    const Acc x = to_acc(a.x[at]);
+    a.r.add(state, coef, x, R::kInputs == 2 ? to_acc(a.second[at]) : x);
+    ++seen;
+  };
+  if (begin + thread < head) add_one(begin + thread);
+  if (body + thread < end) add_one(body + thread);
+  for (int64_t at = head + int64_t(thread) * kSize; at < body; at += int64_t(kTraverseUnroll) * kThreads * kSize) {
+    Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+#pragma unroll
+    for (int u = 0; u < kTraverseUnroll; ++u) {
+      const int64_t i = at + int64_t(u) * kThreads * kSize;
+      if (i < body) {
+        x[u] = load_vec<T, kSize>(a.x + i);
+        if (R::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + i);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kTraverseUnroll; ++u) {
+      if (at + int64_t(u) * kThreads * kSize < body) {
+        seen += kSize;
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          a.r.add(state, coef, to_acc(x[u].v[j]), to_acc(R::kInputs == 2 ? second[u].v[j] : x[u].v[j]));
+        }
+      }
+    }
+  }
+  auto partial = a.r.finish(state, static_cast<Acc>(seen));
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int mask = 1; mask <= 16; mask *= 2) {
+    auto other = shuffle_partial<R>(partial, mask);
+    if (lane & mask) {
+      R::merge(other, partial);
+      partial = other;
+    } else {
+      R::merge(partial, other);
+    }
+  }
+  if constexpr (!kWarpRows) {
+    __shared__ typename R::Partial shared[kWarps];
+    if (lane == 0) shared[threadIdx.x / 32] = partial;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int w = 1; w < kWarps; ++w) R::merge(partial, shared[w]);
+    }
+  }
+  if (thread == 0) {
+    const int64_t n = row / a.rows, r = row % a.rows;
+    Acc* const out = a.partials + ((n * a.slices + slice) * a.rows + r) * R::kValues;
+    const Acc* const values = reinterpret_cast<const Acc*>(&partial);
+#pragma unroll
+    for (int i = 0; i < R::kValues; ++i) out[i] = values[i];
+  }
+}
+
+// channels_last: a block takes a slice of the positions of some channels.
+template <typename R, int kSize>
+__global__ void __launch_bounds__(kTraverseThreads)
+    reduce_columns_kernel(const __grid_constant__ ReduceArgs<R> a, ColumnGeometry geometry) {
+  using T = typename R::Element;
+  using Acc = acc_t<T>;
+  __shared__ typename R::Partial shared[kTraverseThreads * kSize];
+  const int lane = threadIdx.x % geometry.lanes;
+  const int walker = threadIdx.x / geometry.lanes;
+  const int64_t channel_block = blockIdx.x % geometry.channel_blocks;
+  const int64_t channel = (channel_block * geometry.lanes + lane) * kSize;
+  const int64_t slice = blockIdx.x / geometry.channel_blocks % a.slices;
+  const int64_t n = blockIdx.x / (geometry.channel_blocks * a.slices);
+  const int64_t begin = slice * a.slice_length;
+  const int64_t end = min(begin + a.slice_length, a.row_length);
+  if (walker < geometry.walkers && channel < a.rows) {
+    typename R::Coef coef[kSize];
+    typename R::State state[kSize];
+    const int64_t first = (n * a.row_length + begin) * a.rows + channel;
+    const Vec<T, kSize> x0 = load_vec<T, kSize>(a.x + first);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      coef[j] = a.r.load(n * a.rows + channel + j);
+      state[j] = a.r.start(coef[j], to_acc(x0.v[j]));
+    }
+    int64_t seen = 0;
+    const int64_t step = int64_t(geometry.walkers) * a.rows;
+    int64_t at = first + walker * a.rows;
+    for (int64_t position = begin + walker; position < end; position += int64_t(kTraverseUnroll) * geometry.walkers) {
+      Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+#pragma unroll
+      for (int u = 0; u < kTraverseUnroll; ++u) {
+        if (position + u * geometry.walkers < end) {
+          x[u] = load_vec<T, kSize>(a.x + at + u * step);
+          if (R::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at + u * step);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kTraverseUnroll; ++u) {
+        if (position + u * geometry.walkers < end) {
+          ++seen;
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) {
+            a.r.add(state[j], coef[j], to_acc(x[u].v[j]), to_acc(R::kInputs == 2 ? second[u].v[j] : x[u].v[j]));
+          }
+        }
+      }
+      at += kTraverseUnroll * step;
+    }
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      shared[(walker * geometry.lanes + lane) * kSize + j] = a.r.finish(state[j], static_cast<Acc>(seen));
+    }
+  }
+  __syncthreads();
+  const int columns = geometry.lanes * kSize;
+  for (int c = threadIdx.x; c < columns; c += kTraverseThreads) {
+    const int64_t r = channel_block * columns + c;
+    if (r >= a.rows) continue;
+    auto partial = shared[c];
+    for (int w = 1; w < geometry.walkers; ++w) R::merge(partial, shared[w * columns + c]);
+    Acc* const out = a.partials + ((n * a.slices + slice) * a.rows + r) * R::kValues;
+    const Acc* const values = reinterpret_cast<const Acc*>(&partial);
+#pragma unroll
+    for (int i = 0; i < R::kValues; ++i) out[i] = values[i];
+  }
+}
+
+// Slices so that about four blocks a multiprocessor run, but none with less than a few loads a thread.
+inline void plan_slices(int64_t units, int64_t length, int64_t least, int64_t multiple, int sm_count, int64_t* slices,
+                        int64_t* slice_length) {
+  const int64_t wanted = (int64_t(sm_count) * 8 + units - 1) / std::max<int64_t>(1, units);
+  const int64_t most = std::max<int64_t>(1, length / std::max<int64_t>(1, least));
+  const int64_t count = std::max<int64_t>(1, std::min(wanted, most));
+  *slice_length = std::max<int64_t>(1, ((length + count - 1) / count + multiple - 1) / multiple * multiple);
+  *slices = std::max<int64_t>(1, (length + *slice_length - 1) / *slice_length);
+}
+
+template <typename R>
+Status launch_reduce(const char* name, const ReduceArgs<R>& a, bool channels_last, cudaStream_t stream) {
+  constexpr int kSize = kVecSize<typename R::Element>;
+  if (a.n * a.rows * a.row_length == 0) return Status::Ok();
+  const bool aligned = is_aligned(a.x) && (R::kInputs == 1 || is_aligned(a.second));
+  if (!channels_last) {
+    const int64_t units = a.n * a.rows * a.slices;
+    const bool warp_rows = a.slice_length <= 1024;
+    const int64_t blocks = warp_rows ? (units + kTraverseThreads / 32 - 1) / (kTraverseThreads / 32) : units;
+    if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many rows for one launch");
+    const unsigned grid = static_cast<unsigned>(blocks);
+    if (warp_rows) {
+      if (aligned) {
+        reduce_rows_kernel<R, kSize, true><<<grid, kTraverseThreads, 0, stream>>>(a);
+      } else {
+        reduce_rows_kernel<R, 1, true><<<grid, kTraverseThreads, 0, stream>>>(a);
+      }
+    } else {
+      if (aligned) {
+        reduce_rows_kernel<R, kSize, false><<<grid, kTraverseThreads, 0, stream>>>(a);
+      } else {
+        reduce_rows_kernel<R, 1, false><<<grid, kTraverseThreads, 0, stream>>>(a);
+      }
+    }
+  } else {
+    const bool vectors = aligned && a.rows % kSize == 0;
+    const ColumnGeometry geometry = column_geometry(a.rows, vectors ? kSize : 1);
+    const int64_t blocks = a.n * a.slices * geometry.channel_blocks;
+    if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
+    if (vectors) {
+      reduce_columns_kernel<R, kSize><<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a, geometry);
+    } else {
+      reduce_columns_kernel<R, 1><<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a, geometry);
+    }
+  }
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
+}  // namespace kgopt

@@ -1,0 +1,194 @@
+// Convolutions and the three pipelines on the CPU: oneDNN through ATen, everything after it in one or two passes.
+#include "../common/cpu_block.h"
+#include "../groupnorm/groupnorm_checks.h"
+#include "../groupnorm/groupnorm_cpu.h"
+#include "conv_checks.h"
+
+namespace kgopt {
+namespace {
+
+using namespace cpu;
+
+Tensor convolution(const char* op, const Tensor& x, const Tensor& weight, const OptTensor& bias, const IntArray& stride,
+                   const IntArray& padding, const IntArray& dilation, const IntArray& output_padding, int64_t groups,
+                   bool transposed, int rank, const std::string& backend) {
+  const ConvShape shape =
+      check_conv(op, x, weight, bias, stride, padding, dilation, output_padding, groups, transposed, rank);
+  check_backend(op, backend);
+  KGOPT_CHECK(backend != "kgopt", op, ": backend is 'kgopt', expected auto or aten for x on the cpu: ",
+              "kgopt has no convolution of its own there");
+  const Tensor y = call_aten("aten::convolution", "", x, weight, bias, stride, padding, dilation, transposed,
+                             output_padding, groups);
+  return dense_in(y, shape.out_channels_last ? channels_last_format(rank + 2) : MemoryFormat::Contiguous);
+}
+
+template <int kRank>
+Tensor conv(Tensor x, Tensor weight, OptTensor bias, IntArray stride, IntArray padding, IntArray dilation,
+            int64_t groups, std::string backend, std::optional<bool>) {
+  return convolution(kRank == 2 ? "conv2d" : "conv3d", x, weight, bias, stride, padding, dilation, IntArray(kRank, 0),
+                     groups, false, kRank, backend);
+}
+
+template <int kRank>
+Tensor conv_transpose(Tensor x, Tensor weight, OptTensor bias, IntArray stride, IntArray padding,
+                      IntArray output_padding, int64_t groups, IntArray dilation, std::string backend,
+                      std::optional<bool>) {
+  return convolution(kRank == 2 ? "conv_transpose2d" : "conv_transpose3d", x, weight, bias, stride, padding, dilation,
+                     output_padding, groups, true, kRank, backend);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(
+    Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+    IntArray stride, IntArray padding, IntArray dilation, int64_t groups, double eps, std::string backend,
+    std::optional<bool>) {
+  const char* const op = "conv3d_group_norm_mean";
+  const ConvShape shape = check_conv(op, x, weight, bias, stride, padding, dilation, {0, 0, 0}, groups, false, 3);
+  check_group_norm_affine(op, x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
+  return group_norm_mean_fwd_cpu(
+      convolution(op, x, weight, bias, stride, padding, dilation, {0, 0, 0}, groups, false, 3, backend), num_groups,
+      gn_weight, gn_bias, eps);
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv_transpose3d_relu_group_norm_fwd(
+    Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+    IntArray stride, IntArray padding, IntArray output_padding, int64_t groups, IntArray dilation, double eps,
+    std::string backend, std::optional<bool>) {
+  const char* const op = "conv_transpose3d_relu_group_norm";
+  const ConvShape shape = check_conv(op, x, weight, bias, stride, padding, dilation, output_padding, groups, true, 3);
+  check_group_norm_affine(op, x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
+  const Tensor c =
+      convolution(op, x, weight, bias, stride, padding, dilation, output_padding, groups, true, 3, backend);
+  auto [mean, rstd] = group_norm_inplace_cpu(op, c, num_groups, gn_weight, gn_bias, eps, "none", "relu");
+  return {c, mean, rstd};
+}
+
+// out = logsumexp over channels of c + hardswish(tanh((c - mean) * scale + bias)), a block of positions at a time.
+template <typename T>
+void residual_logsumexp(const T* c, acc_t<T>* out, const GroupNormDims& d, const std::vector<double>& mean,
+                        const std::vector<double>& rstd, const std::vector<double>& weight,
+                        const std::vector<double>& bias) {
+  using Acc = acc_t<T>;
+  // Channels times positions of a block: its values are kept for the second loop and should stay in L2.
+  const int64_t per_block = std::max<int64_t>(16, std::min<int64_t>(kBlock, 32768 / d.c));
+  const int64_t blocks = (d.s + per_block - 1) / per_block;
+  const Acc infinity = std::numeric_limits<Acc>::infinity();
+  torch::stable::parallel_for(0, d.n * blocks, 1, [&](int64_t first, int64_t last) {
+    std::vector<Acc> values(per_block * d.c), row(per_block), maximum(per_block), sum(per_block);
+    for (int64_t u = first; u < last; ++u) {
+      const int64_t n = u / blocks, begin = u % blocks * per_block, count = std::min(per_block, d.s - begin);
+      std::fill(maximum.begin(), maximum.end(), -infinity);
+      std::fill(sum.begin(), sum.end(), Acc(0));
+      for (int64_t k = 0; k < d.c; ++k) {
+        const int64_t g = n * d.g + k / d.channels_per_group();
+        if (d.channels_last) {
+          for (int64_t p = 0; p < count; ++p) row[p] = static_cast<Acc>(c[(n * d.s + begin + p) * d.c + k]);
+        } else {
+          load_block(c + (n * d.c + k) * d.s + begin, row.data(), count);
+        }
+        const Acc mu = static_cast<Acc>(mean[g]), scale = static_cast<Acc>(rstd[g] * weight[k]);
+        const Acc shift = static_cast<Acc>(bias[k]);
+        Acc* const r = values.data() + k * per_block;
+        if constexpr (std::is_same_v<Acc, float>) {
+          residual_row(row.data(), r, maximum.data(), count, mu, scale, shift);
+        } else {
+          for (int64_t p = 0; p < count; ++p) {
+            const Acc t = std::tanh((row[p] - mu) * scale + shift);
+            r[p] = row[p] + t * (t + 3) / 6;
+            maximum[p] = r[p] > maximum[p] ? r[p] : maximum[p];
+          }
+        }
+      }
+      for (int64_t k = 0; k < d.c; ++k) {
+        const Acc* const r = values.data() + k * per_block;
+        if constexpr (std::is_same_v<Acc, float>) {
+          add_exponentials(r, maximum.data(), sum.data(), count);
+        } else {
+          for (int64_t p = 0; p < count; ++p) sum[p] += std::exp(r[p] - (std::isinf(maximum[p]) ? Acc(0) : maximum[p]));
+        }
+      }
+      for (int64_t p = 0; p < count; ++p) {
+        out[n * d.s + begin + p] = std::log(sum[p]) + (std::isinf(maximum[p]) ? Acc(0) : maximum[p]);
+      }
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv2d_residual_logsumexp_fwd(Tensor x, Tensor weight, OptTensor bias,
+                                                                 int64_t num_groups, OptTensor gn_weight,
+                                                                 OptTensor gn_bias, IntArray stride, IntArray padding,
+                                                                 IntArray dilation, int64_t groups, double eps,
+                                                                 std::string backend, std::optional<bool>) {
+  const char* const op = "conv2d_group_norm_tanh_hardswish_residual_logsumexp";
+  const ConvShape shape = check_conv(op, x, weight, bias, stride, padding, dilation, {0, 0}, groups, false, 2);
+  check_group_norm_affine(op, x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
+  const Tensor c = convolution(op, x, weight, bias, stride, padding, dilation, {0, 0}, groups, false, 2, backend);
+  const GroupNormDims d = check_group_norm(op, c, num_groups);
+  auto [mean, rstd] = group_stats_cpu(c, num_groups, eps);
+  Tensor out = empty_like_shape(c, {c.size(0), 1, c.size(2), c.size(3)}, stats_type(c));
+  if (d.numel() > 0) {
+    dispatch_dtype(d.dtype, [&](auto zero) {
+      using T = decltype(zero);
+      residual_logsumexp(static_cast<const T*>(c.const_data_ptr()), static_cast<acc_t<T>*>(out.mutable_data_ptr()), d,
+                         read_all(mean, d.n * d.g), read_all(rstd, d.n * d.g), read_all(gn_weight, d.c, 1.0),
+                         read_all(gn_bias, d.c, 0.0));
+    });
+  }
+  return {out, mean, rstd};
+}
+
+Tensor as_type_of(const Tensor& t, const Tensor& x) {
+  return t.scalar_type() == x.scalar_type() ? t : torch::stable::to(t, x.scalar_type());
+}
+
+Tensor conv3d_group_norm_mean(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight,
+                              OptTensor gn_bias, IntArray stride, IntArray padding, IntArray dilation, int64_t groups,
+                              double eps, std::string backend, std::optional<bool> allow_tf32) {
+  return as_type_of(std::get<0>(conv3d_group_norm_mean_fwd(x, weight, bias, num_groups, gn_weight, gn_bias, stride,
+                                                           padding, dilation, groups, eps, backend, allow_tf32)),
+                    x);
+}
+
+Tensor conv_transpose3d_relu_group_norm(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups,
+                                        OptTensor gn_weight, OptTensor gn_bias, IntArray stride, IntArray padding,
+                                        IntArray output_padding, int64_t groups, IntArray dilation, double eps,
+                                        std::string backend, std::optional<bool> allow_tf32) {
+  return std::get<0>(conv_transpose3d_relu_group_norm_fwd(x, weight, bias, num_groups, gn_weight, gn_bias, stride,
+                                                          padding, output_padding, groups, dilation, eps, backend,
+                                                          allow_tf32));
+}
+
+Tensor conv2d_residual_logsumexp(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight,
+                                 OptTensor gn_bias, IntArray stride, IntArray padding, IntArray dilation,
+                                 int64_t groups, double eps, std::string backend, std::optional<bool> allow_tf32) {
+  return as_type_of(std::get<0>(conv2d_residual_logsumexp_fwd(x, weight, bias, num_groups, gn_weight, gn_bias, stride,
+                                                              padding, dilation, groups, eps, backend, allow_tf32)),
+                    x);
+}
+
+std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
+                         IntArray output_padding, int64_t groups, bool transposed, std::string, std::string backend,
+                         std::optional<bool>) {
+  const char* const op = "explain_conv";
+  KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
+  check_backend(op, backend);
+  check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups, transposed,
+             static_cast<int>(x.dim()) - 2);
+  return "aten: oneDNN does convolutions on the CPU";
+}
+
+}  // namespace
+}  // namespace kgopt
+
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
+  m.impl("conv2d", TORCH_BOX(&kgopt::conv<2>));
+  m.impl("conv3d", TORCH_BOX(&kgopt::conv<3>));
+  m.impl("conv_transpose2d", TORCH_BOX(&kgopt::conv_transpose<2>));
+  m.impl("conv_transpose3d", TORCH_BOX(&kgopt::conv_transpose<3>));
+  m.impl("conv3d_group_norm_mean", TORCH_BOX(&kgopt::conv3d_group_norm_mean));
+  m.impl("conv3d_group_norm_mean_fwd", TORCH_BOX(&kgopt::conv3d_group_norm_mean_fwd));
+  m.impl("conv_transpose3d_relu_group_norm", TORCH_BOX(&kgopt::conv_transpose3d_relu_group_norm));
+  m.impl("conv_transpose3d_relu_group_norm_fwd", TORCH_BOX(&kgopt::conv_transpose3d_relu_group_norm_fwd));
+  m.impl("conv2d_group_norm_tanh_hardswish_residual_logsumexp", TORCH_BOX(&kgopt::conv2d_residual_logsumexp));
+  m.impl("conv2d_group_norm_tanh_hardswish_residual_logsumexp_fwd", TORCH_BOX(&kgopt::conv2d_residual_logsumexp_fwd));
+  m.impl("explain_conv", TORCH_BOX(&kgopt::explain_conv));
+}

@@ -1,0 +1,110 @@
+// Argument checks of the convolutions, shared by the CUDA and the CPU files. Every message names the argument, its
+// value and what was expected.
+#pragma once
+
+#include "../common/torch_utils.h"
+#include "conv_shape.h"
+
+namespace kgopt {
+
+// A checked convolution. Spatial arrays are depth, height, width; a 2D convolution has depth 1.
+struct ConvShape {
+  int64_t n = 0, c_in = 0, c_out = 0, groups = 1;
+  int64_t in[3] = {1, 1, 1};
+  int64_t out[3] = {1, 1, 1};
+  int64_t kernel[3] = {1, 1, 1};
+  int64_t stride[3] = {1, 1, 1};
+  int64_t padding[3] = {0, 0, 0};
+  int64_t dilation[3] = {1, 1, 1};
+  int64_t output_padding[3] = {0, 0, 0};
+  int rank = 3;  // spatial dims, 2 or 3
+  bool transposed = false;
+  bool out_channels_last = false;
+  Dtype dtype = Dtype::kFloat32;
+  IntArray out_sizes;  // of the output tensor
+};
+
+inline void check_backend(const char* op, const std::string& backend) {
+  KGOPT_CHECK(backend == "auto" || backend == "kgopt" || backend == "aten", op, ": backend is '", backend,
+              "', expected auto, kgopt or aten");
+}
+
+inline void check_list(const char* op, const char* arg, const IntArray& list, int rank, int64_t least,
+                       const char* expected) {
+  KGOPT_CHECK(static_cast<int>(list.size()) == rank, op, ": ", arg, " is ", list_string(list), ", expected ", rank,
+              " values");
+  for (int64_t v : list) KGOPT_CHECK(v >= least, op, ": ", arg, " is ", list_string(list), ", expected ", expected);
+}
+
+inline ConvShape check_conv(const char* op, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                            const IntArray& stride, const IntArray& padding, const IntArray& dilation,
+                            const IntArray& output_padding, int64_t groups, bool transposed, int rank) {
+  const char* const dims = rank == 2 ? "4 dimensions [N, C, H, W]" : "5 dimensions [N, C, D, H, W]";
+  const char* const kernel_names = rank == 2 ? "kH, kW" : "kD, kH, kW";
+  KGOPT_CHECK(x.dim() == rank + 2, op, ": x has shape ", shape_string(x), ", expected ", dims);
+  ConvShape s;
+  s.rank = rank;
+  s.transposed = transposed;
+  s.groups = groups;
+  s.dtype = check_dtype(op, "x", x);
+  check_same_device(op, "weight", weight, x);
+  check_same_dtype(op, "weight", weight, x);
+  check_list(op, "stride", stride, rank, 1, "positive values");
+  check_list(op, "padding", padding, rank, 0, "non-negative values");
+  check_list(op, "dilation", dilation, rank, 1, "positive values");
+  if (transposed) check_list(op, "output_padding", output_padding, rank, 0, "non-negative values");
+
+  s.n = x.size(0);
+  s.c_in = x.size(1);
+  const char* const weight_layout = transposed ? "[C, out_channels / groups, " : "[out_channels, C / groups, ";
+  KGOPT_CHECK(weight.dim() == rank + 2, op, ": weight has shape ", shape_string(weight), ", expected ", weight_layout,
+              kernel_names, "]");
+  KGOPT_CHECK(groups >= 1 && s.c_in % groups == 0 && (transposed || weight.size(0) % groups == 0), op, ": groups is ",
+              groups, ", expected a positive divisor of C = ", s.c_in,
+              transposed ? std::string() : " and of weight.size(0) = " + std::to_string(weight.size(0)));
+  if (transposed) {
+    KGOPT_CHECK(weight.size(0) == s.c_in, op, ": weight has shape ", shape_string(weight), ", expected ",
+                weight_layout, kernel_names, "] with C = ", s.c_in);
+    s.c_out = weight.size(1) * groups;
+  } else {
+    KGOPT_CHECK(weight.size(1) == s.c_in / groups, op, ": weight has shape ", shape_string(weight), ", expected ",
+                weight_layout, kernel_names, "] with C / groups = ", s.c_in / groups);
+    s.c_out = weight.size(0);
+  }
+  KGOPT_CHECK(s.c_out >= 1, op, ": weight has shape ", shape_string(weight), ", expected at least one output channel");
+  if (bias) {
+    check_same_device(op, "bias", *bias, x);
+    check_same_dtype(op, "bias", *bias, x);
+    KGOPT_CHECK(bias->dim() == 1 && bias->size(0) == s.c_out, op, ": bias has shape ", shape_string(*bias),
+                ", expected [", s.c_out, "]");
+  }
+
+  s.out_sizes = {s.n, s.c_out};
+  for (int i = 0; i < rank; ++i) {
+    const int at = 3 - rank + i;
+    s.in[at] = x.size(2 + i);
+    s.kernel[at] = weight.size(2 + i);
+    s.stride[at] = stride[i];
+    s.padding[at] = padding[i];
+    s.dilation[at] = dilation[i];
+    KGOPT_CHECK(s.kernel[at] >= 1, op, ": weight has shape ", shape_string(weight), ", expected a kernel of at least 1");
+    if (transposed) {
+      s.output_padding[at] = output_padding[i];
+      KGOPT_CHECK(output_padding[i] < std::max(stride[i], dilation[i]), op, ": output_padding is ",
+                  list_string(output_padding), ", expected smaller than stride ", list_string(stride),
+                  " or dilation ", list_string(dilation));
+    }
+    s.out[at] = conv_out_size(s.in[at], s.kernel[at], s.stride[at], s.padding[at], s.dilation[at], transposed,
+                              s.output_padding[at]);
+    s.out_sizes.push_back(s.out[at]);
+  }
+  for (int i = 0; i < 3; ++i) {
+    KGOPT_CHECK(s.out[i] >= 1, op, ": the output would have size ", list_string(s.out_sizes),
+                ", expected at least 1 along each dim; x has shape ", shape_string(x), ", weight ",
+                shape_string(weight), ", padding is ", list_string(padding), ", dilation ", list_string(dilation));
+  }
+  s.out_channels_last = is_channels_last(x) || is_channels_last(weight);
+  return s;
+}
+
+}  // namespace kgopt

@@ -1,0 +1,287 @@
+// The three fused pipelines on CUDA: which passes run, over which buffers. Conv + GroupNorm + mean and Conv + GroupNorm
+// + ... + logsumexp never store the convolution's output where the implicit GEMM runs; elsewhere they are composed of
+// the single ops, and explain_conv says why.
+#include "../groupnorm/groupnorm_api.h"
+#include "../groupnorm/groupnorm_checks.h"
+#include "../reduce/reduce_api.h"
+#include "conv_call.h"
+
+namespace kgopt {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+struct __attribute__((visibility("hidden"))) Norm {
+  int64_t groups;
+  OptTensor weight, bias;
+  double eps;
+
+  Norm(const char* op, const Tensor& x, int64_t channels, int64_t num_groups, const OptTensor& gn_weight,
+       const OptTensor& gn_bias, double epsilon)
+      : groups(num_groups), eps(epsilon) {
+    check_group_norm_affine(op, x, channels, num_groups, gn_weight, gn_bias, eps);
+    if (gn_weight) weight = dense_in(*gn_weight, MemoryFormat::Contiguous);
+    if (gn_bias) bias = dense_in(*gn_bias, MemoryFormat::Contiguous);
+  }
+  const void* weight_data() const { return weight ? weight->const_data_ptr() : nullptr; }
+  const void* bias_data() const { return bias ? bias->const_data_ptr() : nullptr; }
+  Dtype dtype(const char* op) const {
+    return weight ? check_dtype(op, "weight", *weight) : bias ? check_dtype(op, "bias", *bias) : Dtype::kFloat32;
+  }
+};
+
+int64_t partials_slices(const ConvPlan& plan) {
+  return plan.slices * plan.classes[0] * plan.classes[1] * plan.classes[2];
+}
+
+int64_t partials_bytes(const ConvShape& shape, const ConvPlan& plan) {
+  return shape.n * partials_slices(plan) * shape.c_out * 3 * 4;
+}
+
+// The merge of what a convolution's epilogue left in `partials`.
+GroupStatsFinalizeParams finalize_params(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan,
+                                         const Norm& norm, float* partials, const Tensor& mean, const Tensor& rstd) {
+  GroupStatsFinalizeParams f;
+  f.partials = {partials, partials_slices(plan), shape.c_out};
+  f.n = shape.n;
+  f.c = shape.c_out;
+  f.g = norm.groups;
+  f.eps = norm.eps;
+  f.mean = mean.mutable_data_ptr();
+  f.rstd = rstd.mutable_data_ptr();
+  f.weight = norm.weight_data();
+  f.bias = norm.bias_data();
+  f.affine_dtype = norm.dtype(a.op);
+  return f;
+}
+
+struct __attribute__((visibility("hidden"))) MeanResult {
+  Tensor out, channel_mean, mean, rstd;
+};
+
+MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const OptTensor& gn_weight,
+                                const OptTensor& gn_bias, double eps) {
+  const ConvShape shape = check_conv_args(a);
+  const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
+  const DeviceGuard guard(a.x.get_device_index());
+  const ConvChoice choice = choose(a, shape, ConvEpilogue::kStats);
+  if (choice.path != ConvPath::kImplicitGemm || a.x.numel() == 0) {
+    auto [out, channel_mean, mean, rstd] =
+        group_norm_mean_fwd_cuda(conv_forward(a), num_groups, norm.weight, norm.bias, eps);
+    return {out, channel_mean, mean, rstd};
+  }
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  const ConvPlan& plan = choice.plan;
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
+  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, plan));
+  const int64_t partials = workspace.reserve(partials_bytes(shape, plan));
+  workspace.allocate();
+  MeanResult r{empty_like_shape(a.x, {shape.n}, ScalarType::Float),
+               empty_like_shape(a.x, {shape.n, shape.c_out}, ScalarType::Float),
+               empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
+               empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
+
+  ConvKernelParams p = make_kernel_params(a, shape, plan);
+  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
+  p.partials = workspace.at<float>(partials);
+  raise_on_error(a.op, run_conv3d_stats(p, shape.n, stream));
+
+  GroupStatsFinalizeParams f = finalize_params(a, shape, plan, norm, p.partials, r.mean, r.rstd);
+  f.channel_mean = r.channel_mean.mutable_data_ptr();
+  raise_on_error(a.op, run_group_stats_finalize(f, stream));
+
+  GroupNormMeanParams m;
+  m.channel_mean = r.channel_mean.const_data_ptr();
+  m.mean = r.mean.const_data_ptr();
+  m.rstd = r.rstd.const_data_ptr();
+  m.weight = norm.weight_data();
+  m.bias = norm.bias_data();
+  m.affine_dtype = norm.dtype(a.op);
+  m.n = shape.n;
+  m.c = shape.c_out;
+  m.g = num_groups;
+  m.out = r.out.mutable_data_ptr();
+  raise_on_error(a.op, run_group_norm_mean(m, stream));
+  return r;
+}
+
+struct __attribute__((visibility("hidden"))) NormResult {
+  Tensor y, mean, rstd;
+};
+
+// relu and the norm after a transposed convolution; the norm is written over the convolution's output.
+NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups, const OptTensor& gn_weight,
+                                          const OptTensor& gn_bias, double eps) {
+  const ConvShape shape = check_conv_args(a);
+  const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
+  const DeviceGuard guard(a.x.get_device_index());
+  const ConvChoice choice = choose(a, shape, ConvEpilogue::kStoreStats);
+  if (choice.path != ConvPath::kImplicitGemm || a.x.numel() == 0) {
+    const Tensor c = conv_forward(a);
+    if (c.numel() == 0) {
+      auto [y, mean, rstd] = group_norm_fwd_cuda(c, num_groups, norm.weight, norm.bias, eps, "none", "relu");
+      return {y, mean, rstd};
+    }
+    auto [mean, rstd] = group_norm_inplace_cuda(a.op, c, num_groups, norm.weight, norm.bias, eps, "none", "relu");
+    return {c, mean, rstd};
+  }
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  const ConvPlan& plan = choice.plan;
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
+  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, plan));
+  const int64_t partials = workspace.reserve(partials_bytes(shape, plan));
+  const int64_t table = workspace.reserve(shape.n * shape.c_out * 4 * 4);
+  workspace.allocate();
+  NormResult r{allocate_output(a, shape), empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
+               empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
+  ConvKernelParams p = make_kernel_params(a, shape, plan);
+  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
+  set_output(&p, r.y, a.rank);
+  p.partials = workspace.at<float>(partials);
+  p.act = check_act(a.op, "relu");
+  raise_on_error(a.op, run_conv_transpose3d_stats(p, shape.n, stream));
+
+  GroupStatsFinalizeParams f = finalize_params(a, shape, plan, norm, p.partials, r.mean, r.rstd);
+  f.table = workspace.at<void>(table);
+  raise_on_error(a.op, run_group_stats_finalize(f, stream));
+
+  NormalizeParams apply;
+  apply.x = r.y.const_data_ptr();
+  apply.y = r.y.mutable_data_ptr();
+  apply.table = f.table;
+  apply.dims = check_group_norm(a.op, r.y, num_groups);
+  raise_on_error(a.op, run_normalize(apply, stream));
+  return r;
+}
+
+// The convolution runs twice: once for its statistics, once into the epilogue that reduces over channels.
+NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const OptTensor& gn_weight,
+                                   const OptTensor& gn_bias, double eps) {
+  const ConvShape shape = check_conv_args(a);
+  const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
+  const DeviceGuard guard(a.x.get_device_index());
+  const ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse);
+  const ConvChoice stats = choose(a, shape, ConvEpilogue::kStats);
+  if (lse.path != ConvPath::kImplicitGemm || stats.path != ConvPath::kImplicitGemm || a.x.numel() == 0) {
+    const Tensor c = conv_forward(a);
+    auto [y, mean, rstd] =
+        group_norm_fwd_cuda(c, num_groups, norm.weight, norm.bias, eps, "tanh+hardswish", "none");
+    const ScalarType type = stats_type(a.x);
+    const auto widen = [&](const Tensor& t) { return t.scalar_type() == type ? t : torch::stable::to(t, type); };
+    const Tensor r = call_aten("aten::add", "Tensor", widen(c), widen(y), 1.0);
+    return {logsumexp_cuda(r, {1}, true), mean, rstd};
+  }
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  // The two passes may tile differently, but a packed weight serves both only if their chunks agree.
+  const bool shared_weights = lse.plan.nb == stats.plan.nb && lse.plan.words == stats.plan.words;
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(packed_weight_bytes(stats.plan));
+  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, stats.plan));
+  const int64_t lse_packed = shared_weights ? packed : workspace.reserve(packed_weight_bytes(lse.plan));
+  const int64_t lse_bias = shared_weights ? bias : workspace.reserve(packed_bias_bytes(shape, lse.plan));
+  const int64_t partials = workspace.reserve(partials_bytes(shape, stats.plan));
+  const int64_t table = workspace.reserve(shape.n * shape.c_out * 4 * 4);
+  workspace.allocate();
+  IntArray out_sizes = shape.out_sizes;
+  out_sizes[1] = 1;
+  NormResult r{empty_like_shape(a.x, out_sizes, ScalarType::Float),
+               empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
+               empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
+
+  ConvKernelParams p = make_kernel_params(a, shape, stats.plan);
+  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
+  p.partials = workspace.at<float>(partials);
+  raise_on_error(a.op, run_conv3d_stats(p, shape.n, stream));
+
+  GroupStatsFinalizeParams f = finalize_params(a, shape, stats.plan, norm, p.partials, r.mean, r.rstd);
+  f.table = workspace.at<void>(table);
+  raise_on_error(a.op, run_group_stats_finalize(f, stream));
+
+  ConvKernelParams q = make_kernel_params(a, shape, lse.plan);
+  if (shared_weights) {
+    q.packed_weight = p.packed_weight;
+    q.bias = p.bias;
+  } else {
+    pack_weights(a, shape, &q, workspace.at<uint32_t>(lse_packed), workspace.at<float>(lse_bias), stream);
+  }
+  q.norm_table = f.table;
+  set_output(&q, r.y, a.rank);
+  raise_on_error(a.op, run_conv3d_residual_lse(q, shape.n, stream));
+  return r;
+}
+
+Tensor as_type_of(const Tensor& t, const Tensor& x) {
+  return t.scalar_type() == x.scalar_type() ? t : torch::stable::to(t, x.scalar_type());
+}
+
+// Boxed entry points; the argument order is the schemas'.
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(
+    Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+    IntArray stride, IntArray padding, IntArray dilation, int64_t groups, double eps, std::string backend,
+    std::optional<bool> allow_tf32) {
+  const ConvArgs a{"conv3d_group_norm_mean", x,     weight, bias, stride,  padding,   dilation, {0, 0, 0}, groups,
+                   false,                    3,     backend, allow_tf32};
+  MeanResult r = conv_group_norm_mean(a, num_groups, gn_weight, gn_bias, eps);
+  return {r.out, r.channel_mean, r.mean, r.rstd};
+}
+
+Tensor conv3d_group_norm_mean(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight,
+                              OptTensor gn_bias, IntArray stride, IntArray padding, IntArray dilation, int64_t groups,
+                              double eps, std::string backend, std::optional<bool> allow_tf32) {
+  return as_type_of(std::get<0>(conv3d_group_norm_mean_fwd(x, weight, bias, num_groups, gn_weight, gn_bias, stride,
+                                                           padding, dilation, groups, eps, backend, allow_tf32)),
+                    x);
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv_transpose3d_relu_group_norm_fwd(
+    Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+    IntArray stride, IntArray padding, IntArray output_padding, int64_t groups, IntArray dilation, double eps,
+    std::string backend, std::optional<bool> allow_tf32) {
+  const ConvArgs a{"conv_transpose3d_relu_group_norm", x,    weight, bias,    stride,    padding, dilation,
+                   output_padding,                     groups, true, 3,       backend,   allow_tf32};
+  NormResult r = conv_transpose_relu_group_norm(a, num_groups, gn_weight, gn_bias, eps);
+  return {r.y, r.mean, r.rstd};
+}
+
+Tensor conv_transpose3d_relu_group_norm(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups,
+                                        OptTensor gn_weight, OptTensor gn_bias, IntArray stride, IntArray padding,
+                                        IntArray output_padding, int64_t groups, IntArray dilation, double eps,
+                                        std::string backend, std::optional<bool> allow_tf32) {
+  return std::get<0>(conv_transpose3d_relu_group_norm_fwd(x, weight, bias, num_groups, gn_weight, gn_bias, stride,
+                                                          padding, output_padding, groups, dilation, eps, backend,
+                                                          allow_tf32));
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv2d_residual_logsumexp_fwd(Tensor x, Tensor weight, OptTensor bias,
+                                                                 int64_t num_groups, OptTensor gn_weight,
+                                                                 OptTensor gn_bias, IntArray stride, IntArray padding,
+                                                                 IntArray dilation, int64_t groups, double eps,
+                                                                 std::string backend, std::optional<bool> allow_tf32) {
+  const ConvArgs a{"conv2d_group_norm_tanh_hardswish_residual_logsumexp",
+                   x, weight, bias, stride, padding, dilation, {0, 0}, groups, false, 2, backend, allow_tf32};
+  NormResult r = conv_residual_logsumexp(a, num_groups, gn_weight, gn_bias, eps);
+  return {r.y, r.mean, r.rstd};
+}
+
+Tensor conv2d_residual_logsumexp(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight,
+                                 OptTensor gn_bias, IntArray stride, IntArray padding, IntArray dilation,
+                                 int64_t groups, double eps, std::string backend, std::optional<bool> allow_tf32) {
+  return as_type_of(std::get<0>(conv2d_residual_logsumexp_fwd(x, weight, bias, num_groups, gn_weight, gn_bias, stride,
+                                                              padding, dilation, groups, eps, backend, allow_tf32)),
+                    x);
+}
+
+}  // namespace
+}  // namespace kgopt
+
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
+  m.impl("conv3d_group_norm_mean", TORCH_BOX(&kgopt::conv3d_group_norm_mean));
+  m.impl("conv3d_group_norm_mean_fwd", TORCH_BOX(&kgopt::conv3d_group_norm_mean_fwd));
+  m.impl("conv_transpose3d_relu_group_norm", TORCH_BOX(&kgopt::conv_transpose3d_relu_group_norm));
+  m.impl("conv_transpose3d_relu_group_norm_fwd", TORCH_BOX(&kgopt::conv_transpose3d_relu_group_norm_fwd));
+  m.impl("conv2d_group_norm_tanh_hardswish_residual_logsumexp", TORCH_BOX(&kgopt::conv2d_residual_logsumexp));
+  m.impl("conv2d_group_norm_tanh_hardswish_residual_logsumexp_fwd", TORCH_BOX(&kgopt::conv2d_residual_logsumexp_fwd));
+}

@@ -1,0 +1,191 @@
+// kgopt_dev: host-side decisions for pytest. Built by CMakeLists.txt, never shipped: pybind11 cannot be built against
+// the limited API, and users have no use for plans. Binds the very headers that the launchers include; holds no logic.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "common/activation.h"
+#include "common/dtype.h"
+#include "conv3d/conv3d_dispatch.h"
+#include "conv3d/conv3d_plan.h"
+#include "conv3d/conv_shape.h"
+
+namespace py = pybind11;
+
+namespace kgopt {
+namespace {
+
+using Dims = std::array<int64_t, 3>;  // depth, height, width
+
+ActChain parse_chain(const std::string& act) {
+  ActChain chain;
+  std::string error;
+  if (!parse_act_chain(act, &chain, &error)) throw py::value_error(error);
+  return chain;
+}
+
+Dtype parse_dtype(const std::string& name) {
+  for (Dtype t : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16, Dtype::kFloat64}) {
+    if (name == dtype_name(t)) return t;
+  }
+  throw py::value_error("dtype is '" + name + "', expected float32, bfloat16, float16 or float64");
+}
+
+// C arrays become tuples in Python.
+template <typename T, size_t kSize>
+std::array<T, kSize> copied(const T (&values)[kSize]) {
+  std::array<T, kSize> result;
+  for (size_t i = 0; i < kSize; ++i) result[i] = values[i];
+  return result;
+}
+
+void assign(int64_t (&to)[3], const Dims& from) {
+  for (int i = 0; i < 3; ++i) to[i] = from[i];
+}
+
+ConvProblem make_problem(int64_t n, int64_t c_in, int64_t c_out, const Dims& in, const Dims& out, const Dims& kernel,
+                         const Dims& stride, const Dims& padding, const Dims& dilation, int64_t groups, bool transposed,
+                         const std::string& dtype, bool allow_tf32, ConvEpilogue epilogue) {
+  ConvProblem p;
+  p.n = n;
+  p.c_in = c_in;
+  p.c_out = c_out;
+  p.groups = groups;
+  assign(p.in, in);
+  assign(p.out, out);
+  assign(p.kernel, kernel);
+  assign(p.stride, stride);
+  assign(p.padding, padding);
+  assign(p.dilation, dilation);
+  p.transposed = transposed;
+  p.dtype = parse_dtype(dtype);
+  p.allow_tf32 = allow_tf32;
+  p.epilogue = epilogue;
+  return p;
+}
+
+void bind_activation(py::module_& m) {
+  m.def(
+      "chain_value", [](const std::string& act, double x) { return chain_value(parse_chain(act), x); }, py::arg("act"),
+      py::arg("x"), "The chain's value at x, in double precision.");
+  m.def(
+      "chain_derivative",
+      [](const std::string& act, double x) {
+        double value = 0;
+        const double derivative = chain_derivative(parse_chain(act), x, &value);
+        return std::make_tuple(derivative, value);
+      },
+      py::arg("act"), py::arg("x"), "(derivative, value) of the chain at x, in double precision.");
+}
+
+void bind_conv(py::module_& m) {
+  py::enum_<ConvMath>(m, "ConvMath")
+      .value("tf32", ConvMath::kTf32)
+      .value("tf32x3", ConvMath::kTf32x3)
+      .value("bf16", ConvMath::kBf16)
+      .value("fp16", ConvMath::kFp16);
+  py::enum_<ConvEpilogue>(m, "ConvEpilogue")
+      .value("store", ConvEpilogue::kStore)
+      .value("store_stats", ConvEpilogue::kStoreStats)
+      .value("stats", ConvEpilogue::kStats)
+      .value("residual_lse", ConvEpilogue::kResidualLse);
+  py::enum_<ConvBackend>(m, "ConvBackend")
+      .value("auto", ConvBackend::kAuto)
+      .value("kgopt", ConvBackend::kKgopt)
+      .value("aten", ConvBackend::kAten);
+  py::enum_<ConvPath>(m, "ConvPath")
+      .value("implicit_gemm", ConvPath::kImplicitGemm)
+      .value("direct", ConvPath::kDirect)
+      .value("aten", ConvPath::kAten);
+
+  py::class_<DeviceLimits>(m, "DeviceLimits", "What a plan may use of the device; the default is an H200's.")
+      .def(py::init([](int sm_count, int smem_per_block, int smem_per_sm) {
+             return DeviceLimits{sm_count, smem_per_block, smem_per_sm};
+           }),
+           py::arg("sm_count") = DeviceLimits{}.sm_count, py::arg("smem_per_block") = DeviceLimits{}.smem_per_block,
+           py::arg("smem_per_sm") = DeviceLimits{}.smem_per_sm)
+      .def_readonly("sm_count", &DeviceLimits::sm_count)
+      .def_readonly("smem_per_block", &DeviceLimits::smem_per_block)
+      .def_readonly("smem_per_sm", &DeviceLimits::smem_per_sm);
+
+  py::class_<ConvProblem>(m, "ConvProblem", "A convolution; every size is (depth, height, width).")
+      .def(py::init(&make_problem), py::kw_only(), py::arg("n") = 1, py::arg("c_in"), py::arg("c_out"),
+           py::arg("input"), py::arg("output"), py::arg("kernel"), py::arg("stride") = Dims{1, 1, 1},
+           py::arg("padding") = Dims{0, 0, 0}, py::arg("dilation") = Dims{1, 1, 1}, py::arg("groups") = 1,
+           py::arg("transposed") = false, py::arg("dtype") = "float32", py::arg("allow_tf32") = true,
+           py::arg("epilogue") = ConvEpilogue::kStore);
+
+  py::class_<ConvDimClass>(m, "ConvDimClass")
+      .def_readonly("taps", &ConvDimClass::taps)
+      .def_readonly("k0", &ConvDimClass::k0)
+      .def_readonly("k_step", &ConvDimClass::k_step)
+      .def_readonly("off0", &ConvDimClass::off0)
+      .def_readonly("off_step", &ConvDimClass::off_step)
+      .def_readonly("q_count", &ConvDimClass::q_count)
+      .def_readonly("tile_lo", &ConvDimClass::tile_lo);
+
+  py::class_<ConvSmemLayout>(m, "ConvSmemLayout", "Starts of the shared memory regions, in 32-bit words.")
+      .def_readonly("offsets", &ConvSmemLayout::offsets)
+      .def_readonly("halo_map", &ConvSmemLayout::halo_map)
+      .def_readonly("weights", &ConvSmemLayout::weights)
+      .def_readonly("epilogue", &ConvSmemLayout::epilogue)
+      .def_readonly("halo", &ConvSmemLayout::halo)
+      .def_readonly("total", &ConvSmemLayout::total);
+
+  py::class_<ConvPlan>(m, "ConvPlan", "The launch plan; fields as in conv3d_params.h.")
+      .def_property_readonly("refusal",
+                             [](const ConvPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("math", &ConvPlan::math)
+      .def_readonly("mb", &ConvPlan::mb)
+      .def_readonly("nb", &ConvPlan::nb)
+      .def_readonly("n_tiles", &ConvPlan::n_tiles)
+      .def_readonly("words", &ConvPlan::words)
+      .def_readonly("chunks", &ConvPlan::chunks)
+      .def_readonly("pitch", &ConvPlan::pitch)
+      .def_readonly("plane", &ConvPlan::plane)
+      .def_readonly("taps_fast", &ConvPlan::taps_fast)
+      .def_readonly("k_steps_max", &ConvPlan::k_steps_max)
+      .def_readonly("tiles_per_sample", &ConvPlan::tiles_per_sample)
+      .def_readonly("slices", &ConvPlan::slices)
+      .def_readonly("tiles_per_slice", &ConvPlan::tiles_per_slice)
+      .def_readonly("smem_bytes", &ConvPlan::smem_bytes)
+      .def_readonly("packed_words", &ConvPlan::packed_words)
+      .def_property_readonly("classes", [](const ConvPlan& p) { return copied(p.classes); })
+      .def_property_readonly("out_step", [](const ConvPlan& p) { return copied(p.out_step); })
+      .def_property_readonly("in_step", [](const ConvPlan& p) { return copied(p.in_step); })
+      .def_property_readonly("tile_log2", [](const ConvPlan& p) { return copied(p.tile_log2); })
+      .def_property_readonly("halo", [](const ConvPlan& p) { return copied(p.halo); })
+      .def_property_readonly("tiles", [](const ConvPlan& p) { return copied(p.tiles); })
+      .def(
+          "dim", [](const ConvPlan& p, int dim, int residue) { return p.dim[dim][residue]; }, py::arg("dim"),
+          py::arg("residue"), "The class of outputs o = q * out_step[dim] + residue.")
+      .def("smem_layout", [](const ConvPlan& p) { return conv_smem_layout(p); });
+
+  py::class_<ConvChoice>(m, "ConvChoice")
+      .def_readonly("path", &ConvChoice::path)
+      .def_readonly("plan", &ConvChoice::plan)
+      .def_readonly("reason", &ConvChoice::reason)
+      .def("explain", &ConvChoice::explain);
+
+  m.def("conv_out_size", &conv_out_size, py::arg("size"), py::arg("kernel"), py::arg("stride") = 1,
+        py::arg("padding") = 0, py::arg("dilation") = 1, py::arg("transposed") = false, py::arg("output_padding") = 0,
+        "Output size along one dim; below 1 when nothing fits.");
+  m.attr("CONV_THREADS") = kConvThreads;
+  m.attr("MAX_DIM_CLASSES") = kMaxDimClasses;
+  m.def("plan_conv", &plan_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("choose_conv", &choose_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{},
+        py::arg("backend") = ConvBackend::kAuto);
+}
+
+}  // namespace
+}  // namespace kgopt
+
+PYBIND11_MODULE(kgopt_dev, m) {
+  m.doc() = "Host-side planning of kgopt's kernels, for tests.";
+  kgopt::bind_activation(m);
+  kgopt::bind_conv(m);
+}

@@ -1,0 +1,296 @@
+// Backward of act(GroupNorm(pre_act(x))): channel sums, their merge into the two terms of a group and into dweight and
+// dbias, then dx. The activation's derivative is recomputed from x. With u = pre_act(x), xhat = (u - mean) rstd,
+// z = xhat weight + bias, dz = dy act'(z) (Wu and He 2018, differentiated):
+//   dx = pre_act'(x) rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
+#include "groupnorm.h"
+#include "../common/pointwise.cuh"
+#include "../common/traverse.cuh"
+
+namespace kgopt {
+namespace {
+
+template <typename Acc>
+struct alignas(16) TableRow {
+  Acc mean, rstd, weight, bias;
+};
+
+template <typename Acc>
+struct TwoSums {
+  Acc dz = 0, dz_xhat = 0;
+};
+
+template <typename T, Chain kPre, Chain kAct>
+struct ChannelSumsReducer {
+  using Element = T;
+  using Acc = acc_t<T>;
+  static constexpr int kInputs = 2;
+  static constexpr int kValues = 2;
+  using Coef = TableRow<Acc>;
+  using State = TwoSums<Acc>;
+  using Partial = TwoSums<Acc>;
+  const Coef* table;
+  ActChain pre, act;
+
+  __device__ Coef load(int64_t row) const { return table[row]; }
+  __device__ State start(const Coef&, Acc) const { return {}; }
+  __device__ void add(State& s, const Coef& c, Acc x, Acc dy) const {
+    const Acc xhat = (apply_chain<kPre>(pre, x) - c.mean) * c.rstd;
+    Acc value;
+    const Acc dz = dy * chain_slope<kAct>(act, xhat * c.weight + c.bias, &value);
+    s.dz += dz;
+    s.dz_xhat += dz * xhat;
+  }
+  __device__ Partial finish(const State& s, Acc) const { return s; }
+  static __device__ void merge(Partial& a, const Partial& b) {
+    a.dz += b.dz;
+    a.dz_xhat += b.dz_xhat;
+  }
+};
+
+template <typename T, Chain kPre, Chain kAct, bool kDyPerSample>
+struct InputGradient {
+  using Element = T;
+  using Acc = acc_t<T>;
+  static constexpr int kInputs = kDyPerSample ? 1 : 2;
+  struct Coef {
+    TableRow<Acc> row;
+    Acc term, term_xhat, dz;
+  };
+  const TableRow<Acc>* table;
+  const Acc* group_terms;  // [N, G, 2]
+  const Acc* dout;
+  int64_t c, channels;     // all, and of a group
+  Acc scale;               // 1 / (C * S)
+  ActChain pre, act;
+
+  __device__ Coef load(int64_t row) const {
+    const int64_t n = row / c;
+    const Acc* const terms = group_terms + (n * (c / channels) + row % c / channels) * 2;
+    return {table[row], terms[0], terms[1], kDyPerSample ? dout[n] * scale : Acc(0)};
+  }
+  __device__ Acc apply(const Coef& k, Acc x, Acc dy) const {
+    Acc u;
+    const Acc slope = chain_slope<kPre>(pre, x, &u);
+    const Acc xhat = (u - k.row.mean) * k.row.rstd;
+    Acc dz = k.dz;
+    if constexpr (!kDyPerSample) {
+      Acc value;
+      dz = dy * chain_slope<kAct>(act, xhat * k.row.weight + k.row.bias, &value);
+    }
+    return slope * k.row.rstd * (k.row.weight * dz - (k.term + xhat * k.term_xhat));
+  }
+};
+
+// dy constant over a sample: the sums follow from the channel means.
+template <typename Acc>
+__global__ void __launch_bounds__(256) mean_channel_sums_kernel(const __grid_constant__ GroupNormBackwardParams p) {
+  const GroupNormDims& d = p.dims;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < d.n * d.c; i += int64_t(gridDim.x) * blockDim.x) {
+    const TableRow<Acc> row = static_cast<const TableRow<Acc>*>(p.table)[i];
+    const Acc dz = static_cast<const Acc*>(p.dout)[i / d.c] / Acc(d.c);  // summed over the S positions
+    Acc* const out = static_cast<Acc*>(p.partial_sums) + i * 2;
+    out[0] = dz;
+    out[1] = dz * (static_cast<const Acc*>(p.channel_mean)[i] - row.mean) * row.rstd;
+  }
+}
+
+// One block a group: channel sums over the slices, and the group's two terms.
+template <typename Acc>
+__global__ void __launch_bounds__(256) group_terms_kernel(const __grid_constant__ GroupNormBackwardParams p) {
+  __shared__ Acc shared[8][2];
+  const GroupNormDims& d = p.dims;
+  const int64_t channels = d.c / d.g;
+  const int64_t n = blockIdx.x / d.g, group = blockIdx.x % d.g;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Acc* const partials = static_cast<const Acc*>(p.partial_sums) + n * p.slices * d.c * 2;
+  Acc term = 0, term_xhat = 0;
+  for (int64_t i = warp; i < channels; i += 8) {
+    const int64_t c = group * channels + i;
+    Acc dz = 0, dz_xhat = 0;
+    for (int64_t slice = lane; slice < p.slices; slice += 32) {
+      dz += partials[(slice * d.c + c) * 2];
+      dz_xhat += partials[(slice * d.c + c) * 2 + 1];
+    }
+    dz = warp_sum(dz);
+    dz_xhat = warp_sum(dz_xhat);
+    if (lane == 0) {
+      Acc* const out = static_cast<Acc*>(p.channel_sums) + (n * d.c + c) * 2;
+      out[0] = dz;
+      out[1] = dz_xhat;
+    }
+    const Acc weight = static_cast<const TableRow<Acc>*>(p.table)[n * d.c + c].weight;
+    term += weight * dz;
+    term_xhat += weight * dz_xhat;
+  }
+  if (lane == 0) {
+    shared[warp][0] = term;
+    shared[warp][1] = term_xhat;
+  }
+  __syncthreads();
+  if (threadIdx.x < 2) {
+    Acc sum = 0;
+    for (int w = 0; w < 8; ++w) sum += shared[w][threadIdx.x];
+    static_cast<Acc*>(p.group_terms)[blockIdx.x * 2 + threadIdx.x] = sum / (Acc(channels) * Acc(d.s));
+  }
+}
+
+template <typename Acc>
+__global__ void __launch_bounds__(256) affine_gradient_kernel(const __grid_constant__ GroupNormBackwardParams p) {
+  const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (c >= p.dims.c) return;
+  Acc dweight = 0, dbias = 0;
+  for (int64_t n = 0; n < p.dims.n; ++n) {
+    const Acc* const at = static_cast<const Acc*>(p.channel_sums) + (n * p.dims.c + c) * 2;
+    dbias += at[0];
+    dweight += at[1];
+  }
+  store_as(p.dweight, c, p.affine_dtype, dweight);
+  store_as(p.dbias, c, p.affine_dtype, dbias);
+}
+
+Status check(const char* kernel) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return {StatusCode::kCudaError, kernel, cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
+template <typename T, Chain kPre, Chain kAct>
+Status launch_channel_sums(const GroupNormBackwardParams& p, cudaStream_t stream) {
+  using R = ChannelSumsReducer<T, kPre, kAct>;
+  ReduceArgs<R> a{};
+  a.x = static_cast<const T*>(p.x);
+  a.second = static_cast<const T*>(p.dy);
+  a.n = p.dims.n;
+  a.rows = p.dims.c;
+  a.row_length = p.dims.s;
+  a.slices = p.slices;
+  a.slice_length = p.slice_length;
+  a.partials = static_cast<acc_t<T>*>(p.partial_sums);
+  a.r.table = static_cast<const typename R::Coef*>(p.table);
+  a.r.pre = p.pre_act;
+  a.r.act = p.act;
+  return launch_reduce("group_norm_backward_sums_kernel", a, p.dims.channels_last, stream);
+}
+
+template <typename T, Chain kPre, Chain kAct, bool kDyPerSample>
+Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stream) {
+  using F = InputGradient<T, kPre, kAct, kDyPerSample>;
+  using Acc = acc_t<T>;
+  ElementwiseArgs<F> a{};
+  a.x = static_cast<const T*>(p.x);
+  a.second = static_cast<const T*>(p.dy);
+  a.y = static_cast<T*>(p.dx);
+  a.n = p.dims.n;
+  a.c = p.dims.c;
+  a.s = p.dims.s;
+  a.f.table = static_cast<const TableRow<Acc>*>(p.table);
+  a.f.group_terms = static_cast<const Acc*>(p.group_terms);
+  a.f.dout = static_cast<const Acc*>(p.dout);
+  a.f.c = p.dims.c;
+  a.f.channels = p.dims.channels_per_group();
+  a.f.scale = Acc(1) / (Acc(p.dims.c) * Acc(p.dims.s));
+  a.f.pre = p.pre_act;
+  a.f.act = p.act;
+  return launch_elementwise("group_norm_backward_dx_kernel", a, p.dims.channels_last, stream);
+}
+
+template <typename Acc>
+Status launch_merge(const GroupNormBackwardParams& p, cudaStream_t stream) {
+  group_terms_kernel<Acc><<<static_cast<unsigned>(p.dims.n * p.dims.g), 256, 0, stream>>>(p);
+  Status status = check("group_terms_kernel");
+  if (!status.ok()) return status;
+  affine_gradient_kernel<Acc><<<static_cast<unsigned>((p.dims.c + 255) / 256), 256, 0, stream>>>(p);
+  return check("affine_gradient_kernel");
+}
+
+template <typename Acc>
+Status launch_mean_channel_sums(const GroupNormBackwardParams& p, cudaStream_t stream) {
+  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>((p.dims.n * p.dims.c + 255) / 256, 4096));
+  mean_channel_sums_kernel<Acc><<<blocks, 256, 0, stream>>>(p);
+  return check("mean_channel_sums_kernel");
+}
+
+}  // namespace
+
+void plan_group_norm_backward(GroupNormBackwardParams* p, int sm_count) {
+  const GroupNormDims& d = p->dims;
+  if (p->dy == nullptr) {
+    p->slices = 1;
+    p->slice_length = d.s;
+    return;
+  }
+  const int vec = 16 / dtype_size(d.dtype);
+  if (d.channels_last) {
+    const ColumnGeometry g = column_geometry(d.c, d.c % vec == 0 ? vec : 1);
+    plan_slices(d.n * g.channel_blocks, d.s, int64_t(g.walkers) * kTraverseUnroll * 2, 1, sm_count, &p->slices,
+                &p->slice_length);
+  } else {
+    plan_slices(d.n * d.c, d.s, 4096, 64, sm_count, &p->slices, &p->slice_length);
+  }
+}
+
+Status run_group_norm_backward(const GroupNormBackwardParams& p, cudaStream_t stream) {
+  const bool is_double = p.dims.dtype == Dtype::kFloat64;
+  if (p.dims.numel() == 0) return Status::Ok();
+  Status status;
+  if (p.dy == nullptr) {
+    status = is_double ? launch_mean_channel_sums<double>(p, stream) : launch_mean_channel_sums<float>(p, stream);
+  } else {
+    KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
+      KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = launch_channel_sums<T, kPre, kAct>(p, stream));
+    });
+  }
+  if (!status.ok()) return status;
+  status = is_double ? launch_merge<double>(p, stream) : launch_merge<float>(p, stream);
+  if (!status.ok()) return status;
+  KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
+    if (p.dy == nullptr) {
+      status = launch_input_gradient<T, Chain::kNone, Chain::kNone, true>(p, stream);
+    } else {
+      KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,
+                            status = launch_input_gradient<T, kPre, kAct, false>(p, stream));
+    }
+  });
+  return status;
+}
+
+namespace {
+
+// dx = (x - mean) * slope + offset: the coefficients of each channel, in the normalize kernel's own table.
+template <typename Acc>
+__global__ void __launch_bounds__(256) stats_gradient_table_kernel(const __grid_constant__ GroupStatsBackwardParams p) {
+  const GroupNormDims& d = p.dims;
+  const int64_t channels = d.c / d.g;
+  const Acc m = Acc(channels) * Acc(d.s);
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < d.n * d.c; i += int64_t(gridDim.x) * blockDim.x) {
+    const int64_t g = i / d.c * d.g + i % d.c / channels;
+    const Acc rstd = static_cast<const Acc*>(p.rstd)[g];
+    TableRow<Acc>* const row = static_cast<TableRow<Acc>*>(p.table) + i;
+    row->mean = static_cast<const Acc*>(p.mean)[g];
+    row->rstd = Acc(1);
+    row->weight = -static_cast<const Acc*>(p.drstd)[g] * rstd * rstd * rstd / m;
+    row->bias = static_cast<const Acc*>(p.dmean)[g] / m;
+  }
+}
+
+}  // namespace
+
+Status run_group_stats_backward(const GroupStatsBackwardParams& p, cudaStream_t stream) {
+  if (p.dims.numel() == 0) return Status::Ok();
+  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>((p.dims.n * p.dims.c + 255) / 256, 4096));
+  if (p.dims.dtype == Dtype::kFloat64) {
+    stats_gradient_table_kernel<double><<<blocks, 256, 0, stream>>>(p);
+  } else {
+    stats_gradient_table_kernel<float><<<blocks, 256, 0, stream>>>(p);
+  }
+  const Status status = check("stats_gradient_table_kernel");
+  if (!status.ok()) return status;
+  NormalizeParams n;
+  n.x = p.x;
+  n.y = p.dx;
+  n.table = p.table;
+  n.dims = p.dims;
+  return run_normalize(n, stream);
+}
+
+}  // namespace kgopt

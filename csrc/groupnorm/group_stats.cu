@@ -1,0 +1,167 @@
+// Group statistics: partial moments of slices, then their merge. A group is split over as many blocks as the GPU has
+// room for, whatever N * G is, and merged in a fixed order.
+#include "groupnorm.h"
+#include "../common/pointwise.cuh"
+#include "../common/traverse.cuh"
+
+namespace kgopt {
+namespace {
+
+template <typename T, Chain kPre>
+struct MomentsReducer {
+  using Element = T;
+  using Acc = acc_t<T>;
+  static constexpr int kInputs = 1;
+  static constexpr int kValues = 3;
+  struct Coef {};
+  using State = ShiftedSums<Acc>;
+  using Partial = Moments<Acc>;
+  ActChain pre;
+
+  __device__ Coef load(int64_t) const { return {}; }
+  __device__ State start(Coef, Acc x) const {
+    State s;
+    s.shift = apply_chain<kPre>(pre, x);
+    return s;
+  }
+  __device__ void add(State& s, Coef, Acc x, Acc) const { s.add(apply_chain<kPre>(pre, x)); }
+  __device__ Partial finish(const State& s, Acc count) const { return s.moments(count); }
+  static __device__ void merge(Partial& a, const Partial& b) { kgopt::merge(a, b); }
+};
+
+template <typename T, Chain kPre>
+Status launch_stats(const GroupStatsParams& p, cudaStream_t stream) {
+  const GroupNormDims& d = p.dims;
+  ReduceArgs<MomentsReducer<T, kPre>> a{};
+  a.x = static_cast<const T*>(p.x);
+  a.n = d.n;
+  a.rows = p.partials.rows;
+  a.row_length = d.c * d.s / p.partials.rows;
+  a.slices = p.partials.slices;
+  a.slice_length = p.slice_length;
+  a.partials = static_cast<acc_t<T>*>(p.partials.data);
+  a.r.pre = p.pre_act;
+  return launch_reduce("group_stats_kernel", a, d.channels_last, stream);
+}
+
+// One block a group: warps take its rows, lanes the slices of a row.
+template <typename Acc>
+__global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_constant__ GroupStatsFinalizeParams p) {
+  __shared__ Moments<Acc> shared[8];
+  __shared__ Acc statistics[2];
+  const int64_t n = blockIdx.x / p.g;
+  const int64_t group = blockIdx.x % p.g;
+  const int64_t rows = p.partials.rows / p.g;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Acc* const data = static_cast<const Acc*>(p.partials.data) + n * p.partials.slices * p.partials.rows * 3;
+  Moments<Acc> mine;
+  for (int64_t r = warp; r < rows; r += 8) {
+    const int64_t row = group * rows + r;
+    Moments<Acc> m;
+    for (int64_t slice = lane; slice < p.partials.slices; slice += 32) {
+      const Acc* const at = data + (slice * p.partials.rows + row) * 3;
+      Moments<Acc> part;
+      part.mean = at[0];
+      part.m2 = at[1];
+      part.count = at[2];
+      merge(m, part);
+    }
+    m = warp_merge(m);
+    if (lane == 0 && p.channel_mean) static_cast<Acc*>(p.channel_mean)[n * p.c + row] = m.mean;
+    merge(mine, m);
+  }
+  if (lane == 0) shared[warp] = mine;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    Moments<Acc> m = shared[0];
+    for (int w = 1; w < 8; ++w) merge(m, shared[w]);
+    const Acc rstd = Acc(1) / sqrt(m.m2 / m.count + Acc(p.eps));
+    statistics[0] = m.mean;
+    statistics[1] = rstd;
+    if (p.mean) static_cast<Acc*>(p.mean)[blockIdx.x] = m.mean;
+    if (p.rstd) static_cast<Acc*>(p.rstd)[blockIdx.x] = rstd;
+  }
+  if (!p.table) return;
+  __syncthreads();
+  const int64_t channels = p.c / p.g;
+  for (int64_t i = threadIdx.x; i < channels; i += blockDim.x) {
+    const int64_t c = group * channels + i;
+    Acc* const out = static_cast<Acc*>(p.table) + (n * p.c + c) * 4;
+    out[0] = statistics[0];
+    out[1] = statistics[1];
+    out[2] = p.weight ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
+    out[3] = p.bias ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
+  }
+}
+
+template <typename Acc>
+__global__ void __launch_bounds__(256) affine_table_kernel(const __grid_constant__ AffineTableParams p) {
+  const int64_t channels = p.c / p.g;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.n * p.c; i += int64_t(gridDim.x) * blockDim.x) {
+    const int64_t n = i / p.c, c = i % p.c;
+    Acc* const out = static_cast<Acc*>(p.table) + i * 4;
+    out[0] = static_cast<const Acc*>(p.mean)[n * p.g + c / channels];
+    out[1] = static_cast<const Acc*>(p.rstd)[n * p.g + c / channels];
+    out[2] = p.weight ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
+    out[3] = p.bias ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
+  }
+}
+
+Status check(const char* kernel) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return {StatusCode::kCudaError, kernel, cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
+}  // namespace
+
+void plan_group_stats(GroupStatsParams* p, bool per_channel, int sm_count) {
+  const GroupNormDims& d = p->dims;
+  const int vec = 16 / dtype_size(d.dtype);
+  if (d.channels_last) {
+    p->partials.rows = d.c;
+    const ColumnGeometry g = column_geometry(d.c, d.c % vec == 0 ? vec : 1);
+    plan_slices(d.n * g.channel_blocks, d.s, int64_t(g.walkers) * kTraverseUnroll * 2, 1, sm_count,
+                &p->partials.slices, &p->slice_length);
+  } else {
+    p->partials.rows = per_channel ? d.c : d.g;
+    plan_slices(d.n * p->partials.rows, d.c * d.s / p->partials.rows, 4096, 64, sm_count, &p->partials.slices,
+                &p->slice_length);
+  }
+}
+
+Status run_group_stats(const GroupStatsParams& p, cudaStream_t stream) {
+  Status status;
+  KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
+    switch (chain_kind(p.pre_act)) {
+      case Chain::kNone: status = launch_stats<T, Chain::kNone>(p, stream); break;
+      case Chain::kRelu: status = launch_stats<T, Chain::kRelu>(p, stream); break;
+      default: status = launch_stats<T, Chain::kAny>(p, stream);
+    }
+  });
+  return status;
+}
+
+Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t stream) {
+  if (p.n == 0) return Status::Ok();
+  const unsigned blocks = static_cast<unsigned>(p.n * p.g);
+  if (p.is_double) {
+    group_stats_finalize_kernel<double><<<blocks, 256, 0, stream>>>(p);
+  } else {
+    group_stats_finalize_kernel<float><<<blocks, 256, 0, stream>>>(p);
+  }
+  return check("group_stats_finalize_kernel");
+}
+
+Status run_affine_table(const AffineTableParams& p, cudaStream_t stream) {
+  if (p.n * p.c == 0) return Status::Ok();
+  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>((p.n * p.c + 255) / 256, 4096));
+  if (p.is_double) {
+    affine_table_kernel<double><<<blocks, 256, 0, stream>>>(p);
+  } else {
+    affine_table_kernel<float><<<blocks, 256, 0, stream>>>(p);
+  }
+  return check("affine_table_kernel");
+}
+
+}  // namespace kgopt

@@ -1,0 +1,24 @@
+// Launchers of the GroupNorm kernels. Each checks its launches and returns a status.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "groupnorm_params.h"
+
+namespace kgopt {
+
+// Splits statistics into slices so that the GPU is full whatever N and G are: sets partials.rows, partials.slices and
+// slice_length. per_channel: one row a channel also for contiguous x.
+void plan_group_stats(GroupStatsParams* p, bool per_channel, int sm_count);
+Status run_group_stats(const GroupStatsParams& p, cudaStream_t stream);
+Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t stream);
+Status run_affine_table(const AffineTableParams& p, cudaStream_t stream);
+Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
+Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
+
+// Sets slices and slice_length.
+void plan_group_norm_backward(GroupNormBackwardParams* p, int sm_count);
+Status run_group_norm_backward(const GroupNormBackwardParams& p, cudaStream_t stream);
+Status run_group_stats_backward(const GroupStatsBackwardParams& p, cudaStream_t stream);
+
+}  // namespace kgopt

@@ -1,0 +1,326 @@
+// GroupNorm on CUDA: checks, allocation, the order of the passes.
+#include "groupnorm_api.h"
+
+#include "../common/workspace.h"
+#include "groupnorm_checks.h"
+
+namespace kgopt {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+cudaStream_t stream_of(const Tensor& x) { return static_cast<cudaStream_t>(current_stream(x)); }
+
+MemoryFormat format_of(const Tensor& x, const GroupNormDims& d) {
+  return d.channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
+}
+
+OptTensor dense_or_none(const OptTensor& t) {
+  return t ? OptTensor(dense_in(*t, MemoryFormat::Contiguous)) : std::nullopt;
+}
+
+const void* data_or_null(const OptTensor& t) { return t ? t->const_data_ptr() : nullptr; }
+
+Dtype affine_dtype(const char* op, const OptTensor& weight, const OptTensor& bias) {
+  return weight ? check_dtype(op, "weight", *weight) : bias ? check_dtype(op, "bias", *bias) : Dtype::kFloat32;
+}
+
+int64_t acc_size(const GroupNormDims& d) { return d.dtype == Dtype::kFloat64 ? 8 : 4; }
+
+// One call's tensors made dense, and where its statistics go.
+struct Statistics {
+  Tensor mean, rstd, channel_mean;
+};
+
+// Partial statistics of x, merged. With a table in the workspace the merge also fills it for a normalize pass.
+void compute_statistics(const char* op, const Tensor& x, const GroupNormDims& d, const ActChain& pre_act, double eps,
+                        const OptTensor& weight, const OptTensor& bias, bool with_table, bool with_channel_mean,
+                        Statistics* stats, Workspace* workspace, void** table) {
+  const DeviceInfo info = check_gpu(op, x);
+  GroupStatsParams p;
+  p.x = x.const_data_ptr();
+  p.dims = d;
+  p.pre_act = pre_act;
+  plan_group_stats(&p, with_channel_mean, info.sm_count);
+  const int64_t partials = workspace->reserve(d.n * p.partials.slices * p.partials.rows * 3 * acc_size(d));
+  const int64_t table_at = with_table ? workspace->reserve(d.n * d.c * 4 * acc_size(d)) : 0;
+  workspace->allocate();
+  p.partials.data = workspace->at<void>(partials);
+  raise_on_error(op, run_group_stats(p, stream_of(x)));
+
+  GroupStatsFinalizeParams f;
+  f.partials = p.partials;
+  f.n = d.n;
+  f.c = d.c;
+  f.g = d.g;
+  f.eps = eps;
+  f.is_double = d.dtype == Dtype::kFloat64;
+  f.mean = stats->mean.mutable_data_ptr();
+  f.rstd = stats->rstd.mutable_data_ptr();
+  f.channel_mean = with_channel_mean ? stats->channel_mean.mutable_data_ptr() : nullptr;
+  f.table = with_table ? workspace->at<void>(table_at) : nullptr;
+  f.weight = data_or_null(weight);
+  f.bias = data_or_null(bias);
+  f.affine_dtype = affine_dtype(op, weight, bias);
+  raise_on_error(op, run_group_stats_finalize(f, stream_of(x)));
+  if (table) *table = f.table;
+}
+
+Statistics allocate_statistics(const Tensor& x, const GroupNormDims& d, bool with_channel_mean) {
+  Statistics s;
+  s.mean = empty_like_shape(x, {d.n, d.g}, stats_type(x));
+  s.rstd = empty_like_shape(x, {d.n, d.g}, stats_type(x));
+  if (with_channel_mean) s.channel_mean = empty_like_shape(x, {d.n, d.c}, stats_type(x));
+  return s;
+}
+
+// Nothing to reduce: PyTorch's statistics of an empty group are NaN.
+Statistics empty_statistics(const Tensor& x, const GroupNormDims& d, bool with_channel_mean) {
+  Statistics s = allocate_statistics(x, d, with_channel_mean);
+  torch::stable::fill_(s.mean, 0.0);
+  torch::stable::fill_(s.rstd, std::nan(""));
+  if (with_channel_mean) torch::stable::fill_(s.channel_mean, std::nan(""));
+  return s;
+}
+
+// Statistics of dense x, then y = act(GroupNorm(pre_act(x))) in the same layout; y may be x.
+Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
+                          const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
+                          const ActChain& pre_act) {
+  const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
+  Statistics s = allocate_statistics(x, d, false);
+  Workspace workspace(x);
+  void* table = nullptr;
+  compute_statistics(op, x, d, pre_act, eps, w, b, true, false, &s, &workspace, &table);
+  NormalizeParams p;
+  p.x = x.const_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.table = table;
+  p.dims = d;
+  p.pre_act = pre_act;
+  p.act = act;
+  raise_on_error(op, run_normalize(p, stream_of(x)));
+  return s;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias,
+                                                       double eps, std::string act, std::string pre_act) {
+  const char* const op = "group_norm";
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
+  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act);
+  const DeviceGuard guard(x.get_device_index());
+  const MemoryFormat format = format_of(x, d);
+  Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
+  if (d.numel() == 0) {
+    Statistics s = empty_statistics(x, d, false);
+    return {y, s.mean, s.rstd};
+  }
+  const Statistics s =
+      normalize_into(op, dense_in(x, format), y, d, weight, bias, eps, act_chain, pre_chain);
+  return {y, s.mean, s.rstd};
+}
+
+std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor& x, int64_t num_groups,
+                                                   const OptTensor& weight, const OptTensor& bias, double eps,
+                                                   const std::string& act, const std::string& pre_act) {
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
+  const Statistics s =
+      normalize_into(op, x, x, d, weight, bias, eps, check_act(op, act), check_act(op, pre_act));
+  return {s.mean, s.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight,
+                                                                    OptTensor bias, double eps) {
+  const char* const op = "group_norm_mean";
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
+  const DeviceGuard guard(x.get_device_index());
+  Tensor out = empty_like_shape(x, {d.n}, stats_type(x));
+  if (d.numel() == 0) {
+    Statistics s = empty_statistics(x, d, true);
+    torch::stable::fill_(out, std::nan(""));  // the mean of nothing
+    return {out, s.channel_mean, s.mean, s.rstd};
+  }
+  const Tensor dense = dense_in(x, format_of(x, d));
+  const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
+  Statistics s = allocate_statistics(x, d, true);
+  Workspace workspace(x);
+  compute_statistics(op, dense, d, ActChain(), eps, w, b, false, true, &s, &workspace, nullptr);
+  GroupNormMeanParams p;
+  p.channel_mean = s.channel_mean.const_data_ptr();
+  p.mean = s.mean.const_data_ptr();
+  p.rstd = s.rstd.const_data_ptr();
+  p.weight = data_or_null(w);
+  p.bias = data_or_null(b);
+  p.affine_dtype = affine_dtype(op, w, b);
+  p.is_double = d.dtype == Dtype::kFloat64;
+  p.n = d.n;
+  p.c = d.c;
+  p.g = d.g;
+  p.out = out.mutable_data_ptr();
+  raise_on_error(op, run_group_norm_mean(p, stream_of(x)));
+  return {out, s.channel_mean, s.mean, s.rstd};
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor> group_stats(Tensor x, int64_t num_groups, double eps) {
+  const char* const op = "group_stats";
+  const GroupNormDims d = check_group_norm(op, x, num_groups, std::nullopt, std::nullopt, eps);
+  const DeviceGuard guard(x.get_device_index());
+  if (d.numel() == 0) {
+    Statistics s = empty_statistics(x, d, false);
+    return {s.mean, s.rstd};
+  }
+  Statistics s = allocate_statistics(x, d, false);
+  Workspace workspace(x);
+  compute_statistics(op, dense_in(x, format_of(x, d)), d, ActChain(), eps, std::nullopt, std::nullopt, false, false, &s,
+                     &workspace, nullptr);
+  return {s.mean, s.rstd};
+}
+
+Tensor group_stats_backward(Tensor dmean, Tensor drstd, Tensor x, Tensor mean, Tensor rstd, int64_t num_groups) {
+  const char* const op = "group_stats_backward";
+  const GroupNormDims d = check_group_norm(op, x, num_groups);
+  const IntArray shape{d.n, d.g};
+  check_statistics(op, "dmean", dmean, x, shape);
+  check_statistics(op, "drstd", drstd, x, shape);
+  check_statistics(op, "mean", mean, x, shape);
+  check_statistics(op, "rstd", rstd, x, shape);
+  const DeviceGuard guard(x.get_device_index());
+  check_gpu(op, x);
+  const MemoryFormat format = format_of(x, d);
+  const Tensor dense = dense_in(x, format);
+  const Tensor dense_dmean = dense_in(dmean, MemoryFormat::Contiguous);
+  const Tensor dense_drstd = dense_in(drstd, MemoryFormat::Contiguous);
+  const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
+  const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
+  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format);
+  Workspace workspace(x);
+  const int64_t table = workspace.reserve(d.n * d.c * 4 * acc_size(d));
+  workspace.allocate();
+  GroupStatsBackwardParams p;
+  p.x = dense.const_data_ptr();
+  p.mean = dense_mean.const_data_ptr();
+  p.rstd = dense_rstd.const_data_ptr();
+  p.dmean = dense_dmean.const_data_ptr();
+  p.drstd = dense_drstd.const_data_ptr();
+  p.dx = dx.mutable_data_ptr();
+  p.table = workspace.at<void>(table);
+  p.dims = d;
+  raise_on_error(op, run_group_stats_backward(p, stream_of(x)));
+  return dx;
+}
+
+Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias, double eps, std::string act) {
+  return std::get<0>(group_norm_fwd_cuda(x, num_groups, weight, bias, eps, act, "none"));
+}
+
+Tensor group_norm_mean(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias, double eps) {
+  const Tensor out = std::get<0>(group_norm_mean_fwd_cuda(x, num_groups, weight, bias, eps));
+  return out.scalar_type() == x.scalar_type() ? out : torch::stable::to(out, x.scalar_type());
+}
+
+// Shared by both backward ops: tables and sums in the workspace, dx, dweight and dbias as outputs.
+std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x, const GroupNormDims& d,
+                                                const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                                                const Tensor& rstd, GroupNormBackwardParams p) {
+  const DeviceInfo info = check_gpu(op, x);
+  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format_of(x, d));
+  const ScalarType type = affine_type(x, weight, bias);
+  Tensor dweight = empty_like_shape(x, {d.c}, type), dbias = empty_like_shape(x, {d.c}, type);
+  if (d.numel() == 0) {
+    torch::stable::zero_(dweight);
+    torch::stable::zero_(dbias);
+    return {dx, dweight, dbias};
+  }
+  const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
+  const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
+  const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
+  p.dims = d;
+  plan_group_norm_backward(&p, info.sm_count);
+  Workspace workspace(x);
+  const int64_t table = workspace.reserve(d.n * d.c * 4 * acc_size(d));
+  const int64_t partials = workspace.reserve(d.n * p.slices * d.c * 2 * acc_size(d));
+  const int64_t sums = workspace.reserve(d.n * d.c * 2 * acc_size(d));
+  const int64_t terms = workspace.reserve(d.n * d.g * 2 * acc_size(d));
+  workspace.allocate();
+  AffineTableParams t;
+  t.mean = dense_mean.const_data_ptr();
+  t.rstd = dense_rstd.const_data_ptr();
+  t.weight = data_or_null(w);
+  t.bias = data_or_null(b);
+  t.affine_dtype = affine_dtype(op, w, b);
+  t.is_double = d.dtype == Dtype::kFloat64;
+  t.n = d.n;
+  t.c = d.c;
+  t.g = d.g;
+  t.table = workspace.at<void>(table);
+  raise_on_error(op, run_affine_table(t, stream_of(x)));
+  p.table = t.table;
+  p.partial_sums = workspace.at<void>(partials);
+  p.channel_sums = workspace.at<void>(sums);
+  p.group_terms = workspace.at<void>(terms);
+  p.dx = dx.mutable_data_ptr();
+  p.dweight = dweight.mutable_data_ptr();
+  p.dbias = dbias.mutable_data_ptr();
+  p.affine_dtype = check_dtype(op, "weight", dweight);
+  raise_on_error(op, run_group_norm_backward(p, stream_of(x)));
+  return {dx, dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd,
+                                                       int64_t num_groups, OptTensor weight, OptTensor bias,
+                                                       std::string act, std::string pre_act) {
+  const char* const op = "group_norm_backward";
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
+  GroupNormBackwardParams p;
+  p.act = check_act(op, act);
+  p.pre_act = check_act(op, pre_act);
+  check_gradient(op, "dy", dy, x);
+  check_statistics(op, "mean", mean, x, {d.n, d.g});
+  check_statistics(op, "rstd", rstd, x, {d.n, d.g});
+  const DeviceGuard guard(x.get_device_index());
+  const MemoryFormat format = format_of(x, d);
+  const Tensor dense = dense_in(x, format), dense_dy = dense_in(dy, format);
+  p.x = dense.const_data_ptr();
+  p.dy = dense_dy.const_data_ptr();
+  return run_backward(op, x, d, weight, bias, mean, rstd, p);
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_mean_backward(Tensor dout, Tensor x, Tensor channel_mean, Tensor mean,
+                                                            Tensor rstd, int64_t num_groups, OptTensor weight) {
+  const char* const op = "group_norm_mean_backward";
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight);
+  check_same_device(op, "dout", dout, x);
+  check_shape(op, "dout", dout, {d.n});
+  check_dtype(op, "dout", dout);
+  check_statistics(op, "channel_mean", channel_mean, x, {d.n, d.c});
+  check_statistics(op, "mean", mean, x, {d.n, d.g});
+  check_statistics(op, "rstd", rstd, x, {d.n, d.g});
+  const DeviceGuard guard(x.get_device_index());
+  const Tensor dense = dense_in(x, format_of(x, d));
+  const Tensor dense_dout = dense_in(
+      dout.scalar_type() == stats_type(x) ? dout : torch::stable::to(dout, stats_type(x)), MemoryFormat::Contiguous);
+  const Tensor dense_channel_mean = dense_in(channel_mean, MemoryFormat::Contiguous);
+  GroupNormBackwardParams p;
+  p.x = dense.const_data_ptr();
+  p.dout = dense_dout.const_data_ptr();
+  p.channel_mean = dense_channel_mean.const_data_ptr();
+  return run_backward(op, x, d, weight, std::nullopt, mean, rstd, p);
+}
+
+}  // namespace
+}  // namespace kgopt
+
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
+  m.impl("group_stats", TORCH_BOX(&kgopt::group_stats));
+  m.impl("group_stats_backward", TORCH_BOX(&kgopt::group_stats_backward));
+  m.impl("group_norm", TORCH_BOX(&kgopt::group_norm));
+  m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cuda));
+  m.impl("group_norm_backward", TORCH_BOX(&kgopt::group_norm_backward));
+  m.impl("group_norm_mean", TORCH_BOX(&kgopt::group_norm_mean));
+  m.impl("group_norm_mean_fwd", TORCH_BOX(&kgopt::group_norm_mean_fwd_cuda));
+  m.impl("group_norm_mean_backward", TORCH_BOX(&kgopt::group_norm_mean_backward));
+}

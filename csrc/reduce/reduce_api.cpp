@@ -1,0 +1,98 @@
+// Reductions on CUDA.
+#include "reduce_api.h"
+
+#include "../common/workspace.h"
+#include "reduce.h"
+#include "reduce_checks.h"
+
+namespace kgopt {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+cudaStream_t stream_of(const Tensor& x) { return static_cast<cudaStream_t>(current_stream(x)); }
+
+Tensor reduce(const char* op, const char* arg, const Tensor& x, const IntArray& dims, bool keepdim,
+              Status (*run)(const ReduceParams&, cudaStream_t)) {
+  const ReduceShape s = check_reduce(op, arg, x, dims, keepdim);
+  const DeviceGuard guard(x.get_device_index());
+  const DeviceInfo info = check_gpu(op, x);
+  const Tensor dense = reduce_input(x, s);
+  Tensor y = empty_like_shape(x, s.out_sizes);
+  ReduceParams p;
+  p.x = dense.const_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.outer = s.outer;
+  p.reduced = s.reduced;
+  p.inner = s.inner;
+  p.dtype = check_dtype(op, "x", x);
+  plan_reduce(&p, info.sm_count);
+  Workspace workspace(x);
+  const int64_t partials =
+      p.slices > 1 ? workspace.reserve(p.slices * p.outer * p.inner * 2 * (p.dtype == Dtype::kFloat64 ? 8 : 4)) : 0;
+  workspace.allocate();
+  p.partials = workspace.at<void>(partials);
+  raise_on_error(op, run(p, stream_of(x)));
+  return y;
+}
+
+Tensor mean(Tensor x, IntArray dims, bool keepdim) { return reduce("mean", "dims", x, dims, keepdim, run_mean); }
+
+Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keepdim) {
+  const char* const op = "logsumexp_backward";
+  const ReduceShape s = check_reduce(op, "dim", x, dim, keepdim);
+  check_reduce_gradient(op, "dy", dy, x, s);
+  check_reduce_gradient(op, "y", y, x, s);
+  const DeviceGuard guard(x.get_device_index());
+  check_gpu(op, x);
+  const Tensor dense = reduce_input(x, s);
+  const Tensor dense_dy = dense_in(dy, MemoryFormat::Contiguous), dense_y = dense_in(y, MemoryFormat::Contiguous);
+  Tensor dx = reduce_gradient_buffer(x, sizes_of(x), s);
+  LogsumexpBackwardParams p;
+  p.dy = dense_dy.const_data_ptr();
+  p.x = dense.const_data_ptr();
+  p.y = dense_y.const_data_ptr();
+  p.dx = dx.mutable_data_ptr();
+  p.outer = s.outer;
+  p.reduced = s.reduced;
+  p.inner = s.inner;
+  p.dtype = check_dtype(op, "x", x);
+  raise_on_error(op, run_logsumexp_backward(p, stream_of(x)));
+  return reduce_unpermute(dx, s);
+}
+
+Tensor mean_backward(Tensor dy, IntArray sizes, IntArray dims, bool keepdim) {
+  const char* const op = "mean_backward";
+  const Dtype dtype = check_dtype(op, "dy", dy);
+  const ReduceShape s = check_reduce_sizes(op, "dims", sizes, dims, keepdim, false);
+  KGOPT_CHECK(sizes_of(dy) == s.out_sizes, op, ": dy has shape ", shape_string(dy), ", expected ",
+              list_string(s.out_sizes));
+  const DeviceGuard guard(dy.get_device_index());
+  check_gpu(op, dy);
+  const Tensor dense_dy = dense_in(dy, MemoryFormat::Contiguous);
+  Tensor dx = reduce_gradient_buffer(dy, sizes, s);
+  MeanBackwardParams p;
+  p.dy = dense_dy.const_data_ptr();
+  p.dx = dx.mutable_data_ptr();
+  p.outer = s.outer;
+  p.reduced = s.reduced;
+  p.inner = s.inner;
+  p.dtype = dtype;
+  raise_on_error(op, run_mean_backward(p, stream_of(dy)));
+  return reduce_unpermute(dx, s);
+}
+
+}  // namespace
+
+Tensor logsumexp_cuda(Tensor x, IntArray dim, bool keepdim) {
+  return reduce("logsumexp", "dim", x, dim, keepdim, run_logsumexp);
+}
+
+}  // namespace kgopt
+
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
+  m.impl("logsumexp", TORCH_BOX(&kgopt::logsumexp_cuda));
+  m.impl("logsumexp_backward", TORCH_BOX(&kgopt::logsumexp_backward));
+  m.impl("mean", TORCH_BOX(&kgopt::mean));
+  m.impl("mean_backward", TORCH_BOX(&kgopt::mean_backward));
+}

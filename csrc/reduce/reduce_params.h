@@ -1,0 +1,37 @@
+// Reductions over a tensor seen as [outer][reduced][inner], dense. Sizes are in elements.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/dtype.h"
+#include "../common/status.h"
+
+namespace kgopt {
+
+struct ReduceParams {
+  const void* x = nullptr;
+  void* y = nullptr;  // [outer][inner], of x's type
+  int64_t outer = 1, reduced = 1, inner = 1;
+  Dtype dtype = Dtype::kFloat32;
+  int64_t slices = 1;        // thread blocks that share a result
+  int64_t slice_length = 1;  // reduced elements of a slice
+  void* partials = nullptr;  // [slices][outer][inner][2] of the accumulation type, with more than one slice
+};
+
+struct LogsumexpBackwardParams {
+  const void* dy = nullptr;  // [outer][inner]
+  const void* x = nullptr;
+  const void* y = nullptr;   // the forward's result, [outer][inner]
+  void* dx = nullptr;
+  int64_t outer = 1, reduced = 1, inner = 1;
+  Dtype dtype = Dtype::kFloat32;
+};
+
+struct MeanBackwardParams {
+  const void* dy = nullptr;  // [outer][inner]
+  void* dx = nullptr;
+  int64_t outer = 1, reduced = 1, inner = 1;
+  Dtype dtype = Dtype::kFloat32;
+};
+
+}  // namespace kgopt

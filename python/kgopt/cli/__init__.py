@@ -1,0 +1,121 @@
+"""The command line, ``python -m kgopt``: demo, bench and info.
+
+Each subcommand lives in a module of its own, imported when it runs, so that ``--help`` and ``info`` need nothing beyond
+torch. What a subcommand needs more is named in one line, with the pip command that brings it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kgopt.cli._optional import MissingPackageError
+
+__all__ = ["build_parser", "main"]
+
+_DEMO = """\
+Runs the three pipelines on real input: 3D patches of the MRI volume inside the nibabel package, tiles of the
+photographs inside scikit-image (or scikit-learn). gamma and beta are random, with a fixed seed. Each kgopt module loads
+the state_dict of the plain PyTorch model and is compared with it, and both with float64. On a GPU the headline
+shapes follow. The exit status is 1 when an error exceeds twice PyTorch's own.
+"""
+
+_BENCH = """\
+Measures kgopt beside eager PyTorch, eager channels_last, torch.compile and its max-autotune mode, in one run: medians,
+caches flushed between runs, cuDNN autotuned, the same TF32 setting for all. The floor of each row comes from the bytes
+and operations that it cannot do without, at the copy bandwidth and matmul rates measured in the same run.
+
+suites:
+  pipelines   the three fused pipelines at their headline shapes
+  groupnorm   GroupNorm and its activation at real models' shapes
+  conv        convolutions at real models' shapes
+  ops         activations, logsumexp, mean, group statistics
+
+dtypes:
+  tf32        float32 tensors, TF32 allowed in convolutions (PyTorch's default)
+  fp32        float32 tensors, TF32 off
+  bf16, fp16  as named
+"""
+
+_INFO = """\
+Prints versions, what was compiled into kgopt, the GPUs seen, and for typical convolutions which path an op
+takes on each device, with the reason.
+"""
+
+
+def _comma_list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The argument parser of ``python -m kgopt``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kgopt",
+        description="kgopt: GroupNorm convolution networks at the speed of the memory and the tensor cores.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, summary: str, description: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    demo = add("demo", "the three pipelines on real images, compared with PyTorch", _DEMO)
+    demo.add_argument("--out", metavar="PNG", default="kgopt_demo.png", help="where the chart goes (%(default)s)")
+    demo.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
+    demo.add_argument("--seed", type=int, default=0, help="seed of weights, gamma and beta (%(default)s)")
+    demo.add_argument("--quick", action="store_true", help="fewer patches, shorter timing, no headline shapes")
+
+    bench = add("bench", "measure kgopt beside PyTorch and the floor", _BENCH)
+    bench.add_argument("--suite", choices=["pipelines", "groupnorm", "conv", "ops"], default="pipelines",
+                       help="what to measure (%(default)s)")  # fmt: skip
+    bench.add_argument("--json", metavar="F", help="write the measured rows here, after every case")
+    bench.add_argument("--plot", metavar="F", help="write a chart of the rows here (.png, .svg or .pdf)")
+    bench.add_argument("--plot-dtype", metavar="D", help="dtype in the chart (default: the first measured)")
+    bench.add_argument("--from-json", metavar="F", help="measure nothing: print and plot the rows of this file")
+    bench.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
+    bench.add_argument("--dtype", type=_comma_list, metavar="LIST",
+                       help="comma-separated (default: tf32,bf16; for pipelines also fp32; on CPU fp32)")  # fmt: skip
+    bench.add_argument("--case", metavar="TEXT", help="only cases whose name contains TEXT")
+    bench.add_argument("--backward", action="store_true",
+                       help="also measure the backward pass (pipelines: a training step)")  # fmt: skip
+    bench.add_argument("--quick", action="store_true", help="batch / 16, one input set, short timing, no compile")
+    bench.add_argument("--no-compile", action="store_true", help="leave out every torch.compile baseline")
+    bench.add_argument("--max-autotune", choices=["first", "all", "none"], default="first",
+                       help="torch.compile max-autotune for the first dtype, for all, or not at all (%(default)s; "
+                       "on a GPU, suite pipelines)")  # fmt: skip
+    bench.add_argument("--no-max-autotune", dest="max_autotune", action="store_const", const="none",
+                       help="the same as --max-autotune none")  # fmt: skip
+    bench.add_argument("--budget", type=float, metavar="S",
+                       help="after S seconds start no further torch.compile baseline")  # fmt: skip
+    bench.add_argument(
+        "--commit", metavar="HASH", help="the commit to note in the rows (default: $KGOPT_COMMIT, then git)"
+    )
+
+    info = add("info", "versions, what was compiled in, GPUs, and which path ops take", _INFO)
+    info.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit status: 0, 1 for a result out of tolerance, 2 for a bad call."""
+    args = build_parser().parse_args(argv)
+    try:
+        if args.command == "demo":
+            from kgopt.cli.demo import run_demo
+
+            return run_demo(args)
+        if args.command == "bench":
+            from kgopt.cli.bench import run_bench
+
+            return run_bench(args)
+        from kgopt.cli.info import run_info
+
+        return run_info(args)
+    except (MissingPackageError, ValueError, OSError) as error:
+        print(f"kgopt {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,492 @@
+"""``python -m kgopt bench``: measures suites of cases and writes rows, a table and a chart."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from kgopt.cli import results
+from kgopt.cli._optional import MissingPackageError, progress, require
+from kgopt.cli.cases import Case, suite_cases
+from kgopt.cli.environment import environment, pick_device
+from kgopt.cli.floor import Ceilings, measure_ceilings
+from kgopt.cli.measure import (
+    DTYPES,
+    ErrorMeter,
+    no_autotuning,
+    peak_memory,
+    precision_flags,
+    time_call,
+    within_tolerance,
+)
+from kgopt.cli.results import Group, Row, group_rows
+from kgopt.cli.text import bytes_text, error_text, ratio_text, table, time_text
+
+__all__ = ["Settings", "bench_table", "measure_case", "run_bench"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a suite is measured."""
+
+    device: torch.device
+    quick: bool = False
+    compile: bool = True
+    max_autotune: bool = True
+    rep_ms: float = 100.0
+    input_sets: int = 3
+    deadline: float | None = None  # time.monotonic() after which no compiled baseline starts
+
+
+def _inputs(case: Case, settings: Settings, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Random x, several sets: normal, normal with another scale and offset, uniform. Fewer where x is large."""
+    generator = torch.Generator(device=settings.device).manual_seed(0)
+    count = max(1, min(settings.input_sets, 2**30 // max(1, 4 * math.prod(case.shape))))
+    out = []
+    for index in range(count):
+        x = torch.empty(case.shape, device=settings.device)
+        if index % 3 == 2:
+            x.uniform_(generator=generator)
+        else:
+            x.normal_(generator=generator)
+            if index % 3 == 1:
+                x.mul_(3.0).add_(0.5)
+        out.append(x.to(dtype))
+    return out
+
+
+def _channels_last(x: torch.Tensor) -> torch.memory_format:
+    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+
+
+class Runner:
+    """One implementation, ready to run: run(i) works on input set i and returns tensors.
+
+    Directions: "forward" without autograd; "training", forward and backward; "backward" alone, on a graph kept from one
+    forward. Gradients are those of x and of every parameter.
+    """
+
+    def __init__(self, model: nn.Module, inputs: list[torch.Tensor], direction: str) -> None:
+        self.direction = direction
+        self.model = model
+        self.parameters = list(model.parameters())
+        self.inputs = inputs
+        self.count = 0
+        if direction == "forward":
+            return
+        self.inputs = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]
+        self.gradients = []
+        self.outputs = []
+        for x in self.inputs:
+            y = model(x)
+            self.gradients.append(self._output_gradient(y.detach()))
+            if direction == "backward":
+                self.outputs.append(y)
+
+    @staticmethod
+    def _output_gradient(y: torch.Tensor) -> torch.Tensor:
+        # Drawn in logical order, so that every implementation and layout gets the same gradient.
+        generator = torch.Generator(device=y.device).manual_seed(1)
+        values = torch.empty(y.shape, dtype=torch.float32, device=y.device).normal_(generator=generator)
+        return torch.empty_like(y).copy_(values)
+
+    def run(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The output, or the gradients of x and of the parameters."""
+        x = self.inputs[index]
+        if self.direction == "forward":
+            with torch.no_grad():
+                return (self.model(x),)
+        y = self.outputs[index] if self.direction == "backward" else self.model(x)
+        keep = self.direction == "backward"
+        return torch.autograd.grad(y, [x, *self.parameters], self.gradients[index], retain_graph=keep)
+
+    def run_next(self) -> tuple[torch.Tensor, ...]:
+        """As `run`, one input set after the other."""
+        self.count += 1
+        return self.run(self.count % len(self.inputs))
+
+
+def _builders(case: Case, settings: Settings) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """Implementation -> what makes it of the plain model, which is on the device and in its dtype."""
+
+    def compiled(mode: str | None) -> Callable[[nn.Module], nn.Module]:
+        def build(model: nn.Module) -> nn.Module:
+            # Without CUDA graphs: they would copy each input set into place. The clock runs on the GPU, so launches
+            # are hidden for all implementations alike.
+            return torch.compile(model, dynamic=False, mode=mode)  # type: ignore[return-value]
+
+        return build
+
+    def same(model: nn.Module) -> nn.Module:
+        return model
+
+    out: dict[str, Callable[[nn.Module], nn.Module]] = {"eager": same}
+    if case.layouts:
+        out["eager_channels_last"] = same
+    if settings.compile and case.compile:
+        out["compile"] = compiled(None)
+        if case.layouts and not case.max_autotune:
+            out["compile_channels_last"] = compiled(None)
+        if case.max_autotune and settings.max_autotune:
+            out["compile_max_autotune"] = compiled("max-autotune-no-cudagraphs")
+    out["kgopt"] = case.kgopt
+    if case.layouts:
+        out["kgopt_channels_last"] = case.kgopt
+    if case.own_kernel and settings.device.type == "cuda":
+        out["kgopt_own"] = lambda model: case.own_kernel(case.kgopt(model))  # type: ignore[misc]
+    return out
+
+
+@contextlib.contextmanager
+def _quiet_compiler() -> Iterator[None]:
+    """Inductor reports every candidate that it tries; only the time counts here."""
+    level = logging.getLogger("torch._inductor").level
+    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
+    import torch._inductor.config as inductor
+    from torch._functorch import config as functorch
+
+    patches: list[Any] = []
+    if hasattr(inductor, "autotune_num_choices_displayed"):
+        patches.append(inductor.patch(autotune_num_choices_displayed=0))
+    if hasattr(functorch, "donated_buffer"):
+        # The backward of a kept graph runs many times: its buffers must survive the first.
+        patches.append(functorch.patch(donated_buffer=False))
+    try:
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            yield
+    finally:
+        logging.getLogger("torch._inductor").setLevel(level)
+
+
+def _describe(error: BaseException) -> str:
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def _errors(
+    case: Case, plain: nn.Module, runners: dict[str, Runner], inputs: list[torch.Tensor], direction: str
+) -> dict[str, dict[str, float]]:
+    """implementation -> error and error_max, of the worst input set and the worst tensor."""
+    worst: dict[str, dict[str, float]] = {name: {} for name in runners}
+
+    def note(name: str, key: str, value: float) -> None:
+        before = worst[name].get(key, 0.0)
+        worst[name][key] = value if value != value else max(before, value)  # NaN stays visible
+
+    names = [name for name, _ in plain.named_parameters()]
+    for index, x in enumerate(inputs):
+        outputs = {name: runner.run(index) for name, runner in runners.items()}
+        meters: dict[str, dict[str, ErrorMeter]] = {name: {} for name in runners}
+        sums: dict[str, torch.Tensor] = {}
+        for piece in case.slices(plain, x):
+            part = x[piece.x_index].double()
+            if direction == "forward":
+                with torch.no_grad():
+                    wanted = piece.module(part)
+                for name, out in outputs.items():
+                    meters[name].setdefault("y", ErrorMeter()).add(out[0][piece.y_index], wanted)
+                continue
+            part.requires_grad_()
+            dy = next(iter(runners.values())).gradients[index][piece.y_index].double()
+            parameters = dict(piece.module.named_parameters())
+            grads = torch.autograd.grad(piece.module(part), [part, *parameters.values()], dy)
+            for name, out in outputs.items():
+                meters[name].setdefault("dx", ErrorMeter()).add(out[0][piece.x_index], grads[0])
+            by_name = dict(zip(parameters, grads[1:], strict=True))
+            for whole, (local, place) in (piece.params or {}).items():
+                shape = dict(plain.named_parameters())[whole].shape
+                total = sums.setdefault(whole, torch.zeros(shape, dtype=torch.float64, device=x.device))
+                total[place] += by_name[local]
+        for position, parameter in enumerate(names):
+            if parameter in sums:
+                for name, out in outputs.items():
+                    meters[name].setdefault(parameter, ErrorMeter()).add(out[1 + position], sums[parameter])
+        for name in runners:
+            for meter in meters[name].values():
+                note(name, "error", meter.error)
+                note(name, "error_max", meter.error_max)
+    return worst
+
+
+def _judge(rows: dict[str, Row], dtype: torch.dtype) -> None:
+    """Adds error_ratio, to the error of eager in the same layout, and out_of_tolerance where it is too large."""
+    for row in rows.values():
+        same = rows.get("eager_channels_last" if row["layout"] == "channels_last" else "eager", {})
+        bar = same.get("error", rows["eager"].get("error"))
+        if bar is None or "error" not in row:
+            continue
+        row["error_ratio"] = row["error"] / bar if bar > 0 else None
+        if not within_tolerance(row["error"], bar, dtype):
+            row["out_of_tolerance"] = True
+
+
+def measure_case(
+    case: Case, precision: str, direction: str, settings: Settings, ceilings: Ceilings, facts: Row
+) -> list[Row]:
+    """Measures every implementation of one case. A failing one gives a row with `failed` instead of a time."""
+    dtype, device = DTYPES[precision], settings.device
+    work = case.work(case.shape, dtype.itemsize, direction)
+    floor_us, bound = ceilings.floor(work, precision)
+    rows: dict[str, Row] = {}
+    runners: dict[str, Runner] = {}
+    torch._dynamo.reset()  # not between two compiled baselines: the first would compile again for its error
+    with precision_flags(precision), _quiet_compiler():
+        plain = case.plain().to(device=device, dtype=dtype)
+        inputs = _inputs(case, settings, dtype)
+        for name, build in _builders(case, settings).items():
+            row: Row = {
+                "suite": case.suite,
+                "case": case.name,
+                "title": case.title or case.name,
+                "shape": list(case.shape),
+                "direction": direction,
+                "dtype": precision,
+                "implementation": name,
+                "layout": "channels_last" if name.endswith("channels_last") else "contiguous",
+            }
+            rows[name] = row
+            compiles = name in results.COMPILED
+            if compiles and settings.deadline is not None and time.monotonic() > settings.deadline:
+                row["failed"] = "not run: the time budget was spent"
+                continue
+            try:
+                x_format = _channels_last(inputs[0]) if row["layout"] == "channels_last" else torch.contiguous_format
+                model = case.plain().to(device=device, dtype=dtype)
+                model.load_state_dict(plain.state_dict())
+                model = build(model)
+                if row["layout"] == "channels_last" and not compiles:
+                    model = model.to(memory_format=x_format)
+                own_inputs = [x.contiguous(memory_format=x_format) for x in inputs]
+                start = time.monotonic()
+                runner = Runner(model, own_inputs, direction)
+                runner.run_next()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                if compiles:
+                    row["compile_s"] = round(time.monotonic() - start, 2)
+                took = time_call(runner.run_next, device, settings.rep_ms)
+                row["time_us"] = round(took.median_us, 2)
+                row["time_us_p20"] = round(took.p20_us, 2)
+                row["time_us_p80"] = round(took.p80_us, 2)
+                row["peak_bytes"] = peak_memory(runner.run_next, device)
+                runners[name] = runner
+            except Exception as error:
+                row["failed"] = _describe(error)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+        try:
+            with no_autotuning():
+                errors = _errors(case, plain, runners, inputs, direction)
+        except torch.cuda.OutOfMemoryError as error:
+            errors = {name: {} for name in runners}
+            for name in runners:
+                rows[name]["error_unknown"] = _describe(error)
+    eager_us = rows["eager"].get("time_us")
+    for name, row in rows.items():
+        row.update(errors.get(name, {}))
+    _judge(rows, dtype)
+    for row in rows.values():
+        took_us = row.get("time_us")
+        row["floor_us"] = round(floor_us, 3)
+        row["floor_bound"] = bound
+        if took_us:
+            row["floor_fraction"] = round(floor_us / took_us, 5)
+            row["speedup_over_eager"] = round(eager_us / took_us, 4) if eager_us else None
+            row["tflops"] = round(work.flops / took_us * 1e-6, 3) if work.flops else None
+            row["gbytes_per_s"] = round(work.bytes / took_us * 1e-3, 2)
+        row["work_bytes"], row["work_flops"] = work.bytes, work.flops
+        special = ceilings.special_us(work)
+        row["special_us"] = round(special, 2) if special else None
+        row["copy_gbytes_per_s"] = round(ceilings.bytes_per_s * 1e-9, 1)
+        row["matmul_tflops"] = round(ceilings.flops_per_s[precision] * 1e-12, 2)
+        row.update(facts)
+    return list(rows.values())
+
+
+# -------------------------------------------------------------------------------------------------------- report
+
+
+def _short(name: str) -> str:
+    """A case's name, short enough for a table row."""
+    shorter = {
+        "conv3d_group_norm_mean": "conv3d+gn+mean",
+        "conv_transpose3d_relu_group_norm": "convT3d+relu+gn",
+        "conv2d_group_norm_tanh_hardswish_residual_logsumexp": "conv2d+gn+...+lse",
+    }
+    return shorter.get(name, name)
+
+
+def bench_table(groups: list[Group]) -> str:
+    """One line a case, dtype and direction: times, ratios, floor, error beside eager's, memory."""
+    present = [name for name in results.IMPLEMENTATIONS if any(name in group.rows for group in groups)]
+    heads = {
+        "eager": "eager",
+        "eager_channels_last": "eager cl",
+        "compile": "compile",
+        "compile_channels_last": "compile cl",
+        "compile_max_autotune": "max-auto",
+        "kgopt": "kgopt",
+        "kgopt_channels_last": "kgopt cl",
+        "kgopt_own": "own",
+    }
+    header = ["case", "dtype", *(heads[name] for name in present), "x eager", "x compile", "floor", "of floor",
+              "error", "eager's", "peak", "eager's"]  # fmt: skip
+    lines = []
+    for group in groups:
+        fraction = group.floor_fraction
+        ours, eager = group.rows.get("kgopt", {}), group.rows.get("eager", {})
+        times = ["failed" if "failed" in group.rows.get(n, {}) else time_text(group.time(n)) for n in present]
+        arrow = {"forward": "", "backward": " bwd", "training": " train"}[group.direction]
+        lines.append(
+            [
+                _short(group.case) + arrow,
+                group.dtype,
+                *times,
+                ratio_text(group.ratio(["eager", "eager_channels_last"])),
+                ratio_text(group.ratio(results.COMPILED)),
+                time_text(group.floor_us),
+                "-" if fraction is None else f"{100 * fraction:.0f}%",
+                error_text(ours.get("error")) + ("!" if ours.get("out_of_tolerance") else ""),
+                error_text(eager.get("error")),
+                bytes_text(ours.get("peak_bytes")),
+                bytes_text(eager.get("peak_bytes")),
+            ]
+        )
+    return table(header, lines, left=2)
+
+
+def _notes(groups: list[Group]) -> list[str]:
+    """What failed, each once."""
+    notes: dict[str, None] = {}
+    for group in groups:
+        for name, row in group.rows.items():
+            if "failed" in row:
+                notes[f"{_short(group.case)} {group.dtype} {group.direction}, {name}: {row['failed']}"] = None
+            if "error_unknown" in row:
+                notes[f"{_short(group.case)} {group.dtype}: no error measured: {row['error_unknown']}"] = None
+    return list(notes)
+
+
+def _headline(row: Row) -> str:
+    where = row.get("gpu") or f"{row.get('cpu')}, {row.get('cpu_threads')} threads"
+    parts = [where, f"torch {row['torch']}", f"kgopt {row['kgopt']}"]
+    if row.get("cudnn"):
+        parts.insert(2, f"cuDNN {row['cudnn']}")
+    if row.get("driver"):
+        parts.insert(1, f"driver {row['driver']}")
+    if row.get("commit"):
+        parts[-1] += f" ({row['commit']})"
+    return ", ".join(parts)
+
+
+def _report(rows: list[Row], args: argparse.Namespace) -> int:
+    """Prints the table and writes the chart. 1 when a kgopt row failed or is out of tolerance."""
+    groups = group_rows(rows)
+    if not groups:
+        raise ValueError("there are no rows to show")
+    facts = rows[0]
+    print(_headline(facts))
+    print(f"ceilings: copy {facts['copy_gbytes_per_s'] / 1e3:.2f} TB/s; matmul " + ", ".join(
+        f"{d} {f:.3g} TFLOP/s" for d, f in {r["dtype"]: r["matmul_tflops"] for r in rows}.items()))  # fmt: skip
+    print()
+    print(bench_table(groups))
+    print("\nx eager, x compile: the faster layout or mode of each, over kgopt with contiguous tensors.")
+    print("error: relative L2 error against float64, '!' where it exceeds twice eager's.")
+    print("peak: memory beyond inputs and parameters.")
+    for note in _notes(groups):
+        print(f"note: {note}")
+    if args.plot:
+        from kgopt.cli.plot import plot_rows
+
+        plot_rows(rows, args.plot, args.plot_dtype)
+        print(f"chart: {args.plot}")
+    bad = [row for row in rows if row["implementation"].startswith("kgopt")]
+    bad = [row for row in bad if row.get("out_of_tolerance") or "failed" in row]
+    for row in bad:
+        why = row.get("failed") or f"error {row['error']:.2e}, {row['error_ratio'] or 0:.1f} times eager's"
+        print(f"NOT OK: {row['case']} {row['dtype']} {row['direction']} {row['implementation']}: {why}")
+    return 1 if bad else 0
+
+
+def _precisions(args: argparse.Namespace, device: torch.device) -> list[str]:
+    if args.dtype is None:
+        if device.type == "cpu":
+            return ["fp32"]
+        return ["tf32", "bf16", "fp32"] if args.suite == "pipelines" else ["tf32", "bf16"]
+    for name in args.dtype:
+        if name not in ("tf32", "fp32", "bf16", "fp16"):
+            raise ValueError(f"--dtype has {name!r}, expected tf32, fp32, bf16 or fp16")
+    if device.type == "cpu" and "tf32" in args.dtype:
+        raise ValueError("--dtype has tf32, which the CPU does not have; use fp32")
+    return list(args.dtype)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Runs ``python -m kgopt bench`` with parsed arguments. Returns the exit status."""
+    if args.plot:
+        require("matplotlib", "demo")
+    if args.from_json:
+        return _report(results.load_rows(args.from_json), args)
+    device = pick_device(args.device)
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            raise MissingPackageError("triton is missing, whose do_bench is the clock on a GPU; pip install triton")
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+    for name in ("json", "plot"):
+        folder = os.path.dirname(getattr(args, name) or "")
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+
+    settings = Settings(
+        device,
+        quick=args.quick,
+        compile=not (args.no_compile or args.quick),
+        max_autotune=args.max_autotune != "none" and device.type == "cuda",
+        rep_ms=20.0 if args.quick else 100.0,
+        input_sets=1 if args.quick else 3,
+        deadline=None if args.budget is None else time.monotonic() + args.budget,
+    )
+    precisions = _precisions(args, device)
+    cases = [case for case in suite_cases(args.suite) if not args.case or args.case in case.name]
+    if not cases:
+        raise ValueError(f"--case is {args.case!r}, which no case of suite {args.suite} contains")
+    if args.quick:
+        cases = [case.scaled(16) for case in cases]
+
+    facts = environment(device, args.commit)
+    print(f"measuring copy and matmul rates of {facts['gpu'] or facts['cpu']}", file=sys.stderr, flush=True)
+    ceilings = measure_ceilings(device, precisions, args.quick)
+    directions = ["forward", *(["backward"] if args.backward else [])]
+    # The dtype changes slowest: a run that is cut short has the first dtype whole.
+    steps = [
+        (case, precision, case.backward if direction == "backward" else direction)
+        for precision in precisions
+        for direction in directions
+        for case in cases
+        if direction == "forward" or case.backward
+    ]
+    rows: list[Row] = []
+    for case, precision, direction in progress(steps, len(steps), f"bench {args.suite}"):
+        tuned = settings.max_autotune and (args.max_autotune == "all" or precision == precisions[0])
+        own = dataclasses.replace(settings, max_autotune=tuned)
+        rows += measure_case(case, precision, direction, own, ceilings, facts)
+        if args.json:
+            results.save_rows(args.json, rows)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return _report(rows, args)

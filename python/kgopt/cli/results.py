@@ -1,0 +1,121 @@
+"""Measured rows: the JSON file, and the comparisons that tables and charts show.
+
+A file is {"format": 1, "rows": [...]}, one row a line. A row is flat and stands by itself: what was measured
+(suite, case, shape, direction, dtype, implementation, layout), the result (time_us, peak_bytes, error, ...), the
+floor, and where (gpu, driver, torch, cudnn, kgopt, commit, date, ...). benchmarks/results/README.md lists the fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BASELINES", "COMPILED", "IMPLEMENTATIONS", "OURS", "Group", "group_rows", "load_rows", "save_rows"]
+
+Row = dict[str, Any]
+
+FORMAT = 1
+
+# Name in the rows -> label in tables and charts, in the order shown.
+IMPLEMENTATIONS = {
+    "eager": "eager",
+    "eager_channels_last": "eager channels_last",
+    "compile": "torch.compile",
+    "compile_channels_last": "torch.compile channels_last",
+    "compile_max_autotune": "torch.compile max-autotune",
+    "kgopt": "kgopt",
+    "kgopt_channels_last": "kgopt channels_last",
+    "kgopt_own": 'kgopt backend="kgopt"',
+}
+BASELINES = tuple(name for name in IMPLEMENTATIONS if not name.startswith("kgopt"))
+COMPILED = tuple(name for name in IMPLEMENTATIONS if name.startswith("compile"))
+OURS = ("kgopt", "kgopt_channels_last")
+
+
+def save_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
+    """Writes rows, replacing the file whole or not at all."""
+    lines = ",\n".join("    " + json.dumps(row, sort_keys=False) for row in rows)
+    text = f'{{\n  "format": {FORMAT},\n  "rows": [\n{lines}\n  ]\n}}\n'
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    part.write_text(text)
+    part.replace(target)
+
+
+def load_rows(path: str | os.PathLike[str]) -> list[Row]:
+    """Reads rows. Raises ValueError for a file of another kind or a newer format."""
+    try:
+        data = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+        raise ValueError(f"{path} holds no rows of a kgopt bench")
+    if data.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {data.get('format')}, expected {FORMAT}")
+    return list(data["rows"])
+
+
+@dataclasses.dataclass
+class Group:
+    """The rows of one case, dtype and direction: what is compared with what."""
+
+    suite: str
+    case: str
+    title: str
+    direction: str
+    dtype: str
+    rows: dict[str, Row]  # implementation -> row
+
+    def time(self, implementation: str) -> float | None:
+        """Median microseconds, None where it failed or was not run."""
+        row = self.rows.get(implementation)
+        return row.get("time_us") if row else None
+
+    def best(self, implementations: Iterable[str]) -> tuple[str, float] | None:
+        """The fastest of some implementations and its time."""
+        timed = [(time, name) for name in implementations if (time := self.time(name)) is not None]
+        return (min(timed)[1], min(timed)[0]) if timed else None
+
+    @property
+    def ours(self) -> tuple[str, float] | None:
+        """kgopt's time with contiguous tensors; channels_last only where nothing else was measured."""
+        return self.best(["kgopt"]) or self.best(OURS)
+
+    def ratio(self, implementations: Iterable[str]) -> float | None:
+        """How many times faster kgopt is than the fastest of these."""
+        other, ours = self.best(implementations), self.ours
+        return other[1] / ours[1] if other and ours else None
+
+    @property
+    def floor_us(self) -> float | None:
+        """The floor in microseconds."""
+        return next((row["floor_us"] for row in self.rows.values() if row.get("floor_us")), None)
+
+    @property
+    def floor_fraction(self) -> float | None:
+        """The fraction of the floor's speed that kgopt reaches."""
+        ours, floor = self.ours, self.floor_us
+        return floor / ours[1] if ours and floor else None
+
+    @property
+    def facts(self) -> Row:
+        """Any row, for the fields that all rows of the group share."""
+        return next(iter(self.rows.values()))
+
+
+def group_rows(rows: Iterable[Row]) -> list[Group]:
+    """Rows by case, dtype and direction, in the order measured. Of a case measured in two runs the later run counts."""
+    groups: dict[tuple[Any, ...], Group] = {}
+    for row in rows:
+        key = tuple(row[k] for k in ("suite", "case", "direction", "dtype"))
+        if key not in groups:
+            groups[key] = Group(row["suite"], row["case"], row.get("title") or row["case"], key[2], key[3], {})
+        elif groups[key].facts.get("date") != row.get("date"):
+            groups[key].rows.clear()  # times of two runs are not compared
+        groups[key].rows[row["implementation"]] = row
+    return list(groups.values())

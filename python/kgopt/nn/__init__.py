@@ -1,0 +1,19 @@
+"""Modules with the constructors, parameters and ``state_dict`` keys of the ``torch.nn`` ones they replace."""
+
+from kgopt.nn.modules import Conv2d, Conv3d, ConvTranspose2d, ConvTranspose3d, GroupNorm
+from kgopt.nn.pipelines import (
+    Conv2dGroupNormTanhHardswishResidualLogSumExp,
+    Conv3dGroupNormMean,
+    ConvTranspose3dReLUGroupNorm,
+)
+
+__all__ = [
+    "Conv2d",
+    "Conv2dGroupNormTanhHardswishResidualLogSumExp",
+    "Conv3d",
+    "Conv3dGroupNormMean",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "ConvTranspose3dReLUGroupNorm",
+    "GroupNorm",
+]

@@ -1,0 +1,135 @@
+"""What each op means, in plain PyTorch.
+
+Computed in the dtype of the inputs: pass float64 for an oracle. Tests compare every kernel with these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ACTIVATIONS = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "leaky_relu": F.leaky_relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "elu": F.elu,
+    "mish": F.mish,
+    "softplus": F.softplus,
+}
+
+ACTIVATIONS = tuple(_ACTIVATIONS)
+"""Names that an ``act`` chain may use."""
+
+
+def activation_ref(x: Tensor, act: str) -> Tensor:
+    """A ``+``-joined chain of activations, applied from left to right, with PyTorch's default parameters."""
+    for name in act.split("+"):
+        x = _ACTIVATIONS[name.strip()](x)
+    return x
+
+
+def group_stats_ref(x: Tensor, num_groups: int, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """Mean and reciprocal standard deviation ``[N, G]`` of each group of ``x [N, C, *]`` (biased variance)."""
+    groups = x.reshape(x.shape[0], num_groups, -1)
+    variance, mean = torch.var_mean(groups, dim=2, correction=0)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def group_norm_ref(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    act: str = "none",
+    pre_act: str = "none",
+) -> Tensor:
+    """``act(GroupNorm(pre_act(x)))`` (Wu and He 2018)."""
+    return activation_ref(F.group_norm(activation_ref(x, pre_act), num_groups, weight, bias, eps), act)
+
+
+def group_norm_mean_ref(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Mean over all dims but the first of ``GroupNorm(x)``: ``[N]``."""
+    return F.group_norm(x, num_groups, weight, bias, eps).flatten(1).mean(1)
+
+
+def logsumexp_ref(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
+    """``torch.logsumexp``."""
+    return torch.logsumexp(x, list(dim), keepdim)
+
+
+def mean_ref(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+    """``torch.mean``."""
+    return torch.mean(x, list(dims), keepdim)
+
+
+def conv3d_group_norm_mean_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_groups: int,
+    gn_weight: Tensor | None = None,
+    gn_bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Conv3d, GroupNorm, mean over every dim but batch: ``[N]``."""
+    c = F.conv3d(x, weight, bias, stride, padding, dilation, groups)
+    return group_norm_mean_ref(c, num_groups, gn_weight, gn_bias, eps)
+
+
+def conv_transpose3d_relu_group_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_groups: int,
+    gn_weight: Tensor | None = None,
+    gn_bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """ConvTranspose3d, ReLU, GroupNorm."""
+    c = F.conv_transpose3d(x, weight, bias, stride, padding, output_padding, groups, dilation)
+    return F.group_norm(F.relu(c), num_groups, gn_weight, gn_bias, eps)
+
+
+def conv2d_group_norm_tanh_hardswish_residual_logsumexp_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_groups: int,
+    gn_weight: Tensor | None = None,
+    gn_bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``c = Conv2d(x)``; ``r = c + hardswish(tanh(GroupNorm(c)))``; logsumexp of r over channels: ``[N, 1, H, W]``."""
+    c = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    r = c + F.hardswish(torch.tanh(F.group_norm(c, num_groups, gn_weight, gn_bias, eps)))
+    return torch.logsumexp(r, dim=1, keepdim=True)

@@ -1,0 +1,67 @@
+"""Runs compute-sanitizer's four tools over tests/sanitize_ops.py; exits with 1 when one of them finds something.
+
+    python scripts/sanitize.py [memcheck racecheck initcheck synccheck]
+
+Build with KGOPT_LINEINFO=1 for source lines in the reports.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+
+def find_sanitizer() -> str:
+    """compute-sanitizer of PATH, of CUDA_HOME, or of pip's nvidia-cuda-sanitizer-api."""
+    places = [shutil.which("compute-sanitizer")]
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    homes += sorted(map(str, Path(sysconfig.get_path("purelib")).glob("nvidia/cu[0-9]*")), reverse=True)
+    for home in filter(None, homes):
+        places += [f"{home}/bin/compute-sanitizer", f"{home}/compute-sanitizer/compute-sanitizer"]
+    for place in filter(None, places):
+        if Path(place).exists():
+            if not os.access(place, os.X_OK):
+                Path(place).chmod(0o755)
+            return place
+    sys.exit("no compute-sanitizer on PATH, in CUDA_HOME or from pip (pip install nvidia-cuda-sanitizer-api)")
+
+
+def main() -> int:
+    tools = sys.argv[1:] or list(TOOLS)
+    unknown = [t for t in tools if t not in TOOLS]
+    if unknown:
+        sys.exit(f"unknown tool {unknown[0]}, expected some of {' '.join(TOOLS)}")
+    import torch
+
+    if not torch.cuda.is_available():
+        print("sanitize: no CUDA device here, nothing to run")
+        return 0
+    sanitizer = find_sanitizer()
+    # Each tensor is an allocation of its own, so that a step over its end is seen.
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    script = [sys.executable, str(ROOT / "tests/sanitize_ops.py")]
+    failed = []
+    for tool in tools:
+        # Only this package's kernels: cuDNN and ATen have findings of their own under initcheck and racecheck.
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "1", "--kernel-name", "kernel_substring=kgopt"]
+        print(f"== {tool}", flush=True)
+        start = time.monotonic()
+        code = subprocess.run([*command, *script], env=env, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+        outcome = "clean" if code == 0 else f"FAILED ({code})"
+        print(f"== {tool}: {outcome}, {time.monotonic() - start:.0f} s", flush=True)
+        if code != 0:
+            failed.append(tool)
+    print(f"sanitize: {', '.join(failed)} FAILED" if failed else f"sanitize: {', '.join(tools)} clean")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""A small shape of every CUDA op, forward and backward: what `make sanitize` runs under compute-sanitizer.
+
+Not a test by itself: nothing is compared here, the ops only have to run. `python tests/sanitize_ops.py` runs it plain.
+Sizes are no multiples of any tile, and small, since a sanitizer makes a kernel a hundred times slower.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+
+import kgopt  # noqa: F401  (registers the ops)
+
+ops = torch.ops.kgopt
+HALVES = (torch.bfloat16, torch.float16)
+ACTS = (
+    "relu",
+    "leaky_relu",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "sigmoid",
+    "tanh",
+    "hardswish",
+    "hardtanh",
+    "elu",
+    "mish",
+    "softplus",
+    "tanh+hardswish",
+)
+DTYPES = (torch.float32, *HALVES, torch.float64)
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32, channels_last: bool = False) -> torch.Tensor:
+    """Random values on the GPU; made on the host, so that no other kernel is instrumented for it."""
+    x = torch.randn(shape, dtype=torch.float32).to(dtype)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    return x.cuda()
+
+
+def run(name: str, *inputs: torch.Tensor | None, call, backward: bool = True) -> None:
+    """Calls an op on leaves and sends a gradient of ones back."""
+    leaves = [t.detach().requires_grad_(backward and t.is_floating_point()) if t is not None else None for t in inputs]
+    out = call(*leaves)
+    outs = out if isinstance(out, (tuple, list)) else [out]
+    if backward:
+        ones = [torch.ones(o.shape, dtype=o.dtype).cuda() for o in outs if o.requires_grad]
+        torch.autograd.backward([o for o in outs if o.requires_grad], ones)
+    torch.cuda.synchronize()
+    print("  " + name, flush=True)
+
+
+def group_norm_cases() -> None:
+    for dtype, last, spatial in itertools.product(DTYPES, (False, True), ((5, 7), (3, 5, 7))):
+        label = f"{dtype} {'channels_last' if last else 'contiguous'} {spatial}"
+        x = tensor(2, 24, *spatial, dtype=dtype, channels_last=last)
+        weight, bias = tensor(24, dtype=dtype), tensor(24, dtype=dtype)
+        run(f"group_norm {label}", x, weight, bias, call=lambda x, w, b: ops.group_norm(x, 8, w, b, 1e-5, "silu"))
+        run(f"group_stats {label}", x, call=lambda x: ops.group_stats(x, 8))
+        run(f"group_norm_mean {label}", x, weight, bias, call=lambda x, w, b: ops.group_norm_mean(x, 8, w, b))
+    # A group that spans several blocks, parameters in fp32 beside half data, a misaligned start, no parameters.
+    big = tensor(1, 8, 41, 43, 37)
+    run("group_norm large groups", big, call=lambda x: ops.group_norm(x, 2))
+    run("group_norm_mean large groups", big, call=lambda x: ops.group_norm_mean(x, 2))
+    half = tensor(2, 24, 5, 7, dtype=torch.bfloat16)
+    run("group_norm mixed", half, tensor(24), tensor(24), call=lambda x, w, b: ops.group_norm(x, 8, w, b))
+    flat = tensor(1 + 2 * 6 * 11)
+    run("group_norm misaligned", flat, call=lambda t: ops.group_norm(t[1:].view(2, 6, 11), 3))
+
+
+def pointwise_cases() -> None:
+    x = tensor(3, 5, 7)
+    for act in ACTS:
+        run(f"activation {act}", x, call=lambda t, act=act: ops.activation(t, act))
+    for dtype in DTYPES:
+        x = tensor(3, 65, 5, 7, dtype=dtype)
+        run(f"activation {dtype}", x, call=lambda t: ops.activation(t, "silu"))
+        run(f"activation {dtype} strided", x, call=lambda t: ops.activation(t[:, ::2], "silu"))
+        for dim in ([1], [3], [0, 2], [0, 1, 2, 3]):
+            run(f"logsumexp {dtype} {dim}", x, call=lambda t, dim=dim: ops.logsumexp(t, dim, True))
+            run(f"mean {dtype} {dim}", x, call=lambda t, dim=dim: ops.mean(t, dim, False))
+
+
+def conv_cases() -> None:
+    for dtype, tf32 in (
+        (torch.float32, True),
+        (torch.float32, False),
+        *((d, True) for d in HALVES),
+        (torch.float64, False),
+    ):
+        for last in (False, True):
+            label = f"{dtype} tf32={tf32} {'channels_last' if last else 'contiguous'}"
+            x3, w3 = tensor(2, 3, 5, 9, 11, dtype=dtype, channels_last=last), tensor(10, 3, 3, 3, 3, dtype=dtype)
+            x2, w2 = tensor(2, 8, 13, 17, dtype=dtype, channels_last=last), tensor(20, 8, 3, 3, dtype=dtype)
+            t3 = tensor(3, 10, 3, 3, 3, dtype=dtype)
+            t2 = tensor(8, 12, 4, 3, dtype=dtype)
+            b10, b20 = tensor(10, dtype=dtype), tensor(20, dtype=dtype)
+            kw = {"backend": "kgopt", "allow_tf32": tf32}
+            # Gradients of a convolution come from ATen, so only the forward kernels are of interest.
+            run(
+                f"conv3d {label}",
+                x3,
+                w3,
+                b10,
+                backward=False,
+                call=lambda x, w, b, kw=kw: ops.conv3d(x, w, b, [1, 2, 1], [1, 0, 1], [1, 1, 2], **kw),
+            )
+            run(
+                f"conv2d {label}",
+                x2,
+                w2,
+                b20,
+                backward=False,
+                call=lambda x, w, b, kw=kw: ops.conv2d(x, w, b, [1, 1], [1, 1], **kw),
+            )
+            run(
+                f"conv2d grouped {label}",
+                x2,
+                tensor(20, 4, 3, 3, dtype=dtype),
+                None,
+                backward=False,
+                call=lambda x, w, b, kw=kw: ops.conv2d(x, w, b, [2, 1], [0, 1], [1, 1], 2, **kw),
+            )
+            run(
+                f"conv_transpose3d {label}",
+                x3,
+                t3,
+                b10,
+                backward=False,
+                call=lambda x, w, b, kw=kw: ops.conv_transpose3d(x, w, b, [2, 1, 2], [1, 0, 1], [1, 0, 0], **kw),
+            )
+            run(
+                f"conv_transpose2d {label}",
+                x2,
+                t2,
+                None,
+                backward=False,
+                call=lambda x, w, b, kw=kw: ops.conv_transpose2d(x, w, b, [1, 2], [0, 1], [0, 1], **kw),
+            )
+
+
+def pipeline_cases() -> None:
+    for dtype in DTYPES:
+        for backward in (False, True):
+            label = f"{dtype} {'forward and backward' if backward else 'forward'}"
+            affine8 = (tensor(8, dtype=dtype), tensor(8, dtype=dtype))
+            run(
+                f"conv3d_group_norm_mean {label}",
+                tensor(2, 3, 6, 9, 11, dtype=dtype),
+                tensor(8, 3, 3, 3, 3, dtype=dtype),
+                tensor(8, dtype=dtype),
+                *affine8,
+                backward=backward,
+                call=lambda x, w, b, g, h: ops.conv3d_group_norm_mean(x, w, b, 4, g, h),
+            )
+            run(
+                f"conv_transpose3d_relu_group_norm {label}",
+                tensor(1, 6, 3, 5, 7, dtype=dtype),
+                tensor(6, 8, 3, 3, 3, dtype=dtype),
+                None,
+                *affine8,
+                backward=backward,
+                call=lambda x, w, b, g, h: ops.conv_transpose3d_relu_group_norm(x, w, b, 4, g, h, [2, 2, 2]),
+            )
+            run(
+                f"conv2d_..._logsumexp {label}",
+                tensor(2, 8, 13, 19, dtype=dtype),
+                tensor(24, 8, 3, 3, dtype=dtype),
+                tensor(24, dtype=dtype),
+                tensor(24, dtype=dtype),
+                tensor(24, dtype=dtype),
+                backward=backward,
+                call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x, w, b, 8, g, h),
+            )
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("no CUDA device here, nothing to run")
+        return 0
+    torch.manual_seed(0)
+    for section in (group_norm_cases, pointwise_cases, conv_cases, pipeline_cases):
+        print(section.__name__)
+        section()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

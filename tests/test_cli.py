@@ -1,0 +1,469 @@
+"""The command line: its arithmetic, its files, and each subcommand run small on the CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from kgopt.cli import _optional, cases, main, measure, models, results
+from kgopt.cli.bench import Settings, bench_table, measure_case
+from kgopt.cli.floor import Ceilings, Work
+from kgopt.cli.text import bytes_text, ratio_text, table, time_text
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+# -------------------------------------------------------------------------------------------------- arithmetic
+
+
+def test_floor_takes_the_larger_bound():
+    ceilings = Ceilings(4e12, {"tf32": 360e12, "fp32": 50e12})
+    assert ceilings.floor(Work(4e6), "tf32") == (pytest.approx(1.0), "memory")
+    assert ceilings.floor(Work(4e6, flops=3.6e9), "tf32") == (pytest.approx(10.0), "math")
+    # fp32 accuracy from three TF32 products beats plain multiply-adds here.
+    assert ceilings.floor(Work(0, flops=1.2e9), "fp32")[0] == pytest.approx(10.0)
+    assert ceilings.special_us(Work(0, special=1e6)) is None
+
+
+def test_pipeline_work_at_the_headline_shapes():
+    first, second, third = (p.work(p.headline, 4) for p in models.PIPELINES)
+    assert first.flops == 2 * 128 * 22 * 30 * 30 * 24 * 3 * 27
+    assert first.bytes == 4 * (128 * 3 * 24 * 32 * 32 + 128)
+    assert second.flops == 2 * 16 * 32**3 * 64 * 128 * 27
+    assert second.bytes == 4 * (16 * 64 * 32**3 + 16 * 128 * 34**3)
+    assert third.flops == 2 * 128 * 126 * 126 * 64 * 8 * 9
+    assert third.bytes == 4 * (128 * 8 * 128 * 128 + 128 * 126 * 126)
+    assert third.special == 2 * 128 * 64 * 126 * 126
+    training = models.PIPELINES[0].work(models.PIPELINES[0].headline, 4, training=True)
+    assert training.flops == 3 * first.flops
+
+
+@pytest.mark.parametrize("pipeline", models.PIPELINES, ids=lambda p: p.name)
+def test_pipeline_shapes_are_those_of_the_plain_model(pipeline):
+    shape = (2, pipeline.args[0], *[7, 6, 5][: len(pipeline.headline) - 2])
+    plain = pipeline.plain_model()
+    conv = plain.conv_transpose if pipeline.transposed else plain.conv
+    x = torch.randn(shape)
+    assert list(conv(x).shape) == pipeline.conv_output(shape)
+    assert plain(x).numel() == pipeline.result_elements(shape)
+
+
+def test_plain_model_is_seeded_and_its_affine_is_random():
+    a, b = (models.PIPELINES[0].plain_model(seed=3) for _ in range(2))
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert a.group_norm.weight.std() > 0.1
+    assert a.group_norm.bias.std() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("us", "text"),
+    [
+        (None, "-"),
+        (0.5, "0.5 µs"),
+        (28.04, "28 µs"),
+        (868, "868 µs"),
+        (1931, "1.93 ms"),
+        (152300, "152 ms"),
+        (2e6, "2 s"),
+    ],
+)
+def test_time_text(us, text):
+    assert time_text(us) == text
+
+
+def test_texts_and_table():
+    assert bytes_text(3 * 2**20) == "3 MiB"
+    assert bytes_text(900 * 2**20) == "900 MiB"
+    assert bytes_text(None) == "-"
+    assert ratio_text(12.42) == "12.4x"
+    lines = table(["what", "n"], [["a", "10"], ["long", "9"]]).splitlines()
+    assert lines == ["what   n", "----  --", "a     10", "long   9"]
+
+
+def test_error_meter_adds_pieces_up():
+    reference = torch.randn(6, 5, dtype=torch.float64)
+    value = reference.float() + 1e-3 * torch.randn(6, 5)
+    whole, pieces = measure.ErrorMeter(), measure.ErrorMeter()
+    whole.add(value, reference)
+    for i in range(0, 6, 2):
+        pieces.add(value[i : i + 2], reference[i : i + 2])
+    wanted = (value.double() - reference).norm() / reference.norm()
+    assert whole.error == pytest.approx(wanted.item())
+    assert pieces.error == pytest.approx(whole.error)
+    assert pieces.error_max == pytest.approx(whole.error_max)
+    with pytest.raises(ValueError, match=r"shape \[2\], expected \[3\]"):
+        whole.add(torch.zeros(2), torch.zeros(3, dtype=torch.float64))
+
+
+def test_nan_is_never_within_tolerance():
+    meter = measure.ErrorMeter()
+    meter.add(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0], dtype=torch.float64))
+    meter.add(torch.ones(2), torch.ones(2, dtype=torch.float64))
+    assert math.isnan(meter.error)
+    assert math.isnan(meter.error_max)
+    assert not measure.within_tolerance(meter.error, 1.0, torch.float32)
+    assert measure.within_tolerance(2e-3, 1e-3, torch.float32)
+    assert not measure.within_tolerance(2.1e-3, 1e-3, torch.float32)
+
+
+def test_precision_flags_are_restored():
+    before = torch.backends.cudnn.allow_tf32
+    with measure.precision_flags("fp32"):
+        assert not torch.backends.cudnn.allow_tf32
+    with measure.precision_flags("tf32"):
+        assert torch.backends.cudnn.allow_tf32
+    assert torch.backends.cudnn.allow_tf32 == before
+
+
+def test_peak_memory_counts_temporaries():
+    x = torch.ones(2**18)
+    peak = measure.peak_memory(lambda: (x + 1) * 2, CPU)  # the sum lives until the product is done
+    assert peak is None or 2**21 <= peak < 2**21 + 2**16
+
+
+def test_time_call_orders_its_quantiles():
+    timing = measure.time_call(lambda: torch.ones(1000).sum(), CPU, rep_ms=5)
+    assert 0 < timing.p20_us <= timing.median_us <= timing.p80_us
+    slow, fast = measure.time_calls([lambda: torch.ones(2**20).cumsum(0), lambda: None], CPU, rep_ms=5)
+    assert slow.median_us > fast.median_us
+
+
+# ------------------------------------------------------------------------------------------------------- cases
+
+
+@pytest.mark.parametrize("suite", cases.SUITES)
+def test_every_case_has_work_and_a_name_of_its_own(suite):
+    found = cases.suite_cases(suite)
+    assert len({case.name for case in found}) == len(found)
+    for case in found:
+        for direction in ("forward", *([case.backward] if case.backward else [])):
+            work = case.work(case.shape, 4, direction)
+            assert work.bytes >= 4 * math.prod(case.shape)
+        small = case.scaled(16)
+        assert math.prod(small.shape) < math.prod(case.shape)
+        assert small.shape[1] == case.shape[1]
+
+
+def test_unknown_suite():
+    with pytest.raises(ValueError, match="expected one of pipelines, groupnorm, conv, ops"):
+        cases.suite_cases("poems")
+
+
+@pytest.mark.parametrize(
+    ("model", "slices", "shape"),
+    [
+        (models.randomize(cases.PlainGroupNorm(4, 12, "silu")), cases.group_slices, (2, 12, 5, 4)),
+        (nn.Conv3d(3, 5, 3, padding=1), cases.conv_slices, (1, 3, 9, 4, 5)),
+        (nn.Conv3d(3, 5, 3, padding=1), cases.conv_slices, (1, 3, 1, 4, 5)),
+        (nn.ConvTranspose3d(3, 5, 3), cases.conv_slices, (2, 3, 4, 4, 5)),
+    ],
+)
+def test_reference_pieces_agree_with_the_whole(model, slices, shape, monkeypatch):
+    monkeypatch.setattr(cases, "_PIECE", 1)  # so that everything is cut
+    x = torch.randn(shape)
+    with torch.no_grad():
+        wanted = cases.double(model)(x.double())
+        pieces = list(slices(model, x))
+        for piece in pieces:
+            torch.testing.assert_close(piece.module(x[piece.x_index].double()), wanted[piece.y_index])
+    assert len(pieces) >= 1
+
+
+def test_group_norm_parameter_gradients_from_pieces(monkeypatch):
+    """Gradients of gamma and beta are summed over pieces that each see a few channels."""
+    monkeypatch.setattr(cases, "_PIECE", 1)
+    case = next(c for c in cases.suite_cases("groupnorm") if c.shape == (1, 512, 5, 32, 32))
+    small = cases.dataclasses.replace(case, shape=(2, 512, 2, 3, 3))
+    settings = Settings(CPU, quick=True, compile=False, rep_ms=1, input_sets=2)
+    rows = measure_case(small, "fp32", "backward", settings, Ceilings(1e10, {"fp32": 1e11}), _FACTS)
+    assert all(row["error"] < 1e-5 for row in rows if row["implementation"].startswith("eager"))
+
+
+# ----------------------------------------------------------------------------------------------------- results
+
+_FACTS = {
+    "device": "cuda", "gpu": "NVIDIA H200", "driver": "580.1", "cpu": "c", "cpu_threads": 2, "torch": "2.14.1",
+    "cuda": "13.0", "cudnn": "9.19.0", "kgopt": "0.1.0", "kgopt_archs": "9.0a", "python": "3.11", "commit": "abc",
+    "date": "2026-01-02T00:00:00Z",
+}  # fmt: skip
+
+
+def _row(implementation: str, time_us: float | None, case: str = "some case", **more: object) -> dict:
+    row = {
+        "suite": "pipelines", "case": case, "title": f"Title of {case}", "shape": [2, 3, 4], "direction": "forward",
+        "dtype": "tf32", "implementation": implementation, "layout": "contiguous", "time_us": time_us, "error": 3e-4,
+        "peak_bytes": 5000, "floor_us": 28.0, "floor_bound": "math", "copy_gbytes_per_s": 4300.0,
+        "matmul_tflops": 356.0, **_FACTS,
+    }  # fmt: skip
+    return {**row, **more}
+
+
+def _rows() -> list[dict]:
+    times = {
+        "eager": 1181.0,
+        "eager_channels_last": 1259.0,
+        "compile": 881.0,
+        "compile_max_autotune": 868.0,
+        "kgopt": 95.0,
+    }
+    rows = [_row(name, time) for name, time in times.items()]
+    return [*rows, _row("eager", 500.0, "other"), _row("kgopt", 250.0, "other"),
+            _row("compile", None, "other", failed="RuntimeError: no")]  # fmt: skip
+
+
+def test_rows_round_trip(tmp_path):
+    path = tmp_path / "new folder" / "rows.json"
+    results.save_rows(path, _rows())
+    assert results.load_rows(path) == _rows()
+    assert len(path.read_text().splitlines()) == len(_rows()) + 5  # one row a line
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[]", "holds no rows"), ('{"format": 99, "rows": []}', "has format 99, expected 1")],
+)
+def test_load_rows_refuses_other_files(tmp_path, text, message):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        results.load_rows(path)
+
+
+def test_groups_compare_with_the_best_baseline():
+    first, second = results.group_rows(_rows())
+    assert first.best(results.COMPILED) == ("compile_max_autotune", 868.0)
+    assert first.ratio(results.COMPILED) == pytest.approx(868 / 95)
+    assert first.ratio(["eager", "eager_channels_last"]) == pytest.approx(1181 / 95)
+    assert first.floor_fraction == pytest.approx(28 / 95)
+    assert second.ratio(results.COMPILED) is None  # it failed
+    text = bench_table([first, second])
+    assert "12.4x" in text
+    assert "failed" in text
+    assert "29%" in text
+
+
+def test_two_runs_are_not_compared():
+    """A later run replaces a case whole: its times must not meet the baselines of another day."""
+    later = _row("kgopt", 50.0, date="2026-02-01T00:00:00Z")
+    group = results.group_rows([*_rows(), later])[0]
+    assert group.time("kgopt") == 50.0
+    assert group.time("eager") is None
+
+
+# ------------------------------------------------------------------------------------------------- subcommands
+
+
+def test_help_lists_the_commands():
+    done = subprocess.run([sys.executable, "-m", "kgopt", "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    for command in ("demo", "bench", "info"):
+        assert re.search(rf"^ +{command} ", done.stdout, re.M)
+
+
+def test_command_line_imports_nothing_heavy():
+    heavy = ("matplotlib", "nibabel", "skimage", "sklearn")
+    code = f"import sys, kgopt.cli; kgopt.cli.build_parser(); print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert f"torch     {torch.__version__}" in text
+    assert "paths on cpu" in text
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["build"]["torch_target"] == "2.10"
+    assert {path["dtype"] for path in facts["paths"]["cpu"]} == {"fp32"}
+    assert all(path["path"].startswith("aten") for path in facts["paths"]["cpu"])
+
+
+@pytest.mark.parametrize("case", ["mean over space", "logsumexp over the last dim"])
+def test_bench_writes_rows(tmp_path, capsys, case):
+    path = tmp_path / "rows.json"
+    arguments = [
+        "bench",
+        "--suite",
+        "ops",
+        "--case",
+        case,
+        "--quick",
+        "--backward",
+        "--device",
+        "cpu",
+        "--commit",
+        "c0ffee",
+    ]
+    assert main([*arguments, "--json", str(path)]) == 0
+    rows = results.load_rows(path)
+    assert {(row["implementation"], row["direction"]) for row in rows} == {
+        (name, direction) for name in ("eager", "kgopt") for direction in ("forward", "backward")
+    }
+    for row in rows:
+        assert row["time_us"] > 0
+        assert row["commit"] == "c0ffee"
+        assert row["torch"] == torch.__version__
+        assert row["floor_fraction"] == pytest.approx(row["floor_us"] / row["time_us"], rel=0.01)
+        assert "out_of_tolerance" not in row
+    measured = capsys.readouterr().out
+    assert main(["bench", "--from-json", str(path)]) == 0
+    assert capsys.readouterr().out == measured
+
+
+def test_bench_pipelines_quick(tmp_path):
+    path = tmp_path / "rows.json"
+    arguments = ["bench", "--suite", "pipelines", "--case", "conv3d", "--quick", "--device", "cpu", "--json", str(path)]
+    assert main(arguments) == 0
+    names = {row["implementation"] for row in results.load_rows(path)}
+    assert names == {"eager", "eager_channels_last", "kgopt", "kgopt_channels_last"}
+
+
+def test_bench_records_a_failing_baseline():
+    case = cases.suite_cases("ops")[0].scaled(512)
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("first line\nsecond line")
+
+    case = cases.dataclasses.replace(case, kgopt=lambda model: cases.Chain(broken))
+    settings = Settings(CPU, quick=True, compile=False, rep_ms=1, input_sets=1)
+    rows = measure_case(case, "fp32", "forward", settings, Ceilings(1e10, {"fp32": 1e11}), _FACTS)
+    assert [row.get("failed") for row in rows] == [None, "RuntimeError: first line"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--dtype", "tf32", "--device", "cpu"], "tf32, which the CPU does not have"),
+        (["bench", "--dtype", "int8", "--device", "cpu"], "'int8', expected tf32, fp32, bf16 or fp16"),
+        (["bench", "--case", "nothing", "--device", "cpu"], "which no case of suite pipelines contains"),
+        (["bench", "--from-json", "/nonexistent.json"], "nonexistent.json"),
+        (["demo", "--device", "cuda:99"], "--device is cuda:99"),
+    ],
+)
+def test_bad_calls_say_one_line(capsys, arguments, message):
+    if "demo" in arguments:
+        pytest.importorskip("matplotlib")
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_missing_package_says_what_to_install(monkeypatch, capsys):
+    def missing(name: str) -> None:
+        raise ImportError(f"No module named '{name}'")
+
+    monkeypatch.setattr(_optional.importlib, "import_module", missing)
+    assert main(["demo"]) == 2
+    assert "pip install 'kgopt[demo]'" in capsys.readouterr().err
+
+
+def _require_demo() -> None:
+    for name in ("matplotlib", "nibabel"):
+        pytest.importorskip(name)
+    try:
+        import skimage  # noqa: F401
+    except ImportError:
+        pytest.importorskip("sklearn")
+
+
+def test_demo_quick(tmp_path, capsys):
+    _require_demo()
+    chart = tmp_path / "demo.png"
+    assert main(["demo", "--quick", "--device", "cpu", "--out", str(chart)]) == 0
+    text = capsys.readouterr().out
+    assert text.count(" ok\n") == 3
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_fails_where_a_result_is_wrong(tmp_path, capsys, monkeypatch):
+    _require_demo()
+    right = models.Pipeline.kgopt_model
+
+    def wrong(self, plain, in_channels=None):
+        model = right(self, plain, in_channels)
+        with torch.no_grad():
+            model.group_norm.bias.add_(1e-3)
+        return model
+
+    monkeypatch.setattr(models.Pipeline, "kgopt_model", wrong)
+    assert main(["demo", "--quick", "--device", "cpu", "--out", str(tmp_path / "demo.png")]) == 1
+    assert "NOT OK: conv3d_group_norm_mean" in capsys.readouterr().out
+
+
+def test_demo_inputs():
+    _require_demo()
+    from kgopt.cli import demo_data
+
+    volume = demo_data.load_mri()
+    assert volume.shape == (2, 24, 128, 96)
+    assert demo_data.mri_patches(volume).shape == (12, 3, 24, 32, 32)
+    # Neighbouring voxels become channels, none is lost.
+    unshuffled = demo_data.mri_unshuffled(volume)
+    assert unshuffled.shape == (2, 64, 6, 32, 24)
+    assert torch.equal(unshuffled[1, :, 2, 3, 4], volume[1, 8:12, 12:16, 16:20].flatten())
+    tiles = demo_data.photo_tiles(demo_data.load_photos())
+    assert tiles.shape[1:] == (8, 128, 128)
+    assert len(tiles) >= 4
+
+
+@pytest.mark.parametrize("suite", ["pipelines", "groupnorm"])
+def test_plots_are_reproducible(tmp_path, suite):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "rows.json"
+    results.save_rows(path, [{**row, "suite": suite} for row in _rows()])
+    charts = []
+    for name in ("a.png", "b.png"):
+        assert main(["bench", "--from-json", str(path), "--plot", str(tmp_path / name)]) == 0
+        charts.append((tmp_path / name).read_bytes())
+    assert charts[0] == charts[1]
+    assert main(["bench", "--from-json", str(path), "--plot", str(tmp_path / "c.png"), "--plot-dtype", "bf16"]) == 2
+
+
+def test_readme_table(tmp_path):
+    pytest.importorskip("matplotlib")
+    script = ROOT / "benchmarks" / "readme_table.py"
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text())
+    results.save_rows(tmp_path / "results" / "h200.json", _rows())
+
+    def run(*more: str) -> int:
+        command = [sys.executable, str(script), "--readme", str(readme), "--results", str(tmp_path / "results"), *more]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120).returncode
+
+    assert run("--check") == 1
+    assert run() == 0
+    text = readme.read_text()
+    assert (
+        "| Title of some case<br>x 2\u00d73\u00d74 | fp32, TF32 allowed | 95 µs | 868 µs | **12.4** | **9.1** | 29% |"
+        in text
+    )
+    assert "](docs/pipelines.png)" in text
+    assert (tmp_path / "docs" / "pipelines.png").exists()
+    assert run("--check") == 0
+
+
+def test_readme_is_current():
+    script = ROOT / "benchmarks" / "readme_table.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["modules", "functional_compile", "ops_export", "cuda_graph"])
+def test_examples_run(name):
+    if name == "functional_compile" and shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
