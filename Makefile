@@ -51,7 +51,7 @@ build: $(ENV) ## a wheel in dist/, with CUDA kernels if an nvcc is found
 
 install: build ## the wheel, built and installed with what the tests need
 	@$(PIP) install -q --force-reinstall --no-deps $(WHEEL)
-	@$(PIP) install -q "$(WHEEL)[test]"
+	@$(PIP) install -q "$(WHEEL)[test,demo]"
 
 develop: $(ENV) ## build in place, for working on the kernels: python/kgopt/_C.abi3.so and a link to python/
 	@$(PY) -W ignore setup.py -q build_ext --inplace

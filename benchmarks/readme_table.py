@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from kgopt.cli.plot import DTYPE_TITLES, plot_rows
-from kgopt.cli.results import BASELINES, COMPILED, Group, group_rows, load_rows
+from kgopt.cli.results import BASELINES, Group, group_rows, load_rows
 from kgopt.cli.text import bytes_text, error_text, time_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +25,6 @@ PICTURE_BEGIN = "<!-- picture: begin (drawn by benchmarks/readme_table.py) -->"
 PICTURE_END = "<!-- picture: end -->"
 PICTURE = "docs/pipelines.png"
 TIMES = "\u00d7"
-EAGER = ("eager", "eager_channels_last")
 DIRECTIONS = {"forward": "", "training": ", training step", "backward": ", backward"}
 
 
@@ -36,6 +36,12 @@ def load_all(folder: Path) -> list[dict]:
 
 def ratio(value: float | None) -> str:
     return "" if value is None else f"**{value:.1f}**" if value >= 1.05 else f"{value:.2f}"
+
+
+def both(over: Callable[..., float | None]) -> str:
+    """The ratio of contiguous tensors and, in brackets, that of channels_last."""
+    last = over("_channels_last")
+    return ratio(over()) + (f" ({ratio(last)})" if last is not None else "")
 
 
 def line(group: Group) -> str:
@@ -52,8 +58,8 @@ def line(group: Group) -> str:
         DTYPE_TITLES.get(group.dtype, group.dtype),
         time_text(group.time("kgopt")),
         time_text(best[1]) if best else "",
-        ratio(group.ratio(EAGER)),
-        ratio(group.ratio(COMPILED)),
+        both(group.over_eager),
+        both(group.over_compile),
         "" if fraction is None else f"{100 * fraction:.0f}%",
         f"{error_text(ours.get('error'))} ({error_text(eager.get('error'))})",
         f"{bytes_text(ours.get('peak_bytes'))} ({bytes_text(eager.get('peak_bytes'))})",
@@ -85,9 +91,10 @@ def tables(rows: list[dict]) -> str:
             parts.extend(line(group) for group in groups)
             parts.append("")
     parts.append(
-        f"{TIMES} eager, {TIMES} compile: how many times faster than the fastest eager and the fastest compiled "
-        "baseline of the same run (each in both layouts or modes where measured). Of floor: the fraction of the speed "
-        "that memory and tensor cores allow. In brackets: eager's."
+        f"{TIMES} eager, {TIMES} compile: how many times faster than eager and the fastest mode of torch.compile in "
+        "the same run, with contiguous tensors; in brackets channels_last against channels_last. Best other: the "
+        "fastest baseline of all. Of floor: the fraction of the speed that memory and tensor cores allow. Error and "
+        "memory: in brackets eager's."
     )
     return "\n".join(parts)
 

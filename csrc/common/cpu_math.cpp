@@ -110,11 +110,34 @@ KGOPT_MULTIVERSION void residual_row(const float* c, float* r, float* maximum, i
   }
 }
 
-KGOPT_MULTIVERSION void add_exponentials(const float* r, const float* maximum, float* sum, int64_t n) {
+KGOPT_MULTIVERSION void add_exponentials(const float* r, const float* maximum, double* sum, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const float shift = std::fabs(maximum[i]) <= 3.402823466e38f ? maximum[i] : 0.f;
     sum[i] += exp_f(r[i] - shift);
   }
+}
+
+KGOPT_MULTIVERSION float row_maximum(const float* x, int64_t n, float start) {
+  float best[kLanes];
+  for (int j = 0; j < kLanes; ++j) best[j] = start;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int j = 0; j < kLanes; ++j) best[j] = x[i + j] > best[j] ? x[i + j] : best[j];
+  }
+  for (int j = 0; i < n; ++i, ++j) best[j] = x[i] > best[j] ? x[i] : best[j];
+  for (int j = 1; j < kLanes; ++j) best[0] = best[j] > best[0] ? best[j] : best[0];
+  return best[0];
+}
+
+KGOPT_MULTIVERSION float row_exponentials(const float* x, int64_t n, float shift) {
+  float sum[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int j = 0; j < kLanes; ++j) sum[j] += exp_f(x[i + j] - shift);
+  }
+  for (int j = 0; i < n; ++i, ++j) sum[j] += exp_f(x[i] - shift);
+  for (int j = 1; j < kLanes; ++j) sum[0] += sum[j];
+  return sum[0];
 }
 
 KGOPT_MULTIVERSION void bf16_to_float(const uint16_t* from, float* to, int64_t n) {

@@ -77,7 +77,10 @@ void activate_chain(const ActChain& chain, T* x, int64_t n) {
 void residual_row(const float* c, float* r, float* maximum, int64_t n, float mean, float scale,
                                      float bias);
 // sum += exp(r - maximum); with maximum infinite, exp(r).
-void add_exponentials(const float* r, const float* maximum, float* sum, int64_t n);
+void add_exponentials(const float* r, const float* maximum, double* sum, int64_t n);
+// Largest of n values and a start, NaN passed over; sum of exp(x - shift).
+float row_maximum(const float* x, int64_t n, float start);
+float row_exponentials(const float* x, int64_t n, float shift);
 void bf16_to_float(const uint16_t* from, float* to, int64_t n);
 void float_to_bf16(const float* from, uint16_t* to, int64_t n);
 

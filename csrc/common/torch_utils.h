@@ -19,6 +19,10 @@
 #include "dtype.h"
 #include "status.h"
 
+#if !defined(STABLE_TORCH_ERROR_CODE_CHECK)  // its name in the headers of torch 2.10
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 namespace kgopt {
 
 using torch::headeronly::MemoryFormat;

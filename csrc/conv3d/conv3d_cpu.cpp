@@ -73,11 +73,12 @@ void residual_logsumexp(const T* c, acc_t<T>* out, const GroupNormDims& d, const
   const int64_t blocks = (d.s + per_block - 1) / per_block;
   const Acc infinity = std::numeric_limits<Acc>::infinity();
   torch::stable::parallel_for(0, d.n * blocks, 1, [&](int64_t first, int64_t last) {
-    std::vector<Acc> values(per_block * d.c), row(per_block), maximum(per_block), sum(per_block);
+    std::vector<Acc> values(per_block * d.c), row(per_block), maximum(per_block);
+    std::vector<double> sum(per_block);
     for (int64_t u = first; u < last; ++u) {
       const int64_t n = u / blocks, begin = u % blocks * per_block, count = std::min(per_block, d.s - begin);
       std::fill(maximum.begin(), maximum.end(), -infinity);
-      std::fill(sum.begin(), sum.end(), Acc(0));
+      std::fill(sum.begin(), sum.end(), 0.0);
       for (int64_t k = 0; k < d.c; ++k) {
         const int64_t g = n * d.g + k / d.channels_per_group();
         if (d.channels_last) {
@@ -107,7 +108,7 @@ void residual_logsumexp(const T* c, acc_t<T>* out, const GroupNormDims& d, const
         }
       }
       for (int64_t p = 0; p < count; ++p) {
-        out[n * d.s + begin + p] = std::log(sum[p]) + (std::isinf(maximum[p]) ? Acc(0) : maximum[p]);
+        out[n * d.s + begin + p] = std::log(static_cast<Acc>(sum[p])) + (std::isinf(maximum[p]) ? Acc(0) : maximum[p]);
       }
     }
   });

@@ -82,8 +82,7 @@ inline ReduceShape check_reduce(const char* op, const char* arg, const Tensor& x
 // x dense as [outer][reduced][inner].
 inline Tensor reduce_input(const Tensor& x, const ReduceShape& s) {
   if (s.adjacent) return dense_in(x, s.format);
-  return dense_in(torch::stable::permute(x, torch::headeronly::IntHeaderOnlyArrayRef(s.order.data(), s.order.size())),
-                  MemoryFormat::Contiguous);
+  return dense_in(call_aten("aten::permute", "", x, s.order), MemoryFormat::Contiguous);
 }
 
 // The inverse: a tensor dense as reduce_input gives it, seen with x's dims.
@@ -91,8 +90,7 @@ inline Tensor reduce_unpermute(const Tensor& t, const ReduceShape& s) {
   if (s.adjacent) return t;
   IntArray inverse(s.order.size());
   for (size_t i = 0; i < s.order.size(); ++i) inverse[s.order[i]] = static_cast<int64_t>(i);
-  return dense_in(torch::stable::permute(t, torch::headeronly::IntHeaderOnlyArrayRef(inverse.data(), inverse.size())),
-                  MemoryFormat::Contiguous);
+  return dense_in(call_aten("aten::permute", "", t, inverse), MemoryFormat::Contiguous);
 }
 
 // A fresh tensor for the gradient of x, laid out as reduce_input lays x out.

@@ -25,6 +25,37 @@ Acc finite_or_zero(Acc m) {
   return std::isinf(m) ? Acc(0) : m;
 }
 
+// One contiguous row, a block at a time; blocks are added in double.
+template <typename T>
+acc_t<T> row_logsumexp(const T* from, int64_t length) {
+  using Acc = acc_t<T>;
+  Acc buffer[kBlock];
+  Acc maximum = -std::numeric_limits<Acc>::infinity();
+  double sum = 0;
+  for (int pass = 0; pass < 2; ++pass) {
+    for (int64_t at = 0; at < length; at += kBlock) {
+      const int64_t n = std::min(kBlock, length - at);
+      load_block(from + at, buffer, n);
+      if constexpr (std::is_same_v<Acc, float>) {
+        if (pass == 0) {
+          maximum = row_maximum(buffer, n, maximum);
+        } else {
+          sum += row_exponentials(buffer, n, finite_or_zero(maximum));
+        }
+      } else {
+        for (int64_t i = 0; i < n; ++i) {
+          if (pass == 0) {
+            maximum = buffer[i] > maximum ? buffer[i] : maximum;
+          } else {
+            sum += std::exp(buffer[i] - finite_or_zero(maximum));
+          }
+        }
+      }
+    }
+  }
+  return static_cast<Acc>(std::log(sum) + finite_or_zero(maximum));
+}
+
 Tensor logsumexp(Tensor x, IntArray dim, bool keepdim) {
   const char* const op = "logsumexp";
   const ReduceShape s = check_reduce(op, "dim", x, dim, keepdim);
@@ -37,8 +68,14 @@ Tensor logsumexp(Tensor x, IntArray dim, bool keepdim) {
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
     T* const to = static_cast<T*>(y.mutable_data_ptr());
     each_run(s, [&](int64_t o, int64_t begin, int64_t end) {
+      const Acc lowest = -std::numeric_limits<Acc>::infinity();
+      if (s.inner == 1) {
+        to[o] = static_cast<T>(row_logsumexp(from + o * s.reduced, s.reduced));
+        return;
+      }
       const int64_t n = end - begin;
-      std::vector<Acc> maximum(n, -std::numeric_limits<Acc>::infinity()), sum(n, Acc(0)), row(n);
+      std::vector<Acc> maximum(n, lowest), row(n);
+      std::vector<double> sum(n, 0.0);
       for (int pass = 0; pass < 2; ++pass) {
         for (int64_t r = 0; r < s.reduced; ++r) {
           load_block(from + (o * s.reduced + r) * s.inner + begin, row.data(), n);
@@ -52,7 +89,7 @@ Tensor logsumexp(Tensor x, IntArray dim, bool keepdim) {
         }
       }
       for (int64_t i = 0; i < n; ++i) {
-        to[o * s.inner + begin + i] = static_cast<T>(std::log(sum[i]) + finite_or_zero(maximum[i]));
+        to[o * s.inner + begin + i] = static_cast<T>(static_cast<Acc>(std::log(sum[i]) + finite_or_zero(maximum[i])));
       }
     });
   });

@@ -222,11 +222,15 @@ def _errors(
     return worst
 
 
+def _eager_of(row: Row) -> str:
+    """The eager implementation of the same layout."""
+    return "eager_channels_last" if row["layout"] == "channels_last" else "eager"
+
+
 def _judge(rows: dict[str, Row], dtype: torch.dtype) -> None:
     """Adds error_ratio, to the error of eager in the same layout, and out_of_tolerance where it is too large."""
     for row in rows.values():
-        same = rows.get("eager_channels_last" if row["layout"] == "channels_last" else "eager", {})
-        bar = same.get("error", rows["eager"].get("error"))
+        bar = rows.get(_eager_of(row), {}).get("error", rows["eager"].get("error"))
         if bar is None or "error" not in row:
             continue
         row["error_ratio"] = row["error"] / bar if bar > 0 else None
@@ -295,7 +299,6 @@ def measure_case(
             errors = {name: {} for name in runners}
             for name in runners:
                 rows[name]["error_unknown"] = _describe(error)
-    eager_us = rows["eager"].get("time_us")
     for name, row in rows.items():
         row.update(errors.get(name, {}))
     _judge(rows, dtype)
@@ -305,6 +308,7 @@ def measure_case(
         row["floor_bound"] = bound
         if took_us:
             row["floor_fraction"] = round(floor_us / took_us, 5)
+            eager_us = rows.get(_eager_of(row), {}).get("time_us")
             row["speedup_over_eager"] = round(eager_us / took_us, 4) if eager_us else None
             row["tflops"] = round(work.flops / took_us * 1e-6, 3) if work.flops else None
             row["gbytes_per_s"] = round(work.bytes / took_us * 1e-3, 2)
@@ -343,12 +347,17 @@ def bench_table(groups: list[Group]) -> str:
         "kgopt_channels_last": "kgopt cl",
         "kgopt_own": "own",
     }
-    header = ["case", "dtype", *(heads[name] for name in present), "x eager", "x compile", "floor", "of floor",
+    layouts = "kgopt_channels_last" in present
+    speedups = ["x eager", "x compile", *(["x eager cl", "x compile cl"] if layouts else [])]
+    header = ["case", "dtype", *(heads[name] for name in present), *speedups, "floor", "of floor",
               "error", "eager's", "peak", "eager's"]  # fmt: skip
     lines = []
     for group in groups:
         fraction = group.floor_fraction
         ours, eager = group.rows.get("kgopt", {}), group.rows.get("eager", {})
+        ratios = [group.over_eager(), group.over_compile()]
+        if layouts:
+            ratios += [group.over_eager("_channels_last"), group.over_compile("_channels_last")]
         times = ["failed" if "failed" in group.rows.get(n, {}) else time_text(group.time(n)) for n in present]
         arrow = {"forward": "", "backward": " bwd", "training": " train"}[group.direction]
         lines.append(
@@ -356,8 +365,7 @@ def bench_table(groups: list[Group]) -> str:
                 _short(group.case) + arrow,
                 group.dtype,
                 *times,
-                ratio_text(group.ratio(["eager", "eager_channels_last"])),
-                ratio_text(group.ratio(results.COMPILED)),
+                *(ratio_text(ratio) for ratio in ratios),
                 time_text(group.floor_us),
                 "-" if fraction is None else f"{100 * fraction:.0f}%",
                 error_text(ours.get("error")) + ("!" if ours.get("out_of_tolerance") else ""),
@@ -366,7 +374,8 @@ def bench_table(groups: list[Group]) -> str:
                 bytes_text(eager.get("peak_bytes")),
             ]
         )
-    return table(header, lines, left=2)
+    kept = [i for i in range(len(header)) if i < 2 or any(line[i] != "-" for line in lines)]
+    return table([header[i] for i in kept], [[line[i] for i in kept] for line in lines], left=2)
 
 
 def _notes(groups: list[Group]) -> list[str]:
@@ -404,7 +413,7 @@ def _report(rows: list[Row], args: argparse.Namespace) -> int:
         f"{d} {f:.3g} TFLOP/s" for d, f in {r["dtype"]: r["matmul_tflops"] for r in rows}.items()))  # fmt: skip
     print()
     print(bench_table(groups))
-    print("\nx eager, x compile: the faster layout or mode of each, over kgopt with contiguous tensors.")
+    print("\nx eager, x compile (the faster mode): times faster in the same layout, contiguous or channels_last (cl).")
     print("error: relative L2 error against float64, '!' where it exceeds twice eager's.")
     print("peak: memory beyond inputs and parameters.")
     for note in _notes(groups):

@@ -154,7 +154,7 @@ def run_demo(args: argparse.Namespace) -> int:
     if device.type == "cuda" and not args.quick:
         steps += [(pipeline, "headline shape", None, precision) for precision in precisions for pipeline in PIPELINES]
     rows = []
-    rep_ms = 20.0 if args.quick else 100.0
+    rep_ms = 20.0 if args.quick else 100.0 if device.type == "cuda" else 500.0
     for pipeline, source, x, precision in progress(steps, len(steps), "demo"):
         if x is None:
             x = torch.randn(pipeline.headline, generator=torch.Generator().manual_seed(args.seed))

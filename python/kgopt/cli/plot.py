@@ -185,8 +185,7 @@ def _dots(groups: list[Group]) -> Any:
                          zorder=4 if ours else 3)  # fmt: skip
             seen[name] = None
         parts = []
-        for what, against in (("eager", ["eager", "eager_channels_last"]), ("compile", results.COMPILED)):
-            ratio = group.ratio(against)
+        for what, ratio in (("eager", group.over_eager()), ("compile", group.over_compile())):
             if ratio is not None:
                 parts.append(f"{ratio_text(ratio)} {what}")
         if group.floor_fraction is not None:
@@ -209,7 +208,7 @@ def _dots(groups: list[Group]) -> Any:
                           label="floor"))  # fmt: skip
     fig.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=8.5,
                handletextpad=0.2, columnspacing=1.2)  # fmt: skip
-    fig.supxlabel(_where(facts) + " · medians, L2 flushed; ratios: kgopt over the faster layout of each",
+    fig.supxlabel(_where(facts) + " · medians, L2 flushed; ratios: contiguous tensors",
                   fontsize=8, color=MUTED, x=0.01, ha="left")  # fmt: skip
     strip(axes)
     axes.tick_params(which="minor", length=0)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BASELINES", "COMPILED", "IMPLEMENTATIONS", "OURS", "Group", "group_rows", "load_rows", "save_rows"]
+__all__ = ["BASELINES", "COMPILED", "IMPLEMENTATIONS", "Group", "group_rows", "load_rows", "save_rows"]
 
 Row = dict[str, Any]
 
@@ -33,7 +33,6 @@ IMPLEMENTATIONS = {
 }
 BASELINES = tuple(name for name in IMPLEMENTATIONS if not name.startswith("kgopt"))
 COMPILED = tuple(name for name in IMPLEMENTATIONS if name.startswith("compile"))
-OURS = ("kgopt", "kgopt_channels_last")
 
 
 def save_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
@@ -81,15 +80,17 @@ class Group:
         timed = [(time, name) for name in implementations if (time := self.time(name)) is not None]
         return (min(timed)[1], min(timed)[0]) if timed else None
 
-    @property
-    def ours(self) -> tuple[str, float] | None:
-        """kgopt's time with contiguous tensors; channels_last only where nothing else was measured."""
-        return self.best(["kgopt"]) or self.best(OURS)
+    def over_eager(self, layout: str = "") -> float | None:
+        """How many times faster than eager kgopt is, in the same layout: contiguous, or "_channels_last"."""
+        return self._ratio([f"eager{layout}"], f"kgopt{layout}")
 
-    def ratio(self, implementations: Iterable[str]) -> float | None:
-        """How many times faster kgopt is than the fastest of these."""
-        other, ours = self.best(implementations), self.ours
-        return other[1] / ours[1] if other and ours else None
+    def over_compile(self, layout: str = "") -> float | None:
+        """As `over_eager`, to the fastest mode of torch.compile."""
+        return self._ratio([f"compile{layout}", f"compile_max_autotune{layout}"], f"kgopt{layout}")
+
+    def _ratio(self, others: list[str], ours: str) -> float | None:
+        other, time = self.best(others), self.time(ours)
+        return other[1] / time if other and time else None
 
     @property
     def floor_us(self) -> float | None:
@@ -98,9 +99,9 @@ class Group:
 
     @property
     def floor_fraction(self) -> float | None:
-        """The fraction of the floor's speed that kgopt reaches."""
-        ours, floor = self.ours, self.floor_us
-        return floor / ours[1] if ours and floor else None
+        """The fraction of the floor's speed that kgopt reaches with contiguous tensors."""
+        time, floor = self.time("kgopt"), self.floor_us
+        return floor / time if time and floor else None
 
     @property
     def facts(self) -> Row:

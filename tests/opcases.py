@@ -1,0 +1,59 @@
+"""A small call of every op, for opcheck, the compiler tests and the sanitizer."""
+
+from __future__ import annotations
+
+import torch
+
+OPS = torch.ops.kgopt
+PIPELINE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
+
+
+def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=False):
+    """``(op name, args, kwargs)`` of a small call of every op that takes a tensor."""
+    generator = torch.Generator().manual_seed(1)
+
+    def rand(*shape):
+        t = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+        if channels_last and len(shape) in (4, 5):
+            t = t.contiguous(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
+        return t.requires_grad_() if requires_grad else t
+
+    stats = torch.float64 if dtype == torch.float64 else torch.float32
+    x2, x3 = rand(2, 4, 9, 10), rand(2, 4, 5, 6, 7)
+    w2, w3, wt2, wt3 = rand(6, 4, 3, 3), rand(6, 4, 3, 3, 3), rand(4, 6, 3, 3), rand(4, 6, 3, 3, 3)
+    b, gamma, beta = rand(6), rand(6), rand(6)
+    g4, b4 = rand(4), rand(4)
+    with torch.no_grad():
+        _, channel_mean, mean, rstd = OPS.group_norm_mean_fwd(x2, 2, g4, b4)
+        lse = OPS.logsumexp(x2, [1], True)
+        dy, dlse = torch.ones_like(x2), torch.ones_like(lse)
+        dstats, dout = torch.ones_like(mean), torch.ones(2, device=device, dtype=stats)
+    return [
+        ("conv2d", (x2, w2, b, [1, 2], [1, 0]), {}),
+        ("conv3d", (x3, w3, None, [1, 1, 1], [1, 1, 1]), {}),
+        ("conv_transpose2d", (x2, wt2, b, [2, 2], [1, 1], [1, 0]), {}),
+        ("conv_transpose3d", (x3, wt3, b), {}),
+        ("group_stats", (x2, 2), {}),
+        ("group_stats_backward", (dstats, dstats, x2, mean, rstd, 2), {}),
+        ("group_norm", (x2, 2, g4, b4, 1e-5, "silu"), {}),
+        ("group_norm_fwd", (x3, 2, g4, b4, 1e-5, "none", "relu"), {}),
+        ("group_norm_backward", (dy, x2, mean, rstd, 2, g4, b4, "silu"), {}),
+        ("group_norm_mean", (x3, 2, g4, b4), {}),
+        ("group_norm_mean_fwd", (x2, 2, g4, b4), {}),
+        ("group_norm_mean_backward", (dout, x2, channel_mean, mean, rstd, 2, g4), {}),
+        ("activation", (x2, "tanh+hardswish"), {}),
+        ("activation_backward", (dy, x2, "gelu"), {}),
+        ("logsumexp", (x2, [1], True), {}),
+        ("logsumexp_backward", (dlse, x2, lse, [1], True), {}),
+        ("mean", (x2, [0, 2]), {}),
+        ("mean_backward", (rand(4, 10), [2, 4, 9, 10], [0, 2]), {}),
+        ("conv3d_group_norm_mean", (x3, w3, b, 3, gamma, beta), {}),
+        ("conv3d_group_norm_mean_fwd", (x3, w3, b, 3, gamma, beta), {}),
+        ("conv_transpose3d_relu_group_norm", (x3, wt3, None, 3, gamma, beta), {}),
+        ("conv_transpose3d_relu_group_norm_fwd", (x3, wt3, None, 3, gamma, beta), {}),
+        (PIPELINE, (x2, w2, b, 3, gamma, beta), {}),
+        (PIPELINE + "_fwd", (x2, w2, b, 3, gamma, beta), {}),
+    ]
+
+
+NAMES = [name for name, _, _ in small_calls("cpu")]

@@ -1,0 +1,42 @@
+"""Shapes that the tests run, each with its purpose."""
+
+from __future__ import annotations
+
+# (shape [N, C, *], groups)
+NORM_SHAPES = {
+    "one element a group": ((2, 4), 4),
+    "no spatial dims": ((3, 12), 3),
+    "one position": ((2, 8, 1, 1), 2),
+    "1d": ((2, 6, 37), 3),
+    "primes 2d": ((3, 7, 11, 13), 7),
+    "odd row length 2d": ((2, 24, 9, 15), 8),
+    "tail of a vector": ((2, 12, 5, 7, 3), 4),
+    "3d": ((2, 24, 5, 6, 8), 8),
+    "narrow groups": ((2, 32, 6, 6, 6), 32),
+    "groups of two": ((2, 32, 17, 16), 16),
+    "groups of three": ((1, 24, 12, 30, 30), 8),
+    "one group": ((2, 10, 33, 9), 1),
+    "large groups, batch 1": ((1, 16, 40, 66, 50), 2),
+    "many small rows": ((4, 320, 4, 4), 32),
+    "wide channels": ((1, 520, 6, 5), 8),
+}
+
+# transposed, rank, c_in, c_out, size, kernel, stride, padding, dilation, output_padding, groups
+CONV_CASES = {
+    "pointwise": (False, 2, 5, 7, (9, 11), (1, 1), (1, 1), (0, 0), (1, 1), (0, 0), 1),
+    "2d k3": (False, 2, 8, 64, (20, 37), (3, 3), (1, 1), (0, 0), (1, 1), (0, 0), 1),
+    "2d k3 padded": (False, 2, 8, 24, (16, 130), (3, 3), (1, 1), (1, 1), (1, 1), (0, 0), 1),
+    "2d k7 stride 2": (False, 2, 3, 33, (23, 29), (7, 7), (2, 2), (3, 3), (1, 1), (0, 0), 1),
+    "2d dilated": (False, 2, 6, 9, (18, 21), (3, 2), (1, 2), (2, 0), (2, 3), (0, 0), 1),
+    "2d grouped": (False, 2, 12, 8, (10, 12), (3, 3), (1, 1), (1, 0), (1, 1), (0, 0), 4),
+    "3d k3, 3 channels": (False, 3, 3, 24, (7, 9, 34), (3, 3, 3), (1, 1, 1), (0, 0, 0), (1, 1, 1), (0, 0, 0), 1),
+    "3d mixed": (False, 3, 4, 17, (6, 8, 10), (1, 3, 2), (1, 2, 3), (0, 1, 1), (1, 1, 2), (0, 0, 0), 1),
+    "3d many channels": (False, 3, 40, 100, (5, 6, 7), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "2d transposed": (True, 2, 6, 20, (9, 14), (3, 3), (1, 1), (0, 0), (1, 1), (0, 0), 1),
+    "2d transposed stride 2": (True, 2, 7, 10, (8, 9), (3, 3), (2, 2), (1, 1), (1, 1), (1, 1), 1),
+    "3d transposed": (True, 3, 16, 24, (5, 6, 7), (3, 3, 3), (1, 1, 1), (0, 0, 0), (1, 1, 1), (0, 0, 0), 1),
+    "3d transposed stride 2": (True, 3, 9, 40, (4, 5, 6), (2, 3, 4), (2, 2, 2), (0, 1, 1), (1, 1, 1), (0, 1, 0), 1),
+    "3d transposed stride over kernel": (True, 3, 4, 6, (3, 4, 5), (1, 2, 1), (3, 3, 2), (0,) * 3, (1,) * 3, (1, 0, 1), 1),
+    "3d transposed dilated, grouped": (True, 3, 8, 12, (4, 5, 4), (2, 3, 2), (1, 2, 3), (1, 1, 0), (2, 1, 2), (0,) * 3, 2),
+    "3d transposed stride 5": (True, 3, 2, 3, (2, 3, 2), (3, 3, 3), (5, 5, 5), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+}

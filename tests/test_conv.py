@@ -1,0 +1,191 @@
+"""Convolutions: every argument, exact on small integers, as accurate as PyTorch on real numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from shapes import CONV_CASES
+from tolerances import assert_as_good_as_torch, round_tf32
+
+from kgopt import functional
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+TORCH = {
+    (False, 2): F.conv2d,
+    (False, 3): F.conv3d,
+    (True, 2): F.conv_transpose2d,
+    (True, 3): F.conv_transpose3d,
+}
+OURS = {
+    (False, 2): functional.conv2d,
+    (False, 3): functional.conv3d,
+    (True, 2): functional.conv_transpose2d,
+    (True, 3): functional.conv_transpose3d,
+}
+
+
+def weight_shape(case):
+    transposed, _, c_in, c_out, _, kernel, *_, groups = case
+    return (c_in, c_out // groups, *kernel) if transposed else (c_out, c_in // groups, *kernel)
+
+
+def run(function, case, x, weight, bias, **options):
+    transposed, _, _, _, _, _, stride, padding, dilation, output_padding, groups = case
+    if transposed:
+        return function(x, weight, bias, stride, padding, output_padding, groups, dilation, **options)
+    return function(x, weight, bias, stride, padding, dilation, groups, **options)
+
+
+def channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def backends(device):
+    return ("auto", "kgopt", "aten") if device == "cuda" else ("auto", "aten")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CONV_CASES)
+def test_conv_small_integers_exact(name, dtype, layout, device, poisoned):
+    case = CONV_CASES[name]
+    x = torch.randint(-3, 4, (2, case[2], *case[4])).to(dtype).to(device)
+    weight = torch.randint(-2, 3, weight_shape(case)).to(dtype).to(device)
+    bias = torch.randint(-3, 4, (case[3],)).to(dtype).to(device)
+    if layout == "channels_last":
+        x = channels_last(x)
+    exact = run(TORCH[case[:2]], case, x.cpu().double(), weight.cpu().double(), bias.cpu().double())
+    for backend in backends(device):
+        for allow_tf32 in (True, False):
+            y = run(OURS[case[:2]], case, x, weight, bias, backend=backend, allow_tf32=allow_tf32)
+            # Halves hold the sum rounded once.
+            assert torch.equal(y.cpu(), exact.to(dtype)), (backend, allow_tf32)
+            if layout == "channels_last":
+                assert y.is_contiguous(memory_format=torch.channels_last if y.dim() == 4 else torch.channels_last_3d)
+            else:
+                assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("name", CONV_CASES)
+def test_conv_values(name, precision, device, poisoned):
+    case = CONV_CASES[name]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(precision, torch.float32)
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    x = torch.randn(2, case[2], *case[4], device=device).to(dtype)
+    weight = torch.randn(weight_shape(case), device=device).to(dtype)
+    exact = run(TORCH[case[:2]], case, x.double(), weight.double(), None)
+    expected = run(TORCH[case[:2]], case, x, weight, None)
+    also = None
+    if precision == "tf32" and device == "cuda":
+        also = run(TORCH[case[:2]], case, round_tf32(x).double(), round_tf32(weight).double(), None).float()
+    for backend in backends(device):
+        y = run(OURS[case[:2]], case, x, weight, None, backend=backend)
+        assert_as_good_as_torch(y, expected, exact, also)
+
+
+@pytest.mark.gpu
+def test_conv_follows_the_tf32_switch():
+    case = CONV_CASES["2d k3"]
+    x, weight = torch.randn(2, 8, 40, 70, device="cuda"), torch.randn(64, 8, 3, 3, device="cuda")
+    exact = F.conv2d(x.double(), weight.double())
+    errors = {}
+    for allowed in (True, False):
+        torch.backends.cudnn.allow_tf32 = allowed
+        y = run(functional.conv2d, case, x, weight, None, backend="kgopt")
+        errors[allowed] = float((y - exact).norm() / exact.norm())
+    assert errors[False] < 1e-6 < 1e-5 < errors[True]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_conv_random_arguments_exact(data, device):
+    rank = data.draw(st.sampled_from([2, 3]))
+    transposed, groups = data.draw(st.booleans()), data.draw(st.sampled_from([1, 1, 2, 3]))
+
+    def ints(low, high):
+        return tuple(data.draw(st.integers(low, high)) for _ in range(rank))
+
+    size, kernel, stride, padding, dilation = ints(1, 14), ints(1, 4), ints(1, 4), ints(0, 3), ints(1, 3)
+    output_padding = tuple(data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+    c_in, c_out = groups * data.draw(st.integers(1, 20)), groups * data.draw(st.integers(1, 40))
+    case = (transposed, rank, c_in, c_out, size, kernel, stride, padding, dilation, output_padding, groups)
+    x = torch.randint(-3, 4, (data.draw(st.integers(1, 3)), c_in, *size)).float()
+    weight = torch.randint(-2, 3, weight_shape(case)).float()
+    try:
+        exact = run(TORCH[case[:2]], case, x.double(), weight.double(), None)
+    except RuntimeError:
+        assume(False)
+    backend = data.draw(st.sampled_from(backends(device)))
+    if data.draw(st.booleans()):
+        x = channels_last(x)
+    y = run(OURS[case[:2]], case, x.to(device), weight.to(device), None, backend=backend)
+    assert torch.equal(y.cpu().double(), exact)
+
+
+@pytest.mark.parametrize("view", ["sliced", "expanded", "misaligned"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_conv_strided_input(view, dtype, device, poisoned):
+    base = torch.randint(-3, 4, (4, 8, 20, 30)).to(dtype).to(device)
+    x = {
+        "sliced": lambda: base[:, 1::2, 2:, 3:28:2],
+        "expanded": lambda: base[:1, :4].expand(3, 4, 20, 30),
+        "misaligned": lambda: base.flatten()[1 : 1 + 2 * 4 * 15 * 16].view(2, 4, 15, 16),
+    }[view]()
+    weight = torch.randint(-2, 3, (16, 4, 3, 3)).to(dtype).to(device)
+    exact = F.conv2d(x.cpu().double(), weight.cpu().double()).to(dtype)
+    for backend in backends(device):
+        assert torch.equal(functional.conv2d(x, weight, backend=backend).cpu(), exact)
+
+
+def test_conv_same_and_unbatched(device):
+    x = torch.randint(-3, 4, (4, 9, 10), device=device).float()
+    weight = torch.randint(-2, 3, (6, 4, 2, 3), device=device).float()
+    assert torch.equal(functional.conv2d(x, weight, padding="same"), F.conv2d(x, weight, padding="same"))
+    assert torch.equal(functional.conv2d(x, weight, padding="valid"), F.conv2d(x, weight, padding="valid"))
+    x3, w3 = x.unsqueeze(1), torch.randint(-2, 3, (4, 3, 1, 2, 2), device=device).float()
+    assert torch.equal(functional.conv_transpose3d(x3, w3, stride=2), F.conv_transpose3d(x3, w3, stride=2))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_conv_nonfinite_stays_local(value, device):
+    """A padded K entry once multiplied a neighbour's infinity by a zero weight, which makes a NaN."""
+    x = torch.randint(1, 4, (1, 3, 12, 20), device=device).float()
+    x[0, 1, 6, 9] = value
+    weight = torch.randint(1, 3, (5, 3, 3, 3), device=device).float()
+    torch.backends.cudnn.allow_tf32 = True
+    expected = F.conv2d(x.double(), weight.double())
+    for backend in backends(device):
+        y = functional.conv2d(x, weight, backend=backend)
+        assert torch.equal(y.isfinite(), expected.isfinite()), backend
+        assert torch.equal(y.isnan(), expected.isnan()), backend
+
+
+def test_conv_empty_batch(device):
+    x, weight = torch.randn(0, 3, 8, 8, device=device), torch.randn(4, 3, 3, 3, device=device)
+    assert functional.conv2d(x, weight).shape == (0, 4, 6, 6)
+
+
+@pytest.mark.parametrize("name", CONV_CASES)
+def test_conv_backward_values(name, device):
+    case = CONV_CASES[name]
+    shapes = [(2, case[2], *case[4]), weight_shape(case), (case[3],)]
+    inputs = [torch.randn(s, device=device, dtype=torch.float64) for s in shapes]
+    grads = []
+    for function in (OURS[case[:2]], TORCH[case[:2]]):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        y = run(function, case, *leaves)
+        y.backward(torch.linspace(-1, 1, y.numel(), device=device, dtype=torch.float64).view_as(y))
+        grads.append([leaf.grad for leaf in leaves])
+    for mine, right in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+def test_conv_deterministic():
+    x, weight = torch.randn(2, 8, 64, 64, device="cuda"), torch.randn(64, 8, 3, 3, device="cuda")
+    first = functional.conv2d(x, weight, backend="kgopt")
+    assert all(torch.equal(functional.conv2d(x, weight, backend="kgopt"), first) for _ in range(3))

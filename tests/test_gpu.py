@@ -1,0 +1,96 @@
+"""What only a GPU shows: graphs, streams, devices, sizes beyond 2**31, the paths that ops take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opcases import NAMES, small_calls
+
+from kgopt import functional
+
+pytestmark = pytest.mark.gpu
+OPS = torch.ops.kgopt
+
+
+def flat(out):
+    return [out] if isinstance(out, torch.Tensor) else list(out)
+
+
+@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
+def test_cuda_graph(index):
+    name, args, kwargs = small_calls("cuda")[index]
+    op = getattr(OPS, name)
+    expected = flat(op(*args, **kwargs))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        op(*args, **kwargs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flat(op(*args, **kwargs))
+    for o in out:
+        o.fill_(float("nan"))
+    graph.replay()
+    for o, e in zip(out, expected, strict=True):
+        torch.testing.assert_close(o, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
+def test_side_stream(index):
+    name, args, kwargs = small_calls("cuda")[index]
+    op = getattr(OPS, name)
+    expected = flat(op(*args, **kwargs))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # The tensors arrive late on this stream: an op that ran on another one would read them before.
+        torch.cuda._sleep(20_000_000)
+        late = [a + 0 if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+        out = flat(op(*late, **kwargs))
+    stream.synchronize()
+    for o, e in zip(out, expected, strict=True):
+        torch.testing.assert_close(o, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
+def test_device_that_is_not_current(index):
+    name, args, kwargs = small_calls("cuda:1")[index]
+    assert torch.cuda.current_device() == 0
+    assert all(o.device.index == 1 for o in flat(getattr(OPS, name)(*args, **kwargs)))
+    torch.cuda.synchronize(1)
+
+
+def test_more_than_2_31_elements():
+    free, _ = torch.cuda.mem_get_info()
+    if free < 30 * 2**30:
+        pytest.skip("needs 30 GB of GPU memory")
+    torch.cuda.empty_cache()
+    # 2.2e9 elements; only the last sample differs, beyond what 32-bit offsets reach.
+    x = torch.zeros(3, 8, 960, 320, 300, device="cuda", dtype=torch.bfloat16)
+    x[2].normal_()
+    y = OPS.group_norm(x, 4)
+    assert not y[0].any()
+    exact = F.group_norm(x[2:, 6:8].float(), 1)
+    torch.testing.assert_close(y[2:, 6:8].float(), exact, rtol=2e-2, atol=2e-2)
+    del y, exact
+    weight = torch.ones(4, 8, 1, 1, 1, device="cuda", dtype=torch.bfloat16) / 8
+    c = functional.conv3d(x[:, :, ::2], weight, backend="kgopt")
+    torch.testing.assert_close(c[2, 3, -1].float(), x[2, :, -2].float().mean(0), rtol=2e-2, atol=2e-2)
+    assert not c[0].any()
+    del c
+    out = OPS.group_norm_mean(x, 4)
+    torch.testing.assert_close(out, torch.zeros_like(out), rtol=0, atol=1e-3)
+
+
+def test_explain_conv_says_why():
+    x, weight = torch.empty(2, 8, 32, 32, device="cuda"), torch.empty(64, 8, 3, 3, device="cuda")
+    arguments = ([1, 1], [0, 0], [1, 1], [0, 0], 1, False)
+    assert OPS.explain_conv(x, weight, *arguments).startswith("kgopt: ")
+    assert OPS.explain_conv(x, weight, *arguments, "logsumexp").startswith("kgopt: ")
+    assert "asked for" in OPS.explain_conv(x, weight, *arguments, backend="aten")
+    wide = torch.empty(2, 256, 8, 8, device="cuda"), torch.empty(256, 256, 3, 3, device="cuda")
+    assert OPS.explain_conv(*wide, *arguments).startswith("aten: ")
+    assert OPS.explain_conv(x.double(), weight.double(), *arguments, backend="kgopt").startswith("kgopt (direct): ")

@@ -1,0 +1,172 @@
+"""kgopt.nn: state_dict round trips, initialization, representation, copies; the package itself."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import statistics
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import kgopt
+from kgopt import nn as knn
+
+PAIRS = {
+    "GroupNorm": (lambda m: m.GroupNorm(4, 8), (2, 8, 5, 5)),
+    "GroupNorm no affine": (lambda m: m.GroupNorm(4, 8, affine=False), (2, 8, 5)),
+    "Conv2d": (lambda m: m.Conv2d(4, 6, 3, 2, 1), (2, 4, 9, 9)),
+    "Conv2d same": (lambda m: m.Conv2d(4, 6, (2, 3), padding="same", dilation=2), (2, 4, 9, 9)),
+    "Conv2d reflect": (lambda m: m.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"), (2, 4, 9, 9)),
+    "Conv2d circular same": (lambda m: m.Conv2d(4, 6, 4, padding="same", padding_mode="circular"), (2, 4, 9, 9)),
+    "Conv3d": (lambda m: m.Conv3d(4, 6, (1, 2, 3), groups=2, bias=False), (2, 4, 5, 6, 7)),
+    "Conv3d replicate": (lambda m: m.Conv3d(4, 6, 3, padding=1, padding_mode="replicate"), (2, 4, 5, 6, 7)),
+    "Conv3d unbatched": (lambda m: m.Conv3d(4, 6, 3), (4, 5, 6, 7)),
+    "ConvTranspose2d": (lambda m: m.ConvTranspose2d(4, 6, 3, 2, 1, 1), (2, 4, 5, 5)),
+    "ConvTranspose3d": (lambda m: m.ConvTranspose3d(4, 6, 3, 2, groups=2), (2, 4, 4, 5, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_module_matches_torch(name, device):
+    build, shape = PAIRS[name]
+    torch.manual_seed(3)
+    theirs = build(nn)
+    torch.manual_seed(3)
+    ours = build(knn)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert repr(ours) == repr(theirs)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    x = torch.randn(shape, device=device)
+    torch.testing.assert_close(ours.to(device)(x), theirs.to(device)(x), rtol=1e-4, atol=1e-5)
+
+
+def test_conv_transpose_output_size(device):
+    torch.manual_seed(0)
+    ours, theirs = knn.ConvTranspose2d(3, 4, 3, stride=2), nn.ConvTranspose2d(3, 4, 3, stride=2)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(1, 3, 5, 5, device=device)
+    y = ours.to(device)(x, output_size=[12, 11])
+    torch.testing.assert_close(y, theirs.to(device)(x, output_size=[12, 11]), rtol=1e-4, atol=1e-5)
+
+
+class PlainMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv3d(3, 24, 3)
+        self.group_norm = nn.GroupNorm(8, 24)
+
+    def forward(self, x):
+        return self.group_norm(self.conv(x)).mean(dim=(1, 2, 3, 4))
+
+
+class PlainReLUNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv_transpose = nn.ConvTranspose3d(6, 16, 3, bias=False)
+        self.group_norm = nn.GroupNorm(8, 16)
+
+    def forward(self, x):
+        return self.group_norm(torch.relu(self.conv_transpose(x)))
+
+
+class PlainLogSumExp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 64, 3)
+        self.group_norm = nn.GroupNorm(16, 64, 1e-5)
+
+    def forward(self, x):
+        c = self.conv(x)
+        r = c + nn.functional.hardswish(torch.tanh(self.group_norm(c)))
+        return torch.logsumexp(r, dim=1, keepdim=True)
+
+
+FUSED = {
+    "mean": (lambda: knn.Conv3dGroupNormMean(3, 24, 3, 8), PlainMean, (2, 3, 6, 8, 9)),
+    "relu_norm": (lambda: knn.ConvTranspose3dReLUGroupNorm(6, 16, 3, 8), PlainReLUNorm, (2, 6, 4, 5, 6)),
+    "logsumexp": (
+        lambda: knn.Conv2dGroupNormTanhHardswishResidualLogSumExp(8, 64, 3, 16),
+        PlainLogSumExp,
+        (2, 8, 14, 15),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_module_loads_plain_checkpoint(name, device):
+    build, plain_class, shape = FUSED[name]
+    torch.manual_seed(5)
+    plain = plain_class()
+    torch.manual_seed(5)
+    fused = build()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), fused.parameters(), strict=True))
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.copy_(torch.randn_like(p) * 0.5)
+    fused.load_state_dict(plain.state_dict(), strict=True)
+    plain.load_state_dict(fused.state_dict(), strict=True)
+    x = torch.randn(shape, device=device)
+    plain, fused = plain.to(device), fused.to(device)
+    torch.testing.assert_close(fused(x), plain(x), rtol=1e-4, atol=1e-5)
+    for a, b in ((copy.deepcopy(fused), "deepcopy"), (torch.load(saved(fused), weights_only=False), "torch.save")):
+        torch.testing.assert_close(a(x), fused(x), msg=b)
+
+
+def saved(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def test_fused_constructors_take_the_documented_arguments():
+    expected = {
+        knn.Conv3dGroupNormMean: ["in_channels", "out_channels", "kernel_size", "num_groups"],
+        knn.ConvTranspose3dReLUGroupNorm: ["in_channels", "out_channels", "kernel_size", "groups", "bias"],
+        knn.Conv2dGroupNormTanhHardswishResidualLogSumExp: [
+            "in_channels", "out_channels", "kernel_size", "groups", "eps"],
+    }  # fmt: skip
+    usual = {"stride", "padding", "dilation", "conv_groups", "bias", "device", "dtype"}
+    for cls, names in expected.items():
+        parameters = list(inspect.signature(cls).parameters)
+        assert parameters[: len(names)] == names
+        assert usual <= set(parameters)
+
+
+def test_fused_module_options(device):
+    options = {"stride": 2, "padding": 1, "conv_groups": 2, "bias": False, "device": device, "dtype": torch.float64}
+    module = knn.Conv3dGroupNormMean(4, 6, 3, 3, **options)
+    x = torch.randn(2, 4, 7, 8, 9, device=device, dtype=torch.float64)
+    c = nn.functional.conv3d(x, module.conv.weight, None, 2, 1, 1, 2)
+    torch.testing.assert_close(module(x), nn.functional.group_norm(c, 3).mean((1, 2, 3, 4)))
+
+
+def test_module_errors():
+    with pytest.raises(ValueError, match="divisible"):
+        knn.GroupNorm(5, 24)
+    with pytest.raises(ValueError, match="swish"):
+        knn.GroupNorm(4, 8, act="swish")
+    assert "act=silu" in repr(knn.GroupNorm(4, 8, act="silu"))
+
+
+def test_version_and_lazy_modules():
+    assert kgopt.__version__.count(".") == 2
+    assert {"nn", "functional", "reference"} <= set(dir(kgopt))
+    with pytest.raises(AttributeError, match="no attribute"):
+        _ = kgopt.optimise
+
+
+def test_import_is_quick():
+    code = "import torch, time; t = time.perf_counter(); import kgopt; print(time.perf_counter() - t)"
+    times = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(5)
+    ]
+    # 100 ms, on a machine that may be busy with other tests.
+    assert statistics.median(times) < 0.1, times

@@ -1,0 +1,117 @@
+"""logsumexp, mean and the activations."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tolerances import assert_as_good_as_torch
+
+from kgopt import functional, reference
+
+OPS = torch.ops.kgopt
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SHAPES = [(5,), (3, 7), (2, 64, 9, 11), (4, 5, 6, 7, 3), (1, 3, 200, 70), (2, 1, 1, 33), (70000,), (3, 40000)]
+
+
+def dims_of(shape):
+    rank = len(shape)
+    every = [list(c) for n in range(1, rank + 1) for c in itertools.combinations(range(rank), n)]
+    return [*every[:12], [-1], list(range(rank))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_reductions_values(shape, dtype, layout, device, poisoned):
+    x = (torch.randn(shape, device=device) * 4).to(dtype)
+    if layout == "channels_last":
+        if len(shape) not in (4, 5):
+            pytest.skip("channels_last needs rank 4 or 5")
+        x = x.contiguous(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
+    for dims in dims_of(shape):
+        for keepdim in (False, True):
+            exact = torch.logsumexp(x.double(), dims, keepdim)
+            assert_as_good_as_torch(functional.logsumexp(x, dims, keepdim), torch.logsumexp(x, dims, keepdim), exact)
+            y, expected = functional.mean(x, dims, keepdim), x.mean(dims, keepdim)
+            size = float(x.double().abs().max())
+            assert y.shape == expected.shape
+            limit = {torch.float64: 1e-14, torch.float32: 1e-6}.get(dtype, torch.finfo(dtype).eps) * size
+            assert float((y.double() - x.double().mean(dims, keepdim)).abs().max()) <= limit
+
+
+def test_mean_of_all_dims(device):
+    x = torch.randn(3, 4, 5, device=device)
+    torch.testing.assert_close(functional.mean(x), x.mean())
+    torch.testing.assert_close(OPS.mean(x, []), x.mean())
+
+
+@pytest.mark.parametrize("dims", [[0], [1], [0, 1]])
+def test_logsumexp_nonfinite(dims, device):
+    inf, nan = float("inf"), float("nan")
+    rows = [[1.0, 2, 3], [-inf, -inf, -inf], [inf, 0, 1], [-inf, 0, 1], [nan, 0, 1], [inf, -inf, 0], [inf, inf, nan]]
+    x = torch.tensor(rows, device=device)
+    for t in (x, x[:2], x[1:2]):
+        torch.testing.assert_close(functional.logsumexp(t, dims), torch.logsumexp(t, dims), equal_nan=True)
+
+
+def test_logsumexp_large_values(device):
+    x = torch.randn(4, 50, device=device) * 10 + 1000
+    torch.testing.assert_close(functional.logsumexp(x, 1), torch.logsumexp(x, 1))
+    torch.testing.assert_close(functional.logsumexp(-x, 1), torch.logsumexp(-x, 1))
+
+
+@pytest.mark.parametrize("dims", [[1], [0, 2], [2, 3], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_reductions_backward(dims, layout, device, poisoned):
+    x = torch.randn(3, 8, 5, 6, device=device, dtype=torch.float64)
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    for ours, torchs in ((functional.logsumexp, torch.logsumexp), (functional.mean, torch.mean)):
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y = torchs(b, dims)
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        ours(a, dims).backward(dy)
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("act", [*reference.ACTIVATIONS, "tanh+hardswish", "none", "relu+none+gelu"])
+def test_activation_values(act, dtype, device, poisoned):
+    special = torch.tensor([0.0, -0.0, 3.0, -3.0, 1.0, -1.0, 20.0, 30.0, -30.0, 100.0, -100.0, 6.0, 1e-4, -1e-4])
+    x = torch.cat([torch.randn(5000) * 4, special]).to(device).to(dtype)
+    exact = reference.activation_ref(x.double(), act)
+    expected = reference.activation_ref(x, act) if act != "none" else x.clone()
+    assert_as_good_as_torch(functional.activation(x, act), expected, exact)
+
+
+@pytest.mark.parametrize("act", reference.ACTIVATIONS)
+def test_activation_nonfinite(act, device):
+    x = torch.tensor([float("nan"), float("inf"), float("-inf")] * 7, device=device)
+    expected = reference.activation_ref(x, act)
+    torch.testing.assert_close(functional.activation(x, act), expected, equal_nan=True, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("act", [*reference.ACTIVATIONS, "tanh+hardswish"])
+def test_activation_backward_values(act, device, poisoned):
+    x = torch.cat([torch.randn(4000) * 3, torch.tensor([-3.0, 3.0, 1.0, -1.0, 0.0, 25.0])]).to(device)
+    dy = torch.randn_like(x)
+    grads = []
+    for run, dtype in (
+        (functional.activation, torch.float32),
+        (reference.activation_ref, torch.float32),
+        (reference.activation_ref, torch.float64),
+    ):
+        leaf = x.to(dtype).requires_grad_() if dtype == torch.float64 else x.clone().requires_grad_()
+        run(leaf, act).backward(dy.to(dtype))
+        grads.append(leaf.grad)
+    assert_as_good_as_torch(*grads)
+
+
+def test_activation_keeps_channels_last(device):
+    x = torch.randn(2, 8, 5, 6, device=device).contiguous(memory_format=torch.channels_last)
+    assert functional.activation(x, "silu").is_contiguous(memory_format=torch.channels_last)
+    y = functional.activation(x[:, ::2, 1:], "silu")
+    torch.testing.assert_close(y, torch.nn.functional.silu(x[:, ::2, 1:]))

@@ -1,0 +1,47 @@
+"""The one place for tolerances: PyTorch's own error against fp64.
+
+``e(op) = |op - reference| / |reference|``; a kernel passes when ``e(kgopt) <= 2 e(PyTorch) + tiny`` with the same dtype
+and flags, in the norm and in the largest element.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# What rounding alone explains when PyTorch happens to be exact.
+TINY = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def relative_error(actual: Tensor, reference: Tensor) -> float:
+    """Error in the 2-norm, relative to the reference."""
+    reference = reference.double()
+    return float((actual.double() - reference).norm() / reference.norm().clamp_min(1e-30))
+
+
+def assert_as_good_as_torch(actual: Tensor, expected: Tensor, reference: Tensor, also: Tensor | None = None) -> None:
+    """``expected`` is PyTorch's result, ``reference`` the fp64 one, ``also`` a second yardstick of the same precision.
+
+    The second is for TF32: PyTorch takes it for some convolutions and not for others under the same flag, so the error
+    of an ideal TF32 product (operands rounded, summed in fp64) counts where it is the larger one.
+    """
+    assert actual.shape == reference.shape, f"shape {tuple(actual.shape)}, expected {tuple(reference.shape)}"
+    assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
+    assert torch.equal(actual.isnan(), expected.isnan()), "NaN in other places than PyTorch's"
+    if reference.numel() == 0:
+        return
+    tiny = TINY[actual.dtype]
+    yardsticks = [expected] if also is None else [expected, also]
+    allowed = 2 * max(relative_error(y, reference) for y in yardsticks) + tiny
+    error = relative_error(actual, reference)
+    assert error <= allowed, f"error {error:.3e}, allowed {allowed:.3e}"
+    scale = float(reference.abs().max())
+    largest = float((actual.double() - reference).abs().max())
+    torch_largest = max(float((y.double() - reference).abs().max()) for y in yardsticks)
+    assert largest <= 4 * torch_largest + 8 * tiny * scale, f"largest error {largest:.3e}, PyTorch's {torch_largest:.3e}"
+
+
+def round_tf32(x: Tensor) -> Tensor:
+    """x rounded to TF32's ten mantissa bits, to nearest."""
+    bits = x.float().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
