@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+import kgopt  # noqa: F401  (registers the ops)
+
 OPS = torch.ops.kgopt
 PIPELINE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
 

@@ -115,6 +115,28 @@ def test_nan_is_never_within_tolerance():
     assert not measure.within_tolerance(2.1e-3, 1e-3, torch.float32)
 
 
+def test_ideal_tf32_is_the_yardstick_of_tf32():
+    """PyTorch may compute without TF32 what it allows in TF32: kgopt's TF32 result is then no failure."""
+    assert measure.round_tf32(torch.tensor([1.0 + 2**-10, 1.0 + 2**-12])).tolist() == [1.0 + 2**-10, 1.0]
+    case = cases.dataclasses.replace(cases.suite_cases("pipelines")[0], shape=(2, 3, 6, 7, 8))
+
+    def in_tf32(model: nn.Module) -> nn.Module:
+        rounded = measure.rounded_convolutions(model)
+        return cases.Chain(lambda x: rounded(measure.round_tf32(x)))
+
+    case = cases.dataclasses.replace(case, kgopt=in_tf32)
+    settings = Settings(CPU, quick=True, compile=False, rep_ms=1, input_sets=1)
+    ceilings = Ceilings(1e10, {"tf32": 1e11, "fp32": 1e11})
+    tf32, fp32 = (
+        {row["implementation"]: row for row in measure_case(case, name, "forward", settings, ceilings, _FACTS)}
+        for name in ("tf32", "fp32")
+    )
+    assert tf32["kgopt"]["error"] == pytest.approx(tf32["kgopt"]["error_ideal_tf32"], rel=0.1)
+    assert tf32["kgopt"]["error_ratio"] > 10
+    assert "out_of_tolerance" not in tf32["kgopt"]
+    assert fp32["kgopt"]["out_of_tolerance"]
+
+
 def test_precision_flags_are_restored():
     before = torch.backends.cudnn.allow_tf32
     with measure.precision_flags("fp32"):

@@ -82,7 +82,8 @@ def test_reductions_backward(dims, layout, device, poisoned):
 def test_activation_values(act, dtype, device, poisoned):
     special = torch.tensor([0.0, -0.0, 3.0, -3.0, 1.0, -1.0, 20.0, 30.0, -30.0, 100.0, -100.0, 6.0, 1e-4, -1e-4])
     x = torch.cat([torch.randn(5000) * 4, special]).to(device).to(dtype)
-    exact = reference.activation_ref(x.double(), act)
+    # On the CPU: PyTorch's hardswish divides by a float 6 on CUDA, in double too.
+    exact = reference.activation_ref(x.double().cpu(), act).to(device)
     expected = reference.activation_ref(x, act) if act != "none" else x.clone()
     assert_as_good_as_torch(functional.activation(x, act), expected, exact)
 
@@ -91,6 +92,8 @@ def test_activation_values(act, dtype, device, poisoned):
 def test_activation_nonfinite(act, device):
     x = torch.tensor([float("nan"), float("inf"), float("-inf")] * 7, device=device)
     expected = reference.activation_ref(x, act)
+    if act == "gelu":
+        expected[1::3] = float("inf")  # PyTorch's vectorized CPU kernel makes a NaN of it
     torch.testing.assert_close(functional.activation(x, act), expected, equal_nan=True, rtol=1e-6, atol=1e-6)
 
 

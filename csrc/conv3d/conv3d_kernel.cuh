@@ -48,6 +48,13 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return y;
 }
 
+// Largest relative error 2^-11, as fine as the products that it follows in TF32 and half arithmetic.
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
@@ -85,6 +92,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
   constexpr bool kLse = kEpilogue == ConvEpilogue::kResidualLse;
   constexpr int kColumns = kNB * 8;
   constexpr float kLog2E = 1.44269504088896340736f;
+  constexpr bool kAccurateTanh = kMath == ConvMath::kTf32x3;
 
   extern __shared__ uint32_t smem[];
   const ConvPlan& plan = p.plan;
@@ -188,8 +196,9 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
       if (c < c_valid) {
         // mean, rstd, weight, bias of the norm
         const float4 norm = reinterpret_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
-        v = make_float4(bias[c] - norm.x, norm.y * norm.z * (2.f * kLog2E), norm.w * (2.f * kLog2E),
-                        bias[c] + 2.f / 3.f);
+        const float scale = kAccurateTanh ? 2.f * kLog2E : 1.f;
+        v = make_float4(bias[c] - norm.x, norm.y * norm.z * scale, norm.w * scale,
+                        bias[c] + (kAccurateTanh ? 2.f / 3.f : 0.f));
       }
       reinterpret_cast<float4*>(scratch)[c] = v;
     }
@@ -505,11 +514,18 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
           for (int mb = 0; mb < kMB; ++mb) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              // v = conv + bias, z = (v - mean) * rstd * gamma + beta. With q = 1 / (1 + exp(2z)), tanh(z) = 1 - 2q, and
-              // since |tanh| < 1, hardswish needs no clamp: v + t (t + 3) / 6 = v + 2/3 + q (2q - 5) / 3.
+              // v = conv + bias, z = (v - mean) * rstd * gamma + beta, t = tanh(z). Since |t| <= 1, hardswish needs no
+              // clamp: r = v + t (t + 3) / 6. With q = 1 / (1 + exp(2z)), t = 1 - 2q and r = v + 2/3 + q (2q - 5) / 3.
               const float conv = acc[mb][nb][half * 2 + i];
-              const float q = rcp_approx(1.f + exp2_approx(fmaf(conv + norm.x, norm.y, norm.z)));
-              const float r = fmaf(q, fmaf(q, 2.f / 3.f, -5.f / 3.f), conv + norm.w);
+              const float z = fmaf(conv + norm.x, norm.y, norm.z);
+              float r;
+              if constexpr (kAccurateTanh) {
+                const float q = rcp_approx(1.f + exp2_approx(z));
+                r = fmaf(q, fmaf(q, 2.f / 3.f, -5.f / 3.f), conv + norm.w);
+              } else {
+                const float t = tanh_approx(z);
+                r = fmaf(t, fmaf(t, 1.f / 6.f, 0.5f), conv + norm.w);
+              }
               acc[mb][nb][half * 2 + i] = r;
               maximum[mb][half] = fmaxf(maximum[mb][half], r);
             }

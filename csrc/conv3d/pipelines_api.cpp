@@ -165,13 +165,20 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   const ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse);
   const ConvChoice stats = choose(a, shape, ConvEpilogue::kStats);
   if (lse.path != ConvPath::kImplicitGemm || stats.path != ConvPath::kImplicitGemm || a.x.numel() == 0) {
+    // The residual is written over the convolution's output.
     const Tensor c = conv_forward(a);
-    auto [y, mean, rstd] =
-        group_norm_fwd_cuda(c, num_groups, norm.weight, norm.bias, eps, "tanh+hardswish", "none");
-    const ScalarType type = stats_type(a.x);
-    const auto widen = [&](const Tensor& t) { return t.scalar_type() == type ? t : torch::stable::to(t, type); };
-    const Tensor r = call_aten("aten::add", "Tensor", widen(c), widen(y), 1.0);
-    return {logsumexp_cuda(r, {1}, true), mean, rstd};
+    NormResult r;
+    if (c.numel() == 0) {
+      auto [y, mean, rstd] = group_norm_fwd_cuda(c, num_groups, norm.weight, norm.bias, eps, "none", "none");
+      r.mean = mean, r.rstd = rstd;
+    } else {
+      auto [mean, rstd] = group_norm_inplace_cuda(a.op, c, num_groups, norm.weight, norm.bias, eps, "tanh+hardswish",
+                                                  "none", /*add_input=*/true);
+      r.mean = mean, r.rstd = rstd;
+    }
+    const Tensor y = logsumexp_cuda(c, {1}, true);
+    r.y = y.scalar_type() == stats_type(a.x) ? y : torch::stable::to(y, stats_type(a.x));
+    return r;
   }
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   // The two passes may tile differently, but a packed weight serves both only if their chunks agree.

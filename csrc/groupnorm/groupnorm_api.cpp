@@ -83,10 +83,10 @@ Statistics empty_statistics(const Tensor& x, const GroupNormDims& d, bool with_c
   return s;
 }
 
-// Statistics of dense x, then y = act(GroupNorm(pre_act(x))) in the same layout; y may be x.
+// Statistics of dense x, then y = act(GroupNorm(pre_act(x))) (+ x) in the same layout; y may be x.
 Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
                           const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
-                          const ActChain& pre_act) {
+                          const ActChain& pre_act, bool add_input = false) {
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s = allocate_statistics(x, d, false);
   Workspace workspace(x);
@@ -99,6 +99,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   p.dims = d;
   p.pre_act = pre_act;
   p.act = act;
+  p.add_input = add_input;
   raise_on_error(op, run_normalize(p, stream_of(x)));
   return s;
 }
@@ -124,10 +125,11 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cuda(Tensor x, int64_t num_gro
 
 std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor& x, int64_t num_groups,
                                                    const OptTensor& weight, const OptTensor& bias, double eps,
-                                                   const std::string& act, const std::string& pre_act) {
+                                                   const std::string& act, const std::string& pre_act,
+                                                   bool add_input) {
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
   const Statistics s =
-      normalize_into(op, x, x, d, weight, bias, eps, check_act(op, act), check_act(op, pre_act));
+      normalize_into(op, x, x, d, weight, bias, eps, check_act(op, act), check_act(op, pre_act), add_input);
   return {s.mean, s.rstd};
 }
 

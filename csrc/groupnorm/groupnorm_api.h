@@ -13,10 +13,11 @@ namespace kgopt {
 std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias,
                                                        double eps, std::string act, std::string pre_act);
 
-// (mean, rstd); x, dense and not empty, is overwritten by the normalized tensor.
+// (mean, rstd); x, dense and not empty, is overwritten by the normalized tensor, plus itself with add_input.
 std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor& x, int64_t num_groups,
                                                    const OptTensor& weight, const OptTensor& bias, double eps,
-                                                   const std::string& act, const std::string& pre_act);
+                                                   const std::string& act, const std::string& pre_act,
+                                                   bool add_input = false);
 
 // (out, channel_mean, mean, rstd)
 std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight,

@@ -70,8 +70,8 @@ std::vector<Moments> row_moments(const T* x, int64_t rows, int64_t length, const
   return result;
 }
 
-// At most 512: that many fp32 terms are summed before the sums go on in double.
-int64_t positions_per_piece(const GroupNormDims& d) { return std::max<int64_t>(1, std::min<int64_t>(512, kPiece / d.c)); }
+// At most 128: that many fp32 terms are summed before the sums go on in double.
+int64_t positions_per_piece(const GroupNormDims& d) { return std::max<int64_t>(1, std::min<int64_t>(128, kPiece / d.c)); }
 
 // Moments of each (sample, channel) of a channels_last tensor.
 template <typename T>

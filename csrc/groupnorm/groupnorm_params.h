@@ -63,13 +63,14 @@ struct AffineTableParams {
   void* table = nullptr;
 };
 
-// y = act((pre_act(x) - mean) * rstd * weight + bias). y may be x.
+// y = act((pre_act(x) - mean) * rstd * weight + bias), plus x with add_input. y may be x.
 struct NormalizeParams {
   const void* x = nullptr;
   void* y = nullptr;
   const void* table = nullptr;
   GroupNormDims dims;
   ActChain pre_act, act;
+  bool add_input = false;  // the residual connection around the norm
 };
 
 // out[n] = 1/C sum_c (weight_c (channel_mean_nc - mean_ng) rstd_ng + bias_c)

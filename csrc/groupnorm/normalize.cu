@@ -16,6 +16,7 @@ struct Normalize {
   };
   const Coef* table;
   ActChain pre, act;
+  bool add_input;
 
   __device__ Coef load(int64_t row) const {
     Coef c = table[row];
@@ -24,7 +25,8 @@ struct Normalize {
   }
   // The mean is subtracted first: folded into the bias it would cancel only after rounding.
   __device__ Acc apply(const Coef& c, Acc x, Acc) const {
-    return apply_chain<kAct>(act, (apply_chain<kPre>(pre, x) - c.mean) * c.weight + c.bias);
+    const Acc y = apply_chain<kAct>(act, (apply_chain<kPre>(pre, x) - c.mean) * c.weight + c.bias);
+    return add_input ? x + y : y;
   }
 };
 
@@ -40,6 +42,7 @@ Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
   a.f.table = static_cast<const typename F::Coef*>(p.table);
   a.f.pre = p.pre_act;
   a.f.act = p.act;
+  a.f.add_input = p.add_input;
   return launch_elementwise("normalize_kernel", a, p.dims.channels_last, stream);
 }
 

@@ -8,14 +8,21 @@ tensor. When a gradient is needed they dispatch to the twin, which also returns 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import importlib.abc
+import importlib.util
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from kgopt import _C
 
@@ -31,6 +38,17 @@ _TWINS = ("group_norm", "group_norm_mean", _CONV_MEAN, _CONV_RELU_NORM, _CONV_LS
 
 def _op(name: str) -> Any:
     return getattr(_OPS, name)
+
+
+def _with_defaults(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword-only arguments with the defaults that the dispatcher leaves out."""
+    positional, keywords = list(args), dict(kwargs)
+    for i, a in enumerate(schema.arguments):
+        if a.kwarg_only:
+            keywords.setdefault(a.name, a.default_value)
+        elif i >= len(positional):
+            positional.append(keywords.pop(a.name) if a.name in keywords else a.default_value)
+    return positional, keywords
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -87,6 +105,11 @@ def _conv_sizes(
     transposed: bool,
 ) -> list[Any]:
     """Output sizes of a convolution from those of its input and weight."""
+    rank = len(stride)
+    if len(x) != rank + 2 or len(weight) != rank + 2:
+        raise RuntimeError(f"x has shape {list(x)} and weight {list(weight)}, expected {rank + 2} dimensions of each")
+    if (weight[0] if transposed else weight[1] * groups) != x[1]:
+        raise RuntimeError(f"weight has shape {list(weight)}, expected it to fit C = {x[1]} with groups = {groups}")
     sizes = [x[0], weight[1] * groups if transposed else weight[0]]
     for i, (s, p, d, o) in enumerate(zip(stride, padding, dilation, output_padding, strict=True)):
         reach = d * (weight[2 + i] - 1)
@@ -151,9 +174,7 @@ def _stats_fake(x: Tensor, num_groups: int, *_: Any) -> tuple[Tensor, Tensor]:
     return tuple(_empty(x, [x.shape[0], num_groups], _stats_dtype(x)) for _ in range(2))  # type: ignore[return-value]
 
 
-def _affine_grads_fake(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _affine_grads_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     dtype = _affine_dtype(x, weight, bias)
     return _empty_like(x), _empty(x, [x.shape[1]], dtype), _empty(x, [x.shape[1]], dtype)
 
@@ -184,26 +205,21 @@ def _conv_lse_fwd_fake(  # type: ignore[no-untyped-def]
     return _empty(x, [sizes[0], 1, *sizes[2:]], _stats_dtype(x)), *_stats_fake(x, num_groups)
 
 
-def _with_defaults(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def _given_every_argument(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """A fake kernel that always gets every argument, as a C++ kernel does."""
     schema = _op(name).default._schema
 
     @functools.wraps(fake)
     def call(*args: Any, **kwargs: Any) -> Any:
-        positional, keyword = list(args), dict(kwargs)
-        for i, a in enumerate(schema.arguments):
-            if a.kwarg_only:
-                keyword.setdefault(a.name, a.default_value)
-            elif i >= len(positional):
-                positional.append(keyword.pop(a.name) if a.name in keyword else a.default_value)
-        return fake(*positional, **keyword)
+        positional, keywords = _with_defaults(schema, args, kwargs)
+        return fake(*positional, **keywords)
 
     return call
 
 
 def _register_fakes() -> None:
     def register(name: str, fake: Callable[..., Any]) -> None:
-        torch.library.register_fake(f"kgopt::{name}", _with_defaults(name, fake))
+        torch.library.register_fake(f"kgopt::{name}", _given_every_argument(name, fake))
 
     for name, (_, transposed) in _CONVS.items():
         register(name, _transposed_fake if transposed else _regular_fake)
@@ -245,6 +261,17 @@ def _logsumexp_backward_fake(dy: Tensor, x: Tensor, y: Tensor, dim: Sequence[int
 # Autograd
 
 
+@contextlib.contextmanager
+def _conv_precision(precision: str) -> Iterator[None]:
+    """PyTorch's switch for cuDNN convolutions, set for a while. backends.cudnn.flags raises on mixed interfaces."""
+    before = torch._C._get_fp32_precision_getter("cuda", "conv")
+    torch._C._set_fp32_precision_setter("cuda", "conv", precision)
+    try:
+        yield
+    finally:
+        torch._C._set_fp32_precision_setter("cuda", "conv", before)
+
+
 def _conv_gradients(
     ctx_needs: tuple[bool, bool, bool],
     dy: Tensor,
@@ -261,7 +288,11 @@ def _conv_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weight and bias, through ATen."""
 
-    def run() -> Any:
+    if not any(ctx_needs):
+        return None, None, None
+    # A graph that is being compiled runs later, where this switch would have no effect.
+    forced = allow_tf32 is not None and x.is_cuda and not torch.compiler.is_compiling()
+    with _conv_precision("tf32" if allow_tf32 else "ieee") if forced else contextlib.nullcontext():
         return torch.ops.aten.convolution_backward(
             dy.to(x.dtype),
             x,
@@ -276,31 +307,69 @@ def _conv_gradients(
             list(ctx_needs),
         )
 
-    if not any(ctx_needs):
-        return None, None, None
-    if allow_tf32 is None or not x.is_cuda or torch.compiler.is_compiling():
-        return run()
-    with torch.backends.cudnn.flags(
-        enabled=torch.backends.cudnn.enabled,
-        benchmark=torch.backends.cudnn.benchmark,
-        deterministic=torch.backends.cudnn.deterministic,
-        allow_tf32=allow_tf32,
-    ):
-        return run()
+
+def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[..., None] | None = None) -> None:
+    """The op's Autograd-key kernel: ``setup(ctx, inputs, keywords, output)`` saves, ``backward(ctx, *grads)`` reads.
+
+    torch.library.register_autograd does the same, but its ops cannot be used under torch.func.grad. This one records a
+    node at the level that is being differentiated, as a built-in op does, and redispatches to the levels below.
+    """
+    op = _op(name).default
+    positional = sum(not a.kwarg_only for a in op._schema.arguments)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        *args, (keyset, keywords) = args  # type: ignore[assignment]
+        with torch._C._AutoDispatchBelowAutograd():
+            output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+        if setup is not None:
+            setup(ctx, *_with_defaults(op._schema, args, keywords), output)
+        return output
+
+    def call_backward(ctx: Any, *grads: Any) -> Any:
+        grads = backward(ctx, *grads)
+        # Arguments left at their default were not given to forward; their gradients are None, and so is the last one's.
+        return *grads, *(None,) * (positional + 1 - len(grads))
+
+    node: Any = type(
+        f"Kgopt_{name}",
+        (_SingleLevelFunction,),
+        {"forward": staticmethod(forward), "backward": staticmethod(call_backward)},
+    )
+
+    def kernel(keyset: Any, *args: Any, **keywords: Any) -> Any:
+        _refuse_forward_mode(name, args)
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            with enable_single_level_autograd_function():
+                return node.apply(*args, (keyset, keywords))
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+
+    _LIB.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _refuse_forward_mode(name: str, args: Sequence[Any]) -> None:
+    """A tangent would be dropped without a word, which makes a derivative of zero."""
+    if forward_ad._current_level < 0:
+        return
+    for a in args:
+        if isinstance(a, Tensor) and a.is_floating_point() and forward_ad.unpack_dual(a).tangent is not None:
+            raise RuntimeError(f"kgopt::{name} has no forward-mode derivative (torch.func.jvp, jacfwd)")
 
 
 def _needs(ctx: Any, *positions: int) -> tuple[bool, ...]:
-    return tuple(ctx.needs_input_grad[i] for i in positions)
+    """Which arguments need a gradient; those left at their default are not in needs_input_grad at all."""
+    needs = ctx.needs_input_grad
+    return tuple(i < len(needs) and needs[i] for i in positions)
 
 
 def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
-    def setup(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    def setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
         if transposed:
             x, weight, _, ctx.stride, ctx.padding, ctx.output_padding, ctx.groups, ctx.dilation = inputs
         else:
             x, weight, _, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs
             ctx.output_padding = [0] * rank
-        ctx.allow_tf32 = keyword_only_inputs["allow_tf32"]
+        ctx.allow_tf32 = keywords["allow_tf32"]
         ctx.save_for_backward(x, weight)
 
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -319,12 +388,12 @@ def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
             ctx.groups,
             ctx.allow_tf32,
         )
-        return dx, dweight, dbias, *(None,) * (5 if transposed else 4)
+        return dx, dweight, dbias
 
-    torch.library.register_autograd(f"kgopt::{name}", backward, setup_context=setup)
+    _register_backward(name, backward, setup)
 
 
-def _norm_setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, ctx.num_groups, weight, bias, _, ctx.act, ctx.pre_act = inputs
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
@@ -333,10 +402,8 @@ def _norm_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, mean, rstd = ctx.saved_tensors
-    dx, dweight, dbias = _OPS.group_norm_backward(
-        dy, x, mean, rstd, ctx.num_groups, weight, bias, ctx.act, ctx.pre_act
-    )
-    return dx, None, *_affine(ctx, (2, 3), dweight, dbias), None, None, None
+    dx, dweight, dbias = _OPS.group_norm_backward(dy, x, mean, rstd, ctx.num_groups, weight, bias, ctx.act, ctx.pre_act)
+    return dx, None, *_affine(ctx, (2, 3), dweight, dbias)
 
 
 def _affine(ctx: Any, positions: tuple[int, int], dweight: Tensor, dbias: Tensor) -> tuple[Tensor | None, ...]:
@@ -344,8 +411,8 @@ def _affine(ctx: Any, positions: tuple[int, int], dweight: Tensor, dbias: Tensor
     return dweight if needs[0] else None, dbias if needs[1] else None
 
 
-def _norm_mean_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    x, ctx.num_groups, weight, bias, _ = inputs
+def _norm_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, ctx.num_groups, weight, *_ = inputs
     _, channel_mean, mean, rstd = output
     ctx.mark_non_differentiable(channel_mean, mean, rstd)
     ctx.save_for_backward(x, weight, channel_mean, mean, rstd)
@@ -354,10 +421,10 @@ def _norm_mean_setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _norm_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, channel_mean, mean, rstd = ctx.saved_tensors
     dx, dweight, dbias = _OPS.group_norm_mean_backward(dout, x, channel_mean, mean, rstd, ctx.num_groups, weight)
-    return dx, None, *_affine(ctx, (2, 3), dweight, dbias), None
+    return dx, None, *_affine(ctx, (2, 3), dweight, dbias)
 
 
-def _stats_setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _stats_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, ctx.num_groups, _ = inputs
     ctx.save_for_backward(x, *output)
 
@@ -366,20 +433,20 @@ def _stats_backward(ctx: Any, dmean: Tensor | None, drstd: Tensor | None) -> Any
     x, mean, rstd = ctx.saved_tensors
     dmean = torch.zeros_like(mean) if dmean is None else dmean
     drstd = torch.zeros_like(rstd) if drstd is None else drstd
-    return _OPS.group_stats_backward(dmean, drstd, x, mean, rstd, ctx.num_groups), None, None
+    return (_OPS.group_stats_backward(dmean, drstd, x, mean, rstd, ctx.num_groups),)
 
 
-def _activation_setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _activation_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, ctx.act = inputs
     ctx.save_for_backward(x)
 
 
-def _logsumexp_setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _logsumexp_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, ctx.dim, ctx.keepdim = inputs
     ctx.save_for_backward(x, output)
 
 
-def _mean_setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, ctx.dims, ctx.keepdim = inputs
     ctx.sizes = x.shape
 
@@ -388,17 +455,16 @@ class _FusedContext:
     """The arguments of a pipeline op, unpacked in its setup_context."""
 
     @staticmethod
-    def setup(ctx: Any, inputs: Any, keyword_only_inputs: Any, transposed: bool) -> None:
-        x, weight, bias, ctx.num_groups, gn_weight, gn_bias, ctx.stride, ctx.padding, *rest = inputs
+    def setup(ctx: Any, inputs: Any, keywords: Any, transposed: bool) -> None:
+        ctx.num_groups, ctx.stride, ctx.padding, rest = inputs[3], inputs[6], inputs[7], inputs[8:]
         if transposed:
             ctx.output_padding, ctx.groups, ctx.dilation, ctx.eps = rest
         else:
             ctx.dilation, ctx.groups, ctx.eps = rest
             ctx.output_padding = [0] * len(ctx.stride)
-        ctx.inputs = len(inputs)
         ctx.transposed = transposed
-        ctx.backend = keyword_only_inputs["backend"]
-        ctx.allow_tf32 = keyword_only_inputs["allow_tf32"]
+        ctx.backend = keywords["backend"]
+        ctx.allow_tf32 = keywords["allow_tf32"]
 
     @staticmethod
     def recompute(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -427,11 +493,11 @@ class _FusedContext:
             ctx.groups,
             ctx.allow_tf32,
         )
-        return *conv, None, *_affine(ctx, (4, 5), dweight, dbias), *(None,) * (ctx.inputs - 6)
+        return *conv, None, *_affine(ctx, (4, 5), dweight, dbias)
 
 
-def _conv_mean_setup(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    _FusedContext.setup(ctx, inputs, keyword_only_inputs, transposed=False)
+def _conv_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    _FusedContext.setup(ctx, inputs, keywords, transposed=False)
     _, channel_mean, mean, rstd = output
     ctx.mark_non_differentiable(channel_mean, mean, rstd)
     ctx.save_for_backward(inputs[0], inputs[1], inputs[2], inputs[4], channel_mean, mean, rstd)
@@ -444,8 +510,8 @@ def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     return _FusedContext.gradients(ctx, dc, x, weight, dweight, dbias)
 
 
-def _conv_relu_norm_setup(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    _FusedContext.setup(ctx, inputs, keyword_only_inputs, transposed=True)
+def _conv_relu_norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    _FusedContext.setup(ctx, inputs, keywords, transposed=True)
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(inputs[0], inputs[1], inputs[2], inputs[4], inputs[5], mean, rstd)
@@ -454,14 +520,12 @@ def _conv_relu_norm_setup(ctx: Any, inputs: Any, keyword_only_inputs: Any, outpu
 def _conv_relu_norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, mean, rstd = ctx.saved_tensors
     c = _FusedContext.recompute(ctx, x, weight, bias)
-    dc, dweight, dbias = _OPS.group_norm_backward(
-        dy, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, "none", "relu"
-    )
+    dc, dweight, dbias = _OPS.group_norm_backward(dy, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, "none", "relu")
     return _FusedContext.gradients(ctx, dc, x, weight, dweight, dbias)
 
 
-def _conv_lse_setup(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    _FusedContext.setup(ctx, inputs, keyword_only_inputs, transposed=False)
+def _conv_lse_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    _FusedContext.setup(ctx, inputs, keywords, transposed=False)
     lse, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(inputs[0], inputs[1], inputs[2], inputs[4], inputs[5], lse, mean, rstd)
@@ -472,7 +536,8 @@ def _conv_lse_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     act = "tanh+hardswish"
     c = _FusedContext.recompute(ctx, x, weight, bias)
     y, _, _ = _OPS.group_norm_fwd(c, ctx.num_groups, gn_weight, gn_bias, ctx.eps, act, "none")
-    residual = (c + y).to(lse.dtype)
+    # In the statistics' dtype: the softmax of a sum rounded to half would not add up to one.
+    residual = c.to(lse.dtype) + y
     dresidual = _OPS.logsumexp_backward(dout, residual, lse, [1], True).to(c.dtype)
     dc, dweight, dbias = _OPS.group_norm_backward(
         dresidual, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, act, "none"
@@ -489,32 +554,30 @@ def _refuse_double_backward(name: str) -> None:
             "Use the plain torch modules where second derivatives are needed."
         )
 
-    torch.library.register_autograd(f"kgopt::{name}", backward)
+    _register_backward(name, backward)
 
 
 def _register_autograd() -> None:
     for name, (rank, transposed) in _CONVS.items():
         _register_conv_autograd(name, rank, transposed)
 
-    def register(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
-        torch.library.register_autograd(f"kgopt::{name}", backward, setup_context=setup)
-
+    register = _register_backward
     register("group_stats", _stats_backward, _stats_setup)
     register("group_norm_fwd", _norm_backward, _norm_setup)
     register("group_norm_mean_fwd", _norm_mean_backward, _norm_mean_setup)
     register(
         "activation",
-        lambda ctx, dy: (_OPS.activation_backward(dy, ctx.saved_tensors[0], ctx.act), None),
+        lambda ctx, dy: (_OPS.activation_backward(dy, ctx.saved_tensors[0], ctx.act),),
         _activation_setup,
     )
     register(
         "logsumexp",
-        lambda ctx, dy: (_OPS.logsumexp_backward(dy, *ctx.saved_tensors, ctx.dim, ctx.keepdim), None, None),
+        lambda ctx, dy: (_OPS.logsumexp_backward(dy, *ctx.saved_tensors, ctx.dim, ctx.keepdim),),
         _logsumexp_setup,
     )
     register(
         "mean",
-        lambda ctx, dy: (_OPS.mean_backward(dy, ctx.sizes, ctx.dims, ctx.keepdim), None, None),
+        lambda ctx, dy: (_OPS.mean_backward(dy, ctx.sizes, ctx.dims, ctx.keepdim),),
         _mean_setup,
     )
     register(f"{_CONV_MEAN}_fwd", _conv_mean_backward, _conv_mean_setup)
@@ -537,14 +600,14 @@ def _differentiable_twin(name: str) -> Callable[..., Tensor]:
     """A public op's Autograd-key kernel: its _fwd twin where a gradient is needed, else its own kernel."""
     op, twin = _op(name).default, _op(f"{name}_fwd").default
 
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        _refuse_forward_mode(name, args)
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return twin(*args, **kwargs)[0].to(args[0].dtype)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **kwargs)
 
-    return call
+    return kernel
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -555,67 +618,76 @@ def _cast(t: Any, dtype: torch.dtype) -> Any:
     return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
 
 
+def _low_convolution(name: str) -> Callable[..., Any]:
+    """x, weight and bias (of a pipeline: the convolution's) in the autocast dtype, the rest as it is."""
+    op = _op(name)
+    return lambda dtype, args, kwargs: op(*(_cast(a, dtype) for a in args[:3]), *args[3:], **kwargs)
+
+
+def _in_fp32(name: str) -> Callable[..., Any]:
+    op = _op(name)
+    return lambda dtype, args, kwargs: op(*(_cast(a, torch.float32) for a in args), **kwargs)
+
+
+def _softplus_in_fp32(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """softplus is the one activation on torch's fp32 list; what follows it in a chain is fp32 too."""
+    x, act = args
+    return _OPS.activation(_cast(x, torch.float32) if "softplus" in act else x, act)
+
+
+def _fp32_twin(name: str, low: int) -> Callable[..., Any]:
+    """The first ``low`` arguments in the autocast dtype, the norm's parameters and the result in fp32."""
+    twin = _op(f"{name}_fwd")
+
+    def rule(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+        return twin(*(_cast(a, dtype) for a in args[:low]), *(_cast(a, torch.float32) for a in args[low:]), **kwargs)[0]
+
+    return rule
+
+
+def _norm_mean_in_fp32(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """The fp32 result of a half x needs no fp32 copy of x."""
+    x, *rest = args
+    return _OPS.group_norm_mean_fwd(x, *(_cast(a, torch.float32) for a in rest), **kwargs)[0]
+
+
+def _relu_norm_in_fp32(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """The convolution in the autocast dtype, and an fp32 norm whose fp32 result the fused op could not give."""
+    positional, keywords = _with_defaults(_op(_CONV_RELU_NORM).default._schema, args, kwargs)
+    x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding, output_padding, groups, dilation, eps = positional
+    low = (_cast(t, dtype) for t in (x, weight, bias))
+    c = _OPS.conv_transpose3d(*low, stride, padding, output_padding, groups, dilation, **keywords)
+    c, gn_weight, gn_bias = (_cast(t, torch.float32) for t in (c, gn_weight, gn_bias))
+    return _OPS.group_norm_fwd(c, num_groups, gn_weight, gn_bias, eps, "none", "relu")[0]
+
+
 def _register_autocast() -> None:
-    """Convolutions run in the autocast dtype and norms in fp32, as PyTorch's own do."""
+    """The dtypes of PyTorch's own ops: torch lists norms and logsumexp as fp32 on CUDA, and not at all on CPU."""
+    shared = {name: _low_convolution(name) for name in _CONVS}
+    cpu = {name: _low_convolution(name) for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE)}
+    cuda = {
+        "group_norm": _in_fp32("group_norm"),
+        "group_norm_mean": _norm_mean_in_fp32,
+        "logsumexp": _in_fp32("logsumexp"),
+        "activation": _softplus_in_fp32,
+        _CONV_MEAN: _fp32_twin(_CONV_MEAN, 3),
+        _CONV_RELU_NORM: _relu_norm_in_fp32,
+        _CONV_LSE: _fp32_twin(_CONV_LSE, 3),
+    }
+    for device, key, rules in (
+        ("cpu", torch._C.DispatchKey.AutocastCPU, shared | cpu),
+        ("cuda", torch._C.DispatchKey.AutocastCUDA, shared | cuda),
+    ):
+        for name, rule in rules.items():
+            _LIB.impl(name, _autocast_kernel(rule, device, torch._C.DispatchKeySet(key)), f"Autocast{device.upper()}")
 
-    def register(name: str, rule: Callable[[torch.dtype, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        for device in ("CUDA", "CPU"):
-            key = torch._C.DispatchKey.AutocastCUDA if device == "CUDA" else torch._C.DispatchKey.AutocastCPU
-            keyset = torch._C.DispatchKeySet(key)
 
-            def call(*args: Any, _device: str = device.lower(), _keyset: Any = keyset, **kwargs: Any) -> Any:
-                with torch._C._ExcludeDispatchKeyGuard(_keyset):
-                    return rule(torch.get_autocast_dtype(_device), args, kwargs)
+def _autocast_kernel(rule: Callable[..., Any], device: str, key: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return rule(torch.get_autocast_dtype(device), args, kwargs)
 
-            _LIB.impl(name, call, f"Autocast{device}")
-
-    def low(name: str) -> Callable[..., Any]:
-        return lambda dtype, args, kwargs: _op(name)(*(_cast(a, dtype) for a in args), **kwargs)
-
-    def full(name: str) -> Callable[..., Any]:
-        return lambda dtype, args, kwargs: _op(name)(*(_cast(a, torch.float32) for a in args), **kwargs)
-
-    def fused(name: str) -> Callable[..., Any]:
-        # x, weight and bias of the convolution go low; the norm's parameters and the result stay fp32.
-        def rule(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            conv = [_cast(a, dtype) for a in args[:3]]
-            norm = [_cast(a, torch.float32) for a in args[3:]]
-            return _op(f"{name}_fwd")(*conv, *norm, **kwargs)[0]
-
-        return rule
-
-    def relu_norm(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        schema = _op(_CONV_RELU_NORM).default._schema
-        values = {a.name: a.default_value for a in schema.arguments}
-        values.update({a.name: v for a, v in zip(schema.arguments, args, strict=False)})
-        values.update(kwargs)
-        c = _OPS.conv_transpose3d(
-            *(_cast(values[k], dtype) for k in ("x", "weight", "bias")),
-            values["stride"],
-            values["padding"],
-            values["output_padding"],
-            values["groups"],
-            values["dilation"],
-            backend=values["backend"],
-            allow_tf32=values["allow_tf32"],
-        )
-        return _OPS.group_norm_fwd(
-            c.float(),
-            values["num_groups"],
-            _cast(values["gn_weight"], torch.float32),
-            _cast(values["gn_bias"], torch.float32),
-            values["eps"],
-            "none",
-            "relu",
-        )[0]
-
-    for name in _CONVS:
-        register(name, low(name))
-    for name in ("group_norm", "group_norm_mean", "group_stats", "logsumexp"):
-        register(name, full(name))
-    for name in (_CONV_MEAN, _CONV_LSE):
-        register(name, fused(name))
-    register(_CONV_RELU_NORM, relu_norm)
+    return kernel
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -625,7 +697,7 @@ def _register_autocast() -> None:
 def _loop(op: Any, batch: int, in_dims: Sequence[int | None], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The rule that always holds: one call an example."""
     results = [
-        op(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)), **kwargs)
+        op(*(a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)), **kwargs)
         for i in range(batch)
     ]
     if isinstance(results[0], Tensor):
@@ -634,32 +706,55 @@ def _loop(op: Any, batch: int, in_dims: Sequence[int | None], args: Sequence[Any
     return stacked, (0,) * len(stacked)
 
 
-def _vmap_samples(name: str) -> Callable[..., Any]:
-    """x alone is batched: its batch joins N, and leaves it again in every output."""
+def _batch_first(t: Tensor, dim: int | None, batch: int) -> Tensor:
+    return t.unsqueeze(0).expand(batch, *t.shape) if dim is None else t.movedim(dim, 0)
+
+
+def _vmap_samples(name: str, per_sample: int = 1) -> Callable[..., Any]:
+    """The first ``per_sample`` arguments begin with N: the new batch joins it, and leaves it again in every output."""
     op = _op(name)
 
     def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
-        if in_dims[0] is None or any(d is not None for d in in_dims[1:]):
-            return _loop(op, info.batch_size, in_dims, args, kwargs)
-        x = args[0].movedim(in_dims[0], 0)
-        out = op(x.flatten(0, 1), *args[1:], **kwargs)
+        batch = info.batch_size
+        if any(isinstance(d, int) for d in in_dims[per_sample:]):  # of a list of numbers it is a list of None
+            return _loop(op, batch, in_dims, args, kwargs)
+        tensors = [_batch_first(t, d, batch) for t, d in zip(args[:per_sample], in_dims[:per_sample], strict=True)]
+        sizes = tensors[0].shape[:2]
+        out = op(*(t.flatten(0, 1) for t in tensors), *args[per_sample:], **kwargs)
         if isinstance(out, Tensor):
-            return out.unflatten(0, x.shape[:2]), 0
-        return tuple(o.unflatten(0, x.shape[:2]) for o in out), (0,) * len(out)
+            return out.unflatten(0, sizes), 0
+        return tuple(o.unflatten(0, sizes) for o in out), (0,) * len(out)
 
     return rule
 
 
-def _vmap_reduce(name: str) -> Callable[..., Any]:
+def _vmap_pointwise(name: str, tensors: int) -> Callable[..., Any]:
     op = _op(name)
 
-    def rule(info: Any, in_dims: Any, x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Any:
-        x = x.movedim(in_dims[0], 0)
-        rank = x.dim() - 1
-        shifted = [d % max(rank, 1) + 1 for d in dims] if dims else list(range(1, rank + 1))
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        batched = (_batch_first(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims[:tensors], strict=True))
+        return op(*batched, *args[tensors:]), 0
+
+    return rule
+
+
+def _vmap_reduce(name: str, tensors: int) -> Callable[..., Any]:
+    """The new batch comes first, and every reduced dim moves by one."""
+    op = _op(name)
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        args, keywords = _with_defaults(op.default._schema, args, {})  # type: ignore[assignment]
+        x_at = 1 if name == "logsumexp_backward" else 0
+        sizes = args[1] if name == "mean_backward" else None
+        rank = len(sizes) if sizes is not None else args[x_at].dim() - (in_dims[x_at] is not None)
         if rank == 0:
-            return _loop(op, info.batch_size, (0, None, None), (x, dims, keepdim), {})
-        return op(x, shifted, keepdim), 0
+            return _loop(op, info.batch_size, (*in_dims, *(None,) * (len(args) - len(in_dims))), args, keywords)
+        batched = [_batch_first(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims[:tensors], strict=True)]
+        if sizes is not None:
+            batched.append([info.batch_size, *sizes])  # type: ignore[arg-type]
+        *_, dims, keepdim = args
+        moved = [d + 1 if d >= 0 else d for d in dims] if dims else list(range(1, rank + 1))
+        return op(*batched, moved, keepdim), 0
 
     return rule
 
@@ -670,22 +765,17 @@ def _vmap_loop(name: str) -> Callable[..., Any]:
 
 
 def _register_vmap() -> None:
-    samples = [*_CONVS, "group_stats", "group_norm_fwd", "group_norm_mean_fwd", *_TWINS]
-    samples += [f"{name}_fwd" for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE)]
-    for name in samples:
-        torch.library.register_vmap(f"kgopt::{name}", _vmap_samples(name))
-    for name in ("logsumexp", "mean"):
-        torch.library.register_vmap(f"kgopt::{name}", _vmap_reduce(name))
-    for name in (
-        "activation",
-        "activation_backward",
-        "group_stats_backward",
-        "group_norm_backward",
-        "group_norm_mean_backward",
-        "logsumexp_backward",
-        "mean_backward",
-    ):
-        torch.library.register_vmap(f"kgopt::{name}", _vmap_loop(name))
+    rules = {name: _vmap_samples(name) for name in (*_CONVS, "group_stats", *_TWINS, *(f"{n}_fwd" for n in _TWINS))}
+    rules["group_stats_backward"] = _vmap_samples("group_stats_backward", 5)
+    rules["activation"] = _vmap_pointwise("activation", 1)
+    rules["activation_backward"] = _vmap_pointwise("activation_backward", 2)
+    for name, tensors in (("logsumexp", 1), ("mean", 1), ("logsumexp_backward", 3), ("mean_backward", 1)):
+        rules[name] = _vmap_reduce(name, tensors)
+    # Their dweight and dbias are sums over N, so the examples cannot share one call.
+    for name in ("group_norm_backward", "group_norm_mean_backward"):
+        rules[name] = _vmap_loop(name)
+    for name, rule in rules.items():
+        torch.library.register_vmap(f"kgopt::{name}", rule)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -705,8 +795,10 @@ def _register_flops() -> None:
 
             def listed(key: str) -> list[int]:
                 v = values.get(key, 0)
-                return list(v) * rank if isinstance(v, (list, tuple)) and len(v) == 1 else (
-                    list(v) if isinstance(v, (list, tuple)) else [v] * rank
+                return (
+                    list(v) * rank
+                    if isinstance(v, (list, tuple)) and len(v) == 1
+                    else (list(v) if isinstance(v, (list, tuple)) else [v] * rank)
                 )
 
             sizes = _conv_sizes(
@@ -732,17 +824,43 @@ def _register_flops() -> None:
             register(name + suffix, name == _CONV_RELU_NORM)
 
 
+class _FlopCounterImport(importlib.abc.MetaPathFinder):
+    """Registers the formulas when the flop counter is imported; importing it here costs 100 ms, most of it triton."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != "torch.utils.flop_counter":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                _register_flops()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _register_flops_with_the_counter() -> None:
+    if "torch.utils.flop_counter" in sys.modules:
+        _register_flops()
+    else:
+        sys.meta_path.insert(0, _FlopCounterImport())
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # PyTorch's TF32 switch, for the kernels
 
 
 def _conv_tf32_allowed() -> int:
-    """Whether PyTorch lets convolutions use TF32; its own switch, whichever of its two interfaces set it."""
-    try:
-        return int(torch._C._get_cudnn_allow_tf32())
-    except RuntimeError:  # set through both the old and the new interface: the new one knows
-        conv = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-        return int(conv == "tf32")
+    """Whether PyTorch lets convolutions use TF32.
+
+    What torch.backends.cudnn.conv.fp32_precision reads: it knows of allow_tf32 too, and neither warns nor raises when
+    both interfaces were used, as reading allow_tf32 does.
+    """
+    return int(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
 
 
 _TF32_QUERY = ctypes.CFUNCTYPE(ctypes.c_int)(_conv_tf32_allowed)
@@ -759,5 +877,5 @@ _register_fakes()
 _register_autograd()
 _register_autocast()
 _register_vmap()
-_register_flops()
+_register_flops_with_the_counter()
 _install_tf32_query()

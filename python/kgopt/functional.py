@@ -23,7 +23,9 @@ _OPS = torch.ops.kgopt
 
 
 def _ints(value: Ints, rank: int) -> list[int]:
-    return [value] * rank if isinstance(value, int) else list(value)
+    """One number, or a list of one, for every dim, as in torch."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * rank if len(values) == 1 else values
 
 
 def _batched(op: Callable[[Tensor], Tensor], x: Tensor, rank: int) -> Tensor:
@@ -41,6 +43,8 @@ def _padded(x: Tensor, weight: Tensor, stride: Ints, padding: Any, dilation: Int
         raise ValueError(f"padding is {padding!r}, expected 'same', 'valid' or numbers")
     if any(s != 1 for s in _ints(stride, rank)):
         raise RuntimeError(f"stride is {stride}, expected 1 with padding='same'")
+    if weight.dim() != rank + 2:
+        return x, [0] * rank  # the op says what is wrong with it
     totals = [d * (k - 1) for d, k in zip(_ints(dilation, rank), weight.shape[2:], strict=True)]
     if any(t % 2 for t in totals):
         x = F.pad(x, [side for t in reversed(totals) for side in (0, t % 2)])

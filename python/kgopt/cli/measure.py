@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 __all__ = [
     "DTYPES",
@@ -20,6 +22,8 @@ __all__ = [
     "no_autotuning",
     "peak_memory",
     "precision_flags",
+    "round_tf32",
+    "rounded_convolutions",
     "time_call",
     "time_calls",
     "within_tolerance",
@@ -160,6 +164,21 @@ def _quiet_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(sink)
+
+
+def round_tf32(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to TF32's ten bits of mantissa, to nearest, in x's dtype."""
+    bits = x.float().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).to(x.dtype)
+
+
+def rounded_convolutions(model: nn.Module) -> nn.Module:
+    """A copy whose convolutions have weights rounded to TF32: on a rounded input, what ideal TF32 hardware gives."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
+            module.weight.data = round_tf32(module.weight.data)
+    return model
 
 
 class ErrorMeter:

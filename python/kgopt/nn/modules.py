@@ -92,8 +92,9 @@ class ConvTranspose2d(torch.nn.ConvTranspose2d):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution; ``output_size`` picks among the sizes that the stride leaves open."""
         padding = _output_padding(self, input, output_size, 2)
+        before: Any = self.padding  # a tuple: transposed convolutions have no padding="same"
         return functional.conv_transpose2d(
-            input, self.weight, self.bias, self.stride, self.padding, padding, self.groups, self.dilation
+            input, self.weight, self.bias, self.stride, before, padding, self.groups, self.dilation
         )
 
 
@@ -103,6 +104,7 @@ class ConvTranspose3d(torch.nn.ConvTranspose3d):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution; ``output_size`` picks among the sizes that the stride leaves open."""
         padding = _output_padding(self, input, output_size, 3)
+        before: Any = self.padding
         return functional.conv_transpose3d(
-            input, self.weight, self.bias, self.stride, self.padding, padding, self.groups, self.dilation
+            input, self.weight, self.bias, self.stride, before, padding, self.groups, self.dilation
         )

@@ -28,15 +28,16 @@ class Conv3dGroupNormMean(torch.nn.Module):
         out_channels: channels of the convolution and the norm.
         kernel_size: of the convolution.
         num_groups: of the norm; must divide ``out_channels``.
-        stride: of the convolution, as padding, dilation, conv_groups, bias and padding_mode.
+        stride: of the convolution, as padding, dilation, groups, bias and padding_mode.
         padding: numbers, "same" or "valid".
         dilation: of the convolution.
-        conv_groups: of the convolution.
+        groups: of the convolution.
         bias: whether the convolution has one.
         padding_mode: as in torch.nn.Conv3d.
         eps: of the norm.
         device: of the parameters.
         dtype: of the parameters.
+        conv_groups: another name of ``groups``, the one it has where ``groups`` are the norm's.
 
     Raises:
         ValueError: channels that do not divide, as in torch.nn.
@@ -51,14 +52,18 @@ class Conv3dGroupNormMean(torch.nn.Module):
         stride: Ints = 1,
         padding: Ints | str = 0,
         dilation: Ints = 1,
-        conv_groups: int = 1,
+        groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
         eps: float = 1e-5,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        conv_groups: int | None = None,
     ) -> None:
         super().__init__()
+        if conv_groups is not None and groups not in (1, conv_groups):
+            raise ValueError(f"groups is {groups} and conv_groups is {conv_groups}, expected one of them")
         self.conv = Conv3d(
             in_channels,
             out_channels,
@@ -66,9 +71,9 @@ class Conv3dGroupNormMean(torch.nn.Module):
             stride,  # type: ignore[arg-type]
             padding,  # type: ignore[arg-type]
             dilation,  # type: ignore[arg-type]
-            conv_groups,
+            groups if conv_groups is None else conv_groups,
             bias,
-            padding_mode,
+            padding_mode,  # type: ignore[arg-type]
             device,
             dtype,
         )
@@ -214,7 +219,7 @@ class Conv2dGroupNormTanhHardswishResidualLogSumExp(torch.nn.Module):
             dilation,  # type: ignore[arg-type]
             conv_groups,
             bias,
-            padding_mode,
+            padding_mode,  # type: ignore[arg-type]
             device,
             dtype,
         )
