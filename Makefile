@@ -18,6 +18,8 @@ ARGS    ?=
 CMAKE_PYTHON = -DPython_EXECUTABLE=$$($(PY) -c 'import sys; print(sys.executable)')
 JOBS    ?= $(or $(MAX_JOBS),$(shell nproc))
 
+MAKEFLAGS += --no-print-directory
+
 .DEFAULT_GOAL := help
 .PHONY: help env build install develop wheel check-wheel dev-module test demo bench sanitize matrix cmake-test lint \
         format clean
@@ -81,11 +83,11 @@ check-wheel: $(ENV)
 	@$(PY) scripts/check_wheel.py $(WHEEL)
 
 matrix: ## the wheel of dist/ in fresh environments: Python and torch, oldest and newest, and a CPU-only torch
-	@ls dist/kgopt-*.whl > /dev/null 2>&1 || $(MAKE) --no-print-directory build
+	@ls dist/kgopt-*.whl > /dev/null 2>&1 || $(MAKE) build
 	@$(BASE_PYTHON) scripts/matrix.py $(WHEEL) $(if $(ARGS),-- $(ARGS))
 
 sanitize: ## compute-sanitizer's four tools over a small shape of every CUDA op
-	@KGOPT_LINEINFO=1 $(MAKE) --no-print-directory install
+	@KGOPT_LINEINFO=1 $(MAKE) install
 	@$(PY) scripts/sanitize.py $(ARGS)
 
 cmake-test: $(ENV) ## the kernels as a plain C++ library, and its C++ test program

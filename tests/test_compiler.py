@@ -62,7 +62,10 @@ GRADCHECKS = {
 @pytest.mark.parametrize("name", GRADCHECKS)
 def test_gradcheck(name, device):
     shapes, function = GRADCHECKS[name]
-    assert torch.autograd.gradcheck(function, grad_inputs(device, *shapes), fast_mode=True)
+    # cuDNN's fp64 gradients differ from call to call in their last bits.
+    nondeterminism = 1e-10 if device == "cuda" and "conv" in name else 0.0
+    inputs = grad_inputs(device, *shapes)
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True, nondet_tol=nondeterminism)
 
 
 @pytest.mark.parametrize("name", [n for n in GRADCHECKS if not n.startswith("conv2d") or "log" in n])
@@ -157,11 +160,11 @@ def test_autocast_as_torch(dtype, device):
         (lambda: functional.conv2d(x2, w2, b), lambda: F.conv2d(x2, w2, b)),
         (lambda: functional.conv_transpose3d(x3, wt3), lambda: F.conv_transpose3d(x3, wt3)),
         (lambda: functional.conv3d_group_norm_mean(x3, w3, b, *norm),
-         lambda: F.group_norm(F.conv3d(x3, w3, b), *norm).float().mean((1, 2, 3, 4))),
+         lambda: F.group_norm(F.conv3d(x3, w3, b), *norm).mean((1, 2, 3, 4))),
         (lambda: functional.conv_transpose3d_relu_group_norm(x3, wt3, None, *norm),
-         lambda: F.group_norm(F.relu(F.conv_transpose3d(x3, wt3)), *norm).float()),
+         lambda: F.group_norm(F.relu(F.conv_transpose3d(x3, wt3)), *norm)),
         (lambda: functional.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x2, w2, b, *norm),
-         lambda: logsumexp_pipeline(F.conv2d(x2, w2, b)).float()),
+         lambda: logsumexp_pipeline(F.conv2d(x2, w2, b))),
     ]  # fmt: skip
     for ours, torchs in pairs:
         with torch.autocast(device, dtype):

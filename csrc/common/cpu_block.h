@@ -97,8 +97,15 @@ struct Moments {
   }
 };
 
+// Of `count` values, how many serve to guess their mean: a power of two, so that equal values give themselves.
+inline int64_t shift_samples(int64_t count) { return count >= 8 ? 8 : count >= 4 ? 4 : count >= 2 ? 2 : 1; }
+
+// The shift is near the mean, not just any value: the farther it is, the more digits the difference of sums loses.
 inline Moments block_moments(const float* x, int64_t n) {
-  const float shift = x[0];
+  const int64_t samples = shift_samples(n);
+  float shift = 0;
+  for (int64_t i = 0; i < samples; ++i) shift += x[i * n / samples];
+  shift /= static_cast<float>(samples);
   const Sums s = shifted_sums(x, n, shift);
   const double mean = double(s.sum) / double(n);
   const double m2 = double(s.sum_sq) - double(s.sum) * mean;

@@ -85,7 +85,11 @@ std::vector<Moments> column_moments(const T* x, const GroupNormDims& d, const Ac
     std::vector<Acc> buffer((end - begin) * d.c), shift(d.c), sum(d.c), sum_sq(d.c);
     load_block(x + (n * d.s + begin) * d.c, buffer.data(), (end - begin) * d.c);
     activate_chain(pre, buffer.data(), (end - begin) * d.c);
-    std::copy(buffer.begin(), buffer.begin() + d.c, shift.begin());
+    const int64_t samples = shift_samples(end - begin);
+    for (int64_t k = 0; k < samples; ++k) {
+      const Acc* const row = buffer.data() + k * (end - begin) / samples * d.c;
+      for (int64_t c = 0; c < d.c; ++c) shift[c] += row[c] / static_cast<Acc>(samples);
+    }
     if constexpr (std::is_same_v<Acc, float>) {
       shifted_column_sums(buffer.data(), end - begin, d.c, shift.data(), sum.data(), sum_sq.data());
     } else {

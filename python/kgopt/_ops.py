@@ -319,7 +319,9 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
 
     def forward(ctx: Any, *args: Any) -> Any:
         *args, (keyset, keywords) = args  # type: ignore[assignment]
-        with torch._C._AutoDispatchBelowAutograd():
+        # Below are other levels of torch.func.grad: with gradients off, as in any forward, they would see a constant.
+        nested = torch._C._are_functorch_transforms_active()
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad() if nested else contextlib.nullcontext():
             output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
         if setup is not None:
             setup(ctx, *_with_defaults(op._schema, args, keywords), output)
