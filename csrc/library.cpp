@@ -34,8 +34,7 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, int num_groups, Tensor? weight=None, "
       "Tensor? bias=None, str act=\"none\", str pre_act=\"none\") -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "group_norm_mean(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor");
+  m.def("group_norm_mean(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor");
   m.def(
       "group_norm_mean_fwd(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
@@ -88,7 +87,7 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
 
 // Importing the module runs the static registrations above; it holds no functions of its own.
 PyMODINIT_FUNC PyInit__C(void) {
-  static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr,
-                                      nullptr};
+  static struct PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

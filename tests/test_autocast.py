@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tolerances import assert_as_good_as_torch, relative_error
 
 from kgopt import functional, reference
+from tolerances import assert_as_good_as_torch, relative_error
 
 HALVES = [torch.bfloat16, torch.float16]
 NORM = {"num_groups": 3, "eps": 1e-3}
@@ -119,7 +119,9 @@ def test_autocast_dtype_and_values(name, dtype, device):
     if "mean" in name and "group_norm" in name:
         # Terms of the size of gamma and beta that cancel: PyTorch's own luck is no yardstick for what is left.
         size = float((inputs["gamma"].abs() + inputs["beta"].abs()).mean())
-        assert float((y - exact).abs().max()) <= 2 * float((expected - exact).abs().max()) + torch.finfo(dtype).eps * size
+        assert (
+            float((y - exact).abs().max()) <= 2 * float((expected - exact).abs().max()) + torch.finfo(dtype).eps * size
+        )
     else:
         # The halves' rounding of the convolution's inputs dominates, also where the result is fp32.
         assert relative_error(y, exact) <= 2 * relative_error(expected, exact) + torch.finfo(dtype).eps / 4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcases import PIPELINE
 
 from kgopt import functional
+from opcases import PIPELINE
 
 OPS = torch.ops.kgopt
 

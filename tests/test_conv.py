@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from shapes import CONV_CASES
-from tolerances import assert_as_good_as_torch, round_tf32
 
 from kgopt import functional
+from shapes import CONV_CASES
+from tolerances import assert_as_good_as_torch, round_tf32
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 TORCH = {
@@ -63,7 +63,9 @@ def test_conv_small_integers_exact(name, dtype, layout, device, poisoned):
             y = run(OURS[case[:2]], case, x, weight, bias, backend=backend, allow_tf32=allow_tf32)
             # Halves hold the sum rounded once; cuDNN rounds some of them twice, so its own result counts too.
             right = torch.equal(y.cpu(), exact.to(dtype))
-            assert right or (backend != "kgopt" and torch.equal(y, run(TORCH[case[:2]], case, x, weight, bias))), backend
+            assert right or (backend != "kgopt" and torch.equal(y, run(TORCH[case[:2]], case, x, weight, bias))), (
+                backend
+            )
             if layout == "channels_last":
                 assert y.is_contiguous(memory_format=torch.channels_last if y.dim() == 4 else torch.channels_last_3d)
             else:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcases import NAMES, PIPELINE, small_calls
-from shapes import CONV_CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kgopt.nn
+from opcases import NAMES, PIPELINE, small_calls
+from shapes import CONV_CASES
 
 OPS = torch.ops.kgopt
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opcases import NAMES, small_calls
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import kgopt.nn
 from kgopt import functional, reference
+from opcases import NAMES, small_calls
 
 OPS = torch.ops.kgopt
 
@@ -97,9 +97,7 @@ FUNCTIONS = {
     "conv2d_..._logsumexp": (
         [(2, 5, 6), (4, 2, 3, 3), (4,), (4,)],
         lambda x, w, g, b: functional.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x[None], w, None, 2, g, b),
-        lambda x, w, g, b: reference.conv2d_group_norm_tanh_hardswish_residual_logsumexp_ref(
-            x[None], w, None, 2, g, b
-        ),
+        lambda x, w, g, b: reference.conv2d_group_norm_tanh_hardswish_residual_logsumexp_ref(x[None], w, None, 2, g, b),
     ),
     "conv3d_group_norm_mean": (
         [(2, 4, 5, 4), (4, 2, 3, 3, 3), (4,), (4,)],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from opcases import NAMES, small_calls
 
 from kgopt import functional
+from opcases import NAMES, small_calls
 
 pytestmark = pytest.mark.gpu
 OPS = torch.ops.kgopt

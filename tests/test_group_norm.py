@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from shapes import NORM_SHAPES
-from tolerances import assert_as_good_as_torch
 
 from kgopt import functional, reference
+from shapes import NORM_SHAPES
+from tolerances import assert_as_good_as_torch
 
 OPS = torch.ops.kgopt
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -168,7 +168,9 @@ def test_group_norm_deterministic(layout, device):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize(("act", "pre_act"), [("none", "none"), ("silu", "none"), ("none", "relu"), ("gelu+tanh", "elu")])
+@pytest.mark.parametrize(
+    ("act", "pre_act"), [("none", "none"), ("silu", "none"), ("none", "relu"), ("gelu+tanh", "elu")]
+)
 @pytest.mark.parametrize("shape", [(2, 24, 9, 15), (3, 8, 5, 6, 7), (2, 6, 1)], ids=str)
 def test_group_norm_backward_values(shape, act, pre_act, dtype, layout, device, poisoned):
     x, weight, bias = make(shape, dtype, device, layout)

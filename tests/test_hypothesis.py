@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tolerances import assert_as_good_as_torch, relative_error
 
 from kgopt import functional, reference
+from tolerances import assert_as_good_as_torch
 
 OPS = torch.ops.kgopt
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Derandomized: a failure is there again in the next run, and a green run stays green.
 EFFORT = settings(
-    max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -80,7 +80,9 @@ def test_reductions_random(data, device):
     dims = [d - len(shape) if data.draw(st.booleans()) else d for d in dims]
     keepdim, dtype = data.draw(st.booleans()), data.draw(st.sampled_from(DTYPES))
     seed = data.draw(st.integers(0, 2**16))
-    x = laid_out(random_tensor(seed, shape, device, dtype, 3.0, data.draw(st.sampled_from([0.0, 50.0]))), data.draw(LAYOUTS))
+    x = laid_out(
+        random_tensor(seed, shape, device, dtype, 3.0, data.draw(st.sampled_from([0.0, 50.0]))), data.draw(LAYOUTS)
+    )
     y, expected = functional.logsumexp(x, dims, keepdim), torch.logsumexp(x, dims, keepdim)
     assert_as_good_as_torch(y, expected, torch.logsumexp(x.double(), dims, keepdim))
     assert y.stride() == expected.contiguous().stride()
@@ -166,9 +168,13 @@ def test_pipeline_random(pipeline, data, device):
     )
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": conv_groups}
     if transposed:
-        options["output_padding"] = tuple(data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+        options["output_padding"] = tuple(
+            data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)
+        )
     seed = data.draw(st.integers(0, 2**16))
-    x = laid_out(random_tensor(seed, (data.draw(st.integers(1, 3)), c_in, *size), device, torch.float32), data.draw(LAYOUTS))
+    x = laid_out(
+        random_tensor(seed, (data.draw(st.integers(1, 3)), c_in, *size), device, torch.float32), data.draw(LAYOUTS)
+    )
     shape = (c_in, c_out // conv_groups, *kernel) if transposed else (c_out, c_in // conv_groups, *kernel)
     weight = random_tensor(seed + 1, shape, device, torch.float32, 0.5)
     bias, gamma, beta = (
@@ -184,8 +190,7 @@ def test_pipeline_random(pipeline, data, device):
         if pipeline == "mean":
             torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-5)
         else:
-            assert relative_error(y, exact) <= 2 * relative_error(expected, exact) + 1e-6
-            torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-4)
+            assert_as_good_as_torch(y, expected, exact)
 
 
 @EFFORT

@@ -139,20 +139,133 @@ def test_fused_constructors_take_the_documented_arguments():
         assert usual <= set(parameters)
 
 
-def test_fused_module_options(device):
-    options = {"stride": 2, "padding": 1, "conv_groups": 2, "bias": False, "device": device, "dtype": torch.float64}
-    module = knn.Conv3dGroupNormMean(4, 6, 3, 3, **options)
-    x = torch.randn(2, 4, 7, 8, 9, device=device, dtype=torch.float64)
-    c = nn.functional.conv3d(x, module.conv.weight, None, 2, 1, 1, 2)
-    torch.testing.assert_close(module(x), nn.functional.group_norm(c, 3).mean((1, 2, 3, 4)))
+# Every keyword of the fused constructors, and the same network out of torch.nn.
+def mean_pair(device):
+    options = {"stride": (1, 2, 1), "padding": (1, 0, 2), "dilation": (1, 1, 2), "bias": False}
+    fused = knn.Conv3dGroupNormMean(
+        4, 6, (3, 2, 3), 3, groups=2, eps=1e-2, device=device, dtype=torch.float64, **options
+    )
+    conv = nn.Conv3d(4, 6, (3, 2, 3), groups=2, device=device, dtype=torch.float64, **options)
+    norm = nn.GroupNorm(3, 6, 1e-2, device=device, dtype=torch.float64)
+    return fused, conv, norm, lambda x: norm(conv(x)).mean((1, 2, 3, 4)), (2, 4, 7, 8, 9)
+
+
+def mean_circular_pair(device):
+    options = {"padding": (1, 2, 0), "padding_mode": "circular", "device": device, "dtype": torch.float64}
+    fused = knn.Conv3dGroupNormMean(4, 6, 3, 3, **options)
+    conv, norm = nn.Conv3d(4, 6, 3, **options), nn.GroupNorm(3, 6, device=device, dtype=torch.float64)
+    return fused, conv, norm, lambda x: norm(conv(x)).mean((1, 2, 3, 4)), (2, 4, 7, 8, 9)
+
+
+def mean_same_pair(device):
+    options = {"padding": "same", "dilation": (1, 2, 1), "device": device, "dtype": torch.float64}
+    fused = knn.Conv3dGroupNormMean(4, 6, (2, 3, 4), 3, **options)
+    conv, norm = nn.Conv3d(4, 6, (2, 3, 4), **options), nn.GroupNorm(3, 6, device=device, dtype=torch.float64)
+    return fused, conv, norm, lambda x: norm(conv(x)).mean((1, 2, 3, 4)), (2, 4, 7, 8, 9)
+
+
+def relu_norm_pair(device):
+    options = {
+        "stride": (2, 1, 3),
+        "padding": (1, 0, 1),
+        "output_padding": (1, 0, 2),
+        "dilation": (1, 2, 1),
+        "bias": True,
+    }
+    fused = knn.ConvTranspose3dReLUGroupNorm(
+        4, 6, 3, 3, conv_groups=2, eps=1e-2, device=device, dtype=torch.float64, **options
+    )
+    conv = nn.ConvTranspose3d(4, 6, 3, groups=2, device=device, dtype=torch.float64, **options)
+    norm = nn.GroupNorm(3, 6, 1e-2, device=device, dtype=torch.float64)
+    return fused, conv, norm, lambda x: norm(torch.relu(conv(x))), (2, 4, 4, 5, 3)
+
+
+def logsumexp_of(conv, norm):
+    def forward(x):
+        c = conv(x)
+        return torch.logsumexp(c + nn.functional.hardswish(torch.tanh(norm(c))), 1, keepdim=True)
+
+    return forward
+
+
+def logsumexp_pair(device):
+    options = {"stride": (1, 2), "padding": (2, 1), "dilation": (2, 1), "bias": False}
+    fused = knn.Conv2dGroupNormTanhHardswishResidualLogSumExp(
+        4, 6, 3, 3, 1e-2, conv_groups=2, device=device, dtype=torch.float64, **options
+    )
+    conv = nn.Conv2d(4, 6, 3, groups=2, device=device, dtype=torch.float64, **options)
+    norm = nn.GroupNorm(3, 6, 1e-2, device=device, dtype=torch.float64)
+    return fused, conv, norm, logsumexp_of(conv, norm), (2, 4, 9, 8)
+
+
+def logsumexp_reflect_pair(device):
+    options = {"padding": (1, 3), "padding_mode": "reflect", "device": device, "dtype": torch.float64}
+    fused = knn.Conv2dGroupNormTanhHardswishResidualLogSumExp(4, 6, 3, 3, **options)
+    conv, norm = nn.Conv2d(4, 6, 3, **options), nn.GroupNorm(3, 6, device=device, dtype=torch.float64)
+    return fused, conv, norm, logsumexp_of(conv, norm), (2, 4, 9, 8)
+
+
+FUSED_OPTIONS = [
+    mean_pair, mean_circular_pair, mean_same_pair, relu_norm_pair, logsumexp_pair, logsumexp_reflect_pair
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", FUSED_OPTIONS, ids=lambda f: f.__name__)
+def test_fused_module_options(pair, device):
+    fused, conv, norm, forward, shape = pair(device)
+    with torch.no_grad():
+        for p in fused.parameters():
+            p.copy_(torch.randn_like(p))
+    state = fused.state_dict()
+    kind = "conv_transpose." if isinstance(conv, nn.ConvTranspose3d) else "conv."
+    conv.load_state_dict({k[len(kind) :]: v for k, v in state.items() if k.startswith(kind)}, strict=True)
+    norm.load_state_dict({k.split(".")[1]: v for k, v in state.items() if k.startswith("group_norm.")}, strict=True)
+    x = torch.randn(shape, device=device, dtype=torch.float64)
+    torch.testing.assert_close(fused(x), forward(x))
+    # The submodules are torch's own, and print as torch's.
+    assert repr(norm) == repr(fused.group_norm)
+    assert repr(conv) == repr(fused.conv_transpose if kind == "conv_transpose." else fused.conv)
+
+
+def test_conv_groups_has_two_names_where_groups_is_free():
+    a, b = (knn.Conv3dGroupNormMean(4, 6, 3, 3, **k) for k in ({"groups": 2}, {"conv_groups": 2}))
+    assert a.conv.groups == b.conv.groups == 2
+    with pytest.raises(ValueError, match="groups is 2 and conv_groups is 4"):
+        knn.Conv3dGroupNormMean(4, 4, 3, 2, groups=2, conv_groups=4)
+
+
+def test_padding_of_one_number_in_a_list():
+    """torch.nn.functional takes [1] for every dim."""
+    x, weight = torch.randn(1, 2, 6, 6, dtype=torch.float64), torch.randn(3, 2, 3, 3, dtype=torch.float64)
+    y = kgopt.functional.conv2d(x, weight, None, [2], [1], [1])
+    torch.testing.assert_close(y, nn.functional.conv2d(x, weight, None, [2], [1], [1]))
 
 
 def test_module_errors():
     with pytest.raises(ValueError, match="divisible"):
         knn.GroupNorm(5, 24)
-    with pytest.raises(ValueError, match="swish"):
+    with pytest.raises(ValueError, match="act is 'swish' and names 'swish', expected"):
         knn.GroupNorm(4, 8, act="swish")
+    with pytest.raises(ValueError, match="act is 'relu\\+foo' and names 'foo'"):
+        knn.GroupNorm(4, 8, act="relu+foo")
+    with pytest.raises(ValueError, match="divisible"):
+        knn.Conv3dGroupNormMean(3, 10, 3, 4)
+    with pytest.raises(ValueError, match="divisible by groups"):
+        knn.Conv2dGroupNormTanhHardswishResidualLogSumExp(3, 8, 3, 4, conv_groups=2)
+    with pytest.raises(ValueError, match="padding is 'full', expected 'same', 'valid' or numbers"):
+        kgopt.functional.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3), padding="full")
+    with pytest.raises(RuntimeError, match="stride is 2, expected 1 with padding='same'"):
+        kgopt.functional.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3), stride=2, padding="same")
     assert "act=silu" in repr(knn.GroupNorm(4, 8, act="silu"))
+
+
+def test_group_norm_with_an_activation(device):
+    norm = knn.GroupNorm(4, 8, act="gelu+sigmoid", device=device, dtype=torch.float64)
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    x = torch.randn(2, 8, 5, device=device, dtype=torch.float64)
+    exact = torch.sigmoid(nn.functional.gelu(nn.functional.group_norm(x, 4, norm.weight, norm.bias)))
+    torch.testing.assert_close(norm(x), exact)
 
 
 def test_version_and_lazy_modules():

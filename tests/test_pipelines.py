@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tolerances import assert_as_good_as_torch, relative_error, round_tf32
 
 from kgopt import functional, reference
+from tolerances import assert_as_good_as_torch, relative_error, round_tf32
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -107,9 +107,7 @@ def test_pipeline_conv_groups(pipeline, device):
     shape = (c_in, c_out // 2, *kernel) if PIPELINES[pipeline][2] else (c_out, c_in // 2, *kernel)
     weight, gamma, beta = (torch.randn(s, device=device) for s in (shape, (c_out,), (c_out,)))
     args = [x, weight, None, norm_groups, gamma, beta]
-    exact = PIPELINES[pipeline][1](
-        *[a.double() if isinstance(a, torch.Tensor) else a for a in args], groups=2
-    )
+    exact = PIPELINES[pipeline][1](*[a.double() if isinstance(a, torch.Tensor) else a for a in args], groups=2)
     y = PIPELINES[pipeline][0](*args, groups=2)
     torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from tolerances import assert_as_good_as_torch
 
 from kgopt import functional, reference
+from tolerances import assert_as_good_as_torch
 
 OPS = torch.ops.kgopt
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -38,7 +38,9 @@ def assert_as_good_as_torch(actual: Tensor, expected: Tensor, reference: Tensor,
     scale = float(reference.abs().max())
     largest = float((actual.double() - reference).abs().max())
     torch_largest = max(float((y.double() - reference).abs().max()) for y in yardsticks)
-    assert largest <= 4 * torch_largest + 8 * tiny * scale, f"largest error {largest:.3e}, PyTorch's {torch_largest:.3e}"
+    assert largest <= 4 * torch_largest + 8 * tiny * scale, (
+        f"largest error {largest:.3e}, PyTorch's {torch_largest:.3e}"
+    )
 
 
 def round_tf32(x: Tensor) -> Tensor:

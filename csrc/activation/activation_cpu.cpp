@@ -49,8 +49,8 @@ Tensor activation_backward(Tensor dy, Tensor x, std::string act) {
     torch::stable::parallel_for(0, x.numel(), 4096, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         Acc value;
-        to[i] = static_cast<T>(static_cast<Acc>(gradient[i]) *
-                               chain_derivative(chain, static_cast<Acc>(from[i]), &value));
+        to[i] =
+            static_cast<T>(static_cast<Acc>(gradient[i]) * chain_derivative(chain, static_cast<Acc>(from[i]), &value));
       }
     });
   });

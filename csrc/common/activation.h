@@ -31,8 +31,8 @@ enum class Act : int {
   kCount
 };
 
-inline constexpr const char* kActNames[] = {"none", "relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "sigmoid",
-                                            "tanh", "hardswish", "hardtanh", "elu", "mish", "softplus"};
+inline constexpr const char* kActNames[] = {"none", "relu",      "leaky_relu", "silu", "gelu", "gelu_tanh", "sigmoid",
+                                            "tanh", "hardswish", "hardtanh",   "elu",  "mish", "softplus"};
 
 // A chain of at most kMaxActs activations, applied in order. Four bits each, so that it travels by value.
 struct ActChain {
@@ -97,8 +97,7 @@ KGOPT_HD T act_value(Act act, T x) {
     case Act::kLeakyRelu: return x < T(0) ? x * T(0.01) : x;
     case Act::kSilu: return x * sigmoid_value(x);
     case Act::kGelu: return x * T(0.5) * (T(1) + erf(x * T(0.70710678118654752440)));
-    case Act::kGeluTanh:
-      return x * T(0.5) * (T(1) + tanh(T(0.79788456080286535588) * (x + T(0.044715) * x * x * x)));
+    case Act::kGeluTanh: return x * T(0.5) * (T(1) + tanh(T(0.79788456080286535588) * (x + T(0.044715) * x * x * x)));
     case Act::kSigmoid: return sigmoid_value(x);
     case Act::kTanh: return tanh(x);
     case Act::kHardswish: return x * clamp_keep_nan(x + T(3), T(0), T(6)) / T(6);
@@ -137,8 +136,7 @@ KGOPT_HD T act_derivative(Act act, T x) {
       T t = tanh(x);
       return T(1) - t * t;
     }
-    case Act::kHardswish:
-      return x <= T(-3) ? T(0) : (x < T(3) ? x / T(3) + T(0.5) : T(1));
+    case Act::kHardswish: return x <= T(-3) ? T(0) : (x < T(3) ? x / T(3) + T(0.5) : T(1));
     case Act::kHardtanh: return (x <= T(-1) || x >= T(1)) ? T(0) : T(1);
     case Act::kElu: return x > T(0) ? T(1) : exp(x);
     case Act::kMish: {

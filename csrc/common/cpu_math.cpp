@@ -33,8 +33,8 @@ KGOPT_MULTIVERSION Sums shifted_sums(const float* x, int64_t n, float shift) {
   return {sum[0], sum_sq[0]};
 }
 
-KGOPT_MULTIVERSION void shifted_column_sums(const float* x, int64_t positions, int64_t channels, const float* shift, float* sum,
-                         float* sum_sq) {
+KGOPT_MULTIVERSION void shifted_column_sums(const float* x, int64_t positions, int64_t channels, const float* shift,
+                                            float* sum, float* sum_sq) {
   for (int64_t p = 0; p < positions; ++p) {
     const float* const row = x + p * channels;
     for (int64_t c = 0; c < channels; ++c) {
@@ -49,8 +49,8 @@ KGOPT_MULTIVERSION void normalize_row(const float* x, float* y, int64_t n, float
   for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * scale + bias;
 }
 
-KGOPT_MULTIVERSION void normalize_columns(const float* x, float* y, int64_t positions, int64_t channels, const float* mean,
-                       const float* scale, const float* bias) {
+KGOPT_MULTIVERSION void normalize_columns(const float* x, float* y, int64_t positions, int64_t channels,
+                                          const float* mean, const float* scale, const float* bias) {
   for (int64_t p = 0; p < positions; ++p) {
     for (int64_t c = 0; c < channels; ++c) {
       y[p * channels + c] = (x[p * channels + c] - mean[c]) * scale[c] + bias[c];
@@ -101,7 +101,8 @@ void activate(Act act, float* x, int64_t n) {
   }
 }
 
-KGOPT_MULTIVERSION void residual_row(const float* c, float* r, float* maximum, int64_t n, float mean, float scale, float bias) {
+KGOPT_MULTIVERSION void residual_row(const float* c, float* r, float* maximum, int64_t n, float mean, float scale,
+                                     float bias) {
   for (int64_t i = 0; i < n; ++i) {
     const float t = tanh_f((c[i] - mean) * scale + bias);
     const float v = c[i] + t * (t + 3.f) * (1.f / 6.f);  // |tanh| <= 1: hardswish needs no clamp

@@ -58,12 +58,12 @@ struct Sums {
 // Sums of x - shift and of its square.
 Sums shifted_sums(const float* x, int64_t n, float shift);
 // Per-channel sums over `positions` rows of `channels` values.
-void shifted_column_sums(const float* x, int64_t positions, int64_t channels, const float* shift,
-                                            float* sum, float* sum_sq);
+void shifted_column_sums(const float* x, int64_t positions, int64_t channels, const float* shift, float* sum,
+                         float* sum_sq);
 // y = (x - mean) * scale + bias, for one channel and for rows of channels.
 void normalize_row(const float* x, float* y, int64_t n, float mean, float scale, float bias);
-void normalize_columns(const float* x, float* y, int64_t positions, int64_t channels,
-                                          const float* mean, const float* scale, const float* bias);
+void normalize_columns(const float* x, float* y, int64_t positions, int64_t channels, const float* mean,
+                       const float* scale, const float* bias);
 // One activation in place.
 void activate(Act act, float* x, int64_t n);
 inline void activate(Act act, double* x, int64_t n) {
@@ -74,8 +74,7 @@ void activate_chain(const ActChain& chain, T* x, int64_t n) {
   for (int i = 0; i < chain.length; ++i) activate(chain.at(i), x, n);
 }
 // r = c + hardswish(tanh((c - mean) * scale + bias)); maximum = max(maximum, r).
-void residual_row(const float* c, float* r, float* maximum, int64_t n, float mean, float scale,
-                                     float bias);
+void residual_row(const float* c, float* r, float* maximum, int64_t n, float mean, float scale, float bias);
 // sum += exp(r - maximum); with maximum infinite, exp(r).
 void add_exponentials(const float* r, const float* maximum, double* sum, int64_t n);
 // Largest of n values and a start, NaN passed over; sum of exp(x - shift).

@@ -78,28 +78,28 @@ __device__ __forceinline__ void store_as(void* p, int64_t i, Dtype dtype, Acc v)
 }
 
 // Calls f(T()) with the element type that dtype names.
-#define KGOPT_DISPATCH_DTYPE(dtype, T, ...)      \
-  switch (dtype) {                               \
-    case ::kgopt::Dtype::kFloat32: {             \
-      using T = float;                           \
-      __VA_ARGS__;                               \
-      break;                                     \
-    }                                            \
-    case ::kgopt::Dtype::kBFloat16: {            \
-      using T = __nv_bfloat16;                   \
-      __VA_ARGS__;                               \
-      break;                                     \
-    }                                            \
-    case ::kgopt::Dtype::kFloat16: {             \
-      using T = __half;                          \
-      __VA_ARGS__;                               \
-      break;                                     \
-    }                                            \
-    case ::kgopt::Dtype::kFloat64: {             \
-      using T = double;                          \
-      __VA_ARGS__;                               \
-      break;                                     \
-    }                                            \
+#define KGOPT_DISPATCH_DTYPE(dtype, T, ...) \
+  switch (dtype) {                          \
+    case ::kgopt::Dtype::kFloat32: {        \
+      using T = float;                      \
+      __VA_ARGS__;                          \
+      break;                                \
+    }                                       \
+    case ::kgopt::Dtype::kBFloat16: {       \
+      using T = __nv_bfloat16;              \
+      __VA_ARGS__;                          \
+      break;                                \
+    }                                       \
+    case ::kgopt::Dtype::kFloat16: {        \
+      using T = __half;                     \
+      __VA_ARGS__;                          \
+      break;                                \
+    }                                       \
+    case ::kgopt::Dtype::kFloat64: {        \
+      using T = double;                     \
+      __VA_ARGS__;                          \
+      break;                                \
+    }                                       \
   }
 
 }  // namespace kgopt

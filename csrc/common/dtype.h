@@ -5,9 +5,7 @@ namespace kgopt {
 
 enum class Dtype { kFloat32, kBFloat16, kFloat16, kFloat64 };
 
-inline int dtype_size(Dtype t) {
-  return t == Dtype::kFloat64 ? 8 : t == Dtype::kFloat32 ? 4 : 2;
-}
+inline int dtype_size(Dtype t) { return t == Dtype::kFloat64 ? 8 : t == Dtype::kFloat32 ? 4 : 2; }
 
 inline const char* dtype_name(Dtype t) {
   switch (t) {

@@ -62,25 +62,25 @@ __device__ __forceinline__ Acc chain_slope(const ActChain& chain, Acc x, Acc* va
 }
 
 // Runs `body` with kPre and kAct bound to the chains' kinds. Pairs that no network has share the run-time chain.
-#define KGOPT_DISPATCH_CHAINS(pre, act, kPre, kAct, ...)                                                   \
-  do {                                                                                                     \
-    const ::kgopt::Chain pre_kind = ::kgopt::chain_kind(pre), act_kind = ::kgopt::chain_kind(act);          \
-    if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kNone) {                           \
-      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kNone;                  \
-      __VA_ARGS__;                                                                                         \
-    } else if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kRelu) {                    \
-      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kRelu;                  \
-      __VA_ARGS__;                                                                                         \
-    } else if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kSilu) {                    \
-      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kSilu;                  \
-      __VA_ARGS__;                                                                                         \
-    } else if (pre_kind == ::kgopt::Chain::kRelu && act_kind == ::kgopt::Chain::kNone) {                    \
-      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kRelu, kAct = ::kgopt::Chain::kNone;                  \
-      __VA_ARGS__;                                                                                         \
-    } else {                                                                                               \
-      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kAny, kAct = ::kgopt::Chain::kAny;                    \
-      __VA_ARGS__;                                                                                         \
-    }                                                                                                      \
+#define KGOPT_DISPATCH_CHAINS(pre, act, kPre, kAct, ...)                                           \
+  do {                                                                                             \
+    const ::kgopt::Chain pre_kind = ::kgopt::chain_kind(pre), act_kind = ::kgopt::chain_kind(act); \
+    if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kNone) {                  \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kNone;         \
+      __VA_ARGS__;                                                                                 \
+    } else if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kRelu) {           \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kRelu;         \
+      __VA_ARGS__;                                                                                 \
+    } else if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kSilu) {           \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kSilu;         \
+      __VA_ARGS__;                                                                                 \
+    } else if (pre_kind == ::kgopt::Chain::kRelu && act_kind == ::kgopt::Chain::kNone) {           \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kRelu, kAct = ::kgopt::Chain::kNone;         \
+      __VA_ARGS__;                                                                                 \
+    } else {                                                                                       \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kAny, kAct = ::kgopt::Chain::kAny;           \
+      __VA_ARGS__;                                                                                 \
+    }                                                                                              \
   } while (0)
 
 }  // namespace kgopt

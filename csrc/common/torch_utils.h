@@ -39,8 +39,8 @@ template <typename... Args>
   throw std::runtime_error(oss.str());
 }
 
-#define KGOPT_CHECK(cond, ...)              \
-  do {                                      \
+#define KGOPT_CHECK(cond, ...)               \
+  do {                                       \
     if (!(cond)) ::kgopt::fail(__VA_ARGS__); \
   } while (0)
 
@@ -174,7 +174,8 @@ inline Tensor dense_in(const Tensor& t, MemoryFormat format) {
   return torch::stable::contiguous(t, format);
 }
 
-inline Tensor empty_like_shape(const Tensor& like, const IntArray& sizes, std::optional<ScalarType> dtype = std::nullopt,
+inline Tensor empty_like_shape(const Tensor& like, const IntArray& sizes,
+                               std::optional<ScalarType> dtype = std::nullopt,
                                MemoryFormat format = MemoryFormat::Contiguous) {
   return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()),
                               dtype ? *dtype : like.scalar_type(), std::nullopt, like.device(), std::nullopt, format);
@@ -185,9 +186,7 @@ inline ScalarType stats_type(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-inline void raise_on_error(const char* op, const Status& s) {
-  KGOPT_CHECK(s.ok(), op, ": ", s.kernel, ": ", s.reason);
-}
+inline void raise_on_error(const char* op, const Status& s) { KGOPT_CHECK(s.ok(), op, ": ", s.kernel, ": ", s.reason); }
 
 // Calls an ATen op by name; arguments must have the schema's exact types.
 template <typename... Args>
@@ -201,7 +200,8 @@ inline Tensor call_aten(const char* name, const char* overload, const Args&... a
 
 #if defined(KGOPT_CUDA)
 // Null in a CPU-only libtorch, which is why it is declared weak: the same wheel must load there.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                   void** ret_stream);
 
 #include "device_info.h"
 

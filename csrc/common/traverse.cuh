@@ -1,6 +1,6 @@
-// The two ways through a tensor that the GroupNorm kernels and the activations take: element by element, and reduced along the rows.
-// A row is a (sample, channel) pair; what happens at an element is a functor's business, how the memory is walked is
-// settled here once, for both layouts:
+// The two ways through a tensor that the GroupNorm kernels and the activations take: element by element, and reduced
+// along the rows. A row is a (sample, channel) pair; what happens at an element is a functor's business, how the memory
+// is walked is settled here once, for both layouts:
 //   contiguous     [rows][S]: rows lie one after the other, vectors run along a row
 //   channels_last  [N][S][C]: a thread owns a vector of neighbouring channels and walks over positions
 #pragma once
@@ -33,7 +33,8 @@ struct ElementwiseArgs {
 
 // Blocks run from the tensor's end to its start: the pass before went the other way and left the end in L2.
 template <typename F, int kSize>
-__global__ void __launch_bounds__(kTraverseThreads) elementwise_rows_kernel(const __grid_constant__ ElementwiseArgs<F> a) {
+__global__ void __launch_bounds__(kTraverseThreads)
+    elementwise_rows_kernel(const __grid_constant__ ElementwiseArgs<F> a) {
   using T = typename F::Element;
   constexpr int64_t kPerBlock = int64_t(kTraverseThreads) * kTraverseUnroll * kSize;
   const int64_t total = a.n * a.c * a.s;
@@ -88,7 +89,8 @@ __global__ void __launch_bounds__(kTraverseThreads) elementwise_rows_kernel(cons
   }
 }
 
-// Geometry of a channels_last walk: `lanes` threads along the channel vectors, `walkers` groups of them along positions.
+// Geometry of a channels_last walk: `lanes` threads along the channel vectors, `walkers` groups of them along
+// positions.
 struct ColumnGeometry {
   int lanes, walkers;
   int64_t channel_blocks;
@@ -187,9 +189,9 @@ Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool ch
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reduced along rows. A reducer has: Element, kInputs, Coef, `Coef load(int64_t row)`, a State that starts at the first
-// element it will see (`State start(const Coef&, Acc x)`), `void add(State&, const Coef&, Acc x, Acc second)`, a Partial
-// of kValues accumulation-type numbers, `Partial finish(const State&, Acc count)` and `static void merge(Partial&, const
-// Partial&)`. Partials go to [n][slices][rows][kValues].
+// element it will see (`State start(const Coef&, Acc x)`), `void add(State&, const Coef&, Acc x, Acc second)`, a
+// Partial of kValues accumulation-type numbers, `Partial finish(const State&, Acc count)` and `static void
+// merge(Partial&, const Partial&)`. Partials go to [n][slices][rows][kValues].
 
 template <typename R>
 struct ReduceArgs {

@@ -96,16 +96,16 @@ namespace {
 template <int kRank>
 Tensor conv_cuda(Tensor x, Tensor weight, OptTensor bias, IntArray stride, IntArray padding, IntArray dilation,
                  int64_t groups, std::string backend, std::optional<bool> allow_tf32) {
-  return conv_forward({kRank == 2 ? "conv2d" : "conv3d", x, weight, bias, stride, padding, dilation,
-                       IntArray(kRank, 0), groups, false, kRank, backend, allow_tf32});
+  return conv_forward({kRank == 2 ? "conv2d" : "conv3d", x, weight, bias, stride, padding, dilation, IntArray(kRank, 0),
+                       groups, false, kRank, backend, allow_tf32});
 }
 
 template <int kRank>
 Tensor conv_transpose_cuda(Tensor x, Tensor weight, OptTensor bias, IntArray stride, IntArray padding,
                            IntArray output_padding, int64_t groups, IntArray dilation, std::string backend,
                            std::optional<bool> allow_tf32) {
-  return conv_forward({kRank == 2 ? "conv_transpose2d" : "conv_transpose3d", x, weight, bias, stride, padding,
-                       dilation, output_padding, groups, true, kRank, backend, allow_tf32});
+  return conv_forward({kRank == 2 ? "conv_transpose2d" : "conv_transpose3d", x, weight, bias, stride, padding, dilation,
+                       output_padding, groups, true, kRank, backend, allow_tf32});
 }
 
 std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
@@ -115,8 +115,19 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
   KGOPT_CHECK(epilogue == "store" || epilogue == "stats" || epilogue == "logsumexp", op, ": epilogue is '", epilogue,
               "', expected store, stats or logsumexp");
-  const ConvArgs a{op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups, transposed,
-                   static_cast<int>(x.dim()) - 2, backend, allow_tf32};
+  const ConvArgs a{op,
+                   x,
+                   weight,
+                   std::nullopt,
+                   stride,
+                   padding,
+                   dilation,
+                   output_padding,
+                   groups,
+                   transposed,
+                   static_cast<int>(x.dim()) - 2,
+                   backend,
+                   allow_tf32};
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(x.get_device_index());
   return choose(a, shape,

@@ -37,10 +37,12 @@ Tensor conv_transpose(Tensor x, Tensor weight, OptTensor bias, IntArray stride, 
                      output_padding, groups, true, kRank, backend);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(
-    Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
-    IntArray stride, IntArray padding, IntArray dilation, int64_t groups, double eps, std::string backend,
-    std::optional<bool>) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(Tensor x, Tensor weight, OptTensor bias,
+                                                                      int64_t num_groups, OptTensor gn_weight,
+                                                                      OptTensor gn_bias, IntArray stride,
+                                                                      IntArray padding, IntArray dilation,
+                                                                      int64_t groups, double eps, std::string backend,
+                                                                      std::optional<bool>) {
   const char* const op = "conv3d_group_norm_mean";
   const ConvShape shape = check_conv(op, x, weight, bias, stride, padding, dilation, {0, 0, 0}, groups, false, 3);
   check_group_norm_affine(op, x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
@@ -49,10 +51,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(
       gn_weight, gn_bias, eps);
 }
 
-std::tuple<Tensor, Tensor, Tensor> conv_transpose3d_relu_group_norm_fwd(
-    Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
-    IntArray stride, IntArray padding, IntArray output_padding, int64_t groups, IntArray dilation, double eps,
-    std::string backend, std::optional<bool>) {
+std::tuple<Tensor, Tensor, Tensor> conv_transpose3d_relu_group_norm_fwd(Tensor x, Tensor weight, OptTensor bias,
+                                                                        int64_t num_groups, OptTensor gn_weight,
+                                                                        OptTensor gn_bias, IntArray stride,
+                                                                        IntArray padding, IntArray output_padding,
+                                                                        int64_t groups, IntArray dilation, double eps,
+                                                                        std::string backend, std::optional<bool>) {
   const char* const op = "conv_transpose3d_relu_group_norm";
   const ConvShape shape = check_conv(op, x, weight, bias, stride, padding, dilation, output_padding, groups, true, 3);
   check_group_norm_affine(op, x, shape.c_out, num_groups, gn_weight, gn_bias, eps);

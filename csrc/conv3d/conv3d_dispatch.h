@@ -57,8 +57,8 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     choice.path = ConvPath::kImplicitGemm;
     choice.reason = "narrow input: the convolution's output never reaches memory";
   } else if (fused) {
-    choice.reason = "input channels above " + std::to_string(2 * kNarrowInputChannels) +
-                    ": cuDNN and a stored output are faster";
+    choice.reason =
+        "input channels above " + std::to_string(2 * kNarrowInputChannels) + ": cuDNN and a stored output are faster";
   } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
     choice.path = ConvPath::kImplicitGemm;
     choice.reason = "narrow channels, where cuDNN is slow";

@@ -234,8 +234,8 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
     const int in_w = (load_cursor.w << plan.tile_log2[2]) * plan.in_step[2] + dim_w.tile_lo;
     const int c_begin_in = load_chunk * plan.words * kPerWord;
     const int words_valid = (p.c_in - c_begin_in + kPerWord - 1) / kPerWord;
-    const Element* const origin = x_sample + c_begin_in * p.x_stride_c + in_d * p.x_stride[0] +
-                                  in_h * p.x_stride[1] + in_w * p.x_stride[2];
+    const Element* const origin =
+        x_sample + c_begin_in * p.x_stride_c + in_d * p.x_stride[0] + in_h * p.x_stride[1] + in_w * p.x_stride[2];
     const bool interior = in_d >= 0 && in_h >= 0 && in_w >= 0 && in_d + plan.halo[0] <= p.in[0] &&
                           in_h + plan.halo[1] <= p.in[1] && in_w + plan.halo[2] <= p.in[2];
     uint32_t* const dst_stage = halo + stage * halo_stage;

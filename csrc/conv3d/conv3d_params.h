@@ -59,52 +59,52 @@ struct ConvDimClass {
   int taps;
   int k0, k_step;
   int off0, off_step;
-  int q_count;   // how many q there are
-  int tile_lo;   // smallest offset of any tap: where the halo begins
+  int q_count;  // how many q there are
+  int tile_lo;  // smallest offset of any tap: where the halo begins
 };
 
 // The launch plan: plain numbers, computed on the host, inspectable without a GPU.
 struct ConvPlan {
   const char* refusal = nullptr;  // why this kernel family cannot run it; null when it can
   ConvMath math = ConvMath::kTf32;
-  int mb = 2;                 // 16-row blocks of positions per warp
-  int nb = 1;                 // 8-column blocks of output channels per thread block
-  int n_tiles = 1;            // thread blocks along output channels, per conv group
-  int words = 1;              // 32-bit words of input channels per chunk (a word: 1 fp32 or 2 half channels)
-  int chunks = 1;             // chunks of input channels
-  int classes[3] = {1, 1, 1}; // residues per dim
+  int mb = 2;                  // 16-row blocks of positions per warp
+  int nb = 1;                  // 8-column blocks of output channels per thread block
+  int n_tiles = 1;             // thread blocks along output channels, per conv group
+  int words = 1;               // 32-bit words of input channels per chunk (a word: 1 fp32 or 2 half channels)
+  int chunks = 1;              // chunks of input channels
+  int classes[3] = {1, 1, 1};  // residues per dim
   int out_step[3] = {1, 1, 1};
   int in_step[3] = {1, 1, 1};
   ConvDimClass dim[3][kMaxDimClasses] = {};
-  int tile_log2[3] = {0, 0, 0};   // positions per tile and dim
-  int halo[3] = {1, 1, 1};        // input extent of a tile; halo[2] is the width without padding
-  int pitch = 1;                  // words between rows of a plane
-  int plane = 1;                  // words between channel planes
-  bool taps_fast = false;         // order of K inside a chunk: taps innermost, else channel words innermost
-  int k_steps_max = 1;            // largest number of 8-word K steps of a chunk over all classes
-  int zero_plane = 0;             // 1 when some class pads K: padded entries read a plane of zeros
-  int64_t tiles[3] = {1, 1, 1};   // tiles per dim
+  int tile_log2[3] = {0, 0, 0};  // positions per tile and dim
+  int halo[3] = {1, 1, 1};       // input extent of a tile; halo[2] is the width without padding
+  int pitch = 1;                 // words between rows of a plane
+  int plane = 1;                 // words between channel planes
+  bool taps_fast = false;        // order of K inside a chunk: taps innermost, else channel words innermost
+  int k_steps_max = 1;           // largest number of 8-word K steps of a chunk over all classes
+  int zero_plane = 0;            // 1 when some class pads K: padded entries read a plane of zeros
+  int64_t tiles[3] = {1, 1, 1};  // tiles per dim
   int64_t tiles_per_sample = 1;
-  int64_t slices = 1;             // thread blocks per sample (and class, group, channel tile)
+  int64_t slices = 1;  // thread blocks per sample (and class, group, channel tile)
   int64_t tiles_per_slice = 1;
   int smem_bytes = 0;
-  int64_t packed_words = 0;       // size of the packed weights
-  int64_t packed_class_words = 0; // the same for one class
+  int64_t packed_words = 0;        // size of the packed weights
+  int64_t packed_class_words = 0;  // the same for one class
 };
 
 // Arguments of the kernels. Passed by value as a __grid_constant__.
 struct ConvKernelParams {
   const void* x;
   int64_t x_stride_n, x_stride_c, x_stride[3];
-  int x_pair_load;               // half types: two neighbouring channels can be read as one aligned word
-  const uint32_t* packed_weight; // written by the pack kernel in mma fragment order
-  const float* bias;             // padded to n_tiles * nb * 8 per group, zeros without a bias
-  void* y;                       // kStore, kStoreStats; the result [N, positions] in fp32 for kResidualLse
+  int x_pair_load;                // half types: two neighbouring channels can be read as one aligned word
+  const uint32_t* packed_weight;  // written by the pack kernel in mma fragment order
+  const float* bias;              // padded to n_tiles * nb * 8 per group, zeros without a bias
+  void* y;                        // kStore, kStoreStats; the result [N, positions] in fp32 for kResidualLse
   int64_t y_stride_n, y_stride_c, y_stride[3];
-  float* partials;               // kStats, kStoreStats: see StatsPartials in groupnorm_params.h
-  const void* norm_table;        // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm_params.h
-  ActChain act;                  // kStore, kStoreStats
-  int c_in, c_out;               // per conv group
+  float* partials;         // kStats, kStoreStats: see StatsPartials in groupnorm_params.h
+  const void* norm_table;  // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm_params.h
+  ActChain act;            // kStore, kStoreStats
+  int c_in, c_out;         // per conv group
   int c_out_total;
   int groups;
   int in[3], out[3];

@@ -16,14 +16,12 @@ struct ConvSmemLayout {
   int halo_map;  // coordinates and offset of each halo position, an int2
   int weights;   // two stages when they change from step to step
   int epilogue;
-  int halo;      // two stages
+  int halo;  // two stages
   int total;
 };
 
 inline int conv_split_factor(ConvMath math) { return math == ConvMath::kTf32x3 ? 2 : 1; }
-inline int conv_channels_per_word(ConvMath math) {
-  return math == ConvMath::kBf16 || math == ConvMath::kFp16 ? 2 : 1;
-}
+inline int conv_channels_per_word(ConvMath math) { return math == ConvMath::kBf16 || math == ConvMath::kFp16 ? 2 : 1; }
 
 KGOPT_HD ConvSmemLayout conv_smem_layout(const ConvPlan& p) {
   const int split = p.math == ConvMath::kTf32x3 ? 2 : 1;
@@ -119,7 +117,8 @@ inline double plan_cost(const ConvPlan& p) {
   const double mma = p.mb * p.nb * 6.0 * split;
   const double a_loads = 4.0 * p.mb * (split > 1 ? 2 : 1), b_loads = p.nb * (split > 1 ? 2 : 1);
   const double lds = kConvWarps * (a_loads + 2 + 2 * b_loads);
-  const double issue = a_loads * (conv_rows_are_wide(p) ? 1 : 2) + b_loads + p.mb * p.nb * split * (split > 1 ? 2.5 : 1) + 6;
+  const double issue =
+      a_loads * (conv_rows_are_wide(p) ? 1 : 2) + b_loads + p.mb * p.nb * split * (split > 1 ? 2.5 : 1) + 6;
   const double halo = double(p.halo[0]) * p.halo[1] * p.pitch * (25 + 12.0 * p.words) * p.chunks / kConvThreads;
   return double(p.tiles_per_sample) *
          (double(p.k_steps_max) * p.chunks * std::max(mma, std::max(lds, issue)) + halo + 300.0);
@@ -128,9 +127,11 @@ inline double plan_cost(const ConvPlan& p) {
 inline void plan_slices(ConvPlan* p, const ConvProblem& problem, const DeviceLimits& limits) {
   // Tiles per block: the number that finishes first, counting whole waves of blocks. A block's start (tables, weights,
   // first load) costs about as much as one and a half tiles.
-  const int per_sm = std::max(1, std::min(conv_blocks_per_sm(p->math, p->nb), limits.smem_per_sm / (p->smem_bytes + 1024)));
+  const int per_sm =
+      std::max(1, std::min(conv_blocks_per_sm(p->math, p->nb), limits.smem_per_sm / (p->smem_bytes + 1024)));
   const int64_t capacity = int64_t(limits.sm_count) * per_sm;
-  const int64_t blocks_per_slice = problem.n * p->n_tiles * problem.groups * p->classes[0] * p->classes[1] * p->classes[2];
+  const int64_t blocks_per_slice =
+      problem.n * p->n_tiles * problem.groups * p->classes[0] * p->classes[1] * p->classes[2];
   double best_time = -1;
   p->slices = 0;
   for (int64_t per_slice = 1; per_slice <= std::min<int64_t>(128, p->tiles_per_sample); ++per_slice) {
@@ -247,8 +248,8 @@ inline ConvPlan plan_conv(const ConvProblem& problem, const DeviceLimits& limits
         if (p.smem_bytes * 2 > limits.smem_per_sm) cost *= 1.5;
         // Fragment rows shorter than 8 positions conflict in shared memory.
         if (log_w < 3) cost *= 1.3;
-        // Short rows are stored as partial cache lines: 8 to 64 output channels at 126 columns took 1250 us with rows of
-        // 8, 777 with 32, 563 with 64 and 479 with 128.
+        // Short rows are stored as partial cache lines: 8 to 64 output channels at 126 columns took 1250 us with rows
+        // of 8, 777 with 32, 563 with 64 and 479 with 128.
         if (stores && log_w < 7) cost *= 1.0 + 0.25 * (7 - log_w);
         if (best < 0 || cost < best) {
           best = cost;

@@ -125,7 +125,7 @@ inline int64_t packed_bias_bytes(const ConvShape& shape, const ConvPlan& plan) {
 }
 
 inline void pack_weights(const ConvArgs& a, const ConvShape& shape, ConvKernelParams* p, uint32_t* packed, float* bias,
-                  cudaStream_t stream) {
+                         cudaStream_t stream) {
   ConvPackParams pack = make_pack_params(a, shape, p->plan);
   const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
   pack.bias = a.bias ? dense_bias.const_data_ptr() : nullptr;

@@ -63,8 +63,8 @@ inline ConvShape check_conv(const char* op, const Tensor& x, const Tensor& weigh
               groups, ", expected a positive divisor of C = ", s.c_in,
               transposed ? std::string() : " and of weight.size(0) = " + std::to_string(weight.size(0)));
   if (transposed) {
-    KGOPT_CHECK(weight.size(0) == s.c_in, op, ": weight has shape ", shape_string(weight), ", expected ",
-                weight_layout, kernel_names, "] with C = ", s.c_in);
+    KGOPT_CHECK(weight.size(0) == s.c_in, op, ": weight has shape ", shape_string(weight), ", expected ", weight_layout,
+                kernel_names, "] with C = ", s.c_in);
     s.c_out = weight.size(1) * groups;
   } else {
     KGOPT_CHECK(weight.size(1) == s.c_in / groups, op, ": weight has shape ", shape_string(weight), ", expected ",
@@ -87,12 +87,13 @@ inline ConvShape check_conv(const char* op, const Tensor& x, const Tensor& weigh
     s.stride[at] = stride[i];
     s.padding[at] = padding[i];
     s.dilation[at] = dilation[i];
-    KGOPT_CHECK(s.kernel[at] >= 1, op, ": weight has shape ", shape_string(weight), ", expected a kernel of at least 1");
+    KGOPT_CHECK(s.kernel[at] >= 1, op, ": weight has shape ", shape_string(weight),
+                ", expected a kernel of at least 1");
     if (transposed) {
       s.output_padding[at] = output_padding[i];
       KGOPT_CHECK(output_padding[i] < std::max(stride[i], dilation[i]), op, ": output_padding is ",
-                  list_string(output_padding), ", expected smaller than stride ", list_string(stride),
-                  " or dilation ", list_string(dilation));
+                  list_string(output_padding), ", expected smaller than stride ", list_string(stride), " or dilation ",
+                  list_string(dilation));
     }
     s.out[at] = conv_out_size(s.in[at], s.kernel[at], s.stride[at], s.padding[at], s.dilation[at], transposed,
                               s.output_padding[at]);

@@ -225,12 +225,25 @@ Tensor as_type_of(const Tensor& t, const Tensor& x) {
 
 // Boxed entry points; the argument order is the schemas'.
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(
-    Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
-    IntArray stride, IntArray padding, IntArray dilation, int64_t groups, double eps, std::string backend,
-    std::optional<bool> allow_tf32) {
-  const ConvArgs a{"conv3d_group_norm_mean", x,     weight, bias, stride,  padding,   dilation, {0, 0, 0}, groups,
-                   false,                    3,     backend, allow_tf32};
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(Tensor x, Tensor weight, OptTensor bias,
+                                                                      int64_t num_groups, OptTensor gn_weight,
+                                                                      OptTensor gn_bias, IntArray stride,
+                                                                      IntArray padding, IntArray dilation,
+                                                                      int64_t groups, double eps, std::string backend,
+                                                                      std::optional<bool> allow_tf32) {
+  const ConvArgs a{"conv3d_group_norm_mean",
+                   x,
+                   weight,
+                   bias,
+                   stride,
+                   padding,
+                   dilation,
+                   {0, 0, 0},
+                   groups,
+                   false,
+                   3,
+                   backend,
+                   allow_tf32};
   MeanResult r = conv_group_norm_mean(a, num_groups, gn_weight, gn_bias, eps);
   return {r.out, r.channel_mean, r.mean, r.rstd};
 }
@@ -247,8 +260,19 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose3d_relu_group_norm_fwd(
     Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
     IntArray stride, IntArray padding, IntArray output_padding, int64_t groups, IntArray dilation, double eps,
     std::string backend, std::optional<bool> allow_tf32) {
-  const ConvArgs a{"conv_transpose3d_relu_group_norm", x,    weight, bias,    stride,    padding, dilation,
-                   output_padding,                     groups, true, 3,       backend,   allow_tf32};
+  const ConvArgs a{"conv_transpose3d_relu_group_norm",
+                   x,
+                   weight,
+                   bias,
+                   stride,
+                   padding,
+                   dilation,
+                   output_padding,
+                   groups,
+                   true,
+                   3,
+                   backend,
+                   allow_tf32};
   NormResult r = conv_transpose_relu_group_norm(a, num_groups, gn_weight, gn_bias, eps);
   return {r.y, r.mean, r.rstd};
 }
@@ -268,7 +292,18 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_residual_logsumexp_fwd(Tensor x, Tenso
                                                                  IntArray dilation, int64_t groups, double eps,
                                                                  std::string backend, std::optional<bool> allow_tf32) {
   const ConvArgs a{"conv2d_group_norm_tanh_hardswish_residual_logsumexp",
-                   x, weight, bias, stride, padding, dilation, {0, 0}, groups, false, 2, backend, allow_tf32};
+                   x,
+                   weight,
+                   bias,
+                   stride,
+                   padding,
+                   dilation,
+                   {0, 0},
+                   groups,
+                   false,
+                   2,
+                   backend,
+                   allow_tf32};
   NormResult r = conv_residual_logsumexp(a, num_groups, gn_weight, gn_bias, eps);
   return {r.y, r.mean, r.rstd};
 }

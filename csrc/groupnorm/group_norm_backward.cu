@@ -2,9 +2,9 @@
 // dbias, then dx. The activation's derivative is recomputed from x. With u = pre_act(x), xhat = (u - mean) rstd,
 // z = xhat weight + bias, dz = dy act'(z) (Wu and He 2018, differentiated):
 //   dx = pre_act'(x) rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
-#include "groupnorm.h"
 #include "../common/pointwise.cuh"
 #include "../common/traverse.cuh"
+#include "groupnorm.h"
 
 namespace kgopt {
 namespace {
@@ -59,8 +59,8 @@ struct InputGradient {
   const TableRow<Acc>* table;
   const Acc* group_terms;  // [N, G, 2]
   const Acc* dout;
-  int64_t c, channels;     // all, and of a group
-  Acc scale;               // 1 / (C * S)
+  int64_t c, channels;  // all, and of a group
+  Acc scale;            // 1 / (C * S)
   ActChain pre, act;
 
   __device__ Coef load(int64_t row) const {
@@ -85,7 +85,8 @@ struct InputGradient {
 template <typename Acc>
 __global__ void __launch_bounds__(256) mean_channel_sums_kernel(const __grid_constant__ GroupNormBackwardParams p) {
   const GroupNormDims& d = p.dims;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < d.n * d.c; i += int64_t(gridDim.x) * blockDim.x) {
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < d.n * d.c;
+       i += int64_t(gridDim.x) * blockDim.x) {
     const TableRow<Acc> row = static_cast<const TableRow<Acc>*>(p.table)[i];
     const Acc dz = static_cast<const Acc*>(p.dout)[i / d.c] / Acc(d.c);  // summed over the S positions
     Acc* const out = static_cast<Acc*>(p.partial_sums) + i * 2;
@@ -262,7 +263,8 @@ __global__ void __launch_bounds__(256) stats_gradient_table_kernel(const __grid_
   const GroupNormDims& d = p.dims;
   const int64_t channels = d.c / d.g;
   const Acc m = Acc(channels) * Acc(d.s);
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < d.n * d.c; i += int64_t(gridDim.x) * blockDim.x) {
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < d.n * d.c;
+       i += int64_t(gridDim.x) * blockDim.x) {
     const int64_t g = i / d.c * d.g + i % d.c / channels;
     const Acc rstd = static_cast<const Acc*>(p.rstd)[g];
     TableRow<Acc>* const row = static_cast<TableRow<Acc>*>(p.table) + i;

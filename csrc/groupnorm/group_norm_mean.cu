@@ -1,8 +1,8 @@
 // Normalize and accumulate the mean, without normalizing anything: the mean over a channel of an affine function is
 // that function of the channel's mean, so out[n] needs the channel means and the group statistics alone.
-#include "groupnorm.h"
 #include "../common/dtype.cuh"
 #include "../common/reduce.cuh"
+#include "groupnorm.h"
 
 namespace kgopt {
 namespace {

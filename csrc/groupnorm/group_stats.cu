@@ -1,8 +1,8 @@
 // Group statistics: partial moments of slices, then their merge. A group is split over as many blocks as the GPU has
 // room for, whatever N * G is, and merged in a fixed order.
-#include "groupnorm.h"
 #include "../common/pointwise.cuh"
 #include "../common/traverse.cuh"
+#include "groupnorm.h"
 
 namespace kgopt {
 namespace {
@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
 template <typename Acc>
 __global__ void __launch_bounds__(256) affine_table_kernel(const __grid_constant__ AffineTableParams p) {
   const int64_t channels = p.c / p.g;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.n * p.c; i += int64_t(gridDim.x) * blockDim.x) {
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.n * p.c;
+       i += int64_t(gridDim.x) * blockDim.x) {
     const int64_t n = i / p.c, c = i % p.c;
     Acc* const out = static_cast<Acc*>(p.table) + i * 4;
     out[0] = static_cast<const Acc*>(p.mean)[n * p.g + c / channels];
@@ -121,8 +122,8 @@ void plan_group_stats(GroupStatsParams* p, bool per_channel, int sm_count) {
   if (d.channels_last) {
     p->partials.rows = d.c;
     const ColumnGeometry g = column_geometry(d.c, d.c % vec == 0 ? vec : 1);
-    plan_slices(d.n * g.channel_blocks, d.s, int64_t(g.walkers) * kTraverseUnroll * 2, 1, sm_count,
-                &p->partials.slices, &p->slice_length);
+    plan_slices(d.n * g.channel_blocks, d.s, int64_t(g.walkers) * kTraverseUnroll * 2, 1, sm_count, &p->partials.slices,
+                &p->slice_length);
   } else {
     p->partials.rows = per_channel ? d.c : d.g;
     plan_slices(d.n * p->partials.rows, d.c * d.s / p->partials.rows, 4096, 64, sm_count, &p->partials.slices,

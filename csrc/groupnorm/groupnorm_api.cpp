@@ -118,15 +118,13 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cuda(Tensor x, int64_t num_gro
     Statistics s = empty_statistics(x, d, false);
     return {y, s.mean, s.rstd};
   }
-  const Statistics s =
-      normalize_into(op, dense_in(x, format), y, d, weight, bias, eps, act_chain, pre_chain);
+  const Statistics s = normalize_into(op, dense_in(x, format), y, d, weight, bias, eps, act_chain, pre_chain);
   return {y, s.mean, s.rstd};
 }
 
 std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor& x, int64_t num_groups,
                                                    const OptTensor& weight, const OptTensor& bias, double eps,
-                                                   const std::string& act, const std::string& pre_act,
-                                                   bool add_input) {
+                                                   const std::string& act, const std::string& pre_act, bool add_input) {
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
   const Statistics s =
       normalize_into(op, x, x, d, weight, bias, eps, check_act(op, act), check_act(op, pre_act), add_input);

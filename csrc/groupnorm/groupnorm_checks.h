@@ -17,8 +17,8 @@ inline void check_group_norm_affine(const char* op, const Tensor& x, int64_t cha
   auto check = [&](const char* arg, const OptTensor& t) {
     if (!t) return;
     check_same_device(op, arg, *t, x);
-    KGOPT_CHECK(t->dim() == 1 && t->size(0) == channels, op, ": ", arg, " has shape ", shape_string(*t),
-                ", expected [", channels, "]");
+    KGOPT_CHECK(t->dim() == 1 && t->size(0) == channels, op, ": ", arg, " has shape ", shape_string(*t), ", expected [",
+                channels, "]");
     const bool mixed = t->scalar_type() == ScalarType::Float && x.scalar_type() != ScalarType::Double;
     KGOPT_CHECK(t->scalar_type() == x.scalar_type() || mixed, op, ": ", arg, " has dtype ",
                 scalar_type_name(t->scalar_type()), ", expected ", scalar_type_name(x.scalar_type()),

@@ -71,7 +71,9 @@ std::vector<Moments> row_moments(const T* x, int64_t rows, int64_t length, const
 }
 
 // At most 128: that many fp32 terms are summed before the sums go on in double.
-int64_t positions_per_piece(const GroupNormDims& d) { return std::max<int64_t>(1, std::min<int64_t>(128, kPiece / d.c)); }
+int64_t positions_per_piece(const GroupNormDims& d) {
+  return std::max<int64_t>(1, std::min<int64_t>(128, kPiece / d.c));
+}
 
 // Moments of each (sample, channel) of a channels_last tensor.
 template <typename T>
@@ -118,7 +120,7 @@ std::vector<Moments> column_moments(const T* x, const GroupNormDims& d, const Ac
 }
 
 struct Statistics {
-  std::vector<double> mean, rstd;  // [N * G]
+  std::vector<double> mean, rstd;    // [N * G]
   std::vector<double> channel_mean;  // [N * C], where asked for
 };
 
@@ -245,9 +247,9 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cpu(Tensor x, int64_t num_grou
   const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act);
   const MemoryFormat format = format_of(x, d);
   Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
-  const Statistics s =
-      d.numel() == 0 ? empty_statistics(d)
-                     : normalize_into(dense_in(x, format), y, d, weight, bias, eps, act_chain, pre_chain);
+  const Statistics s = d.numel() == 0
+                           ? empty_statistics(d)
+                           : normalize_into(dense_in(x, format), y, d, weight, bias, eps, act_chain, pre_chain);
   return {y, to_tensor(x, s.mean, {d.n, d.g}), to_tensor(x, s.rstd, {d.n, d.g})};
 }
 
@@ -265,8 +267,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cpu(Tensor x, int
                                                                    OptTensor bias, double eps) {
   const char* const op = "group_norm_mean";
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
-  const Statistics s = d.numel() == 0 ? empty_statistics(d)
-                                      : compute_statistics(dense_in(x, format_of(x, d)), d, ActChain(), eps, true);
+  const Statistics s =
+      d.numel() == 0 ? empty_statistics(d) : compute_statistics(dense_in(x, format_of(x, d)), d, ActChain(), eps, true);
   const std::vector<double> w = read_all(weight, d.c, 1.0), b = read_all(bias, d.c, 0.0);
   std::vector<double> out(d.n);
   for (int64_t n = 0; n < d.n; ++n) {
@@ -317,8 +319,8 @@ Tensor group_stats_backward(Tensor dmean, Tensor drstd, Tensor x, Tensor mean, T
         const int64_t c = d.channels_last ? i % d.c : i / d.s;
         const int64_t g = n * d.g + c / d.channels_per_group(), at = n * d.c * d.s + i;
         const Acc centered = static_cast<Acc>(from[at]) - static_cast<Acc>(mu[g]);
-        to[at] = static_cast<T>(centered * static_cast<Acc>(-dr[g] * r[g] * r[g] * r[g] / m) +
-                                static_cast<Acc>(dm[g] / m));
+        to[at] =
+            static_cast<T>(centered * static_cast<Acc>(-dr[g] * r[g] * r[g] * r[g] / m) + static_cast<Acc>(dm[g] / m));
       }
     });
   });
@@ -327,7 +329,7 @@ Tensor group_stats_backward(Tensor dmean, Tensor drstd, Tensor x, Tensor mean, T
 
 // dy of one element, from a tensor or constant over a sample.
 struct Gradient {
-  const void* dy;               // of x's type and layout, or null
+  const void* dy;                  // of x's type and layout, or null
   std::vector<double> per_sample;  // with dy == null: dout[n] / (C * S)
 };
 

@@ -31,8 +31,8 @@ struct StatsPartials {
 struct GroupStatsParams {
   const void* x = nullptr;
   GroupNormDims dims;
-  ActChain pre_act;        // statistics are those of pre_act(x)
-  StatsPartials partials;  // rows: c, or for contiguous x any number for which rows divide [C, S] evenly
+  ActChain pre_act;          // statistics are those of pre_act(x)
+  StatsPartials partials;    // rows: c, or for contiguous x any number for which rows divide [C, S] evenly
   int64_t slice_length = 0;  // elements of a row (contiguous) or positions (channels_last) per slice
 };
 
@@ -89,10 +89,10 @@ struct GroupNormMeanParams {
 // dx, and the per-sample channel sums from which dweight and dbias come. With z = xhat * weight + bias,
 // dz = dy * act'(z); sums hold (sum dz, sum dz * xhat) over the positions of a channel.
 struct GroupNormBackwardParams {
-  const void* dy = nullptr;      // of x's type and layout; null: dz is dout[n] / (C * S) everywhere
-  const void* dout = nullptr;    // [N], accumulation type; only with dy == null
+  const void* dy = nullptr;    // of x's type and layout; null: dz is dout[n] / (C * S) everywhere
+  const void* dout = nullptr;  // [N], accumulation type; only with dy == null
   const void* x = nullptr;
-  const void* table = nullptr;   // [N, C] of (mean, rstd, weight, bias)
+  const void* table = nullptr;         // [N, C] of (mean, rstd, weight, bias)
   const void* channel_mean = nullptr;  // [N, C]; only with dy == null
   GroupNormDims dims;
   ActChain pre_act, act;
@@ -102,8 +102,8 @@ struct GroupNormBackwardParams {
   void* channel_sums = nullptr;  // [N, C, 2]
   void* group_terms = nullptr;   // [N, G, 2]: (sum dz * weight, sum dz * weight * xhat) / (elements of a group)
   void* dx = nullptr;
-  void* dweight = nullptr;       // [C]
-  void* dbias = nullptr;         // [C]
+  void* dweight = nullptr;               // [C]
+  void* dbias = nullptr;                 // [C]
   Dtype affine_dtype = Dtype::kFloat32;  // of dweight and dbias
 };
 

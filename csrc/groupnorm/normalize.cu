@@ -1,7 +1,7 @@
 // y = act((pre_act(x) - mean) * rstd * weight + bias), one read and one write.
-#include "groupnorm.h"
 #include "../common/pointwise.cuh"
 #include "../common/traverse.cuh"
+#include "groupnorm.h"
 
 namespace kgopt {
 namespace {

@@ -90,7 +90,8 @@ template <typename T, typename R>
 __global__ void __launch_bounds__(kReduceThreads) reduce_merge_kernel(const __grid_constant__ ReduceParams p) {
   using Acc = acc_t<T>;
   const int64_t results = p.outer * p.inner;
-  for (int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; at < results; at += int64_t(gridDim.x) * blockDim.x) {
+  for (int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; at < results;
+       at += int64_t(gridDim.x) * blockDim.x) {
     R state;
     for (int64_t slice = 0; slice < p.slices; ++slice) {
       const Acc* const in = static_cast<const Acc*>(p.partials) + (slice * results + at) * 2;

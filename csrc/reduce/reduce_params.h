@@ -21,7 +21,7 @@ struct ReduceParams {
 struct LogsumexpBackwardParams {
   const void* dy = nullptr;  // [outer][inner]
   const void* x = nullptr;
-  const void* y = nullptr;   // the forward's result, [outer][inner]
+  const void* y = nullptr;  // the forward's result, [outer][inner]
   void* dx = nullptr;
   int64_t outer = 1, reduced = 1, inner = 1;
   Dtype dtype = Dtype::kFloat32;

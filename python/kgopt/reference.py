@@ -20,7 +20,8 @@ _ACTIVATIONS = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
-    "hardswish": F.hardswish,
+    # As its documentation has it: F.hardswish on CUDA multiplies by 1/6 rounded to float, in double too.
+    "hardswish": lambda x: x * F.relu6(x + 3) / 6,
     "hardtanh": F.hardtanh,
     "elu": F.elu,
     "mish": F.mish,
@@ -131,5 +132,5 @@ def conv2d_group_norm_tanh_hardswish_residual_logsumexp_ref(
 ) -> Tensor:
     """``c = Conv2d(x)``; ``r = c + hardswish(tanh(GroupNorm(c)))``; logsumexp of r over channels: ``[N, 1, H, W]``."""
     c = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    r = c + F.hardswish(torch.tanh(F.group_norm(c, num_groups, gn_weight, gn_bias, eps)))
+    r = c + group_norm_ref(c, num_groups, gn_weight, gn_bias, eps, act="tanh+hardswish")
     return torch.logsumexp(r, dim=1, keepdim=True)
