@@ -36,7 +36,7 @@ CONV_CASES = {
     "2d transposed stride 2": (True, 2, 7, 10, (8, 9), (3, 3), (2, 2), (1, 1), (1, 1), (1, 1), 1),
     "3d transposed": (True, 3, 16, 24, (5, 6, 7), (3, 3, 3), (1, 1, 1), (0, 0, 0), (1, 1, 1), (0, 0, 0), 1),
     "3d transposed stride 2": (True, 3, 9, 40, (4, 5, 6), (2, 3, 4), (2, 2, 2), (0, 1, 1), (1, 1, 1), (0, 1, 0), 1),
-    "3d transposed stride over kernel": (
+    "3d transposed stride > kernel": (
         True,
         3,
         4,
@@ -49,7 +49,7 @@ CONV_CASES = {
         (1, 0, 1),
         1,
     ),
-    "3d transposed dilated, grouped": (
+    "3d transposed dilated, groups": (
         True,
         3,
         8,
