@@ -300,7 +300,7 @@ def measure_case(
                 model.load_state_dict(plain.state_dict())
                 model = build(model)
                 if row["layout"] == "channels_last" and not compiles:
-                    model = model.to(memory_format=x_format)
+                    model = model.to(memory_format=x_format)  # type: ignore[call-overload]
                 own_inputs = [x.contiguous(memory_format=x_format) for x in inputs]
                 start = time.monotonic()
                 runner = Runner(model, own_inputs, direction)
