@@ -26,13 +26,15 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def fixed_state():
-    """The same seeds for every test; TF32 off unless a test turns it on."""
+    """The same seeds for every test, TF32 off unless a test turns it on, no code compiled by an earlier test."""
     torch.manual_seed(0)
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture

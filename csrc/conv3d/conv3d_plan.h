@@ -153,7 +153,7 @@ inline ConvPlan plan_conv(const ConvProblem& problem, const DeviceLimits& limits
     return p;
   };
   switch (problem.dtype) {
-    case Dtype::kFloat64: return refuse("float64 has no tensor-core path here; the direct kernel serves it");
+    case Dtype::kFloat64: return refuse("float64 has no tensor-core path here");
     case Dtype::kFloat32: p.math = problem.allow_tf32 ? ConvMath::kTf32 : ConvMath::kTf32x3; break;
     case Dtype::kBFloat16: p.math = ConvMath::kBf16; break;
     case Dtype::kFloat16: p.math = ConvMath::kFp16; break;
