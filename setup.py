@@ -353,6 +353,8 @@ def make_extension(version: str) -> Extension:
         "-fvisibility=hidden",
         "-fvisibility-inlines-hidden",
         "-fno-math-errno",
+        "-fno-trapping-math",  # comparisons in a loop then become selects, and the loop vectorizes
+        "-fopenmp-simd",  # "omp simd" pragmas alone, no OpenMP
         "-ffunction-sections",
         "-fdata-sections",
         "-Wall",

@@ -7,6 +7,13 @@ namespace {
 
 using namespace cpu;
 
+// f(at, n) for blocks of all elements.
+template <typename F>
+void each_block(int64_t total, const F& f) {
+  parallel((total + kBlock - 1) / kBlock, kBlock,
+           [&](int64_t i) { f(i * kBlock, std::min(kBlock, total - i * kBlock)); });
+}
+
 Tensor activation(Tensor x, std::string act) {
   const char* const op = "activation";
   const Dtype dtype = check_dtype(op, "x", x);
@@ -14,19 +21,14 @@ Tensor activation(Tensor x, std::string act) {
   const MemoryFormat format = activation_format(x);
   const Tensor dense = dense_in(x, format);
   Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
-  const int64_t total = x.numel();
   dispatch_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
     T* const to = static_cast<T*>(y.mutable_data_ptr());
-    torch::stable::parallel_for(0, (total + kBlock - 1) / kBlock, 16, [&](int64_t begin, int64_t end) {
-      acc_t<T> buffer[kBlock];
-      for (int64_t at = begin * kBlock; at < std::min(total, end * kBlock); at += kBlock) {
-        const int64_t n = std::min(kBlock, total - at);
-        load_block(from + at, buffer, n);
-        activate_chain(chain, buffer, n);
-        store_block(buffer, to + at, n);
-      }
+    each_block(x.numel(), [&](int64_t at, int64_t n) {
+      alignas(64) acc_t<T> buffer[kBlock];
+      acc_t<T>* const target = target_block(to + at, buffer);
+      store_block(activate_chain(chain, view_block(from + at, buffer, n), target, n), to + at, n);
     });
   });
   return y;
@@ -42,16 +44,14 @@ Tensor activation_backward(Tensor dy, Tensor x, std::string act) {
   Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format);
   dispatch_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    using Acc = acc_t<T>;
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
     const T* const gradient = static_cast<const T*>(dense_dy.const_data_ptr());
     T* const to = static_cast<T*>(dx.mutable_data_ptr());
-    torch::stable::parallel_for(0, x.numel(), 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        Acc value;
-        to[i] =
-            static_cast<T>(static_cast<Acc>(gradient[i]) * chain_derivative(chain, static_cast<Acc>(from[i]), &value));
-      }
+    each_block(x.numel(), [&](int64_t at, int64_t n) {
+      alignas(64) acc_t<T> value[kBlock], buffer[kBlock];
+      const acc_t<T>* const v = view_block(from + at, value, n);
+      const acc_t<T>* const g = view_block(gradient + at, buffer, n);
+      store_block(chain_gradient(chain, v, value, g, target_block(to + at, buffer), n), to + at, n);
     });
   });
   return dx;

@@ -4,6 +4,11 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <type_traits>
+
 #include "cpu_math.h"
 #include "torch_utils.h"
 
@@ -28,7 +33,7 @@ inline void load_block(const T* from, acc_t<T>* to, int64_t n) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     bf16_to_float(reinterpret_cast<const uint16_t*>(from), to, n);
   } else if constexpr (std::is_same_v<T, Half>) {
-    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]);
+    half_to_float(reinterpret_cast<const uint16_t*>(from), to, n);
   } else {
     std::memcpy(to, from, n * sizeof(T));
   }
@@ -39,10 +44,54 @@ inline void store_block(const acc_t<T>* from, T* to, int64_t n) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     float_to_bf16(from, reinterpret_cast<uint16_t*>(to), n);
   } else if constexpr (std::is_same_v<T, Half>) {
-    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<Half>(from[i]);
-  } else {
+    float_to_half(from, reinterpret_cast<uint16_t*>(to), n);
+  } else if (static_cast<const void*>(from) != to) {
     std::memcpy(to, from, n * sizeof(T));
   }
+}
+
+// A block to read: the tensor's own memory where that is of the accumulation type, else converted into the buffer.
+template <typename T>
+inline const acc_t<T>* view_block(const T* from, acc_t<T>* buffer, int64_t n) {
+  if constexpr (std::is_same_v<T, acc_t<T>>) {
+    return from;
+  } else {
+    load_block(from, buffer, n);
+    return buffer;
+  }
+}
+// Where to put a block that store_block then writes to the tensor, which costs nothing where it already is there.
+template <typename T>
+inline acc_t<T>* target_block(T* to, acc_t<T>* buffer) {
+  if constexpr (std::is_same_v<T, acc_t<T>>) {
+    return to;
+  } else {
+    return buffer;
+  }
+}
+
+// chain(x): x itself where the chain is empty, else in the buffer, which may be x.
+template <typename T>
+inline const T* activate_chain(const ActChain& chain, const T* x, T* buffer, int64_t n) {
+  for (int i = 0; i < chain.length; ++i) {
+    activate(chain.at(i), x, buffer, n);
+    x = buffer;
+  }
+  return x;
+}
+
+// g * chain'(x): g itself where the chain is empty, else in `to`, which may be g. The buffer is for values within the
+// chain, and may be x.
+template <typename T>
+inline const T* chain_gradient(const ActChain& chain, const T* x, T* buffer, const T* g, T* to, int64_t n) {
+  for (int i = 0; i < chain.length; ++i) {
+    multiply_by_derivative(chain.at(i), x, g, to, n);
+    g = to;
+    if (i + 1 == chain.length) break;
+    activate(chain.at(i), x, buffer, n);
+    x = buffer;
+  }
+  return g;
 }
 
 // Runs f(T()) with the element type of a checked tensor.
@@ -56,32 +105,27 @@ inline void dispatch_dtype(Dtype dtype, const F& f) {
   }
 }
 
-inline double read_as_double(const Tensor& t, int64_t i) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return static_cast<const float*>(t.const_data_ptr())[i];
-    case ScalarType::Double: return static_cast<const double*>(t.const_data_ptr())[i];
-    case ScalarType::Half: return static_cast<const Half*>(t.const_data_ptr())[i];
-    default: return static_cast<const BFloat16*>(t.const_data_ptr())[i];
-  }
-}
-
-inline void write_double(const Tensor& t, int64_t i, double v) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: static_cast<float*>(t.mutable_data_ptr())[i] = static_cast<float>(v); break;
-    case ScalarType::Double: static_cast<double*>(t.mutable_data_ptr())[i] = v; break;
-    case ScalarType::Half: static_cast<Half*>(t.mutable_data_ptr())[i] = static_cast<float>(v); break;
-    default: static_cast<BFloat16*>(t.mutable_data_ptr())[i] = static_cast<float>(v);
-  }
-}
+inline Dtype dtype_of(const Tensor& t) { return check_dtype("kgopt", "a tensor", t); }
 
 // Values of a small vector ([C] parameters, [N, G] statistics) in double; `missing` where there is no tensor.
 inline std::vector<double> read_all(const OptTensor& t, int64_t n, double missing = 0) {
   std::vector<double> v(n, missing);
   if (t) {
     const Tensor dense = dense_in(*t, MemoryFormat::Contiguous);
-    for (int64_t i = 0; i < n; ++i) v[i] = read_as_double(dense, i);
+    dispatch_dtype(dtype_of(dense), [&](auto zero) {
+      const auto* const from = static_cast<const decltype(zero)*>(dense.const_data_ptr());
+      for (int64_t i = 0; i < n; ++i) v[i] = static_cast<acc_t<decltype(zero)>>(from[i]);
+    });
   }
   return v;
+}
+
+inline void write_all(const Tensor& t, const std::vector<double>& values) {
+  dispatch_dtype(dtype_of(t), [&](auto zero) {
+    using T = decltype(zero);
+    T* const to = static_cast<T*>(t.mutable_data_ptr());
+    for (size_t i = 0; i < values.size(); ++i) to[i] = static_cast<T>(static_cast<acc_t<T>>(values[i]));
+  });
 }
 
 // Moments of a set of values; merged as Chan, Golub and LeVeque 1983.
@@ -100,40 +144,17 @@ struct Moments {
 // Of `count` values, how many serve to guess their mean: a power of two, so that equal values give themselves.
 inline int64_t shift_samples(int64_t count) { return count >= 8 ? 8 : count >= 4 ? 4 : count >= 2 ? 2 : 1; }
 
-// The shift is near the mean, not just any value: the farther it is, the more digits the difference of sums loses.
-inline Moments block_moments(const float* x, int64_t n) {
-  const int64_t samples = shift_samples(n);
-  float shift = 0;
-  for (int64_t i = 0; i < samples; ++i) shift += x[i * n / samples];
-  shift /= static_cast<float>(samples);
-  const Sums s = shifted_sums(x, n, shift);
-  const double mean = double(s.sum) / double(n);
-  const double m2 = double(s.sum_sq) - double(s.sum) * mean;
-  return {shift + mean, m2 < 0 ? 0.0 : m2, double(n)};
-}
-inline Moments block_moments(const double* x, int64_t n) {
-  double sum = 0, sum_sq = 0;
-  for (int64_t i = 0; i < n; ++i) sum += x[i] - x[0];
-  const double mean = x[0] + sum / double(n);
-  for (int64_t i = 0; i < n; ++i) sum_sq += (x[i] - mean) * (x[i] - mean);
-  return {mean, sum_sq, double(n)};
+// From the sums of x - shift and its square.
+inline Moments shifted_moments(double shift, double sum, double sum_sq, double count) {
+  const double mean = sum / count, m2 = sum_sq - sum * mean;
+  return {shift + mean, m2 < 0 ? 0.0 : m2, count};
 }
 
-inline void normalize_row(const double* x, double* y, int64_t n, double mean, double scale, double bias) {
-  for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * scale + bias;
-}
-inline void normalize_columns(const double* x, double* y, int64_t positions, int64_t channels, const double* mean,
-                              const double* scale, const double* bias) {
-  for (int64_t p = 0; p < positions; ++p) {
-    for (int64_t c = 0; c < channels; ++c) {
-      y[p * channels + c] = (x[p * channels + c] - mean[c]) * scale[c] + bias[c];
-    }
-  }
-}
-
+// Calls f(i) for every unit of work, in parallel where that is worth the start of a thread.
 template <typename F>
-inline void parallel(int64_t units, const F& f) {
-  torch::stable::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
+inline void parallel(int64_t units, int64_t elements_per_unit, const F& f) {
+  const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, elements_per_unit));
+  torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) f(i);
   });
 }

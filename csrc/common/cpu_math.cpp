@@ -1,159 +1,444 @@
 #include "cpu_math.h"
 
+#include <cmath>
+#include <cstring>
+
 // The compiler emits one copy per level and a resolver. Elsewhere the baseline is what there is.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define KGOPT_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define KGOPT_MULTIVERSION
 #endif
+// What a multiversioned function calls must become part of it: on its own it would be built for the baseline.
+#define KGOPT_INLINE __attribute__((always_inline)) inline
+// Iterations are independent (sums may be split over lanes): no checks for overlapping arrays, no order kept.
+#define KGOPT_SIMD _Pragma("omp simd")
 
 namespace kgopt::cpu {
+namespace {
 
-KGOPT_MULTIVERSION Sums shifted_sums(const float* x, int64_t n, float shift) {
-  float sum[kLanes] = {}, sum_sq[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) {
-      const float v = x[i + j] - shift;
-      sum[j] += v;
-      sum_sq[j] += v * v;
-    }
-  }
-  for (int j = 0; i < n; ++i, ++j) {
-    const float v = x[i] - shift;
-    sum[j] += v;
-    sum_sq[j] += v * v;
-  }
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int j = 0; j < width; ++j) {
-      sum[j] += sum[j + width];
-      sum_sq[j] += sum_sq[j + width];
-    }
-  }
-  return {sum[0], sum_sq[0]};
+KGOPT_INLINE float as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+KGOPT_INLINE uint32_t as_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
 }
 
-KGOPT_MULTIVERSION void shifted_column_sums(const float* x, int64_t positions, int64_t channels, const float* shift,
-                                            float* sum, float* sum_sq) {
-  for (int64_t p = 0; p < positions; ++p) {
-    const float* const row = x + p * channels;
-    for (int64_t c = 0; c < channels; ++c) {
-      const float v = row[c] - shift[c];
+// exp(x) = 2^n * (1 + expm1): Cody-Waite reduction, and a polynomial over [-ln 2 / 2, ln 2 / 2].
+struct ExpParts {
+  int32_t n;
+  float expm1;
+};
+KGOPT_INLINE ExpParts exp_parts(float x) {
+  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits; a call of nearbyint would not vectorize.
+  const float shifted = x * 1.44269504088896341f + 12582912.f;
+  const float n = shifted - 12582912.f;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9857799649734e-4f;
+  p = p * r + 1.3933599699701e-3f;
+  p = p * r + 8.3333607763052e-3f;
+  p = p * r + 4.1666466742754e-2f;
+  p = p * r + 1.6666667163372e-1f;
+  p = p * r + 5.0e-1f;
+  return {static_cast<int32_t>(as_bits(shifted) - 0x4b400000u), p * r * r + r};
+}
+
+// 2 ulp over the whole range, 0 and inf beyond it.
+KGOPT_INLINE float exp_value(float x) {
+  const ExpParts e = exp_parts(x < -104.f ? -104.f : (x > 89.f ? 89.f : x));
+  // 2^n in two factors: n reaches from -150 to 128, past what one exponent field holds.
+  const int32_t half = e.n >> 1;
+  return (1.f + e.expm1) * as_float((half + 127) << 23) * as_float((e.n - half + 127) << 23);
+}
+KGOPT_INLINE double exp_value(double x) { return std::exp(x); }
+
+// For x <= 0, with the digits of a small x kept.
+KGOPT_INLINE float expm1_of_negative(float x) {
+  const ExpParts e = exp_parts(x < -30.f ? -30.f : x);
+  const float power = as_float((e.n + 127) << 23);
+  return power * e.expm1 + (power - 1.f);
+}
+
+// For 0 <= u <= 1: 2 atanh(u / (2 + u)).
+KGOPT_INLINE float log1p_of_fraction(float u) {
+  const float s = u / (2.f + u), z = s * s;
+  float p = 2.0796583592892e-1f;
+  p = p * z + 1.7462219297886e-1f;
+  p = p * z + 2.2264951467514e-1f;
+  p = p * z + 2.8570297360420e-1f;
+  p = p * z + 4.0000009536743e-1f;
+  p = p * z + 6.6666668653488e-1f;
+  return p * z * s + (s + s);
+}
+
+KGOPT_INLINE float tanh_value(float x) {
+  const float e = expm1_of_negative(-2.f * std::fabs(x));
+  return std::copysign(e / (2.f + e), x);
+}
+KGOPT_INLINE double tanh_value(double x) { return std::tanh(x); }
+
+KGOPT_INLINE float sigmoid(float x) { return 1.f / (1.f + exp_value(-x)); }
+
+// The standard normal distribution, and its density. Phi(-t) exp(t^2 / 2) is smooth: a polynomial in (t - 3) / (t + 3),
+// fitted for 0 <= t <= 15; beyond that the exponential is 0.
+struct Normal {
+  float cdf, density;
+};
+KGOPT_INLINE Normal normal_distribution(float x) {
+  const float ax = std::fabs(x), t = ax > 15.f ? 15.f : ax;
+  const float q = (t - 3.f) / (t + 3.f);
+  float p = 5.2676827181131e-5f;
+  p = p * q + 1.1450475722086e-4f;
+  p = p * q - 3.3854649518616e-4f;
+  p = p * q - 9.8282250110060e-4f;
+  p = p * q + 2.9042139649391e-3f;
+  p = p * q + 6.1318110674620e-3f;
+  p = p * q - 4.6213235706091e-2f;
+  p = p * q + 1.2322505563498e-1f;
+  p = p * q - 2.0640261471272e-1f;
+  p = p * q + 1.2151394784451e-1f;
+  const float e = exp_value(-0.5f * x * x), tail = e * p;
+  return {x < 0.f ? tail : 1.f - tail, e * 0.39894228040143267794f};
+}
+
+// (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 is a sigmoid.
+KGOPT_INLINE float gelu_tanh_gate(float x) { return sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x)); }
+
+// tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2), e = exp(x); it is 1 where x is cut off.
+struct MishParts {
+  float e, n;
+};
+KGOPT_INLINE MishParts mish_parts(float x) {
+  const float e = exp_value(x > 20.f ? 20.f : x);
+  return {e, e * (e + 2.f)};
+}
+
+template <Act kAct>
+KGOPT_INLINE float value(float x) {
+  if constexpr (kAct == Act::kSilu) {
+    return x / (1.f + exp_value(-x));
+  } else if constexpr (kAct == Act::kGelu) {
+    return x * normal_distribution(x).cdf;
+  } else if constexpr (kAct == Act::kGeluTanh) {
+    return x * gelu_tanh_gate(x);
+  } else if constexpr (kAct == Act::kSigmoid) {
+    return sigmoid(x);
+  } else if constexpr (kAct == Act::kTanh) {
+    return tanh_value(x);
+  } else if constexpr (kAct == Act::kElu) {
+    const float negative = expm1_of_negative(x);
+    return x > 0.f ? x : negative;
+  } else if constexpr (kAct == Act::kMish) {
+    const MishParts m = mish_parts(x);
+    return x * (m.n / (m.n + 2.f));
+  } else if constexpr (kAct == Act::kSoftplus) {
+    return (x < 0.f ? 0.f : x) + log1p_of_fraction(exp_value(-std::fabs(x)));
+  } else {
+    return act_value(kAct, x);
+  }
+}
+
+template <Act kAct>
+KGOPT_INLINE float derivative(float x) {
+  if constexpr (kAct == Act::kSilu) {
+    const float s = sigmoid(x);
+    return s * (1.f + x * (1.f - s));
+  } else if constexpr (kAct == Act::kGelu) {
+    const Normal normal = normal_distribution(x);
+    return normal.cdf + x * normal.density;
+  } else if constexpr (kAct == Act::kGeluTanh) {
+    const float s = gelu_tanh_gate(x);
+    return s + x * s * (1.f - s) * (1.5957691216057308f * (1.f + 0.134145f * x * x));
+  } else if constexpr (kAct == Act::kSigmoid) {
+    const float s = sigmoid(x);
+    return s * (1.f - s);
+  } else if constexpr (kAct == Act::kTanh) {
+    const float t = tanh_value(x);
+    return 1.f - t * t;
+  } else if constexpr (kAct == Act::kElu) {
+    const float negative = exp_value(x);
+    return x > 0.f ? 1.f : negative;
+  } else if constexpr (kAct == Act::kMish) {
+    const MishParts m = mish_parts(x);
+    const float inverse = 1.f / (m.n + 2.f);
+    return (m.n + 4.f * x * (m.e * (1.f + m.e) * inverse)) * inverse;
+  } else if constexpr (kAct == Act::kSoftplus) {
+    return sigmoid(x);
+  } else {
+    return act_derivative(kAct, x);
+  }
+}
+
+template <Act kAct>
+KGOPT_INLINE void value_loop(const float* x, float* to, int64_t n) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) to[i] = value<kAct>(x[i]);
+}
+template <Act kAct>
+KGOPT_INLINE void derivative_loop(const float* x, const float* g, float* to, int64_t n) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) to[i] = g[i] * derivative<kAct>(x[i]);
+}
+
+template <typename T>
+KGOPT_INLINE T residual(T c, T mean, T scale, T bias) {
+  const T t = tanh_value((c - mean) * scale + bias);
+  return c + t * (t + T(3)) * (T(1) / T(6));  // |tanh| <= 1: hardswish needs no clamp
+}
+
+}  // namespace
+
+// clang-format off
+#define KGOPT_ACT_CASES(F, ...)                                                                                     \
+  case Act::kRelu: return F<Act::kRelu>(__VA_ARGS__);           case Act::kLeakyRelu: return F<Act::kLeakyRelu>(__VA_ARGS__); \
+  case Act::kSilu: return F<Act::kSilu>(__VA_ARGS__);           case Act::kGelu: return F<Act::kGelu>(__VA_ARGS__);           \
+  case Act::kGeluTanh: return F<Act::kGeluTanh>(__VA_ARGS__);   case Act::kSigmoid: return F<Act::kSigmoid>(__VA_ARGS__);     \
+  case Act::kTanh: return F<Act::kTanh>(__VA_ARGS__);           case Act::kHardswish: return F<Act::kHardswish>(__VA_ARGS__); \
+  case Act::kHardtanh: return F<Act::kHardtanh>(__VA_ARGS__);   case Act::kElu: return F<Act::kElu>(__VA_ARGS__);             \
+  case Act::kMish: return F<Act::kMish>(__VA_ARGS__);           case Act::kSoftplus: return F<Act::kSoftplus>(__VA_ARGS__);   \
+  default: return F<Act::kNone>(__VA_ARGS__);
+// clang-format on
+
+KGOPT_MULTIVERSION void activate(Act act, const float* x, float* to, int64_t n) {
+  switch (act) { KGOPT_ACT_CASES(value_loop, x, to, n) }
+}
+KGOPT_MULTIVERSION void multiply_by_derivative(Act act, const float* x, const float* g, float* to, int64_t n) {
+  switch (act) { KGOPT_ACT_CASES(derivative_loop, x, g, to, n) }
+}
+// In double, libm's functions one by one.
+void activate(Act act, const double* x, double* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = act_value(act, x[i]);
+}
+void multiply_by_derivative(Act act, const double* x, const double* g, double* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = g[i] * act_derivative(act, x[i]);
+}
+
+// Two halves of the array side by side: twice the partial sums, for accuracy and to hide the latency of an addition.
+template <typename T>
+KGOPT_MULTIVERSION Sums<T> Loops<T>::shifted_sums(const T* x, int64_t n, T shift) {
+  const int64_t half = n / 2;
+  T a = 0, b = 0, a_sq = 0, b_sq = 0;
+#pragma omp simd reduction(+ : a, b, a_sq, b_sq)
+  for (int64_t i = 0; i < half; ++i) {
+    const T v = x[i] - shift, w = x[i + half] - shift;
+    a += v;
+    b += w;
+    a_sq += v * v;
+    b_sq += w * w;
+  }
+  const T last = n % 2 ? x[n - 1] - shift : T(0);
+  return {a + b + last, a_sq + b_sq + last * last};
+}
+
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::shifted_column_sums(const T* x, int64_t n, int64_t width, const T* shift, T* sum,
+                                                      T* sum_sq) {
+  for (; n >= 4 * width; n -= 4 * width, x += 4 * width) {
+    KGOPT_SIMD for (int64_t c = 0; c < width; ++c) {
+      const T v0 = x[c] - shift[c], v1 = x[c + width] - shift[c];
+      const T v2 = x[c + 2 * width] - shift[c], v3 = x[c + 3 * width] - shift[c];
+      sum[c] += (v0 + v1) + (v2 + v3);
+      sum_sq[c] += (v0 * v0 + v1 * v1) + (v2 * v2 + v3 * v3);
+    }
+  }
+  for (; n > 0; n -= width, x += width) {
+    const int64_t count = n < width ? n : width;
+    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) {
+      const T v = x[c] - shift[c];
       sum[c] += v;
       sum_sq[c] += v * v;
     }
   }
 }
 
-KGOPT_MULTIVERSION void normalize_row(const float* x, float* y, int64_t n, float mean, float scale, float bias) {
-  for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * scale + bias;
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::normalize_row(const T* x, T* y, int64_t n, T mean, T scale, T bias) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * scale + bias;
 }
 
-KGOPT_MULTIVERSION void normalize_columns(const float* x, float* y, int64_t positions, int64_t channels,
-                                          const float* mean, const float* scale, const float* bias) {
-  for (int64_t p = 0; p < positions; ++p) {
-    for (int64_t c = 0; c < channels; ++c) {
-      y[p * channels + c] = (x[p * channels + c] - mean[c]) * scale[c] + bias[c];
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::normalize_columns(const T* x, T* y, int64_t n, int64_t width, const T* mean,
+                                                    const T* scale, const T* bias) {
+  for (; n > 0; n -= width, x += width, y += width) {
+    const int64_t count = n < width ? n : width;
+    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) y[c] = (x[c] - mean[c]) * scale[c] + bias[c];
+  }
+}
+
+template <typename T>
+KGOPT_MULTIVERSION Sums<T> Loops<T>::gradient_sums(const T* x, const T* g, int64_t n, T mean) {
+  const int64_t half = n / 2;
+  T a = 0, b = 0, a_x = 0, b_x = 0;
+#pragma omp simd reduction(+ : a, b, a_x, b_x)
+  for (int64_t i = 0; i < half; ++i) {
+    a += g[i];
+    b += g[i + half];
+    a_x += g[i] * (x[i] - mean);
+    b_x += g[i + half] * (x[i + half] - mean);
+  }
+  const T last = n % 2 ? g[n - 1] : T(0), last_x = n % 2 ? last * (x[n - 1] - mean) : T(0);
+  return {a + b + last, a_x + b_x + last_x};
+}
+
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::gradient_column_sums(const T* x, const T* g, int64_t n, int64_t width, const T* mean,
+                                                       T* sum, T* sum_x) {
+  for (; n >= 4 * width; n -= 4 * width, x += 4 * width, g += 4 * width) {
+    KGOPT_SIMD for (int64_t c = 0; c < width; ++c) {
+      const T g0 = g[c], g1 = g[c + width], g2 = g[c + 2 * width], g3 = g[c + 3 * width];
+      const T v0 = x[c] - mean[c], v1 = x[c + width] - mean[c];
+      const T v2 = x[c + 2 * width] - mean[c], v3 = x[c + 3 * width] - mean[c];
+      sum[c] += (g0 + g1) + (g2 + g3);
+      sum_x[c] += (g0 * v0 + g1 * v1) + (g2 * v2 + g3 * v3);
+    }
+  }
+  for (; n > 0; n -= width, x += width, g += width) {
+    const int64_t count = n < width ? n : width;
+    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) {
+      sum[c] += g[c];
+      sum_x[c] += g[c] * (x[c] - mean[c]);
     }
   }
 }
 
-namespace {
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::gradient_row(const T* x, const T* g, T* dx, int64_t n, T mean, T scale, T slope,
+                                               T offset) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) dx[i] = g[i] * scale + ((x[i] - mean) * slope + offset);
+}
 
-KGOPT_MULTIVERSION void relu(float* x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) x[i] = x[i] < 0.f ? 0.f : x[i];
-}
-KGOPT_MULTIVERSION void silu(float* x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) x[i] = x[i] / (1.f + exp_f(-x[i]));
-}
-KGOPT_MULTIVERSION void sigmoid(float* x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) x[i] = 1.f / (1.f + exp_f(-x[i]));
-}
-KGOPT_MULTIVERSION void tanh_all(float* x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) x[i] = tanh_f(x[i]);
-}
-KGOPT_MULTIVERSION void gelu_tanh(float* x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float v = x[i];
-    x[i] = 0.5f * v * (1.f + tanh_f(0.79788456080286535588f * (v + 0.044715f * v * v * v)));
-  }
-}
-KGOPT_MULTIVERSION void hardswish(float* x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float v = x[i] + 3.f;
-    x[i] = x[i] * (v < 0.f ? 0.f : (v > 6.f ? 6.f : v)) / 6.f;
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::gradient_columns(const T* x, const T* g, T* dx, int64_t n, int64_t width,
+                                                   const T* mean, const T* scale, const T* slope, const T* offset) {
+  for (; n > 0; n -= width, x += width, g += width, dx += width) {
+    const int64_t count = n < width ? n : width;
+    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) dx[c] = g[c] * scale[c] + ((x[c] - mean[c]) * slope[c] + offset[c]);
   }
 }
 
-}  // namespace
-
-void activate(Act act, float* x, int64_t n) {
-  switch (act) {
-    case Act::kNone: return;
-    case Act::kRelu: return relu(x, n);
-    case Act::kSilu: return silu(x, n);
-    case Act::kSigmoid: return sigmoid(x, n);
-    case Act::kTanh: return tanh_all(x, n);
-    case Act::kGeluTanh: return gelu_tanh(x, n);
-    case Act::kHardswish: return hardswish(x, n);
-    default:
-      for (int64_t i = 0; i < n; ++i) x[i] = act_value(act, x[i]);
-  }
-}
-
-KGOPT_MULTIVERSION void residual_row(const float* c, float* r, float* maximum, int64_t n, float mean, float scale,
-                                     float bias) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float t = tanh_f((c[i] - mean) * scale + bias);
-    const float v = c[i] + t * (t + 3.f) * (1.f / 6.f);  // |tanh| <= 1: hardswish needs no clamp
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::residual_row(const T* c, T* r, T* maximum, int64_t n, T mean, T scale, T bias) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) {
+    const T v = residual(c[i], mean, scale, bias);
     r[i] = v;
     maximum[i] = v > maximum[i] ? v : maximum[i];
   }
 }
 
-KGOPT_MULTIVERSION void add_exponentials(const float* r, const float* maximum, double* sum, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float shift = std::fabs(maximum[i]) <= 3.402823466e38f ? maximum[i] : 0.f;
-    sum[i] += exp_f(r[i] - shift);
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::residual_columns(const T* c, T* r, int64_t n, int64_t width, const T* mean,
+                                                   const T* scale, const T* bias) {
+  for (; n > 0; n -= width, c += width, r += width) {
+    const int64_t count = n < width ? n : width;
+    KGOPT_SIMD for (int64_t k = 0; k < count; ++k) r[k] = residual(c[k], mean[k], scale[k], bias[k]);
   }
 }
 
-KGOPT_MULTIVERSION float row_maximum(const float* x, int64_t n, float start) {
-  float best[kLanes];
-  for (int j = 0; j < kLanes; ++j) best[j] = start;
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) best[j] = x[i + j] > best[j] ? x[i + j] : best[j];
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::row_sums(const T* x, int64_t rows, int64_t n, double* sums) {
+  for (int64_t r = 0; r < rows; ++r, x += n) {
+    T sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += x[i];
+    sums[r] += sum;
   }
-  for (int j = 0; i < n; ++i, ++j) best[j] = x[i] > best[j] ? x[i] : best[j];
-  for (int j = 1; j < kLanes; ++j) best[0] = best[j] > best[0] ? best[j] : best[0];
-  return best[0];
 }
 
-KGOPT_MULTIVERSION float row_exponentials(const float* x, int64_t n, float shift) {
-  float sum[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) sum[j] += exp_f(x[i + j] - shift);
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::column_sums(const T* x, int64_t n, int64_t width, T* sum) {
+  for (; n >= 4 * width; n -= 4 * width, x += 4 * width) {
+    KGOPT_SIMD for (int64_t c = 0; c < width; ++c) {
+      sum[c] += (x[c] + x[c + width]) + (x[c + 2 * width] + x[c + 3 * width]);
+    }
   }
-  for (int j = 0; i < n; ++i, ++j) sum[j] += exp_f(x[i] - shift);
-  for (int j = 1; j < kLanes; ++j) sum[0] += sum[j];
-  return sum[0];
+  for (; n > 0; n -= width, x += width) {
+    const int64_t count = n < width ? n : width;
+    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) sum[c] += x[c];
+  }
 }
+
+template <typename T>
+KGOPT_MULTIVERSION T Loops<T>::row_maximum(const T* x, int64_t n, T start) {
+  T best = start;
+#pragma omp simd reduction(max : best)
+  for (int64_t i = 0; i < n; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+template <typename T>
+KGOPT_MULTIVERSION T Loops<T>::row_exponentials(const T* x, int64_t n, T shift) {
+  T sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += exp_value(x[i] - shift);
+  return sum;
+}
+
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::column_maxima(const T* x, int64_t n, int64_t width, T* maximum) {
+  for (; n > 0; n -= width, x += width) {
+    const int64_t count = n < width ? n : width;
+    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) maximum[c] = x[c] > maximum[c] ? x[c] : maximum[c];
+  }
+}
+
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::column_exponentials(const T* x, int64_t n, int64_t width, const T* shift, T* sum) {
+  for (; n > 0; n -= width, x += width) {
+    const int64_t count = n < width ? n : width;
+    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) sum[c] += exp_value(x[c] - shift[c]);
+  }
+}
+
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::row_softmax(const T* x, T* to, int64_t n, T shift, T g) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) to[i] = g * exp_value(x[i] - shift);
+}
+
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::column_softmax(const T* x, T* to, int64_t n, int64_t width, const T* shift,
+                                                 const T* g) {
+  for (; n > 0; n -= width, x += width, to += width) {
+    const int64_t count = n < width ? n : width;
+    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) to[c] = g[c] * exp_value(x[c] - shift[c]);
+  }
+}
+
+template struct Loops<float>;
+template struct Loops<double>;
 
 KGOPT_MULTIVERSION void bf16_to_float(const uint16_t* from, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
-    std::memcpy(to + i, &bits, 4);
-  }
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) to[i] = as_float(static_cast<uint32_t>(from[i]) << 16);
 }
 
 KGOPT_MULTIVERSION void float_to_bf16(const float* from, uint16_t* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, from + i, 4);
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = as_bits(from[i]);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     to[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+  }
+}
+
+KGOPT_MULTIVERSION void half_to_float(const uint16_t* from, float* to, int64_t n) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) {
+    const uint32_t h = from[i], sign = (h & 0x8000u) << 16, magnitude = (h & 0x7fffu) << 13;
+    // Subnormal halves: put the fraction below an exponent of -14, and subtract what that adds.
+    const uint32_t subnormal = as_bits(as_float(magnitude + (113u << 23)) - as_float(113u << 23));
+    const uint32_t normal = magnitude + ((magnitude >= (0x7c00u << 13) ? 224u : 112u) << 23);
+    to[i] = as_float(sign | (magnitude < (0x0400u << 13) ? subnormal : normal));
+  }
+}
+
+KGOPT_MULTIVERSION void float_to_half(const float* from, uint16_t* to, int64_t n) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = as_bits(from[i]), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+    // Below 2^-14 the addition rounds: its last bit is a half's smallest step.
+    const uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
+    const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    const uint32_t huge = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
+    to[i] = static_cast<uint16_t>(sign | (magnitude >= (143u << 23) ? huge : finite));
   }
 }
 

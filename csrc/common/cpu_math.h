@@ -1,86 +1,69 @@
-// Loops over blocks of floats that the compiler vectorizes, built for several x86 levels and picked at load time.
-// Transcendentals are polynomials without branches; NaN and infinities come out as from libm.
+// Loops over blocks that the compiler vectorizes, built for several x86 levels and picked at load time.
+// Float transcendentals are polynomials without branches, within a few ulp; NaN and infinities come out as from libm.
+// Everything here is compiled once, in cpu_math.cpp: an inline function built for AVX must not reach other files.
+// Sources and targets may be the same array, and may not overlap otherwise.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 
 #include "activation.h"
 
 namespace kgopt::cpu {
 
-// Elements that are converted to the accumulation type and worked on at a time: three such blocks fit in L1.
-inline constexpr int64_t kBlock = 1024;
-inline constexpr int kLanes = 16;  // independent partial sums, as many as the widest vector has floats
+// Elements that are converted to the accumulation type and worked on at a time: several such blocks fit in L1.
+inline constexpr int64_t kBlock = 2048;
 
-// Cody-Waite reduction and a degree-6 polynomial (Cephes); 2 ulp over the whole range, 0 and inf beyond it.
-__attribute__((always_inline)) inline float exp_f(float x) {
-  const float clamped = x < -104.f ? -104.f : (x > 89.f ? 89.f : x);
-  const float n = std::nearbyintf(clamped * 1.44269504088896341f);
-  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.f;
-  // 2^n in two factors: n reaches from -150 to 128, past what one exponent field holds.
-  const int32_t whole = n == n ? static_cast<int32_t>(n) : 0;
-  const int32_t half = whole / 2;
-  const int32_t a_bits = (half + 127) << 23, b_bits = (whole - half + 127) << 23;
-  float a, b;
-  std::memcpy(&a, &a_bits, 4);
-  std::memcpy(&b, &b_bits, 4);
-  return p * a * b;
-}
-
-// Odd polynomial near 0 (Cephes), 1 - 2 / (exp(2|x|) + 1) elsewhere.
-__attribute__((always_inline)) inline float tanh_f(float x) {
-  const float ax = std::fabs(x);
-  const float z = x * x;
-  float p = -5.70498872745e-3f;
-  p = p * z + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
-  const float small = p * z * x + x;
-  const float large = std::copysign(1.f - 2.f / (exp_f(2.f * ax) + 1.f), x);
-  return ax < 0.625f ? small : (x == x ? large : x);
-}
-
+template <typename T>
 struct Sums {
-  float sum, sum_sq;
+  T first, second;
 };
 
-// Sums of x - shift and of its square.
-Sums shifted_sums(const float* x, int64_t n, float shift);
-// Per-channel sums over `positions` rows of `channels` values.
-void shifted_column_sums(const float* x, int64_t positions, int64_t channels, const float* shift, float* sum,
-                         float* sum_sq);
-// y = (x - mean) * scale + bias, for one channel and for rows of channels.
-void normalize_row(const float* x, float* y, int64_t n, float mean, float scale, float bias);
-void normalize_columns(const float* x, float* y, int64_t positions, int64_t channels, const float* mean,
-                       const float* scale, const float* bias);
-// One activation in place.
-void activate(Act act, float* x, int64_t n);
-inline void activate(Act act, double* x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) x[i] = act_value(act, x[i]);
-}
+// to = act(x); to = g * act'(x).
+void activate(Act act, const float* x, float* to, int64_t n);
+void activate(Act act, const double* x, double* to, int64_t n);
+void multiply_by_derivative(Act act, const float* x, const float* g, float* to, int64_t n);
+void multiply_by_derivative(Act act, const double* x, const double* g, double* to, int64_t n);
+
+// T is float or double. A "row" has one set of parameters. "Columns" have their own: n elements beside parameters of
+// `width` elements that repeat, which is one position of a channels_last tensor or several.
 template <typename T>
-void activate_chain(const ActChain& chain, T* x, int64_t n) {
-  for (int i = 0; i < chain.length; ++i) activate(chain.at(i), x, n);
-}
-// r = c + hardswish(tanh((c - mean) * scale + bias)); maximum = max(maximum, r).
-void residual_row(const float* c, float* r, float* maximum, int64_t n, float mean, float scale, float bias);
-// sum += exp(r - maximum); with maximum infinite, exp(r).
-void add_exponentials(const float* r, const float* maximum, double* sum, int64_t n);
-// Largest of n values and a start, NaN passed over; sum of exp(x - shift).
-float row_maximum(const float* x, int64_t n, float start);
-float row_exponentials(const float* x, int64_t n, float shift);
+struct Loops {
+  // Sums of x - shift and of its square.
+  static Sums<T> shifted_sums(const T* x, int64_t n, T shift);
+  static void shifted_column_sums(const T* x, int64_t n, int64_t width, const T* shift, T* sum, T* sum_sq);
+  // y = (x - mean) * scale + bias.
+  static void normalize_row(const T* x, T* y, int64_t n, T mean, T scale, T bias);
+  static void normalize_columns(const T* x, T* y, int64_t n, int64_t width, const T* mean, const T* scale,
+                                const T* bias);
+  // Sums of g and of g * (x - mean).
+  static Sums<T> gradient_sums(const T* x, const T* g, int64_t n, T mean);
+  static void gradient_column_sums(const T* x, const T* g, int64_t n, int64_t width, const T* mean, T* sum, T* sum_x);
+  // dx = g * scale + (x - mean) * slope + offset.
+  static void gradient_row(const T* x, const T* g, T* dx, int64_t n, T mean, T scale, T slope, T offset);
+  static void gradient_columns(const T* x, const T* g, T* dx, int64_t n, int64_t width, const T* mean, const T* scale,
+                               const T* slope, const T* offset);
+  // r = c + hardswish(tanh((c - mean) * scale + bias)); for a row also maximum = max(maximum, r), element by element.
+  static void residual_row(const T* c, T* r, T* maximum, int64_t n, T mean, T scale, T bias);
+  static void residual_columns(const T* c, T* r, int64_t n, int64_t width, const T* mean, const T* scale,
+                               const T* bias);
+  // sums[r] += the sum of row r; sum[c] += the sum of column c.
+  static void row_sums(const T* x, int64_t rows, int64_t n, double* sums);
+  static void column_sums(const T* x, int64_t n, int64_t width, T* sum);
+  // Largest of n values and a start, NaN passed over; sum of exp(x - shift).
+  static T row_maximum(const T* x, int64_t n, T start);
+  static T row_exponentials(const T* x, int64_t n, T shift);
+  // maximum = max(maximum, x); sum += exp(x - shift).
+  static void column_maxima(const T* x, int64_t n, int64_t width, T* maximum);
+  static void column_exponentials(const T* x, int64_t n, int64_t width, const T* shift, T* sum);
+  // to = g * exp(x - shift).
+  static void row_softmax(const T* x, T* to, int64_t n, T shift, T g);
+  static void column_softmax(const T* x, T* to, int64_t n, int64_t width, const T* shift, const T* g);
+};
+
+// Rounded to nearest even, as the hardware does.
 void bf16_to_float(const uint16_t* from, float* to, int64_t n);
 void float_to_bf16(const float* from, uint16_t* to, int64_t n);
+void half_to_float(const uint16_t* from, float* to, int64_t n);
+void float_to_half(const float* from, uint16_t* to, int64_t n);
 
 }  // namespace kgopt::cpu

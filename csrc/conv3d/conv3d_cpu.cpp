@@ -75,45 +75,40 @@ void residual_logsumexp(const T* c, acc_t<T>* out, const GroupNormDims& d, const
   // Channels times positions of a block: its values are kept for the second loop and should stay in L2.
   const int64_t per_block = std::max<int64_t>(16, std::min<int64_t>(kBlock, 32768 / d.c));
   const int64_t blocks = (d.s + per_block - 1) / per_block;
-  const Acc infinity = std::numeric_limits<Acc>::infinity();
+  const auto finite_or_zero = [](Acc m) { return std::isinf(m) ? Acc(0) : m; };
   torch::stable::parallel_for(0, d.n * blocks, 1, [&](int64_t first, int64_t last) {
-    std::vector<Acc> values(per_block * d.c), row(per_block), maximum(per_block);
-    std::vector<double> sum(per_block);
-    for (int64_t u = first; u < last; ++u) {
+    std::vector<Acc> values(per_block * d.c), row(per_block), maximum(per_block), sum(per_block);
+    std::vector<Acc> mu(d.c), scale(d.c), shift(d.c);
+    for (int64_t u = first, sample = -1; u < last; ++u) {
       const int64_t n = u / blocks, begin = u % blocks * per_block, count = std::min(per_block, d.s - begin);
-      std::fill(maximum.begin(), maximum.end(), -infinity);
-      std::fill(sum.begin(), sum.end(), 0.0);
-      for (int64_t k = 0; k < d.c; ++k) {
+      for (int64_t k = 0; n != sample && k < d.c; ++k) {
         const int64_t g = n * d.g + k / d.channels_per_group();
-        if (d.channels_last) {
-          for (int64_t p = 0; p < count; ++p) row[p] = static_cast<Acc>(c[(n * d.s + begin + p) * d.c + k]);
-        } else {
-          load_block(c + (n * d.c + k) * d.s + begin, row.data(), count);
-        }
-        const Acc mu = static_cast<Acc>(mean[g]), scale = static_cast<Acc>(rstd[g] * weight[k]);
-        const Acc shift = static_cast<Acc>(bias[k]);
-        Acc* const r = values.data() + k * per_block;
-        if constexpr (std::is_same_v<Acc, float>) {
-          residual_row(row.data(), r, maximum.data(), count, mu, scale, shift);
-        } else {
-          for (int64_t p = 0; p < count; ++p) {
-            const Acc t = std::tanh((row[p] - mu) * scale + shift);
-            r[p] = row[p] + t * (t + 3) / 6;
-            maximum[p] = r[p] > maximum[p] ? r[p] : maximum[p];
-          }
-        }
+        mu[k] = static_cast<Acc>(mean[g]);
+        scale[k] = static_cast<Acc>(rstd[g] * weight[k]);
+        shift[k] = static_cast<Acc>(bias[k]);
       }
-      for (int64_t k = 0; k < d.c; ++k) {
-        const Acc* const r = values.data() + k * per_block;
-        if constexpr (std::is_same_v<Acc, float>) {
-          add_exponentials(r, maximum.data(), sum.data(), count);
-        } else {
-          for (int64_t p = 0; p < count; ++p) sum[p] += std::exp(r[p] - (std::isinf(maximum[p]) ? Acc(0) : maximum[p]));
+      sample = n;
+      Acc* const to = out + n * d.s + begin;
+      if (d.channels_last) {
+        const int64_t at = (n * d.s + begin) * d.c;
+        const Acc* const from = view_block(c + at, values.data(), count * d.c);
+        Loops<Acc>::residual_columns(from, values.data(), count * d.c, d.c, mu.data(), scale.data(), shift.data());
+        for (int64_t p = 0; p < count; ++p) {
+          const Acc* const r = values.data() + p * d.c;
+          maximum[p] = Loops<Acc>::row_maximum(r, d.c, -std::numeric_limits<Acc>::infinity());
+          sum[p] = Loops<Acc>::row_exponentials(r, d.c, finite_or_zero(maximum[p]));
         }
+      } else {
+        std::fill(maximum.begin(), maximum.end(), -std::numeric_limits<Acc>::infinity());
+        std::fill(sum.begin(), sum.end(), Acc(0));
+        for (int64_t k = 0; k < d.c; ++k) {
+          const Acc* const from = view_block(c + (n * d.c + k) * d.s + begin, row.data(), count);
+          Loops<Acc>::residual_row(from, values.data() + k * count, maximum.data(), count, mu[k], scale[k], shift[k]);
+        }
+        for (int64_t p = 0; p < count; ++p) row[p] = finite_or_zero(maximum[p]);
+        Loops<Acc>::column_exponentials(values.data(), count * d.c, count, row.data(), sum.data());
       }
-      for (int64_t p = 0; p < count; ++p) {
-        out[n * d.s + begin + p] = std::log(static_cast<Acc>(sum[p])) + (std::isinf(maximum[p]) ? Acc(0) : maximum[p]);
-      }
+      for (int64_t p = 0; p < count; ++p) to[p] = std::log(sum[p]) + finite_or_zero(maximum[p]);
     }
   });
 }

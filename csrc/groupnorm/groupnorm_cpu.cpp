@@ -10,232 +10,340 @@ namespace {
 
 using namespace cpu;
 
-constexpr int64_t kPiece = 32 * kBlock;  // elements of one piece of work
-
 MemoryFormat format_of(const Tensor& x, const GroupNormDims& d) {
   return d.channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
 }
 
-// Blocks that lie one after the other in memory, walked piece by piece. A contiguous tensor is rows (sample, channel)
-// of S elements; a channels_last one is positions of C elements.
-struct Pieces {
-  int64_t rows, row_length, rows_per_piece, pieces_per_row, count;
+// A unit is what its own elements alone normalize, and lies in one piece in memory: in a contiguous tensor a group
+// (rows of S elements, one a channel), in a channels_last one a sample (positions of C elements). It is cut into
+// pieces: parts of a row or whole rows; positions.
+struct Tiles {
+  static constexpr int64_t kPiece = 32768;        // elements of a piece, about
+  static constexpr int64_t kCached = 512 * 1024;  // bytes that stay in L2 from one pass over them to the next
 
-  Pieces(int64_t all_rows, int64_t length) : rows(all_rows), row_length(length) {
-    rows_per_piece = std::max<int64_t>(1, kPiece / std::max<int64_t>(1, length));
-    pieces_per_row = rows_per_piece > 1 ? 1 : (length + kPiece - 1) / kPiece;
-    count = rows_per_piece > 1 ? (rows + rows_per_piece - 1) / rows_per_piece : rows * pieces_per_row;
-  }
-  // Calls f(row, begin, end) for the parts of rows that make up piece i.
-  template <typename F>
-  void each(int64_t i, const F& f) const {
-    if (rows_per_piece > 1) {
-      for (int64_t r = i * rows_per_piece; r < std::min(rows, (i + 1) * rows_per_piece); ++r) f(r, 0, row_length);
+  bool channels_last;
+  int64_t channels;             // of the tensor
+  int64_t units, rows, length;  // rows: channels of a unit; length: elements of a unit
+  int64_t row_length;           // contiguous: S
+  int64_t width = 0;            // channels_last: elements of a row of parameters, a multiple of the channels
+  int64_t block = kBlock;       // elements that are worked on at a time
+  int64_t piece, pieces;        // elements of a piece, pieces of a unit
+  int64_t pieces_per_row = 1;   // contiguous, where rows are longer than a piece
+
+  // rows_per_unit: of a contiguous tensor; 1 gives the statistics of channels.
+  Tiles(const GroupNormDims& d, int64_t rows_per_unit)
+      : channels_last(d.channels_last),
+        channels(d.c),
+        units(d.channels_last ? d.n : d.n * d.c / rows_per_unit),
+        rows(d.channels_last ? d.c : rows_per_unit),
+        length(rows * d.s),
+        row_length(d.s) {
+    if (channels_last) {
+      // A few vectors wide, however few channels there are. At least 64 positions, so that merging sums costs little.
+      width = d.c * std::max<int64_t>(1, 256 / d.c);
+      block = width * std::max<int64_t>(1, kBlock / width);
+      piece = (std::max(kPiece, 64 * d.c) + width - 1) / width * width;
     } else {
-      const int64_t r = i / pieces_per_row, begin = i % pieces_per_row * kPiece;
-      f(r, begin, std::min(row_length, begin + kPiece));
+      const int64_t rows_per_piece = std::max<int64_t>(1, kPiece / row_length);
+      pieces_per_row = (row_length + kPiece - 1) / kPiece;
+      piece = rows_per_piece * std::min(row_length, kPiece);
+    }
+    pieces = channels_last || pieces_per_row == 1 ? (length + piece - 1) / piece : rows * pieces_per_row;
+  }
+
+  struct Range {
+    int64_t begin, end;
+    int64_t size() const { return end - begin; }
+  };
+  // Elements of a unit that piece p holds.
+  Range range(int64_t p) const {
+    if (pieces_per_row == 1) return {p * piece, std::min(length, (p + 1) * piece)};
+    const int64_t row = p / pieces_per_row * row_length, at = p % pieces_per_row * kPiece;
+    return {row + at, row + std::min(row_length, at + kPiece)};
+  }
+  // f(at, n) for the blocks of a range.
+  template <typename F>
+  void each_block(Range r, const F& f) const {
+    for (int64_t at = r.begin; at < r.end; at += block) f(at, std::min(block, r.end - at));
+  }
+  // f(row, offset, n) for the parts of rows that make up a block of a contiguous tensor.
+  template <typename F>
+  void each_row(int64_t at, int64_t n, const F& f) const {
+    for (int64_t offset = 0, count; offset < n; offset += count) {
+      const int64_t row = (at + offset) / row_length;
+      count = std::min(n - offset, (row + 1) * row_length - at - offset);
+      f(row, offset, count);
+    }
+  }
+  // What the parameters of a unit's row are found under, in a table of `width` (contiguous: C) columns a sample.
+  int64_t table_row(int64_t unit) const { return channels_last ? unit * width : unit * rows; }
+  int64_t table_size(int64_t n) const { return n * (channels_last ? width : channels); }
+};
+
+// first(unit, piece) for all pieces of a unit, then merge(unit), then second(unit, piece). Unit by unit where one stays
+// in the cache and every thread has one, else pass by pass; with the same result.
+template <typename First, typename Merge, typename Second>
+void two_passes(const Tiles& t, int64_t bytes_per_element, const First& first, const Merge& merge,
+                const Second& second) {
+  const bool enough = t.units >= static_cast<int64_t>(torch::stable::get_num_threads());
+  if (t.pieces == 1 || (enough && t.length * bytes_per_element <= Tiles::kCached)) {
+    parallel(t.units, t.length, [&](int64_t u) {
+      for (int64_t p = 0; p < t.pieces; ++p) first(u, p);
+      merge(u);
+      for (int64_t p = 0; p < t.pieces; ++p) second(u, p);
+    });
+    return;
+  }
+  parallel(t.units * t.pieces, t.piece, [&](int64_t i) { first(i / t.pieces, i % t.pieces); });
+  parallel(t.units, t.pieces * t.rows, merge);
+  parallel(t.units * t.pieces, t.piece, [&](int64_t i) { second(i / t.pieces, i % t.pieces); });
+}
+
+// Parameters of each (sample, channel), as the loops want them: for channels_last repeated over `width`.
+template <typename Acc>
+struct Table {
+  std::vector<Acc> mean, scale, bias, slope;
+
+  Table(const Tiles& t, int64_t n, bool with_slope = false)
+      : mean(t.table_size(n)), scale(mean.size()), bias(mean.size()), slope(with_slope ? mean.size() : 0) {}
+  // After the first C columns of a unit were set.
+  void repeat(const Tiles& t, int64_t unit) {
+    if (!t.channels_last) return;
+    for (std::vector<Acc>* v : {&mean, &scale, &bias, &slope}) {
+      if (v->empty()) continue;
+      Acc* const row = v->data() + t.table_row(unit);
+      for (int64_t i = t.channels; i < t.width; ++i) row[i] = row[i - t.channels];
     }
   }
 };
 
-// Moments of `rows` contiguous rows of pre(x).
-template <typename T>
-std::vector<Moments> row_moments(const T* x, int64_t rows, int64_t length, const ActChain& pre) {
-  const Pieces pieces(rows, length);
-  std::vector<Moments> parts(rows * pieces.pieces_per_row);
-  parallel(pieces.count, [&](int64_t i) {
-    acc_t<T> buffer[kBlock];
-    pieces.each(i, [&](int64_t r, int64_t begin, int64_t end) {
-      Moments m;
-      for (int64_t at = begin; at < end; at += kBlock) {
-        const int64_t n = std::min(kBlock, end - at);
-        const T* const from = x + r * length + at;
-        if constexpr (std::is_same_v<T, acc_t<T>>) {
-          if (pre.empty()) {
-            m.merge(block_moments(from, n));
-            continue;
-          }
-        }
-        load_block(from, buffer, n);
-        activate_chain(pre, buffer, n);
-        m.merge(block_moments(buffer, n));
-      }
-      parts[r * pieces.pieces_per_row + begin / kPiece] = m;
-    });
+// to = (x - mean) * scale + bias over a block at `at` of a unit.
+template <typename Acc>
+void normalize_block(const Tiles& t, const Table<Acc>& table, int64_t unit, int64_t at, int64_t n, const Acc* x,
+                     Acc* to) {
+  const Acc* const mean = table.mean.data() + t.table_row(unit);
+  const Acc* const scale = table.scale.data() + t.table_row(unit);
+  const Acc* const bias = table.bias.data() + t.table_row(unit);
+  if (t.channels_last) return Loops<Acc>::normalize_columns(x, to, n, t.width, mean, scale, bias);
+  t.each_row(at, n, [&](int64_t row, int64_t offset, int64_t count) {
+    Loops<Acc>::normalize_row(x + offset, to + offset, count, mean[row], scale[row], bias[row]);
   });
-  std::vector<Moments> result(rows);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t k = 0; k < pieces.pieces_per_row; ++k) result[r].merge(parts[r * pieces.pieces_per_row + k]);
+}
+
+// Buffers of one block each. On the stack where their size is known.
+template <typename Acc, int kCount>
+struct Buffers {
+  alignas(64) Acc fixed[kCount][kBlock];
+  std::vector<Acc> variable;
+  Acc* at[kCount];
+
+  explicit Buffers(const Tiles& t) {
+    if (t.block > kBlock) variable.resize(kCount * t.block);
+    for (int i = 0; i < kCount; ++i) at[i] = t.block > kBlock ? variable.data() + i * t.block : fixed[i];
   }
-  return result;
-}
+  Acc* operator[](int i) const { return at[i]; }
+};
 
-// At most 128: that many fp32 terms are summed before the sums go on in double.
-int64_t positions_per_piece(const GroupNormDims& d) {
-  return std::max<int64_t>(1, std::min<int64_t>(128, kPiece / d.c));
-}
-
-// Moments of each (sample, channel) of a channels_last tensor.
+// y = act((pre(x) - mean) * scale + bias), a piece.
 template <typename T>
-std::vector<Moments> column_moments(const T* x, const GroupNormDims& d, const ActChain& pre) {
+void apply_piece(const Tiles& t, const Table<acc_t<T>>& table, const T* x, T* y, const ActChain& act,
+                 const ActChain& pre, int64_t unit, int64_t p) {
   using Acc = acc_t<T>;
-  const int64_t per_piece = positions_per_piece(d);
-  const int64_t pieces = (d.s + per_piece - 1) / per_piece;
-  std::vector<Moments> parts(d.n * pieces * d.c);
-  parallel(d.n * pieces, [&](int64_t i) {
-    const int64_t n = i / pieces, begin = i % pieces * per_piece, end = std::min(d.s, begin + per_piece);
-    std::vector<Acc> buffer((end - begin) * d.c), shift(d.c), sum(d.c), sum_sq(d.c);
-    load_block(x + (n * d.s + begin) * d.c, buffer.data(), (end - begin) * d.c);
-    activate_chain(pre, buffer.data(), (end - begin) * d.c);
-    const int64_t samples = shift_samples(end - begin);
-    for (int64_t k = 0; k < samples; ++k) {
-      const Acc* const row = buffer.data() + k * (end - begin) / samples * d.c;
-      for (int64_t c = 0; c < d.c; ++c) shift[c] += row[c] / static_cast<Acc>(samples);
-    }
-    if constexpr (std::is_same_v<Acc, float>) {
-      shifted_column_sums(buffer.data(), end - begin, d.c, shift.data(), sum.data(), sum_sq.data());
-    } else {
-      for (int64_t p = 0; p < end - begin; ++p) {
-        for (int64_t c = 0; c < d.c; ++c) {
-          const Acc v = buffer[p * d.c + c] - shift[c];
-          sum[c] += v;
-          sum_sq[c] += v * v;
-        }
-      }
-    }
-    const double count = double(end - begin);
-    for (int64_t c = 0; c < d.c; ++c) {
-      const double mean = double(sum[c]) / count;
-      const double m2 = double(sum_sq[c]) - double(sum[c]) * mean;
-      parts[i * d.c + c] = {double(shift[c]) + mean, m2 < 0 ? 0.0 : m2, count};
-    }
+  const Buffers<Acc, 1> buffers(t);
+  t.each_block(t.range(p), [&](int64_t at, int64_t n) {
+    const int64_t first = unit * t.length + at;
+    const Acc* const u = activate_chain(pre, view_block(x + first, buffers[0], n), buffers[0], n);
+    Acc* const to = target_block(y + first, buffers[0]);
+    normalize_block(t, table, unit, at, n, u, to);
+    activate_chain(act, static_cast<const Acc*>(to), to, n);
+    store_block(to, y + first, n);
   });
-  std::vector<Moments> result(d.n * d.c);
-  for (int64_t n = 0; n < d.n; ++n) {
-    for (int64_t k = 0; k < pieces; ++k) {
-      for (int64_t c = 0; c < d.c; ++c) result[n * d.c + c].merge(parts[(n * pieces + k) * d.c + c]);
+}
+
+// Moments of the rows of a unit: of a contiguous tensor as one, of a channels_last one by channel.
+template <typename T>
+class RowMoments {
+  using Acc = acc_t<T>;
+
+ public:
+  RowMoments(const Tiles& t, const T* x, const ActChain& pre)
+      : t_(t), x_(x), pre_(pre), width_(t.channels_last ? t.channels : 1), parts_(t.units * t.pieces * width_) {}
+
+  void piece(int64_t unit, int64_t p) {
+    if (t_.channels_last) {
+      columns(unit, p);
+    } else {
+      row(unit, p);
     }
   }
-  return result;
-}
+
+  // The pieces of a unit in order: `width` moments.
+  std::vector<Moments> merged(int64_t unit) const {
+    const Moments* part = parts_.data() + unit * t_.pieces * width_;
+    std::vector<Moments> m(part, part + width_);
+    for (int64_t p = 1; p < t_.pieces; ++p) {
+      part += width_;
+      // All columns of a piece have the same count.
+      const double count = m[0].count, total = count + part[0].count, fraction = part[0].count / total;
+      for (int64_t c = 0; c < width_; ++c) {
+        const double delta = part[c].mean - m[c].mean;
+        m[c] = {m[c].mean + delta * fraction, m[c].m2 + part[c].m2 + delta * delta * (count * fraction), total};
+      }
+    }
+    return m;
+  }
+
+ private:
+  // The shift is near the mean, not just any value: the farther it is, the more digits the difference of sums loses.
+  void row(int64_t unit, int64_t p) {
+    const Tiles::Range r = t_.range(p);
+    const T* const from = x_ + unit * t_.length;
+    const Buffers<Acc, 1> buffers(t_);
+    const int64_t samples = shift_samples(r.size());
+    for (int64_t k = 0; k < samples; ++k) load_block(from + r.begin + k * r.size() / samples, buffers[0] + k, 1);
+    activate_chain(pre_, static_cast<const Acc*>(buffers[0]), buffers[0], samples);
+    Acc shift = 0;
+    for (int64_t k = 0; k < samples; ++k) shift += buffers[0][k];
+    shift /= static_cast<Acc>(samples);
+    double sum = 0, sum_sq = 0;
+    t_.each_block(r, [&](int64_t at, int64_t n) {
+      const Acc* const u = activate_chain(pre_, view_block(from + at, buffers[0], n), buffers[0], n);
+      const Sums<Acc> s = Loops<Acc>::shifted_sums(u, n, shift);
+      sum += s.first;
+      sum_sq += s.second;
+    });
+    parts_[unit * t_.pieces + p] = shifted_moments(shift, sum, sum_sq, double(r.size()));
+  }
+
+  void columns(int64_t unit, int64_t p) {
+    const Tiles::Range r = t_.range(p);
+    const T* const from = x_ + unit * t_.length;
+    const Buffers<Acc, 1> buffers(t_);
+    const int64_t width = t_.width, channels = t_.channels, positions = r.size() / channels;
+    std::vector<Acc> all(3 * width);
+    Acc *const shift = all.data(), *const sum = shift + width, *const sum_sq = sum + width;
+    const int64_t samples = shift_samples(positions);
+    for (int64_t k = 0; k < samples; ++k) {
+      load_block(from + r.begin + k * positions / samples * channels, buffers[0], channels);
+      activate_chain(pre_, static_cast<const Acc*>(buffers[0]), buffers[0], channels);
+      for (int64_t c = 0; c < channels; ++c) shift[c] += buffers[0][c] / static_cast<Acc>(samples);
+    }
+    for (int64_t i = channels; i < width; ++i) shift[i] = shift[i - channels];
+    t_.each_block(r, [&](int64_t at, int64_t n) {
+      const Acc* const u = activate_chain(pre_, view_block(from + at, buffers[0], n), buffers[0], n);
+      Loops<Acc>::shifted_column_sums(u, n, width, shift, sum, sum_sq);
+    });
+    Moments* const part = parts_.data() + (unit * t_.pieces + p) * channels;
+    for (int64_t c = 0; c < channels; ++c) {
+      double s = 0, sq = 0;
+      for (int64_t i = c; i < width; i += channels) {
+        s += sum[i];
+        sq += sum_sq[i];
+      }
+      part[c] = shifted_moments(shift[c], s, sq, double(positions));
+    }
+  }
+
+  const Tiles& t_;
+  const T* const x_;
+  const ActChain& pre_;
+  const int64_t width_;
+  std::vector<Moments> parts_;
+};
 
 struct Statistics {
   std::vector<double> mean, rstd;    // [N * G]
   std::vector<double> channel_mean;  // [N * C], where asked for
+
+  explicit Statistics(const GroupNormDims& d) : mean(d.n * d.g), rstd(d.n * d.g, std::nan("")) {}
+
+  void set(int64_t group, const Moments& m, double eps) {
+    mean[group] = m.mean;
+    rstd[group] = 1.0 / std::sqrt(m.m2 / m.count + eps);
+  }
+  // The groups of one sample from the moments of its channels.
+  void set_sample(const GroupNormDims& d, int64_t n, const Moments* channels, double eps) {
+    for (int64_t g = 0; g < d.g; ++g) {
+      Moments m;
+      for (int64_t k = 0; k < d.channels_per_group(); ++k) m.merge(channels[g * d.channels_per_group() + k]);
+      set(n * d.g + g, m, eps);
+    }
+  }
 };
 
-Statistics compute_statistics(const Tensor& x, const GroupNormDims& d, const ActChain& pre, double eps,
-                              bool with_channel_mean) {
-  std::vector<Moments> rows;
-  const bool per_channel = d.channels_last || with_channel_mean;
+// Of nothing there is no variance: rstd stays NaN.
+Statistics compute_statistics(const Tensor& x, const GroupNormDims& d, double eps, bool with_channel_mean) {
+  Statistics s(d);
+  if (with_channel_mean) s.channel_mean.assign(d.n * d.c, std::nan(""));
+  if (d.numel() == 0) return s;
+  const Tensor dense = dense_in(x, format_of(x, d));
   dispatch_dtype(d.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const T* const data = static_cast<const T*>(x.const_data_ptr());
-    if (d.channels_last) {
-      rows = column_moments(data, d, pre);
-    } else if (per_channel) {
-      rows = row_moments(data, d.n * d.c, d.s, pre);
-    } else {
-      rows = row_moments(data, d.n * d.g, d.channels_per_group() * d.s, pre);
+    const bool by_channel = d.channels_last || with_channel_mean;
+    const Tiles t(d, by_channel ? 1 : d.channels_per_group());
+    const ActChain none;
+    RowMoments<T> moments(t, static_cast<const T*>(dense.const_data_ptr()), none);
+    parallel(t.units * t.pieces, t.piece, [&](int64_t i) { moments.piece(i / t.pieces, i % t.pieces); });
+    for (int64_t n = 0; n < d.n; ++n) {
+      const int64_t units = t.units / d.n;
+      std::vector<Moments> all;
+      for (int64_t u = n * units; u < (n + 1) * units; ++u) {
+        const std::vector<Moments> m = moments.merged(u);
+        all.insert(all.end(), m.begin(), m.end());
+      }
+      if (by_channel) {
+        s.set_sample(d, n, all.data(), eps);
+      } else {
+        for (int64_t g = 0; g < d.g; ++g) s.set(n * d.g + g, all[g], eps);
+      }
+      for (size_t c = 0; with_channel_mean && c < all.size(); ++c) s.channel_mean[n * d.c + c] = all[c].mean;
     }
   });
-  Statistics s;
-  const int64_t per_group = per_channel ? d.channels_per_group() : 1;
-  for (int64_t i = 0; i < d.n * d.g; ++i) {
-    Moments m;
-    for (int64_t k = 0; k < per_group; ++k) m.merge(rows[i * per_group + k]);
-    s.mean.push_back(m.mean);
-    s.rstd.push_back(1.0 / std::sqrt(m.m2 / m.count + eps));
-  }
-  if (with_channel_mean) {
-    for (const Moments& m : rows) s.channel_mean.push_back(m.mean);
-  }
   return s;
 }
 
 Tensor to_tensor(const Tensor& like, const std::vector<double>& values, const IntArray& sizes) {
   Tensor t = empty_like_shape(like, sizes, stats_type(like));
-  for (size_t i = 0; i < values.size(); ++i) write_double(t, static_cast<int64_t>(i), values[i]);
+  write_all(t, values);
   return t;
 }
 
-// What a channel is multiplied with and added to, as arrays over C for one sample.
-template <typename Acc>
-struct Affine {
-  std::vector<Acc> mean, scale, bias;
-
-  Affine(const GroupNormDims& d, int64_t n, const std::vector<double>& all_mean, const std::vector<double>& all_rstd,
-         const std::vector<double>& weight, const std::vector<double>& all_bias) {
-    for (int64_t c = 0; c < d.c; ++c) {
-      const int64_t g = n * d.g + c / d.channels_per_group();
-      mean.push_back(static_cast<Acc>(all_mean[g]));
-      scale.push_back(static_cast<Acc>(all_rstd[g] * weight[c]));
-      bias.push_back(static_cast<Acc>(all_bias[c]));
-    }
-  }
-};
-
-template <typename T>
-void normalize(const T* x, T* y, const GroupNormDims& d, const std::vector<double>& mean,
-               const std::vector<double>& rstd, const std::vector<double>& weight, const std::vector<double>& bias,
-               const ActChain& act, const ActChain& pre) {
-  using Acc = acc_t<T>;
-  std::vector<Affine<Acc>> affine;
-  for (int64_t n = 0; n < d.n; ++n) affine.emplace_back(d, n, mean, rstd, weight, bias);
-  if (!d.channels_last) {
-    const Pieces pieces(d.n * d.c, d.s);
-    parallel(pieces.count, [&](int64_t i) {
-      Acc buffer[kBlock];
-      pieces.each(i, [&](int64_t row, int64_t begin, int64_t end) {
-        const Affine<Acc>& a = affine[row / d.c];
-        const int64_t c = row % d.c;
-        for (int64_t at = begin; at < end; at += kBlock) {
-          const int64_t n = std::min(kBlock, end - at);
-          load_block(x + row * d.s + at, buffer, n);
-          activate_chain(pre, buffer, n);
-          normalize_row(buffer, buffer, n, a.mean[c], a.scale[c], a.bias[c]);
-          activate_chain(act, buffer, n);
-          store_block(buffer, y + row * d.s + at, n);
-        }
-      });
-    });
-    return;
-  }
-  const int64_t per_piece = positions_per_piece(d);
-  const int64_t pieces = (d.s + per_piece - 1) / per_piece;
-  const int64_t per_block = std::max<int64_t>(1, kBlock / d.c);
-  parallel(d.n * pieces, [&](int64_t i) {
-    const int64_t n = i / pieces, begin = i % pieces * per_piece, end = std::min(d.s, begin + per_piece);
-    const Affine<Acc>& a = affine[n];
-    std::vector<Acc> buffer(per_block * d.c);
-    for (int64_t p = begin; p < end; p += per_block) {
-      const int64_t positions = std::min(per_block, end - p), count = positions * d.c, at = (n * d.s + p) * d.c;
-      load_block(x + at, buffer.data(), count);
-      activate_chain(pre, buffer.data(), count);
-      normalize_columns(buffer.data(), buffer.data(), positions, d.c, a.mean.data(), a.scale.data(), a.bias.data());
-      activate_chain(act, buffer.data(), count);
-      store_block(buffer.data(), y + at, count);
-    }
-  });
-}
-
+// y = act(GroupNorm(pre(x))); y may be x. Both dense, in the layout that d says.
 Statistics normalize_into(const Tensor& x, const Tensor& y, const GroupNormDims& d, const OptTensor& weight,
                           const OptTensor& bias, double eps, const ActChain& act, const ActChain& pre) {
-  Statistics s = compute_statistics(x, d, pre, eps, false);
+  Statistics s(d);
+  if (d.numel() == 0) return s;
   const std::vector<double> w = read_all(weight, d.c, 1.0), b = read_all(bias, d.c, 0.0);
   dispatch_dtype(d.dtype, [&](auto zero) {
     using T = decltype(zero);
-    normalize(static_cast<const T*>(x.const_data_ptr()), static_cast<T*>(y.mutable_data_ptr()), d, s.mean, s.rstd, w, b,
-              act, pre);
+    using Acc = acc_t<T>;
+    const T* const from = static_cast<const T*>(x.const_data_ptr());
+    T* const to = static_cast<T*>(y.mutable_data_ptr());
+    const Tiles t(d, d.channels_per_group());
+    RowMoments<T> moments(t, from, pre);
+    Table<Acc> table(t, d.n);
+    const auto merge = [&](int64_t unit) {
+      const std::vector<Moments> m = moments.merged(unit);
+      if (d.channels_last) {
+        s.set_sample(d, unit, m.data(), eps);
+      } else {
+        s.set(unit, m[0], eps);
+      }
+      for (int64_t row = 0; row < t.rows; ++row) {
+        const int64_t c = (d.channels_last ? 0 : unit % d.g * t.rows) + row;
+        const int64_t group = d.channels_last ? unit * d.g + c / d.channels_per_group() : unit;
+        const int64_t at = t.table_row(unit) + row;
+        table.mean[at] = static_cast<Acc>(s.mean[group]);
+        table.scale[at] = static_cast<Acc>(s.rstd[group] * w[c]);
+        table.bias[at] = static_cast<Acc>(b[c]);
+      }
+      table.repeat(t, unit);
+    };
+    two_passes(
+        t, sizeof(T), [&](int64_t u, int64_t p) { moments.piece(u, p); }, merge,
+        [&](int64_t u, int64_t p) { apply_piece(t, table, from, to, act, pre, u, p); });
   });
   return s;
-}
-
-// Nothing to reduce.
-Statistics empty_statistics(const GroupNormDims& d) {
-  const double nan = std::nan("");
-  return {std::vector<double>(d.n * d.g, 0.0), std::vector<double>(d.n * d.g, nan),
-          std::vector<double>(d.n * d.c, nan)};
 }
 
 }  // namespace
@@ -247,9 +355,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cpu(Tensor x, int64_t num_grou
   const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act);
   const MemoryFormat format = format_of(x, d);
   Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
-  const Statistics s = d.numel() == 0
-                           ? empty_statistics(d)
-                           : normalize_into(dense_in(x, format), y, d, weight, bias, eps, act_chain, pre_chain);
+  const Statistics s = normalize_into(dense_in(x, format), y, d, weight, bias, eps, act_chain, pre_chain);
   return {y, to_tensor(x, s.mean, {d.n, d.g}), to_tensor(x, s.rstd, {d.n, d.g})};
 }
 
@@ -258,8 +364,7 @@ std::tuple<Tensor, Tensor> group_norm_inplace_cpu(const char* op, const Tensor& 
                                                   const std::string& act, const std::string& pre_act) {
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
   const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act);
-  const Statistics s =
-      d.numel() == 0 ? empty_statistics(d) : normalize_into(x, x, d, weight, bias, eps, act_chain, pre_chain);
+  const Statistics s = normalize_into(x, x, d, weight, bias, eps, act_chain, pre_chain);
   return {to_tensor(x, s.mean, {d.n, d.g}), to_tensor(x, s.rstd, {d.n, d.g})};
 }
 
@@ -267,8 +372,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cpu(Tensor x, int
                                                                    OptTensor bias, double eps) {
   const char* const op = "group_norm_mean";
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
-  const Statistics s =
-      d.numel() == 0 ? empty_statistics(d) : compute_statistics(dense_in(x, format_of(x, d)), d, ActChain(), eps, true);
+  const Statistics s = compute_statistics(x, d, eps, true);
   const std::vector<double> w = read_all(weight, d.c, 1.0), b = read_all(bias, d.c, 0.0);
   std::vector<double> out(d.n);
   for (int64_t n = 0; n < d.n; ++n) {
@@ -285,12 +389,41 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cpu(Tensor x, int
 
 std::tuple<Tensor, Tensor> group_stats_cpu(Tensor x, int64_t num_groups, double eps) {
   const GroupNormDims d = check_group_norm("group_stats", x, num_groups, std::nullopt, std::nullopt, eps);
-  const Statistics s = d.numel() == 0 ? empty_statistics(d)
-                                      : compute_statistics(dense_in(x, format_of(x, d)), d, ActChain(), eps, false);
+  const Statistics s = compute_statistics(x, d, eps, false);
   return {to_tensor(x, s.mean, {d.n, d.g}), to_tensor(x, s.rstd, {d.n, d.g})};
 }
 
 namespace {
+
+// dx = (x - mean) * slope + offset with the coefficients of each (sample, channel): coefficients(n, c) = {mean, slope,
+// offset}. The gradients that come through statistics alone.
+template <typename F>
+Tensor affine_gradient(const Tensor& x, const GroupNormDims& d, const F& coefficients) {
+  const MemoryFormat format = format_of(x, d);
+  const Tensor dense = dense_in(x, format);
+  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format);
+  if (d.numel() == 0) return dx;
+  dispatch_dtype(d.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const Tiles t(d, d.channels_per_group());
+    Table<acc_t<T>> table(t, d.n);
+    for (int64_t u = 0; u < t.units; ++u) {
+      for (int64_t row = 0; row < t.rows; ++row) {
+        const int64_t channel = u * t.rows + row, at = t.table_row(u) + row;
+        const std::array<double, 3> k = coefficients(channel / d.c, channel % d.c);
+        table.mean[at] = static_cast<acc_t<T>>(k[0]);
+        table.scale[at] = static_cast<acc_t<T>>(k[1]);
+        table.bias[at] = static_cast<acc_t<T>>(k[2]);
+      }
+      table.repeat(t, u);
+    }
+    const T* const from = static_cast<const T*>(dense.const_data_ptr());
+    T* const to = static_cast<T*>(dx.mutable_data_ptr());
+    parallel(t.units * t.pieces, t.piece,
+             [&](int64_t i) { apply_piece(t, table, from, to, ActChain(), ActChain(), i / t.pieces, i % t.pieces); });
+  });
+  return dx;
+}
 
 Tensor group_stats_backward(Tensor dmean, Tensor drstd, Tensor x, Tensor mean, Tensor rstd, int64_t num_groups) {
   const char* const op = "group_stats_backward";
@@ -300,139 +433,149 @@ Tensor group_stats_backward(Tensor dmean, Tensor drstd, Tensor x, Tensor mean, T
   check_statistics(op, "drstd", drstd, x, shape);
   check_statistics(op, "mean", mean, x, shape);
   check_statistics(op, "rstd", rstd, x, shape);
-  const MemoryFormat format = format_of(x, d);
-  const Tensor dense = dense_in(x, format);
-  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format);
-  if (d.numel() == 0) return dx;
-  // dx = (x - mean) * slope + offset, both constant over a group: the normalize loop with other coefficients.
   const int64_t groups = d.n * d.g;
   const std::vector<double> dm = read_all(dmean, groups), dr = read_all(drstd, groups), r = read_all(rstd, groups);
   const std::vector<double> mu = read_all(mean, groups);
   const double m = double(d.channels_per_group()) * double(d.s);
-  dispatch_dtype(d.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    using Acc = acc_t<T>;
-    const T* const from = static_cast<const T*>(dense.const_data_ptr());
-    T* const to = static_cast<T*>(dx.mutable_data_ptr());
-    parallel(d.n, [&](int64_t n) {
-      for (int64_t i = 0; i < d.c * d.s; ++i) {
-        const int64_t c = d.channels_last ? i % d.c : i / d.s;
-        const int64_t g = n * d.g + c / d.channels_per_group(), at = n * d.c * d.s + i;
-        const Acc centered = static_cast<Acc>(from[at]) - static_cast<Acc>(mu[g]);
-        to[at] =
-            static_cast<T>(centered * static_cast<Acc>(-dr[g] * r[g] * r[g] * r[g] / m) + static_cast<Acc>(dm[g] / m));
-      }
-    });
+  return affine_gradient(x, d, [&](int64_t n, int64_t c) -> std::array<double, 3> {
+    const int64_t g = n * d.g + c / d.channels_per_group();
+    return {mu[g], -dr[g] * r[g] * r[g] * r[g] / m, dm[g] / m};
   });
-  return dx;
 }
 
-// dy of one element, from a tensor or constant over a sample.
-struct Gradient {
-  const void* dy;                  // of x's type and layout, or null
-  std::vector<double> per_sample;  // with dy == null: dout[n] / (C * S)
-};
-
-// Backward of act(GroupNorm(pre(x))): the sums of dz and dz * xhat per (sample, channel), the two terms of a group, dx.
+// Backward of act(GroupNorm(pre(x))), a unit at a time: the sums of dz and of dz * xhat over each channel, from them
+// the two terms of a group, then dx. dz = dy * act'(z) is computed in both passes, which costs less than storing it.
 template <typename T>
-void backward(const T* x, const Gradient& gradient, T* dx, const GroupNormDims& d, const std::vector<double>& mean,
+void backward(const T* x, const T* dy, T* dx, const GroupNormDims& d, const std::vector<double>& mean,
               const std::vector<double>& rstd, const std::vector<double>& weight, const std::vector<double>& bias,
-              const ActChain& act, const ActChain& pre, std::vector<double>* dweight, std::vector<double>* dbias) {
+              const ActChain& act, const ActChain& pre, std::vector<double>* sums_dz,
+              std::vector<double>* sums_dz_xhat) {
   using Acc = acc_t<T>;
-  const T* const dy = static_cast<const T*>(gradient.dy);
-  // Units of work: parts of rows, or runs of positions; f(unit, n, c, at) visits each element of a unit.
-  const int64_t per_piece = d.channels_last ? positions_per_piece(d) : kPiece;
-  const int64_t length = d.s;
-  const int64_t pieces = (length + per_piece - 1) / per_piece;
-  const int64_t units = d.channels_last ? d.n * pieces : d.n * d.c * pieces;
-  const auto visit = [&](int64_t unit, const auto& f) {
-    const int64_t begin = unit % pieces * per_piece, end = std::min(length, begin + per_piece);
-    if (d.channels_last) {
-      const int64_t n = unit / pieces;
-      for (int64_t p = begin; p < end; ++p) {
-        for (int64_t c = 0; c < d.c; ++c) f(n, c, (n * d.s + p) * d.c + c);
-      }
-    } else {
-      const int64_t row = unit / pieces;
-      for (int64_t i = begin; i < end; ++i) f(row / d.c, row % d.c, row * d.s + i);
+  const Tiles t(d, d.channels_per_group());
+  const int64_t per_group = d.channels_per_group();
+  const double m = double(per_group) * double(d.s);
+  Table<Acc> forward(t, d.n), table(t, d.n, true);
+  for (int64_t u = 0; u < t.units; ++u) {
+    for (int64_t row = 0; row < t.rows; ++row) {
+      const int64_t channel = u * t.rows + row, c = channel % d.c, g = channel / per_group, at = t.table_row(u) + row;
+      forward.mean[at] = static_cast<Acc>(mean[g]);
+      forward.scale[at] = static_cast<Acc>(rstd[g] * weight[c]);
+      forward.bias[at] = static_cast<Acc>(bias[c]);
     }
-  };
-  const auto group_of = [&](int64_t n, int64_t c) { return n * d.g + c / d.channels_per_group(); };
-  const auto derivative = [&](int64_t n, int64_t c, int64_t at, Acc* xhat, Acc* slope) {
-    Acc u;
-    *slope = chain_derivative(pre, static_cast<Acc>(x[at]), &u);
-    const int64_t g = group_of(n, c);
-    *xhat = (u - static_cast<Acc>(mean[g])) * static_cast<Acc>(rstd[g]);
-    if (!dy) return static_cast<Acc>(gradient.per_sample[n]);
-    Acc value;
-    return static_cast<Acc>(dy[at]) *
-           chain_derivative(act, *xhat * static_cast<Acc>(weight[c]) + static_cast<Acc>(bias[c]), &value);
+    forward.repeat(t, u);
+  }
+  // Sums of (dz, dz * (u - mean)): by piece, and by channel within it.
+  const int64_t slots = d.channels_last ? d.c * t.pieces : t.rows * t.pieces_per_row;
+  std::vector<std::array<double, 2>> parts(t.units * slots);
+  const Acc* const unit_mean = forward.mean.data();
+
+  // f(at, n, x, u, dz) for each block of a piece: x in the accumulation type, u = pre(x).
+  const auto each_gradient = [&](int64_t unit, int64_t p, const Buffers<Acc, 4>& b, const auto& f) {
+    t.each_block(t.range(p), [&](int64_t at, int64_t n) {
+      const int64_t first = unit * t.length + at;
+      const Acc* const from = view_block(x + first, b[0], n);
+      const Acc* const u = activate_chain(pre, from, b[1], n);
+      const Acc* dz = view_block(dy + first, b[2], n);
+      if (!act.empty()) {
+        normalize_block(t, forward, unit, at, n, u, b[3]);
+        dz = chain_gradient(act, static_cast<const Acc*>(b[3]), b[3], dz, b[2], n);
+      }
+      f(at, n, from, u, dz);
+    });
   };
 
-  const int64_t width = d.channels_last ? d.c : 1;  // channels that a unit sums
-  std::vector<double> parts(units * width * 2, 0.0);
-  parallel(units, [&](int64_t unit) {
-    double* const sums = parts.data() + unit * width * 2;
-    visit(unit, [&](int64_t n, int64_t c, int64_t at) {
-      Acc xhat, slope;
-      const Acc dz = derivative(n, c, at, &xhat, &slope);
-      double* const s = sums + (d.channels_last ? c * 2 : 0);
-      s[0] += dz;
-      s[1] += double(dz) * xhat;
-    });
-  });
-  std::vector<double> sums(d.n * d.c * 2, 0.0);
-  for (int64_t unit = 0; unit < units; ++unit) {
-    for (int64_t k = 0; k < width; ++k) {
-      const int64_t row = d.channels_last ? unit / pieces * d.c + k : unit / pieces;
-      sums[row * 2] += parts[(unit * width + k) * 2];
-      sums[row * 2 + 1] += parts[(unit * width + k) * 2 + 1];
+  const auto sum = [&](int64_t unit, int64_t p) {
+    const Buffers<Acc, 4> buffers(t);
+    const Acc* const mu = unit_mean + t.table_row(unit);
+    if (d.channels_last) {
+      std::vector<Acc> sums(2 * t.width);
+      each_gradient(unit, p, buffers, [&](int64_t, int64_t n, const Acc*, const Acc* u, const Acc* dz) {
+        Loops<Acc>::gradient_column_sums(u, dz, n, t.width, mu, sums.data(), sums.data() + t.width);
+      });
+      std::array<double, 2>* const part = parts.data() + unit * slots + p * d.c;
+      for (int64_t i = 0; i < t.width; ++i) {
+        part[i % d.c][0] += sums[i];
+        part[i % d.c][1] += sums[t.width + i];
+      }
+      return;
     }
-  }
-  std::vector<Acc> term(d.n * d.g), term_xhat(d.n * d.g);
-  const double m = double(d.channels_per_group()) * double(d.s);
+    each_gradient(unit, p, buffers, [&](int64_t at, int64_t n, const Acc*, const Acc* u, const Acc* dz) {
+      t.each_row(at, n, [&](int64_t row, int64_t offset, int64_t count) {
+        const Sums<Acc> s = Loops<Acc>::gradient_sums(u + offset, dz + offset, count, mu[row]);
+        std::array<double, 2>& part = parts[unit * slots + row * t.pieces_per_row + p % t.pieces_per_row];
+        part[0] += s.first;
+        part[1] += s.second;
+      });
+    });
+  };
+
+  const auto merge = [&](int64_t unit) {
+    const int64_t groups = t.rows / per_group;  // of the unit
+    for (int64_t k = 0; k < groups; ++k) {
+      const int64_t g = unit * groups + k;
+      double term = 0, term_xhat = 0;
+      for (int64_t i = 0; i < per_group; ++i) {
+        const int64_t row = k * per_group + i, channel = unit * t.rows + row;
+        double dz = 0, dz_xhat = 0;
+        const int64_t count = d.channels_last ? t.pieces : t.pieces_per_row;
+        for (int64_t p = 0; p < count; ++p) {
+          const auto& part = parts[unit * slots + (d.channels_last ? p * d.c + row : row * count + p)];
+          dz += part[0];
+          dz_xhat += part[1] * rstd[g];
+        }
+        (*sums_dz)[channel] = dz;
+        (*sums_dz_xhat)[channel] = dz_xhat;
+        term += weight[channel % d.c] * dz / m;
+        term_xhat += weight[channel % d.c] * dz_xhat / m;
+      }
+      // dx = rstd * (weight * dz - (term + xhat * term_xhat))
+      for (int64_t i = 0; i < per_group; ++i) {
+        const int64_t at = t.table_row(unit) + k * per_group + i;
+        table.mean[at] = forward.mean[at];
+        table.scale[at] = forward.scale[at];
+        table.slope[at] = static_cast<Acc>(-rstd[g] * rstd[g] * term_xhat);
+        table.bias[at] = static_cast<Acc>(-rstd[g] * term);
+      }
+    }
+    table.repeat(t, unit);
+  };
+
+  const auto finish = [&](int64_t unit, int64_t p) {
+    const Buffers<Acc, 4> buffers(t);
+    const int64_t first = t.table_row(unit);
+    const Acc *const mu = table.mean.data() + first, *const scale = table.scale.data() + first;
+    const Acc *const slope = table.slope.data() + first, *const offset = table.bias.data() + first;
+    each_gradient(unit, p, buffers, [&](int64_t at, int64_t n, const Acc* from, const Acc* u, const Acc* dz) {
+      T* const out = dx + unit * t.length + at;
+      Acc* const to = target_block(out, buffers[2]);
+      if (d.channels_last) {
+        Loops<Acc>::gradient_columns(u, dz, to, n, t.width, mu, scale, slope, offset);
+      } else {
+        t.each_row(at, n, [&](int64_t row, int64_t o, int64_t count) {
+          Loops<Acc>::gradient_row(u + o, dz + o, to + o, count, mu[row], scale[row], slope[row], offset[row]);
+        });
+      }
+      store_block(chain_gradient(pre, from, buffers[3], static_cast<const Acc*>(to), to, n), out, n);
+    });
+  };
+  two_passes(t, 2 * sizeof(T), sum, merge, finish);
+}
+
+// dweight and dbias from the sums over each (sample, channel).
+std::tuple<Tensor, Tensor> affine_gradients(const Tensor& x, const GroupNormDims& d, ScalarType type,
+                                            const std::vector<double>& sums_dz_xhat,
+                                            const std::vector<double>& sums_dz) {
+  std::vector<double> dweight(d.c, 0.0), dbias(d.c, 0.0);
   for (int64_t n = 0; n < d.n; ++n) {
     for (int64_t c = 0; c < d.c; ++c) {
-      const double* const s = sums.data() + (n * d.c + c) * 2;
-      (*dbias)[c] += s[0];
-      (*dweight)[c] += s[1];
-      term[group_of(n, c)] += static_cast<Acc>(weight[c] * s[0] / m);
-      term_xhat[group_of(n, c)] += static_cast<Acc>(weight[c] * s[1] / m);
+      dweight[c] += sums_dz_xhat[n * d.c + c];
+      dbias[c] += sums_dz[n * d.c + c];
     }
   }
-  parallel(units, [&](int64_t unit) {
-    visit(unit, [&](int64_t n, int64_t c, int64_t at) {
-      Acc xhat, slope;
-      const Acc dz = derivative(n, c, at, &xhat, &slope);
-      const int64_t g = group_of(n, c);
-      dx[at] = static_cast<T>(slope * static_cast<Acc>(rstd[g]) *
-                              (static_cast<Acc>(weight[c]) * dz - (term[g] + xhat * term_xhat[g])));
-    });
-  });
-}
-
-std::tuple<Tensor, Tensor, Tensor> run_backward(const Tensor& x, const Gradient& gradient, const GroupNormDims& d,
-                                                const Tensor& mean, const Tensor& rstd, const OptTensor& weight,
-                                                const OptTensor& bias, const ActChain& act, const ActChain& pre) {
-  const MemoryFormat format = format_of(x, d);
-  const Tensor dense = dense_in(x, format);
-  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format);
-  std::vector<double> dweight(d.c, 0.0), dbias(d.c, 0.0);
-  if (d.numel() > 0) {
-    dispatch_dtype(d.dtype, [&](auto zero) {
-      using T = decltype(zero);
-      backward(static_cast<const T*>(dense.const_data_ptr()), gradient, static_cast<T*>(dx.mutable_data_ptr()), d,
-               read_all(mean, d.n * d.g), read_all(rstd, d.n * d.g), read_all(weight, d.c, 1.0),
-               read_all(bias, d.c, 0.0), act, pre, &dweight, &dbias);
-    });
-  }
-  const ScalarType type = affine_type(x, weight, bias);
   Tensor dweight_out = empty_like_shape(x, {d.c}, type), dbias_out = empty_like_shape(x, {d.c}, type);
-  for (int64_t c = 0; c < d.c; ++c) {
-    write_double(dweight_out, c, dweight[c]);
-    write_double(dbias_out, c, dbias[c]);
-  }
-  return {dx, dweight_out, dbias_out};
+  write_all(dweight_out, dweight);
+  write_all(dbias_out, dbias);
+  return {dweight_out, dbias_out};
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd,
@@ -444,8 +587,20 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tens
   check_gradient(op, "dy", dy, x);
   check_statistics(op, "mean", mean, x, {d.n, d.g});
   check_statistics(op, "rstd", rstd, x, {d.n, d.g});
-  const Tensor dense_dy = dense_in(dy, format_of(x, d));
-  return run_backward(x, {dense_dy.const_data_ptr(), {}}, d, mean, rstd, weight, bias, act_chain, pre_chain);
+  const MemoryFormat format = format_of(x, d);
+  const Tensor dense = dense_in(x, format), dense_dy = dense_in(dy, format);
+  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format);
+  std::vector<double> sums_dz(d.n * d.c), sums_dz_xhat(d.n * d.c);
+  if (d.numel() > 0) {
+    dispatch_dtype(d.dtype, [&](auto zero) {
+      using T = decltype(zero);
+      backward(static_cast<const T*>(dense.const_data_ptr()), static_cast<const T*>(dense_dy.const_data_ptr()),
+               static_cast<T*>(dx.mutable_data_ptr()), d, read_all(mean, d.n * d.g), read_all(rstd, d.n * d.g),
+               read_all(weight, d.c, 1.0), read_all(bias, d.c, 0.0), act_chain, pre_chain, &sums_dz, &sums_dz_xhat);
+    });
+  }
+  auto [dweight, dbias] = affine_gradients(x, d, affine_type(x, weight, bias), sums_dz_xhat, sums_dz);
+  return {dx, dweight, dbias};
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_mean_backward(Tensor dout, Tensor x, Tensor channel_mean, Tensor mean,
@@ -458,9 +613,26 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_mean_backward(Tensor dout, Tensor 
   check_statistics(op, "channel_mean", channel_mean, x, {d.n, d.c});
   check_statistics(op, "mean", mean, x, {d.n, d.g});
   check_statistics(op, "rstd", rstd, x, {d.n, d.g});
-  Gradient gradient{nullptr, read_all(dout, d.n)};
-  for (double& v : gradient.per_sample) v /= double(d.c) * double(d.s);
-  return run_backward(x, gradient, d, mean, rstd, weight, std::nullopt, ActChain(), ActChain());
+  const std::vector<double> g_out = read_all(dout, d.n), cm = read_all(channel_mean, d.n * d.c);
+  const std::vector<double> mu = read_all(mean, d.n * d.g), r = read_all(rstd, d.n * d.g);
+  const std::vector<double> w = read_all(weight, d.c, 1.0);
+  // dz = dout / (C * S) everywhere in a sample, so that its sums come from the means of the channels.
+  const int64_t per_group = d.channels_per_group();
+  std::vector<double> sums_dz(d.n * d.c), sums_dz_xhat(d.n * d.c), term(d.n * d.g), term_xhat(d.n * d.g);
+  for (int64_t i = 0; i < d.n * d.c; ++i) {
+    const int64_t g = i / per_group;
+    sums_dz[i] = g_out[i / d.c] / double(d.c);
+    sums_dz_xhat[i] = sums_dz[i] * (cm[i] - mu[g]) * r[g];
+    term[g] += w[i % d.c] * sums_dz[i] / (double(per_group) * double(d.s));
+    term_xhat[g] += w[i % d.c] * sums_dz_xhat[i] / (double(per_group) * double(d.s));
+  }
+  const Tensor dx = affine_gradient(x, d, [&](int64_t n, int64_t c) -> std::array<double, 3> {
+    const int64_t g = n * d.g + c / per_group;
+    const double dz = g_out[n] / (double(d.c) * double(d.s));
+    return {mu[g], -r[g] * r[g] * term_xhat[g], r[g] * (w[c] * dz - term[g])};
+  });
+  auto [dweight, dbias] = affine_gradients(x, d, affine_type(x, weight, std::nullopt), sums_dz_xhat, sums_dz);
+  return {dx, dweight, dbias};
 }
 
 Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias, double eps, std::string act) {

@@ -1,4 +1,5 @@
-// Reductions on the CPU, over [outer][reduced][inner].
+// Reductions on the CPU, over [outer][reduced][inner]. Work is cut into pieces of fixed size, whatever the number of
+// threads, whose results are merged in order.
 #include "../common/cpu_block.h"
 #include "reduce_checks.h"
 
@@ -7,53 +8,93 @@ namespace {
 
 using namespace cpu;
 
-// Calls f(o, i_begin, i_end) over all results in parallel, in runs of inner that fit a block.
-template <typename F>
-void each_run(const ReduceShape& s, const F& f) {
-  const int64_t runs = (s.inner + kBlock - 1) / kBlock;
-  const int64_t grain = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, s.reduced * std::min(s.inner, kBlock)));
-  torch::stable::parallel_for(0, s.outer * runs, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t u = begin; u < end; ++u) {
-      const int64_t i = u % runs * kBlock;
-      f(u / runs, i, std::min(s.inner, i + kBlock));
+constexpr int64_t kPiece = 32768;  // elements of a piece, about
+
+// With inner == 1 a piece is part of one row, or `batch` short rows. Else it is `length` steps of the reduced dim of
+// `run` neighbouring results.
+struct Cut {
+  int64_t outer, reduced, inner;
+  int64_t batch = 1, run = 1, runs = 1;
+  int64_t width = 1;  // results side by side as one row of parameters: run, repeated where it is narrow and dense
+  int64_t length, pieces, units;
+
+  explicit Cut(const ReduceShape& s) : outer(s.outer), reduced(s.reduced), inner(s.inner) {
+    if (inner == 1) {
+      batch = std::max<int64_t>(1, kBlock / std::max<int64_t>(1, reduced));
+      length = kPiece;
+    } else {
+      run = std::min(inner, kBlock);
+      runs = (inner + run - 1) / run;
+      width = runs == 1 ? run * std::max<int64_t>(1, 256 / run) : run;
+      length = std::max<int64_t>(128, kPiece / run);
     }
-  });
-}
+    pieces = std::max<int64_t>(1, (reduced + length - 1) / length);
+    units = (outer + batch - 1) / batch * runs * pieces;
+  }
+  struct Piece {
+    int64_t index;          // which one of its results
+    int64_t outer, batch;   // rows
+    int64_t column, count;  // results side by side
+    int64_t begin, length;  // of the reduced dim
+  };
+  template <typename F>
+  void each(const F& f) const {
+    parallel(units, std::min(length, reduced) * run * batch, [&](int64_t u) {
+      const int64_t p = u % pieces, column = u / pieces % runs * run, o = u / pieces / runs * batch;
+      f(Piece{p, o, std::min(batch, outer - o), column, std::min(run, inner - column), p * length,
+              std::min(length, reduced - p * length)});
+    });
+  }
+  int64_t offset(const Piece& p) const { return (p.outer * reduced + p.begin) * inner + p.column; }
+  // f(offset in the tensor, n, row) for the blocks of a piece: several steps of the reduced dim where they are dense,
+  // columns repeating every `row` elements, else one.
+  template <typename F>
+  void each_block(const Piece& p, const F& f) const {
+    const int64_t first = offset(p);
+    if (runs > 1) {
+      for (int64_t r = 0; r < p.length; ++r) f(first + r * inner, p.count, p.count);
+      return;
+    }
+    const int64_t block = width * std::max<int64_t>(1, kBlock / width), total = p.length * inner;
+    for (int64_t at = 0; at < total; at += block) f(first + at, std::min(block, total - at), width);
+  }
+};
 
 template <typename Acc>
 Acc finite_or_zero(Acc m) {
   return std::isinf(m) ? Acc(0) : m;
 }
 
-// One contiguous row, a block at a time; blocks are added in double.
-template <typename T>
-acc_t<T> row_logsumexp(const T* from, int64_t length) {
-  using Acc = acc_t<T>;
-  Acc buffer[kBlock];
-  Acc maximum = -std::numeric_limits<Acc>::infinity();
-  double sum = 0;
-  for (int pass = 0; pass < 2; ++pass) {
-    for (int64_t at = 0; at < length; at += kBlock) {
-      const int64_t n = std::min(kBlock, length - at);
-      load_block(from + at, buffer, n);
-      if constexpr (std::is_same_v<Acc, float>) {
-        if (pass == 0) {
-          maximum = row_maximum(buffer, n, maximum);
-        } else {
-          sum += row_exponentials(buffer, n, finite_or_zero(maximum));
-        }
-      } else {
-        for (int64_t i = 0; i < n; ++i) {
-          if (pass == 0) {
-            maximum = buffer[i] > maximum ? buffer[i] : maximum;
-          } else {
-            sum += std::exp(buffer[i] - finite_or_zero(maximum));
-          }
-        }
-      }
-    }
+// max and sum of exp(x - max), with 0 for an infinite maximum.
+struct Exponentials {
+  double maximum = -std::numeric_limits<double>::infinity(), sum = 0;
+
+  void merge(double other_maximum, double other_sum) {
+    const double largest = other_maximum > maximum ? other_maximum : maximum, shift = finite_or_zero(largest);
+    // Nothing yet, or only -inf: its shift of 0 may lie so far off that the factor overflows.
+    const double mine = sum == 0 ? 0 : sum * std::exp(finite_or_zero(maximum) - shift);
+    const double others = other_sum == 0 ? 0 : other_sum * std::exp(finite_or_zero(other_maximum) - shift);
+    maximum = largest;
+    sum = mine + others;
   }
-  return static_cast<Acc>(std::log(sum) + finite_or_zero(maximum));
+  double value() const { return std::log(sum) + finite_or_zero(maximum); }
+};
+
+// Of columns that repeat, the first ones gather the others: combine(column, other).
+template <typename F>
+void fold(int64_t run, int64_t width, const F& combine) {
+  for (int64_t i = run; i < width; ++i) combine(i % run, i);
+}
+
+// Stores finish(part of every piece, in order) for each result; parts are [outer][inner][pieces].
+template <typename T, typename Part, typename F>
+void store_results(const Cut& cut, T* to, const std::vector<Part>& parts, const F& finish) {
+  const int64_t results = cut.outer * cut.inner, block = 1024;
+  parallel((results + block - 1) / block, block * cut.pieces, [&](int64_t b) {
+    for (int64_t i = b * block; i < std::min(results, (b + 1) * block); ++i) {
+      to[i] = static_cast<T>(static_cast<acc_t<T>>(finish(parts.data() + i * cut.pieces)));
+    }
+  });
 }
 
 Tensor logsumexp(Tensor x, IntArray dim, bool keepdim) {
@@ -66,31 +107,45 @@ Tensor logsumexp(Tensor x, IntArray dim, bool keepdim) {
     using T = decltype(zero);
     using Acc = acc_t<T>;
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
-    T* const to = static_cast<T*>(y.mutable_data_ptr());
-    each_run(s, [&](int64_t o, int64_t begin, int64_t end) {
-      const Acc lowest = -std::numeric_limits<Acc>::infinity();
-      if (s.inner == 1) {
-        to[o] = static_cast<T>(row_logsumexp(from + o * s.reduced, s.reduced));
-        return;
-      }
-      const int64_t n = end - begin;
-      std::vector<Acc> maximum(n, lowest), row(n);
-      std::vector<double> sum(n, 0.0);
-      for (int pass = 0; pass < 2; ++pass) {
-        for (int64_t r = 0; r < s.reduced; ++r) {
-          load_block(from + (o * s.reduced + r) * s.inner + begin, row.data(), n);
-          if (pass == 0) {
-            for (int64_t i = 0; i < n; ++i) maximum[i] = row[i] > maximum[i] ? row[i] : maximum[i];
-          } else if constexpr (std::is_same_v<Acc, float>) {
-            add_exponentials(row.data(), maximum.data(), sum.data(), n);
-          } else {
-            for (int64_t i = 0; i < n; ++i) sum[i] += std::exp(row[i] - finite_or_zero(maximum[i]));
+    const Cut cut(s);
+    std::vector<Exponentials> parts(cut.outer * cut.inner * cut.pieces);
+    const Acc lowest = -std::numeric_limits<Acc>::infinity();
+    cut.each([&](const Cut::Piece& p) {
+      alignas(64) Acc buffer[kBlock];
+      if (cut.inner == 1) {
+        for (int64_t at = 0; at < p.length; at += kBlock) {
+          const int64_t n = std::min(kBlock, p.length - at);
+          const Acc* const block = view_block(from + cut.offset(p) + at, buffer, n * p.batch);
+          for (int64_t k = 0; k < p.batch; ++k) {
+            const Acc* const row = block + k * n;
+            const Acc maximum = Loops<Acc>::row_maximum(row, n, lowest);
+            parts[(p.outer + k) * cut.pieces + p.index].merge(
+                maximum, Loops<Acc>::row_exponentials(row, n, finite_or_zero(maximum)));
           }
         }
+        return;
       }
-      for (int64_t i = 0; i < n; ++i) {
-        to[o * s.inner + begin + i] = static_cast<T>(static_cast<Acc>(std::log(sum[i]) + finite_or_zero(maximum[i])));
+      std::vector<Acc> maximum(cut.width, lowest), sum(cut.width);
+      cut.each_block(p, [&](int64_t at, int64_t n, int64_t width) {
+        Loops<Acc>::column_maxima(view_block(from + at, buffer, n), n, width, maximum.data());
+      });
+      fold(cut.run, cut.width, [&](int64_t c, int64_t i) { maximum[c] = std::max(maximum[c], maximum[i]); });
+      std::vector<Acc> shift(cut.width);
+      for (int64_t i = 0; i < cut.width; ++i) shift[i] = finite_or_zero(maximum[i % cut.run]);
+      cut.each_block(p, [&](int64_t at, int64_t n, int64_t width) {
+        Loops<Acc>::column_exponentials(view_block(from + at, buffer, n), n, width, shift.data(), sum.data());
+      });
+      fold(cut.run, cut.width, [&](int64_t c, int64_t i) { sum[c] += sum[i]; });
+      for (int64_t c = 0; c < p.count; ++c) {
+        Exponentials& part = parts[(p.outer * cut.inner + p.column + c) * cut.pieces + p.index];
+        part.maximum = maximum[c];
+        part.sum = sum[c];
       }
+    });
+    store_results(cut, static_cast<T*>(y.mutable_data_ptr()), parts, [&](const Exponentials* part) {
+      Exponentials all = part[0];
+      for (int64_t k = 1; k < cut.pieces; ++k) all.merge(part[k].maximum, part[k].sum);
+      return all.value();
     });
   });
   return y;
@@ -104,6 +159,7 @@ Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keep
   const Tensor dense = reduce_input(x, s);
   const Tensor dense_dy = dense_in(dy, MemoryFormat::Contiguous), dense_y = dense_in(y, MemoryFormat::Contiguous);
   Tensor dx = reduce_gradient_buffer(x, sizes_of(x), s);
+  if (dx.numel() == 0) return reduce_unpermute(dx, s);
   dispatch_dtype(check_dtype(op, "x", x), [&](auto zero) {
     using T = decltype(zero);
     using Acc = acc_t<T>;
@@ -111,17 +167,38 @@ Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keep
     const T* const gradient = static_cast<const T*>(dense_dy.const_data_ptr());
     const T* const result = static_cast<const T*>(dense_y.const_data_ptr());
     T* const to = static_cast<T*>(dx.mutable_data_ptr());
-    each_run(s, [&](int64_t o, int64_t begin, int64_t end) {
-      for (int64_t r = 0; r < s.reduced; ++r) {
-        for (int64_t i = begin; i < end; ++i) {
-          const int64_t at = (o * s.reduced + r) * s.inner + i;
-          const Acc lse = static_cast<Acc>(result[o * s.inner + i]);
-          // All of a row at -inf: no gradient rather than NaN.
-          const Acc shift = lse == -std::numeric_limits<Acc>::infinity() ? Acc(0) : lse;
-          to[at] = static_cast<T>(static_cast<Acc>(gradient[o * s.inner + i]) *
-                                  std::exp(static_cast<Acc>(from[at]) - shift));
+    // All of a row at -inf: no gradient rather than NaN.
+    const auto shift_of = [&](int64_t i) {
+      const Acc lse = static_cast<Acc>(result[i]);
+      return lse == -std::numeric_limits<Acc>::infinity() ? Acc(0) : lse;
+    };
+    const Cut cut(s);
+    cut.each([&](const Cut::Piece& p) {
+      alignas(64) Acc buffer[kBlock];
+      if (cut.inner == 1) {
+        for (int64_t at = 0; at < p.length; at += kBlock) {
+          const int64_t n = std::min(kBlock, p.length - at), first = cut.offset(p) + at;
+          const Acc* const block = view_block(from + first, buffer, n * p.batch);
+          Acc* const target = target_block(to + first, buffer);
+          for (int64_t k = 0; k < p.batch; ++k) {
+            Loops<Acc>::row_softmax(block + k * n, target + k * n, n, shift_of(p.outer + k),
+                                    static_cast<Acc>(gradient[p.outer + k]));
+          }
+          store_block(target, to + first, n * p.batch);
         }
+        return;
       }
+      std::vector<Acc> shift(cut.width), g(cut.width);
+      for (int64_t i = 0; i < (cut.runs > 1 ? p.count : cut.width); ++i) {
+        const int64_t at = p.outer * cut.inner + p.column + i % p.count;
+        shift[i] = shift_of(at);
+        g[i] = static_cast<Acc>(gradient[at]);
+      }
+      cut.each_block(p, [&](int64_t at, int64_t n, int64_t width) {
+        Acc* const target = target_block(to + at, buffer);
+        Loops<Acc>::column_softmax(view_block(from + at, buffer, n), target, n, width, shift.data(), g.data());
+        store_block(target, to + at, n);
+      });
     });
   });
   return reduce_unpermute(dx, s);
@@ -137,34 +214,29 @@ Tensor mean(Tensor x, IntArray dims, bool keepdim) {
     using T = decltype(zero);
     using Acc = acc_t<T>;
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
-    T* const to = static_cast<T*>(y.mutable_data_ptr());
-    each_run(s, [&](int64_t o, int64_t begin, int64_t end) {
-      const int64_t n = end - begin;
-      if (s.inner == 1) {
-        // Blocks of a row, their sums added in double.
-        double sum = 0;
-        Acc buffer[kBlock];
-        for (int64_t r = 0; r < s.reduced; r += kBlock) {
-          const int64_t count = std::min(kBlock, s.reduced - r);
-          load_block(from + o * s.reduced + r, buffer, count);
-          if constexpr (std::is_same_v<Acc, float>) {
-            sum += shifted_sums(buffer, count, 0.f).sum;
-          } else {
-            for (int64_t i = 0; i < count; ++i) sum += buffer[i];
-          }
+    const Cut cut(s);
+    std::vector<double> parts(cut.outer * cut.inner * cut.pieces);
+    cut.each([&](const Cut::Piece& p) {
+      alignas(64) Acc buffer[kBlock];
+      if (cut.inner == 1) {
+        for (int64_t at = 0; at < p.length; at += kBlock) {
+          const int64_t n = std::min(kBlock, p.length - at);
+          const Acc* const block = view_block(from + cut.offset(p) + at, buffer, n * p.batch);
+          Loops<Acc>::row_sums(block, p.batch, n, parts.data() + p.outer * cut.pieces + p.index);
         }
-        to[o] = static_cast<T>(static_cast<Acc>(sum / double(s.reduced)));
         return;
       }
-      std::vector<double> sum(n, 0.0);
-      std::vector<Acc> row(n);
-      for (int64_t r = 0; r < s.reduced; ++r) {
-        load_block(from + (o * s.reduced + r) * s.inner + begin, row.data(), n);
-        for (int64_t i = 0; i < n; ++i) sum[i] += row[i];
-      }
-      for (int64_t i = 0; i < n; ++i) {
-        to[o * s.inner + begin + i] = static_cast<T>(static_cast<Acc>(sum[i] / double(s.reduced)));
-      }
+      std::vector<Acc> sum(cut.width);
+      cut.each_block(p, [&](int64_t at, int64_t n, int64_t width) {
+        Loops<Acc>::column_sums(view_block(from + at, buffer, n), n, width, sum.data());
+      });
+      double* const part = parts.data() + (p.outer * cut.inner + p.column) * cut.pieces + p.index;
+      for (int64_t i = 0; i < (cut.runs > 1 ? p.count : cut.width); ++i) part[i % p.count * cut.pieces] += sum[i];
+    });
+    store_results(cut, static_cast<T*>(y.mutable_data_ptr()), parts, [&](const double* part) {
+      double sum = 0;
+      for (int64_t k = 0; k < cut.pieces; ++k) sum += part[k];
+      return sum / double(s.reduced);
     });
   });
   return y;
@@ -178,18 +250,30 @@ Tensor mean_backward(Tensor dy, IntArray sizes, IntArray dims, bool keepdim) {
               list_string(s.out_sizes));
   const Tensor dense_dy = dense_in(dy, MemoryFormat::Contiguous);
   Tensor dx = reduce_gradient_buffer(dy, sizes, s);
+  if (dx.numel() == 0) return reduce_unpermute(dx, s);
   dispatch_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     using Acc = acc_t<T>;
     const T* const gradient = static_cast<const T*>(dense_dy.const_data_ptr());
     T* const to = static_cast<T*>(dx.mutable_data_ptr());
-    each_run(s, [&](int64_t o, int64_t begin, int64_t end) {
-      for (int64_t r = 0; r < s.reduced; ++r) {
-        for (int64_t i = begin; i < end; ++i) {
-          to[(o * s.reduced + r) * s.inner + i] =
-              static_cast<T>(static_cast<Acc>(gradient[o * s.inner + i]) / static_cast<Acc>(s.reduced));
+    const auto share = [&](int64_t i) {
+      return static_cast<T>(static_cast<Acc>(gradient[i]) / static_cast<Acc>(s.reduced));
+    };
+    const Cut cut(s);
+    cut.each([&](const Cut::Piece& p) {
+      if (cut.inner == 1) {
+        for (int64_t k = 0; k < p.batch; ++k) {
+          std::fill_n(to + cut.offset(p) + k * cut.reduced, p.length, share(p.outer + k));
         }
+        return;
       }
+      std::vector<T> row(cut.width, zero);
+      for (int64_t i = 0; i < (cut.runs > 1 ? p.count : cut.width); ++i) {
+        row[i] = share(p.outer * cut.inner + p.column + i % p.count);
+      }
+      cut.each_block(p, [&](int64_t at, int64_t n, int64_t width) {
+        for (int64_t i = 0; i < n; i += width) std::copy_n(row.data(), std::min(width, n - i), to + at + i);
+      });
     });
   });
   return reduce_unpermute(dx, s);
