@@ -7,11 +7,12 @@ namespace {
 
 using namespace cpu;
 
-// f(at, n) for blocks of all elements.
-template <typename F>
-void each_block(int64_t total, const F& f) {
-  parallel((total + kBlock - 1) / kBlock, kBlock,
-           [&](int64_t i) { f(i * kBlock, std::min(kBlock, total - i * kBlock)); });
+// f(at, n) for blocks of all elements: longer ones where no buffer is needed.
+template <typename T, typename F>
+void each_block(int64_t total, const ActChain& chain, const F& f) {
+  const bool direct = std::is_same_v<T, acc_t<T>> && chain.length == 1;
+  const int64_t block = direct ? 8 * kBlock : kBlock;
+  parallel((total + block - 1) / block, block, [&](int64_t i) { f(i * block, std::min(block, total - i * block)); });
 }
 
 Tensor activation(Tensor x, std::string act) {
@@ -25,7 +26,7 @@ Tensor activation(Tensor x, std::string act) {
     using T = decltype(zero);
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
     T* const to = static_cast<T*>(y.mutable_data_ptr());
-    each_block(x.numel(), [&](int64_t at, int64_t n) {
+    each_block<T>(x.numel(), chain, [&](int64_t at, int64_t n) {
       alignas(64) acc_t<T> buffer[kBlock];
       acc_t<T>* const target = target_block(to + at, buffer);
       store_block(activate_chain(chain, view_block(from + at, buffer, n), target, n), to + at, n);
@@ -47,7 +48,7 @@ Tensor activation_backward(Tensor dy, Tensor x, std::string act) {
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
     const T* const gradient = static_cast<const T*>(dense_dy.const_data_ptr());
     T* const to = static_cast<T*>(dx.mutable_data_ptr());
-    each_block(x.numel(), [&](int64_t at, int64_t n) {
+    each_block<T>(x.numel(), chain, [&](int64_t at, int64_t n) {
       alignas(64) acc_t<T> value[kBlock], buffer[kBlock];
       const acc_t<T>* const v = view_block(from + at, value, n);
       const acc_t<T>* const g = view_block(gradient + at, buffer, n);

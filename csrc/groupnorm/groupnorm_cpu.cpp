@@ -467,46 +467,36 @@ void backward(const T* x, const T* dy, T* dx, const GroupNormDims& d, const std:
   // Sums of (dz, dz * (u - mean)): by piece, and by channel within it.
   const int64_t slots = d.channels_last ? d.c * t.pieces : t.rows * t.pieces_per_row;
   std::vector<std::array<double, 2>> parts(t.units * slots);
-  const Acc* const unit_mean = forward.mean.data();
 
-  // f(at, n, x, u, dz) for each block of a piece: x in the accumulation type, u = pre(x).
-  const auto each_gradient = [&](int64_t unit, int64_t p, const Buffers<Acc, 4>& b, const auto& f) {
+  const auto sum = [&](int64_t unit, int64_t p) {
+    const Buffers<Acc, 4> b(t);
+    const Acc* const mu = forward.mean.data() + t.table_row(unit);
+    std::vector<Acc> sums(2 * t.width);
     t.each_block(t.range(p), [&](int64_t at, int64_t n) {
       const int64_t first = unit * t.length + at;
-      const Acc* const from = view_block(x + first, b[0], n);
-      const Acc* const u = activate_chain(pre, from, b[1], n);
+      const Acc* const u = activate_chain(pre, view_block(x + first, b[0], n), b[1], n);
       const Acc* dz = view_block(dy + first, b[2], n);
       if (!act.empty()) {
         normalize_block(t, forward, unit, at, n, u, b[3]);
-        dz = chain_gradient(act, static_cast<const Acc*>(b[3]), b[3], dz, b[2], n);
+        dz = chain_gradient(act, static_cast<const Acc*>(b[3]), b[3], dz, target_block(dx + first, b[2]), n);
       }
-      f(at, n, from, u, dz);
-    });
-  };
-
-  const auto sum = [&](int64_t unit, int64_t p) {
-    const Buffers<Acc, 4> buffers(t);
-    const Acc* const mu = unit_mean + t.table_row(unit);
-    if (d.channels_last) {
-      std::vector<Acc> sums(2 * t.width);
-      each_gradient(unit, p, buffers, [&](int64_t, int64_t n, const Acc*, const Acc* u, const Acc* dz) {
+      if (d.channels_last) {
         Loops<Acc>::gradient_column_sums(u, dz, n, t.width, mu, sums.data(), sums.data() + t.width);
-      });
-      std::array<double, 2>* const part = parts.data() + unit * slots + p * d.c;
-      for (int64_t i = 0; i < t.width; ++i) {
-        part[i % d.c][0] += sums[i];
-        part[i % d.c][1] += sums[t.width + i];
+      } else {
+        t.each_row(at, n, [&](int64_t row, int64_t offset, int64_t count) {
+          const Sums<Acc> s = Loops<Acc>::gradient_sums(u + offset, dz + offset, count, mu[row]);
+          std::array<double, 2>& part = parts[unit * slots + row * t.pieces_per_row + p % t.pieces_per_row];
+          part[0] += s.first;
+          part[1] += s.second;
+        });
       }
-      return;
-    }
-    each_gradient(unit, p, buffers, [&](int64_t at, int64_t n, const Acc*, const Acc* u, const Acc* dz) {
-      t.each_row(at, n, [&](int64_t row, int64_t offset, int64_t count) {
-        const Sums<Acc> s = Loops<Acc>::gradient_sums(u + offset, dz + offset, count, mu[row]);
-        std::array<double, 2>& part = parts[unit * slots + row * t.pieces_per_row + p % t.pieces_per_row];
-        part[0] += s.first;
-        part[1] += s.second;
-      });
+      if (!act.empty()) store_block(dz, dx + first, n);
     });
+    std::array<double, 2>* const part = parts.data() + unit * slots + p * d.c;
+    for (int64_t i = 0; i < t.width; ++i) {
+      part[i % d.c][0] += sums[i];
+      part[i % d.c][1] += sums[t.width + i];
+    }
   };
 
   const auto merge = [&](int64_t unit) {
@@ -540,22 +530,26 @@ void backward(const T* x, const T* dy, T* dx, const GroupNormDims& d, const std:
     table.repeat(t, unit);
   };
 
+  const T* const kept_dz = act.empty() ? dy : dx;
   const auto finish = [&](int64_t unit, int64_t p) {
-    const Buffers<Acc, 4> buffers(t);
-    const int64_t first = t.table_row(unit);
-    const Acc *const mu = table.mean.data() + first, *const scale = table.scale.data() + first;
-    const Acc *const slope = table.slope.data() + first, *const offset = table.bias.data() + first;
-    each_gradient(unit, p, buffers, [&](int64_t at, int64_t n, const Acc* from, const Acc* u, const Acc* dz) {
-      T* const out = dx + unit * t.length + at;
-      Acc* const to = target_block(out, buffers[2]);
+    const Buffers<Acc, 4> b(t);
+    const int64_t row = t.table_row(unit);
+    const Acc *const mu = table.mean.data() + row, *const scale = table.scale.data() + row;
+    const Acc *const slope = table.slope.data() + row, *const offset = table.bias.data() + row;
+    t.each_block(t.range(p), [&](int64_t at, int64_t n) {
+      const int64_t first = unit * t.length + at;
+      const Acc* const from = view_block(x + first, b[0], n);
+      const Acc* const u = activate_chain(pre, from, b[1], n);
+      const Acc* const dz = view_block(kept_dz + first, b[2], n);
+      Acc* const to = target_block(dx + first, b[2]);
       if (d.channels_last) {
         Loops<Acc>::gradient_columns(u, dz, to, n, t.width, mu, scale, slope, offset);
       } else {
-        t.each_row(at, n, [&](int64_t row, int64_t o, int64_t count) {
-          Loops<Acc>::gradient_row(u + o, dz + o, to + o, count, mu[row], scale[row], slope[row], offset[row]);
+        t.each_row(at, n, [&](int64_t r, int64_t o, int64_t count) {
+          Loops<Acc>::gradient_row(u + o, dz + o, to + o, count, mu[r], scale[r], slope[r], offset[r]);
         });
       }
-      store_block(chain_gradient(pre, from, buffers[3], static_cast<const Acc*>(to), to, n), out, n);
+      store_block(chain_gradient(pre, from, b[3], static_cast<const Acc*>(to), to, n), dx + first, n);
     });
   };
   two_passes(t, 2 * sizeof(T), sum, merge, finish);
