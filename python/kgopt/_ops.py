@@ -598,13 +598,59 @@ def _register_autograd() -> None:
         _LIB.impl(name, _differentiable_twin(name), "Autograd")
 
 
+def _conv_mean_in_steps(  # type: ignore[no-untyped-def]
+    x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding, dilation, groups, eps, **options
+):
+    c = _OPS.conv3d(x, weight, bias, stride, padding, dilation, groups, **options)
+    return _OPS.group_norm_mean(c, num_groups, gn_weight, gn_bias, eps)
+
+
+def _conv_relu_norm_in_steps(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    num_groups,
+    gn_weight,
+    gn_bias,
+    stride,
+    padding,
+    output_padding,
+    groups,
+    dilation,
+    eps,
+    **options,
+):
+    c = _OPS.conv_transpose3d(x, weight, bias, stride, padding, output_padding, groups, dilation, **options)
+    return _OPS.group_norm_fwd(c, num_groups, gn_weight, gn_bias, eps, "none", "relu")[0]
+
+
+def _conv_lse_in_steps(  # type: ignore[no-untyped-def]
+    x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding, dilation, groups, eps, **options
+):
+    c = _OPS.conv2d(x, weight, bias, stride, padding, dilation, groups, **options)
+    y = _OPS.group_norm_fwd(c, num_groups, gn_weight, gn_bias, eps, "tanh+hardswish")[0]
+    return _OPS.logsumexp(c.to(_stats_dtype(c)) + y, [1], True).to(x.dtype)
+
+
+# On the CPU a convolution is what takes the time and memory is cheap: where a gradient is needed, its output is stored
+# rather than computed again.
+_IN_STEPS = {
+    _CONV_MEAN: _conv_mean_in_steps,
+    _CONV_RELU_NORM: _conv_relu_norm_in_steps,
+    _CONV_LSE: _conv_lse_in_steps,
+}
+
+
 def _differentiable_twin(name: str) -> Callable[..., Tensor]:
     """A public op's Autograd-key kernel: its _fwd twin where a gradient is needed, else its own kernel."""
-    op, twin = _op(name).default, _op(f"{name}_fwd").default
+    op, twin, in_steps = _op(name).default, _op(f"{name}_fwd").default, _IN_STEPS.get(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         _refuse_forward_mode(name, args)
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            if in_steps is not None and args[0].is_cpu:
+                positional, keywords = _with_defaults(op._schema, args, kwargs)
+                return in_steps(*positional, **keywords)
             return twin(*args, **kwargs)[0].to(args[0].dtype)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **kwargs)
