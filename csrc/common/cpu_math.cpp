@@ -352,15 +352,15 @@ KGOPT_MULTIVERSION void Loops<T>::row_sums(const T* x, int64_t rows, int64_t n, 
 }
 
 template <typename T>
-KGOPT_MULTIVERSION void Loops<T>::column_sums(const T* x, int64_t n, int64_t width, T* sum) {
-  for (; n >= 4 * width; n -= 4 * width, x += 4 * width) {
+KGOPT_MULTIVERSION void Loops<T>::column_sums(const T* x, int64_t rows, int64_t stride, int64_t width, T* sum) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4, x += 4 * stride) {
     KGOPT_SIMD for (int64_t c = 0; c < width; ++c) {
-      sum[c] += (x[c] + x[c + width]) + (x[c + 2 * width] + x[c + 3 * width]);
+      sum[c] += (x[c] + x[c + stride]) + (x[c + 2 * stride] + x[c + 3 * stride]);
     }
   }
-  for (; n > 0; n -= width, x += width) {
-    const int64_t count = n < width ? n : width;
-    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) sum[c] += x[c];
+  for (; r < rows; ++r, x += stride) {
+    KGOPT_SIMD for (int64_t c = 0; c < width; ++c) sum[c] += x[c];
   }
 }
 
@@ -381,18 +381,17 @@ KGOPT_MULTIVERSION T Loops<T>::row_exponentials(const T* x, int64_t n, T shift) 
 }
 
 template <typename T>
-KGOPT_MULTIVERSION void Loops<T>::column_maxima(const T* x, int64_t n, int64_t width, T* maximum) {
-  for (; n > 0; n -= width, x += width) {
-    const int64_t count = n < width ? n : width;
-    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) maximum[c] = x[c] > maximum[c] ? x[c] : maximum[c];
+KGOPT_MULTIVERSION void Loops<T>::column_maxima(const T* x, int64_t rows, int64_t stride, int64_t width, T* maximum) {
+  for (int64_t r = 0; r < rows; ++r, x += stride) {
+    KGOPT_SIMD for (int64_t c = 0; c < width; ++c) maximum[c] = x[c] > maximum[c] ? x[c] : maximum[c];
   }
 }
 
 template <typename T>
-KGOPT_MULTIVERSION void Loops<T>::column_exponentials(const T* x, int64_t n, int64_t width, const T* shift, T* sum) {
-  for (; n > 0; n -= width, x += width) {
-    const int64_t count = n < width ? n : width;
-    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) sum[c] += exp_value(x[c] - shift[c]);
+KGOPT_MULTIVERSION void Loops<T>::column_exponentials(const T* x, int64_t rows, int64_t stride, int64_t width,
+                                                      const T* shift, T* sum) {
+  for (int64_t r = 0; r < rows; ++r, x += stride) {
+    KGOPT_SIMD for (int64_t c = 0; c < width; ++c) sum[c] += exp_value(x[c] - shift[c]);
   }
 }
 
@@ -402,11 +401,10 @@ KGOPT_MULTIVERSION void Loops<T>::row_softmax(const T* x, T* to, int64_t n, T sh
 }
 
 template <typename T>
-KGOPT_MULTIVERSION void Loops<T>::column_softmax(const T* x, T* to, int64_t n, int64_t width, const T* shift,
-                                                 const T* g) {
-  for (; n > 0; n -= width, x += width, to += width) {
-    const int64_t count = n < width ? n : width;
-    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) to[c] = g[c] * exp_value(x[c] - shift[c]);
+KGOPT_MULTIVERSION void Loops<T>::column_softmax(const T* x, T* to, int64_t rows, int64_t stride, int64_t width,
+                                                 const T* shift, const T* g) {
+  for (int64_t r = 0; r < rows; ++r, x += stride, to += stride) {
+    KGOPT_SIMD for (int64_t c = 0; c < width; ++c) to[c] = g[c] * exp_value(x[c] - shift[c]);
   }
 }
 

@@ -46,18 +46,20 @@ struct Loops {
   static void residual_row(const T* c, T* r, T* maximum, int64_t n, T mean, T scale, T bias);
   static void residual_columns(const T* c, T* r, int64_t n, int64_t width, const T* mean, const T* scale,
                                const T* bias);
-  // sums[r] += the sum of row r; sum[c] += the sum of column c.
+  // sums[r] += the sum of row r of n elements.
   static void row_sums(const T* x, int64_t rows, int64_t n, double* sums);
-  static void column_sums(const T* x, int64_t n, int64_t width, T* sum);
+  // Columns of `rows` rows that are `stride` apart.
+  static void column_sums(const T* x, int64_t rows, int64_t stride, int64_t width, T* sum);
   // Largest of n values and a start, NaN passed over; sum of exp(x - shift).
   static T row_maximum(const T* x, int64_t n, T start);
   static T row_exponentials(const T* x, int64_t n, T shift);
   // maximum = max(maximum, x); sum += exp(x - shift).
-  static void column_maxima(const T* x, int64_t n, int64_t width, T* maximum);
-  static void column_exponentials(const T* x, int64_t n, int64_t width, const T* shift, T* sum);
+  static void column_maxima(const T* x, int64_t rows, int64_t stride, int64_t width, T* maximum);
+  static void column_exponentials(const T* x, int64_t rows, int64_t stride, int64_t width, const T* shift, T* sum);
   // to = g * exp(x - shift).
   static void row_softmax(const T* x, T* to, int64_t n, T shift, T g);
-  static void column_softmax(const T* x, T* to, int64_t n, int64_t width, const T* shift, const T* g);
+  static void column_softmax(const T* x, T* to, int64_t rows, int64_t stride, int64_t width, const T* shift,
+                             const T* g);
 };
 
 // Rounded to nearest even, as the hardware does.

@@ -106,7 +106,7 @@ void residual_logsumexp(const T* c, acc_t<T>* out, const GroupNormDims& d, const
           Loops<Acc>::residual_row(from, values.data() + k * count, maximum.data(), count, mu[k], scale[k], shift[k]);
         }
         for (int64_t p = 0; p < count; ++p) row[p] = finite_or_zero(maximum[p]);
-        Loops<Acc>::column_exponentials(values.data(), count * d.c, count, row.data(), sum.data());
+        Loops<Acc>::column_exponentials(values.data(), d.c, count, count, row.data(), sum.data());
       }
       for (int64_t p = 0; p < count; ++p) to[p] = std::log(sum[p]) + finite_or_zero(maximum[p]);
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 
 #include "../common/torch_utils.h"
 
@@ -13,15 +14,20 @@ struct ReduceShape {
   IntArray out_sizes;            // of the result, keepdim respected
   IntArray kept_sizes;           // of the result with every reduced dim kept as 1
   int64_t outer = 1, reduced = 1, inner = 1;
+  // With two groups of reduced dims: [outer][repeats][kept][reduced][inner].
+  int64_t repeats = 1, kept = 1;
   // Physical order of the dims in which the reduced ones are neighbours. The identity where the dense tensor already
   // is [outer][reduced][inner].
   IntArray order;
   MemoryFormat format = MemoryFormat::Contiguous;  // layout that `order` describes
   bool adjacent = true;                            // false: a permuted copy with the reduced dims last is needed
+
+  int64_t reduced_count() const { return repeats * reduced; }
 };
 
+// max_groups: how many groups of neighbouring reduced dims the caller can walk without a permuted copy, 1 or 2.
 inline ReduceShape check_reduce_sizes(const char* op, const char* arg, const IntArray& sizes, const IntArray& dims,
-                                      bool keepdim, bool channels_last) {
+                                      bool keepdim, bool channels_last, int max_groups = 1) {
   const int64_t rank = static_cast<int64_t>(sizes.size());
   ReduceShape s;
   s.is_reduced.assign(rank, dims.empty());
@@ -40,29 +46,39 @@ inline ReduceShape check_reduce_sizes(const char* op, const char* arg, const Int
     if (!s.is_reduced[d] || keepdim) s.out_sizes.push_back(s.kept_sizes.back());
     s.order.push_back(d);
   }
-  if (channels_last && (rank == 4 || rank == 5) && s.is_reduced[1] &&
-      std::count(s.is_reduced.begin(), s.is_reduced.end(), true) == 1) {
-    // Channels are innermost: a row reduction of the tensor as it lies.
+  const auto first_spatial = s.is_reduced.begin() + std::min<int64_t>(rank, 2);
+  if (channels_last && (rank == 4 || rank == 5) &&
+      (s.is_reduced[1] || std::count(first_spatial, s.is_reduced.end(), true) == rank - 2)) {
+    // Channels are innermost, and what is kept has the order of the result: reduced as it lies.
     s.format = channels_last_format(rank);
     s.order = {0};
     for (int64_t d = 2; d < rank; ++d) s.order.push_back(d);
     s.order.push_back(1);
   }
-  int phase = 0;  // outer, reduced, inner
+  std::array<int64_t, 5> sections{1, 1, 1, 1, 1};  // kept, reduced, kept, reduced, kept
+  int64_t section = 0, kept = 1, reduced = 1;
   for (int64_t d : s.order) {
+    (s.is_reduced[d] ? reduced : kept) *= sizes[d];
     if (sizes[d] == 1) continue;
-    if (s.is_reduced[d]) {
-      if (phase == 2) s.adjacent = false;
-      phase = std::max(phase, 1);
-      s.reduced *= sizes[d];
-    } else {
-      if (phase == 1) phase = 2;
-      (phase == 0 ? s.outer : s.inner) *= sizes[d];
-    }
+    if ((section % 2 == 1) != s.is_reduced[d]) ++section;
+    if (section < 5) sections[section] *= sizes[d];
+  }
+  const int64_t groups = (section + 1) / 2;
+  s.adjacent = groups <= max_groups;
+  if (groups <= 1) {
+    s.outer = sections[0];
+    s.reduced = sections[1];
+    s.inner = sections[2];
+  } else if (s.adjacent) {
+    s.outer = sections[0];
+    s.repeats = sections[1];
+    s.kept = sections[2];
+    s.reduced = sections[3];
+    s.inner = sections[4];
   }
   if (!s.adjacent) {
-    s.outer *= s.inner;
-    s.inner = 1;
+    s.outer = kept;
+    s.reduced = reduced;
     s.order.clear();
     for (int64_t d = 0; d < rank; ++d) {
       if (!s.is_reduced[d]) s.order.push_back(d);
@@ -74,12 +90,13 @@ inline ReduceShape check_reduce_sizes(const char* op, const char* arg, const Int
   return s;
 }
 
-inline ReduceShape check_reduce(const char* op, const char* arg, const Tensor& x, const IntArray& dims, bool keepdim) {
+inline ReduceShape check_reduce(const char* op, const char* arg, const Tensor& x, const IntArray& dims, bool keepdim,
+                                int max_groups = 1) {
   check_dtype(op, "x", x);
-  return check_reduce_sizes(op, arg, sizes_of(x), dims, keepdim, is_channels_last(x));
+  return check_reduce_sizes(op, arg, sizes_of(x), dims, keepdim, is_channels_last(x), max_groups);
 }
 
-// x dense as [outer][reduced][inner].
+// x dense as the sections of s.
 inline Tensor reduce_input(const Tensor& x, const ReduceShape& s) {
   if (s.adjacent) return dense_in(x, s.format);
   return dense_in(call_aten("aten::permute", "", x, s.order), MemoryFormat::Contiguous);
@@ -90,7 +107,7 @@ inline Tensor reduce_unpermute(const Tensor& t, const ReduceShape& s) {
   if (s.adjacent) return t;
   IntArray inverse(s.order.size());
   for (size_t i = 0; i < s.order.size(); ++i) inverse[s.order[i]] = static_cast<int64_t>(i);
-  return dense_in(call_aten("aten::permute", "", t, inverse), MemoryFormat::Contiguous);
+  return dense_in(call_aten("aten::permute", "", t, inverse), s.format);
 }
 
 // A fresh tensor for the gradient of x, laid out as reduce_input lays x out.

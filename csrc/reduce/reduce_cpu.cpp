@@ -1,5 +1,5 @@
-// Reductions on the CPU, over [outer][reduced][inner]. Work is cut into pieces of fixed size, whatever the number of
-// threads, whose results are merged in order.
+// Reductions on the CPU, over [outer][repeats][kept][reduced][inner]. Work is cut into pieces of fixed size, whatever
+// the number of threads, whose results are merged in order.
 #include "../common/cpu_block.h"
 #include "reduce_checks.h"
 
@@ -9,16 +9,20 @@ namespace {
 using namespace cpu;
 
 constexpr int64_t kPiece = 32768;  // elements of a piece, about
+constexpr int kGroups = 2;         // of neighbouring reduced dims
 
-// With inner == 1 a piece is part of one row, or `batch` short rows. Else it is `length` steps of the reduced dim of
-// `run` neighbouring results.
+// A row is one index of [outer][repeats][kept]. With inner == 1 a piece is part of a row, or `batch` short rows. Else
+// it is `length` steps of the reduced dim of `run` neighbouring results.
 struct Cut {
-  int64_t outer, reduced, inner;
+  int64_t rows, repeats, kept, reduced, inner;
+  int64_t results;  // in all
   int64_t batch = 1, run = 1, runs = 1;
-  int64_t width = 1;  // results side by side as one row of parameters: run, repeated where it is narrow and dense
-  int64_t length, pieces, units;
+  int64_t width = 1;       // results side by side as one row of parameters: run, repeated where it is narrow and dense
+  int64_t length, pieces;  // steps of the reduced dim in a piece, pieces of a row
+  int64_t parts;           // pieces of a result
 
-  explicit Cut(const ReduceShape& s) : outer(s.outer), reduced(s.reduced), inner(s.inner) {
+  explicit Cut(const ReduceShape& s)
+      : rows(s.outer * s.repeats * s.kept), repeats(s.repeats), kept(s.kept), reduced(s.reduced), inner(s.inner) {
     if (inner == 1) {
       batch = std::max<int64_t>(1, kBlock / std::max<int64_t>(1, reduced));
       length = kPiece;
@@ -29,34 +33,52 @@ struct Cut {
       length = std::max<int64_t>(128, kPiece / run);
     }
     pieces = std::max<int64_t>(1, (reduced + length - 1) / length);
-    units = (outer + batch - 1) / batch * runs * pieces;
+    parts = repeats * pieces;
+    results = s.outer * kept * inner;
   }
+
   struct Piece {
-    int64_t index;          // which one of its results
-    int64_t outer, batch;   // rows
+    int64_t index;          // of the row
+    int64_t row, batch;     // rows
     int64_t column, count;  // results side by side
     int64_t begin, length;  // of the reduced dim
   };
   template <typename F>
   void each(const F& f) const {
+    const int64_t units = (rows + batch - 1) / batch * runs * pieces;
     parallel(units, std::min(length, reduced) * run * batch, [&](int64_t u) {
-      const int64_t p = u % pieces, column = u / pieces % runs * run, o = u / pieces / runs * batch;
-      f(Piece{p, o, std::min(batch, outer - o), column, std::min(run, inner - column), p * length,
+      const int64_t p = u % pieces, column = u / pieces % runs * run, row = u / pieces / runs * batch;
+      f(Piece{p, row, std::min(batch, rows - row), column, std::min(run, inner - column), p * length,
               std::min(length, reduced - p * length)});
     });
   }
-  int64_t offset(const Piece& p) const { return (p.outer * reduced + p.begin) * inner + p.column; }
-  // f(offset in the tensor, n, row) for the blocks of a piece: several steps of the reduced dim where they are dense,
-  // columns repeating every `row` elements, else one.
+  int64_t offset(const Piece& p) const { return (p.row * reduced + p.begin) * inner + p.column; }
+  // The first result of a row; and where this piece's part of it is, in [results][parts].
+  int64_t result(int64_t row) const { return (row / (repeats * kept) * kept + row % kept) * inner; }
+  int64_t part(const Piece& p, int64_t row) const {
+    return (result(row) + p.column) * parts + row / kept % repeats * pieces + p.index;
+  }
+
+  // f(offset in the tensor, steps, stride, width): blocks of a piece as `steps` rows of `width` columns. Blocks that a
+  // buffer holds are dense; without one (direct) they may be strided.
   template <typename F>
-  void each_block(const Piece& p, const F& f) const {
+  void each_block(const Piece& p, bool direct, const F& f) const {
     const int64_t first = offset(p);
+    if (runs > 1 && direct) return f(first, p.length, inner, p.count);
     if (runs > 1) {
-      for (int64_t r = 0; r < p.length; ++r) f(first + r * inner, p.count, p.count);
+      for (int64_t r = 0; r < p.length; ++r) f(first + r * inner, 1, p.count, p.count);
       return;
     }
-    const int64_t block = width * std::max<int64_t>(1, kBlock / width), total = p.length * inner;
-    for (int64_t at = 0; at < total; at += block) f(first + at, std::min(block, total - at), width);
+    const int64_t steps = std::max<int64_t>(1, kBlock / width), total = p.length * inner, whole = total / width;
+    for (int64_t r = 0; r < whole; r += steps) f(first + r * width, std::min(steps, whole - r), width, width);
+    if (total > whole * width) f(first + whole * width, 1, width, total - whole * width);
+  }
+  // value(result) for the columns of a piece, repeated.
+  template <typename T, typename F>
+  std::vector<T> columns(const Piece& p, const F& value) const {
+    std::vector<T> v(width);
+    for (int64_t i = 0; i < (runs > 1 ? p.count : width); ++i) v[i] = value(result(p.row) + p.column + i % p.count);
+    return v;
   }
 };
 
@@ -70,12 +92,15 @@ struct Exponentials {
   double maximum = -std::numeric_limits<double>::infinity(), sum = 0;
 
   void merge(double other_maximum, double other_sum) {
+    // Nothing, or only -inf: its shift of 0 may lie so far off that the factor below overflows.
+    if (other_sum == 0) return;
+    if (sum == 0) {
+      *this = {other_maximum, other_sum};
+      return;
+    }
     const double largest = other_maximum > maximum ? other_maximum : maximum, shift = finite_or_zero(largest);
-    // Nothing yet, or only -inf: its shift of 0 may lie so far off that the factor overflows.
-    const double mine = sum == 0 ? 0 : sum * std::exp(finite_or_zero(maximum) - shift);
-    const double others = other_sum == 0 ? 0 : other_sum * std::exp(finite_or_zero(other_maximum) - shift);
+    sum = sum * std::exp(finite_or_zero(maximum) - shift) + other_sum * std::exp(finite_or_zero(other_maximum) - shift);
     maximum = largest;
-    sum = mine + others;
   }
   double value() const { return std::log(sum) + finite_or_zero(maximum); }
 };
@@ -86,20 +111,20 @@ void fold(int64_t run, int64_t width, const F& combine) {
   for (int64_t i = run; i < width; ++i) combine(i % run, i);
 }
 
-// Stores finish(part of every piece, in order) for each result; parts are [outer][inner][pieces].
+// Stores finish(parts of a result) for each result.
 template <typename T, typename Part, typename F>
 void store_results(const Cut& cut, T* to, const std::vector<Part>& parts, const F& finish) {
-  const int64_t results = cut.outer * cut.inner, block = 1024;
-  parallel((results + block - 1) / block, block * cut.pieces, [&](int64_t b) {
-    for (int64_t i = b * block; i < std::min(results, (b + 1) * block); ++i) {
-      to[i] = static_cast<T>(static_cast<acc_t<T>>(finish(parts.data() + i * cut.pieces)));
+  const int64_t block = 1024;
+  parallel((cut.results + block - 1) / block, block * cut.parts, [&](int64_t b) {
+    for (int64_t i = b * block; i < std::min(cut.results, (b + 1) * block); ++i) {
+      to[i] = static_cast<T>(static_cast<acc_t<T>>(finish(parts.data() + i * cut.parts)));
     }
   });
 }
 
 Tensor logsumexp(Tensor x, IntArray dim, bool keepdim) {
   const char* const op = "logsumexp";
-  const ReduceShape s = check_reduce(op, "dim", x, dim, keepdim);
+  const ReduceShape s = check_reduce(op, "dim", x, dim, keepdim, kGroups);
   const Tensor dense = reduce_input(x, s);
   Tensor y = empty_like_shape(x, s.out_sizes);
   if (y.numel() == 0) return y;
@@ -108,7 +133,8 @@ Tensor logsumexp(Tensor x, IntArray dim, bool keepdim) {
     using Acc = acc_t<T>;
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
     const Cut cut(s);
-    std::vector<Exponentials> parts(cut.outer * cut.inner * cut.pieces);
+    std::vector<Exponentials> parts(cut.results * cut.parts);
+    const bool direct = std::is_same_v<T, Acc>;
     const Acc lowest = -std::numeric_limits<Acc>::infinity();
     cut.each([&](const Cut::Piece& p) {
       alignas(64) Acc buffer[kBlock];
@@ -119,32 +145,30 @@ Tensor logsumexp(Tensor x, IntArray dim, bool keepdim) {
           for (int64_t k = 0; k < p.batch; ++k) {
             const Acc* const row = block + k * n;
             const Acc maximum = Loops<Acc>::row_maximum(row, n, lowest);
-            parts[(p.outer + k) * cut.pieces + p.index].merge(
-                maximum, Loops<Acc>::row_exponentials(row, n, finite_or_zero(maximum)));
+            parts[cut.part(p, p.row + k)].merge(maximum, Loops<Acc>::row_exponentials(row, n, finite_or_zero(maximum)));
           }
         }
         return;
       }
       std::vector<Acc> maximum(cut.width, lowest), sum(cut.width);
-      cut.each_block(p, [&](int64_t at, int64_t n, int64_t width) {
-        Loops<Acc>::column_maxima(view_block(from + at, buffer, n), n, width, maximum.data());
+      cut.each_block(p, direct, [&](int64_t at, int64_t steps, int64_t stride, int64_t width) {
+        Loops<Acc>::column_maxima(view_block(from + at, buffer, steps * width), steps, stride, width, maximum.data());
       });
       fold(cut.run, cut.width, [&](int64_t c, int64_t i) { maximum[c] = std::max(maximum[c], maximum[i]); });
       std::vector<Acc> shift(cut.width);
       for (int64_t i = 0; i < cut.width; ++i) shift[i] = finite_or_zero(maximum[i % cut.run]);
-      cut.each_block(p, [&](int64_t at, int64_t n, int64_t width) {
-        Loops<Acc>::column_exponentials(view_block(from + at, buffer, n), n, width, shift.data(), sum.data());
+      cut.each_block(p, direct, [&](int64_t at, int64_t steps, int64_t stride, int64_t width) {
+        const Acc* const block = view_block(from + at, buffer, steps * width);
+        Loops<Acc>::column_exponentials(block, steps, stride, width, shift.data(), sum.data());
       });
       fold(cut.run, cut.width, [&](int64_t c, int64_t i) { sum[c] += sum[i]; });
       for (int64_t c = 0; c < p.count; ++c) {
-        Exponentials& part = parts[(p.outer * cut.inner + p.column + c) * cut.pieces + p.index];
-        part.maximum = maximum[c];
-        part.sum = sum[c];
+        parts[cut.part(p, p.row) + c * cut.parts] = {double(maximum[c]), double(sum[c])};
       }
     });
     store_results(cut, static_cast<T*>(y.mutable_data_ptr()), parts, [&](const Exponentials* part) {
-      Exponentials all = part[0];
-      for (int64_t k = 1; k < cut.pieces; ++k) all.merge(part[k].maximum, part[k].sum);
+      Exponentials all;
+      for (int64_t k = 0; k < cut.parts; ++k) all.merge(part[k].maximum, part[k].sum);
       return all.value();
     });
   });
@@ -153,7 +177,7 @@ Tensor logsumexp(Tensor x, IntArray dim, bool keepdim) {
 
 Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keepdim) {
   const char* const op = "logsumexp_backward";
-  const ReduceShape s = check_reduce(op, "dim", x, dim, keepdim);
+  const ReduceShape s = check_reduce(op, "dim", x, dim, keepdim, kGroups);
   check_reduce_gradient(op, "dy", dy, x, s);
   check_reduce_gradient(op, "y", y, x, s);
   const Tensor dense = reduce_input(x, s);
@@ -173,6 +197,7 @@ Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keep
       return lse == -std::numeric_limits<Acc>::infinity() ? Acc(0) : lse;
     };
     const Cut cut(s);
+    const bool direct = std::is_same_v<T, Acc>;
     cut.each([&](const Cut::Piece& p) {
       alignas(64) Acc buffer[kBlock];
       if (cut.inner == 1) {
@@ -181,23 +206,20 @@ Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keep
           const Acc* const block = view_block(from + first, buffer, n * p.batch);
           Acc* const target = target_block(to + first, buffer);
           for (int64_t k = 0; k < p.batch; ++k) {
-            Loops<Acc>::row_softmax(block + k * n, target + k * n, n, shift_of(p.outer + k),
-                                    static_cast<Acc>(gradient[p.outer + k]));
+            const int64_t i = cut.result(p.row + k);
+            Loops<Acc>::row_softmax(block + k * n, target + k * n, n, shift_of(i), static_cast<Acc>(gradient[i]));
           }
           store_block(target, to + first, n * p.batch);
         }
         return;
       }
-      std::vector<Acc> shift(cut.width), g(cut.width);
-      for (int64_t i = 0; i < (cut.runs > 1 ? p.count : cut.width); ++i) {
-        const int64_t at = p.outer * cut.inner + p.column + i % p.count;
-        shift[i] = shift_of(at);
-        g[i] = static_cast<Acc>(gradient[at]);
-      }
-      cut.each_block(p, [&](int64_t at, int64_t n, int64_t width) {
+      const std::vector<Acc> shift = cut.columns<Acc>(p, shift_of);
+      const std::vector<Acc> g = cut.columns<Acc>(p, [&](int64_t i) { return static_cast<Acc>(gradient[i]); });
+      cut.each_block(p, direct, [&](int64_t at, int64_t steps, int64_t stride, int64_t width) {
+        const Acc* const block = view_block(from + at, buffer, steps * width);
         Acc* const target = target_block(to + at, buffer);
-        Loops<Acc>::column_softmax(view_block(from + at, buffer, n), target, n, width, shift.data(), g.data());
-        store_block(target, to + at, n);
+        Loops<Acc>::column_softmax(block, target, steps, stride, width, shift.data(), g.data());
+        store_block(target, to + at, steps * width);
       });
     });
   });
@@ -206,7 +228,7 @@ Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keep
 
 Tensor mean(Tensor x, IntArray dims, bool keepdim) {
   const char* const op = "mean";
-  const ReduceShape s = check_reduce(op, "dims", x, dims, keepdim);
+  const ReduceShape s = check_reduce(op, "dims", x, dims, keepdim, kGroups);
   const Tensor dense = reduce_input(x, s);
   Tensor y = empty_like_shape(x, s.out_sizes);
   if (y.numel() == 0) return y;
@@ -215,28 +237,29 @@ Tensor mean(Tensor x, IntArray dims, bool keepdim) {
     using Acc = acc_t<T>;
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
     const Cut cut(s);
-    std::vector<double> parts(cut.outer * cut.inner * cut.pieces);
+    std::vector<double> parts(cut.results * cut.parts);
     cut.each([&](const Cut::Piece& p) {
       alignas(64) Acc buffer[kBlock];
       if (cut.inner == 1) {
+        double sums[kBlock] = {};
         for (int64_t at = 0; at < p.length; at += kBlock) {
           const int64_t n = std::min(kBlock, p.length - at);
-          const Acc* const block = view_block(from + cut.offset(p) + at, buffer, n * p.batch);
-          Loops<Acc>::row_sums(block, p.batch, n, parts.data() + p.outer * cut.pieces + p.index);
+          Loops<Acc>::row_sums(view_block(from + cut.offset(p) + at, buffer, n * p.batch), p.batch, n, sums);
         }
+        for (int64_t k = 0; k < p.batch; ++k) parts[cut.part(p, p.row + k)] = sums[k];
         return;
       }
       std::vector<Acc> sum(cut.width);
-      cut.each_block(p, [&](int64_t at, int64_t n, int64_t width) {
-        Loops<Acc>::column_sums(view_block(from + at, buffer, n), n, width, sum.data());
+      cut.each_block(p, std::is_same_v<T, Acc>, [&](int64_t at, int64_t steps, int64_t stride, int64_t width) {
+        Loops<Acc>::column_sums(view_block(from + at, buffer, steps * width), steps, stride, width, sum.data());
       });
-      double* const part = parts.data() + (p.outer * cut.inner + p.column) * cut.pieces + p.index;
-      for (int64_t i = 0; i < (cut.runs > 1 ? p.count : cut.width); ++i) part[i % p.count * cut.pieces] += sum[i];
+      double* const part = parts.data() + cut.part(p, p.row);
+      for (int64_t i = 0; i < (cut.runs > 1 ? p.count : cut.width); ++i) part[i % p.count * cut.parts] += sum[i];
     });
     store_results(cut, static_cast<T*>(y.mutable_data_ptr()), parts, [&](const double* part) {
       double sum = 0;
-      for (int64_t k = 0; k < cut.pieces; ++k) sum += part[k];
-      return sum / double(s.reduced);
+      for (int64_t k = 0; k < cut.parts; ++k) sum += part[k];
+      return sum / double(s.reduced_count());
     });
   });
   return y;
@@ -245,7 +268,7 @@ Tensor mean(Tensor x, IntArray dims, bool keepdim) {
 Tensor mean_backward(Tensor dy, IntArray sizes, IntArray dims, bool keepdim) {
   const char* const op = "mean_backward";
   const Dtype dtype = check_dtype(op, "dy", dy);
-  const ReduceShape s = check_reduce_sizes(op, "dims", sizes, dims, keepdim, false);
+  const ReduceShape s = check_reduce_sizes(op, "dims", sizes, dims, keepdim, false, kGroups);
   KGOPT_CHECK(sizes_of(dy) == s.out_sizes, op, ": dy has shape ", shape_string(dy), ", expected ",
               list_string(s.out_sizes));
   const Tensor dense_dy = dense_in(dy, MemoryFormat::Contiguous);
@@ -257,22 +280,19 @@ Tensor mean_backward(Tensor dy, IntArray sizes, IntArray dims, bool keepdim) {
     const T* const gradient = static_cast<const T*>(dense_dy.const_data_ptr());
     T* const to = static_cast<T*>(dx.mutable_data_ptr());
     const auto share = [&](int64_t i) {
-      return static_cast<T>(static_cast<Acc>(gradient[i]) / static_cast<Acc>(s.reduced));
+      return static_cast<T>(static_cast<Acc>(gradient[i]) / static_cast<Acc>(s.reduced_count()));
     };
     const Cut cut(s);
     cut.each([&](const Cut::Piece& p) {
       if (cut.inner == 1) {
         for (int64_t k = 0; k < p.batch; ++k) {
-          std::fill_n(to + cut.offset(p) + k * cut.reduced, p.length, share(p.outer + k));
+          std::fill_n(to + cut.offset(p) + k * cut.reduced, p.length, share(cut.result(p.row + k)));
         }
         return;
       }
-      std::vector<T> row(cut.width, zero);
-      for (int64_t i = 0; i < (cut.runs > 1 ? p.count : cut.width); ++i) {
-        row[i] = share(p.outer * cut.inner + p.column + i % p.count);
-      }
-      cut.each_block(p, [&](int64_t at, int64_t n, int64_t width) {
-        for (int64_t i = 0; i < n; i += width) std::copy_n(row.data(), std::min(width, n - i), to + at + i);
+      const std::vector<T> row = cut.columns<T>(p, share);
+      cut.each_block(p, true, [&](int64_t at, int64_t steps, int64_t stride, int64_t width) {
+        for (int64_t i = 0; i < steps; ++i) std::copy_n(row.data(), width, to + at + i * stride);
       });
     });
   });

@@ -252,9 +252,10 @@ def _register_fakes() -> None:
 
 
 def _logsumexp_backward_fake(dy: Tensor, x: Tensor, y: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
-    # Reduced over channels alone, a channels_last gradient is written as it lies.
-    channels = len(dim) == 1 and dim[0] % max(x.dim(), 1) == 1
-    return _empty(x, x.shape, channels_last=channels and _is_channels_last(x))
+    # Where what is kept lies in the order of the result, a channels_last gradient is written as it lies.
+    reduced = {d % max(x.dim(), 1) for d in dim} if dim else set(range(x.dim()))
+    as_it_lies = 1 in reduced or reduced.issuperset(range(2, x.dim()))
+    return _empty(x, x.shape, channels_last=as_it_lies and _is_channels_last(x))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
