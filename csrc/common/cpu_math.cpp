@@ -344,19 +344,25 @@ KGOPT_MULTIVERSION void Loops<T>::residual_columns(const T* c, T* r, int64_t n, 
 template <typename T>
 KGOPT_MULTIVERSION void Loops<T>::row_sums(const T* x, int64_t rows, int64_t n, double* sums) {
   for (int64_t r = 0; r < rows; ++r, x += n) {
-    T sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; ++i) sum += x[i];
-    sums[r] += sum;
+    T a = 0, b = 0;
+    const int64_t half = n / 2;
+#pragma omp simd reduction(+ : a, b)
+    for (int64_t i = 0; i < half; ++i) {
+      a += x[i];
+      b += x[i + half];
+    }
+    sums[r] += a + b + (n % 2 ? x[n - 1] : T(0));
   }
 }
 
 template <typename T>
 KGOPT_MULTIVERSION void Loops<T>::column_sums(const T* x, int64_t rows, int64_t stride, int64_t width, T* sum) {
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4, x += 4 * stride) {
+  for (; r + 8 <= rows; r += 8, x += 8 * stride) {
     KGOPT_SIMD for (int64_t c = 0; c < width; ++c) {
-      sum[c] += (x[c] + x[c + stride]) + (x[c + 2 * stride] + x[c + 3 * stride]);
+      const T a = (x[c] + x[c + stride]) + (x[c + 2 * stride] + x[c + 3 * stride]);
+      const T b = (x[c + 4 * stride] + x[c + 5 * stride]) + (x[c + 6 * stride] + x[c + 7 * stride]);
+      sum[c] += a + b;
     }
   }
   for (; r < rows; ++r, x += stride) {

@@ -237,26 +237,44 @@ Tensor mean(Tensor x, IntArray dims, bool keepdim) {
     using Acc = acc_t<T>;
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
     const Cut cut(s);
-    std::vector<double> parts(cut.results * cut.parts);
+    T* const to = static_cast<T*>(y.mutable_data_ptr());
+    const auto finish = [&](double sum) { return static_cast<T>(static_cast<Acc>(sum / double(s.reduced_count()))); };
+    // A result of a single part needs no place for it.
+    std::vector<double> parts(cut.parts == 1 ? 0 : cut.results * cut.parts);
     cut.each([&](const Cut::Piece& p) {
       alignas(64) Acc buffer[kBlock];
       if (cut.inner == 1) {
-        double sums[kBlock] = {};
+        double sums[kBlock];
+        std::fill_n(sums, p.batch, 0.0);
         for (int64_t at = 0; at < p.length; at += kBlock) {
           const int64_t n = std::min(kBlock, p.length - at);
           Loops<Acc>::row_sums(view_block(from + cut.offset(p) + at, buffer, n * p.batch), p.batch, n, sums);
         }
-        for (int64_t k = 0; k < p.batch; ++k) parts[cut.part(p, p.row + k)] = sums[k];
+        for (int64_t k = 0; k < p.batch; ++k) {
+          if (cut.parts == 1) {
+            to[cut.result(p.row + k)] = finish(sums[k]);
+          } else {
+            parts[cut.part(p, p.row + k)] = sums[k];
+          }
+        }
         return;
       }
       std::vector<Acc> sum(cut.width);
       cut.each_block(p, std::is_same_v<T, Acc>, [&](int64_t at, int64_t steps, int64_t stride, int64_t width) {
         Loops<Acc>::column_sums(view_block(from + at, buffer, steps * width), steps, stride, width, sum.data());
       });
-      double* const part = parts.data() + cut.part(p, p.row);
-      for (int64_t i = 0; i < (cut.runs > 1 ? p.count : cut.width); ++i) part[i % p.count * cut.parts] += sum[i];
+      fold(cut.run, cut.width, [&](int64_t c, int64_t i) { sum[c] += sum[i]; });
+      const int64_t first = cut.part(p, p.row);
+      for (int64_t c = 0; c < p.count; ++c) {
+        if (cut.parts == 1) {
+          to[first + c] = finish(sum[c]);
+        } else {
+          parts[first + c * cut.parts] = sum[c];
+        }
+      }
     });
-    store_results(cut, static_cast<T*>(y.mutable_data_ptr()), parts, [&](const double* part) {
+    if (cut.parts == 1) return;
+    store_results(cut, to, parts, [&](const double* part) {
       double sum = 0;
       for (int64_t k = 0; k < cut.parts; ++k) sum += part[k];
       return sum / double(s.reduced_count());
