@@ -167,6 +167,30 @@ def test_group_norm_deterministic(layout, device):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16, 64, 300), (2, 8, 90, 90), (5, 40, 7, 9)], ids=str)
+def test_group_norm_does_not_depend_on_threads(shape, dtype, layout):
+    """More groups than threads, or fewer: units of work are then done in one go or pass by pass."""
+    x, weight, bias = make(shape, dtype, "cpu", layout)
+    dy = torch.randn_like(x)
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = functional.group_norm(leaves[0], 4, *leaves[1:], act="silu")
+        y.backward(dy)
+        return [y, *(leaf.grad for leaf in leaves)]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = run()
+        torch.set_num_threads(3)
+        assert all(torch.equal(a, b) for a, b in zip(one, run(), strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("act", "pre_act"), [("none", "none"), ("silu", "none"), ("none", "relu"), ("gelu+tanh", "elu")]

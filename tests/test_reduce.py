@@ -88,6 +88,33 @@ def test_activation_values(act, dtype, device, poisoned):
     assert_as_good_as_torch(functional.activation(x, act), expected, exact)
 
 
+EXTREMES = [0.0, 1e-45, 1e-40, 1.2e-38, 1e-20, 1e-8, 1e-4, 0.3, 0.625, 1.0, 3.0, 6.0, 9.0, 14.5, 17.0, 20.0, 20.5, 30.0]
+EXTREMES += [87.0, 88.5, 89.0, 100.0, 104.0, 1e4, 1e20, 3e38]
+
+
+@pytest.mark.parametrize("act", reference.ACTIVATIONS)
+def test_activation_extremes(act):
+    """The CPU's polynomials element by element, in value and derivative: twice PyTorch's error and a few roundings."""
+    x = torch.tensor([s * v for v in EXTREMES for s in (1, -1)])
+
+    def both(run, x):
+        leaf = x.detach().clone().requires_grad_()
+        y = run(leaf, act)
+        y.sum().backward()
+        return y.detach(), leaf.grad
+
+    exact = both(reference.activation_ref, x.double())
+    for y, expected, right in zip(
+        both(functional.activation, x), both(reference.activation_ref, x), exact, strict=True
+    ):
+        assert torch.equal(y.isnan(), expected.isnan())
+        # The reference itself keeps 16 digits of 1 + erf, and powers of the largest values overflow in float alone.
+        holds = right.isfinite() & (right.abs() < 1e38) & expected.isfinite()
+        allowed = 2 * (expected.double() - right).abs() + 1e-6 * right.abs() + 1e-14
+        wrong = holds & ~((y.double() - right).abs() <= allowed)
+        assert not wrong.any(), (x[wrong], y[wrong], right[wrong])
+
+
 @pytest.mark.parametrize("act", reference.ACTIVATIONS)
 def test_activation_nonfinite(act, device):
     x = torch.tensor([float("nan"), float("inf"), float("-inf")] * 7, device=device)
@@ -118,3 +145,25 @@ def test_activation_keeps_channels_last(device):
     assert functional.activation(x, "silu").is_contiguous(memory_format=torch.channels_last)
     y = functional.activation(x[:, ::2, 1:], "silu")
     torch.testing.assert_close(y, torch.nn.functional.silu(x[:, ::2, 1:]))
+
+
+@pytest.mark.parametrize("shape", [(4, 300, 300), (2, 3, 70001)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_reductions_do_not_depend_on_threads(shape, dtype):
+    x = torch.randn(shape).to(dtype)
+
+    def run():
+        leaf = x.clone().requires_grad_()
+        results = [f(leaf, dims) for f in (functional.mean, functional.logsumexp) for dims in ([0], [1], [2], [0, 2])]
+        results.append(functional.activation(leaf, "gelu+mish"))
+        sum((r * r).sum() for r in results).backward()
+        return [*results, leaf.grad]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = run()
+        torch.set_num_threads(3)
+        assert all(torch.equal(a, b) for a, b in zip(one, run(), strict=True))
+    finally:
+        torch.set_num_threads(threads)

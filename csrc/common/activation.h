@@ -136,7 +136,7 @@ KGOPT_HD T act_derivative(Act act, T x) {
       T t = tanh(x);
       return T(1) - t * t;
     }
-    case Act::kHardswish: return x <= T(-3) ? T(0) : (x < T(3) ? x / T(3) + T(0.5) : T(1));
+    case Act::kHardswish: return x <= T(-3) ? T(0) : (x >= T(3) ? T(1) : x / T(3) + T(0.5));
     case Act::kHardtanh: return (x <= T(-1) || x >= T(1)) ? T(0) : T(1);
     case Act::kElu: return x > T(0) ? T(1) : exp(x);
     case Act::kMish: {

@@ -110,8 +110,17 @@ KGOPT_INLINE Normal normal_distribution(float x) {
   return {x < 0.f ? tail : 1.f - tail, e * 0.39894228040143267794f};
 }
 
-// (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 is a sigmoid.
-KGOPT_INLINE float gelu_tanh_gate(float x) { return sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x)); }
+// sigmoid(z) and its derivative, with the digits of either tail kept.
+struct Logistic {
+  float value, slope;
+};
+KGOPT_INLINE Logistic logistic(float z) {
+  const float e = exp_value(-std::fabs(z)), inverse = 1.f / (1.f + e), tail = e * inverse;
+  return {z < 0.f ? tail : inverse, tail * inverse};
+}
+
+// gelu_tanh(x) = x * sigmoid(z(x)): (1 + tanh(u)) / 2 is a sigmoid of 2 u.
+KGOPT_INLINE float gelu_tanh_argument(float x) { return 1.5957691216057308f * (x + 0.044715f * x * x * x); }
 
 // tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2), e = exp(x); it is 1 where x is cut off.
 struct MishParts {
@@ -129,7 +138,7 @@ KGOPT_INLINE float value(float x) {
   } else if constexpr (kAct == Act::kGelu) {
     return x * normal_distribution(x).cdf;
   } else if constexpr (kAct == Act::kGeluTanh) {
-    return x * gelu_tanh_gate(x);
+    return x * sigmoid(gelu_tanh_argument(x));
   } else if constexpr (kAct == Act::kSigmoid) {
     return sigmoid(x);
   } else if constexpr (kAct == Act::kTanh) {
@@ -150,27 +159,26 @@ KGOPT_INLINE float value(float x) {
 template <Act kAct>
 KGOPT_INLINE float derivative(float x) {
   if constexpr (kAct == Act::kSilu) {
-    const float s = sigmoid(x);
-    return s * (1.f + x * (1.f - s));
+    const Logistic s = logistic(x);
+    return s.value + x * s.slope;
   } else if constexpr (kAct == Act::kGelu) {
     const Normal normal = normal_distribution(x);
     return normal.cdf + x * normal.density;
   } else if constexpr (kAct == Act::kGeluTanh) {
-    const float s = gelu_tanh_gate(x);
-    return s + x * s * (1.f - s) * (1.5957691216057308f * (1.f + 0.134145f * x * x));
+    const Logistic s = logistic(gelu_tanh_argument(x));
+    return s.value + x * s.slope * (1.5957691216057308f * (1.f + 0.134145f * x * x));
   } else if constexpr (kAct == Act::kSigmoid) {
-    const float s = sigmoid(x);
-    return s * (1.f - s);
+    return logistic(x).slope;
   } else if constexpr (kAct == Act::kTanh) {
-    const float t = tanh_value(x);
-    return 1.f - t * t;
+    return 4.f * logistic(2.f * x).slope;
   } else if constexpr (kAct == Act::kElu) {
     const float negative = exp_value(x);
     return x > 0.f ? 1.f : negative;
   } else if constexpr (kAct == Act::kMish) {
     const MishParts m = mish_parts(x);
     const float inverse = 1.f / (m.n + 2.f);
-    return (m.n + 4.f * x * (m.e * (1.f + m.e) * inverse)) * inverse;
+    const float slope = x > 20.f ? 0.f : 4.f * m.e * (1.f + m.e) * inverse * inverse;
+    return m.n * inverse + x * slope;
   } else if constexpr (kAct == Act::kSoftplus) {
     return sigmoid(x);
   } else {
