@@ -113,7 +113,7 @@ KGOPT_HD T act_value(Act act, T x) {
 template <typename T>
 KGOPT_HD T act_derivative(Act act, T x) {
   switch (act) {
-    case Act::kRelu: return x > T(0) ? T(1) : (x == x ? T(0) : x);
+    case Act::kRelu: return x <= T(0) ? T(0) : T(1);
     case Act::kLeakyRelu: return x > T(0) ? T(1) : T(0.01);
     case Act::kSilu: {
       T s = sigmoid_value(x);

@@ -60,6 +60,13 @@ KGOPT_INLINE float exp_value(float x) {
 }
 KGOPT_INLINE double exp_value(double x) { return std::exp(x); }
 
+// For x <= 0. One factor serves for 2^n: what falls below the smallest normal number becomes 0.
+KGOPT_INLINE float exp_of_negative(float x) {
+  const ExpParts e = exp_parts(x < -104.f ? -104.f : x);
+  const float power = as_float((e.n < -127 ? 0 : e.n + 127) << 23);
+  return power * e.expm1 + power;
+}
+
 // For x <= 0, with the digits of a small x kept.
 KGOPT_INLINE float expm1_of_negative(float x) {
   const ExpParts e = exp_parts(x < -30.f ? -30.f : x);
@@ -87,13 +94,13 @@ KGOPT_INLINE double tanh_value(double x) { return std::tanh(x); }
 
 KGOPT_INLINE float sigmoid(float x) { return 1.f / (1.f + exp_value(-x)); }
 
-// The standard normal distribution, and its density. Phi(-t) exp(t^2 / 2) is smooth: a polynomial in (t - 4) / (t + 4),
-// fitted for t <= 14.5 to 1e-7 of Phi, and to 3e-6 of its tail. Beyond that the exponential is 0.
-struct Normal {
-  float cdf, density;
+// The tail of the standard normal distribution, Phi(-t), and exp(-t^2 / 2), for t >= 0. Their ratio is smooth: a
+// polynomial in (t - 4) / (t + 4), fitted for t <= 14.5 to 1e-7 of Phi(t) and to 3e-6 of the tail itself; beyond that
+// the exponential is 0.
+struct NormalTail {
+  float probability, exponential;
 };
-KGOPT_INLINE Normal normal_distribution(float x) {
-  const float ax = std::fabs(x), t = ax > 14.5f ? 14.5f : ax;
+KGOPT_INLINE NormalTail normal_tail(float t) {
   const float q = (t - 4.f) / (t + 4.f);
   float p = 7.5346295489e-4f;
   p = p * q + 4.3024975457e-4f;
@@ -103,11 +110,8 @@ KGOPT_INLINE Normal normal_distribution(float x) {
   p = p * q + 1.2438099831e-1f;
   p = p * q - 1.7039856315e-1f;
   p = p * q + 9.4410546124e-2f;
-  // One factor serves for 2^n: what falls below the smallest normal number becomes 0.
-  const ExpParts parts = exp_parts(-0.5f * t * t);
-  const float power = as_float((parts.n < -127 ? 0 : parts.n + 127) << 23);
-  const float e = power * parts.expm1 + power, tail = e * p;
-  return {x < 0.f ? tail : 1.f - tail, e * 0.39894228040143267794f};
+  const float e = exp_of_negative(-0.5f * t * t);
+  return {e * p, e};
 }
 
 // sigmoid(z) and its derivative, with the digits of either tail kept.
@@ -115,7 +119,7 @@ struct Logistic {
   float value, slope;
 };
 KGOPT_INLINE Logistic logistic(float z) {
-  const float e = exp_value(-std::fabs(z)), inverse = 1.f / (1.f + e), tail = e * inverse;
+  const float e = exp_of_negative(-std::fabs(z)), inverse = 1.f / (1.f + e), tail = e * inverse;
   return {z < 0.f ? tail : inverse, tail * inverse};
 }
 
@@ -136,7 +140,9 @@ KGOPT_INLINE float value(float x) {
   if constexpr (kAct == Act::kSilu) {
     return x / (1.f + exp_value(-x));
   } else if constexpr (kAct == Act::kGelu) {
-    return x * normal_distribution(x).cdf;
+    // x Phi(x) = max(x, 0) - |x| Phi(-|x|); cut off above, so that infinity stays one.
+    const float t = std::fabs(x > 14.5f ? 14.5f : x);
+    return (x < 0.f ? 0.f : x) - t * normal_tail(t).probability;
   } else if constexpr (kAct == Act::kGeluTanh) {
     return x * sigmoid(gelu_tanh_argument(x));
   } else if constexpr (kAct == Act::kSigmoid) {
@@ -150,7 +156,7 @@ KGOPT_INLINE float value(float x) {
     const MishParts m = mish_parts(x);
     return x * (m.n / (m.n + 2.f));
   } else if constexpr (kAct == Act::kSoftplus) {
-    return (x < 0.f ? 0.f : x) + log1p_of_fraction(exp_value(-std::fabs(x)));
+    return (x < 0.f ? 0.f : x) + log1p_of_fraction(exp_of_negative(-std::fabs(x)));
   } else {
     return act_value(kAct, x);
   }
@@ -162,8 +168,8 @@ KGOPT_INLINE float derivative(float x) {
     const Logistic s = logistic(x);
     return s.value + x * s.slope;
   } else if constexpr (kAct == Act::kGelu) {
-    const Normal normal = normal_distribution(x);
-    return normal.cdf + x * normal.density;
+    const NormalTail tail = normal_tail(std::fabs(x));
+    return (x < 0.f ? tail.probability : 1.f - tail.probability) + x * tail.exponential * 0.39894228040143267794f;
   } else if constexpr (kAct == Act::kGeluTanh) {
     const Logistic s = logistic(gelu_tanh_argument(x));
     return s.value + x * s.slope * (1.5957691216057308f * (1.f + 0.134145f * x * x));
