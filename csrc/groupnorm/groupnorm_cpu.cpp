@@ -18,8 +18,8 @@ MemoryFormat format_of(const Tensor& x, const GroupNormDims& d) {
 // (rows of S elements, one a channel), in a channels_last one a sample (positions of C elements). It is cut into
 // pieces: parts of a row or whole rows; positions.
 struct Tiles {
-  static constexpr int64_t kPiece = 32768;        // elements of a piece, about
-  static constexpr int64_t kCached = 512 * 1024;  // bytes that stay in L2 from one pass over them to the next
+  static constexpr int64_t kPiece = 32768;         // elements of a piece, about
+  static constexpr int64_t kCached = 4096 * 1024;  // bytes that mostly stay in L2 and L3 from one pass to the next
 
   bool channels_last;
   int64_t channels;             // of the tensor
@@ -81,12 +81,13 @@ struct Tiles {
 };
 
 // first(unit, piece) for all pieces of a unit, then merge(unit), then second(unit, piece). Unit by unit where one stays
-// in the cache and every thread has one, else pass by pass; with the same result.
+// in the cache and the threads get about equally many, else pass by pass; with the same result.
 template <typename First, typename Merge, typename Second>
 void two_passes(const Tiles& t, int64_t bytes_per_element, const First& first, const Merge& merge,
                 const Second& second) {
-  const bool enough = t.units >= static_cast<int64_t>(torch::stable::get_num_threads());
-  if (t.pieces == 1 || (enough && t.length * bytes_per_element <= Tiles::kCached)) {
+  const int64_t threads = torch::stable::get_num_threads();
+  const bool balanced = t.units % threads == 0 || t.units >= 4 * threads;
+  if (t.pieces == 1 || (balanced && t.length * bytes_per_element <= Tiles::kCached)) {
     parallel(t.units, t.length, [&](int64_t u) {
       for (int64_t p = 0; p < t.pieces; ++p) first(u, p);
       merge(u);
