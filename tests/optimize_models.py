@@ -473,7 +473,7 @@ ALONE = {
     OtherStatementInBetween: "another statement runs in between: x.add_(1)",
     ReadsLocals: "locals()",
     Generator: "is a generator",
-    OtherSlope: "",
+    OtherSlope: "LeakyReLU(negative_slope=0.2) has parameters that no op takes",
     Decorated: "decorator",
 }
 

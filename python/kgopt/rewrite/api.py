@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from kgopt.rewrite import classes, layout, policy, source
-from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, is_trivial, match
+from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.policy import SiteState
 from kgopt.rewrite.reporting import Report, SiteRow
 from kgopt.rewrite.sites import Site, is_hooked
@@ -204,7 +204,7 @@ def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:
     if not any(id(m) in rows for m in parent.modules() if m is not parent):
         return
     recipe, found, refused = source.analyze(parent, cls)
-    for in_method in found.values():
+    for in_method in found:
         for path, chains in in_method.chains.items():
             row = rows.get(id(source.child_at(parent, path)))
             if row is not None and row.became:
@@ -214,10 +214,9 @@ def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:
             if row is not None and row.became and "→" not in row.kind and reason:
                 row.reason = reason
     for name, reason in refused.items():
-        for child in parent.children():
-            row = rows.get(id(child))
-            if row is not None and row.became and "→" not in row.kind and not row.reason:
-                row.reason = f"{cls.__name__}.{name} {reason}"
+        row = rows.get(id(parent._modules[name]))
+        if row is not None and row.became and "→" not in row.kind and not row.reason:
+            row.reason = reason
     if recipe:
         parent.__class__ = classes.make_class(cls, (("source", recipe),))
 
@@ -254,8 +253,11 @@ def _rewrite_sequential(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None
     for m in matches:
         start, stop = at[id(m.nodes[0])], at[id(m.last)] + 1
         if is_trivial(m.chain) or start < done:
+            row = rows.get(id(parent._modules[m.norm.origin]))
+            if row is not None and row.became and not row.reason:
+                row.reason = why_alone(m.norm)
             continue
-        roles = tuple({"conv": "conv", "norm": "norm", "same": "same"}.get(n.kind, n.name) for n in m.nodes)
+        roles = tuple(n.name if n.kind == "act" else n.kind for n in m.nodes)
         steps += [((name,), None) for name in names[done:start]]
         steps.append((names[start:stop], Site(m.chain, roles)))
         done = stop

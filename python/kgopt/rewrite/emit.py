@@ -93,11 +93,13 @@ def emit_kgopt(
         else:
             tail = (conv.output_padding, conv.groups, conv.dilation)
             x = call(op, x, conv.weight, conv.bias, conv.stride, conv.padding, *tail)
-    if chain.pre != "none" and not (fold_pre and not chain.reduce):
+    mean_of_all = chain.reduces_all(rank) and chain.post == "none" and not chain.keepdim
+    fold = fold_pre and chain.pre != "none" and not mean_of_all
+    if chain.pre != "none" and not fold:
         x = call(_OPS.activation.default, x, chain.pre)
-    if chain.reduces_all(rank) and chain.post == "none" and not chain.keepdim:
+    if mean_of_all:
         return call(_OPS.group_norm_mean.default, x, n.num_groups, n.weight, n.bias, n.eps)
-    if chain.pre != "none" and fold_pre and not chain.reduce:
+    if fold:
         op = _OPS.group_norm_fwd.default
         y = call(operator.getitem, call(op, x, n.num_groups, n.weight, n.bias, n.eps, chain.post, chain.pre), 0)
     else:

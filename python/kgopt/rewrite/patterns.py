@@ -82,7 +82,8 @@ class Chain:
         if self.fused_op:
             return self.fused_op
         ops = [self.conv] if self.conv else []
-        if self.reduce == "mean" and self.dims is None and self.post == "none":
+        if self.post == "none" and not self.keepdim and any(self.reduces_all(rank) for rank in (3, 4, 5)):
+            ops += [] if self.pre == "none" else [f"activation({self.pre})"]
             return " + ".join([*ops, "group_norm_mean"])
         acts = [f"{key}={value}" for key, value in (("pre_act", self.pre), ("act", self.post)) if value != "none"]
         ops.append(f"group_norm({', '.join(acts)})" if acts else "group_norm")
@@ -98,7 +99,7 @@ class Chain:
 class Node:
     """One value. ``kind`` is what made it; every reader is in ``users``, those that are not understood as OTHER."""
 
-    kind: str  # conv, norm, act, same, add, mean, logsumexp, flatten; value: anything else
+    kind: str  # conv, norm, act, same, add, mean, logsumexp, flatten; other: known, but in the way; value
     inputs: list[Node] = field(default_factory=list)
     name: str = ""  # conv: which; norm: group or instance; act: its name
     dims: tuple[int, ...] | None = None
@@ -149,6 +150,8 @@ def match(norm: Node) -> Match:
         pre.insert(0, before)
         before = before.inputs[0]
     conv = before if before.kind == "conv" else None
+    if before.kind == "norm":
+        pre = []  # they belong to that one
 
     post: list[Node] = []
     last = norm
@@ -226,7 +229,8 @@ def why_alone(norm: Node) -> str:
     """Why no activation joined a norm that something reads: for the report."""
     if len(norm.users) > 1:
         return f"its result is read {len(norm.users)} times"
-    return ""
+    user = _sole_user(norm)
+    return user.name if user is not None and user.kind == "other" else ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------

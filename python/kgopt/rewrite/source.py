@@ -42,6 +42,7 @@ from kgopt.rewrite.patterns import (
     activation_of,
     describe_function,
     describe_method,
+    is_activation,
     is_trivial,
     match,
     may_be_identity,
@@ -77,8 +78,10 @@ class Found:
 
 def role_of(module: Any) -> Role | None:
     """What a child does in a chain; None: something else, or somebody watches it."""
-    if not isinstance(module, nn.Module) or is_hooked(module):
+    if not isinstance(module, nn.Module):
         return None
+    if is_hooked(module):
+        return ("other", f"{type(module).__name__} has hooks", False) if is_activation(module) else None
     if getattr(type(module), "_kgopt_leaf", None) is type(module):
         return ("norm", "group" if isinstance(module, nn.GroupNorm) else "instance", False)
     if type(module) in CONV_MODULES:
@@ -86,6 +89,8 @@ def role_of(module: Any) -> Role | None:
     name = activation_of(module)
     if name is not None:
         return ("act", name, bool(getattr(module, "inplace", False)))
+    if is_activation(module):
+        return ("other", f"{module} has parameters that no op takes", False)
     return ("same", "", False) if may_be_identity(module) else None
 
 
@@ -610,7 +615,7 @@ class _Method:
             if len(e.args) != 1 or e.keywords:
                 return None
             kind, name, inplace = role
-            wanted = {"conv": "conv", "norm": "norm", "same": "same"}.get(kind, name)
+            wanted = name if kind == "act" else kind
             return Node(kind, name=name, inplace=inplace, origin=_Origin(e, k, None, e.func, wanted)), [e.args[0]]
         function = None if path else self._function(e.func)
         if function is not None:
@@ -836,25 +841,26 @@ def _is_plain_load(e: ast.AST) -> bool:
 # What the rest of the package calls
 
 
-def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...], dict[str, Found], dict[str, str]]:
-    """The recipe for ``module``'s class (empty: nothing fuses), what was found by method, and methods left alone."""
+def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...], list[Found], dict[str, str]]:
+    """The recipe for ``module``'s class (empty: nothing fuses), what methods hold, and children of those left alone."""
     recipe: list[tuple[str, Roles]] = []
-    found: dict[str, Found] = {}
+    found: list[Found] = []
     refused: dict[str, str] = {}
     children = set(module._modules)
     for name, function in own_methods(cls):
-        if not children & set(inspect.unwrap(function).__code__.co_names):
+        mentioned = children & set(inspect.unwrap(function).__code__.co_names)
+        if not mentioned:
             continue
         if name in module.__dict__:
-            refused[name] = "was replaced on the instance"
+            refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} was replaced on the instance"))
             continue
         try:
             method = _Method(function, lambda path: role_of(child_at(module, path)), _parse(function))
             method.run()
         except CannotRewriteError as error:
-            refused[name] = str(error)
+            refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} {error}"))
             continue
-        found[name] = method.found
+        found.append(method.found)
         if method.sites:
             recipe.append((name, tuple(sorted(method.used_roles.items()))))
     return tuple(recipe), found, refused
