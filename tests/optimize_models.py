@@ -289,6 +289,24 @@ class InTry(LeftAlone):
         return x
 
 
+class InABranchOfTry(LeftAlone):
+    def forward(self, x):
+        try:
+            if x.dim() == 5:
+                x = self.norm(x)
+                x = self.act(x)
+        except ValueError:
+            return x
+        return x
+
+
+class OtherCodeFirst(LeftAlone):
+    def forward(self, x):
+        x = x.clone()
+        h = self.norm(x)
+        return x.add_(1) * self.act(h)
+
+
 class InWith(LeftAlone):
     def forward(self, x):
         with contextlib.suppress(ValueError):
@@ -462,6 +480,8 @@ ALONE = {
     AlsoReturned: "read 2 times",
     Kept: "read 2 times",
     InTry: "try block",
+    InABranchOfTry: "try block",
+    OtherCodeFirst: "other code of the same statement runs in between",
     InWith: "with block",
     LivesOnInTheLoop: "read 2 times",
     InAClosure: "",

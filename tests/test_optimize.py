@@ -128,6 +128,25 @@ def test_convolution_that_is_read_again_is_left_alone(device):
     assert_same_results(model, original, x)
 
 
+class Conditional(models.LeftAlone):
+    def forward(self, x, flag=True):
+        y = self.act(self.norm(self.conv(x))) if flag else x
+        return flag and self.act(self.norm(self.conv(y)))
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_nothing_runs_that_did_not_run_before(flag):
+    """A convolution inside a conditional expression is not moved out of it."""
+    model, original = optimized(Conditional, "cpu")
+    calls = []
+    for m in (model, original):
+        m.conv.register_forward_hook(lambda *_, m=m: calls.append(m))
+    x = models.input_for(model)
+    torch.testing.assert_close(model(x, flag), original(x, flag))
+    assert calls.count(model) == calls.count(original) == 2 * flag
+    assert "larger expression" in kgopt.report(model).sites[0].reason
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [(models.OwnNorm, "MyGroupNorm is a subclass"), (models.RunningStats, "track_running_stats=True")],

@@ -16,6 +16,7 @@ from torch import nn
 
 import kgopt
 import optimize_models as models
+from kgopt.rewrite import policy
 from optimize_models import FUSED
 from test_optimize import assert_same_results, ops_of, optimized, run
 
@@ -236,6 +237,15 @@ def test_compile_sees_hooks_that_come_later(fresh_dynamo):
     after = compiled(x)
     handle.remove()
     assert not torch.allclose(before, after)
+
+
+@pytest.mark.parametrize("faster", ["kgopt", "pytorch"])
+def test_compile_after_measuring_keeps_the_verdict(faster, device, monkeypatch, fresh_dynamo):
+    monkeypatch.setattr(policy, "time_both", lambda *_: (2.0, 1.0) if faster == "kgopt" else (1.0, 2.0))
+    model = kgopt.optimize(models.randomized(models.MonaiResBlock(), device).eval().requires_grad_(False))
+    x = models.input_for(model, device)
+    model(x)
+    assert ops_in_graph(model, x) == (["group_norm", "group_norm"] if faster == "kgopt" else [])
 
 
 def test_compile_dynamic(device, fresh_dynamo):

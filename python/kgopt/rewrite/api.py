@@ -353,18 +353,12 @@ def _try_out(root: nn.Module, example: Any, channels_last: bool | str, measure: 
 def _try_layout(
     root: nn.Module, call: Callable[[], Any], asked: bool, device: torch.device, found: Report, result: Any
 ) -> Any:
-    def forget() -> None:
-        for module in root.modules():
-            state = module.__dict__.get("_kgopt_state")
-            if state is not None:
-                state.results.clear()
-                state.seen.clear()
-
     before = policy.time_both(call, call, device)[0] if not asked else 0.0
-    kept = {id(m): dict(m.__dict__["_kgopt_state"].results) for m in root.modules() if "_kgopt_state" in m.__dict__}
-    seen = {id(m): set(m.__dict__["_kgopt_state"].seen) for m in root.modules() if "_kgopt_state" in m.__dict__}
+    states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
+    verdicts = [(state.results, state.seen, state.kept_back) for state in states]
     _set_layout(root, True)
-    forget()
+    for state in states:
+        state.forget()
     try:
         other = call()  # sites measure themselves in this layout
         after = policy.time_both(call, call, device)[0] if not asked else 0.0
@@ -381,10 +375,8 @@ def _try_layout(
         found.layout = f"channels_last: {times}"
         return other
     _set_layout(root, False)
-    for module in root.modules():
-        state = module.__dict__.get("_kgopt_state")
-        if state is not None:
-            state.results, state.seen = kept[id(module)], seen[id(module)]
+    for state, verdict in zip(states, verdicts, strict=True):
+        state.results, state.seen, state.kept_back = verdict
     found.layout = f"as it was: channels_last fails: {why}" if why else f"as it was: {times}"
     return result
 

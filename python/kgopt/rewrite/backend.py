@@ -200,7 +200,8 @@ class _Writer:
             given = _bind(names, node, defaults)
             if given["running_mean"] is not None or given["use_input_stats"] is not True:
                 raise _NotOursError("it normalizes with, or updates, running statistics")
-            groups, weight, bias, eps = x.shape[1], given["weight"], given["bias"], given["eps"]
+            # Where the number of channels is symbolic, this makes it a constant, with a guard.
+            groups, weight, bias, eps = int(x.shape[1]), given["weight"], given["bias"], given["eps"]
         if type(groups) is not int or not isinstance(eps, float):
             raise _NotOursError("its number of groups or its eps is no constant")
         if x is None or x.dim() < 2 or any(type(s) is int and s == 0 for s in x.shape) or _is_one_value(x, groups):

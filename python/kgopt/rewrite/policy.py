@@ -56,6 +56,11 @@ class SiteState:
     keep_format: bool = False  # channels_last stays where PyTorch's GroupNorm would return a contiguous tensor
     results: dict[Any, Measured] = field(default_factory=dict)
     seen: set[Chain] = field(default_factory=set)  # chains that were called once and need no measuring any more
+    kept_back: set[Chain] = field(default_factory=set)  # of those, the ones for which PyTorch's code was the better one
+
+    def forget(self) -> None:
+        """Measures again at the next call."""
+        self.results, self.seen, self.kept_back = {}, set(), set()
 
     def __getstate__(self) -> dict[str, Any]:
         # Another machine is another measurement.
@@ -81,21 +86,31 @@ def needs_grad(x: Tensor, *parameters: Tensor | None) -> bool:
 def choose(state: SiteState, chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) -> bool:
     """Ours for this call? Measures, where this is the chain's first call and measuring is harmless."""
     grad = needs_grad(x, norm.weight, norm.bias, *((conv.weight, conv.bias) if conv else ()))
-    if not state.measure or torch.compiler.is_compiling():
-        # Compiled code runs without this function, and its rival is not PyTorch's eager kernel.
-        return (not state.measure) or default(x.device.type, grad)
-    if chain in state.seen and not state.results:
-        return default(x.device.type, grad)
-    key = (chain, tuple(x.shape), x.dtype, x.device, x.is_contiguous(), grad, torch.is_autocast_enabled(x.device.type))
+    fallback = default(x.device.type, grad)
+    if not state.measure:
+        return True
+    if torch.compiler.is_compiling():  # what is compiled is used at many sizes, so any verdict on the chain counts
+        return fallback and chain not in state.kept_back
     if chain not in state.seen:
         if not may_measure(x):
-            return default(x.device.type, grad)
+            return fallback
         state.seen.add(chain)
         measured = measure(chain, x, conv, norm, grad, state.keep_format)
-        if measured is not None:
-            state.results[key] = measured
-    found = state.results.get(key)
-    return default(x.device.type, grad) if found is None else found.ours
+        if measured is None:
+            return fallback
+        state.results[_key(chain, x, grad)] = measured
+        if not measured.ours:
+            state.kept_back.add(chain)
+        return measured.ours
+    if fallback and chain not in state.kept_back:
+        return True
+    found = state.results.get(_key(chain, x, grad))
+    return fallback if found is None else found.ours
+
+
+def _key(chain: Chain, x: Tensor, grad: bool) -> tuple[Any, ...]:
+    autocast = torch.is_autocast_enabled(x.device.type)
+    return (chain, tuple(x.shape), x.dtype, x.device, x.is_contiguous(), grad, autocast)
 
 
 def may_measure(x: Tensor) -> bool:

@@ -197,7 +197,7 @@ def _compile(function: types.FunctionType, tree: ast.FunctionDef, more_free: tup
     if "type_params" in ast.FunctionDef._fields:
         setattr(factory, "type_params", [])  # noqa: B010
     # The compiler calls functions of a module that was imported in the same file in another way.
-    imports: list[ast.stmt] = [ast.Import([ast.alias(n)]) for n in _imported(code.co_filename) & set(code.co_names)]
+    imports: list[ast.stmt] = [ast.Import([ast.alias(n)]) for n in sorted(_imported(code.co_filename))]
     module = ast.fix_missing_locations(ast.Module([*imports, factory], []))
     flags = code.co_flags & _FUTURE_FLAGS
     compiled = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
@@ -245,7 +245,7 @@ def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
 def _rebuild(function: types.FunctionType, tree: ast.FunctionDef, sites: dict[str, Site]) -> types.FunctionType:
     code: Any = _compile(function, tree, tuple(sites))
     if hasattr(code, "co_qualname"):
-        code = code.replace(co_qualname=getattr(function.__code__, "co_qualname"))  # noqa: B009  (Python 3.11 and later)
+        code = _renamed(code, len(code.co_qualname) - len(function.__qualname__))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     cells.update((name, types.CellType(site)) for name, site in sites.items())
     made = types.FunctionType(
@@ -262,6 +262,12 @@ def _rebuild(function: types.FunctionType, tree: ast.FunctionDef, sites: dict[st
     made.__module__ = function.__module__
     made.__dict__.update(function.__dict__)
     return made
+
+
+def _renamed(code: Any, prefix: int) -> Any:
+    """Code of Python 3.11 and later; qualified names, also of the code in it, do not tell of the factory any more."""
+    inner = tuple(_renamed(c, prefix) if isinstance(c, types.CodeType) else c for c in code.co_consts)
+    return code.replace(co_consts=inner, co_qualname=code.co_qualname[prefix:])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
