@@ -119,8 +119,12 @@ def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:
     state = None if norm is None else norm.__dict__.get("_kgopt_state")
     if state is None or not state.results:
         return row
-    # The largest chain that was measured is the one the row is about.
-    _, result = max(state.results.items(), key=lambda item: (not is_trivial(item[0][0]), len(item[0][0].label)))
+    # The largest chain that was measured, at the shape seen last, is what the row is about.
+    trivial = repr(Chain("group")), repr(Chain("instance"))
+    measured = [(name not in trivial, i, m) for i, ((name, *_), m) in enumerate(state.results.items()) if m is not None]
+    if not measured:
+        return row
+    result = max(measured, key=lambda item: item[:2])[2]
     times = {"us_before": result.before * 1e6, "us_after": result.after * 1e6}
     if result.ours:
         return SiteRow(row.path, row.kind, row.became, row.reason, **times)
@@ -177,7 +181,7 @@ def _swap(root: nn.Module, refuse: Callable[[str], str], measure: bool) -> list[
     for path, module in modules:
         if not isinstance(module, _NORMS):
             continue
-        if classes.original_class(module) is not None or getattr(type(module), "_kgopt_leaf", None):
+        if "_kgopt_state" in module.__dict__:
             continue  # from an earlier call
         kind = "GroupNorm" if isinstance(module, nn.GroupNorm) else type(module).__name__
         reason = refuse(path) or classes.leaf_reason(module)
@@ -348,6 +352,11 @@ def _try_out(root: nn.Module, example: Any, channels_last: bool | str, measure: 
     if channels_last is True or (channels_last == "auto" and device.type == "cuda" and measure):
         result = _try_layout(root, call, channels_last is True, device, found, result)
     found.accuracy = _compare(expected, result)
+    for module in root.modules():
+        # Where nothing was gained the module becomes what it was, so that not even a check stays.
+        state = module.__dict__.get("_kgopt_state")
+        if state is not None and classes.original_class(module) is not None and state.lost_everywhere:
+            module.__class__ = classes.original_class(module)
 
 
 def _try_layout(

@@ -53,7 +53,7 @@ def kgopt_backend(
         example_inputs: fake or real inputs of it.
         mode: as in ``torch.compile``.
         options: Inductor's, and ``{"kgopt.always": True}``, which takes kgopt's ops where
-            :mod:`~kgopt.rewrite.policy` would not (training on the CPU).
+            :mod:`~kgopt.rewrite.policy` would not (on the CPU).
         kwargs: what else torch.compile hands to Inductor.
 
     Returns:
@@ -178,16 +178,10 @@ class _Writer:
         reason = self._obstacle()
         if reason:
             return reason
-        grad = torch.is_grad_enabled() and any(
-            isinstance(v, Tensor) and v.requires_grad for v in map(_value, self._operands(conv, norm))
-        )
-        if not self.always and not policy.default(x.device.type, grad):
-            return "a gradient is needed on the CPU, where PyTorch's backward is the faster one"
+        if not self.always and not policy.default(x.device.type):
+            return "on the CPU, where PyTorch's kernels are the faster ones"
         self._write(x, conv, norm)
         return ""
-
-    def _operands(self, conv: ConvArgs | None, norm: NormArgs) -> list[Any]:
-        return [self.x, norm.weight, norm.bias, *((conv.weight, conv.bias) if conv else ())]
 
     def _norm_args(self, x: Any) -> NormArgs:
         node: fx.Node = self.found.norm.origin

@@ -5,11 +5,10 @@ The rule, in the order in which it is applied:
 1. Measured at this shape, dtype, layout and need of a gradient: the faster one, if ours is as accurate as PyTorch's
    own error (``e(kgopt) <= 2 e(PyTorch) + tiny`` against float64).
 2. Not measured, on CUDA: ours.
-3. Not measured, on the CPU: ours in inference. PyTorch's where a gradient is needed: kgopt's backward kernels on the
-   CPU are the slower ones.
+3. Not measured, on the CPU: PyTorch's, whose GroupNorm is often the faster one there.
 
-A site is measured on its first call (which is that with ``example_inputs``, where they are given), never again.
-Later calls read a dictionary: nothing is timed and no stream is synchronized.
+A site is measured when it first sees a shape (with ``example_inputs``: theirs), at most :data:`SHAPES` times. Later
+calls read a dictionary: nothing is timed and no stream is synchronized.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from kgopt.rewrite.patterns import Chain
 # What rounding alone explains where PyTorch happens to be exact.
 TINY = {torch.float64: 1e-11, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 REFERENCE_ELEMENTS = 2**26  # of x, above which a float64 reference is too dear and the two results are compared
+SHAPES = 8  # at which a chain is measured; a model that sees a new size at every call is not held up at each
 LONG = 0.2  # seconds: what takes longer is timed once
 
 
@@ -51,66 +51,80 @@ class Measured:
 class SiteState:
     """What a norm of an optimized model remembers. Not part of its state_dict; pickled without the measurements."""
 
-    measure: bool = True  # may the first call measure?
+    measure: bool | None = True  # may calls measure? None: one is measuring
     enabled: bool = True
     keep_format: bool = False  # channels_last stays where PyTorch's GroupNorm would return a contiguous tensor
-    results: dict[Any, Measured] = field(default_factory=dict)
-    seen: set[Chain] = field(default_factory=set)  # chains that were called once and need no measuring any more
-    kept_back: set[Chain] = field(default_factory=set)  # of those, the ones for which PyTorch's code was the better one
+    results: dict[Any, Measured | None] = field(default_factory=dict)  # by _key; None: it could not be measured
+    seen: dict[str, int] = field(default_factory=dict)  # how often each chain was measured
+    kept_back: set[str] = field(default_factory=set)  # chains for which PyTorch's code was the better one, somewhere
+
+    @property
+    def lost_everywhere(self) -> bool:
+        """Whether PyTorch's code was the better one in every measurement."""
+        measured = [m for m in self.results.values() if m is not None]
+        return bool(measured) and not any(m.ours for m in measured)
 
     def forget(self) -> None:
         """Measures again at the next call."""
-        self.results, self.seen, self.kept_back = {}, set(), set()
+        self.results, self.seen, self.kept_back = {}, {}, set()
 
     def __getstate__(self) -> dict[str, Any]:
         # Another machine is another measurement.
-        return {"measure": self.measure, "enabled": self.enabled, "keep_format": self.keep_format}
+        return {"measure": self.measure is not False, "enabled": self.enabled, "keep_format": self.keep_format}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(SiteState().__dict__)
         self.__dict__.update(state)
 
 
-def default(device: str, needs_grad: bool) -> bool:
+def default(device: str) -> bool:
     """Ours, where nothing was measured?"""
-    return device == "cuda" or not needs_grad
+    return device == "cuda"
 
 
-def needs_grad(x: Tensor, *parameters: Tensor | None) -> bool:
+def needs_grad(x: Tensor, norm: NormArgs, conv: ConvArgs | None) -> bool:
     """Will a backward go through this?"""
     if not torch.is_grad_enabled():
         return False
+    parameters = (norm.weight, norm.bias) if conv is None else (norm.weight, norm.bias, conv.weight, conv.bias)
     return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
 
 
-def choose(state: SiteState, chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) -> bool:
-    """Ours for this call? Measures, where this is the chain's first call and measuring is harmless."""
-    grad = needs_grad(x, norm.weight, norm.bias, *((conv.weight, conv.bias) if conv else ()))
-    fallback = default(x.device.type, grad)
+def choose(
+    state: SiteState,
+    name: str,
+    chain: Chain,
+    x: Tensor,
+    conv: ConvArgs | None,
+    norm: NormArgs,
+    checks: Callable[[], None],
+) -> bool:
+    """Ours for this call? Measures, where this shape is new to the chain ``name`` and measuring is harmless.
+
+    ``checks`` does what every call of ours does before its ops, so that its time counts too.
+    """
     if not state.measure:
-        return True
-    if torch.compiler.is_compiling():  # what is compiled is used at many sizes, so any verdict on the chain counts
-        return fallback and chain not in state.kept_back
-    if chain not in state.seen:
-        if not may_measure(x):
-            return fallback
-        state.seen.add(chain)
-        measured = measure(chain, x, conv, norm, grad, state.keep_format)
-        if measured is None:
-            return fallback
-        state.results[_key(chain, x, grad)] = measured
-        if not measured.ours:
-            state.kept_back.add(chain)
-        return measured.ours
-    if fallback and chain not in state.kept_back:
-        return True
-    found = state.results.get(_key(chain, x, grad))
-    return fallback if found is None else found.ours
-
-
-def _key(chain: Chain, x: Tensor, grad: bool) -> tuple[Any, ...]:
-    autocast = torch.is_autocast_enabled(x.device.type)
-    return (chain, tuple(x.shape), x.dtype, x.device, x.is_contiguous(), grad, autocast)
+        return state.measure is False
+    if torch.compiler.is_compiling():  # compiled code serves many sizes, so any verdict on the chain counts
+        return name not in state.kept_back if name in state.seen else default(x.device.type)
+    grad = needs_grad(x, norm, conv)
+    key = (name, x.shape, x.dtype, x.device, x.is_contiguous(), grad, torch.is_autocast_enabled(x.device.type))
+    if key in state.results:
+        found = state.results[key]
+        return default(x.device.type) if found is None else found.ours
+    if state.seen.get(name, 0) >= SHAPES or not may_measure(x):
+        return default(x.device.type)
+    state.seen[name] = state.seen.get(name, 0) + 1
+    state.measure = None  # what is called while measuring does not measure
+    try:
+        measured = state.results[key] = measure(chain, x, conv, norm, grad, state.keep_format, checks)
+    finally:
+        state.measure = True
+    if measured is None:
+        return default(x.device.type)
+    if not measured.ours:
+        state.kept_back.add(name)
+    return measured.ours
 
 
 def may_measure(x: Tensor) -> bool:
@@ -125,18 +139,32 @@ def may_measure(x: Tensor) -> bool:
 
 
 def measure(
-    chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs, grad: bool, keep_format: bool
+    chain: Chain,
+    x: Tensor,
+    conv: ConvArgs | None,
+    norm: NormArgs,
+    grad: bool,
+    keep_format: bool,
+    checks: Callable[[], None],
 ) -> Measured | None:
     """Both ways at these inputs, forward, and backward where a gradient is needed. None: it could not be measured."""
     try:
         # Saved tensors of these calls are no business of an activation checkpoint around them.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            return _measure(chain, x, conv, norm, grad, keep_format)
+            return _measure(chain, x, conv, norm, grad, keep_format, checks)
     except (torch.OutOfMemoryError, RuntimeError):
         return None
 
 
-def _measure(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs, grad: bool, keep_format: bool) -> Measured:
+def _measure(
+    chain: Chain,
+    x: Tensor,
+    conv: ConvArgs | None,
+    norm: NormArgs,
+    grad: bool,
+    keep_format: bool,
+    checks: Callable[[], None],
+) -> Measured:
     leaf = _detached(grad)
     x = leaf(x)
     conv = None if conv is None else replace(conv, weight=leaf(conv.weight), bias=leaf(conv.bias))
@@ -148,6 +176,7 @@ def _measure(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs, gra
         return run_torch(chain, x, conv, norm)
 
     def ours() -> Tensor:
+        checks()
         y = emit_kgopt(chain, call_now, x, x.dim(), conv, norm, not torch.is_autocast_enabled(x.device.type))
         return y if keep_format else as_torch(chain, x, y)
 
