@@ -405,6 +405,24 @@ def test_example_inputs_measure_and_compare(device):
     assert_same_results(model, original, x)
 
 
+def test_what_lost_with_the_example_inputs_is_put_back(device, monkeypatch):
+    """Not even a check stays; the report still tells, and restore leaves no trace."""
+    monkeypatch.setattr(policy, "time_both", lambda *_: (1.0, 2.0))
+    original = models.randomized(models.MonaiResBlock(), device)
+    model = kgopt.optimize(copy.deepcopy(original), models.input_for(original, device))
+    assert type(model.norm1) is nn.GroupNorm
+    for _ in range(2):
+        rows = kgopt.report(model).sites
+        assert [row.became for row in rows] == ["", ""]
+        assert all("PyTorch is faster here" in row.reason for row in rows)
+        kgopt.optimize(model)
+        assert type(model.norm1) is nn.GroupNorm
+    kgopt.restore(model)
+    for a, b in zip(model.modules(), original.modules(), strict=True):
+        assert type(a) is type(b)
+        assert a.__dict__.keys() == b.__dict__.keys()
+
+
 @pytest.mark.parametrize("faster", ["kgopt", "pytorch"])
 def test_the_faster_one_runs(faster, device, monkeypatch):
     times = (2.0, 1.0) if faster == "kgopt" else (1.0, 2.0)

@@ -90,7 +90,7 @@ def restore(model: nn.Module) -> Any:
         if original is not None:
             module.__class__ = original
         state = module.__dict__.get("_kgopt_state")
-        if original is None and state is not None:
+        if original is None and state is not None and hasattr(type(module), "_kgopt_leaf"):
             state.enabled = False
             continue
         for name in [n for n in module.__dict__ if n.startswith("_kgopt_")]:

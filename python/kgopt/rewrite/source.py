@@ -191,8 +191,8 @@ def _compile(function: types.FunctionType, tree: ast.FunctionDef, more_free: tup
         inner = ast.ClassDef(owner[0], [], [], [tree], [])
         if "type_params" in ast.ClassDef._fields:
             setattr(inner, "type_params", [])  # noqa: B010  (Python 3.12 and later)
-    names = [n for n in (*code.co_freevars, *more_free) if not (n == "__class__" and inner is not tree)]
-    arguments = ast.arguments([], [ast.arg(n) for n in names], None, [], [], None, [])
+    free = [n for n in (*code.co_freevars, *more_free) if not (n == "__class__" and inner is not tree)]
+    arguments = ast.arguments([], [ast.arg(n) for n in free], None, [], [], None, [])
     factory = ast.FunctionDef("_kgopt_factory", arguments, [inner], [], None)
     if "type_params" in ast.FunctionDef._fields:
         setattr(factory, "type_params", [])  # noqa: B010
@@ -201,9 +201,11 @@ def _compile(function: types.FunctionType, tree: ast.FunctionDef, more_free: tup
     module = ast.fix_missing_locations(ast.Module([*imports, factory], []))
     flags = code.co_flags & _FUTURE_FLAGS
     compiled = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
-    for step in ("_kgopt_factory", *(owner if inner is not tree else ()), tree.name):
-        compiled = next(c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == step)
-    return compiled
+    names = ["_kgopt_factory", *(owner if inner is not tree else ()), tree.name]
+    for name in names:
+        compiled = next(c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
+    renamed: types.CodeType = _renamed(compiled, ".".join([names[0], "<locals>", *names[1:]]), function.__qualname__)
+    return renamed
 
 
 @functools.lru_cache(maxsize=256)
@@ -243,9 +245,7 @@ def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
 
 
 def _rebuild(function: types.FunctionType, tree: ast.FunctionDef, sites: dict[str, Site]) -> types.FunctionType:
-    code: Any = _compile(function, tree, tuple(sites))
-    if hasattr(code, "co_qualname"):
-        code = _renamed(code, len(code.co_qualname) - len(function.__qualname__))
+    code = _compile(function, tree, tuple(sites))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     cells.update((name, types.CellType(site)) for name, site in sites.items())
     made = types.FunctionType(
@@ -264,10 +264,19 @@ def _rebuild(function: types.FunctionType, tree: ast.FunctionDef, sites: dict[st
     return made
 
 
-def _renamed(code: Any, prefix: int) -> Any:
-    """Code of Python 3.11 and later; qualified names, also of the code in it, do not tell of the factory any more."""
-    inner = tuple(_renamed(c, prefix) if isinstance(c, types.CodeType) else c for c in code.co_consts)
-    return code.replace(co_consts=inner, co_qualname=code.co_qualname[prefix:])
+def _renamed(code: Any, old: str, new: str) -> Any:
+    """Code whose qualified names, and those of the code in it, begin with ``new`` instead of ``old``."""
+    consts = []
+    for c in code.co_consts:
+        if isinstance(c, types.CodeType):
+            c = _renamed(c, old, new)
+        elif isinstance(c, str) and c.startswith(f"{old}.<locals>."):  # where Python 3.10 keeps them
+            c = new + c[len(old) :]
+        consts.append(c)
+    changes: dict[str, Any] = {"co_consts": tuple(consts)}
+    if hasattr(code, "co_qualname"):
+        changes["co_qualname"] = new + code.co_qualname[len(old) :]
+    return code.replace(**changes)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -535,7 +544,7 @@ class _Method:
             call = item.context_expr
             base: ast.expr = call.func if isinstance(call, ast.Call) else call
             value = self._function(base)
-            if not str(getattr(value, "__module__", "")).startswith("torch"):
+            if str(getattr(value, "__module__", "")).split(".")[0] != "torch":
                 return False
         return True
 
