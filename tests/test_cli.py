@@ -483,7 +483,7 @@ def test_readme_is_current():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["modules", "functional_compile", "ops_export", "cuda_graph"])
+@pytest.mark.parametrize("name", ["modules", "functional_compile", "ops_export", "cuda_graph", "optimize_segresnet"])
 def test_examples_run(name):
     if name == "functional_compile" and shutil.which("c++") is None and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler")

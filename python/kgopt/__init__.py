@@ -1,7 +1,8 @@
 """GroupNorm convolution networks at the speed of the memory and the tensor cores.
 
-Three ways in: drop-in modules (:mod:`kgopt.nn`), functions (:mod:`kgopt.functional`) and the ops themselves
-(``torch.ops.kgopt.*``), which work under ``torch.compile``, ``torch.export``, autocast and CUDA graphs.
+``kgopt.optimize(model)`` finds what can be fused in a model that others wrote. For code of your own: drop-in modules
+(:mod:`kgopt.nn`), functions (:mod:`kgopt.functional`) and the ops themselves (``torch.ops.kgopt.*``), which work under
+``torch.compile``, ``torch.export``, autocast and CUDA graphs.
 """
 
 import importlib
@@ -20,22 +21,46 @@ except ImportError as error:
     ) from error
 
 from kgopt import _ops as _ops
+from kgopt._after_import import after_import
 
 if TYPE_CHECKING:
     from kgopt import functional as functional
     from kgopt import nn as nn
     from kgopt import reference as reference
+    from kgopt.rewrite import optimize as optimize
+    from kgopt.rewrite import report as report
+    from kgopt.rewrite import restore as restore
 
-__all__ = ["__version__", "functional", "nn", "reference"]
+__all__ = ["__version__", "functional", "nn", "optimize", "reference", "report", "restore"]
+
+
+def _register_backend() -> None:
+    """``torch.compile(backend="kgopt")``, also where kgopt is not installed and its entry point not seen."""
+
+    def kgopt(graph: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        from kgopt.rewrite.backend import kgopt_backend
+
+        return kgopt_backend(graph, example_inputs, **kwargs)
+
+    from torch._dynamo.backends import registry
+
+    if "kgopt" not in registry._BACKENDS:  # else its entry point is what is being loaded
+        registry.register_backend(kgopt, name="kgopt")
+
+
+after_import("torch._dynamo.backends.registry", _register_backend)
 
 _LAZY = ("functional", "nn", "reference")
+_LAZY_FUNCTIONS = ("optimize", "report", "restore")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"kgopt.{name}")
+    if name in _LAZY_FUNCTIONS:
+        return getattr(importlib.import_module("kgopt.rewrite"), name)
     raise AttributeError(f"module 'kgopt' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, *_LAZY_FUNCTIONS])

@@ -11,10 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.abc
-import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from kgopt import _C
+from kgopt._after_import import after_import
 
 _LIB = torch.library.Library("kgopt", "IMPL")
 _OPS = torch.ops.kgopt
@@ -881,32 +879,6 @@ def _register_flops() -> None:
             register(name + suffix, name == _CONV_RELU_NORM)
 
 
-class _FlopCounterImport(importlib.abc.MetaPathFinder):
-    """Registers the formulas when the flop counter is imported; importing it here costs 100 ms, most of it triton."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != "torch.utils.flop_counter":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                _register_flops()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def _register_flops_with_the_counter() -> None:
-    if "torch.utils.flop_counter" in sys.modules:
-        _register_flops()
-    else:
-        sys.meta_path.insert(0, _FlopCounterImport())
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # PyTorch's TF32 switch, for the kernels
 
@@ -934,5 +906,6 @@ _register_fakes()
 _register_autograd()
 _register_autocast()
 _register_vmap()
-_register_flops_with_the_counter()
+# With the flop counter, when that is imported: importing it here costs 100 ms, most of it triton.
+after_import("torch.utils.flop_counter", _register_flops)
 _install_tf32_query()

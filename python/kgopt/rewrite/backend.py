@@ -1,0 +1,308 @@
+"""``torch.compile(model, backend="kgopt")``: the same rewrite on the captured graph, and Inductor for the rest.
+
+The graph is Dynamo's, before AOTAutograd, so functional code (``F.silu(F.group_norm(...))``) is reached too, and
+gradients come from the ops' own backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from kgopt.rewrite import policy
+from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
+from kgopt.rewrite.patterns import OTHER, UNKNOWN, Match, Node, describe_function, describe_method, match
+from kgopt.rewrite.reporting import Report, SiteRow
+
+_LOG = logging.getLogger("kgopt.rewrite")
+
+_CONVS: dict[Any, str] = {
+    torch.conv2d: "conv2d",
+    F.conv2d: "conv2d",
+    torch.conv3d: "conv3d",
+    F.conv3d: "conv3d",
+    torch.conv_transpose2d: "conv_transpose2d",
+    F.conv_transpose2d: "conv_transpose2d",
+    torch.conv_transpose3d: "conv_transpose3d",
+    F.conv_transpose3d: "conv_transpose3d",
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+last_report = Report()
+"""Of the graph that was rewritten last, for tests and debugging; also in the log ``kgopt.rewrite``, at INFO."""
+
+
+def kgopt_backend(
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """The backend: rewrites ``graph`` and compiles it with Inductor.
+
+    Args:
+        graph: what Dynamo captured.
+        example_inputs: fake or real inputs of it.
+        mode: as in ``torch.compile``.
+        options: Inductor's, and ``{"kgopt.always": True}``, which takes kgopt's ops where
+            :mod:`~kgopt.rewrite.policy` would not (on the CPU).
+        kwargs: what else torch.compile hands to Inductor.
+
+    Returns:
+        The compiled function.
+    """
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    config = dict(list_mode_options(mode)) if mode else {}
+    config.update(options or {})
+    always = bool(config.pop("kgopt.always", False))
+    rewrite_graph(graph, always=always)
+    compiled: Any = compile_fx(graph, list(example_inputs), config_patches=config or None, **kwargs)
+    return compiled
+
+
+def rewrite_graph(graph_module: fx.GraphModule, always: bool = False) -> Report:
+    """Replaces chains of a Dynamo graph by kgopt's ops, in place."""
+    global last_report
+    graph = graph_module.graph
+    report = Report()
+    for found in _Reader(graph_module).matches():
+        row = SiteRow(found.norm.origin.name, found.chain.label, "")
+        row.reason = _Writer(graph_module, found, always).replace()
+        if not row.reason:
+            row.became = found.chain.becomes
+        report.sites.append(row)
+    if any(row.became for row in report.sites):
+        graph.lint()
+        graph_module.recompile()
+    last_report = report
+    if report.sites:
+        _LOG.info("%s", report)
+    return report
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+class _Reader:
+    """Describes a graph's nodes to the matcher."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self.nodes = list(graph_module.graph.nodes)
+        self.known: dict[fx.Node, Node] = {}
+
+    def matches(self) -> list[Match]:
+        """Chains around every norm of the graph."""
+        for node in self.nodes:
+            self.known[node] = self._describe(node)
+        for node in self.nodes:
+            made = self.known[node]
+            readers = [u for u in node.users for n in u.all_input_nodes if n is node]
+            for user in readers:
+                reader = self.known[user]
+                made.read_by(reader if any(i is made for i in reader.inputs) else OTHER)
+            # x + x reads x twice, which all_input_nodes tells once.
+            for reader in {id(u): self.known[u] for u in readers}.values():
+                for _ in range(sum(i is made for i in reader.inputs) - 1):
+                    made.read_by(reader)
+        return [match(made) for made in self.known.values() if made.kind == "norm"]
+
+    def _describe(self, node: fx.Node) -> Node:
+        made, inputs = self._kind(node)
+        made.origin = node
+        made.inputs = [self.known[i] for i in inputs]
+        return made
+
+    def _kind(self, node: fx.Node) -> tuple[Node, list[fx.Node]]:
+        args, kwargs = node.args, dict(node.kwargs)
+        if node.op not in ("call_function", "call_method") or not args or not isinstance(args[0], fx.Node):
+            return Node("value"), []
+        x = args[0]
+        constants = [UNKNOWN if _holds_node(a) else a for a in args[1:]]
+        named = {k: UNKNOWN if _holds_node(v) else v for k, v in kwargs.items()}
+        if node.op == "call_method":
+            made = describe_method(str(node.target), constants, named)
+            if node.target == "add" and len(args) == 2 and isinstance(args[1], fx.Node) and not kwargs:
+                return Node("add"), [x, args[1]]
+            return (made, [x]) if made is not None and made.kind != "add" else (Node("value"), [])
+        if node.target in _CONVS:
+            return Node("conv", name=_CONVS[node.target]), [x]
+        if node.target is F.group_norm:
+            return Node("norm", name="group"), [x]
+        if node.target is F.instance_norm:
+            return Node("norm", name="instance"), [x]
+        if len(args) == 2 and isinstance(args[1], fx.Node):
+            made = describe_function(node.target, [], named)
+            return (made, [x, args[1]]) if made is not None and made.kind == "add" else (Node("value"), [])
+        made = describe_function(node.target, constants, named)
+        return (made, [x]) if made is not None and made.kind != "add" else (Node("value"), [])
+
+
+def _holds_node(argument: Any) -> bool:
+    found: list[Any] = []
+    fx.map_arg((argument,), found.append)
+    return bool(found)
+
+
+class _Writer:
+    """Replaces one chain in the graph, or says why not."""
+
+    def __init__(self, graph_module: fx.GraphModule, found: Match, always: bool) -> None:
+        self.graph = graph_module.graph
+        self.found = found
+        self.always = always
+        self.first: fx.Node = found.nodes[0].origin
+        self.last: fx.Node = found.last.origin
+        self.x: fx.Node = self.first.args[0]  # type: ignore[assignment]
+
+    def replace(self) -> str:
+        """ "" when it is done, else the reason."""
+        x, chain = _value(self.x), self.found.chain
+        if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.device.type not in ("cpu", "cuda"):
+            return "its input is no dense floating-point tensor"
+        try:
+            norm = self._norm_args(_value(self.found.norm.origin.args[0]))
+            conv = self._conv_args(x) if chain.conv else None
+        except _NotOursError as error:
+            return str(error)
+        reason = self._obstacle()
+        if reason:
+            return reason
+        if not self.always and not policy.default(x.device.type):
+            return "on the CPU, where PyTorch's kernels are the faster ones"
+        self._write(x, conv, norm)
+        return ""
+
+    def _norm_args(self, x: Any) -> NormArgs:
+        node: fx.Node = self.found.norm.origin
+        if self.found.norm.name == "group":
+            given = _bind(("num_groups", "weight", "bias", "eps"), node, {"weight": None, "bias": None, "eps": 1e-5})
+            groups, weight, bias, eps = (given[k] for k in ("num_groups", "weight", "bias", "eps"))
+        else:
+            names = ("running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+            defaults = dict.fromkeys(names[:4]) | {"use_input_stats": True, "momentum": 0.1, "eps": 1e-5}
+            given = _bind(names, node, defaults)
+            if given["running_mean"] is not None or given["use_input_stats"] is not True:
+                raise _NotOursError("it normalizes with, or updates, running statistics")
+            # Where the number of channels is symbolic, this makes it a constant, with a guard.
+            groups, weight, bias, eps = int(x.shape[1]), given["weight"], given["bias"], given["eps"]
+        if type(groups) is not int or not isinstance(eps, float):
+            raise _NotOursError("its number of groups or its eps is no constant")
+        if x is None or x.dim() < 2 or any(type(s) is int and s == 0 for s in x.shape) or _is_one_value(x, groups):
+            raise _NotOursError("its groups hold no value or one")
+        for p in (weight, bias):
+            v = _value(p)
+            if p is not None and (v is None or (v.dtype is not x.dtype and v.dtype is not torch.float32)):
+                raise _NotOursError("its weight or bias has a dtype that PyTorch alone takes")
+        return NormArgs(groups, weight, bias, eps)
+
+    def _conv_args(self, x: Tensor) -> ConvArgs:
+        node, transposed = self.first, "transpose" in self.found.chain.conv
+        names = ["weight", "bias", "stride", "padding"]
+        names += ["output_padding", "groups", "dilation"] if transposed else ["dilation", "groups"]
+        defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+        given = _bind(tuple(names), node, defaults)
+        rank = 3 if self.found.chain.conv.endswith("3d") else 2
+        weight = _value(given["weight"])
+        if weight is None or x.dim() != rank + 2:
+            raise _NotOursError("its convolution has no batch")
+
+        def numbers(key: str) -> list[int]:
+            value = given[key]
+            listed = [value] if isinstance(value, int) else list(value)
+            if not all(type(v) is int for v in listed):
+                raise _NotOursError(f"the {key} of its convolution is no constant")
+            return listed * rank if len(listed) == 1 else listed
+
+        if given["padding"] == "valid":
+            given["padding"] = 0
+        elif given["padding"] == "same":
+            totals = [d * (k - 1) for d, k in zip(numbers("dilation"), weight.shape[2:], strict=True)]
+            if any(t % 2 for t in totals):
+                raise _NotOursError("its convolution pads one side more than the other")
+            given["padding"] = [t // 2 for t in totals]
+        args = ConvArgs(
+            given["weight"], given["bias"], numbers("stride"), numbers("padding"), numbers("dilation"), given["groups"]
+        )
+        if transposed:
+            args.output_padding = numbers("output_padding")
+        return args
+
+    def _obstacle(self) -> str:
+        """The chain is computed where its last node stands: nothing in between may change what it reads."""
+        inside = {n.origin for n in self.found.nodes}
+        node = self.first.next
+        while node is not self.last and self.first is not self.last:
+            if node not in inside and _may_write(node):
+                return f"{node.name} runs in between and may change what it reads"
+            node = node.next
+        return ""
+
+    def _write(self, x: Tensor, conv: ConvArgs | None, norm: NormArgs) -> None:
+        chain, before = self.found.chain, _value(self.last)
+        autocast = torch.is_autocast_enabled(x.device.type) or any(
+            "autocast" in str(n.target) for n in self.graph.nodes
+        )
+        with self.graph.inserting_before(self.last):
+            y = emit_kgopt(chain, self._call, self.x, x.dim(), conv, norm, fold_pre=not autocast)
+            # PyTorch's GroupNorm on CUDA gives a contiguous tensor, which later nodes may count on.
+            as_it_was = policy.as_torch_is_contiguous(chain, x.device)
+            if as_it_was and not x.is_contiguous():
+                y = self.graph.call_method("contiguous", (y,))
+        y.meta["example_value"] = before
+        self.last.replace_all_uses_with(y)
+        for found in reversed(self.found.nodes):
+            if not found.origin.users:
+                self.graph.erase_node(found.origin)
+
+    def _call(self, function: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(function, args)
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in self.last.meta:
+                node.meta[key] = self.last.meta[key]
+        return node
+
+
+class _NotOursError(Exception):
+    """Why kgopt's ops do not take a node."""
+
+
+def _bind(names: tuple[str, ...], node: fx.Node, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    given = {**defaults, **dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+    if any(name not in given for name in names) or set(given) - set(names) - set(defaults):
+        raise _NotOursError("its arguments are given in a way that is not known")
+    return given
+
+
+def _is_one_value(x: Tensor, groups: int) -> bool:
+    """PyTorch refuses this, and says how. Sizes that are not known are more than one."""
+    spatial = [s for s in x.shape[2:] if not (type(s) is int and s == 1)]
+    return not spatial and x.shape[1] == groups
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether a node may change a tensor, or the state under which later ones run."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    if node.op != "call_function" and node.op != "call_method":
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    if node.target is operator.setitem or "out" in node.kwargs or node.kwargs.get("inplace"):
+        return True
+    if node.op == "call_function" and getattr(node.target, "__module__", "") in ("_operator", "operator"):
+        return str(name).startswith("i") and str(name) not in ("inv", "invert", "index", "indexOf", "is_", "is_not")
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if any(word in str(name) for word in ("autocast", "set_grad_enabled", "enter", "exit", "functorch")):
+        return True
+    return str(name).endswith("_") or isinstance(node.target, torch._ops.HigherOrderOperator)

@@ -1,0 +1,174 @@
+"""The classes that a module gets instead of its own; ``module.__class__ = ...`` keeps everything the instance holds.
+
+A norm gets one of the importable leaf classes. A container or a parent whose code fuses gets a subclass of its own
+class, made here, with the same name; it pickles as (original class, how to make it again).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from kgopt.rewrite.patterns import Chain
+from kgopt.rewrite.sites import Site, is_hooked
+
+_GROUP = Site(Chain("group"), ("norm",))
+_INSTANCE = Site(Chain("instance"), ("norm",))
+
+
+class OptimizedGroupNorm(nn.GroupNorm):
+    """nn.GroupNorm on kgopt's kernels. Made by :func:`kgopt.optimize`, undone by :func:`kgopt.restore`."""
+
+    _kgopt_original: Any = nn.GroupNorm
+    _kgopt_leaf: Any = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """nn.GroupNorm's."""
+        return _leaf_forward(self, _GROUP, nn.GroupNorm.forward, input)
+
+
+class OptimizedInstanceNorm2d(nn.InstanceNorm2d):
+    """nn.InstanceNorm2d, as a GroupNorm with a group a channel. Made by :func:`kgopt.optimize`."""
+
+    _kgopt_original: Any = nn.InstanceNorm2d
+    _kgopt_leaf: Any = None
+    _kgopt_rank = 4
+
+    def forward(self, input: Tensor) -> Tensor:
+        """nn.InstanceNorm2d's."""
+        return _leaf_forward(self, _INSTANCE, nn.InstanceNorm2d.forward, input)
+
+
+class OptimizedInstanceNorm3d(nn.InstanceNorm3d):
+    """nn.InstanceNorm3d, as a GroupNorm with a group a channel. Made by :func:`kgopt.optimize`."""
+
+    _kgopt_original: Any = nn.InstanceNorm3d
+    _kgopt_leaf: Any = None
+    _kgopt_rank = 5
+
+    def forward(self, input: Tensor) -> Tensor:
+        """nn.InstanceNorm3d's."""
+        return _leaf_forward(self, _INSTANCE, nn.InstanceNorm3d.forward, input)
+
+
+LEAVES: dict[type, Any] = {
+    nn.GroupNorm: OptimizedGroupNorm,
+    nn.InstanceNorm2d: OptimizedInstanceNorm2d,
+    nn.InstanceNorm3d: OptimizedInstanceNorm3d,
+}
+for _leaf in LEAVES.values():
+    _leaf._kgopt_leaf = _leaf  # a class made from it, as FSDP2 makes them, does not pass for it
+
+
+def _leaf_forward(norm: Any, site: Site, original: Any, x: Tensor) -> Tensor:
+    # Hooks run around this forward, so here they are no obstacle.
+    return site.run(norm, x) if site.ready_inside(norm, x) else original(norm, x)
+
+
+class Steps:
+    """What a Sequential does: its children's names, and which runs of them are one site."""
+
+    def __init__(self, names: tuple[str, ...], steps: tuple[tuple[tuple[str, ...], Site | None], ...]) -> None:
+        self.names = names
+        self.steps = steps
+
+
+def sequential_forward(self: Any, input: Any) -> Any:
+    """nn.Sequential's forward, with neighbours fused where that is possible at this call."""
+    plan, modules = self._kgopt_steps, self._modules
+    if tuple(modules) != plan.names:  # a layer came or went
+        return nn.Sequential.forward(self, input)
+    for names, site in plan.steps:
+        operands = [modules[name] for name in names]
+        if site is not None and site.ready(*operands, input):
+            input = site.run(*operands, input)
+        else:
+            for module in operands:
+                input = module(input)
+    return input
+
+
+class Optimized:
+    """First base of every class made here: pickling, and silence towards ``__init_subclass__`` of the user's."""
+
+    # No __slots__: with a __dict__ of its own it has the object layout of an nn.Module, which __class__ demands.
+    _kgopt_original: Any
+    _kgopt_recipe: Any
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """A registry of the user's subclasses does not hear of this one."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        made = type(self)
+        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is made:  # type: ignore[attr-defined]
+            arguments = (made._kgopt_original, made._kgopt_recipe, *reduced[1][1:])
+            return (_new, arguments, *reduced[2:])
+        return reduced
+
+
+def _new(original: type, recipe: Any, *args: Any) -> Any:
+    """Unpickles an instance; of the original class, where the recipe does not fit the source any more."""
+    made = make_class(original, recipe)
+    return made.__new__(made, *args)
+
+
+_MADE: weakref.WeakKeyDictionary[type, dict[Any, type]] = weakref.WeakKeyDictionary()
+
+
+def make_class(original: Any, recipe: Any) -> Any:
+    """The optimized subclass of ``original``; the same for the same recipe.
+
+    A recipe is ("sequential",), ("source", roles by method) or either with ("layout",) in front: hashable, picklable.
+    """
+    known = _MADE.setdefault(original, {})
+    if recipe not in known:
+        namespace: dict[str, Any] = {}
+        for part in recipe:
+            if part[0] == "sequential":
+                namespace["forward"] = sequential_forward
+            elif part[0] == "source":
+                from kgopt.rewrite import source
+
+                namespace.update(source.rewritten_methods(original, dict(part[1])))
+            elif part[0] == "layout":
+                from kgopt.rewrite import layout
+
+                namespace["forward"] = layout.wrapped_forward(namespace.get("forward", original.forward))
+        if not namespace:
+            return original
+        namespace.update(
+            __module__=original.__module__,
+            __qualname__=original.__qualname__,
+            __doc__=original.__doc__,
+            _kgopt_original=original,
+            _kgopt_recipe=recipe,
+        )
+        known[recipe] = type(original)(original.__name__, (Optimized, original), namespace)
+    return known[recipe]
+
+
+def original_class(module: nn.Module) -> Any:
+    """The class that the module had before optimize; None, where it was not changed."""
+    made = type(module)
+    return made.__dict__.get("_kgopt_original") if "_kgopt_original" in made.__dict__ else None
+
+
+def leaf_reason(norm: nn.Module) -> str:
+    """Why a norm cannot get a leaf class; "" if it can."""
+    cls = type(norm)
+    if cls not in LEAVES:
+        return f"{cls.__qualname__} is a subclass of {cls.__mro__[1].__qualname__}, which may do more"
+    if "forward" in norm.__dict__:
+        return "its forward was replaced on the instance"
+    if getattr(norm, "track_running_stats", False):
+        return "track_running_stats=True: eval normalizes with running statistics, which is no GroupNorm"
+    return ""
+
+
+def hook_reason(norm: nn.Module) -> str:
+    """Why code around a norm must see its own result."""
+    return "it has hooks, which see its own result" if is_hooked(norm) else ""

@@ -1,0 +1,276 @@
+"""Which of two equal computations runs: PyTorch's or kgopt's.
+
+The rule, in the order in which it is applied:
+
+1. Measured at this shape, dtype, layout and need of a gradient: the faster one, if ours is as accurate as PyTorch's
+   own error (``e(kgopt) <= 2 e(PyTorch) + tiny`` against float64).
+2. Not measured, on CUDA: ours.
+3. Not measured, on the CPU: PyTorch's, whose GroupNorm is often the faster one there.
+
+A site is measured when it first sees a shape (with ``example_inputs``: theirs), at most :data:`SHAPES` times. Later
+calls read a dictionary: nothing is timed and no stream is synchronized.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, run_torch
+from kgopt.rewrite.patterns import Chain
+
+# What rounding alone explains where PyTorch happens to be exact.
+TINY = {torch.float64: 1e-11, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+REFERENCE_ELEMENTS = 2**26  # of x, above which a float64 reference is too dear and the two results are compared
+SHAPES = 8  # at which a chain is measured; a model that sees a new size at every call is not held up at each
+LONG = 0.2  # seconds: what takes longer is timed once
+
+
+@dataclass
+class Measured:
+    """Of one chain at one key: seconds a call and relative errors against float64."""
+
+    before: float
+    after: float
+    error_before: float
+    error_after: float
+    reason: str = ""  # why ours was not taken; "": it was
+
+    @property
+    def ours(self) -> bool:
+        """Whether ours runs."""
+        return not self.reason
+
+
+@dataclass
+class SiteState:
+    """What a norm of an optimized model remembers. Not part of its state_dict; pickled without the measurements."""
+
+    measure: bool | None = True  # may calls measure? None: one is measuring
+    enabled: bool = True
+    keep_format: bool = False  # channels_last stays where PyTorch's GroupNorm would return a contiguous tensor
+    results: dict[Any, Measured | None] = field(default_factory=dict)  # by _key; None: it could not be measured
+    seen: dict[str, int] = field(default_factory=dict)  # how often each chain was measured
+    kept_back: set[str] = field(default_factory=set)  # chains for which PyTorch's code was the better one, somewhere
+
+    @property
+    def lost_everywhere(self) -> bool:
+        """Whether PyTorch's code was the better one in every measurement."""
+        measured = [m for m in self.results.values() if m is not None]
+        return bool(measured) and not any(m.ours for m in measured)
+
+    def forget(self) -> None:
+        """Measures again at the next call."""
+        self.results, self.seen, self.kept_back = {}, {}, set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another machine is another measurement.
+        return {"measure": self.measure is not False, "enabled": self.enabled, "keep_format": self.keep_format}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(SiteState().__dict__)
+        self.__dict__.update(state)
+
+
+def default(device: str) -> bool:
+    """Ours, where nothing was measured?"""
+    return device == "cuda"
+
+
+def needs_grad(x: Tensor, norm: NormArgs, conv: ConvArgs | None) -> bool:
+    """Will a backward go through this?"""
+    if not torch.is_grad_enabled():
+        return False
+    parameters = (norm.weight, norm.bias) if conv is None else (norm.weight, norm.bias, conv.weight, conv.bias)
+    return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
+
+
+def choose(
+    state: SiteState,
+    name: str,
+    chain: Chain,
+    x: Tensor,
+    conv: ConvArgs | None,
+    norm: NormArgs,
+    checks: Callable[[], None],
+) -> bool:
+    """Ours for this call? Measures, where this shape is new to the chain ``name`` and measuring is harmless.
+
+    ``checks`` does what every call of ours does before its ops, so that its time counts too.
+    """
+    if not state.measure:
+        return state.measure is False
+    if torch.compiler.is_compiling():  # compiled code serves many sizes, so any verdict on the chain counts
+        return name not in state.kept_back if name in state.seen else default(x.device.type)
+    grad = needs_grad(x, norm, conv)
+    key = (name, x.shape, x.dtype, x.device, x.is_contiguous(), grad, torch.is_autocast_enabled(x.device.type))
+    if key in state.results:
+        found = state.results[key]
+        return default(x.device.type) if found is None else found.ours
+    if state.seen.get(name, 0) >= SHAPES or not may_measure(x):
+        return default(x.device.type)
+    state.seen[name] = state.seen.get(name, 0) + 1
+    state.measure = None  # what is called while measuring does not measure
+    try:
+        measured = state.results[key] = measure(chain, x, conv, norm, grad, state.keep_format, checks)
+    finally:
+        state.measure = True
+    if measured is None:
+        return default(x.device.type)
+    if not measured.ours:
+        state.kept_back.add(name)
+    return measured.ours
+
+
+def may_measure(x: Tensor) -> bool:
+    """Not while something looks on: tracing, a dispatch mode, a functorch transform, a CUDA graph capture."""
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.numel() == 0:
+        return False
+    if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch.utils._python_dispatch._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def measure(
+    chain: Chain,
+    x: Tensor,
+    conv: ConvArgs | None,
+    norm: NormArgs,
+    grad: bool,
+    keep_format: bool,
+    checks: Callable[[], None],
+) -> Measured | None:
+    """Both ways at these inputs, forward, and backward where a gradient is needed. None: it could not be measured."""
+    try:
+        # Saved tensors of these calls are no business of an activation checkpoint around them.
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return _measure(chain, x, conv, norm, grad, keep_format, checks)
+    except (torch.OutOfMemoryError, RuntimeError):
+        return None
+
+
+def _measure(
+    chain: Chain,
+    x: Tensor,
+    conv: ConvArgs | None,
+    norm: NormArgs,
+    grad: bool,
+    keep_format: bool,
+    checks: Callable[[], None],
+) -> Measured:
+    leaf = _detached(grad)
+    x = leaf(x)
+    conv = None if conv is None else replace(conv, weight=leaf(conv.weight), bias=leaf(conv.bias))
+    norm = replace(norm, weight=leaf(norm.weight), bias=leaf(norm.bias))
+    tensors = [x, norm.weight, norm.bias, *((conv.weight, conv.bias) if conv else ())]
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+
+    def theirs() -> Tensor:
+        return run_torch(chain, x, conv, norm)
+
+    def ours() -> Tensor:
+        checks()
+        y = emit_kgopt(chain, call_now, x, x.dim(), conv, norm, not torch.is_autocast_enabled(x.device.type))
+        return y if keep_format else as_torch(chain, x, y)
+
+    def step(function: Callable[[], Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            y = function()
+            if wanted:
+                torch.autograd.grad(y, wanted, torch.ones_like(y))
+
+        return run
+
+    with torch.set_grad_enabled(bool(wanted)):
+        before, after = time_both(step(theirs), step(ours), x.device)
+    with torch.no_grad():
+        errors = _errors(chain, x, conv, norm, theirs(), ours())
+    dtype_tiny = TINY.get(x.dtype, 1e-2)
+    reason = ""
+    if errors[1] > 2 * errors[0] + dtype_tiny:
+        reason = f"less accurate: error {errors[1]:.1e}, PyTorch's {errors[0]:.1e}"
+    elif after > before:
+        reason = f"PyTorch is faster here: {before * 1e6:.0f} us, kgopt {after * 1e6:.0f} us"
+    return Measured(before, after, *errors, reason)
+
+
+def _detached(grad: bool) -> Callable[[Any], Any]:
+    def leaf(t: Any) -> Any:
+        return t.detach().requires_grad_(grad and t.requires_grad) if isinstance(t, Tensor) else t
+
+    return leaf
+
+
+def _errors(
+    chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs, theirs: Tensor, ours: Tensor
+) -> tuple[float, float]:
+    if x.numel() > REFERENCE_ELEMENTS:
+        reference = theirs.double()
+    else:
+        with torch.autocast(x.device.type, enabled=False):
+            double = _double
+            conv = None if conv is None else replace(conv, weight=double(conv.weight), bias=double(conv.bias))
+            norm = replace(norm, weight=double(norm.weight), bias=double(norm.bias))
+            reference = run_torch(chain, x.double(), conv, norm)
+    return relative_error(theirs, reference), relative_error(ours, reference)
+
+
+def _double(t: Any) -> Any:
+    return t.double() if isinstance(t, Tensor) else t
+
+
+def relative_error(y: Tensor, reference: Tensor) -> float:
+    """In the 2-norm; of positions that are not finite in the reference, none."""
+    reference = reference.double()
+    difference = torch.where(reference.isfinite(), y.double() - reference, 0.0)
+    scale = torch.where(reference.isfinite(), reference, 0.0).norm()
+    return float(difference.norm() / scale.clamp_min(1e-30))
+
+
+def time_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Seconds a call of two functions, taken in turn; the smallest of a few."""
+    timer = _cuda_seconds if device.type == "cuda" else _cpu_seconds
+    once = []
+    for function in (first, second):  # also warms both up
+        function()
+        once.append(timer(function, device))
+    if max(once) > LONG:
+        return once[0], once[1]
+    rounds = 7 if device.type == "cuda" else 3
+    best = once
+    for _ in range(rounds):
+        best = [min(b, timer(f, device)) for b, f in zip(best, (first, second), strict=True)]
+    return best[0], best[1]
+
+
+def _cpu_seconds(function: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(function: Callable[[], Any], device: torch.device) -> float:
+    stream = torch.cuda.current_stream(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    function()
+    end.record(stream)
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3
+
+
+def as_torch_is_contiguous(chain: Chain, device: torch.device) -> bool:
+    """Where PyTorch gives a contiguous tensor though x is channels_last, and kgopt would keep channels_last."""
+    return not chain.reduce and (chain.norm == "instance" or device.type == "cuda")
+
+
+def as_torch(chain: Chain, x: Tensor, y: Tensor) -> Tensor:
+    """The result in the memory format that PyTorch's own modules give."""
+    return y.contiguous() if as_torch_is_contiguous(chain, y.device) else y

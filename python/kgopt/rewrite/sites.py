@@ -1,0 +1,207 @@
+"""What runs in place of a chain, and the checks before it, at every call.
+
+A site's meaning is always that of the code it stands for. :meth:`Site.ready` says whether kgopt's ops may compute it
+now: the modules are still the ones that were seen, nobody watches the values in between, and the input is a plain
+tensor. Where it says no, the caller runs the original code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as _module
+
+from kgopt import _ops as _ops
+from kgopt.rewrite import policy
+from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt
+from kgopt.rewrite.patterns import CONV_MODULES, Chain, activation_of, is_identity
+
+_DEVICES = ("cpu", "cuda")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class's forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or module.__dict__.get("_compiled_call_impl") is not None
+    )
+
+
+def _any_global_hooks() -> bool:
+    return bool(
+        _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
+
+
+def is_plain(x: Any) -> bool:
+    """A tensor that kgopt's ops take: not a DTensor or another subclass, not a dual number."""
+    if type(x) is not Tensor and type(x) is not nn.Parameter and not _stands_for_a_plain_tensor(x):
+        return False
+    if x.dtype not in _DTYPES or x.device.type not in _DEVICES or x.layout is not torch.strided:
+        return False
+    return forward_ad._current_level < 0
+
+
+def _stands_for_a_plain_tensor(x: Any) -> bool:
+    """What PyTorch traces with."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, (FakeTensor, FunctionalTensor))
+
+
+def _fits(p: Any, x: Tensor) -> bool:
+    """Whether a norm's weight or bias (or none) goes with x as the ops have it."""
+    if p is None:
+        return True
+    return (p.dtype is x.dtype or p.dtype is torch.float32) and p.device == x.device and is_plain(p)
+
+
+def norm_args(norm: Any, x: Tensor | None) -> NormArgs | None:
+    """A GroupNorm's or InstanceNorm's arguments for x; None where PyTorch's own forward must see it, or refuse it.
+
+    With x None nothing is checked but that the parameters are where they belong.
+    """
+    parameters = norm._parameters  # not norm.weight: nn.Module.__getattr__ takes longer than the rest of this
+    if "weight" not in parameters or "bias" not in parameters:
+        return None
+    weight, bias = parameters["weight"], parameters["bias"]
+    group = isinstance(norm, nn.GroupNorm)
+    groups = norm.num_groups if group else norm.num_features
+    if x is not None:
+        if x.dim() < 2 or x.shape[1] != (norm.num_channels if group else groups):
+            return None
+        if x.numel() == 0 or x.numel() == groups * x.shape[0]:
+            return None  # one value a group: PyTorch refuses some of these, and says how
+        if not _fits(weight, x) or not _fits(bias, x):
+            return None
+    return NormArgs(groups, weight, bias, norm.eps)
+
+
+def conv_args(conv: Any, x: Tensor) -> ConvArgs | None:
+    """A convolution module's arguments for x; None where its own forward must see it."""
+    rank = len(conv.kernel_size)
+    if x.dim() != rank + 2 or conv.padding_mode != "zeros" or not is_plain(conv.weight):
+        return None
+    if x.device != conv.weight.device:
+        return None
+    if x.dtype is not conv.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        return None
+    padding = conv.padding
+    if isinstance(padding, str):
+        totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        if any(t % 2 for t in totals):
+            return None
+        padding = [t // 2 for t in totals]
+    args = ConvArgs(conv.weight, conv.bias, list(conv.stride), list(padding), list(conv.dilation), conv.groups)
+    if conv.transposed:
+        args.output_padding = list(conv.output_padding)
+    return args
+
+
+class Site:
+    """One chain in a forward.
+
+    ``roles`` says what the operands before x are: "conv", "norm", "same", an activation's name, or a function itself.
+    """
+
+    def __init__(self, chain: Chain, roles: tuple[Any, ...]) -> None:
+        self.chain = chain
+        self.roles = roles
+        self.key = repr(chain)  # a str hashes once
+        self.norm_at = roles.index("norm")
+        self.others = tuple((i, role) for i, role in enumerate(roles) if role != "norm")
+        # The usual site, a norm and its activation, takes a short way: eager calls cost microseconds.
+        self.short = chain == Chain(norm=chain.norm, post=chain.post)
+
+    def __repr__(self) -> str:
+        return f"Site({self.chain.label})"
+
+    def __reduce__(self) -> Any:
+        return Site, (self.chain, self.roles)
+
+    def ready(self, *operands: Any) -> bool:
+        """May kgopt compute it now? ``operands``: the objects that the code calls, in order, and the input."""
+        x, norm = operands[-1], operands[self.norm_at]
+        if getattr(type(norm), "_kgopt_leaf", None) is not type(norm) or is_hooked(norm) or not is_plain(x):
+            return False
+        if _any_global_hooks():
+            return False
+        for i, role in self.others:
+            operand = operands[i]
+            if not isinstance(role, str):
+                if operand is not role:
+                    return False
+            elif role == "conv":
+                if CONV_MODULES.get(type(operand)) != self.chain.conv or is_hooked(operand):
+                    return False
+            elif role == "same":
+                if not is_identity(operand) or is_hooked(operand):
+                    return False
+            elif not isinstance(operand, nn.Module) or activation_of(operand) != role or is_hooked(operand):
+                return False
+        return self._chosen(x, operands[0] if self.chain.conv else None, norm, operands)
+
+    def ready_inside(self, norm: Any, x: Any) -> bool:
+        """:meth:`ready` for a chain of the norm alone, asked by its own forward: hooks run around that."""
+        return is_plain(x) and self._chosen(x, None, norm, None)
+
+    def _chosen(self, x: Tensor, conv: Any, norm: Any, operands: Any) -> bool:
+        state = norm._kgopt_state
+        if not state.enabled:
+            return False
+        args = self._args(x, conv, norm)
+        if args is None:
+            return False
+
+        def checks() -> None:
+            """What a call costs beside the ops, for the measurement."""
+            if operands is not None:
+                self.ready(*operands)
+            else:
+                self.ready_inside(norm, x)
+
+        return policy.choose(state, self.key, self.chain, x, *args, checks)
+
+    def run(self, *operands: Any) -> Tensor:
+        """The chain's value. Only after :meth:`ready` with the same operands."""
+        x, norm = operands[-1], operands[self.norm_at]
+        if self.short:
+            args = norm_args(norm, None)
+            assert args is not None
+            y = _group_norm(x, args.num_groups, args.weight, args.bias, args.eps, self.chain.post)
+        else:
+            both = self._args(x, operands[0] if self.chain.conv else None, norm)
+            assert both is not None
+            fold = not torch.is_autocast_enabled(x.device.type)
+            y = emit_kgopt(self.chain, call_now, x, x.dim(), *both, fold)
+        return y if norm._kgopt_state.keep_format else policy.as_torch(self.chain, x, y)
+
+    def _args(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
+        if conv is None:
+            if self.chain.norm == "instance" and x.dim() != norm._kgopt_rank:
+                return None
+            of_norm = norm_args(norm, x)
+            return None if of_norm is None else (None, of_norm)
+        of_conv, of_norm = conv_args(conv, x), norm_args(norm, None)
+        if of_conv is None or of_norm is None:
+            return None
+        if conv.out_channels != (norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features):
+            return None
+        if not _fits(of_norm.weight, x) or not _fits(of_norm.bias, x):
+            return None
+        return of_conv, of_norm
+
+
+_group_norm = torch.ops.kgopt.group_norm.default

@@ -1,0 +1,165 @@
+"""torch.compile(backend="kgopt"): the rewrite on captured graphs, in inference and training."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kgopt  # noqa: F401  (registers the backend)
+import optimize_models as models
+from kgopt.rewrite import backend
+from test_optimize import assert_same_results
+
+ALWAYS = {"kgopt.always": True}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def rewritten(function, *args):
+    """Captures with Dynamo, rewrites, runs without Inductor: (result, report)."""
+
+    def rewrite(graph, inputs):
+        backend.rewrite_graph(graph, always=True)
+        return graph.forward
+
+    result = torch.compile(function, backend=rewrite, fullgraph=True)(*args)
+    return result, backend.last_report
+
+
+def test_is_known_to_torch():
+    assert "kgopt" in torch._dynamo.list_backends()
+    code = "import torch, kgopt\ntorch.compile(abs, backend='kgopt')\nassert 'kgopt' in torch._dynamo.list_backends()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["monai", "functional", "two_statements", "cgr", "crg", "diffusers"])
+def test_modules_are_rewritten(name, device):
+    original = models.randomized(models.FUSED[name](), device).eval()
+    x = models.input_for(original, device)
+    y, report = rewritten(original, x)
+    torch.testing.assert_close(y, original(x), rtol=1e-4, atol=1e-4)
+    assert len(report.fused) == len(report.sites) > 0, str(report)
+
+
+@pytest.mark.parametrize(("op", "make"), [(op, make) for op, makes in models.PIPELINES.items() for make in makes])
+def test_pipelines_are_recognized(op, make, device):
+    original = models.randomized(make(), device)
+    x = models.input_for(original, device)
+    y, report = rewritten(original, x)
+    torch.testing.assert_close(y, original(x), rtol=1e-4, atol=1e-4)
+    assert [row.became for row in report.sites] == [op]
+
+
+def functional(x, w, b):
+    h = F.silu(F.group_norm(x, 2, w, b), inplace=True)
+    h = torch.relu_(F.group_norm(h, num_groups=4, eps=1e-3))
+    h = F.leaky_relu(F.instance_norm(h, weight=w, bias=b))
+    return F.group_norm(h, 4).flatten(1).mean(1)
+
+
+def twice(x, w, b):
+    h = F.group_norm(x, 2, w, b)
+    return F.silu(h) + h
+
+
+def changed_in_between(x, w, b):
+    x = x * 1
+    h = F.group_norm(x, 2, w, b)
+    x.add_(1)
+    return F.silu(h) + x
+
+
+def in_place_on_what_is_returned(x, w, b):
+    h = F.group_norm(x, 2, w, b)
+    F.relu(h, inplace=True)
+    return h
+
+
+def in_place_before(x, w, b):
+    y = x * 1
+    z = F.group_norm(F.relu(y, inplace=True), 2, w, b)
+    return z + y
+
+
+@pytest.mark.parametrize(
+    ("function", "fused"),
+    [(functional, 4), (twice, 0), (changed_in_between, 0), (in_place_on_what_is_returned, None), (in_place_before, 0)],
+)
+def test_functional_code(function, fused, device):
+    x, w, b = torch.randn(2, 8, 5, 6, device=device), torch.randn(8, device=device), torch.randn(8, device=device)
+    expected = function(x.clone(), w, b)
+    y, report = rewritten(function, x.clone(), w, b)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    if fused is not None:
+        assert len(report.fused) == fused, str(report)
+
+
+def test_autocast_regions_are_not_crossed(device):
+    def function(x, w, b):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            c = F.conv2d(x, w)
+            h = F.group_norm(F.relu(c), 2, b, b)
+        return F.silu(h)
+
+    x, w, b = (
+        torch.randn(2, 4, 9, 9, device=device),
+        torch.randn(8, 4, 3, 3, device=device),
+        torch.randn(8, device=device),
+    )
+    expected = function(x, w, b)
+    y, _ = rewritten(function, x, w, b)
+    assert y.dtype is expected.dtype
+    torch.testing.assert_close(y, expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["monai", "functional"])
+def test_inductor_inference(name, device):
+    original = models.randomized(models.FUSED[name](), device).eval()
+    compiled = torch.compile(copy.deepcopy(original), backend="kgopt", options=ALWAYS)
+    x = models.input_for(original, device)
+    with torch.no_grad():
+        y = compiled(x)
+        torch.testing.assert_close(y, original(x), rtol=1e-4, atol=1e-4)
+    assert y.stride() == original(x).stride()
+    assert len(backend.last_report.fused) == len(backend.last_report.sites) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("always", [False, True])
+def test_inductor_training(always, device):
+    original = models.randomized(models.MonaiResBlock(), device)
+    compiled = torch.compile(copy.deepcopy(original), backend="kgopt", options=ALWAYS if always else None)
+    assert_same_results(compiled, original, models.input_for(original, device))
+    took = [row.became for row in backend.last_report.sites]
+    assert took == (["group_norm(act=relu)"] * 2 if always or device == "cuda" else ["", ""])
+
+
+@pytest.mark.slow
+def test_inductor_dynamic_shapes_and_options(device):
+    w, b = torch.randn(8, device=device, requires_grad=True), torch.randn(8, device=device)
+    compiled = torch.compile(functional, backend="kgopt", dynamic=True, options={**ALWAYS, "max_autotune": False})
+    for size in (5, 6, 9):
+        x = torch.randn(2, 8, size, 4, device=device)
+        grads = [torch.autograd.grad(f(x, w, b).square().sum(), w)[0] for f in (compiled, functional)]
+        torch.testing.assert_close(compiled(x, w, b), functional(x, w, b), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
+    assert len(backend.last_report.fused) == 4
+
+
+@pytest.mark.slow
+def test_inductor_mode(device):
+    compiled = torch.compile(functional, backend="kgopt", mode="max-autotune-no-cudagraphs")
+    x, w, b = torch.randn(2, 8, 5, 4, device=device), torch.randn(8, device=device), torch.randn(8, device=device)
+    torch.testing.assert_close(compiled(x, w, b), functional(x, w, b), rtol=1e-4, atol=1e-5)
