@@ -66,6 +66,8 @@ def group_norm_cases() -> None:
     # A group that spans several blocks, parameters in fp32 beside half data, a misaligned start, no parameters.
     big = tensor(1, 8, 41, 43, 37)
     run("group_norm large groups", big, call=lambda x: ops.group_norm(x, 2))
+    once = tensor(1, 6, 161, 160, 9)  # groups of 0.9 MB, off the 128-byte lines
+    run("group_norm read once", once, call=lambda x: ops.group_norm(x, 6, None, None, 1e-5, "silu"))
     run("group_norm_mean large groups", big, call=lambda x: ops.group_norm_mean(x, 2))
     half = tensor(2, 24, 5, 7, dtype=torch.bfloat16)
     run("group_norm mixed", half, tensor(24), tensor(24), call=lambda x, w, b: ops.group_norm(x, 8, w, b))

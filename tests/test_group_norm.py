@@ -232,3 +232,82 @@ def test_group_norm_mean_backward_values(layout, device, poisoned):
     # The gradient of x is what is left of terms that cancel: compare on the scale of those terms.
     for mine, right in zip(grads[0], grads[2], strict=True):
         torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-7)
+
+
+# Groups of 0.6 to 5 MB, which one launch reads once on a GPU with bulk copies. Named by what is hard about them.
+LARGE_GROUPS = {
+    "few long rows": ((1, 16, 64, 64, 40), 2),
+    "groups off the 128-byte lines": ((3, 6, 71, 73, 60), 3),
+    "vectors across rows": ((2, 40, 130, 129), 2),
+    "rows shorter than a tile": ((1, 4096, 16, 17), 1),
+    "one channel a group": ((2, 3, 512, 520), 3),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("name", LARGE_GROUPS)
+def test_group_norm_large_groups(name, dtype, device, poisoned):
+    shape, groups = LARGE_GROUPS[name]
+    for scale, offset in ((1.0, 0.0), (0.01, 0.0), (3.0, 100.0)):
+        x, weight, bias = make(shape, dtype, device, scale=scale, offset=offset)
+        y, mean, rstd = OPS.group_norm_fwd(x, groups, weight, bias, 1e-5, "silu", "none")
+        exact = reference.group_norm_ref(x.double(), groups, weight.double(), bias.double(), act="silu")
+        assert_as_good_as_torch(y, reference.group_norm_ref(x, groups, weight, bias, act="silu"), exact)
+        stats = x.double().reshape(shape[0], groups, -1)
+        torch.testing.assert_close(mean.double(), stats.mean(2), rtol=1e-5, atol=1e-5 * scale)
+        torch.testing.assert_close(rstd.double(), (stats.var(2, correction=0) + 1e-5).rsqrt(), rtol=1e-4, atol=0)
+        again = OPS.group_norm_fwd(x, groups, weight, bias, 1e-5, "silu", "none")
+        assert all(torch.equal(a, b) for a, b in zip((y, mean, rstd), again, strict=True))
+
+
+@pytest.mark.parametrize("affine", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("start", [8, 24, 1])
+def test_group_norm_large_groups_in_a_view(start, affine, device, poisoned):
+    """x begins at any element of its storage; weight and bias absent, or of another type."""
+    base = torch.randn(start + 2 * 8 * 90_000, device=device, dtype=torch.bfloat16)
+    x = base[start:].view(2, 8, 300, 300)
+    weight, bias = (None, None) if affine is None else (torch.randn(8, device=device, dtype=affine) for _ in "wb")
+    y = OPS.group_norm(x, 2, weight, bias, 1e-5, "relu")
+    wide = [None if t is None else t.double() for t in (weight, bias)]
+    exact = F.relu(F.group_norm(x.double(), 2, *wide))
+    same = [None if t is None else t.to(x.dtype) for t in (weight, bias)]
+    assert_as_good_as_torch(y, F.relu(F.group_norm(x, 2, *same)), exact)
+
+
+def test_group_norm_large_groups_nonfinite(device, poisoned):
+    """A NaN or an infinity spoils its group and nothing else; a constant group has variance zero."""
+    x = torch.randn(4, 8, 300, 300, device=device)
+    x[0, 1, 7, 9] = float("nan")
+    x[1, 6, 0, 0] = float("inf")
+    x[2, :4] = 5.0
+    y = OPS.group_norm(x, 2)
+    expected = F.group_norm(x.cpu(), 2).to(device)
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert torch.equal(
+        y.isnan().flatten(2).any(2)[:, ::4],
+        torch.tensor([[True, False], [False, True], [False, False], [False, False]], device=device),
+    )
+    torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_group_norm_large_groups_graph_and_streams():
+    """The cooperative launch is captured, replayed, and shares the GPU with another one."""
+    x = torch.randn(4, 16, 128, 130, 16, device="cuda")
+    expected = F.silu(F.group_norm(x.double(), 4)).float()
+    graph = torch.cuda.CUDAGraph()
+    OPS.group_norm(x, 4, act="silu")
+    with torch.cuda.graph(graph):
+        y = OPS.group_norm(x, 4, act="silu")
+    y.fill_(float("nan"))
+    graph.replay()
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(OPS.group_norm(x, 4, act="silu"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(r, y) for r in results)

@@ -105,7 +105,8 @@ def test_pipelines_are_recognized(op, make, device):
     model, original = optimized(make, device)
     x = models.input_for(model, device)
     assert kgopt.report(model).sites[0].became == op
-    assert ops_of(model, x) == [op]
+    with torch.no_grad():  # for gradients the CPU stores the convolution's output and runs its parts
+        assert ops_of(model, x) == [op]
     assert_same_results(model, original, x)
 
 

@@ -297,3 +297,59 @@ def test_chain_value_and_derivative_are_those_of_torch(act: str, value: float) -
 def test_chain_with_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown activation 'swish2' in 'relu\+swish2'.*hardswish"):
         dev.chain_value("relu+swish2", 0.0)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    n=st.integers(1, 5),
+    groups=st.integers(1, 12),
+    per_group=st.integers(1, 40),
+    s=st.integers(2, 400_000),
+    dtype=st.sampled_from(DTYPES),
+    x_line=st.integers(0, 7),
+    sm_count=st.sampled_from([4, 114, 132]),
+)
+def test_plan_group_norm_fwd(n, groups, per_group, s, dtype, x_line, sm_count):
+    """Tiles on 128-byte lines cover each group once, and no tile is normalized before its group can be complete."""
+    vec = 4 if dtype == "float32" else 8
+    plan = dev.plan_group_norm_fwd(n, groups * per_group, s, groups, dtype, x_line=x_line, sm_count=sm_count)
+    elements = per_group * s
+    if "refusal" in plan:
+        fits = dev.FWD_TILE_VECTORS * sm_count * vec * 2
+        small = 16 * dev.FWD_TILE_VECTORS * vec
+        assert elements % vec != 0 or elements <= small or elements > fits, plan["refusal"]
+        return
+    tile, tiles, blocks = dev.FWD_TILE_VECTORS, plan["tiles_per_group"], plan["blocks"]
+    assert plan["group_vectors"] * vec == elements
+    assert plan["tiles"] == n * groups * tiles
+    assert plan["words"] == n * groups * (1 + tiles)
+    assert plan["lag"] + 2 <= dev.FWD_SLOTS
+    for group in {0, n * groups // 2, n * groups - 1}:
+        head = (x_line + group * plan["group_vectors"]) % 8
+        assert tiles * tile >= plan["group_vectors"] + head
+        last = (group + 1) * tiles - 1
+        # Steps of a block: its tiles are a grid apart, and all blocks reach a step together at the latest.
+        assert all(last // blocks - t // blocks <= plan["lag"] for t in range(group * tiles, last + 1))
+    for position in (0, 1, s - 1, s, s + 1, 2 * s - 1, s + tile * vec):
+        assert (position * plan["s_magic"] >> 32) >> plan["s_shift"] == position // s
+    for offset in (0, s - 1, s, elements - 1, elements // 2):
+        assert offset * plan["s_magic64"] >> 64 == offset // s
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("bulk copies", {"has_bulk_copy": False}),
+        ("float64", {"dtype": "float64"}),
+        ("channels_last", {"channels_last": True}),
+        ("multiple of 16 bytes", {"aligned": False}),
+        ("no multiple of 16 bytes", {"c": 3, "s": 500_001, "g": 1}),
+        ("one element", {"c": 1 << 20, "s": 1}),
+        ("below 512 KB", {"s": 1000}),
+        ("larger than what shared memory holds", {"s": 1 << 23}),
+    ],
+)
+def test_plan_group_norm_fwd_refuses(why, change):
+    sizes = {"n": 1, "c": 32, "s": 1 << 18, "g": 8}
+    assert "refusal" not in dev.plan_group_norm_fwd(**sizes)
+    assert why in dev.plan_group_norm_fwd(**{**sizes, **change})["refusal"]

@@ -31,6 +31,7 @@ Status device_info(int device, DeviceInfo* info) {
     if (error == cudaSuccess) {
       error = cudaDeviceGetAttribute(&d.smem_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     }
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&d.l2_bytes, cudaDevAttrL2CacheSize, device);
     if (error != cudaSuccess) return {StatusCode::kCudaError, "device_info", cudaGetErrorString(error)};
     d.compute_capability = major * 10 + minor;
     cudaFuncAttributes attributes;

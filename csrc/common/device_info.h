@@ -10,7 +10,8 @@ struct DeviceInfo {
   int sm_count = 0;
   int smem_per_block = 0;  // bytes, opt-in limit
   int smem_per_sm = 0;     // bytes
-  bool has_code = false;   // this binary has machine code or PTX for it
+  int l2_bytes = 0;
+  bool has_code = false;  // this binary has machine code or PTX for it
 };
 
 // Fails with CUDA's own error text when the device cannot be queried.

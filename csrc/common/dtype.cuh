@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "dtype.h"
 
@@ -55,6 +56,48 @@ __device__ __forceinline__ Vec<T, kSize> load_vec(const T* p) {
 template <typename T, int kSize>
 __device__ __forceinline__ void store_vec(T* p, const Vec<T, kSize>& v) {
   *reinterpret_cast<Vec<T, kSize>*>(p) = v;
+}
+
+// A 16-byte vector of 2-byte elements to floats and back, two elements an instruction where the hardware can.
+template <typename T, int kSize>
+__device__ __forceinline__ void unpack(const Vec<T, kSize>& v, acc_t<T> (&x)[kSize]) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) x[j] = to_acc(v.v[j]);
+}
+template <int kSize>
+__device__ __forceinline__ void unpack(const Vec<__nv_bfloat16, kSize>& v, float (&x)[kSize]) {
+  if constexpr (kSize % 2 == 0) {
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(&v);
+#pragma unroll
+    for (int j = 0; j < kSize / 2; ++j) {  // a bfloat16 is the upper half of a float
+      x[2 * j] = __uint_as_float(words[j] << 16);
+      x[2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) x[j] = to_acc(v.v[j]);
+  }
+}
+template <typename T, int kSize>
+__device__ __forceinline__ Vec<T, kSize> pack(const acc_t<T> (&x)[kSize]) {
+  Vec<T, kSize> v;
+  if constexpr (sizeof(T) == 2 && kSize % 2 == 0) {
+    uint32_t* const words = reinterpret_cast<uint32_t*>(&v);
+#pragma unroll
+    for (int j = 0; j < kSize / 2; ++j) {
+      if constexpr (std::is_same_v<T, __half>) {
+        const __half2 pair = __floats2half2_rn(x[2 * j], x[2 * j + 1]);
+        words[j] = *reinterpret_cast<const uint32_t*>(&pair);
+      } else {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * j], x[2 * j + 1]);
+        words[j] = *reinterpret_cast<const uint32_t*>(&pair);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) v.v[j] = from_acc<T>(x[j]);
+  }
+  return v;
 }
 
 // An element of a tensor whose type is known at run time only; for the few values of an affine parameter.

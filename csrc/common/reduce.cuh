@@ -13,13 +13,16 @@ struct Moments {
   Acc mean = 0, m2 = 0, count = 0;
 };
 
+__device__ __forceinline__ double quotient(double a, double b) { return a / b; }
+__device__ __forceinline__ float quotient(float a, float b) { return __fdividef(a, b); }  // of counts: far from 2^126
+
 // Chan, Golub, LeVeque 1983.
 template <typename Acc>
 __device__ __forceinline__ void merge(Moments<Acc>& a, const Moments<Acc>& b) {
   const Acc total = a.count + b.count;
   if (b.count == Acc(0)) return;
   const Acc delta = b.mean - a.mean;
-  const Acc fraction = b.count / total;
+  const Acc fraction = quotient(b.count, total);
   a.mean += delta * fraction;
   a.m2 += b.m2 + delta * delta * a.count * fraction;
   a.count = total;
@@ -70,6 +73,18 @@ __device__ __forceinline__ Moments<Acc> warp_merge(Moments<Acc> m, int first_mas
     }
   }
   return m;
+}
+
+// The same for `lanes` neighbouring lanes that all count `count` values: half the work.
+__device__ __forceinline__ Moments<float> warp_merge_equal(float mean, float m2, float count, int lanes = 32) {
+#pragma unroll
+  for (int mask = 1; mask < lanes; mask *= 2) {
+    const float delta = __shfl_xor_sync(0xffffffffu, mean, mask) - mean;
+    m2 += __shfl_xor_sync(0xffffffffu, m2, mask) + delta * delta * (0.5f * count);
+    mean += 0.5f * delta;
+    count *= 2.f;
+  }
+  return {mean, m2, count};
 }
 
 // The whole block's moments, valid in thread 0. `shared` holds one entry a warp.

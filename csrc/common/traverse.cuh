@@ -67,12 +67,12 @@ __global__ void __launch_bounds__(kTraverseThreads)
     const int64_t row = row0 + rows;
     auto coef = a.f.load(row);
     if (at + kSize <= total && column + kSize <= a.s) {
-      Vec<T, kSize> y;
+      acc_t<T> xs[kSize], seconds[kSize], y[kSize];
+      unpack(x[u], xs);
+      unpack(F::kInputs == 2 ? second[u] : x[u], seconds);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        y.v[j] = from_acc<T>(a.f.apply(coef, to_acc(x[u].v[j]), to_acc(F::kInputs == 2 ? second[u].v[j] : x[u].v[j])));
-      }
-      store_vec<T, kSize>(a.y + at, y);
+      for (int j = 0; j < kSize; ++j) y[j] = a.f.apply(coef, xs[j], seconds[j]);
+      store_vec<T, kSize>(a.y + at, pack<T, kSize>(y));
     } else {
       // A vector across the end of a row, or the tensor's last elements.
       int64_t current = row, c = column;
@@ -135,13 +135,12 @@ __global__ void __launch_bounds__(kTraverseThreads)
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
       if (position + u * geometry.walkers < end) {
-        Vec<T, kSize> y;
+        acc_t<T> xs[kSize], seconds[kSize], y[kSize];
+        unpack(x[u], xs);
+        unpack(F::kInputs == 2 ? second[u] : x[u], seconds);
 #pragma unroll
-        for (int j = 0; j < kSize; ++j) {
-          y.v[j] =
-              from_acc<T>(a.f.apply(coef[j], to_acc(x[u].v[j]), to_acc(F::kInputs == 2 ? second[u].v[j] : x[u].v[j])));
-        }
-        store_vec<T, kSize>(a.y + at + u * step, y);
+        for (int j = 0; j < kSize; ++j) y[j] = a.f.apply(coef[j], xs[j], seconds[j]);
+        store_vec<T, kSize>(a.y + at + u * step, pack<T, kSize>(y));
       }
     }
     position += int64_t(kTraverseUnroll) * geometry.walkers;
@@ -255,10 +254,11 @@ __global__ void __launch_bounds__(kTraverseThreads) reduce_rows_kernel(const __g
     for (int u = 0; u < kTraverseUnroll; ++u) {
       if (at + int64_t(u) * kThreads * kSize < body) {
         seen += kSize;
+        Acc xs[kSize], seconds[kSize];
+        unpack(x[u], xs);
+        unpack(R::kInputs == 2 ? second[u] : x[u], seconds);
 #pragma unroll
-        for (int j = 0; j < kSize; ++j) {
-          a.r.add(state, coef, to_acc(x[u].v[j]), to_acc(R::kInputs == 2 ? second[u].v[j] : x[u].v[j]));
-        }
+        for (int j = 0; j < kSize; ++j) a.r.add(state, coef, xs[j], seconds[j]);
       }
     }
   }
@@ -332,10 +332,11 @@ __global__ void __launch_bounds__(kTraverseThreads)
       for (int u = 0; u < kTraverseUnroll; ++u) {
         if (position + u * geometry.walkers < end) {
           ++seen;
+          Acc xs[kSize], seconds[kSize];
+          unpack(x[u], xs);
+          unpack(R::kInputs == 2 ? second[u] : x[u], seconds);
 #pragma unroll
-          for (int j = 0; j < kSize; ++j) {
-            a.r.add(state[j], coef[j], to_acc(x[u].v[j]), to_acc(R::kInputs == 2 ? second[u].v[j] : x[u].v[j]));
-          }
+          for (int j = 0; j < kSize; ++j) a.r.add(state[j], coef[j], xs[j], seconds[j]);
         }
       }
       at += kTraverseUnroll * step;

@@ -13,6 +13,7 @@
 #include "conv3d/conv3d_dispatch.h"
 #include "conv3d/conv3d_plan.h"
 #include "conv3d/conv_shape.h"
+#include "groupnorm/group_norm_fwd_plan.h"
 
 namespace py = pybind11;
 
@@ -181,6 +182,47 @@ void bind_conv(py::module_& m) {
         py::arg("backend") = ConvBackend::kAuto);
 }
 
+// The plan of the GroupNorm forward that reads x once, as a dict; {"refusal": why} where it takes another way.
+py::dict plan_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
+                   bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count) {
+  FwdPlanInput in;
+  in.dims.n = n;
+  in.dims.c = c;
+  in.dims.s = s;
+  in.dims.g = g;
+  in.dims.dtype = parse_dtype(dtype);
+  in.dims.channels_last = channels_last;
+  in.aligned = aligned;
+  in.x_line = x_line;
+  in.has_bulk_copy = has_bulk_copy;
+  in.sm_count = sm_count;
+  const FwdPlan plan = plan_group_norm_fwd(in);
+  py::dict out;
+  if (plan.refusal) {
+    out["refusal"] = plan.refusal;
+    return out;
+  }
+  const GroupNormFwdParams& p = plan.params;
+  out["blocks"] = plan.blocks;
+  out["words"] = plan.words;
+  out["tiles"] = p.tiles;
+  out["tiles_per_group"] = p.tiles_per_group;
+  out["group_vectors"] = p.group_vectors;
+  out["lag"] = p.lag;
+  out["s_magic"] = p.s_magic;
+  out["s_shift"] = p.s_shift;
+  out["s_magic64"] = p.s_magic64;
+  return out;
+}
+
+void bind_norm(py::module_& m) {
+  m.attr("FWD_SLOTS") = kFwdSlots;
+  m.attr("FWD_TILE_VECTORS") = kFwdThreads * kFwdPasses;
+  m.def("plan_group_norm_fwd", &plan_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
+        py::arg("x_line") = 0, py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132);
+}
+
 }  // namespace
 }  // namespace kgopt
 
@@ -188,4 +230,5 @@ PYBIND11_MODULE(kgopt_dev, m) {
   m.doc() = "Host-side planning of kgopt's kernels, for tests.";
   kgopt::bind_activation(m);
   kgopt::bind_conv(m);
+  kgopt::bind_norm(m);
 }

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "group_norm_fwd_plan.h"
 #include "groupnorm_params.h"
 
 namespace kgopt {
@@ -13,6 +14,10 @@ void plan_group_stats(GroupStatsParams* p, bool per_channel, int sm_count);
 Status run_group_stats(const GroupStatsParams& p, cudaStream_t stream);
 Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t stream);
 Status run_affine_table(const AffineTableParams& p, cudaStream_t stream);
+// Whether the current device runs code of this binary that was built for compute capability 9.0 or later.
+bool has_bulk_copy();
+// Unsupported where not all blocks can run at a time; nothing was launched then.
+Status run_group_norm_fwd(const GroupNormFwdParams& p, const FwdPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 

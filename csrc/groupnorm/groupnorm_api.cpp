@@ -83,12 +83,52 @@ Statistics empty_statistics(const Tensor& x, const GroupNormDims& d, bool with_c
   return s;
 }
 
-// Statistics of dense x, then y = act(GroupNorm(pre_act(x))) (+ x) in the same layout; y may be x.
+FwdPlan plan_fwd(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d) {
+  const DeviceInfo info = check_gpu(op, x);
+  const auto from = reinterpret_cast<uintptr_t>(x.const_data_ptr()),
+             to = reinterpret_cast<uintptr_t>(y.const_data_ptr());
+  FwdPlanInput in;
+  in.dims = d;
+  in.aligned = from % 16 == 0 && to % 16 == 0;
+  in.x_line = static_cast<uint32_t>(from / 16 % 8);
+  in.has_bulk_copy = info.compute_capability >= 90 && has_bulk_copy();
+  in.sm_count = info.sm_count;
+  in.l2_bytes = info.l2_bytes;
+  return plan_group_norm_fwd(in);
+}
+
+// Statistics of dense x, then y = act(GroupNorm(pre_act(x))) (+ x) in the same layout; y may be x. With one read of x
+// where the plan allows it, else in two passes.
 Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
                           const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
                           const ActChain& pre_act, bool add_input = false) {
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s = allocate_statistics(x, d, false);
+  const FwdPlan plan = plan_fwd(op, x, y, d);
+  if (!plan.refusal) {
+    Workspace workspace(x);
+    const int64_t words = workspace.reserve(plan.words * sizeof(uint64_t));
+    workspace.allocate();
+    GroupNormFwdParams p = plan.params;
+    p.x = x.const_data_ptr();
+    p.y = y.mutable_data_ptr();
+    p.weight = data_or_null(w);
+    p.bias = data_or_null(b);
+    p.affine_dtype = affine_dtype(op, w, b);
+    p.pre_act = pre_act;
+    p.act = act;
+    p.add_input = add_input;
+    p.eps = static_cast<float>(eps);
+    p.mean = static_cast<float*>(s.mean.mutable_data_ptr());
+    p.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
+    p.ready = workspace.at<uint64_t>(words);
+    p.partials = p.ready + d.n * d.g;
+    const Status status = run_group_norm_fwd(p, plan, stream_of(x));
+    if (status.code != StatusCode::kUnsupported) {
+      raise_on_error(op, status);
+      return s;
+    }
+  }
   Workspace workspace(x);
   void* table = nullptr;
   compute_statistics(op, x, d, pre_act, eps, w, b, true, false, &s, &workspace, &table);

@@ -1,0 +1,55 @@
+// GroupNorm forward with one read of x, for GPUs with bulk copies.
+#include "group_norm_fwd_kernel.cuh"
+#include "groupnorm.h"
+
+namespace kgopt {
+namespace {
+
+template <typename Traits>
+Status launch(GroupNormFwdParams p, const FwdPlan& plan, cudaStream_t stream) {
+  const auto kernel = group_norm_fwd_kernel<Traits>;
+  constexpr int kSmem = Traits::kSlots * Traits::kTileBytes;
+  void* arguments[] = {&p};
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
+  if (error == cudaSuccess) error = cudaMemsetAsync(p.ready, 0, plan.words * sizeof(uint64_t), stream);
+  if (error == cudaSuccess) {
+    error = cudaLaunchCooperativeKernel(kernel, dim3(plan.blocks), dim3(Traits::kThreads), arguments, kSmem, stream);
+  }
+  if (error == cudaErrorCooperativeLaunchTooLarge) {
+    cudaGetLastError();  // answered by the caller
+    return Status::Unsupported("group_norm_fwd_kernel", "this process may use fewer multiprocessors than the GPU has");
+  }
+  if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_fwd_kernel", cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
+}  // namespace
+
+bool has_bulk_copy() {
+  cudaFuncAttributes attributes;
+  const auto kernel = group_norm_fwd_kernel<GroupNormFwdTraits<float, Chain::kNone, Chain::kNone>>;
+  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    cudaGetLastError();  // it was a question; leave no error behind
+    return false;
+  }
+  return attributes.ptxVersion >= 90;
+}
+
+Status run_group_norm_fwd(const GroupNormFwdParams& p, const FwdPlan& plan, cudaStream_t stream) {
+  Status status;
+  switch (p.dims.dtype) {
+#define KGOPT_FWD_DTYPE(name, T)                                                                  \
+  case Dtype::name:                                                                               \
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                           \
+                          status = (launch<GroupNormFwdTraits<T, kPre, kAct>>(p, plan, stream))); \
+    break;
+    KGOPT_FWD_DTYPE(kFloat32, float)
+    KGOPT_FWD_DTYPE(kBFloat16, __nv_bfloat16)
+    KGOPT_FWD_DTYPE(kFloat16, __half)
+#undef KGOPT_FWD_DTYPE
+    default: return Status::Unsupported("group_norm_fwd_kernel", "float64");
+  }
+  return status;
+}
+
+}  // namespace kgopt

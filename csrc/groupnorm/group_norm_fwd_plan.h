@@ -1,0 +1,81 @@
+// How the GroupNorm forward that reads x once cuts a tensor up, or why it does not take it. Host code, free of CUDA.
+#pragma once
+
+#include <algorithm>
+
+#include "group_norm_fwd_params.h"
+
+namespace kgopt {
+
+// Of a block's seven slots two are being loaded, and two tiles pass while a group's last partial statistics become its
+// statistics: three are left. Beyond, and for groups of few tiles, where waiting for the words takes longer than the
+// tiles, the two passes were faster on an H200.
+inline constexpr uint32_t kFwdLatency = 2, kFwdMaxTiles = 3, kFwdMinTiles = 16;
+static_assert(kFwdMaxTiles + kFwdLatency + 2 <= kFwdSlots);
+
+// What the plan must know beyond the tensor.
+struct FwdPlanInput {
+  GroupNormDims dims;
+  bool aligned = true;        // x and y start at a multiple of 16 bytes
+  uint32_t x_line = 0;        // 16-byte vectors from a 128-byte line to x
+  bool has_bulk_copy = true;  // compute capability 9.0 or later, and code built for it
+  int sm_count = 132;
+  int64_t l2_bytes = 50 << 20;
+};
+
+struct FwdPlan {
+  const char* refusal = nullptr;  // why not, or null
+  GroupNormFwdParams params;      // sizes only
+  unsigned blocks = 0;
+  int64_t words = 0;  // from `ready` on
+};
+
+// n / d for n below 2^31, as (n * magic >> 32) >> shift. Granlund, Montgomery 1994.
+inline void set_divisor(uint32_t d, uint32_t* magic, int32_t* shift) {
+  int bits = 0;
+  while ((uint64_t(1) << bits) < d) ++bits;
+  *magic = static_cast<uint32_t>(((uint64_t(1) << (31 + bits)) + d - 1) / d);
+  *shift = bits - 1;
+}
+
+inline FwdPlan plan_group_norm_fwd(const FwdPlanInput& in) {
+  const GroupNormDims& d = in.dims;
+  FwdPlan plan;
+  auto refuse = [&](const char* why) {
+    plan.refusal = why;
+    return plan;
+  };
+  if (!in.has_bulk_copy) return refuse("bulk copies need compute capability 9.0 and code built for it");
+  if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
+  if (d.channels_last) return refuse("a group of a channels_last tensor is not contiguous");
+  if (!in.aligned) return refuse("x or y does not start at a multiple of 16 bytes");
+  const int size = dtype_size(d.dtype), vec = 16 / size;
+  const int64_t groups = d.n * d.g, elements = d.numel() / groups;
+  if (elements % vec != 0) return refuse("a group is no multiple of 16 bytes");
+  if (d.s < 2 || d.s > (int64_t(1) << 31) - (1 << 20)) return refuse("a channel of one element or of over 2^31");
+  GroupNormFwdParams& p = plan.params;
+  p.dims = d;
+  p.channels_per_group = static_cast<int32_t>(d.channels_per_group());
+  p.group_vectors = elements / vec;
+  p.x_line = in.x_line;
+  set_divisor(static_cast<uint32_t>(d.s), &p.s_magic, &p.s_shift);
+  p.s_magic64 = ~uint64_t(0) / static_cast<uint64_t>(d.s) + 1;  // exact while offset * s is below 2^64
+  const int64_t tile = int64_t(kFwdThreads) * kFwdPasses;
+  // Up to seven vectors before a group belong to its first tile's line.
+  const int64_t head = p.group_vectors % 8 == 0 && p.x_line == 0 ? 0 : 7;
+  const int64_t tiles_per_group = (p.group_vectors + head + tile - 1) / tile;
+  if (groups * tiles_per_group >= (int64_t(1) << 31)) return refuse("over 2^31 tiles");
+  if (tiles_per_group < kFwdMinTiles) return refuse("a group is below 512 KB: two passes are faster");
+  p.tiles_per_group = static_cast<uint32_t>(tiles_per_group);
+  p.tiles = static_cast<uint32_t>(groups * tiles_per_group);
+  plan.blocks = std::min<uint32_t>(p.tiles, static_cast<uint32_t>(in.sm_count));
+  // The last tile of a group comes at most so many tiles of its block after any other of the group.
+  const uint32_t needed = (p.tiles_per_group + plan.blocks - 1) / plan.blocks;
+  if (needed > kFwdMaxTiles) return refuse("a group is larger than what shared memory holds: two passes are faster");
+  p.lag = needed + kFwdLatency;
+  p.streaming_stores = d.numel() * size > in.l2_bytes / 2;
+  plan.words = groups + p.tiles;
+  return plan;
+}
+
+}  // namespace kgopt
