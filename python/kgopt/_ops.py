@@ -641,7 +641,7 @@ def _conv_lse_in_steps(  # type: ignore[no-untyped-def]
 
 # On the CPU a convolution is what takes the time and memory is cheap: where a gradient is needed, its output is stored
 # rather than computed again.
-_IN_STEPS = {
+_IN_STEPS: dict[str, Callable[..., Tensor]] = {
     _CONV_MEAN: _conv_mean_in_steps,
     _CONV_RELU_NORM: _conv_relu_norm_in_steps,
     _CONV_LSE: _conv_lse_in_steps,
