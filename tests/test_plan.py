@@ -340,6 +340,7 @@ def test_plan_group_norm_fwd(n, groups, per_group, s, dtype, x_line, sm_count):
     ("why", "change"),
     [
         ("bulk copies", {"has_bulk_copy": False}),
+        ("shared memory", {"smem_bytes": 99 << 10}),
         ("float64", {"dtype": "float64"}),
         ("channels_last", {"channels_last": True}),
         ("multiple of 16 bytes", {"aligned": False}),

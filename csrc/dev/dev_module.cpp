@@ -184,7 +184,7 @@ void bind_conv(py::module_& m) {
 
 // The plan of the GroupNorm forward that reads x once, as a dict; {"refusal": why} where it takes another way.
 py::dict plan_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                   bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count) {
+                   bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count, int64_t smem_bytes) {
   FwdPlanInput in;
   in.dims.n = n;
   in.dims.c = c;
@@ -196,6 +196,7 @@ py::dict plan_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string
   in.x_line = x_line;
   in.has_bulk_copy = has_bulk_copy;
   in.sm_count = sm_count;
+  in.smem_bytes = smem_bytes;
   const FwdPlan plan = plan_group_norm_fwd(in);
   py::dict out;
   if (plan.refusal) {
@@ -220,7 +221,8 @@ void bind_norm(py::module_& m) {
   m.attr("FWD_TILE_VECTORS") = kFwdThreads * kFwdPasses;
   m.def("plan_group_norm_fwd", &plan_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
-        py::arg("x_line") = 0, py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132);
+        py::arg("x_line") = 0, py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132,
+        py::arg("smem_bytes") = 227 << 10);
 }
 
 }  // namespace

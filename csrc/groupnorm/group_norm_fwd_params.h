@@ -40,5 +40,7 @@ struct GroupNormFwdParams {
 inline constexpr int kFwdThreads = 512;  // that compute
 inline constexpr int kFwdSlots = 7;      // 32 KB each: 224 KB of shared memory
 inline constexpr int kFwdPasses = 4;     // vectors of a tile that one thread handles
+// With what the kernel's barriers take.
+inline constexpr int kFwdSmemBytes = kFwdSlots * kFwdThreads * kFwdPasses * 16 + 1024;
 
 }  // namespace kgopt

@@ -20,6 +20,7 @@ struct FwdPlanInput {
   uint32_t x_line = 0;        // 16-byte vectors from a 128-byte line to x
   bool has_bulk_copy = true;  // compute capability 9.0 or later, and code built for it
   int sm_count = 132;
+  int64_t smem_bytes = 227 << 10;  // of a block
   int64_t l2_bytes = 50 << 20;
 };
 
@@ -46,6 +47,7 @@ inline FwdPlan plan_group_norm_fwd(const FwdPlanInput& in) {
     return plan;
   };
   if (!in.has_bulk_copy) return refuse("bulk copies need compute capability 9.0 and code built for it");
+  if (in.smem_bytes < kFwdSmemBytes) return refuse("a block has less than 225 KB of shared memory");
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (d.channels_last) return refuse("a group of a channels_last tensor is not contiguous");
   if (!in.aligned) return refuse("x or y does not start at a multiple of 16 bytes");

@@ -92,6 +92,7 @@ FwdPlan plan_fwd(const char* op, const Tensor& x, const Tensor& y, const GroupNo
   in.aligned = from % 16 == 0 && to % 16 == 0;
   in.x_line = static_cast<uint32_t>(from / 16 % 8);
   in.has_bulk_copy = info.compute_capability >= 90 && has_bulk_copy();
+  in.smem_bytes = info.smem_per_block;
   in.sm_count = info.sm_count;
   in.l2_bytes = info.l2_bytes;
   return plan_group_norm_fwd(in);

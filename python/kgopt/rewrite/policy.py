@@ -5,7 +5,7 @@ The rule, in the order in which it is applied:
 1. Measured at this shape, dtype, layout and need of a gradient: the faster one, if ours is as accurate as PyTorch's
    own error (``e(kgopt) <= 2 e(PyTorch) + tiny`` against float64).
 2. Not measured, on CUDA: ours.
-3. Not measured, on the CPU: PyTorch's, whose GroupNorm is often the faster one there.
+3. Not measured, on the CPU: PyTorch's, which a compiler fuses with what is around it.
 
 A site is measured when it first sees a shape (with ``example_inputs``: theirs), at most :data:`SHAPES` times. Later
 calls read a dictionary: nothing is timed and no stream is synchronized.
