@@ -354,3 +354,104 @@ def test_plan_group_norm_fwd_refuses(why, change):
     sizes = {"n": 1, "c": 32, "s": 1 << 18, "g": 8}
     assert "refusal" not in dev.plan_group_norm_fwd(**sizes)
     assert why in dev.plan_group_norm_fwd(**{**sizes, **change})["refusal"]
+
+
+# The Hopper kernel for narrow convolutions.
+
+
+def check_narrow_plan(plan, case: dict, size, output, limits) -> None:
+    """What must hold of every narrow plan that is not a refusal: every output in one strip, every input in its halo."""
+    assert plan.refusal is None
+    assert plan.smem_bytes <= limits.smem_per_block
+    assert plan.tiles_per_sample == math.prod(plan.tiles)
+    assert plan.slices * plan.tiles_per_slice >= plan.tiles_per_sample, "a tile belongs to no block"
+    assert (plan.slices - 1) * plan.tiles_per_slice < max(1, plan.tiles_per_sample), "a block has no tile"
+    assert plan.tile[1] == plan.rows * plan.segments
+    assert plan.tile[2] % dev.NARROW_STRIP == 0
+    assert plan.strips == plan.tile[0] * plan.segments * plan.tile[2] // dev.NARROW_STRIP
+    assert plan.k_steps % plan.batch == 0
+    assert plan.k_words <= plan.k_steps * 8 < plan.k_words + 8 * plan.batch
+    assert plan.zero_plane == (plan.k_words != plan.k_steps * 8)
+    assert plan.k_words * plan.window == plan.words * math.prod(case["kernel"])
+    for dim in range(3):
+        assert plan.tile[dim] * plan.tiles[dim] >= output[dim] > plan.tile[dim] * (plan.tiles[dim] - 1)
+        reach = (plan.tile[dim] - 1) * case["stride"][dim] + (case["kernel"][dim] - 1) * case["dilation"][dim] + 1
+        assert plan.halo[dim] == reach
+        assert plan.origin[dim] == -case["padding"][dim]
+    # Rows of the halo start at four words of x, so that a vector lies inside a row of x or outside it as a whole.
+    assert (plan.origin[2] - plan.lead) % 4 == 0
+    assert plan.pitch % 4 == 0
+    assert plan.pitch >= 4 * plan.vectors >= plan.lead + plan.halo[2]
+    assert plan.plane % 32 == 8, "planes start 8 banks apart"
+    assert plan.plane >= plan.halo[0] * plan.halo[1] * plan.pitch
+    if plan.window > 1:
+        assert case["kernel"][1] == plan.window
+        assert case["stride"][1] == case["dilation"][1] == case["stride"][2] == 1
+    if plan.unit_step:
+        assert case["stride"][2] == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_narrow_plan_of_any_shape(data) -> None:
+    draw = data.draw
+    three = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(3))  # noqa: E731
+    case = {"kernel": three(1, 5), "stride": three(1, 3), "padding": three(0, 4), "dilation": three(1, 3)}
+    size = three(1, 70)
+    lse = draw(st.booleans())
+    outputs = [dev.conv_out_size(*dim) for dim in zip(size, *(case[k] for k in case), strict=True)]
+    if min(outputs) < 1:
+        return
+    problem, output = make_problem(
+        draw(st.integers(1, 40)),
+        draw(st.integers(1, 150)),
+        size,
+        **case,
+        n=draw(st.integers(1, 200)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        allow_tf32=draw(st.booleans()),
+        epilogue=dev.ConvEpilogue.residual_lse if lse else dev.ConvEpilogue.stats,
+    )
+    limits = GPUS["h200"]
+    plan = dev.plan_narrow(problem, limits)
+    if plan.refusal is not None:
+        assert len(plan.refusal) > 10
+        return
+    check_narrow_plan(plan, case, size, output, limits)
+
+
+@pytest.mark.parametrize(
+    ("name", "epilogue", "window"), [("pipeline 1", "stats", 3), ("pipeline 3", "stats", 1), ("pipeline 3", "lse", 1)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window: int, dtype: str) -> None:
+    case = {"stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1), **CASES[name]}
+    which = dev.ConvEpilogue.stats if epilogue == "stats" else dev.ConvEpilogue.residual_lse
+    problem, output = make_problem(**case, n=128, dtype=dtype, epilogue=which)
+    limits = GPUS["h200"]
+    choice = dev.choose_conv(problem, limits)
+    assert choice.path.name == "narrow"
+    assert "wgmma" in choice.explain()
+    check_narrow_plan(choice.narrow, case, case["size"], output, limits)
+    assert choice.narrow.window == window
+    assert 128 * choice.narrow.slices >= 0.9 * limits.sm_count, "the GPU is not full"
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kwargs", "limits"),
+    [
+        ("sm_90a", {}, dev.DeviceLimits(has_wgmma=False)),
+        ("transposed", {"transposed": True}, None),
+        ("float64", {"dtype": "float64"}, None),
+        ("stores", {"epilogue": dev.ConvEpilogue.store}, None),
+        ("groups = 1", {"groups": 2, "epilogue": dev.ConvEpilogue.residual_lse}, None),
+        ("at most 128", {"c_out": 136, "epilogue": dev.ConvEpilogue.residual_lse}, None),
+        ("weights", {"c_in": 512}, None),
+        ("tile", {}, dev.DeviceLimits(smem_per_block=20 << 10)),
+        ("too large", {"stride": (1, 1, 65), "size": (8, 9, 200)}, None),
+    ],
+)
+def test_narrow_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
+    arguments = {"c_in": 4, "c_out": 24, "size": (8, 9, 10), "kernel": (3, 3, 3), "epilogue": dev.ConvEpilogue.stats}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    assert fragment in dev.plan_narrow(problem, limits or dev.DeviceLimits()).refusal

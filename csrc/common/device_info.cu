@@ -9,7 +9,16 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 
-__global__ void code_probe_kernel() {}
+// Its static shared memory tells which of its versions the driver chose.
+__global__ void code_probe_kernel(int* out) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  __shared__ volatile int marker;
+  marker = 1;
+  *out = marker;
+#else
+  *out = 0;
+#endif
+}
 
 }  // namespace
 
@@ -36,6 +45,7 @@ Status device_info(int device, DeviceInfo* info) {
     d.compute_capability = major * 10 + minor;
     cudaFuncAttributes attributes;
     d.has_code = cudaFuncGetAttributes(&attributes, code_probe_kernel) == cudaSuccess;
+    d.has_wgmma = d.has_code && attributes.sharedSizeBytes > 0;
     if (!d.has_code) cudaGetLastError();  // it was a question; leave no error behind
     cache[device] = d;
     known[device] = true;

@@ -2,8 +2,11 @@
 // can be inspected and tested without a GPU.
 #pragma once
 
+#include <array>
+#include <map>
 #include <string>
 
+#include "conv3d_narrow_plan.h"
 #include "conv3d_plan.h"
 
 namespace kgopt {
@@ -12,6 +15,7 @@ enum class ConvBackend { kAuto, kKgopt, kAten };
 
 enum class ConvPath {
   kImplicitGemm,  // conv3d_kernel.cuh
+  kNarrow,        // conv3d_narrow_kernel.cuh
   kDirect,        // conv3d_direct.cu
   kAten           // cuDNN through aten::convolution
 };
@@ -19,6 +23,7 @@ enum class ConvPath {
 struct ConvChoice {
   ConvPath path = ConvPath::kAten;
   ConvPlan plan;
+  NarrowPlan narrow;
   std::string reason;
 
   std::string explain() const {
@@ -45,8 +50,10 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     if (backend == ConvBackend::kKgopt && !fused) choice.path = ConvPath::kDirect;
     return choice;
   }
+  choice.narrow = plan_narrow(problem, limits);
+  const ConvPath own = choice.narrow.refusal ? ConvPath::kImplicitGemm : ConvPath::kNarrow;
   if (backend == ConvBackend::kKgopt) {
-    choice.path = ConvPath::kImplicitGemm;
+    choice.path = own;
     choice.reason = "backend=\"kgopt\" was asked for";
     return choice;
   }
@@ -54,8 +61,9 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   if (problem.groups != 1) {
     choice.reason = "grouped convolutions go to cuDNN";
   } else if (fused && c_in <= 2 * kNarrowInputChannels) {
-    choice.path = ConvPath::kImplicitGemm;
+    choice.path = own;
     choice.reason = "narrow input: the convolution's output never reaches memory";
+    if (own == ConvPath::kNarrow) choice.reason += "; on wgmma";
   } else if (fused) {
     choice.reason =
         "input channels above " + std::to_string(2 * kNarrowInputChannels) + ": cuDNN and a stored output are faster";
@@ -67,6 +75,22 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
                     std::to_string(kNarrowOutputChannels) + ": cuDNN is faster";
   }
   return choice;
+}
+
+// The same, remembered: planning looks at hundreds of tiles, and a model calls with the same few shapes.
+inline const ConvChoice& choose_conv_cached(const ConvProblem& q, const DeviceLimits& l, ConvBackend backend) {
+  std::array<int64_t, 32> key{
+      q.n,        q.c_in,           q.c_out,       q.groups,    q.transposed,     int64_t(q.dtype),   q.allow_tf32,
+      l.sm_count, l.smem_per_block, l.smem_per_sm, l.has_wgmma, int64_t(backend), int64_t(q.epilogue)};
+  for (int i = 0; i < 3; ++i) {
+    const int64_t dim[6] = {q.in[i], q.out[i], q.kernel[i], q.stride[i], q.padding[i], q.dilation[i]};
+    for (int j = 0; j < 6; ++j) key[14 + i * 6 + j] = dim[j];
+  }
+  thread_local std::map<std::array<int64_t, 32>, ConvChoice> known;
+  const auto found = known.find(key);
+  if (found != known.end()) return found->second;
+  if (known.size() >= 256) known.clear();
+  return known.emplace(key, choose_conv(q, l, backend)).first->second;
 }
 
 }  // namespace kgopt

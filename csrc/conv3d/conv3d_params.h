@@ -47,6 +47,7 @@ struct DeviceLimits {
   int sm_count = 132;
   int smem_per_block = 227 * 1024;  // opt-in limit
   int smem_per_sm = 228 * 1024;
+  bool has_wgmma = true;  // compute capability 9.0, and code built for sm_90a
 };
 
 inline constexpr int kConvThreads = 128;

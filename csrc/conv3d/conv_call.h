@@ -7,6 +7,7 @@
 #include "../common/workspace.h"
 #include "conv3d.h"
 #include "conv3d_dispatch.h"
+#include "conv3d_narrow.h"
 #include "conv_checks.h"
 
 namespace kgopt {
@@ -58,8 +59,8 @@ inline ConvShape check_conv_args(const ConvArgs& a) {
 
 inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
   const DeviceInfo info = check_gpu(a.op, a.x);
-  const DeviceLimits limits{info.sm_count, info.smem_per_block, info.smem_per_sm};
-  return choose_conv(make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32)), limits,
+  const DeviceLimits limits{info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma};
+  return choose_conv_cached(make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32)), limits,
                      parse_backend(a.op, a.backend));
 }
 
@@ -103,6 +104,50 @@ inline ConvKernelParams make_kernel_params(const ConvArgs& a, const ConvShape& s
                     p.x_stride[1] % 2 == 0 && p.x_stride[2] % 2 == 0;
   p.x_pair_load = dtype_size(shape.dtype) == 2 && even && reinterpret_cast<uintptr_t>(p.x) % 4 == 0;
   p.plan = plan;
+  return p;
+}
+
+// `bias` keeps a dense copy of the bias alive until the launch.
+inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape, const NarrowPlan& plan,
+                                       Tensor* bias) {
+  const ConvPackParams w = make_pack_params(a, shape, ConvPlan());
+  NarrowParams p{};
+  p.x = a.x.const_data_ptr();
+  p.x_stride_n = a.x.stride(0);
+  p.x_stride_c = a.x.stride(1);
+  spatial_strides(a.x, a.rank, p.x_stride);
+  p.weight = w.weight;
+  p.w_stride_out = w.stride_out;
+  p.w_stride_in = w.stride_in;
+  p.w_stride_group = w.stride_group;
+  for (int i = 0; i < 3; ++i) {
+    p.w_stride_k[i] = w.stride_k[i];
+    p.in[i] = static_cast<int>(shape.in[i]);
+    p.out[i] = static_cast<int>(shape.out[i]);
+  }
+  if (a.bias) {
+    *bias = dense_in(*a.bias, MemoryFormat::Contiguous);
+    p.bias = bias->const_data_ptr();
+  }
+  p.c_in = w.c_in;
+  p.c_out = w.c_out;
+  p.c_out_total = static_cast<int>(shape.c_out);
+  p.groups = w.groups;
+  p.plan = plan;
+  const auto all_multiples = [&](int64_t of) {
+    return p.x_stride_n % of == 0 && p.x_stride[0] % of == 0 && p.x_stride[1] % of == 0;
+  };
+  const bool is_half = dtype_size(shape.dtype) == 2;
+  const auto address = reinterpret_cast<uintptr_t>(p.x);
+  if (p.x_stride[2] == 1 && p.in[2] % 4 == 0 && p.x_stride_c % 4 == 0 && all_multiples(4) &&
+      address % (is_half ? 8 : 16) == 0) {
+    p.load = NarrowLoad::kVectors;
+  } else if (!is_half ||
+             (p.x_stride_c == 1 && p.c_in % 2 == 0 && all_multiples(2) && p.x_stride[2] % 2 == 0 && address % 4 == 0)) {
+    p.load = NarrowLoad::kWords;
+  } else {
+    p.load = NarrowLoad::kHalves;
+  }
   return p;
 }
 

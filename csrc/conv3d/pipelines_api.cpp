@@ -34,15 +34,13 @@ int64_t partials_slices(const ConvPlan& plan) {
   return plan.slices * plan.classes[0] * plan.classes[1] * plan.classes[2];
 }
 
-int64_t partials_bytes(const ConvShape& shape, const ConvPlan& plan) {
-  return shape.n * partials_slices(plan) * shape.c_out * 3 * 4;
-}
+int64_t partials_bytes(const ConvShape& shape, int64_t slices) { return shape.n * slices * shape.c_out * 3 * 4; }
 
 // The merge of what a convolution's epilogue left in `partials`.
-GroupStatsFinalizeParams finalize_params(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan,
-                                         const Norm& norm, float* partials, const Tensor& mean, const Tensor& rstd) {
+GroupStatsFinalizeParams finalize_params(const ConvArgs& a, const ConvShape& shape, int64_t slices, const Norm& norm,
+                                         float* partials, const Tensor& mean, const Tensor& rstd) {
   GroupStatsFinalizeParams f;
-  f.partials = {partials, partials_slices(plan), shape.c_out};
+  f.partials = {partials, slices, shape.c_out};
   f.n = shape.n;
   f.c = shape.c_out;
   f.g = norm.groups;
@@ -55,6 +53,43 @@ GroupStatsFinalizeParams finalize_params(const ConvArgs& a, const ConvShape& sha
   return f;
 }
 
+bool stores_nothing(const ConvChoice& choice) {
+  return choice.path == ConvPath::kImplicitGemm || choice.path == ConvPath::kNarrow;
+}
+
+// Statistics of a convolution whose output is not stored.
+struct __attribute__((visibility("hidden"))) StatsPass {
+  const ConvArgs& a;
+  const ConvShape& shape;
+  const ConvChoice& choice;
+  int64_t packed = 0, bias = 0, partials = 0;  // workspace pieces
+
+  bool narrow() const { return choice.path == ConvPath::kNarrow; }
+  int64_t slices() const { return narrow() ? choice.narrow.slices : partials_slices(choice.plan); }
+
+  void reserve(Workspace* workspace) {
+    if (!narrow()) {
+      packed = workspace->reserve(packed_weight_bytes(choice.plan));
+      bias = workspace->reserve(packed_bias_bytes(shape, choice.plan));
+    }
+    partials = workspace->reserve(partials_bytes(shape, slices()));
+  }
+
+  void run(Workspace& workspace, cudaStream_t stream) const {
+    if (narrow()) {
+      Tensor dense_bias;
+      NarrowParams p = make_narrow_params(a, shape, choice.narrow, &dense_bias);
+      p.partials = workspace.at<float>(partials);
+      raise_on_error(a.op, run_conv_narrow_stats(p, shape.n, stream));
+    } else {
+      ConvKernelParams p = make_kernel_params(a, shape, choice.plan);
+      pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
+      p.partials = workspace.at<float>(partials);
+      raise_on_error(a.op, run_conv3d_stats(p, shape.n, stream));
+    }
+  }
+};
+
 struct __attribute__((visibility("hidden"))) MeanResult {
   Tensor out, channel_mean, mean, rstd;
 };
@@ -65,29 +100,24 @@ MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const Opt
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
   const ConvChoice choice = choose(a, shape, ConvEpilogue::kStats);
-  if (choice.path != ConvPath::kImplicitGemm || a.x.numel() == 0) {
+  if (!stores_nothing(choice) || a.x.numel() == 0) {
     auto [out, channel_mean, mean, rstd] =
         group_norm_mean_fwd_cuda(conv_forward(a), num_groups, norm.weight, norm.bias, eps);
     return {out, channel_mean, mean, rstd};
   }
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  const ConvPlan& plan = choice.plan;
+  StatsPass pass{a, shape, choice};
   Workspace workspace(a.x);
-  const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
-  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, plan));
-  const int64_t partials = workspace.reserve(partials_bytes(shape, plan));
+  pass.reserve(&workspace);
   workspace.allocate();
   MeanResult r{empty_like_shape(a.x, {shape.n}, ScalarType::Float),
                empty_like_shape(a.x, {shape.n, shape.c_out}, ScalarType::Float),
                empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
                empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
 
-  ConvKernelParams p = make_kernel_params(a, shape, plan);
-  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
-  p.partials = workspace.at<float>(partials);
-  raise_on_error(a.op, run_conv3d_stats(p, shape.n, stream));
-
-  GroupStatsFinalizeParams f = finalize_params(a, shape, plan, norm, p.partials, r.mean, r.rstd);
+  pass.run(workspace, stream);
+  GroupStatsFinalizeParams f =
+      finalize_params(a, shape, pass.slices(), norm, workspace.at<float>(pass.partials), r.mean, r.rstd);
   f.channel_mean = r.channel_mean.mutable_data_ptr();
   raise_on_error(a.op, run_group_stats_finalize(f, stream));
 
@@ -131,7 +161,7 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
   const int64_t bias = workspace.reserve(packed_bias_bytes(shape, plan));
-  const int64_t partials = workspace.reserve(partials_bytes(shape, plan));
+  const int64_t partials = workspace.reserve(partials_bytes(shape, partials_slices(plan)));
   const int64_t table = workspace.reserve(shape.n * shape.c_out * 4 * 4);
   workspace.allocate();
   NormResult r{allocate_output(a, shape), empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
@@ -143,7 +173,7 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   p.act = check_act(a.op, "relu");
   raise_on_error(a.op, run_conv_transpose3d_stats(p, shape.n, stream));
 
-  GroupStatsFinalizeParams f = finalize_params(a, shape, plan, norm, p.partials, r.mean, r.rstd);
+  GroupStatsFinalizeParams f = finalize_params(a, shape, partials_slices(plan), norm, p.partials, r.mean, r.rstd);
   f.table = workspace.at<void>(table);
   raise_on_error(a.op, run_group_stats_finalize(f, stream));
 
@@ -164,7 +194,7 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   const DeviceGuard guard(a.x.get_device_index());
   const ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse);
   const ConvChoice stats = choose(a, shape, ConvEpilogue::kStats);
-  if (lse.path != ConvPath::kImplicitGemm || stats.path != ConvPath::kImplicitGemm || a.x.numel() == 0) {
+  if (!stores_nothing(lse) || !stores_nothing(stats) || a.x.numel() == 0) {
     // The residual is written over the convolution's output.
     const Tensor c = conv_forward(a);
     NormResult r;
@@ -181,14 +211,15 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
     return r;
   }
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  const bool narrow = lse.path == ConvPath::kNarrow;
+  StatsPass pass{a, shape, stats};
   // The two passes may tile differently, but a packed weight serves both only if their chunks agree.
-  const bool shared_weights = lse.plan.nb == stats.plan.nb && lse.plan.words == stats.plan.words;
+  const bool shared_weights =
+      !pass.narrow() && !narrow && lse.plan.nb == stats.plan.nb && lse.plan.words == stats.plan.words;
   Workspace workspace(a.x);
-  const int64_t packed = workspace.reserve(packed_weight_bytes(stats.plan));
-  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, stats.plan));
-  const int64_t lse_packed = shared_weights ? packed : workspace.reserve(packed_weight_bytes(lse.plan));
-  const int64_t lse_bias = shared_weights ? bias : workspace.reserve(packed_bias_bytes(shape, lse.plan));
-  const int64_t partials = workspace.reserve(partials_bytes(shape, stats.plan));
+  pass.reserve(&workspace);
+  const int64_t packed = narrow || shared_weights ? pass.packed : workspace.reserve(packed_weight_bytes(lse.plan));
+  const int64_t bias = narrow || shared_weights ? pass.bias : workspace.reserve(packed_bias_bytes(shape, lse.plan));
   const int64_t table = workspace.reserve(shape.n * shape.c_out * 4 * 4);
   workspace.allocate();
   IntArray out_sizes = shape.out_sizes;
@@ -197,21 +228,30 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
                empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
                empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
 
-  ConvKernelParams p = make_kernel_params(a, shape, stats.plan);
-  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
-  p.partials = workspace.at<float>(partials);
-  raise_on_error(a.op, run_conv3d_stats(p, shape.n, stream));
-
-  GroupStatsFinalizeParams f = finalize_params(a, shape, stats.plan, norm, p.partials, r.mean, r.rstd);
+  pass.run(workspace, stream);
+  GroupStatsFinalizeParams f =
+      finalize_params(a, shape, pass.slices(), norm, workspace.at<float>(pass.partials), r.mean, r.rstd);
   f.table = workspace.at<void>(table);
   raise_on_error(a.op, run_group_stats_finalize(f, stream));
 
+  if (narrow) {
+    ConvKernelParams out{};
+    set_output(&out, r.y, a.rank);
+    Tensor dense_bias;
+    NarrowParams q = make_narrow_params(a, shape, lse.narrow, &dense_bias);
+    q.norm_table = f.table;
+    q.y = static_cast<float*>(out.y);
+    q.y_stride_n = out.y_stride_n;
+    std::copy(out.y_stride, out.y_stride + 3, q.y_stride);
+    raise_on_error(a.op, run_conv_narrow_residual_lse(q, shape.n, stream));
+    return r;
+  }
   ConvKernelParams q = make_kernel_params(a, shape, lse.plan);
   if (shared_weights) {
-    q.packed_weight = p.packed_weight;
-    q.bias = p.bias;
+    q.packed_weight = workspace.at<uint32_t>(packed);
+    q.bias = workspace.at<float>(bias);
   } else {
-    pack_weights(a, shape, &q, workspace.at<uint32_t>(lse_packed), workspace.at<float>(lse_bias), stream);
+    pack_weights(a, shape, &q, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
   }
   q.norm_table = f.table;
   set_output(&q, r.y, a.rank);

@@ -100,15 +100,16 @@ void bind_conv(py::module_& m) {
       .value("aten", ConvBackend::kAten);
   py::enum_<ConvPath>(m, "ConvPath")
       .value("implicit_gemm", ConvPath::kImplicitGemm)
+      .value("narrow", ConvPath::kNarrow)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
 
   py::class_<DeviceLimits>(m, "DeviceLimits", "What a plan may use of the device; the default is an H200's.")
-      .def(py::init([](int sm_count, int smem_per_block, int smem_per_sm) {
-             return DeviceLimits{sm_count, smem_per_block, smem_per_sm};
+      .def(py::init([](int sm_count, int smem_per_block, int smem_per_sm, bool has_wgmma) {
+             return DeviceLimits{sm_count, smem_per_block, smem_per_sm, has_wgmma};
            }),
            py::arg("sm_count") = DeviceLimits{}.sm_count, py::arg("smem_per_block") = DeviceLimits{}.smem_per_block,
-           py::arg("smem_per_sm") = DeviceLimits{}.smem_per_sm)
+           py::arg("smem_per_sm") = DeviceLimits{}.smem_per_sm, py::arg("has_wgmma") = DeviceLimits{}.has_wgmma)
       .def_readonly("sm_count", &DeviceLimits::sm_count)
       .def_readonly("smem_per_block", &DeviceLimits::smem_per_block)
       .def_readonly("smem_per_sm", &DeviceLimits::smem_per_sm);
@@ -166,9 +167,41 @@ void bind_conv(py::module_& m) {
           py::arg("residue"), "The class of outputs o = q * out_step[dim] + residue.")
       .def("smem_layout", [](const ConvPlan& p) { return conv_smem_layout(p); });
 
+  py::class_<NarrowPlan>(m, "NarrowPlan", "The plan of the Hopper kernel; fields as in conv3d_narrow_params.h.")
+      .def_property_readonly(
+          "refusal", [](const NarrowPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("math", &NarrowPlan::math)
+      .def_readonly("columns", &NarrowPlan::columns)
+      .def_readonly("consumers", &NarrowPlan::consumers)
+      .def_readonly("window", &NarrowPlan::window)
+      .def_readonly("unit_step", &NarrowPlan::unit_step)
+      .def_readonly("n_tiles", &NarrowPlan::n_tiles)
+      .def_readonly("words", &NarrowPlan::words)
+      .def_readonly("k_words", &NarrowPlan::k_words)
+      .def_readonly("k_steps", &NarrowPlan::k_steps)
+      .def_readonly("batch", &NarrowPlan::batch)
+      .def_readonly("zero_plane", &NarrowPlan::zero_plane)
+      .def_readonly("rows", &NarrowPlan::rows)
+      .def_readonly("segments", &NarrowPlan::segments)
+      .def_readonly("lead", &NarrowPlan::lead)
+      .def_readonly("vectors", &NarrowPlan::vectors)
+      .def_readonly("pitch", &NarrowPlan::pitch)
+      .def_readonly("plane", &NarrowPlan::plane)
+      .def_readonly("stages", &NarrowPlan::stages)
+      .def_readonly("strips", &NarrowPlan::strips)
+      .def_readonly("tiles_per_sample", &NarrowPlan::tiles_per_sample)
+      .def_readonly("slices", &NarrowPlan::slices)
+      .def_readonly("tiles_per_slice", &NarrowPlan::tiles_per_slice)
+      .def_readonly("smem_bytes", &NarrowPlan::smem_bytes)
+      .def_property_readonly("tile", [](const NarrowPlan& p) { return copied(p.tile); })
+      .def_property_readonly("halo", [](const NarrowPlan& p) { return copied(p.halo); })
+      .def_property_readonly("tiles", [](const NarrowPlan& p) { return copied(p.tiles); })
+      .def_property_readonly("origin", [](const NarrowPlan& p) { return copied(p.origin); });
+
   py::class_<ConvChoice>(m, "ConvChoice")
       .def_readonly("path", &ConvChoice::path)
       .def_readonly("plan", &ConvChoice::plan)
+      .def_readonly("narrow", &ConvChoice::narrow)
       .def_readonly("reason", &ConvChoice::reason)
       .def("explain", &ConvChoice::explain);
 
@@ -178,6 +211,8 @@ void bind_conv(py::module_& m) {
   m.attr("CONV_THREADS") = kConvThreads;
   m.attr("MAX_DIM_CLASSES") = kMaxDimClasses;
   m.def("plan_conv", &plan_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.attr("NARROW_STRIP") = kNarrowStrip;
+  m.def("plan_narrow", &plan_narrow, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("choose_conv", &choose_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto);
 }

@@ -145,6 +145,14 @@ void test_choices() {
   ConvProblem problem = make_problem(kConvCases[0], Dtype::kFloat32, true);
   CHECK(choose_conv(problem, {}, ConvBackend::kAten).path == ConvPath::kAten);
   CHECK(choose_conv(problem, {}, ConvBackend::kKgopt).path == ConvPath::kImplicitGemm);
+  if (!problem.transposed) {
+    problem.epilogue = ConvEpilogue::kStats;
+    CHECK(choose_conv(problem, {}, ConvBackend::kKgopt).path == ConvPath::kNarrow);
+    DeviceLimits older;
+    older.has_wgmma = false;
+    CHECK(choose_conv(problem, older, ConvBackend::kKgopt).path == ConvPath::kImplicitGemm);
+    problem.epilogue = ConvEpilogue::kStore;
+  }
   problem.dtype = Dtype::kFloat64;
   CHECK(choose_conv(problem, {}, ConvBackend::kKgopt).path == ConvPath::kDirect);
   CHECK(!choose_conv(problem, {}, ConvBackend::kAuto).reason.empty());

@@ -1,0 +1,16 @@
+// Launchers of the Hopper kernel for narrow convolutions (sm_90a code only, see DeviceInfo::has_wgmma).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "conv3d_narrow_params.h"
+
+namespace kgopt {
+
+// Per-channel statistics of conv(x) + bias in p.partials; nothing else is stored.
+Status run_conv_narrow_stats(const NarrowParams& p, int64_t n, cudaStream_t stream);
+
+// logsumexp over channels of c + hardswish(tanh(GroupNorm(c))), c = conv(x) + bias.
+Status run_conv_narrow_residual_lse(const NarrowParams& p, int64_t n, cudaStream_t stream);
+
+}  // namespace kgopt

@@ -1,0 +1,553 @@
+// Implicit GEMM on wgmma for convolutions with few input channels, sm_90a.
+//
+// Rows of the GEMM are output positions, 16 neighbours along the width ("strip") to a warp, columns output channels, K
+// the input channels and taps. One warpgroup loads: the halo of the next tiles comes into shared memory as one plane
+// per channel word, exactly as the input lies, rounded to TF32 there, once for all taps that will read it. Three
+// warpgroups compute: element A[m][k] is halo[row_base(m) + offset(k)], so every tap, stride and dilation is only
+// another entry of an offset table and nothing is ever unfolded; A goes from the halo to registers and from there into
+// wgmma, B (all weights) lies in shared memory from start to end. While the tensor cores work for one warpgroup, the
+// others load fragments or run their epilogues, which see the fp32 accumulators in registers and reduce them to
+// statistics or carry them to logsumexp.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <utility>
+
+#include "../common/async.cuh"
+#include "../common/dtype.cuh"
+#include "../common/mma.cuh"
+#include "../common/reduce.cuh"
+#include "../common/wgmma.cuh"
+#include "conv3d_kernel.cuh"
+#include "conv3d_narrow_params.h"
+#include "conv3d_narrow_plan.h"
+
+namespace kgopt {
+
+// f(0) ... f(kCount - 1), each a compile-time constant.
+template <typename F, int... kIndex>
+__device__ __forceinline__ void call_each(F&& f, std::integer_sequence<int, kIndex...>) {
+  (f(std::integral_constant<int, kIndex>()), ...);
+}
+template <int kCount, typename F>
+__device__ __forceinline__ void unroll(F&& f) {
+  call_each(f, std::make_integer_sequence<int, kCount>());
+}
+
+// kWindow kernel rows share each fragment of A: input row r adds to output rows r, r - 1, ... r - kWindow + 1, whose
+// accumulators take turns. Loads of A then cost a third, at the price of as many sets of accumulators.
+template <ConvMath kMath, int kColumns, int kWindow, bool kUnitStep, int kBatch, ConvEpilogue kEpilogue>
+__global__ void __launch_bounds__(128 *
+                                      (narrow_consumers(kMath, kColumns, kEpilogue == ConvEpilogue::kResidualLse) + 1),
+                                  1) conv_narrow_kernel(const __grid_constant__ NarrowParams p) {
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Traits = ConvMathTraits<kMath>;
+  using Element = typename Traits::Element;
+  constexpr int kSplit = Traits::kSplit;
+  constexpr int kPerWord = Traits::kPerWord;
+  constexpr bool kStats = kEpilogue == ConvEpilogue::kStats;
+  constexpr bool kLse = kEpilogue == ConvEpilogue::kResidualLse;
+  constexpr int kAcc = kColumns / 2;
+  constexpr float kLog2E = 1.44269504088896340736f;
+  constexpr bool kAccurateTanh = kMath == ConvMath::kTf32x3;
+  constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
+                              : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
+                                                         : WgmmaType::kTf32;
+  constexpr int kConsumers = narrow_consumers(kMath, kColumns, kLse);
+  constexpr int kNarrowThreads = 128 * (kConsumers + 1);
+  constexpr int kWarps = kConsumers * 4;
+
+  extern __shared__ __align__(128) uint32_t smem[];
+  const NarrowPlan& plan = p.plan;
+  const NarrowSmemLayout layout = narrow_smem_layout(plan);
+  uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
+  uint64_t* const empty = full + 4;
+  uint32_t* const weights = smem + layout.weights;
+  int2* const offsets = reinterpret_cast<int2*>(smem + layout.offsets);
+  int2* const strip_table = reinterpret_cast<int2*>(smem + layout.strips);
+  float4* const column_table = reinterpret_cast<float4*>(smem + layout.columns);
+  float* const scratch = reinterpret_cast<float*>(smem + layout.scratch);
+  uint32_t* const halo = smem + layout.halo;
+  const int stage_words = (plan.words + plan.zero_plane) * plan.plane;
+
+  const int tid = threadIdx.x;
+  const int64_t n = blockIdx.x / plan.slices;
+  const int64_t slice = blockIdx.x % plan.slices;
+  const int c_begin = blockIdx.y * kColumns;  // first output channel of this block, within the conv group
+  const int group = blockIdx.z;
+  const int c_valid = min(kColumns, p.c_out - c_begin);
+  const int c_first = group * p.c_out + c_begin;  // the same among all output channels
+  const int kernel_h = plan.kernel[1] / kWindow;  // kernel rows within K
+  const int taps = plan.kernel[0] * kernel_h * plan.kernel[2];
+
+  // K entry -> byte offset in the halo, and place of its weight (kept in the halo's space for now). Padded entries
+  // point at the plane of zeros: a zero weight alone would turn an infinite input into a NaN.
+  int* const weight_at = reinterpret_cast<int*>(halo);
+  const int k_padded = plan.k_steps * 8;
+  for (int i = tid; i < k_padded; i += kNarrowThreads) {
+    int offset = plan.words * plan.plane;
+    if (i < plan.k_words) {
+      const int word = plan.taps_fast ? i / taps : i % plan.words;
+      const int tap = plan.taps_fast ? i % taps : i / plan.words;
+      const int w = tap % plan.kernel[2];
+      const int h = tap / plan.kernel[2] % kernel_h;
+      const int d = tap / (plan.kernel[2] * kernel_h);
+      offset = word * plan.plane + (d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch +
+               w * plan.dilation[2];
+      weight_at[i] = static_cast<int>(word * kPerWord * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] +
+                                      w * p.w_stride_k[2]);
+      weight_at[k_padded + i] = word * kPerWord + 1 < p.c_in;
+    }
+    int* const pair = reinterpret_cast<int*>(offsets + (i / 8) * 4 + (i & 3));
+    pair[(i >> 2) & 1] = offset * 4;
+  }
+  __syncthreads();
+  {
+    const unsigned short* const half_weight = static_cast<const unsigned short*>(p.weight) + group * p.w_stride_group;
+    const float* const float_weight = static_cast<const float*>(p.weight) + group * p.w_stride_group;
+    constexpr int kAllColumns = kColumns * kWindow;
+    const int turn_words = k_padded * kAllColumns;
+    // In turn t of the window, kernel row r belongs to the accumulators (t - r) mod kWindow.
+    for (int c = tid / 32; c < kAllColumns; c += kNarrowThreads / 32) {
+      const int column = c % kColumns, kernel_row = c / kColumns;
+      const int64_t first = (c_begin + column) * p.w_stride_out + kernel_row * p.w_stride_k[1];
+      for (int k = tid % 32; k < k_padded; k += 32) {
+        uint32_t word = 0, low = 0;
+        if (k < plan.k_words && column < c_valid) {
+          const int64_t at = first + weight_at[k];
+          if constexpr (kPerWord == 2) {
+            word = half_weight[at];
+            if (weight_at[k_padded + k]) word |= uint32_t(half_weight[at + p.w_stride_in]) << 16;
+          } else if constexpr (kSplit == 2) {
+            split_tf32(float_weight[at], &word, &low);
+          } else {
+            word = to_tf32(float_weight[at]);
+          }
+        }
+#pragma unroll
+        for (int turn = 0; turn < kWindow; ++turn) {
+          const int to = (turn - kernel_row + kWindow) % kWindow * kColumns + column;
+          const int at =
+              turn * turn_words + ((k / 8 * (kAllColumns / 8) + to / 8) * 2 + k / 4 % 2) * 32 + to % 8 * 4 + k % 4;
+          weights[at] = word;
+          if constexpr (kSplit == 2) weights[at + turn_words * kWindow] = low;
+        }
+      }
+    }
+  }
+  __syncthreads();  // the halo's space is free again
+  for (int i = tid; i < plan.strips; i += kNarrowThreads) {
+    const int per_row = plan.tile[2] / kNarrowStrip;
+    const int w = i % per_row * kNarrowStrip;
+    const int h = i / per_row % plan.segments * plan.rows;
+    const int d = i / (per_row * plan.segments);
+    const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w * plan.step[2];
+    strip_table[i] = make_int2(base * 4, d << 24 | h << 14 | w);
+  }
+  for (int c = tid; c < kColumns; c += kNarrowThreads) {
+    float bias = 0.f;
+    if (p.bias && c < c_valid) bias = to_acc(static_cast<const Element*>(p.bias)[c_first + c]);
+    float4 v = make_float4(bias, 0.f, 0.f, 0.f);
+    if constexpr (kLse) {
+      // Scale and offset that make z of a convolution without its bias, and what is added to make the residual. A
+      // padded column gets -inf there and drops out of the sum.
+      v.z = -INFINITY;
+      if (c < c_valid) {
+        const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
+        const float scale = kAccurateTanh ? 2.f * kLog2E : 1.f;
+        v.x = norm.y * norm.z * scale;
+        v.y = fmaf(bias - norm.x, v.x, norm.w * scale);
+        v.z = bias + (kAccurateTanh ? 2.f / 3.f : 0.f);
+      }
+    }
+    column_table[c] = v;
+  }
+  if (plan.zero_plane) {
+    for (int stage = 0; stage < plan.stages; ++stage) {
+      for (int i = tid; i < plan.plane; i += kNarrowThreads)
+        halo[stage * stage_words + plan.words * plan.plane + i] = 0;
+    }
+  }
+  if (tid == 0) {
+    for (int stage = 0; stage < plan.stages; ++stage) {
+      barrier_init(full + stage, 128);
+      barrier_init(empty + stage, kWarps);
+    }
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the weights, which wgmma reads
+  __syncthreads();
+
+  const int tile_begin = static_cast<int>(slice * plan.tiles_per_slice);
+  const int tile_count =
+      static_cast<int>(min(plan.tiles_per_slice, plan.tiles_per_sample - slice * plan.tiles_per_slice));
+  const int tiles_w = static_cast<int>(plan.tiles[2]);
+  const int tiles_h = static_cast<int>(plan.tiles[1]);
+  TileCursor cursor{tile_begin / (tiles_w * tiles_h), tile_begin / tiles_w % tiles_h, tile_begin % tiles_w};
+
+  if (tid < 128) {
+    // The loading warpgroup. Its threads walk over the positions of the halo, all words of a position in one thread.
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    const Element* const x_sample =
+        static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
+    // A thread has one place along the width and walks over the rows of the halo, all depths one after the other.
+    constexpr int kVector = 4;
+    const bool vectors = p.load == NarrowLoad::kVectors;
+    const int across = vectors ? plan.vectors : plan.halo[2];
+    const int threads_w = min(across, 128);
+    const int rows_at_once = 128 / threads_w;
+    const int first_row = tid / threads_w < rows_at_once ? tid / threads_w : 1 << 24;
+    const int rows = plan.halo[0] * plan.halo[1];
+    int stage = 0;
+    uint32_t parity = 1;
+    for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
+      barrier_wait(empty + stage, parity);
+      uint32_t* const dst_stage = halo + stage * stage_words;
+      const int in_d = cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0];
+      const int in_h = cursor.h * plan.tile[1] * plan.step[1] + plan.origin[1];
+      const int in_w = cursor.w * plan.tile[2] * plan.step[2] + plan.origin[2];
+      for (int place = tid % threads_w; place < across; place += threads_w) {
+        // Where this thread reads in a row and where it writes; a vector lies inside or outside as a whole.
+        const int w = vectors ? in_w - plan.lead + place * kVector : in_w + place;
+        const int dst_w = vectors ? place * kVector : plan.lead + place;
+        const bool inside_w = unsigned(w) < unsigned(p.in[2]);
+        const Element* const column = x_sample + w * p.x_stride[2];
+        int d = 0, h = first_row;
+        for (int row = first_row; row < rows; row += rows_at_once, h += rows_at_once) {
+          while (h >= plan.halo[1]) h -= plan.halo[1], ++d;
+          const bool inside =
+              inside_w && unsigned(in_d + d) < unsigned(p.in[0]) && unsigned(in_h + h) < unsigned(p.in[1]);
+          // Not read where outside, but cp.async wants an address it could read.
+          const Element* src = inside ? column + (in_d + d) * p.x_stride[0] + (in_h + h) * p.x_stride[1] : x_sample;
+          uint32_t* dst = dst_stage + row * plan.pitch + dst_w;
+          if (vectors) {
+            if constexpr (kPerWord == 1) {
+#pragma unroll 2
+              for (int word = 0; word < plan.words; ++word) {
+                cp_async<16>(dst, src, inside);
+                src += p.x_stride_c;
+                dst += plan.plane;
+              }
+            } else {
+              uint32_t* raw = smem + layout.raw + row * plan.vectors * 2 + place * 2;
+#pragma unroll 2
+              for (int c = 0; c < plan.words * 2; ++c) {
+                const bool load = inside && c < p.c_in;
+                cp_async<8>(raw, load ? src : x_sample, load);
+                src += p.x_stride_c;
+                raw += rows * plan.vectors * 2;
+              }
+            }
+          } else if (p.load == NarrowLoad::kWords) {
+#pragma unroll 2
+            for (int word = 0; word < plan.words; ++word) {
+              cp_async<4>(dst, src, inside);
+              src += kPerWord * p.x_stride_c;
+              dst += plan.plane;
+            }
+          } else if constexpr (kPerWord == 2) {
+            // Two half values from two planes make a word: through registers, eight words in flight.
+            const unsigned short* bits = reinterpret_cast<const unsigned short*>(src);
+            for (int word0 = 0; word0 < plan.words; word0 += 8) {
+              uint32_t v[8];
+#pragma unroll
+              for (int j = 0; j < 8; ++j) {
+                const int c = (word0 + j) * 2;
+                const uint32_t low = inside && c < p.c_in ? __ldg(bits) : 0u;
+                const uint32_t high = inside && c + 1 < p.c_in ? __ldg(bits + p.x_stride_c) : 0u;
+                v[j] = low | high << 16;
+                bits += 2 * p.x_stride_c;
+              }
+#pragma unroll
+              for (int j = 0; j < 8; ++j) {
+                if (word0 + j < plan.words) dst[(word0 + j) * plan.plane] = v[j];
+              }
+            }
+          }
+        }
+      }
+      cp_async_commit();
+      cp_async_wait_all();
+      if constexpr (kMath == ConvMath::kTf32) {
+        named_barrier(2, 128);
+        uint4* const words = reinterpret_cast<uint4*>(dst_stage);
+#pragma unroll 4
+        for (int i = tid; i < plan.words * plan.plane / 4; i += 128) {
+          uint4 v = words[i];
+          v.x = to_tf32(__uint_as_float(v.x));
+          v.y = to_tf32(__uint_as_float(v.y));
+          v.z = to_tf32(__uint_as_float(v.z));
+          v.w = to_tf32(__uint_as_float(v.w));
+          words[i] = v;
+        }
+      }
+      if constexpr (kPerWord == 2) {
+        if (vectors) {
+          // Two channels' values of four positions make four words.
+          named_barrier(2, 128);
+          const uint32_t* const raw = smem + layout.raw;
+          const int channel = rows * plan.vectors * 2;
+          for (int row = tid / threads_w; row < rows && tid < rows_at_once * threads_w; row += rows_at_once) {
+            for (int place = tid % threads_w; place < across; place += threads_w) {
+              const uint32_t* src = raw + (row * plan.vectors + place) * 2;
+              uint32_t* dst = dst_stage + row * plan.pitch + place * kVector;
+#pragma unroll 2
+              for (int word = 0; word < plan.words; ++word) {
+                const uint2 a = *reinterpret_cast<const uint2*>(src);
+                const uint2 b = *reinterpret_cast<const uint2*>(src + channel);
+                *reinterpret_cast<uint4*>(dst) =
+                    make_uint4(__byte_perm(a.x, b.x, 0x5410), __byte_perm(a.x, b.x, 0x7632),
+                               __byte_perm(a.y, b.y, 0x5410), __byte_perm(a.y, b.y, 0x7632));
+                src += 2 * channel;
+                dst += plan.plane;
+              }
+            }
+          }
+          named_barrier(2, 128);  // the raw tile is read before the next one comes
+        }
+      }
+      barrier_arrive(full + stage);
+      if (++stage == plan.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  } else {
+    if constexpr (kConsumers == 3) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
+    }
+    const int lane = tid & 31;
+    const int warp = tid / 32 - 4;  // among the consumers
+    const int g = lane >> 2;
+    const int t = lane & 3;
+    const int jobs = (plan.strips + 3) / 4;
+    uint32_t b_first = wgmma_b_descriptor(shared_address(weights));
+    asm volatile("" : "+r"(b_first));  // else it would be computed again for each product
+    constexpr int kBStep = kWindow * kColumns * 8 * 4 / 16;
+    const int b_turn = plan.k_steps * kBStep;
+    const int b_low = b_turn * kWindow;
+    // One constant where neighbouring positions are neighbouring words.
+    const int row8_offset = kUnitStep ? 32 : 32 * plan.step[2];
+
+    int2 offset[kBatch];  // of the fragments that are loaded next
+    auto load_offsets = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) offset[i] = offsets[(first + i) * 4 + t];
+    };
+    load_offsets(0);
+
+    ShiftedSums<float> sums[kStats ? kColumns / 4 : 1];
+    float count = 0.f;
+
+    int stage = 0;
+    uint32_t parity = 0;
+    int job = warp / 4;
+    for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
+      barrier_wait(full + stage, parity);
+      for (; job < jobs; job += kConsumers) {
+        const int s = job * 4 + (warp & 3);
+        const int2 strip = strip_table[min(s, plan.strips - 1)];
+        const int d = cursor.d * plan.tile[0] + (strip.y >> 24);
+        const int h0 = cursor.h * plan.tile[1] + ((strip.y >> 14) & 1023);
+        const int w = cursor.w * plan.tile[2] + (strip.y & 16383) + g;
+        const bool inside = s < plan.strips && d < p.out[0];
+        const bool valid[2] = {inside && w < p.out[2], inside && w + 8 < p.out[2]};
+        const int rows = min(plan.rows, p.out[1] - h0);
+        // The four warps of a warpgroup go together, wherever their strips end.
+        const int out_rows = plan.segments == 1 ? rows : plan.rows;
+        const int steps = out_rows + kWindow - 1;
+        uint32_t base = shared_address(halo + stage * stage_words) + strip.x + g * plan.step[2] * 4;
+        const int base_step = plan.step[1] * plan.pitch * 4;
+
+        // The products are summed onto minus the shift of the statistics, which saves subtracting it.
+        float acc[kWindow * kAcc];
+        auto start = [&](auto slot) {
+#pragma unroll
+          for (int j = 0; j < kAcc; ++j)
+            acc[decltype(slot)::value * kAcc + j] = -sums[kStats ? j / 4 * 2 + (j & 1) : 0].shift;
+        };
+        if constexpr (kStats) unroll<kWindow>(start);
+        // Fragments of kBatch K steps are loaded together and multiplied together.
+        using Fragments = uint32_t[kBatch][4];
+        auto load_fragments = [&](Fragments& a, int first) {
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            const uint32_t near = base + offset[i].x, far = base + offset[i].y;
+            a[i][0] = load_shared(near);
+            a[i][1] = load_shared(near + row8_offset);
+            a[i][2] = load_shared(far);
+            a[i][3] = load_shared(far + row8_offset);
+          }
+          if (plan.k_steps > kBatch) load_offsets(first + kBatch < plan.k_steps ? first + kBatch : 0);
+        };
+        // No product may be under way: what it reads is written here.
+        auto multiply = [&](auto turn, Fragments& a, int first) {
+          [[maybe_unused]] uint32_t low[kSplit == 2 ? kBatch : 1][4];
+          if constexpr (kSplit == 2) {
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+              for (int j = 0; j < 4; ++j) split_tf32(__uint_as_float(a[i][j]), &a[i][j], &low[i][j]);
+            }
+          }
+          wgmma_fence();
+          const uint32_t b_batch = b_first + decltype(turn)::value * b_turn + first * kBStep;
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            const uint32_t b = b_batch + i * kBStep;
+            const bool add = kStats || i > 0 || first > 0;
+            if constexpr (kSplit == 2) {
+              wgmma<kType, kWindow * kColumns>(acc, low[i], b, add);
+              wgmma<kType, kWindow * kColumns>(acc, a[i], b + b_low, true);
+              wgmma<kType, kWindow * kColumns>(acc, a[i], b, true);
+            } else {
+              wgmma<kType, kWindow * kColumns>(acc, a[i], b, add);
+            }
+          }
+          wgmma_commit();
+        };
+
+        Fragments even;
+        load_fragments(even, 0);
+        auto step = [&](auto turn, int row) {
+          if constexpr (kWindow > 1) {
+            for (int first = 0;;) {
+              multiply(turn, even, first);
+              wgmma_wait<0>();
+              first += kBatch;
+              if (first >= plan.k_steps) break;
+              load_fragments(even, first);
+            }
+          } else {
+            // Where registers allow: one batch is loaded while the other is multiplied.
+            Fragments odd;
+            for (int first = 0;; first += 2 * kBatch) {
+              multiply(turn, even, first);
+              if (first + kBatch < plan.k_steps) load_fragments(odd, first + kBatch);
+              wgmma_wait<0>();
+              if (first + kBatch >= plan.k_steps) break;
+              multiply(turn, odd, first + kBatch);
+              if (first + 2 * kBatch < plan.k_steps) load_fragments(even, first + 2 * kBatch);
+              wgmma_wait<0>();
+              if (first + 2 * kBatch >= plan.k_steps) break;
+            }
+          }
+          wgmma_use(acc);
+          // The next row's fragments come while this thread is in its epilogue; after the last row nobody uses them.
+          base += base_step;
+          if (row + 1 < steps) load_fragments(even, 0);
+
+          const int out_row = row - (kWindow - 1);
+          constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
+          float* const done = acc + kSlot * kAcc;
+          if constexpr (kStats) {
+            if (out_row >= 0 && out_row < rows) {
+              if (count == 0.f) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                  if (valid[half]) {
+#pragma unroll
+                    for (int j = 0; j < kColumns / 4; ++j) sums[j].shift = done[j / 2 * 4 + half * 2 + (j & 1)];
+                  }
+                }
+#pragma unroll
+                for (int j = 0; j < kWindow * kAcc; ++j) acc[j] -= sums[j % kAcc / 4 * 2 + (j & 1)].shift;
+              }
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                if (!valid[half]) continue;
+                count += 1.f;
+#pragma unroll
+                for (int j = 0; j < kColumns / 4; ++j) {
+                  const float v = done[j / 2 * 4 + half * 2 + (j & 1)];
+                  sums[j].sum += v;
+                  sums[j].sum_sq = fmaf(v, v, sums[j].sum_sq);
+                }
+              }
+            }
+            start(std::integral_constant<int, kSlot>());
+          }
+          if (kLse && out_row < rows) {
+            float maximum[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+            for (int j = 0; j < kColumns / 4; ++j) {
+              const float4 column = column_table[j / 2 * 8 + t * 2 + (j & 1)];
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                // u = conv, z = (u + bias - mean) * rstd * gamma + beta, t = tanh(z). Since |t| <= 1, hardswish needs
+                // no clamp: r = u + bias + t (t + 3) / 6. With q = 1 / (1 + exp(2z)), t = 1 - 2q and
+                // r = u + bias + 2/3 + q (2q - 5) / 3.
+                float& v = done[j / 2 * 4 + half * 2 + (j & 1)];
+                const float z = fmaf(v, column.x, column.y);
+                if constexpr (kAccurateTanh) {
+                  const float q = rcp_approx(1.f + exp2_approx(z));
+                  v = fmaf(q, fmaf(q, 2.f / 3.f, -5.f / 3.f), v + column.z);
+                } else {
+                  const float th = tanh_approx(z);
+                  v = fmaf(th, fmaf(th, 1.f / 6.f, 0.5f), v + column.z);
+                }
+                maximum[half] = fmaxf(maximum[half], v);
+              }
+            }
+            float* const y =
+                p.y + n * p.y_stride_n + d * p.y_stride[0] + (h0 + out_row) * p.y_stride[1] + w * p.y_stride[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              float m = maximum[half];
+              m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+              m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+              if (fabsf(m) == INFINITY) m = 0.f;  // as torch.logsumexp: an infinite maximum comes out as it is
+              const float shift = -m * kLog2E;
+              float sum = 0.f;
+#pragma unroll
+              for (int j = 0; j < kColumns / 4; ++j) {
+                sum += exp2_approx(fmaf(done[j / 2 * 4 + half * 2 + (j & 1)], kLog2E, shift));
+              }
+              sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+              sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+              if (t == 0 && valid[half]) y[half * 8 * p.y_stride[2]] = m + logf(sum);
+            }
+          }
+        };
+#pragma unroll 1
+        for (int row = 0; row < steps; row += kWindow) {
+          unroll<kWindow>([&](auto turn) {
+            if (row + decltype(turn)::value < steps) step(turn, row + decltype(turn)::value);
+          });
+        }
+      }
+      job -= jobs;
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + stage);
+      if (++stage == plan.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+
+    if constexpr (kStats) {
+      // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block, always in the same order.
+      Moments<float>* const shared = reinterpret_cast<Moments<float>*>(scratch);
+#pragma unroll
+      for (int j = 0; j < kColumns / 4; ++j) {
+        const Moments<float> m = warp_merge(sums[j].moments(count), 4);
+        if (g == 0) shared[warp * kColumns + (j / 2) * 8 + t * 2 + (j & 1)] = m;
+      }
+      named_barrier(1, kWarps * 32);
+      // The bias was left out of the sums: it moves the mean and nothing else.
+      float* const out = p.partials + ((n * plan.slices + slice) * p.c_out_total + c_first) * 3;
+      for (int c = tid - 128; c < c_valid; c += kWarps * 32) {
+        Moments<float> m = shared[c];
+        for (int w = 1; w < kWarps; ++w) merge(m, shared[w * kColumns + c]);
+        out[c * 3] = m.mean + column_table[c].x;
+        out[c * 3 + 1] = m.m2;
+        out[c * 3 + 2] = m.count;
+      }
+    }
+  }
+#endif
+}
+
+}  // namespace kgopt

@@ -1,0 +1,65 @@
+// From the narrow plan's numbers to a template instance: the one place where run time becomes compile time.
+#pragma once
+
+#include "conv3d_narrow.h"
+#include "conv3d_narrow_kernel.cuh"
+
+namespace kgopt {
+
+template <ConvMath kMath, int kColumns, int kWindow, bool kUnitStep, int kBatch, ConvEpilogue kEpilogue>
+Status launch_narrow_instance(const NarrowParams& p, int64_t n, cudaStream_t stream) {
+  const NarrowPlan& plan = p.plan;
+  const auto kernel = conv_narrow_kernel<kMath, kColumns, kWindow, kUnitStep, kBatch, kEpilogue>;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+  if (error == cudaSuccess) {
+    const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
+    kernel<<<grid, 128 * (plan.consumers + 1), plan.smem_bytes, stream>>>(p);
+    error = cudaGetLastError();
+  }
+  if (error != cudaSuccess) return {StatusCode::kCudaError, "conv_narrow_kernel", cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
+template <ConvMath kMath, int kColumns, int kBatch, ConvEpilogue kEpilogue>
+Status launch_narrow_window(const NarrowParams& p, int64_t n, cudaStream_t stream) {
+  if constexpr (kColumns <= 32 && kEpilogue == ConvEpilogue::kStats) {
+    if (p.plan.window > 1) {
+      return launch_narrow_instance<kMath, kColumns, kNarrowWindow, true, kBatch, kEpilogue>(p, n, stream);
+    }
+  }
+  if (p.plan.unit_step) return launch_narrow_instance<kMath, kColumns, 1, true, kBatch, kEpilogue>(p, n, stream);
+  return launch_narrow_instance<kMath, kColumns, 1, false, kBatch, kEpilogue>(p, n, stream);
+}
+
+template <ConvMath kMath, int kColumns, ConvEpilogue kEpilogue>
+Status launch_narrow_batch(const NarrowParams& p, int64_t n, cudaStream_t stream) {
+  return p.plan.batch == 4 ? launch_narrow_window<kMath, kColumns, 4, kEpilogue>(p, n, stream)
+                           : launch_narrow_window<kMath, kColumns, 3, kEpilogue>(p, n, stream);
+}
+
+template <ConvMath kMath, ConvEpilogue kEpilogue>
+Status launch_narrow_columns(const NarrowParams& p, int64_t n, cudaStream_t stream) {
+  switch (p.plan.columns) {
+    case 24: return launch_narrow_batch<kMath, 24, kEpilogue>(p, n, stream);
+    case 32: return launch_narrow_batch<kMath, 32, kEpilogue>(p, n, stream);
+    case 64: return launch_narrow_batch<kMath, 64, kEpilogue>(p, n, stream);
+    case 128:
+      if constexpr (kEpilogue == ConvEpilogue::kResidualLse) {
+        return launch_narrow_batch<kMath, 128, kEpilogue>(p, n, stream);
+      }
+  }
+  return Status::Unsupported("conv_narrow_kernel", "no instance for this number of output channels");
+}
+
+template <ConvEpilogue kEpilogue>
+Status launch_narrow(const NarrowParams& p, int64_t n, cudaStream_t stream) {
+  if (n * p.plan.slices == 0) return Status::Ok();
+  switch (p.plan.math) {
+    case ConvMath::kTf32: return launch_narrow_columns<ConvMath::kTf32, kEpilogue>(p, n, stream);
+    case ConvMath::kTf32x3: return launch_narrow_columns<ConvMath::kTf32x3, kEpilogue>(p, n, stream);
+    case ConvMath::kBf16: return launch_narrow_columns<ConvMath::kBf16, kEpilogue>(p, n, stream);
+    default: return launch_narrow_columns<ConvMath::kFp16, kEpilogue>(p, n, stream);
+  }
+}
+
+}  // namespace kgopt

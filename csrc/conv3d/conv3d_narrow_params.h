@@ -1,0 +1,84 @@
+// The Hopper kernel for convolutions with few input channels: its launch plan and its arguments. All of K lies in one
+// block's shared memory, which is what "narrow" means here. Sizes, strides and offsets are in elements unless said;
+// dims are ordered depth, height, width.
+#pragma once
+
+#include <cstdint>
+
+#include "conv3d_params.h"
+
+namespace kgopt {
+
+// Warpgroups that compute; one more loads. As many as have the registers for accumulators, sums and fragments.
+KGOPT_HD constexpr int narrow_consumers(ConvMath math, int columns, bool lse) {
+  return math == ConvMath::kTf32x3 || columns >= 128 || (columns >= 64 && !lse) ? 3 : 4;
+}
+inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the width that a warp takes for one product
+inline constexpr int kNarrowWindow = 3;  // kernel rows that share a fragment, where they do
+inline constexpr int kNarrowStages = 3;  // at most
+
+// Plain numbers, computed on the host, inspectable without a GPU.
+struct NarrowPlan {
+  const char* refusal = nullptr;  // why this kernel cannot run it; null when it can
+  ConvMath math = ConvMath::kTf32;
+  int columns = 24;       // output channels per thread block
+  int consumers = 3;      // narrow_consumers(...)
+  int window = 1;         // kernel rows (along the height) that one load of A serves; the others are part of K
+  bool unit_step = true;  // neighbouring positions along the width are neighbouring words
+  int n_tiles = 1;        // thread blocks along output channels, per conv group
+  int words = 1;          // 32-bit words of input channels (a word: 1 fp32 or 2 half channels)
+  int kernel[3] = {1, 1, 1};
+  int step[3] = {1, 1, 1};      // stride
+  int dilation[3] = {1, 1, 1};  // from tap to tap
+  int origin[3] = {0, 0, 0};    // minus the padding: where the halo of the tile at zero begins
+  int k_words = 1;              // words of input channels times taps, over the window
+  int k_steps = 1;              // of 8 words
+  int batch = 3;                // K steps whose fragments a thread holds at once; divides k_steps
+  bool taps_fast = false;       // order of K: taps innermost, else channel words innermost
+  int zero_plane = 0;           // 1 where K is padded: padded entries read a plane of zeros
+  int rows = 1;                 // along the height that a strip covers, one after the other
+  int segments = 1;             // strips that cover the tile's height
+  int tile[3] = {1, 1, 1};      // positions; tile[1] = rows * segments, tile[2] a multiple of a strip
+  int halo[3] = {1, 1, 1};      // input extent of a tile
+  int lead = 0;                 // words before a row's first, so that every fourth word of x lies at 16 bytes
+  int vectors = 1;              // of 4 positions that hold a row
+  int pitch = 4;                // words between rows of a plane
+  int plane = 1;                // words between channel planes
+  int stages = 2;
+  int strips = 1;     // per tile
+  int raw_words = 0;  // half types: room for the tile as it lies in memory
+  int64_t tiles[3] = {1, 1, 1};
+  int64_t tiles_per_sample = 1;
+  int64_t slices = 1;  // thread blocks per sample, group and channel tile
+  int64_t tiles_per_slice = 1;
+  int smem_bytes = 0;
+};
+
+// How the loading warpgroup reads x.
+enum class NarrowLoad : int {
+  kVectors,  // rows in vectors of 4 positions
+  kWords,    // single words: fp32, or two neighbouring half channels in one aligned word
+  kHalves    // single half values
+};
+
+// Arguments of the kernels. Passed by value as a __grid_constant__.
+struct NarrowParams {
+  const void* x;
+  int64_t x_stride_n, x_stride_c, x_stride[3];
+  NarrowLoad load;
+  const void* weight;
+  int64_t w_stride_out, w_stride_in, w_stride_k[3];
+  int64_t w_stride_group;  // from one conv group's weights to the next
+  const void* bias;        // [c_out * groups] of the weight's dtype, or null
+  float* y;                // kResidualLse: the result [N, positions]
+  int64_t y_stride_n, y_stride[3];
+  float* partials;         // kStats: see StatsPartials in groupnorm_params.h
+  const void* norm_table;  // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm_params.h
+  int c_in, c_out;         // per conv group
+  int c_out_total;
+  int groups;
+  int in[3], out[3];
+  NarrowPlan plan;
+};
+
+}  // namespace kgopt

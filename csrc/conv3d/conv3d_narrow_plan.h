@@ -1,0 +1,204 @@
+// Host-side planning of the Hopper kernel for narrow convolutions: tile shape, shared memory layout, grid. Plain
+// arithmetic without CUDA or torch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "conv3d_narrow_params.h"
+#include "conv3d_plan.h"
+
+namespace kgopt {
+
+// Shared memory, in 32-bit words, in the order in which the kernel lays it out.
+struct NarrowSmemLayout {
+  int barriers;  // full and empty of each stage
+  int weights;   // in the blocks of wgmma.cuh: the high parts, for each turn of the window; then the low parts
+  int offsets;   // K offset table, an int2 per (k step, lane % 4)
+  int strips;    // per strip its offset in the halo and its position in the tile, an int2
+  int columns;   // per output channel a float4 of the epilogue
+  int scratch;   // moments of each warp
+  int halo;
+  int raw;
+  int total;
+};
+
+KGOPT_HD NarrowSmemLayout narrow_smem_layout(const NarrowPlan& p) {
+  const int split = p.math == ConvMath::kTf32x3 ? 2 : 1;
+  auto align = [](int words) { return (words + 31) / 32 * 32; };
+  NarrowSmemLayout s{};
+  s.barriers = 0;
+  s.weights = 32;
+  s.offsets = s.weights + p.window * p.window * p.k_steps * p.columns * 8 * split;
+  s.strips = s.offsets + align(p.k_steps * 8);
+  s.columns = s.strips + align(p.strips * 2);
+  s.scratch = s.columns + align(p.columns * 4);
+  s.halo = s.scratch + align(p.columns * 3 * p.consumers * 4);
+  s.raw = s.halo + (p.words + p.zero_plane) * p.plane * p.stages;
+  s.total = s.raw + p.raw_words;
+  return s;
+}
+
+namespace plan_detail {
+
+// Fills everything that depends on the tile shape. False when it does not fit in shared memory.
+inline bool narrow_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int rows, int segments,
+                        int w) {
+  p->rows = rows;
+  p->segments = segments;
+  p->tile[0] = d, p->tile[1] = rows * segments, p->tile[2] = w;
+  for (int i = 0; i < 3; ++i) {
+    p->halo[i] = (p->tile[i] - 1) * p->step[i] + (p->kernel[i] - 1) * p->dilation[i] + 1;
+    p->tiles[i] = (q.out[i] + p->tile[i] - 1) / p->tile[i];
+    if (p->halo[i] > 4096) return false;
+  }
+  p->lead = ((p->origin[2] % 4) + 4) % 4;
+  p->vectors = (p->lead + p->halo[2] + 3) / 4;
+  p->pitch = p->vectors * 4;
+  // Fragment loads read 8 neighbouring words for each of 4 K entries. With taps innermost those four may sit in two
+  // rows: keep neighbouring rows out of each other's banks. With channels innermost they sit in four planes, which
+  // must start 8 banks apart.
+  if (p->taps_fast) {
+    while (p->pitch % 32 < 10 || p->pitch % 32 > 22) p->pitch += 4;
+  }
+  const int64_t rows_in = int64_t(p->halo[0]) * p->halo[1];
+  const int64_t plane = rows_in * p->pitch;
+  if (plane * p->words > 64 * 1024) return false;
+  p->plane = static_cast<int>(plane);
+  while (p->plane % 32 != 8) p->plane += 4;
+  const int per_word = conv_channels_per_word(p->math);
+  p->raw_words = per_word == 2 ? static_cast<int>(rows_in * p->vectors * 2 * p->words * 2) : 0;
+  p->strips = d * segments * (w / kNarrowStrip);
+  p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
+  p->smem_bytes = narrow_smem_layout(*p).total * 4;
+  return p->smem_bytes <= limits.smem_per_block;
+}
+
+// Estimated cycles of a multiprocessor for all tiles of a sample: the slowest of tensor cores, instruction issue and
+// special functions for the rows of all strips, or the loads.
+inline double narrow_cost(const NarrowPlan& p, bool lse) {
+  const double split = p.math == ConvMath::kTf32x3 ? 3.0 : 1.0;
+  const double mma = p.k_steps * p.window * p.columns / 2.0 * split;
+  const double epilogue = lse ? 6.5 * p.columns + 40 : 1.5 * p.columns + 30;
+  const double issue = (p.k_steps * (9 + 2.5 * p.window * split + (split > 1 ? 12 : 0)) + 15 + epilogue) / 0.7;
+  const double special = lse ? (split > 1 ? 12.0 : 8.0) * p.columns : 0.0;
+  const int rounds = (p.strips + 4 * p.consumers - 1) / (4 * p.consumers);
+  const double compute =
+      double(rounds) * p.consumers * ((p.rows + p.window - 1) * std::max(mma, std::max(issue, special)) + 100);
+  const double load = double(p.halo[0]) * p.halo[1] * p.vectors * 4 * p.words * 4 / 20.0 + 500;
+  return double(p.tiles_per_sample) * (std::max(compute, load) + (p.stages > 2 ? 0.1 : 0.2) * load + 300);
+}
+
+}  // namespace plan_detail
+
+inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) {
+  NarrowPlan p;
+  auto refuse = [&](const char* why) {
+    p.refusal = why;
+    return p;
+  };
+  if (!limits.has_wgmma) return refuse("wgmma needs compute capability 9.0 and code built for sm_90a");
+  if (q.transposed) return refuse("a transposed convolution");
+  switch (q.dtype) {
+    case Dtype::kFloat64: return refuse("float64 has no tensor-core path here");
+    case Dtype::kFloat32: p.math = q.allow_tf32 ? ConvMath::kTf32 : ConvMath::kTf32x3; break;
+    case Dtype::kBFloat16: p.math = ConvMath::kBf16; break;
+    case Dtype::kFloat16: p.math = ConvMath::kFp16; break;
+  }
+  const bool lse = q.epilogue == ConvEpilogue::kResidualLse;
+  if (!lse && q.epilogue != ConvEpilogue::kStats) return refuse("this epilogue stores the convolution's output");
+  int64_t taps = 1;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t limit = int64_t(1) << 30;
+    if (q.in[i] > limit || q.out[i] > limit || q.kernel[i] > 64 || q.padding[i] > limit || q.dilation[i] > 1024 ||
+        q.stride[i] > 64) {
+      return refuse("a size, kernel, stride, padding or dilation is too large");
+    }
+    p.kernel[i] = static_cast<int>(q.kernel[i]);
+    p.step[i] = static_cast<int>(q.stride[i]);
+    p.dilation[i] = static_cast<int>(q.dilation[i]);
+    p.origin[i] = -static_cast<int>(q.padding[i]);
+    taps *= q.kernel[i];
+  }
+  const int64_t c_in = q.c_in / q.groups, c_out = q.c_out / q.groups;
+  if (lse && q.groups != 1) return refuse("logsumexp over channels needs groups = 1");
+  if (lse && c_out > 128) return refuse("logsumexp over channels needs at most 128 output channels");
+  // Statistics take six more registers for 16 channels than the products alone: 64 channels are the most.
+  p.columns = c_out <= 24 ? 24 : c_out <= 32 ? 32 : c_out <= 64 || !lse ? 64 : 128;
+  if ((c_out + p.columns - 1) / p.columns > 65535 || q.groups > 65535) {
+    return refuse("output channels or conv groups exceed the launch grid");
+  }
+  p.consumers = narrow_consumers(p.math, p.columns, lse);
+  p.n_tiles = static_cast<int>((c_out + p.columns - 1) / p.columns);
+
+  const int per_word = conv_channels_per_word(p.math);
+  const int64_t words = (c_in + per_word - 1) / per_word;
+  if (words * taps > 4096) return refuse("the weights do not fit in shared memory");
+  p.words = static_cast<int>(words);
+  // With few columns, loading A costs more than multiplying: three kernel rows then share one load, each adding to the
+  // accumulators of its own output row. The weights lie there three times, once for each turn of the accumulators.
+  p.unit_step = p.step[2] == 1;
+  p.window = p.columns <= 32 && !lse && p.unit_step && p.kernel[1] == kNarrowWindow && p.step[1] == 1 &&
+                     p.dilation[1] == 1 && words * taps <= 256 / conv_split_factor(p.math)
+                 ? kNarrowWindow
+                 : 1;
+  p.k_words = static_cast<int>(words * taps / p.window);
+  p.k_steps = (p.k_words + 7) / 8;
+  // Three or four K steps at once, whichever pads K less.
+  p.batch = (p.k_steps + 3) / 4 * 4 <= (p.k_steps + 2) / 3 * 3 ? 4 : 3;
+  p.k_steps = (p.k_steps + p.batch - 1) / p.batch * p.batch;
+  p.zero_plane = p.k_words != p.k_steps * 8;
+  p.taps_fast = p.words < 4;
+
+  const int full_w =
+      static_cast<int>(std::min<int64_t>((q.out[2] + kNarrowStrip - 1) / kNarrowStrip * kNarrowStrip, 4096));
+  double best = -1;
+  NarrowPlan chosen;
+  int last_w = 0;
+  for (int w : {full_w, 256, 128, 64, 32, 16}) {
+    if (w > full_w || w == last_w) continue;
+    last_w = w;
+    int last_rows = 0;
+    for (int parts : {1, 2, 3, 4, 5, 6, 8, 9, 11, 13, 16, 21, 26, 32, 42, 64, 1 << 20}) {
+      const int rows = static_cast<int>(std::min<int64_t>((q.out[1] + parts - 1) / parts, 64));
+      if (rows == last_rows) continue;
+      last_rows = rows;
+      for (int segments : {1, 2, 3, 6}) {
+        if (segments > 1 && (segments - 1) * rows >= q.out[1]) break;
+        for (int d : {1, 2, 3, 4, 6}) {
+          if (d > q.out[0]) break;
+          for (int stages = kNarrowStages; stages >= 2; --stages) {
+            p.stages = stages;
+            if (!plan_detail::narrow_tile(&p, q, limits, d, rows, segments, w)) continue;
+            const double cost = plan_detail::narrow_cost(p, lse);
+            if (best < 0 || cost < best) {
+              best = cost;
+              chosen = p;
+            }
+          }
+        }
+      }
+    }
+  }
+  if (best < 0) return refuse("a tile with its halo and weights does not fit in shared memory");
+  p = chosen;
+
+  // Tiles per block: the number that finishes first, counting whole waves of blocks. A block's start costs about as
+  // much as a tile.
+  const int64_t blocks_per_slice = q.n * p.n_tiles * q.groups;
+  double best_time = -1;
+  for (int64_t per_slice = 1; per_slice <= std::min<int64_t>(512, p.tiles_per_sample); ++per_slice) {
+    const int64_t slices = (p.tiles_per_sample + per_slice - 1) / per_slice;
+    const int64_t waves = std::max<int64_t>(1, (blocks_per_slice * slices + limits.sm_count - 1) / limits.sm_count);
+    const double time = double(waves) * (double(per_slice) + 1.0);
+    if (best_time < 0 || time < best_time) {
+      best_time = time;
+      p.slices = slices;
+      p.tiles_per_slice = per_slice;
+    }
+  }
+  if (q.n * p.slices > (int64_t(1) << 31) - 1) return refuse("more than 2^31 tiles");
+  return p;
+}
+
+}  // namespace kgopt
