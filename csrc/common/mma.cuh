@@ -44,6 +44,14 @@ __device__ __forceinline__ void split_tf32(float x, uint32_t* hi, uint32_t* lo) 
   *lo = fabsf(x) < 3.0e38f ? to_tf32(rest) : 0u;
 }
 
+// The fragment A of 16 rows of 8 words: lane l names the 16-byte aligned first four words of row l % 16 (l < 16), or
+// the last four.
+__device__ __forceinline__ void load_matrices(uint32_t (&a)[4], uint32_t shared_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(shared_address));
+}
+
 // Asynchronous copies into shared memory. cp_async_4 writes a zero where `valid` is false, without reading.
 __device__ __forceinline__ void cp_async_4(void* dst, const void* src, bool valid) {
   asm volatile(

@@ -12,6 +12,7 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
 #include <utility>
 
 #include "../common/async.cuh"
@@ -37,7 +38,7 @@ __device__ __forceinline__ void unroll(F&& f) {
 
 // kWindow kernel rows share each fragment of A: input row r adds to output rows r, r - 1, ... r - kWindow + 1, whose
 // accumulators take turns. Loads of A then cost a third, at the price of as many sets of accumulators.
-template <ConvMath kMath, int kColumns, int kWindow, bool kUnitStep, int kBatch, ConvEpilogue kEpilogue>
+template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, int kBatch, ConvEpilogue kEpilogue>
 __global__ void __launch_bounds__(128 *
                                       (narrow_consumers(kMath, kColumns, kEpilogue == ConvEpilogue::kResidualLse) + 1),
                                   1) conv_narrow_kernel(const __grid_constant__ NarrowParams p) {
@@ -69,7 +70,9 @@ __global__ void __launch_bounds__(128 *
   float4* const column_table = reinterpret_cast<float4*>(smem + layout.columns);
   float* const scratch = reinterpret_cast<float*>(smem + layout.scratch);
   uint32_t* const halo = smem + layout.halo;
-  const int stage_words = (plan.words + plan.zero_plane) * plan.plane;
+  const int stage_words = narrow_stage_words(plan);
+  constexpr int kPositionWords = kChunked ? 4 : 1;
+  auto word_offset = [&](int word) { return kChunked ? (word >> 2) * plan.plane + (word & 3) : word * plan.plane; };
 
   const int tid = threadIdx.x;
   const int64_t n = blockIdx.x / plan.slices;
@@ -86,21 +89,26 @@ __global__ void __launch_bounds__(128 *
   int* const weight_at = reinterpret_cast<int*>(halo);
   const int k_padded = plan.k_steps * 8;
   for (int i = tid; i < k_padded; i += kNarrowThreads) {
-    int offset = plan.words * plan.plane;
+    int offset = narrow_planes(plan) * plan.plane;
     if (i < plan.k_words) {
       const int word = plan.taps_fast ? i / taps : i % plan.words;
       const int tap = plan.taps_fast ? i % taps : i / plan.words;
       const int w = tap % plan.kernel[2];
       const int h = tap / plan.kernel[2] % kernel_h;
       const int d = tap / (plan.kernel[2] * kernel_h);
-      offset = word * plan.plane + (d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch +
-               w * plan.dilation[2];
+      const int position =
+          (d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch + w * plan.dilation[2];
+      offset = word_offset(word) + position * kPositionWords;
       weight_at[i] = static_cast<int>(word * kPerWord * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] +
                                       w * p.w_stride_k[2]);
       weight_at[k_padded + i] = word * kPerWord + 1 < p.c_in;
     }
-    int* const pair = reinterpret_cast<int*>(offsets + (i / 8) * 4 + (i & 3));
-    pair[(i >> 2) & 1] = offset * 4;
+    if constexpr (kChunked) {
+      if (i % 4 == 0) reinterpret_cast<int*>(offsets)[(i >> 2 & 1) * plan.k_steps + i / 8] = offset * 4;
+    } else {
+      int* const pair = reinterpret_cast<int*>(offsets + (i / 8) * 4 + (i & 3));
+      pair[(i >> 2) & 1] = offset * 4;
+    }
   }
   __syncthreads();
   {
@@ -143,7 +151,7 @@ __global__ void __launch_bounds__(128 *
     const int h = i / per_row % plan.segments * plan.rows;
     const int d = i / (per_row * plan.segments);
     const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w * plan.step[2];
-    strip_table[i] = make_int2(base * 4, d << 24 | h << 14 | w);
+    strip_table[i] = make_int2(base * kPositionWords * 4, d << 24 | h << 14 | w);
   }
   for (int c = tid; c < kColumns; c += kNarrowThreads) {
     float bias = 0.f;
@@ -166,7 +174,7 @@ __global__ void __launch_bounds__(128 *
   if (plan.zero_plane) {
     for (int stage = 0; stage < plan.stages; ++stage) {
       for (int i = tid; i < plan.plane; i += kNarrowThreads)
-        halo[stage * stage_words + plan.words * plan.plane + i] = 0;
+        halo[stage * stage_words + narrow_planes(plan) * plan.plane + i] = 0;
     }
   }
   if (tid == 0) {
@@ -192,12 +200,60 @@ __global__ void __launch_bounds__(128 *
         static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
     // A thread has one place along the width and walks over the rows of the halo, all depths one after the other.
     constexpr int kVector = 4;
+    constexpr bool kRearranged = kChunked || kPerWord == 2;  // what vectors bring
     const bool vectors = p.load == NarrowLoad::kVectors;
     const int across = vectors ? plan.vectors : plan.halo[2];
     const int threads_w = min(across, 128);
     const int rows_at_once = 128 / threads_w;
     const int first_row = tid / threads_w < rows_at_once ? tid / threads_w : 1 << 24;
     const int rows = plan.halo[0] * plan.halo[1];
+    auto rounded = [](uint32_t word) { return kMath == ConvMath::kTf32 ? to_tf32(__uint_as_float(word)) : word; };
+    // From rows of channels, as they lie in memory, to words and chunks.
+    auto rearrange = [&](uint32_t* to, const uint32_t* raw, int rows) {
+      if constexpr (kPerWord == 1) {
+        // Four channels of a position make a chunk.
+        const int positions = rows * plan.pitch;  // a chunked plane has no gaps
+        for (int i = tid; i < positions; i += 128) {
+#pragma unroll 2
+          for (int chunk = 0; chunk < plan.words / 4; ++chunk) {
+            const uint32_t* const src = raw + chunk * 4 * positions + i;
+            *reinterpret_cast<uint4*>(to + chunk * plan.plane + i * 4) = make_uint4(
+                rounded(src[0]), rounded(src[positions]), rounded(src[2 * positions]), rounded(src[3 * positions]));
+          }
+        }
+      } else {
+        // Two channels' values of two positions make two words.
+        const int pairs = rows * plan.vectors * 2;
+        auto merge = [&](const uint32_t* src, uint32_t& first, uint32_t& second) {
+          const uint32_t a = src[0], b = src[pairs];
+          first = __byte_perm(a, b, 0x5410);
+          second = __byte_perm(a, b, 0x7632);
+        };
+        for (int i = tid; i < pairs; i += 128) {
+          if constexpr (kChunked) {
+            for (int chunk = 0; chunk < plan.words / 4; ++chunk) {
+              uint4 a, b;
+              const uint32_t* const src = raw + chunk * 8 * pairs + i;
+              merge(src, a.x, b.x);
+              merge(src + 2 * pairs, a.y, b.y);
+              merge(src + 4 * pairs, a.z, b.z);
+              merge(src + 6 * pairs, a.w, b.w);
+              uint4* const dst = reinterpret_cast<uint4*>(to + chunk * plan.plane + i * 8);
+              dst[0] = a;
+              dst[1] = b;
+            }
+          } else {
+            const int row = i / (plan.vectors * 2);
+            uint32_t* const dst = to + row * plan.pitch + (i - row * plan.vectors * 2) * 2;
+            for (int word = 0; word < plan.words; ++word) {
+              uint2 v;
+              merge(raw + word * 2 * pairs + i, v.x, v.y);
+              *reinterpret_cast<uint2*>(dst + word * plan.plane) = v;
+            }
+          }
+        }
+      }
+    };
     int stage = 0;
     uint32_t parity = 1;
     for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
@@ -219,31 +275,30 @@ __global__ void __launch_bounds__(128 *
               inside_w && unsigned(in_d + d) < unsigned(p.in[0]) && unsigned(in_h + h) < unsigned(p.in[1]);
           // Not read where outside, but cp.async wants an address it could read.
           const Element* src = inside ? column + (in_d + d) * p.x_stride[0] + (in_h + h) * p.x_stride[1] : x_sample;
-          uint32_t* dst = dst_stage + row * plan.pitch + dst_w;
+          uint32_t* const dst = dst_stage + (row * plan.pitch + dst_w) * kPositionWords;
           if (vectors) {
-            if constexpr (kPerWord == 1) {
+            if constexpr (kRearranged) {
+              constexpr int kVectorWords = kVector / kPerWord;
+              uint32_t* raw = smem + layout.raw + (row * plan.vectors + place) * kVectorWords;
 #pragma unroll 2
-              for (int word = 0; word < plan.words; ++word) {
-                cp_async<16>(dst, src, inside);
+              for (int c = 0; c < plan.words * kPerWord; ++c) {
+                const bool load = inside && c < p.c_in;
+                cp_async<kVectorWords * 4>(raw, load ? src : x_sample, load);
                 src += p.x_stride_c;
-                dst += plan.plane;
+                raw += rows * plan.vectors * kVectorWords;
               }
             } else {
-              uint32_t* raw = smem + layout.raw + row * plan.vectors * 2 + place * 2;
 #pragma unroll 2
-              for (int c = 0; c < plan.words * 2; ++c) {
-                const bool load = inside && c < p.c_in;
-                cp_async<8>(raw, load ? src : x_sample, load);
+              for (int word = 0; word < plan.words; ++word) {
+                cp_async<16>(dst + word_offset(word), src, inside);
                 src += p.x_stride_c;
-                raw += rows * plan.vectors * 2;
               }
             }
           } else if (p.load == NarrowLoad::kWords) {
 #pragma unroll 2
             for (int word = 0; word < plan.words; ++word) {
-              cp_async<4>(dst, src, inside);
+              cp_async<4>(dst + word_offset(word), src, inside);
               src += kPerWord * p.x_stride_c;
-              dst += plan.plane;
             }
           } else if constexpr (kPerWord == 2) {
             // Two half values from two planes make a word: through registers, eight words in flight.
@@ -260,7 +315,7 @@ __global__ void __launch_bounds__(128 *
               }
 #pragma unroll
               for (int j = 0; j < 8; ++j) {
-                if (word0 + j < plan.words) dst[(word0 + j) * plan.plane] = v[j];
+                if (word0 + j < plan.words) dst[word_offset(word0 + j)] = v[j];
               }
             }
           }
@@ -268,42 +323,17 @@ __global__ void __launch_bounds__(128 *
       }
       cp_async_commit();
       cp_async_wait_all();
-      if constexpr (kMath == ConvMath::kTf32) {
+      if (kRearranged && vectors) {
+        named_barrier(2, 128);
+        rearrange(dst_stage, smem + layout.raw, rows);
+        named_barrier(2, 128);  // the raw tile is read before the next one comes
+      } else if constexpr (kMath == ConvMath::kTf32) {
         named_barrier(2, 128);
         uint4* const words = reinterpret_cast<uint4*>(dst_stage);
 #pragma unroll 4
-        for (int i = tid; i < plan.words * plan.plane / 4; i += 128) {
-          uint4 v = words[i];
-          v.x = to_tf32(__uint_as_float(v.x));
-          v.y = to_tf32(__uint_as_float(v.y));
-          v.z = to_tf32(__uint_as_float(v.z));
-          v.w = to_tf32(__uint_as_float(v.w));
-          words[i] = v;
-        }
-      }
-      if constexpr (kPerWord == 2) {
-        if (vectors) {
-          // Two channels' values of four positions make four words.
-          named_barrier(2, 128);
-          const uint32_t* const raw = smem + layout.raw;
-          const int channel = rows * plan.vectors * 2;
-          for (int row = tid / threads_w; row < rows && tid < rows_at_once * threads_w; row += rows_at_once) {
-            for (int place = tid % threads_w; place < across; place += threads_w) {
-              const uint32_t* src = raw + (row * plan.vectors + place) * 2;
-              uint32_t* dst = dst_stage + row * plan.pitch + place * kVector;
-#pragma unroll 2
-              for (int word = 0; word < plan.words; ++word) {
-                const uint2 a = *reinterpret_cast<const uint2*>(src);
-                const uint2 b = *reinterpret_cast<const uint2*>(src + channel);
-                *reinterpret_cast<uint4*>(dst) =
-                    make_uint4(__byte_perm(a.x, b.x, 0x5410), __byte_perm(a.x, b.x, 0x7632),
-                               __byte_perm(a.y, b.y, 0x5410), __byte_perm(a.y, b.y, 0x7632));
-                src += 2 * channel;
-                dst += plan.plane;
-              }
-            }
-          }
-          named_barrier(2, 128);  // the raw tile is read before the next one comes
+        for (int i = tid; i < narrow_planes(plan) * plan.plane / 4; i += 128) {
+          const uint4 v = words[i];
+          words[i] = make_uint4(rounded(v.x), rounded(v.y), rounded(v.z), rounded(v.w));
         }
       }
       barrier_arrive(full + stage);
@@ -328,13 +358,24 @@ __global__ void __launch_bounds__(128 *
     constexpr int kBStep = kWindow * kColumns * 8 * 4 / 16;
     const int b_turn = plan.k_steps * kBStep;
     const int b_low = b_turn * kWindow;
-    // One constant where neighbouring positions are neighbouring words.
-    const int row8_offset = kUnitStep ? 32 : 32 * plan.step[2];
+    // Bytes from a row of A to the next, and to the row eight further (a constant where only stride 1 comes).
+    const int row_bytes = plan.step[2] * kPositionWords * 4;
+    const int row8_bytes = kWindow > 1 ? 32 : 8 * row_bytes;
+    // Planes: every lane reads its own words. Chunks: ldmatrix takes the address of row `lane` % 16 of the first four
+    // words (lanes below 16) and the last four.
+    const int lane_row = kChunked ? lane & 15 : g;
 
-    int2 offset[kBatch];  // of the fragments that are loaded next
+    using Offset = std::conditional_t<kChunked, int, int2>;
+    Offset offset[kBatch];  // of the fragments that are loaded next
     auto load_offsets = [&](int first) {
+      if constexpr (kChunked) {
+        const int* const from = reinterpret_cast<const int*>(offsets) + (lane >> 4) * plan.k_steps + first;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) offset[i] = offsets[(first + i) * 4 + t];
+        for (int i = 0; i < kBatch; ++i) offset[i] = from[i];
+      } else {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) offset[i] = offsets[(first + i) * 4 + t];
+      }
     };
     load_offsets(0);
 
@@ -358,8 +399,8 @@ __global__ void __launch_bounds__(128 *
         // The four warps of a warpgroup go together, wherever their strips end.
         const int out_rows = plan.segments == 1 ? rows : plan.rows;
         const int steps = out_rows + kWindow - 1;
-        uint32_t base = shared_address(halo + stage * stage_words) + strip.x + g * plan.step[2] * 4;
-        const int base_step = plan.step[1] * plan.pitch * 4;
+        uint32_t base = shared_address(halo + stage * stage_words) + strip.x + lane_row * row_bytes;
+        const int base_step = plan.step[1] * plan.pitch * kPositionWords * 4;
 
         // The products are summed onto minus the shift of the statistics, which saves subtracting it.
         float acc[kWindow * kAcc];
@@ -374,11 +415,15 @@ __global__ void __launch_bounds__(128 *
         auto load_fragments = [&](Fragments& a, int first) {
 #pragma unroll
           for (int i = 0; i < kBatch; ++i) {
-            const uint32_t near = base + offset[i].x, far = base + offset[i].y;
-            a[i][0] = load_shared(near);
-            a[i][1] = load_shared(near + row8_offset);
-            a[i][2] = load_shared(far);
-            a[i][3] = load_shared(far + row8_offset);
+            if constexpr (kChunked) {
+              load_matrices(a[i], base + offset[i]);
+            } else {
+              const uint32_t near = base + offset[i].x, far = base + offset[i].y;
+              a[i][0] = load_shared(near);
+              a[i][1] = load_shared(near + row8_bytes);
+              a[i][2] = load_shared(far);
+              a[i][3] = load_shared(far + row8_bytes);
+            }
           }
           if (plan.k_steps > kBatch) load_offsets(first + kBatch < plan.k_steps ? first + kBatch : 0);
         };

@@ -6,10 +6,10 @@
 
 namespace kgopt {
 
-template <ConvMath kMath, int kColumns, int kWindow, bool kUnitStep, int kBatch, ConvEpilogue kEpilogue>
+template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, int kBatch, ConvEpilogue kEpilogue>
 Status launch_narrow_instance(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   const NarrowPlan& plan = p.plan;
-  const auto kernel = conv_narrow_kernel<kMath, kColumns, kWindow, kUnitStep, kBatch, kEpilogue>;
+  const auto kernel = conv_narrow_kernel<kMath, kColumns, kWindow, kChunked, kBatch, kEpilogue>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
   if (error == cudaSuccess) {
     const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
@@ -24,10 +24,10 @@ template <ConvMath kMath, int kColumns, int kBatch, ConvEpilogue kEpilogue>
 Status launch_narrow_window(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   if constexpr (kColumns <= 32 && kEpilogue == ConvEpilogue::kStats) {
     if (p.plan.window > 1) {
-      return launch_narrow_instance<kMath, kColumns, kNarrowWindow, true, kBatch, kEpilogue>(p, n, stream);
+      return launch_narrow_instance<kMath, kColumns, kNarrowWindow, false, kBatch, kEpilogue>(p, n, stream);
     }
   }
-  if (p.plan.unit_step) return launch_narrow_instance<kMath, kColumns, 1, true, kBatch, kEpilogue>(p, n, stream);
+  if (p.plan.chunked) return launch_narrow_instance<kMath, kColumns, 1, true, kBatch, kEpilogue>(p, n, stream);
   return launch_narrow_instance<kMath, kColumns, 1, false, kBatch, kEpilogue>(p, n, stream);
 }
 

@@ -21,12 +21,14 @@ inline constexpr int kNarrowStages = 3;  // at most
 struct NarrowPlan {
   const char* refusal = nullptr;  // why this kernel cannot run it; null when it can
   ConvMath math = ConvMath::kTf32;
-  int columns = 24;       // output channels per thread block
-  int consumers = 3;      // narrow_consumers(...)
-  int window = 1;         // kernel rows (along the height) that one load of A serves; the others are part of K
-  bool unit_step = true;  // neighbouring positions along the width are neighbouring words
-  int n_tiles = 1;        // thread blocks along output channels, per conv group
-  int words = 1;          // 32-bit words of input channels (a word: 1 fp32 or 2 half channels)
+  int columns = 24;   // output channels per thread block
+  int consumers = 3;  // narrow_consumers(...)
+  int window = 1;     // kernel rows (along the height) that one load of A serves; the others are part of K
+  // Words of input channels lie in the halo as planes, or in chunks of four next to each other, which ldmatrix reads in
+  // one instruction where planes take four.
+  bool chunked = false;
+  int n_tiles = 1;  // thread blocks along output channels, per conv group
+  int words = 1;    // 32-bit words of input channels (a word: 1 fp32 or 2 half channels)
   int kernel[3] = {1, 1, 1};
   int step[3] = {1, 1, 1};      // stride
   int dilation[3] = {1, 1, 1};  // from tap to tap
@@ -42,11 +44,11 @@ struct NarrowPlan {
   int halo[3] = {1, 1, 1};      // input extent of a tile
   int lead = 0;                 // words before a row's first, so that every fourth word of x lies at 16 bytes
   int vectors = 1;              // of 4 positions that hold a row
-  int pitch = 4;                // words between rows of a plane
-  int plane = 1;                // words between channel planes
+  int pitch = 4;                // positions between rows of a plane
+  int plane = 1;                // words between planes, of one word or of one chunk a position
   int stages = 2;
   int strips = 1;     // per tile
-  int raw_words = 0;  // half types: room for the tile as it lies in memory
+  int raw_words = 0;  // room for the tile as it lies in memory, where it must be rearranged
   int64_t tiles[3] = {1, 1, 1};
   int64_t tiles_per_sample = 1;
   int64_t slices = 1;  // thread blocks per sample, group and channel tile

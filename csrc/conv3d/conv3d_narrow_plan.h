@@ -14,7 +14,7 @@ namespace kgopt {
 struct NarrowSmemLayout {
   int barriers;  // full and empty of each stage
   int weights;   // in the blocks of wgmma.cuh: the high parts, for each turn of the window; then the low parts
-  int offsets;   // K offset table, an int2 per (k step, lane % 4)
+  int offsets;   // K offset table: an int2 per (k step, lane % 4); chunked: an int per (lane / 16, k step)
   int strips;    // per strip its offset in the halo and its position in the tile, an int2
   int columns;   // per output channel a float4 of the epilogue
   int scratch;   // moments of each warp
@@ -22,6 +22,9 @@ struct NarrowSmemLayout {
   int raw;
   int total;
 };
+
+KGOPT_HD int narrow_planes(const NarrowPlan& p) { return p.chunked ? p.words / 4 : p.words; }
+KGOPT_HD int narrow_stage_words(const NarrowPlan& p) { return (narrow_planes(p) + p.zero_plane) * p.plane; }
 
 KGOPT_HD NarrowSmemLayout narrow_smem_layout(const NarrowPlan& p) {
   const int split = p.math == ConvMath::kTf32x3 ? 2 : 1;
@@ -34,7 +37,7 @@ KGOPT_HD NarrowSmemLayout narrow_smem_layout(const NarrowPlan& p) {
   s.columns = s.strips + align(p.strips * 2);
   s.scratch = s.columns + align(p.columns * 4);
   s.halo = s.scratch + align(p.columns * 3 * p.consumers * 4);
-  s.raw = s.halo + (p.words + p.zero_plane) * p.plane * p.stages;
+  s.raw = s.halo + narrow_stage_words(p) * p.stages;
   s.total = s.raw + p.raw_words;
   return s;
 }
@@ -57,17 +60,17 @@ inline bool narrow_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   p->pitch = p->vectors * 4;
   // Fragment loads read 8 neighbouring words for each of 4 K entries. With taps innermost those four may sit in two
   // rows: keep neighbouring rows out of each other's banks. With channels innermost they sit in four planes, which
-  // must start 8 banks apart.
+  // must start 8 banks apart. In chunks, 8 neighbouring positions fill the 32 banks.
   if (p->taps_fast) {
     while (p->pitch % 32 < 10 || p->pitch % 32 > 22) p->pitch += 4;
   }
   const int64_t rows_in = int64_t(p->halo[0]) * p->halo[1];
-  const int64_t plane = rows_in * p->pitch;
-  if (plane * p->words > 64 * 1024) return false;
-  p->plane = static_cast<int>(plane);
-  while (p->plane % 32 != 8) p->plane += 4;
-  const int per_word = conv_channels_per_word(p->math);
-  p->raw_words = per_word == 2 ? static_cast<int>(rows_in * p->vectors * 2 * p->words * 2) : 0;
+  const int64_t positions = rows_in * p->pitch;
+  if (positions * p->words > 64 * 1024) return false;
+  p->plane = static_cast<int>(positions) * (p->chunked ? 4 : 1);
+  while (!p->chunked && p->plane % 32 != 8) p->plane += 4;
+  const bool is_half = conv_channels_per_word(p->math) == 2;
+  p->raw_words = is_half || p->chunked ? static_cast<int>(rows_in * p->vectors * 4 * p->words) : 0;
   p->strips = d * segments * (w / kNarrowStrip);
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
   p->smem_bytes = narrow_smem_layout(*p).total * 4;
@@ -80,7 +83,8 @@ inline double narrow_cost(const NarrowPlan& p, bool lse) {
   const double split = p.math == ConvMath::kTf32x3 ? 3.0 : 1.0;
   const double mma = p.k_steps * p.window * p.columns / 2.0 * split;
   const double epilogue = lse ? 6.5 * p.columns + 40 : 1.5 * p.columns + 30;
-  const double issue = (p.k_steps * (9 + 2.5 * p.window * split + (split > 1 ? 12 : 0)) + 15 + epilogue) / 0.7;
+  const double issue =
+      (p.k_steps * ((p.chunked ? 5 : 9) + 2.5 * p.window * split + (split > 1 ? 12 : 0)) + 15 + epilogue) / 0.7;
   const double special = lse ? (split > 1 ? 12.0 : 8.0) * p.columns : 0.0;
   const int rounds = (p.strips + 4 * p.consumers - 1) / (4 * p.consumers);
   const double compute =
@@ -137,11 +141,11 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.words = static_cast<int>(words);
   // With few columns, loading A costs more than multiplying: three kernel rows then share one load, each adding to the
   // accumulators of its own output row. The weights lie there three times, once for each turn of the accumulators.
-  p.unit_step = p.step[2] == 1;
-  p.window = p.columns <= 32 && !lse && p.unit_step && p.kernel[1] == kNarrowWindow && p.step[1] == 1 &&
+  p.window = p.columns <= 32 && !lse && p.step[2] == 1 && p.kernel[1] == kNarrowWindow && p.step[1] == 1 &&
                      p.dilation[1] == 1 && words * taps <= 256 / conv_split_factor(p.math)
                  ? kNarrowWindow
                  : 1;
+  p.chunked = p.window == 1 && p.words % 4 == 0;
   p.k_words = static_cast<int>(words * taps / p.window);
   p.k_steps = (p.k_words + 7) / 8;
   // Three or four K steps at once, whichever pads K less.

@@ -61,7 +61,7 @@ inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue
   const DeviceInfo info = check_gpu(a.op, a.x);
   const DeviceLimits limits{info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma};
   return choose_conv_cached(make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32)), limits,
-                     parse_backend(a.op, a.backend));
+                            parse_backend(a.op, a.backend));
 }
 
 // Strides of a tensor's spatial dims as depth, height, width.

@@ -174,7 +174,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("columns", &NarrowPlan::columns)
       .def_readonly("consumers", &NarrowPlan::consumers)
       .def_readonly("window", &NarrowPlan::window)
-      .def_readonly("unit_step", &NarrowPlan::unit_step)
+      .def_readonly("chunked", &NarrowPlan::chunked)
       .def_readonly("n_tiles", &NarrowPlan::n_tiles)
       .def_readonly("words", &NarrowPlan::words)
       .def_readonly("k_words", &NarrowPlan::k_words)

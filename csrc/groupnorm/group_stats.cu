@@ -53,22 +53,40 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   const int64_t group = blockIdx.x % p.g;
   const int64_t rows = p.partials.rows / p.g;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Acc* const data = static_cast<const Acc*>(p.partials.data) + n * p.partials.slices * p.partials.rows * 3;
-  Moments<Acc> mine;
-  for (int64_t r = warp; r < rows; r += 8) {
-    const int64_t row = group * rows + r;
+  const int64_t slices = p.partials.slices;
+  const Acc* const data = static_cast<const Acc*>(p.partials.data) + (n * slices * p.partials.rows + group * rows) * 3;
+  // Entries first, first + step, ... below count; four loads are under way at a time, or their latency is all there is.
+  auto merge_strided = [&](int64_t first, int64_t step, int64_t count, auto&& place) {
     Moments<Acc> m;
-    for (int64_t slice = lane; slice < p.partials.slices; slice += 32) {
-      const Acc* const at = data + (slice * p.partials.rows + row) * 3;
-      Moments<Acc> part;
-      part.mean = at[0];
-      part.m2 = at[1];
-      part.count = at[2];
-      merge(m, part);
+    for (int64_t i = first; i < count; i += 4 * step) {
+      Moments<Acc> part[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (i + j * step >= count) continue;
+        const Acc* const at = data + place(i + j * step) * 3;
+        part[j].mean = at[0];
+        part[j].m2 = at[1];
+        part[j].count = at[2];
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) merge(m, part[j]);
     }
-    m = warp_merge(m);
-    if (lane == 0 && p.channel_mean) static_cast<Acc*>(p.channel_mean)[n * p.c + row] = m.mean;
-    merge(mine, m);
+    return m;
+  };
+  Moments<Acc> mine;
+  if (p.channel_mean) {
+    for (int64_t r = warp; r < rows; r += 8) {
+      const Moments<Acc> m =
+          warp_merge(merge_strided(lane, 32, slices, [&](int64_t slice) { return slice * p.partials.rows + r; }));
+      if (lane == 0) static_cast<Acc*>(p.channel_mean)[n * p.c + group * rows + r] = m.mean;
+      merge(mine, m);
+    }
+  } else {
+    const int per_slice = static_cast<int>(rows);
+    mine = warp_merge(merge_strided(threadIdx.x, 256, slices * rows, [&](int64_t i) {
+      const uint32_t slice = static_cast<uint32_t>(i) / per_slice;
+      return int64_t(slice) * p.partials.rows + (static_cast<uint32_t>(i) - slice * per_slice);
+    }));
   }
   if (lane == 0) shared[warp] = mine;
   __syncthreads();
