@@ -362,7 +362,8 @@ def _try_out(root: nn.Module, example: Any, channels_last: bool | str, measure: 
 def _try_layout(
     root: nn.Module, call: Callable[[], Any], asked: bool, device: torch.device, found: Report, result: Any
 ) -> Any:
-    before = policy.time_both(call, call, device)[0] if not asked else 0.0
+    timed = _with_backward(root, call) if root.training else call
+    before = policy.time_both(timed, timed, device)[0] if not asked else 0.0
     states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
     verdicts = [(state.results, state.seen, state.kept_back) for state in states]
     _set_layout(root, True)
@@ -370,7 +371,7 @@ def _try_layout(
         state.forget()
     try:
         other = call()  # sites measure themselves in this layout
-        after = policy.time_both(call, call, device)[0] if not asked else 0.0
+        after = policy.time_both(timed, timed, device)[0] if not asked else 0.0
         why = ""
     except RuntimeError as error:
         if asked:
@@ -388,6 +389,21 @@ def _try_layout(
         state.results, state.seen, state.kept_back = verdict
     found.layout = f"as it was: channels_last fails: {why}" if why else f"as it was: {times}"
     return result
+
+
+def _with_backward(root: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call and its backward, which takes two thirds of a training step; alone where somebody watches gradients."""
+    parameters = [p for p in root.parameters() if p.requires_grad]
+    watched = any(p._backward_hooks or type(p.data) is not Tensor for p in parameters)
+    if not parameters or watched or any(m._backward_hooks or m._backward_pre_hooks for m in root.modules()):
+        return call
+
+    def step() -> Any:
+        out = [t for t in tree_leaves(call()) if isinstance(t, Tensor) and t.requires_grad]
+        if out:  # no .grad is written
+            torch.autograd.grad(out, parameters, [torch.ones_like(t) for t in out], allow_unused=True)
+
+    return step
 
 
 def _compare(expected: Any, actual: Any) -> str:
