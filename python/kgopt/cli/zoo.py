@@ -75,7 +75,7 @@ class ModelCase:
     """One model and the input that it is measured with."""
 
     name: str
-    title: str
+    full_title: str
     module: str  # what is imported
     package: str  # what pip installs
     make: Callable[[Any, bool], nn.Module]  # the imported module, small? -> the model
@@ -83,6 +83,11 @@ class ModelCase:
     small_shape: tuple[int, ...]
     trains: bool = False  # is a training step measured too?
     small: bool = False  # few channels and a small input, for tests and --quick
+
+    @property
+    def title(self) -> str:
+        """What tables and charts call it."""
+        return f"{self.name}, made small" if self.small else self.full_title
 
     @property
     def shape(self) -> tuple[int, ...]:

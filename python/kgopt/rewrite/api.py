@@ -126,7 +126,12 @@ def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:
         return row
     result = max(measured, key=lambda item: item[:2])[2]
     times = {"us_before": result.before * 1e6, "us_after": result.after * 1e6}
-    if result.ours:
+    if result.ours(state.hidden):
+        if result.busy_before is not None and result.busy_after is not None and result.reason:
+            times = {"us_before": result.busy_before * 1e6, "us_after": result.busy_after * 1e6}
+            return SiteRow(
+                row.path, row.kind, row.became, row.reason or "times on the GPU: launches are hidden", **times
+            )
         return SiteRow(row.path, row.kind, row.became, row.reason, **times)
     return SiteRow(row.path, row.kind, "", result.reason, **times)
 
@@ -349,8 +354,19 @@ def _try_out(root: nn.Module, example: Any, channels_last: bool | str, measure: 
     tensors = [t for t in tree_leaves(expected) if isinstance(t, Tensor)]
     device = next((t.device for t in tensors), torch.device("cpu"))
     result = call()
-    if channels_last is True or (channels_last == "auto" and device.type == "cuda" and measure):
-        result = _try_layout(root, call, channels_last is True, device, found, result)
+    states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
+    timed = _with_backward(root, call) if root.training else call
+    choosing = device.type == "cuda" and measure
+    if channels_last is True:
+        _set_layout(root, True)
+        for state in states:
+            state.forget()
+        found.layout = "channels_last, as asked for"
+        result = call()  # sites measure themselves in this layout
+    if choosing:
+        before = _choose_hidden(states, timed, device, always=channels_last == "auto")
+        if channels_last == "auto":
+            result = _try_layout(root, call, timed, before, device, found, result)
     found.accuracy = _compare(expected, result)
     for module in root.modules():
         # Where nothing was gained the module becomes what it was, so that not even a check stays.
@@ -359,34 +375,60 @@ def _try_out(root: nn.Module, example: Any, channels_last: bool | str, measure: 
             module.__class__ = classes.original_class(module)
 
 
+def _choose_hidden(
+    states: list[policy.SiteState], timed: Callable[[], Any], device: torch.device, always: bool = True
+) -> float:
+    """Whether launches are hidden in this model: where sites depend on it, both are timed and the better one stays.
+
+    Returns the model's seconds; without sites that depend on it only if ``always``, else 0.
+    """
+    undecided = [state for state in states if state.undecided]
+    if not undecided:
+        return policy.time_both(timed, timed, device)[0] if always else 0.0
+
+    def shown() -> Any:
+        for state in undecided:
+            state.hidden = False
+        return timed()
+
+    def hidden() -> Any:
+        for state in undecided:
+            state.hidden = True
+        return timed()
+
+    before, after = policy.time_both(shown, hidden, device)
+    for state in undecided:
+        state.hidden = after < before
+    return min(before, after)
+
+
 def _try_layout(
-    root: nn.Module, call: Callable[[], Any], asked: bool, device: torch.device, found: Report, result: Any
+    root: nn.Module,
+    call: Callable[[], Any],
+    timed: Callable[[], Any],
+    before: float,
+    device: torch.device,
+    found: Report,
+    result: Any,
 ) -> Any:
-    timed = _with_backward(root, call) if root.training else call
-    before = policy.time_both(timed, timed, device)[0] if not asked else 0.0
     states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
-    verdicts = [(state.results, state.seen, state.kept_back) for state in states]
+    verdicts = [(state.results, state.seen, state.kept_back, state.hidden) for state in states]
     _set_layout(root, True)
     for state in states:
         state.forget()
     try:
         other = call()  # sites measure themselves in this layout
-        after = policy.time_both(timed, timed, device)[0] if not asked else 0.0
+        after = _choose_hidden(states, timed, device)
         why = ""
     except RuntimeError as error:
-        if asked:
-            raise
         other, after, why = None, 0.0, str(error).splitlines()[0]
-    if asked:
-        found.layout = "channels_last, as asked for"
-        return other
     times = f"channels_last {after * 1e3:.2f} ms, as it was {before * 1e3:.2f} ms"
     if not why and after < before:
         found.layout = f"channels_last: {times}"
         return other
     _set_layout(root, False)
     for state, verdict in zip(states, verdicts, strict=True):
-        state.results, state.seen, state.kept_back = verdict
+        state.results, state.seen, state.kept_back, state.hidden = verdict
     found.layout = f"as it was: channels_last fails: {why}" if why else f"as it was: {times}"
     return result
 
