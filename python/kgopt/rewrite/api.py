@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kgopt.rewrite import classes, layout, policy, source
+from kgopt.rewrite import classes, glue, layout, policy, source
 from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.policy import SiteState
 from kgopt.rewrite.reporting import Report, SiteRow
@@ -62,14 +62,15 @@ def optimize(
     if channels_last not in (True, False, "auto"):
         raise ValueError(f"channels_last is {channels_last!r}, expected True, False or 'auto'")
     root = _root(model)
-    rows = _swap(root, _selector(sites, exclude), measure)
+    refuse = _selector(sites, exclude)
+    rows = _swap(root, refuse, measure)
     found = root.__dict__.setdefault("_kgopt_report", Report())
     # A second call sees what the first one swapped, and keeps what it said about it.
     found.sites = [row for row in found.sites if row.path not in {r.path for r in rows}] + rows
     order = {path: i for i, (path, _) in enumerate(root.named_modules())}
     found.sites.sort(key=lambda row: order.get(row.path, len(order)))
     if example_inputs is not None:
-        _try_out(root, example_inputs, channels_last, measure, found)
+        _try_out(root, example_inputs, channels_last, measure, found, _selector(None, exclude))
     elif channels_last is True:
         _set_layout(root, True)
         found.layout = "channels_last, as asked for"
@@ -112,7 +113,7 @@ def report_of(model: nn.Module) -> Report:
         raise ValueError(f"this {type(root).__name__} was not optimized: call kgopt.optimize(model) first")
     modules = dict(root.named_modules())
     rows = [_measured_row(row, modules.get(row.path)) for row in found.sites]
-    return Report(rows, found.layout, found.accuracy)
+    return Report(rows, found.layout, found.glue, found.accuracy)
 
 
 def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:
@@ -339,7 +340,14 @@ def _original_code(root: nn.Module) -> Iterator[None]:
             state.enabled = True
 
 
-def _try_out(root: nn.Module, example: Any, channels_last: bool | str, measure: bool, found: Report) -> None:
+def _try_out(
+    root: nn.Module,
+    example: Any,
+    channels_last: bool | str,
+    measure: bool,
+    found: Report,
+    refuse: Callable[[str], str],
+) -> None:
     """Runs the example inputs: sites measure themselves, layouts are compared, and so is the result."""
     grad = root.training
     seed = torch.initial_seed()
@@ -363,10 +371,13 @@ def _try_out(root: nn.Module, example: Any, channels_last: bool | str, measure: 
             state.forget()
         found.layout = "channels_last, as asked for"
         result = call()  # sites measure themselves in this layout
+    if choosing and not root.training:
+        glue.find(root, call, refuse)
     if choosing:
         before = _choose_hidden(states, timed, device, always=channels_last == "auto")
         if channels_last == "auto":
-            result = _try_layout(root, call, timed, before, device, found, result)
+            result = _try_layout(root, call, timed, before, device, found, result, refuse)
+        result = _try_glue(root, call, device, found, result)
     found.accuracy = _compare(expected, result)
     for module in root.modules():
         # Where nothing was gained the module becomes what it was, so that not even a check stays.
@@ -410,6 +421,7 @@ def _try_layout(
     device: torch.device,
     found: Report,
     result: Any,
+    refuse: Callable[[str], str],
 ) -> Any:
     states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
     verdicts = [(state.results, state.seen, state.kept_back, state.hidden) for state in states]
@@ -418,6 +430,8 @@ def _try_layout(
         state.forget()
     try:
         other = call()  # sites measure themselves in this layout
+        if not root.training:
+            glue.find(root, call, refuse)
         after = _choose_hidden(states, timed, device)
         why = ""
     except RuntimeError as error:
@@ -430,6 +444,32 @@ def _try_layout(
     for state, verdict in zip(states, verdicts, strict=True):
         state.results, state.seen, state.kept_back, state.hidden = verdict
     found.layout = f"as it was: channels_last fails: {why}" if why else f"as it was: {times}"
+    return result
+
+
+def _try_glue(root: nn.Module, call: Callable[[], Any], device: torch.device, found: Report, result: Any) -> Any:
+    """Whether upsampling and padding from copies make the whole model faster, in the layout that was chosen."""
+    states = glue.states_of(root)
+    found.glue = ""
+    if not states:
+        return result
+
+    def switched(on: bool) -> Callable[[], Any]:
+        def run() -> Any:
+            for state in states:
+                state.enabled = on
+            return call()
+
+        return run
+
+    before, after = policy.time_both(switched(False), switched(True), device)
+    times = f"{after * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"
+    if after < before:
+        modules = "a module" if len(states) == 1 else f"{len(states)} modules"
+        found.glue = f"from strided copies in {modules}: {times}"
+        return switched(True)()
+    glue.forget(root)
+    found.glue = f"left alone: copies are not faster: {times}"
     return result
 
 

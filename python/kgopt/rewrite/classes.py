@@ -122,18 +122,24 @@ _MADE: weakref.WeakKeyDictionary[type, dict[Any, type]] = weakref.WeakKeyDiction
 def make_class(original: Any, recipe: Any) -> Any:
     """The optimized subclass of ``original``; the same for the same recipe.
 
-    A recipe is ("sequential",), ("source", roles by method) or either with ("layout",) in front: hashable, picklable.
+    A recipe is a tuple of parts: ("glue",), ("sequential",), ("source", roles by method), ("layout",); hashable and
+    picklable.
     """
     known = _MADE.setdefault(original, {})
     if recipe not in known:
         namespace: dict[str, Any] = {}
-        for part in recipe:
+        # Wrappers last, whatever the order in which the parts came.
+        for part in sorted(recipe, key=lambda part: {"glue": 1, "layout": 2}.get(part[0], 0)):
             if part[0] == "sequential":
                 namespace["forward"] = sequential_forward
             elif part[0] == "source":
                 from kgopt.rewrite import source
 
                 namespace.update(source.rewritten_methods(original, dict(part[1])))
+            elif part[0] == "glue":
+                from kgopt.rewrite import glue
+
+                namespace["forward"] = glue.wrapped_forward(namespace.get("forward", original.forward))
             elif part[0] == "layout":
                 from kgopt.rewrite import layout
 
