@@ -88,7 +88,11 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", type=_comma_list, metavar="LIST",
                        help="comma-separated (default: tf32,bf16; for pipelines also fp32; for models with --backward "
                        "also autocast; for sweep fp32,bf16,fp16; on CPU fp32)")  # fmt: skip
-    bench.add_argument("--case", metavar="TEXT", help="only cases whose name contains TEXT")
+    bench.add_argument(
+        "--case",
+        metavar="TEXT",
+        help="only cases whose name contains TEXT (models: names or parts of them, comma-separated)",
+    )
     bench.add_argument("--impl", type=_comma_list, metavar="LIST",
                        help="only these implementations, as the rows name them; eager is always measured "
                        "(for example compile,kgopt,kgopt_compile)")  # fmt: skip

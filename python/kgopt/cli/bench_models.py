@@ -48,9 +48,14 @@ REPETITIONS = 10  # of a whole model: enough for a median
 
 
 def model_cases(text: str | None, small: bool) -> list[ModelCase]:
-    """The models whose name contains `text`, in any case of its letters; all where it is None."""
-    wanted = (text or "").lower()
-    return [dataclasses.replace(case, small=small) for case in MODEL_CASES if wanted in case.name.lower()]
+    """The models that a comma-separated list names, or part of a name, in any case of its letters; all for None."""
+    wanted = [part.strip().lower() for part in (text or "").split(",")]
+    names = [case.name.lower() for case in MODEL_CASES]
+
+    def is_meant(name: str) -> bool:
+        return any(part == name if part in names else part in name for part in wanted)
+
+    return [dataclasses.replace(case, small=small) for case in MODEL_CASES if is_meant(case.name.lower())]
 
 
 def model_steps(cases: list[ModelCase], precisions: list[str], training: bool) -> list[tuple[ModelCase, str, str]]:

@@ -15,6 +15,7 @@ calls read a dictionary: nothing is timed and no stream is synchronized.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,15 @@ TINY = {torch.float64: 1e-11, torch.float32: 2e-6, torch.float16: 2e-3, torch.bf
 REFERENCE_ELEMENTS = 2**26  # of x, above which a float64 reference is too dear and the two results are compared
 SHAPES = 8  # at which a chain is measured; a model that sees a new size at every call is not held up at each
 LONG = 0.2  # seconds: what takes longer is timed once
+
+
+class _OwnModes(threading.local):
+    """How many of the function modes of this thread are kgopt's own (rewrite/glue.py): they look on harmlessly."""
+
+    count = 0
+
+
+own_modes = _OwnModes()
 
 
 @dataclass
@@ -148,7 +158,9 @@ def may_measure(x: Tensor) -> bool:
         return False
     if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
         return False
-    if torch.utils._python_dispatch._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if torch.utils._python_dispatch._len_torch_dispatch_stack():
+        return False
+    if torch._C._len_torch_function_stack() > own_modes.count:
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
