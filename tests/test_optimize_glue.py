@@ -1,4 +1,4 @@
-"""Upsampling and padding from copies, and what a model does with them; sites that lose by their launch alone."""
+"""What reaches beyond one site: nested Sequentials, upsampling and padding from copies, launches that are hidden."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 import kgopt
 from kgopt.rewrite import api, classes, glue, policy
+from test_optimize import assert_same_results, ops_of, optimized
 from tolerances import assert_as_good_as_torch
 
 SHAPES = [(2, 3, 4, 5), (1, 8, 6, 4), (1, 16, 3, 4, 8), (2, 3, 1, 5, 7), (1, 1, 1, 1, 1), (1, 4, 2, 3, 2)]
@@ -284,3 +285,71 @@ def test_the_layout_of_a_model_in_training_is_chosen_with_its_backward():
     model.conv.weight.register_hook(lambda g: g)  # somebody watches: no backward
     api._with_backward(model, call)()
     assert len(backward) == 1
+
+
+# --------------------------------------------------------------------------------------------- nested Sequentials
+
+
+class Single(nn.Sequential):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.add_module("norm", nn.GroupNorm(2, channels))
+        self.add_module("conv", nn.Conv3d(channels, channels, 3, padding=1, bias=False))
+        self.add_module("relu", nn.ReLU(inplace=True))
+
+
+def double_conv():
+    """pytorch3dunet's DoubleConv: the second norm reads the first one's activation."""
+    model = nn.Sequential()
+    model.add_module("one", Single(8))
+    model.add_module("two", Single(8))
+    return model
+
+
+CROSSED = ["group_norm", "conv3d", "group_norm"]
+
+
+def kgopt_ops(model, x):
+    return [name for name in ops_of(model, x) if name in ("group_norm", "conv3d")]
+
+
+def test_a_chain_reaches_from_one_sequential_into_the_next(device):
+    model, original = optimized(double_conv, device)
+    x = torch.randn(2, 8, 4, 5, 6, device=device)
+    assert kgopt_ops(model, x) == CROSSED
+    rows = {row.path: row for row in kgopt.report(model).sites}
+    assert rows["two.norm"].kind == "Conv3d → relu → GroupNorm"
+    assert rows["two.norm"].became == "conv3d + group_norm(pre_act=relu)"
+    assert rows["one.norm"].kind == "GroupNorm"
+    assert_same_results(model, original, x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert kgopt_ops(twin, x) == CROSSED
+    kgopt.restore(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
+    assert torch.equal(model(x), original(x))
+
+
+def test_who_looks_between_two_sequentials_sees_what_there_was():
+    model, original = optimized(double_conv, "cpu")
+    x = torch.randn(2, 8, 4, 5, 6)
+    seen = []
+    handle = model.one.register_forward_hook(lambda m, args, y: seen.append(y.clone()))
+    torch.testing.assert_close(model(x), original(x))
+    torch.testing.assert_close(seen[0], original.one(x))
+    handle.remove()
+    assert kgopt_ops(model, x) == CROSSED
+    model.one.relu = original.one.relu = nn.SiLU()
+    torch.testing.assert_close(model(x), original(x))
+    model.one.add_module("more", nn.Conv3d(8, 8, 1))
+    original.one.add_module("more", model.one.more)
+    torch.testing.assert_close(model(x), original(x))
+    model.two, original.two = nn.Identity(), nn.Identity()
+    torch.testing.assert_close(model(x), original(x))
+
+
+def test_a_nested_chain_compiles_as_one_graph():
+    model, original = optimized(double_conv, "cpu")
+    x = torch.randn(2, 8, 4, 5, 6)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), original(x))

@@ -208,7 +208,7 @@ def _swap(root: nn.Module, refuse: Callable[[str], str], measure: bool) -> list[
 def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:
     """Gives a module whose code fuses a class of its own, and fills in the rows of the norms in it."""
     cls = type(parent)
-    if isinstance(parent, nn.Sequential) and _runs_like_sequential(parent):
+    if isinstance(parent, nn.Sequential) and classes.runs_like_sequential(parent):
         _rewrite_sequential(parent, rows)
         return
     if not any(id(m) in rows for m in parent.modules() if m is not parent):
@@ -236,47 +236,58 @@ def _fill(row: SiteRow, chain: Chain) -> None:
     row.kind, row.became, row.reason = kind, chain.becomes, ""
 
 
-def _runs_like_sequential(parent: nn.Module) -> bool:
-    cls: Any = type(parent)
-    same = cls.forward is nn.Sequential.forward and getattr(cls, "__iter__", None) is nn.Sequential.__iter__
-    return same and "forward" not in parent.__dict__
+def _leaves(parent: nn.Sequential, deep: bool) -> Iterator[tuple[classes.Path, nn.Module | None]]:
+    """The children; with ``deep`` those of Sequentials inside instead of these."""
+    for name, module in parent._modules.items():
+        if deep and module is not None and classes.runs_like_sequential(module) and not is_hooked(module):
+            yield from (((name, *path), leaf) for path, leaf in _leaves(module, True))  # type: ignore[arg-type]
+        else:
+            yield (name,), module
 
 
-def _rewrite_sequential(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None:
-    names = tuple(parent._modules)
+def _matches(leaves: list[tuple[classes.Path, nn.Module | None]]) -> tuple[list[Node], list[Match]]:
     nodes: list[Node] = []
-    for name in names:
-        role = source.role_of(parent._modules[name])
+    for path, module in leaves:
+        role = source.role_of(module)
         node = Node("value") if role is None else Node(role[0], name=role[1], inplace=role[2])
-        node.origin = name
+        node.origin = path
         previous = nodes[-1] if nodes else Node("value")
         node.inputs.append(previous)
         previous.read_by(node)
         nodes.append(node)
-    if not nodes:
-        return
-    nodes[-1].read_by(OTHER)
-    matches: list[Match] = [match(n) for n in nodes if n.kind == "norm"]
+    if nodes:
+        nodes[-1].read_by(OTHER)
+    return nodes, [match(n) for n in nodes if n.kind == "norm"]
+
+
+def _rewrite_sequential(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None:
+    nodes, matches = _matches(list(_leaves(parent, True)))
+    # Sequentials inside see to themselves, unless a chain reaches from one into the next.
+    deep = any(len({n.origin[0] for n in m.nodes}) > 1 and any(len(n.origin) > 1 for n in m.nodes) for m in matches)
+    if not deep:
+        nodes, matches = _matches(list(_leaves(parent, False)))
     at = {id(n): i for i, n in enumerate(nodes)}
-    steps: list[tuple[tuple[str, ...], Site | None]] = []
+    names = [n.origin for n in nodes]
+    steps: list[tuple[tuple[classes.Path, ...], Site | None]] = []
     done = 0
     for m in matches:
         start, stop = at[id(m.nodes[0])], at[id(m.last)] + 1
+        row = rows.get(id(classes.child(parent, m.norm.origin)))
         if is_trivial(m.chain) or start < done:
-            row = rows.get(id(parent._modules[m.norm.origin]))
             if row is not None and row.became and not row.reason:
                 row.reason = why_alone(m.norm)
             continue
         roles = tuple(n.name if n.kind == "act" else n.kind for n in m.nodes)
         steps += [((name,), None) for name in names[done:start]]
-        steps.append((names[start:stop], Site(m.chain, roles)))
+        steps.append((tuple(names[start:stop]), Site(m.chain, roles)))
         done = stop
-        row = rows.get(id(parent._modules[m.norm.origin]))
         if row is not None and row.became:
             _fill(row, m.chain)
     if done:
         steps += [((name,), None) for name in names[done:]]
-        parent.__dict__["_kgopt_steps"] = classes.Steps(names, tuple(steps))
+        inner = tuple(dict.fromkeys(path[:i] for path in names for i in range(1, len(path))))
+        parts = tuple((path, tuple(classes.child(parent, path)._modules)) for path in inner)
+        parent.__dict__["_kgopt_steps"] = classes.Steps(tuple(parent._modules), tuple(steps), parts)
         parent.__class__ = classes.make_class(type(parent), (("sequential",),))
 
 
