@@ -171,6 +171,35 @@ def test_calls_are_replaced_in_inference_only(monkeypatch):
     assert not any(name.startswith("_kgopt") for m in model.modules() for name in m.__dict__)
 
 
+def test_what_traces_or_transforms_sees_pytorchs_functions(monkeypatch):
+    model, x = Net().eval(), torch.randn(1, 4, 5, 6)
+    found(model, x)
+    with torch.no_grad():
+        assert kinds_run(model, x, monkeypatch)[0] == ["nearest", "linear", "replicate"]
+        expected = model(x)
+        kinds, y = kinds_run(torch.func.vmap(model), x[None], monkeypatch)
+        assert kinds == []
+        torch.testing.assert_close(y[0], expected)
+        kinds, traced = kinds_run(lambda t: torch.jit.trace(model, (t,), check_trace=False), x, monkeypatch)
+        assert kinds == []
+        torch.testing.assert_close(traced(x), expected)
+        kinds, (y, _) = kinds_run(lambda t: torch.func.jvp(model, (t,), (t,)), x, monkeypatch)
+        assert kinds == []
+        torch.testing.assert_close(y, expected)
+        compiled = torch.compile(model, backend="eager")
+        kinds, y = kinds_run(compiled, x, monkeypatch)
+        assert kinds == []
+        torch.testing.assert_close(y, expected)
+
+
+def test_autocast_decides_the_dtype():
+    x = torch.randn(1, 2, 4, 6)
+    assert glue.recognize(F.interpolate, (x,), {"scale_factor": 2}) is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert glue.recognize(F.interpolate, (x,), {"scale_factor": 2}) is None
+        assert glue.recognize(F.pad, (x, (1, 1, 1, 1), "replicate"), {}) is None
+
+
 def test_glue_and_layout_of_one_module():
     """Both wrap the forward; either can go first and leave first."""
     model = nn.Upsample(scale_factor=2)

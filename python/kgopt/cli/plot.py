@@ -277,7 +277,7 @@ def _plot_sweep(rows: list[Row], path: str | os.PathLike[str]) -> None:
         axes.set_yscale("log")
         axes.set_ylim(low, high)
         axes.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
-        ticks = [t for t in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0) if low <= t <= high]
+        ticks = [t for t in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0) if low <= t <= high]
         axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
         axes.grid(color="#eef0f2", linewidth=0.8)

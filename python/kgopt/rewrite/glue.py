@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from kgopt.rewrite import policy
@@ -180,9 +181,10 @@ def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call 
 
 
 def _takes(x: Any) -> bool:
+    """A plain tensor whose result has its own dtype: autocast gives float32 for some of these functions."""
     if type(x) is not Tensor or not x.is_floating_point() or x.layout is not torch.strided or x.dim() not in (4, 5):
         return False
-    if torch.is_grad_enabled() and x.requires_grad:
+    if (torch.is_grad_enabled() and x.requires_grad) or torch.is_autocast_enabled(x.device.type):
         return False
     return x.numel() > 0 and (x.is_contiguous() or _is_channels_last(x))
 
@@ -329,12 +331,23 @@ def _is_faster(call: Call, original: Callable[[], Tensor]) -> bool:
     return after < before
 
 
+def _is_watched() -> bool:
+    """Something traces, transforms or counts what runs: it shall see PyTorch's own functions."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch.utils._python_dispatch._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+    )
+
+
 def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` with the replaced calls in it, where nothing needs a gradient and nothing is traced."""
 
     @functools.wraps(forward)
     def glue_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _is_watched():
             return forward(self, *args, **kwargs)
         state = self.__dict__.get("_kgopt_glue")
         if state is None or not state.enabled or not state.faster:
