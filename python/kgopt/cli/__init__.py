@@ -34,7 +34,8 @@ suites:
   models      whole models as their libraries have them, through kgopt.optimize: MONAI SegResNet, pytorch3dunet
               UNet3D, the decoders of diffusers' AutoencoderKL and AutoencoderKLHunyuanVideo; with --backward also a
               training step of the first two. A library that is not installed is skipped, with the pip command
-  sweep       GroupNorm at random shapes, forward and backward, against the better of eager and torch.compile
+  sweep       GroupNorm at random shapes, forward and backward, against the better of eager and torch.compile, which
+              takes about 3 seconds a shape to compile: --count and --budget bound that
 
 dtypes:
   tf32        float32 tensors, TF32 allowed in convolutions (PyTorch's default)
@@ -87,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
     bench.add_argument("--dtype", type=_comma_list, metavar="LIST",
                        help="comma-separated (default: tf32,bf16; for pipelines also fp32; for models with --backward "
-                       "also autocast; for sweep fp32,bf16,fp16; on CPU fp32)")  # fmt: skip
+                       "also autocast; for sweep fp32,bf16,fp16; on CPU else fp32)")  # fmt: skip
     bench.add_argument(
         "--case",
         metavar="TEXT",
@@ -114,9 +115,6 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--seed", type=int, default=0, metavar="N", help="sweep: seed of the shapes (%(default)s)")
     bench.add_argument("--max-bytes", type=float, metavar="B",
                        help="sweep: the largest tensor (default: 1 GiB; with --quick or on a CPU 1 MiB)")  # fmt: skip
-    bench.add_argument("--compile-dynamic", action="store_true",
-                       help="sweep: one torch.compile for all sizes of a kind: faster to compile, slower code than the "
-                       "one for each shape")  # fmt: skip
     bench.add_argument(
         "--commit", metavar="HASH", help="the commit to note in the rows (default: $KGOPT_COMMIT, then git)"
     )

@@ -636,7 +636,7 @@ def _bench_sweep(args: argparse.Namespace, settings: Settings, precisions: list[
     rows: list[Row] = []
     for shape in progress(shapes, len(shapes), "bench sweep"):
         progress_note(shape.name)
-        rows += sweep.measure_shape(shape, settings, ceilings, facts, dynamic=args.compile_dynamic)
+        rows += sweep.measure_shape(shape, settings, ceilings, facts)
         if args.json:
             results.save_rows(args.json, rows)
     return rows

@@ -160,11 +160,8 @@ def _time(fn: Callable[[], Any], device: torch.device, rep_ms: float) -> Timing:
     return gpu_time(fn, device, rep_ms) if device.type == "cuda" else time_call(fn, device, rep_ms)
 
 
-def measure_shape(shape: Shape, settings: Settings, ceilings: Ceilings, facts: Row, dynamic: bool = False) -> list[Row]:
-    """Forward and backward rows of eager, torch.compile and kgopt at one shape.
-
-    `dynamic` compiles for every size at once, which takes less time in all and gives slower code.
-    """
+def measure_shape(shape: Shape, settings: Settings, ceilings: Ceilings, facts: Row) -> list[Row]:
+    """Forward and backward rows of eager, torch.compile and kgopt at one shape."""
     device, dtype = settings.device, DTYPES[shape.precision]
     case = _case(shape)
     plain = case.plain().to(device=device, dtype=dtype)
@@ -174,10 +171,10 @@ def measure_shape(shape: Shape, settings: Settings, ceilings: Ceilings, facts: R
         x = x.contiguous(memory_format=_CHANNELS_LAST[x.dim()])
     rows: dict[tuple[str, str], Row] = {}
     runners: dict[str, _Both] = {}
-    names = ["eager", *(["compile"] if settings.compile else []), "kgopt"]
+    compiles = settings.compile and (not settings.only or "compile" in settings.only)
+    names = ["eager", *(["compile"] if compiles else []), "kgopt"]
     directions = ("forward", "backward")
-    if not dynamic:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
     with quiet_compiler():
         for name in names:
             for direction in directions:
@@ -190,7 +187,7 @@ def measure_shape(shape: Shape, settings: Settings, ceilings: Ceilings, facts: R
                 if name == "compile":
                     if settings.deadline is not None and time.monotonic() > settings.deadline:
                         raise TimeoutError("not run: the time budget was spent")
-                    model: nn.Module = torch.compile(plain, dynamic=dynamic)  # type: ignore[assignment]
+                    model: nn.Module = torch.compile(plain, dynamic=False)  # type: ignore[assignment]
                 else:
                     model = case.kgopt(plain) if name == "kgopt" else plain
                 start = time.monotonic()
