@@ -341,7 +341,8 @@ def _trial(root: nn.Module, grad: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _original_code(root: nn.Module) -> Iterator[None]:
-    states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
+    states: list[Any] = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
+    states += glue.states_of(root)
     for state in states:
         state.enabled = False
     try:
