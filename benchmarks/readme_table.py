@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from kgopt.cli.bench_models import model_ratios
 from kgopt.cli.plot import DTYPE_TITLES, plot_rows
 from kgopt.cli.results import BASELINES, Group, group_rows, load_rows
 from kgopt.cli.text import bytes_text, error_text, time_text
@@ -67,6 +68,43 @@ def line(group: Group) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def model_line(group: Group) -> str:
+    """One table line of a whole model: baselines in the faster of their two layouts."""
+    ours, eager = group.rows["kgopt"], group.rows.get("eager", {})
+    baselines = [group.best(n for n in BASELINES if n.startswith(kind)) for kind in ("eager", "compile")]
+    both = group.best(("kgopt_compile", "kgopt_backend"))
+    cells = [
+        f"{group.title}{DIRECTIONS[group.direction]}<br>x {TIMES.join(map(str, ours['shape']))}",
+        DTYPE_TITLES.get(group.dtype, group.dtype),
+        *(time_text(best[1]) if best else "" for best in baselines),
+        time_text(group.time("kgopt")),
+        time_text(both[1]) if both else "",
+        *(ratio(value) for value in model_ratios(group)),
+        f"{error_text(ours.get('error'))} ({error_text(eager.get('error'))})",
+        f"{bytes_text(ours.get('peak_bytes'))} ({bytes_text(eager.get('peak_bytes'))})",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def model_table(gpu: str, rows: list[dict]) -> list[str]:
+    """Lines of the table of suite models."""
+    groups = [g for g in group_rows(r for r in rows if r["suite"] == "models") if g.time("kgopt")]
+    if not groups:
+        return []
+    facts = groups[-1].rows["kgopt"]
+    return [
+        f"**{gpu}, whole models** (driver {facts['driver']}, torch {facts['torch']}, cuDNN {facts['cudnn']}, kgopt "
+        f"{facts['kgopt']}, {facts['date'][:10]})\n",
+        f"| | dtype | eager | compile | optimize | optimize + compile | {TIMES} eager | {TIMES} compile | both {TIMES} "
+        "compile | error | memory |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+        *(model_line(group) for group in groups),
+        "",
+        "Eager and compile in the faster of their two layouts. optimize: `kgopt.optimize(model, example_inputs=x)`. "
+        "Training: forward, loss, backward; error of all gradients. In brackets eager's.\n",
+    ]
+
+
 def tables(rows: list[dict]) -> str:
     """The Markdown between the markers."""
     rows = [row for row in rows if row["device"] == "cuda"]
@@ -75,6 +113,7 @@ def tables(rows: list[dict]) -> str:
     parts = []
     for gpu in sorted({row["gpu"] for row in rows}):
         of_gpu = [row for row in rows if row["gpu"] == gpu]
+        parts += model_table(gpu, of_gpu)
         for suite in ("pipelines", "groupnorm", "conv", "ops"):
             groups = [g for g in group_rows(r for r in of_gpu if r["suite"] == suite) if g.time("kgopt")]
             if not groups:

@@ -483,6 +483,42 @@ def test_readme_is_current():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_readme_table_of_models(tmp_path):
+    pytest.importorskip("matplotlib")
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text())
+    times = {"eager": 57e3, "eager_channels_last": 66e3, "compile": 12e3, "kgopt": 10e3, "kgopt_compile": 9e3}
+    rows = [_row(name, time, suite="models", dtype="bf16", shape=[1, 4, 8]) for name, time in times.items()]
+    results.save_rows(tmp_path / "results" / "h200.json", rows)
+    command = [sys.executable, str(ROOT / "benchmarks" / "readme_table.py"), "--readme", str(readme)]
+    done = subprocess.run(
+        [*command, "--results", str(tmp_path / "results")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    line = "| bf16 | 57 ms | 12 ms | 10 ms | 9 ms | **5.7** | **1.2** | **1.3** | 3.0e-04 (3.0e-04) |"
+    assert line in readme.read_text()
+
+
+def test_denoising_example(tmp_path):
+    for name in ("matplotlib", "nibabel", "tqdm"):
+        pytest.importorskip(name)
+    picture = tmp_path / "denoise.png"
+    command = [sys.executable, str(ROOT / "examples" / "denoise_unet3d.py"), "--quick", "--device", "cpu"]
+    done = subprocess.run([*command, "--out", str(picture)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = re.search(r"([\d.]+) dB before, ([\d.]+) dB after", done.stdout).groups()
+    assert float(after) > float(before)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arguments", [["--channels", "12"], ["--patch", "50"], ["--steps", "1"]])
+def test_denoising_example_says_what_is_wrong(arguments):
+    command = [sys.executable, str(ROOT / "examples" / "denoise_unet3d.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert f"{arguments[0]} is {arguments[1]}, expected" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["modules", "functional_compile", "ops_export", "cuda_graph", "optimize_segresnet"])
 def test_examples_run(name):
     if name == "functional_compile" and shutil.which("c++") is None and shutil.which("g++") is None:

@@ -31,11 +31,22 @@ suites:
   groupnorm   GroupNorm and its activation at real models' shapes
   conv        convolutions at real models' shapes
   ops         activations, logsumexp, mean, group statistics
+  models      whole models as their libraries have them, through kgopt.optimize: MONAI SegResNet, pytorch3dunet
+              UNet3D, the decoders of diffusers' AutoencoderKL and AutoencoderKLHunyuanVideo; with --backward also a
+              training step of the first two. A library that is not installed is skipped, with the pip command
+  sweep       GroupNorm at random shapes, forward and backward, against the better of eager and torch.compile, which
+              takes about 3 seconds a shape to compile: --count and --budget bound that
 
 dtypes:
   tf32        float32 tensors, TF32 allowed in convolutions (PyTorch's default)
   fp32        float32 tensors, TF32 off
   bf16, fp16  as named
+  autocast    float32 tensors under torch.autocast(bfloat16): training steps of suite models
+
+examples:
+  python -m kgopt bench --suite models --backward --json models.json --plot models.png
+  python -m kgopt bench --suite models --case SegResNet --dtype bf16 --impl compile,kgopt
+  python -m kgopt bench --suite sweep --count 60 --budget 300 --json sweep.json --plot sweep.png
 """
 
 _INFO = """\
@@ -68,19 +79,29 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--quick", action="store_true", help="fewer patches, shorter timing, no headline shapes")
 
     bench = add("bench", "measure kgopt beside PyTorch and the floor", _BENCH)
-    bench.add_argument("--suite", choices=["pipelines", "groupnorm", "conv", "ops"], default="pipelines",
-                       help="what to measure (%(default)s)")  # fmt: skip
+    bench.add_argument("--suite", choices=["pipelines", "groupnorm", "conv", "ops", "models", "sweep"],
+                       default="pipelines", help="what to measure (%(default)s)")  # fmt: skip
     bench.add_argument("--json", metavar="F", help="write the measured rows here, after every case")
     bench.add_argument("--plot", metavar="F", help="write a chart of the rows here (.png, .svg or .pdf)")
     bench.add_argument("--plot-dtype", metavar="D", help="dtype in the chart (default: the first measured)")
     bench.add_argument("--from-json", metavar="F", help="measure nothing: print and plot the rows of this file")
     bench.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
     bench.add_argument("--dtype", type=_comma_list, metavar="LIST",
-                       help="comma-separated (default: tf32,bf16; for pipelines also fp32; on CPU fp32)")  # fmt: skip
-    bench.add_argument("--case", metavar="TEXT", help="only cases whose name contains TEXT")
+                       help="comma-separated (default: tf32,bf16; for pipelines also fp32; for models with --backward "
+                       "also autocast; for sweep fp32,bf16,fp16; on CPU else fp32)")  # fmt: skip
+    bench.add_argument(
+        "--case",
+        metavar="TEXT",
+        help="only cases whose name contains TEXT (models: names or parts of them, comma-separated)",
+    )
+    bench.add_argument("--impl", type=_comma_list, metavar="LIST",
+                       help="only these implementations, as the rows name them; eager is always measured "
+                       "(for example compile,kgopt,kgopt_compile)")  # fmt: skip
     bench.add_argument("--backward", action="store_true",
-                       help="also measure the backward pass (pipelines: a training step)")  # fmt: skip
-    bench.add_argument("--quick", action="store_true", help="batch / 16, one input set, short timing, no compile")
+                       help="also measure the backward pass (pipelines, models: a training step); sweep "
+                       "always does")  # fmt: skip
+    bench.add_argument("--quick", action="store_true",
+                       help="batch / 16 (models: few channels), one input set, short timing, no compile")  # fmt: skip
     bench.add_argument("--no-compile", action="store_true", help="leave out every torch.compile baseline")
     bench.add_argument("--max-autotune", choices=["first", "all", "none"], default="first",
                        help="torch.compile max-autotune for the first dtype, for all, or not at all (%(default)s; "
@@ -89,6 +110,11 @@ def build_parser() -> argparse.ArgumentParser:
                        help="the same as --max-autotune none")  # fmt: skip
     bench.add_argument("--budget", type=float, metavar="S",
                        help="after S seconds start no further torch.compile baseline")  # fmt: skip
+    bench.add_argument("--count", type=int, default=200, metavar="N",
+                       help="sweep: how many of its random shapes, from the first (%(default)s)")  # fmt: skip
+    bench.add_argument("--seed", type=int, default=0, metavar="N", help="sweep: seed of the shapes (%(default)s)")
+    bench.add_argument("--max-bytes", type=float, metavar="B",
+                       help="sweep: the largest tensor (default: 1 GiB; with --quick or on a CPU 1 MiB)")  # fmt: skip
     bench.add_argument(
         "--commit", metavar="HASH", help="the commit to note in the rows (default: $KGOPT_COMMIT, then git)"
     )

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-__all__ = ["MissingPackageError", "progress", "require"]
+__all__ = ["MissingPackageError", "progress", "progress_note", "require"]
 
 T = TypeVar("T")
 
@@ -34,4 +34,18 @@ def progress(steps: Iterable[T], total: int, what: str) -> Iterator[T]:
         print(f"{what}: {total} steps", file=sys.stderr, flush=True)
         yield from steps
         return
-    yield from tqdm(steps, total=total, desc=what, leave=False, dynamic_ncols=True)
+    bar = tqdm(steps, total=total, desc=what, leave=False, dynamic_ncols=True)
+    _bars.append(bar)
+    try:
+        yield from bar
+    finally:
+        _bars.remove(bar)
+
+
+_bars: list[Any] = []
+
+
+def progress_note(text: str) -> None:
+    """Says behind the bar what is being done now; without a bar nothing is said."""
+    if _bars:
+        _bars[-1].set_postfix_str(text)

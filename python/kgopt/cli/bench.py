@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from kgopt.cli import results
-from kgopt.cli._optional import MissingPackageError, progress, require
+from kgopt.cli._optional import MissingPackageError, progress, progress_note, require
 from kgopt.cli.cases import Case, suite_cases
 from kgopt.cli.environment import environment, pick_device
 from kgopt.cli.floor import Ceilings, measure_ceilings
@@ -36,7 +36,16 @@ from kgopt.cli.measure import (
 from kgopt.cli.results import Group, Row, group_rows
 from kgopt.cli.text import bytes_text, error_text, ratio_text, table, time_text
 
-__all__ = ["Settings", "bench_table", "measure_case", "run_bench"]
+__all__ = [
+    "Runner",
+    "Settings",
+    "bench_table",
+    "describe",
+    "measure_case",
+    "quiet_compiler",
+    "result_errors",
+    "run_bench",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +59,7 @@ class Settings:
     rep_ms: float = 100.0
     input_sets: int = 3
     deadline: float | None = None  # time.monotonic() after which no compiled baseline starts
+    only: tuple[str, ...] = ()  # implementations to measure beside eager; all where empty
 
 
 def _inputs(case: Case, settings: Settings, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -148,11 +158,12 @@ def _builders(case: Case, settings: Settings) -> dict[str, Callable[[nn.Module],
         out["kgopt_channels_last"] = case.kgopt
     if case.own_kernel and settings.device.type == "cuda":
         out["kgopt_own"] = lambda model: case.own_kernel(case.kgopt(model))  # type: ignore[misc]
-    return out
+    # Eager is what every error is compared with.
+    return {name: build for name, build in out.items() if not settings.only or name in ("eager", *settings.only)}
 
 
 @contextlib.contextmanager
-def _quiet_compiler() -> Iterator[None]:
+def quiet_compiler() -> Iterator[None]:
     """Inductor reports every candidate that it tries; only the time counts here."""
     level = logging.getLogger("torch._inductor").level
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
@@ -174,7 +185,8 @@ def _quiet_compiler() -> Iterator[None]:
         logging.getLogger("torch._inductor").setLevel(level)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """An exception in one line, for a row's `failed`."""
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"[:300]
 
@@ -183,8 +195,8 @@ def _describe(error: BaseException) -> str:
 _IDEAL = "ideal_tf32"
 
 
-def _errors(
-    case: Case, plain: nn.Module, runners: dict[str, Runner], inputs: list[torch.Tensor], direction: str, ideal: bool
+def result_errors(
+    case: Case, plain: nn.Module, runners: dict[str, Any], inputs: list[torch.Tensor], direction: str, ideal: bool
 ) -> dict[str, dict[str, float]]:
     """implementation -> error and error_max, of the worst input set and the worst tensor; `ideal` adds _IDEAL's."""
     members = [*runners, *([_IDEAL] if ideal else [])]
@@ -275,7 +287,7 @@ def measure_case(
     rows: dict[str, Row] = {}
     runners: dict[str, Runner] = {}
     torch._dynamo.reset()  # not between two compiled baselines: the first would compile again for its error
-    with precision_flags(precision), _quiet_compiler():
+    with precision_flags(precision), quiet_compiler():
         plain = case.plain().to(device=device, dtype=dtype)
         inputs = _inputs(case, settings, dtype)
         for name, build in _builders(case, settings).items():
@@ -316,16 +328,16 @@ def measure_case(
                 row["peak_bytes"] = peak_memory(runner.run_next, device)
                 runners[name] = runner
             except Exception as error:
-                row["failed"] = _describe(error)
+                row["failed"] = describe(error)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
         ideal = precision == "tf32" and work.flops > 0
         try:
-            errors = _errors(case, plain, runners, inputs, direction, ideal)
+            errors = result_errors(case, plain, runners, inputs, direction, ideal)
         except torch.cuda.OutOfMemoryError as error:
             errors = {name: {} for name in runners}
             for name in runners:
-                rows[name]["error_unknown"] = _describe(error)
+                rows[name]["error_unknown"] = describe(error)
     for name, row in rows.items():
         row.update(errors.get(name, {}))
     ideal_error = errors.get(_IDEAL, {}).get("error", 0.0)
@@ -412,12 +424,17 @@ def bench_table(groups: list[Group]) -> str:
 def _notes(groups: list[Group]) -> list[str]:
     """What failed, each once."""
     notes: dict[str, None] = {}
+    unrun = 0
     for group in groups:
         for name, row in group.rows.items():
-            if "failed" in row:
+            if group.suite == "sweep" and row.get("failed", "").startswith("not run"):
+                unrun += 1  # hundreds, all for the same reason
+            elif "failed" in row:
                 notes[f"{_short(group.case)} {group.dtype} {group.direction}, {name}: {row['failed']}"] = None
             if "error_unknown" in row:
                 notes[f"{_short(group.case)} {group.dtype}: no error measured: {row['error_unknown']}"] = None
+    if unrun:
+        notes[f"{unrun} measurements without torch.compile: the time budget was spent"] = None
     return list(notes)
 
 
@@ -433,6 +450,19 @@ def _headline(row: Row) -> str:
     return ", ".join(parts)
 
 
+_LEGEND = """
+x eager, x compile (the faster mode): times faster in the same layout, contiguous or channels_last (cl).
+error: relative L2 error against float64, '!' where it exceeds twice eager's (under TF32 the larger of eager's
+and of a convolution that is exact but for the rounding of its operands to TF32).
+peak: memory beyond inputs and parameters."""
+
+_MODELS_LEGEND = """
+optimize: kgopt.optimize(model, example_inputs=x), which picks its layout; backend: torch.compile(backend="kgopt").
+Ratios: times faster than the baseline in the faster of its two layouts. train: forward, loss and backward.
+error: relative L2 error of the output (train: of all gradients) against float64, '!' where it exceeds twice eager's.
+peak: memory beyond inputs and parameters."""
+
+
 def _report(rows: list[Row], args: argparse.Namespace) -> int:
     """Prints the table and writes the chart. 1 when a kgopt row failed or is out of tolerance."""
     groups = group_rows(rows)
@@ -440,16 +470,26 @@ def _report(rows: list[Row], args: argparse.Namespace) -> int:
         raise ValueError("there are no rows to show")
     facts = rows[0]
     print(_headline(facts))
-    print(f"ceilings: copy {facts['copy_gbytes_per_s'] / 1e3:.2f} TB/s; matmul " + ", ".join(
-        f"{d} {f:.3g} TFLOP/s" for d, f in {r["dtype"]: r["matmul_tflops"] for r in rows}.items()))  # fmt: skip
+    matmul = {r["dtype"]: r["matmul_tflops"] for r in rows if r.get("matmul_tflops")}
+    rates = "; matmul " + ", ".join(f"{d} {f:.3g} TFLOP/s" for d, f in matmul.items()) if matmul else ""
+    print(f"ceilings: copy {facts['copy_gbytes_per_s'] / 1e3:.2f} TB/s{rates}")
     print()
-    print(bench_table(groups))
-    print("\nx eager, x compile (the faster mode): times faster in the same layout, contiguous or channels_last (cl).")
-    print(
-        "error: relative L2 error against float64, '!' where it exceeds twice eager's (under TF32 the larger of eager's"
-    )
-    print("and of a convolution that is exact but for the rounding of its operands to TF32).")
-    print("peak: memory beyond inputs and parameters.")
+    if groups[0].suite == "sweep":
+        from kgopt.cli.sweep import LIMIT, sweep_summary
+
+        print(sweep_summary(rows))
+        print(
+            f"ratio: time of kgopt over the better of eager and torch.compile in the same layout; over {LIMIT}: slower."
+        )
+        print("On a GPU: its own time, L2 flushed, launches hidden. What looks slower is timed three times.")
+    elif groups[0].suite == "models":
+        from kgopt.cli.bench_models import models_table
+
+        print(models_table(groups))
+        print(_MODELS_LEGEND)
+    else:
+        print(bench_table(groups))
+        print(_LEGEND)
     for note in _notes(groups):
         print(f"note: {note}")
     if args.plot:
@@ -465,14 +505,27 @@ def _report(rows: list[Row], args: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
+def _implementations(args: argparse.Namespace) -> tuple[str, ...]:
+    for name in args.impl or ():
+        if name not in results.IMPLEMENTATIONS:
+            raise ValueError(f"--impl has {name!r}, expected some of {', '.join(results.IMPLEMENTATIONS)}")
+    return tuple(args.impl or ())
+
+
 def _precisions(args: argparse.Namespace, device: torch.device) -> list[str]:
     if args.dtype is None:
         if device.type == "cpu":
-            return ["fp32"]
-        return ["tf32", "bf16", "fp32"] if args.suite == "pipelines" else ["tf32", "bf16"]
+            return ["fp32", "bf16", "fp16"] if args.suite == "sweep" else ["fp32"]
+        more = {"pipelines": ["fp32"], "models": ["autocast"] if args.backward else [], "sweep": ["fp16"]}
+        first = "fp32" if args.suite == "sweep" else "tf32"
+        return [first, "bf16", *more.get(args.suite, [])]
+    known = ("tf32", "fp32", "bf16", "fp16")
     for name in args.dtype:
-        if name not in ("tf32", "fp32", "bf16", "fp16"):
-            raise ValueError(f"--dtype has {name!r}, expected tf32, fp32, bf16 or fp16")
+        if name == "autocast" and args.suite == "models":
+            if not args.backward:
+                raise ValueError("--dtype has autocast, which is measured in training steps: add --backward")
+        elif name not in known:
+            raise ValueError(f"--dtype has {name!r}, expected {', '.join(known[:-1])} or {known[-1]}")
     if device.type == "cpu" and "tf32" in args.dtype:
         raise ValueError("--dtype has tf32, which the CPU does not have; use fp32")
     return list(args.dtype)
@@ -503,17 +556,20 @@ def run_bench(args: argparse.Namespace) -> int:
         rep_ms=20.0 if args.quick else 100.0,
         input_sets=1 if args.quick else 3,
         deadline=None if args.budget is None else time.monotonic() + args.budget,
+        only=_implementations(args),
     )
     precisions = _precisions(args, device)
+    if args.suite == "models":
+        return _report(_bench_models(args, settings, precisions), args)
+    if args.suite == "sweep":
+        return _report(_bench_sweep(args, settings, precisions), args)
     cases = [case for case in suite_cases(args.suite) if not args.case or args.case in case.name]
     if not cases:
         raise ValueError(f"--case is {args.case!r}, which no case of suite {args.suite} contains")
     if args.quick:
         cases = [case.scaled(16) for case in cases]
 
-    facts = environment(device, args.commit)
-    print(f"measuring copy and matmul rates of {facts['gpu'] or facts['cpu']}", file=sys.stderr, flush=True)
-    ceilings = measure_ceilings(device, precisions, args.quick)
+    facts, ceilings = _before(args, device, precisions)
     directions = ["forward", *(["backward"] if args.backward else [])]
     # The dtype changes slowest: a run that is cut short has the first dtype whole.
     steps = [
@@ -533,3 +589,54 @@ def run_bench(args: argparse.Namespace) -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return _report(rows, args)
+
+
+def _before(args: argparse.Namespace, device: torch.device, precisions: list[str]) -> tuple[Row, Ceilings]:
+    """What every row carries, and the ceilings of this run."""
+    facts = environment(device, args.commit)
+    print(f"measuring copy and matmul rates of {facts['gpu'] or facts['cpu']}", file=sys.stderr, flush=True)
+    wanted = ["bf16" if precision == "autocast" else precision for precision in precisions]
+    return facts, measure_ceilings(device, wanted, args.quick)
+
+
+def _bench_models(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> list[Row]:
+    from kgopt.cli import bench_models
+
+    cases = bench_models.model_cases(args.case, args.quick)
+    if not cases:
+        raise ValueError(f"--case is {args.case!r}, which no case of suite models contains")
+    steps = bench_models.model_steps(cases, precisions, args.backward)
+    if not steps:
+        raise ValueError(f"--dtype {','.join(precisions)} measures nothing: no model here has a training step in it")
+    facts, ceilings = _before(args, settings.device, precisions)
+    oracles, rows = bench_models.Oracles(), []
+    for case, precision, direction in progress(steps, len(steps), "bench models"):
+        rows += bench_models.measure_model(
+            case, precision, direction, settings, ceilings, facts, oracles, note=progress_note
+        )
+        if args.json:
+            results.save_rows(args.json, rows)
+    return rows
+
+
+def _bench_sweep(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> list[Row]:
+    from kgopt.cli import sweep
+
+    if args.count < 1:
+        raise ValueError(f"--count is {args.count}, expected at least 1")
+    small = args.quick or settings.device.type == "cpu"
+    max_bytes = args.max_bytes or (2.0**20 if small else 2.0**30)
+    shapes = sweep.random_shapes(args.count, args.seed, precisions, max_bytes)
+    if args.case:
+        shapes = [shape for shape in shapes if args.case in shape.name]
+        if not shapes:
+            raise ValueError(f"--case is {args.case!r}, which no case of suite sweep contains")
+    facts, ceilings = _before(args, settings.device, [])  # without convolutions the matmul rate plays no part
+    settings = dataclasses.replace(settings, rep_ms=min(settings.rep_ms, 20.0))
+    rows: list[Row] = []
+    for shape in progress(shapes, len(shapes), "bench sweep"):
+        progress_note(shape.name)
+        rows += sweep.measure_shape(shape, settings, ceilings, facts)
+        if args.json:
+            results.save_rows(args.json, rows)
+    return rows

@@ -18,7 +18,7 @@ from torch import nn
 from kgopt.cli.floor import Work
 from kgopt.cli.models import PIPELINES, Pipeline, randomize
 
-__all__ = ["SUITES", "Case", "Slice", "suite_cases"]
+__all__ = ["SUITES", "Case", "PlainGroupNorm", "Slice", "group_norm_work", "group_slices", "suite_cases"]
 
 SUITES = ("pipelines", "groupnorm", "conv", "ops")
 
@@ -167,7 +167,8 @@ def group_slices(model: nn.Module, x: torch.Tensor) -> Iterator[Slice]:
             yield Slice(index, index, module, params)
 
 
-def _group_norm_work(shape: tuple[int, ...], itemsize: int, direction: str) -> Work:
+def group_norm_work(shape: tuple[int, ...], itemsize: int, direction: str) -> Work:
+    """Bytes that a GroupNorm of `shape` cannot do without."""
     # Forward: read x, write y. Backward: read x and dy, write dx.
     return Work((3 if direction == "backward" else 2) * math.prod(shape) * itemsize)
 
@@ -185,7 +186,7 @@ def _group_norm_case(shape: tuple[int, ...], groups: int, act: str) -> Case:
         return out
 
     sizes = "x".join(map(str, shape))
-    return Case("groupnorm", f"{sizes} g{groups} {act}", shape, plain, fused, _group_norm_work, group_slices)
+    return Case("groupnorm", f"{sizes} g{groups} {act}", shape, plain, fused, group_norm_work, group_slices)
 
 
 _GROUP_NORM = (

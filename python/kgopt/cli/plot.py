@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from kgopt.cli import results
 from kgopt.cli._optional import require
 from kgopt.cli.results import Group, Row, group_rows
-from kgopt.cli.text import ratio_text, time_text
+from kgopt.cli.text import bytes_text, ratio_text, time_text
 
 __all__ = ["ACCENT", "INK", "MUTED", "figure", "plot_rows", "save", "strip", "wrap_title"]
 
@@ -25,8 +26,16 @@ COLORS = {
     "kgopt": ACCENT,
     "kgopt_channels_last": "#b4d870",
     "kgopt_own": "#4d7a00",
+    "kgopt_compile": "#4d7a00",
+    "kgopt_backend": "#94b84f",
 }
-DTYPE_TITLES = {"tf32": "fp32, TF32 allowed", "fp32": "fp32, TF32 off", "bf16": "bf16", "fp16": "fp16"}
+DTYPE_TITLES = {
+    "tf32": "fp32, TF32 allowed",
+    "fp32": "fp32, TF32 off",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "autocast": "autocast to bf16",
+}
 DIRECTION_TITLES = {"forward": "forward", "training": "training step", "backward": "backward"}
 
 
@@ -79,16 +88,25 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 
 def plot_rows(rows: list[Row], path: str | os.PathLike[str], dtype: str | None = None) -> None:
-    """Draws the rows of one dtype (default: the first measured): bars for pipelines, a dot chart for other suites.
+    """Draws the rows of one dtype (default: the first measured): bars for pipelines and models, else a dot chart.
+
+    A sweep is one scatter plot of all its rows, or of those of `dtype`.
 
     Raises ValueError where no row has this dtype or none was timed.
     """
     groups = group_rows(rows)
+    if groups and groups[0].suite == "sweep":
+        _plot_sweep([row for row in rows if dtype in (None, row["dtype"])], path)
+        return
     dtype = dtype or (groups[0].dtype if groups else None)
     groups = [group for group in groups if group.dtype == dtype and group.best(results.IMPLEMENTATIONS)]
     if not groups:
         raise ValueError(f"there are no timed rows of dtype {dtype} to plot")
-    save(_bars(groups) if groups[0].suite == "pipelines" else _dots(groups), path)
+    save(_bars(groups) if groups[0].suite in ("pipelines", "models") else _dots(groups), path)
+
+
+# Ways to use kgopt on a whole model; of the pipelines only "kgopt" is a bar.
+_MODEL_BARS = ("kgopt", "kgopt_compile", "kgopt_backend")
 
 
 def _bars(groups: list[Group]) -> Any:
@@ -99,7 +117,8 @@ def _bars(groups: list[Group]) -> Any:
     title = f"Time on {_device_and_dtype(facts)}"
     fig.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
     all_axes = fig.subplots(len(directions), len(cases), squeeze=False)
-    names = [n for n in results.IMPLEMENTATIONS if not n.startswith("kgopt_") and any(g.time(n) for g in groups)]
+    shown = [n for n in results.IMPLEMENTATIONS if n in _MODEL_BARS or not n.startswith("kgopt_")]
+    names = [n for n in shown if any(g.time(n) for g in groups)]
     for i, direction in enumerate(directions):
         for j, case in enumerate(cases):
             axes = all_axes[i][j]
@@ -136,7 +155,7 @@ def _bar_panel(axes: Any, group: Group, names: list[str], labels: bool) -> None:
             continue
         axes.barh(y, took, height=0.72, color=COLORS[name])
         text = time_text(took) + (f"   {ratio_text(eager / took)}" if eager and name != "eager" else "")
-        bold = "bold" if name == "kgopt" else "normal"
+        bold = "bold" if name.startswith("kgopt") else "normal"
         axes.text(took + 0.015 * longest, y, text, va="center", fontsize=9.5, fontweight=bold, color=INK)
     floor = group.floor_us
     if floor:
@@ -147,9 +166,10 @@ def _bar_panel(axes: Any, group: Group, names: list[str], labels: bool) -> None:
                   color="#c0392b", va="center")  # fmt: skip
     axes.set_ylim(len(names) - 0.05, -0.55)
     axes.set_xlim(0, max(longest * 1.42, 1.02 * (floor or 0)))
-    axes.set_yticks(range(len(names)), [results.IMPLEMENTATIONS[n] for n in names] if labels else [""] * len(names))
+    texts = [results.IMPLEMENTATIONS[n] if group.suite != "models" or n != "kgopt" else "kgopt.optimize" for n in names]
+    axes.set_yticks(range(len(names)), texts if labels else [""] * len(names))
     for tick, name in zip(axes.get_yticklabels(), names, strict=True):
-        tick.set_fontweight("bold" if name == "kgopt" else "normal")
+        tick.set_fontweight("bold" if name.startswith("kgopt") else "normal")
     axes.set_xticks([])
     direction = "" if group.direction == "forward" else f", {DIRECTION_TITLES[group.direction]}"
     axes.set_title(f"{wrap_title(group.title)}\n", loc="left", fontsize=10.5, fontweight="bold", color=INK)
@@ -160,7 +180,8 @@ def _bar_panel(axes: Any, group: Group, names: list[str], labels: bool) -> None:
 
 _MARKERS = {
     "eager": "o", "eager_channels_last": "s", "compile": "^", "compile_channels_last": "v",
-    "compile_max_autotune": "P", "kgopt": "D", "kgopt_channels_last": "d", "kgopt_own": "X",
+    "compile_max_autotune": "P", "kgopt": "D", "kgopt_channels_last": "d", "kgopt_own": "X", "kgopt_compile": "X",
+    "kgopt_backend": "*",
 }  # fmt: skip
 
 
@@ -213,3 +234,67 @@ def _dots(groups: list[Group]) -> Any:
     strip(axes)
     axes.tick_params(which="minor", length=0)
     return fig
+
+
+_LAYOUT_COLORS = {"contiguous": ACCENT, "channels_last": "#3f6796"}
+_DTYPE_MARKERS = {"fp32": "o", "bf16": "D", "fp16": "^"}
+
+
+def _plot_sweep(rows: list[Row], path: str | os.PathLike[str]) -> None:
+    """Time over the better of eager and torch.compile against the tensor's size, a panel for each direction."""
+    from kgopt.cli.sweep import LIMIT, sweep_points
+
+    points = sweep_points(rows)
+    if not points:
+        raise ValueError("there are no timed shapes of this dtype to plot")
+    directions = [d for d in ("forward", "backward") if any(p.facts["direction"] == d for p in points)]
+    fig = figure(6.2 * len(directions) + 0.6, 5.2)
+    facts = points[0].facts
+    shapes = len({point.facts["case"] for point in points})
+    where = facts.get("gpu") or facts.get("cpu")
+    fig.suptitle(f"GroupNorm at {shapes} random shapes on {where}", x=0.01, ha="left", fontsize=15, fontweight="bold",
+                 color=INK)  # fmt: skip
+    ratios = [point.ratio for point in points]
+    low, high = min(0.5, *ratios) / 1.25, max(1.6, *ratios) * 1.25
+    panels = fig.subplots(1, len(directions), squeeze=False, sharey=True)[0]
+    for axes, direction in zip(panels, directions, strict=True):
+        here = [point for point in points if point.facts["direction"] == direction]
+        axes.axhspan(low, 1.0, color="#f3f8e8", zorder=0)
+        axes.axhline(1.0, color=MUTED, linewidth=0.8, zorder=1)
+        axes.axhline(LIMIT, color="#c0392b", linewidth=1.3, linestyle=(0, (4, 3)), zorder=1)
+        axes.text(0.995, LIMIT * 1.02, f"{LIMIT}", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
+                  fontsize=9, color="#c0392b")  # fmt: skip
+        for layout, color in _LAYOUT_COLORS.items():
+            for dtype, marker in _DTYPE_MARKERS.items():
+                chosen = [p for p in here if p.facts["layout"] == layout and p.facts["dtype"] == dtype]
+                axes.scatter([p.facts["bytes"] for p in chosen], [p.ratio for p in chosen], s=30, marker=marker,
+                             color=color, edgecolors="white", linewidths=0.5, alpha=0.9, zorder=3)  # fmt: skip
+        middle = statistics.median(point.ratio for point in here)
+        slow = sum(point.ratio > LIMIT for point in here)
+        axes.set_title(f"{DIRECTION_TITLES[direction]}: {ratio_text(1 / middle)} as fast at the median, "
+                       f"{slow} of {len(here)} slower", loc="left", fontsize=11, color=INK)  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_ylim(low, high)
+        axes.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
+        ticks = [t for t in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0) if low <= t <= high]
+        axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
+        axes.minorticks_off()
+        axes.grid(color="#eef0f2", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.set_xlabel("size of x", color=INK)
+        strip(axes)
+    panels[0].set_ylabel("time of kgopt / better of eager and torch.compile", color=INK)
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], linestyle="", marker="s", color=color, label=layout)
+               for layout, color in _LAYOUT_COLORS.items()]  # fmt: skip
+    handles += [Line2D([], [], linestyle="", marker=marker, color=MUTED, label=dtype)
+                for dtype, marker in _DTYPE_MARKERS.items()]  # fmt: skip
+    fig.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9,
+               handletextpad=0.1, columnspacing=1.2)  # fmt: skip
+    compiled = sum(p.group.time("compile") is not None for p in points)
+    note = "" if compiled == len(points) else f" · {compiled} of {len(points)} with torch.compile"
+    fig.supxlabel(_where(facts) + f" · medians, L2 flushed, launches hidden{note} · below 1: kgopt is faster",
+                  fontsize=8, color=MUTED, x=0.01, ha="left")  # fmt: skip
+    save(fig, path)

@@ -30,6 +30,8 @@ IMPLEMENTATIONS = {
     "kgopt": "kgopt",
     "kgopt_channels_last": "kgopt channels_last",
     "kgopt_own": 'kgopt backend="kgopt"',
+    "kgopt_compile": "kgopt.optimize + torch.compile",
+    "kgopt_backend": 'torch.compile backend="kgopt"',
 }
 BASELINES = tuple(name for name in IMPLEMENTATIONS if not name.startswith("kgopt"))
 COMPILED = tuple(name for name in IMPLEMENTATIONS if name.startswith("compile"))

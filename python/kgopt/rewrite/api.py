@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kgopt.rewrite import classes, layout, policy, source
+from kgopt.rewrite import classes, glue, layout, policy, source
 from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.policy import SiteState
 from kgopt.rewrite.reporting import Report, SiteRow
@@ -62,14 +62,15 @@ def optimize(
     if channels_last not in (True, False, "auto"):
         raise ValueError(f"channels_last is {channels_last!r}, expected True, False or 'auto'")
     root = _root(model)
-    rows = _swap(root, _selector(sites, exclude), measure)
+    refuse = _selector(sites, exclude)
+    rows = _swap(root, refuse, measure)
     found = root.__dict__.setdefault("_kgopt_report", Report())
     # A second call sees what the first one swapped, and keeps what it said about it.
     found.sites = [row for row in found.sites if row.path not in {r.path for r in rows}] + rows
     order = {path: i for i, (path, _) in enumerate(root.named_modules())}
     found.sites.sort(key=lambda row: order.get(row.path, len(order)))
     if example_inputs is not None:
-        _try_out(root, example_inputs, channels_last, measure, found)
+        _try_out(root, example_inputs, channels_last, measure, found, _selector(None, exclude))
     elif channels_last is True:
         _set_layout(root, True)
         found.layout = "channels_last, as asked for"
@@ -112,7 +113,7 @@ def report_of(model: nn.Module) -> Report:
         raise ValueError(f"this {type(root).__name__} was not optimized: call kgopt.optimize(model) first")
     modules = dict(root.named_modules())
     rows = [_measured_row(row, modules.get(row.path)) for row in found.sites]
-    return Report(rows, found.layout, found.accuracy)
+    return Report(rows, found.layout, found.glue, found.accuracy)
 
 
 def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:
@@ -126,7 +127,12 @@ def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:
         return row
     result = max(measured, key=lambda item: item[:2])[2]
     times = {"us_before": result.before * 1e6, "us_after": result.after * 1e6}
-    if result.ours:
+    if result.ours(state.hidden):
+        if result.busy_before is not None and result.busy_after is not None and result.reason:
+            times = {"us_before": result.busy_before * 1e6, "us_after": result.busy_after * 1e6}
+            return SiteRow(
+                row.path, row.kind, row.became, row.reason or "times on the GPU: launches are hidden", **times
+            )
         return SiteRow(row.path, row.kind, row.became, row.reason, **times)
     return SiteRow(row.path, row.kind, "", result.reason, **times)
 
@@ -202,7 +208,7 @@ def _swap(root: nn.Module, refuse: Callable[[str], str], measure: bool) -> list[
 def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:
     """Gives a module whose code fuses a class of its own, and fills in the rows of the norms in it."""
     cls = type(parent)
-    if isinstance(parent, nn.Sequential) and _runs_like_sequential(parent):
+    if isinstance(parent, nn.Sequential) and classes.runs_like_sequential(parent):
         _rewrite_sequential(parent, rows)
         return
     if not any(id(m) in rows for m in parent.modules() if m is not parent):
@@ -230,47 +236,58 @@ def _fill(row: SiteRow, chain: Chain) -> None:
     row.kind, row.became, row.reason = kind, chain.becomes, ""
 
 
-def _runs_like_sequential(parent: nn.Module) -> bool:
-    cls: Any = type(parent)
-    same = cls.forward is nn.Sequential.forward and getattr(cls, "__iter__", None) is nn.Sequential.__iter__
-    return same and "forward" not in parent.__dict__
+def _leaves(parent: nn.Sequential, deep: bool) -> Iterator[tuple[classes.Path, nn.Module | None]]:
+    """The children; with ``deep`` those of Sequentials inside instead of these."""
+    for name, module in parent._modules.items():
+        if deep and module is not None and classes.runs_like_sequential(module) and not is_hooked(module):
+            yield from (((name, *path), leaf) for path, leaf in _leaves(module, True))  # type: ignore[arg-type]
+        else:
+            yield (name,), module
 
 
-def _rewrite_sequential(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None:
-    names = tuple(parent._modules)
+def _matches(leaves: list[tuple[classes.Path, nn.Module | None]]) -> tuple[list[Node], list[Match]]:
     nodes: list[Node] = []
-    for name in names:
-        role = source.role_of(parent._modules[name])
+    for path, module in leaves:
+        role = source.role_of(module)
         node = Node("value") if role is None else Node(role[0], name=role[1], inplace=role[2])
-        node.origin = name
+        node.origin = path
         previous = nodes[-1] if nodes else Node("value")
         node.inputs.append(previous)
         previous.read_by(node)
         nodes.append(node)
-    if not nodes:
-        return
-    nodes[-1].read_by(OTHER)
-    matches: list[Match] = [match(n) for n in nodes if n.kind == "norm"]
+    if nodes:
+        nodes[-1].read_by(OTHER)
+    return nodes, [match(n) for n in nodes if n.kind == "norm"]
+
+
+def _rewrite_sequential(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None:
+    nodes, matches = _matches(list(_leaves(parent, True)))
+    # Sequentials inside see to themselves, unless a chain reaches from one into the next.
+    deep = any(len({n.origin[0] for n in m.nodes}) > 1 and any(len(n.origin) > 1 for n in m.nodes) for m in matches)
+    if not deep:
+        nodes, matches = _matches(list(_leaves(parent, False)))
     at = {id(n): i for i, n in enumerate(nodes)}
-    steps: list[tuple[tuple[str, ...], Site | None]] = []
+    names = [n.origin for n in nodes]
+    steps: list[tuple[tuple[classes.Path, ...], Site | None]] = []
     done = 0
     for m in matches:
         start, stop = at[id(m.nodes[0])], at[id(m.last)] + 1
+        row = rows.get(id(classes.child(parent, m.norm.origin)))
         if is_trivial(m.chain) or start < done:
-            row = rows.get(id(parent._modules[m.norm.origin]))
             if row is not None and row.became and not row.reason:
                 row.reason = why_alone(m.norm)
             continue
         roles = tuple(n.name if n.kind == "act" else n.kind for n in m.nodes)
         steps += [((name,), None) for name in names[done:start]]
-        steps.append((names[start:stop], Site(m.chain, roles)))
+        steps.append((tuple(names[start:stop]), Site(m.chain, roles)))
         done = stop
-        row = rows.get(id(parent._modules[m.norm.origin]))
         if row is not None and row.became:
             _fill(row, m.chain)
     if done:
         steps += [((name,), None) for name in names[done:]]
-        parent.__dict__["_kgopt_steps"] = classes.Steps(names, tuple(steps))
+        inner = tuple(dict.fromkeys(path[:i] for path in names for i in range(1, len(path))))
+        parts = tuple((path, tuple(classes.child(parent, path)._modules)) for path in inner)
+        parent.__dict__["_kgopt_steps"] = classes.Steps(tuple(parent._modules), tuple(steps), parts)
         parent.__class__ = classes.make_class(type(parent), (("sequential",),))
 
 
@@ -324,7 +341,8 @@ def _trial(root: nn.Module, grad: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _original_code(root: nn.Module) -> Iterator[None]:
-    states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
+    states: list[Any] = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
+    states += glue.states_of(root)
     for state in states:
         state.enabled = False
     try:
@@ -334,7 +352,14 @@ def _original_code(root: nn.Module) -> Iterator[None]:
             state.enabled = True
 
 
-def _try_out(root: nn.Module, example: Any, channels_last: bool | str, measure: bool, found: Report) -> None:
+def _try_out(
+    root: nn.Module,
+    example: Any,
+    channels_last: bool | str,
+    measure: bool,
+    found: Report,
+    refuse: Callable[[str], str],
+) -> None:
     """Runs the example inputs: sites measure themselves, layouts are compared, and so is the result."""
     grad = root.training
     seed = torch.initial_seed()
@@ -349,8 +374,22 @@ def _try_out(root: nn.Module, example: Any, channels_last: bool | str, measure: 
     tensors = [t for t in tree_leaves(expected) if isinstance(t, Tensor)]
     device = next((t.device for t in tensors), torch.device("cpu"))
     result = call()
-    if channels_last is True or (channels_last == "auto" and device.type == "cuda" and measure):
-        result = _try_layout(root, call, channels_last is True, device, found, result)
+    states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
+    timed = _with_backward(root, call) if root.training else call
+    choosing = device.type == "cuda" and measure
+    if channels_last is True:
+        _set_layout(root, True)
+        for state in states:
+            state.forget()
+        found.layout = "channels_last, as asked for"
+        result = call()  # sites measure themselves in this layout
+    if choosing and not root.training:
+        glue.find(root, call, refuse)
+    if choosing:
+        before = _choose_hidden(states, timed, device, always=channels_last == "auto")
+        if channels_last == "auto":
+            result = _try_layout(root, call, timed, before, device, found, result, refuse)
+        result = _try_glue(root, call, device, found, result)
     found.accuracy = _compare(expected, result)
     for module in root.modules():
         # Where nothing was gained the module becomes what it was, so that not even a check stays.
@@ -359,35 +398,106 @@ def _try_out(root: nn.Module, example: Any, channels_last: bool | str, measure: 
             module.__class__ = classes.original_class(module)
 
 
+def _choose_hidden(
+    states: list[policy.SiteState], timed: Callable[[], Any], device: torch.device, always: bool = True
+) -> float:
+    """Whether launches are hidden in this model: where sites depend on it, both are timed and the better one stays.
+
+    Returns the model's seconds; without sites that depend on it only if ``always``, else 0.
+    """
+    undecided = [state for state in states if state.undecided]
+    if not undecided:
+        return policy.time_both(timed, timed, device)[0] if always else 0.0
+
+    def shown() -> Any:
+        for state in undecided:
+            state.hidden = False
+        return timed()
+
+    def hidden() -> Any:
+        for state in undecided:
+            state.hidden = True
+        return timed()
+
+    before, after = policy.time_both(shown, hidden, device)
+    for state in undecided:
+        state.hidden = after < before
+    return min(before, after)
+
+
 def _try_layout(
-    root: nn.Module, call: Callable[[], Any], asked: bool, device: torch.device, found: Report, result: Any
+    root: nn.Module,
+    call: Callable[[], Any],
+    timed: Callable[[], Any],
+    before: float,
+    device: torch.device,
+    found: Report,
+    result: Any,
+    refuse: Callable[[str], str],
 ) -> Any:
-    before = policy.time_both(call, call, device)[0] if not asked else 0.0
     states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
-    verdicts = [(state.results, state.seen, state.kept_back) for state in states]
+    verdicts = [(state.results, state.seen, state.kept_back, state.hidden) for state in states]
     _set_layout(root, True)
     for state in states:
         state.forget()
     try:
         other = call()  # sites measure themselves in this layout
-        after = policy.time_both(call, call, device)[0] if not asked else 0.0
+        if not root.training:
+            glue.find(root, call, refuse)
+        after = _choose_hidden(states, timed, device)
         why = ""
     except RuntimeError as error:
-        if asked:
-            raise
         other, after, why = None, 0.0, str(error).splitlines()[0]
-    if asked:
-        found.layout = "channels_last, as asked for"
-        return other
     times = f"channels_last {after * 1e3:.2f} ms, as it was {before * 1e3:.2f} ms"
     if not why and after < before:
         found.layout = f"channels_last: {times}"
         return other
     _set_layout(root, False)
     for state, verdict in zip(states, verdicts, strict=True):
-        state.results, state.seen, state.kept_back = verdict
+        state.results, state.seen, state.kept_back, state.hidden = verdict
     found.layout = f"as it was: channels_last fails: {why}" if why else f"as it was: {times}"
     return result
+
+
+def _try_glue(root: nn.Module, call: Callable[[], Any], device: torch.device, found: Report, result: Any) -> Any:
+    """Whether upsampling and padding from copies make the whole model faster, in the layout that was chosen."""
+    states = glue.states_of(root)
+    found.glue = ""
+    if not states:
+        return result
+
+    def switched(on: bool) -> Callable[[], Any]:
+        def run() -> Any:
+            for state in states:
+                state.enabled = on
+            return call()
+
+        return run
+
+    before, after = policy.time_both(switched(False), switched(True), device)
+    times = f"{after * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"
+    if after < before:
+        modules = "a module" if len(states) == 1 else f"{len(states)} modules"
+        found.glue = f"from strided copies in {modules}: {times}"
+        return switched(True)()
+    glue.forget(root)
+    found.glue = f"left alone: copies are not faster: {times}"
+    return result
+
+
+def _with_backward(root: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call and its backward, which takes two thirds of a training step; alone where somebody watches gradients."""
+    parameters = [p for p in root.parameters() if p.requires_grad]
+    watched = any(p._backward_hooks or type(p.data) is not Tensor for p in parameters)
+    if not parameters or watched or any(m._backward_hooks or m._backward_pre_hooks for m in root.modules()):
+        return call
+
+    def step() -> Any:
+        out = [t for t in tree_leaves(call()) if isinstance(t, Tensor) and t.requires_grad]
+        if out:  # no .grad is written
+            torch.autograd.grad(out, parameters, [torch.ones_like(t) for t in out], allow_unused=True)
+
+    return step
 
 
 def _compare(expected: Any, actual: Any) -> str:

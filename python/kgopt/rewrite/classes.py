@@ -68,21 +68,63 @@ def _leaf_forward(norm: Any, site: Site, original: Any, x: Tensor) -> Tensor:
     return site.run(norm, x) if site.ready_inside(norm, x) else original(norm, x)
 
 
-class Steps:
-    """What a Sequential does: its children's names, and which runs of them are one site."""
+Path = tuple[str, ...]
 
-    def __init__(self, names: tuple[str, ...], steps: tuple[tuple[tuple[str, ...], Site | None], ...]) -> None:
+
+class Steps:
+    """What a Sequential does: its children's names, and which runs of them are one site.
+
+    Children of Sequentials inside are named by their path, where a site reaches from one into the next; ``inner`` has
+    those Sequentials and their children's names.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        steps: tuple[tuple[tuple[Path, ...], Site | None], ...],
+        inner: tuple[tuple[Path, tuple[str, ...]], ...] = (),
+    ) -> None:
         self.names = names
         self.steps = steps
+        self.inner = inner
+
+    def hold(self, sequential: Any) -> bool:
+        """Whether the children are still those, and nobody looks at what goes into or comes out of one inside."""
+        if tuple(sequential._modules) != self.names:
+            return False
+        for path, names in self.inner:
+            module = child(sequential, path)
+            if module is None or not runs_like_sequential(module) or is_hooked(module):
+                return False
+            if tuple(module._modules) != names:
+                return False
+        return True
+
+
+def child(module: Any, path: Path) -> Any:
+    """The module at a path of names; None where there is none."""
+    for name in path:
+        module = module._modules.get(name)
+        if module is None:
+            return None
+    return module
+
+
+def runs_like_sequential(module: Any) -> bool:
+    """A Sequential that does what nn.Sequential does, by itself or through :func:`sequential_forward`."""
+    if not isinstance(module, nn.Sequential) or "forward" in module.__dict__:
+        return False
+    cls: Any = original_class(module) or type(module)
+    return cls.forward is nn.Sequential.forward and getattr(cls, "__iter__", None) is nn.Sequential.__iter__
 
 
 def sequential_forward(self: Any, input: Any) -> Any:
     """nn.Sequential's forward, with neighbours fused where that is possible at this call."""
-    plan, modules = self._kgopt_steps, self._modules
-    if tuple(modules) != plan.names:  # a layer came or went
+    plan = self._kgopt_steps
+    if not plan.hold(self):  # a layer came or went
         return nn.Sequential.forward(self, input)
-    for names, site in plan.steps:
-        operands = [modules[name] for name in names]
+    for paths, site in plan.steps:
+        operands = [child(self, path) for path in paths]
         if site is not None and site.ready(*operands, input):
             input = site.run(*operands, input)
         else:
@@ -122,18 +164,24 @@ _MADE: weakref.WeakKeyDictionary[type, dict[Any, type]] = weakref.WeakKeyDiction
 def make_class(original: Any, recipe: Any) -> Any:
     """The optimized subclass of ``original``; the same for the same recipe.
 
-    A recipe is ("sequential",), ("source", roles by method) or either with ("layout",) in front: hashable, picklable.
+    A recipe is a tuple of parts: ("glue",), ("sequential",), ("source", roles by method), ("layout",); hashable and
+    picklable.
     """
     known = _MADE.setdefault(original, {})
     if recipe not in known:
         namespace: dict[str, Any] = {}
-        for part in recipe:
+        # Wrappers last, whatever the order in which the parts came.
+        for part in sorted(recipe, key=lambda part: {"glue": 1, "layout": 2}.get(part[0], 0)):
             if part[0] == "sequential":
                 namespace["forward"] = sequential_forward
             elif part[0] == "source":
                 from kgopt.rewrite import source
 
                 namespace.update(source.rewritten_methods(original, dict(part[1])))
+            elif part[0] == "glue":
+                from kgopt.rewrite import glue
+
+                namespace["forward"] = glue.wrapped_forward(namespace.get("forward", original.forward))
             elif part[0] == "layout":
                 from kgopt.rewrite import layout
 

@@ -1,0 +1,384 @@
+"""What reaches beyond one site: nested Sequentials, upsampling and padding from copies, launches that are hidden."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kgopt
+from kgopt.rewrite import api, classes, glue, policy
+from test_optimize import assert_same_results, ops_of, optimized
+from tolerances import assert_as_good_as_torch
+
+SHAPES = [(2, 3, 4, 5), (1, 8, 6, 4), (1, 16, 3, 4, 8), (2, 3, 1, 5, 7), (1, 1, 1, 1, 1), (1, 4, 2, 3, 2)]
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def draw(shape, dtype, channels_last, device):
+    x = torch.randn(shape, device=device).to(dtype)
+    return x.contiguous(memory_format=FORMATS[x.dim()]) if channels_last else x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_copies_have_the_bits_of_pytorch(shape, channels_last, dtype, device, poisoned):
+    x = draw(shape, dtype, channels_last, device)
+    dims = x.dim() - 2
+    for factors in ((2,) * dims, (1,) * (dims - 1) + (2,), (2,) * (dims - 1) + (1,), (3,) * dims):
+        y = glue.upsample_nearest(x, factors)
+        assert torch.equal(y, F.interpolate(x, scale_factor=tuple(map(float, factors))))
+        assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+    for pad in ((1, 1) * dims, (1, 1) * (dims - 1) + (2, 0), (0, 3) * dims):
+        assert torch.equal(glue.pad_replicate(x, pad), F.pad(x, pad, mode="replicate"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widths", [(8, 16), (3, 5, 1), (4, 4)], ids=str)
+def test_channels_last_cat_has_the_bits_of_pytorch(widths, dtype, device, poisoned):
+    for sizes in ((5, 4), (3, 5, 4)):
+        parts = [draw((2, c, *sizes), dtype, True, device) for c in widths]
+        if any(not glue._is_channels_last(p) for p in parts):
+            continue
+        y = glue.recognize(torch.cat, (parts, 1), {}).run()
+        assert torch.equal(y, torch.cat(parts, 1))
+        assert y.stride() == torch.cat(parts, 1).stride()
+    parts = [draw((2, 8, 5, 4), dtype, True, device) for _ in range(2)]
+    assert glue.recognize(torch.cat, (parts,), {"dim": -3}) is not None
+    for refused in ((parts, 0), (parts, 2), (parts[:1], 1), ([parts[0], parts[1].contiguous()], 1)):
+        assert glue.recognize(torch.cat, refused, {}) is None
+    assert glue.recognize(torch.cat, (parts, 1), {"out": torch.empty(0)}) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear_upsampling_is_as_accurate(shape, channels_last, dtype, device, poisoned):
+    x = draw(shape, dtype, channels_last, device)
+    mode = {4: "bilinear", 5: "trilinear"}[x.dim()]
+    y = glue.upsample_linear(x)
+    expected, exact = (F.interpolate(t, scale_factor=2, mode=mode) for t in (x, x.double()))
+    assert_as_good_as_torch(y, expected, exact)
+    assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+
+
+def test_what_is_recognized():
+    x = torch.randn(1, 2, 4, 6)
+    known = functools.partial(glue.recognize, F.interpolate, (x,))
+    assert known({"scale_factor": 2}).argument == (2, 2)
+    assert known({"scale_factor": (2.0, 1.0)}).argument == (2, 1)
+    assert known({"size": (8, 18)}).argument == (2, 3)
+    assert known({"size": 12}).argument == (3, 2)
+    assert known({"scale_factor": 2, "mode": "bilinear"}).kind == "linear"
+    for refused in (
+        {"scale_factor": 1.5},
+        {"size": (9, 12)},
+        {"size": (4, 6)},
+        {"scale_factor": 2, "mode": "bilinear", "align_corners": True},
+        {"scale_factor": 3, "mode": "bilinear"},
+        {"scale_factor": 2, "mode": "bicubic"},
+        {"scale_factor": 2, "mode": "trilinear"},
+        {"scale_factor": 2, "mode": "bilinear", "antialias": True},
+        {},
+        {"size": (8, 12), "scale_factor": 2},
+    ):
+        assert known(refused) is None, refused
+    assert glue.recognize(F.pad, (x, (1, 1, 1, 1), "replicate"), {}).argument == (1, 1, 1, 1)
+    for pad, mode in (((1, 1, 1, 1), "constant"), ((1, -1, 1, 1), "replicate"), ((1, 1), "replicate"),
+                      ((0, 0, 0, 0), "replicate")):  # fmt: skip
+        assert glue.recognize(F.pad, (x, pad, mode), {}) is None
+    assert glue.recognize(F.interpolate, (x.transpose(2, 3),), {"scale_factor": 2}) is None
+    assert glue.recognize(F.interpolate, (x.int(),), {"scale_factor": 2}) is None
+    assert glue.recognize(F.interpolate, (x.clone().requires_grad_(),), {"scale_factor": 2}) is None
+    assert glue.recognize(torch.relu, (x,), {}) is None
+
+
+class Up(nn.Module):
+    """As some libraries have it: the function hides in a partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = functools.partial(self._up, mode="nearest")
+
+    @staticmethod
+    def _up(x, size, mode):
+        return F.interpolate(x, size=size, mode=mode)
+
+    def forward(self, x):
+        return self.up(x, [2 * s for s in x.shape[2:]])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+        self.up1, self.up2 = Up(), nn.Upsample(scale_factor=2, mode="bilinear")
+        self.conv = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x):
+        y = self.up1(torch.relu(self.norm(x)))
+        return self.conv(F.pad(self.up2(y), (1, 1, 1, 1), mode="replicate"))
+
+
+def found(model, x, **more):
+    def call():
+        with torch.no_grad():
+            return model(x)
+
+    return glue.find(model, call, more.get("unwanted", lambda path: ""), always=True)
+
+
+def kinds_run(model, x, monkeypatch):
+    kinds = []
+    run = glue.Call.run
+    monkeypatch.setattr(glue.Call, "run", lambda call: (kinds.append(call.kind), run(call))[1])
+    y = model(x)
+    monkeypatch.setattr(glue.Call, "run", run)
+    return kinds, y
+
+
+def test_calls_are_replaced_in_inference_only(monkeypatch):
+    torch.manual_seed(0)
+    original = Net().eval()
+    model = kgopt.optimize(copy.deepcopy(original), measure=False)
+    x = torch.randn(1, 4, 5, 6)
+    assert found(model, x) == 3
+    assert isinstance(model.up1, Up)
+    assert isinstance(model.up2, nn.Upsample)
+    with torch.no_grad():
+        kinds, y = kinds_run(model, x, monkeypatch)
+        torch.testing.assert_close(y, original(x))
+        assert kinds == ["nearest", "linear", "replicate"]
+        other = torch.randn(1, 4, 7, 6)
+        kinds, y = kinds_run(model, other, monkeypatch)
+        assert kinds == []  # not measured at this shape
+        torch.testing.assert_close(y, original(other))
+    kinds, y = kinds_run(model, x, monkeypatch)
+    assert kinds == []
+    y.sum().backward()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+        with torch.no_grad():
+            torch.testing.assert_close(twin(x), original(x))
+    kgopt.restore(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
+    assert not any(name.startswith("_kgopt") for m in model.modules() for name in m.__dict__)
+
+
+def test_what_traces_or_transforms_sees_pytorchs_functions(monkeypatch):
+    model, x = Net().eval(), torch.randn(1, 4, 5, 6)
+    found(model, x)
+    with torch.no_grad():
+        assert kinds_run(model, x, monkeypatch)[0] == ["nearest", "linear", "replicate"]
+        expected = model(x)
+        kinds, y = kinds_run(torch.func.vmap(model), x[None], monkeypatch)
+        assert kinds == []
+        torch.testing.assert_close(y[0], expected)
+        kinds, traced = kinds_run(lambda t: torch.jit.trace(model, (t,), check_trace=False), x, monkeypatch)
+        assert kinds == []
+        torch.testing.assert_close(traced(x), expected)
+        kinds, (y, _) = kinds_run(lambda t: torch.func.jvp(model, (t,), (t,)), x, monkeypatch)
+        assert kinds == []
+        torch.testing.assert_close(y, expected)
+        compiled = torch.compile(model, backend="eager")
+        kinds, y = kinds_run(compiled, x, monkeypatch)
+        assert kinds == []
+        torch.testing.assert_close(y, expected)
+
+
+def test_autocast_decides_the_dtype():
+    x = torch.randn(1, 2, 4, 6)
+    assert glue.recognize(F.interpolate, (x,), {"scale_factor": 2}) is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert glue.recognize(F.interpolate, (x,), {"scale_factor": 2}) is None
+        assert glue.recognize(F.pad, (x, (1, 1, 1, 1), "replicate"), {}) is None
+
+
+def test_glue_and_layout_of_one_module():
+    """Both wrap the forward; either can go first and leave first."""
+    model = nn.Upsample(scale_factor=2)
+    x = torch.randn(1, 4, 5, 6)
+    found(model, x)
+    api._set_layout(model, True)
+    with torch.no_grad():
+        assert torch.equal(model(x), F.interpolate(x, scale_factor=2))
+    glue.forget(model)
+    assert classes.original_class(model) is nn.Upsample
+    api._set_layout(model, False)
+    assert type(model) is nn.Upsample
+
+
+def test_excluded_modules_keep_their_forward():
+    model = Net().eval()
+    assert found(model, torch.randn(1, 4, 5, 6), unwanted=lambda path: "no" if path == "up1" else "") == 2
+    assert type(model) is not Net
+    assert type(model.up1) is Up
+    assert type(model.up2) is not nn.Upsample
+
+
+def test_the_whole_model_decides(monkeypatch):
+    model, x = Net().eval(), torch.randn(1, 4, 5, 6)
+    report = kgopt.report(kgopt.optimize(model, measure=False))
+
+    def call():
+        with torch.no_grad():
+            return model(x)
+
+    for times, kept in (((2e-3, 1e-3), True), ((1e-3, 2e-3), False)):
+        found(model, x)
+        monkeypatch.setattr(policy, "time_both", lambda first, second, device, times=times: times)
+        api._try_glue(model, call, torch.device("cpu"), report, None)
+        assert bool(glue.states_of(model)) is kept
+        assert ("left alone" in str(report)) is not kept
+
+
+def test_sites_are_measured_under_kgopts_own_mode_only():
+    x = torch.randn(2, 4, 3)
+    assert policy.may_measure(x)
+    with glue._Replace(glue.GlueState()):
+        assert not policy.may_measure(x)
+        policy.own_modes.count += 1
+        try:
+            assert policy.may_measure(x)
+        finally:
+            policy.own_modes.count -= 1
+
+
+@pytest.mark.gpu
+def test_optimize_measures_glue_on_a_gpu():
+    model = Net().cuda().eval()
+    x = torch.randn(4, 4, 256, 256, device="cuda")
+    with torch.no_grad():
+        expected = model(x)
+        kgopt.optimize(model, example_inputs=x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-3)
+
+
+# ---------------------------------------------------------------------------------------- launches that are hidden
+
+
+def test_hidden_launches_take_sites_that_lose_by_launch_alone():
+    slow_launch = policy.Measured(40e-6, 60e-6, 0.0, 0.0, "PyTorch is faster here", 30e-6, 10e-6)
+    slow_work = policy.Measured(40e-6, 60e-6, 0.0, 0.0, "PyTorch is faster here", 30e-6, 35e-6)
+    faster = policy.Measured(40e-6, 20e-6, 0.0, 0.0)
+    assert [m.ours(False) for m in (slow_launch, slow_work, faster)] == [False, False, True]
+    assert [m.ours(True) for m in (slow_launch, slow_work, faster)] == [True, False, True]
+    state = policy.SiteState(results={"key": slow_launch})
+    assert state.undecided
+    assert state.lost_everywhere
+    state.hidden = True
+    assert not state.lost_everywhere
+    state.forget()
+    assert not state.hidden
+    assert not policy.SiteState(results={"key": slow_work}).undecided
+
+
+@pytest.mark.parametrize(("times", "hidden"), [((2e-3, 1e-3), True), ((1e-3, 2e-3), False)])
+def test_the_whole_model_decides_whether_launches_are_hidden(monkeypatch, times, hidden):
+    state = policy.SiteState(results={"key": policy.Measured(4e-5, 6e-5, 0.0, 0.0, "PyTorch", 3e-5, 1e-5)})
+    seen = []
+
+    def timed(first, second, device):
+        for function in (first, second):
+            function()
+            seen.append(state.hidden)
+        return times
+
+    monkeypatch.setattr(policy, "time_both", timed)
+    assert api._choose_hidden([state], lambda: None, torch.device("cpu")) == min(times)
+    assert seen == [False, True]
+    assert state.hidden is hidden
+
+
+def test_the_layout_of_a_model_in_training_is_chosen_with_its_backward():
+    model = Net().train()
+    x = torch.randn(1, 4, 5, 6)
+    backward = []
+    model.conv.weight.grad = torch.zeros_like(model.conv.weight)
+
+    def call():
+        y = model(x)
+        y.register_hook(lambda g: backward.append(tuple(g.shape)))
+        return {"out": y}
+
+    api._with_backward(model, call)()
+    assert len(backward) == 1
+    assert not model.conv.weight.grad.any()
+    assert model.norm.weight.grad is None
+    model.conv.weight.register_hook(lambda g: g)  # somebody watches: no backward
+    api._with_backward(model, call)()
+    assert len(backward) == 1
+
+
+# --------------------------------------------------------------------------------------------- nested Sequentials
+
+
+class Single(nn.Sequential):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.add_module("norm", nn.GroupNorm(2, channels))
+        self.add_module("conv", nn.Conv3d(channels, channels, 3, padding=1, bias=False))
+        self.add_module("relu", nn.ReLU(inplace=True))
+
+
+def double_conv():
+    """pytorch3dunet's DoubleConv: the second norm reads the first one's activation."""
+    model = nn.Sequential()
+    model.add_module("one", Single(8))
+    model.add_module("two", Single(8))
+    return model
+
+
+CROSSED = ["group_norm", "conv3d", "group_norm"]
+
+
+def kgopt_ops(model, x):
+    return [name for name in ops_of(model, x) if name in ("group_norm", "conv3d")]
+
+
+def test_a_chain_reaches_from_one_sequential_into_the_next(device):
+    model, original = optimized(double_conv, device)
+    x = torch.randn(2, 8, 4, 5, 6, device=device)
+    assert kgopt_ops(model, x) == CROSSED
+    rows = {row.path: row for row in kgopt.report(model).sites}
+    assert rows["two.norm"].kind == "Conv3d → relu → GroupNorm"
+    assert rows["two.norm"].became == "conv3d + group_norm(pre_act=relu)"
+    assert rows["one.norm"].kind == "GroupNorm"
+    assert_same_results(model, original, x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert kgopt_ops(twin, x) == CROSSED
+    kgopt.restore(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
+    assert torch.equal(model(x), original(x))
+
+
+def test_who_looks_between_two_sequentials_sees_what_there_was():
+    model, original = optimized(double_conv, "cpu")
+    x = torch.randn(2, 8, 4, 5, 6)
+    seen = []
+    handle = model.one.register_forward_hook(lambda m, args, y: seen.append(y.clone()))
+    torch.testing.assert_close(model(x), original(x))
+    torch.testing.assert_close(seen[0], original.one(x))
+    handle.remove()
+    assert kgopt_ops(model, x) == CROSSED
+    model.one.relu = original.one.relu = nn.SiLU()
+    torch.testing.assert_close(model(x), original(x))
+    model.one.add_module("more", nn.Conv3d(8, 8, 1))
+    original.one.add_module("more", model.one.more)
+    torch.testing.assert_close(model(x), original(x))
+    model.two, original.two = nn.Identity(), nn.Identity()
+    torch.testing.assert_close(model(x), original(x))
+
+
+def test_a_nested_chain_compiles_as_one_graph():
+    model, original = optimized(double_conv, "cpu")
+    x = torch.randn(2, 8, 4, 5, 6)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), original(x))
