@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "group_norm_cluster_plan.h"
 #include "group_norm_fwd_plan.h"
 #include "groupnorm_params.h"
 
@@ -18,6 +19,9 @@ Status run_affine_table(const AffineTableParams& p, cudaStream_t stream);
 bool has_bulk_copy();
 // Unsupported where not all blocks can run at a time; nothing was launched then.
 Status run_group_norm_fwd(const GroupNormFwdParams& p, const FwdPlan& plan, cudaStream_t stream);
+// The most blocks of a cluster on the current device with all shared memory taken; 0 where it has no clusters.
+int max_cluster_blocks();
+Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 

@@ -1,0 +1,99 @@
+// How the GroupNorm kernels that keep a group on chip deal it out, or why they do not take it. Host code, free of CUDA.
+#pragma once
+
+#include <algorithm>
+
+#include "group_norm_cluster_params.h"
+#include "group_norm_fwd_plan.h"
+
+namespace kgopt {
+
+// Barriers of a block, and what the runtime reserves.
+inline constexpr int kClusterStaticSmem = 256, kReservedSmem = 1024;
+
+// What the plan must know beyond the tensors.
+struct ClusterPlanInput {
+  GroupNormDims dims;
+  int tensors = 1;          // that stay on chip: x, or x and dy
+  bool aligned = true;      // all tensors start at the same distance from a multiple of 16 bytes
+  uint32_t x_offset = 0;    // bytes from a 128-byte line to x
+  int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters or bulk copies
+  int sm_count = 132;
+  int64_t smem_bytes = 227 << 10;   // of a block
+  int64_t smem_per_sm = 228 << 10;  //
+};
+
+struct ClusterPlan {
+  const char* refusal = nullptr;  // why not, or null
+  GroupShares shares;
+  int threads = 0;
+  unsigned grid = 0;
+  int smem_bytes = 0;  // dynamic, of a block
+};
+
+// Shares of clusters of `blocks` blocks with `threads` threads, or of warps where blocks is 0. False where they do not
+// fit.
+inline bool set_shares(const ClusterPlanInput& in, int blocks, int threads, ClusterPlan* plan) {
+  const GroupNormDims& d = in.dims;
+  const int size = dtype_size(d.dtype), line = 128 / size;
+  GroupShares& p = plan->shares;
+  const int64_t groups = d.n * d.g, elements = d.numel() / groups;
+  p.groups = groups;
+  p.elements = static_cast<uint32_t>(elements);
+  p.x_line = in.x_offset % 128 / size;
+  p.blocks = blocks;
+  p.s = static_cast<uint32_t>(d.s);
+  set_divisor(p.s, &p.s_magic, &p.s_shift);
+  p.channels = static_cast<uint32_t>(d.channels_per_group());
+  p.per_sample = static_cast<uint32_t>(d.g);
+  // A group starts anywhere in a line.
+  const int64_t positions = elements + (elements % line == 0 && p.x_line == 0 ? 0 : line - 1);
+  const int64_t share = (positions + std::max(blocks, 1) - 1) / std::max(blocks, 1);
+  p.share = static_cast<uint32_t>((share + line - 1) / line * line);
+  p.rows = static_cast<uint32_t>(std::min<int64_t>(p.channels, p.share / d.s + 2));
+  if (blocks == 0) {
+    plan->threads = kWarpGroupThreads;
+    plan->grid = static_cast<unsigned>((groups + kWarpGroupThreads / 32 - 1) / (kWarpGroupThreads / 32));
+    plan->smem_bytes = 0;
+    return p.share * size <= kWarpGroupPasses * 32 * 16;
+  }
+  const int64_t warps = threads / 32, data = int64_t(p.share) * size;
+  int64_t smem = in.tensors * data + blocks * warps * 16 + int64_t(p.rows) * 8;
+  if (in.tensors == 2) smem += int64_t(p.rows) * 8 * (1 + (bwd_is_wide(p, threads) ? warps : 0));
+  plan->threads = threads;
+  plan->grid = static_cast<unsigned>(groups * blocks);
+  plan->smem_bytes = static_cast<int>(std::min<int64_t>(smem, 1 << 30));
+  return smem + kClusterStaticSmem <= in.smem_bytes &&
+         data <= int64_t(kClusterMaxPieces) * threads * kClusterPasses * 16 && groups * blocks < (int64_t(1) << 31);
+}
+
+inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
+  const GroupNormDims& d = in.dims;
+  ClusterPlan plan;
+  auto refuse = [&](const char* why) {
+    plan.refusal = why;
+    return plan;
+  };
+  if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
+  if (d.channels_last) return refuse("a group of a channels_last tensor is not contiguous");
+  if (!in.aligned) return refuse("the tensors start at different distances from a multiple of 16 bytes");
+  const int size = dtype_size(d.dtype);
+  const int64_t groups = d.n * d.g, elements = d.numel() / groups, bytes = elements * size;
+  if (bytes > 16 * in.smem_bytes) return refuse("a group is larger than the shared memory of sixteen blocks");
+  if (groups >= (int64_t(1) << 27)) return refuse("over 2^27 groups");
+  if (in.tensors == 1 && bytes <= 4096 - 128) {
+    set_shares(in, 0, 0, &plan);
+    return plan;
+  }
+  if (in.max_blocks == 0) return refuse("clusters and bulk copies need compute capability 9.0 and code built for it");
+  for (int blocks = 1; blocks <= std::min(in.max_blocks, kClusterMaxBlocks); blocks *= 2) {
+    const int64_t data = in.tensors * bytes / blocks;
+    const int threads = data <= (34 << 10) ? 128 : data <= (76 << 10) ? 256 : 512;
+    const bool more = blocks * 2 <= in.max_blocks && (data > (76 << 10) || (groups * blocks < 2 * in.sm_count && data > (8 << 10)));
+    if (more) continue;
+    if (set_shares(in, blocks, threads, &plan)) return plan;
+  }
+  return refuse("a group is larger than the shared memory of a cluster");
+}
+
+}  // namespace kgopt
