@@ -53,6 +53,11 @@ __device__ __forceinline__ Acc chain_slope(const ActChain& chain, Acc x, Acc* va
     return act_derivative(Act::kRelu, x);
   }
   if constexpr (kChain == Chain::kSilu) {
+    if constexpr (sizeof(Acc) == 4) {
+      const Acc s = __fdividef(1.f, 1.f + __expf(-x));
+      *value = x * s;
+      return s * (1.f + x * (1.f - s));
+    }
     *value = act_value(Act::kSilu, x);
     return act_derivative(Act::kSilu, x);
   }

@@ -21,6 +21,7 @@ struct GroupShares {
   uint32_t channels = 1;   // of a group
   uint32_t per_sample = 1;  // groups of a sample
   uint32_t rows = 0;       // channels of which a block has a part, at most
+  bool together = false;   // all warps sum a channel up together, or each warp has its own channels (backward)
 };
 
 struct GroupNormClusterFwdParams {
@@ -52,9 +53,6 @@ struct GroupNormClusterBwdParams {
   const float* rstd = nullptr;    // [N, G]
   float* channel_sums = nullptr;  // [N, C, 2]: sum of dz and of dz * xhat
 };
-
-// Whether all warps of a block go through a channel together in the backward's sums, or each warp has its own channels.
-inline bool bwd_is_wide(const GroupShares& p, int threads) { return p.s >= static_cast<uint32_t>(threads) * 16; }
 
 inline constexpr int kClusterPasses = 4;        // vectors of a piece that one thread handles
 inline constexpr int kClusterMaxPieces = 16;    // of a block's share

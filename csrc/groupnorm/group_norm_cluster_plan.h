@@ -57,9 +57,10 @@ inline bool set_shares(const ClusterPlanInput& in, int blocks, int threads, Clus
     plan->smem_bytes = 0;
     return p.share * size <= kWarpGroupPasses * 32 * 16;
   }
+  p.together = d.s >= int64_t(threads) * 16;
   const int64_t warps = threads / 32, data = int64_t(p.share) * size;
   int64_t smem = in.tensors * data + blocks * warps * 16 + int64_t(p.rows) * 8;
-  if (in.tensors == 2) smem += int64_t(p.rows) * 8 * (1 + (bwd_is_wide(p, threads) ? warps : 0));
+  if (in.tensors == 2) smem += int64_t(p.rows) * 8 * (1 + (p.together ? warps : 0));
   plan->threads = threads;
   plan->grid = static_cast<unsigned>(groups * blocks);
   plan->smem_bytes = static_cast<int>(std::min<int64_t>(smem, 1 << 30));

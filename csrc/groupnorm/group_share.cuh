@@ -10,12 +10,14 @@ namespace kgopt {
 
 // Positions are local: element i of the block's shared memory is element `base + i` of the tensor. The block's own are
 // begin <= i < end; of these lo <= v < hi are whole vectors, and the rest, its edges, less than a vector at either end.
+// hi is 0 where there is no whole vector.
 template <typename T>
 struct GroupShare {
   static constexpr int kVec = kVecSize<T>;
 
   int64_t base;
   int begin, end, lo, hi;
+  int head, tail;  // the edges are begin <= i < head and tail <= i < end
   uint32_t row0;   // the first channel, counted in the group
   int rows;        // channels
   int position0;   // of element 0 from row0's start; may be negative
@@ -31,7 +33,9 @@ struct GroupShare {
     begin = max(0, -first);
     end = max(begin, min(static_cast<int>(p.share), static_cast<int>(p.elements) - first));
     lo = (begin + kVec - 1) / kVec;
-    hi = max(lo, end / kVec);
+    head = min(lo * kVec, end);
+    tail = max(end / kVec * kVec, head);
+    hi = end / kVec > lo ? end / kVec : 0;
     row0 = quotient_by_s(begin + first);
     rows = end > begin ? static_cast<int>(quotient_by_s(end - 1 + first) - row0) + 1 : 0;
     position0 = first - static_cast<int>(row0 * s);
@@ -47,7 +51,6 @@ struct GroupShare {
   }
   // The edges' elements, one a lane; -1 for the lanes that have none.
   __device__ __forceinline__ int edge(int lane) const {
-    const int head = min(lo * kVec, end), tail = max(hi * kVec, head);
     const int i = lane < 16 ? begin + lane : tail + lane - 16;
     return i < (lane < 16 ? head : end) ? i : -1;
   }

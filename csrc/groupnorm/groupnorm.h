@@ -22,11 +22,14 @@ Status run_group_norm_fwd(const GroupNormFwdParams& p, const FwdPlan& plan, cuda
 // The most blocks of a cluster on the current device with all shared memory taken; 0 where it has no clusters.
 int max_cluster_blocks();
 Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
+Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 
 // Sets slices and slice_length.
 void plan_group_norm_backward(GroupNormBackwardParams* p, int sm_count);
+// dweight and dbias from the channel sums, the second of two steps.
+Status run_affine_gradient(const AffineGradientParams& p, cudaStream_t stream);
 Status run_group_norm_backward(const GroupNormBackwardParams& p, cudaStream_t stream);
 Status run_group_stats_backward(const GroupStatsBackwardParams& p, cudaStream_t stream);
 

@@ -30,16 +30,16 @@ __device__ __forceinline__ void scale_shift(float (&x)[kVec], float mean, float 
 }
 
 // The same for a vector that crosses into the next channels: coefficients(row) gives weight and bias.
-template <int kVec, typename Row, typename Coefficients>
+template <int kVec, typename Coefficients>
 __device__ __forceinline__ void scale_shift_across(float (&x)[kVec], float mean, float rstd, uint32_t column,
-                                                   uint32_t length, Row row, Coefficients coefficients) {
+                                                   uint32_t length, int64_t row, Coefficients coefficients) {
+  float2 c = coefficients(row);
 #pragma unroll
   for (int j = 0; j < kVec; ++j, ++column) {
     if (column == length) {
       column = 0;
-      ++row;
+      c = coefficients(++row);
     }
-    const float2 c = coefficients(row);
     x[j] = (x[j] - mean) * (c.x * rstd) + c.y;
   }
 }
