@@ -141,8 +141,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
   // The first warp also tells of the first channel, which an earlier block may have begun.
   const float2 begun = warp == 0 && share.rows > 0 ? sums[0] : make_float2(0.f, 0.f);
   cluster_wait();
-  send_to_cluster(make_float4(term, term_xhat, begun.x, begun.y), entries, &barriers.exchanged, rank, blocks);
-  cluster_barrier_wait(&barriers.exchanged, 0);
+  exchange(make_float4(term, term_xhat, begun.x, begun.y), entries, &barriers.exchanged, rank, blocks);
   term = term_xhat = 0.f;
   for (int i = lane; i < static_cast<int>(blocks) * warps; i += 32) {
     term += entries[i].x;
@@ -208,8 +207,8 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
   if (edge >= 0) {
     uint32_t column;
     const float2 c = table[share.row_of(edge, &column)];
-    dx[edge] = from_acc<T>(input_gradient<Traits>(p, to_acc(xs[edge]), to_acc(dys[edge]), mean, c.x * rstd, c.y, term,
-                                                  term_d));
+    dx[edge] = from_acc<T>(
+        input_gradient<Traits>(p, to_acc(xs[edge]), to_acc(dys[edge]), mean, c.x * rstd, c.y, term, term_d));
   }
 #endif
 }
@@ -219,12 +218,12 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
   Status status;
   switch (p.dtype) {
-#define KGOPT_CLUSTER_DTYPE(name, T)                                                                               \
-  case Dtype::name:                                                                                                \
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                                            \
-                          status = launch_clusters("group_norm_cluster_bwd_kernel",                                \
-                                                   group_norm_cluster_bwd_kernel<ClusterBwdTraits<T, kPre, kAct>>, \
-                                                   p, plan, stream));                                              \
+#define KGOPT_CLUSTER_DTYPE(name, T)                                                                                \
+  case Dtype::name:                                                                                                 \
+    KGOPT_DISPATCH_CHAINS(                                                                                          \
+        p.pre_act, p.act, kPre, kAct,                                                                               \
+        status = launch_clusters("group_norm_cluster_bwd_kernel",                                                   \
+                                 group_norm_cluster_bwd_kernel<ClusterBwdTraits<T, kPre, kAct>>, p, plan, stream)); \
     break;
     KGOPT_CLUSTER_DTYPE(kFloat32, float)
     KGOPT_CLUSTER_DTYPE(kBFloat16, __nv_bfloat16)

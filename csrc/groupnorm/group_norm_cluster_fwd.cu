@@ -1,9 +1,11 @@
 // GroupNorm forward of groups that stay on chip: one launch, x read once.
+#include <mutex>
+
+#include "../common/reduce.cuh"
 #include "group_norm_cluster_launch.h"
 #include "group_share.cuh"
 #include "groupnorm.h"
 #include "vectors.cuh"
-#include "../common/reduce.cuh"
 
 namespace kgopt {
 namespace {
@@ -114,10 +116,8 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
     const Moments<float> own[1] = {mine.moments()};
     const Moments<float> m = warp_pool(own, static_cast<float>(max(counted, 1)));
     cluster_wait();
-    send_to_cluster(make_float4(m.mean, m.m2, static_cast<float>(counted), 0.f), entries, &barriers.exchanged, rank,
-                    blocks);
+    exchange(make_float4(m.mean, m.m2, static_cast<float>(counted), 0.f), entries, &barriers.exchanged, rank, blocks);
   }
-  cluster_barrier_wait(&barriers.exchanged, 0);
   constexpr int kOwn = kClusterMaxBlocks * kClusterMaxThreads / 32 / 32;
   Moments<float> sets[kOwn];
 #pragma unroll
@@ -178,54 +178,60 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
 #endif
 }
 
-// One warp a group, which stays in registers.
+// One team of neighbouring lanes a group, which stays in registers.
 template <typename Traits>
-__global__ void __launch_bounds__(kWarpGroupThreads)
-    group_norm_warp_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
+__global__ void __launch_bounds__(kTeamThreads)
+    group_norm_team_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
   using T = typename Traits::T;
   constexpr int kVec = Traits::kVec;
-  const int lane = threadIdx.x % 32;
-  const int64_t group = int64_t(blockIdx.x) * (kWarpGroupThreads / 32) + threadIdx.x / 32;
+  const int lanes = p.shares.lanes, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int64_t group = (int64_t(blockIdx.x) * kTeamThreads + threadIdx.x) / lanes;
+  const uint32_t members = __ballot_sync(0xffffffffu, group < p.shares.groups);
   if (group >= p.shares.groups) return;
   const GroupShare<T> share(p.shares, group, 0);
   const T* const x = static_cast<const T*>(p.x) + share.base;
   T* const y = static_cast<T*>(p.y) + share.base;
   const int64_t channel0 = group % p.shares.per_sample * p.shares.channels;
-  const auto coefficients_of = [&](uint32_t row) {
-    return affine_of(p.weight, p.bias, channel0 + row, p.affine_dtype);
+  const auto coefficients_of = [&](int64_t row) { return affine_of(p.weight, p.bias, channel0 + row, p.affine_dtype); };
+  const auto team_sum = [&](float v) {
+    for (int mask = lanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(members, v, mask);
+    return v;
   };
-  Vec<T, kVec> input[kWarpGroupPasses];
+  Vec<T, kVec> input[kTeamPasses];
 #pragma unroll
-  for (int u = 0; u < kWarpGroupPasses; ++u) {
-    if (u * 32 >= share.hi) break;
-    const int slot = lane + u * 32;
+  for (int u = 0; u < kTeamPasses; ++u) {
+    const int slot = lane + u * lanes;
     if (slot >= share.lo && slot < share.hi) input[u] = load_vec<T, kVec>(x + slot * kVec);
   }
-  const int edge = share.edge(lane);
-  T edge_input{};
-  float edge_value = 0.f;
-  if (edge >= 0) {
-    edge_input = x[edge];
-    edge_value = apply_chain<Traits::kPre>(p.pre_act, to_acc(edge_input));
+  const int edge[2] = {share.head_edge(lane), share.tail_edge(lane)};
+  T edge_input[2];
+  float edge_value[2] = {}, sum = 0.f;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    if (edge[e] < 0) continue;
+    edge_input[e] = x[edge[e]];
+    edge_value[e] = apply_chain<Traits::kPre>(p.pre_act, to_acc(edge_input[e]));
+    sum += edge_value[e];
   }
   const float scale = 1.f / static_cast<float>(p.shares.elements);
-  float sum = edge_value;
 #pragma unroll
-  for (int u = 0; u < kWarpGroupPasses; ++u) {
-    if (u * 32 >= share.hi) break;
-    const int slot = lane + u * 32;
+  for (int u = 0; u < kTeamPasses; ++u) {
+    const int slot = lane + u * lanes;
     if (slot >= share.lo && slot < share.hi) {
       float v[kVec];
       values_of<Traits::kPre>(input[u], p.pre_act, v);
       sum += sum_of(v);
     }
   }
-  const float mean = warp_sum(sum) * scale;
-  float squares = edge >= 0 ? (edge_value - mean) * (edge_value - mean) : 0.f;
+  const float mean = team_sum(sum) * scale;
+  float squares = 0.f;
 #pragma unroll
-  for (int u = 0; u < kWarpGroupPasses; ++u) {
-    if (u * 32 >= share.hi) break;
-    const int slot = lane + u * 32;
+  for (int e = 0; e < 2; ++e) {
+    if (edge[e] >= 0) squares += (edge_value[e] - mean) * (edge_value[e] - mean);
+  }
+#pragma unroll
+  for (int u = 0; u < kTeamPasses; ++u) {
+    const int slot = lane + u * lanes;
     if (slot >= share.lo && slot < share.hi) {
       float v[kVec];
       values_of<Traits::kPre>(input[u], p.pre_act, v);
@@ -234,15 +240,14 @@ __global__ void __launch_bounds__(kWarpGroupThreads)
       squares += sum_of(v);
     }
   }
-  const float rstd = 1.f / sqrtf(warp_sum(squares) * scale + p.eps);
+  const float rstd = 1.f / sqrtf(team_sum(squares) * scale + p.eps);
   if (lane == 0) {
     p.mean[group] = mean;
     p.rstd[group] = rstd;
   }
 #pragma unroll
-  for (int u = 0; u < kWarpGroupPasses; ++u) {
-    if (u * 32 >= share.hi) break;
-    const int slot = lane + u * 32;
+  for (int u = 0; u < kTeamPasses; ++u) {
+    const int slot = lane + u * lanes;
     if (slot < share.lo || slot >= share.hi) continue;
     float v[kVec];
     values_of<Traits::kPre>(input[u], p.pre_act, v);
@@ -256,37 +261,49 @@ __global__ void __launch_bounds__(kWarpGroupThreads)
     }
     finish_values<Traits::kAct>(y + slot * kVec, input[u], p.act, p.add_input, p.streaming_stores, v);
   }
-  if (edge >= 0) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    if (edge[e] < 0) continue;
     uint32_t column;
-    const float2 c = coefficients_of(share.row_of(edge, &column));
-    const float out = apply_chain<Traits::kAct>(p.act, (edge_value - mean) * (c.x * rstd) + c.y);
-    y[edge] = from_acc<T>(p.add_input ? out + to_acc(edge_input) : out);
+    const float2 c = coefficients_of(share.row_of(edge[e], &column));
+    const float out = apply_chain<Traits::kAct>(p.act, (edge_value[e] - mean) * (c.x * rstd) + c.y);
+    y[edge[e]] = from_acc<T>(p.add_input ? out + to_acc(edge_input[e]) : out);
   }
 }
 
 template <typename Traits>
 Status launch(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
   if (p.shares.blocks == 0) {
-    group_norm_warp_fwd_kernel<Traits><<<plan.grid, kWarpGroupThreads, 0, stream>>>(p);
+    group_norm_team_fwd_kernel<Traits><<<plan.grid, kTeamThreads, 0, stream>>>(p);
     const cudaError_t error = cudaGetLastError();
     if (error == cudaSuccess) return Status::Ok();
-    return {StatusCode::kCudaError, "group_norm_warp_fwd_kernel", cudaGetErrorString(error)};
+    return {StatusCode::kCudaError, "group_norm_team_fwd_kernel", cudaGetErrorString(error)};
   }
   return launch_clusters("group_norm_cluster_fwd_kernel", group_norm_cluster_fwd_kernel<Traits>, p, plan, stream);
 }
 
 }  // namespace
 
-int max_cluster_blocks() {
-  return max_cluster_of(group_norm_cluster_fwd_kernel<ClusterTraits<float, Chain::kNone, Chain::kNone>>);
+int max_cluster_blocks(int device) {
+  constexpr int kMaxDevices = 64;
+  static std::mutex mutex;
+  static int cache[kMaxDevices];
+  static bool known[kMaxDevices];
+  if (device < 0 || device >= kMaxDevices) return 0;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!known[device]) {
+    cache[device] = max_cluster_of(group_norm_cluster_fwd_kernel<ClusterTraits<float, Chain::kNone, Chain::kNone>>);
+    known[device] = true;
+  }
+  return cache[device];
 }
 
 Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
   Status status;
   switch (p.dtype) {
-#define KGOPT_CLUSTER_DTYPE(name, T)                                                           \
-  case Dtype::name:                                                                            \
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                        \
+#define KGOPT_CLUSTER_DTYPE(name, T)                                                         \
+  case Dtype::name:                                                                          \
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                      \
                           status = (launch<ClusterTraits<T, kPre, kAct>>(p, plan, stream))); \
     break;
     KGOPT_CLUSTER_DTYPE(kFloat32, float)

@@ -14,10 +14,10 @@ inline constexpr int kClusterStaticSmem = 256, kReservedSmem = 1024;
 // What the plan must know beyond the tensors.
 struct ClusterPlanInput {
   GroupNormDims dims;
-  int tensors = 1;          // that stay on chip: x, or x and dy
-  bool aligned = true;      // all tensors start at the same distance from a multiple of 16 bytes
-  uint32_t x_offset = 0;    // bytes from a 128-byte line to x
-  int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters or bulk copies
+  int tensors = 1;        // that stay on chip: x, or x and dy
+  bool aligned = true;    // all tensors start at the same distance from a multiple of 16 bytes
+  uint32_t x_offset = 0;  // bytes from a 128-byte line to x
+  int max_blocks = 16;    // of a cluster, as the device and this binary allow; 0 without clusters or bulk copies
   int sm_count = 132;
   int64_t smem_bytes = 227 << 10;   // of a block
   int64_t smem_per_sm = 228 << 10;  //
@@ -31,7 +31,7 @@ struct ClusterPlan {
   int smem_bytes = 0;  // dynamic, of a block
 };
 
-// Shares of clusters of `blocks` blocks with `threads` threads, or of warps where blocks is 0. False where they do not
+// Shares of clusters of `blocks` blocks with `threads` threads, or of teams where blocks is 0. False where they do not
 // fit.
 inline bool set_shares(const ClusterPlanInput& in, int blocks, int threads, ClusterPlan* plan) {
   const GroupNormDims& d = in.dims;
@@ -52,10 +52,11 @@ inline bool set_shares(const ClusterPlanInput& in, int blocks, int threads, Clus
   p.share = static_cast<uint32_t>((share + line - 1) / line * line);
   p.rows = static_cast<uint32_t>(std::min<int64_t>(p.channels, p.share / d.s + 2));
   if (blocks == 0) {
-    plan->threads = kWarpGroupThreads;
-    plan->grid = static_cast<unsigned>((groups + kWarpGroupThreads / 32 - 1) / (kWarpGroupThreads / 32));
+    p.lanes = int64_t(p.share) * size <= kTeamPasses / 2 * 8 * 16 ? 8 : 32;
+    plan->threads = kTeamThreads;
+    plan->grid = static_cast<unsigned>((groups * p.lanes + kTeamThreads - 1) / kTeamThreads);
     plan->smem_bytes = 0;
-    return p.share * size <= kWarpGroupPasses * 32 * 16;
+    return int64_t(p.share) * size <= kTeamPasses * 32 * 16;
   }
   p.together = d.s >= int64_t(threads) * 16;
   const int64_t warps = threads / 32, data = int64_t(p.share) * size;
@@ -68,6 +69,15 @@ inline bool set_shares(const ClusterPlanInput& in, int blocks, int threads, Clus
          data <= int64_t(kClusterMaxPieces) * threads * kClusterPasses * 16 && groups * blocks < (int64_t(1) << 31);
 }
 
+// A block's data in shared memory, for which three blocks share a multiprocessor: while one waits for its cluster the
+// others load and store.
+inline constexpr int64_t kClusterData = 76 << 10;
+// Below that a block's barriers cost more than a second block saves.
+inline constexpr int64_t kClusterLeastData = 8 << 10;
+
+// One thread for some 300 bytes was the fastest at every size on an H200.
+inline int cluster_threads(int64_t data) { return data <= (40 << 10) ? 128 : data <= kClusterData ? 256 : 512; }
+
 inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   const GroupNormDims& d = in.dims;
   ClusterPlan plan;
@@ -78,23 +88,52 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (d.channels_last) return refuse("a group of a channels_last tensor is not contiguous");
   if (!in.aligned) return refuse("the tensors start at different distances from a multiple of 16 bytes");
-  const int size = dtype_size(d.dtype);
-  const int64_t groups = d.n * d.g, elements = d.numel() / groups, bytes = elements * size;
-  if (bytes > 16 * in.smem_bytes) return refuse("a group is larger than the shared memory of sixteen blocks");
+  const int64_t groups = d.n * d.g, elements = d.numel() / groups, bytes = elements * dtype_size(d.dtype);
   if (groups >= (int64_t(1) << 27)) return refuse("over 2^27 groups");
-  if (in.tensors == 1 && bytes <= 4096 - 128) {
-    set_shares(in, 0, 0, &plan);
-    return plan;
+  if (in.tensors * bytes > kClusterMaxBlocks * in.smem_bytes) {
+    return refuse("a group is larger than the shared memory of a cluster");
   }
+  if (in.tensors == 1 && set_shares(in, 0, 0, &plan)) return plan;
   if (in.max_blocks == 0) return refuse("clusters and bulk copies need compute capability 9.0 and code built for it");
+  // A block for each would take longer than passes over all of them.
+  if (bytes < 512 && groups > 8192) return refuse("there are many groups of under 512 bytes");
+  bool found = false;
   for (int blocks = 1; blocks <= std::min(in.max_blocks, kClusterMaxBlocks); blocks *= 2) {
     const int64_t data = in.tensors * bytes / blocks;
-    const int threads = data <= (34 << 10) ? 128 : data <= (76 << 10) ? 256 : 512;
-    const bool more = blocks * 2 <= in.max_blocks && (data > (76 << 10) || (groups * blocks < 2 * in.sm_count && data > (8 << 10)));
-    if (more) continue;
-    if (set_shares(in, blocks, threads, &plan)) return plan;
+    ClusterPlan wider;
+    if (!set_shares(in, blocks, cluster_threads(data), &wider)) continue;
+    plan = wider;
+    found = true;
+    // Two blocks for every multiprocessor, or there is nothing to overlap.
+    if (data <= kClusterLeastData || (data <= kClusterData && groups * blocks >= 2 * in.sm_count)) break;
   }
-  return refuse("a group is larger than the shared memory of a cluster");
+  if (!found) return refuse("a group is larger than the shared memory of a cluster");
+  return plan;
+}
+
+enum class FwdWay { kOnChip, kOneRead, kTwoPasses };
+
+struct FwdChoice {
+  FwdWay way = FwdWay::kTwoPasses;
+  ClusterPlan on_chip;
+  FwdPlan one_read;
+};
+
+// The way of a forward: a group in a cluster or a team; tiles of a group all over the GPU; two passes over x. A cluster
+// of sixteen whose blocks have a multiprocessor each leaves a sixth of an H200 idle and overlaps nothing: then the
+// tiles come first.
+inline FwdChoice choose_group_norm_fwd(const ClusterPlanInput& cluster, const FwdPlanInput& tiles) {
+  FwdChoice choice;
+  choice.on_chip = plan_group_norm_cluster(cluster);
+  choice.one_read = plan_group_norm_fwd(tiles);
+  const ClusterPlan& c = choice.on_chip;
+  const bool crowded = c.shares.blocks == kClusterMaxBlocks && 2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm;
+  if (!c.refusal && (!crowded || choice.one_read.refusal)) {
+    choice.way = FwdWay::kOnChip;
+  } else if (!choice.one_read.refusal) {
+    choice.way = FwdWay::kOneRead;
+  }
+  return choice;
 }
 
 }  // namespace kgopt

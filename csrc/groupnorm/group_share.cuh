@@ -49,11 +49,11 @@ struct GroupShare {
     *column = static_cast<uint32_t>(position0 + i) - row * s;
     return row;
   }
-  // The edges' elements, one a lane; -1 for the lanes that have none.
-  __device__ __forceinline__ int edge(int lane) const {
-    const int i = lane < 16 ? begin + lane : tail + lane - 16;
-    return i < (lane < 16 ? head : end) ? i : -1;
-  }
+  // The edges' elements, one a lane of the first eight; -1 for the lanes that have none.
+  __device__ __forceinline__ int head_edge(int lane) const { return begin + lane < head ? begin + lane : -1; }
+  __device__ __forceinline__ int tail_edge(int lane) const { return tail + lane < end ? tail + lane : -1; }
+  // The same by one warp at a time.
+  __device__ __forceinline__ int edge(int lane) const { return lane < 16 ? head_edge(lane) : tail_edge(lane - 16); }
 };
 
 // Weight and bias of a channel.
@@ -91,13 +91,18 @@ __device__ __forceinline__ void start_loads(const GroupShare<T>& share, ShareBar
   }
 }
 
-// Every warp of the cluster sends sixteen bytes to every block; entry [block][warp] of each block's `entries`.
-__device__ __forceinline__ void send_to_cluster(float4 message, float4* entries, uint64_t* barrier, uint32_t rank,
-                                                uint32_t blocks) {
-  const uint32_t lane = threadIdx.x % 32;
-  if (lane < blocks) {
-    cluster_send(message, entries + rank * (blockDim.x / 32) + threadIdx.x / 32, barrier, lane);
+// Every warp of the cluster tells every block sixteen bytes: entry [block][warp] of each block's `entries`. All threads
+// call it.
+__device__ __forceinline__ void exchange(float4 message, float4* entries, uint64_t* barrier, uint32_t rank,
+                                         uint32_t blocks) {
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (blocks == 1) {
+    if (lane == 0) entries[warp] = message;
+    __syncthreads();
+    return;
   }
+  if (lane < blocks) cluster_send(message, entries + rank * (blockDim.x / 32) + warp, barrier, lane);
+  cluster_barrier_wait(barrier, 0);
 }
 
 #endif

@@ -19,8 +19,8 @@ Status run_affine_table(const AffineTableParams& p, cudaStream_t stream);
 bool has_bulk_copy();
 // Unsupported where not all blocks can run at a time; nothing was launched then.
 Status run_group_norm_fwd(const GroupNormFwdParams& p, const FwdPlan& plan, cudaStream_t stream);
-// The most blocks of a cluster on the current device with all shared memory taken; 0 where it has no clusters.
-int max_cluster_blocks();
+// The most blocks of a cluster on `device`, the current one, with all shared memory taken; 0 where it has no clusters.
+int max_cluster_blocks(int device);
 Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);

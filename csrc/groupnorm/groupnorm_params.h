@@ -111,7 +111,7 @@ struct GroupNormBackwardParams {
 struct AffineGradientParams {
   const void* channel_sums = nullptr;  // [N, C, 2]
   int64_t n = 0, c = 0;
-  bool is_double = false;  // type of channel_sums
+  bool is_double = false;   // type of channel_sums
   void* dweight = nullptr;  // [C]
   void* dbias = nullptr;    // [C]
   Dtype affine_dtype = Dtype::kFloat32;
