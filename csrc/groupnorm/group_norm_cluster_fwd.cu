@@ -197,11 +197,18 @@ __global__ void __launch_bounds__(kTeamThreads)
     for (int mask = lanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(members, v, mask);
     return v;
   };
+  // Everything that the group needs is asked for before the first use.
   Vec<T, kVec> input[kTeamPasses];
+  float2 coefficients[kTeamPasses];
+  uint32_t row[kTeamPasses], column[kTeamPasses];
 #pragma unroll
   for (int u = 0; u < kTeamPasses; ++u) {
+    if (u * lanes >= share.hi) break;
     const int slot = lane + u * lanes;
-    if (slot >= share.lo && slot < share.hi) input[u] = load_vec<T, kVec>(x + slot * kVec);
+    if (slot < share.lo || slot >= share.hi) continue;
+    input[u] = load_vec<T, kVec>(x + slot * kVec);
+    row[u] = share.row_of(slot * kVec, &column[u]);
+    coefficients[u] = coefficients_of(row[u]);
   }
   const int edge[2] = {share.head_edge(lane), share.tail_edge(lane)};
   T edge_input[2];
@@ -216,6 +223,7 @@ __global__ void __launch_bounds__(kTeamThreads)
   const float scale = 1.f / static_cast<float>(p.shares.elements);
 #pragma unroll
   for (int u = 0; u < kTeamPasses; ++u) {
+    if (u * lanes >= share.hi) break;
     const int slot = lane + u * lanes;
     if (slot >= share.lo && slot < share.hi) {
       float v[kVec];
@@ -231,6 +239,7 @@ __global__ void __launch_bounds__(kTeamThreads)
   }
 #pragma unroll
   for (int u = 0; u < kTeamPasses; ++u) {
+    if (u * lanes >= share.hi) break;
     const int slot = lane + u * lanes;
     if (slot >= share.lo && slot < share.hi) {
       float v[kVec];
@@ -247,17 +256,15 @@ __global__ void __launch_bounds__(kTeamThreads)
   }
 #pragma unroll
   for (int u = 0; u < kTeamPasses; ++u) {
+    if (u * lanes >= share.hi) break;
     const int slot = lane + u * lanes;
     if (slot < share.lo || slot >= share.hi) continue;
     float v[kVec];
     values_of<Traits::kPre>(input[u], p.pre_act, v);
-    uint32_t column;
-    const uint32_t row = share.row_of(slot * kVec, &column);
-    if (column + kVec <= share.s) {
-      const float2 c = coefficients_of(row);
-      scale_shift(v, mean, c.x * rstd, c.y);
+    if (column[u] + kVec <= share.s) {
+      scale_shift(v, mean, coefficients[u].x * rstd, coefficients[u].y);
     } else {
-      scale_shift_across(v, mean, rstd, column, share.s, row, coefficients_of);
+      scale_shift_across(v, mean, rstd, column[u], share.s, row[u], coefficients_of);
     }
     finish_values<Traits::kAct>(y + slot * kVec, input[u], p.act, p.add_input, p.streaming_stores, v);
   }

@@ -59,7 +59,7 @@ inline constexpr int kClusterPasses = 4;        // vectors of a piece that one t
 inline constexpr int kClusterMaxPieces = 16;    // of a block's share
 inline constexpr int kClusterMaxThreads = 512;  //
 inline constexpr int kClusterMaxBlocks = 16;
-inline constexpr int kTeamPasses = 8;     // vectors of a lane where a group is one team's
+inline constexpr int kTeamPasses = 4;     // vectors of a lane where a group is one team's
 inline constexpr int kTeamThreads = 256;  // of a block of such teams
 
 }  // namespace kgopt

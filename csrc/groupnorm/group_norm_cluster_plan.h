@@ -52,7 +52,7 @@ inline bool set_shares(const ClusterPlanInput& in, int blocks, int threads, Clus
   p.share = static_cast<uint32_t>((share + line - 1) / line * line);
   p.rows = static_cast<uint32_t>(std::min<int64_t>(p.channels, p.share / d.s + 2));
   if (blocks == 0) {
-    p.lanes = int64_t(p.share) * size <= kTeamPasses / 2 * 8 * 16 ? 8 : 32;
+    p.lanes = int64_t(p.share) * size <= kTeamPasses * 8 * 16 ? 8 : 32;
     plan->threads = kTeamThreads;
     plan->grid = static_cast<unsigned>((groups * p.lanes + kTeamThreads - 1) / kTeamThreads);
     plan->smem_bytes = 0;

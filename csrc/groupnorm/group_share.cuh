@@ -92,7 +92,7 @@ __device__ __forceinline__ void start_loads(const GroupShare<T>& share, ShareBar
 }
 
 // Every warp of the cluster tells every block sixteen bytes: entry [block][warp] of each block's `entries`. All threads
-// call it.
+// call it; what each wrote to its own block's shared memory before is there for all after.
 __device__ __forceinline__ void exchange(float4 message, float4* entries, uint64_t* barrier, uint32_t rank,
                                          uint32_t blocks) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -101,6 +101,7 @@ __device__ __forceinline__ void exchange(float4 message, float4* entries, uint64
     __syncthreads();
     return;
   }
+  __syncthreads();
   if (lane < blocks) cluster_send(message, entries + rank * (blockDim.x / 32) + warp, barrier, lane);
   cluster_barrier_wait(barrier, 0);
 }

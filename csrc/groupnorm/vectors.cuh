@@ -34,6 +34,15 @@ template <int kVec, typename Coefficients>
 __device__ __forceinline__ void scale_shift_across(float (&x)[kVec], float mean, float rstd, uint32_t column,
                                                    uint32_t length, int64_t row, Coefficients coefficients) {
   float2 c = coefficients(row);
+  if (length >= kVec) {  // into one other channel
+    const float2 next = coefficients(row + 1);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const bool crossed = column + j >= length;
+      x[j] = (x[j] - mean) * ((crossed ? next.x : c.x) * rstd) + (crossed ? next.y : c.y);
+    }
+    return;
+  }
 #pragma unroll
   for (int j = 0; j < kVec; ++j, ++column) {
     if (column == length) {
