@@ -376,7 +376,7 @@ def test_plan_group_norm_cluster(n, groups, per_group, s, dtype, tensors, offset
         n, groups * per_group, s, groups, dtype, tensors=tensors, x_offset=offset, max_blocks=max_blocks
     )
     if "refusal" in plan:
-        many = elements * size < 512 and n * groups > 8192
+        many = elements * size < 768 and n * groups > 8192
         # Beside the data lie the channels' coefficients and sums.
         large = tensors * elements * size > max_blocks * 227 * 1024 * 0.7 or s < 64
         assert many or large, plan["refusal"]

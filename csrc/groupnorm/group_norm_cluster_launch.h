@@ -11,7 +11,8 @@ namespace kgopt {
 template <typename Params>
 Status launch_clusters(const char* name, void (*kernel)(Params), const Params& p, const ClusterPlan& plan,
                        cudaStream_t stream) {
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+  // The limit of all plans, or two threads that launch at a time would set each other's.
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_limit);
   if (error == cudaSuccess && p.shares.blocks > 8) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }

@@ -29,6 +29,7 @@ struct ClusterPlan {
   int threads = 0;
   unsigned grid = 0;
   int smem_bytes = 0;  // dynamic, of a block
+  int smem_limit = 0;  // of any plan on this device
 };
 
 // Shares of clusters of `blocks` blocks with `threads` threads, or of teams where blocks is 0. False where they do not
@@ -65,18 +66,22 @@ inline bool set_shares(const ClusterPlanInput& in, int blocks, int threads, Clus
   plan->threads = threads;
   plan->grid = static_cast<unsigned>(groups * blocks);
   plan->smem_bytes = static_cast<int>(std::min<int64_t>(smem, 1 << 30));
+  plan->smem_limit = static_cast<int>(in.smem_bytes) - kClusterStaticSmem;
   return smem + kClusterStaticSmem <= in.smem_bytes &&
          data <= int64_t(kClusterMaxPieces) * threads * kClusterPasses * 16 && groups * blocks < (int64_t(1) << 31);
 }
 
-// A block's data in shared memory, for which three blocks share a multiprocessor: while one waits for its cluster the
-// others load and store.
-inline constexpr int64_t kClusterData = 76 << 10;
+// The most data of a block: several blocks then share a multiprocessor, and while one waits for its cluster the others
+// load and store. Backward waits longer. A cluster of sixteen finds room in fewer places, so that two blocks of one of
+// eight on a multiprocessor are as fast.
+inline int64_t cluster_data(int tensors, int blocks) {
+  return blocks == 8 ? 112 << 10 : tensors == 1 ? 76 << 10 : 52 << 10;
+}
 // Below that a block's barriers cost more than a second block saves.
 inline constexpr int64_t kClusterLeastData = 8 << 10;
 
-// One thread for some 300 bytes was the fastest at every size on an H200.
-inline int cluster_threads(int64_t data) { return data <= (40 << 10) ? 128 : data <= kClusterData ? 256 : 512; }
+// One thread for some 250 bytes: fewer wait for their loads, more for each other (H200).
+inline int cluster_threads(int64_t data) { return data <= (36 << 10) ? 128 : data <= (76 << 10) ? 256 : 512; }
 
 inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   const GroupNormDims& d = in.dims;
@@ -96,7 +101,7 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   if (in.tensors == 1 && set_shares(in, 0, 0, &plan)) return plan;
   if (in.max_blocks == 0) return refuse("clusters and bulk copies need compute capability 9.0 and code built for it");
   // A block for each would take longer than passes over all of them.
-  if (bytes < 512 && groups > 8192) return refuse("there are many groups of under 512 bytes");
+  if (bytes < 768 && groups > 8192) return refuse("there are many groups of under 768 bytes");
   bool found = false;
   for (int blocks = 1; blocks <= std::min(in.max_blocks, kClusterMaxBlocks); blocks *= 2) {
     const int64_t data = in.tensors * bytes / blocks;
@@ -105,7 +110,8 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
     plan = wider;
     found = true;
     // Two blocks for every multiprocessor, or there is nothing to overlap.
-    if (data <= kClusterLeastData || (data <= kClusterData && groups * blocks >= 2 * in.sm_count)) break;
+    const bool enough = data <= cluster_data(in.tensors, blocks) && groups * blocks >= 2 * in.sm_count;
+    if (enough || data <= kClusterLeastData) break;
   }
   if (!found) return refuse("a group is larger than the shared memory of a cluster");
   return plan;
