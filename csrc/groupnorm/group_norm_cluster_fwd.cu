@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
     start_loads(share, &barriers, memory, 0, from, blocks * warps * sizeof(float4));
   }
   __syncthreads();
-  const int64_t channel0 = group % p.shares.per_sample * p.shares.channels + share.row0;
+  const int64_t channel0 = static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels + share.row0;
   for (int k = tid; k < share.rows; k += threads) {
     table[k] = affine_of(p.weight, p.bias, channel0 + k, p.affine_dtype);
   }
@@ -185,13 +185,13 @@ __global__ void __launch_bounds__(kTeamThreads)
   using T = typename Traits::T;
   constexpr int kVec = Traits::kVec;
   const int lanes = p.shares.lanes, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const int64_t group = (int64_t(blockIdx.x) * kTeamThreads + threadIdx.x) / lanes;
+  const int64_t group = (blockIdx.x * uint32_t(kTeamThreads) + threadIdx.x) >> (lanes == 8 ? 3 : 5);
   const uint32_t members = __ballot_sync(0xffffffffu, group < p.shares.groups);
   if (group >= p.shares.groups) return;
   const GroupShare<T> share(p.shares, group, 0);
   const T* const x = static_cast<const T*>(p.x) + share.base;
   T* const y = static_cast<T*>(p.y) + share.base;
-  const int64_t channel0 = group % p.shares.per_sample * p.shares.channels;
+  const int64_t channel0 = static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels;
   const auto coefficients_of = [&](int64_t row) { return affine_of(p.weight, p.bias, channel0 + row, p.affine_dtype); };
   const auto team_sum = [&](float v) {
     for (int mask = lanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(members, v, mask);
