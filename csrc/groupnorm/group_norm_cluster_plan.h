@@ -19,8 +19,8 @@ struct ClusterPlanInput {
   uint32_t x_offset = 0;  // bytes from a 128-byte line to x
   int max_blocks = 16;    // of a cluster, as the device and this binary allow; 0 without clusters or bulk copies
   int sm_count = 132;
-  int64_t smem_bytes = 227 << 10;   // of a block
-  int64_t smem_per_sm = 228 << 10;  //
+  int64_t smem_bytes = 227 << 10;  // of a block
+  int64_t smem_per_sm = 228 << 10;
 };
 
 struct ClusterPlan {

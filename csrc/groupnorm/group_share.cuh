@@ -56,11 +56,6 @@ struct GroupShare {
   __device__ __forceinline__ int edge(int lane) const { return lane < 16 ? head_edge(lane) : tail_edge(lane - 16); }
 };
 
-// Weight and bias of a channel.
-__device__ __forceinline__ float2 affine_of(const void* weight, const void* bias, int64_t c, Dtype dtype) {
-  return make_float2(weight ? load_as<float>(weight, c, dtype) : 1.f, bias ? load_as<float>(bias, c, dtype) : 0.f);
-}
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 struct ShareBarriers {

@@ -22,6 +22,11 @@ __device__ __forceinline__ float sum_of(const float (&x)[kVec]) {
   return total;
 }
 
+// Weight and bias of a channel.
+__device__ __forceinline__ float2 affine_of(const void* weight, const void* bias, int64_t c, Dtype dtype) {
+  return make_float2(weight ? load_as<float>(weight, c, dtype) : 1.f, bias ? load_as<float>(bias, c, dtype) : 0.f);
+}
+
 // The mean is subtracted first: folded into the bias it would cancel only after rounding.
 template <int kVec>
 __device__ __forceinline__ void scale_shift(float (&x)[kVec], float mean, float scale, float shift) {
