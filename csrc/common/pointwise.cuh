@@ -6,15 +6,6 @@
 
 namespace kgopt {
 
-enum class Chain : int { kNone, kRelu, kSilu, kAny };
-
-inline Chain chain_kind(const ActChain& chain) {
-  if (chain.empty()) return Chain::kNone;
-  if (chain.length == 1 && chain.at(0) == Act::kRelu) return Chain::kRelu;
-  if (chain.length == 1 && chain.at(0) == Act::kSilu) return Chain::kSilu;
-  return Chain::kAny;
-}
-
 // Out of line: inlined into unrolled vectors, every activation would be there once for each element.
 template <typename Acc>
 __device__ __noinline__ Acc any_chain_value(ActChain chain, Acc x) {

@@ -230,12 +230,13 @@ py::dict plan_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string
 }
 
 ClusterPlanInput cluster_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
-                               bool channels_last, bool aligned, uint32_t x_offset, int max_blocks, int sm_count,
-                               int64_t smem_bytes) {
+                               bool channels_last, bool aligned, bool long_chain, uint32_t x_offset, int max_blocks,
+                               int sm_count, int64_t smem_bytes) {
   ClusterPlanInput in;
   in.dims = make_dims(n, c, s, g, dtype, channels_last);
   in.tensors = tensors;
   in.aligned = aligned;
+  in.long_chain = long_chain;
   in.x_offset = x_offset;
   in.max_blocks = max_blocks;
   in.sm_count = sm_count;
@@ -245,10 +246,10 @@ ClusterPlanInput cluster_input(int64_t n, int64_t c, int64_t s, int64_t g, const
 
 // The plan of the kernels that keep a group on chip, likewise.
 py::dict plan_cluster(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
-                      bool channels_last, bool aligned, uint32_t x_offset, int max_blocks, int sm_count,
-                      int64_t smem_bytes) {
-  const ClusterPlan plan = plan_group_norm_cluster(
-      cluster_input(n, c, s, g, dtype, tensors, channels_last, aligned, x_offset, max_blocks, sm_count, smem_bytes));
+                      bool channels_last, bool aligned, bool long_chain, uint32_t x_offset, int max_blocks,
+                      int sm_count, int64_t smem_bytes) {
+  const ClusterPlan plan = plan_group_norm_cluster(cluster_input(
+      n, c, s, g, dtype, tensors, channels_last, aligned, long_chain, x_offset, max_blocks, sm_count, smem_bytes));
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
@@ -273,7 +274,7 @@ py::dict plan_cluster(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
 py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
                      bool aligned, int max_blocks, int sm_count, int64_t smem_bytes) {
   const FwdChoice choice = choose_group_norm_fwd(
-      cluster_input(n, c, s, g, dtype, 1, channels_last, aligned, 0, max_blocks, sm_count, smem_bytes),
+      cluster_input(n, c, s, g, dtype, 1, channels_last, aligned, false, 0, max_blocks, sm_count, smem_bytes),
       tiles_input(n, c, s, g, dtype, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes));
   py::dict out;
   out["way"] = choice.way == FwdWay::kOnChip ? "on chip" : choice.way == FwdWay::kOneRead ? "one read" : "two passes";
@@ -294,8 +295,8 @@ void bind_norm(py::module_& m) {
   m.attr("TEAM_PASSES") = kTeamPasses;
   m.def("plan_group_norm_cluster", &plan_cluster, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
-        py::arg("aligned") = true, py::arg("x_offset") = 0, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
-        py::arg("smem_bytes") = 227 << 10);
+        py::arg("aligned") = true, py::arg("long_chain") = false, py::arg("x_offset") = 0, py::arg("max_blocks") = 16,
+        py::arg("sm_count") = 132, py::arg("smem_bytes") = 227 << 10);
   m.def("choose_group_norm_fwd", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
         py::arg("max_blocks") = 16, py::arg("sm_count") = 132, py::arg("smem_bytes") = 227 << 10);

@@ -14,10 +14,11 @@ inline constexpr int kClusterStaticSmem = 256, kReservedSmem = 1024;
 // What the plan must know beyond the tensors.
 struct ClusterPlanInput {
   GroupNormDims dims;
-  int tensors = 1;        // that stay on chip: x, or x and dy
-  bool aligned = true;    // all tensors start at the same distance from a multiple of 16 bytes
-  uint32_t x_offset = 0;  // bytes from a 128-byte line to x
-  int max_blocks = 16;    // of a cluster, as the device and this binary allow; 0 without clusters or bulk copies
+  int tensors = 1;          // that stay on chip: x, or x and dy
+  bool aligned = true;      // all tensors start at the same distance from a multiple of 16 bytes
+  bool long_chain = false;  // the activations are walked at run time
+  uint32_t x_offset = 0;    // bytes from a 128-byte line to x
+  int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters or bulk copies
   int sm_count = 132;
   int64_t smem_bytes = 227 << 10;  // of a block
   int64_t smem_per_sm = 228 << 10;
@@ -83,6 +84,11 @@ inline constexpr int64_t kClusterLeastData = 8 << 10;
 // One thread for some 250 bytes: fewer wait for their loads, more for each other (H200).
 inline int cluster_threads(int64_t data) { return data <= (36 << 10) ? 128 : data <= (76 << 10) ? 256 : 512; }
 
+// Fewer blocks than three quarters of the multiprocessors.
+inline bool leaves_gpu_idle(const ClusterPlan& plan, int sm_count) {
+  return plan.shares.groups * plan.shares.blocks * 4 < int64_t(sm_count) * 3;
+}
+
 inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   const GroupNormDims& d = in.dims;
   ClusterPlan plan;
@@ -116,6 +122,11 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
     if (enough || data <= kClusterLeastData) break;
   }
   if (!found) return refuse("a group is larger than the shared memory of a cluster");
+  if (leaves_gpu_idle(plan, in.sm_count)) {
+    const int64_t data = in.tensors * int64_t(plan.shares.share) * dtype_size(d.dtype);
+    if (in.long_chain && data > (16 << 10)) return refuse("few groups and slow activations need the whole GPU");
+    if (in.tensors == 2 && data > (64 << 10)) return refuse("few large groups need the whole GPU");
+  }
   return plan;
 }
 
@@ -128,14 +139,16 @@ struct FwdChoice {
 };
 
 // The way of a forward: a group in a cluster or a team; tiles of a group all over the GPU; two passes over x. A cluster
-// of sixteen whose blocks have a multiprocessor each leaves a sixth of an H200 idle and overlaps nothing: then the
-// tiles come first.
+// of sixteen whose blocks have a multiprocessor each leaves a sixth of an H200 idle and overlaps nothing, and a few
+// such clusters leave even more: then the tiles come first.
 inline FwdChoice choose_group_norm_fwd(const ClusterPlanInput& cluster, const FwdPlanInput& tiles) {
   FwdChoice choice;
   choice.on_chip = plan_group_norm_cluster(cluster);
   choice.one_read = plan_group_norm_fwd(tiles);
   const ClusterPlan& c = choice.on_chip;
-  const bool crowded = c.shares.blocks == kClusterMaxBlocks && 2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm;
+  const bool crowded =
+      c.shares.blocks == kClusterMaxBlocks &&
+      (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm || leaves_gpu_idle(c, cluster.sm_count));
   if (!c.refusal && (!crowded || choice.one_read.refusal)) {
     choice.way = FwdWay::kOnChip;
   } else if (!choice.one_read.refusal) {

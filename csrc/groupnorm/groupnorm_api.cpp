@@ -87,13 +87,14 @@ uintptr_t address_of(const void* p) { return reinterpret_cast<uintptr_t>(p); }
 
 // What the plans for groups on chip must know of dense tensors of x's sizes, the first of them x.
 ClusterPlanInput cluster_input(const char* op, const Tensor& x, std::initializer_list<const void*> tensors,
-                               const GroupNormDims& d, int on_chip) {
+                               const GroupNormDims& d, int on_chip, const ActChain& pre_act, const ActChain& act) {
   const DeviceInfo info = check_gpu(op, x);
   const uintptr_t first = address_of(*tensors.begin());
   ClusterPlanInput in;
   in.dims = d;
   in.tensors = on_chip;
   for (const void* other : tensors) in.aligned = in.aligned && (first - address_of(other)) % 16 == 0;
+  in.long_chain = !is_compiled_in(pre_act, act);
   in.x_offset = static_cast<uint32_t>(first % 128);
   in.max_blocks = info.compute_capability >= 90 ? max_cluster_blocks(x.get_device_index()) : 0;
   in.sm_count = info.sm_count;
@@ -102,7 +103,8 @@ ClusterPlanInput cluster_input(const char* op, const Tensor& x, std::initializer
   return in;
 }
 
-FwdChoice choose_fwd(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d) {
+FwdChoice choose_fwd(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d, const ActChain& pre_act,
+                     const ActChain& act) {
   const DeviceInfo info = check_gpu(op, x);
   const uintptr_t from = address_of(x.const_data_ptr()), to = address_of(y.const_data_ptr());
   FwdPlanInput tiles;
@@ -113,7 +115,8 @@ FwdChoice choose_fwd(const char* op, const Tensor& x, const Tensor& y, const Gro
   tiles.smem_bytes = info.smem_per_block;
   tiles.sm_count = info.sm_count;
   tiles.l2_bytes = info.l2_bytes;
-  return choose_group_norm_fwd(cluster_input(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, 1), tiles);
+  return choose_group_norm_fwd(cluster_input(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, 1, pre_act, act),
+                               tiles);
 }
 
 // A tensor so large that its start has left L2 when its end is written.
@@ -127,7 +130,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
                           const ActChain& pre_act, bool add_input = false) {
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s = allocate_statistics(x, d, false);
-  const FwdChoice choice = choose_fwd(op, x, y, d);
+  const FwdChoice choice = choose_fwd(op, x, y, d, pre_act, act);
   if (choice.way == FwdWay::kOnChip) {
     GroupNormClusterFwdParams p;
     p.x = x.const_data_ptr();
@@ -323,7 +326,8 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x,
   const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
   Workspace workspace(x);
   if (p.dy) {
-    const ClusterPlan plan = plan_group_norm_cluster(cluster_input(op, x, {p.x, p.dy, dx.const_data_ptr()}, d, 2));
+    const ClusterPlan plan =
+        plan_group_norm_cluster(cluster_input(op, x, {p.x, p.dy, dx.const_data_ptr()}, d, 2, p.pre_act, p.act));
     if (!plan.refusal) {
       const int64_t sums = workspace.reserve(d.n * d.c * 2 * sizeof(float));
       workspace.allocate();
