@@ -10,16 +10,9 @@
 namespace kgopt {
 namespace {
 
-inline constexpr int kBwdPasses = 2;  // vectors of x, and as many of dy, that a thread has in registers
-
-template <typename T_, Chain kPre_, Chain kAct_>
-struct ClusterBwdTraits {
-  using T = T_;
-  static constexpr Chain kPre = kPre_, kAct = kAct_;
-  static constexpr int kVec = kVecSize<T>;
-};
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+inline constexpr int kBwdPasses = 2;  // vectors of x, and as many of dy, that a thread has in registers
 
 // Sums of dz and of dz (u - mean) over the elements of a channel that one thread sees.
 template <typename Traits>
@@ -218,12 +211,12 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
   Status status;
   switch (p.dtype) {
-#define KGOPT_CLUSTER_DTYPE(name, T)                                                                                \
-  case Dtype::name:                                                                                                 \
-    KGOPT_DISPATCH_CHAINS(                                                                                          \
-        p.pre_act, p.act, kPre, kAct,                                                                               \
-        status = launch_clusters("group_norm_cluster_bwd_kernel",                                                   \
-                                 group_norm_cluster_bwd_kernel<ClusterBwdTraits<T, kPre, kAct>>, p, plan, stream)); \
+#define KGOPT_CLUSTER_DTYPE(name, T)                                                                             \
+  case Dtype::name:                                                                                              \
+    KGOPT_DISPATCH_CHAINS(                                                                                       \
+        p.pre_act, p.act, kPre, kAct,                                                                            \
+        status = launch_clusters("group_norm_cluster_bwd_kernel",                                                \
+                                 group_norm_cluster_bwd_kernel<ClusterTraits<T, kPre, kAct>>, p, plan, stream)); \
     break;
     KGOPT_CLUSTER_DTYPE(kFloat32, float)
     KGOPT_CLUSTER_DTYPE(kBFloat16, __nv_bfloat16)

@@ -10,13 +10,6 @@
 namespace kgopt {
 namespace {
 
-template <typename T_, Chain kPre_, Chain kAct_>
-struct ClusterTraits {
-  using T = T_;
-  static constexpr Chain kPre = kPre_, kAct = kAct_;
-  static constexpr int kVec = kVecSize<T>;
-};
-
 // Moments of the values one thread sees: sums relative to its first vector's mean, which is close to all others' unless
 // the values spread so far that nothing cancels.
 template <int kVec>
