@@ -66,6 +66,19 @@ def group_norm_cases() -> None:
     # A group that spans several blocks, parameters in fp32 beside half data, a misaligned start, no parameters.
     big = tensor(1, 8, 41, 43, 37)
     run("group_norm large groups", big, call=lambda x: ops.group_norm(x, 2))
+    # Groups that stay on chip: in clusters, the channels of one and of many to a block, in teams of lanes.
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, shape, groups in (
+            ("cluster", (1, 6, 101, 103), 2),
+            ("cluster, many channels", (1, 520, 9, 5), 4),
+            ("cluster of sixteen", (1, 2, 217, 219), 2),
+            ("block", (3, 6, 21, 37), 3),
+            ("team", (4, 12, 7, 11), 4),
+            ("small team", (5, 6, 3, 3), 6),
+        ):
+            x, weight, bias = tensor(*shape, dtype=dtype), tensor(shape[1]), tensor(shape[1])
+            call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
+            run(f"group_norm on chip, {name}", x, weight, bias, call=call)
     once = tensor(1, 6, 161, 160, 9)  # groups of 0.9 MB, off the 128-byte lines
     run("group_norm read once", once, call=lambda x: ops.group_norm(x, 6, None, None, 1e-5, "silu"))
     run("group_norm_mean large groups", big, call=lambda x: ops.group_norm_mean(x, 2))

@@ -234,6 +234,78 @@ def test_group_norm_mean_backward_values(layout, device, poisoned):
         torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-7)
 
 
+# Groups that stay on chip on a GPU that can: in a team's registers, in one block, in a cluster.
+ON_CHIP_GROUPS = {
+    "a team of eight lanes": ((5, 6, 3, 3), 6),
+    "a team of a warp": ((4, 12, 7, 11), 4),
+    "three elements": ((3, 12, 1), 4),
+    "a block": ((3, 6, 33, 37), 3),
+    "a cluster, any start and length": ((2, 6, 101, 103), 2),
+    "a cluster, vectors across channels": ((1, 40, 25, 41), 1),
+    "channels shorter than a vector": ((2, 3000, 3), 2),
+    "one channel in several blocks": ((1, 2, 217, 219), 2),
+    "many channels a block": ((2, 520, 9, 5), 4),
+    "a cluster of sixteen": ((1, 3, 63, 65, 61), 1),
+}
+
+
+@pytest.mark.parametrize(("act", "pre_act"), [("none", "none"), ("silu", "none"), ("gelu+tanh", "elu")])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("name", ON_CHIP_GROUPS)
+def test_group_norm_on_chip(name, dtype, act, pre_act, device, poisoned):
+    shape, groups = ON_CHIP_GROUPS[name]
+    x, weight, bias = make(shape, dtype, device, scale=2.0, offset=1.0)
+    dy = torch.randn(shape, device=device).to(dtype)
+
+    def run(norm, *tensors):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        y = norm(*leaves)
+        y.backward(dy.to(y.dtype))
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    def ours(x, w, b):
+        return OPS.group_norm_fwd(x, groups, w, b, 1e-2, act, pre_act)[0]
+
+    def plain(x, w, b):
+        return reference.group_norm_ref(x, groups, w, b, eps=1e-2, act=act, pre_act=pre_act)
+
+    mine = run(ours, x, weight, bias)
+    exact = run(plain, x.double(), weight.double(), bias.double())
+    for result, expected, right in zip(mine, run(plain, x, weight, bias), exact, strict=True):
+        assert_as_good_as_torch(result, expected, right)
+    assert all(torch.equal(a, b) for a, b in zip(mine, run(ours, x, weight, bias), strict=True))
+
+
+@pytest.mark.parametrize("name", ["a block", "a cluster, any start and length", "a cluster, vectors across channels"])
+def test_group_norm_on_chip_ill_conditioned(name, device, poisoned):
+    shape, groups = ON_CHIP_GROUPS[name]
+    for scale, offset in ((0.01, 0.0), (3.0, 0.0), (1.0, 100.0), (0.01, 100.0)):
+        x, weight, bias = make(shape, torch.float32, device, scale=scale, offset=offset)
+        x.view(-1)[0] += 50 * scale  # an outlier where sums might take their shift from
+        exact = F.group_norm(x.double(), groups, weight.double(), bias.double())
+        assert_as_good_as_torch(OPS.group_norm(x, groups, weight, bias), F.group_norm(x, groups, weight, bias), exact)
+
+
+@pytest.mark.gpu
+def test_group_norm_on_chip_graph():
+    """Forward and backward are captured and replayed."""
+    x = torch.randn(4, 16, 33, 35, device="cuda")
+    weight, bias = torch.randn(16, device="cuda"), torch.randn(16, device="cuda")
+    dy = torch.randn_like(x)
+
+    def run():
+        y, mean, rstd = OPS.group_norm_fwd(x, 4, weight, bias, 1e-5, "silu", "none")
+        return y, *OPS.group_norm_backward(dy, x, mean, rstd, 4, weight, bias, "silu", "none")
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+
+
 # Groups of 0.6 to 5 MB, which one launch reads once on a GPU with bulk copies. Named by what is hard about them.
 LARGE_GROUPS = {
     "few long rows": ((1, 16, 64, 64, 40), 2),

@@ -457,3 +457,98 @@ def test_narrow_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) 
     arguments = {"c_in": 4, "c_out": 24, "size": (8, 9, 10), "kernel": (3, 3, 3), "epilogue": dev.ConvEpilogue.stats}
     problem, _ = make_problem(**{**arguments, **kwargs})
     assert fragment in dev.plan_narrow(problem, limits or dev.DeviceLimits()).refusal
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    n=st.integers(1, 200),
+    groups=st.integers(1, 64),
+    per_group=st.integers(1, 40),
+    s=st.one_of(st.integers(1, 100), st.integers(1, 60_000)),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    tensors=st.sampled_from([1, 2]),
+    offset=st.integers(0, 127),
+    max_blocks=st.sampled_from([0, 8, 16]),
+)
+def test_plan_group_norm_cluster(n, groups, per_group, s, dtype, tensors, offset, max_blocks):
+    """The blocks' shares cover a group wherever it starts in a line, and fit in shared memory with all else."""
+    size = 4 if dtype == "float32" else 2
+    line, elements = 128 // size, per_group * s
+    offset = offset // size * size
+    plan = dev.plan_group_norm_cluster(
+        n, groups * per_group, s, groups, dtype, tensors=tensors, x_offset=offset, max_blocks=max_blocks
+    )
+    if "refusal" in plan:
+        many = elements * size < 768 and n * groups > 8192
+        # Beside the data lie the channels' coefficients and sums.
+        large = tensors * elements * size > max_blocks * 227 * 1024 * 0.7 or s < 64
+        few = tensors == 2 and n * groups * 16 < 132 * 0.75 and elements * size > 32 << 10
+        assert many or large or few, plan["refusal"]
+        return
+    blocks, share, threads = plan["blocks"], plan["share"], plan["threads"]
+    assert plan["elements"] == elements
+    assert share % line == 0
+    origins = {(offset // size + g * elements) % line for g in range(min(n * groups, line))}
+    assert max(blocks, 1) * share >= max(origins) + elements
+    if blocks == 0:
+        assert tensors == 1
+        assert plan["lanes"] in (8, 32)
+        assert share * size <= dev.TEAM_PASSES * plan["lanes"] * 16
+        assert plan["grid"] * threads >= n * groups * plan["lanes"]
+    else:
+        assert blocks <= max_blocks
+        assert plan["grid"] == n * groups * blocks
+        assert threads % 32 == 0
+        assert threads <= 512
+        assert tensors * share * size < plan["smem_bytes"] <= 227 * 1024
+        assert share * size <= dev.CLUSTER_MAX_PIECES * dev.CLUSTER_PASSES * threads * 16
+    for origin in origins:
+        for rank in range(max(blocks, 1)):
+            first, last = max(0, rank * share - origin), min(elements, (rank + 1) * share - origin) - 1
+            assert last < first or last // s - first // s + 1 <= plan["rows"]
+    for position in (0, 1, s - 1, s, s + 1, 2 * s - 1, elements - 1):
+        assert (position * 2 * plan["s_magic"] >> 32) >> (plan["s_shift"] + 1) == position // s
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("compute capability", {"max_blocks": 0}),
+        ("float64", {"dtype": "float64"}),
+        ("channels_last", {"channels_last": True}),
+        ("different distances", {"aligned": False}),
+        ("larger than the shared memory of a cluster", {"s": 1 << 18}),
+        ("larger than the shared memory of a cluster", {"s": 120_000, "tensors": 2}),
+        ("many groups", {"n": 4096, "s": 4, "tensors": 2}),
+        ("slow activations", {"n": 1, "g": 4, "s": 20_000, "long_chain": True}),
+        ("whole GPU", {"n": 1, "g": 2, "s": 20_000, "tensors": 2}),
+    ],
+)
+def test_plan_group_norm_cluster_refuses(why, change):
+    sizes = {"n": 4, "c": 32, "s": 5000, "g": 8}
+    assert "refusal" not in dev.plan_group_norm_cluster(**sizes)
+    assert why in dev.plan_group_norm_cluster(**{**sizes, **change})["refusal"]
+
+
+@pytest.mark.parametrize(
+    ("way", "sizes"),
+    [
+        ("on chip", {"n": 128, "c": 24, "s": 19800, "g": 8}),
+        ("on chip", {"n": 50, "c": 33, "s": 9, "g": 33}),
+        ("on chip", {"n": 50, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),  # a team needs no cluster
+        ("one read", {"n": 1, "c": 128, "s": 32**3, "g": 8}),  # a cluster of sixteen would leave GPU parts idle
+        ("on chip", {"n": 1, "c": 128, "s": 32**3, "g": 8, "dtype": "bfloat16"}),
+        ("one read", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32, "dtype": "bfloat16"}),
+        ("one read", {"n": 1, "c": 128, "s": 5000, "g": 4}),  # four clusters
+        ("on chip", {"n": 1, "c": 128, "s": 5000, "g": 32}),
+        ("on chip", {"n": 2, "c": 3, "s": 160_003, "g": 1}),  # no multiple of 16 bytes: sixteen blocks after all
+        ("two passes", {"n": 1, "c": 32, "s": 128**3, "g": 8}),
+        ("two passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True}),
+        ("two passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "max_blocks": 0}),
+    ],
+)
+def test_choose_group_norm_fwd(way, sizes):
+    choice = dev.choose_group_norm_fwd(**sizes)
+    assert choice["way"] == way, choice
+    assert way != "two passes" or choice["not_on_chip"]
+    assert way != "two passes" or choice["not_one_read"]

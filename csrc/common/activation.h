@@ -166,4 +166,21 @@ KGOPT_HD T chain_derivative(const ActChain& chain, T x, T* value) {
   return derivative;
 }
 
+// What the kernels have compiled in; every other chain is walked at run time.
+enum class Chain : int { kNone, kRelu, kSilu, kAny };
+
+inline Chain chain_kind(const ActChain& chain) {
+  if (chain.empty()) return Chain::kNone;
+  if (chain.length == 1 && chain.at(0) == Act::kRelu) return Chain::kRelu;
+  if (chain.length == 1 && chain.at(0) == Act::kSilu) return Chain::kSilu;
+  return Chain::kAny;
+}
+
+// Whether the pair of chains around a norm is one of those that KGOPT_DISPATCH_CHAINS (pointwise.cuh) tells apart.
+inline bool is_compiled_in(const ActChain& pre, const ActChain& act) {
+  const Chain pre_kind = chain_kind(pre), act_kind = chain_kind(act);
+  return (pre_kind == Chain::kNone && act_kind != Chain::kAny) ||
+         (pre_kind == Chain::kRelu && act_kind == Chain::kNone);
+}
+
 }  // namespace kgopt

@@ -6,15 +6,6 @@
 
 namespace kgopt {
 
-enum class Chain : int { kNone, kRelu, kSilu, kAny };
-
-inline Chain chain_kind(const ActChain& chain) {
-  if (chain.empty()) return Chain::kNone;
-  if (chain.length == 1 && chain.at(0) == Act::kRelu) return Chain::kRelu;
-  if (chain.length == 1 && chain.at(0) == Act::kSilu) return Chain::kSilu;
-  return Chain::kAny;
-}
-
 // Out of line: inlined into unrolled vectors, every activation would be there once for each element.
 template <typename Acc>
 __device__ __noinline__ Acc any_chain_value(ActChain chain, Acc x) {
@@ -53,6 +44,11 @@ __device__ __forceinline__ Acc chain_slope(const ActChain& chain, Acc x, Acc* va
     return act_derivative(Act::kRelu, x);
   }
   if constexpr (kChain == Chain::kSilu) {
+    if constexpr (sizeof(Acc) == 4) {
+      const Acc s = __fdividef(1.f, 1.f + __expf(-x));
+      *value = x * s;
+      return s * (1.f + x * (1.f - s));
+    }
     *value = act_value(Act::kSilu, x);
     return act_derivative(Act::kSilu, x);
   }

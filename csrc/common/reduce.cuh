@@ -87,6 +87,29 @@ __device__ __forceinline__ Moments<float> warp_merge_equal(float mean, float m2,
   return {mean, m2, count};
 }
 
+template <typename Acc>
+__device__ __forceinline__ Acc warp_sum(Acc v) {
+  for (int mask = 16; mask > 0; mask /= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+  return v;
+}
+
+// The warp's moments, valid in every lane, where every lane brings up to kOwn sets that are already there: no divisions
+// but one. Means are taken relative to the first lane's, which must count something; `count` is the counts' sum.
+template <int kOwn>
+__device__ __forceinline__ Moments<float> warp_pool(const Moments<float> (&own)[kOwn], float count) {
+  const float origin = __shfl_sync(0xffffffffu, own[0].mean, 0);
+  float sum = 0.f, m2 = 0.f;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) sum += own[i].count * (own[i].mean - origin);
+  const float offset = __fdividef(warp_sum(sum), count);
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const float d = own[i].mean - origin - offset;
+    m2 += own[i].m2 + own[i].count * (d * d);
+  }
+  return {origin + offset, warp_sum(m2), count};
+}
+
 // The whole block's moments, valid in thread 0. `shared` holds one entry a warp.
 template <typename Acc>
 __device__ __forceinline__ Moments<Acc> block_merge(Moments<Acc> m, Moments<Acc>* shared) {
@@ -99,12 +122,6 @@ __device__ __forceinline__ Moments<Acc> block_merge(Moments<Acc> m, Moments<Acc>
     for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) merge(m, shared[w]);
   }
   return m;
-}
-
-template <typename Acc>
-__device__ __forceinline__ Acc warp_sum(Acc v) {
-  for (int mask = 16; mask > 0; mask /= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
-  return v;
 }
 
 // The whole block's sum, valid in every thread. `shared` holds one entry a warp.

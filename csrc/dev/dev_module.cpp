@@ -13,6 +13,7 @@
 #include "conv3d/conv3d_dispatch.h"
 #include "conv3d/conv3d_plan.h"
 #include "conv3d/conv_shape.h"
+#include "groupnorm/group_norm_cluster_plan.h"
 #include "groupnorm/group_norm_fwd_plan.h"
 
 namespace py = pybind11;
@@ -217,22 +218,34 @@ void bind_conv(py::module_& m) {
         py::arg("backend") = ConvBackend::kAuto);
 }
 
-// The plan of the GroupNorm forward that reads x once, as a dict; {"refusal": why} where it takes another way.
-py::dict plan_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                   bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count, int64_t smem_bytes) {
+GroupNormDims make_dims(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last) {
+  GroupNormDims d;
+  d.n = n;
+  d.c = c;
+  d.s = s;
+  d.g = g;
+  d.dtype = parse_dtype(dtype);
+  d.channels_last = channels_last;
+  return d;
+}
+
+FwdPlanInput tiles_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
+                         bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count, int64_t smem_bytes) {
   FwdPlanInput in;
-  in.dims.n = n;
-  in.dims.c = c;
-  in.dims.s = s;
-  in.dims.g = g;
-  in.dims.dtype = parse_dtype(dtype);
-  in.dims.channels_last = channels_last;
+  in.dims = make_dims(n, c, s, g, dtype, channels_last);
   in.aligned = aligned;
   in.x_line = x_line;
   in.has_bulk_copy = has_bulk_copy;
   in.sm_count = sm_count;
   in.smem_bytes = smem_bytes;
-  const FwdPlan plan = plan_group_norm_fwd(in);
+  return in;
+}
+
+// The plan of the GroupNorm forward that reads x once, as a dict; {"refusal": why} where it takes another way.
+py::dict plan_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
+                   bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count, int64_t smem_bytes) {
+  const FwdPlan plan = plan_group_norm_fwd(
+      tiles_input(n, c, s, g, dtype, channels_last, aligned, x_line, has_bulk_copy, sm_count, smem_bytes));
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
@@ -251,6 +264,60 @@ py::dict plan_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string
   return out;
 }
 
+ClusterPlanInput cluster_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                               bool channels_last, bool aligned, bool long_chain, uint32_t x_offset, int max_blocks,
+                               int sm_count, int64_t smem_bytes) {
+  ClusterPlanInput in;
+  in.dims = make_dims(n, c, s, g, dtype, channels_last);
+  in.tensors = tensors;
+  in.aligned = aligned;
+  in.long_chain = long_chain;
+  in.x_offset = x_offset;
+  in.max_blocks = max_blocks;
+  in.sm_count = sm_count;
+  in.smem_bytes = smem_bytes;
+  return in;
+}
+
+// The plan of the kernels that keep a group on chip, likewise.
+py::dict plan_cluster(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                      bool channels_last, bool aligned, bool long_chain, uint32_t x_offset, int max_blocks,
+                      int sm_count, int64_t smem_bytes) {
+  const ClusterPlan plan = plan_group_norm_cluster(cluster_input(
+      n, c, s, g, dtype, tensors, channels_last, aligned, long_chain, x_offset, max_blocks, sm_count, smem_bytes));
+  py::dict out;
+  if (plan.refusal) {
+    out["refusal"] = plan.refusal;
+    return out;
+  }
+  const GroupShares& p = plan.shares;
+  out["threads"] = plan.threads;
+  out["grid"] = plan.grid;
+  out["smem_bytes"] = plan.smem_bytes;
+  out["blocks"] = p.blocks;
+  out["lanes"] = p.lanes;
+  out["elements"] = p.elements;
+  out["share"] = p.share;
+  out["x_line"] = p.x_line;
+  out["rows"] = p.rows;
+  out["s_magic"] = p.s_magic;
+  out["s_shift"] = p.s_shift;
+  return out;
+}
+
+// Which way a forward goes: its name, and why not the ways before it.
+py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
+                     bool aligned, int max_blocks, int sm_count, int64_t smem_bytes) {
+  const FwdChoice choice = choose_group_norm_fwd(
+      cluster_input(n, c, s, g, dtype, 1, channels_last, aligned, false, 0, max_blocks, sm_count, smem_bytes),
+      tiles_input(n, c, s, g, dtype, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes));
+  py::dict out;
+  out["way"] = choice.way == FwdWay::kOnChip ? "on chip" : choice.way == FwdWay::kOneRead ? "one read" : "two passes";
+  if (choice.on_chip.refusal) out["not_on_chip"] = choice.on_chip.refusal;
+  if (choice.one_read.refusal) out["not_one_read"] = choice.one_read.refusal;
+  return out;
+}
+
 void bind_norm(py::module_& m) {
   m.attr("FWD_SLOTS") = kFwdSlots;
   m.attr("FWD_TILE_VECTORS") = kFwdThreads * kFwdPasses;
@@ -258,6 +325,16 @@ void bind_norm(py::module_& m) {
         py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
         py::arg("x_line") = 0, py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132,
         py::arg("smem_bytes") = 227 << 10);
+  m.attr("CLUSTER_PASSES") = kClusterPasses;
+  m.attr("CLUSTER_MAX_PIECES") = kClusterMaxPieces;
+  m.attr("TEAM_PASSES") = kTeamPasses;
+  m.def("plan_group_norm_cluster", &plan_cluster, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
+        py::arg("aligned") = true, py::arg("long_chain") = false, py::arg("x_offset") = 0, py::arg("max_blocks") = 16,
+        py::arg("sm_count") = 132, py::arg("smem_bytes") = 227 << 10);
+  m.def("choose_group_norm_fwd", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
+        py::arg("max_blocks") = 16, py::arg("sm_count") = 132, py::arg("smem_bytes") = 227 << 10);
 }
 
 }  // namespace

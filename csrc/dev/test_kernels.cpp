@@ -373,37 +373,65 @@ void test_group_norms(const DeviceInfo& info) {
     CHECK(run_normalize(normalize, nullptr).ok());
     CHECK(cudaDeviceSynchronize() == cudaSuccess);
 
-    const std::vector<float> y_host = y.read<float>(), mean_host = mean.read<float>(), rstd_host = rstd.read<float>();
-    const int64_t per_group = c.c / c.g;
-    double worst = 0, worst_mean = 0, worst_rstd = 0;
-    for (int64_t n = 0; n < c.n; ++n) {
-      for (int64_t g = 0; g < c.g; ++g) {
-        const double count = double(per_group) * double(c.s);
-        double sum = 0, squares = 0;
-        for (int64_t i = 0; i < per_group * c.s; ++i) sum += x[at(n, g * per_group + i / c.s, i % c.s)];
-        for (int64_t i = 0; i < per_group * c.s; ++i) {
-          const double deviation = x[at(n, g * per_group + i / c.s, i % c.s)] - sum / count;
-          squares += deviation * deviation;
-        }
-        const double expected_rstd = 1 / std::sqrt(squares / count + eps);
-        // Written so that a NaN counts as the worst and stays.
-        const auto raise = [](double* to, double error) {
-          if (!(error <= *to) && !std::isnan(*to)) *to = error;
-        };
-        raise(&worst_mean, std::abs(mean_host[n * c.g + g] - sum / count) / 100);
-        raise(&worst_rstd, std::abs(rstd_host[n * c.g + g] / expected_rstd - 1));
-        for (int64_t i = 0; i < per_group * c.s; ++i) {
-          const int64_t channel = g * per_group + i / c.s, index = at(n, channel, i % c.s);
-          const double z = (x[index] - sum / count) * expected_rstd * weight[channel] + bias[channel];
-          raise(&worst, std::abs(y_host[index] - chain_value(act, z)));
+    // Against host loops in double precision.
+    const auto compare = [&](const DeviceBuffer& y, const DeviceBuffer& mean, const DeviceBuffer& rstd) {
+      const std::vector<float> y_host = y.read<float>(), mean_host = mean.read<float>(), rstd_host = rstd.read<float>();
+      const int64_t per_group = c.c / c.g;
+      double worst = 0, worst_mean = 0, worst_rstd = 0;
+      for (int64_t n = 0; n < c.n; ++n) {
+        for (int64_t g = 0; g < c.g; ++g) {
+          const double count = double(per_group) * double(c.s);
+          double sum = 0, squares = 0;
+          for (int64_t i = 0; i < per_group * c.s; ++i) sum += x[at(n, g * per_group + i / c.s, i % c.s)];
+          for (int64_t i = 0; i < per_group * c.s; ++i) {
+            const double deviation = x[at(n, g * per_group + i / c.s, i % c.s)] - sum / count;
+            squares += deviation * deviation;
+          }
+          const double expected_rstd = 1 / std::sqrt(squares / count + eps);
+          // Written so that a NaN counts as the worst and stays.
+          const auto raise = [](double* to, double error) {
+            if (!(error <= *to) && !std::isnan(*to)) *to = error;
+          };
+          raise(&worst_mean, std::abs(mean_host[n * c.g + g] - sum / count) / 100);
+          raise(&worst_rstd, std::abs(rstd_host[n * c.g + g] / expected_rstd - 1));
+          for (int64_t i = 0; i < per_group * c.s; ++i) {
+            const int64_t channel = g * per_group + i / c.s, index = at(n, channel, i % c.s);
+            const double z = (x[index] - sum / count) * expected_rstd * weight[channel] + bias[channel];
+            raise(&worst, std::abs(y_host[index] - chain_value(act, z)));
+          }
         }
       }
-    }
-    CHECK(worst_mean < 1e-6);
-    CHECK(worst_rstd < 1e-5);
-    // x has 24 bits and sits at 100: what is left of them after the mean is taken, times rstd and weight. A single
-    // position has rstd = 316 where the group is constant.
-    CHECK(worst < (c.s == 1 ? 1e-2 : 2e-4));
+      CHECK(worst_mean < 1e-6);
+      CHECK(worst_rstd < 1e-5);
+      // x has 24 bits and sits at 100: what is left of them after the mean is taken, times rstd and weight. A single
+      // position has rstd = 316 where the group is constant.
+      CHECK(worst < (c.s == 1 ? 1e-2 : 2e-4));
+    };
+    compare(y, mean, rstd);
+
+    ClusterPlanInput in;
+    in.dims = stats.dims;
+    in.x_offset = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(x_device.as<void>()) % 128);
+    in.max_blocks = info.compute_capability >= 90 ? max_cluster_blocks(0) : 0;
+    in.sm_count = info.sm_count;
+    in.smem_bytes = info.smem_per_block;
+    const ClusterPlan plan = plan_group_norm_cluster(in);
+    CHECK((plan.refusal != nullptr) == (c.channels_last || (in.max_blocks == 0 && c.s * c.c / c.g > 500)));
+    if (plan.refusal) continue;
+    const DeviceBuffer y_chip(x.size() * sizeof(float));
+    const DeviceBuffer mean_chip(c.n * c.g * sizeof(float)), rstd_chip(c.n * c.g * sizeof(float));
+    GroupNormClusterFwdParams p;
+    p.x = x_device.as<void>();
+    p.y = y_chip.as<void>();
+    p.weight = weight_device.as<void>();
+    p.bias = bias_device.as<void>();
+    p.shares = plan.shares;
+    p.act = act;
+    p.mean = mean_chip.as<float>();
+    p.rstd = rstd_chip.as<float>();
+    CHECK(run_group_norm_cluster_fwd(p, plan, nullptr).ok());
+    CHECK(cudaDeviceSynchronize() == cudaSuccess);
+    compare(y_chip, mean_chip, rstd_chip);
   }
 }
 

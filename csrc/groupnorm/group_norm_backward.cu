@@ -135,15 +135,32 @@ __global__ void __launch_bounds__(256) group_terms_kernel(const __grid_constant_
   }
 }
 
+// A block takes a few channels and has many threads for the samples of each, whose sums it adds in a fixed order.
+inline constexpr int kGradientChannels = 8, kGradientThreads = 256;
+
 template <typename Acc>
-__global__ void __launch_bounds__(256) affine_gradient_kernel(const __grid_constant__ GroupNormBackwardParams p) {
-  const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (c >= p.dims.c) return;
+__global__ void __launch_bounds__(kGradientThreads)
+    affine_gradient_kernel(const __grid_constant__ AffineGradientParams p) {
+  __shared__ Acc shared[2][kGradientThreads];
+  constexpr int kWalkers = kGradientThreads / kGradientChannels;
+  const int64_t c = int64_t(blockIdx.x) * kGradientChannels + threadIdx.x % kGradientChannels;
   Acc dweight = 0, dbias = 0;
-  for (int64_t n = 0; n < p.dims.n; ++n) {
-    const Acc* const at = static_cast<const Acc*>(p.channel_sums) + (n * p.dims.c + c) * 2;
-    dbias += at[0];
-    dweight += at[1];
+  if (c < p.c) {
+    const Acc* const sums = static_cast<const Acc*>(p.channel_sums) + c * 2;
+#pragma unroll 4
+    for (int64_t n = threadIdx.x / kGradientChannels; n < p.n; n += kWalkers) {
+      dbias += sums[n * p.c * 2];
+      dweight += sums[n * p.c * 2 + 1];
+    }
+  }
+  shared[0][threadIdx.x] = dbias;
+  shared[1][threadIdx.x] = dweight;
+  __syncthreads();
+  if (threadIdx.x >= kGradientChannels || c >= p.c) return;
+  const int64_t walkers = p.n < kWalkers ? p.n : kWalkers;
+  for (int w = 1; w < walkers; ++w) {
+    dbias += shared[0][w * kGradientChannels + threadIdx.x];
+    dweight += shared[1][w * kGradientChannels + threadIdx.x];
   }
   store_as(p.dweight, c, p.affine_dtype, dweight);
   store_as(p.dbias, c, p.affine_dtype, dbias);
@@ -200,8 +217,15 @@ Status launch_merge(const GroupNormBackwardParams& p, cudaStream_t stream) {
   group_terms_kernel<Acc><<<static_cast<unsigned>(p.dims.n * p.dims.g), 256, 0, stream>>>(p);
   Status status = check("group_terms_kernel");
   if (!status.ok()) return status;
-  affine_gradient_kernel<Acc><<<static_cast<unsigned>((p.dims.c + 255) / 256), 256, 0, stream>>>(p);
-  return check("affine_gradient_kernel");
+  AffineGradientParams g;
+  g.channel_sums = p.channel_sums;
+  g.n = p.dims.n;
+  g.c = p.dims.c;
+  g.is_double = std::is_same_v<Acc, double>;
+  g.dweight = p.dweight;
+  g.dbias = p.dbias;
+  g.affine_dtype = p.affine_dtype;
+  return run_affine_gradient(g, stream);
 }
 
 template <typename Acc>
@@ -228,6 +252,17 @@ void plan_group_norm_backward(GroupNormBackwardParams* p, int sm_count) {
   } else {
     plan_slices(d.n * d.c, d.s, 4096, 64, sm_count, &p->slices, &p->slice_length);
   }
+}
+
+Status run_affine_gradient(const AffineGradientParams& p, cudaStream_t stream) {
+  if (p.c == 0) return Status::Ok();
+  const unsigned blocks = static_cast<unsigned>((p.c + kGradientChannels - 1) / kGradientChannels);
+  if (p.is_double) {
+    affine_gradient_kernel<double><<<blocks, kGradientThreads, 0, stream>>>(p);
+  } else {
+    affine_gradient_kernel<float><<<blocks, kGradientThreads, 0, stream>>>(p);
+  }
+  return check("affine_gradient_kernel");
 }
 
 Status run_group_norm_backward(const GroupNormBackwardParams& p, cudaStream_t stream) {

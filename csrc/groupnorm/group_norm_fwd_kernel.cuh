@@ -7,9 +7,9 @@
 
 #include "../common/async.cuh"
 #include "../common/dtype.cuh"
-#include "../common/pointwise.cuh"
 #include "../common/reduce.cuh"
 #include "group_norm_fwd_params.h"
+#include "vectors.cuh"
 #include "words.cuh"
 
 namespace kgopt {
@@ -136,21 +136,7 @@ struct FwdBlock {
     }
   }
 
-  __device__ __forceinline__ void values_of(const T* from, float (&x)[kVec]) const {
-    unpack(load_vec<T, kVec>(from), x);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) x[j] = apply_chain<Traits::kPre>(p.pre_act, x[j]);
-  }
-  // The mean is subtracted first: folded into the bias it would cancel only after rounding.
-  __device__ __forceinline__ float result(float x, float mean, float scale, float shift) const {
-    return apply_chain<Traits::kAct>(p.act, (x - mean) * scale + shift);
-  }
-  __device__ __forceinline__ float weight(int64_t c) const {
-    return p.weight ? load_as<float>(p.weight, c, p.affine_dtype) : 1.f;
-  }
-  __device__ __forceinline__ float bias(int64_t c) const {
-    return p.bias ? load_as<float>(p.bias, c, p.affine_dtype) : 0.f;
-  }
+  __device__ __forceinline__ float2 affine(int64_t c) const { return affine_of(p.weight, p.bias, c, p.affine_dtype); }
 
   // Exact deviations from the mean of a thread's values, then merges: nothing cancels whatever the offset.
   __device__ __forceinline__ void stats(uint32_t i) const {
@@ -164,13 +150,13 @@ struct FwdBlock {
     for (int k = 0; k < kPasses; ++k) {
       const int v = tid + k * kFwdThreads;
       if (v >= t.lo && v < t.hi) {
-        values_of(from + k * kFwdThreads * kVec, x[k]);
+        values_of<Traits::kPre>(load_vec<T, kVec>(from + k * kFwdThreads * kVec), p.pre_act, x[k]);
 #pragma unroll
         for (int j = 0; j < kVec; ++j) sums[j] += x[k][j];
         used += kVec;
       }
     }
-    const float mean = quotient(sum(sums), float(used == 0 ? 1 : used));
+    const float mean = quotient(sum_of(sums), float(used == 0 ? 1 : used));
     float squares[kVec] = {};
 #pragma unroll
     for (int k = 0; k < kPasses; ++k) {
@@ -183,7 +169,7 @@ struct FwdBlock {
         }
       }
     }
-    const Moments<float> own_moments{mean, sum(squares), float(used)};
+    const Moments<float> own_moments{mean, sum_of(squares), float(used)};
     const Moments<float> m =
         t.is_full() ? warp_merge_equal(own_moments.mean, own_moments.m2, own_moments.count) : warp_merge(own_moments);
     const int b = i & 1;
@@ -194,13 +180,6 @@ struct FwdBlock {
     }
     __syncwarp();
   }
-  static __device__ __forceinline__ float sum(const float (&x)[kVec]) {
-    float total = (x[0] + x[1]) + (x[2] + x[3]);
-#pragma unroll
-    for (int j = 4; j < kVec; j += 4) total += (x[j] + x[j + 1]) + (x[j + 2] + x[j + 3]);
-    return total;
-  }
-
   // `word`: the group's, or zero where it was not there yet.
   __device__ __forceinline__ void normalize(uint32_t i, uint64_t word) const {
     const Tile t = tile_of(i);
@@ -213,74 +192,45 @@ struct FwdBlock {
     if (word == 0) word = wait_word(p.ready + t.group);
     const float2 statistics = unpack_word(word);
     const float mean = statistics.x, rstd = statistics.y;
-    float scale = weight(channel0) * rstd, shift = bias(channel0);
+    const float2 first = affine(channel0);
     if (column0 + uint32_t(t.hi - t.lo) * kVec <= length) {
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) {
         const int v = tid + k * kFwdThreads;
         if (v < t.lo || v >= t.hi) continue;
+        const Vec<T, kVec> input = load_vec<T, kVec>(from + v * kVec);
         float x[kVec];
-        values_of(from + v * kVec, x);
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) x[j] = result(x[j], mean, scale, shift);
-        store(y + v * kVec, from + v * kVec, x);
+        values_of<Traits::kPre>(input, p.pre_act, x);
+        scale_shift(x, mean, first.x * rstd, first.y);
+        finish_values<Traits::kAct>(y + v * kVec, input, p.act, p.add_input, p.streaming_stores, x);
       }
       return;
     }
-    // Row, scale and shift of each vector's first element; loads of all vectors before the first use.
+    // Row, weight and bias of each vector's first element; loads of all vectors before the first use.
     uint32_t row_of[kPasses], column_of[kPasses];
-    float scales[kPasses], shifts[kPasses];
+    float2 coefficients[kPasses];
 #pragma unroll
     for (int k = 0; k < kPasses; ++k) {
       const int v = tid + k * kFwdThreads;
       const uint32_t position = column0 + uint32_t(v >= t.lo && v < t.hi ? v - t.lo : 0) * kVec;
       row_of[k] = __umulhi(position, p.s_magic) >> p.s_shift;
       column_of[k] = position - row_of[k] * length;
-      scales[k] = weight(channel0 + row_of[k]) * rstd;
-      shifts[k] = bias(channel0 + row_of[k]);
+      coefficients[k] = affine(channel0 + row_of[k]);
     }
 #pragma unroll
     for (int k = 0; k < kPasses; ++k) {
       const int v = tid + k * kFwdThreads;
       if (v < t.lo || v >= t.hi) continue;
+      const Vec<T, kVec> input = load_vec<T, kVec>(from + v * kVec);
       float x[kVec];
-      values_of(from + v * kVec, x);
+      values_of<Traits::kPre>(input, p.pre_act, x);
       if (column_of[k] + kVec <= length) {
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) x[j] = (x[j] - mean) * scales[k] + shifts[k];
+        scale_shift(x, mean, coefficients[k].x * rstd, coefficients[k].y);
       } else {
-        across_rows(x, column_of[k], channel0 + row_of[k], mean, rstd);
+        scale_shift_across(x, mean, rstd, column_of[k], length, channel0 + row_of[k],
+                           [&](int64_t c) { return affine(c); });
       }
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) x[j] = apply_chain<Traits::kAct>(p.act, x[j]);
-      store(y + v * kVec, from + v * kVec, x);
-    }
-  }
-  // A vector that crosses into the next rows.
-  __device__ __forceinline__ void across_rows(float (&x)[kVec], uint32_t column, int64_t c, float mean,
-                                              float rstd) const {
-#pragma unroll
-    for (int j = 0; j < kVec; ++j, ++column) {
-      if (column == static_cast<uint32_t>(p.dims.s)) {
-        column = 0;
-        ++c;
-      }
-      x[j] = (x[j] - mean) * (weight(c) * rstd) + bias(c);
-    }
-  }
-
-  __device__ __forceinline__ void store(T* to, const T* input, float (&out)[kVec]) const {
-    if (p.add_input) {
-      float x[kVec];
-      unpack(load_vec<T, kVec>(input), x);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) out[j] += x[j];
-    }
-    const Vec<T, kVec> v = pack<T, kVec>(out);
-    if (p.streaming_stores) {
-      __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&v));
-    } else {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&v);
+      finish_values<Traits::kAct>(y + v * kVec, input, p.act, p.add_input, p.streaming_stores, x);
     }
   }
 

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "group_norm_cluster_plan.h"
 #include "group_norm_fwd_plan.h"
 #include "groupnorm_params.h"
 
@@ -18,11 +19,17 @@ Status run_affine_table(const AffineTableParams& p, cudaStream_t stream);
 bool has_bulk_copy();
 // Unsupported where not all blocks can run at a time; nothing was launched then.
 Status run_group_norm_fwd(const GroupNormFwdParams& p, const FwdPlan& plan, cudaStream_t stream);
+// The most blocks of a cluster on `device`, the current one, with all shared memory taken; 0 where it has no clusters.
+int max_cluster_blocks(int device);
+Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
+Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 
 // Sets slices and slice_length.
 void plan_group_norm_backward(GroupNormBackwardParams* p, int sm_count);
+// dweight and dbias from the channel sums, the second of two steps.
+Status run_affine_gradient(const AffineGradientParams& p, cudaStream_t stream);
 Status run_group_norm_backward(const GroupNormBackwardParams& p, cudaStream_t stream);
 Status run_group_stats_backward(const GroupStatsBackwardParams& p, cudaStream_t stream);
 

@@ -83,30 +83,75 @@ Statistics empty_statistics(const Tensor& x, const GroupNormDims& d, bool with_c
   return s;
 }
 
-FwdPlan plan_fwd(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d) {
+uintptr_t address_of(const void* p) { return reinterpret_cast<uintptr_t>(p); }
+
+// What the plans for groups on chip must know of dense tensors of x's sizes, the first of them x.
+ClusterPlanInput cluster_input(const char* op, const Tensor& x, std::initializer_list<const void*> tensors,
+                               const GroupNormDims& d, int on_chip, const ActChain& pre_act, const ActChain& act) {
   const DeviceInfo info = check_gpu(op, x);
-  const auto from = reinterpret_cast<uintptr_t>(x.const_data_ptr()),
-             to = reinterpret_cast<uintptr_t>(y.const_data_ptr());
-  FwdPlanInput in;
+  const uintptr_t first = address_of(*tensors.begin());
+  ClusterPlanInput in;
   in.dims = d;
-  in.aligned = from % 16 == 0 && to % 16 == 0;
-  in.x_line = static_cast<uint32_t>(from / 16 % 8);
-  in.has_bulk_copy = info.compute_capability >= 90 && has_bulk_copy();
-  in.smem_bytes = info.smem_per_block;
+  in.tensors = on_chip;
+  for (const void* other : tensors) in.aligned = in.aligned && (first - address_of(other)) % 16 == 0;
+  in.long_chain = !is_compiled_in(pre_act, act);
+  in.x_offset = static_cast<uint32_t>(first % 128);
+  in.max_blocks = info.compute_capability >= 90 ? max_cluster_blocks(x.get_device_index()) : 0;
   in.sm_count = info.sm_count;
-  in.l2_bytes = info.l2_bytes;
-  return plan_group_norm_fwd(in);
+  in.smem_bytes = info.smem_per_block;
+  in.smem_per_sm = info.smem_per_sm;
+  return in;
 }
 
-// Statistics of dense x, then y = act(GroupNorm(pre_act(x))) (+ x) in the same layout; y may be x. With one read of x
-// where the plan allows it, else in two passes.
+FwdChoice choose_fwd(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d, const ActChain& pre_act,
+                     const ActChain& act) {
+  const DeviceInfo info = check_gpu(op, x);
+  const uintptr_t from = address_of(x.const_data_ptr()), to = address_of(y.const_data_ptr());
+  FwdPlanInput tiles;
+  tiles.dims = d;
+  tiles.aligned = from % 16 == 0 && to % 16 == 0;
+  tiles.x_line = static_cast<uint32_t>(from / 16 % 8);
+  tiles.has_bulk_copy = info.compute_capability >= 90 && has_bulk_copy();
+  tiles.smem_bytes = info.smem_per_block;
+  tiles.sm_count = info.sm_count;
+  tiles.l2_bytes = info.l2_bytes;
+  return choose_group_norm_fwd(cluster_input(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, 1, pre_act, act),
+                               tiles);
+}
+
+// A tensor so large that its start has left L2 when its end is written.
+bool exceeds_l2(const char* op, const Tensor& x, const GroupNormDims& d) {
+  return d.numel() * dtype_size(d.dtype) > check_gpu(op, x).l2_bytes / 2;
+}
+
+// Statistics of dense x, then y = act(GroupNorm(pre_act(x))) (+ x) in the same layout; y may be x.
 Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
                           const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
                           const ActChain& pre_act, bool add_input = false) {
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s = allocate_statistics(x, d, false);
-  const FwdPlan plan = plan_fwd(op, x, y, d);
-  if (!plan.refusal) {
+  const FwdChoice choice = choose_fwd(op, x, y, d, pre_act, act);
+  if (choice.way == FwdWay::kOnChip) {
+    GroupNormClusterFwdParams p;
+    p.x = x.const_data_ptr();
+    p.y = y.mutable_data_ptr();
+    p.weight = data_or_null(w);
+    p.bias = data_or_null(b);
+    p.affine_dtype = affine_dtype(op, w, b);
+    p.dtype = d.dtype;
+    p.shares = choice.on_chip.shares;
+    p.pre_act = pre_act;
+    p.act = act;
+    p.add_input = add_input;
+    p.streaming_stores = exceeds_l2(op, x, d);
+    p.eps = static_cast<float>(eps);
+    p.mean = static_cast<float*>(s.mean.mutable_data_ptr());
+    p.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
+    raise_on_error(op, run_group_norm_cluster_fwd(p, choice.on_chip, stream_of(x)));
+    return s;
+  }
+  if (choice.way == FwdWay::kOneRead) {
+    const FwdPlan& plan = choice.one_read;
     Workspace workspace(x);
     const int64_t words = workspace.reserve(plan.words * sizeof(uint64_t));
     workspace.allocate();
@@ -279,9 +324,42 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x,
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
   const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
+  Workspace workspace(x);
+  if (p.dy) {
+    const ClusterPlan plan =
+        plan_group_norm_cluster(cluster_input(op, x, {p.x, p.dy, dx.const_data_ptr()}, d, 2, p.pre_act, p.act));
+    if (!plan.refusal) {
+      const int64_t sums = workspace.reserve(d.n * d.c * 2 * sizeof(float));
+      workspace.allocate();
+      GroupNormClusterBwdParams q;
+      q.x = p.x;
+      q.dy = p.dy;
+      q.dx = dx.mutable_data_ptr();
+      q.weight = data_or_null(w);
+      q.bias = data_or_null(b);
+      q.affine_dtype = affine_dtype(op, w, b);
+      q.dtype = d.dtype;
+      q.shares = plan.shares;
+      q.pre_act = p.pre_act;
+      q.act = p.act;
+      q.streaming_stores = exceeds_l2(op, x, d);
+      q.mean = static_cast<const float*>(dense_mean.const_data_ptr());
+      q.rstd = static_cast<const float*>(dense_rstd.const_data_ptr());
+      q.channel_sums = workspace.at<float>(sums);
+      raise_on_error(op, run_group_norm_cluster_bwd(q, plan, stream_of(x)));
+      AffineGradientParams a;
+      a.channel_sums = q.channel_sums;
+      a.n = d.n;
+      a.c = d.c;
+      a.dweight = dweight.mutable_data_ptr();
+      a.dbias = dbias.mutable_data_ptr();
+      a.affine_dtype = check_dtype(op, "weight", dweight);
+      raise_on_error(op, run_affine_gradient(a, stream_of(x)));
+      return {dx, dweight, dbias};
+    }
+  }
   p.dims = d;
   plan_group_norm_backward(&p, info.sm_count);
-  Workspace workspace(x);
   const int64_t table = workspace.reserve(d.n * d.c * 4 * acc_size(d));
   const int64_t partials = workspace.reserve(d.n * p.slices * d.c * 2 * acc_size(d));
   const int64_t sums = workspace.reserve(d.n * d.c * 2 * acc_size(d));

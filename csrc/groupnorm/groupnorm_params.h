@@ -107,6 +107,16 @@ struct GroupNormBackwardParams {
   Dtype affine_dtype = Dtype::kFloat32;  // of dweight and dbias
 };
 
+// Sums over the samples.
+struct AffineGradientParams {
+  const void* channel_sums = nullptr;  // [N, C, 2]
+  int64_t n = 0, c = 0;
+  bool is_double = false;   // type of channel_sums
+  void* dweight = nullptr;  // [C]
+  void* dbias = nullptr;    // [C]
+  Dtype affine_dtype = Dtype::kFloat32;
+};
+
 // dx = dmean / m - drstd * rstd^3 * (x - mean) / m, m the elements of a group.
 struct GroupStatsBackwardParams {
   const void* x = nullptr;

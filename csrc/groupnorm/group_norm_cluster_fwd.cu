@@ -1,0 +1,318 @@
+// GroupNorm forward of groups that stay on chip: one launch, x read once.
+#include <mutex>
+
+#include "../common/reduce.cuh"
+#include "group_norm_cluster_launch.h"
+#include "group_share.cuh"
+#include "groupnorm.h"
+#include "vectors.cuh"
+
+namespace kgopt {
+namespace {
+
+// Moments of the values one thread sees: sums relative to its first vector's mean, which is close to all others' unless
+// the values spread so far that nothing cancels.
+template <int kVec>
+struct ThreadMoments {
+  float shift = 0.f, sums[4] = {}, squares[4] = {};
+  int count = 0;
+
+  __device__ __forceinline__ void add(const float (&x)[kVec]) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float d = x[j] - shift;
+      sums[j % 4] += d;
+      squares[j % 4] += d * d;
+    }
+  }
+  __device__ __forceinline__ Moments<float> moments() const {
+    if (count == 0) return {};
+    const float sum = sum_of(sums), n = static_cast<float>(count), offset = __fdividef(sum, n);
+    const float m2 = sum_of(squares) - sum * offset;
+    return {shift + offset, m2 < 0.f ? 0.f : m2, n};
+  }
+};
+
+// One cluster a group.
+template <typename Traits>
+__global__ void __launch_bounds__(kClusterMaxThreads, 2)
+    group_norm_cluster_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using T = typename Traits::T;
+  constexpr int kVec = Traits::kVec, kPasses = kClusterPasses;
+  extern __shared__ __align__(128) char memory[];
+  __shared__ ShareBarriers barriers;
+  const int tid = threadIdx.x, lane = tid % 32, threads = blockDim.x, warps = threads / 32;
+  const uint32_t rank = cluster_rank(), blocks = p.shares.blocks;
+  const int64_t group = blockIdx.x / blocks;
+  const GroupShare<T> share(p.shares, group, rank);
+  T* const xs = reinterpret_cast<T*>(memory);
+  float4* const entries = reinterpret_cast<float4*>(memory + p.shares.share * sizeof(T));
+  float2* const table = reinterpret_cast<float2*>(entries + blocks * warps);
+
+  if (tid == 0) {
+    const void* const from[1] = {p.x};
+    start_loads(share, &barriers, memory, 0, from, blocks * warps * sizeof(float4));
+  }
+  __syncthreads();
+  const int64_t channel0 = static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels + share.row0;
+  for (int k = tid; k < share.rows; k += threads) {
+    table[k] = affine_of(p.weight, p.bias, channel0 + k, p.affine_dtype);
+  }
+  const T* const x = static_cast<const T*>(p.x) + share.base;
+  const int edge = tid < 32 ? share.edge(lane) : -1;
+  float edge_value = 0.f;
+  if (edge >= 0) edge_value = apply_chain<Traits::kPre>(p.pre_act, to_acc(x[edge]));
+  cluster_arrive();
+
+  ThreadMoments<kVec> mine;
+  const int first = tid < share.lo ? tid + threads : tid;
+  const int step = threads * kPasses;
+  for (int base = 0, k = 0; base < share.hi; base += step, ++k) {
+    barrier_wait(&barriers.loaded[k], 0);
+    if (k == 0 && first < share.hi) {
+      float v[kVec];
+      values_of<Traits::kPre>(load_vec<T, kVec>(xs + first * kVec), p.pre_act, v);
+      mine.shift = sum_of(v) * (1.f / kVec);
+    }
+    const T* const from = xs + (base + tid) * kVec;
+    if (base >= share.lo && base + step <= share.hi) {
+#pragma unroll
+      for (int u = 0; u < kPasses; ++u) {
+        float v[kVec];
+        values_of<Traits::kPre>(load_vec<T, kVec>(from + u * threads * kVec), p.pre_act, v);
+        mine.add(v);
+      }
+      mine.count += kPasses * kVec;
+    } else {
+#pragma unroll
+      for (int u = 0; u < kPasses; ++u) {
+        const int slot = base + tid + u * threads;
+        if (slot >= share.lo && slot < share.hi) {
+          float v[kVec];
+          values_of<Traits::kPre>(load_vec<T, kVec>(from + u * threads * kVec), p.pre_act, v);
+          mine.add(v);
+          mine.count += kVec;
+        }
+      }
+    }
+  }
+  if (edge >= 0) {
+    if (mine.count == 0) mine.shift = edge_value;
+    const float d = edge_value - mine.shift;
+    mine.sums[0] += d;
+    mine.squares[0] += d * d;
+    ++mine.count;
+  }
+  const int counted = __reduce_add_sync(0xffffffffu, mine.count);
+  {
+    const Moments<float> own[1] = {mine.moments()};
+    const Moments<float> m = warp_pool(own, static_cast<float>(max(counted, 1)));
+    cluster_wait();
+    exchange(make_float4(m.mean, m.m2, static_cast<float>(counted), 0.f), entries, &barriers.exchanged, rank, blocks);
+  }
+  constexpr int kOwn = kClusterMaxBlocks * kClusterMaxThreads / 32 / 32;
+  Moments<float> sets[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int at = lane + 32 * i;
+    if (at < static_cast<int>(blocks) * warps) {
+      const float4 entry = entries[at];
+      sets[i] = {entry.x, entry.y, entry.z};
+    }
+  }
+  const Moments<float> all = warp_pool(sets, static_cast<float>(p.shares.elements));
+  const float mean = all.mean, rstd = 1.f / sqrtf(all.m2 / all.count + p.eps);
+  if (rank == 0 && tid == 0) {
+    p.mean[group] = mean;
+    p.rstd[group] = rstd;
+  }
+
+  T* const y = static_cast<T*>(p.y) + share.base;
+  const auto normalize = [&](int base, auto is_full) {
+    constexpr bool kFull = decltype(is_full)::value;
+    uint32_t row[kPasses], column[kPasses];
+    float2 coefficients[kPasses];
+#pragma unroll
+    for (int u = 0; u < kPasses; ++u) {
+      int slot = base + tid + u * threads;
+      if (!kFull && (slot < share.lo || slot >= share.hi)) slot = share.lo;
+      row[u] = share.row_of(slot * kVec, &column[u]);
+      coefficients[u] = table[row[u]];
+    }
+#pragma unroll
+    for (int u = 0; u < kPasses; ++u) {
+      const int slot = base + tid + u * threads;
+      if (!kFull && (slot < share.lo || slot >= share.hi)) continue;
+      const Vec<T, kVec> input = load_vec<T, kVec>(xs + slot * kVec);
+      float v[kVec];
+      values_of<Traits::kPre>(input, p.pre_act, v);
+      if (column[u] + kVec <= share.s) {
+        scale_shift(v, mean, coefficients[u].x * rstd, coefficients[u].y);
+      } else {
+        scale_shift_across(v, mean, rstd, column[u], share.s, row[u], [&](uint32_t r) { return table[r]; });
+      }
+      finish_values<Traits::kAct>(y + slot * kVec, input, p.act, p.add_input, p.streaming_stores, v);
+    }
+  };
+  for (int base = 0; base < share.hi; base += step) {
+    if (base >= share.lo && base + step <= share.hi) {
+      normalize(base, std::true_type());
+    } else {
+      normalize(base, std::false_type());
+    }
+  }
+  if (edge >= 0) {
+    uint32_t column;
+    const float2 c = table[share.row_of(edge, &column)];
+    const float out = apply_chain<Traits::kAct>(p.act, (edge_value - mean) * (c.x * rstd) + c.y);
+    y[edge] = from_acc<T>(p.add_input ? out + to_acc(x[edge]) : out);
+  }
+#endif
+}
+
+// One team of neighbouring lanes a group, which stays in registers.
+template <typename Traits>
+__global__ void __launch_bounds__(kTeamThreads)
+    group_norm_team_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
+  using T = typename Traits::T;
+  constexpr int kVec = Traits::kVec;
+  const int lanes = p.shares.lanes, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int64_t group = (blockIdx.x * uint32_t(kTeamThreads) + threadIdx.x) >> (lanes == 8 ? 3 : 5);
+  const uint32_t members = __ballot_sync(0xffffffffu, group < p.shares.groups);
+  if (group >= p.shares.groups) return;
+  const GroupShare<T> share(p.shares, group, 0);
+  const T* const x = static_cast<const T*>(p.x) + share.base;
+  T* const y = static_cast<T*>(p.y) + share.base;
+  const int64_t channel0 = static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels;
+  const auto coefficients_of = [&](int64_t row) { return affine_of(p.weight, p.bias, channel0 + row, p.affine_dtype); };
+  const auto team_sum = [&](float v) {
+    for (int mask = lanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(members, v, mask);
+    return v;
+  };
+  // Everything that the group needs is asked for before the first use.
+  Vec<T, kVec> input[kTeamPasses];
+  float2 coefficients[kTeamPasses];
+  uint32_t row[kTeamPasses], column[kTeamPasses];
+#pragma unroll
+  for (int u = 0; u < kTeamPasses; ++u) {
+    if (u * lanes >= share.hi) break;
+    const int slot = lane + u * lanes;
+    if (slot < share.lo || slot >= share.hi) continue;
+    input[u] = load_vec<T, kVec>(x + slot * kVec);
+    row[u] = share.row_of(slot * kVec, &column[u]);
+    coefficients[u] = coefficients_of(row[u]);
+  }
+  const int edge[2] = {share.head_edge(lane), share.tail_edge(lane)};
+  T edge_input[2];
+  float edge_value[2] = {}, sum = 0.f;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    if (edge[e] < 0) continue;
+    edge_input[e] = x[edge[e]];
+    edge_value[e] = apply_chain<Traits::kPre>(p.pre_act, to_acc(edge_input[e]));
+    sum += edge_value[e];
+  }
+  const float scale = 1.f / static_cast<float>(p.shares.elements);
+#pragma unroll
+  for (int u = 0; u < kTeamPasses; ++u) {
+    if (u * lanes >= share.hi) break;
+    const int slot = lane + u * lanes;
+    if (slot >= share.lo && slot < share.hi) {
+      float v[kVec];
+      values_of<Traits::kPre>(input[u], p.pre_act, v);
+      sum += sum_of(v);
+    }
+  }
+  const float mean = team_sum(sum) * scale;
+  float squares = 0.f;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    if (edge[e] >= 0) squares += (edge_value[e] - mean) * (edge_value[e] - mean);
+  }
+#pragma unroll
+  for (int u = 0; u < kTeamPasses; ++u) {
+    if (u * lanes >= share.hi) break;
+    const int slot = lane + u * lanes;
+    if (slot >= share.lo && slot < share.hi) {
+      float v[kVec];
+      values_of<Traits::kPre>(input[u], p.pre_act, v);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) v[j] = (v[j] - mean) * (v[j] - mean);
+      squares += sum_of(v);
+    }
+  }
+  const float rstd = 1.f / sqrtf(team_sum(squares) * scale + p.eps);
+  if (lane == 0) {
+    p.mean[group] = mean;
+    p.rstd[group] = rstd;
+  }
+#pragma unroll
+  for (int u = 0; u < kTeamPasses; ++u) {
+    if (u * lanes >= share.hi) break;
+    const int slot = lane + u * lanes;
+    if (slot < share.lo || slot >= share.hi) continue;
+    float v[kVec];
+    values_of<Traits::kPre>(input[u], p.pre_act, v);
+    if (column[u] + kVec <= share.s) {
+      scale_shift(v, mean, coefficients[u].x * rstd, coefficients[u].y);
+    } else {
+      scale_shift_across(v, mean, rstd, column[u], share.s, row[u], coefficients_of);
+    }
+    finish_values<Traits::kAct>(y + slot * kVec, input[u], p.act, p.add_input, p.streaming_stores, v);
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    if (edge[e] < 0) continue;
+    uint32_t column;
+    const float2 c = coefficients_of(share.row_of(edge[e], &column));
+    const float out = apply_chain<Traits::kAct>(p.act, (edge_value[e] - mean) * (c.x * rstd) + c.y);
+    y[edge[e]] = from_acc<T>(p.add_input ? out + to_acc(edge_input[e]) : out);
+  }
+}
+
+template <typename Traits>
+Status launch(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
+  if (p.shares.blocks == 0) {
+    group_norm_team_fwd_kernel<Traits><<<plan.grid, kTeamThreads, 0, stream>>>(p);
+    const cudaError_t error = cudaGetLastError();
+    if (error == cudaSuccess) return Status::Ok();
+    return {StatusCode::kCudaError, "group_norm_team_fwd_kernel", cudaGetErrorString(error)};
+  }
+  return launch_clusters("group_norm_cluster_fwd_kernel", group_norm_cluster_fwd_kernel<Traits>, p, plan, stream);
+}
+
+}  // namespace
+
+int max_cluster_blocks(int device) {
+  constexpr int kMaxDevices = 64;
+  static std::mutex mutex;
+  static int cache[kMaxDevices];
+  static bool known[kMaxDevices];
+  if (device < 0 || device >= kMaxDevices) return 0;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!known[device]) {
+    cache[device] = max_cluster_of(group_norm_cluster_fwd_kernel<ClusterTraits<float, Chain::kNone, Chain::kNone>>);
+    known[device] = true;
+  }
+  return cache[device];
+}
+
+Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
+  Status status;
+  switch (p.dtype) {
+#define KGOPT_CLUSTER_DTYPE(name, T)                                                         \
+  case Dtype::name:                                                                          \
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                      \
+                          status = (launch<ClusterTraits<T, kPre, kAct>>(p, plan, stream))); \
+    break;
+    KGOPT_CLUSTER_DTYPE(kFloat32, float)
+    KGOPT_CLUSTER_DTYPE(kBFloat16, __nv_bfloat16)
+    KGOPT_CLUSTER_DTYPE(kFloat16, __half)
+#undef KGOPT_CLUSTER_DTYPE
+    default: return Status::Unsupported("group_norm_cluster_fwd_kernel", "float64");
+  }
+  return status;
+}
+
+}  // namespace kgopt

@@ -1,0 +1,65 @@
+// What the GroupNorm kernels are told that keep a group on chip: in the shared memory of a cluster of blocks, or, where
+// it is small, in the registers of a team of lanes. x is contiguous. Group after group starts wherever the one before
+// ended, so neither a group's start nor its length needs to be a multiple of a vector.
+#pragma once
+
+#include "groupnorm_params.h"
+
+namespace kgopt {
+
+// How groups are dealt out. Positions count from the 128-byte line in which the group starts, so that loads and stores
+// touch no line twice; block r of a cluster has the positions from r * share on.
+struct GroupShares {
+  int64_t groups = 0;
+  uint32_t elements = 0;  // of a group
+  uint32_t share = 0;     // positions of a block: a multiple of 128 bytes
+  uint32_t x_line = 0;    // elements from a 128-byte line to x, and to every other tensor of its shape
+  uint32_t blocks = 1;    // of a cluster; 0: a group is one team's
+  int32_t lanes = 0;      // of a team: 8 or 32
+  uint32_t s = 0;         // elements of a channel
+  uint32_t s_magic = 0;   // quotients by s of numbers below 2^31
+  int32_t s_shift = 0;
+  uint32_t channels = 1;    // of a group
+  uint32_t per_sample = 1;  // groups of a sample
+  uint32_t rows = 0;        // channels of which a block has a part, at most
+  bool together = false;    // all warps sum a channel up together, or each warp has its own channels (backward)
+};
+
+struct GroupNormClusterFwdParams {
+  const void* x = nullptr;
+  void* y = nullptr;             // may be x
+  const void* weight = nullptr;  // [C] or null (ones)
+  const void* bias = nullptr;    // [C] or null (zeros)
+  Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
+  GroupShares shares;
+  ActChain pre_act, act;
+  bool add_input = false;
+  bool streaming_stores = false;  // y is larger than L2
+  float eps = 1e-5f;
+  float* mean = nullptr;  // [N, G]
+  float* rstd = nullptr;  // [N, G]
+};
+
+struct GroupNormClusterBwdParams {
+  const void* x = nullptr;
+  const void* dy = nullptr;
+  void* dx = nullptr;
+  const void* weight = nullptr;
+  const void* bias = nullptr;
+  Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
+  GroupShares shares;
+  ActChain pre_act, act;
+  bool streaming_stores = false;
+  const float* mean = nullptr;    // [N, G]
+  const float* rstd = nullptr;    // [N, G]
+  float* channel_sums = nullptr;  // [N, C, 2]: sum of dz and of dz * xhat
+};
+
+inline constexpr int kClusterPasses = 4;      // vectors of a piece that one thread handles
+inline constexpr int kClusterMaxPieces = 16;  // of a block's share
+inline constexpr int kClusterMaxThreads = 512;
+inline constexpr int kClusterMaxBlocks = 16;
+inline constexpr int kTeamPasses = 4;     // vectors of a lane where a group is one team's
+inline constexpr int kTeamThreads = 256;  // of a block of such teams
+
+}  // namespace kgopt

@@ -1,0 +1,86 @@
+// Steps of the kernels that keep x on chip, for one 16-byte vector.
+#pragma once
+
+#include "../common/dtype.cuh"
+#include "../common/pointwise.cuh"
+
+namespace kgopt {
+
+template <Chain kPre, typename T, int kVec>
+__device__ __forceinline__ void values_of(const Vec<T, kVec>& from, const ActChain& pre, float (&x)[kVec]) {
+  unpack(from, x);
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) x[j] = apply_chain<kPre>(pre, x[j]);
+}
+
+// A sum whose additions do not wait for one another.
+template <int kVec>
+__device__ __forceinline__ float sum_of(const float (&x)[kVec]) {
+  float total = (x[0] + x[1]) + (x[2] + x[3]);
+#pragma unroll
+  for (int j = 4; j < kVec; j += 4) total += (x[j] + x[j + 1]) + (x[j + 2] + x[j + 3]);
+  return total;
+}
+
+// Weight and bias of a channel.
+__device__ __forceinline__ float2 affine_of(const void* weight, const void* bias, int64_t c, Dtype dtype) {
+  return make_float2(weight ? load_as<float>(weight, c, dtype) : 1.f, bias ? load_as<float>(bias, c, dtype) : 0.f);
+}
+
+// The mean is subtracted first: folded into the bias it would cancel only after rounding.
+template <int kVec>
+__device__ __forceinline__ void scale_shift(float (&x)[kVec], float mean, float scale, float shift) {
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) x[j] = (x[j] - mean) * scale + shift;
+}
+
+// The same for a vector that crosses into the next channels: coefficients(row) gives weight and bias.
+template <int kVec, typename Coefficients>
+__device__ __forceinline__ void scale_shift_across(float (&x)[kVec], float mean, float rstd, uint32_t column,
+                                                   uint32_t length, int64_t row, Coefficients coefficients) {
+  float2 c = coefficients(row);
+  if (length >= kVec) {  // into one other channel
+    const float2 next = coefficients(row + 1);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const bool crossed = column + j >= length;
+      x[j] = (x[j] - mean) * ((crossed ? next.x : c.x) * rstd) + (crossed ? next.y : c.y);
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kVec; ++j, ++column) {
+    if (column == length) {
+      column = 0;
+      c = coefficients(++row);
+    }
+    x[j] = (x[j] - mean) * (c.x * rstd) + c.y;
+  }
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], bool streaming) {
+  const Vec<T, kVec> v = pack<T, kVec>(x);
+  if (streaming) {
+    __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&v));
+  } else {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&v);
+  }
+}
+
+// Activation, residual, store. `input` is x again, as it was.
+template <Chain kAct, typename T, int kVec>
+__device__ __forceinline__ void finish_values(T* to, const Vec<T, kVec>& input, const ActChain& act, bool add_input,
+                                              bool streaming, float (&out)[kVec]) {
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) out[j] = apply_chain<kAct>(act, out[j]);
+  if (add_input) {
+    float x[kVec];
+    unpack(input, x);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) out[j] += x[j];
+  }
+  store_values<T, kVec>(to, out, streaming);
+}
+
+}  // namespace kgopt
