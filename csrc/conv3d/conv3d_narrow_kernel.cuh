@@ -36,12 +36,39 @@ __device__ __forceinline__ void unroll(F&& f) {
   call_each(f, std::make_integer_sequence<int, kCount>());
 }
 
+KGOPT_HD constexpr int narrow_threads(ConvMath math, int columns, int window, bool lse) {
+  return 128 * (narrow_producers(math, lse) + narrow_consumers(math, columns, window, lse));
+}
+
+// Hands registers from the loading warpgroups to the computing ones; all counts fit what the block got at its start.
+template <int kProducers, int kConsumers, bool kComputes>
+__device__ __forceinline__ void share_registers() {
+  if constexpr (!kComputes) {
+    if constexpr (kProducers == 2 && kConsumers == 3) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    } else {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    }
+  } else if constexpr (kProducers == 2) {
+    if constexpr (kConsumers == 3) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 128;");
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+    }
+  } else {
+    if constexpr (kConsumers == 3) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    }
+  }
+}
+
 // kWindow kernel rows share each fragment of A: input row r adds to output rows r, r - 1, ... r - kWindow + 1, whose
 // accumulators take turns. Loads of A then cost a third, at the price of as many sets of accumulators.
-template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, int kBatch, ConvEpilogue kEpilogue>
-__global__ void __launch_bounds__(128 *
-                                      (narrow_consumers(kMath, kColumns, kEpilogue == ConvEpilogue::kResidualLse) + 1),
-                                  1) conv_narrow_kernel(const __grid_constant__ NarrowParams p) {
+template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, bool kLargeBatch, ConvEpilogue kEpilogue>
+__global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpilogue == ConvEpilogue::kResidualLse), 1)
+    conv_narrow_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Traits = ConvMathTraits<kMath>;
   using Element = typename Traits::Element;
@@ -55,8 +82,11 @@ __global__ void __launch_bounds__(128 *
   constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
                               : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
                                                          : WgmmaType::kTf32;
-  constexpr int kConsumers = narrow_consumers(kMath, kColumns, kLse);
-  constexpr int kNarrowThreads = 128 * (kConsumers + 1);
+  constexpr int kConsumers = narrow_consumers(kMath, kColumns, kWindow, kLse);
+  constexpr int kBatch = narrow_batch(kMath, kWindow, kLargeBatch);
+  constexpr int kProducers = narrow_producers(kMath, kLse);
+  constexpr int kLoaders = 128 * kProducers;  // threads
+  constexpr int kNarrowThreads = kLoaders + 128 * kConsumers;
   constexpr int kWarps = kConsumers * 4;
 
   extern __shared__ __align__(128) uint32_t smem[];
@@ -179,7 +209,7 @@ __global__ void __launch_bounds__(128 *
   }
   if (tid == 0) {
     for (int stage = 0; stage < plan.stages; ++stage) {
-      barrier_init(full + stage, 128);
+      barrier_init(full + stage, kLoaders);
       barrier_init(empty + stage, kWarps);
     }
   }
@@ -193,9 +223,9 @@ __global__ void __launch_bounds__(128 *
   const int tiles_h = static_cast<int>(plan.tiles[1]);
   TileCursor cursor{tile_begin / (tiles_w * tiles_h), tile_begin / tiles_w % tiles_h, tile_begin % tiles_w};
 
-  if (tid < 128) {
-    // The loading warpgroup. Its threads walk over the positions of the halo, all words of a position in one thread.
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+  if (tid < kLoaders) {
+    // The loading warpgroups. Their threads walk over the positions of the halo, all words of a position in one thread.
+    share_registers<kProducers, kConsumers, false>();
     const Element* const x_sample =
         static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
     // A thread has one place along the width and walks over the rows of the halo, all depths one after the other.
@@ -203,8 +233,8 @@ __global__ void __launch_bounds__(128 *
     constexpr bool kRearranged = kChunked || kPerWord == 2;  // what vectors bring
     const bool vectors = p.load == NarrowLoad::kVectors;
     const int across = vectors ? plan.vectors : plan.halo[2];
-    const int threads_w = min(across, 128);
-    const int rows_at_once = 128 / threads_w;
+    const int threads_w = min(across, kLoaders);
+    const int rows_at_once = kLoaders / threads_w;
     const int first_row = tid / threads_w < rows_at_once ? tid / threads_w : 1 << 24;
     const int rows = plan.halo[0] * plan.halo[1];
     auto rounded = [](uint32_t word) { return kMath == ConvMath::kTf32 ? to_tf32(__uint_as_float(word)) : word; };
@@ -213,9 +243,9 @@ __global__ void __launch_bounds__(128 *
       if constexpr (kPerWord == 1) {
         // Four channels of a position make a chunk.
         const int positions = rows * plan.pitch;  // a chunked plane has no gaps
-        for (int i = tid; i < positions; i += 128) {
+        for (int chunk = 0; chunk < plan.words / 4; ++chunk) {
 #pragma unroll 2
-          for (int chunk = 0; chunk < plan.words / 4; ++chunk) {
+          for (int i = tid; i < positions; i += kLoaders) {
             const uint32_t* const src = raw + chunk * 4 * positions + i;
             *reinterpret_cast<uint4*>(to + chunk * plan.plane + i * 4) = make_uint4(
                 rounded(src[0]), rounded(src[positions]), rounded(src[2 * positions]), rounded(src[3 * positions]));
@@ -229,8 +259,8 @@ __global__ void __launch_bounds__(128 *
           first = __byte_perm(a, b, 0x5410);
           second = __byte_perm(a, b, 0x7632);
         };
-        for (int i = tid; i < pairs; i += 128) {
-          if constexpr (kChunked) {
+        if constexpr (kChunked) {
+          for (int i = tid; i < pairs; i += kLoaders) {
             for (int chunk = 0; chunk < plan.words / 4; ++chunk) {
               uint4 a, b;
               const uint32_t* const src = raw + chunk * 8 * pairs + i;
@@ -242,13 +272,21 @@ __global__ void __launch_bounds__(128 *
               dst[0] = a;
               dst[1] = b;
             }
-          } else {
-            const int row = i / (plan.vectors * 2);
-            uint32_t* const dst = to + row * plan.pitch + (i - row * plan.vectors * 2) * 2;
-            for (int word = 0; word < plan.words; ++word) {
-              uint2 v;
-              merge(raw + word * 2 * pairs + i, v.x, v.y);
-              *reinterpret_cast<uint2*>(dst + word * plan.plane) = v;
+          }
+        } else {
+          for (int row = first_row; row < rows; row += rows_at_once) {
+            for (int place = tid % threads_w; place < across; place += threads_w) {
+              const uint32_t* src = raw + (row * plan.vectors + place) * 2;
+              uint32_t* dst = to + row * plan.pitch + place * kVector;
+#pragma unroll 2
+              for (int word = 0; word < plan.words; ++word) {
+                uint4 v;
+                merge(src, v.x, v.y);
+                merge(src + 1, v.z, v.w);
+                *reinterpret_cast<uint4*>(dst) = v;
+                src += 2 * pairs;
+                dst += plan.plane;
+              }
             }
           }
         }
@@ -288,10 +326,12 @@ __global__ void __launch_bounds__(128 *
                 raw += rows * plan.vectors * kVectorWords;
               }
             } else {
+              uint32_t* to = dst;
 #pragma unroll 2
               for (int word = 0; word < plan.words; ++word) {
-                cp_async<16>(dst + word_offset(word), src, inside);
+                cp_async<16>(to, src, inside);
                 src += p.x_stride_c;
+                to += plan.plane;
               }
             }
           } else if (p.load == NarrowLoad::kWords) {
@@ -324,14 +364,14 @@ __global__ void __launch_bounds__(128 *
       cp_async_commit();
       cp_async_wait_all();
       if (kRearranged && vectors) {
-        named_barrier(2, 128);
+        named_barrier(2, kLoaders);
         rearrange(dst_stage, smem + layout.raw, rows);
-        named_barrier(2, 128);  // the raw tile is read before the next one comes
+        named_barrier(2, kLoaders);  // the raw tile is read before the next one comes
       } else if constexpr (kMath == ConvMath::kTf32) {
-        named_barrier(2, 128);
+        named_barrier(2, kLoaders);
         uint4* const words = reinterpret_cast<uint4*>(dst_stage);
 #pragma unroll 4
-        for (int i = tid; i < narrow_planes(plan) * plan.plane / 4; i += 128) {
+        for (int i = tid; i < narrow_planes(plan) * plan.plane / 4; i += kLoaders) {
           const uint4 v = words[i];
           words[i] = make_uint4(rounded(v.x), rounded(v.y), rounded(v.z), rounded(v.w));
         }
@@ -343,13 +383,9 @@ __global__ void __launch_bounds__(128 *
       }
     }
   } else {
-    if constexpr (kConsumers == 3) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
-    } else {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
-    }
+    share_registers<kProducers, kConsumers, true>();
     const int lane = tid & 31;
-    const int warp = tid / 32 - 4;  // among the consumers
+    const int warp = tid / 32 - kLoaders / 32;  // among the consumers
     const int g = lane >> 2;
     const int t = lane & 3;
     const int jobs = (plan.strips + 3) / 4;
@@ -402,14 +438,14 @@ __global__ void __launch_bounds__(128 *
         uint32_t base = shared_address(halo + stage * stage_words) + strip.x + lane_row * row_bytes;
         const int base_step = plan.step[1] * plan.pitch * kPositionWords * 4;
 
-        // The products are summed onto minus the shift of the statistics, which saves subtracting it.
         float acc[kWindow * kAcc];
+        // With a window the products are summed onto minus the shift of the statistics, which saves subtracting it.
         auto start = [&](auto slot) {
 #pragma unroll
           for (int j = 0; j < kAcc; ++j)
             acc[decltype(slot)::value * kAcc + j] = -sums[kStats ? j / 4 * 2 + (j & 1) : 0].shift;
         };
-        if constexpr (kStats) unroll<kWindow>(start);
+        if constexpr (kWindow > 1) unroll<kWindow>(start);
         // Fragments of kBatch K steps are loaded together and multiplied together.
         using Fragments = uint32_t[kBatch][4];
         auto load_fragments = [&](Fragments& a, int first) {
@@ -442,7 +478,7 @@ __global__ void __launch_bounds__(128 *
 #pragma unroll
           for (int i = 0; i < kBatch; ++i) {
             const uint32_t b = b_batch + i * kBStep;
-            const bool add = kStats || i > 0 || first > 0;
+            const bool add = kWindow > 1 || i > 0 || first > 0;
             if constexpr (kSplit == 2) {
               wgmma<kType, kWindow * kColumns>(acc, low[i], b, add);
               wgmma<kType, kWindow * kColumns>(acc, a[i], b + b_low, true);
@@ -454,67 +490,23 @@ __global__ void __launch_bounds__(128 *
           wgmma_commit();
         };
 
-        Fragments even;
-        load_fragments(even, 0);
-        auto step = [&](auto turn, int row) {
-          if constexpr (kWindow > 1) {
-            for (int first = 0;;) {
-              multiply(turn, even, first);
-              wgmma_wait<0>();
-              first += kBatch;
-              if (first >= plan.k_steps) break;
-              load_fragments(even, first);
-            }
-          } else {
-            // Where registers allow: one batch is loaded while the other is multiplied.
-            Fragments odd;
-            for (int first = 0;; first += 2 * kBatch) {
-              multiply(turn, even, first);
-              if (first + kBatch < plan.k_steps) load_fragments(odd, first + kBatch);
-              wgmma_wait<0>();
-              if (first + kBatch >= plan.k_steps) break;
-              multiply(turn, odd, first + kBatch);
-              if (first + 2 * kBatch < plan.k_steps) load_fragments(even, first + 2 * kBatch);
-              wgmma_wait<0>();
-              if (first + 2 * kBatch >= plan.k_steps) break;
-            }
-          }
-          wgmma_use(acc);
-          // The next row's fragments come while this thread is in its epilogue; after the last row nobody uses them.
-          base += base_step;
-          if (row + 1 < steps) load_fragments(even, 0);
-
-          const int out_row = row - (kWindow - 1);
-          constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
-          float* const done = acc + kSlot * kAcc;
+        // A finished output row, in registers.
+        auto epilogue = [&](float* done, int out_row) {
+          if (out_row < 0 || out_row >= rows) return;
           if constexpr (kStats) {
-            if (out_row >= 0 && out_row < rows) {
-              if (count == 0.f) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                  if (valid[half]) {
+            for (int half = 0; half < 2; ++half) {
+              if (!valid[half]) continue;
+              count += 1.f;
 #pragma unroll
-                    for (int j = 0; j < kColumns / 4; ++j) sums[j].shift = done[j / 2 * 4 + half * 2 + (j & 1)];
-                  }
-                }
-#pragma unroll
-                for (int j = 0; j < kWindow * kAcc; ++j) acc[j] -= sums[j % kAcc / 4 * 2 + (j & 1)].shift;
-              }
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                if (!valid[half]) continue;
-                count += 1.f;
-#pragma unroll
-                for (int j = 0; j < kColumns / 4; ++j) {
-                  const float v = done[j / 2 * 4 + half * 2 + (j & 1)];
-                  sums[j].sum += v;
-                  sums[j].sum_sq = fmaf(v, v, sums[j].sum_sq);
-                }
+              for (int j = 0; j < kColumns / 4; ++j) {
+                const float v = done[j / 2 * 4 + half * 2 + (j & 1)];
+                sums[j].sum += v;
+                sums[j].sum_sq = fmaf(v, v, sums[j].sum_sq);
               }
             }
-            start(std::integral_constant<int, kSlot>());
           }
-          if (kLse && out_row < rows) {
+          if constexpr (kLse) {
             float maximum[2] = {-INFINITY, -INFINITY};
 #pragma unroll
             for (int j = 0; j < kColumns / 4; ++j) {
@@ -556,11 +548,80 @@ __global__ void __launch_bounds__(128 *
             }
           }
         };
+        // The first value that a thread sees becomes its shift.
+        auto choose_shift = [&](const float* row) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            if (valid[half]) {
+#pragma unroll
+              for (int j = 0; j < kColumns / 4; ++j) sums[j].shift = row[j / 2 * 4 + half * 2 + (j & 1)];
+            }
+          }
+        };
+
+        Fragments a;
+        load_fragments(a, 0);
+        if constexpr (kWindow > 1) {
+          auto step = [&](auto turn, int row) {
+            for (int first = 0;;) {
+              multiply(turn, a, first);
+              wgmma_wait<0>();
+              first += kBatch;
+              if (first >= plan.k_steps) break;
+              load_fragments(a, first);
+            }
+            wgmma_use(acc);
+            // The next row's fragments come while this thread is in its epilogue; after the last row nobody uses them.
+            base += base_step;
+            if (row + 1 < steps) load_fragments(a, 0);
+
+            constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
+            const int out_row = row - (kWindow - 1);
+            float* const done = acc + kSlot * kAcc;
+            if (count == 0.f && out_row >= 0 && out_row < rows) {
+              choose_shift(done);
+#pragma unroll
+              for (int j = 0; j < kWindow * kAcc; ++j) acc[j] -= sums[j % kAcc / 4 * 2 + (j & 1)].shift;
+            }
+            epilogue(done, out_row);
+            start(std::integral_constant<int, kSlot>());
+          };
 #pragma unroll 1
-        for (int row = 0; row < steps; row += kWindow) {
-          unroll<kWindow>([&](auto turn) {
-            if (row + decltype(turn)::value < steps) step(turn, row + decltype(turn)::value);
-          });
+          for (int row = 0; row < steps; row += kWindow) {
+            unroll<kWindow>([&](auto turn) {
+              if (row + decltype(turn)::value < steps) step(turn, row + decltype(turn)::value);
+            });
+          }
+        } else {
+          // While the tensor cores work on a row, this thread is in the epilogue of the row before; 3xTF32 lacks the
+          // registers, and multiplies so long that the other warpgroups' epilogues suffice.
+          constexpr bool kOverlap = kSplit == 1;
+          float done[kOverlap ? kAcc : 1];
+#pragma unroll 1
+          for (int row = 0; row < steps; ++row) {
+            for (int first = 0;;) {
+              multiply(std::integral_constant<int, 0>(), a, first);
+              first += kBatch;
+              if (first >= plan.k_steps) break;
+              wgmma_wait<0>();
+              load_fragments(a, first);
+            }
+            if constexpr (kOverlap) {
+              if (row > 0) epilogue(done, row - 1);
+            }
+            wgmma_wait<0>();
+            wgmma_use(acc);
+            base += base_step;
+            if (row + 1 < steps) load_fragments(a, 0);
+            if constexpr (kStats) {
+              if (count == 0.f && row < rows) choose_shift(acc);
+            }
+            float* const to = kOverlap ? done : acc;
+#pragma unroll
+            for (int j = 0; j < kAcc; ++j) to[j] = kStats ? acc[j] - sums[j / 4 * 2 + (j & 1)].shift : acc[j];
+            if constexpr (!kOverlap) epilogue(acc, row);
+          }
+          if constexpr (kOverlap) epilogue(done, steps - 1);
         }
       }
       job -= jobs;
@@ -583,7 +644,7 @@ __global__ void __launch_bounds__(128 *
       named_barrier(1, kWarps * 32);
       // The bias was left out of the sums: it moves the mean and nothing else.
       float* const out = p.partials + ((n * plan.slices + slice) * p.c_out_total + c_first) * 3;
-      for (int c = tid - 128; c < c_valid; c += kWarps * 32) {
+      for (int c = tid - kLoaders; c < c_valid; c += kWarps * 32) {
         Moments<float> m = shared[c];
         for (int w = 1; w < kWarps; ++w) merge(m, shared[w * kColumns + c]);
         out[c * 3] = m.mean + column_table[c].x;

@@ -6,35 +6,35 @@
 
 namespace kgopt {
 
-template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, int kBatch, ConvEpilogue kEpilogue>
+template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, bool kLargeBatch, ConvEpilogue kEpilogue>
 Status launch_narrow_instance(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   const NarrowPlan& plan = p.plan;
-  const auto kernel = conv_narrow_kernel<kMath, kColumns, kWindow, kChunked, kBatch, kEpilogue>;
+  const auto kernel = conv_narrow_kernel<kMath, kColumns, kWindow, kChunked, kLargeBatch, kEpilogue>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
   if (error == cudaSuccess) {
     const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
-    kernel<<<grid, 128 * (plan.consumers + 1), plan.smem_bytes, stream>>>(p);
+    kernel<<<grid, 128 * (plan.producers + plan.consumers), plan.smem_bytes, stream>>>(p);
     error = cudaGetLastError();
   }
   if (error != cudaSuccess) return {StatusCode::kCudaError, "conv_narrow_kernel", cudaGetErrorString(error)};
   return Status::Ok();
 }
 
-template <ConvMath kMath, int kColumns, int kBatch, ConvEpilogue kEpilogue>
+template <ConvMath kMath, int kColumns, bool kLargeBatch, ConvEpilogue kEpilogue>
 Status launch_narrow_window(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   if constexpr (kColumns <= 32 && kEpilogue == ConvEpilogue::kStats) {
     if (p.plan.window > 1) {
-      return launch_narrow_instance<kMath, kColumns, kNarrowWindow, false, kBatch, kEpilogue>(p, n, stream);
+      return launch_narrow_instance<kMath, kColumns, kNarrowWindow, false, kLargeBatch, kEpilogue>(p, n, stream);
     }
   }
-  if (p.plan.chunked) return launch_narrow_instance<kMath, kColumns, 1, true, kBatch, kEpilogue>(p, n, stream);
-  return launch_narrow_instance<kMath, kColumns, 1, false, kBatch, kEpilogue>(p, n, stream);
+  if (p.plan.chunked) return launch_narrow_instance<kMath, kColumns, 1, true, kLargeBatch, kEpilogue>(p, n, stream);
+  return launch_narrow_instance<kMath, kColumns, 1, false, kLargeBatch, kEpilogue>(p, n, stream);
 }
 
 template <ConvMath kMath, int kColumns, ConvEpilogue kEpilogue>
 Status launch_narrow_batch(const NarrowParams& p, int64_t n, cudaStream_t stream) {
-  return p.plan.batch == 4 ? launch_narrow_window<kMath, kColumns, 4, kEpilogue>(p, n, stream)
-                           : launch_narrow_window<kMath, kColumns, 3, kEpilogue>(p, n, stream);
+  return p.plan.large_batch ? launch_narrow_window<kMath, kColumns, true, kEpilogue>(p, n, stream)
+                            : launch_narrow_window<kMath, kColumns, false, kEpilogue>(p, n, stream);
 }
 
 template <ConvMath kMath, ConvEpilogue kEpilogue>

@@ -9,9 +9,17 @@
 
 namespace kgopt {
 
-// Warpgroups that compute; one more loads. As many as have the registers for accumulators, sums and fragments.
-KGOPT_HD constexpr int narrow_consumers(ConvMath math, int columns, bool lse) {
-  return math == ConvMath::kTf32x3 || columns >= 128 || (columns >= 64 && !lse) ? 3 : 4;
+// Warpgroups that load, and that compute: as many as have the registers for accumulators, sums and fragments. One loads
+// fast enough where much is done with what it brings: 3xTF32, and the epilogue of logsumexp.
+KGOPT_HD constexpr int narrow_producers(ConvMath math, bool lse) { return lse || math == ConvMath::kTf32x3 ? 1 : 2; }
+KGOPT_HD constexpr int narrow_consumers(ConvMath math, int columns, int window, bool lse) {
+  if (window > 1) return 3;
+  return columns >= 128 || (columns >= 64 && !lse && math != ConvMath::kTf32x3) ? 2 : 3;
+}
+// K steps whose fragments are loaded and multiplied together: one of two numbers, whichever pads K less.
+KGOPT_HD constexpr int narrow_batch(ConvMath math, int window, bool large) {
+  if (window > 1) return large ? 4 : 3;
+  return math == ConvMath::kTf32x3 ? (large ? 5 : 3) : (large ? 9 : 5);
 }
 inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the width that a warp takes for one product
 inline constexpr int kNarrowWindow = 3;  // kernel rows that share a fragment, where they do
@@ -21,9 +29,9 @@ inline constexpr int kNarrowStages = 3;  // at most
 struct NarrowPlan {
   const char* refusal = nullptr;  // why this kernel cannot run it; null when it can
   ConvMath math = ConvMath::kTf32;
-  int columns = 24;   // output channels per thread block
-  int consumers = 3;  // narrow_consumers(...)
-  int window = 1;     // kernel rows (along the height) that one load of A serves; the others are part of K
+  int columns = 24;                  // output channels per thread block
+  int producers = 2, consumers = 3;  // warpgroups
+  int window = 1;  // kernel rows (along the height) that one load of A serves; the others are part of K
   // Words of input channels lie in the halo as planes, or in chunks of four next to each other, which ldmatrix reads in
   // one instruction where planes take four.
   bool chunked = false;
@@ -36,6 +44,7 @@ struct NarrowPlan {
   int k_words = 1;              // words of input channels times taps, over the window
   int k_steps = 1;              // of 8 words
   int batch = 3;                // K steps whose fragments a thread holds at once; divides k_steps
+  bool large_batch = false;     // which of the two
   bool taps_fast = false;       // order of K: taps innermost, else channel words innermost
   int zero_plane = 0;           // 1 where K is padded: padded entries read a plane of zeros
   int rows = 1;                 // along the height that a strip covers, one after the other

@@ -78,19 +78,21 @@ inline bool narrow_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
 }
 
 // Estimated cycles of a multiprocessor for all tiles of a sample: the slowest of tensor cores, instruction issue and
-// special functions for the rows of all strips, or the loads.
+// special functions for the rows of all strips, of one warpgroup's chain of loads, products and epilogue, or the halo.
 inline double narrow_cost(const NarrowPlan& p, bool lse) {
   const double split = p.math == ConvMath::kTf32x3 ? 3.0 : 1.0;
   const double mma = p.k_steps * p.window * p.columns / 2.0 * split;
-  const double epilogue = lse ? 6.5 * p.columns + 40 : 1.5 * p.columns + 30;
-  const double issue =
-      (p.k_steps * ((p.chunked ? 5 : 9) + 2.5 * p.window * split + (split > 1 ? 12 : 0)) + 15 + epilogue) / 0.7;
+  const double epilogue = lse ? 6.5 * p.columns + 40 : 1.5 * p.columns + 40;
+  const double load = p.k_steps * ((p.chunked ? 3.0 : 8.0) + 4.0 * split + (split > 1 ? 12 : 0));
+  const double issue = (load + epilogue) / 0.75;
   const double special = lse ? (split > 1 ? 12.0 : 8.0) * p.columns : 0.0;
-  const int rounds = (p.strips + 4 * p.consumers - 1) / (4 * p.consumers);
+  const double chain = mma + 2.0 * load + (p.window > 1 ? 2.0 : 1.0) * epilogue + 150;
+  const int jobs = (p.strips + 3) / 4;
+  const int rounds = (jobs + p.consumers - 1) / p.consumers;
   const double compute =
-      double(rounds) * p.consumers * ((p.rows + p.window - 1) * std::max(mma, std::max(issue, special)) + 100);
-  const double load = double(p.halo[0]) * p.halo[1] * p.vectors * 4 * p.words * 4 / 20.0 + 500;
-  return double(p.tiles_per_sample) * (std::max(compute, load) + (p.stages > 2 ? 0.1 : 0.2) * load + 300);
+      (p.rows + p.window - 1) * std::max(jobs * std::max(mma, std::max(issue, special)), rounds * chain) + rounds * 150;
+  const double halo = double(p.halo[0]) * p.halo[1] * p.vectors * 4 * p.words * 4 / 20.0 + 1000;
+  return double(p.tiles_per_sample) * (std::max(compute, halo) + (p.stages > 2 ? 0.1 : 0.2) * halo + 300);
 }
 
 }  // namespace plan_detail
@@ -132,7 +134,6 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   if ((c_out + p.columns - 1) / p.columns > 65535 || q.groups > 65535) {
     return refuse("output channels or conv groups exceed the launch grid");
   }
-  p.consumers = narrow_consumers(p.math, p.columns, lse);
   p.n_tiles = static_cast<int>((c_out + p.columns - 1) / p.columns);
 
   const int per_word = conv_channels_per_word(p.math);
@@ -148,9 +149,12 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.chunked = p.window == 1 && p.words % 4 == 0;
   p.k_words = static_cast<int>(words * taps / p.window);
   p.k_steps = (p.k_words + 7) / 8;
-  // Three or four K steps at once, whichever pads K less.
-  p.batch = (p.k_steps + 3) / 4 * 4 <= (p.k_steps + 2) / 3 * 3 ? 4 : 3;
-  p.k_steps = (p.k_steps + p.batch - 1) / p.batch * p.batch;
+  const auto padded = [&](int batch) { return (p.k_steps + batch - 1) / batch * batch; };
+  p.large_batch = padded(narrow_batch(p.math, p.window, true)) <= padded(narrow_batch(p.math, p.window, false));
+  p.batch = narrow_batch(p.math, p.window, p.large_batch);
+  p.k_steps = padded(p.batch);
+  p.producers = narrow_producers(p.math, lse);
+  p.consumers = narrow_consumers(p.math, p.columns, p.window, lse);
   p.zero_plane = p.k_words != p.k_steps * 8;
   p.taps_fast = p.words < 4;
 
