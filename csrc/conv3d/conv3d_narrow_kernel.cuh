@@ -415,6 +415,7 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
     };
     load_offsets(0);
 
+    [[maybe_unused]] float lse_shift[2] = {0.f, 0.f};
     ShiftedSums<float> sums[kStats ? kColumns / 4 : 1];
     float count = 0.f;
 
@@ -507,44 +508,77 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
             }
           }
           if constexpr (kLse) {
-            float maximum[2] = {-INFINITY, -INFINITY};
+            // u = conv, z = (u + bias - mean) * rstd * gamma + beta, t = tanh(z). Since |t| <= 1, hardswish needs no
+            // clamp: r = u + bias + t (t + 3) / 6. With q = 1 / (1 + exp(2z)), t = 1 - 2q and r = u + bias + 2/3 + q
+            // (2q - 5) / 3.
+            auto residual = [](float u, float4 column) {
+              const float z = fmaf(u, column.x, column.y);
+              if constexpr (kAccurateTanh) {
+                const float q = rcp_approx(1.f + exp2_approx(z));
+                return fmaf(q, fmaf(q, 2.f / 3.f, -5.f / 3.f), u + column.z);
+              } else {
+                const float th = tanh_approx(z);
+                return fmaf(th, fmaf(th, 1.f / 6.f, 0.5f), u + column.z);
+              }
+            };
+            auto quad_sum = [](float v) {
+              v += __shfl_xor_sync(0xffffffffu, v, 1);
+              return v + __shfl_xor_sync(0xffffffffu, v, 2);
+            };
+            // Any shift near the maximum keeps the exponentials in range: that of the row before spares finding this
+            // row's first.
+            float part[2][2] = {};
 #pragma unroll
             for (int j = 0; j < kColumns / 4; ++j) {
               const float4 column = column_table[j / 2 * 8 + t * 2 + (j & 1)];
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
-                // u = conv, z = (u + bias - mean) * rstd * gamma + beta, t = tanh(z). Since |t| <= 1, hardswish needs
-                // no clamp: r = u + bias + t (t + 3) / 6. With q = 1 / (1 + exp(2z)), t = 1 - 2q and
-                // r = u + bias + 2/3 + q (2q - 5) / 3.
-                float& v = done[j / 2 * 4 + half * 2 + (j & 1)];
-                const float z = fmaf(v, column.x, column.y);
-                if constexpr (kAccurateTanh) {
-                  const float q = rcp_approx(1.f + exp2_approx(z));
-                  v = fmaf(q, fmaf(q, 2.f / 3.f, -5.f / 3.f), v + column.z);
-                } else {
-                  const float th = tanh_approx(z);
-                  v = fmaf(th, fmaf(th, 1.f / 6.f, 0.5f), v + column.z);
+                const float r = residual(done[j / 2 * 4 + half * 2 + (j & 1)], column);
+                part[half][j & 1] += exp2_approx(fmaf(r, kLog2E, -lse_shift[half] * kLog2E));
+              }
+            }
+            float result[2];
+            bool in_range = true;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const float sum = quad_sum(part[half][0] + part[half][1]);
+              in_range = in_range && (!valid[half] || (sum > 1e-30f && sum < 1e30f));
+              result[half] = lse_shift[half] + __logf(sum);
+            }
+            if (!__all_sync(0xffffffffu, in_range)) {
+              // The first row, values that leap, infinities and NaNs.
+#pragma unroll 1
+              for (int half = 0; half < 2; ++half) {
+                float m = -INFINITY, sum = 0.f;
+#pragma unroll 1
+                for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll
+                  for (int j = 0; j < kColumns / 4; ++j) {
+                    const float u = half == 0 ? done[j / 2 * 4 + (j & 1)] : done[j / 2 * 4 + 2 + (j & 1)];
+                    const float r = residual(u, column_table[j / 2 * 8 + t * 2 + (j & 1)]);
+                    if (pass == 0) {
+                      m = fmaxf(m, r);
+                    } else {
+                      sum += exp2_approx(fmaf(r, kLog2E, -m * kLog2E));
+                    }
+                  }
+                  if (pass == 0) {
+                    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+                    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+                    if (fabsf(m) == INFINITY) m = 0.f;  // as torch.logsumexp: an infinite maximum comes out as it is
+                  }
                 }
-                maximum[half] = fmaxf(maximum[half], v);
+                const float value = m + logf(quad_sum(sum));
+                result[0] = half == 0 ? value : result[0];
+                result[1] = half == 1 ? value : result[1];
               }
             }
             float* const y =
                 p.y + n * p.y_stride_n + d * p.y_stride[0] + (h0 + out_row) * p.y_stride[1] + w * p.y_stride[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              float m = maximum[half];
-              m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-              m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-              if (fabsf(m) == INFINITY) m = 0.f;  // as torch.logsumexp: an infinite maximum comes out as it is
-              const float shift = -m * kLog2E;
-              float sum = 0.f;
-#pragma unroll
-              for (int j = 0; j < kColumns / 4; ++j) {
-                sum += exp2_approx(fmaf(done[j / 2 * 4 + half * 2 + (j & 1)], kLog2E, shift));
-              }
-              sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-              sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-              if (t == 0 && valid[half]) y[half * 8 * p.y_stride[2]] = m + logf(sum);
+              if (t == 0 && valid[half]) y[half * 8 * p.y_stride[2]] = result[half];
+              lse_shift[half] = fabsf(result[half]) < 1e30f ? result[half] : 0.f;
             }
           }
         };
