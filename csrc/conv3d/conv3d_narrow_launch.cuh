@@ -33,8 +33,11 @@ Status launch_narrow_window(const NarrowParams& p, int64_t n, cudaStream_t strea
 
 template <ConvMath kMath, int kColumns, ConvEpilogue kEpilogue>
 Status launch_narrow_batch(const NarrowParams& p, int64_t n, cudaStream_t stream) {
-  return p.plan.large_batch ? launch_narrow_window<kMath, kColumns, true, kEpilogue>(p, n, stream)
-                            : launch_narrow_window<kMath, kColumns, false, kEpilogue>(p, n, stream);
+  constexpr bool kLse = kEpilogue == ConvEpilogue::kResidualLse;
+  if constexpr (narrow_batch(kMath, 1, kLse, true) != narrow_batch(kMath, 1, kLse, false)) {
+    if (!p.plan.large_batch) return launch_narrow_window<kMath, kColumns, false, kEpilogue>(p, n, stream);
+  }
+  return launch_narrow_window<kMath, kColumns, true, kEpilogue>(p, n, stream);
 }
 
 template <ConvMath kMath, ConvEpilogue kEpilogue>
