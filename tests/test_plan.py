@@ -448,6 +448,7 @@ def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window:
         ("stores", {"epilogue": dev.ConvEpilogue.store}, None),
         ("groups = 1", {"groups": 2, "epilogue": dev.ConvEpilogue.residual_lse}, None),
         ("at most 128", {"c_out": 136, "epilogue": dev.ConvEpilogue.residual_lse}, None),
+        ("without TF32", {"allow_tf32": False, "epilogue": dev.ConvEpilogue.residual_lse}, None),
         ("weights", {"c_in": 512}, None),
         ("tile", {}, dev.DeviceLimits(smem_per_block=20 << 10)),
         ("too large", {"stride": (1, 1, 65), "size": (8, 9, 200)}, None),

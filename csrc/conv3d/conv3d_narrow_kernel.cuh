@@ -78,12 +78,12 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   constexpr bool kLse = kEpilogue == ConvEpilogue::kResidualLse;
   constexpr int kAcc = kColumns / 2;
   constexpr float kLog2E = 1.44269504088896340736f;
-  constexpr bool kAccurateTanh = kMath == ConvMath::kTf32x3;
+  static_assert(!(kLse && kSplit == 2), "the plan refuses it");
   constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
                               : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
                                                          : WgmmaType::kTf32;
   constexpr int kConsumers = narrow_consumers(kMath, kColumns, kWindow, kLse);
-  constexpr int kBatch = narrow_batch(kMath, kWindow, kLse, kLargeBatch);
+  constexpr int kBatch = narrow_batch(kMath, kWindow, kLargeBatch);
   constexpr int kProducers = narrow_producers(kMath, kLse);
   constexpr int kLoaders = 128 * kProducers;  // threads
   constexpr int kNarrowThreads = kLoaders + 128 * kConsumers;
@@ -193,10 +193,9 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
       v.z = -INFINITY;
       if (c < c_valid) {
         const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
-        const float scale = kAccurateTanh ? 2.f * kLog2E : 1.f;
-        v.x = norm.y * norm.z * scale;
-        v.y = fmaf(bias - norm.x, v.x, norm.w * scale);
-        v.z = bias + (kAccurateTanh ? 2.f / 3.f : 0.f);
+        v.x = norm.y * norm.z;
+        v.y = fmaf(bias - norm.x, v.x, norm.w);
+        v.z = bias;
       }
     }
     column_table[c] = v;
@@ -439,22 +438,12 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
         uint32_t base = shared_address(halo + stage * stage_words) + strip.x + lane_row * row_bytes;
         const int base_step = plan.step[1] * plan.pitch * kPositionWords * 4;
 
-        float acc[kWindow * kAcc];  // what the tensor cores add to
-        // 3xTF32: the sums over K steps. Else acc holds them.
-        float rounded_sums[kSplit == 2 ? kWindow * kAcc : 1];
-        float* const total = kSplit == 2 ? rounded_sums : acc;
-        auto add_step = [&](bool first) {
-          if constexpr (kSplit == 2) {
-            wgmma_use(acc);
-#pragma unroll
-            for (int j = 0; j < kWindow * kAcc; ++j) total[j] = first ? acc[j] : total[j] + acc[j];
-          }
-        };
+        float acc[kWindow * kAcc];
         // With a window the products are summed onto minus the shift of the statistics, which saves subtracting it.
         auto start = [&](auto slot) {
 #pragma unroll
           for (int j = 0; j < kAcc; ++j)
-            total[decltype(slot)::value * kAcc + j] = -sums[kStats ? j / 4 * 2 + (j & 1) : 0].shift;
+            acc[decltype(slot)::value * kAcc + j] = -sums[kStats ? j / 4 * 2 + (j & 1) : 0].shift;
         };
         if constexpr (kWindow > 1) unroll<kWindow>(start);
         // Fragments of kBatch K steps are loaded together and multiplied together.
@@ -489,7 +478,7 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
 #pragma unroll
           for (int i = 0; i < kBatch; ++i) {
             const uint32_t b = b_batch + i * kBStep;
-            const bool add = kSplit == 1 && (kWindow > 1 || i > 0 || first > 0);
+            const bool add = kWindow > 1 || i > 0 || first > 0;
             if constexpr (kSplit == 2) {
               wgmma<kType, kWindow * kColumns>(acc, low[i], b, add);
               wgmma<kType, kWindow * kColumns>(acc, a[i], b + b_low, true);
@@ -519,60 +508,61 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
           }
           if constexpr (kLse) {
             // u = conv, z = (u + bias - mean) * rstd * gamma + beta, t = tanh(z). Since |t| <= 1, hardswish needs no
-            // clamp: r = u + bias + t (t + 3) / 6. With q = 1 / (1 + exp(2z)), t = 1 - 2q and r = u + bias + 2/3 + q
-            // (2q - 5) / 3.
+            // clamp: r = u + bias + t (t + 3) / 6.
             auto residual = [](float u, float4 column) {
-              const float z = fmaf(u, column.x, column.y);
-              if constexpr (kAccurateTanh) {
-                const float q = rcp_approx(1.f + exp2_approx(z));
-                return fmaf(q, fmaf(q, 2.f / 3.f, -5.f / 3.f), u + column.z);
-              } else {
-                const float th = tanh_approx(z);
-                return fmaf(th, fmaf(th, 1.f / 6.f, 0.5f), u + column.z);
-              }
+              const float th = tanh_approx(fmaf(u, column.x, column.y));
+              return fmaf(th, fmaf(th, 1.f / 6.f, 0.5f), u + column.z);
             };
             auto quad_sum = [](float v) {
               v += __shfl_xor_sync(0xffffffffu, v, 1);
               return v + __shfl_xor_sync(0xffffffffu, v, 2);
             };
             // Any shift near the maximum keeps the exponentials in range: that of the row before spares finding this
-            // row's first. It is found for the first row, for values that leap, infinities and NaNs.
+            // row's first.
+            float part[2][2] = {};
+#pragma unroll
+            for (int j = 0; j < kColumns / 4; ++j) {
+              const float4 column = column_table[j / 2 * 8 + t * 2 + (j & 1)];
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const float r = residual(done[j / 2 * 4 + half * 2 + (j & 1)], column);
+                part[half][j & 1] += exp2_approx(fmaf(r, kLog2E, -lse_shift[half] * kLog2E));
+              }
+            }
             float result[2];
+            bool in_range = true;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const float sum = quad_sum(part[half][0] + part[half][1]);
+              in_range = in_range && (!valid[half] || (sum > 1e-30f && sum < 1e30f));
+              result[half] = lse_shift[half] + __logf(sum);
+            }
+            if (!__all_sync(0xffffffffu, in_range)) {
+              // The first row, values that leap, infinities and NaNs.
 #pragma unroll 1
-            for (bool exact = false;; exact = true) {
-              float sum[2] = {};
-#pragma unroll
-              for (int j = 0; j < kColumns / 4; ++j) {
-                const float4 column = column_table[j / 2 * 8 + t * 2 + (j & 1)];
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                  const float r = residual(done[j / 2 * 4 + half * 2 + (j & 1)], column);
-                  sum[half] += exp2_approx(fmaf(r, kLog2E, -lse_shift[half] * kLog2E));
-                }
-              }
-              bool in_range = true;
-#pragma unroll
               for (int half = 0; half < 2; ++half) {
-                sum[half] = quad_sum(sum[half]);
-                in_range = in_range && (!valid[half] || (sum[half] > 1e-30f && sum[half] < 1e30f));
-                result[half] = lse_shift[half] + logf(sum[half]);
-              }
-              if (exact || __all_sync(0xffffffffu, in_range)) break;
-              float maximum[2] = {-INFINITY, -INFINITY};
+                float m = -INFINITY, sum = 0.f;
+#pragma unroll 1
+                for (int pass = 0; pass < 2; ++pass) {
 #pragma unroll
-              for (int j = 0; j < kColumns / 4; ++j) {
-                const float4 column = column_table[j / 2 * 8 + t * 2 + (j & 1)];
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                  maximum[half] = fmaxf(maximum[half], residual(done[j / 2 * 4 + half * 2 + (j & 1)], column));
+                  for (int j = 0; j < kColumns / 4; ++j) {
+                    const float u = half == 0 ? done[j / 2 * 4 + (j & 1)] : done[j / 2 * 4 + 2 + (j & 1)];
+                    const float r = residual(u, column_table[j / 2 * 8 + t * 2 + (j & 1)]);
+                    if (pass == 0) {
+                      m = fmaxf(m, r);
+                    } else {
+                      sum += exp2_approx(fmaf(r, kLog2E, -m * kLog2E));
+                    }
+                  }
+                  if (pass == 0) {
+                    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+                    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+                    if (fabsf(m) == INFINITY) m = 0.f;  // as torch.logsumexp: an infinite maximum comes out as it is
+                  }
                 }
-              }
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                float m = fmaxf(maximum[half], __shfl_xor_sync(0xffffffffu, maximum[half], 1));
-                m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-                lse_shift[half] =
-                    fabsf(m) < 1e30f ? m : 0.f;  // as torch.logsumexp: an infinite maximum comes out as it is
+                const float value = m + logf(quad_sum(sum));
+                result[0] = half == 0 ? value : result[0];
+                result[1] = half == 1 ? value : result[1];
               }
             }
             float* const y =
@@ -602,7 +592,6 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
             for (int first = 0;;) {
               multiply(turn, a, first);
               wgmma_wait<0>();
-              add_step(false);
               first += kBatch;
               if (first >= plan.k_steps) break;
               load_fragments(a, first);
@@ -614,11 +603,11 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
 
             constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
             const int out_row = row - (kWindow - 1);
-            float* const done = total + kSlot * kAcc;
+            float* const done = acc + kSlot * kAcc;
             if (count == 0.f && out_row >= 0 && out_row < rows) {
               choose_shift(done);
 #pragma unroll
-              for (int j = 0; j < kWindow * kAcc; ++j) total[j] -= sums[j % kAcc / 4 * 2 + (j & 1)].shift;
+              for (int j = 0; j < kWindow * kAcc; ++j) acc[j] -= sums[j % kAcc / 4 * 2 + (j & 1)].shift;
             }
             epilogue(done, out_row);
             start(std::integral_constant<int, kSlot>());
@@ -630,18 +619,14 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
             });
           }
         } else {
-          // While the tensor cores work on a row, this thread is in the epilogue of the row before; 3xTF32 has its sums
-          // to do, and multiplies so long that the other warpgroups' epilogues suffice.
+          // While the tensor cores work on a row, this thread is in the epilogue of the row before; 3xTF32 lacks the
+          // registers, and multiplies so long that the other warpgroups' epilogues suffice.
           constexpr bool kOverlap = kSplit == 1;
           float done[kOverlap ? kAcc : 1];
 #pragma unroll 1
           for (int row = 0; row < steps; ++row) {
             for (int first = 0;;) {
               multiply(std::integral_constant<int, 0>(), a, first);
-              if constexpr (!kOverlap) {
-                wgmma_wait<0>();
-                add_step(first == 0);
-              }
               first += kBatch;
               if (first >= plan.k_steps) break;
               wgmma_wait<0>();
@@ -655,12 +640,12 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
             base += base_step;
             if (row + 1 < steps) load_fragments(a, 0);
             if constexpr (kStats) {
-              if (count == 0.f && row < rows) choose_shift(total);
+              if (count == 0.f && row < rows) choose_shift(acc);
             }
-            float* const to = kOverlap ? done : total;
+            float* const to = kOverlap ? done : acc;
 #pragma unroll
-            for (int j = 0; j < kAcc; ++j) to[j] = kStats ? total[j] - sums[j / 4 * 2 + (j & 1)].shift : total[j];
-            if constexpr (!kOverlap) epilogue(total, row);
+            for (int j = 0; j < kAcc; ++j) to[j] = kStats ? acc[j] - sums[j / 4 * 2 + (j & 1)].shift : acc[j];
+            if constexpr (!kOverlap) epilogue(acc, row);
           }
           if constexpr (kOverlap) epilogue(done, steps - 1);
         }

@@ -33,11 +33,8 @@ Status launch_narrow_window(const NarrowParams& p, int64_t n, cudaStream_t strea
 
 template <ConvMath kMath, int kColumns, ConvEpilogue kEpilogue>
 Status launch_narrow_batch(const NarrowParams& p, int64_t n, cudaStream_t stream) {
-  constexpr bool kLse = kEpilogue == ConvEpilogue::kResidualLse;
-  if constexpr (narrow_batch(kMath, 1, kLse, true) != narrow_batch(kMath, 1, kLse, false)) {
-    if (!p.plan.large_batch) return launch_narrow_window<kMath, kColumns, false, kEpilogue>(p, n, stream);
-  }
-  return launch_narrow_window<kMath, kColumns, true, kEpilogue>(p, n, stream);
+  return p.plan.large_batch ? launch_narrow_window<kMath, kColumns, true, kEpilogue>(p, n, stream)
+                            : launch_narrow_window<kMath, kColumns, false, kEpilogue>(p, n, stream);
 }
 
 template <ConvMath kMath, ConvEpilogue kEpilogue>
@@ -59,7 +56,11 @@ Status launch_narrow(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   if (n * p.plan.slices == 0) return Status::Ok();
   switch (p.plan.math) {
     case ConvMath::kTf32: return launch_narrow_columns<ConvMath::kTf32, kEpilogue>(p, n, stream);
-    case ConvMath::kTf32x3: return launch_narrow_columns<ConvMath::kTf32x3, kEpilogue>(p, n, stream);
+    case ConvMath::kTf32x3:
+      if constexpr (kEpilogue == ConvEpilogue::kStats) {
+        return launch_narrow_columns<ConvMath::kTf32x3, kEpilogue>(p, n, stream);
+      }
+      return Status::Unsupported("conv_narrow_kernel", "no instance of logsumexp without TF32");
     case ConvMath::kBf16: return launch_narrow_columns<ConvMath::kBf16, kEpilogue>(p, n, stream);
     default: return launch_narrow_columns<ConvMath::kFp16, kEpilogue>(p, n, stream);
   }

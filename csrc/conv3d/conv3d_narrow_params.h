@@ -16,15 +16,11 @@ KGOPT_HD constexpr int narrow_consumers(ConvMath math, int columns, int window, 
   if (window > 1) return 3;
   return columns >= 128 || (columns >= 64 && !lse && math != ConvMath::kTf32x3) ? 2 : 3;
 }
-// K steps whose fragments are loaded and multiplied together: one of two numbers, whichever pads K less. logsumexp
-// needs registers for its epilogue. The tensor core truncates where it adds to its accumulator: 3xTF32 adds each step's
-// products outside, where they are rounded.
-KGOPT_HD constexpr int narrow_batch(ConvMath math, int window, bool lse, bool large) {
-  if (math == ConvMath::kTf32x3) return 1;
-  if (lse) return 5;
-  return window > 1 ? (large ? 4 : 3) : (large ? 9 : 5);
+// K steps whose fragments are loaded and multiplied together: one of two numbers, whichever pads K less.
+KGOPT_HD constexpr int narrow_batch(ConvMath math, int window, bool large) {
+  if (window > 1) return large ? 4 : 3;
+  return math == ConvMath::kTf32x3 ? (large ? 5 : 3) : (large ? 9 : 5);
 }
-
 inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the width that a warp takes for one product
 inline constexpr int kNarrowWindow = 3;  // kernel rows that share a fragment, where they do
 inline constexpr int kNarrowStages = 3;  // at most

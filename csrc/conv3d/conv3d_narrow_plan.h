@@ -83,8 +83,7 @@ inline double narrow_cost(const NarrowPlan& p, bool lse) {
   const double split = p.math == ConvMath::kTf32x3 ? 3.0 : 1.0;
   const double mma = p.k_steps * p.window * p.columns / 2.0 * split;
   const double epilogue = lse ? 6.5 * p.columns + 40 : 1.5 * p.columns + 40;
-  const double load =
-      p.k_steps * ((p.chunked ? 3.0 : 8.0) + 4.0 * split + (split > 1 ? 12 + p.columns * p.window / 2.0 : 0));
+  const double load = p.k_steps * ((p.chunked ? 3.0 : 8.0) + 4.0 * split + (split > 1 ? 12 : 0));
   const double issue = (load + epilogue) / 0.75;
   const double special = lse ? (split > 1 ? 12.0 : 8.0) * p.columns : 0.0;
   const double chain = mma + 2.0 * load + (p.window > 1 ? 2.0 : 1.0) * epilogue + 150;
@@ -130,6 +129,9 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   const int64_t c_in = q.c_in / q.groups, c_out = q.c_out / q.groups;
   if (lse && q.groups != 1) return refuse("logsumexp over channels needs groups = 1");
   if (lse && c_out > 128) return refuse("logsumexp over channels needs at most 128 output channels");
+  // wgmma truncates where it adds to its accumulator. Statistics bear it; gradients of logsumexp, which are
+  // exponentials of what comes out, showed four times PyTorch's error.
+  if (lse && p.math == ConvMath::kTf32x3) return refuse("wgmma's sums are not exact enough for logsumexp without TF32");
   // Statistics take six more registers for 16 channels than the products alone: 64 channels are the most.
   p.columns = c_out <= 24 ? 24 : c_out <= 32 ? 32 : c_out <= 64 || !lse ? 64 : 128;
   if ((c_out + p.columns - 1) / p.columns > 65535 || q.groups > 65535) {
@@ -151,9 +153,8 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.k_words = static_cast<int>(words * taps / p.window);
   p.k_steps = (p.k_words + 7) / 8;
   const auto padded = [&](int batch) { return (p.k_steps + batch - 1) / batch * batch; };
-  p.large_batch =
-      padded(narrow_batch(p.math, p.window, lse, true)) <= padded(narrow_batch(p.math, p.window, lse, false));
-  p.batch = narrow_batch(p.math, p.window, lse, p.large_batch);
+  p.large_batch = padded(narrow_batch(p.math, p.window, true)) <= padded(narrow_batch(p.math, p.window, false));
+  p.batch = narrow_batch(p.math, p.window, p.large_batch);
   p.k_steps = padded(p.batch);
   p.producers = narrow_producers(p.math, lse);
   p.consumers = narrow_consumers(p.math, p.columns, p.window, lse);

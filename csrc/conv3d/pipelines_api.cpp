@@ -193,7 +193,9 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
   const ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse);
-  const ConvChoice stats = choose(a, shape, ConvEpilogue::kStats);
+  ConvChoice stats = choose(a, shape, ConvEpilogue::kStats);
+  // Both passes compute the same convolution, to the same rounding.
+  if (stats.path == ConvPath::kNarrow) stats.path = lse.path;
   if (!stores_nothing(lse) || !stores_nothing(stats) || a.x.numel() == 0) {
     // The residual is written over the convolution's output.
     const Tensor c = conv_forward(a);
