@@ -1,13 +1,13 @@
 // Implicit GEMM on wgmma for convolutions with few input channels, sm_90a.
 //
 // Rows of the GEMM are output positions, 16 neighbours along the width ("strip") to a warp, columns output channels, K
-// the input channels and taps. One warpgroup loads: the halo of the next tiles comes into shared memory as one plane
-// per channel word, exactly as the input lies, rounded to TF32 there, once for all taps that will read it. Three
-// warpgroups compute: element A[m][k] is halo[row_base(m) + offset(k)], so every tap, stride and dilation is only
-// another entry of an offset table and nothing is ever unfolded; A goes from the halo to registers and from there into
-// wgmma, B (all weights) lies in shared memory from start to end. While the tensor cores work for one warpgroup, the
-// others load fragments or run their epilogues, which see the fp32 accumulators in registers and reduce them to
-// statistics or carry them to logsumexp.
+// the input channels and taps. One or two warpgroups load: the halo of the next tiles comes into shared memory as one
+// plane per channel word, exactly as the input lies, or as chunks of four words a position, rounded to TF32 there, once
+// for all taps that will read it. Two or three warpgroups compute: element A[m][k] is halo[row_base(m) + offset(k)], so
+// every tap, stride and dilation is only another entry of an offset table and nothing is ever unfolded; A goes from the
+// halo to registers and from there into wgmma, B (all weights) lies in shared memory from start to end. Epilogues see
+// the fp32 accumulators in registers and reduce them to statistics or carry them to logsumexp; they overlap the
+// products of the next row, or those of the other warpgroups.
 #pragma once
 
 #include <cuda_runtime.h>
