@@ -86,15 +86,23 @@ def model_line(group: Group) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def heading(title: str, groups: list[Group], more: str = "") -> str:
+    """What was measured, with which versions and at which commits: kernels may have changed since."""
+    facts = groups[-1].rows["kgopt"]
+    commits = sorted({row["commit"] for group in groups for row in group.rows.values() if row.get("commit")})
+    return (
+        f"**{title}** (driver {facts['driver']}, torch {facts['torch']}, cuDNN {facts['cudnn']}, kgopt "
+        f"{facts['kgopt']} at {' and '.join(commits) or 'no commit'}, {facts['date'][:10]}{more})\n"
+    )
+
+
 def model_table(gpu: str, rows: list[dict]) -> list[str]:
     """Lines of the table of suite models."""
     groups = [g for g in group_rows(r for r in rows if r["suite"] == "models") if g.time("kgopt")]
     if not groups:
         return []
-    facts = groups[-1].rows["kgopt"]
     return [
-        f"**{gpu}, whole models** (driver {facts['driver']}, torch {facts['torch']}, cuDNN {facts['cudnn']}, kgopt "
-        f"{facts['kgopt']}, {facts['date'][:10]})\n",
+        heading(f"{gpu}, whole models", groups),
         f"| | dtype | eager | compile | optimize | optimize + compile | {TIMES} eager | {TIMES} compile | both {TIMES} "
         "compile | error | memory |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -118,11 +126,8 @@ def tables(rows: list[dict]) -> str:
             groups = [g for g in group_rows(r for r in of_gpu if r["suite"] == suite) if g.time("kgopt")]
             if not groups:
                 continue
-            facts = groups[-1].rows["kgopt"]
-            parts.append(
-                f"**{gpu}, {suite}** (driver {facts['driver']}, torch {facts['torch']}, cuDNN {facts['cudnn']}, kgopt "
-                f"{facts['kgopt']}, {facts['date'][:10]}; copy {facts['copy_gbytes_per_s'] / 1e3:.2f} TB/s)\n"
-            )
+            copy = groups[-1].rows["kgopt"]["copy_gbytes_per_s"] / 1e3
+            parts.append(heading(f"{gpu}, {suite}", groups, f"; copy {copy:.2f} TB/s"))
             parts.append(
                 f"| | dtype | kgopt | best other | {TIMES} eager | {TIMES} compile | of floor | error | memory |"
             )

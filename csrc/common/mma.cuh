@@ -52,24 +52,19 @@ __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], uint32_t shared_
                : "r"(shared_address));
 }
 
-// Asynchronous copies into shared memory. cp_async_4 writes a zero where `valid` is false, without reading.
-__device__ __forceinline__ void cp_async_4(void* dst, const void* src, bool valid) {
-  asm volatile(
-      "cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))),
-      "l"(src), "r"(valid ? 4 : 0)
-      : "memory");
-}
-__device__ __forceinline__ void cp_async_16(void* dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))),
-               "l"(src)
-               : "memory");
-}
+// Asynchronous copies into shared memory, 4, 8 or 16 bytes. Writes zeros where `valid` is false, without reading.
 template <int kBytes>
 __device__ __forceinline__ void cp_async(void* dst, const void* src, bool valid) {
   asm volatile(
       "cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))),
       "l"(src), "n"(kBytes), "r"(valid ? kBytes : 0)
       : "memory");
+}
+// Past the L1 cache, always valid.
+__device__ __forceinline__ void cp_async_16(void* dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))),
+               "l"(src)
+               : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -23,16 +23,9 @@ Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvP
 Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
   Tensor y = allocate_output(a, shape);
   const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
-  const ConvPackParams w = make_pack_params(a, shape, ConvPlan());
   ConvDirectParams p{};
-  p.x = a.x.const_data_ptr();
-  p.x_stride_n = a.x.stride(0);
-  p.x_stride_c = a.x.stride(1);
-  spatial_strides(a.x, a.rank, p.x_stride);
-  p.weight = w.weight;
-  p.w_stride_out = w.stride_out;
-  p.w_stride_in = w.stride_in;
-  p.w_stride_group = w.stride_group;
+  set_input(&p, a, shape);
+  set_weight(&p, a, shape);
   p.bias = a.bias ? bias.const_data_ptr() : nullptr;
   p.y = y.mutable_data_ptr();
   p.y_stride_n = y.stride(0);
@@ -40,14 +33,8 @@ Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
   spatial_strides(y, a.rank, p.y_stride);
   p.dtype = shape.dtype;
   p.n = shape.n;
-  p.c_in = w.c_in;
-  p.c_out = w.c_out;
-  p.groups = w.groups;
   p.transposed = shape.transposed;
   for (int i = 0; i < 3; ++i) {
-    p.w_stride_k[i] = w.stride_k[i];
-    p.in[i] = static_cast<int>(shape.in[i]);
-    p.out[i] = static_cast<int>(shape.out[i]);
     p.kernel[i] = static_cast<int>(shape.kernel[i]);
     p.stride[i] = static_cast<int>(shape.stride[i]);
     p.padding[i] = static_cast<int>(shape.padding[i]);

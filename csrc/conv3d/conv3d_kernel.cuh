@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
       if (kPerWord == 1 || p.x_pair_load) {
 #pragma unroll 4
         for (int word = 0; word < plan.words; ++word) {
-          cp_async_4(dst, src, word < words_inside);
+          cp_async<4>(dst, src, word < words_inside);
           src += kPerWord * p.x_stride_c;
           dst += plan.plane;
         }

@@ -85,7 +85,7 @@ inline double narrow_cost(const NarrowPlan& p, bool lse) {
   const double epilogue = lse ? 6.5 * p.columns + 40 : 1.5 * p.columns + 40;
   const double load = p.k_steps * ((p.chunked ? 3.0 : 8.0) + 4.0 * split + (split > 1 ? 12 : 0));
   const double issue = (load + epilogue) / 0.75;
-  const double special = lse ? (split > 1 ? 12.0 : 8.0) * p.columns : 0.0;
+  const double special = lse ? 8.0 * p.columns : 0.0;
   const double chain = mma + 2.0 * load + (p.window > 1 ? 2.0 : 1.0) * epilogue + 150;
   const int jobs = (p.strips + 3) / 4;
   const int rounds = (jobs + p.consumers - 1) / p.consumers;
@@ -105,12 +105,8 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   };
   if (!limits.has_wgmma) return refuse("wgmma needs compute capability 9.0 and code built for sm_90a");
   if (q.transposed) return refuse("a transposed convolution");
-  switch (q.dtype) {
-    case Dtype::kFloat64: return refuse("float64 has no tensor-core path here");
-    case Dtype::kFloat32: p.math = q.allow_tf32 ? ConvMath::kTf32 : ConvMath::kTf32x3; break;
-    case Dtype::kBFloat16: p.math = ConvMath::kBf16; break;
-    case Dtype::kFloat16: p.math = ConvMath::kFp16; break;
-  }
+  if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
+  p.math = conv_math(q);
   const bool lse = q.epilogue == ConvEpilogue::kResidualLse;
   if (!lse && q.epilogue != ConvEpilogue::kStats) return refuse("this epilogue stores the convolution's output");
   int64_t taps = 1;
@@ -130,9 +126,9 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   if (lse && q.groups != 1) return refuse("logsumexp over channels needs groups = 1");
   if (lse && c_out > 128) return refuse("logsumexp over channels needs at most 128 output channels");
   // wgmma truncates where it adds to its accumulator. Statistics bear it; gradients of logsumexp, which are
-  // exponentials of what comes out, showed four times PyTorch's error.
+  // exponentials of what comes out, showed twenty times PyTorch's error.
   if (lse && p.math == ConvMath::kTf32x3) return refuse("wgmma's sums are not exact enough for logsumexp without TF32");
-  // Statistics take six more registers for 16 channels than the products alone: 64 channels are the most.
+  // Statistics take three registers for every four channels on top of the products: 64 channels are the most.
   p.columns = c_out <= 24 ? 24 : c_out <= 32 ? 32 : c_out <= 64 || !lse ? 64 : 128;
   if ((c_out + p.columns - 1) / p.columns > 65535 || q.groups > 65535) {
     return refuse("output channels or conv groups exceed the launch grid");
@@ -194,20 +190,8 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   if (best < 0) return refuse("a tile with its halo and weights does not fit in shared memory");
   p = chosen;
 
-  // Tiles per block: the number that finishes first, counting whole waves of blocks. A block's start costs about as
-  // much as a tile.
-  const int64_t blocks_per_slice = q.n * p.n_tiles * q.groups;
-  double best_time = -1;
-  for (int64_t per_slice = 1; per_slice <= std::min<int64_t>(512, p.tiles_per_sample); ++per_slice) {
-    const int64_t slices = (p.tiles_per_sample + per_slice - 1) / per_slice;
-    const int64_t waves = std::max<int64_t>(1, (blocks_per_slice * slices + limits.sm_count - 1) / limits.sm_count);
-    const double time = double(waves) * (double(per_slice) + 1.0);
-    if (best_time < 0 || time < best_time) {
-      best_time = time;
-      p.slices = slices;
-      p.tiles_per_slice = per_slice;
-    }
-  }
+  p.tiles_per_slice = tiles_per_block(p.tiles_per_sample, q.n * p.n_tiles * q.groups, limits.sm_count, 1.0, 512);
+  p.slices = (p.tiles_per_sample + p.tiles_per_slice - 1) / p.tiles_per_slice;
   if (q.n * p.slices > (int64_t(1) << 31) - 1) return refuse("more than 2^31 tiles");
   return p;
 }

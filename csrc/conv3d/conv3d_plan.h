@@ -124,25 +124,39 @@ inline double plan_cost(const ConvPlan& p) {
          (double(p.k_steps_max) * p.chunks * std::max(mma, std::max(lds, issue)) + halo + 300.0);
 }
 
-inline void plan_slices(ConvPlan* p, const ConvProblem& problem, const DeviceLimits& limits) {
-  // Tiles per block: the number that finishes first, counting whole waves of blocks. A block's start (tables, weights,
-  // first load) costs about as much as one and a half tiles.
-  const int per_sm =
-      std::max(1, std::min(conv_blocks_per_sm(p->math, p->nb), limits.smem_per_sm / (p->smem_bytes + 1024)));
-  const int64_t capacity = int64_t(limits.sm_count) * per_sm;
-  const int64_t blocks_per_slice =
-      problem.n * p->n_tiles * problem.groups * p->classes[0] * p->classes[1] * p->classes[2];
+// Tiles per block: the number that finishes first, counting whole waves of `capacity` blocks. A block's start (tables,
+// weights, first load) costs as much as `start` tiles.
+inline int64_t tiles_per_block(int64_t tiles, int64_t blocks_per_slice, int64_t capacity, double start, int64_t most) {
   double best_time = -1;
-  p->slices = 0;
-  for (int64_t per_slice = 1; per_slice <= std::min<int64_t>(128, p->tiles_per_sample); ++per_slice) {
-    const int64_t slices = (p->tiles_per_sample + per_slice - 1) / per_slice;
+  int64_t best = 1;
+  for (int64_t per_slice = 1; per_slice <= std::min(most, tiles); ++per_slice) {
+    const int64_t slices = (tiles + per_slice - 1) / per_slice;
     const int64_t waves = std::max<int64_t>(1, (blocks_per_slice * slices + capacity - 1) / capacity);
-    const double time = double(waves) * (double(per_slice) + 1.5);
+    const double time = double(waves) * (double(per_slice) + start);
     if (best_time < 0 || time < best_time) {
       best_time = time;
-      p->slices = slices;
-      p->tiles_per_slice = per_slice;
+      best = per_slice;
     }
+  }
+  return best;
+}
+
+inline void plan_slices(ConvPlan* p, const ConvProblem& problem, const DeviceLimits& limits) {
+  const int per_sm =
+      std::max(1, std::min(conv_blocks_per_sm(p->math, p->nb), limits.smem_per_sm / (p->smem_bytes + 1024)));
+  const int64_t blocks_per_slice =
+      problem.n * p->n_tiles * problem.groups * p->classes[0] * p->classes[1] * p->classes[2];
+  p->tiles_per_slice =
+      tiles_per_block(p->tiles_per_sample, blocks_per_slice, int64_t(limits.sm_count) * per_sm, 1.5, 128);
+  p->slices = (p->tiles_per_sample + p->tiles_per_slice - 1) / p->tiles_per_slice;
+}
+
+// fp64 has none.
+inline ConvMath conv_math(const ConvProblem& problem) {
+  switch (problem.dtype) {
+    case Dtype::kBFloat16: return ConvMath::kBf16;
+    case Dtype::kFloat16: return ConvMath::kFp16;
+    default: return problem.allow_tf32 ? ConvMath::kTf32 : ConvMath::kTf32x3;
   }
 }
 
@@ -152,12 +166,8 @@ inline ConvPlan plan_conv(const ConvProblem& problem, const DeviceLimits& limits
     p.refusal = why;
     return p;
   };
-  switch (problem.dtype) {
-    case Dtype::kFloat64: return refuse("float64 has no tensor-core path here");
-    case Dtype::kFloat32: p.math = problem.allow_tf32 ? ConvMath::kTf32 : ConvMath::kTf32x3; break;
-    case Dtype::kBFloat16: p.math = ConvMath::kBf16; break;
-    case Dtype::kFloat16: p.math = ConvMath::kFp16; break;
-  }
+  if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
+  p.math = conv_math(problem);
   const int64_t limit = int64_t(1) << 30;
   for (int i = 0; i < 3; ++i) {
     if (problem.in[i] > limit || problem.out[i] > limit || problem.kernel[i] > 4096 || problem.padding[i] > limit ||

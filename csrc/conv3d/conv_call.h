@@ -2,6 +2,8 @@
 // conv3d_api.cpp and pipelines_api.cpp.
 #pragma once
 
+#include <algorithm>
+
 #include "../common/tf32.h"
 #include "../common/torch_utils.h"
 #include "../common/workspace.h"
@@ -70,39 +72,75 @@ inline void spatial_strides(const Tensor& t, int rank, int64_t (&strides)[3]) {
   for (int i = 0; i < rank; ++i) strides[3 - rank + i] = t.stride(2 + i);
 }
 
+// x, channels and sizes, which all parameter structs hold under the same names.
+template <typename Params>
+void set_input(Params* p, const ConvArgs& a, const ConvShape& shape) {
+  p->x = a.x.const_data_ptr();
+  p->x_stride_n = a.x.stride(0);
+  p->x_stride_c = a.x.stride(1);
+  spatial_strides(a.x, a.rank, p->x_stride);
+  p->c_in = static_cast<int>(shape.c_in / shape.groups);
+  p->c_out = static_cast<int>(shape.c_out / shape.groups);
+  p->groups = static_cast<int>(shape.groups);
+  for (int i = 0; i < 3; ++i) {
+    p->in[i] = static_cast<int>(shape.in[i]);
+    p->out[i] = static_cast<int>(shape.out[i]);
+  }
+}
+
+// Strides of the weight. A regular one is [C_out, C_in / groups, k...], a transposed one [C_in, C_out / groups, k...].
+struct WeightStrides {
+  int64_t out, in, group, k[3];
+};
+inline WeightStrides weight_strides(const ConvArgs& a, const ConvShape& shape) {
+  WeightStrides w;
+  w.out = a.weight.stride(shape.transposed ? 1 : 0);
+  w.in = a.weight.stride(shape.transposed ? 0 : 1);
+  w.group = a.weight.stride(0) * ((shape.transposed ? shape.c_in : shape.c_out) / shape.groups);
+  spatial_strides(a.weight, a.rank, w.k);
+  return w;
+}
+
+// The weight as it lies, for the kernels that read it so.
+template <typename Params>
+void set_weight(Params* p, const ConvArgs& a, const ConvShape& shape) {
+  const WeightStrides w = weight_strides(a, shape);
+  p->weight = a.weight.const_data_ptr();
+  p->w_stride_out = w.out;
+  p->w_stride_in = w.in;
+  p->w_stride_group = w.group;
+  std::copy(w.k, w.k + 3, p->w_stride_k);
+}
+
 inline ConvPackParams make_pack_params(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
+  const WeightStrides w = weight_strides(a, shape);
   ConvPackParams p{};
   p.weight = a.weight.const_data_ptr();
   p.c_in = static_cast<int>(shape.c_in / shape.groups);
   p.c_out = static_cast<int>(shape.c_out / shape.groups);
   p.groups = static_cast<int>(shape.groups);
-  // A regular weight is [C_out, C_in / groups, k...], a transposed one [C_in, C_out / groups, k...].
-  p.stride_out = a.weight.stride(shape.transposed ? 1 : 0);
-  p.stride_in = a.weight.stride(shape.transposed ? 0 : 1);
-  p.stride_group = a.weight.stride(0) * (shape.transposed ? p.c_in : p.c_out);
-  spatial_strides(a.weight, a.rank, p.stride_k);
+  p.stride_out = w.out;
+  p.stride_in = w.in;
+  p.stride_group = w.group;
+  std::copy(w.k, w.k + 3, p.stride_k);
   p.dtype = shape.dtype;
   p.plan = plan;
   return p;
 }
 
+// Half types: whether two neighbouring channels can be read as one aligned word.
+template <typename Params>
+bool has_channel_pairs(const Params& p, const ConvShape& shape) {
+  return dtype_size(shape.dtype) == 2 && p.x_stride_c == 1 && p.c_in % 2 == 0 && p.x_stride_n % 2 == 0 &&
+         p.x_stride[0] % 2 == 0 && p.x_stride[1] % 2 == 0 && p.x_stride[2] % 2 == 0 &&
+         reinterpret_cast<uintptr_t>(p.x) % 4 == 0;
+}
+
 inline ConvKernelParams make_kernel_params(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
   ConvKernelParams p{};
-  p.x = a.x.const_data_ptr();
-  p.x_stride_n = a.x.stride(0);
-  p.x_stride_c = a.x.stride(1);
-  spatial_strides(a.x, a.rank, p.x_stride);
-  p.c_in = static_cast<int>(shape.c_in / shape.groups);
-  p.c_out = static_cast<int>(shape.c_out / shape.groups);
+  set_input(&p, a, shape);
   p.c_out_total = static_cast<int>(shape.c_out);
-  p.groups = static_cast<int>(shape.groups);
-  for (int i = 0; i < 3; ++i) {
-    p.in[i] = static_cast<int>(shape.in[i]);
-    p.out[i] = static_cast<int>(shape.out[i]);
-  }
-  const bool even = p.x_stride_c == 1 && p.c_in % 2 == 0 && p.x_stride_n % 2 == 0 && p.x_stride[0] % 2 == 0 &&
-                    p.x_stride[1] % 2 == 0 && p.x_stride[2] % 2 == 0;
-  p.x_pair_load = dtype_size(shape.dtype) == 2 && even && reinterpret_cast<uintptr_t>(p.x) % 4 == 0;
+  p.x_pair_load = has_channel_pairs(p, shape);
   p.plan = plan;
   return p;
 }
@@ -110,44 +148,22 @@ inline ConvKernelParams make_kernel_params(const ConvArgs& a, const ConvShape& s
 // `bias` keeps a dense copy of the bias alive until the launch.
 inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape, const NarrowPlan& plan,
                                        Tensor* bias) {
-  const ConvPackParams w = make_pack_params(a, shape, ConvPlan());
   NarrowParams p{};
-  p.x = a.x.const_data_ptr();
-  p.x_stride_n = a.x.stride(0);
-  p.x_stride_c = a.x.stride(1);
-  spatial_strides(a.x, a.rank, p.x_stride);
-  p.weight = w.weight;
-  p.w_stride_out = w.stride_out;
-  p.w_stride_in = w.stride_in;
-  p.w_stride_group = w.stride_group;
-  for (int i = 0; i < 3; ++i) {
-    p.w_stride_k[i] = w.stride_k[i];
-    p.in[i] = static_cast<int>(shape.in[i]);
-    p.out[i] = static_cast<int>(shape.out[i]);
-  }
+  set_input(&p, a, shape);
+  set_weight(&p, a, shape);
   if (a.bias) {
     *bias = dense_in(*a.bias, MemoryFormat::Contiguous);
     p.bias = bias->const_data_ptr();
   }
-  p.c_in = w.c_in;
-  p.c_out = w.c_out;
   p.c_out_total = static_cast<int>(shape.c_out);
-  p.groups = w.groups;
   p.plan = plan;
-  const auto all_multiples = [&](int64_t of) {
-    return p.x_stride_n % of == 0 && p.x_stride[0] % of == 0 && p.x_stride[1] % of == 0;
-  };
   const bool is_half = dtype_size(shape.dtype) == 2;
-  const auto address = reinterpret_cast<uintptr_t>(p.x);
-  if (p.x_stride[2] == 1 && p.in[2] % 4 == 0 && p.x_stride_c % 4 == 0 && all_multiples(4) &&
-      address % (is_half ? 8 : 16) == 0) {
-    p.load = NarrowLoad::kVectors;
-  } else if (!is_half ||
-             (p.x_stride_c == 1 && p.c_in % 2 == 0 && all_multiples(2) && p.x_stride[2] % 2 == 0 && address % 4 == 0)) {
-    p.load = NarrowLoad::kWords;
-  } else {
-    p.load = NarrowLoad::kHalves;
-  }
+  const bool rows_in_vectors = p.x_stride[2] == 1 && p.in[2] % 4 == 0 && p.x_stride_n % 4 == 0 &&
+                               p.x_stride_c % 4 == 0 && p.x_stride[0] % 4 == 0 && p.x_stride[1] % 4 == 0 &&
+                               reinterpret_cast<uintptr_t>(p.x) % (is_half ? 8 : 16) == 0;
+  p.load = rows_in_vectors                           ? NarrowLoad::kVectors
+           : !is_half || has_channel_pairs(p, shape) ? NarrowLoad::kWords
+                                                     : NarrowLoad::kHalves;
   return p;
 }
 

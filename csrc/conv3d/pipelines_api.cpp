@@ -237,14 +237,12 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   raise_on_error(a.op, run_group_stats_finalize(f, stream));
 
   if (narrow) {
-    ConvKernelParams out{};
-    set_output(&out, r.y, a.rank);
     Tensor dense_bias;
     NarrowParams q = make_narrow_params(a, shape, lse.narrow, &dense_bias);
     q.norm_table = f.table;
-    q.y = static_cast<float*>(out.y);
-    q.y_stride_n = out.y_stride_n;
-    std::copy(out.y_stride, out.y_stride + 3, q.y_stride);
+    q.y = static_cast<float*>(r.y.mutable_data_ptr());
+    q.y_stride_n = r.y.stride(0);
+    spatial_strides(r.y, a.rank, q.y_stride);
     raise_on_error(a.op, run_conv_narrow_residual_lse(q, shape.n, stream));
     return r;
   }
