@@ -1,6 +1,7 @@
 // From the plan's numbers to a template instance: the one place where run time becomes compile time.
 #pragma once
 
+#include "../common/launch.h"
 #include "conv3d.h"
 #include "conv3d_kernel.cuh"
 
@@ -9,8 +10,8 @@ namespace kgopt {
 template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue, bool kTransposed, bool kWide>
 Status launch_conv_instance(const ConvKernelParams& p, int64_t n, cudaStream_t stream) {
   const ConvPlan& plan = p.plan;
-  const auto kernel = conv_fprop_kernel<kMath, kMB, kNB, kEpilogue, kTransposed, kWide>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+  constexpr auto kernel = conv_fprop_kernel<kMath, kMB, kNB, kEpilogue, kTransposed, kWide>;
+  cudaError_t error = allow_dynamic_smem<kernel>(plan.smem_bytes);
   if (error == cudaSuccess) {
     const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles,
                     plan.classes[0] * plan.classes[1] * plan.classes[2] * p.groups);

@@ -1,6 +1,7 @@
 // From the narrow plan's numbers to a template instance: the one place where run time becomes compile time.
 #pragma once
 
+#include "../common/launch.h"
 #include "conv3d_narrow.h"
 #include "conv3d_narrow_kernel.cuh"
 
@@ -9,8 +10,8 @@ namespace kgopt {
 template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, bool kLargeBatch, ConvEpilogue kEpilogue>
 Status launch_narrow_instance(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   const NarrowPlan& plan = p.plan;
-  const auto kernel = conv_narrow_kernel<kMath, kColumns, kWindow, kChunked, kLargeBatch, kEpilogue>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+  constexpr auto kernel = conv_narrow_kernel<kMath, kColumns, kWindow, kChunked, kLargeBatch, kEpilogue>;
+  cudaError_t error = allow_dynamic_smem<kernel>(plan.smem_bytes);
   if (error == cudaSuccess) {
     const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
     kernel<<<grid, 128 * (plan.producers + plan.consumers), plan.smem_bytes, stream>>>(p);
