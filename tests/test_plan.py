@@ -367,8 +367,8 @@ def check_narrow_plan(plan, case: dict, size, output, limits) -> None:
     assert plan.slices * plan.tiles_per_slice >= plan.tiles_per_sample, "a tile belongs to no block"
     assert (plan.slices - 1) * plan.tiles_per_slice < max(1, plan.tiles_per_sample), "a block has no tile"
     assert plan.tile[1] == plan.rows * plan.segments
-    assert plan.tile[2] % dev.NARROW_STRIP == 0
-    assert plan.strips == plan.tile[0] * plan.segments * plan.tile[2] // dev.NARROW_STRIP
+    assert plan.tile[2] % plan.strip == 0
+    assert plan.strips == plan.tile[0] * plan.segments * plan.tile[2] // plan.strip
     assert plan.k_steps % plan.batch == 0
     assert plan.k_words <= plan.k_steps * 8 < plan.k_words + 8 * plan.batch
     assert plan.zero_plane == (plan.k_words != plan.k_steps * 8)
@@ -388,9 +388,37 @@ def check_narrow_plan(plan, case: dict, size, output, limits) -> None:
     else:
         assert plan.plane % 32 == 8, "planes start 8 banks apart"
         assert plan.plane >= plan.halo[0] * plan.halo[1] * plan.pitch
+    if plan.channel_rows:
+        check_channel_rows(plan, case, limits)
+    else:
+        assert plan.strip == dev.NARROW_STRIP
     if plan.window > 1:
         assert case["kernel"][1] == plan.window
         assert case["stride"][1] == case["dilation"][1] == case["stride"][2] == 1
+
+
+def check_channel_rows(plan, case: dict, limits) -> None:
+    """Where channels are rows, wgmma reads the halo: every chunk of four words and every tap once, at its place."""
+    assert plan.chunked
+    assert plan.rows == 1 and plan.strip in (32, 64) and plan.columns == 64
+    assert case["stride"][2] == 1, "neighbouring positions are neighbours in the halo"
+    assert plan.k_steps in (5, 9), "the numbers of products that are compiled"
+    assert limits.smem_per_block // 16 < 1 << 14, "addresses fit the descriptor"
+    chunks = []
+    for pair in plan.chunk_pairs:
+        first, distance = pair & 0xFFFF, pair >> 16
+        assert 0 <= distance < 1 << 14
+        chunks += [first, first + distance]
+    plane = plan.plane // 4
+    want = [
+        word * plane
+        + (d * case["dilation"][0] * plan.halo[1] + h * case["dilation"][1]) * plan.pitch
+        + w * case["dilation"][2]
+        for word in range(plan.words // 4)
+        for d, h, w in itertools.product(*map(range, case["kernel"]))
+    ]
+    assert chunks[: len(want)] == want
+    assert all(chunk == plan.words // 4 * plane for chunk in chunks[len(want) :]), "padding reads zeros"
 
 
 @settings(max_examples=200, deadline=None)
@@ -436,6 +464,7 @@ def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window:
     assert "wgmma" in choice.explain()
     check_narrow_plan(choice.narrow, case, case["size"], output, limits)
     assert choice.narrow.window == window
+    assert choice.narrow.channel_rows == (name == "pipeline 3")
     assert 128 * choice.narrow.slices >= 0.9 * limits.sm_count, "the GPU is not full"
 
 

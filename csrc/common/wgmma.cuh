@@ -19,12 +19,13 @@ enum class WgmmaType { kTf32, kBf16, kFp16 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// The low word of B's descriptor, which says that words 4-7 follow words 0-3 after 128 bytes. Adding bytes / 16 moves
-// it.
-__device__ __forceinline__ uint32_t wgmma_b_descriptor(uint32_t shared_address) {
-  return (shared_address & 0x3FFFF) >> 4 | (128 >> 4) << 16;
+// The low word of B's descriptor, which says how many bytes after words 0-3 words 4-7 begin. Adding bytes / 16 moves it.
+__device__ __forceinline__ uint32_t wgmma_b_descriptor(uint32_t shared_address, uint32_t to_next_words = 128) {
+  return (shared_address & 0x3FFFF) >> 4 | to_next_words >> 4 << 16;
 }
 
+// Makes what this thread wrote to shared memory visible to products that a later barrier allows.
+__device__ __forceinline__ void wgmma_fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Before the first product and whenever other instructions wrote A or D.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -85,10 +86,10 @@ __device__ __forceinline__ void wgmma_use(float (&d)[kCount]) {
 #define KGOPT_COMMA ,
 
 // D = A B, or D += A B where `add`. Asynchronous: A and D may be touched after wgmma_commit and wgmma_wait only.
-template <WgmmaType kType, int kN>
+// kTo8Columns: bytes from 8 columns of B to the next.
+template <WgmmaType kType, int kN, int kTo8Columns = 256>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint32_t b, bool add) {
-  // The high word: 256 bytes from 8 columns to the next, no swizzle.
-  const uint64_t b_descriptor = uint64_t(b) | uint64_t(256 >> 4) << 32;
+  const uint64_t b_descriptor = uint64_t(b) | uint64_t(kTo8Columns >> 4) << 32;  // no swizzle
   if constexpr (kType == WgmmaType::kTf32) {
     KGOPT_WGMMA_TYPE("k8", ".f32.tf32.tf32", "1, 1")
   } else if constexpr (kType == WgmmaType::kBf16) {

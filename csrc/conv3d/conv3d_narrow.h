@@ -13,4 +13,7 @@ Status run_conv_narrow_stats(const NarrowParams& p, int64_t n, cudaStream_t stre
 // logsumexp over channels of c + hardswish(tanh(GroupNorm(c))), c = conv(x) + bias.
 Status run_conv_narrow_residual_lse(const NarrowParams& p, int64_t n, cudaStream_t stream);
 
+// Either of them where the plan says that channels are rows; the launchers above hand over to it.
+Status run_conv_narrow_channels(const NarrowParams& p, int64_t n, bool lse, cudaStream_t stream);
+
 }  // namespace kgopt

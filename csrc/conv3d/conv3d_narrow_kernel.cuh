@@ -21,6 +21,7 @@
 #include "../common/reduce.cuh"
 #include "../common/wgmma.cuh"
 #include "conv3d_kernel.cuh"
+#include "conv3d_narrow_load.cuh"
 #include "conv3d_narrow_params.h"
 #include "conv3d_narrow_plan.h"
 
@@ -38,30 +39,6 @@ __device__ __forceinline__ void unroll(F&& f) {
 
 KGOPT_HD constexpr int narrow_threads(ConvMath math, int columns, int window, bool lse) {
   return 128 * (narrow_producers(math, lse) + narrow_consumers(math, columns, window, lse));
-}
-
-// Hands registers from the loading warpgroups to the computing ones; all counts fit what the block got at its start.
-template <int kProducers, int kConsumers, bool kComputes>
-__device__ __forceinline__ void share_registers() {
-  if constexpr (!kComputes) {
-    if constexpr (kProducers == 2 && kConsumers == 3) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    } else {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    }
-  } else if constexpr (kProducers == 2) {
-    if constexpr (kConsumers == 3) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 128;");
-    } else {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
-    }
-  } else {
-    if constexpr (kConsumers == 3) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
-    } else {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-    }
-  }
 }
 
 // kWindow kernel rows share each fragment of A: input row r adds to output rows r, r - 1, ... r - kWindow + 1, whose
@@ -223,164 +200,8 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   TileCursor cursor{tile_begin / (tiles_w * tiles_h), tile_begin / tiles_w % tiles_h, tile_begin % tiles_w};
 
   if (tid < kLoaders) {
-    // The loading warpgroups. Their threads walk over the positions of the halo, all words of a position in one thread.
     share_registers<kProducers, kConsumers, false>();
-    const Element* const x_sample =
-        static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
-    // A thread has one place along the width and walks over the rows of the halo, all depths one after the other.
-    constexpr int kVector = 4;
-    constexpr bool kRearranged = kChunked || kPerWord == 2;  // what vectors bring
-    const bool vectors = p.load == NarrowLoad::kVectors;
-    const int across = vectors ? plan.vectors : plan.halo[2];
-    const int threads_w = min(across, kLoaders);
-    const int rows_at_once = kLoaders / threads_w;
-    const int first_row = tid / threads_w < rows_at_once ? tid / threads_w : 1 << 24;
-    const int rows = plan.halo[0] * plan.halo[1];
-    auto rounded = [](uint32_t word) { return kMath == ConvMath::kTf32 ? to_tf32(__uint_as_float(word)) : word; };
-    // From rows of channels, as they lie in memory, to words and chunks.
-    auto rearrange = [&](uint32_t* to, const uint32_t* raw, int rows) {
-      if constexpr (kPerWord == 1) {
-        // Four channels of a position make a chunk.
-        const int positions = rows * plan.pitch;  // a chunked plane has no gaps
-        for (int chunk = 0; chunk < plan.words / 4; ++chunk) {
-#pragma unroll 2
-          for (int i = tid; i < positions; i += kLoaders) {
-            const uint32_t* const src = raw + chunk * 4 * positions + i;
-            *reinterpret_cast<uint4*>(to + chunk * plan.plane + i * 4) = make_uint4(
-                rounded(src[0]), rounded(src[positions]), rounded(src[2 * positions]), rounded(src[3 * positions]));
-          }
-        }
-      } else {
-        // Two channels' values of two positions make two words.
-        const int pairs = rows * plan.vectors * 2;
-        auto merge = [&](const uint32_t* src, uint32_t& first, uint32_t& second) {
-          const uint32_t a = src[0], b = src[pairs];
-          first = __byte_perm(a, b, 0x5410);
-          second = __byte_perm(a, b, 0x7632);
-        };
-        if constexpr (kChunked) {
-          for (int i = tid; i < pairs; i += kLoaders) {
-            for (int chunk = 0; chunk < plan.words / 4; ++chunk) {
-              uint4 a, b;
-              const uint32_t* const src = raw + chunk * 8 * pairs + i;
-              merge(src, a.x, b.x);
-              merge(src + 2 * pairs, a.y, b.y);
-              merge(src + 4 * pairs, a.z, b.z);
-              merge(src + 6 * pairs, a.w, b.w);
-              uint4* const dst = reinterpret_cast<uint4*>(to + chunk * plan.plane + i * 8);
-              dst[0] = a;
-              dst[1] = b;
-            }
-          }
-        } else {
-          for (int row = first_row; row < rows; row += rows_at_once) {
-            for (int place = tid % threads_w; place < across; place += threads_w) {
-              const uint32_t* src = raw + (row * plan.vectors + place) * 2;
-              uint32_t* dst = to + row * plan.pitch + place * kVector;
-#pragma unroll 2
-              for (int word = 0; word < plan.words; ++word) {
-                uint4 v;
-                merge(src, v.x, v.y);
-                merge(src + 1, v.z, v.w);
-                *reinterpret_cast<uint4*>(dst) = v;
-                src += 2 * pairs;
-                dst += plan.plane;
-              }
-            }
-          }
-        }
-      }
-    };
-    int stage = 0;
-    uint32_t parity = 1;
-    for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
-      barrier_wait(empty + stage, parity);
-      uint32_t* const dst_stage = halo + stage * stage_words;
-      const int in_d = cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0];
-      const int in_h = cursor.h * plan.tile[1] * plan.step[1] + plan.origin[1];
-      const int in_w = cursor.w * plan.tile[2] * plan.step[2] + plan.origin[2];
-      for (int place = tid % threads_w; place < across; place += threads_w) {
-        // Where this thread reads in a row and where it writes; a vector lies inside or outside as a whole.
-        const int w = vectors ? in_w - plan.lead + place * kVector : in_w + place;
-        const int dst_w = vectors ? place * kVector : plan.lead + place;
-        const bool inside_w = unsigned(w) < unsigned(p.in[2]);
-        const Element* const column = x_sample + w * p.x_stride[2];
-        int d = 0, h = first_row;
-        for (int row = first_row; row < rows; row += rows_at_once, h += rows_at_once) {
-          while (h >= plan.halo[1]) h -= plan.halo[1], ++d;
-          const bool inside =
-              inside_w && unsigned(in_d + d) < unsigned(p.in[0]) && unsigned(in_h + h) < unsigned(p.in[1]);
-          // Not read where outside, but cp.async wants an address it could read.
-          const Element* src = inside ? column + (in_d + d) * p.x_stride[0] + (in_h + h) * p.x_stride[1] : x_sample;
-          uint32_t* const dst = dst_stage + (row * plan.pitch + dst_w) * kPositionWords;
-          if (vectors) {
-            if constexpr (kRearranged) {
-              constexpr int kVectorWords = kVector / kPerWord;
-              uint32_t* raw = smem + layout.raw + (row * plan.vectors + place) * kVectorWords;
-#pragma unroll 2
-              for (int c = 0; c < plan.words * kPerWord; ++c) {
-                const bool load = inside && c < p.c_in;
-                cp_async<kVectorWords * 4>(raw, load ? src : x_sample, load);
-                src += p.x_stride_c;
-                raw += rows * plan.vectors * kVectorWords;
-              }
-            } else {
-              uint32_t* to = dst;
-#pragma unroll 2
-              for (int word = 0; word < plan.words; ++word) {
-                cp_async<16>(to, src, inside);
-                src += p.x_stride_c;
-                to += plan.plane;
-              }
-            }
-          } else if (p.load == NarrowLoad::kWords) {
-#pragma unroll 2
-            for (int word = 0; word < plan.words; ++word) {
-              cp_async<4>(dst + word_offset(word), src, inside);
-              src += kPerWord * p.x_stride_c;
-            }
-          } else if constexpr (kPerWord == 2) {
-            // Two half values from two planes make a word: through registers, eight words in flight.
-            const unsigned short* bits = reinterpret_cast<const unsigned short*>(src);
-            for (int word0 = 0; word0 < plan.words; word0 += 8) {
-              uint32_t v[8];
-#pragma unroll
-              for (int j = 0; j < 8; ++j) {
-                const int c = (word0 + j) * 2;
-                const uint32_t low = inside && c < p.c_in ? __ldg(bits) : 0u;
-                const uint32_t high = inside && c + 1 < p.c_in ? __ldg(bits + p.x_stride_c) : 0u;
-                v[j] = low | high << 16;
-                bits += 2 * p.x_stride_c;
-              }
-#pragma unroll
-              for (int j = 0; j < 8; ++j) {
-                if (word0 + j < plan.words) dst[word_offset(word0 + j)] = v[j];
-              }
-            }
-          }
-        }
-      }
-      cp_async_commit();
-      cp_async_wait_all();
-      if (kRearranged && vectors) {
-        named_barrier(2, kLoaders);
-        rearrange(dst_stage, smem + layout.raw, rows);
-        named_barrier(2, kLoaders);  // the raw tile is read before the next one comes
-      } else if constexpr (kMath == ConvMath::kTf32) {
-        named_barrier(2, kLoaders);
-        uint4* const words = reinterpret_cast<uint4*>(dst_stage);
-#pragma unroll 4
-        for (int i = tid; i < narrow_planes(plan) * plan.plane / 4; i += kLoaders) {
-          const uint4 v = words[i];
-          words[i] = make_uint4(rounded(v.x), rounded(v.y), rounded(v.z), rounded(v.w));
-        }
-      }
-      barrier_arrive(full + stage);
-      if (++stage == plan.stages) {
-        stage = 0;
-        parity ^= 1;
-      }
-    }
+    narrow_load_tiles<kMath, kChunked, kProducers>(p, layout, smem, n, group, cursor, tile_count);
   } else {
     share_registers<kProducers, kConsumers, true>();
     const int lane = tid & 31;

@@ -22,6 +22,9 @@ KGOPT_HD constexpr int narrow_batch(ConvMath math, int window, bool large) {
   return math == ConvMath::kTf32x3 ? (large ? 5 : 3) : (large ? 9 : 5);
 }
 inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the width that a warp takes for one product
+// Where channels are the rows: warpgroups that compute, and K steps whose weights they keep in registers, at most.
+inline constexpr int kNarrowChannelConsumers = 3;
+inline constexpr int kNarrowChannelSteps = 9;
 inline constexpr int kNarrowWindow = 3;  // kernel rows that share a fragment, where they do
 inline constexpr int kNarrowStages = 3;  // at most
 
@@ -29,6 +32,8 @@ inline constexpr int kNarrowStages = 3;  // at most
 struct NarrowPlan {
   const char* refusal = nullptr;  // why this kernel cannot run it; null when it can
   ConvMath math = ConvMath::kTf32;
+  // Rows of the GEMM are output channels and columns positions, or the other way round.
+  bool channel_rows = false;
   int columns = 24;                  // output channels per thread block
   int producers = 2, consumers = 3;  // warpgroups
   int window = 1;  // kernel rows (along the height) that one load of A serves; the others are part of K
@@ -56,7 +61,9 @@ struct NarrowPlan {
   int pitch = 4;                // positions between rows of a plane
   int plane = 1;                // words between planes, of one word or of one chunk a position
   int stages = 2;
-  int strips = 1;     // per tile
+  int strip = kNarrowStrip;  // positions along the width; channel_rows: of a warpgroup's product, else of a warp's
+  int strips = 1;            // per tile
+  uint32_t chunk_pairs[kNarrowChannelSteps] = {};  // channel_rows: what a K step reads, as wgmma_b_descriptor has it
   int raw_words = 0;  // room for the tile as it lies in memory, where it must be rearranged
   int64_t tiles[3] = {1, 1, 1};
   int64_t tiles_per_sample = 1;

@@ -13,7 +13,8 @@ namespace kgopt {
 // Shared memory, in 32-bit words, in the order in which the kernel lays it out.
 struct NarrowSmemLayout {
   int barriers;  // full and empty of each stage
-  int weights;   // in the blocks of wgmma.cuh: the high parts, for each turn of the window; then the low parts
+  int weights;   // in the blocks of wgmma.cuh: the high parts, for each turn of the window; then the low parts. Where
+                 // channels are rows and weights live in registers: an int2 of each K entry, where they lie
   int offsets;   // K offset table: an int2 per (k step, lane % 4); chunked: an int per (lane / 16, k step)
   int strips;    // per strip its offset in the halo and its position in the tile, an int2
   int columns;   // per output channel a float4 of the epilogue
@@ -32,7 +33,8 @@ KGOPT_HD NarrowSmemLayout narrow_smem_layout(const NarrowPlan& p) {
   NarrowSmemLayout s{};
   s.barriers = 0;
   s.weights = 32;
-  s.offsets = s.weights + p.window * p.window * p.k_steps * p.columns * 8 * split;
+  const int weight_words = p.channel_rows ? 2 : p.window * p.window * p.columns * split;
+  s.offsets = s.weights + align(p.k_steps * 8 * weight_words);
   s.strips = s.offsets + align(p.k_steps * 8);
   s.columns = s.strips + align(p.strips * 2);
   s.scratch = s.columns + align(p.columns * 4);
@@ -71,15 +73,36 @@ inline bool narrow_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   while (!p->chunked && p->plane % 32 != 8) p->plane += 4;
   const bool is_half = conv_channels_per_word(p->math) == 2;
   p->raw_words = is_half || p->chunked ? static_cast<int>(rows_in * p->vectors * 4 * p->words) : 0;
-  p->strips = d * segments * (w / kNarrowStrip);
+  p->strips = d * segments * (w / p->strip);
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
   p->smem_bytes = narrow_smem_layout(*p).total * 4;
   return p->smem_bytes <= limits.smem_per_block;
 }
 
+// The chunks of four words that each K step multiplies, first all taps of the first chunk of channels. They are in the
+// order in which they lie in the halo: the descriptor holds no negative distance.
+inline void narrow_chunk_pairs(NarrowPlan* p) {
+  const int taps = p->kernel[0] * p->kernel[1] * p->kernel[2];
+  auto at = [&](int chunk) {  // in chunks; beyond the last one lies the plane of zeros
+    const int plane = std::min(chunk / taps, p->words / 4), tap = plane == p->words / 4 ? 0 : chunk % taps;
+    const int w = tap % p->kernel[2], h = tap / p->kernel[2] % p->kernel[1], d = tap / (p->kernel[2] * p->kernel[1]);
+    return plane * (p->plane / 4) + (d * p->dilation[0] * p->halo[1] + h * p->dilation[1]) * p->pitch +
+           w * p->dilation[2];
+  };
+  for (int i = 0; i < p->k_steps; ++i) p->chunk_pairs[i] = at(2 * i) | uint32_t(at(2 * i + 1) - at(2 * i)) << 16;
+}
+
 // Estimated cycles of a multiprocessor for all tiles of a sample: the slowest of tensor cores, instruction issue and
 // special functions for the rows of all strips, of one warpgroup's chain of loads, products and epilogue, or the halo.
 inline double narrow_cost(const NarrowPlan& p, bool lse) {
+  const double halo_cost = double(p.halo[0]) * p.halo[1] * p.vectors * 4 * p.words * 4 / 20.0 + 1000;
+  if (p.channel_rows) {
+    const double issue = ((lse ? 3.5 : 1.5) * p.strip + 2 * p.k_steps + 120) / 0.75;
+    const double mma = p.k_steps * p.strip / 2.0, special = lse ? 8.0 * p.strip : 0.0;
+    const int rounds = (p.strips + p.consumers - 1) / p.consumers * p.consumers;
+    const double compute = rounds * std::max(mma, std::max(issue, special)) + mma + 300;
+    return double(p.tiles_per_sample) * (std::max(compute, halo_cost) + (p.stages > 2 ? 0.1 : 0.2) * halo_cost + 300);
+  }
   const double split = p.math == ConvMath::kTf32x3 ? 3.0 : 1.0;
   const double mma = p.k_steps * p.window * p.columns / 2.0 * split;
   const double epilogue = lse ? 6.5 * p.columns + 40 : 1.5 * p.columns + 40;
@@ -91,8 +114,7 @@ inline double narrow_cost(const NarrowPlan& p, bool lse) {
   const int rounds = (jobs + p.consumers - 1) / p.consumers;
   const double compute =
       (p.rows + p.window - 1) * std::max(jobs * std::max(mma, std::max(issue, special)), rounds * chain) + rounds * 150;
-  const double halo = double(p.halo[0]) * p.halo[1] * p.vectors * 4 * p.words * 4 / 20.0 + 1000;
-  return double(p.tiles_per_sample) * (std::max(compute, halo) + (p.stages > 2 ? 0.1 : 0.2) * halo + 300);
+  return double(p.tiles_per_sample) * (std::max(compute, halo_cost) + (p.stages > 2 ? 0.1 : 0.2) * halo_cost + 300);
 }
 
 }  // namespace plan_detail
@@ -139,31 +161,39 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   const int64_t words = (c_in + per_word - 1) / per_word;
   if (words * taps > 4096) return refuse("the weights do not fit in shared memory");
   p.words = static_cast<int>(words);
+  // With many columns, 64 channels as rows need neither fragments of the input nor its statistics in registers.
+  const int64_t chunks = (words + 3) / 4;
+  p.channel_rows = c_out > 32 && !(lse && c_out > 64) && p.step[2] == 1 && p.math != ConvMath::kTf32x3 &&
+                   chunks * taps <= 2 * kNarrowChannelSteps;
   // With few columns, loading A costs more than multiplying: three kernel rows then share one load, each adding to the
   // accumulators of its own output row. The weights lie there three times, once for each turn of the accumulators.
+  if (p.channel_rows) p.words = static_cast<int>(chunks * 4);
   p.window = p.columns <= 32 && !lse && p.step[2] == 1 && p.kernel[1] == kNarrowWindow && p.step[1] == 1 &&
                      p.dilation[1] == 1 && words * taps <= 256 / conv_split_factor(p.math)
                  ? kNarrowWindow
                  : 1;
   p.chunked = p.window == 1 && p.words % 4 == 0;
-  p.k_words = static_cast<int>(words * taps / p.window);
+  p.k_words = static_cast<int>(p.words * taps / p.window);
   p.k_steps = (p.k_words + 7) / 8;
   const auto padded = [&](int batch) { return (p.k_steps + batch - 1) / batch * batch; };
   p.large_batch = padded(narrow_batch(p.math, p.window, true)) <= padded(narrow_batch(p.math, p.window, false));
   p.batch = narrow_batch(p.math, p.window, p.large_batch);
   p.k_steps = padded(p.batch);
   p.producers = narrow_producers(p.math, lse);
-  p.consumers = narrow_consumers(p.math, p.columns, p.window, lse);
+  p.consumers =
+      p.channel_rows ? kNarrowChannelConsumers : narrow_consumers(p.math, p.columns, p.window, lse);
   p.zero_plane = p.k_words != p.k_steps * 8;
   p.taps_fast = p.words < 4;
-
-  const int full_w =
-      static_cast<int>(std::min<int64_t>((q.out[2] + kNarrowStrip - 1) / kNarrowStrip * kNarrowStrip, 4096));
+  const auto full_width = [&](int strip) {
+    return static_cast<int>(std::min<int64_t>((q.out[2] + strip - 1) / strip * strip, 4096));
+  };
+  if (p.channel_rows) p.strip = full_width(32) * 10 < full_width(64) * 9 ? 32 : 64;
+  const int full_w = full_width(p.strip);
   double best = -1;
   NarrowPlan chosen;
   int last_w = 0;
   for (int w : {full_w, 256, 128, 64, 32, 16}) {
-    if (w > full_w || w == last_w) continue;
+    if (w > full_w || w == last_w || w % p.strip != 0) continue;
     last_w = w;
     int last_rows = 0;
     for (int parts : {1, 2, 3, 4, 5, 6, 8, 9, 11, 13, 16, 21, 26, 32, 42, 64, 1 << 20}) {
@@ -171,12 +201,16 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
       if (rows == last_rows) continue;
       last_rows = rows;
       for (int segments : {1, 2, 3, 6}) {
-        if (segments > 1 && (segments - 1) * rows >= q.out[1]) break;
+        if (segments > 1 && (p.channel_rows || (segments - 1) * rows >= q.out[1])) break;
         for (int d : {1, 2, 3, 4, 6}) {
           if (d > q.out[0]) break;
           for (int stages = kNarrowStages; stages >= 2; --stages) {
             p.stages = stages;
-            if (!plan_detail::narrow_tile(&p, q, limits, d, rows, segments, w)) continue;
+            // A product takes one row where channels are rows.
+            if (!plan_detail::narrow_tile(&p, q, limits, d, p.channel_rows ? 1 : rows,
+                                          p.channel_rows ? rows : segments, w)) {
+              continue;
+            }
             const double cost = plan_detail::narrow_cost(p, lse);
             if (best < 0 || cost < best) {
               best = cost;
@@ -189,6 +223,7 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   }
   if (best < 0) return refuse("a tile with its halo and weights does not fit in shared memory");
   p = chosen;
+  if (p.channel_rows) plan_detail::narrow_chunk_pairs(&p);
 
   p.tiles_per_slice = tiles_per_block(p.tiles_per_sample, q.n * p.n_tiles * q.groups, limits.sm_count, 1.0, 512);
   p.slices = (p.tiles_per_sample + p.tiles_per_slice - 1) / p.tiles_per_slice;

@@ -172,6 +172,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly(
           "refusal", [](const NarrowPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("math", &NarrowPlan::math)
+      .def_readonly("channel_rows", &NarrowPlan::channel_rows)
       .def_readonly("columns", &NarrowPlan::columns)
       .def_readonly("consumers", &NarrowPlan::consumers)
       .def_readonly("window", &NarrowPlan::window)
@@ -189,11 +190,16 @@ void bind_conv(py::module_& m) {
       .def_readonly("pitch", &NarrowPlan::pitch)
       .def_readonly("plane", &NarrowPlan::plane)
       .def_readonly("stages", &NarrowPlan::stages)
+      .def_readonly("strip", &NarrowPlan::strip)
       .def_readonly("strips", &NarrowPlan::strips)
       .def_readonly("tiles_per_sample", &NarrowPlan::tiles_per_sample)
       .def_readonly("slices", &NarrowPlan::slices)
       .def_readonly("tiles_per_slice", &NarrowPlan::tiles_per_slice)
       .def_readonly("smem_bytes", &NarrowPlan::smem_bytes)
+      .def_property_readonly("chunk_pairs",
+                             [](const NarrowPlan& p) {
+                               return std::vector<uint32_t>(p.chunk_pairs, p.chunk_pairs + p.k_steps);
+                             })
       .def_property_readonly("tile", [](const NarrowPlan& p) { return copied(p.tile); })
       .def_property_readonly("halo", [](const NarrowPlan& p) { return copied(p.halo); })
       .def_property_readonly("tiles", [](const NarrowPlan& p) { return copied(p.tiles); })

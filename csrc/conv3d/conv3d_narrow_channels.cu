@@ -1,0 +1,11 @@
+// Narrow convolutions on Hopper with output channels as the rows of the products.
+#include "conv3d_narrow_channels_launch.cuh"
+
+namespace kgopt {
+
+Status run_conv_narrow_channels(const NarrowParams& p, int64_t n, bool lse, cudaStream_t stream) {
+  return lse ? launch_channels<ConvEpilogue::kResidualLse>(p, n, stream)
+             : launch_channels<ConvEpilogue::kStats>(p, n, stream);
+}
+
+}  // namespace kgopt

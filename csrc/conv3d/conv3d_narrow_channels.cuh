@@ -1,0 +1,431 @@
+// Implicit GEMM on wgmma for convolutions with few input and more than 32 output channels, sm_90a.
+//
+// Rows of the GEMM are 64 output channels, columns 32 or 64 neighbouring positions of an output row, K the input
+// channels and taps. The halo lies in shared memory in chunks of 16 bytes of channels a position, which is how wgmma
+// wants its right operand: a tap is an address, and nothing is loaded to registers or unfolded. The weights stay in
+// registers from start to end. A thread holds two channels, so that what belongs to a channel (statistics, or scale and
+// offset of the norm) takes a few registers, where positions as rows (conv3d_narrow_kernel.cuh) take a shared memory
+// load each.
+//
+// Each warpgroup starts the products of its next row before the epilogue of the one that is done.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../common/async.cuh"
+#include "../common/dtype.cuh"
+#include "../common/mma.cuh"
+#include "../common/reduce.cuh"
+#include "../common/wgmma.cuh"
+#include "conv3d_narrow_load.cuh"
+
+namespace kgopt {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// Statistics of a thread's two channels.
+struct ChannelSums {
+  ShiftedSums<float> sums[2];
+  float count = 0.f;
+
+  // A row's products: acc[4 j + 2 r + e] is channel r at position 8 j + 2 t + e, of which `width` are inside.
+  template <int kAcc>
+  __device__ __forceinline__ void add(const float (&acc)[kAcc], int t, int width) {
+    const int left = width - 2 * t;  // from this thread's first position
+    if (count == 0.f && left > 0) sums[0].shift = acc[0], sums[1].shift = acc[2];
+    float sum[2][2] = {}, sum_sq[2][2] = {};  // two chains of each hide the latency of an addition
+    auto add_value = [&](int i) {
+      const int r = i / 2 % 2, chain = i / 4 % 2;
+      const float v = acc[i] - sums[r].shift;
+      sum[r][chain] += v;
+      sum_sq[r][chain] = fmaf(v, v, sum_sq[r][chain]);
+    };
+    if (width >= kAcc * 2) {
+#pragma unroll
+      for (int i = 0; i < kAcc; ++i) add_value(i);
+      count += kAcc / 2;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kAcc; ++i) {
+        if (i / 4 * 8 + i % 2 < left) add_value(i);
+      }
+      count += static_cast<float>(width / 8 * 2 + max(0, min(2, width % 8 - 2 * t)));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sums[r].sum += sum[r][0] + sum[r][1];
+      sums[r].sum_sq += sum_sq[r][0] + sum_sq[r][1];
+    }
+  }
+};
+
+// logsumexp over channels of u + hardswish(tanh(scale u + offset)) for a warpgroup's rows.
+//
+// Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
+// it does not, `exact` finds each position's maximum and the shift moves there.
+template <int kPositions>
+struct ChannelLse {
+  static constexpr int kAcc = kPositions / 2;
+  static constexpr int kBlocks = kPositions / 8;
+  static constexpr float kLog2E = 1.44269504088896340736f;
+  static constexpr float kLn2 = 0.69314718055994530942f;
+
+  float scale[2], offset[2], bias[2];  // bias: times log2(e), -inf for a channel that is padding
+  float shift = 0.f;                   // in powers of 2
+  float* exchange;                     // [2][4 warps][kPositions], this warpgroup's
+  int buffer = 0;
+  int barrier, warp, lane;
+
+  // 2^(r log2(e) - shift)
+  __device__ __forceinline__ float power(float u, int r, float shifted_bias) const {
+    // Since |tanh| <= 1, hardswish needs no clamp: h (h + 3) / 6.
+    const float h = tanh_approx(fmaf(u, scale[r], offset[r]));
+    return fmaf(h, fmaf(h, kLog2E / 6.f, kLog2E / 2.f), fmaf(u, kLog2E, shifted_bias));
+  }
+  __device__ __forceinline__ float* shared(int of_warp) const { return exchange + (buffer * 4 + of_warp) * kPositions; }
+  __device__ __forceinline__ void sync() const { named_barrier(barrier, 128); }
+
+  // Lanes of equal t hold the warp's 16 channels of the same positions, as many blocks of 8 as kLeft, two of them each.
+  // Every step adds two lanes that differ in kMask and halves what either keeps, down to one block in s[0] and s[1].
+  template <int kLeft, int kMask>
+  __device__ __forceinline__ void scatter_sums(float (&s)[kPositions / 4]) const {
+    const bool upper = lane & kMask;
+#pragma unroll
+    for (int i = 0; i < (kLeft > 1 ? kLeft : 2); ++i) {
+      if constexpr (kLeft > 1) {
+        const float kept = upper ? s[i + kLeft] : s[i], sent = upper ? s[i] : s[i + kLeft];
+        s[i] = kept + __shfl_xor_sync(0xffffffffu, sent, kMask);
+      } else {
+        s[i] += __shfl_xor_sync(0xffffffffu, s[i], kMask);
+      }
+    }
+    if constexpr (kMask > 4) scatter_sums<(kLeft > 1 ? kLeft / 2 : 1), kMask / 2>(s);
+  }
+
+  __device__ __forceinline__ void finish(float (&acc)[kAcc], float* y, int64_t stride, int width) {
+    const int g = lane >> 2, t = lane & 3;
+    const float shifted[2] = {bias[0] - shift, bias[1] - shift};
+    float s[kPositions / 4];
+#pragma unroll
+    for (int i = 0; i < kPositions / 4; ++i) {
+      const int at = i / 2 * 4 + i % 2;
+      s[i] = exp2_approx(power(acc[at], 0, shifted[0])) + exp2_approx(power(acc[at + 2], 1, shifted[1]));
+    }
+    scatter_sums<kBlocks, 16>(s);
+    const int block = kBlocks == 8 ? g : g / 2;
+    const int position = block * 8 + t * 2;
+    *reinterpret_cast<float2*>(shared(warp) + position) = make_float2(s[0], s[1]);
+    sync();
+    float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 part = *reinterpret_cast<const float2*>(shared(w) + position);
+      sum.x += part.x;
+      sum.y += part.y;
+    }
+    auto in_range = [&](float v, int at) { return at >= width || (v > 1e-30f && v < 1e30f); };
+    // All warps see the same sums and decide alike.
+    if (__all_sync(0xffffffffu, in_range(sum.x, position) && in_range(sum.y, position + 1))) {
+      if (block / (kBlocks / 4) == warp && (kBlocks == 8 || g % 2 == 0)) {
+        if (position < width) y[position * stride] = (__log2f(sum.x) + shift) * kLn2;
+        if (position + 1 < width) y[(position + 1) * stride] = (__log2f(sum.y) + shift) * kLn2;
+      }
+      buffer ^= 1;
+    } else {
+      wgmma_use(acc);  // or the compiler keeps what it could use again, in registers that it does not have
+      exact(acc, y, stride, width);
+    }
+  }
+
+  // `op` over the warpgroup's channels for four of each lane's positions, from 16 * quarter on.
+  template <typename Op>
+  __device__ __forceinline__ void all_reduce(float (&s)[4], int quarter, Op op) {
+    float* const to = shared(warp) + quarter * 16 + (lane & 3) * 2;
+    sync();  // the exchange is free
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int mask = 4; mask <= 16; mask *= 2) s[i] = op(s[i], __shfl_xor_sync(0xffffffffu, s[i], mask));
+      if (lane < 4) to[i / 2 * 8 + i % 2] = s[i];
+    }
+    sync();
+    const float* const from = shared(0) + quarter * 16 + (lane & 3) * 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const v = from + i / 2 * 8 + i % 2;
+      s[i] = op(op(v[0], v[kPositions]), op(v[2 * kPositions], v[3 * kPositions]));
+    }
+  }
+
+  // The first row, values that leap, infinities and NaNs.
+  __device__ __forceinline__ void exact(const float (&acc)[kAcc], float* y, int64_t stride, int width) {
+    float first = 0.f;
+#pragma unroll
+    for (int quarter = 0; quarter < kBlocks / 2; ++quarter) {
+      float top[4], s[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = quarter * 8 + i / 2 * 4 + i % 2;
+        top[i] = fmaxf(power(acc[at], 0, bias[0]), power(acc[at + 2], 1, bias[1]));
+      }
+      all_reduce(top, quarter, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (fabsf(top[i]) == INFINITY) top[i] = 0.f;  // as torch.logsumexp: an infinite maximum comes out as it is
+        const int at = quarter * 8 + i / 2 * 4 + i % 2;
+        s[i] = exp2_approx(power(acc[at], 0, bias[0] - top[i])) + exp2_approx(power(acc[at + 2], 1, bias[1] - top[i]));
+      }
+      all_reduce(s, quarter, [](float a, float b) { return a + b; });
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int position = quarter * 16 + i / 2 * 8 + (lane & 3) * 2 + i % 2;
+        s[i] = log2f(s[i]) + top[i];
+        if (quarter % 4 == warp && lane < 4 && position < width) y[position * stride] = s[i] * kLn2;
+      }
+      if (quarter == 0) first = s[0];
+    }
+    first = __shfl_sync(0xffffffffu, first, 0);
+    shift = fabsf(first) < 1e30f ? first : 0.f;
+    sync();
+  }
+};
+
+#endif
+
+template <ConvMath kMath, int kSteps, int kPositions, ConvEpilogue kEpilogue>
+__global__ void __launch_bounds__(
+    128 * (narrow_producers(kMath, kEpilogue == ConvEpilogue::kResidualLse) + kNarrowChannelConsumers), 1)
+    conv_narrow_channels_kernel(const __grid_constant__ NarrowParams p) {
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Traits = ConvMathTraits<kMath>;
+  using Element = typename Traits::Element;
+  constexpr int kPerWord = Traits::kPerWord;
+  constexpr bool kStats = kEpilogue == ConvEpilogue::kStats;
+  constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
+                              : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
+                                                         : WgmmaType::kTf32;
+  constexpr int kChannels = 64;
+  constexpr int kProducers = narrow_producers(kMath, !kStats);
+  constexpr int kConsumers = kNarrowChannelConsumers;
+  constexpr int kLoaders = 128 * kProducers;  // threads
+  constexpr int kThreads = kLoaders + 128 * kConsumers;
+
+  extern __shared__ __align__(128) uint32_t smem[];
+  const NarrowPlan& plan = p.plan;
+  const NarrowSmemLayout layout = narrow_smem_layout(plan);
+  uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
+  uint64_t* const empty = full + 4;
+  int2* const weight_table = reinterpret_cast<int2*>(smem + layout.weights);
+  int2* const job_table = reinterpret_cast<int2*>(smem + layout.strips);
+  float* const scratch = reinterpret_cast<float*>(smem + layout.scratch);
+  uint32_t* const halo = smem + layout.halo;
+  const int stage_words = narrow_stage_words(plan);
+
+  const int tid = threadIdx.x;
+  const int64_t n = blockIdx.x / plan.slices;
+  const int64_t slice = blockIdx.x % plan.slices;
+  const int c_begin = blockIdx.y * kChannels;  // first output channel of this block, within the conv group
+  const int group = blockIdx.z;
+  const int c_valid = min(kChannels, p.c_out - c_begin);
+  const int c_first = group * p.c_out + c_begin;  // the same among all output channels
+
+  // K entry -> where its weight lies (-1: padding), and whether a second channel shares its word.
+  const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
+  for (int k = tid; k < kSteps * 8; k += kThreads) {
+    const int chunk = k / 4, tap = chunk % taps, channel = (chunk / taps * 4 + k % 4) * kPerWord;
+    int2 v = make_int2(-1, 0);
+    if (chunk < plan.words / 4 * taps && channel < p.c_in) {
+      const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1],
+                d = tap / (plan.kernel[2] * plan.kernel[1]);
+      v.x = static_cast<int>(channel * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] +
+                             w * p.w_stride_k[2]);
+      v.y = channel + 1 < p.c_in;
+    }
+    weight_table[k] = v;
+  }
+  for (int i = tid; i < plan.strips; i += kThreads) {
+    const int per_row = plan.tile[2] / kPositions;
+    const int w = i % per_row * kPositions, h = i / per_row % plan.tile[1], d = i / (per_row * plan.tile[1]);
+    const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w;
+    job_table[i] = make_int2(base, d << 24 | h << 14 | w);
+  }
+  if (plan.zero_plane) {
+    for (int stage = 0; stage < plan.stages; ++stage) {
+      for (int i = tid; i < plan.plane; i += kThreads)
+        halo[stage * stage_words + narrow_planes(plan) * plan.plane + i] = 0;
+    }
+  }
+  if (tid == 0) {
+    for (int stage = 0; stage < plan.stages; ++stage) {
+      barrier_init(full + stage, kLoaders);
+      barrier_init(empty + stage, kConsumers * 4);
+    }
+  }
+  wgmma_fence_shared();  // the zeros
+  __syncthreads();
+
+  const int tile_begin = static_cast<int>(slice * plan.tiles_per_slice);
+  const int tile_count =
+      static_cast<int>(min(plan.tiles_per_slice, plan.tiles_per_sample - slice * plan.tiles_per_slice));
+  const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
+  TileCursor cursor{tile_begin / (tiles_w * tiles_h), tile_begin / tiles_w % tiles_h, tile_begin % tiles_w};
+
+  if (tid < kLoaders) {
+    share_registers<kProducers, kConsumers, false>();
+    narrow_load_tiles<kMath, true, kProducers, true>(p, layout, smem, n, group, cursor, tile_count);
+  } else {
+    share_registers<kProducers, kConsumers, true>();
+    const int lane = tid & 31, g = lane >> 2, t = lane & 3;
+    const int warpgroup = __shfl_sync(0xffffffffu, tid / 128 - kProducers, 0);  // known to be the same in a warp
+    const int warp = tid / 32 & 3;
+    const int channels[2] = {warp * 16 + g, warp * 16 + g + 8};  // of the block's
+
+    uint32_t weights[kSteps][4];
+#pragma unroll
+    for (int i = 0; i < kSteps * 4; ++i) {
+      const int channel = channels[i & 1];
+      const int2 at = weight_table[i / 4 * 8 + (i >> 1 & 1) * 4 + t];
+      uint32_t word = 0;
+      if (at.x >= 0 && channel < c_valid) {
+        const int64_t from = group * p.w_stride_group + (c_begin + channel) * p.w_stride_out + at.x;
+        if constexpr (kPerWord == 2) {
+          const unsigned short* const w = static_cast<const unsigned short*>(p.weight) + from;
+          word = w[0];
+          if (at.y) word |= uint32_t(w[p.w_stride_in]) << 16;
+        } else {
+          word = to_tf32(static_cast<const float*>(p.weight)[from]);
+        }
+      }
+      weights[i / 4][i & 3] = word;
+    }
+    float bias[2] = {0.f, 0.f};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (p.bias && channels[r] < c_valid) bias[r] = to_acc(static_cast<const Element*>(p.bias)[c_first + channels[r]]);
+    }
+    [[maybe_unused]] ChannelSums stats;
+    [[maybe_unused]] ChannelLse<kPositions> lse;
+    if constexpr (!kStats) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        lse.scale[r] = lse.offset[r] = 0.f;
+        lse.bias[r] = -INFINITY;
+        if (channels[r] < c_valid) {
+          const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + channels[r]];
+          lse.scale[r] = norm.y * norm.z;
+          lse.offset[r] = fmaf(bias[r] - norm.x, lse.scale[r], norm.w);
+          lse.bias[r] = bias[r] * lse.kLog2E;
+        }
+      }
+      lse.exchange = scratch + warpgroup * (2 * 4 * kPositions);
+      lse.barrier = 3 + warpgroup;
+      lse.warp = warp;
+      lse.lane = lane;
+    }
+
+    struct Row {
+      int d, h, w;
+    };
+    int stage = 0, tile = 0, job = warpgroup;
+    uint32_t parity = 0;
+    uint32_t address = 0;  // of the next row's first position, in chunks of 16 bytes
+    const uint32_t halo_address = shared_address(halo) >> 4;
+    // The next row of this warpgroup, and a stage given back when its last row was multiplied. False after the last.
+    auto advance = [&](Row& row) {
+      for (;;) {
+        while (job >= plan.strips) {
+          job -= plan.strips;
+          __syncwarp();
+          if (lane == 0) barrier_arrive(empty + stage);
+          if (++stage == plan.stages) stage = 0, parity ^= 1;
+          cursor.advance(tiles_h, tiles_w);
+          if (++tile == tile_count) return false;
+          barrier_wait(full + stage, parity);
+        }
+        const int2 entry = job_table[job];
+        job += kConsumers;
+        row.d = cursor.d * plan.tile[0] + (entry.y >> 24);
+        row.h = cursor.h * plan.tile[1] + ((entry.y >> 14) & 1023);
+        row.w = cursor.w * plan.tile[2] + (entry.y & 16383);
+        address = __shfl_sync(0xffffffffu, halo_address + stage * (stage_words / 4) + entry.x, 0);
+        if (row.d < p.out[0] && row.h < p.out[1] && row.w < p.out[2]) return true;
+      }
+    };
+    auto multiply = [&](float(&acc)[kPositions / 2]) {
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        wgmma<kType, kPositions, 128>(acc, weights[i], address + plan.chunk_pairs[i], i > 0);
+      }
+      wgmma_commit();
+    };
+    auto epilogue = [&](float(&acc)[kPositions / 2], const Row& row) {
+      const int width = min(kPositions, p.out[2] - row.w);
+      if (width <= 0) return;  // never; without this branch the compiler puts the epilogue before the products
+      if constexpr (kStats) {
+        stats.add(acc, t, width);
+      } else {
+        float* const y = p.y + n * p.y_stride_n + row.d * p.y_stride[0] + row.h * p.y_stride[1] + row.w * p.y_stride[2];
+        lse.finish(acc, y, p.y_stride[2], width);
+      }
+    };
+
+    barrier_wait(full, 0);
+    float first[kPositions / 2], second[kPositions / 2];
+    Row row{}, next{};
+    bool more = advance(next);
+    if (more) {
+      multiply(first);
+      wgmma_wait<0>();
+      wgmma_use(first);
+    }
+    // The epilogue of the row in `done` while the next one's products are under way. After the last row they are
+    // multiplied once more, for nobody, since a branch around them would make the compiler wait.
+    auto turn = [&](auto& done, auto& other) {
+      row = next;
+      more = advance(next);
+      multiply(other);
+      epilogue(done, row);
+      wgmma_wait<0>();
+      wgmma_use(other);
+    };
+    while (more) {
+      turn(first, second);
+      if (more) turn(second, first);
+    }
+
+    if constexpr (kStats) {
+      // Thread -> quad (the lanes of a channel) -> the block's warpgroups, always in the same order.
+      Moments<float>* const shared = reinterpret_cast<Moments<float>*>(scratch);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        Moments<float> m = stats.sums[r].moments(stats.count);
+#pragma unroll
+        for (int mask = 1; mask <= 2; mask *= 2) {
+          Moments<float> other = shuffle_xor(m, mask);
+          if (lane & mask) {
+            merge(other, m);
+            m = other;
+          } else {
+            merge(m, other);
+          }
+        }
+        if (t == 0) shared[warpgroup * kChannels + channels[r]] = m;
+      }
+      named_barrier(1, kConsumers * 128);
+      // The bias was left out of the sums: it moves the mean and nothing else.
+      float* const out = p.partials + ((n * plan.slices + slice) * p.c_out_total + c_first) * 3;
+      for (int c = tid - kLoaders; c < c_valid; c += kConsumers * 128) {
+        Moments<float> m = shared[c];
+        for (int w = 1; w < kConsumers; ++w) merge(m, shared[w * kChannels + c]);
+        const float moved = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f;
+        out[c * 3] = m.mean + moved;
+        out[c * 3 + 1] = m.m2;
+        out[c * 3 + 2] = m.count;
+      }
+    }
+  }
+#endif
+}
+
+}  // namespace kgopt
