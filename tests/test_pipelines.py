@@ -133,6 +133,78 @@ def test_pipeline_tf32(pipeline):
     assert error <= allowed, (error, allowed)
 
 
+# c_in, c_out, norm groups, size, kernel, options: over 32 output channels, which are rows of the products on Hopper
+CHANNEL_ROWS = {
+    "64 positions": (8, 64, 16, (20, 70), (3, 3), {}),
+    "32 positions": (8, 64, 16, (9, 34), (3, 3), {}),
+    "several tiles": (6, 64, 8, (150, 300), (3, 3), {}),
+    "least channels": (1, 33, 3, (7, 40), (3, 3), {"padding": 1}),
+    "strided rows": (5, 48, 6, (15, 66), (3, 3), {"stride": (2, 1), "padding": (0, 2)}),
+    "dilated": (4, 40, 5, (17, 90), (3, 2), {"dilation": (2, 3)}),
+    "one tap": (16, 64, 64, (6, 50), (1, 1), {}),
+    "one row": (7, 36, 1, (3, 5), (3, 3), {}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "misaligned"])
+@pytest.mark.parametrize("dtype", ["tf32", torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CHANNEL_ROWS)
+@pytest.mark.parametrize("pipeline", ["mean", "logsumexp"])
+def test_pipeline_channels_as_rows(pipeline, case, dtype, layout, poisoned):
+    c_in, c_out, groups, size, kernel, options = CHANNEL_ROWS[case]
+    if pipeline == "mean":
+        size, kernel = (3, *size), (2, *kernel)
+        options = {
+            name: (v, v, v) if isinstance(v, int) else (1 - (name == "padding"), *v) for name, v in options.items()
+        }
+        c_in = min(c_in, 4)
+    tf32 = dtype == "tf32"
+    torch.backends.cudnn.allow_tf32 = tf32
+    kind = torch.float32 if tf32 else dtype
+    x = torch.randn(3, c_in, *size, device="cuda").to(kind)
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=last_format(x))
+    elif layout == "misaligned":
+        x = torch.cat([x, x[..., :1]], -1)[..., 1:]
+    weight = (torch.randn(c_out, c_in, *kernel, device="cuda") * 0.3).to(kind)
+    bias, gamma, beta = (torch.randn(c_out, device="cuda").to(kind) for _ in range(3))
+    args = [x, weight, bias, groups, gamma, beta]
+    function, ref, *_ = PIPELINES[pipeline]
+    if not tf32:
+        check(pipeline, function(*args, **options), args, options)
+        return
+    exact = ref(*upcast(args), **options).cuda()
+    ideal = ref(*upcast([round_tf32(args[0]), round_tf32(args[1]), *args[2:]]), **options).cuda()
+    y = function(*args, **options)
+    scale = mean_tolerance(args) if pipeline == "mean" else float(exact.abs().mean())
+    allowed = 2 * float((ideal - exact).abs().max()) + 2e-6 * scale
+    assert float((y.double() - exact).abs().max()) <= allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["tf32", torch.bfloat16], ids=str)
+def test_logsumexp_of_values_that_leap(dtype):
+    """Results hundreds apart from position to position, zeros, infinities and NaNs."""
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+    kind = torch.float32 if dtype == "tf32" else dtype
+    x = torch.randn(4, 8, 40, 100, device="cuda")
+    x[0] *= 300.0
+    x[1] = 0.0
+    x[2, 3, 5, 7] = float("inf")
+    x[3, 1, 20, 60] = float("nan")
+    weight = torch.randn(64, 8, 3, 3, device="cuda") * 0.3
+    args = [t.to(kind) for t in (x, weight, torch.randn(64, device="cuda"))]
+    function, ref, *_ = PIPELINES["logsumexp"]
+    rounded = [round_tf32(args[0]), round_tf32(args[1])] if dtype == "tf32" else args[:2]
+    y = function(*args, 16)
+    ideal = ref(*upcast([*rounded, args[2], 16])).cuda()
+    assert torch.equal(y.isnan(), ideal.isnan())
+    assert y[2:].isnan().all()
+    for sample in (0, 1):
+        assert relative_error(y[sample], ideal[sample]) <= (1e-4 if dtype == "tf32" else 5e-3)
+
+
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_pipeline_no_bias_no_affine(pipeline, device):
     args, _ = make(pipeline, "odd channels", torch.float32, device)

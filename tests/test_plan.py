@@ -400,7 +400,9 @@ def check_narrow_plan(plan, case: dict, size, output, limits) -> None:
 def check_channel_rows(plan, case: dict, limits) -> None:
     """Where channels are rows, wgmma reads the halo: every chunk of four words and every tap once, at its place."""
     assert plan.chunked
-    assert plan.rows == 1 and plan.strip in (32, 64) and plan.columns == 64
+    assert plan.rows == 1
+    assert plan.strip in (32, 64)
+    assert plan.columns == 64
     assert case["stride"][2] == 1, "neighbouring positions are neighbours in the halo"
     assert plan.k_steps in (5, 9), "the numbers of products that are compiled"
     assert limits.smem_per_block // 16 < 1 << 14, "addresses fit the descriptor"

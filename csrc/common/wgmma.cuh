@@ -19,7 +19,8 @@ enum class WgmmaType { kTf32, kBf16, kFp16 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// The low word of B's descriptor, which says how many bytes after words 0-3 words 4-7 begin. Adding bytes / 16 moves it.
+// The low word of B's descriptor, which says how many bytes after words 0-3 words 4-7 begin. Adding bytes / 16 moves
+// it.
 __device__ __forceinline__ uint32_t wgmma_b_descriptor(uint32_t shared_address, uint32_t to_next_words = 128) {
   return (shared_address & 0x3FFFF) >> 4 | to_next_words >> 4 << 16;
 }

@@ -17,6 +17,7 @@
 #include "../common/mma.cuh"
 #include "../common/reduce.cuh"
 #include "../common/wgmma.cuh"
+#include "conv3d_narrow_finish.cuh"
 #include "conv3d_narrow_load.cuh"
 
 namespace kgopt {
@@ -193,9 +194,9 @@ struct ChannelLse {
 #endif
 
 template <ConvMath kMath, int kSteps, int kPositions, ConvEpilogue kEpilogue>
-__global__ void __launch_bounds__(
-    128 * (narrow_producers(kMath, kEpilogue == ConvEpilogue::kResidualLse) + kNarrowChannelConsumers), 1)
-    conv_narrow_channels_kernel(const __grid_constant__ NarrowParams p) {
+__global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == ConvEpilogue::kResidualLse) +
+                                         kNarrowChannelConsumers),
+                                  1) conv_narrow_channels_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Traits = ConvMathTraits<kMath>;
   using Element = typename Traits::Element;
@@ -237,8 +238,7 @@ __global__ void __launch_bounds__(
     if (chunk < plan.words / 4 * taps && channel < p.c_in) {
       const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1],
                 d = tap / (plan.kernel[2] * plan.kernel[1]);
-      v.x = static_cast<int>(channel * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] +
-                             w * p.w_stride_k[2]);
+      v.x = static_cast<int>(channel * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2]);
       v.y = channel + 1 < p.c_in;
     }
     weight_table[k] = v;
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(
         if (row.d < p.out[0] && row.h < p.out[1] && row.w < p.out[2]) return true;
       }
     };
-    auto multiply = [&](float(&acc)[kPositions / 2]) {
+    auto multiply = [&](float (&acc)[kPositions / 2]) {
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(
       }
       wgmma_commit();
     };
-    auto epilogue = [&](float(&acc)[kPositions / 2], const Row& row) {
+    auto epilogue = [&](float (&acc)[kPositions / 2], const Row& row) {
       const int width = min(kPositions, p.out[2] - row.w);
       if (width <= 0) return;  // never; without this branch the compiler puts the epilogue before the products
       if constexpr (kStats) {
@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(
     }
 
     if constexpr (kStats) {
-      // Thread -> quad (the lanes of a channel) -> the block's warpgroups, always in the same order.
+      // Thread -> quad (the lanes of a channel) -> the block's warpgroups.
       Moments<float>* const shared = reinterpret_cast<Moments<float>*>(scratch);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -412,17 +412,9 @@ __global__ void __launch_bounds__(
         }
         if (t == 0) shared[warpgroup * kChannels + channels[r]] = m;
       }
-      named_barrier(1, kConsumers * 128);
-      // The bias was left out of the sums: it moves the mean and nothing else.
-      float* const out = p.partials + ((n * plan.slices + slice) * p.c_out_total + c_first) * 3;
-      for (int c = tid - kLoaders; c < c_valid; c += kConsumers * 128) {
-        Moments<float> m = shared[c];
-        for (int w = 1; w < kConsumers; ++w) merge(m, shared[w * kChannels + c]);
-        const float moved = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f;
-        out[c * 3] = m.mean + moved;
-        out[c * 3 + 1] = m.m2;
-        out[c * 3 + 2] = m.count;
-      }
+      finish_stats<kChannels, kConsumers, kConsumers * 128>(
+          p, n, slice, c_first, c_valid, shared, tid - kLoaders,
+          [&](int c) { return p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f; });
     }
   }
 #endif

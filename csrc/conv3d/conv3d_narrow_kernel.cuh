@@ -21,6 +21,7 @@
 #include "../common/reduce.cuh"
 #include "../common/wgmma.cuh"
 #include "conv3d_kernel.cuh"
+#include "conv3d_narrow_finish.cuh"
 #include "conv3d_narrow_load.cuh"
 #include "conv3d_narrow_params.h"
 #include "conv3d_narrow_plan.h"
@@ -481,23 +482,15 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
     }
 
     if constexpr (kStats) {
-      // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block, always in the same order.
+      // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block.
       Moments<float>* const shared = reinterpret_cast<Moments<float>*>(scratch);
 #pragma unroll
       for (int j = 0; j < kColumns / 4; ++j) {
         const Moments<float> m = warp_merge(sums[j].moments(count), 4);
         if (g == 0) shared[warp * kColumns + (j / 2) * 8 + t * 2 + (j & 1)] = m;
       }
-      named_barrier(1, kWarps * 32);
-      // The bias was left out of the sums: it moves the mean and nothing else.
-      float* const out = p.partials + ((n * plan.slices + slice) * p.c_out_total + c_first) * 3;
-      for (int c = tid - kLoaders; c < c_valid; c += kWarps * 32) {
-        Moments<float> m = shared[c];
-        for (int w = 1; w < kWarps; ++w) merge(m, shared[w * kColumns + c]);
-        out[c * 3] = m.mean + column_table[c].x;
-        out[c * 3 + 1] = m.m2;
-        out[c * 3 + 2] = m.count;
-      }
+      finish_stats<kColumns, kWarps, kWarps * 32>(p, n, slice, c_first, c_valid, shared, tid - kLoaders,
+                                                  [&](int c) { return column_table[c].x; });
     }
   }
 #endif

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../groupnorm/groupnorm_params.h"
 #include "conv3d_params.h"
 
 namespace kgopt {
@@ -72,6 +73,10 @@ struct NarrowPlan {
   int smem_bytes = 0;
 };
 
+inline bool narrow_sees_samples(const NarrowPlan& p, int64_t groups) {
+  return p.slices == 1 && p.n_tiles == 1 && groups == 1;
+}
+
 // How the loading warpgroup reads x.
 enum class NarrowLoad : int {
   kVectors,  // rows in vectors of 4 positions
@@ -90,7 +95,12 @@ struct NarrowParams {
   const void* bias;        // [c_out * groups] of the weight's dtype, or null
   float* y;                // kResidualLse: the result [N, positions]
   int64_t y_stride_n, y_stride[3];
-  float* partials;         // kStats: see StatsPartials in groupnorm_params.h
+  float* partials;  // kStats: see StatsPartials in groupnorm_params.h
+  // kStats, where a block sees all of its sample: the sample's statistics instead of partials, and with sample_mean
+  // [N] the mean of its norm.
+  bool finishes;
+  GroupStatsFinalizeParams finish;  // but for its partials
+  float* sample_mean;
   const void* norm_table;  // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm_params.h
   int c_in, c_out;         // per conv group
   int c_out_total;

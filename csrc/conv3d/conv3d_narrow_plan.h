@@ -180,8 +180,7 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.batch = narrow_batch(p.math, p.window, p.large_batch);
   p.k_steps = padded(p.batch);
   p.producers = narrow_producers(p.math, lse);
-  p.consumers =
-      p.channel_rows ? kNarrowChannelConsumers : narrow_consumers(p.math, p.columns, p.window, lse);
+  p.consumers = p.channel_rows ? kNarrowChannelConsumers : narrow_consumers(p.math, p.columns, p.window, lse);
   p.zero_plane = p.k_words != p.k_steps * 8;
   p.taps_fast = p.words < 4;
   const auto full_width = [&](int strip) {
@@ -207,8 +206,8 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
           for (int stages = kNarrowStages; stages >= 2; --stages) {
             p.stages = stages;
             // A product takes one row where channels are rows.
-            if (!plan_detail::narrow_tile(&p, q, limits, d, p.channel_rows ? 1 : rows,
-                                          p.channel_rows ? rows : segments, w)) {
+            if (!plan_detail::narrow_tile(&p, q, limits, d, p.channel_rows ? 1 : rows, p.channel_rows ? rows : segments,
+                                          w)) {
               continue;
             }
             const double cost = plan_detail::narrow_cost(p, lse);

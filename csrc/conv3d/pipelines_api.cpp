@@ -75,18 +75,27 @@ struct __attribute__((visibility("hidden"))) StatsPass {
     partials = workspace->reserve(partials_bytes(shape, slices()));
   }
 
-  void run(Workspace& workspace, cudaStream_t stream) const {
+  // Leaves what `finish` asks for and, where it can, in sample_mean the mean of each sample's norm. Says whether it
+  // did.
+  bool run(Workspace& workspace, const GroupStatsFinalizeParams& finish, float* sample_mean,
+           cudaStream_t stream) const {
     if (narrow()) {
       Tensor dense_bias;
       NarrowParams p = make_narrow_params(a, shape, choice.narrow, &dense_bias);
       p.partials = workspace.at<float>(partials);
+      p.finishes = narrow_sees_samples(choice.narrow, shape.groups);
+      p.finish = finish;
+      p.sample_mean = sample_mean;
       raise_on_error(a.op, run_conv_narrow_stats(p, shape.n, stream));
+      if (p.finishes) return true;
     } else {
       ConvKernelParams p = make_kernel_params(a, shape, choice.plan);
       pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
       p.partials = workspace.at<float>(partials);
       raise_on_error(a.op, run_conv3d_stats(p, shape.n, stream));
     }
+    raise_on_error(a.op, run_group_stats_finalize(finish, stream));
+    return false;
   }
 };
 
@@ -115,11 +124,10 @@ MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const Opt
                empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
                empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
 
-  pass.run(workspace, stream);
   GroupStatsFinalizeParams f =
       finalize_params(a, shape, pass.slices(), norm, workspace.at<float>(pass.partials), r.mean, r.rstd);
   f.channel_mean = r.channel_mean.mutable_data_ptr();
-  raise_on_error(a.op, run_group_stats_finalize(f, stream));
+  if (pass.run(workspace, f, static_cast<float*>(r.out.mutable_data_ptr()), stream)) return r;
 
   GroupNormMeanParams m;
   m.channel_mean = r.channel_mean.const_data_ptr();
@@ -230,11 +238,10 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
                empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
                empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
 
-  pass.run(workspace, stream);
   GroupStatsFinalizeParams f =
       finalize_params(a, shape, pass.slices(), norm, workspace.at<float>(pass.partials), r.mean, r.rstd);
   f.table = workspace.at<void>(table);
-  raise_on_error(a.op, run_group_stats_finalize(f, stream));
+  pass.run(workspace, f, nullptr, stream);
 
   if (narrow) {
     Tensor dense_bias;

@@ -196,10 +196,9 @@ void bind_conv(py::module_& m) {
       .def_readonly("slices", &NarrowPlan::slices)
       .def_readonly("tiles_per_slice", &NarrowPlan::tiles_per_slice)
       .def_readonly("smem_bytes", &NarrowPlan::smem_bytes)
-      .def_property_readonly("chunk_pairs",
-                             [](const NarrowPlan& p) {
-                               return std::vector<uint32_t>(p.chunk_pairs, p.chunk_pairs + p.k_steps);
-                             })
+      .def_property_readonly(
+          "chunk_pairs",
+          [](const NarrowPlan& p) { return std::vector<uint32_t>(p.chunk_pairs, p.chunk_pairs + p.k_steps); })
       .def_property_readonly("tile", [](const NarrowPlan& p) { return copied(p.tile); })
       .def_property_readonly("halo", [](const NarrowPlan& p) { return copied(p.halo); })
       .def_property_readonly("tiles", [](const NarrowPlan& p) { return copied(p.tiles); })
