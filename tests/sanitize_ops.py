@@ -193,6 +193,34 @@ def pipeline_cases() -> None:
                 call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x, w, b, 8, g, h),
             )
 
+    # On Hopper: rows of 32 and of 64 positions, several tiles, channels as rows of the products and as columns.
+    for dtype, tf32, c_out, last in itertools.product((torch.float32, *HALVES), (True, False), (16, 40), (False, True)):
+        if dtype in HALVES and not tf32:
+            continue
+        label = f"{dtype} tf32={tf32} to {c_out} {'channels_last' if last else 'contiguous'}"
+        affine = (tensor(c_out, dtype=dtype), tensor(c_out, dtype=dtype))
+        run(
+            f"conv3d_group_norm_mean {label}",
+            tensor(2, 3, 4, 11, 20, dtype=dtype, channels_last=last),
+            tensor(c_out, 3, 2, 3, 3, dtype=dtype),
+            tensor(c_out, dtype=dtype),
+            *affine,
+            backward=False,
+            call=lambda x, w, b, g, h, tf32=tf32: ops.conv3d_group_norm_mean(x, w, b, 8, g, h, allow_tf32=tf32),
+        )
+        for size in ((11, 30), (38, 150)):
+            run(
+                f"conv2d_..._logsumexp {label} {size}",
+                tensor(2, 7, *size, dtype=dtype, channels_last=last),
+                tensor(c_out, 7, 3, 3, dtype=dtype),
+                tensor(c_out, dtype=dtype),
+                *affine,
+                backward=False,
+                call=lambda x, w, b, g, h, tf32=tf32: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(
+                    x, w, b, 8, g, h, allow_tf32=tf32
+                ),
+            )
+
 
 def main() -> int:
     if not torch.cuda.is_available():
