@@ -352,6 +352,33 @@ def test_bench_pipelines_quick(tmp_path):
     assert names == {"eager", "eager_channels_last", "kgopt", "kgopt_channels_last"}
 
 
+def test_bench_scaling_draws_lines(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path, chart = tmp_path / "rows.json", tmp_path / "scaling.png"
+    arguments = ["bench", "--suite", "scaling", "--quick", "--device", "cpu", "--json", str(path), "--plot", str(chart)]
+    assert main(arguments) == 0
+    assert "conv3d+gn+mean batch 1" in capsys.readouterr().out
+    rows = results.load_rows(path)
+    assert {row["implementation"] for row in rows} == {"eager", "kgopt"}, "CUDA graphs are a matter of GPUs"
+    assert {row["axis"] for row in rows} == {"batch", "edge"}
+    for row in rows:
+        assert row["time_us"] > 0
+        assert row["axis_value"] == row["shape"][0 if row["axis"] == "batch" else -1]
+        assert "out_of_tolerance" not in row
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_bench_replays_a_graph(tmp_path):
+    path = tmp_path / "rows.json"
+    arguments = ["bench", "--suite", "scaling", "--case", "edge 8", "--dtype", "bf16", "--json", str(path)]
+    assert main(arguments) == 0
+    rows = {row["implementation"]: row for row in results.load_rows(path) if row["case"].startswith("conv2d")}
+    assert set(rows) == {"eager", "kgopt", "kgopt_graph"}
+    assert rows["kgopt_graph"]["time_us"] > 0
+    assert rows["kgopt_graph"]["error"] == rows["kgopt"]["error"]
+
+
 def test_bench_records_a_failing_baseline():
     case = cases.suite_cases("ops")[0].scaled(512)
 

@@ -36,6 +36,8 @@ suites:
               training step of the first two. A library that is not installed is skipped, with the pip command
   sweep       GroupNorm at random shapes, forward and backward, against the better of eager and torch.compile, which
               takes about 3 seconds a shape to compile: --count and --budget bound that
+  scaling     the first and third pipeline at batches from 1 to 1024 and edges from 8 to 128, eager, kgopt, and kgopt's
+              launches replayed as a CUDA graph: cost against work
 
 dtypes:
   tf32        float32 tensors, TF32 allowed in convolutions (PyTorch's default)
@@ -79,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--quick", action="store_true", help="fewer patches, shorter timing, no headline shapes")
 
     bench = add("bench", "measure kgopt beside PyTorch and the floor", _BENCH)
-    bench.add_argument("--suite", choices=["pipelines", "groupnorm", "conv", "ops", "models", "sweep"],
+    bench.add_argument("--suite", choices=["pipelines", "groupnorm", "conv", "ops", "models", "sweep", "scaling"],
                        default="pipelines", help="what to measure (%(default)s)")  # fmt: skip
     bench.add_argument("--json", metavar="F", help="write the measured rows here, after every case")
     bench.add_argument("--plot", metavar="F", help="write a chart of the rows here (.png, .svg or .pdf)")

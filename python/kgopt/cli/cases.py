@@ -20,7 +20,7 @@ from kgopt.cli.models import PIPELINES, Pipeline, randomize
 
 __all__ = ["SUITES", "Case", "PlainGroupNorm", "Slice", "group_norm_work", "group_slices", "suite_cases"]
 
-SUITES = ("pipelines", "groupnorm", "conv", "ops")
+SUITES = ("pipelines", "groupnorm", "conv", "ops", "scaling")
 
 Index = tuple[Any, ...]
 
@@ -55,6 +55,13 @@ class Case:
     max_autotune: bool = False
     own_kernel: Callable[[nn.Module], nn.Module] | None = None  # kgopt, forced to its own kernel
     title: str = ""
+    axis: str = ""  # what grows from case to case: "batch" or "edge"
+    graph: bool = False  # also kgopt's launches replayed as a CUDA graph
+
+    @property
+    def axis_value(self) -> int:
+        """The batch size or the last edge, whichever `axis` names."""
+        return self.shape[0] if self.axis == "batch" else self.shape[-1]
 
     def scaled(self, divisor: int) -> Case:
         """The same case with its batch, or else its first spatial size, cut to about 1 / divisor."""
@@ -117,6 +124,32 @@ def _pipeline_case(pipeline: Pipeline) -> Case:
         max_autotune=True,
         title=pipeline.title,
     )
+
+
+def _scaling_cases() -> list[Case]:
+    """Cost against work: the pipelines whose convolution is never stored, at growing batches and at growing images."""
+    cases = []
+    for pipeline in PIPELINES:
+        if pipeline.transposed:
+            continue
+        batch, channels, *spatial = pipeline.headline
+        shapes = [("batch", (n, channels, *spatial)) for n in (1, 4, 16, 64, 256, 1024)]
+        # 128 cubed needs no batch of 128 to fill a GPU.
+        many = batch if len(spatial) == 2 else 16
+        shapes += [("edge", (many, channels, *[edge] * len(spatial))) for edge in (8, 16, 32, 64, 128)]
+        for axis, shape in shapes:
+            case = dataclasses.replace(
+                _pipeline_case(pipeline),
+                suite="scaling",
+                shape=shape,
+                axis=axis,
+                graph=True,
+                layouts=False,
+                compile=False,
+                backward="",
+            )
+            cases.append(dataclasses.replace(case, name=f"{pipeline.name} {axis} {case.axis_value}"))
+    return cases
 
 
 # ----------------------------------------------------------------------------------------------------- GroupNorm
@@ -422,4 +455,6 @@ def suite_cases(suite: str) -> list[Case]:
         return [_conv_case(*row) for row in _CONV]
     if suite == "ops":
         return _op_cases()
+    if suite == "scaling":
+        return _scaling_cases()
     raise ValueError(f"suite is {suite!r}, expected one of {', '.join(SUITES)}")

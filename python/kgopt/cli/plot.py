@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ COLORS = {
     "kgopt": ACCENT,
     "kgopt_channels_last": "#b4d870",
     "kgopt_own": "#4d7a00",
+    "kgopt_graph": "#4d7a00",
     "kgopt_compile": "#4d7a00",
     "kgopt_backend": "#94b84f",
 }
@@ -88,7 +90,8 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 
 def plot_rows(rows: list[Row], path: str | os.PathLike[str], dtype: str | None = None) -> None:
-    """Draws the rows of one dtype (default: the first measured): bars for pipelines and models, else a dot chart.
+    """Draws the rows of one dtype (default: the first measured): bars for pipelines and models, lines for scaling,
+    else a dot chart.
 
     A sweep is one scatter plot of all its rows, or of those of `dtype`.
 
@@ -102,6 +105,9 @@ def plot_rows(rows: list[Row], path: str | os.PathLike[str], dtype: str | None =
     groups = [group for group in groups if group.dtype == dtype and group.best(results.IMPLEMENTATIONS)]
     if not groups:
         raise ValueError(f"there are no timed rows of dtype {dtype} to plot")
+    if groups[0].suite == "scaling":
+        save(_lines(groups), path)
+        return
     save(_bars(groups) if groups[0].suite in ("pipelines", "models") else _dots(groups), path)
 
 
@@ -233,6 +239,50 @@ def _dots(groups: list[Group]) -> Any:
                   fontsize=8, color=MUTED, x=0.01, ha="left")  # fmt: skip
     strip(axes)
     axes.tick_params(which="minor", length=0)
+    return fig
+
+
+_AXES = {"batch": "batch size", "edge": "edge of the image or volume"}
+
+
+def _lines(groups: list[Group]) -> Any:
+    """Time for each element of x against what grows, a panel for each pipeline and axis, and the floor."""
+    panels: dict[tuple[str, str], list[Group]] = {}
+    for group in groups:
+        panels.setdefault((group.title, group.facts["axis"]), []).append(group)
+    titles = list(dict.fromkeys(title for title, _ in panels))
+    axes_names = [axis for axis in _AXES if any(axis == name for _, name in panels)]
+    fig = figure(5.6 * len(axes_names) + 0.4, 3.6 * len(titles) + 0.8)
+    fig.suptitle("Cost against work: " + _device_and_dtype(groups[0].facts), x=0.01, ha="left", fontsize=14,
+                 fontweight="bold", color=INK)  # fmt: skip
+    grid = fig.subplots(len(titles), len(axes_names), squeeze=False)
+    for axes in grid.flat:
+        axes.set_visible(False)
+    for (title, axis), members in panels.items():
+        axes = grid[titles.index(title)][axes_names.index(axis)]
+        axes.set_visible(True)
+        for name, label in results.IMPLEMENTATIONS.items():
+            timed = [(g.facts["axis_value"], g.time(name), math.prod(g.facts["shape"])) for g in members]
+            points = sorted((value, time * 1e3 / elements) for value, time, elements in timed if time is not None)
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.8, color=COLORS[name],
+                          label=label)  # fmt: skip
+        floors = sorted(
+            (g.facts["axis_value"], (g.floor_us or 0.0) * 1e3 / math.prod(g.facts["shape"])) for g in members
+        )
+        axes.plot(*zip(*floors, strict=True), linestyle=(0, (4, 3)), linewidth=1.2, color=INK, label="floor")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_title(wrap_title(title, 60), loc="left", fontsize=10, color=INK)
+        axes.set_xlabel(_AXES[axis], color=INK)
+        axes.set_ylabel("ns an element of x", color=INK)
+        axes.grid(color="#eef0f2", linewidth=0.8)
+        axes.set_axisbelow(True)
+        strip(axes)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9)
+    fig.supxlabel(_where(groups[0].facts) + " · medians, L2 flushed", fontsize=8, color=MUTED, x=0.01, ha="left")
     return fig
 
 

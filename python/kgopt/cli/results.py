@@ -30,6 +30,7 @@ IMPLEMENTATIONS = {
     "kgopt": "kgopt",
     "kgopt_channels_last": "kgopt channels_last",
     "kgopt_own": 'kgopt backend="kgopt"',
+    "kgopt_graph": "kgopt as a CUDA graph",
     "kgopt_compile": "kgopt.optimize + torch.compile",
     "kgopt_backend": 'torch.compile backend="kgopt"',
 }
