@@ -460,7 +460,7 @@ def _try_layout(
 
 
 def _try_glue(root: nn.Module, call: Callable[[], Any], device: torch.device, found: Report, result: Any) -> Any:
-    """Whether upsampling and padding from copies make the whole model faster, in the layout that was chosen."""
+    """Whether what stands between the norms makes the whole model faster, in the layout that was chosen."""
     states = glue.states_of(root)
     found.glue = ""
     if not states:
@@ -478,10 +478,10 @@ def _try_glue(root: nn.Module, call: Callable[[], Any], device: torch.device, fo
     times = f"{after * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"
     if after < before:
         modules = "a module" if len(states) == 1 else f"{len(states)} modules"
-        found.glue = f"from strided copies in {modules}: {times}"
+        found.glue = f"kgopt's in {modules}: {times}"
         return switched(True)()
     glue.forget(root)
-    found.glue = f"left alone: copies are not faster: {times}"
+    found.glue = f"left alone: kgopt's are not faster: {times}"
     return result
 
 
