@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
 from kgopt.rewrite import policy
+from kgopt.rewrite.patterns import conv_of
 
 _OPS = torch.ops.kgopt
 SMALL = 2**20  # bytes of the result, below which several launches cost more than they save
@@ -180,15 +181,15 @@ class Call:
         rest = (stride, padding, dilation, output_padding, groups, transposed)
         return _ops._conv_sizes(self.x.shape, self.more[0].shape, *rest)
 
-    def convolve_and_add(self, residual: Tensor | None, divisor: float = 1.0) -> Tensor:
-        """(Convolution + bias + residual) / divisor."""
+    @property
+    def rest(self) -> tuple[Any, ...]:
+        """A convolution's arguments of conv_add after its tensors."""
         _, transposed, *lists, groups = self.argument[:7]
-        rest = (*map(list, lists), groups, transposed, divisor)
-        return _OPS.conv_add(self.x, *self.more, residual, *rest)  # type: ignore[no-any-return]
+        return (*map(list, lists), groups, transposed)
 
     def _convolve(self, option: str) -> Tensor:
         if option == "bias":
-            return self.convolve_and_add(None)
+            return _OPS.conv_add(self.x, *self.more, None, *self.rest)  # type: ignore[no-any-return]
         op, transposed, stride, padding, dilation, output_padding, groups, *_ = self.argument
         weight, bias = self.more
         tail = (output_padding, groups, dilation) if transposed else (dilation, groups)
@@ -373,14 +374,91 @@ def _cat(tensors: Any = None, dim: Any = 0, axis: Any = None) -> Call | None:
 
 
 @dataclass
+class ConvPlan:
+    """What a convolution module does with inputs of one kind: looking that up anew took longer than launching it."""
+
+    option: str
+    module: tuple[Any, ...]  # the module's attributes that this is about
+    rest: tuple[Any, ...]  # arguments of conv_add after its tensors
+    sizes: list[int]  # of the result
+    call: Call | None
+
+
+PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
+
+
+def plan_of(conv: Any, x: Any) -> ConvPlan | None:
+    """The plan for this call; None where PyTorch's code must run. Only with gradients off and nobody looking on."""
+    state = conv.__dict__.get("_kgopt_glue")
+    if state is None or not state.enabled or type(x) is not Tensor or torch.is_autocast_enabled(x.device.type):
+        return None
+    weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
+    if weight is None or weight.dtype is not x.dtype or (bias is not None and bias.dtype is not x.dtype):
+        return None
+    key = (x.shape, x.stride(), x.dtype, x.device, weight.stride())
+    plan: ConvPlan | None = state.plans.get(key)
+    module = (conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups, conv.padding_mode)
+    if plan is None or plan.module != module:
+        if len(state.plans) >= PLANS:
+            return None
+        plan = state.plans[key] = _make_plan(conv, x, module, state)
+    return plan if plan.option else None
+
+
+def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) -> ConvPlan:
+    kind = conv_of(conv)
+    stride, padding, dilation, output_padding, groups, mode = module
+    tail = (output_padding, groups, dilation) if conv.transposed else (dilation, groups)
+    call = None
+    if kind is not None and mode == "zeros":
+        call = recognize(CONV_FUNCTIONS[kind], (x, conv.weight, conv.bias, stride, padding, *tail), {})
+    if call is None:
+        return ConvPlan("", module, (), [], None)
+    option = state.faster.get(call.key, "")
+    # The tensors of this call are not kept.
+    return ConvPlan(option, module, call.rest, call.sizes, replace(call, x=x.new_empty(0), more=()))
+
+
+def run_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0) -> Tensor:
+    """The convolution, with its bias and what else is given, by one of kgopt's ops."""
+    parameters = conv._parameters
+    with torch._C._AutoDispatchBelowAutograd():  # gradients are off; the ops' Python kernels for them take time
+        if plan.option == "bias":
+            weight, bias = parameters["weight"], parameters["bias"]
+            return _conv_add(x, weight, bias, residual, *plan.rest, divisor)  # type: ignore[no-any-return]
+        assert plan.call is not None
+        return replace(plan.call, x=x, more=(parameters["weight"], parameters["bias"])).run(plan.option)
+
+
+_conv_add = _OPS.conv_add.default
+
+
+def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a convolution module, by the faster op where nothing needs a gradient and nothing is traced."""
+
+    @functools.wraps(forward)
+    def planned_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Another mode, such as _Find, is to see the function itself.
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or args or kwargs or is_watched():
+            return forward(self, input, *args, **kwargs)
+        if torch._C._len_torch_function_stack() > policy.own_modes.count:
+            return forward(self, input)
+        plan = plan_of(self, input)
+        return forward(self, input) if plan is None else run_plan(self, input, plan)
+
+    return planned_forward
+
+
+@dataclass
 class GlueState:
     """What a module remembers of its calls."""
 
     enabled: bool = True
     faster: dict[Any, str] = field(default_factory=dict)  # by Call.key: the option that is; "": PyTorch's
+    plans: dict[Any, ConvPlan] = field(default_factory=dict)  # of a convolution module, by x's shape, strides, ...
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"enabled": self.enabled, "faster": {}}  # another machine is another measurement
+        return {"enabled": self.enabled, "faster": {}, "plans": {}}  # another machine is another measurement
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -533,6 +611,7 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
             continue
         state = module.__dict__.setdefault("_kgopt_glue", GlueState())
         state.faster.update(verdicts)
+        state.plans.clear()
         count += sum(map(bool, verdicts.values()))
         original = classes.original_class(module)
         recipe = type(module).__dict__["_kgopt_recipe"] if original is not None else ()
