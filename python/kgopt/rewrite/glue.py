@@ -393,7 +393,9 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
     if state is None or not state.enabled or type(x) is not Tensor or torch.is_autocast_enabled(x.device.type):
         return None
     weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
-    if weight is None or weight.dtype is not x.dtype or (bias is not None and bias.dtype is not x.dtype):
+    if type(weight) is not nn.Parameter or weight.dtype is not x.dtype:
+        return None
+    if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not x.dtype):
         return None
     key = (x.shape, x.stride(), x.dtype, x.device, weight.stride())
     plan: ConvPlan | None = state.plans.get(key)
