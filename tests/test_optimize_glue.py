@@ -221,8 +221,28 @@ def test_the_whole_model_decides(monkeypatch):
         found(model, x)
         monkeypatch.setattr(policy, "time_both", lambda first, second, device, times=times: times)
         api._try_glue(model, call, torch.device("cpu"), report, None)
-        assert bool(glue.states_of(model)) is kept
+        assert bool(glue.modules_of(model)) is kept
         assert ("left alone" in str(report)) is not kept
+
+
+def test_the_rest_may_stay_without_the_convolutions(monkeypatch):
+    model, x = Net().eval(), torch.randn(1, 4, 5, 6)
+    report = kgopt.report(kgopt.optimize(model, measure=False))
+
+    def call():
+        with torch.no_grad():
+            return model(x)
+
+    expected = call()
+    found(model, x)
+    every = len(glue.modules_of(model))
+    times = iter([(2e-3, 3e-3), (2e-3, 1e-3)])
+    monkeypatch.setattr(policy, "time_both", lambda first, second, device: next(times))
+    y = api._try_glue(model, call, torch.device("cpu"), report, None)
+    torch.testing.assert_close(y, expected)
+    assert len(glue.modules_of(model)) == every - 1
+    assert type(model.conv) is nn.Conv2d
+    assert all(glue.state_of(m).enabled for m in glue.modules_of(model))
 
 
 def test_sites_are_measured_under_kgopts_own_mode_only():

@@ -636,6 +636,12 @@ def forget(root: nn.Module) -> None:
             module.__class__ = classes.make_class(original, recipe) if recipe else original
 
 
-def states_of(root: nn.Module) -> list[GlueState]:
-    """Of every module that has one."""
-    return [m.__dict__["_kgopt_glue"] for m in root.modules() if "_kgopt_glue" in m.__dict__]
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """Every module that has a state."""
+    return [m for m in root.modules() if "_kgopt_glue" in m.__dict__]
+
+
+def state_of(module: nn.Module) -> GlueState:
+    """The state of one of them."""
+    state: GlueState = module.__dict__["_kgopt_glue"]
+    return state
