@@ -39,7 +39,7 @@ def run_tool(sanitizer: str, tool: str, script: list[str], env: dict[str, str]) 
     command = [sanitizer, "--tool", tool]
     if tool == "initcheck":
         # Every kernel is watched, or what ATen wrote would count as uninitialized; only findings in ours count.
-        command += ["--error-exitcode", "0", "--print-limit", "100000", *script]
+        command += ["--error-exitcode", "0", "--print-limit", "100000", *script, "--initcheck"]
         process = subprocess.run(command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         lines = process.stdout.splitlines()
         found = [i for i, line in enumerate(lines) if " at " in line and "kgopt" in line]
