@@ -22,7 +22,7 @@ __device__ __noinline__ ValueAndSlope<Acc> any_chain_slope(ActChain chain, Acc x
   return r;
 }
 
-// Four instructions: __expf and __fdividef spend eight more on subnormal numbers, and bf16 kernels run out of issue
+// Four instructions: __expf and __fdividef take three more for subnormal numbers, and bf16 kernels run out of issue
 // slots before they run out of bandwidth. Below x = -87.3 this is 0.
 __device__ __forceinline__ float fast_sigmoid(float x) {
   float e, s;
