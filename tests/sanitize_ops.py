@@ -92,6 +92,8 @@ def group_norm_cases() -> None:
             run(f"group_norm columns, {name}", x, weight, bias, call=call, backward=False)
     once = tensor(1, 6, 161, 160, 9)  # groups of 0.9 MB, off the 128-byte lines
     run("group_norm read once", once, call=lambda x: ops.group_norm(x, 6, None, None, 1e-5, "silu"))
+    held = tensor(1, 2, 1100, 2101)  # groups of 9.2 MB: tiles in registers, too
+    run("group_norm read once, in registers", held, call=lambda x: ops.group_norm(x, 2, None, None, 1e-5, "silu"))
     run("group_norm_mean large groups", big, call=lambda x: ops.group_norm_mean(x, 2))
     half = tensor(2, 24, 5, 7, dtype=torch.bfloat16)
     run("group_norm mixed", half, tensor(24), tensor(24), call=lambda x, w, b: ops.group_norm(x, 8, w, b))

@@ -306,13 +306,14 @@ def test_group_norm_on_chip_graph():
     assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
 
 
-# Groups of 0.6 to 5 MB, which one launch reads once on a GPU with bulk copies. Named by what is hard about them.
+# Groups of 0.6 to 18 MB, which one launch reads once on a GPU with bulk copies. Named by what is hard about them.
 LARGE_GROUPS = {
     "few long rows": ((1, 16, 64, 64, 40), 2),
     "groups off the 128-byte lines": ((3, 6, 71, 73, 60), 3),
     "vectors across rows": ((2, 40, 130, 129), 2),
     "rows shorter than a tile": ((1, 4096, 16, 17), 1),
     "one channel a group": ((2, 3, 512, 520), 3),
+    "tiles in registers": ((1, 4, 4, 409, 1403), 2),
 }
 
 

@@ -263,7 +263,7 @@ py::dict plan_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string
   out["tiles"] = p.tiles;
   out["tiles_per_group"] = p.tiles_per_group;
   out["group_vectors"] = p.group_vectors;
-  out["lag"] = p.lag;
+  out["holders"] = plan.holders;
   out["s_magic"] = p.s_magic;
   out["s_shift"] = p.s_shift;
   out["s_magic64"] = p.s_magic64;
@@ -386,7 +386,8 @@ py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::stri
 
 void bind_norm(py::module_& m) {
   m.attr("FWD_SLOTS") = kFwdSlots;
-  m.attr("FWD_TILE_VECTORS") = kFwdThreads * kFwdPasses;
+  m.attr("FWD_HOLDERS") = kFwdHolders;
+  m.attr("FWD_TILE_VECTORS") = kFwdTileVectors;
   m.def("plan_group_norm_fwd", &plan_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
         py::arg("x_line") = 0, py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132,

@@ -140,6 +140,9 @@ struct FwdChoice {
   ColumnPlan columns;
 };
 
+// From here on tiles were faster than clusters of sixteen, whatever else (H200).
+inline constexpr int64_t kTiledGroupBytes = 1 << 20;
+
 // The way of a forward: a group in a cluster or a team; tiles of a group all over the GPU; channels_last x in slabs;
 // two passes over x. A cluster of sixteen whose blocks have a multiprocessor each leaves a sixth of an H200 idle and
 // overlaps nothing, and a few such clusters leave even more: then the tiles come first.
@@ -152,7 +155,8 @@ inline FwdChoice choose_group_norm_fwd(const ClusterPlanInput& cluster, const Fw
   const ClusterPlan& c = choice.on_chip;
   const bool crowded =
       c.shares.blocks == kClusterMaxBlocks &&
-      (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm || leaves_gpu_idle(c, cluster.sm_count));
+      (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm || leaves_gpu_idle(c, cluster.sm_count) ||
+       int64_t(c.shares.elements) * dtype_size(cluster.dims.dtype) >= kTiledGroupBytes);
   if (!c.refusal && (!crowded || choice.one_read.refusal)) {
     choice.way = FwdWay::kOnChip;
   } else if (!choice.one_read.refusal) {

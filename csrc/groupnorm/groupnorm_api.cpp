@@ -114,7 +114,6 @@ FwdChoice choose_fwd(const char* op, const Tensor& x, const Tensor& y, const Gro
   tiles.has_bulk_copy = info.compute_capability >= 90 && has_bulk_copy();
   tiles.smem_bytes = info.smem_per_block;
   tiles.sm_count = info.sm_count;
-  tiles.l2_bytes = info.l2_bytes;
   const ClusterPlanInput cluster = cluster_input(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, 1, pre_act, act);
   ColumnPlanInput columns;
   columns.dims = d;
@@ -174,8 +173,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
     p.eps = static_cast<float>(eps);
     p.mean = static_cast<float*>(s.mean.mutable_data_ptr());
     p.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
-    p.ready = workspace.at<uint64_t>(words);
-    p.partials = p.ready + d.n * d.g;
+    p.words = workspace.at<uint64_t>(words);
     const Status status = run_group_norm_fwd(p, plan, stream_of(x));
     if (status.code != StatusCode::kUnsupported) {
       raise_on_error(op, status);
