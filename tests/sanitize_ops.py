@@ -172,6 +172,24 @@ def conv_cases() -> None:
             )
 
 
+def between_cases() -> None:
+    for dtype, last, spatial in itertools.product(DTYPES, (False, True), ((5, 7), (3, 5, 7))):
+        rank = len(spatial)
+        for channels in (16, 3):
+            label = f"{dtype} {'channels_last' if last else 'contiguous'} {spatial} {channels}"
+            x = tensor(2, channels, *spatial, dtype=dtype, channels_last=last)
+            larger = tensor(2, channels, *(2 * s for s in spatial), dtype=dtype, channels_last=last)
+            run(f"upsample_linear {label}", x, larger, backward=False, call=ops.upsample_linear)
+            for window in (([2] * rank, [2] * rank, [0] * rank), ([3] * rank, [2] * rank, [1] * rank)):
+                run(f"max_pool {label}", x, backward=False, call=lambda x, w=window: ops.max_pool(x, *w))
+            weight = tensor(channels, channels, *[1] * rank, dtype=dtype, channels_last=last)
+            rest = ([1] * rank, [0] * rank, [1] * rank, [0] * rank, 1, False, 2.0)
+            if "--own-kernels" not in sys.argv:  # its convolution is cuDNN's
+                bias = tensor(channels, dtype=dtype)
+                call = lambda x, w, b, r, rest=rest: ops.conv_add(x, w, b, r, *rest)  # noqa: E731
+                run(f"conv_add {label}", x, weight, bias, x, backward=False, call=call)
+
+
 def pipeline_cases() -> None:
     for dtype in DTYPES:
         for backward in (False,) if "--own-kernels" in sys.argv else (False, True):
@@ -240,7 +258,7 @@ def main() -> int:
         print("no CUDA device here, nothing to run")
         return 0
     torch.manual_seed(0)
-    for section in (group_norm_cases, pointwise_cases, conv_cases, pipeline_cases):
+    for section in (group_norm_cases, pointwise_cases, between_cases, conv_cases, pipeline_cases):
         print(section.__name__)
         section()
     return 0

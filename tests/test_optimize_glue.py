@@ -14,7 +14,6 @@ from torch import nn
 import kgopt
 from kgopt.rewrite import api, classes, glue, policy
 from test_optimize import assert_same_results, ops_of, optimized
-from tolerances import assert_as_good_as_torch
 
 SHAPES = [(2, 3, 4, 5), (1, 8, 6, 4), (1, 16, 3, 4, 8), (2, 3, 1, 5, 7), (1, 1, 1, 1, 1), (1, 4, 2, 3, 2)]
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -54,18 +53,6 @@ def test_channels_last_cat_has_the_bits_of_pytorch(widths, dtype, device, poison
     for refused in ((parts, 0), (parts, 2), (parts[:1], 1), ([parts[0], parts[1].contiguous()], 1)):
         assert glue.recognize(torch.cat, refused, {}) is None
     assert glue.recognize(torch.cat, (parts, 1), {"out": torch.empty(0)}) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_linear_upsampling_is_as_accurate(shape, channels_last, dtype, device, poisoned):
-    x = draw(shape, dtype, channels_last, device)
-    mode = {4: "bilinear", 5: "trilinear"}[x.dim()]
-    y = glue.upsample_linear(x)
-    expected, exact = (F.interpolate(t, scale_factor=2, mode=mode) for t in (x, x.double()))
-    assert_as_good_as_torch(y, expected, exact)
-    assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
 
 
 def test_what_is_recognized():
@@ -137,7 +124,7 @@ def found(model, x, **more):
 def kinds_run(model, x, monkeypatch):
     kinds = []
     run = glue.Call.run
-    monkeypatch.setattr(glue.Call, "run", lambda call: (kinds.append(call.kind), run(call))[1])
+    monkeypatch.setattr(glue.Call, "run", lambda call, option="": (kinds.append(call.kind), run(call, option))[1])
     y = model(x)
     monkeypatch.setattr(glue.Call, "run", run)
     return kinds, y
@@ -148,7 +135,7 @@ def test_calls_are_replaced_in_inference_only(monkeypatch):
     original = Net().eval()
     model = kgopt.optimize(copy.deepcopy(original), measure=False)
     x = torch.randn(1, 4, 5, 6)
-    assert found(model, x) == 3
+    assert found(model, x) == 4
     assert isinstance(model.up1, Up)
     assert isinstance(model.up2, nn.Upsample)
     with torch.no_grad():
@@ -216,7 +203,7 @@ def test_glue_and_layout_of_one_module():
 
 def test_excluded_modules_keep_their_forward():
     model = Net().eval()
-    assert found(model, torch.randn(1, 4, 5, 6), unwanted=lambda path: "no" if path == "up1" else "") == 2
+    assert found(model, torch.randn(1, 4, 5, 6), unwanted=lambda path: "no" if path == "up1" else "") == 3
     assert type(model) is not Net
     assert type(model.up1) is Up
     assert type(model.up2) is not nn.Upsample
@@ -234,8 +221,28 @@ def test_the_whole_model_decides(monkeypatch):
         found(model, x)
         monkeypatch.setattr(policy, "time_both", lambda first, second, device, times=times: times)
         api._try_glue(model, call, torch.device("cpu"), report, None)
-        assert bool(glue.states_of(model)) is kept
+        assert bool(glue.modules_of(model)) is kept
         assert ("left alone" in str(report)) is not kept
+
+
+def test_the_rest_may_stay_without_the_convolutions(monkeypatch):
+    model, x = Net().eval(), torch.randn(1, 4, 5, 6)
+    report = kgopt.report(kgopt.optimize(model, measure=False))
+
+    def call():
+        with torch.no_grad():
+            return model(x)
+
+    expected = call()
+    found(model, x)
+    every = len(glue.modules_of(model))
+    times = iter([(2e-3, 3e-3), (2e-3, 1e-3)])
+    monkeypatch.setattr(policy, "time_both", lambda first, second, device: next(times))
+    y = api._try_glue(model, call, torch.device("cpu"), report, None)
+    torch.testing.assert_close(y, expected)
+    assert len(glue.modules_of(model)) == every - 1
+    assert type(model.conv) is nn.Conv2d
+    assert all(glue.state_of(m).enabled for m in glue.modules_of(model))
 
 
 def test_sites_are_measured_under_kgopts_own_mode_only():

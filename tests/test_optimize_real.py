@@ -9,6 +9,7 @@ import torch
 
 import kgopt
 import optimize_models as models
+from kgopt.rewrite import glue, sums
 from tolerances import assert_as_good_as_torch
 
 
@@ -75,3 +76,51 @@ def test_diffusers_unet():
     report = check(net, torch.randn(1, 3, 16, 16), 3, return_dict=False)
     alone = [row.path for row in report.sites if "→" not in row.kind]
     assert all("attentions" in path for path in alone), str(report)
+
+
+def fused_sums(model, x, monkeypatch):
+    """Calls between the norms replaced wherever they can be: how many sums ran as one, and the output."""
+    kgopt.optimize(model, measure=False)
+
+    def call():
+        with torch.no_grad():
+            return model(x)
+
+    glue.find(model, call, lambda path: "", always=True)
+    count = []
+    plus = sums._Later.plus
+    monkeypatch.setattr(sums._Later, "plus", lambda *args: (y := plus(*args), count.append(y is not None))[0])
+    y = call()
+    monkeypatch.setattr(sums._Later, "plus", plus)
+    return sum(count), y
+
+
+def test_monai_segresnet_upsamples_and_adds_at_once(monkeypatch):
+    nets = pytest.importorskip("monai.networks.nets")
+    net = nets.SegResNet(spatial_dims=3, init_filters=8, in_channels=1, norm=("GROUP", {"num_groups": 4}))
+    original, x = models.randomized(net).eval(), torch.randn(1, 1, 16, 16, 16)
+    count, y = fused_sums(copy.deepcopy(original), x, monkeypatch)
+    assert count == 3  # one a level
+    with torch.no_grad():
+        assert_as_good_as_torch(y, original(x), copy.deepcopy(original).double()(x.double()))
+
+
+def test_diffusers_resnet_block_adds_at_once(monkeypatch):
+    resnet = pytest.importorskip("diffusers.models.resnet")
+
+    class Block(torch.nn.Module):
+        def __init__(self, out_channels) -> None:
+            super().__init__()
+            self.block = resnet.ResnetBlock2D(
+                in_channels=32, out_channels=out_channels, temb_channels=None, output_scale_factor=2**0.5
+            )
+
+        def forward(self, x):
+            return self.block(x, None)
+
+    for out_channels in (32, 64):  # without and with a shortcut between the convolution and the sum
+        original, x = models.randomized(Block(out_channels)).eval(), torch.randn(2, 32, 6, 5)
+        count, y = fused_sums(copy.deepcopy(original), x, monkeypatch)
+        assert count == 1
+        with torch.no_grad():
+            assert_as_good_as_torch(y, original(x), copy.deepcopy(original).double()(x.double()))

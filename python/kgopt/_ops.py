@@ -203,6 +203,21 @@ def _conv_lse_fwd_fake(  # type: ignore[no-untyped-def]
     return _empty(x, [sizes[0], 1, *sizes[2:]], _stats_dtype(x)), *_stats_fake(x, num_groups)
 
 
+def _conv_add_fake(  # type: ignore[no-untyped-def]
+    x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed, divisor
+):
+    return _conv_fake(x, weight, stride, padding, dilation, output_padding, groups, transposed)
+
+
+def _spatial_fake(x: Tensor, spatial: Sequence[Any]) -> Tensor:
+    return _empty(x, [*x.shape[:2], *spatial], channels_last=_is_channels_last(x))
+
+
+def _max_pool_fake(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    windows = zip(x.shape[2:], kernel_size, stride, padding, strict=True)
+    return _spatial_fake(x, [(size + 2 * p - k) // s + 1 for size, k, s, p in windows])
+
+
 def _given_every_argument(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """A fake kernel that always gets every argument, as a C++ kernel does."""
     schema = _op(name).default._schema
@@ -237,6 +252,9 @@ def _register_fakes() -> None:
     )
     register("activation", lambda x, act: _empty_like(x))
     register("activation_backward", lambda dy, x, act: _empty_like(x))
+    register("conv_add", _conv_add_fake)
+    register("upsample_linear", lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]))
+    register("max_pool", _max_pool_fake)
     register("logsumexp", lambda x, dim, keepdim: _empty(x, _reduced_sizes(x.shape, dim, keepdim)))
     register("mean", lambda x, dims, keepdim: _empty(x, _reduced_sizes(x.shape, dims, keepdim)))
     register("logsumexp_backward", _logsumexp_backward_fake)
@@ -454,6 +472,64 @@ def _activation_backward(ctx: Any, dy: Tensor) -> Any:
     return (_OPS.activation_backward(dy, saved, ctx.act),)
 
 
+def _conv_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, weight, _, _, ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding, ctx.groups, ctx.transposed, d = inputs
+    ctx.divisor = d
+    ctx.save_for_backward(x, weight)
+
+
+def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
+    x, weight = ctx.saved_tensors
+    dy = dy if ctx.divisor == 1 else dy / ctx.divisor
+    needs: Any = _needs(ctx, 0, 1, 2)
+    dx, dweight, dbias = _conv_gradients(
+        needs,
+        dy,
+        x,
+        weight,
+        dy.shape[1],
+        ctx.stride,
+        ctx.padding,
+        ctx.dilation,
+        ctx.transposed,
+        ctx.output_padding,
+        ctx.groups,
+        None,
+    )
+    return dx, dweight, dbias, dy if _needs(ctx, 3)[0] else None
+
+
+def _upsample_backward(ctx: Any, dy: Tensor) -> Any:
+    dx = None
+    if _needs(ctx, 0)[0]:
+        dx = dy
+        for dim in range(2, dy.dim()):  # ATen's own backward does not take symbolic sizes
+            size = dx.shape[dim] // 2
+            even, odd = dx.unflatten(dim, (size, 2)).unbind(dim + 1)
+            # An input is 3/4 of the two outputs next to it and 1/4 of those after them; at an edge all of these.
+            before = torch.cat([even.narrow(dim, 0, 1), odd.narrow(dim, 0, size - 1)], dim)
+            after = torch.cat([even.narrow(dim, 1, size - 1), odd.narrow(dim, size - 1, 1)], dim)
+            dx = 0.75 * (even + odd) + 0.25 * (before + after)
+    return dx, dy if _needs(ctx, 1)[0] else None
+
+
+def _max_pool_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, *ctx.window = inputs
+    ctx.save_for_backward(x)
+
+
+def _max_pool_backward(ctx: Any, dy: Tensor) -> Any:
+    """Where each largest value was is found again: the forward is for inference."""
+    (x,) = ctx.saved_tensors
+    window = (*ctx.window, [1] * len(ctx.window[0]), False)
+    aten = torch.ops.aten
+    if x.dim() == 5:
+        _, indices = aten.max_pool3d_with_indices(x, *window)
+        return (aten.max_pool3d_with_indices_backward(dy, x, *window, indices),)
+    _, indices = aten.max_pool2d_with_indices(x, *window)
+    return (aten.max_pool2d_with_indices_backward(dy, x, *window, indices),)
+
+
 def _logsumexp_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, ctx.dim, ctx.keepdim = inputs
     ctx.save_for_backward(x, output)
@@ -579,6 +655,9 @@ def _register_autograd() -> None:
     register("group_norm_fwd", _norm_backward, _norm_setup)
     register("group_norm_mean_fwd", _norm_mean_backward, _norm_mean_setup)
     register("activation", _activation_backward, _activation_setup)
+    register("conv_add", _conv_add_backward, _conv_add_setup)
+    register("upsample_linear", _upsample_backward)
+    register("max_pool", _max_pool_backward, _max_pool_setup)
     register(
         "logsumexp",
         lambda ctx, dy: (_OPS.logsumexp_backward(dy, *ctx.saved_tensors, ctx.dim, ctx.keepdim),),
@@ -679,6 +758,11 @@ def _low_convolution(name: str) -> Callable[..., Any]:
     return lambda dtype, args, kwargs: op(*(_cast(a, dtype) for a in args[:3]), *args[3:], **kwargs)
 
 
+def _conv_add_low(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """The residual too: a wider one is a sum in its own dtype, which is not this op's."""
+    return _OPS.conv_add(*(_cast(a, dtype) for a in args[:4]), *args[4:], **kwargs)
+
+
 def _in_fp32(name: str) -> Callable[..., Any]:
     op = _op(name)
     return lambda dtype, args, kwargs: op(*(_cast(a, torch.float32) for a in args), **kwargs)
@@ -719,6 +803,7 @@ def _relu_norm_in_fp32(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
 def _register_autocast() -> None:
     """The dtypes of PyTorch's own ops: torch lists norms and logsumexp as fp32 on CUDA, and not at all on CPU."""
     shared = {name: _low_convolution(name) for name in _CONVS}
+    shared["conv_add"] = _conv_add_low
     cpu = {name: _low_convolution(name) for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE)}
     cuda = {
         "group_norm": _in_fp32("group_norm"),
@@ -823,6 +908,8 @@ def _register_vmap() -> None:
     rules = {name: _vmap_samples(name) for name in (*_CONVS, "group_stats", *_TWINS, *(f"{n}_fwd" for n in _TWINS))}
     rules["group_stats_backward"] = _vmap_samples("group_stats_backward", 5)
     rules["activation"] = _vmap_pointwise("activation", 1)
+    for name in ("conv_add", "upsample_linear", "max_pool"):
+        rules[name] = _vmap_loop(name)
     rules["activation_backward"] = _vmap_pointwise("activation_backward", 2)
     for name, tensors in (("logsumexp", 1), ("mean", 1), ("logsumexp_backward", 3), ("mean_backward", 1)):
         rules[name] = _vmap_reduce(name, tensors)
@@ -872,6 +959,13 @@ def _register_flops() -> None:
 
         register_flop_formula(_op(name))(formula)
 
+    def of_conv_add(x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        names = [a.name for a in _OPS.conv_add.default._schema.arguments]
+        transposed = dict(zip(names[2:], args, strict=False), **kwargs).get("transposed", False)
+        positions = math.prod(x_shape[2:]) if transposed else math.prod(out_shape[2:])
+        return 2 * int(x_shape[0]) * positions * math.prod(weight_shape)
+
+    register_flop_formula(_OPS.conv_add)(of_conv_add)
     for name, (_, transposed) in _CONVS.items():
         register(name, transposed)
     for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE):

@@ -39,6 +39,36 @@ def activation_ref(x: Tensor, act: str) -> Tensor:
     return x
 
 
+def conv_add_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int = 1,
+    transposed: bool = False,
+    divisor: float = 1.0,
+) -> Tensor:
+    """A convolution, its bias, a residual and a division."""
+    y = torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    return (y if residual is None else y + residual) / divisor
+
+
+def upsample_linear_ref(x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Linear interpolation to twice the size in every dim (``align_corners=False``), and a residual."""
+    y = F.interpolate(x, scale_factor=2, mode="trilinear" if x.dim() == 5 else "bilinear")
+    return y if residual is None else y + residual
+
+
+def max_pool_ref(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """``F.max_pool3d`` or ``F.max_pool2d``, after the rank of x."""
+    window = list(kernel_size), list(stride), list(padding)
+    return torch.max_pool3d(x, *window) if x.dim() == 5 else torch.max_pool2d(x, *window)
+
+
 def group_stats_ref(x: Tensor, num_groups: int, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Mean and reciprocal standard deviation ``[N, G]`` of each group of ``x [N, C, *]`` (biased variance)."""
     groups = x.reshape(x.shape[0], num_groups, -1)

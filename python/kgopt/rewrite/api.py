@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from kgopt.rewrite import classes, glue, layout, policy, source
-from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, is_trivial, match, why_alone
+from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, conv_of, is_trivial, match, why_alone
 from kgopt.rewrite.policy import SiteState
 from kgopt.rewrite.reporting import Report, SiteRow
 from kgopt.rewrite.sites import Site, is_hooked
@@ -342,7 +342,7 @@ def _trial(root: nn.Module, grad: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _original_code(root: nn.Module) -> Iterator[None]:
     states: list[Any] = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
-    states += glue.states_of(root)
+    states += map(glue.state_of, glue.modules_of(root))
     for state in states:
         state.enabled = False
     try:
@@ -460,29 +460,47 @@ def _try_layout(
 
 
 def _try_glue(root: nn.Module, call: Callable[[], Any], device: torch.device, found: Report, result: Any) -> Any:
-    """Whether upsampling and padding from copies make the whole model faster, in the layout that was chosen."""
-    states = glue.states_of(root)
-    found.glue = ""
-    if not states:
-        return result
+    """Whether what stands between the norms makes the whole model faster, in the layout that was chosen.
 
-    def switched(on: bool) -> Callable[[], Any]:
+    A model of many small convolutions may lose more time to looking them up than their biases take: the rest is tried
+    without them, too.
+    """
+    every = glue.modules_of(root)
+    found.glue = ""
+    if not every:
+        return result
+    rest = [m for m in every if conv_of(m) is None]
+
+    def switched(on: list[nn.Module]) -> Callable[[], Any]:
+        switches = [(glue.state_of(m), any(m is kept for kept in on)) for m in every]
+
         def run() -> Any:
-            for state in states:
-                state.enabled = on
+            for state, enabled in switches:
+                state.enabled = enabled
             return call()
 
         return run
 
-    before, after = policy.time_both(switched(False), switched(True), device)
+    before, after = policy.time_both(switched([]), switched(every), device)
+    kept = every
+    if rest and len(rest) < len(every):
+        again, without = policy.time_both(switched([]), switched(rest), device)
+        before = min(before, again)
+        if without < after:
+            kept, after = rest, without
     times = f"{after * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"
-    if after < before:
-        modules = "a module" if len(states) == 1 else f"{len(states)} modules"
-        found.glue = f"from strided copies in {modules}: {times}"
-        return switched(True)()
-    glue.forget(root)
-    found.glue = f"left alone: copies are not faster: {times}"
-    return result
+    if after >= before:
+        glue.forget(root)
+        found.glue = f"left alone: kgopt's are not faster: {times}"
+        return result
+    for module in every:
+        if module not in kept:
+            glue.forget(module)
+    for module in kept:
+        glue.state_of(module).enabled = True
+    count = "a module" if len(kept) == 1 else f"{len(kept)} modules"
+    found.glue = f"kgopt's in {count}: {times}"
+    return call()
 
 
 def _with_backward(root: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kgopt.rewrite.patterns import Chain
+from kgopt.rewrite.patterns import CONV_MODULES, Chain
 from kgopt.rewrite.sites import Site, is_hooked
 
 _GROUP = Site(Chain("group"), ("norm",))
@@ -181,7 +181,8 @@ def make_class(original: Any, recipe: Any) -> Any:
             elif part[0] == "glue":
                 from kgopt.rewrite import glue
 
-                namespace["forward"] = glue.wrapped_forward(namespace.get("forward", original.forward))
+                wrap = glue.conv_forward if original in CONV_MODULES else glue.wrapped_forward
+                namespace["forward"] = wrap(namespace.get("forward", original.forward))
             elif part[0] == "layout":
                 from kgopt.rewrite import layout
 

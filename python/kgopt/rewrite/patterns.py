@@ -335,6 +335,12 @@ CONV_MODULES: dict[type, str] = {
 }
 
 
+def conv_of(module: Any) -> str | None:
+    """Which convolution exactly this module is, also where its class was replaced by rewrite/glue.py."""
+    cls = type(module)
+    return CONV_MODULES.get(cls.__dict__.get("_kgopt_original", cls))
+
+
 def activation_of(module: Any) -> str | None:
     """The name of exactly this activation; None for any other module and for parameters that the ops do not have."""
     rule = _ACTIVATION_MODULES.get(type(module))

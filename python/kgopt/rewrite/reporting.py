@@ -28,7 +28,7 @@ class Report:
 
     sites: list[SiteRow] = field(default_factory=list)
     layout: str = ""  # "channels_last, 3.1 ms instead of 4.0 ms", "as it was: ..."
-    glue: str = ""  # what became of upsampling and padding between the norms
+    glue: str = ""  # what became of the rest: convolutions, upsampling, pooling, padding
     accuracy: str = ""  # of the model's output on the example inputs
 
     @property
@@ -54,6 +54,6 @@ class Report:
         changed = sum(bool(row.became) for row in self.sites)
         lines.append(f"{changed} of {len(self.sites)} sites run on kgopt, {len(self.fused)} of them fused")
         lines += [f"layout: {self.layout}"] if self.layout else []
-        lines += [f"upsampling and padding: {self.glue}"] if self.glue else []
+        lines += [f"between the norms: {self.glue}"] if self.glue else []
         lines += [f"accuracy: {self.accuracy}"] if self.accuracy else []
         return "\n".join(lines)

@@ -17,7 +17,7 @@ from torch.nn.modules import module as _module
 from kgopt import _ops as _ops
 from kgopt.rewrite import policy
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt
-from kgopt.rewrite.patterns import CONV_MODULES, Chain, activation_of, is_identity
+from kgopt.rewrite.patterns import Chain, activation_of, conv_of, is_identity
 
 _DEVICES = ("cpu", "cuda")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -35,7 +35,8 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
-def _any_global_hooks() -> bool:
+def any_global_hooks() -> bool:
+    """Whether every module's call does more than its forward."""
     return bool(
         _module._global_forward_hooks
         or _module._global_forward_pre_hooks
@@ -136,7 +137,7 @@ class Site:
         x, norm = operands[-1], operands[self.norm_at]
         if getattr(type(norm), "_kgopt_leaf", None) is not type(norm) or is_hooked(norm) or not is_plain(x):
             return False
-        if _any_global_hooks():
+        if any_global_hooks():
             return False
         for i, role in self.others:
             operand = operands[i]
@@ -144,7 +145,7 @@ class Site:
                 if operand is not role:
                     return False
             elif role == "conv":
-                if CONV_MODULES.get(type(operand)) != self.chain.conv or is_hooked(operand):
+                if conv_of(operand) != self.chain.conv or is_hooked(operand):
                     return False
             elif role == "same":
                 if not is_identity(operand) or is_hooked(operand):

@@ -33,13 +33,13 @@ from typing import Any
 from torch import nn
 
 from kgopt.rewrite.patterns import (
-    CONV_MODULES,
     OTHER,
     UNKNOWN,
     Chain,
     Match,
     Node,
     activation_of,
+    conv_of,
     describe_function,
     describe_method,
     is_activation,
@@ -49,6 +49,7 @@ from kgopt.rewrite.patterns import (
     why_alone,
 )
 from kgopt.rewrite.sites import Site, is_hooked
+from kgopt.rewrite.sums import Sum
 
 # The role of an expression such as ``self.norm1``: (kind, name, inplace).
 Role = tuple[str, str, bool]
@@ -84,8 +85,9 @@ def role_of(module: Any) -> Role | None:
         return ("other", f"{type(module).__name__} has hooks", False) if is_activation(module) else None
     if getattr(type(module), "_kgopt_leaf", None) is type(module):
         return ("norm", "group" if isinstance(module, nn.GroupNorm) else "instance", False)
-    if type(module) in CONV_MODULES:
-        return ("conv", CONV_MODULES[type(module)], False)
+    conv = conv_of(module)
+    if conv is not None:
+        return ("conv", conv, False)
     name = activation_of(module)
     if name is not None:
         return ("act", name, bool(getattr(module, "inplace", False)))
@@ -244,7 +246,7 @@ def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
     return True
 
 
-def _rebuild(function: types.FunctionType, tree: ast.FunctionDef, sites: dict[str, Site]) -> types.FunctionType:
+def _rebuild(function: types.FunctionType, tree: ast.FunctionDef, sites: dict[str, Site | Sum]) -> types.FunctionType:
     code = _compile(function, tree, tuple(sites))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     cells.update((name, types.CellType(site)) for name, site in sites.items())
@@ -412,7 +414,7 @@ class _Method:
         self.role = role
         self.tree = copy.deepcopy(tree)
         self.found = Found()
-        self.sites: dict[str, Site] = {}
+        self.sites: dict[str, Site | Sum] = {}
         self.used_roles: dict[str, Role] = {}
         arguments = self.tree.args
         self.owner = "".join(function.__qualname__.split(".")[-2:-1])
@@ -439,6 +441,7 @@ class _Method:
                 break
         self.found = Found()
         self._visit(self.tree.body, None, write=True)
+        self._sums(self.tree.body)
 
     # ------------------------------------------------------------------------------------ an act after a branch
 
@@ -787,6 +790,158 @@ class _Method:
                 body[span[0] : span[-1] + 1] = [branch]
                 moved.update(span)
             taken.update(span)
+
+    # ------------------------------------------------------------------------------------------------ sums
+
+    def _sums(self, body: list[ast.stmt]) -> None:
+        """Sums with the value of a convolution, or of a module that is known when the code runs."""
+        for statement in body:
+            if isinstance(statement, (ast.If, ast.For, ast.While)) or (
+                isinstance(statement, ast.With) and self._lets_errors_pass(statement)
+            ):
+                for block in _blocks(statement):
+                    self._sums(block)
+        for k in range(len(body)):
+            self._sum_of_call(body[k])
+            self._sum_of_names(body, k)
+
+    def _sum_of_call(self, statement: ast.stmt) -> None:
+        """``x + self.conv(h)``, ``up(x) + skips[i]``."""
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)):
+            return
+        while statement.value is not None:
+            found = next(self._sums_of_calls(statement.value), None)
+            if found is None:
+                return
+            self._write_sum(statement, *found)
+
+    def _sums_of_calls(self, e: ast.AST) -> Iterator[tuple[ast.BinOp, ast.expr]]:
+        """Sums in an expression, and which side of each is the call."""
+        if isinstance(e, _SCOPES):
+            return
+        if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Add):
+            if self._can_wait(e.right):
+                yield e, e.right
+            elif self._can_wait(e.left) and _is_plain(e.right):  # what is on the right is evaluated while it waits
+                yield e, e.left
+        for child in ast.iter_child_nodes(e):
+            yield from self._sums_of_calls(child)
+
+    def _can_wait(self, e: ast.expr) -> bool:
+        """A call with one argument of a convolution, or of something in a local variable."""
+        if not isinstance(e, ast.Call) or len(e.args) != 1 or e.keywords or isinstance(e.args[0], ast.Starred):
+            return False
+        path = self._path(e.func)
+        if path is not None:
+            role = self._role(path)
+            return role is not None and role[0] == "conv"
+        return isinstance(e.func, ast.Name) and e.func.id in self.locals and e.func.id not in self.hidden
+
+    def _write_sum(self, statement: ast.stmt, e: ast.BinOp, call: ast.expr) -> None:
+        name = self._new_sum()
+        assert isinstance(call, ast.Call)
+        begin = _call(name, "begin", [call.func, call.args[0]], call)
+        operands = [begin if side is call else side for side in (e.left, e.right)]
+        _replace(statement, e, _call(name, "finish", operands, e))
+
+    def _sum_of_names(self, body: list[ast.stmt], k: int) -> None:
+        """``h = self.conv(h)``, some harmless statements, ``(x + h) / self.scale``."""
+        target = self._target(body[k])
+        call = getattr(body[k], "value", None)
+        if target is None or call is None or not self._can_wait(call) or self._path(call.func) is None:
+            return
+        between: list[str] = []
+        last = k + 1
+        while last < len(body) and target not in _reads(body[last]):
+            if target in _writes(body[last]) or not self._is_harmless(body[last], between):
+                return
+            last += 1
+        if last == len(body) or not isinstance(body[last], (ast.Assign, ast.AnnAssign, ast.Return)):
+            return
+        statement: Any = body[last]
+        found = self._sum_with(statement.value, target)
+        loads = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == target]
+        reads = [n for n in loads if isinstance(n.ctx, ast.Load)]
+        dead = target not in _liveness(self.tree.body).after.get(id(statement), set())
+        if found is None or len(reads) != 1 or not dead or not _evaluated_first(statement.value, found[0]):
+            return
+        whole, sides, divisor = found
+        name = self._new_sum()
+        more = [ast.Name(self.self_name, ast.Load()), *map(ast.Constant, between)] if between else []
+        for e in more:
+            ast.copy_location(e, call)
+        begin = _call(name, "begin", [call.func, call.args[0], *more], call)
+        _replace(body[k], call, begin)
+        _replace(statement, whole, _call(name, "finish", [*sides, *([divisor] if divisor is not None else [])], whole))
+
+    def _sum_with(self, value: ast.expr, name: str) -> tuple[ast.expr, list[ast.expr], ast.expr | None] | None:
+        """The sum of a variable and something plain, perhaps divided by an attribute, and its parts."""
+        for e in ast.walk(value):
+            divisor = None
+            inner = e
+            if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Div) and isinstance(e.right, ast.Attribute):
+                inner, divisor = e.left, e.right
+            if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Add):
+                sides = [inner.left, inner.right]
+                named = any(isinstance(s, ast.Name) and s.id == name for s in sides)
+                if named and all(map(_is_plain, sides)) and (divisor is None or _is_plain(divisor)):
+                    assert isinstance(e, ast.expr)
+                    return e, sides, divisor
+        return None
+
+    def _is_harmless(self, s: ast.stmt, between: list[str]) -> bool:
+        """Changes no tensor: tests, plain assignments, ``.contiguous()``, calls of convolutions (into ``between``)."""
+        if isinstance(s, ast.If):
+            return _is_test(s.test) and all(self._is_harmless(inner, between) for inner in (*s.body, *s.orelse))
+        if isinstance(s, ast.Pass):
+            return True
+        if self._target(s) is None:
+            return False
+        value = s.value  # type: ignore[attr-defined]
+        if _is_plain(value):
+            return True
+        if not isinstance(value, ast.Call) or value.keywords or not all(map(_is_plain, value.args)):
+            return False
+        path = self._path(value.func)
+        if path is not None and len(path) == 1 and len(value.args) == 1:
+            between.append(str(path[0]))  # begin looks at what it is
+            return True
+        is_method = isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Name)
+        return is_method and value.func.attr == "contiguous" and not value.args  # type: ignore[attr-defined]
+
+    def _new_sum(self) -> str:
+        name = f"_kgopt_sum_{len(self.sites)}"
+        self.sites[name] = Sum()
+        return name
+
+
+def _is_plain(e: ast.expr) -> bool:
+    """Names, attributes and constants, and items at such an index: evaluating them changes nothing."""
+    if isinstance(e, ast.Subscript):
+        return _is_plain(e.value) and _is_plain(e.slice)
+    if isinstance(e, ast.BinOp):
+        return _is_index(e)
+    return _is_plain_load(e)
+
+
+def _is_index(e: ast.expr) -> bool:
+    """Arithmetic of a variable and numbers, as in ``skips[i + 1]``."""
+    if isinstance(e, ast.BinOp):
+        return _is_index(e.left) and _is_index(e.right)
+    return isinstance(e, ast.Name) or (isinstance(e, ast.Constant) and isinstance(e.value, int))
+
+
+def _is_test(e: ast.expr) -> bool:
+    """``self.shortcut is not None``, ``self.training``, and what ``not``, ``and`` and ``or`` make of such."""
+    if isinstance(e, ast.BoolOp):
+        return all(map(_is_test, e.values))
+    if isinstance(e, ast.UnaryOp):
+        return isinstance(e.op, ast.Not) and _is_test(e.operand)
+    if isinstance(e, ast.Compare):
+        return all(isinstance(op, (ast.Is, ast.IsNot)) for op in e.ops) and all(
+            map(_is_plain, [e.left, *e.comparators])
+        )
+    return _is_plain_load(e)
 
 
 def _constant(e: ast.expr) -> Any:

@@ -1,0 +1,53 @@
+// What follows a convolution: its bias, a residual and a division, in one pass over its output.
+#include "../common/traverse.cuh"
+#include "pointwise.h"
+
+namespace kgopt {
+namespace {
+
+template <typename T, bool kResidual>
+struct AddBias {
+  using Element = T;
+  static constexpr int kInputs = kResidual ? 2 : 1;
+  struct Coef {
+    acc_t<T> bias;
+  };
+  const T* bias;
+  uint32_t channels;
+  acc_t<T> scale;
+  // Rows are (sample, channel) pairs; there are fewer than 2^32 of them, which the launcher checks.
+  __device__ Coef load(int64_t row) const {
+    return {bias == nullptr ? acc_t<T>(0) : to_acc(bias[static_cast<uint32_t>(row) % channels])};
+  }
+  __device__ acc_t<T> apply(Coef k, acc_t<T> y, acc_t<T> residual) const {
+    return (y + k.bias + (kResidual ? residual : acc_t<T>(0))) * scale;
+  }
+};
+
+template <typename T, bool kResidual>
+Status launch(const BiasResidualParams& p, cudaStream_t stream) {
+  ElementwiseArgs<AddBias<T, kResidual>> a{};
+  a.x = a.y = static_cast<T*>(p.y);
+  a.second = static_cast<const T*>(p.residual);
+  a.n = p.n;
+  a.c = p.c;
+  a.s = p.s;
+  a.f.bias = static_cast<const T*>(p.bias);
+  a.f.channels = static_cast<uint32_t>(p.c);
+  a.f.scale = static_cast<acc_t<T>>(p.scale);
+  return launch_elementwise("bias_residual_kernel", a, p.channels_last, stream);
+}
+
+}  // namespace
+
+Status run_bias_residual(const BiasResidualParams& p, cudaStream_t stream) {
+  if (p.n * p.c >= (int64_t(1) << 32)) {
+    return Status::Unsupported("bias_residual_kernel", "x has too many samples and channels");
+  }
+  Status status;
+  KGOPT_DISPATCH_DTYPE(p.dtype, T,
+                       { status = p.residual != nullptr ? launch<T, true>(p, stream) : launch<T, false>(p, stream); });
+  return status;
+}
+
+}  // namespace kgopt

@@ -1,0 +1,101 @@
+// What stands between norms and convolutions, on CUDA.
+#include "pointwise.h"
+
+#include "pointwise_checks.h"
+
+namespace kgopt {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+cudaStream_t stream_of(const Tensor& x) { return static_cast<cudaStream_t>(current_stream(x)); }
+
+Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
+                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor) {
+  const char* const op = "conv_add";
+  const ConvShape shape =
+      check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
+  const DeviceGuard guard(x.get_device_index());
+  check_gpu(op, x);
+  const MemoryFormat format = shape.out_channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
+  // Without the bias, which ATen adds in a pass of its own, far below the speed of the memory in channels_last.
+  Tensor y = dense_in(call_aten("aten::convolution", "", x, weight, OptTensor(), stride, padding, dilation, transposed,
+                                output_padding, groups),
+                      format);
+  if ((!bias && !residual && divisor == 1) || y.numel() == 0) return y;
+  const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
+  const Tensor dense_residual = residual ? dense_in(*residual, format) : Tensor();
+  BiasResidualParams p;
+  p.y = y.mutable_data_ptr();
+  p.bias = bias ? dense_bias.const_data_ptr() : nullptr;
+  p.residual = residual ? dense_residual.const_data_ptr() : nullptr;
+  p.n = shape.n;
+  p.c = shape.c_out;
+  p.s = shape.out[0] * shape.out[1] * shape.out[2];
+  p.scale = 1 / divisor;
+  p.channels_last = shape.out_channels_last;
+  p.dtype = shape.dtype;
+  raise_on_error(op, run_bias_residual(p, stream_of(x)));
+  return y;
+}
+
+Tensor upsample_linear(Tensor x, OptTensor residual) {
+  const char* const op = "upsample_linear";
+  const IntArray sizes = check_upsample_linear(op, x, residual);
+  const DeviceGuard guard(x.get_device_index());
+  check_gpu(op, x);
+  const MemoryFormat format = memory_format_of(x);
+  const Tensor dense = dense_in(x, format), dense_residual = residual ? dense_in(*residual, format) : Tensor();
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  const bool last = format != MemoryFormat::Contiguous;
+  UpsampleLinearParams p;
+  p.x = dense.const_data_ptr();
+  p.residual = residual ? dense_residual.const_data_ptr() : nullptr;
+  p.y = y.mutable_data_ptr();
+  p.n = last ? x.size(0) : x.size(0) * x.size(1);
+  p.c = last ? x.size(1) : 1;
+  p.double_depth = x.dim() == 5;
+  p.d = p.double_depth ? x.size(2) : 1;
+  p.h = x.size(x.dim() - 2);
+  p.w = x.size(x.dim() - 1);
+  p.dtype = check_dtype(op, "x", x);
+  raise_on_error(op, run_upsample_linear(p, stream_of(x)));
+  return y;
+}
+
+Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
+  const char* const op = "max_pool";
+  const IntArray sizes = check_max_pool(op, x, kernel, stride, padding);
+  const DeviceGuard guard(x.get_device_index());
+  check_gpu(op, x);
+  const MemoryFormat format = memory_format_of(x);
+  const Tensor dense = dense_in(x, format);
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  const bool last = format != MemoryFormat::Contiguous;
+  MaxPoolParams p;
+  p.x = dense.const_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.n = last ? x.size(0) : x.size(0) * x.size(1);
+  p.c = last ? x.size(1) : 1;
+  const int rank = static_cast<int>(x.dim()) - 2;
+  for (int i = 0; i < rank; ++i) {
+    const int at = 3 - rank + i;
+    p.in[at] = x.size(2 + i);
+    p.out[at] = sizes[2 + i];
+    p.kernel[at] = kernel[i];
+    p.stride[at] = stride[i];
+    p.padding[at] = padding[i];
+  }
+  p.dtype = check_dtype(op, "x", x);
+  raise_on_error(op, run_max_pool(p, stream_of(x)));
+  return y;
+}
+
+}  // namespace
+}  // namespace kgopt
+
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
+  m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
+  m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
+  m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
+}

@@ -1,0 +1,65 @@
+// Argument checks of the pointwise ops, shared by the CUDA and the CPU files.
+#pragma once
+
+#include "../common/torch_utils.h"
+#include "../conv3d/conv_checks.h"
+
+namespace kgopt {
+
+// The convolution of conv_add, and its output's format.
+inline ConvShape check_conv_add(const char* op, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                                const OptTensor& residual, const IntArray& stride, const IntArray& padding,
+                                const IntArray& dilation, const IntArray& output_padding, int64_t groups,
+                                bool transposed) {
+  KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
+  ConvShape s = check_conv(op, x, weight, bias, stride, padding, dilation, output_padding, groups, transposed,
+                           static_cast<int>(x.dim()) - 2);
+  if (residual) {
+    check_same_device(op, "residual", *residual, x);
+    check_same_dtype(op, "residual", *residual, x);
+    KGOPT_CHECK(sizes_of(*residual) == s.out_sizes, op, ": residual has shape ", shape_string(*residual),
+                ", expected the convolution's, ", list_string(s.out_sizes));
+  }
+  return s;
+}
+
+// Sizes of the result of upsample_linear.
+inline IntArray check_upsample_linear(const char* op, const Tensor& x, const OptTensor& residual) {
+  check_dtype(op, "x", x);
+  KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
+  IntArray sizes = sizes_of(x);
+  for (size_t i = 2; i < sizes.size(); ++i) {
+    KGOPT_CHECK(sizes[i] >= 1, op, ": x has shape ", shape_string(x), ", expected at least 1 along each dim");
+    sizes[i] *= 2;
+  }
+  if (residual) {
+    check_same_device(op, "residual", *residual, x);
+    check_same_dtype(op, "residual", *residual, x);
+    KGOPT_CHECK(sizes_of(*residual) == sizes, op, ": residual has shape ", shape_string(*residual), ", expected ",
+                list_string(sizes));
+  }
+  return sizes;
+}
+
+// Sizes of the result of max_pool.
+inline IntArray check_max_pool(const char* op, const Tensor& x, const IntArray& kernel, const IntArray& stride,
+                               const IntArray& padding) {
+  check_dtype(op, "x", x);
+  KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
+  const int rank = static_cast<int>(x.dim()) - 2;
+  check_list(op, "kernel_size", kernel, rank, 1, "positive values");
+  check_list(op, "stride", stride, rank, 1, "positive values");
+  check_list(op, "padding", padding, rank, 0, "non-negative values");
+  IntArray sizes = sizes_of(x);
+  for (int i = 0; i < rank; ++i) {
+    KGOPT_CHECK(2 * padding[i] <= kernel[i], op, ": padding is ", list_string(padding),
+                ", expected at most half of kernel_size ", list_string(kernel));
+    const int64_t reach = x.size(2 + i) + 2 * padding[i] - kernel[i];
+    KGOPT_CHECK(reach >= 0, op, ": x has shape ", shape_string(x), ", expected at least the size of a window, ",
+                list_string(kernel));
+    sizes[2 + i] = reach / stride[i] + 1;
+  }
+  return sizes;
+}
+
+}  // namespace kgopt

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+
+#include "../common/dtype.h"
+#include "../common/status.h"
+
+namespace kgopt {
+
+// y = (y + bias[c] + residual) * scale, in place, y [n, c, s] dense; channels_last: [n, s, c].
+struct BiasResidualParams {
+  void* y = nullptr;
+  const void* bias = nullptr;      // [c] of y's dtype; null: none
+  const void* residual = nullptr;  // of y's layout; null: none
+  int64_t n = 0, c = 0, s = 0;
+  double scale = 1;
+  bool channels_last = false;
+  Dtype dtype = Dtype::kFloat32;
+};
+
+// y = linear interpolation of x to twice its size (align_corners=False) + residual. Dense, channels innermost; a
+// contiguous tensor is n * c samples of one channel.
+struct UpsampleLinearParams {
+  const void* x = nullptr;         // [n, d, h, w, c]
+  const void* residual = nullptr;  // of y's layout; null: none
+  void* y = nullptr;               // [n, 2 d, 2 h, 2 w, c]; without double_depth [n, d, 2 h, 2 w, c]
+  int64_t n = 0, c = 0, d = 1, h = 0, w = 0;
+  bool double_depth = false;
+  Dtype dtype = Dtype::kFloat32;
+};
+
+// y = the largest value of each window of x. Dense, channels innermost, as above.
+struct MaxPoolParams {
+  const void* x = nullptr;  // [n, in..., c]
+  void* y = nullptr;        // [n, out..., c]
+  int64_t n = 0, c = 0;
+  int64_t in[3] = {1, 1, 1}, out[3] = {1, 1, 1};  // depth, height, width
+  int64_t kernel[3] = {1, 1, 1}, stride[3] = {1, 1, 1}, padding[3] = {0, 0, 0};
+  Dtype dtype = Dtype::kFloat32;
+};
+
+}  // namespace kgopt

@@ -1,0 +1,137 @@
+"""Sums of what a convolution or an upsampling gives and something else, in inference: one pass instead of three.
+
+In ``x + self.conv(h)``, or ``h = self.conv(h)`` and later ``(x + h) / scale``, the front end for source code
+(:mod:`~kgopt.rewrite.source`) has :meth:`Sum.begin` called in place of the module and :meth:`Sum.finish` in place of
+the addition. ``begin`` may put the module off, where ``finish`` can then compute both at once; everywhere else the two
+do what stands in the code. The front end proves that nobody sees the value in between and that nothing there changes
+what the module reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kgopt import _ops as _ops
+from kgopt.rewrite import classes, glue
+from kgopt.rewrite.patterns import conv_of
+from kgopt.rewrite.sites import any_global_hooks, is_hooked
+
+
+class _Later:
+    """A module's value that is not computed yet."""
+
+    __slots__ = ("module", "plan", "x")
+
+    def __init__(self, module: Any, x: Any, plan: glue.ConvPlan | None = None) -> None:
+        self.module = module
+        self.x = x
+        self.plan = plan  # of a convolution; None: nn.Upsample
+
+    def value(self) -> Any:
+        """What the module itself gives."""
+        return self.module(self.x)
+
+    def plus(self, other: Any, divisor: Any) -> Tensor | None:
+        """The sum in one op; None where it takes PyTorch's rules of shapes, dtypes and layouts."""
+        x, plan = self.x, self.plan
+        sizes = plan.sizes if plan is not None else [*x.shape[:2], *(2 * s for s in x.shape[2:])]
+        if type(other) is not Tensor or other.dtype is not x.dtype or other.device != x.device:
+            return None
+        if list(other.shape) != sizes or not glue.lies_as(other, x):
+            return None
+        if plan is None:
+            return _upsample_linear(x, other) if divisor is None or _is_one(divisor) else None
+        if divisor is None:
+            return glue.run_plan(self.module, x, plan, other)
+        if type(divisor) not in (int, float) or divisor == 0:
+            return None
+        return glue.run_plan(self.module, x, plan, other, float(divisor))
+
+
+def _upsample_linear(x: Tensor, residual: Tensor) -> Tensor:
+    return torch.ops.kgopt.upsample_linear(x, residual)  # type: ignore[no-any-return]
+
+
+class Sum:
+    """One ``a + b``, perhaps ``/ c``, in a method."""
+
+    def __repr__(self) -> str:
+        return "Sum()"
+
+    def __reduce__(self) -> Any:
+        return Sum, ()
+
+    def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
+        """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
+        if isinstance(module, nn.Module) and "_kgopt_glue" in module.__dict__ and conv_of(module) is not None:
+            # A convolution waits where its own bias would be added by kgopt.
+            plan = glue.plan_of(module, x) if _may_wait(module) else None
+            if plan is None or plan.option != "bias":
+                return module(x)
+            if all(_changes_nothing(getattr(owner, name, None)) for name in between):
+                return _Later(module, x, plan)
+        elif isinstance(module, nn.Sequential) and _may_wait(module):
+            return _upsampling_later(module, x)
+        return module(x)
+
+    def finish(self, a: Any, b: Any, divisor: Any = None) -> Any:
+        """``a + b``, or ``(a + b) / divisor``."""
+        if isinstance(a, _Later) or isinstance(b, _Later):
+            later, other = (a, b) if isinstance(a, _Later) else (b, a)
+            y = later.plus(other, divisor)
+            if y is not None:
+                return y
+            a, b = (t.value() if isinstance(t, _Later) else t for t in (a, b))
+        y = a + b
+        # x / 1 has the values of x; a sum of two tensors is nobody else's.
+        if divisor is None or (_is_one(divisor) and _are_floats(a, b)):
+            return y
+        return y / divisor
+
+
+def _changes_nothing(module: Any) -> bool:
+    """A convolution that nobody watches; where there is none, nothing is called."""
+    return module is None or (conv_of(module) is not None and not is_hooked(module))
+
+
+def _is_one(divisor: Any) -> bool:
+    return type(divisor) in (int, float) and divisor == 1
+
+
+def _are_floats(*tensors: Any) -> bool:
+    return all(type(t) is Tensor and t.is_floating_point() for t in tensors)
+
+
+def _may_wait(module: nn.Module) -> bool:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return not (is_hooked(module) or any_global_hooks() or glue.is_watched())
+
+
+def _upsampling_later(whole: nn.Sequential, x: Any) -> Any:
+    """A Sequential, perhaps of Sequentials, that ends in nn.Upsample: all but that is computed now."""
+    path: list[Any] = [whole]
+    while isinstance(path[-1], nn.Sequential):
+        inside = path[-1]
+        if not classes.runs_like_sequential(inside) or is_hooked(inside) or "_kgopt_steps" in inside.__dict__:
+            return whole(x)
+        if not inside._modules:
+            return whole(x)
+        path.append(next(reversed(inside._modules.values())))
+    last = path[-1]
+    state = getattr(last, "__dict__", {}).get("_kgopt_glue")
+    if state is None or classes.original_class(last) is not nn.Upsample or is_hooked(last):
+        return whole(x)
+    for inside in path[:-1]:
+        for module in list(inside._modules.values())[:-1]:
+            x = module(x)
+    arguments = {"size": last.size, "scale_factor": last.scale_factor, "mode": last.mode}
+    arguments |= {"align_corners": last.align_corners, "recompute_scale_factor": last.recompute_scale_factor}
+    call = glue.recognize(F.interpolate, (x,), arguments)
+    if call is None or call.kind != "linear" or not state.enabled or not state.faster.get(call.key):
+        return last(x)
+    return _Later(last, x)
