@@ -13,6 +13,14 @@ __device__ __forceinline__ uint64_t load_word(const uint64_t* p) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ uint64_t wait_word(const uint64_t* p) {
+  uint64_t v = load_word(p);
+  while (v == 0) {
+    __nanosleep(40);
+    v = load_word(p);
+  }
+  return v;
+}
 __device__ __forceinline__ void store_word(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
