@@ -80,8 +80,21 @@ def group_norm_cases() -> None:
             x, weight, bias = tensor(*shape, dtype=dtype), tensor(shape[1]), tensor(shape[1])
             call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
             run(f"group_norm on chip, {name}", x, weight, bias, call=call)
+    # channels_last x that stays on chip: clusters, rows longer than a warp, rows of several positions, teams of blocks.
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, shape, groups in (
+            ("cluster", (2, 24, 33, 40), 8),
+            ("long rows", (1, 1024, 7, 9), 1),
+            ("several positions", (2, 6, 32, 34), 2),
+            ("teams", (3, 128, 78, 88), 8),
+        ):
+            x, weight, bias = tensor(*shape, dtype=dtype, channels_last=True), tensor(shape[1]), tensor(shape[1])
+            call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
+            run(f"group_norm columns, {name}", x, weight, bias, call=call, backward=False)
     once = tensor(1, 6, 161, 160, 9)  # groups of 0.9 MB, off the 128-byte lines
     run("group_norm read once", once, call=lambda x: ops.group_norm(x, 6, None, None, 1e-5, "silu"))
+    held = tensor(1, 2, 1100, 2101)  # groups of 9.2 MB: tiles in registers, too
+    run("group_norm read once, in registers", held, call=lambda x: ops.group_norm(x, 2, None, None, 1e-5, "silu"))
     run("group_norm_mean large groups", big, call=lambda x: ops.group_norm_mean(x, 2))
     half = tensor(2, 24, 5, 7, dtype=torch.bfloat16)
     run("group_norm mixed", half, tensor(24), tensor(24), call=lambda x, w, b: ops.group_norm(x, 8, w, b))

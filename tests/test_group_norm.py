@@ -306,13 +306,14 @@ def test_group_norm_on_chip_graph():
     assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
 
 
-# Groups of 0.6 to 5 MB, which one launch reads once on a GPU with bulk copies. Named by what is hard about them.
+# Groups of 0.6 to 18 MB, which one launch reads once on a GPU with bulk copies. Named by what is hard about them.
 LARGE_GROUPS = {
     "few long rows": ((1, 16, 64, 64, 40), 2),
     "groups off the 128-byte lines": ((3, 6, 71, 73, 60), 3),
     "vectors across rows": ((2, 40, 130, 129), 2),
     "rows shorter than a tile": ((1, 4096, 16, 17), 1),
     "one channel a group": ((2, 3, 512, 520), 3),
+    "tiles in registers": ((1, 4, 4, 409, 1403), 2),
 }
 
 
@@ -360,6 +361,97 @@ def test_group_norm_large_groups_nonfinite(device, poisoned):
         torch.tensor([[True, False], [False, True], [False, False], [False, False]], device=device),
     )
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+# channels_last samples that stay on chip on a GPU that can: in clusters below 4 MB, in teams of blocks above.
+COLUMNS = {
+    "a cluster": ((2, 32, 30, 40), 8),
+    "groups of three channels": ((2, 24, 33, 40), 8),
+    "C no multiple of a vector": ((2, 6, 32, 34), 2),
+    "three channels": ((3, 3, 64, 64), 3),
+    "a group a channel": ((2, 40, 20, 24), 40),
+    "rows longer than a warp": ((2, 1024, 7, 9), 1),
+    "groups of ten channels": ((2, 320, 25, 41), 32),
+    "few positions": ((3, 64, 1, 7), 16),
+    "teams over columns of a sample": ((3, 128, 52, 61), 8),
+    "teams over whole samples": ((6, 24, 101, 120), 8),
+    "a sample larger than what is kept": ((1, 32, 64, 64, 57), 8),
+}
+
+
+def as_channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+@pytest.mark.parametrize(("act", "pre_act"), [("none", "none"), ("silu", "none"), ("none", "relu"), ("gelu", "none")])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("name", COLUMNS)
+def test_group_norm_columns(name, dtype, act, pre_act, device, poisoned):
+    shape, groups = COLUMNS[name]
+    x, weight, bias = make(shape, dtype, device, scale=2.0, offset=1.0)
+    x = as_channels_last(x)
+    y, mean, rstd = OPS.group_norm_fwd(x, groups, weight, bias, 1e-5, act, pre_act)
+    assert y.stride() == x.stride()
+    exact = reference.group_norm_ref(x.double(), groups, weight.double(), bias.double(), act=act, pre_act=pre_act)
+    plain = reference.group_norm_ref(x, groups, weight, bias, act=act, pre_act=pre_act)
+    assert_as_good_as_torch(y, plain, exact)
+    again = OPS.group_norm_fwd(x, groups, weight, bias, 1e-5, act, pre_act)
+    assert all(torch.equal(a, b) for a, b in zip((y, mean, rstd), again, strict=True))
+
+
+@pytest.mark.parametrize("name", ["a cluster", "groups of three channels", "teams over columns of a sample"])
+def test_group_norm_columns_ill_conditioned(name, device, poisoned):
+    shape, groups = COLUMNS[name]
+    for scale, offset in ((0.01, 0.0), (3.0, 0.0), (1.0, 100.0), (0.01, 100.0)):
+        x, weight, bias = make(shape, torch.float32, device, scale=scale, offset=offset)
+        x.view(-1)[0] += 50 * scale  # an outlier where sums might take their shift from
+        x = as_channels_last(x)
+        exact = F.group_norm(x.double(), groups, weight.double(), bias.double())
+        assert_as_good_as_torch(OPS.group_norm(x, groups, weight, bias), F.group_norm(x, groups, weight, bias), exact)
+
+
+@pytest.mark.parametrize("name", ["a cluster", "teams over columns of a sample"])
+def test_group_norm_columns_nonfinite(name, device, poisoned):
+    """A NaN or an infinity spoils its group and nothing else."""
+    shape, groups = COLUMNS[name]
+    x = torch.randn(shape, device=device)
+    x[0, 1, 3, 5] = float("nan")
+    x[1, -1, 0, 0] = float("inf")
+    y = OPS.group_norm(as_channels_last(x), groups)
+    spoiled = y.isnan().reshape(shape[0], groups, -1)
+    assert torch.equal(spoiled.any(2), spoiled.all(2))
+    assert spoiled.any(2).nonzero().tolist() == [[0, 0], [1, groups - 1]]
+
+
+@pytest.mark.parametrize("name", ["a cluster", "teams over columns of a sample"])
+@pytest.mark.parametrize("start", [0, 4, 1])
+@pytest.mark.parametrize("affine", [None, torch.float32, torch.bfloat16], ids=str)
+def test_group_norm_columns_in_a_view(name, start, affine, device, poisoned):
+    """x begins at any element of its storage; weight and bias absent, or of another type."""
+    (n, c, h, w), groups = COLUMNS[name]
+    base = torch.randn(start + n * c * h * w, device=device, dtype=torch.bfloat16)
+    x = base[start:].view(n, h, w, c).permute(0, 3, 1, 2)
+    weight, bias = (None, None) if affine is None else (torch.randn(c, device=device, dtype=affine) for _ in "wb")
+    y = OPS.group_norm(x, groups, weight, bias, 1e-5, "relu")
+    wide = [None if t is None else t.double() for t in (weight, bias)]
+    exact = F.relu(F.group_norm(x.double(), groups, *wide))
+    same = [None if t is None else t.to(x.dtype) for t in (weight, bias)]
+    assert_as_good_as_torch(y, F.relu(F.group_norm(x, groups, *same)), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["a cluster", "teams over columns of a sample", "a sample larger than what is kept"])
+def test_group_norm_columns_graph(name):
+    """The launch, and the memset before it, are captured and replayed."""
+    shape, groups = COLUMNS[name]
+    x = as_channels_last(torch.randn(shape, device="cuda"))
+    OPS.group_norm(x, groups, act="silu")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = OPS.group_norm(x, groups, act="silu")
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, OPS.group_norm(x, groups, act="silu"))
 
 
 @pytest.mark.gpu

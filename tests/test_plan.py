@@ -310,26 +310,26 @@ def test_chain_with_an_unknown_name_lists_the_known_ones() -> None:
     sm_count=st.sampled_from([4, 114, 132]),
 )
 def test_plan_group_norm_fwd(n, groups, per_group, s, dtype, x_line, sm_count):
-    """Tiles on 128-byte lines cover each group once, and no tile is normalized before its group can be complete."""
+    """Tiles on 128-byte lines cover each group once, and the blocks have a place for every tile of a group."""
     vec = 4 if dtype == "float32" else 8
     plan = dev.plan_group_norm_fwd(n, groups * per_group, s, groups, dtype, x_line=x_line, sm_count=sm_count)
     elements = per_group * s
     if "refusal" in plan:
-        fits = dev.FWD_TILE_VECTORS * sm_count * vec * 2
-        small = 16 * dev.FWD_TILE_VECTORS * vec
+        fits = 9 * dev.FWD_TILE_VECTORS * sm_count * vec
+        small = 32 * dev.FWD_TILE_VECTORS * vec
         assert elements % vec != 0 or elements <= small or elements > fits, plan["refusal"]
         return
     tile, tiles, blocks = dev.FWD_TILE_VECTORS, plan["tiles_per_group"], plan["blocks"]
     assert plan["group_vectors"] * vec == elements
     assert plan["tiles"] == n * groups * tiles
-    assert plan["words"] == n * groups * (1 + tiles)
-    assert plan["lag"] + 2 <= dev.FWD_SLOTS
+    assert plan["words"] == n * groups * min(tiles, blocks)
+    assert plan["holders"] in (0, dev.FWD_HOLDERS)
+    # Or a group could wait for its own tiles to make room: a block has every `blocks`th tile.
+    assert -(-tiles // blocks) <= dev.FWD_SLOTS
     for group in {0, n * groups // 2, n * groups - 1}:
         head = (x_line + group * plan["group_vectors"]) % 8
         assert tiles * tile >= plan["group_vectors"] + head
-        last = (group + 1) * tiles - 1
-        # Steps of a block: its tiles are a grid apart, and all blocks reach a step together at the latest.
-        assert all(last // blocks - t // blocks <= plan["lag"] for t in range(group * tiles, last + 1))
+        assert (tiles - 2) * tile < plan["group_vectors"] + head
     for position in (0, 1, s - 1, s, s + 1, 2 * s - 1, s + tile * vec):
         assert (position * plan["s_magic"] >> 32) >> plan["s_shift"] == position // s
     for offset in (0, s - 1, s, elements - 1, elements // 2):
@@ -346,8 +346,8 @@ def test_plan_group_norm_fwd(n, groups, per_group, s, dtype, x_line, sm_count):
         ("multiple of 16 bytes", {"aligned": False}),
         ("no multiple of 16 bytes", {"c": 3, "s": 500_001, "g": 1}),
         ("one element", {"c": 1 << 20, "s": 1}),
-        ("below 512 KB", {"s": 1000}),
-        ("larger than what shared memory holds", {"s": 1 << 23}),
+        ("few tiles", {"s": 1000}),
+        ("larger than what the GPU holds", {"s": 1 << 23}),
     ],
 )
 def test_plan_group_norm_fwd_refuses(why, change):
@@ -562,6 +562,99 @@ def test_plan_group_norm_cluster_refuses(why, change):
     assert why in dev.plan_group_norm_cluster(**{**sizes, **change})["refusal"]
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    n=st.integers(1, 200),
+    groups=st.integers(1, 64),
+    per_group=st.integers(1, 40),
+    s=st.one_of(st.integers(1, 100), st.integers(1, 300_000)),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    sm_count=st.sampled_from([132, 114, 7]),
+)
+def test_plan_group_norm_columns(n, groups, per_group, s, dtype, sm_count):
+    """Slabs, shares and vectors cover x once; what a block keeps fits, and all blocks of a grid run at a time."""
+    c, size = groups * per_group, 4 if dtype == "float32" else 2
+    vec = 16 // size
+    p = dev.plan_group_norm_columns(n, c, s, groups, dtype, sm_count=sm_count)
+    if "refusal" in p:
+        small = c * s * size < 256 << 10
+        turns = vec // math.gcd(c, vec)
+        # A row is at most what the threads hold, and beside it lie the tables of its channels.
+        assert small or s % turns or c * turns * size > 2048, p["refusal"]
+        return
+    assert p["slabs"] == n * p["slabs_per_sample"]
+    assert p["slabs_per_sample"] * p["channels"] == c
+    assert p["groups"] * per_group == p["channels"]
+    assert p["slabs_per_sample"] == 1 or (p["channels"] * size % 32 == 0 and p["turns"] == 1)
+    assert p["rows"] * p["turns"] == s
+    assert p["vectors"] * vec == p["channels"] * p["turns"]
+    # Every slab has its team and its round.
+    assert p["last_round"] < p["slabs"] <= p["rounds"] * p["teams"]
+    assert p["last_round"] == (p["rounds"] - 1) * p["teams"]
+    if p["cluster"]:
+        assert n * c * s * size < 4 << 20
+        assert p["blocks"] in (1, 2, 4, 8, 16)
+        assert p["teams"] == p["slabs"]
+        assert p["words"] == 0
+    else:
+        assert p["teams"] * p["blocks"] <= sm_count
+        assert p["words"] == p["slabs"] * p["groups"] * p["blocks"]
+    # Every vector has its thread.
+    assert p["columns"] * p["warps_per_row"] >= p["vectors"]
+    assert p["columns"] * p["positions"] <= 32
+    assert p["positions"] <= p["positions_power"] < 2 * p["positions"]
+    assert p["walkers"] * p["warps_per_row"] * 32 <= p["threads"] <= 512
+    assert p["stride"] == p["walkers"] * p["positions"]
+    assert p["blocks"] * p["share"] >= p["rows"]
+    assert p["chunks"] * dev.COLUMN_PASSES * p["stride"] >= p["share"]
+    assert not p["cluster"] or p["chunks"] <= dev.COLUMN_SLOTS
+    slots = min(p["chunks"], dev.COLUMN_SLOTS)
+    assert p["data_bytes"] == slots * dev.COLUMN_PASSES * p["stride"] * p["vectors"] * 16
+    assert p["data_bytes"] < p["smem_bytes"] <= 227 << 10
+    # Runs are of one group wherever they lie; counts are those of all blocks together.
+    assert vec % p["run"] == 0
+    assert per_group == p["run"] * p["group_runs"]
+    assert p["runs"] * p["run"] == p["channels"] * p["turns"]
+    assert p["total_count"] == pytest.approx(s * per_group, rel=1e-6)
+    assert p["full_blocks"] * p["full_count"] + p["rest_count"] == pytest.approx(s * per_group, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("contiguous", {"channels_last": False}),
+        ("compute capability", {"max_blocks": 0}),
+        ("float64", {"dtype": "float64"}),
+        ("multiple of 16", {"aligned": False}),
+        ("slow activations", {"long_chain": True}),
+        ("below 256 KB", {"s": 100, "n": 512}),
+        ("multiple of a vector", {"c": 30, "s": 20_001, "g": 3}),
+    ],
+)
+def test_plan_group_norm_columns_refuses(why, change):
+    sizes = {"n": 4, "c": 32, "s": 20_000, "g": 8}
+    assert "refusal" not in dev.plan_group_norm_columns(**sizes)
+    assert why in dev.plan_group_norm_columns(**{**sizes, **change})["refusal"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slabs", "teams", "blocks"),
+    [
+        # As measured on an H200: a column a line wide, as many teams as are full in every round.
+        ({"n": 128, "c": 24, "s": 19800, "g": 8}, 128, 12, 11),
+        ({"n": 128, "c": 64, "s": 15876, "g": 16}, 256, 12, 11),
+        ({"n": 16, "c": 128, "s": 39304, "g": 8}, 64, 5, 26),
+        ({"n": 8, "c": 320, "s": 4096, "g": 32}, 64, 32, 4),
+        ({"n": 1, "c": 512, "s": 5120, "g": 32}, 16, 16, 8),
+        ({"n": 1, "c": 128, "s": 32768, "g": 8}, 4, 4, 33),
+        ({"n": 1, "c": 128, "s": 262144, "g": 32}, 1, 1, 132),
+    ],
+)
+def test_plan_group_norm_columns_teams(sizes, slabs, teams, blocks):
+    p = dev.plan_group_norm_columns(**sizes)
+    assert (p["slabs"], p["teams"], p["blocks"], p["cluster"]) == (slabs, teams, blocks, False)
+
+
 @pytest.mark.parametrize(
     ("way", "sizes"),
     [
@@ -569,13 +662,18 @@ def test_plan_group_norm_cluster_refuses(why, change):
         ("on chip", {"n": 50, "c": 33, "s": 9, "g": 33}),
         ("on chip", {"n": 50, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),  # a team needs no cluster
         ("one read", {"n": 1, "c": 128, "s": 32**3, "g": 8}),  # a cluster of sixteen would leave GPU parts idle
-        ("on chip", {"n": 1, "c": 128, "s": 32**3, "g": 8, "dtype": "bfloat16"}),
+        ("one read", {"n": 1, "c": 128, "s": 32**3, "g": 8, "dtype": "bfloat16"}),
+        ("one read", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32}),
+        ("one read", {"n": 1, "c": 32, "s": 128**3, "g": 8, "dtype": "bfloat16"}),
         ("one read", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32, "dtype": "bfloat16"}),
         ("one read", {"n": 1, "c": 128, "s": 5000, "g": 4}),  # four clusters
         ("on chip", {"n": 1, "c": 128, "s": 5000, "g": 32}),
         ("on chip", {"n": 2, "c": 3, "s": 160_003, "g": 1}),  # no multiple of 16 bytes: sixteen blocks after all
         ("two passes", {"n": 1, "c": 32, "s": 128**3, "g": 8}),
-        ("two passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True}),
+        ("columns", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True}),
+        ("columns", {"n": 1, "c": 32, "s": 128**3, "g": 8, "channels_last": True}),
+        ("two passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "max_blocks": 0}),
+        ("two passes", {"n": 512, "c": 64, "s": 49, "g": 8, "channels_last": True}),
         ("two passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "max_blocks": 0}),
     ],
 )
@@ -584,3 +682,4 @@ def test_choose_group_norm_fwd(way, sizes):
     assert choice["way"] == way, choice
     assert way != "two passes" or choice["not_on_chip"]
     assert way != "two passes" or choice["not_one_read"]
+    assert way != "two passes" or choice["not_columns"]

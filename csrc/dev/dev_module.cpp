@@ -14,6 +14,7 @@
 #include "conv3d/conv3d_plan.h"
 #include "conv3d/conv_shape.h"
 #include "groupnorm/group_norm_cluster_plan.h"
+#include "groupnorm/group_norm_columns_plan.h"
 #include "groupnorm/group_norm_fwd_plan.h"
 
 namespace py = pybind11;
@@ -262,7 +263,7 @@ py::dict plan_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string
   out["tiles"] = p.tiles;
   out["tiles_per_group"] = p.tiles_per_group;
   out["group_vectors"] = p.group_vectors;
-  out["lag"] = p.lag;
+  out["holders"] = plan.holders;
   out["s_magic"] = p.s_magic;
   out["s_shift"] = p.s_shift;
   out["s_magic64"] = p.s_magic64;
@@ -310,22 +311,83 @@ py::dict plan_cluster(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   return out;
 }
 
+ColumnPlanInput columns_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
+                              bool aligned, bool long_chain, int max_blocks, int sm_count, int64_t smem_bytes) {
+  ColumnPlanInput in;
+  in.dims = make_dims(n, c, s, g, dtype, channels_last);
+  in.aligned = aligned;
+  in.long_chain = long_chain;
+  in.max_blocks = max_blocks;
+  in.sm_count = sm_count;
+  in.smem_bytes = smem_bytes;
+  return in;
+}
+
+// The plan of the forward that keeps channels_last x on chip, likewise.
+py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
+                      bool aligned, bool long_chain, int max_blocks, int sm_count, int64_t smem_bytes) {
+  const ColumnPlan plan = plan_group_norm_columns(
+      columns_input(n, c, s, g, dtype, channels_last, aligned, long_chain, max_blocks, sm_count, smem_bytes));
+  py::dict out;
+  if (plan.refusal) {
+    out["refusal"] = plan.refusal;
+    return out;
+  }
+  const ColumnShares& p = plan.shares;
+  out["cluster"] = plan.cluster;
+  out["threads"] = plan.threads;
+  out["smem_bytes"] = plan.smem_bytes;
+  out["words"] = plan.words;
+  out["slabs"] = p.slabs;
+  out["slabs_per_sample"] = p.slabs_per_sample;
+  out["teams"] = p.teams;
+  out["blocks"] = p.blocks;
+  out["rounds"] = p.rounds;
+  out["last_round"] = p.last_round;
+  out["rows"] = p.rows;
+  out["share"] = p.share;
+  out["turns"] = p.turns;
+  out["chunks"] = p.chunks;
+  out["vectors"] = p.vectors;
+  out["columns"] = p.columns;
+  out["positions"] = p.positions;
+  out["positions_power"] = p.positions_power;
+  out["warps_per_row"] = p.warps_per_row;
+  out["walkers"] = p.walkers;
+  out["stride"] = p.stride;
+  out["data_bytes"] = p.data_bytes;
+  out["channels"] = p.channels;
+  out["groups"] = p.groups;
+  out["run"] = 1 << p.run_log2;
+  out["runs"] = p.runs;
+  out["group_runs"] = p.group_runs;
+  out["full_blocks"] = p.full_blocks;
+  out["full_count"] = p.full_count;
+  out["rest_count"] = p.rest_count;
+  out["total_count"] = p.total_count;
+  return out;
+}
+
 // Which way a forward goes: its name, and why not the ways before it.
 py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
                      bool aligned, int max_blocks, int sm_count, int64_t smem_bytes) {
   const FwdChoice choice = choose_group_norm_fwd(
       cluster_input(n, c, s, g, dtype, 1, channels_last, aligned, false, 0, max_blocks, sm_count, smem_bytes),
-      tiles_input(n, c, s, g, dtype, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes));
+      tiles_input(n, c, s, g, dtype, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes),
+      columns_input(n, c, s, g, dtype, channels_last, aligned, false, max_blocks, sm_count, smem_bytes));
+  constexpr const char* kWays[] = {"on chip", "one read", "columns", "two passes"};
   py::dict out;
-  out["way"] = choice.way == FwdWay::kOnChip ? "on chip" : choice.way == FwdWay::kOneRead ? "one read" : "two passes";
+  out["way"] = kWays[static_cast<int>(choice.way)];
   if (choice.on_chip.refusal) out["not_on_chip"] = choice.on_chip.refusal;
   if (choice.one_read.refusal) out["not_one_read"] = choice.one_read.refusal;
+  if (choice.columns.refusal) out["not_columns"] = choice.columns.refusal;
   return out;
 }
 
 void bind_norm(py::module_& m) {
   m.attr("FWD_SLOTS") = kFwdSlots;
-  m.attr("FWD_TILE_VECTORS") = kFwdThreads * kFwdPasses;
+  m.attr("FWD_HOLDERS") = kFwdHolders;
+  m.attr("FWD_TILE_VECTORS") = kFwdTileVectors;
   m.def("plan_group_norm_fwd", &plan_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
         py::arg("x_line") = 0, py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132,
@@ -337,6 +399,12 @@ void bind_norm(py::module_& m) {
         py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
         py::arg("aligned") = true, py::arg("long_chain") = false, py::arg("x_offset") = 0, py::arg("max_blocks") = 16,
         py::arg("sm_count") = 132, py::arg("smem_bytes") = 227 << 10);
+  m.attr("COLUMN_SLOTS") = kColumnSlots;
+  m.attr("COLUMN_PASSES") = kColumnPasses;
+  m.def("plan_group_norm_columns", &plan_columns, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("channels_last") = true, py::arg("aligned") = true,
+        py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
+        py::arg("smem_bytes") = 227 << 10);
   m.def("choose_group_norm_fwd", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
         py::arg("max_blocks") = 16, py::arg("sm_count") = 132, py::arg("smem_bytes") = 227 << 10);

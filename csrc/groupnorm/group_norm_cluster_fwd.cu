@@ -1,7 +1,6 @@
 // GroupNorm forward of groups that stay on chip: one launch, x read once.
 #include <mutex>
 
-#include "../common/reduce.cuh"
 #include "group_norm_cluster_launch.h"
 #include "group_share.cuh"
 #include "groupnorm.h"
@@ -9,29 +8,6 @@
 
 namespace kgopt {
 namespace {
-
-// Moments of the values one thread sees: sums relative to its first vector's mean, which is close to all others' unless
-// the values spread so far that nothing cancels.
-template <int kVec>
-struct ThreadMoments {
-  float shift = 0.f, sums[4] = {}, squares[4] = {};
-  int count = 0;
-
-  __device__ __forceinline__ void add(const float (&x)[kVec]) {
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      const float d = x[j] - shift;
-      sums[j % 4] += d;
-      squares[j % 4] += d * d;
-    }
-  }
-  __device__ __forceinline__ Moments<float> moments() const {
-    if (count == 0) return {};
-    const float sum = sum_of(sums), n = static_cast<float>(count), offset = __fdividef(sum, n);
-    const float m2 = sum_of(squares) - sum * offset;
-    return {shift + offset, m2 < 0.f ? 0.f : m2, n};
-  }
-};
 
 // One cluster a group.
 template <typename Traits>

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "group_norm_cluster_params.h"
+#include "group_norm_columns_plan.h"
 #include "group_norm_fwd_plan.h"
 
 namespace kgopt {
@@ -130,29 +131,38 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   return plan;
 }
 
-enum class FwdWay { kOnChip, kOneRead, kTwoPasses };
+enum class FwdWay { kOnChip, kOneRead, kColumns, kTwoPasses };
 
 struct FwdChoice {
   FwdWay way = FwdWay::kTwoPasses;
   ClusterPlan on_chip;
   FwdPlan one_read;
+  ColumnPlan columns;
 };
 
-// The way of a forward: a group in a cluster or a team; tiles of a group all over the GPU; two passes over x. A cluster
-// of sixteen whose blocks have a multiprocessor each leaves a sixth of an H200 idle and overlaps nothing, and a few
-// such clusters leave even more: then the tiles come first.
-inline FwdChoice choose_group_norm_fwd(const ClusterPlanInput& cluster, const FwdPlanInput& tiles) {
+// From here on tiles were faster than clusters of sixteen, whatever else (H200).
+inline constexpr int64_t kTiledGroupBytes = 1 << 20;
+
+// The way of a forward: a group in a cluster or a team; tiles of a group all over the GPU; channels_last x in slabs;
+// two passes over x. A cluster of sixteen whose blocks have a multiprocessor each leaves a sixth of an H200 idle and
+// overlaps nothing, and a few such clusters leave even more: then the tiles come first.
+inline FwdChoice choose_group_norm_fwd(const ClusterPlanInput& cluster, const FwdPlanInput& tiles,
+                                       const ColumnPlanInput& columns) {
   FwdChoice choice;
   choice.on_chip = plan_group_norm_cluster(cluster);
   choice.one_read = plan_group_norm_fwd(tiles);
+  choice.columns = plan_group_norm_columns(columns);
   const ClusterPlan& c = choice.on_chip;
   const bool crowded =
       c.shares.blocks == kClusterMaxBlocks &&
-      (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm || leaves_gpu_idle(c, cluster.sm_count));
+      (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm || leaves_gpu_idle(c, cluster.sm_count) ||
+       int64_t(c.shares.elements) * dtype_size(cluster.dims.dtype) >= kTiledGroupBytes);
   if (!c.refusal && (!crowded || choice.one_read.refusal)) {
     choice.way = FwdWay::kOnChip;
   } else if (!choice.one_read.refusal) {
     choice.way = FwdWay::kOneRead;
+  } else if (!choice.columns.refusal) {
+    choice.way = FwdWay::kColumns;
   }
   return choice;
 }

@@ -6,12 +6,12 @@ namespace kgopt {
 namespace {
 
 template <typename Traits>
-Status launch(GroupNormFwdParams p, const FwdPlan& plan, cudaStream_t stream) {
+Status launch_kernel(GroupNormFwdParams p, const FwdPlan& plan, cudaStream_t stream) {
   const auto kernel = group_norm_fwd_kernel<Traits>;
   constexpr int kSmem = Traits::kSlots * Traits::kTileBytes;
   void* arguments[] = {&p};
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
-  if (error == cudaSuccess) error = cudaMemsetAsync(p.ready, 0, plan.words * sizeof(uint64_t), stream);
+  if (error == cudaSuccess) error = cudaMemsetAsync(p.words, 0, plan.words * sizeof(uint64_t), stream);
   if (error == cudaSuccess) {
     error = cudaLaunchCooperativeKernel(kernel, dim3(plan.blocks), dim3(Traits::kThreads), arguments, kSmem, stream);
   }
@@ -23,11 +23,17 @@ Status launch(GroupNormFwdParams p, const FwdPlan& plan, cudaStream_t stream) {
   return Status::Ok();
 }
 
+template <typename T, Chain kPre, Chain kAct>
+Status launch(const GroupNormFwdParams& p, const FwdPlan& plan, cudaStream_t stream) {
+  return plan.holders == 0 ? launch_kernel<GroupNormFwdTraits<T, kPre, kAct, 0>>(p, plan, stream)
+                           : launch_kernel<GroupNormFwdTraits<T, kPre, kAct, kFwdHolders>>(p, plan, stream);
+}
+
 }  // namespace
 
 bool has_bulk_copy() {
   cudaFuncAttributes attributes;
-  const auto kernel = group_norm_fwd_kernel<GroupNormFwdTraits<float, Chain::kNone, Chain::kNone>>;
+  const auto kernel = group_norm_fwd_kernel<GroupNormFwdTraits<float, Chain::kNone, Chain::kNone, 0>>;
   if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
     cudaGetLastError();  // it was a question; leave no error behind
     return false;
@@ -38,10 +44,9 @@ bool has_bulk_copy() {
 Status run_group_norm_fwd(const GroupNormFwdParams& p, const FwdPlan& plan, cudaStream_t stream) {
   Status status;
   switch (p.dims.dtype) {
-#define KGOPT_FWD_DTYPE(name, T)                                                                  \
-  case Dtype::name:                                                                               \
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                           \
-                          status = (launch<GroupNormFwdTraits<T, kPre, kAct>>(p, plan, stream))); \
+#define KGOPT_FWD_DTYPE(name, T)                                                                            \
+  case Dtype::name:                                                                                         \
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = (launch<T, kPre, kAct>(p, plan, stream))); \
     break;
     KGOPT_FWD_DTYPE(kFloat32, float)
     KGOPT_FWD_DTYPE(kBFloat16, __nv_bfloat16)

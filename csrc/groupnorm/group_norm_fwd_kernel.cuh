@@ -1,8 +1,11 @@
-// GroupNorm forward with one read of x; see group_norm_fwd_params.h. Three kinds of warps work side by side in a block:
-//   workers    statistics of a tile in shared memory, and normalization of the tile `lag` before
-//   publisher  makes the workers' moments the tile's word; the block with the last tile of a group waits for the words
-//              of the others and merges them
-//   producer   one thread that starts the loads into slots that have become free
+// GroupNorm forward with one read of x; see group_norm_fwd_params.h. The warps of a block have roles, and none waits
+// for more than it needs:
+//   producer    one thread that starts the loads into slots of shared memory that have become free
+//   statistics  moments of the tiles in the slots
+//   publisher   makes the block's moments of a group the block's word
+//   collector   waits for the words of all blocks and merges them, in every block for itself: one trip through L2
+//   normalizers write y from the slots
+//   holders     teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
 
 #include "../common/async.cuh"
@@ -14,237 +17,428 @@
 
 namespace kgopt {
 
-// Threads beside the workers: the producer's and the publisher's warp.
-inline constexpr int kServants = 64;
-
-template <typename T_, Chain kPre_, Chain kAct_>
+template <typename T_, Chain kPre_, Chain kAct_, int kHolders_>
 struct GroupNormFwdTraits {
   using T = T_;
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
-  static constexpr int kSlots = kFwdSlots, kPasses = kFwdPasses;
-  static constexpr int kTileVectors = kFwdThreads * kPasses, kTileBytes = kTileVectors * 16;
-  static constexpr int kThreads = kServants + kFwdThreads;
+  static constexpr int kSlots = kFwdSlots, kHolders = kHolders_, kPlaces = kSlots + kHolders;
+  static constexpr int kTileVectors = kFwdTileVectors, kTileBytes = kTileVectors * 16;
+  static constexpr int kCollectors = 2, kServantWarps = 2 + kCollectors;
+  // Holders leave room for fewer: 896 threads have 72 registers each.
+  static constexpr int kStatWarps = kHolders == 0 ? 8 : 4, kNormWarps = 8, kHolderWarps = 4;
+  static constexpr int kThreads = 32 * (kServantWarps + kStatWarps + kNormWarps + kHolders * kHolderWarps);
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
+inline constexpr int kFwdVisits = 32;  // groups with tiles on chip: at most as many as places
+
+// What the warps must know of a tile in a slot; the producer works it out once for all. Vectors lo <= v < hi of the
+// tile are the group's.
+struct __align__(16) FwdTile {
+  int64_t base;  // vector 0, from the tensor's start
+  int lo, hi;
+  uint32_t visit;     // groups of the block before it
+  uint32_t is_last;   // of the group in this block's slots
+  uint32_t channel0;  // of vector lo
+  uint32_t column0;
+  float weight, bias;  // of channel0
+  bool is_full;        // no vector is another group's
+  bool is_one;         // all of channel0
+};
+
+template <typename Traits>
 struct FwdShared {
-  uint64_t loaded[kFwdSlots], freed[kFwdSlots];  // of a slot
+  uint64_t loaded[Traits::kSlots], freed[Traits::kSlots];
+  FwdTile tiles[Traits::kSlots];
+  uint64_t published[kFwdVisits], ready[kFwdVisits];
+  float2 statistics[kFwdVisits];
   uint64_t box_full[2], box_empty[2];
-  Moments<float> box[2][kFwdThreads / 32];  // the warps' moments of the last two tiles
+  uint64_t held[Traits::kHolders + 1];  // moments of a holders' tile are there
+  Moments<float> box[2][Traits::kStatWarps];
+  Moments<float> held_box[Traits::kHolders + 1][Traits::kHolderWarps];
 };
 
 template <typename Traits>
 struct FwdBlock {
   using T = typename Traits::T;
-  static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses, kSlots = Traits::kSlots;
-  static constexpr int kWarps = kFwdThreads / 32;
+  static constexpr int kVec = Traits::kVec, kSlots = Traits::kSlots, kPlaces = Traits::kPlaces;
+  static constexpr int kHolders = Traits::kHolders, kTileVectors = Traits::kTileVectors;
 
   const GroupNormFwdParams& p;
-  FwdShared& s;
+  FwdShared<Traits>& s;
   char* const slots;
-  const uint32_t own;                                         // tiles of this block
-  const int tid = static_cast<int>(threadIdx.x) - kServants;  // of a worker
 
-  __device__ FwdBlock(const GroupNormFwdParams& params, FwdShared& shared, char* memory)
-      : p(params), s(shared), slots(memory), own((params.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x) {}
-
-  // A group's tiles lie on 128-byte lines, or loads and stores would touch twice as many: position 0 of its first tile
-  // is up to `head` vectors before the group.
+  // Tile i of the block. A group's tiles lie on 128-byte lines, or loads and stores would touch twice as many: position
+  // 0 of its first tile is up to `head` vectors before the group.
   struct Tile {
+    uint32_t i, number;     // in the block, in the tensor
     uint32_t group, index;  // index in the group
-    int head, lo, hi;       // vectors lo <= v < hi of the tile are the group's
-    int64_t base;           // vector 0, from the tensor's start
-    // Whether all threads of a warp, and all warps, have as many of its vectors.
-    __device__ __forceinline__ bool is_full() const { return lo == 0 && hi != 0 && hi % kFwdThreads == 0; }
+    uint32_t visit;         // groups of the block before it
+    uint32_t place, round;  // i = round * kPlaces + place
   };
+  __device__ __forceinline__ Tile first_tile() const {
+    const uint32_t group = blockIdx.x / p.tiles_per_group;
+    return {0, blockIdx.x, group, blockIdx.x - group * p.tiles_per_group, 0, 0, 0};
+  }
+  __device__ __forceinline__ void advance(Tile& t) const {
+    ++t.i;
+    t.number += gridDim.x;
+    t.index += gridDim.x;
+    if (t.index >= p.tiles_per_group) {
+      const uint32_t groups = t.index / p.tiles_per_group;
+      t.group += groups;
+      t.index -= groups * p.tiles_per_group;
+      ++t.visit;
+    }
+    if (++t.place == kPlaces) {
+      t.place = 0;
+      ++t.round;
+    }
+  }
+  // Tiles of this block that come into slots, which are taken in turn.
+  __device__ __forceinline__ uint32_t slot_tiles() const {
+    const uint32_t own = (p.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, rest = own % kPlaces;
+    return own / kPlaces * kSlots + rest - holders_before(rest);
+  }
+  static __device__ __forceinline__ void next_slot(uint32_t& k, uint32_t& parity) {
+    if (++k == kSlots) {
+      k = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ bool exists(const Tile& t) const { return t.number < p.tiles; }
+
+  // Places go round; the holders' are spread among them.
+  static __device__ __forceinline__ uint32_t holders_before(uint32_t place) { return place * kHolders / kPlaces; }
+  static __device__ __forceinline__ bool is_held(uint32_t place) {
+    return holders_before(place + 1) != holders_before(place);
+  }
+  static __device__ __forceinline__ uint32_t slot_of(const Tile& t) { return t.place - holders_before(t.place); }
+  __device__ __forceinline__ char* slot(const Tile& t) const { return slots + slot_of(t) * Traits::kTileBytes; }
+
   __device__ __forceinline__ int head_of(uint32_t group) const {
     return static_cast<int>(p.x_line + group * p.group_vectors) & 7;
   }
   __device__ __forceinline__ int end_of(int head, uint32_t index) const {
-    const int64_t left = p.group_vectors + head - int64_t(index) * Traits::kTileVectors;
-    return static_cast<int>(left < 0 ? 0 : left < Traits::kTileVectors ? left : Traits::kTileVectors);
+    const int64_t left = p.group_vectors + head - int64_t(index) * kTileVectors;
+    return static_cast<int>(left < 0 ? 0 : left < kTileVectors ? left : kTileVectors);
   }
-  __device__ __forceinline__ Tile tile_of(uint32_t i) const {
-    const uint32_t t = i * gridDim.x + blockIdx.x;
-    Tile tile;
-    tile.group = t / p.tiles_per_group;
-    tile.index = t - tile.group * p.tiles_per_group;
-    tile.head = head_of(tile.group);
-    tile.lo = tile.index == 0 ? tile.head : 0;
-    tile.hi = end_of(tile.head, tile.index);
-    tile.base = tile.group * p.group_vectors - tile.head + int64_t(tile.index) * Traits::kTileVectors;
-    return tile;
+  __device__ __forceinline__ FwdTile describe(const Tile& t) const {
+    const int head = head_of(t.group);
+    FwdTile d;
+    d.base = t.group * p.group_vectors - head + int64_t(t.index) * kTileVectors;
+    d.lo = t.index == 0 ? head : 0;
+    d.hi = end_of(head, t.index);
+    d.visit = t.visit;
+    d.is_full = d.lo == 0 && d.hi == kTileVectors;
+    return d;
   }
-  __device__ __forceinline__ const T* slot(uint32_t i) const {
-    return reinterpret_cast<const T*>(slots + i % kSlots * Traits::kTileBytes);
+  __device__ __forceinline__ void find_channels(const Tile& t, FwdTile* d) const {
+    const int64_t begin = t.index == 0 ? 0 : (int64_t(t.index) * kTileVectors - head_of(t.group)) * kVec;
+    const int64_t row = __umul64hi(begin, p.s_magic64);
+    d->channel0 = t.group % static_cast<uint32_t>(p.dims.g) * p.channels_per_group + static_cast<uint32_t>(row);
+    d->column0 = static_cast<uint32_t>(begin - row * p.dims.s);
+    d->is_one = d->column0 + uint32_t(max(d->hi - d->lo, 0)) * kVec <= static_cast<uint32_t>(p.dims.s);
+    const float2 coefficients = affine(d->channel0);
+    d->weight = coefficients.x;
+    d->bias = coefficients.y;
   }
 
   __device__ __forceinline__ void produce() const {
-    const uint64_t policy = evict_first_policy();  // nobody reads x again
-    for (uint32_t i = 0; i < own; ++i) {
-      const uint32_t k = i % kSlots;
-      if (i >= kSlots) barrier_wait(&s.freed[k], (i / kSlots - 1) & 1);
-      const Tile t = tile_of(i);
-      const int vectors = t.hi - t.lo;
-      if (vectors <= 0) {  // the other groups' heads need this tile
+    const uint64_t policy = evict_normal_policy();  // evict_first and streaming stores were 2% slower
+    for (Tile t = first_tile(); exists(t); advance(t)) {
+      if (is_held(t.place)) continue;
+      const uint32_t k = slot_of(t);
+      if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
+      FwdTile d = describe(t);
+      const int vectors = d.hi - d.lo;
+      if (vectors > 0) {
+        barrier_expect_bytes(&s.loaded[k], vectors * 16);
+        bulk_load(slot(t) + d.lo * 16, static_cast<const T*>(p.x) + (d.base + d.lo) * kVec, vectors * 16, &s.loaded[k],
+                  policy);
+      } else {  // the other groups' heads need this tile
         barrier_arrive(&s.loaded[k]);
-        continue;
       }
-      barrier_expect_bytes(&s.loaded[k], vectors * 16);
-      bulk_load(slots + k * Traits::kTileBytes + t.lo * 16, static_cast<const T*>(p.x) + (t.base + t.lo) * kVec,
-                vectors * 16, &s.loaded[k], policy);
+      find_channels(t, &d);
+      d.is_last = is_last_in_slot(t);
+      s.tiles[k] = d;
+      barrier_arrive(&s.loaded[k]);
     }
   }
 
-  __device__ __forceinline__ void publish() const {
-    const int lane = threadIdx.x % 32;
-    for (uint32_t i = 0; i < own; ++i) {
-      const int b = i & 1;
-      const Tile t = tile_of(i);
-      barrier_wait(&s.box_full[b], i / 2 & 1);
-      Moments<float> m;
-      if (lane < kWarps) m = s.box[b][lane];
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&s.box_empty[b]);
-      if (t.is_full()) {
-        m = warp_merge_equal(__shfl_sync(0xffffffffu, m.mean, lane % kWarps),
-                             __shfl_sync(0xffffffffu, m.m2, lane % kWarps), float(t.hi * kVec / kWarps), kWarps);
-      } else {
-        m = warp_merge(m);
-      }
-      uint64_t* const words = p.partials + int64_t(t.group) * p.tiles_per_group;
-      if (lane == 0) store_word(words + t.index, pack_word(m.mean, m.m2));
-      if (t.index != p.tiles_per_group - 1) continue;
-      __syncwarp();
-      m = fold_words<Moments<float>>(
-          words, static_cast<int>(p.tiles_per_group),
-          [&](Moments<float>& sum, uint64_t word, int j) {
-            const float2 v = unpack_word(word);
-            const int vectors = end_of(t.head, j) - (j == 0 ? t.head : 0);
-            merge(sum, Moments<float>{v.x, v.y, float(vectors * kVec)});
-          },
-          [](const Moments<float>& sum) { return warp_merge(sum); });
-      if (lane == 0) {
-        const float rstd = 1.f / sqrtf(m.m2 / m.count + p.eps);
-        store_word(p.ready + t.group, pack_word(m.mean, rstd));
-        p.mean[t.group] = m.mean;
-        p.rstd[t.group] = rstd;
-      }
-      __syncwarp();
-    }
-  }
+  // --- Statistics.
 
-  __device__ __forceinline__ float2 affine(int64_t c) const { return affine_of(p.weight, p.bias, c, p.affine_dtype); }
-
-  // Exact deviations from the mean of a thread's values, then merges: nothing cancels whatever the offset.
-  __device__ __forceinline__ void stats(uint32_t i) const {
-    const Tile t = tile_of(i);
-    barrier_wait(&s.loaded[i % kSlots], i / kSlots & 1);
-    const T* const from = slot(i) + tid * kVec;
-    float x[kPasses][kVec];
-    float sums[kVec] = {};  // side by side: a single chain of additions would take longer than all else
-    int used = 0;
-#pragma unroll
-    for (int k = 0; k < kPasses; ++k) {
-      const int v = tid + k * kFwdThreads;
-      if (v >= t.lo && v < t.hi) {
-        values_of<Traits::kPre>(load_vec<T, kVec>(from + k * kFwdThreads * kVec), p.pre_act, x[k]);
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) sums[j] += x[k][j];
-        used += kVec;
-      }
-    }
-    const float mean = quotient(sum_of(sums), float(used == 0 ? 1 : used));
-    float squares[kVec] = {};
-#pragma unroll
-    for (int k = 0; k < kPasses; ++k) {
-      const int v = tid + k * kFwdThreads;
-      if (v >= t.lo && v < t.hi) {
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          const float d = x[k][j] - mean;
-          squares[j] += d * d;
-        }
-      }
-    }
-    const Moments<float> own_moments{mean, sum_of(squares), float(used)};
-    const Moments<float> m =
-        t.is_full() ? warp_merge_equal(own_moments.mean, own_moments.m2, own_moments.count) : warp_merge(own_moments);
-    const int b = i & 1;
-    if (tid % 32 == 0) {
-      barrier_wait(&s.box_empty[b], (i / 2 & 1) ^ 1);
-      s.box[b][tid / 32] = m;
-      barrier_arrive(&s.box_full[b]);
-    }
-    __syncwarp();
-  }
-  // `word`: the group's, or zero where it was not there yet.
-  __device__ __forceinline__ void normalize(uint32_t i, uint64_t word) const {
-    const Tile t = tile_of(i);
-    const int64_t begin = t.index == 0 ? 0 : (int64_t(t.index) * Traits::kTileVectors - t.head) * kVec;
-    const int64_t row = __umul64hi(begin, p.s_magic64);
-    const uint32_t column0 = static_cast<uint32_t>(begin - row * p.dims.s), length = static_cast<uint32_t>(p.dims.s);
-    const int64_t channel0 = int64_t(t.group % static_cast<uint32_t>(p.dims.g)) * p.channels_per_group + row;
-    T* const y = static_cast<T*>(p.y) + t.base * kVec;
-    const T* const from = slot(i);
-    if (word == 0) word = wait_word(p.ready + t.group);
-    const float2 statistics = unpack_word(word);
-    const float mean = statistics.x, rstd = statistics.y;
-    const float2 first = affine(channel0);
-    if (column0 + uint32_t(t.hi - t.lo) * kVec <= length) {
+  // Adds vectors first + 32 * k, k < kPasses, that read(k) gives.
+  template <int kPasses, typename Read>
+  __device__ __forceinline__ void add_vectors(ThreadMoments<kVec>& m, const FwdTile& d, int first, Read read) const {
+    if (!d.is_full) {
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) {
-        const int v = tid + k * kFwdThreads;
-        if (v < t.lo || v >= t.hi) continue;
-        const Vec<T, kVec> input = load_vec<T, kVec>(from + v * kVec);
-        float x[kVec];
-        values_of<Traits::kPre>(input, p.pre_act, x);
-        scale_shift(x, mean, first.x * rstd, first.y);
-        finish_values<Traits::kAct>(y + v * kVec, input, p.act, p.add_input, p.streaming_stores, x);
+        const int v = first + 32 * k;
+        if (v >= d.lo && v < d.hi) add_vector(m, read(k));
       }
       return;
     }
+    start_moments(m, read(0));
+#pragma unroll
+    for (int k = 0; k < kPasses; ++k) {
+      float x[kVec];
+      values_of<Traits::kPre>(read(k), p.pre_act, x);
+      m.add(x);
+    }
+    m.count += kPasses * kVec;
+  }
+  __device__ __forceinline__ void start_moments(ThreadMoments<kVec>& m, const Vec<T, kVec>& from) const {
+    if (m.count != 0) return;
+    float x[kVec];
+    values_of<Traits::kPre>(from, p.pre_act, x);
+    m.shift = sum_of(x) * (1.f / kVec);
+  }
+  __device__ __forceinline__ void add_vector(ThreadMoments<kVec>& m, const Vec<T, kVec>& from) const {
+    start_moments(m, from);
+    float x[kVec];
+    values_of<Traits::kPre>(from, p.pre_act, x);
+    m.add(x);
+    m.count += kVec;
+  }
+  __device__ __forceinline__ Moments<float> warp_moments(const ThreadMoments<kVec>& m) const {
+    const int counted = __reduce_add_sync(0xffffffffu, m.count);
+    const Moments<float> own[1] = {m.moments()};
+    return counted == 0 ? Moments<float>{} : warp_pool(own, static_cast<float>(counted));
+  }
+  // Whether no later tile of the group comes into a slot of this block.
+  __device__ __forceinline__ bool is_last_in_slot(const Tile& t) const {
+    Tile next = t;
+    do {
+      advance(next);
+    } while (is_held(next.place));
+    return next.visit != t.visit || !exists(next);
+  }
+
+  __device__ __forceinline__ void compute_statistics(int warp, int lane) const {
+    constexpr int kPasses = kTileVectors / 32 / Traits::kStatWarps;
+    const int first = warp * kPasses * 32 + lane;
+    const T* const from = reinterpret_cast<const T*>(slots) + first * kVec;
+    ThreadMoments<kVec> mine;
+    uint32_t boxes = 0;
+    const uint32_t own = slot_tiles();
+    for (uint32_t i = 0, k = 0, parity = 0; i < own; ++i) {
+      barrier_wait(&s.loaded[k], parity);
+      const FwdTile& d = s.tiles[k];
+      const T* const data = from + k * (kTileVectors * kVec);
+      add_vectors<kPasses>(mine, d, first, [&](int u) { return load_vec<T, kVec>(data + u * 32 * kVec); });
+      const bool is_last = d.is_last;
+      next_slot(k, parity);
+      if (!is_last) continue;
+      const Moments<float> m = warp_moments(mine);
+      const uint32_t b = boxes & 1;
+      if (lane == 0) {
+        barrier_wait(&s.box_empty[b], (boxes / 2 & 1) ^ 1);
+        s.box[b][warp] = m;
+        barrier_arrive(&s.box_full[b]);
+      }
+      __syncwarp();
+      ++boxes;
+      mine = {};
+    }
+  }
+
+  __device__ __forceinline__ void publish(int lane) const {
+    uint32_t boxes = 0;
+    for (Tile t = first_tile(); exists(t);) {
+      const Tile start = t;
+      Moments<float> m;
+      bool in_slots = false;
+      for (; exists(t) && t.visit == start.visit; advance(t)) {
+        if (!is_held(t.place)) {
+          in_slots = true;
+          continue;
+        }
+        const uint32_t h = holders_before(t.place);
+        barrier_wait(&s.held[h], t.round & 1);
+        const int at = lane - Traits::kStatWarps - static_cast<int>(h) * Traits::kHolderWarps;
+        if (at >= 0 && at < Traits::kHolderWarps) m = s.held_box[h][at];
+      }
+      if (in_slots) {
+        const uint32_t b = boxes & 1;
+        barrier_wait(&s.box_full[b], boxes / 2 & 1);
+        if (lane < Traits::kStatWarps) m = s.box[b][lane];
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&s.box_empty[b]);
+        ++boxes;
+      }
+      const float count = warp_sum(m.count);
+      const Moments<float> sets[1] = {m};
+      m = count == 0.f ? Moments<float>{} : warp_pool(sets, count);
+      if (lane == 0) store_word(p.words + int64_t(start.group) * p.parts + start.index, pack_word(m.mean, m.m2));
+      if (lane == 0) barrier_arrive(&s.published[start.visit % kFwdVisits]);
+    }
+  }
+
+  // Words lane + 32 * k of a group.
+  template <int kSets>
+  __device__ __forceinline__ void wait_words(const uint64_t* words, int lane, uint64_t (&word)[kSets]) const {
+    bool is_missing;
+    do {
+      is_missing = false;
+#pragma unroll
+      for (int k = 0; k < kSets; ++k) {
+        const uint32_t part = lane + 32 * k;
+        if (part < p.parts && word[k] == 0) word[k] = load_word(words + part);
+      }
+#pragma unroll
+      for (int k = 0; k < kSets; ++k) is_missing |= lane + 32 * k < p.parts && word[k] == 0;
+    } while (__any_sync(0xffffffffu, is_missing));
+  }
+  __device__ __forceinline__ void collect(int collector, int lane) const {
+    constexpr int kSets = kFwdMaxBlocks / 32;
+    const uint32_t rounds = p.tiles_per_group / gridDim.x, rest = p.tiles_per_group - rounds * gridDim.x;
+    const uint32_t last = p.tiles_per_group - 1, before = last - 1;
+    const uint32_t last_part = last % gridDim.x, part_before = before % gridDim.x;
+    const float elements = static_cast<float>(p.group_vectors * kVec);
+    uint32_t next_visit = collector;
+    for (Tile t = first_tile(); exists(t); advance(t)) {
+      if (t.visit != next_visit) continue;
+      next_visit += Traits::kCollectors;
+      const uint64_t* const words = p.words + int64_t(t.group) * p.parts;
+      // Polls before that would only keep the words' lines busy for the others.
+      barrier_wait(&s.published[t.visit % kFwdVisits], t.visit / kFwdVisits & 1);
+      uint64_t word[kSets] = {};
+      wait_words(words, lane, word);
+      // The last tile is short, and where it is empty, so may the one before be.
+      const int head = head_of(t.group);
+      const int missing_last = kTileVectors - end_of(head, last), missing_before = kTileVectors - end_of(head, before);
+      Moments<float> sets[kSets];
+#pragma unroll
+      for (int k = 0; k < kSets; ++k) {
+        const uint32_t part = lane + 32 * k;
+        if (part >= p.parts) break;
+        const float2 v = unpack_word(word[k]);
+        const int vectors = static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
+                            (part == last_part ? missing_last : 0) - (part == part_before ? missing_before : 0);
+        sets[k] = {v.x, v.y, static_cast<float>(vectors * kVec)};
+      }
+      const Moments<float> m = warp_pool(sets, elements);
+      if (lane == 0) {
+        const float rstd = 1.f / sqrtf(m.m2 / m.count + p.eps);
+        s.statistics[t.visit % kFwdVisits] = make_float2(m.mean, rstd);
+        barrier_arrive(&s.ready[t.visit % kFwdVisits]);
+        if (t.index == 0) {
+          p.mean[t.group] = m.mean;
+          p.rstd[t.group] = rstd;
+        }
+      }
+      __syncwarp();
+    }
+  }
+
+  // --- Normalization.
+
+  __device__ __forceinline__ float2 affine(int64_t c) const { return affine_of(p.weight, p.bias, c, p.affine_dtype); }
+
+  __device__ __forceinline__ float2 wait_statistics(uint32_t visit) const {
+    barrier_wait(&s.ready[visit % kFwdVisits], visit / kFwdVisits & 1);
+    return s.statistics[visit % kFwdVisits];
+  }
+
+  // Vectors first + 32 * k, k < kPasses, that read(k) gives, to `to` + 32 * k vectors.
+  template <int kPasses, typename Read>
+  __device__ __forceinline__ void normalize(const FwdTile& d, float2 statistics, int first, T* to, Read read) const {
+    const float mean = statistics.x, rstd = statistics.y;
+    if (d.is_one && d.is_full) {
+      const float scale = d.weight * rstd, shift = d.bias;
+#pragma unroll
+      for (int k = 0; k < kPasses; ++k) {
+        const Vec<T, kVec> input = read(k);
+        float x[kVec];
+        values_of<Traits::kPre>(input, p.pre_act, x);
+        scale_shift(x, mean, scale, shift);
+        finish_values<Traits::kAct>(to + k * 32 * kVec, input, p.act, p.add_input, false, x);
+      }
+      return;
+    }
+    const uint32_t length = static_cast<uint32_t>(p.dims.s);
+    const int lo = d.lo, hi = d.hi;
     // Row, weight and bias of each vector's first element; loads of all vectors before the first use.
     uint32_t row_of[kPasses], column_of[kPasses];
     float2 coefficients[kPasses];
 #pragma unroll
     for (int k = 0; k < kPasses; ++k) {
-      const int v = tid + k * kFwdThreads;
-      const uint32_t position = column0 + uint32_t(v >= t.lo && v < t.hi ? v - t.lo : 0) * kVec;
+      const int v = first + k * 32;
+      const uint32_t position = d.column0 + uint32_t(v >= lo && v < hi ? v - lo : 0) * kVec;
       row_of[k] = __umulhi(position, p.s_magic) >> p.s_shift;
       column_of[k] = position - row_of[k] * length;
-      coefficients[k] = affine(channel0 + row_of[k]);
+      coefficients[k] = affine(d.channel0 + row_of[k]);
     }
 #pragma unroll
     for (int k = 0; k < kPasses; ++k) {
-      const int v = tid + k * kFwdThreads;
-      if (v < t.lo || v >= t.hi) continue;
-      const Vec<T, kVec> input = load_vec<T, kVec>(from + v * kVec);
+      const int v = first + k * 32;
+      if (v < lo || v >= hi) continue;
+      const Vec<T, kVec> input = read(k);
       float x[kVec];
       values_of<Traits::kPre>(input, p.pre_act, x);
       if (column_of[k] + kVec <= length) {
         scale_shift(x, mean, coefficients[k].x * rstd, coefficients[k].y);
       } else {
-        scale_shift_across(x, mean, rstd, column_of[k], length, channel0 + row_of[k],
-                           [&](int64_t c) { return affine(c); });
+        scale_shift_across(x, mean, rstd, column_of[k], length, d.channel0 + row_of[k],
+                           [&](int64_t channel) { return affine(channel); });
       }
-      finish_values<Traits::kAct>(y + v * kVec, input, p.act, p.add_input, p.streaming_stores, x);
+      finish_values<Traits::kAct>(to + k * 32 * kVec, input, p.act, p.add_input, false, x);
     }
   }
 
-  __device__ __forceinline__ void work() const {
-    for (uint32_t i = 0; i < own + p.lag; ++i) {
-      const uint32_t j = i - p.lag;
-      const bool normalizes = i >= p.lag;
-      // Asked for now, looked at after the statistics.
-      const uint64_t word = normalizes ? load_word(p.ready + (j * gridDim.x + blockIdx.x) / p.tiles_per_group) : 0;
-      if (i < own) stats(i);
-      if (!normalizes) continue;
-      normalize(j, word);
+  __device__ __forceinline__ void normalize_slots(int warp, int lane) const {
+    constexpr int kPasses = kTileVectors / 32 / Traits::kNormWarps;
+    const int first = warp * kPasses * 32 + lane;
+    const T* const from = reinterpret_cast<const T*>(slots) + first * kVec;
+    T* const y = static_cast<T*>(p.y) + first * kVec;
+    const uint32_t own = slot_tiles();
+    for (uint32_t i = 0, k = 0, parity = 0; i < own; ++i, next_slot(k, parity)) {
+      barrier_wait(&s.loaded[k], parity);
+      const FwdTile& d = s.tiles[k];
+      const T* const data = from + k * (kTileVectors * kVec);
+      normalize<kPasses>(d, wait_statistics(d.visit), first, y + d.base * kVec,
+                         [&](int u) { return load_vec<T, kVec>(data + u * 32 * kVec); });
       __syncwarp();
-      if (tid % 32 == 0) barrier_arrive(&s.freed[j % kSlots]);
+      if (lane == 0) barrier_arrive(&s.freed[k]);
+    }
+  }
+
+  __device__ __forceinline__ void hold(int holder, int warp, int lane) const {
+    constexpr int kPasses = kTileVectors / 32 / Traits::kHolderWarps, kPiece = 2;
+    const int first = warp * kPasses * 32 + lane;
+    for (Tile t = first_tile(); exists(t); advance(t)) {
+      if (!is_held(t.place) || static_cast<int>(holders_before(t.place)) != holder) continue;
+      FwdTile d = describe(t);
+      const T* const x = static_cast<const T*>(p.x) + d.base * kVec;
+      Vec<T, kVec> data[kPasses];
+#pragma unroll
+      for (int k = 0; k < kPasses; ++k) {
+        const int v = first + 32 * k;
+        if (v >= d.lo && v < d.hi) {
+          const uint4 bits = __ldcs(reinterpret_cast<const uint4*>(x + v * kVec));
+          data[k] = *reinterpret_cast<const Vec<T, kVec>*>(&bits);
+        }
+      }
+      find_channels(t, &d);
+      ThreadMoments<kVec> mine;
+      add_vectors<kPasses>(mine, d, first, [&](int k) { return data[k]; });
+      const Moments<float> m = warp_moments(mine);
+      if (lane == 0) {
+        s.held_box[holder][warp] = m;
+        barrier_arrive(&s.held[holder]);
+      }
+      __syncwarp();
+      const float2 statistics = wait_statistics(t.visit);
+      T* const y = static_cast<T*>(p.y) + (d.base + first) * kVec;
+      // In pieces, or the registers do not suffice.
+#pragma unroll
+      for (int done = 0; done < kPasses; done += kPiece) {
+        normalize<kPiece>(d, statistics, first + done * 32, y + done * 32 * kVec,
+                          [&](int k) { return data[done + k]; });
+      }
     }
   }
 };
@@ -256,27 +450,39 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     group_norm_fwd_kernel(const __grid_constant__ GroupNormFwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char slots[];
-  __shared__ FwdShared shared;
+  __shared__ FwdShared<Traits> shared;
   if (threadIdx.x == 0) {
     for (int k = 0; k < Traits::kSlots; ++k) {
-      barrier_init(&shared.loaded[k], 1);
-      barrier_init(&shared.freed[k], kFwdThreads / 32);
+      barrier_init(&shared.loaded[k], 2);
+      barrier_init(&shared.freed[k], Traits::kNormWarps);
+    }
+    for (int v = 0; v < kFwdVisits; ++v) {
+      barrier_init(&shared.published[v], 1);
+      barrier_init(&shared.ready[v], 1);
     }
     for (int b = 0; b < 2; ++b) {
-      barrier_init(&shared.box_full[b], kFwdThreads / 32);
+      barrier_init(&shared.box_full[b], Traits::kStatWarps);
       barrier_init(&shared.box_empty[b], 1);
     }
+    for (int h = 0; h < Traits::kHolders; ++h) barrier_init(&shared.held[h], Traits::kHolderWarps);
     barrier_init_fence();
   }
   __syncthreads();
-  const FwdBlock<Traits> block(p, shared, slots);
-  if (threadIdx.x >= kServants) {
-    block.work();
-  } else if (threadIdx.x >= 32) {
-    block.publish();
-  } else if (threadIdx.x == 0) {
-    block.produce();
+  const FwdBlock<Traits> block{p, shared, slots};
+  const int lane = threadIdx.x % 32;
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp < Traits::kServantWarps) {
+    if (warp == 0 && lane == 0) block.produce();
+    if (warp == 1) block.publish(lane);
+    if (warp >= 2) block.collect(warp - 2, lane);
+    return;
   }
+  warp -= Traits::kServantWarps;
+  if (warp < Traits::kStatWarps) return block.compute_statistics(warp, lane);
+  warp -= Traits::kStatWarps;
+  if (warp < Traits::kNormWarps) return block.normalize_slots(warp, lane);
+  warp -= Traits::kNormWarps;
+  block.hold(warp / Traits::kHolderWarps, warp % Traits::kHolderWarps, lane);
 #endif
 }
 

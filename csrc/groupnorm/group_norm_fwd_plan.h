@@ -7,11 +7,14 @@
 
 namespace kgopt {
 
-// Of a block's seven slots two are being loaded, and two tiles pass while a group's last partial statistics become its
-// statistics: three are left. Beyond, and for groups of few tiles, where waiting for the words takes longer than the
-// tiles, the two passes were faster on an H200.
-inline constexpr uint32_t kFwdLatency = 2, kFwdMaxTiles = 3, kFwdMinTiles = 16;
-static_assert(kFwdMaxTiles + kFwdLatency + 2 <= kFwdSlots);
+// Tiles of a group. With fewer, waiting for one another takes longer than the tiles.
+inline constexpr uint32_t kFwdMinTiles = 32;
+// Tiles of a group that a block has. The places beyond hide the 7 us from a group's last loads to its statistics, of
+// which each hides one at an H200's bandwidth; with more tiles, two passes are faster.
+inline constexpr uint32_t kFwdMaxTiles = 10;
+static_assert(kFwdMaxTiles <= kFwdSlots);
+// Tiles in registers: 1 to 15% faster in this range, slower outside (H200).
+inline constexpr uint32_t kFwdLeastHeld = 5, kFwdMostHeld = 9;
 
 // What the plan must know beyond the tensor.
 struct FwdPlanInput {
@@ -21,14 +24,14 @@ struct FwdPlanInput {
   bool has_bulk_copy = true;  // compute capability 9.0 or later, and code built for it
   int sm_count = 132;
   int64_t smem_bytes = 227 << 10;  // of a block
-  int64_t l2_bytes = 50 << 20;
 };
 
 struct FwdPlan {
   const char* refusal = nullptr;  // why not, or null
   GroupNormFwdParams params;      // sizes only
   unsigned blocks = 0;
-  int64_t words = 0;  // from `ready` on
+  int holders = 0;    // of a block
+  int64_t words = 0;  // zero at launch
 };
 
 // n / d for n below 2^31, as (n * magic >> 32) >> shift. Granlund, Montgomery 1994.
@@ -62,21 +65,20 @@ inline FwdPlan plan_group_norm_fwd(const FwdPlanInput& in) {
   p.x_line = in.x_line;
   set_divisor(static_cast<uint32_t>(d.s), &p.s_magic, &p.s_shift);
   p.s_magic64 = ~uint64_t(0) / static_cast<uint64_t>(d.s) + 1;  // exact while offset * s is below 2^64
-  const int64_t tile = int64_t(kFwdThreads) * kFwdPasses;
+  const int64_t tile = kFwdTileVectors;
   // Up to seven vectors before a group belong to its first tile's line.
   const int64_t head = p.group_vectors % 8 == 0 && p.x_line == 0 ? 0 : 7;
   const int64_t tiles_per_group = (p.group_vectors + head + tile - 1) / tile;
   if (groups * tiles_per_group >= (int64_t(1) << 31)) return refuse("over 2^31 tiles");
-  if (tiles_per_group < kFwdMinTiles) return refuse("a group is below 512 KB: two passes are faster");
+  if (tiles_per_group < kFwdMinTiles) return refuse("a group has few tiles: two passes are faster");
   p.tiles_per_group = static_cast<uint32_t>(tiles_per_group);
   p.tiles = static_cast<uint32_t>(groups * tiles_per_group);
-  plan.blocks = std::min<uint32_t>(p.tiles, static_cast<uint32_t>(in.sm_count));
-  // The last tile of a group comes at most so many tiles of its block after any other of the group.
+  plan.blocks = std::min<uint32_t>(p.tiles, static_cast<uint32_t>(std::min(in.sm_count, kFwdMaxBlocks)));
   const uint32_t needed = (p.tiles_per_group + plan.blocks - 1) / plan.blocks;
-  if (needed > kFwdMaxTiles) return refuse("a group is larger than what shared memory holds: two passes are faster");
-  p.lag = needed + kFwdLatency;
-  p.streaming_stores = d.numel() * size > in.l2_bytes / 2;
-  plan.words = groups + p.tiles;
+  if (needed > kFwdMaxTiles) return refuse("a group is larger than what the GPU holds on chip: two passes are faster");
+  plan.holders = needed >= kFwdLeastHeld && needed <= kFwdMostHeld ? kFwdHolders : 0;
+  p.parts = std::min(p.tiles_per_group, plan.blocks);
+  plan.words = groups * p.parts;
   return plan;
 }
 

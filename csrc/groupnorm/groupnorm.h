@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "group_norm_cluster_plan.h"
+#include "group_norm_columns_plan.h"
 #include "group_norm_fwd_plan.h"
 #include "groupnorm_params.h"
 
@@ -23,6 +24,8 @@ Status run_group_norm_fwd(const GroupNormFwdParams& p, const FwdPlan& plan, cuda
 int max_cluster_blocks(int device);
 Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
+// As run_group_norm_fwd.
+Status run_group_norm_columns_fwd(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 

@@ -114,9 +114,15 @@ FwdChoice choose_fwd(const char* op, const Tensor& x, const Tensor& y, const Gro
   tiles.has_bulk_copy = info.compute_capability >= 90 && has_bulk_copy();
   tiles.smem_bytes = info.smem_per_block;
   tiles.sm_count = info.sm_count;
-  tiles.l2_bytes = info.l2_bytes;
-  return choose_group_norm_fwd(cluster_input(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, 1, pre_act, act),
-                               tiles);
+  const ClusterPlanInput cluster = cluster_input(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, 1, pre_act, act);
+  ColumnPlanInput columns;
+  columns.dims = d;
+  columns.aligned = tiles.aligned;
+  columns.long_chain = cluster.long_chain;
+  columns.max_blocks = cluster.max_blocks;
+  columns.sm_count = info.sm_count;
+  columns.smem_bytes = info.smem_per_block;
+  return choose_group_norm_fwd(cluster, tiles, columns);
 }
 
 // A tensor so large that its start has left L2 when its end is written.
@@ -167,9 +173,35 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
     p.eps = static_cast<float>(eps);
     p.mean = static_cast<float*>(s.mean.mutable_data_ptr());
     p.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
-    p.ready = workspace.at<uint64_t>(words);
-    p.partials = p.ready + d.n * d.g;
+    p.words = workspace.at<uint64_t>(words);
     const Status status = run_group_norm_fwd(p, plan, stream_of(x));
+    if (status.code != StatusCode::kUnsupported) {
+      raise_on_error(op, status);
+      return s;
+    }
+  }
+  if (choice.way == FwdWay::kColumns) {
+    const ColumnPlan& plan = choice.columns;
+    Workspace workspace(x);
+    const int64_t words = workspace.reserve(plan.words * sizeof(uint64_t));
+    workspace.allocate();
+    GroupNormColumnsFwdParams p;
+    p.x = x.const_data_ptr();
+    p.y = y.mutable_data_ptr();
+    p.weight = data_or_null(w);
+    p.bias = data_or_null(b);
+    p.affine_dtype = affine_dtype(op, w, b);
+    p.dtype = d.dtype;
+    p.shares = plan.shares;
+    p.pre_act = pre_act;
+    p.act = act;
+    p.add_input = add_input;
+    p.streaming_stores = exceeds_l2(op, x, d);
+    p.eps = static_cast<float>(eps);
+    p.mean = static_cast<float*>(s.mean.mutable_data_ptr());
+    p.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
+    p.words = plan.cluster ? nullptr : workspace.at<uint64_t>(words);
+    const Status status = run_group_norm_columns_fwd(p, plan, stream_of(x));
     if (status.code != StatusCode::kUnsupported) {
       raise_on_error(op, status);
       return s;

@@ -3,6 +3,7 @@
 
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
+#include "../common/reduce.cuh"
 
 namespace kgopt {
 
@@ -21,6 +22,29 @@ __device__ __forceinline__ float sum_of(const float (&x)[kVec]) {
   for (int j = 4; j < kVec; j += 4) total += (x[j] + x[j + 1]) + (x[j + 2] + x[j + 3]);
   return total;
 }
+
+// Moments of the values one thread sees: sums relative to its first vector's mean, which is close to all others' unless
+// the values spread so far that nothing cancels.
+template <int kVec>
+struct ThreadMoments {
+  float shift = 0.f, sums[4] = {}, squares[4] = {};
+  int count = 0;
+
+  __device__ __forceinline__ void add(const float (&x)[kVec]) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float d = x[j] - shift;
+      sums[j % 4] += d;
+      squares[j % 4] += d * d;
+    }
+  }
+  __device__ __forceinline__ Moments<float> moments() const {
+    if (count == 0) return {};
+    const float sum = sum_of(sums), n = static_cast<float>(count), offset = __fdividef(sum, n);
+    const float m2 = sum_of(squares) - sum * offset;
+    return {shift + offset, m2 < 0.f ? 0.f : m2, n};
+  }
+};
 
 // Weight and bias of a channel.
 __device__ __forceinline__ float2 affine_of(const void* weight, const void* bias, int64_t c, Dtype dtype) {

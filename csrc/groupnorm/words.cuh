@@ -33,26 +33,4 @@ __device__ __forceinline__ float2 unpack_word(uint64_t word) {
                      __uint_as_float(static_cast<uint32_t>(word) & 0x7fffffffu));
 }
 
-// Waits for `count` words and folds them by one warp, in an order that depends on nothing else: fold(state, word, i)
-// for each, join(state) across the lanes.
-template <typename State, typename Fold, typename Join>
-__device__ __forceinline__ State fold_words(const uint64_t* from, int count, Fold fold, Join join) {
-  constexpr int kBatch = 8;  // loads in flight
-  State state{};
-  for (int first = threadIdx.x % 32; first < count; first += 32 * kBatch) {
-    uint64_t word[kBatch];
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) word[k] = first + 32 * k < count ? load_word(from + first + 32 * k) : 0;
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int i = first + 32 * k;
-      if (i >= count) break;
-      if (word[k] == 0) word[k] = wait_word(from + i);
-      fold(state, word[k], i);
-    }
-  }
-  __syncwarp();
-  return join(state);
-}
-
 }  // namespace kgopt

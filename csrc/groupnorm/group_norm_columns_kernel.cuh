@@ -1,0 +1,476 @@
+// GroupNorm forward of channels_last x with x on chip; see group_norm_columns_params.h.
+#pragma once
+
+#include "../common/async.cuh"
+#include "../common/dtype.cuh"
+#include "../common/reduce.cuh"
+#include "group_norm_columns_params.h"
+#include "vectors.cuh"
+#include "words.cuh"
+
+namespace kgopt {
+
+template <typename T_, Chain kPre_, Chain kAct_>
+struct ColumnTraits {
+  using T = T_;
+  static constexpr Chain kPre = kPre_, kAct = kAct_;
+  static constexpr int kVec = kVecSize<T>;
+  // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
+  static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
+};
+
+// Shared memory after the slots.
+struct ColumnTables {
+  float2* entries;   // [walkers][runs of a row] mean, sum of squared deviations
+  float2* stats;     // [2][groups] mean, rstd
+  float2* affines;   // [2][channels] weight, bias
+  float* counts;     // [walkers] values of a run
+  float4* messages;  // [blocks][groups], of a cluster
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+template <typename Traits>
+struct ColumnBlock {
+  using T = typename Traits::T;
+  static constexpr int kVec = Traits::kVec, kPasses = kColumnPasses, kSlots = kColumnSlots;
+  static constexpr bool kFolds = Traits::kFolds;
+
+  const GroupNormColumnsFwdParams& p;
+  const ColumnShares& d;
+  char* const slots;
+  const ColumnTables tables;
+  uint64_t* const exchanged;
+  const uint32_t team, rank;
+  const uint32_t tid = threadIdx.x, lane = tid % 32;
+  uint32_t walker, position, column;
+  bool active;
+  uint32_t own;                      // vectors of this thread's share
+  int64_t offset;                    // of the first, in a slab
+  int64_t step;                      // elements from one to the next
+  uint32_t mine;                     // bytes from a slot to this thread's first vector
+  uint32_t group_of[kVec / 4] = {};  // of each element, eight bits each
+
+  __device__ __forceinline__ ColumnBlock(const GroupNormColumnsFwdParams& params, char* memory, const ColumnTables& t,
+                                         uint64_t* barrier)
+      : p(params),
+        d(params.shares),
+        slots(memory),
+        tables(t),
+        exchanged(barrier),
+        team(d.by_blocks(blockIdx.x)),
+        rank(blockIdx.x - team * d.blocks) {
+    const uint32_t warp = tid / 32;
+    walker = d.by_warps_per_row(warp);
+    position = d.by_columns(lane);
+    column = (warp - walker * d.warps_per_row) * d.columns + lane - position * d.columns;
+    active = walker < d.walkers && position < d.positions && column < d.vectors;
+    const uint32_t row = walker * d.positions + position, first = rank * d.share + row;
+    const uint32_t end = min((rank + 1) * d.share, d.rows);
+    own = active && first < end ? d.by_stride(end - first + d.stride - 1) : 0;
+    offset = int64_t(first) * d.pitch + column * kVec;
+    step = int64_t(d.stride) * d.pitch;
+    mine = (row * d.vectors + column) * 16;
+  }
+  __device__ __forceinline__ void find_groups() {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const uint32_t group = active ? d.by_channels_per_group(channel_of(j)) : 0;
+      group_of[j / 4] |= group << (j % 4 * 8);
+    }
+  }
+  // Of the slab.
+  __device__ __forceinline__ uint32_t channel_of(int j) const {
+    const uint32_t element = column * kVec + j;
+    return d.turns == 1 ? element : element - d.by_channels(element) * d.channels;
+  }
+
+  // The u-th slab of this team.
+  __device__ __forceinline__ uint32_t slab(uint32_t u) const { return team + u * d.teams; }
+  __device__ __forceinline__ uint32_t part(uint32_t u) const {
+    return slab(u) - d.by_slabs_per_sample(slab(u)) * d.slabs_per_sample;
+  }
+  // Its first element for this thread.
+  __device__ __forceinline__ int64_t base(uint32_t u) const {
+    return d.by_slabs_per_sample(slab(u)) * (int64_t(d.rows) * d.pitch) + int64_t(part(u)) * d.channels + offset;
+  }
+  // Where chunk t lies. The last chunk leaves its slot first, so slab by slab the slots are taken the other way round.
+  __device__ __forceinline__ uint32_t slot(uint32_t u, uint32_t t) const {
+    return (u & 1 ? min(d.chunks, uint32_t(kSlots)) - 1 - t : t) & (kSlots - 1);
+  }
+  // Without an L2 hint: nvcc 13.0 makes an illegal instruction of cp.async with one.
+  static __device__ __forceinline__ void load(const T* from, uint32_t address) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+  }
+  static __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  // Waits for all but the last `pending` groups of loads.
+  static __device__ __forceinline__ void wait(uint32_t pending) {
+    switch (pending) {
+      case 7: asm volatile("cp.async.wait_group 7;" ::: "memory"); break;
+      case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
+      case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+      case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+      case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+      case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+      case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+      default: asm volatile("cp.async.wait_group 0;" ::: "memory");
+    }
+    __syncwarp();  // a warp that stays diverged would do everything twice
+  }
+  __device__ __forceinline__ uint32_t address(uint32_t slot) const {
+    return shared_address(slots) + slot * d.slot_bytes + mine;
+  }
+  __device__ __forceinline__ const T* place(uint32_t slot) const {
+    return reinterpret_cast<const T*>(slots + slot * d.slot_bytes + mine);
+  }
+  __device__ __forceinline__ void load_chunk(int64_t first, uint32_t slot, uint32_t t) const {
+    const T* const from = static_cast<const T*>(p.x) + first + int64_t(t * kPasses) * step;
+#pragma unroll
+    for (int k = 0; k < kPasses; ++k) {
+      if (t * kPasses + k < own) load(from + k * step, address(slot) + k * d.pass_bytes);
+    }
+  }
+
+  // Sums of what one thread sees of each of its channels, relative to the first value.
+  struct Sums {
+    float shift[kVec], sum[kVec], squares[kVec];
+  };
+  __device__ __forceinline__ void add(Sums& s, const Vec<T, kVec>& input) const {
+    float v[kVec];
+    values_of<Traits::kPre>(input, p.pre_act, v);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float e = v[j] - s.shift[j];
+      s.sum[j] += e;
+      s.squares[j] += e * e;
+    }
+  }
+  __device__ __forceinline__ void add_chunk(Sums& s, uint32_t slot, uint32_t t) const {
+    const T* const from = place(slot);
+    const uint32_t stride = d.pass_bytes / sizeof(T);
+    if ((t + 1) * kPasses <= own) {
+      Vec<T, kVec> input[kPasses];
+#pragma unroll
+      for (int k = 0; k < kPasses; ++k) input[k] = load_vec<T, kVec>(from + k * stride);
+#pragma unroll
+      for (int k = 0; k < kPasses; ++k) add(s, input[k]);
+      return;
+    }
+    for (uint32_t k = 0; t * kPasses + k < own; ++k) add(s, load_vec<T, kVec>(from + k * stride));
+  }
+
+  // The warp's moments of each run of elements, to the block's table. Sums over the positions are taken relative to the
+  // first position's mean.
+  __device__ __forceinline__ void write_entries(const Sums& s) const {
+    float mean[kVec], m2[kVec];
+    const float count = static_cast<float>(own), inverse = own == 0 ? 0.f : __fdividef(1.f, count);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float to_mean = s.sum[j] * inverse, rest = s.squares[j] - s.sum[j] * to_mean;
+      mean[j] = s.shift[j] + to_mean;
+      m2[j] = rest < 0.f ? 0.f : rest;
+    }
+#pragma unroll
+    for (int width = 1; width < kVec; width *= 2) {
+      if (width >> d.run_log2) break;
+#pragma unroll
+      for (int j = 0; j < kVec; j += 2 * width) {
+        const float delta = mean[j + width] - mean[j];
+        m2[j] += m2[j + width] + delta * delta * (0.5f * width * count);
+        mean[j] += 0.5f * delta;
+      }
+    }
+    __syncwarp();  // or shuffles go lane by lane
+    const float run = static_cast<float>(1 << d.run_log2);
+    const float total = positions_sum(count), inverse_total = total == 0.f ? 0.f : __fdividef(1.f, total);
+    const bool writes = active && position == 0;
+    float2* const out = tables.entries + walker * d.runs + column * d.runs_per_vector;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      if (j & ((1 << d.run_log2) - 1)) continue;
+      const float origin = __shfl_sync(0xffffffffu, mean[j], lane - position * d.columns);
+      const float distance = mean[j] - origin, weighted = count == 0.f ? 0.f : count * distance;
+      const float a = positions_sum(weighted);
+      const float b = positions_sum(count == 0.f ? 0.f : m2[j] + run * weighted * distance);
+      const float to_mean = a * inverse_total, rest = b - run * a * to_mean;
+      if (writes) out[j >> d.run_log2] = make_float2(origin + to_mean, rest < 0.f ? 0.f : rest);
+      __syncwarp();
+    }
+    if (writes && column == 0) tables.counts[walker] = total * run;
+  }
+  // Over the warp's positions of this column; valid for the first.
+  __device__ __forceinline__ float positions_sum(float v) const {
+#pragma unroll
+    for (uint32_t up = 16; up > 0; up /= 2) {
+      if (up >= d.positions_power) continue;
+      const float other = __shfl_down_sync(0xffffffffu, v, up * d.columns);
+      v += position + up < d.positions ? other : 0.f;
+    }
+    return v;
+  }
+
+  // Values of a group that a block of the team has.
+  __device__ __forceinline__ float count_of(uint32_t block) const {
+    return block < d.full_blocks ? d.full_count : block == d.full_blocks ? d.rest_count : 0.f;
+  }
+  // Sum over the aligned `lanes` lanes around this one.
+  static __device__ __forceinline__ float lanes_sum(float v, uint32_t lanes) {
+#pragma unroll
+    for (uint32_t mask = 16; mask > 0; mask /= 2) {
+      if (mask < lanes) v += __shfl_xor_sync(0xffffffffu, v, mask);
+    }
+    return v;
+  }
+
+  // The block's moments of each group, told to the team. All threads.
+  __device__ __forceinline__ void publish(uint32_t u) const {
+    const uint32_t lanes = 1u << d.block_lanes_log2, member = tid & (lanes - 1);
+    const float total = count_of(rank);
+    const int64_t group0 = int64_t(slab(u)) * d.groups;
+    for (uint32_t first = tid / 32 * 32 >> d.block_lanes_log2; first < d.groups;
+         first += blockDim.x >> d.block_lanes_log2) {
+      const uint32_t g = first + (lane >> d.block_lanes_log2);
+      float origin = 0.f, a = 0.f, b = 0.f;
+      if (g < d.groups) {
+        const float2* const entries = tables.entries + g * d.group_runs;
+        origin = entries[0].x;
+        for (uint32_t turn = 0; turn < d.turns; ++turn) {
+          uint32_t w = d.by_group_runs(member), i = member - w * d.group_runs;
+          while (w < d.walkers) {
+            const float2 entry = entries[w * d.runs + turn * d.turn_runs + i];
+            const float n = tables.counts[w], distance = entry.x - origin, weighted = n * distance;
+            if (n != 0.f) {
+              a += weighted;
+              b += entry.y + weighted * distance;
+            }
+            w += d.lanes_walkers;
+            i += d.lanes_runs;
+            if (i >= d.group_runs) {
+              i -= d.group_runs;
+              ++w;
+            }
+          }
+        }
+      }
+      __syncwarp();
+      a = lanes_sum(a, lanes);
+      b = lanes_sum(b, lanes);
+      if (g >= d.groups) continue;
+      const float to_mean = total == 0.f ? 0.f : __fdividef(a, total), rest = b - a * to_mean;
+      const float mean = total == 0.f ? 0.f : origin + to_mean, m2 = total == 0.f || rest < 0.f ? 0.f : rest;
+      if (p.words) {
+        if (member == 0) store_word(p.words + (group0 + g) * d.blocks + rank, pack_word(mean, m2));
+      } else {
+        for (uint32_t to = member; to < d.blocks; to += lanes) {
+          cluster_send(make_float4(mean, m2, 0.f, 0.f), tables.messages + rank * d.groups + g, exchanged, to);
+        }
+      }
+    }
+  }
+
+  // The slab's statistics from all blocks' moments, into the block's table. All threads.
+  __device__ __forceinline__ void await(uint32_t u) const {
+    const uint32_t lanes = 1u << d.team_lanes_log2, member = tid & (lanes - 1);
+    const int64_t group0 = int64_t(slab(u)) * d.groups;
+    constexpr int kBatch = 5;  // words under way
+    if (!p.words) cluster_barrier_wait(exchanged, 0);
+    for (uint32_t first = tid / 32 * 32 >> d.team_lanes_log2; first < d.groups;
+         first += blockDim.x >> d.team_lanes_log2) {
+      const uint32_t g = first + (lane >> d.team_lanes_log2);
+      float origin = 0.f, a = 0.f, b = 0.f;
+      for (uint32_t begin = 0; begin < d.blocks; begin += kBatch * lanes) {
+        float2 moments[kBatch];
+        if (p.words) {
+          const uint64_t* const from = p.words + (group0 + g) * d.blocks + begin + member;
+          uint64_t word[kBatch];
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            const bool there = g < d.groups && begin + member + k * lanes < d.blocks;
+            word[k] = there ? load_word(from + k * lanes) : 1;
+          }
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            if (word[k] == 0) word[k] = wait_word(from + k * lanes);
+            moments[k] = unpack_word(word[k]);
+          }
+        } else {
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            const uint32_t block = begin + member + k * lanes;
+            if (g >= d.groups || block >= d.blocks) continue;
+            const float4 message = tables.messages[block * d.groups + g];
+            moments[k] = make_float2(message.x, message.y);
+          }
+        }
+        __syncwarp();
+        const float first_mean = __shfl_sync(0xffffffffu, moments[0].x, lane & ~(lanes - 1));
+        if (begin == 0) origin = first_mean;
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const uint32_t block = begin + member + k * lanes;
+          if (g >= d.groups || block >= d.blocks) continue;
+          const float n = count_of(block), distance = moments[k].x - origin;
+          if (n == 0.f) continue;
+          a += n * distance;
+          b += moments[k].y + n * distance * distance;
+        }
+      }
+      __syncwarp();
+      a = lanes_sum(a, lanes);
+      b = lanes_sum(b, lanes);
+      if (g >= d.groups || member != 0) continue;
+      const float total = d.total_count, to_mean = a / total, rest = b - a * to_mean, m2 = rest < 0.f ? 0.f : rest;
+      const float mean = origin + to_mean, rstd = 1.f / sqrtf(m2 / total + p.eps);
+      stats(u)[g] = make_float2(mean, rstd);
+      if (rank == 0) {
+        p.mean[group0 + g] = mean;
+        p.rstd[group0 + g] = rstd;
+      }
+    }
+  }
+
+  // Two tables take turns: a warp may be a slab ahead.
+  __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + (u & 1) * d.groups; }
+  __device__ __forceinline__ float2* affines(uint32_t u) const { return tables.affines + (u & 1) * d.channels; }
+
+  struct Coefficients {
+    float mean[kFolds ? 1 : kVec], scale[kVec], shift[kVec];
+  };
+  __device__ __forceinline__ Coefficients coefficients(uint32_t u) const {
+    Coefficients c;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const uint32_t channel = active ? channel_of(j) : 0;
+      const float2 s = stats(u)[group_of[j / 4] >> (j % 4 * 8) & 255], affine = affines(u)[channel];
+      c.scale[j] = affine.x * s.y;
+      c.shift[j] = kFolds ? affine.y - s.x * c.scale[j] : affine.y;
+      if constexpr (!kFolds) c.mean[j] = s.x;
+    }
+    return c;
+  }
+  __device__ __forceinline__ void normalize(const Coefficients& c, T* to, const Vec<T, kVec>& input) const {
+    float v[kVec];
+    values_of<Traits::kPre>(input, p.pre_act, v);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      if constexpr (!kFolds) v[j] -= c.mean[j];
+      v[j] = v[j] * c.scale[j] + c.shift[j];
+    }
+    finish_values<Traits::kAct>(to, input, p.act, p.add_input, p.streaming_stores, v);
+  }
+  // Chunk t, in `slot`; then that slot's next load, chunk next_t from `next` on, if there is one.
+  __device__ __forceinline__ void normalize_chunk(const Coefficients& c, int64_t first, uint32_t slot, uint32_t t,
+                                                  bool loads, int64_t next, uint32_t next_t) const {
+    const uint32_t stride = d.pass_bytes / sizeof(T), to = address(slot);
+    const T* const from = place(slot);
+    T* const y = static_cast<T*>(p.y) + first + int64_t(t * kPasses) * step;
+    const T* const x = static_cast<const T*>(p.x) + next + int64_t(next_t * kPasses) * step;
+    const uint32_t left = own > t * kPasses ? own - t * kPasses : 0;
+    const uint32_t next_left = loads && own > next_t * kPasses ? own - next_t * kPasses : 0;
+    Vec<T, kVec> input[kPasses];
+#pragma unroll
+    for (int k = 0; k < kPasses; ++k) {
+      if (k < left) input[k] = load_vec<T, kVec>(from + k * stride);
+    }
+#pragma unroll
+    for (int k = 0; k < kPasses; ++k) {
+      if (k < left) normalize(c, y + k * step, input[k]);
+      if (k < next_left) load(x + k * step, to + k * d.pass_bytes);
+    }
+  }
+
+  // The first slab's loads.
+  __device__ __forceinline__ void start() const {
+    for (uint32_t t = 0; t < min(d.chunks, uint32_t(kSlots)); ++t) {
+      load_chunk(base(0), t, t);
+      commit();
+    }
+  }
+  __device__ __forceinline__ void start_sums(Sums& s, uint32_t u) const {
+    s = Sums{};
+    if (own > 0) values_of<Traits::kPre>(load_vec<T, kVec>(place(slot(u, 0))), p.pre_act, s.shift);
+  }
+  // What a warp needs to normalize slab u. All threads.
+  __device__ __forceinline__ Coefficients coefficients_of(uint32_t u) const {
+    // The parameters are asked for now and stored after the wait for the other blocks.
+    const uint32_t channel0 = part(u) * d.channels;
+    float2 affine = affine_of(p.weight, p.bias, channel0 + min(tid, d.channels - 1), p.affine_dtype);
+    await(u);
+    for (uint32_t c = tid; c < d.channels;) {
+      affines(u)[c] = affine;
+      c += blockDim.x;
+      if (c < d.channels) affine = affine_of(p.weight, p.bias, channel0 + c, p.affine_dtype);
+    }
+    __syncthreads();
+    __syncwarp();
+    return coefficients(u);
+  }
+  __device__ __forceinline__ void finish_sums(const Sums& s, uint32_t u) const {
+    write_entries(s);
+    __syncthreads();
+    publish(u);
+    __syncwarp();
+  }
+
+  // Slab after slab: its statistics, then its normalization from the last chunk to the first, while the slots that
+  // become free take what did not fit, or the next slab. A group of loads is committed at every step, so the one that
+  // a step needs is always as far back.
+  __device__ __forceinline__ void run() {
+    start();
+    find_groups();
+    const uint32_t slabs = d.slabs_of(team), pending = min(d.chunks, uint32_t(kSlots)) - 1;
+    const uint32_t rereads = d.chunks < kSlots ? 0 : d.chunks - kSlots;
+    for (uint32_t u = 0; u < slabs; ++u) {
+      const int64_t first = base(u), next = base(u + 1);
+      Sums s;
+      for (uint32_t t = 0; t < d.chunks; ++t) {
+        wait(pending);
+        if (t == 0) start_sums(s, u);
+        add_chunk(s, slot(u, t), t);
+        if (t + kSlots < d.chunks) load_chunk(first, slot(u, t), t + kSlots);
+        commit();
+      }
+      finish_sums(s, u);
+      const Coefficients c = coefficients_of(u);
+      for (uint32_t k = 0; k < d.chunks; ++k) {
+        wait(pending);
+        const bool again = k < rereads;
+        const uint32_t t = d.chunks - 1 - k, next_t = again ? t - kSlots : k - rereads;
+        normalize_chunk(c, first, slot(u, t), t, again || u + 1 < slabs, again ? first : next, next_t);
+        commit();
+      }
+    }
+  }
+};
+
+#endif
+
+template <typename Traits>
+__global__ void __launch_bounds__(kColumnMaxThreads, 1)
+    group_norm_columns_fwd_kernel(const __grid_constant__ GroupNormColumnsFwdParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) char memory[];
+  __shared__ uint64_t exchanged;
+  const ColumnShares& d = p.shares;
+  ColumnTables t;
+  t.messages = reinterpret_cast<float4*>(memory + d.data_bytes);
+  t.entries = reinterpret_cast<float2*>(t.messages + (p.words ? 0 : d.blocks * d.groups));
+  t.stats = t.entries + d.walkers * d.runs;
+  t.affines = t.stats + 2 * d.groups;
+  t.counts = reinterpret_cast<float*>(t.affines + 2 * d.channels);
+  ColumnBlock<Traits> block(p, memory, t, &exchanged);
+  if (!p.words) {
+    if (threadIdx.x == 0) {
+      barrier_init(&exchanged, 1);
+      barrier_init_fence();
+      barrier_expect_bytes(&exchanged, d.blocks * d.groups * sizeof(float4));
+    }
+    __syncthreads();
+    cluster_arrive();
+    cluster_wait();
+  }
+  block.run();
+#endif
+}
+
+}  // namespace kgopt
