@@ -12,6 +12,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "../common/async.cuh"
 #include "../common/dtype.cuh"
 #include "../common/mma.cuh"
@@ -126,7 +128,8 @@ struct ChannelLse {
     }
     auto in_range = [&](float v, int at) { return at >= width || (v > 1e-30f && v < 1e30f); };
     // All warps see the same sums and decide alike.
-    if (__all_sync(0xffffffffu, in_range(sum.x, position) && in_range(sum.y, position + 1))) {
+    const bool in_step = __all_sync(0xffffffffu, in_range(sum.x, position) && in_range(sum.y, position + 1));
+    if (__builtin_expect(in_step, 1)) {
       if (block / (kBlocks / 4) == warp && (kBlocks == 8 || g % 2 == 0)) {
         if (position < width) y[position * stride] = (__log2f(sum.x) + shift) * kLn2;
         if (position + 1 < width) y[(position + 1) * stride] = (__log2f(sum.y) + shift) * kLn2;
@@ -158,23 +161,27 @@ struct ChannelLse {
     }
   }
 
-  // The first row, values that leap, infinities and NaNs.
+  // The first row, values that leap, infinities and NaNs: rare, so small code counts for more than speed.
   __device__ __forceinline__ void exact(const float (&acc)[kAcc], float* y, int64_t stride, int width) {
-    float first = 0.f;
+    float kept[kAcc];  // indexed at run time, hence in local memory
 #pragma unroll
+    for (int i = 0; i < kAcc; ++i) kept[i] = acc[i];
+    float first = 0.f;
+#pragma unroll 1
     for (int quarter = 0; quarter < kBlocks / 2; ++quarter) {
+      const float* const u = kept + quarter * 8;
       float top[4], s[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int at = quarter * 8 + i / 2 * 4 + i % 2;
-        top[i] = fmaxf(power(acc[at], 0, bias[0]), power(acc[at + 2], 1, bias[1]));
+        const int at = i / 2 * 4 + i % 2;
+        top[i] = fmaxf(power(u[at], 0, bias[0]), power(u[at + 2], 1, bias[1]));
       }
       all_reduce(top, quarter, [](float a, float b) { return fmaxf(a, b); });
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (fabsf(top[i]) == INFINITY) top[i] = 0.f;  // as torch.logsumexp: an infinite maximum comes out as it is
-        const int at = quarter * 8 + i / 2 * 4 + i % 2;
-        s[i] = exp2_approx(power(acc[at], 0, bias[0] - top[i])) + exp2_approx(power(acc[at + 2], 1, bias[1] - top[i]));
+        const int at = i / 2 * 4 + i % 2;
+        s[i] = exp2_approx(power(u[at], 0, bias[0] - top[i])) + exp2_approx(power(u[at + 2], 1, bias[1] - top[i]));
       }
       all_reduce(s, quarter, [](float a, float b) { return a + b; });
 #pragma unroll
@@ -230,16 +237,16 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
   const int c_valid = min(kChannels, p.c_out - c_begin);
   const int c_first = group * p.c_out + c_begin;  // the same among all output channels
 
-  // K entry -> where its weight lies (-1: padding), and whether a second channel shares its word.
+  // K entry -> where its weight lies in a filter, and the one of the channel that shares its word; -1: padding.
   const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
   for (int k = tid; k < kSteps * 8; k += kThreads) {
     const int chunk = k / 4, tap = chunk % taps, channel = (chunk / taps * 4 + k % 4) * kPerWord;
-    int2 v = make_int2(-1, 0);
+    int2 v = make_int2(-1, -1);
     if (chunk < plan.words / 4 * taps && channel < p.c_in) {
       const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1],
                 d = tap / (plan.kernel[2] * plan.kernel[1]);
       v.x = static_cast<int>(channel * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2]);
-      v.y = channel + 1 < p.c_in;
+      if (kPerWord == 2 && channel + 1 < p.c_in) v.y = v.x + static_cast<int>(p.w_stride_in);
     }
     weight_table[k] = v;
   }
@@ -280,23 +287,28 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
     const int warp = tid / 32 & 3;
     const int channels[2] = {warp * 16 + g, warp * 16 + g + 8};  // of the block's
 
+    // No branches and little arithmetic: all loads are under way before the first is used.
+    using Stored = std::conditional_t<kPerWord == 2, unsigned short, float>;
+    const bool is_channel[2] = {channels[0] < c_valid, channels[1] < c_valid};
+    const Stored* filter[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      filter[r] = static_cast<const Stored*>(p.weight) + group * p.w_stride_group +
+                  (c_begin + min(channels[r], c_valid - 1)) * p.w_stride_out;
+    }
     uint32_t weights[kSteps][4];
 #pragma unroll
     for (int i = 0; i < kSteps * 4; ++i) {
-      const int channel = channels[i & 1];
       const int2 at = weight_table[i / 4 * 8 + (i >> 1 & 1) * 4 + t];
-      uint32_t word = 0;
-      if (at.x >= 0 && channel < c_valid) {
-        const int64_t from = group * p.w_stride_group + (c_begin + channel) * p.w_stride_out + at.x;
-        if constexpr (kPerWord == 2) {
-          const unsigned short* const w = static_cast<const unsigned short*>(p.weight) + from;
-          word = w[0];
-          if (at.y) word |= uint32_t(w[p.w_stride_in]) << 16;
-        } else {
-          word = to_tf32(static_cast<const float*>(p.weight)[from]);
-        }
+      const Stored* const w = filter[i & 1];
+      uint32_t word;
+      if constexpr (kPerWord == 2) {
+        const uint32_t low = w[max(at.x, 0)], high = w[max(at.y, 0)];
+        word = (at.x < 0 ? 0 : low) | (at.y < 0 ? 0 : high << 16);
+      } else {
+        word = at.x < 0 ? 0 : to_tf32(w[max(at.x, 0)]);
       }
-      weights[i / 4][i & 3] = word;
+      weights[i / 4][i & 3] = is_channel[i & 1] ? word : 0;
     }
     float bias[2] = {0.f, 0.f};
 #pragma unroll
@@ -330,20 +342,25 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
     uint32_t parity = 0;
     uint32_t address = 0;  // of the next row's first position, in chunks of 16 bytes
     const uint32_t halo_address = shared_address(halo) >> 4;
+    int2 ahead = job_table[min(job, plan.strips - 1)];  // of `job`, read a turn before it is needed
     // The next row of this warpgroup, and a stage given back when its last row was multiplied. False after the last.
     auto advance = [&](Row& row) {
       for (;;) {
-        while (job >= plan.strips) {
-          job -= plan.strips;
-          __syncwarp();
-          if (lane == 0) barrier_arrive(empty + stage);
-          if (++stage == plan.stages) stage = 0, parity ^= 1;
-          cursor.advance(tiles_h, tiles_w);
-          if (++tile == tile_count) return false;
-          barrier_wait(full + stage, parity);
+        int2 entry = ahead;
+        if (job >= plan.strips) {
+          do {
+            job -= plan.strips;
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + stage);
+            if (++stage == plan.stages) stage = 0, parity ^= 1;
+            cursor.advance(tiles_h, tiles_w);
+            if (++tile == tile_count) return false;
+            barrier_wait(full + stage, parity);
+          } while (job >= plan.strips);
+          entry = job_table[job];
         }
-        const int2 entry = job_table[job];
         job += kConsumers;
+        ahead = job_table[min(job, plan.strips - 1)];
         row.d = cursor.d * plan.tile[0] + (entry.y >> 24);
         row.h = cursor.h * plan.tile[1] + ((entry.y >> 14) & 1023);
         row.w = cursor.w * plan.tile[2] + (entry.y & 16383);
