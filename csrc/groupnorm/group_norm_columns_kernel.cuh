@@ -260,6 +260,8 @@ struct ColumnBlock {
       const float mean = total == 0.f ? 0.f : origin + to_mean, m2 = total == 0.f || rest < 0.f ? 0.f : rest;
       if (p.words) {
         if (member == 0) store_word(p.words + (group0 + g) * d.blocks + rank, pack_word(mean, m2));
+      } else if (d.blocks == 1) {
+        if (member == 0) tables.messages[g] = make_float4(mean, m2, 0.f, 0.f);
       } else {
         for (uint32_t to = member; to < d.blocks; to += lanes) {
           cluster_send(make_float4(mean, m2, 0.f, 0.f), tables.messages + rank * d.groups + g, exchanged, to);
@@ -273,7 +275,13 @@ struct ColumnBlock {
     const uint32_t lanes = 1u << d.team_lanes_log2, member = tid & (lanes - 1);
     const int64_t group0 = int64_t(slab(u)) * d.groups;
     constexpr int kBatch = 5;  // words under way
-    if (!p.words) cluster_barrier_wait(exchanged, 0);
+    if (!p.words) {
+      if (d.blocks == 1) {
+        __syncthreads();
+      } else {
+        cluster_barrier_wait(exchanged, 0);
+      }
+    }
     for (uint32_t first = tid / 32 * 32 >> d.team_lanes_log2; first < d.groups;
          first += blockDim.x >> d.team_lanes_log2) {
       const uint32_t g = first + (lane >> d.team_lanes_log2);
@@ -459,12 +467,13 @@ __global__ void __launch_bounds__(kColumnMaxThreads, 1)
   t.affines = t.stats + 2 * d.groups;
   t.counts = reinterpret_cast<float*>(t.affines + 2 * d.channels);
   ColumnBlock<Traits> block(p, memory, t, &exchanged);
-  if (!p.words) {
+  if (!p.words && d.blocks > 1) {
     if (threadIdx.x == 0) {
       barrier_init(&exchanged, 1);
       barrier_init_fence();
-      barrier_expect_bytes(&exchanged, d.blocks * d.groups * sizeof(float4));
     }
+    __syncthreads();
+    if (threadIdx.x == 0) barrier_expect_bytes(&exchanged, d.blocks * d.groups * sizeof(float4));
     __syncthreads();
     cluster_arrive();
     cluster_wait();
