@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from kgopt.cli import _optional, cases, main, measure, models, results
+from kgopt.cli import _optional, cases, chains, main, measure, models, results
 from kgopt.cli.bench import Settings, bench_table, measure_case
 from kgopt.cli.floor import Ceilings, Work
 from kgopt.cli.text import bytes_text, ratio_text, table, time_text
@@ -366,6 +366,48 @@ def test_bench_scaling_draws_lines(tmp_path, capsys):
         assert row["axis_value"] == row["shape"][0 if row["axis"] == "batch" else -1]
         assert "out_of_tolerance" not in row
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_random_chains_are_a_family():
+    found = chains.random_chains(100, 0)
+    assert found[:20] == chains.random_chains(20, 0)
+    assert found != chains.random_chains(100, 1)
+    assert len({chain.name for chain in found}) == 100
+    assert {len(chain.kernel) for chain in found} == {2, 3}
+    assert {1, 3, 5, 7} <= {k for chain in found for k in chain.kernel}
+    for values in ("stride", "dilation"):
+        assert {v for chain in found for v in getattr(chain, values)} == {1, 2}
+    assert min(chain.shape[1] for chain in found) == 1
+    assert max(chain.shape[1] for chain in found) >= 24
+    assert max(chain.conv_groups for chain in found) > 1
+    for chain in found:
+        assert chain.c_out <= 128
+        assert (
+            chain.c_out % chain.norm_groups
+            == chain.c_out % chain.conv_groups
+            == chain.shape[1] % chain.conv_groups
+            == 0
+        )
+        assert min(chain.output) >= 1
+        assert math.prod(chain.shape) <= 2**24
+
+
+def test_bench_chains_runs_what_it_draws(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    # Three small ones of each pipeline, with the convolution's own check of its output's size.
+    small = sorted(chains.random_chains(60, 0), key=lambda chain: chain.flops)
+    for rank in (2, 3):
+        for chain in [c for c in small if len(c.kernel) == rank][:3]:
+            x = torch.randn(chain.shape)
+            model = chain.plain()
+            assert tuple(model.conv(x).shape) == chain.output
+            torch.testing.assert_close(chain.kgopt(model)(x), model(x), rtol=1e-4, atol=1e-4)
+            assert chain.work(chain.shape, 4, "forward").flops == pytest.approx(chain.flops)
+    name = small[0].name.split()[0]
+    arguments = ["bench", "--suite", "chains", "--count", "60", "--case", name, "--device", "cpu", "--no-compile"]
+    assert main([*arguments, "--json", str(path)]) == 0
+    assert "measurements: kgopt is" in capsys.readouterr().out
+    assert {row["implementation"] for row in results.load_rows(path)} == {"eager", "kgopt"}
 
 
 @pytest.mark.gpu

@@ -38,6 +38,7 @@ suites:
               takes about 3 seconds a shape to compile: --count and --budget bound that
   scaling     the first and third pipeline at batches from 1 to 1024 and edges from 8 to 128, eager, kgopt, and kgopt's
               launches replayed as a CUDA graph: cost against work
+  chains      random convolutions of few channels with what the first or third pipeline does after them, --count of them
 
 dtypes:
   tf32        float32 tensors, TF32 allowed in convolutions (PyTorch's default)
@@ -81,8 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--quick", action="store_true", help="fewer patches, shorter timing, no headline shapes")
 
     bench = add("bench", "measure kgopt beside PyTorch and the floor", _BENCH)
-    bench.add_argument("--suite", choices=["pipelines", "groupnorm", "conv", "ops", "models", "sweep", "scaling"],
-                       default="pipelines", help="what to measure (%(default)s)")  # fmt: skip
+    suites = ["pipelines", "groupnorm", "conv", "ops", "models", "sweep", "scaling", "chains"]
+    bench.add_argument("--suite", choices=suites, default="pipelines", help="what to measure (%(default)s)")
     bench.add_argument("--json", metavar="F", help="write the measured rows here, after every case")
     bench.add_argument("--plot", metavar="F", help="write a chart of the rows here (.png, .svg or .pdf)")
     bench.add_argument("--plot-dtype", metavar="D", help="dtype in the chart (default: the first measured)")
@@ -112,9 +113,10 @@ def build_parser() -> argparse.ArgumentParser:
                        help="the same as --max-autotune none")  # fmt: skip
     bench.add_argument("--budget", type=float, metavar="S",
                        help="after S seconds start no further torch.compile baseline")  # fmt: skip
-    bench.add_argument("--count", type=int, default=200, metavar="N",
-                       help="sweep: how many of its random shapes, from the first (%(default)s)")  # fmt: skip
-    bench.add_argument("--seed", type=int, default=0, metavar="N", help="sweep: seed of the shapes (%(default)s)")
+    bench.add_argument("--count", type=int, default=None, metavar="N",
+                       help="how many random shapes, from the first (sweep: 200, chains: 100)")  # fmt: skip
+    bench.add_argument("--seed", type=int, default=0, metavar="N",
+                       help="sweep, chains: seed of the shapes (%(default)s)")  # fmt: skip
     bench.add_argument("--max-bytes", type=float, metavar="B",
                        help="sweep: the largest tensor (default: 1 GiB; with --quick or on a CPU 1 MiB)")  # fmt: skip
     bench.add_argument(

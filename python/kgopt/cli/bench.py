@@ -518,6 +518,10 @@ def _report(rows: list[Row], args: argparse.Namespace) -> int:
     else:
         print(bench_table(groups))
         print(_LEGEND)
+        if groups[0].suite == "chains":
+            from kgopt.cli.chains import chains_summary
+
+            print(chains_summary(rows))
     for note in _notes(groups):
         print(f"note: {note}")
     if args.plot:
@@ -559,6 +563,12 @@ def _precisions(args: argparse.Namespace, device: torch.device) -> list[str]:
     return list(args.dtype)
 
 
+def _count(args: argparse.Namespace, usual: int) -> int:
+    if args.count is not None and args.count < 1:
+        raise ValueError(f"--count is {args.count}, expected at least 1")
+    return args.count or usual
+
+
 def run_bench(args: argparse.Namespace) -> int:
     """Runs ``python -m kgopt bench`` with parsed arguments. Returns the exit status."""
     if args.plot:
@@ -591,10 +601,16 @@ def run_bench(args: argparse.Namespace) -> int:
         return _report(_bench_models(args, settings, precisions), args)
     if args.suite == "sweep":
         return _report(_bench_sweep(args, settings, precisions), args)
-    cases = [case for case in suite_cases(args.suite) if not args.case or args.case in case.name]
+    if args.suite == "chains":
+        from kgopt.cli.chains import chain_cases
+
+        found = chain_cases(_count(args, 100), args.seed)
+    else:
+        found = suite_cases(args.suite)
+    cases = [case for case in found if not args.case or args.case in case.name]
     if not cases:
         raise ValueError(f"--case is {args.case!r}, which no case of suite {args.suite} contains")
-    if args.quick and args.suite == "scaling":
+    if args.quick and args.suite in ("scaling", "chains"):
         cases = [case for case in cases if math.prod(case.shape) <= 2**18]
     elif args.quick:
         cases = [case.scaled(16) for case in cases]
@@ -652,11 +668,10 @@ def _bench_models(args: argparse.Namespace, settings: Settings, precisions: list
 def _bench_sweep(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> list[Row]:
     from kgopt.cli import sweep
 
-    if args.count < 1:
-        raise ValueError(f"--count is {args.count}, expected at least 1")
+    count = _count(args, 200)
     small = args.quick or settings.device.type == "cpu"
     max_bytes = args.max_bytes or (2.0**20 if small else 2.0**30)
-    shapes = sweep.random_shapes(args.count, args.seed, precisions, max_bytes)
+    shapes = sweep.random_shapes(count, args.seed, precisions, max_bytes)
     if args.case:
         shapes = [shape for shape in shapes if args.case in shape.name]
         if not shapes:

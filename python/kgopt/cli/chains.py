@@ -1,0 +1,180 @@
+"""``bench --suite chains``: random members of the family of the first and third pipeline.
+
+A narrow convolution (1 to 32 input, up to 128 output channels), GroupNorm, and either the mean of each sample or tanh,
+hardswish, residual and logsumexp: kernel sizes 1 to 7, strides, padding, dilation, conv groups, from one small image to
+batches that fill a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kgopt.cli.cases import Case, batch_slices
+from kgopt.cli.floor import Work
+from kgopt.cli.models import PIPELINES, Pipeline, randomize
+from kgopt.cli.results import Row, group_rows
+from kgopt.cli.text import ratio_text
+
+__all__ = ["Chain", "chain_cases", "chains_summary", "random_chains"]
+
+_MOST_X, _MOST_OUTPUT, _MOST_FLOPS = 2**24, 2**27, 3e11
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """One random chain. Sizes are those of the convolution, spatial dims last."""
+
+    index: int
+    pipeline: Pipeline
+    shape: tuple[int, ...]  # of x
+    c_out: int
+    norm_groups: int
+    conv_groups: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """Shape of the convolution's output."""
+        return (self.shape[0], self.c_out, *_output_sizes(self.shape[2:], self.kernel, self.stride, self.padding,
+                                                          self.dilation))  # fmt: skip
+
+    @property
+    def flops(self) -> float:
+        """Of the convolution, two a multiply-add."""
+        return 2.0 * math.prod(self.output) * self.shape[1] / self.conv_groups * math.prod(self.kernel)
+
+    @property
+    def name(self) -> str:
+        """Unique in a run: the index and what is drawn."""
+
+        def sizes(values: Sequence[int]) -> str:
+            return "x".join(map(str, values))
+
+        parts = [
+            f"{self.index:03d}:",
+            "mean" if len(self.kernel) == 3 else "lse",
+            sizes(self.shape),
+            f"to {self.c_out}",
+        ]
+        parts += [f"k{sizes(self.kernel)}", f"g{self.norm_groups}"]
+        for letter, values, usual in (("s", self.stride, 1), ("p", self.padding, 0), ("d", self.dilation, 1)):
+            if any(value != usual for value in values):
+                parts.append(f"{letter}{sizes(values)}")
+        if self.conv_groups > 1:
+            parts.append(f"conv groups {self.conv_groups}")
+        return " ".join(parts)
+
+    def plain(self) -> nn.Module:
+        """The plain PyTorch model, fp32 on the CPU, seeded."""
+        options: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+        convolution: Any = nn.Conv3d if len(self.kernel) == 3 else nn.Conv2d
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.index)
+            model = self.pipeline.plain(self.shape[1], self.c_out, 1, self.norm_groups)
+            model.conv = convolution(self.shape[1], self.c_out, self.kernel, groups=self.conv_groups, **options)
+        return randomize(model, self.index + 1)
+
+    def kgopt(self, plain: nn.Module) -> nn.Module:
+        """The kgopt module with the plain one's parameters, device and dtype."""
+        import kgopt.nn
+
+        like = next(plain.parameters())
+        model: nn.Module = getattr(kgopt.nn, self.pipeline.module)(
+            self.shape[1], self.c_out, self.kernel, self.norm_groups, stride=self.stride, padding=self.padding,
+            dilation=self.dilation, conv_groups=self.conv_groups, device=like.device, dtype=like.dtype,
+        )  # fmt: skip
+        model.load_state_dict(plain.state_dict(), strict=True)
+        return model
+
+    def work(self, shape: tuple[int, ...], itemsize: int, direction: str) -> Work:
+        """x read once, the result written once, the convolution done once, for a batch of shape[0]."""
+        samples = shape[0] / self.shape[0]
+        positions = math.prod(self.output[2:])
+        result = shape[0] * (1 if len(self.kernel) == 3 else positions)
+        special = math.prod(self.output) * self.pipeline.special_per_element * samples
+        return Work((math.prod(shape) + result) * itemsize, self.flops * samples, special)
+
+
+def _output_sizes(
+    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, ...]:
+    dims = zip(size, kernel, stride, padding, dilation, strict=True)
+    return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in dims)
+
+
+def _log_uniform(rng: random.Random, low: float, high: float) -> int:
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def _draw(rng: random.Random, index: int) -> Chain:
+    members = [pipeline for pipeline in PIPELINES if not pipeline.transposed]
+    while True:
+        pipeline = rng.choice(members)
+        rank = len(pipeline.headline) - 2
+        c_in = _log_uniform(rng, 1, 32)
+        conv_groups = rng.choice([g for g in (1, 2, 4) if c_in % g == 0]) if rng.random() < 0.2 else 1
+        norm_groups = rng.choice([1, 2, 4, 8, 16])
+        unit = math.lcm(norm_groups, conv_groups)
+        c_out = unit * max(1, _log_uniform(rng, 1, 128) // unit)
+        sizes = [1, 3, 5, 7] if rank == 2 else [1, 2, 3, 5]
+        kernel = tuple(rng.choices(sizes, [1, 5, 2, 1], k=rank))
+        stride = tuple(rng.choices([1, 2], [4, 1], k=rank))
+        dilation = tuple(rng.choices([1, 2], [6, 1], k=rank))
+        padding = tuple(rng.randint(0, k // 2) for k in kernel)
+        batch = _log_uniform(rng, 1, 128)
+        left = _log_uniform(rng, 2**10, _MOST_X) / (batch * c_in)
+        edge = max(4.0, left ** (1 / rank))
+        spatial = tuple(max(4, round(edge * rng.uniform(0.6, 1.5))) for _ in range(rank))
+        shape = (batch, c_in, *spatial)
+        chain = Chain(index, pipeline, shape, c_out, norm_groups, conv_groups, kernel, stride, padding, dilation)
+        output = chain.output
+        if min(output) < 1 or math.prod(output) > _MOST_OUTPUT or chain.flops > _MOST_FLOPS:
+            continue
+        if math.prod(output[1:]) // norm_groups < 2 or math.prod(chain.shape) > _MOST_X:
+            continue  # of one value a group PyTorch says that it cannot be normalized
+        return chain
+
+
+def random_chains(count: int, seed: int) -> list[Chain]:
+    """The first `count` chains of a seed. More of the same seed begin with the same ones."""
+    rng = random.Random(seed)
+    return [_draw(rng, index) for index in range(count)]
+
+
+def chain_cases(count: int, seed: int) -> list[Case]:
+    """They as cases of the bench."""
+    return [
+        Case(
+            "chains", chain.name, chain.shape, plain=chain.plain, kgopt=chain.kgopt, work=chain.work,
+            slices=batch_slices, backward="training", layouts=False,
+        )
+        for chain in random_chains(count, seed)
+    ]  # fmt: skip
+
+
+def chains_summary(rows: list[Row]) -> str:
+    """How many are slower than the better of eager and torch.compile, and the median."""
+    ratios = []
+    for group in group_rows(rows):
+        best, ours = group.best(("eager", "compile")), group.time("kgopt")
+        if best and ours:
+            ratios.append((ours / best[1], group.case, group.dtype))
+    if not ratios:
+        return "no chain was timed"
+    ratios.sort()
+    slow = [f"{case} {dtype}: {ratio:.2f}" for ratio, case, dtype in ratios if ratio > 1]
+    head = (
+        f"{len(ratios)} measurements: kgopt is {ratio_text(1 / ratios[len(ratios) // 2][0])} as fast as the better of "
+        f"eager and torch.compile at the median; {len(slow)} are slower"
+    )
+    return "\n".join([head, *(f"  slower: {line}" for line in reversed(slow))])
