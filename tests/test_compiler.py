@@ -162,10 +162,11 @@ class Pipelines(torch.nn.Module):
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
-def test_compile_pipelines(channels_last, device):
+def test_compile_pipelines(channels_last, device, request):
     """One graph, any batch and size; strides of the results as in eager, which inductor relies on."""
     if device == "cpu" and torch.__version__.startswith("2.13."):
-        pytest.xfail("Inductor of torch 2.13 fails to compare strides (2s + 1)(2t + 1) and 4st + 2s + 2t + 1")
+        why = "Inductor of torch 2.13 fails to compare strides (2s + 1)(2t + 1) and 4st + 2s + 2t + 1"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     net = Pipelines().to(device)
     compiled = torch.compile(net, fullgraph=True, dynamic=True)
     for shape in ((2, 3, 4, 9, 8), (3, 3, 5, 7, 11)):

@@ -1,9 +1,11 @@
-// What a launch sets on its kernel first.
+// Launch of a kernel that may need more dynamic shared memory than the default.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <mutex>
+
+#include "status.h"
 
 namespace kgopt {
 
@@ -21,6 +23,17 @@ cudaError_t allow_dynamic_smem(int bytes) {
   const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess && device < kDevices) allowed[device] = bytes;
   return error;
+}
+
+template <auto kKernel, typename Params>
+Status launch_kernel(const char* name, const Params& p, dim3 grid, int threads, int smem_bytes, cudaStream_t stream) {
+  cudaError_t error = allow_dynamic_smem<kKernel>(smem_bytes);
+  if (error == cudaSuccess) {
+    kKernel<<<grid, threads, smem_bytes, stream>>>(p);
+    error = cudaGetLastError();
+  }
+  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
+  return Status::Ok();
 }
 
 }  // namespace kgopt

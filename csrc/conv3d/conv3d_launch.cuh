@@ -11,15 +11,9 @@ template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue, bool kTransp
 Status launch_conv_instance(const ConvKernelParams& p, int64_t n, cudaStream_t stream) {
   const ConvPlan& plan = p.plan;
   constexpr auto kernel = conv_fprop_kernel<kMath, kMB, kNB, kEpilogue, kTransposed, kWide>;
-  cudaError_t error = allow_dynamic_smem<kernel>(plan.smem_bytes);
-  if (error == cudaSuccess) {
-    const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles,
-                    plan.classes[0] * plan.classes[1] * plan.classes[2] * p.groups);
-    kernel<<<grid, kConvThreads, plan.smem_bytes, stream>>>(p);
-    error = cudaGetLastError();
-  }
-  if (error != cudaSuccess) return {StatusCode::kCudaError, "conv_fprop_kernel", cudaGetErrorString(error)};
-  return Status::Ok();
+  const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles,
+                  plan.classes[0] * plan.classes[1] * plan.classes[2] * p.groups);
+  return launch_kernel<kernel>("conv_fprop_kernel", p, grid, kConvThreads, plan.smem_bytes, stream);
 }
 
 template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue, bool kTransposed>

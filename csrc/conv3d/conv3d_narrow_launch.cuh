@@ -11,14 +11,9 @@ template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, bool kLargeB
 Status launch_narrow_instance(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   const NarrowPlan& plan = p.plan;
   constexpr auto kernel = conv_narrow_kernel<kMath, kColumns, kWindow, kChunked, kLargeBatch, kEpilogue>;
-  cudaError_t error = allow_dynamic_smem<kernel>(plan.smem_bytes);
-  if (error == cudaSuccess) {
-    const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
-    kernel<<<grid, 128 * (plan.producers + plan.consumers), plan.smem_bytes, stream>>>(p);
-    error = cudaGetLastError();
-  }
-  if (error != cudaSuccess) return {StatusCode::kCudaError, "conv_narrow_kernel", cudaGetErrorString(error)};
-  return Status::Ok();
+  const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
+  return launch_kernel<kernel>("conv_narrow_kernel", p, grid, 128 * (plan.producers + plan.consumers), plan.smem_bytes,
+                               stream);
 }
 
 template <ConvMath kMath, int kColumns, bool kLargeBatch, ConvEpilogue kEpilogue>

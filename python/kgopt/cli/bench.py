@@ -404,6 +404,23 @@ def _short(name: str) -> str:
     return f"{shorter.get(first, first)} {rest}".rstrip()
 
 
+def error_and_peak(group: Group) -> list[str]:
+    """Cells: error and peak memory, each of kgopt and of eager."""
+    ours, eager = group.rows.get("kgopt", {}), group.rows.get("eager", {})
+    return [
+        error_text(ours.get("error")) + ("!" if ours.get("out_of_tolerance") else ""),
+        error_text(eager.get("error")),
+        bytes_text(ours.get("peak_bytes")),
+        bytes_text(eager.get("peak_bytes")),
+    ]
+
+
+def table_of_filled(header: list[str], lines: list[list[str]]) -> str:
+    """A table of the columns in which something stands; the first two are names."""
+    kept = [i for i in range(len(header)) if i < 2 or any(line[i] != "-" for line in lines)]
+    return table([header[i] for i in kept], [[line[i] for i in kept] for line in lines], left=2)
+
+
 def bench_table(groups: list[Group]) -> str:
     """One line a case, dtype and direction: times, ratios, floor, error beside eager's, memory."""
     present = [name for name in results.IMPLEMENTATIONS if any(name in group.rows for group in groups)]
@@ -425,7 +442,6 @@ def bench_table(groups: list[Group]) -> str:
     lines = []
     for group in groups:
         fraction = group.floor_fraction
-        ours, eager = group.rows.get("kgopt", {}), group.rows.get("eager", {})
         ratios = [group.over_eager(), group.over_compile()]
         if layouts:
             ratios += [group.over_eager("_channels_last"), group.over_compile("_channels_last")]
@@ -439,14 +455,10 @@ def bench_table(groups: list[Group]) -> str:
                 *(ratio_text(ratio) for ratio in ratios),
                 time_text(group.floor_us),
                 "-" if fraction is None else f"{100 * fraction:.0f}%",
-                error_text(ours.get("error")) + ("!" if ours.get("out_of_tolerance") else ""),
-                error_text(eager.get("error")),
-                bytes_text(ours.get("peak_bytes")),
-                bytes_text(eager.get("peak_bytes")),
+                *error_and_peak(group),
             ]
         )
-    kept = [i for i in range(len(header)) if i < 2 or any(line[i] != "-" for line in lines)]
-    return table([header[i] for i in kept], [[line[i] for i in kept] for line in lines], left=2)
+    return table_of_filled(header, lines)
 
 
 def _notes(groups: list[Group]) -> list[str]:

@@ -17,7 +17,7 @@ from torch import nn
 import kgopt
 from kgopt.cli import results
 from kgopt.cli._optional import MissingPackageError
-from kgopt.cli.bench import Settings, describe, quiet_compiler
+from kgopt.cli.bench import Settings, describe, error_and_peak, quiet_compiler, table_of_filled
 from kgopt.cli.floor import Ceilings, Work
 from kgopt.cli.measure import (
     DTYPES,
@@ -29,7 +29,7 @@ from kgopt.cli.measure import (
     within_tolerance,
 )
 from kgopt.cli.results import Group, Row
-from kgopt.cli.text import bytes_text, error_text, ratio_text, table, time_text
+from kgopt.cli.text import ratio_text, time_text
 from kgopt.cli.zoo import MODEL_CASES, ModelCase
 
 __all__ = ["MODEL_IMPLEMENTATIONS", "Oracles", "measure_model", "model_cases", "model_steps", "models_table"]
@@ -354,7 +354,6 @@ def models_table(groups: list[Group]) -> str:
               "eager's"]  # fmt: skip
     lines = []
     for group in groups:
-        ours, eager = group.rows.get("kgopt", {}), group.rows.get("eager", {})
         cells = []
         for name in present:
             failed = group.rows.get(name, {}).get("failed", "")
@@ -367,14 +366,10 @@ def models_table(groups: list[Group]) -> str:
                 *cells,
                 *(ratio_text(ratio) for ratio in model_ratios(group)),
                 time_text(group.floor_us),
-                error_text(ours.get("error")) + ("!" if ours.get("out_of_tolerance") else ""),
-                error_text(eager.get("error")),
-                bytes_text(ours.get("peak_bytes")),
-                bytes_text(eager.get("peak_bytes")),
+                *error_and_peak(group),
             ]
         )
-    kept = [i for i in range(len(header)) if i < 2 or any(line[i] != "-" for line in lines)]
-    return table([header[i] for i in kept], [[line[i] for i in kept] for line in lines], left=2)
+    return table_of_filled(header, lines)
 
 
 def model_ratios(group: Group) -> tuple[float | None, float | None, float | None]:

@@ -16,19 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from kgopt._ops import _conv_sizes
 from kgopt.cli.cases import Case, batch_slices
 from kgopt.cli.floor import Work
 from kgopt.cli.models import PIPELINES, Pipeline, randomize
 from kgopt.cli.results import Row, group_rows
+from kgopt.cli.sweep import log_uniform
 from kgopt.cli.text import ratio_text
 
-__all__ = ["Chain", "chain_cases", "chains_summary", "random_chains"]
+__all__ = ["RandomChain", "chain_cases", "chains_summary", "random_chains"]
 
 _MOST_X, _MOST_OUTPUT, _MOST_FLOPS = 2**24, 2**27, 3e11
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain:
+class RandomChain:
     """One random chain. Sizes are those of the convolution, spatial dims last."""
 
     index: int
@@ -45,8 +47,11 @@ class Chain:
     @property
     def output(self) -> tuple[int, ...]:
         """Shape of the convolution's output."""
-        return (self.shape[0], self.c_out, *_output_sizes(self.shape[2:], self.kernel, self.stride, self.padding,
-                                                          self.dilation))  # fmt: skip
+        weight = (self.c_out, self.shape[1] // self.conv_groups, *self.kernel)
+        none = (0,) * len(self.kernel)
+        return tuple(
+            _conv_sizes(self.shape, weight, self.stride, self.padding, self.dilation, none, self.conv_groups, False)
+        )
 
     @property
     def flops(self) -> float:
@@ -97,55 +102,47 @@ class Chain:
         return model
 
     def work(self, shape: tuple[int, ...], itemsize: int, direction: str) -> Work:
-        """x read once, the result written once, the convolution done once, for a batch of shape[0]."""
+        """As ``Pipeline.work``, for a batch of shape[0]."""
         samples = shape[0] / self.shape[0]
-        positions = math.prod(self.output[2:])
-        result = shape[0] * (1 if len(self.kernel) == 3 else positions)
+        x_bytes = math.prod(shape) * itemsize
+        y_bytes = shape[0] * (1 if len(self.kernel) == 3 else math.prod(self.output[2:])) * itemsize
+        flops = self.flops * samples
         special = math.prod(self.output) * self.pipeline.special_per_element * samples
-        return Work((math.prod(shape) + result) * itemsize, self.flops * samples, special)
+        if direction == "training":
+            return Work(3 * x_bytes + 2 * y_bytes, 3 * flops, 2 * special)
+        return Work(x_bytes + y_bytes, flops, special)
 
 
-def _output_sizes(
-    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> tuple[int, ...]:
-    dims = zip(size, kernel, stride, padding, dilation, strict=True)
-    return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in dims)
-
-
-def _log_uniform(rng: random.Random, low: float, high: float) -> int:
-    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
-
-
-def _draw(rng: random.Random, index: int) -> Chain:
+def _draw(rng: random.Random, index: int) -> RandomChain:
     members = [pipeline for pipeline in PIPELINES if not pipeline.transposed]
     while True:
         pipeline = rng.choice(members)
         rank = len(pipeline.headline) - 2
-        c_in = _log_uniform(rng, 1, 32)
+        c_in = round(log_uniform(rng, 1, 32))
         conv_groups = rng.choice([g for g in (1, 2, 4) if c_in % g == 0]) if rng.random() < 0.2 else 1
         norm_groups = rng.choice([1, 2, 4, 8, 16])
         unit = math.lcm(norm_groups, conv_groups)
-        c_out = unit * max(1, _log_uniform(rng, 1, 128) // unit)
+        c_out = unit * max(1, round(log_uniform(rng, 1, 128)) // unit)
         sizes = [1, 3, 5, 7] if rank == 2 else [1, 2, 3, 5]
         kernel = tuple(rng.choices(sizes, [1, 5, 2, 1], k=rank))
         stride = tuple(rng.choices([1, 2], [4, 1], k=rank))
         dilation = tuple(rng.choices([1, 2], [6, 1], k=rank))
         padding = tuple(rng.randint(0, k // 2) for k in kernel)
-        batch = _log_uniform(rng, 1, 128)
-        left = _log_uniform(rng, 2**10, _MOST_X) / (batch * c_in)
+        batch = round(log_uniform(rng, 1, 128))
+        left = round(log_uniform(rng, 2**10, _MOST_X)) / (batch * c_in)
         edge = max(4.0, left ** (1 / rank))
         spatial = tuple(max(4, round(edge * rng.uniform(0.6, 1.5))) for _ in range(rank))
         shape = (batch, c_in, *spatial)
-        chain = Chain(index, pipeline, shape, c_out, norm_groups, conv_groups, kernel, stride, padding, dilation)
+        chain = RandomChain(index, pipeline, shape, c_out, norm_groups, conv_groups, kernel, stride, padding, dilation)
         output = chain.output
         if min(output) < 1 or math.prod(output) > _MOST_OUTPUT or chain.flops > _MOST_FLOPS:
             continue
-        if math.prod(output[1:]) // norm_groups < 2 or math.prod(chain.shape) > _MOST_X:
-            continue  # of one value a group PyTorch says that it cannot be normalized
-        return chain
+        # Of one value a group PyTorch says that it cannot be normalized.
+        if math.prod(shape) <= _MOST_X and math.prod(output[1:]) // norm_groups >= 2:
+            return chain
 
 
-def random_chains(count: int, seed: int) -> list[Chain]:
+def random_chains(count: int, seed: int) -> list[RandomChain]:
     """The first `count` chains of a seed. More of the same seed begin with the same ones."""
     rng = random.Random(seed)
     return [_draw(rng, index) for index in range(count)]

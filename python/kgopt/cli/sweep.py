@@ -24,7 +24,7 @@ from kgopt.cli.models import randomize
 from kgopt.cli.results import Group, Row, group_rows
 from kgopt.cli.text import bytes_text, error_text, ratio_text, table, time_text
 
-__all__ = ["LIMIT", "Shape", "measure_shape", "random_shapes", "sweep_points", "sweep_summary"]
+__all__ = ["LIMIT", "Shape", "log_uniform", "measure_shape", "random_shapes", "sweep_points", "sweep_summary"]
 
 LIMIT = 1.05  # times the better of eager and torch.compile: what is above counts as slower
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -54,21 +54,22 @@ class Shape:
         return f"{self.index:03d}: {sizes} g{self.groups} {self.act}{layout}"
 
 
-def _log_uniform(rng: random.Random, low: float, high: float) -> float:
+def log_uniform(rng: random.Random, low: float, high: float) -> float:
+    """A number from `low` to `high`, evenly on a log scale."""
     return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
 def _draw(rng: random.Random, index: int, precisions: list[str], max_bytes: float) -> Shape:
     precision = rng.choice(precisions)
-    elements = _log_uniform(rng, 1024, max(1024, max_bytes)) / DTYPES[precision].itemsize
+    elements = log_uniform(rng, 1024, max(1024, max_bytes)) / DTYPES[precision].itemsize
     rank = rng.randint(3, 5)
-    channels = max(1, min(round(_log_uniform(rng, 1, 1024)), int(elements)))
-    batch = max(1, min(round(_log_uniform(rng, 1, 32)), int(elements / channels)))
+    channels = max(1, min(round(log_uniform(rng, 1, 1024)), int(elements)))
+    batch = max(1, min(round(log_uniform(rng, 1, 32)), int(elements / channels)))
     left = max(1.0, elements / (channels * batch))
     spatial = []
     for dims in range(rank - 2, 0, -1):
         # Around the even split, so that long and flat volumes occur too.
-        size = max(1, round(min(left, left ** (1 / dims) * (1.0 if dims == 1 else _log_uniform(rng, 0.5, 2)))))
+        size = max(1, round(min(left, left ** (1 / dims) * (1.0 if dims == 1 else log_uniform(rng, 0.5, 2)))))
         spatial.append(size)
         left /= size
     divisors = [g for g in range(1, channels + 1) if channels % g == 0]

@@ -2,7 +2,7 @@
 
 PyTorch's own kernels for upsampling, pooling and padding run far below the speed of the memory (3D upsampling in
 channels_last at a tenth, 3D replicate padding at a fortieth of it on an H200), a convolution's bias is added in a pass
-of its own at a third of it, and cuDNN has no good kernel for a few channels.
+of its own, in half types at a third of it, and cuDNN has no good kernel for a few channels.
 
 Calls of the functions below are found by running the model; the module that makes one, however its code gets there,
 receives a forward that looks at these functions while it runs. A call is replaced where nothing needs a gradient, at
