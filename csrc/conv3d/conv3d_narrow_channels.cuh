@@ -256,26 +256,13 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
     const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w;
     job_table[i] = make_int2(base, d << 24 | h << 14 | w);
   }
-  if (plan.zero_plane) {
-    for (int stage = 0; stage < plan.stages; ++stage) {
-      for (int i = tid; i < plan.plane; i += kThreads)
-        halo[stage * stage_words + narrow_planes(plan) * plan.plane + i] = 0;
-    }
-  }
-  if (tid == 0) {
-    for (int stage = 0; stage < plan.stages; ++stage) {
-      barrier_init(full + stage, kLoaders);
-      barrier_init(empty + stage, kConsumers * 4);
-    }
-  }
+  narrow_prepare_stages(plan, layout, smem, kThreads, kLoaders, kConsumers * 4);
   wgmma_fence_shared();  // the zeros
   __syncthreads();
 
-  const int tile_begin = static_cast<int>(slice * plan.tiles_per_slice);
-  const int tile_count =
-      static_cast<int>(min(plan.tiles_per_slice, plan.tiles_per_sample - slice * plan.tiles_per_slice));
+  int tile_count;
+  TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
   const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
-  TileCursor cursor{tile_begin / (tiles_w * tiles_h), tile_begin / tiles_w % tiles_h, tile_begin % tiles_w};
 
   if (tid < kLoaders) {
     share_registers<kProducers, kConsumers, false>();

@@ -178,27 +178,13 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
     }
     column_table[c] = v;
   }
-  if (plan.zero_plane) {
-    for (int stage = 0; stage < plan.stages; ++stage) {
-      for (int i = tid; i < plan.plane; i += kNarrowThreads)
-        halo[stage * stage_words + narrow_planes(plan) * plan.plane + i] = 0;
-    }
-  }
-  if (tid == 0) {
-    for (int stage = 0; stage < plan.stages; ++stage) {
-      barrier_init(full + stage, kLoaders);
-      barrier_init(empty + stage, kWarps);
-    }
-  }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the weights, which wgmma reads
+  narrow_prepare_stages(plan, layout, smem, kNarrowThreads, kLoaders, kWarps);
+  wgmma_fence_shared();  // the weights
   __syncthreads();
 
-  const int tile_begin = static_cast<int>(slice * plan.tiles_per_slice);
-  const int tile_count =
-      static_cast<int>(min(plan.tiles_per_slice, plan.tiles_per_sample - slice * plan.tiles_per_slice));
-  const int tiles_w = static_cast<int>(plan.tiles[2]);
-  const int tiles_h = static_cast<int>(plan.tiles[1]);
-  TileCursor cursor{tile_begin / (tiles_w * tiles_h), tile_begin / tiles_w % tiles_h, tile_begin % tiles_w};
+  int tile_count;
+  TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
+  const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
 
   if (tid < kLoaders) {
     share_registers<kProducers, kConsumers, false>();

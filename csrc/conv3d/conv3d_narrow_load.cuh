@@ -39,6 +39,34 @@ __device__ __forceinline__ void share_registers() {
   }
 }
 
+// What the stages need before the first load, by all `threads`: the planes of zeros, and barriers on which every
+// loading thread and every reading warp arrives. There for all after the next __syncthreads.
+__device__ __forceinline__ void narrow_prepare_stages(const NarrowPlan& plan, const NarrowSmemLayout& layout,
+                                                      uint32_t* smem, int threads, int loaders, int reading_warps) {
+  const int tid = threadIdx.x;
+  if (plan.zero_plane) {
+    uint32_t* const zeros = smem + layout.halo + narrow_planes(plan) * plan.plane;
+    for (int stage = 0; stage < plan.stages; ++stage) {
+      for (int i = tid; i < plan.plane; i += threads) zeros[stage * narrow_stage_words(plan) + i] = 0;
+    }
+  }
+  if (tid == 0) {
+    uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
+    for (int stage = 0; stage < plan.stages; ++stage) {
+      barrier_init(full + stage, loaders);
+      barrier_init(full + 4 + stage, reading_warps);
+    }
+  }
+}
+
+// The tiles of a slice: how many, and the first.
+__device__ __forceinline__ TileCursor narrow_tiles(const NarrowPlan& plan, int64_t slice, int* count) {
+  const int begin = static_cast<int>(slice * plan.tiles_per_slice);
+  *count = static_cast<int>(min(plan.tiles_per_slice, plan.tiles_per_sample - slice * plan.tiles_per_slice));
+  const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
+  return {begin / (tiles_w * tiles_h), begin / tiles_w % tiles_h, begin % tiles_w};
+}
+
 // What the loading warpgroups do from start to end: fill the stages with the halos of `tile_count` tiles from `cursor`
 // on. Their threads walk over the positions of the halo, all words of a position in one thread. kForProducts: wgmma
 // itself reads the halo, not the threads of the computing side.
