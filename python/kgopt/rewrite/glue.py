@@ -440,8 +440,11 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def planned_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            own = None if args or kwargs else _compiled_op(self, input)
+            return forward(self, input, *args, **kwargs) if own is None else own
         # Another mode, such as _Find, is to see the function itself.
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or args or kwargs or is_watched():
+        if torch.is_grad_enabled() or args or kwargs or is_watched():
             return forward(self, input, *args, **kwargs)
         if torch._C._len_torch_function_stack() > policy.own_modes.count:
             return forward(self, input)
@@ -451,6 +454,26 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return planned_forward
 
 
+def _compiled_op(conv: Any, x: Tensor) -> Tensor | None:
+    """kgopt's own convolution in compiled inference, where it was the faster one whenever it was measured.
+
+    Biases are left to the compiler, which adds them in the kernel that follows.
+    """
+    state = conv.__dict__.get("_kgopt_glue")
+    if state is None or not state.enabled or torch.is_grad_enabled():
+        return None
+    if not state.always_own.get(x.is_contiguous(), False):
+        return None
+    if torch.is_autocast_enabled(x.device.type) or x.dtype is not conv.weight.dtype or isinstance(conv.padding, str):
+        return None
+    kind = conv_of(conv)
+    if kind is None or conv.padding_mode != "zeros" or x.dim() != len(conv.kernel_size) + 2:
+        return None
+    tail = (conv.output_padding, conv.groups, conv.dilation) if conv.transposed else (conv.dilation, conv.groups)
+    op = getattr(_OPS, kind)
+    return op(x, conv.weight, conv.bias, conv.stride, conv.padding, *tail, backend="kgopt")  # type: ignore[no-any-return]
+
+
 @dataclass
 class GlueState:
     """What a module remembers of its calls."""
@@ -458,9 +481,15 @@ class GlueState:
     enabled: bool = True
     faster: dict[Any, str] = field(default_factory=dict)  # by Call.key: the option that is; "": PyTorch's
     plans: dict[Any, ConvPlan] = field(default_factory=dict)  # of a convolution module, by x's shape, strides, ...
+    always_own: dict[bool, bool] = field(default_factory=dict)  # by x.is_contiguous(): were all fastest in "own"?
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"enabled": self.enabled, "faster": {}, "plans": {}}  # another machine is another measurement
+        return {
+            "enabled": self.enabled,
+            "faster": {},
+            "plans": {},
+            "always_own": False,
+        }  # another machine is another measurement
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -613,6 +642,9 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
             continue
         state = module.__dict__.setdefault("_kgopt_glue", GlueState())
         state.faster.update(verdicts)
+        state.always_own = {}
+        for (*_, contiguous), option in state.faster.items():
+            state.always_own[contiguous] = option == "own" and state.always_own.get(contiguous, True)
         state.plans.clear()
         count += sum(map(bool, verdicts.values()))
         original = classes.original_class(module)
