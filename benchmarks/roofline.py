@@ -41,6 +41,7 @@ def _run_pipelines() -> None:
     from kgopt.cli.measure import DTYPES, precision_flags
     from kgopt.cli.models import PIPELINES
 
+    torch.backends.cudnn.benchmark = True
     for pipeline in PIPELINES:
         for precision in _DTYPES:
             with precision_flags(precision), torch.no_grad():
@@ -99,7 +100,9 @@ def _measure(ncu: str, metrics: dict[str, str]) -> list[dict[str, object]]:
 
 
 def _short(kernel: str) -> str:
-    return re.sub(r"(void )?(kgopt::)?|<.*|\(.*", "", kernel)[:34]
+    """The kernel's name without namespaces, template arguments and parameters."""
+    name = re.sub(r"<.*|\(.*", "", re.sub(r"void |kgopt::|::unnamed|\(anonymous namespace\)::|<unnamed>::", "", kernel))
+    return name[:34]
 
 
 def main() -> int:
