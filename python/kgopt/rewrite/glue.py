@@ -142,7 +142,8 @@ _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
 }
 CONV_FUNCTIONS = {op: function for function, (op, _, _) in _CONVS.items()}
 _FUNCTIONS = frozenset({F.interpolate, F.pad, *_CATS, *_POOLS, *_CONVS})
-NARROW = 32  # channels of input or output, up to which kgopt's own convolution can be the faster one
+# Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
+NARROW, NARROW_LAST = 32, 128
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,8 @@ def _convolution(op: str, rank: int, transposed: bool, x: Any, weight: Any, bias
     if None in numbers or type(groups) is not int:
         return None
     stride, padding, dilation, output_padding = numbers
-    narrow = min(weight.shape[0], weight.shape[1] * groups) <= NARROW and x.is_cuda
+    limit = NARROW_LAST if _is_channels_last(x) else NARROW
+    narrow = min(weight.shape[0], weight.shape[1] * groups) <= limit and x.is_cuda
     options = (*(("bias",) if bias is not None else ()), *(("own",) if narrow else ()))
     if not options:
         return None
