@@ -188,14 +188,18 @@ class Call:
         _, transposed, *lists, groups = self.argument[:7]
         return (*map(list, lists), groups, transposed)
 
+    @property
+    def own(self) -> tuple[Any, tuple[Any, ...]]:
+        """kgopt's op of a convolution, and its arguments after its tensors."""
+        op, transposed, stride, padding, dilation, output_padding, groups, *_ = self.argument
+        tail = (list(output_padding), groups, list(dilation)) if transposed else (list(dilation), groups)
+        return getattr(_OPS, op).default, (list(stride), list(padding), *tail)
+
     def _convolve(self, option: str) -> Tensor:
         if option == "bias":
             return _OPS.conv_add(self.x, *self.more, None, *self.rest)  # type: ignore[no-any-return]
-        op, transposed, stride, padding, dilation, output_padding, groups, *_ = self.argument
-        weight, bias = self.more
-        tail = (output_padding, groups, dilation) if transposed else (dilation, groups)
-        own = getattr(_OPS, op)(self.x, weight, bias, stride, padding, *tail, backend="kgopt")
-        return own  # type: ignore[no-any-return]
+        op, rest = self.own
+        return op(self.x, *self.more, *rest, backend="kgopt")  # type: ignore[no-any-return]
 
 
 def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -383,7 +387,7 @@ class ConvPlan:
     module: tuple[Any, ...]  # the module's attributes that this is about
     rest: tuple[Any, ...]  # arguments of conv_add after its tensors
     sizes: list[int]  # of the result
-    call: Call | None
+    own: tuple[Any, tuple[Any, ...]] | None  # kgopt's own convolution, and its arguments after its tensors
 
 
 PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
@@ -418,20 +422,19 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
         call = recognize(CONV_FUNCTIONS[kind], (x, conv.weight, conv.bias, stride, padding, *tail), {})
     if call is None:
         return ConvPlan("", module, (), [], None)
-    option = state.faster.get(call.key, "")
-    # The tensors of this call are not kept.
-    return ConvPlan(option, module, call.rest, call.sizes, replace(call, x=x.new_empty(0), more=()))
+    return ConvPlan(state.faster.get(call.key, ""), module, call.rest, call.sizes, call.own)
 
 
 def run_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0) -> Tensor:
     """The convolution, with its bias and what else is given, by one of kgopt's ops."""
     parameters = conv._parameters
     with torch._C._AutoDispatchBelowAutograd():  # gradients are off; the ops' Python kernels for them take time
+        weight, bias = parameters["weight"], parameters["bias"]
         if plan.option == "bias":
-            weight, bias = parameters["weight"], parameters["bias"]
             return _conv_add(x, weight, bias, residual, *plan.rest, divisor)  # type: ignore[no-any-return]
-        assert plan.call is not None
-        return replace(plan.call, x=x, more=(parameters["weight"], parameters["bias"])).run(plan.option)
+        assert plan.own is not None
+        op, rest = plan.own
+        return op(x, weight, bias, *rest, backend="kgopt")  # type: ignore[no-any-return]
 
 
 _conv_add = _OPS.conv_add.default
