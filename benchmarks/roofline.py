@@ -105,21 +105,43 @@ def _short(kernel: str) -> str:
     return name[:34]
 
 
+def _fill_docs(path: str, metrics: dict[str, str], rows: list[dict[str, object]]) -> None:
+    columns = ["pipeline", "dtype", "kernel", "us", *metrics]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for row in rows:
+        values = [str(row.get(column, "")) for column in columns]
+        values[2] = f"`{_short(values[2])}`"
+        lines.append("| " + " | ".join(values) + " |")
+    with open(path) as file:
+        text = file.read()
+    begin, end = "<!-- rows: begin -->\n", "<!-- rows: end -->"
+    head, rest = text.split(begin)
+    with open(path, "w") as file:
+        file.write(head + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1])
+
+
 def main() -> int:
     """Runs the command line; the exit status is 1 where there is no ncu."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="F", help="write the rows here")
     parser.add_argument("--ncu", default=shutil.which("ncu"), help="the profiler (default: on PATH)")
+    parser.add_argument("--from-json", metavar="F", help="measure nothing: print the rows of this file")
+    parser.add_argument("--docs", metavar="F", help="put the table into this Markdown file, between its two marks")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
         _run_pipelines()
         return 0
-    if not args.ncu:
+    if args.from_json:
+        with open(args.from_json) as file:
+            saved = json.load(file)
+        metrics, rows = saved["metrics"], saved["rows"]
+    elif args.ncu:
+        metrics = _find_metrics(args.ncu)
+        rows = _measure(args.ncu, metrics)
+    else:
         print("ncu is not on PATH: give --ncu PATH", file=sys.stderr)
         return 1
-    metrics = _find_metrics(args.ncu)
-    rows = _measure(args.ncu, metrics)
     print(f"{'pipeline':44} {'dtype':5} {'kernel':34} {'us':>7} " + " ".join(f"{c:>7}" for c in metrics))
     for row in rows:
         values = " ".join(f"{row.get(c, ''):>7}" for c in metrics)
@@ -128,6 +150,8 @@ def main() -> int:
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"metrics": metrics, "rows": rows}, file, indent=1)
+    if args.docs:
+        _fill_docs(args.docs, metrics, rows)
     return 0
 
 
