@@ -1,0 +1,129 @@
+// Host-side planning of the Hopper convolution: tile, stages, shared memory. Plain arithmetic.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "conv3d_hopper_params.h"
+#include "conv3d_plan.h"
+
+namespace kgopt {
+
+// Shared memory in bytes, in the order in which the kernel lays it out, from an address aligned to 1024.
+struct HopperSmemLayout {
+  int weights;
+  int exchange;
+  int barriers;
+  int total;
+};
+
+KGOPT_HD int hopper_a_stage_bytes(const HopperPlan& p) {
+  return (p.boxes * p.box_rows * p.row_bytes + 1023) / 1024 * 1024;
+}
+KGOPT_HD int hopper_b_stage_bytes(const HopperPlan& p) { return p.taps_w * p.c_tile * p.row_bytes; }
+KGOPT_HD int hopper_rows(const HopperPlan& p) { return kHopperConsumers * p.segments * 64; }
+// Rows that a warp's 16 rows hand to their neighbours: those that a shifted tap reaches.
+KGOPT_HD int hopper_exchanged_rows(int taps_w, int dilation_w) {
+  const int before = taps_w / 2, after = taps_w - 1 - before;
+  return (before * (before + 1) + after * (after + 1)) / 2 * dilation_w;
+}
+KGOPT_HD HopperSmemLayout hopper_smem_layout(const HopperPlan& p) {
+  HopperSmemLayout s{};
+  s.weights = p.a_stages * hopper_a_stage_bytes(p);
+  s.exchange = s.weights + p.b_stages * hopper_b_stage_bytes(p);
+  s.barriers = s.exchange + hopper_rows(p) / 16 * hopper_exchanged_rows(p.taps_w, p.dilation[2]) * p.c_tile * 4;
+  s.total = s.barriers + 4 * kHopperMaxStages * 8 + 1024;  // 1024: alignment
+  return s;
+}
+
+inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& limits) {
+  HopperPlan p;
+  auto refuse = [&](const char* why) {
+    p.refusal = why;
+    return p;
+  };
+  if (!limits.has_wgmma) return refuse("the device or the build has no wgmma");
+  if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
+  p.math = conv_math(problem);
+  if (p.math == ConvMath::kTf32x3) return refuse("fp32 accuracy is not built for wgmma");
+  if (problem.groups != 1) return refuse("grouped convolution");
+  const int64_t size = dtype_size(problem.dtype);
+  if (problem.c_in * size % 16 != 0) return refuse("input channels are no multiple of 16 bytes");
+  if (problem.c_out % 8 != 0) return refuse("output channels are no multiple of 8");
+  for (int i = 0; i < 3; ++i) {
+    if (problem.stride[i] != 1) return refuse("stride above 1");
+    if (problem.kernel[i] > 7) return refuse("kernel above 7");
+    if (problem.in[i] > (1 << 20) || problem.out[i] > (1 << 20) || problem.dilation[i] > 64) {
+      return refuse("a size or dilation is too large");
+    }
+    const int64_t span = (problem.kernel[i] - 1) * problem.dilation[i];
+    const int64_t padding = problem.transposed ? span - problem.padding[i] : problem.padding[i];
+    if (padding < 0 || padding > span) return refuse("padding beyond the kernel's extent");
+    if (problem.out[i] != problem.in[i] + 2 * padding - span) return refuse("output padding");
+    p.padding[i] = static_cast<int>(padding);
+    p.dilation[i] = static_cast<int>(problem.dilation[i]);
+  }
+  if (problem.in[1] * problem.in[2] >= (int64_t(1) << 30) || problem.out[1] * problem.in[2] >= (int64_t(1) << 30)) {
+    return refuse("a plane is too large");
+  }
+  p.flip = problem.transposed;
+  p.taps[0] = static_cast<int>(problem.kernel[0]);
+  p.taps[1] = static_cast<int>(problem.kernel[1]);
+  p.taps_w = static_cast<int>(problem.kernel[2]);
+  if (p.taps_w != 3) return refuse("a kernel width other than 3 is not built");
+  p.c_tile = problem.c_out <= 32 ? 32 : 64;
+  p.segments = p.c_tile == 32 ? 4 : 2;
+  p.n_tiles = static_cast<int>((problem.c_out + p.c_tile - 1) / p.c_tile);
+  const int64_t channel_bytes = problem.c_in * size;
+  p.row_bytes = channel_bytes % 128 != 0 && channel_bytes % 128 <= 64 ? 64 : 128;
+  p.chunks = static_cast<int>((channel_bytes + p.row_bytes - 1) / p.row_bytes);
+
+  // Width: taps are added around the middle one, so that few rows cross a warp's edge.
+  const int middle = p.taps_w / 2 * p.dilation[2];
+  p.first_shift = -middle;
+  p.last_shift = (p.taps_w - 1) * p.dilation[2] - middle;
+  p.anchor_to_out = p.padding[2] - middle;
+  if (p.last_shift > 7 || middle > 7) return refuse("dilation along the width is too large");
+  const int64_t right = problem.out[2] - p.anchor_to_out - problem.in[2];  // anchors beyond the input's columns
+  if ((p.anchor_to_out > 0 && !(p.anchor_to_out == 1 && p.last_shift == 1)) ||
+      (right > 0 && !(right == 1 && p.first_shift == -1))) {
+    return refuse("the output is wider than the input by more than a column a side");
+  }
+
+  const int rows = hopper_rows(p);
+  const int64_t plane = problem.out[1] * problem.in[2];  // anchors, by rows of the input's width
+  const bool whole_rows = rows % problem.in[2] == 0;
+  p.owned_first = whole_rows ? 0 : -p.first_shift;
+  p.owned_end = whole_rows ? rows : rows - p.last_shift;
+  p.tile_step = p.owned_end - p.owned_first;
+  p.tiles_per_plane = (plane + p.tile_step - 1) / p.tile_step;
+  p.tiles = problem.n * problem.out[0] * p.tiles_per_plane * p.n_tiles;
+  if (p.tiles >= int64_t(1) << 31) return refuse("too many tiles");
+
+  // One stage of positions for all taps along the height where it fits, else one for each tap.
+  for (p.taps_per_stage = p.taps[1];; p.taps_per_stage = 1) {
+    const int64_t need = rows + (p.taps_per_stage - 1) * p.dilation[1] * problem.in[2];
+    p.boxes = static_cast<int>(std::min<int64_t>((need + 255) / 256, 1 << 12));
+    p.box_rows = static_cast<int>(((need + p.boxes - 1) / p.boxes + 7) / 8 * 8);
+    p.a_stages = p.b_stages = 2;
+    if (need < 4096 && hopper_smem_layout(p).total <= limits.smem_per_block) break;
+    if (p.taps_per_stage == 1) return refuse("a tile does not fit in shared memory");
+  }
+  auto grow = [&](int* stages, int most) {
+    while (*stages < most) {
+      ++*stages;
+      if (hopper_smem_layout(p).total > limits.smem_per_block) {
+        --*stages;
+        break;
+      }
+    }
+  };
+  grow(&p.b_stages, 3);
+  grow(&p.a_stages, p.taps_per_stage == 1 ? 4 : 3);
+  grow(&p.b_stages, kHopperMaxStages);
+  p.smem_bytes = hopper_smem_layout(p).total;
+  p.packed_bytes = int64_t(p.n_tiles) * p.taps[0] * p.chunks * p.taps[1] * hopper_b_stage_bytes(p);
+  return p;
+}
+
+}  // namespace kgopt
