@@ -47,8 +47,8 @@ struct StageCursor {
 };
 
 struct HopperTile {
-  int n, od, n_tile;
-  int q0;                // position of row 0
+  int n, n_tile;
+  int index;             // among the tiles of a sample
   int kd_first, kd_end;  // taps of the depth that read inside the tensor; at least one, which may read zeros
 };
 
@@ -57,15 +57,27 @@ __device__ __forceinline__ HopperTile hopper_tile(const HopperParams& p, uint32_
   HopperTile t;
   t.n_tile = tile % plan.n_tiles;
   tile /= plan.n_tiles;
-  t.q0 = static_cast<int>(tile % uint32_t(plan.tiles_per_plane)) * static_cast<int>(plan.tile_step) - plan.owned_first;
-  tile /= uint32_t(plan.tiles_per_plane);
-  t.od = tile % p.out[0];
-  t.n = tile / p.out[0];
-  const int lo = t.od - plan.padding[0], step = plan.dilation[0];
-  t.kd_first = lo < 0 ? (-lo + step - 1) / step : 0;
+  t.index = tile % plan.tiles_per_sample;
+  t.n = tile / plan.tiles_per_sample;
+  // The first of its planes reaches the last taps, the last plane the first ones.
+  const int step = plan.dilation[0], first_run = t.index * plan.runs;
+  const int lo = int(uint32_t(first_run) / uint32_t(plan.runs_per_plane)) - plan.padding[0];
+  const int hi =
+      min(int(uint32_t(first_run + plan.runs - 1) / uint32_t(plan.runs_per_plane)), p.out[0] - 1) - plan.padding[0];
+  t.kd_first = hi < 0 ? (-hi + step - 1) / step : 0;
   t.kd_end = lo >= p.in[0] ? 0 : min(plan.taps[0], (p.in[0] - 1 - lo) / step + 1);
   if (t.kd_first >= t.kd_end) t.kd_first = 0, t.kd_end = 1;
   return t;
+}
+
+struct HopperRun {
+  int od;
+  int q0;  // position of its row 0
+};
+__device__ __forceinline__ HopperRun hopper_run(const HopperPlan& plan, const HopperTile& t, int run) {
+  const uint32_t index = t.index * plan.runs + run;
+  const uint32_t od = index / uint32_t(plan.runs_per_plane);
+  return {int(od), int(index - od * plan.runs_per_plane) * plan.run_step - plan.owned_first};
 }
 
 template <ConvMath kMath>
@@ -105,7 +117,7 @@ KGOPT_HD constexpr int hopper_handed_before(int tap, int taps) {
 // in its accumulators of 32 columns.
 KGOPT_HD int hopper_column_channel(int x) { return x / 32 * 32 + x % 8 / 2 * 8 + x % 32 / 8 * 2 + x % 2; }
 
-template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes>
+template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kStats>
 __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __grid_constant__ HopperParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Element = typename HopperTypes<kMath>::Element;
@@ -145,21 +157,25 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
     const int warp = (tid / 32) % 4;
     if (warp == 0 && lane == 0) {
       const uint32_t stages = shared_address(smem);
-      const uint32_t stage_load = plan.boxes * plan.box_rows * kRowBytes;
+      const uint32_t stage_load = plan.runs * plan.boxes * plan.box_rows * kRowBytes;
       StageCursor a;
       for (uint32_t tile = blockIdx.x; tile < uint32_t(plan.tiles); tile += gridDim.x) {
         const HopperTile t = hopper_tile(p, tile);
         for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
-          const int d = t.od + kd * plan.dilation[0] - plan.padding[0];
           for (int chunk = 0; chunk < plan.chunks; ++chunk) {
             for (int group = 0; group < groups_h; ++group) {
-              const int q = t.q0 + (group * plan.dilation[1] - plan.padding[1]) * p.in[2];
               barrier_wait(a_empty + a.stage, a.parity ^ 1);
               barrier_expect_bytes(a_full + a.stage, stage_load);
-              for (int box = 0; box < plan.boxes; ++box) {
-                tensor_load_4d(stages + a.stage * a_bytes + box * plan.box_rows * kRowBytes, p.x_map,
-                               chunk * (kRowBytes / int(sizeof(Element))), q + box * plan.box_rows, d, t.n,
-                               a_full + a.stage);
+              uint32_t to = stages + a.stage * a_bytes;
+              for (int run = 0; run < plan.runs; ++run) {
+                const HopperRun r = hopper_run(plan, t, run);
+                const int d = r.od + kd * plan.dilation[0] - plan.padding[0];
+                const int q = r.q0 + (group * plan.dilation[1] - plan.padding[1]) * p.in[2];
+                for (int box = 0; box < plan.boxes; ++box) {
+                  tensor_load_4d(to, p.x_map, chunk * (kRowBytes / int(sizeof(Element))), q + box * plan.box_rows, d,
+                                 t.n, a_full + a.stage);
+                  to += plan.box_rows * kRowBytes;
+                }
               }
               a.advance(plan.a_stages);
             }
@@ -189,7 +205,14 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
   const int warp = (tid / 32) % 4;
   const int g = lane >> 2, t4 = lane & 3;
-  const uint32_t a_rows = shared_address(smem) + warpgroup * kSegments * 64 * kRowBytes;
+  // Where the rows of each segment begin in a stage, in units of the descriptor.
+  uint32_t segment_rows[kSegments];
+#pragma unroll
+  for (int m = 0; m < kSegments; ++m) {
+    const int row = (warpgroup * kSegments + m) * 64, run = row / plan.run_rows;
+    segment_rows[m] = (run * plan.boxes * plan.box_rows + row - run * plan.run_rows) * kRowBytes / 16;
+  }
+  const uint32_t a_rows = shared_address(smem);
   const uint32_t b_rows = shared_address(smem) + layout.weights;
   const uint32_t tap_bytes = plan.dilation[1] * p.in[2] * kRowBytes;
   StageCursor a, b;
@@ -211,7 +234,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         for (int k = 0; k < kRowBytes / 32; ++k) {
 #pragma unroll
           for (int m = 0; m < kSegments; ++m) {
-            wgmma_shared<HopperTypes<kMath>::kWgmma, kN>(acc[m], a_descriptor + m * (64 * kRowBytes / 16) + 2 * k,
+            wgmma_shared<HopperTypes<kMath>::kWgmma, kN>(acc[m], a_descriptor + segment_rows[m] + 2 * k,
                                                          b_descriptor + 2 * k, k > 0 || add);
           }
         }
@@ -268,34 +291,49 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
 
     const int channels_left = p.c_out - t.n_tile * kTile - t4 * 8;
     Element* const y = static_cast<Element*>(p.y);
+    // Finishes 8 channels of a position and stores them.
     auto put = [&](int64_t at, float (&v)[8], const float (&bias)[8]) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[i] += bias[i];
       hopper_act(p.act, v);
-      if constexpr (sizeof(Element) == 4) {
+      if (p.y_stride_c != 1) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[at + i * p.y_stride_c] = from_acc<Element>(v[i]);
+      } else if constexpr (sizeof(Element) == 4) {
         *reinterpret_cast<float4*>(y + at) = make_float4(v[0], v[1], v[2], v[3]);
         *reinterpret_cast<float4*>(y + at + 4) = make_float4(v[4], v[5], v[6], v[7]);
       } else {
         store_vec(y + at, pack<Element, 8>(v));
       }
     };
+    // With statistics, what was stored goes back into the accumulators: an output into those of the middle tap, the
+    // outputs beyond the input's columns into those of the only tap that reaches them.
+    auto keep = [&](int m, int tap, int block, int half, const float (&v)[8]) {
+      if constexpr (kStats) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) acc[m][(tap * kTile / 8 + block * 4 + i / 2) * 4 + i % 2 + 2 * half] = v[i];
+      }
+    };
+    uint32_t kept[3] = {};  // first tap, middle, last tap: one bit for each row of this thread
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) {
       const int unit = (warpgroup * kSegments + m) * 4 + warp;
+      const int run = unit * 16 / plan.run_rows;
+      const HopperRun r = hopper_run(plan, t, run);
       // This thread's two rows: where their outputs go, and their input columns.
       int64_t offset[2];
       int column[2];
       bool store[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = unit * 16 + half * 8 + g;
-        const int q = t.q0 + row;
+        const int row = unit * 16 + half * 8 + g - run * plan.run_rows;
+        const int q = r.q0 + row;
         const int oh = static_cast<int>(uint32_t(max(q, 0)) / uint32_t(p.in[2]));
         column[half] = q - oh * p.in[2];
         const int ow = column[half] + plan.anchor_to_out;
-        store[half] = q >= 0 && oh < p.out[1] && row >= plan.owned_first && row < plan.owned_end;
-        offset[half] = t.n * p.y_stride_n + t.od * p.y_stride[0] + oh * p.y_stride[1] + ow * p.y_stride[2] +
-                       t.n_tile * kTile + t4 * 8;
+        store[half] = r.od < p.out[0] && q >= 0 && oh < p.out[1] && row >= plan.owned_first && row < plan.owned_end;
+        offset[half] = t.n * p.y_stride_n + r.od * p.y_stride[0] + oh * p.y_stride[1] + ow * p.y_stride[2] +
+                       (t.n_tile * kTile + t4 * 8) * p.y_stride_c;
       }
 #pragma unroll
       for (int block = 0; block < kTile / 32; ++block) {
@@ -350,23 +388,93 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         for (int half = 0; half < 2; ++half) {
           if (!store[half] || block * 32 >= channels_left) continue;
           const int ow = column[half] + plan.anchor_to_out;
-          const int64_t at = offset[half] + block * 32;
-          if (uint32_t(ow) < uint32_t(p.out[2])) put(at, out[half], bias);
-          // Outputs left and right of all input columns: one tap reaches them.
-          if (plan.anchor_to_out == 1 && column[half] == 0) {
-            float edge[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-              edge[i] = acc[m][((kTaps - 1) * kTile / 8 + block * 4 + i / 2) * 4 + i % 2 + 2 * half];
-            put(at - p.y_stride[2], edge, bias);
+          const int64_t at = offset[half] + block * 32 * p.y_stride_c;
+          if (uint32_t(ow) < uint32_t(p.out[2])) {
+            put(at, out[half], bias);
+            keep(m, kTaps / 2, block, half, out[half]);
+            kept[1] |= 1u << (m * 2 + half);
           }
-          if (ow + 1 < p.out[2] && column[half] == p.in[2] - 1) {
-            float edge[8];
+          // Outputs left and right of all input columns: one tap reaches them.
 #pragma unroll
-            for (int i = 0; i < 8; ++i) edge[i] = acc[m][(block * 4 + i / 2) * 4 + i % 2 + 2 * half];
-            put(at + p.y_stride[2], edge, bias);
+          for (int side = 0; side < 2; ++side) {
+            if (side == 0 ? plan.anchor_to_out == 1 && column[half] == 0
+                          : ow + 1 < p.out[2] && column[half] == p.in[2] - 1) {
+              const int tap = side == 0 ? kTaps - 1 : 0;
+              float edge[8];
+#pragma unroll
+              for (int i = 0; i < 8; ++i)
+                edge[i] = acc[m][(tap * kTile / 8 + block * 4 + i / 2) * 4 + i % 2 + 2 * half];
+              put(side == 0 ? at - p.y_stride[2] : at + p.y_stride[2], edge, bias);
+              keep(m, tap, block, half, edge);
+              kept[side == 0 ? 2 : 0] |= 1u << (m * 2 + half);
+            }
           }
         }
+      }
+    }
+
+    if constexpr (kStats) {
+      // Mean and squared deviations of this warp's outputs, channel by channel, then of the tile's.
+      float* const sums = reinterpret_cast<float*>(smem + layout.stats);  // [warps][kTile][2], [warps]
+      const int warp_all = warpgroup * 4 + warp;
+      constexpr int kTapOf[3] = {0, kTaps / 2, kTaps - 1};
+      float count = static_cast<float>(__popc(kept[0]) + __popc(kept[1]) + __popc(kept[2]));
+      // Every lane counts: neighbouring channels have the same positions.
+      for (int lanes = 4; lanes < 32; lanes *= 2) count += __shfl_xor_sync(0xffffffff, count, lanes);
+      const float over_count = count > 0.f ? 1.f / count : 0.f;
+#pragma unroll
+      for (int block = 0; block < kTile / 32; ++block) {
+        float mean[8] = {}, deviation[8] = {};
+#pragma unroll
+        for (int pass = 0; pass < 2; ++pass) {
+          float (&sum)[8] = pass == 0 ? mean : deviation;
+#pragma unroll
+          for (int m = 0; m < kSegments; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+              for (int which = 0; which < 3; ++which) {
+                if (kept[which] >> (m * 2 + half) & 1) {
+#pragma unroll
+                  for (int i = 0; i < 8; ++i) {
+                    const float v = acc[m][(kTapOf[which] * kTile / 8 + block * 4 + i / 2) * 4 + i % 2 + 2 * half];
+                    sum[i] += pass == 0 ? v : (v - mean[i]) * (v - mean[i]);
+                  }
+                }
+              }
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            for (int lanes = 4; lanes < 32; lanes *= 2) sum[i] += __shfl_xor_sync(0xffffffff, sum[i], lanes);
+            if (pass == 0) sum[i] *= over_count;
+          }
+        }
+        if (g == 0) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            reinterpret_cast<float2*>(sums)[warp_all * kTile + block * 32 + t4 * 8 + i] =
+                make_float2(mean[i], deviation[i]);
+          }
+        }
+      }
+      constexpr int kWarps = kHopperConsumers * 4;
+      if (lane == 0) sums[kWarps * kTile * 2 + warp_all] = count;
+      named_barrier(1, kHopperConsumers * 128);
+      const int c = t.n_tile * kTile + tid;
+      if (tid < kTile && c < p.c_out) {
+        float mean = 0.f, deviation = 0.f, total = 0.f;
+        for (int w = 0; w < kWarps; ++w) {
+          const float2 part = reinterpret_cast<const float2*>(sums)[w * kTile + tid];
+          const float n = sums[kWarps * kTile * 2 + w];
+          if (n == 0.f) continue;
+          const float delta = part.x - mean, share = n / (total + n);
+          mean += delta * share;
+          deviation += part.y + delta * delta * total * share;
+          total += n;
+        }
+        float* const to = p.partials + ((int64_t(t.n) * plan.tiles_per_sample + t.index) * p.c_out + c) * 3;
+        to[0] = mean, to[1] = deviation, to[2] = total;
       }
     }
   }

@@ -27,14 +27,18 @@ struct HopperPlan {
   bool flip = false;           // weights are those of a transposed convolution
   int first_shift = 0;  // tap j of the width adds row r + first_shift + j * dilation[2] to the output anchored at row r
   int last_shift = 0;
-  int anchor_to_out = 0;               // the output column of the anchor at input column 0
-  int64_t tile_step = 0;               // positions between the tiles of a plane
-  int owned_first = 0, owned_end = 0;  // rows of a tile whose outputs it writes
-  int64_t tiles_per_plane = 0;
+  int anchor_to_out = 0;  // the output column of the anchor at input column 0
+  int runs = 1;           // of neighbouring positions in a tile; they may lie in several planes of a sample
+  int run_rows = 512;     // positions of a run
+  int run_step = 512;     // positions between the runs of a plane
+  int owned_first = 0, owned_end = 0;  // rows of a run whose outputs it writes
+  int runs_per_plane = 1;
+  int tiles_per_sample = 1;      // and channel tile
   int64_t tiles = 0;             // of all samples and channel tiles
   int taps_per_stage = 1;        // taps along the height that one stage of positions serves
-  int boxes = 1, box_rows = 64;  // tensor copies per stage
+  int boxes = 1, box_rows = 64;  // tensor copies per run and stage
   int a_stages = 2, b_stages = 2;
+  bool stats = false;  // kStoreStats: the slices of a sample are its tiles
   int smem_bytes = 0;
   int64_t packed_bytes = 0;
 };
@@ -43,9 +47,9 @@ struct alignas(64) HopperParams {
   uint64_t x_map[16];  // tensor map of x as [N][D][H * W][C]
   const void* packed;  // weights: [n_tile][kd][chunk][kh] images of taps_w * c_tile rows, see conv3d_hopper_pack
   const float* bias;   // n_tiles * c_tile values, zeros without a bias
-  void* y;             // channels innermost
-  int64_t y_stride_n, y_stride[3];
-  float* partials;  // per-channel statistics of what is stored, one slice per tile and sample; null: none
+  void* y;
+  int64_t y_stride_n, y_stride_c, y_stride[3];  // with y_stride_c == 1 the others are multiples of 16 bytes
+  float* partials;  // kStoreStats: see StatsPartials in groupnorm_params.h; a slice is a tile of a sample
   Chain act;        // not kAny
   int c_out;
   int in[3], out[3];

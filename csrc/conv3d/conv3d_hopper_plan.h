@@ -13,12 +13,13 @@ namespace kgopt {
 struct HopperSmemLayout {
   int weights;
   int exchange;
+  int stats;
   int barriers;
   int total;
 };
 
 KGOPT_HD int hopper_a_stage_bytes(const HopperPlan& p) {
-  return (p.boxes * p.box_rows * p.row_bytes + 1023) / 1024 * 1024;
+  return (p.runs * p.boxes * p.box_rows * p.row_bytes + 1023) / 1024 * 1024;
 }
 KGOPT_HD int hopper_b_stage_bytes(const HopperPlan& p) { return p.taps_w * p.c_tile * p.row_bytes; }
 KGOPT_HD int hopper_rows(const HopperPlan& p) { return kHopperConsumers * p.segments * 64; }
@@ -31,7 +32,8 @@ KGOPT_HD HopperSmemLayout hopper_smem_layout(const HopperPlan& p) {
   HopperSmemLayout s{};
   s.weights = p.a_stages * hopper_a_stage_bytes(p);
   s.exchange = s.weights + p.b_stages * hopper_b_stage_bytes(p);
-  s.barriers = s.exchange + hopper_rows(p) / 16 * hopper_exchanged_rows(p.taps_w, p.dilation[2]) * p.c_tile * 4;
+  s.stats = s.exchange + hopper_rows(p) / 16 * hopper_exchanged_rows(p.taps_w, p.dilation[2]) * p.c_tile * 4;
+  s.barriers = s.stats + (p.stats ? kHopperConsumers * 4 * (p.c_tile * 2 + 1) * 4 : 0);
   s.total = s.barriers + 4 * kHopperMaxStages * 8 + 1024;  // 1024: alignment
   return s;
 }
@@ -71,7 +73,9 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
   p.taps[1] = static_cast<int>(problem.kernel[1]);
   p.taps_w = static_cast<int>(problem.kernel[2]);
   if (p.taps_w != 3) return refuse("a kernel width other than 3 is not built");
-  p.c_tile = problem.c_out <= 32 ? 32 : 64;
+  p.stats = problem.epilogue == ConvEpilogue::kStoreStats;
+  if (problem.epilogue != ConvEpilogue::kStore && !p.stats) return refuse("an epilogue that stores no output");
+  p.c_tile = problem.c_out <= 32 && !p.stats ? 32 : 64;
   p.segments = p.c_tile == 32 ? 4 : 2;
   p.n_tiles = static_cast<int>((problem.c_out + p.c_tile - 1) / p.c_tile);
   const int64_t channel_bytes = problem.c_in * size;
@@ -90,24 +94,41 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
     return refuse("the output is wider than the input by more than a column a side");
   }
 
-  const int rows = hopper_rows(p);
   const int64_t plane = problem.out[1] * problem.in[2];  // anchors, by rows of the input's width
-  const bool whole_rows = rows % problem.in[2] == 0;
-  p.owned_first = whole_rows ? 0 : -p.first_shift;
-  p.owned_end = whole_rows ? rows : rows - p.last_shift;
-  p.tile_step = p.owned_end - p.owned_first;
-  p.tiles_per_plane = (plane + p.tile_step - 1) / p.tile_step;
-  p.tiles = problem.n * problem.out[0] * p.tiles_per_plane * p.n_tiles;
-  if (p.tiles >= int64_t(1) << 31) return refuse("too many tiles");
-
-  // One stage of positions for all taps along the height where it fits, else one for each tap.
-  for (p.taps_per_stage = p.taps[1];; p.taps_per_stage = 1) {
-    const int64_t need = rows + (p.taps_per_stage - 1) * p.dilation[1] * problem.in[2];
-    p.boxes = static_cast<int>(std::min<int64_t>((need + 255) / 256, 1 << 12));
-    p.box_rows = static_cast<int>(((need + p.boxes - 1) / p.boxes + 7) / 8 * 8);
-    p.a_stages = p.b_stages = 2;
-    if (need < 4096 && hopper_smem_layout(p).total <= limits.smem_per_block) break;
-    if (p.taps_per_stage == 1) return refuse("a tile does not fit in shared memory");
+  const int rows = hopper_rows(p);
+  // False when it does not fit.
+  auto use_runs = [&](int runs) {
+    p.runs = runs;
+    p.run_rows = rows / runs;
+    const bool whole_rows = p.run_rows % problem.in[2] == 0;
+    p.owned_first = whole_rows ? 0 : middle;
+    p.owned_end = whole_rows ? p.run_rows : p.run_rows - p.last_shift;
+    p.run_step = p.owned_end - p.owned_first;
+    p.runs_per_plane = static_cast<int>((plane + p.run_step - 1) / p.run_step);
+    p.tiles_per_sample = static_cast<int>((problem.out[0] * p.runs_per_plane + runs - 1) / runs);
+    // One stage of positions for all taps along the height where it fits, else one for each tap.
+    for (p.taps_per_stage = p.taps[1];; p.taps_per_stage = 1) {
+      const int64_t need = p.run_rows + (p.taps_per_stage - 1) * p.dilation[1] * problem.in[2];
+      p.boxes = static_cast<int>(std::min<int64_t>((need + 255) / 256, 1 << 12));
+      p.box_rows = static_cast<int>(((need + p.boxes - 1) / p.boxes + 7) / 8 * 8);
+      p.a_stages = p.b_stages = 2;
+      if (need < 4096 && hopper_smem_layout(p).total <= limits.smem_per_block) return true;
+      if (p.taps_per_stage == 1) return false;
+    }
+  };
+  // Long runs load fewer rows around them, short ones fit small planes.
+  HopperPlan best;
+  bool fits = false;
+  for (int runs = 1; runs <= kHopperConsumers * p.segments; runs *= 2) {
+    if (!use_runs(runs)) continue;
+    if (!fits || p.tiles_per_sample < 0.98 * best.tiles_per_sample) best = p;
+    fits = true;
+  }
+  if (!fits) return refuse("a tile does not fit in shared memory");
+  p = best;
+  p.tiles = problem.n * int64_t(p.tiles_per_sample) * p.n_tiles;
+  if (p.tiles >= int64_t(1) << 31 || problem.out[0] * p.runs_per_plane >= int64_t(1) << 30) {
+    return refuse("too many tiles");
   }
   auto grow = [&](int* stages, int most) {
     while (*stages < most) {
