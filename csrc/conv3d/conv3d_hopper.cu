@@ -59,19 +59,19 @@ __global__ void __launch_bounds__(256) conv_hopper_pack_kernel(const __grid_cons
   }
 }
 
-template <ConvMath kMath, int kTaps, int kTile, int kSegments, bool kStats>
+template <ConvMath kMath, int kTaps, int kTile, int kSegments, bool kWide>
 Status launch_rows(const HopperParams& p, int blocks, cudaStream_t stream) {
   if (p.plan.row_bytes == 64) {
-    return launch_kernel<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 64, kStats>>(
+    return launch_kernel<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 64, kWide>>(
         "conv_hopper_kernel", p, blocks, kHopperThreads, p.plan.smem_bytes, stream);
   }
-  return launch_kernel<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 128, kStats>>(
+  return launch_kernel<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 128, kWide>>(
       "conv_hopper_kernel", p, blocks, kHopperThreads, p.plan.smem_bytes, stream);
 }
 
 template <ConvMath kMath>
 Status launch_tile(const HopperParams& p, int blocks, cudaStream_t stream) {
-  if (p.plan.stats) return launch_rows<kMath, 3, 64, 2, true>(p, blocks, stream);
+  if (p.plan.wide) return launch_rows<kMath, 3, 64, 2, true>(p, blocks, stream);
   if (p.plan.c_tile == 32) return launch_rows<kMath, 3, 32, 4, false>(p, blocks, stream);
   return launch_rows<kMath, 3, 64, 2, false>(p, blocks, stream);
 }

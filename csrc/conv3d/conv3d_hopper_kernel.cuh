@@ -52,18 +52,17 @@ struct HopperTile {
   int kd_first, kd_end;  // taps of the depth that read inside the tensor; at least one, which may read zeros
 };
 
-__device__ __forceinline__ HopperTile hopper_tile(const HopperParams& p, uint32_t tile) {
+__device__ __forceinline__ HopperTile hopper_tile(const HopperParams& p, int tile) {
   const HopperPlan& plan = p.plan;
   HopperTile t;
-  t.n_tile = tile % plan.n_tiles;
-  tile /= plan.n_tiles;
-  t.index = tile % plan.tiles_per_sample;
-  t.n = tile / plan.tiles_per_sample;
+  const int rest = plan.by_n_tiles(tile);
+  t.n_tile = tile - rest * plan.n_tiles;
+  t.n = plan.by_tiles_per_sample(rest);
+  t.index = rest - t.n * plan.tiles_per_sample;
   // The first of its planes reaches the last taps, the last plane the first ones.
   const int step = plan.dilation[0], first_run = t.index * plan.runs;
-  const int lo = int(uint32_t(first_run) / uint32_t(plan.runs_per_plane)) - plan.padding[0];
-  const int hi =
-      min(int(uint32_t(first_run + plan.runs - 1) / uint32_t(plan.runs_per_plane)), p.out[0] - 1) - plan.padding[0];
+  const int lo = plan.by_runs_per_plane(first_run) - plan.padding[0];
+  const int hi = min(plan.by_runs_per_plane(first_run + plan.runs - 1), p.out[0] - 1) - plan.padding[0];
   t.kd_first = hi < 0 ? (-hi + step - 1) / step : 0;
   t.kd_end = lo >= p.in[0] ? 0 : min(plan.taps[0], (p.in[0] - 1 - lo) / step + 1);
   if (t.kd_first >= t.kd_end) t.kd_first = 0, t.kd_end = 1;
@@ -75,9 +74,9 @@ struct HopperRun {
   int q0;  // position of its row 0
 };
 __device__ __forceinline__ HopperRun hopper_run(const HopperPlan& plan, const HopperTile& t, int run) {
-  const uint32_t index = t.index * plan.runs + run;
-  const uint32_t od = index / uint32_t(plan.runs_per_plane);
-  return {int(od), int(index - od * plan.runs_per_plane) * plan.run_step - plan.owned_first};
+  const int index = t.index * plan.runs + run;
+  const int od = plan.by_runs_per_plane(index);
+  return {od, (index - od * plan.runs_per_plane) * plan.run_strips * plan.strip_step - plan.owned_first};
 }
 
 template <ConvMath kMath>
@@ -96,16 +95,6 @@ struct HopperTypes<ConvMath::kFp16> {
   static constexpr WgmmaType kWgmma = WgmmaType::kFp16;
 };
 
-__device__ __forceinline__ void hopper_act(Chain chain, float (&v)[8]) {
-  if (chain == Chain::kRelu) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = fast_relu(v[i]);
-  } else if (chain == Chain::kSilu) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] *= fast_sigmoid(v[i]);
-  }
-}
-
 // Rows handed over, in units of the dilation, for the taps before `tap`.
 KGOPT_HD constexpr int hopper_handed_before(int tap, int taps) {
   int rows = 0;
@@ -117,13 +106,11 @@ KGOPT_HD constexpr int hopper_handed_before(int tap, int taps) {
 // in its accumulators of 32 columns.
 KGOPT_HD int hopper_column_channel(int x) { return x / 32 * 32 + x % 8 / 2 * 8 + x % 32 / 8 * 2 + x % 2; }
 
-template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kStats>
+template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kWide>
 __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __grid_constant__ HopperParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Element = typename HopperTypes<kMath>::Element;
   constexpr int kN = kTaps * kTile;
-  constexpr int kRows = kHopperConsumers * kSegments * 64;
-  constexpr int kUnits = kRows / 16;  // rows of a warp in a segment
   extern __shared__ char smem_unaligned[];
   const HopperPlan& plan = p.plan;
   const HopperSmemLayout layout = hopper_smem_layout(plan);
@@ -134,6 +121,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   uint64_t* const a_empty = a_full + kHopperMaxStages;
   uint64_t* const b_full = a_empty + kHopperMaxStages;
   uint64_t* const b_empty = b_full + kHopperMaxStages;
+  uint64_t* const lagging = b_empty + kHopperMaxStages;
   const int tid = threadIdx.x;
   const int warpgroup = __shfl_sync(0xffffffff, tid / 128, 0);
   const int lane = tid & 31;
@@ -148,6 +136,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       barrier_init(a_empty + i, kHopperConsumers * 4);
       barrier_init(b_empty + i, kHopperConsumers * 4);
     }
+    barrier_init(lagging, 4);
     barrier_init_fence();
   }
   __syncthreads();
@@ -159,7 +148,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       const uint32_t stages = shared_address(smem);
       const uint32_t stage_load = plan.runs * plan.boxes * plan.box_rows * kRowBytes;
       StageCursor a;
-      for (uint32_t tile = blockIdx.x; tile < uint32_t(plan.tiles); tile += gridDim.x) {
+      for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
         const HopperTile t = hopper_tile(p, tile);
         for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
           for (int chunk = 0; chunk < plan.chunks; ++chunk) {
@@ -186,7 +175,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       const uint64_t policy = evict_normal_policy();
       StageCursor b;
       const int per_kd = plan.chunks * plan.taps[1];
-      for (uint32_t tile = blockIdx.x; tile < uint32_t(plan.tiles); tile += gridDim.x) {
+      for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
         const HopperTile t = hopper_tile(p, tile);
         const char* image =
             static_cast<const char*>(p.packed) + int64_t(t.n_tile * plan.taps[0] + t.kd_first) * per_kd * b_bytes;
@@ -209,16 +198,20 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   uint32_t segment_rows[kSegments];
 #pragma unroll
   for (int m = 0; m < kSegments; ++m) {
-    const int row = (warpgroup * kSegments + m) * 64, run = row / plan.run_rows;
-    segment_rows[m] = (run * plan.boxes * plan.box_rows + row - run * plan.run_rows) * kRowBytes / 16;
+    const int row = (warpgroup * kSegments + m) * 64, strip = row / plan.strip_rows, run = strip / plan.run_strips;
+    segment_rows[m] =
+        (run * plan.boxes * plan.box_rows + (strip - run * plan.run_strips) * plan.strip_step + row % plan.strip_rows) *
+        kRowBytes / 16;
   }
   const uint32_t a_rows = shared_address(smem);
   const uint32_t b_rows = shared_address(smem) + layout.weights;
   const uint32_t tap_bytes = plan.dilation[1] * p.in[2] * kRowBytes;
   StageCursor a, b;
+  int lag = warpgroup == 0 ? plan.lag : 0;
+  if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);
   float acc[kSegments][kN / 2];
 
-  for (uint32_t tile = blockIdx.x; tile < uint32_t(plan.tiles); tile += gridDim.x) {
+  for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
     const HopperTile t = hopper_tile(p, tile);
     const int stages = (t.kd_end - t.kd_first) * plan.chunks * groups_h;
     int a_done = -1, b_done = -1;
@@ -241,6 +234,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         wgmma_commit();
         wgmma_wait<1>();
         add = true;
+        if (lag > 0 && --lag == 0 && lane == 0) barrier_arrive(lagging);
         if (lane == 0) {
           if (b_done >= 0) barrier_arrive(b_empty + b_done);
           if (a_done >= 0) barrier_arrive(a_empty + a_done);
@@ -262,218 +256,241 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
 
     // Epilogue. First the rows that other warps need: the first of taps that look ahead, the last of those that look
     // back.
+    constexpr int kMiddle = kTaps / 2;
     const int dilation = plan.dilation[2];
     const int handed = hopper_exchanged_rows(kTaps, dilation);
+    float* const handed_over = exchange + warpgroup * kSegments * 4 * handed * kTile + t4 * 8;
+    auto at = [](int tap, int block, int half, int i) {  // of one of 8 neighbouring channels in the accumulators
+      return (tap * kTile / 8 + block * 4 + i / 2) * 4 + i % 2 + 2 * half;
+    };
     if constexpr (kTaps > 1) {
-      named_barrier(1, kHopperConsumers * 128);  // all have read what the tile before left here
+      named_barrier(1 + warpgroup, 128);  // all have read what the tile before left here
 #pragma unroll
       for (int tap = 0; tap < kTaps; ++tap) {
-        if (tap == kTaps / 2) continue;
-        const bool ahead = tap > kTaps / 2;
-        const int count = abs(tap - kTaps / 2) * dilation;
+        if (tap == kMiddle) continue;
+        const bool ahead = tap > kMiddle;
+        const int count = abs(tap - kMiddle) * dilation;
         const int row = ahead ? g : g - (8 - count);
         if (row >= 0 && row < count) {
 #pragma unroll
           for (int m = 0; m < kSegments; ++m) {
-            const int unit = (warpgroup * kSegments + m) * 4 + warp;
             float* const to =
-                exchange + (unit * handed + hopper_handed_before(tap, kTaps) * dilation + row) * kTile + t4 * 8;
+                handed_over + ((m * 4 + warp) * handed + hopper_handed_before(tap, kTaps) * dilation + row) * kTile;
 #pragma unroll
-            for (int j = 0; j < kTile / 8; ++j) {
-              const float* const v = acc[m] + (tap * kTile / 8 + j) * 4 + (ahead ? 0 : 2);
-              *reinterpret_cast<float2*>(to + j / 4 * 32 + j % 4 * 2) = make_float2(v[0], v[1]);
+            for (int block = 0; block < kTile / 32; ++block) {
+#pragma unroll
+              for (int i = 0; i < 8; i += 2) {
+                const float* const v = acc[m] + at(tap, block, ahead ? 0 : 1, i);
+                *reinterpret_cast<float2*>(to + block * 32 + i) = make_float2(v[0], v[1]);
+              }
             }
           }
         }
       }
-      named_barrier(1, kHopperConsumers * 128);
+      named_barrier(1 + warpgroup, 128);
     }
 
-    const int channels_left = p.c_out - t.n_tile * kTile - t4 * 8;
-    Element* const y = static_cast<Element*>(p.y);
-    // Finishes 8 channels of a position and stores them.
-    auto put = [&](int64_t at, float (&v)[8], const float (&bias)[8]) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] += bias[i];
-      hopper_act(p.act, v);
-      if (p.y_stride_c != 1) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) y[at + i * p.y_stride_c] = from_acc<Element>(v[i]);
-      } else if constexpr (sizeof(Element) == 4) {
-        *reinterpret_cast<float4*>(y + at) = make_float4(v[0], v[1], v[2], v[3]);
-        *reinterpret_cast<float4*>(y + at + 4) = make_float4(v[4], v[5], v[6], v[7]);
-      } else {
-        store_vec(y + at, pack<Element, 8>(v));
-      }
-    };
-    // With statistics, what was stored goes back into the accumulators: an output into those of the middle tap, the
-    // outputs beyond the input's columns into those of the only tap that reaches them.
-    auto keep = [&](int m, int tap, int block, int half, const float (&v)[8]) {
-      if constexpr (kStats) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) acc[m][(tap * kTile / 8 + block * 4 + i / 2) * 4 + i % 2 + 2 * half] = v[i];
-      }
-    };
-    uint32_t kept[3] = {};  // first tap, middle, last tap: one bit for each row of this thread
+    // Then the taps are added up in the accumulators of the middle one, all without a branch.
+    int column[kSegments][2];
+    int oh[kSegments][2];
+    uint32_t stored = 0;  // a bit for each row of this thread whose outputs it writes
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) {
-      const int unit = (warpgroup * kSegments + m) * 4 + warp;
-      const int run = unit * 16 / plan.run_rows;
+      const int first = (warpgroup * kSegments + m) * 64;
+      const int strip = first / plan.strip_rows, run = strip / plan.run_strips;
       const HopperRun r = hopper_run(plan, t, run);
-      // This thread's two rows: where their outputs go, and their input columns.
-      int64_t offset[2];
-      int column[2];
-      bool store[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = unit * 16 + half * 8 + g - run * plan.run_rows;
-        const int q = r.q0 + row;
-        const int oh = static_cast<int>(uint32_t(max(q, 0)) / uint32_t(p.in[2]));
-        column[half] = q - oh * p.in[2];
-        const int ow = column[half] + plan.anchor_to_out;
-        store[half] = r.od < p.out[0] && q >= 0 && oh < p.out[1] && row >= plan.owned_first && row < plan.owned_end;
-        offset[half] = t.n * p.y_stride_n + r.od * p.y_stride[0] + oh * p.y_stride[1] + ow * p.y_stride[2] +
-                       (t.n_tile * kTile + t4 * 8) * p.y_stride_c;
+        const int row = first - strip * plan.strip_rows + warp * 16 + half * 8 + g;
+        const int q = r.q0 + (strip - run * plan.run_strips) * plan.strip_step + row;
+        oh[m][half] = plan.by_width(max(q, 0));
+        column[m][half] = q - oh[m][half] * p.in[2];
+        if (r.od < p.out[0] && q >= 0 && oh[m][half] < p.out[1] && row >= plan.owned_first && row < plan.owned_end) {
+          stored |= 1u << (m * 2 + half);
+        }
       }
+    }
+#pragma unroll
+    for (int m = 0; m < kSegments; ++m) {
+#pragma unroll
+      for (int tap = 0; tap < kTaps; ++tap) {
+        if (tap == kMiddle) continue;
+        // Row r + shift of this warp's 16, or of the next or last warp's.
+        const bool ahead = tap > kMiddle;
+        const int shift = (tap - kMiddle) * dilation;
+        const int source = (lane + 4 * shift) & 31;
+        const bool wraps = ahead ? g < shift : g >= 8 + shift;  // rows that go from one eight to the other
+        const int neighbour = ahead ? min(m * 4 + warp + 1, kSegments * 4 - 1) : max(m * 4 + warp - 1, 0);
+        const int row = ahead ? min(g, shift - 1) : max(g - (8 + shift), 0);
+        const float* const from =
+            handed_over + (neighbour * handed + hopper_handed_before(tap, kTaps) * dilation + row) * kTile;
+        const bool inside[2] = {uint32_t(column[m][0] + shift) < uint32_t(p.in[2]),
+                                uint32_t(column[m][1] + shift) < uint32_t(p.in[2])};
+#pragma unroll
+        for (int block = 0; block < kTile / 32; ++block) {
+#pragma unroll
+          for (int i0 = 0; i0 < 8; i0 += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(from + block * 32 + i0);
+            const float other[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = i0; i < i0 + 4; ++i) {
+              const float v0 = acc[m][at(tap, block, 0, i)], v1 = acc[m][at(tap, block, 1, i)], v2 = other[i - i0];
+              const float low = __shfl_sync(0xffffffff, wraps ? (ahead ? v1 : v2) : v0, source);
+              const float high = __shfl_sync(0xffffffff, wraps ? (ahead ? v2 : v0) : v1, source);
+              if (inside[0]) acc[m][at(kMiddle, block, 0, i)] += low;
+              if (inside[1]) acc[m][at(kMiddle, block, 1, i)] += high;
+            }
+          }
+        }
+      }
+    }
+
+    // Bias and activation.
+    const int c0 = t.n_tile * kTile + t4 * 8;
+    auto finish = [&](int tap) {
 #pragma unroll
       for (int block = 0; block < kTile / 32; ++block) {
         float bias[8];
 #pragma unroll
         for (int i = 0; i < 8; i += 4) {
-          const float4 v = *reinterpret_cast<const float4*>(p.bias + t.n_tile * kTile + block * 32 + t4 * 8 + i);
+          const float4 v = *reinterpret_cast<const float4*>(p.bias + c0 + block * 32 + i);
           bias[i] = v.x, bias[i + 1] = v.y, bias[i + 2] = v.z, bias[i + 3] = v.w;
         }
-        float out[2][8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int at = (kTaps / 2 * kTile / 8 + block * 4 + i / 2) * 4 + i % 2;
-          out[0][i] = acc[m][at];
-          out[1][i] = acc[m][at + 2];
+        for (int m = 0; m < kSegments; ++m) {
+#pragma unroll
+          for (int i = 0; i < 16; ++i) acc[m][at(tap, block, i / 8, i % 8)] += bias[i % 8];
         }
+      }
+      if (p.act == Chain::kRelu) {
 #pragma unroll
-        for (int tap = 0; tap < kTaps; ++tap) {
-          if (tap == kTaps / 2) continue;
-          // Row r + shift of this warp's 16, or of the next or last warp's.
-          const bool ahead = tap > kTaps / 2;
-          const int shift = (tap - kTaps / 2) * dilation;
-          const int source = (lane + 4 * shift) & 31;
-          const bool wraps = ahead ? g < shift : g >= 8 + shift;  // rows that go from one eight to the other
-          float other[8] = {};
-          if (wraps) {
-            const int neighbour = ahead ? min(unit + 1, kUnits - 1) : max(unit - 1, 0);
-            const float* const from =
-                exchange +
-                (neighbour * handed + hopper_handed_before(tap, kTaps) * dilation + (ahead ? g : g - (8 + shift))) *
-                    kTile +
-                block * 32 + t4 * 8;
-#pragma unroll
-            for (int i = 0; i < 8; i += 4) {
-              const float4 w = *reinterpret_cast<const float4*>(from + i);
-              other[i] = w.x, other[i + 1] = w.y, other[i + 2] = w.z, other[i + 3] = w.w;
-            }
-          }
-          const bool inside[2] = {uint32_t(column[0] + shift) < uint32_t(p.in[2]),
-                                  uint32_t(column[1] + shift) < uint32_t(p.in[2])};
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const int at = (tap * kTile / 8 + block * 4 + i / 2) * 4 + i % 2;
-            const float low = __shfl_sync(0xffffffff, wraps ? (ahead ? acc[m][at + 2] : other[i]) : acc[m][at], source);
-            const float high =
-                __shfl_sync(0xffffffff, wraps ? (ahead ? other[i] : acc[m][at]) : acc[m][at + 2], source);
-            if (inside[0]) out[0][i] += low;
-            if (inside[1]) out[1][i] += high;
-          }
+        for (int i = 0; i < kSegments * kTile / 2; ++i) {
+          float& v = acc[i / (kTile / 2)][tap * kTile / 2 + i % (kTile / 2)];
+          v = fast_relu(v);
         }
+      } else if (p.act == Chain::kSilu) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (!store[half] || block * 32 >= channels_left) continue;
-          const int ow = column[half] + plan.anchor_to_out;
-          const int64_t at = offset[half] + block * 32 * p.y_stride_c;
-          if (uint32_t(ow) < uint32_t(p.out[2])) {
-            put(at, out[half], bias);
-            keep(m, kTaps / 2, block, half, out[half]);
-            kept[1] |= 1u << (m * 2 + half);
-          }
-          // Outputs left and right of all input columns: one tap reaches them.
+        for (int i = 0; i < kSegments * kTile / 2; ++i) {
+          float& v = acc[i / (kTile / 2)][tap * kTile / 2 + i % (kTile / 2)];
+          v *= fast_sigmoid(v);
+        }
+      }
+    };
+    finish(kMiddle);
+
+    // Outputs left and right of all input columns: one tap reaches them, whose accumulators hold them.
+    uint32_t beyond[2] = {};
+    if constexpr (kWide) {
 #pragma unroll
-          for (int side = 0; side < 2; ++side) {
-            if (side == 0 ? plan.anchor_to_out == 1 && column[half] == 0
-                          : ow + 1 < p.out[2] && column[half] == p.in[2] - 1) {
-              const int tap = side == 0 ? kTaps - 1 : 0;
-              float edge[8];
+      for (int m = 0; m < kSegments * 2; ++m) {
+        const int w = column[m / 2][m % 2];
+        if (stored >> m & 1 && plan.anchor_to_out == 1 && w == 0) beyond[0] |= 1u << m;
+        if (stored >> m & 1 && w == p.in[2] - 1 && w + plan.anchor_to_out + 1 < p.out[2]) beyond[1] |= 1u << m;
+      }
+      if (__any_sync(0xffffffff, beyond[0])) finish(kTaps - 1);
+      if (__any_sync(0xffffffff, beyond[1])) finish(0);
+    }
+
+    Element* const y = static_cast<Element*>(p.y) + t.n * p.y_stride_n + c0 * p.y_stride_c;
+    const int channels_left = p.c_out - c0;
+    auto store = [&](int64_t offset, int m, int half, int tap) {
 #pragma unroll
-              for (int i = 0; i < 8; ++i)
-                edge[i] = acc[m][(tap * kTile / 8 + block * 4 + i / 2) * 4 + i % 2 + 2 * half];
-              put(side == 0 ? at - p.y_stride[2] : at + p.y_stride[2], edge, bias);
-              keep(m, tap, block, half, edge);
-              kept[side == 0 ? 2 : 0] |= 1u << (m * 2 + half);
-            }
-          }
+      for (int block = 0; block < kTile / 32; ++block) {
+        if (block * 32 >= channels_left) break;
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = acc[m][at(tap, block, half, i)];
+        if (kWide && p.y_stride_c != 1) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) y[offset + (block * 32 + i) * p.y_stride_c] = from_acc<Element>(v[i]);
+        } else if constexpr (sizeof(Element) == 4) {
+          *reinterpret_cast<float4*>(y + offset + block * 32) = make_float4(v[0], v[1], v[2], v[3]);
+          *reinterpret_cast<float4*>(y + offset + block * 32 + 4) = make_float4(v[4], v[5], v[6], v[7]);
+        } else {
+          store_vec(y + offset + block * 32, pack<Element, 8>(v));
+        }
+      }
+    };
+#pragma unroll
+    for (int m = 0; m < kSegments; ++m) {
+      const int strip = (warpgroup * kSegments + m) * 64 / plan.strip_rows, run = strip / plan.run_strips;
+      const int od = plan.by_runs_per_plane(t.index * plan.runs + run);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int bit = m * 2 + half;
+        const int ow = column[m][half] + plan.anchor_to_out;
+        const int64_t offset = od * p.y_stride[0] + oh[m][half] * p.y_stride[1] + ow * p.y_stride[2];
+        if (uint32_t(ow) >= uint32_t(p.out[2])) stored &= ~(1u << bit);
+        if (stored >> bit & 1) store(offset, m, half, kMiddle);
+        if constexpr (kWide) {
+          if (beyond[0] >> bit & 1) store(offset - p.y_stride[2], m, half, kTaps - 1);
+          if (beyond[1] >> bit & 1) store(offset + p.y_stride[2], m, half, 0);
         }
       }
     }
 
-    if constexpr (kStats) {
-      // Mean and squared deviations of this warp's outputs, channel by channel, then of the tile's.
-      float* const sums = reinterpret_cast<float*>(smem + layout.stats);  // [warps][kTile][2], [warps]
-      const int warp_all = warpgroup * 4 + warp;
-      constexpr int kTapOf[3] = {0, kTaps / 2, kTaps - 1};
-      float count = static_cast<float>(__popc(kept[0]) + __popc(kept[1]) + __popc(kept[2]));
-      // Every lane counts: neighbouring channels have the same positions.
+    if (kWide && plan.stats) {
+      // Mean and squared deviations of this warp's outputs, channel by channel, then of the warpgroup's.
+      float* const sums = reinterpret_cast<float*>(smem + layout.stats) + warpgroup * (4 * (kTile * 2 + 1));
+      float count = static_cast<float>(__popc(stored) + __popc(beyond[0]) + __popc(beyond[1]));
+#pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) count += __shfl_xor_sync(0xffffffff, count, lanes);
       const float over_count = count > 0.f ? 1.f / count : 0.f;
+      const bool any_beyond = __any_sync(0xffffffff, beyond[0] | beyond[1]);
 #pragma unroll
       for (int block = 0; block < kTile / 32; ++block) {
         float mean[8] = {}, deviation[8] = {};
+        auto add_up = [&](float (&sum)[8], bool squares) {
+          auto add = [&](uint32_t bits, int tap) {
 #pragma unroll
-        for (int pass = 0; pass < 2; ++pass) {
-          float (&sum)[8] = pass == 0 ? mean : deviation;
+            for (int m = 0; m < kSegments * 2; ++m) {
+              const bool counts = bits >> m & 1;
 #pragma unroll
-          for (int m = 0; m < kSegments; ++m) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-#pragma unroll
-              for (int which = 0; which < 3; ++which) {
-                if (kept[which] >> (m * 2 + half) & 1) {
-#pragma unroll
-                  for (int i = 0; i < 8; ++i) {
-                    const float v = acc[m][(kTapOf[which] * kTile / 8 + block * 4 + i / 2) * 4 + i % 2 + 2 * half];
-                    sum[i] += pass == 0 ? v : (v - mean[i]) * (v - mean[i]);
-                  }
-                }
+              for (int i = 0; i < 8; ++i) {
+                const float v = acc[m / 2][at(tap, block, m % 2, i)] - (squares ? mean[i] : 0.f);
+                if (counts) sum[i] += squares ? v * v : v;
               }
             }
+          };
+          add(stored, kMiddle);
+          if (any_beyond) {
+            add(beyond[0], kTaps - 1);
+            add(beyond[1], 0);
           }
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            for (int lanes = 4; lanes < 32; lanes *= 2) sum[i] += __shfl_xor_sync(0xffffffff, sum[i], lanes);
-            if (pass == 0) sum[i] *= over_count;
+          for (int lanes = 4; lanes < 32; lanes *= 2) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(0xffffffff, sum[i], lanes);
           }
-        }
+        };
+        add_up(mean, false);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) mean[i] *= over_count;
+        add_up(deviation, true);
         if (g == 0) {
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
-            reinterpret_cast<float2*>(sums)[warp_all * kTile + block * 32 + t4 * 8 + i] =
+            reinterpret_cast<float2*>(sums)[warp * kTile + block * 32 + t4 * 8 + i] =
                 make_float2(mean[i], deviation[i]);
           }
         }
       }
-      constexpr int kWarps = kHopperConsumers * 4;
-      if (lane == 0) sums[kWarps * kTile * 2 + warp_all] = count;
-      named_barrier(1, kHopperConsumers * 128);
-      const int c = t.n_tile * kTile + tid;
-      if (tid < kTile && c < p.c_out) {
+      if (lane == 0) sums[4 * kTile * 2 + warp] = count;
+      named_barrier(1 + warpgroup, 128);
+      const int c = t.n_tile * kTile + tid % 128;
+      if (tid % 128 < kTile && c < p.c_out) {
         float mean = 0.f, deviation = 0.f, total = 0.f;
-        for (int w = 0; w < kWarps; ++w) {
-          const float2 part = reinterpret_cast<const float2*>(sums)[w * kTile + tid];
-          const float n = sums[kWarps * kTile * 2 + w];
-          if (n == 0.f) continue;
-          const float delta = part.x - mean, share = n / (total + n);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const float2 part = reinterpret_cast<const float2*>(sums)[w * kTile + tid % 128];
+          const float n = sums[4 * kTile * 2 + w];
+          const float delta = part.x - mean, share = n > 0.f ? n / (total + n) : 0.f;
           mean += delta * share;
           deviation += part.y + delta * delta * total * share;
           total += n;
         }
-        float* const to = p.partials + ((int64_t(t.n) * plan.tiles_per_sample + t.index) * p.c_out + c) * 3;
+        const int64_t slice = (int64_t(t.n) * plan.tiles_per_sample + t.index) * kHopperConsumers + warpgroup;
+        float* const to = p.partials + (slice * p.c_out + c) * 3;
         to[0] = mean, to[1] = deviation, to[2] = total;
       }
     }

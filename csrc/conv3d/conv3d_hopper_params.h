@@ -9,7 +9,16 @@
 namespace kgopt {
 
 inline constexpr int kHopperConsumers = 2;  // computing warpgroups of a block
-inline constexpr int kHopperMaxStages = 4;
+inline constexpr int kHopperMaxStages = 8;
+
+// Quotients of numbers below 2^31 by a divisor that the host knows.
+struct HopperDivisor {
+  uint32_t magic = 1u << 31;
+  int shift = 0;
+#if defined(__CUDACC__)
+  __device__ __forceinline__ int operator()(int n) const { return int(__umulhi(uint32_t(n) * 2, magic) >> shift); }
+#endif
+};
 
 // The launch plan: plain numbers, computed on the host.
 struct HopperPlan {
@@ -28,17 +37,21 @@ struct HopperPlan {
   int first_shift = 0;  // tap j of the width adds row r + first_shift + j * dilation[2] to the output anchored at row r
   int last_shift = 0;
   int anchor_to_out = 0;  // the output column of the anchor at input column 0
-  int runs = 1;           // of neighbouring positions in a tile; they may lie in several planes of a sample
-  int run_rows = 512;     // positions of a run
-  int run_step = 512;     // positions between the runs of a plane
-  int owned_first = 0, owned_end = 0;  // rows of a run whose outputs it writes
+  // Neighbouring positions that one warpgroup computes are a strip; neighbouring strips that are loaded together a run.
+  // Where the rows of a strip are no whole rows of the input, strips overlap by what the taps of the width reach.
+  int strip_rows = 256, strip_step = 256;
+  int owned_first = 0, owned_end = 0;  // rows of a strip whose outputs it writes
+  int run_strips = 1, runs = 1;        // strips of a run, runs of a tile; runs may lie in several planes of a sample
   int runs_per_plane = 1;
   int tiles_per_sample = 1;      // and channel tile
   int64_t tiles = 0;             // of all samples and channel tiles
   int taps_per_stage = 1;        // taps along the height that one stage of positions serves
   int boxes = 1, box_rows = 64;  // tensor copies per run and stage
   int a_stages = 2, b_stages = 2;
-  bool stats = false;  // kStoreStats: the slices of a sample are its tiles
+  int lag = 0;         // taps that the second warpgroup starts later, so that products run during an epilogue
+  bool stats = false;  // kStoreStats: two slices for each tile of a sample
+  bool wide = false;   // statistics, or outputs beyond the input's columns
+  HopperDivisor by_n_tiles, by_tiles_per_sample, by_runs_per_plane, by_width;
   int smem_bytes = 0;
   int64_t packed_bytes = 0;
 };
@@ -49,7 +62,7 @@ struct alignas(64) HopperParams {
   const float* bias;   // n_tiles * c_tile values, zeros without a bias
   void* y;
   int64_t y_stride_n, y_stride_c, y_stride[3];  // with y_stride_c == 1 the others are multiples of 16 bytes
-  float* partials;  // kStoreStats: see StatsPartials in groupnorm_params.h; a slice is a tile of a sample
+  float* partials;  // kStoreStats: see StatsPartials in groupnorm_params.h; two slices a tile of a sample
   Chain act;        // not kAny
   int c_out;
   int in[3], out[3];

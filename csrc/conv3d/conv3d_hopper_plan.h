@@ -34,8 +34,26 @@ KGOPT_HD HopperSmemLayout hopper_smem_layout(const HopperPlan& p) {
   s.exchange = s.weights + p.b_stages * hopper_b_stage_bytes(p);
   s.stats = s.exchange + hopper_rows(p) / 16 * hopper_exchanged_rows(p.taps_w, p.dilation[2]) * p.c_tile * 4;
   s.barriers = s.stats + (p.stats ? kHopperConsumers * 4 * (p.c_tile * 2 + 1) * 4 : 0);
-  s.total = s.barriers + 4 * kHopperMaxStages * 8 + 1024;  // 1024: alignment
+  s.total = s.barriers + (4 * kHopperMaxStages + 1) * 8 + 1024;  // 1024: alignment
   return s;
+}
+
+// Estimated cycles of a tile: its products, or its loads where those take longer (the second-level cache gives a
+// multiprocessor about 22 bytes a cycle when all ask), and an epilogue.
+inline double hopper_tile_cycles(const HopperPlan& p) {
+  const double steps = double(p.taps[0]) * p.chunks;
+  const double products =
+      steps * p.taps[1] * (p.row_bytes / 32) * kHopperConsumers * p.segments * p.taps_w * p.c_tile / 2;
+  const double bytes = steps * (p.taps[1] / p.taps_per_stage * double(hopper_a_stage_bytes(p)) +
+                                p.taps[1] * double(hopper_b_stage_bytes(p)));
+  return std::max(products, bytes / 22) + 3000;
+}
+
+inline HopperDivisor hopper_divisor(int64_t divisor) {
+  HopperDivisor d;
+  while ((int64_t(1) << d.shift) < divisor) ++d.shift;
+  d.magic = static_cast<uint32_t>(((uint64_t(1) << (31 + d.shift)) + divisor - 1) / divisor);
+  return d;
 }
 
 inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& limits) {
@@ -75,9 +93,6 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
   if (p.taps_w != 3) return refuse("a kernel width other than 3 is not built");
   p.stats = problem.epilogue == ConvEpilogue::kStoreStats;
   if (problem.epilogue != ConvEpilogue::kStore && !p.stats) return refuse("an epilogue that stores no output");
-  p.c_tile = problem.c_out <= 32 && !p.stats ? 32 : 64;
-  p.segments = p.c_tile == 32 ? 4 : 2;
-  p.n_tiles = static_cast<int>((problem.c_out + p.c_tile - 1) / p.c_tile);
   const int64_t channel_bytes = problem.c_in * size;
   p.row_bytes = channel_bytes % 128 != 0 && channel_bytes % 128 <= 64 ? 64 : 128;
   p.chunks = static_cast<int>((channel_bytes + p.row_bytes - 1) / p.row_bytes);
@@ -94,21 +109,28 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
     return refuse("the output is wider than the input by more than a column a side");
   }
 
+  p.wide = p.stats || p.anchor_to_out > 0 || right > 0;
+  p.c_tile = problem.c_out <= 32 && !p.wide ? 32 : 64;
+  p.segments = p.c_tile == 32 ? 4 : 2;
+  p.n_tiles = static_cast<int>((problem.c_out + p.c_tile - 1) / p.c_tile);
   const int64_t plane = problem.out[1] * problem.in[2];  // anchors, by rows of the input's width
   const int rows = hopper_rows(p);
   // False when it does not fit.
-  auto use_runs = [&](int runs) {
-    p.runs = runs;
-    p.run_rows = rows / runs;
-    const bool whole_rows = p.run_rows % problem.in[2] == 0;
+  auto use = [&](int strip_rows, int run_strips) {
+    p.strip_rows = strip_rows;
+    p.run_strips = run_strips;
+    p.runs = rows / strip_rows / run_strips;
+    const bool whole_rows = strip_rows % problem.in[2] == 0;
     p.owned_first = whole_rows ? 0 : middle;
-    p.owned_end = whole_rows ? p.run_rows : p.run_rows - p.last_shift;
-    p.run_step = p.owned_end - p.owned_first;
-    p.runs_per_plane = static_cast<int>((plane + p.run_step - 1) / p.run_step);
-    p.tiles_per_sample = static_cast<int>((problem.out[0] * p.runs_per_plane + runs - 1) / runs);
+    p.owned_end = whole_rows ? strip_rows : strip_rows - p.last_shift;
+    p.strip_step = p.owned_end - p.owned_first;
+    const int64_t run_step = int64_t(p.strip_step) * run_strips;
+    p.runs_per_plane = static_cast<int>((plane + run_step - 1) / run_step);
+    p.tiles_per_sample = static_cast<int>((problem.out[0] * p.runs_per_plane + p.runs - 1) / p.runs);
     // One stage of positions for all taps along the height where it fits, else one for each tap.
     for (p.taps_per_stage = p.taps[1];; p.taps_per_stage = 1) {
-      const int64_t need = p.run_rows + (p.taps_per_stage - 1) * p.dilation[1] * problem.in[2];
+      const int64_t need =
+          (run_strips - 1) * p.strip_step + strip_rows + (p.taps_per_stage - 1) * p.dilation[1] * problem.in[2];
       p.boxes = static_cast<int>(std::min<int64_t>((need + 255) / 256, 1 << 12));
       p.box_rows = static_cast<int>(((need + p.boxes - 1) / p.boxes + 7) / 8 * 8);
       p.a_stages = p.b_stages = 2;
@@ -118,13 +140,15 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
   };
   // Long runs load fewer rows around them, short ones fit small planes.
   HopperPlan best;
-  bool fits = false;
-  for (int runs = 1; runs <= kHopperConsumers * p.segments; runs *= 2) {
-    if (!use_runs(runs)) continue;
-    if (!fits || p.tiles_per_sample < 0.98 * best.tiles_per_sample) best = p;
-    fits = true;
+  double least = -1;
+  for (int strip_rows = 64 * p.segments; strip_rows >= 64; strip_rows /= 2) {
+    for (int run_strips = rows / strip_rows; run_strips >= 1; run_strips /= 2) {
+      if (!use(strip_rows, run_strips)) continue;
+      const double cost = hopper_tile_cycles(p) * p.tiles_per_sample;
+      if (least < 0 || cost < least * 0.99) best = p, least = cost;
+    }
   }
-  if (!fits) return refuse("a tile does not fit in shared memory");
+  if (least < 0) return refuse("a tile does not fit in shared memory");
   p = best;
   p.tiles = problem.n * int64_t(p.tiles_per_sample) * p.n_tiles;
   if (p.tiles >= int64_t(1) << 31 || problem.out[0] * p.runs_per_plane >= int64_t(1) << 30) {
@@ -139,9 +163,14 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
       }
     }
   };
-  grow(&p.b_stages, 3);
   grow(&p.a_stages, p.taps_per_stage == 1 ? 4 : 3);
   grow(&p.b_stages, kHopperMaxStages);
+  if (p.taps_per_stage == 1) grow(&p.a_stages, kHopperMaxStages);
+  p.lag = std::max(0, std::min(p.b_stages - 2, (p.a_stages - 1) * p.taps_per_stage - 1));
+  p.by_n_tiles = hopper_divisor(p.n_tiles);
+  p.by_tiles_per_sample = hopper_divisor(p.tiles_per_sample);
+  p.by_runs_per_plane = hopper_divisor(p.runs_per_plane);
+  p.by_width = hopper_divisor(problem.in[2]);
   p.smem_bytes = hopper_smem_layout(p).total;
   p.packed_bytes = int64_t(p.n_tiles) * p.taps[0] * p.chunks * p.taps[1] * hopper_b_stage_bytes(p);
   return p;
