@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(256) conv_hopper_pack_kernel(const __grid_cons
     int kd = rest % plan.taps[0];
     const int n_tile = rest / plan.taps[0];
     int kw = row / plan.c_tile;
-    const int co = n_tile * plan.c_tile + hopper_column_channel(row % plan.c_tile);
+    const int co = n_tile * plan.c_tile + hopper_column_channel(row % plan.c_tile, half);
     const int ci = (chunk * pieces_per_row + piece) * per_piece;
     const int64_t image = index - row * pieces_per_row - piece;
     if (plan.flip) {
@@ -60,20 +60,20 @@ __global__ void __launch_bounds__(256) conv_hopper_pack_kernel(const __grid_cons
 }
 
 template <ConvMath kMath, int kTaps, int kTile, int kSegments, bool kWide>
-Status launch_rows(const HopperParams& p, int blocks, cudaStream_t stream) {
+Status launch_rows(const HopperParams& p, cudaStream_t stream) {
   if (p.plan.row_bytes == 64) {
     return launch_kernel<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 64, kWide>>(
-        "conv_hopper_kernel", p, blocks, kHopperThreads, p.plan.smem_bytes, stream);
+        "conv_hopper_kernel", p, p.plan.blocks, kHopperThreads, p.plan.smem_bytes, stream);
   }
   return launch_kernel<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 128, kWide>>(
-      "conv_hopper_kernel", p, blocks, kHopperThreads, p.plan.smem_bytes, stream);
+      "conv_hopper_kernel", p, p.plan.blocks, kHopperThreads, p.plan.smem_bytes, stream);
 }
 
 template <ConvMath kMath>
-Status launch_tile(const HopperParams& p, int blocks, cudaStream_t stream) {
-  if (p.plan.wide) return launch_rows<kMath, 3, 64, 2, true>(p, blocks, stream);
-  if (p.plan.c_tile == 32) return launch_rows<kMath, 3, 32, 4, false>(p, blocks, stream);
-  return launch_rows<kMath, 3, 64, 2, false>(p, blocks, stream);
+Status launch_tile(const HopperParams& p, cudaStream_t stream) {
+  if (p.plan.wide) return launch_rows<kMath, 3, 64, 2, true>(p, stream);
+  if (p.plan.c_tile == 32) return launch_rows<kMath, 3, 32, 4, false>(p, stream);
+  return launch_rows<kMath, 3, 64, 2, false>(p, stream);
 }
 
 }  // namespace
@@ -98,6 +98,9 @@ Status set_hopper_input(HopperParams* p, const void* x, int64_t n, int64_t c_in,
   const bool half = plan.math != ConvMath::kTf32;
   const cuuint64_t size = half ? 2 : 4;
   const cuuint64_t sizes[4] = {cuuint64_t(c_in), cuuint64_t(p->in[1]) * p->in[2], cuuint64_t(p->in[0]), cuuint64_t(n)};
+  // A dim of size 1 may have any stride, which the map would refuse.
+  if (p->in[0] == 1) stride_d = stride_w * sizes[1];
+  if (n == 1) stride_n = stride_d * p->in[0];
   const cuuint64_t strides[3] = {stride_w * size, stride_d * size, stride_n * size};
   const cuuint32_t box[4] = {cuuint32_t(plan.row_bytes / size), cuuint32_t(plan.box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
@@ -113,13 +116,12 @@ Status set_hopper_input(HopperParams* p, const void* x, int64_t n, int64_t c_in,
   return Status::Ok();
 }
 
-Status run_conv_hopper(const HopperParams& p, int sm_count, cudaStream_t stream) {
+Status run_conv_hopper(const HopperParams& p, cudaStream_t stream) {
   if (p.plan.tiles == 0) return Status::Ok();
-  const int blocks = static_cast<int>(std::min<int64_t>(p.plan.tiles, sm_count));
   switch (p.plan.math) {
-    case ConvMath::kTf32: return launch_tile<ConvMath::kTf32>(p, blocks, stream);
-    case ConvMath::kBf16: return launch_tile<ConvMath::kBf16>(p, blocks, stream);
-    default: return launch_tile<ConvMath::kFp16>(p, blocks, stream);
+    case ConvMath::kTf32: return launch_tile<ConvMath::kTf32>(p, stream);
+    case ConvMath::kBf16: return launch_tile<ConvMath::kBf16>(p, stream);
+    default: return launch_tile<ConvMath::kFp16>(p, stream);
   }
 }
 

@@ -104,7 +104,11 @@ KGOPT_HD constexpr int hopper_handed_before(int tap, int taps) {
 
 // Column x of a tap's c_tile columns holds this output channel of the tile: a thread then finds 8 neighbouring channels
 // in its accumulators of 32 columns.
-KGOPT_HD int hopper_column_channel(int x) { return x / 32 * 32 + x % 8 / 2 * 8 + x % 32 / 8 * 2 + x % 2; }
+// neighbouring (fp32: two times 4, so that neighbouring threads store neighbouring pieces of 16 bytes).
+KGOPT_HD int hopper_column_channel(int x, bool half) {
+  const int thread = x % 8 / 2, i = x % 32 / 8 * 2 + x % 2;
+  return x / 32 * 32 + (half ? thread * 8 + i : i / 4 * 16 + thread * 4 + i % 4);
+}
 
 template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kWide>
 __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __grid_constant__ HopperParams p) {
@@ -118,8 +122,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   char* const smem = smem_unaligned + ((unaligned + 1023) / 1024 * 1024 - unaligned);
   float* const exchange = reinterpret_cast<float*>(smem + layout.exchange);
   uint64_t* const a_full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
-  uint64_t* const a_empty = a_full + kHopperMaxStages;
-  uint64_t* const b_full = a_empty + kHopperMaxStages;
+  uint64_t* const a_empty = a_full + kHopperConsumers * kHopperMaxStages;
+  uint64_t* const b_full = a_empty + kHopperConsumers * kHopperMaxStages;
   uint64_t* const b_empty = b_full + kHopperMaxStages;
   uint64_t* const lagging = b_empty + kHopperMaxStages;
   const int tid = threadIdx.x;
@@ -130,10 +134,12 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   const int groups_h = plan.taps[1] / plan.taps_per_stage;
 
   if (tid == 0) {
-    for (int i = 0; i < kHopperMaxStages; ++i) {
+    for (int i = 0; i < kHopperConsumers * kHopperMaxStages; ++i) {
       barrier_init(a_full + i, 1);
+      barrier_init(a_empty + i, kHopperConsumers / plan.teams * 4);
+    }
+    for (int i = 0; i < kHopperMaxStages; ++i) {
       barrier_init(b_full + i, 1);
-      barrier_init(a_empty + i, kHopperConsumers * 4);
       barrier_init(b_empty + i, kHopperConsumers * 4);
     }
     barrier_init(lagging, 4);
@@ -144,17 +150,20 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   if (warpgroup == kHopperConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     const int warp = (tid / 32) % 4;
-    if (warp == 0 && lane == 0) {
-      const uint32_t stages = shared_address(smem);
+    if (lane == 0 && warp % 2 == 0 && warp / 2 < plan.teams) {
+      const int team = warp / 2;
+      uint64_t* const full = a_full + team * kHopperMaxStages;
+      uint64_t* const empty = a_empty + team * kHopperMaxStages;
+      const uint32_t stages = shared_address(smem) + team * plan.a_stages * a_bytes;
       const uint32_t stage_load = plan.runs * plan.boxes * plan.box_rows * kRowBytes;
       StageCursor a;
-      for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
+      for (int tile = blockIdx.x * plan.teams + team; tile < int(plan.tiles); tile += gridDim.x * plan.teams) {
         const HopperTile t = hopper_tile(p, tile);
         for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
           for (int chunk = 0; chunk < plan.chunks; ++chunk) {
             for (int group = 0; group < groups_h; ++group) {
-              barrier_wait(a_empty + a.stage, a.parity ^ 1);
-              barrier_expect_bytes(a_full + a.stage, stage_load);
+              barrier_wait(empty + a.stage, a.parity ^ 1);
+              barrier_expect_bytes(full + a.stage, stage_load);
               uint32_t to = stages + a.stage * a_bytes;
               for (int run = 0; run < plan.runs; ++run) {
                 const HopperRun r = hopper_run(plan, t, run);
@@ -162,7 +171,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
                 const int q = r.q0 + (group * plan.dilation[1] - plan.padding[1]) * p.in[2];
                 for (int box = 0; box < plan.boxes; ++box) {
                   tensor_load_4d(to, p.x_map, chunk * (kRowBytes / int(sizeof(Element))), q + box * plan.box_rows, d,
-                                 t.n, a_full + a.stage);
+                                 t.n, full + a.stage);
                   to += plan.box_rows * kRowBytes;
                 }
               }
@@ -175,6 +184,14 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       const uint64_t policy = evict_normal_policy();
       StageCursor b;
       const int per_kd = plan.chunks * plan.taps[1];
+      if (plan.teams > 1) {  // all weights stay
+        barrier_expect_bytes(b_full, plan.b_stages * b_bytes);
+        for (int i = 0; i < plan.b_stages; ++i) {
+          bulk_load(smem + layout.weights + i * b_bytes, static_cast<const char*>(p.packed) + i * b_bytes, b_bytes,
+                    b_full, policy);
+        }
+        return;
+      }
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
         const HopperTile t = hopper_tile(p, tile);
         const char* image =
@@ -194,32 +211,39 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
   const int warp = (tid / 32) % 4;
   const int g = lane >> 2, t4 = lane & 3;
+  const bool resident = plan.teams > 1;
+  const int team = resident ? warpgroup : 0;
+  const int first_row = (resident ? 0 : warpgroup) * kSegments * 64;  // of this warpgroup in a tile
   // Where the rows of each segment begin in a stage, in units of the descriptor.
   uint32_t segment_rows[kSegments];
 #pragma unroll
   for (int m = 0; m < kSegments; ++m) {
-    const int row = (warpgroup * kSegments + m) * 64, strip = row / plan.strip_rows, run = strip / plan.run_strips;
+    const int row = first_row + m * 64, strip = row / plan.strip_rows, run = strip / plan.run_strips;
     segment_rows[m] =
         (run * plan.boxes * plan.box_rows + (strip - run * plan.run_strips) * plan.strip_step + row % plan.strip_rows) *
         kRowBytes / 16;
   }
-  const uint32_t a_rows = shared_address(smem);
+  const uint32_t a_rows = shared_address(smem) + team * plan.a_stages * a_bytes;
+  uint64_t* const my_full = a_full + team * kHopperMaxStages;
+  uint64_t* const my_empty = a_empty + team * kHopperMaxStages;
   const uint32_t b_rows = shared_address(smem) + layout.weights;
   const uint32_t tap_bytes = plan.dilation[1] * p.in[2] * kRowBytes;
   StageCursor a, b;
   int lag = warpgroup == 0 ? plan.lag : 0;
   if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);
+  if (resident) barrier_wait(b_full, 0);
   float acc[kSegments][kN / 2];
 
-  for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
+  for (int tile = blockIdx.x * plan.teams + team; tile < int(plan.tiles); tile += gridDim.x * plan.teams) {
     const HopperTile t = hopper_tile(p, tile);
+    if (resident) b.stage = t.kd_first * plan.chunks * plan.taps[1];
     const int stages = (t.kd_end - t.kd_first) * plan.chunks * groups_h;
     int a_done = -1, b_done = -1;
     bool add = false;
     for (int stage = 0; stage < stages; ++stage) {
-      barrier_wait(a_full + a.stage, a.parity);
+      barrier_wait(my_full + a.stage, a.parity);
       for (int tap = 0; tap < plan.taps_per_stage; ++tap) {
-        barrier_wait(b_full + b.stage, b.parity);
+        if (!resident) barrier_wait(b_full + b.stage, b.parity);
         uint64_t a_descriptor = wgmma_swizzled_descriptor<kRowBytes>(a_rows + a.stage * a_bytes + tap * tap_bytes);
         const uint64_t b_descriptor = wgmma_swizzled_descriptor<kRowBytes>(b_rows + b.stage * b_bytes);
         wgmma_fence();
@@ -236,8 +260,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         add = true;
         if (lag > 0 && --lag == 0 && lane == 0) barrier_arrive(lagging);
         if (lane == 0) {
-          if (b_done >= 0) barrier_arrive(b_empty + b_done);
-          if (a_done >= 0) barrier_arrive(a_empty + a_done);
+          if (b_done >= 0 && !resident) barrier_arrive(b_empty + b_done);
+          if (a_done >= 0) barrier_arrive(my_empty + a_done);
         }
         a_done = -1;
         b_done = b.stage;
@@ -250,8 +274,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) wgmma_use(acc[m]);
     if (lane == 0) {
-      barrier_arrive(b_empty + b_done);
-      barrier_arrive(a_empty + a_done);
+      if (!resident) barrier_arrive(b_empty + b_done);
+      barrier_arrive(my_empty + a_done);
     }
 
     // Epilogue. First the rows that other warps need: the first of taps that look ahead, the last of those that look
@@ -296,7 +320,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
     uint32_t stored = 0;  // a bit for each row of this thread whose outputs it writes
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) {
-      const int first = (warpgroup * kSegments + m) * 64;
+      const int first = first_row + m * 64;
       const int strip = first / plan.strip_rows, run = strip / plan.run_strips;
       const HopperRun r = hopper_run(plan, t, run);
 #pragma unroll
@@ -346,14 +370,16 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
     }
 
     // Bias and activation.
-    const int c0 = t.n_tile * kTile + t4 * 8;
+    // Thread t4's channels of a block of 32: two times 4 from here on.
+    constexpr int kNextFour = sizeof(Element) == 4 ? 16 : 4;
+    const int c_local = t4 * (sizeof(Element) == 4 ? 4 : 8), c0 = t.n_tile * kTile + c_local;
     auto finish = [&](int tap) {
 #pragma unroll
       for (int block = 0; block < kTile / 32; ++block) {
         float bias[8];
 #pragma unroll
         for (int i = 0; i < 8; i += 4) {
-          const float4 v = *reinterpret_cast<const float4*>(p.bias + c0 + block * 32 + i);
+          const float4 v = *reinterpret_cast<const float4*>(p.bias + c0 + block * 32 + i / 4 * kNextFour);
           bias[i] = v.x, bias[i + 1] = v.y, bias[i + 2] = v.z, bias[i + 3] = v.w;
         }
 #pragma unroll
@@ -396,24 +422,33 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
     auto store = [&](int64_t offset, int m, int half, int tap) {
 #pragma unroll
       for (int block = 0; block < kTile / 32; ++block) {
-        if (block * 32 >= channels_left) break;
         float v[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = acc[m][at(tap, block, half, i)];
+        const bool valid[2] = {block * 32 < channels_left, block * 32 + kNextFour < channels_left};
         if (kWide && p.y_stride_c != 1) {
 #pragma unroll
-          for (int i = 0; i < 8; ++i) y[offset + (block * 32 + i) * p.y_stride_c] = from_acc<Element>(v[i]);
+          for (int i = 0; i < 8; ++i) {
+            if (valid[i / 4]) {
+              y[offset + (block * 32 + i / 4 * kNextFour + i % 4) * p.y_stride_c] = from_acc<Element>(v[i]);
+            }
+          }
         } else if constexpr (sizeof(Element) == 4) {
-          *reinterpret_cast<float4*>(y + offset + block * 32) = make_float4(v[0], v[1], v[2], v[3]);
-          *reinterpret_cast<float4*>(y + offset + block * 32 + 4) = make_float4(v[4], v[5], v[6], v[7]);
-        } else {
+#pragma unroll
+          for (int i = 0; i < 8; i += 4) {
+            if (valid[i / 4]) {
+              *reinterpret_cast<float4*>(y + offset + block * 32 + i / 4 * kNextFour) =
+                  make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+            }
+          }
+        } else if (valid[0]) {
           store_vec(y + offset + block * 32, pack<Element, 8>(v));
         }
       }
     };
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) {
-      const int strip = (warpgroup * kSegments + m) * 64 / plan.strip_rows, run = strip / plan.run_strips;
+      const int strip = (first_row + m * 64) / plan.strip_rows, run = strip / plan.run_strips;
       const int od = plan.by_runs_per_plane(t.index * plan.runs + run);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -439,8 +474,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       const bool any_beyond = __any_sync(0xffffffff, beyond[0] | beyond[1]);
 #pragma unroll
       for (int block = 0; block < kTile / 32; ++block) {
-        float mean[8] = {}, deviation[8] = {};
-        auto add_up = [&](float (&sum)[8], bool squares) {
+        float mean[8] = {};
+        // The sum over this warp's rows of channel g of the thread's 8, of the values or of their squared deviations.
+        auto add_up = [&](bool squares) {
+          float sum[8] = {};
           auto add = [&](uint32_t bits, int tap) {
 #pragma unroll
             for (int m = 0; m < kSegments * 2; ++m) {
@@ -458,22 +495,23 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
             add(beyond[1], 0);
           }
 #pragma unroll
-          for (int lanes = 4; lanes < 32; lanes *= 2) {
+          for (int width = 4; width > 0;
+               width /= 2) {  // each step sends half of the sums to the other half of the lanes
+            const bool upper = g & width;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(0xffffffff, sum[i], lanes);
+            for (int i = 0; i < width; ++i) {
+              const float send = upper ? sum[i] : sum[i + width], keep = upper ? sum[i + width] : sum[i];
+              sum[i] = keep + __shfl_xor_sync(0xffffffff, send, width * 4);
+            }
           }
+          return sum[0];
         };
-        add_up(mean, false);
+        const float own_mean = add_up(false) * over_count;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) mean[i] *= over_count;
-        add_up(deviation, true);
-        if (g == 0) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            reinterpret_cast<float2*>(sums)[warp * kTile + block * 32 + t4 * 8 + i] =
-                make_float2(mean[i], deviation[i]);
-          }
-        }
+        for (int i = 0; i < 8; ++i) mean[i] = __shfl_sync(0xffffffff, own_mean, i * 4 + t4);
+        const float deviation = add_up(true);
+        reinterpret_cast<float2*>(sums)[warp * kTile + block * 32 + c_local + g / 4 * kNextFour + g % 4] =
+            make_float2(own_mean, deviation);
       }
       if (lane == 0) sums[4 * kTile * 2 + warp] = count;
       named_barrier(1 + warpgroup, 128);
@@ -489,12 +527,15 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
           deviation += part.y + delta * delta * total * share;
           total += n;
         }
-        const int64_t slice = (int64_t(t.n) * plan.tiles_per_sample + t.index) * kHopperConsumers + warpgroup;
+        const int64_t slice = resident
+                                  ? int64_t(t.n) * plan.tiles_per_sample + t.index
+                                  : (int64_t(t.n) * plan.tiles_per_sample + t.index) * kHopperConsumers + warpgroup;
         float* const to = p.partials + (slice * p.c_out + c) * 3;
         to[0] = mean, to[1] = deviation, to[2] = total;
       }
     }
   }
+  if (lag > 0 && lane == 0) barrier_arrive(lagging);  // too little work to have come to it
 #endif
 }
 

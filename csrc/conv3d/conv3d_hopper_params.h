@@ -27,6 +27,7 @@ struct HopperPlan {
   int taps_w = 3;        // taps along the width, folded into the columns of the product
   int c_tile = 32;       // output channels of a block
   int segments = 4;      // 64-row segments of positions per warpgroup
+  int teams = 1;         // 2: all weights stay in shared memory, and each warpgroup has tiles of its own
   int n_tiles = 1;       // blocks along output channels
   int row_bytes = 128;   // of a position's channels in shared memory, and the width of the swizzle
   int chunks = 1;        // of that many channels
@@ -43,13 +44,14 @@ struct HopperPlan {
   int owned_first = 0, owned_end = 0;  // rows of a strip whose outputs it writes
   int run_strips = 1, runs = 1;        // strips of a run, runs of a tile; runs may lie in several planes of a sample
   int runs_per_plane = 1;
-  int tiles_per_sample = 1;      // and channel tile
+  int tiles_per_sample = 1;  // and channel tile
+  int blocks = 0;
   int64_t tiles = 0;             // of all samples and channel tiles
   int taps_per_stage = 1;        // taps along the height that one stage of positions serves
   int boxes = 1, box_rows = 64;  // tensor copies per run and stage
   int a_stages = 2, b_stages = 2;
   int lag = 0;         // taps that the second warpgroup starts later, so that products run during an epilogue
-  bool stats = false;  // kStoreStats: two slices for each tile of a sample
+  bool stats = false;  // kStoreStats: a slice for each tile of a sample and warpgroup in it
   bool wide = false;   // statistics, or outputs beyond the input's columns
   HopperDivisor by_n_tiles, by_tiles_per_sample, by_runs_per_plane, by_width;
   int smem_bytes = 0;
@@ -62,11 +64,21 @@ struct alignas(64) HopperParams {
   const float* bias;   // n_tiles * c_tile values, zeros without a bias
   void* y;
   int64_t y_stride_n, y_stride_c, y_stride[3];  // with y_stride_c == 1 the others are multiples of 16 bytes
-  float* partials;  // kStoreStats: see StatsPartials in groupnorm_params.h; two slices a tile of a sample
+  float* partials;  // kStoreStats: see StatsPartials in groupnorm_params.h; slices as the plan says
   Chain act;        // not kAny
   int c_out;
   int in[3], out[3];
   HopperPlan plan;
+};
+
+// x [n][c][s] copied to y [n][s][c]; c in whole 16-byte pieces.
+struct HopperInputParams {
+  const void* x;
+  void* y;
+  int64_t n, s;
+  int c;
+  int vectors;  // x and s allow 16-byte loads
+  Dtype dtype;
 };
 
 struct HopperPackParams {

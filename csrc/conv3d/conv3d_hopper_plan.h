@@ -22,7 +22,7 @@ KGOPT_HD int hopper_a_stage_bytes(const HopperPlan& p) {
   return (p.runs * p.boxes * p.box_rows * p.row_bytes + 1023) / 1024 * 1024;
 }
 KGOPT_HD int hopper_b_stage_bytes(const HopperPlan& p) { return p.taps_w * p.c_tile * p.row_bytes; }
-KGOPT_HD int hopper_rows(const HopperPlan& p) { return kHopperConsumers * p.segments * 64; }
+KGOPT_HD int hopper_rows(const HopperPlan& p) { return kHopperConsumers / p.teams * p.segments * 64; }
 // Rows that a warp's 16 rows hand to their neighbours: those that a shifted tap reaches.
 KGOPT_HD int hopper_exchanged_rows(int taps_w, int dilation_w) {
   const int before = taps_w / 2, after = taps_w - 1 - before;
@@ -30,23 +30,30 @@ KGOPT_HD int hopper_exchanged_rows(int taps_w, int dilation_w) {
 }
 KGOPT_HD HopperSmemLayout hopper_smem_layout(const HopperPlan& p) {
   HopperSmemLayout s{};
-  s.weights = p.a_stages * hopper_a_stage_bytes(p);
+  s.weights = p.teams * p.a_stages * hopper_a_stage_bytes(p);
   s.exchange = s.weights + p.b_stages * hopper_b_stage_bytes(p);
-  s.stats = s.exchange + hopper_rows(p) / 16 * hopper_exchanged_rows(p.taps_w, p.dilation[2]) * p.c_tile * 4;
+  s.stats =
+      s.exchange + kHopperConsumers * p.segments * 4 * hopper_exchanged_rows(p.taps_w, p.dilation[2]) * p.c_tile * 4;
   s.barriers = s.stats + (p.stats ? kHopperConsumers * 4 * (p.c_tile * 2 + 1) * 4 : 0);
-  s.total = s.barriers + (4 * kHopperMaxStages + 1) * 8 + 1024;  // 1024: alignment
+  s.total = s.barriers + ((2 * kHopperConsumers + 2) * kHopperMaxStages + 1) * 8 + 1024;  // 1024: alignment
   return s;
 }
 
-// Estimated cycles of a tile: its products, or its loads where those take longer (the second-level cache gives a
-// multiprocessor about 22 bytes a cycle when all ask), and an epilogue.
-inline double hopper_tile_cycles(const HopperPlan& p) {
+// Slices of the statistics, per sample.
+inline int64_t hopper_slices(const HopperPlan& p) { return int64_t(p.tiles_per_sample) * kHopperConsumers / p.teams; }
+
+// Estimated cycles in which the two warpgroups do a tile, or one each: their products, or their loads where those take
+// longer (the second-level cache gives a multiprocessor about 28 bytes a cycle when all ask), and an epilogue, which
+// hides behind the other warpgroup's products where each has its own tiles.
+inline double hopper_round_cycles(const HopperPlan& p) {
   const double steps = double(p.taps[0]) * p.chunks;
   const double products =
       steps * p.taps[1] * (p.row_bytes / 32) * kHopperConsumers * p.segments * p.taps_w * p.c_tile / 2;
-  const double bytes = steps * (p.taps[1] / p.taps_per_stage * double(hopper_a_stage_bytes(p)) +
-                                p.taps[1] * double(hopper_b_stage_bytes(p)));
-  return std::max(products, bytes / 22) + 3000;
+  const double a_bytes = steps * p.taps[1] / p.taps_per_stage * p.teams * hopper_a_stage_bytes(p);
+  const double b_bytes = p.teams > 1 ? 0 : steps * p.taps[1] * hopper_b_stage_bytes(p);
+  const double main = std::max(products, (a_bytes + b_bytes) / 28);
+  const double epilogue = 5000 + (p.math == ConvMath::kTf32 ? 1000 : 0) + (p.wide ? 3000 : 0);
+  return p.teams > 1 ? std::max(main, products / 2 + epilogue) : main + epilogue;
 }
 
 inline HopperDivisor hopper_divisor(int64_t divisor) {
@@ -66,6 +73,7 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
   if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   p.math = conv_math(problem);
   if (p.math == ConvMath::kTf32x3) return refuse("fp32 accuracy is not built for wgmma");
+  if (!problem.channels_innermost) return refuse("x is not channels_last, or not in whole 16-byte pieces");
   if (problem.groups != 1) return refuse("grouped convolution");
   const int64_t size = dtype_size(problem.dtype);
   if (problem.c_in * size % 16 != 0) return refuse("input channels are no multiple of 16 bytes");
@@ -114,9 +122,10 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
   p.segments = p.c_tile == 32 ? 4 : 2;
   p.n_tiles = static_cast<int>((problem.c_out + p.c_tile - 1) / p.c_tile);
   const int64_t plane = problem.out[1] * problem.in[2];  // anchors, by rows of the input's width
-  const int rows = hopper_rows(p);
   // False when it does not fit.
-  auto use = [&](int strip_rows, int run_strips) {
+  auto use = [&](int teams, int strip_rows, int run_strips) {
+    p.teams = teams;
+    const int rows = hopper_rows(p);
     p.strip_rows = strip_rows;
     p.run_strips = run_strips;
     p.runs = rows / strip_rows / run_strips;
@@ -134,6 +143,7 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
       p.boxes = static_cast<int>(std::min<int64_t>((need + 255) / 256, 1 << 12));
       p.box_rows = static_cast<int>(((need + p.boxes - 1) / p.boxes + 7) / 8 * 8);
       p.a_stages = p.b_stages = 2;
+      if (teams > 1) p.b_stages = p.taps[0] * p.chunks * p.taps[1];
       if (need < 4096 && hopper_smem_layout(p).total <= limits.smem_per_block) return true;
       if (p.taps_per_stage == 1) return false;
     }
@@ -141,16 +151,19 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
   // Long runs load fewer rows around them, short ones fit small planes.
   HopperPlan best;
   double least = -1;
-  for (int strip_rows = 64 * p.segments; strip_rows >= 64; strip_rows /= 2) {
-    for (int run_strips = rows / strip_rows; run_strips >= 1; run_strips /= 2) {
-      if (!use(strip_rows, run_strips)) continue;
-      const double cost = hopper_tile_cycles(p) * p.tiles_per_sample;
-      if (least < 0 || cost < least * 0.99) best = p, least = cost;
+  for (int teams = 1; teams <= (p.n_tiles == 1 ? kHopperConsumers : 1); ++teams) {
+    for (int strip_rows = 64 * p.segments; strip_rows >= 64; strip_rows /= 2) {
+      for (int strips = kHopperConsumers / teams * p.segments * 64 / strip_rows; strips >= 1; strips /= 2) {
+        if (!use(teams, strip_rows, strips)) continue;
+        const double cost = hopper_round_cycles(p) * p.tiles_per_sample / teams;
+        if (least < 0 || cost < least * 0.99) best = p, least = cost;
+      }
     }
   }
   if (least < 0) return refuse("a tile does not fit in shared memory");
   p = best;
   p.tiles = problem.n * int64_t(p.tiles_per_sample) * p.n_tiles;
+  p.blocks = static_cast<int>(std::min<int64_t>((p.tiles + p.teams - 1) / p.teams, limits.sm_count));
   if (p.tiles >= int64_t(1) << 31 || problem.out[0] * p.runs_per_plane >= int64_t(1) << 30) {
     return refuse("too many tiles");
   }
@@ -163,10 +176,18 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
       }
     }
   };
-  grow(&p.a_stages, p.taps_per_stage == 1 ? 4 : 3);
-  grow(&p.b_stages, kHopperMaxStages);
-  if (p.taps_per_stage == 1) grow(&p.a_stages, kHopperMaxStages);
-  p.lag = std::max(0, std::min(p.b_stages - 2, (p.a_stages - 1) * p.taps_per_stage - 1));
+  if (p.teams > 1) {
+    grow(&p.a_stages, kHopperMaxStages);
+    p.lag = p.taps[0] * p.chunks * p.taps[1] / 2;
+  } else {
+    grow(&p.a_stages, p.taps_per_stage == 1 ? 4 : 3);
+    grow(&p.b_stages, kHopperMaxStages);
+    if (p.taps_per_stage == 1) grow(&p.a_stages, kHopperMaxStages);
+    // A stage must be free early enough to be full again when the first warpgroup comes to it.
+    const double tap_cycles = p.row_bytes / 32 * kHopperConsumers * p.segments * p.taps_w * p.c_tile / 2;
+    const int load_taps = static_cast<int>((hopper_a_stage_bytes(p) / 28 + 1000) / tap_cycles) + 1;
+    p.lag = std::max(0, std::min(p.b_stages - 2, p.a_stages * p.taps_per_stage - p.taps_per_stage - load_taps));
+  }
   p.by_n_tiles = hopper_divisor(p.n_tiles);
   p.by_tiles_per_sample = hopper_divisor(p.tiles_per_sample);
   p.by_runs_per_plane = hopper_divisor(p.runs_per_plane);

@@ -103,6 +103,7 @@ void bind_conv(py::module_& m) {
   py::enum_<ConvPath>(m, "ConvPath")
       .value("implicit_gemm", ConvPath::kImplicitGemm)
       .value("narrow", ConvPath::kNarrow)
+      .value("hopper", ConvPath::kHopper)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
 
