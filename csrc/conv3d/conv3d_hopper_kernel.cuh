@@ -102,14 +102,6 @@ KGOPT_HD constexpr int hopper_handed_before(int tap, int taps) {
   return rows;
 }
 
-// Column x of a tap's c_tile columns holds this output channel of the tile: a thread then finds 8 neighbouring channels
-// in its accumulators of 32 columns.
-// neighbouring (fp32: two times 4, so that neighbouring threads store neighbouring pieces of 16 bytes).
-KGOPT_HD int hopper_column_channel(int x, bool half) {
-  const int thread = x % 8 / 2, i = x % 32 / 8 * 2 + x % 2;
-  return x / 32 * 32 + (half ? thread * 8 + i : i / 4 * 16 + thread * 4 + i % 4);
-}
-
 template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kWide>
 __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __grid_constant__ HopperParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -63,6 +63,14 @@ inline HopperDivisor hopper_divisor(int64_t divisor) {
   return d;
 }
 
+// Column x of a tap's c_tile columns holds this output channel of the tile: a thread then finds 8 neighbouring channels
+// in its accumulators of 32 columns.
+// neighbouring (fp32: two times 4, so that neighbouring threads store neighbouring pieces of 16 bytes).
+KGOPT_HD int hopper_column_channel(int x, bool half) {
+  const int thread = x % 8 / 2, i = x % 32 / 8 * 2 + x % 2;
+  return x / 32 * 32 + (half ? thread * 8 + i : i / 4 * 16 + thread * 4 + i % 4);
+}
+
 inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& limits) {
   HopperPlan p;
   auto refuse = [&](const char* why) {
