@@ -11,7 +11,10 @@ namespace kgopt {
 namespace {
 
 // One 16-byte piece of an image a thread.
-__global__ void __launch_bounds__(256) conv_hopper_pack_kernel(const __grid_constant__ HopperPackParams p) {
+__global__ void __launch_bounds__(128) conv_hopper_pack_kernel(const __grid_constant__ HopperPackParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  launch_dependents();
+#endif
   const HopperPlan& plan = p.plan;
   const bool half = p.dtype != Dtype::kFloat32;
   const int per_piece = half ? 8 : 4;
@@ -46,11 +49,20 @@ __global__ void __launch_bounds__(256) conv_hopper_pack_kernel(const __grid_cons
     const int64_t from =
         co * p.stride_out + ci * p.stride_in + kd * p.stride_k[0] + kh * p.stride_k[1] + kw * p.stride_k[2];
     uint32_t words[4] = {};
-    for (int i = 0; i < per_piece && ci + i < p.c_in && co < p.c_out; ++i) {
-      if (half) {
-        words[i / 2] |= uint32_t(static_cast<const unsigned short*>(p.weight)[from + i * p.stride_in]) << i % 2 * 16;
-      } else {
-        words[i] = to_tf32(static_cast<const float*>(p.weight)[from + i * p.stride_in]);
+    if (half) {
+      uint32_t v[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const bool valid = ci + i < p.c_in && co < p.c_out;
+        v[i] = valid ? static_cast<const unsigned short*>(p.weight)[from + i * p.stride_in] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = v[2 * i] | v[2 * i + 1] << 16;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool valid = ci + i < p.c_in && co < p.c_out;
+        words[i] = to_tf32(valid ? static_cast<const float*>(p.weight)[from + i * p.stride_in] : 0.f);
       }
     }
     const int swizzled = piece ^ (row * plan.row_bytes / 128 & (pieces_per_row - 1));
@@ -59,14 +71,33 @@ __global__ void __launch_bounds__(256) conv_hopper_pack_kernel(const __grid_cons
   }
 }
 
+// The blocks may start while the packing still runs; they wait for it before they read weights.
+template <auto kKernel>
+Status launch_after_pack(const HopperParams& p, cudaStream_t stream) {
+  cudaError_t error = allow_dynamic_smem<kKernel>(p.plan.smem_bytes);
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(p.plan.blocks);
+    config.blockDim = dim3(kHopperThreads);
+    config.dynamicSmemBytes = p.plan.smem_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaLaunchKernelEx(&config, kKernel, p);
+  }
+  if (error != cudaSuccess) return {StatusCode::kCudaError, "conv_hopper_kernel", cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
 template <ConvMath kMath, int kTaps, int kTile, int kSegments, bool kWide>
 Status launch_rows(const HopperParams& p, cudaStream_t stream) {
   if (p.plan.row_bytes == 64) {
-    return launch_kernel<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 64, kWide>>(
-        "conv_hopper_kernel", p, p.plan.blocks, kHopperThreads, p.plan.smem_bytes, stream);
+    return launch_after_pack<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 64, kWide>>(p, stream);
   }
-  return launch_kernel<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 128, kWide>>(
-      "conv_hopper_kernel", p, p.plan.blocks, kHopperThreads, p.plan.smem_bytes, stream);
+  return launch_after_pack<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 128, kWide>>(p, stream);
 }
 
 template <ConvMath kMath>
@@ -80,8 +111,8 @@ Status launch_tile(const HopperParams& p, cudaStream_t stream) {
 
 Status run_conv_hopper_pack(const HopperPackParams& p, cudaStream_t stream) {
   const int64_t pieces = p.plan.packed_bytes / 16;
-  const int blocks = static_cast<int>(std::min<int64_t>((pieces + 255) / 256, 1024));
-  return launch_kernel<conv_hopper_pack_kernel>("conv_hopper_pack_kernel", p, blocks, 256, 0, stream);
+  const int blocks = static_cast<int>(std::min<int64_t>((pieces + 127) / 128, 2048));
+  return launch_kernel<conv_hopper_pack_kernel>("conv_hopper_pack_kernel", p, blocks, 128, 0, stream);
 }
 
 Status set_hopper_input(HopperParams* p, const void* x, int64_t n, int64_t c_in, int64_t stride_w, int64_t stride_d,

@@ -96,10 +96,19 @@ struct HopperTypes<ConvMath::kFp16> {
 };
 
 // Rows handed over, in units of the dilation, for the taps before `tap`.
-KGOPT_HD constexpr int hopper_handed_before(int tap, int taps) {
-  int rows = 0;
-  for (int j = 0; j < tap; ++j) rows += j < taps / 2 ? taps / 2 - j : j - taps / 2;
-  return rows;
+template <int kTaps>
+__device__ __forceinline__ constexpr int hopper_handed_before(int tap) {
+  constexpr int kMiddle = kTaps / 2;
+  const int behind = tap < kMiddle ? tap : kMiddle, ahead = tap - behind > 0 ? tap - behind - 1 : 0;
+  return behind * (2 * kMiddle - behind + 1) / 2 + ahead * (ahead + 1) / 2;
+}
+
+// A sum that only some lanes make, without a select.
+__device__ __forceinline__ void add_where(bool where, float (&sum)[4], const float (&v)[4]) {
+  asm("{ .reg .pred p; setp.ne.b32 p, %8, 0; @p add.f32 %0, %0, %4; @p add.f32 %1, %1, %5; @p add.f32 %2, %2, %6; "
+      "@p add.f32 %3, %3, %7; }"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(int(where)));
 }
 
 template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kWide>
@@ -173,6 +182,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         }
       }
     } else if (warp == 1 && lane == 0) {
+      wait_for_prerequisites();
       const uint64_t policy = evict_normal_policy();
       StageCursor b;
       const int per_kd = plan.chunks * plan.taps[1];
@@ -201,19 +211,18 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  wait_for_prerequisites();  // for the bias
   const int warp = (tid / 32) % 4;
   const int g = lane >> 2, t4 = lane & 3;
   const bool resident = plan.teams > 1;
   const int team = resident ? warpgroup : 0;
-  const int first_row = (resident ? 0 : warpgroup) * kSegments * 64;  // of this warpgroup in a tile
+  const int first_segment = resident ? 0 : warpgroup * kSegments;  // of this warpgroup in a tile
   // Where the rows of each segment begin in a stage, in units of the descriptor.
   uint32_t segment_rows[kSegments];
 #pragma unroll
   for (int m = 0; m < kSegments; ++m) {
-    const int row = first_row + m * 64, strip = row / plan.strip_rows, run = strip / plan.run_strips;
-    segment_rows[m] =
-        (run * plan.boxes * plan.box_rows + (strip - run * plan.run_strips) * plan.strip_step + row % plan.strip_rows) *
-        kRowBytes / 16;
+    const HopperSegment& segment = plan.segment[first_segment + m];
+    segment_rows[m] = (segment.run * plan.boxes * plan.box_rows + segment.run_row) * kRowBytes / 16;
   }
   const uint32_t a_rows = shared_address(smem) + team * plan.a_stages * a_bytes;
   uint64_t* const my_full = a_full + team * kHopperMaxStages;
@@ -291,7 +300,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
 #pragma unroll
           for (int m = 0; m < kSegments; ++m) {
             float* const to =
-                handed_over + ((m * 4 + warp) * handed + hopper_handed_before(tap, kTaps) * dilation + row) * kTile;
+                handed_over + ((m * 4 + warp) * handed + hopper_handed_before<kTaps>(tap) * dilation + row) * kTile;
 #pragma unroll
             for (int block = 0; block < kTile / 32; ++block) {
 #pragma unroll
@@ -312,13 +321,12 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
     uint32_t stored = 0;  // a bit for each row of this thread whose outputs it writes
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) {
-      const int first = first_row + m * 64;
-      const int strip = first / plan.strip_rows, run = strip / plan.run_strips;
-      const HopperRun r = hopper_run(plan, t, run);
+      const HopperSegment& segment = plan.segment[first_segment + m];
+      const HopperRun r = hopper_run(plan, t, segment.run);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = first - strip * plan.strip_rows + warp * 16 + half * 8 + g;
-        const int q = r.q0 + (strip - run * plan.run_strips) * plan.strip_step + row;
+        const int in_segment = warp * 16 + half * 8 + g, row = segment.strip_row + in_segment;
+        const int q = r.q0 + segment.run_row + in_segment;
         oh[m][half] = plan.by_width(max(q, 0));
         column[m][half] = q - oh[m][half] * p.in[2];
         if (r.od < p.out[0] && q >= 0 && oh[m][half] < p.out[1] && row >= plan.owned_first && row < plan.owned_end) {
@@ -339,7 +347,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         const int neighbour = ahead ? min(m * 4 + warp + 1, kSegments * 4 - 1) : max(m * 4 + warp - 1, 0);
         const int row = ahead ? min(g, shift - 1) : max(g - (8 + shift), 0);
         const float* const from =
-            handed_over + (neighbour * handed + hopper_handed_before(tap, kTaps) * dilation + row) * kTile;
+            handed_over + (neighbour * handed + hopper_handed_before<kTaps>(tap) * dilation + row) * kTile;
         const bool inside[2] = {uint32_t(column[m][0] + shift) < uint32_t(p.in[2]),
                                 uint32_t(column[m][1] + shift) < uint32_t(p.in[2])};
 #pragma unroll
@@ -348,13 +356,21 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
           for (int i0 = 0; i0 < 8; i0 += 4) {
             const float4 four = *reinterpret_cast<const float4*>(from + block * 32 + i0);
             const float other[4] = {four.x, four.y, four.z, four.w};
+            float low[4], high[4];
 #pragma unroll
-            for (int i = i0; i < i0 + 4; ++i) {
-              const float v0 = acc[m][at(tap, block, 0, i)], v1 = acc[m][at(tap, block, 1, i)], v2 = other[i - i0];
-              const float low = __shfl_sync(0xffffffff, wraps ? (ahead ? v1 : v2) : v0, source);
-              const float high = __shfl_sync(0xffffffff, wraps ? (ahead ? v2 : v0) : v1, source);
-              if (inside[0]) acc[m][at(kMiddle, block, 0, i)] += low;
-              if (inside[1]) acc[m][at(kMiddle, block, 1, i)] += high;
+            for (int i = 0; i < 4; ++i) {
+              const float v0 = acc[m][at(tap, block, 0, i0 + i)], v1 = acc[m][at(tap, block, 1, i0 + i)];
+              low[i] = __shfl_sync(0xffffffff, wraps ? (ahead ? v1 : other[i]) : v0, source);
+              high[i] = __shfl_sync(0xffffffff, wraps ? (ahead ? other[i] : v0) : v1, source);
+            }
+            float sum[4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) sum[i] = acc[m][at(kMiddle, block, half, i0 + i)];
+              add_where(inside[half], sum, half == 0 ? low : high);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) acc[m][at(kMiddle, block, half, i0 + i)] = sum[i];
             }
           }
         }
@@ -440,8 +456,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
     };
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) {
-      const int strip = (first_row + m * 64) / plan.strip_rows, run = strip / plan.run_strips;
-      const int od = plan.by_runs_per_plane(t.index * plan.runs + run);
+      const int od = plan.by_runs_per_plane(t.index * plan.runs + plan.segment[first_segment + m].run);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int bit = m * 2 + half;

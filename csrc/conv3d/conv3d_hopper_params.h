@@ -20,6 +20,11 @@ struct HopperDivisor {
 #endif
 };
 
+// 64 rows of a tile: which run they are of, from which row on, and the same in their strip.
+struct HopperSegment {
+  int run, run_row, strip_row;
+};
+
 // The launch plan: plain numbers, computed on the host.
 struct HopperPlan {
   const char* refusal = nullptr;  // why the kernel cannot run it; null when it can
@@ -44,6 +49,7 @@ struct HopperPlan {
   int owned_first = 0, owned_end = 0;  // rows of a strip whose outputs it writes
   int run_strips = 1, runs = 1;        // strips of a run, runs of a tile; runs may lie in several planes of a sample
   int runs_per_plane = 1;
+  HopperSegment segment[8] = {};
   int tiles_per_sample = 1;  // and channel tile
   int blocks = 0;
   int64_t tiles = 0;             // of all samples and channel tiles

@@ -196,6 +196,10 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
     const int load_taps = static_cast<int>((hopper_a_stage_bytes(p) / 28 + 1000) / tap_cycles) + 1;
     p.lag = std::max(0, std::min(p.b_stages - 2, p.a_stages * p.taps_per_stage - p.taps_per_stage - load_taps));
   }
+  for (int i = 0; i < hopper_rows(p) / 64; ++i) {
+    const int strip = i * 64 / p.strip_rows, run = strip / p.run_strips, row = i * 64 % p.strip_rows;
+    p.segment[i] = {run, strip % p.run_strips * p.strip_step + row, row};
+  }
   p.by_n_tiles = hopper_divisor(p.n_tiles);
   p.by_tiles_per_sample = hopper_divisor(p.tiles_per_sample);
   p.by_runs_per_plane = hopper_divisor(p.runs_per_plane);
