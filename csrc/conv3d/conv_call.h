@@ -264,4 +264,9 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
 // The convolution alone, by whichever path `choose` takes for the storing epilogue.
 Tensor conv_forward(const ConvArgs& a);
 
+// Whether that is a kernel of our own.
+inline bool conv_is_own(const ConvArgs& a, const ConvShape& shape) {
+  return a.x.numel() != 0 && choose(a, shape, ConvEpilogue::kStore).path != ConvPath::kAten;
+}
+
 }  // namespace kgopt
