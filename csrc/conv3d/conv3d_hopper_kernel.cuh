@@ -103,6 +103,18 @@ __device__ __forceinline__ constexpr int hopper_handed_before(int tap) {
   return behind * (2 * kMiddle - behind + 1) / 2 + ahead * (ahead + 1) / 2;
 }
 
+// Element i of 16 or 32 loaded bytes.
+template <typename T>
+__device__ __forceinline__ float element_of(const uint32_t* words, int i) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(words[i]);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)));
+  } else {
+    return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+  }
+}
+
 // A sum that only some lanes make, without a select.
 __device__ __forceinline__ void add_where(bool where, float (&sum)[4], const float (&v)[4]) {
   asm("{ .reg .pred p; setp.ne.b32 p, %8, 0; @p add.f32 %0, %0, %4; @p add.f32 %1, %1, %5; @p add.f32 %2, %2, %6; "
@@ -425,8 +437,53 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       if (__any_sync(0xffffffff, beyond[1])) finish(0);
     }
 
-    Element* const y = static_cast<Element*>(p.y) + t.n * p.y_stride_n + c0 * p.y_stride_c;
+    const int64_t first = t.n * p.y_stride_n + c0 * p.y_stride_c;
+    Element* const y = static_cast<Element*>(p.y) + first;
     const int channels_left = p.c_out - c0;
+    int64_t offset[kSegments * 2];
+#pragma unroll
+    for (int m = 0; m < kSegments; ++m) {
+      const int od = plan.by_runs_per_plane(t.index * plan.runs + plan.segment[first_segment + m].run);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int ow = column[m][half] + plan.anchor_to_out;
+        offset[m * 2 + half] = od * p.y_stride[0] + oh[m][half] * p.y_stride[1] + ow * p.y_stride[2];
+        if (uint32_t(ow) >= uint32_t(p.out[2])) stored &= ~(1u << (m * 2 + half));
+      }
+    }
+    if (!kWide && p.residual) {
+      // All loads first: the accumulators of the outer taps are free to hold them.
+      constexpr int kPieces = sizeof(Element) == 4 ? 2 : 1;
+      const Element* const residual = static_cast<const Element*>(p.residual) + first;
+      uint32_t words[kSegments * 2][kTile / 32][kPieces * 4];
+#pragma unroll
+      for (int row = 0; row < kSegments * 2; ++row) {
+#pragma unroll
+        for (int i = 0; i < kTile / 32 * kPieces; ++i) {
+          const int c = i / kPieces * 32 + i % kPieces * kNextFour;
+          uint4 v = make_uint4(0, 0, 0, 0);
+          if (stored >> row & 1 && c < channels_left) {
+            v = *reinterpret_cast<const uint4*>(residual + offset[row] + c);
+          }
+          uint32_t* const to = words[row][i / kPieces] + i % kPieces * 4;
+          to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+        }
+      }
+#pragma unroll
+      for (int row = 0; row < kSegments * 2; ++row) {
+#pragma unroll
+        for (int i = 0; i < kTile / 4; ++i) {
+          acc[row / 2][at(kMiddle, i / 8, row % 2, i % 8)] += element_of<Element>(words[row][i / 8], i % 8);
+        }
+      }
+    }
+    if (!kWide && p.scale != 1.f) {
+#pragma unroll
+      for (int m = 0; m < kSegments; ++m) {
+#pragma unroll
+        for (int i = 0; i < kTile / 2; ++i) acc[m][kMiddle * kTile / 2 + i] *= p.scale;
+      }
+    }
     auto store = [&](int64_t offset, int m, int half, int tap) {
 #pragma unroll
       for (int block = 0; block < kTile / 32; ++block) {
@@ -455,19 +512,11 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       }
     };
 #pragma unroll
-    for (int m = 0; m < kSegments; ++m) {
-      const int od = plan.by_runs_per_plane(t.index * plan.runs + plan.segment[first_segment + m].run);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int bit = m * 2 + half;
-        const int ow = column[m][half] + plan.anchor_to_out;
-        const int64_t offset = od * p.y_stride[0] + oh[m][half] * p.y_stride[1] + ow * p.y_stride[2];
-        if (uint32_t(ow) >= uint32_t(p.out[2])) stored &= ~(1u << bit);
-        if (stored >> bit & 1) store(offset, m, half, kMiddle);
-        if constexpr (kWide) {
-          if (beyond[0] >> bit & 1) store(offset - p.y_stride[2], m, half, kTaps - 1);
-          if (beyond[1] >> bit & 1) store(offset + p.y_stride[2], m, half, 0);
-        }
+    for (int row = 0; row < kSegments * 2; ++row) {
+      if (stored >> row & 1) store(offset[row], row / 2, row % 2, kMiddle);
+      if constexpr (kWide) {
+        if (beyond[0] >> row & 1) store(offset[row] - p.y_stride[2], row / 2, row % 2, kTaps - 1);
+        if (beyond[1] >> row & 1) store(offset[row] + p.y_stride[2], row / 2, row % 2, 0);
       }
     }
 

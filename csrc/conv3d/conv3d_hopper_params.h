@@ -70,8 +70,10 @@ struct alignas(64) HopperParams {
   const float* bias;   // n_tiles * c_tile values, zeros without a bias
   void* y;
   int64_t y_stride_n, y_stride_c, y_stride[3];  // with y_stride_c == 1 the others are multiples of 16 bytes
-  float* partials;  // kStoreStats: see StatsPartials in groupnorm_params.h; slices as the plan says
-  Chain act;        // not kAny
+  const void* residual;  // of y's layout, added after the activation; null: none. Not in wide plans
+  float scale;           // what is stored is multiplied with it after that; not in wide plans
+  float* partials;       // kStoreStats: see StatsPartials in groupnorm_params.h; slices as the plan says
+  Chain act;             // not kAny
   int c_out;
   int in[3], out[3];
   HopperPlan plan;

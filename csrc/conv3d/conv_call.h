@@ -249,6 +249,7 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
   p.packed = pack.packed;
   p.bias = pack.packed_bias;
   p.c_out = pack.c_out;
+  p.scale = 1.f;
   for (int i = 0; i < 3; ++i) {
     p.in[i] = static_cast<int>(shape.in[i]);
     p.out[i] = static_cast<int>(shape.out[i]);
@@ -263,6 +264,10 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
 
 // The convolution alone, by whichever path `choose` takes for the storing epilogue.
 Tensor conv_forward(const ConvArgs& a);
+
+// The same + residual, times scale, where one kernel does it all: nothing otherwise. The residual is dense in y's
+// format.
+std::optional<Tensor> conv_add_forward(const ConvArgs& a, const OptTensor& residual, double scale);
 
 // Whether that is a kernel of our own.
 inline bool conv_is_own(const ConvArgs& a, const ConvShape& shape) {
