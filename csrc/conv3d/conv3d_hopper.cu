@@ -120,8 +120,12 @@ Status set_hopper_input(HopperParams* p, const void* x, int64_t n, int64_t c_in,
   const char* const name = "conv_hopper_kernel";
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
   if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
   if (found != cudaDriverEntryPointSuccess)
     return Status::Unsupported(name, "the driver has no cuTensorMapEncodeTiled");

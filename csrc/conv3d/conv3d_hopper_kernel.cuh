@@ -125,7 +125,7 @@ __device__ __forceinline__ void add_where(bool where, float (&sum)[4], const flo
 
 template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kWide>
 __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __grid_constant__ HopperParams p) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename HopperTypes<kMath>::Element;
   constexpr int kN = kTaps * kTile;
   extern __shared__ char smem_unaligned[];
@@ -511,12 +511,53 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         }
       }
     };
+    if (kWide && plan.planar_pitch > 0) {
+      // Contiguous y: through shared memory, where a channel's outputs of the strip, whole rows, are one run as they
+      // are in y, at the same place within 16 bytes.
+      Element* const staged = reinterpret_cast<Element*>(smem + layout.planar) + warpgroup * kTile * plan.planar_pitch;
+      const HopperRun r = hopper_run(plan, t, plan.segment[first_segment].run);
+      const int oh0 = plan.by_width(r.q0 + plan.segment[first_segment].run_row);
+      const int count = r.od < p.out[0] ? min(plan.strip_rows / p.in[2], p.out[1] - oh0) * p.out[2] : 0;
+      const int thread = tid % 128, c = t.n_tile * kTile + thread;
+      Element* const to = static_cast<Element*>(p.y) + t.n * p.y_stride_n + c * p.y_stride_c + r.od * p.y_stride[0] +
+                          oh0 * p.y_stride[1];
+      constexpr int kVec = kVecSize<Element>;
+      const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(to) / sizeof(Element) % kVec);
+      if (thread < kTile) bulk_store_wait_read();
+      named_barrier(1 + warpgroup, 128);
+      auto stage = [&](int local, int m, int half, int tap) {
 #pragma unroll
-    for (int row = 0; row < kSegments * 2; ++row) {
-      if (stored >> row & 1) store(offset[row], row / 2, row % 2, kMiddle);
-      if constexpr (kWide) {
-        if (beyond[0] >> row & 1) store(offset[row] - p.y_stride[2], row / 2, row % 2, kTaps - 1);
-        if (beyond[1] >> row & 1) store(offset[row] + p.y_stride[2], row / 2, row % 2, 0);
+        for (int i = 0; i < kTile / 4; ++i) {
+          staged[(i / 8 * 32 + c_local + i % 8 / 4 * kNextFour + i % 4) * plan.planar_pitch + local] =
+              from_acc<Element>(acc[m][at(tap, i / 8, half, i % 8)]);
+        }
+      };
+#pragma unroll
+      for (int row = 0; row < kSegments * 2; ++row) {
+        const int local =
+            phase + (oh[row / 2][row % 2] - oh0) * p.out[2] + column[row / 2][row % 2] + plan.anchor_to_out;
+        if (stored >> row & 1) stage(local, row / 2, row % 2, kMiddle);
+        if (beyond[0] >> row & 1) stage(local - 1, row / 2, row % 2, kTaps - 1);
+        if (beyond[1] >> row & 1) stage(local + 1, row / 2, row % 2, 0);
+      }
+      wgmma_fence_shared();
+      named_barrier(1 + warpgroup, 128);
+      if (thread < kTile && c < p.c_out && count > 0) {
+        const Element* const from = staged + thread * plan.planar_pitch + phase;
+        const int head = min((kVec - phase) % kVec, count), body = (count - head) / kVec * kVec;
+        if (body > 0) bulk_store(to + head, from + head, body * sizeof(Element));
+        for (int i = 0; i < head; ++i) to[i] = from[i];
+        for (int i = head + body; i < count; ++i) to[i] = from[i];
+      }
+      if (thread < kTile) bulk_store_commit();
+    } else {
+#pragma unroll
+      for (int row = 0; row < kSegments * 2; ++row) {
+        if (stored >> row & 1) store(offset[row], row / 2, row % 2, kMiddle);
+        if constexpr (kWide) {
+          if (beyond[0] >> row & 1) store(offset[row] - p.y_stride[2], row / 2, row % 2, kTaps - 1);
+          if (beyond[1] >> row & 1) store(offset[row] + p.y_stride[2], row / 2, row % 2, 0);
+        }
       }
     }
 
@@ -591,7 +632,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       }
     }
   }
-  if (lag > 0 && lane == 0) barrier_arrive(lagging);  // too little work to have come to it
+  if (kWide && plan.planar_pitch > 0) bulk_store_wait_read();  // before this block's shared memory is another's
+  if (lag > 0 && lane == 0) barrier_arrive(lagging);           // too little work to have come to it
 #endif
 }
 

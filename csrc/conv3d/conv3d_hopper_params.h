@@ -56,9 +56,10 @@ struct HopperPlan {
   int taps_per_stage = 1;        // taps along the height that one stage of positions serves
   int boxes = 1, box_rows = 64;  // tensor copies per run and stage
   int a_stages = 2, b_stages = 2;
-  int lag = 0;         // taps that the second warpgroup starts later, so that products run during an epilogue
-  bool stats = false;  // kStoreStats: a slice for each tile of a sample and warpgroup in it
-  bool wide = false;   // statistics, or outputs beyond the input's columns
+  int lag = 0;           // taps that the second warpgroup starts later, so that products run during an epilogue
+  bool stats = false;    // kStoreStats: a slice for each tile of a sample and warpgroup in it
+  bool wide = false;     // statistics, or outputs beyond the input's columns
+  int planar_pitch = 0;  // contiguous y: elements from channel to channel of a strip's outputs in shared memory; or 0
   HopperDivisor by_n_tiles, by_tiles_per_sample, by_runs_per_plane, by_width;
   int smem_bytes = 0;
   int64_t packed_bytes = 0;

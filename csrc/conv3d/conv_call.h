@@ -54,6 +54,7 @@ inline ConvProblem make_problem(const ConvShape& shape, ConvEpilogue epilogue, b
   p.allow_tf32 = allow_tf32;
   p.epilogue = epilogue;
   p.channels_innermost = channels_innermost;
+  p.planar = channels_innermost && !shape.out_channels_last;
   return p;
 }
 
