@@ -62,17 +62,6 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
-// The other way, under the same conditions. A thread waits for its own: until shared memory may be written again.
-__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
-               "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void bulk_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

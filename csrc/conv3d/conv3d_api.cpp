@@ -20,8 +20,7 @@ Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvP
   return y;
 }
 
-Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan, const void* residual = nullptr,
-                   double scale = 1) {
+Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   Workspace workspace(a.x);
   const HopperSpace space(&workspace, plan);
@@ -29,8 +28,6 @@ Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& 
   Tensor y = allocate_output(a, shape);
   HopperParams p = start_hopper(a, shape, plan, a.x, space, workspace, stream);
   set_output(&p, y, a.rank);
-  p.residual = residual;
-  p.scale = static_cast<float>(scale);
   raise_on_error(a.op, run_conv_hopper(p, stream));
   return y;
 }
@@ -92,18 +89,6 @@ Tensor conv_forward(const ConvArgs& a) {
     choice.path = choice.plan.refusal ? ConvPath::kDirect : ConvPath::kImplicitGemm;
   }
   return run_choice(a, shape, choice);
-}
-
-std::optional<Tensor> conv_add_forward(const ConvArgs& a, const OptTensor& residual, double scale) {
-  const ConvShape shape = check_conv_args(a);
-  const DeviceGuard guard(a.x.get_device_index());
-  const ConvChoice choice = choose(a, shape, ConvEpilogue::kStore);
-  const void* const added = residual ? residual->const_data_ptr() : nullptr;
-  if (choice.path != ConvPath::kHopper || choice.hopper.wide || a.x.numel() == 0 ||
-      reinterpret_cast<uintptr_t>(added) % 16 != 0) {
-    return std::nullopt;
-  }
-  return conv_hopper(a, shape, choice.hopper, added, scale);
 }
 
 namespace {

@@ -76,20 +76,20 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
     choice.path = ConvPath::kImplicitGemm;
     choice.reason = "narrow channels, where cuDNN is slow";
-  } else if (!choice.hopper.refusal && hopper_microseconds(choice.hopper) < cudnn_microseconds(problem)) {
+  } else if (const char* const why_not = hopper_loses(problem, choice.hopper); why_not == nullptr) {
     choice.path = ConvPath::kHopper;
     choice.reason = "channels innermost and few: wgmma with the taps of the width as columns";
   } else {
     choice.reason = "input channels above " + std::to_string(kNarrowInputChannels) + " or output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN is faster";
-    if (choice.hopper.refusal) choice.reason += std::string("; not on wgmma: ") + choice.hopper.refusal;
+    choice.reason += std::string("; not on wgmma: ") + why_not;
   }
   return choice;
 }
 
 // The same, remembered: planning looks at hundreds of tiles, and a model calls with the same few shapes.
 inline const ConvChoice& choose_conv_cached(const ConvProblem& q, const DeviceLimits& l, ConvBackend backend) {
-  std::array<int64_t, 33> key{
+  std::array<int64_t, 32> key{
       q.n,        q.c_in,           q.c_out,       q.groups,    q.transposed,     int64_t(q.dtype),   q.allow_tf32,
       l.sm_count, l.smem_per_block, l.smem_per_sm, l.has_wgmma, int64_t(backend), int64_t(q.epilogue)};
   key[13] = q.channels_innermost;
@@ -97,8 +97,7 @@ inline const ConvChoice& choose_conv_cached(const ConvProblem& q, const DeviceLi
     const int64_t dim[6] = {q.in[i], q.out[i], q.kernel[i], q.stride[i], q.padding[i], q.dilation[i]};
     for (int j = 0; j < 6; ++j) key[14 + i * 6 + j] = dim[j];
   }
-  key[32] = q.planar;
-  thread_local std::map<std::array<int64_t, 33>, ConvChoice> known;
+  thread_local std::map<std::array<int64_t, 32>, ConvChoice> known;
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
   if (known.size() >= 256) known.clear();

@@ -103,18 +103,6 @@ __device__ __forceinline__ constexpr int hopper_handed_before(int tap) {
   return behind * (2 * kMiddle - behind + 1) / 2 + ahead * (ahead + 1) / 2;
 }
 
-// Element i of 16 or 32 loaded bytes.
-template <typename T>
-__device__ __forceinline__ float element_of(const uint32_t* words, int i) {
-  if constexpr (sizeof(T) == 4) {
-    return __uint_as_float(words[i]);
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)));
-  } else {
-    return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
-  }
-}
-
 // A sum that only some lanes make, without a select.
 __device__ __forceinline__ void add_where(bool where, float (&sum)[4], const float (&v)[4]) {
   asm("{ .reg .pred p; setp.ne.b32 p, %8, 0; @p add.f32 %0, %0, %4; @p add.f32 %1, %1, %5; @p add.f32 %2, %2, %6; "
@@ -437,53 +425,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       if (__any_sync(0xffffffff, beyond[1])) finish(0);
     }
 
-    const int64_t first = t.n * p.y_stride_n + c0 * p.y_stride_c;
-    Element* const y = static_cast<Element*>(p.y) + first;
+    Element* const y = static_cast<Element*>(p.y) + t.n * p.y_stride_n + c0 * p.y_stride_c;
     const int channels_left = p.c_out - c0;
-    int64_t offset[kSegments * 2];
-#pragma unroll
-    for (int m = 0; m < kSegments; ++m) {
-      const int od = plan.by_runs_per_plane(t.index * plan.runs + plan.segment[first_segment + m].run);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int ow = column[m][half] + plan.anchor_to_out;
-        offset[m * 2 + half] = od * p.y_stride[0] + oh[m][half] * p.y_stride[1] + ow * p.y_stride[2];
-        if (uint32_t(ow) >= uint32_t(p.out[2])) stored &= ~(1u << (m * 2 + half));
-      }
-    }
-    if (!kWide && p.residual) {
-      // All loads first: the accumulators of the outer taps are free to hold them.
-      constexpr int kPieces = sizeof(Element) == 4 ? 2 : 1;
-      const Element* const residual = static_cast<const Element*>(p.residual) + first;
-      uint32_t words[kSegments * 2][kTile / 32][kPieces * 4];
-#pragma unroll
-      for (int row = 0; row < kSegments * 2; ++row) {
-#pragma unroll
-        for (int i = 0; i < kTile / 32 * kPieces; ++i) {
-          const int c = i / kPieces * 32 + i % kPieces * kNextFour;
-          uint4 v = make_uint4(0, 0, 0, 0);
-          if (stored >> row & 1 && c < channels_left) {
-            v = *reinterpret_cast<const uint4*>(residual + offset[row] + c);
-          }
-          uint32_t* const to = words[row][i / kPieces] + i % kPieces * 4;
-          to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-        }
-      }
-#pragma unroll
-      for (int row = 0; row < kSegments * 2; ++row) {
-#pragma unroll
-        for (int i = 0; i < kTile / 4; ++i) {
-          acc[row / 2][at(kMiddle, i / 8, row % 2, i % 8)] += element_of<Element>(words[row][i / 8], i % 8);
-        }
-      }
-    }
-    if (!kWide && p.scale != 1.f) {
-#pragma unroll
-      for (int m = 0; m < kSegments; ++m) {
-#pragma unroll
-        for (int i = 0; i < kTile / 2; ++i) acc[m][kMiddle * kTile / 2 + i] *= p.scale;
-      }
-    }
     auto store = [&](int64_t offset, int m, int half, int tap) {
 #pragma unroll
       for (int block = 0; block < kTile / 32; ++block) {
@@ -511,52 +454,19 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         }
       }
     };
-    if (kWide && plan.planar_pitch > 0) {
-      // Contiguous y: through shared memory, where a channel's outputs of the strip, whole rows, are one run as they
-      // are in y, at the same place within 16 bytes.
-      Element* const staged = reinterpret_cast<Element*>(smem + layout.planar) + warpgroup * kTile * plan.planar_pitch;
-      const HopperRun r = hopper_run(plan, t, plan.segment[first_segment].run);
-      const int oh0 = plan.by_width(r.q0 + plan.segment[first_segment].run_row);
-      const int count = r.od < p.out[0] ? min(plan.strip_rows / p.in[2], p.out[1] - oh0) * p.out[2] : 0;
-      const int thread = tid % 128, c = t.n_tile * kTile + thread;
-      Element* const to = static_cast<Element*>(p.y) + t.n * p.y_stride_n + c * p.y_stride_c + r.od * p.y_stride[0] +
-                          oh0 * p.y_stride[1];
-      constexpr int kVec = kVecSize<Element>;
-      const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(to) / sizeof(Element) % kVec);
-      if (thread < kTile) bulk_store_wait_read();
-      named_barrier(1 + warpgroup, 128);
-      auto stage = [&](int local, int m, int half, int tap) {
 #pragma unroll
-        for (int i = 0; i < kTile / 4; ++i) {
-          staged[(i / 8 * 32 + c_local + i % 8 / 4 * kNextFour + i % 4) * plan.planar_pitch + local] =
-              from_acc<Element>(acc[m][at(tap, i / 8, half, i % 8)]);
-        }
-      };
+    for (int m = 0; m < kSegments; ++m) {
+      const int od = plan.by_runs_per_plane(t.index * plan.runs + plan.segment[first_segment + m].run);
 #pragma unroll
-      for (int row = 0; row < kSegments * 2; ++row) {
-        const int local =
-            phase + (oh[row / 2][row % 2] - oh0) * p.out[2] + column[row / 2][row % 2] + plan.anchor_to_out;
-        if (stored >> row & 1) stage(local, row / 2, row % 2, kMiddle);
-        if (beyond[0] >> row & 1) stage(local - 1, row / 2, row % 2, kTaps - 1);
-        if (beyond[1] >> row & 1) stage(local + 1, row / 2, row % 2, 0);
-      }
-      wgmma_fence_shared();
-      named_barrier(1 + warpgroup, 128);
-      if (thread < kTile && c < p.c_out && count > 0) {
-        const Element* const from = staged + thread * plan.planar_pitch + phase;
-        const int head = min((kVec - phase) % kVec, count), body = (count - head) / kVec * kVec;
-        if (body > 0) bulk_store(to + head, from + head, body * sizeof(Element));
-        for (int i = 0; i < head; ++i) to[i] = from[i];
-        for (int i = head + body; i < count; ++i) to[i] = from[i];
-      }
-      if (thread < kTile) bulk_store_commit();
-    } else {
-#pragma unroll
-      for (int row = 0; row < kSegments * 2; ++row) {
-        if (stored >> row & 1) store(offset[row], row / 2, row % 2, kMiddle);
+      for (int half = 0; half < 2; ++half) {
+        const int bit = m * 2 + half;
+        const int ow = column[m][half] + plan.anchor_to_out;
+        const int64_t offset = od * p.y_stride[0] + oh[m][half] * p.y_stride[1] + ow * p.y_stride[2];
+        if (uint32_t(ow) >= uint32_t(p.out[2])) stored &= ~(1u << bit);
+        if (stored >> bit & 1) store(offset, m, half, kMiddle);
         if constexpr (kWide) {
-          if (beyond[0] >> row & 1) store(offset[row] - p.y_stride[2], row / 2, row % 2, kTaps - 1);
-          if (beyond[1] >> row & 1) store(offset[row] + p.y_stride[2], row / 2, row % 2, 0);
+          if (beyond[0] >> bit & 1) store(offset - p.y_stride[2], m, half, kTaps - 1);
+          if (beyond[1] >> bit & 1) store(offset + p.y_stride[2], m, half, 0);
         }
       }
     }
@@ -632,8 +542,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       }
     }
   }
-  if (kWide && plan.planar_pitch > 0) bulk_store_wait_read();  // before this block's shared memory is another's
-  if (lag > 0 && lane == 0) barrier_arrive(lagging);           // too little work to have come to it
+  if (lag > 0 && lane == 0) barrier_arrive(lagging);  // too little work to have come to it
 #endif
 }
 

@@ -56,10 +56,9 @@ struct HopperPlan {
   int taps_per_stage = 1;        // taps along the height that one stage of positions serves
   int boxes = 1, box_rows = 64;  // tensor copies per run and stage
   int a_stages = 2, b_stages = 2;
-  int lag = 0;           // taps that the second warpgroup starts later, so that products run during an epilogue
-  bool stats = false;    // kStoreStats: a slice for each tile of a sample and warpgroup in it
-  bool wide = false;     // statistics, or outputs beyond the input's columns
-  int planar_pitch = 0;  // contiguous y: elements from channel to channel of a strip's outputs in shared memory; or 0
+  int lag = 0;         // taps that the second warpgroup starts later, so that products run during an epilogue
+  bool stats = false;  // kStoreStats: a slice for each tile of a sample and warpgroup in it
+  bool wide = false;   // statistics, or outputs beyond the input's columns
   HopperDivisor by_n_tiles, by_tiles_per_sample, by_runs_per_plane, by_width;
   int smem_bytes = 0;
   int64_t packed_bytes = 0;
@@ -71,23 +70,11 @@ struct alignas(64) HopperParams {
   const float* bias;   // n_tiles * c_tile values, zeros without a bias
   void* y;
   int64_t y_stride_n, y_stride_c, y_stride[3];  // with y_stride_c == 1 the others are multiples of 16 bytes
-  const void* residual;  // of y's layout, added after the activation; null: none. Not in wide plans
-  float scale;           // what is stored is multiplied with it after that; not in wide plans
-  float* partials;       // kStoreStats: see StatsPartials in groupnorm_params.h; slices as the plan says
-  Chain act;             // not kAny
+  float* partials;  // kStoreStats: see StatsPartials in groupnorm_params.h; slices as the plan says
+  Chain act;        // not kAny
   int c_out;
   int in[3], out[3];
   HopperPlan plan;
-};
-
-// x [n][c][s] copied to y [n][s][c]; c in whole 16-byte pieces.
-struct HopperInputParams {
-  const void* x;
-  void* y;
-  int64_t n, s;
-  int c;
-  int vectors;  // x and s allow 16-byte loads
-  Dtype dtype;
 };
 
 struct HopperPackParams {

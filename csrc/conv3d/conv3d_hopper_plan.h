@@ -14,7 +14,6 @@ struct HopperSmemLayout {
   int weights;
   int exchange;
   int stats;
-  int planar;
   int barriers;
   int total;
 };
@@ -35,10 +34,7 @@ KGOPT_HD HopperSmemLayout hopper_smem_layout(const HopperPlan& p) {
   s.exchange = s.weights + p.b_stages * hopper_b_stage_bytes(p);
   s.stats =
       s.exchange + kHopperConsumers * p.segments * 4 * hopper_exchanged_rows(p.taps_w, p.dilation[2]) * p.c_tile * 4;
-  s.planar = s.stats + (p.stats ? kHopperConsumers * 4 * (p.c_tile * 2 + 1) * 4 : 0);
-  s.planar = (s.planar + 15) / 16 * 16;
-  s.barriers = s.planar + kHopperConsumers * p.c_tile * p.planar_pitch * (p.math == ConvMath::kTf32 ? 4 : 2);
-  s.barriers = (s.barriers + 15) / 16 * 16;
+  s.barriers = s.stats + (p.stats ? kHopperConsumers * 4 * (p.c_tile * 2 + 1) * 4 : 0);
   s.total = s.barriers + ((2 * kHopperConsumers + 2) * kHopperMaxStages + 1) * 8 + 1024;  // 1024: alignment
   return s;
 }
@@ -56,8 +52,8 @@ inline double hopper_round_cycles(const HopperPlan& p) {
   const double a_bytes = steps * p.taps[1] / p.taps_per_stage * p.teams * hopper_a_stage_bytes(p);
   const double b_bytes = p.teams > 1 ? 0 : steps * p.taps[1] * hopper_b_stage_bytes(p);
   const double main = std::max(products, (a_bytes + b_bytes) / 28);
-  const double epilogue = 5000 + (p.math == ConvMath::kTf32 ? 1000 : 0) + (p.wide ? 3000 : 0);
-  return p.teams > 1 ? std::max(main, products / 2 + epilogue) : main + epilogue;
+  const double epilogue = 5000 + (p.math == ConvMath::kTf32 ? 1000 : 0) + (p.stats ? 8000 : 0);
+  return p.teams > 1 ? std::max(main, products / 2 + epilogue + 3000) : main + epilogue;
 }
 
 inline HopperDivisor hopper_divisor(int64_t divisor) {
@@ -113,7 +109,6 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
   if (p.taps_w != 3) return refuse("a kernel width other than 3 is not built");
   p.stats = problem.epilogue == ConvEpilogue::kStoreStats;
   if (problem.epilogue != ConvEpilogue::kStore && !p.stats) return refuse("an epilogue that stores no output");
-  if (problem.planar && !p.stats) return refuse("a contiguous output without statistics");
   const int64_t channel_bytes = problem.c_in * size;
   p.row_bytes = channel_bytes % 128 != 0 && channel_bytes % 128 <= 64 ? 64 : 128;
   p.chunks = static_cast<int>((channel_bytes + p.row_bytes - 1) / p.row_bytes);
@@ -146,14 +141,6 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
     p.owned_first = whole_rows ? 0 : middle;
     p.owned_end = whole_rows ? strip_rows : strip_rows - p.last_shift;
     p.strip_step = p.owned_end - p.owned_first;
-    // Outputs of whole rows go to a contiguous y in long pieces where there is space to turn them round.
-    p.planar_pitch = 0;
-    const int64_t planes = problem.out[0] * problem.out[1] * problem.out[2];
-    const int vec = static_cast<int>(16 / size);
-    if (problem.planar && whole_rows && strip_rows == 64 * p.segments && planes % vec == 0) {
-      const int pieces = static_cast<int>((strip_rows / problem.in[2] * problem.out[2] + 2 * vec - 2) / vec);
-      p.planar_pitch = (pieces | 1) * vec;  // odd: channels begin in different banks
-    }
     const int64_t run_step = int64_t(p.strip_step) * run_strips;
     p.runs_per_plane = static_cast<int>((plane + run_step - 1) / run_step);
     p.tiles_per_sample = static_cast<int>((problem.out[0] * p.runs_per_plane + p.runs - 1) / p.runs);

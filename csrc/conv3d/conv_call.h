@@ -54,7 +54,6 @@ inline ConvProblem make_problem(const ConvShape& shape, ConvEpilogue epilogue, b
   p.allow_tf32 = allow_tf32;
   p.epilogue = epilogue;
   p.channels_innermost = channels_innermost;
-  p.planar = channels_innermost && !shape.out_channels_last;
   return p;
 }
 
@@ -250,7 +249,6 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
   p.packed = pack.packed;
   p.bias = pack.packed_bias;
   p.c_out = pack.c_out;
-  p.scale = 1.f;
   for (int i = 0; i < 3; ++i) {
     p.in[i] = static_cast<int>(shape.in[i]);
     p.out[i] = static_cast<int>(shape.out[i]);
@@ -265,10 +263,6 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
 
 // The convolution alone, by whichever path `choose` takes for the storing epilogue.
 Tensor conv_forward(const ConvArgs& a);
-
-// The same + residual, times scale, where one kernel does it all: nothing otherwise. The residual is dense in y's
-// format.
-std::optional<Tensor> conv_add_forward(const ConvArgs& a, const OptTensor& residual, double scale);
 
 // Whether that is a kernel of our own.
 inline bool conv_is_own(const ConvArgs& a, const ConvShape& shape) {

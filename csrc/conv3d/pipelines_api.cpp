@@ -148,51 +148,13 @@ struct __attribute__((visibility("hidden"))) NormResult {
   Tensor y, mean, rstd;
 };
 
-// From the partials of a stored convolution to its norm, written over it.
-void normalize_output(const ConvArgs& a, const ConvShape& shape, int64_t slices, const Norm& norm, float* partials,
-                      void* table, const NormResult& r, cudaStream_t stream) {
-  GroupStatsFinalizeParams f = finalize_params(a, shape, slices, norm, partials, r.mean, r.rstd);
-  f.table = table;
-  raise_on_error(a.op, run_group_stats_finalize(f, stream));
-
-  NormalizeParams apply;
-  apply.x = r.y.const_data_ptr();
-  apply.y = r.y.mutable_data_ptr();
-  apply.table = table;
-  apply.dims = check_group_norm(a.op, r.y, norm.groups);
-  raise_on_error(a.op, run_normalize(apply, stream));
-}
-
 // relu and the norm after a transposed convolution; the norm is written over the convolution's output.
 NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups, const OptTensor& gn_weight,
                                           const OptTensor& gn_bias, double eps) {
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  // The Hopper kernel wants the channels of x innermost: a contiguous x is copied so, which costs less than the
-  // transposes around cuDNN's kernels. It stores the output in whatever format is asked for.
-  const bool innermost = has_channels_innermost(a.x, shape);
-  const bool copies = !innermost && !shape.out_channels_last && a.x.is_contiguous();
-  const ConvChoice choice = choose(a, shape, ConvEpilogue::kStoreStats, innermost || copies);
-  if (choice.path == ConvPath::kHopper && a.x.numel() > 0) {
-    const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-    const int64_t slices = hopper_slices(choice.hopper);
-    Workspace workspace(a.x);
-    const HopperSpace space(&workspace, choice.hopper);
-    const int64_t partials = workspace.reserve(partials_bytes(shape, slices));
-    const int64_t table = workspace.reserve(shape.n * shape.c_out * 4 * 4);
-    workspace.allocate();
-    NormResult r{allocate_output(a, shape), empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
-                 empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
-    const Tensor x = copies ? dense_in(a.x, channels_last_format(a.rank + 2)) : a.x;
-    HopperParams p = start_hopper(a, shape, choice.hopper, x, space, workspace, stream);
-    set_output(&p, r.y, a.rank);
-    p.partials = workspace.at<float>(partials);
-    p.act = Chain::kRelu;
-    raise_on_error(a.op, run_conv_hopper(p, stream));
-    normalize_output(a, shape, slices, norm, p.partials, workspace.at<void>(table), r, stream);
-    return r;
-  }
+  const ConvChoice choice = choose(a, shape, ConvEpilogue::kStoreStats);
   if (choice.path != ConvPath::kImplicitGemm || a.x.numel() == 0) {
     const Tensor c = conv_forward(a);
     if (c.numel() == 0) {
@@ -219,7 +181,16 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   p.act = check_act(a.op, "relu");
   raise_on_error(a.op, run_conv_transpose3d_stats(p, shape.n, stream));
 
-  normalize_output(a, shape, partials_slices(plan), norm, p.partials, workspace.at<void>(table), r, stream);
+  GroupStatsFinalizeParams f = finalize_params(a, shape, partials_slices(plan), norm, p.partials, r.mean, r.rstd);
+  f.table = workspace.at<void>(table);
+  raise_on_error(a.op, run_group_stats_finalize(f, stream));
+
+  NormalizeParams apply;
+  apply.x = r.y.const_data_ptr();
+  apply.y = r.y.mutable_data_ptr();
+  apply.table = f.table;
+  apply.dims = check_group_norm(a.op, r.y, num_groups);
+  raise_on_error(a.op, run_normalize(apply, stream));
   return r;
 }
 

@@ -33,15 +33,13 @@ Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, Int
                 static_cast<int>(x.dim()) - 2,
                 backend,
                 std::nullopt};
-  const Tensor dense_residual = residual ? dense_in(*residual, format) : Tensor();
-  const OptTensor added = residual ? OptTensor(dense_residual) : std::nullopt;
-  if (const std::optional<Tensor> whole = conv_add_forward(conv, added, 1 / divisor)) return *whole;
-  // Other kernels of our own add the bias to what they store. ATen adds it in a pass of its own, far below the speed of
-  // the memory in channels_last.
+  // Kernels of our own add the bias to what they store. ATen adds it in a pass of its own, far below the speed of the
+  // memory in channels_last.
   (conv_is_own(conv, shape) ? bias : conv.bias) = std::nullopt;
   Tensor y = conv_forward(conv);
   if ((!bias && !residual && divisor == 1) || y.numel() == 0) return y;
   const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
+  const Tensor dense_residual = residual ? dense_in(*residual, format) : Tensor();
   BiasResidualParams p;
   p.y = y.mutable_data_ptr();
   p.bias = bias ? dense_bias.const_data_ptr() : nullptr;
