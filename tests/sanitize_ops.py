@@ -131,6 +131,15 @@ def conv_cases() -> None:
             b10, b20 = tensor(10, dtype=dtype), tensor(20, dtype=dtype)
             kw = {"backend": "kgopt", "allow_tf32": tf32}
             # Gradients of a convolution come from ATen, so only the forward kernels are of interest.
+            for c_in, c_out, size in ((32, 32, (3, 9, 37)), (64, 72, (2, 7, 32))):
+                run(
+                    f"conv3d {c_in} channels {label}",
+                    tensor(2, c_in, *size, dtype=dtype, channels_last=last),
+                    tensor(c_out, c_in, 3, 3, 3, dtype=dtype),
+                    tensor(c_out, dtype=dtype),
+                    backward=False,
+                    call=lambda x, w, b, kw=kw: ops.conv3d(x, w, b, [1] * 3, [1] * 3, [1] * 3, **kw),
+                )
             run(
                 f"conv3d {label}",
                 x3,

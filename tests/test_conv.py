@@ -103,6 +103,21 @@ def test_conv_follows_the_tf32_switch():
     assert errors[False] < 1e-6 < 1e-5 < errors[True]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_conv_of_few_channels_innermost(dtype, poisoned):
+    """Large enough for the wgmma kernel to be taken by itself: many tiles a block, all stages of its rings."""
+    torch.backends.cudnn.allow_tf32 = True
+    x = channels_last(torch.randint(-3, 4, (1, 32, 48, 90, 101)).to(dtype).cuda())
+    weight = torch.randint(-2, 3, (40, 32, 3, 3, 3)).to(dtype).cuda()
+    exact = F.conv3d(x.double(), weight.double(), padding=1)
+    assert torch.equal(functional.conv3d(x, weight, padding=1), exact.to(dtype))
+    assert torch.equal(functional.conv3d(x, weight, padding=1, backend="kgopt"), exact.to(dtype))
+    if torch.cuda.get_device_capability() == (9, 0):
+        once, none = [1, 1, 1], [0, 0, 0]
+        assert "wgmma" in torch.ops.kgopt.explain_conv(x, weight, once, once, once, none, 1, False)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_conv_random_arguments_exact(data, device):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 
@@ -489,6 +490,134 @@ def test_narrow_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) 
     arguments = {"c_in": 4, "c_out": 24, "size": (8, 9, 10), "kernel": (3, 3, 3), "epilogue": dev.ConvEpilogue.stats}
     problem, _ = make_problem(**{**arguments, **kwargs})
     assert fragment in dev.plan_narrow(problem, limits or dev.DeviceLimits()).refusal
+
+
+def check_hopper_plan(plan, case: dict, size, output, limits) -> None:
+    """Every output is written once, with all its taps at hand, and shared memory holds what the kernel puts there."""
+    width, height = size[2], output[1]
+    owned = range(plan.owned_first, plan.owned_end)
+    shifts = [plan.first_shift + tap * case["dilation"][2] for tap in range(plan.taps_w)]
+    assert (shifts[0], shifts[-1]) == (plan.first_shift, plan.last_shift)
+    assert all(abs(shift) < 8 for shift in shifts), "a tap reaches beyond the neighbouring rows of eight"
+    rows = dev.HOPPER_CONSUMERS // plan.teams * plan.segments * 64
+    assert plan.runs * plan.run_strips * plan.strip_rows == rows
+    written = collections.Counter()
+    for strip in range(plan.runs_per_plane * plan.run_strips):
+        for row in owned:
+            q = strip * plan.strip_step - plan.owned_first + row
+            line, column = divmod(q, width)
+            assert q < 0 or plan.by_width(q) == line
+            if q < 0 or line >= height:
+                continue
+            assert all(0 <= row + s < plan.strip_rows for s in shifts if 0 <= column + s < width), "a tap is missing"
+            out = column + plan.anchor_to_out
+            written[line, out] += 0 <= out < output[2]
+            if plan.anchor_to_out == 1 and column == 0:
+                written[line, 0] += 1
+            if column == width - 1 and out + 1 < output[2]:
+                written[line, out + 1] += 1
+            if plan.anchor_to_out == 1 or (column == width - 1 and out + 1 < output[2]):
+                assert plan.wide
+    written = {place: count for place, count in written.items() if count}
+    assert written == {place: 1 for place in itertools.product(range(height), range(output[2]))}
+    last = (plan.run_strips - 1) * plan.strip_step + plan.strip_rows
+    reach = (plan.taps_per_stage - 1) * case["dilation"][1] * width
+    assert plan.boxes * plan.box_rows >= last + reach
+    assert plan.box_rows <= 256
+    assert plan.box_rows % 8 == 0
+    assert plan.taps[1] % plan.taps_per_stage == 0
+    assert 2 <= plan.a_stages <= dev.HOPPER_MAX_STAGES
+    if plan.teams == 1:
+        assert 2 <= plan.b_stages <= dev.HOPPER_MAX_STAGES
+        assert plan.lag <= plan.b_stages - 2
+    else:
+        assert plan.n_tiles == 1
+        assert plan.b_stages == plan.taps[0] * plan.taps[1] * plan.chunks
+    assert plan.smem_bytes <= limits.smem_per_block
+    assert 1 <= plan.blocks <= limits.sm_count
+    assert plan.blocks * plan.teams < plan.tiles + plan.teams
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_hopper_plan_of_any_shape(data) -> None:
+    draw = data.draw
+    transposed = draw(st.booleans())
+    kernel = (draw(st.integers(1, 4)), draw(st.integers(1, 7)), 3)
+    size = (draw(st.integers(1, 9)), draw(st.integers(1, 30)), draw(st.integers(1, 300)))
+    dilation = tuple(draw(st.integers(1, 3)) for _ in range(3))
+    case = {"kernel": kernel, "stride": (1, 1, 1), "dilation": dilation}
+    case["padding"] = tuple(draw(st.integers(0, (k - 1) * d)) for k, d in zip(kernel, dilation, strict=True))
+    outputs = [
+        dev.conv_out_size(*dim, transposed)
+        for dim in zip(size, *(case[k] for k in ("kernel", "stride", "padding", "dilation")), strict=True)
+    ]
+    if min(outputs) < 1:
+        return
+    problem, output = make_problem(
+        8 * draw(st.integers(1, 24)),
+        8 * draw(st.integers(1, 24)),
+        size,
+        **case,
+        n=draw(st.integers(1, 20)),
+        transposed=transposed,
+        dtype=draw(st.sampled_from(DTYPES)),
+        epilogue=draw(st.sampled_from([dev.ConvEpilogue.store, dev.ConvEpilogue.store_stats])),
+        channels_innermost=True,
+    )
+    plan = dev.plan_hopper(problem, GPUS["h200"])
+    if plan.refusal is not None:
+        assert len(plan.refusal) > 10
+        return
+    check_hopper_plan(plan, case, size, output, GPUS["h200"])
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_hopper_columns_are_a_permutation(half: bool) -> None:
+    assert sorted(dev.hopper_column_channel(x, half) for x in range(64)) == list(range(64))
+
+
+@pytest.mark.parametrize(
+    ("c_in", "c_out", "size"),
+    [(32, 32, (128,) * 3), (64, 64, (64,) * 3), (32, 64, (80, 170, 170)), (32, 32, (96,) * 3)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_channels_innermost_take_the_hopper_kernel(c_in, c_out, size, dtype: str) -> None:
+    case = dict(kernel=(3, 3, 3), padding=(1, 1, 1))
+    problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype, channels_innermost=True)
+    choice = dev.choose_conv(problem, GPUS["h200"])
+    assert choice.path.name == "hopper"
+    assert "wgmma" in choice.explain()
+    problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype)
+    choice = dev.choose_conv(problem, GPUS["h200"])
+    assert choice.path.name == "aten"
+    assert "channels_last" in choice.explain()
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kwargs", "limits"),
+    [
+        ("wgmma", {}, dev.DeviceLimits(has_wgmma=False)),
+        ("float64", {"dtype": "float64"}, None),
+        ("fp32 accuracy", {"allow_tf32": False}, None),
+        ("channels_last", {"channels_innermost": False}, None),
+        ("grouped", {"groups": 2}, None),
+        ("16 bytes", {"c_in": 33}, None),
+        ("multiple of 8", {"c_out": 33}, None),
+        ("stride", {"stride": (1, 2, 1)}, None),
+        ("above 7", {"kernel": (1, 9, 3)}, None),
+        ("width other than 3", {"kernel": (3, 3, 2)}, None),
+        ("beyond the kernel", {"padding": (0, 3, 0)}, None),
+        ("stores no output", {"epilogue": dev.ConvEpilogue.stats}, None),
+        ("wider than the input", {"dilation": (1, 1, 2), "transposed": True}, None),
+        ("dilation along the width", {"dilation": (1, 1, 9)}, None),
+        ("does not fit", {}, dev.DeviceLimits(smem_per_block=60 << 10)),
+    ],
+)
+def test_hopper_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
+    arguments = {"c_in": 32, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "channels_innermost": True}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    assert fragment in dev.plan_hopper(problem, limits or dev.DeviceLimits()).refusal
 
 
 @settings(max_examples=300, deadline=None)

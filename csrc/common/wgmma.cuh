@@ -1,5 +1,5 @@
-// Hopper's warpgroup products with A in registers and B in shared memory: D[64 x N] += A[64 x 8 words] B[8 words x N],
-// a word being one TF32 value or two neighbouring half values.
+// Hopper's warpgroup products with A in registers or in shared memory and B in shared memory: D[64 x N] += A[64 x 8
+// words] B[8 words x N], a word being one TF32 value or two neighbouring half values.
 //
 // Warp w of the four holds rows 16 w ... 16 w + 15 of A and D, in the fragment order of mma.cuh:
 //   a0 = A[g][t], a1 = A[g + 8][t], a2 = A[g][t + 4], a3 = A[g + 8][t + 4];
@@ -97,6 +97,55 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4]
     KGOPT_WGMMA_TYPE("k16", ".f32.bf16.bf16", "1, 1, 0")
   } else {
     KGOPT_WGMMA_TYPE("k16", ".f32.f16.f16", "1, 1, 0")
+  }
+}
+
+// --- Both operands in shared memory, rows of A and columns of B in rows of kRowBytes (32, 64 or 128) under the swizzle
+// of that width, as the tensor copies lay them: the 16-byte pieces of row r sit at piece ^ (r * kRowBytes / 128 % 8)
+// within the width. The pattern is one of addresses, so A may begin at any row of a region that is aligned to 1024.
+
+// Adding bytes / 16 moves it, to a later step of K (32 bytes) or to another row.
+template <int kRowBytes>
+__device__ __forceinline__ uint64_t wgmma_swizzled_descriptor(uint32_t shared_address) {
+  constexpr uint64_t kLayout = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+  return (shared_address & 0x3FFFF) >> 4 | uint64_t(1) << 16 | uint64_t(kRowBytes * 8 >> 4) << 32 | kLayout << 62;
+}
+
+#define KGOPT_S80 KGOPT_S64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define KGOPT_S96 KGOPT_S80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define KGOPT_D64(i) KGOPT_D32(i), KGOPT_D32((i) + 32)
+#define KGOPT_WGMMA_SHARED_SHAPE(n, k, types, scale, list, a, b, add_flag, outputs)                        \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, " add_flag                                                  \
+               ", 0; "                                                                                     \
+               "wgmma.mma_async.sync.aligned.m64n" #n k types " {" list "}, " a ", " b ", p, " scale "; }" \
+               : outputs                                                                                   \
+               : "l"(a_descriptor), "l"(b_descriptor), "r"(int(add)))
+#define KGOPT_WGMMA_SHARED_TYPE(k, types, scale)                                                  \
+  if constexpr (kN == 64) {                                                                       \
+    KGOPT_WGMMA_SHARED_SHAPE(64, k, types, scale, KGOPT_S32, "%32", "%33", "%34", KGOPT_D32(0));  \
+  } else if constexpr (kN == 96) {                                                                \
+    KGOPT_WGMMA_SHARED_SHAPE(96, k, types, scale, KGOPT_S48, "%48", "%49", "%50",                 \
+                             KGOPT_D32(0) KGOPT_COMMA KGOPT_D16(32));                             \
+  } else if constexpr (kN == 128) {                                                               \
+    KGOPT_WGMMA_SHARED_SHAPE(128, k, types, scale, KGOPT_S64, "%64", "%65", "%66", KGOPT_D64(0)); \
+  } else if constexpr (kN == 160) {                                                               \
+    KGOPT_WGMMA_SHARED_SHAPE(160, k, types, scale, KGOPT_S80, "%80", "%81", "%82",                \
+                             KGOPT_D64(0) KGOPT_COMMA KGOPT_D16(64));                             \
+  } else {                                                                                        \
+    static_assert(kN == 192);                                                                     \
+    KGOPT_WGMMA_SHARED_SHAPE(192, k, types, scale, KGOPT_S96, "%96", "%97", "%98",                \
+                             KGOPT_D64(0) KGOPT_COMMA KGOPT_D32(64));                             \
+  }
+
+template <WgmmaType kType, int kN>
+__device__ __forceinline__ void wgmma_shared(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor,
+                                             bool add) {
+  if constexpr (kType == WgmmaType::kTf32) {
+    KGOPT_WGMMA_SHARED_TYPE("k8", ".f32.tf32.tf32", "1, 1")
+  } else if constexpr (kType == WgmmaType::kBf16) {
+    KGOPT_WGMMA_SHARED_TYPE("k16", ".f32.bf16.bf16", "1, 1, 0, 0")
+  } else {
+    KGOPT_WGMMA_SHARED_TYPE("k16", ".f32.f16.f16", "1, 1, 0, 0")
   }
 }
 

@@ -20,6 +20,18 @@ Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvP
   return y;
 }
 
+Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan) {
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  Workspace workspace(a.x);
+  const HopperSpace space(&workspace, plan);
+  workspace.allocate();
+  Tensor y = allocate_output(a, shape);
+  HopperParams p = start_hopper(a, shape, plan, a.x, space, workspace, stream);
+  set_output(&p, y, a.rank);
+  raise_on_error(a.op, run_conv_hopper(p, stream));
+  return y;
+}
+
 Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
   Tensor y = allocate_output(a, shape);
   const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
@@ -59,6 +71,7 @@ bool aten_would_use_tf32(const ConvArgs& a, const ConvShape& shape) {
 Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& choice) {
   switch (choice.path) {
     case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.plan);
+    case ConvPath::kHopper: return conv_hopper(a, shape, choice.hopper);
     case ConvPath::kDirect: return conv_direct(a, shape);
     default: return conv_aten(a, shape);
   }

@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 
+#include "conv3d_hopper_table.h"
 #include "conv3d_narrow_plan.h"
 #include "conv3d_plan.h"
 
@@ -16,6 +17,7 @@ enum class ConvBackend { kAuto, kKgopt, kAten };
 enum class ConvPath {
   kImplicitGemm,  // conv3d_kernel.cuh
   kNarrow,        // conv3d_narrow_kernel.cuh
+  kHopper,        // conv3d_hopper_kernel.cuh
   kDirect,        // conv3d_direct.cu
   kAten           // cuDNN through aten::convolution
 };
@@ -24,6 +26,7 @@ struct ConvChoice {
   ConvPath path = ConvPath::kAten;
   ConvPlan plan;
   NarrowPlan narrow;
+  HopperPlan hopper;
   std::string reason;
 
   std::string explain() const {
@@ -51,7 +54,10 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     return choice;
   }
   choice.narrow = plan_narrow(problem, limits);
-  const ConvPath own = choice.narrow.refusal ? ConvPath::kImplicitGemm : ConvPath::kNarrow;
+  choice.hopper = plan_hopper(problem, limits);
+  const ConvPath own = !choice.narrow.refusal   ? ConvPath::kNarrow
+                       : !choice.hopper.refusal ? ConvPath::kHopper
+                                                : ConvPath::kImplicitGemm;
   if (backend == ConvBackend::kKgopt) {
     choice.path = own;
     choice.reason = "backend=\"kgopt\" was asked for";
@@ -70,9 +76,13 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
     choice.path = ConvPath::kImplicitGemm;
     choice.reason = "narrow channels, where cuDNN is slow";
+  } else if (const char* const why_not = hopper_loses(problem, choice.hopper); why_not == nullptr) {
+    choice.path = ConvPath::kHopper;
+    choice.reason = "channels innermost and few: wgmma with the taps of the width as columns";
   } else {
     choice.reason = "input channels above " + std::to_string(kNarrowInputChannels) + " or output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN is faster";
+    choice.reason += std::string("; not on wgmma: ") + why_not;
   }
   return choice;
 }
@@ -82,6 +92,7 @@ inline const ConvChoice& choose_conv_cached(const ConvProblem& q, const DeviceLi
   std::array<int64_t, 32> key{
       q.n,        q.c_in,           q.c_out,       q.groups,    q.transposed,     int64_t(q.dtype),   q.allow_tf32,
       l.sm_count, l.smem_per_block, l.smem_per_sm, l.has_wgmma, int64_t(backend), int64_t(q.epilogue)};
+  key[13] = q.channels_innermost;
   for (int i = 0; i < 3; ++i) {
     const int64_t dim[6] = {q.in[i], q.out[i], q.kernel[i], q.stride[i], q.padding[i], q.dilation[i]};
     for (int j = 0; j < 6; ++j) key[14 + i * 6 + j] = dim[j];

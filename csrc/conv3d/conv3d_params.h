@@ -40,6 +40,7 @@ struct ConvProblem {
   Dtype dtype = Dtype::kFloat32;
   bool allow_tf32 = true;
   ConvEpilogue epilogue = ConvEpilogue::kStore;
+  bool channels_innermost = false;  // x has whole 16-byte pieces of channels, rows of the height dense; so has y
 };
 
 // What the plan may use of the device.

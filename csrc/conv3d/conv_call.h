@@ -9,6 +9,7 @@
 #include "../common/workspace.h"
 #include "conv3d.h"
 #include "conv3d_dispatch.h"
+#include "conv3d_hopper.h"
 #include "conv3d_narrow.h"
 #include "conv_checks.h"
 
@@ -33,7 +34,8 @@ inline ConvBackend parse_backend(const char* op, const std::string& backend) {
   return backend == "kgopt" ? ConvBackend::kKgopt : backend == "aten" ? ConvBackend::kAten : ConvBackend::kAuto;
 }
 
-inline ConvProblem make_problem(const ConvShape& shape, ConvEpilogue epilogue, bool allow_tf32) {
+inline ConvProblem make_problem(const ConvShape& shape, ConvEpilogue epilogue, bool allow_tf32,
+                                bool channels_innermost) {
   ConvProblem p;
   p.n = shape.n;
   p.c_in = shape.c_in;
@@ -51,6 +53,7 @@ inline ConvProblem make_problem(const ConvShape& shape, ConvEpilogue epilogue, b
   p.dtype = shape.dtype;
   p.allow_tf32 = allow_tf32;
   p.epilogue = epilogue;
+  p.channels_innermost = channels_innermost;
   return p;
 }
 
@@ -59,11 +62,28 @@ inline ConvShape check_conv_args(const ConvArgs& a) {
                     a.transposed, a.rank);
 }
 
-inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
+// Whether the tensor copies can read x as it lies and y will lie likewise.
+inline bool has_channels_innermost(const Tensor& x, const ConvShape& shape) {
+  if (!shape.out_channels_last || (x.stride(1) != 1 && shape.c_in > 1)) return false;
+  const int64_t bytes = dtype_size(shape.dtype);
+  auto is_step = [&](int dim, int64_t size) {  // of whole pieces; a dim of size 1 may have any stride
+    const int64_t stride = x.stride(dim) * bytes;
+    return size == 1 || (stride > 0 && stride % 16 == 0 && stride < int64_t(1) << 40);
+  };
+  const int last = shape.rank + 1;
+  const int64_t stride_w = shape.in[2] > 1 ? x.stride(last) : x.stride(last - 1);
+  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && is_step(0, shape.n) &&
+         (shape.rank == 2 || is_step(2, shape.in[0])) && is_step(last - 1, shape.in[1]) && is_step(last, shape.in[2]) &&
+         (shape.in[1] == 1 || shape.in[2] == 1 || x.stride(last - 1) == shape.in[2] * stride_w);
+}
+
+inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue,
+                         std::optional<bool> channels_innermost = std::nullopt) {
   const DeviceInfo info = check_gpu(a.op, a.x);
   const DeviceLimits limits{info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma};
-  return choose_conv_cached(make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32)), limits,
-                            parse_backend(a.op, a.backend));
+  return choose_conv_cached(make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32),
+                                         channels_innermost.value_or(has_channels_innermost(a.x, shape))),
+                            limits, parse_backend(a.op, a.backend));
 }
 
 // Strides of a tensor's spatial dims as depth, height, width.
@@ -167,7 +187,8 @@ inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape
   return p;
 }
 
-inline void set_output(ConvKernelParams* p, const Tensor& y, int rank) {
+template <typename Params>
+void set_output(Params* p, const Tensor& y, int rank) {
   p->y = y.mutable_data_ptr();
   p->y_stride_n = y.stride(0);
   p->y_stride_c = y.stride(1);
@@ -195,6 +216,49 @@ inline void pack_weights(const ConvArgs& a, const ConvShape& shape, ConvKernelPa
   raise_on_error(a.op, run_conv_pack(pack, stream));
   p->packed_weight = packed;
   p->bias = bias;
+}
+
+// What a call of the Hopper kernel keeps in the workspace.
+struct HopperSpace {
+  int64_t packed, bias;
+  HopperSpace(Workspace* workspace, const HopperPlan& plan)
+      : packed(workspace->reserve(plan.packed_bytes)),
+        bias(workspace->reserve(int64_t(plan.n_tiles) * plan.c_tile * 4)) {}
+};
+
+// Packs the weights; x may be a copy of a.x with its channels innermost. y, act and partials are left to the caller.
+inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan, const Tensor& x,
+                                 const HopperSpace& space, const Workspace& workspace, cudaStream_t stream) {
+  const WeightStrides w = weight_strides(a, shape);
+  const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
+  HopperPackParams pack{};
+  pack.weight = a.weight.const_data_ptr();
+  pack.stride_out = w.out;
+  pack.stride_in = w.in;
+  std::copy(w.k, w.k + 3, pack.stride_k);
+  pack.bias = a.bias ? dense_bias.const_data_ptr() : nullptr;
+  pack.packed = workspace.at<void>(space.packed);
+  pack.packed_bias = workspace.at<float>(space.bias);
+  pack.c_in = static_cast<int>(shape.c_in);
+  pack.c_out = static_cast<int>(shape.c_out);
+  pack.dtype = shape.dtype;
+  pack.plan = plan;
+  raise_on_error(a.op, run_conv_hopper_pack(pack, stream));
+
+  HopperParams p{};
+  p.packed = pack.packed;
+  p.bias = pack.packed_bias;
+  p.c_out = pack.c_out;
+  for (int i = 0; i < 3; ++i) {
+    p.in[i] = static_cast<int>(shape.in[i]);
+    p.out[i] = static_cast<int>(shape.out[i]);
+  }
+  p.plan = plan;
+  const int last = shape.rank + 1;
+  const int64_t stride_w = shape.in[2] > 1 ? x.stride(last) : shape.in[1] > 1 ? x.stride(last - 1) : shape.c_in;
+  raise_on_error(a.op, set_hopper_input(&p, x.const_data_ptr(), shape.n, shape.c_in, stride_w,
+                                        shape.rank == 3 ? x.stride(2) : 0, x.stride(0)));
+  return p;
 }
 
 // The convolution alone, by whichever path `choose` takes for the storing epilogue.

@@ -52,7 +52,7 @@ void assign(int64_t (&to)[3], const Dims& from) {
 
 ConvProblem make_problem(int64_t n, int64_t c_in, int64_t c_out, const Dims& in, const Dims& out, const Dims& kernel,
                          const Dims& stride, const Dims& padding, const Dims& dilation, int64_t groups, bool transposed,
-                         const std::string& dtype, bool allow_tf32, ConvEpilogue epilogue) {
+                         const std::string& dtype, bool allow_tf32, ConvEpilogue epilogue, bool channels_innermost) {
   ConvProblem p;
   p.n = n;
   p.c_in = c_in;
@@ -68,6 +68,7 @@ ConvProblem make_problem(int64_t n, int64_t c_in, int64_t c_out, const Dims& in,
   p.dtype = parse_dtype(dtype);
   p.allow_tf32 = allow_tf32;
   p.epilogue = epilogue;
+  p.channels_innermost = channels_innermost;
   return p;
 }
 
@@ -103,6 +104,7 @@ void bind_conv(py::module_& m) {
   py::enum_<ConvPath>(m, "ConvPath")
       .value("implicit_gemm", ConvPath::kImplicitGemm)
       .value("narrow", ConvPath::kNarrow)
+      .value("hopper", ConvPath::kHopper)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
 
@@ -121,7 +123,7 @@ void bind_conv(py::module_& m) {
            py::arg("input"), py::arg("output"), py::arg("kernel"), py::arg("stride") = Dims{1, 1, 1},
            py::arg("padding") = Dims{0, 0, 0}, py::arg("dilation") = Dims{1, 1, 1}, py::arg("groups") = 1,
            py::arg("transposed") = false, py::arg("dtype") = "float32", py::arg("allow_tf32") = true,
-           py::arg("epilogue") = ConvEpilogue::kStore);
+           py::arg("epilogue") = ConvEpilogue::kStore, py::arg("channels_innermost") = false);
 
   py::class_<ConvDimClass>(m, "ConvDimClass")
       .def_readonly("taps", &ConvDimClass::taps)
@@ -205,10 +207,50 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("tiles", [](const NarrowPlan& p) { return copied(p.tiles); })
       .def_property_readonly("origin", [](const NarrowPlan& p) { return copied(p.origin); });
 
+  py::class_<HopperPlan>(m, "HopperPlan",
+                         "The plan for channels-innermost tensors; fields as in conv3d_hopper_params.h.")
+      .def_property_readonly(
+          "refusal", [](const HopperPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("taps_w", &HopperPlan::taps_w)
+      .def_readonly("c_tile", &HopperPlan::c_tile)
+      .def_readonly("segments", &HopperPlan::segments)
+      .def_readonly("teams", &HopperPlan::teams)
+      .def_readonly("n_tiles", &HopperPlan::n_tiles)
+      .def_readonly("row_bytes", &HopperPlan::row_bytes)
+      .def_readonly("chunks", &HopperPlan::chunks)
+      .def_readonly("flip", &HopperPlan::flip)
+      .def_readonly("first_shift", &HopperPlan::first_shift)
+      .def_readonly("last_shift", &HopperPlan::last_shift)
+      .def_readonly("anchor_to_out", &HopperPlan::anchor_to_out)
+      .def_readonly("strip_rows", &HopperPlan::strip_rows)
+      .def_readonly("strip_step", &HopperPlan::strip_step)
+      .def_readonly("owned_first", &HopperPlan::owned_first)
+      .def_readonly("owned_end", &HopperPlan::owned_end)
+      .def_readonly("run_strips", &HopperPlan::run_strips)
+      .def_readonly("runs", &HopperPlan::runs)
+      .def_readonly("runs_per_plane", &HopperPlan::runs_per_plane)
+      .def_readonly("tiles_per_sample", &HopperPlan::tiles_per_sample)
+      .def_readonly("tiles", &HopperPlan::tiles)
+      .def_readonly("blocks", &HopperPlan::blocks)
+      .def_readonly("taps_per_stage", &HopperPlan::taps_per_stage)
+      .def_readonly("boxes", &HopperPlan::boxes)
+      .def_readonly("box_rows", &HopperPlan::box_rows)
+      .def_readonly("a_stages", &HopperPlan::a_stages)
+      .def_readonly("b_stages", &HopperPlan::b_stages)
+      .def_readonly("lag", &HopperPlan::lag)
+      .def_readonly("wide", &HopperPlan::wide)
+      .def_readonly("smem_bytes", &HopperPlan::smem_bytes)
+      .def_readonly("packed_bytes", &HopperPlan::packed_bytes)
+      .def_property_readonly("taps", [](const HopperPlan& p) { return copied(p.taps); })
+      .def_property_readonly("padding", [](const HopperPlan& p) { return copied(p.padding); })
+      .def("by_width",
+           [](const HopperPlan& p, int64_t n) { return int64_t(n * 2 * p.by_width.magic >> 32 >> p.by_width.shift); });
+
   py::class_<ConvChoice>(m, "ConvChoice")
       .def_readonly("path", &ConvChoice::path)
       .def_readonly("plan", &ConvChoice::plan)
       .def_readonly("narrow", &ConvChoice::narrow)
+      .def_readonly("hopper", &ConvChoice::hopper)
       .def_readonly("reason", &ConvChoice::reason)
       .def("explain", &ConvChoice::explain);
 
@@ -220,6 +262,10 @@ void bind_conv(py::module_& m) {
   m.def("plan_conv", &plan_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("NARROW_STRIP") = kNarrowStrip;
   m.def("plan_narrow", &plan_narrow, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.attr("HOPPER_CONSUMERS") = kHopperConsumers;
+  m.attr("HOPPER_MAX_STAGES") = kHopperMaxStages;
+  m.def("plan_hopper", &plan_hopper, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("hopper_column_channel", &hopper_column_channel, py::arg("column"), py::arg("half"));
   m.def("choose_conv", &choose_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto);
 }
