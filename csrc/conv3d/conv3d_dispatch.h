@@ -66,13 +66,15 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   const int64_t c_in = problem.c_in / problem.groups, c_out = problem.c_out / problem.groups;
   if (problem.groups != 1) {
     choice.reason = "grouped convolutions go to cuDNN";
-  } else if (fused && c_in <= 2 * kNarrowInputChannels) {
+  } else if (fused && c_in <= 2 * kNarrowInputChannels &&
+             (c_in <= kNarrowInputChannels || c_out <= kNarrowOutputChannels)) {
     choice.path = own;
     choice.reason = "narrow input: the convolution's output never reaches memory";
     if (own == ConvPath::kNarrow) choice.reason += "; on wgmma";
   } else if (fused) {
-    choice.reason =
-        "input channels above " + std::to_string(2 * kNarrowInputChannels) + ": cuDNN and a stored output are faster";
+    choice.reason = "input channels above " + std::to_string(2 * kNarrowInputChannels) + ", or above " +
+                    std::to_string(kNarrowInputChannels) + " and output channels above " +
+                    std::to_string(kNarrowOutputChannels) + ": cuDNN and a stored output are faster";
   } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
     choice.path = ConvPath::kImplicitGemm;
     choice.reason = "narrow channels, where cuDNN is slow";
