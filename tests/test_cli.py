@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from kgopt.cli import _optional, cases, chains, main, measure, models, results
+from kgopt.cli import _optional, cases, chains, main, measure, models, results, sweep
 from kgopt.cli.bench import Settings, bench_table, measure_case
 from kgopt.cli.floor import Ceilings, Work
 from kgopt.cli.text import bytes_text, ratio_text, table, time_text
@@ -342,6 +343,13 @@ def test_bench_writes_rows(tmp_path, capsys, case):
     measured = capsys.readouterr().out
     assert main(["bench", "--from-json", str(path)]) == 0
     assert capsys.readouterr().out == measured
+
+
+def test_relu_may_flip_where_elements_are_many():
+    shape = sweep.Shape(0, (8, 64, 32, 1024), 8, "relu", "fp32", "contiguous")
+    assert 2e-4 < sweep.kink_error(shape) < 4e-4
+    assert sweep.kink_error(dataclasses.replace(shape, shape=(8, 64, 100))) == 0
+    assert sweep.kink_error(dataclasses.replace(shape, act="silu")) == 0
 
 
 def test_shards_join_into_one_run(tmp_path):
