@@ -2,6 +2,7 @@
 // dbias, then dx. The activation's derivative is recomputed from x. With u = pre_act(x), xhat = (u - mean) rstd,
 // z = xhat weight + bias, dz = dy act'(z) (Wu and He 2018, differentiated):
 //   dx = pre_act'(x) rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
+#include "../common/dependent_launch.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/traverse.cuh"
 #include "groupnorm.h"
@@ -145,6 +146,7 @@ __global__ void __launch_bounds__(kGradientThreads)
   constexpr int kWalkers = kGradientThreads / kGradientChannels;
   const int64_t c = int64_t(blockIdx.x) * kGradientChannels + threadIdx.x % kGradientChannels;
   Acc dweight = 0, dbias = 0;
+  wait_for_prerequisites();
   if (c < p.c) {
     const Acc* const sums = static_cast<const Acc*>(p.channel_sums) + c * 2;
 #pragma unroll 4
@@ -257,12 +259,9 @@ void plan_group_norm_backward(GroupNormBackwardParams* p, int sm_count) {
 Status run_affine_gradient(const AffineGradientParams& p, cudaStream_t stream) {
   if (p.c == 0) return Status::Ok();
   const unsigned blocks = static_cast<unsigned>((p.c + kGradientChannels - 1) / kGradientChannels);
-  if (p.is_double) {
-    affine_gradient_kernel<double><<<blocks, kGradientThreads, 0, stream>>>(p);
-  } else {
-    affine_gradient_kernel<float><<<blocks, kGradientThreads, 0, stream>>>(p);
-  }
-  return check("affine_gradient_kernel");
+  const char* const name = "affine_gradient_kernel";
+  return p.is_double ? launch_dependent<affine_gradient_kernel<double>>(name, p, blocks, kGradientThreads, stream)
+                     : launch_dependent<affine_gradient_kernel<float>>(name, p, blocks, kGradientThreads, stream);
 }
 
 Status run_group_norm_backward(const GroupNormBackwardParams& p, cudaStream_t stream) {

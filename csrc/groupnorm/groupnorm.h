@@ -6,6 +6,7 @@
 #include "group_norm_cluster_plan.h"
 #include "group_norm_columns_plan.h"
 #include "group_norm_fwd_plan.h"
+#include "group_norm_small_plan.h"
 #include "groupnorm_params.h"
 
 namespace kgopt {
@@ -26,6 +27,8 @@ Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const Clus
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 // As run_group_norm_fwd.
 Status run_group_norm_columns_fwd(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
+// Forward, or backward where dy is set.
+Status run_group_norm_small(const GroupNormSmallParams& p, const SmallPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 

@@ -1,0 +1,66 @@
+// What the GroupNorm kernels are told that take small groups, in either layout: a team of threads has a group in its
+// registers, each of them a few elements. Nothing is staged and nothing is vectorized: with little to do, what counts is
+// that every load is on its way at once and that a block waits once.
+#pragma once
+
+#include "groupnorm_params.h"
+
+namespace kgopt {
+
+inline constexpr int kSmallMaxThreads = 1024;
+inline constexpr int kSmallMaxElements = 8;  // of a thread
+
+// n / d as n * magic >> 32, exact while n * d is below 2^32; magic is 0 for d = 1.
+struct SmallDivisor {
+  uint32_t d = 1, magic = 0;
+#if defined(__CUDACC__)
+  __device__ __forceinline__ uint32_t operator()(uint32_t n) const { return magic == 0 ? n : __umulhi(n, magic); }
+#endif
+};
+
+// A unit is a group of a sample. Its elements are counted as they lie in memory: element i is element i % minor of row
+// i / minor, and rows are `pitch` apart. A row is a channel (contiguous), or the group's channels at a position
+// (channels_last).
+struct SmallShares {
+  uint32_t units = 0;
+  uint32_t elements = 0;     // of a unit
+  uint32_t teams = 1;        // units of a block
+  uint32_t lanes = 1;        // threads of a team: a power of two below 32, or whole warps
+  SmallDivisor by_lanes;     // of thread numbers
+  SmallDivisor by_minor;     // of elements
+  SmallDivisor by_groups;    // of units, where those of a block are neighbours
+  SmallDivisor by_channels;  // of a team's channels, and
+  SmallDivisor by_s;         // of positions of all teams, for sums over channels
+  uint32_t channels = 1;     // of a unit
+  bool channels_last = false;
+  bool owner = false;   // backward: a block has one group of every sample, and writes dweight and dbias
+  int64_t pitch = 0;    // from row to row
+  int64_t sample = 0;   // elements of a sample
+  uint32_t stride = 0;  // from group to group
+  // Backward's channel sums: threads of one sum (a power of two below 32, or whole warps), sums of a block, and terms.
+  uint32_t sum_lanes = 1, sums = 0, terms = 0;
+  SmallDivisor by_sum_lanes;
+  uint32_t sum_teams = 1;  // sums at a time
+};
+
+struct GroupNormSmallParams {
+  const void* x = nullptr;
+  const void* dy = nullptr;
+  void* y = nullptr;  // forward: may be x; backward: dx
+  const void* weight = nullptr;
+  const void* bias = nullptr;
+  Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
+  Chain pre_kind = Chain::kNone, act_kind = Chain::kNone;
+  ActChain pre_act, act;
+  SmallShares shares;
+  bool add_input = false;
+  float eps = 1e-5f;
+  float* mean = nullptr;  // [N, G]: forward's outputs, backward's inputs
+  float* rstd = nullptr;
+  float* channel_sums = nullptr;  // [N, C, 2], where no block has all samples
+  void* dweight = nullptr;        // [C], where one has
+  void* dbias = nullptr;
+  Dtype gradient_dtype = Dtype::kFloat32;  // of dweight and dbias
+};
+
+}  // namespace kgopt

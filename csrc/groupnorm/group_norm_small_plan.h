@@ -1,0 +1,104 @@
+// How the kernels for small groups deal out threads, or why they do not take a tensor. Host code, free of CUDA.
+#pragma once
+
+#include <algorithm>
+
+#include "group_norm_small_params.h"
+
+namespace kgopt {
+
+struct SmallPlan {
+  const char* refusal = nullptr;  // why not, or null
+  SmallShares shares;
+  int elements = 1;  // of a thread, as compiled in
+  int threads = 0;
+  unsigned grid = 0;
+  int smem_bytes = 0;  // dynamic
+};
+
+inline SmallDivisor small_divisor(int64_t d) {
+  SmallDivisor by;
+  by.d = static_cast<uint32_t>(d);
+  by.magic = d == 1 ? 0 : static_cast<uint32_t>(((int64_t(1) << 32) + d - 1) / d);
+  return by;
+}
+
+// Threads for `count` things: a power of two below a warp, or whole warps.
+inline int64_t small_lanes(int64_t count) {
+  if (count > 32) return (count + 31) / 32 * 32;
+  int64_t lanes = 1;
+  while (lanes < count) lanes *= 2;
+  return lanes;
+}
+
+// Bytes of x from which on bulk copies and vectors are faster than single elements (H200).
+inline constexpr int64_t kSmallFwdBytes = 16 << 20, kSmallBwdBytes = 16 << 20;
+// Where a block's teams are neighbours it has about that many threads.
+inline constexpr int64_t kSmallThreads = 128;
+
+inline SmallPlan plan_group_norm_small(const GroupNormDims& d, bool backward) {
+  SmallPlan plan;
+  auto refuse = [&](const char* why) {
+    plan.refusal = why;
+    return plan;
+  };
+  if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
+  if (d.numel() == 0) return refuse("x is empty");
+  const int64_t units = d.n * d.g, elements = d.numel() / units;
+  if (elements > kSmallMaxThreads * kSmallMaxElements) return refuse("a group has over 8192 elements");
+  if (d.numel() * dtype_size(d.dtype) > (backward ? kSmallBwdBytes : kSmallFwdBytes)) {
+    return refuse("x is large: vectors are faster than elements");
+  }
+  if (units * d.g >= (int64_t(1) << 32)) return refuse("over 65536 groups");
+  SmallShares& p = plan.shares;
+  p.units = static_cast<uint32_t>(units);
+  p.elements = static_cast<uint32_t>(elements);
+  p.channels = static_cast<uint32_t>(d.channels_per_group());
+  p.channels_last = d.channels_last;
+  p.sample = d.c * d.s;
+  p.stride = static_cast<uint32_t>(d.channels_last ? p.channels : elements);
+  p.pitch = d.channels_last ? d.c : d.s;
+  p.by_minor = small_divisor(d.channels_last ? p.channels : d.s);
+  p.by_groups = small_divisor(d.g);
+  p.by_channels = small_divisor(p.channels);
+  p.by_s = small_divisor(d.s);
+
+  int64_t lanes = 0;
+  for (int each : {1, 2, 4, kSmallMaxElements}) {
+    lanes = small_lanes((elements + each - 1) / each);
+    plan.elements = each;
+    // A block that has a group of all samples needs no second launch for dweight and dbias.
+    p.owner = backward && d.n * lanes <= kSmallMaxThreads;
+    if (p.owner || (!backward && lanes <= kSmallMaxThreads)) break;
+  }
+  if (backward && !p.owner) {
+    for (int each : {1, 2, 4, kSmallMaxElements}) {
+      lanes = small_lanes((elements + each - 1) / each);
+      plan.elements = each;
+      if (lanes <= kSmallMaxThreads / 2) break;
+    }
+  }
+  p.lanes = static_cast<uint32_t>(lanes);
+  p.by_lanes = small_divisor(lanes);
+  p.teams = static_cast<uint32_t>(p.owner ? d.n : std::max<int64_t>(1, std::min(units, kSmallThreads / lanes)));
+  plan.threads = static_cast<int>((p.teams * lanes + 31) / 32 * 32);
+  plan.grid = static_cast<unsigned>(p.owner ? d.g : (units + p.teams - 1) / p.teams);
+  if (!backward) return plan;
+  const int64_t sums = p.owner ? p.channels : int64_t(p.channels) * p.teams, terms = p.owner ? d.n * d.s : d.s;
+  p.sums = static_cast<uint32_t>(sums);
+  p.terms = static_cast<uint32_t>(terms);
+  const int64_t warps = plan.threads / 32;
+  int64_t sum_lanes = 1;
+  if (sums < warps && terms > 64) {
+    sum_lanes = std::min(warps / sums, (terms + 63) / 64) * 32;
+  } else {
+    while (sum_lanes < 32 && sum_lanes * 2 * sums <= plan.threads && sum_lanes < terms) sum_lanes *= 2;
+  }
+  p.sum_lanes = static_cast<uint32_t>(sum_lanes);
+  p.by_sum_lanes = small_divisor(sum_lanes);
+  p.sum_teams = static_cast<uint32_t>(plan.threads / sum_lanes);
+  plan.smem_bytes = static_cast<int>(p.teams * elements * 8);
+  return plan;
+}
+
+}  // namespace kgopt
