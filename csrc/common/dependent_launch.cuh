@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "status.h"
 
 namespace kgopt {
@@ -21,32 +23,40 @@ __device__ __forceinline__ void wait_for_prerequisites() {
 #endif
 }
 
-// Whether code that was built for compute capability 9.0 or later runs kKernel here: older code does not wait.
+// Whether kKernel may be launched early on the current device: it runs code built for compute capability 9.0 or later,
+// since older code does not wait, and the driver can have such launches in graphs.
 template <auto kKernel>
-bool waits_for_prerequisites() {
-  static const bool waits = [] {
+bool can_start_early() {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];  // 0: not yet asked
+  int device = 0, driver = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return false;
+  int answer = known[device].load(std::memory_order_relaxed);
+  if (answer == 0) {
     cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, kKernel) != cudaSuccess) {
-      cudaGetLastError();  // it was a question; leave no error behind
-      return false;
-    }
-    return attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90;
-  }();
-  return waits;
+    const bool asked = cudaFuncGetAttributes(&attributes, kKernel) == cudaSuccess &&
+                       cudaDriverGetVersion(&driver) == cudaSuccess;
+    if (!asked) cudaGetLastError();  // it was a question; leave no error behind
+    answer = asked && attributes.ptxVersion >= 90 && driver >= 12030 ? 1 : -1;
+    known[device].store(answer, std::memory_order_relaxed);
+  }
+  return answer == 1;
 }
 
-template <auto kKernel, typename Params>
-Status launch_dependent(const char* name, const Params& p, unsigned blocks, int threads, cudaStream_t stream) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+// With `early`, as a kernel that waits for the one ahead.
+template <auto kKernel, typename... Args>
+Status launch_after(bool early, const char* name, unsigned blocks, int threads, cudaStream_t stream,
+                    const Args&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = waits_for_prerequisites<kKernel>() ? 1 : 0;
-  cudaError_t error = cudaLaunchKernelEx(&config, kKernel, p);
+  config.attrs = &attribute;
+  config.numAttrs = early && can_start_early<kKernel>() ? 1 : 0;
+  cudaError_t error = cudaLaunchKernelEx(&config, kKernel, args...);
   if (error == cudaSuccess) error = cudaGetLastError();
   if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
   return Status::Ok();

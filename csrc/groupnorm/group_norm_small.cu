@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
   const SmallShares& s = p.shares;
   const T* const x = static_cast<const T*>(p.x) + t.base;
   const T* const dy = static_cast<const T*>(p.dy) + t.base;
-  const float mean = t.active ? p.mean[t.unit] : 0.f, rstd = t.active ? p.rstd[t.unit] : 0.f;
+  const float mean = t.active ? p.saved_mean[t.unit] : 0.f, rstd = t.active ? p.saved_rstd[t.unit] : 0.f;
   T raw_x[kElements], raw_dy[kElements];
   float weight[kElements], bias[kElements];
   uint32_t offset[kElements], channel[kElements];

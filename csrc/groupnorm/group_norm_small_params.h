@@ -9,6 +9,7 @@ namespace kgopt {
 
 inline constexpr int kSmallMaxThreads = 1024;
 inline constexpr int kSmallMaxElements = 8;  // of a thread
+inline constexpr int kSlabThreads = 512;
 
 // n / d as n * magic >> 32, exact while n * d is below 2^32; magic is 0 for d = 1.
 struct SmallDivisor {
@@ -43,6 +44,18 @@ struct SmallShares {
   uint32_t sum_teams = 1;  // sums at a time
 };
 
+// channels_last with groups so narrow that a team would fetch whole sectors for a few bytes: a block takes some groups
+// of a sample side by side. Thread t has column t % columns of rows t / columns + k * walkers.
+struct SlabShares {
+  uint32_t columns = 32;  // 16 or 32, of which groups * channels are used
+  uint32_t groups = 1;    // of a slab; a sample's last slab may have fewer
+  uint32_t channels = 1;  // of a group
+  uint32_t per_sample = 1;
+  uint32_t walkers = 1;
+  uint32_t c = 1, g = 1, s = 1;
+  SmallDivisor by_per_sample, by_channels;
+};
+
 struct GroupNormSmallParams {
   const void* x = nullptr;
   const void* dy = nullptr;
@@ -53,10 +66,13 @@ struct GroupNormSmallParams {
   Chain pre_kind = Chain::kNone, act_kind = Chain::kNone;
   ActChain pre_act, act;
   SmallShares shares;
+  SlabShares slabs;
   bool add_input = false;
   float eps = 1e-5f;
-  float* mean = nullptr;  // [N, G]: forward's outputs, backward's inputs
+  float* mean = nullptr;  // [N, G], of forward
   float* rstd = nullptr;
+  const float* saved_mean = nullptr;  // the same, of backward
+  const float* saved_rstd = nullptr;
   float* channel_sums = nullptr;  // [N, C, 2], where no block has all samples
   void* dweight = nullptr;        // [C], where one has
   void* dbias = nullptr;

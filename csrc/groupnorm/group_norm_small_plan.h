@@ -101,4 +101,46 @@ inline SmallPlan plan_group_norm_small(const GroupNormDims& d, bool backward) {
   return plan;
 }
 
+struct SlabPlan {
+  const char* refusal = nullptr;  // why not, or null
+  SlabShares shares;
+  unsigned grid = 0;
+};
+
+// A block walks over its slab twice, the second time through L2.
+inline constexpr int64_t kSlabElements = 64 << 10;
+
+inline SlabPlan plan_group_norm_slab(const GroupNormDims& d, bool backward, int sm_count) {
+  SlabPlan plan;
+  auto refuse = [&](const char* why) {
+    plan.refusal = why;
+    return plan;
+  };
+  if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
+  if (!d.channels_last) return refuse("x is contiguous");
+  if (d.numel() == 0) return refuse("x is empty");
+  const int64_t channels = d.channels_per_group();
+  if (channels * dtype_size(d.dtype) >= 32) return refuse("a group's channels fill a sector");
+  if (d.s * 16 > kSlabElements) return refuse("a slab is long: more blocks than slabs are needed");
+  if (d.numel() >= int64_t(1) << 31) return refuse("over 2^31 elements");
+  SlabShares& p = plan.shares;
+  for (p.columns = 32;; p.columns = 16) {
+    p.groups = static_cast<uint32_t>(std::min<int64_t>(p.columns / channels, d.g));
+    p.per_sample = static_cast<uint32_t>((d.g + p.groups - 1) / p.groups);
+    if (p.columns == 16 || (d.n * p.per_sample >= 2 * sm_count && d.s * 32 <= kSlabElements)) break;
+  }
+  const int64_t blocks = d.n * p.per_sample;
+  if (blocks * 2 < sm_count) return refuse("few slabs leave the GPU idle");
+  if (blocks * p.per_sample >= int64_t(1) << 32) return refuse("over 65536 slabs");
+  p.channels = static_cast<uint32_t>(channels);
+  p.walkers = kSlabThreads / p.columns;
+  p.c = static_cast<uint32_t>(d.c);
+  p.g = static_cast<uint32_t>(d.g);
+  p.s = static_cast<uint32_t>(d.s);
+  p.by_per_sample = small_divisor(p.per_sample);
+  p.by_channels = small_divisor(channels);
+  plan.grid = static_cast<unsigned>(blocks);
+  return plan;
+}
+
 }  // namespace kgopt

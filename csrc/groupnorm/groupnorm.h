@@ -29,6 +29,7 @@ Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const Clus
 Status run_group_norm_columns_fwd(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
 // Forward, or backward where dy is set.
 Status run_group_norm_small(const GroupNormSmallParams& p, const SmallPlan& plan, cudaStream_t stream);
+Status run_group_norm_slab(const GroupNormSmallParams& p, const SlabPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 

@@ -130,10 +130,79 @@ bool exceeds_l2(const char* op, const Tensor& x, const GroupNormDims& d) {
   return d.numel() * dtype_size(d.dtype) > check_gpu(op, x).l2_bytes / 2;
 }
 
+// What the kernels for small and for narrow groups are told, forward and backward.
+GroupNormSmallParams small_params(const char* op, const GroupNormDims& d, const Tensor& x, const OptTensor& weight,
+                                  const OptTensor& bias, const ActChain& pre_act, const ActChain& act) {
+  GroupNormSmallParams p;
+  p.x = x.const_data_ptr();
+  p.weight = data_or_null(weight);
+  p.bias = data_or_null(bias);
+  p.affine_dtype = affine_dtype(op, weight, bias);
+  p.dtype = d.dtype;
+  p.pre_act = pre_act;
+  p.act = act;
+  p.pre_kind = chain_kind(pre_act);
+  p.act_kind = chain_kind(act);
+  return p;
+}
+
+// The forward of small or narrow groups; nothing where they are neither.
+std::optional<Statistics> normalize_small(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
+                                          const OptTensor& weight, const OptTensor& bias, double eps,
+                                          const ActChain& act, const ActChain& pre_act, bool add_input) {
+  const SmallPlan plan = plan_group_norm_small(d, false);
+  const SlabPlan slabs = plan_group_norm_slab(d, false, check_gpu(op, x).sm_count);
+  if (plan.refusal && slabs.refusal) return std::nullopt;
+  const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
+  Statistics s = allocate_statistics(x, d, false);
+  GroupNormSmallParams p = small_params(op, d, x, w, b, pre_act, act);
+  p.shares = plan.shares;
+  p.slabs = slabs.shares;
+  p.y = y.mutable_data_ptr();
+  p.add_input = add_input;
+  p.eps = static_cast<float>(eps);
+  p.mean = static_cast<float*>(s.mean.mutable_data_ptr());
+  p.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
+  raise_on_error(op, plan.refusal ? run_group_norm_slab(p, slabs, stream_of(x))
+                                  : run_group_norm_small(p, plan, stream_of(x)));
+  return s;
+}
+
+// The backward of small or narrow groups, all of its tensors dense; false where they are neither.
+bool small_backward(const char* op, GroupNormSmallParams p, const GroupNormDims& d, const Tensor& x,
+                    const Tensor& dweight, const Tensor& dbias) {
+  const SmallPlan plan = plan_group_norm_small(d, true);
+  const SlabPlan slabs = plan_group_norm_slab(d, true, check_gpu(op, x).sm_count);
+  if (plan.refusal && slabs.refusal) return false;
+  const bool owner = !plan.refusal && plan.shares.owner;
+  Workspace workspace(x);
+  const int64_t sums = workspace.reserve(owner ? 0 : d.n * d.c * 2 * sizeof(float));
+  workspace.allocate();
+  p.shares = plan.shares;
+  p.slabs = slabs.shares;
+  p.channel_sums = workspace.at<float>(sums);
+  p.dweight = dweight.mutable_data_ptr();
+  p.dbias = dbias.mutable_data_ptr();
+  p.gradient_dtype = check_dtype(op, "weight", dweight);
+  raise_on_error(op, plan.refusal ? run_group_norm_slab(p, slabs, stream_of(x))
+                                  : run_group_norm_small(p, plan, stream_of(x)));
+  if (owner) return true;
+  AffineGradientParams a;
+  a.channel_sums = p.channel_sums;
+  a.n = d.n;
+  a.c = d.c;
+  a.dweight = p.dweight;
+  a.dbias = p.dbias;
+  a.affine_dtype = p.gradient_dtype;
+  raise_on_error(op, run_affine_gradient(a, stream_of(x)));
+  return true;
+}
+
 // Statistics of dense x, then y = act(GroupNorm(pre_act(x))) (+ x) in the same layout; y may be x.
 Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
                           const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
                           const ActChain& pre_act, bool add_input = false) {
+  if (const auto small = normalize_small(op, x, y, d, weight, bias, eps, act, pre_act, add_input)) return *small;
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s = allocate_statistics(x, d, false);
   const FwdChoice choice = choose_fwd(op, x, y, d, pre_act, act);
@@ -356,6 +425,15 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x,
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
   const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
+  if (p.dy) {
+    GroupNormSmallParams q = small_params(op, d, x, w, b, p.pre_act, p.act);
+    q.x = p.x;
+    q.dy = p.dy;
+    q.y = dx.mutable_data_ptr();
+    q.saved_mean = static_cast<const float*>(dense_mean.const_data_ptr());
+    q.saved_rstd = static_cast<const float*>(dense_rstd.const_data_ptr());
+    if (small_backward(op, q, d, x, dweight, dbias)) return {dx, dweight, dbias};
+  }
   Workspace workspace(x);
   if (p.dy) {
     const ClusterPlan plan =

@@ -98,7 +98,8 @@ struct GroupNormBackwardParams {
   ActChain pre_act, act;
   void* partial_sums = nullptr;  // [n][slices][c][2]
   int64_t slices = 0;
-  int64_t slice_length = 0;      // positions per slice
+  int64_t slice_length = 0;      // positions, or turns of them, per slice
+  int64_t turns = 1;             // positions that are walked as one; a multiple of it is slices
   void* channel_sums = nullptr;  // [N, C, 2]
   void* group_terms = nullptr;   // [N, G, 2]: (sum dz * weight, sum dz * weight * xhat) / (elements of a group)
   void* dx = nullptr;
