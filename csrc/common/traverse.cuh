@@ -8,6 +8,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <numeric>
+#include <type_traits>
 
 #include "dependent_launch.cuh"
 #include "dtype.cuh"
@@ -30,6 +32,7 @@ struct ElementwiseArgs {
   typename F::Element* y;
   int64_t n, c, s;
   F f;
+  int64_t channels = 0;  // channels_last: c, or where rows of `channels` go several at a time, a divisor of it
 };
 
 // Blocks run from the tensor's end to its start: the pass before went the other way and left the end in L2.
@@ -91,6 +94,13 @@ __global__ void __launch_bounds__(kTraverseThreads)
   }
 }
 
+// channels_last rows of `channels` elements that fill no vector are walked several at a time, as one of `c` channels.
+__device__ __forceinline__ int64_t wrapped(int64_t channel, int64_t c, int64_t channels) {
+  return c == channels ? channel : static_cast<uint32_t>(channel) % static_cast<uint32_t>(channels);
+}
+// How many rows of c elements fill vectors of `size`.
+inline int64_t turns_of(int64_t c, int size) { return size / std::gcd<int64_t>(c, size); }
+
 // Geometry of a channels_last walk: `lanes` threads along the channel vectors, `walkers` groups of them along
 // positions.
 struct ColumnGeometry {
@@ -121,7 +131,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
   if (walker >= geometry.walkers || channel >= a.c) return;
   typename F::Coef coef[kSize];
 #pragma unroll
-  for (int j = 0; j < kSize; ++j) coef[j] = a.f.load(n * a.c + channel + j);
+  for (int j = 0; j < kSize; ++j) coef[j] = a.f.load(n * a.channels + wrapped(channel + j, a.c, a.channels));
   const int64_t end = min((slice + 1) * slice_length, a.s);
   const int64_t step = int64_t(geometry.walkers) * a.c;
   int64_t position = slice * slice_length + walker;
@@ -170,17 +180,26 @@ Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool ch
     return aligned ? launch_after<elementwise_rows_kernel<F, kSize>>(early, name, grid, kTraverseThreads, stream, a)
                    : launch_after<elementwise_rows_kernel<F, 1>>(early, name, grid, kTraverseThreads, stream, a);
   } else {
-    const bool vectors = aligned && a.c % kSize == 0;
-    const ColumnGeometry geometry = column_geometry(a.c, vectors ? kSize : 1);
+    int size = 1;
+    for (int wide : {kSize, kSize / 2}) {
+      if (size == 1 && aligned && a.s % turns_of(a.c, wide) == 0) size = wide;
+    }
+    ElementwiseArgs<F> b = a;
+    b.channels = a.c;
+    b.c *= turns_of(a.c, size);
+    b.s /= turns_of(a.c, size);
+    const ColumnGeometry geometry = column_geometry(b.c, size);
     const int64_t slice_length = int64_t(geometry.walkers) * kTraverseUnroll * 4;
-    const int64_t slices = (a.s + slice_length - 1) / slice_length;
-    const int64_t blocks = a.n * slices * geometry.channel_blocks;
+    const int64_t slices = (b.s + slice_length - 1) / slice_length;
+    const int64_t blocks = b.n * slices * geometry.channel_blocks;
     if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
-    const unsigned grid = static_cast<unsigned>(blocks);
-    return vectors ? launch_after<elementwise_columns_kernel<F, kSize>>(early, name, grid, kTraverseThreads, stream, a,
-                                                                        geometry, slices, slice_length)
-                   : launch_after<elementwise_columns_kernel<F, 1>>(early, name, grid, kTraverseThreads, stream, a,
-                                                                    geometry, slices, slice_length);
+    const auto launch = [&](auto kernel_size) {
+      return launch_after<elementwise_columns_kernel<F, decltype(kernel_size)::value>>(
+          early, name, static_cast<unsigned>(blocks), kTraverseThreads, stream, b, geometry, slices, slice_length);
+    };
+    if (size == kSize) return launch(std::integral_constant<int, kSize>());
+    if (size > 1) return launch(std::integral_constant<int, kSize / 2>());
+    return launch(std::integral_constant<int, 1>());
   }
 }
 
@@ -198,6 +217,7 @@ struct ReduceArgs {
   int64_t slices, slice_length;
   acc_t<typename R::Element>* partials;
   R r;
+  int64_t channels = 0;  // as ElementwiseArgs::channels, of `rows`; 0: `rows`
 };
 
 template <typename R>
@@ -315,7 +335,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
     const Vec<T, kSize> x0 = load_vec<T, kSize>(a.x + first);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      coef[j] = a.r.load(n * a.rows + channel + j);
+      coef[j] = a.r.load(n * a.channels + wrapped(channel + j, a.rows, a.channels));
       state[j] = a.r.start(coef[j], to_acc(x0.v[j]));
     }
     int64_t seen = 0;
@@ -392,14 +412,16 @@ Status launch_reduce(const char* name, const ReduceArgs<R>& a, bool channels_las
     return aligned ? launch_after<reduce_rows_kernel<R, kSize, false>>(early, name, grid, kTraverseThreads, stream, a)
                    : launch_after<reduce_rows_kernel<R, 1, false>>(early, name, grid, kTraverseThreads, stream, a);
   } else {
+    ReduceArgs<R> b = a;
+    if (b.channels == 0) b.channels = a.rows;
     const bool vectors = aligned && a.rows % kSize == 0;
     const ColumnGeometry geometry = column_geometry(a.rows, vectors ? kSize : 1);
     const int64_t blocks = a.n * a.slices * geometry.channel_blocks;
     if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
     const unsigned grid = static_cast<unsigned>(blocks);
     return vectors
-               ? launch_after<reduce_columns_kernel<R, kSize>>(early, name, grid, kTraverseThreads, stream, a, geometry)
-               : launch_after<reduce_columns_kernel<R, 1>>(early, name, grid, kTraverseThreads, stream, a, geometry);
+               ? launch_after<reduce_columns_kernel<R, kSize>>(early, name, grid, kTraverseThreads, stream, b, geometry)
+               : launch_after<reduce_columns_kernel<R, 1>>(early, name, grid, kTraverseThreads, stream, b, geometry);
   }
 }
 

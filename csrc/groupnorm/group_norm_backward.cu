@@ -2,8 +2,6 @@
 // dbias, then dx. The activation's derivative is recomputed from x. With u = pre_act(x), xhat = (u - mean) rstd,
 // z = xhat weight + bias, dz = dy act'(z) (Wu and He 2018, differentiated):
 //   dx = pre_act'(x) rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
-#include <numeric>
-
 #include "../common/dependent_launch.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/traverse.cuh"
@@ -22,13 +20,6 @@ struct TwoSums {
   Acc dz = 0, dz_xhat = 0;
 };
 
-// channels_last rows of C elements that fill no vector go `turns` at a time: to the traversals they are one row of
-// turns * C channels. Which row of the table is that of such a channel?
-struct RowOfTable {
-  int64_t c = 1, turns = 1;
-  __device__ int64_t operator()(int64_t row) const { return turns == 1 ? row : row / (c * turns) * c + row % c; }
-};
-
 template <typename T, Chain kPre, Chain kAct>
 struct ChannelSumsReducer {
   using Element = T;
@@ -39,10 +30,9 @@ struct ChannelSumsReducer {
   using State = TwoSums<Acc>;
   using Partial = TwoSums<Acc>;
   const Coef* table;
-  RowOfTable row_of;
   ActChain pre, act;
 
-  __device__ Coef load(int64_t row) const { return table[row_of(row)]; }
+  __device__ Coef load(int64_t row) const { return table[row]; }
   __device__ State start(const Coef&, Acc) const { return {}; }
   __device__ void add(State& s, const Coef& c, Acc x, Acc dy) const {
     const Acc xhat = (apply_chain<kPre>(pre, x) - c.mean) * c.rstd;
@@ -70,13 +60,12 @@ struct InputGradient {
   const TableRow<Acc>* table;
   const Acc* group_terms;  // [N, G, 2]
   const Acc* dout;
-  RowOfTable row_of;
   int64_t c, channels;  // all, and of a group
   Acc scale;            // 1 / (C * S)
   ActChain pre, act;
 
-  __device__ Coef load(int64_t from) const {
-    const int64_t row = row_of(from), n = row / c;
+  __device__ Coef load(int64_t row) const {
+    const int64_t n = row / c;
     const Acc* const terms = group_terms + (n * (c / channels) + row % c / channels) * 2;
     return {table[row], terms[0], terms[1], kDyPerSample ? dout[n] * scale : Acc(0)};
   }
@@ -210,10 +199,10 @@ Status launch_channel_sums(const GroupNormBackwardParams& p, cudaStream_t stream
   a.rows = p.dims.c * p.turns;
   a.row_length = p.dims.s / p.turns;
   a.slices = p.slices / p.turns;
+  a.channels = p.dims.c;
   a.slice_length = p.slice_length;
   a.partials = static_cast<acc_t<T>*>(p.partial_sums);
   a.r.table = static_cast<const typename R::Coef*>(p.table);
-  a.r.row_of = {p.dims.c, p.turns};
   a.r.pre = p.pre_act;
   a.r.act = p.act;
   return launch_reduce("group_norm_backward_sums_kernel", a, p.dims.channels_last, stream, true);
@@ -228,9 +217,8 @@ Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stre
   a.second = static_cast<const T*>(p.dy);
   a.y = static_cast<T*>(p.dx);
   a.n = p.dims.n;
-  a.c = p.dims.c * p.turns;
-  a.s = p.dims.s / p.turns;
-  a.f.row_of = {p.dims.c, p.turns};
+  a.c = p.dims.c;
+  a.s = p.dims.s;
   a.f.table = static_cast<const TableRow<Acc>*>(p.table);
   a.f.group_terms = static_cast<const Acc*>(p.group_terms);
   a.f.dout = static_cast<const Acc*>(p.dout);
@@ -280,7 +268,7 @@ void plan_group_norm_backward(GroupNormBackwardParams* p, int sm_count) {
   }
   const int vec = 16 / dtype_size(d.dtype);
   if (d.channels_last) {
-    const int64_t turns = vec / std::gcd<int64_t>(d.c, vec);
+    const int64_t turns = turns_of(d.c, vec);
     if (d.s % turns == 0 && is_aligned(p->x) && is_aligned(p->dy)) p->turns = turns;
     const int64_t channels = d.c * p->turns;
     const ColumnGeometry g = column_geometry(channels, channels % vec == 0 ? vec : 1);

@@ -1,5 +1,6 @@
 // GroupNorm forward and backward of small groups; see group_norm_small_params.h. The formulas of backward are those of
 // group_norm_backward.cu.
+#include "../common/async.cuh"
 #include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/launch.h"
@@ -62,19 +63,23 @@ struct SmallTeam {
   const SmallShares& s;
   const uint32_t tid = threadIdx.x;
   uint32_t team, lane, unit, channel0;
+  uint32_t rank, first, end;  // in the cluster; elements of the unit
   bool active;
   int64_t base;
 
   __device__ __forceinline__ explicit SmallTeam(const GroupNormSmallParams& params) : p(params), s(params.shares) {
     team = s.by_lanes(tid);
     lane = tid - team * s.lanes;
+    rank = blockIdx.x & ((1u << s.blocks_log2) - 1);
+    first = rank * s.chunk;
+    end = min(first + s.chunk, s.elements);
     uint32_t n, g;
     if (s.owner) {
       n = team;
       g = blockIdx.x;
       unit = n * s.by_groups.d + g;
     } else {
-      unit = blockIdx.x * s.teams + team;
+      unit = (blockIdx.x >> s.blocks_log2) * s.teams + team;
       n = s.by_groups(unit);
       g = unit - n * s.by_groups.d;
     }
@@ -82,8 +87,8 @@ struct SmallTeam {
     channel0 = g * s.channels;
     base = n * s.sample + g * s.stride;
   }
-  __device__ __forceinline__ uint32_t element(int k) const { return lane + k * s.lanes; }
-  __device__ __forceinline__ bool has(int k) const { return active && element(k) < s.elements; }
+  __device__ __forceinline__ uint32_t element(int k) const { return first + lane + k * s.lanes; }
+  __device__ __forceinline__ bool has(int k) const { return active && element(k) < end; }
   // Offset of element i from the unit's start, and its channel.
   __device__ __forceinline__ uint32_t find(uint32_t i, uint32_t* channel) const {
     const uint32_t row = s.by_minor(i), column = i - row * s.by_minor.d;
@@ -118,6 +123,39 @@ struct SmallTeam {
 };
 
 inline constexpr int kSmallMaxWarps = kSmallMaxThreads / 32;
+
+// What the blocks of a cluster tell each other.
+struct SmallBox {
+  float4 parts[kSmallMaxBlocks];
+  uint64_t arrived;
+};
+
+__device__ __forceinline__ void open_box(SmallBox* box, uint32_t blocks) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (threadIdx.x == 0) {
+    barrier_init(&box->arrived, 1);
+    barrier_init_fence();
+    barrier_expect_bytes(&box->arrived, blocks * sizeof(float4));
+  }
+  __syncthreads();
+  cluster_arrive();
+#endif
+}
+// Sums over the cluster, in the order of the blocks.
+__device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_t rank, float (&v)[2]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cluster_wait();
+  if (threadIdx.x < blocks) {
+    cluster_send(make_float4(v[0], v[1], 0.f, 0.f), box->parts + rank, &box->arrived, threadIdx.x);
+  }
+  cluster_barrier_wait(&box->arrived, 0);
+  v[0] = v[1] = 0.f;
+  for (uint32_t r = 0; r < blocks; ++r) {
+    v[0] += box->parts[r].x;
+    v[1] += box->parts[r].y;
+  }
+#endif
+}
 
 template <typename T, int kElements>
 __global__ void __launch_bounds__(kSmallMaxThreads)
@@ -178,11 +216,13 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
 template <typename T, int kElements>
 __global__ void __launch_bounds__(kSmallMaxThreads)
     group_norm_small_bwd_kernel(const __grid_constant__ GroupNormSmallParams p) {
-  extern __shared__ float2 pairs[];  // [teams][elements] of dz and dz * xhat
+  extern __shared__ float2 pairs[];  // [teams][chunk] of dz and dz * xhat
   __shared__ float shared[2][kSmallMaxWarps][2];
+  __shared__ SmallBox box;
   let_dependents_start();
   const SmallTeam<T, kElements> t(p);
   const SmallShares& s = p.shares;
+  const uint32_t blocks = 1u << s.blocks_log2;
   const T* const x = static_cast<const T*>(p.x) + t.base;
   const T* const dy = static_cast<const T*>(p.dy) + t.base;
   const float mean = t.active ? p.saved_mean[t.unit] : 0.f, rstd = t.active ? p.saved_rstd[t.unit] : 0.f;
@@ -206,6 +246,7 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
       bias[k] = t.affine(p.bias, channel[k], 0.f);
     }
   }
+  if (blocks > 1) open_box(&box, blocks);
   float xhat[kElements], dz[kElements], z[kElements], slope[kElements];
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
@@ -224,13 +265,14 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
     if (!t.has(k)) continue;
-    pairs[t.team * s.elements + t.element(k)] = make_float2(dz[k], dz[k] * xhat[k]);
+    pairs[t.team * s.chunk + t.element(k) - t.first] = make_float2(dz[k], dz[k] * xhat[k]);
     dz[k] *= weight[k];
     terms[0] += dz[k];
     terms[1] += dz[k] * xhat[k];
   }
   t.sum(terms, shared[0]);
   if (s.lanes <= 32) __syncthreads();  // the pairs are there
+  if (blocks > 1) exchange(&box, blocks, t.rank, terms);
   const float scale = 1.f / static_cast<float>(s.elements);
   terms[0] *= scale;
   terms[1] *= scale;
@@ -246,11 +288,20 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
     const bool is_mine = sum_team < s.sum_teams && m < s.sums;
     float sums[2] = {0.f, 0.f};
     if (is_mine) {
+      uint32_t begin = 0, end = s.terms;
+      if (blocks > 1) {  // positions of which this block has the channel
+        const auto position_of = [&](uint32_t i) {
+          if (s.channels_last) return i > c ? s.by_channels(i - c + s.channels - 1) : 0;
+          return i > c * s.by_s.d ? min(i - c * s.by_s.d, s.by_s.d) : 0;
+        };
+        begin = position_of(t.first);
+        end = position_of(t.end);
+      }
 #pragma unroll 4
-      for (uint32_t e = sum_lane; e < s.terms; e += s.sum_lanes) {
+      for (uint32_t e = begin + sum_lane; e < end; e += s.sum_lanes) {
         const uint32_t team = s.by_s(e), position = e - team * s.by_s.d;
         const uint32_t i = s.channels_last ? position * s.channels + c : c * s.by_s.d + position;
-        const float2 pair = pairs[(team0 + team) * s.elements + i];
+        const float2 pair = pairs[(team0 + team) * s.chunk + i - t.first];
         sums[0] += pair.x;
         sums[1] += pair.y;
       }
@@ -275,9 +326,11 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
       store_as(p.dbias, at, p.gradient_dtype, sums[0]);
       store_as(p.dweight, at, p.gradient_dtype, sums[1]);
     } else {
-      const uint32_t unit = blockIdx.x * s.teams + team0;
+      const uint32_t unit = (blockIdx.x >> s.blocks_log2) * s.teams + team0;
       if (unit < s.units) {
-        reinterpret_cast<float2*>(p.channel_sums)[int64_t(unit) * s.channels + c] = make_float2(sums[0], sums[1]);
+        const uint32_t n = s.by_groups(unit), part = (n << s.blocks_log2) + t.rank;
+        const int64_t at = (int64_t(part) * s.by_groups.d + unit - n * s.by_groups.d) * s.channels + c;
+        reinterpret_cast<float2*>(p.channel_sums)[at] = make_float2(sums[0], sums[1]);
       }
     }
   }
@@ -297,16 +350,33 @@ Status launch_fwd(const GroupNormSmallParams& p, const SmallPlan& plan, cudaStre
       return launch_kernel<group_norm_small_fwd_kernel<T, 8>>(name, p, dim3(plan.grid), plan.threads, 0, stream);
   }
 }
+template <typename T, int kElements>
+Status launch_bwd_of(const GroupNormSmallParams& p, const SmallPlan& plan, cudaStream_t stream) {
+  constexpr auto kKernel = group_norm_small_bwd_kernel<T, kElements>;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = 1u << p.shares.blocks_log2;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(plan.grid);
+  config.blockDim = dim3(plan.threads);
+  config.dynamicSmemBytes = plan.smem_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = p.shares.blocks_log2 > 0 ? 1 : 0;
+  cudaError_t error = allow_dynamic_smem<kKernel>(plan.smem_bytes);
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kKernel, p);
+  if (error == cudaSuccess) error = cudaGetLastError();
+  if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_small_bwd_kernel", cudaGetErrorString(error)};
+  return Status::Ok();
+}
 template <typename T>
 Status launch_bwd(const GroupNormSmallParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  const char* const name = "group_norm_small_bwd_kernel";
-  const dim3 grid(plan.grid);
-  const int smem = plan.smem_bytes;
   switch (plan.elements) {
-    case 1: return launch_kernel<group_norm_small_bwd_kernel<T, 1>>(name, p, grid, plan.threads, smem, stream);
-    case 2: return launch_kernel<group_norm_small_bwd_kernel<T, 2>>(name, p, grid, plan.threads, smem, stream);
-    case 4: return launch_kernel<group_norm_small_bwd_kernel<T, 4>>(name, p, grid, plan.threads, smem, stream);
-    default: return launch_kernel<group_norm_small_bwd_kernel<T, 8>>(name, p, grid, plan.threads, smem, stream);
+    case 1: return launch_bwd_of<T, 1>(p, plan, stream);
+    case 2: return launch_bwd_of<T, 2>(p, plan, stream);
+    case 4: return launch_bwd_of<T, 4>(p, plan, stream);
+    default: return launch_bwd_of<T, 8>(p, plan, stream);
   }
 }
 

@@ -9,6 +9,7 @@ namespace kgopt {
 
 inline constexpr int kSmallMaxThreads = 1024;
 inline constexpr int kSmallMaxElements = 8;  // of a thread
+inline constexpr int kSmallMaxBlocks = 8;    // of a cluster
 inline constexpr int kSlabThreads = 512;
 
 // n / d as n * magic >> 32, exact while n * d is below 2^32; magic is 0 for d = 1.
@@ -27,6 +28,8 @@ struct SmallShares {
   uint32_t elements = 0;     // of a unit
   uint32_t teams = 1;        // units of a block
   uint32_t lanes = 1;        // threads of a team: a power of two below 32, or whole warps
+  uint32_t blocks_log2 = 0;  // backward: blocks of a cluster that share a unit; then a block has one team
+  uint32_t chunk = 0;        // elements of a team: of a unit, or of a block's part of it
   SmallDivisor by_lanes;     // of thread numbers
   SmallDivisor by_minor;     // of elements
   SmallDivisor by_groups;    // of units, where those of a block are neighbours
@@ -73,7 +76,7 @@ struct GroupNormSmallParams {
   float* rstd = nullptr;
   const float* saved_mean = nullptr;  // the same, of backward
   const float* saved_rstd = nullptr;
-  float* channel_sums = nullptr;  // [N, C, 2], where no block has all samples
+  float* channel_sums = nullptr;  // [N, blocks of a cluster, C, 2], where no block has all samples
   void* dweight = nullptr;        // [C], where one has
   void* dbias = nullptr;
   Dtype gradient_dtype = Dtype::kFloat32;  // of dweight and dbias

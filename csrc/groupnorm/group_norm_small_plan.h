@@ -36,7 +36,8 @@ inline constexpr int64_t kSmallFwdBytes = 16 << 20, kSmallBwdBytes = 16 << 20;
 // Where a block's teams are neighbours it has about that many threads.
 inline constexpr int64_t kSmallThreads = 128;
 
-inline SmallPlan plan_group_norm_small(const GroupNormDims& d, bool backward) {
+// max_blocks: of a cluster, as the device allows; 0 without clusters.
+inline SmallPlan plan_group_norm_small(const GroupNormDims& d, bool backward, int max_blocks) {
   SmallPlan plan;
   auto refuse = [&](const char* why) {
     plan.refusal = why;
@@ -45,7 +46,11 @@ inline SmallPlan plan_group_norm_small(const GroupNormDims& d, bool backward) {
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (d.numel() == 0) return refuse("x is empty");
   const int64_t units = d.n * d.g, elements = d.numel() / units;
-  if (elements > kSmallMaxThreads * kSmallMaxElements) return refuse("a group has over 8192 elements");
+  constexpr int64_t most = kSmallMaxThreads * kSmallMaxElements;
+  const int most_blocks = backward ? std::max(1, std::min(max_blocks, kSmallMaxBlocks)) : 1;
+  if (elements > most * most_blocks || elements >= 65536) {
+    return refuse("a group has more elements than a block's or a cluster's threads hold");
+  }
   if (d.numel() * dtype_size(d.dtype) > (backward ? kSmallBwdBytes : kSmallFwdBytes)) {
     return refuse("x is large: vectors are faster than elements");
   }
@@ -63,41 +68,51 @@ inline SmallPlan plan_group_norm_small(const GroupNormDims& d, bool backward) {
   p.by_channels = small_divisor(p.channels);
   p.by_s = small_divisor(d.s);
 
+  // Where one block does not hold a unit, a thread has four elements, if there are blocks enough.
+  int64_t blocks = 1;
+  while (elements > most && blocks < most_blocks && elements > blocks * most / 2) {
+    blocks *= 2;
+    ++p.blocks_log2;
+  }
+  const int64_t chunk = (elements + blocks - 1) / blocks;
+  p.chunk = static_cast<uint32_t>(chunk);
   int64_t lanes = 0;
   for (int each : {1, 2, 4, kSmallMaxElements}) {
-    lanes = small_lanes((elements + each - 1) / each);
+    lanes = small_lanes((chunk + each - 1) / each);
     plan.elements = each;
     // A block that has a group of all samples needs no second launch for dweight and dbias.
-    p.owner = backward && d.n * lanes <= kSmallMaxThreads;
+    p.owner = backward && blocks == 1 && d.n * lanes <= kSmallMaxThreads;
     if (p.owner || (!backward && lanes <= kSmallMaxThreads)) break;
   }
   if (backward && !p.owner) {
     for (int each : {1, 2, 4, kSmallMaxElements}) {
-      lanes = small_lanes((elements + each - 1) / each);
+      lanes = small_lanes((chunk + each - 1) / each);
       plan.elements = each;
-      if (lanes <= kSmallMaxThreads / 2) break;
+      if (lanes <= kSmallMaxThreads / (blocks == 1 ? 2 : 1)) break;
     }
   }
   p.lanes = static_cast<uint32_t>(lanes);
   p.by_lanes = small_divisor(lanes);
-  p.teams = static_cast<uint32_t>(p.owner ? d.n : std::max<int64_t>(1, std::min(units, kSmallThreads / lanes)));
+  const int64_t teams = blocks > 1 ? 1 : p.owner ? d.n : std::max<int64_t>(1, std::min(units, kSmallThreads / lanes));
+  p.teams = static_cast<uint32_t>(teams);
   plan.threads = static_cast<int>((p.teams * lanes + 31) / 32 * 32);
-  plan.grid = static_cast<unsigned>(p.owner ? d.g : (units + p.teams - 1) / p.teams);
+  plan.grid = static_cast<unsigned>(p.owner ? d.g : (units + teams - 1) / teams * blocks);
   if (!backward) return plan;
   const int64_t sums = p.owner ? p.channels : int64_t(p.channels) * p.teams, terms = p.owner ? d.n * d.s : d.s;
+  const int64_t most_terms = std::min(terms, d.channels_last ? (terms + blocks - 1) / blocks : chunk);
   p.sums = static_cast<uint32_t>(sums);
   p.terms = static_cast<uint32_t>(terms);
   const int64_t warps = plan.threads / 32;
   int64_t sum_lanes = 1;
-  if (sums < warps && terms > 64) {
-    sum_lanes = std::min(warps / sums, (terms + 63) / 64) * 32;
+  if (sums < warps && most_terms > 64) {
+    sum_lanes = std::min(warps / sums, (most_terms + 63) / 64) * 32;
   } else {
-    while (sum_lanes < 32 && sum_lanes * 2 * sums <= plan.threads && sum_lanes < terms) sum_lanes *= 2;
+    while (sum_lanes < 32 && sum_lanes * 2 * sums <= plan.threads && sum_lanes < most_terms) sum_lanes *= 2;
   }
   p.sum_lanes = static_cast<uint32_t>(sum_lanes);
   p.by_sum_lanes = small_divisor(sum_lanes);
   p.sum_teams = static_cast<uint32_t>(plan.threads / sum_lanes);
-  plan.smem_bytes = static_cast<int>(p.teams * elements * 8);
+  plan.smem_bytes = static_cast<int>(teams * chunk * 8);
   return plan;
 }
 

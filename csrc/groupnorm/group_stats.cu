@@ -41,7 +41,8 @@ Status launch_stats(const GroupStatsParams& p, cudaStream_t stream) {
   a.slice_length = p.slice_length;
   a.partials = static_cast<acc_t<T>*>(p.partials.data);
   a.r.pre = p.pre_act;
-  return launch_reduce("group_stats_kernel", a, d.channels_last, stream);
+  const bool by_channel = d.channels_last && d.c > 1 && a.rows == d.c;
+  return launch_reduce("group_stats_kernel", a, by_channel, stream);
 }
 
 // One block a group: warps take its rows, lanes the slices of a row.
@@ -140,7 +141,8 @@ Status check(const char* kernel) {
 void plan_group_stats(GroupStatsParams* p, bool per_channel, int sm_count) {
   const GroupNormDims& d = p->dims;
   const int vec = 16 / dtype_size(d.dtype);
-  if (d.channels_last) {
+  // With one group the order of a sample's elements does not matter.
+  if (d.channels_last && (per_channel || d.g > 1)) {
     p->partials.rows = d.c;
     const ColumnGeometry g = column_geometry(d.c, d.c % vec == 0 ? vec : 1);
     plan_slices(d.n * g.channel_blocks, d.s, int64_t(g.walkers) * kTraverseUnroll * 2, 1, sm_count, &p->partials.slices,

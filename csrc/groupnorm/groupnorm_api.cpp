@@ -150,7 +150,7 @@ GroupNormSmallParams small_params(const char* op, const GroupNormDims& d, const 
 std::optional<Statistics> normalize_small(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
                                           const OptTensor& weight, const OptTensor& bias, double eps,
                                           const ActChain& act, const ActChain& pre_act, bool add_input) {
-  const SmallPlan plan = plan_group_norm_small(d, false);
+  const SmallPlan plan = plan_group_norm_small(d, false, 0);
   const SlabPlan slabs = plan_group_norm_slab(d, false, check_gpu(op, x).sm_count);
   if (plan.refusal && slabs.refusal) return std::nullopt;
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
@@ -171,12 +171,15 @@ std::optional<Statistics> normalize_small(const char* op, const Tensor& x, const
 // The backward of small or narrow groups, all of its tensors dense; false where they are neither.
 bool small_backward(const char* op, GroupNormSmallParams p, const GroupNormDims& d, const Tensor& x,
                     const Tensor& dweight, const Tensor& dbias) {
-  const SmallPlan plan = plan_group_norm_small(d, true);
-  const SlabPlan slabs = plan_group_norm_slab(d, true, check_gpu(op, x).sm_count);
+  const DeviceInfo info = check_gpu(op, x);
+  const int max_blocks = info.compute_capability >= 90 ? max_cluster_blocks(x.get_device_index()) : 0;
+  const SmallPlan plan = plan_group_norm_small(d, true, max_blocks);
+  const SlabPlan slabs = plan_group_norm_slab(d, true, info.sm_count);
   if (plan.refusal && slabs.refusal) return false;
   const bool owner = !plan.refusal && plan.shares.owner;
   Workspace workspace(x);
-  const int64_t sums = workspace.reserve(owner ? 0 : d.n * d.c * 2 * sizeof(float));
+  const int64_t parts = d.n << plan.shares.blocks_log2;
+  const int64_t sums = workspace.reserve(owner ? 0 : parts * d.c * 2 * sizeof(float));
   workspace.allocate();
   p.shares = plan.shares;
   p.slabs = slabs.shares;
@@ -189,7 +192,7 @@ bool small_backward(const char* op, GroupNormSmallParams p, const GroupNormDims&
   if (owner) return true;
   AffineGradientParams a;
   a.channel_sums = p.channel_sums;
-  a.n = d.n;
+  a.n = parts;
   a.c = d.c;
   a.dweight = p.dweight;
   a.dbias = p.dbias;
