@@ -5,7 +5,7 @@
 
 #include "group_norm_cluster_params.h"
 #include "group_norm_columns_plan.h"
-#include "group_norm_fwd_plan.h"
+#include "group_norm_tiles_plan.h"
 
 namespace kgopt {
 
@@ -136,7 +136,7 @@ enum class FwdWay { kOnChip, kOneRead, kColumns, kTwoPasses };
 struct FwdChoice {
   FwdWay way = FwdWay::kTwoPasses;
   ClusterPlan on_chip;
-  FwdPlan one_read;
+  TilesPlan one_read;
   ColumnPlan columns;
 };
 
@@ -146,11 +146,11 @@ inline constexpr int64_t kTiledGroupBytes = 1 << 20;
 // The way of a forward: a group in a cluster or a team; tiles of a group all over the GPU; channels_last x in slabs;
 // two passes over x. A cluster of sixteen whose blocks have a multiprocessor each leaves a sixth of an H200 idle and
 // overlaps nothing, and a few such clusters leave even more: then the tiles come first.
-inline FwdChoice choose_group_norm_fwd(const ClusterPlanInput& cluster, const FwdPlanInput& tiles,
+inline FwdChoice choose_group_norm_fwd(const ClusterPlanInput& cluster, const TilesPlanInput& tiles,
                                        const ColumnPlanInput& columns) {
   FwdChoice choice;
   choice.on_chip = plan_group_norm_cluster(cluster);
-  choice.one_read = plan_group_norm_fwd(tiles);
+  choice.one_read = plan_group_norm_tiles(tiles);
   choice.columns = plan_group_norm_columns(columns);
   const ClusterPlan& c = choice.on_chip;
   const bool crowded =

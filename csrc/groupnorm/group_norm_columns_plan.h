@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "group_norm_columns_params.h"
-#include "group_norm_fwd_plan.h"
+#include "group_norm_tiles_plan.h"
 
 namespace kgopt {
 

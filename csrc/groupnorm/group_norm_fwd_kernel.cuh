@@ -1,4 +1,4 @@
-// GroupNorm forward with one read of x; see group_norm_fwd_params.h. The warps of a block have roles, and none waits
+// GroupNorm forward with one read of x; see group_norm_tiles.h. The warps of a block have roles, and none waits
 // for more than it needs:
 //   producer    one thread that starts the loads into slots of shared memory that have become free
 //   statistics  moments of the tiles in the slots
@@ -8,12 +8,10 @@
 //   holders     teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
 
-#include "../common/async.cuh"
 #include "../common/dtype.cuh"
 #include "../common/reduce.cuh"
 #include "group_norm_fwd_params.h"
-#include "vectors.cuh"
-#include "words.cuh"
+#include "group_norm_tiles.cuh"
 
 namespace kgopt {
 
@@ -22,8 +20,8 @@ struct GroupNormFwdTraits {
   using T = T_;
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
-  static constexpr int kSlots = kFwdSlots, kHolders = kHolders_, kPlaces = kSlots + kHolders;
-  static constexpr int kTileVectors = kFwdTileVectors, kTileBytes = kTileVectors * 16;
+  static constexpr int kSlots = kTilesSlots, kHolders = kHolders_;
+  static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
   static constexpr int kCollectors = 2, kServantWarps = 2 + kCollectors;
   // Holders leave room for fewer: 896 threads have 72 registers each.
   static constexpr int kStatWarps = kHolders == 0 ? 8 : 4, kNormWarps = 8, kHolderWarps = 4;
@@ -31,8 +29,6 @@ struct GroupNormFwdTraits {
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
-inline constexpr int kFwdVisits = 32;  // groups with tiles on chip: at most as many as places
 
 // What the warps must know of a tile in a slot; the producer works it out once for all. Vectors lo <= v < hi of the
 // tile are the group's.
@@ -52,8 +48,8 @@ template <typename Traits>
 struct FwdShared {
   uint64_t loaded[Traits::kSlots], freed[Traits::kSlots];
   FwdTile tiles[Traits::kSlots];
-  uint64_t published[kFwdVisits], ready[kFwdVisits];
-  float2 statistics[kFwdVisits];
+  uint64_t published[kTilesVisits], ready[kTilesVisits];
+  float2 statistics[kTilesVisits];
   uint64_t box_full[2], box_empty[2];
   uint64_t held[Traits::kHolders + 1];  // moments of a holders' tile are there
   Moments<float> box[2][Traits::kStatWarps];
@@ -61,85 +57,32 @@ struct FwdShared {
 };
 
 template <typename Traits>
-struct FwdBlock {
+struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, Traits::kHolders> {
   using T = typename Traits::T;
-  static constexpr int kVec = Traits::kVec, kSlots = Traits::kSlots, kPlaces = Traits::kPlaces;
+  static constexpr int kVec = Traits::kVec, kSlots = Traits::kSlots;
   static constexpr int kHolders = Traits::kHolders, kTileVectors = Traits::kTileVectors;
+
+  using Walk = TileWalk<kVec, kTileVectors, kSlots, kHolders>;
+  using Tile = typename Walk::Tile;
+  using Walk::advance, Walk::channel_of, Walk::channels_before, Walk::end_of, Walk::exists, Walk::first_tile,
+      Walk::head_of, Walk::holders_before, Walk::is_held, Walk::next_slot, Walk::place_tile, Walk::slot_of,
+      Walk::slot_tiles, Walk::wait_words;
 
   const GroupNormFwdParams& p;
   FwdShared<Traits>& s;
   char* const slots;
 
-  // Tile i of the block. A group's tiles lie on 128-byte lines, or loads and stores would touch twice as many: position
-  // 0 of its first tile is up to `head` vectors before the group.
-  struct Tile {
-    uint32_t i, number;     // in the block, in the tensor
-    uint32_t group, index;  // index in the group
-    uint32_t visit;         // groups of the block before it
-    uint32_t place, round;  // i = round * kPlaces + place
-  };
-  __device__ __forceinline__ Tile first_tile() const {
-    const uint32_t group = blockIdx.x / p.tiles_per_group;
-    return {0, blockIdx.x, group, blockIdx.x - group * p.tiles_per_group, 0, 0, 0};
-  }
-  __device__ __forceinline__ void advance(Tile& t) const {
-    ++t.i;
-    t.number += gridDim.x;
-    t.index += gridDim.x;
-    if (t.index >= p.tiles_per_group) {
-      const uint32_t groups = t.index / p.tiles_per_group;
-      t.group += groups;
-      t.index -= groups * p.tiles_per_group;
-      ++t.visit;
-    }
-    if (++t.place == kPlaces) {
-      t.place = 0;
-      ++t.round;
-    }
-  }
-  // Tiles of this block that come into slots, which are taken in turn.
-  __device__ __forceinline__ uint32_t slot_tiles() const {
-    const uint32_t own = (p.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, rest = own % kPlaces;
-    return own / kPlaces * kSlots + rest - holders_before(rest);
-  }
-  static __device__ __forceinline__ void next_slot(uint32_t& k, uint32_t& parity) {
-    if (++k == kSlots) {
-      k = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ bool exists(const Tile& t) const { return t.number < p.tiles; }
+  __device__ __forceinline__ FwdBlock(const GroupNormFwdParams& params, FwdShared<Traits>& shared, char* memory)
+      : Walk{params}, p(params), s(shared), slots(memory) {}
 
-  // Places go round; the holders' are spread among them.
-  static __device__ __forceinline__ uint32_t holders_before(uint32_t place) { return place * kHolders / kPlaces; }
-  static __device__ __forceinline__ bool is_held(uint32_t place) {
-    return holders_before(place + 1) != holders_before(place);
-  }
-  static __device__ __forceinline__ uint32_t slot_of(const Tile& t) { return t.place - holders_before(t.place); }
   __device__ __forceinline__ char* slot(const Tile& t) const { return slots + slot_of(t) * Traits::kTileBytes; }
-
-  __device__ __forceinline__ int head_of(uint32_t group) const {
-    return static_cast<int>(p.x_line + group * p.group_vectors) & 7;
-  }
-  __device__ __forceinline__ int end_of(int head, uint32_t index) const {
-    const int64_t left = p.group_vectors + head - int64_t(index) * kTileVectors;
-    return static_cast<int>(left < 0 ? 0 : left < kTileVectors ? left : kTileVectors);
-  }
   __device__ __forceinline__ FwdTile describe(const Tile& t) const {
-    const int head = head_of(t.group);
     FwdTile d;
-    d.base = t.group * p.group_vectors - head + int64_t(t.index) * kTileVectors;
-    d.lo = t.index == 0 ? head : 0;
-    d.hi = end_of(head, t.index);
-    d.visit = t.visit;
-    d.is_full = d.lo == 0 && d.hi == kTileVectors;
+    place_tile(t, &d);
     return d;
   }
   __device__ __forceinline__ void find_channels(const Tile& t, FwdTile* d) const {
-    const int64_t begin = t.index == 0 ? 0 : (int64_t(t.index) * kTileVectors - head_of(t.group)) * kVec;
-    const int64_t row = __umul64hi(begin, p.s_magic64);
-    d->channel0 = t.group % static_cast<uint32_t>(p.dims.g) * p.channels_per_group + static_cast<uint32_t>(row);
-    d->column0 = static_cast<uint32_t>(begin - row * p.dims.s);
+    d->channel0 = channel_of(t, &d->column0) + channels_before(t);
     d->is_one = d->column0 + uint32_t(max(d->hi - d->lo, 0)) * kVec <= static_cast<uint32_t>(p.dims.s);
     const float2 coefficients = affine(d->channel0);
     d->weight = coefficients.x;
@@ -273,27 +216,12 @@ struct FwdBlock {
       const Moments<float> sets[1] = {m};
       m = count == 0.f ? Moments<float>{} : warp_pool(sets, count);
       if (lane == 0) store_word(p.words + int64_t(start.group) * p.parts + start.index, pack_word(m.mean, m.m2));
-      if (lane == 0) barrier_arrive(&s.published[start.visit % kFwdVisits]);
+      if (lane == 0) barrier_arrive(&s.published[start.visit % kTilesVisits]);
     }
   }
 
-  // Words lane + 32 * k of a group.
-  template <int kSets>
-  __device__ __forceinline__ void wait_words(const uint64_t* words, int lane, uint64_t (&word)[kSets]) const {
-    bool is_missing;
-    do {
-      is_missing = false;
-#pragma unroll
-      for (int k = 0; k < kSets; ++k) {
-        const uint32_t part = lane + 32 * k;
-        if (part < p.parts && word[k] == 0) word[k] = load_word(words + part);
-      }
-#pragma unroll
-      for (int k = 0; k < kSets; ++k) is_missing |= lane + 32 * k < p.parts && word[k] == 0;
-    } while (__any_sync(0xffffffffu, is_missing));
-  }
   __device__ __forceinline__ void collect(int collector, int lane) const {
-    constexpr int kSets = kFwdMaxBlocks / 32;
+    constexpr int kSets = kTilesMaxBlocks / 32;
     const uint32_t rounds = p.tiles_per_group / gridDim.x, rest = p.tiles_per_group - rounds * gridDim.x;
     const uint32_t last = p.tiles_per_group - 1, before = last - 1;
     const uint32_t last_part = last % gridDim.x, part_before = before % gridDim.x;
@@ -304,7 +232,7 @@ struct FwdBlock {
       next_visit += Traits::kCollectors;
       const uint64_t* const words = p.words + int64_t(t.group) * p.parts;
       // Polls before that would only keep the words' lines busy for the others.
-      barrier_wait(&s.published[t.visit % kFwdVisits], t.visit / kFwdVisits & 1);
+      barrier_wait(&s.published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);
       uint64_t word[kSets] = {};
       wait_words(words, lane, word);
       // The last tile is short, and where it is empty, so may the one before be.
@@ -323,8 +251,8 @@ struct FwdBlock {
       const Moments<float> m = warp_pool(sets, elements);
       if (lane == 0) {
         const float rstd = 1.f / sqrtf(m.m2 / m.count + p.eps);
-        s.statistics[t.visit % kFwdVisits] = make_float2(m.mean, rstd);
-        barrier_arrive(&s.ready[t.visit % kFwdVisits]);
+        s.statistics[t.visit % kTilesVisits] = make_float2(m.mean, rstd);
+        barrier_arrive(&s.ready[t.visit % kTilesVisits]);
         if (t.index == 0) {
           p.mean[t.group] = m.mean;
           p.rstd[t.group] = rstd;
@@ -339,8 +267,8 @@ struct FwdBlock {
   __device__ __forceinline__ float2 affine(int64_t c) const { return affine_of(p.weight, p.bias, c, p.affine_dtype); }
 
   __device__ __forceinline__ float2 wait_statistics(uint32_t visit) const {
-    barrier_wait(&s.ready[visit % kFwdVisits], visit / kFwdVisits & 1);
-    return s.statistics[visit % kFwdVisits];
+    barrier_wait(&s.ready[visit % kTilesVisits], visit / kTilesVisits & 1);
+    return s.statistics[visit % kTilesVisits];
   }
 
   // Vectors first + 32 * k, k < kPasses, that read(k) gives, to `to` + 32 * k vectors.
@@ -456,7 +384,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       barrier_init(&shared.loaded[k], 2);
       barrier_init(&shared.freed[k], Traits::kNormWarps);
     }
-    for (int v = 0; v < kFwdVisits; ++v) {
+    for (int v = 0; v < kTilesVisits; ++v) {
       barrier_init(&shared.published[v], 1);
       barrier_init(&shared.ready[v], 1);
     }

@@ -107,7 +107,7 @@ FwdChoice choose_fwd(const char* op, const Tensor& x, const Tensor& y, const Gro
                      const ActChain& act) {
   const DeviceInfo info = check_gpu(op, x);
   const uintptr_t from = address_of(x.const_data_ptr()), to = address_of(y.const_data_ptr());
-  FwdPlanInput tiles;
+  TilesPlanInput tiles;
   tiles.dims = d;
   tiles.aligned = from % 16 == 0 && to % 16 == 0;
   tiles.x_line = static_cast<uint32_t>(from / 16 % 8);
@@ -157,11 +157,11 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
     return s;
   }
   if (choice.way == FwdWay::kOneRead) {
-    const FwdPlan& plan = choice.one_read;
+    const TilesPlan& plan = choice.one_read;
     Workspace workspace(x);
     const int64_t words = workspace.reserve(plan.words * sizeof(uint64_t));
     workspace.allocate();
-    GroupNormFwdParams p = plan.params;
+    GroupNormFwdParams p{plan.shares};
     p.x = x.const_data_ptr();
     p.y = y.mutable_data_ptr();
     p.weight = data_or_null(w);
