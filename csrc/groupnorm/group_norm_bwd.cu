@@ -20,7 +20,7 @@ Status launch_kernel(GroupNormBwdParams p, const TilesPlan& plan, cudaStream_t s
     return Status::Unsupported("group_norm_bwd_kernel", "this process may use fewer multiprocessors than the GPU has");
   }
   if (error == cudaSuccess) {
-    tile_gradient_kernel<Traits::kVec><<<static_cast<unsigned>(p.dims.c), kTileGradientThreads, 0, stream>>>(p);
+    tile_gradient_kernel<Traits::kVec><<<static_cast<unsigned>(p.shares.dims.c), kTileGradientThreads, 0, stream>>>(p);
     error = cudaGetLastError();
   }
   if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_bwd_kernel", cudaGetErrorString(error)};
@@ -37,7 +37,7 @@ Status launch(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t s
 
 Status run_group_norm_bwd(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
   Status status;
-  switch (p.dims.dtype) {
+  switch (p.dtype) {
 #define KGOPT_BWD_DTYPE(name, T)                                                                            \
   case Dtype::name:                                                                                         \
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = (launch<T, kPre, kAct>(p, plan, stream))); \

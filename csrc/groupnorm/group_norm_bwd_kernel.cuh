@@ -72,7 +72,7 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
   char* const slots;
 
   __device__ __forceinline__ BwdBlock(const GroupNormBwdParams& params, BwdShared<Traits>& shared, char* memory)
-      : Walk{params}, p(params), s(shared), slots(memory) {}
+      : Walk{params.shares}, p(params), s(shared), slots(memory) {}
 
   // What comes from memory for a tile, asked for a tile ahead.
   struct Coefficients {
@@ -83,13 +83,13 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
   __device__ __forceinline__ Coefficients coefficients_of(const Tile& t) const {
     Coefficients c;
     uint32_t column;
-    const uint32_t row = channel_of(t, &column), last = p.channels_per_group - 1;
+    const uint32_t row = channel_of(t, &column), last = p.shares.channels_per_group - 1;
     const int64_t channel = channels_before(t);
     c.mean = p.mean[t.group];
     c.rstd = p.rstd[t.group];
     c.affine[0] = affine_of(p.weight, p.bias, channel + min(row, last), p.affine_dtype);
     c.affine[1] = affine_of(p.weight, p.bias, channel + min(row + 1, last), p.affine_dtype);
-    c.split = static_cast<int>(min(static_cast<uint32_t>(p.dims.s) - column, uint32_t(kTileVectors * kVec)));
+    c.split = static_cast<int>(min(static_cast<uint32_t>(p.shares.dims.s) - column, uint32_t(kTileVectors * kVec)));
     return c;
   }
   __device__ __forceinline__ void describe(const Coefficients& c, BwdTile* d) const {
@@ -260,7 +260,7 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       total.x += __shfl_down_sync(0xffffffffu, total.x, kTeamWarps);
       total.y += __shfl_down_sync(0xffffffffu, total.y, kTeamWarps);
       if (lane == 0) {
-        store_word(p.words + int64_t(start.group) * p.parts + start.index, pack_signed_word(total.x, total.y));
+        store_word(p.words + int64_t(start.group) * p.shares.parts + start.index, pack_signed_word(total.x, total.y));
         barrier_arrive(&s.published[start.visit % kTilesVisits]);
       }
     }
@@ -276,16 +276,16 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       // Polls before that would only keep the words' lines busy for the others.
       barrier_wait(&s.published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);
       uint64_t word[kSets] = {};
-      wait_words(p.words + int64_t(t.group) * p.parts, lane, word);
+      wait_words(p.words + int64_t(t.group) * p.shares.parts, lane, word);
       float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
       for (int k = 0; k < kSets; ++k) {
-        if (lane + 32 * k >= p.parts) break;
+        if (lane + 32 * k >= p.shares.parts) break;
         const float2 v = unpack_signed_word(word[k]);
         sum.x += v.x;
         sum.y += v.y;
       }
-      const float per_element = 1.f / static_cast<float>(p.group_vectors * kVec);
+      const float per_element = 1.f / static_cast<float>(p.shares.group_vectors * kVec);
       const float term = warp_sum(sum.x) * per_element, term_d = warp_sum(sum.y) * per_element * rstd * rstd;
       if (lane == 0) {
         s.terms[t.visit % kTilesVisits] = make_float2(term, term_d);
@@ -339,8 +339,8 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         const bool crossed = (v - d.lo) * kVec + j >= d.split;
-        x[j] = gradient_of(x[j], dy[j], d.mean, crossed ? d.scale[1] : d.scale[0], crossed ? d.bias[1] : d.bias[0],
-                           terms);
+        x[j] =
+            gradient_of(x[j], dy[j], d.mean, crossed ? d.scale[1] : d.scale[0], crossed ? d.bias[1] : d.bias[0], terms);
       }
       store_values<T, kVec>(to + k * 32 * kVec, x, false);
     }
@@ -451,19 +451,20 @@ __global__ void __launch_bounds__(kTileGradientThreads)
   __shared__ float2 shared[kTileGradientThreads / 32];
   constexpr int kWarps = kTileGradientThreads / 32, kTile = tile_vectors(2);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t c = blockIdx.x, group_of_sample = c / p.channels_per_group, row = c % p.channels_per_group;
-  const int64_t begin = row * p.dims.s, end = begin + p.dims.s;  // elements of the group
-  const int64_t chunks = (p.dims.s / (kTile * kVec) + 2 + 31) / 32;
+  const int64_t c = blockIdx.x, group_of_sample = c / p.shares.channels_per_group,
+                row = c % p.shares.channels_per_group;
+  const int64_t begin = row * p.shares.dims.s, end = begin + p.shares.dims.s;  // elements of the group
+  const int64_t chunks = (p.shares.dims.s / (kTile * kVec) + 2 + 31) / 32;
   float2 total = make_float2(0.f, 0.f);
-  for (int64_t item = warp; item < p.dims.n * chunks; item += kWarps) {
-    const int64_t n = item / chunks, group = n * p.dims.g + group_of_sample;
-    const int64_t head = (p.x_line + group * p.group_vectors) & 7;
+  for (int64_t item = warp; item < p.shares.dims.n * chunks; item += kWarps) {
+    const int64_t n = item / chunks, group = n * p.shares.dims.g + group_of_sample;
+    const int64_t head = (p.shares.x_line + group * p.shares.group_vectors) & 7;
     const int64_t first = (begin / kVec + head) / kTile, last = ((end - 1) / kVec + head) / kTile;
     const int64_t i = first + (item - n * chunks) * 32 + lane;
     if (i > last) continue;
     const int64_t start = i == 0 ? 0 : (i * kTile - head) * kVec;
     const int channel = start < begin ? 1 : 0;  // of the tile's two
-    const float2 v = reinterpret_cast<const float2*>(p.tile_sums)[(group * p.tiles_per_group + i) * 2 + channel];
+    const float2 v = reinterpret_cast<const float2*>(p.tile_sums)[(group * p.shares.tiles_per_group + i) * 2 + channel];
     total.x += v.x;
     total.y += v.y * p.rstd[group];
   }

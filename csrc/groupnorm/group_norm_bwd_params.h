@@ -6,20 +6,12 @@
 
 namespace kgopt {
 
-struct GroupNormBwdParams : GroupTiles {
-  const void* x = nullptr;
-  const void* dy = nullptr;
-  void* dx = nullptr;
-  const void* weight = nullptr;  // [C] or null (ones)
-  const void* bias = nullptr;    // [C] or null (zeros)
-  Dtype affine_dtype = Dtype::kFloat32;
-  ActChain pre_act, act;
-  const float* mean = nullptr;   // [N, G]
-  const float* rstd = nullptr;   // [N, G]
-  uint64_t* words = nullptr;     // (words.cuh) [groups][parts] the group's two sums; zero at launch
-  float* tile_sums = nullptr;    // [tiles][2 channels][2]: sum of dz and of dz * (u - mean)
-  void* dweight = nullptr;       // [C]
-  void* dbias = nullptr;         // [C]
+struct GroupNormBwdParams : GroupNormBwdArgs {
+  GroupTiles shares;
+  uint64_t* words = nullptr;   // (words.cuh) [groups][parts] the group's two sums; zero at launch
+  float* tile_sums = nullptr;  // [tiles][2 channels][2]: sum of dz and of dz * (u - mean)
+  void* dweight = nullptr;     // [C]
+  void* dbias = nullptr;       // [C]
   Dtype gradient_dtype = Dtype::kFloat32;
 };
 

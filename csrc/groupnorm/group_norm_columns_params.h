@@ -58,19 +58,8 @@ struct ColumnShares {
   uint32_t rounds = 1, last_round = 0;  // slabs of the first teams; the slabs before their last ones
 };
 
-struct GroupNormColumnsFwdParams {
-  const void* x = nullptr;
-  void* y = nullptr;             // may be x
-  const void* weight = nullptr;  // [C] or null (ones)
-  const void* bias = nullptr;    // [C] or null (zeros)
-  Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
+struct GroupNormColumnsFwdParams : GroupNormFwdArgs {
   ColumnShares shares;
-  ActChain pre_act, act;
-  bool add_input = false;
-  bool streaming_stores = false;  // y is larger than L2
-  float eps = 1e-5f;
-  float* mean = nullptr;      // [N, G]
-  float* rstd = nullptr;      // [N, G]
   uint64_t* words = nullptr;  // [slabs][groups][blocks] (words.cuh), or null where a team is a cluster
 };
 

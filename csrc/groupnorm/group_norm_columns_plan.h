@@ -13,6 +13,7 @@ namespace kgopt {
 
 struct ColumnPlanInput {
   GroupNormDims dims;
+  int tensors = 1;          // that stay on chip: x, or x and dy
   bool aligned = true;      // x and y start at a multiple of 16 bytes
   bool long_chain = false;  // the activations are walked at run time
   int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters
@@ -189,6 +190,7 @@ inline ColumnPlan plan_group_norm_columns(const ColumnPlanInput& in) {
     return plan;
   };
   if (!d.channels_last) return refuse("x is contiguous");
+  if (in.tensors != 1) return refuse("slabs are of one tensor");
   if (in.max_blocks == 0) return refuse("clusters need compute capability 9.0 and code built for it");
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (!in.aligned) return refuse("x or y does not start at a multiple of 16 bytes");

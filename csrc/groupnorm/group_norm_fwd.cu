@@ -43,7 +43,7 @@ bool has_bulk_copy() {
 
 Status run_group_norm_fwd(const GroupNormFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
   Status status;
-  switch (p.dims.dtype) {
+  switch (p.dtype) {
 #define KGOPT_FWD_DTYPE(name, T)                                                                            \
   case Dtype::name:                                                                                         \
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = (launch<T, kPre, kAct>(p, plan, stream))); \

@@ -73,29 +73,35 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
   char* const slots;
 
   __device__ __forceinline__ FwdBlock(const GroupNormFwdParams& params, FwdShared<Traits>& shared, char* memory)
-      : Walk{params}, p(params), s(shared), slots(memory) {}
+      : Walk{params.shares}, p(params), s(shared), slots(memory) {}
 
   __device__ __forceinline__ char* slot(const Tile& t) const { return slots + slot_of(t) * Traits::kTileBytes; }
   __device__ __forceinline__ FwdTile describe(const Tile& t) const {
     FwdTile d;
     place_tile(t, &d);
+    d.channel0 = channel_of(t, &d.column0) + channels_before(t);
+    d.is_one = d.column0 + uint32_t(max(d.hi - d.lo, 0)) * kVec <= static_cast<uint32_t>(p.shares.dims.s);
+    const float2 coefficients = affine(d.channel0);
+    d.weight = coefficients.x;
+    d.bias = coefficients.y;
     return d;
   }
-  __device__ __forceinline__ void find_channels(const Tile& t, FwdTile* d) const {
-    d->channel0 = channel_of(t, &d->column0) + channels_before(t);
-    d->is_one = d->column0 + uint32_t(max(d->hi - d->lo, 0)) * kVec <= static_cast<uint32_t>(p.dims.s);
-    const float2 coefficients = affine(d->channel0);
-    d->weight = coefficients.x;
-    d->bias = coefficients.y;
-  }
 
+  // What a tile's description takes from memory is asked for a tile ahead.
   __device__ __forceinline__ void produce() const {
     const uint64_t policy = evict_normal_policy();  // evict_first and streaming stores were 2% slower
-    for (Tile t = first_tile(); exists(t); advance(t)) {
-      if (is_held(t.place)) continue;
+    Tile next = first_tile();
+    FwdTile coming = describe(next);
+    while (exists(next)) {
+      const Tile t = next;
+      FwdTile d = coming;
+      do {
+        advance(next);
+      } while (is_held(next.place));
+      if (exists(next)) coming = describe(next);
+      d.is_last = next.visit != t.visit || !exists(next);
       const uint32_t k = slot_of(t);
       if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
-      FwdTile d = describe(t);
       const int vectors = d.hi - d.lo;
       if (vectors > 0) {
         barrier_expect_bytes(&s.loaded[k], vectors * 16);
@@ -104,8 +110,6 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       } else {  // the other groups' heads need this tile
         barrier_arrive(&s.loaded[k]);
       }
-      find_channels(t, &d);
-      d.is_last = is_last_in_slot(t);
       s.tiles[k] = d;
       barrier_arrive(&s.loaded[k]);
     }
@@ -151,15 +155,6 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     const Moments<float> own[1] = {m.moments()};
     return counted == 0 ? Moments<float>{} : warp_pool(own, static_cast<float>(counted));
   }
-  // Whether no later tile of the group comes into a slot of this block.
-  __device__ __forceinline__ bool is_last_in_slot(const Tile& t) const {
-    Tile next = t;
-    do {
-      advance(next);
-    } while (is_held(next.place));
-    return next.visit != t.visit || !exists(next);
-  }
-
   __device__ __forceinline__ void compute_statistics(int warp, int lane) const {
     constexpr int kPasses = kTileVectors / 32 / Traits::kStatWarps;
     const int first = warp * kPasses * 32 + lane;
@@ -215,22 +210,22 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       const float count = warp_sum(m.count);
       const Moments<float> sets[1] = {m};
       m = count == 0.f ? Moments<float>{} : warp_pool(sets, count);
-      if (lane == 0) store_word(p.words + int64_t(start.group) * p.parts + start.index, pack_word(m.mean, m.m2));
+      if (lane == 0) store_word(p.words + int64_t(start.group) * p.shares.parts + start.index, pack_word(m.mean, m.m2));
       if (lane == 0) barrier_arrive(&s.published[start.visit % kTilesVisits]);
     }
   }
 
   __device__ __forceinline__ void collect(int collector, int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
-    const uint32_t rounds = p.tiles_per_group / gridDim.x, rest = p.tiles_per_group - rounds * gridDim.x;
-    const uint32_t last = p.tiles_per_group - 1, before = last - 1;
+    const uint32_t rounds = p.shares.tiles_per_group / gridDim.x, rest = p.shares.tiles_per_group - rounds * gridDim.x;
+    const uint32_t last = p.shares.tiles_per_group - 1, before = last - 1;
     const uint32_t last_part = last % gridDim.x, part_before = before % gridDim.x;
-    const float elements = static_cast<float>(p.group_vectors * kVec);
+    const float elements = static_cast<float>(p.shares.group_vectors * kVec);
     uint32_t next_visit = collector;
     for (Tile t = first_tile(); exists(t); advance(t)) {
       if (t.visit != next_visit) continue;
       next_visit += Traits::kCollectors;
-      const uint64_t* const words = p.words + int64_t(t.group) * p.parts;
+      const uint64_t* const words = p.words + int64_t(t.group) * p.shares.parts;
       // Polls before that would only keep the words' lines busy for the others.
       barrier_wait(&s.published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);
       uint64_t word[kSets] = {};
@@ -242,7 +237,7 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
 #pragma unroll
       for (int k = 0; k < kSets; ++k) {
         const uint32_t part = lane + 32 * k;
-        if (part >= p.parts) break;
+        if (part >= p.shares.parts) break;
         const float2 v = unpack_word(word[k]);
         const int vectors = static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
                             (part == last_part ? missing_last : 0) - (part == part_before ? missing_before : 0);
@@ -287,7 +282,7 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       }
       return;
     }
-    const uint32_t length = static_cast<uint32_t>(p.dims.s);
+    const uint32_t length = static_cast<uint32_t>(p.shares.dims.s);
     const int lo = d.lo, hi = d.hi;
     // Row, weight and bias of each vector's first element; loads of all vectors before the first use.
     uint32_t row_of[kPasses], column_of[kPasses];
@@ -296,7 +291,7 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     for (int k = 0; k < kPasses; ++k) {
       const int v = first + k * 32;
       const uint32_t position = d.column0 + uint32_t(v >= lo && v < hi ? v - lo : 0) * kVec;
-      row_of[k] = __umulhi(position, p.s_magic) >> p.s_shift;
+      row_of[k] = __umulhi(position, p.shares.s_magic) >> p.shares.s_shift;
       column_of[k] = position - row_of[k] * length;
       coefficients[k] = affine(d.channel0 + row_of[k]);
     }
@@ -339,7 +334,7 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     const int first = warp * kPasses * 32 + lane;
     for (Tile t = first_tile(); exists(t); advance(t)) {
       if (!is_held(t.place) || static_cast<int>(holders_before(t.place)) != holder) continue;
-      FwdTile d = describe(t);
+      const FwdTile d = describe(t);
       const T* const x = static_cast<const T*>(p.x) + d.base * kVec;
       Vec<T, kVec> data[kPasses];
 #pragma unroll
@@ -350,7 +345,6 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
           data[k] = *reinterpret_cast<const Vec<T, kVec>*>(&bits);
         }
       }
-      find_channels(t, &d);
       ThreadMoments<kVec> mine;
       add_vectors<kPasses>(mine, d, first, [&](int k) { return data[k]; });
       const Moments<float> m = warp_moments(mine);

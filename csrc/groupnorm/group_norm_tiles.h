@@ -1,8 +1,8 @@
 // Tiles of contiguous groups, for the GroupNorm kernels that keep a group on chip all over the GPU.
 //
-// A group is cut into tiles, which the blocks take in turn: tile t belongs to block t modulo the grid. A block keeps its
-// tiles on chip, in a ring of places in shared memory and in the registers of a few warps, until what the group needs
-// of all of them is known. All blocks must run at the same time, so the launch is cooperative.
+// A group is cut into tiles, which the blocks take in turn: tile t belongs to block t modulo the grid. A block keeps
+// its tiles on chip, in a ring of places in shared memory and in the registers of a few warps, until what the group
+// needs of all of them is known. All blocks must run at the same time, so the launch is cooperative.
 #pragma once
 
 #include "groupnorm_params.h"
@@ -25,9 +25,9 @@ struct GroupTiles {
 
 inline constexpr int kTilesMaxBlocks = 256;  // whose words a warp merges
 inline constexpr int kTilesSlotBytes = 16 << 10;
-inline constexpr int kTilesSlots = 14;    // tiles of a block in shared memory
-inline constexpr int kTilesHolders = 3;   // tiles of a block in registers, where a plan asks for them
-inline constexpr int kTilesVisits = 24;   // groups with tiles on chip: at most as many as places
+inline constexpr int kTilesSlots = 14;   // tiles of a block in shared memory
+inline constexpr int kTilesHolders = 3;  // tiles of a block in registers, where a plan asks for them
+inline constexpr int kTilesVisits = 24;  // groups with tiles on chip: at most as many as places
 static_assert(kTilesVisits >= kTilesSlots + kTilesHolders);
 // With what a kernel's barriers and descriptions of tiles take.
 inline constexpr int kTilesSmemBytes = kTilesSlots * kTilesSlotBytes + 3072;

@@ -22,6 +22,7 @@ struct TilesPlanInput {
   GroupNormDims dims;
   int tensors = 1;            // that a tile is a part of: x, or x and dy
   bool aligned = true;        // all tensors start at a multiple of 16 bytes
+  bool long_chain = false;    // the activations are walked at run time
   uint32_t x_line = 0;        // 16-byte vectors from a 128-byte line to x
   bool has_bulk_copy = true;  // compute capability 9.0 or later, and code built for it
   int sm_count = 132;
@@ -78,7 +79,9 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   plan.blocks = std::min<uint32_t>(p.tiles, static_cast<uint32_t>(std::min(in.sm_count, kTilesMaxBlocks)));
   const uint32_t needed = (p.tiles_per_group + plan.blocks - 1) / plan.blocks;
   if (needed > kTilesMost) return refuse("a group is larger than what the GPU holds on chip: two passes are faster");
-  plan.holders = needed >= kTilesLeastHeld && needed <= kTilesMostHeld ? kTilesHolders : 0;
+  // Slow derivatives do not fit beside a tile in registers.
+  const bool holds = needed >= kTilesLeastHeld && needed <= kTilesMostHeld && (in.tensors == 1 || !in.long_chain);
+  plan.holders = holds ? kTilesHolders : 0;
   p.parts = std::min(p.tiles_per_group, plan.blocks);
   plan.words = groups * p.parts;
   return plan;
