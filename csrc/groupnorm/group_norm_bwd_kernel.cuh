@@ -1,6 +1,6 @@
 // GroupNorm backward with one read of x and dy (group_norm_tiles.h); the formulas are those of group_norm_backward.cu.
 // The warps of a block have roles, as in group_norm_fwd_kernel.cuh:
-//   producer   one thread that starts the loads into slots of shared memory that have become free
+//   producer   a warp that starts the loads into slots of shared memory that have become free
 //   summers    teams, each with a tile of its own at a time: the sums of its channels. Where the activation is slow to
 //              differentiate, dz takes dy's place, rounded as dy is
 //   publisher  keeps each tile's sums, and makes the block's sums over a group the block's word
@@ -74,64 +74,45 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
   __device__ __forceinline__ BwdBlock(const GroupNormBwdParams& params, BwdShared<Traits>& shared, char* memory)
       : Walk{params.shares}, p(params), s(shared), slots(memory) {}
 
-  // What comes from memory for a tile, asked for a tile ahead.
-  struct Coefficients {
-    float mean, rstd;
-    float2 affine[2];
-    int split;
-  };
-  __device__ __forceinline__ Coefficients coefficients_of(const Tile& t) const {
-    Coefficients c;
+  __device__ __forceinline__ BwdTile describe(const Tile& t) const {
+    BwdTile d;
+    place_tile(t, &d);
     uint32_t column;
     const uint32_t row = channel_of(t, &column), last = p.shares.channels_per_group - 1;
     const int64_t channel = channels_before(t);
-    c.mean = p.mean[t.group];
-    c.rstd = p.rstd[t.group];
-    c.affine[0] = affine_of(p.weight, p.bias, channel + min(row, last), p.affine_dtype);
-    c.affine[1] = affine_of(p.weight, p.bias, channel + min(row + 1, last), p.affine_dtype);
-    c.split = static_cast<int>(min(static_cast<uint32_t>(p.shares.dims.s) - column, uint32_t(kTileVectors * kVec)));
-    return c;
-  }
-  __device__ __forceinline__ void describe(const Coefficients& c, BwdTile* d) const {
-    d->split = c.split;
-    d->mean = c.mean;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      d->scale[i] = c.affine[i].x * c.rstd;
-      d->bias[i] = c.affine[i].y;
-    }
-    d->is_one = (d->hi - d->lo) * kVec <= c.split;
+    const float2 first = affine_of(p.weight, p.bias, channel + min(row, last), p.affine_dtype);
+    const float2 second = affine_of(p.weight, p.bias, channel + min(row + 1, last), p.affine_dtype);
+    const float rstd = p.rstd[t.group];
+    d.mean = p.mean[t.group];
+    d.scale[0] = first.x * rstd;
+    d.scale[1] = second.x * rstd;
+    d.bias[0] = first.y;
+    d.bias[1] = second.y;
+    d.split = static_cast<int>(min(static_cast<uint32_t>(p.shares.dims.s) - column, uint32_t(kTileVectors * kVec)));
+    d.is_one = (d.hi - d.lo) * kVec <= d.split;
+    return d;
   }
 
-  __device__ __forceinline__ void produce() const {
+  __device__ __forceinline__ void produce(int lane) const {
     const uint64_t policy = evict_normal_policy();
-    Tile next = first_tile();
-    Coefficients coming = coefficients_of(next);
-    while (exists(next)) {
-      const Tile t = next;
-      const Coefficients c = coming;
-      do {
-        advance(next);
-      } while (is_held(next.place));
-      if (exists(next)) coming = coefficients_of(next);
-      const uint32_t k = slot_of(t);
-      if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
-      BwdTile d;
-      place_tile(t, &d);
-      const int vectors = d.hi - d.lo;
-      if (vectors > 0) {
-        char* const slot = slots + k * kTilesSlotBytes + d.lo * 16;
-        const int64_t from = (d.base + d.lo) * kVec;
-        barrier_expect_bytes(&s.loaded[k], vectors * 32);
-        bulk_load(slot, static_cast<const T*>(p.x) + from, vectors * 16, &s.loaded[k], policy);
-        bulk_load(slot + kTileVectors * 16, static_cast<const T*>(p.dy) + from, vectors * 16, &s.loaded[k], policy);
-      } else {  // the other groups' heads need this tile
-        barrier_arrive(&s.loaded[k]);
-      }
-      describe(c, &d);
-      s.tiles[k] = d;
-      barrier_arrive(&s.loaded[k]);
-    }
+    Walk::template produce<BwdTile>(
+        lane, p.x, p.dy, [&](const Tile& t, uint32_t, BwdTile* d) { *d = describe(t); },
+        [&](const Tile& t, const BwdTile& d) {
+          const uint32_t k = slot_of(t);
+          if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
+          const int vectors = d.hi - d.lo;
+          if (vectors > 0) {
+            char* const slot = slots + k * kTilesSlotBytes + d.lo * 16;
+            const int64_t from = (d.base + d.lo) * kVec;
+            barrier_expect_bytes(&s.loaded[k], vectors * 32);
+            bulk_load(slot, static_cast<const T*>(p.x) + from, vectors * 16, &s.loaded[k], policy);
+            bulk_load(slot + kTileVectors * 16, static_cast<const T*>(p.dy) + from, vectors * 16, &s.loaded[k], policy);
+          } else {  // the other groups' heads need this tile
+            barrier_arrive(&s.loaded[k]);
+          }
+          s.tiles[k] = d;
+          barrier_arrive(&s.loaded[k]);
+        });
   }
 
   // --- Sums.
@@ -371,8 +352,7 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     const int first = warp * kPasses * 32 + lane;
     for (Tile t = first_tile(); exists(t); advance(t)) {
       if (!is_held(t.place) || static_cast<int>(holders_before(t.place)) != holder) continue;
-      BwdTile d;
-      place_tile(t, &d);
+      const BwdTile d = describe(t);
       const int64_t at = (d.base + first) * kVec;
       const T* const x = static_cast<const T*>(p.x) + at;
       const T* const dy = static_cast<const T*>(p.dy) + at;
@@ -386,7 +366,6 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
         inputs[k] = *reinterpret_cast<const Vec<T, kVec>*>(&a);
         gradients[k] = *reinterpret_cast<const Vec<T, kVec>*>(&b);
       }
-      describe(coefficients_of(t), &d);
       const auto read = [&](int k, Vec<T, kVec>* input, Vec<T, kVec>* gradient) {
         *input = inputs[k];
         *gradient = gradients[k];
@@ -427,7 +406,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int lane = threadIdx.x % 32;
   int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp < Traits::kServantWarps) {
-    if (warp == 0 && lane == 0) block.produce();
+    if (warp == 0) block.produce(lane);
     if (warp == 1) block.publish(lane);
     if (warp >= 2) block.collect(warp - 2, lane);
     return;

@@ -420,6 +420,16 @@ struct ColumnBlock {
     __syncwarp();
   }
 
+  // The next slab's first loads, into L2: memory would idle until the statistics are there.
+  __device__ __forceinline__ void prefetch(uint32_t u) const {
+    const T* const x = static_cast<const T*>(p.x) + base(u);
+    const uint32_t vectors = min(own, uint32_t(kSlots * kPasses));
+    for (uint32_t i = 0; i < vectors; ++i) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(x + i * step));
+    }
+    __syncwarp();
+  }
+
   // Slab after slab: its statistics, then its normalization from the last chunk to the first, while the slots that
   // become free take what did not fit, or the next slab. A group of loads is committed at every step, so the one that
   // a step needs is always as far back.
@@ -439,6 +449,7 @@ struct ColumnBlock {
         commit();
       }
       finish_sums(s, u);
+      if (d.ahead && u + 1 < slabs) prefetch(u + 1);
       const Coefficients c = coefficients_of(u);
       for (uint32_t k = 0; k < d.chunks; ++k) {
         wait(pending);

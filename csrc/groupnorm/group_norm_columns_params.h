@@ -28,6 +28,7 @@ struct ColumnShares {
   uint32_t rows = 0;               // of a sample
   uint32_t share = 0;              // rows of a block
   int64_t pitch = 0;               // elements from row to row
+  bool ahead = false;              // the next slab is on its way to L2 before it has slots
   uint32_t chunks = 0;             // of a share: kColumnPasses passes over the block's threads each
   // Which vectors a thread has. A warp takes `columns` vectors of `positions` rows; where a row is longer than a warp,
   // `warps_per_row` warps have a part of it each.

@@ -1,6 +1,6 @@
 // GroupNorm forward with one read of x; see group_norm_tiles.h. The warps of a block have roles, and none waits
 // for more than it needs:
-//   producer    one thread that starts the loads into slots of shared memory that have become free
+//   producer    a warp that starts the loads into slots of shared memory that have become free
 //   statistics  moments of the tiles in the slots
 //   publisher   makes the block's moments of a group the block's word
 //   collector   waits for the words of all blocks and merges them, in every block for itself: one trip through L2
@@ -66,7 +66,7 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
   using Tile = typename Walk::Tile;
   using Walk::advance, Walk::channel_of, Walk::channels_before, Walk::end_of, Walk::exists, Walk::first_tile,
       Walk::head_of, Walk::holders_before, Walk::is_held, Walk::next_slot, Walk::place_tile, Walk::slot_of,
-      Walk::slot_tiles, Walk::wait_words;
+      Walk::slot_tile, Walk::slot_tiles, Walk::wait_words;
 
   const GroupNormFwdParams& p;
   FwdShared<Traits>& s;
@@ -87,32 +87,29 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     return d;
   }
 
-  // What a tile's description takes from memory is asked for a tile ahead.
-  __device__ __forceinline__ void produce() const {
+  __device__ __forceinline__ void produce(int lane) const {
     const uint64_t policy = evict_normal_policy();  // evict_first and streaming stores were 2% slower
-    Tile next = first_tile();
-    FwdTile coming = describe(next);
-    while (exists(next)) {
-      const Tile t = next;
-      FwdTile d = coming;
-      do {
-        advance(next);
-      } while (is_held(next.place));
-      if (exists(next)) coming = describe(next);
-      d.is_last = next.visit != t.visit || !exists(next);
-      const uint32_t k = slot_of(t);
-      if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
-      const int vectors = d.hi - d.lo;
-      if (vectors > 0) {
-        barrier_expect_bytes(&s.loaded[k], vectors * 16);
-        bulk_load(slot(t) + d.lo * 16, static_cast<const T*>(p.x) + (d.base + d.lo) * kVec, vectors * 16, &s.loaded[k],
-                  policy);
-      } else {  // the other groups' heads need this tile
-        barrier_arrive(&s.loaded[k]);
-      }
-      s.tiles[k] = d;
-      barrier_arrive(&s.loaded[k]);
-    }
+    Walk::template produce<FwdTile>(
+        lane, p.x, nullptr,
+        [&](const Tile& t, uint32_t j, FwdTile* d) {
+          *d = describe(t);
+          const Tile next = slot_tile(j + 1);
+          d->is_last = next.visit != t.visit || !exists(next);
+        },
+        [&](const Tile& t, const FwdTile& d) {
+          const uint32_t k = slot_of(t);
+          if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
+          const int vectors = d.hi - d.lo;
+          if (vectors > 0) {
+            barrier_expect_bytes(&s.loaded[k], vectors * 16);
+            bulk_load(slot(t) + d.lo * 16, static_cast<const T*>(p.x) + (d.base + d.lo) * kVec, vectors * 16,
+                      &s.loaded[k], policy);
+          } else {  // the other groups' heads need this tile
+            barrier_arrive(&s.loaded[k]);
+          }
+          s.tiles[k] = d;
+          barrier_arrive(&s.loaded[k]);
+        });
   }
 
   // --- Statistics.
@@ -394,7 +391,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int lane = threadIdx.x % 32;
   int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp < Traits::kServantWarps) {
-    if (warp == 0 && lane == 0) block.produce();
+    if (warp == 0) block.produce(lane);
     if (warp == 1) block.publish(lane);
     if (warp >= 2) block.collect(warp - 2, lane);
     return;

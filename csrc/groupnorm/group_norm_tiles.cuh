@@ -43,6 +43,25 @@ struct TileWalk {
       ++t.round;
     }
   }
+  // The same without the way there.
+  __device__ __forceinline__ Tile tile_at(uint32_t i) const {
+    Tile t;
+    t.i = i;
+    t.number = blockIdx.x + i * gridDim.x;
+    t.group = t.number / shares.tiles_per_group;
+    t.index = t.number - t.group * shares.tiles_per_group;
+    t.visit = shares.tiles_per_group >= gridDim.x ? t.group : i;
+    t.round = i / kPlaces;
+    t.place = i - t.round * kPlaces;
+    return t;
+  }
+  // Of the tiles that come into slots the j-th.
+  __device__ __forceinline__ Tile slot_tile(uint32_t j) const {
+    const uint32_t round = j / kSlots, slot = j - round * kSlots;
+    uint32_t place = slot;
+    while (is_held(place) || place - holders_before(place) != slot) ++place;
+    return tile_at(round * kPlaces + place);
+  }
   __device__ __forceinline__ bool exists(const Tile& t) const { return t.number < shares.tiles; }
   // Tiles of this block that come into slots, which are taken in turn.
   __device__ __forceinline__ uint32_t slot_tiles() const {
@@ -79,6 +98,41 @@ struct TileWalk {
     d->hi = end_of(head, t.index);
     d->visit = t.visit;
     d->is_full = d->lo == 0 && d->hi == kTileVectors;
+  }
+  // A tile of `tensor` into L2, unless it will be loaded at once.
+  __device__ __forceinline__ void prefetch(const Tile& t, const void* tensor) const {
+    if (t.i < kPlaces || !exists(t)) return;
+    const int head = head_of(t.group), lo = t.index == 0 ? head : 0, vectors = end_of(head, t.index) - lo;
+    const int64_t from = t.group * shares.group_vectors - head + int64_t(t.index) * kTileVectors + lo;
+    if (vectors > 0) bulk_prefetch(static_cast<const char*>(tensor) + from * 16, vectors * 16);
+  }
+  // The producer's warp. Every lane prepares a tile; then, tile after tile, its lane starts it, and what a tile's
+  // distance later will be loaded comes to L2 meanwhile: a slot is taken for a shorter time.
+  template <typename Description, typename Describe, typename Start>
+  __device__ __forceinline__ void produce(int lane, const void* x, const void* dy, Describe describe,
+                                          Start start) const {
+    const uint32_t own = slot_tiles();
+    for (uint32_t base = 0; base < own; base += 32) {
+      const uint32_t j = base + lane;
+      const bool mine = j < own;
+      const Tile t = slot_tile(j);
+      const uint32_t before = j == 0 ? 0 : slot_tile(j - 1).i + 1;
+      Description d;
+      if (mine) describe(t, j, &d);
+      __syncwarp();
+      for (uint32_t turn = base; turn < min(base + 32, own); ++turn) {
+        if (j == turn) {
+          start(t, d);
+          if (shares.ahead > 0) {
+            for (uint32_t i = before; i <= t.i; ++i) {
+              prefetch(tile_at(i + shares.ahead), x);
+              if (dy) prefetch(tile_at(i + shares.ahead), dy);
+            }
+          }
+        }
+        __syncwarp();
+      }
+    }
   }
   // Channel of vector lo's first element, counted in the group, and that element's place in the channel.
   __device__ __forceinline__ uint32_t channel_of(const Tile& t, uint32_t* column) const {
