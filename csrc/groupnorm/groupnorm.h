@@ -30,6 +30,7 @@ Status run_group_norm_bwd(const GroupNormBwdParams& p, const TilesPlan& plan, cu
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 // As run_group_norm_fwd.
 Status run_group_norm_columns_fwd(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
+Status run_group_norm_rows_bwd(const GroupNormRowsBwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 
