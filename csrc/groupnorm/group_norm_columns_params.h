@@ -29,8 +29,8 @@ struct ColumnShares {
   uint32_t share = 0;              // rows of a block
   int64_t pitch = 0;               // elements from row to row
   uint32_t slots = 0;              // of a block with roles
-  uint32_t ahead = 0;              // chunks that are on their way to L2 before they have a slot
-  uint32_t chunks = 0;             // of a share: kColumnPasses passes over the block's threads each
+  uint32_t ahead = 0;   // chunks that come to L2 before they have a slot; or, without roles, whether a slab does
+  uint32_t chunks = 0;  // of a share: kColumnPasses passes over the block's threads each
   // Which vectors a thread has. A warp takes `columns` vectors of `positions` rows; where a row is longer than a warp,
   // `warps_per_row` warps have a part of it each.
   uint32_t vectors = 0;  // of a slab's row

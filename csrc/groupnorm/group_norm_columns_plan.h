@@ -19,6 +19,7 @@ struct ColumnPlanInput {
   int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters
   int sm_count = 132;
   int64_t smem_bytes = 227 << 10;  // of a block
+  int only_teams = 0;  // TUNING
 };
 
 struct ColumnPlan {
@@ -180,7 +181,9 @@ inline bool set_column_teams(const ColumnPlanInput& in, ColumnPlan* plan) {
   const int64_t most = std::max<int64_t>(1, std::min(grid / blocks, slabs)), rounds = (slabs + most - 1) / most;
   choice.teams = static_cast<uint32_t>((slabs + rounds - 1) / rounds);
   choice.blocks = static_cast<uint32_t>(grid / choice.teams);
-  return set_column_shares(in, choice, plan);
+  if (!set_column_shares(in, choice, plan)) return false;
+  plan->shares.ahead = plan->shares.slabs > choice.teams;
+  return true;
 }
 
 // Blocks with roles. A chunk is in its slot until its sample's statistics are known, 6 us after its last load on an
@@ -195,6 +198,7 @@ inline bool set_column_roles(const ColumnPlanInput& in, ColumnPlan* plan) {
   choice.passes = kRowPasses / in.tensors;
   double least = 0;
   for (int64_t teams = 1; teams <= std::min<int64_t>(d.n, in.sm_count / 2); ++teams) {
+    if (in.only_teams && teams != in.only_teams) continue;  // TUNING
     choice.teams = static_cast<uint32_t>(teams);
     choice.blocks = static_cast<uint32_t>(in.sm_count / teams);
     ColumnPlan next;
@@ -211,6 +215,7 @@ inline bool set_column_roles(const ColumnPlanInput& in, ColumnPlan* plan) {
     if (next.smem_limit < tables || p.chunks + (rounds > 1) > p.slots) break;
     while (p.team_lanes_log2 > 0 && (5u << (p.team_lanes_log2 - 1)) >= p.blocks) --p.team_lanes_log2;
     p.data_bytes = p.slot_bytes * p.slots;
+    p.ahead = 3;  // 0 was 8% slower, 5 1% (H200)
     next.smem_bytes = static_cast<int>(p.data_bytes + tables);
     next.roles = true;
     const double transfer = double(p.share) * p.pitch * dtype_size(d.dtype) * (in.tensors + 1) / kBytesPerMicrosecond;

@@ -103,6 +103,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
     float2* const totals = reinterpret_cast<float2*>(tables.counts);
     for (uint32_t u = 0; u < slabs; ++u) {
       barrier_wait(&s.summed[u & 1], parity_of(u));
+      this->wait_collected(u);
       __syncwarp();
       const float2* const from = entries(u);
       for (uint32_t first = thread / 32 * 32 >> d.block_lanes_log2; first < d.groups;

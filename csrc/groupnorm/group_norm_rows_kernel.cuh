@@ -51,6 +51,9 @@ struct RowBlock : ColumnBlock<Traits, Params> {
 
   static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u >> 1 & 1; }
 
+  // No more than two samples ahead of the collectors: a phase that they have not seen must not end twice.
+  __device__ __forceinline__ void wait_collected(uint32_t u) const { barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1); }
+
   // Chunk t of slab u: its first element in the tensor, and its bytes.
   __device__ __forceinline__ int64_t chunk(uint32_t u, uint32_t t, uint32_t* bytes) const {
     const uint32_t rows = kPasses * d.stride, first = rank * d.share + t * rows;
@@ -130,6 +133,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormColumnsFwdParams, 1> {
     const uint32_t slabs = d.slabs_of(team);
     for (uint32_t u = 0; u < slabs; ++u) {
       barrier_wait(&s.summed[u & 1], parity_of(u));
+      this->wait_collected(u);
       __syncwarp();
       this->publish(u, entries(u), thread, kRowPublishers * 32);
       barrier_arrive(&s.published[u & 1]);

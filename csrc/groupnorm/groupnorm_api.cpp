@@ -311,6 +311,54 @@ Tensor group_norm_mean(Tensor x, int64_t num_groups, OptTensor weight, OptTensor
   return out.scalar_type() == x.scalar_type() ? out : torch::stable::to(out, x.scalar_type());
 }
 
+// dx, dweight and dbias with one read of x and dy; false, and nothing launched, where passes over them must do it.
+bool backward_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, const NormChoice& choice,
+                      const GroupNormBwdArgs& a, const Tensor& dweight, const Tensor& dbias) {
+  if (choice.way == NormWay::kPasses) return false;
+  const GroupTiles& tiles = choice.one_read.shares;
+  const ColumnShares& slabs = choice.columns.shares;
+  int64_t words = 0, rows = d.n, sums = 0;  // rows: sets of channel sums that remain to be added up
+  if (choice.way == NormWay::kOneRead) {
+    words = choice.one_read.words;
+    rows = 0;
+    sums = int64_t(tiles.tiles) * 4;
+  } else {
+    if (choice.way == NormWay::kColumns) {
+      words = choice.columns.words;
+      rows = int64_t(slabs.teams) * slabs.blocks;
+    }
+    sums = rows * d.c * 2;
+  }
+  Workspace workspace(x);
+  const int64_t words_at = workspace.reserve(words * sizeof(uint64_t));
+  const int64_t sums_at = workspace.reserve(sums * sizeof(float));
+  workspace.allocate();
+  AffineGradientParams g;
+  g.channel_sums = workspace.at<float>(sums_at);
+  g.n = rows;
+  g.c = d.c;
+  g.dweight = dweight.mutable_data_ptr();
+  g.dbias = dbias.mutable_data_ptr();
+  g.affine_dtype = check_dtype(op, "weight", dweight);
+  uint64_t* const at = workspace.at<uint64_t>(words_at);
+  float* const channel_sums = workspace.at<float>(sums_at);
+  Status status;
+  switch (choice.way) {
+    case NormWay::kOnChip:
+      status = run_group_norm_cluster_bwd({a, choice.on_chip.shares, channel_sums}, choice.on_chip, stream_of(x));
+      break;
+    case NormWay::kOneRead:
+      status = run_group_norm_bwd({a, tiles, at, channel_sums, g.dweight, g.dbias, g.affine_dtype}, choice.one_read,
+                                  stream_of(x));
+      break;
+    default: status = run_group_norm_rows_bwd({a, slabs, at, channel_sums}, choice.columns, stream_of(x));
+  }
+  if (status.code == StatusCode::kUnsupported) return false;  // not all blocks can run at a time
+  raise_on_error(op, status);
+  if (rows > 0) raise_on_error(op, run_affine_gradient(g, stream_of(x)));
+  return true;
+}
+
 // Shared by both backward ops: tables and sums in the workspace, dx, dweight and dbias as outputs.
 std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x, const GroupNormDims& d,
                                                 const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
@@ -341,43 +389,9 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x,
     a.pre_act = p.pre_act;
     a.act = p.act;
     a.streaming_stores = exceeds_l2(op, x, d);
-    if (choice.way != NormWay::kPasses) {
-      a.mean = static_cast<const float*>(dense_mean.const_data_ptr());
-      a.rstd = static_cast<const float*>(dense_rstd.const_data_ptr());
-    }
-    Workspace scratch(x);
-    if (choice.way == NormWay::kOnChip) {
-      const int64_t sums = scratch.reserve(d.n * d.c * 2 * sizeof(float));
-      scratch.allocate();
-      AffineGradientParams g;
-      g.channel_sums = scratch.at<float>(sums);
-      g.n = d.n;
-      g.c = d.c;
-      g.dweight = dweight.mutable_data_ptr();
-      g.dbias = dbias.mutable_data_ptr();
-      g.affine_dtype = check_dtype(op, "weight", dweight);
-      raise_on_error(op, run_group_norm_cluster_bwd({a, choice.on_chip.shares, scratch.at<float>(sums)}, choice.on_chip,
-                                                    stream_of(x)));
-      raise_on_error(op, run_affine_gradient(g, stream_of(x)));
-      return {dx, dweight, dbias};
-    }
-    if (choice.way == NormWay::kOneRead) {
-      const TilesPlan& plan = choice.one_read;
-      const int64_t words = scratch.reserve(plan.words * sizeof(uint64_t));
-      const int64_t sums = scratch.reserve(int64_t(plan.shares.tiles) * 4 * sizeof(float));
-      scratch.allocate();
-      GroupNormBwdParams q{a, plan.shares};
-      q.words = scratch.at<uint64_t>(words);
-      q.tile_sums = scratch.at<float>(sums);
-      q.dweight = dweight.mutable_data_ptr();
-      q.dbias = dbias.mutable_data_ptr();
-      q.gradient_dtype = check_dtype(op, "weight", dweight);
-      const Status status = run_group_norm_bwd(q, plan, stream_of(x));
-      if (status.code != StatusCode::kUnsupported) {
-        raise_on_error(op, status);
-        return {dx, dweight, dbias};
-      }
-    }
+    a.mean = static_cast<const float*>(dense_mean.const_data_ptr());
+    a.rstd = static_cast<const float*>(dense_rstd.const_data_ptr());
+    if (backward_on_chip(op, x, d, choice, a, dweight, dbias)) return {dx, dweight, dbias};
   }
   p.dims = d;
   plan_group_norm_backward(&p, info.sm_count);
