@@ -95,6 +95,11 @@ def group_norm_cases() -> None:
     run("group_norm read once", once, call=lambda x: ops.group_norm(x, 6, None, None, 1e-5, "silu"))
     held = tensor(1, 2, 1100, 2101)  # groups of 9.2 MB: tiles in registers, too
     run("group_norm read once, in registers", held, call=lambda x: ops.group_norm(x, 2, None, None, 1e-5, "silu"))
+    for dtype in (torch.float32, torch.bfloat16):
+        both = tensor(2, 8, 147, 1024, dtype=dtype)  # x and dy of a group: 2.4 MB and more
+        run("group_norm read once, both ways", both, call=lambda x: ops.group_norm(x, 1, None, None, 1e-5, "silu"))
+        both = tensor(1, 6, 600, 1501, dtype=dtype)  # tiles in registers
+        run("group_norm read once, relu", both, call=lambda x: ops.group_norm(x, 3, None, None, 1e-5, "relu"))
     run("group_norm_mean large groups", big, call=lambda x: ops.group_norm_mean(x, 2))
     half = tensor(2, 24, 5, 7, dtype=torch.bfloat16)
     run("group_norm mixed", half, tensor(24), tensor(24), call=lambda x, w, b: ops.group_norm(x, 8, w, b))

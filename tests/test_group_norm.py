@@ -363,6 +363,80 @@ def test_group_norm_large_groups_nonfinite(device, poisoned):
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
+def gradients_of(norm, dy, *tensors):
+    leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
+    y = norm(*leaves)
+    y.backward(dy.to(y.dtype))
+    return [leaf.grad for leaf in leaves]
+
+
+# x and dy of a group of 0.6 to 21 MB together, which one launch reads once on a GPU with bulk copies.
+LARGE_GROUPS_OF_TWO = {
+    "few long rows": ((1, 16, 64, 64, 40), 2),
+    "groups off the 128-byte lines": ((3, 6, 71, 73, 60), 3),
+    "vectors across rows": ((2, 40, 130, 129), 2),
+    "more groups than places": ((20, 16, 129, 127), 2),
+    "one channel a group": ((2, 3, 512, 520), 3),
+    "tiles in registers": ((1, 4, 4, 409, 803), 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("act", "pre_act"), [("none", "none"), ("relu", "none"), ("silu", "none"), ("none", "relu"), ("gelu+tanh", "elu")]
+)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("name", LARGE_GROUPS_OF_TWO)
+def test_group_norm_large_groups_backward(name, dtype, act, pre_act, device, poisoned):
+    shape, groups = LARGE_GROUPS_OF_TWO[name]
+
+    def ours(x, w, b):
+        return OPS.group_norm_fwd(x, groups, w, b, 1e-5, act, pre_act)[0]
+
+    def plain(x, w, b):
+        return reference.group_norm_ref(x, groups, w, b, act=act, pre_act=pre_act)
+
+    for scale, offset in ((1.0, 0.0), (3.0, 100.0)):
+        tensors = make(shape, dtype, device, scale=scale, offset=offset)
+        dy = torch.randn(shape, device=device).to(dtype)
+        mine = gradients_of(ours, dy, *tensors)
+        exact = gradients_of(plain, dy, *(t.double() for t in tensors))
+        for result, expected, right in zip(mine, gradients_of(plain, dy, *tensors), exact, strict=True):
+            assert_as_good_as_torch(result, expected, right)
+        assert all(torch.equal(a, b) for a, b in zip(mine, gradients_of(ours, dy, *tensors), strict=True))
+
+
+@pytest.mark.parametrize("affine", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("start", [8, 24, 1])
+def test_group_norm_large_groups_backward_in_a_view(start, affine, device, poisoned):
+    """x and dy begin at any element of their storage; weight and bias absent, or of another type."""
+    base, dy = (torch.randn(start + 2 * 8 * 90_000, device=device, dtype=torch.bfloat16)[start:] for _ in "xy")
+    x, dy = base.view(2, 8, 300, 300), dy.view(2, 8, 300, 300)
+    params = [] if affine is None else [torch.randn(8, device=device, dtype=affine) for _ in "wb"]
+    weight, bias = params or (None, None)
+    _, mean, rstd = OPS.group_norm_fwd(x, 2, weight, bias, 1e-5, "relu")
+    mine = OPS.group_norm_backward(dy, x, mean, rstd, 2, weight, bias, "relu")[: 1 + len(params)]
+
+    def plain(x, *params):
+        return F.relu(F.group_norm(x, 2, *params))
+
+    exact = gradients_of(plain, dy, x.double(), *(p.double() for p in params))
+    half = gradients_of(plain, dy, x, *(p.to(x.dtype) for p in params))
+    for result, expected, right in zip(mine, half, exact, strict=True):
+        assert_as_good_as_torch(result, expected.to(result.dtype), right)
+
+
+def test_group_norm_large_groups_backward_nonfinite(device, poisoned):
+    """A NaN in x or dy spoils its group and nothing else; an infinity in dy is one where PyTorch's is."""
+    x, dy = torch.randn(4, 8, 300, 300, device=device), torch.randn(4, 8, 300, 300, device=device)
+    x[0, 1, 7, 9] = float("nan")
+    dy[1, 6, 0, 0] = float("nan")
+    dy[2, 5, 299, 299] = float("inf")
+    mine = gradients_of(lambda x: OPS.group_norm(x, 2), dy, x)[0]
+    theirs = gradients_of(lambda x: F.group_norm(x, 2), dy.cpu(), x.cpu())[0].to(device)
+    assert torch.equal(mine.isfinite(), theirs.isfinite())
+    assert torch.equal(mine.isnan(), theirs.isnan())
+
+
 # channels_last samples that stay on chip on a GPU that can: in clusters below 4 MB, in teams of blocks above.
 COLUMNS = {
     "a cluster": ((2, 32, 30, 40), 8),

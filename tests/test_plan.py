@@ -306,26 +306,30 @@ def test_chain_with_an_unknown_name_lists_the_known_ones() -> None:
     per_group=st.integers(1, 40),
     s=st.integers(2, 400_000),
     dtype=st.sampled_from(DTYPES),
+    tensors=st.sampled_from([1, 2]),
     x_line=st.integers(0, 7),
     sm_count=st.sampled_from([4, 114, 132]),
 )
-def test_plan_group_norm_fwd(n, groups, per_group, s, dtype, x_line, sm_count):
+def test_plan_group_norm_tiles(n, groups, per_group, s, dtype, tensors, x_line, sm_count):
     """Tiles on 128-byte lines cover each group once, and the blocks have a place for every tile of a group."""
     vec = 4 if dtype == "float32" else 8
-    plan = dev.plan_group_norm_fwd(n, groups * per_group, s, groups, dtype, x_line=x_line, sm_count=sm_count)
+    sizes = {"dtype": dtype, "tensors": tensors, "x_line": x_line, "sm_count": sm_count}
+    plan = dev.plan_group_norm_tiles(n, groups * per_group, s, groups, **sizes)
     elements = per_group * s
+    tile = dev.TILES_SLOT_BYTES // 16 // tensors
     if "refusal" in plan:
-        fits = 9 * dev.FWD_TILE_VECTORS * sm_count * vec
-        small = 32 * dev.FWD_TILE_VECTORS * vec
-        assert elements % vec != 0 or elements <= small or elements > fits, plan["refusal"]
+        fits = 9 * tile * sm_count * vec
+        small = 32 * tile * vec
+        short = tensors == 2 and s < tile * vec
+        assert elements % vec != 0 or elements <= small or elements > fits or short, plan["refusal"]
         return
-    tile, tiles, blocks = dev.FWD_TILE_VECTORS, plan["tiles_per_group"], plan["blocks"]
+    tiles, blocks = plan["tiles_per_group"], plan["blocks"]
     assert plan["group_vectors"] * vec == elements
     assert plan["tiles"] == n * groups * tiles
     assert plan["words"] == n * groups * min(tiles, blocks)
-    assert plan["holders"] in (0, dev.FWD_HOLDERS)
+    assert plan["holders"] in (0, dev.TILES_HOLDERS)
     # Or a group could wait for its own tiles to make room: a block has every `blocks`th tile.
-    assert -(-tiles // blocks) <= dev.FWD_SLOTS
+    assert -(-tiles // blocks) <= dev.TILES_SLOTS
     for group in {0, n * groups // 2, n * groups - 1}:
         head = (x_line + group * plan["group_vectors"]) % 8
         assert tiles * tile >= plan["group_vectors"] + head
@@ -348,12 +352,13 @@ def test_plan_group_norm_fwd(n, groups, per_group, s, dtype, x_line, sm_count):
         ("one element", {"c": 1 << 20, "s": 1}),
         ("few tiles", {"s": 1000}),
         ("larger than what the GPU holds", {"s": 1 << 23}),
+        ("shorter than a tile", {"c": 3200, "s": 2000, "tensors": 2}),
     ],
 )
-def test_plan_group_norm_fwd_refuses(why, change):
+def test_plan_group_norm_tiles_refuses(why, change):
     sizes = {"n": 1, "c": 32, "s": 1 << 18, "g": 8}
-    assert "refusal" not in dev.plan_group_norm_fwd(**sizes)
-    assert why in dev.plan_group_norm_fwd(**{**sizes, **change})["refusal"]
+    assert "refusal" not in dev.plan_group_norm_tiles(**sizes)
+    assert why in dev.plan_group_norm_tiles(**{**sizes, **change})["refusal"]
 
 
 # The Hopper kernel for narrow convolutions.
@@ -669,17 +674,22 @@ def test_plan_group_norm_columns_teams(sizes, slabs, teams, blocks):
         ("one read", {"n": 1, "c": 128, "s": 5000, "g": 4}),  # four clusters
         ("on chip", {"n": 1, "c": 128, "s": 5000, "g": 32}),
         ("on chip", {"n": 2, "c": 3, "s": 160_003, "g": 1}),  # no multiple of 16 bytes: sixteen blocks after all
-        ("two passes", {"n": 1, "c": 32, "s": 128**3, "g": 8}),
+        ("passes", {"n": 1, "c": 32, "s": 128**3, "g": 8}),
         ("columns", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True}),
         ("columns", {"n": 1, "c": 32, "s": 128**3, "g": 8, "channels_last": True}),
-        ("two passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "max_blocks": 0}),
-        ("two passes", {"n": 512, "c": 64, "s": 49, "g": 8, "channels_last": True}),
-        ("two passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "max_blocks": 0}),
+        ("passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "max_blocks": 0}),
+        ("passes", {"n": 512, "c": 64, "s": 49, "g": 8, "channels_last": True}),
+        ("passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "max_blocks": 0}),
+        ("on chip", {"n": 128, "c": 24, "s": 19800, "g": 8, "tensors": 2}),
+        ("one read", {"n": 1, "c": 128, "s": 512**2, "g": 32, "tensors": 2}),
+        ("one read", {"n": 16, "c": 128, "s": 34**3, "g": 8, "tensors": 2}),
+        ("passes", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32, "tensors": 2}),  # 42 MB of x and dy
+        ("passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "tensors": 2}),
     ],
 )
-def test_choose_group_norm_fwd(way, sizes):
-    choice = dev.choose_group_norm_fwd(**sizes)
+def test_choose_group_norm(way, sizes):
+    choice = dev.choose_group_norm(**sizes)
     assert choice["way"] == way, choice
-    assert way != "two passes" or choice["not_on_chip"]
-    assert way != "two passes" or choice["not_one_read"]
-    assert way != "two passes" or choice["not_columns"]
+    assert way != "passes" or choice["not_on_chip"]
+    assert way != "passes" or choice["not_one_read"]
+    assert way != "passes" or choice["not_columns"]

@@ -15,7 +15,7 @@
 #include "conv3d/conv_shape.h"
 #include "groupnorm/group_norm_cluster_plan.h"
 #include "groupnorm/group_norm_columns_plan.h"
-#include "groupnorm/group_norm_fwd_plan.h"
+#include "groupnorm/group_norm_tiles_plan.h"
 
 namespace py = pybind11;
 
@@ -235,10 +235,12 @@ GroupNormDims make_dims(int64_t n, int64_t c, int64_t s, int64_t g, const std::s
   return d;
 }
 
-FwdPlanInput tiles_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                         bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count, int64_t smem_bytes) {
-  FwdPlanInput in;
+TilesPlanInput tiles_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                           bool channels_last, bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count,
+                           int64_t smem_bytes) {
+  TilesPlanInput in;
   in.dims = make_dims(n, c, s, g, dtype, channels_last);
+  in.tensors = tensors;
   in.aligned = aligned;
   in.x_line = x_line;
   in.has_bulk_copy = has_bulk_copy;
@@ -247,17 +249,19 @@ FwdPlanInput tiles_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::
   return in;
 }
 
-// The plan of the GroupNorm forward that reads x once, as a dict; {"refusal": why} where it takes another way.
-py::dict plan_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                   bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count, int64_t smem_bytes) {
-  const FwdPlan plan = plan_group_norm_fwd(
-      tiles_input(n, c, s, g, dtype, channels_last, aligned, x_line, has_bulk_copy, sm_count, smem_bytes));
+// The plan of the GroupNorm kernels that read contiguous tensors once, as a dict; {"refusal": why} where it takes
+// another way.
+py::dict plan_tiles(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                    bool channels_last, bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count,
+                    int64_t smem_bytes) {
+  const TilesPlan plan = plan_group_norm_tiles(
+      tiles_input(n, c, s, g, dtype, tensors, channels_last, aligned, x_line, has_bulk_copy, sm_count, smem_bytes));
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
     return out;
   }
-  const GroupNormFwdParams& p = plan.params;
+  const GroupTiles& p = plan.shares;
   out["blocks"] = plan.blocks;
   out["words"] = plan.words;
   out["tiles"] = p.tiles;
@@ -368,14 +372,17 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   return out;
 }
 
-// Which way a forward goes: its name, and why not the ways before it.
-py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                     bool aligned, int max_blocks, int sm_count, int64_t smem_bytes) {
-  const FwdChoice choice = choose_group_norm_fwd(
-      cluster_input(n, c, s, g, dtype, 1, channels_last, aligned, false, 0, max_blocks, sm_count, smem_bytes),
-      tiles_input(n, c, s, g, dtype, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes),
-      columns_input(n, c, s, g, dtype, channels_last, aligned, false, max_blocks, sm_count, smem_bytes));
-  constexpr const char* kWays[] = {"on chip", "one read", "columns", "two passes"};
+// Which way a forward (one tensor on chip) or a backward (two) goes: its name, and why not the ways before it.
+py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                     bool channels_last, bool aligned, int max_blocks, int sm_count, int64_t smem_bytes) {
+  ColumnPlanInput columns =
+      columns_input(n, c, s, g, dtype, channels_last, aligned, false, max_blocks, sm_count, smem_bytes);
+  columns.tensors = tensors;
+  const NormChoice choice = choose_group_norm(
+      cluster_input(n, c, s, g, dtype, tensors, channels_last, aligned, false, 0, max_blocks, sm_count, smem_bytes),
+      tiles_input(n, c, s, g, dtype, tensors, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes),
+      columns);
+  constexpr const char* kWays[] = {"on chip", "one read", "columns", "passes"};
   py::dict out;
   out["way"] = kWays[static_cast<int>(choice.way)];
   if (choice.on_chip.refusal) out["not_on_chip"] = choice.on_chip.refusal;
@@ -385,12 +392,12 @@ py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::stri
 }
 
 void bind_norm(py::module_& m) {
-  m.attr("FWD_SLOTS") = kFwdSlots;
-  m.attr("FWD_HOLDERS") = kFwdHolders;
-  m.attr("FWD_TILE_VECTORS") = kFwdTileVectors;
-  m.def("plan_group_norm_fwd", &plan_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
-        py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
-        py::arg("x_line") = 0, py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132,
+  m.attr("TILES_SLOTS") = kTilesSlots;
+  m.attr("TILES_HOLDERS") = kTilesHolders;
+  m.attr("TILES_SLOT_BYTES") = kTilesSlotBytes;
+  m.def("plan_group_norm_tiles", &plan_tiles, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
+        py::arg("aligned") = true, py::arg("x_line") = 0, py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132,
         py::arg("smem_bytes") = 227 << 10);
   m.attr("CLUSTER_PASSES") = kClusterPasses;
   m.attr("CLUSTER_MAX_PIECES") = kClusterMaxPieces;
@@ -405,9 +412,10 @@ void bind_norm(py::module_& m) {
         py::arg("dtype") = "float32", py::arg("channels_last") = true, py::arg("aligned") = true,
         py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
         py::arg("smem_bytes") = 227 << 10);
-  m.def("choose_group_norm_fwd", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
-        py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
-        py::arg("max_blocks") = 16, py::arg("sm_count") = 132, py::arg("smem_bytes") = 227 << 10);
+  m.def("choose_group_norm", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
+        py::arg("aligned") = true, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
+        py::arg("smem_bytes") = 227 << 10);
 }
 
 }  // namespace
