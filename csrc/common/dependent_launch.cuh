@@ -34,8 +34,8 @@ bool can_start_early() {
   int answer = known[device].load(std::memory_order_relaxed);
   if (answer == 0) {
     cudaFuncAttributes attributes;
-    const bool asked = cudaFuncGetAttributes(&attributes, kKernel) == cudaSuccess &&
-                       cudaDriverGetVersion(&driver) == cudaSuccess;
+    const bool asked =
+        cudaFuncGetAttributes(&attributes, kKernel) == cudaSuccess && cudaDriverGetVersion(&driver) == cudaSuccess;
     if (!asked) cudaGetLastError();  // it was a question; leave no error behind
     answer = asked && attributes.ptxVersion >= 90 && driver >= 12030 ? 1 : -1;
     known[device].store(answer, std::memory_order_relaxed);

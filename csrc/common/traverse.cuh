@@ -405,9 +405,8 @@ Status launch_reduce(const char* name, const ReduceArgs<R>& a, bool channels_las
     if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many rows for one launch");
     const unsigned grid = static_cast<unsigned>(blocks);
     if (warp_rows) {
-      return aligned
-                 ? launch_after<reduce_rows_kernel<R, kSize, true>>(early, name, grid, kTraverseThreads, stream, a)
-                 : launch_after<reduce_rows_kernel<R, 1, true>>(early, name, grid, kTraverseThreads, stream, a);
+      return aligned ? launch_after<reduce_rows_kernel<R, kSize, true>>(early, name, grid, kTraverseThreads, stream, a)
+                     : launch_after<reduce_rows_kernel<R, 1, true>>(early, name, grid, kTraverseThreads, stream, a);
     }
     return aligned ? launch_after<reduce_rows_kernel<R, kSize, false>>(early, name, grid, kTraverseThreads, stream, a)
                    : launch_after<reduce_rows_kernel<R, 1, false>>(early, name, grid, kTraverseThreads, stream, a);

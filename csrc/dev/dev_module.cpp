@@ -382,7 +382,7 @@ py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::stri
       cluster_input(n, c, s, g, dtype, tensors, channels_last, aligned, false, 0, max_blocks, sm_count, smem_bytes),
       tiles_input(n, c, s, g, dtype, tensors, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes),
       columns);
-  constexpr const char* kWays[] = {"on chip", "one read", "columns", "passes"};
+  constexpr const char* kWays[] = {"small", "on chip", "one read", "columns", "slabs", "passes"};
   py::dict out;
   out["way"] = kWays[static_cast<int>(choice.way)];
   if (choice.on_chip.refusal) out["not_on_chip"] = choice.on_chip.refusal;

@@ -5,6 +5,7 @@
 
 #include "group_norm_cluster_params.h"
 #include "group_norm_columns_plan.h"
+#include "group_norm_small_plan.h"
 #include "group_norm_tiles_plan.h"
 
 namespace kgopt {
@@ -133,13 +134,15 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
 
 // The ways: a group in a cluster or a team; tiles of a group all over the GPU; channels_last x in slabs; passes over
 // memory.
-enum class NormWay { kOnChip, kOneRead, kColumns, kPasses };
+enum class NormWay { kSmall, kOnChip, kOneRead, kColumns, kSlabs, kPasses };
 
 struct NormChoice {
   NormWay way = NormWay::kPasses;
+  SmallPlan small;
   ClusterPlan on_chip;
   TilesPlan one_read;
   ColumnPlan columns;
+  SlabPlan slabs;
 };
 
 // From here on tiles were faster than clusters of sixteen, whatever else (H200).
@@ -150,9 +153,15 @@ inline constexpr int64_t kTiledGroupBytes = 1 << 20;
 inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const TilesPlanInput& tiles,
                                     const ColumnPlanInput& columns) {
   NormChoice choice;
+  choice.small = plan_group_norm_small(cluster.dims, cluster.tensors == 2, cluster.max_blocks);
+  if (!choice.small.refusal) {
+    choice.way = NormWay::kSmall;
+    return choice;
+  }
   choice.on_chip = plan_group_norm_cluster(cluster);
   choice.one_read = plan_group_norm_tiles(tiles);
   choice.columns = plan_group_norm_columns(columns);
+  choice.slabs = plan_group_norm_slab(cluster.dims, cluster.sm_count);
   const ClusterPlan& c = choice.on_chip;
   const int64_t bytes = int64_t(c.shares.elements) * dtype_size(cluster.dims.dtype) * cluster.tensors;
   const bool crowded =
@@ -164,6 +173,8 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
     choice.way = NormWay::kOneRead;
   } else if (!choice.columns.refusal) {
     choice.way = NormWay::kColumns;
+  } else if (!choice.slabs.refusal) {
+    choice.way = NormWay::kSlabs;
   }
   return choice;
 }

@@ -16,7 +16,6 @@ inline constexpr int kSlabWarps = kSlabThreads / 32;
 // Entries of a walker and a column, a walker apart by one more than the columns so that warps read without conflicts.
 inline constexpr int kSlabEntries = kSlabThreads + kSlabThreads / 16;
 
-template <typename T>
 struct SlabBlock {
   const SlabShares& s;
   const uint32_t tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
@@ -25,7 +24,7 @@ struct SlabBlock {
   bool active;
   uint32_t first, step, rows;  // elements of this thread
 
-  __device__ __forceinline__ explicit SlabBlock(const GroupNormSmallParams& p) : s(p.slabs) {
+  __device__ __forceinline__ explicit SlabBlock(const SlabShares& shares) : s(shares) {
     const uint32_t n = s.by_per_sample(blockIdx.x), slab = blockIdx.x - n * s.per_sample;
     column = tid & (s.columns - 1);
     walker = tid >> (s.columns == 32 ? 5 : 4);
@@ -40,7 +39,8 @@ struct SlabBlock {
     step = s.walkers * s.c;
   }
   __device__ __forceinline__ uint32_t entry(uint32_t w, uint32_t at) const { return w * (s.columns + 1) + at; }
-  __device__ __forceinline__ float2 affine(const GroupNormSmallParams& p) const {
+  template <typename Params>
+  __device__ __forceinline__ float2 affine(const Params& p) const {
     return active ? affine_of(p.weight, p.bias, channel0 + column, p.affine_dtype) : make_float2(0.f, 0.f);
   }
 };
@@ -49,10 +49,10 @@ static_assert(kSlabThreads == 512, "SlabBlock::rows divides by the walkers: 16 o
 
 template <typename T, Chain kPre, Chain kAct>
 __global__ void __launch_bounds__(kSlabThreads, 2)
-    group_norm_slab_fwd_kernel(const __grid_constant__ GroupNormSmallParams p) {
+    group_norm_slab_fwd_kernel(const __grid_constant__ GroupNormSlabFwdParams p) {
   __shared__ float2 entries[kSlabEntries];
   __shared__ float2 stats[32];
-  const SlabBlock<T> b(p);
+  const SlabBlock b(p.shares);
   const T* const x = static_cast<const T*>(p.x);
   const float2 affine = b.affine(p);
   ShiftedSums<float> mine;
@@ -121,15 +121,15 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
 
 template <typename T, Chain kPre, Chain kAct>
 __global__ void __launch_bounds__(kSlabThreads, 2)
-    group_norm_slab_bwd_kernel(const __grid_constant__ GroupNormSmallParams p) {
+    group_norm_slab_bwd_kernel(const __grid_constant__ GroupNormSlabBwdParams p) {
   __shared__ float2 entries[kSlabEntries];
   __shared__ float2 totals[32];  // weighted
   let_dependents_start();
-  const SlabBlock<T> b(p);
+  const SlabBlock b(p.shares);
   const T* const x = static_cast<const T*>(p.x);
   const T* const dy = static_cast<const T*>(p.dy);
   const float2 affine = b.affine(p);
-  const float mean = p.saved_mean[b.unit0 + b.own_group], rstd = p.saved_rstd[b.unit0 + b.own_group];
+  const float mean = p.mean[b.unit0 + b.own_group], rstd = p.rstd[b.unit0 + b.own_group];
   float2 sums = make_float2(0.f, 0.f);
   for (uint32_t k0 = 0; k0 < b.rows; k0 += kSlabUnroll) {
     T raw_x[kSlabUnroll], raw_dy[kSlabUnroll];
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
   const float elements = static_cast<float>(b.s.s) * static_cast<float>(b.s.channels);
   term /= elements;
   term_xhat /= elements;
-  T* const dx = static_cast<T*>(p.y);
+  T* const dx = static_cast<T*>(p.dx);
   for (uint32_t k0 = 0; k0 < b.rows; k0 += kSlabUnroll) {
     T raw_x[kSlabUnroll], raw_dy[kSlabUnroll];
 #pragma unroll
@@ -193,30 +193,32 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
   }
 }
 
-template <typename T, Chain kPre, Chain kAct>
-Status launch(const GroupNormSmallParams& p, unsigned grid, cudaStream_t stream) {
-  return p.dy ? launch_kernel<group_norm_slab_bwd_kernel<T, kPre, kAct>>("group_norm_slab_bwd_kernel", p, dim3(grid),
-                                                                          kSlabThreads, 0, stream)
-              : launch_kernel<group_norm_slab_fwd_kernel<T, kPre, kAct>>("group_norm_slab_fwd_kernel", p, dim3(grid),
-                                                                          kSlabThreads, 0, stream);
-}
+#define KGOPT_SLAB_DTYPE(name, T, kernel)                                                                     \
+  case Dtype::name:                                                                                           \
+    KGOPT_DISPATCH_CHAINS(                                                                                    \
+        p.pre_act, p.act, kPre, kAct,                                                                         \
+        status = launch_kernel<kernel<T, kPre, kAct>>(#kernel, p, dim3(plan.grid), kSlabThreads, 0, stream)); \
+    break;
+#define KGOPT_SLAB_DISPATCH(kernel)                          \
+  Status status;                                             \
+  switch (p.dtype) {                                         \
+    KGOPT_SLAB_DTYPE(kFloat32, float, kernel)                \
+    KGOPT_SLAB_DTYPE(kBFloat16, __nv_bfloat16, kernel)       \
+    KGOPT_SLAB_DTYPE(kFloat16, __half, kernel)               \
+    default: return Status::Unsupported(#kernel, "float64"); \
+  }                                                          \
+  return status;
 
 }  // namespace
 
-Status run_group_norm_slab(const GroupNormSmallParams& p, const SlabPlan& plan, cudaStream_t stream) {
-  Status status;
-  switch (p.dtype) {
-#define KGOPT_SLAB_DTYPE(name, T)                                                                             \
-  case Dtype::name:                                                                                           \
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = launch<T, kPre, kAct>(p, plan.grid, stream)); \
-    break;
-    KGOPT_SLAB_DTYPE(kFloat32, float)
-    KGOPT_SLAB_DTYPE(kBFloat16, __nv_bfloat16)
-    KGOPT_SLAB_DTYPE(kFloat16, __half)
-#undef KGOPT_SLAB_DTYPE
-    default: return Status::Unsupported("group_norm_slab_kernel", "float64");
-  }
-  return status;
+Status run_group_norm_slab_fwd(const GroupNormSlabFwdParams& p, const SlabPlan& plan,
+                               cudaStream_t stream){KGOPT_SLAB_DISPATCH(group_norm_slab_fwd_kernel)}
+
+Status run_group_norm_slab_bwd(const GroupNormSlabBwdParams& p, const SlabPlan& plan, cudaStream_t stream) {
+  KGOPT_SLAB_DISPATCH(group_norm_slab_bwd_kernel)
 }
+
+#undef KGOPT_SLAB_DISPATCH
+#undef KGOPT_SLAB_DTYPE
 
 }  // namespace kgopt

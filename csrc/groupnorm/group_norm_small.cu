@@ -57,9 +57,9 @@ __device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
 }
 
 // What a thread has of its team's unit.
-template <typename T, int kElements>
+template <typename Params>
 struct SmallTeam {
-  const GroupNormSmallParams& p;
+  const Params& p;
   const SmallShares& s;
   const uint32_t tid = threadIdx.x;
   uint32_t team, lane, unit, channel0;
@@ -67,7 +67,7 @@ struct SmallTeam {
   bool active;
   int64_t base;
 
-  __device__ __forceinline__ explicit SmallTeam(const GroupNormSmallParams& params) : p(params), s(params.shares) {
+  __device__ __forceinline__ explicit SmallTeam(const Params& params) : p(params), s(params.shares) {
     team = s.by_lanes(tid);
     lane = tid - team * s.lanes;
     rank = blockIdx.x & ((1u << s.blocks_log2) - 1);
@@ -95,6 +95,7 @@ struct SmallTeam {
     *channel = channel0 + (s.channels_last ? column : row);
     return row * static_cast<uint32_t>(s.pitch) + column;
   }
+  template <typename T>
   __device__ __forceinline__ float affine(const void* values, uint32_t c, float none) const {
     if (values == nullptr) return none;
     if (sizeof(T) == 4 || p.affine_dtype == Dtype::kFloat32) return static_cast<const float*>(values)[c];
@@ -159,9 +160,9 @@ __device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_
 
 template <typename T, int kElements>
 __global__ void __launch_bounds__(kSmallMaxThreads)
-    group_norm_small_fwd_kernel(const __grid_constant__ GroupNormSmallParams p) {
+    group_norm_small_fwd_kernel(const __grid_constant__ GroupNormSmallFwdParams p) {
   __shared__ float shared[2][kSmallMaxWarps][1];
-  const SmallTeam<T, kElements> t(p);
+  const SmallTeam<GroupNormSmallFwdParams> t(p);
   const T* const x = static_cast<const T*>(p.x) + t.base;
   T raw[kElements];
   float v[kElements], weight[kElements], bias[kElements];
@@ -178,14 +179,14 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
     if (t.has(k)) {
-      weight[k] = t.affine(p.weight, channel[k], 1.f);
-      bias[k] = t.affine(p.bias, channel[k], 0.f);
+      weight[k] = t.template affine<T>(p.weight, channel[k], 1.f);
+      bias[k] = t.template affine<T>(p.bias, channel[k], 0.f);
     }
   }
   const float scale = 1.f / static_cast<float>(p.shares.elements);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) v[k] = to_acc(raw[k]);
-  apply_kind(p.pre_kind, p.pre_act, v);
+  apply_kind(p.shares.pre_kind, p.pre_act, v);
   float sum[1] = {0.f};
 #pragma unroll
   for (int k = 0; k < kElements; ++k) sum[0] += t.has(k) ? v[k] : 0.f;
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
   }
 #pragma unroll
   for (int k = 0; k < kElements; ++k) v[k] = v[k] * (rstd * weight[k]) + bias[k];
-  apply_kind(p.act_kind, p.act, v);
+  apply_kind(p.shares.act_kind, p.act, v);
   T* const y = static_cast<T*>(p.y) + t.base;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
@@ -215,17 +216,17 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
 
 template <typename T, int kElements>
 __global__ void __launch_bounds__(kSmallMaxThreads)
-    group_norm_small_bwd_kernel(const __grid_constant__ GroupNormSmallParams p) {
+    group_norm_small_bwd_kernel(const __grid_constant__ GroupNormSmallBwdParams p) {
   extern __shared__ float2 pairs[];  // [teams][chunk] of dz and dz * xhat
   __shared__ float shared[2][kSmallMaxWarps][2];
   __shared__ SmallBox box;
   let_dependents_start();
-  const SmallTeam<T, kElements> t(p);
+  const SmallTeam<GroupNormSmallBwdParams> t(p);
   const SmallShares& s = p.shares;
   const uint32_t blocks = 1u << s.blocks_log2;
   const T* const x = static_cast<const T*>(p.x) + t.base;
   const T* const dy = static_cast<const T*>(p.dy) + t.base;
-  const float mean = t.active ? p.saved_mean[t.unit] : 0.f, rstd = t.active ? p.saved_rstd[t.unit] : 0.f;
+  const float mean = t.active ? p.mean[t.unit] : 0.f, rstd = t.active ? p.rstd[t.unit] : 0.f;
   T raw_x[kElements], raw_dy[kElements];
   float weight[kElements], bias[kElements];
   uint32_t offset[kElements], channel[kElements];
@@ -242,8 +243,8 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
     if (t.has(k)) {
-      weight[k] = t.affine(p.weight, channel[k], 1.f);
-      bias[k] = t.affine(p.bias, channel[k], 0.f);
+      weight[k] = t.template affine<T>(p.weight, channel[k], 1.f);
+      bias[k] = t.template affine<T>(p.bias, channel[k], 0.f);
     }
   }
   if (blocks > 1) open_box(&box, blocks);
@@ -254,13 +255,13 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
     dz[k] = to_acc(raw_dy[k]);
     slope[k] = rstd;
   }
-  apply_slope(p.pre_kind, p.pre_act, xhat, slope);
+  apply_slope(p.shares.pre_kind, p.pre_act, xhat, slope);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
     xhat[k] = (xhat[k] - mean) * rstd;
     z[k] = xhat[k] * weight[k] + bias[k];
   }
-  apply_slope(p.act_kind, p.act, z, dz);
+  apply_slope(p.shares.act_kind, p.act, z, dz);
   float terms[2] = {0.f, 0.f};
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
@@ -276,7 +277,7 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
   const float scale = 1.f / static_cast<float>(s.elements);
   terms[0] *= scale;
   terms[1] *= scale;
-  T* const dx = static_cast<T*>(p.y) + t.base;
+  T* const dx = static_cast<T*>(p.dx) + t.base;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
     if (t.has(k)) dx[offset[k]] = from_acc<T>(slope[k] * (dz[k] - (terms[0] + xhat[k] * terms[1])));
@@ -336,22 +337,13 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
   }
 }
 
-template <typename T>
-Status launch_fwd(const GroupNormSmallParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  const char* const name = "group_norm_small_fwd_kernel";
-  switch (plan.elements) {
-    case 1:
-      return launch_kernel<group_norm_small_fwd_kernel<T, 1>>(name, p, dim3(plan.grid), plan.threads, 0, stream);
-    case 2:
-      return launch_kernel<group_norm_small_fwd_kernel<T, 2>>(name, p, dim3(plan.grid), plan.threads, 0, stream);
-    case 4:
-      return launch_kernel<group_norm_small_fwd_kernel<T, 4>>(name, p, dim3(plan.grid), plan.threads, 0, stream);
-    default:
-      return launch_kernel<group_norm_small_fwd_kernel<T, 8>>(name, p, dim3(plan.grid), plan.threads, 0, stream);
-  }
+template <typename T, int kElements>
+Status launch_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
+  return launch_kernel<group_norm_small_fwd_kernel<T, kElements>>("group_norm_small_fwd_kernel", p, dim3(plan.grid),
+                                                                  plan.threads, 0, stream);
 }
 template <typename T, int kElements>
-Status launch_bwd_of(const GroupNormSmallParams& p, const SmallPlan& plan, cudaStream_t stream) {
+Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
   constexpr auto kKernel = group_norm_small_bwd_kernel<T, kElements>;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -370,27 +362,34 @@ Status launch_bwd_of(const GroupNormSmallParams& p, const SmallPlan& plan, cudaS
   if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_small_bwd_kernel", cudaGetErrorString(error)};
   return Status::Ok();
 }
-template <typename T>
-Status launch_bwd(const GroupNormSmallParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  switch (plan.elements) {
-    case 1: return launch_bwd_of<T, 1>(p, plan, stream);
-    case 2: return launch_bwd_of<T, 2>(p, plan, stream);
-    case 4: return launch_bwd_of<T, 4>(p, plan, stream);
-    default: return launch_bwd_of<T, 8>(p, plan, stream);
+
+#define KGOPT_SMALL_ELEMENTS(launch, T)                            \
+  switch (plan.elements) {                                         \
+    case 1: return launch<T, 1>(p, plan, stream);                  \
+    case 2: return launch<T, 2>(p, plan, stream);                  \
+    case 4: return launch<T, 4>(p, plan, stream);                  \
+    default: return launch<T, kSmallMaxElements>(p, plan, stream); \
   }
-}
+#define KGOPT_SMALL_DISPATCH(name, launch)                             \
+  p.shares.pre_kind = chain_kind(p.pre_act);                           \
+  p.shares.act_kind = chain_kind(p.act);                               \
+  switch (p.dtype) {                                                   \
+    case Dtype::kFloat32: KGOPT_SMALL_ELEMENTS(launch, float)          \
+    case Dtype::kBFloat16: KGOPT_SMALL_ELEMENTS(launch, __nv_bfloat16) \
+    case Dtype::kFloat16: KGOPT_SMALL_ELEMENTS(launch, __half)         \
+    default: return Status::Unsupported(name, "float64");              \
+  }
 
 }  // namespace
 
-Status run_group_norm_small(const GroupNormSmallParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  const bool backward = p.dy != nullptr;
-  switch (p.dtype) {
-    case Dtype::kFloat32: return backward ? launch_bwd<float>(p, plan, stream) : launch_fwd<float>(p, plan, stream);
-    case Dtype::kBFloat16:
-      return backward ? launch_bwd<__nv_bfloat16>(p, plan, stream) : launch_fwd<__nv_bfloat16>(p, plan, stream);
-    case Dtype::kFloat16: return backward ? launch_bwd<__half>(p, plan, stream) : launch_fwd<__half>(p, plan, stream);
-    default: return Status::Unsupported("group_norm_small_kernel", "float64");
-  }
+Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan,
+                                cudaStream_t stream){KGOPT_SMALL_DISPATCH("group_norm_small_fwd_kernel", launch_fwd)}
+
+Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream) {
+  KGOPT_SMALL_DISPATCH("group_norm_small_bwd_kernel", launch_bwd)
 }
+
+#undef KGOPT_SMALL_DISPATCH
+#undef KGOPT_SMALL_ELEMENTS
 
 }  // namespace kgopt

@@ -1,6 +1,6 @@
 // What the GroupNorm kernels are told that take small groups, in either layout: a team of threads has a group in its
-// registers, each of them a few elements. Nothing is staged and nothing is vectorized: with little to do, what counts is
-// that every load is on its way at once and that a block waits once.
+// registers, each of them a few elements. Nothing is staged and nothing is vectorized: with little to do, what counts
+// is that every load is on its way at once and that a block waits once.
 #pragma once
 
 #include "groupnorm_params.h"
@@ -44,7 +44,8 @@ struct SmallShares {
   // Backward's channel sums: threads of one sum (a power of two below 32, or whole warps), sums of a block, and terms.
   uint32_t sum_lanes = 1, sums = 0, terms = 0;
   SmallDivisor by_sum_lanes;
-  uint32_t sum_teams = 1;  // sums at a time
+  uint32_t sum_teams = 1;                                  // sums at a time
+  Chain pre_kind = Chain::kNone, act_kind = Chain::kNone;  // of the activations; the launcher sets them
 };
 
 // channels_last with groups so narrow that a team would fetch whole sectors for a few bytes: a block takes some groups
@@ -59,27 +60,25 @@ struct SlabShares {
   SmallDivisor by_per_sample, by_channels;
 };
 
-struct GroupNormSmallParams {
-  const void* x = nullptr;
-  const void* dy = nullptr;
-  void* y = nullptr;  // forward: may be x; backward: dx
-  const void* weight = nullptr;
-  const void* bias = nullptr;
-  Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
-  Chain pre_kind = Chain::kNone, act_kind = Chain::kNone;
-  ActChain pre_act, act;
+struct GroupNormSmallFwdParams : GroupNormFwdArgs {
   SmallShares shares;
-  SlabShares slabs;
-  bool add_input = false;
-  float eps = 1e-5f;
-  float* mean = nullptr;  // [N, G], of forward
-  float* rstd = nullptr;
-  const float* saved_mean = nullptr;  // the same, of backward
-  const float* saved_rstd = nullptr;
+};
+
+struct GroupNormSmallBwdParams : GroupNormBwdArgs {
+  SmallShares shares;
   float* channel_sums = nullptr;  // [N, blocks of a cluster, C, 2], where no block has all samples
   void* dweight = nullptr;        // [C], where one has
   void* dbias = nullptr;
   Dtype gradient_dtype = Dtype::kFloat32;  // of dweight and dbias
+};
+
+struct GroupNormSlabFwdParams : GroupNormFwdArgs {
+  SlabShares shares;
+};
+
+struct GroupNormSlabBwdParams : GroupNormBwdArgs {
+  SlabShares shares;
+  float* channel_sums = nullptr;  // [N, C, 2]
 };
 
 }  // namespace kgopt

@@ -125,7 +125,7 @@ struct SlabPlan {
 // A block walks over its slab twice, the second time through L2.
 inline constexpr int64_t kSlabElements = 64 << 10;
 
-inline SlabPlan plan_group_norm_slab(const GroupNormDims& d, bool backward, int sm_count) {
+inline SlabPlan plan_group_norm_slab(const GroupNormDims& d, int sm_count) {
   SlabPlan plan;
   auto refuse = [&](const char* why) {
     plan.refusal = why;

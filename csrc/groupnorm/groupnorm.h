@@ -32,9 +32,11 @@ Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const Clus
 // As run_group_norm_fwd.
 Status run_group_norm_columns_fwd(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
 Status run_group_norm_rows_bwd(const GroupNormRowsBwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
-// Forward, or backward where dy is set.
-Status run_group_norm_small(const GroupNormSmallParams& p, const SmallPlan& plan, cudaStream_t stream);
-Status run_group_norm_slab(const GroupNormSmallParams& p, const SlabPlan& plan, cudaStream_t stream);
+// Of plan_group_norm_small and plan_group_norm_slab.
+Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan, cudaStream_t stream);
+Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream);
+Status run_group_norm_slab_fwd(const GroupNormSlabFwdParams& p, const SlabPlan& plan, cudaStream_t stream);
+Status run_group_norm_slab_bwd(const GroupNormSlabBwdParams& p, const SlabPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 

@@ -133,82 +133,10 @@ bool exceeds_l2(const char* op, const Tensor& x, const GroupNormDims& d) {
   return d.numel() * dtype_size(d.dtype) > check_gpu(op, x).l2_bytes / 2;
 }
 
-// What the kernels for small and for narrow groups are told, forward and backward.
-GroupNormSmallParams small_params(const char* op, const GroupNormDims& d, const Tensor& x, const OptTensor& weight,
-                                  const OptTensor& bias, const ActChain& pre_act, const ActChain& act) {
-  GroupNormSmallParams p;
-  p.x = x.const_data_ptr();
-  p.weight = data_or_null(weight);
-  p.bias = data_or_null(bias);
-  p.affine_dtype = affine_dtype(op, weight, bias);
-  p.dtype = d.dtype;
-  p.pre_act = pre_act;
-  p.act = act;
-  p.pre_kind = chain_kind(pre_act);
-  p.act_kind = chain_kind(act);
-  return p;
-}
-
-// The forward of small or narrow groups; nothing where they are neither.
-std::optional<Statistics> normalize_small(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
-                                          const OptTensor& weight, const OptTensor& bias, double eps,
-                                          const ActChain& act, const ActChain& pre_act, bool add_input) {
-  const SmallPlan plan = plan_group_norm_small(d, false, 0);
-  const SlabPlan slabs = plan_group_norm_slab(d, false, check_gpu(op, x).sm_count);
-  if (plan.refusal && slabs.refusal) return std::nullopt;
-  const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
-  Statistics s = allocate_statistics(x, d, false);
-  GroupNormSmallParams p = small_params(op, d, x, w, b, pre_act, act);
-  p.shares = plan.shares;
-  p.slabs = slabs.shares;
-  p.y = y.mutable_data_ptr();
-  p.add_input = add_input;
-  p.eps = static_cast<float>(eps);
-  p.mean = static_cast<float*>(s.mean.mutable_data_ptr());
-  p.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
-  raise_on_error(op, plan.refusal ? run_group_norm_slab(p, slabs, stream_of(x))
-                                  : run_group_norm_small(p, plan, stream_of(x)));
-  return s;
-}
-
-// The backward of small or narrow groups, all of its tensors dense; false where they are neither.
-bool small_backward(const char* op, GroupNormSmallParams p, const GroupNormDims& d, const Tensor& x,
-                    const Tensor& dweight, const Tensor& dbias) {
-  const DeviceInfo info = check_gpu(op, x);
-  const int max_blocks = info.compute_capability >= 90 ? max_cluster_blocks(x.get_device_index()) : 0;
-  const SmallPlan plan = plan_group_norm_small(d, true, max_blocks);
-  const SlabPlan slabs = plan_group_norm_slab(d, true, info.sm_count);
-  if (plan.refusal && slabs.refusal) return false;
-  const bool owner = !plan.refusal && plan.shares.owner;
-  Workspace workspace(x);
-  const int64_t parts = d.n << plan.shares.blocks_log2;
-  const int64_t sums = workspace.reserve(owner ? 0 : parts * d.c * 2 * sizeof(float));
-  workspace.allocate();
-  p.shares = plan.shares;
-  p.slabs = slabs.shares;
-  p.channel_sums = workspace.at<float>(sums);
-  p.dweight = dweight.mutable_data_ptr();
-  p.dbias = dbias.mutable_data_ptr();
-  p.gradient_dtype = check_dtype(op, "weight", dweight);
-  raise_on_error(op, plan.refusal ? run_group_norm_slab(p, slabs, stream_of(x))
-                                  : run_group_norm_small(p, plan, stream_of(x)));
-  if (owner) return true;
-  AffineGradientParams a;
-  a.channel_sums = p.channel_sums;
-  a.n = parts;
-  a.c = d.c;
-  a.dweight = p.dweight;
-  a.dbias = p.dbias;
-  a.affine_dtype = p.gradient_dtype;
-  raise_on_error(op, run_affine_gradient(a, stream_of(x)));
-  return true;
-}
-
 // Statistics of dense x, then y = act(GroupNorm(pre_act(x))) (+ x) in the same layout; y may be x.
 Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
                           const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
                           const ActChain& pre_act, bool add_input = false) {
-  if (const auto small = normalize_small(op, x, y, d, weight, bias, eps, act, pre_act, add_input)) return *small;
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s = allocate_statistics(x, d, false);
   const NormChoice choice = choose_way(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, 1, pre_act, act);
@@ -236,6 +164,12 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
     uint64_t* const at = workspace.at<uint64_t>(words);
     Status status;
     switch (choice.way) {
+      case NormWay::kSmall:
+        status = run_group_norm_small_fwd({a, choice.small.shares}, choice.small, stream_of(x));
+        break;
+      case NormWay::kSlabs:
+        status = run_group_norm_slab_fwd({a, choice.slabs.shares}, choice.slabs, stream_of(x));
+        break;
       case NormWay::kOnChip:
         status = run_group_norm_cluster_fwd({a, choice.on_chip.shares}, choice.on_chip, stream_of(x));
         break;
@@ -398,6 +332,8 @@ bool backward_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, c
     if (choice.way == NormWay::kColumns) {
       words = choice.columns.words;
       rows = int64_t(slabs.teams) * slabs.blocks;
+    } else if (choice.way == NormWay::kSmall) {
+      rows = choice.small.shares.owner ? 0 : d.n << choice.small.shares.blocks_log2;
     }
     sums = rows * d.c * 2;
   }
@@ -416,6 +352,13 @@ bool backward_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, c
   float* const channel_sums = workspace.at<float>(sums_at);
   Status status;
   switch (choice.way) {
+    case NormWay::kSmall:
+      status = run_group_norm_small_bwd({a, choice.small.shares, channel_sums, g.dweight, g.dbias, g.affine_dtype},
+                                        choice.small, stream_of(x));
+      break;
+    case NormWay::kSlabs:
+      status = run_group_norm_slab_bwd({a, choice.slabs.shares, channel_sums}, choice.slabs, stream_of(x));
+      break;
     case NormWay::kOnChip:
       status = run_group_norm_cluster_bwd({a, choice.on_chip.shares, channel_sums}, choice.on_chip, stream_of(x));
       break;
@@ -447,15 +390,6 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x,
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
   const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
-  if (p.dy) {
-    GroupNormSmallParams q = small_params(op, d, x, w, b, p.pre_act, p.act);
-    q.x = p.x;
-    q.dy = p.dy;
-    q.y = dx.mutable_data_ptr();
-    q.saved_mean = static_cast<const float*>(dense_mean.const_data_ptr());
-    q.saved_rstd = static_cast<const float*>(dense_rstd.const_data_ptr());
-    if (small_backward(op, q, d, x, dweight, dbias)) return {dx, dweight, dbias};
-  }
   Workspace workspace(x);
   if (p.dy) {
     const NormChoice choice = choose_way(op, x, {p.x, p.dy, dx.const_data_ptr()}, d, 2, p.pre_act, p.act);
