@@ -153,7 +153,7 @@ inline constexpr int64_t kTiledGroupBytes = 1 << 20;
 inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const TilesPlanInput& tiles,
                                     const ColumnPlanInput& columns) {
   NormChoice choice;
-  choice.small = plan_group_norm_small(cluster.dims, cluster.tensors == 2, cluster.max_blocks);
+  choice.small = plan_group_norm_small({cluster.dims, cluster.tensors == 2, tiles.aligned, cluster.max_blocks});
   if (!choice.small.refusal) {
     choice.way = NormWay::kSmall;
     return choice;

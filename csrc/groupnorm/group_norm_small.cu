@@ -56,20 +56,29 @@ __device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
   }
 }
 
-// What a thread has of its team's unit.
-template <typename Params>
+// What a thread has of its team's unit: kRuns times kRun neighbouring elements.
+template <typename T, int kRun_, int kRuns_>
+struct SmallTraits {
+  using Element = T;
+  static constexpr int kRun = kRun_, kRuns = kRuns_, kElements = kRun * kRuns;
+};
+
+template <typename Traits>
 struct SmallTeam {
-  const Params& p;
+  using T = typename Traits::Element;
+  static constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
+
   const SmallShares& s;
   const uint32_t tid = threadIdx.x;
   uint32_t team, lane, unit, channel0;
   uint32_t rank, first, end;  // in the cluster; elements of the unit
-  bool active;
-  int64_t base;
+  uint32_t base;
+  uint32_t offset[kElements], channel[kElements];
+  bool has[kElements];
 
-  __device__ __forceinline__ explicit SmallTeam(const Params& params) : p(params), s(params.shares) {
+  __device__ __forceinline__ explicit SmallTeam(const SmallShares& shares) : s(shares) {
     team = s.by_lanes(tid);
-    lane = tid - team * s.lanes;
+    lane = tid - team * s.by_lanes.d;
     rank = blockIdx.x & ((1u << s.blocks_log2) - 1);
     first = rank * s.chunk;
     end = min(first + s.chunk, s.elements);
@@ -83,43 +92,115 @@ struct SmallTeam {
       n = s.by_groups(unit);
       g = unit - n * s.by_groups.d;
     }
-    active = team < s.teams && unit < s.units;
+    if (team >= s.teams || unit >= s.units) end = 0;
     channel0 = g * s.channels;
     base = n * s.sample + g * s.stride;
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) find(r);
   }
-  __device__ __forceinline__ uint32_t element(int k) const { return first + lane + k * s.lanes; }
-  __device__ __forceinline__ bool has(int k) const { return active && element(k) < end; }
-  // Offset of element i from the unit's start, and its channel.
-  __device__ __forceinline__ uint32_t find(uint32_t i, uint32_t* channel) const {
-    const uint32_t row = s.by_minor(i), column = i - row * s.by_minor.d;
-    *channel = channel0 + (s.channels_last ? column : row);
-    return row * static_cast<uint32_t>(s.pitch) + column;
+  // Element of the unit.
+  __device__ __forceinline__ uint32_t element(int r) const { return first + (lane + r * s.by_lanes.d) * kRun; }
+  __device__ __forceinline__ bool active() const { return end > 0; }
+  __device__ __forceinline__ void find(int r) {
+    const uint32_t i = element(r);
+    uint32_t row = s.by_minor(i), column = i - row * s.by_minor.d, at = base + row * s.pitch + column;
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) {
+      const int k = r * kRun + j;
+      has[k] = i + j < end;
+      offset[k] = at;
+      channel[k] = channel0 + (s.channels_last ? column : row);
+      ++at;
+      if (++column == s.by_minor.d) {
+        at += s.pitch - column;
+        column = 0;
+        ++row;
+      }
+    }
   }
-  template <typename T>
-  __device__ __forceinline__ float affine(const void* values, uint32_t c, float none) const {
-    if (values == nullptr) return none;
-    if (sizeof(T) == 4 || p.affine_dtype == Dtype::kFloat32) return static_cast<const float*>(values)[c];
-    return to_acc(static_cast<const T*>(values)[c]);
+  __device__ __forceinline__ void load(const void* from, T (&raw)[kElements]) const {
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      if (kRun > 1 && s.together) {
+        Vec<T, kRun> v{};
+        if (has[r * kRun]) v = load_vec<T, kRun>(static_cast<const T*>(from) + offset[r * kRun]);
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) raw[r * kRun + j] = v.v[j];
+      } else {
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) {
+          const int k = r * kRun + j;
+          raw[k] = has[k] ? static_cast<const T*>(from)[offset[k]] : from_acc<T>(0.f);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void store(void* to, const float (&v)[kElements]) const {
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      if (kRun > 1 && s.together) {
+        float x[kRun];
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) x[j] = v[r * kRun + j];
+        if (has[r * kRun]) store_vec(static_cast<T*>(to) + offset[r * kRun], pack<T, kRun>(x));
+      } else {
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) {
+          const int k = r * kRun + j;
+          if (has[k]) static_cast<T*>(to)[offset[k]] = from_acc<T>(v[k]);
+        }
+      }
+    }
+  }
+  // Weight or bias of each element, as bits: what converts them would wait for each load in turn.
+  __device__ __forceinline__ void load_affine(const void* values, bool wide, uint32_t (&bits)[kElements]) const {
+    if (values == nullptr) return;
+    const auto load_one = [&](int k) -> uint32_t {
+      if (!has[k]) return 0;
+      return wide ? static_cast<const uint32_t*>(values)[channel[k]] : static_cast<const uint16_t*>(values)[channel[k]];
+    };
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      bits[r * kRun] = load_one(r * kRun);
+#pragma unroll
+      for (int j = 1; j < kRun; ++j) {
+        // A run in one row of a contiguous tensor has one channel.
+        bits[r * kRun + j] = s.together && !s.channels_last ? bits[r * kRun] : load_one(r * kRun + j);
+      }
+    }
+  }
+  __device__ __forceinline__ void affine(const void* values, bool wide, float none, const uint32_t (&bits)[kElements],
+                                         float (&v)[kElements]) const {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      if (sizeof(T) == 4 || wide) {
+        v[k] = __uint_as_float(bits[k]);
+      } else {
+        const uint16_t half = static_cast<uint16_t>(bits[k]);
+        v[k] = to_acc(*reinterpret_cast<const T*>(&half));
+      }
+      if (values == nullptr) v[k] = none;
+    }
   }
   // Over the whole team. `shared` has an entry a warp, and is written once.
   template <int kValues>
   __device__ __forceinline__ void sum(float (&v)[kValues], float (*shared)[kValues]) const {
-    lanes_sum(s.lanes, v);
-    if (s.lanes <= 32) return;
-    if (tid % 32 == 0) {
+    const uint32_t lanes = s.by_lanes.d;
+    lanes_sum(lanes, v);
+    if (lanes <= 32) return;
+    const uint32_t warps = lanes / 32, in_warp = tid % 32;
+    if (in_warp == 0) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) shared[tid / 32][i] = v[i];
     }
     __syncthreads();
-    const uint32_t first = team * (s.lanes / 32);
+    const uint32_t from = min(team * warps + in_warp, uint32_t(kSmallMaxThreads / 32 - 1));
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) v[i] = 0.f;
-    if (team >= s.teams) return;
-#pragma unroll 4
-    for (uint32_t w = 0; w < s.lanes / 32; ++w) {
+    for (int i = 0; i < kValues; ++i) v[i] = in_warp < warps ? shared[from][i] : 0.f;
+    // Lanes from `warps` on hold zeros, and the first ones are read.
+    lanes_sum(warps > 16 ? 32 : warps > 8 ? 16 : warps > 4 ? 8 : warps > 2 ? 4 : 2, v);
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) v[i] += shared[first + w][i];
-    }
+    for (int i = 0; i < kValues; ++i) v[i] = __shfl_sync(0xffffffffu, v[i], 0);
   }
 };
 
@@ -158,193 +239,220 @@ __device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_
 #endif
 }
 
-template <typename T, int kElements>
+template <typename Traits>
 __global__ void __launch_bounds__(kSmallMaxThreads)
     group_norm_small_fwd_kernel(const __grid_constant__ GroupNormSmallFwdParams p) {
+  using T = typename Traits::Element;
+  constexpr int kElements = Traits::kElements;
   __shared__ float shared[2][kSmallMaxWarps][1];
-  const SmallTeam<GroupNormSmallFwdParams> t(p);
-  const T* const x = static_cast<const T*>(p.x) + t.base;
+  const SmallTeam<Traits> t(p.shares);
+  const bool wide = p.affine_dtype == Dtype::kFloat32;
   T raw[kElements];
+  uint32_t weight_bits[kElements] = {}, bias_bits[kElements] = {};
+  t.load(p.x, raw);
+  t.load_affine(p.weight, wide, weight_bits);
+  t.load_affine(p.bias, wide, bias_bits);
   float v[kElements], weight[kElements], bias[kElements];
-  uint32_t offset[kElements], channel[kElements];
-#pragma unroll
-  for (int k = 0; k < kElements; ++k) {
-    raw[k] = from_acc<T>(0.f);
-    weight[k] = bias[k] = 0.f;
-    if (t.has(k)) {
-      offset[k] = t.find(t.element(k), &channel[k]);
-      raw[k] = x[offset[k]];
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < kElements; ++k) {
-    if (t.has(k)) {
-      weight[k] = t.template affine<T>(p.weight, channel[k], 1.f);
-      bias[k] = t.template affine<T>(p.bias, channel[k], 0.f);
-    }
-  }
-  const float scale = 1.f / static_cast<float>(p.shares.elements);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) v[k] = to_acc(raw[k]);
   apply_kind(p.shares.pre_kind, p.pre_act, v);
   float sum[1] = {0.f};
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) sum[0] += t.has(k) ? v[k] : 0.f;
+  for (int k = 0; k < kElements; ++k) sum[0] += t.has[k] ? v[k] : 0.f;
   t.sum(sum, shared[0]);
-  const float mean = sum[0] * scale;
+  const float mean = sum[0] * p.shares.scale;
   float squares[1] = {0.f};
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
     v[k] -= mean;
-    squares[0] += t.has(k) ? v[k] * v[k] : 0.f;
+    squares[0] += t.has[k] ? v[k] * v[k] : 0.f;
   }
   t.sum(squares, shared[1]);
-  const float rstd = rsqrtf(squares[0] * scale + p.eps);
-  if (t.active && t.lane == 0) {
-    p.mean[t.unit] = mean;
-    p.rstd[t.unit] = rstd;
-  }
+  const float rstd = rsqrtf(squares[0] * p.shares.scale + p.eps);
+  t.affine(p.weight, wide, 1.f, weight_bits, weight);
+  t.affine(p.bias, wide, 0.f, bias_bits, bias);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) v[k] = v[k] * (rstd * weight[k]) + bias[k];
   apply_kind(p.shares.act_kind, p.act, v);
-  T* const y = static_cast<T*>(p.y) + t.base;
+  if (p.add_input) {
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) {
-    if (t.has(k)) y[offset[k]] = from_acc<T>(p.add_input ? v[k] + to_acc(raw[k]) : v[k]);
+    for (int k = 0; k < kElements; ++k) v[k] += to_acc(raw[k]);
+  }
+  t.store(p.y, v);
+  if (t.active() && t.lane == 0) {
+    p.mean[t.unit] = mean;
+    p.rstd[t.unit] = rstd;
   }
 }
 
-template <typename T, int kElements>
-__global__ void __launch_bounds__(kSmallMaxThreads)
+// The sums of a channel in shared memory and where they go: of all samples, or of a sample's part that a block has.
+template <typename Traits>
+__device__ __forceinline__ void write_sums(const GroupNormSmallBwdParams& p, const SmallTeam<Traits>& t, uint32_t team,
+                                           uint32_t c, float dz, float dz_xhat) {
+  const SmallShares& s = p.shares;
+  if (s.owner) {
+    const int64_t at = int64_t(blockIdx.x) * s.channels + c;
+    store_as(p.dbias, at, p.gradient_dtype, dz);
+    store_as(p.dweight, at, p.gradient_dtype, dz_xhat);
+    return;
+  }
+  const uint32_t unit = (blockIdx.x >> s.blocks_log2) * s.teams + team;
+  if (unit >= s.units) return;
+  const uint32_t n = s.by_groups(unit), part = (n << s.blocks_log2) + t.rank;
+  const int64_t at = (int64_t(part) * s.by_groups.d + unit - n * s.by_groups.d) * s.channels + c;
+  reinterpret_cast<float2*>(p.channel_sums)[at] = make_float2(dz, dz_xhat);
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kRuns > 1 ? kSmallMaxBwdThreads : kSmallMaxThreads)
     group_norm_small_bwd_kernel(const __grid_constant__ GroupNormSmallBwdParams p) {
-  extern __shared__ float2 pairs[];  // [teams][chunk] of dz and dz * xhat
+  using T = typename Traits::Element;
+  constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
+  extern __shared__ float2 pairs[];  // [teams][terms of a chunk] of dz and dz * xhat
   __shared__ float shared[2][kSmallMaxWarps][2];
   __shared__ SmallBox box;
   let_dependents_start();
-  const SmallTeam<GroupNormSmallBwdParams> t(p);
+  const SmallTeam<Traits> t(p.shares);
   const SmallShares& s = p.shares;
   const uint32_t blocks = 1u << s.blocks_log2;
-  const T* const x = static_cast<const T*>(p.x) + t.base;
-  const T* const dy = static_cast<const T*>(p.dy) + t.base;
-  const float mean = t.active ? p.mean[t.unit] : 0.f, rstd = t.active ? p.rstd[t.unit] : 0.f;
+  const bool wide = p.affine_dtype == Dtype::kFloat32;
+  const float mean = t.active() ? p.mean[t.unit] : 0.f, rstd = t.active() ? p.rstd[t.unit] : 0.f;
   T raw_x[kElements], raw_dy[kElements];
-  float weight[kElements], bias[kElements];
-  uint32_t offset[kElements], channel[kElements];
-#pragma unroll
-  for (int k = 0; k < kElements; ++k) {
-    raw_x[k] = raw_dy[k] = from_acc<T>(0.f);
-    weight[k] = bias[k] = 0.f;
-    if (t.has(k)) {
-      offset[k] = t.find(t.element(k), &channel[k]);
-      raw_x[k] = x[offset[k]];
-      raw_dy[k] = dy[offset[k]];
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < kElements; ++k) {
-    if (t.has(k)) {
-      weight[k] = t.template affine<T>(p.weight, channel[k], 1.f);
-      bias[k] = t.template affine<T>(p.bias, channel[k], 0.f);
-    }
-  }
+  uint32_t weight_bits[kElements] = {}, bias_bits[kElements] = {};
+  t.load(p.x, raw_x);
+  t.load(p.dy, raw_dy);
+  t.load_affine(p.weight, wide, weight_bits);
+  if (s.act_kind != Chain::kNone) t.load_affine(p.bias, wide, bias_bits);
   if (blocks > 1) open_box(&box, blocks);
-  float xhat[kElements], dz[kElements], z[kElements], slope[kElements];
+  float xhat[kElements], dz[kElements], z[kElements], slope[kElements], weight[kElements], bias[kElements];
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
     xhat[k] = to_acc(raw_x[k]);
     dz[k] = to_acc(raw_dy[k]);
     slope[k] = rstd;
   }
-  apply_slope(p.shares.pre_kind, p.pre_act, xhat, slope);
+  apply_slope(s.pre_kind, p.pre_act, xhat, slope);
+  t.affine(p.weight, wide, 1.f, weight_bits, weight);
+  t.affine(p.bias, wide, 0.f, bias_bits, bias);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
     xhat[k] = (xhat[k] - mean) * rstd;
     z[k] = xhat[k] * weight[k] + bias[k];
   }
-  apply_slope(p.shares.act_kind, p.act, z, dz);
+  apply_slope(s.act_kind, p.act, z, dz);
+  // With one channel the sums of the group are those of the channel, but for the weight.
+  const bool one_channel = s.channels == 1;
   float terms[2] = {0.f, 0.f};
+  if (one_channel) {
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) {
-    if (!t.has(k)) continue;
-    pairs[t.team * s.chunk + t.element(k) - t.first] = make_float2(dz[k], dz[k] * xhat[k]);
-    dz[k] *= weight[k];
-    terms[0] += dz[k];
-    terms[1] += dz[k] * xhat[k];
+    for (int k = 0; k < kElements; ++k) {
+      terms[0] += t.has[k] ? dz[k] : 0.f;
+      terms[1] += t.has[k] ? dz[k] * xhat[k] : 0.f;
+      dz[k] *= weight[k];
+    }
+  } else {
+    float2* const own = pairs + t.team * (s.chunk >> s.run_log2);
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      float2 run = make_float2(0.f, 0.f);
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const int k = r * kRun + j;
+        const float product = dz[k] * xhat[k];
+        if (t.has[k]) {
+          if (s.run_log2 == 0) own[t.element(r) - t.first + j] = make_float2(dz[k], product);
+          run.x += dz[k];
+          run.y += product;
+          terms[0] += weight[k] * dz[k];
+          terms[1] += weight[k] * product;
+        }
+        dz[k] *= weight[k];
+      }
+      if (s.run_log2 > 0 && t.has[r * kRun]) own[(t.element(r) - t.first) >> s.run_log2] = run;
+    }
   }
   t.sum(terms, shared[0]);
-  if (s.lanes <= 32) __syncthreads();  // the pairs are there
+  if (s.by_lanes.d <= 32) __syncthreads();  // the pairs are there
+  if (one_channel) {
+    if (!s.owner) {
+      if (t.active() && t.lane == 0) write_sums(p, t, t.team, 0, terms[0], terms[1]);
+    } else if (t.lane == 0 && t.active()) {
+      pairs[t.team] = make_float2(terms[0], terms[1]);
+    }
+  }
   if (blocks > 1) exchange(&box, blocks, t.rank, terms);
-  const float scale = 1.f / static_cast<float>(s.elements);
+  const float scale = one_channel ? s.scale * weight[0] : s.scale;
   terms[0] *= scale;
   terms[1] *= scale;
-  T* const dx = static_cast<T*>(p.dx) + t.base;
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) {
-    if (t.has(k)) dx[offset[k]] = from_acc<T>(slope[k] * (dz[k] - (terms[0] + xhat[k] * terms[1])));
+  for (int k = 0; k < kElements; ++k) z[k] = slope[k] * (dz[k] - (terms[0] + xhat[k] * terms[1]));
+  t.store(p.dx, z);
+  if (one_channel) {
+    if (!s.owner) return;
+    __syncthreads();
+    if (t.tid >= 32) return;
+    float sums[2] = {0.f, 0.f};
+    for (uint32_t n = t.tid; n < s.teams; n += 32) {
+      sums[0] += pairs[n].x;
+      sums[1] += pairs[n].y;
+    }
+    lanes_sum(32, sums);
+    if (t.tid == 0) write_sums(p, t, 0, 0, sums[0], sums[1]);
+    return;
   }
 
-  const uint32_t sum_team = s.by_sum_lanes(t.tid), sum_lane = t.tid - sum_team * s.sum_lanes;
-  for (uint32_t first = 0; first < s.sums; first += s.sum_teams) {
-    const uint32_t m = first + sum_team, team0 = s.by_channels(m), c = m - team0 * s.channels;
+  const uint32_t sum_team = s.by_sum_lanes(t.tid), sum_lane = t.tid - sum_team * s.by_sum_lanes.d;
+  for (uint32_t first_sum = 0; first_sum < s.sums; first_sum += s.sum_teams) {
+    const uint32_t m = first_sum + sum_team, team0 = s.by_channels(m), c = m - team0 * s.channels;
     const bool is_mine = sum_team < s.sum_teams && m < s.sums;
     float sums[2] = {0.f, 0.f};
     if (is_mine) {
+      const uint32_t row_terms = s.by_row_terms.d, skipped = t.first >> s.run_log2;
       uint32_t begin = 0, end = s.terms;
-      if (blocks > 1) {  // positions of which this block has the channel
-        const auto position_of = [&](uint32_t i) {
-          if (s.channels_last) return i > c ? s.by_channels(i - c + s.channels - 1) : 0;
-          return i > c * s.by_s.d ? min(i - c * s.by_s.d, s.by_s.d) : 0;
+      if (blocks > 1) {  // what this block has of the channel
+        const auto term_of = [&](uint32_t i) {
+          if (s.channels_last) return i > c ? s.by_channels(i - c - 1) + 1 : 0;
+          i = (i + (1u << s.run_log2) - 1) >> s.run_log2;
+          return i > c * row_terms ? min(i - c * row_terms, row_terms) : 0;
         };
-        begin = position_of(t.first);
-        end = position_of(t.end);
+        begin = term_of(t.first);
+        end = term_of(t.end);
       }
 #pragma unroll 4
-      for (uint32_t e = begin + sum_lane; e < end; e += s.sum_lanes) {
-        const uint32_t team = s.by_s(e), position = e - team * s.by_s.d;
-        const uint32_t i = s.channels_last ? position * s.channels + c : c * s.by_s.d + position;
-        const float2 pair = pairs[(team0 + team) * s.chunk + i - t.first];
+      for (uint32_t e = begin + sum_lane; e < end; e += s.by_sum_lanes.d) {
+        const uint32_t team = s.by_row_terms(e), position = e - team * row_terms;
+        const uint32_t i = s.channels_last ? position * s.channels + c : c * row_terms + position;
+        const float2 pair = pairs[(team0 + team) * (s.chunk >> s.run_log2) + i - skipped];
         sums[0] += pair.x;
         sums[1] += pair.y;
       }
     }
-    lanes_sum(s.sum_lanes, sums);
-    if (s.sum_lanes > 32) {  // then there is one round
+    lanes_sum(s.by_sum_lanes.d, sums);
+    if (s.by_sum_lanes.d > 32) {  // then there is one round
       if (t.tid % 32 == 0) {
         shared[1][t.tid / 32][0] = sums[0];
         shared[1][t.tid / 32][1] = sums[1];
       }
       __syncthreads();
       if (sum_lane == 0 && is_mine) {
-        for (uint32_t w = 1; w < s.sum_lanes / 32; ++w) {
+        for (uint32_t w = 1; w < s.by_sum_lanes.d / 32; ++w) {
           sums[0] += shared[1][t.tid / 32 + w][0];
           sums[1] += shared[1][t.tid / 32 + w][1];
         }
       }
     }
-    if (!is_mine || sum_lane != 0) continue;
-    if (s.owner) {
-      const int64_t at = int64_t(blockIdx.x) * s.channels + c;
-      store_as(p.dbias, at, p.gradient_dtype, sums[0]);
-      store_as(p.dweight, at, p.gradient_dtype, sums[1]);
-    } else {
-      const uint32_t unit = (blockIdx.x >> s.blocks_log2) * s.teams + team0;
-      if (unit < s.units) {
-        const uint32_t n = s.by_groups(unit), part = (n << s.blocks_log2) + t.rank;
-        const int64_t at = (int64_t(part) * s.by_groups.d + unit - n * s.by_groups.d) * s.channels + c;
-        reinterpret_cast<float2*>(p.channel_sums)[at] = make_float2(sums[0], sums[1]);
-      }
-    }
+    if (is_mine && sum_lane == 0) write_sums(p, t, team0, c, sums[0], sums[1]);
   }
 }
 
-template <typename T, int kElements>
+template <typename Traits>
 Status launch_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  return launch_kernel<group_norm_small_fwd_kernel<T, kElements>>("group_norm_small_fwd_kernel", p, dim3(plan.grid),
-                                                                  plan.threads, 0, stream);
+  return launch_kernel<group_norm_small_fwd_kernel<Traits>>("group_norm_small_fwd_kernel", p, dim3(plan.grid),
+                                                            plan.threads, 0, stream);
 }
-template <typename T, int kElements>
+template <typename Traits>
 Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  constexpr auto kKernel = group_norm_small_bwd_kernel<T, kElements>;
+  constexpr auto kKernel = group_norm_small_bwd_kernel<Traits>;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = 1u << p.shares.blocks_log2;
@@ -363,21 +471,18 @@ Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaS
   return Status::Ok();
 }
 
-#define KGOPT_SMALL_ELEMENTS(launch, T)                            \
-  switch (plan.elements) {                                         \
-    case 1: return launch<T, 1>(p, plan, stream);                  \
-    case 2: return launch<T, 2>(p, plan, stream);                  \
-    case 4: return launch<T, 4>(p, plan, stream);                  \
-    default: return launch<T, kSmallMaxElements>(p, plan, stream); \
-  }
-#define KGOPT_SMALL_DISPATCH(name, launch)                             \
-  p.shares.pre_kind = chain_kind(p.pre_act);                           \
-  p.shares.act_kind = chain_kind(p.act);                               \
-  switch (p.dtype) {                                                   \
-    case Dtype::kFloat32: KGOPT_SMALL_ELEMENTS(launch, float)          \
-    case Dtype::kBFloat16: KGOPT_SMALL_ELEMENTS(launch, __nv_bfloat16) \
-    case Dtype::kFloat16: KGOPT_SMALL_ELEMENTS(launch, __half)         \
-    default: return Status::Unsupported(name, "float64");              \
+#define KGOPT_SMALL_RUNS(launch, T)                                                 \
+  if (plan.run == 1) return launch<SmallTraits<T, 1, 1>>(p, plan, stream);          \
+  if (plan.runs == 1) return launch<SmallTraits<T, kSmallRun, 1>>(p, plan, stream); \
+  return launch<SmallTraits<T, kSmallRun, kSmallMaxRuns>>(p, plan, stream);
+#define KGOPT_SMALL_DISPATCH(name, launch)                         \
+  p.shares.pre_kind = chain_kind(p.pre_act);                       \
+  p.shares.act_kind = chain_kind(p.act);                           \
+  switch (p.dtype) {                                               \
+    case Dtype::kFloat32: KGOPT_SMALL_RUNS(launch, float)          \
+    case Dtype::kBFloat16: KGOPT_SMALL_RUNS(launch, __nv_bfloat16) \
+    case Dtype::kFloat16: KGOPT_SMALL_RUNS(launch, __half)         \
+    default: return Status::Unsupported(name, "float64");          \
   }
 
 }  // namespace
@@ -390,6 +495,6 @@ Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan
 }
 
 #undef KGOPT_SMALL_DISPATCH
-#undef KGOPT_SMALL_ELEMENTS
+#undef KGOPT_SMALL_RUNS
 
 }  // namespace kgopt

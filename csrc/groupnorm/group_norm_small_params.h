@@ -8,8 +8,10 @@
 namespace kgopt {
 
 inline constexpr int kSmallMaxThreads = 1024;
-inline constexpr int kSmallMaxElements = 8;  // of a thread
-inline constexpr int kSmallMaxBlocks = 8;    // of a cluster
+inline constexpr int kSmallRun = 4, kSmallMaxRuns = 2;  // neighbouring elements of a thread, at most so often
+inline constexpr int kSmallMaxElements = kSmallRun * kSmallMaxRuns;
+inline constexpr int kSmallMaxBwdThreads = 512;  // with the most elements: they take 128 registers
+inline constexpr int kSmallMaxBlocks = 8;        // of a cluster
 inline constexpr int kSlabThreads = 512;
 
 // n / d as n * magic >> 32, exact while n * d is below 2^32; magic is 0 for d = 1.
@@ -22,30 +24,33 @@ struct SmallDivisor {
 
 // A unit is a group of a sample. Its elements are counted as they lie in memory: element i is element i % minor of row
 // i / minor, and rows are `pitch` apart. A row is a channel (contiguous), or the group's channels at a position
-// (channels_last).
+// (channels_last). A thread has `kSmallRun` neighbouring elements at a time, or single ones.
 struct SmallShares {
-  uint32_t units = 0;
-  uint32_t elements = 0;     // of a unit
-  uint32_t teams = 1;        // units of a block
-  uint32_t lanes = 1;        // threads of a team: a power of two below 32, or whole warps
-  uint32_t blocks_log2 = 0;  // backward: blocks of a cluster that share a unit; then a block has one team
-  uint32_t chunk = 0;        // elements of a team: of a unit, or of a block's part of it
-  SmallDivisor by_lanes;     // of thread numbers
-  SmallDivisor by_minor;     // of elements
-  SmallDivisor by_groups;    // of units, where those of a block are neighbours
-  SmallDivisor by_channels;  // of a team's channels, and
-  SmallDivisor by_s;         // of positions of all teams, for sums over channels
-  uint32_t channels = 1;     // of a unit
+  SmallDivisor by_lanes;   // threads of a team: a power of two below 32, or whole warps
+  uint32_t teams = 1;      // units of a block
+  uint32_t units = 0;      // of the tensor
+  SmallDivisor by_groups;  // groups of a sample
+  uint32_t sample = 0;     // elements of a sample
+  uint32_t stride = 0;     // from group to group
+  uint32_t chunk = 0;      // elements of a team: of a unit, or of a block's part of it
+  uint32_t elements = 0;   // of a unit
+  SmallDivisor by_minor;
+  uint32_t pitch = 0;
+  uint32_t channels = 1;  // of a unit
+  float scale = 1.f;      // 1 / elements
   bool channels_last = false;
-  bool owner = false;   // backward: a block has one group of every sample, and writes dweight and dbias
-  int64_t pitch = 0;    // from row to row
-  int64_t sample = 0;   // elements of a sample
-  uint32_t stride = 0;  // from group to group
-  // Backward's channel sums: threads of one sum (a power of two below 32, or whole warps), sums of a block, and terms.
-  uint32_t sum_lanes = 1, sums = 0, terms = 0;
-  SmallDivisor by_sum_lanes;
-  uint32_t sum_teams = 1;                                  // sums at a time
+  bool together = false;    // a run is one vector in one row
+  bool owner = false;       // backward: a block has one group of every sample, and writes dweight and dbias
+  uint8_t blocks_log2 = 0;  // backward: blocks of a cluster that share a unit; then a block has one team
   Chain pre_kind = Chain::kNone, act_kind = Chain::kNone;  // of the activations; the launcher sets them
+  // Backward's channel sums, where a unit has several channels: threads of one sum (a power of two below 32, or whole
+  // warps), sums of a block, and terms of a sum. A term is an element, or a run of a contiguous row.
+  SmallDivisor by_sum_lanes;
+  uint32_t sum_teams = 1;  // sums at a time
+  uint32_t sums = 0, terms = 0;
+  SmallDivisor by_channels;
+  SmallDivisor by_row_terms;  // terms of a channel of one unit
+  uint32_t run_log2 = 0;      // elements of a term
 };
 
 // channels_last with groups so narrow that a team would fetch whole sectors for a few bytes: a block takes some groups

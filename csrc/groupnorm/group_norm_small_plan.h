@@ -10,10 +10,17 @@ namespace kgopt {
 struct SmallPlan {
   const char* refusal = nullptr;  // why not, or null
   SmallShares shares;
-  int elements = 1;  // of a thread, as compiled in
+  int run = 1, runs = 1;  // elements of a thread: `runs` times `run` neighbours
   int threads = 0;
   unsigned grid = 0;
   int smem_bytes = 0;  // dynamic
+};
+
+struct SmallPlanInput {
+  GroupNormDims dims;
+  bool backward = false;
+  bool aligned = true;  // all tensors start at a multiple of 16 bytes
+  int max_blocks = 0;   // of a cluster, as the device allows; 0 without clusters
 };
 
 inline SmallDivisor small_divisor(int64_t d) {
@@ -31,88 +38,105 @@ inline int64_t small_lanes(int64_t count) {
   return lanes;
 }
 
-// Bytes of x from which on bulk copies and vectors are faster than single elements (H200).
-inline constexpr int64_t kSmallFwdBytes = 16 << 20, kSmallBwdBytes = 16 << 20;
+// Bytes of x from which on bulk copies are faster (H200), and from which on narrow groups go side by side.
+inline constexpr int64_t kSmallFwdBytes = 16 << 20, kSmallBwdBytes = 16 << 20, kSmallNarrowBytes = 1 << 20;
+// Up to here a thread has one element: more threads, but no more than a few warps.
+inline constexpr int64_t kSmallSingles = 128;
 // Where a block's teams are neighbours it has about that many threads.
 inline constexpr int64_t kSmallThreads = 128;
+// The bytes of a group's channels at a position that fill a sector.
+inline constexpr int64_t kSectorBytes = 32;
 
-// max_blocks: of a cluster, as the device allows; 0 without clusters.
-inline SmallPlan plan_group_norm_small(const GroupNormDims& d, bool backward, int max_blocks) {
+inline bool has_narrow_groups(const GroupNormDims& d) {
+  return d.channels_last && d.channels_per_group() * dtype_size(d.dtype) < kSectorBytes;
+}
+
+inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
+  const GroupNormDims& d = in.dims;
   SmallPlan plan;
   auto refuse = [&](const char* why) {
+    plan = SmallPlan();
     plan.refusal = why;
     return plan;
   };
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (d.numel() == 0) return refuse("x is empty");
-  const int64_t units = d.n * d.g, elements = d.numel() / units;
-  constexpr int64_t most = kSmallMaxThreads * kSmallMaxElements;
-  const int most_blocks = backward ? std::max(1, std::min(max_blocks, kSmallMaxBlocks)) : 1;
-  if (elements > most * most_blocks || elements >= 65536) {
-    return refuse("a group has more elements than a block's or a cluster's threads hold");
-  }
-  if (d.numel() * dtype_size(d.dtype) > (backward ? kSmallBwdBytes : kSmallFwdBytes)) {
-    return refuse("x is large: vectors are faster than elements");
-  }
+  const int64_t units = d.n * d.g, elements = d.numel() / units, bytes = d.numel() * dtype_size(d.dtype);
+  if (bytes > (in.backward ? kSmallBwdBytes : kSmallFwdBytes)) return refuse("x is large: bulk copies are faster");
+  if (has_narrow_groups(d) && bytes > kSmallNarrowBytes) return refuse("narrow groups go side by side");
   if (units * d.g >= (int64_t(1) << 32)) return refuse("over 65536 groups");
+  if (elements >= 65536) return refuse("a group has over 65535 elements");
   SmallShares& p = plan.shares;
   p.units = static_cast<uint32_t>(units);
   p.elements = static_cast<uint32_t>(elements);
+  p.scale = 1.f / static_cast<float>(elements);
   p.channels = static_cast<uint32_t>(d.channels_per_group());
   p.channels_last = d.channels_last;
-  p.sample = d.c * d.s;
+  p.sample = static_cast<uint32_t>(d.c * d.s);
   p.stride = static_cast<uint32_t>(d.channels_last ? p.channels : elements);
-  p.pitch = d.channels_last ? d.c : d.s;
-  p.by_minor = small_divisor(d.channels_last ? p.channels : d.s);
+  p.pitch = static_cast<uint32_t>(d.channels_last ? d.c : d.s);
+  const int64_t minor = d.channels_last ? p.channels : d.s;
+  p.by_minor = small_divisor(minor);
   p.by_groups = small_divisor(d.g);
-  p.by_channels = small_divisor(p.channels);
-  p.by_s = small_divisor(d.s);
 
-  // Where one block does not hold a unit, a thread has four elements, if there are blocks enough.
-  int64_t blocks = 1;
-  while (elements > most && blocks < most_blocks && elements > blocks * most / 2) {
-    blocks *= 2;
-    ++p.blocks_log2;
-  }
-  const int64_t chunk = (elements + blocks - 1) / blocks;
-  p.chunk = static_cast<uint32_t>(chunk);
-  int64_t lanes = 0;
-  for (int each : {1, 2, 4, kSmallMaxElements}) {
-    lanes = small_lanes((chunk + each - 1) / each);
-    plan.elements = each;
-    // A block that has a group of all samples needs no second launch for dweight and dbias.
-    p.owner = backward && blocks == 1 && d.n * lanes <= kSmallMaxThreads;
-    if (p.owner || (!backward && lanes <= kSmallMaxThreads)) break;
-  }
-  if (backward && !p.owner) {
-    for (int each : {1, 2, 4, kSmallMaxElements}) {
-      lanes = small_lanes((chunk + each - 1) / each);
-      plan.elements = each;
-      if (lanes <= kSmallMaxThreads / (blocks == 1 ? 2 : 1)) break;
+  // A block that has a group of all samples needs no second launch for dweight and dbias. Blocks of a cluster share a
+  // unit where one would be full.
+  const int most_blocks = in.backward ? std::max(1, std::min(in.max_blocks, kSmallMaxBlocks)) : 1;
+  constexpr int kRuns[][2] = {{1, 1}, {kSmallRun, 1}, {kSmallRun, kSmallMaxRuns}};
+  int64_t lanes = 0, blocks = 1;
+  bool found = false;
+  for (; !found && blocks <= most_blocks; blocks *= 2) {
+    const int64_t part = (elements + blocks - 1) / blocks;
+    p.chunk = static_cast<uint32_t>((part + kSmallRun - 1) / kSmallRun * kSmallRun);
+    for (const auto& [run, runs] : kRuns) {
+      if (found || (run == 1 && elements > kSmallSingles)) continue;
+      lanes = small_lanes(((blocks > 1 ? p.chunk : elements) + run * runs - 1) / (run * runs));
+      plan.run = run;
+      plan.runs = runs;
+      const int64_t most = in.backward && runs > 1 ? kSmallMaxBwdThreads : kSmallMaxThreads;
+      p.owner = in.backward && blocks == 1 && d.n * lanes <= most;
+      // Smaller blocks where there is a second launch anyway.
+      const bool last = runs == kSmallMaxRuns && blocks * 2 > most_blocks;
+      found = p.owner || lanes <= (in.backward && !last ? kSmallMaxBwdThreads : most);
+      // An owner with more elements a thread is worth more than fewer elements a thread.
+      if (found && in.backward && blocks == 1 && !p.owner && runs < kSmallMaxRuns) {
+        const int64_t wider = small_lanes((elements + kSmallMaxElements - 1) / kSmallMaxElements);
+        found = d.n * wider > kSmallMaxBwdThreads;
+      }
     }
   }
-  p.lanes = static_cast<uint32_t>(lanes);
+  blocks = found ? blocks / 2 : blocks;
+  if (!found) return refuse("a group has more elements than a block's or a cluster's threads hold");
+  for (int64_t b = blocks; b > 1; b /= 2) ++p.blocks_log2;
+  p.together = plan.run > 1 && minor % kSmallRun == 0 && in.aligned;
   p.by_lanes = small_divisor(lanes);
   const int64_t teams = blocks > 1 ? 1 : p.owner ? d.n : std::max<int64_t>(1, std::min(units, kSmallThreads / lanes));
   p.teams = static_cast<uint32_t>(teams);
-  plan.threads = static_cast<int>((p.teams * lanes + 31) / 32 * 32);
+  plan.threads = static_cast<int>((teams * lanes + 31) / 32 * 32);
   plan.grid = static_cast<unsigned>(p.owner ? d.g : (units + teams - 1) / teams * blocks);
-  if (!backward) return plan;
-  const int64_t sums = p.owner ? p.channels : int64_t(p.channels) * p.teams, terms = p.owner ? d.n * d.s : d.s;
-  const int64_t most_terms = std::min(terms, d.channels_last ? (terms + blocks - 1) / blocks : chunk);
-  p.sums = static_cast<uint32_t>(sums);
-  p.terms = static_cast<uint32_t>(terms);
+  if (!in.backward) return plan;
+
+  p.run_log2 = p.together && !d.channels_last ? 2 : 0;
+  const int64_t run = int64_t(1) << p.run_log2, row_terms = d.s / run;
+  p.by_row_terms = small_divisor(row_terms);
+  p.by_channels = small_divisor(p.channels);
+  const int64_t sums = p.owner ? p.channels : p.channels * teams, terms = p.owner ? d.n * row_terms : row_terms;
+  const int64_t own_terms =
+      std::min<int64_t>(terms, d.channels_last ? (terms + blocks - 1) / blocks : (p.chunk + run - 1) / run * teams);
   const int64_t warps = plan.threads / 32;
   int64_t sum_lanes = 1;
-  if (sums < warps && most_terms > 64) {
-    sum_lanes = std::min(warps / sums, (most_terms + 63) / 64) * 32;
+  if (sums < warps && own_terms > 64) {
+    sum_lanes = std::min(warps / sums, (own_terms + 63) / 64) * 32;
   } else {
-    while (sum_lanes < 32 && sum_lanes * 2 * sums <= plan.threads && sum_lanes < most_terms) sum_lanes *= 2;
+    while (sum_lanes < 32 && sum_lanes * 2 * sums <= plan.threads && sum_lanes < own_terms) sum_lanes *= 2;
   }
-  p.sum_lanes = static_cast<uint32_t>(sum_lanes);
+  p.sums = static_cast<uint32_t>(sums);
+  p.terms = static_cast<uint32_t>(terms);
   p.by_sum_lanes = small_divisor(sum_lanes);
   p.sum_teams = static_cast<uint32_t>(plan.threads / sum_lanes);
-  plan.smem_bytes = static_cast<int>(teams * chunk * 8);
+  // With one channel the group's sums are the channel's.
+  plan.smem_bytes =
+      p.channels == 1 ? static_cast<int>(teams * 8) : static_cast<int>(teams * (p.chunk >> p.run_log2) * 8);
   return plan;
 }
 
@@ -135,7 +159,7 @@ inline SlabPlan plan_group_norm_slab(const GroupNormDims& d, int sm_count) {
   if (!d.channels_last) return refuse("x is contiguous");
   if (d.numel() == 0) return refuse("x is empty");
   const int64_t channels = d.channels_per_group();
-  if (channels * dtype_size(d.dtype) >= 32) return refuse("a group's channels fill a sector");
+  if (!has_narrow_groups(d)) return refuse("a group's channels fill a sector");
   if (d.s * 16 > kSlabElements) return refuse("a slab is long: more blocks than slabs are needed");
   if (d.numel() >= int64_t(1) << 31) return refuse("over 2^31 elements");
   SlabShares& p = plan.shares;
