@@ -87,16 +87,18 @@ def group_norm_cases() -> None:
             ("long rows", (1, 1024, 7, 9), 1),
             ("several positions", (2, 6, 32, 34), 2),
             ("teams", (3, 128, 78, 88), 8),
+            ("roles", (30, 24, 60, 64), 8),
+            ("roles, long rows", (3, 1024, 23, 29), 1),
         ):
             x, weight, bias = tensor(*shape, dtype=dtype, channels_last=True), tensor(shape[1]), tensor(shape[1])
             call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
-            run(f"group_norm columns, {name}", x, weight, bias, call=call, backward=False)
+            run(f"group_norm columns, {name}", x, weight, bias, call=call)
     once = tensor(1, 6, 161, 160, 9)  # groups of 0.9 MB, off the 128-byte lines
     run("group_norm read once", once, call=lambda x: ops.group_norm(x, 6, None, None, 1e-5, "silu"))
     held = tensor(1, 2, 1100, 2101)  # groups of 9.2 MB: tiles in registers, too
     run("group_norm read once, in registers", held, call=lambda x: ops.group_norm(x, 2, None, None, 1e-5, "silu"))
     for dtype in (torch.float32, torch.bfloat16):
-        both = tensor(2, 8, 147, 1024, dtype=dtype)  # x and dy of a group: 2.4 MB and more
+        both = tensor(2, 8, 147, 1024, dtype=dtype)  # x and dy of a group: 4.8 MB and more
         run("group_norm read once, both ways", both, call=lambda x: ops.group_norm(x, 1, None, None, 1e-5, "silu"))
         both = tensor(1, 6, 600, 1501, dtype=dtype)  # tiles in registers
         run("group_norm read once, relu", both, call=lambda x: ops.group_norm(x, 3, None, None, 1e-5, "relu"))

@@ -19,7 +19,7 @@ struct ColumnPlanInput {
   int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters
   int sm_count = 132;
   int64_t smem_bytes = 227 << 10;  // of a block
-  int only_teams = 0;  // TUNING
+  int only_teams = 0;              // TUNING
 };
 
 struct ColumnPlan {
@@ -191,7 +191,7 @@ inline bool set_column_teams(const ColumnPlanInput& in, ColumnPlan* plan) {
 // memory does not. The number of teams is the one for which all samples take the least.
 inline bool set_column_roles(const ColumnPlanInput& in, ColumnPlan* plan) {
   const GroupNormDims& d = in.dims;
-  constexpr double kLatency = 6.0, kBytesPerMicrosecond = 32000;  // of a multiprocessor
+  constexpr double kLatency = 11.0, kBytesPerMicrosecond = 32000;  // of a multiprocessor
   ColumnChoice choice;
   choice.groups = static_cast<uint32_t>(d.g);
   choice.threads = kRowRoleThreads;
@@ -206,14 +206,15 @@ inline bool set_column_roles(const ColumnPlanInput& in, ColumnPlan* plan) {
     ColumnShares& p = next.shares;
     if (p.slot_bytes == 0) return false;  // no rows of whole vectors
     p.slot_bytes *= in.tensors;
-    // Forward: two tables of runs; backward: two of a row's elements, and a channel's sums.
+    // Forward: tables of runs; backward: of a row's elements, and the channels' sums.
     const int64_t entries = in.tensors == 1 ? p.runs : int64_t(p.vectors) * (16 / dtype_size(d.dtype));
     const int64_t rest = in.tensors == 1 ? p.walkers * 4 : p.channels * 8;
-    const int64_t tables = 2 * p.walkers * entries * 8 + (p.groups + p.channels) * 16 + rest;
+    const int64_t tables = (p.walkers * entries + p.groups) * kRowTurns * 8 + p.channels * 16 + rest;
     p.slots = static_cast<uint32_t>(std::min<int64_t>((next.smem_limit - tables) / p.slot_bytes, kRowSlots));
     const uint32_t rounds = static_cast<uint32_t>((d.n + teams - 1) / teams);
     if (next.smem_limit < tables || p.chunks + (rounds > 1) > p.slots) break;
-    while (p.team_lanes_log2 > 0 && (5u << (p.team_lanes_log2 - 1)) >= p.blocks) --p.team_lanes_log2;
+    if (p.blocks > kRowMaxBlocks) continue;
+    while (p.team_lanes_log2 > 0 && (uint32_t{kRowBatch} << (p.team_lanes_log2 - 1)) >= p.blocks) --p.team_lanes_log2;
     p.data_bytes = p.slot_bytes * p.slots;
     p.ahead = 3;  // 0 was 8% slower, 5 1% (H200)
     next.smem_bytes = static_cast<int>(p.data_bytes + tables);

@@ -112,6 +112,7 @@ struct TileWalk {
   __device__ __forceinline__ void produce(int lane, const void* x, const void* dy, Describe describe,
                                           Start start) const {
     const uint32_t own = slot_tiles();
+    uint32_t last = clock() - shares.pace;
     for (uint32_t base = 0; base < own; base += 32) {
       const uint32_t j = base + lane;
       const bool mine = j < own;
@@ -122,6 +123,8 @@ struct TileWalk {
       __syncwarp();
       for (uint32_t turn = base; turn < min(base + 32, own); ++turn) {
         if (j == turn) {
+          while (static_cast<uint32_t>(clock()) - last < shares.pace) {
+          }
           start(t, d);
           if (shares.ahead > 0) {
             for (uint32_t i = before; i <= t.i; ++i) {
@@ -131,6 +134,7 @@ struct TileWalk {
           }
         }
         __syncwarp();
+        last = clock();
       }
     }
   }
