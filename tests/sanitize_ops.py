@@ -93,6 +93,20 @@ def group_norm_cases() -> None:
             x, weight, bias = tensor(*shape, dtype=dtype, channels_last=True), tensor(shape[1]), tensor(shape[1])
             call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
             run(f"group_norm columns, {name}", x, weight, bias, call=call)
+    # Small groups: blocks of all samples, of neighbours, clusters, one channel, vectors; narrow groups side by side.
+    for dtype, last in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        for name, shape, groups in (
+            ("one position", (4, 159, 1, 1), 1),
+            ("all samples", (9, 22, 3, 7), 11),
+            ("short rows", (3, 657, 2, 2), 1),
+            ("vectors", (2, 40, 8, 9), 5),
+            ("one channel", (2, 11, 31, 33), 11),
+            ("cluster", (2, 19, 45, 23), 1),
+            ("narrow", (60, 89, 10, 11), 89),
+        ):
+            x, weight, bias = tensor(*shape, dtype=dtype, channels_last=last), tensor(shape[1]), tensor(shape[1])
+            call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
+            run(f"group_norm small, {name}, {'channels_last' if last else 'contiguous'}", x, weight, bias, call=call)
     once = tensor(1, 6, 161, 160, 9)  # groups of 0.9 MB, off the 128-byte lines
     run("group_norm read once", once, call=lambda x: ops.group_norm(x, 6, None, None, 1e-5, "silu"))
     held = tensor(1, 2, 1100, 2101)  # groups of 9.2 MB: tiles in registers, too

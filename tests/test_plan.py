@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -658,6 +659,118 @@ def test_plan_group_norm_columns_refuses(why, change):
 def test_plan_group_norm_columns_teams(sizes, slabs, teams, blocks):
     p = dev.plan_group_norm_columns(**sizes)
     assert (p["slabs"], p["teams"], p["blocks"], p["cluster"]) == (slabs, teams, blocks, False)
+
+
+def divides(by, largest):
+    """Whether quotients up to `largest` are exact, as the kernels compute them."""
+    numbers = {
+        0,
+        1,
+        by["d"] - 1,
+        by["d"],
+        by["d"] + 1,
+        largest - 1,
+        largest,
+        *range(0, largest, max(1, largest // 997)),
+    }
+    return all((i if by["magic"] == 0 else i * by["magic"] >> 32) == i // by["d"] for i in numbers if 0 <= i <= largest)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_blocks", [0, 16])
+def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
+    """Whatever the sizes, every element has one thread, and every quotient is exact."""
+    rng = random.Random(f"{backward} {channels_last} {dtype} {max_blocks}")
+    taken = 0
+    for _ in range(400):
+        g, per_group = rng.choice([1, 2, rng.randint(1, 64)]), rng.choice([1, 2, 4, rng.randint(1, 700)])
+        n, s = rng.choice([1, rng.randint(1, 40)]), rng.choice([1, 4 * rng.randint(1, 300), rng.randint(1, 5000)])
+        p = dev.plan_group_norm_small(n, g * per_group, s, g, dtype, backward, channels_last, True, max_blocks)
+        if "refusal" in p:
+            continue
+        taken += 1
+        elements, lanes = per_group * s, p["by_lanes"]["d"]
+        assert p["elements"] == elements
+        assert lanes % 32 == 0 or (lanes < 32 and lanes & (lanes - 1) == 0)
+        assert lanes * p["run"] * p["runs"] >= min(p["chunk"], elements)
+        assert p["chunk"] * p["blocks"] >= elements
+        assert p["blocks"] == 1 or (backward and p["teams"] == 1 and p["blocks"] <= max_blocks)
+        assert p["blocks"] == 1 or p["chunk"] % 4 == 0
+        assert p["teams"] * lanes <= p["threads"] <= dev.SMALL_MAX_THREADS
+        assert p["threads"] % 32 == 0
+        if backward and p["runs"] == dev.SMALL_MAX_RUNS:
+            assert p["threads"] <= dev.SMALL_MAX_BWD_THREADS
+        if p["owner"]:
+            assert (p["teams"], p["grid"], p["blocks"]) == (n, g, 1)
+        else:
+            assert p["grid"] // p["blocks"] * p["teams"] >= n * g
+        if p["together"]:
+            assert (per_group if channels_last else s) % p["run"] == 0
+        assert divides(p["by_lanes"], p["threads"] - 1)
+        assert divides(p["by_minor"], elements - 1)
+        assert divides(p["by_groups"], n * g - 1)
+        if not backward:
+            continue
+        assert p["smem_bytes"] <= 96 << 10
+        assert p["term_elements"] == (4 if p["together"] and not channels_last else 1)
+        assert p["terms"] * p["term_elements"] == s * (n if p["owner"] else 1)
+        assert p["sums"] == per_group * (1 if p["owner"] else p["teams"])
+        sum_lanes = p["by_sum_lanes"]["d"]
+        assert sum_lanes <= 32 or p["sum_teams"] >= p["sums"]  # the sums of several warps take one round
+        assert p["sum_teams"] * sum_lanes <= p["threads"]
+        assert divides(p["by_channels"], max(p["sums"] - 1, elements - 1))
+        assert divides(p["by_row_terms"], p["terms"] - 1)
+        assert divides(p["by_sum_lanes"], p["threads"] - 1)
+    assert taken > 50
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("float64", {"dtype": "float64"}),
+        ("empty", {"n": 0}),
+        ("is large", {"n": 1000, "c": 512, "g": 64}),
+        ("side by side", {"channels_last": True, "g": 32, "s": 20000}),
+        ("over 65535", {"s": 20000}),
+        ("cluster's threads", {"s": 10000}),
+    ],
+)
+def test_plan_group_norm_small_refuses(why, change):
+    sizes = {"n": 2, "c": 32, "s": 60, "g": 8, "backward": True}
+    assert "refusal" not in dev.plan_group_norm_small(**sizes)
+    assert why in dev.plan_group_norm_small(**sizes | change)["refusal"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("n", "groups", "per_group", "s"), [(13, 467, 2, 175), (9, 709, 1, 924), (60, 7, 5, 1000)])
+def test_plan_group_norm_slab(n, groups, per_group, s, dtype):
+    p = dev.plan_group_norm_slab(n, groups * per_group, s, groups, dtype)
+    assert p["columns"] * p["walkers"] == dev.SLAB_THREADS
+    assert p["groups"] * per_group <= p["columns"]
+    assert p["per_sample"] * p["groups"] >= groups
+    assert p["grid"] == n * p["per_sample"]
+    assert divides(p["by_per_sample"], p["grid"] - 1)
+    assert divides(p["by_channels"], p["walkers"] * per_group)
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("float64", {"dtype": "float64"}),
+        ("contiguous", {"channels_last": False}),
+        ("fill a sector", {"g": 20}),
+        ("is long", {"s": 10000}),
+        ("GPU idle", {"n": 1, "c": 100, "g": 100}),
+    ],
+)
+def test_plan_group_norm_slab_refuses(why, change):
+    sizes = {"n": 13, "c": 934, "s": 175, "g": 467}
+    assert "refusal" not in dev.plan_group_norm_slab(**sizes)
+    if "g" in change and "c" not in change:
+        change = change | {"c": 940}
+    assert why in dev.plan_group_norm_slab(**sizes | change)["refusal"]
 
 
 @pytest.mark.parametrize(

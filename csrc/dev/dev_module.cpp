@@ -15,6 +15,7 @@
 #include "conv3d/conv_shape.h"
 #include "groupnorm/group_norm_cluster_plan.h"
 #include "groupnorm/group_norm_columns_plan.h"
+#include "groupnorm/group_norm_small_plan.h"
 #include "groupnorm/group_norm_tiles_plan.h"
 
 namespace py = pybind11;
@@ -372,6 +373,67 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   return out;
 }
 
+py::dict divisor_dict(const SmallDivisor& by) {
+  py::dict out;
+  out["d"] = by.d;
+  out["magic"] = by.magic;
+  return out;
+}
+
+// The plans of the kernels for small groups and for narrow ones, likewise.
+py::dict plan_small(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool backward,
+                    bool channels_last, bool aligned, int max_blocks) {
+  const SmallPlan plan =
+      plan_group_norm_small({make_dims(n, c, s, g, dtype, channels_last), backward, aligned, max_blocks});
+  py::dict out;
+  if (plan.refusal) {
+    out["refusal"] = plan.refusal;
+    return out;
+  }
+  const SmallShares& p = plan.shares;
+  out["run"] = plan.run;
+  out["runs"] = plan.runs;
+  out["threads"] = plan.threads;
+  out["grid"] = plan.grid;
+  out["smem_bytes"] = plan.smem_bytes;
+  out["teams"] = p.teams;
+  out["chunk"] = p.chunk;
+  out["elements"] = p.elements;
+  out["blocks"] = 1 << p.blocks_log2;
+  out["together"] = p.together;
+  out["owner"] = p.owner;
+  out["sums"] = p.sums;
+  out["terms"] = p.terms;
+  out["sum_teams"] = p.sum_teams;
+  out["term_elements"] = 1 << p.run_log2;
+  out["by_lanes"] = divisor_dict(p.by_lanes);
+  out["by_minor"] = divisor_dict(p.by_minor);
+  out["by_groups"] = divisor_dict(p.by_groups);
+  out["by_channels"] = divisor_dict(p.by_channels);
+  out["by_row_terms"] = divisor_dict(p.by_row_terms);
+  out["by_sum_lanes"] = divisor_dict(p.by_sum_lanes);
+  return out;
+}
+
+py::dict plan_slabs(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
+                    int sm_count) {
+  const SlabPlan plan = plan_group_norm_slab(make_dims(n, c, s, g, dtype, channels_last), sm_count);
+  py::dict out;
+  if (plan.refusal) {
+    out["refusal"] = plan.refusal;
+    return out;
+  }
+  const SlabShares& p = plan.shares;
+  out["grid"] = plan.grid;
+  out["columns"] = p.columns;
+  out["groups"] = p.groups;
+  out["walkers"] = p.walkers;
+  out["per_sample"] = p.per_sample;
+  out["by_per_sample"] = divisor_dict(p.by_per_sample);
+  out["by_channels"] = divisor_dict(p.by_channels);
+  return out;
+}
+
 // Which way a forward (one tensor on chip) or a backward (two) goes: its name, and why not the ways before it.
 py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
                      bool channels_last, bool aligned, int max_blocks, int sm_count, int64_t smem_bytes) {
@@ -412,6 +474,15 @@ void bind_norm(py::module_& m) {
         py::arg("dtype") = "float32", py::arg("channels_last") = true, py::arg("aligned") = true,
         py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
         py::arg("smem_bytes") = 227 << 10);
+  m.attr("SMALL_MAX_THREADS") = kSmallMaxThreads;
+  m.attr("SMALL_MAX_BWD_THREADS") = kSmallMaxBwdThreads;
+  m.attr("SMALL_MAX_RUNS") = kSmallMaxRuns;
+  m.attr("SLAB_THREADS") = kSlabThreads;
+  m.def("plan_group_norm_small", &plan_small, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("backward") = false, py::arg("channels_last") = false,
+        py::arg("aligned") = true, py::arg("max_blocks") = 16);
+  m.def("plan_group_norm_slab", &plan_slabs, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("channels_last") = true, py::arg("sm_count") = 132);
   m.def("choose_group_norm", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
         py::arg("aligned") = true, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
