@@ -700,13 +700,13 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
         assert p["blocks"] == 1 or p["chunk"] % 4 == 0
         assert p["teams"] * lanes <= p["threads"] <= dev.SMALL_MAX_THREADS
         assert p["threads"] % 32 == 0
-        if backward and p["runs"] == dev.SMALL_MAX_RUNS:
+        if backward and p["run"] * p["runs"] == dev.SMALL_MAX_ELEMENTS:
             assert p["threads"] <= dev.SMALL_MAX_BWD_THREADS
         if p["owner"]:
             assert (p["teams"], p["grid"], p["blocks"]) == (n, g, 1)
         else:
             assert p["grid"] // p["blocks"] * p["teams"] >= n * g
-        if p["together"]:
+        if p["run"] > 1:
             assert (per_group if channels_last else s) % p["run"] == 0
         assert divides(p["by_lanes"], p["threads"] - 1)
         assert divides(p["by_minor"], elements - 1)
@@ -714,7 +714,7 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
         if not backward:
             continue
         assert p["smem_bytes"] <= 96 << 10
-        assert p["term_elements"] == (4 if p["together"] and not channels_last else 1)
+        assert p["term_elements"] == (4 if p["run"] > 1 and not channels_last else 1)
         assert p["terms"] * p["term_elements"] == s * (n if p["owner"] else 1)
         assert p["sums"] == per_group * (1 if p["owner"] else p["teams"])
         sum_lanes = p["by_sum_lanes"]["d"]

@@ -400,7 +400,6 @@ py::dict plan_small(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
   out["chunk"] = p.chunk;
   out["elements"] = p.elements;
   out["blocks"] = 1 << p.blocks_log2;
-  out["together"] = p.together;
   out["owner"] = p.owner;
   out["sums"] = p.sums;
   out["terms"] = p.terms;
@@ -476,7 +475,7 @@ void bind_norm(py::module_& m) {
         py::arg("smem_bytes") = 227 << 10);
   m.attr("SMALL_MAX_THREADS") = kSmallMaxThreads;
   m.attr("SMALL_MAX_BWD_THREADS") = kSmallMaxBwdThreads;
-  m.attr("SMALL_MAX_RUNS") = kSmallMaxRuns;
+  m.attr("SMALL_MAX_ELEMENTS") = kSmallMaxElements;
   m.attr("SLAB_THREADS") = kSlabThreads;
   m.def("plan_group_norm_small", &plan_small, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("backward") = false, py::arg("channels_last") = false,

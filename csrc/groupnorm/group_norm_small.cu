@@ -56,7 +56,7 @@ __device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
   }
 }
 
-// What a thread has of its team's unit: kRuns times kRun neighbouring elements.
+// What a thread has of its team's unit: kRuns vectors of kRun elements.
 template <typename T, int kRun_, int kRuns_>
 struct SmallTraits {
   using Element = T;
@@ -121,7 +121,7 @@ struct SmallTeam {
   __device__ __forceinline__ void load(const void* from, T (&raw)[kElements]) const {
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
-      if (kRun > 1 && s.together) {
+      if constexpr (kRun > 1) {
         Vec<T, kRun> v{};
         if (has[r * kRun]) v = load_vec<T, kRun>(static_cast<const T*>(from) + offset[r * kRun]);
 #pragma unroll
@@ -138,7 +138,7 @@ struct SmallTeam {
   __device__ __forceinline__ void store(void* to, const float (&v)[kElements]) const {
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
-      if (kRun > 1 && s.together) {
+      if constexpr (kRun > 1) {
         float x[kRun];
 #pragma unroll
         for (int j = 0; j < kRun; ++j) x[j] = v[r * kRun + j];
@@ -165,7 +165,7 @@ struct SmallTeam {
 #pragma unroll
       for (int j = 1; j < kRun; ++j) {
         // A run in one row of a contiguous tensor has one channel.
-        bits[r * kRun + j] = s.together && !s.channels_last ? bits[r * kRun] : load_one(r * kRun + j);
+        bits[r * kRun + j] = kRun > 1 && !s.channels_last ? bits[r * kRun] : load_one(r * kRun + j);
       }
     }
   }
@@ -239,49 +239,156 @@ __device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_
 #endif
 }
 
+// Forward is all latency, so each of its kernels computes what it needs and no more: a team is the block (kBlock) or up
+// to a warp, and contiguous offsets need no rows.
+template <typename T, int kRun_, int kRuns_, bool kBlock_, bool kLast_>
+struct SmallFwdTraits {
+  using Element = T;
+  static constexpr int kRun = kRun_, kRuns = kRuns_, kElements = kRun * kRuns;
+  static constexpr bool kBlock = kBlock_, kLast = kLast_;
+};
+
+// Over the block, `shared` zero from its number of warps on.
+__device__ __forceinline__ float block_total(float v, float4* shared, uint32_t warps) {
+  float total[1] = {v};
+  lanes_sum(32, total);
+  if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(shared)[threadIdx.x / 32] = total[0];
+  __syncthreads();
+  float sum = 0.f;
+  const auto add = [&](int i) {
+    const float4 s = shared[i];
+    sum += (s.x + s.y) + (s.z + s.w);
+  };
+  add(0);
+  if (warps > 4) add(1);
+  if (warps > 8) {
+#pragma unroll
+    for (int i = 2; i < kSmallMaxWarps / 4; ++i) add(i);
+  }
+  return sum;
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(kSmallMaxThreads)
     group_norm_small_fwd_kernel(const __grid_constant__ GroupNormSmallFwdParams p) {
   using T = typename Traits::Element;
-  constexpr int kElements = Traits::kElements;
-  __shared__ float shared[2][kSmallMaxWarps][1];
-  const SmallTeam<Traits> t(p.shares);
-  const bool wide = p.affine_dtype == Dtype::kFloat32;
+  constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
+  constexpr bool kBlock = Traits::kBlock, kLast = Traits::kLast;
+  __shared__ float4 shared[2][kSmallMaxWarps / 4];
+  const SmallShares& s = p.shares;
+  const uint32_t tid = threadIdx.x, lanes = s.by_lanes.d, warps = blockDim.x / 32;
+  // Without a cluster, by_lanes.d is a power of two below a warp's or the block's size.
+  const uint32_t lane = kBlock ? tid : tid & (lanes - 1);
+  const uint32_t unit = kBlock ? blockIdx.x : blockIdx.x * s.teams + s.by_lanes(tid);
+  const bool active = kBlock || unit < s.units;
+  const uint32_t end = active ? s.elements : 0;
+  const uint32_t n = s.by_groups(unit), g = unit - n * s.by_groups.d;
+
   T raw[kElements];
-  uint32_t weight_bits[kElements] = {}, bias_bits[kElements] = {};
-  t.load(p.x, raw);
-  t.load_affine(p.weight, wide, weight_bits);
-  t.load_affine(p.bias, wide, bias_bits);
-  float v[kElements], weight[kElements], bias[kElements];
+  uint32_t offset[kElements], channel[kElements], weight_bits[kElements] = {}, bias_bits[kElements] = {};
+  const auto has = [&](int k) { return (lane + k / kRun * lanes) * kRun + k % kRun < end; };
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) {
+    const uint32_t i = (lane + r * lanes) * kRun;
+    uint32_t row = s.by_minor(i), column = i - row * s.by_minor.d;
+    uint32_t at = kLast ? n * s.sample + g * s.stride + row * s.pitch + column : unit * s.elements + i;
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) {
+      const int k = r * kRun + j;
+      offset[k] = at++;
+      channel[k] = g * s.channels + (kLast ? column : row);
+      if (++column == s.by_minor.d) {
+        if (kLast) at += s.pitch - column;
+        column = 0;
+        ++row;
+      }
+    }
+    if constexpr (kRun > 1) {
+      Vec<T, kRun> v{};
+      if (has(r * kRun)) v = load_vec<T, kRun>(static_cast<const T*>(p.x) + offset[r * kRun]);
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) raw[r * kRun + j] = v.v[j];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const int k = r * kRun + j;
+        raw[k] = has(k) ? static_cast<const T*>(p.x)[offset[k]] : from_acc<T>(0.f);
+      }
+    }
+  }
+  const bool wide = sizeof(T) == 4 || p.affine_dtype == Dtype::kFloat32;
+  constexpr bool kOneChannel = kRun > 1 && !kLast;  // of a vector
+  const auto load_affine = [&](const void* values, uint32_t (&bits)[kElements]) {
+    if (values == nullptr) return;
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      if (k % kRun != 0 && kOneChannel) {
+        bits[k] = bits[k / kRun * kRun];
+      } else if (has(k)) {
+        bits[k] =
+            wide ? static_cast<const uint32_t*>(values)[channel[k]] : static_cast<const uint16_t*>(values)[channel[k]];
+      }
+    }
+  };
+  load_affine(p.weight, weight_bits);
+  load_affine(p.bias, bias_bits);
+  if (kBlock && tid >= warps && tid < kSmallMaxWarps) {
+    reinterpret_cast<float*>(shared[0])[tid] = reinterpret_cast<float*>(shared[1])[tid] = 0.f;
+  }
+  const auto team_sum = [&](float v, float4* entries) {
+    if (kBlock) return block_total(v, entries, warps);
+    float total[1] = {v};
+    lanes_sum(lanes, total);
+    return total[0];
+  };
+  float v[kElements];
 #pragma unroll
   for (int k = 0; k < kElements; ++k) v[k] = to_acc(raw[k]);
-  apply_kind(p.shares.pre_kind, p.pre_act, v);
-  float sum[1] = {0.f};
+  apply_kind(s.pre_kind, p.pre_act, v);
+  float sum = 0.f, squares = 0.f;
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) sum[0] += t.has[k] ? v[k] : 0.f;
-  t.sum(sum, shared[0]);
-  const float mean = sum[0] * p.shares.scale;
-  float squares[1] = {0.f};
+  for (int k = 0; k < kElements; ++k) sum += has(k) ? v[k] : 0.f;
+  const float mean = team_sum(sum, shared[0]) * s.scale;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
     v[k] -= mean;
-    squares[0] += t.has[k] ? v[k] * v[k] : 0.f;
+    squares += has(k) ? v[k] * v[k] : 0.f;
   }
-  t.sum(squares, shared[1]);
-  const float rstd = rsqrtf(squares[0] * p.shares.scale + p.eps);
-  t.affine(p.weight, wide, 1.f, weight_bits, weight);
-  t.affine(p.bias, wide, 0.f, bias_bits, bias);
+  const float rstd = rsqrtf(team_sum(squares, shared[1]) * s.scale + p.eps);
+  const auto affine = [&](const void* values, float none, uint32_t bits) {
+    if (values == nullptr) return none;
+    if (wide) return __uint_as_float(bits);
+    const uint16_t half = static_cast<uint16_t>(bits);
+    return static_cast<float>(to_acc(*reinterpret_cast<const T*>(&half)));
+  };
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) v[k] = v[k] * (rstd * weight[k]) + bias[k];
-  apply_kind(p.shares.act_kind, p.act, v);
+  for (int k = 0; k < kElements; ++k) {
+    v[k] = v[k] * (rstd * affine(p.weight, 1.f, weight_bits[k])) + affine(p.bias, 0.f, bias_bits[k]);
+  }
+  apply_kind(s.act_kind, p.act, v);
   if (p.add_input) {
 #pragma unroll
     for (int k = 0; k < kElements; ++k) v[k] += to_acc(raw[k]);
   }
-  t.store(p.y, v);
-  if (t.active() && t.lane == 0) {
-    p.mean[t.unit] = mean;
-    p.rstd[t.unit] = rstd;
+  T* const y = static_cast<T*>(p.y);
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) {
+    if constexpr (kRun > 1) {
+      float x[kRun];
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) x[j] = v[r * kRun + j];
+      if (has(r * kRun)) store_vec(y + offset[r * kRun], pack<T, kRun>(x));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const int k = r * kRun + j;
+        if (has(k)) y[offset[k]] = from_acc<T>(v[k]);
+      }
+    }
+  }
+  if (active && lane == 0) {
+    p.mean[unit] = mean;
+    p.rstd[unit] = rstd;
   }
 }
 
@@ -304,7 +411,7 @@ __device__ __forceinline__ void write_sums(const GroupNormSmallBwdParams& p, con
 }
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kRuns > 1 ? kSmallMaxBwdThreads : kSmallMaxThreads)
+__global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmallMaxBwdThreads : kSmallMaxThreads)
     group_norm_small_bwd_kernel(const __grid_constant__ GroupNormSmallBwdParams p) {
   using T = typename Traits::Element;
   constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
@@ -446,9 +553,23 @@ __global__ void __launch_bounds__(Traits::kRuns > 1 ? kSmallMaxBwdThreads : kSma
 }
 
 template <typename Traits>
-Status launch_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
+Status launch_fwd_as(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
   return launch_kernel<group_norm_small_fwd_kernel<Traits>>("group_norm_small_fwd_kernel", p, dim3(plan.grid),
                                                             plan.threads, 0, stream);
+}
+template <typename Traits>
+Status launch_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
+  using T = typename Traits::Element;
+  constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns;
+  const bool last = p.shares.channels_last;
+  if constexpr (Traits::kElements == 1) {
+    if (p.shares.by_lanes.d <= 32) {
+      return last ? launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, false, true>>(p, plan, stream)
+                  : launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, false, false>>(p, plan, stream);
+    }
+  }
+  return last ? launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, true, true>>(p, plan, stream)
+              : launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, true, false>>(p, plan, stream);
 }
 template <typename Traits>
 Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
@@ -465,16 +586,23 @@ Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaS
   config.attrs = &cluster;
   config.numAttrs = p.shares.blocks_log2 > 0 ? 1 : 0;
   cudaError_t error = allow_dynamic_smem<kKernel>(plan.smem_bytes);
+  if (error == cudaSuccess && p.shares.blocks_log2 > 3) {
+    error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kKernel, p);
   if (error == cudaSuccess) error = cudaGetLastError();
   if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_small_bwd_kernel", cudaGetErrorString(error)};
   return Status::Ok();
 }
 
-#define KGOPT_SMALL_RUNS(launch, T)                                                 \
-  if (plan.run == 1) return launch<SmallTraits<T, 1, 1>>(p, plan, stream);          \
-  if (plan.runs == 1) return launch<SmallTraits<T, kSmallRun, 1>>(p, plan, stream); \
-  return launch<SmallTraits<T, kSmallRun, kSmallMaxRuns>>(p, plan, stream);
+#define KGOPT_SMALL_RUNS(launch, T)                                                \
+  if (plan.run == kSmallRun) {                                                     \
+    return plan.runs == 1 ? launch<SmallTraits<T, kSmallRun, 1>>(p, plan, stream)  \
+                          : launch<SmallTraits<T, kSmallRun, 2>>(p, plan, stream); \
+  }                                                                                \
+  return plan.runs == 1   ? launch<SmallTraits<T, 1, 1>>(p, plan, stream)          \
+         : plan.runs == 4 ? launch<SmallTraits<T, 1, 4>>(p, plan, stream)          \
+                          : launch<SmallTraits<T, 1, 8>>(p, plan, stream);
 #define KGOPT_SMALL_DISPATCH(name, launch)                         \
   p.shares.pre_kind = chain_kind(p.pre_act);                       \
   p.shares.act_kind = chain_kind(p.act);                           \

@@ -8,10 +8,10 @@
 namespace kgopt {
 
 inline constexpr int kSmallMaxThreads = 1024;
-inline constexpr int kSmallRun = 4, kSmallMaxRuns = 2;  // neighbouring elements of a thread, at most so often
-inline constexpr int kSmallMaxElements = kSmallRun * kSmallMaxRuns;
+inline constexpr int kSmallRun = 4;              // elements of a vector
+inline constexpr int kSmallMaxElements = 8;      // of a thread
 inline constexpr int kSmallMaxBwdThreads = 512;  // with the most elements: they take 128 registers
-inline constexpr int kSmallMaxBlocks = 8;        // of a cluster
+inline constexpr int kSmallMaxBlocks = 16;       // of a cluster
 inline constexpr int kSlabThreads = 512;
 
 // n / d as n * magic >> 32, exact while n * d is below 2^32; magic is 0 for d = 1.
@@ -24,7 +24,8 @@ struct SmallDivisor {
 
 // A unit is a group of a sample. Its elements are counted as they lie in memory: element i is element i % minor of row
 // i / minor, and rows are `pitch` apart. A row is a channel (contiguous), or the group's channels at a position
-// (channels_last). A thread has `kSmallRun` neighbouring elements at a time, or single ones.
+// (channels_last). A thread has single elements, each of which
+// its neighbour continues, or, where alignment and rows allow, vectors of kSmallRun.
 struct SmallShares {
   SmallDivisor by_lanes;   // threads of a team: a power of two below 32, or whole warps
   uint32_t teams = 1;      // units of a block
@@ -39,12 +40,11 @@ struct SmallShares {
   uint32_t channels = 1;  // of a unit
   float scale = 1.f;      // 1 / elements
   bool channels_last = false;
-  bool together = false;    // a run is one vector in one row
   bool owner = false;       // backward: a block has one group of every sample, and writes dweight and dbias
   uint8_t blocks_log2 = 0;  // backward: blocks of a cluster that share a unit; then a block has one team
   Chain pre_kind = Chain::kNone, act_kind = Chain::kNone;  // of the activations; the launcher sets them
   // Backward's channel sums, where a unit has several channels: threads of one sum (a power of two below 32, or whole
-  // warps), sums of a block, and terms of a sum. A term is an element, or a run of a contiguous row.
+  // warps), sums of a block, and terms of a sum. A term is an element, or a vector of a contiguous row.
   SmallDivisor by_sum_lanes;
   uint32_t sum_teams = 1;  // sums at a time
   uint32_t sums = 0, terms = 0;

@@ -10,7 +10,7 @@ namespace kgopt {
 struct SmallPlan {
   const char* refusal = nullptr;  // why not, or null
   SmallShares shares;
-  int run = 1, runs = 1;  // elements of a thread: `runs` times `run` neighbours
+  int run = 1, runs = 1;  // elements of a thread: `runs` vectors of `run`
   int threads = 0;
   unsigned grid = 0;
   int smem_bytes = 0;  // dynamic
@@ -38,10 +38,13 @@ inline int64_t small_lanes(int64_t count) {
   return lanes;
 }
 
-// Bytes of x from which on bulk copies are faster (H200), and from which on narrow groups go side by side.
-inline constexpr int64_t kSmallFwdBytes = 16 << 20, kSmallBwdBytes = 16 << 20, kSmallNarrowBytes = 1 << 20;
-// Up to here a thread has one element: more threads, but no more than a few warps.
-inline constexpr int64_t kSmallSingles = 128;
+// Bytes of x from which on bulk copies are faster, and from which on narrow groups go side by side (H200).
+inline constexpr int64_t kSmallBytes = 4 << 20, kSmallNarrowBytes = 1 << 20;
+// Contiguous groups of more elements than the first come faster through shared memory, in forward, and those of more
+// than the second where there are many (H200).
+inline constexpr int64_t kSmallFwdElements = 4096, kSmallFwdManyElements = 1024, kSmallFwdManyBytes = 1 << 20;
+// Up to here a thread has one element: as many threads as elements, but no more than a few warps (H200).
+inline constexpr int64_t kSmallFwdSingles = 640, kSmallBwdSingles = 128;
 // Where a block's teams are neighbours it has about that many threads.
 inline constexpr int64_t kSmallThreads = 128;
 // The bytes of a group's channels at a position that fill a sector.
@@ -62,7 +65,11 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (d.numel() == 0) return refuse("x is empty");
   const int64_t units = d.n * d.g, elements = d.numel() / units, bytes = d.numel() * dtype_size(d.dtype);
-  if (bytes > (in.backward ? kSmallBwdBytes : kSmallFwdBytes)) return refuse("x is large: bulk copies are faster");
+  if (bytes > kSmallBytes) return refuse("x is large: bulk copies are faster");
+  const int64_t most_elements = bytes > kSmallFwdManyBytes ? kSmallFwdManyElements : kSmallFwdElements;
+  if (!in.backward && !d.channels_last && in.max_blocks > 0 && elements > most_elements) {
+    return refuse("large groups come faster through shared memory");
+  }
   if (has_narrow_groups(d) && bytes > kSmallNarrowBytes) return refuse("narrow groups go side by side");
   if (units * d.g >= (int64_t(1) << 32)) return refuse("over 65536 groups");
   if (elements >= 65536) return refuse("a group has over 65535 elements");
@@ -82,41 +89,41 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   // A block that has a group of all samples needs no second launch for dweight and dbias. Blocks of a cluster share a
   // unit where one would be full.
   const int most_blocks = in.backward ? std::max(1, std::min(in.max_blocks, kSmallMaxBlocks)) : 1;
-  constexpr int kRuns[][2] = {{1, 1}, {kSmallRun, 1}, {kSmallRun, kSmallMaxRuns}};
+  const bool vectors = in.aligned && minor % kSmallRun == 0;
+  const int64_t singles = in.backward ? kSmallBwdSingles : kSmallFwdSingles;
   int64_t lanes = 0, blocks = 1;
   bool found = false;
   for (; !found && blocks <= most_blocks; blocks *= 2) {
     const int64_t part = (elements + blocks - 1) / blocks;
     p.chunk = static_cast<uint32_t>((part + kSmallRun - 1) / kSmallRun * kSmallRun);
-    for (const auto& [run, runs] : kRuns) {
-      if (found || (run == 1 && elements > kSmallSingles)) continue;
-      lanes = small_lanes(((blocks > 1 ? p.chunk : elements) + run * runs - 1) / (run * runs));
-      plan.run = run;
-      plan.runs = runs;
-      const int64_t most = in.backward && runs > 1 ? kSmallMaxBwdThreads : kSmallMaxThreads;
+    for (const int each : {1, 4, kSmallMaxElements}) {
+      if (found || (each == 1 && elements > singles)) continue;
+      lanes = small_lanes(((blocks > 1 ? p.chunk : elements) + each - 1) / each);
+      plan.run = vectors && each > 1 ? kSmallRun : 1;
+      plan.runs = each / plan.run;
+      const int64_t most = in.backward && each == kSmallMaxElements ? kSmallMaxBwdThreads : kSmallMaxThreads;
       p.owner = in.backward && blocks == 1 && d.n * lanes <= most;
-      // Smaller blocks where there is a second launch anyway.
-      const bool last = runs == kSmallMaxRuns && blocks * 2 > most_blocks;
-      found = p.owner || lanes <= (in.backward && !last ? kSmallMaxBwdThreads : most);
+      found = p.owner || lanes <= (in.backward ? kSmallMaxBwdThreads : most);
       // An owner with more elements a thread is worth more than fewer elements a thread.
-      if (found && in.backward && blocks == 1 && !p.owner && runs < kSmallMaxRuns) {
-        const int64_t wider = small_lanes((elements + kSmallMaxElements - 1) / kSmallMaxElements);
-        found = d.n * wider > kSmallMaxBwdThreads;
+      if (found && in.backward && blocks == 1 && !p.owner) {
+        const int64_t fewest = small_lanes((elements + kSmallMaxElements - 1) / kSmallMaxElements);
+        found = each == kSmallMaxElements || d.n * fewest > kSmallMaxBwdThreads;
       }
     }
   }
   blocks = found ? blocks / 2 : blocks;
   if (!found) return refuse("a group has more elements than a block's or a cluster's threads hold");
   for (int64_t b = blocks; b > 1; b /= 2) ++p.blocks_log2;
-  p.together = plan.run > 1 && minor % kSmallRun == 0 && in.aligned;
   p.by_lanes = small_divisor(lanes);
-  const int64_t teams = blocks > 1 ? 1 : p.owner ? d.n : std::max<int64_t>(1, std::min(units, kSmallThreads / lanes));
+  // Neighbouring teams share a block if they are less than a warp, or for the sake of dweight and dbias.
+  const int64_t neighbours = lanes <= 32 || in.backward ? std::min(units, kSmallThreads / lanes) : 1;
+  const int64_t teams = blocks > 1 ? 1 : p.owner ? d.n : std::max<int64_t>(1, neighbours);
   p.teams = static_cast<uint32_t>(teams);
   plan.threads = static_cast<int>((teams * lanes + 31) / 32 * 32);
   plan.grid = static_cast<unsigned>(p.owner ? d.g : (units + teams - 1) / teams * blocks);
   if (!in.backward) return plan;
 
-  p.run_log2 = p.together && !d.channels_last ? 2 : 0;
+  p.run_log2 = plan.run > 1 && !d.channels_last ? 2 : 0;
   const int64_t run = int64_t(1) << p.run_log2, row_terms = d.s / run;
   p.by_row_terms = small_divisor(row_terms);
   p.by_channels = small_divisor(p.channels);
