@@ -575,18 +575,20 @@ def test_plan_group_norm_cluster_refuses(why, change):
     per_group=st.integers(1, 40),
     s=st.one_of(st.integers(1, 100), st.integers(1, 300_000)),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    tensors=st.sampled_from([1, 2]),
     sm_count=st.sampled_from([132, 114, 7]),
 )
-def test_plan_group_norm_columns(n, groups, per_group, s, dtype, sm_count):
+def test_plan_group_norm_columns(n, groups, per_group, s, dtype, tensors, sm_count):
     """Slabs, shares and vectors cover x once; what a block keeps fits, and all blocks of a grid run at a time."""
     c, size = groups * per_group, 4 if dtype == "float32" else 2
     vec = 16 // size
-    p = dev.plan_group_norm_columns(n, c, s, groups, dtype, sm_count=sm_count)
+    p = dev.plan_group_norm_columns(n, c, s, groups, dtype, tensors, sm_count=sm_count)
     if "refusal" in p:
         small = c * s * size < 256 << 10
         turns = vec // math.gcd(c, vec)
+        large = tensors == 2 and tensors * c * s * size > sm_count * (120 << 10)
         # A row is at most what the threads hold, and beside it lie the tables of its channels.
-        assert small or s % turns or c * turns * size > 2048, p["refusal"]
+        assert small or large or s % turns or c * turns * size > 2048, p["refusal"]
         return
     assert p["slabs"] == n * p["slabs_per_sample"]
     assert p["slabs_per_sample"] * p["channels"] == c
@@ -612,11 +614,16 @@ def test_plan_group_norm_columns(n, groups, per_group, s, dtype, sm_count):
     assert p["walkers"] * p["warps_per_row"] * 32 <= p["threads"] <= 512
     assert p["stride"] == p["walkers"] * p["positions"]
     assert p["blocks"] * p["share"] >= p["rows"]
-    assert p["chunks"] * dev.COLUMN_PASSES * p["stride"] >= p["share"]
+    passes = dev.ROW_PASSES // tensors if p["roles"] else dev.COLUMN_PASSES
+    assert p["chunks"] * passes * p["stride"] >= p["share"]
     assert not p["cluster"] or p["chunks"] <= dev.COLUMN_SLOTS
-    slots = min(p["chunks"], dev.COLUMN_SLOTS)
-    assert p["data_bytes"] == slots * dev.COLUMN_PASSES * p["stride"] * p["vectors"] * 16
+    slots = p["slots"] if p["roles"] else min(p["chunks"], dev.COLUMN_SLOTS)
+    assert p["data_bytes"] == slots * p["slot_bytes"]
+    assert p["slot_bytes"] == passes * p["stride"] * p["vectors"] * 16 * tensors
     assert p["data_bytes"] < p["smem_bytes"] <= 227 << 10
+    assert p["roles"] or tensors == 1
+    # Or a sample could wait for its own chunks to make room.
+    assert not p["roles"] or (p["slabs_per_sample"] == 1 and p["chunks"] <= slots)
     # Runs are of one group wherever they lie; counts are those of all blocks together.
     assert vec % p["run"] == 0
     assert per_group == p["run"] * p["group_runs"]
@@ -732,9 +739,10 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
         ("float64", {"dtype": "float64"}),
         ("empty", {"n": 0}),
         ("is large", {"n": 1000, "c": 512, "g": 64}),
-        ("side by side", {"channels_last": True, "g": 32, "s": 20000}),
-        ("over 65535", {"s": 20000}),
-        ("cluster's threads", {"s": 10000}),
+        ("side by side", {"channels_last": True, "s": 5000}),
+        ("over 65535", {"n": 1, "s": 20000}),
+        ("cluster's threads", {"s": 2000, "max_blocks": 0}),
+        ("through shared memory", {"s": 2000, "backward": False}),
     ],
 )
 def test_plan_group_norm_small_refuses(why, change):
@@ -777,8 +785,13 @@ def test_plan_group_norm_slab_refuses(why, change):
     ("way", "sizes"),
     [
         ("on chip", {"n": 128, "c": 24, "s": 19800, "g": 8}),
-        ("on chip", {"n": 50, "c": 33, "s": 9, "g": 33}),
-        ("on chip", {"n": 50, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),  # a team needs no cluster
+        ("small", {"n": 50, "c": 33, "s": 9, "g": 33}),
+        ("small", {"n": 50, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),
+        ("small", {"n": 1, "c": 648, "s": 300, "g": 18, "channels_last": True, "tensors": 2}),
+        ("on chip", {"n": 5000, "c": 33, "s": 9, "g": 33}),
+        ("on chip", {"n": 5000, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),  # a team needs no cluster
+        ("slabs", {"n": 13, "c": 934, "s": 175, "g": 467, "channels_last": True}),
+        ("slabs", {"n": 13, "c": 934, "s": 175, "g": 467, "channels_last": True, "tensors": 2}),
         ("one read", {"n": 1, "c": 128, "s": 32**3, "g": 8}),  # a cluster of sixteen would leave GPU parts idle
         ("one read", {"n": 1, "c": 128, "s": 32**3, "g": 8, "dtype": "bfloat16"}),
         ("one read", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32}),

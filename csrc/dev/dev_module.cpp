@@ -316,10 +316,12 @@ py::dict plan_cluster(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   return out;
 }
 
-ColumnPlanInput columns_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                              bool aligned, bool long_chain, int max_blocks, int sm_count, int64_t smem_bytes) {
+ColumnPlanInput columns_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                              bool channels_last, bool aligned, bool long_chain, int max_blocks, int sm_count,
+                              int64_t smem_bytes) {
   ColumnPlanInput in;
   in.dims = make_dims(n, c, s, g, dtype, channels_last);
+  in.tensors = tensors;
   in.aligned = aligned;
   in.long_chain = long_chain;
   in.max_blocks = max_blocks;
@@ -328,11 +330,12 @@ ColumnPlanInput columns_input(int64_t n, int64_t c, int64_t s, int64_t g, const 
   return in;
 }
 
-// The plan of the forward that keeps channels_last x on chip, likewise.
-py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                      bool aligned, bool long_chain, int max_blocks, int sm_count, int64_t smem_bytes) {
+// The plan of the kernels that keep channels_last tensors on chip, likewise.
+py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                      bool channels_last, bool aligned, bool long_chain, int max_blocks, int sm_count,
+                      int64_t smem_bytes) {
   const ColumnPlan plan = plan_group_norm_columns(
-      columns_input(n, c, s, g, dtype, channels_last, aligned, long_chain, max_blocks, sm_count, smem_bytes));
+      columns_input(n, c, s, g, dtype, tensors, channels_last, aligned, long_chain, max_blocks, sm_count, smem_bytes));
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
@@ -340,6 +343,9 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   }
   const ColumnShares& p = plan.shares;
   out["cluster"] = plan.cluster;
+  out["roles"] = plan.roles;
+  out["slots"] = p.slots;
+  out["slot_bytes"] = p.slot_bytes;
   out["threads"] = plan.threads;
   out["smem_bytes"] = plan.smem_bytes;
   out["words"] = plan.words;
@@ -436,13 +442,10 @@ py::dict plan_slabs(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
 // Which way a forward (one tensor on chip) or a backward (two) goes: its name, and why not the ways before it.
 py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
                      bool channels_last, bool aligned, int max_blocks, int sm_count, int64_t smem_bytes) {
-  ColumnPlanInput columns =
-      columns_input(n, c, s, g, dtype, channels_last, aligned, false, max_blocks, sm_count, smem_bytes);
-  columns.tensors = tensors;
   const NormChoice choice = choose_group_norm(
       cluster_input(n, c, s, g, dtype, tensors, channels_last, aligned, false, 0, max_blocks, sm_count, smem_bytes),
       tiles_input(n, c, s, g, dtype, tensors, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes),
-      columns);
+      columns_input(n, c, s, g, dtype, tensors, channels_last, aligned, false, max_blocks, sm_count, smem_bytes));
   constexpr const char* kWays[] = {"small", "on chip", "one read", "columns", "slabs", "passes"};
   py::dict out;
   out["way"] = kWays[static_cast<int>(choice.way)];
@@ -469,9 +472,10 @@ void bind_norm(py::module_& m) {
         py::arg("sm_count") = 132, py::arg("smem_bytes") = 227 << 10);
   m.attr("COLUMN_SLOTS") = kColumnSlots;
   m.attr("COLUMN_PASSES") = kColumnPasses;
+  m.attr("ROW_PASSES") = kRowPasses;
   m.def("plan_group_norm_columns", &plan_columns, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
-        py::arg("dtype") = "float32", py::arg("channels_last") = true, py::arg("aligned") = true,
-        py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
+        py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = true,
+        py::arg("aligned") = true, py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
         py::arg("smem_bytes") = 227 << 10);
   m.attr("SMALL_MAX_THREADS") = kSmallMaxThreads;
   m.attr("SMALL_MAX_BWD_THREADS") = kSmallMaxBwdThreads;

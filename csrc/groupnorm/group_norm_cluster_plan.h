@@ -132,8 +132,8 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   return plan;
 }
 
-// The ways: a group in a cluster or a team; tiles of a group all over the GPU; channels_last x in slabs; passes over
-// memory.
+// The ways: a small group in registers; a group in a cluster or a team; tiles of a group all over the GPU;
+// channels_last x in slabs, on chip or, for narrow groups, through L2; passes over memory.
 enum class NormWay { kSmall, kOnChip, kOneRead, kColumns, kSlabs, kPasses };
 
 struct NormChoice {
