@@ -238,15 +238,16 @@ def test_group_norm_mean_backward_values(layout, device, poisoned):
 
 # Groups that stay on chip on a GPU that can: in a team's registers, in one block, in a cluster.
 ON_CHIP_GROUPS = {
-    "a team of eight lanes": ((5, 6, 3, 3), 6),
-    "a team of a warp": ((4, 12, 7, 11), 4),
-    "three elements": ((3, 12, 1), 4),
-    "a block": ((3, 6, 33, 37), 3),
-    "a cluster, any start and length": ((2, 6, 101, 103), 2),
-    "a cluster, vectors across channels": ((1, 40, 25, 41), 1),
-    "channels shorter than a vector": ((2, 3000, 3), 2),
+    "a team of eight lanes": ((4000, 66, 3, 3), 66),
+    "a team of a warp": ((600, 96, 6, 7), 24),
+    "a block": ((3, 6, 65, 67), 3),
+    "a block, many of them": ((300, 12, 33, 37), 6),
+    "a cluster, any start and length": ((2, 6, 161, 163), 2),
+    "a cluster, vectors across channels": ((1, 70, 33, 41), 1),
+    "channels shorter than a vector": ((40, 20000, 3), 8),
     "one channel in several blocks": ((1, 2, 217, 219), 2),
-    "many channels a block": ((2, 520, 9, 5), 4),
+    "one channel in several blocks of a cluster": ((1, 1, 317, 319), 1),
+    "many channels a block": ((60, 1040, 9, 5), 8),
     "a cluster of sixteen": ((1, 3, 63, 65, 61), 1),
 }
 
@@ -256,6 +257,8 @@ ON_CHIP_GROUPS = {
 @pytest.mark.parametrize("name", ON_CHIP_GROUPS)
 def test_group_norm_on_chip(name, dtype, act, pre_act, device, poisoned):
     shape, groups = ON_CHIP_GROUPS[name]
+    if device != "cuda" and math.prod(shape) > 10**6:
+        pytest.skip("large, for the sake of a way of the GPU")
     x, weight, bias = make(shape, dtype, device, scale=2.0, offset=1.0)
     dy = torch.randn(shape, device=device).to(dtype)
 
