@@ -344,6 +344,18 @@ def test_bench_writes_rows(tmp_path, capsys, case):
     assert capsys.readouterr().out == measured
 
 
+def test_shards_join_into_one_run(tmp_path):
+    arguments = ["bench", "--suite", "sweep", "--count", "3", "--max-bytes", "4096", "--quick", "--device", "cpu"]
+    parts = [tmp_path / f"{i}.json" for i in range(2)]
+    for i, part in enumerate(parts):
+        assert main([*arguments, "--shard", f"{i}/2", "--json", str(part)]) == 0
+    joined = tmp_path / "joined.json"
+    assert main(["bench", "--from-json", *map(str, parts), "--json", str(joined)]) == 0
+    found = results.group_rows(results.load_rows(joined))
+    assert [group.case[:4] for group in found if group.direction == "forward"] == ["000:", "001:", "002:"]
+    assert [group.case[:4] for group in found if group.direction == "backward"] == ["000:", "001:", "002:"]
+
+
 def test_bench_pipelines_quick(tmp_path):
     path = tmp_path / "rows.json"
     arguments = ["bench", "--suite", "pipelines", "--case", "conv3d", "--quick", "--device", "cpu", "--json", str(path)]
@@ -440,6 +452,8 @@ def test_bench_records_a_failing_baseline():
         (["bench", "--dtype", "int8", "--device", "cpu"], "'int8', expected tf32, fp32, bf16 or fp16"),
         (["bench", "--case", "nothing", "--device", "cpu"], "which no case of suite pipelines contains"),
         (["bench", "--from-json", "/nonexistent.json"], "nonexistent.json"),
+        (["bench", "--shard", "2/2", "--device", "cpu"], "--shard is '2/2', expected I/N with 0 <= I < N"),
+        (["bench", "--shard", "7/8", "--case", "conv3d", "--device", "cpu"], "'7/8', which leaves nothing of"),
         (["demo", "--device", "cuda:99"], "--device is cuda:99"),
     ],
 )

@@ -199,9 +199,10 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       if (in_slots) {
         const uint32_t b = boxes & 1;
         barrier_wait(&s.box_full[b], boxes / 2 & 1);
-        if (lane < Traits::kStatWarps) m = s.box[b][lane];
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&s.box_empty[b]);
+        if (lane < Traits::kStatWarps) {
+          m = s.box[b][lane];
+          barrier_arrive(&s.box_empty[b]);  // each reader for itself: one lane's arrival orders its own reads only
+        }
         ++boxes;
       }
       const float count = warp_sum(m.count);
@@ -381,7 +382,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int b = 0; b < 2; ++b) {
       barrier_init(&shared.box_full[b], Traits::kStatWarps);
-      barrier_init(&shared.box_empty[b], 1);
+      barrier_init(&shared.box_empty[b], Traits::kStatWarps);
     }
     for (int h = 0; h < Traits::kHolders; ++h) barrier_init(&shared.held[h], Traits::kHolderWarps);
     barrier_init_fence();

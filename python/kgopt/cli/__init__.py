@@ -87,7 +87,11 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", metavar="F", help="write the measured rows here, after every case")
     bench.add_argument("--plot", metavar="F", help="write a chart of the rows here (.png, .svg or .pdf)")
     bench.add_argument("--plot-dtype", metavar="D", help="dtype in the chart (default: the first measured)")
-    bench.add_argument("--from-json", metavar="F", help="measure nothing: print and plot the rows of this file")
+    bench.add_argument("--from-json", metavar="F", nargs="+",
+                       help="measure nothing: print and plot the rows of these files; --json joins them")  # fmt: skip
+    bench.add_argument("--shard", metavar="I/N",
+                       help="measure only every N-th case from the I-th: several GPUs share a suite, and --from-json "
+                       "joins the files")  # fmt: skip
     bench.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
     bench.add_argument("--dtype", type=_comma_list, metavar="LIST",
                        help="comma-separated (default: tf32,bf16; for pipelines also fp32; for models with --backward "

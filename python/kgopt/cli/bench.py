@@ -9,10 +9,11 @@ import importlib.util
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +36,8 @@ from kgopt.cli.measure import (
 )
 from kgopt.cli.results import Group, Row, group_rows
 from kgopt.cli.text import bytes_text, error_text, ratio_text, table, time_text
+
+_Step = TypeVar("_Step")
 
 __all__ = [
     "Runner",
@@ -581,12 +584,28 @@ def _count(args: argparse.Namespace, usual: int) -> int:
     return args.count or usual
 
 
+def _shard(steps: list[_Step], args: argparse.Namespace) -> list[_Step]:
+    """The part of a suite's steps that --shard I/N names: every N-th from the I-th."""
+    if args.shard is None:
+        return steps
+    match = re.fullmatch(r"(\d+)/(\d+)", args.shard)
+    if not match or int(match[1]) >= int(match[2]):
+        raise ValueError(f"--shard is {args.shard!r}, expected I/N with 0 <= I < N, for example 0/4")
+    mine = steps[int(match[1]) :: int(match[2])]
+    if not mine:
+        raise ValueError(f"--shard is {args.shard!r}, which leaves nothing of {len(steps)} measurements")
+    return mine
+
+
 def run_bench(args: argparse.Namespace) -> int:
     """Runs ``python -m kgopt bench`` with parsed arguments. Returns the exit status."""
     if args.plot:
         require("matplotlib", "demo")
     if args.from_json:
-        return _report(results.load_rows(args.from_json), args)
+        joined = results.join_shards([results.load_rows(path) for path in args.from_json])
+        if args.json:
+            results.save_rows(args.json, joined)
+        return _report(joined, args)
     device = pick_device(args.device)
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
@@ -627,7 +646,6 @@ def run_bench(args: argparse.Namespace) -> int:
     elif args.quick:
         cases = [case.scaled(16) for case in cases]
 
-    facts, ceilings = _before(args, device, precisions)
     directions = ["forward", *(["backward"] if args.backward else [])]
     # The dtype changes slowest: a run that is cut short has the first dtype whole.
     steps = [
@@ -637,6 +655,8 @@ def run_bench(args: argparse.Namespace) -> int:
         for case in cases
         if direction == "forward" or case.backward
     ]
+    steps = _shard(steps, args)
+    facts, ceilings = _before(args, device, precisions)
     rows: list[Row] = []
     for case, precision, direction in progress(steps, len(steps), f"bench {args.suite}"):
         tuned = settings.max_autotune and (args.max_autotune == "all" or precision == precisions[0])
@@ -666,6 +686,7 @@ def _bench_models(args: argparse.Namespace, settings: Settings, precisions: list
     steps = bench_models.model_steps(cases, precisions, args.backward)
     if not steps:
         raise ValueError(f"--dtype {','.join(precisions)} measures nothing: no model here has a training step in it")
+    steps = _shard(steps, args)
     facts, ceilings = _before(args, settings.device, precisions)
     oracles, rows = bench_models.Oracles(), []
     for case, precision, direction in progress(steps, len(steps), "bench models"):
@@ -688,6 +709,7 @@ def _bench_sweep(args: argparse.Namespace, settings: Settings, precisions: list[
         shapes = [shape for shape in shapes if args.case in shape.name]
         if not shapes:
             raise ValueError(f"--case is {args.case!r}, which no case of suite sweep contains")
+    shapes = _shard(shapes, args)
     facts, ceilings = _before(args, settings.device, [])  # without convolutions the matmul rate plays no part
     settings = dataclasses.replace(settings, rep_ms=min(settings.rep_ms, 20.0))
     rows: list[Row] = []

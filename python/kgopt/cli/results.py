@@ -8,13 +8,14 @@ floor, and where (gpu, driver, torch, cudnn, kgopt, commit, date, ...). benchmar
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BASELINES", "COMPILED", "IMPLEMENTATIONS", "Group", "group_rows", "load_rows", "save_rows"]
+__all__ = ["BASELINES", "COMPILED", "IMPLEMENTATIONS", "Group", "group_rows", "join_shards", "load_rows", "save_rows"]
 
 Row = dict[str, Any]
 
@@ -123,3 +124,9 @@ def group_rows(rows: Iterable[Row]) -> list[Group]:
             groups[key].rows.clear()  # times of two runs are not compared
         groups[key].rows[row["implementation"]] = row
     return list(groups.values())
+
+
+def join_shards(shards: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows of files that --shard 0/N, 1/N, ... wrote, in the order of one run: a case of each in turn."""
+    turns = itertools.zip_longest(*([list(group.rows.values()) for group in group_rows(rows)] for rows in shards))
+    return [row for turn in turns for rows in turn if rows for row in rows]
