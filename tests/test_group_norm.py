@@ -319,6 +319,7 @@ LARGE_GROUPS = {
     "rows shorter than a tile": ((1, 4096, 16, 17), 1),
     "one channel a group": ((2, 3, 512, 520), 3),
     "tiles in registers": ((1, 4, 4, 409, 1403), 2),
+    "tiles in registers, 16 bits": ((1, 4, 8, 409, 1205), 2),
 }
 
 
@@ -382,7 +383,8 @@ LARGE_GROUPS_OF_TWO = {
     "vectors across rows": ((2, 40, 130, 129), 2),
     "more groups than places": ((20, 16, 129, 127), 2),
     "one channel a group": ((2, 3, 512, 520), 3),
-    "tiles in registers": ((1, 4, 4, 409, 803), 2),
+    "tiles in registers": ((1, 4, 4, 409, 603), 2),
+    "tiles in registers, 16 bits": ((1, 4, 4, 409, 1206), 2),
 }
 
 

@@ -389,3 +389,74 @@ def test_a_nested_chain_compiles_as_one_graph():
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), original(x))
+
+
+def compiled_nodes(model, x):
+    """The compiled model's result, and each call of its graph: the operator, and whether it reads channels_last."""
+    calls = []
+
+    def backend(graph, example_inputs):
+        for node in graph.graph.nodes:
+            value = (
+                node.args[0].meta.get("example_value")
+                if node.args and isinstance(node.args[0], torch.fx.Node)
+                else None
+            )
+            if node.op == "call_function":
+                last = value is not None and value.dim() == 5 and not value.is_contiguous()
+                calls.append((str(node.target), last))
+                if node.kwargs.get("backend") == "kgopt" and not x.is_cuda:  # which has none of its own
+                    node.kwargs = {**node.kwargs, "backend": "auto"}
+        graph.recompile()
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return torch.compile(model, backend=backend, fullgraph=True)(x), calls
+
+
+def test_compiled_inference_runs_the_convolutions_that_were_faster(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv3d(2, 8, 3, padding=1), nn.ConvTranspose3d(8, 3, 2, stride=2, bias=False))
+    model = model.to(device).eval()
+    x = torch.randn(1, 2, 5, 6, 7, device=device)
+    with torch.no_grad():
+        expected = model(x)
+    found(model, x)
+    for conv in model:
+        state = conv.__dict__.setdefault("_kgopt_glue", glue.GlueState())
+        state.always_own = {True: True, False: True}
+        if classes.original_class(conv) is None:
+            conv.__class__ = classes.make_class(type(conv), (("glue",),))
+    y, calls = compiled_nodes(model, x)
+    assert [name for name, _ in calls] == ["kgopt.conv3d", "kgopt.conv_transpose3d"]
+    torch.testing.assert_close(y, expected, rtol=2e-3, atol=2e-3)
+    model[0].__dict__["_kgopt_glue"].always_own[True] = False
+    assert [name.startswith("kgopt") for name, _ in compiled_nodes(model, x)[1]] == [False, True]
+    with torch.enable_grad():
+        assert glue._compiled_op(model[1], torch.randn(1, 8, 5, 6, 7, device=device)) is None
+
+
+class Contiguous(nn.Module):
+    """A decomposition, in a model that computes in channels_last, that forgets about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(8, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x).contiguous()))
+
+
+def test_compiled_norms_read_the_format_that_the_model_computes_in(device):
+    torch.manual_seed(0)
+    model = Contiguous().to(device).eval()
+    x = torch.randn(1, 8, 4, 5, 6, device=device)
+    with torch.no_grad():
+        expected = model(x)
+    kgopt.optimize(model, channels_last=True, measure=False)
+    y, calls = compiled_nodes(model, x)
+    assert [last for name, last in calls if "group_norm" in name] == [True]
+    assert y.is_contiguous()
+    torch.testing.assert_close(y, expected, rtol=2e-3, atol=2e-3)

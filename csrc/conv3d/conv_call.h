@@ -200,4 +200,9 @@ inline void pack_weights(const ConvArgs& a, const ConvShape& shape, ConvKernelPa
 // The convolution alone, by whichever path `choose` takes for the storing epilogue.
 Tensor conv_forward(const ConvArgs& a);
 
+// Whether that is a kernel of our own.
+inline bool conv_is_own(const ConvArgs& a, const ConvShape& shape) {
+  return a.x.numel() != 0 && choose(a, shape, ConvEpilogue::kStore).path != ConvPath::kAten;
+}
+
 }  // namespace kgopt

@@ -9,13 +9,9 @@ template <typename Traits>
 Status launch_kernel(GroupNormBwdParams p, const TilesPlan& plan, cudaStream_t stream) {
   const auto kernel = group_norm_bwd_kernel<Traits>;
   constexpr int kSmem = Traits::kSlots * kTilesSlotBytes;
-  // A warp of each block adds up its channels, while others write, unless that would take longer.
-  const int64_t items = p.shares.dims.n * (p.shares.dims.s / (Traits::kTileVectors * Traits::kVec) + 2);
-  const int64_t warps = (p.shares.dims.c + plan.blocks - 1) / plan.blocks;
-  p.told = items * warps <= 4096 ? p.words + plan.words : nullptr;
   void* arguments[] = {&p};
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
-  if (error == cudaSuccess) error = cudaMemsetAsync(p.words, 0, (plan.words + 1) * sizeof(uint64_t), stream);
+  if (error == cudaSuccess) error = cudaMemsetAsync(p.words, 0, plan.words * sizeof(uint64_t), stream);
   if (error == cudaSuccess) {
     error = cudaLaunchCooperativeKernel(kernel, dim3(plan.blocks), dim3(Traits::kThreads), arguments, kSmem, stream);
   }
@@ -23,7 +19,7 @@ Status launch_kernel(GroupNormBwdParams p, const TilesPlan& plan, cudaStream_t s
     cudaGetLastError();  // answered by the caller
     return Status::Unsupported("group_norm_bwd_kernel", "this process may use fewer multiprocessors than the GPU has");
   }
-  if (error == cudaSuccess && p.told == nullptr) {
+  if (error == cudaSuccess) {
     tile_gradient_kernel<Traits::kVec><<<static_cast<unsigned>(p.shares.dims.c), kTileGradientThreads, 0, stream>>>(p);
     error = cudaGetLastError();
   }
@@ -33,10 +29,8 @@ Status launch_kernel(GroupNormBwdParams p, const TilesPlan& plan, cudaStream_t s
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
-  if constexpr (kAct != Chain::kAny) {  // slow derivatives do not fit beside a tile in registers
-    if (plan.holders > 0) return launch_kernel<GroupNormBwdTraits<T, kPre, kAct, kTilesHolders>>(p, plan, stream);
-  }
-  return launch_kernel<GroupNormBwdTraits<T, kPre, kAct, 0>>(p, plan, stream);
+  return plan.holders == 0 ? launch_kernel<GroupNormBwdTraits<T, kPre, kAct, 0>>(p, plan, stream)
+                           : launch_kernel<GroupNormBwdTraits<T, kPre, kAct, kTilesHolders>>(p, plan, stream);
 }
 
 }  // namespace

@@ -17,39 +17,6 @@
 
 namespace kgopt {
 
-// One thread's share of dbias and dweight of channel c: what the tiles that have a part of it know, in a fixed order.
-template <int kVec>
-__device__ __forceinline__ float2 gradient_share(const GroupNormBwdParams& p, uint32_t c, uint32_t thread,
-                                                 uint32_t threads) {
-  constexpr int kTile = tile_vectors(2);
-  const GroupTiles& d = p.shares;
-  const uint32_t group_of_sample = c / d.channels_per_group, row = c - group_of_sample * d.channels_per_group;
-  const int64_t begin = row * d.dims.s, end = begin + d.dims.s;  // elements of the group
-  const uint32_t most = static_cast<uint32_t>(d.dims.s / (kTile * kVec)) + 2;
-  const uint32_t items = static_cast<uint32_t>(d.dims.n) * most;
-  float2 sum = make_float2(0.f, 0.f);
-#pragma unroll 4
-  for (uint32_t item = thread; item < items; item += threads) {
-    const uint32_t n = item / most;
-    const int64_t group = n * d.dims.g + group_of_sample;
-    const int64_t head = (d.x_line + group * d.group_vectors) & 7;
-    const int64_t first = (begin / kVec + head) / kTile, last = ((end - 1) / kVec + head) / kTile;
-    const int64_t i = first + (item - n * most);
-    if (i > last) continue;
-    const int64_t start = i == 0 ? 0 : (i * kTile - head) * kVec;
-    const int channel = start < begin ? 1 : 0;  // of the tile's two
-    const float2 v =
-        __ldcg(reinterpret_cast<const float2*>(p.tile_sums) + (group * d.tiles_per_group + i) * 2 + channel);
-    sum.x += v.x;
-    sum.y += v.y * p.rstd[group];
-  }
-  return sum;
-}
-__device__ __forceinline__ void store_gradient(const GroupNormBwdParams& p, uint32_t c, float2 sum) {
-  store_as(p.dbias, c, p.gradient_dtype, sum.x);
-  store_as(p.dweight, c, p.gradient_dtype, sum.y);
-}
-
 template <typename T_, Chain kPre_, Chain kAct_, int kHolders_>
 struct GroupNormBwdTraits {
   using T = T_;
@@ -280,25 +247,6 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     }
   }
 
-  // The publisher, when it is through: dweight and dbias, while others still write dx.
-  __device__ __forceinline__ void finish_gradients(int lane) const {
-    if (p.told == nullptr) return;
-    __syncwarp();
-    if (lane == 0) {
-      __threadfence();
-      atomicAdd(reinterpret_cast<unsigned long long*>(p.told), 1ull);
-      while (load_word(p.told) != gridDim.x) __nanosleep(100);
-      __threadfence();
-    }
-    __syncwarp();
-    for (uint32_t c = blockIdx.x; c < p.shares.dims.c; c += gridDim.x) {
-      float2 sum = gradient_share<kVec>(p, c, lane, 32);
-      __syncwarp();
-      sum = make_float2(warp_sum(sum.x), warp_sum(sum.y));
-      if (lane == 0) store_gradient(p, c, sum);
-    }
-  }
-
   __device__ __forceinline__ void collect(int collector, int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
     uint32_t next_visit = collector;
@@ -459,10 +407,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp < Traits::kServantWarps) {
     if (warp == 0) block.produce(lane);
-    if (warp == 1) {
-      block.publish(lane);
-      block.finish_gradients(lane);
-    }
+    if (warp == 1) block.publish(lane);
     if (warp >= 2) block.collect(warp - 2, lane);
     return;
   }
@@ -476,25 +421,44 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #endif
 }
 
-// dweight and dbias of a channel, where there is much to add up.
+// dweight and dbias of a channel: its sums over the tiles that have a part of it, sample by sample, in a fixed order.
 inline constexpr int kTileGradientThreads = 256;
 
 template <int kVec>
 __global__ void __launch_bounds__(kTileGradientThreads)
     tile_gradient_kernel(const __grid_constant__ GroupNormBwdParams p) {
   __shared__ float2 shared[kTileGradientThreads / 32];
+  constexpr int kWarps = kTileGradientThreads / 32, kTile = tile_vectors(2);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float2 total = gradient_share<kVec>(p, blockIdx.x, threadIdx.x, kTileGradientThreads);
+  const int64_t c = blockIdx.x, group_of_sample = c / p.shares.channels_per_group,
+                row = c % p.shares.channels_per_group;
+  const int64_t begin = row * p.shares.dims.s, end = begin + p.shares.dims.s;  // elements of the group
+  const int64_t chunks = (p.shares.dims.s / (kTile * kVec) + 2 + 31) / 32;
+  float2 total = make_float2(0.f, 0.f);
+  for (int64_t item = warp; item < p.shares.dims.n * chunks; item += kWarps) {
+    const int64_t n = item / chunks, group = n * p.shares.dims.g + group_of_sample;
+    const int64_t head = (p.shares.x_line + group * p.shares.group_vectors) & 7;
+    const int64_t first = (begin / kVec + head) / kTile, last = ((end - 1) / kVec + head) / kTile;
+    const int64_t i = first + (item - n * chunks) * 32 + lane;
+    if (i > last) continue;
+    const int64_t start = i == 0 ? 0 : (i * kTile - head) * kVec;
+    const int channel = start < begin ? 1 : 0;  // of the tile's two
+    const float2 v = reinterpret_cast<const float2*>(p.tile_sums)[(group * p.shares.tiles_per_group + i) * 2 + channel];
+    total.x += v.x;
+    total.y += v.y * p.rstd[group];
+  }
   __syncwarp();
-  total = make_float2(warp_sum(total.x), warp_sum(total.y));
+  total.x = warp_sum(total.x);
+  total.y = warp_sum(total.y);
   if (lane == 0) shared[warp] = total;
   __syncthreads();
   if (threadIdx.x != 0) return;
-  for (int w = 1; w < kTileGradientThreads / 32; ++w) {
+  for (int w = 1; w < kWarps; ++w) {
     total.x += shared[w].x;
     total.y += shared[w].y;
   }
-  store_gradient(p, blockIdx.x, total);
+  store_as(p.dbias, c, p.gradient_dtype, total.x);
+  store_as(p.dweight, c, p.gradient_dtype, total.y);
 }
 
 }  // namespace kgopt

@@ -8,13 +8,11 @@ namespace kgopt {
 
 struct GroupNormBwdParams : GroupNormBwdArgs {
   GroupTiles shares;
-  uint64_t* words = nullptr;   // (words.cuh) [groups][parts] the group's two sums, and one more; zero at launch
+  uint64_t* words = nullptr;   // (words.cuh) [groups][parts] the group's two sums; zero at launch
   float* tile_sums = nullptr;  // [tiles][2 channels][2]: sum of dz and of dz * (u - mean)
   void* dweight = nullptr;     // [C]
   void* dbias = nullptr;       // [C]
   Dtype gradient_dtype = Dtype::kFloat32;
-  uint64_t* told = nullptr;  // blocks that have told of all their tiles, zero at launch; or null: a kernel of its own
-                             // adds the channels up
 };
 
 }  // namespace kgopt

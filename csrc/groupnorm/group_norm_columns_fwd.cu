@@ -11,8 +11,8 @@ constexpr const char* kName = "group_norm_columns_fwd_kernel";
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream) {
   if (plan.roles) {
-    return launch_columns(kName, group_norm_rows_fwd_kernel<ColumnTraits<T, kPre, kAct, kRowPasses, kRowTurns>>,
-                          kRowThreads, p, plan, stream);
+    return launch_columns(kName, group_norm_rows_fwd_kernel<ColumnTraits<T, kPre, kAct, kRowPasses>>, kRowThreads, p,
+                          plan, stream);
   }
   return launch_columns(kName, group_norm_columns_fwd_kernel<ColumnTraits<T, kPre, kAct>>, plan.threads, p, plan,
                         stream);

@@ -10,11 +10,10 @@
 
 namespace kgopt {
 
-template <typename T_, Chain kPre_, Chain kAct_, int kPasses_ = kColumnPasses, int kTurns_ = 2>
+template <typename T_, Chain kPre_, Chain kAct_, int kPasses_ = kColumnPasses>
 struct ColumnTraits {
   using T = T_;
   static constexpr int kPasses = kPasses_;  // vectors of a chunk that one thread handles
-  static constexpr int kTurns = kTurns_;    // tables that take turns from slab to slab
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
   // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
@@ -24,7 +23,7 @@ struct ColumnTraits {
 // Shared memory after the slots.
 struct ColumnTables {
   float2* entries;   // [walkers][runs of a row] mean, sum of squared deviations
-  float2* stats;     // [turns][groups] mean, rstd
+  float2* stats;     // [2][groups] mean, rstd
   float2* affines;   // [2][channels] weight, bias
   float* counts;     // [walkers] values of a run
   float4* messages;  // [blocks][groups], of a cluster
@@ -330,23 +329,19 @@ struct ColumnBlock {
       __syncwarp();
       a = lanes_sum(a, lanes);
       b = lanes_sum(b, lanes);
-      if (g < d.groups && member == 0) keep_statistics(u, g, origin, a, b);
-    }
-  }
-  // From the sums of all values' distances from `origin`, and of their squares.
-  __device__ __forceinline__ void keep_statistics(uint32_t u, uint32_t g, float origin, float a, float b) const {
-    const float total = d.total_count, to_mean = a / total, rest = b - a * to_mean, m2 = rest < 0.f ? 0.f : rest;
-    const float mean = origin + to_mean, rstd = 1.f / sqrtf(m2 / total + p.eps);
-    stats(u)[g] = make_float2(mean, rstd);
-    if (rank == 0) {
-      const int64_t group = int64_t(slab(u)) * d.groups + g;
-      p.mean[group] = mean;
-      p.rstd[group] = rstd;
+      if (g >= d.groups || member != 0) continue;
+      const float total = d.total_count, to_mean = a / total, rest = b - a * to_mean, m2 = rest < 0.f ? 0.f : rest;
+      const float mean = origin + to_mean, rstd = 1.f / sqrtf(m2 / total + p.eps);
+      stats(u)[g] = make_float2(mean, rstd);
+      if (rank == 0) {
+        p.mean[group0 + g] = mean;
+        p.rstd[group0 + g] = rstd;
+      }
     }
   }
 
-  // Tables take turns: a warp may be a slab ahead.
-  __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + u % Traits::kTurns * d.groups; }
+  // Two tables take turns: a warp may be a slab ahead.
+  __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + (u & 1) * d.groups; }
   __device__ __forceinline__ float2* affines(uint32_t u) const { return tables.affines + (u & 1) * d.channels; }
 
   struct Coefficients {

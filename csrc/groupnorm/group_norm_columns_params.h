@@ -76,8 +76,6 @@ inline constexpr int kColumnSlots = 8;  // a power of two
 inline constexpr int kColumnPasses =
     3;  // vectors of a chunk that one thread handles; 8 slots of 24 KB with 512 threads
 inline constexpr int kColumnMaxThreads = 512;
-// Of blocks with roles: the warps that go through x, and samples whose sums or statistics are under way.
-inline constexpr int kRowSlots = 16, kRowPasses = 4, kRowRoleThreads = 256, kRowTurns = 4;
-inline constexpr int kRowBatch = 5, kRowMaxBlocks = 32 * kRowBatch;  // words of a group that a lane, a warp reads
+inline constexpr int kRowSlots = 16, kRowPasses = 4, kRowRoleThreads = 256;  // of blocks with roles
 
 }  // namespace kgopt

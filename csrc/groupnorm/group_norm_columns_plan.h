@@ -19,7 +19,6 @@ struct ColumnPlanInput {
   int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters
   int sm_count = 132;
   int64_t smem_bytes = 227 << 10;  // of a block
-  int only_teams = 0;              // TUNING
 };
 
 struct ColumnPlan {
@@ -188,17 +187,19 @@ inline bool set_column_teams(const ColumnPlanInput& in, ColumnPlan* plan) {
 
 // Blocks with roles. A chunk is in its slot until its sample's statistics are known, 6 us after its last load on an
 // H200, and normalized; with as many chunks on the way as there are slots, that bounds what a sample takes, where
-// memory does not. The number of teams is the one for which all samples take the least.
+// memory does not. The number of teams is the one for which all samples take the least. Slower than the other ways were
+// fewer samples one after the other, few free slots, and more words of a sample (H200); a backward whose samples are
+// all there at a time has nothing to wait for.
+inline constexpr int64_t kRowLeastRounds = 8, kRowMostWords = 1100;
 inline bool set_column_roles(const ColumnPlanInput& in, ColumnPlan* plan) {
   const GroupNormDims& d = in.dims;
-  constexpr double kLatency = 11.0, kBytesPerMicrosecond = 32000;  // of a multiprocessor
+  constexpr double kLatency = 6.0, kBytesPerMicrosecond = 32000;  // of a multiprocessor
   ColumnChoice choice;
   choice.groups = static_cast<uint32_t>(d.g);
   choice.threads = kRowRoleThreads;
   choice.passes = kRowPasses / in.tensors;
   double least = 0;
   for (int64_t teams = 1; teams <= std::min<int64_t>(d.n, in.sm_count / 2); ++teams) {
-    if (in.only_teams && teams != in.only_teams) continue;  // TUNING
     choice.teams = static_cast<uint32_t>(teams);
     choice.blocks = static_cast<uint32_t>(in.sm_count / teams);
     ColumnPlan next;
@@ -206,15 +207,17 @@ inline bool set_column_roles(const ColumnPlanInput& in, ColumnPlan* plan) {
     ColumnShares& p = next.shares;
     if (p.slot_bytes == 0) return false;  // no rows of whole vectors
     p.slot_bytes *= in.tensors;
-    // Forward: tables of runs; backward: of a row's elements, and the channels' sums.
+    // Forward: two tables of runs; backward: two of a row's elements, and a channel's sums.
     const int64_t entries = in.tensors == 1 ? p.runs : int64_t(p.vectors) * (16 / dtype_size(d.dtype));
     const int64_t rest = in.tensors == 1 ? p.walkers * 4 : p.channels * 8;
-    const int64_t tables = (p.walkers * entries + p.groups) * kRowTurns * 8 + p.channels * 16 + rest;
+    const int64_t tables = 2 * p.walkers * entries * 8 + (p.groups + p.channels) * 16 + rest;
     p.slots = static_cast<uint32_t>(std::min<int64_t>((next.smem_limit - tables) / p.slot_bytes, kRowSlots));
     const uint32_t rounds = static_cast<uint32_t>((d.n + teams - 1) / teams);
     if (next.smem_limit < tables || p.chunks + (rounds > 1) > p.slots) break;
-    if (p.blocks > kRowMaxBlocks) continue;
-    while (p.team_lanes_log2 > 0 && (uint32_t{kRowBatch} << (p.team_lanes_log2 - 1)) >= p.blocks) --p.team_lanes_log2;
+    const bool flows = teams > 1 && rounds >= kRowLeastRounds && 2 * p.chunks <= p.slots &&
+                       int64_t(p.blocks) * p.groups <= kRowMostWords;
+    if (!flows && (in.tensors == 1 || rounds > 1)) continue;
+    while (p.team_lanes_log2 > 0 && (5u << (p.team_lanes_log2 - 1)) >= p.blocks) --p.team_lanes_log2;
     p.data_bytes = p.slot_bytes * p.slots;
     p.ahead = 3;  // 0 was 8% slower, 5 1% (H200)
     next.smem_bytes = static_cast<int>(p.data_bytes + tables);
@@ -249,7 +252,7 @@ inline ColumnPlan plan_group_norm_columns(const ColumnPlanInput& in) {
   if (bytes / d.n < kColumnLeastSlab) return refuse("a sample is below 256 KB: two passes are faster");
   if (set_column_roles(in, &plan)) return plan;
   if (in.tensors == 2)
-    return refuse("a sample of x and dy is larger than what the GPU holds on chip, or rows do not fit");
+    return refuse("x and dy of the samples do not stay on chip one after the other: passes are faster");
   if (set_column_teams(in, &plan)) return plan;
   return refuse("C is no multiple of a vector and S not of what makes it one, or a row's tables do not fit");
 }

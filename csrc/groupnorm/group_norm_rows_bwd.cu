@@ -10,28 +10,23 @@ namespace {
 
 constexpr const char* kName = "group_norm_rows_bwd_kernel";
 
-template <typename T, Chain kPre, Chain kAct>
-struct RowBwdTraits : ColumnTraits<T, kPre, kAct, kRowPasses / 2, kRowTurns> {
-  static constexpr bool kStoresDz = kAct == Chain::kSilu || kAct == Chain::kAny;
-};
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// Of the tables: entries [turns][walkers][elements of a row] of sums of dz and of dz (u - mean); stats [turns][groups]
-// of what is taken off: term + (u - mean) term_d; counts [channels][2] of sums of dz and dz xhat over the block's
-// samples.
+// Of the tables: entries [2][walkers][elements of a row] of sums of dz and of dz (u - mean); stats [2][groups] of what
+// is taken off: term + (u - mean) term_d; counts [channels][2] of sums of dz and dz xhat over the block's samples.
 template <typename Traits>
 struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
   using Rows = RowBlock<Traits, GroupNormRowsBwdParams, 2>;
   using Columns = typename Rows::Columns;
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses;
+  static constexpr bool kStoresDz = Traits::kAct == Chain::kSilu || Traits::kAct == Chain::kAny;
   using Columns::channel_of, Columns::d, Columns::own, Columns::p, Columns::rank, Columns::tables, Columns::team;
-  using Rows::parity_of, Rows::RowBlock, Rows::s, Rows::turn_of;
+  using Rows::parity_of, Rows::RowBlock, Rows::s;
 
   __device__ __forceinline__ uint32_t row_elements() const { return d.vectors * kVec; }
   __device__ __forceinline__ float2* entries(uint32_t u) const {
-    return tables.entries + turn_of(u) * d.walkers * row_elements();
+    return tables.entries + (u & 1) * d.walkers * row_elements();
   }
   __device__ __forceinline__ uint32_t group_at(int j) const { return this->group_of[j / 4] >> (j % 4 * 8) & 255; }
   __device__ __forceinline__ int64_t group0(uint32_t u) const { return int64_t(this->slab(u)) * d.groups; }
@@ -81,10 +76,10 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
             dz[j] += dy[j];
             dz_d[j] += dy[j] * distance;
           }
-          if constexpr (Traits::kStoresDz) store_vec<T, kVec>(const_cast<T*>(from) + half, pack<T, kVec>(dy));
+          if constexpr (kStoresDz) store_vec<T, kVec>(const_cast<T*>(from) + half, pack<T, kVec>(dy));
         }
       }
-      barrier_wait(&s.published[turn_of(u)], parity_of(u) ^ 1);
+      barrier_wait(&s.published[u & 1], parity_of(u) ^ 1);
       __syncwarp();
       float2* const out = entries(u) + this->walker * row_elements() + this->column * kVec;
 #pragma unroll
@@ -93,7 +88,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
         if (this->active && this->position == 0) out[j] = make_float2(a, b);
         __syncwarp();
       }
-      barrier_arrive(&s.summed[turn_of(u)]);
+      barrier_arrive(&s.summed[u & 1]);
     }
   }
 
@@ -103,7 +98,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
     const uint32_t lanes = 1u << d.block_lanes_log2, member = thread & (lanes - 1);
     float2* const totals = reinterpret_cast<float2*>(tables.counts);
     for (uint32_t u = 0; u < slabs; ++u) {
-      barrier_wait(&s.summed[turn_of(u)], parity_of(u));
+      barrier_wait(&s.summed[u & 1], parity_of(u));
       this->wait_collected(u);
       __syncwarp();
       const float2* const from = entries(u);
@@ -137,7 +132,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
           store_word(p.words + (group0(u) + g) * d.blocks + rank, pack_signed_word(sum.x, sum.y));
         }
       }
-      barrier_arrive(&s.published[turn_of(u)]);
+      barrier_arrive(&s.published[u & 1]);
     }
     // The same threads as before, so nobody else's sums.
     float2* const out = reinterpret_cast<float2*>(p.block_sums) + int64_t(blockIdx.x) * d.channels;
@@ -152,30 +147,39 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
   }
 
   __device__ __forceinline__ void collect(uint32_t thread) const {
+    constexpr int kBatch = 5;  // words under way
     const uint32_t slabs = d.slabs_of(team), lanes = 1u << d.team_lanes_log2, member = thread & (lanes - 1);
     for (uint32_t u = 0; u < slabs; ++u) {
       // Polls before that would only keep the words' lines busy for the others.
-      barrier_wait(&s.published[turn_of(u)], parity_of(u));
-      barrier_wait(&s.taken[turn_of(u)], parity_of(u) ^ 1);
+      barrier_wait(&s.published[u & 1], parity_of(u));
+      barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
       __syncwarp();
-      this->gather(u, thread, [&](uint32_t g, bool exists, const uint64_t (&word)[kRowBatch]) {
+      for (uint32_t first = thread / 32 * 32 >> d.team_lanes_log2; first < d.groups;
+           first += kRowCollectors * 32 >> d.team_lanes_log2) {
+        const uint32_t g = first + (thread % 32 >> d.team_lanes_log2);
         float2 sum = make_float2(0.f, 0.f);
+        for (uint32_t begin = member; g < d.groups && begin < d.blocks; begin += kBatch * lanes) {
+          const uint64_t* const from = p.words + (group0(u) + g) * d.blocks + begin;
+          uint64_t word[kBatch];
 #pragma unroll
-        for (int k = 0; k < kRowBatch; ++k) {
-          if (!exists || member + k * lanes >= d.blocks) continue;
-          const float2 v = unpack_signed_word(word[k]);
-          sum.x += v.x;
-          sum.y += v.y;
+          for (int k = 0; k < kBatch; ++k) word[k] = begin + k * lanes < d.blocks ? load_word(from + k * lanes) : 0;
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            if (begin + k * lanes >= d.blocks) continue;
+            const float2 v = unpack_signed_word(word[k] == 0 ? wait_word(from + k * lanes) : word[k]);
+            sum.x += v.x;
+            sum.y += v.y;
+          }
         }
         __syncwarp();
         sum.x = this->lanes_sum(sum.x, lanes);
         sum.y = this->lanes_sum(sum.y, lanes);
-        if (exists && member == 0) {
+        if (g < d.groups && member == 0) {
           const float rstd = p.rstd[group0(u) + g], per_element = 1.f / d.total_count;
           this->stats(u)[g] = make_float2(sum.x * per_element, sum.y * per_element * rstd * rstd);
         }
-      });
-      barrier_arrive(&s.ready[turn_of(u)]);
+      }
+      barrier_arrive(&s.ready[u & 1]);
     }
   }
 
@@ -184,12 +188,12 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
     RowSlot slot;
     for (uint32_t u = 0; u < slabs; ++u) {
       const Channels c = channels_of(u);
-      barrier_wait(&s.ready[turn_of(u)], parity_of(u));
+      barrier_wait(&s.ready[u & 1], parity_of(u));
       __syncwarp();
       float2 terms[kVec];
 #pragma unroll
       for (int j = 0; j < kVec; ++j) terms[j] = this->stats(u)[group_at(j)];
-      barrier_arrive(&s.taken[turn_of(u)]);
+      barrier_arrive(&s.taken[u & 1]);
       T* const dx = static_cast<T*>(p.dx) + this->base(u);
       for (uint32_t t = 0; t < d.chunks; ++t, slot.next(d.slots)) {
         barrier_wait(&s.loaded[slot.k], slot.parity);
@@ -207,7 +211,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
             float value;
             const float slope = chain_slope<Traits::kPre>(p.pre_act, x[j], &value);
             const float distance = value - c.mean[j];
-            const float dz = Traits::kStoresDz ? dy[j] : dz_of(c, j, dy[j], distance);
+            const float dz = kStoresDz ? dy[j] : dz_of(c, j, dy[j], distance);
             x[j] = slope * (c.scale[j] * dz - (distance * terms[j].y + terms[j].x));
           }
           store_values<T, kVec>(dx + int64_t(t * kPasses + k) * this->step, x, p.streaming_stores);
@@ -230,8 +234,8 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   const ColumnShares& d = p.shares;
   ColumnTables t;
   t.entries = reinterpret_cast<float2*>(memory + d.data_bytes);
-  t.stats = t.entries + kRowTurns * d.walkers * d.vectors * Traits::kVec;
-  t.affines = t.stats + kRowTurns * d.groups;
+  t.stats = t.entries + 2 * d.walkers * d.vectors * Traits::kVec;
+  t.affines = t.stats + 2 * d.groups;
   t.counts = reinterpret_cast<float*>(t.affines + 2 * d.channels);
   t.messages = nullptr;
   const void* const tensors[2] = {p.x, p.dy};
@@ -241,7 +245,8 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormRowsBwdParams& p, const ColumnPlan& plan, cudaStream_t stream) {
-  return launch_columns(kName, group_norm_rows_bwd_kernel<RowBwdTraits<T, kPre, kAct>>, kRowThreads, p, plan, stream);
+  return launch_columns(kName, group_norm_rows_bwd_kernel<ColumnTraits<T, kPre, kAct, kRowPasses / 2>>, kRowThreads, p,
+                        plan, stream);
 }
 
 }  // namespace

@@ -17,11 +17,11 @@ inline constexpr int kRowThreads = 32 * (1 + kRowPublishers + kRowCollectors) + 
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
+// Those of two take turns from sample to sample.
 struct RowBarriers {
   uint64_t loaded[kRowSlots], freed[kRowSlots];
-  // They take turns from sample to sample.
-  uint64_t summed[kRowTurns], published[kRowTurns];  // entries are there, and have been read
-  uint64_t ready[kRowTurns], taken[kRowTurns];       // statistics are there, and have been read
+  uint64_t summed[2], published[2];  // entries are there, and have been read
+  uint64_t ready[2], taken[2];       // statistics are there, and have been read
 };
 
 // Goes round the slots; parity is that of the round.
@@ -49,48 +49,10 @@ struct RowBlock : ColumnBlock<Traits, Params> {
                                       uint32_t thread)
       : Columns(params, memory, t, nullptr, thread), s(barriers) {}
 
-  static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u / kRowTurns & 1; }
-  static __device__ __forceinline__ uint32_t turn_of(uint32_t u) { return u % kRowTurns; }
+  static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u >> 1 & 1; }
 
-  // No more than all turns ahead of the collectors: a phase that they have not seen must not end twice.
-  __device__ __forceinline__ void wait_collected(uint32_t u) const {
-    barrier_wait(&s.ready[turn_of(u)], parity_of(u) ^ 1);
-  }
-
-  // The collectors: for each group of slab u, take(group, whether there is one, words of this lane); lanes next to each
-  // other have a group. A trip through L2 takes a microsecond under load, so the words of several groups come at a
-  // time.
-  template <typename Take>
-  __device__ __forceinline__ void gather(uint32_t u, uint32_t thread, Take take) const {
-    constexpr int kAtOnce = 3;
-    const uint32_t log2 = d.team_lanes_log2, lanes = 1u << log2, member = thread & (lanes - 1);
-    const uint32_t step = kRowCollectors * 32 >> log2;
-    for (uint32_t first = thread >> log2; __any_sync(0xffffffffu, first < d.groups); first += kAtOnce * step) {
-      uint64_t word[kAtOnce][kRowBatch];
-      const auto at = [&](int q, int k) {
-        const int64_t group = int64_t(this->slab(u)) * d.groups + first + q * step;
-        return this->p.words + group * d.blocks + member + k * lanes;
-      };
-#pragma unroll
-      for (int q = 0; q < kAtOnce; ++q) {
-#pragma unroll
-        for (int k = 0; k < kRowBatch; ++k) {
-          const bool there = first + q * step < d.groups && member + k * lanes < d.blocks;
-          word[q][k] = there ? load_word(at(q, k)) : 1;
-        }
-      }
-#pragma unroll
-      for (int q = 0; q < kAtOnce; ++q) {
-#pragma unroll
-        for (int k = 0; k < kRowBatch; ++k) {
-          if (word[q][k] == 0) word[q][k] = wait_word(at(q, k));
-        }
-        __syncwarp();
-        const uint32_t g = first + q * step;
-        if (__any_sync(0xffffffffu, g < d.groups)) take(g, g < d.groups, word[q]);
-      }
-    }
-  }
+  // No more than two samples ahead of the collectors: a phase that they have not seen must not end twice.
+  __device__ __forceinline__ void wait_collected(uint32_t u) const { barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1); }
 
   // Chunk t of slab u: its first element in the tensor, and its bytes.
   __device__ __forceinline__ int64_t chunk(uint32_t u, uint32_t t, uint32_t* bytes) const {
@@ -143,10 +105,10 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormColumnsFwdParams, 1> {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses;
   using Columns::d, Columns::p, Columns::team, Columns::own, Columns::lane;
-  using Rows::parity_of, Rows::RowBlock, Rows::s, Rows::turn_of;
+  using Rows::RowBlock, Rows::s, Rows::parity_of;
 
   __device__ __forceinline__ float2* entries(uint32_t u) const {
-    return this->tables.entries + turn_of(u) * d.walkers * d.runs;
+    return this->tables.entries + (u & 1) * d.walkers * d.runs;
   }
 
   __device__ __forceinline__ void sum_up() const {
@@ -161,60 +123,41 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormColumnsFwdParams, 1> {
         }
         this->add_chunk(sums, slot.k, t);
       }
-      barrier_wait(&s.published[turn_of(u)], parity_of(u) ^ 1);
+      barrier_wait(&s.published[u & 1], parity_of(u) ^ 1);
       __syncwarp();
       this->write_entries(sums, entries(u));
-      barrier_arrive(&s.summed[turn_of(u)]);
+      barrier_arrive(&s.summed[u & 1]);
     }
   }
   __device__ __forceinline__ void tell(uint32_t thread) const {
     const uint32_t slabs = d.slabs_of(team);
     for (uint32_t u = 0; u < slabs; ++u) {
-      barrier_wait(&s.summed[turn_of(u)], parity_of(u));
+      barrier_wait(&s.summed[u & 1], parity_of(u));
       this->wait_collected(u);
       __syncwarp();
       this->publish(u, entries(u), thread, kRowPublishers * 32);
-      barrier_arrive(&s.published[turn_of(u)]);
+      barrier_arrive(&s.published[u & 1]);
     }
   }
   __device__ __forceinline__ void collect(uint32_t thread) const {
     const uint32_t slabs = d.slabs_of(team);
     for (uint32_t u = 0; u < slabs; ++u) {
       // Polls before that would only keep the words' lines busy for the others.
-      barrier_wait(&s.published[turn_of(u)], parity_of(u));
-      barrier_wait(&s.taken[turn_of(u)], parity_of(u) ^ 1);
+      barrier_wait(&s.published[u & 1], parity_of(u));
+      barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
       __syncwarp();
-      const uint32_t lanes = 1u << d.team_lanes_log2, member = thread & (lanes - 1);
-      this->gather(u, thread, [&](uint32_t g, bool exists, const uint64_t (&word)[kRowBatch]) {
-        float2 moments[kRowBatch];
-#pragma unroll
-        for (int k = 0; k < kRowBatch; ++k) moments[k] = unpack_word(word[k]);
-        const float origin = __shfl_sync(0xffffffffu, moments[0].x, lane & ~(lanes - 1));
-        float a = 0.f, b = 0.f;
-#pragma unroll
-        for (int k = 0; k < kRowBatch; ++k) {
-          const uint32_t block = member + k * lanes;
-          const float n = exists && block < d.blocks ? this->count_of(block) : 0.f, distance = moments[k].x - origin;
-          if (n == 0.f) continue;
-          a += n * distance;
-          b += moments[k].y + n * distance * distance;
-        }
-        __syncwarp();
-        a = this->lanes_sum(a, lanes);
-        b = this->lanes_sum(b, lanes);
-        if (exists && member == 0) this->keep_statistics(u, g, origin, a, b);
-      });
-      barrier_arrive(&s.ready[turn_of(u)]);
+      this->await(u, thread, kRowCollectors * 32);
+      barrier_arrive(&s.ready[u & 1]);
     }
   }
   __device__ __forceinline__ void write() const {
     const uint32_t slabs = d.slabs_of(team), stride = d.pass_bytes / sizeof(T);
     RowSlot slot;
     for (uint32_t u = 0; u < slabs; ++u) {
-      barrier_wait(&s.ready[turn_of(u)], parity_of(u));
+      barrier_wait(&s.ready[u & 1], parity_of(u));
       __syncwarp();
       const typename Columns::Coefficients c = this->coefficients(u);
-      barrier_arrive(&s.taken[turn_of(u)]);
+      barrier_arrive(&s.taken[u & 1]);
       T* const y = static_cast<T*>(p.y) + this->base(u);
       for (uint32_t t = 0; t < d.chunks; ++t, slot.next(d.slots)) {
         barrier_wait(&s.loaded[slot.k], slot.parity);
@@ -246,7 +189,7 @@ __device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t sl
     barrier_init(&barriers->loaded[k], 1);
     barrier_init(&barriers->freed[k], kRowRoleThreads / 32);
   }
-  for (int i = 0; i < kRowTurns; ++i) {
+  for (int i = 0; i < 2; ++i) {
     barrier_init(&barriers->summed[i], kRowRoleThreads);
     barrier_init(&barriers->published[i], kRowPublishers * 32);
     barrier_init(&barriers->ready[i], kRowCollectors * 32);
@@ -294,8 +237,8 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   const ColumnShares& d = p.shares;
   ColumnTables t;
   t.entries = reinterpret_cast<float2*>(memory + d.data_bytes);
-  t.stats = t.entries + kRowTurns * d.walkers * d.runs;
-  t.affines = t.stats + kRowTurns * d.groups;
+  t.stats = t.entries + 2 * d.walkers * d.runs;
+  t.affines = t.stats + 2 * d.groups;
   t.counts = reinterpret_cast<float*>(t.affines + 2 * d.channels);
   t.messages = nullptr;
   const void* const tensors[1] = {p.x};

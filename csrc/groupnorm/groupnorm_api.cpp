@@ -325,7 +325,7 @@ bool backward_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, c
   const ColumnShares& slabs = choice.columns.shares;
   int64_t words = 0, rows = d.n, sums = 0;  // rows: sets of channel sums that remain to be added up
   if (choice.way == NormWay::kOneRead) {
-    words = choice.one_read.words + 1;
+    words = choice.one_read.words;
     rows = 0;
     sums = int64_t(tiles.tiles) * 4;
   } else {

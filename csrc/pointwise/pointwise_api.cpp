@@ -1,6 +1,7 @@
 // What stands between norms and convolutions, on CUDA.
 #include "pointwise.h"
 
+#include "../conv3d/conv_call.h"
 #include "pointwise_checks.h"
 
 namespace kgopt {
@@ -18,10 +19,24 @@ Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, Int
   const DeviceGuard guard(x.get_device_index());
   check_gpu(op, x);
   const MemoryFormat format = shape.out_channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
-  // Without the bias, which ATen adds in a pass of its own, far below the speed of the memory in channels_last.
-  Tensor y = dense_in(call_aten("aten::convolution", "", x, weight, OptTensor(), stride, padding, dilation, transposed,
-                                output_padding, groups),
-                      format);
+  const std::string backend = "auto";
+  ConvArgs conv{op,
+                x,
+                weight,
+                bias,
+                stride,
+                padding,
+                dilation,
+                output_padding,
+                groups,
+                transposed,
+                static_cast<int>(x.dim()) - 2,
+                backend,
+                std::nullopt};
+  // Kernels of our own add the bias to what they store. ATen adds it in a pass of its own, far below the speed of the
+  // memory in channels_last.
+  (conv_is_own(conv, shape) ? bias : conv.bias) = std::nullopt;
+  Tensor y = conv_forward(conv);
   if ((!bias && !residual && divisor == 1) || y.numel() == 0) return y;
   const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
   const Tensor dense_residual = residual ? dense_in(*residual, format) : Tensor();

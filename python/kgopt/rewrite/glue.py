@@ -142,7 +142,8 @@ _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
 }
 CONV_FUNCTIONS = {op: function for function, (op, _, _) in _CONVS.items()}
 _FUNCTIONS = frozenset({F.interpolate, F.pad, *_CATS, *_POOLS, *_CONVS})
-NARROW = 32  # channels of input or output, up to which kgopt's own convolution can be the faster one
+# Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
+NARROW, NARROW_LAST = 32, 128
 
 
 @dataclass(frozen=True)
@@ -187,14 +188,18 @@ class Call:
         _, transposed, *lists, groups = self.argument[:7]
         return (*map(list, lists), groups, transposed)
 
+    @property
+    def own(self) -> tuple[Any, tuple[Any, ...]]:
+        """kgopt's op of a convolution, and its arguments after its tensors."""
+        op, transposed, stride, padding, dilation, output_padding, groups, *_ = self.argument
+        tail = (list(output_padding), groups, list(dilation)) if transposed else (list(dilation), groups)
+        return getattr(_OPS, op).default, (list(stride), list(padding), *tail)
+
     def _convolve(self, option: str) -> Tensor:
         if option == "bias":
             return _OPS.conv_add(self.x, *self.more, None, *self.rest)  # type: ignore[no-any-return]
-        op, transposed, stride, padding, dilation, output_padding, groups, *_ = self.argument
-        weight, bias = self.more
-        tail = (output_padding, groups, dilation) if transposed else (dilation, groups)
-        own = getattr(_OPS, op)(self.x, weight, bias, stride, padding, *tail, backend="kgopt")
-        return own  # type: ignore[no-any-return]
+        op, rest = self.own
+        return op(self.x, *self.more, *rest, backend="kgopt")  # type: ignore[no-any-return]
 
 
 def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -285,7 +290,8 @@ def _convolution(op: str, rank: int, transposed: bool, x: Any, weight: Any, bias
     if None in numbers or type(groups) is not int:
         return None
     stride, padding, dilation, output_padding = numbers
-    narrow = min(weight.shape[0], weight.shape[1] * groups) <= NARROW and x.is_cuda
+    limit = NARROW_LAST if _is_channels_last(x) else NARROW
+    narrow = min(weight.shape[0], weight.shape[1] * groups) <= limit and x.is_cuda
     options = (*(("bias",) if bias is not None else ()), *(("own",) if narrow else ()))
     if not options:
         return None
@@ -381,7 +387,7 @@ class ConvPlan:
     module: tuple[Any, ...]  # the module's attributes that this is about
     rest: tuple[Any, ...]  # arguments of conv_add after its tensors
     sizes: list[int]  # of the result
-    call: Call | None
+    own: tuple[Any, tuple[Any, ...]] | None  # kgopt's own convolution, and its arguments after its tensors
 
 
 PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
@@ -416,20 +422,19 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
         call = recognize(CONV_FUNCTIONS[kind], (x, conv.weight, conv.bias, stride, padding, *tail), {})
     if call is None:
         return ConvPlan("", module, (), [], None)
-    option = state.faster.get(call.key, "")
-    # The tensors of this call are not kept.
-    return ConvPlan(option, module, call.rest, call.sizes, replace(call, x=x.new_empty(0), more=()))
+    return ConvPlan(state.faster.get(call.key, ""), module, call.rest, call.sizes, call.own)
 
 
 def run_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0) -> Tensor:
     """The convolution, with its bias and what else is given, by one of kgopt's ops."""
     parameters = conv._parameters
     with torch._C._AutoDispatchBelowAutograd():  # gradients are off; the ops' Python kernels for them take time
+        weight, bias = parameters["weight"], parameters["bias"]
         if plan.option == "bias":
-            weight, bias = parameters["weight"], parameters["bias"]
             return _conv_add(x, weight, bias, residual, *plan.rest, divisor)  # type: ignore[no-any-return]
-        assert plan.call is not None
-        return replace(plan.call, x=x, more=(parameters["weight"], parameters["bias"])).run(plan.option)
+        assert plan.own is not None
+        op, rest = plan.own
+        return op(x, weight, bias, *rest, backend="kgopt")  # type: ignore[no-any-return]
 
 
 _conv_add = _OPS.conv_add.default
@@ -440,8 +445,11 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def planned_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            own = None if args or kwargs else _compiled_op(self, input)
+            return forward(self, input, *args, **kwargs) if own is None else own
         # Another mode, such as _Find, is to see the function itself.
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or args or kwargs or is_watched():
+        if torch.is_grad_enabled() or args or kwargs or is_watched():
             return forward(self, input, *args, **kwargs)
         if torch._C._len_torch_function_stack() > policy.own_modes.count:
             return forward(self, input)
@@ -451,6 +459,26 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return planned_forward
 
 
+def _compiled_op(conv: Any, x: Tensor) -> Tensor | None:
+    """kgopt's own convolution in compiled inference, where it was the faster one whenever it was measured.
+
+    Biases are left to the compiler, which adds them in the kernel that follows.
+    """
+    state = conv.__dict__.get("_kgopt_glue")
+    if state is None or not state.enabled or torch.is_grad_enabled():
+        return None
+    if not state.always_own.get(x.is_contiguous(), False):
+        return None
+    if torch.is_autocast_enabled(x.device.type) or x.dtype is not conv.weight.dtype or isinstance(conv.padding, str):
+        return None
+    kind = conv_of(conv)
+    if kind is None or conv.padding_mode != "zeros" or x.dim() != len(conv.kernel_size) + 2:
+        return None
+    tail = (conv.output_padding, conv.groups, conv.dilation) if conv.transposed else (conv.dilation, conv.groups)
+    op = getattr(_OPS, kind)
+    return op(x, conv.weight, conv.bias, conv.stride, conv.padding, *tail, backend="kgopt")  # type: ignore[no-any-return]
+
+
 @dataclass
 class GlueState:
     """What a module remembers of its calls."""
@@ -458,9 +486,15 @@ class GlueState:
     enabled: bool = True
     faster: dict[Any, str] = field(default_factory=dict)  # by Call.key: the option that is; "": PyTorch's
     plans: dict[Any, ConvPlan] = field(default_factory=dict)  # of a convolution module, by x's shape, strides, ...
+    always_own: dict[bool, bool] = field(default_factory=dict)  # by x.is_contiguous(): were all fastest in "own"?
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"enabled": self.enabled, "faster": {}, "plans": {}}  # another machine is another measurement
+        return {
+            "enabled": self.enabled,
+            "faster": {},
+            "plans": {},
+            "always_own": False,
+        }  # another machine is another measurement
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -613,6 +647,9 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
             continue
         state = module.__dict__.setdefault("_kgopt_glue", GlueState())
         state.faster.update(verdicts)
+        state.always_own = {}
+        for (*_, contiguous), option in state.faster.items():
+            state.always_own[contiguous] = option == "own" and state.always_own.get(contiguous, True)
         state.plans.clear()
         count += sum(map(bool, verdicts.values()))
         original = classes.original_class(module)

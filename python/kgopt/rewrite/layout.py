@@ -22,6 +22,11 @@ def _is_channels_last(x: Tensor) -> bool:
     return not x.is_contiguous() and x.is_contiguous(memory_format=_FORMATS[x.dim()])
 
 
+def as_channels_last(x: Tensor) -> Tensor:
+    """x in channels_last or channels_last_3d; as it is where it has another rank."""
+    return x.contiguous(memory_format=_FORMATS[x.dim()]) if x.dim() in _FORMATS else x
+
+
 def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` on channels_last tensors, with the caller's formats outside."""
 
@@ -36,7 +41,7 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(x, Tensor) or x.dim() not in _FORMATS or not x.is_floating_point():
                 return x
             given = given or _is_channels_last(x)
-            return x.contiguous(memory_format=_FORMATS[x.dim()])
+            return as_channels_last(x)
 
         def back(x: Any) -> Any:
             if isinstance(x, Tensor) and x.dim() in _FORMATS and _is_channels_last(x):

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import policy
+from kgopt.rewrite import layout, policy
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt
 from kgopt.rewrite.patterns import Chain, activation_of, conv_of, is_identity
 
@@ -178,6 +178,10 @@ class Site:
     def run(self, *operands: Any) -> Tensor:
         """The chain's value. Only after :meth:`ready` with the same operands."""
         x, norm = operands[-1], operands[self.norm_at]
+        if torch.compiler.is_compiling() and norm._kgopt_state.keep_format:
+            # A decomposition may have made it contiguous (Inductor's upsampling does). The compiler writes it as the
+            # convolutions want it in the kernel that computes it; otherwise one of them would convert it.
+            x = layout.as_channels_last(x)
         if self.short:
             args = norm_args(norm, None)
             assert args is not None
