@@ -87,14 +87,35 @@ def group_norm_cases() -> None:
             ("long rows", (1, 1024, 7, 9), 1),
             ("several positions", (2, 6, 32, 34), 2),
             ("teams", (3, 128, 78, 88), 8),
+            ("roles", (30, 24, 60, 64), 8),
+            ("roles, long rows", (3, 1024, 23, 29), 1),
         ):
             x, weight, bias = tensor(*shape, dtype=dtype, channels_last=True), tensor(shape[1]), tensor(shape[1])
             call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
-            run(f"group_norm columns, {name}", x, weight, bias, call=call, backward=False)
+            run(f"group_norm columns, {name}", x, weight, bias, call=call)
+    # Small groups: blocks of all samples, of neighbours, clusters, one channel, vectors; narrow groups side by side.
+    for dtype, last in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        for name, shape, groups in (
+            ("one position", (4, 159, 1, 1), 1),
+            ("all samples", (9, 22, 3, 7), 11),
+            ("short rows", (3, 657, 2, 2), 1),
+            ("vectors", (2, 40, 8, 9), 5),
+            ("one channel", (2, 11, 31, 33), 11),
+            ("cluster", (2, 19, 45, 23), 1),
+            ("narrow", (60, 89, 10, 11), 89),
+        ):
+            x, weight, bias = tensor(*shape, dtype=dtype, channels_last=last), tensor(shape[1]), tensor(shape[1])
+            call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
+            run(f"group_norm small, {name}, {'channels_last' if last else 'contiguous'}", x, weight, bias, call=call)
     once = tensor(1, 6, 161, 160, 9)  # groups of 0.9 MB, off the 128-byte lines
     run("group_norm read once", once, call=lambda x: ops.group_norm(x, 6, None, None, 1e-5, "silu"))
     held = tensor(1, 2, 1100, 2101)  # groups of 9.2 MB: tiles in registers, too
     run("group_norm read once, in registers", held, call=lambda x: ops.group_norm(x, 2, None, None, 1e-5, "silu"))
+    for dtype in (torch.float32, torch.bfloat16):
+        both = tensor(2, 8, 147, 1024, dtype=dtype)  # x and dy of a group: 4.8 MB and more
+        run("group_norm read once, both ways", both, call=lambda x: ops.group_norm(x, 1, None, None, 1e-5, "silu"))
+        both = tensor(1, 6, 600, 1501, dtype=dtype)  # tiles in registers
+        run("group_norm read once, relu", both, call=lambda x: ops.group_norm(x, 3, None, None, 1e-5, "relu"))
     run("group_norm_mean large groups", big, call=lambda x: ops.group_norm_mean(x, 2))
     half = tensor(2, 24, 5, 7, dtype=torch.bfloat16)
     run("group_norm mixed", half, tensor(24), tensor(24), call=lambda x, w, b: ops.group_norm(x, 8, w, b))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -307,26 +308,30 @@ def test_chain_with_an_unknown_name_lists_the_known_ones() -> None:
     per_group=st.integers(1, 40),
     s=st.integers(2, 400_000),
     dtype=st.sampled_from(DTYPES),
+    tensors=st.sampled_from([1, 2]),
     x_line=st.integers(0, 7),
     sm_count=st.sampled_from([4, 114, 132]),
 )
-def test_plan_group_norm_fwd(n, groups, per_group, s, dtype, x_line, sm_count):
+def test_plan_group_norm_tiles(n, groups, per_group, s, dtype, tensors, x_line, sm_count):
     """Tiles on 128-byte lines cover each group once, and the blocks have a place for every tile of a group."""
     vec = 4 if dtype == "float32" else 8
-    plan = dev.plan_group_norm_fwd(n, groups * per_group, s, groups, dtype, x_line=x_line, sm_count=sm_count)
+    sizes = {"dtype": dtype, "tensors": tensors, "x_line": x_line, "sm_count": sm_count}
+    plan = dev.plan_group_norm_tiles(n, groups * per_group, s, groups, **sizes)
     elements = per_group * s
+    tile = dev.TILES_SLOT_BYTES // 16 // tensors
     if "refusal" in plan:
-        fits = 9 * dev.FWD_TILE_VECTORS * sm_count * vec
-        small = 32 * dev.FWD_TILE_VECTORS * vec
-        assert elements % vec != 0 or elements <= small or elements > fits, plan["refusal"]
+        fits = 9 * tile * sm_count * vec
+        small = 32 * tile * vec
+        short = tensors == 2 and s < tile * vec
+        assert elements % vec != 0 or elements <= small or elements > fits or short, plan["refusal"]
         return
-    tile, tiles, blocks = dev.FWD_TILE_VECTORS, plan["tiles_per_group"], plan["blocks"]
+    tiles, blocks = plan["tiles_per_group"], plan["blocks"]
     assert plan["group_vectors"] * vec == elements
     assert plan["tiles"] == n * groups * tiles
     assert plan["words"] == n * groups * min(tiles, blocks)
-    assert plan["holders"] in (0, dev.FWD_HOLDERS)
+    assert plan["holders"] in (0, dev.TILES_HOLDERS)
     # Or a group could wait for its own tiles to make room: a block has every `blocks`th tile.
-    assert -(-tiles // blocks) <= dev.FWD_SLOTS
+    assert -(-tiles // blocks) <= dev.TILES_SLOTS
     for group in {0, n * groups // 2, n * groups - 1}:
         head = (x_line + group * plan["group_vectors"]) % 8
         assert tiles * tile >= plan["group_vectors"] + head
@@ -349,12 +354,13 @@ def test_plan_group_norm_fwd(n, groups, per_group, s, dtype, x_line, sm_count):
         ("one element", {"c": 1 << 20, "s": 1}),
         ("few tiles", {"s": 1000}),
         ("larger than what the GPU holds", {"s": 1 << 23}),
+        ("shorter than a tile", {"c": 3200, "s": 2000, "tensors": 2}),
     ],
 )
-def test_plan_group_norm_fwd_refuses(why, change):
+def test_plan_group_norm_tiles_refuses(why, change):
     sizes = {"n": 1, "c": 32, "s": 1 << 18, "g": 8}
-    assert "refusal" not in dev.plan_group_norm_fwd(**sizes)
-    assert why in dev.plan_group_norm_fwd(**{**sizes, **change})["refusal"]
+    assert "refusal" not in dev.plan_group_norm_tiles(**sizes)
+    assert why in dev.plan_group_norm_tiles(**{**sizes, **change})["refusal"]
 
 
 # The Hopper kernel for narrow convolutions.
@@ -698,18 +704,19 @@ def test_plan_group_norm_cluster_refuses(why, change):
     per_group=st.integers(1, 40),
     s=st.one_of(st.integers(1, 100), st.integers(1, 300_000)),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    tensors=st.sampled_from([1, 2]),
     sm_count=st.sampled_from([132, 114, 7]),
 )
-def test_plan_group_norm_columns(n, groups, per_group, s, dtype, sm_count):
+def test_plan_group_norm_columns(n, groups, per_group, s, dtype, tensors, sm_count):
     """Slabs, shares and vectors cover x once; what a block keeps fits, and all blocks of a grid run at a time."""
     c, size = groups * per_group, 4 if dtype == "float32" else 2
     vec = 16 // size
-    p = dev.plan_group_norm_columns(n, c, s, groups, dtype, sm_count=sm_count)
+    p = dev.plan_group_norm_columns(n, c, s, groups, dtype, tensors, sm_count=sm_count)
     if "refusal" in p:
         small = c * s * size < 256 << 10
         turns = vec // math.gcd(c, vec)
-        # A row is at most what the threads hold, and beside it lie the tables of its channels.
-        assert small or s % turns or c * turns * size > 2048, p["refusal"]
+        # A row is at most what the threads hold, and beside it lie the tables of its channels. Backward is choosier.
+        assert tensors == 2 or small or s % turns or c * turns * size > 2048, p["refusal"]
         return
     assert p["slabs"] == n * p["slabs_per_sample"]
     assert p["slabs_per_sample"] * p["channels"] == c
@@ -735,11 +742,16 @@ def test_plan_group_norm_columns(n, groups, per_group, s, dtype, sm_count):
     assert p["walkers"] * p["warps_per_row"] * 32 <= p["threads"] <= 512
     assert p["stride"] == p["walkers"] * p["positions"]
     assert p["blocks"] * p["share"] >= p["rows"]
-    assert p["chunks"] * dev.COLUMN_PASSES * p["stride"] >= p["share"]
+    passes = dev.ROW_PASSES // tensors if p["roles"] else dev.COLUMN_PASSES
+    assert p["chunks"] * passes * p["stride"] >= p["share"]
     assert not p["cluster"] or p["chunks"] <= dev.COLUMN_SLOTS
-    slots = min(p["chunks"], dev.COLUMN_SLOTS)
-    assert p["data_bytes"] == slots * dev.COLUMN_PASSES * p["stride"] * p["vectors"] * 16
+    slots = p["slots"] if p["roles"] else min(p["chunks"], dev.COLUMN_SLOTS)
+    assert p["data_bytes"] == slots * p["slot_bytes"]
+    assert p["slot_bytes"] == passes * p["stride"] * p["vectors"] * 16 * tensors
     assert p["data_bytes"] < p["smem_bytes"] <= 227 << 10
+    assert p["roles"] or tensors == 1
+    # Or a sample could wait for its own chunks to make room.
+    assert not p["roles"] or (p["slabs_per_sample"] == 1 and p["chunks"] <= slots)
     # Runs are of one group wherever they lie; counts are those of all blocks together.
     assert vec % p["run"] == 0
     assert per_group == p["run"] * p["group_runs"]
@@ -770,8 +782,6 @@ def test_plan_group_norm_columns_refuses(why, change):
     ("sizes", "slabs", "teams", "blocks"),
     [
         # As measured on an H200: a column a line wide, as many teams as are full in every round.
-        ({"n": 128, "c": 24, "s": 19800, "g": 8}, 128, 12, 11),
-        ({"n": 128, "c": 64, "s": 15876, "g": 16}, 256, 12, 11),
         ({"n": 16, "c": 128, "s": 39304, "g": 8}, 64, 5, 26),
         ({"n": 8, "c": 320, "s": 4096, "g": 32}, 64, 32, 4),
         ({"n": 1, "c": 512, "s": 5120, "g": 32}, 16, 16, 8),
@@ -781,15 +791,152 @@ def test_plan_group_norm_columns_refuses(why, change):
 )
 def test_plan_group_norm_columns_teams(sizes, slabs, teams, blocks):
     p = dev.plan_group_norm_columns(**sizes)
-    assert (p["slabs"], p["teams"], p["blocks"], p["cluster"]) == (slabs, teams, blocks, False)
+    assert (p["slabs"], p["teams"], p["blocks"]) == (slabs, teams, blocks)
+    assert not p["cluster"]
+    assert not p["roles"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "teams", "chunks"),
+    [
+        # As measured on an H200.
+        ({"n": 128, "c": 24, "s": 19800, "g": 8}, 4, 4),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16"}, 10, 5),
+        ({"n": 128, "c": 64, "s": 15876, "g": 16}, 2, 4),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "tensors": 2}, 2, 4),
+        ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16", "tensors": 2}, 2, 4),
+        ({"n": 1, "c": 512, "s": 5120, "g": 32, "tensors": 2}, 1, 10),
+    ],
+)
+def test_plan_group_norm_columns_with_roles(sizes, teams, chunks):
+    p = dev.plan_group_norm_columns(**sizes)
+    assert (p["roles"], p["teams"], p["chunks"]) == (True, teams, chunks)
+
+
+def divides(by, largest):
+    """Whether quotients up to `largest` are exact, as the kernels compute them."""
+    numbers = {
+        0,
+        1,
+        by["d"] - 1,
+        by["d"],
+        by["d"] + 1,
+        largest - 1,
+        largest,
+        *range(0, largest, max(1, largest // 997)),
+    }
+    return all((i if by["magic"] == 0 else i * by["magic"] >> 32) == i // by["d"] for i in numbers if 0 <= i <= largest)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_blocks", [0, 16])
+def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
+    """Whatever the sizes, every element has one thread, and every quotient is exact."""
+    rng = random.Random(f"{backward} {channels_last} {dtype} {max_blocks}")
+    taken = 0
+    for _ in range(400):
+        g, per_group = rng.choice([1, 2, rng.randint(1, 64)]), rng.choice([1, 2, 4, rng.randint(1, 700)])
+        n, s = rng.choice([1, rng.randint(1, 40)]), rng.choice([1, 4 * rng.randint(1, 300), rng.randint(1, 5000)])
+        p = dev.plan_group_norm_small(n, g * per_group, s, g, dtype, backward, channels_last, True, max_blocks)
+        if "refusal" in p:
+            continue
+        taken += 1
+        elements, lanes = per_group * s, p["by_lanes"]["d"]
+        assert p["elements"] == elements
+        assert lanes % 32 == 0 or (lanes < 32 and lanes & (lanes - 1) == 0)
+        assert lanes * p["run"] * p["runs"] >= min(p["chunk"], elements)
+        assert p["chunk"] * p["blocks"] >= elements
+        assert p["blocks"] == 1 or (backward and p["teams"] == 1 and p["blocks"] <= max_blocks)
+        assert p["blocks"] == 1 or p["chunk"] % 4 == 0
+        assert p["teams"] * lanes <= p["threads"] <= dev.SMALL_MAX_THREADS
+        assert p["threads"] % 32 == 0
+        if backward and p["run"] * p["runs"] == dev.SMALL_MAX_ELEMENTS:
+            assert p["threads"] <= dev.SMALL_MAX_BWD_THREADS
+        if p["owner"]:
+            assert (p["teams"], p["grid"], p["blocks"]) == (n, g, 1)
+        else:
+            assert p["grid"] // p["blocks"] * p["teams"] >= n * g
+        if p["run"] > 1:
+            assert (per_group if channels_last else s) % p["run"] == 0
+        assert divides(p["by_lanes"], p["threads"] - 1)
+        assert divides(p["by_minor"], elements - 1)
+        assert divides(p["by_groups"], n * g - 1)
+        if not backward:
+            continue
+        assert p["smem_bytes"] <= 96 << 10
+        assert p["term_elements"] == (4 if p["run"] > 1 and not channels_last else 1)
+        assert p["terms"] * p["term_elements"] == s * (n if p["owner"] else 1)
+        assert p["sums"] == per_group * (1 if p["owner"] else p["teams"])
+        sum_lanes = p["by_sum_lanes"]["d"]
+        assert sum_lanes <= 32 or p["sum_teams"] >= p["sums"]  # the sums of several warps take one round
+        assert p["sum_teams"] * sum_lanes <= p["threads"]
+        assert divides(p["by_channels"], max(p["sums"] - 1, elements - 1))
+        assert divides(p["by_row_terms"], p["terms"] - 1)
+        assert divides(p["by_sum_lanes"], p["threads"] - 1)
+    assert taken > 50
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("float64", {"dtype": "float64"}),
+        ("empty", {"n": 0}),
+        ("is large", {"n": 1000, "c": 512, "g": 64}),
+        ("side by side", {"channels_last": True, "s": 5000}),
+        ("over 65535", {"n": 1, "s": 20000}),
+        ("cluster's threads", {"s": 2000, "max_blocks": 0}),
+        ("through shared memory", {"s": 2000, "backward": False}),
+    ],
+)
+def test_plan_group_norm_small_refuses(why, change):
+    sizes = {"n": 2, "c": 32, "s": 60, "g": 8, "backward": True}
+    assert "refusal" not in dev.plan_group_norm_small(**sizes)
+    assert why in dev.plan_group_norm_small(**sizes | change)["refusal"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("n", "groups", "per_group", "s"), [(13, 467, 2, 175), (9, 709, 1, 924), (60, 7, 5, 1000)])
+def test_plan_group_norm_slab(n, groups, per_group, s, dtype):
+    p = dev.plan_group_norm_slab(n, groups * per_group, s, groups, dtype)
+    assert p["columns"] * p["walkers"] == dev.SLAB_THREADS
+    assert p["groups"] * per_group <= p["columns"]
+    assert p["per_sample"] * p["groups"] >= groups
+    assert p["grid"] == n * p["per_sample"]
+    assert divides(p["by_per_sample"], p["grid"] - 1)
+    assert divides(p["by_channels"], p["walkers"] * per_group)
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("float64", {"dtype": "float64"}),
+        ("contiguous", {"channels_last": False}),
+        ("fill a sector", {"g": 20}),
+        ("is long", {"s": 10000}),
+        ("GPU idle", {"n": 1, "c": 100, "g": 100}),
+    ],
+)
+def test_plan_group_norm_slab_refuses(why, change):
+    sizes = {"n": 13, "c": 934, "s": 175, "g": 467}
+    assert "refusal" not in dev.plan_group_norm_slab(**sizes)
+    if "g" in change and "c" not in change:
+        change = change | {"c": 940}
+    assert why in dev.plan_group_norm_slab(**sizes | change)["refusal"]
 
 
 @pytest.mark.parametrize(
     ("way", "sizes"),
     [
         ("on chip", {"n": 128, "c": 24, "s": 19800, "g": 8}),
-        ("on chip", {"n": 50, "c": 33, "s": 9, "g": 33}),
-        ("on chip", {"n": 50, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),  # a team needs no cluster
+        ("small", {"n": 50, "c": 33, "s": 9, "g": 33}),
+        ("small", {"n": 50, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),
+        ("small", {"n": 1, "c": 648, "s": 300, "g": 18, "channels_last": True, "tensors": 2}),
+        ("on chip", {"n": 5000, "c": 33, "s": 9, "g": 33}),
+        ("on chip", {"n": 5000, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),  # a team needs no cluster
+        ("slabs", {"n": 13, "c": 934, "s": 175, "g": 467, "channels_last": True}),
+        ("slabs", {"n": 13, "c": 934, "s": 175, "g": 467, "channels_last": True, "tensors": 2}),
         ("one read", {"n": 1, "c": 128, "s": 32**3, "g": 8}),  # a cluster of sixteen would leave GPU parts idle
         ("one read", {"n": 1, "c": 128, "s": 32**3, "g": 8, "dtype": "bfloat16"}),
         ("one read", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32}),
@@ -798,17 +945,23 @@ def test_plan_group_norm_columns_teams(sizes, slabs, teams, blocks):
         ("one read", {"n": 1, "c": 128, "s": 5000, "g": 4}),  # four clusters
         ("on chip", {"n": 1, "c": 128, "s": 5000, "g": 32}),
         ("on chip", {"n": 2, "c": 3, "s": 160_003, "g": 1}),  # no multiple of 16 bytes: sixteen blocks after all
-        ("two passes", {"n": 1, "c": 32, "s": 128**3, "g": 8}),
+        ("passes", {"n": 1, "c": 32, "s": 128**3, "g": 8}),
         ("columns", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True}),
         ("columns", {"n": 1, "c": 32, "s": 128**3, "g": 8, "channels_last": True}),
-        ("two passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "max_blocks": 0}),
-        ("two passes", {"n": 512, "c": 64, "s": 49, "g": 8, "channels_last": True}),
-        ("two passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "max_blocks": 0}),
+        ("passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "max_blocks": 0}),
+        ("passes", {"n": 512, "c": 64, "s": 49, "g": 8, "channels_last": True}),
+        ("passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "max_blocks": 0}),
+        ("on chip", {"n": 128, "c": 24, "s": 19800, "g": 8, "tensors": 2}),
+        ("one read", {"n": 1, "c": 128, "s": 512**2, "g": 32, "tensors": 2}),
+        ("one read", {"n": 16, "c": 128, "s": 34**3, "g": 8, "tensors": 2}),
+        ("passes", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32, "tensors": 2}),  # 42 MB of x and dy
+        ("columns", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "tensors": 2}),
+        ("passes", {"n": 128, "c": 64, "s": 15876, "g": 16, "channels_last": True, "tensors": 2}),
     ],
 )
-def test_choose_group_norm_fwd(way, sizes):
-    choice = dev.choose_group_norm_fwd(**sizes)
+def test_choose_group_norm(way, sizes):
+    choice = dev.choose_group_norm(**sizes)
     assert choice["way"] == way, choice
-    assert way != "two passes" or choice["not_on_chip"]
-    assert way != "two passes" or choice["not_one_read"]
-    assert way != "two passes" or choice["not_columns"]
+    assert way != "passes" or choice["not_on_chip"]
+    assert way != "passes" or choice["not_one_read"]
+    assert way != "passes" or choice["not_columns"]

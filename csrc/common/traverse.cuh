@@ -8,7 +8,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <numeric>
+#include <type_traits>
 
+#include "dependent_launch.cuh"
 #include "dtype.cuh"
 #include "reduce.cuh"
 #include "status.h"
@@ -29,6 +32,7 @@ struct ElementwiseArgs {
   typename F::Element* y;
   int64_t n, c, s;
   F f;
+  int64_t channels = 0;  // channels_last: c, or where rows of `channels` go several at a time, a divisor of it
 };
 
 // Blocks run from the tensor's end to its start: the pass before went the other way and left the end in L2.
@@ -37,6 +41,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
     elementwise_rows_kernel(const __grid_constant__ ElementwiseArgs<F> a) {
   using T = typename F::Element;
   constexpr int64_t kPerBlock = int64_t(kTraverseThreads) * kTraverseUnroll * kSize;
+  wait_for_prerequisites();
   const int64_t total = a.n * a.c * a.s;
   const int64_t start = int64_t(gridDim.x - 1 - blockIdx.x) * kPerBlock;
   const int64_t row0 = start / a.s;
@@ -89,6 +94,13 @@ __global__ void __launch_bounds__(kTraverseThreads)
   }
 }
 
+// channels_last rows of `channels` elements that fill no vector are walked several at a time, as one of `c` channels.
+__device__ __forceinline__ int64_t wrapped(int64_t channel, int64_t c, int64_t channels) {
+  return c == channels ? channel : static_cast<uint32_t>(channel) % static_cast<uint32_t>(channels);
+}
+// How many rows of c elements fill vectors of `size`.
+inline int64_t turns_of(int64_t c, int size) { return size / std::gcd<int64_t>(c, size); }
+
 // Geometry of a channels_last walk: `lanes` threads along the channel vectors, `walkers` groups of them along
 // positions.
 struct ColumnGeometry {
@@ -109,6 +121,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
     elementwise_columns_kernel(const __grid_constant__ ElementwiseArgs<F> a, ColumnGeometry geometry, int64_t slices,
                                int64_t slice_length) {
   using T = typename F::Element;
+  wait_for_prerequisites();
   const int lane = threadIdx.x % geometry.lanes;
   const int walker = threadIdx.x / geometry.lanes;
   const int64_t block = int64_t(gridDim.x) - 1 - blockIdx.x;
@@ -118,7 +131,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
   if (walker >= geometry.walkers || channel >= a.c) return;
   typename F::Coef coef[kSize];
 #pragma unroll
-  for (int j = 0; j < kSize; ++j) coef[j] = a.f.load(n * a.c + channel + j);
+  for (int j = 0; j < kSize; ++j) coef[j] = a.f.load(n * a.channels + wrapped(channel + j, a.c, a.channels));
   const int64_t end = min((slice + 1) * slice_length, a.s);
   const int64_t step = int64_t(geometry.walkers) * a.c;
   int64_t position = slice * slice_length + walker;
@@ -150,8 +163,10 @@ __global__ void __launch_bounds__(kTraverseThreads)
 
 inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
+// With `early`, beside the end of the kernel ahead in the stream.
 template <typename F>
-Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool channels_last, cudaStream_t stream) {
+Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool channels_last, cudaStream_t stream,
+                          bool early = false) {
   constexpr int kSize = kVecSize<typename F::Element>;
   const int64_t total = a.n * a.c * a.s;
   if (total == 0) return Status::Ok();
@@ -161,29 +176,31 @@ Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool ch
     const int64_t per_block = int64_t(kTraverseThreads) * kTraverseUnroll * vec;
     const int64_t blocks = (total + per_block - 1) / per_block;
     if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
-    if (aligned) {
-      elementwise_rows_kernel<F, kSize><<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a);
-    } else {
-      elementwise_rows_kernel<F, 1><<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a);
-    }
+    const unsigned grid = static_cast<unsigned>(blocks);
+    return aligned ? launch_after<elementwise_rows_kernel<F, kSize>>(early, name, grid, kTraverseThreads, stream, a)
+                   : launch_after<elementwise_rows_kernel<F, 1>>(early, name, grid, kTraverseThreads, stream, a);
   } else {
-    const bool vectors = aligned && a.c % kSize == 0;
-    const ColumnGeometry geometry = column_geometry(a.c, vectors ? kSize : 1);
-    const int64_t slice_length = int64_t(geometry.walkers) * kTraverseUnroll * 4;
-    const int64_t slices = (a.s + slice_length - 1) / slice_length;
-    const int64_t blocks = a.n * slices * geometry.channel_blocks;
-    if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
-    if (vectors) {
-      elementwise_columns_kernel<F, kSize>
-          <<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a, geometry, slices, slice_length);
-    } else {
-      elementwise_columns_kernel<F, 1>
-          <<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a, geometry, slices, slice_length);
+    int size = 1;
+    for (int wide : {kSize, kSize / 2}) {
+      if (size == 1 && aligned && a.s % turns_of(a.c, wide) == 0) size = wide;
     }
+    ElementwiseArgs<F> b = a;
+    b.channels = a.c;
+    b.c *= turns_of(a.c, size);
+    b.s /= turns_of(a.c, size);
+    const ColumnGeometry geometry = column_geometry(b.c, size);
+    const int64_t slice_length = int64_t(geometry.walkers) * kTraverseUnroll * 4;
+    const int64_t slices = (b.s + slice_length - 1) / slice_length;
+    const int64_t blocks = b.n * slices * geometry.channel_blocks;
+    if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
+    const auto launch = [&](auto kernel_size) {
+      return launch_after<elementwise_columns_kernel<F, decltype(kernel_size)::value>>(
+          early, name, static_cast<unsigned>(blocks), kTraverseThreads, stream, b, geometry, slices, slice_length);
+    };
+    if (size == kSize) return launch(std::integral_constant<int, kSize>());
+    if (size > 1) return launch(std::integral_constant<int, kSize / 2>());
+    return launch(std::integral_constant<int, 1>());
   }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  return Status::Ok();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -200,6 +217,7 @@ struct ReduceArgs {
   int64_t slices, slice_length;
   acc_t<typename R::Element>* partials;
   R r;
+  int64_t channels = 0;  // as ElementwiseArgs::channels, of `rows`; 0: `rows`
 };
 
 template <typename R>
@@ -219,6 +237,8 @@ __global__ void __launch_bounds__(kTraverseThreads) reduce_rows_kernel(const __g
   using Acc = acc_t<T>;
   constexpr int kWarps = kTraverseThreads / 32;
   constexpr int kThreads = kWarpRows ? 32 : kTraverseThreads;
+  let_dependents_start();
+  wait_for_prerequisites();
   const int thread = threadIdx.x % kThreads;
   const int64_t unit = int64_t(blockIdx.x) * (kTraverseThreads / kThreads) + threadIdx.x / kThreads;
   if (unit >= a.n * a.rows * a.slices) return;  // whole warps leave: kWarpRows only
@@ -298,6 +318,8 @@ __global__ void __launch_bounds__(kTraverseThreads)
   using T = typename R::Element;
   using Acc = acc_t<T>;
   __shared__ typename R::Partial shared[kTraverseThreads * kSize];
+  let_dependents_start();
+  wait_for_prerequisites();
   const int lane = threadIdx.x % geometry.lanes;
   const int walker = threadIdx.x / geometry.lanes;
   const int64_t channel_block = blockIdx.x % geometry.channel_blocks;
@@ -313,7 +335,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
     const Vec<T, kSize> x0 = load_vec<T, kSize>(a.x + first);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      coef[j] = a.r.load(n * a.rows + channel + j);
+      coef[j] = a.r.load(n * a.channels + wrapped(channel + j, a.rows, a.channels));
       state[j] = a.r.start(coef[j], to_acc(x0.v[j]));
     }
     int64_t seen = 0;
@@ -371,7 +393,8 @@ inline void plan_slices(int64_t units, int64_t length, int64_t least, int64_t mu
 }
 
 template <typename R>
-Status launch_reduce(const char* name, const ReduceArgs<R>& a, bool channels_last, cudaStream_t stream) {
+Status launch_reduce(const char* name, const ReduceArgs<R>& a, bool channels_last, cudaStream_t stream,
+                     bool early = false) {
   constexpr int kSize = kVecSize<typename R::Element>;
   if (a.n * a.rows * a.row_length == 0) return Status::Ok();
   const bool aligned = is_aligned(a.x) && (R::kInputs == 1 || is_aligned(a.second));
@@ -382,32 +405,23 @@ Status launch_reduce(const char* name, const ReduceArgs<R>& a, bool channels_las
     if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many rows for one launch");
     const unsigned grid = static_cast<unsigned>(blocks);
     if (warp_rows) {
-      if (aligned) {
-        reduce_rows_kernel<R, kSize, true><<<grid, kTraverseThreads, 0, stream>>>(a);
-      } else {
-        reduce_rows_kernel<R, 1, true><<<grid, kTraverseThreads, 0, stream>>>(a);
-      }
-    } else {
-      if (aligned) {
-        reduce_rows_kernel<R, kSize, false><<<grid, kTraverseThreads, 0, stream>>>(a);
-      } else {
-        reduce_rows_kernel<R, 1, false><<<grid, kTraverseThreads, 0, stream>>>(a);
-      }
+      return aligned ? launch_after<reduce_rows_kernel<R, kSize, true>>(early, name, grid, kTraverseThreads, stream, a)
+                     : launch_after<reduce_rows_kernel<R, 1, true>>(early, name, grid, kTraverseThreads, stream, a);
     }
+    return aligned ? launch_after<reduce_rows_kernel<R, kSize, false>>(early, name, grid, kTraverseThreads, stream, a)
+                   : launch_after<reduce_rows_kernel<R, 1, false>>(early, name, grid, kTraverseThreads, stream, a);
   } else {
+    ReduceArgs<R> b = a;
+    if (b.channels == 0) b.channels = a.rows;
     const bool vectors = aligned && a.rows % kSize == 0;
     const ColumnGeometry geometry = column_geometry(a.rows, vectors ? kSize : 1);
     const int64_t blocks = a.n * a.slices * geometry.channel_blocks;
     if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
-    if (vectors) {
-      reduce_columns_kernel<R, kSize><<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a, geometry);
-    } else {
-      reduce_columns_kernel<R, 1><<<static_cast<unsigned>(blocks), kTraverseThreads, 0, stream>>>(a, geometry);
-    }
+    const unsigned grid = static_cast<unsigned>(blocks);
+    return vectors
+               ? launch_after<reduce_columns_kernel<R, kSize>>(early, name, grid, kTraverseThreads, stream, b, geometry)
+               : launch_after<reduce_columns_kernel<R, 1>>(early, name, grid, kTraverseThreads, stream, b, geometry);
   }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  return Status::Ok();
 }
 
 }  // namespace kgopt

@@ -15,7 +15,8 @@
 #include "conv3d/conv_shape.h"
 #include "groupnorm/group_norm_cluster_plan.h"
 #include "groupnorm/group_norm_columns_plan.h"
-#include "groupnorm/group_norm_fwd_plan.h"
+#include "groupnorm/group_norm_small_plan.h"
+#include "groupnorm/group_norm_tiles_plan.h"
 
 namespace py = pybind11;
 
@@ -281,10 +282,12 @@ GroupNormDims make_dims(int64_t n, int64_t c, int64_t s, int64_t g, const std::s
   return d;
 }
 
-FwdPlanInput tiles_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                         bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count, int64_t smem_bytes) {
-  FwdPlanInput in;
+TilesPlanInput tiles_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                           bool channels_last, bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count,
+                           int64_t smem_bytes) {
+  TilesPlanInput in;
   in.dims = make_dims(n, c, s, g, dtype, channels_last);
+  in.tensors = tensors;
   in.aligned = aligned;
   in.x_line = x_line;
   in.has_bulk_copy = has_bulk_copy;
@@ -293,17 +296,19 @@ FwdPlanInput tiles_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::
   return in;
 }
 
-// The plan of the GroupNorm forward that reads x once, as a dict; {"refusal": why} where it takes another way.
-py::dict plan_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                   bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count, int64_t smem_bytes) {
-  const FwdPlan plan = plan_group_norm_fwd(
-      tiles_input(n, c, s, g, dtype, channels_last, aligned, x_line, has_bulk_copy, sm_count, smem_bytes));
+// The plan of the GroupNorm kernels that read contiguous tensors once, as a dict; {"refusal": why} where it takes
+// another way.
+py::dict plan_tiles(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                    bool channels_last, bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count,
+                    int64_t smem_bytes) {
+  const TilesPlan plan = plan_group_norm_tiles(
+      tiles_input(n, c, s, g, dtype, tensors, channels_last, aligned, x_line, has_bulk_copy, sm_count, smem_bytes));
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
     return out;
   }
-  const GroupNormFwdParams& p = plan.params;
+  const GroupTiles& p = plan.shares;
   out["blocks"] = plan.blocks;
   out["words"] = plan.words;
   out["tiles"] = p.tiles;
@@ -357,10 +362,12 @@ py::dict plan_cluster(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   return out;
 }
 
-ColumnPlanInput columns_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                              bool aligned, bool long_chain, int max_blocks, int sm_count, int64_t smem_bytes) {
+ColumnPlanInput columns_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                              bool channels_last, bool aligned, bool long_chain, int max_blocks, int sm_count,
+                              int64_t smem_bytes) {
   ColumnPlanInput in;
   in.dims = make_dims(n, c, s, g, dtype, channels_last);
+  in.tensors = tensors;
   in.aligned = aligned;
   in.long_chain = long_chain;
   in.max_blocks = max_blocks;
@@ -369,11 +376,12 @@ ColumnPlanInput columns_input(int64_t n, int64_t c, int64_t s, int64_t g, const 
   return in;
 }
 
-// The plan of the forward that keeps channels_last x on chip, likewise.
-py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                      bool aligned, bool long_chain, int max_blocks, int sm_count, int64_t smem_bytes) {
+// The plan of the kernels that keep channels_last tensors on chip, likewise.
+py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                      bool channels_last, bool aligned, bool long_chain, int max_blocks, int sm_count,
+                      int64_t smem_bytes) {
   const ColumnPlan plan = plan_group_norm_columns(
-      columns_input(n, c, s, g, dtype, channels_last, aligned, long_chain, max_blocks, sm_count, smem_bytes));
+      columns_input(n, c, s, g, dtype, tensors, channels_last, aligned, long_chain, max_blocks, sm_count, smem_bytes));
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
@@ -381,6 +389,9 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   }
   const ColumnShares& p = plan.shares;
   out["cluster"] = plan.cluster;
+  out["roles"] = plan.roles;
+  out["slots"] = p.slots;
+  out["slot_bytes"] = p.slot_bytes;
   out["threads"] = plan.threads;
   out["smem_bytes"] = plan.smem_bytes;
   out["words"] = plan.words;
@@ -414,14 +425,74 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   return out;
 }
 
-// Which way a forward goes: its name, and why not the ways before it.
-py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
-                     bool aligned, int max_blocks, int sm_count, int64_t smem_bytes) {
-  const FwdChoice choice = choose_group_norm_fwd(
-      cluster_input(n, c, s, g, dtype, 1, channels_last, aligned, false, 0, max_blocks, sm_count, smem_bytes),
-      tiles_input(n, c, s, g, dtype, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes),
-      columns_input(n, c, s, g, dtype, channels_last, aligned, false, max_blocks, sm_count, smem_bytes));
-  constexpr const char* kWays[] = {"on chip", "one read", "columns", "two passes"};
+py::dict divisor_dict(const SmallDivisor& by) {
+  py::dict out;
+  out["d"] = by.d;
+  out["magic"] = by.magic;
+  return out;
+}
+
+// The plans of the kernels for small groups and for narrow ones, likewise.
+py::dict plan_small(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool backward,
+                    bool channels_last, bool aligned, int max_blocks) {
+  const SmallPlan plan =
+      plan_group_norm_small({make_dims(n, c, s, g, dtype, channels_last), backward, aligned, max_blocks});
+  py::dict out;
+  if (plan.refusal) {
+    out["refusal"] = plan.refusal;
+    return out;
+  }
+  const SmallShares& p = plan.shares;
+  out["run"] = plan.run;
+  out["runs"] = plan.runs;
+  out["threads"] = plan.threads;
+  out["grid"] = plan.grid;
+  out["smem_bytes"] = plan.smem_bytes;
+  out["teams"] = p.teams;
+  out["chunk"] = p.chunk;
+  out["elements"] = p.elements;
+  out["blocks"] = 1 << p.blocks_log2;
+  out["owner"] = p.owner;
+  out["sums"] = p.sums;
+  out["terms"] = p.terms;
+  out["sum_teams"] = p.sum_teams;
+  out["term_elements"] = 1 << p.run_log2;
+  out["by_lanes"] = divisor_dict(p.by_lanes);
+  out["by_minor"] = divisor_dict(p.by_minor);
+  out["by_groups"] = divisor_dict(p.by_groups);
+  out["by_channels"] = divisor_dict(p.by_channels);
+  out["by_row_terms"] = divisor_dict(p.by_row_terms);
+  out["by_sum_lanes"] = divisor_dict(p.by_sum_lanes);
+  return out;
+}
+
+py::dict plan_slabs(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
+                    int sm_count) {
+  const SlabPlan plan = plan_group_norm_slab(make_dims(n, c, s, g, dtype, channels_last), sm_count);
+  py::dict out;
+  if (plan.refusal) {
+    out["refusal"] = plan.refusal;
+    return out;
+  }
+  const SlabShares& p = plan.shares;
+  out["grid"] = plan.grid;
+  out["columns"] = p.columns;
+  out["groups"] = p.groups;
+  out["walkers"] = p.walkers;
+  out["per_sample"] = p.per_sample;
+  out["by_per_sample"] = divisor_dict(p.by_per_sample);
+  out["by_channels"] = divisor_dict(p.by_channels);
+  return out;
+}
+
+// Which way a forward (one tensor on chip) or a backward (two) goes: its name, and why not the ways before it.
+py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                     bool channels_last, bool aligned, int max_blocks, int sm_count, int64_t smem_bytes) {
+  const NormChoice choice = choose_group_norm(
+      cluster_input(n, c, s, g, dtype, tensors, channels_last, aligned, false, 0, max_blocks, sm_count, smem_bytes),
+      tiles_input(n, c, s, g, dtype, tensors, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes),
+      columns_input(n, c, s, g, dtype, tensors, channels_last, aligned, false, max_blocks, sm_count, smem_bytes));
+  constexpr const char* kWays[] = {"small", "on chip", "one read", "columns", "slabs", "passes"};
   py::dict out;
   out["way"] = kWays[static_cast<int>(choice.way)];
   if (choice.on_chip.refusal) out["not_on_chip"] = choice.on_chip.refusal;
@@ -431,12 +502,12 @@ py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::stri
 }
 
 void bind_norm(py::module_& m) {
-  m.attr("FWD_SLOTS") = kFwdSlots;
-  m.attr("FWD_HOLDERS") = kFwdHolders;
-  m.attr("FWD_TILE_VECTORS") = kFwdTileVectors;
-  m.def("plan_group_norm_fwd", &plan_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
-        py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
-        py::arg("x_line") = 0, py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132,
+  m.attr("TILES_SLOTS") = kTilesSlots;
+  m.attr("TILES_HOLDERS") = kTilesHolders;
+  m.attr("TILES_SLOT_BYTES") = kTilesSlotBytes;
+  m.def("plan_group_norm_tiles", &plan_tiles, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
+        py::arg("aligned") = true, py::arg("x_line") = 0, py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132,
         py::arg("smem_bytes") = 227 << 10);
   m.attr("CLUSTER_PASSES") = kClusterPasses;
   m.attr("CLUSTER_MAX_PIECES") = kClusterMaxPieces;
@@ -447,13 +518,24 @@ void bind_norm(py::module_& m) {
         py::arg("sm_count") = 132, py::arg("smem_bytes") = 227 << 10);
   m.attr("COLUMN_SLOTS") = kColumnSlots;
   m.attr("COLUMN_PASSES") = kColumnPasses;
+  m.attr("ROW_PASSES") = kRowPasses;
   m.def("plan_group_norm_columns", &plan_columns, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
-        py::arg("dtype") = "float32", py::arg("channels_last") = true, py::arg("aligned") = true,
-        py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
+        py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = true,
+        py::arg("aligned") = true, py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
         py::arg("smem_bytes") = 227 << 10);
-  m.def("choose_group_norm_fwd", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
-        py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
-        py::arg("max_blocks") = 16, py::arg("sm_count") = 132, py::arg("smem_bytes") = 227 << 10);
+  m.attr("SMALL_MAX_THREADS") = kSmallMaxThreads;
+  m.attr("SMALL_MAX_BWD_THREADS") = kSmallMaxBwdThreads;
+  m.attr("SMALL_MAX_ELEMENTS") = kSmallMaxElements;
+  m.attr("SLAB_THREADS") = kSlabThreads;
+  m.def("plan_group_norm_small", &plan_small, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("backward") = false, py::arg("channels_last") = false,
+        py::arg("aligned") = true, py::arg("max_blocks") = 16);
+  m.def("plan_group_norm_slab", &plan_slabs, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("channels_last") = true, py::arg("sm_count") = 132);
+  m.def("choose_group_norm", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
+        py::arg("aligned") = true, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
+        py::arg("smem_bytes") = 227 << 10);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // dbias, then dx. The activation's derivative is recomputed from x. With u = pre_act(x), xhat = (u - mean) rstd,
 // z = xhat weight + bias, dz = dy act'(z) (Wu and He 2018, differentiated):
 //   dx = pre_act'(x) rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
+#include "../common/dependent_launch.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/traverse.cuh"
 #include "groupnorm.h"
@@ -84,6 +85,7 @@ struct InputGradient {
 // dy constant over a sample: the sums follow from the channel means.
 template <typename Acc>
 __global__ void __launch_bounds__(256) mean_channel_sums_kernel(const __grid_constant__ GroupNormBackwardParams p) {
+  let_dependents_start();
   const GroupNormDims& d = p.dims;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < d.n * d.c;
        i += int64_t(gridDim.x) * blockDim.x) {
@@ -95,43 +97,56 @@ __global__ void __launch_bounds__(256) mean_channel_sums_kernel(const __grid_con
   }
 }
 
-// One block a group: channel sums over the slices, and the group's two terms.
+// One block a group: channel sums over the slices, and the group's two terms. `width` threads have a channel each, and
+// blockDim / width walk over its slices, so that neighbours read neighbours.
+inline constexpr int kTermsThreads = 1024;
+
 template <typename Acc>
-__global__ void __launch_bounds__(256) group_terms_kernel(const __grid_constant__ GroupNormBackwardParams p) {
-  __shared__ Acc shared[8][2];
+__global__ void __launch_bounds__(kTermsThreads)
+    group_terms_kernel(const __grid_constant__ GroupNormBackwardParams p, int width_log2) {
+  __shared__ Acc shared[2][kTermsThreads];
+  let_dependents_start();
+  wait_for_prerequisites();
   const GroupNormDims& d = p.dims;
-  const int64_t channels = d.c / d.g;
-  const int64_t n = blockIdx.x / d.g, group = blockIdx.x % d.g;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t channels = d.c / d.g, width = int64_t(1) << width_log2;
+  const int64_t n = blockIdx.x / d.g, group = blockIdx.x - n * d.g;
+  const int tid = threadIdx.x, walker = tid >> width_log2, walkers = blockDim.x >> width_log2;
   const Acc* const partials = static_cast<const Acc*>(p.partial_sums) + n * p.slices * d.c * 2;
   Acc term = 0, term_xhat = 0;
-  for (int64_t i = warp; i < channels; i += 8) {
+  for (int64_t i = tid & (width - 1); i - (tid & (width - 1)) < channels; i += width) {
     const int64_t c = group * channels + i;
-    Acc dz = 0, dz_xhat = 0;
-    for (int64_t slice = lane; slice < p.slices; slice += 32) {
-      dz += partials[(slice * d.c + c) * 2];
-      dz_xhat += partials[(slice * d.c + c) * 2 + 1];
+    Acc dz = 0, dz_xhat = 0, weight = 0;
+    if (i < channels) {
+      if (walker == 0) weight = static_cast<const TableRow<Acc>*>(p.table)[n * d.c + c].weight;
+#pragma unroll 8
+      for (int64_t slice = walker; slice < p.slices; slice += walkers) {
+        dz += partials[(slice * d.c + c) * 2];
+        dz_xhat += partials[(slice * d.c + c) * 2 + 1];
+      }
     }
-    dz = warp_sum(dz);
-    dz_xhat = warp_sum(dz_xhat);
-    if (lane == 0) {
-      Acc* const out = static_cast<Acc*>(p.channel_sums) + (n * d.c + c) * 2;
-      out[0] = dz;
-      out[1] = dz_xhat;
+    for (int half = walkers / 2; half > 0; half /= 2) {
+      shared[0][tid] = dz;
+      shared[1][tid] = dz_xhat;
+      __syncthreads();
+      if (walker < half) {
+        dz += shared[0][tid + (half << width_log2)];
+        dz_xhat += shared[1][tid + (half << width_log2)];
+      }
+      __syncthreads();
     }
-    const Acc weight = static_cast<const TableRow<Acc>*>(p.table)[n * d.c + c].weight;
+    if (walker > 0 || i >= channels) continue;
+    Acc* const out = static_cast<Acc*>(p.channel_sums) + (n * d.c + c) * 2;
+    out[0] = dz;
+    out[1] = dz_xhat;
     term += weight * dz;
     term_xhat += weight * dz_xhat;
   }
-  if (lane == 0) {
-    shared[warp][0] = term;
-    shared[warp][1] = term_xhat;
-  }
-  __syncthreads();
-  if (threadIdx.x < 2) {
-    Acc sum = 0;
-    for (int w = 0; w < 8; ++w) sum += shared[w][threadIdx.x];
-    static_cast<Acc*>(p.group_terms)[blockIdx.x * 2 + threadIdx.x] = sum / (Acc(channels) * Acc(d.s));
+  term = block_sum(term, shared[0]);
+  term_xhat = block_sum(term_xhat, shared[1]);
+  if (tid == 0) {
+    Acc* const out = static_cast<Acc*>(p.group_terms) + int64_t(blockIdx.x) * 2;
+    out[0] = term / (Acc(channels) * Acc(d.s));
+    out[1] = term_xhat / (Acc(channels) * Acc(d.s));
   }
 }
 
@@ -145,6 +160,8 @@ __global__ void __launch_bounds__(kGradientThreads)
   constexpr int kWalkers = kGradientThreads / kGradientChannels;
   const int64_t c = int64_t(blockIdx.x) * kGradientChannels + threadIdx.x % kGradientChannels;
   Acc dweight = 0, dbias = 0;
+  let_dependents_start();
+  wait_for_prerequisites();
   if (c < p.c) {
     const Acc* const sums = static_cast<const Acc*>(p.channel_sums) + c * 2;
 #pragma unroll 4
@@ -179,15 +196,16 @@ Status launch_channel_sums(const GroupNormBackwardParams& p, cudaStream_t stream
   a.x = static_cast<const T*>(p.x);
   a.second = static_cast<const T*>(p.dy);
   a.n = p.dims.n;
-  a.rows = p.dims.c;
-  a.row_length = p.dims.s;
-  a.slices = p.slices;
+  a.rows = p.dims.c * p.turns;
+  a.row_length = p.dims.s / p.turns;
+  a.slices = p.slices / p.turns;
+  a.channels = p.dims.c;
   a.slice_length = p.slice_length;
   a.partials = static_cast<acc_t<T>*>(p.partial_sums);
   a.r.table = static_cast<const typename R::Coef*>(p.table);
   a.r.pre = p.pre_act;
   a.r.act = p.act;
-  return launch_reduce("group_norm_backward_sums_kernel", a, p.dims.channels_last, stream);
+  return launch_reduce("group_norm_backward_sums_kernel", a, p.dims.channels_last, stream, true);
 }
 
 template <typename T, Chain kPre, Chain kAct, bool kDyPerSample>
@@ -209,13 +227,17 @@ Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stre
   a.f.scale = Acc(1) / (Acc(p.dims.c) * Acc(p.dims.s));
   a.f.pre = p.pre_act;
   a.f.act = p.act;
-  return launch_elementwise("group_norm_backward_dx_kernel", a, p.dims.channels_last, stream);
+  return launch_elementwise("group_norm_backward_dx_kernel", a, p.dims.channels_last, stream, true);
 }
 
 template <typename Acc>
 Status launch_merge(const GroupNormBackwardParams& p, cudaStream_t stream) {
-  group_terms_kernel<Acc><<<static_cast<unsigned>(p.dims.n * p.dims.g), 256, 0, stream>>>(p);
-  Status status = check("group_terms_kernel");
+  int width_log2 = 0;
+  while (width_log2 < 9 && (int64_t(1) << width_log2) < p.dims.channels_per_group()) ++width_log2;
+  int threads = std::max(64, 1 << width_log2);
+  while (threads < kTermsThreads && threads < (p.slices << width_log2) / 2) threads *= 2;
+  const Status status = launch_after<group_terms_kernel<Acc>>(
+      true, "group_terms_kernel", static_cast<unsigned>(p.dims.n * p.dims.g), threads, stream, p, width_log2);
   if (!status.ok()) return status;
   AffineGradientParams g;
   g.channel_sums = p.channel_sums;
@@ -246,9 +268,13 @@ void plan_group_norm_backward(GroupNormBackwardParams* p, int sm_count) {
   }
   const int vec = 16 / dtype_size(d.dtype);
   if (d.channels_last) {
-    const ColumnGeometry g = column_geometry(d.c, d.c % vec == 0 ? vec : 1);
-    plan_slices(d.n * g.channel_blocks, d.s, int64_t(g.walkers) * kTraverseUnroll * 2, 1, sm_count, &p->slices,
-                &p->slice_length);
+    const int64_t turns = turns_of(d.c, vec);
+    if (d.s % turns == 0 && is_aligned(p->x) && is_aligned(p->dy)) p->turns = turns;
+    const int64_t channels = d.c * p->turns;
+    const ColumnGeometry g = column_geometry(channels, channels % vec == 0 ? vec : 1);
+    plan_slices(d.n * g.channel_blocks, d.s / p->turns, int64_t(g.walkers) * kTraverseUnroll * 2, 1, sm_count,
+                &p->slices, &p->slice_length);
+    p->slices *= p->turns;  // the sums of a turn lie where those of a slice would
   } else {
     plan_slices(d.n * d.c, d.s, 4096, 64, sm_count, &p->slices, &p->slice_length);
   }
@@ -257,12 +283,9 @@ void plan_group_norm_backward(GroupNormBackwardParams* p, int sm_count) {
 Status run_affine_gradient(const AffineGradientParams& p, cudaStream_t stream) {
   if (p.c == 0) return Status::Ok();
   const unsigned blocks = static_cast<unsigned>((p.c + kGradientChannels - 1) / kGradientChannels);
-  if (p.is_double) {
-    affine_gradient_kernel<double><<<blocks, kGradientThreads, 0, stream>>>(p);
-  } else {
-    affine_gradient_kernel<float><<<blocks, kGradientThreads, 0, stream>>>(p);
-  }
-  return check("affine_gradient_kernel");
+  const char* const name = "affine_gradient_kernel";
+  return p.is_double ? launch_after<affine_gradient_kernel<double>>(true, name, blocks, kGradientThreads, stream, p)
+                     : launch_after<affine_gradient_kernel<float>>(true, name, blocks, kGradientThreads, stream, p);
 }
 
 Status run_group_norm_backward(const GroupNormBackwardParams& p, cudaStream_t stream) {

@@ -1,5 +1,6 @@
 // GroupNorm backward of groups whose x and dy stay on chip: dx with one read of both, and each channel's two sums.
 // The formulas are those of group_norm_backward.cu.
+#include "../common/dependent_launch.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/reduce.cuh"
 #include "group_norm_cluster_launch.h"
@@ -60,6 +61,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
   float2* const sums = table + p.shares.rows;
   float2* const partials = sums + p.shares.rows;  // [channel][warp], where all warps go through a channel together
 
+  let_dependents_start();
   if (tid == 0) {
     const void* const from[2] = {p.x, p.dy};
     start_loads(share, &barriers, memory, bytes, from, blocks * warps * sizeof(float4));

@@ -25,33 +25,12 @@ struct GroupShares {
   bool together = false;    // all warps sum a channel up together, or each warp has its own channels (backward)
 };
 
-struct GroupNormClusterFwdParams {
-  const void* x = nullptr;
-  void* y = nullptr;             // may be x
-  const void* weight = nullptr;  // [C] or null (ones)
-  const void* bias = nullptr;    // [C] or null (zeros)
-  Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
+struct GroupNormClusterFwdParams : GroupNormFwdArgs {
   GroupShares shares;
-  ActChain pre_act, act;
-  bool add_input = false;
-  bool streaming_stores = false;  // y is larger than L2
-  float eps = 1e-5f;
-  float* mean = nullptr;  // [N, G]
-  float* rstd = nullptr;  // [N, G]
 };
 
-struct GroupNormClusterBwdParams {
-  const void* x = nullptr;
-  const void* dy = nullptr;
-  void* dx = nullptr;
-  const void* weight = nullptr;
-  const void* bias = nullptr;
-  Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
+struct GroupNormClusterBwdParams : GroupNormBwdArgs {
   GroupShares shares;
-  ActChain pre_act, act;
-  bool streaming_stores = false;
-  const float* mean = nullptr;    // [N, G]
-  const float* rstd = nullptr;    // [N, G]
   float* channel_sums = nullptr;  // [N, C, 2]: sum of dz and of dz * xhat
 };
 

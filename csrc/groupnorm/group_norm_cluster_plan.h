@@ -5,7 +5,8 @@
 
 #include "group_norm_cluster_params.h"
 #include "group_norm_columns_plan.h"
-#include "group_norm_fwd_plan.h"
+#include "group_norm_small_plan.h"
+#include "group_norm_tiles_plan.h"
 
 namespace kgopt {
 
@@ -131,38 +132,49 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   return plan;
 }
 
-enum class FwdWay { kOnChip, kOneRead, kColumns, kTwoPasses };
+// The ways: a small group in registers; a group in a cluster or a team; tiles of a group all over the GPU;
+// channels_last x in slabs, on chip or, for narrow groups, through L2; passes over memory.
+enum class NormWay { kSmall, kOnChip, kOneRead, kColumns, kSlabs, kPasses };
 
-struct FwdChoice {
-  FwdWay way = FwdWay::kTwoPasses;
+struct NormChoice {
+  NormWay way = NormWay::kPasses;
+  SmallPlan small;
   ClusterPlan on_chip;
-  FwdPlan one_read;
+  TilesPlan one_read;
   ColumnPlan columns;
+  SlabPlan slabs;
 };
 
 // From here on tiles were faster than clusters of sixteen, whatever else (H200).
 inline constexpr int64_t kTiledGroupBytes = 1 << 20;
 
-// The way of a forward: a group in a cluster or a team; tiles of a group all over the GPU; channels_last x in slabs;
-// two passes over x. A cluster of sixteen whose blocks have a multiprocessor each leaves a sixth of an H200 idle and
-// overlaps nothing, and a few such clusters leave even more: then the tiles come first.
-inline FwdChoice choose_group_norm_fwd(const ClusterPlanInput& cluster, const FwdPlanInput& tiles,
-                                       const ColumnPlanInput& columns) {
-  FwdChoice choice;
+// The first of the ways that takes it. A cluster of sixteen whose blocks have a multiprocessor each leaves a sixth of
+// an H200 idle and overlaps nothing, and a few such clusters leave even more: then the tiles come first.
+inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const TilesPlanInput& tiles,
+                                    const ColumnPlanInput& columns) {
+  NormChoice choice;
+  choice.small = plan_group_norm_small({cluster.dims, cluster.tensors == 2, tiles.aligned, cluster.max_blocks});
+  if (!choice.small.refusal) {
+    choice.way = NormWay::kSmall;
+    return choice;
+  }
   choice.on_chip = plan_group_norm_cluster(cluster);
-  choice.one_read = plan_group_norm_fwd(tiles);
+  choice.one_read = plan_group_norm_tiles(tiles);
   choice.columns = plan_group_norm_columns(columns);
+  choice.slabs = plan_group_norm_slab(cluster.dims, cluster.sm_count);
   const ClusterPlan& c = choice.on_chip;
+  const int64_t bytes = int64_t(c.shares.elements) * dtype_size(cluster.dims.dtype) * cluster.tensors;
   const bool crowded =
-      c.shares.blocks == kClusterMaxBlocks &&
-      (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm || leaves_gpu_idle(c, cluster.sm_count) ||
-       int64_t(c.shares.elements) * dtype_size(cluster.dims.dtype) >= kTiledGroupBytes);
+      c.shares.blocks == kClusterMaxBlocks && (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm ||
+                                               leaves_gpu_idle(c, cluster.sm_count) || bytes >= kTiledGroupBytes);
   if (!c.refusal && (!crowded || choice.one_read.refusal)) {
-    choice.way = FwdWay::kOnChip;
+    choice.way = NormWay::kOnChip;
   } else if (!choice.one_read.refusal) {
-    choice.way = FwdWay::kOneRead;
+    choice.way = NormWay::kOneRead;
   } else if (!choice.columns.refusal) {
-    choice.way = FwdWay::kColumns;
+    choice.way = NormWay::kColumns;
+  } else if (!choice.slabs.refusal) {
+    choice.way = NormWay::kSlabs;
   }
   return choice;
 }

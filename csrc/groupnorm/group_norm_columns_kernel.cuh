@@ -10,9 +10,10 @@
 
 namespace kgopt {
 
-template <typename T_, Chain kPre_, Chain kAct_>
+template <typename T_, Chain kPre_, Chain kAct_, int kPasses_ = kColumnPasses>
 struct ColumnTraits {
   using T = T_;
+  static constexpr int kPasses = kPasses_;  // vectors of a chunk that one thread handles
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
   // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
@@ -30,19 +31,19 @@ struct ColumnTables {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-template <typename Traits>
+template <typename Traits, typename Params = GroupNormColumnsFwdParams>
 struct ColumnBlock {
   using T = typename Traits::T;
-  static constexpr int kVec = Traits::kVec, kPasses = kColumnPasses, kSlots = kColumnSlots;
+  static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses, kSlots = kColumnSlots;
   static constexpr bool kFolds = Traits::kFolds;
 
-  const GroupNormColumnsFwdParams& p;
+  const Params& p;
   const ColumnShares& d;
   char* const slots;
   const ColumnTables tables;
   uint64_t* const exchanged;
   const uint32_t team, rank;
-  const uint32_t tid = threadIdx.x, lane = tid % 32;
+  const uint32_t tid, lane = threadIdx.x % 32;  // of the threads that go through x
   uint32_t walker, position, column;
   bool active;
   uint32_t own;                      // vectors of this thread's share
@@ -51,15 +52,16 @@ struct ColumnBlock {
   uint32_t mine;                     // bytes from a slot to this thread's first vector
   uint32_t group_of[kVec / 4] = {};  // of each element, eight bits each
 
-  __device__ __forceinline__ ColumnBlock(const GroupNormColumnsFwdParams& params, char* memory, const ColumnTables& t,
-                                         uint64_t* barrier)
+  __device__ __forceinline__ ColumnBlock(const Params& params, char* memory, const ColumnTables& t, uint64_t* barrier,
+                                         uint32_t thread)
       : p(params),
         d(params.shares),
         slots(memory),
         tables(t),
         exchanged(barrier),
         team(d.by_blocks(blockIdx.x)),
-        rank(blockIdx.x - team * d.blocks) {
+        rank(blockIdx.x - team * d.blocks),
+        tid(thread) {
     const uint32_t warp = tid / 32;
     walker = d.by_warps_per_row(warp);
     position = d.by_columns(lane);
@@ -161,7 +163,7 @@ struct ColumnBlock {
 
   // The warp's moments of each run of elements, to the block's table. Sums over the positions are taken relative to the
   // first position's mean.
-  __device__ __forceinline__ void write_entries(const Sums& s) const {
+  __device__ __forceinline__ void write_entries(const Sums& s, float2* entries) const {
     float mean[kVec], m2[kVec];
     const float count = static_cast<float>(own), inverse = own == 0 ? 0.f : __fdividef(1.f, count);
 #pragma unroll
@@ -184,7 +186,7 @@ struct ColumnBlock {
     const float run = static_cast<float>(1 << d.run_log2);
     const float total = positions_sum(count), inverse_total = total == 0.f ? 0.f : __fdividef(1.f, total);
     const bool writes = active && position == 0;
-    float2* const out = tables.entries + walker * d.runs + column * d.runs_per_vector;
+    float2* const out = entries + walker * d.runs + column * d.runs_per_vector;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       if (j & ((1 << d.run_log2) - 1)) continue;
@@ -222,17 +224,18 @@ struct ColumnBlock {
     return v;
   }
 
-  // The block's moments of each group, told to the team. All threads.
-  __device__ __forceinline__ void publish(uint32_t u) const {
-    const uint32_t lanes = 1u << d.block_lanes_log2, member = tid & (lanes - 1);
+  // The block's moments of each group, from `entries`, told to the team, by `threads` threads.
+  __device__ __forceinline__ void publish(uint32_t u, const float2* run_entries, uint32_t thread,
+                                          uint32_t threads) const {
+    const uint32_t lanes = 1u << d.block_lanes_log2, member = thread & (lanes - 1);
     const float total = count_of(rank);
     const int64_t group0 = int64_t(slab(u)) * d.groups;
-    for (uint32_t first = tid / 32 * 32 >> d.block_lanes_log2; first < d.groups;
-         first += blockDim.x >> d.block_lanes_log2) {
+    for (uint32_t first = thread / 32 * 32 >> d.block_lanes_log2; first < d.groups;
+         first += threads >> d.block_lanes_log2) {
       const uint32_t g = first + (lane >> d.block_lanes_log2);
       float origin = 0.f, a = 0.f, b = 0.f;
       if (g < d.groups) {
-        const float2* const entries = tables.entries + g * d.group_runs;
+        const float2* const entries = run_entries + g * d.group_runs;
         origin = entries[0].x;
         for (uint32_t turn = 0; turn < d.turns; ++turn) {
           uint32_t w = d.by_group_runs(member), i = member - w * d.group_runs;
@@ -270,9 +273,9 @@ struct ColumnBlock {
     }
   }
 
-  // The slab's statistics from all blocks' moments, into the block's table. All threads.
-  __device__ __forceinline__ void await(uint32_t u) const {
-    const uint32_t lanes = 1u << d.team_lanes_log2, member = tid & (lanes - 1);
+  // The slab's statistics from all blocks' moments, into the block's table, by `threads` threads.
+  __device__ __forceinline__ void await(uint32_t u, uint32_t thread, uint32_t threads) const {
+    const uint32_t lanes = 1u << d.team_lanes_log2, member = thread & (lanes - 1);
     const int64_t group0 = int64_t(slab(u)) * d.groups;
     constexpr int kBatch = 5;  // words under way
     if (!p.words) {
@@ -282,8 +285,8 @@ struct ColumnBlock {
         cluster_barrier_wait(exchanged, 0);
       }
     }
-    for (uint32_t first = tid / 32 * 32 >> d.team_lanes_log2; first < d.groups;
-         first += blockDim.x >> d.team_lanes_log2) {
+    for (uint32_t first = thread / 32 * 32 >> d.team_lanes_log2; first < d.groups;
+         first += threads >> d.team_lanes_log2) {
       const uint32_t g = first + (lane >> d.team_lanes_log2);
       float origin = 0.f, a = 0.f, b = 0.f;
       for (uint32_t begin = 0; begin < d.blocks; begin += kBatch * lanes) {
@@ -403,7 +406,7 @@ struct ColumnBlock {
     // The parameters are asked for now and stored after the wait for the other blocks.
     const uint32_t channel0 = part(u) * d.channels;
     float2 affine = affine_of(p.weight, p.bias, channel0 + min(tid, d.channels - 1), p.affine_dtype);
-    await(u);
+    await(u, tid, blockDim.x);
     for (uint32_t c = tid; c < d.channels;) {
       affines(u)[c] = affine;
       c += blockDim.x;
@@ -414,9 +417,19 @@ struct ColumnBlock {
     return coefficients(u);
   }
   __device__ __forceinline__ void finish_sums(const Sums& s, uint32_t u) const {
-    write_entries(s);
+    write_entries(s, tables.entries);
     __syncthreads();
-    publish(u);
+    publish(u, tables.entries, tid, blockDim.x);
+    __syncwarp();
+  }
+
+  // The next slab's first loads, into L2: memory would idle until the statistics are there.
+  __device__ __forceinline__ void prefetch(uint32_t u) const {
+    const T* const x = static_cast<const T*>(p.x) + base(u);
+    const uint32_t vectors = min(own, uint32_t(kSlots * kPasses));
+    for (uint32_t i = 0; i < vectors; ++i) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(x + i * step));
+    }
     __syncwarp();
   }
 
@@ -439,6 +452,7 @@ struct ColumnBlock {
         commit();
       }
       finish_sums(s, u);
+      if (d.ahead && u + 1 < slabs) prefetch(u + 1);
       const Coefficients c = coefficients_of(u);
       for (uint32_t k = 0; k < d.chunks; ++k) {
         wait(pending);
@@ -466,7 +480,7 @@ __global__ void __launch_bounds__(kColumnMaxThreads, 1)
   t.stats = t.entries + d.walkers * d.runs;
   t.affines = t.stats + 2 * d.groups;
   t.counts = reinterpret_cast<float*>(t.affines + 2 * d.channels);
-  ColumnBlock<Traits> block(p, memory, t, &exchanged);
+  ColumnBlock<Traits> block(p, memory, t, &exchanged, threadIdx.x);
   if (!p.words && d.blocks > 1) {
     if (threadIdx.x == 0) {
       barrier_init(&exchanged, 1);

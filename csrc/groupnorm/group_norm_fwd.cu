@@ -6,7 +6,7 @@ namespace kgopt {
 namespace {
 
 template <typename Traits>
-Status launch_kernel(GroupNormFwdParams p, const FwdPlan& plan, cudaStream_t stream) {
+Status launch_kernel(GroupNormFwdParams p, const TilesPlan& plan, cudaStream_t stream) {
   const auto kernel = group_norm_fwd_kernel<Traits>;
   constexpr int kSmem = Traits::kSlots * Traits::kTileBytes;
   void* arguments[] = {&p};
@@ -24,9 +24,9 @@ Status launch_kernel(GroupNormFwdParams p, const FwdPlan& plan, cudaStream_t str
 }
 
 template <typename T, Chain kPre, Chain kAct>
-Status launch(const GroupNormFwdParams& p, const FwdPlan& plan, cudaStream_t stream) {
+Status launch(const GroupNormFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
   return plan.holders == 0 ? launch_kernel<GroupNormFwdTraits<T, kPre, kAct, 0>>(p, plan, stream)
-                           : launch_kernel<GroupNormFwdTraits<T, kPre, kAct, kFwdHolders>>(p, plan, stream);
+                           : launch_kernel<GroupNormFwdTraits<T, kPre, kAct, kTilesHolders>>(p, plan, stream);
 }
 
 }  // namespace
@@ -41,9 +41,9 @@ bool has_bulk_copy() {
   return attributes.ptxVersion >= 90;
 }
 
-Status run_group_norm_fwd(const GroupNormFwdParams& p, const FwdPlan& plan, cudaStream_t stream) {
+Status run_group_norm_fwd(const GroupNormFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
   Status status;
-  switch (p.dims.dtype) {
+  switch (p.dtype) {
 #define KGOPT_FWD_DTYPE(name, T)                                                                            \
   case Dtype::name:                                                                                         \
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = (launch<T, kPre, kAct>(p, plan, stream))); \

@@ -1,6 +1,6 @@
-// GroupNorm forward with one read of x; see group_norm_fwd_params.h. The warps of a block have roles, and none waits
+// GroupNorm forward with one read of x; see group_norm_tiles.h. The warps of a block have roles, and none waits
 // for more than it needs:
-//   producer    one thread that starts the loads into slots of shared memory that have become free
+//   producer    a warp that starts the loads into slots of shared memory that have become free
 //   statistics  moments of the tiles in the slots
 //   publisher   makes the block's moments of a group the block's word
 //   collector   waits for the words of all blocks and merges them, in every block for itself: one trip through L2
@@ -8,12 +8,10 @@
 //   holders     teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
 
-#include "../common/async.cuh"
 #include "../common/dtype.cuh"
 #include "../common/reduce.cuh"
 #include "group_norm_fwd_params.h"
-#include "vectors.cuh"
-#include "words.cuh"
+#include "group_norm_tiles.cuh"
 
 namespace kgopt {
 
@@ -22,8 +20,8 @@ struct GroupNormFwdTraits {
   using T = T_;
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
-  static constexpr int kSlots = kFwdSlots, kHolders = kHolders_, kPlaces = kSlots + kHolders;
-  static constexpr int kTileVectors = kFwdTileVectors, kTileBytes = kTileVectors * 16;
+  static constexpr int kSlots = kTilesSlots, kHolders = kHolders_;
+  static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
   static constexpr int kCollectors = 2, kServantWarps = 2 + kCollectors;
   // Holders leave room for fewer: 896 threads have 72 registers each.
   static constexpr int kStatWarps = kHolders == 0 ? 8 : 4, kNormWarps = 8, kHolderWarps = 4;
@@ -31,8 +29,6 @@ struct GroupNormFwdTraits {
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
-inline constexpr int kFwdVisits = 32;  // groups with tiles on chip: at most as many as places
 
 // What the warps must know of a tile in a slot; the producer works it out once for all. Vectors lo <= v < hi of the
 // tile are the group's.
@@ -52,8 +48,8 @@ template <typename Traits>
 struct FwdShared {
   uint64_t loaded[Traits::kSlots], freed[Traits::kSlots];
   FwdTile tiles[Traits::kSlots];
-  uint64_t published[kFwdVisits], ready[kFwdVisits];
-  float2 statistics[kFwdVisits];
+  uint64_t published[kTilesVisits], ready[kTilesVisits];
+  float2 statistics[kTilesVisits];
   uint64_t box_full[2], box_empty[2];
   uint64_t held[Traits::kHolders + 1];  // moments of a holders' tile are there
   Moments<float> box[2][Traits::kStatWarps];
@@ -61,111 +57,59 @@ struct FwdShared {
 };
 
 template <typename Traits>
-struct FwdBlock {
+struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, Traits::kHolders> {
   using T = typename Traits::T;
-  static constexpr int kVec = Traits::kVec, kSlots = Traits::kSlots, kPlaces = Traits::kPlaces;
+  static constexpr int kVec = Traits::kVec, kSlots = Traits::kSlots;
   static constexpr int kHolders = Traits::kHolders, kTileVectors = Traits::kTileVectors;
+
+  using Walk = TileWalk<kVec, kTileVectors, kSlots, kHolders>;
+  using Tile = typename Walk::Tile;
+  using Walk::advance, Walk::channel_of, Walk::channels_before, Walk::end_of, Walk::exists, Walk::first_tile,
+      Walk::head_of, Walk::holders_before, Walk::is_held, Walk::next_slot, Walk::place_tile, Walk::slot_of,
+      Walk::slot_tile, Walk::slot_tiles, Walk::wait_words;
 
   const GroupNormFwdParams& p;
   FwdShared<Traits>& s;
   char* const slots;
 
-  // Tile i of the block. A group's tiles lie on 128-byte lines, or loads and stores would touch twice as many: position
-  // 0 of its first tile is up to `head` vectors before the group.
-  struct Tile {
-    uint32_t i, number;     // in the block, in the tensor
-    uint32_t group, index;  // index in the group
-    uint32_t visit;         // groups of the block before it
-    uint32_t place, round;  // i = round * kPlaces + place
-  };
-  __device__ __forceinline__ Tile first_tile() const {
-    const uint32_t group = blockIdx.x / p.tiles_per_group;
-    return {0, blockIdx.x, group, blockIdx.x - group * p.tiles_per_group, 0, 0, 0};
-  }
-  __device__ __forceinline__ void advance(Tile& t) const {
-    ++t.i;
-    t.number += gridDim.x;
-    t.index += gridDim.x;
-    if (t.index >= p.tiles_per_group) {
-      const uint32_t groups = t.index / p.tiles_per_group;
-      t.group += groups;
-      t.index -= groups * p.tiles_per_group;
-      ++t.visit;
-    }
-    if (++t.place == kPlaces) {
-      t.place = 0;
-      ++t.round;
-    }
-  }
-  // Tiles of this block that come into slots, which are taken in turn.
-  __device__ __forceinline__ uint32_t slot_tiles() const {
-    const uint32_t own = (p.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, rest = own % kPlaces;
-    return own / kPlaces * kSlots + rest - holders_before(rest);
-  }
-  static __device__ __forceinline__ void next_slot(uint32_t& k, uint32_t& parity) {
-    if (++k == kSlots) {
-      k = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ bool exists(const Tile& t) const { return t.number < p.tiles; }
+  __device__ __forceinline__ FwdBlock(const GroupNormFwdParams& params, FwdShared<Traits>& shared, char* memory)
+      : Walk{params.shares}, p(params), s(shared), slots(memory) {}
 
-  // Places go round; the holders' are spread among them.
-  static __device__ __forceinline__ uint32_t holders_before(uint32_t place) { return place * kHolders / kPlaces; }
-  static __device__ __forceinline__ bool is_held(uint32_t place) {
-    return holders_before(place + 1) != holders_before(place);
-  }
-  static __device__ __forceinline__ uint32_t slot_of(const Tile& t) { return t.place - holders_before(t.place); }
   __device__ __forceinline__ char* slot(const Tile& t) const { return slots + slot_of(t) * Traits::kTileBytes; }
-
-  __device__ __forceinline__ int head_of(uint32_t group) const {
-    return static_cast<int>(p.x_line + group * p.group_vectors) & 7;
-  }
-  __device__ __forceinline__ int end_of(int head, uint32_t index) const {
-    const int64_t left = p.group_vectors + head - int64_t(index) * kTileVectors;
-    return static_cast<int>(left < 0 ? 0 : left < kTileVectors ? left : kTileVectors);
-  }
   __device__ __forceinline__ FwdTile describe(const Tile& t) const {
-    const int head = head_of(t.group);
     FwdTile d;
-    d.base = t.group * p.group_vectors - head + int64_t(t.index) * kTileVectors;
-    d.lo = t.index == 0 ? head : 0;
-    d.hi = end_of(head, t.index);
-    d.visit = t.visit;
-    d.is_full = d.lo == 0 && d.hi == kTileVectors;
+    place_tile(t, &d);
+    d.channel0 = channel_of(t, &d.column0) + channels_before(t);
+    d.is_one = d.column0 + uint32_t(max(d.hi - d.lo, 0)) * kVec <= static_cast<uint32_t>(p.shares.dims.s);
+    const float2 coefficients = affine(d.channel0);
+    d.weight = coefficients.x;
+    d.bias = coefficients.y;
     return d;
   }
-  __device__ __forceinline__ void find_channels(const Tile& t, FwdTile* d) const {
-    const int64_t begin = t.index == 0 ? 0 : (int64_t(t.index) * kTileVectors - head_of(t.group)) * kVec;
-    const int64_t row = __umul64hi(begin, p.s_magic64);
-    d->channel0 = t.group % static_cast<uint32_t>(p.dims.g) * p.channels_per_group + static_cast<uint32_t>(row);
-    d->column0 = static_cast<uint32_t>(begin - row * p.dims.s);
-    d->is_one = d->column0 + uint32_t(max(d->hi - d->lo, 0)) * kVec <= static_cast<uint32_t>(p.dims.s);
-    const float2 coefficients = affine(d->channel0);
-    d->weight = coefficients.x;
-    d->bias = coefficients.y;
-  }
 
-  __device__ __forceinline__ void produce() const {
+  __device__ __forceinline__ void produce(int lane) const {
     const uint64_t policy = evict_normal_policy();  // evict_first and streaming stores were 2% slower
-    for (Tile t = first_tile(); exists(t); advance(t)) {
-      if (is_held(t.place)) continue;
-      const uint32_t k = slot_of(t);
-      if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
-      FwdTile d = describe(t);
-      const int vectors = d.hi - d.lo;
-      if (vectors > 0) {
-        barrier_expect_bytes(&s.loaded[k], vectors * 16);
-        bulk_load(slot(t) + d.lo * 16, static_cast<const T*>(p.x) + (d.base + d.lo) * kVec, vectors * 16, &s.loaded[k],
-                  policy);
-      } else {  // the other groups' heads need this tile
-        barrier_arrive(&s.loaded[k]);
-      }
-      find_channels(t, &d);
-      d.is_last = is_last_in_slot(t);
-      s.tiles[k] = d;
-      barrier_arrive(&s.loaded[k]);
-    }
+    Walk::template produce<FwdTile>(
+        lane, p.x, nullptr,
+        [&](const Tile& t, uint32_t j, FwdTile* d) {
+          *d = describe(t);
+          const Tile next = slot_tile(j + 1);
+          d->is_last = next.visit != t.visit || !exists(next);
+        },
+        [&](const Tile& t, const FwdTile& d) {
+          const uint32_t k = slot_of(t);
+          if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
+          const int vectors = d.hi - d.lo;
+          if (vectors > 0) {
+            barrier_expect_bytes(&s.loaded[k], vectors * 16);
+            bulk_load(slot(t) + d.lo * 16, static_cast<const T*>(p.x) + (d.base + d.lo) * kVec, vectors * 16,
+                      &s.loaded[k], policy);
+          } else {  // the other groups' heads need this tile
+            barrier_arrive(&s.loaded[k]);
+          }
+          s.tiles[k] = d;
+          barrier_arrive(&s.loaded[k]);
+        });
   }
 
   // --- Statistics.
@@ -208,15 +152,6 @@ struct FwdBlock {
     const Moments<float> own[1] = {m.moments()};
     return counted == 0 ? Moments<float>{} : warp_pool(own, static_cast<float>(counted));
   }
-  // Whether no later tile of the group comes into a slot of this block.
-  __device__ __forceinline__ bool is_last_in_slot(const Tile& t) const {
-    Tile next = t;
-    do {
-      advance(next);
-    } while (is_held(next.place));
-    return next.visit != t.visit || !exists(next);
-  }
-
   __device__ __forceinline__ void compute_statistics(int warp, int lane) const {
     constexpr int kPasses = kTileVectors / 32 / Traits::kStatWarps;
     const int first = warp * kPasses * 32 + lane;
@@ -273,39 +208,24 @@ struct FwdBlock {
       const float count = warp_sum(m.count);
       const Moments<float> sets[1] = {m};
       m = count == 0.f ? Moments<float>{} : warp_pool(sets, count);
-      if (lane == 0) store_word(p.words + int64_t(start.group) * p.parts + start.index, pack_word(m.mean, m.m2));
-      if (lane == 0) barrier_arrive(&s.published[start.visit % kFwdVisits]);
+      if (lane == 0) store_word(p.words + int64_t(start.group) * p.shares.parts + start.index, pack_word(m.mean, m.m2));
+      if (lane == 0) barrier_arrive(&s.published[start.visit % kTilesVisits]);
     }
   }
 
-  // Words lane + 32 * k of a group.
-  template <int kSets>
-  __device__ __forceinline__ void wait_words(const uint64_t* words, int lane, uint64_t (&word)[kSets]) const {
-    bool is_missing;
-    do {
-      is_missing = false;
-#pragma unroll
-      for (int k = 0; k < kSets; ++k) {
-        const uint32_t part = lane + 32 * k;
-        if (part < p.parts && word[k] == 0) word[k] = load_word(words + part);
-      }
-#pragma unroll
-      for (int k = 0; k < kSets; ++k) is_missing |= lane + 32 * k < p.parts && word[k] == 0;
-    } while (__any_sync(0xffffffffu, is_missing));
-  }
   __device__ __forceinline__ void collect(int collector, int lane) const {
-    constexpr int kSets = kFwdMaxBlocks / 32;
-    const uint32_t rounds = p.tiles_per_group / gridDim.x, rest = p.tiles_per_group - rounds * gridDim.x;
-    const uint32_t last = p.tiles_per_group - 1, before = last - 1;
+    constexpr int kSets = kTilesMaxBlocks / 32;
+    const uint32_t rounds = p.shares.tiles_per_group / gridDim.x, rest = p.shares.tiles_per_group - rounds * gridDim.x;
+    const uint32_t last = p.shares.tiles_per_group - 1, before = last - 1;
     const uint32_t last_part = last % gridDim.x, part_before = before % gridDim.x;
-    const float elements = static_cast<float>(p.group_vectors * kVec);
+    const float elements = static_cast<float>(p.shares.group_vectors * kVec);
     uint32_t next_visit = collector;
     for (Tile t = first_tile(); exists(t); advance(t)) {
       if (t.visit != next_visit) continue;
       next_visit += Traits::kCollectors;
-      const uint64_t* const words = p.words + int64_t(t.group) * p.parts;
+      const uint64_t* const words = p.words + int64_t(t.group) * p.shares.parts;
       // Polls before that would only keep the words' lines busy for the others.
-      barrier_wait(&s.published[t.visit % kFwdVisits], t.visit / kFwdVisits & 1);
+      barrier_wait(&s.published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);
       uint64_t word[kSets] = {};
       wait_words(words, lane, word);
       // The last tile is short, and where it is empty, so may the one before be.
@@ -315,7 +235,7 @@ struct FwdBlock {
 #pragma unroll
       for (int k = 0; k < kSets; ++k) {
         const uint32_t part = lane + 32 * k;
-        if (part >= p.parts) break;
+        if (part >= p.shares.parts) break;
         const float2 v = unpack_word(word[k]);
         const int vectors = static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
                             (part == last_part ? missing_last : 0) - (part == part_before ? missing_before : 0);
@@ -324,8 +244,8 @@ struct FwdBlock {
       const Moments<float> m = warp_pool(sets, elements);
       if (lane == 0) {
         const float rstd = 1.f / sqrtf(m.m2 / m.count + p.eps);
-        s.statistics[t.visit % kFwdVisits] = make_float2(m.mean, rstd);
-        barrier_arrive(&s.ready[t.visit % kFwdVisits]);
+        s.statistics[t.visit % kTilesVisits] = make_float2(m.mean, rstd);
+        barrier_arrive(&s.ready[t.visit % kTilesVisits]);
         if (t.index == 0) {
           p.mean[t.group] = m.mean;
           p.rstd[t.group] = rstd;
@@ -340,8 +260,8 @@ struct FwdBlock {
   __device__ __forceinline__ float2 affine(int64_t c) const { return affine_of(p.weight, p.bias, c, p.affine_dtype); }
 
   __device__ __forceinline__ float2 wait_statistics(uint32_t visit) const {
-    barrier_wait(&s.ready[visit % kFwdVisits], visit / kFwdVisits & 1);
-    return s.statistics[visit % kFwdVisits];
+    barrier_wait(&s.ready[visit % kTilesVisits], visit / kTilesVisits & 1);
+    return s.statistics[visit % kTilesVisits];
   }
 
   // Vectors first + 32 * k, k < kPasses, that read(k) gives, to `to` + 32 * k vectors.
@@ -360,7 +280,7 @@ struct FwdBlock {
       }
       return;
     }
-    const uint32_t length = static_cast<uint32_t>(p.dims.s);
+    const uint32_t length = static_cast<uint32_t>(p.shares.dims.s);
     const int lo = d.lo, hi = d.hi;
     // Row, weight and bias of each vector's first element; loads of all vectors before the first use.
     uint32_t row_of[kPasses], column_of[kPasses];
@@ -369,7 +289,7 @@ struct FwdBlock {
     for (int k = 0; k < kPasses; ++k) {
       const int v = first + k * 32;
       const uint32_t position = d.column0 + uint32_t(v >= lo && v < hi ? v - lo : 0) * kVec;
-      row_of[k] = __umulhi(position, p.s_magic) >> p.s_shift;
+      row_of[k] = __umulhi(position, p.shares.s_magic) >> p.shares.s_shift;
       column_of[k] = position - row_of[k] * length;
       coefficients[k] = affine(d.channel0 + row_of[k]);
     }
@@ -412,7 +332,7 @@ struct FwdBlock {
     const int first = warp * kPasses * 32 + lane;
     for (Tile t = first_tile(); exists(t); advance(t)) {
       if (!is_held(t.place) || static_cast<int>(holders_before(t.place)) != holder) continue;
-      FwdTile d = describe(t);
+      const FwdTile d = describe(t);
       const T* const x = static_cast<const T*>(p.x) + d.base * kVec;
       Vec<T, kVec> data[kPasses];
 #pragma unroll
@@ -423,7 +343,6 @@ struct FwdBlock {
           data[k] = *reinterpret_cast<const Vec<T, kVec>*>(&bits);
         }
       }
-      find_channels(t, &d);
       ThreadMoments<kVec> mine;
       add_vectors<kPasses>(mine, d, first, [&](int k) { return data[k]; });
       const Moments<float> m = warp_moments(mine);
@@ -457,7 +376,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       barrier_init(&shared.loaded[k], 2);
       barrier_init(&shared.freed[k], Traits::kNormWarps);
     }
-    for (int v = 0; v < kFwdVisits; ++v) {
+    for (int v = 0; v < kTilesVisits; ++v) {
       barrier_init(&shared.published[v], 1);
       barrier_init(&shared.ready[v], 1);
     }
@@ -473,7 +392,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int lane = threadIdx.x % 32;
   int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp < Traits::kServantWarps) {
-    if (warp == 0 && lane == 0) block.produce();
+    if (warp == 0) block.produce(lane);
     if (warp == 1) block.publish(lane);
     if (warp >= 2) block.collect(warp - 2, lane);
     return;

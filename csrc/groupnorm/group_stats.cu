@@ -41,7 +41,8 @@ Status launch_stats(const GroupStatsParams& p, cudaStream_t stream) {
   a.slice_length = p.slice_length;
   a.partials = static_cast<acc_t<T>*>(p.partials.data);
   a.r.pre = p.pre_act;
-  return launch_reduce("group_stats_kernel", a, d.channels_last, stream);
+  const bool by_channel = d.channels_last && d.c > 1 && a.rows == d.c;
+  return launch_reduce("group_stats_kernel", a, by_channel, stream);
 }
 
 // One block a group: warps take its rows, lanes the slices of a row.
@@ -52,6 +53,8 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   const int64_t n = blockIdx.x / p.g;
   const int64_t group = blockIdx.x % p.g;
   const int64_t rows = p.partials.rows / p.g;
+  let_dependents_start();
+  wait_for_prerequisites();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t slices = p.partials.slices;
   const Acc* const data = static_cast<const Acc*>(p.partials.data) + (n * slices * p.partials.rows + group * rows) * 3;
@@ -114,6 +117,7 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
 
 template <typename Acc>
 __global__ void __launch_bounds__(256) affine_table_kernel(const __grid_constant__ AffineTableParams p) {
+  let_dependents_start();
   const int64_t channels = p.c / p.g;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.n * p.c;
        i += int64_t(gridDim.x) * blockDim.x) {
@@ -137,7 +141,8 @@ Status check(const char* kernel) {
 void plan_group_stats(GroupStatsParams* p, bool per_channel, int sm_count) {
   const GroupNormDims& d = p->dims;
   const int vec = 16 / dtype_size(d.dtype);
-  if (d.channels_last) {
+  // With one group the order of a sample's elements does not matter.
+  if (d.channels_last && (per_channel || d.g > 1)) {
     p->partials.rows = d.c;
     const ColumnGeometry g = column_geometry(d.c, d.c % vec == 0 ? vec : 1);
     plan_slices(d.n * g.channel_blocks, d.s, int64_t(g.walkers) * kTraverseUnroll * 2, 1, sm_count, &p->partials.slices,
@@ -164,12 +169,9 @@ Status run_group_stats(const GroupStatsParams& p, cudaStream_t stream) {
 Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t stream) {
   if (p.n == 0) return Status::Ok();
   const unsigned blocks = static_cast<unsigned>(p.n * p.g);
-  if (p.is_double) {
-    group_stats_finalize_kernel<double><<<blocks, 256, 0, stream>>>(p);
-  } else {
-    group_stats_finalize_kernel<float><<<blocks, 256, 0, stream>>>(p);
-  }
-  return check("group_stats_finalize_kernel");
+  const char* const name = "group_stats_finalize_kernel";
+  return p.is_double ? launch_after<group_stats_finalize_kernel<double>>(true, name, blocks, 256, stream, p)
+                     : launch_after<group_stats_finalize_kernel<float>>(true, name, blocks, 256, stream, p);
 }
 
 Status run_affine_table(const AffineTableParams& p, cudaStream_t stream) {

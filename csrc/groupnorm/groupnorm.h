@@ -3,9 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include "group_norm_bwd_params.h"
 #include "group_norm_cluster_plan.h"
 #include "group_norm_columns_plan.h"
-#include "group_norm_fwd_plan.h"
+#include "group_norm_fwd_params.h"
+#include "group_norm_small_plan.h"
+#include "group_norm_tiles_plan.h"
 #include "groupnorm_params.h"
 
 namespace kgopt {
@@ -19,13 +22,21 @@ Status run_affine_table(const AffineTableParams& p, cudaStream_t stream);
 // Whether the current device runs code of this binary that was built for compute capability 9.0 or later.
 bool has_bulk_copy();
 // Unsupported where not all blocks can run at a time; nothing was launched then.
-Status run_group_norm_fwd(const GroupNormFwdParams& p, const FwdPlan& plan, cudaStream_t stream);
+Status run_group_norm_fwd(const GroupNormFwdParams& p, const TilesPlan& plan, cudaStream_t stream);
 // The most blocks of a cluster on `device`, the current one, with all shared memory taken; 0 where it has no clusters.
 int max_cluster_blocks(int device);
 Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
+// As run_group_norm_fwd.
+Status run_group_norm_bwd(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t stream);
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 // As run_group_norm_fwd.
 Status run_group_norm_columns_fwd(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
+Status run_group_norm_rows_bwd(const GroupNormRowsBwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
+// Of plan_group_norm_small and plan_group_norm_slab.
+Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan, cudaStream_t stream);
+Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream);
+Status run_group_norm_slab_fwd(const GroupNormSlabFwdParams& p, const SlabPlan& plan, cudaStream_t stream);
+Status run_group_norm_slab_bwd(const GroupNormSlabBwdParams& p, const SlabPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 

@@ -103,26 +103,29 @@ ClusterPlanInput cluster_input(const char* op, const Tensor& x, std::initializer
   return in;
 }
 
-FwdChoice choose_fwd(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d, const ActChain& pre_act,
-                     const ActChain& act) {
+// The way of a forward or, with dy among the dense tensors of x's sizes, a backward.
+NormChoice choose_way(const char* op, const Tensor& x, std::initializer_list<const void*> tensors,
+                      const GroupNormDims& d, int on_chip, const ActChain& pre_act, const ActChain& act) {
   const DeviceInfo info = check_gpu(op, x);
-  const uintptr_t from = address_of(x.const_data_ptr()), to = address_of(y.const_data_ptr());
-  FwdPlanInput tiles;
+  const ClusterPlanInput cluster = cluster_input(op, x, tensors, d, on_chip, pre_act, act);
+  TilesPlanInput tiles;
   tiles.dims = d;
-  tiles.aligned = from % 16 == 0 && to % 16 == 0;
-  tiles.x_line = static_cast<uint32_t>(from / 16 % 8);
+  tiles.tensors = on_chip;
+  for (const void* t : tensors) tiles.aligned = tiles.aligned && address_of(t) % 16 == 0;
+  tiles.long_chain = cluster.long_chain;
+  tiles.x_line = static_cast<uint32_t>(address_of(*tensors.begin()) / 16 % 8);
   tiles.has_bulk_copy = info.compute_capability >= 90 && has_bulk_copy();
   tiles.smem_bytes = info.smem_per_block;
   tiles.sm_count = info.sm_count;
-  const ClusterPlanInput cluster = cluster_input(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, 1, pre_act, act);
   ColumnPlanInput columns;
   columns.dims = d;
+  columns.tensors = on_chip;
   columns.aligned = tiles.aligned;
   columns.long_chain = cluster.long_chain;
   columns.max_blocks = cluster.max_blocks;
   columns.sm_count = info.sm_count;
   columns.smem_bytes = info.smem_per_block;
-  return choose_group_norm_fwd(cluster, tiles, columns);
+  return choose_group_norm(cluster, tiles, columns);
 }
 
 // A tensor so large that its start has left L2 when its end is written.
@@ -136,72 +139,46 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
                           const ActChain& pre_act, bool add_input = false) {
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s = allocate_statistics(x, d, false);
-  const FwdChoice choice = choose_fwd(op, x, y, d, pre_act, act);
-  if (choice.way == FwdWay::kOnChip) {
-    GroupNormClusterFwdParams p;
-    p.x = x.const_data_ptr();
-    p.y = y.mutable_data_ptr();
-    p.weight = data_or_null(w);
-    p.bias = data_or_null(b);
-    p.affine_dtype = affine_dtype(op, w, b);
-    p.dtype = d.dtype;
-    p.shares = choice.on_chip.shares;
-    p.pre_act = pre_act;
-    p.act = act;
-    p.add_input = add_input;
-    p.streaming_stores = exceeds_l2(op, x, d);
-    p.eps = static_cast<float>(eps);
-    p.mean = static_cast<float*>(s.mean.mutable_data_ptr());
-    p.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
-    raise_on_error(op, run_group_norm_cluster_fwd(p, choice.on_chip, stream_of(x)));
-    return s;
-  }
-  if (choice.way == FwdWay::kOneRead) {
-    const FwdPlan& plan = choice.one_read;
+  const NormChoice choice = choose_way(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, 1, pre_act, act);
+  GroupNormFwdArgs a;
+  a.x = x.const_data_ptr();
+  a.y = y.mutable_data_ptr();
+  a.weight = data_or_null(w);
+  a.bias = data_or_null(b);
+  a.affine_dtype = affine_dtype(op, w, b);
+  a.dtype = d.dtype;
+  a.pre_act = pre_act;
+  a.act = act;
+  a.add_input = add_input;
+  a.streaming_stores = exceeds_l2(op, x, d);
+  a.eps = static_cast<float>(eps);
+  if (choice.way != NormWay::kPasses) {
+    a.mean = static_cast<float*>(s.mean.mutable_data_ptr());
+    a.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
     Workspace workspace(x);
-    const int64_t words = workspace.reserve(plan.words * sizeof(uint64_t));
+    const int64_t count = choice.way == NormWay::kOneRead   ? choice.one_read.words
+                          : choice.way == NormWay::kColumns ? choice.columns.words
+                                                            : 0;
+    const int64_t words = workspace.reserve(count * sizeof(uint64_t));
     workspace.allocate();
-    GroupNormFwdParams p = plan.params;
-    p.x = x.const_data_ptr();
-    p.y = y.mutable_data_ptr();
-    p.weight = data_or_null(w);
-    p.bias = data_or_null(b);
-    p.affine_dtype = affine_dtype(op, w, b);
-    p.pre_act = pre_act;
-    p.act = act;
-    p.add_input = add_input;
-    p.eps = static_cast<float>(eps);
-    p.mean = static_cast<float*>(s.mean.mutable_data_ptr());
-    p.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
-    p.words = workspace.at<uint64_t>(words);
-    const Status status = run_group_norm_fwd(p, plan, stream_of(x));
-    if (status.code != StatusCode::kUnsupported) {
-      raise_on_error(op, status);
-      return s;
+    uint64_t* const at = workspace.at<uint64_t>(words);
+    Status status;
+    switch (choice.way) {
+      case NormWay::kSmall:
+        status = run_group_norm_small_fwd({a, choice.small.shares}, choice.small, stream_of(x));
+        break;
+      case NormWay::kSlabs:
+        status = run_group_norm_slab_fwd({a, choice.slabs.shares}, choice.slabs, stream_of(x));
+        break;
+      case NormWay::kOnChip:
+        status = run_group_norm_cluster_fwd({a, choice.on_chip.shares}, choice.on_chip, stream_of(x));
+        break;
+      case NormWay::kOneRead:
+        status = run_group_norm_fwd({a, choice.one_read.shares, at}, choice.one_read, stream_of(x));
+        break;
+      default: status = run_group_norm_columns_fwd({a, choice.columns.shares, at}, choice.columns, stream_of(x));
     }
-  }
-  if (choice.way == FwdWay::kColumns) {
-    const ColumnPlan& plan = choice.columns;
-    Workspace workspace(x);
-    const int64_t words = workspace.reserve(plan.words * sizeof(uint64_t));
-    workspace.allocate();
-    GroupNormColumnsFwdParams p;
-    p.x = x.const_data_ptr();
-    p.y = y.mutable_data_ptr();
-    p.weight = data_or_null(w);
-    p.bias = data_or_null(b);
-    p.affine_dtype = affine_dtype(op, w, b);
-    p.dtype = d.dtype;
-    p.shares = plan.shares;
-    p.pre_act = pre_act;
-    p.act = act;
-    p.add_input = add_input;
-    p.streaming_stores = exceeds_l2(op, x, d);
-    p.eps = static_cast<float>(eps);
-    p.mean = static_cast<float*>(s.mean.mutable_data_ptr());
-    p.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
-    p.words = plan.cluster ? nullptr : workspace.at<uint64_t>(words);
-    const Status status = run_group_norm_columns_fwd(p, plan, stream_of(x));
+    // Not all blocks can run at a time: nothing was launched.
     if (status.code != StatusCode::kUnsupported) {
       raise_on_error(op, status);
       return s;
@@ -340,6 +317,63 @@ Tensor group_norm_mean(Tensor x, int64_t num_groups, OptTensor weight, OptTensor
   return out.scalar_type() == x.scalar_type() ? out : torch::stable::to(out, x.scalar_type());
 }
 
+// dx, dweight and dbias with one read of x and dy; false, and nothing launched, where passes over them must do it.
+bool backward_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, const NormChoice& choice,
+                      const GroupNormBwdArgs& a, const Tensor& dweight, const Tensor& dbias) {
+  if (choice.way == NormWay::kPasses) return false;
+  const GroupTiles& tiles = choice.one_read.shares;
+  const ColumnShares& slabs = choice.columns.shares;
+  int64_t words = 0, rows = d.n, sums = 0;  // rows: sets of channel sums that remain to be added up
+  if (choice.way == NormWay::kOneRead) {
+    words = choice.one_read.words;
+    rows = 0;
+    sums = int64_t(tiles.tiles) * 4;
+  } else {
+    if (choice.way == NormWay::kColumns) {
+      words = choice.columns.words;
+      rows = int64_t(slabs.teams) * slabs.blocks;
+    } else if (choice.way == NormWay::kSmall) {
+      rows = choice.small.shares.owner ? 0 : d.n << choice.small.shares.blocks_log2;
+    }
+    sums = rows * d.c * 2;
+  }
+  Workspace workspace(x);
+  const int64_t words_at = workspace.reserve(words * sizeof(uint64_t));
+  const int64_t sums_at = workspace.reserve(sums * sizeof(float));
+  workspace.allocate();
+  AffineGradientParams g;
+  g.channel_sums = workspace.at<float>(sums_at);
+  g.n = rows;
+  g.c = d.c;
+  g.dweight = dweight.mutable_data_ptr();
+  g.dbias = dbias.mutable_data_ptr();
+  g.affine_dtype = check_dtype(op, "weight", dweight);
+  uint64_t* const at = workspace.at<uint64_t>(words_at);
+  float* const channel_sums = workspace.at<float>(sums_at);
+  Status status;
+  switch (choice.way) {
+    case NormWay::kSmall:
+      status = run_group_norm_small_bwd({a, choice.small.shares, channel_sums, g.dweight, g.dbias, g.affine_dtype},
+                                        choice.small, stream_of(x));
+      break;
+    case NormWay::kSlabs:
+      status = run_group_norm_slab_bwd({a, choice.slabs.shares, channel_sums}, choice.slabs, stream_of(x));
+      break;
+    case NormWay::kOnChip:
+      status = run_group_norm_cluster_bwd({a, choice.on_chip.shares, channel_sums}, choice.on_chip, stream_of(x));
+      break;
+    case NormWay::kOneRead:
+      status = run_group_norm_bwd({a, tiles, at, channel_sums, g.dweight, g.dbias, g.affine_dtype}, choice.one_read,
+                                  stream_of(x));
+      break;
+    default: status = run_group_norm_rows_bwd({a, slabs, at, channel_sums}, choice.columns, stream_of(x));
+  }
+  if (status.code == StatusCode::kUnsupported) return false;  // not all blocks can run at a time
+  raise_on_error(op, status);
+  if (rows > 0) raise_on_error(op, run_affine_gradient(g, stream_of(x)));
+  return true;
+}
+
 // Shared by both backward ops: tables and sums in the workspace, dx, dweight and dbias as outputs.
 std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x, const GroupNormDims& d,
                                                 const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
@@ -358,37 +392,21 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x,
   const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
   Workspace workspace(x);
   if (p.dy) {
-    const ClusterPlan plan =
-        plan_group_norm_cluster(cluster_input(op, x, {p.x, p.dy, dx.const_data_ptr()}, d, 2, p.pre_act, p.act));
-    if (!plan.refusal) {
-      const int64_t sums = workspace.reserve(d.n * d.c * 2 * sizeof(float));
-      workspace.allocate();
-      GroupNormClusterBwdParams q;
-      q.x = p.x;
-      q.dy = p.dy;
-      q.dx = dx.mutable_data_ptr();
-      q.weight = data_or_null(w);
-      q.bias = data_or_null(b);
-      q.affine_dtype = affine_dtype(op, w, b);
-      q.dtype = d.dtype;
-      q.shares = plan.shares;
-      q.pre_act = p.pre_act;
-      q.act = p.act;
-      q.streaming_stores = exceeds_l2(op, x, d);
-      q.mean = static_cast<const float*>(dense_mean.const_data_ptr());
-      q.rstd = static_cast<const float*>(dense_rstd.const_data_ptr());
-      q.channel_sums = workspace.at<float>(sums);
-      raise_on_error(op, run_group_norm_cluster_bwd(q, plan, stream_of(x)));
-      AffineGradientParams a;
-      a.channel_sums = q.channel_sums;
-      a.n = d.n;
-      a.c = d.c;
-      a.dweight = dweight.mutable_data_ptr();
-      a.dbias = dbias.mutable_data_ptr();
-      a.affine_dtype = check_dtype(op, "weight", dweight);
-      raise_on_error(op, run_affine_gradient(a, stream_of(x)));
-      return {dx, dweight, dbias};
-    }
+    const NormChoice choice = choose_way(op, x, {p.x, p.dy, dx.const_data_ptr()}, d, 2, p.pre_act, p.act);
+    GroupNormBwdArgs a;
+    a.x = p.x;
+    a.dy = p.dy;
+    a.dx = dx.mutable_data_ptr();
+    a.weight = data_or_null(w);
+    a.bias = data_or_null(b);
+    a.affine_dtype = affine_dtype(op, w, b);
+    a.dtype = d.dtype;
+    a.pre_act = p.pre_act;
+    a.act = p.act;
+    a.streaming_stores = exceeds_l2(op, x, d);
+    a.mean = static_cast<const float*>(dense_mean.const_data_ptr());
+    a.rstd = static_cast<const float*>(dense_rstd.const_data_ptr());
+    if (backward_on_chip(op, x, d, choice, a, dweight, dbias)) return {dx, dweight, dbias};
   }
   p.dims = d;
   plan_group_norm_backward(&p, info.sm_count);

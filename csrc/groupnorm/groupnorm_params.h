@@ -19,6 +19,35 @@ struct GroupNormDims {
   int64_t numel() const { return n * c * s; }
 };
 
+// What every way of computing y = act(GroupNorm(pre_act(x))) (+ x) with x on chip takes and gives.
+struct GroupNormFwdArgs {
+  const void* x = nullptr;
+  void* y = nullptr;             // may be x
+  const void* weight = nullptr;  // [C] or null (ones)
+  const void* bias = nullptr;    // [C] or null (zeros)
+  Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
+  ActChain pre_act, act;
+  bool add_input = false;
+  bool streaming_stores = false;  // y is larger than L2
+  float eps = 1e-5f;
+  float* mean = nullptr;  // [N, G]
+  float* rstd = nullptr;  // [N, G]
+};
+
+// The same of its backward.
+struct GroupNormBwdArgs {
+  const void* x = nullptr;
+  const void* dy = nullptr;
+  void* dx = nullptr;
+  const void* weight = nullptr;
+  const void* bias = nullptr;
+  Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
+  ActChain pre_act, act;
+  bool streaming_stores = false;  // dx is larger than L2
+  const float* mean = nullptr;    // [N, G]
+  const float* rstd = nullptr;    // [N, G]
+};
+
 // Partial statistics: for each sample, slice and row the triple (mean, sum of squared deviations, count), stored
 // [n][slices][rows][3] in fp32 (fp64 for fp64 data). A row is a channel, or a group where a group is contiguous.
 // The convolution epilogues write the same format.
@@ -98,7 +127,8 @@ struct GroupNormBackwardParams {
   ActChain pre_act, act;
   void* partial_sums = nullptr;  // [n][slices][c][2]
   int64_t slices = 0;
-  int64_t slice_length = 0;      // positions per slice
+  int64_t slice_length = 0;      // positions, or turns of them, per slice
+  int64_t turns = 1;             // positions that are walked as one; a multiple of it is slices
   void* channel_sums = nullptr;  // [N, C, 2]
   void* group_terms = nullptr;   // [N, G, 2]: (sum dz * weight, sum dz * weight * xhat) / (elements of a group)
   void* dx = nullptr;

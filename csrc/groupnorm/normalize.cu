@@ -43,7 +43,7 @@ Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
   a.f.pre = p.pre_act;
   a.f.act = p.act;
   a.f.add_input = p.add_input;
-  return launch_elementwise("normalize_kernel", a, p.dims.channels_last, stream);
+  return launch_elementwise("normalize_kernel", a, p.dims.channels_last, stream, true);
 }
 
 }  // namespace

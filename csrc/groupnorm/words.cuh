@@ -32,5 +32,13 @@ __device__ __forceinline__ float2 unpack_word(uint64_t word) {
   return make_float2(__uint_as_float(static_cast<uint32_t>(word >> 32)),
                      __uint_as_float(static_cast<uint32_t>(word) & 0x7fffffffu));
 }
+// Two floats with their signs; a second of zero goes as -0, so that the word is not zero.
+__device__ __forceinline__ uint64_t pack_signed_word(float first, float second) {
+  const uint32_t bits = __float_as_uint(second);
+  return uint64_t(__float_as_uint(first)) << 32 | (bits == 0 ? 0x80000000u : bits);
+}
+__device__ __forceinline__ float2 unpack_signed_word(uint64_t word) {
+  return make_float2(__uint_as_float(static_cast<uint32_t>(word >> 32)), __uint_as_float(static_cast<uint32_t>(word)));
+}
 
 }  // namespace kgopt

@@ -1,34 +1,37 @@
-// How the GroupNorm forward that reads x once cuts a tensor up, or why it does not take it. Host code, free of CUDA.
+// How the GroupNorm kernels that read a contiguous tensor once cut it up, or why they do not take it. Host code, free
+// of CUDA.
 #pragma once
 
 #include <algorithm>
 
-#include "group_norm_fwd_params.h"
+#include "group_norm_tiles.h"
 
 namespace kgopt {
 
 // Tiles of a group. With fewer, waiting for one another takes longer than the tiles.
-inline constexpr uint32_t kFwdMinTiles = 32;
+inline constexpr uint32_t kTilesLeast = 32;
 // Tiles of a group that a block has. The places beyond hide the 7 us from a group's last loads to its statistics, of
 // which each hides one at an H200's bandwidth; with more tiles, two passes are faster.
-inline constexpr uint32_t kFwdMaxTiles = 10;
-static_assert(kFwdMaxTiles <= kFwdSlots);
-// Tiles in registers: 1 to 15% faster in this range, slower outside (H200).
-inline constexpr uint32_t kFwdLeastHeld = 5, kFwdMostHeld = 9;
+inline constexpr uint32_t kTilesMost = 10;
+static_assert(kTilesMost <= kTilesSlots);
+// Tiles in registers: 1 to 8% faster in this range, slower outside (H200).
+inline constexpr uint32_t kTilesLeastHeld = 6, kTilesMostHeld = 9;
 
 // What the plan must know beyond the tensor.
-struct FwdPlanInput {
+struct TilesPlanInput {
   GroupNormDims dims;
-  bool aligned = true;        // x and y start at a multiple of 16 bytes
+  int tensors = 1;            // that a tile is a part of: x, or x and dy
+  bool aligned = true;        // all tensors start at a multiple of 16 bytes
+  bool long_chain = false;    // the activations are walked at run time
   uint32_t x_line = 0;        // 16-byte vectors from a 128-byte line to x
   bool has_bulk_copy = true;  // compute capability 9.0 or later, and code built for it
   int sm_count = 132;
   int64_t smem_bytes = 227 << 10;  // of a block
 };
 
-struct FwdPlan {
+struct TilesPlan {
   const char* refusal = nullptr;  // why not, or null
-  GroupNormFwdParams params;      // sizes only
+  GroupTiles shares;
   unsigned blocks = 0;
   int holders = 0;    // of a block
   int64_t words = 0;  // zero at launch
@@ -42,41 +45,48 @@ inline void set_divisor(uint32_t d, uint32_t* magic, int32_t* shift) {
   *shift = bits - 1;
 }
 
-inline FwdPlan plan_group_norm_fwd(const FwdPlanInput& in) {
+inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   const GroupNormDims& d = in.dims;
-  FwdPlan plan;
+  TilesPlan plan;
   auto refuse = [&](const char* why) {
     plan.refusal = why;
     return plan;
   };
   if (!in.has_bulk_copy) return refuse("bulk copies need compute capability 9.0 and code built for it");
-  if (in.smem_bytes < kFwdSmemBytes) return refuse("a block has less than 225 KB of shared memory");
+  if (in.smem_bytes < kTilesSmemBytes) return refuse("a block has less than 227 KB of shared memory");
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (d.channels_last) return refuse("a group of a channels_last tensor is not contiguous");
-  if (!in.aligned) return refuse("x or y does not start at a multiple of 16 bytes");
+  if (!in.aligned) return refuse("the tensors do not start at a multiple of 16 bytes");
   const int size = dtype_size(d.dtype), vec = 16 / size;
-  const int64_t groups = d.n * d.g, elements = d.numel() / groups;
+  const int64_t groups = d.n * d.g, elements = d.numel() / groups, tile = tile_vectors(in.tensors);
   if (elements % vec != 0) return refuse("a group is no multiple of 16 bytes");
   if (d.s < 2 || d.s > (int64_t(1) << 31) - (1 << 20)) return refuse("a channel of one element or of over 2^31");
-  GroupNormFwdParams& p = plan.params;
+  if (in.tensors == 2 && d.s < tile * vec) return refuse("a channel is shorter than a tile, which sums up two");
+  GroupTiles& p = plan.shares;
   p.dims = d;
   p.channels_per_group = static_cast<int32_t>(d.channels_per_group());
   p.group_vectors = elements / vec;
   p.x_line = in.x_line;
   set_divisor(static_cast<uint32_t>(d.s), &p.s_magic, &p.s_shift);
   p.s_magic64 = ~uint64_t(0) / static_cast<uint64_t>(d.s) + 1;  // exact while offset * s is below 2^64
-  const int64_t tile = kFwdTileVectors;
   // Up to seven vectors before a group belong to its first tile's line.
   const int64_t head = p.group_vectors % 8 == 0 && p.x_line == 0 ? 0 : 7;
   const int64_t tiles_per_group = (p.group_vectors + head + tile - 1) / tile;
   if (groups * tiles_per_group >= (int64_t(1) << 31)) return refuse("over 2^31 tiles");
-  if (tiles_per_group < kFwdMinTiles) return refuse("a group has few tiles: two passes are faster");
+  if (tiles_per_group < kTilesLeast) return refuse("a group has few tiles: two passes are faster");
   p.tiles_per_group = static_cast<uint32_t>(tiles_per_group);
   p.tiles = static_cast<uint32_t>(groups * tiles_per_group);
-  plan.blocks = std::min<uint32_t>(p.tiles, static_cast<uint32_t>(std::min(in.sm_count, kFwdMaxBlocks)));
+  plan.blocks = std::min<uint32_t>(p.tiles, static_cast<uint32_t>(std::min(in.sm_count, kTilesMaxBlocks)));
   const uint32_t needed = (p.tiles_per_group + plan.blocks - 1) / plan.blocks;
-  if (needed > kFwdMaxTiles) return refuse("a group is larger than what the GPU holds on chip: two passes are faster");
-  plan.holders = needed >= kFwdLeastHeld && needed <= kFwdMostHeld ? kFwdHolders : 0;
+  if (needed > kTilesMost) return refuse("a group is larger than what the GPU holds on chip: two passes are faster");
+  // Slow derivatives do not fit beside a tile in registers.
+  const bool holds = needed >= kTilesLeastHeld && needed <= kTilesMostHeld && (in.tensors == 1 || !in.long_chain);
+  plan.holders = holds ? kTilesHolders : 0;
+  // Further ahead, lines leave L2 before they are loaded; with fewer tiles it was slower (H200).
+  p.ahead = needed >= 3 ? 3 : 0;
+  // The more of the places one group takes, the more at a time become free, and loads in a row hold stores up: at full
+  // bandwidth a tile takes 1750 cycles. With two tensors the writing is less, and a pace was slower.
+  p.pace = p.ahead > 0 && in.tensors == 1 ? 500 + 100 * needed : 0;
   p.parts = std::min(p.tiles_per_group, plan.blocks);
   plan.words = groups * p.parts;
   return plan;

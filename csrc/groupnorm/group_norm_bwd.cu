@@ -1,0 +1,54 @@
+// GroupNorm backward with one read of x and dy, for GPUs with bulk copies.
+#include "group_norm_bwd_kernel.cuh"
+#include "groupnorm.h"
+
+namespace kgopt {
+namespace {
+
+template <typename Traits>
+Status launch_kernel(GroupNormBwdParams p, const TilesPlan& plan, cudaStream_t stream) {
+  const auto kernel = group_norm_bwd_kernel<Traits>;
+  constexpr int kSmem = Traits::kSlots * kTilesSlotBytes;
+  void* arguments[] = {&p};
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
+  if (error == cudaSuccess) error = cudaMemsetAsync(p.words, 0, plan.words * sizeof(uint64_t), stream);
+  if (error == cudaSuccess) {
+    error = cudaLaunchCooperativeKernel(kernel, dim3(plan.blocks), dim3(Traits::kThreads), arguments, kSmem, stream);
+  }
+  if (error == cudaErrorCooperativeLaunchTooLarge) {
+    cudaGetLastError();  // answered by the caller
+    return Status::Unsupported("group_norm_bwd_kernel", "this process may use fewer multiprocessors than the GPU has");
+  }
+  if (error == cudaSuccess) {
+    tile_gradient_kernel<Traits::kVec><<<static_cast<unsigned>(p.shares.dims.c), kTileGradientThreads, 0, stream>>>(p);
+    error = cudaGetLastError();
+  }
+  if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_bwd_kernel", cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
+template <typename T, Chain kPre, Chain kAct>
+Status launch(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
+  return plan.holders == 0 ? launch_kernel<GroupNormBwdTraits<T, kPre, kAct, 0>>(p, plan, stream)
+                           : launch_kernel<GroupNormBwdTraits<T, kPre, kAct, kTilesHolders>>(p, plan, stream);
+}
+
+}  // namespace
+
+Status run_group_norm_bwd(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
+  Status status;
+  switch (p.dtype) {
+#define KGOPT_BWD_DTYPE(name, T)                                                                            \
+  case Dtype::name:                                                                                         \
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = (launch<T, kPre, kAct>(p, plan, stream))); \
+    break;
+    KGOPT_BWD_DTYPE(kFloat32, float)
+    KGOPT_BWD_DTYPE(kBFloat16, __nv_bfloat16)
+    KGOPT_BWD_DTYPE(kFloat16, __half)
+#undef KGOPT_BWD_DTYPE
+    default: return Status::Unsupported("group_norm_bwd_kernel", "float64");
+  }
+  return status;
+}
+
+}  // namespace kgopt

@@ -1,0 +1,628 @@
+// GroupNorm forward and backward of small groups; see group_norm_small_params.h. The formulas of backward are those of
+// group_norm_backward.cu.
+#include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
+#include "../common/dtype.cuh"
+#include "../common/launch.h"
+#include "../common/pointwise.cuh"
+#include "group_norm_small_plan.h"
+#include "groupnorm.h"
+
+namespace kgopt {
+namespace {
+
+// The chains by name at run time: few elements do not pay for kernels of their own.
+template <int kElements>
+__device__ __forceinline__ void apply_kind(Chain kind, const ActChain& chain, float (&v)[kElements]) {
+  if (kind == Chain::kNone) return;
+  if (kind == Chain::kRelu) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) v[k] = apply_chain<Chain::kRelu>(chain, v[k]);
+  } else if (kind == Chain::kSilu) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) v[k] = apply_chain<Chain::kSilu>(chain, v[k]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) v[k] = apply_chain<Chain::kAny>(chain, v[k]);
+  }
+}
+
+// v becomes the chain's value, and `by` is multiplied with its slope.
+template <int kElements>
+__device__ __forceinline__ void apply_slope(Chain kind, const ActChain& chain, float (&v)[kElements],
+                                            float (&by)[kElements]) {
+  if (kind == Chain::kNone) return;
+  if (kind == Chain::kRelu) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) by[k] *= chain_slope<Chain::kRelu>(chain, v[k], &v[k]);
+  } else if (kind == Chain::kSilu) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) by[k] *= chain_slope<Chain::kSilu>(chain, v[k], &v[k]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) by[k] *= chain_slope<Chain::kAny>(chain, v[k], &v[k]);
+  }
+}
+
+// Over `lanes` neighbouring lanes, a power of two, or over the warp.
+template <int kValues>
+__device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    if (mask < static_cast<int>(lanes)) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], mask);
+    }
+  }
+}
+
+// What a thread has of its team's unit: kRuns vectors of kRun elements.
+template <typename T, int kRun_, int kRuns_>
+struct SmallTraits {
+  using Element = T;
+  static constexpr int kRun = kRun_, kRuns = kRuns_, kElements = kRun * kRuns;
+};
+
+template <typename Traits>
+struct SmallTeam {
+  using T = typename Traits::Element;
+  static constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
+
+  const SmallShares& s;
+  const uint32_t tid = threadIdx.x;
+  uint32_t team, lane, unit, channel0;
+  uint32_t rank, first, end;  // in the cluster; elements of the unit
+  uint32_t base;
+  uint32_t offset[kElements], channel[kElements];
+  bool has[kElements];
+
+  __device__ __forceinline__ explicit SmallTeam(const SmallShares& shares) : s(shares) {
+    team = s.by_lanes(tid);
+    lane = tid - team * s.by_lanes.d;
+    rank = blockIdx.x & ((1u << s.blocks_log2) - 1);
+    first = rank * s.chunk;
+    end = min(first + s.chunk, s.elements);
+    uint32_t n, g;
+    if (s.owner) {
+      n = team;
+      g = blockIdx.x;
+      unit = n * s.by_groups.d + g;
+    } else {
+      unit = (blockIdx.x >> s.blocks_log2) * s.teams + team;
+      n = s.by_groups(unit);
+      g = unit - n * s.by_groups.d;
+    }
+    if (team >= s.teams || unit >= s.units) end = 0;
+    channel0 = g * s.channels;
+    base = n * s.sample + g * s.stride;
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) find(r);
+  }
+  // Element of the unit.
+  __device__ __forceinline__ uint32_t element(int r) const { return first + (lane + r * s.by_lanes.d) * kRun; }
+  __device__ __forceinline__ bool active() const { return end > 0; }
+  __device__ __forceinline__ void find(int r) {
+    const uint32_t i = element(r);
+    uint32_t row = s.by_minor(i), column = i - row * s.by_minor.d, at = base + row * s.pitch + column;
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) {
+      const int k = r * kRun + j;
+      has[k] = i + j < end;
+      offset[k] = at;
+      channel[k] = channel0 + (s.channels_last ? column : row);
+      ++at;
+      if (++column == s.by_minor.d) {
+        at += s.pitch - column;
+        column = 0;
+        ++row;
+      }
+    }
+  }
+  __device__ __forceinline__ void load(const void* from, T (&raw)[kElements]) const {
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      if constexpr (kRun > 1) {
+        Vec<T, kRun> v{};
+        if (has[r * kRun]) v = load_vec<T, kRun>(static_cast<const T*>(from) + offset[r * kRun]);
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) raw[r * kRun + j] = v.v[j];
+      } else {
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) {
+          const int k = r * kRun + j;
+          raw[k] = has[k] ? static_cast<const T*>(from)[offset[k]] : from_acc<T>(0.f);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void store(void* to, const float (&v)[kElements]) const {
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      if constexpr (kRun > 1) {
+        float x[kRun];
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) x[j] = v[r * kRun + j];
+        if (has[r * kRun]) store_vec(static_cast<T*>(to) + offset[r * kRun], pack<T, kRun>(x));
+      } else {
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) {
+          const int k = r * kRun + j;
+          if (has[k]) static_cast<T*>(to)[offset[k]] = from_acc<T>(v[k]);
+        }
+      }
+    }
+  }
+  // Weight or bias of each element, as bits: what converts them would wait for each load in turn.
+  __device__ __forceinline__ void load_affine(const void* values, bool wide, uint32_t (&bits)[kElements]) const {
+    if (values == nullptr) return;
+    const auto load_one = [&](int k) -> uint32_t {
+      if (!has[k]) return 0;
+      return wide ? static_cast<const uint32_t*>(values)[channel[k]] : static_cast<const uint16_t*>(values)[channel[k]];
+    };
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      bits[r * kRun] = load_one(r * kRun);
+#pragma unroll
+      for (int j = 1; j < kRun; ++j) {
+        // A run in one row of a contiguous tensor has one channel.
+        bits[r * kRun + j] = kRun > 1 && !s.channels_last ? bits[r * kRun] : load_one(r * kRun + j);
+      }
+    }
+  }
+  __device__ __forceinline__ void affine(const void* values, bool wide, float none, const uint32_t (&bits)[kElements],
+                                         float (&v)[kElements]) const {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      if (sizeof(T) == 4 || wide) {
+        v[k] = __uint_as_float(bits[k]);
+      } else {
+        const uint16_t half = static_cast<uint16_t>(bits[k]);
+        v[k] = to_acc(*reinterpret_cast<const T*>(&half));
+      }
+      if (values == nullptr) v[k] = none;
+    }
+  }
+  // Over the whole team. `shared` has an entry a warp, and is written once.
+  template <int kValues>
+  __device__ __forceinline__ void sum(float (&v)[kValues], float (*shared)[kValues]) const {
+    const uint32_t lanes = s.by_lanes.d;
+    lanes_sum(lanes, v);
+    if (lanes <= 32) return;
+    const uint32_t warps = lanes / 32, in_warp = tid % 32;
+    if (in_warp == 0) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) shared[tid / 32][i] = v[i];
+    }
+    __syncthreads();
+    const uint32_t from = min(team * warps + in_warp, uint32_t(kSmallMaxThreads / 32 - 1));
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] = in_warp < warps ? shared[from][i] : 0.f;
+    // Lanes from `warps` on hold zeros, and the first ones are read.
+    lanes_sum(warps > 16 ? 32 : warps > 8 ? 16 : warps > 4 ? 8 : warps > 2 ? 4 : 2, v);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] = __shfl_sync(0xffffffffu, v[i], 0);
+  }
+};
+
+inline constexpr int kSmallMaxWarps = kSmallMaxThreads / 32;
+
+// What the blocks of a cluster tell each other.
+struct SmallBox {
+  float4 parts[kSmallMaxBlocks];
+  uint64_t arrived;
+};
+
+__device__ __forceinline__ void open_box(SmallBox* box, uint32_t blocks) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (threadIdx.x == 0) {
+    barrier_init(&box->arrived, 1);
+    barrier_init_fence();
+    barrier_expect_bytes(&box->arrived, blocks * sizeof(float4));
+  }
+  __syncthreads();
+  cluster_arrive();
+#endif
+}
+// Sums over the cluster, in the order of the blocks.
+__device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_t rank, float (&v)[2]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cluster_wait();
+  if (threadIdx.x < blocks) {
+    cluster_send(make_float4(v[0], v[1], 0.f, 0.f), box->parts + rank, &box->arrived, threadIdx.x);
+  }
+  cluster_barrier_wait(&box->arrived, 0);
+  v[0] = v[1] = 0.f;
+  for (uint32_t r = 0; r < blocks; ++r) {
+    v[0] += box->parts[r].x;
+    v[1] += box->parts[r].y;
+  }
+#endif
+}
+
+// Forward is all latency, so each of its kernels computes what it needs and no more: a team is the block (kBlock) or up
+// to a warp, and contiguous offsets need no rows.
+template <typename T, int kRun_, int kRuns_, bool kBlock_, bool kLast_>
+struct SmallFwdTraits {
+  using Element = T;
+  static constexpr int kRun = kRun_, kRuns = kRuns_, kElements = kRun * kRuns;
+  static constexpr bool kBlock = kBlock_, kLast = kLast_;
+};
+
+// Over the block, `shared` zero from its number of warps on.
+__device__ __forceinline__ float block_total(float v, float4* shared, uint32_t warps) {
+  float total[1] = {v};
+  lanes_sum(32, total);
+  if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(shared)[threadIdx.x / 32] = total[0];
+  __syncthreads();
+  float sum = 0.f;
+  const auto add = [&](int i) {
+    const float4 s = shared[i];
+    sum += (s.x + s.y) + (s.z + s.w);
+  };
+  add(0);
+  if (warps > 4) add(1);
+  if (warps > 8) {
+#pragma unroll
+    for (int i = 2; i < kSmallMaxWarps / 4; ++i) add(i);
+  }
+  return sum;
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(kSmallMaxThreads)
+    group_norm_small_fwd_kernel(const __grid_constant__ GroupNormSmallFwdParams p) {
+  using T = typename Traits::Element;
+  constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
+  constexpr bool kBlock = Traits::kBlock, kLast = Traits::kLast;
+  __shared__ float4 shared[2][kSmallMaxWarps / 4];
+  const SmallShares& s = p.shares;
+  const uint32_t tid = threadIdx.x, lanes = s.by_lanes.d, warps = blockDim.x / 32;
+  // Without a cluster, by_lanes.d is a power of two below a warp's or the block's size.
+  const uint32_t lane = kBlock ? tid : tid & (lanes - 1);
+  const uint32_t unit = kBlock ? blockIdx.x : blockIdx.x * s.teams + s.by_lanes(tid);
+  const bool active = kBlock || unit < s.units;
+  const uint32_t end = active ? s.elements : 0;
+  const uint32_t n = s.by_groups(unit), g = unit - n * s.by_groups.d;
+
+  T raw[kElements];
+  uint32_t offset[kElements], channel[kElements], weight_bits[kElements] = {}, bias_bits[kElements] = {};
+  const auto has = [&](int k) { return (lane + k / kRun * lanes) * kRun + k % kRun < end; };
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) {
+    const uint32_t i = (lane + r * lanes) * kRun;
+    uint32_t row = s.by_minor(i), column = i - row * s.by_minor.d;
+    uint32_t at = kLast ? n * s.sample + g * s.stride + row * s.pitch + column : unit * s.elements + i;
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) {
+      const int k = r * kRun + j;
+      offset[k] = at++;
+      channel[k] = g * s.channels + (kLast ? column : row);
+      if (++column == s.by_minor.d) {
+        if (kLast) at += s.pitch - column;
+        column = 0;
+        ++row;
+      }
+    }
+    if constexpr (kRun > 1) {
+      Vec<T, kRun> v{};
+      if (has(r * kRun)) v = load_vec<T, kRun>(static_cast<const T*>(p.x) + offset[r * kRun]);
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) raw[r * kRun + j] = v.v[j];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const int k = r * kRun + j;
+        raw[k] = has(k) ? static_cast<const T*>(p.x)[offset[k]] : from_acc<T>(0.f);
+      }
+    }
+  }
+  const bool wide = sizeof(T) == 4 || p.affine_dtype == Dtype::kFloat32;
+  constexpr bool kOneChannel = kRun > 1 && !kLast;  // of a vector
+  const auto load_affine = [&](const void* values, uint32_t (&bits)[kElements]) {
+    if (values == nullptr) return;
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      if (k % kRun != 0 && kOneChannel) {
+        bits[k] = bits[k / kRun * kRun];
+      } else if (has(k)) {
+        bits[k] =
+            wide ? static_cast<const uint32_t*>(values)[channel[k]] : static_cast<const uint16_t*>(values)[channel[k]];
+      }
+    }
+  };
+  load_affine(p.weight, weight_bits);
+  load_affine(p.bias, bias_bits);
+  if (kBlock && tid >= warps && tid < kSmallMaxWarps) {
+    reinterpret_cast<float*>(shared[0])[tid] = reinterpret_cast<float*>(shared[1])[tid] = 0.f;
+  }
+  const auto team_sum = [&](float v, float4* entries) {
+    if (kBlock) return block_total(v, entries, warps);
+    float total[1] = {v};
+    lanes_sum(lanes, total);
+    return total[0];
+  };
+  float v[kElements];
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) v[k] = to_acc(raw[k]);
+  apply_kind(s.pre_kind, p.pre_act, v);
+  float sum = 0.f, squares = 0.f;
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) sum += has(k) ? v[k] : 0.f;
+  const float mean = team_sum(sum, shared[0]) * s.scale;
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    v[k] -= mean;
+    squares += has(k) ? v[k] * v[k] : 0.f;
+  }
+  const float rstd = rsqrtf(team_sum(squares, shared[1]) * s.scale + p.eps);
+  const auto affine = [&](const void* values, float none, uint32_t bits) {
+    if (values == nullptr) return none;
+    if (wide) return __uint_as_float(bits);
+    const uint16_t half = static_cast<uint16_t>(bits);
+    return static_cast<float>(to_acc(*reinterpret_cast<const T*>(&half)));
+  };
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    v[k] = v[k] * (rstd * affine(p.weight, 1.f, weight_bits[k])) + affine(p.bias, 0.f, bias_bits[k]);
+  }
+  apply_kind(s.act_kind, p.act, v);
+  if (p.add_input) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) v[k] += to_acc(raw[k]);
+  }
+  T* const y = static_cast<T*>(p.y);
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) {
+    if constexpr (kRun > 1) {
+      float x[kRun];
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) x[j] = v[r * kRun + j];
+      if (has(r * kRun)) store_vec(y + offset[r * kRun], pack<T, kRun>(x));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const int k = r * kRun + j;
+        if (has(k)) y[offset[k]] = from_acc<T>(v[k]);
+      }
+    }
+  }
+  if (active && lane == 0) {
+    p.mean[unit] = mean;
+    p.rstd[unit] = rstd;
+  }
+}
+
+// The sums of a channel in shared memory and where they go: of all samples, or of a sample's part that a block has.
+template <typename Traits>
+__device__ __forceinline__ void write_sums(const GroupNormSmallBwdParams& p, const SmallTeam<Traits>& t, uint32_t team,
+                                           uint32_t c, float dz, float dz_xhat) {
+  const SmallShares& s = p.shares;
+  if (s.owner) {
+    const int64_t at = int64_t(blockIdx.x) * s.channels + c;
+    store_as(p.dbias, at, p.gradient_dtype, dz);
+    store_as(p.dweight, at, p.gradient_dtype, dz_xhat);
+    return;
+  }
+  const uint32_t unit = (blockIdx.x >> s.blocks_log2) * s.teams + team;
+  if (unit >= s.units) return;
+  const uint32_t n = s.by_groups(unit), part = (n << s.blocks_log2) + t.rank;
+  const int64_t at = (int64_t(part) * s.by_groups.d + unit - n * s.by_groups.d) * s.channels + c;
+  reinterpret_cast<float2*>(p.channel_sums)[at] = make_float2(dz, dz_xhat);
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmallMaxBwdThreads : kSmallMaxThreads)
+    group_norm_small_bwd_kernel(const __grid_constant__ GroupNormSmallBwdParams p) {
+  using T = typename Traits::Element;
+  constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
+  extern __shared__ float2 pairs[];  // [teams][terms of a chunk] of dz and dz * xhat
+  __shared__ float shared[2][kSmallMaxWarps][2];
+  __shared__ SmallBox box;
+  let_dependents_start();
+  const SmallTeam<Traits> t(p.shares);
+  const SmallShares& s = p.shares;
+  const uint32_t blocks = 1u << s.blocks_log2;
+  const bool wide = p.affine_dtype == Dtype::kFloat32;
+  const float mean = t.active() ? p.mean[t.unit] : 0.f, rstd = t.active() ? p.rstd[t.unit] : 0.f;
+  T raw_x[kElements], raw_dy[kElements];
+  uint32_t weight_bits[kElements] = {}, bias_bits[kElements] = {};
+  t.load(p.x, raw_x);
+  t.load(p.dy, raw_dy);
+  t.load_affine(p.weight, wide, weight_bits);
+  if (s.act_kind != Chain::kNone) t.load_affine(p.bias, wide, bias_bits);
+  if (blocks > 1) open_box(&box, blocks);
+  float xhat[kElements], dz[kElements], z[kElements], slope[kElements], weight[kElements], bias[kElements];
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    xhat[k] = to_acc(raw_x[k]);
+    dz[k] = to_acc(raw_dy[k]);
+    slope[k] = rstd;
+  }
+  apply_slope(s.pre_kind, p.pre_act, xhat, slope);
+  t.affine(p.weight, wide, 1.f, weight_bits, weight);
+  t.affine(p.bias, wide, 0.f, bias_bits, bias);
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    xhat[k] = (xhat[k] - mean) * rstd;
+    z[k] = xhat[k] * weight[k] + bias[k];
+  }
+  apply_slope(s.act_kind, p.act, z, dz);
+  // With one channel the sums of the group are those of the channel, but for the weight.
+  const bool one_channel = s.channels == 1;
+  float terms[2] = {0.f, 0.f};
+  if (one_channel) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      terms[0] += t.has[k] ? dz[k] : 0.f;
+      terms[1] += t.has[k] ? dz[k] * xhat[k] : 0.f;
+      dz[k] *= weight[k];
+    }
+  } else {
+    float2* const own = pairs + t.team * (s.chunk >> s.run_log2);
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      float2 run = make_float2(0.f, 0.f);
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const int k = r * kRun + j;
+        const float product = dz[k] * xhat[k];
+        if (t.has[k]) {
+          if (s.run_log2 == 0) own[t.element(r) - t.first + j] = make_float2(dz[k], product);
+          run.x += dz[k];
+          run.y += product;
+          terms[0] += weight[k] * dz[k];
+          terms[1] += weight[k] * product;
+        }
+        dz[k] *= weight[k];
+      }
+      if (s.run_log2 > 0 && t.has[r * kRun]) own[(t.element(r) - t.first) >> s.run_log2] = run;
+    }
+  }
+  t.sum(terms, shared[0]);
+  if (s.by_lanes.d <= 32) __syncthreads();  // the pairs are there
+  if (one_channel) {
+    if (!s.owner) {
+      if (t.active() && t.lane == 0) write_sums(p, t, t.team, 0, terms[0], terms[1]);
+    } else if (t.lane == 0 && t.active()) {
+      pairs[t.team] = make_float2(terms[0], terms[1]);
+    }
+  }
+  if (blocks > 1) exchange(&box, blocks, t.rank, terms);
+  const float scale = one_channel ? s.scale * weight[0] : s.scale;
+  terms[0] *= scale;
+  terms[1] *= scale;
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) z[k] = slope[k] * (dz[k] - (terms[0] + xhat[k] * terms[1]));
+  t.store(p.dx, z);
+  if (one_channel) {
+    if (!s.owner) return;
+    __syncthreads();
+    if (t.tid >= 32) return;
+    float sums[2] = {0.f, 0.f};
+    for (uint32_t n = t.tid; n < s.teams; n += 32) {
+      sums[0] += pairs[n].x;
+      sums[1] += pairs[n].y;
+    }
+    lanes_sum(32, sums);
+    if (t.tid == 0) write_sums(p, t, 0, 0, sums[0], sums[1]);
+    return;
+  }
+
+  const uint32_t sum_team = s.by_sum_lanes(t.tid), sum_lane = t.tid - sum_team * s.by_sum_lanes.d;
+  for (uint32_t first_sum = 0; first_sum < s.sums; first_sum += s.sum_teams) {
+    const uint32_t m = first_sum + sum_team, team0 = s.by_channels(m), c = m - team0 * s.channels;
+    const bool is_mine = sum_team < s.sum_teams && m < s.sums;
+    float sums[2] = {0.f, 0.f};
+    if (is_mine) {
+      const uint32_t row_terms = s.by_row_terms.d, skipped = t.first >> s.run_log2;
+      uint32_t begin = 0, end = s.terms;
+      if (blocks > 1) {  // what this block has of the channel
+        const auto term_of = [&](uint32_t i) {
+          if (s.channels_last) return i > c ? s.by_channels(i - c - 1) + 1 : 0;
+          i = (i + (1u << s.run_log2) - 1) >> s.run_log2;
+          return i > c * row_terms ? min(i - c * row_terms, row_terms) : 0;
+        };
+        begin = term_of(t.first);
+        end = term_of(t.end);
+      }
+#pragma unroll 4
+      for (uint32_t e = begin + sum_lane; e < end; e += s.by_sum_lanes.d) {
+        const uint32_t team = s.by_row_terms(e), position = e - team * row_terms;
+        const uint32_t i = s.channels_last ? position * s.channels + c : c * row_terms + position;
+        const float2 pair = pairs[(team0 + team) * (s.chunk >> s.run_log2) + i - skipped];
+        sums[0] += pair.x;
+        sums[1] += pair.y;
+      }
+    }
+    lanes_sum(s.by_sum_lanes.d, sums);
+    if (s.by_sum_lanes.d > 32) {  // then there is one round
+      if (t.tid % 32 == 0) {
+        shared[1][t.tid / 32][0] = sums[0];
+        shared[1][t.tid / 32][1] = sums[1];
+      }
+      __syncthreads();
+      if (sum_lane == 0 && is_mine) {
+        for (uint32_t w = 1; w < s.by_sum_lanes.d / 32; ++w) {
+          sums[0] += shared[1][t.tid / 32 + w][0];
+          sums[1] += shared[1][t.tid / 32 + w][1];
+        }
+      }
+    }
+    if (is_mine && sum_lane == 0) write_sums(p, t, team0, c, sums[0], sums[1]);
+  }
+}
+
+template <typename Traits>
+Status launch_fwd_as(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
+  return launch_kernel<group_norm_small_fwd_kernel<Traits>>("group_norm_small_fwd_kernel", p, dim3(plan.grid),
+                                                            plan.threads, 0, stream);
+}
+template <typename Traits>
+Status launch_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
+  using T = typename Traits::Element;
+  constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns;
+  const bool last = p.shares.channels_last;
+  if constexpr (Traits::kElements == 1) {
+    if (p.shares.by_lanes.d <= 32) {
+      return last ? launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, false, true>>(p, plan, stream)
+                  : launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, false, false>>(p, plan, stream);
+    }
+  }
+  return last ? launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, true, true>>(p, plan, stream)
+              : launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, true, false>>(p, plan, stream);
+}
+template <typename Traits>
+Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
+  constexpr auto kKernel = group_norm_small_bwd_kernel<Traits>;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = 1u << p.shares.blocks_log2;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(plan.grid);
+  config.blockDim = dim3(plan.threads);
+  config.dynamicSmemBytes = plan.smem_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = p.shares.blocks_log2 > 0 ? 1 : 0;
+  cudaError_t error = allow_dynamic_smem<kKernel>(plan.smem_bytes);
+  if (error == cudaSuccess && p.shares.blocks_log2 > 3) {
+    error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kKernel, p);
+  if (error == cudaSuccess) error = cudaGetLastError();
+  if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_small_bwd_kernel", cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
+#define KGOPT_SMALL_RUNS(launch, T)                                                \
+  if (plan.run == kSmallRun) {                                                     \
+    return plan.runs == 1 ? launch<SmallTraits<T, kSmallRun, 1>>(p, plan, stream)  \
+                          : launch<SmallTraits<T, kSmallRun, 2>>(p, plan, stream); \
+  }                                                                                \
+  return plan.runs == 1   ? launch<SmallTraits<T, 1, 1>>(p, plan, stream)          \
+         : plan.runs == 4 ? launch<SmallTraits<T, 1, 4>>(p, plan, stream)          \
+                          : launch<SmallTraits<T, 1, 8>>(p, plan, stream);
+#define KGOPT_SMALL_DISPATCH(name, launch)                         \
+  p.shares.pre_kind = chain_kind(p.pre_act);                       \
+  p.shares.act_kind = chain_kind(p.act);                           \
+  switch (p.dtype) {                                               \
+    case Dtype::kFloat32: KGOPT_SMALL_RUNS(launch, float)          \
+    case Dtype::kBFloat16: KGOPT_SMALL_RUNS(launch, __nv_bfloat16) \
+    case Dtype::kFloat16: KGOPT_SMALL_RUNS(launch, __half)         \
+    default: return Status::Unsupported(name, "float64");          \
+  }
+
+}  // namespace
+
+Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan,
+                                cudaStream_t stream){KGOPT_SMALL_DISPATCH("group_norm_small_fwd_kernel", launch_fwd)}
+
+Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream) {
+  KGOPT_SMALL_DISPATCH("group_norm_small_bwd_kernel", launch_bwd)
+}
+
+#undef KGOPT_SMALL_DISPATCH
+#undef KGOPT_SMALL_RUNS
+
+}  // namespace kgopt

@@ -1,0 +1,192 @@
+// How the kernels for small groups deal out threads, or why they do not take a tensor. Host code, free of CUDA.
+#pragma once
+
+#include <algorithm>
+
+#include "group_norm_small_params.h"
+
+namespace kgopt {
+
+struct SmallPlan {
+  const char* refusal = nullptr;  // why not, or null
+  SmallShares shares;
+  int run = 1, runs = 1;  // elements of a thread: `runs` vectors of `run`
+  int threads = 0;
+  unsigned grid = 0;
+  int smem_bytes = 0;  // dynamic
+};
+
+struct SmallPlanInput {
+  GroupNormDims dims;
+  bool backward = false;
+  bool aligned = true;  // all tensors start at a multiple of 16 bytes
+  int max_blocks = 0;   // of a cluster, as the device allows; 0 without clusters
+};
+
+inline SmallDivisor small_divisor(int64_t d) {
+  SmallDivisor by;
+  by.d = static_cast<uint32_t>(d);
+  by.magic = d == 1 ? 0 : static_cast<uint32_t>(((int64_t(1) << 32) + d - 1) / d);
+  return by;
+}
+
+// Threads for `count` things: a power of two below a warp, or whole warps.
+inline int64_t small_lanes(int64_t count) {
+  if (count > 32) return (count + 31) / 32 * 32;
+  int64_t lanes = 1;
+  while (lanes < count) lanes *= 2;
+  return lanes;
+}
+
+// Bytes of x from which on bulk copies are faster, and from which on narrow groups go side by side (H200).
+inline constexpr int64_t kSmallBytes = 4 << 20, kSmallNarrowBytes = 1 << 20;
+// Contiguous groups of more elements than the first come faster through shared memory, in forward, and those of more
+// than the second where there are many (H200).
+inline constexpr int64_t kSmallFwdElements = 4096, kSmallFwdManyElements = 1024, kSmallFwdManyBytes = 1 << 20;
+// Up to here a thread has one element: as many threads as elements, but no more than a few warps (H200).
+inline constexpr int64_t kSmallFwdSingles = 640, kSmallBwdSingles = 128;
+// Where a block's teams are neighbours it has about that many threads.
+inline constexpr int64_t kSmallThreads = 128;
+// The bytes of a group's channels at a position that fill a sector.
+inline constexpr int64_t kSectorBytes = 32;
+
+inline bool has_narrow_groups(const GroupNormDims& d) {
+  return d.channels_last && d.channels_per_group() * dtype_size(d.dtype) < kSectorBytes;
+}
+
+inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
+  const GroupNormDims& d = in.dims;
+  SmallPlan plan;
+  auto refuse = [&](const char* why) {
+    plan = SmallPlan();
+    plan.refusal = why;
+    return plan;
+  };
+  if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
+  if (d.numel() == 0) return refuse("x is empty");
+  const int64_t units = d.n * d.g, elements = d.numel() / units, bytes = d.numel() * dtype_size(d.dtype);
+  if (bytes > kSmallBytes) return refuse("x is large: bulk copies are faster");
+  const int64_t most_elements = bytes > kSmallFwdManyBytes ? kSmallFwdManyElements : kSmallFwdElements;
+  if (!in.backward && !d.channels_last && in.max_blocks > 0 && elements > most_elements) {
+    return refuse("large groups come faster through shared memory");
+  }
+  if (has_narrow_groups(d) && bytes > kSmallNarrowBytes) return refuse("narrow groups go side by side");
+  if (units * d.g >= (int64_t(1) << 32)) return refuse("over 65536 groups");
+  if (elements >= 65536) return refuse("a group has over 65535 elements");
+  SmallShares& p = plan.shares;
+  p.units = static_cast<uint32_t>(units);
+  p.elements = static_cast<uint32_t>(elements);
+  p.scale = 1.f / static_cast<float>(elements);
+  p.channels = static_cast<uint32_t>(d.channels_per_group());
+  p.channels_last = d.channels_last;
+  p.sample = static_cast<uint32_t>(d.c * d.s);
+  p.stride = static_cast<uint32_t>(d.channels_last ? p.channels : elements);
+  p.pitch = static_cast<uint32_t>(d.channels_last ? d.c : d.s);
+  const int64_t minor = d.channels_last ? p.channels : d.s;
+  p.by_minor = small_divisor(minor);
+  p.by_groups = small_divisor(d.g);
+
+  // A block that has a group of all samples needs no second launch for dweight and dbias. Blocks of a cluster share a
+  // unit where one would be full.
+  const int most_blocks = in.backward ? std::max(1, std::min(in.max_blocks, kSmallMaxBlocks)) : 1;
+  const bool vectors = in.aligned && minor % kSmallRun == 0;
+  const int64_t singles = in.backward ? kSmallBwdSingles : kSmallFwdSingles;
+  int64_t lanes = 0, blocks = 1;
+  bool found = false;
+  for (; !found && blocks <= most_blocks; blocks *= 2) {
+    const int64_t part = (elements + blocks - 1) / blocks;
+    p.chunk = static_cast<uint32_t>((part + kSmallRun - 1) / kSmallRun * kSmallRun);
+    for (const int each : {1, 4, kSmallMaxElements}) {
+      if (found || (each == 1 && elements > singles)) continue;
+      lanes = small_lanes(((blocks > 1 ? p.chunk : elements) + each - 1) / each);
+      plan.run = vectors && each > 1 ? kSmallRun : 1;
+      plan.runs = each / plan.run;
+      const int64_t most = in.backward && each == kSmallMaxElements ? kSmallMaxBwdThreads : kSmallMaxThreads;
+      p.owner = in.backward && blocks == 1 && d.n * lanes <= most;
+      found = p.owner || lanes <= (in.backward ? kSmallMaxBwdThreads : most);
+      // An owner with more elements a thread is worth more than fewer elements a thread.
+      if (found && in.backward && blocks == 1 && !p.owner) {
+        const int64_t fewest = small_lanes((elements + kSmallMaxElements - 1) / kSmallMaxElements);
+        found = each == kSmallMaxElements || d.n * fewest > kSmallMaxBwdThreads;
+      }
+    }
+  }
+  blocks = found ? blocks / 2 : blocks;
+  if (!found) return refuse("a group has more elements than a block's or a cluster's threads hold");
+  for (int64_t b = blocks; b > 1; b /= 2) ++p.blocks_log2;
+  p.by_lanes = small_divisor(lanes);
+  // Neighbouring teams share a block if they are less than a warp, or for the sake of dweight and dbias.
+  const int64_t neighbours = lanes <= 32 || in.backward ? std::min(units, kSmallThreads / lanes) : 1;
+  const int64_t teams = blocks > 1 ? 1 : p.owner ? d.n : std::max<int64_t>(1, neighbours);
+  p.teams = static_cast<uint32_t>(teams);
+  plan.threads = static_cast<int>((teams * lanes + 31) / 32 * 32);
+  plan.grid = static_cast<unsigned>(p.owner ? d.g : (units + teams - 1) / teams * blocks);
+  if (!in.backward) return plan;
+
+  p.run_log2 = plan.run > 1 && !d.channels_last ? 2 : 0;
+  const int64_t run = int64_t(1) << p.run_log2, row_terms = d.s / run;
+  p.by_row_terms = small_divisor(row_terms);
+  p.by_channels = small_divisor(p.channels);
+  const int64_t sums = p.owner ? p.channels : p.channels * teams, terms = p.owner ? d.n * row_terms : row_terms;
+  const int64_t own_terms =
+      std::min<int64_t>(terms, d.channels_last ? (terms + blocks - 1) / blocks : (p.chunk + run - 1) / run * teams);
+  const int64_t warps = plan.threads / 32;
+  int64_t sum_lanes = 1;
+  if (sums < warps && own_terms > 64) {
+    sum_lanes = std::min(warps / sums, (own_terms + 63) / 64) * 32;
+  } else {
+    while (sum_lanes < 32 && sum_lanes * 2 * sums <= plan.threads && sum_lanes < own_terms) sum_lanes *= 2;
+  }
+  p.sums = static_cast<uint32_t>(sums);
+  p.terms = static_cast<uint32_t>(terms);
+  p.by_sum_lanes = small_divisor(sum_lanes);
+  p.sum_teams = static_cast<uint32_t>(plan.threads / sum_lanes);
+  // With one channel the group's sums are the channel's.
+  plan.smem_bytes =
+      p.channels == 1 ? static_cast<int>(teams * 8) : static_cast<int>(teams * (p.chunk >> p.run_log2) * 8);
+  return plan;
+}
+
+struct SlabPlan {
+  const char* refusal = nullptr;  // why not, or null
+  SlabShares shares;
+  unsigned grid = 0;
+};
+
+// A block walks over its slab twice, the second time through L2.
+inline constexpr int64_t kSlabElements = 64 << 10;
+
+inline SlabPlan plan_group_norm_slab(const GroupNormDims& d, int sm_count) {
+  SlabPlan plan;
+  auto refuse = [&](const char* why) {
+    plan.refusal = why;
+    return plan;
+  };
+  if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
+  if (!d.channels_last) return refuse("x is contiguous");
+  if (d.numel() == 0) return refuse("x is empty");
+  const int64_t channels = d.channels_per_group();
+  if (!has_narrow_groups(d)) return refuse("a group's channels fill a sector");
+  if (d.s * 16 > kSlabElements) return refuse("a slab is long: more blocks than slabs are needed");
+  if (d.numel() >= int64_t(1) << 31) return refuse("over 2^31 elements");
+  SlabShares& p = plan.shares;
+  for (p.columns = 32;; p.columns = 16) {
+    p.groups = static_cast<uint32_t>(std::min<int64_t>(p.columns / channels, d.g));
+    p.per_sample = static_cast<uint32_t>((d.g + p.groups - 1) / p.groups);
+    if (p.columns == 16 || (d.n * p.per_sample >= 2 * sm_count && d.s * 32 <= kSlabElements)) break;
+  }
+  const int64_t blocks = d.n * p.per_sample;
+  if (blocks * 2 < sm_count) return refuse("few slabs leave the GPU idle");
+  if (blocks * p.per_sample >= int64_t(1) << 32) return refuse("over 65536 slabs");
+  p.channels = static_cast<uint32_t>(channels);
+  p.walkers = kSlabThreads / p.columns;
+  p.c = static_cast<uint32_t>(d.c);
+  p.g = static_cast<uint32_t>(d.g);
+  p.s = static_cast<uint32_t>(d.s);
+  p.by_per_sample = small_divisor(p.per_sample);
+  p.by_channels = small_divisor(channels);
+  plan.grid = static_cast<unsigned>(blocks);
+  return plan;
+}
+
+}  // namespace kgopt

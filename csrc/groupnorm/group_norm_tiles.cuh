@@ -1,0 +1,172 @@
+// How a block of the kernels over tiles (group_norm_tiles.h) goes from tile to tile, and how blocks tell each other.
+#pragma once
+
+#include "../common/async.cuh"
+#include "group_norm_tiles.h"
+#include "vectors.cuh"
+#include "words.cuh"
+
+namespace kgopt {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+template <int kVec, int kTileVectors, int kSlots, int kHolders>
+struct TileWalk {
+  static constexpr int kPlaces = kSlots + kHolders;
+
+  const GroupTiles& shares;
+
+  // Tile i of the block. A group's tiles lie on 128-byte lines, or loads and stores would touch twice as many: position
+  // 0 of its first tile is up to `head` vectors before the group.
+  struct Tile {
+    uint32_t i, number;     // in the block, in the tensor
+    uint32_t group, index;  // index in the group
+    uint32_t visit;         // groups of the block before it
+    uint32_t place, round;  // i = round * kPlaces + place
+  };
+  __device__ __forceinline__ Tile first_tile() const {
+    const uint32_t group = blockIdx.x / shares.tiles_per_group;
+    return {0, blockIdx.x, group, blockIdx.x - group * shares.tiles_per_group, 0, 0, 0};
+  }
+  __device__ __forceinline__ void advance(Tile& t) const {
+    ++t.i;
+    t.number += gridDim.x;
+    t.index += gridDim.x;
+    if (t.index >= shares.tiles_per_group) {
+      const uint32_t groups = t.index / shares.tiles_per_group;
+      t.group += groups;
+      t.index -= groups * shares.tiles_per_group;
+      ++t.visit;
+    }
+    if (++t.place == kPlaces) {
+      t.place = 0;
+      ++t.round;
+    }
+  }
+  // The same without the way there.
+  __device__ __forceinline__ Tile tile_at(uint32_t i) const {
+    Tile t;
+    t.i = i;
+    t.number = blockIdx.x + i * gridDim.x;
+    t.group = t.number / shares.tiles_per_group;
+    t.index = t.number - t.group * shares.tiles_per_group;
+    t.visit = shares.tiles_per_group >= gridDim.x ? t.group : i;
+    t.round = i / kPlaces;
+    t.place = i - t.round * kPlaces;
+    return t;
+  }
+  // Of the tiles that come into slots the j-th.
+  __device__ __forceinline__ Tile slot_tile(uint32_t j) const {
+    const uint32_t round = j / kSlots, slot = j - round * kSlots;
+    uint32_t place = slot;
+    while (is_held(place) || place - holders_before(place) != slot) ++place;
+    return tile_at(round * kPlaces + place);
+  }
+  __device__ __forceinline__ bool exists(const Tile& t) const { return t.number < shares.tiles; }
+  // Tiles of this block that come into slots, which are taken in turn.
+  __device__ __forceinline__ uint32_t slot_tiles() const {
+    const uint32_t own = (shares.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, rest = own % kPlaces;
+    return own / kPlaces * kSlots + rest - holders_before(rest);
+  }
+  static __device__ __forceinline__ void next_slot(uint32_t& k, uint32_t& parity) {
+    if (++k == kSlots) {
+      k = 0;
+      parity ^= 1;
+    }
+  }
+
+  // Places go round; the holders' are spread among them.
+  static __device__ __forceinline__ uint32_t holders_before(uint32_t place) { return place * kHolders / kPlaces; }
+  static __device__ __forceinline__ bool is_held(uint32_t place) {
+    return holders_before(place + 1) != holders_before(place);
+  }
+  static __device__ __forceinline__ uint32_t slot_of(const Tile& t) { return t.place - holders_before(t.place); }
+
+  __device__ __forceinline__ int head_of(uint32_t group) const {
+    return static_cast<int>(shares.x_line + group * shares.group_vectors) & 7;
+  }
+  __device__ __forceinline__ int end_of(int head, uint32_t index) const {
+    const int64_t left = shares.group_vectors + head - int64_t(index) * kTileVectors;
+    return static_cast<int>(left < 0 ? 0 : left < kTileVectors ? left : kTileVectors);
+  }
+  // Vectors lo <= v < hi of the tile are the group's; vector 0 is vector `base` of the tensor.
+  template <typename Description>
+  __device__ __forceinline__ void place_tile(const Tile& t, Description* d) const {
+    const int head = head_of(t.group);
+    d->base = t.group * shares.group_vectors - head + int64_t(t.index) * kTileVectors;
+    d->lo = t.index == 0 ? head : 0;
+    d->hi = end_of(head, t.index);
+    d->visit = t.visit;
+    d->is_full = d->lo == 0 && d->hi == kTileVectors;
+  }
+  // A tile of `tensor` into L2, unless it will be loaded at once.
+  __device__ __forceinline__ void prefetch(const Tile& t, const void* tensor) const {
+    if (t.i < kPlaces || !exists(t)) return;
+    const int head = head_of(t.group), lo = t.index == 0 ? head : 0, vectors = end_of(head, t.index) - lo;
+    const int64_t from = t.group * shares.group_vectors - head + int64_t(t.index) * kTileVectors + lo;
+    if (vectors > 0) bulk_prefetch(static_cast<const char*>(tensor) + from * 16, vectors * 16);
+  }
+  // The producer's warp. Every lane prepares a tile; then, tile after tile, its lane starts it, and what a tile's
+  // distance later will be loaded comes to L2 meanwhile: a slot is taken for a shorter time.
+  template <typename Description, typename Describe, typename Start>
+  __device__ __forceinline__ void produce(int lane, const void* x, const void* dy, Describe describe,
+                                          Start start) const {
+    const uint32_t own = slot_tiles();
+    uint32_t last = clock() - shares.pace;
+    for (uint32_t base = 0; base < own; base += 32) {
+      const uint32_t j = base + lane;
+      const bool mine = j < own;
+      const Tile t = slot_tile(j);
+      const uint32_t before = j == 0 ? 0 : slot_tile(j - 1).i + 1;
+      Description d;
+      if (mine) describe(t, j, &d);
+      __syncwarp();
+      for (uint32_t turn = base; turn < min(base + 32, own); ++turn) {
+        if (j == turn) {
+          while (static_cast<uint32_t>(clock()) - last < shares.pace) {
+          }
+          start(t, d);
+          if (shares.ahead > 0) {
+            for (uint32_t i = before; i <= t.i; ++i) {
+              prefetch(tile_at(i + shares.ahead), x);
+              if (dy) prefetch(tile_at(i + shares.ahead), dy);
+            }
+          }
+        }
+        __syncwarp();
+        last = clock();
+      }
+    }
+  }
+  // Channel of vector lo's first element, counted in the group, and that element's place in the channel.
+  __device__ __forceinline__ uint32_t channel_of(const Tile& t, uint32_t* column) const {
+    const int64_t begin = t.index == 0 ? 0 : (int64_t(t.index) * kTileVectors - head_of(t.group)) * kVec;
+    const int64_t row = __umul64hi(begin, shares.s_magic64);
+    *column = static_cast<uint32_t>(begin - row * shares.dims.s);
+    return static_cast<uint32_t>(row);
+  }
+  // The group's first channel.
+  __device__ __forceinline__ uint32_t channels_before(const Tile& t) const {
+    return t.group % static_cast<uint32_t>(shares.dims.g) * shares.channels_per_group;
+  }
+
+  // Words lane + 32 * k of a group.
+  template <int kSets>
+  __device__ __forceinline__ void wait_words(const uint64_t* words, int lane, uint64_t (&word)[kSets]) const {
+    bool is_missing;
+    do {
+      is_missing = false;
+#pragma unroll
+      for (int k = 0; k < kSets; ++k) {
+        const uint32_t part = lane + 32 * k;
+        if (part < shares.parts && word[k] == 0) word[k] = load_word(words + part);
+      }
+#pragma unroll
+      for (int k = 0; k < kSets; ++k) is_missing |= lane + 32 * k < shares.parts && word[k] == 0;
+    } while (__any_sync(0xffffffffu, is_missing));
+  }
+};
+
+#endif
+
+}  // namespace kgopt

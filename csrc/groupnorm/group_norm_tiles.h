@@ -1,0 +1,40 @@
+// Tiles of contiguous groups, for the GroupNorm kernels that keep a group on chip all over the GPU.
+//
+// A group is cut into tiles, which the blocks take in turn: tile t belongs to block t modulo the grid. A block keeps
+// its tiles on chip, in a ring of places in shared memory and in the registers of a few warps, until what the group
+// needs of all of them is known. All blocks must run at the same time, so the launch is cooperative.
+#pragma once
+
+#include "groupnorm_params.h"
+
+namespace kgopt {
+
+struct GroupTiles {
+  GroupNormDims dims;
+  uint32_t tiles = 0;            // in all; below 2^31
+  uint32_t tiles_per_group = 1;  // the group's last tile may be shorter
+  uint32_t parts = 1;            // blocks that have tiles of a group
+  int32_t channels_per_group = 1;
+  int64_t group_vectors = 0;  // 16-byte vectors of a group
+  uint32_t x_line = 0;        // vectors from a 128-byte line to x
+  uint32_t ahead = 0;         // tiles of a block that are on their way to L2 before they have a place
+  uint32_t pace = 0;          // cycles between the loads of two tiles, at least
+  // Quotients by s: (position * magic >> 32) >> shift for positions below 2^31, offset * magic64 >> 64.
+  uint32_t s_magic = 0;
+  int32_t s_shift = 0;
+  uint64_t s_magic64 = 0;
+};
+
+inline constexpr int kTilesMaxBlocks = 256;  // whose words a warp merges
+inline constexpr int kTilesSlotBytes = 16 << 10;
+inline constexpr int kTilesSlots = 14;   // tiles of a block in shared memory
+inline constexpr int kTilesHolders = 3;  // tiles of a block in registers, where a plan asks for them
+inline constexpr int kTilesVisits = 24;  // groups with tiles on chip: at most as many as places
+static_assert(kTilesVisits >= kTilesSlots + kTilesHolders);
+// With what a kernel's barriers and descriptions of tiles take.
+inline constexpr int kTilesSmemBytes = kTilesSlots * kTilesSlotBytes + 3072;
+
+// Vectors of a tile, where it has `tensors` tensors.
+constexpr int tile_vectors(int tensors) { return kTilesSlotBytes / 16 / tensors; }
+
+}  // namespace kgopt
