@@ -406,9 +406,14 @@ def test_group_norm_large_groups_backward(name, dtype, act, pre_act, poisoned):
 
     for scale, offset in ((1.0, 0.0), (3.0, 100.0)):
         tensors = make(shape, dtype, device, scale=scale, offset=offset)
-        dy = torch.randn(shape, device=device).to(dtype)
+        doubles = [t.double() for t in tensors]
+        dy = torch.randn(shape, device=device)
+        if act == "relu":  # of millions of elements some are so close to the kink that rounding decides
+            near = reference.group_norm_ref(doubles[0], groups, *doubles[1:], pre_act=pre_act).abs() < 1e-3
+            dy.masked_fill_(near, 0)
+        dy = dy.to(dtype)
         mine = gradients_of(ours, dy, *tensors)
-        exact = gradients_of(plain, dy, *(t.double() for t in tensors))
+        exact = gradients_of(plain, dy, *doubles)
         for result, expected, right in zip(mine, gradients_of(plain, dy, *tensors), exact, strict=True):
             assert_as_good_as_torch(result, expected, right)
         assert all(torch.equal(a, b) for a, b in zip(mine, gradients_of(ours, dy, *tensors), strict=True))

@@ -202,7 +202,7 @@ struct ChannelLse {
 
 template <ConvMath kMath, int kSteps, int kPositions, ConvEpilogue kEpilogue>
 __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == ConvEpilogue::kResidualLse) +
-                                         kNarrowChannelConsumers),
+                                         narrow_channel_consumers(kEpilogue == ConvEpilogue::kResidualLse)),
                                   1) conv_narrow_channels_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Traits = ConvMathTraits<kMath>;
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
                                                          : WgmmaType::kTf32;
   constexpr int kChannels = 64;
   constexpr int kProducers = narrow_producers(kMath, !kStats);
-  constexpr int kConsumers = kNarrowChannelConsumers;
+  constexpr int kConsumers = narrow_channel_consumers(!kStats);
   constexpr int kLoaders = 128 * kProducers;  // threads
   constexpr int kThreads = kLoaders + 128 * kConsumers;
 
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
     };
 
     barrier_wait(full, 0);
-    float first[kPositions / 2], second[kPositions / 2];
+    float first[kPositions / 2];
     Row row{}, next{};
     bool more = advance(next);
     if (more) {
@@ -383,19 +383,33 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
       wgmma_wait<0>();
       wgmma_use(first);
     }
-    // The epilogue of the row in `done` while the next one's products are under way. After the last row they are
-    // multiplied once more, for nobody, since a branch around them would make the compiler wait.
-    auto turn = [&](auto& done, auto& other) {
-      row = next;
-      more = advance(next);
-      multiply(other);
-      epilogue(done, row);
-      wgmma_wait<0>();
-      wgmma_use(other);
-    };
-    while (more) {
-      turn(first, second);
-      if (more) turn(second, first);
+    if constexpr (kStats) {
+      // The epilogue of the row in `done` while the next one's products are under way. After the last row they are
+      // multiplied once more, for nobody, since a branch around them would make the compiler wait.
+      float second[kPositions / 2];
+      auto turn = [&](auto& done, auto& other) {
+        row = next;
+        more = advance(next);
+        multiply(other);
+        epilogue(done, row);
+        wgmma_wait<0>();
+        wgmma_use(other);
+      };
+      while (more) {
+        turn(first, second);
+        if (more) turn(second, first);
+      }
+    } else {
+      while (more) {
+        row = next;
+        epilogue(first, row);
+        more = advance(next);
+        if (more) {
+          multiply(first);
+          wgmma_wait<0>();
+          wgmma_use(first);
+        }
+      }
     }
 
     if constexpr (kStats) {

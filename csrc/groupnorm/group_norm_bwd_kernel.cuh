@@ -342,8 +342,7 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
                        *input = load_vec<T, kVec>(x + u * 32 * kVec);
                        *gradient = load_vec<T, kVec>(dy + u * 32 * kVec);
                      });
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&s.freed[k]);
+      barrier_arrive(&s.freed[k]);  // of every lane: racecheck orders an arrival with the reads of its own thread only
     }
   }
 
@@ -392,7 +391,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int k = 0; k < Traits::kSlots; ++k) {
       barrier_init(&shared.loaded[k], 2);
       barrier_init(&shared.summed[k], Traits::kTeamWarps * 32);
-      barrier_init(&shared.freed[k], Traits::kWriterWarps + 2 * Traits::kTeamWarps);
+      barrier_init(&shared.freed[k], Traits::kWriterWarps * 32 + 2 * Traits::kTeamWarps);
     }
     for (int v = 0; v < kTilesVisits; ++v) {
       barrier_init(&shared.published[v], 1);
