@@ -595,9 +595,6 @@ Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaS
   config.attrs = &cluster;
   config.numAttrs = p.shares.blocks_log2 > 0 ? 1 : 0;
   cudaError_t error = allow_dynamic_smem<kKernel>(plan.smem_bytes);
-  if (error == cudaSuccess && p.shares.blocks_log2 > 3) {
-    error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kKernel, p);
   if (error == cudaSuccess) error = cudaGetLastError();
   if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_small_bwd_kernel", cudaGetErrorString(error)};
