@@ -316,6 +316,9 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
       }
     }
   }
+  // Values relative to one of them: summed as they are, an offset that is large beside their spread would cost digits.
+  const uint32_t start = kLast ? n * s.sample + g * s.stride : unit * s.elements;
+  float origin[1] = {active ? to_acc(static_cast<const T*>(p.x)[start]) : 0.f};
   const bool wide = sizeof(T) == 4 || p.affine_dtype == Dtype::kFloat32;
   constexpr bool kOneChannel = kRun > 1 && !kLast;  // of a vector
   const auto load_affine = [&](const void* values, uint32_t (&bits)[kElements]) {
@@ -345,13 +348,17 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
 #pragma unroll
   for (int k = 0; k < kElements; ++k) v[k] = to_acc(raw[k]);
   apply_kind(s.pre_kind, p.pre_act, v);
+  apply_kind(s.pre_kind, p.pre_act, origin);
   float sum = 0.f, squares = 0.f;
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) sum += has(k) ? v[k] : 0.f;
-  const float mean = team_sum(sum, shared[0]) * s.scale;
+  for (int k = 0; k < kElements; ++k) {
+    v[k] -= origin[0];
+    sum += has(k) ? v[k] : 0.f;
+  }
+  const float offset_mean = team_sum(sum, shared[0]) * s.scale, mean = origin[0] + offset_mean;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
-    v[k] -= mean;
+    v[k] -= offset_mean;
     squares += has(k) ? v[k] * v[k] : 0.f;
   }
   const float rstd = rsqrtf(team_sum(squares, shared[1]) * s.scale + p.eps);
@@ -488,9 +495,11 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     }
   }
   if (blocks > 1) exchange(&box, blocks, t.rank, terms);
-  const float scale = one_channel ? s.scale * weight[0] : s.scale;
-  terms[0] *= scale;
-  terms[1] *= scale;
+  // Divided, not multiplied by a reciprocal: its rounding error would be the same for every group, and add up in sums
+  // of dx.
+  const float scale = one_channel ? weight[0] : 1.f, elements = static_cast<float>(s.elements);
+  terms[0] = scale * terms[0] / elements;
+  terms[1] = scale * terms[1] / elements;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) z[k] = slope[k] * (dz[k] - (terms[0] + xhat[k] * terms[1]));
   t.store(p.dx, z);
@@ -586,9 +595,6 @@ Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaS
   config.attrs = &cluster;
   config.numAttrs = p.shares.blocks_log2 > 0 ? 1 : 0;
   cudaError_t error = allow_dynamic_smem<kKernel>(plan.smem_bytes);
-  if (error == cudaSuccess && p.shares.blocks_log2 > 3) {
-    error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kKernel, p);
   if (error == cudaSuccess) error = cudaGetLastError();
   if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_small_bwd_kernel", cudaGetErrorString(error)};

@@ -11,7 +11,7 @@ inline constexpr int kSmallMaxThreads = 1024;
 inline constexpr int kSmallRun = 4;              // elements of a vector
 inline constexpr int kSmallMaxElements = 8;      // of a thread
 inline constexpr int kSmallMaxBwdThreads = 512;  // with the most elements: they take 128 registers
-inline constexpr int kSmallMaxBlocks = 16;       // of a cluster
+inline constexpr int kSmallMaxBlocks = 8;        // of a cluster: what every device with clusters can run
 inline constexpr int kSlabThreads = 512;
 
 // n / d as n * magic >> 32, exact while n * d is below 2^32; magic is 0 for d = 1.
