@@ -267,7 +267,11 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
 
 
 def time_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Seconds a call of two functions, taken in turn; the smallest of a few."""
+    """Seconds a call of two functions, taken in turn; the smallest of a few.
+
+    On CUDA of seven at least, and for 0.15 s: a process that has just started launches slowly, and would be taken for a
+    model that waits for its launches.
+    """
     timer = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     once = []
     for function in (first, second):  # also warms both up
@@ -275,7 +279,7 @@ def time_both(first: Callable[[], Any], second: Callable[[], Any], device: torch
         once.append(timer(function, device))
     if max(once) > LONG:
         return once[0], once[1]
-    rounds = 7 if device.type == "cuda" else 3
+    rounds = max(7, min(40, int(0.15 / max(*once, 1e-6)))) if device.type == "cuda" else 3
     best = once
     for _ in range(rounds):
         best = [min(b, timer(f, device)) for b, f in zip(best, (first, second), strict=True)]
