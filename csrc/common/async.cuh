@@ -92,10 +92,6 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Lets the next kernel of the stream start when it was launched so that it may, and waits there for this one's end.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // --- Clusters: blocks that run side by side and reach each other's shared memory.
 
 __device__ __forceinline__ uint32_t cluster_rank() {

@@ -12,9 +12,7 @@ namespace {
 
 // One 16-byte piece of an image a thread.
 __global__ void __launch_bounds__(128) conv_hopper_pack_kernel(const __grid_constant__ HopperPackParams p) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  launch_dependents();
-#endif
+  let_dependents_start();
   const HopperPlan& plan = p.plan;
   const bool half = p.dtype != Dtype::kFloat32;
   const int per_piece = half ? 8 : 4;

@@ -13,6 +13,7 @@
 #include <cuda_runtime.h>
 
 #include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/wgmma.cuh"
