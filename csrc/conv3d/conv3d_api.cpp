@@ -26,7 +26,7 @@ Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& 
   const HopperSpace space(&workspace, plan);
   workspace.allocate();
   Tensor y = allocate_output(a, shape);
-  HopperParams p = start_hopper(a, shape, plan, a.x, space, workspace, stream);
+  HopperParams p = start_hopper(a, shape, plan, space, workspace, stream);
   set_output(&p, y, a.rank);
   raise_on_error(a.op, run_conv_hopper(p, stream));
   return y;
@@ -80,7 +80,7 @@ Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& c
 }  // namespace
 
 // An empty batch still goes to ATen, which knows what PyTorch makes of it.
-Tensor conv_forward(const ConvArgs& a) {
+Tensor conv_forward(const ConvArgs& a, bool* left_bias) {
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(a.x.get_device_index());
   ConvChoice choice = choose(a, shape, ConvEpilogue::kStore);
@@ -88,7 +88,11 @@ Tensor conv_forward(const ConvArgs& a) {
   if (choice.path == ConvPath::kAten && aten_would_use_tf32(a, shape)) {
     choice.path = choice.plan.refusal ? ConvPath::kDirect : ConvPath::kImplicitGemm;
   }
-  return run_choice(a, shape, choice);
+  if (left_bias) *left_bias = a.bias.has_value() && choice.path == ConvPath::kAten;
+  if (!left_bias || !*left_bias) return run_choice(a, shape, choice);
+  ConvArgs bare = a;
+  bare.bias = std::nullopt;
+  return run_choice(bare, shape, choice);
 }
 
 namespace {

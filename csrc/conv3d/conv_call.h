@@ -77,13 +77,12 @@ inline bool has_channels_innermost(const Tensor& x, const ConvShape& shape) {
          (shape.in[1] == 1 || shape.in[2] == 1 || x.stride(last - 1) == shape.in[2] * stride_w);
 }
 
-inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue,
-                         std::optional<bool> channels_innermost = std::nullopt) {
+inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
   const DeviceInfo info = check_gpu(a.op, a.x);
   const DeviceLimits limits{info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma};
-  return choose_conv_cached(make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32),
-                                         channels_innermost.value_or(has_channels_innermost(a.x, shape))),
-                            limits, parse_backend(a.op, a.backend));
+  return choose_conv_cached(
+      make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32), has_channels_innermost(a.x, shape)), limits,
+      parse_backend(a.op, a.backend));
 }
 
 // Strides of a tensor's spatial dims as depth, height, width.
@@ -226,8 +225,8 @@ struct HopperSpace {
         bias(workspace->reserve(int64_t(plan.n_tiles) * plan.c_tile * 4)) {}
 };
 
-// Packs the weights; x may be a copy of a.x with its channels innermost. y, act and partials are left to the caller.
-inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan, const Tensor& x,
+// Packs the weights. y, act and partials are left to the caller.
+inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan,
                                  const HopperSpace& space, const Workspace& workspace, cudaStream_t stream) {
   const WeightStrides w = weight_strides(a, shape);
   const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
@@ -255,18 +254,15 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
   }
   p.plan = plan;
   const int last = shape.rank + 1;
+  const Tensor& x = a.x;
   const int64_t stride_w = shape.in[2] > 1 ? x.stride(last) : shape.in[1] > 1 ? x.stride(last - 1) : shape.c_in;
   raise_on_error(a.op, set_hopper_input(&p, x.const_data_ptr(), shape.n, shape.c_in, stride_w,
                                         shape.rank == 3 ? x.stride(2) : 0, x.stride(0)));
   return p;
 }
 
-// The convolution alone, by whichever path `choose` takes for the storing epilogue.
-Tensor conv_forward(const ConvArgs& a);
-
-// Whether that is a kernel of our own.
-inline bool conv_is_own(const ConvArgs& a, const ConvShape& shape) {
-  return a.x.numel() != 0 && choose(a, shape, ConvEpilogue::kStore).path != ConvPath::kAten;
-}
+// The convolution alone, by whichever path `choose` takes for the storing epilogue. With `left_bias`, a bias is left to
+// the caller, and true stored there, where ATen would add it in a pass of its own.
+Tensor conv_forward(const ConvArgs& a, bool* left_bias = nullptr);
 
 }  // namespace kgopt

@@ -20,23 +20,24 @@ Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, Int
   check_gpu(op, x);
   const MemoryFormat format = shape.out_channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
   const std::string backend = "auto";
-  ConvArgs conv{op,
-                x,
-                weight,
-                bias,
-                stride,
-                padding,
-                dilation,
-                output_padding,
-                groups,
-                transposed,
-                static_cast<int>(x.dim()) - 2,
-                backend,
-                std::nullopt};
-  // Kernels of our own add the bias to what they store. ATen adds it in a pass of its own, far below the speed of the
-  // memory in channels_last.
-  (conv_is_own(conv, shape) ? bias : conv.bias) = std::nullopt;
-  Tensor y = conv_forward(conv);
+  const ConvArgs conv{op,
+                      x,
+                      weight,
+                      bias,
+                      stride,
+                      padding,
+                      dilation,
+                      output_padding,
+                      groups,
+                      transposed,
+                      static_cast<int>(x.dim()) - 2,
+                      backend,
+                      std::nullopt};
+  // Kernels of our own add the bias to what they store; ATen's pass runs far below the speed of the memory in
+  // channels_last.
+  bool left_bias = false;
+  Tensor y = conv_forward(conv, &left_bias);
+  if (!left_bias) bias = std::nullopt;
   if ((!bias && !residual && divisor == 1) || y.numel() == 0) return y;
   const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
   const Tensor dense_residual = residual ? dense_in(*residual, format) : Tensor();
