@@ -50,11 +50,12 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def("mean(Tensor x, int[1] dims, bool keepdim=False) -> Tensor");
   m.def("mean_backward(Tensor dy, SymInt[] sizes, int[1] dims, bool keepdim=False) -> Tensor");
 
-  // What stands between norms and convolutions. conv_add: (convolution + bias + residual) / divisor; upsample_linear:
-  // to twice the size, plus residual; max_pool: without indices.
+  // What stands between norms and convolutions. conv_add: act((convolution + bias + residual) / divisor);
+  // upsample_linear: to twice the size, plus residual; max_pool: without indices.
   m.def(
       "conv_add(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "
-      "int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0) -> Tensor");
+      "int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0, "
+      "str act=\"none\") -> Tensor");
   m.def("upsample_linear(Tensor x, Tensor? residual=None) -> Tensor");
   m.def("max_pool(Tensor x, int[] kernel_size, int[] stride, int[] padding) -> Tensor");
 

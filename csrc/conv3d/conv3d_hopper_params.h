@@ -70,8 +70,11 @@ struct alignas(64) HopperParams {
   const float* bias;   // n_tiles * c_tile values, zeros without a bias
   void* y;
   int64_t y_stride_n, y_stride_c, y_stride[3];  // with y_stride_c == 1 the others are multiples of 16 bytes
-  float* partials;  // kStoreStats: see StatsPartials in groupnorm_params.h; slices as the plan says
-  Chain act;        // not kAny
+  // y = act((convolution + bias + residual) * scale)
+  const void* residual = nullptr;  // of y's strides; null: none. Not in wide plans
+  float scale = 1;                 // 1 in wide plans
+  Chain act;                       // not kAny
+  float* partials;                 // kStoreStats: see StatsPartials in groupnorm_params.h; slices as the plan says
   int c_out;
   int in[3], out[3];
   HopperPlan plan;

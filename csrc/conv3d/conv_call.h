@@ -261,8 +261,17 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
   return p;
 }
 
-// The convolution alone, by whichever path `choose` takes for the storing epilogue. With `left_bias`, a bias is left to
-// the caller, and true stored there, where ATen would add it in a pass of its own.
-Tensor conv_forward(const ConvArgs& a, bool* left_bias = nullptr);
+// What a caller wants of a convolution's output beside the convolution: act((output + bias + residual) * scale).
+struct __attribute__((visibility("hidden"))) ConvTail {
+  const void* residual = nullptr;  // dense, in the output's layout
+  double scale = 1;
+  ActChain act;
+  // Set by conv_forward: what it left to the caller. ATen would add the bias in a pass of its own.
+  bool left_bias = false, left_rest = true;
+};
+
+// The convolution, by whichever path `choose` takes for the storing epilogue, and as much of the tail as its kernel can
+// do to what it stores.
+Tensor conv_forward(const ConvArgs& a, ConvTail* tail = nullptr);
 
 }  // namespace kgopt

@@ -12,7 +12,8 @@ using torch::stable::accelerator::DeviceGuard;
 cudaStream_t stream_of(const Tensor& x) { return static_cast<cudaStream_t>(current_stream(x)); }
 
 Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
-                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor) {
+                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor,
+                std::string act) {
   const char* const op = "conv_add";
   const ConvShape shape =
       check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
@@ -33,22 +34,27 @@ Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, Int
                       static_cast<int>(x.dim()) - 2,
                       backend,
                       std::nullopt};
-  // Kernels of our own add the bias to what they store; ATen's pass runs far below the speed of the memory in
-  // channels_last.
-  bool left_bias = false;
-  Tensor y = conv_forward(conv, &left_bias);
-  if (!left_bias) bias = std::nullopt;
-  if ((!bias && !residual && divisor == 1) || y.numel() == 0) return y;
-  const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
+  // Kernels of our own add the bias to what they store, one of them does all of it; ATen's passes run far below the
+  // speed of the memory in channels_last.
   const Tensor dense_residual = residual ? dense_in(*residual, format) : Tensor();
+  ConvTail tail;
+  tail.residual = residual ? dense_residual.const_data_ptr() : nullptr;
+  tail.scale = 1 / divisor;
+  tail.act = check_act(op, act);
+  Tensor y = conv_forward(conv, &tail);
+  if (!tail.left_bias) bias = std::nullopt;
+  const bool nothing_left = !tail.left_rest || (!residual && divisor == 1 && tail.act.empty());
+  if ((!bias && nothing_left) || y.numel() == 0) return y;
+  const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
   BiasResidualParams p;
   p.y = y.mutable_data_ptr();
   p.bias = bias ? dense_bias.const_data_ptr() : nullptr;
-  p.residual = residual ? dense_residual.const_data_ptr() : nullptr;
+  p.residual = tail.residual;
   p.n = shape.n;
   p.c = shape.c_out;
   p.s = shape.out[0] * shape.out[1] * shape.out[2];
-  p.scale = 1 / divisor;
+  p.scale = tail.scale;
+  p.act = tail.act;
   p.channels_last = shape.out_channels_last;
   p.dtype = shape.dtype;
   raise_on_error(op, run_bias_residual(p, stream_of(x)));

@@ -8,8 +8,10 @@ namespace {
 using namespace cpu;
 
 // y = (y + residual) * scale.
-void add_residual(const Tensor& y, const OptTensor& residual, MemoryFormat format, double scale) {
-  if (!residual && scale == 1) return;
+// y = act((y + residual) * scale)
+void add_residual(const Tensor& y, const OptTensor& residual, MemoryFormat format, double scale,
+                  const ActChain& act = ActChain()) {
+  if (!residual && scale == 1 && act.empty()) return;
   const Tensor dense = residual ? dense_in(*residual, format) : y;
   const int64_t total = y.numel();
   dispatch_dtype(dtype_of(y), [&](auto zero) {
@@ -28,20 +30,22 @@ void add_residual(const Tensor& y, const OptTensor& residual, MemoryFormat forma
       } else {
         for (int64_t j = 0; j < n; ++j) out[j] = a[j] * factor;
       }
-      store_block(out, to + at, n);
+      store_block(activate_chain(act, out, out, n), to + at, n);
     });
   });
 }
 
 Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
-                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor) {
+                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor,
+                std::string act) {
+  const ActChain chain = check_act("conv_add", act);
   const ConvShape shape = check_conv_add("conv_add", x, weight, bias, residual, stride, padding, dilation,
                                          output_padding, groups, transposed);
   const MemoryFormat format = shape.out_channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
   Tensor y = dense_in(call_aten("aten::convolution", "", x, weight, bias, stride, padding, dilation, transposed,
                                 output_padding, groups),
                       format);
-  add_residual(y, residual, format, 1 / divisor);
+  add_residual(y, residual, format, 1 / divisor, chain);
   return y;
 }
 

@@ -2,18 +2,21 @@
 
 #include <cstdint>
 
+#include "../common/activation.h"
 #include "../common/dtype.h"
 #include "../common/status.h"
 
 namespace kgopt {
 
 // y = (y + bias[c] + residual) * scale, in place, y [n, c, s] dense; channels_last: [n, s, c].
+// y = act((y + bias + residual) * scale)
 struct BiasResidualParams {
   void* y = nullptr;
   const void* bias = nullptr;      // [c] of y's dtype; null: none
   const void* residual = nullptr;  // of y's layout; null: none
   int64_t n = 0, c = 0, s = 0;
   double scale = 1;
+  ActChain act;
   bool channels_last = false;
   Dtype dtype = Dtype::kFloat32;
 };

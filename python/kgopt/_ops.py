@@ -204,7 +204,7 @@ def _conv_lse_fwd_fake(  # type: ignore[no-untyped-def]
 
 
 def _conv_add_fake(  # type: ignore[no-untyped-def]
-    x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed, divisor
+    x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act
 ):
     return _conv_fake(x, weight, stride, padding, dilation, output_padding, groups, transposed)
 
@@ -473,13 +473,17 @@ def _activation_backward(ctx: Any, dy: Tensor) -> Any:
 
 
 def _conv_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
-    x, weight, _, _, ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding, ctx.groups, ctx.transposed, d = inputs
-    ctx.divisor = d
-    ctx.save_for_backward(x, weight)
+    x, weight, bias, residual, *ctx.lists, ctx.groups, ctx.transposed, ctx.divisor, ctx.act = inputs
+    ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding = ctx.lists
+    needed = () if ctx.act == "none" else (bias, residual)  # for the activations' argument
+    ctx.save_for_backward(x, weight, *needed)
 
 
 def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
-    x, weight = ctx.saved_tensors
+    x, weight, *more = ctx.saved_tensors
+    if more:
+        y = _OPS.conv_add(x, weight, *more, *ctx.lists, ctx.groups, ctx.transposed, ctx.divisor)
+        dy = _OPS.activation_backward(dy, y, ctx.act)
     dy = dy if ctx.divisor == 1 else dy / ctx.divisor
     needs: Any = _needs(ctx, 0, 1, 2)
     dx, dweight, dbias = _conv_gradients(

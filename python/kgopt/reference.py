@@ -51,10 +51,11 @@ def conv_add_ref(
     groups: int = 1,
     transposed: bool = False,
     divisor: float = 1.0,
+    act: str = "none",
 ) -> Tensor:
-    """A convolution, its bias, a residual and a division."""
+    """A convolution, its bias, a residual, a division and activations."""
     y = torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-    return (y if residual is None else y + residual) / divisor
+    return activation_ref((y if residual is None else y + residual) / divisor, act)
 
 
 def upsample_linear_ref(x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -195,6 +195,13 @@ class Call:
         tail = (list(output_padding), groups, list(dilation)) if transposed else (list(dilation), groups)
         return getattr(_OPS, op).default, (list(stride), list(padding), *tail)
 
+    @property
+    def chosen_by_itself(self) -> bool:
+        """Whether kgopt's ops choose their own kernel for this convolution."""
+        *lists, groups, transposed = self.rest
+        explained: str = _OPS.explain_conv(self.x, self.more[0], *lists, groups, transposed, "store", "auto", None)
+        return explained.startswith("kgopt")
+
     def _convolve(self, option: str) -> Tensor:
         if option == "bias":
             return _OPS.conv_add(self.x, *self.more, None, *self.rest)  # type: ignore[no-any-return]
@@ -388,6 +395,7 @@ class ConvPlan:
     rest: tuple[Any, ...]  # arguments of conv_add after its tensors
     sizes: list[int]  # of the result
     own: tuple[Any, tuple[Any, ...]] | None  # kgopt's own convolution, and its arguments after its tensors
+    adds: bool = False  # conv_add is the way to add something to the result
 
 
 PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
@@ -422,7 +430,10 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
         call = recognize(CONV_FUNCTIONS[kind], (x, conv.weight, conv.bias, stride, padding, *tail), {})
     if call is None:
         return ConvPlan("", module, (), [], None)
-    return ConvPlan(state.faster.get(call.key, ""), module, call.rest, call.sizes, call.own)
+    option = state.faster.get(call.key, "")
+    # conv_add chooses its convolution itself; the same one, where that is kgopt's.
+    adds = option == "bias" or (option == "own" and call.chosen_by_itself)
+    return ConvPlan(option, module, call.rest, call.sizes, call.own, adds)
 
 
 def run_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0) -> Tensor:
@@ -430,7 +441,7 @@ def run_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = Non
     parameters = conv._parameters
     with torch._C._AutoDispatchBelowAutograd():  # gradients are off; the ops' Python kernels for them take time
         weight, bias = parameters["weight"], parameters["bias"]
-        if plan.option == "bias":
+        if plan.option == "bias" or residual is not None:
             return _conv_add(x, weight, bias, residual, *plan.rest, divisor)  # type: ignore[no-any-return]
         assert plan.own is not None
         op, rest = plan.own
