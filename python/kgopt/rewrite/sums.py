@@ -2,9 +2,9 @@
 
 In ``x + self.conv(h)``, or ``h = self.conv(h)`` and later ``(x + h) / scale`` or ``h += x``, the front end for source
 code (:mod:`~kgopt.rewrite.source`) has :meth:`Sum.begin` called in place of the module and :meth:`Sum.finish` in place
-of the addition. ``begin`` may put the module off, where ``finish`` can then compute both at once; everywhere else the two
-do what stands in the code. The front end proves that nobody sees the value in between and that nothing there changes
-what the module reads.
+of the addition. ``begin`` may put the module off, where ``finish`` can then compute both at once; everywhere else the
+two do what stands in the code. The front end proves that nobody sees the value in between and that nothing there
+changes what the module reads.
 """
 
 from __future__ import annotations
