@@ -28,6 +28,10 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "group_norm(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
       "str act=\"none\") -> Tensor");
+  // With moments, mean and variance of every channel [N, C, 2], as conv_add_moments gives them.
+  m.def(
+      "group_norm_moments(Tensor x, Tensor moments, int num_groups, Tensor? weight=None, Tensor? bias=None, "
+      "float eps=1e-5, str act=\"none\") -> Tensor");
   m.def(
       "group_norm_fwd(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
       "str act=\"none\", str pre_act=\"none\") -> (Tensor, Tensor, Tensor)");
@@ -50,12 +54,17 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def("mean(Tensor x, int[1] dims, bool keepdim=False) -> Tensor");
   m.def("mean_backward(Tensor dy, SymInt[] sizes, int[1] dims, bool keepdim=False) -> Tensor");
 
-  // What stands between norms and convolutions. conv_add: act((convolution + bias + residual) / divisor);
+  // What stands between norms and convolutions. conv_add: act((convolution + bias + residual) / divisor); with
+  // moments: mean and variance of every channel, too;
   // upsample_linear: to twice the size, plus residual; max_pool: without indices.
   m.def(
       "conv_add(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "
       "int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0, "
       "str act=\"none\") -> Tensor");
+  m.def(
+      "conv_add_moments(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, "
+      "int[] dilation, int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0, "
+      "str act=\"none\") -> (Tensor, Tensor)");
   m.def("upsample_linear(Tensor x, Tensor? residual=None) -> Tensor");
   m.def("max_pool(Tensor x, int[] kernel_size, int[] stride, int[] padding) -> Tensor");
 

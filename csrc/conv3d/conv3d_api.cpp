@@ -1,4 +1,5 @@
 // CUDA convolutions: checks, allocation, choice of path.
+#include "../groupnorm/groupnorm_api.h"
 #include "conv_call.h"
 
 namespace kgopt {
@@ -24,16 +25,24 @@ Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& 
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   Workspace workspace(a.x);
   const HopperSpace space(&workspace, plan);
+  const bool with_moments = !tail.left_moments;
+  StatsPartials partials;
+  partials.slices = hopper_moment_slices(plan);
+  partials.rows = shape.c_out;
+  const int64_t moments = workspace.reserve(with_moments ? shape.n * partials.slices * partials.rows * 3 * 4 : 0);
   workspace.allocate();
+  if (with_moments) partials.data = workspace.at<void>(moments);
   Tensor y = allocate_output(a, shape);
-  HopperParams p = start_hopper(a, shape, plan, space, workspace, stream);
+  HopperParams p = start_hopper(a, shape, plan, space, workspace, stream, partials);
   set_output(&p, y, a.rank);
   if (!tail.left_rest) {
     p.residual = tail.residual;
     p.scale = static_cast<float>(tail.scale);
     p.act = chain_kind(tail.act);
+    p.moments = static_cast<float*>(partials.data);
   }
   raise_on_error(a.op, run_conv_hopper(p, stream));
+  if (with_moments) channel_moments_cuda(a.op, a.x, partials, *tail.moments);
   return y;
 }
 
@@ -97,6 +106,7 @@ Tensor conv_forward(const ConvArgs& a, ConvTail* tail) {
   tail->left_bias = a.bias.has_value() && choice.path == ConvPath::kAten;
   tail->left_rest = choice.path != ConvPath::kHopper || choice.hopper.wide || chain_kind(tail->act) == Chain::kAny ||
                     reinterpret_cast<uintptr_t>(tail->residual) % 16 != 0;
+  tail->left_moments = tail->left_rest || !tail->moments;
   if (!tail->left_bias) return run_choice(a, shape, choice, *tail);
   ConvArgs bare = a;
   bare.bias = std::nullopt;

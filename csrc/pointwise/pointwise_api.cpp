@@ -2,6 +2,7 @@
 #include "pointwise.h"
 
 #include "../conv3d/conv_call.h"
+#include "../groupnorm/groupnorm_api.h"
 #include "pointwise_checks.h"
 
 namespace kgopt {
@@ -11,10 +12,28 @@ using torch::stable::accelerator::DeviceGuard;
 
 cudaStream_t stream_of(const Tensor& x) { return static_cast<cudaStream_t>(current_stream(x)); }
 
-Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
-                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor,
-                std::string act) {
-  const char* const op = "conv_add";
+// What the convolution's kernel left to do, in one pass.
+void add_tail(const char* op, const Tensor& y, const OptTensor& bias, const ConvShape& shape, const ConvTail& tail) {
+  const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
+  BiasResidualParams p;
+  p.y = y.mutable_data_ptr();
+  p.bias = bias ? dense_bias.const_data_ptr() : nullptr;
+  p.residual = tail.residual;
+  p.n = shape.n;
+  p.c = shape.c_out;
+  p.s = shape.out[0] * shape.out[1] * shape.out[2];
+  p.scale = tail.scale;
+  p.act = tail.act;
+  p.channels_last = shape.out_channels_last;
+  p.dtype = shape.dtype;
+  raise_on_error(op, run_bias_residual(p, stream_of(y)));
+}
+
+// With `moments`, those of the result are put there.
+Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, OptTensor bias, const OptTensor& residual,
+                    const IntArray& stride, const IntArray& padding, const IntArray& dilation,
+                    const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
+                    const std::string& act, Tensor* moments) {
   const ConvShape shape =
       check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
   const DeviceGuard guard(x.get_device_index());
@@ -41,24 +60,33 @@ Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, Int
   tail.residual = residual ? dense_residual.const_data_ptr() : nullptr;
   tail.scale = 1 / divisor;
   tail.act = check_act(op, act);
+  if (moments) {
+    *moments = allocate_moments(x, shape.c_out);
+    tail.moments = moments;
+  }
   Tensor y = conv_forward(conv, &tail);
   if (!tail.left_bias) bias = std::nullopt;
   const bool nothing_left = !tail.left_rest || (!residual && divisor == 1 && tail.act.empty());
-  if ((!bias && nothing_left) || y.numel() == 0) return y;
-  const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
-  BiasResidualParams p;
-  p.y = y.mutable_data_ptr();
-  p.bias = bias ? dense_bias.const_data_ptr() : nullptr;
-  p.residual = tail.residual;
-  p.n = shape.n;
-  p.c = shape.c_out;
-  p.s = shape.out[0] * shape.out[1] * shape.out[2];
-  p.scale = tail.scale;
-  p.act = tail.act;
-  p.channels_last = shape.out_channels_last;
-  p.dtype = shape.dtype;
-  raise_on_error(op, run_bias_residual(p, stream_of(x)));
+  if (y.numel() > 0 && (bias || !nothing_left)) add_tail(op, y, bias, shape, tail);
+  if (moments && tail.left_moments) channel_moments_cuda(op, y, *moments);
   return y;
+}
+
+Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
+                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor,
+                std::string act) {
+  return run_conv_add("conv_add", x, weight, bias, residual, stride, padding, dilation, output_padding, groups,
+                      transposed, divisor, act, nullptr);
+}
+
+std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor bias, OptTensor residual,
+                                            IntArray stride, IntArray padding, IntArray dilation,
+                                            IntArray output_padding, int64_t groups, bool transposed, double divisor,
+                                            std::string act) {
+  Tensor moments;
+  const Tensor y = run_conv_add("conv_add_moments", x, weight, bias, residual, stride, padding, dilation,
+                                output_padding, groups, transposed, divisor, act, &moments);
+  return {y, moments};
 }
 
 Tensor upsample_linear(Tensor x, OptTensor residual) {
@@ -118,6 +146,7 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
+  m.impl("conv_add_moments", TORCH_BOX(&kgopt::conv_add_moments));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
 }

@@ -1,5 +1,6 @@
 // What stands between norms and convolutions, on the CPU: ATen, and one pass for what is added.
 #include "../common/cpu_block.h"
+#include "../groupnorm/groupnorm_cpu.h"
 #include "pointwise_checks.h"
 
 namespace kgopt {
@@ -49,6 +50,28 @@ Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, Int
   return y;
 }
 
+std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor bias, OptTensor residual,
+                                            IntArray stride, IntArray padding, IntArray dilation,
+                                            IntArray output_padding, int64_t groups, bool transposed, double divisor,
+                                            std::string act) {
+  const Tensor y =
+      conv_add(x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act);
+  const int64_t c = y.size(1);
+  const auto [mean, rstd] = group_stats_cpu(y, c, 0);
+  Tensor moments = empty_like_shape(y, {y.size(0), c, 2}, stats_type(y));
+  dispatch_dtype(dtype_of(mean), [&](auto zero) {
+    using T = decltype(zero);
+    const T *const m = static_cast<const T*>(mean.const_data_ptr()), *const r =
+                                                                         static_cast<const T*>(rstd.const_data_ptr());
+    T* const to = static_cast<T*>(moments.mutable_data_ptr());
+    for (int64_t i = 0; i < y.size(0) * c; ++i) {
+      to[2 * i] = m[i];
+      to[2 * i + 1] = T(1) / (r[i] * r[i]);
+    }
+  });
+  return {y, moments};
+}
+
 Tensor upsample_linear(Tensor x, OptTensor residual) {
   const IntArray sizes = check_upsample_linear("upsample_linear", x, residual);
   const MemoryFormat format = memory_format_of(x);
@@ -78,6 +101,7 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
+  m.impl("conv_add_moments", TORCH_BOX(&kgopt::conv_add_moments));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
 }

@@ -209,6 +209,11 @@ def _conv_add_fake(  # type: ignore[no-untyped-def]
     return _conv_fake(x, weight, stride, padding, dilation, output_padding, groups, transposed)
 
 
+def _conv_add_moments_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    y = _conv_add_fake(x, *args)
+    return y, _empty(x, [*y.shape[:2], 2], _stats_dtype(x))
+
+
 def _spatial_fake(x: Tensor, spatial: Sequence[Any]) -> Tensor:
     return _empty(x, [*x.shape[:2], *spatial], channels_last=_is_channels_last(x))
 
@@ -253,6 +258,8 @@ def _register_fakes() -> None:
     register("activation", lambda x, act: _empty_like(x))
     register("activation_backward", lambda dy, x, act: _empty_like(x))
     register("conv_add", _conv_add_fake)
+    register("conv_add_moments", _conv_add_moments_fake)
+    register("group_norm_moments", lambda x, *_: _empty_like(x))
     register("upsample_linear", lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]))
     register("max_pool", _max_pool_fake)
     register("logsumexp", lambda x, dim, keepdim: _empty(x, _reduced_sizes(x.shape, dim, keepdim)))
@@ -503,6 +510,25 @@ def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
     return dx, dweight, dbias, dy if _needs(ctx, 3)[0] else None
 
 
+def _conv_add_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    _conv_add_setup(ctx, inputs, keywords, output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _norm_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, _, ctx.num_groups, weight, bias, ctx.eps, ctx.act = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _norm_moments_backward(ctx: Any, dy: Tensor) -> Any:
+    """That of a group_norm of x: the moments are x's."""
+    x, weight, bias = ctx.saved_tensors
+    mean, rstd = _OPS.group_stats(x, ctx.num_groups, ctx.eps)
+    more = (ctx.num_groups, weight, bias, ctx.act, "none")
+    dx, dweight, dbias = _OPS.group_norm_backward(dy, x, mean, rstd, *more)
+    return dx, None, None, *_affine(ctx, (3, 4), dweight, dbias)
+
+
 def _upsample_backward(ctx: Any, dy: Tensor) -> Any:
     dx = None
     if _needs(ctx, 0)[0]:
@@ -660,6 +686,8 @@ def _register_autograd() -> None:
     register("group_norm_mean_fwd", _norm_mean_backward, _norm_mean_setup)
     register("activation", _activation_backward, _activation_setup)
     register("conv_add", _conv_add_backward, _conv_add_setup)
+    register("conv_add_moments", lambda ctx, dy, _: _conv_add_backward(ctx, dy), _conv_add_moments_setup)
+    register("group_norm_moments", _norm_moments_backward, _norm_moments_setup)
     register("upsample_linear", _upsample_backward)
     register("max_pool", _max_pool_backward, _max_pool_setup)
     register(
@@ -762,9 +790,10 @@ def _low_convolution(name: str) -> Callable[..., Any]:
     return lambda dtype, args, kwargs: op(*(_cast(a, dtype) for a in args[:3]), *args[3:], **kwargs)
 
 
-def _conv_add_low(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+def _conv_add_low(name: str) -> Callable[..., Any]:
     """The residual too: a wider one is a sum in its own dtype, which is not this op's."""
-    return _OPS.conv_add(*(_cast(a, dtype) for a in args[:4]), *args[4:], **kwargs)
+    op = _op(name)
+    return lambda dtype, args, kwargs: op(*(_cast(a, dtype) for a in args[:4]), *args[4:], **kwargs)
 
 
 def _in_fp32(name: str) -> Callable[..., Any]:
@@ -807,10 +836,11 @@ def _relu_norm_in_fp32(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
 def _register_autocast() -> None:
     """The dtypes of PyTorch's own ops: torch lists norms and logsumexp as fp32 on CUDA, and not at all on CPU."""
     shared = {name: _low_convolution(name) for name in _CONVS}
-    shared["conv_add"] = _conv_add_low
+    shared |= {name: _conv_add_low(name) for name in ("conv_add", "conv_add_moments")}
     cpu = {name: _low_convolution(name) for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE)}
     cuda = {
         "group_norm": _in_fp32("group_norm"),
+        "group_norm_moments": _in_fp32("group_norm_moments"),
         "group_norm_mean": _norm_mean_in_fp32,
         "logsumexp": _in_fp32("logsumexp"),
         "activation": _softplus_in_fp32,
@@ -912,7 +942,7 @@ def _register_vmap() -> None:
     rules = {name: _vmap_samples(name) for name in (*_CONVS, "group_stats", *_TWINS, *(f"{n}_fwd" for n in _TWINS))}
     rules["group_stats_backward"] = _vmap_samples("group_stats_backward", 5)
     rules["activation"] = _vmap_pointwise("activation", 1)
-    for name in ("conv_add", "upsample_linear", "max_pool"):
+    for name in ("conv_add", "conv_add_moments", "group_norm_moments", "upsample_linear", "max_pool"):
         rules[name] = _vmap_loop(name)
     rules["activation_backward"] = _vmap_pointwise("activation_backward", 2)
     for name, tensors in (("logsumexp", 1), ("mean", 1), ("logsumexp_backward", 3), ("mean_backward", 1)):
@@ -966,10 +996,12 @@ def _register_flops() -> None:
     def of_conv_add(x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         names = [a.name for a in _OPS.conv_add.default._schema.arguments]
         transposed = dict(zip(names[2:], args, strict=False), **kwargs).get("transposed", False)
-        positions = math.prod(x_shape[2:]) if transposed else math.prod(out_shape[2:])
+        sizes = out_shape[0] if isinstance(out_shape[0], (list, tuple)) else out_shape  # with moments
+        positions = math.prod(x_shape[2:]) if transposed else math.prod(sizes[2:])
         return 2 * int(x_shape[0]) * positions * math.prod(weight_shape)
 
     register_flop_formula(_OPS.conv_add)(of_conv_add)
+    register_flop_formula(_OPS.conv_add_moments)(of_conv_add)
     for name, (_, transposed) in _CONVS.items():
         register(name, transposed)
     for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE):

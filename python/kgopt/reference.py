@@ -6,6 +6,7 @@ Computed in the dtype of the inputs: pass float64 for an oracle. Tests compare e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,13 @@ def conv_add_ref(
     """A convolution, its bias, a residual, a division and activations."""
     y = torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     return activation_ref((y if residual is None else y + residual) / divisor, act)
+
+
+def conv_add_moments_ref(*args: Any) -> tuple[Tensor, Tensor]:
+    """:func:`conv_add_ref`, and mean and variance (biased) of every channel of it, ``[N, C, 2]``."""
+    y = conv_add_ref(*args)
+    variance, mean = torch.var_mean(y, dim=list(range(2, y.dim())), correction=0)
+    return y, torch.stack([mean, variance], -1)
 
 
 def upsample_linear_ref(x: Tensor, residual: Tensor | None = None) -> Tensor:
