@@ -71,7 +71,7 @@ WIDTHS = {"whole rows": (1, 32, 5, 12, 64), "odd": (2, 32, 4, 9, 37), "64 channe
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("act", ["none", "relu", "silu", "tanh"])
-@pytest.mark.parametrize("scale, offset", [(1, 0), (0.01, 0), (3, 0), (1, 100)])
+@pytest.mark.parametrize(("scale", "offset"), [(1, 0), (0.01, 0), (3, 0), (1, 100)])
 @pytest.mark.parametrize("name", WIDTHS)
 def test_conv_add_of_few_channels_innermost(name, scale, offset, act, dtype, device, poisoned):
     x = (draw(WIDTHS[name], dtype, True, device) * scale + offset).contiguous(memory_format=FORMATS[5])

@@ -12,6 +12,7 @@ the arguments that were measured to be faster so; every other call goes to PyTor
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import policy
+from kgopt.rewrite import carry, policy
 from kgopt.rewrite.patterns import conv_of
 
 _OPS = torch.ops.kgopt
@@ -396,6 +397,7 @@ class ConvPlan:
     sizes: list[int]  # of the result
     own: tuple[Any, tuple[Any, ...]] | None  # kgopt's own convolution, and its arguments after its tensors
     adds: bool = False  # conv_add is the way to add something to the result
+    carrier: carry.Carrier | None = None  # where the result is large enough for its moments to pay
 
 
 PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
@@ -432,8 +434,9 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
         return ConvPlan("", module, (), [], None)
     option = state.faster.get(call.key, "")
     # conv_add chooses its convolution itself; the same one, where that is kgopt's.
-    adds = option == "bias" or (option == "own" and call.chosen_by_itself)
-    return ConvPlan(option, module, call.rest, call.sizes, call.own, adds)
+    own = option == "own" and call.chosen_by_itself
+    carrier = state.carrier if own and carry.is_worth(math.prod(call.sizes) * x.element_size()) else None
+    return ConvPlan(option, module, call.rest, call.sizes, call.own, own or option == "bias", carrier)
 
 
 def run_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0) -> Tensor:
@@ -441,14 +444,21 @@ def run_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = Non
     parameters = conv._parameters
     with torch._C._AutoDispatchBelowAutograd():  # gradients are off; the ops' Python kernels for them take time
         weight, bias = parameters["weight"], parameters["bias"]
-        if plan.option == "bias" or residual is not None:
-            return _conv_add(x, weight, bias, residual, *plan.rest, divisor)  # type: ignore[no-any-return]
-        assert plan.own is not None
-        op, rest = plan.own
-        return op(x, weight, bias, *rest, backend="kgopt")  # type: ignore[no-any-return]
+        carrier, moments = plan.carrier, None
+        if carrier is not None and carrier.on:
+            y, moments = _conv_add_moments(x, weight, bias, residual, *plan.rest, divisor)
+        elif plan.option == "bias" or residual is not None:
+            y = _conv_add(x, weight, bias, residual, *plan.rest, divisor)
+        else:
+            assert plan.own is not None
+            op, rest = plan.own
+            y = op(x, weight, bias, *rest, backend="kgopt")
+    if carrier is not None:
+        carry.leave(y, carrier, moments)
+    return y  # type: ignore[no-any-return]
 
 
-_conv_add = _OPS.conv_add.default
+_conv_add, _conv_add_moments = _OPS.conv_add.default, _OPS.conv_add_moments.default
 
 
 def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -498,17 +508,13 @@ class GlueState:
     faster: dict[Any, str] = field(default_factory=dict)  # by Call.key: the option that is; "": PyTorch's
     plans: dict[Any, ConvPlan] = field(default_factory=dict)  # of a convolution module, by x's shape, strides, ...
     always_own: dict[bool, bool] = field(default_factory=dict)  # by x.is_contiguous(): were all fastest in "own"?
+    carrier: carry.Carrier = field(default_factory=carry.Carrier)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "enabled": self.enabled,
-            "faster": {},
-            "plans": {},
-            "always_own": False,
-        }  # another machine is another measurement
+        return {"enabled": self.enabled}  # another machine is another measurement
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(GlueState(state["enabled"]).__dict__)
 
 
 class _Replace(TorchFunctionMode):

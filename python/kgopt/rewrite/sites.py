@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import layout, policy
+from kgopt.rewrite import carry, layout, policy
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt
 from kgopt.rewrite.patterns import Chain, activation_of, conv_of, is_identity
 
@@ -185,7 +185,9 @@ class Site:
         if self.short:
             args = norm_args(norm, None)
             assert args is not None
-            y = _group_norm(x, args.num_groups, args.weight, args.bias, args.eps, self.chain.post)
+            rest = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post)
+            moments = None if torch.compiler.is_compiling() or carry.is_empty() else carry.take(x)
+            y = _group_norm(x, *rest) if moments is None else _group_norm_moments(x, moments, *rest)
         else:
             both = self._args(x, operands[0] if self.chain.conv else None, norm)
             assert both is not None
@@ -210,3 +212,4 @@ class Site:
 
 
 _group_norm = torch.ops.kgopt.group_norm.default
+_group_norm_moments = torch.ops.kgopt.group_norm_moments.default
