@@ -50,6 +50,7 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
         ("conv_add", (x2, w2, b, rand(2, 6, 9, 5), [1, 2], [1, 1], [1, 1], [0, 0], 1, False, 2.0), {}),
         ("conv_add_moments", (x3, w3, b, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], [0, 0, 0], 1, False, 1.0, "silu"), {}),
         ("group_norm_moments", (x2, moments, 2, g4, b4, 1e-5, "silu"), {}),
+        ("group_norm_conv1x1", (x2, None, 2, g4, b4, 1e-5, "silu", rand(3, 4, 1, 1), None), {}),
         ("upsample_linear", (x3, rand(2, 4, 10, 12, 14)), {}),
         ("max_pool", (x2, [3, 2], [2, 2], [1, 0]), {}),
         ("logsumexp", (x2, [1], True), {}),

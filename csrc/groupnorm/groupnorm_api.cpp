@@ -288,10 +288,26 @@ void channel_moments_cuda(const char* op, const Tensor& x, const Tensor& moments
   channel_moments_cuda(op, x, p.partials, moments);
 }
 
-namespace {
+void moments_table_cuda(const char* op, const Tensor& moments, int64_t num_groups, const OptTensor& weight,
+                        const OptTensor& bias, double eps, void* table) {
+  const Tensor dense = dense_in(moments, MemoryFormat::Contiguous);
+  const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
+  MomentsTableParams t;
+  t.moments = dense.const_data_ptr();
+  t.weight = data_or_null(w);
+  t.bias = data_or_null(b);
+  t.affine_dtype = affine_dtype(op, w, b);
+  t.is_double = moments.scalar_type() == ScalarType::Double;
+  t.n = moments.size(0);
+  t.c = moments.size(1);
+  t.g = num_groups;
+  t.eps = eps;
+  t.table = table;
+  raise_on_error(op, run_moments_table(t, stream_of(moments)));
+}
 
-Tensor group_norm_moments(Tensor x, Tensor moments, int64_t num_groups, OptTensor weight, OptTensor bias, double eps,
-                          std::string act) {
+Tensor group_norm_moments_cuda(Tensor x, Tensor moments, int64_t num_groups, OptTensor weight, OptTensor bias,
+                               double eps, std::string act) {
   const char* const op = "group_norm_moments";
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
   check_statistics(op, "moments", moments, x, {d.n, d.c, 2});
@@ -301,32 +317,22 @@ Tensor group_norm_moments(Tensor x, Tensor moments, int64_t num_groups, OptTenso
   const MemoryFormat format = format_of(x, d);
   Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
   if (d.numel() == 0) return y;
-  const Tensor dense = dense_in(x, format), dense_moments = dense_in(moments, MemoryFormat::Contiguous);
-  const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
+  const Tensor dense = dense_in(x, format);
   Workspace workspace(x);
   const int64_t table = workspace.reserve(d.n * d.c * 4 * acc_size(d));
   workspace.allocate();
-  MomentsTableParams t;
-  t.moments = dense_moments.const_data_ptr();
-  t.weight = data_or_null(w);
-  t.bias = data_or_null(b);
-  t.affine_dtype = affine_dtype(op, w, b);
-  t.is_double = d.dtype == Dtype::kFloat64;
-  t.n = d.n;
-  t.c = d.c;
-  t.g = d.g;
-  t.eps = eps;
-  t.table = workspace.at<void>(table);
-  raise_on_error(op, run_moments_table(t, stream_of(x)));
+  moments_table_cuda(op, moments, num_groups, weight, bias, eps, workspace.at<void>(table));
   NormalizeParams p;
   p.x = dense.const_data_ptr();
   p.y = y.mutable_data_ptr();
-  p.table = t.table;
+  p.table = workspace.at<void>(table);
   p.dims = d;
   p.act = chain;
   raise_on_error(op, run_normalize(p, stream_of(x)));
   return y;
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor> group_stats(Tensor x, int64_t num_groups, double eps) {
   const char* const op = "group_stats";
@@ -555,7 +561,7 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_stats", TORCH_BOX(&kgopt::group_stats));
   m.impl("group_stats_backward", TORCH_BOX(&kgopt::group_stats_backward));
   m.impl("group_norm", TORCH_BOX(&kgopt::group_norm));
-  m.impl("group_norm_moments", TORCH_BOX(&kgopt::group_norm_moments));
+  m.impl("group_norm_moments", TORCH_BOX(&kgopt::group_norm_moments_cuda));
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cuda));
   m.impl("group_norm_backward", TORCH_BOX(&kgopt::group_norm_backward));
   m.impl("group_norm_mean", TORCH_BOX(&kgopt::group_norm_mean));

@@ -72,6 +72,18 @@ std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor b
   return {y, moments};
 }
 
+Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+                          double eps, std::string act, Tensor weight, OptTensor bias) {
+  const IntArray sizes = check_group_norm_conv1x1("group_norm_conv1x1", x, moments, num_groups, gn_weight, gn_bias, eps,
+                                                  act, weight, bias);
+  const int64_t rank = x.dim() - 2;
+  const IntArray ones(rank, 1), zeros(rank, 0);
+  const Tensor z =
+      num_groups > 0 ? std::get<0>(group_norm_fwd_cpu(x, num_groups, gn_weight, gn_bias, eps, act, "none")) : x;
+  return dense_in(call_aten("aten::convolution", "", z, weight, bias, ones, zeros, ones, false, zeros, int64_t(1)),
+                  memory_format_of(x));
+}
+
 Tensor upsample_linear(Tensor x, OptTensor residual) {
   const IntArray sizes = check_upsample_linear("upsample_linear", x, residual);
   const MemoryFormat format = memory_format_of(x);
@@ -102,6 +114,7 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
   m.impl("conv_add_moments", TORCH_BOX(&kgopt::conv_add_moments));
+  m.impl("group_norm_conv1x1", TORCH_BOX(&kgopt::group_norm_conv1x1));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
 }

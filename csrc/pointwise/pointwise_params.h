@@ -23,6 +23,21 @@ struct BiasResidualParams {
 
 // y = linear interpolation of x to twice its size (align_corners=False) + residual. Dense, channels innermost; a
 // contiguous tensor is n * c samples of one channel.
+// y [n, s, c_out] = act(normalized x [n, s, c]) weight + bias
+struct NormConv1x1Params {
+  const void* x = nullptr;  // aligned to 16 bytes
+  void* y = nullptr;
+  const void* table = nullptr;   // [n, c] of (mean, rstd, weight, bias) in fp32; null: x is not normalized
+  const void* weight = nullptr;  // [c_out, c]
+  const void* bias = nullptr;    // [c_out] or null
+  int64_t n = 0, s = 0;
+  int c = 0, c_out = 0;
+  int sm_count = 0;
+  int blocks_per_sample = 0;  // set by the launcher
+  ActChain act;
+  Dtype dtype = Dtype::kFloat32;
+};
+
 struct UpsampleLinearParams {
   const void* x = nullptr;         // [n, d, h, w, c]
   const void* residual = nullptr;  // of y's layout; null: none

@@ -214,6 +214,10 @@ def _conv_add_moments_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return y, _empty(x, [*y.shape[:2], 2], _stats_dtype(x))
 
 
+def _norm_conv1x1_fake(x, moments, num_groups, gn_weight, gn_bias, eps, act, weight, bias):  # type: ignore[no-untyped-def]
+    return _empty(x, [x.shape[0], weight.shape[0], *x.shape[2:]], channels_last=_is_channels_last(x))
+
+
 def _spatial_fake(x: Tensor, spatial: Sequence[Any]) -> Tensor:
     return _empty(x, [*x.shape[:2], *spatial], channels_last=_is_channels_last(x))
 
@@ -260,6 +264,7 @@ def _register_fakes() -> None:
     register("conv_add", _conv_add_fake)
     register("conv_add_moments", _conv_add_moments_fake)
     register("group_norm_moments", lambda x, *_: _empty_like(x))
+    register("group_norm_conv1x1", _norm_conv1x1_fake)
     register("upsample_linear", lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]))
     register("max_pool", _max_pool_fake)
     register("logsumexp", lambda x, dim, keepdim: _empty(x, _reduced_sizes(x.shape, dim, keepdim)))
@@ -510,6 +515,29 @@ def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
     return dx, dweight, dbias, dy if _needs(ctx, 3)[0] else None
 
 
+def _norm_conv1x1_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, _, ctx.num_groups, gn_weight, gn_bias, ctx.eps, ctx.act, weight, _ = inputs
+    ctx.save_for_backward(x, gn_weight, gn_bias, weight)
+
+
+def _norm_conv1x1_backward(ctx: Any, dy: Tensor) -> Any:
+    """What the convolution reads is computed again."""
+    x, gn_weight, gn_bias, weight = ctx.saved_tensors
+    groups, z = ctx.num_groups, x
+    if groups:
+        z, mean, rstd = _OPS.group_norm_fwd(x, groups, gn_weight, gn_bias, ctx.eps, ctx.act, "none")
+    rank = x.dim() - 2
+    ones, zeros = [1] * rank, [0] * rank
+    needs: Any = (any(_needs(ctx, 0, 3, 4)), *_needs(ctx, 7, 8))
+    dz, dweight, dbias = _conv_gradients(
+        needs, dy, z, weight, dy.shape[1], ones, zeros, ones, False, zeros, 1, None
+    )  # fmt: skip
+    if not groups or dz is None:
+        return dz, None, None, None, None, None, None, dweight, dbias
+    dx, dgamma, dbeta = _OPS.group_norm_backward(dz, x, mean, rstd, groups, gn_weight, gn_bias, ctx.act, "none")
+    return dx, None, None, *_affine(ctx, (3, 4), dgamma, dbeta), None, None, dweight, dbias
+
+
 def _conv_add_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     _conv_add_setup(ctx, inputs, keywords, output)
     ctx.mark_non_differentiable(output[1])
@@ -688,6 +716,7 @@ def _register_autograd() -> None:
     register("conv_add", _conv_add_backward, _conv_add_setup)
     register("conv_add_moments", lambda ctx, dy, _: _conv_add_backward(ctx, dy), _conv_add_moments_setup)
     register("group_norm_moments", _norm_moments_backward, _norm_moments_setup)
+    register("group_norm_conv1x1", _norm_conv1x1_backward, _norm_conv1x1_setup)
     register("upsample_linear", _upsample_backward)
     register("max_pool", _max_pool_backward, _max_pool_setup)
     register(
@@ -796,6 +825,17 @@ def _conv_add_low(name: str) -> Callable[..., Any]:
     return lambda dtype, args, kwargs: op(*(_cast(a, dtype) for a in args[:4]), *args[4:], **kwargs)
 
 
+def _norm_conv1x1_low(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """The norm in fp32, the convolution in the autocast dtype: two ops."""
+    x, _, groups, gn_weight, gn_bias, eps, act, weight, bias = args
+    if groups:
+        x, gn_weight, gn_bias = (_cast(t, torch.float32) for t in (x, gn_weight, gn_bias))
+        x = _OPS.group_norm(x, groups, gn_weight, gn_bias, eps, act)
+    return _OPS.group_norm_conv1x1(
+        _cast(x, dtype), None, 0, None, None, 0.0, "none", _cast(weight, dtype), _cast(bias, dtype)
+    )
+
+
 def _in_fp32(name: str) -> Callable[..., Any]:
     op = _op(name)
     return lambda dtype, args, kwargs: op(*(_cast(a, torch.float32) for a in args), **kwargs)
@@ -841,6 +881,7 @@ def _register_autocast() -> None:
     cuda = {
         "group_norm": _in_fp32("group_norm"),
         "group_norm_moments": _in_fp32("group_norm_moments"),
+        "group_norm_conv1x1": _norm_conv1x1_low,
         "group_norm_mean": _norm_mean_in_fp32,
         "logsumexp": _in_fp32("logsumexp"),
         "activation": _softplus_in_fp32,
@@ -942,7 +983,9 @@ def _register_vmap() -> None:
     rules = {name: _vmap_samples(name) for name in (*_CONVS, "group_stats", *_TWINS, *(f"{n}_fwd" for n in _TWINS))}
     rules["group_stats_backward"] = _vmap_samples("group_stats_backward", 5)
     rules["activation"] = _vmap_pointwise("activation", 1)
-    for name in ("conv_add", "conv_add_moments", "group_norm_moments", "upsample_linear", "max_pool"):
+    for name in ("conv_add", "conv_add_moments", "group_norm_moments", "group_norm_conv1x1"):
+        rules[name] = _vmap_loop(name)
+    for name in ("upsample_linear", "max_pool"):
         rules[name] = _vmap_loop(name)
     rules["activation_backward"] = _vmap_pointwise("activation_backward", 2)
     for name, tensors in (("logsumexp", 1), ("mean", 1), ("logsumexp_backward", 3), ("mean_backward", 1)):
@@ -1002,6 +1045,11 @@ def _register_flops() -> None:
 
     register_flop_formula(_OPS.conv_add)(of_conv_add)
     register_flop_formula(_OPS.conv_add_moments)(of_conv_add)
+
+    def of_conv1x1(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return 2 * int(x_shape[1]) * math.prod(out_shape)
+
+    register_flop_formula(_OPS.group_norm_conv1x1)(of_conv1x1)
     for name, (_, transposed) in _CONVS.items():
         register(name, transposed)
     for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE):

@@ -78,6 +78,22 @@ def max_pool_ref(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], p
     return torch.max_pool3d(x, *window) if x.dim() == 5 else torch.max_pool2d(x, *window)
 
 
+def group_norm_conv1x1_ref(
+    x: Tensor,
+    moments: Tensor | None,
+    num_groups: int,
+    gn_weight: Tensor | None,
+    gn_bias: Tensor | None,
+    eps: float,
+    act: str,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """GroupNorm (none with 0 groups), activations, and a convolution with a kernel of 1."""
+    z = group_norm_ref(x, num_groups, gn_weight, gn_bias, eps, act) if num_groups else x
+    return F.conv3d(z, weight, bias) if x.dim() == 5 else F.conv2d(z, weight, bias)
+
+
 def group_stats_ref(x: Tensor, num_groups: int, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Mean and reciprocal standard deviation ``[N, G]`` of each group of ``x [N, C, *]`` (biased variance)."""
     groups = x.reshape(x.shape[0], num_groups, -1)

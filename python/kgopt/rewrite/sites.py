@@ -195,6 +195,14 @@ class Site:
             y = emit_kgopt(self.chain, call_now, x, x.dim(), *both, fold)
         return y if norm._kgopt_state.keep_format else policy.as_torch(self.chain, x, y)
 
+    def run_with_head(self, norm: Any, x: Tensor, conv: Any) -> Tensor:
+        """The chain, a norm and activations, and a pointwise convolution of what it gives, as one op."""
+        args = norm_args(norm, None)
+        assert args is not None
+        moments = None if carry.is_empty() else carry.take(x)
+        rest = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post, conv.weight, conv.bias)
+        return _group_norm_conv1x1(x, moments, *rest)
+
     def _args(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
         if conv is None:
             if self.chain.norm == "instance" and x.dim() != norm._kgopt_rank:
@@ -212,4 +220,5 @@ class Site:
 
 
 _group_norm = torch.ops.kgopt.group_norm.default
+_group_norm_conv1x1 = torch.ops.kgopt.group_norm_conv1x1.default
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default
