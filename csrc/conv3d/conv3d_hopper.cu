@@ -91,7 +91,7 @@ Status launch_after_pack(const HopperParams& p, cudaStream_t stream) {
   return Status::Ok();
 }
 
-template <ConvMath kMath, int kTile, int kSegments, bool kWide, bool kMore>
+template <ConvMath kMath, int kTile, int kSegments, bool kWide, int kMore>
 Status launch_rows(const HopperParams& p, cudaStream_t stream) {
   if (p.plan.row_bytes == 64) {
     return launch_after_pack<conv_hopper_kernel<kMath, 3, kTile, kSegments, 64, kWide, kMore>>(p, stream);
@@ -99,15 +99,17 @@ Status launch_rows(const HopperParams& p, cudaStream_t stream) {
   return launch_after_pack<conv_hopper_kernel<kMath, 3, kTile, kSegments, 128, kWide, kMore>>(p, stream);
 }
 
+template <ConvMath kMath, int kTile, int kSegments>
+Status launch_more(const HopperParams& p, cudaStream_t stream) {
+  if (p.moments) return launch_rows<kMath, kTile, kSegments, false, 2>(p, stream);
+  if (p.residual || p.scale != 1) return launch_rows<kMath, kTile, kSegments, false, 1>(p, stream);
+  return launch_rows<kMath, kTile, kSegments, false, 0>(p, stream);
+}
+
 template <ConvMath kMath>
 Status launch_tile(const HopperParams& p, cudaStream_t stream) {
-  if (p.plan.wide) return launch_rows<kMath, 64, 2, true, false>(p, stream);
-  const bool more = p.residual || p.scale != 1 || p.moments;
-  if (p.plan.c_tile == 32) {
-    return more ? launch_rows<kMath, 32, 4, false, true>(p, stream)
-                : launch_rows<kMath, 32, 4, false, false>(p, stream);
-  }
-  return more ? launch_rows<kMath, 64, 2, false, true>(p, stream) : launch_rows<kMath, 64, 2, false, false>(p, stream);
+  if (p.plan.wide) return launch_rows<kMath, 64, 2, true, 0>(p, stream);
+  return p.plan.c_tile == 32 ? launch_more<kMath, 32, 4>(p, stream) : launch_more<kMath, 64, 2>(p, stream);
 }
 
 }  // namespace

@@ -8,7 +8,6 @@
 
 #include <type_traits>
 
-#include "../common/async.cuh"
 #include "../common/dtype.cuh"
 #include "../common/reduce.cuh"
 #include "conv3d_hopper_params.h"
@@ -63,33 +62,91 @@ struct HopperResidual {
   }
 };
 
-// Where the moments of a thread's channel lie: each of a block's warpgroups has a slice of every sample to itself, so
-// that a tile's are merged into it without atomics, in the order of the tiles.
-__device__ __forceinline__ float* hopper_moments(const HopperParams& p, int n, int n_tile, int tile_channels) {
-  const int thread = threadIdx.x % 128, c = n_tile * tile_channels + thread;
-  if (thread >= tile_channels || c >= p.c_out) return nullptr;
-  const int64_t slice = int64_t(n) * hopper_moment_slices(p.plan) + blockIdx.x * kHopperConsumers + threadIdx.x / 128;
-  return p.moments + (slice * p.c_out + c) * 3;
-}
+// Moments by channel of what a warp stores, kept in registers from tile to tile: lane (g, t4) has channel g of the 8
+// that threads t4 hold in each block of 32. Each warp of a block has a slice of every sample in memory to itself, into
+// which it merges what it has when it comes to another sample or to other channels, so there are no atomics, and the
+// order is that of the tiles.
+template <int kTile>
+struct HopperMoments {
+  Moments<float> own[kTile / 32];
 
-// Merges a warpgroup's tile into `to`, which holds `before`; null for threads that own no channel. value(row, block, i)
-// is channel i of a thread's 8 in the block's 32, of which two fours are next_four apart; `stored` has a bit for each
-// row that counts. `shared` is the warpgroup's own, 4 * (2 * kTile + 1) floats.
-template <int kRows, int kTile, typename F>
-__device__ __forceinline__ void add_moments(const F& value, uint32_t stored, int c_local, int next_four, float* shared,
-                                            float* to, Moments<float> before) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t4 = lane % 4;
-  const int barrier = 1 + threadIdx.x / 128;
-  float count = static_cast<float>(__popc(stored));
+  // c: the lane's channel of each block's first 32.
+  __device__ __forceinline__ void flush(const HopperParams& p, int n, int c) {
+    const int64_t slice =
+        int64_t(n) * hopper_moment_slices(p.plan) + blockIdx.x * (kHopperConsumers * 4) + threadIdx.x / 32;
 #pragma unroll
-  for (int lanes = 4; lanes < 32; lanes *= 2) count += __shfl_xor_sync(0xffffffff, count, lanes);
-  const float over_count = count > 0.f ? 1.f / count : 0.f;
-  named_barrier(barrier, 128);  // all have read what the tile's products left in `shared`
+    for (int block = 0; block < kTile / 32; ++block) {
+      if (c + block * 32 < p.c_out && own[block].count > 0.f) {
+        float* const to = p.moments + (slice * p.c_out + c + block * 32) * 3;
+        Moments<float> before{to[0], to[1], to[2]};
+        merge(before, own[block]);
+        to[0] = before.mean, to[1] = before.m2, to[2] = before.count;
+      }
+      own[block] = Moments<float>();
+    }
+  }
+
+  // value(row, block, i) is channel i of the thread's 8; `stored` has a bit for each row that counts.
+  template <int kRows, typename F>
+  __device__ __forceinline__ void add(const F& value, uint32_t stored) {
+    const bool all = __all_sync(0xffffffff, stored == (1u << kRows) - 1);
 #pragma unroll
-  for (int block = 0; block < kTile / 32; ++block) {
+    for (int block = 0; block < kTile / 32; ++block) {
+      auto at = [&](int row, int i) { return value(row, block, i); };
+      merge(own[block], all ? of_all<kRows>(at) : of_some<kRows>(at, stored));
+    }
+  }
+
+ private:
+  // What the other half of the lanes has of what this one keeps, where they send half of what they have each.
+  static __device__ __forceinline__ float from_other(float low, float high, bool upper, int width) {
+    return __shfl_xor_sync(0xffffffff, upper ? low : high, width * 4);
+  }
+
+  // One pass: a thread's values relative to its first, then lanes with equal counts.
+  template <int kRows, typename F>
+  static __device__ __forceinline__ Moments<float> of_all(const F& value) {
+    float mean[8], m2[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float shift = value(0, i);
+      float sum = 0.f, squares = 0.f;
+#pragma unroll
+      for (int row = 1; row < kRows; ++row) {
+        const float v = value(row, i) - shift;
+        sum += v;
+        squares += v * v;
+      }
+      const float d = sum * (1.f / kRows);
+      mean[i] = shift + d;
+      m2[i] = squares - sum * d;
+    }
+    const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int width = 4; width > 0; width /= 2) {
+      const bool upper = g & width;
+#pragma unroll
+      for (int i = 0; i < width; ++i) {
+        const float other = from_other(mean[i], mean[i + width], upper, width);
+        const float other_m2 = from_other(m2[i], m2[i + width], upper, width);
+        const float own = upper ? mean[i + width] : mean[i], delta = other - own;
+        mean[i] = own + 0.5f * delta;
+        // Of kRows * 4 / width values on either side.
+        m2[i] = (upper ? m2[i + width] : m2[i]) + other_m2 + delta * delta * (kRows * 2.f / width);
+      }
+    }
+    return {mean[0], m2[0] < 0.f ? 0.f : m2[0], kRows * 8.f};  // keeps NaN
+  }
+
+  // Two passes over the rows that count.
+  template <int kRows, typename F>
+  static __device__ __forceinline__ Moments<float> of_some(const F& value, uint32_t stored) {
+    const int g = threadIdx.x % 32 / 4;
+    float count = static_cast<float>(__popc(stored));
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) count += __shfl_xor_sync(0xffffffff, count, lanes);
+    const float over_count = count > 0.f ? 1.f / count : 0.f;
     float mean[8] = {};
-    // The sum over this warp's rows of channel g of the thread's 8, of the values or of their squared deviations: each
-    // step sends half of the sums to the other half of the lanes.
     auto add_up = [&](bool squares) {
       float sum[8] = {};
 #pragma unroll
@@ -97,7 +154,7 @@ __device__ __forceinline__ void add_moments(const F& value, uint32_t stored, int
         const bool counts = stored >> row & 1;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const float v = value(row, block, i) - (squares ? mean[i] : 0.f);
+          const float v = value(row, i) - mean[i];
           if (counts) sum[i] += squares ? v * v : v;
         }
       }
@@ -106,30 +163,18 @@ __device__ __forceinline__ void add_moments(const F& value, uint32_t stored, int
         const bool upper = g & width;
 #pragma unroll
         for (int i = 0; i < width; ++i) {
-          const float send = upper ? sum[i] : sum[i + width], keep = upper ? sum[i + width] : sum[i];
-          sum[i] = keep + __shfl_xor_sync(0xffffffff, send, width * 4);
+          const float other = from_other(sum[i], sum[i + width], upper, width);
+          sum[i] = (upper ? sum[i + width] : sum[i]) + other;
         }
       }
       return sum[0];
     };
     const float own_mean = add_up(false) * over_count;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) mean[i] = __shfl_sync(0xffffffff, own_mean, i * 4 + t4);
-    const float deviation = add_up(true);
-    reinterpret_cast<float2*>(shared)[warp * kTile + block * 32 + c_local + g / 4 * next_four + g % 4] =
-        make_float2(own_mean, deviation);
+    for (int i = 0; i < 8; ++i) mean[i] = __shfl_sync(0xffffffff, own_mean, i * 4 + threadIdx.x % 4);
+    return {own_mean, add_up(true), count};
   }
-  if (lane == 0) shared[4 * kTile * 2 + warp] = count;
-  named_barrier(barrier, 128);
-  if (to) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const float2 part = reinterpret_cast<const float2*>(shared)[w * kTile + threadIdx.x % 128];
-      merge(before, Moments<float>{part.x, part.y, shared[4 * kTile * 2 + w]});
-    }
-    to[0] = before.mean, to[1] = before.m2, to[2] = before.count;
-  }
-}
+};
 
 #endif
 

@@ -113,8 +113,8 @@ __device__ __forceinline__ void add_where(bool where, float (&sum)[4], const flo
       : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(int(where)));
 }
 
-// kMore: with a residual, a scale or moments; not with kWide.
-template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kWide, bool kMore>
+// kMore: 1 with a residual or a scale, 2 with moments, too; 0 with kWide.
+template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kWide, int kMore>
 __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __grid_constant__ HopperParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename HopperTypes<kMath>::Element;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       StageCursor a;
       for (int tile = blockIdx.x * plan.teams + team; tile < int(plan.tiles); tile += gridDim.x * plan.teams) {
         const HopperTile t = hopper_tile(p, tile);
-        if (kMore && p.residual) {
+        if (kMore > 0 && p.residual) {
           for (int run = 0; run < plan.runs; ++run) {
             const HopperRun r = hopper_run(plan, t, run);
             prefetch_residual<Element>(p, t.n, r.od, r.q0, (plan.run_strips - 1) * plan.strip_step + plan.strip_rows);
@@ -243,6 +243,12 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);
   if (resident) barrier_wait(b_full, 0);
   float acc[kSegments][kN / 2];
+  HopperMoments<kTile> moments;
+  int moments_n = 0, moments_n_tile = 0;  // of the tiles before
+  auto flush_moments = [&] {
+    const int local = sizeof(Element) == 4 ? g / 4 * 16 + t4 * 4 + g % 4 : t4 * 8 + g;
+    moments.flush(p, moments_n, moments_n_tile * kTile + local);
+  };
 
   for (int tile = blockIdx.x * plan.teams + team; tile < int(plan.tiles); tile += gridDim.x * plan.teams) {
     const HopperTile t = hopper_tile(p, tile);
@@ -413,7 +419,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
           for (int i = 0; i < 16; ++i) acc[m][at(tap, block, i / 8, i % 8)] += bias[i % 8];
         }
       }
-      if (kMore && p.residual) {
+      if (kMore > 0 && p.residual) {
         // All loads first: the accumulators of the outer taps are free to hold them.
         const Element* const from = static_cast<const Element*>(p.residual) + first_offset;
         HopperResidual<Element, kSegments * 2, kTile> residual;
@@ -429,7 +435,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
           }
         }
       }
-      if (kMore && p.scale != 1.f) {
+      if (kMore > 0 && p.scale != 1.f) {
 #pragma unroll
         for (int i = 0; i < kSegments * kTile / 2; ++i)
           acc[i / (kTile / 2)][tap * kTile / 2 + i % (kTile / 2)] *= p.scale;
@@ -491,12 +497,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         }
       }
     };
-    float* moments = nullptr;
-    Moments<float> before;
-    if (kMore && p.moments) {
-      moments = hopper_moments(p, t.n, t.n_tile, kTile);
-      if (moments) before = {moments[0], moments[1], moments[2]};
-    }
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) {
 #pragma unroll
@@ -512,13 +512,16 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       }
     }
 
-    if (kMore && p.moments) {
+    if constexpr (kMore > 1) {
       auto value = [&](int row, int block, int i) {
         const float v = acc[row / 2][at(kMiddle, block, row % 2, i)];
         return std::is_same_v<Element, __half> ? __half2float(__float2half_rn(v)) : v;  // which may be Inf
       };
-      float* const shared = exchange + warpgroup * kSegments * 4 * handed * kTile;
-      add_moments<kSegments * 2, kTile>(value, stored, c_local, kNextFour, shared, moments, before);
+      if (t.n != moments_n || t.n_tile != moments_n_tile) {
+        flush_moments();
+        moments_n = t.n, moments_n_tile = t.n_tile;
+      }
+      moments.template add<kSegments * 2>(value, stored);
     }
     if (kWide && plan.stats) {
       // Mean and squared deviations of this warp's outputs, channel by channel, then of the warpgroup's.
@@ -591,6 +594,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       }
     }
   }
+  if constexpr (kMore > 1) flush_moments();
   if (lag > 0 && lane == 0) barrier_arrive(lagging);  // too little work to have come to it
 #endif
 }

@@ -5,6 +5,7 @@
 // give; no product here is worth a tensor core.
 #include <algorithm>
 
+#include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
 #include "pointwise.h"
 
