@@ -60,11 +60,11 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "conv_add(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "
       "int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0, "
-      "str act=\"none\") -> Tensor");
+      "str act=\"none\", *, str backend=\"auto\") -> Tensor");
   m.def(
       "conv_add_moments(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, "
       "int[] dilation, int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0, "
-      "str act=\"none\") -> (Tensor, Tensor)");
+      "str act=\"none\", *, str backend=\"auto\") -> (Tensor, Tensor)");
   // conv(act(group_norm(x))) with a kernel of 1; num_groups 0: no norm, and no act.
   m.def(
       "group_norm_conv1x1(Tensor x, Tensor? moments, int num_groups, Tensor? gn_weight, Tensor? gn_bias, float eps, "

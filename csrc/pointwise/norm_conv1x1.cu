@@ -89,14 +89,9 @@ Status launch(NormConv1x1Params p, cudaStream_t stream) {
 template <typename T, int kOut>
 Status launch_chain(const NormConv1x1Params& p, cudaStream_t stream) {
   const Chain act = chain_kind(p.act);
-  if (!p.table) {
-    return act == Chain::kNone   ? launch<T, kOut, false, Chain::kNone>(p, stream)
-           : act == Chain::kRelu ? launch<T, kOut, false, Chain::kRelu>(p, stream)
-                                 : launch<T, kOut, false, Chain::kAny>(p, stream);
-  }
+  if (!p.table) return launch<T, kOut, false, Chain::kNone>(p, stream);
   return act == Chain::kNone   ? launch<T, kOut, true, Chain::kNone>(p, stream)
          : act == Chain::kRelu ? launch<T, kOut, true, Chain::kRelu>(p, stream)
-         : act == Chain::kSilu ? launch<T, kOut, true, Chain::kSilu>(p, stream)
                                : launch<T, kOut, true, Chain::kAny>(p, stream);
 }
 

@@ -33,13 +33,12 @@ void add_tail(const char* op, const Tensor& y, const OptTensor& bias, const Conv
 Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, OptTensor bias, const OptTensor& residual,
                     const IntArray& stride, const IntArray& padding, const IntArray& dilation,
                     const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
-                    const std::string& act, Tensor* moments) {
+                    const std::string& act, const std::string& backend, Tensor* moments) {
   const ConvShape shape =
       check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
   const DeviceGuard guard(x.get_device_index());
   check_gpu(op, x);
   const MemoryFormat format = shape.out_channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
-  const std::string backend = "auto";
   const ConvArgs conv{op,
                       x,
                       weight,
@@ -74,18 +73,18 @@ Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, OptTe
 
 Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
                 IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor,
-                std::string act) {
+                std::string act, std::string backend) {
   return run_conv_add("conv_add", x, weight, bias, residual, stride, padding, dilation, output_padding, groups,
-                      transposed, divisor, act, nullptr);
+                      transposed, divisor, act, backend, nullptr);
 }
 
 std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor bias, OptTensor residual,
                                             IntArray stride, IntArray padding, IntArray dilation,
                                             IntArray output_padding, int64_t groups, bool transposed, double divisor,
-                                            std::string act) {
+                                            std::string act, std::string backend) {
   Tensor moments;
   const Tensor y = run_conv_add("conv_add_moments", x, weight, bias, residual, stride, padding, dilation,
-                                output_padding, groups, transposed, divisor, act, &moments);
+                                output_padding, groups, transposed, divisor, act, backend, &moments);
   return {y, moments};
 }
 

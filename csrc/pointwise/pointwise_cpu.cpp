@@ -38,7 +38,8 @@ void add_residual(const Tensor& y, const OptTensor& residual, MemoryFormat forma
 
 Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
                 IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor,
-                std::string act) {
+                std::string act, std::string backend) {
+  check_backend("conv_add", backend);
   const ActChain chain = check_act("conv_add", act);
   const ConvShape shape = check_conv_add("conv_add", x, weight, bias, residual, stride, padding, dilation,
                                          output_padding, groups, transposed);
@@ -53,9 +54,9 @@ Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, Int
 std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor bias, OptTensor residual,
                                             IntArray stride, IntArray padding, IntArray dilation,
                                             IntArray output_padding, int64_t groups, bool transposed, double divisor,
-                                            std::string act) {
-  const Tensor y =
-      conv_add(x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act);
+                                            std::string act, std::string backend) {
+  const Tensor y = conv_add(x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
+                            divisor, act, backend);
   const int64_t c = y.size(1);
   const auto [mean, rstd] = group_stats_cpu(y, c, 0);
   Tensor moments = empty_like_shape(y, {y.size(0), c, 2}, stats_type(y));

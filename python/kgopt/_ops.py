@@ -204,12 +204,12 @@ def _conv_lse_fwd_fake(  # type: ignore[no-untyped-def]
 
 
 def _conv_add_fake(  # type: ignore[no-untyped-def]
-    x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act
+    x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act, **_
 ):
     return _conv_fake(x, weight, stride, padding, dilation, output_padding, groups, transposed)
 
 
-def _conv_add_moments_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _conv_add_moments_fake(x: Tensor, *args: Any, **_: Any) -> tuple[Tensor, Tensor]:
     y = _conv_add_fake(x, *args)
     return y, _empty(x, [*y.shape[:2], 2], _stats_dtype(x))
 
