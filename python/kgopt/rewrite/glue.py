@@ -198,13 +198,6 @@ class Call:
         tail = (list(output_padding), groups, list(dilation)) if transposed else (list(dilation), groups)
         return getattr(_OPS, op).default, (list(stride), list(padding), *tail)
 
-    @property
-    def chosen_by_itself(self) -> bool:
-        """Whether kgopt's ops choose their own kernel for this convolution."""
-        *lists, groups, transposed = self.rest
-        explained: str = _OPS.explain_conv(self.x, self.more[0], *lists, groups, transposed, "store", "auto", None)
-        return explained.startswith("kgopt")
-
     def _convolve(self, option: str) -> Tensor:
         if option == "bias":
             return _OPS.conv_add(self.x, *self.more, None, *self.rest)  # type: ignore[no-any-return]
@@ -450,9 +443,10 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
         return ConvPlan("", module, (), [], None)
     option = state.faster.get(call.key, "")
     # conv_add chooses its convolution itself; the same one, where that is kgopt's.
-    own = option == "own" and call.chosen_by_itself
-    carrier = state.carrier if own and carry.is_worth(math.prod(call.sizes) * x.element_size()) else None
-    return ConvPlan(option, module, call.rest, call.sizes, call.own, own or option == "bias", carrier)
+    carrier = None
+    if option == "own" and carry.is_worth(math.prod(call.sizes) * x.element_size()):
+        carrier = state.carrier
+    return ConvPlan(option, module, call.rest, call.sizes, call.own, option in ("own", "bias"), carrier)
 
 
 def run_plan(
@@ -463,12 +457,13 @@ def run_plan(
     with torch._C._AutoDispatchBelowAutograd():  # gradients are off; the ops' Python kernels for them take time
         weight, bias = parameters["weight"], parameters["bias"]
         carrier, moments = plan.carrier, None
+        backend = "kgopt" if plan.option == "own" else "auto"
         if carrier is not None and carrier.on:
-            y, moments = _conv_add_moments(x, weight, bias, residual, *plan.rest, divisor, act)
+            y, moments = _conv_add_moments(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
         elif plan.option == "pointwise":
             y = _pointwise(x, weight, bias)
         elif plan.option == "bias" or residual is not None or act != "none":
-            y = _conv_add(x, weight, bias, residual, *plan.rest, divisor, act)
+            y = _conv_add(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
         else:
             assert plan.own is not None
             op, rest = plan.own
