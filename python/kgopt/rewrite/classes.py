@@ -10,6 +10,7 @@ import copyreg
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kgopt.rewrite.patterns import CONV_MODULES, Chain
@@ -123,6 +124,7 @@ def sequential_forward(self: Any, input: Any) -> Any:
     plan = self._kgopt_steps
     if not plan.hold(self):  # a layer came or went
         return nn.Sequential.forward(self, input)
+    eager = not torch.compiler.is_compiling()
     done = 0
     for i, (paths, site) in enumerate(plan.steps):
         if i < done:
@@ -130,12 +132,12 @@ def sequential_forward(self: Any, input: Any) -> Any:
         operands = [child(self, path) for path in paths]
         if site is not None and site.ready(*operands, input):
             norm = operands[site.norm_at]
-            head = _head_behind(self, plan, i, site, norm, input)
+            head = _head_behind(self, plan, i, site, norm, input) if eager else None
             if head is not None:
                 input, done = site.run_with_head(norm, input, head), i + 2
                 continue
             input = site.run(*operands, input)
-        elif (y := _with_activation(self, plan, i, operands, input)) is not None:
+        elif eager and (y := _with_activation(self, plan, i, operands, input)) is not None:
             input, done = y, i + 2
         else:
             for module in operands:
