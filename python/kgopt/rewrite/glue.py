@@ -493,7 +493,7 @@ class GlueState:
             "enabled": self.enabled,
             "faster": {},
             "plans": {},
-            "always_own": False,
+            "always_own": {},
         }  # another machine is another measurement
 
     def __setstate__(self, state: dict[str, Any]) -> None:
