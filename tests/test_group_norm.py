@@ -748,3 +748,12 @@ def test_group_norm_large_groups_graph_and_streams():
                 results.append(OPS.group_norm(x, 4, act="silu"))
     torch.cuda.synchronize()
     assert all(torch.equal(r, y) for r in results)
+
+
+def test_explain_checks_its_arguments(device):
+    x = torch.zeros((), device=device).expand(2, 6, 5, 5)
+    assert torch.ops.kgopt.explain_group_norm(x, 3, "silu", backward=True)
+    with pytest.raises(RuntimeError, match="num_groups"):
+        torch.ops.kgopt.explain_group_norm(x, 4)
+    with pytest.raises(RuntimeError, match="act"):
+        torch.ops.kgopt.explain_group_norm(x, 3, "softmax")
