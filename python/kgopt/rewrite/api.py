@@ -273,15 +273,17 @@ def _rewrite_sequential(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None
     for m in matches:
         start, stop = at[id(m.nodes[0])], at[id(m.last)] + 1
         row = rows.get(id(classes.child(parent, m.norm.origin)))
-        if is_trivial(m.chain) or start < done:
-            if row is not None and row.became and not row.reason:
-                row.reason = why_alone(m.norm)
+        alone = is_trivial(m.chain)
+        if (alone or start < done) and row is not None and row.became and not row.reason:
+            row.reason = why_alone(m.norm)
+        # A norm alone is its module's business, unless a convolution comes next: see Site.run_before.
+        if start < done or (alone and not (stop < len(nodes) and nodes[stop].kind == "conv")):
             continue
         roles = tuple(n.name if n.kind == "act" else n.kind for n in m.nodes)
         steps += [((name,), None) for name in names[done:start]]
         steps.append((tuple(names[start:stop]), Site(m.chain, roles)))
         done = stop
-        if row is not None and row.became:
+        if row is not None and row.became and not alone:
             _fill(row, m.chain)
     if done:
         steps += [((name,), None) for name in names[done:]]

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kgopt.rewrite import policy
 from kgopt.rewrite.patterns import CONV_MODULES, Chain
 from kgopt.rewrite.sites import Site, is_hooked
 
@@ -65,7 +66,11 @@ for _leaf in LEAVES.values():
 
 def _leaf_forward(norm: Any, site: Site, original: Any, x: Tensor) -> Tensor:
     # Hooks run around this forward, so here they are no obstacle.
-    return site.run(norm, x) if site.ready_inside(norm, x) else original(norm, x)
+    return policy.outside_own_modes(_norm, norm, site, original, x)
+
+
+def _norm(norm: Any, site: Site, original: Any, x: Tensor) -> Tensor:
+    return site.run(norm, x) if site.ready_inside(norm, x) else original(norm, x)  # type: ignore[no-any-return]
 
 
 Path = tuple[str, ...]
@@ -123,10 +128,15 @@ def sequential_forward(self: Any, input: Any) -> Any:
     plan = self._kgopt_steps
     if not plan.hold(self):  # a layer came or went
         return nn.Sequential.forward(self, input)
-    for paths, site in plan.steps:
-        operands = [child(self, path) for path in paths]
+    return policy.outside_own_modes(_run_steps, self, plan.steps, input)
+
+
+def _run_steps(sequential: Any, steps: Any, input: Any) -> Any:
+    for i, (paths, site) in enumerate(steps):
+        operands = [child(sequential, path) for path in paths]
         if site is not None and site.ready(*operands, input):
-            input = site.run(*operands, input)
+            following = child(sequential, steps[i + 1][0][0]) if i + 1 < len(steps) else None
+            input = site.run_before(following, *operands, input)
         else:
             for module in operands:
                 input = module(input)

@@ -453,10 +453,14 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, input, *args, **kwargs)
         if torch._C._len_torch_function_stack() > policy.own_modes.count:
             return forward(self, input)
-        plan = plan_of(self, input)
-        return forward(self, input) if plan is None else run_plan(self, input, plan)
+        return policy.outside_own_modes(_planned, forward, self, input)
 
     return planned_forward
+
+
+def _planned(forward: Callable[..., Any], conv: Any, x: Any) -> Any:
+    plan = plan_of(conv, x)
+    return forward(conv, x) if plan is None else run_plan(conv, x, plan)
 
 
 def _compiled_op(conv: Any, x: Tensor) -> Tensor | None:
@@ -622,14 +626,18 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         state = self.__dict__.get("_kgopt_glue")
         if state is None or not state.enabled or not state.faster:
             return forward(self, *args, **kwargs)
-        policy.own_modes.count += 1
-        try:
-            with _Replace(state):
-                return forward(self, *args, **kwargs)
-        finally:
-            policy.own_modes.count -= 1
+        return policy.outside_own_modes(_replacing, state, forward, self, *args, **kwargs)
 
     return glue_forward
+
+
+def _replacing(state: GlueState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    policy.own_modes.count += 1
+    try:
+        with _Replace(state):
+            return forward(*args, **kwargs)
+    finally:
+        policy.own_modes.count -= 1
 
 
 def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str], always: bool = False) -> int:

@@ -175,8 +175,11 @@ class Site:
 
         return policy.choose(state, self.key, self.chain, x, *args, checks)
 
-    def run(self, *operands: Any) -> Tensor:
-        """The chain's value. Only after :meth:`ready` with the same operands."""
+    def run(self, *operands: Any, fold: bool | None = None) -> Tensor:
+        """The chain's value. Only after :meth:`ready` with the same operands.
+
+        ``fold``: the activations before the norm run inside it; by default where autocast does not cast in between.
+        """
         x, norm = operands[-1], operands[self.norm_at]
         if torch.compiler.is_compiling() and norm._kgopt_state.keep_format:
             # A decomposition may have made it contiguous (Inductor's upsampling does). The compiler writes it as the
@@ -189,9 +192,32 @@ class Site:
         else:
             both = self._args(x, operands[0] if self.chain.conv else None, norm)
             assert both is not None
-            fold = not torch.is_autocast_enabled(x.device.type)
+            if fold is None:
+                fold = not torch.is_autocast_enabled(x.device.type)
             y = emit_kgopt(self.chain, call_now, x, x.dim(), *both, fold)
         return y if norm._kgopt_state.keep_format else policy.as_torch(self.chain, x, y)
+
+    def run_before(self, follower: Any, *operands: Any) -> Tensor:
+        """:meth:`run`, where the value goes to ``follower`` alone.
+
+        Under autocast a convolution rounds what it is given to half precision, which a norm's kernel, whose sums are
+        fp32 whatever it reads and writes, does as well: the same values, without copies of x and of the result.
+        """
+        x = operands[-1]
+        if not (x.is_cuda and self._is_halved_by(follower, x)):
+            return self.run(*operands)
+        if torch.compiler.is_compiling():
+            with torch.autocast("cuda", enabled=False):
+                return self.run(*operands)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CUDA):
+            return self.run(*operands, fold=True)
+
+    def _is_halved_by(self, follower: Any, x: Tensor) -> bool:
+        if not torch.is_autocast_enabled("cuda") or x.dtype is not torch.get_autocast_dtype("cuda"):
+            return False
+        if self.chain.conv or self.chain.reduce or self.chain.residual or "softplus" in self.chain.pre:
+            return False
+        return first_is_conv(follower)
 
     def _args(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
         if conv is None:
@@ -209,4 +235,20 @@ class Site:
         return of_conv, of_norm
 
 
+def first_is_conv(module: Any) -> bool:
+    """Whether the module only convolves its input: a convolution, or Sequentials that start with one."""
+    while isinstance(module, nn.Sequential):
+        if is_hooked(module) or not module._modules or not _is_sequence(module):
+            return False
+        module = next(iter(module._modules.values()))
+    return isinstance(module, nn.Module) and bool(conv_of(module)) and not is_hooked(module)
+
+
+def _is_sequence(module: nn.Sequential) -> bool:
+    from kgopt.rewrite import classes
+
+    return classes.runs_like_sequential(module)
+
+
 _group_norm = torch.ops.kgopt.group_norm.default
+_AUTOCAST_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
