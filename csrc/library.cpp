@@ -56,6 +56,7 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "conv_add(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "
       "int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0) -> Tensor");
   m.def("upsample_linear(Tensor x, Tensor? residual=None) -> Tensor");
+  m.def("upsample_linear_backward(Tensor dy) -> Tensor");
   m.def("max_pool(Tensor x, int[] kernel_size, int[] stride, int[] padding) -> Tensor");
 
   // The three pipelines.

@@ -211,6 +211,7 @@ def between_cases() -> None:
             x = tensor(2, channels, *spatial, dtype=dtype, channels_last=last)
             larger = tensor(2, channels, *(2 * s for s in spatial), dtype=dtype, channels_last=last)
             run(f"upsample_linear {label}", x, larger, backward=False, call=ops.upsample_linear)
+            run(f"upsample_linear_backward {label}", larger, backward=False, call=ops.upsample_linear_backward)
             for window in (([2] * rank, [2] * rank, [0] * rank), ([3] * rank, [2] * rank, [1] * rank)):
                 run(f"max_pool {label}", x, backward=False, call=lambda x, w=window: ops.max_pool(x, *w))
             weight = tensor(channels, channels, *[1] * rank, dtype=dtype, channels_last=last)

@@ -74,6 +74,21 @@ def test_upsample_linear(shape, offset, channels_last, dtype, device, poisoned):
         assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
 
 
+@dtypes
+@layouts
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 16, 1, 3, 1), (1, 8, 9, 2, 5)], ids=str)
+def test_upsample_linear_backward(shape, offset, channels_last, dtype, device, poisoned):
+    x = draw(shape, dtype, channels_last, device).requires_grad_()
+    dy = draw((*shape[:2], *(2 * s for s in shape[2:])), dtype, channels_last, device, offset)
+    exact = x.detach().double().requires_grad_()
+    for t in (x, exact):
+        reference.upsample_linear_ref(t).backward(dy.to(t.dtype))
+    dx = OPS.upsample_linear_backward(dy)
+    assert_as_good_as_torch(dx, x.grad, exact.grad)
+    assert dx.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+
+
 @layouts
 def test_upsample_linear_spreads_nan_and_infinity_as_torch(channels_last, device):
     for at, value in itertools.product(range(6), (float("nan"), float("inf"))):
@@ -158,6 +173,7 @@ def test_empty_batch(device):
         (lambda x, w: OPS.upsample_linear(x[0]), "expected 4 or 5 dimensions"),
         (lambda x, w: OPS.upsample_linear(x, x), "residual has shape"),
         (lambda x, w: OPS.upsample_linear(x.long()), "dtype int64"),
+        (lambda x, w: OPS.upsample_linear_backward(x[..., :5]), "expected even sizes"),
         (lambda x, w: OPS.max_pool(x, [2, 2], [2, 2], [2, 0]), "padding is"),
         (lambda x, w: OPS.max_pool(x, [9, 2], [2, 2], [0, 0]), "size of a window"),
         (lambda x, w: OPS.max_pool(x, [2, 2, 2], [2, 2], [0, 0]), "kernel_size is"),

@@ -79,6 +79,29 @@ Tensor upsample_linear(Tensor x, OptTensor residual) {
   return y;
 }
 
+Tensor upsample_linear_backward(Tensor dy) {
+  const char* const op = "upsample_linear_backward";
+  const IntArray sizes = check_upsample_linear_backward(op, dy);
+  const DeviceGuard guard(dy.get_device_index());
+  check_gpu(op, dy);
+  const MemoryFormat format = memory_format_of(dy);
+  const Tensor dense = dense_in(dy, format);
+  Tensor dx = empty_like_shape(dy, sizes, std::nullopt, format);
+  const bool last = format != MemoryFormat::Contiguous;
+  UpsampleLinearBackwardParams p;
+  p.dy = dense.const_data_ptr();
+  p.dx = dx.mutable_data_ptr();
+  p.n = last ? dx.size(0) : dx.size(0) * dx.size(1);
+  p.c = last ? dx.size(1) : 1;
+  p.double_depth = dx.dim() == 5;
+  p.d = p.double_depth ? dx.size(2) : 1;
+  p.h = dx.size(dx.dim() - 2);
+  p.w = dx.size(dx.dim() - 1);
+  p.dtype = check_dtype(op, "dy", dy);
+  raise_on_error(op, run_upsample_linear_backward(p, stream_of(dy)));
+  return dx;
+}
+
 Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
   const char* const op = "max_pool";
   const IntArray sizes = check_max_pool(op, x, kernel, stride, padding);
@@ -113,5 +136,6 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
+  m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
 }

@@ -41,6 +41,19 @@ inline IntArray check_upsample_linear(const char* op, const Tensor& x, const Opt
   return sizes;
 }
 
+// Sizes of the result of upsample_linear_backward.
+inline IntArray check_upsample_linear_backward(const char* op, const Tensor& dy) {
+  check_dtype(op, "dy", dy);
+  KGOPT_CHECK(dy.dim() == 4 || dy.dim() == 5, op, ": dy has shape ", shape_string(dy), ", expected 4 or 5 dimensions");
+  IntArray sizes = sizes_of(dy);
+  for (size_t i = 2; i < sizes.size(); ++i) {
+    KGOPT_CHECK(sizes[i] >= 2 && sizes[i] % 2 == 0, op, ": dy has shape ", shape_string(dy),
+                ", expected even sizes of at least 2 along each dim");
+    sizes[i] /= 2;
+  }
+  return sizes;
+}
+
 // Sizes of the result of max_pool.
 inline IntArray check_max_pool(const char* op, const Tensor& x, const IntArray& kernel, const IntArray& stride,
                                const IntArray& padding) {

@@ -29,6 +29,15 @@ struct UpsampleLinearParams {
   Dtype dtype = Dtype::kFloat32;
 };
 
+// Its gradient, without the residual's.
+struct UpsampleLinearBackwardParams {
+  const void* dy = nullptr;  // [n, 2 d, 2 h, 2 w, c]; without double_depth [n, d, 2 h, 2 w, c]
+  void* dx = nullptr;        // [n, d, h, w, c]
+  int64_t n = 0, c = 0, d = 1, h = 0, w = 0;
+  bool double_depth = false;
+  Dtype dtype = Dtype::kFloat32;
+};
+
 // y = the largest value of each window of x. Dense, channels innermost, as above.
 struct MaxPoolParams {
   const void* x = nullptr;  // [n, in..., c]

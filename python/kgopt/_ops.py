@@ -254,6 +254,7 @@ def _register_fakes() -> None:
     register("activation_backward", lambda dy, x, act: _empty_like(x))
     register("conv_add", _conv_add_fake)
     register("upsample_linear", lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]))
+    register("upsample_linear_backward", lambda dy: _spatial_fake(dy, [s // 2 for s in dy.shape[2:]]))
     register("max_pool", _max_pool_fake)
     register("logsumexp", lambda x, dim, keepdim: _empty(x, _reduced_sizes(x.shape, dim, keepdim)))
     register("mean", lambda x, dims, keepdim: _empty(x, _reduced_sizes(x.shape, dims, keepdim)))
@@ -500,17 +501,8 @@ def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
 
 
 def _upsample_backward(ctx: Any, dy: Tensor) -> Any:
-    dx = None
-    if _needs(ctx, 0)[0]:
-        dx = dy
-        for dim in range(2, dy.dim()):  # ATen's own backward does not take symbolic sizes
-            size = dx.shape[dim] // 2
-            even, odd = dx.unflatten(dim, (size, 2)).unbind(dim + 1)
-            # An input is 3/4 of the two outputs next to it and 1/4 of those after them; at an edge all of these.
-            before = torch.cat([even.narrow(dim, 0, 1), odd.narrow(dim, 0, size - 1)], dim)
-            after = torch.cat([even.narrow(dim, 1, size - 1), odd.narrow(dim, size - 1, 1)], dim)
-            dx = 0.75 * (even + odd) + 0.25 * (before + after)
-    return dx, dy if _needs(ctx, 1)[0] else None
+    x, residual = _needs(ctx, 0, 1)
+    return _OPS.upsample_linear_backward(dy) if x else None, dy if residual else None
 
 
 def _max_pool_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -678,6 +670,7 @@ def _register_autograd() -> None:
         "activation_backward",
         "logsumexp_backward",
         "mean_backward",
+        "upsample_linear_backward",
     ):
         _refuse_double_backward(name)
     for name in _TWINS:
@@ -908,7 +901,7 @@ def _register_vmap() -> None:
     rules = {name: _vmap_samples(name) for name in (*_CONVS, "group_stats", *_TWINS, *(f"{n}_fwd" for n in _TWINS))}
     rules["group_stats_backward"] = _vmap_samples("group_stats_backward", 5)
     rules["activation"] = _vmap_pointwise("activation", 1)
-    for name in ("conv_add", "upsample_linear", "max_pool"):
+    for name in ("conv_add", "upsample_linear", "upsample_linear_backward", "max_pool"):
         rules[name] = _vmap_loop(name)
     rules["activation_backward"] = _vmap_pointwise("activation_backward", 2)
     for name, tensors in (("logsumexp", 1), ("mean", 1), ("logsumexp_backward", 3), ("mean_backward", 1)):
