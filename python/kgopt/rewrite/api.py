@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kgopt.rewrite import classes, glue, layout, policy, source
+from kgopt.rewrite import classes, glue, layout, policy, source, training
 from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, conv_of, is_trivial, match, why_alone
 from kgopt.rewrite.policy import SiteState
 from kgopt.rewrite.reporting import Report, SiteRow
@@ -345,6 +345,7 @@ def _trial(root: nn.Module, grad: bool) -> Iterator[None]:
 def _original_code(root: nn.Module) -> Iterator[None]:
     states: list[Any] = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
     states += map(glue.state_of, glue.modules_of(root))
+    states += map(training.state_of, training.modules_of(root))
     for state in states:
         state.enabled = False
     try:
@@ -385,13 +386,13 @@ def _try_out(
             state.forget()
         found.layout = "channels_last, as asked for"
         result = call()  # sites measure themselves in this layout
-    if choosing and not root.training:
-        glue.find(root, call, refuse)
+    if choosing:
+        (training if root.training else glue).find(root, call, refuse)
     if choosing:
         before = _choose_hidden(states, timed, device, always=channels_last == "auto")
         if channels_last == "auto":
             result = _try_layout(root, call, timed, before, device, found, result, refuse)
-        result = _try_glue(root, call, device, found, result)
+        result = _try_glue(root, call, timed, device, found, result)
     found.accuracy = _compare(expected, result)
     for module in root.modules():
         # Where nothing was gained the module becomes what it was, so that not even a check stays.
@@ -444,8 +445,7 @@ def _try_layout(
         state.forget()
     try:
         other = call()  # sites measure themselves in this layout
-        if not root.training:
-            glue.find(root, call, refuse)
+        (training if root.training else glue).find(root, call, refuse)
         after = _choose_hidden(states, timed, device)
         why = ""
     except RuntimeError as error:
@@ -461,25 +461,28 @@ def _try_layout(
     return result
 
 
-def _try_glue(root: nn.Module, call: Callable[[], Any], device: torch.device, found: Report, result: Any) -> Any:
+def _try_glue(
+    root: nn.Module, call: Callable[[], Any], timed: Callable[[], Any], device: torch.device, found: Report, result: Any
+) -> Any:
     """Whether what stands between the norms makes the whole model faster, in the layout that was chosen.
 
     A model of many small convolutions may lose more time to looking them up than their biases take: the rest is tried
     without them, too.
     """
-    every = glue.modules_of(root)
+    front: Any = training if root.training else glue
+    every = front.modules_of(root)
     found.glue = ""
     if not every:
         return result
     rest = [m for m in every if conv_of(m) is None]
 
     def switched(on: list[nn.Module]) -> Callable[[], Any]:
-        switches = [(glue.state_of(m), any(m is kept for kept in on)) for m in every]
+        switches = [(front.state_of(m), any(m is kept for kept in on)) for m in every]
 
         def run() -> Any:
             for state, enabled in switches:
                 state.enabled = enabled
-            return call()
+            return timed()
 
         return run
 
@@ -492,14 +495,14 @@ def _try_glue(root: nn.Module, call: Callable[[], Any], device: torch.device, fo
             kept, after = rest, without
     times = f"{after * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"
     if after >= before:
-        glue.forget(root)
+        front.forget(root)
         found.glue = f"left alone: kgopt's are not faster: {times}"
         return result
     for module in every:
         if module not in kept:
-            glue.forget(module)
+            front.forget(module)
     for module in kept:
-        glue.state_of(module).enabled = True
+        front.state_of(module).enabled = True
     count = "a module" if len(kept) == 1 else f"{len(kept)} modules"
     found.glue = f"kgopt's in {count}: {times}"
     return call()

@@ -174,14 +174,15 @@ _MADE: weakref.WeakKeyDictionary[type, dict[Any, type]] = weakref.WeakKeyDiction
 def make_class(original: Any, recipe: Any) -> Any:
     """The optimized subclass of ``original``; the same for the same recipe.
 
-    A recipe is a tuple of parts: ("glue",), ("sequential",), ("source", roles by method), ("layout",); hashable and
+    A recipe is a tuple of parts: ("glue",), ("training",), ("sequential",), ("source", roles by method),
+    ("layout",); hashable and
     picklable.
     """
     known = _MADE.setdefault(original, {})
     if recipe not in known:
         namespace: dict[str, Any] = {}
         # Wrappers last, whatever the order in which the parts came.
-        for part in sorted(recipe, key=lambda part: {"glue": 1, "layout": 2}.get(part[0], 0)):
+        for part in sorted(recipe, key=lambda part: {"glue": 1, "training": 1, "layout": 2}.get(part[0], 0)):
             if part[0] == "sequential":
                 namespace["forward"] = sequential_forward
             elif part[0] == "source":
@@ -193,6 +194,10 @@ def make_class(original: Any, recipe: Any) -> Any:
 
                 wrap = glue.conv_forward if original in CONV_MODULES else glue.wrapped_forward
                 namespace["forward"] = wrap(namespace.get("forward", original.forward))
+            elif part[0] == "training":
+                from kgopt.rewrite import training
+
+                namespace["forward"] = training.wrapped_forward(namespace.get("forward", original.forward))
             elif part[0] == "layout":
                 from kgopt.rewrite import layout
 

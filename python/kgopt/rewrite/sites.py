@@ -16,7 +16,7 @@ from torch.nn.modules import module as _module
 
 from kgopt import _ops as _ops
 from kgopt.rewrite import layout, policy
-from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt
+from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
 from kgopt.rewrite.patterns import Chain, activation_of, conv_of, is_identity
 
 _DEVICES = ("cpu", "cuda")
@@ -175,10 +175,10 @@ class Site:
 
         return policy.choose(state, self.key, self.chain, x, *args, checks)
 
-    def run(self, *operands: Any, fold: bool | None = None) -> Tensor:
+    def run(self, *operands: Any, half: bool = False) -> Tensor:
         """The chain's value. Only after :meth:`ready` with the same operands.
 
-        ``fold``: the activations before the norm run inside it; by default where autocast does not cast in between.
+        ``half``: under autocast, the norm keeps the dtype of what it is given.
         """
         x, norm = operands[-1], operands[self.norm_at]
         if torch.compiler.is_compiling() and norm._kgopt_state.keep_format:
@@ -188,13 +188,14 @@ class Site:
         if self.short:
             args = norm_args(norm, None)
             assert args is not None
-            y = _group_norm(x, args.num_groups, args.weight, args.bias, args.eps, self.chain.post)
+            arguments = (x, args.num_groups, args.weight, args.bias, args.eps, self.chain.post)
+            y = without_autocast(_group_norm, *arguments) if half else _group_norm(*arguments)
         else:
             both = self._args(x, operands[0] if self.chain.conv else None, norm)
             assert both is not None
-            if fold is None:
-                fold = not torch.is_autocast_enabled(x.device.type)
-            y = emit_kgopt(self.chain, call_now, x, x.dim(), *both, fold)
+            fold = half or not torch.is_autocast_enabled(x.device.type)
+            call_norm = without_autocast if half else call_now
+            y = emit_kgopt(self.chain, call_now, x, x.dim(), *both, fold, call_norm)
         return y if norm._kgopt_state.keep_format else policy.as_torch(self.chain, x, y)
 
     def run_before(self, follower: Any, *operands: Any) -> Tensor:
@@ -203,21 +204,16 @@ class Site:
         Under autocast a convolution rounds what it is given to half precision, which a norm's kernel, whose sums are
         fp32 whatever it reads and writes, does as well: the same values, without copies of x and of the result.
         """
-        x = operands[-1]
-        if not (x.is_cuda and self._is_halved_by(follower, x)):
-            return self.run(*operands)
-        if torch.compiler.is_compiling():
-            with torch.autocast("cuda", enabled=False):
-                return self.run(*operands)
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CUDA):
-            return self.run(*operands, fold=True)
+        return self.run(*operands, half=self._is_halved_by(follower, operands[-1]))
 
     def _is_halved_by(self, follower: Any, x: Tensor) -> bool:
-        if not torch.is_autocast_enabled("cuda") or x.dtype is not torch.get_autocast_dtype("cuda"):
+        if not x.is_cuda or not torch.is_autocast_enabled("cuda") or x.dtype is torch.float64:
             return False
-        if self.chain.conv or self.chain.reduce or self.chain.residual or "softplus" in self.chain.pre:
+        chain = self.chain
+        if chain.fused_op or chain.reduce or chain.residual or "softplus" in chain.pre:
             return False
-        return first_is_conv(follower)
+        # A convolution before the norm gives half precision whatever it is given.
+        return bool(chain.conv or x.dtype is torch.get_autocast_dtype("cuda")) and first_is_conv(follower)
 
     def _args(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
         if conv is None:
@@ -251,4 +247,3 @@ def _is_sequence(module: nn.Sequential) -> bool:
 
 
 _group_norm = torch.ops.kgopt.group_norm.default
-_AUTOCAST_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
