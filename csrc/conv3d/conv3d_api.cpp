@@ -2,9 +2,22 @@
 #include "conv_call.h"
 
 namespace kgopt {
-namespace {
 
 using torch::stable::accelerator::DeviceGuard;
+
+Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan) {
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  Workspace workspace(a.x);
+  const HopperSpace space(&workspace, plan);
+  workspace.allocate();
+  Tensor y = allocate_output(a, shape);
+  HopperParams p = start_hopper(a, shape, plan, space, workspace, stream);
+  set_output(&p, y, a.rank);
+  raise_on_error(a.op, run_conv_hopper(p, stream));
+  return y;
+}
+
+namespace {
 
 Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
@@ -17,18 +30,6 @@ Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvP
   pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
   set_output(&p, y, a.rank);
   raise_on_error(a.op, shape.transposed ? run_conv_transpose3d(p, shape.n, stream) : run_conv3d(p, shape.n, stream));
-  return y;
-}
-
-Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan) {
-  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  Workspace workspace(a.x);
-  const HopperSpace space(&workspace, plan);
-  workspace.allocate();
-  Tensor y = allocate_output(a, shape);
-  HopperParams p = start_hopper(a, shape, plan, space, workspace, stream);
-  set_output(&p, y, a.rank);
-  raise_on_error(a.op, run_conv_hopper(p, stream));
   return y;
 }
 

@@ -10,12 +10,12 @@
 namespace kgopt {
 namespace {
 
-inline constexpr int kSumLanes = 8;    // of four channels each, a row of partial sums
-inline constexpr int kSumRows = 4;     // rows of a block
-inline constexpr int kSumShares = 8;   // threads that share an element's slots
+inline constexpr int kSumLanes = 8;   // of four channels each, a row of partial sums
+inline constexpr int kSumRows = 4;    // rows of a block
+inline constexpr int kSumShares = 8;  // threads that share an element's slots
 
 // Shares are added in a tree of fixed shape: the order of summation depends on the plan alone.
-__global__ void __launch_bounds__(kSumLanes* kSumRows* kSumShares)
+__global__ void __launch_bounds__(kSumLanes * kSumRows * kSumShares)
     conv_wgrad_sum_kernel(const __grid_constant__ WgradSumParams p) {
   __shared__ float4 shares[kSumShares][kSumRows][kSumLanes];
   const WgradPlan& plan = p.plan;
@@ -24,8 +24,10 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows* kSumShares)
   const int tile_floats = wgrad_tile_floats(plan);
   const int rows_per_job = tile_floats / kWgradChannels;  // a multiple of kSumRows
   const int64_t index = int64_t(blockIdx.x) * kSumRows + row;
-  const int job = static_cast<int>(index / rows_per_job), in_job = static_cast<int>(index - int64_t(job) * rows_per_job);
-  const float* from = p.partials + (int64_t(job) * plan.slots + share) * tile_floats + in_job * kWgradChannels + lane * 4;
+  const int job = static_cast<int>(index / rows_per_job),
+            in_job = static_cast<int>(index - int64_t(job) * rows_per_job);
+  const float* from =
+      p.partials + (int64_t(job) * plan.slots + share) * tile_floats + in_job * kWgradChannels + lane * 4;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 4
   for (int slot = share; slot < plan.slots; slot += kSumShares) {
@@ -96,7 +98,7 @@ const char* encode(uint64_t (&map)[16], const WgradTensor& t, ConvMath math, int
 
 template <ConvMath kMath, int kRows>
 Status launch_wgrad(const WgradParams& p, cudaStream_t stream) {
-  const int blocks = p.plan.depth_tiles * p.plan.a_tiles * p.plan.b_tiles * p.plan.splits;
+  const int blocks = wgrad_blocks(p.plan);
   return launch_kernel<conv_wgrad_kernel<kMath, kRows, 3, 3>>("conv_wgrad_kernel", p, blocks, kWgradThreads,
                                                               p.plan.smem_bytes, stream);
 }
@@ -130,8 +132,8 @@ Status run_conv_wgrad(const WgradParams& p, cudaStream_t stream) {
 }
 
 Status run_conv_wgrad_sum(const WgradSumParams& p, cudaStream_t stream) {
-  const int64_t rows = int64_t(p.plan.depth_tiles) * p.plan.a_tiles * p.plan.b_tiles * wgrad_tile_floats(p.plan) /
-                       kWgradChannels;
+  const int64_t rows =
+      int64_t(p.plan.depth_tiles) * p.plan.a_tiles * p.plan.b_tiles * wgrad_tile_floats(p.plan) / kWgradChannels;
   return launch_kernel<conv_wgrad_sum_kernel>("conv_wgrad_sum_kernel", p, static_cast<unsigned>(rows / kSumRows),
                                               kSumLanes * kSumRows * kSumShares, 0, stream);
 }

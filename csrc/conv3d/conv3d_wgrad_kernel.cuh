@@ -46,9 +46,7 @@ __device__ __forceinline__ void load_transposed_4(uint32_t& v0, uint32_t& v1, ui
                : "r"(address));
 }
 __device__ __forceinline__ void load_transposed_2(uint32_t& v0, uint32_t& v1, uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(v0), "=r"(v1)
-               : "r"(address));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(v0), "=r"(v1) : "r"(address));
 }
 #endif
 

@@ -20,25 +20,26 @@ struct WgradPlan {
   ConvMath math = ConvMath::kTf32;
   int taps[3] = {1, 1, 1};
   int padding[3] = {0, 0, 0};
-  int rows = 8;                 // positions of a tile along the height
-  int width = 16;               // and along the width
-  int pitch = 24;               // positions from one row of `moved` to the next in shared memory
-  int back = 0;                 // planes of `still` that are kept behind the newest
-  bool alternate = false;       // one tap along the depth: groups take every third plane each, else a tap each
-  int stages = 2;               // planes of `moved` in shared memory; of `still`, stages + back
-  int tiles[2] = {1, 1};        // of a plane along height and width
-  int a_tiles = 1, b_tiles = 1; // of kWgradChannels
-  int depth_tiles = 1;          // of kWgradGroups taps
-  int splits = 1;               // blocks that share the positions of a tile of dw
-  int slots = 1;                // partial sums of an element of dw: splits, or each of their groups
-  int64_t steps = 0;            // planes of all tiles and samples
+  int rows = 8;                  // positions of a tile along the height
+  int width = 16;                // and along the width
+  int pitch = 24;                // positions from one row of `moved` to the next in shared memory
+  int back = 0;                  // planes of `still` that are kept behind the newest
+  bool alternate = false;        // one tap along the depth: groups take every third plane each, else a tap each
+  int stages = 2;                // planes of `moved` in shared memory; of `still`, stages + back
+  int tiles[2] = {1, 1};         // of a plane along height and width
+  int a_tiles = 1, b_tiles = 1;  // of kWgradChannels
+  int depth_tiles = 1;           // of kWgradGroups taps
+  int sm_count = 1;
+  int splits = 1;     // blocks that share the positions of a tile of dw
+  int slots = 1;      // partial sums of an element of dw: splits, or each of their groups
+  int64_t steps = 0;  // planes of all tiles and samples
   int smem_bytes = 0;
   int64_t partial_floats = 0;
 };
 
 struct alignas(64) WgradParams {
   uint64_t still_map[16], moved_map[16];  // tensor maps [N][D][H][W][C]
-  float* partials;  // [depth tile][a tile][b tile][slot][tap of the depth tile][a][b]
+  float* partials;                        // [depth tile][a tile][b tile][slot][tap of the depth tile][a][b]
   int still[3], moved[3];
   WgradPlan plan;
 };

@@ -10,9 +10,7 @@
 namespace kgopt {
 
 KGOPT_HD int wgrad_row_bytes(const WgradPlan& p) { return kWgradChannels * (p.math == ConvMath::kTf32 ? 4 : 2); }
-KGOPT_HD int wgrad_moved_bytes(const WgradPlan& p) {
-  return (p.rows + p.taps[1] - 1) * p.pitch * wgrad_row_bytes(p);
-}
+KGOPT_HD int wgrad_moved_bytes(const WgradPlan& p) { return (p.rows + p.taps[1] - 1) * p.pitch * wgrad_row_bytes(p); }
 KGOPT_HD int wgrad_still_bytes(const WgradPlan& p) { return p.rows * p.width * wgrad_row_bytes(p); }
 KGOPT_HD int wgrad_smem_bytes(const WgradPlan& p) {
   return p.stages * wgrad_moved_bytes(p) + (p.stages + p.back) * wgrad_still_bytes(p) + 2 * kWgradMaxStages * 8 + 1024;
@@ -21,6 +19,8 @@ KGOPT_HD int wgrad_smem_bytes(const WgradPlan& p) {
 KGOPT_HD int wgrad_tile_floats(const WgradPlan& p) {
   return (p.alternate ? 1 : kWgradGroups) * p.taps[1] * p.taps[2] * kWgradChannels * kWgradChannels;
 }
+
+inline int wgrad_blocks(const WgradPlan& p) { return p.depth_tiles * p.a_tiles * p.b_tiles * p.splits; }
 
 // Estimated cycles of a block's plane of a tile.
 inline double wgrad_step_cycles(const WgradPlan& p) {
@@ -92,6 +92,7 @@ inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limi
   }
   p.steps = problem.n * p.tiles[0] * p.tiles[1] * moved[0];
   if (p.steps >= int64_t(1) << 31) return refuse("too many tiles");
+  p.sm_count = limits.sm_count;
   const int64_t jobs = int64_t(p.depth_tiles) * p.a_tiles * p.b_tiles;
   p.splits = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(limits.sm_count / jobs, p.steps / 4)));
   p.slots = p.splits * (p.alternate ? kWgradGroups : 1);

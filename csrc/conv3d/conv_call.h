@@ -80,9 +80,9 @@ inline bool has_channels_innermost(const Tensor& x, const ConvShape& shape) {
 inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
   const DeviceInfo info = check_gpu(a.op, a.x);
   const DeviceLimits limits{info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma};
-  return choose_conv_cached(
+  return choose_cached(
       make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32), has_channels_innermost(a.x, shape)), limits,
-      parse_backend(a.op, a.backend));
+      parse_backend(a.op, a.backend), &choose_conv);
 }
 
 // Strides of a tensor's spatial dims as depth, height, width.
@@ -260,6 +260,9 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
                                         shape.rank == 3 ? x.stride(2) : 0, x.stride(0)));
   return p;
 }
+
+// The convolution by the Hopper kernel.
+Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan);
 
 // The convolution alone, by whichever path `choose` takes for the storing epilogue. With `left_bias`, a bias is left to
 // the caller, and true stored there, where ATen would add it in a pass of its own.
