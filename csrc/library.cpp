@@ -96,9 +96,6 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "explain_conv(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int[] output_padding, "
       "int groups, bool transposed, str epilogue=\"store\", str backend=\"auto\", bool? allow_tf32=None) -> str");
-  m.def(
-      "explain_conv_backward(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
-      "int[] output_padding, int groups, bool transposed, str backend=\"auto\", bool? allow_tf32=None) -> str");
   m.def("build_info() -> str");
 }
 

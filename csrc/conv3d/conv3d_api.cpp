@@ -118,8 +118,8 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
                          std::string backend, std::optional<bool> allow_tf32) {
   const char* const op = "explain_conv";
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
-  KGOPT_CHECK(epilogue == "store" || epilogue == "stats" || epilogue == "logsumexp", op, ": epilogue is '", epilogue,
-              "', expected store, stats or logsumexp");
+  KGOPT_CHECK(epilogue == "store" || epilogue == "stats" || epilogue == "logsumexp" || epilogue == "backward", op,
+              ": epilogue is '", epilogue, "', expected store, stats, logsumexp or backward");
   const ConvArgs a{op,
                    x,
                    weight,
@@ -135,6 +135,7 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
                    allow_tf32};
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(x.get_device_index());
+  if (epilogue == "backward") return choose_gradients(a, shape).explain();
   return choose(a, shape,
                 epilogue == "store"   ? ConvEpilogue::kStore
                 : epilogue == "stats" ? ConvEpilogue::kStats

@@ -188,16 +188,6 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
   return "aten: oneDNN does convolutions on the CPU";
 }
 
-std::string explain_conv_backward(Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
-                                  IntArray output_padding, int64_t groups, bool transposed, std::string backend,
-                                  std::optional<bool>) {
-  const char* const op = "explain_conv_backward";
-  check_backend(op, backend);
-  check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups, transposed,
-             static_cast<int>(stride.size()));
-  return "dx aten: oneDNN does convolutions on the CPU; dweight aten: oneDNN does convolutions on the CPU";
-}
-
 }  // namespace
 }  // namespace kgopt
 
@@ -214,5 +204,4 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("conv2d_group_norm_tanh_hardswish_residual_logsumexp", TORCH_BOX(&kgopt::conv2d_residual_logsumexp));
   m.impl("conv2d_group_norm_tanh_hardswish_residual_logsumexp_fwd", TORCH_BOX(&kgopt::conv2d_residual_logsumexp_fwd));
   m.impl("explain_conv", TORCH_BOX(&kgopt::explain_conv));
-  m.impl("explain_conv_backward", TORCH_BOX(&kgopt::explain_conv_backward));
 }

@@ -14,7 +14,8 @@ struct CudnnGradientRate {
   double dgrad_tf32, dgrad_half, wgrad_tf32, wgrad_half;
 };
 inline constexpr CudnnGradientRate kCudnnGradientRates[] = {
-    {32, 32, 57, 188, 57, 188},
+    {32, 32, 127, 238, 36.5, 159}, {32, 64, 134, 272, 57, 199},   {64, 32, 226, 477, 45, 229},
+    {64, 64, 220, 453, 88, 428},   {64, 128, 232, 497, 133, 642}, {128, 128, 306, 590, 157, 527},
 };
 inline constexpr double kWgradStartMicroseconds = 15;  // launches, partial sums and their addition
 

@@ -1,6 +1,5 @@
 // CUDA gradients of convolutions: dx by the Hopper convolution, dweight by its own kernel, each where it is the faster
 // one; ATen for the rest.
-#include "conv3d_gradients.h"
 #include "conv3d_wgrad.h"
 #include "conv_call.h"
 
@@ -50,16 +49,6 @@ Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tenso
   return dweight;
 }
 
-ConvGradientsChoice choose_gradients(const char* op, const Tensor& x, const ConvShape& shape,
-                                     const std::string& backend, std::optional<bool> allow_tf32) {
-  const DeviceInfo info = check_gpu(op, x);
-  const DeviceLimits limits{info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma};
-  // dy is made channels innermost where it is not, which costs ATen as much.
-  const bool innermost = has_channels_innermost(x, shape);
-  return choose_cached(make_problem(shape, ConvEpilogue::kStore, resolve_allow_tf32(allow_tf32), innermost), limits,
-                       parse_backend(op, backend), &choose_conv_gradients);
-}
-
 ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
                             IntArray output_padding, int64_t groups, bool transposed, std::vector<bool> mask,
                             std::string backend, std::optional<bool> allow_tf32) {
@@ -73,7 +62,9 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   std::array<bool, 3> from_aten{mask[0], mask[1], mask[2]};
   std::optional<Tensor> dx, dweight;
   if (x.numel() > 0 && (mask[0] || mask[1])) {
-    const ConvGradientsChoice choice = choose_gradients(op, x, shape, backend, allow_tf32);
+    const ConvGradientsChoice choice = choose_gradients({op, x, weight, std::nullopt, stride, padding, dilation,
+                                                         output_padding, groups, transposed, rank, backend, allow_tf32},
+                                                        shape);
     const bool own[2] = {mask[0] && !choice.why_not_dgrad, mask[1] && !choice.why_not_wgrad};
     if (own[0] || own[1]) {
       dy = dense_in(dy, channels_last_format(rank + 2));
@@ -93,20 +84,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   return {dx ? *dx : aten_dx, dweight ? *dweight : aten_dweight, dbias};
 }
 
-std::string explain_conv_backward(Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
-                                  IntArray output_padding, int64_t groups, bool transposed, std::string backend,
-                                  std::optional<bool> allow_tf32) {
-  const char* const op = "explain_conv_backward";
-  const ConvShape shape = check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups,
-                                     transposed, static_cast<int>(stride.size()));
-  const DeviceGuard guard(x.get_device_index());
-  return choose_gradients(op, x, shape, backend, allow_tf32).explain();
-}
-
 }  // namespace
 }  // namespace kgopt
 
-STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
-  m.impl("conv_backward", TORCH_BOX(&kgopt::conv_backward));
-  m.impl("explain_conv_backward", TORCH_BOX(&kgopt::explain_conv_backward));
-}
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) { m.impl("conv_backward", TORCH_BOX(&kgopt::conv_backward)); }
