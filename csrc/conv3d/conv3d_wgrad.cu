@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/launch.h"
 #include "conv3d_wgrad_kernel.cuh"
@@ -16,6 +17,7 @@ inline constexpr int kSumShares = 16;  // threads that share an element's slots
 // Shares are added in order: the order of summation depends on the plan alone.
 __global__ void __launch_bounds__(kSumFours* kSumShares)
     conv_wgrad_sum_kernel(const __grid_constant__ WgradSumParams p) {
+  wait_for_prerequisites();
   __shared__ float4 shares[kSumShares][kSumFours];
   const WgradPlan& plan = p.plan;
   const int lane = threadIdx.x % kSumFours, share = threadIdx.x / kSumFours;
@@ -143,8 +145,8 @@ Status run_conv_wgrad(const WgradParams& p, cudaStream_t stream) {
 
 Status run_conv_wgrad_sum(const WgradSumParams& p, cudaStream_t stream) {
   const int64_t fours = p.plan.partial_floats / p.plan.slots / 4;
-  return launch_kernel<conv_wgrad_sum_kernel>("conv_wgrad_sum_kernel", p, static_cast<unsigned>(fours / kSumFours),
-                                              kSumFours * kSumShares, 0, stream);
+  return launch_after<conv_wgrad_sum_kernel>(true, "conv_wgrad_sum_kernel", static_cast<unsigned>(fours / kSumFours),
+                                             kSumFours * kSumShares, stream, p);
 }
 
 }  // namespace kgopt

@@ -8,6 +8,12 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
+// Dense so, and where the tensor copies can read it.
+Tensor channels_innermost(const Tensor& t) {
+  const Tensor dense = dense_in(t, channels_last_format(t.dim()));
+  return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : torch::stable::clone(dense);
+}
+
 WgradTensor wgrad_tensor(const Tensor& t, int rank) {
   WgradTensor w{};
   w.data = t.const_data_ptr();
@@ -65,18 +71,16 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     const ConvGradientsChoice choice = choose_gradients({op, x, weight, std::nullopt, stride, padding, dilation,
                                                          output_padding, groups, transposed, rank, backend, allow_tf32},
                                                         shape);
-    const bool own[2] = {mask[0] && !choice.why_not_dgrad, mask[1] && !choice.why_not_wgrad};
-    if (own[0] || own[1]) {
-      dy = dense_in(dy, channels_last_format(rank + 2));
-      // The tensor copies read from multiples of 16 bytes.
-      if (reinterpret_cast<uintptr_t>(dy.const_data_ptr()) % 16 != 0) dy = torch::stable::clone(dy);
-    }
+    // A kernel that makes copies of both tensors first is none to choose by itself.
+    const bool copies = backend == "auto" && !is_channels_last(dy) && !is_channels_last(x);
+    const bool own[2] = {mask[0] && !choice.why_not_dgrad && !copies, mask[1] && !choice.why_not_wgrad && !copies};
+    if (own[0] || own[1]) dy = channels_innermost(dy);
     if (own[0]) {
       const ConvArgs adjoint{op,     dy,          weight, std::nullopt, stride,    padding, dilation, IntArray(rank, 0),
                              groups, !transposed, rank,   backend,      allow_tf32};
       dx = conv_hopper(adjoint, check_conv_args(adjoint), choice.dgrad);
     }
-    if (own[1]) dweight = conv_wgrad(op, dy, x, weight, shape, choice.wgrad);
+    if (own[1]) dweight = conv_wgrad(op, dy, choice.wgrad.few ? channels_innermost(x) : x, weight, shape, choice.wgrad);
     for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i];
   }
   auto [aten_dx, aten_dweight, dbias] =

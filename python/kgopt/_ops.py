@@ -301,11 +301,11 @@ def _conv_precision(precision: str) -> Iterator[None]:
         torch._C._set_fp32_precision_setter("cuda", "conv", before)
 
 
-def _own_conv_gradients(x: Tensor) -> bool:
+def _own_conv_gradients(dy: Tensor, x: Tensor) -> bool:
     """Whether conv_backward may have kernels of its own. ATen's op can be differentiated again, and batched by vmap."""
     if not x.is_cuda or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return False
-    return _is_channels_last(x)
+    return _is_channels_last(x) or _is_channels_last(dy)
 
 
 def _conv_gradients(
@@ -331,7 +331,7 @@ def _conv_gradients(
     # A graph that is being compiled runs later, where this switch would have no effect.
     forced = allow_tf32 is not None and x.is_cuda and not torch.compiler.is_compiling()
     with _conv_precision("tf32" if allow_tf32 else "ieee") if forced else contextlib.nullcontext():
-        if backend != "aten" and _own_conv_gradients(x):
+        if backend != "aten" and _own_conv_gradients(dy, x):
             geometry = stride, padding, dilation, output_padding, groups, transposed
             grads = _OPS.conv_backward(
                 dy, x, weight, *geometry, list(ctx_needs), backend=backend, allow_tf32=allow_tf32
