@@ -21,6 +21,12 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "int[3] output_padding=0, int groups=1, int[3] dilation=1, *, str backend=\"auto\", bool? allow_tf32=None) "
       "-> Tensor");
 
+  // dx, dweight and dbias of any of them, as far as mask asks; empty tensors for the others.
+  m.def(
+      "conv_backward(Tensor dy, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
+      "int[] output_padding, int groups, bool transposed, bool[3] mask, *, str backend=\"auto\", "
+      "bool? allow_tf32=None) -> (Tensor, Tensor, Tensor)");
+
   // GroupNorm.
   m.def("group_stats(Tensor x, int num_groups, float eps=1e-5) -> (Tensor, Tensor)");
   m.def(

@@ -46,6 +46,11 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
         ("activation", (x2, "tanh+hardswish"), {}),
         ("activation_backward", (dy, x2, "gelu"), {}),
         ("conv_add", (x2, w2, b, rand(2, 6, 9, 5), [1, 2], [1, 1], [1, 1], [0, 0], 1, False, 2.0), {}),
+        (
+            "conv_backward",
+            (rand(2, 6, 9, 4), x2, w2, [1, 2], [1, 0], [1, 1], [0, 0], 1, False, [True, True, True]),
+            {},
+        ),
         ("upsample_linear", (x3, rand(2, 4, 10, 12, 14)), {}),
         ("upsample_linear_backward", (rand(2, 3, 4, 10, 6),), {}),
         ("max_pool", (x2, [3, 2], [2, 2], [1, 0]), {}),

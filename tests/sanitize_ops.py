@@ -203,6 +203,27 @@ def conv_cases() -> None:
             )
 
 
+def conv_gradient_cases() -> None:
+    """Own kernels alone: what ATen makes of the rest is left out, and so is dbias."""
+    for dtype in (torch.float32, *HALVES):
+        for name, c_in, c_out, size, kernel, transposed in (
+            ("", 32, 40, (5, 9, 37), (3, 3, 3), False),
+            ("transposed", 40, 32, (3, 7, 18), (3, 3, 3), True),
+            ("2d", 64, 32, (1, 19, 50), (1, 3, 3), False),
+            ("5 deep", 16, 32, (6, 5, 20), (5, 3, 3), False),
+            ("first layer", 4, 32, (5, 9, 40), (3, 3, 3), False),
+            ("first layer, 2d", 3, 16, (1, 21, 48), (1, 3, 3), False),
+        ):
+            x = tensor(2, c_in, *size, dtype=dtype, channels_last=True)
+            dy = tensor(2, c_out, *size, dtype=dtype, channels_last=True)
+            weight = tensor(*((c_in, c_out) if transposed else (c_out, c_in)), *kernel, dtype=dtype)
+            geometry = ([1] * 3, [k // 2 for k in kernel], [1] * 3, [0] * 3, 1, transposed)
+            call = lambda dy, x, w, g=geometry, c=c_in: ops.conv_backward(  # noqa: E731
+                dy, x, w, *g, [c > 4, True, False], backend="kgopt", allow_tf32=True
+            )
+            run(f"conv_backward {name} {dtype}", dy, x, weight, backward=False, call=call)
+
+
 def between_cases() -> None:
     for dtype, last, spatial in itertools.product(DTYPES, (False, True), ((5, 7), (3, 5, 7))):
         rank = len(spatial)
@@ -291,7 +312,7 @@ def main() -> int:
         print("no CUDA device here, nothing to run")
         return 0
     torch.manual_seed(0)
-    for section in (group_norm_cases, pointwise_cases, between_cases, conv_cases, pipeline_cases):
+    for section in (group_norm_cases, pointwise_cases, between_cases, conv_cases, conv_gradient_cases, pipeline_cases):
         print(section.__name__)
         section()
     return 0

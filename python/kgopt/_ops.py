@@ -209,6 +209,17 @@ def _conv_add_fake(  # type: ignore[no-untyped-def]
     return _conv_fake(x, weight, stride, padding, dilation, output_padding, groups, transposed)
 
 
+def _conv_backward_fake(  # type: ignore[no-untyped-def]
+    dy, x, weight, stride, padding, dilation, output_padding, groups, transposed, mask, *, backend, allow_tf32
+):
+    none = [0]
+    return (
+        _empty_like(x) if mask[0] else _empty(x, none),
+        _empty_like(weight) if mask[1] else _empty(x, none),
+        _empty(x, [dy.shape[1]] if mask[2] else none),
+    )
+
+
 def _spatial_fake(x: Tensor, spatial: Sequence[Any]) -> Tensor:
     return _empty(x, [*x.shape[:2], *spatial], channels_last=_is_channels_last(x))
 
@@ -253,6 +264,7 @@ def _register_fakes() -> None:
     register("activation", lambda x, act: _empty_like(x))
     register("activation_backward", lambda dy, x, act: _empty_like(x))
     register("conv_add", _conv_add_fake)
+    register("conv_backward", _conv_backward_fake)
     register("upsample_linear", lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]))
     register("upsample_linear_backward", lambda dy: _spatial_fake(dy, [s // 2 for s in dy.shape[2:]]))
     register("max_pool", _max_pool_fake)
@@ -290,6 +302,13 @@ def _conv_precision(precision: str) -> Iterator[None]:
         torch._C._set_fp32_precision_setter("cuda", "conv", before)
 
 
+def _own_conv_gradients(dy: Tensor, x: Tensor) -> bool:
+    """Whether conv_backward may have kernels of its own. ATen's op can be differentiated again, and batched by vmap."""
+    if not x.is_cuda or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return False
+    return _is_channels_last(x) or _is_channels_last(dy)
+
+
 def _conv_gradients(
     ctx_needs: tuple[bool, bool, bool],
     dy: Tensor,
@@ -303,16 +322,24 @@ def _conv_gradients(
     output_padding: Sequence[int],
     groups: int,
     allow_tf32: bool | None,
+    backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias, through ATen."""
+    """Gradients of x, weight and bias: by conv_backward where it has kernels for them, else through ATen."""
 
     if not any(ctx_needs):
         return None, None, None
+    dy = dy.to(x.dtype)
     # A graph that is being compiled runs later, where this switch would have no effect.
     forced = allow_tf32 is not None and x.is_cuda and not torch.compiler.is_compiling()
     with _conv_precision("tf32" if allow_tf32 else "ieee") if forced else contextlib.nullcontext():
+        if backend != "aten" and _own_conv_gradients(dy, x):
+            geometry = stride, padding, dilation, output_padding, groups, transposed
+            grads = _OPS.conv_backward(
+                dy, x, weight, *geometry, list(ctx_needs), backend=backend, allow_tf32=allow_tf32
+            )
+            return tuple(g if needed else None for g, needed in zip(grads, ctx_needs, strict=True))  # type: ignore[return-value]
         return torch.ops.aten.convolution_backward(
-            dy.to(x.dtype),
+            dy,
             x,
             weight,
             [c_out],
@@ -389,7 +416,7 @@ def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
         else:
             x, weight, _, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs
             ctx.output_padding = [0] * rank
-        ctx.allow_tf32 = keywords["allow_tf32"]
+        ctx.allow_tf32, ctx.backend = keywords["allow_tf32"], keywords["backend"]
         ctx.save_for_backward(x, weight)
 
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -407,6 +434,7 @@ def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
             ctx.output_padding,
             ctx.groups,
             ctx.allow_tf32,
+            ctx.backend,
         )
         return dx, dweight, dbias
 
@@ -573,6 +601,7 @@ class _FusedContext:
             ctx.output_padding,
             ctx.groups,
             ctx.allow_tf32,
+            ctx.backend,
         )
         return *conv, None, *_affine(ctx, (4, 5), dweight, dbias)
 
@@ -664,6 +693,7 @@ def _register_autograd() -> None:
     register(f"{_CONV_RELU_NORM}_fwd", _conv_relu_norm_backward, _conv_relu_norm_setup)
     register(f"{_CONV_LSE}_fwd", _conv_lse_backward, _conv_lse_setup)
     for name in (
+        "conv_backward",
         "group_stats_backward",
         "group_norm_backward",
         "group_norm_mean_backward",
@@ -901,7 +931,7 @@ def _register_vmap() -> None:
     rules = {name: _vmap_samples(name) for name in (*_CONVS, "group_stats", *_TWINS, *(f"{n}_fwd" for n in _TWINS))}
     rules["group_stats_backward"] = _vmap_samples("group_stats_backward", 5)
     rules["activation"] = _vmap_pointwise("activation", 1)
-    for name in ("conv_add", "upsample_linear", "upsample_linear_backward", "max_pool"):
+    for name in ("conv_add", "conv_backward", "upsample_linear", "upsample_linear_backward", "max_pool"):
         rules[name] = _vmap_loop(name)
     rules["activation_backward"] = _vmap_pointwise("activation_backward", 2)
     for name, tensors in (("logsumexp", 1), ("mean", 1), ("logsumexp_backward", 3), ("mean_backward", 1)):
@@ -959,6 +989,13 @@ def _register_flops() -> None:
         return 2 * int(x_shape[0]) * positions * math.prod(weight_shape)
 
     register_flop_formula(_OPS.conv_add)(of_conv_add)
+
+    def of_conv_backward(dy_shape: Any, x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+        transposed, mask = args[5], args[6]
+        positions = math.prod(x_shape[2:]) if transposed else math.prod(dy_shape[2:])
+        return 2 * int(x_shape[0]) * positions * math.prod(weight_shape) * (int(mask[0]) + int(mask[1]))
+
+    register_flop_formula(_OPS.conv_backward)(of_conv_backward)
     for name, (_, transposed) in _CONVS.items():
         register(name, transposed)
     for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE):
