@@ -48,6 +48,8 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
         ("conv_add", (x2, w2, b, rand(2, 6, 9, 5), [1, 2], [1, 1], [1, 1], [0, 0], 1, False, 2.0), {}),
         ("upsample_linear", (x3, rand(2, 4, 10, 12, 14)), {}),
         ("upsample_linear_backward", (rand(2, 3, 4, 10, 6),), {}),
+        ("upsample_nearest", (x3, [2, 1, 3]), {}),
+        ("upsample_nearest_backward", (rand(2, 3, 4, 9), [2, 3]), {}),
         ("max_pool", (x2, [3, 2], [2, 2], [1, 0]), {}),
         ("logsumexp", (x2, [1], True), {}),
         ("logsumexp_backward", (dlse, x2, lse, [1], True), {}),
