@@ -63,6 +63,8 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0) -> Tensor");
   m.def("upsample_linear(Tensor x, Tensor? residual=None) -> Tensor");
   m.def("upsample_linear_backward(Tensor dy) -> Tensor");
+  m.def("upsample_nearest(Tensor x, int[] factors) -> Tensor");
+  m.def("upsample_nearest_backward(Tensor dy, int[] factors) -> Tensor");
   m.def("max_pool(Tensor x, int[] kernel_size, int[] stride, int[] padding) -> Tensor");
 
   // The three pipelines.

@@ -35,7 +35,7 @@ class AlwaysOurs(dict):
 def made_ours(model):
     """The model, whose convolutions and upsampling always run on kgopt."""
     for module in model.modules():
-        if training.runner_of(module) is not None:
+        if training.runner_of(module) is not None or isinstance(module, nn.Upsample):
             module.__class__ = classes.make_class(type(module), (("training",),))
             module.__dict__["_kgopt_training"] = training.TrainingState(ours=AlwaysOurs())
     return model
@@ -49,12 +49,6 @@ def made_ours(model):
         (nn.Conv2d(4, 4, 3, padding="same"), False),
         (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), False),
         (nn.Conv1d(4, 4, 3), False),
-        (nn.Upsample(scale_factor=2, mode="trilinear"), True),
-        (nn.Upsample(scale_factor=(2, 2), mode="bilinear", align_corners=False), True),
-        (nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True), False),
-        (nn.Upsample(scale_factor=3, mode="trilinear"), False),
-        (nn.Upsample(scale_factor=2), False),
-        (nn.Upsample(size=8, mode="bilinear"), False),
         (nn.ReLU(), False),
     ],
     ids=str,
@@ -69,6 +63,19 @@ def test_a_model_that_gained_nothing_is_as_it_was():
     training.find(model, lambda: model(torch.randn(1, 32, 4, 4, 4)), lambda name: "")
     assert [type(m) for m in model.modules()] == before
     assert not any("_kgopt_training" in m.__dict__ for m in model.modules())
+
+
+def test_who_calls_interpolate(monkeypatch):
+    class Own(nn.Module):
+        def forward(self, x):
+            return nn.functional.interpolate(x, scale_factor=2)
+
+    model = nn.Sequential(Own(), nn.Upsample(scale_factor=2), nn.ReLU())
+    kept = []
+    monkeypatch.setattr(training, "forget", lambda root, which: kept.extend(training.modules_of(root)))
+    training.find(model, lambda: model(torch.randn(1, 2, 3, 4)), lambda name: "")
+    assert kept == [model[0], model[1]]
+    assert model(torch.randn(1, 2, 3, 4, requires_grad=True)).shape == (1, 2, 12, 16)
 
 
 @pytest.mark.gpu

@@ -102,6 +102,39 @@ Tensor upsample_linear_backward(Tensor dy) {
   return dx;
 }
 
+Tensor repeat_elements(const char* op, const Tensor& x, const IntArray& sizes, const IntArray& factors, bool backward) {
+  const DeviceGuard guard(x.get_device_index());
+  check_gpu(op, x);
+  const MemoryFormat format = memory_format_of(x);
+  const Tensor dense = dense_in(x, format);
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  const Tensor& small = backward ? y : x;
+  const bool last = format != MemoryFormat::Contiguous;
+  UpsampleNearestParams p;
+  p.from = dense.const_data_ptr();
+  p.to = y.mutable_data_ptr();
+  p.n = last ? small.size(0) : small.size(0) * small.size(1);
+  p.c = last ? small.size(1) : 1;
+  p.d = small.dim() == 5 ? small.size(2) : 1;
+  p.h = small.size(small.dim() - 2);
+  p.w = small.size(small.dim() - 1);
+  for (size_t i = 0; i < factors.size(); ++i) p.factors[3 - factors.size() + i] = factors[i];
+  p.backward = backward;
+  p.dtype = check_dtype(op, "x", x);
+  raise_on_error(op, run_upsample_nearest(p, stream_of(x)));
+  return y;
+}
+
+Tensor upsample_nearest(Tensor x, IntArray factors) {
+  const char* const op = "upsample_nearest";
+  return repeat_elements(op, x, check_upsample_nearest(op, "x", x, factors, false), factors, false);
+}
+
+Tensor upsample_nearest_backward(Tensor dy, IntArray factors) {
+  const char* const op = "upsample_nearest_backward";
+  return repeat_elements(op, dy, check_upsample_nearest(op, "dy", dy, factors, true), factors, true);
+}
+
 Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
   const char* const op = "max_pool";
   const IntArray sizes = check_max_pool(op, x, kernel, stride, padding);
@@ -137,5 +170,7 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
   m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));
+  m.impl("upsample_nearest", TORCH_BOX(&kgopt::upsample_nearest));
+  m.impl("upsample_nearest_backward", TORCH_BOX(&kgopt::upsample_nearest_backward));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
 }

@@ -119,6 +119,53 @@ Tensor upsample_linear_backward(Tensor dy) {
   return dx;
 }
 
+// Rows of the small tensor: each is a row of the large one whose elements are repeated, or the sum of several.
+Tensor repeat_elements(const Tensor& x, const IntArray& sizes, const IntArray& factors, bool backward) {
+  const MemoryFormat format = memory_format_of(x);
+  const Tensor dense = dense_in(x, format);
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  if (y.numel() == 0) return y;
+  const bool last = format != MemoryFormat::Contiguous, deep = x.dim() == 5;
+  const Tensor& small = backward ? y : x;
+  const int64_t c = last ? small.size(1) : 1, h = small.size(small.dim() - 2), w = small.size(small.dim() - 1);
+  const int64_t fd = deep ? factors[0] : 1, fh = factors[factors.size() - 2], fw = factors.back();
+  dispatch_dtype(dtype_of(x), [&](auto zero) {
+    using T = decltype(zero);
+    using Acc = acc_t<T>;
+    const T* const from = static_cast<const T*>(dense.const_data_ptr());
+    T* const to = static_cast<T*>(y.mutable_data_ptr());
+    parallel(small.numel() / (w * c), fd * fh * fw * w * c, [&](int64_t row) {
+      const int64_t plane = row / h, first = (plane * fd * h + row % h) * fh;
+      const auto large = [&](int64_t i, int64_t j) { return (first + i * h * fh + j) * w * fw * c; };
+      if (!backward) {
+        for (int64_t i = 0; i < fd * fh; ++i) {
+          T* at = to + large(i / fh, i % fh);
+          for (int64_t k = 0; k < w * fw; ++k, at += c) std::copy_n(from + (row * w + k / fw) * c, c, at);
+        }
+        return;
+      }
+      std::vector<Acc> sum(w * c, Acc(0));
+      for (int64_t i = 0; i < fd * fh; ++i) {
+        const T* at = from + large(i / fh, i % fh);
+        for (int64_t k = 0; k < w * fw; ++k, at += c) {
+          for (int64_t e = 0; e < c; ++e) sum[k / fw * c + e] += static_cast<Acc>(at[e]);
+        }
+      }
+      for (int64_t e = 0; e < w * c; ++e) to[row * w * c + e] = static_cast<T>(sum[e]);
+    });
+  });
+  return y;
+}
+
+Tensor upsample_nearest(Tensor x, IntArray factors) {
+  return repeat_elements(x, check_upsample_nearest("upsample_nearest", "x", x, factors, false), factors, false);
+}
+
+Tensor upsample_nearest_backward(Tensor dy, IntArray factors) {
+  const IntArray sizes = check_upsample_nearest("upsample_nearest_backward", "dy", dy, factors, true);
+  return repeat_elements(dy, sizes, factors, true);
+}
+
 Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
   const IntArray sizes = check_max_pool("max_pool", x, kernel, stride, padding);
   const MemoryFormat format = memory_format_of(x);
@@ -136,5 +183,7 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
   m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));
+  m.impl("upsample_nearest", TORCH_BOX(&kgopt::upsample_nearest));
+  m.impl("upsample_nearest_backward", TORCH_BOX(&kgopt::upsample_nearest_backward));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
 }

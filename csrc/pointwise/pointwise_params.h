@@ -38,6 +38,16 @@ struct UpsampleLinearBackwardParams {
   Dtype dtype = Dtype::kFloat32;
 };
 
+// Elements repeated factors times along depth, height and width; backward: the sums over the repetitions.
+struct UpsampleNearestParams {
+  const void* from = nullptr;  // the small tensor, [n, d, h, w, c]; backward: the large one
+  void* to = nullptr;
+  int64_t n = 0, c = 0, d = 1, h = 0, w = 0;
+  int64_t factors[3] = {1, 1, 1};
+  bool backward = false;
+  Dtype dtype = Dtype::kFloat32;
+};
+
 // y = the largest value of each window of x. Dense, channels innermost, as above.
 struct MaxPoolParams {
   const void* x = nullptr;  // [n, in..., c]

@@ -224,6 +224,10 @@ def _spatial_fake(x: Tensor, spatial: Sequence[Any]) -> Tensor:
     return _empty(x, [*x.shape[:2], *spatial], channels_last=_is_channels_last(x))
 
 
+def _scaled(x: Tensor, factors: Sequence[int], scale: Callable[[Any, int], Any]) -> list[Any]:
+    return [scale(s, f) for s, f in zip(x.shape[2:], factors, strict=True)]
+
+
 def _max_pool_fake(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     windows = zip(x.shape[2:], kernel_size, stride, padding, strict=True)
     return _spatial_fake(x, [(size + 2 * p - k) // s + 1 for size, k, s, p in windows])
@@ -267,6 +271,11 @@ def _register_fakes() -> None:
     register("conv_backward", _conv_backward_fake)
     register("upsample_linear", lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]))
     register("upsample_linear_backward", lambda dy: _spatial_fake(dy, [s // 2 for s in dy.shape[2:]]))
+    register("upsample_nearest", lambda x, factors: _spatial_fake(x, _scaled(x, factors, lambda s, f: s * f)))
+    register(
+        "upsample_nearest_backward",
+        lambda dy, factors: _spatial_fake(dy, _scaled(dy, factors, lambda s, f: s // f)),
+    )
     register("max_pool", _max_pool_fake)
     register("logsumexp", lambda x, dim, keepdim: _empty(x, _reduced_sizes(x.shape, dim, keepdim)))
     register("mean", lambda x, dims, keepdim: _empty(x, _reduced_sizes(x.shape, dims, keepdim)))
@@ -528,6 +537,10 @@ def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
     return dx, dweight, dbias, dy if _needs(ctx, 3)[0] else None
 
 
+def _nearest_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    ctx.factors = inputs[1]
+
+
 def _upsample_backward(ctx: Any, dy: Tensor) -> Any:
     x, residual = _needs(ctx, 0, 1)
     return _OPS.upsample_linear_backward(dy) if x else None, dy if residual else None
@@ -678,6 +691,11 @@ def _register_autograd() -> None:
     register("activation", _activation_backward, _activation_setup)
     register("conv_add", _conv_add_backward, _conv_add_setup)
     register("upsample_linear", _upsample_backward)
+    register(
+        "upsample_nearest",
+        lambda ctx, dy: (_OPS.upsample_nearest_backward(dy, ctx.factors), None),
+        _nearest_setup,
+    )
     register("max_pool", _max_pool_backward, _max_pool_setup)
     register(
         "logsumexp",
@@ -701,6 +719,7 @@ def _register_autograd() -> None:
         "logsumexp_backward",
         "mean_backward",
         "upsample_linear_backward",
+        "upsample_nearest_backward",
     ):
         _refuse_double_backward(name)
     for name in _TWINS:
@@ -927,11 +946,20 @@ def _vmap_loop(name: str) -> Callable[..., Any]:
     return lambda info, in_dims, *args, **kwargs: _loop(op, info.batch_size, in_dims, args, kwargs)
 
 
+_BETWEEN = (
+    "upsample_linear",
+    "upsample_linear_backward",
+    "upsample_nearest",
+    "upsample_nearest_backward",
+    "max_pool",
+)
+
+
 def _register_vmap() -> None:
     rules = {name: _vmap_samples(name) for name in (*_CONVS, "group_stats", *_TWINS, *(f"{n}_fwd" for n in _TWINS))}
     rules["group_stats_backward"] = _vmap_samples("group_stats_backward", 5)
     rules["activation"] = _vmap_pointwise("activation", 1)
-    for name in ("conv_add", "conv_backward", "upsample_linear", "upsample_linear_backward", "max_pool"):
+    for name in ("conv_add", "conv_backward", *_BETWEEN):
         rules[name] = _vmap_loop(name)
     rules["activation_backward"] = _vmap_pointwise("activation_backward", 2)
     for name, tensors in (("logsumexp", 1), ("mean", 1), ("logsumexp_backward", 3), ("mean_backward", 1)):
