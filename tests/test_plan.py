@@ -637,9 +637,10 @@ def check_wgrad_plan(plan, case: dict, a: int, b: int, still, size: int, limits)
     if plan.few:
         assert plan.few == b
         assert plan.few * case["kernel"][2] <= 16
-        assert (plan.width + case["kernel"][2] - 1) * b <= plan.row_numbers <= 256
+        assert (plan.width * b - case["padding"][2] * b - plan.row_skip) * size % 16 == 0, "a copy begins off 16 bytes"
+        assert plan.row_skip + (plan.width + case["kernel"][2] - 1) * b <= plan.row_numbers <= 256
         assert plan.row_numbers * size % 16 == 0
-        assert plan.pitch >= max(plan.row_numbers, (plan.width - 1) * b + 16) * size
+        assert plan.pitch >= max(plan.row_numbers, plan.row_skip + (plan.width - 1) * b + 16) * size
         assert plan.pitch % 128 == 0
     else:
         assert plan.b_tiles * 32 >= b

@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kWgradThreads, 1) conv_wgrad_kernel(const __gr
             const uint32_t to = aligned + stage * moved_bytes + r * plan.pitch;
             const int moved_w = w - plan.padding[2], moved_h = h - plan.padding[1] + r;
             if constexpr (kFew) {
-              tensor_load_4d(to, p.moved_map, moved_w * plan.few, moved_h, d0 + i, n, full + stage);
+              tensor_load_4d(to, p.moved_map, moved_w * plan.few - plan.row_skip, moved_h, d0 + i, n, full + stage);
             } else {
               tensor_load_5d(to, p.moved_map, b_tile * kWgradChannels, moved_w, moved_h, d0 + i, n, full + stage);
             }
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kWgradThreads, 1) conv_wgrad_kernel(const __gr
       if (i >= 0) turn = turn == 0 ? plan.turns - 1 : turn - 1;
       if (mine) {
         uint32_t a_base = still_smem + (still_stage < 0 ? still_stage + still_stages : still_stage) * still_bytes;
-        uint32_t b_base = aligned + stage * moved_bytes;
+        uint32_t b_base = aligned + stage * moved_bytes + (kFew ? plan.row_skip * (kRowBytes / kWgradChannels) : 0);
         for (int w = 0; w < plan.width; w += Fragments::kStep) {
           uint32_t a[kTapsH][2][4];
           uint32_t b[kColumns][2];

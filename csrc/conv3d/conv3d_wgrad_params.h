@@ -25,6 +25,7 @@ struct WgradPlan {
   int rows = 8;            // positions of a tile along the height
   int width = 16;          // and along the width
   int row_numbers = 0;     // elements of a row of `moved` that are loaded, with few channels
+  int row_skip = 0;        // of them before the tile's first: copies must begin at multiples of 16 bytes
   int pitch = 0;           // bytes from one row of `moved` to the next in shared memory
   int back = 0;            // planes of `still` that are kept behind the newest
   bool alternate = false;  // one tap along the depth: groups take planes in turn, else a tap each

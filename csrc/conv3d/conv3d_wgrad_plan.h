@@ -88,11 +88,12 @@ inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limi
       p.width = width;
       if (few) {
         const int align = static_cast<int>(16 / size);
-        p.row_numbers = ((width + p.taps[2] - 1) * p.few + align - 1) / align * align;
+        p.row_skip = (align - p.padding[2] * p.few % align) % align;
+        p.row_numbers = (p.row_skip + (width + p.taps[2] - 1) * p.few + align - 1) / align * align;
         if (p.row_numbers > 256) continue;
         // Columns that are no tap read on into what comes next.
-        p.pitch = static_cast<int>(((width - 1) * p.few + kWgradFewColumns) * size + 127) / 128 * 128;
-        p.pitch = std::max(p.pitch, static_cast<int>(p.row_numbers * size + 127) / 128 * 128);
+        const int read = p.row_skip + (width - 1) * p.few + kWgradFewColumns;
+        p.pitch = static_cast<int>(std::max(p.row_numbers, read) * size + 127) / 128 * 128;
       } else {
         p.pitch = (width + p.taps[2] - 1 + 7) / 8 * 8 * wgrad_row_bytes(p);
       }

@@ -255,6 +255,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("rows", &WgradPlan::rows)
       .def_readonly("width", &WgradPlan::width)
       .def_readonly("row_numbers", &WgradPlan::row_numbers)
+      .def_readonly("row_skip", &WgradPlan::row_skip)
       .def_readonly("pitch", &WgradPlan::pitch)
       .def_readonly("back", &WgradPlan::back)
       .def_readonly("alternate", &WgradPlan::alternate)
