@@ -387,8 +387,7 @@ def _try_out(
         found.layout = "channels_last, as asked for"
         result = call()  # sites measure themselves in this layout
     if choosing:
-        (training if root.training else glue).find(root, call, refuse)
-    if choosing:
+        _find_between(root, call, states, refuse)
         before = _choose_hidden(states, timed, device, always=channels_last == "auto")
         if channels_last == "auto":
             result = _try_layout(root, call, timed, before, device, found, result, refuse)
@@ -399,6 +398,22 @@ def _try_out(
         state = module.__dict__.get("_kgopt_state")
         if state is not None and classes.original_class(module) is not None and state.lost_everywhere:
             module.__class__ = classes.original_class(module)
+
+
+def _find_between(
+    root: nn.Module, call: Callable[[], Any], states: list[policy.SiteState], refuse: Callable[[str], str]
+) -> None:
+    """Measures what stands between the norms, on what it is given where launches are hidden: a norm that runs on
+    PyTorch's code gives other formats and dtypes, at which the measurements would say nothing of a model on kgopt's.
+    """
+    before = [state.hidden for state in states]
+    for state in states:
+        state.hidden = True
+    try:
+        (training if root.training else glue).find(root, call, refuse)
+    finally:
+        for state, hidden in zip(states, before, strict=True):
+            state.hidden = hidden
 
 
 def _choose_hidden(
@@ -445,7 +460,7 @@ def _try_layout(
         state.forget()
     try:
         other = call()  # sites measure themselves in this layout
-        (training if root.training else glue).find(root, call, refuse)
+        _find_between(root, call, states, refuse)
         after = _choose_hidden(states, timed, device)
         why = ""
     except RuntimeError as error:
