@@ -208,6 +208,7 @@ def conv_gradient_cases() -> None:
     for dtype in (torch.float32, *HALVES):
         for name, c_in, c_out, size, kernel, transposed in (
             ("", 32, 40, (5, 9, 37), (3, 3, 3), False),
+            ("16 channels", 16, 32, (5, 9, 20), (3, 3, 3), False),
             ("transposed", 40, 32, (3, 7, 18), (3, 3, 3), True),
             ("2d", 64, 32, (1, 19, 50), (1, 3, 3), False),
             ("5 deep", 16, 32, (6, 5, 20), (5, 3, 3), False),
@@ -222,6 +223,11 @@ def conv_gradient_cases() -> None:
                 dy, x, w, *g, [c > 4, True, False], backend="kgopt", allow_tf32=True
             )
             run(f"conv_backward {name} {dtype}", dy, x, weight, backward=False, call=call)
+        x = tensor(2, 32, 6, 11, 36, dtype=dtype, channels_last=True)
+        dy = tensor(2, 40, 3, 6, 18, dtype=dtype, channels_last=True)
+        geometry = ([2] * 3, [1] * 3, [1] * 3, [0] * 3, 1, False, [False, True, False])
+        call = lambda dy, x, w, g=geometry: ops.conv_backward(dy, x, w, *g, backend="kgopt", allow_tf32=True)  # noqa: E731
+        run(f"conv_backward stride 2 {dtype}", dy, x, tensor(40, 32, 3, 3, 3, dtype=dtype), backward=False, call=call)
 
 
 def between_cases() -> None:

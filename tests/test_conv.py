@@ -230,6 +230,12 @@ GRADIENT_CASES = {
     "2d 4 channels": (False, 2, 4, 64, (37, 72), (3, 3), (1, 1), (1, 1), (1, 1), (0, 0), 1),
     "5 deep": (False, 3, 32, 40, (7, 9, 20), (5, 3, 3), (1, 1, 1), (2, 1, 0), (1, 1, 1), (0, 0, 0), 1),
     "2 deep": (False, 3, 16, 32, (6, 9, 20), (2, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "16 channels": (False, 3, 16, 32, (7, 9, 35), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "stride 2": (False, 3, 32, 64, (9, 11, 38), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "stride 2 in planes": (False, 3, 40, 32, (5, 9, 20), (3, 3, 3), (1, 2, 2), (1, 0, 0), (1, 1, 1), (0, 0, 0), 1),
+    "2d stride 2": (False, 2, 64, 32, (37, 50), (3, 3), (2, 2), (1, 1), (1, 1), (0, 0), 1),
+    "4 channels, stride 2": (False, 3, 4, 32, (9, 19, 36), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "stride 2 transposed": (True, 3, 32, 16, (5, 7, 9), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), (1, 1, 1), 1),
     "one position": (False, 3, 32, 32, (1, 1, 1), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
 }
 
@@ -264,7 +270,7 @@ def test_conv_gradients_small_integers_exact(name, dtype, layout, device, poison
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    "name", ["3d 32 channels", "3d 64 channels transposed", "2d 96 channels", "4 channels", "5 deep"]
+    "name", ["3d 32 channels", "3d 64 channels transposed", "2d 96 channels", "4 channels", "5 deep", "stride 2"]
 )
 def test_conv_gradient_values(name, precision, poisoned):
     case = GRADIENT_CASES[name]

@@ -634,24 +634,33 @@ def check_wgrad_plan(plan, case: dict, a: int, b: int, still, size: int, limits)
     assert plan.width % (32 // size) == 0, "not in whole steps of K"
     assert plan.a_tiles * 32 >= a
     assert plan.depth_tiles * (1 if plan.alternate else 3) >= case["kernel"][0]
+    taps, stride = case["kernel"][2], case["stride"][2]
     if plan.few:
         assert plan.few == b
-        assert plan.few * case["kernel"][2] <= 16
-        assert (plan.width * b - case["padding"][2] * b - plan.row_skip) * size % 16 == 0, "a copy begins off 16 bytes"
-        assert plan.row_skip + (plan.width + case["kernel"][2] - 1) * b <= plan.row_numbers <= 256
+        assert plan.few * taps <= plan.columns == 16
+        first = (plan.width * stride - case["padding"][2]) * b - plan.row_skip
+        assert first * size % 16 == 0, "a copy begins off 16 bytes"
+        last = plan.row_skip + (plan.width - 1) * stride * b
+        assert last + taps * b <= plan.row_numbers <= 256
         assert plan.row_numbers * size % 16 == 0
-        assert plan.pitch >= max(plan.row_numbers, plan.row_skip + (plan.width - 1) * b + 16) * size
+        assert plan.pitch >= max(plan.row_numbers, last + 16) * size
         assert plan.pitch % 128 == 0
     else:
-        assert plan.b_tiles * 32 >= b
+        assert plan.b_tiles * plan.columns >= b
+        assert plan.columns == 8 * plan.b_blocks
         assert plan.row_bytes == 32 * size
-        assert plan.pitch >= (plan.width + case["kernel"][2] - 1) * plan.row_bytes
+        # Columns that the taps read: all of one run, or those of even and odd taps.
+        assert plan.first_run >= plan.width + (taps - 1) // stride
+        assert plan.second_run % 8 == 0
+        assert plan.second_run >= plan.first_run
+        assert plan.pitch == (plan.second_run + (plan.width if stride == 2 else 0)) * plan.row_bytes
         assert plan.pitch % (8 * plan.row_bytes) == 0
     assert plan.back == min(case["kernel"][0], 3) - 1
     assert 2 <= plan.stages <= dev.WGRAD_MAX_STAGES
-    planes = (plan.rows + case["kernel"][1] - 1) * plan.pitch * plan.stages
+    planes = ((plan.rows - 1) * stride + case["kernel"][1]) * plan.pitch * plan.stages
     planes += plan.rows * plan.width * plan.row_bytes * (plan.stages + plan.back)
     assert planes < plan.smem_bytes <= limits.smem_per_block
+    assert plan.turns == 4 // plan.b_blocks * (3 if plan.alternate else 1)
     assert plan.slots == plan.splits * plan.turns
     assert 1 <= plan.splits <= max(1, plan.steps)
     assert plan.tile_floats % 128 == 0
@@ -665,8 +674,10 @@ def test_wgrad_plan_of_any_shape(data) -> None:
     transposed = draw(st.booleans())
     kernel = (draw(st.integers(1, 7)), 3, 3)
     size = (draw(st.integers(1, 40)), draw(st.integers(1, 200)), draw(st.integers(1, 300)))
-    case = {"kernel": kernel, "padding": tuple(draw(st.integers(0, k)) for k in kernel)}
-    dims = zip(size, kernel, (1, 1, 1), case["padding"], (1, 1, 1), strict=True)
+    plane_stride = draw(st.integers(1, 2))
+    case = {"kernel": kernel, "stride": (draw(st.integers(1, 2)), plane_stride, plane_stride)}
+    case["padding"] = tuple(draw(st.integers(0, k)) for k in kernel)
+    dims = zip(size, kernel, case["stride"], case["padding"], (1, 1, 1), strict=True)
     if min(dev.conv_out_size(*dim, transposed) for dim in dims) < 1:
         return
     dtype = draw(st.sampled_from(DTYPES))
@@ -683,11 +694,11 @@ def test_wgrad_plan_of_any_shape(data) -> None:
         channels_innermost=c_in % 8 == 0,
     )
     plan = dev.plan_wgrad(problem, GPUS["h200"])
+    a, b, still, moved = (c_in, c_out, size, output) if transposed else (c_out, c_in, output, size)
     if plan.refusal is not None:
         assert len(plan.refusal) > 10
-        assert c_in < 8
+        assert c_in < 8 or (plane_stride == 2 and moved[2] % 2)
         return
-    a, b, still = (c_in, c_out, size) if transposed else (c_out, c_in, output)
     check_wgrad_plan(plan, case, a, b, still, 4 if dtype == "float32" else 2, GPUS["h200"])
 
 
@@ -718,7 +729,9 @@ def test_few_channels_innermost_take_own_gradients(c_in, c_out, size, dtype: str
         ("16 bytes", {"c_out": 33}, None),
         ("rows of few channels", {"c_in": 3, "size": (8, 9, 41)}, None),
         ("output channels", {"c_in": 3, "c_out": 33}, None),
-        ("stride", {"stride": (1, 2, 1)}, None),
+        ("stride of height", {"stride": (1, 2, 1)}, None),
+        ("stride above 2", {"stride": (3, 1, 1)}, None),
+        ("odd width", {"stride": (2, 2, 2), "size": (8, 9, 41)}, None),
         ("dilation", {"dilation": (1, 2, 1)}, None),
         ("other than 3", {"kernel": (3, 3, 2)}, None),
         ("does not fit", {}, dev.DeviceLimits(smem_per_block=60 << 10)),

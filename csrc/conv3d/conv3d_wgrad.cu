@@ -103,20 +103,23 @@ const char* encode(uint64_t (&map)[16], const WgradTensor& t, ConvMath math, int
   return result == CUDA_SUCCESS ? nullptr : "the tensor copies cannot describe a tensor";
 }
 
-template <ConvMath kMath, int kRows>
+template <ConvMath kMath, int kRows, int kStride>
 Status launch_wgrad(const WgradParams& p, cudaStream_t stream) {
   const char* const name = "conv_wgrad_kernel";
-  const int blocks = wgrad_blocks(p.plan);
+  const int blocks = wgrad_blocks(p.plan), smem = p.plan.smem_bytes;
   if (p.plan.few) {
-    return launch_kernel<conv_wgrad_kernel<kMath, kRows, 3, 3, true>>(name, p, blocks, kWgradThreads, p.plan.smem_bytes,
-                                                                      stream);
+    return launch_kernel<conv_wgrad_kernel<kMath, kRows, 3, 3, kStride, true>>(name, p, blocks, kWgradThreads, smem,
+                                                                               stream);
   }
-  return launch_kernel<conv_wgrad_kernel<kMath, kRows, 3, 3, false>>(name, p, blocks, kWgradThreads, p.plan.smem_bytes,
-                                                                     stream);
+  return launch_kernel<conv_wgrad_kernel<kMath, kRows, 3, 3, kStride, false>>(name, p, blocks, kWgradThreads, smem,
+                                                                              stream);
 }
 template <ConvMath kMath>
 Status launch_rows(const WgradParams& p, cudaStream_t stream) {
-  return p.plan.rows == 8 ? launch_wgrad<kMath, 8>(p, stream) : launch_wgrad<kMath, 4>(p, stream);
+  if (p.plan.stride == 2) {
+    return p.plan.rows == 8 ? launch_wgrad<kMath, 8, 2>(p, stream) : launch_wgrad<kMath, 4, 2>(p, stream);
+  }
+  return p.plan.rows == 8 ? launch_wgrad<kMath, 8, 1>(p, stream) : launch_wgrad<kMath, 4, 1>(p, stream);
 }
 
 }  // namespace
@@ -130,7 +133,16 @@ Status set_wgrad_tensors(WgradParams* p, const WgradTensor& still, const WgradTe
   }
   const char* error = encode(p->still_map, still, plan.math, plan.width, plan.rows, 0);
   if (error) return Status::Invalid(name, error);
-  error = encode(p->moved_map, moved, plan.math, plan.width + plan.taps[2] - 1, 1, plan.row_numbers);
+  WgradTensor pairs = moved;
+  if (plan.stride == 2 && !plan.few) {
+    pairs.c = moved.stride[2] + moved.c;
+    pairs.size[2] = moved.size[2] / 2;
+    pairs.stride[2] = 2 * moved.stride[2];
+    error = encode(p->second_map, pairs, plan.math, plan.width, 1, 0);
+    if (error) return Status::Invalid(name, error);
+  }
+  p->moved_stride_w = static_cast<int>(moved.stride[2]);
+  error = encode(p->moved_map, pairs, plan.math, wgrad_first_run(plan), 1, plan.row_numbers);
   if (error) return Status::Invalid(name, error);
   return Status::Ok();
 }

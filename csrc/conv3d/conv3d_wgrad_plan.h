@@ -10,13 +10,19 @@
 namespace kgopt {
 
 KGOPT_HD int wgrad_row_bytes(const WgradPlan& p) { return kWgradChannels * (p.math == ConvMath::kTf32 ? 4 : 2); }
-KGOPT_HD int wgrad_moved_bytes(const WgradPlan& p) { return ((p.rows + p.taps[1] - 1) * p.pitch + 1023) / 1024 * 1024; }
+// Positions of a row of `moved` in shared memory before its second run. At stride 2 the first run has the columns of
+// the first and the third tap, the second one those of the middle tap; a run begins at a multiple of 8.
+KGOPT_HD int wgrad_first_run(const WgradPlan& p) { return p.width + (p.taps[2] - 1) / p.stride; }
+KGOPT_HD int wgrad_second_run(const WgradPlan& p) { return (wgrad_first_run(p) + 7) / 8 * 8; }
+KGOPT_HD int wgrad_moved_bytes(const WgradPlan& p) {
+  return (((p.rows - 1) * p.stride + p.taps[1]) * p.pitch + 1023) / 1024 * 1024;
+}
 KGOPT_HD int wgrad_still_bytes(const WgradPlan& p) { return p.rows * p.width * wgrad_row_bytes(p); }
 KGOPT_HD int wgrad_smem_bytes(const WgradPlan& p) {
   return p.stages * wgrad_moved_bytes(p) + (p.stages + p.back) * wgrad_still_bytes(p) + 2 * kWgradMaxStages * 8 + 1024;
 }
 // Elements of one partial sum, and of a row of it.
-KGOPT_HD int wgrad_columns(const WgradPlan& p) { return p.few ? kWgradFewColumns : kWgradChannels; }
+KGOPT_HD int wgrad_columns(const WgradPlan& p) { return p.few ? kWgradFewColumns : p.b_blocks * 8; }
 KGOPT_HD int wgrad_tile_floats(const WgradPlan& p) {
   return (p.alternate ? 1 : kWgradGroups) * p.taps[1] * (p.few ? 1 : p.taps[2]) * kWgradChannels * wgrad_columns(p);
 }
@@ -26,8 +32,8 @@ inline int wgrad_blocks(const WgradPlan& p) { return p.depth_tiles * p.a_tiles *
 // Estimated cycles of a block's plane of a tile: the products of a step of K, of all warps, at the rate of mma.sync.
 inline double wgrad_step_cycles(const WgradPlan& p) {
   const double step = p.math == ConvMath::kTf32 ? 8 : 16;
-  const int products = p.few ? kWgradGroups * 2 * 2 : kWgradGroups * kWgradWarps * p.taps[2] * 2;
-  return p.width / step * p.rows * p.taps[1] * products / (p.alternate ? kWgradGroups : 1) * 1.65;
+  const int products = kWgradGroups * 2 * (p.few ? 2 : p.b_blocks * p.taps[2]);
+  return p.width / step * p.rows * p.taps[1] * products / (p.alternate ? kWgradGroups : 1) / p.depth_stride * 1.65;
 }
 
 inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limits, int force_rows = 0,
@@ -57,7 +63,7 @@ inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limi
   const int64_t* const still = problem.transposed ? problem.in : problem.out;
   const int64_t* const moved = problem.transposed ? problem.out : problem.in;
   for (int i = 0; i < 3; ++i) {
-    if (problem.stride[i] != 1) return refuse("stride above 1");
+    if (problem.stride[i] > 2) return refuse("stride above 2");
     if (problem.dilation[i] != 1 && problem.kernel[i] > 1) return refuse("dilation above 1");
     if (still[i] > (1 << 20) || moved[i] > (1 << 20)) return refuse("a size is too large");
     if (problem.kernel[i] > 64 || problem.padding[i] > 64) return refuse("a kernel or padding is too large");
@@ -73,10 +79,17 @@ inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limi
   p.depth_tiles = p.alternate ? 1 : (p.taps[0] + kWgradGroups - 1) / kWgradGroups;
   p.back = std::min(p.taps[0], kWgradGroups) - 1;
 
+  if (problem.stride[1] != problem.stride[2]) return refuse("stride of height and width differ");
+  p.stride = static_cast<int>(problem.stride[1]);
+  p.depth_stride = static_cast<int>(problem.stride[0]);
+  // At stride 2 neighbouring columns are loaded as one position of twice the channels.
+  if (!few && p.stride == 2 && moved[2] % 2 != 0) return refuse("stride 2 over an odd width");
+
   p.few = few ? static_cast<int>(b) : 0;
-  p.turns = (few ? kWgradWarps : 1) * (p.alternate ? kWgradGroups : 1);
+  p.b_blocks = few || b <= 8 ? 1 : b <= 16 ? 2 : kWgradWarps;
+  p.turns = kWgradWarps / p.b_blocks * (p.alternate ? kWgradGroups : 1);
   // Warps that take planes in turn need as many of them at a time.
-  const int fewest = p.turns > 1 ? 4 : 2, most = few ? kWgradMaxStages : 4;
+  const int fewest = p.turns > 1 ? 4 : 2, most = p.turns > 1 ? kWgradMaxStages : 4;
 
   // The tile that covers the plane with the least waste, halo counted at a third of what products cost.
   WgradPlan best;
@@ -89,19 +102,20 @@ inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limi
       if (few) {
         const int align = static_cast<int>(16 / size);
         p.row_skip = (align - p.padding[2] * p.few % align) % align;
-        p.row_numbers = (p.row_skip + (width + p.taps[2] - 1) * p.few + align - 1) / align * align;
+        p.row_numbers = (p.row_skip + ((width - 1) * p.stride + p.taps[2]) * p.few + align - 1) / align * align;
         if (p.row_numbers > 256) continue;
         // Columns that are no tap read on into what comes next.
-        const int read = p.row_skip + (width - 1) * p.few + kWgradFewColumns;
+        const int read = p.row_skip + (width - 1) * p.stride * p.few + kWgradFewColumns;
         p.pitch = static_cast<int>(std::max(p.row_numbers, read) * size + 127) / 128 * 128;
       } else {
-        p.pitch = (width + p.taps[2] - 1 + 7) / 8 * 8 * wgrad_row_bytes(p);
+        p.pitch = (wgrad_second_run(p) + (p.stride == 2 ? width : 0)) * wgrad_row_bytes(p);
       }
       p.tiles[0] = static_cast<int>((still[1] + rows - 1) / rows);
       p.tiles[1] = static_cast<int>((still[2] + width - 1) / width);
       p.stages = force_stages ? force_stages : fewest;
       if (wgrad_smem_bytes(p) > limits.smem_per_block) continue;
-      const double halo = double(rows + p.taps[1] - 1) * (width + p.taps[2] - 1) / (rows * width);
+      const double halo =
+          double((rows - 1) * p.stride + p.taps[1]) * ((width - 1) * p.stride + p.taps[2]) / (rows * width);
       const double cost = double(p.tiles[0]) * p.tiles[1] * (rows * width * (1 + 0.1 * halo) + 16);
       if (least < 0 || cost < least) best = p, least = cost;
     }

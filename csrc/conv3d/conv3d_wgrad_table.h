@@ -56,14 +56,17 @@ inline ConvProblem adjoint_problem(const ConvProblem& q) {
 
 // Null where the own kernel is to be taken, else why not. The measured rates are those of 3 x 3 x 3 between 32 and 128
 // channels.
-inline const char* was_measured(const ConvProblem& q) {
-  const bool measured = q.c_in >= 32 && q.c_in <= 128 && q.c_out >= 32 && q.c_out <= 128 && q.kernel[0] == 3 &&
-                        q.kernel[1] == 3 && q.kernel[2] == 3;
+inline const char* was_measured(const ConvProblem& q, bool few) {
+  for (int i = 0; i < 3; ++i) {
+    if (q.stride[i] != 1) return "only stride 1 was measured";
+  }
+  const bool measured = few || (q.c_in >= 32 && q.c_in <= 128 && q.c_out >= 32 && q.c_out <= 128 && q.kernel[0] == 3 &&
+                                q.kernel[1] == 3 && q.kernel[2] == 3);
   return measured ? nullptr : "only 3D kernels of 3 x 3 x 3 between 32 and 128 channels were measured";
 }
 inline const char* hopper_dgrad_loses(const ConvProblem& q, const HopperPlan& plan) {
   if (plan.refusal) return plan.refusal;
-  if (const char* const why = was_measured(q)) return why;
+  if (const char* const why = was_measured(q, false)) return why;
   const CudnnGradientRate& rate = cudnn_gradient_rate(q.c_in, q.c_out);
   const double cudnn =
       3 + 1e6 * conv_tera_operations(q) / (q.dtype == Dtype::kFloat32 ? rate.dgrad_tf32 : rate.dgrad_half);
@@ -71,9 +74,7 @@ inline const char* hopper_dgrad_loses(const ConvProblem& q, const HopperPlan& pl
 }
 inline const char* wgrad_loses(const ConvProblem& q, const WgradPlan& plan) {
   if (plan.refusal) return plan.refusal;
-  if (!plan.few) {
-    if (const char* const why = was_measured(q)) return why;
-  }
+  if (const char* const why = was_measured(q, plan.few > 0)) return why;
   const CudnnGradientRate& rate = cudnn_gradient_rate(q.c_in, q.c_out);
   const double cudnn =
       3 + 1e6 * conv_tera_operations(q) / (q.dtype == Dtype::kFloat32 ? rate.wgrad_tf32 : rate.wgrad_half);

@@ -252,6 +252,8 @@ void bind_conv(py::module_& m) {
       .def_property_readonly(
           "refusal", [](const WgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("few", &WgradPlan::few)
+      .def_readonly("stride", &WgradPlan::stride)
+      .def_readonly("b_blocks", &WgradPlan::b_blocks)
       .def_readonly("rows", &WgradPlan::rows)
       .def_readonly("width", &WgradPlan::width)
       .def_readonly("row_numbers", &WgradPlan::row_numbers)
@@ -271,6 +273,9 @@ void bind_conv(py::module_& m) {
       .def_readonly("partial_floats", &WgradPlan::partial_floats)
       .def_property_readonly("tiles", [](const WgradPlan& p) { return copied(p.tiles); })
       .def_property_readonly("row_bytes", &wgrad_row_bytes)
+      .def_property_readonly("columns", &wgrad_columns)
+      .def_property_readonly("first_run", &wgrad_first_run)
+      .def_property_readonly("second_run", &wgrad_second_run)
       .def_property_readonly("tile_floats", &wgrad_tile_floats)
       .def_property_readonly("blocks", &wgrad_blocks);
 
