@@ -258,6 +258,80 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, in
   return {out, s.channel_mean, s.mean, s.rstd};
 }
 
+Tensor allocate_moments(const Tensor& x, int64_t c) { return empty_like_shape(x, {x.size(0), c, 2}, stats_type(x)); }
+
+void channel_moments_cuda(const char* op, const Tensor& x, const StatsPartials& partials, const Tensor& moments) {
+  ChannelMomentsParams p;
+  p.partials = partials;
+  p.n = moments.size(0);
+  p.c = moments.size(1);
+  p.is_double = x.scalar_type() == ScalarType::Double;
+  p.moments = moments.mutable_data_ptr();
+  raise_on_error(op, run_channel_moments(p, stream_of(x)));
+}
+
+void channel_moments_cuda(const char* op, const Tensor& x, const Tensor& moments) {
+  const GroupNormDims d = check_group_norm(op, x, x.size(1));
+  if (d.numel() == 0) {
+    torch::stable::fill_(moments, std::nan(""));
+    return;
+  }
+  GroupStatsParams p;
+  p.x = x.const_data_ptr();
+  p.dims = d;
+  plan_group_stats(&p, true, check_gpu(op, x).sm_count);
+  Workspace workspace(x);
+  const int64_t partials = workspace.reserve(d.n * p.partials.slices * d.c * 3 * acc_size(d));
+  workspace.allocate();
+  p.partials.data = workspace.at<void>(partials);
+  raise_on_error(op, run_group_stats(p, stream_of(x)));
+  channel_moments_cuda(op, x, p.partials, moments);
+}
+
+void moments_table_cuda(const char* op, const Tensor& moments, int64_t num_groups, const OptTensor& weight,
+                        const OptTensor& bias, double eps, void* table) {
+  const Tensor dense = dense_in(moments, MemoryFormat::Contiguous);
+  const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
+  MomentsTableParams t;
+  t.moments = dense.const_data_ptr();
+  t.weight = data_or_null(w);
+  t.bias = data_or_null(b);
+  t.affine_dtype = affine_dtype(op, w, b);
+  t.is_double = moments.scalar_type() == ScalarType::Double;
+  t.n = moments.size(0);
+  t.c = moments.size(1);
+  t.g = num_groups;
+  t.eps = eps;
+  t.table = table;
+  raise_on_error(op, run_moments_table(t, stream_of(moments)));
+}
+
+Tensor group_norm_moments_cuda(Tensor x, Tensor moments, int64_t num_groups, OptTensor weight, OptTensor bias,
+                               double eps, std::string act) {
+  const char* const op = "group_norm_moments";
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
+  check_statistics(op, "moments", moments, x, {d.n, d.c, 2});
+  const ActChain chain = check_act(op, act);
+  const DeviceGuard guard(x.get_device_index());
+  check_gpu(op, x);
+  const MemoryFormat format = format_of(x, d);
+  Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
+  if (d.numel() == 0) return y;
+  const Tensor dense = dense_in(x, format);
+  Workspace workspace(x);
+  const int64_t table = workspace.reserve(d.n * d.c * 4 * acc_size(d));
+  workspace.allocate();
+  moments_table_cuda(op, moments, num_groups, weight, bias, eps, workspace.at<void>(table));
+  NormalizeParams p;
+  p.x = dense.const_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.table = workspace.at<void>(table);
+  p.dims = d;
+  p.act = chain;
+  raise_on_error(op, run_normalize(p, stream_of(x)));
+  return y;
+}
+
 namespace {
 
 std::tuple<Tensor, Tensor> group_stats(Tensor x, int64_t num_groups, double eps) {
@@ -518,6 +592,7 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_stats", TORCH_BOX(&kgopt::group_stats));
   m.impl("group_stats_backward", TORCH_BOX(&kgopt::group_stats_backward));
   m.impl("group_norm", TORCH_BOX(&kgopt::group_norm));
+  m.impl("group_norm_moments", TORCH_BOX(&kgopt::group_norm_moments_cuda));
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cuda));
   m.impl("group_norm_backward", TORCH_BOX(&kgopt::group_norm_backward));
   m.impl("explain_group_norm", TORCH_BOX(&kgopt::explain_group_norm));

@@ -3,6 +3,7 @@
 
 #include "../common/torch_utils.h"
 #include "../conv3d/conv_checks.h"
+#include "../groupnorm/groupnorm_checks.h"
 
 namespace kgopt {
 
@@ -24,6 +25,27 @@ inline ConvShape check_conv_add(const char* op, const Tensor& x, const Tensor& w
 }
 
 // Sizes of the result of upsample_linear.
+// The result's sizes.
+inline IntArray check_group_norm_conv1x1(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
+                                         const OptTensor& gn_weight, const OptTensor& gn_bias, double eps,
+                                         const std::string& act, const Tensor& weight, const OptTensor& bias) {
+  KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
+  const int rank = static_cast<int>(x.dim()) - 2;
+  if (num_groups != 0) {
+    check_group_norm(op, x, num_groups, gn_weight, gn_bias, eps);
+    if (moments) check_statistics(op, "moments", *moments, x, {x.size(0), x.size(1), 2});
+  } else {
+    KGOPT_CHECK(check_act(op, act).empty() && !moments && !gn_weight && !gn_bias, op,
+                ": num_groups is 0, expected act 'none' and no moments, gn_weight and gn_bias");
+  }
+  const IntArray ones(rank, 1), zeros(rank, 0);
+  for (int i = 0; i < rank; ++i) {
+    KGOPT_CHECK(weight.dim() == x.dim() && weight.size(2 + i) == 1, op, ": weight has shape ", shape_string(weight),
+                ", expected a kernel of 1 along each dim");
+  }
+  return check_conv(op, x, weight, bias, ones, zeros, ones, zeros, 1, false, rank).out_sizes;
+}
+
 inline IntArray check_upsample_linear(const char* op, const Tensor& x, const OptTensor& residual) {
   check_dtype(op, "x", x);
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");

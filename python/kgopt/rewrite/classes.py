@@ -128,19 +128,52 @@ def sequential_forward(self: Any, input: Any) -> Any:
     plan = self._kgopt_steps
     if not plan.hold(self):  # a layer came or went
         return nn.Sequential.forward(self, input)
-    return policy.outside_own_modes(_run_steps, self, plan.steps, input)
+    return policy.outside_own_modes(_run_steps, self, plan, input)
 
 
-def _run_steps(sequential: Any, steps: Any, input: Any) -> Any:
-    for i, (paths, site) in enumerate(steps):
+def _run_steps(sequential: Any, plan: Steps, input: Any) -> Any:
+    done = 0
+    for i, (paths, site) in enumerate(plan.steps):
+        if i < done:
+            continue
         operands = [child(sequential, path) for path in paths]
         if site is not None and site.ready(*operands, input):
-            following = child(sequential, steps[i + 1][0][0]) if i + 1 < len(steps) else None
+            norm = operands[site.norm_at]
+            head = _head_behind(sequential, plan, i, site, norm, input)
+            if head is not None:
+                input, done = site.run_with_head(norm, input, head), i + 2
+                continue
+            following = child(sequential, plan.steps[i + 1][0][0]) if i + 1 < len(plan.steps) else None
             input = site.run_before(following, *operands, input)
+        elif (y := _with_activation(sequential, plan, i, operands, input)) is not None:
+            input, done = y, i + 2
         else:
             for module in operands:
                 input = module(input)
     return input
+
+
+def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any) -> Any:
+    """A convolution and the activation that is the next step, where they can run as one; else None."""
+    if len(operands) != 1 or i + 1 == len(plan.steps):
+        return None
+    paths, site = plan.steps[i + 1]
+    if site is not None or len(paths) != 1 or "_kgopt_glue" not in getattr(operands[0], "__dict__", {}):
+        return None
+    from kgopt.rewrite import glue
+
+    return glue.with_activation(operands[0], child(self, paths[0]), x)
+
+
+def _head_behind(self: Any, plan: Steps, i: int, site: Site, norm: Any, x: Tensor) -> Any:
+    """The pointwise convolution of a few channels that is the next step, where it can run with step i."""
+    from kgopt.rewrite import glue
+
+    if not site.short or not norm._kgopt_state.keep_format or i + 1 == len(plan.steps):
+        return None
+    paths, other = plan.steps[i + 1]
+    conv = glue.only_conv(child(self, paths[0])) if other is None and len(paths) == 1 else None
+    return None if conv is None or glue.head_plan(conv, x) is None else conv
 
 
 class Optimized:

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import layout, policy
+from kgopt.rewrite import carry, layout, policy
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
 from kgopt.rewrite.patterns import Chain, activation_of, conv_of, is_identity
 
@@ -188,8 +188,13 @@ class Site:
         if self.short:
             args = norm_args(norm, None)
             assert args is not None
-            arguments = (x, args.num_groups, args.weight, args.bias, args.eps, self.chain.post)
-            y = without_autocast(_group_norm, *arguments) if half else _group_norm(*arguments)
+            rest = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post)
+            if half:
+                y = without_autocast(_group_norm, x, *rest)
+            elif (moments := self._carried(x)) is not None:
+                y = _group_norm_moments(x, moments, *rest)
+            else:
+                y = _group_norm(x, *rest)
         else:
             both = self._args(x, operands[0] if self.chain.conv else None, norm)
             assert both is not None
@@ -214,6 +219,19 @@ class Site:
             return False
         # A convolution before the norm gives half precision whatever it is given.
         return bool(chain.conv or x.dtype is torch.get_autocast_dtype("cuda")) and first_is_conv(follower)
+
+    def _carried(self, x: Tensor) -> Tensor | None:
+        if torch.compiler.is_compiling() or carry.is_empty() or torch.is_autocast_enabled(x.device.type):
+            return None
+        return carry.take(x)
+
+    def run_with_head(self, norm: Any, x: Tensor, conv: Any) -> Tensor:
+        """The chain, a norm and activations, and a pointwise convolution of what it gives, as one op."""
+        args = norm_args(norm, None)
+        assert args is not None
+        moments = None if carry.is_empty() else carry.take(x)
+        rest = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post, conv.weight, conv.bias)
+        return _group_norm_conv1x1(x, moments, *rest)
 
     def _args(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
         if conv is None:
@@ -247,3 +265,5 @@ def _is_sequence(module: nn.Sequential) -> bool:
 
 
 _group_norm = torch.ops.kgopt.group_norm.default
+_group_norm_conv1x1 = torch.ops.kgopt.group_norm_conv1x1.default
+_group_norm_moments = torch.ops.kgopt.group_norm_moments.default
