@@ -21,6 +21,12 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "int[3] output_padding=0, int groups=1, int[3] dilation=1, *, str backend=\"auto\", bool? allow_tf32=None) "
       "-> Tensor");
 
+  // dx, dweight and dbias of any of them, as far as mask asks; empty tensors for the others.
+  m.def(
+      "conv_backward(Tensor dy, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
+      "int[] output_padding, int groups, bool transposed, bool[3] mask, *, str backend=\"auto\", "
+      "bool? allow_tf32=None) -> (Tensor, Tensor, Tensor)");
+
   // GroupNorm.
   m.def("group_stats(Tensor x, int num_groups, float eps=1e-5) -> (Tensor, Tensor)");
   m.def(
@@ -70,6 +76,9 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "group_norm_conv1x1(Tensor x, Tensor? moments, int num_groups, Tensor? gn_weight, Tensor? gn_bias, float eps, "
       "str act, Tensor weight, Tensor? bias) -> Tensor");
   m.def("upsample_linear(Tensor x, Tensor? residual=None) -> Tensor");
+  m.def("upsample_linear_backward(Tensor dy) -> Tensor");
+  m.def("upsample_nearest(Tensor x, int[] factors) -> Tensor");
+  m.def("upsample_nearest_backward(Tensor dy, int[] factors) -> Tensor");
   m.def("max_pool(Tensor x, int[] kernel_size, int[] stride, int[] padding) -> Tensor");
 
   // The three pipelines.
@@ -104,6 +113,9 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "explain_conv(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int[] output_padding, "
       "int groups, bool transposed, str epilogue=\"store\", str backend=\"auto\", bool? allow_tf32=None) -> str");
+  m.def(
+      "explain_group_norm(Tensor x, int num_groups, str act=\"none\", str pre_act=\"none\", bool backward=False, "
+      "bool? channels_last=None) -> str");
   m.def("build_info() -> str");
 }
 

@@ -203,6 +203,33 @@ def conv_cases() -> None:
             )
 
 
+def conv_gradient_cases() -> None:
+    """Own kernels alone: what ATen makes of the rest is left out, and so is dbias."""
+    for dtype in (torch.float32, *HALVES):
+        for name, c_in, c_out, size, kernel, transposed in (
+            ("", 32, 40, (5, 9, 37), (3, 3, 3), False),
+            ("16 channels", 16, 32, (5, 9, 20), (3, 3, 3), False),
+            ("transposed", 40, 32, (3, 7, 18), (3, 3, 3), True),
+            ("2d", 64, 32, (1, 19, 50), (1, 3, 3), False),
+            ("5 deep", 16, 32, (6, 5, 20), (5, 3, 3), False),
+            ("first layer", 4, 32, (5, 9, 40), (3, 3, 3), False),
+            ("first layer, 2d", 3, 16, (1, 21, 48), (1, 3, 3), False),
+        ):
+            x = tensor(2, c_in, *size, dtype=dtype, channels_last=True)
+            dy = tensor(2, c_out, *size, dtype=dtype, channels_last=True)
+            weight = tensor(*((c_in, c_out) if transposed else (c_out, c_in)), *kernel, dtype=dtype)
+            geometry = ([1] * 3, [k // 2 for k in kernel], [1] * 3, [0] * 3, 1, transposed)
+            call = lambda dy, x, w, g=geometry, c=c_in: ops.conv_backward(  # noqa: E731
+                dy, x, w, *g, [c > 4, True, False], backend="kgopt", allow_tf32=True
+            )
+            run(f"conv_backward {name} {dtype}", dy, x, weight, backward=False, call=call)
+        x = tensor(2, 32, 6, 11, 36, dtype=dtype, channels_last=True)
+        dy = tensor(2, 40, 3, 6, 18, dtype=dtype, channels_last=True)
+        geometry = ([2] * 3, [1] * 3, [1] * 3, [0] * 3, 1, False, [False, True, False])
+        call = lambda dy, x, w, g=geometry: ops.conv_backward(dy, x, w, *g, backend="kgopt", allow_tf32=True)  # noqa: E731
+        run(f"conv_backward stride 2 {dtype}", dy, x, tensor(40, 32, 3, 3, 3, dtype=dtype), backward=False, call=call)
+
+
 def between_cases() -> None:
     for dtype, last, spatial in itertools.product(DTYPES, (False, True), ((5, 7), (3, 5, 7))):
         rank = len(spatial)
@@ -211,6 +238,8 @@ def between_cases() -> None:
             x = tensor(2, channels, *spatial, dtype=dtype, channels_last=last)
             larger = tensor(2, channels, *(2 * s for s in spatial), dtype=dtype, channels_last=last)
             run(f"upsample_linear {label}", x, larger, backward=False, call=ops.upsample_linear)
+            run(f"upsample_linear_backward {label}", larger, backward=False, call=ops.upsample_linear_backward)
+            run(f"upsample_nearest {label}", x, call=lambda x, f=[2] * rank: ops.upsample_nearest(x, f))
             for window in (([2] * rank, [2] * rank, [0] * rank), ([3] * rank, [2] * rank, [1] * rank)):
                 run(f"max_pool {label}", x, backward=False, call=lambda x, w=window: ops.max_pool(x, *w))
             weight = tensor(channels, channels, *[1] * rank, dtype=dtype, channels_last=last)
@@ -327,6 +356,7 @@ def main() -> int:
         pointwise_cases,
         between_cases,
         conv_cases,
+        conv_gradient_cases,
         fused_convolution_cases,
         pipeline_cases,
     ):

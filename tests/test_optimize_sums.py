@@ -254,7 +254,8 @@ def test_training_runs_the_modules(cls, device, monkeypatch):
             y.square().sum().backward()
             results.append([y, *(p.grad for p in m.parameters() if p.grad is not None)])
         for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(b, a)
+            # Sums over all of x, which a norm of ours takes in another order.
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("cls", APART)

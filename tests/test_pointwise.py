@@ -150,6 +150,45 @@ def test_upsample_linear(shape, offset, channels_last, dtype, device, poisoned):
         assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
 
 
+@dtypes
+@layouts
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 16, 1, 3, 1), (1, 8, 9, 2, 5)], ids=str)
+def test_upsample_linear_backward(shape, offset, channels_last, dtype, device, poisoned):
+    x = draw(shape, dtype, channels_last, device).requires_grad_()
+    dy = draw((*shape[:2], *(2 * s for s in shape[2:])), dtype, channels_last, device, offset)
+    exact = x.detach().double().requires_grad_()
+    for t in (x, exact):
+        reference.upsample_linear_ref(t).backward(dy.to(t.dtype))
+    dx = OPS.upsample_linear_backward(dy)
+    assert_as_good_as_torch(dx, x.grad, exact.grad)
+    assert dx.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("factors", [(2, 2, 2), (1, 3, 2), (4, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 24, 3, 2, 5)], ids=str)
+def test_upsample_nearest(shape, factors, offset, channels_last, dtype, device, poisoned):
+    factors = list(factors[-(len(shape) - 2) :])
+    x = draw(shape, dtype, channels_last, device, offset).requires_grad_()
+    y = OPS.upsample_nearest(x, factors)
+    expected = x
+    for dim, factor in enumerate(factors, 2):
+        expected = expected.repeat_interleave(factor, dim)
+    assert torch.equal(y, expected)
+    memory_format = FORMATS[x.dim()] if channels_last else torch.contiguous_format
+    assert y.is_contiguous(memory_format=memory_format)
+    dy = draw(y.shape, dtype, channels_last, device, offset)
+    y.backward(dy)
+    sums = dy.double()
+    for dim, factor in enumerate(factors, 2):
+        sums = sums.unflatten(dim, (-1, factor)).sum(dim + 1)
+    assert x.grad.is_contiguous(memory_format=memory_format)
+    assert_as_good_as_torch(x.grad, sums.to(dtype), sums)
+
+
 @layouts
 def test_upsample_linear_spreads_nan_and_infinity_as_torch(channels_last, device):
     for at, value in itertools.product(range(6), (float("nan"), float("inf"))):
@@ -216,6 +255,8 @@ def test_gradients(channels_last, device):
     for shape in ((1, 2, 3, 2), (2, 1, 1, 3, 2)):
         x, r = leaf(*shape), leaf(*shape[:2], *(2 * s for s in shape[2:]))
         assert torch.autograd.gradcheck(OPS.upsample_linear, (x, r))
+        factors = [2] * (len(shape) - 2)
+        assert torch.autograd.gradcheck(lambda t, f=factors: OPS.upsample_nearest(t, f), (x,))
         window = ([2] * (len(shape) - 3) + [1], [1] * (len(shape) - 2), [0] * (len(shape) - 2))
         if min(shape[2:]) > 1:
             assert torch.autograd.gradcheck(lambda t, window=window: OPS.max_pool(t, *window), (x,))
@@ -252,6 +293,10 @@ def test_empty_batch(device):
         (lambda x, w: OPS.upsample_linear(x[0]), "expected 4 or 5 dimensions"),
         (lambda x, w: OPS.upsample_linear(x, x), "residual has shape"),
         (lambda x, w: OPS.upsample_linear(x.long()), "dtype int64"),
+        (lambda x, w: OPS.upsample_linear_backward(x[..., :5]), "expected even sizes"),
+        (lambda x, w: OPS.upsample_nearest(x, [2]), "factors is"),
+        (lambda x, w: OPS.upsample_nearest(x, [0, 2]), "factors is"),
+        (lambda x, w: OPS.upsample_nearest_backward(x, [7, 2]), "expected multiples of factors"),
         (lambda x, w: OPS.max_pool(x, [2, 2], [2, 2], [2, 0]), "padding is"),
         (lambda x, w: OPS.max_pool(x, [9, 2], [2, 2], [0, 0]), "size of a window"),
         (lambda x, w: OPS.max_pool(x, [2, 2, 2], [2, 2], [0, 0]), "kernel_size is"),

@@ -3,23 +3,8 @@
 #include "conv_call.h"
 
 namespace kgopt {
-namespace {
 
 using torch::stable::accelerator::DeviceGuard;
-
-Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
-  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  Workspace workspace(a.x);
-  const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
-  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, plan));
-  workspace.allocate();
-  Tensor y = allocate_output(a, shape);
-  ConvKernelParams p = make_kernel_params(a, shape, plan);
-  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
-  set_output(&p, y, a.rank);
-  raise_on_error(a.op, shape.transposed ? run_conv_transpose3d(p, shape.n, stream) : run_conv3d(p, shape.n, stream));
-  return y;
-}
 
 Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan, const ConvTail& tail) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
@@ -43,6 +28,22 @@ Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& 
   }
   raise_on_error(a.op, run_conv_hopper(p, stream));
   if (with_moments) channel_moments_cuda(a.op, a.x, partials, *tail.moments);
+  return y;
+}
+
+namespace {
+
+Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
+  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, plan));
+  workspace.allocate();
+  Tensor y = allocate_output(a, shape);
+  ConvKernelParams p = make_kernel_params(a, shape, plan);
+  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
+  set_output(&p, y, a.rank);
+  raise_on_error(a.op, shape.transposed ? run_conv_transpose3d(p, shape.n, stream) : run_conv3d(p, shape.n, stream));
   return y;
 }
 
@@ -135,8 +136,8 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
                          std::string backend, std::optional<bool> allow_tf32) {
   const char* const op = "explain_conv";
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
-  KGOPT_CHECK(epilogue == "store" || epilogue == "stats" || epilogue == "logsumexp", op, ": epilogue is '", epilogue,
-              "', expected store, stats or logsumexp");
+  KGOPT_CHECK(epilogue == "store" || epilogue == "stats" || epilogue == "logsumexp" || epilogue == "backward", op,
+              ": epilogue is '", epilogue, "', expected store, stats, logsumexp or backward");
   const ConvArgs a{op,
                    x,
                    weight,
@@ -152,6 +153,7 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
                    allow_tf32};
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(x.get_device_index());
+  if (epilogue == "backward") return choose_gradients(a, shape).explain();
   return choose(a, shape,
                 epilogue == "store"   ? ConvEpilogue::kStore
                 : epilogue == "stats" ? ConvEpilogue::kStats

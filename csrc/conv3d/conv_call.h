@@ -10,6 +10,7 @@
 #include "../groupnorm/groupnorm_params.h"
 #include "conv3d.h"
 #include "conv3d_dispatch.h"
+#include "conv3d_gradients.h"
 #include "conv3d_hopper.h"
 #include "conv3d_narrow.h"
 #include "conv_checks.h"
@@ -78,12 +79,23 @@ inline bool has_channels_innermost(const Tensor& x, const ConvShape& shape) {
          (shape.in[1] == 1 || shape.in[2] == 1 || x.stride(last - 1) == shape.in[2] * stride_w);
 }
 
-inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
+inline DeviceLimits limits_of(const ConvArgs& a) {
   const DeviceInfo info = check_gpu(a.op, a.x);
-  const DeviceLimits limits{info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma};
-  return choose_conv_cached(
-      make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32), has_channels_innermost(a.x, shape)), limits,
-      parse_backend(a.op, a.backend));
+  return {info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma};
+}
+
+inline ConvProblem problem_of(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
+  return make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32), has_channels_innermost(a.x, shape));
+}
+
+inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
+  return choose_cached(problem_of(a, shape, epilogue), limits_of(a), parse_backend(a.op, a.backend), &choose_conv);
+}
+
+// dy is taken for channels innermost: where it is not, ATen would copy it, too.
+inline ConvGradientsChoice choose_gradients(const ConvArgs& a, const ConvShape& shape) {
+  return choose_cached(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), parse_backend(a.op, a.backend),
+                       &choose_conv_gradients);
 }
 
 // Strides of a tensor's spatial dims as depth, height, width.
@@ -275,6 +287,10 @@ struct __attribute__((visibility("hidden"))) ConvTail {
   bool left_bias = false, left_rest = true, left_moments = true;
   const Tensor* moments = nullptr;  // where channel_moments_cuda is to put the output's; null: nobody wants them
 };
+
+// The convolution by the Hopper kernel.
+Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan,
+                   const ConvTail& tail = ConvTail());
 
 // The convolution, by whichever path `choose` takes for the storing epilogue, and as much of the tail as its kernel can
 // do to what it stores.

@@ -391,6 +391,37 @@ Tensor group_norm_mean(Tensor x, int64_t num_groups, OptTensor weight, OptTensor
   return out.scalar_type() == x.scalar_type() ? out : torch::stable::to(out, x.scalar_type());
 }
 
+std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, std::string pre_act, bool backward,
+                               std::optional<bool> channels_last) {
+  const char* const op = "explain_group_norm";
+  GroupNormDims d = check_group_norm(op, x, num_groups);
+  if (channels_last) d.channels_last = *channels_last && x.dim() > 2;
+  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act);
+  if (d.numel() == 0) return "nothing: x has no elements";
+  const DeviceGuard guard(x.get_device_index());
+  const void* const data = x.const_data_ptr();
+  const NormChoice choice = choose_way(op, x, {data, data}, d, backward ? 2 : 1, pre_chain, act_chain);
+  const std::string once = backward ? "one read of x and dy: " : "one read of x: ";
+  const auto& c = choice.on_chip.shares;
+  switch (choice.way) {
+    case NormWay::kSmall: return once + "a group in the registers of a team of threads, one launch";
+    case NormWay::kOnChip:
+      if (c.blocks == 0) return once + "a group in the shared memory of a team of threads, one launch";
+      if (c.blocks == 1) return once + "a group in the shared memory of a block, one launch";
+      return once + "a group in the shared memory of a cluster of " + std::to_string(c.blocks) + " blocks, one launch";
+    case NormWay::kOneRead: return once + "tiles of a group in the shared memory of the whole GPU";
+    case NormWay::kColumns:
+      return once + "channels_last samples in the shared memory of teams of " +
+             std::to_string(choice.columns.shares.blocks) + " blocks";
+    case NormWay::kSlabs: return "slabs of a channels_last sample, read twice, the second time from L2, one launch";
+    default: break;
+  }
+  const char* const why = d.dtype == Dtype::kFloat64 ? choice.on_chip.refusal
+                          : d.channels_last          ? choice.columns.refusal
+                                                     : choice.one_read.refusal;
+  return std::string("passes over memory: ") + (why ? why : "no way on chip takes it");
+}
+
 // dx, dweight and dbias with one read of x and dy; false, and nothing launched, where passes over them must do it.
 bool backward_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, const NormChoice& choice,
                       const GroupNormBwdArgs& a, const Tensor& dweight, const Tensor& dbias) {
@@ -564,6 +595,7 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_norm_moments", TORCH_BOX(&kgopt::group_norm_moments_cuda));
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cuda));
   m.impl("group_norm_backward", TORCH_BOX(&kgopt::group_norm_backward));
+  m.impl("explain_group_norm", TORCH_BOX(&kgopt::explain_group_norm));
   m.impl("group_norm_mean", TORCH_BOX(&kgopt::group_norm_mean));
   m.impl("group_norm_mean_fwd", TORCH_BOX(&kgopt::group_norm_mean_fwd_cuda));
   m.impl("group_norm_mean_backward", TORCH_BOX(&kgopt::group_norm_mean_backward));

@@ -634,6 +634,15 @@ Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias
   return std::get<0>(group_norm_fwd_cpu(x, num_groups, weight, bias, eps, act, "none"));
 }
 
+std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, std::string pre_act, bool,
+                               std::optional<bool>) {
+  const char* const op = "explain_group_norm";
+  check_group_norm(op, x, num_groups);
+  check_act(op, act);
+  check_act(op, pre_act);
+  return "threads and vectors of the CPU";
+}
+
 // Reads x for its statistics all the same: caches make that cheap here.
 Tensor group_norm_moments(Tensor x, Tensor moments, int64_t num_groups, OptTensor weight, OptTensor bias, double eps,
                           std::string act) {
@@ -656,6 +665,7 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("group_norm_moments", TORCH_BOX(&kgopt::group_norm_moments));
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cpu));
   m.impl("group_norm_backward", TORCH_BOX(&kgopt::group_norm_backward));
+  m.impl("explain_group_norm", TORCH_BOX(&kgopt::explain_group_norm));
   m.impl("group_norm_mean", TORCH_BOX(&kgopt::group_norm_mean));
   m.impl("group_norm_mean_fwd", TORCH_BOX(&kgopt::group_norm_mean_fwd_cpu));
   m.impl("group_norm_mean_backward", TORCH_BOX(&kgopt::group_norm_mean_backward));

@@ -165,6 +165,62 @@ Tensor upsample_linear(Tensor x, OptTensor residual) {
   return y;
 }
 
+Tensor upsample_linear_backward(Tensor dy) {
+  const char* const op = "upsample_linear_backward";
+  const IntArray sizes = check_upsample_linear_backward(op, dy);
+  const DeviceGuard guard(dy.get_device_index());
+  check_gpu(op, dy);
+  const MemoryFormat format = memory_format_of(dy);
+  const Tensor dense = dense_in(dy, format);
+  Tensor dx = empty_like_shape(dy, sizes, std::nullopt, format);
+  const bool last = format != MemoryFormat::Contiguous;
+  UpsampleLinearBackwardParams p;
+  p.dy = dense.const_data_ptr();
+  p.dx = dx.mutable_data_ptr();
+  p.n = last ? dx.size(0) : dx.size(0) * dx.size(1);
+  p.c = last ? dx.size(1) : 1;
+  p.double_depth = dx.dim() == 5;
+  p.d = p.double_depth ? dx.size(2) : 1;
+  p.h = dx.size(dx.dim() - 2);
+  p.w = dx.size(dx.dim() - 1);
+  p.dtype = check_dtype(op, "dy", dy);
+  raise_on_error(op, run_upsample_linear_backward(p, stream_of(dy)));
+  return dx;
+}
+
+Tensor repeat_elements(const char* op, const Tensor& x, const IntArray& sizes, const IntArray& factors, bool backward) {
+  const DeviceGuard guard(x.get_device_index());
+  check_gpu(op, x);
+  const MemoryFormat format = memory_format_of(x);
+  const Tensor dense = dense_in(x, format);
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  const Tensor& small = backward ? y : x;
+  const bool last = format != MemoryFormat::Contiguous;
+  UpsampleNearestParams p;
+  p.from = dense.const_data_ptr();
+  p.to = y.mutable_data_ptr();
+  p.n = last ? small.size(0) : small.size(0) * small.size(1);
+  p.c = last ? small.size(1) : 1;
+  p.d = small.dim() == 5 ? small.size(2) : 1;
+  p.h = small.size(small.dim() - 2);
+  p.w = small.size(small.dim() - 1);
+  for (size_t i = 0; i < factors.size(); ++i) p.factors[3 - factors.size() + i] = factors[i];
+  p.backward = backward;
+  p.dtype = check_dtype(op, "x", x);
+  raise_on_error(op, run_upsample_nearest(p, stream_of(x)));
+  return y;
+}
+
+Tensor upsample_nearest(Tensor x, IntArray factors) {
+  const char* const op = "upsample_nearest";
+  return repeat_elements(op, x, check_upsample_nearest(op, "x", x, factors, false), factors, false);
+}
+
+Tensor upsample_nearest_backward(Tensor dy, IntArray factors) {
+  const char* const op = "upsample_nearest_backward";
+  return repeat_elements(op, dy, check_upsample_nearest(op, "dy", dy, factors, true), factors, true);
+}
+
 Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
   const char* const op = "max_pool";
   const IntArray sizes = check_max_pool(op, x, kernel, stride, padding);
@@ -201,5 +257,8 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("conv_add_moments", TORCH_BOX(&kgopt::conv_add_moments));
   m.impl("group_norm_conv1x1", TORCH_BOX(&kgopt::group_norm_conv1x1));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
+  m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));
+  m.impl("upsample_nearest", TORCH_BOX(&kgopt::upsample_nearest));
+  m.impl("upsample_nearest_backward", TORCH_BOX(&kgopt::upsample_nearest_backward));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
 }

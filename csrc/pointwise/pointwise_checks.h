@@ -63,6 +63,38 @@ inline IntArray check_upsample_linear(const char* op, const Tensor& x, const Opt
   return sizes;
 }
 
+// Sizes of the result of upsample_linear_backward.
+inline IntArray check_upsample_linear_backward(const char* op, const Tensor& dy) {
+  check_dtype(op, "dy", dy);
+  KGOPT_CHECK(dy.dim() == 4 || dy.dim() == 5, op, ": dy has shape ", shape_string(dy), ", expected 4 or 5 dimensions");
+  IntArray sizes = sizes_of(dy);
+  for (size_t i = 2; i < sizes.size(); ++i) {
+    KGOPT_CHECK(sizes[i] >= 2 && sizes[i] % 2 == 0, op, ": dy has shape ", shape_string(dy),
+                ", expected even sizes of at least 2 along each dim");
+    sizes[i] /= 2;
+  }
+  return sizes;
+}
+
+// Sizes of the result of upsample_nearest and, backward, of its gradient.
+inline IntArray check_upsample_nearest(const char* op, const char* name, const Tensor& x, const IntArray& factors,
+                                       bool backward) {
+  check_dtype(op, name, x);
+  KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": ", name, " has shape ", shape_string(x),
+              ", expected 4 or 5 dimensions");
+  check_list(op, "factors", factors, static_cast<int>(x.dim()) - 2, 1, "positive values");
+  IntArray sizes = sizes_of(x);
+  for (size_t i = 2; i < sizes.size(); ++i) {
+    const int64_t factor = factors[i - 2];
+    KGOPT_CHECK(factor < 1024, op, ": factors is ", list_string(factors), ", expected values below 1024");
+    KGOPT_CHECK(sizes[i] >= 1, op, ": ", name, " has shape ", shape_string(x), ", expected at least 1 along each dim");
+    KGOPT_CHECK(!backward || sizes[i] % factor == 0, op, ": dy has shape ", shape_string(x),
+                ", expected multiples of factors, which is ", list_string(factors));
+    sizes[i] = backward ? sizes[i] / factor : sizes[i] * factor;
+  }
+  return sizes;
+}
+
 // Sizes of the result of max_pool.
 inline IntArray check_max_pool(const char* op, const Tensor& x, const IntArray& kernel, const IntArray& stride,
                                const IntArray& padding) {

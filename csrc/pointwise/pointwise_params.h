@@ -47,6 +47,25 @@ struct UpsampleLinearParams {
   Dtype dtype = Dtype::kFloat32;
 };
 
+// Its gradient, without the residual's.
+struct UpsampleLinearBackwardParams {
+  const void* dy = nullptr;  // [n, 2 d, 2 h, 2 w, c]; without double_depth [n, d, 2 h, 2 w, c]
+  void* dx = nullptr;        // [n, d, h, w, c]
+  int64_t n = 0, c = 0, d = 1, h = 0, w = 0;
+  bool double_depth = false;
+  Dtype dtype = Dtype::kFloat32;
+};
+
+// Elements repeated factors times along depth, height and width; backward: the sums over the repetitions.
+struct UpsampleNearestParams {
+  const void* from = nullptr;  // the small tensor, [n, d, h, w, c]; backward: the large one
+  void* to = nullptr;
+  int64_t n = 0, c = 0, d = 1, h = 0, w = 0;
+  int64_t factors[3] = {1, 1, 1};
+  bool backward = false;
+  Dtype dtype = Dtype::kFloat32;
+};
+
 // y = the largest value of each window of x. Dense, channels innermost, as above.
 struct MaxPoolParams {
   const void* x = nullptr;  // [n, in..., c]

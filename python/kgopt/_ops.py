@@ -209,6 +209,17 @@ def _conv_add_fake(  # type: ignore[no-untyped-def]
     return _conv_fake(x, weight, stride, padding, dilation, output_padding, groups, transposed)
 
 
+def _conv_backward_fake(  # type: ignore[no-untyped-def]
+    dy, x, weight, stride, padding, dilation, output_padding, groups, transposed, mask, *, backend, allow_tf32
+):
+    none = [0]
+    return (
+        _empty_like(x) if mask[0] else _empty(x, none),
+        _empty_like(weight) if mask[1] else _empty(x, none),
+        _empty(x, [dy.shape[1]] if mask[2] else none),
+    )
+
+
 def _conv_add_moments_fake(x: Tensor, *args: Any, **_: Any) -> tuple[Tensor, Tensor]:
     y = _conv_add_fake(x, *args)
     return y, _empty(x, [*y.shape[:2], 2], _stats_dtype(x))
@@ -220,6 +231,10 @@ def _norm_conv1x1_fake(x, moments, num_groups, gn_weight, gn_bias, eps, act, wei
 
 def _spatial_fake(x: Tensor, spatial: Sequence[Any]) -> Tensor:
     return _empty(x, [*x.shape[:2], *spatial], channels_last=_is_channels_last(x))
+
+
+def _scaled(x: Tensor, factors: Sequence[int], scale: Callable[[Any, int], Any]) -> list[Any]:
+    return [scale(s, f) for s, f in zip(x.shape[2:], factors, strict=True)]
 
 
 def _max_pool_fake(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
@@ -262,10 +277,17 @@ def _register_fakes() -> None:
     register("activation", lambda x, act: _empty_like(x))
     register("activation_backward", lambda dy, x, act: _empty_like(x))
     register("conv_add", _conv_add_fake)
+    register("conv_backward", _conv_backward_fake)
     register("conv_add_moments", _conv_add_moments_fake)
     register("group_norm_moments", lambda x, *_: _empty_like(x))
     register("group_norm_conv1x1", _norm_conv1x1_fake)
     register("upsample_linear", lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]))
+    register("upsample_linear_backward", lambda dy: _spatial_fake(dy, [s // 2 for s in dy.shape[2:]]))
+    register("upsample_nearest", lambda x, factors: _spatial_fake(x, _scaled(x, factors, lambda s, f: s * f)))
+    register(
+        "upsample_nearest_backward",
+        lambda dy, factors: _spatial_fake(dy, _scaled(dy, factors, lambda s, f: s // f)),
+    )
     register("max_pool", _max_pool_fake)
     register("logsumexp", lambda x, dim, keepdim: _empty(x, _reduced_sizes(x.shape, dim, keepdim)))
     register("mean", lambda x, dims, keepdim: _empty(x, _reduced_sizes(x.shape, dims, keepdim)))
@@ -301,6 +323,13 @@ def _conv_precision(precision: str) -> Iterator[None]:
         torch._C._set_fp32_precision_setter("cuda", "conv", before)
 
 
+def _own_conv_gradients(dy: Tensor, x: Tensor) -> bool:
+    """Whether conv_backward may have kernels of its own. ATen's op can be differentiated again, and batched by vmap."""
+    if not x.is_cuda or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return False
+    return _is_channels_last(x) or _is_channels_last(dy)
+
+
 def _conv_gradients(
     ctx_needs: tuple[bool, bool, bool],
     dy: Tensor,
@@ -314,16 +343,24 @@ def _conv_gradients(
     output_padding: Sequence[int],
     groups: int,
     allow_tf32: bool | None,
+    backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias, through ATen."""
+    """Gradients of x, weight and bias: by conv_backward where it has kernels for them, else through ATen."""
 
     if not any(ctx_needs):
         return None, None, None
+    dy = dy.to(x.dtype)
     # A graph that is being compiled runs later, where this switch would have no effect.
     forced = allow_tf32 is not None and x.is_cuda and not torch.compiler.is_compiling()
     with _conv_precision("tf32" if allow_tf32 else "ieee") if forced else contextlib.nullcontext():
+        if backend != "aten" and _own_conv_gradients(dy, x):
+            geometry = stride, padding, dilation, output_padding, groups, transposed
+            grads = _OPS.conv_backward(
+                dy, x, weight, *geometry, list(ctx_needs), backend=backend, allow_tf32=allow_tf32
+            )
+            return tuple(g if needed else None for g, needed in zip(grads, ctx_needs, strict=True))  # type: ignore[return-value]
         return torch.ops.aten.convolution_backward(
-            dy.to(x.dtype),
+            dy,
             x,
             weight,
             [c_out],
@@ -400,7 +437,7 @@ def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
         else:
             x, weight, _, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs
             ctx.output_padding = [0] * rank
-        ctx.allow_tf32 = keywords["allow_tf32"]
+        ctx.allow_tf32, ctx.backend = keywords["allow_tf32"], keywords["backend"]
         ctx.save_for_backward(x, weight)
 
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -418,6 +455,7 @@ def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
             ctx.output_padding,
             ctx.groups,
             ctx.allow_tf32,
+            ctx.backend,
         )
         return dx, dweight, dbias
 
@@ -515,6 +553,10 @@ def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
     return dx, dweight, dbias, dy if _needs(ctx, 3)[0] else None
 
 
+def _nearest_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    ctx.factors = inputs[1]
+
+
 def _norm_conv1x1_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, _, ctx.num_groups, gn_weight, gn_bias, ctx.eps, ctx.act, weight, _ = inputs
     ctx.save_for_backward(x, gn_weight, gn_bias, weight)
@@ -558,17 +600,8 @@ def _norm_moments_backward(ctx: Any, dy: Tensor) -> Any:
 
 
 def _upsample_backward(ctx: Any, dy: Tensor) -> Any:
-    dx = None
-    if _needs(ctx, 0)[0]:
-        dx = dy
-        for dim in range(2, dy.dim()):  # ATen's own backward does not take symbolic sizes
-            size = dx.shape[dim] // 2
-            even, odd = dx.unflatten(dim, (size, 2)).unbind(dim + 1)
-            # An input is 3/4 of the two outputs next to it and 1/4 of those after them; at an edge all of these.
-            before = torch.cat([even.narrow(dim, 0, 1), odd.narrow(dim, 0, size - 1)], dim)
-            after = torch.cat([even.narrow(dim, 1, size - 1), odd.narrow(dim, size - 1, 1)], dim)
-            dx = 0.75 * (even + odd) + 0.25 * (before + after)
-    return dx, dy if _needs(ctx, 1)[0] else None
+    x, residual = _needs(ctx, 0, 1)
+    return _OPS.upsample_linear_backward(dy) if x else None, dy if residual else None
 
 
 def _max_pool_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -639,6 +672,7 @@ class _FusedContext:
             ctx.output_padding,
             ctx.groups,
             ctx.allow_tf32,
+            ctx.backend,
         )
         return *conv, None, *_affine(ctx, (4, 5), dweight, dbias)
 
@@ -718,6 +752,11 @@ def _register_autograd() -> None:
     register("group_norm_moments", _norm_moments_backward, _norm_moments_setup)
     register("group_norm_conv1x1", _norm_conv1x1_backward, _norm_conv1x1_setup)
     register("upsample_linear", _upsample_backward)
+    register(
+        "upsample_nearest",
+        lambda ctx, dy: (_OPS.upsample_nearest_backward(dy, ctx.factors), None),
+        _nearest_setup,
+    )
     register("max_pool", _max_pool_backward, _max_pool_setup)
     register(
         "logsumexp",
@@ -733,12 +772,15 @@ def _register_autograd() -> None:
     register(f"{_CONV_RELU_NORM}_fwd", _conv_relu_norm_backward, _conv_relu_norm_setup)
     register(f"{_CONV_LSE}_fwd", _conv_lse_backward, _conv_lse_setup)
     for name in (
+        "conv_backward",
         "group_stats_backward",
         "group_norm_backward",
         "group_norm_mean_backward",
         "activation_backward",
         "logsumexp_backward",
         "mean_backward",
+        "upsample_linear_backward",
+        "upsample_nearest_backward",
     ):
         _refuse_double_backward(name)
     for name in _TWINS:
@@ -979,13 +1021,27 @@ def _vmap_loop(name: str) -> Callable[..., Any]:
     return lambda info, in_dims, *args, **kwargs: _loop(op, info.batch_size, in_dims, args, kwargs)
 
 
+_BETWEEN = (
+    "upsample_linear",
+    "upsample_linear_backward",
+    "upsample_nearest",
+    "upsample_nearest_backward",
+    "max_pool",
+)
+
+
 def _register_vmap() -> None:
     rules = {name: _vmap_samples(name) for name in (*_CONVS, "group_stats", *_TWINS, *(f"{n}_fwd" for n in _TWINS))}
     rules["group_stats_backward"] = _vmap_samples("group_stats_backward", 5)
     rules["activation"] = _vmap_pointwise("activation", 1)
-    for name in ("conv_add", "conv_add_moments", "group_norm_moments", "group_norm_conv1x1"):
-        rules[name] = _vmap_loop(name)
-    for name in ("upsample_linear", "max_pool"):
+    for name in (
+        "conv_add",
+        "conv_add_moments",
+        "conv_backward",
+        "group_norm_moments",
+        "group_norm_conv1x1",
+        *_BETWEEN,
+    ):
         rules[name] = _vmap_loop(name)
     rules["activation_backward"] = _vmap_pointwise("activation_backward", 2)
     for name, tensors in (("logsumexp", 1), ("mean", 1), ("logsumexp_backward", 3), ("mean_backward", 1)):
@@ -1050,6 +1106,13 @@ def _register_flops() -> None:
         return 2 * int(x_shape[1]) * math.prod(out_shape)
 
     register_flop_formula(_OPS.group_norm_conv1x1)(of_conv1x1)
+
+    def of_conv_backward(dy_shape: Any, x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+        transposed, mask = args[5], args[6]
+        positions = math.prod(x_shape[2:]) if transposed else math.prod(dy_shape[2:])
+        return 2 * int(x_shape[0]) * positions * math.prod(weight_shape) * (int(mask[0]) + int(mask[1]))
+
+    register_flop_formula(_OPS.conv_backward)(of_conv_backward)
     for name, (_, transposed) in _CONVS.items():
         register(name, transposed)
     for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE):

@@ -70,6 +70,8 @@ def upsample_nearest(x: Tensor, factors: Sequence[int]) -> Tensor:
 
     x [N, C, *S], contiguous or channels_last; the result [N, C, *(s * f)] in the same memory format.
     """
+    if x.is_cuda and _is_channels_last(x):
+        return _OPS.upsample_nearest(x, list(factors))  # type: ignore[no-any-return]
     if not _is_channels_last(x) and factors[-1] > 1:
         # The last dim first, on the small tensor, so that whole rows can be copied after it.
         wide = torch.empty((*x.shape, factors[-1]), dtype=x.dtype, device=x.device)
@@ -343,9 +345,15 @@ def _interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Call | None:
-    if antialias or not _takes(input):
-        return None
-    spatial = input.shape[2:]
+    found = interpolation(input, size, scale_factor, mode, align_corners) if _takes(input) and not antialias else None
+    return None if found is None else Call(*found, input)
+
+
+def interpolation(
+    x: Tensor, size: Any, scale_factor: Any, mode: Any, align_corners: bool | None
+) -> tuple[str, tuple[int, ...]] | None:
+    """("nearest" or "linear", the factors) of a call of ``F.interpolate`` that kgopt can compute; else None."""
+    spatial = x.shape[2:]
     given = size if size is not None else scale_factor
     if (size is None) == (scale_factor is None):
         return None
@@ -362,10 +370,8 @@ def _interpolate(
     if all(f == 1 for f in factors):
         return None
     if mode == "nearest":
-        return Call("nearest", factors, input)
-    if _LINEAR.get(mode) == input.dim() and not align_corners and set(factors) == {2}:
-        return Call("linear", factors, input)
-    return None
+        return "nearest", factors
+    return ("linear", factors) if _LINEAR.get(mode) == x.dim() and not align_corners and set(factors) == {2} else None
 
 
 def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Call | None:
@@ -523,10 +529,14 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, input, *args, **kwargs) if own is None else own
         if args or kwargs or not _may_plan():
             return forward(self, input, *args, **kwargs)
-        plan = plan_of(self, input)
-        return forward(self, input) if plan is None else run_plan(self, input, plan)
+        return policy.outside_own_modes(_planned, forward, self, input)
 
     return planned_forward
+
+
+def _planned(forward: Callable[..., Any], conv: Any, x: Any) -> Any:
+    plan = plan_of(conv, x)
+    return forward(conv, x) if plan is None else run_plan(conv, x, plan)
 
 
 def _compiled_op(conv: Any, x: Tensor) -> Tensor | None:
@@ -596,7 +606,7 @@ class _Find(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FUNCTIONS:
             call = recognize(func, args, kwargs)
-            owner = None if call is None else self._caller()
+            owner = None if call is None else innermost(self.modules)
             if call is not None and owner is not None:
                 verdicts = self.found.setdefault(owner, {})
                 if call.key not in verdicts:
@@ -604,15 +614,16 @@ class _Find(TorchFunctionMode):
                     verdicts[call.key] = call.options[0] if self.always else _fastest(call, original)
         return func(*args, **kwargs)
 
-    def _caller(self) -> int | None:
-        """The innermost module whose code runs."""
-        frame = sys._getframe(2)
-        while frame is not None:
-            owner = id(frame.f_locals.get("self"))
-            if owner in self.modules:
-                return owner
-            frame = frame.f_back  # type: ignore[assignment]
-        return None
+
+def innermost(modules: dict[int, nn.Module]) -> int | None:
+    """Whose code calls a torch function: the id of the innermost of the modules, asked by a mode."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = id(frame.f_locals.get("self"))
+        if owner in modules:
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
@@ -688,14 +699,18 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         state = self.__dict__.get("_kgopt_glue")
         if state is None or not state.enabled or not state.faster:
             return forward(self, *args, **kwargs)
-        policy.own_modes.count += 1
-        try:
-            with _Replace(state):
-                return forward(self, *args, **kwargs)
-        finally:
-            policy.own_modes.count -= 1
+        return policy.outside_own_modes(_replacing, state, forward, self, *args, **kwargs)
 
     return glue_forward
+
+
+def _replacing(state: GlueState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    policy.own_modes.count += 1
+    try:
+        with _Replace(state):
+            return forward(*args, **kwargs)
+    finally:
+        policy.own_modes.count -= 1
 
 
 def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str], always: bool = False) -> int:

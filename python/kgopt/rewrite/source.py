@@ -788,7 +788,11 @@ class _Method:
             self.found.chains.setdefault(path, []).append(found.chain)
             arguments = [copy.deepcopy(o.operand) for o in operands] + [copy.deepcopy(first.argument)]
             place = last.expression
-            ready, run = (_call(name, method, arguments, place) for method in ("ready", "run"))
+            ready, run = _call(name, "ready", arguments, place), _call(name, "run", arguments, place)
+            whole = getattr(body[span[-1]], "value", None) is place
+            follower = self._follower(body, span[-1]) if whole else None
+            if follower is not None:
+                run = _call(name, "run_before", [follower, *arguments], place)
             if inline:
                 original = copy.copy(place)
                 choice = ast.copy_location(ast.IfExp(ready, run, original), place)
@@ -801,6 +805,28 @@ class _Method:
                 body[span[0] : span[-1] + 1] = [branch]
                 moved.update(span)
             taken.update(span)
+
+    def _may_catch(self, node: ast.AST) -> bool:
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            return not self._lets_errors_pass(node)
+        return isinstance(node, (ast.Try, getattr(ast, "TryStar", ast.Try)))
+
+    def _follower(self, body: list[ast.stmt], k: int) -> ast.expr | None:
+        """The module that the next statement gives the value of statement ``k`` to, where nothing else reads it."""
+        target = self._target(body[k])
+        if target is None or k + 1 >= len(body) or any(self._may_catch(n) for n in ast.walk(self.tree)):
+            return None  # what handles an error may read the value
+        statement = body[k + 1]
+        call = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
+        if not isinstance(call, ast.Call) or call.keywords or len(call.args) != 1 or self._path(call.func) is None:
+            return None
+        argument = call.args[0]
+        if not isinstance(argument, ast.Name) or argument.id != target:
+            return None
+        read_later = isinstance(statement, ast.Assign) and self._target(statement) != target
+        if read_later and target in self.live.after.get(id(statement), {target}):
+            return None
+        return copy.deepcopy(call.func)
 
     # ------------------------------------------------------------------------------------------------ sums
 
