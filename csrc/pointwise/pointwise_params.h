@@ -34,7 +34,7 @@ struct NormConv1x1Params {
   int c = 0, c_out = 0;
   int sm_count = 0;
   int blocks_per_sample = 0;  // set by the launcher
-  ActChain act;  // empty without a table
+  ActChain act;               // empty without a table
   Dtype dtype = Dtype::kFloat32;
 };
 
