@@ -311,7 +311,8 @@ def test_info(capsys):
     assert facts["build"]["torch_target"] == "2.10"
     assert {path["dtype"] for path in facts["paths"]["cpu"]} == {"fp32"}
     norms = [path for path in facts["paths"]["cpu"] if path["what"].startswith("group_norm")]
-    assert len(norms) == 16 and all("CPU" in path["path"] for path in norms)
+    assert len(norms) == 16
+    assert all("CPU" in path["path"] for path in norms)
     assert all(path["path"].startswith("aten") for path in facts["paths"]["cpu"] if path not in norms)
 
 
