@@ -205,7 +205,7 @@ Tensor repeat_elements(const char* op, const Tensor& x, const IntArray& sizes, c
   const DeviceGuard guard(x.get_device_index());
   check_gpu(op, x);
   const int64_t pitch = pitch_of_part(x);
-  const MemoryFormat format = pitch > 0 ? channels_last_format(x.dim()) : memory_format_of(x);
+  const MemoryFormat format = memory_format_of(x);
   const Tensor dense = pitch > 0 ? x : dense_in(x, format);
   Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
   const Tensor& small = backward ? y : x;

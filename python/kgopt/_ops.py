@@ -233,22 +233,6 @@ def _spatial_fake(x: Tensor, spatial: Sequence[Any]) -> Tensor:
     return _empty(x, [*x.shape[:2], *spatial], channels_last=_is_channels_last(x))
 
 
-def _nearest_fake(x: Tensor, spatial: Sequence[Any]) -> Tensor:
-    """Some channels of a channels_last tensor count as channels_last."""
-    return _empty(x, [*x.shape[:2], *spatial], channels_last=_is_channels_last(x) or _is_part(x))
-
-
-def _is_part(x: Tensor) -> bool:
-    if x.shape[1] == 1 or x.stride(1) != 1:
-        return False
-    pitch = stride = x.stride(-1)
-    for i in range(x.dim() - 1, 1, -1):
-        if x.stride(i) != stride:
-            return False
-        stride *= x.shape[i]
-    return bool(pitch >= x.shape[1] and x.stride(0) == stride)
-
-
 def _scaled(x: Tensor, factors: Sequence[int], scale: Callable[[Any, int], Any]) -> list[Any]:
     return [scale(s, f) for s, f in zip(x.shape[2:], factors, strict=True)]
 
@@ -299,10 +283,10 @@ def _register_fakes() -> None:
     register("group_norm_conv1x1", _norm_conv1x1_fake)
     register("upsample_linear", lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]))
     register("upsample_linear_backward", lambda dy: _spatial_fake(dy, [s // 2 for s in dy.shape[2:]]))
-    register("upsample_nearest", lambda x, factors: _nearest_fake(x, _scaled(x, factors, lambda s, f: s * f)))
+    register("upsample_nearest", lambda x, factors: _spatial_fake(x, _scaled(x, factors, lambda s, f: s * f)))
     register(
         "upsample_nearest_backward",
-        lambda dy, factors: _nearest_fake(dy, _scaled(dy, factors, lambda s, f: s // f)),
+        lambda dy, factors: _spatial_fake(dy, _scaled(dy, factors, lambda s, f: s // f)),
     )
     register("max_pool", _max_pool_fake)
     register("logsumexp", lambda x, dim, keepdim: _empty(x, _reduced_sizes(x.shape, dim, keepdim)))
