@@ -1,19 +1,33 @@
 // CUDA convolutions: checks, allocation, choice of path.
+#include "../groupnorm/groupnorm_api.h"
 #include "conv_call.h"
 
 namespace kgopt {
 
 using torch::stable::accelerator::DeviceGuard;
 
-Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan) {
+Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan, const ConvTail& tail) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   Workspace workspace(a.x);
   const HopperSpace space(&workspace, plan);
+  const bool with_moments = !tail.left_moments;
+  StatsPartials partials;
+  partials.slices = hopper_moment_slices(plan);
+  partials.rows = shape.c_out;
+  const int64_t moments = workspace.reserve(with_moments ? shape.n * partials.slices * partials.rows * 3 * 4 : 0);
   workspace.allocate();
+  if (with_moments) partials.data = workspace.at<void>(moments);
   Tensor y = allocate_output(a, shape);
-  HopperParams p = start_hopper(a, shape, plan, space, workspace, stream);
+  HopperParams p = start_hopper(a, shape, plan, space, workspace, stream, partials);
   set_output(&p, y, a.rank);
+  if (!tail.left_rest) {
+    p.residual = tail.residual;
+    p.scale = static_cast<float>(tail.scale);
+    p.act = chain_kind(tail.act);
+    p.moments = static_cast<float*>(partials.data);
+  }
   raise_on_error(a.op, run_conv_hopper(p, stream));
+  if (with_moments) channel_moments_cuda(a.op, a.x, partials, *tail.moments);
   return y;
 }
 
@@ -69,10 +83,10 @@ bool aten_would_use_tf32(const ConvArgs& a, const ConvShape& shape) {
   return shape.dtype == Dtype::kFloat32 && a.allow_tf32 && !*a.allow_tf32 && tf32_allowed_by_default();
 }
 
-Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& choice) {
+Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& choice, const ConvTail& tail) {
   switch (choice.path) {
     case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.plan);
-    case ConvPath::kHopper: return conv_hopper(a, shape, choice.hopper);
+    case ConvPath::kHopper: return conv_hopper(a, shape, choice.hopper, tail);
     case ConvPath::kDirect: return conv_direct(a, shape);
     default: return conv_aten(a, shape);
   }
@@ -81,7 +95,7 @@ Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& c
 }  // namespace
 
 // An empty batch still goes to ATen, which knows what PyTorch makes of it.
-Tensor conv_forward(const ConvArgs& a, bool* left_bias) {
+Tensor conv_forward(const ConvArgs& a, ConvTail* tail) {
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(a.x.get_device_index());
   ConvChoice choice = choose(a, shape, ConvEpilogue::kStore);
@@ -89,11 +103,15 @@ Tensor conv_forward(const ConvArgs& a, bool* left_bias) {
   if (choice.path == ConvPath::kAten && aten_would_use_tf32(a, shape)) {
     choice.path = choice.plan.refusal ? ConvPath::kDirect : ConvPath::kImplicitGemm;
   }
-  if (left_bias) *left_bias = a.bias.has_value() && choice.path == ConvPath::kAten;
-  if (!left_bias || !*left_bias) return run_choice(a, shape, choice);
+  if (!tail) return run_choice(a, shape, choice, ConvTail());
+  tail->left_bias = a.bias.has_value() && choice.path == ConvPath::kAten;
+  tail->left_rest = choice.path != ConvPath::kHopper || choice.hopper.wide || chain_kind(tail->act) == Chain::kAny ||
+                    reinterpret_cast<uintptr_t>(tail->residual) % 16 != 0;
+  tail->left_moments = tail->left_rest || !tail->moments;
+  if (!tail->left_bias) return run_choice(a, shape, choice, *tail);
   ConvArgs bare = a;
   bare.bias = std::nullopt;
-  return run_choice(bare, shape, choice);
+  return run_choice(bare, shape, choice, *tail);
 }
 
 namespace {

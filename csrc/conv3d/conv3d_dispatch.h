@@ -75,12 +75,12 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     choice.reason = "input channels above " + std::to_string(2 * kNarrowInputChannels) + ", or above " +
                     std::to_string(kNarrowInputChannels) + " and output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN and a stored output are faster";
-  } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
-    choice.path = ConvPath::kImplicitGemm;
-    choice.reason = "narrow channels, where cuDNN is slow";
   } else if (const char* const why_not = hopper_loses(problem, choice.hopper); why_not == nullptr) {
     choice.path = ConvPath::kHopper;
     choice.reason = "channels innermost and few: wgmma with the taps of the width as columns";
+  } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
+    choice.path = ConvPath::kImplicitGemm;
+    choice.reason = "narrow channels, where cuDNN is slow";
   } else {
     choice.reason = "input channels above " + std::to_string(kNarrowInputChannels) + " or output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN is faster";

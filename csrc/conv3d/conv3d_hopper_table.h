@@ -43,8 +43,8 @@ inline double cudnn_microseconds(const ConvProblem& q) {
 inline const char* hopper_loses(const ConvProblem& q, const HopperPlan& plan) {
   if (plan.refusal) return plan.refusal;
   if (q.epilogue != ConvEpilogue::kStore) return "statistics in its epilogue cost more than a pass of their own";
-  if (q.c_in < 32 || q.c_in > 128 || q.c_out < 32 || q.c_out > 128 || q.kernel[0] != 3 || q.kernel[1] != 3) {
-    return "only 3D kernels of 3 x 3 x 3 between 32 and 128 channels were measured";
+  if (q.c_in < 16 || q.c_in > 128 || q.c_out < 32 || q.c_out > 128 || q.kernel[0] != 3 || q.kernel[1] != 3) {
+    return "only 3D kernels of 3 x 3 x 3 with 16 to 128 input and 32 to 128 output channels were measured";
   }
   return hopper_microseconds(plan) < 0.97 * cudnn_microseconds(q) ? nullptr : "cuDNN is predicted to be faster";
 }

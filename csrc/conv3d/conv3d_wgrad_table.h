@@ -62,8 +62,8 @@ inline ConvProblem adjoint_problem(const ConvProblem& q) {
 // Null where the own kernel is to be taken, else why not.
 inline const char* hopper_dgrad_loses(const ConvProblem& q, const HopperPlan& plan) {
   if (plan.refusal) return plan.refusal;
-  if (q.c_in < 16 || q.c_in > 128 || q.c_out < 32 || q.c_out > 128 || q.kernel[0] != 3 || q.kernel[1] != 3) {
-    return "only 3D kernels of 3 x 3 x 3 from 16 or 32 to 128 channels were measured";
+  if (q.c_in < 16 || q.c_in > 128 || q.c_out < 16 || q.c_out > 128 || q.kernel[0] != 3 || q.kernel[1] != 3) {
+    return "only 3D kernels of 3 x 3 x 3 from 16 to 128 channels were measured";
   }
   const CudnnGradientRate& rate = cudnn_gradient_rate(q);
   const double cudnn =

@@ -7,6 +7,7 @@
 #include "../common/tf32.h"
 #include "../common/torch_utils.h"
 #include "../common/workspace.h"
+#include "../groupnorm/groupnorm_params.h"
 #include "conv3d.h"
 #include "conv3d_dispatch.h"
 #include "conv3d_gradients.h"
@@ -237,9 +238,11 @@ struct HopperSpace {
         bias(workspace->reserve(int64_t(plan.n_tiles) * plan.c_tile * 4)) {}
 };
 
-// Packs the weights. y, act and partials are left to the caller.
+// Packs the weights, and sets `moments`, with slices and rows, to zero. y and what is done to it are left to the
+// caller.
 inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan,
-                                 const HopperSpace& space, const Workspace& workspace, cudaStream_t stream) {
+                                 const HopperSpace& space, const Workspace& workspace, cudaStream_t stream,
+                                 const StatsPartials& moments = StatsPartials()) {
   const WeightStrides w = weight_strides(a, shape);
   const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
   HopperPackParams pack{};
@@ -254,6 +257,8 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
   pack.c_out = static_cast<int>(shape.c_out);
   pack.dtype = shape.dtype;
   pack.plan = plan;
+  pack.moments = static_cast<float*>(moments.data);
+  pack.moment_values = moments.data ? shape.n * moments.slices * moments.rows * 3 : 0;
   raise_on_error(a.op, run_conv_hopper_pack(pack, stream));
 
   HopperParams p{};
@@ -273,11 +278,22 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
   return p;
 }
 
-// The convolution by the Hopper kernel.
-Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan);
+// What a caller wants of a convolution's output beside the convolution: act((output + bias + residual) * scale).
+struct __attribute__((visibility("hidden"))) ConvTail {
+  const void* residual = nullptr;  // dense, in the output's layout
+  double scale = 1;
+  ActChain act;
+  // Set by conv_forward: what it left to the caller. ATen would add the bias in a pass of its own.
+  bool left_bias = false, left_rest = true, left_moments = true;
+  const Tensor* moments = nullptr;  // where channel_moments_cuda is to put the output's; null: nobody wants them
+};
 
-// The convolution alone, by whichever path `choose` takes for the storing epilogue. With `left_bias`, a bias is left to
-// the caller, and true stored there, where ATen would add it in a pass of its own.
-Tensor conv_forward(const ConvArgs& a, bool* left_bias = nullptr);
+// The convolution by the Hopper kernel.
+Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan,
+                   const ConvTail& tail = ConvTail());
+
+// The convolution, by whichever path `choose` takes for the storing epilogue, and as much of the tail as its kernel can
+// do to what it stores.
+Tensor conv_forward(const ConvArgs& a, ConvTail* tail = nullptr);
 
 }  // namespace kgopt
