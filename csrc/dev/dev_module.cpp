@@ -249,8 +249,8 @@ void bind_conv(py::module_& m) {
            [](const HopperPlan& p, int64_t n) { return int64_t(n * 2 * p.by_width.magic >> 32 >> p.by_width.shift); });
 
   py::class_<WgradPlan>(m, "WgradPlan", "The plan of the weight gradient; fields as in conv3d_wgrad_params.h.")
-      .def_property_readonly(
-          "refusal", [](const WgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_property_readonly("refusal",
+                             [](const WgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("few", &WgradPlan::few)
       .def_readonly("stride", &WgradPlan::stride)
       .def_readonly("b_blocks", &WgradPlan::b_blocks)
@@ -274,6 +274,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("tiles", [](const WgradPlan& p) { return copied(p.tiles); })
       .def_property_readonly("row_bytes", &wgrad_row_bytes)
       .def_property_readonly("columns", &wgrad_columns)
+      .def_property_readonly("microseconds", &wgrad_microseconds)
       .def_property_readonly("first_run", &wgrad_first_run)
       .def_property_readonly("second_run", &wgrad_second_run)
       .def_property_readonly("tile_floats", &wgrad_tile_floats)
@@ -306,8 +307,7 @@ void bind_conv(py::module_& m) {
   m.def("hopper_column_channel", &hopper_column_channel, py::arg("column"), py::arg("half"));
   m.attr("WGRAD_MAX_STAGES") = kWgradMaxStages;
   m.def(
-      "plan_wgrad",
-      [](const ConvProblem& problem, const DeviceLimits& limits) { return plan_wgrad(problem, limits); },
+      "plan_wgrad", [](const ConvProblem& problem, const DeviceLimits& limits) { return plan_wgrad(problem, limits); },
       py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("choose_conv_gradients", &choose_conv_gradients, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto);
