@@ -1,0 +1,164 @@
+// Moments of a flat convolution's tiles, and the norm of a sample while later samples are computed.
+//
+// A warp keeps the moments of its channels over the tiles of a sample that its block computes. A block that has stored
+// its tiles of a sample merges them by groups, leaves them in memory and counts itself in; when all have, any warp of any
+// block can normalize pieces of the sample, in place.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../common/async.cuh"
+#include "../common/dtype.cuh"
+#include "conv3d_flat_params.h"
+#include "conv3d_flat_plan.h"
+
+namespace kgopt {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+struct Moments {
+  float mean = 0.f, deviations = 0.f, count = 0.f;
+  __device__ __forceinline__ void merge(float other_mean, float other_deviations, float other_count) {
+    const float total = count + other_count, delta = other_mean - mean;
+    const float share = other_count > 0.f ? __fdividef(other_count, total) : 0.f;
+    mean += delta * share;
+    deviations += other_deviations + delta * delta * count * share;
+    count = total;
+  }
+};
+
+// Where the moments of a channel lie.
+struct FlatMoments {
+  float* base;
+  int channels;
+  __device__ __forceinline__ float* at(int parity, int warpgroup) const {
+    return base + (parity * kHopperConsumers + warpgroup) * 3 * channels;
+  }
+  __device__ __forceinline__ Moments load(int parity, int warpgroup, int c) const {
+    const float* const p = at(parity, warpgroup) + c;
+    return {p[0], p[channels], p[2 * channels]};
+  }
+  __device__ __forceinline__ void store(int parity, int warpgroup, int c, const Moments& m) const {
+    float* const p = at(parity, warpgroup) + c;
+    p[0] = m.mean, p[channels] = m.deviations, p[2 * channels] = m.count;
+  }
+};
+
+// Adds a tile's outputs, as the accumulators hold them, to the moments of this warp's channels. `count`: positions of
+// the warpgroup's tile that exist, an even number.
+template <int kN>
+__device__ __forceinline__ void add_flat_moments(const float (&acc)[2][kN / 2], int count, const FlatMoments& moments,
+                                                 int parity, int warpgroup, int first_channel) {
+  const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4, t4 = threadIdx.x % 4;
+  const bool whole = count == kN;
+  float sum[4] = {}, squares[4] = {}, shift[4];
+#pragma unroll
+  for (int row = 0; row < 4; ++row) shift[row] = acc[row / 2][row % 2 * 2];
+#pragma unroll
+  for (int j = 0; j < kN / 8; ++j) {
+    if (whole || j * 8 + t4 * 2 < count) {
+#pragma unroll
+      for (int row = 0; row < 4; ++row) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float d = acc[row / 2][j * 4 + row % 2 * 2 + e] - shift[row];
+          sum[row] += d;
+          squares[row] += d * d;
+        }
+      }
+    }
+  }
+  const int mine = max(0, count - t4 * 2 + 6) / 8 * 2;
+  const float over = mine > 0 ? 1.f / float(mine) : 0.f;
+  Moments m[4];
+#pragma unroll
+  for (int row = 0; row < 4; ++row) {
+    const float mean = sum[row] * over;
+    if (mine > 0) m[row] = {shift[row] + mean, squares[row] - sum[row] * mean, float(mine)};
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+      m[row].merge(__shfl_xor_sync(0xffffffff, m[row].mean, lanes),
+                   __shfl_xor_sync(0xffffffff, m[row].deviations, lanes),
+                   __shfl_xor_sync(0xffffffff, m[row].count, lanes));
+    }
+  }
+  Moments own = m[0];
+#pragma unroll
+  for (int row = 1; row < 4; ++row) {
+    if (t4 == row) own = m[row];
+  }
+  const int c = first_channel + t4 / 2 * 64 + warp * 16 + t4 % 2 * 8 + g;
+  Moments all = moments.load(parity, warpgroup, c);
+  all.merge(own.mean, own.deviations, own.count);
+  moments.store(parity, warpgroup, c, all);
+}
+
+// By one warp: this block's share of a sample's moments, by groups, for all blocks to read.
+__device__ __forceinline__ void publish_flat_moments(const FlatParams& p, const FlatMoments& moments, int sample) {
+  const int lane = threadIdx.x % 32, parity = sample % 2;
+  for (int c = lane; c < p.c_out; c += 32) {
+    Moments m = moments.load(parity, 0, c);
+    const Moments other = moments.load(parity, 1, c);
+    m.merge(other.mean, other.deviations, other.count);
+    moments.store(parity, 0, c, m);
+  }
+  __syncwarp();
+  const int channels = p.c_out / p.groups;
+  for (int group = lane; group < p.groups; group += 32) {
+    Moments m;
+    for (int c = group * channels; c < (group + 1) * channels; ++c) {
+      const Moments other = moments.load(parity, 0, c);
+      m.merge(other.mean, other.deviations, other.count);
+    }
+    reinterpret_cast<float4*>(p.partials)[(int64_t(sample) * p.groups + group) * gridDim.x + blockIdx.x] =
+        make_float4(m.mean, m.deviations, m.count, 0.f);
+  }
+}
+
+// By `warps` warps, of which this is number `warp`: mean, scale and offset of each channel, once all blocks have
+// arrived.
+__device__ __forceinline__ void make_flat_table(const FlatParams& p, int sample, float4* table, int warp, int warps) {
+  const int lane = threadIdx.x % 32, channels = p.c_out / p.groups, blocks = gridDim.x;
+  for (int group = warp; group < p.groups; group += warps) {
+    const int64_t index = int64_t(sample) * p.groups + group;
+    const float4* const from = reinterpret_cast<const float4*>(p.partials) + index * blocks;
+    Moments m;
+    for (int i = lane; i < blocks; i += 32) {
+      const float4 v = __ldcg(from + i);
+      m.merge(v.x, v.y, v.z);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      m.merge(__shfl_xor_sync(0xffffffff, m.mean, lanes), __shfl_xor_sync(0xffffffff, m.deviations, lanes),
+              __shfl_xor_sync(0xffffffff, m.count, lanes));
+    }
+    const float mean = __shfl_sync(0xffffffff, m.mean, 0);
+    const float rstd = rsqrtf(__shfl_sync(0xffffffff, m.deviations, 0) / __shfl_sync(0xffffffff, m.count, 0) + p.eps);
+    if (blockIdx.x == 0 && lane == 0 && p.mean) p.mean[index] = mean, p.rstd[index] = rstd;
+    for (int c = group * channels + lane; c < (group + 1) * channels; c += 32) {
+      const float gamma = p.gamma ? load_as<float>(p.gamma, c, p.affine_dtype) : 1.f;
+      const float beta = p.beta ? load_as<float>(p.beta, c, p.affine_dtype) : 0.f;
+      table[c] = make_float4(mean, gamma * rstd, beta, 0.f);
+    }
+  }
+}
+
+template <typename Element>
+__device__ __forceinline__ uint4 normalize_vector(uint4 v, const float4& t) {
+  constexpr int kVec = 16 / sizeof(Element);
+  const Vec<Element, kVec>& in = reinterpret_cast<const Vec<Element, kVec>&>(v);
+  float x[kVec];
+  unpack(in, x);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) x[i] = (x[i] - t.x) * t.y + t.z;
+  const Vec<Element, kVec> out = pack<Element, kVec>(x);
+  return reinterpret_cast<const uint4&>(out);
+}
+
+__device__ __forceinline__ void await_all_blocks(const FlatParams& p, int sample) {
+  while (load_acquire(p.arrived + sample) != gridDim.x) __nanosleep(100);
+}
+
+#endif
+
+}  // namespace kgopt
