@@ -626,6 +626,95 @@ def test_hopper_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) 
     assert fragment in dev.plan_hopper(problem, limits or dev.DeviceLimits()).refusal
 
 
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_flat_plan_of_any_shape(data) -> None:
+    """Every tap of every output finds its input, or a zero, at one distance in the padded copy of x."""
+    draw = data.draw
+    kernel = tuple(draw(st.integers(1, 4)) for _ in range(3))
+    dilation = tuple(draw(st.integers(1, 3)) for _ in range(3))
+    size = tuple(draw(st.integers(1, 9)) for _ in range(3))
+    dtype = draw(st.sampled_from(DTYPES))
+    n = draw(st.integers(1, 40))
+    problem, output = make_problem(
+        draw(st.integers(1, 200)),
+        draw(st.integers(1, 300)),
+        size,
+        kernel,
+        dilation=dilation,
+        n=n,
+        transposed=True,
+        dtype=dtype,
+        allow_tf32=draw(st.booleans()),
+        epilogue=dev.ConvEpilogue.store_stats,
+        planar=True,
+    )
+    plan = dev.plan_flat(problem, GPUS["h200"])
+    if plan.refusal is not None:
+        assert "16-byte" in plan.refusal
+        return
+    spans = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+    assert plan.plane == output[1] * output[2]
+    assert plan.slots == size[0] * plan.plane
+    assert plan.reach == (spans[0] * output[1] + spans[1]) * output[2] + spans[2]
+    slot_of = {(d * output[1] + h) * output[2] + w: (d, h, w) for d, h, w in itertools.product(*map(range, size))}
+    for tap in itertools.product(*(range(0, span + 1, d) for span, d in zip(spans, dilation, strict=True))):
+        shift = (tap[0] * output[1] + tap[1]) * output[2] + tap[2] - plan.reach
+        for place in itertools.product(*map(range, output)):
+            q = (place[0] * output[1] + place[1]) * output[2] + place[2]
+            source = tuple(o - span + t for o, span, t in zip(place, spans, tap, strict=True))
+            inside = all(0 <= i < s for i, s in zip(source, size, strict=True))
+            assert slot_of.get(q + shift) == (source if inside else None)
+    tile = plan.columns * dev.HOPPER_CONSUMERS
+    positions = output[0] * plan.plane
+    assert plan.tiles_per_sample == -(-positions // tile)
+    assert plan.tiles == n * plan.m_tiles * plan.tiles_per_sample
+    rows = spans[1] * output[2] if plan.whole_height else 0
+    assert plan.boxes * plan.box_rows >= tile + rows + spans[2]
+    assert plan.box_rows <= 256
+    assert plan.box_rows % 8 == 0
+    assert min(plan.x_stages, plan.w_stages) >= 2
+    assert plan.lag <= plan.w_stages - 2
+    assert plan.smem_bytes <= GPUS["h200"].smem_per_block
+    assert 1 <= plan.blocks <= min(plan.tiles, GPUS["h200"].sm_count)
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kwargs", "limits"),
+    [
+        ("wgmma", {}, dev.DeviceLimits(has_wgmma=False)),
+        ("float64", {"dtype": "float64"}, None),
+        ("grouped", {"groups": 2}, None),
+        ("stride", {"stride": (1, 2, 1)}, None),
+        ("above 7", {"kernel": (1, 9, 3)}, None),
+        ("padding", {"padding": (0, 1, 0)}, None),
+        ("16-byte", {"size": (7, 7, 7)}, None),
+        ("512 output channels", {"c_out": 520}, None),
+        ("does not fit", {}, dev.DeviceLimits(smem_per_block=60 << 10)),
+    ],
+)
+def test_flat_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
+    arguments = {"c_in": 32, "c_out": 128, "size": (8, 8, 8), "kernel": (3, 3, 3), "transposed": True, "planar": True}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    assert fragment in dev.plan_flat(problem, limits or dev.DeviceLimits()).refusal
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("allow_tf32", [True, False])
+def test_wide_transposed_convolutions_with_a_norm_take_the_flat_kernel(dtype: str, allow_tf32: bool) -> None:
+    arguments = {
+        "n": 16,
+        "transposed": True,
+        "dtype": dtype,
+        "allow_tf32": allow_tf32,
+        "epilogue": dev.ConvEpilogue.store_stats,
+    }
+    problem, _ = make_problem(64, 128, (32,) * 3, (3,) * 3, **arguments, planar=True)
+    assert dev.choose_conv(problem, GPUS["h200"]).path.name == "flat"
+    problem, _ = make_problem(64, 128, (32,) * 3, (3,) * 3, **arguments)
+    assert dev.choose_conv(problem, GPUS["h200"]).path.name != "flat"
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     n=st.integers(1, 200),

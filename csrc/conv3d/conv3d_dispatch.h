@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 
+#include "conv3d_flat_table.h"
 #include "conv3d_hopper_table.h"
 #include "conv3d_narrow_plan.h"
 #include "conv3d_plan.h"
@@ -18,6 +19,7 @@ enum class ConvPath {
   kImplicitGemm,  // conv3d_kernel.cuh
   kNarrow,        // conv3d_narrow_kernel.cuh
   kHopper,        // conv3d_hopper_kernel.cuh
+  kFlat,          // conv3d_flat_kernel.cuh
   kDirect,        // conv3d_direct.cu
   kAten           // cuDNN through aten::convolution
 };
@@ -27,6 +29,7 @@ struct ConvChoice {
   ConvPlan plan;
   NarrowPlan narrow;
   HopperPlan hopper;
+  FlatPlan flat;
   std::string reason;
 
   std::string explain() const {
@@ -47,6 +50,14 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   if (backend == ConvBackend::kAten) {
     choice.reason = "backend=\"aten\" was asked for";
     return choice;
+  }
+  if (problem.epilogue == ConvEpilogue::kStoreStats) {
+    choice.flat = plan_flat(problem, limits);
+    if (flat_loses(problem, choice.flat, backend == ConvBackend::kKgopt) == nullptr) {
+      choice.path = ConvPath::kFlat;
+      choice.reason = "stride 1 without padding: convolution, activation and norm in one launch on wgmma";
+      return choice;
+    }
   }
   if (choice.plan.refusal) {
     choice.reason = choice.plan.refusal;
@@ -91,15 +102,16 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
 
 // The same, remembered: planning looks at hundreds of tiles, and a model calls with the same few shapes.
 inline const ConvChoice& choose_conv_cached(const ConvProblem& q, const DeviceLimits& l, ConvBackend backend) {
-  std::array<int64_t, 32> key{
+  std::array<int64_t, 33> key{
       q.n,        q.c_in,           q.c_out,       q.groups,    q.transposed,     int64_t(q.dtype),   q.allow_tf32,
       l.sm_count, l.smem_per_block, l.smem_per_sm, l.has_wgmma, int64_t(backend), int64_t(q.epilogue)};
   key[13] = q.channels_innermost;
+  key[32] = q.planar;
   for (int i = 0; i < 3; ++i) {
     const int64_t dim[6] = {q.in[i], q.out[i], q.kernel[i], q.stride[i], q.padding[i], q.dilation[i]};
     for (int j = 0; j < 6; ++j) key[14 + i * 6 + j] = dim[j];
   }
-  thread_local std::map<std::array<int64_t, 32>, ConvChoice> known;
+  thread_local std::map<std::array<int64_t, 33>, ConvChoice> known;
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
   if (known.size() >= 256) known.clear();

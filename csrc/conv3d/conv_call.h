@@ -9,6 +9,7 @@
 #include "../common/workspace.h"
 #include "conv3d.h"
 #include "conv3d_dispatch.h"
+#include "conv3d_flat.h"
 #include "conv3d_hopper.h"
 #include "conv3d_narrow.h"
 #include "conv_checks.h"
@@ -54,6 +55,7 @@ inline ConvProblem make_problem(const ConvShape& shape, ConvEpilogue epilogue, b
   p.allow_tf32 = allow_tf32;
   p.epilogue = epilogue;
   p.channels_innermost = channels_innermost;
+  p.planar = !shape.out_channels_last;
   return p;
 }
 

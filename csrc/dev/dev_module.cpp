@@ -53,7 +53,8 @@ void assign(int64_t (&to)[3], const Dims& from) {
 
 ConvProblem make_problem(int64_t n, int64_t c_in, int64_t c_out, const Dims& in, const Dims& out, const Dims& kernel,
                          const Dims& stride, const Dims& padding, const Dims& dilation, int64_t groups, bool transposed,
-                         const std::string& dtype, bool allow_tf32, ConvEpilogue epilogue, bool channels_innermost) {
+                         const std::string& dtype, bool allow_tf32, ConvEpilogue epilogue, bool channels_innermost,
+                         bool planar) {
   ConvProblem p;
   p.n = n;
   p.c_in = c_in;
@@ -70,6 +71,7 @@ ConvProblem make_problem(int64_t n, int64_t c_in, int64_t c_out, const Dims& in,
   p.allow_tf32 = allow_tf32;
   p.epilogue = epilogue;
   p.channels_innermost = channels_innermost;
+  p.planar = planar;
   return p;
 }
 
@@ -106,6 +108,7 @@ void bind_conv(py::module_& m) {
       .value("implicit_gemm", ConvPath::kImplicitGemm)
       .value("narrow", ConvPath::kNarrow)
       .value("hopper", ConvPath::kHopper)
+      .value("flat", ConvPath::kFlat)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
 
@@ -124,7 +127,8 @@ void bind_conv(py::module_& m) {
            py::arg("input"), py::arg("output"), py::arg("kernel"), py::arg("stride") = Dims{1, 1, 1},
            py::arg("padding") = Dims{0, 0, 0}, py::arg("dilation") = Dims{1, 1, 1}, py::arg("groups") = 1,
            py::arg("transposed") = false, py::arg("dtype") = "float32", py::arg("allow_tf32") = true,
-           py::arg("epilogue") = ConvEpilogue::kStore, py::arg("channels_innermost") = false);
+           py::arg("epilogue") = ConvEpilogue::kStore, py::arg("channels_innermost") = false,
+           py::arg("planar") = false);
 
   py::class_<ConvDimClass>(m, "ConvDimClass")
       .def_readonly("taps", &ConvDimClass::taps)
@@ -247,11 +251,38 @@ void bind_conv(py::module_& m) {
       .def("by_width",
            [](const HopperPlan& p, int64_t n) { return int64_t(n * 2 * p.by_width.magic >> 32 >> p.by_width.shift); });
 
+  py::class_<FlatPlan>(m, "FlatPlan",
+                       "The plan of the convolution with its norm in one launch; fields as in conv3d_flat_params.h.")
+      .def_property_readonly(
+          "refusal", [](const FlatPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("columns", &FlatPlan::columns)
+      .def_readonly("parts", &FlatPlan::parts)
+      .def_readonly("chunks", &FlatPlan::chunks)
+      .def_readonly("flip", &FlatPlan::flip)
+      .def_readonly("reach", &FlatPlan::reach)
+      .def_readonly("plane", &FlatPlan::plane)
+      .def_readonly("m_tiles", &FlatPlan::m_tiles)
+      .def_readonly("tiles_per_sample", &FlatPlan::tiles_per_sample)
+      .def_readonly("blocks", &FlatPlan::blocks)
+      .def_readonly("tiles", &FlatPlan::tiles)
+      .def_readonly("whole_height", &FlatPlan::whole_height)
+      .def_readonly("boxes", &FlatPlan::boxes)
+      .def_readonly("box_rows", &FlatPlan::box_rows)
+      .def_readonly("x_stages", &FlatPlan::x_stages)
+      .def_readonly("w_stages", &FlatPlan::w_stages)
+      .def_readonly("lag", &FlatPlan::lag)
+      .def_readonly("smem_bytes", &FlatPlan::smem_bytes)
+      .def_readonly("packed_bytes", &FlatPlan::packed_bytes)
+      .def_readonly("sample_bytes", &FlatPlan::sample_bytes)
+      .def_readonly("slots", &FlatPlan::slots)
+      .def_property_readonly("taps", [](const FlatPlan& p) { return copied(p.taps); });
+
   py::class_<ConvChoice>(m, "ConvChoice")
       .def_readonly("path", &ConvChoice::path)
       .def_readonly("plan", &ConvChoice::plan)
       .def_readonly("narrow", &ConvChoice::narrow)
       .def_readonly("hopper", &ConvChoice::hopper)
+      .def_readonly("flat", &ConvChoice::flat)
       .def_readonly("reason", &ConvChoice::reason)
       .def("explain", &ConvChoice::explain);
 
@@ -266,6 +297,9 @@ void bind_conv(py::module_& m) {
   m.attr("HOPPER_CONSUMERS") = kHopperConsumers;
   m.attr("HOPPER_MAX_STAGES") = kHopperMaxStages;
   m.def("plan_hopper", &plan_hopper, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.attr("FLAT_CHANNELS") = kFlatChannels;
+  m.attr("FLAT_ROW_BYTES") = kFlatRowBytes;
+  m.def("plan_flat", &plan_flat, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("hopper_column_channel", &hopper_column_channel, py::arg("column"), py::arg("half"));
   m.def("choose_conv", &choose_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto);
