@@ -259,6 +259,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
 
   for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
     const FlatTile t = flat_tile<kN>(plan, tile);
+    while (open < t.n) open_next();  // not later: the loads of this tile may wait for earlier samples
     const int stages = (t.kd_end - t.kd_first) * plan.chunks * kParts * groups_h;
     int x_done = -1, w_done = -1;
     bool add = false;
@@ -310,7 +311,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     const int c0 = t.m_tile * kFlatChannels + warp * 16 + g;
     const int q = t.q0 + warpgroup * kN;
     const int count = min(kN, positions - q);
-    while (open < t.n) open_next();
 #pragma unroll
     for (int row = 0; row < 4; ++row) {
       const int c = c0 + row / 2 * 64 + row % 2 * 8;

@@ -235,10 +235,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);
   if (resident) barrier_wait(b_full, 0);
   float acc[kSegments][kN / 2];
-  // Where each warpgroup has its own tiles, they take turns with the tensor cores, so that the epilogue of one hides
-  // behind the products of the other.
-  auto turn_of = [](int warpgroup) { return 1 + kHopperConsumers + warpgroup; };
-  if (resident && warpgroup > 0) named_barrier_arrive(turn_of(0), kHopperConsumers * 128);
 
   for (int tile = blockIdx.x * plan.teams + team; tile < int(plan.tiles); tile += gridDim.x * plan.teams) {
     const HopperTile t = hopper_tile(p, tile);
@@ -246,7 +242,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
     const int stages = (t.kd_end - t.kd_first) * plan.chunks * groups_h;
     int a_done = -1, b_done = -1;
     bool add = false;
-    if (resident) named_barrier(turn_of(warpgroup), kHopperConsumers * 128);
     for (int stage = 0; stage < stages; ++stage) {
       barrier_wait(my_full + a.stage, a.parity);
       for (int tap = 0; tap < plan.taps_per_stage; ++tap) {
@@ -276,9 +271,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       }
       a_done = a.stage;
       a.advance(plan.a_stages);
-    }
-    if (resident && tile + (team == 0 ? 1 : int(gridDim.x) * plan.teams - 1) < int(plan.tiles)) {
-      named_barrier_arrive(turn_of(1 - warpgroup), kHopperConsumers * 128);
     }
     wgmma_wait<0>();
 #pragma unroll

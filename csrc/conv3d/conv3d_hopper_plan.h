@@ -186,6 +186,7 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
   };
   if (p.teams > 1) {
     grow(&p.a_stages, kHopperMaxStages);
+    p.lag = p.taps[0] * p.chunks * p.taps[1] / 2;
   } else {
     grow(&p.a_stages, p.taps_per_stage == 1 ? 4 : 3);
     grow(&p.b_stages, kHopperMaxStages);
