@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
   uint64_t* const stored = lagging + 1;  // of samples by parity: this block's tiles are in memory
   uint64_t* const taken = stored + 2;    // their moments have been read
   uint64_t* const piece_full = taken + 2;
+  uint32_t* const claim = reinterpret_cast<uint32_t*>(piece_full + kFlatPieces * kFlatHelpers);
   const FlatMoments moments{reinterpret_cast<float*>(smem + layout.moments), plan.m_tiles * kFlatChannels};
   float4* const table = reinterpret_cast<float4*>(smem + layout.table);
   const int tid = threadIdx.x;
@@ -96,7 +97,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       barrier_init(stored + i, kHopperConsumers * 128);
       barrier_init(taken + i, 32);
     }
-    for (int i = 0; i < 2 * kFlatHelpers; ++i) barrier_init(piece_full + i, 1);
+    for (int i = 0; i < kFlatPieces * kFlatHelpers; ++i) barrier_init(piece_full + i, 1);
+    claim[0] = static_cast<uint32_t>(p.n - 1) << 16;
     barrier_init_fence();
   }
   __syncthreads();
@@ -162,8 +164,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       }
     } else {
       const int helper = warp - (4 - kFlatHelpers);
-      char* const pieces = smem + layout.pieces + helper * 2 * kFlatPieceBytes;
-      uint64_t* const full = piece_full + helper * 2;
+      char* const pieces = smem + layout.pieces + helper * kFlatPieces * kFlatPieceBytes;
+      uint64_t* const full = piece_full + helper * kFlatPieces;
       const uint64_t policy = evict_first_policy();
       wait_for_prerequisites();
       int merged = 0;
@@ -178,9 +180,14 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         ++merged;
         return true;
       };
-      uint32_t parity[2] = {0, 0};
-      const int sample_pieces = static_cast<int>((sample_elements * sizeof(Element) + kFlatPieceBytes - 1) / kFlatPieceBytes);
-      for (int n = 0; n < p.n - 1; ++n) {
+      uint32_t parities = 0;  // of the pieces' barriers, a bit each
+      const int sample_pieces =
+          static_cast<int>((sample_elements * sizeof(Element) + kFlatPieceBytes - 1) / kFlatPieceBytes);
+      while (true) {
+        if (helper == 0 && lane == 0) claim[1] = claim_flat_sample(claim, true);
+        named_barrier(3, kFlatHelpers * 32);
+        const int n = *reinterpret_cast<volatile int*>(claim + 1);
+        if (n < 0) break;
         if (helper == 0) {
           while (true) {
             if (publish()) continue;
@@ -197,24 +204,40 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
           return static_cast<uint32_t>(
               min(int64_t(kFlatPieceBytes), sample_elements * sizeof(Element) - int64_t(piece) * kFlatPieceBytes));
         };
-        auto load = [&](int piece, int buffer) {
-          if (lane != 0 || piece >= sample_pieces) return;
-          barrier_expect_bytes(full + buffer, bytes_of(piece));
-          bulk_load(pieces + buffer * kFlatPieceBytes, sample + int64_t(piece) * kFlatPieceBytes, bytes_of(piece),
-                    full + buffer, policy);
-        };
         const int step = gridDim.x * kFlatHelpers;
-        int piece = blockIdx.x * kFlatHelpers + helper, buffer = 0;
-        load(piece, 0);
-        for (; piece < sample_pieces; piece += step, buffer ^= 1) {
+        int next = blockIdx.x * kFlatHelpers + helper, next_buffer = 0;  // to be loaded
+        auto load = [&] {
+          if (lane == 0 && next < sample_pieces) {
+            barrier_expect_bytes(full + next_buffer, bytes_of(next));
+            bulk_load(pieces + next_buffer * kFlatPieceBytes, sample + int64_t(next) * kFlatPieceBytes, bytes_of(next),
+                      full + next_buffer, policy);
+          }
+          next += step;
+          next_buffer = (next_buffer + 1) % kFlatPieces;
+        };
+        if (lane == 0) bulk_store_wait_read();
+        for (int i = 0; i < kFlatPieces - 1; ++i) load();
+        int buffer = 0;
+        for (int piece = blockIdx.x * kFlatHelpers + helper; piece < sample_pieces; piece += step) {
           if (lane == 0) bulk_store_wait_read();
-          load(piece + step, buffer ^ 1);
-          barrier_wait(full + buffer, parity[buffer]);
-          parity[buffer] ^= 1;
+          load();
+          barrier_wait(full + buffer, parities >> buffer & 1);
+          parities ^= 1u << buffer;
           uint4* const vectors = reinterpret_cast<uint4*>(pieces + buffer * kFlatPieceBytes);
           const int first = piece * (kFlatPieceBytes / 16), count = bytes_of(piece) / 16;
-          for (int i = lane; i < count; i += 32) {
-            vectors[i] = normalize_vector<Element>(vectors[i], table[plan.by_channel(first + i)]);
+          constexpr int kPerLane = kFlatPieceBytes / 16 / 32;
+          if (count == kPerLane * 32) {
+            uint4 v[kPerLane];
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) v[i] = vectors[i * 32 + lane];
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) {
+              vectors[i * 32 + lane] = normalize_vector<Element>(v[i], table[plan.by_channel(first + i * 32 + lane)]);
+            }
+          } else {
+            for (int i = lane; i < count; i += 32) {
+              vectors[i] = normalize_vector<Element>(vectors[i], table[plan.by_channel(first + i)]);
+            }
           }
           wgmma_fence_shared();
           __syncwarp();
@@ -222,6 +245,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
             bulk_store(sample + int64_t(piece) * kFlatPieceBytes, vectors, bytes_of(piece));
             bulk_store_commit();
           }
+          buffer = (buffer + 1) % kFlatPieces;
           if (helper == 0) publish();
         }
       }
@@ -244,7 +268,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
   const int step_h = plan.dilation[1] * plan.out[2], step_w = plan.dilation[2];
   StageCursor x, w;
   int lag = warpgroup == 0 ? plan.lag : 0;
-  if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);
   float acc[2][kN / 2];
   int open = -1;  // the sample whose moments are being gathered
   auto open_next = [&] {
@@ -260,6 +283,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
   for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
     const FlatTile t = flat_tile<kN>(plan, tile);
     while (open < t.n) open_next();  // not later: the loads of this tile may wait for earlier samples
+    if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);  // of the first tile; later it is open
     const int stages = (t.kd_end - t.kd_first) * plan.chunks * kParts * groups_h;
     int x_done = -1, w_done = -1;
     bool add = false;
@@ -338,27 +362,32 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
   while (open < p.n - 1) open_next();
   barrier_arrive(stored + open % 2);
 
-  // The last sample, which nothing is computed beside.
-  const int last = p.n - 1;
-  if (lane == 0) await_all_blocks(p, last);
-  __syncwarp();
+  // Nothing is left to compute: this block's share of the last samples, until the helpers have come to them.
   float4* const own_table = reinterpret_cast<float4*>(smem);  // stages are no longer filled
-  named_barrier(1, kHopperConsumers * 128);
-  make_flat_table(p, last, own_table, warpgroup * 4 + warp, kHopperConsumers * 4);
-  named_barrier(1, kHopperConsumers * 128);
-  uint4* const y = reinterpret_cast<uint4*>(static_cast<Element*>(p.y) + last * sample_elements);
   const int vectors = static_cast<int>(sample_elements / kVec), step = gridDim.x * kHopperConsumers * 128;
-  constexpr int kUnroll = 4;
-  for (int i0 = blockIdx.x * kHopperConsumers * 128 + tid; i0 < vectors; i0 += kUnroll * step) {
-    uint4 v[kUnroll];
+  while (true) {
+    named_barrier(1, kHopperConsumers * 128);
+    if (tid == 0) claim[2] = claim_flat_sample(claim, false);
+    named_barrier(1, kHopperConsumers * 128);
+    const int n = *reinterpret_cast<volatile int*>(claim + 2);
+    if (n < 0) break;
+    if (lane == 0) await_all_blocks(p, n);
+    __syncwarp();
+    make_flat_table(p, n, own_table, warpgroup * 4 + warp, kHopperConsumers * 4);
+    named_barrier(1, kHopperConsumers * 128);
+    uint4* const y = reinterpret_cast<uint4*>(static_cast<Element*>(p.y) + n * sample_elements);
+    constexpr int kUnroll = 8;
+    for (int i0 = blockIdx.x * kHopperConsumers * 128 + tid; i0 < vectors; i0 += kUnroll * step) {
+      uint4 v[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      if (i0 + i * step < vectors) v[i] = __ldcg(y + i0 + i * step);
-    }
+      for (int i = 0; i < kUnroll; ++i) {
+        if (i0 + i * step < vectors) v[i] = __ldcg(y + i0 + i * step);
+      }
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      if (i0 + i * step < vectors) {
-        y[i0 + i * step] = normalize_vector<Element>(v[i], own_table[plan.by_channel(i0 + i * step)]);
+      for (int i = 0; i < kUnroll; ++i) {
+        if (i0 + i * step < vectors) {
+          y[i0 + i * step] = normalize_vector<Element>(v[i], own_table[plan.by_channel(i0 + i * step)]);
+        }
       }
     }
   }

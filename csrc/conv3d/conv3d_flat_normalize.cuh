@@ -14,8 +14,6 @@
 
 namespace kgopt {
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
 struct Moments {
   float mean = 0.f, deviations = 0.f, count = 0.f;
   __device__ __forceinline__ void merge(float other_mean, float other_deviations, float other_count) {
@@ -26,6 +24,8 @@ struct Moments {
     count = total;
   }
 };
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // Where the moments of a channel lie.
 struct FlatMoments {
@@ -153,6 +153,21 @@ __device__ __forceinline__ uint4 normalize_vector(uint4 v, const float4& t) {
   for (int i = 0; i < kVec; ++i) x[i] = (x[i] - t.x) * t.y + t.z;
   const Vec<Element, kVec> out = pack<Element, kVec>(x);
   return reinterpret_cast<const uint4&>(out);
+}
+
+// The next sample for the helpers, which take the first ones, or for the computing warps, which take the last; -1: none.
+// `claim` holds both ends of what is left.
+__device__ __forceinline__ int claim_flat_sample(uint32_t* claim, bool from_first) {
+  while (true) {
+    const uint32_t left = *reinterpret_cast<volatile uint32_t*>(claim);
+    const int first = left & 0xffff, end = (left >> 16) + 1;  // n - 1 fits
+    if (first >= end) return -1;
+    if (!from_first && end == 1) {
+      if (atomicCAS(claim, left, 1u) == left) return 0;
+      continue;
+    }
+    if (atomicCAS(claim, left, from_first ? left + 1 : left - 0x10000) == left) return from_first ? first : end - 1;
+  }
 }
 
 __device__ __forceinline__ void await_all_blocks(const FlatParams& p, int sample) {

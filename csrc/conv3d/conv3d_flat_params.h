@@ -17,7 +17,8 @@ inline constexpr int kFlatChannels = 128;    // output channels of a tile
 inline constexpr int kFlatRowBytes = 128;    // of a slot's channels in shared memory: a chunk
 inline constexpr int kFlatMaxStages = 8;
 inline constexpr int kFlatHelpers = 2;       // warps that normalize
-inline constexpr int kFlatPieceBytes = 4096; // what one of them normalizes at a time
+inline constexpr int kFlatPieceBytes = 2048;  // what one of them normalizes at a time
+inline constexpr int kFlatPieces = 4;         // that it has under way
 
 struct FlatPlan {
   const char* refusal = nullptr;

@@ -12,14 +12,14 @@ namespace kgopt {
 // Shared memory in bytes, in the order in which the kernel lays it out, from an address aligned to 1024.
 struct FlatSmemLayout {
   int weights;
-  int pieces;   // kFlatHelpers x 2 pieces
+  int pieces;   // kFlatHelpers x kFlatPieces
   int moments;  // [2 samples][2 warpgroups][3][channels] floats
   int table;    // [channels] float4
   int barriers;
   int total;
 };
 
-inline constexpr int kFlatBarriers = 4 * kFlatMaxStages + 1 + 4 + 2 * kFlatHelpers;
+inline constexpr int kFlatBarriers = 4 * kFlatMaxStages + 1 + 4 + kFlatPieces * kFlatHelpers;
 
 KGOPT_HD int flat_x_stage_bytes(const FlatPlan& p) {
   return (p.boxes * p.box_rows * kFlatRowBytes + 1023) / 1024 * 1024;
@@ -30,10 +30,10 @@ KGOPT_HD FlatSmemLayout flat_smem_layout(const FlatPlan& p) {
   const int channels = p.m_tiles * kFlatChannels;
   s.weights = p.x_stages * flat_x_stage_bytes(p);
   s.pieces = s.weights + p.w_stages * kFlatWeightBytes;
-  s.moments = s.pieces + kFlatHelpers * 2 * kFlatPieceBytes;
+  s.moments = s.pieces + kFlatHelpers * kFlatPieces * kFlatPieceBytes;
   s.table = s.moments + 2 * kHopperConsumers * 3 * channels * 4;
   s.barriers = s.table + channels * 16;
-  s.total = s.barriers + kFlatBarriers * 8 + 1024;  // 1024: alignment
+  s.total = s.barriers + kFlatBarriers * 8 + 16 + 1024;  // 1024: alignment
   return s;
 }
 
@@ -65,6 +65,7 @@ inline FlatPlan plan_flat(const ConvProblem& problem, const DeviceLimits& limits
   if (positions >= int64_t(1) << 29) return refuse("a sample is too large");
   if (positions * size % 16 != 0) return refuse("output channels are not in whole 16-byte pieces");
   if (positions * problem.c_out >= int64_t(1) << 30) return refuse("a sample is too large");
+  if (problem.n > 32768) return refuse("a batch above 32768");
   if (problem.c_out > 512) return refuse("more than 512 output channels");
   p.flip = problem.transposed;
   p.plane = static_cast<int>(plane);

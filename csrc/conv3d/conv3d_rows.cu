@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
   for (int64_t c = first; c < int64_t(plan.m_tiles) * rows; c += step) {
     p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
   }
+  for (int64_t i = first; i < p.moment_values; i += step) p.moments[i] = 0.f;
   for (int64_t index = first; index < pieces; index += step) {
     int64_t rest = index;
     auto next = [&](int size) {
@@ -77,14 +78,20 @@ Status launch_after_pack(const RowsParams& p, cudaStream_t stream) {
   return Status::Ok();
 }
 
-template <ConvMath kMath>
+template <ConvMath kMath, bool kMore>
 Status launch_tile(const RowsParams& p, cudaStream_t stream) {
   if (p.plan.segments == 1) {
-    return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, 1, 256, 64>>(p, stream)
-                                  : launch_after_pack<conv_rows_kernel<kMath, 1, 256, 128>>(p, stream);
+    return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, 1, 256, 64, kMore>>(p, stream)
+                                  : launch_after_pack<conv_rows_kernel<kMath, 1, 256, 128, kMore>>(p, stream);
   }
-  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, 2, 184, 64>>(p, stream)
-                                : launch_after_pack<conv_rows_kernel<kMath, 2, 184, 128>>(p, stream);
+  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, 2, 184, 64, kMore>>(p, stream)
+                                : launch_after_pack<conv_rows_kernel<kMath, 2, 184, 128, kMore>>(p, stream);
+}
+
+template <ConvMath kMath>
+Status launch_epilogue(const RowsParams& p, cudaStream_t stream) {
+  const bool more = p.residual || p.scale != 1 || p.moments;
+  return more ? launch_tile<kMath, true>(p, stream) : launch_tile<kMath, false>(p, stream);
 }
 
 }  // namespace
@@ -136,9 +143,9 @@ Status set_rows_input(RowsParams* p, const void* x, int64_t n, int64_t c_in, con
 Status run_conv_rows(const RowsParams& p, cudaStream_t stream) {
   if (p.plan.tiles == 0) return Status::Ok();
   switch (p.plan.math) {
-    case ConvMath::kTf32: return launch_tile<ConvMath::kTf32>(p, stream);
-    case ConvMath::kBf16: return launch_tile<ConvMath::kBf16>(p, stream);
-    default: return launch_tile<ConvMath::kFp16>(p, stream);
+    case ConvMath::kTf32: return launch_epilogue<ConvMath::kTf32>(p, stream);
+    case ConvMath::kBf16: return launch_epilogue<ConvMath::kBf16>(p, stream);
+    default: return launch_epilogue<ConvMath::kFp16>(p, stream);
   }
 }
 

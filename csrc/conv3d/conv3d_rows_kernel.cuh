@@ -15,6 +15,7 @@
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/wgmma.cuh"
+#include "conv3d_flat_normalize.cuh"
 #include "conv3d_hopper_kernel.cuh"
 #include "conv3d_rows_params.h"
 #include "conv3d_rows_plan.h"
@@ -31,6 +32,49 @@ __device__ __forceinline__ void tensor_load_5d(uint32_t shared, const void* map,
       : "memory");
 }
 #endif
+
+// Moments of a thread's outputs of a tile: of two neighbouring channels of each segment, about the first value.
+template <int kSegments>
+struct RowsMoments {
+  float shift[kSegments][2], sum[kSegments][2] = {}, squares[kSegments][2] = {};
+  float count = 0.f;
+
+  __device__ __forceinline__ void add(int m, const float (&v)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (count == 0.f) shift[m][i] = v[i];
+      const float d = v[i] - shift[m][i];
+      sum[m][i] += d;
+      squares[m][i] += d * d;
+    }
+  }
+
+  // Into mean, squared deviations and count of each channel; `to` is the thread's first channel's. The four threads of
+  // the same channels have different positions.
+  __device__ __forceinline__ void merge_into(float* to, int channels_left) const {
+    const int t4 = threadIdx.x % 4;
+    Moments own;
+#pragma unroll
+    for (int j = 0; j < kSegments * 2; ++j) {
+      const float over = count > 0.f ? 1.f / count : 0.f, mean = sum[j / 2][j % 2] * over;
+      Moments m;
+      if (count > 0.f) m = {shift[j / 2][j % 2] + mean, squares[j / 2][j % 2] - sum[j / 2][j % 2] * mean, count};
+#pragma unroll
+      for (int lanes = 1; lanes < 4; lanes *= 2) {
+        m.merge(__shfl_xor_sync(0xffffffff, m.mean, lanes), __shfl_xor_sync(0xffffffff, m.deviations, lanes),
+                __shfl_xor_sync(0xffffffff, m.count, lanes));
+      }
+      if (t4 == j) own = m;
+    }
+    const int c = t4 / 2 * 64 + t4 % 2;
+    if (t4 < kSegments * 2 && c < channels_left) {
+      float* const moments = to + c * 3;
+      Moments all{moments[0], moments[1], moments[2]};
+      all.merge(own.mean, own.deviations, own.count);
+      moments[0] = all.mean, moments[1] = all.deviations, moments[2] = all.count;
+    }
+  }
+};
 
 struct RowsTile {
   int n, m_tile;
@@ -57,7 +101,8 @@ __device__ __forceinline__ RowsTile rows_tile(const RowsParams& p, int tile) {
   return t;
 }
 
-template <ConvMath kMath, int kSegments, int kN, int kRowBytes>
+// kMore: with a residual, a scale or moments.
+template <ConvMath kMath, int kSegments, int kN, int kRowBytes, bool kMore>
 __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __grid_constant__ RowsParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename HopperTypes<kMath>::Element;
@@ -100,6 +145,15 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
         const RowsTile t = rows_tile<kTile>(p, tile);
         const int rows = plan.by_row(t.q0 + kTile - 1 + reach) - t.first_row + 1;
         const int plane = plan.by_plane(t.first_row);
+        if (kMore && p.residual) {
+          const Element* const from = static_cast<const Element*>(p.residual) + t.n * p.y_stride_n;
+          for (int line = t.first_row; line <= plan.by_row(t.q0 + kTile - 1); ++line) {
+            const int od = plan.by_plane(line), oh = line - od * plan.plane_rows;
+            if (t.m_tile == 0 && od < p.out[0] && oh < p.out[1] && p.y_stride[2] == p.c_out) {
+              bulk_prefetch(from + od * p.y_stride[0] + oh * p.y_stride[1], p.out[2] * p.c_out * sizeof(Element));
+            }
+          }
+        }
         for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
           for (int chunk = 0; chunk < plan.chunks; ++chunk) {
             barrier_wait(x_empty + s.stage, s.parity ^ 1);
@@ -202,24 +256,58 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) bias[m] = *reinterpret_cast<const float2*>(p.bias + c0 + m * 64);
     Element* const y = static_cast<Element*>(p.y) + t.n * p.y_stride_n + c0;
+    const Element* const residual = static_cast<const Element*>(p.residual) + t.n * p.y_stride_n + c0;
     const int channels_left = p.c_out - c0;
+    RowsMoments<kSegments> sums;
+    constexpr int kBatch = kMore && kSegments == 1 ? 8 : 2;  // positions whose residuals are loaded together
 #pragma unroll
-    for (int i = 0; i < kN / 4; ++i) {
-      const int q = q0 + i / 2 * 8 + i % 2;
-      const int line = plan.by_row(q), od = plan.by_plane(line);
-      const int oh = line - od * plan.plane_rows, ow = q - line * plan.row_slots;
-      if (od >= p.out[0] || oh >= p.out[1] || ow >= p.out[2]) continue;
-      Element* const to = y + od * p.y_stride[0] + oh * p.y_stride[1] + ow * p.y_stride[2];
+    for (int i0 = 0; i0 < kN / 4; i0 += kBatch) {
+      int64_t offset[kBatch];
+      Vec<Element, 2> added[kBatch][kSegments];
 #pragma unroll
-      for (int m = 0; m < kSegments; ++m) {
-        float v[2] = {acc[m][i / 2 * 4 + i % 2] + bias[m].x, acc[m][i / 2 * 4 + 2 + i % 2] + bias[m].y};
-        if (p.act == Chain::kRelu) {
-          v[0] = fast_relu(v[0]), v[1] = fast_relu(v[1]);
-        } else if (p.act == Chain::kSilu) {
-          v[0] *= fast_sigmoid(v[0]), v[1] *= fast_sigmoid(v[1]);
+      for (int b = 0; b < kBatch; ++b) {
+        const int i = i0 + b, q = q0 + i / 2 * 8 + i % 2;
+        const int line = plan.by_row(q), od = plan.by_plane(line);
+        const int oh = line - od * plan.plane_rows, ow = q - line * plan.row_slots;
+        const bool exists = i < kN / 4 && od < p.out[0] && oh < p.out[1] && ow < p.out[2];
+        offset[b] = exists ? od * p.y_stride[0] + oh * p.y_stride[1] + ow * p.y_stride[2] : -1;
+#pragma unroll
+        for (int m = 0; m < kSegments; ++m) {
+          if (kMore && p.residual && exists && m * 64 < channels_left) {
+            added[b][m] = load_vec<Element, 2>(residual + offset[b] + m * 64);
+          }
         }
-        if (m * 64 < channels_left) store_vec(to + m * 64, pack<Element, 2>(v));
       }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int i = i0 + b;
+        if (i >= kN / 4 || offset[b] < 0) continue;
+#pragma unroll
+        for (int m = 0; m < kSegments; ++m) {
+          float v[2] = {acc[m][i / 2 * 4 + i % 2] + bias[m].x, acc[m][i / 2 * 4 + 2 + i % 2] + bias[m].y};
+          if (kMore && p.residual && m * 64 < channels_left) {
+            float r[2];
+            unpack(added[b][m], r);
+            v[0] += r[0], v[1] += r[1];
+          }
+          if (kMore) v[0] *= p.scale, v[1] *= p.scale;
+          if (p.act == Chain::kRelu) {
+            v[0] = fast_relu(v[0]), v[1] = fast_relu(v[1]);
+          } else if (p.act == Chain::kSilu) {
+            v[0] *= fast_sigmoid(v[0]), v[1] *= fast_sigmoid(v[1]);
+          }
+          const Vec<Element, 2> rounded = pack<Element, 2>(v);
+          if (m * 64 < channels_left) store_vec(y + offset[b] + m * 64, rounded);
+          if (kMore && std::is_same_v<Element, __half>) unpack(rounded, v);  // which may be Inf
+          if (kMore) sums.add(m, v);
+        }
+        if (kMore) sums.count += 1.f;
+      }
+    }
+    if (kMore && p.moments) {
+      float* const to = p.moments + ((int64_t(t.n) * rows_moment_slices(plan) + blockIdx.x * kHopperConsumers +
+                                      warpgroup) * p.c_out + c0) * 3;
+      sums.merge_into(to, channels_left);
     }
   }
   if (lag > 0 && lane == 0) barrier_arrive(lagging);  // too little work to have come to it
