@@ -32,6 +32,21 @@ Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& 
   return y;
 }
 
+Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan) {
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(plan.packed_bytes);
+  const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * plan.segments * 64 * 4);
+  workspace.allocate();
+  Tensor y = allocate_output(a, shape);
+  RowsParams p = start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias), stream);
+  p.y = y.mutable_data_ptr();
+  p.y_stride_n = y.stride(0);
+  spatial_strides(y, a.rank, p.y_stride);
+  raise_on_error(a.op, run_conv_rows(p, stream));
+  return y;
+}
+
 Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
   Tensor y = allocate_output(a, shape);
   const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
@@ -72,6 +87,7 @@ Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& c
   switch (choice.path) {
     case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.plan);
     case ConvPath::kHopper: return conv_hopper(a, shape, choice.hopper);
+    case ConvPath::kRows: return conv_rows(a, shape, choice.rows);
     case ConvPath::kDirect: return conv_direct(a, shape);
     default: return conv_aten(a, shape);
   }

@@ -19,6 +19,7 @@ enum class ConvPath {
   kImplicitGemm,  // conv3d_kernel.cuh
   kNarrow,        // conv3d_narrow_kernel.cuh
   kHopper,        // conv3d_hopper_kernel.cuh
+  kRows,          // conv3d_rows_kernel.cuh
   kFlat,          // conv3d_flat_kernel.cuh
   kDirect,        // conv3d_direct.cu
   kAten           // cuDNN through aten::convolution
@@ -29,6 +30,7 @@ struct ConvChoice {
   ConvPlan plan;
   NarrowPlan narrow;
   HopperPlan hopper;
+  RowsPlan rows;
   FlatPlan flat;
   std::string reason;
 
@@ -66,7 +68,12 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   }
   choice.narrow = plan_narrow(problem, limits);
   choice.hopper = plan_hopper(problem, limits);
+  choice.rows = plan_rows(problem, limits);
+  // The two kernels for channels-innermost tensors, the faster of them by prediction.
+  const bool by_rows = !choice.rows.refusal &&
+                       (choice.hopper.refusal || rows_microseconds(choice.rows) < hopper_microseconds(choice.hopper));
   const ConvPath own = !choice.narrow.refusal   ? ConvPath::kNarrow
+                       : by_rows                ? ConvPath::kRows
                        : !choice.hopper.refusal ? ConvPath::kHopper
                                                 : ConvPath::kImplicitGemm;
   if (backend == ConvBackend::kKgopt) {
@@ -89,9 +96,10 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
     choice.path = ConvPath::kImplicitGemm;
     choice.reason = "narrow channels, where cuDNN is slow";
-  } else if (const char* const why_not = hopper_loses(problem, choice.hopper); why_not == nullptr) {
-    choice.path = ConvPath::kHopper;
-    choice.reason = "channels innermost and few: wgmma with the taps of the width as columns";
+  } else if (const char* const why_not = innermost_loses(problem, choice.hopper, choice.rows); why_not == nullptr) {
+    choice.path = by_rows ? ConvPath::kRows : ConvPath::kHopper;
+    choice.reason = by_rows ? "channels innermost: wgmma over rows of positions"
+                            : "channels innermost and few: wgmma with the taps of the width as columns";
   } else {
     choice.reason = "input channels above " + std::to_string(kNarrowInputChannels) + " or output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN is faster";

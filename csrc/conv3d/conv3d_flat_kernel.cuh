@@ -1,4 +1,5 @@
-// ConvTranspose + ReLU + GroupNorm of stride 1 in one launch, sm_90a: an implicit GEMM on wgmma with the norm behind it.
+// ConvTranspose + ReLU + GroupNorm of stride 1 in one launch, sm_90a: an implicit GEMM on wgmma with the norm behind
+// it.
 //
 // D[channel][q] = sum over taps and input channels of w[tap][channel][:] x[q + shift(tap)][:], 128 channels by two runs
 // of positions a tile, one for each computing warpgroup; x is the padded copy of conv3d_flat_params.h, so that a tap is
@@ -296,8 +297,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
               x_rows + x.stage * x_bytes + (kh * step_h + kw * step_w) * kFlatRowBytes);
           for (int image = 0; image < images; ++image) {
             barrier_wait(w_full + w.stage, w.parity);
-            const uint64_t w_descriptor =
-                wgmma_swizzled_descriptor<kFlatRowBytes>(w_rows + w.stage * kFlatWeightBytes);
+            const uint64_t w_descriptor = wgmma_swizzled_descriptor<kFlatRowBytes>(w_rows + w.stage * kFlatWeightBytes);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kFlatRowBytes / 32; ++k) {

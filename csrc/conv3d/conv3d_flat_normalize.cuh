@@ -1,8 +1,8 @@
 // Moments of a flat convolution's tiles, and the norm of a sample while later samples are computed.
 //
 // A warp keeps the moments of its channels over the tiles of a sample that its block computes. A block that has stored
-// its tiles of a sample merges them by groups, leaves them in memory and counts itself in; when all have, any warp of any
-// block can normalize pieces of the sample, in place.
+// its tiles of a sample merges them by groups, leaves them in memory and counts itself in; when all have, any warp of
+// any block can normalize pieces of the sample, in place.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -155,8 +155,8 @@ __device__ __forceinline__ uint4 normalize_vector(uint4 v, const float4& t) {
   return reinterpret_cast<const uint4&>(out);
 }
 
-// The next sample for the helpers, which take the first ones, or for the computing warps, which take the last; -1: none.
-// `claim` holds both ends of what is left.
+// The next sample for the helpers, which take the first ones, or for the computing warps, which take the last; -1:
+// none. `claim` holds both ends of what is left.
 __device__ __forceinline__ int claim_flat_sample(uint32_t* claim, bool from_first) {
   while (true) {
     const uint32_t left = *reinterpret_cast<volatile uint32_t*>(claim);

@@ -1,6 +1,6 @@
-// What the kernels of the flat convolution are told: ConvTranspose + ReLU + GroupNorm of stride 1 without padding, whose
-// output is longer than its input by what the kernel reaches. Sizes and offsets are in elements unless said otherwise;
-// dims are ordered depth, height, width.
+// What the kernels of the flat convolution are told: ConvTranspose + ReLU + GroupNorm of stride 1 without padding,
+// whose output is longer than its input by what the kernel reaches. Sizes and offsets are in elements unless said
+// otherwise; dims are ordered depth, height, width.
 //
 // x is copied with its channels innermost and as many zeros after each row and plane as the output is longer. The
 // output's position q, counted along its contiguous planes, then reads slot q + shift(tap) of that copy for every tap,
@@ -13,10 +13,10 @@
 
 namespace kgopt {
 
-inline constexpr int kFlatChannels = 128;    // output channels of a tile
-inline constexpr int kFlatRowBytes = 128;    // of a slot's channels in shared memory: a chunk
+inline constexpr int kFlatChannels = 128;  // output channels of a tile
+inline constexpr int kFlatRowBytes = 128;  // of a slot's channels in shared memory: a chunk
 inline constexpr int kFlatMaxStages = 8;
-inline constexpr int kFlatHelpers = 2;       // warps that normalize
+inline constexpr int kFlatHelpers = 2;        // warps that normalize
 inline constexpr int kFlatPieceBytes = 2048;  // what one of them normalizes at a time
 inline constexpr int kFlatPieces = 4;         // that it has under way
 
@@ -30,9 +30,9 @@ struct FlatPlan {
   int dilation[3] = {1, 1, 1};
   bool flip = false;  // weights are those of a transposed convolution
   int in[3] = {1, 1, 1}, out[3] = {1, 1, 1};
-  int reach = 0;      // of all taps, in slots
-  int plane = 1;      // positions of an output plane, which are also the slots of an input plane
-  int m_tiles = 1;    // of kFlatChannels
+  int reach = 0;             // of all taps, in slots
+  int plane = 1;             // positions of an output plane, which are also the slots of an input plane
+  int m_tiles = 1;           // of kFlatChannels
   int tiles_per_sample = 1;  // and channel tile
   int blocks = 0;
   int64_t tiles = 0;
@@ -42,21 +42,21 @@ struct FlatPlan {
   int lag = 0;  // weight stages that the second warpgroup starts later
   HopperDivisor by_m_tiles, by_tiles_per_sample, by_plane, by_channel;  // by_channel: 16-byte vectors of a channel
   int smem_bytes = 0;
-  int64_t packed_bytes = 0;    // weights
-  int64_t sample_bytes = 0;    // of the copy of x
-  int64_t slots = 0;           // of a sample
+  int64_t packed_bytes = 0;  // weights
+  int64_t sample_bytes = 0;  // of the copy of x
+  int64_t slots = 0;         // of a sample
 };
 
 struct alignas(64) FlatParams {
   uint64_t x_map[16], x_tail_map[16];  // copies of x as [N][slots][channels]; of the last samples, from x_split on
-  const void* packed;  // weights: [m_tile][kd][chunk][kh][kw][part] images, see conv_flat_pack_kernel
-  const float* bias;   // m_tiles * kFlatChannels values
-  void* y;             // [n][c_out][out], contiguous
-  float* partials;     // [n][group][block][4]: mean, squared deviations, count, unused
-  uint32_t* arrived;   // [n]: blocks whose tiles of the sample are stored; zeros at the start
-  float* mean;         // [n][groups], null: not wanted
+  const void* packed;                  // weights: [m_tile][kd][chunk][kh][kw][part] images, see conv_flat_pack_kernel
+  const float* bias;                   // m_tiles * kFlatChannels values
+  void* y;                             // [n][c_out][out], contiguous
+  float* partials;                     // [n][group][block][4]: mean, squared deviations, count, unused
+  uint32_t* arrived;                   // [n]: blocks whose tiles of the sample are stored; zeros at the start
+  float* mean;                         // [n][groups], null: not wanted
   float* rstd;
-  const void* gamma;   // [c_out] or null
+  const void* gamma;  // [c_out] or null
   const void* beta;
   Dtype affine_dtype;
   int n, c_out, groups;

@@ -1,9 +1,9 @@
 // Implicit GEMM on wgmma for channels-innermost tensors of 64 output channels and more, sm_90a.
 //
-// D[channel][q] = sum over taps and input channels of w[tap][channel][:] x[q + shift(tap)][:], 64 or 128 channels by two
-// runs of positions a tile, one for each computing warpgroup. Positions are those of conv3d_rows_params.h: every tap
-// reads the same stage from another row on, and nothing is added up or exchanged behind the products. Rows of weight
-// images are ordered such that a thread holds neighbouring channels of a position, which is what it stores.
+// D[channel][q] = sum over taps and input channels of w[tap][channel][:] x[q + shift(tap)][:], 64 or 128 channels by
+// two runs of positions a tile, one for each computing warpgroup. Positions are those of conv3d_rows_params.h: every
+// tap reads the same stage from another row on, and nothing is added up or exchanged behind the products. Rows of
+// weight images are ordered such that a thread holds neighbouring channels of a position, which is what it stores.
 //
 // One warp loads rows of x through the tensor copy engine, one loads weights as images, eight compute.
 #pragma once
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
   __syncthreads();
 
   if (warpgroup == kHopperConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     const int warp = (tid / 32) % 4;
     if (warp == 0 && lane == 0) {
       const int reach = (plan.taps[1] - 1) * plan.dilation[1] * plan.row_slots + (plan.taps[2] - 1) * plan.dilation[2];
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   wait_for_prerequisites();  // for the bias
   const int warp = (tid / 32) % 4;
   const int g = lane >> 2, t4 = lane & 3;
@@ -305,8 +305,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
       }
     }
     if (kMore && p.moments) {
-      float* const to = p.moments + ((int64_t(t.n) * rows_moment_slices(plan) + blockIdx.x * kHopperConsumers +
-                                      warpgroup) * p.c_out + c0) * 3;
+      float* const to =
+          p.moments +
+          ((int64_t(t.n) * rows_moment_slices(plan) + blockIdx.x * kHopperConsumers + warpgroup) * p.c_out + c0) * 3;
       sums.merge_into(to, channels_left);
     }
   }

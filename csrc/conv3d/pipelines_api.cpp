@@ -151,7 +151,8 @@ struct __attribute__((visibility("hidden"))) NormResult {
 // The whole pipeline in one launch, after passes that lay out x and the weights. The copy of x lies in the output where
 // that is written last; only the last samples', whose place the output takes before they are read, in the workspace.
 // Nothing where the launch is refused after all, as in a process that may use only some multiprocessors.
-std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape& shape, const FlatPlan& plan, const Norm& norm) {
+std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape& shape, const FlatPlan& plan,
+                                              const Norm& norm) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   const int64_t size = dtype_size(shape.dtype);
   const int64_t y_sample = shape.c_out * shape.out[0] * shape.out[1] * shape.out[2] * size;

@@ -108,6 +108,7 @@ void bind_conv(py::module_& m) {
       .value("implicit_gemm", ConvPath::kImplicitGemm)
       .value("narrow", ConvPath::kNarrow)
       .value("hopper", ConvPath::kHopper)
+      .value("rows", ConvPath::kRows)
       .value("flat", ConvPath::kFlat)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
@@ -251,10 +252,34 @@ void bind_conv(py::module_& m) {
       .def("by_width",
            [](const HopperPlan& p, int64_t n) { return int64_t(n * 2 * p.by_width.magic >> 32 >> p.by_width.shift); });
 
+  py::class_<RowsPlan>(m, "RowsPlan",
+                       "The other plan for channels-innermost tensors; fields as in conv3d_rows_params.h.")
+      .def_property_readonly("refusal",
+                             [](const RowsPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("segments", &RowsPlan::segments)
+      .def_readonly("columns", &RowsPlan::columns)
+      .def_readonly("row_bytes", &RowsPlan::row_bytes)
+      .def_readonly("chunks", &RowsPlan::chunks)
+      .def_readonly("flip", &RowsPlan::flip)
+      .def_readonly("row_slots", &RowsPlan::row_slots)
+      .def_readonly("plane_rows", &RowsPlan::plane_rows)
+      .def_readonly("stage_rows", &RowsPlan::stage_rows)
+      .def_readonly("m_tiles", &RowsPlan::m_tiles)
+      .def_readonly("tiles_per_sample", &RowsPlan::tiles_per_sample)
+      .def_readonly("blocks", &RowsPlan::blocks)
+      .def_readonly("tiles", &RowsPlan::tiles)
+      .def_readonly("x_stages", &RowsPlan::x_stages)
+      .def_readonly("w_stages", &RowsPlan::w_stages)
+      .def_readonly("lag", &RowsPlan::lag)
+      .def_readonly("smem_bytes", &RowsPlan::smem_bytes)
+      .def_readonly("packed_bytes", &RowsPlan::packed_bytes)
+      .def_property_readonly("taps", [](const RowsPlan& p) { return copied(p.taps); })
+      .def_property_readonly("padding", [](const RowsPlan& p) { return copied(p.padding); });
+
   py::class_<FlatPlan>(m, "FlatPlan",
                        "The plan of the convolution with its norm in one launch; fields as in conv3d_flat_params.h.")
-      .def_property_readonly(
-          "refusal", [](const FlatPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_property_readonly("refusal",
+                             [](const FlatPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("columns", &FlatPlan::columns)
       .def_readonly("parts", &FlatPlan::parts)
       .def_readonly("chunks", &FlatPlan::chunks)
@@ -282,6 +307,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("plan", &ConvChoice::plan)
       .def_readonly("narrow", &ConvChoice::narrow)
       .def_readonly("hopper", &ConvChoice::hopper)
+      .def_readonly("rows", &ConvChoice::rows)
       .def_readonly("flat", &ConvChoice::flat)
       .def_readonly("reason", &ConvChoice::reason)
       .def("explain", &ConvChoice::explain);
@@ -297,6 +323,9 @@ void bind_conv(py::module_& m) {
   m.attr("HOPPER_CONSUMERS") = kHopperConsumers;
   m.attr("HOPPER_MAX_STAGES") = kHopperMaxStages;
   m.def("plan_hopper", &plan_hopper, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.attr("ROWS_MAX_STAGES") = kRowsMaxStages;
+  m.def("plan_rows", &plan_rows, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("rows_image_channel", &rows_image_channel, py::arg("row"));
   m.attr("FLAT_CHANNELS") = kFlatChannels;
   m.attr("FLAT_ROW_BYTES") = kFlatRowBytes;
   m.def("plan_flat", &plan_flat, py::arg("problem"), py::arg("limits") = DeviceLimits{});
