@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(128) conv_flat_pack_kernel(const __grid_consta
 constexpr int kInputThreads = 128;
 constexpr int kInputSlots = 64;  // of a tile, by one chunk of channels
 
-// The tile lies in shared memory as [word of the chunk][slot].
-template <bool kHalf, int kParts>
+// The tile lies in shared memory as [word of the chunk][slot]. kPairs: half types whose rows of x are whole words.
+template <bool kHalf, int kParts, bool kPairs>
 __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __grid_constant__ FlatInputParams p) {
   constexpr int kWords = kFlatRowBytes / 4, kPerWarp = kWords / (kInputThreads / 32);
   __shared__ uint32_t tile[kParts][kWords][kInputSlots + 1];
@@ -70,29 +70,50 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
   const int64_t slot0 = int64_t(blockIdx.x) * kInputSlots;
   const int chunk = blockIdx.y, n = blockIdx.z;
   const int word0 = warp * kPerWarp;
-#pragma unroll
-  for (int i = 0; i < kInputSlots / 32; ++i) {
-    const int slot = static_cast<int>(slot0) + i * 32 + lane;
+  auto place = [&](int slot, int64_t* from) {  // of a slot in x; false: zeros
     const int d = plan.by_plane(slot), in_plane = slot - d * plan.plane;
     const int h = in_plane / plan.out[2], w = in_plane - h * plan.out[2];
-    const bool inside = slot < plan.slots && h < plan.in[1] && w < plan.in[2];
-    const int64_t from = n * p.stride_n + d * p.stride[0] + h * p.stride[1] + w * p.stride[2];
+    *from = n * p.stride_n + d * p.stride[0] + h * p.stride[1] + w * p.stride[2];
+    return slot < plan.slots && h < plan.in[1] && w < plan.in[2];
+  };
+  if constexpr (kPairs) {
+    int64_t from;
+    const bool inside = place(static_cast<int>(slot0) + lane * 2, &from);
+    uint32_t words[kPerWarp][2];
 #pragma unroll
     for (int j = 0; j < kPerWarp; ++j) {
-      const int word = word0 + j;
-      if constexpr (kHalf) {
-        const int c = (chunk * kWords + word) * 2;
-        const unsigned short* const x = static_cast<const unsigned short*>(p.x) + from + c * p.stride_c;
-        uint32_t v = inside && c < p.c_in ? x[0] : 0;
-        v |= inside && c + 1 < p.c_in ? uint32_t(x[p.stride_c]) << 16 : 0;
-        tile[0][word][i * 32 + lane] = v;
-      } else {
-        const int c = chunk * kWords + word;
-        const float v = inside && c < p.c_in ? static_cast<const float*>(p.x)[from + c * p.stride_c] : 0.f;
-        if constexpr (kParts == 2) {
-          split_tf32(v, &tile[0][word][i * 32 + lane], &tile[kParts - 1][word][i * 32 + lane]);
+      const int c = (chunk * kWords + word0 + j) * 2;
+      const unsigned short* const x = static_cast<const unsigned short*>(p.x) + from + c * p.stride_c;
+      words[j][0] = inside && c < p.c_in ? *reinterpret_cast<const uint32_t*>(x) : 0;
+      words[j][1] = inside && c + 1 < p.c_in ? *reinterpret_cast<const uint32_t*>(x + p.stride_c) : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < kPerWarp; ++j) {
+      tile[0][word0 + j][lane * 2] = __byte_perm(words[j][0], words[j][1], 0x5410);
+      tile[0][word0 + j][lane * 2 + 1] = __byte_perm(words[j][0], words[j][1], 0x7632);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kInputSlots / 32; ++i) {
+      int64_t from;
+      const bool inside = place(static_cast<int>(slot0) + i * 32 + lane, &from);
+#pragma unroll
+      for (int j = 0; j < kPerWarp; ++j) {
+        const int word = word0 + j;
+        if constexpr (kHalf) {
+          const int c = (chunk * kWords + word) * 2;
+          const unsigned short* const x = static_cast<const unsigned short*>(p.x) + from + c * p.stride_c;
+          uint32_t v = inside && c < p.c_in ? x[0] : 0;
+          v |= inside && c + 1 < p.c_in ? uint32_t(x[p.stride_c]) << 16 : 0;
+          tile[0][word][i * 32 + lane] = v;
         } else {
-          tile[0][word][i * 32 + lane] = to_tf32(v);
+          const int c = chunk * kWords + word;
+          const float v = inside && c < p.c_in ? static_cast<const float*>(p.x)[from + c * p.stride_c] : 0.f;
+          if constexpr (kParts == 2) {
+            split_tf32(v, &tile[0][word][i * 32 + lane], &tile[kParts - 1][word][i * 32 + lane]);
+          } else {
+            tile[0][word][i * 32 + lane] = to_tf32(v);
+          }
         }
       }
     }
@@ -143,8 +164,12 @@ Status launch_cooperative(const FlatParams& p, cudaStream_t stream) {
 
 template <ConvMath kMath>
 Status launch_columns(const FlatParams& p, cudaStream_t stream) {
-  if (p.plan.columns == 184) return launch_cooperative<conv_flat_kernel<kMath, 184>>(p, stream);
-  return launch_cooperative<conv_flat_kernel<kMath, 128>>(p, stream);
+  if constexpr (kMath == ConvMath::kTf32x3) {
+    return launch_cooperative<conv_flat_kernel<kMath, 96>>(p, stream);
+  } else {
+    if (p.plan.columns == 184) return launch_cooperative<conv_flat_kernel<kMath, 184>>(p, stream);
+    return launch_cooperative<conv_flat_kernel<kMath, 128>>(p, stream);
+  }
 }
 
 }  // namespace
@@ -163,10 +188,16 @@ Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream) {
   if (p.n >= 65536) return Status::Unsupported(name, "x is too large for the grid");
   const dim3 grid(static_cast<unsigned>(tiles), plan.chunks, p.n);
   if (p.dtype != Dtype::kFloat32) {
-    return launch_kernel<conv_flat_input_kernel<true, 1>>(name, p, grid, kInputThreads, 0, stream);
+    const bool pairs = reinterpret_cast<uintptr_t>(p.x) % 4 == 0 && p.stride[2] == 1 && p.stride[1] % 2 == 0 &&
+                       p.stride[0] % 2 == 0 && p.stride_c % 2 == 0 && p.stride_n % 2 == 0 && plan.in[2] % 2 == 0 &&
+                       plan.out[2] % 2 == 0 && plan.plane % 2 == 0;
+    if (pairs) return launch_kernel<conv_flat_input_kernel<true, 1, true>>(name, p, grid, kInputThreads, 0, stream);
+    return launch_kernel<conv_flat_input_kernel<true, 1, false>>(name, p, grid, kInputThreads, 0, stream);
   }
-  if (plan.parts == 1) return launch_kernel<conv_flat_input_kernel<false, 1>>(name, p, grid, kInputThreads, 0, stream);
-  return launch_kernel<conv_flat_input_kernel<false, 2>>(name, p, grid, kInputThreads, 0, stream);
+  if (plan.parts == 1) {
+    return launch_kernel<conv_flat_input_kernel<false, 1, false>>(name, p, grid, kInputThreads, 0, stream);
+  }
+  return launch_kernel<conv_flat_input_kernel<false, 2, false>>(name, p, grid, kInputThreads, 0, stream);
 }
 
 Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy) {

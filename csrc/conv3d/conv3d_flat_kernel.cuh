@@ -270,6 +270,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
   StageCursor x, w;
   int lag = warpgroup == 0 ? plan.lag : 0;
   float acc[2][kN / 2];
+  // The tensor cores cut sums off instead of rounding them. For fp32 accuracy they add up a stage of x at a time.
+  constexpr bool kPromotes = kMath == ConvMath::kTf32x3;
+  float total[2][kPromotes ? kN / 2 : 1];
   int open = -1;  // the sample whose moments are being gathered
   auto open_next = [&] {
     if (open >= 0) barrier_arrive(stored + open % 2);
@@ -288,6 +291,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     const int stages = (t.kd_end - t.kd_first) * plan.chunks * kParts * groups_h;
     int x_done = -1, w_done = -1;
     bool add = false;
+    if constexpr (kPromotes) {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) total[i % 2][i / 2] = 0.f;
+    }
     for (int stage = 0; stage < stages; ++stage) {
       barrier_wait(x_full + x.stage, x.parity);
       const int images = kParts == 2 && stage / groups_h % 2 == 0 ? 2 : 1;
@@ -323,11 +330,32 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       }
       x_done = x.stage;
       x.advance(plan.x_stages);
+      if constexpr (kPromotes) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          wgmma_use(acc[m]);
+#pragma unroll
+          for (int i = 0; i < kN / 2; ++i) total[m][i] += acc[m][i];
+        }
+        add = false;
+        if (lane == 0) {
+          barrier_arrive(w_empty + w_done);
+          barrier_arrive(x_empty + x_done);
+        }
+        x_done = w_done = -1;
+      }
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int m = 0; m < 2; ++m) wgmma_use(acc[m]);
-    if (lane == 0) {
+    for (int m = 0; m < 2; ++m) {
+      wgmma_use(acc[m]);
+      if constexpr (kPromotes) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) acc[m][i] = total[m][i];
+      }
+    }
+    if (lane == 0 && !kPromotes) {
       barrier_arrive(w_empty + w_done);
       barrier_arrive(x_empty + x_done);
     }

@@ -80,7 +80,8 @@ inline FlatPlan plan_flat(const ConvProblem& problem, const DeviceLimits& limits
 
   // The tile's length such that the last round of blocks is full.
   double least = -1;
-  for (const int columns : {184, 128}) {
+  for (const int columns : {184, 128, 96}) {
+    if ((columns == 96) != (p.parts == 2)) continue;  // 3xTF32 keeps its sums twice
     const int64_t tile = columns * kHopperConsumers;
     const int64_t tiles = problem.n * p.m_tiles * ((positions + tile - 1) / tile);
     const double cost = double((tiles + limits.sm_count - 1) / limits.sm_count) * (columns + 8);
