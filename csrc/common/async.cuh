@@ -69,9 +69,10 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
                : "memory");
 }
 __device__ __forceinline__ void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until shared memory may be written again.
+// Until shared memory may be written again, but for what the last kPending commits store.
+template <int kPending>
 __device__ __forceinline__ void bulk_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 // Orders what this thread has seen in memory before its later asynchronous copies.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }

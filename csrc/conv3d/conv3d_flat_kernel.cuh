@@ -10,6 +10,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "../common/async.cuh"
 #include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
@@ -182,8 +184,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         return true;
       };
       uint32_t parities = 0;  // of the pieces' barriers, a bit each
-      const int sample_pieces =
-          static_cast<int>((sample_elements * sizeof(Element) + kFlatPieceBytes - 1) / kFlatPieceBytes);
+      const FlatShare share = flat_share(static_cast<int>(sample_elements / kVec));
+      constexpr int kUnit = kFlatPieceBytes / 16, kAhead = kFlatPieces - 2;
       while (true) {
         if (helper == 0 && lane == 0) claim[1] = claim_flat_sample(claim, true);
         named_barrier(3, kFlatHelpers * 32);
@@ -197,56 +199,51 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
           }
         }
         named_barrier(3, kFlatHelpers * 32);
-        make_flat_table(p, n, table, helper, kFlatHelpers);
+        make_flat_table(p, n, share, table, helper, kFlatHelpers);
         named_barrier(3, kFlatHelpers * 32);
         async_proxy_fence();
-        char* const sample = static_cast<char*>(p.y) + n * sample_elements * sizeof(Element);
-        auto bytes_of = [&](int piece) {
-          return static_cast<uint32_t>(
-              min(int64_t(kFlatPieceBytes), sample_elements * sizeof(Element) - int64_t(piece) * kFlatPieceBytes));
-        };
-        const int step = gridDim.x * kFlatHelpers;
-        int next = blockIdx.x * kFlatHelpers + helper, next_buffer = 0;  // to be loaded
+        uint4* const sample = reinterpret_cast<uint4*>(static_cast<char*>(p.y) + n * sample_elements * sizeof(Element));
+        const int first = share.first + helper * kUnit, step = kFlatHelpers * kUnit;
+        int next = first, next_buffer = 0;  // to be loaded
         auto load = [&] {
-          if (lane == 0 && next < sample_pieces) {
-            barrier_expect_bytes(full + next_buffer, bytes_of(next));
-            bulk_load(pieces + next_buffer * kFlatPieceBytes, sample + int64_t(next) * kFlatPieceBytes, bytes_of(next),
-                      full + next_buffer, policy);
+          if (lane == 0 && next < share.end) {
+            const uint32_t bytes = min(kUnit, share.end - next) * 16;
+            barrier_expect_bytes(full + next_buffer, bytes);
+            bulk_load(pieces + next_buffer * kFlatPieceBytes, sample + next, bytes, full + next_buffer, policy);
           }
           next += step;
-          next_buffer = (next_buffer + 1) % kFlatPieces;
+          if (++next_buffer == kFlatPieces) next_buffer = 0;
         };
-        if (lane == 0) bulk_store_wait_read();
-        for (int i = 0; i < kFlatPieces - 1; ++i) load();
+        if (lane == 0) bulk_store_wait_read<0>();
+        for (int i = 0; i < kAhead; ++i) load();
         int buffer = 0;
-        for (int piece = blockIdx.x * kFlatHelpers + helper; piece < sample_pieces; piece += step) {
-          if (lane == 0) bulk_store_wait_read();
+        for (int piece = first; piece < share.end; piece += step) {
+          // The next goes where the piece before the last was, which may still be on its way out.
+          if (lane == 0) bulk_store_wait_read<1>();
           load();
           barrier_wait(full + buffer, parities >> buffer & 1);
           parities ^= 1u << buffer;
           uint4* const vectors = reinterpret_cast<uint4*>(pieces + buffer * kFlatPieceBytes);
-          const int first = piece * (kFlatPieceBytes / 16), count = bytes_of(piece) / 16;
-          constexpr int kPerLane = kFlatPieceBytes / 16 / 32;
-          if (count == kPerLane * 32) {
-            uint4 v[kPerLane];
+          const int count = min(kUnit, share.end - piece), channel = plan.by_channel(piece);
+          if (count == kUnit && channel == plan.by_channel(piece + kUnit - 1)) {
+            const float4 t = table[channel];
+            uint4 v[kUnit / 32];
 #pragma unroll
-            for (int i = 0; i < kPerLane; ++i) v[i] = vectors[i * 32 + lane];
+            for (int i = 0; i < kUnit / 32; ++i) v[i] = vectors[i * 32 + lane];
 #pragma unroll
-            for (int i = 0; i < kPerLane; ++i) {
-              vectors[i * 32 + lane] = normalize_vector<Element>(v[i], table[plan.by_channel(first + i * 32 + lane)]);
-            }
+            for (int i = 0; i < kUnit / 32; ++i) vectors[i * 32 + lane] = normalize_vector<Element>(v[i], t);
           } else {
             for (int i = lane; i < count; i += 32) {
-              vectors[i] = normalize_vector<Element>(vectors[i], table[plan.by_channel(first + i)]);
+              vectors[i] = normalize_vector<Element>(vectors[i], table[plan.by_channel(piece + i)]);
             }
           }
           wgmma_fence_shared();
           __syncwarp();
           if (lane == 0) {
-            bulk_store(sample + int64_t(piece) * kFlatPieceBytes, vectors, bytes_of(piece));
+            bulk_store(sample + piece, vectors, count * 16);
             bulk_store_commit();
           }
-          buffer = (buffer + 1) % kFlatPieces;
+          if (++buffer == kFlatPieces) buffer = 0;
           if (helper == 0) publish();
         }
       }
@@ -255,7 +252,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
           if (!publish()) __nanosleep(100);
         }
       }
-      if (lane == 0) bulk_store_wait_read();  // before this block's shared memory is another's
+      if (lane == 0) bulk_store_wait_read<0>();  // before this block's shared memory is another's
     }
     return;
   }
@@ -288,6 +285,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     const FlatTile t = flat_tile<kN>(plan, tile);
     while (open < t.n) open_next();  // not later: the loads of this tile may wait for earlier samples
     if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);  // of the first tile; later it is open
+    const int c0 = t.m_tile * kFlatChannels + warp * 16 + g;
+    float bias[4];  // of this thread's channels
+#pragma unroll
+    for (int row = 0; row < 4; ++row) bias[row] = __ldg(p.bias + c0 + row / 2 * 64 + row % 2 * 8);
     const int stages = (t.kd_end - t.kd_first) * plan.chunks * kParts * groups_h;
     int x_done = -1, w_done = -1;
     bool add = false;
@@ -360,31 +361,38 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       barrier_arrive(x_empty + x_done);
     }
 
-    const int c0 = t.m_tile * kFlatChannels + warp * 16 + g;
     const int q = t.q0 + warpgroup * kN;
     const int count = min(kN, positions - q);
 #pragma unroll
     for (int row = 0; row < 4; ++row) {
-      const int c = c0 + row / 2 * 64 + row % 2 * 8;
-      const float bias = p.bias[c];
 #pragma unroll
       for (int i = 0; i < kN / 4; ++i) {
         float& v = acc[row / 2][i / 2 * 4 + row % 2 * 2 + i % 2];
-        v += bias;
+        v += bias[row];
         if (p.relu) v = fast_relu(v);
       }
-      if (c < p.c_out) {
-        Element* const to = static_cast<Element*>(p.y) + t.n * sample_elements + int64_t(c) * positions + q + t4 * 2;
+    }
+    Element* const y = static_cast<Element*>(p.y) + t.n * sample_elements + int64_t(c0) * positions + q + t4 * 2;
+    auto finish = [&](auto whole) {  // without a branch for each value where the whole tile exists
+      constexpr bool kWhole = decltype(whole)::value;
+#pragma unroll
+      for (int row = 0; row < 4; ++row) {
+        const int c = row / 2 * 64 + row % 2 * 8;
+        Element* const to = y + int64_t(c) * positions;
+        if (c0 + c >= p.c_out) continue;
 #pragma unroll
         for (int j = 0; j < kN / 8; ++j) {
-          if (j * 8 + t4 * 2 < count) {
-            const float v[2] = {acc[row / 2][j * 4 + row % 2 * 2], acc[row / 2][j * 4 + row % 2 * 2 + 1]};
-            store_vec(to + j * 8, pack<Element, 2>(v));
-          }
+          const float v[2] = {acc[row / 2][j * 4 + row % 2 * 2], acc[row / 2][j * 4 + row % 2 * 2 + 1]};
+          if (kWhole || j * 8 + t4 * 2 < count) store_vec(to + j * 8, pack<Element, 2>(v));
         }
       }
+      add_flat_moments<kN, kWhole>(acc, count, moments, open % 2, warpgroup, t.m_tile * kFlatChannels);
+    };
+    if (count == kN) {
+      finish(std::true_type());
+    } else {
+      finish(std::false_type());
     }
-    add_flat_moments<kN>(acc, count, moments, open % 2, warpgroup, t.m_tile * kFlatChannels);
   }
   if (lag > 0 && lane == 0) barrier_arrive(lagging);  // too little work to have come to it
   while (open < p.n - 1) open_next();
@@ -392,7 +400,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
 
   // Nothing is left to compute: this block's share of the last samples, until the helpers have come to them.
   float4* const own_table = reinterpret_cast<float4*>(smem);  // stages are no longer filled
-  const int vectors = static_cast<int>(sample_elements / kVec), step = gridDim.x * kHopperConsumers * 128;
+  const FlatShare share = flat_share(static_cast<int>(sample_elements / kVec));
   while (true) {
     named_barrier(1, kHopperConsumers * 128);
     if (tid == 0) claim[2] = claim_flat_sample(claim, false);
@@ -401,20 +409,20 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     if (n < 0) break;
     if (lane == 0) await_all_blocks(p, n);
     __syncwarp();
-    make_flat_table(p, n, own_table, warpgroup * 4 + warp, kHopperConsumers * 4);
+    make_flat_table(p, n, share, own_table, warpgroup * 4 + warp, kHopperConsumers * 4);
     named_barrier(1, kHopperConsumers * 128);
     uint4* const y = reinterpret_cast<uint4*>(static_cast<Element*>(p.y) + n * sample_elements);
-    constexpr int kUnroll = 8;
-    for (int i0 = blockIdx.x * kHopperConsumers * 128 + tid; i0 < vectors; i0 += kUnroll * step) {
+    constexpr int kUnroll = 8, kStep = kHopperConsumers * 128;
+    for (int i0 = share.first + tid; i0 < share.end; i0 += kUnroll * kStep) {
       uint4 v[kUnroll];
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        if (i0 + i * step < vectors) v[i] = __ldcg(y + i0 + i * step);
+        if (i0 + i * kStep < share.end) v[i] = __ldcg(y + i0 + i * kStep);
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        if (i0 + i * step < vectors) {
-          y[i0 + i * step] = normalize_vector<Element>(v[i], own_table[plan.by_channel(i0 + i * step)]);
+        if (i0 + i * kStep < share.end) {
+          y[i0 + i * kStep] = normalize_vector<Element>(v[i], own_table[plan.by_channel(i0 + i * kStep)]);
         }
       }
     }

@@ -45,48 +45,59 @@ struct FlatMoments {
 };
 
 // Adds a tile's outputs, as the accumulators hold them, to the moments of this warp's channels. `count`: positions of
-// the warpgroup's tile that exist, an even number.
-template <int kN>
+// the warpgroup's tile that exist, an even number; all of them with kWhole.
+template <int kN, bool kWhole>
 __device__ __forceinline__ void add_flat_moments(const float (&acc)[2][kN / 2], int count, const FlatMoments& moments,
                                                  int parity, int warpgroup, int first_channel) {
   const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4, t4 = threadIdx.x % 4;
-  const bool whole = count == kN;
-  float sum[4] = {}, squares[4] = {}, shift[4];
-#pragma unroll
-  for (int row = 0; row < 4; ++row) shift[row] = acc[row / 2][row % 2 * 2];
+  float sum[4] = {}, squares[4] = {};
 #pragma unroll
   for (int j = 0; j < kN / 8; ++j) {
-    if (whole || j * 8 + t4 * 2 < count) {
+    if (!kWhole && j * 8 + t4 * 2 >= count) continue;
 #pragma unroll
-      for (int row = 0; row < 4; ++row) {
+    for (int row = 0; row < 4; ++row) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float d = acc[row / 2][j * 4 + row % 2 * 2 + e] - shift[row];
-          sum[row] += d;
-          squares[row] += d * d;
-        }
+      for (int e = 0; e < 2; ++e) {
+        const float d = acc[row / 2][j * 4 + row % 2 * 2 + e] - acc[row / 2][row % 2 * 2];
+        sum[row] += d;
+        squares[row] += d * d;
       }
     }
   }
-  const int mine = max(0, count - t4 * 2 + 6) / 8 * 2;
-  const float over = mine > 0 ? 1.f / float(mine) : 0.f;
-  Moments m[4];
+  const float mine = kWhole ? float(kN / 4) : float(max(0, count - t4 * 2 + 6) / 8 * 2);
+  const float over = mine > 0.f ? __fdividef(1.f, mine) : 0.f;
+  float mean[4], deviations[4];
 #pragma unroll
   for (int row = 0; row < 4; ++row) {
-    const float mean = sum[row] * over;
-    if (mine > 0) m[row] = {shift[row] + mean, squares[row] - sum[row] * mean, float(mine)};
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) {
-      m[row].merge(__shfl_xor_sync(0xffffffff, m[row].mean, lanes),
-                   __shfl_xor_sync(0xffffffff, m[row].deviations, lanes),
-                   __shfl_xor_sync(0xffffffff, m[row].count, lanes));
-    }
+    const float offset = sum[row] * over;
+    mean[row] = mine > 0.f ? acc[row / 2][row % 2 * 2] + offset : 0.f;
+    deviations[row] = mine > 0.f ? squares[row] - sum[row] * offset : 0.f;
   }
-  Moments own = m[0];
+  // Each of the four threads of these channels ends with one of them.
+  const bool odd = t4 % 2 != 0, upper = t4 / 2 != 0;
+  auto exchange = [](float keep, float send, int lanes) {
+    return make_float2(keep, __shfl_xor_sync(0xffffffff, send, lanes));
+  };
+  float count_of = mine;
+  auto merge = [](float2 mean, float2 deviations, float2 count, float* to_mean, float* to_deviations) {
+    Moments m{mean.x, deviations.x, count.x};
+    m.merge(mean.y, deviations.y, count.y);
+    *to_mean = m.mean, *to_deviations = m.deviations;
+  };
+  const float2 counts = exchange(count_of, count_of, 1);
 #pragma unroll
-  for (int row = 1; row < 4; ++row) {
-    if (t4 == row) own = m[row];
+  for (int half = 0; half < 2; ++half) {
+    const float2 means =
+        exchange(odd ? mean[half * 2 + 1] : mean[half * 2], odd ? mean[half * 2] : mean[half * 2 + 1], 1);
+    const float2 both = exchange(odd ? deviations[half * 2 + 1] : deviations[half * 2],
+                                 odd ? deviations[half * 2] : deviations[half * 2 + 1], 1);
+    merge(means, both, counts, mean + half, deviations + half);
   }
+  count_of = counts.x + counts.y;
+  Moments own{upper ? mean[1] : mean[0], upper ? deviations[1] : deviations[0], count_of};
+  own.merge(__shfl_xor_sync(0xffffffff, upper ? mean[0] : mean[1], 2),
+            __shfl_xor_sync(0xffffffff, upper ? deviations[0] : deviations[1], 2),
+            __shfl_xor_sync(0xffffffff, count_of, 2));
   const int c = first_channel + t4 / 2 * 64 + warp * 16 + t4 % 2 * 8 + g;
   Moments all = moments.load(parity, warpgroup, c);
   all.merge(own.mean, own.deviations, own.count);
@@ -115,17 +126,33 @@ __device__ __forceinline__ void publish_flat_moments(const FlatParams& p, const 
   }
 }
 
-// By `warps` warps, of which this is number `warp`: mean, scale and offset of each channel, once all blocks have
-// arrived.
-__device__ __forceinline__ void make_flat_table(const FlatParams& p, int sample, float4* table, int warp, int warps) {
+// A block's share of a sample, in 16-byte vectors.
+struct FlatShare {
+  int first, end;
+};
+__device__ __forceinline__ FlatShare flat_share(int vectors) {
+  const int unit = kFlatPieceBytes / 16, pieces = (vectors + unit - 1) / unit;
+  const int first = int64_t(pieces) * blockIdx.x / gridDim.x, end = int64_t(pieces) * (blockIdx.x + 1) / gridDim.x;
+  return {min(first * unit, vectors), min(end * unit, vectors)};
+}
+
+// By `warps` warps, of which this is number `warp`: mean, scale and offset of each channel that the share touches, once
+// all blocks have arrived.
+__device__ __forceinline__ void make_flat_table(const FlatParams& p, int sample, const FlatShare& share, float4* table,
+                                                int warp, int warps) {
+  if (share.first >= share.end) return;
   const int lane = threadIdx.x % 32, channels = p.c_out / p.groups, blocks = gridDim.x;
-  for (int group = warp; group < p.groups; group += warps) {
+  const int last_group = p.plan.by_channel(share.end - 1) / channels;
+  for (int group = p.plan.by_channel(share.first) / channels + warp; group <= last_group; group += warps) {
     const int64_t index = int64_t(sample) * p.groups + group;
     const float4* const from = reinterpret_cast<const float4*>(p.partials) + index * blocks;
     Moments m;
-    for (int i = lane; i < blocks; i += 32) {
-      const float4 v = __ldcg(from + i);
-      m.merge(v.x, v.y, v.z);
+    for (int i0 = lane; i0 < blocks; i0 += 96) {
+      float4 v[3];
+#pragma unroll
+      for (int i = 0; i < 3; ++i) v[i] = i0 + i * 32 < blocks ? __ldcg(from + i0 + i * 32) : make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int i = 0; i < 3; ++i) m.merge(v[i].x, v[i].y, v[i].z);
     }
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -134,7 +161,8 @@ __device__ __forceinline__ void make_flat_table(const FlatParams& p, int sample,
     }
     const float mean = __shfl_sync(0xffffffff, m.mean, 0);
     const float rstd = rsqrtf(__shfl_sync(0xffffffff, m.deviations, 0) / __shfl_sync(0xffffffff, m.count, 0) + p.eps);
-    if (blockIdx.x == 0 && lane == 0 && p.mean) p.mean[index] = mean, p.rstd[index] = rstd;
+    const int64_t first = int64_t(group) * channels * p.plan.channel_vectors;  // of the group
+    if (lane == 0 && p.mean && first >= share.first && first < share.end) p.mean[index] = mean, p.rstd[index] = rstd;
     for (int c = group * channels + lane; c < (group + 1) * channels; c += 32) {
       const float gamma = p.gamma ? load_as<float>(p.gamma, c, p.affine_dtype) : 1.f;
       const float beta = p.beta ? load_as<float>(p.beta, c, p.affine_dtype) : 0.f;

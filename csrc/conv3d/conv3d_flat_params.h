@@ -18,7 +18,7 @@ inline constexpr int kFlatRowBytes = 128;  // of a slot's channels in shared mem
 inline constexpr int kFlatMaxStages = 8;
 inline constexpr int kFlatHelpers = 2;        // warps that normalize
 inline constexpr int kFlatPieceBytes = 2048;  // what one of them normalizes at a time
-inline constexpr int kFlatPieces = 4;         // that it has under way
+inline constexpr int kFlatPieces = 6;         // that it has under way
 
 struct FlatPlan {
   const char* refusal = nullptr;
@@ -39,8 +39,9 @@ struct FlatPlan {
   bool whole_height = true;  // a stage of x serves all taps of the height, else those of the width alone
   int boxes = 1, box_rows = 64;
   int x_stages = 2, w_stages = 2;
-  int lag = 0;  // weight stages that the second warpgroup starts later
-  HopperDivisor by_m_tiles, by_tiles_per_sample, by_plane, by_channel;  // by_channel: 16-byte vectors of a channel
+  int lag = 0;              // weight stages that the second warpgroup starts later
+  int channel_vectors = 1;  // of 16 bytes, of an output channel
+  HopperDivisor by_m_tiles, by_tiles_per_sample, by_plane, by_channel;
   int smem_bytes = 0;
   int64_t packed_bytes = 0;  // weights
   int64_t sample_bytes = 0;  // of the copy of x

@@ -115,7 +115,8 @@ inline FlatPlan plan_flat(const ConvProblem& problem, const DeviceLimits& limits
   p.by_m_tiles = hopper_divisor(p.m_tiles);
   p.by_tiles_per_sample = hopper_divisor(p.tiles_per_sample);
   p.by_plane = hopper_divisor(plane);
-  p.by_channel = hopper_divisor(positions * size / 16);
+  p.channel_vectors = static_cast<int>(positions * size / 16);
+  p.by_channel = hopper_divisor(p.channel_vectors);
   p.smem_bytes = flat_smem_layout(p).total;
   return p;
 }

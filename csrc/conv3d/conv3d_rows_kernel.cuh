@@ -205,6 +205,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
 
   for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
     const RowsTile t = rows_tile<kTile>(p, tile);
+    const int c0 = t.m_tile * (kSegments * 64) + warp * 16 + g * 2;
+    float2 bias[kSegments];
+#pragma unroll
+    for (int m = 0; m < kSegments; ++m) bias[m] = __ldg(reinterpret_cast<const float2*>(p.bias + c0 + m * 64));
     const int first_slot = t.q0 - t.first_row * plan.row_slots;
     const int stages = (t.kd_end - t.kd_first) * plan.chunks;
     int x_done = -1, w_done = -1;
@@ -250,58 +254,76 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
       barrier_arrive(x_empty + x_done);
     }
 
-    const int c0 = t.m_tile * (kSegments * 64) + warp * 16 + g * 2;
     const int q0 = t.q0 + warpgroup * kN + t4 * 2;
-    float2 bias[kSegments];
-#pragma unroll
-    for (int m = 0; m < kSegments; ++m) bias[m] = *reinterpret_cast<const float2*>(p.bias + c0 + m * 64);
     Element* const y = static_cast<Element*>(p.y) + t.n * p.y_stride_n + c0;
     const Element* const residual = static_cast<const Element*>(p.residual) + t.n * p.y_stride_n + c0;
     const int channels_left = p.c_out - c0;
     RowsMoments<kSegments> sums;
-    constexpr int kBatch = kMore && kSegments == 1 ? 8 : 2;  // positions whose residuals are loaded together
+    // Of position q0: each step of 8 positions goes on by at most one row.
+    const int line = plan.by_row(q0);
+    int od = plan.by_plane(line), oh = line - od * plan.plane_rows, ow = q0 - line * plan.row_slots;
+    int64_t offset = od * p.y_stride[0] + oh * p.y_stride[1] + ow * p.y_stride[2];
+    const int64_t next_eight = 8 * p.y_stride[2];
+    const int64_t next_row = p.y_stride[1] - plan.row_slots * p.y_stride[2];
+    const int64_t next_plane = p.y_stride[0] - plan.plane_rows * p.y_stride[1];
+    constexpr int kBatch =
+        kMore && kSegments == 1 ? 4 : 1;  // of pairs of positions whose residuals are loaded together
 #pragma unroll
-    for (int i0 = 0; i0 < kN / 4; i0 += kBatch) {
-      int64_t offset[kBatch];
-      Vec<Element, 2> added[kBatch][kSegments];
+    for (int j0 = 0; j0 < kN / 8; j0 += kBatch) {
+      int64_t offsets[kBatch];
+      bool exists[kBatch][2];
+      Vec<Element, 2> added[kBatch][2][kSegments];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int i = i0 + b, q = q0 + i / 2 * 8 + i % 2;
-        const int line = plan.by_row(q), od = plan.by_plane(line);
-        const int oh = line - od * plan.plane_rows, ow = q - line * plan.row_slots;
-        const bool exists = i < kN / 4 && od < p.out[0] && oh < p.out[1] && ow < p.out[2];
-        offset[b] = exists ? od * p.y_stride[0] + oh * p.y_stride[1] + ow * p.y_stride[2] : -1;
+        const bool in_rows = od < p.out[0] && oh < p.out[1];
+        offsets[b] = offset;
+        exists[b][0] = in_rows && ow < p.out[2], exists[b][1] = in_rows && ow + 1 < p.out[2];
+        ow += 8, offset += next_eight;
+        const bool wraps = ow >= plan.row_slots;
+        ow -= wraps ? plan.row_slots : 0;
+        offset += wraps ? next_row : 0;
+        oh += wraps;
+        const bool next = oh == plan.plane_rows;
+        oh = next ? 0 : oh;
+        od += next;
+        offset += next ? next_plane : 0;
+        if (kMore && p.residual) {
 #pragma unroll
-        for (int m = 0; m < kSegments; ++m) {
-          if (kMore && p.residual && exists && m * 64 < channels_left) {
-            added[b][m] = load_vec<Element, 2>(residual + offset[b] + m * 64);
+          for (int i = 0; i < 2 * kSegments; ++i) {
+            if (exists[b][i % 2] && i / 2 * 64 < channels_left) {
+              added[b][i % 2][i / 2] = load_vec<Element, 2>(residual + offsets[b] + i % 2 * p.y_stride[2] + i / 2 * 64);
+            }
           }
         }
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int i = i0 + b;
-        if (i >= kN / 4 || offset[b] < 0) continue;
 #pragma unroll
-        for (int m = 0; m < kSegments; ++m) {
-          float v[2] = {acc[m][i / 2 * 4 + i % 2] + bias[m].x, acc[m][i / 2 * 4 + 2 + i % 2] + bias[m].y};
-          if (kMore && p.residual && m * 64 < channels_left) {
-            float r[2];
-            unpack(added[b][m], r);
-            v[0] += r[0], v[1] += r[1];
+        for (int e = 0; e < 2; ++e) {
+#pragma unroll
+          for (int m = 0; m < kSegments; ++m) {
+            const float* const sum = acc[m] + (j0 + b) * 4 + e;
+            float v[2] = {sum[0] + bias[m].x, sum[2] + bias[m].y};
+            if (kMore && p.residual) {
+              float r[2];
+              unpack(added[b][e][m], r);
+              v[0] += r[0], v[1] += r[1];
+            }
+            if (kMore) v[0] *= p.scale, v[1] *= p.scale;
+            if (p.act == Chain::kRelu) {
+              v[0] = fast_relu(v[0]), v[1] = fast_relu(v[1]);
+            } else if (p.act == Chain::kSilu) {
+              v[0] *= fast_sigmoid(v[0]), v[1] *= fast_sigmoid(v[1]);
+            }
+            const Vec<Element, 2> rounded = pack<Element, 2>(v);
+            if (exists[b][e] && m * 64 < channels_left) {
+              store_vec(y + offsets[b] + e * p.y_stride[2] + m * 64, rounded);
+            }
+            if (kMore && std::is_same_v<Element, __half>) unpack(rounded, v);  // which may be Inf
+            if (kMore && exists[b][e]) sums.add(m, v);
           }
-          if (kMore) v[0] *= p.scale, v[1] *= p.scale;
-          if (p.act == Chain::kRelu) {
-            v[0] = fast_relu(v[0]), v[1] = fast_relu(v[1]);
-          } else if (p.act == Chain::kSilu) {
-            v[0] *= fast_sigmoid(v[0]), v[1] *= fast_sigmoid(v[1]);
-          }
-          const Vec<Element, 2> rounded = pack<Element, 2>(v);
-          if (m * 64 < channels_left) store_vec(y + offset[b] + m * 64, rounded);
-          if (kMore && std::is_same_v<Element, __half>) unpack(rounded, v);  // which may be Inf
-          if (kMore) sums.add(m, v);
+          if (kMore) sums.count += exists[b][e] ? 1.f : 0.f;
         }
-        if (kMore) sums.count += 1.f;
       }
     }
     if (kMore && p.moments) {

@@ -88,9 +88,8 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
       q.chunks = static_cast<int>((channel_bytes + row_bytes - 1) / row_bytes);
       q.m_tiles = static_cast<int>((problem.c_out + segments * 64 - 1) / (segments * 64));
       const int tile = q.columns * kHopperConsumers;
-      // Every row begins at a multiple of 128 bytes.
-      const int64_t per_line = 128 / row_bytes;
-      q.row_slots = static_cast<int>((problem.in[2] + p.padding[2] + per_line - 1) / per_line * per_line);
+      // Even: a thread's two positions are of one row, and every row begins at a multiple of 128 bytes.
+      q.row_slots = std::max(8, static_cast<int>(problem.in[2] + p.padding[2] + 1) / 2 * 2);
       const int64_t positions = ((problem.out[0] - 1) * p.plane_rows + problem.out[1]) * q.row_slots;
       if (positions >= int64_t(1) << 29 || q.row_slots > 256) continue;
       q.stage_rows = (q.row_slots - 1 + tile - 1 + span_w) / q.row_slots + 1 + span_h;
