@@ -12,6 +12,7 @@ namespace {
 
 // One 16-byte piece of an image a thread.
 __global__ void __launch_bounds__(128) conv_flat_pack_kernel(const __grid_constant__ FlatPackParams p) {
+  let_dependents_start();
   const FlatPlan& plan = p.plan;
   const bool half = p.dtype != Dtype::kFloat32;
   const int per_piece = half ? 8 : 4;
@@ -22,11 +23,11 @@ __global__ void __launch_bounds__(128) conv_flat_pack_kernel(const __grid_consta
     p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
   }
   for (int64_t index = first; index < pieces; index += step) {
-    int64_t rest = index;
-    auto next = [&](int size) {
-      const int digit = static_cast<int>(rest % size);
+    uint32_t rest = static_cast<uint32_t>(index);
+    auto next = [&](uint32_t size) {
+      const uint32_t digit = rest % size;
       rest /= size;
-      return digit;
+      return static_cast<int>(digit);
     };
     const int piece = next(kFlatRowBytes / 16), row = next(kFlatChannels), part = next(plan.parts);
     int kw = next(plan.taps[2]), kh = next(plan.taps[1]);
@@ -135,6 +136,24 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
       }
     }
   }
+  wait_for_prerequisites();  // the kernel behind this one wants the packed weights, too
+}
+
+// Beside the packing, which it does not depend on.
+template <auto kKernel>
+Status launch_beside_pack(const FlatInputParams& p, dim3 grid, cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kInputThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = can_start_early<kKernel>() ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kKernel, p);
+  if (error != cudaSuccess) return {StatusCode::kCudaError, "conv_flat_input_kernel", cudaGetErrorString(error)};
+  return Status::Ok();
 }
 
 template <auto kKernel>
@@ -191,13 +210,13 @@ Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream) {
     const bool pairs = reinterpret_cast<uintptr_t>(p.x) % 4 == 0 && p.stride[2] == 1 && p.stride[1] % 2 == 0 &&
                        p.stride[0] % 2 == 0 && p.stride_c % 2 == 0 && p.stride_n % 2 == 0 && plan.in[2] % 2 == 0 &&
                        plan.out[2] % 2 == 0 && plan.plane % 2 == 0;
-    if (pairs) return launch_kernel<conv_flat_input_kernel<true, 1, true>>(name, p, grid, kInputThreads, 0, stream);
-    return launch_kernel<conv_flat_input_kernel<true, 1, false>>(name, p, grid, kInputThreads, 0, stream);
+    if (pairs) return launch_beside_pack<conv_flat_input_kernel<true, 1, true>>(p, grid, stream);
+    return launch_beside_pack<conv_flat_input_kernel<true, 1, false>>(p, grid, stream);
   }
   if (plan.parts == 1) {
-    return launch_kernel<conv_flat_input_kernel<false, 1, false>>(name, p, grid, kInputThreads, 0, stream);
+    return launch_beside_pack<conv_flat_input_kernel<false, 1, false>>(p, grid, stream);
   }
-  return launch_kernel<conv_flat_input_kernel<false, 2, false>>(name, p, grid, kInputThreads, 0, stream);
+  return launch_beside_pack<conv_flat_input_kernel<false, 2, false>>(p, grid, stream);
 }
 
 Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy) {

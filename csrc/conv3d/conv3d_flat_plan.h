@@ -77,6 +77,7 @@ inline FlatPlan plan_flat(const ConvProblem& problem, const DeviceLimits& limits
   p.sample_bytes = p.slots * p.chunks * p.parts * kFlatRowBytes;
   const int64_t images = int64_t(p.m_tiles) * p.taps[0] * p.chunks * p.taps[1] * p.taps[2] * p.parts;
   p.packed_bytes = images * kFlatWeightBytes;
+  if (p.packed_bytes >= int64_t(1) << 34) return refuse("too many weights");
 
   // The tile's length such that the last round of blocks is full.
   double least = -1;

@@ -23,11 +23,11 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
   }
   for (int64_t i = first; i < p.moment_values; i += step) p.moments[i] = 0.f;
   for (int64_t index = first; index < pieces; index += step) {
-    int64_t rest = index;
-    auto next = [&](int size) {
-      const int digit = static_cast<int>(rest % size);
+    uint32_t rest = static_cast<uint32_t>(index);
+    auto next = [&](uint32_t size) {
+      const uint32_t digit = rest % size;
       rest /= size;
-      return digit;
+      return static_cast<int>(digit);
     };
     const int piece = next(pieces_per_row), row = next(rows);
     int kw = next(plan.taps[2]), kh = next(plan.taps[1]);

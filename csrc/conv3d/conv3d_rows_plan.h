@@ -128,6 +128,7 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
   p.by_plane = hopper_divisor(p.plane_rows);
   p.smem_bytes = rows_smem_layout(p).total;
   p.packed_bytes = int64_t(p.m_tiles) * p.taps[0] * p.chunks * p.taps[1] * p.taps[2] * rows_w_stage_bytes(p);
+  if (p.packed_bytes >= int64_t(1) << 34) return refuse("too many weights");
   return p;
 }
 
