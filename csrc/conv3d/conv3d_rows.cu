@@ -78,14 +78,17 @@ Status launch_after_pack(const RowsParams& p, cudaStream_t stream) {
   return Status::Ok();
 }
 
+template <ConvMath kMath, int kSegments, int kN, bool kMore>
+Status launch_row_bytes(const RowsParams& p, cudaStream_t stream) {
+  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, kSegments, kN, 64, kMore>>(p, stream)
+                                : launch_after_pack<conv_rows_kernel<kMath, kSegments, kN, 128, kMore>>(p, stream);
+}
+
 template <ConvMath kMath, bool kMore>
 Status launch_tile(const RowsParams& p, cudaStream_t stream) {
-  if (p.plan.segments == 1) {
-    return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, 1, 256, 64, kMore>>(p, stream)
-                                  : launch_after_pack<conv_rows_kernel<kMath, 1, 256, 128, kMore>>(p, stream);
-  }
-  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, 2, 184, 64, kMore>>(p, stream)
-                                : launch_after_pack<conv_rows_kernel<kMath, 2, 184, 128, kMore>>(p, stream);
+  if (p.plan.columns == 256) return launch_row_bytes<kMath, 1, 256, kMore>(p, stream);
+  if (p.plan.columns == 208) return launch_row_bytes<kMath, 1, 208, kMore>(p, stream);
+  return launch_row_bytes<kMath, 2, 184, kMore>(p, stream);
 }
 
 template <ConvMath kMath>

@@ -79,11 +79,12 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
 
   RowsPlan best;
   double least = -1;
-  for (const int segments : {1, 2}) {
+  for (const int columns : {256, 208, 184}) {  // such that the last round of blocks is full
     for (const int row_bytes : {128, 64}) {
       RowsPlan q = p;
+      const int segments = columns == 184 ? 2 : 1;
       q.segments = segments;
-      q.columns = segments == 1 ? 256 : 184;
+      q.columns = columns;
       q.row_bytes = row_bytes;
       q.chunks = static_cast<int>((channel_bytes + row_bytes - 1) / row_bytes);
       q.m_tiles = static_cast<int>((problem.c_out + segments * 64 - 1) / (segments * 64));
