@@ -21,6 +21,12 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "int[3] output_padding=0, int groups=1, int[3] dilation=1, *, str backend=\"auto\", bool? allow_tf32=None) "
       "-> Tensor");
 
+  // dx, dweight and dbias of any of them, as far as mask asks; empty tensors for the others.
+  m.def(
+      "conv_backward(Tensor dy, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
+      "int[] output_padding, int groups, bool transposed, bool[3] mask, *, str backend=\"auto\", "
+      "bool? allow_tf32=None) -> (Tensor, Tensor, Tensor)");
+
   // GroupNorm.
   m.def("group_stats(Tensor x, int num_groups, float eps=1e-5) -> (Tensor, Tensor)");
   m.def(
@@ -28,6 +34,10 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "group_norm(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
       "str act=\"none\") -> Tensor");
+  // With moments, mean and variance of every channel [N, C, 2], as conv_add_moments gives them.
+  m.def(
+      "group_norm_moments(Tensor x, Tensor moments, int num_groups, Tensor? weight=None, Tensor? bias=None, "
+      "float eps=1e-5, str act=\"none\") -> Tensor");
   m.def(
       "group_norm_fwd(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
       "str act=\"none\", str pre_act=\"none\") -> (Tensor, Tensor, Tensor)");
@@ -50,12 +60,25 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def("mean(Tensor x, int[1] dims, bool keepdim=False) -> Tensor");
   m.def("mean_backward(Tensor dy, SymInt[] sizes, int[1] dims, bool keepdim=False) -> Tensor");
 
-  // What stands between norms and convolutions. conv_add: (convolution + bias + residual) / divisor; upsample_linear:
-  // to twice the size, plus residual; max_pool: without indices.
+  // What stands between norms and convolutions. conv_add: act((convolution + bias + residual) / divisor); with
+  // moments: mean and variance of every channel, too;
+  // upsample_linear: to twice the size, plus residual; max_pool: without indices.
   m.def(
       "conv_add(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "
-      "int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0) -> Tensor");
+      "int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0, "
+      "str act=\"none\", *, str backend=\"auto\") -> Tensor");
+  m.def(
+      "conv_add_moments(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, "
+      "int[] dilation, int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0, "
+      "str act=\"none\", *, str backend=\"auto\") -> (Tensor, Tensor)");
+  // conv(act(group_norm(x))) with a kernel of 1; num_groups 0: no norm, and no act.
+  m.def(
+      "group_norm_conv1x1(Tensor x, Tensor? moments, int num_groups, Tensor? gn_weight, Tensor? gn_bias, float eps, "
+      "str act, Tensor weight, Tensor? bias) -> Tensor");
   m.def("upsample_linear(Tensor x, Tensor? residual=None) -> Tensor");
+  m.def("upsample_linear_backward(Tensor dy) -> Tensor");
+  m.def("upsample_nearest(Tensor x, int[] factors) -> Tensor");
+  m.def("upsample_nearest_backward(Tensor dy, int[] factors) -> Tensor");
   m.def("max_pool(Tensor x, int[] kernel_size, int[] stride, int[] padding) -> Tensor");
 
   // The three pipelines.
@@ -90,6 +113,9 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "explain_conv(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int[] output_padding, "
       "int groups, bool transposed, str epilogue=\"store\", str backend=\"auto\", bool? allow_tf32=None) -> str");
+  m.def(
+      "explain_group_norm(Tensor x, int num_groups, str act=\"none\", str pre_act=\"none\", bool backward=False, "
+      "bool? channels_last=None) -> str");
   m.def("build_info() -> str");
 }
 

@@ -28,6 +28,8 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
     with torch.no_grad():
         _, channel_mean, mean, rstd = OPS.group_norm_mean_fwd(x2, 2, g4, b4)
         lse = OPS.logsumexp(x2, [1], True)
+        variance = x2.to(stats).var([2, 3], correction=0)
+        moments = torch.stack([channel_mean, variance], -1)
         dy, dlse = torch.ones_like(x2), torch.ones_like(lse)
         dstats, dout = torch.ones_like(mean), torch.ones(2, device=device, dtype=stats)
     return [
@@ -46,7 +48,18 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
         ("activation", (x2, "tanh+hardswish"), {}),
         ("activation_backward", (dy, x2, "gelu"), {}),
         ("conv_add", (x2, w2, b, rand(2, 6, 9, 5), [1, 2], [1, 1], [1, 1], [0, 0], 1, False, 2.0), {}),
+        (
+            "conv_backward",
+            (rand(2, 6, 9, 4), x2, w2, [1, 2], [1, 0], [1, 1], [0, 0], 1, False, [True, True, True]),
+            {},
+        ),
+        ("conv_add_moments", (x3, w3, b, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], [0, 0, 0], 1, False, 1.0, "silu"), {}),
+        ("group_norm_moments", (x2, moments, 2, g4, b4, 1e-5, "silu"), {}),
+        ("group_norm_conv1x1", (x2, None, 2, g4, b4, 1e-5, "silu", rand(3, 4, 1, 1), None), {}),
         ("upsample_linear", (x3, rand(2, 4, 10, 12, 14)), {}),
+        ("upsample_linear_backward", (rand(2, 3, 4, 10, 6),), {}),
+        ("upsample_nearest", (x3, [2, 1, 3]), {}),
+        ("upsample_nearest_backward", (rand(2, 3, 4, 9), [2, 3]), {}),
         ("max_pool", (x2, [3, 2], [2, 2], [1, 0]), {}),
         ("logsumexp", (x2, [1], True), {}),
         ("logsumexp_backward", (dlse, x2, lse, [1], True), {}),

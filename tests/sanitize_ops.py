@@ -203,6 +203,33 @@ def conv_cases() -> None:
             )
 
 
+def conv_gradient_cases() -> None:
+    """Own kernels alone: what ATen makes of the rest is left out, and so is dbias."""
+    for dtype in (torch.float32, *HALVES):
+        for name, c_in, c_out, size, kernel, transposed in (
+            ("", 32, 40, (5, 9, 37), (3, 3, 3), False),
+            ("16 channels", 16, 32, (5, 9, 20), (3, 3, 3), False),
+            ("transposed", 40, 32, (3, 7, 18), (3, 3, 3), True),
+            ("2d", 64, 32, (1, 19, 50), (1, 3, 3), False),
+            ("5 deep", 16, 32, (6, 5, 20), (5, 3, 3), False),
+            ("first layer", 4, 32, (5, 9, 40), (3, 3, 3), False),
+            ("first layer, 2d", 3, 16, (1, 21, 48), (1, 3, 3), False),
+        ):
+            x = tensor(2, c_in, *size, dtype=dtype, channels_last=True)
+            dy = tensor(2, c_out, *size, dtype=dtype, channels_last=True)
+            weight = tensor(*((c_in, c_out) if transposed else (c_out, c_in)), *kernel, dtype=dtype)
+            geometry = ([1] * 3, [k // 2 for k in kernel], [1] * 3, [0] * 3, 1, transposed)
+            call = lambda dy, x, w, g=geometry, c=c_in: ops.conv_backward(  # noqa: E731
+                dy, x, w, *g, [c > 4, True, False], backend="kgopt", allow_tf32=True
+            )
+            run(f"conv_backward {name} {dtype}", dy, x, weight, backward=False, call=call)
+        x = tensor(2, 32, 6, 11, 36, dtype=dtype, channels_last=True)
+        dy = tensor(2, 40, 3, 6, 18, dtype=dtype, channels_last=True)
+        geometry = ([2] * 3, [1] * 3, [1] * 3, [0] * 3, 1, False, [False, True, False])
+        call = lambda dy, x, w, g=geometry: ops.conv_backward(dy, x, w, *g, backend="kgopt", allow_tf32=True)  # noqa: E731
+        run(f"conv_backward stride 2 {dtype}", dy, x, tensor(40, 32, 3, 3, 3, dtype=dtype), backward=False, call=call)
+
+
 def between_cases() -> None:
     for dtype, last, spatial in itertools.product(DTYPES, (False, True), ((5, 7), (3, 5, 7))):
         rank = len(spatial)
@@ -211,6 +238,8 @@ def between_cases() -> None:
             x = tensor(2, channels, *spatial, dtype=dtype, channels_last=last)
             larger = tensor(2, channels, *(2 * s for s in spatial), dtype=dtype, channels_last=last)
             run(f"upsample_linear {label}", x, larger, backward=False, call=ops.upsample_linear)
+            run(f"upsample_linear_backward {label}", larger, backward=False, call=ops.upsample_linear_backward)
+            run(f"upsample_nearest {label}", x, call=lambda x, f=[2] * rank: ops.upsample_nearest(x, f))
             for window in (([2] * rank, [2] * rank, [0] * rank), ([3] * rank, [2] * rank, [1] * rank)):
                 run(f"max_pool {label}", x, backward=False, call=lambda x, w=window: ops.max_pool(x, *w))
             weight = tensor(channels, channels, *[1] * rank, dtype=dtype, channels_last=last)
@@ -220,6 +249,38 @@ def between_cases() -> None:
                 bias = tensor(channels, dtype=dtype)
                 call = lambda x, w, b, r, rest=rest: ops.conv_add(x, w, b, r, *rest)  # noqa: E731
                 run(f"conv_add {label}", x, weight, bias, x, backward=False, call=call)
+
+
+def fused_convolution_cases() -> None:
+    """Residuals, activations and moments in the Hopper convolution, and what reads the moments."""
+    for dtype, channels, spatial in itertools.product(DTYPES, (32, 64), ((3, 4, 64), (4, 9, 37), (3, 3, 16))):
+        if dtype == torch.float64:
+            continue
+        label = f"{dtype} {channels} {spatial}"
+        x = tensor(2, channels, *spatial, dtype=dtype, channels_last=True)
+        weight = tensor(channels, channels, 3, 3, 3, dtype=dtype, channels_last=True)
+        bias = tensor(channels, dtype=dtype)
+        rest = ([1] * 3, [1] * 3, [1] * 3, [0] * 3, 1, False, 2.0, "relu")
+        call = lambda x, w, b, r, rest=rest: ops.conv_add(x, w, b, r, *rest, backend="kgopt")  # noqa: E731
+        run(f"conv_add of few channels {label}", x, weight, bias, x, backward=False, call=call)
+        for residual in (x, None):
+            call = lambda x, w, b, r=residual, rest=rest: ops.conv_add_moments(x, w, b, r, *rest, backend="kgopt")[0]  # noqa: E731
+            run(f"conv_add_moments {label}", x, weight, bias, backward=False, call=call)
+    for dtype, out, channels in itertools.product(DTYPES, (1, 3, 5), (16, 24)):
+        x = tensor(2, channels, 3, 5, 7, dtype=dtype, channels_last=True)
+        weight, bias = tensor(out, channels, 1, 1, 1, dtype=dtype), tensor(out, dtype=dtype)
+        gamma, beta = tensor(channels, dtype=dtype), tensor(channels, dtype=dtype)
+        stats = torch.float64 if dtype == torch.float64 else torch.float32
+        moments = tensor(2, channels, 2, dtype=stats).abs()
+        label = f"{dtype} {channels} to {out}"
+        call = lambda x, m, g, b: ops.group_norm_moments(x, m, 8, g, b, 1e-5, "silu")  # noqa: E731
+        run(f"group_norm_moments {label}", x, moments, gamma, beta, backward=False, call=call)
+        if "--own-kernels" in sys.argv and (out > 4 or channels == 24):
+            continue  # cuDNN's convolution
+        call = lambda x, m, w, b: ops.group_norm_conv1x1(x, m, 8, None, None, 1e-5, "relu", w, b)  # noqa: E731
+        run(f"group_norm_conv1x1 {label}", x, moments, weight, bias, backward=False, call=call)
+        call = lambda x, w, b: ops.group_norm_conv1x1(x, None, 0, None, None, 0.0, "none", w, b)  # noqa: E731
+        run(f"group_norm_conv1x1 without a norm {label}", x, weight, bias, backward=False, call=call)
 
 
 def pipeline_cases() -> None:
@@ -306,7 +367,15 @@ def main() -> int:
         print("no CUDA device here, nothing to run")
         return 0
     torch.manual_seed(0)
-    for section in (group_norm_cases, pointwise_cases, between_cases, conv_cases, pipeline_cases):
+    for section in (
+        group_norm_cases,
+        pointwise_cases,
+        between_cases,
+        conv_cases,
+        conv_gradient_cases,
+        fused_convolution_cases,
+        pipeline_cases,
+    ):
         print(section.__name__)
         section()
     return 0

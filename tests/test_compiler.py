@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ OPS = torch.ops.kgopt
 def test_every_op_has_a_case():
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("kgopt::")]
     takes_tensor = {s.name.split("::")[1] for s in schemas if any(str(a.type) == "Tensor" for a in s.arguments)}
-    assert takes_tensor - {"explain_conv"} == set(NAMES)
+    assert takes_tensor - {"explain_conv", "explain_group_norm"} == set(NAMES)
 
 
 # Backward ops refuse a second derivative (test_double_backward_refused), so they are checked without gradients.
@@ -239,10 +241,16 @@ def test_autocast_training_step(device):
 def test_flop_counts_are_those_of_aten(device):
     x2, x3 = torch.randn(2, 4, 9, 10, device=device), torch.randn(2, 4, 5, 6, 7, device=device)
     w2, w3, wt3 = (torch.randn(s, device=device) for s in ((6, 4, 3, 3), (6, 4, 3, 3, 3), (4, 6, 3, 3, 3)))
+    dy3, once, none, mask = F.conv3d(x3, w3, padding=1), [[1] * 3] * 3, [0] * 3, [True, True, False]
+    aten = functools.partial(torch.ops.aten.convolution_backward, dy3, x3, w3, None)
     pairs = [
         (lambda: functional.conv2d(x2, w2, stride=2), lambda: F.conv2d(x2, w2, stride=2)),
         (lambda: functional.conv_transpose3d(x3, wt3, stride=2), lambda: F.conv_transpose3d(x3, wt3, stride=2)),
         (lambda: functional.conv3d_group_norm_mean(x3, w3, None, 3), lambda: F.conv3d(x3, w3)),
+        (
+            lambda: OPS.conv_backward(dy3, x3, w3, *once, none, 1, False, mask),
+            lambda: aten(*once, False, none, 1, mask),
+        ),
         (lambda: functional.conv_transpose3d_relu_group_norm(x3, wt3, None, 3), lambda: F.conv_transpose3d(x3, wt3)),
     ]
     for ours, torchs in pairs:

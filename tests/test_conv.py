@@ -208,3 +208,163 @@ def test_conv_deterministic():
     x, weight = torch.randn(2, 8, 64, 64, device="cuda"), torch.randn(64, 8, 3, 3, device="cuda")
     first = functional.conv2d(x, weight, backend="kgopt")
     assert all(torch.equal(functional.conv2d(x, weight, backend="kgopt"), first) for _ in range(3))
+
+
+def gradients(case, dy, x, weight, backend="auto", mask=(True, True, True), **options):
+    _, rank, _, _, _, _, stride, padding, dilation, output_padding, groups = case
+    geometry = stride, padding, dilation, output_padding or (0,) * rank, groups, case[0]
+    return torch.ops.kgopt.conv_backward(dy, x, weight, *geometry, list(mask), backend=backend, **options)
+
+
+def aten_gradients(case, dy, x, weight):
+    transposed, _, _, c_out, _, _, stride, padding, dilation, output_padding, groups = case
+    geometry = stride, padding, dilation, transposed, output_padding, groups
+    return torch.ops.aten.convolution_backward(dy, x, weight, [c_out], *geometry, [True, True, True])
+
+
+# Channels of x few enough for taps and channels to be columns together; depths, planes and kernels of one.
+GRADIENT_CASES = {
+    **CONV_CASES,
+    "1 channel": (False, 3, 1, 32, (5, 9, 40), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "3 channels": (False, 3, 3, 40, (4, 10, 24), (3, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "4 channels": (False, 3, 4, 32, (9, 19, 36), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "2d 4 channels": (False, 2, 4, 64, (37, 72), (3, 3), (1, 1), (1, 1), (1, 1), (0, 0), 1),
+    "5 deep": (False, 3, 32, 40, (7, 9, 20), (5, 3, 3), (1, 1, 1), (2, 1, 0), (1, 1, 1), (0, 0, 0), 1),
+    "2 deep": (False, 3, 16, 32, (6, 9, 20), (2, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "16 channels": (False, 3, 16, 32, (7, 9, 35), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "stride 2": (False, 3, 32, 64, (9, 11, 38), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "stride 2 in planes": (False, 3, 40, 32, (5, 9, 20), (3, 3, 3), (1, 2, 2), (1, 0, 0), (1, 1, 1), (0, 0, 0), 1),
+    "2d stride 2": (False, 2, 64, 32, (37, 50), (3, 3), (2, 2), (1, 1), (1, 1), (0, 0), 1),
+    "4 channels, stride 2": (False, 3, 4, 32, (9, 19, 36), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+    "stride 2 transposed": (True, 3, 32, 16, (5, 7, 9), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), (1, 1, 1), 1),
+    "one position": (False, 3, 32, 32, (1, 1, 1), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_conv_gradients_small_integers_exact(name, dtype, layout, device, poisoned):
+    case = GRADIENT_CASES[name]
+    torch.backends.cudnn.allow_tf32 = True  # exact all the same, and own kernels for fp32
+    x = torch.randint(-3, 4, (2, case[2], *case[4])).to(dtype).to(device)
+    weight = torch.randint(-2, 3, weight_shape(case)).to(dtype).to(device)
+    if layout == "channels_last":
+        x = channels_last(x)
+    y = run(TORCH[case[:2]], case, x.cpu().double(), weight.cpu().double(), None)
+    dy = torch.randint(-2, 3, y.shape).to(dtype).to(device)
+    exact = aten_gradients(case, dy.cpu().double(), x.cpu().double(), weight.cpu().double())
+    expected = aten_gradients(case, dy, x, weight)
+    for backend, given_dy in ((b, g) for b in backends(device) for g in (dy, channels_last(dy))):
+        grads = gradients(case, given_dy, x, weight, backend)
+        for mine, right, torchs, like in zip(grads, exact, expected, (x, weight, None), strict=True):
+            # cuDNN rounds some halves twice, so its own result counts too.
+            assert torch.equal(mine.cpu(), right.to(dtype)) or torch.equal(mine, torchs), backend
+            if like is not None and like.stride(1) != 1:
+                assert mine.is_contiguous()
+    for i in range(3):
+        mask = [j == i for j in range(3)]
+        alone = gradients(case, dy, x, weight, "auto", mask)
+        assert [g.numel() > 0 for g in alone] == mask
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "name", ["3d 32 channels", "3d 64 channels transposed", "2d 96 channels", "4 channels", "5 deep", "stride 2"]
+)
+def test_conv_gradient_values(name, precision, poisoned):
+    case = GRADIENT_CASES[name]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    torch.backends.cudnn.allow_tf32 = True
+    x = channels_last(torch.randn(2, case[2], *case[4], device="cuda").to(dtype))
+    weight = torch.randn(weight_shape(case), device="cuda").to(dtype)
+    dy = channels_last(torch.randn_like(run(TORCH[case[:2]], case, x, weight, None)))
+    exact = aten_gradients(case, dy.double(), x.double(), weight.double())
+    expected = aten_gradients(case, dy, x, weight)
+    also = [None] * 3
+    if precision == "tf32":
+        also = [g.float() for g in aten_gradients(case, *(round_tf32(t).double() for t in (dy, x, weight)))]
+    for scale in (1.0, 0.01, 3.0):
+        grads = gradients(case, dy * scale, x, weight, "kgopt")
+        for mine, torchs, right, rounded in zip(grads, expected, exact, also, strict=True):
+            if precision == "fp16" and scale == 0.01:
+                continue  # small halves have fewer digits
+            rounded = rounded if rounded is None else rounded * scale
+            assert_as_good_as_torch(mine, torchs * scale, right * scale, rounded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_conv_gradients_of_few_channels_innermost(dtype, poisoned):
+    """Large enough for the own kernels to be taken by themselves, through autograd and under torch.compile."""
+    torch.backends.cudnn.allow_tf32 = True
+    x = channels_last(torch.randint(-3, 4, (1, 32, 48, 90, 101)).to(dtype).cuda()).requires_grad_()
+    weight = torch.randint(-2, 3, (40, 32, 3, 3, 3)).to(dtype).cuda().requires_grad_()
+    bias = torch.zeros(40, dtype=dtype, device="cuda", requires_grad=True)
+    dy = channels_last(torch.randint(-2, 3, (1, 40, 48, 90, 101)).to(dtype).cuda())
+    once, none = [1, 1, 1], [0, 0, 0]
+    if torch.cuda.get_device_capability() == (9, 0):
+        choice = torch.ops.kgopt.explain_conv(x, weight, once, once, once, none, 1, False, "backward")
+        assert choice == "dx kgopt; dweight kgopt"
+    wide = [t.detach().double() for t in (dy, x, weight)]
+    exact = torch.ops.aten.convolution_backward(*wide, [40], once, once, once, False, none, 1, [True, True, True])
+
+    def conv(x, weight, bias):
+        return functional.conv3d(x, weight, bias, padding=1)
+
+    for function in (conv, torch.compile(conv, backend="aot_eager", fullgraph=True)):
+        grads = torch.autograd.grad(function(x, weight, bias), (x, weight, bias), dy)
+        assert torch.equal(grads[0], exact[0].to(dtype))
+        assert torch.equal(grads[1], exact[1].to(dtype))
+        assert grads[0].stride() == x.stride()
+        again = torch.autograd.grad(function(x, weight, bias), (x, weight, bias), dy)
+        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_conv_gradients_through_the_op(rank, compiled, device, monkeypatch):
+    """The route of CUDA tensors, on any device; with create_graph it is ATen's, which has a second derivative."""
+    calls = []
+    op = torch.ops.kgopt.conv_backward
+
+    def taken(dy, x):
+        calls.append(1)
+        return not torch.is_grad_enabled()
+
+    monkeypatch.setattr("kgopt._ops._own_conv_gradients", taken)
+    x = channels_last(torch.randn(2, 4, *(7, 6, 5)[:rank], device=device)).requires_grad_()
+    weight = torch.randn(6, 4, *(3,) * rank, device=device, requires_grad=True)
+    bias = torch.randn(6, device=device, requires_grad=True)
+    ours = (functional.conv2d, functional.conv3d)[rank - 2]
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def both(x, weight, bias):
+        return functional.activation(ours(x, weight, bias, padding=1), "relu")
+
+    function = both
+    if compiled:
+        from torch._dynamo.backends.common import aot_autograd
+
+        torch._dynamo.reset()
+        function = torch.compile(both, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    y = function(x, weight, bias)
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, (x, weight, bias), dy)
+    expected = torch.autograd.grad(
+        F.relu((F.conv2d, F.conv3d)[rank - 2](x, weight, bias, padding=1)), (x, weight, bias), dy
+    )
+    for mine, right in zip(grads, expected, strict=True):
+        torch.testing.assert_close(mine, right)
+    assert calls
+    if compiled:
+        assert any(node.target == op.default for graph in graphs for node in graph.graph.nodes)
+    else:
+        (dx,) = torch.autograd.grad(ours(x, weight, bias).square().sum(), x, create_graph=True)
+        dx.square().sum().backward()
+        assert weight.grad is not None

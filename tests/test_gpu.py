@@ -85,6 +85,21 @@ def test_more_than_2_31_elements():
     torch.testing.assert_close(out, torch.zeros_like(out), rtol=0, atol=1e-3)
 
 
+def test_explain_group_norm_says_how():
+    def explain(shape, groups, dtype=torch.float32, **options):
+        return OPS.explain_group_norm(torch.zeros((), dtype=dtype, device="cuda").expand(shape), groups, **options)
+
+    assert "registers" in explain((2, 32, 8, 8), 8)
+    assert explain((2, 32, 64, 64), 8, torch.float64).startswith("passes over memory: float64")
+    assert explain((1, 32, 128, 128, 128), 8, backward=True, act="silu")
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert "tiles of a group" in explain((1, 32, 128, 128, 128), 8, torch.bfloat16)
+        assert "larger than what the GPU holds" in explain((1, 32, 128, 128, 128), 8)
+        assert "teams" in explain((1, 32, 128, 128, 128), 8, channels_last=True)
+        assert "cluster" in explain((8, 320, 64, 64), 32)
+    assert explain((1, 32, 0, 4), 8) == "nothing: x has no elements"
+
+
 def test_explain_conv_says_why():
     x, weight = torch.empty(2, 8, 32, 32, device="cuda"), torch.empty(64, 8, 3, 3, device="cuda")
     arguments = ([1, 1], [0, 0], [1, 1], [0, 0], 1, False)

@@ -376,6 +376,14 @@ def gradients_of(norm, dy, *tensors):
     return [leaf.grad for leaf in leaves]
 
 
+def away_from_kink(dy, doubles, groups, act, pre_act):
+    """``dy`` with 0 where rounding decides on which side of relu's kink one of millions of elements lies."""
+    if act != "relu":
+        return dy
+    near = reference.group_norm_ref(doubles[0], groups, *doubles[1:], pre_act=pre_act).abs() < 1e-3
+    return dy.masked_fill(near, 0)
+
+
 # x and dy of a group of 0.6 to 21 MB together, which one launch reads once on a GPU with bulk copies.
 LARGE_GROUPS_OF_TWO = {
     "few long rows": ((1, 16, 64, 64, 40), 2),
@@ -408,10 +416,7 @@ def test_group_norm_large_groups_backward(name, dtype, act, pre_act, poisoned):
         tensors = make(shape, dtype, device, scale=scale, offset=offset)
         doubles = [t.double() for t in tensors]
         dy = torch.randn(shape, device=device)
-        if act == "relu":  # of millions of elements some are so close to the kink that rounding decides
-            near = reference.group_norm_ref(doubles[0], groups, *doubles[1:], pre_act=pre_act).abs() < 1e-3
-            dy.masked_fill_(near, 0)
-        dy = dy.to(dtype)
+        dy = away_from_kink(dy, doubles, groups, act, pre_act).to(dtype)
         mine = gradients_of(ours, dy, *tensors)
         exact = gradients_of(plain, dy, *doubles)
         for result, expected, right in zip(mine, gradients_of(plain, dy, *tensors), exact, strict=True):
@@ -655,10 +660,12 @@ def test_group_norm_columns_backward(name, dtype, act, pre_act, poisoned):
     for scale, offset in ((1.0, 0.0), (3.0, 100.0)):
         x, *params = make(shape, dtype, device, scale=scale, offset=offset)
         tensors = as_channels_last(x), *params
-        dy = as_channels_last(torch.randn(shape, device=device).to(dtype))
+        doubles = [t.double() for t in tensors]
+        dy = away_from_kink(torch.randn(shape, device=device), doubles, groups, act, pre_act)
+        dy = as_channels_last(dy.to(dtype))
         mine = gradients_of(ours, dy, *tensors)
         assert mine[0].stride() == dy.stride()
-        exact = gradients_of(plain, dy, *(t.double() for t in tensors))
+        exact = gradients_of(plain, dy, *doubles)
         for result, expected, right in zip(mine, gradients_of(plain, dy, *tensors), exact, strict=True):
             assert_as_good_as_torch(result, expected, right)
         assert all(torch.equal(a, b) for a, b in zip(mine, gradients_of(ours, dy, *tensors), strict=True))
@@ -741,3 +748,12 @@ def test_group_norm_large_groups_graph_and_streams():
                 results.append(OPS.group_norm(x, 4, act="silu"))
     torch.cuda.synchronize()
     assert all(torch.equal(r, y) for r in results)
+
+
+def test_explain_checks_its_arguments(device):
+    x = torch.zeros((), device=device).expand(2, 6, 5, 5)
+    assert torch.ops.kgopt.explain_group_norm(x, 3, "silu", backward=True)
+    with pytest.raises(RuntimeError, match="num_groups"):
+        torch.ops.kgopt.explain_group_norm(x, 4)
+    with pytest.raises(RuntimeError, match="act"):
+        torch.ops.kgopt.explain_group_norm(x, 3, "softmax")

@@ -220,7 +220,7 @@ def test_the_whole_model_decides(monkeypatch):
     for times, kept in (((2e-3, 1e-3), True), ((1e-3, 2e-3), False)):
         found(model, x)
         monkeypatch.setattr(policy, "time_both", lambda first, second, device, times=times: times)
-        api._try_glue(model, call, torch.device("cpu"), report, None)
+        api._try_glue(model, call, call, torch.device("cpu"), report, None)
         assert bool(glue.modules_of(model)) is kept
         assert ("left alone" in str(report)) is not kept
 
@@ -238,7 +238,7 @@ def test_the_rest_may_stay_without_the_convolutions(monkeypatch):
     every = len(glue.modules_of(model))
     times = iter([(2e-3, 3e-3), (2e-3, 1e-3)])
     monkeypatch.setattr(policy, "time_both", lambda first, second, device: next(times))
-    y = api._try_glue(model, call, torch.device("cpu"), report, None)
+    y = api._try_glue(model, call, call, torch.device("cpu"), report, None)
     torch.testing.assert_close(y, expected)
     assert len(glue.modules_of(model)) == every - 1
     assert type(model.conv) is nn.Conv2d

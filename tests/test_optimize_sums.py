@@ -25,6 +25,7 @@ class Base(nn.Module):
         self.none = None
         self.scale = 1.0
         self.half = 2
+        self.tail = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, padding=1))
         self.up = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear")))
 
 
@@ -72,7 +73,24 @@ class Upsampled(Base):
         return y
 
 
-FUSED = [Right, Left, Two, Resnet, Halved, Upsampled]
+class InPlace(Base):
+    def forward(self, x):
+        identity = x
+        x = self.norm(x)
+        x = self.conv(x)
+        x += identity
+        return x
+
+
+class InPlaceTail(Base):
+    def forward(self, x):
+        h = self.norm(x)
+        h = self.tail(h)
+        h += x
+        return h
+
+
+FUSED = [Right, Left, Two, Resnet, Halved, Upsampled, InPlace, InPlaceTail]
 
 
 class ReadTwice(Base):
@@ -144,7 +162,34 @@ class OtherDtype(Base):
         return x.double() + self.conv(self.norm(x))
 
 
-APART = [ReadTwice, ChangedBetween, CallBetween, KeptByLoop, CallOnTheRight, InTry, Wider, OtherLayout, OtherDtype]
+class TwiceInPlace(Base):
+    def forward(self, x):
+        h = self.conv(self.norm(x))
+        h += h
+        return h
+
+
+class ReadBefore(Base):
+    def forward(self, x):
+        h = self.conv(self.norm(x))
+        y = torch.relu(h)
+        h += x
+        return h * y
+
+
+APART = [
+    TwiceInPlace,
+    ReadBefore,
+    ReadTwice,
+    ChangedBetween,
+    CallBetween,
+    KeptByLoop,
+    CallOnTheRight,
+    InTry,
+    Wider,
+    OtherLayout,
+    OtherDtype,
+]
 
 
 def optimized(cls, x, device="cpu"):
@@ -209,7 +254,8 @@ def test_training_runs_the_modules(cls, device, monkeypatch):
             y.square().sum().backward()
             results.append([y, *(p.grad for p in m.parameters() if p.grad is not None)])
         for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(b, a)
+            # Sums over all of x, which a norm of ours takes in another order.
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("cls", APART)

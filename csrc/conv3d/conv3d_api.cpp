@@ -1,10 +1,37 @@
 // CUDA convolutions: checks, allocation, choice of path.
+#include "../groupnorm/groupnorm_api.h"
 #include "conv_call.h"
 
 namespace kgopt {
-namespace {
 
 using torch::stable::accelerator::DeviceGuard;
+
+Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan, const ConvTail& tail) {
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  Workspace workspace(a.x);
+  const HopperSpace space(&workspace, plan);
+  const bool with_moments = !tail.left_moments;
+  StatsPartials partials;
+  partials.slices = hopper_moment_slices(plan);
+  partials.rows = shape.c_out;
+  const int64_t moments = workspace.reserve(with_moments ? shape.n * partials.slices * partials.rows * 3 * 4 : 0);
+  workspace.allocate();
+  if (with_moments) partials.data = workspace.at<void>(moments);
+  Tensor y = allocate_output(a, shape);
+  HopperParams p = start_hopper(a, shape, plan, space, workspace, stream, partials);
+  set_output(&p, y, a.rank);
+  if (!tail.left_rest) {
+    p.residual = tail.residual;
+    p.scale = static_cast<float>(tail.scale);
+    p.act = chain_kind(tail.act);
+    p.moments = static_cast<float*>(partials.data);
+  }
+  raise_on_error(a.op, run_conv_hopper(p, stream));
+  if (with_moments) channel_moments_cuda(a.op, a.x, partials, *tail.moments);
+  return y;
+}
+
+namespace {
 
 Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
@@ -20,30 +47,31 @@ Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvP
   return y;
 }
 
-Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan) {
-  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  Workspace workspace(a.x);
-  const HopperSpace space(&workspace, plan);
-  workspace.allocate();
-  Tensor y = allocate_output(a, shape);
-  HopperParams p = start_hopper(a, shape, plan, space, workspace, stream);
-  set_output(&p, y, a.rank);
-  raise_on_error(a.op, run_conv_hopper(p, stream));
-  return y;
-}
-
-Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan) {
+Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(plan.packed_bytes);
   const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * plan.segments * 64 * 4);
+  const bool with_moments = !tail.left_moments;
+  StatsPartials partials;
+  partials.slices = rows_moment_slices(plan);
+  partials.rows = shape.c_out;
+  const int64_t moments = workspace.reserve(with_moments ? shape.n * partials.slices * partials.rows * 3 * 4 : 0);
   workspace.allocate();
+  if (with_moments) partials.data = workspace.at<void>(moments);
   Tensor y = allocate_output(a, shape);
-  RowsParams p = start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias), stream);
+  RowsParams p = start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias), stream, partials);
   p.y = y.mutable_data_ptr();
   p.y_stride_n = y.stride(0);
   spatial_strides(y, a.rank, p.y_stride);
+  if (!tail.left_rest) {
+    p.residual = tail.residual;
+    p.scale = static_cast<float>(tail.scale);
+    p.act = chain_kind(tail.act);
+    p.moments = static_cast<float*>(partials.data);
+  }
   raise_on_error(a.op, run_conv_rows(p, stream));
+  if (with_moments) channel_moments_cuda(a.op, a.x, partials, *tail.moments);
   return y;
 }
 
@@ -83,11 +111,11 @@ bool aten_would_use_tf32(const ConvArgs& a, const ConvShape& shape) {
   return shape.dtype == Dtype::kFloat32 && a.allow_tf32 && !*a.allow_tf32 && tf32_allowed_by_default();
 }
 
-Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& choice) {
+Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& choice, const ConvTail& tail) {
   switch (choice.path) {
     case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.plan);
-    case ConvPath::kHopper: return conv_hopper(a, shape, choice.hopper);
-    case ConvPath::kRows: return conv_rows(a, shape, choice.rows);
+    case ConvPath::kHopper: return conv_hopper(a, shape, choice.hopper, tail);
+    case ConvPath::kRows: return conv_rows(a, shape, choice.rows, tail);
     case ConvPath::kDirect: return conv_direct(a, shape);
     default: return conv_aten(a, shape);
   }
@@ -96,7 +124,7 @@ Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& c
 }  // namespace
 
 // An empty batch still goes to ATen, which knows what PyTorch makes of it.
-Tensor conv_forward(const ConvArgs& a, bool* left_bias) {
+Tensor conv_forward(const ConvArgs& a, ConvTail* tail) {
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(a.x.get_device_index());
   ConvChoice choice = choose(a, shape, ConvEpilogue::kStore);
@@ -104,11 +132,16 @@ Tensor conv_forward(const ConvArgs& a, bool* left_bias) {
   if (choice.path == ConvPath::kAten && aten_would_use_tf32(a, shape)) {
     choice.path = choice.plan.refusal ? ConvPath::kDirect : ConvPath::kImplicitGemm;
   }
-  if (left_bias) *left_bias = a.bias.has_value() && choice.path == ConvPath::kAten;
-  if (!left_bias || !*left_bias) return run_choice(a, shape, choice);
+  if (!tail) return run_choice(a, shape, choice, ConvTail());
+  tail->left_bias = a.bias.has_value() && choice.path == ConvPath::kAten;
+  const bool has_tail = choice.path == ConvPath::kRows || (choice.path == ConvPath::kHopper && !choice.hopper.wide);
+  tail->left_rest =
+      !has_tail || chain_kind(tail->act) == Chain::kAny || reinterpret_cast<uintptr_t>(tail->residual) % 16 != 0;
+  tail->left_moments = tail->left_rest || !tail->moments;
+  if (!tail->left_bias) return run_choice(a, shape, choice, *tail);
   ConvArgs bare = a;
   bare.bias = std::nullopt;
-  return run_choice(bare, shape, choice);
+  return run_choice(bare, shape, choice, *tail);
 }
 
 namespace {
@@ -133,8 +166,8 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
                          std::string backend, std::optional<bool> allow_tf32) {
   const char* const op = "explain_conv";
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
-  KGOPT_CHECK(epilogue == "store" || epilogue == "stats" || epilogue == "logsumexp", op, ": epilogue is '", epilogue,
-              "', expected store, stats or logsumexp");
+  KGOPT_CHECK(epilogue == "store" || epilogue == "stats" || epilogue == "logsumexp" || epilogue == "backward", op,
+              ": epilogue is '", epilogue, "', expected store, stats, logsumexp or backward");
   const ConvArgs a{op,
                    x,
                    weight,
@@ -150,6 +183,7 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
                    allow_tf32};
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(x.get_device_index());
+  if (epilogue == "backward") return choose_gradients(a, shape).explain();
   return choose(a, shape,
                 epilogue == "store"   ? ConvEpilogue::kStore
                 : epilogue == "stats" ? ConvEpilogue::kStats

@@ -37,6 +37,18 @@ Tensor conv_transpose(Tensor x, Tensor weight, OptTensor bias, IntArray stride, 
                      output_padding, groups, true, kRank, backend);
 }
 
+ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
+                            IntArray output_padding, int64_t groups, bool transposed, std::vector<bool> mask,
+                            std::string backend, std::optional<bool>) {
+  const char* const op = "conv_backward";
+  const ConvShape shape = check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups,
+                                     transposed, static_cast<int>(stride.size()));
+  check_conv_gradient(op, dy, x, shape, mask);
+  check_backend(op, backend);
+  return conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding,
+                             {mask[0], mask[1], mask[2]});
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(Tensor x, Tensor weight, OptTensor bias,
                                                                       int64_t num_groups, OptTensor gn_weight,
                                                                       OptTensor gn_bias, IntArray stride,
@@ -184,6 +196,7 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("conv3d", TORCH_BOX(&kgopt::conv<3>));
   m.impl("conv_transpose2d", TORCH_BOX(&kgopt::conv_transpose<2>));
   m.impl("conv_transpose3d", TORCH_BOX(&kgopt::conv_transpose<3>));
+  m.impl("conv_backward", TORCH_BOX(&kgopt::conv_backward));
   m.impl("conv3d_group_norm_mean", TORCH_BOX(&kgopt::conv3d_group_norm_mean));
   m.impl("conv3d_group_norm_mean_fwd", TORCH_BOX(&kgopt::conv3d_group_norm_mean_fwd));
   m.impl("conv_transpose3d_relu_group_norm", TORCH_BOX(&kgopt::conv_transpose3d_relu_group_norm));

@@ -93,13 +93,13 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     choice.reason = "input channels above " + std::to_string(2 * kNarrowInputChannels) + ", or above " +
                     std::to_string(kNarrowInputChannels) + " and output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN and a stored output are faster";
-  } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
-    choice.path = ConvPath::kImplicitGemm;
-    choice.reason = "narrow channels, where cuDNN is slow";
   } else if (const char* const why_not = innermost_loses(problem, choice.hopper, choice.rows); why_not == nullptr) {
     choice.path = by_rows ? ConvPath::kRows : ConvPath::kHopper;
     choice.reason = by_rows ? "channels innermost: wgmma over rows of positions"
                             : "channels innermost and few: wgmma with the taps of the width as columns";
+  } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
+    choice.path = ConvPath::kImplicitGemm;
+    choice.reason = "narrow channels, where cuDNN is slow";
   } else {
     choice.reason = "input channels above " + std::to_string(kNarrowInputChannels) + " or output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN is faster";
@@ -108,9 +108,9 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   return choice;
 }
 
-// The same, remembered: planning looks at hundreds of tiles, and a model calls with the same few shapes.
-inline const ConvChoice& choose_conv_cached(const ConvProblem& q, const DeviceLimits& l, ConvBackend backend) {
-  std::array<int64_t, 33> key{
+using ConvKey = std::array<int64_t, 33>;
+inline ConvKey conv_key(const ConvProblem& q, const DeviceLimits& l, ConvBackend backend) {
+  ConvKey key{
       q.n,        q.c_in,           q.c_out,       q.groups,    q.transposed,     int64_t(q.dtype),   q.allow_tf32,
       l.sm_count, l.smem_per_block, l.smem_per_sm, l.has_wgmma, int64_t(backend), int64_t(q.epilogue)};
   key[13] = q.channels_innermost;
@@ -119,11 +119,19 @@ inline const ConvChoice& choose_conv_cached(const ConvProblem& q, const DeviceLi
     const int64_t dim[6] = {q.in[i], q.out[i], q.kernel[i], q.stride[i], q.padding[i], q.dilation[i]};
     for (int j = 0; j < 6; ++j) key[14 + i * 6 + j] = dim[j];
   }
-  thread_local std::map<std::array<int64_t, 33>, ConvChoice> known;
+  return key;
+}
+
+// The same as `choose`, remembered: planning looks at hundreds of tiles, and a model calls with the same few shapes.
+template <typename Choice>
+const Choice& choose_cached(const ConvProblem& q, const DeviceLimits& l, ConvBackend backend,
+                            Choice (*choose)(const ConvProblem&, const DeviceLimits&, ConvBackend)) {
+  thread_local std::map<ConvKey, Choice> known;
+  const ConvKey key = conv_key(q, l, backend);
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
   if (known.size() >= 256) known.clear();
-  return known.emplace(key, choose_conv(q, l, backend)).first->second;
+  return known.emplace(key, choose(q, l, backend)).first->second;
 }
 
 }  // namespace kgopt

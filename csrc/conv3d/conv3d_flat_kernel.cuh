@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     barrier_wait(taken + open % 2, (open / 2 & 1) ^ 1);
     const int c = t4 / 2 * 64 + warp * 16 + t4 % 2 * 8 + g;  // as in add_flat_moments
     for (int m_tile = 0; m_tile < plan.m_tiles; ++m_tile) {
-      moments.store(open % 2, warpgroup, m_tile * kFlatChannels + c, Moments());
+      moments.store(open % 2, warpgroup, m_tile * kFlatChannels + c, Moments<float>());
     }
   };
 

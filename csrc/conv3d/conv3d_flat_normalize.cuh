@@ -9,21 +9,11 @@
 
 #include "../common/async.cuh"
 #include "../common/dtype.cuh"
+#include "../common/reduce.cuh"
 #include "conv3d_flat_params.h"
 #include "conv3d_flat_plan.h"
 
 namespace kgopt {
-
-struct Moments {
-  float mean = 0.f, deviations = 0.f, count = 0.f;
-  __device__ __forceinline__ void merge(float other_mean, float other_deviations, float other_count) {
-    const float total = count + other_count, delta = other_mean - mean;
-    const float share = other_count > 0.f ? __fdividef(other_count, total) : 0.f;
-    mean += delta * share;
-    deviations += other_deviations + delta * delta * count * share;
-    count = total;
-  }
-};
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -34,13 +24,13 @@ struct FlatMoments {
   __device__ __forceinline__ float* at(int parity, int warpgroup) const {
     return base + (parity * kHopperConsumers + warpgroup) * 3 * channels;
   }
-  __device__ __forceinline__ Moments load(int parity, int warpgroup, int c) const {
+  __device__ __forceinline__ Moments<float> load(int parity, int warpgroup, int c) const {
     const float* const p = at(parity, warpgroup) + c;
     return {p[0], p[channels], p[2 * channels]};
   }
-  __device__ __forceinline__ void store(int parity, int warpgroup, int c, const Moments& m) const {
+  __device__ __forceinline__ void store(int parity, int warpgroup, int c, const Moments<float>& m) const {
     float* const p = at(parity, warpgroup) + c;
-    p[0] = m.mean, p[channels] = m.deviations, p[2 * channels] = m.count;
+    p[0] = m.mean, p[channels] = m.m2, p[2 * channels] = m.count;
   }
 };
 
@@ -79,10 +69,10 @@ __device__ __forceinline__ void add_flat_moments(const float (&acc)[2][kN / 2], 
     return make_float2(keep, __shfl_xor_sync(0xffffffff, send, lanes));
   };
   float count_of = mine;
-  auto merge = [](float2 mean, float2 deviations, float2 count, float* to_mean, float* to_deviations) {
-    Moments m{mean.x, deviations.x, count.x};
-    m.merge(mean.y, deviations.y, count.y);
-    *to_mean = m.mean, *to_deviations = m.deviations;
+  auto merge_rows = [](float2 mean, float2 deviations, float2 count, float* to_mean, float* to_deviations) {
+    Moments<float> m{mean.x, deviations.x, count.x};
+    merge(m, Moments<float>{mean.y, deviations.y, count.y});
+    *to_mean = m.mean, *to_deviations = m.m2;
   };
   const float2 counts = exchange(count_of, count_of, 1);
 #pragma unroll
@@ -91,16 +81,16 @@ __device__ __forceinline__ void add_flat_moments(const float (&acc)[2][kN / 2], 
         exchange(odd ? mean[half * 2 + 1] : mean[half * 2], odd ? mean[half * 2] : mean[half * 2 + 1], 1);
     const float2 both = exchange(odd ? deviations[half * 2 + 1] : deviations[half * 2],
                                  odd ? deviations[half * 2] : deviations[half * 2 + 1], 1);
-    merge(means, both, counts, mean + half, deviations + half);
+    merge_rows(means, both, counts, mean + half, deviations + half);
   }
   count_of = counts.x + counts.y;
-  Moments own{upper ? mean[1] : mean[0], upper ? deviations[1] : deviations[0], count_of};
-  own.merge(__shfl_xor_sync(0xffffffff, upper ? mean[0] : mean[1], 2),
-            __shfl_xor_sync(0xffffffff, upper ? deviations[0] : deviations[1], 2),
-            __shfl_xor_sync(0xffffffff, count_of, 2));
+  Moments<float> own{upper ? mean[1] : mean[0], upper ? deviations[1] : deviations[0], count_of};
+  merge(own, Moments<float>{__shfl_xor_sync(0xffffffff, upper ? mean[0] : mean[1], 2),
+                            __shfl_xor_sync(0xffffffff, upper ? deviations[0] : deviations[1], 2),
+                            __shfl_xor_sync(0xffffffff, count_of, 2)});
   const int c = first_channel + t4 / 2 * 64 + warp * 16 + t4 % 2 * 8 + g;
-  Moments all = moments.load(parity, warpgroup, c);
-  all.merge(own.mean, own.deviations, own.count);
+  Moments<float> all = moments.load(parity, warpgroup, c);
+  merge(all, own);
   moments.store(parity, warpgroup, c, all);
 }
 
@@ -108,21 +98,21 @@ __device__ __forceinline__ void add_flat_moments(const float (&acc)[2][kN / 2], 
 __device__ __forceinline__ void publish_flat_moments(const FlatParams& p, const FlatMoments& moments, int sample) {
   const int lane = threadIdx.x % 32, parity = sample % 2;
   for (int c = lane; c < p.c_out; c += 32) {
-    Moments m = moments.load(parity, 0, c);
-    const Moments other = moments.load(parity, 1, c);
-    m.merge(other.mean, other.deviations, other.count);
+    Moments<float> m = moments.load(parity, 0, c);
+    const Moments<float> other = moments.load(parity, 1, c);
+    merge(m, other);
     moments.store(parity, 0, c, m);
   }
   __syncwarp();
   const int channels = p.c_out / p.groups;
   for (int group = lane; group < p.groups; group += 32) {
-    Moments m;
+    Moments<float> m;
     for (int c = group * channels; c < (group + 1) * channels; ++c) {
-      const Moments other = moments.load(parity, 0, c);
-      m.merge(other.mean, other.deviations, other.count);
+      const Moments<float> other = moments.load(parity, 0, c);
+      merge(m, other);
     }
     reinterpret_cast<float4*>(p.partials)[(int64_t(sample) * p.groups + group) * gridDim.x + blockIdx.x] =
-        make_float4(m.mean, m.deviations, m.count, 0.f);
+        make_float4(m.mean, m.m2, m.count, 0.f);
   }
 }
 
@@ -146,21 +136,21 @@ __device__ __forceinline__ void make_flat_table(const FlatParams& p, int sample,
   for (int group = p.plan.by_channel(share.first) / channels + warp; group <= last_group; group += warps) {
     const int64_t index = int64_t(sample) * p.groups + group;
     const float4* const from = reinterpret_cast<const float4*>(p.partials) + index * blocks;
-    Moments m;
+    Moments<float> m;
     for (int i0 = lane; i0 < blocks; i0 += 96) {
       float4 v[3];
 #pragma unroll
       for (int i = 0; i < 3; ++i) v[i] = i0 + i * 32 < blocks ? __ldcg(from + i0 + i * 32) : make_float4(0, 0, 0, 0);
 #pragma unroll
-      for (int i = 0; i < 3; ++i) m.merge(v[i].x, v[i].y, v[i].z);
+      for (int i = 0; i < 3; ++i) merge(m, Moments<float>{v[i].x, v[i].y, v[i].z});
     }
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
-      m.merge(__shfl_xor_sync(0xffffffff, m.mean, lanes), __shfl_xor_sync(0xffffffff, m.deviations, lanes),
-              __shfl_xor_sync(0xffffffff, m.count, lanes));
+      merge(m, Moments<float>{__shfl_xor_sync(0xffffffff, m.mean, lanes), __shfl_xor_sync(0xffffffff, m.m2, lanes),
+                              __shfl_xor_sync(0xffffffff, m.count, lanes)});
     }
     const float mean = __shfl_sync(0xffffffff, m.mean, 0);
-    const float rstd = rsqrtf(__shfl_sync(0xffffffff, m.deviations, 0) / __shfl_sync(0xffffffff, m.count, 0) + p.eps);
+    const float rstd = rsqrtf(__shfl_sync(0xffffffff, m.m2, 0) / __shfl_sync(0xffffffff, m.count, 0) + p.eps);
     const int64_t first = int64_t(group) * channels * p.plan.channel_vectors;  // of the group
     if (lane == 0 && p.mean && first >= share.first && first < share.end) p.mean[index] = mean, p.rstd[index] = rstd;
     for (int c = group * channels + lane; c < (group + 1) * channels; c += 32) {

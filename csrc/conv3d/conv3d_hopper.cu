@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(128) conv_hopper_pack_kernel(const __grid_cons
   for (int64_t c = first; c < int64_t(plan.n_tiles) * plan.c_tile; c += int64_t(gridDim.x) * blockDim.x) {
     p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
   }
+  for (int64_t i = first; i < p.moment_values; i += int64_t(gridDim.x) * blockDim.x) p.moments[i] = 0.f;
   for (int64_t index = first; index < pieces; index += int64_t(gridDim.x) * blockDim.x) {
     int64_t rest = index;
     const int piece = rest % pieces_per_row;
@@ -90,19 +91,25 @@ Status launch_after_pack(const HopperParams& p, cudaStream_t stream) {
   return Status::Ok();
 }
 
-template <ConvMath kMath, int kTaps, int kTile, int kSegments, bool kWide>
+template <ConvMath kMath, int kTile, int kSegments, bool kWide, int kMore>
 Status launch_rows(const HopperParams& p, cudaStream_t stream) {
   if (p.plan.row_bytes == 64) {
-    return launch_after_pack<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 64, kWide>>(p, stream);
+    return launch_after_pack<conv_hopper_kernel<kMath, 3, kTile, kSegments, 64, kWide, kMore>>(p, stream);
   }
-  return launch_after_pack<conv_hopper_kernel<kMath, kTaps, kTile, kSegments, 128, kWide>>(p, stream);
+  return launch_after_pack<conv_hopper_kernel<kMath, 3, kTile, kSegments, 128, kWide, kMore>>(p, stream);
+}
+
+template <ConvMath kMath, int kTile, int kSegments>
+Status launch_more(const HopperParams& p, cudaStream_t stream) {
+  if (p.moments) return launch_rows<kMath, kTile, kSegments, false, 2>(p, stream);
+  if (p.residual || p.scale != 1) return launch_rows<kMath, kTile, kSegments, false, 1>(p, stream);
+  return launch_rows<kMath, kTile, kSegments, false, 0>(p, stream);
 }
 
 template <ConvMath kMath>
 Status launch_tile(const HopperParams& p, cudaStream_t stream) {
-  if (p.plan.wide) return launch_rows<kMath, 3, 64, 2, true>(p, stream);
-  if (p.plan.c_tile == 32) return launch_rows<kMath, 3, 32, 4, false>(p, stream);
-  return launch_rows<kMath, 3, 64, 2, false>(p, stream);
+  if (p.plan.wide) return launch_rows<kMath, 64, 2, true, 0>(p, stream);
+  return p.plan.c_tile == 32 ? launch_more<kMath, 32, 4>(p, stream) : launch_more<kMath, 64, 2>(p, stream);
 }
 
 }  // namespace

@@ -17,6 +17,7 @@
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/wgmma.cuh"
+#include "conv3d_hopper_epilogue.cuh"
 #include "conv3d_hopper_params.h"
 #include "conv3d_hopper_plan.h"
 
@@ -112,7 +113,8 @@ __device__ __forceinline__ void add_where(bool where, float (&sum)[4], const flo
       : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(int(where)));
 }
 
-template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kWide>
+// kMore: 1 with a residual or a scale, 2 with moments, too; 0 with kWide.
+template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kWide, int kMore>
 __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __grid_constant__ HopperParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename HopperTypes<kMath>::Element;
@@ -161,6 +163,12 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       StageCursor a;
       for (int tile = blockIdx.x * plan.teams + team; tile < int(plan.tiles); tile += gridDim.x * plan.teams) {
         const HopperTile t = hopper_tile(p, tile);
+        if (kMore > 0 && p.residual) {
+          for (int run = 0; run < plan.runs; ++run) {
+            const HopperRun r = hopper_run(plan, t, run);
+            prefetch_residual<Element>(p, t.n, r.od, r.q0, (plan.run_strips - 1) * plan.strip_step + plan.strip_rows);
+          }
+        }
         for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
           for (int chunk = 0; chunk < plan.chunks; ++chunk) {
             for (int group = 0; group < groups_h; ++group) {
@@ -235,6 +243,12 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);
   if (resident) barrier_wait(b_full, 0);
   float acc[kSegments][kN / 2];
+  HopperMoments<kTile> moments;
+  int moments_n = 0, moments_n_tile = 0;  // of the tiles before
+  auto flush_moments = [&] {
+    const int local = sizeof(Element) == 4 ? g / 4 * 16 + t4 * 4 + g % 4 : t4 * 8 + g;
+    moments.flush(p, moments_n, moments_n_tile * kTile + local);
+  };
 
   for (int tile = blockIdx.x * plan.teams + team; tile < int(plan.tiles); tile += gridDim.x * plan.teams) {
     const HopperTile t = hopper_tile(p, tile);
@@ -330,11 +344,22 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         const int q = r.q0 + segment.run_row + in_segment;
         oh[m][half] = plan.by_width(max(q, 0));
         column[m][half] = q - oh[m][half] * p.in[2];
-        if (r.od < p.out[0] && q >= 0 && oh[m][half] < p.out[1] && row >= plan.owned_first && row < plan.owned_end) {
+        if (r.od < p.out[0] && q >= 0 && oh[m][half] < p.out[1] && row >= plan.owned_first && row < plan.owned_end &&
+            (kWide || uint32_t(column[m][half] + plan.anchor_to_out) < uint32_t(p.out[2]))) {
           stored |= 1u << (m * 2 + half);
         }
       }
     }
+    // Thread t4's channels of a block of 32: two times 4 from here on.
+    constexpr int kNextFour = sizeof(Element) == 4 ? 16 : 4;
+    const int c_local = t4 * (sizeof(Element) == 4 ? 4 : 8), c0 = t.n_tile * kTile + c_local;
+    const int channels_left = p.c_out - c0;
+    auto offset_of = [&](int m, int half) {
+      const int od = plan.by_runs_per_plane(t.index * plan.runs + plan.segment[first_segment + m].run);
+      const int ow = column[m][half] + plan.anchor_to_out;
+      return od * p.y_stride[0] + oh[m][half] * p.y_stride[1] + ow * p.y_stride[2];
+    };
+    const int64_t first_offset = t.n * p.y_stride_n + c0 * p.y_stride_c;
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) {
 #pragma unroll
@@ -378,10 +403,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       }
     }
 
-    // Bias and activation.
-    // Thread t4's channels of a block of 32: two times 4 from here on.
-    constexpr int kNextFour = sizeof(Element) == 4 ? 16 : 4;
-    const int c_local = t4 * (sizeof(Element) == 4 ? 4 : 8), c0 = t.n_tile * kTile + c_local;
+    // Bias, residual, scale and activation.
     auto finish = [&](int tap) {
 #pragma unroll
       for (int block = 0; block < kTile / 32; ++block) {
@@ -396,6 +418,27 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
 #pragma unroll
           for (int i = 0; i < 16; ++i) acc[m][at(tap, block, i / 8, i % 8)] += bias[i % 8];
         }
+      }
+      if (kMore > 0 && p.residual) {
+        // All loads first: the accumulators of the outer taps are free to hold them.
+        const Element* const from = static_cast<const Element*>(p.residual) + first_offset;
+        HopperResidual<Element, kSegments * 2, kTile> residual;
+#pragma unroll
+        for (int row = 0; row < kSegments * 2; ++row) {
+          residual.load(row, from + offset_of(row / 2, row % 2), stored >> row & 1, channels_left);
+        }
+#pragma unroll
+        for (int row = 0; row < kSegments * 2; ++row) {
+#pragma unroll
+          for (int i = 0; i < kTile / 4; ++i) {
+            acc[row / 2][at(tap, i / 8, row % 2, i % 8)] += residual.at(row, i / 8, i % 8);
+          }
+        }
+      }
+      if (kMore > 0 && p.scale != 1.f) {
+#pragma unroll
+        for (int i = 0; i < kSegments * kTile / 2; ++i)
+          acc[i / (kTile / 2)][tap * kTile / 2 + i % (kTile / 2)] *= p.scale;
       }
       if (p.act == Chain::kRelu) {
 #pragma unroll
@@ -426,8 +469,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       if (__any_sync(0xffffffff, beyond[1])) finish(0);
     }
 
-    Element* const y = static_cast<Element*>(p.y) + t.n * p.y_stride_n + c0 * p.y_stride_c;
-    const int channels_left = p.c_out - c0;
+    Element* const y = static_cast<Element*>(p.y) + first_offset;
     auto store = [&](int64_t offset, int m, int half, int tap) {
 #pragma unroll
       for (int block = 0; block < kTile / 32; ++block) {
@@ -457,13 +499,11 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
     };
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) {
-      const int od = plan.by_runs_per_plane(t.index * plan.runs + plan.segment[first_segment + m].run);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int bit = m * 2 + half;
-        const int ow = column[m][half] + plan.anchor_to_out;
-        const int64_t offset = od * p.y_stride[0] + oh[m][half] * p.y_stride[1] + ow * p.y_stride[2];
-        if (uint32_t(ow) >= uint32_t(p.out[2])) stored &= ~(1u << bit);
+        const int64_t offset = offset_of(m, half);
+        if (kWide && uint32_t(column[m][half] + plan.anchor_to_out) >= uint32_t(p.out[2])) stored &= ~(1u << bit);
         if (stored >> bit & 1) store(offset, m, half, kMiddle);
         if constexpr (kWide) {
           if (beyond[0] >> bit & 1) store(offset - p.y_stride[2], m, half, kTaps - 1);
@@ -472,6 +512,17 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       }
     }
 
+    if constexpr (kMore > 1) {
+      auto value = [&](int row, int block, int i) {
+        const float v = acc[row / 2][at(kMiddle, block, row % 2, i)];
+        return std::is_same_v<Element, __half> ? __half2float(__float2half_rn(v)) : v;  // which may be Inf
+      };
+      if (t.n != moments_n || t.n_tile != moments_n_tile) {
+        flush_moments();
+        moments_n = t.n, moments_n_tile = t.n_tile;
+      }
+      moments.template add<kSegments * 2>(value, stored);
+    }
     if (kWide && plan.stats) {
       // Mean and squared deviations of this warp's outputs, channel by channel, then of the warpgroup's.
       float* const sums = reinterpret_cast<float*>(smem + layout.stats) + warpgroup * (4 * (kTile * 2 + 1));
@@ -543,6 +594,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       }
     }
   }
+  if constexpr (kMore > 1) flush_moments();
   if (lag > 0 && lane == 0) barrier_arrive(lagging);  // too little work to have come to it
 #endif
 }

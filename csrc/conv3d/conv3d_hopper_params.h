@@ -70,8 +70,12 @@ struct alignas(64) HopperParams {
   const float* bias;   // n_tiles * c_tile values, zeros without a bias
   void* y;
   int64_t y_stride_n, y_stride_c, y_stride[3];  // with y_stride_c == 1 the others are multiples of 16 bytes
-  float* partials;  // kStoreStats: see StatsPartials in groupnorm_params.h; slices as the plan says
-  Chain act;        // not kAny
+  // y = act((convolution + bias + residual) * scale)
+  const void* residual = nullptr;  // of y's strides; null: none. Not in wide plans
+  float scale = 1;                 // 1 in wide plans
+  Chain act;                       // not kAny
+  float* moments = nullptr;  // of y, as StatsPartials in groupnorm_params.h, zero before; or null. Not in wide plans
+  float* partials;                 // kStoreStats: see StatsPartials in groupnorm_params.h; slices as the plan says
   int c_out;
   int in[3], out[3];
   HopperPlan plan;
@@ -83,6 +87,8 @@ struct HopperPackParams {
   const void* bias;  // [c_out] of the weight's dtype, or null
   void* packed;
   float* packed_bias;
+  float* moments = nullptr;  // set to zero, so many values
+  int64_t moment_values = 0;
   int c_in, c_out;
   Dtype dtype;
   HopperPlan plan;

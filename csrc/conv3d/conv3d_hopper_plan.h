@@ -42,6 +42,9 @@ KGOPT_HD HopperSmemLayout hopper_smem_layout(const HopperPlan& p) {
 // Slices of the statistics, per sample.
 inline int64_t hopper_slices(const HopperPlan& p) { return int64_t(p.tiles_per_sample) * kHopperConsumers / p.teams; }
 
+// Slices of HopperParams::moments, per sample.
+KGOPT_HD int hopper_moment_slices(const HopperPlan& p) { return p.blocks * kHopperConsumers * 4; }
+
 // Estimated cycles in which the two warpgroups do a tile, or one each: their products, or their loads where those take
 // longer (the second-level cache gives a multiprocessor about 28 bytes a cycle when all ask), and an epilogue, which
 // hides behind the other warpgroup's products where each has its own tiles.

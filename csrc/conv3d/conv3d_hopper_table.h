@@ -49,9 +49,9 @@ inline double rows_microseconds(const RowsPlan& p) {
 inline const char* innermost_loses(const ConvProblem& q, const HopperPlan& hopper, const RowsPlan& rows) {
   if (hopper.refusal && rows.refusal) return hopper.refusal;
   if (q.epilogue != ConvEpilogue::kStore) return "statistics in its epilogue cost more than a pass of their own";
-  if (q.c_in < 32 || q.c_in > 128 || q.c_out < 32 || q.c_out > 128 || q.kernel[0] != 3 || q.kernel[1] != 3 ||
+  if (q.c_in < 16 || q.c_in > 128 || q.c_out < 32 || q.c_out > 128 || q.kernel[0] != 3 || q.kernel[1] != 3 ||
       q.kernel[2] != 3) {
-    return "only 3D kernels of 3 x 3 x 3 between 32 and 128 channels were measured";
+    return "only 3D kernels of 3 x 3 x 3 with 16 to 128 input and 32 to 128 output channels were measured";
   }
   const double ours =
       std::min(hopper.refusal ? 1e30 : hopper_microseconds(hopper), rows.refusal ? 1e30 : rows_microseconds(rows));

@@ -14,8 +14,8 @@
 #include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
+#include "../common/reduce.cuh"
 #include "../common/wgmma.cuh"
-#include "conv3d_flat_normalize.cuh"
 #include "conv3d_hopper_kernel.cuh"
 #include "conv3d_rows_params.h"
 #include "conv3d_rows_plan.h"
@@ -53,25 +53,25 @@ struct RowsMoments {
   // the same channels have different positions.
   __device__ __forceinline__ void merge_into(float* to, int channels_left) const {
     const int t4 = threadIdx.x % 4;
-    Moments own;
+    Moments<float> own;
 #pragma unroll
     for (int j = 0; j < kSegments * 2; ++j) {
       const float over = count > 0.f ? 1.f / count : 0.f, mean = sum[j / 2][j % 2] * over;
-      Moments m;
+      Moments<float> m;
       if (count > 0.f) m = {shift[j / 2][j % 2] + mean, squares[j / 2][j % 2] - sum[j / 2][j % 2] * mean, count};
 #pragma unroll
       for (int lanes = 1; lanes < 4; lanes *= 2) {
-        m.merge(__shfl_xor_sync(0xffffffff, m.mean, lanes), __shfl_xor_sync(0xffffffff, m.deviations, lanes),
-                __shfl_xor_sync(0xffffffff, m.count, lanes));
+        merge(m, Moments<float>{__shfl_xor_sync(0xffffffff, m.mean, lanes), __shfl_xor_sync(0xffffffff, m.m2, lanes),
+                                __shfl_xor_sync(0xffffffff, m.count, lanes)});
       }
       if (t4 == j) own = m;
     }
     const int c = t4 / 2 * 64 + t4 % 2;
     if (t4 < kSegments * 2 && c < channels_left) {
       float* const moments = to + c * 3;
-      Moments all{moments[0], moments[1], moments[2]};
-      all.merge(own.mean, own.deviations, own.count);
-      moments[0] = all.mean, moments[1] = all.deviations, moments[2] = all.count;
+      Moments<float> all{moments[0], moments[1], moments[2]};
+      merge(all, own);
+      moments[0] = all.mean, moments[1] = all.m2, moments[2] = all.count;
     }
   }
 };

@@ -7,9 +7,11 @@
 #include "../common/tf32.h"
 #include "../common/torch_utils.h"
 #include "../common/workspace.h"
+#include "../groupnorm/groupnorm_params.h"
 #include "conv3d.h"
 #include "conv3d_dispatch.h"
 #include "conv3d_flat.h"
+#include "conv3d_gradients.h"
 #include "conv3d_hopper.h"
 #include "conv3d_narrow.h"
 #include "conv3d_rows.h"
@@ -80,12 +82,23 @@ inline bool has_channels_innermost(const Tensor& x, const ConvShape& shape) {
          (shape.in[1] == 1 || shape.in[2] == 1 || x.stride(last - 1) == shape.in[2] * stride_w);
 }
 
-inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
+inline DeviceLimits limits_of(const ConvArgs& a) {
   const DeviceInfo info = check_gpu(a.op, a.x);
-  const DeviceLimits limits{info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma};
-  return choose_conv_cached(
-      make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32), has_channels_innermost(a.x, shape)), limits,
-      parse_backend(a.op, a.backend));
+  return {info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma};
+}
+
+inline ConvProblem problem_of(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
+  return make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32), has_channels_innermost(a.x, shape));
+}
+
+inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
+  return choose_cached(problem_of(a, shape, epilogue), limits_of(a), parse_backend(a.op, a.backend), &choose_conv);
+}
+
+// dy is taken for channels innermost: where it is not, ATen would copy it, too.
+inline ConvGradientsChoice choose_gradients(const ConvArgs& a, const ConvShape& shape) {
+  return choose_cached(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), parse_backend(a.op, a.backend),
+                       &choose_conv_gradients);
 }
 
 // Strides of a tensor's spatial dims as depth, height, width.
@@ -228,9 +241,11 @@ struct HopperSpace {
         bias(workspace->reserve(int64_t(plan.n_tiles) * plan.c_tile * 4)) {}
 };
 
-// Packs the weights. y, act and partials are left to the caller.
+// Packs the weights, and sets `moments`, with slices and rows, to zero. y and what is done to it are left to the
+// caller.
 inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan,
-                                 const HopperSpace& space, const Workspace& workspace, cudaStream_t stream) {
+                                 const HopperSpace& space, const Workspace& workspace, cudaStream_t stream,
+                                 const StatsPartials& moments = StatsPartials()) {
   const WeightStrides w = weight_strides(a, shape);
   const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
   HopperPackParams pack{};
@@ -245,6 +260,8 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
   pack.c_out = static_cast<int>(shape.c_out);
   pack.dtype = shape.dtype;
   pack.plan = plan;
+  pack.moments = static_cast<float*>(moments.data);
+  pack.moment_values = moments.data ? shape.n * moments.slices * moments.rows * 3 : 0;
   raise_on_error(a.op, run_conv_hopper_pack(pack, stream));
 
   HopperParams p{};
@@ -266,7 +283,7 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
 
 // The same for the kernel by rows, whose workspace pieces are `packed` and `bias`.
 inline RowsParams start_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, void* packed, float* bias,
-                             cudaStream_t stream) {
+                             cudaStream_t stream, const StatsPartials& moments = StatsPartials()) {
   const WeightStrides w = weight_strides(a, shape);
   const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
   RowsPackParams pack{};
@@ -281,6 +298,8 @@ inline RowsParams start_rows(const ConvArgs& a, const ConvShape& shape, const Ro
   pack.c_out = static_cast<int>(shape.c_out);
   pack.dtype = shape.dtype;
   pack.plan = plan;
+  pack.moments = static_cast<float*>(moments.data);
+  pack.moment_values = moments.data ? shape.n * moments.slices * moments.rows * 3 : 0;
   raise_on_error(a.op, run_conv_rows_pack(pack, stream));
 
   RowsParams p{};
@@ -299,8 +318,22 @@ inline RowsParams start_rows(const ConvArgs& a, const ConvShape& shape, const Ro
   return p;
 }
 
-// The convolution alone, by whichever path `choose` takes for the storing epilogue. With `left_bias`, a bias is left to
-// the caller, and true stored there, where ATen would add it in a pass of its own.
-Tensor conv_forward(const ConvArgs& a, bool* left_bias = nullptr);
+// What a caller wants of a convolution's output beside the convolution: act((output + bias + residual) * scale).
+struct __attribute__((visibility("hidden"))) ConvTail {
+  const void* residual = nullptr;  // dense, in the output's layout
+  double scale = 1;
+  ActChain act;
+  // Set by conv_forward: what it left to the caller. ATen would add the bias in a pass of its own.
+  bool left_bias = false, left_rest = true, left_moments = true;
+  const Tensor* moments = nullptr;  // where channel_moments_cuda is to put the output's; null: nobody wants them
+};
+
+// The convolution by the Hopper kernel.
+Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan,
+                   const ConvTail& tail = ConvTail());
+
+// The convolution, by whichever path `choose` takes for the storing epilogue, and as much of the tail as its kernel can
+// do to what it stores.
+Tensor conv_forward(const ConvArgs& a, ConvTail* tail = nullptr);
 
 }  // namespace kgopt

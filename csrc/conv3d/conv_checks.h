@@ -2,6 +2,8 @@
 // value and what was expected.
 #pragma once
 
+#include <array>
+
 #include "../common/torch_utils.h"
 #include "conv_shape.h"
 
@@ -106,6 +108,45 @@ inline ConvShape check_conv(const char* op, const Tensor& x, const Tensor& weigh
   }
   s.out_channels_last = is_channels_last(x) || is_channels_last(weight);
   return s;
+}
+
+// A gradient of the output and which of dx, dweight and dbias are wanted.
+inline void check_conv_gradient(const char* op, const Tensor& dy, const Tensor& x, const ConvShape& s,
+                                const std::vector<bool>& mask) {
+  check_same_device(op, "dy", dy, x);
+  check_same_dtype(op, "dy", dy, x);
+  KGOPT_CHECK(sizes_of(dy) == s.out_sizes, op, ": dy has shape ", shape_string(dy), ", expected ",
+              list_string(s.out_sizes));
+  KGOPT_CHECK(mask.size() == 3, op, ": mask has ", mask.size(), " values, expected 3");
+}
+
+using ConvGradients = std::tuple<Tensor, Tensor, Tensor>;
+
+// Those of `mask` from ATen, in the layouts of x and of the weight; empty tensors for the others.
+inline ConvGradients conv_gradients_aten(const Tensor& dy, const Tensor& x, const Tensor& weight, const ConvShape& s,
+                                         const IntArray& stride, const IntArray& padding, const IntArray& dilation,
+                                         const IntArray& output_padding, const std::array<bool, 3>& mask) {
+  const Tensor none = empty_like_shape(x, {0});
+  if (!mask[0] && !mask[1] && !mask[2]) return {none, none, none};
+  const std::optional<IntArray> bias_sizes = IntArray{s.c_out};
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  std::array<StableIValue, 11> stack{from(dy),
+                                     from(x),
+                                     from(weight),
+                                     from(bias_sizes),
+                                     from(stride),
+                                     from(padding),
+                                     from(dilation),
+                                     from(s.transposed),
+                                     from(output_padding),
+                                     from(s.groups),
+                                     from(torch::headeronly::HeaderOnlyArrayRef<bool>(mask.data(), 3))};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::convolution_backward", "", stack.data(), TORCH_ABI_VERSION));
+  const Tensor dx = to<Tensor>(stack[0]), dweight = to<Tensor>(stack[1]), dbias = to<Tensor>(stack[2]);
+  return {mask[0] ? dense_in(dx, memory_format_of(x)) : none,
+          mask[1] ? dense_in(dweight, memory_format_of(weight)) : none, mask[2] ? dbias : none};
 }
 
 }  // namespace kgopt

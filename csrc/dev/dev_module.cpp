@@ -11,6 +11,7 @@
 #include "common/activation.h"
 #include "common/dtype.h"
 #include "conv3d/conv3d_dispatch.h"
+#include "conv3d/conv3d_gradients.h"
 #include "conv3d/conv3d_plan.h"
 #include "conv3d/conv_shape.h"
 #include "groupnorm/group_norm_cluster_plan.h"
@@ -302,6 +303,42 @@ void bind_conv(py::module_& m) {
       .def_readonly("slots", &FlatPlan::slots)
       .def_property_readonly("taps", [](const FlatPlan& p) { return copied(p.taps); });
 
+  py::class_<WgradPlan>(m, "WgradPlan", "The plan of the weight gradient; fields as in conv3d_wgrad_params.h.")
+      .def_property_readonly("refusal",
+                             [](const WgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("few", &WgradPlan::few)
+      .def_readonly("stride", &WgradPlan::stride)
+      .def_readonly("b_blocks", &WgradPlan::b_blocks)
+      .def_readonly("rows", &WgradPlan::rows)
+      .def_readonly("width", &WgradPlan::width)
+      .def_readonly("row_numbers", &WgradPlan::row_numbers)
+      .def_readonly("row_skip", &WgradPlan::row_skip)
+      .def_readonly("pitch", &WgradPlan::pitch)
+      .def_readonly("back", &WgradPlan::back)
+      .def_readonly("alternate", &WgradPlan::alternate)
+      .def_readonly("turns", &WgradPlan::turns)
+      .def_readonly("stages", &WgradPlan::stages)
+      .def_readonly("a_tiles", &WgradPlan::a_tiles)
+      .def_readonly("b_tiles", &WgradPlan::b_tiles)
+      .def_readonly("depth_tiles", &WgradPlan::depth_tiles)
+      .def_readonly("splits", &WgradPlan::splits)
+      .def_readonly("slots", &WgradPlan::slots)
+      .def_readonly("steps", &WgradPlan::steps)
+      .def_readonly("smem_bytes", &WgradPlan::smem_bytes)
+      .def_readonly("partial_floats", &WgradPlan::partial_floats)
+      .def_property_readonly("tiles", [](const WgradPlan& p) { return copied(p.tiles); })
+      .def_property_readonly("row_bytes", &wgrad_row_bytes)
+      .def_property_readonly("columns", &wgrad_columns)
+      .def_property_readonly("first_run", &wgrad_first_run)
+      .def_property_readonly("second_run", &wgrad_second_run)
+      .def_property_readonly("tile_floats", &wgrad_tile_floats)
+      .def_property_readonly("blocks", &wgrad_blocks);
+
+  py::class_<ConvGradientsChoice>(m, "ConvGradientsChoice")
+      .def_readonly("dgrad", &ConvGradientsChoice::dgrad)
+      .def_readonly("wgrad", &ConvGradientsChoice::wgrad)
+      .def("explain", &ConvGradientsChoice::explain);
+
   py::class_<ConvChoice>(m, "ConvChoice")
       .def_readonly("path", &ConvChoice::path)
       .def_readonly("plan", &ConvChoice::plan)
@@ -330,6 +367,12 @@ void bind_conv(py::module_& m) {
   m.attr("FLAT_ROW_BYTES") = kFlatRowBytes;
   m.def("plan_flat", &plan_flat, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("hopper_column_channel", &hopper_column_channel, py::arg("column"), py::arg("half"));
+  m.attr("WGRAD_MAX_STAGES") = kWgradMaxStages;
+  m.def(
+      "plan_wgrad", [](const ConvProblem& problem, const DeviceLimits& limits) { return plan_wgrad(problem, limits); },
+      py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("choose_conv_gradients", &choose_conv_gradients, py::arg("problem"), py::arg("limits") = DeviceLimits{},
+        py::arg("backend") = ConvBackend::kAuto);
   m.def("choose_conv", &choose_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto);
 }

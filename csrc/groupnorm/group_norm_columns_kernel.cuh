@@ -162,8 +162,8 @@ struct ColumnBlock {
   }
 
   // The warp's moments of each run of elements, to the block's table. Sums over the positions are taken relative to the
-  // first position's mean.
-  __device__ __forceinline__ void write_entries(const Sums& s, float2* entries) const {
+  // first position's mean. The counts of values are those of every slab: they need not be told twice.
+  __device__ __forceinline__ void write_entries(const Sums& s, float2* entries, bool with_counts) const {
     float mean[kVec], m2[kVec];
     const float count = static_cast<float>(own), inverse = own == 0 ? 0.f : __fdividef(1.f, count);
 #pragma unroll
@@ -198,7 +198,7 @@ struct ColumnBlock {
       if (writes) out[j >> d.run_log2] = make_float2(origin + to_mean, rest < 0.f ? 0.f : rest);
       __syncwarp();
     }
-    if (writes && column == 0) tables.counts[walker] = total * run;
+    if (writes && column == 0 && with_counts) tables.counts[walker] = total * run;
   }
   // Over the warp's positions of this column; valid for the first.
   __device__ __forceinline__ float positions_sum(float v) const {
@@ -417,7 +417,7 @@ struct ColumnBlock {
     return coefficients(u);
   }
   __device__ __forceinline__ void finish_sums(const Sums& s, uint32_t u) const {
-    write_entries(s, tables.entries);
+    write_entries(s, tables.entries, true);
     __syncthreads();
     publish(u, tables.entries, tid, blockDim.x);
     __syncwarp();

@@ -12,15 +12,18 @@ constexpr const char* kName = "group_norm_rows_bwd_kernel";
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
+// Whether summers leave dz in place of dy, where computing it twice costs more.
+template <Chain kAct>
+inline constexpr bool kStoresDz = kAct == Chain::kSilu || kAct == Chain::kAny;
+
 // Of the tables: entries [2][walkers][elements of a row] of sums of dz and of dz (u - mean); stats [2][groups] of what
 // is taken off: term + (u - mean) term_d; counts [channels][2] of sums of dz and dz xhat over the block's samples.
 template <typename Traits>
-struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
-  using Rows = RowBlock<Traits, GroupNormRowsBwdParams, 2>;
+struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2, kStoresDz<Traits::kAct>> {
+  using Rows = RowBlock<Traits, GroupNormRowsBwdParams, 2, kStoresDz<Traits::kAct>>;
   using Columns = typename Rows::Columns;
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses;
-  static constexpr bool kStoresDz = Traits::kAct == Chain::kSilu || Traits::kAct == Chain::kAny;
   using Columns::channel_of, Columns::d, Columns::own, Columns::p, Columns::rank, Columns::tables, Columns::team;
   using Rows::parity_of, Rows::RowBlock, Rows::s;
 
@@ -76,7 +79,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
             dz[j] += dy[j];
             dz_d[j] += dy[j] * distance;
           }
-          if constexpr (kStoresDz) store_vec<T, kVec>(const_cast<T*>(from) + half, pack<T, kVec>(dy));
+          if constexpr (kStoresDz<Traits::kAct>) store_vec<T, kVec>(const_cast<T*>(from) + half, pack<T, kVec>(dy));
         }
       }
       barrier_wait(&s.published[u & 1], parity_of(u) ^ 1);
@@ -211,13 +214,13 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2> {
             float value;
             const float slope = chain_slope<Traits::kPre>(p.pre_act, x[j], &value);
             const float distance = value - c.mean[j];
-            const float dz = kStoresDz ? dy[j] : dz_of(c, j, dy[j], distance);
+            const float dz = kStoresDz<Traits::kAct> ? dy[j] : dz_of(c, j, dy[j], distance);
             x[j] = slope * (c.scale[j] * dz - (distance * terms[j].y + terms[j].x));
           }
           store_values<T, kVec>(dx + int64_t(t * kPasses + k) * this->step, x, p.streaming_stores);
         }
         __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(&s.freed[slot.k]);
+        this->free_slot(slot.k);
       }
     }
   }

@@ -35,8 +35,9 @@ struct RowSlot {
   }
 };
 
-// What forward and backward share. A slot has a chunk of each of kTensors tensors.
-template <typename Traits, typename Params, int kTensors>
+// What forward and backward share. A slot has a chunk of each of kTensors tensors. Where summers write into slots, too,
+// writers free a slot lane by lane: compute-sanitizer orders an arrival with its own thread's reads only.
+template <typename Traits, typename Params, int kTensors, bool kWritesSlots = false>
 struct RowBlock : ColumnBlock<Traits, Params> {
   using Columns = ColumnBlock<Traits, Params>;
   using T = typename Traits::T;
@@ -50,6 +51,11 @@ struct RowBlock : ColumnBlock<Traits, Params> {
       : Columns(params, memory, t, nullptr, thread), s(barriers) {}
 
   static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u >> 1 & 1; }
+
+  static constexpr uint32_t kFreeing = kWritesSlots ? kRowRoleThreads : kRowRoleThreads / 32;  // arrivals
+  __device__ __forceinline__ void free_slot(uint32_t k) const {
+    if (kWritesSlots || this->lane == 0) barrier_arrive(&s.freed[k]);
+  }
 
   // No more than two samples ahead of the collectors: a phase that they have not seen must not end twice.
   __device__ __forceinline__ void wait_collected(uint32_t u) const { barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1); }
@@ -125,7 +131,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormColumnsFwdParams, 1> {
       }
       barrier_wait(&s.published[u & 1], parity_of(u) ^ 1);
       __syncwarp();
-      this->write_entries(sums, entries(u));
+      this->write_entries(sums, entries(u), u == 0);
       barrier_arrive(&s.summed[u & 1]);
     }
   }
@@ -174,7 +180,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormColumnsFwdParams, 1> {
           if (k < left) this->normalize(c, y + int64_t(t * kPasses + k) * this->step, input[k]);
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(&s.freed[slot.k]);
+        this->free_slot(slot.k);
       }
     }
   }
@@ -184,10 +190,10 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormColumnsFwdParams, 1> {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots) {
+__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing) {
   for (uint32_t k = 0; k < slots; ++k) {
     barrier_init(&barriers->loaded[k], 1);
-    barrier_init(&barriers->freed[k], kRowRoleThreads / 32);
+    barrier_init(&barriers->freed[k], freeing);
   }
   for (int i = 0; i < 2; ++i) {
     barrier_init(&barriers->summed[i], kRowRoleThreads);
@@ -202,7 +208,7 @@ __device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t sl
 template <typename Block, typename Params, int kTensors>
 __device__ __forceinline__ void run_roles(const Params& p, char* memory, const ColumnTables& t, RowBarriers& barriers,
                                           const void* const (&tensors)[kTensors]) {
-  if (threadIdx.x == 0) init_barriers(&barriers, p.shares.slots);
+  if (threadIdx.x == 0) init_barriers(&barriers, p.shares.slots, Block::kFreeing);
   for (uint32_t c = threadIdx.x; c < 2 * p.shares.channels; c += kRowThreads) {
     t.affines[c] = affine_of(p.weight, p.bias, c % p.shares.channels, p.affine_dtype);
   }

@@ -130,6 +130,60 @@ __global__ void __launch_bounds__(256) affine_table_kernel(const __grid_constant
   }
 }
 
+// A warp a channel.
+template <typename Acc>
+__global__ void __launch_bounds__(128) channel_moments_kernel(const __grid_constant__ ChannelMomentsParams p) {
+  let_dependents_start();
+  wait_for_prerequisites();
+  const int lane = threadIdx.x % 32;
+  const int64_t channel = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  if (channel >= p.n * p.c) return;
+  const int64_t n = channel / p.c, slices = p.partials.slices;
+  const Acc* const data = static_cast<const Acc*>(p.partials.data) + (n * slices * p.c + channel % p.c) * 3;
+  Moments<Acc> m;
+  for (int64_t slice = lane; slice < slices; slice += 4 * 32) {
+    Moments<Acc> part[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (slice + j * 32 >= slices) continue;
+      const Acc* const at = data + (slice + j * 32) * p.c * 3;
+      part[j] = {at[0], at[1], at[2]};
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) merge(m, part[j]);
+  }
+  m = warp_merge(m);
+  if (lane == 0) {
+    Acc* const out = static_cast<Acc*>(p.moments) + channel * 2;
+    out[0] = m.mean;
+    out[1] = m.m2 / m.count;
+  }
+}
+
+// A warp a group; its channels count the same number of values each.
+template <typename Acc>
+__global__ void __launch_bounds__(128) moments_table_kernel(const __grid_constant__ MomentsTableParams p) {
+  let_dependents_start();
+  wait_for_prerequisites();
+  const int lane = threadIdx.x % 32;
+  const int64_t group = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  if (group >= p.n * p.g) return;
+  const int64_t channels = p.c / p.g, first = group * channels;
+  const Acc* const moments = static_cast<const Acc*>(p.moments) + first * 2;
+  Moments<Acc> m;
+  for (int64_t i = lane; i < channels; i += 32) merge(m, Moments<Acc>{moments[2 * i], moments[2 * i + 1], Acc(1)});
+  m = warp_merge(m);
+  const Acc rstd = Acc(1) / sqrt(m.m2 / m.count + Acc(p.eps));
+  for (int64_t i = lane; i < channels; i += 32) {
+    const int64_t c = (first + i) % p.c;
+    Acc* const out = static_cast<Acc*>(p.table) + (first + i) * 4;
+    out[0] = m.mean;
+    out[1] = rstd;
+    out[2] = p.weight ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
+    out[3] = p.bias ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
+  }
+}
+
 Status check(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return {StatusCode::kCudaError, kernel, cudaGetErrorString(error)};
@@ -172,6 +226,22 @@ Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t 
   const char* const name = "group_stats_finalize_kernel";
   return p.is_double ? launch_after<group_stats_finalize_kernel<double>>(true, name, blocks, 256, stream, p)
                      : launch_after<group_stats_finalize_kernel<float>>(true, name, blocks, 256, stream, p);
+}
+
+Status run_channel_moments(const ChannelMomentsParams& p, cudaStream_t stream) {
+  if (p.n * p.c == 0) return Status::Ok();
+  const unsigned blocks = static_cast<unsigned>((p.n * p.c + 3) / 4);
+  const char* const name = "channel_moments_kernel";
+  return p.is_double ? launch_after<channel_moments_kernel<double>>(true, name, blocks, 128, stream, p)
+                     : launch_after<channel_moments_kernel<float>>(true, name, blocks, 128, stream, p);
+}
+
+Status run_moments_table(const MomentsTableParams& p, cudaStream_t stream) {
+  if (p.n * p.c == 0) return Status::Ok();
+  const unsigned blocks = static_cast<unsigned>((p.n * p.g + 3) / 4);
+  const char* const name = "moments_table_kernel";
+  return p.is_double ? launch_after<moments_table_kernel<double>>(true, name, blocks, 128, stream, p)
+                     : launch_after<moments_table_kernel<float>>(true, name, blocks, 128, stream, p);
 }
 
 Status run_affine_table(const AffineTableParams& p, cudaStream_t stream) {

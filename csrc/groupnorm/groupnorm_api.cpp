@@ -258,6 +258,80 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, in
   return {out, s.channel_mean, s.mean, s.rstd};
 }
 
+Tensor allocate_moments(const Tensor& x, int64_t c) { return empty_like_shape(x, {x.size(0), c, 2}, stats_type(x)); }
+
+void channel_moments_cuda(const char* op, const Tensor& x, const StatsPartials& partials, const Tensor& moments) {
+  ChannelMomentsParams p;
+  p.partials = partials;
+  p.n = moments.size(0);
+  p.c = moments.size(1);
+  p.is_double = x.scalar_type() == ScalarType::Double;
+  p.moments = moments.mutable_data_ptr();
+  raise_on_error(op, run_channel_moments(p, stream_of(x)));
+}
+
+void channel_moments_cuda(const char* op, const Tensor& x, const Tensor& moments) {
+  const GroupNormDims d = check_group_norm(op, x, x.size(1));
+  if (d.numel() == 0) {
+    torch::stable::fill_(moments, std::nan(""));
+    return;
+  }
+  GroupStatsParams p;
+  p.x = x.const_data_ptr();
+  p.dims = d;
+  plan_group_stats(&p, true, check_gpu(op, x).sm_count);
+  Workspace workspace(x);
+  const int64_t partials = workspace.reserve(d.n * p.partials.slices * d.c * 3 * acc_size(d));
+  workspace.allocate();
+  p.partials.data = workspace.at<void>(partials);
+  raise_on_error(op, run_group_stats(p, stream_of(x)));
+  channel_moments_cuda(op, x, p.partials, moments);
+}
+
+void moments_table_cuda(const char* op, const Tensor& moments, int64_t num_groups, const OptTensor& weight,
+                        const OptTensor& bias, double eps, void* table) {
+  const Tensor dense = dense_in(moments, MemoryFormat::Contiguous);
+  const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
+  MomentsTableParams t;
+  t.moments = dense.const_data_ptr();
+  t.weight = data_or_null(w);
+  t.bias = data_or_null(b);
+  t.affine_dtype = affine_dtype(op, w, b);
+  t.is_double = moments.scalar_type() == ScalarType::Double;
+  t.n = moments.size(0);
+  t.c = moments.size(1);
+  t.g = num_groups;
+  t.eps = eps;
+  t.table = table;
+  raise_on_error(op, run_moments_table(t, stream_of(moments)));
+}
+
+Tensor group_norm_moments_cuda(Tensor x, Tensor moments, int64_t num_groups, OptTensor weight, OptTensor bias,
+                               double eps, std::string act) {
+  const char* const op = "group_norm_moments";
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
+  check_statistics(op, "moments", moments, x, {d.n, d.c, 2});
+  const ActChain chain = check_act(op, act);
+  const DeviceGuard guard(x.get_device_index());
+  check_gpu(op, x);
+  const MemoryFormat format = format_of(x, d);
+  Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
+  if (d.numel() == 0) return y;
+  const Tensor dense = dense_in(x, format);
+  Workspace workspace(x);
+  const int64_t table = workspace.reserve(d.n * d.c * 4 * acc_size(d));
+  workspace.allocate();
+  moments_table_cuda(op, moments, num_groups, weight, bias, eps, workspace.at<void>(table));
+  NormalizeParams p;
+  p.x = dense.const_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.table = workspace.at<void>(table);
+  p.dims = d;
+  p.act = chain;
+  raise_on_error(op, run_normalize(p, stream_of(x)));
+  return y;
+}
+
 namespace {
 
 std::tuple<Tensor, Tensor> group_stats(Tensor x, int64_t num_groups, double eps) {
@@ -315,6 +389,37 @@ Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias
 Tensor group_norm_mean(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias, double eps) {
   const Tensor out = std::get<0>(group_norm_mean_fwd_cuda(x, num_groups, weight, bias, eps));
   return out.scalar_type() == x.scalar_type() ? out : torch::stable::to(out, x.scalar_type());
+}
+
+std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, std::string pre_act, bool backward,
+                               std::optional<bool> channels_last) {
+  const char* const op = "explain_group_norm";
+  GroupNormDims d = check_group_norm(op, x, num_groups);
+  if (channels_last) d.channels_last = *channels_last && x.dim() > 2;
+  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act);
+  if (d.numel() == 0) return "nothing: x has no elements";
+  const DeviceGuard guard(x.get_device_index());
+  const void* const data = x.const_data_ptr();
+  const NormChoice choice = choose_way(op, x, {data, data}, d, backward ? 2 : 1, pre_chain, act_chain);
+  const std::string once = backward ? "one read of x and dy: " : "one read of x: ";
+  const auto& c = choice.on_chip.shares;
+  switch (choice.way) {
+    case NormWay::kSmall: return once + "a group in the registers of a team of threads, one launch";
+    case NormWay::kOnChip:
+      if (c.blocks == 0) return once + "a group in the shared memory of a team of threads, one launch";
+      if (c.blocks == 1) return once + "a group in the shared memory of a block, one launch";
+      return once + "a group in the shared memory of a cluster of " + std::to_string(c.blocks) + " blocks, one launch";
+    case NormWay::kOneRead: return once + "tiles of a group in the shared memory of the whole GPU";
+    case NormWay::kColumns:
+      return once + "channels_last samples in the shared memory of teams of " +
+             std::to_string(choice.columns.shares.blocks) + " blocks";
+    case NormWay::kSlabs: return "slabs of a channels_last sample, read twice, the second time from L2, one launch";
+    default: break;
+  }
+  const char* const why = d.dtype == Dtype::kFloat64 ? choice.on_chip.refusal
+                          : d.channels_last          ? choice.columns.refusal
+                                                     : choice.one_read.refusal;
+  return std::string("passes over memory: ") + (why ? why : "no way on chip takes it");
 }
 
 // dx, dweight and dbias with one read of x and dy; false, and nothing launched, where passes over them must do it.
@@ -487,8 +592,10 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_stats", TORCH_BOX(&kgopt::group_stats));
   m.impl("group_stats_backward", TORCH_BOX(&kgopt::group_stats_backward));
   m.impl("group_norm", TORCH_BOX(&kgopt::group_norm));
+  m.impl("group_norm_moments", TORCH_BOX(&kgopt::group_norm_moments_cuda));
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cuda));
   m.impl("group_norm_backward", TORCH_BOX(&kgopt::group_norm_backward));
+  m.impl("explain_group_norm", TORCH_BOX(&kgopt::explain_group_norm));
   m.impl("group_norm_mean", TORCH_BOX(&kgopt::group_norm_mean));
   m.impl("group_norm_mean_fwd", TORCH_BOX(&kgopt::group_norm_mean_fwd_cuda));
   m.impl("group_norm_mean_backward", TORCH_BOX(&kgopt::group_norm_mean_backward));

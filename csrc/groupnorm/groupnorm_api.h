@@ -23,4 +23,14 @@ std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor&
 std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight,
                                                                     OptTensor bias, double eps);
 
+// Mean and variance of each channel of x, [N, C, 2]: from x, which is dense, or from partials with a row a channel.
+Tensor allocate_moments(const Tensor& x, int64_t c);
+void channel_moments_cuda(const char* op, const Tensor& x, const Tensor& moments);
+void channel_moments_cuda(const char* op, const Tensor& x, const StatsPartials& partials, const Tensor& moments);
+// Fills table, [N, C] of (mean, rstd, weight, bias) in the moments' type.
+void moments_table_cuda(const char* op, const Tensor& moments, int64_t num_groups, const OptTensor& weight,
+                        const OptTensor& bias, double eps, void* table);
+Tensor group_norm_moments_cuda(Tensor x, Tensor moments, int64_t num_groups, OptTensor weight, OptTensor bias,
+                               double eps, std::string act);
+
 }  // namespace kgopt

@@ -634,6 +634,22 @@ Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias
   return std::get<0>(group_norm_fwd_cpu(x, num_groups, weight, bias, eps, act, "none"));
 }
 
+std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, std::string pre_act, bool,
+                               std::optional<bool>) {
+  const char* const op = "explain_group_norm";
+  check_group_norm(op, x, num_groups);
+  check_act(op, act);
+  check_act(op, pre_act);
+  return "threads and vectors of the CPU";
+}
+
+// Reads x for its statistics all the same: caches make that cheap here.
+Tensor group_norm_moments(Tensor x, Tensor moments, int64_t num_groups, OptTensor weight, OptTensor bias, double eps,
+                          std::string act) {
+  check_statistics("group_norm_moments", "moments", moments, x, {x.size(0), x.dim() > 1 ? x.size(1) : 0, 2});
+  return std::get<0>(group_norm_fwd_cpu(x, num_groups, weight, bias, eps, act, "none"));
+}
+
 Tensor group_norm_mean(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias, double eps) {
   const Tensor out = std::get<0>(group_norm_mean_fwd_cpu(x, num_groups, weight, bias, eps));
   return out.scalar_type() == x.scalar_type() ? out : torch::stable::to(out, x.scalar_type());
@@ -646,8 +662,10 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("group_stats", TORCH_BOX(&kgopt::group_stats_cpu));
   m.impl("group_stats_backward", TORCH_BOX(&kgopt::group_stats_backward));
   m.impl("group_norm", TORCH_BOX(&kgopt::group_norm));
+  m.impl("group_norm_moments", TORCH_BOX(&kgopt::group_norm_moments));
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cpu));
   m.impl("group_norm_backward", TORCH_BOX(&kgopt::group_norm_backward));
+  m.impl("explain_group_norm", TORCH_BOX(&kgopt::explain_group_norm));
   m.impl("group_norm_mean", TORCH_BOX(&kgopt::group_norm_mean));
   m.impl("group_norm_mean_fwd", TORCH_BOX(&kgopt::group_norm_mean_fwd_cpu));
   m.impl("group_norm_mean_backward", TORCH_BOX(&kgopt::group_norm_mean_backward));

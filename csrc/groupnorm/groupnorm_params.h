@@ -80,6 +80,26 @@ struct GroupStatsFinalizeParams {
   Dtype affine_dtype = Dtype::kFloat32;
 };
 
+// Mean and variance (biased) of each channel, [N, C, 2], from partials with a row a channel.
+struct ChannelMomentsParams {
+  StatsPartials partials;
+  int64_t n = 0, c = 0;
+  bool is_double = false;  // type of the partials and of the moments
+  void* moments = nullptr;
+};
+
+// The table of GroupStatsFinalizeParams from these.
+struct MomentsTableParams {
+  const void* moments = nullptr;
+  const void* weight = nullptr;
+  const void* bias = nullptr;
+  Dtype affine_dtype = Dtype::kFloat32;
+  bool is_double = false;
+  int64_t n = 0, c = 0, g = 1;
+  double eps = 1e-5;
+  void* table = nullptr;
+};
+
 // The same table from statistics that are already there.
 struct AffineTableParams {
   const void* mean = nullptr;

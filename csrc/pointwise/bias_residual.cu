@@ -1,11 +1,12 @@
-// What follows a convolution: its bias, a residual and a division, in one pass over its output.
+// What follows a convolution: its bias, a residual, a division and activations, in one pass over its output.
+#include "../common/pointwise.cuh"
 #include "../common/traverse.cuh"
 #include "pointwise.h"
 
 namespace kgopt {
 namespace {
 
-template <typename T, bool kResidual>
+template <typename T, bool kResidual, Chain kAct>
 struct AddBias {
   using Element = T;
   static constexpr int kInputs = kResidual ? 2 : 1;
@@ -15,18 +16,19 @@ struct AddBias {
   const T* bias;
   uint32_t channels;
   acc_t<T> scale;
+  ActChain act;
   // Rows are (sample, channel) pairs; there are fewer than 2^32 of them, which the launcher checks.
   __device__ Coef load(int64_t row) const {
     return {bias == nullptr ? acc_t<T>(0) : to_acc(bias[static_cast<uint32_t>(row) % channels])};
   }
   __device__ acc_t<T> apply(Coef k, acc_t<T> y, acc_t<T> residual) const {
-    return (y + k.bias + (kResidual ? residual : acc_t<T>(0))) * scale;
+    return apply_chain<kAct>(act, (y + k.bias + (kResidual ? residual : acc_t<T>(0))) * scale);
   }
 };
 
-template <typename T, bool kResidual>
+template <typename T, bool kResidual, Chain kAct>
 Status launch(const BiasResidualParams& p, cudaStream_t stream) {
-  ElementwiseArgs<AddBias<T, kResidual>> a{};
+  ElementwiseArgs<AddBias<T, kResidual, kAct>> a{};
   a.x = a.y = static_cast<T*>(p.y);
   a.second = static_cast<const T*>(p.residual);
   a.n = p.n;
@@ -35,7 +37,13 @@ Status launch(const BiasResidualParams& p, cudaStream_t stream) {
   a.f.bias = static_cast<const T*>(p.bias);
   a.f.channels = static_cast<uint32_t>(p.c);
   a.f.scale = static_cast<acc_t<T>>(p.scale);
+  a.f.act = p.act;
   return launch_elementwise("bias_residual_kernel", a, p.channels_last, stream);
+}
+
+template <typename T, Chain kAct>
+Status launch_act(const BiasResidualParams& p, cudaStream_t stream) {
+  return p.residual != nullptr ? launch<T, true, kAct>(p, stream) : launch<T, false, kAct>(p, stream);
 }
 
 }  // namespace
@@ -45,8 +53,13 @@ Status run_bias_residual(const BiasResidualParams& p, cudaStream_t stream) {
     return Status::Unsupported("bias_residual_kernel", "x has too many samples and channels");
   }
   Status status;
-  KGOPT_DISPATCH_DTYPE(p.dtype, T,
-                       { status = p.residual != nullptr ? launch<T, true>(p, stream) : launch<T, false>(p, stream); });
+  KGOPT_DISPATCH_DTYPE(p.dtype, T, {
+    switch (chain_kind(p.act)) {
+      case Chain::kNone: status = launch_act<T, Chain::kNone>(p, stream); break;
+      case Chain::kRelu: status = launch_act<T, Chain::kRelu>(p, stream); break;
+      default: status = launch_act<T, Chain::kAny>(p, stream);
+    }
+  });
   return status;
 }
 

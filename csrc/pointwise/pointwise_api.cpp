@@ -2,6 +2,7 @@
 #include "pointwise.h"
 
 #include "../conv3d/conv_call.h"
+#include "../groupnorm/groupnorm_api.h"
 #include "pointwise_checks.h"
 
 namespace kgopt {
@@ -11,15 +12,33 @@ using torch::stable::accelerator::DeviceGuard;
 
 cudaStream_t stream_of(const Tensor& x) { return static_cast<cudaStream_t>(current_stream(x)); }
 
-Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
-                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor) {
-  const char* const op = "conv_add";
+// What the convolution's kernel left to do, in one pass.
+void add_tail(const char* op, const Tensor& y, const OptTensor& bias, const ConvShape& shape, const ConvTail& tail) {
+  const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
+  BiasResidualParams p;
+  p.y = y.mutable_data_ptr();
+  p.bias = bias ? dense_bias.const_data_ptr() : nullptr;
+  p.residual = tail.residual;
+  p.n = shape.n;
+  p.c = shape.c_out;
+  p.s = shape.out[0] * shape.out[1] * shape.out[2];
+  p.scale = tail.scale;
+  p.act = tail.act;
+  p.channels_last = shape.out_channels_last;
+  p.dtype = shape.dtype;
+  raise_on_error(op, run_bias_residual(p, stream_of(y)));
+}
+
+// With `moments`, those of the result are put there.
+Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, OptTensor bias, const OptTensor& residual,
+                    const IntArray& stride, const IntArray& padding, const IntArray& dilation,
+                    const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
+                    const std::string& act, const std::string& backend, Tensor* moments) {
   const ConvShape shape =
       check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
   const DeviceGuard guard(x.get_device_index());
   check_gpu(op, x);
   const MemoryFormat format = shape.out_channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
-  const std::string backend = "auto";
   const ConvArgs conv{op,
                       x,
                       weight,
@@ -33,25 +52,92 @@ Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, Int
                       static_cast<int>(x.dim()) - 2,
                       backend,
                       std::nullopt};
-  // Kernels of our own add the bias to what they store; ATen's pass runs far below the speed of the memory in
-  // channels_last.
-  bool left_bias = false;
-  Tensor y = conv_forward(conv, &left_bias);
-  if (!left_bias) bias = std::nullopt;
-  if ((!bias && !residual && divisor == 1) || y.numel() == 0) return y;
-  const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
+  // Kernels of our own add the bias to what they store, one of them does all of it; ATen's passes run far below the
+  // speed of the memory in channels_last.
   const Tensor dense_residual = residual ? dense_in(*residual, format) : Tensor();
-  BiasResidualParams p;
-  p.y = y.mutable_data_ptr();
+  ConvTail tail;
+  tail.residual = residual ? dense_residual.const_data_ptr() : nullptr;
+  tail.scale = 1 / divisor;
+  tail.act = check_act(op, act);
+  if (moments) {
+    *moments = allocate_moments(x, shape.c_out);
+    tail.moments = moments;
+  }
+  Tensor y = conv_forward(conv, &tail);
+  if (!tail.left_bias) bias = std::nullopt;
+  const bool nothing_left = !tail.left_rest || (!residual && divisor == 1 && tail.act.empty());
+  if (y.numel() > 0 && (bias || !nothing_left)) add_tail(op, y, bias, shape, tail);
+  if (moments && tail.left_moments) channel_moments_cuda(op, y, *moments);
+  return y;
+}
+
+Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
+                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor,
+                std::string act, std::string backend) {
+  return run_conv_add("conv_add", x, weight, bias, residual, stride, padding, dilation, output_padding, groups,
+                      transposed, divisor, act, backend, nullptr);
+}
+
+std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor bias, OptTensor residual,
+                                            IntArray stride, IntArray padding, IntArray dilation,
+                                            IntArray output_padding, int64_t groups, bool transposed, double divisor,
+                                            std::string act, std::string backend) {
+  Tensor moments;
+  const Tensor y = run_conv_add("conv_add_moments", x, weight, bias, residual, stride, padding, dilation,
+                                output_padding, groups, transposed, divisor, act, backend, &moments);
+  return {y, moments};
+}
+
+Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+                          double eps, std::string act, Tensor weight, OptTensor bias) {
+  const char* const op = "group_norm_conv1x1";
+  const IntArray sizes =
+      check_group_norm_conv1x1(op, x, moments, num_groups, gn_weight, gn_bias, eps, act, weight, bias);
+  const DeviceGuard guard(x.get_device_index());
+  const MemoryFormat format = memory_format_of(x);
+  NormConv1x1Params p;
+  p.n = x.size(0);
+  p.c = static_cast<int>(x.size(1));
+  p.c_out = static_cast<int>(sizes[1]);
+  p.s = 1;
+  for (int64_t i = 2; i < x.dim(); ++i) p.s *= x.size(i);
+  p.sm_count = check_gpu(op, x).sm_count;
+  p.act = check_act(op, act);
+  p.dtype = check_dtype(op, "x", x);
+  const Tensor dense = dense_in(x, format);
+  p.x = dense.const_data_ptr();
+  const int rank = static_cast<int>(x.dim()) - 2;
+  if (format == MemoryFormat::Contiguous || norm_conv1x1_refusal(p) || reinterpret_cast<uintptr_t>(p.x) % 16 != 0 ||
+      x.numel() == 0) {
+    Tensor z = dense;
+    if (moments) {
+      z = group_norm_moments_cuda(dense, *moments, num_groups, gn_weight, gn_bias, eps, act);
+    } else if (num_groups > 0) {
+      z = std::get<0>(group_norm_fwd_cuda(dense, num_groups, gn_weight, gn_bias, eps, act, "none"));
+    }
+    const IntArray ones(rank, 1), zeros(rank, 0);
+    const std::string backend = "auto";
+    return conv_forward({op, z, weight, bias, ones, zeros, ones, zeros, 1, false, rank, backend, std::nullopt});
+  }
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  const Tensor dense_weight = dense_in(weight, MemoryFormat::Contiguous);
+  const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
+  p.weight = dense_weight.const_data_ptr();
   p.bias = bias ? dense_bias.const_data_ptr() : nullptr;
-  p.residual = residual ? dense_residual.const_data_ptr() : nullptr;
-  p.n = shape.n;
-  p.c = shape.c_out;
-  p.s = shape.out[0] * shape.out[1] * shape.out[2];
-  p.scale = 1 / divisor;
-  p.channels_last = shape.out_channels_last;
-  p.dtype = shape.dtype;
-  raise_on_error(op, run_bias_residual(p, stream_of(x)));
+  p.y = y.mutable_data_ptr();
+  Tensor of_x;
+  if (num_groups > 0 && !moments) {
+    of_x = allocate_moments(x, x.size(1));
+    channel_moments_cuda(op, dense, of_x);
+  }
+  Workspace workspace(x);
+  const int64_t table = workspace.reserve(num_groups > 0 ? p.n * p.c * 16 : 0);
+  workspace.allocate();
+  if (num_groups > 0) {
+    moments_table_cuda(op, moments ? *moments : of_x, num_groups, gn_weight, gn_bias, eps, workspace.at<void>(table));
+    p.table = workspace.at<void>(table);
+  }
+  raise_on_error(op, run_norm_conv1x1(p, stream_of(x)));
   return y;
 }
 
@@ -77,6 +163,62 @@ Tensor upsample_linear(Tensor x, OptTensor residual) {
   p.dtype = check_dtype(op, "x", x);
   raise_on_error(op, run_upsample_linear(p, stream_of(x)));
   return y;
+}
+
+Tensor upsample_linear_backward(Tensor dy) {
+  const char* const op = "upsample_linear_backward";
+  const IntArray sizes = check_upsample_linear_backward(op, dy);
+  const DeviceGuard guard(dy.get_device_index());
+  check_gpu(op, dy);
+  const MemoryFormat format = memory_format_of(dy);
+  const Tensor dense = dense_in(dy, format);
+  Tensor dx = empty_like_shape(dy, sizes, std::nullopt, format);
+  const bool last = format != MemoryFormat::Contiguous;
+  UpsampleLinearBackwardParams p;
+  p.dy = dense.const_data_ptr();
+  p.dx = dx.mutable_data_ptr();
+  p.n = last ? dx.size(0) : dx.size(0) * dx.size(1);
+  p.c = last ? dx.size(1) : 1;
+  p.double_depth = dx.dim() == 5;
+  p.d = p.double_depth ? dx.size(2) : 1;
+  p.h = dx.size(dx.dim() - 2);
+  p.w = dx.size(dx.dim() - 1);
+  p.dtype = check_dtype(op, "dy", dy);
+  raise_on_error(op, run_upsample_linear_backward(p, stream_of(dy)));
+  return dx;
+}
+
+Tensor repeat_elements(const char* op, const Tensor& x, const IntArray& sizes, const IntArray& factors, bool backward) {
+  const DeviceGuard guard(x.get_device_index());
+  check_gpu(op, x);
+  const MemoryFormat format = memory_format_of(x);
+  const Tensor dense = dense_in(x, format);
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  const Tensor& small = backward ? y : x;
+  const bool last = format != MemoryFormat::Contiguous;
+  UpsampleNearestParams p;
+  p.from = dense.const_data_ptr();
+  p.to = y.mutable_data_ptr();
+  p.n = last ? small.size(0) : small.size(0) * small.size(1);
+  p.c = last ? small.size(1) : 1;
+  p.d = small.dim() == 5 ? small.size(2) : 1;
+  p.h = small.size(small.dim() - 2);
+  p.w = small.size(small.dim() - 1);
+  for (size_t i = 0; i < factors.size(); ++i) p.factors[3 - factors.size() + i] = factors[i];
+  p.backward = backward;
+  p.dtype = check_dtype(op, "x", x);
+  raise_on_error(op, run_upsample_nearest(p, stream_of(x)));
+  return y;
+}
+
+Tensor upsample_nearest(Tensor x, IntArray factors) {
+  const char* const op = "upsample_nearest";
+  return repeat_elements(op, x, check_upsample_nearest(op, "x", x, factors, false), factors, false);
+}
+
+Tensor upsample_nearest_backward(Tensor dy, IntArray factors) {
+  const char* const op = "upsample_nearest_backward";
+  return repeat_elements(op, dy, check_upsample_nearest(op, "dy", dy, factors, true), factors, true);
 }
 
 Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
@@ -112,6 +254,11 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
+  m.impl("conv_add_moments", TORCH_BOX(&kgopt::conv_add_moments));
+  m.impl("group_norm_conv1x1", TORCH_BOX(&kgopt::group_norm_conv1x1));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
+  m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));
+  m.impl("upsample_nearest", TORCH_BOX(&kgopt::upsample_nearest));
+  m.impl("upsample_nearest_backward", TORCH_BOX(&kgopt::upsample_nearest_backward));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
 }

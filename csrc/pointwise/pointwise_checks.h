@@ -3,6 +3,7 @@
 
 #include "../common/torch_utils.h"
 #include "../conv3d/conv_checks.h"
+#include "../groupnorm/groupnorm_checks.h"
 
 namespace kgopt {
 
@@ -24,6 +25,27 @@ inline ConvShape check_conv_add(const char* op, const Tensor& x, const Tensor& w
 }
 
 // Sizes of the result of upsample_linear.
+// The result's sizes.
+inline IntArray check_group_norm_conv1x1(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
+                                         const OptTensor& gn_weight, const OptTensor& gn_bias, double eps,
+                                         const std::string& act, const Tensor& weight, const OptTensor& bias) {
+  KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
+  const int rank = static_cast<int>(x.dim()) - 2;
+  if (num_groups != 0) {
+    check_group_norm(op, x, num_groups, gn_weight, gn_bias, eps);
+    if (moments) check_statistics(op, "moments", *moments, x, {x.size(0), x.size(1), 2});
+  } else {
+    KGOPT_CHECK(check_act(op, act).empty() && !moments && !gn_weight && !gn_bias, op,
+                ": num_groups is 0, expected act 'none' and no moments, gn_weight and gn_bias");
+  }
+  const IntArray ones(rank, 1), zeros(rank, 0);
+  for (int i = 0; i < rank; ++i) {
+    KGOPT_CHECK(weight.dim() == x.dim() && weight.size(2 + i) == 1, op, ": weight has shape ", shape_string(weight),
+                ", expected a kernel of 1 along each dim");
+  }
+  return check_conv(op, x, weight, bias, ones, zeros, ones, zeros, 1, false, rank).out_sizes;
+}
+
 inline IntArray check_upsample_linear(const char* op, const Tensor& x, const OptTensor& residual) {
   check_dtype(op, "x", x);
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
@@ -37,6 +59,38 @@ inline IntArray check_upsample_linear(const char* op, const Tensor& x, const Opt
     check_same_dtype(op, "residual", *residual, x);
     KGOPT_CHECK(sizes_of(*residual) == sizes, op, ": residual has shape ", shape_string(*residual), ", expected ",
                 list_string(sizes));
+  }
+  return sizes;
+}
+
+// Sizes of the result of upsample_linear_backward.
+inline IntArray check_upsample_linear_backward(const char* op, const Tensor& dy) {
+  check_dtype(op, "dy", dy);
+  KGOPT_CHECK(dy.dim() == 4 || dy.dim() == 5, op, ": dy has shape ", shape_string(dy), ", expected 4 or 5 dimensions");
+  IntArray sizes = sizes_of(dy);
+  for (size_t i = 2; i < sizes.size(); ++i) {
+    KGOPT_CHECK(sizes[i] >= 2 && sizes[i] % 2 == 0, op, ": dy has shape ", shape_string(dy),
+                ", expected even sizes of at least 2 along each dim");
+    sizes[i] /= 2;
+  }
+  return sizes;
+}
+
+// Sizes of the result of upsample_nearest and, backward, of its gradient.
+inline IntArray check_upsample_nearest(const char* op, const char* name, const Tensor& x, const IntArray& factors,
+                                       bool backward) {
+  check_dtype(op, name, x);
+  KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": ", name, " has shape ", shape_string(x),
+              ", expected 4 or 5 dimensions");
+  check_list(op, "factors", factors, static_cast<int>(x.dim()) - 2, 1, "positive values");
+  IntArray sizes = sizes_of(x);
+  for (size_t i = 2; i < sizes.size(); ++i) {
+    const int64_t factor = factors[i - 2];
+    KGOPT_CHECK(factor < 1024, op, ": factors is ", list_string(factors), ", expected values below 1024");
+    KGOPT_CHECK(sizes[i] >= 1, op, ": ", name, " has shape ", shape_string(x), ", expected at least 1 along each dim");
+    KGOPT_CHECK(!backward || sizes[i] % factor == 0, op, ": dy has shape ", shape_string(x),
+                ", expected multiples of factors, which is ", list_string(factors));
+    sizes[i] = backward ? sizes[i] / factor : sizes[i] * factor;
   }
   return sizes;
 }

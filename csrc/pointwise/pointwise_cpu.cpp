@@ -1,5 +1,6 @@
 // What stands between norms and convolutions, on the CPU: ATen, and one pass for what is added.
 #include "../common/cpu_block.h"
+#include "../groupnorm/groupnorm_cpu.h"
 #include "pointwise_checks.h"
 
 namespace kgopt {
@@ -8,8 +9,10 @@ namespace {
 using namespace cpu;
 
 // y = (y + residual) * scale.
-void add_residual(const Tensor& y, const OptTensor& residual, MemoryFormat format, double scale) {
-  if (!residual && scale == 1) return;
+// y = act((y + residual) * scale)
+void add_residual(const Tensor& y, const OptTensor& residual, MemoryFormat format, double scale,
+                  const ActChain& act = ActChain()) {
+  if (!residual && scale == 1 && act.empty()) return;
   const Tensor dense = residual ? dense_in(*residual, format) : y;
   const int64_t total = y.numel();
   dispatch_dtype(dtype_of(y), [&](auto zero) {
@@ -28,21 +31,58 @@ void add_residual(const Tensor& y, const OptTensor& residual, MemoryFormat forma
       } else {
         for (int64_t j = 0; j < n; ++j) out[j] = a[j] * factor;
       }
-      store_block(out, to + at, n);
+      store_block(activate_chain(act, out, out, n), to + at, n);
     });
   });
 }
 
 Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
-                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor) {
+                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor,
+                std::string act, std::string backend) {
+  check_backend("conv_add", backend);
+  const ActChain chain = check_act("conv_add", act);
   const ConvShape shape = check_conv_add("conv_add", x, weight, bias, residual, stride, padding, dilation,
                                          output_padding, groups, transposed);
   const MemoryFormat format = shape.out_channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
   Tensor y = dense_in(call_aten("aten::convolution", "", x, weight, bias, stride, padding, dilation, transposed,
                                 output_padding, groups),
                       format);
-  add_residual(y, residual, format, 1 / divisor);
+  add_residual(y, residual, format, 1 / divisor, chain);
   return y;
+}
+
+std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor bias, OptTensor residual,
+                                            IntArray stride, IntArray padding, IntArray dilation,
+                                            IntArray output_padding, int64_t groups, bool transposed, double divisor,
+                                            std::string act, std::string backend) {
+  const Tensor y = conv_add(x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
+                            divisor, act, backend);
+  const int64_t c = y.size(1);
+  const auto [mean, rstd] = group_stats_cpu(y, c, 0);
+  Tensor moments = empty_like_shape(y, {y.size(0), c, 2}, stats_type(y));
+  dispatch_dtype(dtype_of(mean), [&](auto zero) {
+    using T = decltype(zero);
+    const T *const m = static_cast<const T*>(mean.const_data_ptr()), *const r =
+                                                                         static_cast<const T*>(rstd.const_data_ptr());
+    T* const to = static_cast<T*>(moments.mutable_data_ptr());
+    for (int64_t i = 0; i < y.size(0) * c; ++i) {
+      to[2 * i] = m[i];
+      to[2 * i + 1] = T(1) / (r[i] * r[i]);
+    }
+  });
+  return {y, moments};
+}
+
+Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+                          double eps, std::string act, Tensor weight, OptTensor bias) {
+  const IntArray sizes = check_group_norm_conv1x1("group_norm_conv1x1", x, moments, num_groups, gn_weight, gn_bias, eps,
+                                                  act, weight, bias);
+  const int64_t rank = x.dim() - 2;
+  const IntArray ones(rank, 1), zeros(rank, 0);
+  const Tensor z =
+      num_groups > 0 ? std::get<0>(group_norm_fwd_cpu(x, num_groups, gn_weight, gn_bias, eps, act, "none")) : x;
+  return dense_in(call_aten("aten::convolution", "", z, weight, bias, ones, zeros, ones, false, zeros, int64_t(1)),
+                  memory_format_of(x));
 }
 
 Tensor upsample_linear(Tensor x, OptTensor residual) {
@@ -57,6 +97,113 @@ Tensor upsample_linear(Tensor x, OptTensor residual) {
   y = dense_in(y, format);
   add_residual(y, residual, format, 1);
   return y;
+}
+
+// What output 2 i - 1 + t counts for input i; the first and the last output are copies.
+double backward_weight(int t, int64_t i, int64_t size) {
+  const int64_t out = 2 * i - 1 + t;
+  if (out < 0 || out >= 2 * size) return 0;
+  const bool edge = (t == 1 && i == 0) || (t == 2 && i == size - 1);
+  return edge ? 1 : t == 0 || t == 3 ? 0.25 : 0.75;
+}
+
+// Of ATen's backward the sizes do not come through the stable ABI.
+Tensor upsample_linear_backward(Tensor dy) {
+  const IntArray sizes = check_upsample_linear_backward("upsample_linear_backward", dy);
+  const MemoryFormat format = memory_format_of(dy);
+  const Tensor dense = dense_in(dy, format);
+  Tensor dx = empty_like_shape(dy, sizes, std::nullopt, format);
+  if (dx.numel() == 0) return dx;
+  const bool last = format != MemoryFormat::Contiguous, deep = dy.dim() == 5;
+  const int64_t c = last ? sizes[1] : 1, d = deep ? sizes[2] : 1, h = sizes[sizes.size() - 2], w = sizes.back();
+  dispatch_dtype(dtype_of(dy), [&](auto zero) {
+    using T = decltype(zero);
+    using Acc = acc_t<T>;
+    const T* const from = static_cast<const T*>(dense.const_data_ptr());
+    T* const to = static_cast<T*>(dx.mutable_data_ptr());
+    parallel(dx.numel() / (w * c), 64 * w * c, [&](int64_t row) {
+      const int64_t y = row % h, z = row / h % d, n = row / h / d;
+      std::vector<Acc> sum(w * c, Acc(0)), values(2 * w * c);
+      for (int i = 0; i < (deep ? 4 : 1); ++i) {
+        const double along_z = deep ? backward_weight(i, z, d) : 1;
+        const int64_t plane = deep ? n * 2 * d + 2 * z - 1 + i : n * d + z;
+        for (int j = 0; j < 4; ++j) {
+          const Acc weight = static_cast<Acc>(along_z * backward_weight(j, y, h));
+          if (weight == Acc(0)) continue;
+          const T* const line = from + (plane * 2 * h + 2 * y - 1 + j) * 2 * w * c;
+          for (int64_t k = 0; k < 2 * w * c; k += kBlock) {
+            const int64_t count = std::min(kBlock, 2 * w * c - k);
+            alignas(64) Acc buffer[kBlock];
+            const Acc* const read = view_block(line + k, buffer, count);
+            std::copy(read, read + count, values.data() + k);
+          }
+          for (int64_t x = 0; x < w; ++x) {
+            for (int t = 0; t < 4; ++t) {
+              const Acc factor = weight * static_cast<Acc>(backward_weight(t, x, w));
+              if (factor == Acc(0)) continue;
+              const Acc* const value = values.data() + (2 * x - 1 + t) * c;
+              for (int64_t e = 0; e < c; ++e) sum[x * c + e] += factor * value[e];
+            }
+          }
+        }
+      }
+      for (int64_t k = 0; k < w * c; k += kBlock) {
+        const int64_t count = std::min(kBlock, w * c - k);
+        alignas(64) Acc buffer[kBlock];
+        Acc* const out = target_block(to + row * w * c + k, buffer);
+        std::copy(sum.data() + k, sum.data() + k + count, out);
+        store_block(out, to + row * w * c + k, count);
+      }
+    });
+  });
+  return dx;
+}
+
+// Rows of the small tensor: each is a row of the large one whose elements are repeated, or the sum of several.
+Tensor repeat_elements(const Tensor& x, const IntArray& sizes, const IntArray& factors, bool backward) {
+  const MemoryFormat format = memory_format_of(x);
+  const Tensor dense = dense_in(x, format);
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  if (y.numel() == 0) return y;
+  const bool last = format != MemoryFormat::Contiguous, deep = x.dim() == 5;
+  const Tensor& small = backward ? y : x;
+  const int64_t c = last ? small.size(1) : 1, h = small.size(small.dim() - 2), w = small.size(small.dim() - 1);
+  const int64_t fd = deep ? factors[0] : 1, fh = factors[factors.size() - 2], fw = factors.back();
+  dispatch_dtype(dtype_of(x), [&](auto zero) {
+    using T = decltype(zero);
+    using Acc = acc_t<T>;
+    const T* const from = static_cast<const T*>(dense.const_data_ptr());
+    T* const to = static_cast<T*>(y.mutable_data_ptr());
+    parallel(small.numel() / (w * c), fd * fh * fw * w * c, [&](int64_t row) {
+      const int64_t plane = row / h, first = (plane * fd * h + row % h) * fh;
+      const auto large = [&](int64_t i, int64_t j) { return (first + i * h * fh + j) * w * fw * c; };
+      if (!backward) {
+        for (int64_t i = 0; i < fd * fh; ++i) {
+          T* at = to + large(i / fh, i % fh);
+          for (int64_t k = 0; k < w * fw; ++k, at += c) std::copy_n(from + (row * w + k / fw) * c, c, at);
+        }
+        return;
+      }
+      std::vector<Acc> sum(w * c, Acc(0));
+      for (int64_t i = 0; i < fd * fh; ++i) {
+        const T* at = from + large(i / fh, i % fh);
+        for (int64_t k = 0; k < w * fw; ++k, at += c) {
+          for (int64_t e = 0; e < c; ++e) sum[k / fw * c + e] += static_cast<Acc>(at[e]);
+        }
+      }
+      for (int64_t e = 0; e < w * c; ++e) to[row * w * c + e] = static_cast<T>(sum[e]);
+    });
+  });
+  return y;
+}
+
+Tensor upsample_nearest(Tensor x, IntArray factors) {
+  return repeat_elements(x, check_upsample_nearest("upsample_nearest", "x", x, factors, false), factors, false);
+}
+
+Tensor upsample_nearest_backward(Tensor dy, IntArray factors) {
+  const IntArray sizes = check_upsample_nearest("upsample_nearest_backward", "dy", dy, factors, true);
+  return repeat_elements(dy, sizes, factors, true);
 }
 
 Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
@@ -74,6 +221,11 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
+  m.impl("conv_add_moments", TORCH_BOX(&kgopt::conv_add_moments));
+  m.impl("group_norm_conv1x1", TORCH_BOX(&kgopt::group_norm_conv1x1));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
+  m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));
+  m.impl("upsample_nearest", TORCH_BOX(&kgopt::upsample_nearest));
+  m.impl("upsample_nearest_backward", TORCH_BOX(&kgopt::upsample_nearest_backward));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
 }

@@ -2,30 +2,67 @@
 
 #include <cstdint>
 
+#include "../common/activation.h"
 #include "../common/dtype.h"
 #include "../common/status.h"
 
 namespace kgopt {
 
 // y = (y + bias[c] + residual) * scale, in place, y [n, c, s] dense; channels_last: [n, s, c].
+// y = act((y + bias + residual) * scale)
 struct BiasResidualParams {
   void* y = nullptr;
   const void* bias = nullptr;      // [c] of y's dtype; null: none
   const void* residual = nullptr;  // of y's layout; null: none
   int64_t n = 0, c = 0, s = 0;
   double scale = 1;
+  ActChain act;
   bool channels_last = false;
   Dtype dtype = Dtype::kFloat32;
 };
 
 // y = linear interpolation of x to twice its size (align_corners=False) + residual. Dense, channels innermost; a
 // contiguous tensor is n * c samples of one channel.
+// y [n, s, c_out] = act(normalized x [n, s, c]) weight + bias
+struct NormConv1x1Params {
+  const void* x = nullptr;  // aligned to 16 bytes
+  void* y = nullptr;
+  const void* table = nullptr;   // [n, c] of (mean, rstd, weight, bias) in fp32; null: x is not normalized
+  const void* weight = nullptr;  // [c_out, c]
+  const void* bias = nullptr;    // [c_out] or null
+  int64_t n = 0, s = 0;
+  int c = 0, c_out = 0;
+  int sm_count = 0;
+  int blocks_per_sample = 0;  // set by the launcher
+  ActChain act;  // empty without a table
+  Dtype dtype = Dtype::kFloat32;
+};
+
 struct UpsampleLinearParams {
   const void* x = nullptr;         // [n, d, h, w, c]
   const void* residual = nullptr;  // of y's layout; null: none
   void* y = nullptr;               // [n, 2 d, 2 h, 2 w, c]; without double_depth [n, d, 2 h, 2 w, c]
   int64_t n = 0, c = 0, d = 1, h = 0, w = 0;
   bool double_depth = false;
+  Dtype dtype = Dtype::kFloat32;
+};
+
+// Its gradient, without the residual's.
+struct UpsampleLinearBackwardParams {
+  const void* dy = nullptr;  // [n, 2 d, 2 h, 2 w, c]; without double_depth [n, d, 2 h, 2 w, c]
+  void* dx = nullptr;        // [n, d, h, w, c]
+  int64_t n = 0, c = 0, d = 1, h = 0, w = 0;
+  bool double_depth = false;
+  Dtype dtype = Dtype::kFloat32;
+};
+
+// Elements repeated factors times along depth, height and width; backward: the sums over the repetitions.
+struct UpsampleNearestParams {
+  const void* from = nullptr;  // the small tensor, [n, d, h, w, c]; backward: the large one
+  void* to = nullptr;
+  int64_t n = 0, c = 0, d = 1, h = 0, w = 0;
+  int64_t factors[3] = {1, 1, 1};
+  bool backward = false;
   Dtype dtype = Dtype::kFloat32;
 };
 

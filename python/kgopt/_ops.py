@@ -204,13 +204,37 @@ def _conv_lse_fwd_fake(  # type: ignore[no-untyped-def]
 
 
 def _conv_add_fake(  # type: ignore[no-untyped-def]
-    x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed, divisor
+    x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act, **_
 ):
     return _conv_fake(x, weight, stride, padding, dilation, output_padding, groups, transposed)
 
 
+def _conv_backward_fake(  # type: ignore[no-untyped-def]
+    dy, x, weight, stride, padding, dilation, output_padding, groups, transposed, mask, *, backend, allow_tf32
+):
+    none = [0]
+    return (
+        _empty_like(x) if mask[0] else _empty(x, none),
+        _empty_like(weight) if mask[1] else _empty(x, none),
+        _empty(x, [dy.shape[1]] if mask[2] else none),
+    )
+
+
+def _conv_add_moments_fake(x: Tensor, *args: Any, **_: Any) -> tuple[Tensor, Tensor]:
+    y = _conv_add_fake(x, *args)
+    return y, _empty(x, [*y.shape[:2], 2], _stats_dtype(x))
+
+
+def _norm_conv1x1_fake(x, moments, num_groups, gn_weight, gn_bias, eps, act, weight, bias):  # type: ignore[no-untyped-def]
+    return _empty(x, [x.shape[0], weight.shape[0], *x.shape[2:]], channels_last=_is_channels_last(x))
+
+
 def _spatial_fake(x: Tensor, spatial: Sequence[Any]) -> Tensor:
     return _empty(x, [*x.shape[:2], *spatial], channels_last=_is_channels_last(x))
+
+
+def _scaled(x: Tensor, factors: Sequence[int], scale: Callable[[Any, int], Any]) -> list[Any]:
+    return [scale(s, f) for s, f in zip(x.shape[2:], factors, strict=True)]
 
 
 def _max_pool_fake(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
@@ -253,7 +277,17 @@ def _register_fakes() -> None:
     register("activation", lambda x, act: _empty_like(x))
     register("activation_backward", lambda dy, x, act: _empty_like(x))
     register("conv_add", _conv_add_fake)
+    register("conv_backward", _conv_backward_fake)
+    register("conv_add_moments", _conv_add_moments_fake)
+    register("group_norm_moments", lambda x, *_: _empty_like(x))
+    register("group_norm_conv1x1", _norm_conv1x1_fake)
     register("upsample_linear", lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]))
+    register("upsample_linear_backward", lambda dy: _spatial_fake(dy, [s // 2 for s in dy.shape[2:]]))
+    register("upsample_nearest", lambda x, factors: _spatial_fake(x, _scaled(x, factors, lambda s, f: s * f)))
+    register(
+        "upsample_nearest_backward",
+        lambda dy, factors: _spatial_fake(dy, _scaled(dy, factors, lambda s, f: s // f)),
+    )
     register("max_pool", _max_pool_fake)
     register("logsumexp", lambda x, dim, keepdim: _empty(x, _reduced_sizes(x.shape, dim, keepdim)))
     register("mean", lambda x, dims, keepdim: _empty(x, _reduced_sizes(x.shape, dims, keepdim)))
@@ -289,6 +323,13 @@ def _conv_precision(precision: str) -> Iterator[None]:
         torch._C._set_fp32_precision_setter("cuda", "conv", before)
 
 
+def _own_conv_gradients(dy: Tensor, x: Tensor) -> bool:
+    """Whether conv_backward may have kernels of its own. ATen's op can be differentiated again, and batched by vmap."""
+    if not x.is_cuda or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return False
+    return _is_channels_last(x) or _is_channels_last(dy)
+
+
 def _conv_gradients(
     ctx_needs: tuple[bool, bool, bool],
     dy: Tensor,
@@ -302,16 +343,24 @@ def _conv_gradients(
     output_padding: Sequence[int],
     groups: int,
     allow_tf32: bool | None,
+    backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias, through ATen."""
+    """Gradients of x, weight and bias: by conv_backward where it has kernels for them, else through ATen."""
 
     if not any(ctx_needs):
         return None, None, None
+    dy = dy.to(x.dtype)
     # A graph that is being compiled runs later, where this switch would have no effect.
     forced = allow_tf32 is not None and x.is_cuda and not torch.compiler.is_compiling()
     with _conv_precision("tf32" if allow_tf32 else "ieee") if forced else contextlib.nullcontext():
+        if backend != "aten" and _own_conv_gradients(dy, x):
+            geometry = stride, padding, dilation, output_padding, groups, transposed
+            grads = _OPS.conv_backward(
+                dy, x, weight, *geometry, list(ctx_needs), backend=backend, allow_tf32=allow_tf32
+            )
+            return tuple(g if needed else None for g, needed in zip(grads, ctx_needs, strict=True))  # type: ignore[return-value]
         return torch.ops.aten.convolution_backward(
-            dy.to(x.dtype),
+            dy,
             x,
             weight,
             [c_out],
@@ -388,7 +437,7 @@ def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
         else:
             x, weight, _, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs
             ctx.output_padding = [0] * rank
-        ctx.allow_tf32 = keywords["allow_tf32"]
+        ctx.allow_tf32, ctx.backend = keywords["allow_tf32"], keywords["backend"]
         ctx.save_for_backward(x, weight)
 
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -406,6 +455,7 @@ def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
             ctx.output_padding,
             ctx.groups,
             ctx.allow_tf32,
+            ctx.backend,
         )
         return dx, dweight, dbias
 
@@ -473,13 +523,17 @@ def _activation_backward(ctx: Any, dy: Tensor) -> Any:
 
 
 def _conv_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
-    x, weight, _, _, ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding, ctx.groups, ctx.transposed, d = inputs
-    ctx.divisor = d
-    ctx.save_for_backward(x, weight)
+    x, weight, bias, residual, *ctx.lists, ctx.groups, ctx.transposed, ctx.divisor, ctx.act = inputs
+    ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding = ctx.lists
+    needed = () if ctx.act == "none" else (bias, residual)  # for the activations' argument
+    ctx.save_for_backward(x, weight, *needed)
 
 
 def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
-    x, weight = ctx.saved_tensors
+    x, weight, *more = ctx.saved_tensors
+    if more:
+        y = _OPS.conv_add(x, weight, *more, *ctx.lists, ctx.groups, ctx.transposed, ctx.divisor)
+        dy = _OPS.activation_backward(dy, y, ctx.act)
     dy = dy if ctx.divisor == 1 else dy / ctx.divisor
     needs: Any = _needs(ctx, 0, 1, 2)
     dx, dweight, dbias = _conv_gradients(
@@ -499,18 +553,55 @@ def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
     return dx, dweight, dbias, dy if _needs(ctx, 3)[0] else None
 
 
+def _nearest_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    ctx.factors = inputs[1]
+
+
+def _norm_conv1x1_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, _, ctx.num_groups, gn_weight, gn_bias, ctx.eps, ctx.act, weight, _ = inputs
+    ctx.save_for_backward(x, gn_weight, gn_bias, weight)
+
+
+def _norm_conv1x1_backward(ctx: Any, dy: Tensor) -> Any:
+    """What the convolution reads is computed again."""
+    x, gn_weight, gn_bias, weight = ctx.saved_tensors
+    groups, z = ctx.num_groups, x
+    if groups:
+        z, mean, rstd = _OPS.group_norm_fwd(x, groups, gn_weight, gn_bias, ctx.eps, ctx.act, "none")
+    rank = x.dim() - 2
+    ones, zeros = [1] * rank, [0] * rank
+    needs: Any = (any(_needs(ctx, 0, 3, 4)), *_needs(ctx, 7, 8))
+    dz, dweight, dbias = _conv_gradients(
+        needs, dy, z, weight, dy.shape[1], ones, zeros, ones, False, zeros, 1, None
+    )  # fmt: skip
+    if not groups or dz is None:
+        return dz, None, None, None, None, None, None, dweight, dbias
+    dx, dgamma, dbeta = _OPS.group_norm_backward(dz, x, mean, rstd, groups, gn_weight, gn_bias, ctx.act, "none")
+    return dx, None, None, *_affine(ctx, (3, 4), dgamma, dbeta), None, None, dweight, dbias
+
+
+def _conv_add_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    _conv_add_setup(ctx, inputs, keywords, output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _norm_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, _, ctx.num_groups, weight, bias, ctx.eps, ctx.act = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _norm_moments_backward(ctx: Any, dy: Tensor) -> Any:
+    """That of a group_norm of x: the moments are x's."""
+    x, weight, bias = ctx.saved_tensors
+    mean, rstd = _OPS.group_stats(x, ctx.num_groups, ctx.eps)
+    more = (ctx.num_groups, weight, bias, ctx.act, "none")
+    dx, dweight, dbias = _OPS.group_norm_backward(dy, x, mean, rstd, *more)
+    return dx, None, None, *_affine(ctx, (3, 4), dweight, dbias)
+
+
 def _upsample_backward(ctx: Any, dy: Tensor) -> Any:
-    dx = None
-    if _needs(ctx, 0)[0]:
-        dx = dy
-        for dim in range(2, dy.dim()):  # ATen's own backward does not take symbolic sizes
-            size = dx.shape[dim] // 2
-            even, odd = dx.unflatten(dim, (size, 2)).unbind(dim + 1)
-            # An input is 3/4 of the two outputs next to it and 1/4 of those after them; at an edge all of these.
-            before = torch.cat([even.narrow(dim, 0, 1), odd.narrow(dim, 0, size - 1)], dim)
-            after = torch.cat([even.narrow(dim, 1, size - 1), odd.narrow(dim, size - 1, 1)], dim)
-            dx = 0.75 * (even + odd) + 0.25 * (before + after)
-    return dx, dy if _needs(ctx, 1)[0] else None
+    x, residual = _needs(ctx, 0, 1)
+    return _OPS.upsample_linear_backward(dy) if x else None, dy if residual else None
 
 
 def _max_pool_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -581,6 +672,7 @@ class _FusedContext:
             ctx.output_padding,
             ctx.groups,
             ctx.allow_tf32,
+            ctx.backend,
         )
         return *conv, None, *_affine(ctx, (4, 5), dweight, dbias)
 
@@ -656,7 +748,15 @@ def _register_autograd() -> None:
     register("group_norm_mean_fwd", _norm_mean_backward, _norm_mean_setup)
     register("activation", _activation_backward, _activation_setup)
     register("conv_add", _conv_add_backward, _conv_add_setup)
+    register("conv_add_moments", lambda ctx, dy, _: _conv_add_backward(ctx, dy), _conv_add_moments_setup)
+    register("group_norm_moments", _norm_moments_backward, _norm_moments_setup)
+    register("group_norm_conv1x1", _norm_conv1x1_backward, _norm_conv1x1_setup)
     register("upsample_linear", _upsample_backward)
+    register(
+        "upsample_nearest",
+        lambda ctx, dy: (_OPS.upsample_nearest_backward(dy, ctx.factors), None),
+        _nearest_setup,
+    )
     register("max_pool", _max_pool_backward, _max_pool_setup)
     register(
         "logsumexp",
@@ -672,12 +772,15 @@ def _register_autograd() -> None:
     register(f"{_CONV_RELU_NORM}_fwd", _conv_relu_norm_backward, _conv_relu_norm_setup)
     register(f"{_CONV_LSE}_fwd", _conv_lse_backward, _conv_lse_setup)
     for name in (
+        "conv_backward",
         "group_stats_backward",
         "group_norm_backward",
         "group_norm_mean_backward",
         "activation_backward",
         "logsumexp_backward",
         "mean_backward",
+        "upsample_linear_backward",
+        "upsample_nearest_backward",
     ):
         _refuse_double_backward(name)
     for name in _TWINS:
@@ -758,9 +861,21 @@ def _low_convolution(name: str) -> Callable[..., Any]:
     return lambda dtype, args, kwargs: op(*(_cast(a, dtype) for a in args[:3]), *args[3:], **kwargs)
 
 
-def _conv_add_low(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+def _conv_add_low(name: str) -> Callable[..., Any]:
     """The residual too: a wider one is a sum in its own dtype, which is not this op's."""
-    return _OPS.conv_add(*(_cast(a, dtype) for a in args[:4]), *args[4:], **kwargs)
+    op = _op(name)
+    return lambda dtype, args, kwargs: op(*(_cast(a, dtype) for a in args[:4]), *args[4:], **kwargs)
+
+
+def _norm_conv1x1_low(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """The norm in fp32, the convolution in the autocast dtype: two ops."""
+    x, _, groups, gn_weight, gn_bias, eps, act, weight, bias = args
+    if groups:
+        x, gn_weight, gn_bias = (_cast(t, torch.float32) for t in (x, gn_weight, gn_bias))
+        x = _OPS.group_norm(x, groups, gn_weight, gn_bias, eps, act)
+    return _OPS.group_norm_conv1x1(
+        _cast(x, dtype), None, 0, None, None, 0.0, "none", _cast(weight, dtype), _cast(bias, dtype)
+    )
 
 
 def _in_fp32(name: str) -> Callable[..., Any]:
@@ -803,10 +918,12 @@ def _relu_norm_in_fp32(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
 def _register_autocast() -> None:
     """The dtypes of PyTorch's own ops: torch lists norms and logsumexp as fp32 on CUDA, and not at all on CPU."""
     shared = {name: _low_convolution(name) for name in _CONVS}
-    shared["conv_add"] = _conv_add_low
+    shared |= {name: _conv_add_low(name) for name in ("conv_add", "conv_add_moments")}
     cpu = {name: _low_convolution(name) for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE)}
     cuda = {
         "group_norm": _in_fp32("group_norm"),
+        "group_norm_moments": _in_fp32("group_norm_moments"),
+        "group_norm_conv1x1": _norm_conv1x1_low,
         "group_norm_mean": _norm_mean_in_fp32,
         "logsumexp": _in_fp32("logsumexp"),
         "activation": _softplus_in_fp32,
@@ -904,11 +1021,27 @@ def _vmap_loop(name: str) -> Callable[..., Any]:
     return lambda info, in_dims, *args, **kwargs: _loop(op, info.batch_size, in_dims, args, kwargs)
 
 
+_BETWEEN = (
+    "upsample_linear",
+    "upsample_linear_backward",
+    "upsample_nearest",
+    "upsample_nearest_backward",
+    "max_pool",
+)
+
+
 def _register_vmap() -> None:
     rules = {name: _vmap_samples(name) for name in (*_CONVS, "group_stats", *_TWINS, *(f"{n}_fwd" for n in _TWINS))}
     rules["group_stats_backward"] = _vmap_samples("group_stats_backward", 5)
     rules["activation"] = _vmap_pointwise("activation", 1)
-    for name in ("conv_add", "upsample_linear", "max_pool"):
+    for name in (
+        "conv_add",
+        "conv_add_moments",
+        "conv_backward",
+        "group_norm_moments",
+        "group_norm_conv1x1",
+        *_BETWEEN,
+    ):
         rules[name] = _vmap_loop(name)
     rules["activation_backward"] = _vmap_pointwise("activation_backward", 2)
     for name, tensors in (("logsumexp", 1), ("mean", 1), ("logsumexp_backward", 3), ("mean_backward", 1)):
@@ -962,10 +1095,24 @@ def _register_flops() -> None:
     def of_conv_add(x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         names = [a.name for a in _OPS.conv_add.default._schema.arguments]
         transposed = dict(zip(names[2:], args, strict=False), **kwargs).get("transposed", False)
-        positions = math.prod(x_shape[2:]) if transposed else math.prod(out_shape[2:])
+        sizes = out_shape[0] if isinstance(out_shape[0], (list, tuple)) else out_shape  # with moments
+        positions = math.prod(x_shape[2:]) if transposed else math.prod(sizes[2:])
         return 2 * int(x_shape[0]) * positions * math.prod(weight_shape)
 
     register_flop_formula(_OPS.conv_add)(of_conv_add)
+    register_flop_formula(_OPS.conv_add_moments)(of_conv_add)
+
+    def of_conv1x1(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return 2 * int(x_shape[1]) * math.prod(out_shape)
+
+    register_flop_formula(_OPS.group_norm_conv1x1)(of_conv1x1)
+
+    def of_conv_backward(dy_shape: Any, x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+        transposed, mask = args[5], args[6]
+        positions = math.prod(x_shape[2:]) if transposed else math.prod(dy_shape[2:])
+        return 2 * int(x_shape[0]) * positions * math.prod(weight_shape) * (int(mask[0]) + int(mask[1]))
+
+    register_flop_formula(_OPS.conv_backward)(of_conv_backward)
     for name, (_, transposed) in _CONVS.items():
         register(name, transposed)
     for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE):

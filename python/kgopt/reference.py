@@ -6,6 +6,7 @@ Computed in the dtype of the inputs: pass float64 for an oracle. Tests compare e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,10 +52,18 @@ def conv_add_ref(
     groups: int = 1,
     transposed: bool = False,
     divisor: float = 1.0,
+    act: str = "none",
 ) -> Tensor:
-    """A convolution, its bias, a residual and a division."""
+    """A convolution, its bias, a residual, a division and activations."""
     y = torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-    return (y if residual is None else y + residual) / divisor
+    return activation_ref((y if residual is None else y + residual) / divisor, act)
+
+
+def conv_add_moments_ref(*args: Any) -> tuple[Tensor, Tensor]:
+    """:func:`conv_add_ref`, and mean and variance (biased) of every channel of it, ``[N, C, 2]``."""
+    y = conv_add_ref(*args)
+    variance, mean = torch.var_mean(y, dim=list(range(2, y.dim())), correction=0)
+    return y, torch.stack([mean, variance], -1)
 
 
 def upsample_linear_ref(x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -67,6 +76,22 @@ def max_pool_ref(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], p
     """``F.max_pool3d`` or ``F.max_pool2d``, after the rank of x."""
     window = list(kernel_size), list(stride), list(padding)
     return torch.max_pool3d(x, *window) if x.dim() == 5 else torch.max_pool2d(x, *window)
+
+
+def group_norm_conv1x1_ref(
+    x: Tensor,
+    moments: Tensor | None,
+    num_groups: int,
+    gn_weight: Tensor | None,
+    gn_bias: Tensor | None,
+    eps: float,
+    act: str,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """GroupNorm (none with 0 groups), activations, and a convolution with a kernel of 1."""
+    z = group_norm_ref(x, num_groups, gn_weight, gn_bias, eps, act) if num_groups else x
+    return F.conv3d(z, weight, bias) if x.dim() == 5 else F.conv2d(z, weight, bias)
 
 
 def group_stats_ref(x: Tensor, num_groups: int, eps: float = 1e-5) -> tuple[Tensor, Tensor]:

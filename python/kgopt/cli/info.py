@@ -27,6 +27,12 @@ _CONVS = (
     ("conv3d 3->24 24x32x32", (128, 3, 24, 32, 32), (24, 3, 3, 3, 3)),
     ("conv2d 8->64 128^2", (128, 8, 128, 128), (64, 8, 3, 3)),
 )
+_NORMS = (  # what, shape, groups
+    ("group_norm 1x32x128^3 / 8", (1, 32, 128, 128, 128), 8),
+    ("group_norm 1x128x20x256^2 / 32", (1, 128, 20, 256, 256), 32),
+    ("group_norm 8x320x64^2 / 32", (8, 320, 64, 64), 32),
+    ("group_norm 1x128x8x8 / 32", (1, 128, 8, 8), 32),
+)
 _DTYPES = {"tf32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -61,6 +67,21 @@ def _paths(device: torch.device) -> list[dict[str, str]]:
         for what, x, weight in _CONVS:
             text = _explain(device, x, weight, precision, False, 1, "store")
             out.append({"what": what, "dtype": precision, "path": text})
+    return out + _norms(device)
+
+
+def _norms(device: torch.device) -> list[dict[str, str]]:
+    out = []
+    for what, shape, groups in _NORMS:
+        for name in ("fp32", "bf16") if device.type == "cuda" else ("fp32",):
+            x = torch.zeros((), dtype=_DTYPES[name], device=device).expand(shape)
+            for layout, last in (("", False), (", channels_last", True)):
+                for direction, backward in (("", False), (", backward", True)):
+                    try:
+                        text = torch.ops.kgopt.explain_group_norm(x, groups, backward=backward, channels_last=last)
+                    except (RuntimeError, NotImplementedError) as error:
+                        text = "error: " + str(error).splitlines()[0]
+                    out.append({"what": what + layout + direction, "dtype": name, "path": text})
     return out
 
 
@@ -123,7 +144,7 @@ def run_info(args: argparse.Namespace) -> int:
         print("          kgopt was built without CUDA: its ops run on the CPU only")
     for device, paths in facts["paths"].items():
         print(f"\npaths on {device}")
-        print("  GroupNorm, activations, logsumexp, mean, statistics: kgopt's own kernels, every shape and dtype")
+        print("  GroupNorm, activations, logsumexp, mean: kgopt's own kernels, every shape and dtype")
         width = max(len(path["what"]) for path in paths)
         for path in paths:
             print(f"  {path['what']:<{width}}  {path['dtype']:<4}  {path['path']}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kgopt.rewrite import classes, glue, layout, policy, source
+from kgopt.rewrite import classes, glue, layout, policy, source, training
 from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, conv_of, is_trivial, match, why_alone
 from kgopt.rewrite.policy import SiteState
 from kgopt.rewrite.reporting import Report, SiteRow
@@ -273,15 +273,17 @@ def _rewrite_sequential(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None
     for m in matches:
         start, stop = at[id(m.nodes[0])], at[id(m.last)] + 1
         row = rows.get(id(classes.child(parent, m.norm.origin)))
-        if is_trivial(m.chain) or start < done:
-            if row is not None and row.became and not row.reason:
-                row.reason = why_alone(m.norm)
+        alone = is_trivial(m.chain)
+        if (alone or start < done) and row is not None and row.became and not row.reason:
+            row.reason = why_alone(m.norm)
+        # A norm alone is its module's business, unless a convolution comes next: see Site.run_before.
+        if start < done or (alone and not (stop < len(nodes) and nodes[stop].kind == "conv")):
             continue
         roles = tuple(n.name if n.kind == "act" else n.kind for n in m.nodes)
         steps += [((name,), None) for name in names[done:start]]
         steps.append((tuple(names[start:stop]), Site(m.chain, roles)))
         done = stop
-        if row is not None and row.became:
+        if row is not None and row.became and not alone:
             _fill(row, m.chain)
     if done:
         steps += [((name,), None) for name in names[done:]]
@@ -343,6 +345,7 @@ def _trial(root: nn.Module, grad: bool) -> Iterator[None]:
 def _original_code(root: nn.Module) -> Iterator[None]:
     states: list[Any] = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
     states += map(glue.state_of, glue.modules_of(root))
+    states += map(training.state_of, training.modules_of(root))
     for state in states:
         state.enabled = False
     try:
@@ -383,19 +386,34 @@ def _try_out(
             state.forget()
         found.layout = "channels_last, as asked for"
         result = call()  # sites measure themselves in this layout
-    if choosing and not root.training:
-        glue.find(root, call, refuse)
     if choosing:
+        _find_between(root, call, states, refuse)
         before = _choose_hidden(states, timed, device, always=channels_last == "auto")
         if channels_last == "auto":
             result = _try_layout(root, call, timed, before, device, found, result, refuse)
-        result = _try_glue(root, call, device, found, result)
+        result = _try_glue(root, call, timed, device, found, result)
     found.accuracy = _compare(expected, result)
     for module in root.modules():
         # Where nothing was gained the module becomes what it was, so that not even a check stays.
         state = module.__dict__.get("_kgopt_state")
         if state is not None and classes.original_class(module) is not None and state.lost_everywhere:
             module.__class__ = classes.original_class(module)
+
+
+def _find_between(
+    root: nn.Module, call: Callable[[], Any], states: list[policy.SiteState], refuse: Callable[[str], str]
+) -> None:
+    """Measures what stands between the norms, on what it is given where launches are hidden: a norm that runs on
+    PyTorch's code gives other formats and dtypes, at which the measurements would say nothing of a model on kgopt's.
+    """
+    before = [state.hidden for state in states]
+    for state in states:
+        state.hidden = True
+    try:
+        (training if root.training else glue).find(root, call, refuse)
+    finally:
+        for state, hidden in zip(states, before, strict=True):
+            state.hidden = hidden
 
 
 def _choose_hidden(
@@ -442,8 +460,7 @@ def _try_layout(
         state.forget()
     try:
         other = call()  # sites measure themselves in this layout
-        if not root.training:
-            glue.find(root, call, refuse)
+        _find_between(root, call, states, refuse)
         after = _choose_hidden(states, timed, device)
         why = ""
     except RuntimeError as error:
@@ -459,25 +476,28 @@ def _try_layout(
     return result
 
 
-def _try_glue(root: nn.Module, call: Callable[[], Any], device: torch.device, found: Report, result: Any) -> Any:
+def _try_glue(
+    root: nn.Module, call: Callable[[], Any], timed: Callable[[], Any], device: torch.device, found: Report, result: Any
+) -> Any:
     """Whether what stands between the norms makes the whole model faster, in the layout that was chosen.
 
     A model of many small convolutions may lose more time to looking them up than their biases take: the rest is tried
     without them, too.
     """
-    every = glue.modules_of(root)
+    front: Any = training if root.training else glue
+    every = front.modules_of(root)
     found.glue = ""
     if not every:
         return result
     rest = [m for m in every if conv_of(m) is None]
 
     def switched(on: list[nn.Module]) -> Callable[[], Any]:
-        switches = [(glue.state_of(m), any(m is kept for kept in on)) for m in every]
+        switches = [(front.state_of(m), any(m is kept for kept in on)) for m in every]
 
         def run() -> Any:
             for state, enabled in switches:
                 state.enabled = enabled
-            return call()
+            return timed()
 
         return run
 
@@ -490,17 +510,43 @@ def _try_glue(root: nn.Module, call: Callable[[], Any], device: torch.device, fo
             kept, after = rest, without
     times = f"{after * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"
     if after >= before:
-        glue.forget(root)
+        front.forget(root)
         found.glue = f"left alone: kgopt's are not faster: {times}"
         return result
     for module in every:
         if module not in kept:
-            glue.forget(module)
+            front.forget(module)
     for module in kept:
-        glue.state_of(module).enabled = True
+        front.state_of(module).enabled = True
+    carried = "" if root.training else _try_carrying(kept, call, device)
     count = "a module" if len(kept) == 1 else f"{len(kept)} modules"
-    found.glue = f"kgopt's in {count}: {times}"
+    found.glue = f"kgopt's in {count}: {times}{carried}"
     return call()
+
+
+def _try_carrying(modules: list[nn.Module], call: Callable[[], Any], device: torch.device) -> str:
+    """Whether convolutions that compute the moments of their results for the norms behind them make the model faster.
+
+    The calls before have shown whose results norms take.
+    """
+    carriers = [glue.state_of(m).carrier for m in modules if glue.state_of(m).carrier.wanted]
+
+    def switched(on: bool) -> Callable[[], Any]:
+        def run() -> Any:
+            for carrier in carriers:
+                carrier.on = on
+            return call()
+
+        return run
+
+    if not carriers:
+        return ""
+    before, after = policy.time_both(switched(False), switched(True), device)
+    for carrier in carriers:
+        carrier.on = after < before
+    if after >= before:
+        return ""
+    return f"; moments carried from {len(carriers)} of them: {after * 1e3:.2f} ms, {before * 1e3:.2f} ms without"
 
 
 def _with_backward(root: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:

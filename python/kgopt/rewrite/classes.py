@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kgopt.rewrite import policy
 from kgopt.rewrite.patterns import CONV_MODULES, Chain
 from kgopt.rewrite.sites import Site, is_hooked
 
@@ -65,7 +66,11 @@ for _leaf in LEAVES.values():
 
 def _leaf_forward(norm: Any, site: Site, original: Any, x: Tensor) -> Tensor:
     # Hooks run around this forward, so here they are no obstacle.
-    return site.run(norm, x) if site.ready_inside(norm, x) else original(norm, x)
+    return policy.outside_own_modes(_norm, norm, site, original, x)
+
+
+def _norm(norm: Any, site: Site, original: Any, x: Tensor) -> Tensor:
+    return site.run(norm, x) if site.ready_inside(norm, x) else original(norm, x)  # type: ignore[no-any-return]
 
 
 Path = tuple[str, ...]
@@ -123,14 +128,52 @@ def sequential_forward(self: Any, input: Any) -> Any:
     plan = self._kgopt_steps
     if not plan.hold(self):  # a layer came or went
         return nn.Sequential.forward(self, input)
-    for paths, site in plan.steps:
-        operands = [child(self, path) for path in paths]
+    return policy.outside_own_modes(_run_steps, self, plan, input)
+
+
+def _run_steps(sequential: Any, plan: Steps, input: Any) -> Any:
+    done = 0
+    for i, (paths, site) in enumerate(plan.steps):
+        if i < done:
+            continue
+        operands = [child(sequential, path) for path in paths]
         if site is not None and site.ready(*operands, input):
-            input = site.run(*operands, input)
+            norm = operands[site.norm_at]
+            head = _head_behind(sequential, plan, i, site, norm, input)
+            if head is not None:
+                input, done = site.run_with_head(norm, input, head), i + 2
+                continue
+            following = child(sequential, plan.steps[i + 1][0][0]) if i + 1 < len(plan.steps) else None
+            input = site.run_before(following, *operands, input)
+        elif (y := _with_activation(sequential, plan, i, operands, input)) is not None:
+            input, done = y, i + 2
         else:
             for module in operands:
                 input = module(input)
     return input
+
+
+def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any) -> Any:
+    """A convolution and the activation that is the next step, where they can run as one; else None."""
+    if len(operands) != 1 or i + 1 == len(plan.steps):
+        return None
+    paths, site = plan.steps[i + 1]
+    if site is not None or len(paths) != 1 or "_kgopt_glue" not in getattr(operands[0], "__dict__", {}):
+        return None
+    from kgopt.rewrite import glue
+
+    return glue.with_activation(operands[0], child(self, paths[0]), x)
+
+
+def _head_behind(self: Any, plan: Steps, i: int, site: Site, norm: Any, x: Tensor) -> Any:
+    """The pointwise convolution of a few channels that is the next step, where it can run with step i."""
+    from kgopt.rewrite import glue
+
+    if not site.short or not norm._kgopt_state.keep_format or i + 1 == len(plan.steps):
+        return None
+    paths, other = plan.steps[i + 1]
+    conv = glue.only_conv(child(self, paths[0])) if other is None and len(paths) == 1 else None
+    return None if conv is None or glue.head_plan(conv, x) is None else conv
 
 
 class Optimized:
@@ -164,14 +207,15 @@ _MADE: weakref.WeakKeyDictionary[type, dict[Any, type]] = weakref.WeakKeyDiction
 def make_class(original: Any, recipe: Any) -> Any:
     """The optimized subclass of ``original``; the same for the same recipe.
 
-    A recipe is a tuple of parts: ("glue",), ("sequential",), ("source", roles by method), ("layout",); hashable and
+    A recipe is a tuple of parts: ("glue",), ("training",), ("sequential",), ("source", roles by method),
+    ("layout",); hashable and
     picklable.
     """
     known = _MADE.setdefault(original, {})
     if recipe not in known:
         namespace: dict[str, Any] = {}
         # Wrappers last, whatever the order in which the parts came.
-        for part in sorted(recipe, key=lambda part: {"glue": 1, "layout": 2}.get(part[0], 0)):
+        for part in sorted(recipe, key=lambda part: {"glue": 1, "training": 1, "layout": 2}.get(part[0], 0)):
             if part[0] == "sequential":
                 namespace["forward"] = sequential_forward
             elif part[0] == "source":
@@ -183,6 +227,10 @@ def make_class(original: Any, recipe: Any) -> Any:
 
                 wrap = glue.conv_forward if original in CONV_MODULES else glue.wrapped_forward
                 namespace["forward"] = wrap(namespace.get("forward", original.forward))
+            elif part[0] == "training":
+                from kgopt.rewrite import training
+
+                namespace["forward"] = training.wrapped_forward(namespace.get("forward", original.forward))
             elif part[0] == "layout":
                 from kgopt.rewrite import layout
 

@@ -71,10 +71,32 @@ def call_now(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
+    """A ``call`` whose ops keep the dtypes of what they are given, on CUDA."""
+    if torch.compiler.is_compiling():
+        with torch.autocast("cuda", enabled=False):
+            return function(*args)
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CUDA):
+        return function(*args)
+
+
+_AUTOCAST_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+
 def emit_kgopt(
-    chain: Chain, call: Call, x: Any, rank: int, conv: ConvArgs | None, norm: NormArgs, fold_pre: bool = True
+    chain: Chain,
+    call: Call,
+    x: Any,
+    rank: int,
+    conv: ConvArgs | None,
+    norm: NormArgs,
+    fold_pre: bool = True,
+    call_norm: Call | None = None,
 ) -> Any:
-    """The chain in kgopt's ops. ``fold_pre``: the activations before the norm run inside it."""
+    """The chain in kgopt's ops.
+
+    ``fold_pre``: the activations before the norm run inside it; ``call_norm``: another ``call`` for the norm.
+    """
     n = norm
     if chain.fused_op and conv is not None:
         shared = (x, conv.weight, conv.bias, n.num_groups, n.weight, n.bias, conv.stride, conv.padding)
@@ -93,6 +115,7 @@ def emit_kgopt(
         else:
             tail = (conv.output_padding, conv.groups, conv.dilation)
             x = call(op, x, conv.weight, conv.bias, conv.stride, conv.padding, *tail)
+    call_norm = call_norm or call
     mean_of_all = chain.reduces_all(rank) and chain.post == "none" and not chain.keepdim
     fold = fold_pre and chain.pre != "none" and not mean_of_all
     if chain.pre != "none" and not fold:
@@ -101,9 +124,9 @@ def emit_kgopt(
         return call(_OPS.group_norm_mean.default, x, n.num_groups, n.weight, n.bias, n.eps)
     if fold:
         op = _OPS.group_norm_fwd.default
-        y = call(operator.getitem, call(op, x, n.num_groups, n.weight, n.bias, n.eps, chain.post, chain.pre), 0)
+        y = call(operator.getitem, call_norm(op, x, n.num_groups, n.weight, n.bias, n.eps, chain.post, chain.pre), 0)
     else:
-        y = call(_OPS.group_norm.default, x, n.num_groups, n.weight, n.bias, n.eps, chain.post)
+        y = call_norm(_OPS.group_norm.default, x, n.num_groups, n.weight, n.bias, n.eps, chain.post)
     if chain.reduce:
         dims = list(range(1, rank)) if chain.dims is None else list(chain.dims)
         y = call(_OPS.mean.default if chain.reduce == "mean" else _OPS.logsumexp.default, y, dims, chain.keepdim)

@@ -12,6 +12,7 @@ the arguments that were measured to be faster so; every other call goes to PyTor
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +25,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import policy
-from kgopt.rewrite.patterns import conv_of
+from kgopt.rewrite import carry, policy
+from kgopt.rewrite.patterns import activation_of, conv_of
+from kgopt.rewrite.sites import any_global_hooks, is_hooked
 
 _OPS = torch.ops.kgopt
 SMALL = 2**20  # bytes of the result, below which several launches cost more than they save
@@ -68,6 +70,8 @@ def upsample_nearest(x: Tensor, factors: Sequence[int]) -> Tensor:
 
     x [N, C, *S], contiguous or channels_last; the result [N, C, *(s * f)] in the same memory format.
     """
+    if x.is_cuda and _is_channels_last(x):
+        return _OPS.upsample_nearest(x, list(factors))  # type: ignore[no-any-return]
     if not _is_channels_last(x) and factors[-1] > 1:
         # The last dim first, on the small tensor, so that whole rows can be copied after it.
         wide = torch.empty((*x.shape, factors[-1]), dtype=x.dtype, device=x.device)
@@ -144,6 +148,7 @@ CONV_FUNCTIONS = {op: function for function, (op, _, _) in _CONVS.items()}
 _FUNCTIONS = frozenset({F.interpolate, F.pad, *_CATS, *_POOLS, *_CONVS})
 # Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
 NARROW, NARROW_LAST = 32, 128
+FEW = 4  # output channels of group_norm_conv1x1's kernel
 
 
 @dataclass(frozen=True)
@@ -198,6 +203,8 @@ class Call:
     def _convolve(self, option: str) -> Tensor:
         if option == "bias":
             return _OPS.conv_add(self.x, *self.more, None, *self.rest)  # type: ignore[no-any-return]
+        if option == "pointwise":
+            return _pointwise(self.x, *self.more)
         op, rest = self.own
         return op(self.x, *self.more, *rest, backend="kgopt")  # type: ignore[no-any-return]
 
@@ -292,13 +299,25 @@ def _convolution(op: str, rank: int, transposed: bool, x: Any, weight: Any, bias
     stride, padding, dilation, output_padding = numbers
     limit = NARROW_LAST if _is_channels_last(x) else NARROW
     narrow = min(weight.shape[0], weight.shape[1] * groups) <= limit and x.is_cuda
-    options = (*(("bias",) if bias is not None else ()), *(("own",) if narrow else ()))
+    # One kernel reads x once for a few output channels.
+    ones, zeros = (1,) * rank, (0,) * rank
+    plain = (stride, padding, dilation, groups) == (ones, zeros, ones, 1) and not transposed
+    pointwise = plain and weight.shape[2:] == ones and weight.shape[0] <= FEW and x.is_cuda and _is_channels_last(x)
+    options = (
+        *(("bias",) if bias is not None else ()),
+        *(("own",) if narrow else ()),
+        *(("pointwise",) if pointwise else ()),
+    )
     if not options:
         return None
     # Two models may share a function, so its key says which weight it is about as far as that matters.
     of_weight = (weight.shape, weight.stride(), bias is None)
     argument = (op, transposed, stride, padding, dilation, output_padding, groups, *of_weight)
     return Call("conv", argument, x, (weight, bias), options)
+
+
+def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _OPS.group_norm_conv1x1(x, None, 0, None, None, 0.0, "none", weight, bias)  # type: ignore[no-any-return]
 
 
 def _is_parameter_of(p: Any, x: Tensor) -> bool:
@@ -326,9 +345,15 @@ def _interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Call | None:
-    if antialias or not _takes(input):
-        return None
-    spatial = input.shape[2:]
+    found = interpolation(input, size, scale_factor, mode, align_corners) if _takes(input) and not antialias else None
+    return None if found is None else Call(*found, input)
+
+
+def interpolation(
+    x: Tensor, size: Any, scale_factor: Any, mode: Any, align_corners: bool | None
+) -> tuple[str, tuple[int, ...]] | None:
+    """("nearest" or "linear", the factors) of a call of ``F.interpolate`` that kgopt can compute; else None."""
+    spatial = x.shape[2:]
     given = size if size is not None else scale_factor
     if (size is None) == (scale_factor is None):
         return None
@@ -345,10 +370,8 @@ def _interpolate(
     if all(f == 1 for f in factors):
         return None
     if mode == "nearest":
-        return Call("nearest", factors, input)
-    if _LINEAR.get(mode) == input.dim() and not align_corners and set(factors) == {2}:
-        return Call("linear", factors, input)
-    return None
+        return "nearest", factors
+    return ("linear", factors) if _LINEAR.get(mode) == x.dim() and not align_corners and set(factors) == {2} else None
 
 
 def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Call | None:
@@ -388,6 +411,8 @@ class ConvPlan:
     rest: tuple[Any, ...]  # arguments of conv_add after its tensors
     sizes: list[int]  # of the result
     own: tuple[Any, tuple[Any, ...]] | None  # kgopt's own convolution, and its arguments after its tensors
+    adds: bool = False  # conv_add is the way to add something to the result
+    carrier: carry.Carrier | None = None  # where the result is large enough for its moments to pay
 
 
 PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
@@ -422,22 +447,76 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
         call = recognize(CONV_FUNCTIONS[kind], (x, conv.weight, conv.bias, stride, padding, *tail), {})
     if call is None:
         return ConvPlan("", module, (), [], None)
-    return ConvPlan(state.faster.get(call.key, ""), module, call.rest, call.sizes, call.own)
+    option = state.faster.get(call.key, "")
+    # conv_add chooses its convolution itself; the same one, where that is kgopt's.
+    carrier = None
+    if option == "own" and carry.is_worth(math.prod(call.sizes) * x.element_size()):
+        carrier = state.carrier
+    return ConvPlan(option, module, call.rest, call.sizes, call.own, option in ("own", "bias"), carrier)
 
 
-def run_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0) -> Tensor:
+def run_plan(
+    conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0, act: str = "none"
+) -> Tensor:
     """The convolution, with its bias and what else is given, by one of kgopt's ops."""
     parameters = conv._parameters
     with torch._C._AutoDispatchBelowAutograd():  # gradients are off; the ops' Python kernels for them take time
         weight, bias = parameters["weight"], parameters["bias"]
-        if plan.option == "bias":
-            return _conv_add(x, weight, bias, residual, *plan.rest, divisor)  # type: ignore[no-any-return]
-        assert plan.own is not None
-        op, rest = plan.own
-        return op(x, weight, bias, *rest, backend="kgopt")  # type: ignore[no-any-return]
+        carrier, moments = plan.carrier, None
+        backend = "kgopt" if plan.option == "own" else "auto"
+        if carrier is not None and carrier.on:
+            y, moments = _conv_add_moments(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
+        elif plan.option == "pointwise":
+            y = _pointwise(x, weight, bias)
+        elif plan.option == "bias" or residual is not None or act != "none":
+            y = _conv_add(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
+        else:
+            assert plan.own is not None
+            op, rest = plan.own
+            y = op(x, weight, bias, *rest, backend="kgopt")
+    if carrier is not None:
+        carry.leave(y, carrier, moments)
+    return y  # type: ignore[no-any-return]
 
 
-_conv_add = _OPS.conv_add.default
+_conv_add, _conv_add_moments = _OPS.conv_add.default, _OPS.conv_add_moments.default
+
+
+def _may_plan() -> bool:
+    """Gradients are off, and no mode but ours, such as _Find, is to see the functions themselves."""
+    if torch.is_grad_enabled() or is_watched():
+        return False
+    return torch._C._len_torch_function_stack() <= policy.own_modes.count
+
+
+def only_conv(module: Any) -> Any:
+    """The convolution that is all of a module, perhaps in Sequentials; None for any other, or where somebody looks."""
+    from kgopt.rewrite import classes
+
+    while isinstance(module, nn.Sequential) and classes.runs_like_sequential(module):
+        if is_hooked(module) or len(module._modules) != 1 or "_kgopt_steps" in module.__dict__:
+            return None
+        module = next(iter(module._modules.values()))
+    return module if conv_of(module) is not None and not is_hooked(module) else None
+
+
+def head_plan(conv: Any, x: Tensor) -> ConvPlan | None:
+    """Its plan, if ``conv`` reads what a norm makes of x, and one op may do both."""
+    if not _may_plan() or "_kgopt_glue" not in conv.__dict__:
+        return None
+    plan = plan_of(conv, x)
+    return plan if plan is not None and plan.option == "pointwise" else None
+
+
+def with_activation(conv: Any, act: Any, x: Any) -> Tensor | None:
+    """``act(conv(x))`` as one op, where conv_add is the way to compute the convolution; None elsewhere."""
+    if "_kgopt_glue" not in getattr(conv, "__dict__", {}) or conv_of(conv) is None or not _may_plan():
+        return None
+    name = activation_of(act)
+    if name is None or is_hooked(conv) or is_hooked(act) or any_global_hooks():
+        return None
+    plan = plan_of(conv, x)
+    return run_plan(conv, x, plan, act=name) if plan is not None and plan.adds else None
 
 
 def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -448,15 +527,16 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             own = None if args or kwargs else _compiled_op(self, input)
             return forward(self, input, *args, **kwargs) if own is None else own
-        # Another mode, such as _Find, is to see the function itself.
-        if torch.is_grad_enabled() or args or kwargs or is_watched():
+        if args or kwargs or not _may_plan():
             return forward(self, input, *args, **kwargs)
-        if torch._C._len_torch_function_stack() > policy.own_modes.count:
-            return forward(self, input)
-        plan = plan_of(self, input)
-        return forward(self, input) if plan is None else run_plan(self, input, plan)
+        return policy.outside_own_modes(_planned, forward, self, input)
 
     return planned_forward
+
+
+def _planned(forward: Callable[..., Any], conv: Any, x: Any) -> Any:
+    plan = plan_of(conv, x)
+    return forward(conv, x) if plan is None else run_plan(conv, x, plan)
 
 
 def _compiled_op(conv: Any, x: Tensor) -> Tensor | None:
@@ -487,17 +567,13 @@ class GlueState:
     faster: dict[Any, str] = field(default_factory=dict)  # by Call.key: the option that is; "": PyTorch's
     plans: dict[Any, ConvPlan] = field(default_factory=dict)  # of a convolution module, by x's shape, strides, ...
     always_own: dict[bool, bool] = field(default_factory=dict)  # by x.is_contiguous(): were all fastest in "own"?
+    carrier: carry.Carrier = field(default_factory=carry.Carrier)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "enabled": self.enabled,
-            "faster": {},
-            "plans": {},
-            "always_own": False,
-        }  # another machine is another measurement
+        return {"enabled": self.enabled}  # another machine is another measurement
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(GlueState(state["enabled"]).__dict__)
 
 
 class _Replace(TorchFunctionMode):
@@ -530,7 +606,7 @@ class _Find(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FUNCTIONS:
             call = recognize(func, args, kwargs)
-            owner = None if call is None else self._caller()
+            owner = None if call is None else innermost(self.modules)
             if call is not None and owner is not None:
                 verdicts = self.found.setdefault(owner, {})
                 if call.key not in verdicts:
@@ -538,15 +614,16 @@ class _Find(TorchFunctionMode):
                     verdicts[call.key] = call.options[0] if self.always else _fastest(call, original)
         return func(*args, **kwargs)
 
-    def _caller(self) -> int | None:
-        """The innermost module whose code runs."""
-        frame = sys._getframe(2)
-        while frame is not None:
-            owner = id(frame.f_locals.get("self"))
-            if owner in self.modules:
-                return owner
-            frame = frame.f_back  # type: ignore[assignment]
-        return None
+
+def innermost(modules: dict[int, nn.Module]) -> int | None:
+    """Whose code calls a torch function: the id of the innermost of the modules, asked by a mode."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = id(frame.f_locals.get("self"))
+        if owner in modules:
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
@@ -622,14 +699,18 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         state = self.__dict__.get("_kgopt_glue")
         if state is None or not state.enabled or not state.faster:
             return forward(self, *args, **kwargs)
-        policy.own_modes.count += 1
-        try:
-            with _Replace(state):
-                return forward(self, *args, **kwargs)
-        finally:
-            policy.own_modes.count -= 1
+        return policy.outside_own_modes(_replacing, state, forward, self, *args, **kwargs)
 
     return glue_forward
+
+
+def _replacing(state: GlueState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    policy.own_modes.count += 1
+    try:
+        with _Replace(state):
+            return forward(*args, **kwargs)
+    finally:
+        policy.own_modes.count -= 1
 
 
 def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str], always: bool = False) -> int:

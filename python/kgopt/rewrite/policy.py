@@ -43,6 +43,23 @@ class _OwnModes(threading.local):
 own_modes = _OwnModes()
 
 
+def outside_own_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(...)``, at which no mode of ours looks: its calls belong to other modules, and looking takes time."""
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    count = own_modes.count
+    if not count or torch._C._len_torch_function_stack() != count:
+        return function(*args, **kwargs)
+    modes = [torch._C._pop_torch_function_stack() for _ in range(count)]
+    own_modes.count = 0
+    try:
+        return function(*args, **kwargs)
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+        own_modes.count = count
+
+
 @dataclass
 class Measured:
     """Of one chain at one key: seconds a call and relative errors against float64."""

@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import layout, policy
-from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt
+from kgopt.rewrite import carry, layout, policy
+from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
 from kgopt.rewrite.patterns import Chain, activation_of, conv_of, is_identity
 
 _DEVICES = ("cpu", "cuda")
@@ -175,8 +175,11 @@ class Site:
 
         return policy.choose(state, self.key, self.chain, x, *args, checks)
 
-    def run(self, *operands: Any) -> Tensor:
-        """The chain's value. Only after :meth:`ready` with the same operands."""
+    def run(self, *operands: Any, half: bool = False) -> Tensor:
+        """The chain's value. Only after :meth:`ready` with the same operands.
+
+        ``half``: under autocast, the norm keeps the dtype of what it is given.
+        """
         x, norm = operands[-1], operands[self.norm_at]
         if torch.compiler.is_compiling() and norm._kgopt_state.keep_format:
             # A decomposition may have made it contiguous (Inductor's upsampling does). The compiler writes it as the
@@ -185,13 +188,50 @@ class Site:
         if self.short:
             args = norm_args(norm, None)
             assert args is not None
-            y = _group_norm(x, args.num_groups, args.weight, args.bias, args.eps, self.chain.post)
+            rest = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post)
+            if half:
+                y = without_autocast(_group_norm, x, *rest)
+            elif (moments := self._carried(x)) is not None:
+                y = _group_norm_moments(x, moments, *rest)
+            else:
+                y = _group_norm(x, *rest)
         else:
             both = self._args(x, operands[0] if self.chain.conv else None, norm)
             assert both is not None
-            fold = not torch.is_autocast_enabled(x.device.type)
-            y = emit_kgopt(self.chain, call_now, x, x.dim(), *both, fold)
+            fold = half or not torch.is_autocast_enabled(x.device.type)
+            call_norm = without_autocast if half else call_now
+            y = emit_kgopt(self.chain, call_now, x, x.dim(), *both, fold, call_norm)
         return y if norm._kgopt_state.keep_format else policy.as_torch(self.chain, x, y)
+
+    def run_before(self, follower: Any, *operands: Any) -> Tensor:
+        """:meth:`run`, where the value goes to ``follower`` alone.
+
+        Under autocast a convolution rounds what it is given to half precision, which a norm's kernel, whose sums are
+        fp32 whatever it reads and writes, does as well: the same values, without copies of x and of the result.
+        """
+        return self.run(*operands, half=self._is_halved_by(follower, operands[-1]))
+
+    def _is_halved_by(self, follower: Any, x: Tensor) -> bool:
+        if not x.is_cuda or not torch.is_autocast_enabled("cuda") or x.dtype is torch.float64:
+            return False
+        chain = self.chain
+        if chain.fused_op or chain.reduce or chain.residual or "softplus" in chain.pre:
+            return False
+        # A convolution before the norm gives half precision whatever it is given.
+        return bool(chain.conv or x.dtype is torch.get_autocast_dtype("cuda")) and first_is_conv(follower)
+
+    def _carried(self, x: Tensor) -> Tensor | None:
+        if torch.compiler.is_compiling() or carry.is_empty() or torch.is_autocast_enabled(x.device.type):
+            return None
+        return carry.take(x)
+
+    def run_with_head(self, norm: Any, x: Tensor, conv: Any) -> Tensor:
+        """The chain, a norm and activations, and a pointwise convolution of what it gives, as one op."""
+        args = norm_args(norm, None)
+        assert args is not None
+        moments = None if carry.is_empty() else carry.take(x)
+        rest = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post, conv.weight, conv.bias)
+        return _group_norm_conv1x1(x, moments, *rest)
 
     def _args(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
         if conv is None:
@@ -209,4 +249,21 @@ class Site:
         return of_conv, of_norm
 
 
+def first_is_conv(module: Any) -> bool:
+    """Whether the module only convolves its input: a convolution, or Sequentials that start with one."""
+    while isinstance(module, nn.Sequential):
+        if is_hooked(module) or not module._modules or not _is_sequence(module):
+            return False
+        module = next(iter(module._modules.values()))
+    return isinstance(module, nn.Module) and bool(conv_of(module)) and not is_hooked(module)
+
+
+def _is_sequence(module: nn.Sequential) -> bool:
+    from kgopt.rewrite import classes
+
+    return classes.runs_like_sequential(module)
+
+
 _group_norm = torch.ops.kgopt.group_norm.default
+_group_norm_conv1x1 = torch.ops.kgopt.group_norm_conv1x1.default
+_group_norm_moments = torch.ops.kgopt.group_norm_moments.default

@@ -96,6 +96,17 @@ def role_of(module: Any) -> Role | None:
     return ("same", "", False) if may_be_identity(module) else None
 
 
+def _role_in_code(module: Any) -> Role | None:
+    """:func:`role_of`, and "tail" for a Sequential that ends in a convolution, which can wait for a sum."""
+    role = role_of(module)
+    if role is None and isinstance(module, nn.Sequential) and not is_hooked(module):
+        last: Any = module
+        while isinstance(last, nn.Sequential) and last._modules:
+            last = next(reversed(last._modules.values()))
+        return None if conv_of(last) is None else ("tail", "", False)
+    return role
+
+
 def child_at(module: Any, path: Path) -> Any:
     """The child that an expression such as ``self.a.b[0]`` means; None, where that is not certain."""
     for step in path:
@@ -629,7 +640,7 @@ class _Method:
             return None
         path = self._path(e.func)
         role = self._role(path) if path else None
-        if role is not None:
+        if role is not None and role[0] != "tail":
             if len(e.args) != 1 or e.keywords:
                 return None
             kind, name, inplace = role
@@ -777,7 +788,11 @@ class _Method:
             self.found.chains.setdefault(path, []).append(found.chain)
             arguments = [copy.deepcopy(o.operand) for o in operands] + [copy.deepcopy(first.argument)]
             place = last.expression
-            ready, run = (_call(name, method, arguments, place) for method in ("ready", "run"))
+            ready, run = _call(name, "ready", arguments, place), _call(name, "run", arguments, place)
+            whole = getattr(body[span[-1]], "value", None) is place
+            follower = self._follower(body, span[-1]) if whole else None
+            if follower is not None:
+                run = _call(name, "run_before", [follower, *arguments], place)
             if inline:
                 original = copy.copy(place)
                 choice = ast.copy_location(ast.IfExp(ready, run, original), place)
@@ -790,6 +805,28 @@ class _Method:
                 body[span[0] : span[-1] + 1] = [branch]
                 moved.update(span)
             taken.update(span)
+
+    def _may_catch(self, node: ast.AST) -> bool:
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            return not self._lets_errors_pass(node)
+        return isinstance(node, (ast.Try, getattr(ast, "TryStar", ast.Try)))
+
+    def _follower(self, body: list[ast.stmt], k: int) -> ast.expr | None:
+        """The module that the next statement gives the value of statement ``k`` to, where nothing else reads it."""
+        target = self._target(body[k])
+        if target is None or k + 1 >= len(body) or any(self._may_catch(n) for n in ast.walk(self.tree)):
+            return None  # what handles an error may read the value
+        statement = body[k + 1]
+        call = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
+        if not isinstance(call, ast.Call) or call.keywords or len(call.args) != 1 or self._path(call.func) is None:
+            return None
+        argument = call.args[0]
+        if not isinstance(argument, ast.Name) or argument.id != target:
+            return None
+        read_later = isinstance(statement, ast.Assign) and self._target(statement) != target
+        if read_later and target in self.live.after.get(id(statement), {target}):
+            return None
+        return copy.deepcopy(call.func)
 
     # ------------------------------------------------------------------------------------------------ sums
 
@@ -834,7 +871,7 @@ class _Method:
         path = self._path(e.func)
         if path is not None:
             role = self._role(path)
-            return role is not None and role[0] == "conv"
+            return role is not None and role[0] in ("conv", "tail")
         return isinstance(e.func, ast.Name) and e.func.id in self.locals and e.func.id not in self.hidden
 
     def _write_sum(self, statement: ast.stmt, e: ast.BinOp, call: ast.expr) -> None:
@@ -845,7 +882,7 @@ class _Method:
         _replace(statement, e, _call(name, "finish", operands, e))
 
     def _sum_of_names(self, body: list[ast.stmt], k: int) -> None:
-        """``h = self.conv(h)``, some harmless statements, ``(x + h) / self.scale``."""
+        """``h = self.conv(h)``, some harmless statements, ``(x + h) / self.scale`` or ``h += x``."""
         target = self._target(body[k])
         call = getattr(body[k], "value", None)
         if target is None or call is None or not self._can_wait(call) or self._path(call.func) is None:
@@ -856,9 +893,12 @@ class _Method:
             if target in _writes(body[last]) or not self._is_harmless(body[last], between):
                 return
             last += 1
-        if last == len(body) or not isinstance(body[last], (ast.Assign, ast.AnnAssign, ast.Return)):
+        if last == len(body) or not isinstance(body[last], (ast.Assign, ast.AnnAssign, ast.Return, ast.AugAssign)):
             return
         statement: Any = body[last]
+        if isinstance(statement, ast.AugAssign):
+            self._add_in_place(body, k, last, call, between)
+            return
         found = self._sum_with(statement.value, target)
         loads = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == target]
         reads = [n for n in loads if isinstance(n.ctx, ast.Load)]
@@ -867,12 +907,29 @@ class _Method:
             return
         whole, sides, divisor = found
         name = self._new_sum()
+        _replace(body[k], call, self._begin(name, call, between))
+        _replace(statement, whole, _call(name, "finish", [*sides, *([divisor] if divisor is not None else [])], whole))
+
+    def _add_in_place(self, body: list[ast.stmt], k: int, last: int, call: Any, between: list[str]) -> None:
+        """``h += x``, where h is what the call gave."""
+        statement: Any = body[last]
+        if not isinstance(statement.op, ast.Add) or not isinstance(statement.target, ast.Name):
+            return
+        if statement.target.id != self._target(body[k]) or not _is_plain(statement.value):
+            return
+        if statement.target.id in _reads(statement.value):
+            return
+        name = self._new_sum()
+        _replace(body[k], call, self._begin(name, call, between))
+        read = ast.copy_location(ast.Name(statement.target.id, ast.Load()), statement)
+        result = _call(name, "finish_in_place", [read, statement.value], statement.value)
+        body[last] = _assign(statement.target.id, result, statement)
+
+    def _begin(self, name: str, call: Any, between: list[str]) -> ast.Call:
         more = [ast.Name(self.self_name, ast.Load()), *map(ast.Constant, between)] if between else []
         for e in more:
             ast.copy_location(e, call)
-        begin = _call(name, "begin", [call.func, call.args[0], *more], call)
-        _replace(body[k], call, begin)
-        _replace(statement, whole, _call(name, "finish", [*sides, *([divisor] if divisor is not None else [])], whole))
+        return _call(name, "begin", [call.func, call.args[0], *more], call)
 
     def _sum_with(self, value: ast.expr, name: str) -> tuple[ast.expr, list[ast.expr], ast.expr | None] | None:
         """The sum of a variable and something plain, perhaps divided by an attribute, and its parts."""
@@ -1025,7 +1082,7 @@ def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...]
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} was replaced on the instance"))
             continue
         try:
-            method = _Method(function, lambda path: role_of(child_at(module, path)), _parse(function))
+            method = _Method(function, lambda path: _role_in_code(child_at(module, path)), _parse(function))
             method.run()
         except CannotRewriteError as error:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} {error}"))

@@ -1,10 +1,10 @@
 """Sums of what a convolution or an upsampling gives and something else, in inference: one pass instead of three.
 
-In ``x + self.conv(h)``, or ``h = self.conv(h)`` and later ``(x + h) / scale``, the front end for source code
-(:mod:`~kgopt.rewrite.source`) has :meth:`Sum.begin` called in place of the module and :meth:`Sum.finish` in place of
-the addition. ``begin`` may put the module off, where ``finish`` can then compute both at once; everywhere else the two
-do what stands in the code. The front end proves that nobody sees the value in between and that nothing there changes
-what the module reads.
+In ``x + self.conv(h)``, or ``h = self.conv(h)`` and later ``(x + h) / scale`` or ``h += x``, the front end for source
+code (:mod:`~kgopt.rewrite.source`) has :meth:`Sum.begin` called in place of the module and :meth:`Sum.finish` in place
+of the addition. ``begin`` may put the module off, where ``finish`` can then compute both at once; everywhere else the
+two do what stands in the code. The front end proves that nobody sees the value in between and that nothing there
+changes what the module reads.
 """
 
 from __future__ import annotations
@@ -68,14 +68,18 @@ class Sum:
     def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
         if isinstance(module, nn.Module) and "_kgopt_glue" in module.__dict__ and conv_of(module) is not None:
-            # A convolution waits where its own bias would be added by kgopt.
+            # A convolution waits where kgopt adds its bias or computes it.
             plan = glue.plan_of(module, x) if _may_wait(module) else None
-            if plan is None or plan.option != "bias":
+            if plan is None or not plan.adds:
                 return module(x)
             if all(_changes_nothing(getattr(owner, name, None)) for name in between):
                 return _Later(module, x, plan)
         elif isinstance(module, nn.Sequential) and _may_wait(module):
-            return _upsampling_later(module, x)
+            return (
+                _last_later(module, x)
+                if all(_changes_nothing(getattr(owner, name, None)) for name in between)
+                else module(x)
+            )
         return module(x)
 
     def finish(self, a: Any, b: Any, divisor: Any = None) -> Any:
@@ -91,6 +95,16 @@ class Sum:
         if divisor is None or (_is_one(divisor) and _are_floats(a, b)):
             return y
         return y / divisor
+
+    def finish_in_place(self, a: Any, b: Any) -> Any:
+        """``a += b``, where a is what :meth:`begin` gave."""
+        if isinstance(a, _Later):
+            y = a.plus(b, None)
+            if y is not None:
+                return y
+            a = a.value()
+        a += b
+        return a
 
 
 def _changes_nothing(module: Any) -> bool:
@@ -112,8 +126,8 @@ def _may_wait(module: nn.Module) -> bool:
     return not (is_hooked(module) or any_global_hooks() or glue.is_watched())
 
 
-def _upsampling_later(whole: nn.Sequential, x: Any) -> Any:
-    """A Sequential, perhaps of Sequentials, that ends in nn.Upsample: all but that is computed now."""
+def _last_later(whole: nn.Sequential, x: Any) -> Any:
+    """A Sequential, perhaps of Sequentials, that ends in nn.Upsample or a convolution: all but that is computed now."""
     path: list[Any] = [whole]
     while isinstance(path[-1], nn.Sequential):
         inside = path[-1]
@@ -124,11 +138,15 @@ def _upsampling_later(whole: nn.Sequential, x: Any) -> Any:
         path.append(next(reversed(inside._modules.values())))
     last = path[-1]
     state = getattr(last, "__dict__", {}).get("_kgopt_glue")
-    if state is None or classes.original_class(last) is not nn.Upsample or is_hooked(last):
+    is_conv = conv_of(last) is not None
+    if state is None or not (is_conv or classes.original_class(last) is nn.Upsample) or is_hooked(last):
         return whole(x)
     for inside in path[:-1]:
         for module in list(inside._modules.values())[:-1]:
             x = module(x)
+    if is_conv:
+        plan = glue.plan_of(last, x)
+        return last(x) if plan is None or not plan.adds else _Later(last, x, plan)
     arguments = {"size": last.size, "scale_factor": last.scale_factor, "mode": last.mode}
     arguments |= {"align_corners": last.align_corners, "recompute_scale_factor": last.recompute_scale_factor}
     call = glue.recognize(F.interpolate, (x,), arguments)

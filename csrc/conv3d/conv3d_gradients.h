@@ -1,0 +1,41 @@
+// Which kernel makes each gradient of a convolution, and why. Torch-free, so that it can be tested without a GPU.
+#pragma once
+
+#include <string>
+
+#include "conv3d_dispatch.h"
+#include "conv3d_wgrad_table.h"
+
+namespace kgopt {
+
+// A null reason: an own kernel makes it. Else ATen does, because of it.
+struct ConvGradientsChoice {
+  const char* why_not_dgrad = nullptr;
+  const char* why_not_wgrad = nullptr;
+  HopperPlan dgrad;  // of the convolution that gives dx from dy
+  WgradPlan wgrad;
+
+  std::string explain() const {
+    auto one = [](const char* why_not) { return why_not ? std::string("aten: ") + why_not : std::string("kgopt"); };
+    return "dx " + one(why_not_dgrad) + "; dweight " + one(why_not_wgrad);
+  }
+};
+
+// channels_innermost of the problem says that x and dy both are.
+inline ConvGradientsChoice choose_conv_gradients(const ConvProblem& problem, const DeviceLimits& limits,
+                                                 ConvBackend backend) {
+  ConvGradientsChoice choice;
+  if (backend == ConvBackend::kAten) {
+    choice.why_not_dgrad = choice.why_not_wgrad = "backend=\"aten\" was asked for";
+    return choice;
+  }
+  const ConvProblem adjoint = adjoint_problem(problem);
+  choice.dgrad = plan_hopper(adjoint, limits);
+  choice.wgrad = plan_wgrad(problem, limits);
+  const bool always = backend == ConvBackend::kKgopt;
+  choice.why_not_dgrad = always ? choice.dgrad.refusal : hopper_dgrad_loses(problem, choice.dgrad);
+  choice.why_not_wgrad = always ? choice.wgrad.refusal : wgrad_loses(problem, choice.wgrad);
+  return choice;
+}
+
+}  // namespace kgopt

@@ -1,0 +1,129 @@
+// A 1 x 1 convolution to a few channels, of a tensor that is normalized and activated as it is read: one read of x and
+// next to no writes, where a norm of its own would write and a convolution read everything once more.
+//
+// channels_last only. Neighbouring lanes hold the channels of a position, a vector each, and add up what their channels
+// give; no product here is worth a tensor core.
+#include <algorithm>
+
+#include "../common/dtype.cuh"
+#include "../common/pointwise.cuh"
+#include "pointwise.h"
+
+namespace kgopt {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;  // positions a lane loads before it uses the first
+
+template <typename T, int kOut, bool kNorm, Chain kAct>
+__global__ void __launch_bounds__(kThreads) norm_conv1x1_kernel(const __grid_constant__ NormConv1x1Params p) {
+  constexpr int kSize = kVecSize<T>;
+  const int lanes = p.c / kSize;  // a power of 2, at most 32
+  const int lane = threadIdx.x % lanes, channel = lane * kSize;
+  const int64_t n = blockIdx.x / p.blocks_per_sample;
+  float mean[kSize], scale[kSize], shift[kSize], weight[kOut][kSize], bias[kOut];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if constexpr (kNorm) {
+      const float4 k = static_cast<const float4*>(p.table)[n * p.c + channel + i];  // mean, rstd, weight, bias
+      mean[i] = k.x, scale[i] = k.y * k.z, shift[i] = k.w;
+    }
+#pragma unroll
+    for (int k = 0; k < kOut; ++k) {
+      weight[k][i] = to_acc(static_cast<const T*>(p.weight)[int64_t(k) * p.c + channel + i]);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kOut; ++k) bias[k] = p.bias ? to_acc(static_cast<const T*>(p.bias)[k]) : 0.f;
+  const T* const x = static_cast<const T*>(p.x) + n * p.s * p.c + channel;
+  T* const y = static_cast<T*>(p.y) + n * p.s * kOut;
+  const int64_t step = int64_t(p.blocks_per_sample) * (kThreads / lanes);
+  int64_t at = int64_t(blockIdx.x - n * p.blocks_per_sample) * (kThreads / lanes) + threadIdx.x / lanes;
+  // All lanes of a warp come round equally often, since they exchange sums.
+  const int64_t rounds = (p.s + step * kUnroll - 1) / (step * kUnroll);
+  for (int64_t round = 0; round < rounds; ++round) {
+    Vec<T, kSize> v[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      v[u] = load_vec<T, kSize>(x + min(at + u * step, p.s - 1) * p.c);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      float z[kSize], sum[kOut] = {};
+      unpack(v[u], z);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if constexpr (kNorm) z[i] = (z[i] - mean[i]) * scale[i] + shift[i];
+        z[i] = apply_chain<kAct>(p.act, z[i]);
+#pragma unroll
+        for (int k = 0; k < kOut; ++k) sum[k] += z[i] * weight[k][i];
+      }
+      for (int mask = 1; mask < lanes; mask *= 2) {
+#pragma unroll
+        for (int k = 0; k < kOut; ++k) sum[k] += __shfl_xor_sync(0xffffffff, sum[k], mask);
+      }
+      const int64_t position = at + u * step;
+#pragma unroll
+      for (int k = 0; k < kOut; ++k) {
+        if (k % lanes == lane && position < p.s) y[position * kOut + k] = from_acc<T>(sum[k] + bias[k]);
+      }
+    }
+    at += step * kUnroll;
+  }
+}
+
+template <typename T, int kOut, bool kNorm, Chain kAct>
+Status launch(NormConv1x1Params p, cudaStream_t stream) {
+  const int64_t positions = int64_t(kThreads) / (p.c / kVecSize<T>)*kUnroll;
+  const int64_t needed = (p.s + positions - 1) / positions;
+  // Some eight blocks of 256 threads fit on a multiprocessor; a few rounds each hide what loading the weights costs.
+  p.blocks_per_sample = static_cast<int>(std::min<int64_t>(needed, std::max<int64_t>(p.sm_count * 16 / p.n, 1)));
+  const int64_t blocks = p.n * p.blocks_per_sample;
+  if (blocks > 0x7fffffff) return Status::Unsupported("norm_conv1x1_kernel", "too many samples");
+  norm_conv1x1_kernel<T, kOut, kNorm, kAct><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return {StatusCode::kCudaError, "norm_conv1x1_kernel", cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
+template <typename T, int kOut>
+Status launch_chain(const NormConv1x1Params& p, cudaStream_t stream) {
+  const Chain act = chain_kind(p.act);
+  if (!p.table) return launch<T, kOut, false, Chain::kNone>(p, stream);
+  return act == Chain::kNone   ? launch<T, kOut, true, Chain::kNone>(p, stream)
+         : act == Chain::kRelu ? launch<T, kOut, true, Chain::kRelu>(p, stream)
+                               : launch<T, kOut, true, Chain::kAny>(p, stream);
+}
+
+template <typename T>
+Status launch_out(const NormConv1x1Params& p, cudaStream_t stream) {
+  switch (p.c_out) {
+    case 1: return launch_chain<T, 1>(p, stream);
+    case 2: return launch_chain<T, 2>(p, stream);
+    case 3: return launch_chain<T, 3>(p, stream);
+    case 4: return launch_chain<T, 4>(p, stream);
+    default: return Status::Unsupported("norm_conv1x1_kernel", "more than 4 output channels");
+  }
+}
+
+}  // namespace
+
+const char* norm_conv1x1_refusal(const NormConv1x1Params& p) {
+  if (p.dtype == Dtype::kFloat64) return "float64";
+  const int64_t size = 16 / dtype_size(p.dtype), lanes = p.c / size;
+  if (p.c % size != 0 || lanes > 32 || (lanes & (lanes - 1)) != 0) return "channels are no power of 2 of vectors";
+  if (p.c_out > 4) return "more than 4 output channels";
+  return nullptr;
+}
+
+Status run_norm_conv1x1(const NormConv1x1Params& p, cudaStream_t stream) {
+  if (p.n * p.s == 0) return Status::Ok();
+  switch (p.dtype) {
+    case Dtype::kFloat32: return launch_out<float>(p, stream);
+    case Dtype::kBFloat16: return launch_out<__nv_bfloat16>(p, stream);
+    case Dtype::kFloat16: return launch_out<__half>(p, stream);
+    default: return Status::Unsupported("norm_conv1x1_kernel", "float64");
+  }
+}
+
+}  // namespace kgopt

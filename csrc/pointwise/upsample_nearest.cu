@@ -1,0 +1,109 @@
+// Every element repeated along each dim, and the gradient of that: the sum over the repetitions, in a fixed order.
+#include "../common/traverse.cuh"
+#include "pointwise.h"
+
+namespace kgopt {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <typename T>
+struct NearestArgs {
+  const T* from;
+  T* to;
+  int64_t n, c, d, h, w;  // of the small tensor
+  int fd, fh, fw;
+};
+
+// A thread has kSize channels of an element of the small tensor.
+template <typename T, int kSize, bool kBackward, typename Index>
+__global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid_constant__ NearestArgs<T> a) {
+  using Acc = acc_t<T>;
+  const Index lanes = static_cast<Index>(a.c / kSize);
+  const Index at = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x;
+  Index rest = at / lanes;
+  const int64_t channel = static_cast<int64_t>(at % lanes) * kSize;
+  const int64_t w = static_cast<int64_t>(rest % static_cast<Index>(a.w));
+  rest /= static_cast<Index>(a.w);
+  const int64_t h = static_cast<int64_t>(rest % static_cast<Index>(a.h));
+  rest /= static_cast<Index>(a.h);
+  const int64_t plane = static_cast<int64_t>(rest);  // n * d + depth
+  if (plane >= a.n * a.d) return;
+  const int64_t small = ((plane * a.h + h) * a.w + w) * a.c + channel;
+  auto large = [&](int i, int j) {
+    const int64_t row = (plane * a.fd + i) * (a.h * a.fh) + h * a.fh + j;
+    return (row * (a.w * a.fw) + w * a.fw) * a.c + channel;
+  };
+  if constexpr (!kBackward) {
+    const Vec<T, kSize> value = load_vec<T, kSize>(a.from + small);
+    for (int i = 0; i < a.fd; ++i) {
+      for (int j = 0; j < a.fh; ++j) {
+        T* const to = a.to + large(i, j);
+        for (int k = 0; k < a.fw; ++k) store_vec<T, kSize>(to + k * a.c, value);
+      }
+    }
+  } else {
+    Acc sum[kSize];
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) sum[e] = Acc(0);
+    for (int i = 0; i < a.fd; ++i) {
+#pragma unroll 2
+      for (int j = 0; j < a.fh; ++j) {
+        const T* const from = a.from + large(i, j);
+#pragma unroll 2
+        for (int k = 0; k < a.fw; ++k) {
+          Acc v[kSize];
+          unpack(load_vec<T, kSize>(from + k * a.c), v);
+#pragma unroll
+          for (int e = 0; e < kSize; ++e) sum[e] += v[e];
+        }
+      }
+    }
+    store_vec<T, kSize>(a.to + small, pack<T, kSize>(sum));
+  }
+}
+
+template <typename T, int kSize, bool kBackward>
+Status launch(const UpsampleNearestParams& p, cudaStream_t stream) {
+  const char* const name = "upsample_nearest_kernel";
+  const NearestArgs<T> a{static_cast<const T*>(p.from),
+                         static_cast<T*>(p.to),
+                         p.n,
+                         p.c,
+                         p.d,
+                         p.h,
+                         p.w,
+                         static_cast<int>(p.factors[0]),
+                         static_cast<int>(p.factors[1]),
+                         static_cast<int>(p.factors[2])};
+  const int64_t blocks = (p.n * p.d * p.h * p.w * (p.c / kSize) + kThreads - 1) / kThreads;
+  if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
+  const auto grid = static_cast<unsigned>(blocks);
+  if (blocks * kThreads < (int64_t(1) << 31)) {
+    upsample_nearest_kernel<T, kSize, kBackward, uint32_t><<<grid, kThreads, 0, stream>>>(a);
+  } else {
+    upsample_nearest_kernel<T, kSize, kBackward, int64_t><<<grid, kThreads, 0, stream>>>(a);
+  }
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status run_upsample_nearest(const UpsampleNearestParams& p, cudaStream_t stream) {
+  if (p.n * p.c * p.d * p.h * p.w == 0) return Status::Ok();
+  Status status;
+  KGOPT_DISPATCH_DTYPE(p.dtype, T, {
+    const bool vectors = p.c % kVecSize<T> == 0 && is_aligned(p.from) && is_aligned(p.to);
+    constexpr int kSize = sizeof(T) == 8 ? 1 : kVecSize<T>;  // float64 is for reference: no vectors of it
+    if (p.backward) {
+      status = vectors ? launch<T, kSize, true>(p, stream) : launch<T, 1, true>(p, stream);
+    } else {
+      status = vectors ? launch<T, kSize, false>(p, stream) : launch<T, 1, false>(p, stream);
+    }
+  });
+  return status;
+}
+
+}  // namespace kgopt

@@ -1,0 +1,73 @@
+"""Moments that a convolution's kernel keeps of what it stores, carried to the norm behind it, in inference.
+
+Who follows whom is seen while the model runs: a convolution leaves what it made here, and a norm that finds its input
+among it says so. From then on the convolution computes the moments too, and the norm reads its input once. They hold
+only for the very tensor that the convolution returned, at the version that it had: whatever else reaches the norm, or
+was changed in place since, is normalized with statistics of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+from torch import Tensor
+
+SMALL = 2**25  # bytes of a tensor, below which its second read comes from L2 and one launch more costs as much
+KEPT = 4  # results that are remembered; a norm comes soon after its convolution
+
+
+@dataclass
+class Carrier:
+    """What a convolution module knows of the norms behind it."""
+
+    wanted: bool = False  # a norm took its result
+    on: bool = False  # moments are computed
+
+
+@dataclass
+class _Made:
+    """A convolution's result."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    carrier: Carrier
+    moments: Tensor | None
+
+
+class _Recent(threading.local):
+    def __init__(self) -> None:
+        self.made: deque[_Made] = deque(maxlen=KEPT)
+
+
+_recent = _Recent()
+
+
+def is_worth(y_bytes: int) -> bool:
+    """Whether moments of a tensor of that size can pay."""
+    return y_bytes >= SMALL
+
+
+def leave(y: Tensor, carrier: Carrier, moments: Tensor | None) -> None:
+    """By a convolution: y is its result."""
+    if y.is_inference():  # it does not say when it changes
+        return
+    _recent.made.append(_Made(weakref.ref(y), y._version, carrier, moments))
+
+
+def take(x: Tensor) -> Tensor | None:
+    """By a norm: the moments of its input; None where nobody kept them."""
+    for made in _recent.made:
+        if made.tensor() is x:
+            if x._version != made.version:
+                return None
+            made.carrier.wanted = True
+            return made.moments
+    return None
+
+
+def is_empty() -> bool:
+    """Nothing was left; asked first, for it is the usual case."""
+    return not _recent.made

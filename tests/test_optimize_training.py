@@ -1,0 +1,138 @@
+"""Convolutions and upsampling in training: which modules kgopt can run, and what comes out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import kgopt
+from kgopt.rewrite import classes, training
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(32, 32, 3, padding=1)
+        self.norm = nn.GroupNorm(8, 32)
+        self.up = nn.Upsample(scale_factor=2, mode="trilinear")
+        self.conv2 = nn.Conv3d(32, 16, 1, bias=False)
+
+    def forward(self, x):
+        return self.conv2(self.up(torch.relu(self.norm(self.conv(x)))))
+
+
+class AlwaysOurs(dict):
+    """Verdicts, all of them for kgopt."""
+
+    def get(self, key, default=None):
+        return True
+
+
+def made_ours(model):
+    """The model, whose convolutions and upsampling always run on kgopt."""
+    for module in model.modules():
+        if training.runner_of(module) is not None or isinstance(module, nn.Upsample):
+            module.__class__ = classes.make_class(type(module), (("training",),))
+            module.__dict__["_kgopt_training"] = training.TrainingState(ours=AlwaysOurs())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("module", "known"),
+    [
+        (nn.Conv3d(4, 4, 3), True),
+        (nn.ConvTranspose2d(4, 4, 3), True),
+        (nn.Conv2d(4, 4, 3, padding="same"), False),
+        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), False),
+        (nn.Conv1d(4, 4, 3), False),
+        (nn.ReLU(), False),
+    ],
+    ids=str,
+)
+def test_what_kgopt_can_run(module, known):
+    assert (training.runner_of(module) is not None) is known
+
+
+def test_a_model_that_gained_nothing_is_as_it_was():
+    model = Model()
+    before = [type(m) for m in model.modules()]
+    training.find(model, lambda: model(torch.randn(1, 32, 4, 4, 4)), lambda name: "")
+    assert [type(m) for m in model.modules()] == before
+    assert not any("_kgopt_training" in m.__dict__ for m in model.modules())
+
+
+def test_who_calls_interpolate(monkeypatch):
+    class Own(nn.Module):
+        def forward(self, x):
+            return nn.functional.interpolate(x, scale_factor=2)
+
+    model = nn.Sequential(Own(), nn.Upsample(scale_factor=2), nn.ReLU())
+    kept = []
+    monkeypatch.setattr(training, "forget", lambda root, which: kept.extend(training.modules_of(root)))
+    training.find(model, lambda: model(torch.randn(1, 2, 3, 4)), lambda name: "")
+    assert kept == [model[0], model[1]]
+    assert model(torch.randn(1, 2, 3, 4, requires_grad=True)).shape == (1, 2, 12, 16)
+
+
+@pytest.mark.gpu
+def test_measured_by_optimize():
+    torch.manual_seed(0)
+    model = Model().cuda().train()
+    x = torch.randn(1, 32, 64, 64, 64, device="cuda")
+    original = copy.deepcopy(model)
+    optimized = kgopt.optimize(model, example_inputs=x)
+    assert optimized.state_dict().keys() == original.state_dict().keys()
+    found = training.modules_of(optimized)
+    assert found  # trilinear upsampling is several times faster
+    for m in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        torch.testing.assert_close(m(x), original(x), rtol=2e-2, atol=2e-2)
+    kgopt.restore(optimized)
+    assert [type(m) for m in optimized.modules()] == [type(m) for m in original.modules()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "autocast"])
+def test_gradients(mode, channels_last, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", mode == "tf32")
+    original = Model().cuda().train()
+    model = made_ours(copy.deepcopy(original))
+    x = torch.randn(1, 32, 8, 10, 12, device="cuda")
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last_3d)
+        for m in (model, original):
+            m.to(memory_format=torch.channels_last_3d)
+
+    def results(m, x):
+        x = x.detach().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=mode == "autocast" and x.dtype is not torch.float64):
+            y = m(x)
+        weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device="cuda").view(y.shape)
+        (y.double() * weights).sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in m.parameters())]
+
+    ran = results(model, x)
+    theirs, exact = results(original, x), results(copy.deepcopy(original).double(), x.double())
+    factor = {"fp32": 1e-5, "tf32": 4e-3, "autocast": 4e-2}[mode]
+    for a, b, c in zip(ran, theirs, exact, strict=True):
+        assert a.dtype is b.dtype
+        error, allowed = (float((t.double() - c).norm()) for t in (a, b))
+        assert error <= 2 * allowed + factor * float(c.norm()) + 1e-4
+
+
+@pytest.mark.gpu
+def test_inputs_that_were_not_measured():
+    torch.manual_seed(0)
+    model = nn.Conv2d(32, 32, 3, padding=1).cuda()
+    module = made_ours(copy.deepcopy(model))
+    module.__dict__["_kgopt_training"] = training.TrainingState()
+    x = torch.randn(1, 32, 9, 9, device="cuda")
+    assert torch.equal(module(x), model(x))
+    with torch.no_grad():
+        assert torch.equal(module(x), model(x))
+    assert module.__dict__["_kgopt_training"].ours == {}
