@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 SMALL = 2**25  # bytes of a tensor, below which its second read comes from L2 and one launch more costs as much
@@ -33,6 +34,7 @@ class _Made:
 
     tensor: weakref.ref[Tensor]
     version: int
+    stream: int  # on which it was made; on another one the allocator would not know that the moments are read
     carrier: Carrier
     moments: Tensor | None
 
@@ -54,18 +56,22 @@ def leave(y: Tensor, carrier: Carrier, moments: Tensor | None) -> None:
     """By a convolution: y is its result."""
     if y.is_inference():  # it does not say when it changes
         return
-    _recent.made.append(_Made(weakref.ref(y), y._version, carrier, moments))
+    _recent.made.append(_Made(weakref.ref(y), y._version, _stream_of(y), carrier, moments))
 
 
 def take(x: Tensor) -> Tensor | None:
     """By a norm: the moments of its input; None where nobody kept them."""
     for made in _recent.made:
         if made.tensor() is x:
-            if x._version != made.version:
+            if x._version != made.version or _stream_of(x) != made.stream:
                 return None
             made.carrier.wanted = True
             return made.moments
     return None
+
+
+def _stream_of(x: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0  # type: ignore[no-any-return]
 
 
 def is_empty() -> bool:
