@@ -245,6 +245,8 @@ GRADIENT_CASES = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", GRADIENT_CASES)
 def test_conv_gradients_small_integers_exact(name, dtype, layout, device, poisoned):
+    if device == "cpu" and dtype != torch.float32:
+        pytest.skip("on the CPU gradients are ATen's")
     case = GRADIENT_CASES[name]
     torch.backends.cudnn.allow_tf32 = True  # exact all the same, and own kernels for fp32
     x = torch.randint(-3, 4, (2, case[2], *case[4])).to(dtype).to(device)

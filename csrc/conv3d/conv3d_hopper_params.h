@@ -75,7 +75,7 @@ struct alignas(64) HopperParams {
   float scale = 1;                 // 1 in wide plans
   Chain act;                       // not kAny
   float* moments = nullptr;  // of y, as StatsPartials in groupnorm_params.h, zero before; or null. Not in wide plans
-  float* partials;                 // kStoreStats: see StatsPartials in groupnorm_params.h; slices as the plan says
+  float* partials;           // kStoreStats: see StatsPartials in groupnorm_params.h; slices as the plan says
   int c_out;
   int in[3], out[3];
   HopperPlan plan;

@@ -27,13 +27,20 @@ KGOPT_HD int wgrad_tile_floats(const WgradPlan& p) {
   return (p.alternate ? 1 : kWgradGroups) * p.taps[1] * (p.few ? 1 : p.taps[2]) * kWgradChannels * wgrad_columns(p);
 }
 
+KGOPT_HD int64_t wgrad_bias_floats(const WgradPlan& p) { return int64_t(p.a_tiles) * p.slots * kWgradChannels; }
+
 inline int wgrad_blocks(const WgradPlan& p) { return p.depth_tiles * p.a_tiles * p.b_tiles * p.splits; }
 
-// Estimated cycles of a block's plane of a tile: the products of a step of K, of all warps, at the rate of mma.sync.
+// Estimated cycles of a block's plane of a tile: the products of a step of K, of all warps, at the rate of mma.sync, or
+// its loads where these take longer (about 16 bytes a cycle from memory, more where blocks share what they read).
 inline double wgrad_step_cycles(const WgradPlan& p) {
   const double step = p.math == ConvMath::kTf32 ? 8 : 16;
   const int products = kWgradGroups * 2 * (p.few ? 2 : p.b_blocks * p.taps[2]);
-  return p.width / step * p.rows * p.taps[1] * products / (p.alternate ? kWgradGroups : 1) / p.depth_stride * 1.65;
+  double cycles = p.width / step * p.rows * p.taps[1] * products / (p.alternate ? kWgradGroups : 1) / p.depth_stride;
+  // Per product; with one tap of depth, and more so at stride 2, loads from shared memory serve fewer of them.
+  cycles *= p.stride == 2 ? 3.05 : p.alternate ? 2 : 1.65;
+  const double bytes = wgrad_moved_bytes(p) + double(wgrad_still_bytes(p)) / p.depth_stride;
+  return std::max(cycles, bytes / (16 * std::min(2, p.depth_tiles * p.a_tiles * p.b_tiles)));
 }
 
 inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limits, int force_rows = 0,
@@ -85,11 +92,16 @@ inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limi
   // At stride 2 neighbouring columns are loaded as one position of twice the channels.
   if (!few && p.stride == 2 && moved[2] % 2 != 0) return refuse("stride 2 over an odd width");
 
+  // Rounded to TF32, dy makes no bias gradient of fp32 accuracy.
+  if (!problem.transposed && p.math != ConvMath::kTf32 && p.padding[0] < p.taps[0] &&
+      (still[0] - 1) * p.depth_stride < moved[0]) {
+    p.bias_tap = p.padding[0];
+  }
   p.few = few ? static_cast<int>(b) : 0;
   p.b_blocks = few || b <= 8 ? 1 : b <= 16 ? 2 : kWgradWarps;
   p.turns = kWgradWarps / p.b_blocks * (p.alternate ? kWgradGroups : 1);
   // Warps that take planes in turn need as many of them at a time.
-  const int fewest = p.turns > 1 ? 4 : 2, most = p.turns > 1 ? kWgradMaxStages : 4;
+  const int fewest = p.turns > 1 && p.stride == 1 ? 4 : 2, most = p.turns > 1 ? kWgradMaxStages : 4;
 
   // The tile that covers the plane with the least waste, halo counted at a third of what products cost.
   WgradPlan best;

@@ -329,6 +329,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("tiles", [](const WgradPlan& p) { return copied(p.tiles); })
       .def_property_readonly("row_bytes", &wgrad_row_bytes)
       .def_property_readonly("columns", &wgrad_columns)
+      .def_property_readonly("microseconds", &wgrad_microseconds)
       .def_property_readonly("first_run", &wgrad_first_run)
       .def_property_readonly("second_run", &wgrad_second_run)
       .def_property_readonly("tile_floats", &wgrad_tile_floats)

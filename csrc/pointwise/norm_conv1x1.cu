@@ -12,11 +12,11 @@
 namespace kgopt {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // positions a lane loads before it uses the first
+constexpr int kThreads = 128;
+constexpr int kUnroll = 4;  // neighbouring positions that a lane loads before it uses the first
 
 template <typename T, int kOut, bool kNorm, Chain kAct>
-__global__ void __launch_bounds__(kThreads) norm_conv1x1_kernel(const __grid_constant__ NormConv1x1Params p) {
+__global__ void __launch_bounds__(kThreads, 6) norm_conv1x1_kernel(const __grid_constant__ NormConv1x1Params p) {
   constexpr int kSize = kVecSize<T>;
   const int lanes = p.c / kSize;  // a power of 2, at most 32
   const int lane = threadIdx.x % lanes, channel = lane * kSize;
@@ -37,38 +37,58 @@ __global__ void __launch_bounds__(kThreads) norm_conv1x1_kernel(const __grid_con
   for (int k = 0; k < kOut; ++k) bias[k] = p.bias ? to_acc(static_cast<const T*>(p.bias)[k]) : 0.f;
   const T* const x = static_cast<const T*>(p.x) + n * p.s * p.c + channel;
   T* const y = static_cast<T*>(p.y) + n * p.s * kOut;
-  const int64_t step = int64_t(p.blocks_per_sample) * (kThreads / lanes);
-  int64_t at = int64_t(blockIdx.x - n * p.blocks_per_sample) * (kThreads / lanes) + threadIdx.x / lanes;
+  const int64_t step = int64_t(p.blocks_per_sample) * (kThreads / lanes) * kUnroll;
+  int64_t at = (int64_t(blockIdx.x - n * p.blocks_per_sample) * (kThreads / lanes) + threadIdx.x / lanes) * kUnroll;
+  auto store = [&](int64_t position, const float (&sum)[kOut]) {
+    if (position >= p.s) return;
+#pragma unroll
+    for (int k = 0; k < kOut; ++k) y[position * kOut + k] = from_acc<T>(sum[k] + bias[k]);
+  };
   // All lanes of a warp come round equally often, since they exchange sums.
-  const int64_t rounds = (p.s + step * kUnroll - 1) / (step * kUnroll);
-  for (int64_t round = 0; round < rounds; ++round) {
+  for (int64_t round = (p.s + step - 1) / step; round > 0; --round, at += step) {
     Vec<T, kSize> v[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      v[u] = load_vec<T, kSize>(x + min(at + u * step, p.s - 1) * p.c);
-    }
+    for (int u = 0; u < kUnroll; ++u) v[u] = load_vec<T, kSize>(x + min(at + u, p.s - 1) * p.c);
+    float sum[kUnroll][kOut] = {};
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      float z[kSize], sum[kOut] = {};
+      float z[kSize];
       unpack(v[u], z);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         if constexpr (kNorm) z[i] = (z[i] - mean[i]) * scale[i] + shift[i];
         z[i] = apply_chain<kAct>(p.act, z[i]);
 #pragma unroll
-        for (int k = 0; k < kOut; ++k) sum[k] += z[i] * weight[k][i];
-      }
-      for (int mask = 1; mask < lanes; mask *= 2) {
-#pragma unroll
-        for (int k = 0; k < kOut; ++k) sum[k] += __shfl_xor_sync(0xffffffff, sum[k], mask);
-      }
-      const int64_t position = at + u * step;
-#pragma unroll
-      for (int k = 0; k < kOut; ++k) {
-        if (k % lanes == lane && position < p.s) y[position * kOut + k] = from_acc<T>(sum[k] + bias[k]);
+        for (int k = 0; k < kOut; ++k) sum[u][k] += z[i] * weight[k][i];
       }
     }
-    at += step * kUnroll;
+    if (lanes < kUnroll) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+        for (int k = 0; k < kOut; ++k) {
+          if (lanes == 2) sum[u][k] += __shfl_xor_sync(0xffffffff, sum[u][k], 1);
+        }
+        if (lane == 0) store(at + u, sum[u]);
+      }
+      continue;
+    }
+    // Each of the first steps sends the sums of half of the positions to the other half of the lanes.
+    float two[2][kOut], one[kOut];
+#pragma unroll
+    for (int k = 0; k < kOut; ++k) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float even = sum[2 * j][k], odd = sum[2 * j + 1][k];
+        two[j][k] = (lane & 1 ? odd : even) + __shfl_xor_sync(0xffffffff, lane & 1 ? even : odd, 1);
+      }
+      one[k] = (lane & 2 ? two[1][k] : two[0][k]) + __shfl_xor_sync(0xffffffff, lane & 2 ? two[0][k] : two[1][k], 2);
+    }
+    for (int mask = 4; mask < lanes; mask *= 2) {
+#pragma unroll
+      for (int k = 0; k < kOut; ++k) one[k] += __shfl_xor_sync(0xffffffff, one[k], mask);
+    }
+    if (lane < kUnroll) store(at + lane, one);
   }
 }
 
@@ -76,8 +96,8 @@ template <typename T, int kOut, bool kNorm, Chain kAct>
 Status launch(NormConv1x1Params p, cudaStream_t stream) {
   const int64_t positions = int64_t(kThreads) / (p.c / kVecSize<T>)*kUnroll;
   const int64_t needed = (p.s + positions - 1) / positions;
-  // Some eight blocks of 256 threads fit on a multiprocessor; a few rounds each hide what loading the weights costs.
-  p.blocks_per_sample = static_cast<int>(std::min<int64_t>(needed, std::max<int64_t>(p.sm_count * 16 / p.n, 1)));
+  // Six blocks or more fit on a multiprocessor; a few rounds each hide what loading the weights costs.
+  p.blocks_per_sample = static_cast<int>(std::min<int64_t>(needed, std::max<int64_t>(p.sm_count * 32 / p.n, 1)));
   const int64_t blocks = p.n * p.blocks_per_sample;
   if (blocks > 0x7fffffff) return Status::Unsupported("norm_conv1x1_kernel", "too many samples");
   norm_conv1x1_kernel<T, kOut, kNorm, kAct><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);

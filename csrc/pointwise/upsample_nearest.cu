@@ -12,6 +12,7 @@ struct NearestArgs {
   const T* from;
   T* to;
   int64_t n, c, d, h, w;  // of the small tensor
+  int64_t pitch;          // from one position of `from` to the next
   int fd, fh, fw;
 };
 
@@ -29,16 +30,16 @@ __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid
   rest /= static_cast<Index>(a.h);
   const int64_t plane = static_cast<int64_t>(rest);  // n * d + depth
   if (plane >= a.n * a.d) return;
-  const int64_t small = ((plane * a.h + h) * a.w + w) * a.c + channel;
+  const int64_t small = (plane * a.h + h) * a.w + w;
   auto large = [&](int i, int j) {
     const int64_t row = (plane * a.fd + i) * (a.h * a.fh) + h * a.fh + j;
-    return (row * (a.w * a.fw) + w * a.fw) * a.c + channel;
+    return row * (a.w * a.fw) + w * a.fw;
   };
   if constexpr (!kBackward) {
-    const Vec<T, kSize> value = load_vec<T, kSize>(a.from + small);
+    const Vec<T, kSize> value = load_vec<T, kSize>(a.from + small * a.pitch + channel);
     for (int i = 0; i < a.fd; ++i) {
       for (int j = 0; j < a.fh; ++j) {
-        T* const to = a.to + large(i, j);
+        T* const to = a.to + large(i, j) * a.c + channel;
         for (int k = 0; k < a.fw; ++k) store_vec<T, kSize>(to + k * a.c, value);
       }
     }
@@ -49,17 +50,17 @@ __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid
     for (int i = 0; i < a.fd; ++i) {
 #pragma unroll 2
       for (int j = 0; j < a.fh; ++j) {
-        const T* const from = a.from + large(i, j);
+        const T* const from = a.from + large(i, j) * a.pitch + channel;
 #pragma unroll 2
         for (int k = 0; k < a.fw; ++k) {
           Acc v[kSize];
-          unpack(load_vec<T, kSize>(from + k * a.c), v);
+          unpack(load_vec<T, kSize>(from + k * a.pitch), v);
 #pragma unroll
           for (int e = 0; e < kSize; ++e) sum[e] += v[e];
         }
       }
     }
-    store_vec<T, kSize>(a.to + small, pack<T, kSize>(sum));
+    store_vec<T, kSize>(a.to + small * a.c + channel, pack<T, kSize>(sum));
   }
 }
 
@@ -73,6 +74,7 @@ Status launch(const UpsampleNearestParams& p, cudaStream_t stream) {
                          p.d,
                          p.h,
                          p.w,
+                         p.pitch,
                          static_cast<int>(p.factors[0]),
                          static_cast<int>(p.factors[1]),
                          static_cast<int>(p.factors[2])};
@@ -95,7 +97,7 @@ Status run_upsample_nearest(const UpsampleNearestParams& p, cudaStream_t stream)
   if (p.n * p.c * p.d * p.h * p.w == 0) return Status::Ok();
   Status status;
   KGOPT_DISPATCH_DTYPE(p.dtype, T, {
-    const bool vectors = p.c % kVecSize<T> == 0 && is_aligned(p.from) && is_aligned(p.to);
+    const bool vectors = p.c % kVecSize<T> == 0 && p.pitch % kVecSize<T> == 0 && is_aligned(p.from) && is_aligned(p.to);
     constexpr int kSize = sizeof(T) == 8 ? 1 : kVecSize<T>;  // float64 is for reference: no vectors of it
     if (p.backward) {
       status = vectors ? launch<T, kSize, true>(p, stream) : launch<T, 1, true>(p, stream);
