@@ -52,26 +52,14 @@ Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(plan.packed_bytes);
   const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * plan.segments * 64 * 4);
-  const bool with_moments = !tail.left_moments;
-  StatsPartials partials;
-  partials.slices = rows_moment_slices(plan);
-  partials.rows = shape.c_out;
-  const int64_t moments = workspace.reserve(with_moments ? shape.n * partials.slices * partials.rows * 3 * 4 : 0);
   workspace.allocate();
-  if (with_moments) partials.data = workspace.at<void>(moments);
   Tensor y = allocate_output(a, shape);
-  RowsParams p = start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias), stream, partials);
+  RowsParams p = start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias), stream);
   p.y = y.mutable_data_ptr();
   p.y_stride_n = y.stride(0);
   spatial_strides(y, a.rank, p.y_stride);
-  if (!tail.left_rest) {
-    p.residual = tail.residual;
-    p.scale = static_cast<float>(tail.scale);
-    p.act = chain_kind(tail.act);
-    p.moments = static_cast<float*>(partials.data);
-  }
+  if (!tail.left_rest) p.act = chain_kind(tail.act);
   raise_on_error(a.op, run_conv_rows(p, stream));
-  if (with_moments) channel_moments_cuda(a.op, a.x, partials, *tail.moments);
   return y;
 }
 
@@ -134,7 +122,11 @@ Tensor conv_forward(const ConvArgs& a, ConvTail* tail) {
   }
   if (!tail) return run_choice(a, shape, choice, ConvTail());
   tail->left_bias = a.bias.has_value() && choice.path == ConvPath::kAten;
-  const bool has_tail = choice.path == ConvPath::kRows || (choice.path == ConvPath::kHopper && !choice.hopper.wide);
+  // The kernel by rows does an activation and no more; where more is wanted, the other Hopper kernel makes up for it.
+  const bool act_only = !tail->residual && tail->scale == 1 && !tail->moments;
+  const bool hopper_has_tail = !choice.hopper.refusal && !choice.hopper.wide;
+  if (choice.path == ConvPath::kRows && !act_only && hopper_has_tail) choice.path = ConvPath::kHopper;
+  const bool has_tail = choice.path == ConvPath::kRows ? act_only : choice.path == ConvPath::kHopper && hopper_has_tail;
   tail->left_rest =
       !has_tail || chain_kind(tail->act) == Chain::kAny || reinterpret_cast<uintptr_t>(tail->residual) % 16 != 0;
   tail->left_moments = tail->left_rest || !tail->moments;

@@ -41,13 +41,62 @@ struct FlatTile {
   int kd_first, kd_end;  // taps of the depth that read inside the tensor; at least one, which may read zeros
 };
 
+// A row of a whole tile, of which this thread holds two positions in every eight: the four threads of the row exchange
+// them for vectors of 16 bytes, which fill sectors. `value(i)`: of its positions in order; `to`: where the row begins.
+template <typename Element, int kN, typename Value>
+__device__ __forceinline__ void store_flat_row(Element* to, const Value& value) {
+  const int t4 = threadIdx.x % 4;
+  const bool odd = t4 % 2 != 0, upper = t4 / 2 != 0;
+  auto pair_of = [&](int block) {
+    const float v[2] = {value(block * 2), value(block * 2 + 1)};
+    return pack<Element, 2>(v);
+  };
+  constexpr int kGroup = sizeof(Element) == 4 ? 2 : 4;  // blocks of 8 positions
+  constexpr int kBlocks = kN / 8, kWhole = kBlocks / kGroup * kGroup;
+#pragma unroll
+  for (int block = 0; block < kWhole; block += kGroup) {
+    uint4 v;
+    if constexpr (sizeof(Element) == 4) {
+      const Vec<Element, 2> a = pair_of(block), b = pair_of(block + 1);
+      const float keep0 = odd ? b.v[0] : a.v[0], keep1 = odd ? b.v[1] : a.v[1];
+      const float other0 = __shfl_xor_sync(0xffffffff, odd ? a.v[0] : b.v[0], 1);
+      const float other1 = __shfl_xor_sync(0xffffffff, odd ? a.v[1] : b.v[1], 1);
+      v.x = __float_as_uint(odd ? other0 : keep0), v.y = __float_as_uint(odd ? other1 : keep1);
+      v.z = __float_as_uint(odd ? keep0 : other0), v.w = __float_as_uint(odd ? keep1 : other1);
+      *reinterpret_cast<uint4*>(to + (block + odd) * 8 + upper * 4) = v;
+    } else {
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Vec<Element, 2> p = pair_of(block + i);
+        w[i] = reinterpret_cast<const uint32_t&>(p);
+      }
+      // Neighbours first: an even thread goes on with the first of two blocks, an odd one with the second.
+      const uint32_t first = __shfl_xor_sync(0xffffffff, odd ? w[0] : w[1], 1);
+      const uint32_t second = __shfl_xor_sync(0xffffffff, odd ? w[2] : w[3], 1);
+      const uint32_t a0 = odd ? first : w[0], a1 = odd ? w[1] : first;
+      const uint32_t b0 = odd ? second : w[2], b1 = odd ? w[3] : second;
+      const uint32_t c0 = __shfl_xor_sync(0xffffffff, upper ? a0 : b0, 2);
+      const uint32_t c1 = __shfl_xor_sync(0xffffffff, upper ? a1 : b1, 2);
+      v = upper ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
+      *reinterpret_cast<uint4*>(to + (block + t4) * 8) = v;
+    }
+  }
+#pragma unroll
+  for (int block = kWhole; block < kBlocks; ++block) store_vec(to + block * 8 + t4 * 2, pair_of(block));
+}
+
 template <int kN>
 __device__ __forceinline__ FlatTile flat_tile(const FlatPlan& plan, int tile) {
   FlatTile t;
   const int rest = plan.by_m_tiles(tile);
   t.m_tile = tile - rest * plan.m_tiles;
   t.n = plan.by_tiles_per_sample(rest);
-  t.q0 = (rest - t.n * plan.tiles_per_sample) * (kN * kHopperConsumers);
+  // Tiles at both ends of the depth have fewer taps: from sample to sample they fall to the next blocks.
+  const int place = (t.n * plan.short_step) % plan.short_blocks;
+  int index = rest - t.n * plan.tiles_per_sample + plan.first_short - min(place, plan.last_short_place);
+  if (index >= plan.tiles_per_sample) index -= plan.tiles_per_sample;
+  t.q0 = index * (kN * kHopperConsumers);
   const int step = plan.dilation[0], span = (plan.taps[0] - 1) * step;
   const int lo = plan.by_plane(t.q0) - span;
   const int hi = min(plan.by_plane(t.q0 + kN * kHopperConsumers - 1), plan.out[0] - 1) - span;
@@ -372,18 +421,22 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         if (p.relu) v = fast_relu(v);
       }
     }
-    Element* const y = static_cast<Element*>(p.y) + t.n * sample_elements + int64_t(c0) * positions + q + t4 * 2;
+    Element* const y = static_cast<Element*>(p.y) + t.n * sample_elements + int64_t(c0) * positions + q;
     auto finish = [&](auto whole) {  // without a branch for each value where the whole tile exists
       constexpr bool kWhole = decltype(whole)::value;
 #pragma unroll
       for (int row = 0; row < 4; ++row) {
         const int c = row / 2 * 64 + row % 2 * 8;
         Element* const to = y + int64_t(c) * positions;
-        if (c0 + c >= p.c_out) continue;
+        auto value = [&](int i) { return acc[row / 2][i / 2 * 4 + row % 2 * 2 + i % 2]; };
+        if (kWhole && t.m_tile * kFlatChannels + (kFlatChannels - 1) < p.c_out) {
+          store_flat_row<Element, kN>(to, value);
+        } else if (c0 + c < p.c_out) {
 #pragma unroll
-        for (int j = 0; j < kN / 8; ++j) {
-          const float v[2] = {acc[row / 2][j * 4 + row % 2 * 2], acc[row / 2][j * 4 + row % 2 * 2 + 1]};
-          if (kWhole || j * 8 + t4 * 2 < count) store_vec(to + j * 8, pack<Element, 2>(v));
+          for (int j = 0; j < kN / 8; ++j) {
+            const float v[2] = {value(j * 2), value(j * 2 + 1)};
+            if (j * 8 + t4 * 2 < count) store_vec(to + j * 8 + t4 * 2, pack<Element, 2>(v));
+          }
         }
       }
       add_flat_moments<kN, kWhole>(acc, count, moments, open % 2, warpgroup, t.m_tile * kFlatChannels);

@@ -112,6 +112,17 @@ inline FlatPlan plan_flat(const ConvProblem& problem, const DeviceLimits& limits
   if (least < 0) return refuse("a tile does not fit in shared memory");
   if (p.tiles >= int64_t(1) << 30) return refuse("too many tiles");
   p.blocks = static_cast<int>(std::min<int64_t>(p.tiles, limits.sm_count));
+  // Blocks share the short tiles evenly where those of a sample go to the blocks behind the last sample's.
+  const int64_t tile = p.columns * kHopperConsumers, span = (p.taps[0] - 1) * p.dilation[0];
+  const int count = p.tiles_per_sample;
+  const int head = static_cast<int>(std::min<int64_t>((span * plane + tile - 1) / tile, count));
+  const int tail = static_cast<int>(std::max<int64_t>(0, count - problem.in[0] * plane / tile));
+  const int few = std::min(head + tail, count);
+  p.short_blocks = std::max(1, p.blocks / p.m_tiles);
+  p.short_step = ((few - count) % p.short_blocks + p.short_blocks) % p.short_blocks;
+  p.last_short_place = count - few;
+  p.first_short = count - std::min(tail, few);
+  if (few == count) p.first_short = p.last_short_place = 0;
   p.lag = std::max(0, p.w_stages - 2);
   p.by_m_tiles = hopper_divisor(p.m_tiles);
   p.by_tiles_per_sample = hopper_divisor(p.tiles_per_sample);

@@ -21,7 +21,6 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
   for (int64_t c = first; c < int64_t(plan.m_tiles) * rows; c += step) {
     p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
   }
-  for (int64_t i = first; i < p.moment_values; i += step) p.moments[i] = 0.f;
   for (int64_t index = first; index < pieces; index += step) {
     uint32_t rest = static_cast<uint32_t>(index);
     auto next = [&](uint32_t size) {
@@ -78,23 +77,17 @@ Status launch_after_pack(const RowsParams& p, cudaStream_t stream) {
   return Status::Ok();
 }
 
-template <ConvMath kMath, int kSegments, int kN, bool kMore>
+template <ConvMath kMath, int kSegments, int kN>
 Status launch_row_bytes(const RowsParams& p, cudaStream_t stream) {
-  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, kSegments, kN, 64, kMore>>(p, stream)
-                                : launch_after_pack<conv_rows_kernel<kMath, kSegments, kN, 128, kMore>>(p, stream);
-}
-
-template <ConvMath kMath, bool kMore>
-Status launch_tile(const RowsParams& p, cudaStream_t stream) {
-  if (p.plan.columns == 256) return launch_row_bytes<kMath, 1, 256, kMore>(p, stream);
-  if (p.plan.columns == 208) return launch_row_bytes<kMath, 1, 208, kMore>(p, stream);
-  return launch_row_bytes<kMath, 2, 184, kMore>(p, stream);
+  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, kSegments, kN, 64>>(p, stream)
+                                : launch_after_pack<conv_rows_kernel<kMath, kSegments, kN, 128>>(p, stream);
 }
 
 template <ConvMath kMath>
-Status launch_epilogue(const RowsParams& p, cudaStream_t stream) {
-  const bool more = p.residual || p.scale != 1 || p.moments;
-  return more ? launch_tile<kMath, true>(p, stream) : launch_tile<kMath, false>(p, stream);
+Status launch_tile(const RowsParams& p, cudaStream_t stream) {
+  if (p.plan.columns == 256) return launch_row_bytes<kMath, 1, 256>(p, stream);
+  if (p.plan.columns == 208) return launch_row_bytes<kMath, 1, 208>(p, stream);
+  return launch_row_bytes<kMath, 2, 184>(p, stream);
 }
 
 }  // namespace
@@ -146,9 +139,9 @@ Status set_rows_input(RowsParams* p, const void* x, int64_t n, int64_t c_in, con
 Status run_conv_rows(const RowsParams& p, cudaStream_t stream) {
   if (p.plan.tiles == 0) return Status::Ok();
   switch (p.plan.math) {
-    case ConvMath::kTf32: return launch_epilogue<ConvMath::kTf32>(p, stream);
-    case ConvMath::kBf16: return launch_epilogue<ConvMath::kBf16>(p, stream);
-    default: return launch_epilogue<ConvMath::kFp16>(p, stream);
+    case ConvMath::kTf32: return launch_tile<ConvMath::kTf32>(p, stream);
+    case ConvMath::kBf16: return launch_tile<ConvMath::kBf16>(p, stream);
+    default: return launch_tile<ConvMath::kFp16>(p, stream);
   }
 }
 

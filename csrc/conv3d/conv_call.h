@@ -283,7 +283,7 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
 
 // The same for the kernel by rows, whose workspace pieces are `packed` and `bias`.
 inline RowsParams start_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, void* packed, float* bias,
-                             cudaStream_t stream, const StatsPartials& moments = StatsPartials()) {
+                             cudaStream_t stream) {
   const WeightStrides w = weight_strides(a, shape);
   const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
   RowsPackParams pack{};
@@ -298,8 +298,6 @@ inline RowsParams start_rows(const ConvArgs& a, const ConvShape& shape, const Ro
   pack.c_out = static_cast<int>(shape.c_out);
   pack.dtype = shape.dtype;
   pack.plan = plan;
-  pack.moments = static_cast<float*>(moments.data);
-  pack.moment_values = moments.data ? shape.n * moments.slices * moments.rows * 3 : 0;
   raise_on_error(a.op, run_conv_rows_pack(pack, stream));
 
   RowsParams p{};
