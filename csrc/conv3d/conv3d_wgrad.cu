@@ -11,17 +11,8 @@
 namespace kgopt {
 namespace {
 
-static_assert(kWgradChannels == 32);
 inline constexpr int kSumFours = 32;   // elements of a block, by four
 inline constexpr int kSumShares = 16;  // threads that share an element's slots
-
-__device__ __forceinline__ void store_as(void* to, int64_t at, float v, Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kFloat32: static_cast<float*>(to)[at] = v; break;
-    case Dtype::kBFloat16: static_cast<__nv_bfloat16*>(to)[at] = __float2bfloat16(v); break;
-    default: static_cast<__half*>(to)[at] = __float2half(v);
-  }
-}
 
 // Shares are added in order: the order of summation depends on the plan alone.
 __global__ void __launch_bounds__(kSumFours* kSumShares)
@@ -33,20 +24,6 @@ __global__ void __launch_bounds__(kSumFours* kSumShares)
   const int tile_floats = wgrad_tile_floats(plan), columns = wgrad_columns(plan);
   const int blocks_per_job = tile_floats / (kSumFours * 4);
   const int job = blockIdx.x / blocks_per_job;
-  if (job == plan.depth_tiles * plan.a_tiles * plan.b_tiles) {  // dbias: the slots of a tile of channels
-    const int a_tile = blockIdx.x - job * blocks_per_job, c = a_tile * kWgradChannels + lane;
-    float* const bias_shares = &shares[0][0].x;
-    float sum = 0.f;
-    for (int slot = share; slot < plan.slots; slot += kSumShares) {
-      sum += p.bias_partials[(int64_t(a_tile) * plan.slots + slot) * kWgradChannels + lane];
-    }
-    bias_shares[share * kWgradChannels + lane] = sum;
-    __syncthreads();
-    if (share > 0 || c >= p.a) return;
-    for (int i = 1; i < kSumShares; ++i) sum += bias_shares[i * kWgradChannels + lane];
-    store_as(p.dbias, c, sum, p.dtype);
-    return;
-  }
   const int in_job = ((blockIdx.x - job * blocks_per_job) * kSumFours + lane) * 4;
   const float* from = p.partials + (int64_t(job) * plan.slots + share) * tile_floats + in_job;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -78,7 +55,11 @@ __global__ void __launch_bounds__(kSumFours* kSumShares)
     const int b = plan.few ? column % plan.few : job % plan.b_tiles * kWgradChannels + column;
     if (kw >= plan.taps[2] || b >= p.b) continue;
     const int64_t at = a * p.stride_a + b * p.stride_b + kd * p.stride_k[0] + kh * p.stride_k[1] + kw * p.stride_k[2];
-    store_as(p.dw, at, v[i], p.dtype);
+    switch (p.dtype) {
+      case Dtype::kFloat32: static_cast<float*>(p.dw)[at] = v[i]; break;
+      case Dtype::kBFloat16: static_cast<__nv_bfloat16*>(p.dw)[at] = __float2bfloat16(v[i]); break;
+      default: static_cast<__half*>(p.dw)[at] = __float2half(v[i]);
+    }
   }
 }
 
@@ -176,8 +157,7 @@ Status run_conv_wgrad(const WgradParams& p, cudaStream_t stream) {
 
 Status run_conv_wgrad_sum(const WgradSumParams& p, cudaStream_t stream) {
   const int64_t fours = p.plan.partial_floats / p.plan.slots / 4;
-  const int64_t blocks = fours / kSumFours + (p.bias_partials ? p.plan.a_tiles : 0);
-  return launch_after<conv_wgrad_sum_kernel>(true, "conv_wgrad_sum_kernel", static_cast<unsigned>(blocks),
+  return launch_after<conv_wgrad_sum_kernel>(true, "conv_wgrad_sum_kernel", static_cast<unsigned>(fours / kSumFours),
                                              kSumFours * kSumShares, stream, p);
 }
 

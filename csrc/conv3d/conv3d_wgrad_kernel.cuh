@@ -271,9 +271,6 @@ __global__ void __launch_bounds__(kWgradThreads, 1) conv_wgrad_kernel(const __gr
     }
   }();
   float acc[kTapsH][kColumns][2][4] = {};
-  float sums[2][4] = {};  // of dy, for dbias
-  const bool adds_up =
-      kMath != ConvMath::kTf32 && p.bias_partials && b_tile == 0 && block == 0 && depth_tap + tap_d == plan.bias_tap;
   const int my_turn = j / plan.b_blocks * (plan.alternate ? kWgradGroups : 1) + (plan.alternate ? group : 0);
   const int behind = tap_d / plan.depth_stride;  // planes of `still` from the newest to this group's
   int stage = 0, newest = still_stages - 1, turn = my_turn;
@@ -321,17 +318,6 @@ __global__ void __launch_bounds__(kWgradThreads, 1) conv_wgrad_kernel(const __gr
               }
             }
           }
-          if constexpr (kMath != ConvMath::kTf32) {
-            if (adds_up) {
-              const uint32_t one = kMath == ConvMath::kBf16 ? 0x3f803f80 : 0x3c003c00, ones[2] = {one, one};
-              for (int r = 0; r < kRows; ++r) {
-                uint32_t row[2][4];
-                fragments.load_still(row, a_base + r * still_row);
-                Fragments::multiply(sums[0], row[0], ones);
-                Fragments::multiply(sums[1], row[1], ones);
-              }
-            }
-          }
           a_base += Fragments::kStep * kRowBytes;
           b_base += moved_step;
         }
@@ -360,14 +346,6 @@ __global__ void __launch_bounds__(kWgradThreads, 1) conv_wgrad_kernel(const __gr
           *reinterpret_cast<float2*>(to + row * row_floats + (kFew ? column : block) * 8) = make_float2(v[0], v[1]);
         }
       }
-    }
-  }
-  if (adds_up && (lane & 3) == 0) {  // all columns of the product are the same
-    float* const sum = p.bias_partials + (int64_t(a_tile) * plan.slots + split * plan.turns + my_turn) * kWgradChannels;
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      sum[Fragments::channel(m, 0, lane >> 2)] = sums[m][0];
-      sum[Fragments::channel(m, 1, lane >> 2)] = sums[m][2];
     }
   }
 #endif

@@ -36,7 +36,6 @@ struct WgradPlan {
   int tiles[2] = {1, 1};         // of a plane along height and width
   int a_tiles = 1, b_tiles = 1;  // of kWgradChannels
   int depth_tiles = 1;           // of kWgradGroups taps
-  int bias_tap = -1;  // of the depth, which meets every plane of dy once: there dbias can be summed; -1: none, or TF32
   int sm_count = 1;
   int splits = 1;     // blocks that share the positions of a tile of dw
   int slots = 1;      // partial sums of an element of dw: one for each split and turn
@@ -49,8 +48,7 @@ struct alignas(64) WgradParams {
   // Tensor maps [N][D][H][W][C]. At stride 2 the maps of `moved` (a box for each run) have pairs of columns as
   // positions.
   uint64_t still_map[16], moved_map[16], second_map[16];
-  float* partials;       // [depth tile][a tile][b tile][slot][tap][a][b]; few: [...][tap of depth, height][a][column]
-  float* bias_partials;  // [a tile][slot][a], or null
+  float* partials;  // [depth tile][a tile][b tile][slot][tap][a][b]; few: [...][tap of depth, height][a][column]
   int still[3], moved[3];
   int moved_stride_w;
   WgradPlan plan;
@@ -60,8 +58,6 @@ struct WgradSumParams {
   const float* partials;
   void* dw;
   int64_t stride_a, stride_b, stride_k[3];
-  const float* bias_partials;  // or null
-  void* dbias;
   int a, b;  // channels
   Dtype dtype;
   WgradPlan plan;

@@ -27,8 +27,6 @@ KGOPT_HD int wgrad_tile_floats(const WgradPlan& p) {
   return (p.alternate ? 1 : kWgradGroups) * p.taps[1] * (p.few ? 1 : p.taps[2]) * kWgradChannels * wgrad_columns(p);
 }
 
-KGOPT_HD int64_t wgrad_bias_floats(const WgradPlan& p) { return int64_t(p.a_tiles) * p.slots * kWgradChannels; }
-
 inline int wgrad_blocks(const WgradPlan& p) { return p.depth_tiles * p.a_tiles * p.b_tiles * p.splits; }
 
 // Estimated cycles of a block's plane of a tile: the products of a step of K, of all warps, at the rate of mma.sync, or
@@ -92,11 +90,6 @@ inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limi
   // At stride 2 neighbouring columns are loaded as one position of twice the channels.
   if (!few && p.stride == 2 && moved[2] % 2 != 0) return refuse("stride 2 over an odd width");
 
-  // Rounded to TF32, dy makes no bias gradient of fp32 accuracy.
-  if (!problem.transposed && p.math != ConvMath::kTf32 && p.padding[0] < p.taps[0] &&
-      (still[0] - 1) * p.depth_stride < moved[0]) {
-    p.bias_tap = p.padding[0];
-  }
   p.few = few ? static_cast<int>(b) : 0;
   p.b_blocks = few || b <= 8 ? 1 : b <= 16 ? 2 : kWgradWarps;
   p.turns = kWgradWarps / p.b_blocks * (p.alternate ? kWgradGroups : 1);

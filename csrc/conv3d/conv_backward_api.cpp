@@ -26,31 +26,23 @@ WgradTensor wgrad_tensor(const Tensor& t, int rank) {
   return w;
 }
 
-// With `dbias`, that too, where the plan has a tap for it.
 Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const ConvShape& shape,
-                  const WgradPlan& plan, OptTensor* dbias) {
+                  const WgradPlan& plan) {
   const auto stream = static_cast<cudaStream_t>(current_stream(x));
   Workspace workspace(x);
   const int64_t partials = workspace.reserve(plan.partial_floats * 4);
-  const int64_t bias_partials = workspace.reserve(dbias ? wgrad_bias_floats(plan) * 4 : 0);
   workspace.allocate();
   Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
 
   WgradParams p{};
   p.plan = plan;
   p.partials = workspace.at<float>(partials);
-  if (dbias) {
-    p.bias_partials = workspace.at<float>(bias_partials);
-    *dbias = empty_like_shape(x, {shape.c_out});
-  }
   const WgradTensor dy_part = wgrad_tensor(dy, shape.rank), x_part = wgrad_tensor(x, shape.rank);
   raise_on_error(op, set_wgrad_tensors(&p, shape.transposed ? x_part : dy_part, shape.transposed ? dy_part : x_part));
   raise_on_error(op, run_conv_wgrad(p, stream));
 
   WgradSumParams sum{};
   sum.partials = p.partials;
-  sum.bias_partials = p.bias_partials;
-  sum.dbias = dbias ? (*dbias)->mutable_data_ptr() : nullptr;
   sum.dw = dweight.mutable_data_ptr();
   sum.a = static_cast<int>(weight.size(0));
   sum.b = static_cast<int>(weight.size(1));
@@ -74,7 +66,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   check_conv_gradient(op, dy, x, shape, mask);
   const DeviceGuard guard(x.get_device_index());
   std::array<bool, 3> from_aten{mask[0], mask[1], mask[2]};
-  OptTensor dx, dweight, dbias;
+  std::optional<Tensor> dx, dweight;
   if (x.numel() > 0 && (mask[0] || mask[1])) {
     const ConvGradientsChoice choice = choose_gradients({op, x, weight, std::nullopt, stride, padding, dilation,
                                                          output_padding, groups, transposed, rank, backend, allow_tf32},
@@ -88,17 +80,12 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
                              groups, !transposed, rank,   backend,      allow_tf32};
       dx = conv_hopper(adjoint, check_conv_args(adjoint), choice.dgrad);
     }
-    if (own[1]) {
-      const WgradPlan& plan = choice.wgrad;
-      from_aten[2] = mask[2] && plan.bias_tap < 0;
-      dweight = conv_wgrad(op, dy, plan.few ? channels_innermost(x) : x, weight, shape, plan,
-                           mask[2] && !from_aten[2] ? &dbias : nullptr);
-    }
+    if (own[1]) dweight = conv_wgrad(op, dy, choice.wgrad.few ? channels_innermost(x) : x, weight, shape, choice.wgrad);
     for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i];
   }
-  auto [aten_dx, aten_dweight, aten_dbias] =
+  auto [aten_dx, aten_dweight, dbias] =
       conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding, from_aten);
-  return {dx ? *dx : aten_dx, dweight ? *dweight : aten_dweight, dbias ? *dbias : aten_dbias};
+  return {dx ? *dx : aten_dx, dweight ? *dweight : aten_dweight, dbias};
 }
 
 }  // namespace
