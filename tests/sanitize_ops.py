@@ -345,6 +345,22 @@ def pipeline_cases() -> None:
                 ),
             )
 
+    # On Hopper in one launch: tiles across planes, several samples and tiles a block, two tiles of channels.
+    for dtype, tf32 in ((torch.float32, True), (torch.float32, False), *((dtype, True) for dtype in HALVES)):
+        for n, c_in, c_out, size in ((4, 40, 72, (3, 6, 10)), (2, 64, 136, (6, 14, 22)), (7, 33, 128, (6, 30, 62))):
+            run(
+                f"conv_transpose3d_relu_group_norm {dtype} tf32={tf32} {n}x{c_in} to {c_out} {size}",
+                tensor(n, c_in, *size, dtype=dtype),
+                tensor(c_in, c_out, 3, 3, 3, dtype=dtype),
+                tensor(c_out, dtype=dtype),
+                tensor(c_out, dtype=dtype),
+                tensor(c_out, dtype=dtype),
+                backward=False,
+                call=lambda x, w, b, g, h, tf32=tf32: ops.conv_transpose3d_relu_group_norm(
+                    x, w, b, 8, g, h, backend="kgopt", allow_tf32=tf32
+                ),
+            )
+
 
 def main() -> int:
     if not torch.cuda.is_available():

@@ -310,7 +310,10 @@ def test_info(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["build"]["torch_target"] == "2.10"
     assert {path["dtype"] for path in facts["paths"]["cpu"]} == {"fp32"}
-    assert all(path["path"].startswith("aten") for path in facts["paths"]["cpu"])
+    norms = [path for path in facts["paths"]["cpu"] if path["what"].startswith("group_norm")]
+    assert len(norms) == 16
+    assert all("CPU" in path["path"] for path in norms)
+    assert all(path["path"].startswith("aten") for path in facts["paths"]["cpu"] if path not in norms)
 
 
 @pytest.mark.parametrize("case", ["mean over space", "logsumexp over the last dim"])

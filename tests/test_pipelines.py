@@ -182,6 +182,81 @@ def test_pipeline_channels_as_rows(pipeline, case, dtype, layout, poisoned):
     assert float((y.double() - exact).abs().max()) <= allowed
 
 
+# batch, c_in, c_out, norm groups, size, kernel, dilation: one launch on Hopper, see conv3d_flat_kernel.cuh
+FLAT = {
+    "copy of x in the output": (5, 64, 128, 8, (4, 6, 6), (3, 3, 3), 1),
+    "tiles across planes": (2, 64, 128, 4, (8, 14, 14), (3, 3, 3), 1),
+    "several tiles a block": (9, 32, 128, 16, (14, 30, 62), (3, 3, 3), 1),
+    "padded channels": (3, 40, 72, 9, (5, 10, 12), (3, 3, 5), 1),
+    "two tiles of channels": (2, 128, 256, 32, (5, 14, 18), (1, 3, 3), 1),
+    "a group a channel": (4, 64, 128, 128, (3, 7, 11), (3, 2, 2), 1),
+    "one group, dilated": (2, 64, 80, 1, (4, 8, 12), (2, 3, 3), 2),
+    "more copy than output": (4, 128, 72, 6, (2, 6, 6), (3, 3, 3), 1),
+    "one sample": (1, 64, 128, 8, (2, 6, 14), (3, 3, 3), 1),
+}
+
+
+def make_flat(case, dtype, offset=0.0):
+    n, c_in, c_out, groups, size, kernel, dilation = FLAT[case]
+    x = (torch.randn(n, c_in, *size, device="cuda") + offset).to(dtype)
+    weight = (torch.randn(c_in, c_out, *kernel, device="cuda") * 0.1).to(dtype)
+    bias, gamma, beta = (torch.randn(c_out, device="cuda").to(dtype) for _ in range(3))
+    return [x, weight, bias, groups, gamma, beta], {"dilation": dilation}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["tf32", torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", FLAT)
+def test_pipeline_in_one_launch(case, dtype, poisoned):
+    tf32 = dtype == "tf32"
+    torch.backends.cudnn.allow_tf32 = tf32
+    args, options = make_flat(case, torch.float32 if tf32 else dtype)
+    function, ref, *_ = PIPELINES["relu_norm"]
+    exact = ref(*upcast(args), **options).cuda()
+    y = function(*args, **options, backend="kgopt")
+    assert y.is_contiguous()
+    assert torch.equal(y, function(*args, **options, backend="kgopt"))
+    if tf32:
+        ideal = ref(*upcast([round_tf32(args[0]), round_tf32(args[1]), *args[2:]]), **options).cuda()
+        assert relative_error(y, exact) <= 2 * relative_error(ideal, exact) + 1e-6
+    else:
+        assert_as_good_as_torch(y, ref(*args, **options), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["sliced", "expanded", "channels_last"])
+def test_pipeline_in_one_launch_of_any_input(layout):
+    torch.backends.cudnn.allow_tf32 = False
+    args, options = make_flat("padded channels", torch.float32)
+    function, ref, *_ = PIPELINES["relu_norm"]
+    if layout == "sliced":
+        args[0] = torch.cat([args[0], args[0]], -1)[..., 1:13]
+    elif layout == "expanded":
+        args[0] = args[0][:1].expand(3, -1, -1, -1, -1)
+    else:
+        args[0] = args[0].contiguous(memory_format=torch.channels_last_3d)
+    args[1] = args[1].transpose(0, 1).contiguous().transpose(0, 1)
+    args[2] = None
+    exact = ref(*upcast(args), **options).cuda()
+    assert_as_good_as_torch(function(*args, **options, backend="kgopt"), ref(*args, **options), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pipeline_in_one_launch_of_extreme_inputs(dtype):
+    """Offsets a hundred times the spread; a NaN spoils its group and no other."""
+    torch.backends.cudnn.allow_tf32 = False
+    function, ref, *_ = PIPELINES["relu_norm"]
+    args, options = make_flat("several tiles a block", dtype, offset=100.0)
+    exact = ref(*upcast(args), **options).cuda()
+    assert_as_good_as_torch(function(*args, **options, backend="kgopt"), ref(*args, **options), exact)
+    args, options = make_flat("tiles across planes", dtype)
+    args[0][1, 3, 2, 5, 7] = float("nan")
+    y, expected = function(*args, **options, backend="kgopt"), ref(*args, **options)
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert not y[0].isnan().any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["tf32", torch.bfloat16], ids=str)
 def test_logsumexp_of_values_that_leap(dtype):

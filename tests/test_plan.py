@@ -588,11 +588,11 @@ def test_hopper_columns_are_a_permutation(half: bool) -> None:
     [(32, 32, (128,) * 3), (64, 64, (64,) * 3), (32, 64, (80, 170, 170)), (32, 32, (96,) * 3), (16, 32, (96,) * 3)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_channels_innermost_take_the_hopper_kernel(c_in, c_out, size, dtype: str) -> None:
+def test_few_channels_innermost_take_a_hopper_kernel(c_in, c_out, size, dtype: str) -> None:
     case = dict(kernel=(3, 3, 3), padding=(1, 1, 1))
     problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype, channels_innermost=True)
     choice = dev.choose_conv(problem, GPUS["h200"])
-    assert choice.path.name == "hopper"
+    assert choice.path.name in ("hopper", "rows")
     assert "wgmma" in choice.explain()
     problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype)
     choice = dev.choose_conv(problem, GPUS["h200"])
@@ -624,6 +624,186 @@ def test_hopper_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) 
     arguments = {"c_in": 32, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "channels_innermost": True}
     problem, _ = make_problem(**{**arguments, **kwargs})
     assert fragment in dev.plan_hopper(problem, limits or dev.DeviceLimits()).refusal
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_rows_plan_of_any_shape(data) -> None:
+    """Every tap finds its input, or a zero, at one distance along rows and planes with shared padding."""
+    draw = data.draw
+    transposed = draw(st.booleans())
+    kernel = tuple(draw(st.integers(1, 4)) for _ in range(3))
+    dilation = tuple(draw(st.integers(1, 3)) for _ in range(3))
+    size = tuple(draw(st.integers(1, 9)) for _ in range(3))
+    case = {"kernel": kernel, "stride": (1, 1, 1), "dilation": dilation}
+    case["padding"] = tuple(draw(st.integers(0, (k - 1) * d)) for k, d in zip(kernel, dilation, strict=True))
+    outputs = [
+        dev.conv_out_size(*dim, transposed)
+        for dim in zip(size, *(case[k] for k in ("kernel", "stride", "padding", "dilation")), strict=True)
+    ]
+    if min(outputs) < 1:
+        return
+    n, limits = draw(st.integers(1, 40)), GPUS["h200"]
+    problem, output = make_problem(
+        8 * draw(st.integers(1, 24)),
+        8 * draw(st.integers(1, 24)),
+        size,
+        **case,
+        n=n,
+        transposed=transposed,
+        dtype=draw(st.sampled_from(DTYPES)),
+        channels_innermost=True,
+    )
+    plan = dev.plan_rows(problem, limits)
+    assert plan.refusal is None
+    spans = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+    assert plan.padding == [s - p for s, p in zip(spans, case["padding"], strict=True)] if transposed else True
+
+    def loaded(depth: int, position: int) -> tuple[int, ...] | None:
+        """What lies at a position counted along rows from plane `depth` of the outputs on; None: zeros."""
+        line, column = divmod(position, plan.row_slots)
+        plane, row = divmod(line, plan.plane_rows)
+        place = (depth + plane - plan.padding[0], row - plan.padding[1], column - plan.padding[2])
+        return place if all(0 <= i < s for i, s in zip(place, size, strict=True)) else None
+
+    for tap in itertools.product(*(range(0, span + 1, d) for span, d in zip(spans, dilation, strict=True))):
+        for place in itertools.product(*map(range, output)):
+            position = place[1] * plan.row_slots + place[2]
+            source = tuple(o - p + t for o, p, t in zip(place, plan.padding, tap, strict=True))
+            inside = all(0 <= i < s for i, s in zip(source, size, strict=True))
+            found = loaded(place[0] + tap[0], position + tap[1] * plan.row_slots + tap[2])
+            assert found == (source if inside else None)
+    tile = plan.columns * dev.HOPPER_CONSUMERS
+    positions = ((output[0] - 1) * plan.plane_rows + output[1]) * plan.row_slots
+    assert plan.tiles_per_sample == -(-positions // tile)
+    assert plan.tiles == n * plan.m_tiles * plan.tiles_per_sample
+    assert plan.m_tiles * plan.segments * 64 >= 8
+    reach = tile - 1 + spans[1] * plan.row_slots + spans[2]
+    assert all((q % plan.row_slots + reach) // plan.row_slots < plan.stage_rows for q in range(0, positions, tile))
+    assert plan.row_slots <= 256
+    assert plan.row_slots * plan.row_bytes % 128 == 0
+    assert min(plan.x_stages, plan.w_stages) >= 2
+    assert max(plan.x_stages, plan.w_stages) <= dev.ROWS_MAX_STAGES
+    assert plan.lag <= plan.w_stages - 2
+    assert plan.smem_bytes <= limits.smem_per_block
+    assert 1 <= plan.blocks <= min(plan.tiles, limits.sm_count)
+
+
+def test_rows_of_an_image_are_a_permutation() -> None:
+    assert sorted(map(dev.rows_image_channel, range(128))) == list(range(128))
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kwargs", "limits"),
+    [
+        ("wgmma", {}, dev.DeviceLimits(has_wgmma=False)),
+        ("float64", {"dtype": "float64"}, None),
+        ("fp32 accuracy", {"allow_tf32": False}, None),
+        ("channels_last", {"channels_innermost": False}, None),
+        ("grouped", {"groups": 2}, None),
+        ("16 bytes", {"c_in": 33}, None),
+        ("multiple of 8", {"c_out": 33}, None),
+        ("stride", {"stride": (1, 2, 1)}, None),
+        ("above 7", {"kernel": (1, 9, 3)}, None),
+        ("beyond the kernel", {"padding": (0, 3, 0)}, None),
+        ("other than a store", {"epilogue": dev.ConvEpilogue.stats}, None),
+        ("rows above 256", {"size": (3, 3, 260)}, None),
+        ("does not fit", {}, dev.DeviceLimits(smem_per_block=30 << 10)),
+    ],
+)
+def test_rows_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
+    arguments = {"c_in": 64, "c_out": 64, "size": (8, 9, 40), "kernel": (3, 3, 3), "channels_innermost": True}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    assert fragment in dev.plan_rows(problem, limits or dev.DeviceLimits()).refusal
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_flat_plan_of_any_shape(data) -> None:
+    """Every tap of every output finds its input, or a zero, at one distance in the padded copy of x."""
+    draw = data.draw
+    kernel = tuple(draw(st.integers(1, 4)) for _ in range(3))
+    dilation = tuple(draw(st.integers(1, 3)) for _ in range(3))
+    size = tuple(draw(st.integers(1, 9)) for _ in range(3))
+    dtype = draw(st.sampled_from(DTYPES))
+    n = draw(st.integers(1, 40))
+    problem, output = make_problem(
+        draw(st.integers(1, 200)),
+        draw(st.integers(1, 300)),
+        size,
+        kernel,
+        dilation=dilation,
+        n=n,
+        transposed=True,
+        dtype=dtype,
+        allow_tf32=draw(st.booleans()),
+        epilogue=dev.ConvEpilogue.store_stats,
+        planar=True,
+    )
+    plan = dev.plan_flat(problem, GPUS["h200"])
+    if plan.refusal is not None:
+        assert "16-byte" in plan.refusal
+        return
+    spans = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+    assert plan.plane == output[1] * output[2]
+    assert plan.slots == size[0] * plan.plane
+    assert plan.reach == (spans[0] * output[1] + spans[1]) * output[2] + spans[2]
+    slot_of = {(d * output[1] + h) * output[2] + w: (d, h, w) for d, h, w in itertools.product(*map(range, size))}
+    for tap in itertools.product(*(range(0, span + 1, d) for span, d in zip(spans, dilation, strict=True))):
+        shift = (tap[0] * output[1] + tap[1]) * output[2] + tap[2] - plan.reach
+        for place in itertools.product(*map(range, output)):
+            q = (place[0] * output[1] + place[1]) * output[2] + place[2]
+            source = tuple(o - span + t for o, span, t in zip(place, spans, tap, strict=True))
+            inside = all(0 <= i < s for i, s in zip(source, size, strict=True))
+            assert slot_of.get(q + shift) == (source if inside else None)
+    tile = plan.columns * dev.HOPPER_CONSUMERS
+    positions = output[0] * plan.plane
+    assert plan.tiles_per_sample == -(-positions // tile)
+    assert plan.tiles == n * plan.m_tiles * plan.tiles_per_sample
+    rows = spans[1] * output[2] if plan.whole_height else 0
+    assert plan.boxes * plan.box_rows >= tile + rows + spans[2]
+    assert plan.box_rows <= 256
+    assert plan.box_rows % 8 == 0
+    assert min(plan.x_stages, plan.w_stages) >= 2
+    assert plan.lag <= plan.w_stages - 2
+    assert plan.smem_bytes <= GPUS["h200"].smem_per_block
+    assert 1 <= plan.blocks <= min(plan.tiles, GPUS["h200"].sm_count)
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kwargs", "limits"),
+    [
+        ("wgmma", {}, dev.DeviceLimits(has_wgmma=False)),
+        ("float64", {"dtype": "float64"}, None),
+        ("grouped", {"groups": 2}, None),
+        ("stride", {"stride": (1, 2, 1)}, None),
+        ("above 7", {"kernel": (1, 9, 3)}, None),
+        ("padding", {"padding": (0, 1, 0)}, None),
+        ("16-byte", {"size": (7, 7, 7)}, None),
+        ("512 output channels", {"c_out": 520}, None),
+        ("does not fit", {}, dev.DeviceLimits(smem_per_block=60 << 10)),
+    ],
+)
+def test_flat_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
+    arguments = {"c_in": 32, "c_out": 128, "size": (8, 8, 8), "kernel": (3, 3, 3), "transposed": True, "planar": True}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    assert fragment in dev.plan_flat(problem, limits or dev.DeviceLimits()).refusal
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("allow_tf32", [True, False])
+def test_wide_transposed_convolutions_with_a_norm_take_the_flat_kernel(dtype: str, allow_tf32: bool) -> None:
+    arguments = {
+        "n": 16,
+        "transposed": True,
+        "dtype": dtype,
+        "allow_tf32": allow_tf32,
+        "epilogue": dev.ConvEpilogue.store_stats,
+    }
+    problem, _ = make_problem(64, 128, (32,) * 3, (3,) * 3, **arguments, planar=True)
+    assert dev.choose_conv(problem, GPUS["h200"]).path.name == "flat"
+    problem, _ = make_problem(64, 128, (32,) * 3, (3,) * 3, **arguments)
+    assert dev.choose_conv(problem, GPUS["h200"]).path.name != "flat"
 
 
 def check_wgrad_plan(plan, case: dict, a: int, b: int, still, size: int, limits) -> None:
@@ -715,6 +895,40 @@ def test_few_channels_innermost_take_own_gradients(c_in, c_out, size, dtype: str
     assert "asked for" in dev.choose_conv_gradients(problem, limits, dev.ConvBackend.aten).explain()
     problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype)
     assert "dweight aten: x is not channels_last" in dev.choose_conv_gradients(problem, limits).explain()
+
+
+# Channels, size, stride, dtype: microseconds on an H200, and whether cuDNN took longer.
+WGRAD_MEASURED = [
+    (32, 32, (128, 128, 128), 1, "float32", 433, True),
+    (32, 32, (128, 128, 128), 1, "bfloat16", 218, True),
+    (64, 64, (64, 64, 64), 1, "float32", 231, True),
+    (64, 64, (64, 64, 64), 1, "bfloat16", 122, True),
+    (128, 128, (32, 32, 32), 1, "float32", 132, True),
+    (128, 128, (32, 32, 32), 1, "bfloat16", 77, False),
+    (16, 32, (96, 128, 128), 1, "float32", 187, True),
+    (16, 32, (96, 128, 128), 1, "bfloat16", 101, True),
+    (96, 32, (96, 128, 128), 1, "float32", 961, True),
+    (96, 32, (96, 128, 128), 1, "bfloat16", 457, True),
+    (192, 64, (48, 64, 64), 1, "float32", 492, True),
+    (192, 64, (48, 64, 64), 1, "bfloat16", 244, True),
+    (256, 256, (16, 16, 16), 1, "bfloat16", 70, False),
+    (4, 32, (128, 128, 128), 1, "float32", 117, True),
+    (4, 32, (128, 128, 128), 1, "bfloat16", 72, True),
+    (1, 16, (96, 128, 128), 1, "float32", 93, True),
+    (1, 16, (96, 128, 128), 1, "bfloat16", 63, True),
+    (32, 64, (128, 128, 128), 2, "float32", 205, True),
+    (32, 64, (128, 128, 128), 2, "bfloat16", 107, True),
+    (64, 128, (64, 64, 64), 2, "bfloat16", 67, False),
+]
+
+
+@pytest.mark.parametrize(("c_in", "c_out", "size", "stride", "dtype", "measured", "faster"), WGRAD_MEASURED)
+def test_wgrad_model_of_time(c_in, c_out, size, stride, dtype: str, measured: float, faster: bool) -> None:
+    case = dict(kernel=(3, 3, 3), padding=(1, 1, 1), stride=(stride,) * 3)
+    problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype, channels_innermost=c_in >= 8)
+    choice = dev.choose_conv_gradients(problem, GPUS["h200"])
+    assert 0.7 * measured < choice.wgrad.microseconds < 1.25 * measured
+    assert ("dweight kgopt" in choice.explain()) == faster
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,16 @@ def test_upsample_nearest(shape, factors, offset, channels_last, dtype, device, 
     assert_as_good_as_torch(x.grad, sums.to(dtype), sums)
 
 
+@dtypes
+def test_upsample_nearest_of_some_channels(dtype, device, poisoned):
+    whole = draw((2, 24, 4, 6, 8), dtype, True, device)
+    for part in (whole[:, 8:], whole[:, 3:16], whole[:, 5:6]):
+        dx = OPS.upsample_nearest_backward(part, [2, 3, 4])
+        sums = part.double().unflatten(4, (-1, 4)).sum(5).unflatten(3, (-1, 3)).sum(4).unflatten(2, (-1, 2)).sum(3)
+        assert_as_good_as_torch(dx, sums.to(dtype), sums)
+        assert torch.equal(OPS.upsample_nearest(part, [1, 2, 1]), part.repeat_interleave(2, 3))
+
+
 @layouts
 def test_upsample_linear_spreads_nan_and_infinity_as_torch(channels_last, device):
     for at, value in itertools.product(range(6), (float("nan"), float("inf"))):

@@ -112,7 +112,13 @@ __device__ __forceinline__ uint64_t wgmma_swizzled_descriptor(uint32_t shared_ad
 }
 
 #define KGOPT_S80 KGOPT_S64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define KGOPT_S92 KGOPT_S80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91"
 #define KGOPT_S96 KGOPT_S80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define KGOPT_S104 KGOPT_S96 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define KGOPT_S128                                                                                                   \
+  KGOPT_S96                                                                                                          \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118," \
+  "%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define KGOPT_D64(i) KGOPT_D32(i), KGOPT_D32((i) + 32)
 #define KGOPT_WGMMA_SHARED_SHAPE(n, k, types, scale, list, a, b, add_flag, outputs)                        \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, " add_flag                                                  \
@@ -131,6 +137,16 @@ __device__ __forceinline__ uint64_t wgmma_swizzled_descriptor(uint32_t shared_ad
   } else if constexpr (kN == 160) {                                                               \
     KGOPT_WGMMA_SHARED_SHAPE(160, k, types, scale, KGOPT_S80, "%80", "%81", "%82",                \
                              KGOPT_D64(0) KGOPT_COMMA KGOPT_D16(64));                             \
+  } else if constexpr (kN == 184) {                                                               \
+    KGOPT_WGMMA_SHARED_SHAPE(184, k, types, scale, KGOPT_S92, "%92", "%93", "%94",                \
+                             KGOPT_D64(0) KGOPT_COMMA KGOPT_D16(64) KGOPT_COMMA KGOPT_D8(80)      \
+                                 KGOPT_COMMA KGOPT_D4(88));                                       \
+  } else if constexpr (kN == 208) {                                                               \
+    KGOPT_WGMMA_SHARED_SHAPE(208, k, types, scale, KGOPT_S104, "%104", "%105", "%106",            \
+                             KGOPT_D64(0) KGOPT_COMMA KGOPT_D32(64) KGOPT_COMMA KGOPT_D8(96));    \
+  } else if constexpr (kN == 256) {                                                               \
+    KGOPT_WGMMA_SHARED_SHAPE(256, k, types, scale, KGOPT_S128, "%128", "%129", "%130",            \
+                             KGOPT_D64(0) KGOPT_COMMA KGOPT_D64(64));                             \
   } else {                                                                                        \
     static_assert(kN == 192);                                                                     \
     KGOPT_WGMMA_SHARED_SHAPE(192, k, types, scale, KGOPT_S96, "%96", "%97", "%98",                \

@@ -47,6 +47,22 @@ Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvP
   return y;
 }
 
+Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail) {
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(plan.packed_bytes);
+  const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * plan.segments * 64 * 4);
+  workspace.allocate();
+  Tensor y = allocate_output(a, shape);
+  RowsParams p = start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias), stream);
+  p.y = y.mutable_data_ptr();
+  p.y_stride_n = y.stride(0);
+  spatial_strides(y, a.rank, p.y_stride);
+  if (!tail.left_rest) p.act = chain_kind(tail.act);
+  raise_on_error(a.op, run_conv_rows(p, stream));
+  return y;
+}
+
 Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
   Tensor y = allocate_output(a, shape);
   const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
@@ -87,6 +103,7 @@ Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& c
   switch (choice.path) {
     case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.plan);
     case ConvPath::kHopper: return conv_hopper(a, shape, choice.hopper, tail);
+    case ConvPath::kRows: return conv_rows(a, shape, choice.rows, tail);
     case ConvPath::kDirect: return conv_direct(a, shape);
     default: return conv_aten(a, shape);
   }
@@ -105,8 +122,13 @@ Tensor conv_forward(const ConvArgs& a, ConvTail* tail) {
   }
   if (!tail) return run_choice(a, shape, choice, ConvTail());
   tail->left_bias = a.bias.has_value() && choice.path == ConvPath::kAten;
-  tail->left_rest = choice.path != ConvPath::kHopper || choice.hopper.wide || chain_kind(tail->act) == Chain::kAny ||
-                    reinterpret_cast<uintptr_t>(tail->residual) % 16 != 0;
+  // The kernel by rows does an activation and no more; where more is wanted, the other Hopper kernel makes up for it.
+  const bool act_only = !tail->residual && tail->scale == 1 && !tail->moments;
+  const bool hopper_has_tail = !choice.hopper.refusal && !choice.hopper.wide;
+  if (choice.path == ConvPath::kRows && !act_only && hopper_has_tail) choice.path = ConvPath::kHopper;
+  const bool has_tail = choice.path == ConvPath::kRows ? act_only : choice.path == ConvPath::kHopper && hopper_has_tail;
+  tail->left_rest =
+      !has_tail || chain_kind(tail->act) == Chain::kAny || reinterpret_cast<uintptr_t>(tail->residual) % 16 != 0;
   tail->left_moments = tail->left_rest || !tail->moments;
   if (!tail->left_bias) return run_choice(a, shape, choice, *tail);
   ConvArgs bare = a;

@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 
+#include "conv3d_flat_table.h"
 #include "conv3d_hopper_table.h"
 #include "conv3d_narrow_plan.h"
 #include "conv3d_plan.h"
@@ -18,6 +19,8 @@ enum class ConvPath {
   kImplicitGemm,  // conv3d_kernel.cuh
   kNarrow,        // conv3d_narrow_kernel.cuh
   kHopper,        // conv3d_hopper_kernel.cuh
+  kRows,          // conv3d_rows_kernel.cuh
+  kFlat,          // conv3d_flat_kernel.cuh
   kDirect,        // conv3d_direct.cu
   kAten           // cuDNN through aten::convolution
 };
@@ -27,6 +30,8 @@ struct ConvChoice {
   ConvPlan plan;
   NarrowPlan narrow;
   HopperPlan hopper;
+  RowsPlan rows;
+  FlatPlan flat;
   std::string reason;
 
   std::string explain() const {
@@ -48,6 +53,14 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     choice.reason = "backend=\"aten\" was asked for";
     return choice;
   }
+  if (problem.epilogue == ConvEpilogue::kStoreStats) {
+    choice.flat = plan_flat(problem, limits);
+    if (flat_loses(problem, choice.flat, backend == ConvBackend::kKgopt) == nullptr) {
+      choice.path = ConvPath::kFlat;
+      choice.reason = "stride 1 without padding: convolution, activation and norm in one launch on wgmma";
+      return choice;
+    }
+  }
   if (choice.plan.refusal) {
     choice.reason = choice.plan.refusal;
     if (backend == ConvBackend::kKgopt && !fused) choice.path = ConvPath::kDirect;
@@ -55,7 +68,12 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   }
   choice.narrow = plan_narrow(problem, limits);
   choice.hopper = plan_hopper(problem, limits);
+  choice.rows = plan_rows(problem, limits);
+  // The two kernels for channels-innermost tensors, the faster of them by prediction.
+  const bool by_rows = !choice.rows.refusal &&
+                       (choice.hopper.refusal || rows_microseconds(choice.rows) < hopper_microseconds(choice.hopper));
   const ConvPath own = !choice.narrow.refusal   ? ConvPath::kNarrow
+                       : by_rows                ? ConvPath::kRows
                        : !choice.hopper.refusal ? ConvPath::kHopper
                                                 : ConvPath::kImplicitGemm;
   if (backend == ConvBackend::kKgopt) {
@@ -75,9 +93,10 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     choice.reason = "input channels above " + std::to_string(2 * kNarrowInputChannels) + ", or above " +
                     std::to_string(kNarrowInputChannels) + " and output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN and a stored output are faster";
-  } else if (const char* const why_not = hopper_loses(problem, choice.hopper); why_not == nullptr) {
-    choice.path = ConvPath::kHopper;
-    choice.reason = "channels innermost and few: wgmma with the taps of the width as columns";
+  } else if (const char* const why_not = innermost_loses(problem, choice.hopper, choice.rows); why_not == nullptr) {
+    choice.path = by_rows ? ConvPath::kRows : ConvPath::kHopper;
+    choice.reason = by_rows ? "channels innermost: wgmma over rows of positions"
+                            : "channels innermost and few: wgmma with the taps of the width as columns";
   } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
     choice.path = ConvPath::kImplicitGemm;
     choice.reason = "narrow channels, where cuDNN is slow";
@@ -89,12 +108,13 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   return choice;
 }
 
-using ConvKey = std::array<int64_t, 32>;
+using ConvKey = std::array<int64_t, 33>;
 inline ConvKey conv_key(const ConvProblem& q, const DeviceLimits& l, ConvBackend backend) {
   ConvKey key{
       q.n,        q.c_in,           q.c_out,       q.groups,    q.transposed,     int64_t(q.dtype),   q.allow_tf32,
       l.sm_count, l.smem_per_block, l.smem_per_sm, l.has_wgmma, int64_t(backend), int64_t(q.epilogue)};
   key[13] = q.channels_innermost;
+  key[32] = q.planar;
   for (int i = 0; i < 3; ++i) {
     const int64_t dim[6] = {q.in[i], q.out[i], q.kernel[i], q.stride[i], q.padding[i], q.dilation[i]};
     for (int j = 0; j < 6; ++j) key[14 + i * 6 + j] = dim[j];

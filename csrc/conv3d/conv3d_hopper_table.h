@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "conv3d_hopper_plan.h"
+#include "conv3d_rows_plan.h"
 
 namespace kgopt {
 
@@ -40,14 +41,22 @@ inline double cudnn_microseconds(const ConvProblem& q) {
   return 3 + products / (rate * std::min(1.0, double(q.c_out) / nearest->c_out) * 1e6);
 }
 
-// Null where the kernel is to be taken, else why not.
-inline const char* hopper_loses(const ConvProblem& q, const HopperPlan& plan) {
-  if (plan.refusal) return plan.refusal;
+inline double rows_microseconds(const RowsPlan& p) {
+  const double rounds = std::ceil(double(p.tiles) / p.blocks);
+  return kHopperStartMicroseconds + rounds * rows_tile_cycles(p) / kHopperCyclesPerMicrosecond;
+}
+
+// Null where one of the two kernels for channels-innermost tensors is to be taken, else why not.
+inline const char* innermost_loses(const ConvProblem& q, const HopperPlan& hopper, const RowsPlan& rows) {
+  if (hopper.refusal && rows.refusal) return hopper.refusal;
   if (q.epilogue != ConvEpilogue::kStore) return "statistics in its epilogue cost more than a pass of their own";
-  if (q.c_in < 16 || q.c_in > 128 || q.c_out < 32 || q.c_out > 128 || q.kernel[0] != 3 || q.kernel[1] != 3) {
+  if (q.c_in < 16 || q.c_in > 128 || q.c_out < 32 || q.c_out > 128 || q.kernel[0] != 3 || q.kernel[1] != 3 ||
+      q.kernel[2] != 3) {
     return "only 3D kernels of 3 x 3 x 3 with 16 to 128 input and 32 to 128 output channels were measured";
   }
-  return hopper_microseconds(plan) < 0.97 * cudnn_microseconds(q) ? nullptr : "cuDNN is predicted to be faster";
+  const double ours =
+      std::min(hopper.refusal ? 1e30 : hopper_microseconds(hopper), rows.refusal ? 1e30 : rows_microseconds(rows));
+  return ours < 0.97 * cudnn_microseconds(q) ? nullptr : "cuDNN is predicted to be faster";
 }
 
 }  // namespace kgopt

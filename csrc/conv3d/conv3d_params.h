@@ -41,6 +41,7 @@ struct ConvProblem {
   bool allow_tf32 = true;
   ConvEpilogue epilogue = ConvEpilogue::kStore;
   bool channels_innermost = false;  // x has whole 16-byte pieces of channels, rows of the height dense; so has y
+  bool planar = false;              // y is contiguous
 };
 
 // What the plan may use of the device.

@@ -29,11 +29,16 @@ KGOPT_HD int wgrad_tile_floats(const WgradPlan& p) {
 
 inline int wgrad_blocks(const WgradPlan& p) { return p.depth_tiles * p.a_tiles * p.b_tiles * p.splits; }
 
-// Estimated cycles of a block's plane of a tile: the products of a step of K, of all warps, at the rate of mma.sync.
+// Estimated cycles of a block's plane of a tile: the products of a step of K, of all warps, at the rate of mma.sync, or
+// its loads where these take longer (about 16 bytes a cycle from memory, more where blocks share what they read).
 inline double wgrad_step_cycles(const WgradPlan& p) {
   const double step = p.math == ConvMath::kTf32 ? 8 : 16;
   const int products = kWgradGroups * 2 * (p.few ? 2 : p.b_blocks * p.taps[2]);
-  return p.width / step * p.rows * p.taps[1] * products / (p.alternate ? kWgradGroups : 1) / p.depth_stride * 1.65;
+  double cycles = p.width / step * p.rows * p.taps[1] * products / (p.alternate ? kWgradGroups : 1) / p.depth_stride;
+  // Per product; with one tap of depth, and more so at stride 2, loads from shared memory serve fewer of them.
+  cycles *= p.stride == 2 ? 3.05 : p.alternate ? 2 : 1.65;
+  const double bytes = wgrad_moved_bytes(p) + double(wgrad_still_bytes(p)) / p.depth_stride;
+  return std::max(cycles, bytes / (16 * std::min(2, p.depth_tiles * p.a_tiles * p.b_tiles)));
 }
 
 inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limits, int force_rows = 0,
@@ -89,7 +94,7 @@ inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limi
   p.b_blocks = few || b <= 8 ? 1 : b <= 16 ? 2 : kWgradWarps;
   p.turns = kWgradWarps / p.b_blocks * (p.alternate ? kWgradGroups : 1);
   // Warps that take planes in turn need as many of them at a time.
-  const int fewest = p.turns > 1 ? 4 : 2, most = p.turns > 1 ? kWgradMaxStages : 4;
+  const int fewest = p.turns > 1 && p.stride == 1 ? 4 : 2, most = p.turns > 1 ? kWgradMaxStages : 4;
 
   // The tile that covers the plane with the least waste, halo counted at a third of what products cost.
   WgradPlan best;

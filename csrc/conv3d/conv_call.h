@@ -10,9 +10,11 @@
 #include "../groupnorm/groupnorm_params.h"
 #include "conv3d.h"
 #include "conv3d_dispatch.h"
+#include "conv3d_flat.h"
 #include "conv3d_gradients.h"
 #include "conv3d_hopper.h"
 #include "conv3d_narrow.h"
+#include "conv3d_rows.h"
 #include "conv_checks.h"
 
 namespace kgopt {
@@ -56,6 +58,7 @@ inline ConvProblem make_problem(const ConvShape& shape, ConvEpilogue epilogue, b
   p.allow_tf32 = allow_tf32;
   p.epilogue = epilogue;
   p.channels_innermost = channels_innermost;
+  p.planar = !shape.out_channels_last;
   return p;
 }
 
@@ -275,6 +278,41 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
   const int64_t stride_w = shape.in[2] > 1 ? x.stride(last) : shape.in[1] > 1 ? x.stride(last - 1) : shape.c_in;
   raise_on_error(a.op, set_hopper_input(&p, x.const_data_ptr(), shape.n, shape.c_in, stride_w,
                                         shape.rank == 3 ? x.stride(2) : 0, x.stride(0)));
+  return p;
+}
+
+// The same for the kernel by rows, whose workspace pieces are `packed` and `bias`.
+inline RowsParams start_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, void* packed, float* bias,
+                             cudaStream_t stream) {
+  const WeightStrides w = weight_strides(a, shape);
+  const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
+  RowsPackParams pack{};
+  pack.weight = a.weight.const_data_ptr();
+  pack.stride_out = w.out;
+  pack.stride_in = w.in;
+  std::copy(w.k, w.k + 3, pack.stride_k);
+  pack.bias = a.bias ? dense_bias.const_data_ptr() : nullptr;
+  pack.packed = packed;
+  pack.packed_bias = bias;
+  pack.c_in = static_cast<int>(shape.c_in);
+  pack.c_out = static_cast<int>(shape.c_out);
+  pack.dtype = shape.dtype;
+  pack.plan = plan;
+  raise_on_error(a.op, run_conv_rows_pack(pack, stream));
+
+  RowsParams p{};
+  p.packed = packed;
+  p.bias = bias;
+  p.c_out = pack.c_out;
+  for (int i = 0; i < 3; ++i) {
+    p.in[i] = static_cast<int>(shape.in[i]);
+    p.out[i] = static_cast<int>(shape.out[i]);
+  }
+  p.plan = plan;
+  const int last = shape.rank + 1;
+  const Tensor& x = a.x;
+  const int64_t strides[4] = {x.stride(last), x.stride(last - 1), shape.rank == 3 ? x.stride(2) : 0, x.stride(0)};
+  raise_on_error(a.op, set_rows_input(&p, x.const_data_ptr(), shape.n, shape.c_in, strides));
   return p;
 }
 

@@ -148,6 +148,85 @@ struct __attribute__((visibility("hidden"))) NormResult {
   Tensor y, mean, rstd;
 };
 
+// The whole pipeline in one launch, after passes that lay out x and the weights. The copy of x lies in the output where
+// that is written last; only the last samples', whose place the output takes before they are read, in the workspace.
+// Nothing where the launch is refused after all, as in a process that may use only some multiprocessors.
+std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape& shape, const FlatPlan& plan,
+                                              const Norm& norm) {
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  const int64_t size = dtype_size(shape.dtype);
+  const int64_t y_sample = shape.c_out * shape.out[0] * shape.out[1] * shape.out[2] * size;
+  const bool x_in_y = shape.n > 2 && y_sample >= plan.sample_bytes + 128;
+  const int64_t split = x_in_y ? shape.n - 2 : 0;
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(plan.packed_bytes);
+  const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * kFlatChannels * 4);
+  const int64_t partials = workspace.reserve(shape.n * norm.groups * plan.blocks * 16);
+  const int64_t arrived = workspace.reserve(shape.n * 4);
+  const int64_t copy = workspace.reserve((shape.n - split) * plan.sample_bytes);
+  workspace.allocate();
+  NormResult r{allocate_output(a, shape), empty_like_shape(a.x, {shape.n, norm.groups}, ScalarType::Float),
+               empty_like_shape(a.x, {shape.n, norm.groups}, ScalarType::Float)};
+
+  const WeightStrides w = weight_strides(a, shape);
+  const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
+  FlatPackParams pack{};
+  pack.weight = a.weight.const_data_ptr();
+  pack.stride_out = w.out;
+  pack.stride_in = w.in;
+  std::copy(w.k, w.k + 3, pack.stride_k);
+  pack.bias = a.bias ? dense_bias.const_data_ptr() : nullptr;
+  pack.packed = workspace.at<void>(packed);
+  pack.packed_bias = workspace.at<float>(bias);
+  pack.arrived = workspace.at<uint32_t>(arrived);
+  pack.n = static_cast<int>(shape.n);
+  pack.c_in = static_cast<int>(shape.c_in);
+  pack.c_out = static_cast<int>(shape.c_out);
+  pack.dtype = shape.dtype;
+  pack.plan = plan;
+  raise_on_error(a.op, run_conv_flat_pack(pack, stream));
+
+  char* const y = static_cast<char*>(r.y.mutable_data_ptr());
+  FlatInputParams in{};
+  in.x = a.x.const_data_ptr();
+  in.stride_n = a.x.stride(0);
+  in.stride_c = a.x.stride(1);
+  spatial_strides(a.x, a.rank, in.stride);
+  in.copy = y + (shape.n * y_sample - split * plan.sample_bytes) / 128 * 128;
+  in.tail_copy = workspace.at<void>(copy);
+  in.x_split = static_cast<int>(split);
+  in.n = pack.n;
+  in.c_in = pack.c_in;
+  in.dtype = shape.dtype;
+  in.plan = plan;
+  raise_on_error(a.op, run_conv_flat_input(in, stream));
+
+  FlatParams p{};
+  p.packed = pack.packed;
+  p.bias = pack.packed_bias;
+  p.y = y;
+  p.partials = workspace.at<float>(partials);
+  p.arrived = pack.arrived;
+  p.mean = static_cast<float*>(r.mean.mutable_data_ptr());
+  p.rstd = static_cast<float*>(r.rstd.mutable_data_ptr());
+  p.gamma = norm.weight_data();
+  p.beta = norm.bias_data();
+  p.affine_dtype = norm.dtype(a.op);
+  p.n = pack.n;
+  p.c_out = pack.c_out;
+  p.groups = static_cast<int>(norm.groups);
+  p.x_split = in.x_split;
+  p.x_in_y = x_in_y;
+  p.relu = true;
+  p.eps = static_cast<float>(norm.eps);
+  p.plan = plan;
+  Status status = set_flat_input(&p, in.copy, in.tail_copy);
+  if (status.ok()) status = run_conv_flat(p, stream);
+  if (status.code == StatusCode::kUnsupported) return std::nullopt;
+  raise_on_error(a.op, status);
+  return r;
+}
+
 // relu and the norm after a transposed convolution; the norm is written over the convolution's output.
 NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups, const OptTensor& gn_weight,
                                           const OptTensor& gn_bias, double eps) {
@@ -155,6 +234,9 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
   const ConvChoice choice = choose(a, shape, ConvEpilogue::kStoreStats);
+  if (choice.path == ConvPath::kFlat && a.x.numel() > 0) {
+    if (const std::optional<NormResult> r = conv_transpose_flat(a, shape, choice.flat, norm)) return *r;
+  }
   if (choice.path != ConvPath::kImplicitGemm || a.x.numel() == 0) {
     const Tensor c = conv_forward(a);
     if (c.numel() == 0) {

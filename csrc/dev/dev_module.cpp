@@ -54,7 +54,8 @@ void assign(int64_t (&to)[3], const Dims& from) {
 
 ConvProblem make_problem(int64_t n, int64_t c_in, int64_t c_out, const Dims& in, const Dims& out, const Dims& kernel,
                          const Dims& stride, const Dims& padding, const Dims& dilation, int64_t groups, bool transposed,
-                         const std::string& dtype, bool allow_tf32, ConvEpilogue epilogue, bool channels_innermost) {
+                         const std::string& dtype, bool allow_tf32, ConvEpilogue epilogue, bool channels_innermost,
+                         bool planar) {
   ConvProblem p;
   p.n = n;
   p.c_in = c_in;
@@ -71,6 +72,7 @@ ConvProblem make_problem(int64_t n, int64_t c_in, int64_t c_out, const Dims& in,
   p.allow_tf32 = allow_tf32;
   p.epilogue = epilogue;
   p.channels_innermost = channels_innermost;
+  p.planar = planar;
   return p;
 }
 
@@ -107,6 +109,8 @@ void bind_conv(py::module_& m) {
       .value("implicit_gemm", ConvPath::kImplicitGemm)
       .value("narrow", ConvPath::kNarrow)
       .value("hopper", ConvPath::kHopper)
+      .value("rows", ConvPath::kRows)
+      .value("flat", ConvPath::kFlat)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
 
@@ -125,7 +129,8 @@ void bind_conv(py::module_& m) {
            py::arg("input"), py::arg("output"), py::arg("kernel"), py::arg("stride") = Dims{1, 1, 1},
            py::arg("padding") = Dims{0, 0, 0}, py::arg("dilation") = Dims{1, 1, 1}, py::arg("groups") = 1,
            py::arg("transposed") = false, py::arg("dtype") = "float32", py::arg("allow_tf32") = true,
-           py::arg("epilogue") = ConvEpilogue::kStore, py::arg("channels_innermost") = false);
+           py::arg("epilogue") = ConvEpilogue::kStore, py::arg("channels_innermost") = false,
+           py::arg("planar") = false);
 
   py::class_<ConvDimClass>(m, "ConvDimClass")
       .def_readonly("taps", &ConvDimClass::taps)
@@ -248,9 +253,59 @@ void bind_conv(py::module_& m) {
       .def("by_width",
            [](const HopperPlan& p, int64_t n) { return int64_t(n * 2 * p.by_width.magic >> 32 >> p.by_width.shift); });
 
+  py::class_<RowsPlan>(m, "RowsPlan",
+                       "The other plan for channels-innermost tensors; fields as in conv3d_rows_params.h.")
+      .def_property_readonly("refusal",
+                             [](const RowsPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("segments", &RowsPlan::segments)
+      .def_readonly("columns", &RowsPlan::columns)
+      .def_readonly("row_bytes", &RowsPlan::row_bytes)
+      .def_readonly("chunks", &RowsPlan::chunks)
+      .def_readonly("flip", &RowsPlan::flip)
+      .def_readonly("row_slots", &RowsPlan::row_slots)
+      .def_readonly("plane_rows", &RowsPlan::plane_rows)
+      .def_readonly("stage_rows", &RowsPlan::stage_rows)
+      .def_readonly("m_tiles", &RowsPlan::m_tiles)
+      .def_readonly("tiles_per_sample", &RowsPlan::tiles_per_sample)
+      .def_readonly("blocks", &RowsPlan::blocks)
+      .def_readonly("tiles", &RowsPlan::tiles)
+      .def_readonly("x_stages", &RowsPlan::x_stages)
+      .def_readonly("w_stages", &RowsPlan::w_stages)
+      .def_readonly("lag", &RowsPlan::lag)
+      .def_readonly("smem_bytes", &RowsPlan::smem_bytes)
+      .def_readonly("packed_bytes", &RowsPlan::packed_bytes)
+      .def_property_readonly("taps", [](const RowsPlan& p) { return copied(p.taps); })
+      .def_property_readonly("padding", [](const RowsPlan& p) { return copied(p.padding); });
+
+  py::class_<FlatPlan>(m, "FlatPlan",
+                       "The plan of the convolution with its norm in one launch; fields as in conv3d_flat_params.h.")
+      .def_property_readonly("refusal",
+                             [](const FlatPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("columns", &FlatPlan::columns)
+      .def_readonly("parts", &FlatPlan::parts)
+      .def_readonly("chunks", &FlatPlan::chunks)
+      .def_readonly("flip", &FlatPlan::flip)
+      .def_readonly("reach", &FlatPlan::reach)
+      .def_readonly("plane", &FlatPlan::plane)
+      .def_readonly("m_tiles", &FlatPlan::m_tiles)
+      .def_readonly("tiles_per_sample", &FlatPlan::tiles_per_sample)
+      .def_readonly("blocks", &FlatPlan::blocks)
+      .def_readonly("tiles", &FlatPlan::tiles)
+      .def_readonly("whole_height", &FlatPlan::whole_height)
+      .def_readonly("boxes", &FlatPlan::boxes)
+      .def_readonly("box_rows", &FlatPlan::box_rows)
+      .def_readonly("x_stages", &FlatPlan::x_stages)
+      .def_readonly("w_stages", &FlatPlan::w_stages)
+      .def_readonly("lag", &FlatPlan::lag)
+      .def_readonly("smem_bytes", &FlatPlan::smem_bytes)
+      .def_readonly("packed_bytes", &FlatPlan::packed_bytes)
+      .def_readonly("sample_bytes", &FlatPlan::sample_bytes)
+      .def_readonly("slots", &FlatPlan::slots)
+      .def_property_readonly("taps", [](const FlatPlan& p) { return copied(p.taps); });
+
   py::class_<WgradPlan>(m, "WgradPlan", "The plan of the weight gradient; fields as in conv3d_wgrad_params.h.")
-      .def_property_readonly(
-          "refusal", [](const WgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_property_readonly("refusal",
+                             [](const WgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("few", &WgradPlan::few)
       .def_readonly("stride", &WgradPlan::stride)
       .def_readonly("b_blocks", &WgradPlan::b_blocks)
@@ -274,6 +329,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("tiles", [](const WgradPlan& p) { return copied(p.tiles); })
       .def_property_readonly("row_bytes", &wgrad_row_bytes)
       .def_property_readonly("columns", &wgrad_columns)
+      .def_property_readonly("microseconds", &wgrad_microseconds)
       .def_property_readonly("first_run", &wgrad_first_run)
       .def_property_readonly("second_run", &wgrad_second_run)
       .def_property_readonly("tile_floats", &wgrad_tile_floats)
@@ -289,6 +345,8 @@ void bind_conv(py::module_& m) {
       .def_readonly("plan", &ConvChoice::plan)
       .def_readonly("narrow", &ConvChoice::narrow)
       .def_readonly("hopper", &ConvChoice::hopper)
+      .def_readonly("rows", &ConvChoice::rows)
+      .def_readonly("flat", &ConvChoice::flat)
       .def_readonly("reason", &ConvChoice::reason)
       .def("explain", &ConvChoice::explain);
 
@@ -303,11 +361,16 @@ void bind_conv(py::module_& m) {
   m.attr("HOPPER_CONSUMERS") = kHopperConsumers;
   m.attr("HOPPER_MAX_STAGES") = kHopperMaxStages;
   m.def("plan_hopper", &plan_hopper, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.attr("ROWS_MAX_STAGES") = kRowsMaxStages;
+  m.def("plan_rows", &plan_rows, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("rows_image_channel", &rows_image_channel, py::arg("row"));
+  m.attr("FLAT_CHANNELS") = kFlatChannels;
+  m.attr("FLAT_ROW_BYTES") = kFlatRowBytes;
+  m.def("plan_flat", &plan_flat, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("hopper_column_channel", &hopper_column_channel, py::arg("column"), py::arg("half"));
   m.attr("WGRAD_MAX_STAGES") = kWgradMaxStages;
   m.def(
-      "plan_wgrad",
-      [](const ConvProblem& problem, const DeviceLimits& limits) { return plan_wgrad(problem, limits); },
+      "plan_wgrad", [](const ConvProblem& problem, const DeviceLimits& limits) { return plan_wgrad(problem, limits); },
       py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("choose_conv_gradients", &choose_conv_gradients, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto);

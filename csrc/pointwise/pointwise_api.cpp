@@ -188,11 +188,25 @@ Tensor upsample_linear_backward(Tensor dy) {
   return dx;
 }
 
+// Some channels of a channels_last tensor, as torch.cat's backward gives them: elements from one position to the next;
+// 0 for any other tensor.
+int64_t pitch_of_part(const Tensor& x) {
+  if (x.size(1) == 1 || x.stride(1) != 1) return 0;
+  const int64_t pitch = x.stride(x.dim() - 1);
+  int64_t stride = pitch;
+  for (int64_t i = x.dim() - 1; i > 1; --i) {
+    if (x.stride(i) != stride) return 0;
+    stride *= x.size(i);
+  }
+  return pitch >= x.size(1) && x.stride(0) == stride ? pitch : 0;
+}
+
 Tensor repeat_elements(const char* op, const Tensor& x, const IntArray& sizes, const IntArray& factors, bool backward) {
   const DeviceGuard guard(x.get_device_index());
   check_gpu(op, x);
+  const int64_t pitch = pitch_of_part(x);
   const MemoryFormat format = memory_format_of(x);
-  const Tensor dense = dense_in(x, format);
+  const Tensor dense = pitch > 0 ? x : dense_in(x, format);
   Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
   const Tensor& small = backward ? y : x;
   const bool last = format != MemoryFormat::Contiguous;
@@ -204,6 +218,7 @@ Tensor repeat_elements(const char* op, const Tensor& x, const IntArray& sizes, c
   p.d = small.dim() == 5 ? small.size(2) : 1;
   p.h = small.size(small.dim() - 2);
   p.w = small.size(small.dim() - 1);
+  p.pitch = pitch > 0 ? pitch : p.c;
   for (size_t i = 0; i < factors.size(); ++i) p.factors[3 - factors.size() + i] = factors[i];
   p.backward = backward;
   p.dtype = check_dtype(op, "x", x);

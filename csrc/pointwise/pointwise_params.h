@@ -61,6 +61,7 @@ struct UpsampleNearestParams {
   const void* from = nullptr;  // the small tensor, [n, d, h, w, c]; backward: the large one
   void* to = nullptr;
   int64_t n = 0, c = 0, d = 1, h = 0, w = 0;
+  int64_t pitch = 0;  // elements from one position of `from` to the next: c, or more in a part of a tensor
   int64_t factors[3] = {1, 1, 1};
   bool backward = false;
   Dtype dtype = Dtype::kFloat32;

@@ -53,8 +53,8 @@ __device__ __forceinline__ void gather(const UpsampleBackwardArgs<T>& a, int64_t
   }
 }
 
-// A thread has an input's position in a plane and kSize channels, and goes along the depth: planes 2 i and 2 i + 1 of dy
-// count for input i and a neighbour.
+// A thread has an input's position in a plane and kSize channels, and goes along the depth: planes 2 i and 2 i + 1 of
+// dy count for input i and a neighbour.
 template <typename T, int kSize, bool kDepth, typename Index>
 __global__ void __launch_bounds__(kThreads)
     upsample_linear_backward_kernel(const __grid_constant__ UpsampleBackwardArgs<T> a) {

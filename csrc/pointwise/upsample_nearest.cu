@@ -12,6 +12,7 @@ struct NearestArgs {
   const T* from;
   T* to;
   int64_t n, c, d, h, w;  // of the small tensor
+  int64_t pitch;          // from one position of `from` to the next
   int fd, fh, fw;
 };
 
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid
     const Index plane = rest / rows, row = rest - plane * rows;  // of the large tensor
     if (static_cast<int64_t>(plane) >= a.n * a.d * a.fd) return;
     const int64_t small = static_cast<int64_t>(plane / a.fd) * a.h + row / a.fh;
-    const Vec<T, kSize> value = load_vec<T, kSize>(a.from + (small * a.w + w) * a.c + channel);
+    const Vec<T, kSize> value = load_vec<T, kSize>(a.from + (small * a.w + w) * a.pitch + channel);
     T* const to = a.to + (static_cast<int64_t>(rest) * a.w + w) * a.fw * a.c + channel;
     for (int k = 0; k < a.fw; ++k) store_vec<T, kSize>(to + k * a.c, value);
     return;
@@ -47,11 +48,11 @@ __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid
 #pragma unroll 2
     for (int j = 0; j < a.fh; ++j) {
       const int64_t row = (plane * a.fd + i) * (a.h * a.fh) + h * a.fh + j;
-      const T* const from = a.from + (row * (a.w * a.fw) + w * a.fw) * a.c + channel;
+      const T* const from = a.from + (row * (a.w * a.fw) + w * a.fw) * a.pitch + channel;
 #pragma unroll 2
       for (int k = 0; k < a.fw; ++k) {
         Acc v[kSize];
-        unpack(load_vec<T, kSize>(from + k * a.c), v);
+        unpack(load_vec<T, kSize>(from + k * a.pitch), v);
 #pragma unroll
         for (int e = 0; e < kSize; ++e) sum[e] += v[e];
       }
@@ -70,6 +71,7 @@ Status launch(const UpsampleNearestParams& p, cudaStream_t stream) {
                          p.d,
                          p.h,
                          p.w,
+                         p.pitch,
                          static_cast<int>(p.factors[0]),
                          static_cast<int>(p.factors[1]),
                          static_cast<int>(p.factors[2])};
@@ -93,7 +95,7 @@ Status run_upsample_nearest(const UpsampleNearestParams& p, cudaStream_t stream)
   if (p.n * p.c * p.d * p.h * p.w == 0) return Status::Ok();
   Status status;
   KGOPT_DISPATCH_DTYPE(p.dtype, T, {
-    const bool vectors = p.c % kVecSize<T> == 0 && is_aligned(p.from) && is_aligned(p.to);
+    const bool vectors = p.c % kVecSize<T> == 0 && p.pitch % kVecSize<T> == 0 && is_aligned(p.from) && is_aligned(p.to);
     constexpr int kSize = sizeof(T) == 8 ? 1 : kVecSize<T>;  // float64 is for reference: no vectors of it
     if (p.backward) {
       status = vectors ? launch<T, kSize, true>(p, stream) : launch<T, 1, true>(p, stream);

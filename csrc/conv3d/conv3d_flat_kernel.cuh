@@ -1,0 +1,486 @@
+// ConvTranspose + ReLU + GroupNorm of stride 1 in one launch, sm_90a: an implicit GEMM on wgmma with the norm behind
+// it.
+//
+// D[channel][q] = sum over taps and input channels of w[tap][channel][:] x[q + shift(tap)][:], 128 channels by two runs
+// of positions a tile, one for each computing warpgroup; x is the padded copy of conv3d_flat_params.h, so that a tap is
+// another first row of the same stage in shared memory. Accumulators hold neighbouring positions of a channel, as the
+// contiguous output wants them. The warps beside the two that load normalize earlier samples, which lie in L2; all
+// warps together take the last.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
+#include "../common/dtype.cuh"
+#include "../common/pointwise.cuh"
+#include "../common/wgmma.cuh"
+#include "conv3d_flat_normalize.cuh"
+#include "conv3d_flat_params.h"
+#include "conv3d_flat_plan.h"
+#include "conv3d_hopper_kernel.cuh"
+
+namespace kgopt {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void tensor_load_3d(uint32_t shared, const void* map, int c, int slot, int n,
+                                               uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+          "r"(shared),
+      "l"(map), "r"(c), "r"(slot), "r"(n), "r"(shared_address(barrier))
+      : "memory");
+}
+#endif
+
+struct FlatTile {
+  int n, m_tile;
+  int q0;                // first position
+  int kd_first, kd_end;  // taps of the depth that read inside the tensor; at least one, which may read zeros
+};
+
+// A row of a whole tile, of which this thread holds two positions in every eight: the four threads of the row exchange
+// them for vectors of 16 bytes, which fill sectors. `value(i)`: of its positions in order; `to`: where the row begins.
+template <typename Element, int kN, typename Value>
+__device__ __forceinline__ void store_flat_row(Element* to, const Value& value) {
+  const int t4 = threadIdx.x % 4;
+  const bool odd = t4 % 2 != 0, upper = t4 / 2 != 0;
+  auto pair_of = [&](int block) {
+    const float v[2] = {value(block * 2), value(block * 2 + 1)};
+    return pack<Element, 2>(v);
+  };
+  constexpr int kGroup = sizeof(Element) == 4 ? 2 : 4;  // blocks of 8 positions
+  constexpr int kBlocks = kN / 8, kWhole = kBlocks / kGroup * kGroup;
+#pragma unroll
+  for (int block = 0; block < kWhole; block += kGroup) {
+    uint4 v;
+    if constexpr (sizeof(Element) == 4) {
+      const Vec<Element, 2> a = pair_of(block), b = pair_of(block + 1);
+      const float keep0 = odd ? b.v[0] : a.v[0], keep1 = odd ? b.v[1] : a.v[1];
+      const float other0 = __shfl_xor_sync(0xffffffff, odd ? a.v[0] : b.v[0], 1);
+      const float other1 = __shfl_xor_sync(0xffffffff, odd ? a.v[1] : b.v[1], 1);
+      v.x = __float_as_uint(odd ? other0 : keep0), v.y = __float_as_uint(odd ? other1 : keep1);
+      v.z = __float_as_uint(odd ? keep0 : other0), v.w = __float_as_uint(odd ? keep1 : other1);
+      *reinterpret_cast<uint4*>(to + (block + odd) * 8 + upper * 4) = v;
+    } else {
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Vec<Element, 2> p = pair_of(block + i);
+        w[i] = reinterpret_cast<const uint32_t&>(p);
+      }
+      // Neighbours first: an even thread goes on with the first of two blocks, an odd one with the second.
+      const uint32_t first = __shfl_xor_sync(0xffffffff, odd ? w[0] : w[1], 1);
+      const uint32_t second = __shfl_xor_sync(0xffffffff, odd ? w[2] : w[3], 1);
+      const uint32_t a0 = odd ? first : w[0], a1 = odd ? w[1] : first;
+      const uint32_t b0 = odd ? second : w[2], b1 = odd ? w[3] : second;
+      const uint32_t c0 = __shfl_xor_sync(0xffffffff, upper ? a0 : b0, 2);
+      const uint32_t c1 = __shfl_xor_sync(0xffffffff, upper ? a1 : b1, 2);
+      v = upper ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
+      *reinterpret_cast<uint4*>(to + (block + t4) * 8) = v;
+    }
+  }
+#pragma unroll
+  for (int block = kWhole; block < kBlocks; ++block) store_vec(to + block * 8 + t4 * 2, pair_of(block));
+}
+
+template <int kN>
+__device__ __forceinline__ FlatTile flat_tile(const FlatPlan& plan, int tile) {
+  FlatTile t;
+  const int rest = plan.by_m_tiles(tile);
+  t.m_tile = tile - rest * plan.m_tiles;
+  t.n = plan.by_tiles_per_sample(rest);
+  // Tiles at both ends of the depth have fewer taps: from sample to sample they fall to the next blocks.
+  const int place = (t.n * plan.short_step) % plan.short_blocks;
+  int index = rest - t.n * plan.tiles_per_sample + plan.first_short - min(place, plan.last_short_place);
+  if (index >= plan.tiles_per_sample) index -= plan.tiles_per_sample;
+  t.q0 = index * (kN * kHopperConsumers);
+  const int step = plan.dilation[0], span = (plan.taps[0] - 1) * step;
+  const int lo = plan.by_plane(t.q0) - span;
+  const int hi = min(plan.by_plane(t.q0 + kN * kHopperConsumers - 1), plan.out[0] - 1) - span;
+  t.kd_first = hi < 0 ? (-hi + step - 1) / step : 0;
+  t.kd_end = lo >= plan.in[0] ? 0 : min(plan.taps[0], (plan.in[0] - 1 - lo) / step + 1);
+  if (t.kd_first >= t.kd_end) t.kd_first = 0, t.kd_end = 1;
+  return t;
+}
+
+template <ConvMath kMath, int kN>
+__global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __grid_constant__ FlatParams p) {
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Element = typename HopperTypes<kMath>::Element;
+  constexpr int kParts = kMath == ConvMath::kTf32x3 ? 2 : 1;
+  constexpr int kVec = 16 / sizeof(Element);
+  extern __shared__ char smem_unaligned[];
+  const FlatPlan& plan = p.plan;
+  const FlatSmemLayout layout = flat_smem_layout(plan);
+  const uint32_t unaligned = shared_address(smem_unaligned);
+  char* const smem = smem_unaligned + ((unaligned + 1023) / 1024 * 1024 - unaligned);
+  uint64_t* const x_full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
+  uint64_t* const x_empty = x_full + kFlatMaxStages;
+  uint64_t* const w_full = x_empty + kFlatMaxStages;
+  uint64_t* const w_empty = w_full + kFlatMaxStages;
+  uint64_t* const lagging = w_empty + kFlatMaxStages;
+  uint64_t* const stored = lagging + 1;  // of samples by parity: this block's tiles are in memory
+  uint64_t* const taken = stored + 2;    // their moments have been read
+  uint64_t* const piece_full = taken + 2;
+  uint32_t* const claim = reinterpret_cast<uint32_t*>(piece_full + kFlatPieces * kFlatHelpers);
+  const FlatMoments moments{reinterpret_cast<float*>(smem + layout.moments), plan.m_tiles * kFlatChannels};
+  float4* const table = reinterpret_cast<float4*>(smem + layout.table);
+  const int tid = threadIdx.x;
+  const int warpgroup = __shfl_sync(0xffffffff, tid / 128, 0);
+  const int lane = tid & 31;
+  const int x_bytes = flat_x_stage_bytes(plan);
+  const int groups_h = plan.whole_height ? 1 : plan.taps[1];
+  const int rows_h = plan.whole_height ? plan.taps[1] : 1;  // of the height's taps in a stage
+  const int positions = plan.out[0] * plan.plane;
+  const int64_t sample_elements = int64_t(p.c_out) * positions;
+
+  if (tid == 0) {
+    for (int i = 0; i < kFlatMaxStages; ++i) {
+      barrier_init(x_full + i, 1);
+      barrier_init(x_empty + i, kHopperConsumers * 4);
+      barrier_init(w_full + i, 1);
+      barrier_init(w_empty + i, kHopperConsumers * 4);
+    }
+    barrier_init(lagging, 4);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(stored + i, kHopperConsumers * 128);
+      barrier_init(taken + i, 32);
+    }
+    for (int i = 0; i < kFlatPieces * kFlatHelpers; ++i) barrier_init(piece_full + i, 1);
+    claim[0] = static_cast<uint32_t>(p.n - 1) << 16;
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warpgroup == kHopperConsumers) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    const int warp = (tid / 32) % 4;
+    if (warp == 0) {
+      if (lane != 0) return;
+      wait_for_prerequisites();
+      const int step_h = plan.dilation[1] * plan.out[2], step_d = plan.dilation[0] * plan.plane;
+      StageCursor s;
+      int last_n = 0;
+      for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
+        const FlatTile t = flat_tile<kN>(plan, tile);
+        if (p.x_in_y && t.n != last_n && t.n >= 2) {  // what this tile overwrites was of samples that far back
+          await_all_blocks(p, t.n - 2);
+          async_proxy_fence();
+        }
+        last_n = t.n;
+        const bool tail = t.n >= p.x_split;
+        for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
+          for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+            for (int part = 0; part < kParts; ++part) {
+              for (int group = 0; group < groups_h; ++group) {
+                barrier_wait(x_empty + s.stage, s.parity ^ 1);
+                barrier_expect_bytes(x_full + s.stage, plan.boxes * plan.box_rows * kFlatRowBytes);
+                const uint32_t to = shared_address(smem) + s.stage * x_bytes;
+                const int slot = t.q0 - plan.reach + kd * step_d + group * step_h;
+                for (int box = 0; box < plan.boxes; ++box) {
+                  tensor_load_3d(to + box * plan.box_rows * kFlatRowBytes, tail ? p.x_tail_map : p.x_map,
+                                 (part * plan.chunks + chunk) * (kFlatRowBytes / int(sizeof(Element))),
+                                 slot + box * plan.box_rows, tail ? t.n - p.x_split : t.n, x_full + s.stage);
+                }
+                s.advance(plan.x_stages);
+              }
+            }
+          }
+        }
+      }
+    } else if (warp == 1) {
+      if (lane != 0) return;
+      wait_for_prerequisites();
+      const uint64_t policy = evict_normal_policy();
+      const int taps = plan.taps[1] * plan.taps[2];
+      StageCursor s;
+      for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
+        const FlatTile t = flat_tile<kN>(plan, tile);
+        const char* image = static_cast<const char*>(p.packed) + int64_t(t.m_tile * plan.taps[0] + t.kd_first) *
+                                                                     plan.chunks * taps * kParts * kFlatWeightBytes;
+        for (int i = (t.kd_end - t.kd_first) * plan.chunks; i > 0; --i) {
+          for (int part = 0; part < kParts; ++part) {
+            for (int j = 0; j < taps * kParts; j += part + 1) {  // the low part of x meets high parts of weights only
+              barrier_wait(w_empty + s.stage, s.parity ^ 1);
+              barrier_expect_bytes(w_full + s.stage, kFlatWeightBytes);
+              bulk_load(smem + layout.weights + s.stage * kFlatWeightBytes, image + j * kFlatWeightBytes,
+                        kFlatWeightBytes, w_full + s.stage, policy);
+              s.advance(plan.w_stages);
+            }
+          }
+          image += taps * kParts * kFlatWeightBytes;
+        }
+      }
+    } else {
+      const int helper = warp - (4 - kFlatHelpers);
+      char* const pieces = smem + layout.pieces + helper * kFlatPieces * kFlatPieceBytes;
+      uint64_t* const full = piece_full + helper * kFlatPieces;
+      const uint64_t policy = evict_first_policy();
+      wait_for_prerequisites();
+      int merged = 0;
+      // One of the helpers also publishes this block's moments, as soon as it sees them.
+      auto publish = [&] {
+        const bool ready = merged < p.n && barrier_test(stored + merged % 2, merged / 2 % 2);
+        if (!__all_sync(0xffffffff, ready)) return false;
+        publish_flat_moments(p, moments, merged);
+        barrier_arrive(taken + merged % 2);
+        __syncwarp();
+        if (lane == 0) add_release(p.arrived + merged, 1);
+        ++merged;
+        return true;
+      };
+      uint32_t parities = 0;  // of the pieces' barriers, a bit each
+      const FlatShare share = flat_share(static_cast<int>(sample_elements / kVec));
+      constexpr int kUnit = kFlatPieceBytes / 16, kAhead = kFlatPieces - 2;
+      while (true) {
+        if (helper == 0 && lane == 0) claim[1] = claim_flat_sample(claim, true);
+        named_barrier(3, kFlatHelpers * 32);
+        const int n = *reinterpret_cast<volatile int*>(claim + 1);
+        if (n < 0) break;
+        if (helper == 0) {
+          while (true) {
+            if (publish()) continue;
+            if (n < merged && __all_sync(0xffffffff, load_acquire(p.arrived + n) == gridDim.x)) break;
+            __nanosleep(100);
+          }
+        }
+        named_barrier(3, kFlatHelpers * 32);
+        make_flat_table(p, n, share, table, helper, kFlatHelpers);
+        named_barrier(3, kFlatHelpers * 32);
+        async_proxy_fence();
+        uint4* const sample = reinterpret_cast<uint4*>(static_cast<char*>(p.y) + n * sample_elements * sizeof(Element));
+        const int first = share.first + helper * kUnit, step = kFlatHelpers * kUnit;
+        int next = first, next_buffer = 0;  // to be loaded
+        auto load = [&] {
+          if (lane == 0 && next < share.end) {
+            const uint32_t bytes = min(kUnit, share.end - next) * 16;
+            barrier_expect_bytes(full + next_buffer, bytes);
+            bulk_load(pieces + next_buffer * kFlatPieceBytes, sample + next, bytes, full + next_buffer, policy);
+          }
+          next += step;
+          if (++next_buffer == kFlatPieces) next_buffer = 0;
+        };
+        if (lane == 0) bulk_store_wait_read<0>();
+        for (int i = 0; i < kAhead; ++i) load();
+        int buffer = 0;
+        for (int piece = first; piece < share.end; piece += step) {
+          // The next goes where the piece before the last was, which may still be on its way out.
+          if (lane == 0) bulk_store_wait_read<1>();
+          load();
+          barrier_wait(full + buffer, parities >> buffer & 1);
+          parities ^= 1u << buffer;
+          uint4* const vectors = reinterpret_cast<uint4*>(pieces + buffer * kFlatPieceBytes);
+          const int count = min(kUnit, share.end - piece), channel = plan.by_channel(piece);
+          if (count == kUnit && channel == plan.by_channel(piece + kUnit - 1)) {
+            const float4 t = table[channel];
+            uint4 v[kUnit / 32];
+#pragma unroll
+            for (int i = 0; i < kUnit / 32; ++i) v[i] = vectors[i * 32 + lane];
+#pragma unroll
+            for (int i = 0; i < kUnit / 32; ++i) vectors[i * 32 + lane] = normalize_vector<Element>(v[i], t);
+          } else {
+            for (int i = lane; i < count; i += 32) {
+              vectors[i] = normalize_vector<Element>(vectors[i], table[plan.by_channel(piece + i)]);
+            }
+          }
+          wgmma_fence_shared();
+          __syncwarp();
+          if (lane == 0) {
+            bulk_store(sample + piece, vectors, count * 16);
+            bulk_store_commit();
+          }
+          if (++buffer == kFlatPieces) buffer = 0;
+          if (helper == 0) publish();
+        }
+      }
+      if (helper == 0) {
+        while (merged < p.n) {
+          if (!publish()) __nanosleep(100);
+        }
+      }
+      if (lane == 0) bulk_store_wait_read<0>();  // before this block's shared memory is another's
+    }
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  wait_for_prerequisites();
+  const int warp = (tid / 32) % 4;
+  const int g = lane >> 2, t4 = lane & 3;
+  const uint32_t x_rows = shared_address(smem) + warpgroup * kN * kFlatRowBytes;
+  const uint32_t w_rows = shared_address(smem) + layout.weights;
+  const int step_h = plan.dilation[1] * plan.out[2], step_w = plan.dilation[2];
+  StageCursor x, w;
+  int lag = warpgroup == 0 ? plan.lag : 0;
+  float acc[2][kN / 2];
+  // The tensor cores cut sums off instead of rounding them. For fp32 accuracy they add up a stage of x at a time.
+  constexpr bool kPromotes = kMath == ConvMath::kTf32x3;
+  float total[2][kPromotes ? kN / 2 : 1];
+  int open = -1;  // the sample whose moments are being gathered
+  auto open_next = [&] {
+    if (open >= 0) barrier_arrive(stored + open % 2);
+    ++open;
+    barrier_wait(taken + open % 2, (open / 2 & 1) ^ 1);
+    const int c = t4 / 2 * 64 + warp * 16 + t4 % 2 * 8 + g;  // as in add_flat_moments
+    for (int m_tile = 0; m_tile < plan.m_tiles; ++m_tile) {
+      moments.store(open % 2, warpgroup, m_tile * kFlatChannels + c, Moments<float>());
+    }
+  };
+
+  for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
+    const FlatTile t = flat_tile<kN>(plan, tile);
+    while (open < t.n) open_next();  // not later: the loads of this tile may wait for earlier samples
+    if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);  // of the first tile; later it is open
+    const int c0 = t.m_tile * kFlatChannels + warp * 16 + g;
+    float bias[4];  // of this thread's channels
+#pragma unroll
+    for (int row = 0; row < 4; ++row) bias[row] = __ldg(p.bias + c0 + row / 2 * 64 + row % 2 * 8);
+    const int stages = (t.kd_end - t.kd_first) * plan.chunks * kParts * groups_h;
+    int x_done = -1, w_done = -1;
+    bool add = false;
+    if constexpr (kPromotes) {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) total[i % 2][i / 2] = 0.f;
+    }
+    for (int stage = 0; stage < stages; ++stage) {
+      barrier_wait(x_full + x.stage, x.parity);
+      const int images = kParts == 2 && stage / groups_h % 2 == 0 ? 2 : 1;
+      for (int kh = 0; kh < rows_h; ++kh) {
+        for (int kw = 0; kw < plan.taps[2]; ++kw) {
+          const uint64_t x_descriptor = wgmma_swizzled_descriptor<kFlatRowBytes>(
+              x_rows + x.stage * x_bytes + (kh * step_h + kw * step_w) * kFlatRowBytes);
+          for (int image = 0; image < images; ++image) {
+            barrier_wait(w_full + w.stage, w.parity);
+            const uint64_t w_descriptor = wgmma_swizzled_descriptor<kFlatRowBytes>(w_rows + w.stage * kFlatWeightBytes);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kFlatRowBytes / 32; ++k) {
+#pragma unroll
+              for (int m = 0; m < 2; ++m) {
+                wgmma_shared<HopperTypes<kMath>::kWgmma, kN>(
+                    acc[m], w_descriptor + 2 * k + m * (64 * kFlatRowBytes / 16), x_descriptor + 2 * k, k > 0 || add);
+              }
+            }
+            wgmma_commit();
+            wgmma_wait<1>();
+            add = true;
+            if (lag > 0 && --lag == 0 && lane == 0) barrier_arrive(lagging);
+            if (lane == 0) {
+              if (w_done >= 0) barrier_arrive(w_empty + w_done);
+              if (x_done >= 0) barrier_arrive(x_empty + x_done);
+            }
+            x_done = -1;
+            w_done = w.stage;
+            w.advance(plan.w_stages);
+          }
+        }
+      }
+      x_done = x.stage;
+      x.advance(plan.x_stages);
+      if constexpr (kPromotes) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          wgmma_use(acc[m]);
+#pragma unroll
+          for (int i = 0; i < kN / 2; ++i) total[m][i] += acc[m][i];
+        }
+        add = false;
+        if (lane == 0) {
+          barrier_arrive(w_empty + w_done);
+          barrier_arrive(x_empty + x_done);
+        }
+        x_done = w_done = -1;
+      }
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      wgmma_use(acc[m]);
+      if constexpr (kPromotes) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) acc[m][i] = total[m][i];
+      }
+    }
+    if (lane == 0 && !kPromotes) {
+      barrier_arrive(w_empty + w_done);
+      barrier_arrive(x_empty + x_done);
+    }
+
+    const int q = t.q0 + warpgroup * kN;
+    const int count = min(kN, positions - q);
+#pragma unroll
+    for (int row = 0; row < 4; ++row) {
+#pragma unroll
+      for (int i = 0; i < kN / 4; ++i) {
+        float& v = acc[row / 2][i / 2 * 4 + row % 2 * 2 + i % 2];
+        v += bias[row];
+        if (p.relu) v = fast_relu(v);
+      }
+    }
+    Element* const y = static_cast<Element*>(p.y) + t.n * sample_elements + int64_t(c0) * positions + q;
+    auto finish = [&](auto whole) {  // without a branch for each value where the whole tile exists
+      constexpr bool kWhole = decltype(whole)::value;
+#pragma unroll
+      for (int row = 0; row < 4; ++row) {
+        const int c = row / 2 * 64 + row % 2 * 8;
+        Element* const to = y + int64_t(c) * positions;
+        auto value = [&](int i) { return acc[row / 2][i / 2 * 4 + row % 2 * 2 + i % 2]; };
+        if (kWhole && t.m_tile * kFlatChannels + (kFlatChannels - 1) < p.c_out) {
+          store_flat_row<Element, kN>(to, value);
+        } else if (c0 + c < p.c_out) {
+#pragma unroll
+          for (int j = 0; j < kN / 8; ++j) {
+            const float v[2] = {value(j * 2), value(j * 2 + 1)};
+            if (j * 8 + t4 * 2 < count) store_vec(to + j * 8 + t4 * 2, pack<Element, 2>(v));
+          }
+        }
+      }
+      add_flat_moments<kN, kWhole>(acc, count, moments, open % 2, warpgroup, t.m_tile * kFlatChannels);
+    };
+    if (count == kN) {
+      finish(std::true_type());
+    } else {
+      finish(std::false_type());
+    }
+  }
+  if (lag > 0 && lane == 0) barrier_arrive(lagging);  // too little work to have come to it
+  while (open < p.n - 1) open_next();
+  barrier_arrive(stored + open % 2);
+
+  // Nothing is left to compute: this block's share of the last samples, until the helpers have come to them.
+  float4* const own_table = reinterpret_cast<float4*>(smem);  // stages are no longer filled
+  const FlatShare share = flat_share(static_cast<int>(sample_elements / kVec));
+  while (true) {
+    named_barrier(1, kHopperConsumers * 128);
+    if (tid == 0) claim[2] = claim_flat_sample(claim, false);
+    named_barrier(1, kHopperConsumers * 128);
+    const int n = *reinterpret_cast<volatile int*>(claim + 2);
+    if (n < 0) break;
+    if (lane == 0) await_all_blocks(p, n);
+    __syncwarp();
+    make_flat_table(p, n, share, own_table, warpgroup * 4 + warp, kHopperConsumers * 4);
+    named_barrier(1, kHopperConsumers * 128);
+    uint4* const y = reinterpret_cast<uint4*>(static_cast<Element*>(p.y) + n * sample_elements);
+    constexpr int kUnroll = 8, kStep = kHopperConsumers * 128;
+    for (int i0 = share.first + tid; i0 < share.end; i0 += kUnroll * kStep) {
+      uint4 v[kUnroll];
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        if (i0 + i * kStep < share.end) v[i] = __ldcg(y + i0 + i * kStep);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        if (i0 + i * kStep < share.end) {
+          y[i0 + i * kStep] = normalize_vector<Element>(v[i], own_table[plan.by_channel(i0 + i * kStep)]);
+        }
+      }
+    }
+  }
+#endif
+}
+
+}  // namespace kgopt

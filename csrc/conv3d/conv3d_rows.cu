@@ -1,0 +1,148 @@
+// Launch of the convolution by rows, its weight packing and its tensor map.
+#include "conv3d_rows.h"
+
+#include <cuda.h>
+
+#include "../common/launch.h"
+#include "../common/mma.cuh"
+#include "conv3d_rows_kernel.cuh"
+
+namespace kgopt {
+namespace {
+
+// One 16-byte piece of an image a thread.
+__global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_constant__ RowsPackParams p) {
+  let_dependents_start();
+  const RowsPlan& plan = p.plan;
+  const bool half = p.dtype != Dtype::kFloat32;
+  const int per_piece = half ? 8 : 4, pieces_per_row = plan.row_bytes / 16, rows = plan.segments * 64;
+  const int64_t pieces = plan.packed_bytes / 16;
+  const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t c = first; c < int64_t(plan.m_tiles) * rows; c += step) {
+    p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
+  }
+  for (int64_t index = first; index < pieces; index += step) {
+    uint32_t rest = static_cast<uint32_t>(index);
+    auto next = [&](uint32_t size) {
+      const uint32_t digit = rest % size;
+      rest /= size;
+      return static_cast<int>(digit);
+    };
+    const int piece = next(pieces_per_row), row = next(rows);
+    int kw = next(plan.taps[2]), kh = next(plan.taps[1]);
+    const int chunk = next(plan.chunks);
+    int kd = next(plan.taps[0]);
+    const int co = static_cast<int>(rest) * rows + rows_image_channel(row);
+    const int ci = (chunk * pieces_per_row + piece) * per_piece;
+    if (plan.flip) {
+      kd = plan.taps[0] - 1 - kd;
+      kh = plan.taps[1] - 1 - kh;
+      kw = plan.taps[2] - 1 - kw;
+    }
+    const int64_t from =
+        co * p.stride_out + ci * p.stride_in + kd * p.stride_k[0] + kh * p.stride_k[1] + kw * p.stride_k[2];
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i >= per_piece || ci + i >= p.c_in || co >= p.c_out) continue;
+      if (half) {
+        words[i / 2] |= uint32_t(static_cast<const unsigned short*>(p.weight)[from + i * p.stride_in]) << i % 2 * 16;
+      } else {
+        words[i % 4] = to_tf32(static_cast<const float*>(p.weight)[from + i * p.stride_in]);
+      }
+    }
+    const int swizzled = piece ^ (row * plan.row_bytes / 128 & (pieces_per_row - 1));
+    static_cast<uint4*>(p.packed)[index - piece + swizzled] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// The blocks may start while the packing still runs; they wait for it before they read weights.
+template <auto kKernel>
+Status launch_after_pack(const RowsParams& p, cudaStream_t stream) {
+  cudaError_t error = allow_dynamic_smem<kKernel>(p.plan.smem_bytes);
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(p.plan.blocks);
+    config.blockDim = dim3(kHopperThreads);
+    config.dynamicSmemBytes = p.plan.smem_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaLaunchKernelEx(&config, kKernel, p);
+  }
+  if (error != cudaSuccess) return {StatusCode::kCudaError, "conv_rows_kernel", cudaGetErrorString(error)};
+  return Status::Ok();
+}
+
+template <ConvMath kMath, int kSegments, int kN>
+Status launch_row_bytes(const RowsParams& p, cudaStream_t stream) {
+  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, kSegments, kN, 64>>(p, stream)
+                                : launch_after_pack<conv_rows_kernel<kMath, kSegments, kN, 128>>(p, stream);
+}
+
+template <ConvMath kMath>
+Status launch_tile(const RowsParams& p, cudaStream_t stream) {
+  if (p.plan.columns == 256) return launch_row_bytes<kMath, 1, 256>(p, stream);
+  if (p.plan.columns == 208) return launch_row_bytes<kMath, 1, 208>(p, stream);
+  return launch_row_bytes<kMath, 2, 184>(p, stream);
+}
+
+}  // namespace
+
+Status run_conv_rows_pack(const RowsPackParams& p, cudaStream_t stream) {
+  const int64_t pieces = p.plan.packed_bytes / 16;
+  const int blocks = static_cast<int>(std::min<int64_t>((pieces + 127) / 128, 2048));
+  return launch_kernel<conv_rows_pack_kernel>("conv_rows_pack_kernel", p, blocks, 128, 0, stream);
+}
+
+Status set_rows_input(RowsParams* p, const void* x, int64_t n, int64_t c_in, const int64_t (&strides)[4]) {
+  const char* const name = "conv_rows_kernel";
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
+  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
+  if (found != cudaDriverEntryPointSuccess) {
+    return Status::Unsupported(name, "the driver has no cuTensorMapEncodeTiled");
+  }
+  const RowsPlan& plan = p->plan;
+  const cuuint64_t size = plan.math == ConvMath::kTf32 ? 4 : 2;
+  const cuuint64_t sizes[5] = {cuuint64_t(c_in), cuuint64_t(p->in[2]), cuuint64_t(p->in[1]), cuuint64_t(p->in[0]),
+                               cuuint64_t(n)};
+  // A dim of size 1 may have any stride, which the map would refuse.
+  cuuint64_t bytes[4], dense = c_in * size;
+  for (int i = 0; i < 4; ++i) {
+    bytes[i] = sizes[i + 1] == 1 ? dense : strides[i] * size;
+    dense = bytes[i] * sizes[i + 1];
+  }
+  const cuuint32_t box[5] = {cuuint32_t(plan.row_bytes / size), cuuint32_t(plan.row_slots), 1, 1, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const CUtensorMapDataType type = plan.math == ConvMath::kTf32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                   : plan.math == ConvMath::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  static_assert(sizeof(p->x_map) == sizeof(CUtensorMap));
+  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
+      reinterpret_cast<CUtensorMap*>(p->x_map), type, 5, const_cast<void*>(x), sizes, bytes, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, plan.row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return Status::Invalid(name, "the tensor copies cannot describe x");
+  return Status::Ok();
+}
+
+Status run_conv_rows(const RowsParams& p, cudaStream_t stream) {
+  if (p.plan.tiles == 0) return Status::Ok();
+  switch (p.plan.math) {
+    case ConvMath::kTf32: return launch_tile<ConvMath::kTf32>(p, stream);
+    case ConvMath::kBf16: return launch_tile<ConvMath::kBf16>(p, stream);
+    default: return launch_tile<ConvMath::kFp16>(p, stream);
+  }
+}
+
+}  // namespace kgopt

@@ -1,0 +1,246 @@
+// Implicit GEMM on wgmma for channels-innermost tensors of 64 output channels and more, sm_90a.
+//
+// D[channel][q] = sum over taps and input channels of w[tap][channel][:] x[q + shift(tap)][:], 64 or 128 channels by
+// two runs of positions a tile, one for each computing warpgroup. Positions are those of conv3d_rows_params.h: every
+// tap reads the same stage from another row on, and nothing is added up or exchanged behind the products. Rows of
+// weight images are ordered such that a thread holds neighbouring channels of a position, which is what it stores.
+//
+// One warp loads rows of x through the tensor copy engine, one loads weights as images, eight compute.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
+#include "../common/dtype.cuh"
+#include "../common/pointwise.cuh"
+#include "../common/wgmma.cuh"
+#include "conv3d_hopper_kernel.cuh"
+#include "conv3d_rows_params.h"
+#include "conv3d_rows_plan.h"
+
+namespace kgopt {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void tensor_load_5d(uint32_t shared, const void* map, int c, int w, int h, int d, int n,
+                                               uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(shared),
+      "l"(map), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "r"(shared_address(barrier))
+      : "memory");
+}
+#endif
+
+struct RowsTile {
+  int n, m_tile;
+  int q0;                // first position
+  int first_row;         // of the rows counted through all planes
+  int kd_first, kd_end;  // taps of the depth that read inside the tensor; at least one, which may read zeros
+};
+
+template <int kTile>
+__device__ __forceinline__ RowsTile rows_tile(const RowsParams& p, int tile) {
+  const RowsPlan& plan = p.plan;
+  RowsTile t;
+  const int rest = plan.by_m_tiles(tile);
+  t.m_tile = tile - rest * plan.m_tiles;
+  t.n = plan.by_tiles_per_sample(rest);
+  t.q0 = (rest - t.n * plan.tiles_per_sample) * kTile;
+  t.first_row = plan.by_row(t.q0);
+  const int step = plan.dilation[0];
+  const int lo = plan.by_plane(t.first_row) - plan.padding[0];
+  const int hi = min(plan.by_plane(plan.by_row(t.q0 + kTile - 1)), p.out[0] - 1) - plan.padding[0];
+  t.kd_first = hi < 0 ? (-hi + step - 1) / step : 0;
+  t.kd_end = lo >= p.in[0] ? 0 : min(plan.taps[0], (p.in[0] - 1 - lo) / step + 1);
+  if (t.kd_first >= t.kd_end) t.kd_first = 0, t.kd_end = 1;
+  return t;
+}
+
+template <ConvMath kMath, int kSegments, int kN, int kRowBytes>
+__global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __grid_constant__ RowsParams p) {
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Element = typename HopperTypes<kMath>::Element;
+  constexpr int kTile = kN * kHopperConsumers;
+  constexpr int kWeightBytes = kSegments * 64 * kRowBytes;
+  extern __shared__ char smem_unaligned[];
+  const RowsPlan& plan = p.plan;
+  const RowsSmemLayout layout = rows_smem_layout(plan);
+  const uint32_t unaligned = shared_address(smem_unaligned);
+  char* const smem = smem_unaligned + ((unaligned + 1023) / 1024 * 1024 - unaligned);
+  uint64_t* const x_full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
+  uint64_t* const x_empty = x_full + kRowsMaxStages;
+  uint64_t* const w_full = x_empty + kRowsMaxStages;
+  uint64_t* const w_empty = w_full + kRowsMaxStages;
+  uint64_t* const lagging = w_empty + kRowsMaxStages;
+  const int tid = threadIdx.x;
+  const int warpgroup = __shfl_sync(0xffffffff, tid / 128, 0);
+  const int lane = tid & 31;
+  const int x_bytes = rows_x_stage_bytes(plan);
+
+  if (tid == 0) {
+    for (int i = 0; i < kRowsMaxStages; ++i) {
+      barrier_init(x_full + i, 1);
+      barrier_init(x_empty + i, kHopperConsumers * 4);
+      barrier_init(w_full + i, 1);
+      barrier_init(w_empty + i, kHopperConsumers * 4);
+    }
+    barrier_init(lagging, 4);
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warpgroup == kHopperConsumers) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    const int warp = (tid / 32) % 4;
+    if (warp == 0 && lane == 0) {
+      const int reach = (plan.taps[1] - 1) * plan.dilation[1] * plan.row_slots + (plan.taps[2] - 1) * plan.dilation[2];
+      StageCursor s;
+      for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
+        const RowsTile t = rows_tile<kTile>(p, tile);
+        const int rows = plan.by_row(t.q0 + kTile - 1 + reach) - t.first_row + 1;
+        const int plane = plan.by_plane(t.first_row);
+        for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
+          for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+            barrier_wait(x_empty + s.stage, s.parity ^ 1);
+            barrier_expect_bytes(x_full + s.stage, rows * plan.row_slots * kRowBytes);
+            uint32_t to = shared_address(smem) + s.stage * x_bytes;
+            int d = plane - plan.padding[0] + kd * plan.dilation[0], h = t.first_row - plane * plan.plane_rows;
+            for (int row = 0; row < rows; ++row) {
+              tensor_load_5d(to, p.x_map, chunk * (kRowBytes / int(sizeof(Element))), -plan.padding[2],
+                             h - plan.padding[1], d, t.n, x_full + s.stage);
+              to += plan.row_slots * kRowBytes;
+              if (++h == plan.plane_rows) h = 0, ++d;
+            }
+            s.advance(plan.x_stages);
+          }
+        }
+      }
+    } else if (warp == 1 && lane == 0) {
+      wait_for_prerequisites();
+      const uint64_t policy = evict_normal_policy();
+      const int per_kd = plan.chunks * plan.taps[1] * plan.taps[2];
+      StageCursor s;
+      for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
+        const RowsTile t = rows_tile<kTile>(p, tile);
+        const char* image =
+            static_cast<const char*>(p.packed) + int64_t(t.m_tile * plan.taps[0] + t.kd_first) * per_kd * kWeightBytes;
+        for (int i = (t.kd_end - t.kd_first) * per_kd; i > 0; --i) {
+          barrier_wait(w_empty + s.stage, s.parity ^ 1);
+          barrier_expect_bytes(w_full + s.stage, kWeightBytes);
+          bulk_load(smem + layout.weights + s.stage * kWeightBytes, image, kWeightBytes, w_full + s.stage, policy);
+          image += kWeightBytes;
+          s.advance(plan.w_stages);
+        }
+      }
+    }
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  wait_for_prerequisites();  // for the bias
+  const int warp = (tid / 32) % 4;
+  const int g = lane >> 2, t4 = lane & 3;
+  const uint32_t x_rows = shared_address(smem) + warpgroup * kN * kRowBytes;
+  const uint32_t w_rows = shared_address(smem) + layout.weights;
+  const int step_h = plan.dilation[1] * plan.row_slots, step_w = plan.dilation[2];
+  StageCursor x, w;
+  int lag = warpgroup == 0 ? plan.lag : 0;
+  if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);
+  float acc[kSegments][kN / 2];
+
+  for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
+    const RowsTile t = rows_tile<kTile>(p, tile);
+    const int c0 = t.m_tile * (kSegments * 64) + warp * 16 + g * 2;
+    float2 bias[kSegments];
+#pragma unroll
+    for (int m = 0; m < kSegments; ++m) bias[m] = __ldg(reinterpret_cast<const float2*>(p.bias + c0 + m * 64));
+    const int first_slot = t.q0 - t.first_row * plan.row_slots;
+    const int stages = (t.kd_end - t.kd_first) * plan.chunks;
+    int x_done = -1, w_done = -1;
+    bool add = false;
+    for (int stage = 0; stage < stages; ++stage) {
+      barrier_wait(x_full + x.stage, x.parity);
+      for (int kh = 0; kh < plan.taps[1]; ++kh) {
+        for (int kw = 0; kw < plan.taps[2]; ++kw) {
+          barrier_wait(w_full + w.stage, w.parity);
+          const uint64_t x_descriptor = wgmma_swizzled_descriptor<kRowBytes>(
+              x_rows + x.stage * x_bytes + (first_slot + kh * step_h + kw * step_w) * kRowBytes);
+          const uint64_t w_descriptor = wgmma_swizzled_descriptor<kRowBytes>(w_rows + w.stage * kWeightBytes);
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < kRowBytes / 32; ++k) {
+#pragma unroll
+            for (int m = 0; m < kSegments; ++m) {
+              wgmma_shared<HopperTypes<kMath>::kWgmma, kN>(acc[m], w_descriptor + 2 * k + m * (64 * kRowBytes / 16),
+                                                           x_descriptor + 2 * k, k > 0 || add);
+            }
+          }
+          wgmma_commit();
+          wgmma_wait<1>();
+          add = true;
+          if (lag > 0 && --lag == 0 && lane == 0) barrier_arrive(lagging);
+          if (lane == 0) {
+            if (w_done >= 0) barrier_arrive(w_empty + w_done);
+            if (x_done >= 0) barrier_arrive(x_empty + x_done);
+          }
+          x_done = -1;
+          w_done = w.stage;
+          w.advance(plan.w_stages);
+        }
+      }
+      x_done = x.stage;
+      x.advance(plan.x_stages);
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int m = 0; m < kSegments; ++m) wgmma_use(acc[m]);
+    if (lane == 0) {
+      barrier_arrive(w_empty + w_done);
+      barrier_arrive(x_empty + x_done);
+    }
+
+    const int q0 = t.q0 + warpgroup * kN + t4 * 2;
+    Element* const y = static_cast<Element*>(p.y) + t.n * p.y_stride_n + c0;
+    const int channels_left = p.c_out - c0;
+    // Of position q0: each step of 8 positions goes on by at most one row.
+    const int line = plan.by_row(q0);
+    int od = plan.by_plane(line), oh = line - od * plan.plane_rows, ow = q0 - line * plan.row_slots;
+    int64_t offset = od * p.y_stride[0] + oh * p.y_stride[1] + ow * p.y_stride[2];
+    const int64_t next_eight = 8 * p.y_stride[2];
+    const int64_t next_row = p.y_stride[1] - plan.row_slots * p.y_stride[2];
+    const int64_t next_plane = p.y_stride[0] - plan.plane_rows * p.y_stride[1];
+#pragma unroll
+    for (int j = 0; j < kN / 8; ++j) {
+      const bool in_rows = od < p.out[0] && oh < p.out[1];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int m = 0; m < kSegments; ++m) {
+          float v[2] = {acc[m][j * 4 + e] + bias[m].x, acc[m][j * 4 + 2 + e] + bias[m].y};
+          if (p.act == Chain::kRelu) {
+            v[0] = fast_relu(v[0]), v[1] = fast_relu(v[1]);
+          } else if (p.act == Chain::kSilu) {
+            v[0] *= fast_sigmoid(v[0]), v[1] *= fast_sigmoid(v[1]);
+          }
+          if (in_rows && ow + e < p.out[2] && m * 64 < channels_left) {
+            store_vec(y + offset + e * p.y_stride[2] + m * 64, pack<Element, 2>(v));
+          }
+        }
+      }
+      ow += 8, offset += next_eight;
+      const bool wraps = ow >= plan.row_slots;
+      ow -= wraps ? plan.row_slots : 0;
+      offset += wraps ? next_row : 0;
+      oh += wraps;
+      const bool next = oh == plan.plane_rows;
+      oh = next ? 0 : oh;
+      od += next;
+      offset += next ? next_plane : 0;
+    }
+  }
+  if (lag > 0 && lane == 0) barrier_arrive(lagging);  // too little work to have come to it
+#endif
+}
+
+}  // namespace kgopt

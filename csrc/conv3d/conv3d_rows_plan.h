@@ -1,0 +1,133 @@
+// Host-side planning of the convolution by rows. Plain arithmetic.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "conv3d_hopper_plan.h"
+#include "conv3d_rows_params.h"
+
+namespace kgopt {
+
+// Shared memory in bytes, in the order in which the kernel lays it out, from an address aligned to 1024.
+struct RowsSmemLayout {
+  int weights;
+  int barriers;
+  int total;
+};
+
+KGOPT_HD int rows_x_stage_bytes(const RowsPlan& p) {
+  return (p.stage_rows * p.row_slots * p.row_bytes + 1023) / 1024 * 1024;
+}
+KGOPT_HD int rows_w_stage_bytes(const RowsPlan& p) { return p.segments * 64 * p.row_bytes; }
+KGOPT_HD RowsSmemLayout rows_smem_layout(const RowsPlan& p) {
+  RowsSmemLayout s{};
+  s.weights = p.x_stages * rows_x_stage_bytes(p);
+  s.barriers = s.weights + p.w_stages * rows_w_stage_bytes(p);
+  s.total = s.barriers + (4 * kRowsMaxStages + 1) * 8 + 1024;  // 1024: alignment
+  return s;
+}
+
+// Row r of a weight image holds this channel of its tile: a thread then finds two neighbouring channels in its
+// accumulators.
+KGOPT_HD int rows_image_channel(int r) { return r / 16 * 16 + r % 8 * 2 + r / 8 % 2; }
+
+// Cycles of a tile: products, or loads where those take longer, and what an epilogue leaves exposed.
+inline double rows_tile_cycles(const RowsPlan& p) {
+  const double steps = double(p.taps[0]) * p.chunks, taps = p.taps[1] * p.taps[2];
+  const double products = steps * taps * (p.row_bytes / 32) * kHopperConsumers * p.segments * p.columns / 2;
+  const double bytes = steps * (rows_x_stage_bytes(p) + taps * rows_w_stage_bytes(p));
+  return std::max(products, bytes / 28) + (p.segments == 1 ? 6500 : 4500);
+}
+
+inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits) {
+  RowsPlan p;
+  auto refuse = [&](const char* why) {
+    p.refusal = why;
+    return p;
+  };
+  if (!limits.has_wgmma) return refuse("the device or the build has no wgmma");
+  if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
+  p.math = conv_math(problem);
+  if (p.math == ConvMath::kTf32x3) return refuse("fp32 accuracy is not built for wgmma");
+  if (!problem.channels_innermost) return refuse("x is not channels_last, or not in whole 16-byte pieces");
+  if (problem.epilogue != ConvEpilogue::kStore) return refuse("an epilogue other than a store");
+  if (problem.groups != 1) return refuse("grouped convolution");
+  const int size = static_cast<int>(dtype_size(problem.dtype));
+  if (problem.c_in * size % 16 != 0) return refuse("input channels are no multiple of 16 bytes");
+  if (problem.c_out % 8 != 0) return refuse("output channels are no multiple of 8");
+  for (int i = 0; i < 3; ++i) {
+    if (problem.stride[i] != 1) return refuse("stride above 1");
+    if (problem.kernel[i] > 7) return refuse("kernel above 7");
+    if (problem.in[i] > (1 << 20) || problem.dilation[i] > 64) return refuse("a size or dilation is too large");
+    const int64_t span = (problem.kernel[i] - 1) * problem.dilation[i];
+    const int64_t padding = problem.transposed ? span - problem.padding[i] : problem.padding[i];
+    if (padding < 0 || padding > span) return refuse("padding beyond the kernel's extent");
+    if (problem.out[i] != problem.in[i] + 2 * padding - span) return refuse("output padding");
+    p.taps[i] = static_cast<int>(problem.kernel[i]);
+    p.dilation[i] = static_cast<int>(problem.dilation[i]);
+    p.padding[i] = static_cast<int>(padding);
+  }
+  p.flip = problem.transposed;
+  if (problem.in[2] + p.padding[2] > 256) return refuse("rows above 256 positions");
+  p.plane_rows = static_cast<int>(problem.in[1] + p.padding[1]);
+  const int span_h = (p.taps[1] - 1) * p.dilation[1], span_w = (p.taps[2] - 1) * p.dilation[2];
+  const int64_t channel_bytes = problem.c_in * size;
+
+  RowsPlan best;
+  double least = -1;
+  for (const int columns : {256, 208, 184}) {  // such that the last round of blocks is full
+    for (const int row_bytes : {128, 64}) {
+      RowsPlan q = p;
+      const int segments = columns == 184 ? 2 : 1;
+      q.segments = segments;
+      q.columns = columns;
+      q.row_bytes = row_bytes;
+      q.chunks = static_cast<int>((channel_bytes + row_bytes - 1) / row_bytes);
+      q.m_tiles = static_cast<int>((problem.c_out + segments * 64 - 1) / (segments * 64));
+      const int tile = q.columns * kHopperConsumers;
+      // Even: a thread's two positions are of one row, and every row begins at a multiple of 128 bytes.
+      q.row_slots = std::max(8, static_cast<int>(problem.in[2] + p.padding[2] + 1) / 2 * 2);
+      const int64_t positions = ((problem.out[0] - 1) * p.plane_rows + problem.out[1]) * q.row_slots;
+      if (positions >= int64_t(1) << 29 || q.row_slots > 256) continue;
+      q.stage_rows = (q.row_slots - 1 + tile - 1 + span_w) / q.row_slots + 1 + span_h;
+      q.tiles_per_sample = static_cast<int>((positions + tile - 1) / tile);
+      q.tiles = problem.n * int64_t(q.tiles_per_sample) * q.m_tiles;
+      if (int64_t(q.stage_rows) * q.row_slots * row_bytes > limits.smem_per_block) continue;
+      if (rows_smem_layout(q).total > limits.smem_per_block || q.tiles >= int64_t(1) << 30) continue;
+      auto grow = [&](int* stages, int most) {
+        while (*stages < most) {
+          ++*stages;
+          if (rows_smem_layout(q).total > limits.smem_per_block) {
+            --*stages;
+            break;
+          }
+        }
+      };
+      grow(&q.w_stages, 6);
+      grow(&q.x_stages, 4);
+      grow(&q.w_stages, kRowsMaxStages);
+      // A stage must be free early enough to be full again when the first warpgroup comes to it.
+      const int taps = p.taps[1] * p.taps[2];
+      const double tap_cycles = row_bytes / 32 * kHopperConsumers * segments * q.columns / 2;
+      const int load_taps = static_cast<int>((rows_x_stage_bytes(q) / 28 + 1000) / tap_cycles) + 1;
+      q.lag = std::max(0, std::min(q.w_stages - 2, (q.x_stages - 1) * taps - load_taps));
+      q.blocks = static_cast<int>(std::min<int64_t>(q.tiles, limits.sm_count));
+      const double rounds = double((q.tiles + q.blocks - 1) / q.blocks);
+      const double cost = rounds * rows_tile_cycles(q);
+      if (least < 0 || cost < least * 0.99) best = q, least = cost;
+    }
+  }
+  if (least < 0) return refuse("a tile does not fit in shared memory");
+  p = best;
+  p.by_m_tiles = hopper_divisor(p.m_tiles);
+  p.by_tiles_per_sample = hopper_divisor(p.tiles_per_sample);
+  p.by_row = hopper_divisor(p.row_slots);
+  p.by_plane = hopper_divisor(p.plane_rows);
+  p.smem_bytes = rows_smem_layout(p).total;
+  p.packed_bytes = int64_t(p.m_tiles) * p.taps[0] * p.chunks * p.taps[1] * p.taps[2] * rows_w_stage_bytes(p);
+  if (p.packed_bytes >= int64_t(1) << 34) return refuse("too many weights");
+  return p;
+}
+
+}  // namespace kgopt
