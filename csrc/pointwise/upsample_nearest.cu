@@ -35,30 +35,30 @@ __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid
     const Vec<T, kSize> value = load_vec<T, kSize>(a.from + (small * a.w + w) * a.pitch + channel);
     T* const to = a.to + (static_cast<int64_t>(rest) * a.w + w) * a.fw * a.c + channel;
     for (int k = 0; k < a.fw; ++k) store_vec<T, kSize>(to + k * a.c, value);
-    return;
-  }
-  const int64_t h = static_cast<int64_t>(rest % static_cast<Index>(a.h));
-  rest /= static_cast<Index>(a.h);
-  const int64_t plane = static_cast<int64_t>(rest);  // n * d + depth
-  if (plane >= a.n * a.d) return;
-  Acc sum[kSize];
+  } else {
+    const int64_t h = static_cast<int64_t>(rest % static_cast<Index>(a.h));
+    rest /= static_cast<Index>(a.h);
+    const int64_t plane = static_cast<int64_t>(rest);  // n * d + depth
+    if (plane >= a.n * a.d) return;
+    Acc sum[kSize];
 #pragma unroll
-  for (int e = 0; e < kSize; ++e) sum[e] = Acc(0);
-  for (int i = 0; i < a.fd; ++i) {
+    for (int e = 0; e < kSize; ++e) sum[e] = Acc(0);
+    for (int i = 0; i < a.fd; ++i) {
 #pragma unroll 2
-    for (int j = 0; j < a.fh; ++j) {
-      const int64_t row = (plane * a.fd + i) * (a.h * a.fh) + h * a.fh + j;
-      const T* const from = a.from + (row * (a.w * a.fw) + w * a.fw) * a.pitch + channel;
+      for (int j = 0; j < a.fh; ++j) {
+        const int64_t row = (plane * a.fd + i) * (a.h * a.fh) + h * a.fh + j;
+        const T* const from = a.from + (row * (a.w * a.fw) + w * a.fw) * a.pitch + channel;
 #pragma unroll 2
-      for (int k = 0; k < a.fw; ++k) {
-        Acc v[kSize];
-        unpack(load_vec<T, kSize>(from + k * a.pitch), v);
+        for (int k = 0; k < a.fw; ++k) {
+          Acc v[kSize];
+          unpack(load_vec<T, kSize>(from + k * a.pitch), v);
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) sum[e] += v[e];
+          for (int e = 0; e < kSize; ++e) sum[e] += v[e];
+        }
       }
     }
+    store_vec<T, kSize>(a.to + ((plane * a.h + h) * a.w + w) * a.c + channel, pack<T, kSize>(sum));
   }
-  store_vec<T, kSize>(a.to + ((plane * a.h + h) * a.w + w) * a.c + channel, pack<T, kSize>(sum));
 }
 
 template <typename T, int kSize, bool kBackward>
