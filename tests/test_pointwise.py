@@ -94,9 +94,10 @@ def test_conv_add_of_few_channels_innermost(name, scale, offset, act, dtype, dev
         # Of what is stored, but for its rounding.
         tiny, rounding = (1e-4, 0.0) if dtype == torch.float32 else (4e-3, 1e-5)
         deviation, mean_size = variance.sqrt(), mean.abs()
-        assert ((moments[..., 0] - mean).abs() <= tiny * (deviation + 0.02 * mean_size)).all()
+        assert ((moments[..., 0] - mean).abs() <= tiny * (deviation + 0.02 * mean_size) + 1e-8).all()
         allowed = tiny * (variance + 0.02 * deviation * mean_size) + rounding * mean_size.square()
-        assert ((moments[..., 1] - variance).abs() <= allowed).all()
+        ends = variance < 1e-8  # where an activation leaves next to nothing
+        assert (((moments[..., 1] - variance).abs() <= allowed) | ends).all()
 
 
 @dtypes
