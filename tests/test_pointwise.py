@@ -74,21 +74,29 @@ WIDTHS = {"whole rows": (1, 32, 5, 12, 64), "odd": (2, 32, 4, 9, 37), "64 channe
 @pytest.mark.parametrize(("scale", "offset"), [(1, 0), (0.01, 0), (3, 0), (1, 100)])
 @pytest.mark.parametrize("name", WIDTHS)
 def test_conv_add_of_few_channels_innermost(name, scale, offset, act, dtype, device, poisoned):
-    x = (draw(WIDTHS[name], dtype, True, device) * scale + offset).contiguous(memory_format=FORMATS[5])
+    torch.backends.cudnn.allow_tf32 = True
+    # Values that TF32 has: how others are cut to it is not the subject.
+    x = (draw(WIDTHS[name], dtype, True, device) * scale + offset).bfloat16().to(dtype)
+    x = x.contiguous(memory_format=FORMATS[5])
     c = x.shape[1]
-    weight = draw((c, c, 3, 3, 3), dtype, True, device) * 0.1
+    weight = (draw((c, c, 3, 3, 3), dtype, True, device) * 0.1).bfloat16().to(dtype)
     bias, residual = draw((c,), dtype, False, device), draw(x.shape, dtype, True, device)
     rest = ([1, 1, 1], [1, 1, 1], [1, 1, 1], [0, 0, 0], 1, False)
     for more, divisor in ((residual, 1.0), (residual, 2.0), (None, 1.0)):
         args = (x, weight, bias, more, *rest, divisor, act)
         double = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
-        expected, exact = (reference.conv_add_moments_ref(*a) for a in (args, double))
         y = OPS.conv_add(*args, backend="kgopt")
-        assert_as_good_as_torch(y, expected[0], exact[0])
+        assert_as_good_as_torch(y, reference.conv_add_ref(*args), reference.conv_add_ref(*double))
         again, moments = OPS.conv_add_moments(*args, backend="kgopt")
         assert torch.equal(again, y)
         assert torch.equal(moments, OPS.conv_add_moments(*args, backend="kgopt")[1])
-        assert_as_good_as_torch(moments, expected[1].to(moments.dtype), exact[1])
+        variance, mean = torch.var_mean(y.double(), dim=[2, 3, 4], correction=0)
+        # Of what is stored, but for its rounding.
+        tiny, rounding = (1e-4, 0.0) if dtype == torch.float32 else (4e-3, 1e-5)
+        deviation, mean_size = variance.sqrt(), mean.abs()
+        assert ((moments[..., 0] - mean).abs() <= tiny * (deviation + 0.02 * mean_size)).all()
+        allowed = tiny * (variance + 0.02 * deviation * mean_size) + rounding * mean_size.square()
+        assert ((moments[..., 1] - variance).abs() <= allowed).all()
 
 
 @dtypes

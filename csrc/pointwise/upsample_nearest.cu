@@ -16,7 +16,8 @@ struct NearestArgs {
   int fd, fh, fw;
 };
 
-// A thread has kSize channels of an element of the small tensor.
+// Forward, a thread has kSize channels of an element of the small tensor in one of the large one's rows, so that a warp
+// writes a run of memory; backward, of an element of the small tensor, which it adds up.
 template <typename T, int kSize, bool kBackward, typename Index>
 __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid_constant__ NearestArgs<T> a) {
   using Acc = acc_t<T>;
@@ -26,31 +27,27 @@ __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid
   const int64_t channel = static_cast<int64_t>(at % lanes) * kSize;
   const int64_t w = static_cast<int64_t>(rest % static_cast<Index>(a.w));
   rest /= static_cast<Index>(a.w);
-  const int64_t h = static_cast<int64_t>(rest % static_cast<Index>(a.h));
-  rest /= static_cast<Index>(a.h);
-  const int64_t plane = static_cast<int64_t>(rest);  // n * d + depth
-  if (plane >= a.n * a.d) return;
-  const int64_t small = (plane * a.h + h) * a.w + w;
-  auto large = [&](int i, int j) {
-    const int64_t row = (plane * a.fd + i) * (a.h * a.fh) + h * a.fh + j;
-    return row * (a.w * a.fw) + w * a.fw;
-  };
   if constexpr (!kBackward) {
-    const Vec<T, kSize> value = load_vec<T, kSize>(a.from + small * a.pitch + channel);
-    for (int i = 0; i < a.fd; ++i) {
-      for (int j = 0; j < a.fh; ++j) {
-        T* const to = a.to + large(i, j) * a.c + channel;
-        for (int k = 0; k < a.fw; ++k) store_vec<T, kSize>(to + k * a.c, value);
-      }
-    }
+    const Index rows = static_cast<Index>(a.h) * a.fh;
+    const Index plane = rest / rows, row = rest - plane * rows;  // of the large tensor
+    if (static_cast<int64_t>(plane) >= a.n * a.d * a.fd) return;
+    const int64_t small = static_cast<int64_t>(plane / a.fd) * a.h + row / a.fh;
+    const Vec<T, kSize> value = load_vec<T, kSize>(a.from + (small * a.w + w) * a.pitch + channel);
+    T* const to = a.to + (static_cast<int64_t>(rest) * a.w + w) * a.fw * a.c + channel;
+    for (int k = 0; k < a.fw; ++k) store_vec<T, kSize>(to + k * a.c, value);
   } else {
+    const int64_t h = static_cast<int64_t>(rest % static_cast<Index>(a.h));
+    rest /= static_cast<Index>(a.h);
+    const int64_t plane = static_cast<int64_t>(rest);  // n * d + depth
+    if (plane >= a.n * a.d) return;
     Acc sum[kSize];
 #pragma unroll
     for (int e = 0; e < kSize; ++e) sum[e] = Acc(0);
     for (int i = 0; i < a.fd; ++i) {
 #pragma unroll 2
       for (int j = 0; j < a.fh; ++j) {
-        const T* const from = a.from + large(i, j) * a.pitch + channel;
+        const int64_t row = (plane * a.fd + i) * (a.h * a.fh) + h * a.fh + j;
+        const T* const from = a.from + (row * (a.w * a.fw) + w * a.fw) * a.pitch + channel;
 #pragma unroll 2
         for (int k = 0; k < a.fw; ++k) {
           Acc v[kSize];
@@ -60,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid
         }
       }
     }
-    store_vec<T, kSize>(a.to + small * a.c + channel, pack<T, kSize>(sum));
+    store_vec<T, kSize>(a.to + ((plane * a.h + h) * a.w + w) * a.c + channel, pack<T, kSize>(sum));
   }
 }
 
@@ -78,7 +75,8 @@ Status launch(const UpsampleNearestParams& p, cudaStream_t stream) {
                          static_cast<int>(p.factors[0]),
                          static_cast<int>(p.factors[1]),
                          static_cast<int>(p.factors[2])};
-  const int64_t blocks = (p.n * p.d * p.h * p.w * (p.c / kSize) + kThreads - 1) / kThreads;
+  const int64_t rows = kBackward ? 1 : p.factors[0] * p.factors[1];
+  const int64_t blocks = (p.n * p.d * p.h * p.w * rows * (p.c / kSize) + kThreads - 1) / kThreads;
   if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
   const auto grid = static_cast<unsigned>(blocks);
   if (blocks * kThreads < (int64_t(1) << 31)) {
