@@ -742,7 +742,7 @@ def test_flat_plan_of_any_shape(data) -> None:
     )
     plan = dev.plan_flat(problem, GPUS["h200"])
     if plan.refusal is not None:
-        assert "16-byte" in plan.refusal
+        assert "16-byte" in plan.refusal or "float16" in plan.refusal
         return
     spans = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
     assert plan.plane == output[1] * output[2]
@@ -775,6 +775,7 @@ def test_flat_plan_of_any_shape(data) -> None:
     [
         ("wgmma", {}, dev.DeviceLimits(has_wgmma=False)),
         ("float64", {"dtype": "float64"}, None),
+        ("float16", {"dtype": "float16"}, None),
         ("grouped", {"groups": 2}, None),
         ("stride", {"stride": (1, 2, 1)}, None),
         ("above 7", {"kernel": (1, 9, 3)}, None),
@@ -790,7 +791,7 @@ def test_flat_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) ->
     assert fragment in dev.plan_flat(problem, limits or dev.DeviceLimits()).refusal
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("allow_tf32", [True, False])
 def test_wide_transposed_convolutions_with_a_norm_take_the_flat_kernel(dtype: str, allow_tf32: bool) -> None:
     arguments = {

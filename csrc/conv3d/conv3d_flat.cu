@@ -234,11 +234,9 @@ Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy) {
     return Status::Unsupported(name, "the driver has no cuTensorMapEncodeTiled");
   }
   const FlatPlan& plan = p->plan;
-  const bool half = plan.math == ConvMath::kBf16 || plan.math == ConvMath::kFp16;
+  const bool half = plan.math == ConvMath::kBf16;
   const cuuint64_t row_bytes = cuuint64_t(kFlatRowBytes) * plan.chunks * plan.parts;
-  const CUtensorMapDataType type = plan.math == ConvMath::kBf16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                   : plan.math == ConvMath::kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  const CUtensorMapDataType type = half ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   static_assert(sizeof(p->x_map) == sizeof(CUtensorMap));
   for (const bool tail : {false, true}) {
     const int n = tail ? p->n - p->x_split : p->x_split;
@@ -261,7 +259,7 @@ Status run_conv_flat(const FlatParams& p, cudaStream_t stream) {
     case ConvMath::kTf32: return launch_columns<ConvMath::kTf32>(p, stream);
     case ConvMath::kTf32x3: return launch_columns<ConvMath::kTf32x3>(p, stream);
     case ConvMath::kBf16: return launch_columns<ConvMath::kBf16>(p, stream);
-    default: return launch_columns<ConvMath::kFp16>(p, stream);
+    default: return Status::Unsupported("conv_flat_kernel", "float16 is not built");
   }
 }
 

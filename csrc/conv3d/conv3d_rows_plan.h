@@ -32,12 +32,15 @@ KGOPT_HD RowsSmemLayout rows_smem_layout(const RowsPlan& p) {
 // accumulators.
 KGOPT_HD int rows_image_channel(int r) { return r / 16 * 16 + r % 8 * 2 + r / 8 % 2; }
 
+// Slices of RowsParams::moments, per sample.
+KGOPT_HD int rows_moment_slices(const RowsPlan& p) { return p.blocks * kHopperConsumers; }
+
 // Cycles of a tile: products, or loads where those take longer, and what an epilogue leaves exposed.
 inline double rows_tile_cycles(const RowsPlan& p) {
   const double steps = double(p.taps[0]) * p.chunks, taps = p.taps[1] * p.taps[2];
   const double products = steps * taps * (p.row_bytes / 32) * kHopperConsumers * p.segments * p.columns / 2;
   const double bytes = steps * (rows_x_stage_bytes(p) + taps * rows_w_stage_bytes(p));
-  return std::max(products, bytes / 28) + (p.segments == 1 ? 6500 : 4500);
+  return std::max(products, bytes / 28) + 6500;
 }
 
 inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits) {
@@ -76,10 +79,10 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
 
   RowsPlan best;
   double least = -1;
-  for (const int columns : {256, 208, 184}) {  // such that the last round of blocks is full
+  for (const int columns : {256, 208}) {  // such that the last round of blocks is full
     for (const int row_bytes : {128, 64}) {
       RowsPlan q = p;
-      const int segments = columns == 184 ? 2 : 1;
+      const int segments = 1;
       q.segments = segments;
       q.columns = columns;
       q.row_bytes = row_bytes;
