@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(256) affine_table_kernel(const __grid_constant
   }
 }
 
-// A warp a channel.
+// A warp a channel. Means are merged relative to the first slice's, so that an offset is rounded once.
 template <typename Acc>
 __global__ void __launch_bounds__(128) channel_moments_kernel(const __grid_constant__ ChannelMomentsParams p) {
   let_dependents_start();
@@ -140,6 +140,7 @@ __global__ void __launch_bounds__(128) channel_moments_kernel(const __grid_const
   if (channel >= p.n * p.c) return;
   const int64_t n = channel / p.c, slices = p.partials.slices;
   const Acc* const data = static_cast<const Acc*>(p.partials.data) + (n * slices * p.c + channel % p.c) * 3;
+  const Acc origin = data[0];
   Moments<Acc> m;
   for (int64_t slice = lane; slice < slices; slice += 4 * 32) {
     Moments<Acc> part[4];
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(128) channel_moments_kernel(const __grid_const
     for (int j = 0; j < 4; ++j) {
       if (slice + j * 32 >= slices) continue;
       const Acc* const at = data + (slice + j * 32) * p.c * 3;
-      part[j] = {at[0], at[1], at[2]};
+      part[j] = {at[0] - origin, at[1], at[2]};
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) merge(m, part[j]);
@@ -155,12 +156,13 @@ __global__ void __launch_bounds__(128) channel_moments_kernel(const __grid_const
   m = warp_merge(m);
   if (lane == 0) {
     Acc* const out = static_cast<Acc*>(p.moments) + channel * 2;
-    out[0] = m.mean;
+    out[0] = m.mean + origin;
     out[1] = m.m2 / m.count;
   }
 }
 
-// A warp a group; its channels count the same number of values each.
+// A warp a group; its channels count the same number of values each. What rounding takes from the mean goes into the
+// biases: beside a large offset it would be the last digits of the result.
 template <typename Acc>
 __global__ void __launch_bounds__(128) moments_table_kernel(const __grid_constant__ MomentsTableParams p) {
   let_dependents_start();
@@ -170,17 +172,26 @@ __global__ void __launch_bounds__(128) moments_table_kernel(const __grid_constan
   if (group >= p.n * p.g) return;
   const int64_t channels = p.c / p.g, first = group * channels;
   const Acc* const moments = static_cast<const Acc*>(p.moments) + first * 2;
-  Moments<Acc> m;
-  for (int64_t i = lane; i < channels; i += 32) merge(m, Moments<Acc>{moments[2 * i], moments[2 * i + 1], Acc(1)});
-  m = warp_merge(m);
-  const Acc rstd = Acc(1) / sqrt(m.m2 / m.count + Acc(p.eps));
+  const Acc origin = moments[0];
+  Acc sum = 0;
+  for (int64_t i = lane; i < channels; i += 32) sum += moments[2 * i] - origin;
+  const Acc offset = warp_sum(sum) / static_cast<Acc>(channels);
+  Acc squares = 0;
+  for (int64_t i = lane; i < channels; i += 32) {
+    const Acc d = moments[2 * i] - origin - offset;
+    squares += moments[2 * i + 1] + d * d;
+  }
+  const Acc mean = origin + offset, lost = offset - (mean - origin);
+  const Acc rstd = Acc(1) / sqrt(warp_sum(squares) / static_cast<Acc>(channels) + Acc(p.eps));
   for (int64_t i = lane; i < channels; i += 32) {
     const int64_t c = (first + i) % p.c;
     Acc* const out = static_cast<Acc*>(p.table) + (first + i) * 4;
-    out[0] = m.mean;
+    const Acc weight = p.weight ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
+    const Acc bias = p.bias ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
+    out[0] = mean;
     out[1] = rstd;
-    out[2] = p.weight ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
-    out[3] = p.bias ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
+    out[2] = weight;
+    out[3] = bias - lost * rstd * weight;
   }
 }
 
