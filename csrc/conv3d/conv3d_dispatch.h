@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 
+#include "conv3d_gram_plan.h"
 #include "conv3d_narrow_plan.h"
 #include "conv3d_plan.h"
 
@@ -16,6 +17,7 @@ enum class ConvBackend { kAuto, kKgopt, kAten };
 enum class ConvPath {
   kImplicitGemm,  // conv3d_kernel.cuh
   kNarrow,        // conv3d_narrow_kernel.cuh
+  kGram,          // conv3d_gram_kernel.cuh: statistics without the convolution
   kDirect,        // conv3d_direct.cu
   kAten           // cuDNN through aten::convolution
 };
@@ -24,6 +26,7 @@ struct ConvChoice {
   ConvPath path = ConvPath::kAten;
   ConvPlan plan;
   NarrowPlan narrow;
+  GramPlan gram;
   std::string reason;
 
   std::string explain() const {
@@ -51,7 +54,10 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     return choice;
   }
   choice.narrow = plan_narrow(problem, limits);
-  const ConvPath own = choice.narrow.refusal ? ConvPath::kImplicitGemm : ConvPath::kNarrow;
+  choice.gram = plan_gram(problem, limits);
+  const ConvPath own = !choice.gram.refusal     ? ConvPath::kGram
+                       : choice.narrow.refusal ? ConvPath::kImplicitGemm
+                                               : ConvPath::kNarrow;
   if (backend == ConvBackend::kKgopt) {
     choice.path = own;
     choice.reason = "backend=\"kgopt\" was asked for";
@@ -64,6 +70,7 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     choice.path = own;
     choice.reason = "narrow input: the convolution's output never reaches memory";
     if (own == ConvPath::kNarrow) choice.reason += "; on wgmma";
+    if (own == ConvPath::kGram) choice.reason += "; its statistics come from the Gram matrix of the input";
   } else if (fused) {
     choice.reason =
         "input channels above " + std::to_string(2 * kNarrowInputChannels) + ": cuDNN and a stored output are faster";

@@ -9,6 +9,7 @@
 #include "../common/workspace.h"
 #include "conv3d.h"
 #include "conv3d_dispatch.h"
+#include "conv3d_gram.h"
 #include "conv3d_narrow.h"
 #include "conv_checks.h"
 
@@ -164,6 +165,27 @@ inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape
   p.load = rows_in_vectors                           ? NarrowLoad::kVectors
            : !is_half || has_channel_pairs(p, shape) ? NarrowLoad::kWords
                                                      : NarrowLoad::kHalves;
+  return p;
+}
+
+// The Gram kernel keeps a tap's place in a filter's channel in 27 bits.
+inline bool gram_reaches_weight(const ConvArgs& a, const ConvShape& shape) {
+  const WeightStrides w = weight_strides(a, shape);
+  int64_t reach = 0;
+  for (int i = 0; i < 3; ++i) reach += (shape.kernel[i] - 1) * w.k[i];
+  return reach < int64_t(1) << 27;
+}
+
+inline GramParams make_gram_params(const ConvArgs& a, const ConvShape& shape, const GramPlan& plan, Tensor* bias) {
+  GramParams p{};
+  set_input(&p, a, shape);
+  set_weight(&p, a, shape);
+  if (a.bias) {
+    *bias = dense_in(*a.bias, MemoryFormat::Contiguous);
+    p.bias = bias->const_data_ptr();
+  }
+  p.dtype = shape.dtype;
+  p.plan = plan;
   return p;
 }
 
