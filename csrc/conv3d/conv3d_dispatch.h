@@ -55,7 +55,7 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   }
   choice.narrow = plan_narrow(problem, limits);
   choice.gram = plan_gram(problem, limits);
-  const ConvPath own = !choice.gram.refusal     ? ConvPath::kGram
+  const ConvPath own = !choice.gram.refusal    ? ConvPath::kGram
                        : choice.narrow.refusal ? ConvPath::kImplicitGemm
                                                : ConvPath::kNarrow;
   if (backend == ConvBackend::kKgopt) {

@@ -8,10 +8,10 @@
 //     the slab. Where that changes, the accumulators are added to shared memory.
 //   - Two neighbouring positions share all but one offset along the width. A column of the products stands for both:
 //     taps + 1 offsets at half the columns, and two filters, one shifted.
-// x comes into shared memory once, as fp16 of (x - pivot) * scale, with a power of two that makes the channel's standard
-// deviation about one: eleven bits, as TF32. A second fp16 term gives twenty-two where fp32 accuracy is asked for.
-// -pivot * scale is a value of fp16, so that zero padding is exact. Where a value leaves fp16's range the sample is done
-// again with the scale that its maximum asks for.
+// x comes into shared memory once, as fp16 of (x - pivot) * scale, with a power of two that makes the channel's
+// standard deviation about one: eleven bits, as TF32. A second fp16 term gives twenty-two where fp32 accuracy is asked
+// for. -pivot * scale is a value of fp16, so that zero padding is exact. Where a value leaves fp16's range the sample
+// is done again with the scale that its maximum asks for.
 //
 // Entries of 16 bytes (8 channels, or 4 of two positions) make the rows that ldmatrix transposes: positions are K.
 #pragma once
@@ -67,9 +67,9 @@ struct GramBlock {
   float2* shift;   // [8] of (-pivot * scale, scale)
   float* largest;  // [8 warps][8 channels]
   float *sums, *gram;
-  uint32_t ring;  // shared address
-  int first;      // output along the outer dim
-  int outputs;    // of this block
+  uint32_t ring;      // shared address
+  int first;          // output along the outer dim
+  int outputs;        // of this block
   int slabs, stages;  // of a sweep
 };
 
@@ -204,8 +204,8 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
 // The products of each slab with the slab `lag` further. Lag 0 is symmetric: blocks below the diagonal are left out,
 // and the sums belong to it. There is one copy of everything here: code that runs once costs more to fetch than to run.
 template <int kBlocks, bool kAccurate>
-__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, int warp, int lag, GramTurn& turn,
-                                              int& lead) {
+__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, int warp, int lag,
+                                              GramTurn& turn, int& lead) {
   constexpr int kHeld = 192;  // products that are summed before their sum moves on: the tensor core truncates
   const GramPlan& plan = p.plan;
   const int lane = threadIdx.x & 31;
@@ -219,7 +219,7 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
 
   float acc[kBlocks][kBlocks][2][4] = {}, only_sum[4] = {};
   // Lag 0 leaves the accumulators below the diagonal to its sums.
-  auto sums = [&](int i) -> float(&)[4] {
+  auto sums = [&](int i) -> float (&)[4] {
     if constexpr (kBlocks == 1) {
       return only_sum;
     } else {
@@ -255,7 +255,7 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
       auto product = [&](int i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float(&d)[4] = acc[i][j][half];
+          float (&d)[4] = acc[i][j][half];
           const uint32_t b0 = f[2 * half], b1 = f[2 * half + 1];
           if constexpr (kAccurate) {
             const uint32_t low0 = f_low[2 * half], low1 = f_low[2 * half + 1];
@@ -393,8 +393,82 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
   }
 }
 
+// How much larger the sum of the variances of a filter's terms may be than the variance of their sum, which is known to
+// a few units of the sums' last place, times this: below PyTorch's own error in each type.
+template <typename Element>
+__device__ __forceinline__ constexpr float gram_cancellation(bool accurate) {
+  return accurate ? 16.f : sizeof(Element) == 4 ? 4096.f : 256.f;
+}
+
+// Moments of `valid` channels from the convolution itself, on the plain cores: slow, and hardly ever called. `parts`
+// holds estimates of the means.
+template <typename Element, int kThreads>
+__device__ __noinline__ void gram_direct(const GramParams& p, const float2* scales, int begin, int outputs, int64_t n,
+                                         float positions, const float* filters, float4* parts, int valid, int thread) {
+  constexpr int kTogether = 8, kWarps = kThreads / 32;
+  const GramPlan& plan = p.plan;
+  const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
+  const bool flat = plan.outer == 1;
+  const int rows = flat ? 1 : p.out[1], area = rows * p.out[2];
+  float* const scratch = reinterpret_cast<float*>(parts + 64);  // [warps][together][2]
+  for (int first = 0; first < valid; first += kTogether) {
+    float shift[kTogether], sum[kTogether] = {}, squares[kTogether] = {};
+    for (int c = 0; c < kTogether; ++c) shift[c] = parts[first + c].x;
+    for (int outer = 0; outer < outputs; ++outer) {
+      for (int i = thread; i < area; i += kThreads) {
+        const int row = i / p.out[2], column = i - row * p.out[2];
+        float y[kTogether] = {};
+        const float* w = filters + first;
+        for (int o = 0; o < plan.lags; ++o) {
+          const int at_o = begin + outer + o * plan.lag_step - plan.pad[plan.outer];
+          for (int r = 0; r < plan.kernel[1]; ++r) {
+            const int at_r = flat ? 0 : row + r * plan.row_step - plan.pad[1];
+            for (int k = 0; k < plan.kernel[2]; ++k) {
+              const int at_k = column + k * plan.unit - plan.pad[2];
+              const bool inside = unsigned(at_o) < unsigned(p.in[plan.outer]) && unsigned(at_k) < unsigned(p.in[2]) &&
+                                  (flat || unsigned(at_r) < unsigned(p.in[1]));
+              const int64_t at =
+                  at_o * p.x_stride[plan.outer] + (flat ? 0 : at_r * p.x_stride[1]) + at_k * p.x_stride[2];
+              for (int c = 0; c < p.c_in; ++c, w += 1 << plan.column_bits) {
+                const float v = inside ? to_acc(x[at + c * p.x_stride_c]) * scales[c].y : 0.f;
+#pragma unroll
+                for (int j = 0; j < kTogether; ++j) y[j] = fmaf(w[j], v, y[j]);
+              }
+            }
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          const float v = y[j] - shift[j];
+          sum[j] += v;
+          squares[j] = fmaf(v, v, squares[j]);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      sum[j] = warp_sum(sum[j]);
+      squares[j] = warp_sum(squares[j]);
+      if (thread % 32 == 0) {
+        scratch[(thread / 32 * kTogether + j) * 2] = sum[j];
+        scratch[(thread / 32 * kTogether + j) * 2 + 1] = squares[j];
+      }
+    }
+    named_barrier(1, kThreads);
+    if (thread < kTogether) {
+      float s = 0.f, q = 0.f;
+      for (int k = 0; k < kWarps; ++k) {
+        s += scratch[(k * kTogether + thread) * 2], q += scratch[(k * kTogether + thread) * 2 + 1];
+      }
+      parts[first + thread].x += s / positions;
+      parts[first + thread].y = q - s * s / positions;
+    }
+    named_barrier(1, kThreads);
+  }
+}
+
 // The Gram matrix in shared memory becomes moments of output channels.
-template <typename Element, int kBlocks>
+template <typename Element, int kBlocks, bool kAccurate>
 __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
                                             int64_t slice, float positions, bool broken, int thread) {
   constexpr int kThreads = 32 * kGramComputing;
@@ -404,7 +478,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
   const int4* const tap_table = reinterpret_cast<const int4*>(smem + plan.at_taps);
   float* const filters = reinterpret_cast<float*>(smem + plan.at_filters);
   float* const c_matrix = reinterpret_cast<float*>(smem + plan.at_ring);
-  float2* const parts = reinterpret_cast<float2*>(c_matrix + taps * pitch);  // of threads: mean, m2
+  float4* const parts = reinterpret_cast<float4*>(c_matrix + taps * pitch);  // of threads: mean, m2, variances alone
   Moments<float>* const shared = reinterpret_cast<Moments<float>*>(parts + kThreads);
   float2* const means = reinterpret_cast<float2*>(shared + 128);  // of K entries: sum, mean before the pivot went
   const float share_of_one = 1.f / positions;
@@ -458,7 +532,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
     }
     named_barrier(1, kThreads);
     const int c = thread & (columns - 1), share = thread >> plan.column_bits, shares = kThreads >> plan.column_bits;
-    float mean = 0.f, m2 = 0.f;
+    float mean = 0.f, m2 = 0.f, alone = 0.f;
     // Eight rows of C at a time, on and right of the diagonal: what is right of it counts twice. Shares take rows
     // forth and back, since rows get shorter.
 #pragma unroll 1
@@ -472,8 +546,10 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
           const float4* const row = reinterpret_cast<const float4*>(c_matrix + k * pitch + j0);
           const float4 v0 = row[0], v1 = row[1];
           const float f = filters[(k << plan.column_bits) + c];
-          s[0] = fmaf(v0.x, f, s[0]), s[1] = fmaf(v0.y, f, s[1]), s[2] = fmaf(v0.z, f, s[2]), s[3] = fmaf(v0.w, f, s[3]);
-          s[4] = fmaf(v1.x, f, s[4]), s[5] = fmaf(v1.y, f, s[5]), s[6] = fmaf(v1.z, f, s[6]), s[7] = fmaf(v1.w, f, s[7]);
+          s[0] = fmaf(v0.x, f, s[0]), s[1] = fmaf(v0.y, f, s[1]), s[2] = fmaf(v0.z, f, s[2]),
+          s[3] = fmaf(v0.w, f, s[3]);
+          s[4] = fmaf(v1.x, f, s[4]), s[5] = fmaf(v1.y, f, s[5]), s[6] = fmaf(v1.z, f, s[6]),
+          s[7] = fmaf(v1.w, f, s[7]);
         }
       };
       add(j0 + 8, taps);
@@ -486,19 +562,39 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
           const float f = filters[(j0 + i << plan.column_bits) + c];
           m2 = fmaf(s[i], f, m2);
           mean = fmaf(f, means[j0 + i].y, mean);
+          alone = fmaf(f * f, c_matrix[(j0 + i) * pitch + j0 + i], alone);
         }
       }
     }
-    parts[thread] = make_float2(mean, m2);
+    parts[thread] = make_float4(mean, m2, alone, 0.f);
     named_barrier(1, kThreads);
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (thread < valid) {
+      for (int k = 0; k < shares; ++k) {
+        const float4 part = parts[k * columns + thread];
+        total.x += part.x, total.y += part.y, total.z += part.z;
+      }
+    }
+    named_barrier(1, kThreads);
+    if (thread < columns) parts[thread] = total;
+    named_barrier(1, kThreads);
+    // Where filters cancel all but a little of their input, in a norm's group as a whole, C is not exact enough.
+    bool cancels = false;
+    for (int c = lane; c < valid; c += 32) {
+      const int group = max(static_cast<int>(p.stats.finish.c / p.stats.finish.g), 1);
+      const int begin = max(c - (first + c) % group, 0), end = min(begin + group, valid);
+      float m2 = 0.f, alone = 0.f;
+      for (int k = begin; k < end; ++k) m2 += parts[k].y, alone += parts[k].z;
+      cancels = cancels || (alone > m2 * gram_cancellation<Element>(kAccurate) && alone > 0.f);
+    }
+    if (!broken && __any_sync(0xffffffffu, cancels)) {
+      gram_direct<Element, kThreads>(p, b.shift, b.first, b.outputs, n, positions, filters, parts, valid, thread);
+    }
     if (thread < valid) {
       Moments<float> m;
-      for (int k = 0; k < shares; ++k) {
-        const float2 part = parts[k * columns + thread];
-        m.mean += part.x, m.m2 += part.y;
-      }
+      m.mean = parts[thread].x;
       if (p.bias) m.mean += to_acc(static_cast<const Element*>(p.bias)[first + thread]);
-      m.m2 = m.m2 < 0.f ? 0.f : m.m2;
+      m.m2 = parts[thread].y < 0.f ? 0.f : parts[thread].y;
       m.count = positions;
       if (broken) m.mean = m.m2 = __int_as_float(0x7fffffff);
       if (p.stats.finishes) {
@@ -546,12 +642,12 @@ __global__ void __launch_bounds__(gram_threads(kAccurate), 1) conv_gram_kernel(c
     const uint32_t height = p.in[1], width = p.in[2], all = p.in[0] * height * width;  // < 2^31
     const uint32_t i = __umulhi(uint32_t(tid % kGramSamples + 1) * 0x9E3779B9u, all), row = i / width;
     const uint32_t depth = row / height;
-    sample = to_acc(static_cast<const Element*>(
-        p.x)[n * p.x_stride_n + of_channel * p.x_stride_c + depth * p.x_stride[0] +
-             (row - depth * height) * p.x_stride[1] + (i - row * width) * p.x_stride[2]]);
+    sample = to_acc(
+        static_cast<const Element*>(p.x)[n * p.x_stride_n + of_channel * p.x_stride_c + depth * p.x_stride[0] +
+                                         (row - depth * height) * p.x_stride[1] + (i - row * width) * p.x_stride[2]]);
   }
-  // K entries: (tap along the outer dim; row of the Gram matrix; that of the neighbouring position; channel and place of
-  // the weight in a filter's channel).
+  // K entries: (tap along the outer dim; row of the Gram matrix; that of the neighbouring position; channel and place
+  // of the weight in a filter's channel).
   const int per_row = plan.per_row, columns = 1 << plan.column_bits;
   if (tid < plan.kernel[1] * plan.kernel[2] * plan.lags) {
     const int column = tid % plan.kernel[2], rest = tid / plan.kernel[2];
@@ -603,7 +699,10 @@ __global__ void __launch_bounds__(gram_threads(kAccurate), 1) conv_gram_kernel(c
   if (tid % kGramSamples == 0 && of_channel < 8) {
     const float variance = (part[32 + of_channel * 2] + part[33 + of_channel * 2]) / kGramSamples;
     const bool finite = variance < 1e30f && fabsf(mean) < 1e15f;
-    const float size = !finite ? 1.f : variance > 1e-30f ? __fsqrt_rn(variance) : fabsf(mean) > 1e-15f ? fabsf(mean) : 1.f;
+    const float size = !finite                ? 1.f
+                       : variance > 1e-30f    ? __fsqrt_rn(variance)
+                       : fabsf(mean) > 1e-15f ? fabsf(mean)
+                                              : 1.f;
     // A mean within the deviation stays: half types are exact then.
     const float scale = scale_of(size);
     set_shift(of_channel, !finite || mean * mean <= variance ? 0.f : mean * scale, scale);
@@ -666,7 +765,7 @@ __global__ void __launch_bounds__(gram_threads(kAccurate), 1) conv_gram_kernel(c
     }
     const bool broken = __any_sync(0xffffffffu, !(most < INFINITY));
     const float positions = float(b.outputs) * float(plan.outer == 0 ? p.out[1] : 1) * float(p.out[2]);
-    gram_finish<Element, kBlocks>(p, b, smem, n, slice, positions, broken, thread);
+    gram_finish<Element, kBlocks, kAccurate>(p, b, smem, n, slice, positions, broken, thread);
   }
 #endif
 }

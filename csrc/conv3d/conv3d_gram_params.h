@@ -12,10 +12,10 @@ inline constexpr int kGramComputing = 12;  // warps
 // Warps that load. For fp32 accuracy the others multiply so long, and need so many registers, that four suffice.
 KGOPT_HD constexpr int gram_loading(bool accurate) { return accurate ? 4 : 8; }
 KGOPT_HD constexpr int gram_threads(bool accurate) { return 32 * (gram_loading(accurate) + kGramComputing); }
-inline constexpr int kGramBlocks = 3;      // of 16 rows, at most
-inline constexpr int kGramLags = 7;        // at most
-inline constexpr int kGramStages = 8;      // at most
-inline constexpr int kGramSamples = 64;    // values of each channel that its pivot and scale are taken from
+inline constexpr int kGramBlocks = 3;    // of 16 rows, at most
+inline constexpr int kGramLags = 7;      // at most
+inline constexpr int kGramStages = 8;    // at most
+inline constexpr int kGramSamples = 64;  // values of each channel that its pivot and scale are taken from
 
 // Plain numbers, computed on the host, inspectable without a GPU.
 struct GramPlan {
@@ -44,13 +44,13 @@ struct GramPlan {
   int steps = 1;  // products of 16 columns across a tile's width
   int stage_slabs = 1;
   int stages = 3;
-  int ahead = 1;  // stages after the one whose slabs lead the products, that these read
+  int ahead = 1;   // stages after the one whose slabs lead the products, that these read
   int teams = 4;   // warps that share the products of a lag
   int shared = 0;  // what they share out: slabs, rows or steps (0, 1, 2)
   int tiles[2] = {1, 1};
-  int64_t slices = 1;  // along the outer dim, thread blocks a sample
-  int slice = 1;       // outputs along it of one
-  int taps = 1;        // rows of the filters: channels and all taps
+  int64_t slices = 1;   // along the outer dim, thread blocks a sample
+  int slice = 1;        // outputs along it of one
+  int taps = 1;         // rows of the filters: channels and all taps
   int column_bits = 6;  // 2^bits output channels are finished together
   // Shared memory, in bytes.
   int at_taps = 0, at_sums = 0, at_filters = 0, at_gram = 0, at_ring = 0, smem_bytes = 0;

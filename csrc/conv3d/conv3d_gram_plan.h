@@ -57,7 +57,8 @@ inline bool gram_tile(GramPlan* p, const ConvProblem& q, const DeviceLimits& lim
   p->at_gram = align(p->at_filters + (p->taps << p->column_bits) * 4);
   p->at_ring = p->at_gram + p->lags * (p->lags + 1) / 2 * p->blocks * p->blocks * 1024;
   const int64_t ring = int64_t(stages) * slabs * p->slab_entries * 16 * (p->accurate ? 2 : 1);
-  const int64_t finish = int64_t(p->taps) * ((p->taps + 7) / 8 * 8 + 4) * 4 + 32 * kGramComputing * 8 + 128 * 12 + p->taps * 8;
+  const int64_t finish =
+      int64_t(p->taps) * ((p->taps + 7) / 8 * 8 + 4) * 4 + 32 * kGramComputing * 16 + 128 * 12 + p->taps * 8;
   const int64_t total = p->at_ring + (std::max(ring, finish) + 127) / 128 * 128;
   if (total > limits.smem_per_block) return false;
   p->smem_bytes = static_cast<int>(total);
@@ -70,7 +71,8 @@ inline double gram_cost(const GramPlan& p, const ConvProblem& q, int slice) {
   const double slabs = slice + (p.lags - 1) * p.lag_step;
   const double products = (p.lags - 0.5) * p.blocks * p.blocks * (p.accurate ? 3.2 : 1.0);
   const double multiply = slabs * p.tile[0] * p.steps * (products * 3.5 + 20) + p.lags * 1500.0;
-  const double load = slabs * p.halo[0] * p.halo[1] * std::max<double>(q.c_in * (q.dtype == Dtype::kFloat32 ? 4 : 3), 8) / 16;
+  const double load =
+      slabs * p.halo[0] * p.halo[1] * std::max<double>(q.c_in * (q.dtype == Dtype::kFloat32 ? 4 : 3), 8) / 16;
   return sweeps * std::max(multiply, load) + 9000;
 }
 
@@ -87,7 +89,9 @@ inline GramPlan plan_gram(const ConvProblem& q, const DeviceLimits& limits) {
   if (q.transposed || q.groups != 1) return refuse("a transposed or grouped convolution");
   if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   if (q.c_in > 8) return refuse("more than 8 input channels");
-  if (q.in[0] * q.in[1] * q.in[2] >= int64_t(1) << 31 || q.n > int64_t(1) << 30) return refuse("2^31 or more positions");
+  if (q.in[2] % 4 != 0) return refuse("rows that are not a multiple of four positions");
+  if (q.in[0] * q.in[1] * q.in[2] >= int64_t(1) << 31 || q.n > int64_t(1) << 30)
+    return refuse("2^31 or more positions");
   for (int i = 0; i < 3; ++i) {
     if (q.stride[i] != 1) return refuse("a stride other than 1");
     if (q.kernel[i] > kGramLags || q.dilation[i] > 64 || q.padding[i] > 4096) {

@@ -105,15 +105,19 @@ struct ChannelLse {
     if constexpr (kMask > 4) scatter_sums<(kLeft > 1 ? kLeft / 2 : 1), kMask / 2>(s);
   }
 
-  __device__ __forceinline__ void finish(float (&acc)[kAcc], float* y, int64_t stride, int width) {
-    const int g = lane >> 2, t = lane & 3;
+  // The exponentials of a row, summed over a thread's two channels.
+  __device__ __forceinline__ void powers(const float (&acc)[kAcc], float (&s)[kPositions / 4]) const {
     const float shifted[2] = {bias[0] - shift, bias[1] - shift};
-    float s[kPositions / 4];
 #pragma unroll
     for (int i = 0; i < kPositions / 4; ++i) {
       const int at = i / 2 * 4 + i % 2;
       s[i] = exp2_approx(power(acc[at], 0, shifted[0])) + exp2_approx(power(acc[at + 2], 1, shifted[1]));
     }
+  }
+
+  // Their sums over all channels, and the result. False where they left the range of floats: nothing is stored then.
+  __device__ __forceinline__ bool reduce(float (&s)[kPositions / 4], float* y, int64_t stride, int width) {
+    const int g = lane >> 2, t = lane & 3;
     scatter_sums<kBlocks, 16>(s);
     const int block = kBlocks == 8 ? g : g / 2;
     const int position = block * 8 + t * 2;
@@ -128,17 +132,13 @@ struct ChannelLse {
     }
     auto in_range = [&](float v, int at) { return at >= width || (v > 1e-30f && v < 1e30f); };
     // All warps see the same sums and decide alike.
-    const bool in_step = __all_sync(0xffffffffu, in_range(sum.x, position) && in_range(sum.y, position + 1));
-    if (__builtin_expect(in_step, 1)) {
-      if (block / (kBlocks / 4) == warp && (kBlocks == 8 || g % 2 == 0)) {
-        if (position < width) y[position * stride] = (__log2f(sum.x) + shift) * kLn2;
-        if (position + 1 < width) y[(position + 1) * stride] = (__log2f(sum.y) + shift) * kLn2;
-      }
-      buffer ^= 1;
-    } else {
-      wgmma_use(acc);  // or the compiler keeps what it could use again, in registers that it does not have
-      exact(acc, y, stride, width);
+    if (!__all_sync(0xffffffffu, in_range(sum.x, position) && in_range(sum.y, position + 1))) return false;
+    if (block / (kBlocks / 4) == warp && (kBlocks == 8 || g % 2 == 0)) {
+      if (position < width) y[position * stride] = (__log2f(sum.x) + shift) * kLn2;
+      if (position + 1 < width) y[(position + 1) * stride] = (__log2f(sum.y) + shift) * kLn2;
     }
+    buffer ^= 1;
+    return true;
   }
 
   // `op` over the warpgroup's channels for four of each lane's positions, from 16 * quarter on.
@@ -202,7 +202,7 @@ struct ChannelLse {
 
 template <ConvMath kMath, int kSteps, int kPositions, ConvEpilogue kEpilogue>
 __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == ConvEpilogue::kResidualLse) +
-                                         kNarrowChannelConsumers),
+                                         narrow_channel_consumers(kEpilogue == ConvEpilogue::kResidualLse)),
                                   1) conv_narrow_channels_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Traits = ConvMathTraits<kMath>;
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
                                                          : WgmmaType::kTf32;
   constexpr int kChannels = 64;
   constexpr int kProducers = narrow_producers(kMath, !kStats);
-  constexpr int kConsumers = kNarrowChannelConsumers;
+  constexpr int kConsumers = narrow_channel_consumers(!kStats);
   constexpr int kLoaders = 128 * kProducers;  // threads
   constexpr int kThreads = kLoaders + 128 * kConsumers;
 
@@ -355,6 +355,12 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
         if (row.d < p.out[0] && row.h < p.out[1] && row.w < p.out[2]) return true;
       }
     };
+    // Whether the row that `advance` will find lies in the stage of the last one.
+    auto next_is_here = [&] {
+      return job < plan.strips && cursor.d * plan.tile[0] + (ahead.y >> 24) < p.out[0] &&
+             cursor.h * plan.tile[1] + ((ahead.y >> 14) & 1023) < p.out[1] &&
+             cursor.w * plan.tile[2] + (ahead.y & 16383) < p.out[2];
+    };
     auto multiply = [&](float (&acc)[kPositions / 2]) {
       wgmma_fence();
 #pragma unroll
@@ -363,39 +369,67 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
       }
       wgmma_commit();
     };
-    auto epilogue = [&](float (&acc)[kPositions / 2], const Row& row) {
-      const int width = min(kPositions, p.out[2] - row.w);
-      if (width <= 0) return;  // never; without this branch the compiler puts the epilogue before the products
-      if constexpr (kStats) {
-        stats.add(acc, t, width);
-      } else {
-        float* const y = p.y + n * p.y_stride_n + row.d * p.y_stride[0] + row.h * p.y_stride[1] + row.w * p.y_stride[2];
-        lse.finish(acc, y, p.y_stride[2], width);
-      }
+    auto wait = [&](float (&acc)[kPositions / 2]) {
+      wgmma_wait<0>();
+      wgmma_use(acc);
     };
 
     barrier_wait(full, 0);
-    float first[kPositions / 2], second[kPositions / 2];
+    float first[kPositions / 2];
     Row row{}, next{};
     bool more = advance(next);
     if (more) {
       multiply(first);
-      wgmma_wait<0>();
-      wgmma_use(first);
+      wait(first);
     }
-    // The epilogue of the row in `done` while the next one's products are under way. After the last row they are
-    // multiplied once more, for nobody, since a branch around them would make the compiler wait.
-    auto turn = [&](auto& done, auto& other) {
-      row = next;
-      more = advance(next);
-      multiply(other);
-      epilogue(done, row);
-      wgmma_wait<0>();
-      wgmma_use(other);
-    };
-    while (more) {
-      turn(first, second);
-      if (more) turn(second, first);
+    if constexpr (kStats) {
+      // The epilogue of the row in `done` while the next one's products are under way. After the last row they are
+      // multiplied once more, for nobody, since a branch around them would make the compiler wait.
+      float second[kPositions / 2];
+      auto turn = [&](auto& done, auto& other) {
+        row = next;
+        more = advance(next);
+        multiply(other);
+        const int width = min(kPositions, p.out[2] - row.w);
+        if (width > 0)
+          stats.add(done, t, width);  // always; without this branch the compiler puts it before the products
+        wait(other);
+      };
+      while (more) {
+        turn(first, second);
+        if (more) turn(second, first);
+      }
+    } else {
+      while (more) {
+        float s[kPositions / 4];
+        lse.powers(first, s);
+        // The next row is multiplied while this one's sums go round, unless it lies in another stage: this row's stage
+        // stays until it is clear that its products need not come again.
+        row = next;
+        const uint32_t here = address;
+        const bool same_stage = next_is_here();
+        if (same_stage) {
+          advance(next);
+          multiply(first);
+        }
+        const int width = min(kPositions, p.out[2] - row.w);
+        float* const y = p.y + n * p.y_stride_n + row.d * p.y_stride[0] + row.h * p.y_stride[1] + row.w * p.y_stride[2];
+        if (__builtin_expect(!lse.reduce(s, y, p.y_stride[2], width), 0)) {
+          if (same_stage) wait(first);
+          const uint32_t there = address;
+          address = here;
+          multiply(first);
+          wait(first);
+          lse.exact(first, y, p.y_stride[2], width);
+          address = there;
+          if (same_stage) multiply(first);
+        }
+        if (!same_stage) {
+          more = advance(next);
+          if (more) multiply(first);
+        }
+        wait(first);
+      }
     }
 
     if constexpr (kStats) {

@@ -31,7 +31,9 @@ __device__ __forceinline__ void share_registers() {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
     }
   } else {
-    if constexpr (kConsumers == 3) {
+    if constexpr (kConsumers == 4) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
+    } else if constexpr (kConsumers == 3) {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
     } else {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");

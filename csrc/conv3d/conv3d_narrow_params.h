@@ -23,8 +23,9 @@ KGOPT_HD constexpr int narrow_batch(ConvMath math, int window, bool large) {
   return math == ConvMath::kTf32x3 ? (large ? 5 : 3) : (large ? 9 : 5);
 }
 inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the width that a warp takes for one product
-// Where channels are the rows: warpgroups that compute, and K steps whose weights they keep in registers, at most.
-inline constexpr int kNarrowChannelConsumers = 3;
+// Where channels are the rows: warpgroups that compute, and K steps whose weights they keep in registers, at most. For
+// logsumexp four of them, with one set of accumulators each, hide each other's waiting.
+KGOPT_HD constexpr int narrow_channel_consumers(bool lse) { return lse ? 4 : 3; }
 inline constexpr int kNarrowChannelSteps = 9;
 inline constexpr int kNarrowWindow = 3;  // kernel rows that share a fragment, where they do
 inline constexpr int kNarrowStages = 3;  // at most
@@ -107,7 +108,7 @@ struct NarrowParams {
   const void* bias;        // [c_out * groups] of the weight's dtype, or null
   float* y;                // kResidualLse: the result [N, positions]
   int64_t y_stride_n, y_stride[3];
-  NarrowStats stats;  // kStats
+  NarrowStats stats;       // kStats
   const void* norm_table;  // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm_params.h
   int c_in, c_out;         // per conv group
   int c_out_total;

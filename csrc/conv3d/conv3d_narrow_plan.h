@@ -180,7 +180,7 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.batch = narrow_batch(p.math, p.window, p.large_batch);
   p.k_steps = padded(p.batch);
   p.producers = narrow_producers(p.math, lse);
-  p.consumers = p.channel_rows ? kNarrowChannelConsumers : narrow_consumers(p.math, p.columns, p.window, lse);
+  p.consumers = p.channel_rows ? narrow_channel_consumers(lse) : narrow_consumers(p.math, p.columns, p.window, lse);
   p.zero_plane = p.k_words != p.k_steps * 8;
   p.taps_fast = p.words < 4;
   const auto full_width = [&](int strip) {

@@ -57,10 +57,10 @@ bool stores_nothing(const ConvChoice& choice) {
   return choice.path == ConvPath::kImplicitGemm || choice.path == ConvPath::kNarrow || choice.path == ConvPath::kGram;
 }
 
-// How to get at statistics; a plan sees sizes but not the weight's strides.
+// How to get at statistics; a plan sees sizes but no strides.
 ConvChoice choose_stats(const ConvArgs& a, const ConvShape& shape) {
   ConvChoice choice = choose(a, shape, ConvEpilogue::kStats);
-  if (choice.path == ConvPath::kGram && !gram_reaches_weight(a, shape)) {
+  if (choice.path == ConvPath::kGram && !gram_takes_strides(a, shape)) {
     choice.path = choice.narrow.refusal ? ConvPath::kImplicitGemm : ConvPath::kNarrow;
   }
   return choice;

@@ -207,8 +207,8 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("origin", [](const NarrowPlan& p) { return copied(p.origin); });
 
   py::class_<GramPlan>(m, "GramPlan", "The plan of the Gram kernel; fields as in conv3d_gram_params.h.")
-      .def_property_readonly(
-          "refusal", [](const GramPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_property_readonly("refusal",
+                             [](const GramPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("accurate", &GramPlan::accurate)
       .def_readonly("channels", &GramPlan::channels)
       .def_readonly("outer", &GramPlan::outer)
