@@ -469,8 +469,8 @@ def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window:
     problem, output = make_problem(**case, n=128, dtype=dtype, epilogue=which)
     limits = GPUS["h200"]
     choice = dev.choose_conv(problem, limits)
-    assert choice.path.name == "narrow"
-    assert "wgmma" in choice.explain()
+    assert choice.path.name == ("gram" if epilogue == "stats" else "narrow")
+    assert ("Gram matrix" if epilogue == "stats" else "wgmma") in choice.explain()
     check_narrow_plan(choice.narrow, case, case["size"], output, limits)
     assert choice.narrow.window == window
     assert choice.narrow.channel_rows == (name == "pipeline 3")
@@ -624,6 +624,108 @@ def test_hopper_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) 
     arguments = {"c_in": 32, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "channels_innermost": True}
     problem, _ = make_problem(**{**arguments, **kwargs})
     assert fragment in dev.plan_hopper(problem, limits or dev.DeviceLimits()).refusal
+
+
+# The kernel that takes statistics from the Gram matrix of the input.
+
+
+def check_gram_plan(plan, case: dict, size, output, c_in: int, c_out: int, limits) -> None:
+    """Every offset of every position is where its columns are read, and the ring never waits for itself."""
+    assert plan.refusal is None
+    assert plan.smem_bytes <= limits.smem_per_block
+    outer = plan.outer
+    assert outer == (1 if size[0] == output[0] == case["kernel"][0] == 1 else 0)
+    assert (plan.lags, plan.lag_step) == (case["kernel"][outer], case["dilation"][outer])
+    assert plan.slices * plan.slice >= output[outer] > (plan.slices - 1) * plan.slice
+    in_slab = (output[1] if outer == 0 else 1, output[2])
+    for dim in range(2):
+        assert plan.tile[dim] * plan.tiles[dim] >= in_slab[dim] > plan.tile[dim] * (plan.tiles[dim] - 1)
+    assert plan.tiles[1] == 1 or plan.tile[1] % 4 == 0, "the first column of a tile lies at 16 bytes"
+    assert plan.teams * plan.lags <= 12
+    reach = (plan.lags - 1) * plan.lag_step
+    assert plan.ahead * plan.stage_slabs >= reach
+    assert plan.stages >= plan.ahead + 2
+    assert plan.channels in (4, 8)
+    assert c_in <= plan.channels
+    assert plan.taps == c_in * math.prod(case["kernel"])
+
+    def entry(column: int) -> int:
+        return column % 2 * plan.half + column // 2 if plan.pair == 2 else column
+
+    lead = -case["padding"][2] % 4
+    offsets = 8 // plan.channels * 2  # of a block
+    rows = 1 if outer == 1 else case["kernel"][1]
+    step = case["dilation"][2]
+    assert plan.pair == 1 or (step == 1 and output[2] % 2 == 0)
+    assert plan.per_row * offsets >= case["kernel"][2] + plan.pair - 1
+    assert plan.blocks == plan.per_row * rows
+    assert plan.halo[0] == plan.tile[0] + (rows - 1) * plan.row_step
+    places = {entry(column) for column in range(plan.row_entries)}
+    assert len(places) == plan.row_entries
+    assert plan.slab_entries == plan.halo[0] * plan.row_entries
+    for block, at in enumerate(plan.block_at):
+        row, first = divmod(block, plan.per_row)
+        at = at // 16 - row * plan.row_step * plan.row_entries
+        for column in range(plan.steps * 16):
+            for half in range(2):
+                offset = first * offsets + half * offsets // 2
+                place = at + column + half * plan.second_at
+                assert place == entry(lead + column * plan.pair + offset * step)
+                assert 0 <= place < plan.row_entries
+    assert plan.steps * 16 * plan.pair >= plan.tile[1]
+    assert plan.row_entries >= lead + plan.halo[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_gram_plan_of_any_shape(data) -> None:
+    draw = data.draw
+    three = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(3))  # noqa: E731
+    case = {"kernel": three(1, 5), "stride": (1, 1, 1), "padding": three(0, 4), "dilation": three(1, 3)}
+    size = three(1, 70)
+    if draw(st.booleans()):
+        size = (1, *size[1:])
+        case["kernel"], case["padding"] = (1, *case["kernel"][1:]), (0, *case["padding"][1:])
+    outputs = [dev.conv_out_size(*dim) for dim in zip(size, *(case[k] for k in case), strict=True)]
+    if min(outputs) < 1:
+        return
+    c_in, c_out = draw(st.integers(1, 8)), draw(st.integers(1, 150))
+    problem, output = make_problem(
+        c_in,
+        c_out,
+        size,
+        **case,
+        n=draw(st.integers(1, 200)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        allow_tf32=draw(st.booleans()),
+        epilogue=dev.ConvEpilogue.stats,
+    )
+    plan = dev.plan_gram(problem, GPUS["h200"])
+    if plan.refusal is not None:
+        assert len(plan.refusal) > 10
+        return
+    check_gram_plan(plan, case, size, output, c_in, c_out, GPUS["h200"])
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kwargs", "limits"),
+    [
+        ("9.0", {}, dev.DeviceLimits(has_wgmma=False)),
+        ("transposed", {"transposed": True}, None),
+        ("grouped", {"groups": 2}, None),
+        ("float64", {"dtype": "float64"}, None),
+        ("only statistics", {"epilogue": dev.ConvEpilogue.residual_lse}, None),
+        ("8 input channels", {"c_in": 9}, None),
+        ("stride", {"stride": (1, 2, 1)}, None),
+        ("too large", {"kernel": (1, 1, 8)}, None),
+        ("fit", {"c_in": 8}, None),
+        ("fit", {}, dev.DeviceLimits(smem_per_block=20 << 10)),
+    ],
+)
+def test_gram_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
+    arguments = {"c_in": 4, "c_out": 24, "size": (8, 9, 12), "kernel": (3, 3, 3), "epilogue": dev.ConvEpilogue.stats}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    assert fragment in dev.plan_gram(problem, limits or dev.DeviceLimits()).refusal
 
 
 @settings(max_examples=300, deadline=None)

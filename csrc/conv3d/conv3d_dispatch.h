@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 
+#include "conv3d_gram_plan.h"
 #include "conv3d_hopper_table.h"
 #include "conv3d_narrow_plan.h"
 #include "conv3d_plan.h"
@@ -18,6 +19,7 @@ enum class ConvPath {
   kImplicitGemm,  // conv3d_kernel.cuh
   kNarrow,        // conv3d_narrow_kernel.cuh
   kHopper,        // conv3d_hopper_kernel.cuh
+  kGram,          // conv3d_gram_kernel.cuh: statistics without the convolution
   kDirect,        // conv3d_direct.cu
   kAten           // cuDNN through aten::convolution
 };
@@ -27,6 +29,7 @@ struct ConvChoice {
   ConvPlan plan;
   NarrowPlan narrow;
   HopperPlan hopper;
+  GramPlan gram;
   std::string reason;
 
   std::string explain() const {
@@ -55,7 +58,9 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   }
   choice.narrow = plan_narrow(problem, limits);
   choice.hopper = plan_hopper(problem, limits);
-  const ConvPath own = !choice.narrow.refusal   ? ConvPath::kNarrow
+  choice.gram = plan_gram(problem, limits);
+  const ConvPath own = !choice.gram.refusal     ? ConvPath::kGram
+                       : !choice.narrow.refusal ? ConvPath::kNarrow
                        : !choice.hopper.refusal ? ConvPath::kHopper
                                                 : ConvPath::kImplicitGemm;
   if (backend == ConvBackend::kKgopt) {
@@ -71,6 +76,7 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     choice.path = own;
     choice.reason = "narrow input: the convolution's output never reaches memory";
     if (own == ConvPath::kNarrow) choice.reason += "; on wgmma";
+    if (own == ConvPath::kGram) choice.reason += "; its statistics come from the Gram matrix of the input";
   } else if (fused) {
     choice.reason = "input channels above " + std::to_string(2 * kNarrowInputChannels) + ", or above " +
                     std::to_string(kNarrowInputChannels) + " and output channels above " +

@@ -431,7 +431,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
         if (t == 0) shared[warpgroup * kChannels + channels[r]] = m;
       }
       finish_stats<kChannels, kConsumers, kConsumers * 128>(
-          p, n, slice, c_first, c_valid, shared, tid - kLoaders,
+          p.stats, n, slice, c_first, c_valid, shared, tid - kLoaders,
           [&](int c) { return p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f; });
     }
   }

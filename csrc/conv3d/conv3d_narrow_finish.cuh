@@ -15,7 +15,7 @@ namespace kgopt {
 // What group_stats_finalize_kernel and group_norm_mean_kernel do, for the sample whose channels' moments are in
 // `shared`. `groups` is room for a float2 of each group. Called by kThreads threads, the first of them 0.
 template <int kThreads>
-__device__ __forceinline__ void finish_sample(const NarrowParams& p, int64_t n, const Moments<float>* shared,
+__device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, const Moments<float>* shared,
                                               float2* groups, int thread) {
   const GroupStatsFinalizeParams& f = p.finish;
   const int num_groups = static_cast<int>(f.g), channels = static_cast<int>(f.c) / num_groups;
@@ -49,11 +49,11 @@ __device__ __forceinline__ void finish_sample(const NarrowParams& p, int64_t n, 
 // the same order, and become the slice's partials or, where the block has seen all of its sample, the sample's
 // statistics. bias(c): what was left out of the sums; it moves the mean and nothing else.
 template <int kColumns, int kParts, int kThreads, typename Bias>
-__device__ __forceinline__ void finish_stats(const NarrowParams& p, int64_t n, int64_t slice, int c_first, int c_valid,
+__device__ __forceinline__ void finish_stats(const NarrowStats& p, int64_t n, int64_t slice, int c_first, int c_valid,
                                              Moments<float>* shared, int thread, Bias bias) {
   static_assert(kParts > 1, "the groups' statistics take the place of the second part");
   named_barrier(1, kThreads);
-  float* const out = p.partials + ((n * p.plan.slices + slice) * p.c_out_total + c_first) * 3;
+  float* const out = p.partials + ((n * p.slices + slice) * p.c_out_total + c_first) * 3;
   for (int c = thread; c < c_valid; c += kThreads) {
     Moments<float> m = shared[c];
     for (int part = 1; part < kParts; ++part) merge(m, shared[part * kColumns + c]);

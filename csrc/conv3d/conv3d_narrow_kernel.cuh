@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
         const Moments<float> m = warp_merge(sums[j].moments(count), 4);
         if (g == 0) shared[warp * kColumns + (j / 2) * 8 + t * 2 + (j & 1)] = m;
       }
-      finish_stats<kColumns, kWarps, kWarps * 32>(p, n, slice, c_first, c_valid, shared, tid - kLoaders,
+      finish_stats<kColumns, kWarps, kWarps * 32>(p.stats, n, slice, c_first, c_valid, shared, tid - kLoaders,
                                                   [&](int c) { return column_table[c].x; });
     }
   }

@@ -85,6 +85,18 @@ enum class NarrowLoad : int {
   kHalves    // single half values
 };
 
+// What becomes of statistics.
+struct NarrowStats {
+  float* partials;  // see StatsPartials in groupnorm_params.h
+  int64_t slices;   // of a sample, in the partials
+  int c_out_total;
+  // Where a block sees all of its sample: the sample's statistics instead of partials, and with sample_mean [N] the
+  // mean of its norm.
+  bool finishes;
+  GroupStatsFinalizeParams finish;  // but for its partials
+  float* sample_mean;
+};
+
 // Arguments of the kernels. Passed by value as a __grid_constant__.
 struct NarrowParams {
   const void* x;
@@ -96,12 +108,7 @@ struct NarrowParams {
   const void* bias;        // [c_out * groups] of the weight's dtype, or null
   float* y;                // kResidualLse: the result [N, positions]
   int64_t y_stride_n, y_stride[3];
-  float* partials;  // kStats: see StatsPartials in groupnorm_params.h
-  // kStats, where a block sees all of its sample: the sample's statistics instead of partials, and with sample_mean
-  // [N] the mean of its norm.
-  bool finishes;
-  GroupStatsFinalizeParams finish;  // but for its partials
-  float* sample_mean;
+  NarrowStats stats;       // kStats
   const void* norm_table;  // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm_params.h
   int c_in, c_out;         // per conv group
   int c_out_total;

@@ -106,6 +106,7 @@ void bind_conv(py::module_& m) {
       .value("implicit_gemm", ConvPath::kImplicitGemm)
       .value("narrow", ConvPath::kNarrow)
       .value("hopper", ConvPath::kHopper)
+      .value("gram", ConvPath::kGram)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
 
@@ -246,12 +247,46 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("padding", [](const HopperPlan& p) { return copied(p.padding); })
       .def("by_width",
            [](const HopperPlan& p, int64_t n) { return int64_t(n * 2 * p.by_width.magic >> 32 >> p.by_width.shift); });
+  py::class_<GramPlan>(m, "GramPlan", "The plan of the Gram kernel; fields as in conv3d_gram_params.h.")
+      .def_property_readonly("refusal",
+                             [](const GramPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("accurate", &GramPlan::accurate)
+      .def_readonly("channels", &GramPlan::channels)
+      .def_readonly("outer", &GramPlan::outer)
+      .def_readonly("lags", &GramPlan::lags)
+      .def_readonly("lag_step", &GramPlan::lag_step)
+      .def_readonly("row_step", &GramPlan::row_step)
+      .def_readonly("pair", &GramPlan::pair)
+      .def_readonly("unit", &GramPlan::unit)
+      .def_readonly("per_row", &GramPlan::per_row)
+      .def_readonly("blocks", &GramPlan::blocks)
+      .def_readonly("second_at", &GramPlan::second_at)
+      .def_readonly("half", &GramPlan::half)
+      .def_readonly("row_entries", &GramPlan::row_entries)
+      .def_readonly("slab_entries", &GramPlan::slab_entries)
+      .def_readonly("steps", &GramPlan::steps)
+      .def_readonly("stage_slabs", &GramPlan::stage_slabs)
+      .def_readonly("stages", &GramPlan::stages)
+      .def_readonly("ahead", &GramPlan::ahead)
+      .def_readonly("teams", &GramPlan::teams)
+      .def_readonly("slices", &GramPlan::slices)
+      .def_readonly("slice", &GramPlan::slice)
+      .def_readonly("taps", &GramPlan::taps)
+      .def_readonly("column_bits", &GramPlan::column_bits)
+      .def_readonly("smem_bytes", &GramPlan::smem_bytes)
+      .def_property_readonly("block_at",
+                             [](const GramPlan& p) { return std::vector<int>(p.block_at, p.block_at + p.blocks); })
+      .def_property_readonly("tile", [](const GramPlan& p) { return std::vector<int>(p.tile, p.tile + 2); })
+      .def_property_readonly("halo", [](const GramPlan& p) { return std::vector<int>(p.halo, p.halo + 2); })
+      .def_property_readonly("tiles", [](const GramPlan& p) { return std::vector<int>(p.tiles, p.tiles + 2); })
+      .def_property_readonly("kernel", [](const GramPlan& p) { return copied(p.kernel); });
 
   py::class_<ConvChoice>(m, "ConvChoice")
       .def_readonly("path", &ConvChoice::path)
       .def_readonly("plan", &ConvChoice::plan)
       .def_readonly("narrow", &ConvChoice::narrow)
       .def_readonly("hopper", &ConvChoice::hopper)
+      .def_readonly("gram", &ConvChoice::gram)
       .def_readonly("reason", &ConvChoice::reason)
       .def("explain", &ConvChoice::explain);
 
@@ -267,6 +302,7 @@ void bind_conv(py::module_& m) {
   m.attr("HOPPER_MAX_STAGES") = kHopperMaxStages;
   m.def("plan_hopper", &plan_hopper, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("hopper_column_channel", &hopper_column_channel, py::arg("column"), py::arg("half"));
+  m.def("plan_gram", &plan_gram, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("choose_conv", &choose_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto);
 }
