@@ -630,50 +630,43 @@ def test_hopper_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) 
 
 
 def check_gram_plan(plan, case: dict, size, output, c_in: int, c_out: int, limits) -> None:
-    """Every offset of every position is where its columns are read, and the ring never waits for itself."""
+    """A stage holds every entry that the products of its rows read, and the ring never waits for itself."""
     assert plan.refusal is None
     assert plan.smem_bytes <= limits.smem_per_block
-    outer = plan.outer
-    assert outer == (1 if size[0] == output[0] == case["kernel"][0] == 1 else 0)
-    assert (plan.lags, plan.lag_step) == (case["kernel"][outer], case["dilation"][outer])
-    assert plan.slices * plan.slice >= output[outer] > (plan.slices - 1) * plan.slice
-    in_slab = (output[1] if outer == 0 else 1, output[2])
-    for dim in range(2):
-        assert plan.tile[dim] * plan.tiles[dim] >= in_slab[dim] > plan.tile[dim] * (plan.tiles[dim] - 1)
-    assert plan.tiles[1] == 1 or plan.tile[1] % 4 == 0, "the first column of a tile lies at 16 bytes"
-    assert plan.teams * plan.lags <= 12
-    reach = (plan.lags - 1) * plan.lag_step
-    assert plan.ahead * plan.stage_slabs >= reach
-    assert plan.stages >= plan.ahead + 2
-    assert plan.channels in (4, 8)
-    assert c_in <= plan.channels
+    depth, height, _ = case["kernel"]
+    assert plan.deep == (depth > 1)
+    assert (plan.channels, plan.strips) == ((4, 2) if c_in <= 4 else (8, 4))
+    assert plan.group_rows * plan.strips == 8, "64 rows of a product"
     assert plan.taps == c_in * math.prod(case["kernel"])
-
-    def entry(column: int) -> int:
-        return column % 2 * plan.half + column // 2 if plan.pair == 2 else column
-
-    lead = -case["padding"][2] % 4
-    offsets = 8 // plan.channels * 2  # of a block
-    rows = 1 if outer == 1 else case["kernel"][1]
-    step = case["dilation"][2]
-    assert plan.pair == 1 or (step == 1 and output[2] % 2 == 0)
-    assert plan.per_row * offsets >= case["kernel"][2] + plan.pair - 1
-    assert plan.blocks == plan.per_row * rows
-    assert plan.halo[0] == plan.tile[0] + (rows - 1) * plan.row_step
-    places = {entry(column) for column in range(plan.row_entries)}
-    assert len(places) == plan.row_entries
-    assert plan.slab_entries == plan.halo[0] * plan.row_entries
-    for block, at in enumerate(plan.block_at):
-        row, first = divmod(block, plan.per_row)
-        at = at // 16 - row * plan.row_step * plan.row_entries
-        for column in range(plan.steps * 16):
-            for half in range(2):
-                offset = first * offsets + half * offsets // 2
-                place = at + column + half * plan.second_at
-                assert place == entry(lead + column * plan.pair + offset * step)
-                assert 0 <= place < plan.row_entries
-    assert plan.steps * 16 * plan.pair >= plan.tile[1]
-    assert plan.row_entries >= lead + plan.halo[1]
+    cut = 0 if plan.deep else 1
+    assert plan.slices * plan.slice >= output[cut] > (plan.slices - 1) * plan.slice
+    rows = (output[1] if plan.deep else plan.slice) + height - 1
+    assert plan.tiles[0] * plan.tile_rows >= rows > (plan.tiles[0] - 1) * plan.tile_rows
+    assert plan.tiles[1] * plan.tile_pairs * 2 >= output[2] > (plan.tiles[1] - 1) * plan.tile_pairs * 2
+    assert plan.tile_rows % plan.group_rows == 0
+    assert plan.tile_pairs % 16 == 0
+    # Columns: the first of a vector lies at a multiple of four, the last tap of the last output is there.
+    assert (plan.lead + case["padding"][2]) % 4 == 0
+    assert 0 <= plan.lead < 4
+    assert plan.vectors * 4 >= plan.lead + min(2 * plan.tile_pairs, output[2]) + 2
+    # Rows that the products of a tile's first and last group read.
+    borders = 4 if plan.channels == 4 else 0
+    for first in (0, plan.tile_rows - plan.group_rows):
+        for lag in range(depth):
+            begin = plan.above + first - (2 if lag else 0)
+            assert begin >= 0
+            assert begin + plan.group_rows + (4 if lag else 2) <= plan.rows - borders
+    assert plan.strip_bytes == plan.tile_pairs * 16
+    assert plan.stage_bytes == plan.rows * plan.strips * plan.strip_bytes
+    assert plan.at_ring + plan.stages * plan.stage_bytes * (2 if plan.accurate else 1) <= plan.smem_bytes
+    assert plan.at_ring % 128 == 0
+    assert plan.stages > (depth if plan.deep else 1)
+    assert plan.fifo in (1, 2, 3, 4, 6)
+    *parts, (floats, last) = plan.parts
+    assert last == len(parts) - 1
+    ends = [end for _, end in sorted(parts)]
+    assert [begin for begin, _ in sorted(parts)] == [0, *ends[:-1]]
+    assert floats == ends[-1] * (1 if plan.deep else 2)
 
 
 @settings(max_examples=200, deadline=None)
@@ -681,7 +674,7 @@ def check_gram_plan(plan, case: dict, size, output, c_in: int, c_out: int, limit
 def test_gram_plan_of_any_shape(data) -> None:
     draw = data.draw
     three = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(3))  # noqa: E731
-    case = {"kernel": three(1, 5), "stride": (1, 1, 1), "padding": three(0, 4), "dilation": three(1, 3)}
+    case = {"kernel": three(1, 3), "stride": (1, 1, 1), "padding": three(0, 4), "dilation": (1, 1, 1)}
     size = three(1, 70)
     if draw(st.booleans()):
         size = (1, *size[1:])
@@ -710,15 +703,17 @@ def test_gram_plan_of_any_shape(data) -> None:
 @pytest.mark.parametrize(
     ("fragment", "kwargs", "limits"),
     [
-        ("9.0", {}, dev.DeviceLimits(has_wgmma=False)),
+        ("compute capability", {}, dev.DeviceLimits(has_wgmma=False)),
         ("transposed", {"transposed": True}, None),
         ("grouped", {"groups": 2}, None),
         ("float64", {"dtype": "float64"}, None),
         ("only statistics", {"epilogue": dev.ConvEpilogue.residual_lse}, None),
         ("8 input channels", {"c_in": 9}, None),
         ("stride", {"stride": (1, 2, 1)}, None),
-        ("too large", {"kernel": (1, 1, 8)}, None),
-        ("fit", {"c_in": 8}, None),
+        ("dilation", {"dilation": (1, 2, 1)}, None),
+        ("too large", {"kernel": (1, 1, 5)}, None),
+        ("4 input channels", {"c_in": 8}, None),
+        ("odd number", {"kernel": (3, 3, 2)}, None),
         ("fit", {}, dev.DeviceLimits(smem_per_block=20 << 10)),
     ],
 )

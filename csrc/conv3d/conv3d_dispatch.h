@@ -59,7 +59,7 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   choice.narrow = plan_narrow(problem, limits);
   choice.hopper = plan_hopper(problem, limits);
   choice.gram = plan_gram(problem, limits);
-  const ConvPath own = !choice.gram.refusal     ? ConvPath::kGram
+  const ConvPath own = !choice.gram.refusal && !choice.narrow.refusal ? ConvPath::kGram
                        : !choice.narrow.refusal ? ConvPath::kNarrow
                        : !choice.hopper.refusal ? ConvPath::kHopper
                                                 : ConvPath::kImplicitGemm;

@@ -2,26 +2,29 @@
 //
 // With u the unfolded input at a position (all taps, all channels), channel c of the output is y_c = w_c' u + b_c, so
 // that mean(y_c) = w_c' mean(u) + b_c and var(y_c) = w_c' C w_c with C the covariance of u. C costs no epilogue at all,
-// and less than the products suggest:
-//   - It is symmetric, and along the outer dim only the distance of two taps counts, but for the first and last slabs:
-//     the products of a slab (a row in 2D, a plane in 3D) with the slab `lag` further enter C for each tap that sees
-//     the slab. Where that changes, the accumulators are added to shared memory.
-//   - Two neighbouring positions share all but one offset along the width. A column of the products stands for both:
-//     taps + 1 offsets at half the columns, and two filters, one shifted.
+// and wgmma reads both of its operands from shared memory, as the input lies there:
+//   - Entries of 16 bytes (8 channels of a position, or 4 of two) make strips: strip s of a row holds, for k = 0, 1,
+//     ..., the entry that pair k of neighbouring outputs sees at offset s. A product sums over k. Neighbouring outputs
+//     share all but one offset, so that entry (w, w') of C is the sum of two of the products.
+//   - Strips of several rows are the 64 rows of a product, those of these rows and some more its columns: any two rows
+//     `lag` apart add to the same sums. Rows that some taps do not see (the first and last two) are multiplied once more
+//     by themselves, and taken out at the end.
+//   - A warpgroup multiplies each slab (depth) with the one `lag` further, for each depth tap that sees the slab.
 // x comes into shared memory once, as fp16 of (x - pivot) * scale, with a power of two that makes the channel's
 // standard deviation about one: eleven bits, as TF32. A second fp16 term gives twenty-two where fp32 accuracy is asked
 // for. -pivot * scale is a value of fp16, so that zero padding is exact. Where a value leaves fp16's range the sample
 // is done again with the scale that its maximum asks for.
-//
-// Entries of 16 bytes (8 channels, or 4 of two positions) make the rows that ldmatrix transposes: positions are K.
 #pragma once
 
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "../common/async.cuh"
 #include "../common/dtype.cuh"
 #include "../common/mma.cuh"
 #include "../common/reduce.cuh"
+#include "../common/wgmma.cuh"
 #include "conv3d_gram_params.h"
 #include "conv3d_narrow_finish.cuh"
 
@@ -29,48 +32,74 @@ namespace kgopt {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// ldmatrix of four 8 x 8 matrices, transposed: the fragment A of 16 rows (two entries' channels) x 16 positions, or the
-// fragments B of the same two entries.
-__device__ __forceinline__ void load_transposed(uint32_t (&a)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(address)
-               : "memory");
-}
 // The larger magnitude, NaN if either is.
 __device__ __forceinline__ float larger_magnitude(float most, float v) {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(fabsf(v)));
   return most;
 }
 __device__ __forceinline__ uint32_t half_bits(__half2 h) { return *reinterpret_cast<const uint32_t*>(&h); }
+
 // From an even share of the registers to what either side needs.
-template <int kBlocks, bool kAccurate, bool kComputes>
+template <bool kDeep, bool kComputes>
 __device__ __forceinline__ void gram_registers() {
-  if constexpr (kAccurate) {
+  if constexpr (kDeep) {
     if constexpr (kComputes) {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
     } else {
       asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
     }
-  } else if constexpr (kBlocks == kGramBlocks) {
-    if constexpr (kComputes) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
-    } else {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-    }
+  } else if constexpr (kComputes) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+  }
+}
+
+// D[64 x N] += A' B, A of 16 x 64 and B of 16 x N fp16 in entries of 8: entry k of eight rows or columns lies 16 k bytes
+// after the first, the next eight `strip` bytes further.
+__device__ __forceinline__ uint64_t gram_descriptor(uint32_t strip_bytes) {
+  return uint64_t(128 >> 4) << 16 | uint64_t(strip_bytes >> 4) << 32;
+}
+#define KGOPT_GRAM_PRODUCT(n, list, at_a, at_b, add_flag, outputs)                          \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, " add_flag                                   \
+               ", 0; "                                                                      \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 {" list "}, " at_a   \
+               ", " at_b ", p, 1, 1, 1, 1; }"                                               \
+               : outputs                                                                    \
+               : "l"(a), "l"(b), "r"(int(add)))
+template <int kN>
+__device__ __forceinline__ void gram_product(float (&d)[kN / 2], uint64_t a, uint64_t b, bool add) {
+  if constexpr (kN == 8) {
+    KGOPT_GRAM_PRODUCT(8, "%0,%1,%2,%3", "%4", "%5", "%6", KGOPT_D4(0));
+  } else if constexpr (kN == 64) {
+    KGOPT_GRAM_PRODUCT(64, KGOPT_S32, "%32", "%33", "%34", KGOPT_D32(0));
+  } else if constexpr (kN == 96) {
+    KGOPT_GRAM_PRODUCT(96, KGOPT_S48, "%48", "%49", "%50", KGOPT_D32(0) KGOPT_COMMA KGOPT_D16(32));
+  } else {
+    static_assert(kN == 128);
+    KGOPT_GRAM_PRODUCT(128, KGOPT_S64, "%64", "%65", "%66", KGOPT_D64(0));
+  }
+}
+
+// Until at most `under_way` - 1 of a thread's groups of copies are.
+__device__ __forceinline__ void wait_for_oldest(int under_way) {
+  switch (under_way) {
+    case 1: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+    case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+    case 3: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+    case 4: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+    default: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
   }
 }
 
 // Shared memory, and what the two sides agree on.
 struct GramBlock {
   uint64_t *full, *empty;
-  float2* shift;   // [8] of (-pivot * scale, scale)
-  float* largest;  // [8 warps][8 channels]
-  float *sums, *gram;
-  uint32_t ring;      // shared address
-  int first;          // output along the outer dim
-  int outputs;        // of this block
-  int slabs, stages;  // of a sweep
+  float2* shift;    // [8] of (-pivot * scale, scale)
+  float* largest;   // [8 warps][8 channels]
+  int first[2];     // output along depth and height
+  int outputs[2];   // of this block
+  int slabs, rows;  // input that they see
 };
 
 // Stages in the order of the ring.
@@ -82,116 +111,172 @@ struct GramTurn {
   }
 };
 
-// Tiles of a slab.
-struct GramSweep {
-  int row = 0, column = 0;  // the first
-  int all_rows;
-  __device__ __forceinline__ explicit GramSweep(const GramParams& p) : all_rows(p.plan.outer == 0 ? p.out[1] : 1) {}
-  __device__ __forceinline__ bool done(const GramParams&) const { return row >= all_rows; }
-  __device__ __forceinline__ void advance(const GramParams& p) {
-    column += p.plan.tile[1];
-    if (column >= p.out[2]) column = 0, row += p.plan.tile[0];
+// What the stages hold, one after the other: for each tile of a slab all slabs.
+struct GramWalk {
+  int slab = 0, row = 0, column = 0;  // the tile's first, of the block
+  __device__ __forceinline__ bool done(const GramBlock& b) const { return row >= b.rows; }
+  __device__ __forceinline__ void advance(const GramParams& p, const GramBlock& b) {
+    if (++slab < b.slabs) return;
+    slab = 0;
+    column += 2 * p.plan.tile_pairs;
+    if (column >= p.out[2]) column = 0, row += p.plan.tile_rows;
   }
-  __device__ __forceinline__ int rows(const GramParams& p) const { return min(p.plan.tile[0], all_rows - row); }
-  __device__ __forceinline__ int columns(const GramParams& p) const { return min(p.plan.tile[1], p.out[2] - column); }
 };
 
-// Four neighbouring values.
-__device__ __forceinline__ float4 load_four(const float* p) { return __ldg(reinterpret_cast<const float4*>(p)); }
-__device__ __forceinline__ uint2 load_four(const __nv_bfloat16* p) { return __ldg(reinterpret_cast<const uint2*>(p)); }
-__device__ __forceinline__ uint2 load_four(const __half* p) { return __ldg(reinterpret_cast<const uint2*>(p)); }
-template <typename Element, typename Four>
-__device__ __forceinline__ float one_of_four(const Four& four, int k) {
-  return to_acc(reinterpret_cast<const Element*>(&four)[k]);
-}
-
-// From x to the ring: all sweeps, once. A thread has one vector of four columns and walks over the rows of a stage.
-template <typename Element, int kChannels, bool kAccurate>
-__device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& b, unsigned char* ring, int64_t n,
+// From x to the ring: all tiles, once. A thread takes vectors of four columns, all channels, and has the next few under
+// way in a part of shared memory of its own.
+template <typename Element, int kChannels, bool kDeep, bool kAccurate>
+__device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
                                           GramTurn& turn) {
-  constexpr int kLoaders = 32 * gram_loading(kAccurate);
-  using Four = decltype(load_four(static_cast<const Element*>(nullptr)));
+  constexpr int kVector = 4 * sizeof(Element), kLoaders = gram_loaders(kDeep);
   const GramPlan& plan = p.plan;
   const int tid = threadIdx.x, lane = tid & 31;
-  const int low_at = plan.stages * plan.stage_slabs * plan.slab_entries * 16;
   const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
-  const bool flat = plan.outer == 1;  // a slab is one row
   const bool padded = (plan.pad[0] | plan.pad[1] | plan.pad[2]) != 0;
-  const int64_t outer_stride = p.x_stride[plan.outer], row_stride = flat ? 0 : p.x_stride[1];
-  const int rows = plan.halo[0], all_rows = plan.stage_slabs * rows;
-  const int threads_w = min(plan.vectors, kLoaders), rows_at_once = kLoaders / threads_w;
-  const int first_row = tid / threads_w < rows_at_once ? tid / threads_w : 1 << 24;
+  const int borders = kChannels == 4 ? kGramBorders : 0, main_rows = plan.rows - borders;
+  const int rounds = (plan.rows * plan.vectors + kLoaders - 1) / kLoaders;
+  const int row_begin = tid / plan.vectors, vector_begin = tid - row_begin * plan.vectors;
+  const int row_step = kLoaders / plan.vectors, vector_step = kLoaders - row_step * plan.vectors;
+  unsigned char* const raw = smem + plan.at_raw + tid * kVector;
+  constexpr int kChannelBytes = kLoaders * kVector, kSlotBytes = kChannels * kChannelBytes;
+
+  // A vector of a stage: of which row of the block, and which columns of x. Border rows belong to the tile that has the
+  // first of them. False: it is zeros.
+  struct Item {
+    int row, vector;
+  };
+  auto advance = [&](Item& item) {
+    item.row += row_step, item.vector += vector_step;
+    if (item.vector >= plan.vectors) item.vector -= plan.vectors, ++item.row;
+  };
+  auto row_of = [&](const GramWalk& walk, int row, int& of_block) {
+    of_block = walk.row - plan.above + row;
+    if (kChannels == 4 && row >= main_rows) {
+      const int i = row - main_rows, first = i < 2 ? 0 : b.outputs[1];
+      of_block = first + (i & 1);
+      if ((i & 1) >= plan.kernel[1] - 1 || first < walk.row || first >= walk.row + plan.tile_rows) return false;
+    }
+    return row < plan.rows && unsigned(of_block) < unsigned(b.rows);
+  };
+  auto inside = [&](const GramWalk& walk, const Item& item, int row, int64_t& offset) {
+    const int d = b.first[0] + walk.slab - plan.pad[0], h = b.first[1] + row - plan.pad[1];
+    const int w = walk.column - plan.pad[2] - plan.lead + item.vector * 4;  // a vector lies in x or outside it
+    offset = d * p.x_stride[0] + h * p.x_stride[1] + w;
+    return unsigned(d) < unsigned(p.in[0]) && unsigned(h) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
+  };
+
+  // What is fetched next.
+  GramWalk ahead;
+  Item fetched{row_begin, vector_begin};
+  int round_ahead = 0, fetch_slot = 0;
+  auto fetch = [&] {
+    if (!ahead.done(b)) {
+      int row;
+      int64_t offset = 0;
+      const bool load = row_of(ahead, fetched.row, row) && inside(ahead, fetched, row, offset);
+      const Element* src = load ? x + offset : x;
+      unsigned char* to = raw + fetch_slot * kSlotBytes;
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        const bool valid = load && c < p.c_in;
+        cp_async<kVector>(to + c * kChannelBytes, valid ? src : x, valid);
+        src += p.x_stride_c;
+      }
+      advance(fetched);
+      if (++round_ahead == rounds) {
+        round_ahead = 0, fetched = {row_begin, vector_begin};
+        ahead.advance(p, b);
+      }
+    }
+    cp_async_commit();
+    if (++fetch_slot == plan.fifo) fetch_slot = 0;
+  };
+  for (int i = 0; i < plan.fifo; ++i) fetch();
+
   float2 shift[kChannels];
   float most[kChannels];
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) shift[c] = b.shift[c], most[c] = 0.f;
-  for (GramSweep sweep(p); !sweep.done(p); sweep.advance(p)) {
+  int slot = 0;
+  for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
+    const int pairs = min(plan.tile_pairs, (p.out[2] - walk.column) / 2);  // with outputs
+    unsigned char* const to_stage = smem + plan.at_ring + turn.slot * plan.stage_bytes * (kAccurate ? 2 : 1);
+    Item item{row_begin, vector_begin};
 #pragma unroll 1
-    for (int stage = 0; stage < b.stages; ++stage, turn.advance(plan.stages)) {
-      barrier_wait(b.empty + turn.slot, turn.parity ^ 1);
-      unsigned char* const to_stage = ring + turn.slot * plan.stage_slabs * plan.slab_entries * 16;
-#pragma unroll 1
-      for (int place = tid % threads_w; place < plan.vectors; place += threads_w) {
-        const int at_column = sweep.column - plan.pad[2] - plan.lead + place * 4;  // a vector lies in x or outside it
-        const bool inside_column = unsigned(at_column) < unsigned(p.in[2]);
-        unsigned char* const to_column = to_stage + place * (plan.pair == 2 ? 32 : 64);
-        int slab = 0, row = first_row;
-#pragma unroll 1
-        for (int i = first_row; i < all_rows; i += rows_at_once, row += rows_at_once) {
-          while (row >= rows) row -= rows, ++slab;
-          const int at_outer = b.first + stage * plan.stage_slabs + slab - plan.pad[plan.outer];
-          const int at_row = flat ? 0 : sweep.row + row - plan.pad[1];
-          const bool inside = inside_column && unsigned(at_outer) < unsigned(p.in[plan.outer]) &&
-                              (flat || unsigned(at_row) < unsigned(p.in[1]));
-          const Element* src = x + (at_outer * outer_stride + at_row * row_stride + at_column);
-          Four v[kChannels];
+    for (int round = 0; round < rounds; ++round, advance(item)) {
+      wait_for_oldest(plan.fifo);
+      int row;
+      int64_t offset;
+      const bool some = row_of(walk, item.row, row);
+      const bool counts = some && (padded || inside(walk, item, row, offset));
+      // Two channels of four positions at a time.
+      uint32_t high[4][kChannels / 2], low[kAccurate ? 4 : 1][kChannels / 2];
+      const unsigned char* const from = raw + slot * kSlotBytes;
 #pragma unroll
-          for (int c = 0; c < kChannels; ++c) {
-            v[c] = Four{};
-            if (inside && c < p.c_in) v[c] = load_four(src);
-            src += p.x_stride_c;
+      for (int c = 0; c < kChannels; c += 2) {
+        float v[2][4];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const unsigned char* const at = from + (c + e) * kChannelBytes;
+          if constexpr (sizeof(Element) == 4) {
+            const float4 f = *reinterpret_cast<const float4*>(at);
+            v[e][0] = f.x, v[e][1] = f.y, v[e][2] = f.z, v[e][3] = f.w;
+          } else {
+            const uint2 f = *reinterpret_cast<const uint2*>(at);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) v[e][k] = to_acc(reinterpret_cast<const Element*>(&f)[k]);
           }
-          // Without padding nobody multiplies what lies outside: any number will do, but for NaN.
-          const bool counts = inside || padded;
-          unsigned char* const to = to_column + (slab * plan.slab_entries + row * plan.row_entries) * 16;
+        }
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            uint32_t high[kChannels / 2], low[kChannels / 2];
-#pragma unroll
-            for (int c = 0; c < kChannels; c += 2) {
-              float2 f;
-              f.x = counts ? fmaf(one_of_four<Element>(v[c], k), shift[c].y, shift[c].x) : 0.f;
-              f.y = counts ? fmaf(one_of_four<Element>(v[c + 1], k), shift[c + 1].y, shift[c + 1].x) : 0.f;
-              most[c] = larger_magnitude(most[c], f.x);
-              most[c + 1] = larger_magnitude(most[c + 1], f.y);
-              const __half2 h = __float22half2_rn(f);
-              high[c / 2] = half_bits(h);
-              if constexpr (kAccurate) {
-                const float2 back = __half22float2(h);
-                low[c / 2] = half_bits(__floats2half2_rn(f.x - back.x, f.y - back.y));
-              }
-            }
-            const int entry = plan.pair == 2 ? (k & 1) * plan.half + k / 2 : k;
-            auto store = [&](unsigned char* at, const uint32_t* w) {
-              at += entry * 16;
-              if constexpr (kChannels == 8) {
-                *reinterpret_cast<uint4*>(at) = make_uint4(w[0], w[1], w[2], w[3]);
-              } else {
-                // And the second half of the entry `unit` before, in a row of pairs the other parity's.
-                *reinterpret_cast<uint2*>(at) = make_uint2(w[0], w[1]);
-                const int back = plan.pair == 1 ? plan.unit : k & 1 ? plan.half : 1 - plan.half;
-                if (place * 4 + k >= plan.unit) *reinterpret_cast<uint2*>(at - back * 16 + 8) = make_uint2(w[0], w[1]);
-              }
-            };
-            store(to, high);
-            if constexpr (kAccurate) store(to + low_at, low);
+        for (int k = 0; k < 4; ++k) {
+          const float2 f = counts ? make_float2(fmaf(v[0][k], shift[c].y, shift[c].x),
+                                                fmaf(v[1][k], shift[c + 1].y, shift[c + 1].x))
+                                  : make_float2(0.f, 0.f);
+          most[c] = larger_magnitude(most[c], f.x);
+          most[c + 1] = larger_magnitude(most[c + 1], f.y);
+          const __half2 h = __float22half2_rn(f);
+          high[k][c / 2] = half_bits(h);
+          if constexpr (kAccurate) {
+            const float2 back = __half22float2(h);
+            low[k][c / 2] = half_bits(__floats2half2_rn(f.x - back.x, f.y - back.y));
           }
         }
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(b.full + turn.slot);
+      fetch();
+      if (++slot == plan.fifo) slot = 0;
+      if (round == 0) barrier_wait(b.empty + turn.slot, turn.parity ^ 1);
+      if (item.row < plan.rows) {
+        unsigned char* const to_row = to_stage + item.row * plan.strips * plan.strip_bytes;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int column = item.vector * 4 + k - plan.lead;  // of the tile
+          const int at = column >> 1, odd = column & 1;
+          auto store = [&](int strip, int pair) {
+            if (unsigned(pair) >= unsigned(plan.tile_pairs)) return;
+            unsigned char* const to = to_row + strip * plan.strip_bytes + pair * 16;
+            const bool there = pair < pairs;
+            auto term = [&](unsigned char* to, const uint32_t (&w)[kChannels / 2]) {
+              if constexpr (kChannels == 8) {
+                *reinterpret_cast<uint4*>(to) =
+                    make_uint4(there ? w[0] : 0, there ? w[1] : 0, there ? w[2] : 0, there ? w[3] : 0);
+              } else {
+                *reinterpret_cast<uint2*>(to + odd * 8) = make_uint2(there ? w[0] : 0, there ? w[1] : 0);
+              }
+            };
+            term(to, high[k]);
+            if constexpr (kAccurate) term(to + plan.stage_bytes, low[k]);
+          };
+          // Position 2 k + s: of strip s; an entry of 4 channels is one of two positions.
+          store(kChannels == 8 ? odd : 0, at);
+          store(kChannels == 8 ? odd + 2 : 1, at - 1);
+        }
+      }
     }
+    wgmma_fence_shared();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(b.full + turn.slot);
   }
+  cp_async_wait_all();
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
     float all = c < kChannels ? most[c < kChannels ? c : 0] : 0.f;
@@ -201,196 +286,173 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
   }
 }
 
-// The products of each slab with the slab `lag` further. Lag 0 is symmetric: blocks below the diagonal are left out,
-// and the sums belong to it. There is one copy of everything here: code that runs once costs more to fetch than to run.
-template <int kBlocks, bool kAccurate>
-__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, int warp, int lag,
-                                              GramTurn& turn, int& lead) {
-  constexpr int kHeld = 192;  // products that are summed before their sum moves on: the tensor core truncates
+// A warpgroup's products of each slab with the slab kLag further (0: with itself, and the sums; else 1 or 2, `lag`).
+template <int kChannels, bool kDeep, bool kFar, bool kAccurate>
+__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, unsigned char* smem, int lag,
+                                              int team, GramTurn& turn) {
+  constexpr int kStrips = kChannels == 8 ? 4 : 2, kRows = 8 / kStrips, kSide = kStrips * 8;
+  constexpr int kBands = kFar ? 5 : 3, kN = (kRows + kBands - 1) * kSide;
+  constexpr int kTeams = kDeep ? 1 : 2;
   const GramPlan& plan = p.plan;
-  const int lane = threadIdx.x & 31;
-  const int teams = plan.teams, team = warp - lag * teams, lags = plan.lags;
-  const bool same = lag == 0;
-  const int ring_slabs = plan.stages * plan.stage_slabs, slab_bytes = plan.slab_entries * 16;
-  const uint32_t low_at = ring_slabs * slab_bytes;
-  // Matrix lane / 8 of ldmatrix: A's words alternate between the two entries, B's between the two times 8 positions.
-  const uint32_t own_a = b.ring + ((lane >> 4) * 8 + (lane & 7) + (lane >> 3 & 1) * plan.second_at) * 16;
-  const uint32_t own_b = b.ring + ((lane >> 3 & 1) * 8 + (lane & 7) + (lane >> 4) * plan.second_at) * 16;
+  const int thread = threadIdx.x & 127, lane = thread & 31, warp = thread / 32, g = lane >> 2, t = lane & 3;
+  const int row_bytes = kStrips * plan.strip_bytes, slot_bytes = plan.stage_bytes * (kAccurate ? 2 : 1);
+  const uint32_t ring = shared_address(smem + plan.at_ring);
+  const uint64_t strips = gram_descriptor(plan.strip_bytes);
+  const uint64_t ones = gram_descriptor(128) | (shared_address(smem + 512) >> 4);
+  float* const gram = reinterpret_cast<float*>(smem + plan.at_gram) + (kDeep ? 0 : team * 3 * kSide * kSide);
+  float* const sums = reinterpret_cast<float*>(smem + plan.at_sums) + (kDeep ? 0 : team * kSide);
+  const int depth = plan.kernel[0];
+  // The slabs that lead are waited for here, lag of them.
+  GramTurn ahead = turn;
 
-  float acc[kBlocks][kBlocks][2][4] = {}, only_sum[4] = {};
-  // Lag 0 leaves the accumulators below the diagonal to its sums.
-  auto sums = [&](int i) -> float (&)[4] {
-    if constexpr (kBlocks == 1) {
-      return only_sum;
-    } else {
-      return acc[i < 2 ? 1 : kBlocks - 1][0][i & 1];
-    }
-  };
-  // Sixteen columns of a row of positions, of which `left` are there.
-  auto multiply = [&](uint32_t at_a, uint32_t at_b, int left) {
-    uint32_t a[kBlocks][4], a_low[kAccurate ? kBlocks : 1][4];
+  float acc[kN / 2] = {}, edge[32] = {}, total[kFar ? 1 : 4] = {}, edge_total[kFar ? 1 : 4] = {};
+  bool edge_held = false;
+  int held = 0, low = 0, high = 0;  // taps that see what the accumulators hold
+  const int my_row = warp * 2 / kStrips;
+  auto dump = [&] {
+#pragma unroll 1
+    for (int row = 0; row < kRows; ++row) {
+      named_barrier(2 + threadIdx.x / 128, 128);
+      if (my_row != row) continue;
+#pragma unroll 1
+      for (int tap = low; tap <= high; ++tap) {
+        float* const part = gram + gram_part(plan, lag, tap) + (warp * 2 % kStrips * 8 + g) * kSide + t * 2;
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      load_transposed(a[i], at_a + plan.block_at[i]);
-      if constexpr (kAccurate) load_transposed(a_low[i], at_a + plan.block_at[i] + low_at);
-    }
-    if (left < 16) {
-      left -= 2 * (lane & 3);  // from this thread's first
-      const uint32_t first = left >= 2 ? ~0u : left == 1 ? 0xffffu : 0u;
-      const uint32_t second = left >= 10 ? ~0u : left == 9 ? 0xffffu : 0u;
+        for (int q = 0; q < kN / 8; ++q) {
+          const int band = q / kStrips - row;
+          if (unsigned(band) >= unsigned(kBands)) continue;
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          a[i][k] &= k < 2 ? first : second;
-          if constexpr (kAccurate) a_low[i][k] &= k < 2 ? first : second;
+          for (int half = 0; half < 2; ++half) {
+            float2* const at =
+                reinterpret_cast<float2*>(part + band * kSide * kSide + half * 8 * kSide + q % kStrips * 8);
+            float2 v = *at;
+            v.x += acc[q * 4 + half * 2], v.y += acc[q * 4 + half * 2 + 1];
+            *at = v;
+          }
+        }
+        if (!kFar && t == 0) {
+          float* const at = sums + tap * kSide + warp * 2 % kStrips * 8 + g;
+          at[0] += total[0], at[8] += total[kFar ? 0 : 2];
         }
       }
     }
+    held = 0;  // the next product overwrites: zeros by other instructions would make the compiler wait for every one
+  };
+  // Border rows: 4 channels: the matrix's first half of rows is that of the upper ones; 8: of one of the teams.
+  auto dump_edge = [&] {
+    constexpr int kEdge = 2 * kSide;
+    const int place = kDeep || kChannels == 4 ? warp / 2 : team;
+#pragma unroll 1
+    for (int tap = low; tap <= high; ++tap) {
+      float* const part = reinterpret_cast<float*>(smem + plan.at_border) +
+                          (gram_part_index(plan, lag, tap) * 2 + place) * kEdge * kEdge;
+      float* const at_row = part + ((kChannels == 4 ? warp % 2 : warp) * 16 + g) * kEdge + t * 2;
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-      uint32_t f[4], f_low[4];
-      load_transposed(f, at_b + plan.block_at[j]);
-      if constexpr (kAccurate) load_transposed(f_low, at_b + plan.block_at[j] + low_at);
-      auto product = [&](int i) {
+      for (int q = 0; q < 8; ++q) {
+        if (kChannels == 4 && q / 4 != place) continue;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float (&d)[4] = acc[i][j][half];
-          const uint32_t b0 = f[2 * half], b1 = f[2 * half + 1];
-          if constexpr (kAccurate) {
-            const uint32_t low0 = f_low[2 * half], low1 = f_low[2 * half + 1];
-            float t[4] = {};
-            mma_fp16(t, a_low[i], low0, low1);
-            mma_fp16(t, a_low[i], b0, b1);
-            mma_fp16(t, a[i], low0, low1);
-            mma_fp16(t, a[i], b0, b1);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) d[k] += t[k];
-          } else {
-            mma_fp16(d, a[i], b0, b1);
-          }
+          float2* const at = reinterpret_cast<float2*>(at_row + half * 8 * kEdge + q % (kEdge / 8) * 8);
+          float2 v = *at;
+          v.x += edge[q * 4 + half * 2], v.y += edge[q * 4 + half * 2 + 1];
+          *at = v;
         }
-      };
-#pragma unroll
-      for (int i = 0; i <= j; ++i) product(i);
-      if (same) {
-        constexpr uint32_t kOnes = 0x3C003C00u;
-        if constexpr (kAccurate) {
-          float t[4] = {};
-          mma_fp16(t, a_low[j], kOnes, kOnes);
-          mma_fp16(t, a[j], kOnes, kOnes);
-          sums(j)[0] += t[0], sums(j)[2] += t[2];
-        } else {
-          mma_fp16(sums(j), a[j], kOnes, kOnes);
-        }
-      } else {
-#pragma unroll
-        for (int i = j + 1; i < kBlocks; ++i) product(i);
+      }
+      if (!kFar && t == 0) {
+        float* const at = reinterpret_cast<float*>(smem + plan.at_sums) + gram_sum_floats(plan) +
+                          (tap * 2 + place) * kEdge + (kChannels == 4 ? warp % 2 : warp) * 16 + g;
+        at[0] += edge_total[0], at[8] += edge_total[kFar ? 0 : 2];
       }
     }
-  };
-  int held = 0, held_low = 0, held_high = -1;
-  // The teams of a lag in turn, each with other blocks.
-  auto flush = [&] {
-    const int last = min(held_high, lags - 1 - lag);
-    float* const gram = b.gram + (lag * lags - lag * (lag - 1) / 2) * (kBlocks * kBlocks * 256) + lane * 4;
-#pragma unroll 1
-    for (int round = 0; round < teams; ++round) {
-      if (teams > 1) named_barrier(2 + lag, teams * 32);
-      int to = team + round;
-      if (to >= teams) to -= teams;
-      int mine = to;  // the next product that is this team's
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-        for (int j = 0; j < kBlocks; ++j) {
-          if (mine != i * kBlocks + j) continue;
-          mine += teams;
-          if (same && i > j) continue;
-#pragma unroll 1
-          for (int tap = held_low; tap <= last; ++tap) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              float4* const at = reinterpret_cast<float4*>(gram + tap * (kBlocks * kBlocks * 256) +
-                                                           (i * kBlocks + j) * 256 + half * 128);
-              float4 v = *at;
-              float* const add = acc[i][j][half];
-              v.x += add[0], v.y += add[1], v.z += add[2], v.w += add[3];
-              *at = v;
-            }
-          }
-#pragma unroll
-          for (int k = 0; k < 8; ++k) acc[i][j][k / 4][k % 4] = 0.f;
-        }
-      }
-      if (same && to == 0) {
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll 1
-          for (int tap = held_low; tap <= last; ++tap) {
-            float* const at = b.sums + (tap * kBlocks + i) * 16 + (lane >> 2);
-            if ((lane & 3) == 0) at[0] += sums(i)[0], at[8] += sums(i)[2];
-          }
-#pragma unroll
-          for (int k = 0; k < 4; ++k) sums(i)[k] = 0.f;
-        }
-      }
-    }
-    held = 0;
+    edge_held = false;
   };
 
-  GramSweep sweep(p);
-  int low = 0, high = 0;  // taps that see a slab
-  for (int stage = 0;;) {
-    const bool last = sweep.done(p);
-    int slab = stage * plan.stage_slabs;
-    const int begin = slab, end = last ? slab + 1 : min(begin + plan.stage_slabs, b.slabs);
-    if (!last) {
-      for (const int wanted = min(plan.ahead, b.stages - 1 - stage); lead <= wanted; ++lead) {
-        int slot = turn.slot + lead;
-        const uint32_t parity = slot < plan.stages ? turn.parity : turn.parity ^ 1;
-        if (slot >= plan.stages) slot -= plan.stages;
-        barrier_wait(b.full + slot, parity);
-      }
-    }
-    const int rows = sweep.rows(p), columns = sweep.columns(p) / plan.pair, steps = (columns + 15) / 16;
-    while (slab < end) {
-      while (high < lags - 1 && slab >= (high + 1) * plan.lag_step) ++high;
-      while (slab >= b.outputs + low * plan.lag_step) ++low;
-      int next = min(end, b.outputs + low * plan.lag_step);
-      if (high < lags - 1) next = min(next, (high + 1) * plan.lag_step);
-      const bool works = !last && low <= min(high, lags - 1 - lag);
-      if (held > 0 && (last || (works && (low != held_low || high != held_high || held >= kHeld * teams)))) flush();
-      if (works) {
-        held_low = low, held_high = high;
-        held += (next - slab) * rows * steps;
-        // Teams share out slabs, rows or steps.
-        const int slab_at = turn.slot * plan.stage_slabs - begin;
-        for (int i = slab + (plan.shared == 0 ? team : 0); i < next; i += plan.shared == 0 ? teams : 1) {
-          int lagged = slab_at + i + lag * plan.lag_step;
-          if (lagged >= ring_slabs) lagged -= ring_slabs;
-          for (int row = plan.shared == 1 ? team : 0; row < rows; row += plan.shared == 1 ? teams : 1) {
-            int step = plan.shared == 2 ? team : 0;
-            const uint32_t at = row * plan.row_entries * 16 + step * 256;
-            uint32_t at_a = own_a + at + (slab_at + i) * slab_bytes, at_b = own_b + at + lagged * slab_bytes;
-            const int stride = plan.shared == 2 ? teams : 1;
+  int waited = 0;  // stages from `turn` on that are known to be full
 #pragma unroll 1
-            for (int left = columns - step * 16; left > 0; left -= 16 * stride) {
-              multiply(at_a, at_b, left);
-              at_a += 256 * stride, at_b += 256 * stride;
-            }
-          }
-        }
-      }
-      slab = next;
+  for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
+    const bool works = walk.slab + lag < b.slabs && lag < depth;
+    for (; waited <= (works ? lag : 0); ++waited, ahead.advance(plan.stages)) {
+      barrier_wait(b.full + ahead.slot, ahead.parity);
     }
-    if (last) break;
-    __syncwarp();
+    if (works) {
+      const int first_tap = max(0, walk.slab - (b.outputs[0] - 1)), last_tap = min(walk.slab, depth - 1 - lag);
+      const int groups = (min(plan.tile_rows, b.rows - walk.row) + kRows - 1) / kRows;
+      const int pairs = min(plan.tile_pairs, (p.out[2] - walk.column) / 2);
+      const int steps = (pairs + kGramColumns - 1) / kGramColumns;
+      if (held > 0 && (first_tap != low || last_tap != high || kAccurate || held >= kGramMostHeld)) {
+        dump();
+        if (kDeep && edge_held) dump_edge();
+      }
+      low = first_tap, high = last_tap;
+      int other = turn.slot + lag;
+      if (other >= plan.stages) other -= plan.stages;
+      const uint32_t at_a = (ring + turn.slot * slot_bytes) >> 4, at_b = (ring + other * slot_bytes) >> 4;
+      const uint32_t low_term = plan.stage_bytes >> 4, row_words = row_bytes >> 4;
+      // Of strips from `a` and `b` on. The small terms come first, where the sums are still small.
+      auto multiply = [&](auto& d, [[maybe_unused]] auto& sum, uint32_t a, uint32_t b, bool add, auto small) {
+        constexpr int kColumns = sizeof(d) / sizeof(float) * 2;
+#pragma unroll 1
+        for (int k = 0; k < steps; ++k, a += kGramColumns, b += kGramColumns) {
+          if constexpr (decltype(small)::value) {
+            gram_product<kColumns>(d, strips | (a + low_term), strips | b, add);
+            gram_product<kColumns>(d, strips | a, strips | (b + low_term), true);
+            if constexpr (!kFar) gram_product<8>(sum, strips | (a + low_term), ones, add);
+          } else {
+            gram_product<kColumns>(d, strips | a, strips | b, add);
+            if constexpr (!kFar) gram_product<8>(sum, strips | a, ones, add);
+          }
+          add = true;
+        }
+      };
+      bool add = held > 0;
+      auto multiply_rows = [&](auto small) {
+#pragma unroll 1
+        for (int group = team; group < groups; group += kTeams) {
+          const uint32_t row = (plan.above + group * kRows) * row_words;
+          multiply(acc, total, at_a + row, at_b + row - (kFar ? 2 * row_words : 0), add, small);
+          add = true;
+          held += steps;
+        }
+      };
+      wgmma_fence();
+      if constexpr (kAccurate) multiply_rows(std::true_type());
+      multiply_rows(std::false_type());
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_use(acc);
+      wgmma_use(total);
+      int row = plan.rows - kGramBorders;
+      bool has_border = plan.kernel[1] > 1;
+      if constexpr (kChannels == 8) {
+        row = (team == 0 ? 0 : b.outputs[1]) - walk.row;
+        has_border = has_border && unsigned(row) < unsigned(plan.tile_rows);
+        row += plan.above;
+      } else if (!kDeep) {
+        has_border = has_border && team == 0;
+      }
+      if (has_border) {
+        wgmma_fence();
+        const uint32_t a = at_a + row * row_words, b = at_b + row * row_words;
+        if constexpr (kAccurate) multiply(edge, edge_total, a, b, edge_held, std::true_type());
+        multiply(edge, edge_total, a, b, kAccurate || edge_held, std::false_type());
+        edge_held = true;
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_use(edge);
+        wgmma_use(edge_total);
+      }
+    }
     if (lane == 0) barrier_arrive(b.empty + turn.slot);
-    turn.advance(plan.stages);
-    --lead;
-    if (++stage == b.stages) stage = 0, low = high = 0, sweep.advance(p);
+    --waited;
   }
+  if (held > 0) dump();
+  if constexpr (!kDeep) named_barrier(1, 128 * gram_warpgroups(false));  // the ring is free: borders' sums go there
+  if constexpr (!kDeep) {
+    float* const border = reinterpret_cast<float*>(smem + plan.at_border);
+    for (int i = threadIdx.x - gram_loaders(kDeep); i < gram_border_floats(plan); i += 256) border[i] = 0.f;
+    named_barrier(1, 128 * gram_warpgroups(false));
+  }
+  if (edge_held) dump_edge();
 }
 
 // How much larger the sum of the variances of a filter's terms may be than the variance of their sum, which is known to
@@ -400,129 +462,81 @@ __device__ __forceinline__ constexpr float gram_cancellation(bool accurate) {
   return accurate ? 16.f : sizeof(Element) == 4 ? 4096.f : 256.f;
 }
 
-// Moments of `valid` channels from the convolution itself, on the plain cores: slow, and hardly ever called. `parts`
-// holds estimates of the means.
-template <typename Element, int kThreads>
-__device__ __noinline__ void gram_direct(const GramParams& p, const float2* scales, int begin, int outputs, int64_t n,
-                                         float positions, const float* filters, float4* parts, int valid, int thread) {
-  constexpr int kTogether = 8, kWarps = kThreads / 32;
-  const GramPlan& plan = p.plan;
-  const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
-  const bool flat = plan.outer == 1;
-  const int rows = flat ? 1 : p.out[1], area = rows * p.out[2];
-  float* const scratch = reinterpret_cast<float*>(parts + 64);  // [warps][together][2]
-  for (int first = 0; first < valid; first += kTogether) {
-    float shift[kTogether], sum[kTogether] = {}, squares[kTogether] = {};
-    for (int c = 0; c < kTogether; ++c) shift[c] = parts[first + c].x;
-    for (int outer = 0; outer < outputs; ++outer) {
-      for (int i = thread; i < area; i += kThreads) {
-        const int row = i / p.out[2], column = i - row * p.out[2];
-        float y[kTogether] = {};
-        const float* w = filters + first;
-        for (int o = 0; o < plan.lags; ++o) {
-          const int at_o = begin + outer + o * plan.lag_step - plan.pad[plan.outer];
-          for (int r = 0; r < plan.kernel[1]; ++r) {
-            const int at_r = flat ? 0 : row + r * plan.row_step - plan.pad[1];
-            for (int k = 0; k < plan.kernel[2]; ++k) {
-              const int at_k = column + k * plan.unit - plan.pad[2];
-              const bool inside = unsigned(at_o) < unsigned(p.in[plan.outer]) && unsigned(at_k) < unsigned(p.in[2]) &&
-                                  (flat || unsigned(at_r) < unsigned(p.in[1]));
-              const int64_t at =
-                  at_o * p.x_stride[plan.outer] + (flat ? 0 : at_r * p.x_stride[1]) + at_k * p.x_stride[2];
-              for (int c = 0; c < p.c_in; ++c, w += 1 << plan.column_bits) {
-                const float v = inside ? to_acc(x[at + c * p.x_stride_c]) * scales[c].y : 0.f;
-#pragma unroll
-                for (int j = 0; j < kTogether; ++j) y[j] = fmaf(w[j], v, y[j]);
-              }
-            }
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-          const float v = y[j] - shift[j];
-          sum[j] += v;
-          squares[j] = fmaf(v, v, squares[j]);
-        }
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      sum[j] = warp_sum(sum[j]);
-      squares[j] = warp_sum(squares[j]);
-      if (thread % 32 == 0) {
-        scratch[(thread / 32 * kTogether + j) * 2] = sum[j];
-        scratch[(thread / 32 * kTogether + j) * 2 + 1] = squares[j];
-      }
-    }
-    named_barrier(1, kThreads);
-    if (thread < kTogether) {
-      float s = 0.f, q = 0.f;
-      for (int k = 0; k < kWarps; ++k) {
-        s += scratch[(k * kTogether + thread) * 2], q += scratch[(k * kTogether + thread) * 2 + 1];
-      }
-      parts[first + thread].x += s / positions;
-      parts[first + thread].y = q - s * s / positions;
-    }
-    named_barrier(1, kThreads);
-  }
-}
-
 // The Gram matrix in shared memory becomes moments of output channels.
-template <typename Element, int kBlocks, bool kAccurate>
+template <typename Element, int kChannels, bool kDeep, bool kAccurate>
 __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
                                             int64_t slice, float positions, bool broken, int thread) {
-  constexpr int kThreads = 32 * kGramComputing;
+  constexpr int kThreads = 128 * gram_warpgroups(kDeep), kSide = kChannels == 8 ? 32 : 16, kEdge = 2 * kSide;
   const GramPlan& plan = p.plan;
   const int taps = plan.taps, columns = 1 << plan.column_bits, lane = thread & 31;
+  const int last_row = plan.kernel[1] - 1;
   const int pitch = (taps + 7) / 8 * 8 + 4;  // of C: a row's 16 bytes, and rows apart in banks
-  const int4* const tap_table = reinterpret_cast<const int4*>(smem + plan.at_taps);
+  const int2* const tap_table = reinterpret_cast<const int2*>(smem + plan.at_taps);
+  const float* const gram = reinterpret_cast<const float*>(smem + plan.at_gram);
+  const float* const border = reinterpret_cast<const float*>(smem + plan.at_border);
+  const float* const sums = reinterpret_cast<const float*>(smem + plan.at_sums);
+  const float* const border_sums = sums + gram_sum_floats(plan);
   float* const filters = reinterpret_cast<float*>(smem + plan.at_filters);
   float* const c_matrix = reinterpret_cast<float*>(smem + plan.at_ring);
   float4* const parts = reinterpret_cast<float4*>(c_matrix + taps * pitch);  // of threads: mean, m2, variances alone
   Moments<float>* const shared = reinterpret_cast<Moments<float>*>(parts + kThreads);
   float2* const means = reinterpret_cast<float2*>(shared + 128);  // of K entries: sum, mean before the pivot went
   const float share_of_one = 1.f / positions;
+  // A K entry's taps, and its row of the matrices for the first of two neighbouring outputs; the second's is kChannels
+  // further.
+  struct Tap {
+    int d, h, at;
+  };
+  auto tap_of = [&](int k) {
+    const int packed = tap_table[k].x;
+    return Tap{packed >> 24, packed >> 16 & 255, (packed >> 8 & 255) * kChannels + (packed & 255)};
+  };
+  // The sum of both outputs' products in a matrix.
+  auto both = [&](const float* of, int at) { return of[at] + of[at + kChannels]; };
 #pragma unroll 1
   for (int k = thread; k < taps; k += kThreads) {
-    const int4 tap = tap_table[k];
-    const float* const of = b.sums + tap.x * (kBlocks * 16);
-    const float sum = plan.pair == 2 ? of[tap.y] + of[tap.z] : of[tap.y];
-    means[k] = make_float2(sum, sum * share_of_one - b.shift[tap.w & 15].x);
+    const Tap tap = tap_of(k);
+    float sum = both(sums + tap.d * kSide, tap.at);
+    if constexpr (!kDeep) sum += both(sums + kSide, tap.at);
+    const float* const of = border_sums + tap.d * 2 * kEdge;
+    for (int row = 0; row < tap.h; ++row) sum -= both(of + row * kSide, tap.at);
+    for (int row = tap.h; row < last_row; ++row) sum -= both(of + kEdge + row * kSide, tap.at);
+    means[k] = make_float2(sum, sum * share_of_one - b.shift[tap_table[k].x & 255].x);
   }
   named_barrier(1, kThreads);
-  for (int k = thread / 32; k < taps; k += kGramComputing) {
-    const int4 a = tap_table[k];
+  for (int k = thread / 32; k < taps; k += kThreads / 32) {
+    const Tap a = tap_of(k);
     const float sum_a = means[k].x;
 #pragma unroll 1
     for (int j = k + lane; j < pitch; j += 32) {
       float sum = 0.f;
       if (j < taps) {
-        const int4 c = tap_table[j];
-        const int lag = c.x - a.x;
-        const float* const block = b.gram + (lag * plan.lags - lag * (lag - 1) / 2 + a.x) * (kBlocks * kBlocks * 256);
-#pragma unroll 1
-        for (int e = 0; e < plan.pair; ++e) {
-          int row = e ? a.z : a.y, column = e ? c.z : c.y;
-          if (lag == 0 && row / 16 > column / 16) {
-            const int t = row;
-            row = column;
-            column = t;
-          }
-          sum += block[(row / 16 * kBlocks + column / 16) * 256 +
-                       (column % 16 / 8 * 32 + row % 8 * 4 + column % 8 / 2) * 4 + row % 16 / 8 * 2 + column % 2];
-        }
+        const Tap c = tap_of(j);
+        const int lag = c.d - a.d, band = c.h - a.h, at = a.at * kSide + c.at;
+        const float* const part =
+            gram + gram_part(plan, lag, a.d) + (band + (lag > 0 ? 2 : 0)) * kSide * kSide + at;
+        sum = part[0] + part[kChannels * kSide + kChannels];
+        if constexpr (!kDeep) sum += part[3 * kSide * kSide] + part[3 * kSide * kSide + kChannels * kSide + kChannels];
+        const float* const top = border + gram_part_index(plan, lag, a.d) * 2 * kEdge * kEdge + a.at * kEdge + c.at;
+        auto take_out = [&](const float* of, int row) {
+          const float* const v = of + row * kSide * kEdge + (row + band) * kSide;
+          sum -= v[0] + v[kChannels * kEdge + kChannels];
+        };
+        for (int row = max(0, -band); row < a.h; ++row) take_out(top, row);
+        for (int row = a.h; row < last_row - max(band, 0); ++row) take_out(top + kEdge * kEdge, row);
         sum -= sum_a * means[j].x * share_of_one;
         c_matrix[j * pitch + k] = sum;
       }
       c_matrix[k * pitch + j] = sum;
     }
   }
+  bool inexact = false;
   for (int first = 0; first < p.c_out; first += columns) {
     const int valid = min(columns, p.c_out - first);
     // Filters of the scaled input; the first channels' were prepared.
 #pragma unroll 1
     for (int i = thread; i < taps * columns; i += kThreads) {
-      const int k = i >> plan.column_bits, c = i & (columns - 1), where = tap_table[k].w;
+      const int k = i >> plan.column_bits, c = i & (columns - 1), where = tap_table[k].y;
       float w = c < valid ? filters[i] : 0.f;
       if (first > 0) {
         const Element* const from = static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
@@ -578,7 +592,8 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
     named_barrier(1, kThreads);
     if (thread < columns) parts[thread] = total;
     named_barrier(1, kThreads);
-    // Where filters cancel all but a little of their input, in a norm's group as a whole, C is not exact enough.
+    // Where filters cancel all but a little of their input, in a norm's group as a whole, C is not exact enough, and the
+    // sample is done again by the convolution.
     bool cancels = false;
     for (int c = lane; c < valid; c += 32) {
       const int group = max(static_cast<int>(p.stats.finish.c / p.stats.finish.g), 1);
@@ -587,9 +602,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
       for (int k = begin; k < end; ++k) m2 += parts[k].y, alone += parts[k].z;
       cancels = cancels || (alone > m2 * gram_cancellation<Element>(kAccurate) && alone > 0.f);
     }
-    if (!broken && __any_sync(0xffffffffu, cancels)) {
-      gram_direct<Element, kThreads>(p, b.shift, b.first, b.outputs, n, positions, filters, parts, valid, thread);
-    }
+    inexact = inexact || (!broken && __any_sync(0xffffffffu, cancels));
     if (thread < valid) {
       Moments<float> m;
       m.mean = parts[thread].x;
@@ -606,15 +619,16 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
     }
     named_barrier(1, kThreads);
   }
+  if (thread == 0) p.inexact[n * plan.slices + slice] = inexact;
   if (p.stats.finishes) finish_sample<kThreads>(p.stats, n, shared, reinterpret_cast<float2*>(shared + 64), thread);
 }
 
 #endif
 
-template <typename Element, int kChannels, int kBlocks, bool kAccurate>
-__global__ void __launch_bounds__(gram_threads(kAccurate), 1) conv_gram_kernel(const __grid_constant__ GramParams p) {
+template <typename Element, int kChannels, bool kDeep, bool kAccurate>
+__global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const __grid_constant__ GramParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kLoading = gram_loading(kAccurate), kThreads = gram_threads(kAccurate);
+  constexpr int kThreads = gram_threads(kDeep), kLoaders = gram_loaders(kDeep), kComputing = kThreads - kLoaders;
   extern __shared__ __align__(128) unsigned char gram_smem[];
   unsigned char* const smem = gram_smem;
   const GramPlan& plan = p.plan;
@@ -623,17 +637,16 @@ __global__ void __launch_bounds__(gram_threads(kAccurate), 1) conv_gram_kernel(c
   b.empty = b.full + kGramStages;
   b.shift = reinterpret_cast<float2*>(smem + 128);
   b.largest = reinterpret_cast<float*>(smem + 256);
-  b.sums = reinterpret_cast<float*>(smem + plan.at_sums);
-  b.gram = reinterpret_cast<float*>(smem + plan.at_gram);
-  b.ring = shared_address(smem + plan.at_ring);
-  int4* const tap_table = reinterpret_cast<int4*>(smem + plan.at_taps);
+  int2* const tap_table = reinterpret_cast<int2*>(smem + plan.at_taps);
   float* const filters = reinterpret_cast<float*>(smem + plan.at_filters);
   const int tid = threadIdx.x, lane = tid & 31;
   const int64_t n = blockIdx.x / plan.slices, slice = blockIdx.x % plan.slices;
-  b.first = static_cast<int>(slice) * plan.slice;
-  b.outputs = min(plan.slice, p.out[plan.outer] - b.first);
-  b.slabs = b.outputs + (plan.lags - 1) * plan.lag_step;
-  b.stages = (b.slabs + plan.stage_slabs - 1) / plan.stage_slabs;
+  b.first[0] = b.first[1] = 0;
+  b.outputs[0] = p.out[0], b.outputs[1] = p.out[1];
+  b.first[kDeep ? 0 : 1] = static_cast<int>(slice) * plan.slice;
+  b.outputs[kDeep ? 0 : 1] = min(plan.slice, p.out[kDeep ? 0 : 1] - static_cast<int>(slice) * plan.slice);
+  b.slabs = b.outputs[0] + plan.kernel[0] - 1;
+  b.rows = b.outputs[1] + plan.kernel[1] - 1;
 
   // A few values of each channel, far apart: where its pivot and scale come from. Two warps a channel.
   const int of_channel = tid / kGramSamples;
@@ -646,33 +659,33 @@ __global__ void __launch_bounds__(gram_threads(kAccurate), 1) conv_gram_kernel(c
         static_cast<const Element*>(p.x)[n * p.x_stride_n + of_channel * p.x_stride_c + depth * p.x_stride[0] +
                                          (row - depth * height) * p.x_stride[1] + (i - row * width) * p.x_stride[2]]);
   }
-  // K entries: (tap along the outer dim; row of the Gram matrix; that of the neighbouring position; channel and place
-  // of the weight in a filter's channel).
-  const int per_row = plan.per_row, columns = 1 << plan.column_bits;
-  if (tid < plan.kernel[1] * plan.kernel[2] * plan.lags) {
-    const int column = tid % plan.kernel[2], rest = tid / plan.kernel[2];
-    const int outer = rest / plan.kernel[1], row = rest - outer * plan.kernel[1];
-    constexpr int kOffsets = kChannels == 8 ? 2 : 4;
-    const int next = column + plan.pair - 1;
-    const int at = (row * per_row + column / kOffsets) * 16 + column % kOffsets * kChannels;
-    const int at_next = (row * per_row + next / kOffsets) * 16 + next % kOffsets * kChannels;
-    const int place = static_cast<int>(outer * p.w_stride_k[plan.outer] +
-                                       (plan.outer == 0 ? row * p.w_stride_k[1] : 0) + column * p.w_stride_k[2]);
+  // K entries: taps and channel, and the weight's place in a filter's channel.
+  const int columns = 1 << plan.column_bits;
+  if (tid < plan.kernel[0] * plan.kernel[1] * plan.kernel[2]) {
+    const int w = tid % plan.kernel[2], rest = tid / plan.kernel[2], d = rest / plan.kernel[1];
+    const int h = rest - d * plan.kernel[1];
+    const int place = static_cast<int>(d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2]);
 #pragma unroll 1
     for (int c = 0; c < p.c_in; ++c) {
-      tap_table[tid * p.c_in + c] = make_int4(outer, at + c, at_next + c, place << 4 | c);
+      tap_table[tid * p.c_in + c] = make_int2(d << 24 | h << 16 | w << 8 | c, place << 4 | c);
     }
   }
+  if (tid < 64) reinterpret_cast<uint32_t*>(smem + 512)[tid] = 0x3C003C00u;  // ones
   // The ring starts as zeros too: what is never written is multiplied by zero.
 #pragma unroll 1
   for (int i = plan.at_gram / 16 + tid; i < plan.smem_bytes / 16; i += kThreads) {
     reinterpret_cast<uint4*>(smem)[i] = make_uint4(0, 0, 0, 0);
   }
-  if (tid < plan.lags * kBlocks * 16) b.sums[tid] = 0.f;
+  auto clear_sums = [&](int thread, int threads) {
+    float* const sums = reinterpret_cast<float*>(smem + plan.at_sums);
+    for (int i = thread; i < gram_sum_floats(plan) + gram_border_sum_floats(plan); i += threads) sums[i] = 0.f;
+  };
+  clear_sums(tid, kThreads);
   if (tid < plan.stages) {
-    barrier_init(b.full + tid, kLoading);
-    barrier_init(b.empty + tid, plan.teams * plan.lags);
+    barrier_init(b.full + tid, kLoaders / 32);
+    barrier_init(b.empty + tid, kComputing / 32);
   }
+  wgmma_fence_shared();
   auto warp_total = [&](float v) {
 #pragma unroll 1
     for (int mask = 16; mask > 0; mask /= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
@@ -714,17 +727,17 @@ __global__ void __launch_bounds__(gram_threads(kAccurate), 1) conv_gram_kernel(c
   float most = 0.f;
   auto in_range = [&] {
     most = b.largest[lane];  // of four warps
-    if constexpr (kLoading > 4) most = larger_magnitude(most, b.largest[32 + lane]);
+    if constexpr (kLoaders > 128) most = larger_magnitude(most, b.largest[32 + lane]);
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, 8));
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, 16));
     return !__any_sync(0xffffffffu, !(most <= 60000.f) || (most < 0.0625f && most > 0.f));
   };
   GramTurn turn;
-  if (tid < kLoading * 32) {
-    gram_registers<kBlocks, kAccurate, false>();
+  if (tid < kLoaders) {
+    gram_registers<kDeep, false>();
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
-      gram_load<Element, kChannels, kAccurate>(p, b, smem + plan.at_ring, n, turn);
+      gram_load<Element, kChannels, kDeep, kAccurate>(p, b, smem, n, turn);
       named_barrier(kAll, kThreads);
       if (in_range()) break;
       named_barrier(kAll, kThreads);
@@ -737,35 +750,42 @@ __global__ void __launch_bounds__(gram_threads(kAccurate), 1) conv_gram_kernel(c
       named_barrier(kAll, kThreads);
     }
   } else {
-    gram_registers<kBlocks, kAccurate, true>();
-    const int thread = tid - kLoading * 32;
-    const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
-    const int lag = warp / plan.teams;
-    int lead = 0;
+    gram_registers<kDeep, true>();
+    const int thread = tid - kLoaders;
+    const int group = __shfl_sync(0xffffffffu, thread / 128, 0);
     // While the first stage comes.
 #pragma unroll 4
-    for (int i = thread; i < plan.taps << plan.column_bits; i += 32 * kGramComputing) {
-      const int c = i & (columns - 1), where = tap_table[i >> plan.column_bits].w;
+    for (int i = thread; i < plan.taps << plan.column_bits; i += kComputing) {
+      const int c = i & (columns - 1), where = tap_table[i >> plan.column_bits].y;
       const Element* const from = static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
       filters[i] = to_acc(from[min(c, p.c_out - 1) * p.w_stride_out]);
     }
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
-      if (lag < plan.lags) gram_multiply<kBlocks, kAccurate>(p, b, warp, lag, turn, lead);
+      if constexpr (kDeep) {
+        if (group > 0) {
+          gram_multiply<kChannels, true, true, kAccurate>(p, b, smem, group, 0, turn);
+        } else {
+          gram_multiply<kChannels, true, false, kAccurate>(p, b, smem, 0, 0, turn);
+        }
+      } else {
+        gram_multiply<kChannels, false, false, kAccurate>(p, b, smem, 0, group, turn);
+      }
       named_barrier(kAll, kThreads);
       if (in_range()) break;
       named_barrier(kAll, kThreads);
       if (attempt == 0) {
-        for (int i = plan.at_gram / 16 + thread; i < plan.at_ring / 16; i += 32 * kGramComputing) {
+        for (int i = plan.at_gram / 16 + thread; i < plan.smem_bytes / 16; i += kComputing) {
           reinterpret_cast<uint4*>(smem)[i] = make_uint4(0, 0, 0, 0);
         }
-        if (thread < plan.lags * kBlocks * 16) b.sums[thread] = 0.f;
+        clear_sums(thread, kComputing);
+        wgmma_fence_shared();
       }
       named_barrier(kAll, kThreads);
     }
     const bool broken = __any_sync(0xffffffffu, !(most < INFINITY));
-    const float positions = float(b.outputs) * float(plan.outer == 0 ? p.out[1] : 1) * float(p.out[2]);
-    gram_finish<Element, kBlocks, kAccurate>(p, b, smem, n, slice, positions, broken, thread);
+    const float positions = float(b.outputs[0]) * float(b.outputs[1]) * float(p.out[2]);
+    gram_finish<Element, kChannels, kDeep, kAccurate>(p, b, smem, n, slice, positions, broken, thread);
   }
 #endif
 }

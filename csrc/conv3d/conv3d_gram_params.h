@@ -8,53 +8,66 @@
 
 namespace kgopt {
 
-inline constexpr int kGramComputing = 12;  // warps
-// Warps that load. For fp32 accuracy the others multiply so long, and need so many registers, that four suffice.
-KGOPT_HD constexpr int gram_loading(bool accurate) { return accurate ? 4 : 8; }
-KGOPT_HD constexpr int gram_threads(bool accurate) { return 32 * (gram_loading(accurate) + kGramComputing); }
-inline constexpr int kGramBlocks = 3;    // of 16 rows, at most
-inline constexpr int kGramLags = 7;      // at most
-inline constexpr int kGramStages = 8;    // at most
-inline constexpr int kGramSamples = 64;  // values of each channel that its pivot and scale are taken from
+inline constexpr int kGramTaps = 3;  // along each dim, at most
+// Threads that load. Where there are three warpgroups that multiply, they need the registers of four of the eight warps.
+KGOPT_HD constexpr int gram_loaders(bool deep) { return deep ? 128 : 256; }
+// Warpgroups that multiply: one for each distance of depth taps, or two that share the rows.
+KGOPT_HD constexpr int gram_warpgroups(bool deep) { return deep ? kGramTaps : 2; }
+KGOPT_HD constexpr int gram_threads(bool deep) { return gram_loaders(deep) + 128 * gram_warpgroups(deep); }
+inline constexpr int kGramStages = 8;     // at most
+inline constexpr int kGramSamples = 64;   // values of each channel that its pivot and scale are taken from
+inline constexpr int kGramBorders = 4;    // rows: two that not all taps see above, two below
+inline constexpr int kGramColumns = 16;   // pairs of outputs that a product sums over
+inline constexpr int kGramMostHeld = 192;  // products that one accumulator sums: the tensor core truncates
 
 // Plain numbers, computed on the host, inspectable without a GPU.
 struct GramPlan {
   const char* refusal = nullptr;  // why this kernel cannot run it; null when it can
   bool accurate = false;          // two fp16 terms a value, for fp32 accuracy
-  int channels = 8;               // of an entry: 8, or 4 and with them those of the position `unit` further
-  int outer = 0;                  // the dim that slabs follow each other along: depth, or the height where depth is 1
-  int lags = 1;                   // taps along it
-  int lag_step = 1;               // its dilation
+  bool deep = false;              // more than one tap along the depth
+  int channels = 8;               // of a position in an entry of 16 bytes: 8, or 4 and with them the next position's
+  int kernel[3] = {1, 1, 1};
   int pad[3] = {0, 0, 0};
-  int kernel[3] = {1, 1, 1};  // with 1 along the outer dim
-  int row_step = 1;           // dilation of the rows of a slab
-  int pair = 1;               // output positions along the width that one column of the products stands for: 1 or 2
-  int unit = 1;               // positions from one offset along the width to the next
-  int per_row = 1;            // blocks of a kernel row
-  int blocks = 1;             // of 16 rows (offset, channel) of the Gram matrix, for all kernel rows of a slab
-  int block_at[kGramBlocks] = {};  // bytes from a position to a block's first eight rows
-  int second_at = 1;               // entries from there to its other eight
-  int lead = 0;                    // columns before a row's first, so that every fourth of x lies at 16 bytes
-  int vectors = 1;                 // of 4 columns that hold a row
-  int tile[2] = {1, 1};            // output rows and columns of a slab that one sweep over the slabs covers
-  int halo[2] = {1, 1};
-  int half = 1;         // entries between even and odd positions of a row where pair is 2
-  int row_entries = 1;  // of 16 bytes
-  int slab_entries = 1;
-  int steps = 1;  // products of 16 columns across a tile's width
-  int stage_slabs = 1;
-  int stages = 3;
-  int ahead = 1;   // stages after the one whose slabs lead the products, that these read
-  int teams = 4;   // warps that share the products of a lag
-  int shared = 0;  // what they share out: slabs, rows or steps (0, 1, 2)
+  int strips = 4;      // of a row: 8 channels: positions 2 k + 0, 1, 2, 3; 4 channels: pairs of them
+  int group_rows = 2;  // rows whose strips are the 64 rows of a product
+  int tile_rows = 2, tile_pairs = 16;  // of outputs: what one sweep over the depth covers
+  int above = 0;                       // rows in a stage before the tile's first; two come after its last
+  int rows = 4;                        // of a stage; 4 channels: the border rows once more behind them
+  int lead = 0;                        // columns before a row's first, so that every fourth of x lies at 16 bytes
+  int vectors = 1;                     // of four columns that hold a row
+  int strip_bytes = 256;
+  int stage_bytes = 1;  // of one term
+  int stages = 2;
+  int fifo = 2;  // vectors that a loading thread has under way, of all channels
   int tiles[2] = {1, 1};
-  int64_t slices = 1;   // along the outer dim, thread blocks a sample
-  int slice = 1;        // outputs along it of one
-  int taps = 1;         // rows of the filters: channels and all taps
+  int64_t slices = 1;  // thread blocks a sample: along the depth where deep, else along the height
+  int slice = 1;       // outputs along it of one
+  int taps = 1;        // rows of the filters: channels and all taps
   int column_bits = 6;  // 2^bits output channels are finished together
   // Shared memory, in bytes.
-  int at_taps = 0, at_sums = 0, at_filters = 0, at_gram = 0, at_ring = 0, smem_bytes = 0;
+  int at_taps = 0, at_sums = 0, at_filters = 0, at_gram = 0, at_border = 0, at_raw = 0, at_ring = 0, smem_bytes = 0;
 };
+
+// Floats of the Gram matrix's parts: of products `lag` slabs apart that the depth tap `tap` sees, the part begins at...
+KGOPT_HD int gram_bands(int lag) { return lag == 0 ? 3 : 5; }  // distances of rows: 0 to 2, or -2 to 2
+KGOPT_HD int gram_part(const GramPlan& p, int lag, int tap) {
+  const int side = p.strips * 8, depth = p.kernel[0];
+  return side * side * (lag == 0 ? 3 * tap : 3 * depth + 5 * (lag == 1 ? tap : depth - 1 + tap));
+}
+KGOPT_HD int gram_part_index(const GramPlan& p, int lag, int tap) {
+  return lag == 0 ? tap : lag == 1 ? p.kernel[0] + tap : 2 * p.kernel[0] - 1 + tap;
+}
+KGOPT_HD int gram_parts(const GramPlan& p) { return p.kernel[0] * (p.kernel[0] + 1) / 2; }
+// One matrix for all warpgroups where deep, else one each.
+KGOPT_HD int gram_floats(const GramPlan& p) {
+  return p.deep ? gram_part(p, p.kernel[0] - 1, 0) + p.strips * p.strips * 64 * gram_bands(p.kernel[0] - 1)
+                : 2 * 3 * p.strips * p.strips * 64;
+}
+// Products of border rows: of each part two matrices, top and bottom, of two rows with two rows.
+KGOPT_HD int gram_border_floats(const GramPlan& p) { return gram_parts(p) * 2 * (2 * p.strips * 8) * (2 * p.strips * 8); }
+// Sums of each strip's values: of all rows, a copy a warpgroup where not deep, then of the border rows.
+KGOPT_HD int gram_sum_floats(const GramPlan& p) { return p.strips * 8 * (p.deep ? p.kernel[0] : 2); }
+KGOPT_HD int gram_border_sum_floats(const GramPlan& p) { return p.strips * 8 * kGramBorders * p.kernel[0]; }
 
 // Whether a block sees all of a sample, and all of its channels at once.
 inline bool gram_sees_samples(const GramPlan& p, int64_t c_out) { return p.slices == 1 && c_out <= 1 << p.column_bits; }
@@ -71,6 +84,7 @@ struct GramParams {
   int in[3], out[3];
   Dtype dtype;
   NarrowStats stats;
+  int* inexact;  // [N, slices]: whether a slice wants the convolution's own statistics
   GramPlan plan;
 };
 

@@ -12,68 +12,55 @@ namespace kgopt {
 namespace plan_detail {
 
 // Fills everything that depends on the tile. False when it does not fit in shared memory.
-inline bool gram_tile(GramPlan* p, const ConvProblem& q, const DeviceLimits& limits, int rows, int columns, int slabs,
-                      int stages) {
-  const int in_slab_rows = p->outer == 0 ? static_cast<int>(q.out[1]) : 1;
-  const int offsets = p->channels == 8 ? 2 : 4, per_row = p->per_row;
-  p->tile[0] = rows, p->tile[1] = columns;
-  p->halo[0] = rows + (p->kernel[1] - 1) * p->row_step;
-  p->halo[1] = columns + (p->kernel[2] - 1) * static_cast<int>(q.dilation[2]);
-  p->tiles[0] = (in_slab_rows + rows - 1) / rows;
-  p->tiles[1] = static_cast<int>((q.out[2] + columns - 1) / columns);
-  p->steps = (columns / p->pair + 15) / 16;
+inline bool gram_tile(GramPlan* p, const ConvProblem& q, const DeviceLimits& limits, int rows, int pairs, int slab_rows,
+                      int stages, int fifo) {
+  p->tile_rows = rows, p->tile_pairs = pairs;
+  p->tiles[0] = (slab_rows + rows - 1) / rows;
+  p->tiles[1] = static_cast<int>((q.out[2] / 2 + pairs - 1) / pairs);
+  p->above = p->deep ? 2 : 0;
+  p->rows = p->above + rows + 2 + (p->channels == 4 ? kGramBorders : 0);
   p->lead = (4 - p->pad[2] % 4) % 4;
-  p->vectors = (p->lead + p->halo[1] + 3) / 4;
-  const int last_offset = p->lead + (per_row * offsets - 1) * p->unit;
-  if (p->pair == 2) {
-    // Neighbouring threads write the two halves in turn: in other banks where the second begins 64 bytes on.
-    p->half = std::max(p->steps * 16 + last_offset / 2 + 1, p->vectors * 2);
-    while (p->half % 8 != 4) ++p->half;
-    p->row_entries = 2 * p->half;
-  } else {
-    p->half = 0;
-    p->row_entries = std::max(p->steps * 16 + last_offset + 1, p->vectors * 4);
-  }
-  p->slab_entries = p->halo[0] * p->row_entries;
-  if (int64_t(p->slab_entries) * 16 > limits.smem_per_block) return false;
-  auto entry = [&](int offset) {  // of the first position's
-    const int column = p->lead + offset * p->unit;
-    return p->pair == 2 ? column % 2 * p->half + column / 2 : column;
-  };
-  for (int i = 0; i < p->blocks; ++i) {
-    p->block_at[i] = 16 * (i / per_row * p->row_step * p->row_entries + entry(i % per_row * offsets));
-  }
-  p->second_at = entry(offsets / 2) - entry(0);
-  p->stage_slabs = slabs;
+  p->vectors = (p->lead + 2 * static_cast<int>(std::min<int64_t>(pairs, q.out[2] / 2)) + 2 + 3) / 4;
+  p->strip_bytes = pairs * 16;
+  if (int64_t(p->rows) * p->strips * p->strip_bytes > limits.smem_per_block) return false;
+  p->stage_bytes = p->rows * p->strips * p->strip_bytes;
   p->stages = stages;
-  const int reach = (p->lags - 1) * p->lag_step;
-  p->ahead = (reach + slabs - 1) / slabs;
-  p->shared = slabs >= 2 * p->teams ? 0 : rows >= 2 * p->teams ? 1 : 2;
-  if (stages < p->ahead + 2) return false;
-  auto align = [](int bytes) { return (bytes + 127) / 128 * 128; };
-  p->at_taps = 512;
-  p->at_sums = align(p->at_taps + p->taps * 16);
-  p->at_filters = align(p->at_sums + p->lags * p->blocks * 64);
+  p->fifo = fifo;
+  auto align = [](int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 128); };
+  p->at_taps = 1024;
+  p->at_sums = align(p->at_taps + p->taps * 8);
+  p->at_filters = align(p->at_sums + (gram_sum_floats(*p) + gram_border_sum_floats(*p)) * 4);
   p->at_gram = align(p->at_filters + (p->taps << p->column_bits) * 4);
-  p->at_ring = p->at_gram + p->lags * (p->lags + 1) / 2 * p->blocks * p->blocks * 1024;
-  const int64_t ring = int64_t(stages) * slabs * p->slab_entries * 16 * (p->accurate ? 2 : 1);
+  p->at_border = p->at_gram + gram_floats(*p) * 4;
+  p->at_raw = align(p->at_border + (p->deep ? gram_border_floats(*p) * 4 : 0));
+  p->at_ring = align(p->at_raw + fifo * gram_loaders(p->deep) * p->channels * (q.dtype == Dtype::kFloat32 ? 16 : 8));
+  // What comes after the products lies where the ring was: C, shares of sums, means, and the borders' products.
+  const int64_t ring = int64_t(stages) * p->stage_bytes * (p->accurate ? 2 : 1);
   const int64_t finish =
-      int64_t(p->taps) * ((p->taps + 7) / 8 * 8 + 4) * 4 + 32 * kGramComputing * 16 + 128 * 12 + p->taps * 8;
-  const int64_t total = p->at_ring + (std::max(ring, finish) + 127) / 128 * 128;
+      int64_t(p->taps) * ((p->taps + 7) / 8 * 8 + 4) * 4 + 128 * kGramTaps * 16 + 128 * 12 + p->taps * 8 + 128;
+  if (!p->deep) p->at_border = align(p->at_ring + finish);
+  const int64_t after = p->deep ? p->at_ring + finish : p->at_border + gram_border_floats(*p) * 4;
+  const int64_t total = align(std::max(p->at_ring + ring, after));
   if (total > limits.smem_per_block) return false;
   p->smem_bytes = static_cast<int>(total);
   return true;
 }
 
-// Estimated cycles of a block for `slice` outputs along the outer dim: products, or bytes, and what comes once.
-inline double gram_cost(const GramPlan& p, const ConvProblem& q, int slice) {
-  const int sweeps = p.tiles[0] * p.tiles[1];
-  const double slabs = slice + (p.lags - 1) * p.lag_step;
-  const double products = (p.lags - 0.5) * p.blocks * p.blocks * (p.accurate ? 3.2 : 1.0);
-  const double multiply = slabs * p.tile[0] * p.steps * (products * 3.5 + 20) + p.lags * 1500.0;
-  const double load =
-      slabs * p.halo[0] * p.halo[1] * std::max<double>(q.c_in * (q.dtype == Dtype::kFloat32 ? 4 : 3), 8) / 16;
-  return sweeps * std::max(multiply, load) + 9000;
+// Estimated cycles of a block for `outputs` along the dim that is cut: products, what the loading threads do, or
+// bytes; and what comes once.
+inline double gram_cost(const GramPlan& p, const ConvProblem& q, int outputs) {
+  const int slab_rows = (p.deep ? static_cast<int>(q.out[1]) : outputs) + p.kernel[1] - 1;
+  const int slabs = (p.deep ? outputs : static_cast<int>(q.out[0])) + p.kernel[0] - 1;
+  const int tiles_h = (slab_rows + p.tile_rows - 1) / p.tile_rows;
+  const double groups = double(p.tile_rows / p.group_rows), steps = p.tile_pairs / kGramColumns;
+  const double products = groups * steps * (p.deep ? 176 : 64) + (p.deep ? 96 : 32) * steps;
+  const int items = p.rows * p.vectors, rounds = (items + gram_loaders(p.deep) - 1) / gram_loaders(p.deep);
+  const double convert = rounds * (p.channels == 8 ? 700.0 : 450.0) * (p.accurate ? 1.5 : 1.0);
+  const double bytes = double(items) * 4 * static_cast<double>(q.c_in) * (q.dtype == Dtype::kFloat32 ? 4 : 2) / 16;
+  const double stage = std::max(products * (p.accurate ? 3.0 : 1.0) + (p.accurate ? 300 : 0), std::max(convert, bytes));
+  // The first stages are loaded while nobody multiplies.
+  const int first = p.deep ? std::min(p.kernel[0], slabs) : 1;
+  return double(tiles_h) * p.tiles[1] * slabs * (stage + 150) + first * std::max(convert, bytes) + 9000;
 }
 
 }  // namespace plan_detail
@@ -84,64 +71,60 @@ inline GramPlan plan_gram(const ConvProblem& q, const DeviceLimits& limits) {
     p.refusal = why;
     return p;
   };
-  if (!limits.has_wgmma) return refuse("it is written for compute capability 9.0");
+  if (!limits.has_wgmma) return refuse("wgmma needs compute capability 9.0 and code built for sm_90a");
   if (q.epilogue != ConvEpilogue::kStats) return refuse("only statistics come from a Gram matrix");
   if (q.transposed || q.groups != 1) return refuse("a transposed or grouped convolution");
   if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   if (q.c_in > 8) return refuse("more than 8 input channels");
   if (q.in[2] % 4 != 0) return refuse("rows that are not a multiple of four positions");
+  if (q.out[2] % 2 != 0) return refuse("an odd number of outputs in a row");
   if (q.in[0] * q.in[1] * q.in[2] >= int64_t(1) << 31 || q.n > int64_t(1) << 30)
     return refuse("2^31 or more positions");
   for (int i = 0; i < 3; ++i) {
-    if (q.stride[i] != 1) return refuse("a stride other than 1");
-    if (q.kernel[i] > kGramLags || q.dilation[i] > 64 || q.padding[i] > 4096) {
-      return refuse("a kernel, padding or dilation is too large");
-    }
+    if (q.stride[i] != 1 || (q.dilation[i] != 1 && q.kernel[i] > 1)) return refuse("a stride or dilation other than 1");
+    if (q.kernel[i] > kGramTaps || q.padding[i] > 4096) return refuse("a kernel or padding is too large");
     p.pad[i] = static_cast<int>(q.padding[i]);
     p.kernel[i] = static_cast<int>(q.kernel[i]);
   }
   p.accurate = q.dtype == Dtype::kFloat32 && !q.allow_tf32;
-  p.outer = q.in[0] == 1 && q.out[0] == 1 && q.kernel[0] == 1 ? 1 : 0;
-  p.lags = p.kernel[p.outer];
-  p.lag_step = static_cast<int>(q.dilation[p.outer]);
-  p.kernel[p.outer] = 1;
-  p.row_step = p.outer == 0 ? static_cast<int>(q.dilation[1]) : 1;
+  p.deep = p.kernel[0] > 1;
   p.channels = q.c_in <= 4 ? 4 : 8;
-  p.taps = p.lags * p.kernel[1] * p.kernel[2] * static_cast<int>(q.c_in);
+  if (p.deep && p.channels == 8) return refuse("more than 4 input channels and taps along the depth");
+  p.strips = p.channels == 4 ? 2 : 4;
+  p.group_rows = 8 / p.strips;
+  p.taps = p.kernel[0] * p.kernel[1] * p.kernel[2] * static_cast<int>(q.c_in);
   p.column_bits = q.c_out <= 32 ? 5 : 6;
-  p.teams = kGramComputing / p.lags;
-  const int rows = p.outer == 0 ? static_cast<int>(q.out[1]) : 1, offsets = p.channels == 8 ? 2 : 4;
 
+  const int cut = p.deep ? 0 : 1;
+  const int64_t outputs = q.out[cut];
   double best = -1;
   GramPlan chosen;
-  for (int pair : {2, 1}) {
-    if (pair == 2 && (q.dilation[2] != 1 || q.out[2] % 2 != 0)) continue;
-    p.pair = pair;
-    p.unit = static_cast<int>(q.dilation[2]);
-    p.per_row = (p.kernel[2] + pair - 1 + offsets - 1) / offsets;
-    p.blocks = p.per_row * p.kernel[1];
-    if (p.blocks > kGramBlocks) continue;
-    int last_columns = 0;
-    for (int64_t columns : {q.out[2], int64_t(512), int64_t(256), int64_t(128), int64_t(64), int64_t(32)}) {
-      columns = std::min(columns, q.out[2]);
-      if (columns == last_columns || columns > 4096 || (columns < q.out[2] && columns % 4 != 0)) continue;
-      last_columns = static_cast<int>(columns);
+  const int64_t all_pairs = (q.out[2] / 2 + kGramColumns - 1) / kGramColumns * kGramColumns;
+  const int64_t most = std::min<int64_t>(2 * limits.sm_count, 4 * limits.sm_count / std::max<int64_t>(q.n, 1) + 1);
+  for (int64_t slices = 1; slices <= std::min(outputs, most); ++slices) {
+    const int slice = static_cast<int>((outputs + slices - 1) / slices);
+    if ((outputs + slice - 1) / slice != slices) continue;
+    const double waves = std::max(1.0, double((q.n * slices + limits.sm_count - 1) / limits.sm_count));
+    const int slab_rows = (p.deep ? static_cast<int>(q.out[1]) : slice) + p.kernel[1] - 1;
+    int64_t last_pairs = 0;
+    for (int64_t pairs : {all_pairs, int64_t(128), int64_t(64), int64_t(32), int64_t(16)}) {
+      if (pairs > all_pairs || pairs > 1024 || pairs == last_pairs) continue;
+      last_pairs = pairs;
       int last_rows = 0;
-      for (int parts : {1, 2, 3, 4, 6, 8, 12, 16, 32, 64}) {
-        const int tile_rows = (rows + parts - 1) / parts;
-        if (tile_rows == last_rows) continue;
-        last_rows = tile_rows;
-        for (int slabs : {1, 2, 4, 8, 16}) {
-          for (int stages = kGramStages; stages >= 2; --stages) {
-            if (!plan_detail::gram_tile(&p, q, limits, tile_rows, last_columns, slabs, stages)) continue;
-            // A stage keeps all loading threads busy, and they are two stages ahead.
-            const int vectors = slabs * p.halo[0] * p.vectors, threads = 32 * gram_loading(p.accurate);
-            const double waste = double((vectors + threads - 1) / threads * threads) / vectors;
-            const int ahead = stages - p.ahead - 1;
-            const double cost = plan_detail::gram_cost(p, q, static_cast<int>(q.out[p.outer])) *
-                                (1 + 0.2 * (waste - 1) + (ahead < 2 ? 0.1 : 0.0));
-            if (best < 0 || cost < best) best = cost, chosen = p;
-            break;
+      for (int parts : {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 21, 32, 43, 64}) {
+        const int rows = ((slab_rows + parts - 1) / parts + p.group_rows - 1) / p.group_rows * p.group_rows;
+        if (rows == last_rows) continue;
+        last_rows = rows;
+        for (int fifo : {6, 4, 3, 2, 1}) {
+          if (fifo * (p.channels / 4) > 4 && !p.deep) continue;
+          bool fits = false;
+          for (int stages = kGramStages; stages >= (p.deep ? p.kernel[0] : 1) + 1 && !fits; --stages) {
+            fits = plan_detail::gram_tile(&p, q, limits, rows, static_cast<int>(pairs), slab_rows, stages, fifo);
+            if (!fits) continue;
+            const int free = stages - (p.deep ? p.kernel[0] : 1);
+            const double cost = waves * plan_detail::gram_cost(p, q, slice) * (free < 2 ? 1.08 : 1.0) *
+                                (fifo * p.channels * gram_loaders(p.deep) < 3072 ? 1.15 : 1.0);
+            if (best < 0 || cost < best) best = cost, p.slices = slices, p.slice = slice, chosen = p;
           }
         }
       }
@@ -149,16 +132,6 @@ inline GramPlan plan_gram(const ConvProblem& q, const DeviceLimits& limits) {
   }
   if (best < 0) return refuse("its Gram matrix or a tile of its input does not fit");
   p = chosen;
-
-  const int64_t outputs = q.out[p.outer];
-  best = -1;
-  for (int64_t slices = 1; slices <= std::min<int64_t>(outputs, 2 * limits.sm_count); ++slices) {
-    const int slice = static_cast<int>((outputs + slices - 1) / slices);
-    if ((outputs + slice - 1) / slice != slices) continue;
-    const double waves = double((q.n * slices + limits.sm_count - 1) / limits.sm_count);
-    const double cost = std::max(waves, 1.0) * plan_detail::gram_cost(p, q, slice);
-    if (best < 0 || cost < best) best = cost, p.slices = slices, p.slice = slice;
-  }
   if (q.n * p.slices > (int64_t(1) << 31) - 1) return refuse("more than 2^31 blocks");
   return p;
 }

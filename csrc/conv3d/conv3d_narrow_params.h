@@ -12,7 +12,7 @@ namespace kgopt {
 
 // Warpgroups that load, and that compute: as many as have the registers for accumulators, sums and fragments. One loads
 // fast enough where much is done with what it brings: 3xTF32, and the epilogue of logsumexp.
-KGOPT_HD constexpr int narrow_producers(ConvMath math, bool lse) { return lse || math == ConvMath::kTf32x3 ? 1 : 2; }
+KGOPT_HD constexpr int narrow_producers(ConvMath math, bool lse) { return lse || math == ConvMath::kTf32x3 || math == ConvMath::kFp16x3 ? 1 : 2; }
 KGOPT_HD constexpr int narrow_consumers(ConvMath math, int columns, int window, bool lse) {
   if (window > 1) return 3;
   return columns >= 128 || (columns >= 64 && !lse && math != ConvMath::kTf32x3) ? 2 : 3;
@@ -25,8 +25,11 @@ KGOPT_HD constexpr int narrow_batch(ConvMath math, int window, bool large) {
 inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the width that a warp takes for one product
 // Where channels are the rows: warpgroups that compute, and K steps whose weights they keep in registers, at most. For
 // logsumexp four of them, with one set of accumulators each, hide each other's waiting.
-KGOPT_HD constexpr int narrow_channel_consumers(bool lse) { return lse ? 4 : 3; }
+KGOPT_HD constexpr int narrow_channel_consumers(ConvMath math, bool lse) {
+  return lse && math != ConvMath::kFp16x3 ? 4 : 3;
+}
 inline constexpr int kNarrowChannelSteps = 9;
+inline constexpr int kNarrowSplitSteps = 5;  // the same with two terms of each weight
 inline constexpr int kNarrowWindow = 3;  // kernel rows that share a fragment, where they do
 inline constexpr int kNarrowStages = 3;  // at most
 
@@ -89,6 +92,10 @@ enum class NarrowLoad : int {
 struct NarrowStats {
   float* partials;  // see StatsPartials in groupnorm_params.h
   int64_t slices;   // of a sample, in the partials
+  // The Gram kernel's slices, in the partials before this kernel's, and [N, gram_slices] which of them were not exact
+  // enough: their samples alone are done. Null where the Gram kernel did not run.
+  const int* inexact;
+  int64_t gram_slices;
   int c_out_total;
   // Where a block sees all of its sample: the sample's statistics instead of partials, and with sample_mean [N] the
   // mean of its norm.

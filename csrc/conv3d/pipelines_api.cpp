@@ -71,13 +71,13 @@ struct __attribute__((visibility("hidden"))) StatsPass {
   const ConvArgs& a;
   const ConvShape& shape;
   const ConvChoice& choice;
-  int64_t packed = 0, bias = 0, partials = 0;  // workspace pieces
+  int64_t packed = 0, bias = 0, partials = 0, inexact = 0;  // workspace pieces
 
+  bool gram() const { return choice.path == ConvPath::kGram; }
   bool packs_weights() const { return choice.path == ConvPath::kImplicitGemm; }
+  // In the partials: the Gram kernel's, then those of the kernel that corrects it.
   int64_t slices() const {
-    return choice.path == ConvPath::kGram     ? choice.gram.slices
-           : choice.path == ConvPath::kNarrow ? choice.narrow.slices
-                                              : partials_slices(choice.plan);
+    return packs_weights() ? partials_slices(choice.plan) : choice.narrow.slices + (gram() ? choice.gram.slices : 0);
   }
 
   void reserve(Workspace* workspace) {
@@ -86,6 +86,7 @@ struct __attribute__((visibility("hidden"))) StatsPass {
       bias = workspace->reserve(packed_bias_bytes(shape, choice.plan));
     }
     partials = workspace->reserve(partials_bytes(shape, slices()));
+    if (gram()) inexact = workspace->reserve(shape.n * choice.gram.slices * 4);
   }
 
   // Leaves what `finish` asks for and, where it can, in sample_mean the mean of each sample's norm. Says whether it
@@ -93,25 +94,26 @@ struct __attribute__((visibility("hidden"))) StatsPass {
   bool run(Workspace& workspace, const GroupStatsFinalizeParams& finish, float* sample_mean,
            cudaStream_t stream) const {
     if (!packs_weights()) {
-      const bool gram = choice.path == ConvPath::kGram;
       NarrowStats stats{};
       stats.partials = workspace.at<float>(partials);
       stats.slices = slices();
       stats.c_out_total = static_cast<int>(shape.c_out);
-      stats.finishes =
-          gram ? gram_sees_samples(choice.gram, shape.c_out) : narrow_sees_samples(choice.narrow, shape.groups);
+      stats.finishes = narrow_sees_samples(choice.narrow, shape.groups) &&
+                       (!gram() || gram_sees_samples(choice.gram, shape.c_out));
       stats.finish = finish;
       stats.sample_mean = sample_mean;
       Tensor dense_bias;
-      if (gram) {
+      if (gram()) {
         GramParams p = make_gram_params(a, shape, choice.gram, &dense_bias);
         p.stats = stats;
+        p.inexact = workspace.at<int>(inexact);
         raise_on_error(a.op, run_conv_gram_stats(p, shape.n, stream));
-      } else {
-        NarrowParams p = make_narrow_params(a, shape, choice.narrow, &dense_bias);
-        p.stats = stats;
-        raise_on_error(a.op, run_conv_narrow_stats(p, shape.n, stream));
+        stats.inexact = p.inexact;
+        stats.gram_slices = choice.gram.slices;
       }
+      NarrowParams p = make_narrow_params(a, shape, choice.narrow, &dense_bias);
+      p.stats = stats;
+      raise_on_error(a.op, run_conv_narrow_stats(p, shape.n, stream));
       if (stats.finishes) return true;
     } else {
       ConvKernelParams p = make_kernel_params(a, shape, choice.plan);

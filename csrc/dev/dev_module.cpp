@@ -251,33 +251,40 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("refusal",
                              [](const GramPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("accurate", &GramPlan::accurate)
+      .def_readonly("deep", &GramPlan::deep)
       .def_readonly("channels", &GramPlan::channels)
-      .def_readonly("outer", &GramPlan::outer)
-      .def_readonly("lags", &GramPlan::lags)
-      .def_readonly("lag_step", &GramPlan::lag_step)
-      .def_readonly("row_step", &GramPlan::row_step)
-      .def_readonly("pair", &GramPlan::pair)
-      .def_readonly("unit", &GramPlan::unit)
-      .def_readonly("per_row", &GramPlan::per_row)
-      .def_readonly("blocks", &GramPlan::blocks)
-      .def_readonly("second_at", &GramPlan::second_at)
-      .def_readonly("half", &GramPlan::half)
-      .def_readonly("row_entries", &GramPlan::row_entries)
-      .def_readonly("slab_entries", &GramPlan::slab_entries)
-      .def_readonly("steps", &GramPlan::steps)
-      .def_readonly("stage_slabs", &GramPlan::stage_slabs)
+      .def_readonly("strips", &GramPlan::strips)
+      .def_readonly("group_rows", &GramPlan::group_rows)
+      .def_readonly("tile_rows", &GramPlan::tile_rows)
+      .def_readonly("tile_pairs", &GramPlan::tile_pairs)
+      .def_readonly("above", &GramPlan::above)
+      .def_readonly("rows", &GramPlan::rows)
+      .def_readonly("lead", &GramPlan::lead)
+      .def_readonly("vectors", &GramPlan::vectors)
+      .def_readonly("strip_bytes", &GramPlan::strip_bytes)
+      .def_readonly("stage_bytes", &GramPlan::stage_bytes)
       .def_readonly("stages", &GramPlan::stages)
-      .def_readonly("ahead", &GramPlan::ahead)
-      .def_readonly("teams", &GramPlan::teams)
+      .def_readonly("fifo", &GramPlan::fifo)
       .def_readonly("slices", &GramPlan::slices)
       .def_readonly("slice", &GramPlan::slice)
       .def_readonly("taps", &GramPlan::taps)
       .def_readonly("column_bits", &GramPlan::column_bits)
+      .def_readonly("at_ring", &GramPlan::at_ring)
       .def_readonly("smem_bytes", &GramPlan::smem_bytes)
-      .def_property_readonly("block_at",
-                             [](const GramPlan& p) { return std::vector<int>(p.block_at, p.block_at + p.blocks); })
-      .def_property_readonly("tile", [](const GramPlan& p) { return std::vector<int>(p.tile, p.tile + 2); })
-      .def_property_readonly("halo", [](const GramPlan& p) { return std::vector<int>(p.halo, p.halo + 2); })
+      .def_property_readonly("parts",
+                             [](const GramPlan& p) {
+                               // Where each part of the Gram matrix begins and ends, in floats, and where all of it ends.
+                               std::vector<std::pair<int, int>> parts;
+                               const int side = p.strips * 8;
+                               for (int lag = 0; lag < p.kernel[0]; ++lag) {
+                                 for (int tap = 0; tap + lag < p.kernel[0]; ++tap) {
+                                   const int at = gram_part(p, lag, tap);
+                                   parts.emplace_back(at, at + gram_bands(lag) * side * side);
+                                 }
+                               }
+                               parts.emplace_back(gram_floats(p), gram_part_index(p, p.kernel[0] - 1, 0));
+                               return parts;
+                             })
       .def_property_readonly("tiles", [](const GramPlan& p) { return std::vector<int>(p.tiles, p.tiles + 2); })
       .def_property_readonly("kernel", [](const GramPlan& p) { return copied(p.kernel); });
 
