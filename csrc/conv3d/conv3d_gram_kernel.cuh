@@ -7,8 +7,8 @@
 //     ..., the entry that pair k of neighbouring outputs sees at offset s. A product sums over k. Neighbouring outputs
 //     share all but one offset, so that entry (w, w') of C is the sum of two of the products.
 //   - Strips of several rows are the 64 rows of a product, those of these rows and some more its columns: any two rows
-//     `lag` apart add to the same sums. Rows that some taps do not see (the first and last two) are multiplied once more
-//     by themselves, and taken out at the end.
+//     `lag` apart add to the same sums. Rows that some taps do not see (the first and last two) are multiplied once
+//     more by themselves, and taken out at the end.
 //   - A warpgroup multiplies each slab (depth) with the one `lag` further, for each depth tap that sees the slab.
 // x comes into shared memory once, as fp16 of (x - pivot) * scale, with a power of two that makes the channel's
 // standard deviation about one: eleven bits, as TF32. A second fp16 term gives twenty-two where fp32 accuracy is asked
@@ -44,28 +44,28 @@ template <bool kDeep, bool kComputes>
 __device__ __forceinline__ void gram_registers() {
   if constexpr (kDeep) {
     if constexpr (kComputes) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 128;");
     } else {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
     }
   } else if constexpr (kComputes) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
   }
 }
 
-// D[64 x N] += A' B, A of 16 x 64 and B of 16 x N fp16 in entries of 8: entry k of eight rows or columns lies 16 k bytes
-// after the first, the next eight `strip` bytes further.
+// D[64 x N] += A' B, A of 16 x 64 and B of 16 x N fp16 in entries of 8: entry k of eight rows or columns lies 16 k
+// bytes after the first, the next eight `strip` bytes further.
 __device__ __forceinline__ uint64_t gram_descriptor(uint32_t strip_bytes) {
   return uint64_t(128 >> 4) << 16 | uint64_t(strip_bytes >> 4) << 32;
 }
-#define KGOPT_GRAM_PRODUCT(n, list, at_a, at_b, add_flag, outputs)                          \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, " add_flag                                   \
-               ", 0; "                                                                      \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 {" list "}, " at_a   \
-               ", " at_b ", p, 1, 1, 1, 1; }"                                               \
-               : outputs                                                                    \
+#define KGOPT_GRAM_PRODUCT(n, list, at_a, at_b, add_flag, outputs)                                  \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, " add_flag                                           \
+               ", 0; "                                                                              \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 {" list "}, " at_a ", " at_b \
+               ", p, 1, 1, 1, 1; }"                                                                 \
+               : outputs                                                                            \
                : "l"(a), "l"(b), "r"(int(add)))
 template <int kN>
 __device__ __forceinline__ void gram_product(float (&d)[kN / 2], uint64_t a, uint64_t b, bool add) {
@@ -96,11 +96,13 @@ __device__ __forceinline__ void wait_for_oldest(int under_way) {
 struct GramBlock {
   uint64_t *full, *empty;
   float2* shift;    // [8] of (-pivot * scale, scale)
-  float* largest;   // [8 warps][8 channels]
+  float* largest;   // [16 warps][8 channels]
   int first[2];     // output along depth and height
   int outputs[2];   // of this block
   int slabs, rows;  // input that they see
 };
+
+inline constexpr int kGramOnes = 768;  // where in shared memory there are 16 x 8 of them
 
 // Stages in the order of the ring.
 struct GramTurn {
@@ -174,13 +176,18 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
       int row;
       int64_t offset = 0;
       const bool load = row_of(ahead, fetched.row, row) && inside(ahead, fetched, row, offset);
-      const Element* src = load ? x + offset : x;
       unsigned char* to = raw + fetch_slot * kSlotBytes;
+      if (load) {
+        const Element* src = x + offset;
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        const bool valid = load && c < p.c_in;
-        cp_async<kVector>(to + c * kChannelBytes, valid ? src : x, valid);
-        src += p.x_stride_c;
+        for (int c = 0; c < kChannels; ++c) {
+          if (c < p.c_in) cp_async<kVector>(to + c * kChannelBytes, src, true);  // the others stay zeros
+          src += p.x_stride_c;
+        }
+      } else {
+        using Vector = std::conditional_t<kVector == 16, uint4, uint2>;
+#pragma unroll 1
+        for (int c = 0; c < kChannels; ++c, to += kChannelBytes) *reinterpret_cast<Vector*>(to) = Vector{};
       }
       advance(fetched);
       if (++round_ahead == rounds) {
@@ -193,10 +200,7 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
   };
   for (int i = 0; i < plan.fifo; ++i) fetch();
 
-  float2 shift[kChannels];
-  float most[kChannels];
-#pragma unroll
-  for (int c = 0; c < kChannels; ++c) shift[c] = b.shift[c], most[c] = 0.f;
+  float most[kChannels] = {};
   int slot = 0;
   for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
     const int pairs = min(plan.tile_pairs, (p.out[2] - walk.column) / 2);  // with outputs
@@ -210,35 +214,36 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
       const bool some = row_of(walk, item.row, row);
       const bool counts = some && (padded || inside(walk, item, row, offset));
       // Two channels of four positions at a time.
-      uint32_t high[4][kChannels / 2], low[kAccurate ? 4 : 1][kChannels / 2];
-      const unsigned char* const from = raw + slot * kSlotBytes;
+      uint32_t high[4][kChannels / 2] = {}, low[kAccurate ? 4 : 1][kChannels / 2] = {};
+      if (counts) {
+        const unsigned char* const from = raw + slot * kSlotBytes;
 #pragma unroll
-      for (int c = 0; c < kChannels; c += 2) {
-        float v[2][4];
+        for (int c = 0; c < kChannels; c += 2) {
+          float v[2][4];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const unsigned char* const at = from + (c + e) * kChannelBytes;
-          if constexpr (sizeof(Element) == 4) {
-            const float4 f = *reinterpret_cast<const float4*>(at);
-            v[e][0] = f.x, v[e][1] = f.y, v[e][2] = f.z, v[e][3] = f.w;
-          } else {
-            const uint2 f = *reinterpret_cast<const uint2*>(at);
+          for (int e = 0; e < 2; ++e) {
+            const unsigned char* const at = from + (c + e) * kChannelBytes;
+            if constexpr (sizeof(Element) == 4) {
+              const float4 f = *reinterpret_cast<const float4*>(at);
+              v[e][0] = f.x, v[e][1] = f.y, v[e][2] = f.z, v[e][3] = f.w;
+            } else {
+              const uint2 f = *reinterpret_cast<const uint2*>(at);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) v[e][k] = to_acc(reinterpret_cast<const Element*>(&f)[k]);
+              for (int k = 0; k < 4; ++k) v[e][k] = to_acc(reinterpret_cast<const Element*>(&f)[k]);
+            }
           }
-        }
+          const float2 first = b.shift[c], second = b.shift[c + 1];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const float2 f = counts ? make_float2(fmaf(v[0][k], shift[c].y, shift[c].x),
-                                                fmaf(v[1][k], shift[c + 1].y, shift[c + 1].x))
-                                  : make_float2(0.f, 0.f);
-          most[c] = larger_magnitude(most[c], f.x);
-          most[c + 1] = larger_magnitude(most[c + 1], f.y);
-          const __half2 h = __float22half2_rn(f);
-          high[k][c / 2] = half_bits(h);
-          if constexpr (kAccurate) {
-            const float2 back = __half22float2(h);
-            low[k][c / 2] = half_bits(__floats2half2_rn(f.x - back.x, f.y - back.y));
+          for (int k = 0; k < 4; ++k) {
+            const float2 f = make_float2(fmaf(v[0][k], first.y, first.x), fmaf(v[1][k], second.y, second.x));
+            most[c] = larger_magnitude(most[c], f.x);
+            most[c + 1] = larger_magnitude(most[c + 1], f.y);
+            const __half2 h = __float22half2_rn(f);
+            high[k][c / 2] = half_bits(h);
+            if constexpr (kAccurate) {
+              const float2 back = __half22float2(h);
+              low[k][c / 2] = half_bits(__floats2half2_rn(f.x - back.x, f.y - back.y));
+            }
           }
         }
       }
@@ -246,30 +251,38 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
       if (++slot == plan.fifo) slot = 0;
       if (round == 0) barrier_wait(b.empty + turn.slot, turn.parity ^ 1);
       if (item.row < plan.rows) {
-        unsigned char* const to_row = to_stage + item.row * plan.strips * plan.strip_bytes;
+        unsigned char* const to = to_stage + item.row * plan.strips * plan.strip_bytes + item.vector * 32;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const int column = item.vector * 4 + k - plan.lead;  // of the tile
-          const int at = column >> 1, odd = column & 1;
-          auto store = [&](int strip, int pair) {
-            if (unsigned(pair) >= unsigned(plan.tile_pairs)) return;
-            unsigned char* const to = to_row + strip * plan.strip_bytes + pair * 16;
-            const bool there = pair < pairs;
-            auto term = [&](unsigned char* to, const uint32_t (&w)[kChannels / 2]) {
-              if constexpr (kChannels == 8) {
-                *reinterpret_cast<uint4*>(to) =
-                    make_uint4(there ? w[0] : 0, there ? w[1] : 0, there ? w[2] : 0, there ? w[3] : 0);
-              } else {
-                *reinterpret_cast<uint2*>(to + odd * 8) = make_uint2(there ? w[0] : 0, there ? w[1] : 0);
-              }
-            };
-            term(to, high[k]);
-            if constexpr (kAccurate) term(to + plan.stage_bytes, low[k]);
+          // Position 2 k + s is entry k of strip s; with four channels, half of an entry.
+          const int odd = (k - plan.lead) & 1, before = (k - plan.lead) >> 1;
+          unsigned char* const at = to + before * 16 + odd * (kChannels == 8 ? plan.strip_bytes : 8);
+          unsigned char* const next = at + (kChannels == 8 ? 2 : 1) * plan.strip_bytes - 16;
+          const int pair = item.vector * 2 + before;
+          auto store = [&](unsigned char* to, const uint32_t (&w)[kChannels / 2]) {
+            if constexpr (kChannels == 8) {
+              *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+            } else {
+              *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
+            }
           };
-          // Position 2 k + s: of strip s; an entry of 4 channels is one of two positions.
-          store(kChannels == 8 ? odd : 0, at);
-          store(kChannels == 8 ? odd + 2 : 1, at - 1);
+          if (unsigned(pair) < unsigned(pairs)) {
+            store(at, high[k]);
+            if constexpr (kAccurate) store(at + plan.stage_bytes, low[k]);
+          }
+          if (unsigned(pair - 1) < unsigned(pairs)) {
+            store(next, high[k]);
+            if constexpr (kAccurate) store(next + plan.stage_bytes, low[k]);
+          }
         }
+      }
+    }
+    // Of a narrower tile, what a wider one before it left.
+    if (plan.tiles[1] > 1 && pairs % kGramColumns != 0) {
+      const int left = (kGramColumns - pairs % kGramColumns), all = plan.rows * plan.strips * (kAccurate ? 2 : 1);
+      for (int i = tid; i < all * left; i += kLoaders) {
+        *reinterpret_cast<uint4*>(to_stage + i / left * plan.strip_bytes + (pairs + i % left) * 16) =
+            make_uint4(0, 0, 0, 0);
       }
     }
     wgmma_fence_shared();
@@ -298,7 +311,7 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
   const int row_bytes = kStrips * plan.strip_bytes, slot_bytes = plan.stage_bytes * (kAccurate ? 2 : 1);
   const uint32_t ring = shared_address(smem + plan.at_ring);
   const uint64_t strips = gram_descriptor(plan.strip_bytes);
-  const uint64_t ones = gram_descriptor(128) | (shared_address(smem + 512) >> 4);
+  const uint64_t ones = gram_descriptor(128) | (shared_address(smem + kGramOnes) >> 4);
   float* const gram = reinterpret_cast<float*>(smem + plan.at_gram) + (kDeep ? 0 : team * 3 * kSide * kSide);
   float* const sums = reinterpret_cast<float*>(smem + plan.at_sums) + (kDeep ? 0 : team * kSide);
   const int depth = plan.kernel[0];
@@ -317,18 +330,25 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
 #pragma unroll 1
       for (int tap = low; tap <= high; ++tap) {
         float* const part = gram + gram_part(plan, lag, tap) + (warp * 2 % kStrips * 8 + g) * kSide + t * 2;
+        // All loads of a batch before its stores, which the compiler would not dare.
+        constexpr int kBatch = 4;
 #pragma unroll
-        for (int q = 0; q < kN / 8; ++q) {
-          const int band = q / kStrips - row;
-          if (unsigned(band) >= unsigned(kBands)) continue;
+        for (int first = 0; first < kN / 8; first += kBatch) {
+          float2 v[kBatch][2];
+          auto each = [&](auto&& f) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float2* const at =
-                reinterpret_cast<float2*>(part + band * kSide * kSide + half * 8 * kSide + q % kStrips * 8);
-            float2 v = *at;
-            v.x += acc[q * 4 + half * 2], v.y += acc[q * 4 + half * 2 + 1];
-            *at = v;
-          }
+            for (int i = 0; i < kBatch; ++i) {
+              const int q = first + i, band = q / kStrips - row;
+              if (unsigned(band) >= unsigned(kBands)) continue;
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                f(*reinterpret_cast<float2*>(part + band * kSide * kSide + half * 8 * kSide + q % kStrips * 8),
+                  v[i][half], acc[q * 4 + half * 2], acc[q * 4 + half * 2 + 1]);
+              }
+            }
+          };
+          each([](float2& at, float2& v, float, float) { v = at; });
+          each([](float2& at, float2& v, float x, float y) { at = make_float2(v.x + x, v.y + y); });
         }
         if (!kFar && t == 0) {
           float* const at = sums + tap * kSide + warp * 2 % kStrips * 8 + g;
@@ -379,7 +399,8 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
       const int groups = (min(plan.tile_rows, b.rows - walk.row) + kRows - 1) / kRows;
       const int pairs = min(plan.tile_pairs, (p.out[2] - walk.column) / 2);
       const int steps = (pairs + kGramColumns - 1) / kGramColumns;
-      if (held > 0 && (first_tap != low || last_tap != high || kAccurate || held >= kGramMostHeld)) {
+      if (held > 0 &&
+          (first_tap != low || last_tap != high || held >= (kAccurate ? kGramMostHeld / 6 : kGramMostHeld))) {
         dump();
         if (kDeep && edge_held) dump_edge();
       }
@@ -393,6 +414,7 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
         constexpr int kColumns = sizeof(d) / sizeof(float) * 2;
 #pragma unroll 1
         for (int k = 0; k < steps; ++k, a += kGramColumns, b += kGramColumns) {
+          wgmma_fence();
           if constexpr (decltype(small)::value) {
             gram_product<kColumns>(d, strips | (a + low_term), strips | b, add);
             gram_product<kColumns>(d, strips | a, strips | (b + low_term), true);
@@ -401,6 +423,7 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
             gram_product<kColumns>(d, strips | a, strips | b, add);
             if constexpr (!kFar) gram_product<8>(sum, strips | a, ones, add);
           }
+          wgmma_commit();
           add = true;
         }
       };
@@ -414,10 +437,8 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
           held += steps;
         }
       };
-      wgmma_fence();
       if constexpr (kAccurate) multiply_rows(std::true_type());
       multiply_rows(std::false_type());
-      wgmma_commit();
       wgmma_wait<0>();
       wgmma_use(acc);
       wgmma_use(total);
@@ -431,12 +452,10 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
         has_border = has_border && team == 0;
       }
       if (has_border) {
-        wgmma_fence();
         const uint32_t a = at_a + row * row_words, b = at_b + row * row_words;
         if constexpr (kAccurate) multiply(edge, edge_total, a, b, edge_held, std::true_type());
         multiply(edge, edge_total, a, b, kAccurate || edge_held, std::false_type());
         edge_held = true;
-        wgmma_commit();
         wgmma_wait<0>();
         wgmma_use(edge);
         wgmma_use(edge_total);
@@ -462,13 +481,22 @@ __device__ __forceinline__ constexpr float gram_cancellation(bool accurate) {
   return accurate ? 16.f : sizeof(Element) == 4 ? 4096.f : 256.f;
 }
 
-// The Gram matrix in shared memory becomes moments of output channels.
+// What the statistics of channel `c` will be finished with comes closer.
+__device__ __forceinline__ void prefetch_affine(const GroupStatsFinalizeParams& f, int c) {
+  const int bytes = f.affine_dtype == Dtype::kFloat32 ? 4 : 2;
+  for (const void* of : {f.weight, f.bias}) {
+    if (of) asm volatile("prefetch.global.L1 [%0];" ::"l"(static_cast<const char*>(of) + c * bytes));
+  }
+}
+
+// The Gram matrix in shared memory becomes moments of output channels. Code that runs once costs more to fetch than to
+// run: while the first stage comes, all of it is done for a few K entries, and nothing is written (`live` is false).
 template <typename Element, int kChannels, bool kDeep, bool kAccurate>
-__device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
-                                            int64_t slice, float positions, bool broken, int thread) {
+static __device__ __noinline__ void gram_finish(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
+                                                int64_t slice, float positions, bool broken, bool live, int thread) {
   constexpr int kThreads = 128 * gram_warpgroups(kDeep), kSide = kChannels == 8 ? 32 : 16, kEdge = 2 * kSide;
   const GramPlan& plan = p.plan;
-  const int taps = plan.taps, columns = 1 << plan.column_bits, lane = thread & 31;
+  const int taps = live ? plan.taps : min(plan.taps, 16), columns = 1 << plan.column_bits, lane = thread & 31;
   const int last_row = plan.kernel[1] - 1;
   const int pitch = (taps + 7) / 8 * 8 + 4;  // of C: a row's 16 bytes, and rows apart in banks
   const int2* const tap_table = reinterpret_cast<const int2*>(smem + plan.at_taps);
@@ -501,7 +529,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
     const float* const of = border_sums + tap.d * 2 * kEdge;
     for (int row = 0; row < tap.h; ++row) sum -= both(of + row * kSide, tap.at);
     for (int row = tap.h; row < last_row; ++row) sum -= both(of + kEdge + row * kSide, tap.at);
-    means[k] = make_float2(sum, sum * share_of_one - b.shift[tap_table[k].x & 255].x);
+    if (live) means[k] = make_float2(sum, sum * share_of_one - b.shift[tap_table[k].x & 255].x);
   }
   named_barrier(1, kThreads);
   for (int k = thread / 32; k < taps; k += kThreads / 32) {
@@ -513,8 +541,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
       if (j < taps) {
         const Tap c = tap_of(j);
         const int lag = c.d - a.d, band = c.h - a.h, at = a.at * kSide + c.at;
-        const float* const part =
-            gram + gram_part(plan, lag, a.d) + (band + (lag > 0 ? 2 : 0)) * kSide * kSide + at;
+        const float* const part = gram + gram_part(plan, lag, a.d) + (band + (lag > 0 ? 2 : 0)) * kSide * kSide + at;
         sum = part[0] + part[kChannels * kSide + kChannels];
         if constexpr (!kDeep) sum += part[3 * kSide * kSide] + part[3 * kSide * kSide + kChannels * kSide + kChannels];
         const float* const top = border + gram_part_index(plan, lag, a.d) * 2 * kEdge * kEdge + a.at * kEdge + c.at;
@@ -525,9 +552,9 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
         for (int row = max(0, -band); row < a.h; ++row) take_out(top, row);
         for (int row = a.h; row < last_row - max(band, 0); ++row) take_out(top + kEdge * kEdge, row);
         sum -= sum_a * means[j].x * share_of_one;
-        c_matrix[j * pitch + k] = sum;
+        if (live) c_matrix[j * pitch + k] = sum;
       }
-      c_matrix[k * pitch + j] = sum;
+      if (live) c_matrix[k * pitch + j] = sum;
     }
   }
   bool inexact = false;
@@ -542,7 +569,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
         const Element* const from = static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
         w = c < valid ? to_acc(from[(first + c) * p.w_stride_out]) : 0.f;
       }
-      filters[i] = w * (1.f / b.shift[where & 15].y);
+      if (live) filters[i] = w * (1.f / b.shift[where & 15].y);
     }
     named_barrier(1, kThreads);
     const int c = thread & (columns - 1), share = thread >> plan.column_bits, shares = kThreads >> plan.column_bits;
@@ -580,7 +607,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
         }
       }
     }
-    parts[thread] = make_float4(mean, m2, alone, 0.f);
+    if (live) parts[thread] = make_float4(mean, m2, alone, 0.f);
     named_barrier(1, kThreads);
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
     if (thread < valid) {
@@ -590,10 +617,10 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
       }
     }
     named_barrier(1, kThreads);
-    if (thread < columns) parts[thread] = total;
+    if (live && thread < columns) parts[thread] = total;
     named_barrier(1, kThreads);
-    // Where filters cancel all but a little of their input, in a norm's group as a whole, C is not exact enough, and the
-    // sample is done again by the convolution.
+    // Where filters cancel all but a little of their input, in a norm's group as a whole, C is not exact enough, and
+    // the sample is done again by the convolution.
     bool cancels = false;
     for (int c = lane; c < valid; c += 32) {
       const int group = max(static_cast<int>(p.stats.finish.c / p.stats.finish.g), 1);
@@ -610,7 +637,9 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
       m.m2 = parts[thread].y < 0.f ? 0.f : parts[thread].y;
       m.count = positions;
       if (broken) m.mean = m.m2 = __int_as_float(0x7fffffff);
-      if (p.stats.finishes) {
+      if (!live) {
+        prefetch_affine(p.stats.finish, first + thread);
+      } else if (p.stats.finishes) {
         shared[thread] = m;
       } else {
         float* const out = p.stats.partials + ((n * p.stats.slices + slice) * p.c_out + first + thread) * 3;
@@ -619,6 +648,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
     }
     named_barrier(1, kThreads);
   }
+  if (!live) return;
   if (thread == 0) p.inexact[n * plan.slices + slice] = inexact;
   if (p.stats.finishes) finish_sample<kThreads>(p.stats, n, shared, reinterpret_cast<float2*>(shared + 64), thread);
 }
@@ -670,7 +700,7 @@ __global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const
       tap_table[tid * p.c_in + c] = make_int2(d << 24 | h << 16 | w << 8 | c, place << 4 | c);
     }
   }
-  if (tid < 64) reinterpret_cast<uint32_t*>(smem + 512)[tid] = 0x3C003C00u;  // ones
+  if (tid < 64) reinterpret_cast<uint32_t*>(smem + kGramOnes)[tid] = 0x3C003C00u;  // ones
   // The ring starts as zeros too: what is never written is multiplied by zero.
 #pragma unroll 1
   for (int i = plan.at_gram / 16 + tid; i < plan.smem_bytes / 16; i += kThreads) {
@@ -726,8 +756,9 @@ __global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const
   // Whether fp16 held all values, by all warps alike. `most`: each lane's channel's, lane % 8.
   float most = 0.f;
   auto in_range = [&] {
-    most = b.largest[lane];  // of four warps
-    if constexpr (kLoaders > 128) most = larger_magnitude(most, b.largest[32 + lane]);
+    most = 0.f;
+#pragma unroll 1
+    for (int i = lane; i < kLoaders / 4; i += 32) most = larger_magnitude(most, b.largest[i]);
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, 8));
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, 16));
     return !__any_sync(0xffffffffu, !(most <= 60000.f) || (most < 0.0625f && most > 0.f));
@@ -760,6 +791,12 @@ __global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const
       const Element* const from = static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
       filters[i] = to_acc(from[min(c, p.c_out - 1) * p.w_stride_out]);
     }
+    const float positions = float(b.outputs[0]) * float(b.outputs[1]) * float(p.out[2]);
+    auto finish = [&](bool live) {
+      const bool broken = __any_sync(0xffffffffu, !(most < INFINITY));
+      gram_finish<Element, kChannels, kDeep, kAccurate>(p, b, smem, n, slice, positions, broken, live, thread);
+    };
+    finish(false);
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
       if constexpr (kDeep) {
@@ -783,9 +820,7 @@ __global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const
       }
       named_barrier(kAll, kThreads);
     }
-    const bool broken = __any_sync(0xffffffffu, !(most < INFINITY));
-    const float positions = float(b.outputs[0]) * float(b.outputs[1]) * float(p.out[2]);
-    gram_finish<Element, kChannels, kDeep, kAccurate>(p, b, smem, n, slice, positions, broken, thread);
+    finish(true);
   }
 #endif
 }

@@ -9,15 +9,15 @@
 namespace kgopt {
 
 inline constexpr int kGramTaps = 3;  // along each dim, at most
-// Threads that load. Where there are three warpgroups that multiply, they need the registers of four of the eight warps.
-KGOPT_HD constexpr int gram_loaders(bool deep) { return deep ? 128 : 256; }
+// Threads that load: as many as the warpgroups that multiply leave registers for.
+KGOPT_HD constexpr int gram_loaders(bool deep) { return deep ? 256 : 384; }
 // Warpgroups that multiply: one for each distance of depth taps, or two that share the rows.
 KGOPT_HD constexpr int gram_warpgroups(bool deep) { return deep ? kGramTaps : 2; }
 KGOPT_HD constexpr int gram_threads(bool deep) { return gram_loaders(deep) + 128 * gram_warpgroups(deep); }
-inline constexpr int kGramStages = 8;     // at most
-inline constexpr int kGramSamples = 64;   // values of each channel that its pivot and scale are taken from
-inline constexpr int kGramBorders = 4;    // rows: two that not all taps see above, two below
-inline constexpr int kGramColumns = 16;   // pairs of outputs that a product sums over
+inline constexpr int kGramStages = 8;      // at most
+inline constexpr int kGramSamples = 64;    // values of each channel that its pivot and scale are taken from
+inline constexpr int kGramBorders = 4;     // rows: two that not all taps see above, two below
+inline constexpr int kGramColumns = 16;    // pairs of outputs that a product sums over
 inline constexpr int kGramMostHeld = 192;  // products that one accumulator sums: the tensor core truncates
 
 // Plain numbers, computed on the host, inspectable without a GPU.
@@ -28,8 +28,8 @@ struct GramPlan {
   int channels = 8;               // of a position in an entry of 16 bytes: 8, or 4 and with them the next position's
   int kernel[3] = {1, 1, 1};
   int pad[3] = {0, 0, 0};
-  int strips = 4;      // of a row: 8 channels: positions 2 k + 0, 1, 2, 3; 4 channels: pairs of them
-  int group_rows = 2;  // rows whose strips are the 64 rows of a product
+  int strips = 4;                      // of a row: 8 channels: positions 2 k + 0, 1, 2, 3; 4 channels: pairs of them
+  int group_rows = 2;                  // rows whose strips are the 64 rows of a product
   int tile_rows = 2, tile_pairs = 16;  // of outputs: what one sweep over the depth covers
   int above = 0;                       // rows in a stage before the tile's first; two come after its last
   int rows = 4;                        // of a stage; 4 channels: the border rows once more behind them
@@ -40,9 +40,9 @@ struct GramPlan {
   int stages = 2;
   int fifo = 2;  // vectors that a loading thread has under way, of all channels
   int tiles[2] = {1, 1};
-  int64_t slices = 1;  // thread blocks a sample: along the depth where deep, else along the height
-  int slice = 1;       // outputs along it of one
-  int taps = 1;        // rows of the filters: channels and all taps
+  int64_t slices = 1;   // thread blocks a sample: along the depth where deep, else along the height
+  int slice = 1;        // outputs along it of one
+  int taps = 1;         // rows of the filters: channels and all taps
   int column_bits = 6;  // 2^bits output channels are finished together
   // Shared memory, in bytes.
   int at_taps = 0, at_sums = 0, at_filters = 0, at_gram = 0, at_border = 0, at_raw = 0, at_ring = 0, smem_bytes = 0;
@@ -64,7 +64,9 @@ KGOPT_HD int gram_floats(const GramPlan& p) {
                 : 2 * 3 * p.strips * p.strips * 64;
 }
 // Products of border rows: of each part two matrices, top and bottom, of two rows with two rows.
-KGOPT_HD int gram_border_floats(const GramPlan& p) { return gram_parts(p) * 2 * (2 * p.strips * 8) * (2 * p.strips * 8); }
+KGOPT_HD int gram_border_floats(const GramPlan& p) {
+  return gram_parts(p) * 2 * (2 * p.strips * 8) * (2 * p.strips * 8);
+}
 // Sums of each strip's values: of all rows, a copy a warpgroup where not deep, then of the border rows.
 KGOPT_HD int gram_sum_floats(const GramPlan& p) { return p.strips * 8 * (p.deep ? p.kernel[0] : 2); }
 KGOPT_HD int gram_border_sum_floats(const GramPlan& p) { return p.strips * 8 * kGramBorders * p.kernel[0]; }

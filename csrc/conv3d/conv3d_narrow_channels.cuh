@@ -74,8 +74,8 @@ __device__ __forceinline__ float log2_approx(float x) {
 // logsumexp over channels of u + hardswish(tanh(scale u + offset)) for a warpgroup's rows.
 //
 // Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
-// it does not, `exact` finds each position's maximum and the shift moves there. kAccurate: with fp32 accuracy, of values
-// that a factor for each row of positions scales.
+// it does not, `exact` finds each position's maximum and the shift moves there. kAccurate: with fp32 accuracy, of
+// values that a factor for each row of positions scales.
 template <int kPositions, bool kAccurate>
 struct ChannelLse {
   static constexpr int kAcc = kPositions / 2;
@@ -232,9 +232,9 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
   using Element = typename Traits::Element;
   constexpr int kPerWord = Traits::kPerWord;
   constexpr bool kStats = kEpilogue == ConvEpilogue::kStats;
-  constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
-                              : kPerWord == 2            ? WgmmaType::kFp16
-                                                         : WgmmaType::kTf32;
+  constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16
+                              : kPerWord == 2          ? WgmmaType::kFp16
+                                                       : WgmmaType::kTf32;
   constexpr bool kTerms = kMath == ConvMath::kFp16x3;
   constexpr int kChannels = 64;
   constexpr int kProducers = narrow_producers(kMath, !kStats);

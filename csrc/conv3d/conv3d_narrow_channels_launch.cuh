@@ -21,12 +21,14 @@ Status launch_channels_math(const NarrowParams& p, int64_t n, cudaStream_t strea
   const bool wide = p.plan.strip == 64;
   switch (p.plan.k_steps) {
     case kNarrowSplitSteps:
-      return wide ? launch_channels_instance<kMath, 5, 64, kEpilogue>(p, n, stream)
-                  : launch_channels_instance<kMath, 5, 32, kEpilogue>(p, n, stream);
+      return wide ? launch_channels_instance<kMath, kNarrowSplitSteps, 64, kEpilogue>(p, n, stream)
+                  : launch_channels_instance<kMath, kNarrowSplitSteps, 32, kEpilogue>(p, n, stream);
     case kNarrowChannelSteps:
-      if constexpr (kMath == ConvMath::kFp16x3) break;
-      return wide ? launch_channels_instance<kMath, 9, 64, kEpilogue>(p, n, stream)
-                  : launch_channels_instance<kMath, 9, 32, kEpilogue>(p, n, stream);
+      if constexpr (kMath != ConvMath::kFp16x3) {
+        return wide ? launch_channels_instance<kMath, kNarrowChannelSteps, 64, kEpilogue>(p, n, stream)
+                    : launch_channels_instance<kMath, kNarrowChannelSteps, 32, kEpilogue>(p, n, stream);
+      }
+      break;
   }
   return Status::Unsupported("conv_narrow_channels_kernel", "no instance for this many products");
 }

@@ -45,8 +45,8 @@ __device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, c
   if (thread == 0) p.sample_mean[n] = sum / static_cast<float>(f.c);
 }
 
-// Whether this block has nothing to do, since the Gram kernel's statistics of its sample stay. Partials of the kernel that
-// loses count nothing. Called by all threads of the block.
+// Whether this block has nothing to do, since the Gram kernel's statistics of its sample stay. Partials of the kernel
+// that loses count nothing. Called by all threads of the block.
 __device__ __forceinline__ bool gram_was_exact(const NarrowStats& p, int64_t n, int64_t slice, int c_first,
                                                int c_valid) {
   if (p.inexact == nullptr) return false;

@@ -68,7 +68,8 @@ __device__ __forceinline__ void narrow_prepare_stages(const NarrowPlan& plan, co
 __device__ __forceinline__ void split_half(float a, float b, uint32_t* high, uint32_t* low) {
   const __half2 h = __floats2half2_rn(a, b);
   const float2 back = __half22float2(h);
-  const __half2 l = __floats2half2_rn(fabsf(back.x) < INFINITY ? a - back.x : 0.f, fabsf(back.y) < INFINITY ? b - back.y : 0.f);
+  const __half2 l =
+      __floats2half2_rn(fabsf(back.x) < INFINITY ? a - back.x : 0.f, fabsf(back.y) < INFINITY ? b - back.y : 0.f);
   *high = *reinterpret_cast<const uint32_t*>(&h);
   *low = *reinterpret_cast<const uint32_t*>(&l);
 }

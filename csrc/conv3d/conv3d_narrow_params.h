@@ -12,7 +12,9 @@ namespace kgopt {
 
 // Warpgroups that load, and that compute: as many as have the registers for accumulators, sums and fragments. One loads
 // fast enough where much is done with what it brings: 3xTF32, and the epilogue of logsumexp.
-KGOPT_HD constexpr int narrow_producers(ConvMath math, bool lse) { return lse || math == ConvMath::kTf32x3 || math == ConvMath::kFp16x3 ? 1 : 2; }
+KGOPT_HD constexpr int narrow_producers(ConvMath math, bool lse) {
+  return lse || math == ConvMath::kTf32x3 || math == ConvMath::kFp16x3 ? 1 : 2;
+}
 KGOPT_HD constexpr int narrow_consumers(ConvMath math, int columns, int window, bool lse) {
   if (window > 1) return 3;
   return columns >= 128 || (columns >= 64 && !lse && math != ConvMath::kTf32x3) ? 2 : 3;
@@ -30,8 +32,8 @@ KGOPT_HD constexpr int narrow_channel_consumers(ConvMath math, bool lse) {
 }
 inline constexpr int kNarrowChannelSteps = 9;
 inline constexpr int kNarrowSplitSteps = 5;  // the same with two terms of each weight
-inline constexpr int kNarrowWindow = 3;  // kernel rows that share a fragment, where they do
-inline constexpr int kNarrowStages = 3;  // at most
+inline constexpr int kNarrowWindow = 3;      // kernel rows that share a fragment, where they do
+inline constexpr int kNarrowStages = 3;      // at most
 
 // Plain numbers, computed on the host, inspectable without a GPU.
 struct NarrowPlan {

@@ -25,7 +25,9 @@ struct NarrowSmemLayout {
 };
 
 KGOPT_HD int narrow_planes(const NarrowPlan& p) { return p.chunked ? p.words / 4 : p.words; }
-KGOPT_HD int narrow_stage_words(const NarrowPlan& p) { return (narrow_planes(p) + p.zero_plane) * p.plane * (p.math == ConvMath::kFp16x3 ? 2 : 1); }
+KGOPT_HD int narrow_stage_words(const NarrowPlan& p) {
+  return (narrow_planes(p) + p.zero_plane) * p.plane * (p.math == ConvMath::kFp16x3 ? 2 : 1);
+}
 
 KGOPT_HD NarrowSmemLayout narrow_smem_layout(const NarrowPlan& p) {
   const int split = p.math == ConvMath::kTf32x3 ? 2 : 1;
@@ -102,7 +104,8 @@ inline double narrow_cost(const NarrowPlan& p, bool lse) {
   if (p.channel_rows) {
     const double issue = ((lse ? 3.5 : 1.5) * p.strip + 2 * p.k_steps + 120) / 0.75;
     const bool split = p.math == ConvMath::kFp16x3;
-    const double mma = p.k_steps * p.strip / 2.0 * (split ? 3 : 1), special = lse ? (split ? 12.0 : 8.0) * p.strip : 0.0;
+    const double mma = p.k_steps * p.strip / 2.0 * (split ? 3 : 1),
+                 special = lse ? (split ? 12.0 : 8.0) * p.strip : 0.0;
     const int rounds = (p.strips + p.consumers - 1) / p.consumers * p.consumers;
     const double compute = rounds * std::max(mma, std::max(issue, special)) + mma + 300;
     return double(p.tiles_per_sample) * (std::max(compute, halo_cost) + (p.stages > 2 ? 0.1 : 0.2) * halo_cost + 300);
@@ -189,7 +192,8 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.batch = narrow_batch(p.math, p.window, p.large_batch);
   p.k_steps = padded(p.batch);
   p.producers = narrow_producers(p.math, lse);
-  p.consumers = p.channel_rows ? narrow_channel_consumers(p.math, lse) : narrow_consumers(p.math, p.columns, p.window, lse);
+  p.consumers =
+      p.channel_rows ? narrow_channel_consumers(p.math, lse) : narrow_consumers(p.math, p.columns, p.window, lse);
   p.zero_plane = p.k_words != p.k_steps * 8 && p.math != ConvMath::kFp16x3;
   p.taps_fast = p.words < 4;
   const auto full_width = [&](int strip) {

@@ -98,8 +98,8 @@ struct __attribute__((visibility("hidden"))) StatsPass {
       stats.partials = workspace.at<float>(partials);
       stats.slices = slices();
       stats.c_out_total = static_cast<int>(shape.c_out);
-      stats.finishes = narrow_sees_samples(choice.narrow, shape.groups) &&
-                       (!gram() || gram_sees_samples(choice.gram, shape.c_out));
+      stats.finishes =
+          narrow_sees_samples(choice.narrow, shape.groups) && (!gram() || gram_sees_samples(choice.gram, shape.c_out));
       stats.finish = finish;
       stats.sample_mean = sample_mean;
       Tensor dense_bias;

@@ -273,7 +273,8 @@ void bind_conv(py::module_& m) {
       .def_readonly("smem_bytes", &GramPlan::smem_bytes)
       .def_property_readonly("parts",
                              [](const GramPlan& p) {
-                               // Where each part of the Gram matrix begins and ends, in floats, and where all of it ends.
+                               // Where each part of the Gram matrix begins and ends, in floats, and where all of it
+                               // ends.
                                std::vector<std::pair<int, int>> parts;
                                const int side = p.strips * 8;
                                for (int lag = 0; lag < p.kernel[0]; ++lag) {
