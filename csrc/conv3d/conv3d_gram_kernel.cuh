@@ -39,19 +39,36 @@ __device__ __forceinline__ float larger_magnitude(float most, float v) {
 }
 __device__ __forceinline__ uint32_t half_bits(__half2 h) { return *reinterpret_cast<const uint32_t*>(&h); }
 
-// From an even share of the registers to what either side needs.
+// From an even share of the registers to what either side needs, and back.
 template <bool kDeep, bool kComputes>
 __device__ __forceinline__ void gram_registers() {
-  if constexpr (kDeep) {
-    if constexpr (kComputes) {
+  constexpr bool kFew = gram_loaders(kDeep) == 128;
+  if constexpr (kDeep && kComputes) {
+    if constexpr (kFew)
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
+    else
       asm volatile("setmaxnreg.inc.sync.aligned.u32 128;");
-    } else {
+  } else if constexpr (kDeep) {
+    if constexpr (kFew)
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+    else
       asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
-    }
   } else if constexpr (kComputes) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+  }
+}
+template <bool kDeep, bool kComputes>
+__device__ __forceinline__ void gram_even_registers() {
+  if constexpr (kDeep && kComputes && gram_loaders(kDeep) > 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+  } else if constexpr (kDeep && gram_loaders(kDeep) > 128) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
+  } else if constexpr (kComputes) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 128;");
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 128;");
   }
 }
 
@@ -80,6 +97,8 @@ __device__ __forceinline__ void gram_product(float (&d)[kN / 2], uint64_t a, uin
     KGOPT_GRAM_PRODUCT(128, KGOPT_S64, "%64", "%65", "%66", KGOPT_D64(0));
   }
 }
+
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // Until at most `under_way` - 1 of a thread's groups of copies are.
 __device__ __forceinline__ void wait_for_oldest(int under_way) {
@@ -135,15 +154,17 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
   const int tid = threadIdx.x, lane = tid & 31;
   const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
   const bool padded = (plan.pad[0] | plan.pad[1] | plan.pad[2]) != 0;
-  const int borders = kChannels == 4 ? kGramBorders : 0, main_rows = plan.rows - borders;
-  const int rounds = (plan.rows * plan.vectors + kLoaders - 1) / kLoaders;
-  const int row_begin = tid / plan.vectors, vector_begin = tid - row_begin * plan.vectors;
+  const int main_rows = plan.rows - (kChannels == 4 ? kGramBorders : 0);
+  // Where one tile holds all rows of a slab, rows around it stay the zeros that they are.
+  const bool one_tile = plan.tiles[0] == 1;
+  const int first_row = one_tile ? plan.above : 0, end_row = one_tile ? plan.above + b.rows : main_rows;
+  const int rounds = ((end_row - first_row) * plan.vectors + kLoaders - 1) / kLoaders;
+  const int row_begin = first_row + tid / plan.vectors, vector_begin = tid % plan.vectors;
   const int row_step = kLoaders / plan.vectors, vector_step = kLoaders - row_step * plan.vectors;
   unsigned char* const raw = smem + plan.at_raw + tid * kVector;
   constexpr int kChannelBytes = kLoaders * kVector, kSlotBytes = kChannels * kChannelBytes;
 
-  // A vector of a stage: of which row of the block, and which columns of x. Border rows belong to the tile that has the
-  // first of them. False: it is zeros.
+  // A vector of a stage.
   struct Item {
     int row, vector;
   };
@@ -151,40 +172,36 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
     item.row += row_step, item.vector += vector_step;
     if (item.vector >= plan.vectors) item.vector -= plan.vectors, ++item.row;
   };
-  auto row_of = [&](const GramWalk& walk, int row, int& of_block) {
-    of_block = walk.row - plan.above + row;
-    if (kChannels == 4 && row >= main_rows) {
-      const int i = row - main_rows, first = i < 2 ? 0 : b.outputs[1];
-      of_block = first + (i & 1);
-      if ((i & 1) >= plan.kernel[1] - 1 || first < walk.row || first >= walk.row + plan.tile_rows) return false;
-    }
-    return row < plan.rows && unsigned(of_block) < unsigned(b.rows);
-  };
-  auto inside = [&](const GramWalk& walk, const Item& item, int row, int64_t& offset) {
-    const int d = b.first[0] + walk.slab - plan.pad[0], h = b.first[1] + row - plan.pad[1];
-    const int w = walk.column - plan.pad[2] - plan.lead + item.vector * 4;  // a vector lies in x or outside it
-    offset = d * p.x_stride[0] + h * p.x_stride[1] + w;
-    return unsigned(d) < unsigned(p.in[0]) && unsigned(h) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
-  };
 
-  // What is fetched next.
+  // What is fetched next, and which of the slots hold values that count, not zeros.
   GramWalk ahead;
   Item fetched{row_begin, vector_begin};
   int round_ahead = 0, fetch_slot = 0;
+  uint32_t counting = 0;
   auto fetch = [&] {
     if (!ahead.done(b)) {
-      int row;
-      int64_t offset = 0;
-      const bool load = row_of(ahead, fetched.row, row) && inside(ahead, fetched, row, offset);
+      const int row = ahead.row - plan.above + fetched.row;  // of the block
+      const int d = b.first[0] + ahead.slab - plan.pad[0], h = b.first[1] + row - plan.pad[1];
+      const int w = ahead.column - plan.pad[2] - plan.lead + fetched.vector * 4;  // a vector lies in x or outside it
+      const bool some = fetched.row < end_row && unsigned(row) < unsigned(b.rows);
+      const bool inside =
+          unsigned(d) < unsigned(p.in[0]) && unsigned(h) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
       unsigned char* to = raw + fetch_slot * kSlotBytes;
-      if (load) {
-        const Element* src = x + offset;
+      counting = (counting & ~(1u << fetch_slot)) | uint32_t(some && (inside || padded)) << fetch_slot;
+      if (some && inside) {
+        const Element* src = x + (d * p.x_stride[0] + h * p.x_stride[1] + w);
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
-          if (c < p.c_in) cp_async<kVector>(to + c * kChannelBytes, src, true);  // the others stay zeros
+          if (c < p.c_in) {  // the others stay zeros
+            if constexpr (kVector == 16) {
+              cp_async_16(to + c * kChannelBytes, src);
+            } else {
+              cp_async<kVector>(to + c * kChannelBytes, src, true);
+            }
+          }
           src += p.x_stride_c;
         }
-      } else {
+      } else if (some && padded) {
         using Vector = std::conditional_t<kVector == 16, uint4, uint2>;
 #pragma unroll 1
         for (int c = 0; c < kChannels; ++c, to += kChannelBytes) *reinterpret_cast<Vector*>(to) = Vector{};
@@ -200,6 +217,7 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
   };
   for (int i = 0; i < plan.fifo; ++i) fetch();
 
+  auto has_bottom = [&](const GramWalk& walk) { return unsigned(b.outputs[1] - walk.row) < unsigned(plan.tile_rows); };
   float most[kChannels] = {};
   int slot = 0;
   for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
@@ -209,13 +227,9 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round, advance(item)) {
       wait_for_oldest(plan.fifo);
-      int row;
-      int64_t offset;
-      const bool some = row_of(walk, item.row, row);
-      const bool counts = some && (padded || inside(walk, item, row, offset));
       // Two channels of four positions at a time.
       uint32_t high[4][kChannels / 2] = {}, low[kAccurate ? 4 : 1][kChannels / 2] = {};
-      if (counts) {
+      if (counting >> slot & 1) {
         const unsigned char* const from = raw + slot * kSlotBytes;
 #pragma unroll
         for (int c = 0; c < kChannels; c += 2) {
@@ -250,30 +264,55 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
       fetch();
       if (++slot == plan.fifo) slot = 0;
       if (round == 0) barrier_wait(b.empty + turn.slot, turn.parity ^ 1);
-      if (item.row < plan.rows) {
-        unsigned char* const to = to_stage + item.row * plan.strips * plan.strip_bytes + item.vector * 32;
+      if (item.row < end_row) {
+        // A row, and once more where it is a border: 4 channels need these side by side. They belong to the tile that
+        // has the first of them.
+        int to_row = item.row, then = -1, last = -1;
+        if constexpr (kChannels == 4) {
+          const int row = walk.row - plan.above + item.row, below = row - b.outputs[1];
+          if (walk.row == 0 && unsigned(row) < unsigned(plan.kernel[1] - 1)) last = main_rows + row;
+          then = last;
+          last = unsigned(below) < unsigned(plan.kernel[1] - 1) && has_bottom(walk) ? main_rows + 2 + below : -1;
+          if (then < 0) then = last, last = -1;
+        }
+        do {
+          unsigned char* const to = to_stage + to_row * plan.strips * plan.strip_bytes + item.vector * 32;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          // Position 2 k + s is entry k of strip s; with four channels, half of an entry.
-          const int odd = (k - plan.lead) & 1, before = (k - plan.lead) >> 1;
-          unsigned char* const at = to + before * 16 + odd * (kChannels == 8 ? plan.strip_bytes : 8);
-          unsigned char* const next = at + (kChannels == 8 ? 2 : 1) * plan.strip_bytes - 16;
-          const int pair = item.vector * 2 + before;
-          auto store = [&](unsigned char* to, const uint32_t (&w)[kChannels / 2]) {
-            if constexpr (kChannels == 8) {
-              *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
-            } else {
-              *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
+          for (int k = 0; k < 4; ++k) {
+            // Position 2 k + s is entry k of strip s; with four channels, half of an entry.
+            const int odd = (k - plan.lead) & 1, before = (k - plan.lead) >> 1;
+            unsigned char* const at = to + before * 16 + odd * (kChannels == 8 ? plan.strip_bytes : 8);
+            unsigned char* const next = at + (kChannels == 8 ? 2 : 1) * plan.strip_bytes - 16;
+            const int pair = item.vector * 2 + before;
+            auto store = [&](unsigned char* to, const uint32_t (&w)[kChannels / 2]) {
+              if constexpr (kChannels == 8) {
+                *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+              } else {
+                *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
+              }
+            };
+            if (unsigned(pair) < unsigned(pairs)) {
+              store(at, high[k]);
+              if constexpr (kAccurate) store(at + plan.stage_bytes, low[k]);
             }
-          };
-          if (unsigned(pair) < unsigned(pairs)) {
-            store(at, high[k]);
-            if constexpr (kAccurate) store(at + plan.stage_bytes, low[k]);
+            if (unsigned(pair - 1) < unsigned(pairs)) {
+              store(next, high[k]);
+              if constexpr (kAccurate) store(next + plan.stage_bytes, low[k]);
+            }
           }
-          if (unsigned(pair - 1) < unsigned(pairs)) {
-            store(next, high[k]);
-            if constexpr (kAccurate) store(next + plan.stage_bytes, low[k]);
-          }
+          to_row = then, then = last, last = -1;
+        } while (to_row >= 0);
+      }
+    }
+    // Borders of another tile are zeros here.
+    if (kChannels == 4 && !one_tile) {
+      const int row_entries = plan.strips * plan.tile_pairs;
+      for (int half = 0; half < 2; ++half) {
+        if (half == 0 ? walk.row == 0 : has_bottom(walk)) continue;
+        uint4* const to = reinterpret_cast<uint4*>(to_stage) + (main_rows + 2 * half) * row_entries;
+        for (int i = tid; i < 2 * row_entries; i += kLoaders) {
+          to[i] = make_uint4(0, 0, 0, 0);
+          if constexpr (kAccurate) to[i + plan.stage_bytes / 16] = make_uint4(0, 0, 0, 0);
         }
       }
     }
@@ -409,8 +448,9 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
       if (other >= plan.stages) other -= plan.stages;
       const uint32_t at_a = (ring + turn.slot * slot_bytes) >> 4, at_b = (ring + other * slot_bytes) >> 4;
       const uint32_t low_term = plan.stage_bytes >> 4, row_words = row_bytes >> 4;
-      // Of strips from `a` and `b` on. The small terms come first, where the sums are still small.
-      auto multiply = [&](auto& d, [[maybe_unused]] auto& sum, uint32_t a, uint32_t b, bool add, auto small) {
+      // Products of strips from `a` and `b` on. The small terms come first, where the sums are still small. Consecutive
+      // products add to the same registers: a change of them costs the tensor cores what a product takes.
+      auto multiply = [&](auto& d, uint32_t a, uint32_t b, bool add, auto small) {
         constexpr int kColumns = sizeof(d) / sizeof(float) * 2;
 #pragma unroll 1
         for (int k = 0; k < steps; ++k, a += kGramColumns, b += kGramColumns) {
@@ -418,27 +458,42 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
           if constexpr (decltype(small)::value) {
             gram_product<kColumns>(d, strips | (a + low_term), strips | b, add);
             gram_product<kColumns>(d, strips | a, strips | (b + low_term), true);
-            if constexpr (!kFar) gram_product<8>(sum, strips | (a + low_term), ones, add);
           } else {
             gram_product<kColumns>(d, strips | a, strips | b, add);
-            if constexpr (!kFar) gram_product<8>(sum, strips | a, ones, add);
           }
           wgmma_commit();
           add = true;
         }
       };
-      bool add = held > 0;
-      auto multiply_rows = [&](auto small) {
+      // Sums: products with ones, of both terms.
+      auto add_up = [&](float (&d)[4], uint32_t a, bool add) {
 #pragma unroll 1
-        for (int group = team; group < groups; group += kTeams) {
-          const uint32_t row = (plan.above + group * kRows) * row_words;
-          multiply(acc, total, at_a + row, at_b + row - (kFar ? 2 * row_words : 0), add, small);
-          add = true;
-          held += steps;
+        for (int term = 0; term < (kAccurate ? 2 : 1); ++term, a += low_term) {
+#pragma unroll 1
+          for (int k = 0; k < steps; ++k) {
+            wgmma_fence();
+            gram_product<8>(d, strips | (a + k * kGramColumns), ones, add);
+            wgmma_commit();
+            add = true;
+          }
         }
       };
-      if constexpr (kAccurate) multiply_rows(std::true_type());
-      multiply_rows(std::false_type());
+      const bool add = held > 0;
+      const int first_row = plan.above * row_words;
+      auto each_group = [&](auto&& f) {
+        bool more = add;
+#pragma unroll 1
+        for (int group = team; group < groups; group += kTeams, more = true) {
+          f(first_row + group * kRows * row_words, more);
+        }
+      };
+      auto multiply_rows = [&](uint32_t row, bool add, auto small) {
+        multiply(acc, at_a + row, at_b + row - (kFar ? 2 * row_words : 0), add, small);
+      };
+      if constexpr (kAccurate) each_group([&](uint32_t row, bool add) { multiply_rows(row, add, std::true_type()); });
+      each_group([&](uint32_t row, bool more) { multiply_rows(row, kAccurate || more, std::false_type()); });
+      if constexpr (!kFar) each_group([&](uint32_t row, bool more) { add_up(total, at_a + row, more); });
+      if (team < groups) held += (groups - team + kTeams - 1) / kTeams * steps;
       wgmma_wait<0>();
       wgmma_use(acc);
       wgmma_use(total);
@@ -453,8 +508,9 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
       }
       if (has_border) {
         const uint32_t a = at_a + row * row_words, b = at_b + row * row_words;
-        if constexpr (kAccurate) multiply(edge, edge_total, a, b, edge_held, std::true_type());
-        multiply(edge, edge_total, a, b, kAccurate || edge_held, std::false_type());
+        if constexpr (kAccurate) multiply(edge, a, b, edge_held, std::true_type());
+        multiply(edge, a, b, kAccurate || edge_held, std::false_type());
+        if constexpr (!kFar) add_up(edge_total, a, edge_held);
         edge_held = true;
         wgmma_wait<0>();
         wgmma_use(edge);
@@ -481,22 +537,13 @@ __device__ __forceinline__ constexpr float gram_cancellation(bool accurate) {
   return accurate ? 16.f : sizeof(Element) == 4 ? 4096.f : 256.f;
 }
 
-// What the statistics of channel `c` will be finished with comes closer.
-__device__ __forceinline__ void prefetch_affine(const GroupStatsFinalizeParams& f, int c) {
-  const int bytes = f.affine_dtype == Dtype::kFloat32 ? 4 : 2;
-  for (const void* of : {f.weight, f.bias}) {
-    if (of) asm volatile("prefetch.global.L1 [%0];" ::"l"(static_cast<const char*>(of) + c * bytes));
-  }
-}
-
-// The Gram matrix in shared memory becomes moments of output channels. Code that runs once costs more to fetch than to
-// run: while the first stage comes, all of it is done for a few K entries, and nothing is written (`live` is false).
+// The Gram matrix in shared memory becomes moments of output channels. Called by all threads.
 template <typename Element, int kChannels, bool kDeep, bool kAccurate>
-static __device__ __noinline__ void gram_finish(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
-                                                int64_t slice, float positions, bool broken, bool live, int thread) {
-  constexpr int kThreads = 128 * gram_warpgroups(kDeep), kSide = kChannels == 8 ? 32 : 16, kEdge = 2 * kSide;
+__device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
+                                            int64_t slice, float positions, bool broken) {
+  constexpr int kThreads = gram_threads(kDeep), kSide = kChannels == 8 ? 32 : 16, kEdge = 2 * kSide;
   const GramPlan& plan = p.plan;
-  const int taps = live ? plan.taps : min(plan.taps, 16), columns = 1 << plan.column_bits, lane = thread & 31;
+  const int thread = threadIdx.x, taps = plan.taps, columns = 1 << plan.column_bits, lane = thread & 31;
   const int last_row = plan.kernel[1] - 1;
   const int pitch = (taps + 7) / 8 * 8 + 4;  // of C: a row's 16 bytes, and rows apart in banks
   const int2* const tap_table = reinterpret_cast<const int2*>(smem + plan.at_taps);
@@ -509,6 +556,7 @@ static __device__ __noinline__ void gram_finish(const GramParams& p, const GramB
   float4* const parts = reinterpret_cast<float4*>(c_matrix + taps * pitch);  // of threads: mean, m2, variances alone
   Moments<float>* const shared = reinterpret_cast<Moments<float>*>(parts + kThreads);
   float2* const means = reinterpret_cast<float2*>(shared + 128);  // of K entries: sum, mean before the pivot went
+  float* const unscale = reinterpret_cast<float*>(means + taps);  // undoes their scale
   const float share_of_one = 1.f / positions;
   // A K entry's taps, and its row of the matrices for the first of two neighbouring outputs; the second's is kChannels
   // further.
@@ -529,85 +577,117 @@ static __device__ __noinline__ void gram_finish(const GramParams& p, const GramB
     const float* const of = border_sums + tap.d * 2 * kEdge;
     for (int row = 0; row < tap.h; ++row) sum -= both(of + row * kSide, tap.at);
     for (int row = tap.h; row < last_row; ++row) sum -= both(of + kEdge + row * kSide, tap.at);
-    if (live) means[k] = make_float2(sum, sum * share_of_one - b.shift[tap_table[k].x & 255].x);
+    const float2 shift = b.shift[tap_table[k].x & 255];
+    const float unscaled = 1.f / shift.y;
+    means[k] = make_float2(sum, (sum * share_of_one - shift.x) * unscaled);
+    unscale[k] = unscaled;
   }
   named_barrier(1, kThreads);
+  // A lane has entries lane, lane + 32, ... of each row.
+  constexpr int kTogether = 4;
+  Tap mine[kTogether];
+  float my_mean[kTogether], my_scale[kTogether];
+#pragma unroll
+  for (int i = 0; i < kTogether; ++i) {
+    const int j = min(32 * i + lane, taps - 1);
+    mine[i] = tap_of(j), my_mean[i] = means[j].x, my_scale[i] = unscale[j];
+  }
+#pragma unroll 1
   for (int k = thread / 32; k < taps; k += kThreads / 32) {
     const Tap a = tap_of(k);
-    const float sum_a = means[k].x;
-#pragma unroll 1
-    for (int j = k + lane; j < pitch; j += 32) {
+    const float sum_a = means[k].x * share_of_one, scale_a = unscale[k];
+    // Where the parts that this tap has with those of each lag begin, and the borders'.
+    const float *part[kGramTaps], *top[kGramTaps];
+#pragma unroll
+    for (int lag = 0; lag < kGramTaps; ++lag) {
+      part[lag] = gram + gram_part(plan, lag, a.d) + ((lag > 0 ? 2 : 0) - a.h) * kSide * kSide + a.at * kSide;
+      top[lag] = border + gram_part_index(plan, lag, a.d) * 2 * kEdge * kEdge + a.at * kEdge;
+      if (!kDeep) break;
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int j = 32 * i + lane;
+      if (j >= pitch || j < k) continue;
       float sum = 0.f;
       if (j < taps) {
-        const Tap c = tap_of(j);
-        const int lag = c.d - a.d, band = c.h - a.h, at = a.at * kSide + c.at;
-        const float* const part = gram + gram_part(plan, lag, a.d) + (band + (lag > 0 ? 2 : 0)) * kSide * kSide + at;
-        sum = part[0] + part[kChannels * kSide + kChannels];
-        if constexpr (!kDeep) sum += part[3 * kSide * kSide] + part[3 * kSide * kSide + kChannels * kSide + kChannels];
-        const float* const top = border + gram_part_index(plan, lag, a.d) * 2 * kEdge * kEdge + a.at * kEdge + c.at;
-        auto take_out = [&](const float* of, int row) {
-          const float* const v = of + row * kSide * kEdge + (row + band) * kSide;
-          sum -= v[0] + v[kChannels * kEdge + kChannels];
-        };
-        for (int row = max(0, -band); row < a.h; ++row) take_out(top, row);
-        for (int row = a.h; row < last_row - max(band, 0); ++row) take_out(top + kEdge * kEdge, row);
-        sum -= sum_a * means[j].x * share_of_one;
-        if (live) c_matrix[j * pitch + k] = sum;
+        const Tap c = mine[i];
+        const int lag = kDeep ? c.d - a.d : 0, band = c.h - a.h;
+        const float* const of = (lag == 0 ? part[0] : lag == 1 ? part[1] : part[2]) + c.h * kSide * kSide + c.at;
+        const float* const edge = (lag == 0 ? top[0] : lag == 1 ? top[1] : top[2]) + c.at;
+        sum = of[0] + of[kChannels * kSide + kChannels];
+        if constexpr (!kDeep) {
+          sum += of[3 * kSide * kSide] + of[3 * kSide * kSide + kChannels * kSide + kChannels];
+        }
+        // Of the two border rows above and below, those that this pair of taps does not see.
+#pragma unroll
+        for (int row = 0; row < kGramTaps - 1; ++row) {
+          const float* const v = edge + row * kSide * kEdge + (row + band) * kSide;
+          if (row >= -band && row < a.h) sum -= v[0] + v[kChannels * kEdge + kChannels];
+          if (row >= a.h && row < last_row - max(band, 0)) {
+            sum -= v[kEdge * kEdge] + v[kEdge * kEdge + kChannels * kEdge + kChannels];
+          }
+        }
+        sum = (sum - sum_a * my_mean[i]) * (scale_a * my_scale[i]);
+        c_matrix[j * pitch + k] = sum;
       }
-      if (live) c_matrix[k * pitch + j] = sum;
+      c_matrix[k * pitch + j] = sum;
     }
   }
   bool inexact = false;
   for (int first = 0; first < p.c_out; first += columns) {
     const int valid = min(columns, p.c_out - first);
-    // Filters of the scaled input; the first channels' were prepared.
+    // The first channels' filters were prepared.
+    if (first > 0) {
 #pragma unroll 1
-    for (int i = thread; i < taps * columns; i += kThreads) {
-      const int k = i >> plan.column_bits, c = i & (columns - 1), where = tap_table[k].y;
-      float w = c < valid ? filters[i] : 0.f;
-      if (first > 0) {
+      for (int i = thread; i < taps * columns; i += kThreads) {
+        const int c = i & (columns - 1), where = tap_table[i >> plan.column_bits].y;
         const Element* const from = static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
-        w = c < valid ? to_acc(from[(first + c) * p.w_stride_out]) : 0.f;
+        filters[i] = to_acc(from[min(first + c, p.c_out - 1) * p.w_stride_out]);
       }
-      if (live) filters[i] = w * (1.f / b.shift[where & 15].y);
     }
     named_barrier(1, kThreads);
     const int c = thread & (columns - 1), share = thread >> plan.column_bits, shares = kThreads >> plan.column_bits;
     float mean = 0.f, m2 = 0.f, alone = 0.f;
-    // Eight rows of C at a time, on and right of the diagonal: what is right of it counts twice. Shares take rows
-    // forth and back, since rows get shorter.
+    // Pieces of eight columns of C, on and below the diagonal, and at most 24 rows: what is below it counts twice.
+    constexpr int kRowsOfPiece = 24;
+    int piece = 0;
 #pragma unroll 1
-    for (int round = 0, chunk = share; chunk * 8 < taps;
-         ++round, chunk = round * shares + (round & 1 ? shares - 1 - share : share)) {
-      const int j0 = chunk * 8;
-      float s[8] = {};
-      auto add = [&](int begin, int end) {
+    for (int j0 = 0; j0 < taps; j0 += 8) {
+#pragma unroll 1
+      for (int begin = j0; begin < taps; begin += kRowsOfPiece, ++piece) {
+        if (piece % shares != share) continue;
+        const int diagonal = min(j0 + 8, taps), end = min(begin + kRowsOfPiece, taps);
+        float s[8] = {};
+        auto add = [&](int begin, int end) {
 #pragma unroll 4
-        for (int k = begin; k < end; ++k) {
-          const float4* const row = reinterpret_cast<const float4*>(c_matrix + k * pitch + j0);
-          const float4 v0 = row[0], v1 = row[1];
-          const float f = filters[(k << plan.column_bits) + c];
-          s[0] = fmaf(v0.x, f, s[0]), s[1] = fmaf(v0.y, f, s[1]), s[2] = fmaf(v0.z, f, s[2]),
-          s[3] = fmaf(v0.w, f, s[3]);
-          s[4] = fmaf(v1.x, f, s[4]), s[5] = fmaf(v1.y, f, s[5]), s[6] = fmaf(v1.z, f, s[6]),
-          s[7] = fmaf(v1.w, f, s[7]);
-        }
-      };
-      add(j0 + 8, taps);
+          for (int k = begin; k < end; ++k) {
+            const float4* const row = reinterpret_cast<const float4*>(c_matrix + k * pitch + j0);
+            const float4 v0 = row[0], v1 = row[1];
+            const float f = filters[(k << plan.column_bits) + c];
+            s[0] = fmaf(v0.x, f, s[0]), s[1] = fmaf(v0.y, f, s[1]), s[2] = fmaf(v0.z, f, s[2]),
+            s[3] = fmaf(v0.w, f, s[3]);
+            s[4] = fmaf(v1.x, f, s[4]), s[5] = fmaf(v1.y, f, s[5]), s[6] = fmaf(v1.z, f, s[6]),
+            s[7] = fmaf(v1.w, f, s[7]);
+          }
+        };
+        add(max(begin, diagonal), end);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) s[i] *= 2.f;
-      add(j0, min(j0 + 8, taps));
+        for (int i = 0; i < 8; ++i) s[i] *= 2.f;
+        if (begin == j0) add(j0, diagonal);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (j0 + i < taps) {
-          const float f = filters[(j0 + i << plan.column_bits) + c];
-          m2 = fmaf(s[i], f, m2);
-          mean = fmaf(f, means[j0 + i].y, mean);
-          alone = fmaf(f * f, c_matrix[(j0 + i) * pitch + j0 + i], alone);
+        for (int i = 0; i < 8; ++i) {
+          if (j0 + i < taps) {
+            const float f = filters[(j0 + i << plan.column_bits) + c];
+            m2 = fmaf(s[i], f, m2);
+            if (begin == j0) {
+              mean = fmaf(f, means[j0 + i].y, mean);
+              alone = fmaf(f * f, c_matrix[(j0 + i) * pitch + j0 + i], alone);
+            }
+          }
         }
       }
     }
-    if (live) parts[thread] = make_float4(mean, m2, alone, 0.f);
+    parts[thread] = make_float4(mean, m2, alone, 0.f);
     named_barrier(1, kThreads);
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
     if (thread < valid) {
@@ -617,7 +697,7 @@ static __device__ __noinline__ void gram_finish(const GramParams& p, const GramB
       }
     }
     named_barrier(1, kThreads);
-    if (live && thread < columns) parts[thread] = total;
+    if (thread < columns) parts[thread] = total;
     named_barrier(1, kThreads);
     // Where filters cancel all but a little of their input, in a norm's group as a whole, C is not exact enough, and
     // the sample is done again by the convolution.
@@ -637,9 +717,7 @@ static __device__ __noinline__ void gram_finish(const GramParams& p, const GramB
       m.m2 = parts[thread].y < 0.f ? 0.f : parts[thread].y;
       m.count = positions;
       if (broken) m.mean = m.m2 = __int_as_float(0x7fffffff);
-      if (!live) {
-        prefetch_affine(p.stats.finish, first + thread);
-      } else if (p.stats.finishes) {
+      if (p.stats.finishes) {
         shared[thread] = m;
       } else {
         float* const out = p.stats.partials + ((n * p.stats.slices + slice) * p.c_out + first + thread) * 3;
@@ -648,7 +726,6 @@ static __device__ __noinline__ void gram_finish(const GramParams& p, const GramB
     }
     named_barrier(1, kThreads);
   }
-  if (!live) return;
   if (thread == 0) p.inexact[n * plan.slices + slice] = inexact;
   if (p.stats.finishes) finish_sample<kThreads>(p.stats, n, shared, reinterpret_cast<float2*>(shared + 64), thread);
 }
@@ -678,6 +755,14 @@ __global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const
   b.slabs = b.outputs[0] + plan.kernel[0] - 1;
   b.rows = b.outputs[1] + plan.kernel[1] - 1;
 
+  // What comes last is asked for now.
+  if (tid < p.c_out) {
+    const GroupStatsFinalizeParams& f = p.stats.finish;
+    const int bytes = f.affine_dtype == Dtype::kFloat32 ? 4 : 2;
+    if (p.bias) prefetch_l2(static_cast<const Element*>(p.bias) + tid);
+    if (p.stats.finishes && f.weight) prefetch_l2(static_cast<const char*>(f.weight) + tid * bytes);
+    if (p.stats.finishes && f.bias) prefetch_l2(static_cast<const char*>(f.bias) + tid * bytes);
+  }
   // A few values of each channel, far apart: where its pivot and scale come from. Two warps a channel.
   const int of_channel = tid / kGramSamples;
   float sample = 0.f;
@@ -780,6 +865,7 @@ __global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const
       }
       named_barrier(kAll, kThreads);
     }
+    gram_even_registers<kDeep, false>();
   } else {
     gram_registers<kDeep, true>();
     const int thread = tid - kLoaders;
@@ -791,12 +877,6 @@ __global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const
       const Element* const from = static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
       filters[i] = to_acc(from[min(c, p.c_out - 1) * p.w_stride_out]);
     }
-    const float positions = float(b.outputs[0]) * float(b.outputs[1]) * float(p.out[2]);
-    auto finish = [&](bool live) {
-      const bool broken = __any_sync(0xffffffffu, !(most < INFINITY));
-      gram_finish<Element, kChannels, kDeep, kAccurate>(p, b, smem, n, slice, positions, broken, live, thread);
-    };
-    finish(false);
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
       if constexpr (kDeep) {
@@ -820,8 +900,11 @@ __global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const
       }
       named_barrier(kAll, kThreads);
     }
-    finish(true);
+    gram_even_registers<kDeep, true>();
   }
+  const float positions = float(b.outputs[0]) * float(b.outputs[1]) * float(p.out[2]);
+  gram_finish<Element, kChannels, kDeep, kAccurate>(p, b, smem, n, slice, positions,
+                                                    __any_sync(0xffffffffu, !(most < INFINITY)));
 #endif
 }
 

@@ -9,10 +9,12 @@
 namespace kgopt {
 
 inline constexpr int kGramTaps = 3;  // along each dim, at most
-// Threads that load: as many as the warpgroups that multiply leave registers for.
-KGOPT_HD constexpr int gram_loaders(bool deep) { return deep ? 256 : 384; }
-// Warpgroups that multiply: one for each distance of depth taps, or two that share the rows.
+// Warpgroups that multiply: one for each distance of depth taps, or two that share the rows. Two more load.
 KGOPT_HD constexpr int gram_warpgroups(bool deep) { return deep ? kGramTaps : 2; }
+#ifndef GDL
+#define GDL 128
+#endif
+KGOPT_HD constexpr int gram_loaders(bool deep) { return deep ? GDL : 256; }
 KGOPT_HD constexpr int gram_threads(bool deep) { return gram_loaders(deep) + 128 * gram_warpgroups(deep); }
 inline constexpr int kGramStages = 8;      // at most
 inline constexpr int kGramSamples = 64;    // values of each channel that its pivot and scale are taken from
@@ -43,6 +45,7 @@ struct GramPlan {
   int64_t slices = 1;   // thread blocks a sample: along the depth where deep, else along the height
   int slice = 1;        // outputs along it of one
   int taps = 1;         // rows of the filters: channels and all taps
+  double cycles = 0;    // estimated, of the whole launch
   int column_bits = 6;  // 2^bits output channels are finished together
   // Shared memory, in bytes.
   int at_taps = 0, at_sums = 0, at_filters = 0, at_gram = 0, at_border = 0, at_raw = 0, at_ring = 0, smem_bytes = 0;

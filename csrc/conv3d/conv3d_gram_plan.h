@@ -37,7 +37,7 @@ inline bool gram_tile(GramPlan* p, const ConvProblem& q, const DeviceLimits& lim
   // What comes after the products lies where the ring was: C, shares of sums, means, and the borders' products.
   const int64_t ring = int64_t(stages) * p->stage_bytes * (p->accurate ? 2 : 1);
   const int64_t finish =
-      int64_t(p->taps) * ((p->taps + 7) / 8 * 8 + 4) * 4 + 128 * kGramTaps * 16 + 128 * 12 + p->taps * 8 + 128;
+      int64_t(p->taps) * ((p->taps + 7) / 8 * 8 + 4) * 4 + gram_threads(p->deep) * 16 + 128 * 12 + p->taps * 12 + 128;
   if (!p->deep) p->at_border = align(p->at_ring + finish);
   const int64_t after = p->deep ? p->at_ring + finish : p->at_border + gram_border_floats(*p) * 4;
   const int64_t total = align(std::max(p->at_ring + ring, after));
@@ -54,7 +54,7 @@ inline double gram_cost(const GramPlan& p, const ConvProblem& q, int outputs) {
   const int tiles_h = (slab_rows + p.tile_rows - 1) / p.tile_rows;
   const double groups = double(p.tile_rows / p.group_rows), steps = p.tile_pairs / kGramColumns;
   const double products = groups * steps * (p.deep ? 176 : 64) + (p.deep ? 96 : 32) * steps;
-  const int items = p.rows * p.vectors, rounds = (items + gram_loaders(p.deep) - 1) / gram_loaders(p.deep);
+  const int items = (p.tiles[0] == 1 ? p.tile_rows : p.rows - (p.channels == 4 ? kGramBorders : 0)) * p.vectors, rounds = (items + gram_loaders(p.deep) - 1) / gram_loaders(p.deep);
   const double convert = rounds * (p.channels == 8 ? 700.0 : 450.0) * (p.accurate ? 1.5 : 1.0);
   const double bytes = double(items) * 4 * static_cast<double>(q.c_in) * (q.dtype == Dtype::kFloat32 ? 4 : 2) / 16;
   const double stage = std::max(products * (p.accurate ? 3.0 : 1.0) + (p.accurate ? 300 : 0), std::max(convert, bytes));
@@ -124,7 +124,7 @@ inline GramPlan plan_gram(const ConvProblem& q, const DeviceLimits& limits) {
             const int free = stages - (p.deep ? p.kernel[0] : 1);
             const double cost = waves * plan_detail::gram_cost(p, q, slice) * (free < 2 ? 1.08 : 1.0) *
                                 (fifo * p.channels * gram_loaders(p.deep) < 3072 ? 1.15 : 1.0);
-            if (best < 0 || cost < best) best = cost, p.slices = slices, p.slice = slice, chosen = p;
+            if (best < 0 || cost < best) best = cost, p.cycles = cost, p.slices = slices, p.slice = slice, chosen = p;
           }
         }
       }

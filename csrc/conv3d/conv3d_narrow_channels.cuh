@@ -242,6 +242,9 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
   constexpr int kLoaders = 128 * kProducers;  // threads
   constexpr int kThreads = kLoaders + 128 * kConsumers;
 
+  if constexpr (kStats) {
+    if (gram_was_exact(p, kChannels)) return;
+  }
   extern __shared__ __align__(128) uint32_t smem[];
   const NarrowPlan& plan = p.plan;
   const NarrowSmemLayout layout = narrow_smem_layout(plan);
@@ -260,9 +263,6 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
   const int group = blockIdx.z;
   const int c_valid = min(kChannels, p.c_out - c_begin);
   const int c_first = group * p.c_out + c_begin;  // the same among all output channels
-  if constexpr (kStats) {
-    if (gram_was_exact(p.stats, n, slice, c_first, c_valid)) return;
-  }
 
   // K entry -> where its weight lies in a filter, and the one of the channel that shares its word; -1: padding.
   const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];

@@ -45,20 +45,21 @@ __device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, c
   if (thread == 0) p.sample_mean[n] = sum / static_cast<float>(f.c);
 }
 
-// Whether this block has nothing to do, since the Gram kernel's statistics of its sample stay. Partials of the kernel
-// that loses count nothing. Called by all threads of the block.
-__device__ __forceinline__ bool gram_was_exact(const NarrowStats& p, int64_t n, int64_t slice, int c_first,
-                                               int c_valid) {
-  if (p.inexact == nullptr) return false;
+// Whether this block has nothing to do, since the Gram kernel's statistics of its sample stay. Partials of the kernel that
+// loses count nothing. Called by all threads of the block before anything else, or it costs the main loop registers.
+__device__ __forceinline__ bool gram_was_exact(const NarrowParams& p, int columns) {
+  if (p.stats.inexact == nullptr) return false;
+  const int64_t n = blockIdx.x / p.plan.slices, slice = blockIdx.x % p.plan.slices, gram = p.stats.gram_slices;
   int inexact = 0;
-  for (int64_t i = threadIdx.x; i < p.gram_slices; i += blockDim.x) inexact |= p.inexact[n * p.gram_slices + i];
+  for (int64_t i = threadIdx.x; i < gram; i += blockDim.x) inexact |= p.stats.inexact[n * gram + i];
   inexact = __syncthreads_or(inexact);
-  if (p.finishes || (inexact && slice > 0)) return !inexact;
+  if (p.stats.finishes || (inexact && slice > 0)) return !inexact;
   // This slice's, or all of the Gram kernel's.
-  const int64_t first = inexact ? 0 : p.gram_slices + slice, count = inexact ? p.gram_slices : 1;
+  const int c_begin = blockIdx.y * columns, valid = min(columns, p.c_out - c_begin);  // groups is 1
+  const int64_t first = inexact ? 0 : gram + slice, count = inexact ? gram : 1;
   for (int64_t i = 0; i < count; ++i) {
-    float* const out = p.partials + ((n * p.slices + first + i) * p.c_out_total + c_first) * 3;
-    for (int c = threadIdx.x; c < c_valid * 3; c += blockDim.x) out[c] = 0.f;
+    float* const out = p.stats.partials + ((n * p.stats.slices + first + i) * p.c_out_total + c_begin) * 3;
+    for (int c = threadIdx.x; c < valid * 3; c += blockDim.x) out[c] = 0.f;
   }
   return !inexact;
 }

@@ -67,6 +67,9 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   constexpr int kNarrowThreads = kLoaders + 128 * kConsumers;
   constexpr int kWarps = kConsumers * 4;
 
+  if constexpr (kStats) {
+    if (gram_was_exact(p, kColumns)) return;
+  }
   extern __shared__ __align__(128) uint32_t smem[];
   const NarrowPlan& plan = p.plan;
   const NarrowSmemLayout layout = narrow_smem_layout(plan);
@@ -89,9 +92,6 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   const int group = blockIdx.z;
   const int c_valid = min(kColumns, p.c_out - c_begin);
   const int c_first = group * p.c_out + c_begin;  // the same among all output channels
-  if constexpr (kStats) {
-    if (gram_was_exact(p.stats, n, slice, c_first, c_valid)) return;
-  }
   const int kernel_h = plan.kernel[1] / kWindow;  // kernel rows within K
   const int taps = plan.kernel[0] * kernel_h * plan.kernel[2];
 

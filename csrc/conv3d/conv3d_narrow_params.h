@@ -76,6 +76,7 @@ struct NarrowPlan {
   int64_t tiles_per_sample = 1;
   int64_t slices = 1;  // thread blocks per sample, group and channel tile
   int64_t tiles_per_slice = 1;
+  double cycles = 0;  // estimated, of the whole launch
   int smem_bytes = 0;
 };
 

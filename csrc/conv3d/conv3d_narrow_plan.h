@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "conv3d_narrow_params.h"
@@ -240,6 +241,8 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.tiles_per_slice = tiles_per_block(p.tiles_per_sample, q.n * p.n_tiles * q.groups, limits.sm_count, 1.0, 512);
   p.slices = (p.tiles_per_sample + p.tiles_per_slice - 1) / p.tiles_per_slice;
   if (q.n * p.slices > (int64_t(1) << 31) - 1) return refuse("more than 2^31 tiles");
+  const double blocks = double(q.n) * p.slices * p.n_tiles * q.groups;
+  p.cycles = std::ceil(blocks / limits.sm_count) * (best / double(p.tiles_per_sample) * double(p.tiles_per_slice) + 9000);
   return p;
 }
 

@@ -92,7 +92,8 @@ void bind_conv(py::module_& m) {
       .value("tf32", ConvMath::kTf32)
       .value("tf32x3", ConvMath::kTf32x3)
       .value("bf16", ConvMath::kBf16)
-      .value("fp16", ConvMath::kFp16);
+      .value("fp16", ConvMath::kFp16)
+      .value("fp16x3", ConvMath::kFp16x3);
   py::enum_<ConvEpilogue>(m, "ConvEpilogue")
       .value("store", ConvEpilogue::kStore)
       .value("store_stats", ConvEpilogue::kStoreStats)
@@ -176,6 +177,7 @@ void bind_conv(py::module_& m) {
   py::class_<NarrowPlan>(m, "NarrowPlan", "The plan of the Hopper kernel; fields as in conv3d_narrow_params.h.")
       .def_property_readonly(
           "refusal", [](const NarrowPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("cycles", &NarrowPlan::cycles)
       .def_readonly("math", &NarrowPlan::math)
       .def_readonly("channel_rows", &NarrowPlan::channel_rows)
       .def_readonly("columns", &NarrowPlan::columns)
@@ -255,6 +257,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("channels", &GramPlan::channels)
       .def_readonly("strips", &GramPlan::strips)
       .def_readonly("group_rows", &GramPlan::group_rows)
+      .def_readonly("cycles", &GramPlan::cycles)
       .def_readonly("tile_rows", &GramPlan::tile_rows)
       .def_readonly("tile_pairs", &GramPlan::tile_pairs)
       .def_readonly("above", &GramPlan::above)
