@@ -43,6 +43,12 @@ struct ConvChoice {
 inline constexpr int64_t kNarrowInputChannels = 16;
 inline constexpr int64_t kNarrowOutputChannels = 64;
 
+// Whether statistics come from the Gram matrix. The narrow kernel must be there to correct it, which costs a launch;
+// its estimate, of busy units alone, was two thirds of what it took on an H200 where both were measured.
+inline bool gram_wins(const GramPlan& gram, const NarrowPlan& narrow) {
+  return !gram.refusal && !narrow.refusal && gram.cycles + 5000 < 1.5 * narrow.cycles;
+}
+
 inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend) {
   ConvChoice choice;
   const bool fused = problem.epilogue == ConvEpilogue::kStats || problem.epilogue == ConvEpilogue::kResidualLse;
@@ -59,10 +65,10 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   choice.narrow = plan_narrow(problem, limits);
   choice.hopper = plan_hopper(problem, limits);
   choice.gram = plan_gram(problem, limits);
-  const ConvPath own = !choice.gram.refusal && !choice.narrow.refusal ? ConvPath::kGram
-                       : !choice.narrow.refusal ? ConvPath::kNarrow
-                       : !choice.hopper.refusal ? ConvPath::kHopper
-                                                : ConvPath::kImplicitGemm;
+  const ConvPath own = gram_wins(choice.gram, choice.narrow) ? ConvPath::kGram
+                       : !choice.narrow.refusal              ? ConvPath::kNarrow
+                       : !choice.hopper.refusal              ? ConvPath::kHopper
+                                                             : ConvPath::kImplicitGemm;
   if (backend == ConvBackend::kKgopt) {
     choice.path = own;
     choice.reason = "backend=\"kgopt\" was asked for";

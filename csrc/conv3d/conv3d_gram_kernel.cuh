@@ -42,30 +42,19 @@ __device__ __forceinline__ uint32_t half_bits(__half2 h) { return *reinterpret_c
 // From an even share of the registers to what either side needs, and back.
 template <bool kDeep, bool kComputes>
 __device__ __forceinline__ void gram_registers() {
-  constexpr bool kFew = gram_loaders(kDeep) == 128;
   if constexpr (kDeep && kComputes) {
-    if constexpr (kFew)
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
-    else
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 128;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
   } else if constexpr (kDeep) {
-    if constexpr (kFew)
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
-    else
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
   } else if constexpr (kComputes) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
   }
 }
-template <bool kDeep, bool kComputes>
+template <bool kComputes>
 __device__ __forceinline__ void gram_even_registers() {
-  if constexpr (kDeep && kComputes && gram_loaders(kDeep) > 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
-  } else if constexpr (kDeep && gram_loaders(kDeep) > 128) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
-  } else if constexpr (kComputes) {
+  if constexpr (kComputes) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 128;");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 128;");
@@ -541,7 +530,7 @@ __device__ __forceinline__ constexpr float gram_cancellation(bool accurate) {
 template <typename Element, int kChannels, bool kDeep, bool kAccurate>
 __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
                                             int64_t slice, float positions, bool broken) {
-  constexpr int kThreads = gram_threads(kDeep), kSide = kChannels == 8 ? 32 : 16, kEdge = 2 * kSide;
+  constexpr int kThreads = kGramThreads, kSide = kChannels == 8 ? 32 : 16, kEdge = 2 * kSide;
   const GramPlan& plan = p.plan;
   const int thread = threadIdx.x, taps = plan.taps, columns = 1 << plan.column_bits, lane = thread & 31;
   const int last_row = plan.kernel[1] - 1;
@@ -648,42 +637,36 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
     named_barrier(1, kThreads);
     const int c = thread & (columns - 1), share = thread >> plan.column_bits, shares = kThreads >> plan.column_bits;
     float mean = 0.f, m2 = 0.f, alone = 0.f;
-    // Pieces of eight columns of C, on and below the diagonal, and at most 24 rows: what is below it counts twice.
-    constexpr int kRowsOfPiece = 24;
-    int piece = 0;
+    // Eight rows of C at a time, on and right of the diagonal: what is right of it counts twice. Shares take rows
+    // forth and back, since rows get shorter.
 #pragma unroll 1
-    for (int j0 = 0; j0 < taps; j0 += 8) {
-#pragma unroll 1
-      for (int begin = j0; begin < taps; begin += kRowsOfPiece, ++piece) {
-        if (piece % shares != share) continue;
-        const int diagonal = min(j0 + 8, taps), end = min(begin + kRowsOfPiece, taps);
-        float s[8] = {};
-        auto add = [&](int begin, int end) {
+    for (int round = 0, chunk = share; chunk * 8 < taps;
+         ++round, chunk = round * shares + (round & 1 ? shares - 1 - share : share)) {
+      const int j0 = chunk * 8;
+      float s[8] = {};
+      auto add = [&](int begin, int end) {
 #pragma unroll 4
-          for (int k = begin; k < end; ++k) {
-            const float4* const row = reinterpret_cast<const float4*>(c_matrix + k * pitch + j0);
-            const float4 v0 = row[0], v1 = row[1];
-            const float f = filters[(k << plan.column_bits) + c];
-            s[0] = fmaf(v0.x, f, s[0]), s[1] = fmaf(v0.y, f, s[1]), s[2] = fmaf(v0.z, f, s[2]),
-            s[3] = fmaf(v0.w, f, s[3]);
-            s[4] = fmaf(v1.x, f, s[4]), s[5] = fmaf(v1.y, f, s[5]), s[6] = fmaf(v1.z, f, s[6]),
-            s[7] = fmaf(v1.w, f, s[7]);
-          }
-        };
-        add(max(begin, diagonal), end);
+        for (int k = begin; k < end; ++k) {
+          const float4* const row = reinterpret_cast<const float4*>(c_matrix + k * pitch + j0);
+          const float4 v0 = row[0], v1 = row[1];
+          const float f = filters[(k << plan.column_bits) + c];
+          s[0] = fmaf(v0.x, f, s[0]), s[1] = fmaf(v0.y, f, s[1]), s[2] = fmaf(v0.z, f, s[2]),
+          s[3] = fmaf(v0.w, f, s[3]);
+          s[4] = fmaf(v1.x, f, s[4]), s[5] = fmaf(v1.y, f, s[5]), s[6] = fmaf(v1.z, f, s[6]),
+          s[7] = fmaf(v1.w, f, s[7]);
+        }
+      };
+      add(j0 + 8, taps);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) s[i] *= 2.f;
-        if (begin == j0) add(j0, diagonal);
+      for (int i = 0; i < 8; ++i) s[i] *= 2.f;
+      add(j0, min(j0 + 8, taps));
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if (j0 + i < taps) {
-            const float f = filters[(j0 + i << plan.column_bits) + c];
-            m2 = fmaf(s[i], f, m2);
-            if (begin == j0) {
-              mean = fmaf(f, means[j0 + i].y, mean);
-              alone = fmaf(f * f, c_matrix[(j0 + i) * pitch + j0 + i], alone);
-            }
-          }
+      for (int i = 0; i < 8; ++i) {
+        if (j0 + i < taps) {
+          const float f = filters[(j0 + i << plan.column_bits) + c];
+          m2 = fmaf(s[i], f, m2);
+          mean = fmaf(f, means[j0 + i].y, mean);
+          alone = fmaf(f * f, c_matrix[(j0 + i) * pitch + j0 + i], alone);
         }
       }
     }
@@ -733,9 +716,9 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
 #endif
 
 template <typename Element, int kChannels, bool kDeep, bool kAccurate>
-__global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const __grid_constant__ GramParams p) {
+__global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid_constant__ GramParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kThreads = gram_threads(kDeep), kLoaders = gram_loaders(kDeep), kComputing = kThreads - kLoaders;
+  constexpr int kThreads = kGramThreads, kLoaders = gram_loaders(kDeep), kComputing = kThreads - kLoaders;
   extern __shared__ __align__(128) unsigned char gram_smem[];
   unsigned char* const smem = gram_smem;
   const GramPlan& plan = p.plan;
@@ -865,7 +848,7 @@ __global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const
       }
       named_barrier(kAll, kThreads);
     }
-    gram_even_registers<kDeep, false>();
+    gram_even_registers<false>();
   } else {
     gram_registers<kDeep, true>();
     const int thread = tid - kLoaders;
@@ -900,7 +883,7 @@ __global__ void __launch_bounds__(gram_threads(kDeep), 1) conv_gram_kernel(const
       }
       named_barrier(kAll, kThreads);
     }
-    gram_even_registers<kDeep, true>();
+    gram_even_registers<true>();
   }
   const float positions = float(b.outputs[0]) * float(b.outputs[1]) * float(p.out[2]);
   gram_finish<Element, kChannels, kDeep, kAccurate>(p, b, smem, n, slice, positions,

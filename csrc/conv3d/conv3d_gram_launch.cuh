@@ -11,12 +11,11 @@ template <typename Element, bool kAccurate, int kChannels, bool kDeep>
 Status launch_gram_instance(const GramParams& p, int64_t n, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(n * p.plan.slices));
   return launch_kernel<conv_gram_kernel<Element, kChannels, kDeep, kAccurate>>(
-      "conv_gram_kernel", p, grid, gram_threads(kDeep), p.plan.smem_bytes, stream);
+      "conv_gram_kernel", p, grid, kGramThreads, p.plan.smem_bytes, stream);
 }
 
 template <typename Element, bool kAccurate>
 Status launch_gram(const GramParams& p, int64_t n, cudaStream_t stream) {
-  if (p.plan.deep) return launch_gram_instance<Element, kAccurate, 4, true>(p, n, stream);
   return p.plan.channels == 4 ? launch_gram_instance<Element, kAccurate, 4, false>(p, n, stream)
                               : launch_gram_instance<Element, kAccurate, 8, false>(p, n, stream);
 }

@@ -9,13 +9,11 @@
 namespace kgopt {
 
 inline constexpr int kGramTaps = 3;  // along each dim, at most
-// Warpgroups that multiply: one for each distance of depth taps, or two that share the rows. Two more load.
+// Warpgroups that multiply: one for each distance of depth taps, or two that share the rows. The others load: 512
+// threads are as many as have 128 registers each.
 KGOPT_HD constexpr int gram_warpgroups(bool deep) { return deep ? kGramTaps : 2; }
-#ifndef GDL
-#define GDL 128
-#endif
-KGOPT_HD constexpr int gram_loaders(bool deep) { return deep ? GDL : 256; }
-KGOPT_HD constexpr int gram_threads(bool deep) { return gram_loaders(deep) + 128 * gram_warpgroups(deep); }
+inline constexpr int kGramThreads = 512;
+KGOPT_HD constexpr int gram_loaders(bool deep) { return kGramThreads - 128 * gram_warpgroups(deep); }
 inline constexpr int kGramStages = 8;      // at most
 inline constexpr int kGramSamples = 64;    // values of each channel that its pivot and scale are taken from
 inline constexpr int kGramBorders = 4;     // rows: two that not all taps see above, two below
@@ -40,7 +38,7 @@ struct GramPlan {
   int strip_bytes = 256;
   int stage_bytes = 1;  // of one term
   int stages = 2;
-  int fifo = 2;  // vectors that a loading thread has under way, of all channels
+  int fifo = 1;  // vectors that a loading thread has under way, of all channels
   int tiles[2] = {1, 1};
   int64_t slices = 1;   // thread blocks a sample: along the depth where deep, else along the height
   int slice = 1;        // outputs along it of one
