@@ -486,7 +486,7 @@ def test_narrow_plan_without_tf32() -> None:
     """Two fp16 terms where channels are rows and few taps, 3xTF32 elsewhere, which logsumexp refuses."""
     case = {"size": (1, 64, 64), "kernel": (1, 3, 3), "allow_tf32": False}
     for epilogue in (dev.ConvEpilogue.stats, dev.ConvEpilogue.residual_lse):
-        problem, output = make_problem(8, 64, **case, epilogue=epilogue)
+        problem, _ = make_problem(8, 64, **case, epilogue=epilogue)
         plan = dev.plan_narrow(problem, GPUS["h200"])
         assert (plan.math, plan.channel_rows, plan.k_steps) == (dev.ConvMath.fp16x3, True, 5)
         assert dev.choose_conv(problem, GPUS["h200"]).path.name == "narrow"
