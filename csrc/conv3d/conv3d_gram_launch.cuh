@@ -10,8 +10,8 @@ namespace kgopt {
 template <typename Element, bool kAccurate, int kChannels, bool kDeep>
 Status launch_gram_instance(const GramParams& p, int64_t n, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(n * p.plan.slices));
-  return launch_kernel<conv_gram_kernel<Element, kChannels, kDeep, kAccurate>>(
-      "conv_gram_kernel", p, grid, kGramThreads, p.plan.smem_bytes, stream);
+  return launch_kernel<conv_gram_kernel<Element, kChannels, kDeep, kAccurate>>("conv_gram_kernel", p, grid,
+                                                                               kGramThreads, p.plan.smem_bytes, stream);
 }
 
 template <typename Element, bool kAccurate>

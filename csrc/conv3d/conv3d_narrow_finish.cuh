@@ -45,8 +45,9 @@ __device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, c
   if (thread == 0) p.sample_mean[n] = sum / static_cast<float>(f.c);
 }
 
-// Whether this block has nothing to do, since the Gram kernel's statistics of its sample stay. Partials of the kernel that
-// loses count nothing. Called by all threads of the block before anything else, or it costs the main loop registers.
+// Whether this block has nothing to do, since the Gram kernel's statistics of its sample stay. Partials of the kernel
+// that loses count nothing. Called by all threads of the block before anything else, or it costs the main loop
+// registers.
 __device__ __forceinline__ bool gram_was_exact(const NarrowParams& p, int columns) {
   if (p.stats.inexact == nullptr) return false;
   const int64_t n = blockIdx.x / p.plan.slices, slice = blockIdx.x % p.plan.slices, gram = p.stats.gram_slices;

@@ -242,7 +242,8 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.slices = (p.tiles_per_sample + p.tiles_per_slice - 1) / p.tiles_per_slice;
   if (q.n * p.slices > (int64_t(1) << 31) - 1) return refuse("more than 2^31 tiles");
   const double blocks = double(q.n) * p.slices * p.n_tiles * q.groups;
-  p.cycles = std::ceil(blocks / limits.sm_count) * (best / double(p.tiles_per_sample) * double(p.tiles_per_slice) + 9000);
+  p.cycles =
+      std::ceil(blocks / limits.sm_count) * (best / double(p.tiles_per_sample) * double(p.tiles_per_slice) + 9000);
   return p;
 }
 
