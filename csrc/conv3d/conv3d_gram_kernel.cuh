@@ -6,14 +6,13 @@
 //   - Entries of 16 bytes (8 channels of a position, or 4 of two) make strips: strip s of a row holds, for k = 0, 1,
 //     ..., the entry that pair k of neighbouring outputs sees at offset s. A product sums over k. Neighbouring outputs
 //     share all but one offset, so that entry (w, w') of C is the sum of two of the products.
-//   - Strips of several rows are the 64 rows of a product, those of these rows and some more its columns: any two rows
-//     `lag` apart add to the same sums. Rows that some taps do not see (the first and last two) are multiplied once
-//     more by themselves, and taken out at the end.
-//   - A warpgroup multiplies each slab (depth) with the one `lag` further, for each depth tap that sees the slab.
+//   - Strips of several rows are the 64 rows of a product, those of these rows and the next two its columns: any two
+//   rows
+//     of the same distance add to the same sums. Rows that some taps do not see (the first and last two) are multiplied
+//     once more by themselves, and taken out at the end.
 // x comes into shared memory once, as fp16 of (x - pivot) * scale, with a power of two that makes the channel's
-// standard deviation about one: eleven bits, as TF32. A second fp16 term gives twenty-two where fp32 accuracy is asked
-// for. -pivot * scale is a value of fp16, so that zero padding is exact. Where a value leaves fp16's range the sample
-// is done again with the scale that its maximum asks for.
+// standard deviation about one: eleven bits, as TF32. -pivot * scale is a value of fp16, so that zero padding is exact.
+// Where a value leaves fp16's range the sample is done again with the scale that its maximum asks for.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -40,13 +39,9 @@ __device__ __forceinline__ float larger_magnitude(float most, float v) {
 __device__ __forceinline__ uint32_t half_bits(__half2 h) { return *reinterpret_cast<const uint32_t*>(&h); }
 
 // From an even share of the registers to what either side needs, and back.
-template <bool kDeep, bool kComputes>
+template <bool kComputes>
 __device__ __forceinline__ void gram_registers() {
-  if constexpr (kDeep && kComputes) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
-  } else if constexpr (kDeep) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
-  } else if constexpr (kComputes) {
+  if constexpr (kComputes) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
@@ -103,11 +98,10 @@ __device__ __forceinline__ void wait_for_oldest(int under_way) {
 // Shared memory, and what the two sides agree on.
 struct GramBlock {
   uint64_t *full, *empty;
-  float2* shift;    // [8] of (-pivot * scale, scale)
-  float* largest;   // [16 warps][8 channels]
-  int first[2];     // output along depth and height
-  int outputs[2];   // of this block
-  int slabs, rows;  // input that they see
+  float2* shift;       // [8] of (-pivot * scale, scale)
+  float* largest;      // [16 warps][8 channels]
+  int first, outputs;  // rows of outputs, of this block
+  int rows;            // of input that they see
 };
 
 inline constexpr int kGramOnes = 768;  // where in shared memory there are 16 x 8 of them
@@ -126,7 +120,7 @@ struct GramWalk {
   int slab = 0, row = 0, column = 0;  // the tile's first, of the block
   __device__ __forceinline__ bool done(const GramBlock& b) const { return row >= b.rows; }
   __device__ __forceinline__ void advance(const GramParams& p, const GramBlock& b) {
-    if (++slab < b.slabs) return;
+    if (++slab < p.in[0]) return;
     slab = 0;
     column += 2 * p.plan.tile_pairs;
     if (column >= p.out[2]) column = 0, row += p.plan.tile_rows;
@@ -135,20 +129,20 @@ struct GramWalk {
 
 // From x to the ring: all tiles, once. A thread takes vectors of four columns, all channels, and has the next few under
 // way in a part of shared memory of its own.
-template <typename Element, int kChannels, bool kDeep, bool kAccurate>
+template <typename Element, int kChannels>
 __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
                                           GramTurn& turn) {
-  constexpr int kVector = 4 * sizeof(Element), kLoaders = gram_loaders(kDeep);
+  constexpr int kVector = 4 * sizeof(Element), kLoaders = kGramLoaders;
   const GramPlan& plan = p.plan;
   const int tid = threadIdx.x, lane = tid & 31;
   const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
-  const bool padded = (plan.pad[0] | plan.pad[1] | plan.pad[2]) != 0;
+  const bool padded = (plan.pad[1] | plan.pad[2]) != 0;
   const int main_rows = plan.rows - (kChannels == 4 ? kGramBorders : 0);
   // Where one tile holds all rows of a slab, rows around it stay the zeros that they are.
   const bool one_tile = plan.tiles[0] == 1;
-  const int first_row = one_tile ? plan.above : 0, end_row = one_tile ? plan.above + b.rows : main_rows;
-  const int rounds = ((end_row - first_row) * plan.vectors + kLoaders - 1) / kLoaders;
-  const int row_begin = first_row + tid / plan.vectors, vector_begin = tid % plan.vectors;
+  const int end_row = one_tile ? b.rows : main_rows;
+  const int rounds = (end_row * plan.vectors + kLoaders - 1) / kLoaders;
+  const int row_begin = tid / plan.vectors, vector_begin = tid % plan.vectors;
   const int row_step = kLoaders / plan.vectors, vector_step = kLoaders - row_step * plan.vectors;
   unsigned char* const raw = smem + plan.at_raw + tid * kVector;
   constexpr int kChannelBytes = kLoaders * kVector, kSlotBytes = kChannels * kChannelBytes;
@@ -169,8 +163,8 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
   uint32_t counting = 0;
   auto fetch = [&] {
     if (!ahead.done(b)) {
-      const int row = ahead.row - plan.above + fetched.row;  // of the block
-      const int d = b.first[0] + ahead.slab - plan.pad[0], h = b.first[1] + row - plan.pad[1];
+      const int row = ahead.row + fetched.row;  // of the block
+      const int d = ahead.slab, h = b.first + row - plan.pad[1];
       const int w = ahead.column - plan.pad[2] - plan.lead + fetched.vector * 4;  // a vector lies in x or outside it
       const bool some = fetched.row < end_row && unsigned(row) < unsigned(b.rows);
       const bool inside =
@@ -206,18 +200,18 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
   };
   for (int i = 0; i < plan.fifo; ++i) fetch();
 
-  auto has_bottom = [&](const GramWalk& walk) { return unsigned(b.outputs[1] - walk.row) < unsigned(plan.tile_rows); };
+  auto has_bottom = [&](const GramWalk& walk) { return unsigned(b.outputs - walk.row) < unsigned(plan.tile_rows); };
   float most[kChannels] = {};
   int slot = 0;
   for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
     const int pairs = min(plan.tile_pairs, (p.out[2] - walk.column) / 2);  // with outputs
-    unsigned char* const to_stage = smem + plan.at_ring + turn.slot * plan.stage_bytes * (kAccurate ? 2 : 1);
+    unsigned char* const to_stage = smem + plan.at_ring + turn.slot * plan.stage_bytes;
     Item item{row_begin, vector_begin};
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round, advance(item)) {
       wait_for_oldest(plan.fifo);
       // Two channels of four positions at a time.
-      uint32_t high[4][kChannels / 2] = {}, low[kAccurate ? 4 : 1][kChannels / 2] = {};
+      uint32_t words[4][kChannels / 2] = {};
       if (counting >> slot & 1) {
         const unsigned char* const from = raw + slot * kSlotBytes;
 #pragma unroll
@@ -242,11 +236,7 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
             most[c] = larger_magnitude(most[c], f.x);
             most[c + 1] = larger_magnitude(most[c + 1], f.y);
             const __half2 h = __float22half2_rn(f);
-            high[k][c / 2] = half_bits(h);
-            if constexpr (kAccurate) {
-              const float2 back = __half22float2(h);
-              low[k][c / 2] = half_bits(__floats2half2_rn(f.x - back.x, f.y - back.y));
-            }
+            words[k][c / 2] = half_bits(h);
           }
         }
       }
@@ -258,7 +248,7 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
         // has the first of them.
         int to_row = item.row, then = -1, last = -1;
         if constexpr (kChannels == 4) {
-          const int row = walk.row - plan.above + item.row, below = row - b.outputs[1];
+          const int row = walk.row + item.row, below = row - b.outputs;
           if (walk.row == 0 && unsigned(row) < unsigned(plan.kernel[1] - 1)) last = main_rows + row;
           then = last;
           last = unsigned(below) < unsigned(plan.kernel[1] - 1) && has_bottom(walk) ? main_rows + 2 + below : -1;
@@ -280,14 +270,8 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
                 *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
               }
             };
-            if (unsigned(pair) < unsigned(pairs)) {
-              store(at, high[k]);
-              if constexpr (kAccurate) store(at + plan.stage_bytes, low[k]);
-            }
-            if (unsigned(pair - 1) < unsigned(pairs)) {
-              store(next, high[k]);
-              if constexpr (kAccurate) store(next + plan.stage_bytes, low[k]);
-            }
+            if (unsigned(pair) < unsigned(pairs)) store(at, words[k]);
+            if (unsigned(pair - 1) < unsigned(pairs)) store(next, words[k]);
           }
           to_row = then, then = last, last = -1;
         } while (to_row >= 0);
@@ -299,15 +283,12 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
       for (int half = 0; half < 2; ++half) {
         if (half == 0 ? walk.row == 0 : has_bottom(walk)) continue;
         uint4* const to = reinterpret_cast<uint4*>(to_stage) + (main_rows + 2 * half) * row_entries;
-        for (int i = tid; i < 2 * row_entries; i += kLoaders) {
-          to[i] = make_uint4(0, 0, 0, 0);
-          if constexpr (kAccurate) to[i + plan.stage_bytes / 16] = make_uint4(0, 0, 0, 0);
-        }
+        for (int i = tid; i < 2 * row_entries; i += kLoaders) to[i] = make_uint4(0, 0, 0, 0);
       }
     }
     // Of a narrower tile, what a wider one before it left.
     if (plan.tiles[1] > 1 && pairs % kGramColumns != 0) {
-      const int left = (kGramColumns - pairs % kGramColumns), all = plan.rows * plan.strips * (kAccurate ? 2 : 1);
+      const int left = (kGramColumns - pairs % kGramColumns), all = plan.rows * plan.strips;
       for (int i = tid; i < all * left; i += kLoaders) {
         *reinterpret_cast<uint4*>(to_stage + i / left * plan.strip_bytes + (pairs + i % left) * 16) =
             make_uint4(0, 0, 0, 0);
@@ -327,37 +308,31 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
   }
 }
 
-// A warpgroup's products of each slab with the slab kLag further (0: with itself, and the sums; else 1 or 2, `lag`).
-template <int kChannels, bool kDeep, bool kFar, bool kAccurate>
-__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, unsigned char* smem, int lag,
-                                              int team, GramTurn& turn) {
+// A team's products: each warpgroup has every second group of rows.
+template <int kChannels>
+__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, unsigned char* smem, int team,
+                                              GramTurn& turn) {
   constexpr int kStrips = kChannels == 8 ? 4 : 2, kRows = 8 / kStrips, kSide = kStrips * 8;
-  constexpr int kBands = kFar ? 5 : 3, kN = (kRows + kBands - 1) * kSide;
-  constexpr int kTeams = kDeep ? 1 : 2;
+  constexpr int kN = (kRows + kGramBands - 1) * kSide;
   const GramPlan& plan = p.plan;
   const int thread = threadIdx.x & 127, lane = thread & 31, warp = thread / 32, g = lane >> 2, t = lane & 3;
-  const int row_bytes = kStrips * plan.strip_bytes, slot_bytes = plan.stage_bytes * (kAccurate ? 2 : 1);
   const uint32_t ring = shared_address(smem + plan.at_ring);
   const uint64_t strips = gram_descriptor(plan.strip_bytes);
   const uint64_t ones = gram_descriptor(128) | (shared_address(smem + kGramOnes) >> 4);
-  float* const gram = reinterpret_cast<float*>(smem + plan.at_gram) + (kDeep ? 0 : team * 3 * kSide * kSide);
-  float* const sums = reinterpret_cast<float*>(smem + plan.at_sums) + (kDeep ? 0 : team * kSide);
-  const int depth = plan.kernel[0];
-  // The slabs that lead are waited for here, lag of them.
-  GramTurn ahead = turn;
+  float* const gram = reinterpret_cast<float*>(smem + plan.at_gram) + team * kGramBands * kSide * kSide;
+  float* const sums = reinterpret_cast<float*>(smem + plan.at_sums) + team * kSide;
 
-  float acc[kN / 2] = {}, edge[32] = {}, total[kFar ? 1 : 4] = {}, edge_total[kFar ? 1 : 4] = {};
+  float acc[kN / 2] = {}, edge[32] = {}, total[4] = {}, edge_total[4] = {};
   bool edge_held = false;
-  int held = 0, low = 0, high = 0;  // taps that see what the accumulators hold
+  int held = 0;  // products that the accumulators hold
   const int my_row = warp * 2 / kStrips;
   auto dump = [&] {
 #pragma unroll 1
     for (int row = 0; row < kRows; ++row) {
       named_barrier(2 + threadIdx.x / 128, 128);
       if (my_row != row) continue;
-#pragma unroll 1
-      for (int tap = low; tap <= high; ++tap) {
-        float* const part = gram + gram_part(plan, lag, tap) + (warp * 2 % kStrips * 8 + g) * kSide + t * 2;
+      {
+        float* const part = gram + (warp * 2 % kStrips * 8 + g) * kSide + t * 2;
         // All loads of a batch before its stores, which the compiler would not dare.
         constexpr int kBatch = 4;
 #pragma unroll
@@ -367,7 +342,7 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
               const int q = first + i, band = q / kStrips - row;
-              if (unsigned(band) >= unsigned(kBands)) continue;
+              if (unsigned(band) >= unsigned(kGramBands)) continue;
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
                 f(*reinterpret_cast<float2*>(part + band * kSide * kSide + half * 8 * kSide + q % kStrips * 8),
@@ -378,9 +353,9 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
           each([](float2& at, float2& v, float, float) { v = at; });
           each([](float2& at, float2& v, float x, float y) { at = make_float2(v.x + x, v.y + y); });
         }
-        if (!kFar && t == 0) {
-          float* const at = sums + tap * kSide + warp * 2 % kStrips * 8 + g;
-          at[0] += total[0], at[8] += total[kFar ? 0 : 2];
+        if (t == 0) {
+          float* const at = sums + warp * 2 % kStrips * 8 + g;
+          at[0] += total[0], at[8] += total[2];
         }
       }
     }
@@ -389,11 +364,9 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
   // Border rows: 4 channels: the matrix's first half of rows is that of the upper ones; 8: of one of the teams.
   auto dump_edge = [&] {
     constexpr int kEdge = 2 * kSide;
-    const int place = kDeep || kChannels == 4 ? warp / 2 : team;
-#pragma unroll 1
-    for (int tap = low; tap <= high; ++tap) {
-      float* const part = reinterpret_cast<float*>(smem + plan.at_border) +
-                          (gram_part_index(plan, lag, tap) * 2 + place) * kEdge * kEdge;
+    const int place = kChannels == 4 ? warp / 2 : team;
+    {
+      float* const part = reinterpret_cast<float*>(smem + plan.at_border) + place * kEdge * kEdge;
       float* const at_row = part + ((kChannels == 4 ? warp % 2 : warp) * 16 + g) * kEdge + t * 2;
 #pragma unroll
       for (int q = 0; q < 8; ++q) {
@@ -406,100 +379,68 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
           *at = v;
         }
       }
-      if (!kFar && t == 0) {
-        float* const at = reinterpret_cast<float*>(smem + plan.at_sums) + gram_sum_floats(plan) +
-                          (tap * 2 + place) * kEdge + (kChannels == 4 ? warp % 2 : warp) * 16 + g;
-        at[0] += edge_total[0], at[8] += edge_total[kFar ? 0 : 2];
+      if (t == 0) {
+        float* const at = reinterpret_cast<float*>(smem + plan.at_sums) + gram_sum_floats(plan) + place * kEdge +
+                          (kChannels == 4 ? warp % 2 : warp) * 16 + g;
+        at[0] += edge_total[0], at[8] += edge_total[2];
       }
     }
     edge_held = false;
   };
 
-  int waited = 0;  // stages from `turn` on that are known to be full
 #pragma unroll 1
   for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
-    const bool works = walk.slab + lag < b.slabs && lag < depth;
-    for (; waited <= (works ? lag : 0); ++waited, ahead.advance(plan.stages)) {
-      barrier_wait(b.full + ahead.slot, ahead.parity);
-    }
-    if (works) {
-      const int first_tap = max(0, walk.slab - (b.outputs[0] - 1)), last_tap = min(walk.slab, depth - 1 - lag);
+    barrier_wait(b.full + turn.slot, turn.parity);
+    {
       const int groups = (min(plan.tile_rows, b.rows - walk.row) + kRows - 1) / kRows;
       const int pairs = min(plan.tile_pairs, (p.out[2] - walk.column) / 2);
       const int steps = (pairs + kGramColumns - 1) / kGramColumns;
-      if (held > 0 &&
-          (first_tap != low || last_tap != high || held >= (kAccurate ? kGramMostHeld / 6 : kGramMostHeld))) {
-        dump();
-        if (kDeep && edge_held) dump_edge();
-      }
-      low = first_tap, high = last_tap;
-      int other = turn.slot + lag;
-      if (other >= plan.stages) other -= plan.stages;
-      const uint32_t at_a = (ring + turn.slot * slot_bytes) >> 4, at_b = (ring + other * slot_bytes) >> 4;
-      const uint32_t low_term = plan.stage_bytes >> 4, row_words = row_bytes >> 4;
-      // Products of strips from `a` and `b` on. The small terms come first, where the sums are still small. Consecutive
-      // products add to the same registers: a change of them costs the tensor cores what a product takes.
-      auto multiply = [&](auto& d, uint32_t a, uint32_t b, bool add, auto small) {
+      if (held >= kGramMostHeld) dump();
+      const uint32_t at = (ring + turn.slot * plan.stage_bytes) >> 4, row_words = (kStrips * plan.strip_bytes) >> 4;
+      // Products of strips from `a` on with those from there on. Consecutive products add to the same registers: a
+      // change of them costs the tensor cores what a product takes.
+      auto multiply = [&](auto& d, uint32_t a, bool add) {
         constexpr int kColumns = sizeof(d) / sizeof(float) * 2;
 #pragma unroll 1
-        for (int k = 0; k < steps; ++k, a += kGramColumns, b += kGramColumns) {
+        for (int k = 0; k < steps; ++k, a += kGramColumns) {
           wgmma_fence();
-          if constexpr (decltype(small)::value) {
-            gram_product<kColumns>(d, strips | (a + low_term), strips | b, add);
-            gram_product<kColumns>(d, strips | a, strips | (b + low_term), true);
-          } else {
-            gram_product<kColumns>(d, strips | a, strips | b, add);
-          }
+          gram_product<kColumns>(d, strips | a, strips | a, add);
           wgmma_commit();
           add = true;
         }
       };
-      // Sums: products with ones, of both terms.
       auto add_up = [&](float (&d)[4], uint32_t a, bool add) {
 #pragma unroll 1
-        for (int term = 0; term < (kAccurate ? 2 : 1); ++term, a += low_term) {
-#pragma unroll 1
-          for (int k = 0; k < steps; ++k) {
-            wgmma_fence();
-            gram_product<8>(d, strips | (a + k * kGramColumns), ones, add);
-            wgmma_commit();
-            add = true;
-          }
+        for (int k = 0; k < steps; ++k, a += kGramColumns) {
+          wgmma_fence();
+          gram_product<8>(d, strips | a, ones, add);
+          wgmma_commit();
+          add = true;
         }
       };
       const bool add = held > 0;
-      const int first_row = plan.above * row_words;
       auto each_group = [&](auto&& f) {
         bool more = add;
 #pragma unroll 1
-        for (int group = team; group < groups; group += kTeams, more = true) {
-          f(first_row + group * kRows * row_words, more);
-        }
+        for (int group = team; group < groups; group += 2, more = true) f(at + group * kRows * row_words, more);
       };
-      auto multiply_rows = [&](uint32_t row, bool add, auto small) {
-        multiply(acc, at_a + row, at_b + row - (kFar ? 2 * row_words : 0), add, small);
-      };
-      if constexpr (kAccurate) each_group([&](uint32_t row, bool add) { multiply_rows(row, add, std::true_type()); });
-      each_group([&](uint32_t row, bool more) { multiply_rows(row, kAccurate || more, std::false_type()); });
-      if constexpr (!kFar) each_group([&](uint32_t row, bool more) { add_up(total, at_a + row, more); });
-      if (team < groups) held += (groups - team + kTeams - 1) / kTeams * steps;
+      each_group([&](uint32_t a, bool more) { multiply(acc, a, more); });
+      each_group([&](uint32_t a, bool more) { add_up(total, a, more); });
+      if (team < groups) held += (groups - team + 1) / 2 * steps;
       wgmma_wait<0>();
       wgmma_use(acc);
       wgmma_use(total);
       int row = plan.rows - kGramBorders;
       bool has_border = plan.kernel[1] > 1;
       if constexpr (kChannels == 8) {
-        row = (team == 0 ? 0 : b.outputs[1]) - walk.row;
+        row = (team == 0 ? 0 : b.outputs) - walk.row;
         has_border = has_border && unsigned(row) < unsigned(plan.tile_rows);
-        row += plan.above;
-      } else if (!kDeep) {
+      } else {
         has_border = has_border && team == 0;
       }
       if (has_border) {
-        const uint32_t a = at_a + row * row_words, b = at_b + row * row_words;
-        if constexpr (kAccurate) multiply(edge, a, b, edge_held, std::true_type());
-        multiply(edge, a, b, kAccurate || edge_held, std::false_type());
-        if constexpr (!kFar) add_up(edge_total, a, edge_held);
+        multiply(edge, at + row * row_words, edge_held);
+        add_up(edge_total, at + row * row_words, edge_held);
         edge_held = true;
         wgmma_wait<0>();
         wgmma_use(edge);
@@ -507,27 +448,24 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
       }
     }
     if (lane == 0) barrier_arrive(b.empty + turn.slot);
-    --waited;
   }
   if (held > 0) dump();
-  if constexpr (!kDeep) named_barrier(1, 128 * gram_warpgroups(false));  // the ring is free: borders' sums go there
-  if constexpr (!kDeep) {
-    float* const border = reinterpret_cast<float*>(smem + plan.at_border);
-    for (int i = threadIdx.x - gram_loaders(kDeep); i < gram_border_floats(plan); i += 256) border[i] = 0.f;
-    named_barrier(1, 128 * gram_warpgroups(false));
-  }
+  named_barrier(1, kGramComputing);  // the ring is free: borders' sums go there
+  float* const border = reinterpret_cast<float*>(smem + plan.at_border);
+  for (int i = threadIdx.x - kGramLoaders; i < gram_border_floats(plan); i += kGramComputing) border[i] = 0.f;
+  named_barrier(1, kGramComputing);
   if (edge_held) dump_edge();
 }
 
 // How much larger the sum of the variances of a filter's terms may be than the variance of their sum, which is known to
 // a few units of the sums' last place, times this: below PyTorch's own error in each type.
 template <typename Element>
-__device__ __forceinline__ constexpr float gram_cancellation(bool accurate) {
-  return accurate ? 16.f : sizeof(Element) == 4 ? 4096.f : 256.f;
+__device__ __forceinline__ constexpr float gram_cancellation() {
+  return sizeof(Element) == 4 ? 4096.f : 256.f;
 }
 
 // The Gram matrix in shared memory becomes moments of output channels. Called by all threads.
-template <typename Element, int kChannels, bool kDeep, bool kAccurate>
+template <typename Element, int kChannels>
 __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
                                             int64_t slice, float positions, bool broken) {
   constexpr int kThreads = kGramThreads, kSide = kChannels == 8 ? 32 : 16, kEdge = 2 * kSide;
@@ -550,20 +488,19 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
   // A K entry's taps, and its row of the matrices for the first of two neighbouring outputs; the second's is kChannels
   // further.
   struct Tap {
-    int d, h, at;
+    int h, at;
   };
   auto tap_of = [&](int k) {
     const int packed = tap_table[k].x;
-    return Tap{packed >> 24, packed >> 16 & 255, (packed >> 8 & 255) * kChannels + (packed & 255)};
+    return Tap{packed >> 16 & 255, (packed >> 8 & 255) * kChannels + (packed & 255)};
   };
   // The sum of both outputs' products in a matrix.
   auto both = [&](const float* of, int at) { return of[at] + of[at + kChannels]; };
 #pragma unroll 1
   for (int k = thread; k < taps; k += kThreads) {
     const Tap tap = tap_of(k);
-    float sum = both(sums + tap.d * kSide, tap.at);
-    if constexpr (!kDeep) sum += both(sums + kSide, tap.at);
-    const float* const of = border_sums + tap.d * 2 * kEdge;
+    float sum = both(sums, tap.at) + both(sums + kSide, tap.at);
+    const float* const of = border_sums;
     for (int row = 0; row < tap.h; ++row) sum -= both(of + row * kSide, tap.at);
     for (int row = tap.h; row < last_row; ++row) sum -= both(of + kEdge + row * kSide, tap.at);
     const float2 shift = b.shift[tap_table[k].x & 255];
@@ -585,14 +522,6 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
   for (int k = thread / 32; k < taps; k += kThreads / 32) {
     const Tap a = tap_of(k);
     const float sum_a = means[k].x * share_of_one, scale_a = unscale[k];
-    // Where the parts that this tap has with those of each lag begin, and the borders'.
-    const float *part[kGramTaps], *top[kGramTaps];
-#pragma unroll
-    for (int lag = 0; lag < kGramTaps; ++lag) {
-      part[lag] = gram + gram_part(plan, lag, a.d) + ((lag > 0 ? 2 : 0) - a.h) * kSide * kSide + a.at * kSide;
-      top[lag] = border + gram_part_index(plan, lag, a.d) * 2 * kEdge * kEdge + a.at * kEdge;
-      if (!kDeep) break;
-    }
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const int j = 32 * i + lane;
@@ -600,13 +529,11 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
       float sum = 0.f;
       if (j < taps) {
         const Tap c = mine[i];
-        const int lag = kDeep ? c.d - a.d : 0, band = c.h - a.h;
-        const float* const of = (lag == 0 ? part[0] : lag == 1 ? part[1] : part[2]) + c.h * kSide * kSide + c.at;
-        const float* const edge = (lag == 0 ? top[0] : lag == 1 ? top[1] : top[2]) + c.at;
-        sum = of[0] + of[kChannels * kSide + kChannels];
-        if constexpr (!kDeep) {
-          sum += of[3 * kSide * kSide] + of[3 * kSide * kSide + kChannels * kSide + kChannels];
-        }
+        const int band = c.h - a.h;
+        const float* const of = gram + (band * kSide + a.at) * kSide + c.at;
+        const float* const team = of + kGramBands * kSide * kSide;
+        sum = of[0] + of[kChannels * kSide + kChannels] + (team[0] + team[kChannels * kSide + kChannels]);
+        const float* const edge = border + a.at * kEdge + c.at;
         // Of the two border rows above and below, those that this pair of taps does not see.
 #pragma unroll
         for (int row = 0; row < kGramTaps - 1; ++row) {
@@ -690,7 +617,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
       const int begin = max(c - (first + c) % group, 0), end = min(begin + group, valid);
       float m2 = 0.f, alone = 0.f;
       for (int k = begin; k < end; ++k) m2 += parts[k].y, alone += parts[k].z;
-      cancels = cancels || (alone > m2 * gram_cancellation<Element>(kAccurate) && alone > 0.f);
+      cancels = cancels || (alone > m2 * gram_cancellation<Element>() && alone > 0.f);
     }
     inexact = inexact || (!broken && __any_sync(0xffffffffu, cancels));
     if (thread < valid) {
@@ -715,10 +642,10 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
 
 #endif
 
-template <typename Element, int kChannels, bool kDeep, bool kAccurate>
+template <typename Element, int kChannels>
 __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid_constant__ GramParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kThreads = kGramThreads, kLoaders = gram_loaders(kDeep), kComputing = kThreads - kLoaders;
+  constexpr int kThreads = kGramThreads, kLoaders = kGramLoaders, kComputing = kGramComputing;
   extern __shared__ __align__(128) unsigned char gram_smem[];
   unsigned char* const smem = gram_smem;
   const GramPlan& plan = p.plan;
@@ -731,12 +658,9 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   float* const filters = reinterpret_cast<float*>(smem + plan.at_filters);
   const int tid = threadIdx.x, lane = tid & 31;
   const int64_t n = blockIdx.x / plan.slices, slice = blockIdx.x % plan.slices;
-  b.first[0] = b.first[1] = 0;
-  b.outputs[0] = p.out[0], b.outputs[1] = p.out[1];
-  b.first[kDeep ? 0 : 1] = static_cast<int>(slice) * plan.slice;
-  b.outputs[kDeep ? 0 : 1] = min(plan.slice, p.out[kDeep ? 0 : 1] - static_cast<int>(slice) * plan.slice);
-  b.slabs = b.outputs[0] + plan.kernel[0] - 1;
-  b.rows = b.outputs[1] + plan.kernel[1] - 1;
+  b.first = static_cast<int>(slice) * plan.slice;
+  b.outputs = min(plan.slice, p.out[1] - b.first);
+  b.rows = b.outputs + plan.kernel[1] - 1;
 
   // What comes last is asked for now.
   if (tid < p.c_out) {
@@ -759,13 +683,12 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   }
   // K entries: taps and channel, and the weight's place in a filter's channel.
   const int columns = 1 << plan.column_bits;
-  if (tid < plan.kernel[0] * plan.kernel[1] * plan.kernel[2]) {
-    const int w = tid % plan.kernel[2], rest = tid / plan.kernel[2], d = rest / plan.kernel[1];
-    const int h = rest - d * plan.kernel[1];
-    const int place = static_cast<int>(d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2]);
+  if (tid < plan.kernel[1] * plan.kernel[2]) {
+    const int h = tid / plan.kernel[2], w = tid - h * plan.kernel[2];
+    const int place = static_cast<int>(h * p.w_stride_k[1] + w * p.w_stride_k[2]);
 #pragma unroll 1
     for (int c = 0; c < p.c_in; ++c) {
-      tap_table[tid * p.c_in + c] = make_int2(d << 24 | h << 16 | w << 8 | c, place << 4 | c);
+      tap_table[tid * p.c_in + c] = make_int2(h << 16 | w << 8 | c, place << 4 | c);
     }
   }
   if (tid < 64) reinterpret_cast<uint32_t*>(smem + kGramOnes)[tid] = 0x3C003C00u;  // ones
@@ -833,10 +756,10 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   };
   GramTurn turn;
   if (tid < kLoaders) {
-    gram_registers<kDeep, false>();
+    gram_registers<false>();
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
-      gram_load<Element, kChannels, kDeep, kAccurate>(p, b, smem, n, turn);
+      gram_load<Element, kChannels>(p, b, smem, n, turn);
       named_barrier(kAll, kThreads);
       if (in_range()) break;
       named_barrier(kAll, kThreads);
@@ -850,7 +773,7 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
     }
     gram_even_registers<false>();
   } else {
-    gram_registers<kDeep, true>();
+    gram_registers<true>();
     const int thread = tid - kLoaders;
     const int group = __shfl_sync(0xffffffffu, thread / 128, 0);
     // While the first stage comes.
@@ -862,15 +785,7 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
     }
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
-      if constexpr (kDeep) {
-        if (group > 0) {
-          gram_multiply<kChannels, true, true, kAccurate>(p, b, smem, group, 0, turn);
-        } else {
-          gram_multiply<kChannels, true, false, kAccurate>(p, b, smem, 0, 0, turn);
-        }
-      } else {
-        gram_multiply<kChannels, false, false, kAccurate>(p, b, smem, 0, group, turn);
-      }
+      gram_multiply<kChannels>(p, b, smem, group, turn);
       named_barrier(kAll, kThreads);
       if (in_range()) break;
       named_barrier(kAll, kThreads);
@@ -885,9 +800,8 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
     }
     gram_even_registers<true>();
   }
-  const float positions = float(b.outputs[0]) * float(b.outputs[1]) * float(p.out[2]);
-  gram_finish<Element, kChannels, kDeep, kAccurate>(p, b, smem, n, slice, positions,
-                                                    __any_sync(0xffffffffu, !(most < INFINITY)));
+  const float positions = float(p.out[0]) * float(b.outputs) * float(p.out[2]);
+  gram_finish<Element, kChannels>(p, b, smem, n, slice, positions, __any_sync(0xffffffffu, !(most < INFINITY)));
 #endif
 }
 

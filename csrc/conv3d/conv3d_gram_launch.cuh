@@ -7,17 +7,17 @@
 
 namespace kgopt {
 
-template <typename Element, bool kAccurate, int kChannels, bool kDeep>
+template <typename Element, int kChannels>
 Status launch_gram_instance(const GramParams& p, int64_t n, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(n * p.plan.slices));
-  return launch_kernel<conv_gram_kernel<Element, kChannels, kDeep, kAccurate>>("conv_gram_kernel", p, grid,
-                                                                               kGramThreads, p.plan.smem_bytes, stream);
+  return launch_kernel<conv_gram_kernel<Element, kChannels>>("conv_gram_kernel", p, grid, kGramThreads,
+                                                             p.plan.smem_bytes, stream);
 }
 
-template <typename Element, bool kAccurate>
+template <typename Element>
 Status launch_gram(const GramParams& p, int64_t n, cudaStream_t stream) {
-  return p.plan.channels == 4 ? launch_gram_instance<Element, kAccurate, 4, false>(p, n, stream)
-                              : launch_gram_instance<Element, kAccurate, 8, false>(p, n, stream);
+  return p.plan.channels == 4 ? launch_gram_instance<Element, 4>(p, n, stream)
+                              : launch_gram_instance<Element, 8>(p, n, stream);
 }
 
 }  // namespace kgopt

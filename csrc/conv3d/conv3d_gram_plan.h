@@ -17,8 +17,7 @@ inline bool gram_tile(GramPlan* p, const ConvProblem& q, const DeviceLimits& lim
   p->tile_rows = rows, p->tile_pairs = pairs;
   p->tiles[0] = (slab_rows + rows - 1) / rows;
   p->tiles[1] = static_cast<int>((q.out[2] / 2 + pairs - 1) / pairs);
-  p->above = p->deep ? 2 : 0;
-  p->rows = p->above + rows + 2 + (p->channels == 4 ? kGramBorders : 0);
+  p->rows = rows + 2 + (p->channels == 4 ? kGramBorders : 0);
   p->lead = (4 - p->pad[2] % 4) % 4;
   p->vectors = (p->lead + 2 * static_cast<int>(std::min<int64_t>(pairs, q.out[2] / 2)) + 2 + 3) / 4;
   p->strip_bytes = pairs * 16;
@@ -31,33 +30,28 @@ inline bool gram_tile(GramPlan* p, const ConvProblem& q, const DeviceLimits& lim
   p->at_sums = align(p->at_taps + p->taps * 8);
   p->at_filters = align(p->at_sums + (gram_sum_floats(*p) + gram_border_sum_floats(*p)) * 4);
   p->at_gram = align(p->at_filters + (p->taps << p->column_bits) * 4);
-  p->at_border = p->at_gram + gram_floats(*p) * 4;
-  p->at_raw = align(p->at_border + (p->deep ? gram_border_floats(*p) * 4 : 0));
-  p->at_ring = align(p->at_raw + fifo * gram_loaders(p->deep) * p->channels * (q.dtype == Dtype::kFloat32 ? 16 : 8));
+  p->at_raw = align(p->at_gram + gram_floats(*p) * 4);
+  p->at_ring = align(p->at_raw + fifo * kGramLoaders * p->channels * (q.dtype == Dtype::kFloat32 ? 16 : 8));
   // What comes after the products lies where the ring was: C, shares of sums, means, and the borders' products.
-  const int64_t ring = int64_t(stages) * p->stage_bytes * (p->accurate ? 2 : 1);
+  const int64_t ring = int64_t(stages) * p->stage_bytes;
   const int64_t finish =
       int64_t(p->taps) * ((p->taps + 7) / 8 * 8 + 4) * 4 + kGramThreads * 16 + 128 * 12 + p->taps * 12 + 128;
-  if (!p->deep) p->at_border = align(p->at_ring + finish);
-  const int64_t after = p->deep ? p->at_ring + finish : p->at_border + gram_border_floats(*p) * 4;
+  p->at_border = align(p->at_ring + finish);
+  const int64_t after = p->at_border + gram_border_floats(*p) * 4;
   const int64_t total = align(std::max(p->at_ring + ring, after));
   if (total > limits.smem_per_block) return false;
   p->smem_bytes = static_cast<int>(total);
   return true;
 }
 
-// Estimated cycles of a block for `outputs` along the dim that is cut: what the loading threads do, or products, and
-// what comes once. Measured on an H200: a vector of all channels takes 13 cycles of a multiprocessor, 24 in two terms.
+// Estimated cycles of a block for `outputs` rows: what the loading threads do, or products, and what comes once.
+// Measured on an H200: a vector of all channels takes 13 cycles of a multiprocessor, whatever its bytes.
 inline double gram_cost(const GramPlan& p, const ConvProblem& q, int outputs) {
-  const int slab_rows = (p.deep ? static_cast<int>(q.out[1]) : outputs) + p.kernel[1] - 1;
-  const int slabs = (p.deep ? outputs : static_cast<int>(q.out[0])) + p.kernel[0] - 1;
-  const int tiles_h = (slab_rows + p.tile_rows - 1) / p.tile_rows;
-  const double groups = double(p.tile_rows / p.group_rows), steps = p.tile_pairs / kGramColumns;
-  const double products = (groups + 1) * steps * 64 * (p.accurate ? 3 : 1);
-  const int rows = p.tiles[0] == 1 ? slab_rows : p.rows - (p.channels == 4 ? kGramBorders : 0);
-  const double vectors = double(rows) * p.vectors * (p.accurate ? 24 : 13);
-  const double stage = std::max(products, vectors) + 150;
-  return double(tiles_h) * p.tiles[1] * slabs * stage + vectors + 27000;
+  const int rows = outputs + p.kernel[1] - 1;
+  const double products = (p.tile_rows / p.group_rows + 1.0) * (p.tile_pairs / kGramColumns) * 64;
+  const double vectors = 13.0 * p.vectors * (p.tiles[0] == 1 ? rows : p.rows - (p.channels == 4 ? kGramBorders : 0));
+  const double stages = double((rows + p.tile_rows - 1) / p.tile_rows) * p.tiles[1] * double(q.out[0]);
+  return stages * (std::max(products, vectors) + 150) + vectors + 27000;
 }
 
 }  // namespace plan_detail
@@ -83,20 +77,17 @@ inline GramPlan plan_gram(const ConvProblem& q, const DeviceLimits& limits) {
     p.pad[i] = static_cast<int>(q.padding[i]);
     p.kernel[i] = static_cast<int>(q.kernel[i]);
   }
-  p.accurate = q.dtype == Dtype::kFloat32 && !q.allow_tf32;
-  // Measured: 107 us against 119, and half as many filters cancel too much of their input.
-  if (p.accurate) return refuse("fp32 accuracy, which the convolution itself gives in about the same time");
-  p.deep = p.kernel[0] > 1;
-  p.channels = q.c_in <= 4 ? 4 : 8;
+  // In two fp16 terms it took 107 us where the convolution takes 119, and filters of differences cancel too much.
+  if (q.dtype == Dtype::kFloat32 && !q.allow_tf32) return refuse("fp32 accuracy");
   // The sums of slabs that some taps do not see are taken apart in shared memory, which is slower than the convolution.
-  if (p.deep) return refuse("more than one tap along the depth");
+  if (q.kernel[0] > 1 || q.padding[0] > 0) return refuse("taps or padding along the depth");
+  p.channels = q.c_in <= 4 ? 4 : 8;
   p.strips = p.channels == 4 ? 2 : 4;
   p.group_rows = 8 / p.strips;
-  p.taps = p.kernel[0] * p.kernel[1] * p.kernel[2] * static_cast<int>(q.c_in);
+  p.taps = p.kernel[1] * p.kernel[2] * static_cast<int>(q.c_in);
   p.column_bits = q.c_out <= 32 ? 5 : 6;
 
-  const int cut = p.deep ? 0 : 1;
-  const int64_t outputs = q.out[cut];
+  const int64_t outputs = q.out[1];
   double best = -1;
   GramPlan chosen;
   const int64_t all_pairs = (q.out[2] / 2 + kGramColumns - 1) / kGramColumns * kGramColumns;
@@ -105,7 +96,7 @@ inline GramPlan plan_gram(const ConvProblem& q, const DeviceLimits& limits) {
     const int slice = static_cast<int>((outputs + slices - 1) / slices);
     if ((outputs + slice - 1) / slice != slices) continue;
     const double waves = std::max(1.0, double((q.n * slices + limits.sm_count - 1) / limits.sm_count));
-    const int slab_rows = (p.deep ? static_cast<int>(q.out[1]) : slice) + p.kernel[1] - 1;
+    const int slab_rows = slice + p.kernel[1] - 1;
     int64_t last_pairs = 0;
     for (int64_t pairs : {all_pairs, int64_t(128), int64_t(64), int64_t(32), int64_t(16)}) {
       if (pairs > all_pairs || pairs > 1024 || pairs == last_pairs) continue;
@@ -116,7 +107,7 @@ inline GramPlan plan_gram(const ConvProblem& q, const DeviceLimits& limits) {
         if (rows == last_rows) continue;
         last_rows = rows;
         bool fits = false;
-        for (int stages = kGramStages; stages > (p.deep ? p.kernel[0] : 1) && !fits; --stages) {
+        for (int stages = kGramStages; stages > 1 && !fits; --stages) {
           fits = plan_detail::gram_tile(&p, q, limits, rows, static_cast<int>(pairs), slab_rows, stages, 1);
           if (!fits) continue;
           const double cost = waves * plan_detail::gram_cost(p, q, slice);

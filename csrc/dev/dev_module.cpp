@@ -252,15 +252,12 @@ void bind_conv(py::module_& m) {
   py::class_<GramPlan>(m, "GramPlan", "The plan of the Gram kernel; fields as in conv3d_gram_params.h.")
       .def_property_readonly("refusal",
                              [](const GramPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
-      .def_readonly("accurate", &GramPlan::accurate)
-      .def_readonly("deep", &GramPlan::deep)
       .def_readonly("channels", &GramPlan::channels)
       .def_readonly("strips", &GramPlan::strips)
       .def_readonly("group_rows", &GramPlan::group_rows)
       .def_readonly("cycles", &GramPlan::cycles)
       .def_readonly("tile_rows", &GramPlan::tile_rows)
       .def_readonly("tile_pairs", &GramPlan::tile_pairs)
-      .def_readonly("above", &GramPlan::above)
       .def_readonly("rows", &GramPlan::rows)
       .def_readonly("lead", &GramPlan::lead)
       .def_readonly("vectors", &GramPlan::vectors)
@@ -274,21 +271,6 @@ void bind_conv(py::module_& m) {
       .def_readonly("column_bits", &GramPlan::column_bits)
       .def_readonly("at_ring", &GramPlan::at_ring)
       .def_readonly("smem_bytes", &GramPlan::smem_bytes)
-      .def_property_readonly("parts",
-                             [](const GramPlan& p) {
-                               // Where each part of the Gram matrix begins and ends, in floats, and where all of it
-                               // ends.
-                               std::vector<std::pair<int, int>> parts;
-                               const int side = p.strips * 8;
-                               for (int lag = 0; lag < p.kernel[0]; ++lag) {
-                                 for (int tap = 0; tap + lag < p.kernel[0]; ++tap) {
-                                   const int at = gram_part(p, lag, tap);
-                                   parts.emplace_back(at, at + gram_bands(lag) * side * side);
-                                 }
-                               }
-                               parts.emplace_back(gram_floats(p), gram_part_index(p, p.kernel[0] - 1, 0));
-                               return parts;
-                             })
       .def_property_readonly("tiles", [](const GramPlan& p) { return std::vector<int>(p.tiles, p.tiles + 2); })
       .def_property_readonly("kernel", [](const GramPlan& p) { return copied(p.kernel); });
 
