@@ -317,6 +317,19 @@ def pipeline_cases() -> None:
                 call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x, w, b, 8, g, h),
             )
 
+    # On Hopper: statistics from the Gram matrix, once of an input that its filters cancel and the convolution corrects.
+    for dtype, smooth in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        x, weight = tensor(2, 8, 70, 132, dtype=dtype), tensor(40, 8, 3, 3, dtype=dtype)
+        if smooth:
+            x = x * 1e-3 + torch.linspace(0, 1, 132, device=x.device, dtype=dtype)
+            weight -= weight.mean(dim=(1, 2, 3), keepdim=True)
+        run(
+            f"conv2d_..._logsumexp of the Gram matrix {dtype}{' that cancels' if smooth else ''}",
+            *(x, weight, tensor(40, dtype=dtype), tensor(40, dtype=dtype), tensor(40, dtype=dtype)),
+            backward=False,
+            call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x, w, b, 8, g, h),
+        )
+
     # On Hopper: rows of 32 and of 64 positions, several tiles, channels as rows of the products and as columns.
     for dtype, tf32, c_out, last in itertools.product((torch.float32, *HALVES), (True, False), (16, 40), (False, True)):
         if dtype in HALVES and not tf32:

@@ -257,6 +257,87 @@ def test_pipeline_in_one_launch_of_extreme_inputs(dtype):
     assert not y[0].isnan().any()
 
 
+# c_in, kernel, size, options: statistics that come from the Gram matrix of the input on Hopper, and some that do not
+GRAM = {
+    "volume": (3, (3, 3, 3), (6, 10, 20), {}),
+    "image": (8, (1, 3, 3), (1, 70, 132), {}),
+    "image, padded": (5, (1, 3, 3), (1, 70, 132), {"padding": (0, 1, 1)}),
+    "image of three channels": (3, (1, 3, 3), (1, 70, 132), {}),
+    "slabs": (8, (1, 3, 3), (3, 70, 132), {"padding": (0, 0, 1)}),
+    "two taps": (6, (1, 2, 3), (1, 70, 132), {"padding": (0, 2, 2)}),
+    "rows of 1200": (8, (1, 3, 3), (1, 64, 1200), {}),
+}
+
+
+def gram_input(kind: str, x: torch.Tensor) -> torch.Tensor:
+    """Values that fp16 does not hold unless they are shifted and scaled, and scaled again."""
+    if kind == "offset":
+        return x + 100
+    if kind == "small":
+        return x * 1e-6
+    if kind == "outliers":
+        return torch.where(torch.rand_like(x) < 1e-3, x * 1e7, x)
+    if kind == "spikes":
+        return torch.where(torch.rand_like(x) < 2e-2, x * 1e-3, torch.zeros_like(x))
+    if kind == "constant":
+        x[:, 0] = 7.25
+    if kind == "smooth":
+        return torch.linspace(-3, 3, x.shape[-1], device=x.device).sin() * 5 + x * 1e-2
+    return x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["normal", "offset", "small", "outliers", "spikes", "constant", "smooth"])
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", GRAM)
+def test_pipeline_gram_statistics(case, dtype, kind, poisoned):
+    c_in, kernel, size, options = GRAM[case]
+    real = torch.float32 if dtype in ("fp32", "tf32") else dtype
+    if real == torch.float16 and kind in ("outliers", "small"):
+        pytest.skip("fp16 does not hold them itself")
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+    x = gram_input(kind, torch.randn(3, c_in, *size, device="cuda")).to(real)
+    weight = torch.randn(24, c_in, *kernel, device="cuda") * 0.3
+    if kind == "smooth":
+        weight -= weight.mean(dim=(1, 2, 3, 4), keepdim=True)  # little is left of their input
+    weight = weight.to(real)
+    bias, gamma, beta = (torch.randn(24, device="cuda").to(real) for _ in range(3))
+    args = [x, weight, bias, 8, gamma, beta]
+    exact = PIPELINES["mean"][1](*upcast(args), **options).cuda()
+    # A mean over everything hides much: the statistics themselves are compared, too.
+    padding, dilation = list(options.get("padding", [0] * 3)), list(options.get("dilation", [1] * 3))
+    out, _, _, rstd = torch.ops.kgopt.conv3d_group_norm_mean_fwd(
+        x, weight, bias, 8, gamma, beta, [1] * 3, padding, dilation, 1, 1e-5, backend="kgopt"
+    )
+    rounded = [round_tf32(x), round_tf32(weight)] if dtype == "tf32" else [x, weight]
+
+    def statistics(a, b, c):
+        y = torch.nn.functional.conv3d(a, b, c, 1, padding, dilation)
+        return y.double().reshape(3, 8, -1).var(2, correction=0)
+
+    variance = statistics(x.double().cpu(), weight.double().cpu(), bias.double().cpu())
+    ideal = statistics(*(t.double().cpu() for t in rounded), bias.double().cpu())
+    theirs = statistics(x, weight, bias).cpu() if dtype != "tf32" else ideal
+    relative = lambda v: float(((v - variance) / (variance + 1e-5)).abs().max())  # noqa: E731
+    allowed = 3 * relative(theirs) + (2e-6 if real == torch.float32 else 2e-4)
+    if dtype == "tf32":
+        allowed += 1e-3 if kind in ("outliers", "spikes") else 2e-4  # a few values make all of the variance
+    error = relative(rstd.double().cpu() ** -2 - 1e-5)
+    assert error <= allowed, (error, allowed)
+    assert float((out.double() - exact).abs().max()) <= (allowed + 1e-5) * mean_tolerance(args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_pipeline_gram_statistics_of_what_is_not_finite(value):
+    """The sample with it becomes NaN, the others do not notice."""
+    x = torch.randn(3, 3, 6, 10, 20, device="cuda")
+    x[1, 2, 3, 4, 5] = value
+    weight = torch.randn(24, 3, 3, 3, 3, device="cuda")
+    y = PIPELINES["mean"][0](x, weight, None, 8, None, None)
+    assert y.isnan().tolist() == [False, True, False]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["tf32", torch.bfloat16], ids=str)
 def test_logsumexp_of_values_that_leap(dtype):

@@ -378,7 +378,8 @@ def check_narrow_plan(plan, case: dict, size, output, limits) -> None:
     assert plan.strips == plan.tile[0] * plan.segments * plan.tile[2] // plan.strip
     assert plan.k_steps % plan.batch == 0
     assert plan.k_words <= plan.k_steps * 8 < plan.k_words + 8 * plan.batch
-    assert plan.zero_plane == (plan.k_words != plan.k_steps * 8)
+    in_terms = plan.math == dev.ConvMath.fp16x3  # padded K reads what is there, with weights of zero
+    assert plan.zero_plane == (plan.k_words != plan.k_steps * 8 and not in_terms)
     assert plan.k_words * plan.window == plan.words * math.prod(case["kernel"])
     for dim in range(3):
         assert plan.tile[dim] * plan.tiles[dim] >= output[dim] > plan.tile[dim] * (plan.tiles[dim] - 1)
@@ -427,7 +428,10 @@ def check_channel_rows(plan, case: dict, limits) -> None:
         for d, h, w in itertools.product(*map(range, case["kernel"]))
     ]
     assert chunks[: len(want)] == want
-    assert all(chunk == plan.words // 4 * plane for chunk in chunks[len(want) :]), "padding reads zeros"
+    padding = plan.words // 4 * plane if plan.zero_plane else want[-1]
+    padded = chunks[len(want) : 2 * plan.k_steps]
+    assert not padded or plan.zero_plane or plan.math == dev.ConvMath.fp16x3
+    assert all(chunk == padding for chunk in padded), "padding reads zeros"
 
 
 @settings(max_examples=200, deadline=None)
@@ -469,12 +473,25 @@ def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window:
     problem, output = make_problem(**case, n=128, dtype=dtype, epilogue=which)
     limits = GPUS["h200"]
     choice = dev.choose_conv(problem, limits)
-    assert choice.path.name == "narrow"
-    assert "wgmma" in choice.explain()
+    gram = name == "pipeline 3" and epilogue == "stats"
+    assert choice.path.name == ("gram" if gram else "narrow")
+    assert ("Gram matrix" if gram else "wgmma") in choice.explain()
     check_narrow_plan(choice.narrow, case, case["size"], output, limits)
     assert choice.narrow.window == window
     assert choice.narrow.channel_rows == (name == "pipeline 3")
     assert 128 * choice.narrow.slices >= 0.9 * limits.sm_count, "the GPU is not full"
+
+
+def test_narrow_plan_without_tf32() -> None:
+    """Two fp16 terms where channels are rows and few taps, 3xTF32 elsewhere, which logsumexp refuses."""
+    case = {"size": (1, 64, 64), "kernel": (1, 3, 3), "allow_tf32": False}
+    for epilogue in (dev.ConvEpilogue.stats, dev.ConvEpilogue.residual_lse):
+        problem, _ = make_problem(8, 64, **case, epilogue=epilogue)
+        plan = dev.plan_narrow(problem, GPUS["h200"])
+        assert (plan.math, plan.channel_rows, plan.k_steps) == (dev.ConvMath.fp16x3, True, 5)
+        assert dev.choose_conv(problem, GPUS["h200"]).path.name == "narrow"
+    problem, _ = make_problem(16, 64, **case, epilogue=dev.ConvEpilogue.stats)
+    assert dev.plan_narrow(problem, GPUS["h200"]).math == dev.ConvMath.tf32x3
 
 
 @pytest.mark.parametrize(
@@ -956,6 +973,92 @@ def test_wgrad_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -
     arguments = {"c_in": 32, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "channels_innermost": True}
     problem, _ = make_problem(**{**arguments, **kwargs})
     assert fragment in dev.plan_wgrad(problem, limits or dev.DeviceLimits()).refusal
+
+
+# The kernel that takes statistics from the Gram matrix of the input.
+
+
+def check_gram_plan(plan, case: dict, size, output, c_in: int, c_out: int, limits) -> None:
+    """A stage holds every entry that the products of its rows read, and the ring never waits for itself."""
+    assert plan.refusal is None
+    assert plan.smem_bytes <= limits.smem_per_block
+    assert (plan.channels, plan.strips) == ((4, 2) if c_in <= 4 else (8, 4))
+    assert plan.group_rows * plan.strips == 8, "64 rows of a product"
+    assert plan.taps == c_in * math.prod(case["kernel"])
+    assert plan.slices * plan.slice >= output[1] > (plan.slices - 1) * plan.slice
+    rows = plan.slice + case["kernel"][1] - 1
+    assert plan.tiles[0] * plan.tile_rows >= rows > (plan.tiles[0] - 1) * plan.tile_rows
+    assert plan.tiles[1] * plan.tile_pairs * 2 >= output[2] > (plan.tiles[1] - 1) * plan.tile_pairs * 2
+    assert plan.tile_rows % plan.group_rows == 0
+    assert plan.tile_pairs % 16 == 0
+    # Columns: the first of a vector lies at a multiple of four, the last tap of the last output is there.
+    assert (plan.lead + case["padding"][2]) % 4 == 0
+    assert 0 <= plan.lead < 4
+    assert plan.vectors * 4 >= plan.lead + min(2 * plan.tile_pairs, output[2]) + 2
+    # The products of a tile's last group read the two rows after it.
+    assert plan.tile_rows + 2 <= plan.rows - (4 if plan.channels == 4 else 0)
+    assert plan.strip_bytes == plan.tile_pairs * 16
+    assert plan.stage_bytes == plan.rows * plan.strips * plan.strip_bytes
+    assert plan.at_ring + plan.stages * plan.stage_bytes <= plan.smem_bytes
+    assert plan.at_ring % 128 == 0
+    assert plan.stages > 1
+    assert plan.fifo >= 1
+    assert plan.cycles > 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_gram_plan_of_any_shape(data) -> None:
+    draw = data.draw
+    three = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(3))  # noqa: E731
+    case = {"kernel": (1, *three(1, 3)[1:]), "stride": (1, 1, 1), "padding": three(0, 4), "dilation": (1, 1, 1)}
+    size = three(1, 70)
+    if draw(st.booleans()):
+        size = (1, *size[1:])
+        case["kernel"], case["padding"] = (1, *case["kernel"][1:]), (0, *case["padding"][1:])
+    outputs = [dev.conv_out_size(*dim) for dim in zip(size, *(case[k] for k in case), strict=True)]
+    if min(outputs) < 1:
+        return
+    c_in, c_out = draw(st.integers(1, 8)), draw(st.integers(1, 150))
+    problem, output = make_problem(
+        c_in,
+        c_out,
+        size,
+        **case,
+        n=draw(st.integers(1, 200)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        allow_tf32=draw(st.booleans()),
+        epilogue=dev.ConvEpilogue.stats,
+    )
+    plan = dev.plan_gram(problem, GPUS["h200"])
+    if plan.refusal is not None:
+        assert len(plan.refusal) > 10
+        return
+    check_gram_plan(plan, case, size, output, c_in, c_out, GPUS["h200"])
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kwargs", "limits"),
+    [
+        ("compute capability", {}, dev.DeviceLimits(has_wgmma=False)),
+        ("transposed", {"transposed": True}, None),
+        ("grouped", {"groups": 2}, None),
+        ("float64", {"dtype": "float64"}, None),
+        ("only statistics", {"epilogue": dev.ConvEpilogue.residual_lse}, None),
+        ("8 input channels", {"c_in": 9}, None),
+        ("stride", {"stride": (1, 2, 1)}, None),
+        ("dilation", {"dilation": (1, 2, 1)}, None),
+        ("too large", {"kernel": (1, 1, 5)}, None),
+        ("along the depth", {"kernel": (3, 3, 3)}, None),
+        ("fp32 accuracy", {"allow_tf32": False}, None),
+        ("odd number", {"kernel": (1, 3, 2)}, None),
+        ("fit", {}, dev.DeviceLimits(smem_per_block=20 << 10)),
+    ],
+)
+def test_gram_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
+    arguments = {"c_in": 4, "c_out": 24, "size": (8, 9, 12), "kernel": (1, 3, 3), "epilogue": dev.ConvEpilogue.stats}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    assert fragment in dev.plan_gram(problem, limits or dev.DeviceLimits()).refusal
 
 
 @settings(max_examples=300, deadline=None)

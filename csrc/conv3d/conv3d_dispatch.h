@@ -7,6 +7,7 @@
 #include <string>
 
 #include "conv3d_flat_table.h"
+#include "conv3d_gram_plan.h"
 #include "conv3d_hopper_table.h"
 #include "conv3d_narrow_plan.h"
 #include "conv3d_plan.h"
@@ -21,6 +22,7 @@ enum class ConvPath {
   kHopper,        // conv3d_hopper_kernel.cuh
   kRows,          // conv3d_rows_kernel.cuh
   kFlat,          // conv3d_flat_kernel.cuh
+  kGram,          // conv3d_gram_kernel.cuh: statistics without the convolution
   kDirect,        // conv3d_direct.cu
   kAten           // cuDNN through aten::convolution
 };
@@ -32,6 +34,7 @@ struct ConvChoice {
   HopperPlan hopper;
   RowsPlan rows;
   FlatPlan flat;
+  GramPlan gram;
   std::string reason;
 
   std::string explain() const {
@@ -44,6 +47,12 @@ struct ConvChoice {
 // cuDNN pads channels to its tile and runs at a tenth of its rate; above, its wgmma kernels win.
 inline constexpr int64_t kNarrowInputChannels = 16;
 inline constexpr int64_t kNarrowOutputChannels = 64;
+
+// Whether statistics come from the Gram matrix. The narrow kernel must be there to correct it, which costs a launch;
+// its estimate, of busy units alone, was two thirds of what it took on an H200 where both were measured.
+inline bool gram_wins(const GramPlan& gram, const NarrowPlan& narrow) {
+  return !gram.refusal && !narrow.refusal && gram.cycles + 5000 < 1.5 * narrow.cycles;
+}
 
 inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend) {
   ConvChoice choice;
@@ -68,14 +77,16 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   }
   choice.narrow = plan_narrow(problem, limits);
   choice.hopper = plan_hopper(problem, limits);
+  choice.gram = plan_gram(problem, limits);
   choice.rows = plan_rows(problem, limits);
   // The two kernels for channels-innermost tensors, the faster of them by prediction.
   const bool by_rows = !choice.rows.refusal &&
                        (choice.hopper.refusal || rows_microseconds(choice.rows) < hopper_microseconds(choice.hopper));
-  const ConvPath own = !choice.narrow.refusal   ? ConvPath::kNarrow
-                       : by_rows                ? ConvPath::kRows
-                       : !choice.hopper.refusal ? ConvPath::kHopper
-                                                : ConvPath::kImplicitGemm;
+  const ConvPath own = gram_wins(choice.gram, choice.narrow) ? ConvPath::kGram
+                       : !choice.narrow.refusal              ? ConvPath::kNarrow
+                       : by_rows                             ? ConvPath::kRows
+                       : !choice.hopper.refusal              ? ConvPath::kHopper
+                                                             : ConvPath::kImplicitGemm;
   if (backend == ConvBackend::kKgopt) {
     choice.path = own;
     choice.reason = "backend=\"kgopt\" was asked for";
@@ -89,6 +100,7 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     choice.path = own;
     choice.reason = "narrow input: the convolution's output never reaches memory";
     if (own == ConvPath::kNarrow) choice.reason += "; on wgmma";
+    if (own == ConvPath::kGram) choice.reason += "; its statistics come from the Gram matrix of the input";
   } else if (fused) {
     choice.reason = "input channels above " + std::to_string(2 * kNarrowInputChannels) + ", or above " +
                     std::to_string(kNarrowInputChannels) + " and output channels above " +

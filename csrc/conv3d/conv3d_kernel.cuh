@@ -36,6 +36,12 @@ struct ConvMathTraits<ConvMath::kFp16> {
   static constexpr int kPerWord = 2;
   static constexpr int kSplit = 1;
 };
+template <>
+struct ConvMathTraits<ConvMath::kFp16x3> {
+  using Element = float;
+  static constexpr int kPerWord = 2;
+  static constexpr int kSplit = 2;
+};
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

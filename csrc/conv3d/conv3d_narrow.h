@@ -7,7 +7,7 @@
 
 namespace kgopt {
 
-// Per-channel statistics of conv(x) + bias in p.partials; nothing else is stored.
+// Per-channel statistics of conv(x) + bias, see NarrowStats; nothing else is stored.
 Status run_conv_narrow_stats(const NarrowParams& p, int64_t n, cudaStream_t stream);
 
 // logsumexp over channels of c + hardswish(tanh(GroupNorm(c))), c = conv(x) + bias.

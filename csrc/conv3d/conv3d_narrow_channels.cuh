@@ -32,14 +32,17 @@ struct ChannelSums {
   float count = 0.f;
 
   // A row's products: acc[4 j + 2 r + e] is channel r at position 8 j + 2 t + e, of which `width` are inside.
-  template <int kAcc>
-  __device__ __forceinline__ void add(const float (&acc)[kAcc], int t, int width) {
+  // factor: of each channel, where kScaled.
+  template <bool kScaled, int kAcc>
+  __device__ __forceinline__ void add(const float (&acc)[kAcc], int t, int width, const float (&factor)[2]) {
     const int left = width - 2 * t;  // from this thread's first position
-    if (count == 0.f && left > 0) sums[0].shift = acc[0], sums[1].shift = acc[2];
+    if (count == 0.f && left > 0) {
+      sums[0].shift = kScaled ? acc[0] * factor[0] : acc[0], sums[1].shift = kScaled ? acc[2] * factor[1] : acc[2];
+    }
     float sum[2][2] = {}, sum_sq[2][2] = {};  // two chains of each hide the latency of an addition
     auto add_value = [&](int i) {
       const int r = i / 2 % 2, chain = i / 4 % 2;
-      const float v = acc[i] - sums[r].shift;
+      const float v = kScaled ? fmaf(acc[i], factor[r], -sums[r].shift) : acc[i] - sums[r].shift;
       sum[r][chain] += v;
       sum_sq[r][chain] = fmaf(v, v, sum_sq[r][chain]);
     };
@@ -62,11 +65,18 @@ struct ChannelSums {
   }
 };
 
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // logsumexp over channels of u + hardswish(tanh(scale u + offset)) for a warpgroup's rows.
 //
 // Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
-// it does not, `exact` finds each position's maximum and the shift moves there.
-template <int kPositions>
+// it does not, `exact` finds each position's maximum and the shift moves there. kAccurate: with fp32 accuracy, of
+// values that a factor for each row of positions scales.
+template <int kPositions, bool kAccurate>
 struct ChannelLse {
   static constexpr int kAcc = kPositions / 2;
   static constexpr int kBlocks = kPositions / 8;
@@ -74,6 +84,7 @@ struct ChannelLse {
   static constexpr float kLn2 = 0.69314718055994530942f;
 
   float scale[2], offset[2], bias[2];  // bias: times log2(e), -inf for a channel that is padding
+  float weight[2];                     // kAccurate: of a value in the sum, times log2(e); it and `scale` for this row
   float shift = 0.f;                   // in powers of 2
   float* exchange;                     // [2][4 warps][kPositions], this warpgroup's
   int buffer = 0;
@@ -81,7 +92,12 @@ struct ChannelLse {
 
   // 2^(r log2(e) - shift)
   __device__ __forceinline__ float power(float u, int r, float shifted_bias) const {
-    // Since |tanh| <= 1, hardswish needs no clamp: h (h + 3) / 6.
+    // Since |tanh| <= 1, hardswish needs no clamp: h (h + 3) / 6. With q = 1 / (1 + exp(2 z)) that is
+    // 2 / 3 + q (2 q - 5) / 3, whose constant is part of the bias.
+    if constexpr (kAccurate) {
+      const float q = rcp_approx(1.f + exp2_approx(fmaf(u, scale[r], offset[r])));
+      return fmaf(q, fmaf(q, kLog2E * 2.f / 3.f, kLog2E * -5.f / 3.f), fmaf(u, weight[r], shifted_bias));
+    }
     const float h = tanh_approx(fmaf(u, scale[r], offset[r]));
     return fmaf(h, fmaf(h, kLog2E / 6.f, kLog2E / 2.f), fmaf(u, kLog2E, shifted_bias));
   }
@@ -105,7 +121,7 @@ struct ChannelLse {
     if constexpr (kMask > 4) scatter_sums<(kLeft > 1 ? kLeft / 2 : 1), kMask / 2>(s);
   }
 
-  __device__ __forceinline__ void finish(float (&acc)[kAcc], float* y, int64_t stride, int width) {
+  __device__ __forceinline__ void finish(float (&acc)[kAcc], float* y, int width) {
     const int g = lane >> 2, t = lane & 3;
     const float shifted[2] = {bias[0] - shift, bias[1] - shift};
     float s[kPositions / 4];
@@ -131,13 +147,20 @@ struct ChannelLse {
     const bool in_step = __all_sync(0xffffffffu, in_range(sum.x, position) && in_range(sum.y, position + 1));
     if (__builtin_expect(in_step, 1)) {
       if (block / (kBlocks / 4) == warp && (kBlocks == 8 || g % 2 == 0)) {
-        if (position < width) y[position * stride] = (__log2f(sum.x) + shift) * kLn2;
-        if (position + 1 < width) y[(position + 1) * stride] = (__log2f(sum.y) + shift) * kLn2;
+        auto log = [](float v) { return kAccurate ? log2f(v) : log2_approx(v); };
+        y += position;
+        const float first = (log(sum.x) + shift) * kLn2, second = (log(sum.y) + shift) * kLn2;
+        if (width >= kPositions) {
+          y[0] = first, y[1] = second;
+        } else {
+          if (position < width) y[0] = first;
+          if (position + 1 < width) y[1] = second;
+        }
       }
       buffer ^= 1;
     } else {
       wgmma_use(acc);  // or the compiler keeps what it could use again, in registers that it does not have
-      exact(acc, y, stride, width);
+      exact(acc, y, width);
     }
   }
 
@@ -162,7 +185,7 @@ struct ChannelLse {
   }
 
   // The first row, values that leap, infinities and NaNs: rare, so small code counts for more than speed.
-  __device__ __forceinline__ void exact(const float (&acc)[kAcc], float* y, int64_t stride, int width) {
+  __device__ __forceinline__ void exact(const float (&acc)[kAcc], float* y, int width) {
     float kept[kAcc];  // indexed at run time, hence in local memory
 #pragma unroll
     for (int i = 0; i < kAcc; ++i) kept[i] = acc[i];
@@ -188,7 +211,7 @@ struct ChannelLse {
       for (int i = 0; i < 4; ++i) {
         const int position = quarter * 16 + i / 2 * 8 + (lane & 3) * 2 + i % 2;
         s[i] = log2f(s[i]) + top[i];
-        if (quarter % 4 == warp && lane < 4 && position < width) y[position * stride] = s[i] * kLn2;
+        if (quarter % 4 == warp && lane < 4 && position < width) y[position] = s[i] * kLn2;
       }
       if (quarter == 0) first = s[0];
     }
@@ -202,22 +225,26 @@ struct ChannelLse {
 
 template <ConvMath kMath, int kSteps, int kPositions, ConvEpilogue kEpilogue>
 __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == ConvEpilogue::kResidualLse) +
-                                         narrow_channel_consumers(kEpilogue == ConvEpilogue::kResidualLse)),
+                                         narrow_channel_consumers(kMath, kEpilogue == ConvEpilogue::kResidualLse)),
                                   1) conv_narrow_channels_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Traits = ConvMathTraits<kMath>;
   using Element = typename Traits::Element;
   constexpr int kPerWord = Traits::kPerWord;
   constexpr bool kStats = kEpilogue == ConvEpilogue::kStats;
-  constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
-                              : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
-                                                         : WgmmaType::kTf32;
+  constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16
+                              : kPerWord == 2          ? WgmmaType::kFp16
+                                                       : WgmmaType::kTf32;
+  constexpr bool kTerms = kMath == ConvMath::kFp16x3;
   constexpr int kChannels = 64;
   constexpr int kProducers = narrow_producers(kMath, !kStats);
-  constexpr int kConsumers = narrow_channel_consumers(!kStats);
+  constexpr int kConsumers = narrow_channel_consumers(kMath, !kStats);
   constexpr int kLoaders = 128 * kProducers;  // threads
   constexpr int kThreads = kLoaders + 128 * kConsumers;
 
+  if constexpr (kStats) {
+    if (gram_was_exact(p, kChannels)) return;
+  }
   extern __shared__ __align__(128) uint32_t smem[];
   const NarrowPlan& plan = p.plan;
   const NarrowSmemLayout layout = narrow_smem_layout(plan);
@@ -275,7 +302,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
     const int channels[2] = {warp * 16 + g, warp * 16 + g + 8};  // of the block's
 
     // No branches and little arithmetic: all loads are under way before the first is used.
-    using Stored = std::conditional_t<kPerWord == 2, unsigned short, float>;
+    using Stored = std::conditional_t<kPerWord == 2 && !kTerms, unsigned short, float>;
     const bool is_channel[2] = {channels[0] < c_valid, channels[1] < c_valid};
     const Stored* filter[2];
 #pragma unroll
@@ -284,12 +311,19 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
                   (c_begin + min(channels[r], c_valid - 1)) * p.w_stride_out;
     }
     uint32_t weights[kSteps][4];
+    [[maybe_unused]] uint32_t low_weights[kTerms ? kSteps : 1][4];
+    [[maybe_unused]] float most[2] = {0.f, 0.f}, unscaled[2] = {1.f, 1.f};  // of each channel's weights
 #pragma unroll
     for (int i = 0; i < kSteps * 4; ++i) {
       const int2 at = weight_table[i / 4 * 8 + (i >> 1 & 1) * 4 + t];
       const Stored* const w = filter[i & 1];
       uint32_t word;
-      if constexpr (kPerWord == 2) {
+      if constexpr (kTerms) {
+        // The two values for now.
+        const float first = w[max(at.x, 0)], second = w[max(at.y, 0)];
+        word = at.x < 0 || !is_channel[i & 1] ? 0 : __float_as_uint(first);
+        low_weights[i / 4][i & 3] = at.y < 0 || !is_channel[i & 1] ? 0 : __float_as_uint(second);
+      } else if constexpr (kPerWord == 2) {
         const uint32_t low = w[max(at.x, 0)], high = w[max(at.y, 0)];
         word = (at.x < 0 ? 0 : low) | (at.y < 0 ? 0 : high << 16);
       } else {
@@ -297,13 +331,40 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
       }
       weights[i / 4][i & 3] = is_channel[i & 1] ? word : 0;
     }
+    if constexpr (kTerms) {
+      auto larger = [](float m, uint32_t word) {
+        const float v = fabsf(__uint_as_float(word));
+        return v < INFINITY ? fmaxf(m, v) : m;
+      };
+#pragma unroll
+      for (int i = 0; i < kSteps * 4; ++i) {
+        most[i & 1] = larger(larger(most[i & 1], weights[i / 4][i & 3]), low_weights[i / 4][i & 3]);
+      }
+      float scale[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // The lanes of a channel are four neighbours. The largest weight comes below 2^11.
+        most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 1));
+        most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 2));
+        const uint32_t exponent = min(max(__float_as_uint(most[r]) >> 23, 11u), 254u);
+        scale[r] = __uint_as_float((264 - exponent) << 23);
+        unscaled[r] = __uint_as_float((exponent - 10) << 23);
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps * 4; ++i) {
+        uint32_t& high = weights[i / 4][i & 3];
+        uint32_t& low = low_weights[i / 4][i & 3];
+        split_half(__uint_as_float(high) * scale[i & 1], __uint_as_float(low) * scale[i & 1], &high, &low);
+      }
+    }
     float bias[2] = {0.f, 0.f};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (p.bias && channels[r] < c_valid) bias[r] = to_acc(static_cast<const Element*>(p.bias)[c_first + channels[r]]);
     }
     [[maybe_unused]] ChannelSums stats;
-    [[maybe_unused]] ChannelLse<kPositions> lse;
+    [[maybe_unused]] ChannelLse<kPositions, kTerms> lse;
+    [[maybe_unused]] float norm_scale[2];  // of the products, as the next two
     if constexpr (!kStats) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -314,7 +375,12 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
           lse.scale[r] = norm.y * norm.z;
           lse.offset[r] = fmaf(bias[r] - norm.x, lse.scale[r], norm.w);
           lse.bias[r] = bias[r] * lse.kLog2E;
+          if constexpr (kTerms) {
+            lse.scale[r] *= 2.f * lse.kLog2E, lse.offset[r] *= 2.f * lse.kLog2E;
+            lse.bias[r] += lse.kLog2E * 2.f / 3.f;
+          }
         }
+        norm_scale[r] = lse.scale[r] * unscaled[r];
       }
       lse.exchange = scratch + warpgroup * (2 * 4 * kPositions);
       lse.barrier = 3 + warpgroup;
@@ -324,6 +390,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
 
     struct Row {
       int d, h, w;
+      float unscaled;  // kTerms: what undoes the scale of its input
     };
     int stage = 0, tile = 0, job = warpgroup;
     uint32_t parity = 0;
@@ -351,26 +418,70 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
         row.d = cursor.d * plan.tile[0] + (entry.y >> 24);
         row.h = cursor.h * plan.tile[1] + ((entry.y >> 14) & 1023);
         row.w = cursor.w * plan.tile[2] + (entry.y & 16383);
+        if constexpr (kTerms) {
+          row.unscaled = *reinterpret_cast<const float*>(smem + layout.barriers + kNarrowScales + stage);
+        }
         address = __shfl_sync(0xffffffffu, halo_address + stage * (stage_words / 4) + entry.x, 0);
         if (row.d < p.out[0] && row.h < p.out[1] && row.w < p.out[2]) return true;
       }
     };
+    // Two terms: the small products come first. For logsumexp most of the large ones have a sum of their own, since the
+    // tensor cores truncate where they add to a sum.
+    constexpr bool kTwoSums = kTerms && !kStats;
+    constexpr int kOwnSum = kSteps * 2 / 5;  // and steps from there on
+    [[maybe_unused]] float other_sum[kTwoSums ? kPositions / 2 : 1];
     auto multiply = [&](float (&acc)[kPositions / 2]) {
       wgmma_fence();
+      if constexpr (kTerms) {
+        const uint32_t low = address + narrow_planes(plan) * (plan.plane / 4);
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        wgmma<kType, kPositions, 128>(acc, weights[i], address + plan.chunk_pairs[i], i > 0);
+        for (int i = 0; i < kSteps; ++i) {
+          wgmma<kType, kPositions, 128>(acc, low_weights[i], address + plan.chunk_pairs[i], i > 0);
+          wgmma<kType, kPositions, 128>(acc, weights[i], low + plan.chunk_pairs[i], true);
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          const uint32_t b = address + plan.chunk_pairs[i];
+          if constexpr (kTwoSums) {
+            if (i >= kOwnSum) {
+              wgmma<kType, kPositions, 128>(other_sum, weights[i], b, i > kOwnSum);
+              continue;
+            }
+          }
+          wgmma<kType, kPositions, 128>(acc, weights[i], b, true);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          wgmma<kType, kPositions, 128>(acc, weights[i], address + plan.chunk_pairs[i], i > 0);
+        }
       }
       wgmma_commit();
+    };
+    auto wait = [&](float (&acc)[kPositions / 2]) {
+      wgmma_wait<0>();
+      wgmma_use(acc);
+      if constexpr (kTwoSums) {
+        wgmma_use(other_sum);
+#pragma unroll
+        for (int i = 0; i < kPositions / 2; ++i) acc[i] += other_sum[i];
+      }
     };
     auto epilogue = [&](float (&acc)[kPositions / 2], const Row& row) {
       const int width = min(kPositions, p.out[2] - row.w);
       if (width <= 0) return;  // never; without this branch the compiler puts the epilogue before the products
       if constexpr (kStats) {
-        stats.add(acc, t, width);
+        const float factor[2] = {unscaled[0] * row.unscaled, unscaled[1] * row.unscaled};
+        stats.add<kTerms>(acc, t, width, factor);
       } else {
-        float* const y = p.y + n * p.y_stride_n + row.d * p.y_stride[0] + row.h * p.y_stride[1] + row.w * p.y_stride[2];
-        lse.finish(acc, y, p.y_stride[2], width);
+        if constexpr (kTerms) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            lse.scale[r] = norm_scale[r] * row.unscaled;
+            lse.weight[r] = unscaled[r] * row.unscaled * lse.kLog2E;
+          }
+        }
+        lse.finish(acc, p.y + n * p.y_stride_n + (uint32_t(row.d * p.out[1] + row.h) * p.out[2] + row.w), width);
       }
     };
 
@@ -380,8 +491,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
     bool more = advance(next);
     if (more) {
       multiply(first);
-      wgmma_wait<0>();
-      wgmma_use(first);
+      wait(first);
     }
     if constexpr (kStats) {
       // The epilogue of the row in `done` while the next one's products are under way. After the last row they are
@@ -392,8 +502,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
         more = advance(next);
         multiply(other);
         epilogue(done, row);
-        wgmma_wait<0>();
-        wgmma_use(other);
+        wait(other);
       };
       while (more) {
         turn(first, second);
@@ -406,8 +515,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
         more = advance(next);
         if (more) {
           multiply(first);
-          wgmma_wait<0>();
-          wgmma_use(first);
+          wait(first);
         }
       }
     }
@@ -431,7 +539,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, kEpilogue == Co
         if (t == 0) shared[warpgroup * kChannels + channels[r]] = m;
       }
       finish_stats<kChannels, kConsumers, kConsumers * 128>(
-          p, n, slice, c_first, c_valid, shared, tid - kLoaders,
+          p.stats, n, slice, c_first, c_valid, shared, tid - kLoaders,
           [&](int c) { return p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f; });
     }
   }

@@ -20,12 +20,15 @@ template <ConvMath kMath, ConvEpilogue kEpilogue>
 Status launch_channels_math(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   const bool wide = p.plan.strip == 64;
   switch (p.plan.k_steps) {
-    case 5:
-      return wide ? launch_channels_instance<kMath, 5, 64, kEpilogue>(p, n, stream)
-                  : launch_channels_instance<kMath, 5, 32, kEpilogue>(p, n, stream);
-    case 9:
-      return wide ? launch_channels_instance<kMath, 9, 64, kEpilogue>(p, n, stream)
-                  : launch_channels_instance<kMath, 9, 32, kEpilogue>(p, n, stream);
+    case kNarrowSplitSteps:
+      return wide ? launch_channels_instance<kMath, kNarrowSplitSteps, 64, kEpilogue>(p, n, stream)
+                  : launch_channels_instance<kMath, kNarrowSplitSteps, 32, kEpilogue>(p, n, stream);
+    case kNarrowChannelSteps:
+      if constexpr (kMath != ConvMath::kFp16x3) {
+        return wide ? launch_channels_instance<kMath, kNarrowChannelSteps, 64, kEpilogue>(p, n, stream)
+                    : launch_channels_instance<kMath, kNarrowChannelSteps, 32, kEpilogue>(p, n, stream);
+      }
+      break;
   }
   return Status::Unsupported("conv_narrow_channels_kernel", "no instance for this many products");
 }
@@ -37,7 +40,8 @@ Status launch_channels(const NarrowParams& p, int64_t n, cudaStream_t stream) {
     case ConvMath::kTf32: return launch_channels_math<ConvMath::kTf32, kEpilogue>(p, n, stream);
     case ConvMath::kBf16: return launch_channels_math<ConvMath::kBf16, kEpilogue>(p, n, stream);
     case ConvMath::kFp16: return launch_channels_math<ConvMath::kFp16, kEpilogue>(p, n, stream);
-    default: return Status::Unsupported("conv_narrow_channels_kernel", "no instance without TF32");
+    case ConvMath::kFp16x3: return launch_channels_math<ConvMath::kFp16x3, kEpilogue>(p, n, stream);
+    default: return Status::Unsupported("conv_narrow_channels_kernel", "no instance of 3xTF32");
   }
 }
 

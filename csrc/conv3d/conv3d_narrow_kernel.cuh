@@ -67,6 +67,9 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   constexpr int kNarrowThreads = kLoaders + 128 * kConsumers;
   constexpr int kWarps = kConsumers * 4;
 
+  if constexpr (kStats) {
+    if (gram_was_exact(p, kColumns)) return;
+  }
   extern __shared__ __align__(128) uint32_t smem[];
   const NarrowPlan& plan = p.plan;
   const NarrowSmemLayout layout = narrow_smem_layout(plan);
@@ -475,7 +478,7 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
         const Moments<float> m = warp_merge(sums[j].moments(count), 4);
         if (g == 0) shared[warp * kColumns + (j / 2) * 8 + t * 2 + (j & 1)] = m;
       }
-      finish_stats<kColumns, kWarps, kWarps * 32>(p, n, slice, c_first, c_valid, shared, tid - kLoaders,
+      finish_stats<kColumns, kWarps, kWarps * 32>(p.stats, n, slice, c_first, c_valid, shared, tid - kLoaders,
                                                   [&](int c) { return column_table[c].x; });
     }
   }

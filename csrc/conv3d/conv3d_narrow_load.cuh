@@ -52,6 +52,9 @@ __device__ __forceinline__ void narrow_prepare_stages(const NarrowPlan& plan, co
       for (int i = tid; i < plan.plane; i += threads) zeros[stage * narrow_stage_words(plan) + i] = 0;
     }
   }
+  if (plan.math == ConvMath::kFp16x3) {  // what no load writes must not count for the scale
+    for (int i = tid; i < plan.raw_words; i += threads) smem[layout.raw + i] = 0;
+  }
   if (tid == 0) {
     uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
     for (int stage = 0; stage < plan.stages; ++stage) {
@@ -61,12 +64,61 @@ __device__ __forceinline__ void narrow_prepare_stages(const NarrowPlan& plan, co
   }
 }
 
+// Two neighbouring values as words of two fp16 terms each; an infinite or NaN one keeps a second term of 0.
+__device__ __forceinline__ void split_half(float a, float b, uint32_t* high, uint32_t* low) {
+  const __half2 h = __floats2half2_rn(a, b);
+  const float2 back = __half22float2(h);
+  const __half2 l =
+      __floats2half2_rn(fabsf(back.x) < INFINITY ? a - back.x : 0.f, fabsf(back.y) < INFINITY ? b - back.y : 0.f);
+  *high = *reinterpret_cast<const uint32_t*>(&h);
+  *low = *reinterpret_cast<const uint32_t*>(&l);
+}
+
 // The tiles of a slice: how many, and the first.
 __device__ __forceinline__ TileCursor narrow_tiles(const NarrowPlan& plan, int64_t slice, int* count) {
   const int begin = static_cast<int>(slice * plan.tiles_per_slice);
   *count = static_cast<int>(min(plan.tiles_per_slice, plan.tiles_per_sample - slice * plan.tiles_per_slice));
   const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
   return {begin / (tiles_w * tiles_h), begin / tiles_w % tiles_h, begin % tiles_w};
+}
+
+inline constexpr int kNarrowScales = 16;  // words after the barriers: what undoes each stage's scale, then maxima
+
+// Two fp16 terms of the values of a tile, all scaled by the power of two that brings the largest finite one below 2^15.
+// raw: a plane of fp32 a channel. Called by 128 threads.
+__device__ __forceinline__ void split_halo(const NarrowPlan& plan, uint32_t* to, const float* raw, int positions,
+                                           float* undo_scale, uint32_t* maxima, int tid) {
+  const int chunks = plan.words / 4, all = chunks * 8 * positions;
+  float most = 0.f;
+#pragma unroll 4
+  for (int i = tid * 4; i < all; i += 512) {
+    const float4 v = *reinterpret_cast<const float4*>(raw + i);
+    const float values[4] = {fabsf(v.x), fabsf(v.y), fabsf(v.z), fabsf(v.w)};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) most = values[k] < INFINITY ? fmaxf(most, values[k]) : most;
+  }
+  const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(most));  // in the order of their bits
+  if (tid % 32 == 0) maxima[tid / 32] = of_warp;
+  named_barrier(2, 128);
+  const uint32_t largest = max(max(maxima[0], maxima[1]), max(maxima[2], maxima[3]));
+  const uint32_t exponent = min(max(largest >> 23, 15u), 254u);
+  const float scale = __uint_as_float((268 - exponent) << 23);
+  if (tid == 0) *undo_scale = __uint_as_float((exponent - 14) << 23);
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    uint32_t* const high_plane = to + chunk * plan.plane;
+    uint32_t* const low_plane = high_plane + chunks * plan.plane;
+#pragma unroll 2
+    for (int i = tid; i < positions; i += 128) {
+      uint32_t high[4], low[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* const src = raw + (chunk * 8 + 2 * j) * positions + i;
+        split_half(src[0] * scale, src[positions] * scale, &high[j], &low[j]);
+      }
+      *reinterpret_cast<uint4*>(high_plane + i * 4) = make_uint4(high[0], high[1], high[2], high[3]);
+      *reinterpret_cast<uint4*>(low_plane + i * 4) = make_uint4(low[0], low[1], low[2], low[3]);
+    }
+  }
 }
 
 // What the loading warpgroups do from start to end: fill the stages with the halos of `tile_count` tiles from `cursor`
@@ -93,6 +145,7 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
   // A thread has one place along the width and walks over the rows of the halo, all depths one after the other.
   constexpr int kVector = 4;
   constexpr bool kRearranged = kChunked || kPerWord == 2;  // what vectors bring
+  constexpr bool kTerms = kMath == ConvMath::kFp16x3;
   const bool vectors = p.load == NarrowLoad::kVectors;
   const int across = vectors ? plan.vectors : plan.halo[2];
   const int threads_w = min(across, kLoaders);
@@ -102,7 +155,11 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
   auto rounded = [](uint32_t word) { return kMath == ConvMath::kTf32 ? to_tf32(__uint_as_float(word)) : word; };
   // From rows of channels, as they lie in memory, to words and chunks.
   auto rearrange = [&](uint32_t* to, const uint32_t* raw, int rows) {
-    if constexpr (kPerWord == 1) {
+    if constexpr (kTerms) {
+      split_halo(plan, to, reinterpret_cast<const float*>(raw), rows * plan.pitch,
+                 reinterpret_cast<float*>(smem + layout.barriers + kNarrowScales + (to - halo) / stage_words),
+                 smem + layout.barriers + kNarrowScales + kNarrowStages, tid);
+    } else if constexpr (kPerWord == 1) {
       // Four channels of a position make a chunk.
       const int positions = rows * plan.pitch;  // a chunked plane has no gaps
       for (int chunk = 0; chunk < plan.words / 4; ++chunk) {
@@ -178,7 +235,7 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
         uint32_t* const dst = dst_stage + (row * plan.pitch + dst_w) * kPositionWords;
         if (vectors) {
           if constexpr (kRearranged) {
-            constexpr int kVectorWords = kVector / kPerWord;
+            constexpr int kVectorWords = kTerms ? kVector : kVector / kPerWord;
             uint32_t* raw = smem + layout.raw + (row * plan.vectors + place) * kVectorWords;
 #pragma unroll 2
             for (int c = 0; c < plan.words * kPerWord; ++c) {
@@ -196,6 +253,15 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
               to += plan.plane;
             }
           }
+        } else if (kTerms) {
+          uint32_t* raw = smem + layout.raw + row * plan.pitch + dst_w;
+#pragma unroll 2
+          for (int c = 0; c < plan.words * kPerWord; ++c) {
+            const bool load = inside && c < p.c_in;
+            cp_async<4>(raw, load ? src : x_sample, load);
+            src += p.x_stride_c;
+            raw += rows * plan.pitch;
+          }
         } else if (p.load == NarrowLoad::kWords) {
 #pragma unroll 2
           for (int word = 0; word < plan.words; ++word) {
@@ -203,7 +269,7 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
             cp_async<4>(dst + word_offset(word), load ? src : x_sample, load);
             src += kPerWord * p.x_stride_c;
           }
-        } else if constexpr (kPerWord == 2) {
+        } else if constexpr (kPerWord == 2 && !kTerms) {
           // Two half values from two planes make a word: through registers, eight words in flight.
           const unsigned short* bits = reinterpret_cast<const unsigned short*>(src);
           for (int word0 = 0; word0 < plan.words; word0 += 8) {
@@ -226,7 +292,7 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
     }
     cp_async_commit();
     cp_async_wait_all();
-    if (kRearranged && vectors) {
+    if (kTerms || (kRearranged && vectors)) {
       named_barrier(2, kLoaders);
       rearrange(dst_stage, smem + layout.raw, rows);
       named_barrier(2, kLoaders);  // the raw tile is read before the next one comes

@@ -12,7 +12,9 @@ namespace kgopt {
 
 // Warpgroups that load, and that compute: as many as have the registers for accumulators, sums and fragments. One loads
 // fast enough where much is done with what it brings: 3xTF32, and the epilogue of logsumexp.
-KGOPT_HD constexpr int narrow_producers(ConvMath math, bool lse) { return lse || math == ConvMath::kTf32x3 ? 1 : 2; }
+KGOPT_HD constexpr int narrow_producers(ConvMath math, bool lse) {
+  return lse || math == ConvMath::kTf32x3 || math == ConvMath::kFp16x3 ? 1 : 2;
+}
 KGOPT_HD constexpr int narrow_consumers(ConvMath math, int columns, int window, bool lse) {
   if (window > 1) return 3;
   return columns >= 128 || (columns >= 64 && !lse && math != ConvMath::kTf32x3) ? 2 : 3;
@@ -25,10 +27,13 @@ KGOPT_HD constexpr int narrow_batch(ConvMath math, int window, bool large) {
 inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the width that a warp takes for one product
 // Where channels are the rows: warpgroups that compute, and K steps whose weights they keep in registers, at most. For
 // logsumexp four of them, with one set of accumulators each, hide each other's waiting.
-KGOPT_HD constexpr int narrow_channel_consumers(bool lse) { return lse ? 4 : 3; }
+KGOPT_HD constexpr int narrow_channel_consumers(ConvMath math, bool lse) {
+  return lse && math != ConvMath::kFp16x3 ? 4 : 3;
+}
 inline constexpr int kNarrowChannelSteps = 9;
-inline constexpr int kNarrowWindow = 3;  // kernel rows that share a fragment, where they do
-inline constexpr int kNarrowStages = 3;  // at most
+inline constexpr int kNarrowSplitSteps = 5;  // the same with two terms of each weight
+inline constexpr int kNarrowWindow = 3;      // kernel rows that share a fragment, where they do
+inline constexpr int kNarrowStages = 3;      // at most
 
 // Plain numbers, computed on the host, inspectable without a GPU.
 struct NarrowPlan {
@@ -71,6 +76,7 @@ struct NarrowPlan {
   int64_t tiles_per_sample = 1;
   int64_t slices = 1;  // thread blocks per sample, group and channel tile
   int64_t tiles_per_slice = 1;
+  double cycles = 0;  // estimated, of the whole launch
   int smem_bytes = 0;
 };
 
@@ -85,6 +91,22 @@ enum class NarrowLoad : int {
   kHalves    // single half values
 };
 
+// What becomes of statistics.
+struct NarrowStats {
+  float* partials;  // see StatsPartials in groupnorm_params.h
+  int64_t slices;   // of a sample, in the partials
+  // The Gram kernel's slices, in the partials before this kernel's, and [N, gram_slices] which of them were not exact
+  // enough: their samples alone are done. Null where the Gram kernel did not run.
+  const int* inexact;
+  int64_t gram_slices;
+  int c_out_total;
+  // Where a block sees all of its sample: the sample's statistics instead of partials, and with sample_mean [N] the
+  // mean of its norm.
+  bool finishes;
+  GroupStatsFinalizeParams finish;  // but for its partials
+  float* sample_mean;
+};
+
 // Arguments of the kernels. Passed by value as a __grid_constant__.
 struct NarrowParams {
   const void* x;
@@ -96,12 +118,7 @@ struct NarrowParams {
   const void* bias;        // [c_out * groups] of the weight's dtype, or null
   float* y;                // kResidualLse: the result [N, positions]
   int64_t y_stride_n, y_stride[3];
-  float* partials;  // kStats: see StatsPartials in groupnorm_params.h
-  // kStats, where a block sees all of its sample: the sample's statistics instead of partials, and with sample_mean
-  // [N] the mean of its norm.
-  bool finishes;
-  GroupStatsFinalizeParams finish;  // but for its partials
-  float* sample_mean;
+  NarrowStats stats;       // kStats
   const void* norm_table;  // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm_params.h
   int c_in, c_out;         // per conv group
   int c_out_total;

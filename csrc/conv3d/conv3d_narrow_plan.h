@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "conv3d_narrow_params.h"
@@ -25,7 +26,9 @@ struct NarrowSmemLayout {
 };
 
 KGOPT_HD int narrow_planes(const NarrowPlan& p) { return p.chunked ? p.words / 4 : p.words; }
-KGOPT_HD int narrow_stage_words(const NarrowPlan& p) { return (narrow_planes(p) + p.zero_plane) * p.plane; }
+KGOPT_HD int narrow_stage_words(const NarrowPlan& p) {
+  return (narrow_planes(p) + p.zero_plane) * p.plane * (p.math == ConvMath::kFp16x3 ? 2 : 1);
+}
 
 KGOPT_HD NarrowSmemLayout narrow_smem_layout(const NarrowPlan& p) {
   const int split = p.math == ConvMath::kTf32x3 ? 2 : 1;
@@ -73,6 +76,7 @@ inline bool narrow_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   while (!p->chunked && p->plane % 32 != 8) p->plane += 4;
   const bool is_half = conv_channels_per_word(p->math) == 2;
   p->raw_words = is_half || p->chunked ? static_cast<int>(rows_in * p->vectors * 4 * p->words) : 0;
+  if (p->math == ConvMath::kFp16x3) p->raw_words *= 2;  // x comes as fp32
   p->strips = d * segments * (w / p->strip);
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
   p->smem_bytes = narrow_smem_layout(*p).total * 4;
@@ -84,6 +88,8 @@ inline bool narrow_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
 inline void narrow_chunk_pairs(NarrowPlan* p) {
   const int taps = p->kernel[0] * p->kernel[1] * p->kernel[2];
   auto at = [&](int chunk) {  // in chunks; beyond the last one lies the plane of zeros
+    // In two terms nothing is lost where a weight of zero meets an infinite input: the statistics are NaN already.
+    if (!p->zero_plane) chunk = std::min(chunk, p->words / 4 * taps - 1);
     const int plane = std::min(chunk / taps, p->words / 4), tap = plane == p->words / 4 ? 0 : chunk % taps;
     const int w = tap % p->kernel[2], h = tap / p->kernel[2] % p->kernel[1], d = tap / (p->kernel[2] * p->kernel[1]);
     return plane * (p->plane / 4) + (d * p->dilation[0] * p->halo[1] + h * p->dilation[1]) * p->pitch +
@@ -98,7 +104,9 @@ inline double narrow_cost(const NarrowPlan& p, bool lse) {
   const double halo_cost = double(p.halo[0]) * p.halo[1] * p.vectors * 4 * p.words * 4 / 20.0 + 1000;
   if (p.channel_rows) {
     const double issue = ((lse ? 3.5 : 1.5) * p.strip + 2 * p.k_steps + 120) / 0.75;
-    const double mma = p.k_steps * p.strip / 2.0, special = lse ? 8.0 * p.strip : 0.0;
+    const bool split = p.math == ConvMath::kFp16x3;
+    const double mma = p.k_steps * p.strip / 2.0 * (split ? 3 : 1),
+                 special = lse ? (split ? 12.0 : 8.0) * p.strip : 0.0;
     const int rounds = (p.strips + p.consumers - 1) / p.consumers * p.consumers;
     const double compute = rounds * std::max(mma, std::max(issue, special)) + mma + 300;
     return double(p.tiles_per_sample) * (std::max(compute, halo_cost) + (p.stages > 2 ? 0.1 : 0.2) * halo_cost + 300);
@@ -147,15 +155,20 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   const int64_t c_in = q.c_in / q.groups, c_out = q.c_out / q.groups;
   if (lse && q.groups != 1) return refuse("logsumexp over channels needs groups = 1");
   if (lse && c_out > 128) return refuse("logsumexp over channels needs at most 128 output channels");
-  // wgmma truncates where it adds to its accumulator. Statistics bear it; gradients of logsumexp, which are
-  // exponentials of what comes out, showed twenty times PyTorch's error.
-  if (lse && p.math == ConvMath::kTf32x3) return refuse("wgmma's sums are not exact enough for logsumexp without TF32");
   // Statistics take three registers for every four channels on top of the products: 64 channels are the most.
   p.columns = c_out <= 24 ? 24 : c_out <= 32 ? 32 : c_out <= 64 || !lse ? 64 : 128;
   if ((c_out + p.columns - 1) / p.columns > 65535 || q.groups > 65535) {
     return refuse("output channels or conv groups exceed the launch grid");
   }
   p.n_tiles = static_cast<int>((c_out + p.columns - 1) / p.columns);
+
+  // Two fp16 terms of each operand have the digits of two of TF32, and half the products.
+  const bool split_rows = p.math == ConvMath::kTf32x3 && c_out > 32 && !(lse && c_out > 64) && p.step[2] == 1 &&
+                          (c_in + 7) / 8 * taps <= 2 * kNarrowSplitSteps;
+  if (split_rows) p.math = ConvMath::kFp16x3;
+  // wgmma truncates where it adds to its accumulator. Statistics bear it; gradients of logsumexp, which are
+  // exponentials of what comes out, showed twenty times PyTorch's error with the many products of 3xTF32.
+  if (lse && p.math == ConvMath::kTf32x3) return refuse("wgmma's sums are not exact enough for logsumexp without TF32");
 
   const int per_word = conv_channels_per_word(p.math);
   const int64_t words = (c_in + per_word - 1) / per_word;
@@ -180,8 +193,9 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.batch = narrow_batch(p.math, p.window, p.large_batch);
   p.k_steps = padded(p.batch);
   p.producers = narrow_producers(p.math, lse);
-  p.consumers = p.channel_rows ? narrow_channel_consumers(lse) : narrow_consumers(p.math, p.columns, p.window, lse);
-  p.zero_plane = p.k_words != p.k_steps * 8;
+  p.consumers =
+      p.channel_rows ? narrow_channel_consumers(p.math, lse) : narrow_consumers(p.math, p.columns, p.window, lse);
+  p.zero_plane = p.k_words != p.k_steps * 8 && p.math != ConvMath::kFp16x3;
   p.taps_fast = p.words < 4;
   const auto full_width = [&](int strip) {
     return static_cast<int>(std::min<int64_t>((q.out[2] + strip - 1) / strip * strip, 4096));
@@ -227,6 +241,9 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.tiles_per_slice = tiles_per_block(p.tiles_per_sample, q.n * p.n_tiles * q.groups, limits.sm_count, 1.0, 512);
   p.slices = (p.tiles_per_sample + p.tiles_per_slice - 1) / p.tiles_per_slice;
   if (q.n * p.slices > (int64_t(1) << 31) - 1) return refuse("more than 2^31 tiles");
+  const double blocks = double(q.n) * p.slices * p.n_tiles * q.groups;
+  p.cycles =
+      std::ceil(blocks / limits.sm_count) * (best / double(p.tiles_per_sample) * double(p.tiles_per_slice) + 9000);
   return p;
 }
 

@@ -15,7 +15,8 @@ enum class ConvMath : int {
   kTf32,    // fp32 in, TF32 tensor cores, fp32 accumulation
   kTf32x3,  // fp32 in, each operand split in two TF32 terms: fp32 accuracy
   kBf16,
-  kFp16
+  kFp16,
+  kFp16x3  // fp32 in, scaled by powers of two, each operand split in two fp16 terms: fp32 accuracy at half the cost
 };
 
 enum class ConvEpilogue : int {

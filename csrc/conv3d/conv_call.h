@@ -12,6 +12,7 @@
 #include "conv3d_dispatch.h"
 #include "conv3d_flat.h"
 #include "conv3d_gradients.h"
+#include "conv3d_gram.h"
 #include "conv3d_hopper.h"
 #include "conv3d_narrow.h"
 #include "conv3d_rows.h"
@@ -180,6 +181,15 @@ inline ConvKernelParams make_kernel_params(const ConvArgs& a, const ConvShape& s
   return p;
 }
 
+// Whether four neighbours along the width can be read at once, from every fourth on.
+inline bool rows_in_vectors(const ConvArgs& a, const ConvShape& shape) {
+  int64_t strides[3];
+  spatial_strides(a.x, a.rank, strides);
+  return strides[2] == 1 && shape.in[2] % 4 == 0 && a.x.stride(0) % 4 == 0 && a.x.stride(1) % 4 == 0 &&
+         strides[0] % 4 == 0 && strides[1] % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % (4 * dtype_size(shape.dtype)) == 0;
+}
+
 // `bias` keeps a dense copy of the bias alive until the launch.
 inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape, const NarrowPlan& plan,
                                        Tensor* bias) {
@@ -192,13 +202,31 @@ inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape
   }
   p.c_out_total = static_cast<int>(shape.c_out);
   p.plan = plan;
-  const bool is_half = dtype_size(shape.dtype) == 2;
-  const bool rows_in_vectors = p.x_stride[2] == 1 && p.in[2] % 4 == 0 && p.x_stride_n % 4 == 0 &&
-                               p.x_stride_c % 4 == 0 && p.x_stride[0] % 4 == 0 && p.x_stride[1] % 4 == 0 &&
-                               reinterpret_cast<uintptr_t>(p.x) % (is_half ? 8 : 16) == 0;
-  p.load = rows_in_vectors                           ? NarrowLoad::kVectors
-           : !is_half || has_channel_pairs(p, shape) ? NarrowLoad::kWords
-                                                     : NarrowLoad::kHalves;
+  p.load = rows_in_vectors(a, shape)                                     ? NarrowLoad::kVectors
+           : dtype_size(shape.dtype) == 4 || has_channel_pairs(p, shape) ? NarrowLoad::kWords
+                                                                         : NarrowLoad::kHalves;
+  return p;
+}
+
+// What the Gram kernel asks of strides: rows in vectors, and a tap's place in a filter's channel in 27 bits.
+inline bool gram_takes_strides(const ConvArgs& a, const ConvShape& shape) {
+  if (!rows_in_vectors(a, shape)) return false;
+  const WeightStrides w = weight_strides(a, shape);
+  int64_t reach = 0;
+  for (int i = 0; i < 3; ++i) reach += (shape.kernel[i] - 1) * w.k[i];
+  return reach < int64_t(1) << 27;
+}
+
+inline GramParams make_gram_params(const ConvArgs& a, const ConvShape& shape, const GramPlan& plan, Tensor* bias) {
+  GramParams p{};
+  set_input(&p, a, shape);
+  set_weight(&p, a, shape);
+  if (a.bias) {
+    *bias = dense_in(*a.bias, MemoryFormat::Contiguous);
+    p.bias = bias->const_data_ptr();
+  }
+  p.dtype = shape.dtype;
+  p.plan = plan;
   return p;
 }
 
