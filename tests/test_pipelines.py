@@ -322,6 +322,10 @@ def test_pipeline_gram_statistics(case, dtype, kind, poisoned):
     allowed = 3 * relative(theirs) + (2e-6 if real == torch.float32 else 2e-4)
     if dtype == "tf32":
         allowed += 1e-3 if kind in ("outliers", "spikes") else 2e-4  # a few values make all of the variance
+    elif dtype == "fp32" and kind == "outliers":
+        allowed *= (
+            2  # 3xTF32 leaves out products of two low parts, 2^-22 of each; few products, so nothing averages out
+        )
     error = relative(rstd.double().cpu() ** -2 - 1e-5)
     assert error <= allowed, (error, allowed)
     assert float((out.double() - exact).abs().max()) <= (allowed + 1e-5) * mean_tolerance(args)

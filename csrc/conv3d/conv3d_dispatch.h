@@ -109,6 +109,9 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     choice.path = by_rows ? ConvPath::kRows : ConvPath::kHopper;
     choice.reason = by_rows ? "channels innermost: wgmma over rows of positions"
                             : "channels innermost and few: wgmma with the taps of the width as columns";
+  } else if (problem.channels_innermost && problem.kernel[0] > 1 && problem.dtype == Dtype::kFloat32 &&
+             problem.allow_tf32 && c_in % 4 == 0) {
+    choice.reason = "16-byte pieces of channels innermost in TF32: cuDNN is faster";
   } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
     choice.path = ConvPath::kImplicitGemm;
     choice.reason = "narrow channels, where cuDNN is slow";
