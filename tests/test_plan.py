@@ -1149,8 +1149,10 @@ def test_plan_group_norm_columns(n, groups, per_group, s, dtype, tensors, sm_cou
     if "refusal" in p:
         small = c * s * size < 256 << 10
         turns = vec // math.gcd(c, vec)
-        # A row is at most what the threads hold, and beside it lie the tables of its channels. Backward is choosier.
-        assert tensors == 2 or small or s % turns or c * turns * size > 2048, p["refusal"]
+        # A row is at most what the threads hold, and beside it lie the tables of its channels, which have an entry for
+        # every value of a half type where groups are odd. Backward is choosier.
+        longest = 1000 if size == 2 and per_group % 2 else 2048
+        assert tensors == 2 or small or s % turns or c * turns * size > longest, p["refusal"]
         return
     assert p["slabs"] == n * p["slabs_per_sample"]
     assert p["slabs_per_sample"] * p["channels"] == c
