@@ -9,25 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from kgopt import functional, reference
-from shapes import NORM_SHAPES
+from shapes import DTYPES, LAYOUTS, NORM_SHAPES, laid_out, make
 from tolerances import assert_as_good_as_torch
 
 OPS = torch.ops.kgopt
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-LAYOUTS = ["contiguous", "channels_last"]
-
-
-def laid_out(x, layout):
-    if layout == "contiguous" or x.dim() not in (4, 5):
-        return x
-    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-
-
-def make(shape, dtype, device, layout="contiguous", scale=1.0, offset=0.0):
-    x = laid_out((torch.randn(shape, device=device) * scale + offset).to(dtype), layout)
-    weight = torch.randn(shape[1], device=device).to(dtype)
-    bias = torch.randn(shape[1], device=device).to(dtype)
-    return x, weight, bias
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
