@@ -237,7 +237,9 @@ ON_CHIP_GROUPS = {
 }
 
 
-@pytest.mark.parametrize(("act", "pre_act"), [("none", "none"), ("silu", "none"), ("gelu+tanh", "elu")])
+@pytest.mark.parametrize(
+    ("act", "pre_act"), [("none", "none"), ("silu", "none"), ("leaky_relu", "none"), ("gelu+tanh", "elu")]
+)
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", ON_CHIP_GROUPS)
 def test_group_norm_on_chip(name, dtype, act, pre_act, device, poisoned):
