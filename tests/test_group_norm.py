@@ -385,7 +385,15 @@ LARGE_GROUPS_OF_TWO = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("act", "pre_act"), [("none", "none"), ("relu", "none"), ("silu", "none"), ("none", "relu"), ("gelu+tanh", "elu")]
+    ("act", "pre_act"),
+    [
+        ("none", "none"),
+        ("relu", "none"),
+        ("silu", "none"),
+        ("leaky_relu", "none"),
+        ("none", "relu"),
+        ("gelu+tanh", "elu"),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", LARGE_GROUPS_OF_TWO)
@@ -589,7 +597,9 @@ def as_channels_last(x):
     return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
-@pytest.mark.parametrize(("act", "pre_act"), [("none", "none"), ("silu", "none"), ("none", "relu"), ("gelu", "none")])
+@pytest.mark.parametrize(
+    ("act", "pre_act"), [("none", "none"), ("silu", "none"), ("leaky_relu", "none"), ("none", "relu"), ("gelu", "none")]
+)
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", COLUMNS)
 def test_group_norm_columns(name, dtype, act, pre_act, device, poisoned):
@@ -630,7 +640,8 @@ COLUMNS_OF_TWO = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("act", "pre_act"), [("none", "none"), ("relu", "none"), ("silu", "none"), ("none", "relu"), ("gelu", "none")]
+    ("act", "pre_act"),
+    [("none", "none"), ("relu", "none"), ("silu", "none"), ("leaky_relu", "none"), ("none", "relu"), ("gelu", "none")],
 )
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", COLUMNS_OF_TWO)
