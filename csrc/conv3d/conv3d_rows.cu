@@ -21,7 +21,6 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
   for (int64_t c = first; c < int64_t(plan.m_tiles) * rows; c += step) {
     p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
   }
-  for (int64_t i = first; i < p.moment_values; i += step) p.moments[i] = 0.f;
   for (int64_t index = first; index < pieces; index += step) {
     uint32_t rest = static_cast<uint32_t>(index);
     auto next = [&](uint32_t size) {
@@ -80,8 +79,8 @@ Status launch_after_pack(const RowsParams& p, cudaStream_t stream) {
 
 template <ConvMath kMath, int kN>
 Status launch_row_bytes(const RowsParams& p, cudaStream_t stream) {
-  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, 1, kN, 64, false>>(p, stream)
-                                : launch_after_pack<conv_rows_kernel<kMath, 1, kN, 128, false>>(p, stream);
+  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, 1, kN, 64>>(p, stream)
+                                : launch_after_pack<conv_rows_kernel<kMath, 1, kN, 128>>(p, stream);
 }
 
 template <ConvMath kMath>
@@ -137,9 +136,6 @@ Status set_rows_input(RowsParams* p, const void* x, int64_t n, int64_t c_in, con
 
 Status run_conv_rows(const RowsParams& p, cudaStream_t stream) {
   if (p.plan.tiles == 0) return Status::Ok();
-  if (p.residual || p.scale != 1 || p.moments) {
-    return Status::Unsupported("conv_rows_kernel", "an epilogue with more than an activation");
-  }
   switch (p.plan.math) {
     case ConvMath::kTf32: return launch_tile<ConvMath::kTf32>(p, stream);
     case ConvMath::kBf16: return launch_tile<ConvMath::kBf16>(p, stream);

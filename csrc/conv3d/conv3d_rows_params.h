@@ -46,12 +46,7 @@ struct alignas(64) RowsParams {
   const float* bias;   // of all tiles' channels, zeros without a bias
   void* y;             // channels innermost
   int64_t y_stride_n, y_stride[3];
-  // y = act((convolution + bias + residual) * scale)
-  const void* residual = nullptr;  // of y's strides; null: none
-  float scale = 1;
-  Chain act = Chain::kNone;  // not kAny
-  // Of y, as StatsPartials in groupnorm_params.h: zero before, a slice for each block and warpgroup; or null.
-  float* moments = nullptr;
+  Chain act = Chain::kNone;  // of convolution + bias; not kAny
   int c_out;
   int in[3], out[3];
   RowsPlan plan;
@@ -63,8 +58,6 @@ struct RowsPackParams {
   const void* bias;  // [c_out] of the weight's dtype, or null
   void* packed;
   float* packed_bias;
-  float* moments = nullptr;  // set to zero, so many values
-  int64_t moment_values = 0;
   int c_in, c_out;
   Dtype dtype;
   RowsPlan plan;

@@ -32,9 +32,6 @@ KGOPT_HD RowsSmemLayout rows_smem_layout(const RowsPlan& p) {
 // accumulators.
 KGOPT_HD int rows_image_channel(int r) { return r / 16 * 16 + r % 8 * 2 + r / 8 % 2; }
 
-// Slices of RowsParams::moments, per sample.
-KGOPT_HD int rows_moment_slices(const RowsPlan& p) { return p.blocks * kHopperConsumers; }
-
 // Cycles of a tile: products, or loads where those take longer, and what an epilogue leaves exposed.
 inline double rows_tile_cycles(const RowsPlan& p) {
   const double steps = double(p.taps[0]) * p.chunks, taps = p.taps[1] * p.taps[2];
