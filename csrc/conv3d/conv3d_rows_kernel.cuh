@@ -65,6 +65,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
   using Element = typename HopperTypes<kMath>::Element;
   constexpr int kTile = kN * kHopperConsumers;
   constexpr int kWeightBytes = kSegments * 64 * kRowBytes;
+  // The tensor cores cut sums off instead of rounding them. For fp32 accuracy they add up a stage of x at a time.
+  constexpr bool kPromotes = kMath == ConvMath::kTf32x3;
   extern __shared__ char smem_unaligned[];
   const RowsPlan& plan = p.plan;
   const RowsSmemLayout layout = rows_smem_layout(plan);
@@ -96,6 +98,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     const int warp = (tid / 32) % 4;
     if (warp == 0 && lane == 0) {
+      if (kPromotes) wait_for_prerequisites();  // for the copy of x
       const int reach = (plan.taps[1] - 1) * plan.dilation[1] * plan.row_slots + (plan.taps[2] - 1) * plan.dilation[2];
       StageCursor s;
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
@@ -108,8 +111,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
             barrier_expect_bytes(x_full + s.stage, rows * plan.row_slots * kRowBytes);
             uint32_t to = shared_address(smem) + s.stage * x_bytes;
             int d = plane - plan.padding[0] + kd * plan.dilation[0], h = t.first_row - plane * plan.plane_rows;
+            const int x_chunk = kPromotes ? (chunk < plan.chunks / 3 ? chunk : chunk - plan.chunks / 3) : chunk;
             for (int row = 0; row < rows; ++row) {
-              tensor_load_5d(to, p.x_map, chunk * (kRowBytes / int(sizeof(Element))), -plan.padding[2],
+              tensor_load_5d(to, p.x_map, x_chunk * (kRowBytes / int(sizeof(Element))), -plan.padding[2],
                              h - plan.padding[1], d, t.n, x_full + s.stage);
               to += plan.row_slots * kRowBytes;
               if (++h == plan.plane_rows) h = 0, ++d;
@@ -150,6 +154,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
   int lag = warpgroup == 0 ? plan.lag : 0;
   if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);
   float acc[kSegments][kN / 2];
+  float total[kSegments][kPromotes ? kN / 2 : 1];
 
   for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
     const RowsTile t = rows_tile<kTile>(p, tile);
@@ -161,6 +166,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
     const int stages = (t.kd_end - t.kd_first) * plan.chunks;
     int x_done = -1, w_done = -1;
     bool add = false;
+    if constexpr (kPromotes) {
+#pragma unroll
+      for (int i = 0; i < kSegments * kN / 2; ++i) total[i % kSegments][i / kSegments] = 0.f;
+    }
     for (int stage = 0; stage < stages; ++stage) {
       barrier_wait(x_full + x.stage, x.parity);
       for (int kh = 0; kh < plan.taps[1]; ++kh) {
@@ -193,11 +202,32 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
       }
       x_done = x.stage;
       x.advance(plan.x_stages);
+      if constexpr (kPromotes) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int m = 0; m < kSegments; ++m) {
+          wgmma_use(acc[m]);
+#pragma unroll
+          for (int i = 0; i < kN / 2; ++i) total[m][i] += acc[m][i];
+        }
+        add = false;
+        if (lane == 0) {
+          barrier_arrive(w_empty + w_done);
+          barrier_arrive(x_empty + x_done);
+        }
+        x_done = w_done = -1;
+      }
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int m = 0; m < kSegments; ++m) wgmma_use(acc[m]);
-    if (lane == 0) {
+    for (int m = 0; m < kSegments; ++m) {
+      wgmma_use(acc[m]);
+      if constexpr (kPromotes) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) acc[m][i] = total[m][i];
+      }
+    }
+    if (lane == 0 && !kPromotes) {
       barrier_arrive(w_empty + w_done);
       barrier_arrive(x_empty + x_done);
     }

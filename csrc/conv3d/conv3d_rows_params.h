@@ -22,7 +22,8 @@ struct RowsPlan {
   int segments = 1;     // of 64 output channels, of a tile
   int columns = 256;    // positions of a warpgroup's tile
   int row_bytes = 128;  // of a position's channels in shared memory, and the width of the swizzle
-  int chunks = 1;       // of that many channels
+  int chunks = 1;       // of that many channels, over all products of parts
+  int parts = 1;        // 2: x and the weights are sums of two TF32 values, x in a copy of chunks / 3 chunks a part
   int taps[3] = {1, 1, 1};
   int dilation[3] = {1, 1, 1};
   int padding[3] = {0, 0, 0};  // of the equivalent regular convolution
@@ -38,10 +39,11 @@ struct RowsPlan {
   HopperDivisor by_m_tiles, by_tiles_per_sample, by_row, by_plane;
   int smem_bytes = 0;
   int64_t packed_bytes = 0;
+  int64_t copy_bytes = 0;  // of x in two parts, [N][D][H][W][part][C]
 };
 
 struct alignas(64) RowsParams {
-  uint64_t x_map[16];  // tensor map of x as [N][D][H][W][C]
+  uint64_t x_map[16];  // tensor map of x, or of its copy, as [N][D][H][W][C]
   const void* packed;  // weights: [m_tile][kd][chunk][kh][kw] images, see conv_rows_pack_kernel
   const float* bias;   // of all tiles' channels, zeros without a bias
   void* y;             // channels innermost
@@ -60,6 +62,17 @@ struct RowsPackParams {
   float* packed_bias;
   int c_in, c_out;
   Dtype dtype;
+  RowsPlan plan;
+};
+
+// Arguments of the copy of x in two parts.
+struct RowsSplitParams {
+  const void* x;
+  int64_t stride_n, stride_d, stride_w;  // a row begins where the one before ends
+  void* copy;
+  int64_t n;
+  int c_in;
+  int in[3];
   RowsPlan plan;
 };
 
