@@ -39,26 +39,41 @@ _PAIRS = (
 )  # fmt: skip
 
 
+_SIZES = ((3, 1, 24), (3, 1, 48), (3, 1, 96), (2, 4, 64), (2, 4, 256))  # spatial dims, batch, edge
+
+
 def network_convs() -> list[RandomConv]:
-    """3 x 3 (x 3) convolutions of stride 1 that keep the size, as in U-Nets, at three sizes; some of kernel 1."""
-    convs = []
-    for (c_in, c_out), (rank, batch, edge) in itertools.product(
-        _PAIRS, ((3, 1, 24), (3, 1, 48), (3, 1, 96), (2, 4, 64), (2, 4, 256))
-    ):
-        kernels = (1, 3) if edge in (48, 256) else (3,)
-        for k in kernels:
-            one, zero = (1,) * rank, (0,) * rank
-            shape = (batch, c_in, *(edge,) * rank)
-            conv = RandomConv(len(convs), False, shape, c_out, 1, (k,) * rank, one, (k // 2,) * rank, one, zero)
-            if conv.flops <= 2e11:
-                convs.append(conv)
+    """Those of U-Nets and autoencoders: kernels of 3 that keep the size, some of 1; down and up by two."""
+    convs: list[RandomConv] = []
+
+    def add(transposed: bool, c_in: int, c_out: int, size: tuple[int, int, int], k: int, step: int, more: int) -> None:
+        rank, batch, edge = size
+        zero, padding = (0,) * rank, ((k - 1) // 2,) * rank
+        shape = (batch, c_in, *(edge,) * rank)
+        conv = RandomConv(
+            len(convs), transposed, shape, c_out, 1, (k,) * rank, (step,) * rank, padding, (1,) * rank,
+            (more,) * rank if transposed else zero,
+        )  # fmt: skip
+        if conv.flops <= 2e11:
+            convs.append(conv)
+
+    for (c_in, c_out), size in itertools.product(_PAIRS, _SIZES):
+        for k in (1, 3) if size[-1] in (48, 256) else (3,):
+            add(False, c_in, c_out, size, k, 1, 0)
+    for (few, many), size in itertools.product(((16, 32), (32, 64), (64, 128), (128, 256)), _SIZES):
+        add(False, few, many, size, 3, 2, 0)
+        if size[-1] in (24, 48, 64):
+            add(True, many, few, size, 2, 2, 0)
+            add(True, many, few, size, 3, 2, 1)
+            add(True, few, many, size, 3, 1, 0)
+            add(True, many, many, size, 3, 1, 0)
     return convs
 
 
 def problems() -> list[tuple[RandomConv, str, str]]:
     """Convolution, precision, memory format: in an order of which every beginning is a fair sample."""
     found = []
-    for conv in [*network_convs(), *random_convs(400, _SEED)]:
+    for conv in [*network_convs(), *random_convs(250, _SEED)]:
         for precision, layout in itertools.product(("tf32", "bf16", "fp32"), ("channels_last", "contiguous")):
             found.append((conv, precision, layout))
     rng = random.Random(0)

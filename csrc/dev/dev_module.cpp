@@ -292,6 +292,8 @@ void bind_conv(py::module_& m) {
       .def_readonly("columns", &RowsPlan::columns)
       .def_readonly("row_bytes", &RowsPlan::row_bytes)
       .def_readonly("chunks", &RowsPlan::chunks)
+      .def_readonly("parts", &RowsPlan::parts)
+      .def_readonly("copy_bytes", &RowsPlan::copy_bytes)
       .def_readonly("flip", &RowsPlan::flip)
       .def_readonly("row_slots", &RowsPlan::row_slots)
       .def_readonly("plane_rows", &RowsPlan::plane_rows)
