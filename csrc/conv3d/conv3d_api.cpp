@@ -32,22 +32,6 @@ Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& 
   return y;
 }
 
-namespace {
-
-Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
-  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  Workspace workspace(a.x);
-  const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
-  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, plan));
-  workspace.allocate();
-  Tensor y = allocate_output(a, shape);
-  ConvKernelParams p = make_kernel_params(a, shape, plan);
-  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
-  set_output(&p, y, a.rank);
-  raise_on_error(a.op, shape.transposed ? run_conv_transpose3d(p, shape.n, stream) : run_conv3d(p, shape.n, stream));
-  return y;
-}
-
 Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   Workspace workspace(a.x);
@@ -63,6 +47,22 @@ Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan
   spatial_strides(y, a.rank, p.y_stride);
   if (!tail.left_rest) p.act = chain_kind(tail.act);
   raise_on_error(a.op, run_conv_rows(p, stream));
+  return y;
+}
+
+namespace {
+
+Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
+  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, plan));
+  workspace.allocate();
+  Tensor y = allocate_output(a, shape);
+  ConvKernelParams p = make_kernel_params(a, shape, plan);
+  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
+  set_output(&p, y, a.rank);
+  raise_on_error(a.op, shape.transposed ? run_conv_transpose3d(p, shape.n, stream) : run_conv3d(p, shape.n, stream));
   return y;
 }
 

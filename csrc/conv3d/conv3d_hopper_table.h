@@ -17,6 +17,7 @@ inline constexpr CudnnRate kCudnnRates[] = {
     {16, 32, 31, 60},  // of the implicit GEMM, which such channels would take
     {32, 32, 128, 243}, {32, 64, 250, 472}, {64, 64, 230, 453}, {64, 128, 288, 644}, {128, 128, 301, 621},
 };
+inline constexpr double kCudnnFp32Rate = 24;  // TFLOP/s without TF32
 inline constexpr double kHopperCyclesPerMicrosecond = 1700;
 inline constexpr double kHopperStartMicroseconds = 12;  // packing, launches, and the first tile's loads
 

@@ -383,9 +383,11 @@ struct __attribute__((visibility("hidden"))) ConvTail {
   const Tensor* moments = nullptr;  // where channel_moments_cuda is to put the output's; null: nobody wants them
 };
 
-// The convolution by the Hopper kernel.
+// The convolution by the two kernels for channels-innermost tensors.
 Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan,
                    const ConvTail& tail = ConvTail());
+
+Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail = ConvTail());
 
 // The convolution, by whichever path `choose` takes for the storing epilogue, and as much of the tail as its kernel can
 // do to what it stores.
