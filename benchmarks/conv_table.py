@@ -12,7 +12,6 @@ ones of another seed than `bench --suite convs` has: what is chosen by the table
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import random
 import statistics

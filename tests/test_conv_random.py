@@ -26,9 +26,12 @@ def results(conv, x, weight):
     for a, b in layouts(x, weight):
         for backend in BACKENDS:
             try:
-                yield backend, conv.call(a, b, backend=backend)
+                y = conv.call(a, b, backend=backend)
             except RuntimeError as error:
-                assert "cannot run this convolution" in str(error), backend
+                if "cannot run this convolution" not in str(error):
+                    raise
+            else:
+                yield backend, y
 
 
 @pytest.mark.parametrize("precision", DTYPES)

@@ -530,7 +530,10 @@ def _report(rows: list[Row], args: argparse.Namespace) -> int:
 
         print(convs_summary(rows))
         print("median, mean (geometric), best: times faster than cuDNN, autotuned, in the same memory format;")
-        print("worst: time over cuDNN's. GPU time, L2 flushed, launches hidden. What looks slower is timed three times.")
+        print(
+            "worst: time over cuDNN's. Times are the GPU's, L2 flushed, launches hidden; what looks slower is timed three"
+        )
+        print("times.")
     elif groups[0].suite == "models":
         from kgopt.cli.bench_models import models_table
 

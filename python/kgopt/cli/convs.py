@@ -148,10 +148,11 @@ def _draw(rng: random.Random, index: int, most_flops: float) -> RandomConv:
             kernel = tuple(rng.choices([1, 2, 3, 4, 5], [2, 1, 4, 1, 1], k=rank))
         stride = (rng.choices([1, 2, 3], [12, 5, 1])[0],) * rank
         dilation = (rng.choices([1, 2, 3], [14, 2, 1])[0],) * rank
-        padding = tuple(rng.choice([0, (k - 1) * d // 2, (k - 1) * d // 2]) for k, d in zip(kernel, dilation))
-        output_padding = tuple(rng.randint(0, max(s, d) - 1) if transposed else 0 for s, d in zip(stride, dilation))
-        if not transposed:
-            output_padding = (0,) * rank
+        same = [(k - 1) * d // 2 for k, d in zip(kernel, dilation, strict=True)]
+        padding = tuple(rng.choice([0, p, p]) for p in same)
+        output_padding = (0,) * rank
+        if transposed:
+            output_padding = tuple(rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True))
         batch = round(log_uniform(rng, 1, 16))
         flops = log_uniform(rng, most_flops / 1e3, most_flops)
         positions = flops / (2.0 * c_in * c_out / groups * math.prod(kernel))
