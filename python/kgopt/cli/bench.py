@@ -530,10 +530,7 @@ def _report(rows: list[Row], args: argparse.Namespace) -> int:
 
         print(convs_summary(rows))
         print("median, mean (geometric), best: times faster than cuDNN, autotuned, in the same memory format;")
-        print(
-            "worst: time over cuDNN's. Times are the GPU's, L2 flushed, launches hidden; what looks slower is timed three"
-        )
-        print("times.")
+        print("worst: time over cuDNN's. GPU time, L2 flushed, launches hidden; what looks slower is timed thrice.")
     elif groups[0].suite == "models":
         from kgopt.cli.bench_models import models_table
 
