@@ -41,6 +41,13 @@ _PAIRS = (
 _SIZES = ((3, 1, 24), (3, 1, 48), (3, 1, 96), (2, 4, 64), (2, 4, 256))  # spatial dims, batch, edge
 
 
+# Whole layers of published networks.
+_LAYERS = (
+    (4, 32, 1, (128, 128, 128)), (32, 32, 1, (128, 128, 128)), (64, 64, 1, (64, 64, 64)), (128, 128, 1, (32, 32, 32)),
+    (32, 64, 1, (80, 170, 170)), (128, 128, 1, (17, 256, 256)), (512, 512, 1, (5, 32, 32)), (8, 64, 128, (128, 128)),
+)  # fmt: skip
+
+
 def network_convs() -> list[RandomConv]:
     """Those of U-Nets and autoencoders: kernels of 3 that keep the size, some of 1; down and up by two."""
     convs: list[RandomConv] = []
@@ -66,22 +73,35 @@ def network_convs() -> list[RandomConv]:
             add(True, many, few, size, 3, 2, 1)
             add(True, few, many, size, 3, 1, 0)
             add(True, many, many, size, 3, 1, 0)
+    for c_in, c_out, batch, spatial in _LAYERS:
+        one = (1,) * len(spatial)
+        shape = (batch, c_in, *spatial)
+        convs.append(
+            RandomConv(len(convs), False, shape, c_out, 1, (3,) * len(spatial), one, one, one, (0,) * len(spatial))
+        )
     return convs
 
 
 def problems() -> list[tuple[RandomConv, str, str]]:
     """Convolution, precision, memory format: in an order of which every beginning is a fair sample."""
-    found = []
-    for conv in [*network_convs(), *random_convs(250, _SEED)]:
-        for precision, layout in itertools.product(("tf32", "bf16", "fp32"), ("channels_last", "contiguous")):
-            found.append((conv, precision, layout))
     rng = random.Random(0)
     # fp32 accuracy and contiguous tensors have fewer paths and need fewer rows.
     keep = {("tf32", "channels_last"): 1, ("bf16", "channels_last"): 1, ("tf32", "contiguous"): 0.5,
             ("bf16", "contiguous"): 0.5, ("fp32", "channels_last"): 0.3, ("fp32", "contiguous"): 0.3}  # fmt: skip
-    found = [p for p in found if rng.random() < keep[p[1:]]]
-    rng.shuffle(found)
-    return found
+    found = []
+    for convs in (network_convs(), random_convs(250, _SEED)):
+        part = [
+            (conv, precision, layout)
+            for conv in convs
+            for precision, layout in itertools.product(("tf32", "bf16", "fp32"), ("channels_last", "contiguous"))
+            if rng.random() < keep[precision, layout]
+        ]
+        rng.shuffle(part)
+        found.append(part)
+    # In turns, two of networks for each random one, as long as there are both.
+    networks, others = found
+    turns = itertools.zip_longest(networks[::2], networks[1::2], others)
+    return [one for turn in turns for one in turn if one]
 
 
 def describe(conv: RandomConv) -> dict[str, Any]:
@@ -104,8 +124,8 @@ class Clock:
     def __init__(self) -> None:
         self.flush = torch.empty(2**25, dtype=torch.int32, device="cuda")
 
-    def __call__(self, fn: Callable[[], Any], reps: int) -> float:
-        """Median microseconds."""
+    def __call__(self, fn: Callable[[], Any], reps: int) -> list[float]:
+        """Microseconds, sorted."""
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(reps)]
         for begin, end in pairs:
             self.flush.zero_()
@@ -114,7 +134,7 @@ class Clock:
             fn()
             end.record()
         torch.cuda.synchronize()
-        return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in pairs)
+        return sorted(begin.elapsed_time(end) * 1e3 for begin, end in pairs)
 
 
 def measure(conv: RandomConv, precision: str, layout: str, clock: Clock) -> dict[str, Any]:
@@ -145,9 +165,9 @@ def measure(conv: RandomConv, precision: str, layout: str, clock: Clock) -> dict
             if path != "aten":
                 apart[path] = float((y - expected).norm() / expected.norm().clamp_min(1e-30))
             del y
-            first = clock(fn, 2)
+            first = clock(fn, 3)[0]
             # What takes twice cuDNN's time is not taken, however long exactly.
-            us[path] = round(first if first > 2 * us.get("aten", first) else clock(fn, 7), 2)
+            us[path] = round(first if first > 2 * us.get("aten", first) else statistics.median(clock(fn, 7)), 2)
     return {**row, "us": us, "apart": apart}
 
 

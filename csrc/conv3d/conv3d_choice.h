@@ -1,8 +1,11 @@
 // How long a plain convolution takes by each path: measured at some shapes, and from there by what the plans predict.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "conv3d_hopper_table.h"
 
@@ -101,8 +104,8 @@ inline double conv_distance(const ConvProblem& q, const ConvMeasured& row) {
     if ((q.kernel[i] == 1) != (row.kernel[i] == 1)) d += 1;
     if ((q.dilation[i] == 1) != (row.dilation[i] == 1)) d += 0.5;
   }
-  d += apart(double(q.c_in) / q.groups, double(row.c_in) / row.groups);
-  d += apart(double(q.c_out) / q.groups, double(row.c_out) / row.groups);
+  d += 1.5 * apart(double(q.c_in) / q.groups, double(row.c_in) / row.groups);
+  d += 1.5 * apart(double(q.c_out) / q.groups, double(row.c_out) / row.groups);
   d += 0.5 * apart(q.groups, row.groups) + ((q.groups == 1) != (row.groups == 1) ? 2 : 0);
   d += 0.5 * std::abs(std::log2(positions)) + std::abs(std::log2(taps)) + 2 * std::abs(std::log2(stride));
   const int64_t size = dtype_size(q.dtype);
@@ -110,22 +113,35 @@ inline double conv_distance(const ConvProblem& q, const ConvMeasured& row) {
   return d;
 }
 
-// By the nearest row: what it measured, times what the plans say of the two shapes. All zero without one.
+// By the nearest row: what it measured, times what is predicted for the one shape over the other. The next ones,
+// at up to twice its distance, have a say, too: a kernel's time over cuDNN's is the worst that any of them gives. All
+// zero where the nearest is far; an own kernel's is zero where no row has it.
 inline ConvPrediction estimate_conv(const ConvProblem& q, const DeviceLimits& limits, const ConvPrediction& predicted) {
-  const ConvMeasured* nearest = nullptr;
-  double least = 0;
+  constexpr size_t kRows = 4;
+  constexpr double kFar = 6;
+  auto still_near = [](double distance, double nearest) { return distance <= 2 * nearest + 0.5; };
+  std::vector<std::pair<double, const ConvMeasured*>> near;
   for (const ConvMeasured& row : kConvMeasured) {
     const double distance = conv_distance(q, row);
-    if (distance >= 0 && (!nearest || distance < least)) nearest = &row, least = distance;
+    if (distance >= 0 && still_near(distance, kFar)) near.push_back({distance, &row});
   }
+  std::sort(near.begin(), near.end());
   ConvPrediction t;
-  if (!nearest) return t;
-  const ConvProblem there = measured_problem(*nearest);
-  const ConvPrediction expected =
-      predict_conv(there, limits, plan_conv(there, limits), plan_hopper(there, limits), plan_rows(there, limits));
-  for (int i = 0; i < kTimedPaths; ++i) {
-    if (nearest->us[i] > 0 && expected.us[i] > 0) t.us[i] = nearest->us[i] * predicted.us[i] / expected.us[i];
+  if (near.empty() || near[0].first > kFar) return t;
+  double ratios[kTimedPaths] = {};
+  for (size_t i = 0; i < std::min(kRows, near.size()) && still_near(near[i].first, near[0].first); ++i) {
+    const ConvMeasured& row = *near[i].second;
+    const ConvProblem there = measured_problem(row);
+    const ConvPrediction expected =
+        predict_conv(there, limits, plan_conv(there, limits), plan_hopper(there, limits), plan_rows(there, limits));
+    double us[kTimedPaths] = {};
+    for (int path = 0; path < kTimedPaths; ++path) {
+      if (expected.us[path] > 0) us[path] = row.us[path] * predicted.us[path] / expected.us[path];
+      ratios[path] = std::max(ratios[path], us[path] / us[kTimedAten]);
+    }
+    if (i == 0) t.us[kTimedAten] = us[kTimedAten];
   }
+  for (int path = kTimedAten + 1; path < kTimedPaths; ++path) t.us[path] = ratios[path] * t.us[kTimedAten];
   return t;
 }
 

@@ -82,16 +82,21 @@ inline const char* conv_refusal(const ConvChoice& choice, ConvPath path) {
 // The path of a plain convolution, by the nearest measured one; with `own`, the fastest of the extension's.
 inline void choose_by_table(const ConvProblem& problem, const DeviceLimits& limits, bool own, ConvChoice* choice) {
   const ConvPath paths[kTimedPaths] = {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows};
-  const ConvPrediction t =
-      estimate_conv(problem, limits, predict_conv(problem, limits, choice->plan, choice->hopper, choice->rows));
+  const ConvPrediction predicted = predict_conv(problem, limits, choice->plan, choice->hopper, choice->rows);
+  const ConvPrediction t = estimate_conv(problem, limits, predicted);
   int best = own ? kTimedImplicitGemm : kTimedAten;
   // Where it makes no difference cuDNN is taken.
   double least = own ? 1e30 : kOwnMargin * t.us[kTimedAten];
   for (int i = kTimedImplicitGemm; i < kTimedPaths; ++i) {
-    if (t.us[i] > 0 && t.us[i] < least) best = i, least = t.us[i];
+    const double us = own && t.us[i] <= 0 ? predicted.us[i] : t.us[i];
+    if (us > 0 && us < least) best = i, least = us;
   }
   choice->path = paths[best];
-  choice->reason = "by the nearest measured convolution:";
+  if (t.us[kTimedAten] <= 0) {
+    choice->reason = "far from every measured convolution";
+    return;
+  }
+  choice->reason = "by the nearest measured convolutions:";
   for (int i = 0; i < kTimedPaths; ++i) {
     if (t.us[i] <= 0 && !conv_refusal(*choice, paths[i])) continue;
     choice->reason += std::string(i == 0 ? " " : "; ") + conv_path_name(paths[i]) + ": ";
