@@ -152,14 +152,23 @@ def conv_cases() -> None:
             b10, b20 = tensor(10, dtype=dtype), tensor(20, dtype=dtype)
             kw = {"backend": "kgopt", "allow_tf32": tf32}
             # Gradients of a convolution come from ATen, so only the forward kernels are of interest.
-            for c_in, c_out, size in ((32, 32, (3, 9, 37)), (64, 72, (2, 7, 32))):
+            backends = ["kgopt", "kgopt:implicit_gemm", "kgopt:hopper", "kgopt:rows"]
+            for (c_in, c_out, size), backend in itertools.product(
+                ((32, 32, (3, 9, 37)), (64, 72, (2, 7, 32)), (8, 24, (4, 5, 19))), backends
+            ):
+                x = tensor(2, c_in, *size, dtype=dtype, channels_last=last)
+                w = tensor(c_out, c_in, 3, 3, 3, dtype=dtype)
+                own = {"backend": backend, "allow_tf32": tf32}
+                once, none = [1] * 3, [0] * 3
+                if ops.explain_conv(x, w, once, once, once, none, 1, False, **own).startswith("none"):
+                    continue  # the kernel that is named cannot run it
                 run(
-                    f"conv3d {c_in} channels {label}",
-                    tensor(2, c_in, *size, dtype=dtype, channels_last=last),
-                    tensor(c_out, c_in, 3, 3, 3, dtype=dtype),
+                    f"conv3d {c_in} channels {label} {backend}",
+                    x,
+                    w,
                     tensor(c_out, dtype=dtype),
                     backward=False,
-                    call=lambda x, w, b, kw=kw: ops.conv3d(x, w, b, [1] * 3, [1] * 3, [1] * 3, **kw),
+                    call=lambda x, w, b, own=own: ops.conv3d(x, w, b, [1] * 3, [1] * 3, [1] * 3, **own),
                 )
             run(
                 f"conv3d {label}",
@@ -359,7 +368,7 @@ def pipeline_cases() -> None:
             )
 
     # On Hopper in one launch: tiles across planes, several samples and tiles a block, two tiles of channels.
-    for dtype, tf32 in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
+    for dtype, tf32 in ((torch.float32, True), (torch.float32, False), *((d, True) for d in HALVES)):
         for n, c_in, c_out, size in ((4, 40, 72, (3, 6, 10)), (2, 64, 136, (6, 14, 22)), (7, 33, 128, (6, 30, 62))):
             run(
                 f"conv_transpose3d_relu_group_norm {dtype} tf32={tf32} {n}x{c_in} to {c_out} {size}",

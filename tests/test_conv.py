@@ -271,14 +271,14 @@ def test_conv_gradients_small_integers_exact(name, dtype, layout, device, poison
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     "name", ["3d 32 channels", "3d 64 channels transposed", "2d 96 channels", "4 channels", "5 deep", "stride 2"]
 )
 def test_conv_gradient_values(name, precision, poisoned):
     case = GRADIENT_CASES[name]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
     x = channels_last(torch.randn(2, case[2], *case[4], device="cuda").to(dtype))
     weight = torch.randn(weight_shape(case), device="cuda").to(dtype)
     dy = channels_last(torch.randn_like(run(TORCH[case[:2]], case, x, weight, None)))

@@ -13,6 +13,8 @@ struct ConvGradientsChoice {
   const char* why_not_dgrad = nullptr;
   const char* why_not_wgrad = nullptr;
   HopperPlan dgrad;  // of the convolution that gives dx from dy
+  RowsPlan dgrad_rows;
+  bool dgrad_by_rows = false;
   WgradPlan wgrad;
 
   std::string explain() const {
@@ -31,9 +33,16 @@ inline ConvGradientsChoice choose_conv_gradients(const ConvProblem& problem, con
   }
   const ConvProblem adjoint = adjoint_problem(problem);
   choice.dgrad = plan_hopper(adjoint, limits);
+  choice.dgrad_rows = plan_rows(adjoint, limits);
+  choice.dgrad_by_rows = !choice.dgrad_rows.refusal && (choice.dgrad.refusal || rows_microseconds(choice.dgrad_rows) <
+                                                                                    hopper_microseconds(choice.dgrad));
   choice.wgrad = plan_wgrad(problem, limits);
   const bool always = backend == ConvBackend::kKgopt;
-  choice.why_not_dgrad = always ? choice.dgrad.refusal : hopper_dgrad_loses(problem, choice.dgrad);
+  const char* const refusal = choice.dgrad_by_rows ? nullptr : choice.dgrad.refusal;
+  choice.why_not_dgrad = refusal || always
+                             ? refusal
+                             : dgrad_loses(problem, choice.dgrad_by_rows ? rows_microseconds(choice.dgrad_rows)
+                                                                         : hopper_microseconds(choice.dgrad));
   choice.why_not_wgrad = always ? choice.wgrad.refusal : wgrad_loses(problem, choice.wgrad);
   return choice;
 }

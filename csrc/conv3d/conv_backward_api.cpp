@@ -1,4 +1,4 @@
-// CUDA gradients of convolutions: dx by the Hopper convolution, dweight by its own kernel, each where it is the faster
+// CUDA gradients of convolutions: dx by the Hopper convolutions, dweight by its own kernel, each where it is the faster
 // one; ATen for the rest.
 #include "conv3d_wgrad.h"
 #include "conv_call.h"
@@ -78,7 +78,9 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     if (own[0]) {
       const ConvArgs adjoint{op,     dy,          weight, std::nullopt, stride,    padding, dilation, IntArray(rank, 0),
                              groups, !transposed, rank,   backend,      allow_tf32};
-      dx = conv_hopper(adjoint, check_conv_args(adjoint), choice.dgrad);
+      const ConvShape adjoint_shape = check_conv_args(adjoint);
+      dx = choice.dgrad_by_rows ? conv_rows(adjoint, adjoint_shape, choice.dgrad_rows)
+                                : conv_hopper(adjoint, adjoint_shape, choice.dgrad);
     }
     if (own[1]) dweight = conv_wgrad(op, dy, choice.wgrad.few ? channels_innermost(x) : x, weight, shape, choice.wgrad);
     for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i];

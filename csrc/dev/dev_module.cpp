@@ -10,6 +10,7 @@
 
 #include "common/activation.h"
 #include "common/dtype.h"
+#include "conv3d/conv3d_choice.h"
 #include "conv3d/conv3d_dispatch.h"
 #include "conv3d/conv3d_gradients.h"
 #include "conv3d/conv3d_plan.h"
@@ -105,7 +106,10 @@ void bind_conv(py::module_& m) {
   py::enum_<ConvBackend>(m, "ConvBackend")
       .value("auto", ConvBackend::kAuto)
       .value("kgopt", ConvBackend::kKgopt)
-      .value("aten", ConvBackend::kAten);
+      .value("aten", ConvBackend::kAten)
+      .value("implicit_gemm", ConvBackend::kImplicitGemm)
+      .value("hopper", ConvBackend::kHopper)
+      .value("rows", ConvBackend::kRows);
   py::enum_<ConvPath>(m, "ConvPath")
       .value("implicit_gemm", ConvPath::kImplicitGemm)
       .value("narrow", ConvPath::kNarrow)
@@ -288,6 +292,8 @@ void bind_conv(py::module_& m) {
       .def_readonly("columns", &RowsPlan::columns)
       .def_readonly("row_bytes", &RowsPlan::row_bytes)
       .def_readonly("chunks", &RowsPlan::chunks)
+      .def_readonly("parts", &RowsPlan::parts)
+      .def_readonly("copy_bytes", &RowsPlan::copy_bytes)
       .def_readonly("flip", &RowsPlan::flip)
       .def_readonly("row_slots", &RowsPlan::row_slots)
       .def_readonly("plane_rows", &RowsPlan::plane_rows)
@@ -378,6 +384,14 @@ void bind_conv(py::module_& m) {
       .def_readonly("reason", &ConvChoice::reason)
       .def("explain", &ConvChoice::explain);
 
+  m.def(
+      "predict_conv",
+      [](const ConvProblem& q, const DeviceLimits& l) {
+        const ConvPrediction t = predict_conv(q, l, plan_conv(q, l), plan_hopper(q, l), plan_rows(q, l));
+        return std::vector<double>(t.us, t.us + kTimedPaths);
+      },
+      py::arg("problem"), py::arg("limits") = DeviceLimits{},
+      "Microseconds by ATen, implicit GEMM, Hopper and rows kernel as the plans predict them; 0: cannot run.");
   m.def("conv_out_size", &conv_out_size, py::arg("size"), py::arg("kernel"), py::arg("stride") = 1,
         py::arg("padding") = 0, py::arg("dilation") = 1, py::arg("transposed") = false, py::arg("output_padding") = 0,
         "Output size along one dim; below 1 when nothing fits.");
