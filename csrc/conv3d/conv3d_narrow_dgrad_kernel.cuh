@@ -101,37 +101,34 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
                                row * row_words + w * kNarrowDgradUnit)
                    : make_int2(0, -1);
   }
-  for (int i = tid; i < plan.channels * halo_rows; i += kNarrowDgradThreads) {
+  list_narrow_rows(plan.dy_copy, rows, plan.stage_bytes - plan.pitch, kNarrowDgradThreads, [&](int i) {
     const int h = i % plan.halo[1], d = i / plan.halo[1] % plan.halo[0], c = i / halo_rows;
-    rows[i] = NarrowRow{c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1],
-                        c * plan.channel + (d * plan.halo[1] + h) * plan.pitch, d << 16 | h};
-  }
+    const int64_t offset = (c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1]) * kSize / 4;
+    return NarrowRow{uint32_t(offset), c * plan.channel + (d * plan.halo[1] + h) * plan.pitch, d, h};
+  });
   if (tid < 32) reinterpret_cast<int*>(smem_bytes + layout.zeros)[tid] = 0;
 
-  const int64_t steps = (plan.all_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x * plan.chunks;
+  const int all_tiles = static_cast<int>(plan.all_tiles);
   const int tiles_h = static_cast<int>(plan.tiles[1]), in_sample = static_cast<int>(plan.tiles[0]) * tiles_h;
   struct Place {
     int64_t n;
     int d, h;
   };
-  auto place_of = [&](int64_t tile) {
-    const int64_t n = tile / in_sample;
-    const int rest = static_cast<int>(tile - n * in_sample);
-    return Place{n, rest / tiles_h * tile_d, rest % tiles_h * tile_h};
+  auto place_of = [&](int tile) {
+    const int rest = tile % in_sample;
+    return Place{tile / in_sample, rest / tiles_h * tile_d, rest % tiles_h * tile_h};
   };
-  int64_t load_tile = blockIdx.x;
-  int load_chunk = 0, load_stage = 0;
+  int load_tile = blockIdx.x, load_chunk = 0, load_stage = 0;
   auto load = [&] {
-    if (load_tile < plan.all_tiles) {
+    if (load_tile < all_tiles) {
       const Place at = place_of(load_tile);
       const int d = at.d + plan.padding[0] - (plan.kernel[0] - 1) * plan.dilation[0];
       const int h = at.h + plan.padding[1] - (plan.kernel[1] - 1) * plan.dilation[1];
       const int channel = load_chunk * plan.channels;
       const Bits* const dy = static_cast<const Bits*>(p.dy);
       copy_narrow_rows<kNarrowDgradThreads>(
-          plan.dy_piece, stages + load_stage * plan.stage_bytes,
-          dy + at.n * p.dy_stride_n + channel * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1], dy, rows,
-          plan.channels * halo_rows, plan.pitch,
+          plan.dy_copy, stages + load_stage * plan.stage_bytes,
+          dy + at.n * p.dy_stride_n + channel * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1], rows,
           {d, h, 0, {p.out[0], p.out[1], p.out[2]}, (p.c_out - channel) * halo_rows});
       if (++load_stage == plan.stages) load_stage = 0;
       if (++load_chunk == plan.chunks) load_chunk = 0, load_tile += gridDim.x;
@@ -150,9 +147,8 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
   for (int u = 0; u < kUnits; ++u) unit[u] = units[warp * kUnits + u];
 
   float acc[kUnits][kRowTiles][4][4];
-  int64_t tile = blockIdx.x;
-  int chunk = 0, stage = 0;
-  for (int64_t step = 0; step < steps; ++step) {
+  int tile = blockIdx.x, chunk = 0, stage = 0;
+  while (tile < all_tiles) {
     if (plan.stages == 2) {
       cp_async_wait_all();
     } else {

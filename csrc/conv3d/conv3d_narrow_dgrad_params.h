@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "conv3d_narrow_rows.h"
 #include "conv3d_params.h"
 
 namespace kgopt {
@@ -32,7 +33,7 @@ struct NarrowDgradPlan {
   int halo[2] = {1, 1};
   int pitch = 0, channel = 0;  // bytes in shared memory: from row to row, from channel to channel
   int scratch_channel = 0;     // words from channel to channel of the sums
-  int dy_piece = 4;            // bytes of a copy
+  NarrowCopy dy_copy;
   int64_t tiles[2] = {1, 1};
   int64_t all_tiles = 1;  // of all samples
   int stages = kNarrowDgradStages;

@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "conv3d_narrow_dgrad_params.h"
-#include "conv3d_narrow_wgrad_plan.h"
 #include "conv3d_plan.h"
 
 namespace kgopt {
@@ -30,7 +29,7 @@ KGOPT_HD NarrowDgradLayout narrow_dgrad_layout(const NarrowDgradPlan& p) {
   s.offsets = s.weights + p.chunks * p.k_steps * p.row_tiles * 512;
   s.units = s.offsets + align(p.k_steps * 8);
   s.rows = s.units + align(kNarrowDgradWarps * p.units * 8);
-  s.zeros = s.rows + align(p.channels * p.halo[0] * p.halo[1] * 16);
+  s.zeros = s.rows + align(p.dy_copy.slots * 16);
   s.stages = s.zeros + 128;
   s.total = s.stages + p.stage_bytes * p.stages;
   return s;
@@ -59,8 +58,10 @@ inline bool narrow_dgrad_tile(NarrowDgradPlan* p, const ConvProblem& q, const De
   while (p->channel % 128 != (half ? 16 : 32)) p->channel += 16;
   p->scratch_channel = d * h * (p->units_w * kNarrowDgradUnit + 4);
   while (p->scratch_channel % 32 != (half ? 8 : 1)) ++p->scratch_channel;  // neighbouring channels: other banks
-  const int64_t stage =
-      std::max(int64_t(channels) * p->channel, int64_t(q.c_in) * p->scratch_channel * int64_t(sizeof(float)));
+  p->dy_copy = narrow_copy(q.out[2] * size, p->pitch, channels * p->halo[0] * p->halo[1], kNarrowDgradThreads);
+  // At the end room for what belongs nowhere.
+  const int64_t stage = p->pitch + std::max(int64_t(channels) * p->channel,
+                                            int64_t(q.c_in) * p->scratch_channel * int64_t(sizeof(float)));
   if (stage > limits.smem_per_block) return false;
   p->stage_bytes = static_cast<int>((stage + 127) / 128 * 128);
   p->all_tiles = q.n * p->tiles[0] * p->tiles[1];
@@ -74,11 +75,11 @@ inline double narrow_dgrad_cost(const NarrowDgradPlan& p, const ConvProblem& q) 
   const double steps = double(p.chunks) * p.k_steps;
   const double mma = steps * units * 4 * p.row_tiles * 2;
   const double shared = steps * (units * 8 + kNarrowDgradWarps * (4.0 * p.row_tiles + 1));
-  const double bytes = double(p.chunks) * p.channels * p.halo[0] * p.halo[1] * p.pitch;
-  const double copies = bytes / p.dy_piece / 32;
+  const double rows = double(p.chunks) * p.channels * p.halo[0] * p.halo[1];
+  const double copies = rows * p.dy_copy.pieces / 32 * 12;
   const double sums = units * 32 * kNarrowDgradTaps * double(q.c_in) * 4 / 128 * 3;
-  const double memory = bytes / 30;
-  return std::max(std::max(mma, memory), shared + sums + 4 * copies) + 2.5 * copies + 0.2 * mma + 300 * p.chunks + 800;
+  const double memory = rows * (p.pitch + 32) / 30;
+  return std::max(std::max(mma, memory), shared + sums + copies) + 0.2 * (mma + copies) + 300 * p.chunks + 800;
 }
 
 }  // namespace plan_detail
@@ -95,8 +96,7 @@ inline NarrowDgradPlan plan_narrow_dgrad(const ConvProblem& q, const DeviceLimit
   if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   p.math = conv_math(q);
   if (p.math == ConvMath::kTf32x3) return refuse("fp32 accuracy is left to cuDNN");
-  p.dy_piece = narrow_piece(q.out[2] * (q.dtype == Dtype::kFloat32 ? 4 : 2));
-  if (p.dy_piece < 4) return refuse("rows of an odd number of half values");
+  if (q.out[2] * (q.dtype == Dtype::kFloat32 ? 4 : 2) % 4 != 0) return refuse("rows of an odd number of half values");
   for (int i = 0; i < 3; ++i) {
     const int64_t limit = int64_t(1) << 30;
     if (q.in[i] > limit || q.out[i] > limit || q.kernel[i] > 64 || q.padding[i] > limit || q.dilation[i] > 1024) {
@@ -111,6 +111,10 @@ inline NarrowDgradPlan plan_narrow_dgrad(const ConvProblem& q, const DeviceLimit
   if (q.dilation[2] != 1 && p.kernel[2] > 1) return refuse("a dilation of the width");
   // Beyond, dx has positions that no position of dy reaches, and none are computed for them.
   if (p.padding[2] > p.kernel[2] - 1) return refuse("a padding of the width above the kernel's");
+  // Offsets within a sample are words of 32 bits.
+  if (4.0 * q.c_out * double(q.out[0]) * double(q.out[1]) * double(q.out[2]) > 1.6e10) {
+    return refuse("a sample of more than 16 GB");
+  }
   const int64_t rows = q.c_in * q.kernel[2];
   if (rows > 32) return refuse("input channels times taps of the width above 32");
   p.row_tiles = rows <= 16 ? 1 : 2;
@@ -140,6 +144,7 @@ inline NarrowDgradPlan plan_narrow_dgrad(const ConvProblem& q, const DeviceLimit
   }
   if (best < 0) return refuse("a tile does not fit in shared memory");
   p = chosen;
+  if (p.all_tiles > (int64_t(1) << 31) - 1) return refuse("more than 2^31 tiles");
   p.cycles = best;
   p.blocks = static_cast<int>(std::min<int64_t>(p.all_tiles, 2 * limits.sm_count));
   return p;

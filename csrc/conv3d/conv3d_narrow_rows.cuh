@@ -5,14 +5,15 @@
 #include <cuda_runtime.h>
 
 #include "../common/mma.cuh"
+#include "conv3d_narrow_rows.h"
 
 namespace kgopt {
 
-// A row of the tensor that each tile has in shared memory.
+// A row of the tensor that each tile has in shared memory. One load of 16 bytes.
 struct alignas(16) NarrowRow {
-  int64_t offset;  // elements, from the tile's origin
+  uint32_t words;  // of 4 bytes, from the tile's origin
   int place;       // bytes, in a stage
-  int position;    // depth << 16 | height, from the tile's origin
+  int d, h;        // from the tile's origin
 };
 
 // Where a tile lies in its tensor, and what of it there is.
@@ -22,41 +23,50 @@ struct NarrowOrigin {
   int valid_rows;  // the others are zeros
 };
 
-// Every row as pieces of kPiece bytes, by all threads of the block; the tensor has a whole number of them.
+// Fills the table that the copies walk over; at(i) is row i < copy.rows. Threads take whole batches: what they would
+// read beyond the last row goes to `nowhere`.
+template <typename At>
+__device__ __forceinline__ void list_narrow_rows(const NarrowCopy& copy, NarrowRow* rows, int nowhere, int threads,
+                                                 At at) {
+  for (int i = threadIdx.x; i < copy.slots; i += threads) {
+    rows[i] = i < copy.rows ? at(i) : NarrowRow{0, nowhere, 1 << 29, 0};
+  }
+}
+
 template <int kPiece, int kThreads, typename Element>
-__device__ __forceinline__ void copy_narrow_rows(char* stage, const Element* from, const Element* anywhere,
-                                                 const NarrowRow* rows, int row_count, int pieces,
-                                                 const NarrowOrigin& origin) {
+__device__ __forceinline__ void copy_narrow_pieces(const NarrowCopy& copy, char* stage, const Element* from,
+                                                   const NarrowRow* rows, const NarrowOrigin& origin) {
   constexpr int kElements = kPiece / static_cast<int>(sizeof(Element));
-  const int tid = threadIdx.x;
-  const int across = min(pieces, kThreads);
-  const int rows_at_once = kThreads / across;
-  const int first_row = tid / across;
-  if (first_row >= rows_at_once) return;
-  for (int piece = tid - first_row * across; piece < pieces; piece += across) {
+  const int step = kThreads >> copy.across_log2, first = threadIdx.x >> copy.across_log2;
+  for (int piece = threadIdx.x & ((1 << copy.across_log2) - 1); piece < copy.pieces; piece += 1 << copy.across_log2) {
     const bool inside_w = unsigned(origin.w + piece * kElements) < unsigned(origin.size[2]);
-    const Element* const source = from + piece * kElements;
+    const char* const source = reinterpret_cast<const char*>(from + piece * kElements);
     char* const to = stage + piece * kPiece;
-#pragma unroll 4
-    for (int i = first_row; i < row_count; i += rows_at_once) {
-      const NarrowRow row = rows[i];
-      const int d = origin.d + (row.position >> 16), h = origin.h + (row.position & 0xffff);
-      const bool inside = inside_w && i < origin.valid_rows && unsigned(d) < unsigned(origin.size[0]) &&
-                          unsigned(h) < unsigned(origin.size[1]);
-      cp_async<kPiece>(to + row.place, inside ? source + row.offset : anywhere, inside);
+    const int valid_rows = inside_w ? origin.valid_rows : 0;
+    for (int i = first; i < copy.slots; i += step * kNarrowCopyBatch) {
+      NarrowRow row[kNarrowCopyBatch];
+#pragma unroll
+      for (int j = 0; j < kNarrowCopyBatch; ++j) row[j] = rows[i + j * step];
+#pragma unroll
+      for (int j = 0; j < kNarrowCopyBatch; ++j) {
+        const bool inside = i + j * step < valid_rows && unsigned(origin.d + row[j].d) < unsigned(origin.size[0]) &&
+                            unsigned(origin.h + row[j].h) < unsigned(origin.size[1]);
+        cp_async<kPiece>(to + row[j].place, source + uint64_t(row[j].words) * 4, inside);
+      }
     }
   }
 }
+
+// By all threads of the block.
 template <int kThreads, typename Element>
-__device__ __forceinline__ void copy_narrow_rows(int piece, char* stage, const Element* from, const Element* anywhere,
-                                                 const NarrowRow* rows, int row_count, int bytes,
-                                                 const NarrowOrigin& origin) {
-  if (piece == 16) {
-    copy_narrow_rows<16, kThreads>(stage, from, anywhere, rows, row_count, bytes / 16, origin);
-  } else if (piece == 8) {
-    copy_narrow_rows<8, kThreads>(stage, from, anywhere, rows, row_count, bytes / 8, origin);
+__device__ __forceinline__ void copy_narrow_rows(const NarrowCopy& copy, char* stage, const Element* from,
+                                                 const NarrowRow* rows, const NarrowOrigin& origin) {
+  if (copy.piece == 16) {
+    copy_narrow_pieces<16, kThreads>(copy, stage, from, rows, origin);
+  } else if (copy.piece == 8) {
+    copy_narrow_pieces<8, kThreads>(copy, stage, from, rows, origin);
   } else {
-    copy_narrow_rows<4, kThreads>(stage, from, anywhere, rows, row_count, bytes / 4, origin);
+    copy_narrow_pieces<4, kThreads>(copy, stage, from, rows, origin);
   }
 }
 

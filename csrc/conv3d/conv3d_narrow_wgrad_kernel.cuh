@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
   constexpr int kATiles = (kDyIsA ? kDyTiles : kXTiles) / 2, kBTiles = kDyIsA ? kXTiles : kDyTiles;
   extern __shared__ __align__(128) char smem_bytes[];
   const NarrowWgradPlan& plan = p.plan;
-  const NarrowWgradLayout layout = narrow_wgrad_layout(plan, p.c_in);
+  const NarrowWgradLayout layout = narrow_wgrad_layout(plan);
   int2* const units = reinterpret_cast<int2*>(smem_bytes + layout.units);
   NarrowRow* const dy_rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.dy_rows);
   NarrowRow* const x_rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.x_rows);
@@ -111,7 +111,6 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
   const int channels = narrow_wgrad_channels(plan), c_first = blockIdx.y * channels;
   const int x_base = channels * plan.dy_channel + 64;  // of a stage: x after dy
   const int tile_d = plan.tile[0], tile_h = plan.tile[1];
-  const int dy_row_count = channels * tile_d * tile_h, x_row_count = p.c_in * plan.halo[0] * plan.halo[1];
   const int unit_count = narrow_wgrad_units(plan);
 
   for (int i = tid; i < unit_count; i += kNarrowWgradThreads) {
@@ -120,22 +119,17 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
     units[i] = make_int2((d * tile_h + h) * plan.dy_pitch + w * kNarrowWgradUnit,
                          d * plan.step[0] * plan.x_plane + h * plan.step[1] * plan.x_pitch + w * kNarrowWgradUnit);
   }
-  for (int i = tid; i < dy_row_count; i += kNarrowWgradThreads) {
+  const int nowhere = x_base + p.c_in * plan.x_channel;
+  list_narrow_rows(plan.dy_copy, dy_rows, nowhere, kNarrowWgradThreads, [&](int i) {
     const int h = i % tile_h, d = i / tile_h % tile_d, c = i / (tile_h * tile_d);
-    NarrowRow entry;
-    entry.offset = (c_first + c) * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1];
-    entry.place = c * plan.dy_channel + (d * tile_h + h) * plan.dy_pitch;
-    entry.position = d << 16 | h;
-    dy_rows[i] = entry;
-  }
-  for (int i = tid; i < x_row_count; i += kNarrowWgradThreads) {
+    const int64_t offset = (c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1]) * kSize / 4;
+    return NarrowRow{uint32_t(offset), c * plan.dy_channel + (d * tile_h + h) * plan.dy_pitch, d, h};
+  });
+  list_narrow_rows(plan.x_copy, x_rows, nowhere, kNarrowWgradThreads, [&](int i) {
     const int h = i % plan.halo[1], d = i / plan.halo[1] % plan.halo[0], c = i / (plan.halo[1] * plan.halo[0]);
-    NarrowRow entry;
-    entry.offset = c * p.x_stride_c + d * p.x_stride[0] + h * p.x_stride[1];
-    entry.place = x_base + c * plan.x_channel + d * plan.x_plane + h * plan.x_pitch;
-    entry.position = d << 16 | h;
-    x_rows[i] = entry;
-  }
+    const int64_t offset = (c * p.x_stride_c + d * p.x_stride[0] + h * p.x_stride[1]) * kSize / 4;
+    return NarrowRow{uint32_t(offset), x_base + c * plan.x_channel + d * plan.x_plane + h * plan.x_pitch, d, h};
+  });
   // What no copy writes is read, too, and multiplied by zeros.
   for (int i = tid * 16; i < plan.stage_bytes * plan.stages; i += kNarrowWgradThreads * 16) {
     *reinterpret_cast<uint4*>(stages + i) = make_uint4(0, 0, 0, 0);
@@ -154,30 +148,28 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
   const int split = warp % plan.splits, group = warp / plan.splits, groups = kNarrowWgradWarps / plan.splits;
   dy_row = (split * kDyTiles * 8 + g) * plan.dy_channel + t * 16;
 
-  const int64_t tile_count = (plan.all_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
-  const int x_bytes = (plan.margin[0] + plan.tile[2] + plan.margin[1]) * kSize;
-  auto load = [&](int64_t k) {
-    if (k < tile_count) {
-      const int64_t tile = blockIdx.x + k * gridDim.x;
-      const int64_t in_sample = plan.tiles[0] * plan.tiles[1] * plan.tiles[2];
-      const int64_t n = tile / in_sample;
-      const uint32_t rest = static_cast<uint32_t>(tile - n * in_sample);
-      const uint32_t tiles_w = static_cast<uint32_t>(plan.tiles[2]), tiles_h = static_cast<uint32_t>(plan.tiles[1]);
-      const int w = static_cast<int>(rest % tiles_w) * plan.tile[2];
-      const int h = static_cast<int>(rest / tiles_w % tiles_h) * tile_h;
-      const int d = static_cast<int>(rest / (tiles_w * tiles_h)) * tile_d;
-      char* const stage = stages + k % plan.stages * plan.stage_bytes;
-      const Element* const dy = static_cast<const Element*>(p.dy);
+  const int all_tiles = static_cast<int>(plan.all_tiles);
+  const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
+  const int in_sample = static_cast<int>(plan.tiles[0]) * tiles_h * tiles_w;
+  int load_tile = blockIdx.x, load_stage = 0;
+  auto load = [&] {
+    if (load_tile < all_tiles) {
+      const int64_t n = load_tile / in_sample;
+      const int rest = load_tile % in_sample;
+      const int w = rest % tiles_w * plan.tile[2], h = rest / tiles_w % tiles_h * tile_h;
+      const int d = rest / (tiles_w * tiles_h) * tile_d;
+      char* const stage = stages + load_stage * plan.stage_bytes;
+      const Element* const dy = static_cast<const Element*>(p.dy) + n * p.dy_stride_n + c_first * p.dy_stride_c;
       copy_narrow_rows<kNarrowWgradThreads>(
-          plan.dy_piece, stage, dy + n * p.dy_stride_n + d * p.dy_stride[0] + h * p.dy_stride[1] + w, dy, dy_rows,
-          dy_row_count, plan.dy_pitch,
+          plan.dy_copy, stage, dy + d * p.dy_stride[0] + h * p.dy_stride[1] + w, dy_rows,
           {d, h, w, {p.out[0], p.out[1], p.out[2]}, (p.c_out - c_first) * tile_d * tile_h});
       const int in_d = d * plan.step[0] - plan.padding[0], in_h = h * plan.step[1] - plan.padding[1];
       const int in_w = w - plan.margin[0];
-      const Element* const x = static_cast<const Element*>(p.x);
-      copy_narrow_rows<kNarrowWgradThreads>(
-          plan.x_piece, stage, x + n * p.x_stride_n + in_d * p.x_stride[0] + in_h * p.x_stride[1] + in_w, x, x_rows,
-          x_row_count, x_bytes, {in_d, in_h, in_w, {p.in[0], p.in[1], p.in[2]}, x_row_count});
+      const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
+      copy_narrow_rows<kNarrowWgradThreads>(plan.x_copy, stage, x + in_d * p.x_stride[0] + in_h * p.x_stride[1] + in_w,
+                                            x_rows, {in_d, in_h, in_w, {p.in[0], p.in[1], p.in[2]}, plan.x_copy.rows});
+      if (++load_stage == plan.stages) load_stage = 0;
+      load_tile += gridDim.x;
     }
     cp_async_commit();
   };
@@ -185,16 +177,16 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
   float acc[kATiles][kBTiles][kTaps][4] = {};
   float sums[kDyTiles] = {};
   __syncthreads();
-  for (int k = 0; k < plan.stages - 1; ++k) load(k);
+  for (int i = 0; i < plan.stages - 1; ++i) load();
   int stage = 0;
-  for (int64_t k = 0; k < tile_count; ++k) {
+  for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
     if (plan.stages == 2) {
       cp_async_wait_all();
     } else {
       cp_async_wait_group<1>();
     }
     __syncthreads();  // this tile is there for all, and all have read the one before it
-    load(k + plan.stages - 1);
+    load();
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(stages + stage * plan.stage_bytes));
     if (++stage == plan.stages) stage = 0;
 #pragma unroll 1

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "conv3d_narrow_rows.h"
 #include "conv3d_params.h"
 
 namespace kgopt {
@@ -36,7 +37,7 @@ struct NarrowWgradPlan {
   int margin[2] = {0, 0};   // elements of a row of x before and after those of the tile, whole vectors of 16 bytes
   int dy_pitch = 0, dy_channel = 0;  // bytes in shared memory: from row to row, from channel to channel
   int x_pitch = 0, x_plane = 0, x_channel = 0;
-  int dy_piece = 4, x_piece = 4;  // bytes of a copy
+  NarrowCopy dy_copy, x_copy;
   int64_t tiles[3] = {1, 1, 1};
   int64_t all_tiles = 1;  // of all samples
   int stages = 2;

@@ -25,23 +25,16 @@ KGOPT_HD int narrow_wgrad_units(const NarrowWgradPlan& p) {
 }
 KGOPT_HD int narrow_wgrad_channels(const NarrowWgradPlan& p) { return p.dy_tiles * 8 * p.splits; }  // of a block
 
-KGOPT_HD NarrowWgradLayout narrow_wgrad_layout(const NarrowWgradPlan& p, int c_in) {
+KGOPT_HD NarrowWgradLayout narrow_wgrad_layout(const NarrowWgradPlan& p) {
   auto align = [](int bytes) { return (bytes + 127) / 128 * 128; };
   NarrowWgradLayout s{};
   s.units = 0;
   s.dy_rows = s.units + align(narrow_wgrad_units(p) * 8);
-  s.x_rows = s.dy_rows + align(narrow_wgrad_channels(p) * p.tile[0] * p.tile[1] * 16);
-  s.stages = s.x_rows + align(c_in * p.halo[0] * p.halo[1] * 16);
+  s.x_rows = s.dy_rows + align(p.dy_copy.slots * 16);
+  s.stages = s.x_rows + align(p.x_copy.slots * 16);
   const int sums = narrow_wgrad_floats(p) * 4;  // at the end, over the stages
   s.total = s.stages + (p.stage_bytes * p.stages > sums ? p.stage_bytes * p.stages : sums);
   return s;
-}
-
-// Bytes that copies may take at once of rows of so many.
-inline int narrow_piece(int64_t row_bytes) {
-  int piece = 16;
-  while (row_bytes % piece != 0) piece /= 2;
-  return piece;
 }
 
 namespace plan_detail {
@@ -68,26 +61,32 @@ inline bool narrow_wgrad_tile(NarrowWgradPlan* p, const ConvProblem& q, const De
   p->x_pitch = odd_halves((p->margin[0] + p->tile[2] + p->margin[1]) * size, true);
   p->x_plane = odd_halves(p->halo[1] * p->x_pitch, p->kernel[1] % 2 == 1);
   p->x_channel = odd_halves(p->halo[0] * p->x_plane, p->kernel[0] * p->kernel[1] % 2 == 1);
-  const int64_t stage = int64_t(narrow_wgrad_channels(*p)) * p->dy_channel + q.c_in * int64_t(p->x_channel) + 128;
+  const int x_bytes = (p->margin[0] + p->tile[2] + p->margin[1]) * size;
+  p->dy_copy = narrow_copy(q.out[2] * size, p->dy_pitch, narrow_wgrad_channels(*p) * d * h, kNarrowWgradThreads);
+  p->x_copy =
+      narrow_copy(q.in[2] * size, x_bytes, static_cast<int>(q.c_in) * p->halo[0] * p->halo[1], kNarrowWgradThreads);
+  // At the end room for what belongs nowhere.
+  const int64_t stage = int64_t(narrow_wgrad_channels(*p)) * p->dy_channel + q.c_in * int64_t(p->x_channel) + 64 +
+                        std::max(p->dy_pitch, x_bytes);
   if (stage > limits.smem_per_block) return false;
   p->stage_bytes = static_cast<int>((stage + 127) / 128 * 128);
   p->all_tiles = q.n * p->tiles[0] * p->tiles[1] * p->tiles[2];
-  p->smem_bytes = narrow_wgrad_layout(*p, static_cast<int>(q.c_in)).total;
+  p->smem_bytes = narrow_wgrad_layout(*p).total;
   return p->smem_bytes <= limits.smem_per_block && p->blocks_per_sm * (p->smem_bytes + 1024) <= limits.smem_per_sm;
 }
 
 // Estimated cycles of a multiprocessor for a tile: the slowest of products, shared memory and copies.
 inline double narrow_wgrad_cost(const NarrowWgradPlan& p, const ConvProblem& q) {
-  const int size = q.dtype == Dtype::kFloat32 ? 4 : 2;
   const int groups = kNarrowWgradWarps / p.splits;
   const int units = (narrow_wgrad_units(p) + groups - 1) / groups * groups;
   const double products = units * p.splits * 2.0 * (p.x_tiles * p.dy_tiles * kNarrowWgradTaps / 2);
   const double mma = products * 8 / 4;
   const double shared = units * p.splits * (p.x_tiles * 6.0 + p.dy_tiles * 4.0 + 1);
-  const double dy_bytes = double(narrow_wgrad_channels(p)) * p.tile[0] * p.tile[1] * p.dy_pitch;
-  const double x_bytes = double(q.c_in) * p.halo[0] * p.halo[1] * (p.margin[0] + p.tile[2] + p.margin[1]) * size;
-  const double copies = dy_bytes / p.dy_piece / 32 * 4 + x_bytes / p.x_piece / 32 * 4;
-  const double memory = (dy_bytes + x_bytes) / 18;  // of 4.3 TB/s
+  const double dy_rows = double(narrow_wgrad_channels(p)) * p.tile[0] * p.tile[1];
+  const double x_rows = double(q.c_in) * p.halo[0] * p.halo[1];
+  const double copies = (dy_rows * p.dy_copy.pieces + x_rows * p.x_copy.pieces) / 32 * 12;
+  // A row begins and ends within sectors of 32 bytes.
+  const double memory = (dy_rows * (p.dy_pitch + 32) + x_rows * (p.x_copy.pieces * p.x_copy.piece + 32)) / 18;
   return std::max(std::max(mma, memory), shared + copies) + 0.2 * (mma + copies) + 600;
 }
 
@@ -106,8 +105,7 @@ inline NarrowWgradPlan plan_narrow_wgrad(const ConvProblem& q, const DeviceLimit
   p.math = conv_math(q);
   if (p.math == ConvMath::kTf32x3) return refuse("fp32 accuracy is left to cuDNN");
   const int size = q.dtype == Dtype::kFloat32 ? 4 : 2, unit = kNarrowWgradUnit / size;
-  p.dy_piece = narrow_piece(q.out[2] * size), p.x_piece = narrow_piece(q.in[2] * size);
-  if (p.dy_piece < 4 || p.x_piece < 4) return refuse("rows of an odd number of half values");
+  if (q.out[2] * size % 4 != 0 || q.in[2] * size % 4 != 0) return refuse("rows of an odd number of half values");
   for (int i = 0; i < 3; ++i) {
     const int64_t limit = int64_t(1) << 30;
     if (q.in[i] > limit || q.out[i] > limit || q.kernel[i] > 64 || q.padding[i] > limit || q.dilation[i] > 1024 ||
@@ -137,6 +135,10 @@ inline NarrowWgradPlan plan_narrow_wgrad(const ConvProblem& q, const DeviceLimit
   while (p.splits < 4 && p.splits * p.dy_tiles < dy_tiles) p.splits *= 2;
   p.channel_blocks = static_cast<int>((dy_tiles + p.splits * p.dy_tiles - 1) / (p.splits * p.dy_tiles));
   if (p.channel_blocks > 64) return refuse("too many output channels");
+  // Offsets within a sample are words of 32 bits.
+  double sample = double(std::max(q.c_in, q.c_out)) * size;
+  for (int i = 0; i < 3; ++i) sample *= double(std::max(q.in[i], q.out[i]));
+  if (sample > 1.6e10) return refuse("a sample of more than 16 GB");
   const int64_t full = (q.out[2] + unit - 1) / unit * unit;
   double best = -1;
   NarrowWgradPlan chosen;
@@ -165,6 +167,7 @@ inline NarrowWgradPlan plan_narrow_wgrad(const ConvProblem& q, const DeviceLimit
   }
   if (best < 0) return refuse("a tile does not fit in shared memory");
   p = chosen;
+  if (p.all_tiles > (int64_t(1) << 31) - 1) return refuse("more than 2^31 tiles");
   p.cycles = best;
   p.blocks = static_cast<int>(std::min<int64_t>(
       p.all_tiles, std::max<int64_t>(1, int64_t(limits.sm_count) * p.blocks_per_sm / p.channel_blocks)));
