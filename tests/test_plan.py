@@ -1428,9 +1428,7 @@ def test_narrow_gradient_plans_of_any_shape(data) -> None:
     dtype = draw(st.sampled_from(DTYPES))
     item = 4 if dtype == "float32" else 2
     c_in, c_out = draw(st.integers(1, 12)), draw(st.integers(1, 130))
-    problem, output = make_problem(
-        c_in, c_out, size, **case, n=draw(st.integers(1, 20)), dtype=dtype, planar=True
-    )
+    problem, output = make_problem(c_in, c_out, size, **case, n=draw(st.integers(1, 20)), dtype=dtype, planar=True)
     limits = GPUS["h200"]
     plan = dev.plan_narrow_wgrad(problem, limits)
     if plan.refusal is None:
@@ -1470,7 +1468,7 @@ def test_narrow_gradient_plans_of_any_shape(data) -> None:
         sums = plan.tile[0] * plan.tile[1] * (plan.units_w * 32 + 4)
         assert plan.scratch_channel >= sums
         assert plan.stage_bytes >= c_in * plan.scratch_channel * 4
-        assert 2 * (plan.smem_bytes + 1024) <= limits.smem_per_sm
+        assert plan.blocks_per_sm * (plan.smem_bytes + 1024) <= limits.smem_per_sm
         assert 1 <= plan.blocks <= plan.all_tiles
     else:
         assert len(plan.refusal) > 7
@@ -1504,7 +1502,11 @@ def test_narrow_gradient_plans_refuse_with_a_reason(fragment: str, of: str, kwar
 
 @pytest.mark.parametrize(
     ("n", "c_in", "c_out", "size", "kernel"),
-    [(128, 3, 24, (24, 32, 32), (3, 3, 3)), (128, 8, 64, (1, 128, 128), (1, 3, 3)), (2, 4, 32, (64, 96, 96), (3, 3, 3))],
+    [
+        (128, 3, 24, (24, 32, 32), (3, 3, 3)),
+        (128, 8, 64, (1, 128, 128), (1, 3, 3)),
+        (2, 4, 32, (64, 96, 96), (3, 3, 3)),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_channels_contiguous_take_own_gradients(n, c_in, c_out, size, kernel, dtype: str) -> None:

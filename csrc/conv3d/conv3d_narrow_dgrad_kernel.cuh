@@ -76,10 +76,11 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
   constexpr int kSize = sizeof(Element);
   extern __shared__ __align__(128) char smem_bytes[];
   const NarrowDgradPlan& plan = p.plan;
-  const NarrowDgradLayout layout = narrow_dgrad_layout(plan);
+  const NarrowDgradLayout layout = narrow_dgrad_layout(plan, p.c_in);
   int* const offsets = reinterpret_cast<int*>(smem_bytes + layout.offsets);
   int2* const units = reinterpret_cast<int2*>(smem_bytes + layout.units);
   NarrowRow* const rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.rows);
+  NarrowRow* const dx_rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.dx_rows);
   char* const stages = smem_bytes + layout.stages;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const int tile_d = plan.tile[0], tile_h = plan.tile[1], halo_rows = plan.halo[0] * plan.halo[1];
@@ -106,6 +107,12 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
     const int64_t offset = (c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1]) * kSize / 4;
     return NarrowRow{uint32_t(offset), c * plan.channel + (d * plan.halo[1] + h) * plan.pitch, d, h};
   });
+  for (int i = tid; i < p.c_in * tile_d * tile_h; i += kNarrowDgradThreads) {
+    const int h = i % tile_h, d = i / tile_h % tile_d, c = i / (tile_h * tile_d);
+    // Its offset in elements here, and its place in words, where its sums begin.
+    dx_rows[i] = NarrowRow{uint32_t(c * p.dx_stride_c + d * p.dx_stride[0] + h * p.dx_stride[1]),
+                           c * plan.scratch_channel + (d * tile_h + h) * row_words + plan.padding[2], d, h};
+  }
   if (tid < 32) reinterpret_cast<int*>(smem_bytes + layout.zeros)[tid] = 0;
 
   const int all_tiles = static_cast<int>(plan.all_tiles);
@@ -232,19 +239,25 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
         for (int half = 0; half < 2; ++half) {
           const int c = m * 16 + half * 8 + g - tap * p.c_in;
           if (c < 0 || c >= p.c_in) continue;
-          float* const of_channel = sums + c * plan.scratch_channel + tap;
+          float* const of_channel = sums + c * plan.scratch_channel + tap + t * (kHalf ? 2 : 8);
+          // All loads before the first store, which they might depend on as far as the compiler knows.
+          float v[kUnits][8];
+#pragma unroll
+          for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              v[u][i] = tap > 0 && unit[u].y >= 0
+                            ? of_channel[unit[u].y + (kHalf ? i / 2 * 8 + i % 2 : i % 2 * 4 + i / 2)]
+                            : 0.f;
+            }
+          }
 #pragma unroll
           for (int u = 0; u < kUnits; ++u) {
             if (unit[u].y < 0) continue;
-            float* const to = of_channel + unit[u].y + t * (kHalf ? 2 : 8);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-#pragma unroll
-              for (int e = 0; e < 2; ++e) {
-                float& sum = to[kHalf ? j * 8 + e : e * 4 + j];
-                const float v = acc[u][m][j][half * 2 + e];
-                sum = tap == 0 ? v : sum + v;
-              }
+            for (int i = 0; i < 8; ++i) {
+              of_channel[unit[u].y + (kHalf ? i / 2 * 8 + i % 2 : i % 2 * 4 + i / 2)] =
+                  v[u][i] + acc[u][m][i / 2][half * 2 + i % 2];
             }
           }
         }
@@ -253,20 +266,23 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
     __syncthreads();
     const Place at = place_of(tile);
     tile += gridDim.x;
-    Element* const dx = static_cast<Element*>(p.dx) + at.n * p.dx_stride_n;
-    const int out_rows = p.c_in * tile_d * tile_h;
-    for (int row = warp; row < out_rows; row += kNarrowDgradWarps) {
-      const int h = row % tile_h, d = row / tile_h % tile_d, c = row / (tile_h * tile_d);
-      if (at.d + d >= p.in[0] || at.h + h >= p.in[1]) continue;
-      const float* const from = sums + c * plan.scratch_channel + (d * tile_h + h) * row_words + plan.padding[2];
-      Element* const to = dx + c * p.dx_stride_c + (at.d + d) * p.dx_stride[0] + (at.h + h) * p.dx_stride[1];
-      if (kHalf && p.in[2] % 2 == 0) {
-        for (int w = lane * 2; w < p.in[2]; w += 64) {
-          const float v[2] = {from[w], from[w + 1]};
-          store_vec(to + w, pack<Element>(v));
+    Element* const dx =
+        static_cast<Element*>(p.dx) + at.n * p.dx_stride_n + at.d * p.dx_stride[0] + at.h * p.dx_stride[1];
+    const int out_rows = p.c_in * tile_d * tile_h, first_row = tid >> plan.dx_across_log2;
+    const int first_w = (tid & ((1 << plan.dx_across_log2) - 1)) * plan.dx_vector;
+#pragma unroll 2
+    for (int i = first_row; i < out_rows; i += kNarrowDgradThreads >> plan.dx_across_log2) {
+      const NarrowRow row = dx_rows[i];
+      if (at.d + row.d >= p.in[0] || at.h + row.h >= p.in[1]) continue;
+      for (int w = first_w; w < p.in[2]; w += plan.dx_vector << plan.dx_across_log2) {
+        const float* const from = sums + row.place + w;
+        Element* const to = dx + row.words + w;
+        if (kHalf && plan.dx_vector == 2) {
+          const float v[2] = {from[0], from[1]};
+          store_vec(to, pack<Element>(v));
+        } else {
+          *to = from_acc<Element>(*from);
         }
-      } else {
-        for (int w = lane; w < p.in[2]; w += 32) to[w] = from_acc<Element>(from[w]);
       }
     }
   }

@@ -34,10 +34,13 @@ struct NarrowDgradPlan {
   int pitch = 0, channel = 0;  // bytes in shared memory: from row to row, from channel to channel
   int scratch_channel = 0;     // words from channel to channel of the sums
   NarrowCopy dy_copy;
+  int dx_vector = 1;       // elements of a row of dx that a thread stores at once
+  int dx_across_log2 = 0;  // threads side by side along a row of dx
   int64_t tiles[2] = {1, 1};
   int64_t all_tiles = 1;  // of all samples
   int stages = kNarrowDgradStages;
   int stage_bytes = 0;
+  int blocks_per_sm = 2;
   int blocks = 1;
   int smem_bytes = 0;
   double cycles = 0;  // estimated, of the whole launch

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
 
 #include "conv3d_narrow_dgrad_params.h"
 #include "conv3d_plan.h"
@@ -17,19 +18,21 @@ struct NarrowDgradLayout {
   int offsets;  // where the 8 channels of a k step (half: two times) begin in a stage; -1: beyond the last
   int units;    // int2 per unit of a tile: where it lies in dy and in the sums
   int rows;     // NarrowRow per (channel, row) of dy
+  int dx_rows;  // NarrowRow per (channel, row) of dx
   int zeros;    // 128 bytes
   int stages;
   int total;
 };
 
-KGOPT_HD NarrowDgradLayout narrow_dgrad_layout(const NarrowDgradPlan& p) {
+KGOPT_HD NarrowDgradLayout narrow_dgrad_layout(const NarrowDgradPlan& p, int c_in) {
   auto align = [](int bytes) { return (bytes + 127) / 128 * 128; };
   NarrowDgradLayout s{};
   s.weights = 0;
   s.offsets = s.weights + p.chunks * p.k_steps * p.row_tiles * 512;
   s.units = s.offsets + align(p.k_steps * 8);
   s.rows = s.units + align(kNarrowDgradWarps * p.units * 8);
-  s.zeros = s.rows + align(p.dy_copy.slots * 16);
+  s.dx_rows = s.rows + align(p.dy_copy.slots * 16);
+  s.zeros = s.dx_rows + align(c_in * p.tile[0] * p.tile[1] * 16);
   s.stages = s.zeros + 128;
   s.total = s.stages + p.stage_bytes * p.stages;
   return s;
@@ -65,8 +68,8 @@ inline bool narrow_dgrad_tile(NarrowDgradPlan* p, const ConvProblem& q, const De
   if (stage > limits.smem_per_block) return false;
   p->stage_bytes = static_cast<int>((stage + 127) / 128 * 128);
   p->all_tiles = q.n * p->tiles[0] * p->tiles[1];
-  p->smem_bytes = narrow_dgrad_layout(*p).total;
-  return 2 * (p->smem_bytes + 1024) <= limits.smem_per_sm;
+  p->smem_bytes = narrow_dgrad_layout(*p, static_cast<int>(q.c_in)).total;
+  return p->smem_bytes <= limits.smem_per_block && p->blocks_per_sm * (p->smem_bytes + 1024) <= limits.smem_per_sm;
 }
 
 // Estimated cycles of a multiprocessor for a tile: the slowest of products, shared memory and copies.
@@ -111,8 +114,9 @@ inline NarrowDgradPlan plan_narrow_dgrad(const ConvProblem& q, const DeviceLimit
   if (q.dilation[2] != 1 && p.kernel[2] > 1) return refuse("a dilation of the width");
   // Beyond, dx has positions that no position of dy reaches, and none are computed for them.
   if (p.padding[2] > p.kernel[2] - 1) return refuse("a padding of the width above the kernel's");
-  // Offsets within a sample are words of 32 bits.
-  if (4.0 * q.c_out * double(q.out[0]) * double(q.out[1]) * double(q.out[2]) > 1.6e10) {
+  // Offsets within a sample are numbers of 32 bits.
+  if (4.0 * std::max(q.c_in, q.c_out) * double(q.in[0]) * double(q.in[1]) * double(q.in[2]) > 1.6e10 ||
+      4.0 * q.c_out * double(q.out[0]) * double(q.out[1]) * double(q.out[2]) > 1.6e10) {
     return refuse("a sample of more than 16 GB");
   }
   const int64_t rows = q.c_in * q.kernel[2];
@@ -120,6 +124,8 @@ inline NarrowDgradPlan plan_narrow_dgrad(const ConvProblem& q, const DeviceLimit
   p.row_tiles = rows <= 16 ? 1 : 2;
   p.units = p.row_tiles == 1 ? 4 : 2;
   p.units_w = static_cast<int>(std::min<int64_t>((q.out[2] + kNarrowDgradUnit - 1) / kNarrowDgradUnit, 1 << 20));
+  p.dx_vector = q.dtype != Dtype::kFloat32 && q.in[2] % 2 == 0 ? 2 : 1;
+  while (p.dx_across_log2 < 8 && p.dx_vector << p.dx_across_log2 < q.in[2]) ++p.dx_across_log2;
   const int most_rows = kNarrowDgradWarps * p.units / p.units_w;
   if (most_rows == 0) return refuse("rows of more positions than a block has");
   double best = -1;
@@ -129,11 +135,15 @@ inline NarrowDgradPlan plan_narrow_dgrad(const ConvProblem& q, const DeviceLimit
     for (int h = 1; h <= most_rows / d && h <= q.in[1]; ++h) {
       for (int channels : {8, 16, 24, 32}) {
         if (channels > (q.c_out + 7) / 8 * 8) break;
-        for (int stages : {3, 2}) {
+        for (const auto& [blocks_per_sm, stages] :
+             {std::pair(2, 3), std::pair(2, 2), std::pair(1, 3), std::pair(1, 2)}) {
+          p.blocks_per_sm = blocks_per_sm;
           p.stages = stages;
           if (!plan_detail::narrow_dgrad_tile(&p, q, limits, d, h, channels)) continue;
-          const double cost = std::ceil(double(p.all_tiles) / (2.0 * limits.sm_count)) * 2 *
-                              plan_detail::narrow_dgrad_cost(p, q) * (stages == 2 ? 1.05 : 1.0);
+          const double rounds = std::ceil(double(p.all_tiles) / (double(blocks_per_sm) * limits.sm_count));
+          // Alone, a block has nobody to work while it waits.
+          const double cost = rounds * blocks_per_sm * plan_detail::narrow_dgrad_cost(p, q) *
+                              (stages == 2 ? 1.05 : 1.0) * (blocks_per_sm == 1 ? 1.3 : 1.0);
           if (best < 0 || cost < best) {
             best = cost;
             chosen = p;
@@ -146,7 +156,7 @@ inline NarrowDgradPlan plan_narrow_dgrad(const ConvProblem& q, const DeviceLimit
   p = chosen;
   if (p.all_tiles > (int64_t(1) << 31) - 1) return refuse("more than 2^31 tiles");
   p.cycles = best;
-  p.blocks = static_cast<int>(std::min<int64_t>(p.all_tiles, 2 * limits.sm_count));
+  p.blocks = static_cast<int>(std::min<int64_t>(p.all_tiles, p.blocks_per_sm * limits.sm_count));
   return p;
 }
 

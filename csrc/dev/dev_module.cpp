@@ -417,6 +417,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("all_tiles", &NarrowDgradPlan::all_tiles)
       .def_readonly("stages", &NarrowDgradPlan::stages)
       .def_readonly("stage_bytes", &NarrowDgradPlan::stage_bytes)
+      .def_readonly("blocks_per_sm", &NarrowDgradPlan::blocks_per_sm)
       .def_readonly("blocks", &NarrowDgradPlan::blocks)
       .def_readonly("smem_bytes", &NarrowDgradPlan::smem_bytes)
       .def_readonly("cycles", &NarrowDgradPlan::cycles);
