@@ -328,11 +328,14 @@ def _conv_precision(precision: str) -> Iterator[None]:
         torch._C._set_fp32_precision_setter("cuda", "conv", before)
 
 
+_FEW_CHANNELS = 16  # of a contiguous x: more have no kernels of their own in conv_backward
+
+
 def _own_conv_gradients(dy: Tensor, x: Tensor) -> bool:
     """Whether conv_backward may have kernels of its own. ATen's op can be differentiated again, and batched by vmap."""
     if not x.is_cuda or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return False
-    return _is_channels_last(x) or _is_channels_last(dy)
+    return _is_channels_last(x) or _is_channels_last(dy) or x.shape[1] <= _FEW_CHANNELS
 
 
 def _conv_gradients(
