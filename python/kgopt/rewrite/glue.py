@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
@@ -484,7 +483,7 @@ _conv_add, _conv_add_moments = _OPS.conv_add.default, _OPS.conv_add_moments.defa
 
 def _may_plan() -> bool:
     """Gradients are off, and no mode but ours, such as _Find, is to see the functions themselves."""
-    if torch.is_grad_enabled() or is_watched():
+    if torch.is_grad_enabled() or policy.is_watched():
         return False
     return torch._C._len_torch_function_stack() <= policy.own_modes.count
 
@@ -678,23 +677,12 @@ def _corner(x: Tensor) -> Tensor:
     return x[:1].contiguous(memory_format=_FORMATS[x.dim()] if _is_channels_last(x) else torch.contiguous_format)
 
 
-def is_watched() -> bool:
-    """Something traces, transforms or counts what runs: it shall see PyTorch's own functions."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or torch.utils._python_dispatch._len_torch_dispatch_stack()
-        or forward_ad._current_level >= 0
-    )
-
-
 def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` with the replaced calls in it, where nothing needs a gradient and nothing is traced."""
 
     @functools.wraps(forward)
     def glue_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or is_watched():
+        if torch.is_grad_enabled() or policy.is_watched():
             return forward(self, *args, **kwargs)
         state = self.__dict__.get("_kgopt_glue")
         if state is None or not state.enabled or not state.faster:

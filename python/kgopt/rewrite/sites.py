@@ -186,15 +186,7 @@ class Site:
             # convolutions want it in the kernel that computes it; otherwise one of them would convert it.
             x = layout.as_channels_last(x)
         if self.short:
-            args = norm_args(norm, None)
-            assert args is not None
-            rest = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post)
-            if half:
-                y = without_autocast(_group_norm, x, *rest)
-            elif (moments := self._carried(x)) is not None:
-                y = _group_norm_moments(x, moments, *rest)
-            else:
-                y = _group_norm(x, *rest)
+            y = self._run_short(x, norm, half)
         else:
             both = self._args(x, operands[0] if self.chain.conv else None, norm)
             assert both is not None
@@ -202,6 +194,19 @@ class Site:
             call_norm = without_autocast if half else call_now
             y = emit_kgopt(self.chain, call_now, x, x.dim(), *both, fold, call_norm)
         return y if norm._kgopt_state.keep_format else policy.as_torch(self.chain, x, y)
+
+    def _run_short(self, x: Tensor, norm: Any, half: bool) -> Tensor:
+        parameters = norm._parameters
+        groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
+        rest = (groups, parameters["weight"], parameters["bias"], norm.eps, self.chain.post)
+        op = _group_norm if policy.is_watched() else _direct_group_norm
+        if half:
+            return without_autocast(op, x, *rest)  # type: ignore[no-any-return]
+        if (moments := self._carried(x)) is not None:
+            return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
+        if op is _direct_group_norm and not torch.is_autocast_enabled(x.device.type):
+            return op(x, *rest)  # type: ignore[no-any-return]
+        return _group_norm(x, *rest)  # type: ignore[no-any-return]
 
     def run_before(self, follower: Any, *operands: Any) -> Tensor:
         """:meth:`run`, where the value goes to ``follower`` alone.
@@ -265,5 +270,6 @@ def _is_sequence(module: nn.Sequential) -> bool:
 
 
 _group_norm = torch.ops.kgopt.group_norm.default
+_direct_group_norm = _ops.direct("group_norm")
 _group_norm_conv1x1 = torch.ops.kgopt.group_norm_conv1x1.default
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default

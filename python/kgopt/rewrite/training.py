@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
 from kgopt.rewrite import policy
-from kgopt.rewrite.glue import innermost, interpolation, is_watched
-from kgopt.rewrite.patterns import conv_of
+from kgopt.rewrite.glue import innermost, interpolation
+from kgopt.rewrite.patterns import CONV_MODULES, conv_of
 
 _OPS = torch.ops.kgopt
 SHAPES = 8  # inputs of a module that are measured
@@ -52,9 +52,17 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
 
 
 def _convolve(conv: Any, x: Tensor) -> Tensor:
+    parameters = conv._parameters
+    tensors = [x, parameters["weight"], parameters["bias"]]
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        tensors = [t if t is None or t.dtype is dtype else t.to(dtype) for t in tensors]
     tail = (conv.output_padding, conv.groups, conv.dilation) if conv.transposed else (conv.dilation, conv.groups)
-    op = getattr(_OPS, conv_of(conv) or "").default
-    return op(x, conv.weight, conv.bias, conv.stride, conv.padding, *tail)  # type: ignore[no-any-return]
+    y = _CONVS[conv_of(conv) or ""](*tensors, conv.stride, conv.padding, *tail)
+    return y  # type: ignore[no-any-return]
+
+
+_CONVS = {name: _ops.direct(name) for name in CONV_MODULES.values()}
 
 
 def _takes(module: Any, x: Any) -> bool:
@@ -79,35 +87,51 @@ def key_of(x: Tensor) -> Any:
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, cast, torch.backends.cudnn.allow_tf32
 
 
-def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a module, by kgopt's ops where gradients are on and they were faster."""
+def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a convolution module, by kgopt's ops where gradients are on and they were faster."""
 
     @functools.wraps(forward)
     def training_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_watched():
+        if len(args) != 1 or kwargs or (state := _state_now(self)) is None:
             return forward(self, *args, **kwargs)
-        state = self.__dict__.get("_kgopt_training")
-        if state is None or not state.enabled or torch._C._len_torch_function_stack() > policy.own_modes.count:
+        return policy.outside_own_modes(_run, state, forward, self, args[0])
+
+    return training_forward
+
+
+def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a module whose code calls F.interpolate, likewise."""
+
+    @functools.wraps(forward)
+    def training_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = _state_now(self)
+        if state is None:
             return forward(self, *args, **kwargs)
-        if conv_of(self) is not None:
-            if len(args) != 1 or kwargs:
-                return forward(self, *args, **kwargs)
-            return policy.outside_own_modes(_run, state, forward, self, args[0])
         return policy.outside_own_modes(_interpolating, state, forward, self, *args, **kwargs)
 
     return training_forward
 
 
+def _state_now(module: Any) -> TrainingState | None:
+    """The state of a module whose call may be another one: gradients are on, and nobody looks on."""
+    if not torch.is_grad_enabled() or policy.is_watched():
+        return None
+    state: TrainingState | None = module.__dict__.get("_kgopt_training")
+    if state is None or not state.enabled or torch._C._len_torch_function_stack() > policy.own_modes.count:
+        return None
+    return state
+
+
 def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -> Any:
-    runner = runner_of(conv) if _takes(conv, x) else None
-    if runner is None:
+    if not _takes(conv, x):
         return forward(conv, x)
     key = key_of(x)
-    if state.measuring and key not in state.ours and len(state.ours) < SHAPES:
+    ours = state.ours.get(key)
+    if ours is None and state.measuring and len(state.ours) < SHAPES and runner_of(conv) is not None:
         parameters = [p for p in conv.parameters() if p.requires_grad]
-        theirs, ours = functools.partial(forward, conv), functools.partial(runner, conv)
-        state.ours[key] = _is_faster(theirs, ours, parameters, x)
-    return runner(conv, x) if state.ours.get(key) else forward(conv, x)
+        theirs = functools.partial(forward, conv)
+        ours = state.ours[key] = _is_faster(theirs, functools.partial(_convolve, conv), parameters, x)
+    return _convolve(conv, x) if ours and runner_of(conv) is not None else forward(conv, x)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
