@@ -49,7 +49,7 @@ Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tenso
   sum.stride_a = dweight.stride(0);
   sum.stride_b = dweight.stride(1);
   spatial_strides(dweight, shape.rank, sum.stride_k);
-  sum.dtype = shape.dtype;
+  sum.dtype = check_dtype(op, "weight", weight);
   sum.plan = plan;
   raise_on_error(op, run_conv_wgrad_sum(sum, stream));
   return dweight;
@@ -61,8 +61,8 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   const char* const op = "conv_backward";
   const int rank = static_cast<int>(stride.size());
   KGOPT_CHECK(rank == 2 || rank == 3, op, ": stride is ", list_string(stride), ", expected 2 or 3 values");
-  const ConvShape shape =
-      check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups, transposed, rank);
+  const ConvShape shape = check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups,
+                                     transposed, rank, true);
   check_conv_gradient(op, dy, x, shape, mask);
   const DeviceGuard guard(x.get_device_index());
   std::array<bool, 3> from_aten{mask[0], mask[1], mask[2]};
@@ -76,8 +76,9 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     const bool own[2] = {mask[0] && !choice.why_not_dgrad && !copies, mask[1] && !choice.why_not_wgrad && !copies};
     if (own[0] || own[1]) dy = channels_innermost(dy);
     if (own[0]) {
-      const ConvArgs adjoint{op,     dy,          weight, std::nullopt, stride,    padding, dilation, IntArray(rank, 0),
-                             groups, !transposed, rank,   backend,      allow_tf32};
+      const ConvArgs adjoint{
+          op,     dy,          weight, std::nullopt, stride,     padding, dilation, IntArray(rank, 0),
+          groups, !transposed, rank,   backend,      allow_tf32, true};
       dx = conv_hopper(adjoint, check_conv_args(adjoint), choice.dgrad);
     }
     if (own[1]) dweight = conv_wgrad(op, dy, choice.wgrad.few ? channels_innermost(x) : x, weight, shape, choice.wgrad);

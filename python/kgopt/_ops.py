@@ -411,6 +411,8 @@ def _any_conv_gradients(  # type: ignore[no-untyped-def]
         grads = _BACKWARD.conv_backward(dy, x, weight, *geometry, needs, backend=backend, allow_tf32=allow_tf32)
         dx, dweight, dbias = grads
         return dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None
+    if weight.dtype is not x.dtype:
+        weight = weight.to(x.dtype)
     return torch.ops.aten.convolution_backward.default(
         dy, x, weight, [dy.shape[1]], stride, padding, dilation, transposed, output_padding, groups, needs
     )
@@ -950,6 +952,22 @@ def _low_convolution(name: str) -> Callable[..., Any]:
     return lambda dtype, args, kwargs: op(*(_cast(a, dtype) for a in args[:3]), *args[3:], **kwargs)
 
 
+def autocast_convolution(dtype: torch.dtype, x: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    """What a convolution is given under autocast.
+
+    fp32 weights stay: the op rounds them where it reads them, to half types alone, and their gradients are fp32.
+    """
+    x = _cast(x, dtype)
+    if weight.dtype is torch.float32 and (bias is None or bias.dtype is torch.float32) and dtype.itemsize == 2:
+        return x, weight, bias
+    return x, _cast(weight, dtype), _cast(bias, dtype)
+
+
+def _convolution_low(name: str) -> Callable[..., Any]:
+    op = direct(name)
+    return lambda dtype, args, kwargs: op(*autocast_convolution(dtype, *args[:3]), *args[3:], **kwargs)
+
+
 def _conv_add_low(name: str) -> Callable[..., Any]:
     """The residual too: a wider one is a sum in its own dtype, which is not this op's."""
     op = direct(name)
@@ -1006,7 +1024,7 @@ def _relu_norm_in_fp32(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
 
 def _register_autocast() -> None:
     """The dtypes of PyTorch's own ops: torch lists norms and logsumexp as fp32 on CUDA, and not at all on CPU."""
-    shared = {name: _low_convolution(name) for name in _CONVS}
+    shared = {name: _convolution_low(name) for name in _CONVS}
     shared |= {name: _conv_add_low(name) for name in ("conv_add", "conv_add_moments")}
     cpu = {name: _low_convolution(name) for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE)}
     cuda = {

@@ -53,12 +53,11 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
 
 def _convolve(conv: Any, x: Tensor) -> Tensor:
     parameters = conv._parameters
-    tensors = [x, parameters["weight"], parameters["bias"]]
+    weight, bias = parameters["weight"], parameters["bias"]
     if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        tensors = [t if t is None or t.dtype is dtype else t.to(dtype) for t in tensors]
+        x, weight, bias = _ops.autocast_convolution(torch.get_autocast_dtype("cuda"), x, weight, bias)
     tail = (conv.output_padding, conv.groups, conv.dilation) if conv.transposed else (conv.dilation, conv.groups)
-    y = _CONVS[conv_of(conv) or ""](*tensors, conv.stride, conv.padding, *tail)
+    y = _CONVS[conv_of(conv) or ""](x, weight, bias, conv.stride, conv.padding, *tail)
     return y  # type: ignore[no-any-return]
 
 
