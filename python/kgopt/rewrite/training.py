@@ -21,6 +21,7 @@ from kgopt import _ops as _ops
 from kgopt.rewrite import policy
 from kgopt.rewrite.glue import innermost, interpolation
 from kgopt.rewrite.patterns import CONV_MODULES, conv_of
+from kgopt.rewrite.wrapped import Wrapped
 
 _OPS = torch.ops.kgopt
 SHAPES = 8  # inputs of a module that are measured
@@ -254,8 +255,6 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
 
     Returns how many modules gained.
     """
-    from kgopt.rewrite import classes
-
     with _Callers({id(m): m for m in root.modules()}) as mode:
         call()
     for name, module in root.named_modules():
@@ -265,12 +264,7 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
             or "forward" in module.__dict__
         ):
             continue
-        state = module.__dict__.setdefault("_kgopt_training", TrainingState())
-        state.measuring = True
-        original = classes.original_class(module)
-        recipe = type(module).__dict__["_kgopt_recipe"] if original is not None else ()
-        if ("training",) not in recipe:
-            module.__class__ = classes.make_class(original or type(module), (*recipe, ("training",)))
+        _wrapped.add(module, TrainingState).measuring = True
     try:
         call()
     finally:
@@ -280,26 +274,5 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
     return len(modules_of(root))
 
 
-def forget(root: nn.Module, which: Callable[[nn.Module], bool] = lambda module: True) -> None:
-    """Gives modules their own forward back."""
-    from kgopt.rewrite import classes
-
-    for module in modules_of(root):
-        if not which(module):
-            continue
-        del module.__dict__["_kgopt_training"]
-        original = classes.original_class(module)
-        if original is not None:
-            recipe = tuple(part for part in type(module).__dict__["_kgopt_recipe"] if part != ("training",))
-            module.__class__ = classes.make_class(original, recipe) if recipe else original
-
-
-def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Every module that has a state."""
-    return [m for m in root.modules() if "_kgopt_training" in m.__dict__]
-
-
-def state_of(module: nn.Module) -> TrainingState:
-    """The state of one of them."""
-    state: TrainingState = module.__dict__["_kgopt_training"]
-    return state
+_wrapped: Wrapped[TrainingState] = Wrapped("training")
+modules_of, state_of, forget = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget
