@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -324,7 +325,22 @@ def _conv_precision(precision: str) -> Iterator[None]:
         torch._C._set_fp32_precision_setter("cuda", "conv", before)
 
 
-_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_KEYS = torch._C.DispatchKey
+# What stands above an op's kernel of a plain tensor.
+_ABOVE = functools.reduce(
+    operator.or_,
+    map(
+        torch._C.DispatchKeySet,
+        (
+            _KEYS.AutogradFunctionality,
+            _KEYS.AutogradOther,
+            _KEYS.AutogradNestedTensor,
+            _KEYS.AutocastCPU,
+            _KEYS.AutocastCUDA,
+        ),
+    ),
+)
+_Below = functools.partial(torch._C._ExcludeDispatchKeyGuard, _ABOVE)
 
 
 def _in_backward(name: str) -> Callable[..., Any]:
@@ -335,7 +351,7 @@ def _in_backward(name: str) -> Callable[..., Any]:
         if _is_recorded():
             return op(*args, **keywords)
         # Around the op alone: what unpacks saved tensors may compute them again, with gradients.
-        with _BelowAutograd():
+        with _Below():
             return op(*args, **keywords)
 
     return call
@@ -441,15 +457,15 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         keyset, keywords = args[-1]
         args = args[:-1]
         if keyset is None:
-            with _BelowAutograd():
+            with _Below():
                 output = op(*args, **keywords)
         elif torch._C._are_functorch_transforms_active():
             # Below are other levels of torch.func.grad: with gradients off, as in any forward, they would see a
             # constant.
-            with _BelowAutograd(), torch.enable_grad():
+            with _Below(), torch.enable_grad():
                 output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
         else:
-            with _BelowAutograd():
+            with _Below():
                 output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
         # No zeros for the gradients of statistics, which nobody differentiates.
         ctx.set_materialize_grads(False)
@@ -474,7 +490,7 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         _refuse_forward_mode(name, args)
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return apply(*args, (None, keywords))
-        with _BelowAutograd():
+        with _Below():
             return op(*args, **keywords)
 
     def kernel(keyset: Any, *args: Any, **keywords: Any) -> Any:
@@ -484,7 +500,7 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
                 return apply(*args, (keyset, keywords))
             with enable_single_level_autograd_function():
                 return apply(*args, (keyset, keywords))
-        with _BelowAutograd():
+        with _Below():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
 
     _AT_AUTOGRAD[name] = at_autograd
@@ -929,7 +945,7 @@ def _differentiable_twin(name: str) -> Callable[..., Tensor]:
                 return in_steps(*positional, **keywords)
             y: Tensor = twin(*args, **kwargs)[0]
             return y if y.dtype is args[0].dtype else y.to(args[0].dtype)
-        with _BelowAutograd():
+        with _Below():
             return op(*args, **kwargs)
 
     _AT_AUTOGRAD[name] = kernel
