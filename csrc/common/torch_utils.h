@@ -193,7 +193,7 @@ inline Tensor empty_like_shape(const Tensor& like, const IntArray& sizes,
   auto put = [&](int d) {
     strides[d] = next;
     next *= sizes[d];
-    empty = empty || sizes[d] == 0;
+    empty = empty || (sizes[d] == 0 && rank > 1);
   };
   const bool innermost = !empty && format != MemoryFormat::Contiguous;
   if (innermost) put(1);

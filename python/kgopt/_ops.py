@@ -385,6 +385,9 @@ def _own_conv_gradients(dy: Tensor, x: Tensor) -> bool:
     """Whether conv_backward may have kernels of its own. ATen's op can be differentiated again, and batched by vmap."""
     if not x.is_cuda or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return False
+    channels_last = _format(x.dim(), True)  # dense so: the usual case, and a quick question
+    if x.is_contiguous(memory_format=channels_last) and not x.is_contiguous():
+        return True
     return _is_channels_last(x) or _is_channels_last(dy)
 
 
