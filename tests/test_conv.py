@@ -441,3 +441,74 @@ def test_conv_gradients_through_the_op(rank, compiled, device, monkeypatch):
         (dx,) = torch.autograd.grad(ours(x, weight, bias).square().sum(), x, create_graph=True)
         dx.square().sum().backward()
         assert weight.grad is not None
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=str)
+@pytest.mark.parametrize("name", CONV_CASES)
+def test_conv_rounds_fp32_weights(name, dtype, layout, device, poisoned):
+    """fp32 weights beside a half x: the bits that rounded weights give, with fp32 gradients."""
+    case = CONV_CASES[name]
+    x = torch.randn(2, case[2], *case[4]).to(dtype).to(device)
+    if layout == "channels_last":
+        x = channels_last(x)
+    weight = torch.randn(weight_shape(case)).to(device).requires_grad_()
+    bias = torch.randn(case[3]).to(dtype).float().to(device).requires_grad_()  # fp32 sums may take it unrounded
+    x.requires_grad_()
+    for backend in backends(device):
+        y = run(OURS[case[:2]], case, x, weight, bias, backend=backend)
+        dy = torch.randn_like(y)
+        wide = torch.autograd.grad(y, (x, weight, bias), dy)
+        assert [g.dtype for g in wide] == [dtype, torch.float32, torch.float32]
+        narrow_weight, narrow_bias = (t.detach().to(dtype).requires_grad_() for t in (weight, bias))
+        expected = run(OURS[case[:2]], case, x, narrow_weight, narrow_bias, backend=backend)
+        assert y.dtype == dtype
+        assert torch.equal(y, expected)
+        narrow = torch.autograd.grad(expected, (x, narrow_weight, narrow_bias), dy)
+        if device == "cpu" or backend == "kgopt":  # cuDNN's sums may differ from call to call
+            assert all(torch.equal(w.to(dtype), n) for w, n in zip(wide, narrow, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("c_out", [32, 40, 64])
+@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=str)
+def test_conv_rounds_fp32_weights_on_wgmma(dtype, c_out, poisoned):
+    """Those of the kernels that read fp32 weights themselves, after a change in place and in a captured graph."""
+    x = channels_last(torch.randn(1, 32, 12, 30, 40).to(dtype).cuda()).requires_grad_()
+    weight = torch.randn(c_out, 32, 3, 3, 3, device="cuda", requires_grad=True)
+    bias = torch.randn(c_out, device="cuda").to(dtype).float().requires_grad_()
+
+    def step(weight, bias):
+        y = functional.conv3d(x, weight, bias, padding=1, backend="kgopt")
+        return y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+
+    def check(values):
+        y, dx, dweight = values
+        expected = step(*(t.detach().to(dtype).requires_grad_() for t in (weight, bias)))
+        assert torch.equal(y, expected[0])
+        assert torch.equal(dx, expected[1])
+        assert torch.equal(dweight.to(dtype), expected[2])
+
+    check(step(weight, bias))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    check(step(weight, bias))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(weight, bias)
+    with torch.no_grad():
+        weight.mul_(-0.5)
+    graph.replay()
+    check(captured)
+
+
+def test_conv_refuses_other_weight_dtypes(device):
+    x = torch.randn(1, 2, 4, 4, device=device)
+    weight = torch.randn(3, 2, 3, 3, device=device)
+    for image, other in ((x, weight.bfloat16()), (x.bfloat16(), weight.double()), (x.double(), weight)):
+        with pytest.raises(RuntimeError, match=r"weight has dtype .*, expected the dtype of x"):
+            functional.conv2d(image, other)
+    with pytest.raises(RuntimeError, match="bias has dtype bfloat16"):
+        functional.conv2d(x.bfloat16(), weight, weight[:, 0, 0, 0].bfloat16())

@@ -54,7 +54,7 @@ Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tenso
   sum.stride_a = dweight.stride(0);
   sum.stride_b = dweight.stride(1);
   spatial_strides(dweight, shape.rank, sum.stride_k);
-  sum.dtype = shape.dtype;
+  sum.dtype = check_dtype(op, "weight", weight);
   sum.plan = plan;
   raise_on_error(op, run_conv_wgrad_sum(sum, stream));
   return dweight;
@@ -72,21 +72,22 @@ void planar_strides(const Tensor& t, int rank, int64_t* n, int64_t* c, int64_t (
 Tensor conv_narrow_dgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight,
                          const ConvShape& shape, const NarrowDgradPlan& plan) {
   Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
+  const Tensor narrow = as_type_of(weight, x);
   NarrowDgradParams p{};
   p.dy = dy.const_data_ptr();
-  p.weight = weight.const_data_ptr();
+  p.weight = narrow.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
   planar_strides(dy, shape.rank, &p.dy_stride_n, &p.dy_stride_c, p.dy_stride);
   planar_strides(dx, shape.rank, &p.dx_stride_n, &p.dx_stride_c, p.dx_stride);
-  p.w_stride_out = weight.stride(0);
-  p.w_stride_in = weight.stride(1);
-  spatial_strides(weight, shape.rank, p.w_stride_k);
+  p.w_stride_out = narrow.stride(0);
+  p.w_stride_in = narrow.stride(1);
+  spatial_strides(narrow, shape.rank, p.w_stride_k);
   p.c_in = static_cast<int>(shape.c_in);
   p.c_out = static_cast<int>(shape.c_out);
   std::copy(shape.in, shape.in + 3, p.in);
   std::copy(shape.out, shape.out + 3, p.out);
   p.plan = plan;
-  raise_on_error(op, run_conv_narrow_dgrad(p, static_cast<cudaStream_t>(current_stream(x))));
+  raise_on_error(op, run_conv_narrow_dgrad(p, stream_of(x)));
   return dx;
 }
 
@@ -115,10 +116,10 @@ std::pair<Tensor, std::optional<Tensor>> conv_narrow_wgrad(const char* op, const
   p.dw_stride_in = dweight.stride(1);
   spatial_strides(dweight, shape.rank, p.dw_stride_k);
   p.dbias = dbias ? dbias->mutable_data_ptr() : nullptr;
-  p.dtype = shape.dtype;
+  p.dtype = check_dtype(op, "weight", weight);
   p.plan = plan;
-  raise_on_error(op, run_conv_narrow_wgrad(p, static_cast<cudaStream_t>(current_stream(x))));
-  return {dweight, dbias};
+  raise_on_error(op, run_conv_narrow_wgrad(p, stream_of(x)));
+  return {dweight, dbias ? std::optional(as_type_of(*dbias, x)) : dbias};
 }
 
 ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
@@ -127,8 +128,8 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   const char* const op = "conv_backward";
   const int rank = static_cast<int>(stride.size());
   KGOPT_CHECK(rank == 2 || rank == 3, op, ": stride is ", list_string(stride), ", expected 2 or 3 values");
-  const ConvShape shape =
-      check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups, transposed, rank);
+  const ConvShape shape = check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups,
+                                     transposed, rank, true);
   check_conv_gradient(op, dy, x, shape, mask);
   const DeviceGuard guard(x.get_device_index());
   std::array<bool, 3> from_aten{mask[0], mask[1], mask[2]};
@@ -149,8 +150,9 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
                          mask[1] && !narrow[1] && !choice.why_not_wgrad && !copies};
     if (own[0] || own[1]) dy = channels_innermost(dy);
     if (own[0]) {
-      const ConvArgs adjoint{op,     dy,          weight, std::nullopt, stride,    padding, dilation, IntArray(rank, 0),
-                             groups, !transposed, rank,   backend,      allow_tf32};
+      const ConvArgs adjoint{
+          op,     dy,          weight, std::nullopt, stride,     padding, dilation, IntArray(rank, 0),
+          groups, !transposed, rank,   backend,      allow_tf32, true};
       const ConvShape adjoint_shape = check_conv_args(adjoint);
       dx = choice.dgrad_by_rows ? conv_rows(adjoint, adjoint_shape, choice.dgrad_rows)
                                 : conv_hopper(adjoint, adjoint_shape, choice.dgrad);
