@@ -47,6 +47,18 @@ Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvP
   return y;
 }
 
+Tensor conv_narrow(const ConvArgs& a, const ConvShape& shape, const NarrowPlan& plan) {
+  Tensor y = allocate_output(a, shape), dense_bias;
+  NarrowParams p = make_narrow_params(a, shape, plan, &dense_bias);
+  p.stored = y.mutable_data_ptr();
+  p.y_stride_n = y.stride(0);
+  p.stored_stride_c = y.stride(1);
+  spatial_strides(y, a.rank, p.y_stride);
+  p.stored_pairs = shape.out[2] % 2 == 0;
+  raise_on_error(a.op, run_conv_narrow_store(p, shape.n, static_cast<cudaStream_t>(current_stream(a.x))));
+  return y;
+}
+
 Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   Workspace workspace(a.x);
@@ -102,6 +114,7 @@ bool aten_would_use_tf32(const ConvArgs& a, const ConvShape& shape) {
 Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& choice, const ConvTail& tail) {
   switch (choice.path) {
     case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.plan);
+    case ConvPath::kNarrow: return conv_narrow(a, shape, choice.narrow);
     case ConvPath::kHopper: return conv_hopper(a, shape, choice.hopper, tail);
     case ConvPath::kRows: return conv_rows(a, shape, choice.rows, tail);
     case ConvPath::kDirect: return conv_direct(a, shape);

@@ -113,8 +113,9 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
              problem.allow_tf32 && c_in % 4 == 0) {
     choice.reason = "16-byte pieces of channels innermost in TF32: cuDNN is faster";
   } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
-    choice.path = ConvPath::kImplicitGemm;
+    choice.path = choice.narrow.refusal ? ConvPath::kImplicitGemm : ConvPath::kNarrow;
     choice.reason = "narrow channels, where cuDNN is slow";
+    if (choice.path == ConvPath::kNarrow) choice.reason += "; on wgmma";
   } else {
     choice.reason = "input channels above " + std::to_string(kNarrowInputChannels) + " or output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN is faster";
