@@ -328,6 +328,7 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
                          (h0 + out_row) * p.y_stride[1] + w - odd;
 #pragma unroll
             for (int j = 0; j < kColumns / 8; ++j, y += block_step) {
+              asm("" : "+l"(y));  // else all addresses are kept in registers that the products need
               const int c = j * 8 + t * 2;
               const float bias[2] = {column_table[c].x, column_table[c + 1].x};
 #pragma unroll

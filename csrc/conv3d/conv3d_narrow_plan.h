@@ -184,7 +184,7 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   // With few columns, loading A costs more than multiplying: three kernel rows then share one load, each adding to the
   // accumulators of its own output row. The weights lie there three times, once for each turn of the accumulators.
   if (p.channel_rows) p.words = static_cast<int>(chunks * 4);
-  p.window = p.columns <= 32 && !lse && p.step[2] == 1 && p.kernel[1] == kNarrowWindow && p.step[1] == 1 &&
+  p.window = p.columns <= 32 && !lse && !store && p.step[2] == 1 && p.kernel[1] == kNarrowWindow && p.step[1] == 1 &&
                      p.dilation[1] == 1 && words * taps <= 256 / conv_split_factor(p.math)
                  ? kNarrowWindow
                  : 1;
