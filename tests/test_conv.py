@@ -331,7 +331,7 @@ def test_conv_gradient_values(name, layout, precision, poisoned):
 def test_conv_gradients_of_few_channels_contiguous(dtype, poisoned):
     """Large enough for the own kernels to be taken by themselves; from slices, and with the same bits each time."""
     torch.backends.cudnn.allow_tf32 = True
-    wide = torch.randint(-3, 4, (33, 4, 12, 33, 48)).to(dtype).cuda()
+    wide = torch.randint(-3, 4, (65, 4, 18, 33, 48)).to(dtype).cuda()
     x = wide[1:, :3, :, 1:].requires_grad_()
     weight = torch.randint(-2, 3, (24, 3, 3, 3, 3)).to(dtype).cuda().requires_grad_()
     bias = torch.zeros(24, dtype=dtype, device="cuda", requires_grad=True)

@@ -441,7 +441,6 @@ def test_narrow_plan_of_any_shape(data) -> None:
     three = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(3))  # noqa: E731
     case = {"kernel": three(1, 5), "stride": three(1, 3), "padding": three(0, 4), "dilation": three(1, 3)}
     size = three(1, 70)
-    lse = draw(st.booleans())
     outputs = [dev.conv_out_size(*dim) for dim in zip(size, *(case[k] for k in case), strict=True)]
     if min(outputs) < 1:
         return
@@ -453,7 +452,8 @@ def test_narrow_plan_of_any_shape(data) -> None:
         n=draw(st.integers(1, 200)),
         dtype=draw(st.sampled_from(DTYPES)),
         allow_tf32=draw(st.booleans()),
-        epilogue=dev.ConvEpilogue.residual_lse if lse else dev.ConvEpilogue.stats,
+        epilogue=draw(st.sampled_from([dev.ConvEpilogue.residual_lse, dev.ConvEpilogue.stats, dev.ConvEpilogue.store])),
+        planar=True,
     )
     limits = GPUS["h200"]
     plan = dev.plan_narrow(problem, limits)
@@ -481,6 +481,20 @@ def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window:
     assert 128 * choice.narrow.slices >= 0.9 * limits.sm_count, "the GPU is not full"
 
 
+@pytest.mark.parametrize("name", ["pipeline 1", "pipeline 3"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_narrow_plan_stores_contiguous_outputs(name: str, dtype: str) -> None:
+    case = {"stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1), **CASES[name]}
+    problem, output = make_problem(**case, n=128, dtype=dtype, planar=True)
+    choice = dev.choose_conv(problem, GPUS["h200"])
+    assert choice.path.name == "narrow"
+    check_narrow_plan(choice.narrow, case, case["size"], output, GPUS["h200"])
+    assert choice.narrow.window == 1
+    assert not choice.narrow.channel_rows
+    problem, _ = make_problem(**case, n=128, dtype=dtype)
+    assert dev.choose_conv(problem, GPUS["h200"]).path.name == "implicit_gemm"
+
+
 def test_narrow_plan_without_tf32() -> None:
     """Two fp16 terms where channels are rows and few taps, 3xTF32 elsewhere, which logsumexp refuses."""
     case = {"size": (1, 64, 64), "kernel": (1, 3, 3), "allow_tf32": False}
@@ -499,7 +513,9 @@ def test_narrow_plan_without_tf32() -> None:
         ("sm_90a", {}, dev.DeviceLimits(has_wgmma=False)),
         ("transposed", {"transposed": True}, None),
         ("float64", {"dtype": "float64"}, None),
-        ("stores", {"epilogue": dev.ConvEpilogue.store}, None),
+        ("stores", {"epilogue": dev.ConvEpilogue.store_stats}, None),
+        ("contiguous", {"epilogue": dev.ConvEpilogue.store}, None),
+        ("without TF32", {"epilogue": dev.ConvEpilogue.store, "planar": True, "allow_tf32": False}, None),
         ("groups = 1", {"groups": 2, "epilogue": dev.ConvEpilogue.residual_lse}, None),
         ("at most 128", {"c_out": 136, "epilogue": dev.ConvEpilogue.residual_lse}, None),
         ("without TF32", {"allow_tf32": False, "epilogue": dev.ConvEpilogue.residual_lse}, None),

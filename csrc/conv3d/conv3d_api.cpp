@@ -66,6 +66,18 @@ Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvP
   return y;
 }
 
+Tensor conv_narrow(const ConvArgs& a, const ConvShape& shape, const NarrowPlan& plan) {
+  Tensor y = allocate_output(a, shape), dense_bias;
+  NarrowParams p = make_narrow_params(a, shape, plan, &dense_bias);
+  p.stored = y.mutable_data_ptr();
+  p.y_stride_n = y.stride(0);
+  p.stored_stride_c = y.stride(1);
+  spatial_strides(y, a.rank, p.y_stride);
+  p.stored_pairs = shape.out[2] % 2 == 0;
+  raise_on_error(a.op, run_conv_narrow_store(p, shape.n, static_cast<cudaStream_t>(current_stream(a.x))));
+  return y;
+}
+
 Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
   Tensor y = allocate_output(a, shape);
   const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
@@ -114,6 +126,7 @@ Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& c
   }
   switch (choice.path) {
     case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.plan);
+    case ConvPath::kNarrow: return conv_narrow(a, shape, choice.narrow);
     case ConvPath::kDirect: return conv_direct(a, shape);
     default: return conv_aten(a, shape);
   }
@@ -132,7 +145,8 @@ Tensor conv_forward(const ConvArgs& a, ConvTail* tail) {
   const bool no_aten = aten_would_use_tf32(a, shape);
   if (a.backend == "auto" && autotune_is_on() && a.x.numel() > 0 && !choice.plan.refusal) {
     std::vector<ConvPath> paths;
-    for (const ConvPath path : {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows}) {
+    for (const ConvPath path :
+         {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows, ConvPath::kNarrow}) {
       if (!conv_refusal(choice, path) && !(no_aten && path == ConvPath::kAten)) paths.push_back(path);
     }
     auto run = [&](ConvPath path) {

@@ -76,6 +76,7 @@ inline const char* conv_refusal(const ConvChoice& choice, ConvPath path) {
   return path == ConvPath::kImplicitGemm ? choice.plan.refusal
          : path == ConvPath::kHopper     ? choice.hopper.refusal
          : path == ConvPath::kRows       ? choice.rows.refusal
+         : path == ConvPath::kNarrow     ? choice.narrow.refusal
                                          : nullptr;
 }
 
@@ -140,6 +141,10 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   }
   if (problem.epilogue == ConvEpilogue::kStore) {
     choose_by_table(problem, limits, backend == ConvBackend::kKgopt, &choice);
+    if (choice.path == ConvPath::kImplicitGemm && !choice.narrow.refusal) {  // faster wherever both were measured
+      choice.path = ConvPath::kNarrow;
+      choice.reason += "; in the implicit GEMM's place the kernel of few channels on wgmma";
+    }
     if (backend == ConvBackend::kKgopt) choice.reason = "backend=\"kgopt\" was asked for; " + choice.reason;
     return choice;
   }
@@ -166,8 +171,9 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
                     std::to_string(kNarrowInputChannels) + " and output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN and a stored output are faster";
   } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
-    choice.path = ConvPath::kImplicitGemm;
+    choice.path = choice.narrow.refusal ? ConvPath::kImplicitGemm : ConvPath::kNarrow;
     choice.reason = "narrow channels, where cuDNN is slow";
+    if (choice.path == ConvPath::kNarrow) choice.reason += "; on wgmma";
   } else {
     choice.reason = "input channels above " + std::to_string(kNarrowInputChannels) + " or output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN is faster";

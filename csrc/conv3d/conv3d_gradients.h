@@ -35,7 +35,7 @@ inline const char* narrow_gradient_loses(const ConvProblem& q, double cycles, do
   for (int i = 0; i < 3; ++i) bytes_in *= double(q.in[i]), bytes_out *= double(q.out[i]);
   const double transposes = (q.dtype == Dtype::kFloat32 ? 8 : 4) * (bytes_in + bytes_out) / 3e6;
   const double cudnn = 3 + 1e6 * conv_tera_operations(q) / tera_per_second + transposes;
-  return 5 + cycles / kHopperCyclesPerMicrosecond < 0.8 * cudnn ? nullptr : "cuDNN is predicted to be faster";
+  return 5 + cycles / kHopperCyclesPerMicrosecond < cudnn ? nullptr : "cuDNN is predicted to be faster";
 }
 
 // channels_innermost of the problem says that x and dy both are.

@@ -13,7 +13,10 @@ Status run_conv_narrow_stats(const NarrowParams& p, int64_t n, cudaStream_t stre
 // logsumexp over channels of c + hardswish(tanh(GroupNorm(c))), c = conv(x) + bias.
 Status run_conv_narrow_residual_lse(const NarrowParams& p, int64_t n, cudaStream_t stream);
 
-// Either of them where the plan says that channels are rows; the launchers above hand over to it.
+// conv(x) + bias, stored contiguously.
+Status run_conv_narrow_store(const NarrowParams& p, int64_t n, cudaStream_t stream);
+
+// Either of the first two where the plan says that channels are rows; the launchers above hand over to it.
 Status run_conv_narrow_channels(const NarrowParams& p, int64_t n, bool lse, cudaStream_t stream);
 
 }  // namespace kgopt

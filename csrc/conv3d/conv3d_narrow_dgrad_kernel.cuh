@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
   char* const stages = smem_bytes + layout.stages;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const int tile_d = plan.tile[0], tile_h = plan.tile[1], halo_rows = plan.halo[0] * plan.halo[1];
+  const int out_rows = p.c_in * tile_d * tile_h;
   const int row_words = plan.units_w * kNarrowDgradUnit + 4;  // of the sums
 
   pack_weights<kMath>(p, reinterpret_cast<uint32_t*>(smem_bytes + layout.weights));
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
     const int64_t offset = (c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1]) * kSize / 4;
     return NarrowRow{uint32_t(offset), c * plan.channel + (d * plan.halo[1] + h) * plan.pitch, d, h};
   });
-  for (int i = tid; i < p.c_in * tile_d * tile_h; i += kNarrowDgradThreads) {
+  for (int i = tid; i < out_rows; i += kNarrowDgradThreads) {
     const int h = i % tile_h, d = i / tile_h % tile_d, c = i / (tile_h * tile_d);
     // Its offset in elements here, and its place in words, where its sums begin.
     dx_rows[i] = NarrowRow{uint32_t(c * p.dx_stride_c + d * p.dx_stride[0] + h * p.dx_stride[1]),
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
       copy_narrow_rows<kNarrowDgradThreads>(
           plan.dy_copy, stages + load_stage * plan.stage_bytes,
           dy + at.n * p.dy_stride_n + channel * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1], rows,
-          {d, h, 0, {p.out[0], p.out[1], p.out[2]}, (p.c_out - channel) * halo_rows});
+          {d, h, 0, {plan.halo[0], plan.halo[1]}, {p.out[0], p.out[1], p.out[2]}, (p.c_out - channel) * halo_rows});
       if (++load_stage == plan.stages) load_stage = 0;
       if (++load_chunk == plan.chunks) load_chunk = 0, load_tile += gridDim.x;
     }
@@ -226,11 +227,9 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
     for (int tap = 0; tap < plan.kernel[2]; ++tap) {
       __syncthreads();
       if (tap == 0) {  // what no unit's first tap covers
-        const int rows_all = p.c_in * tile_d * tile_h;
-        for (int i = tid; i < rows_all * 4; i += kNarrowDgradThreads) {
-          const int row = i / 4;
-          sums[row / (tile_d * tile_h) * plan.scratch_channel + row % (tile_d * tile_h) * row_words + row_words - 4 +
-               i % 4] = 0.f;
+        for (int i = tid; i < out_rows; i += kNarrowDgradThreads) {
+          float* const end = sums + dx_rows[i].place - plan.padding[2] + row_words - 4;
+          end[0] = end[1] = end[2] = end[3] = 0.f;
         }
       }
 #pragma unroll
@@ -268,7 +267,7 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
     tile += gridDim.x;
     Element* const dx =
         static_cast<Element*>(p.dx) + at.n * p.dx_stride_n + at.d * p.dx_stride[0] + at.h * p.dx_stride[1];
-    const int out_rows = p.c_in * tile_d * tile_h, first_row = tid >> plan.dx_across_log2;
+    const int first_row = tid >> plan.dx_across_log2;
     const int first_w = (tid & ((1 << plan.dx_across_log2) - 1)) * plan.dx_vector;
 #pragma unroll 2
     for (int i = first_row; i < out_rows; i += kNarrowDgradThreads >> plan.dx_across_log2) {

@@ -6,8 +6,8 @@
 // for all taps that will read it. Two or three warpgroups compute: element A[m][k] is halo[row_base(m) + offset(k)], so
 // every tap, stride and dilation is only another entry of an offset table and nothing is ever unfolded; A goes from the
 // halo to registers and from there into wgmma, B (all weights) lies in shared memory from start to end. Epilogues see
-// the fp32 accumulators in registers and reduce them to statistics or carry them to logsumexp; they overlap the
-// products of the next row, or those of the other warpgroups.
+// the fp32 accumulators in registers and reduce them to statistics, carry them to logsumexp or store them; they overlap
+// the products of the next row, or those of the other warpgroups.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   constexpr int kPerWord = Traits::kPerWord;
   constexpr bool kStats = kEpilogue == ConvEpilogue::kStats;
   constexpr bool kLse = kEpilogue == ConvEpilogue::kResidualLse;
+  constexpr bool kStore = kEpilogue == ConvEpilogue::kStore;
   constexpr int kAcc = kColumns / 2;
   constexpr float kLog2E = 1.44269504088896340736f;
   static_assert(!(kLse && kSplit == 2), "the plan refuses it");
@@ -317,6 +318,35 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
               }
             }
           }
+          if constexpr (kStore) {
+            // With pairs, neighbouring positions trade channels, so that each stores two positions of one.
+            const bool pairs = kPerWord == 2 && p.stored_pairs;
+            const int odd = pairs ? g & 1 : 0;
+            const int64_t block_step = 8 * p.stored_stride_c;
+            Element* y = static_cast<Element*>(p.stored) + n * p.y_stride_n +
+                         (c_first + t * 2 + odd) * p.stored_stride_c + d * p.y_stride[0] +
+                         (h0 + out_row) * p.y_stride[1] + w - odd;
+#pragma unroll
+            for (int j = 0; j < kColumns / 8; ++j, y += block_step) {
+              asm("" : "+l"(y));  // else all addresses are kept in registers that the products need
+              const int c = j * 8 + t * 2;
+              const float bias[2] = {column_table[c].x, column_table[c + 1].x};
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const float v[2] = {done[j * 4 + half * 2] + bias[0], done[j * 4 + half * 2 + 1] + bias[1]};
+                if (pairs) {
+                  const float got = __shfl_xor_sync(0xffffffffu, odd ? v[0] : v[1], 4);
+                  const float pair[2] = {odd ? got : v[0], odd ? v[1] : got};
+                  if constexpr (kPerWord == 2) {
+                    if (valid[half] && c + odd < c_valid) store_vec(y + half * 8, pack<Element>(pair));
+                  }
+                } else if (valid[half]) {
+                  if (c < c_valid) y[half * 8] = from_acc<Element>(v[0]);
+                  if (c + 1 < c_valid) y[half * 8 + p.stored_stride_c] = from_acc<Element>(v[1]);
+                }
+              }
+            }
+          }
           if constexpr (kLse) {
             // u = conv, z = (u + bias - mean) * rstd * gamma + beta, t = tanh(z). Since |t| <= 1, hardswish needs no
             // clamp: r = u + bias + t (t + 3) / 6.
@@ -415,10 +445,12 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
             constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
             const int out_row = row - (kWindow - 1);
             float* const done = acc + kSlot * kAcc;
-            if (count == 0.f && out_row >= 0 && out_row < rows) {
-              choose_shift(done);
+            if constexpr (kStats) {
+              if (count == 0.f && out_row >= 0 && out_row < rows) {
+                choose_shift(done);
 #pragma unroll
-              for (int j = 0; j < kWindow * kAcc; ++j) acc[j] -= sums[j % kAcc / 4 * 2 + (j & 1)].shift;
+                for (int j = 0; j < kWindow * kAcc; ++j) acc[j] -= sums[j % kAcc / 4 * 2 + (j & 1)].shift;
+              }
             }
             epilogue(done, out_row);
             start(std::integral_constant<int, kSlot>());

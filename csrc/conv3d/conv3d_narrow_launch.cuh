@@ -50,14 +50,16 @@ Status launch_narrow_columns(const NarrowParams& p, int64_t n, cudaStream_t stre
 template <ConvEpilogue kEpilogue>
 Status launch_narrow(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   if (n * p.plan.slices == 0) return Status::Ok();
-  if (p.plan.channel_rows) return run_conv_narrow_channels(p, n, kEpilogue == ConvEpilogue::kResidualLse, stream);
+  if constexpr (kEpilogue != ConvEpilogue::kStore) {
+    if (p.plan.channel_rows) return run_conv_narrow_channels(p, n, kEpilogue == ConvEpilogue::kResidualLse, stream);
+  }
   switch (p.plan.math) {
     case ConvMath::kTf32: return launch_narrow_columns<ConvMath::kTf32, kEpilogue>(p, n, stream);
     case ConvMath::kTf32x3:
       if constexpr (kEpilogue == ConvEpilogue::kStats) {
         return launch_narrow_columns<ConvMath::kTf32x3, kEpilogue>(p, n, stream);
       }
-      return Status::Unsupported("conv_narrow_kernel", "no instance of logsumexp without TF32");
+      return Status::Unsupported("conv_narrow_kernel", "no instance of this epilogue without TF32");
     case ConvMath::kBf16: return launch_narrow_columns<ConvMath::kBf16, kEpilogue>(p, n, stream);
     default: return launch_narrow_columns<ConvMath::kFp16, kEpilogue>(p, n, stream);
   }

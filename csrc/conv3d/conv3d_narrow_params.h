@@ -118,6 +118,9 @@ struct NarrowParams {
   const void* bias;        // [c_out * groups] of the weight's dtype, or null
   float* y;                // kResidualLse: the result [N, positions]
   int64_t y_stride_n, y_stride[3];
+  void* stored;  // kStore: y [N, C, ...] of x's dtype, rows of the width dense
+  int64_t stored_stride_c;
+  bool stored_pairs;       // half types: two neighbours of an even position are one aligned word
   NarrowStats stats;       // kStats
   const void* norm_table;  // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm_params.h
   int c_in, c_out;         // per conv group

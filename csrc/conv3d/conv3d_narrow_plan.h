@@ -138,7 +138,10 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   p.math = conv_math(q);
   const bool lse = q.epilogue == ConvEpilogue::kResidualLse;
-  if (!lse && q.epilogue != ConvEpilogue::kStats) return refuse("this epilogue stores the convolution's output");
+  const bool store = q.epilogue == ConvEpilogue::kStore;
+  if (!lse && !store && q.epilogue != ConvEpilogue::kStats) return refuse("this epilogue stores and reduces");
+  if (store && !q.planar) return refuse("stores contiguous tensors only");
+  if (store && p.math == ConvMath::kTf32x3) return refuse("wgmma's sums are not exact enough without TF32");
   int64_t taps = 1;
   for (int i = 0; i < 3; ++i) {
     const int64_t limit = int64_t(1) << 30;
@@ -163,8 +166,8 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.n_tiles = static_cast<int>((c_out + p.columns - 1) / p.columns);
 
   // Two fp16 terms of each operand have the digits of two of TF32, and half the products.
-  const bool split_rows = p.math == ConvMath::kTf32x3 && c_out > 32 && !(lse && c_out > 64) && p.step[2] == 1 &&
-                          (c_in + 7) / 8 * taps <= 2 * kNarrowSplitSteps;
+  const bool split_rows = !store && p.math == ConvMath::kTf32x3 && c_out > 32 && !(lse && c_out > 64) &&
+                          p.step[2] == 1 && (c_in + 7) / 8 * taps <= 2 * kNarrowSplitSteps;
   if (split_rows) p.math = ConvMath::kFp16x3;
   // wgmma truncates where it adds to its accumulator. Statistics bear it; gradients of logsumexp, which are
   // exponentials of what comes out, showed twenty times PyTorch's error with the many products of 3xTF32.
@@ -176,12 +179,12 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.words = static_cast<int>(words);
   // With many columns, 64 channels as rows need neither fragments of the input nor its statistics in registers.
   const int64_t chunks = (words + 3) / 4;
-  p.channel_rows = c_out > 32 && !(lse && c_out > 64) && p.step[2] == 1 && p.math != ConvMath::kTf32x3 &&
+  p.channel_rows = !store && c_out > 32 && !(lse && c_out > 64) && p.step[2] == 1 && p.math != ConvMath::kTf32x3 &&
                    chunks * taps <= 2 * kNarrowChannelSteps;
   // With few columns, loading A costs more than multiplying: three kernel rows then share one load, each adding to the
   // accumulators of its own output row. The weights lie there three times, once for each turn of the accumulators.
   if (p.channel_rows) p.words = static_cast<int>(chunks * 4);
-  p.window = p.columns <= 32 && !lse && p.step[2] == 1 && p.kernel[1] == kNarrowWindow && p.step[1] == 1 &&
+  p.window = p.columns <= 32 && !lse && !store && p.step[2] == 1 && p.kernel[1] == kNarrowWindow && p.step[1] == 1 &&
                      p.dilation[1] == 1 && words * taps <= 256 / conv_split_factor(p.math)
                  ? kNarrowWindow
                  : 1;

@@ -19,6 +19,7 @@ struct alignas(16) NarrowRow {
 // Where a tile lies in its tensor, and what of it there is.
 struct NarrowOrigin {
   int d, h, w;
+  int extent[2];   // planes and rows of the tile
   int size[3];     // of the tensor
   int valid_rows;  // the others are zeros
 };
@@ -33,27 +34,45 @@ __device__ __forceinline__ void list_narrow_rows(const NarrowCopy& copy, NarrowR
   }
 }
 
-template <int kPiece, int kThreads, typename Element>
+// kInside: all rows lie in the tensor.
+template <int kPiece, int kThreads, bool kInside, typename Element>
 __device__ __forceinline__ void copy_narrow_pieces(const NarrowCopy& copy, char* stage, const Element* from,
                                                    const NarrowRow* rows, const NarrowOrigin& origin) {
   constexpr int kElements = kPiece / static_cast<int>(sizeof(Element));
   const int step = kThreads >> copy.across_log2, first = threadIdx.x >> copy.across_log2;
+  const unsigned depth = origin.size[0], height = origin.size[1];
   for (int piece = threadIdx.x & ((1 << copy.across_log2) - 1); piece < copy.pieces; piece += 1 << copy.across_log2) {
     const bool inside_w = unsigned(origin.w + piece * kElements) < unsigned(origin.size[2]);
-    const char* const source = reinterpret_cast<const char*>(from + piece * kElements);
+    const char* source = reinterpret_cast<const char*>(from + piece * kElements);
+    asm("" : "+l"(source));  // as one address: else its parts are added for every row
     char* const to = stage + piece * kPiece;
     const int valid_rows = inside_w ? origin.valid_rows : 0;
+    const NarrowRow* at = rows + first;
     for (int i = first; i < copy.slots; i += step * kNarrowCopyBatch) {
       NarrowRow row[kNarrowCopyBatch];
 #pragma unroll
-      for (int j = 0; j < kNarrowCopyBatch; ++j) row[j] = rows[i + j * step];
+      for (int j = 0; j < kNarrowCopyBatch; ++j, at += step) row[j] = *at;
 #pragma unroll
       for (int j = 0; j < kNarrowCopyBatch; ++j) {
-        const bool inside = i + j * step < valid_rows && unsigned(origin.d + row[j].d) < unsigned(origin.size[0]) &&
-                            unsigned(origin.h + row[j].h) < unsigned(origin.size[1]);
+        bool inside = inside_w;
+        if constexpr (!kInside) {
+          inside = (i + j * step < valid_rows) & (unsigned(origin.d + row[j].d) < depth) &
+                   (unsigned(origin.h + row[j].h) < height);
+        }
         cp_async<kPiece>(to + row[j].place, source + uint64_t(row[j].words) * 4, inside);
       }
     }
+  }
+}
+template <int kPiece, int kThreads, typename Element>
+__device__ __forceinline__ void copy_narrow_pieces(const NarrowCopy& copy, char* stage, const Element* from,
+                                                   const NarrowRow* rows, const NarrowOrigin& origin) {
+  const bool inside = origin.d >= 0 && origin.h >= 0 && origin.d + origin.extent[0] <= origin.size[0] &&
+                      origin.h + origin.extent[1] <= origin.size[1] && origin.valid_rows >= copy.rows;
+  if (inside) {
+    copy_narrow_pieces<kPiece, kThreads, true>(copy, stage, from, rows, origin);
+  } else {
+    copy_narrow_pieces<kPiece, kThreads, false>(copy, stage, from, rows, origin);
   }
 }
 

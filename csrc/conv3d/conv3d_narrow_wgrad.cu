@@ -1,6 +1,7 @@
 // From the plan's numbers to a template instance: the one place where run time becomes compile time.
 #include "conv3d_narrow_wgrad.h"
 
+#include "../common/dependent_launch.cuh"
 #include "../common/launch.h"
 #include "conv3d_narrow_wgrad_kernel.cuh"
 
@@ -42,8 +43,9 @@ Status run_conv_narrow_wgrad(const NarrowWgradParams& p, cudaStream_t stream) {
                   : p.plan.math == ConvMath::kBf16 ? launch_narrow_wgrad_tiles<ConvMath::kBf16>(p, stream)
                                                    : launch_narrow_wgrad_tiles<ConvMath::kFp16>(p, stream);
   if (!status.ok()) return status;
-  const dim3 grid(narrow_wgrad_floats(p.plan) / 32, p.plan.channel_blocks);
-  return launch_kernel<conv_narrow_wgrad_sum_kernel>("conv_narrow_wgrad_sum_kernel", p, grid, 512, 0, stream);
+  const unsigned blocks = narrow_wgrad_floats(p.plan) / 32 * p.plan.channel_blocks;
+  return launch_after<conv_narrow_wgrad_sum_kernel>(true, "conv_narrow_wgrad_sum_kernel", blocks,
+                                                    kNarrowWgradSumLanes * kNarrowWgradSumShares, stream, p);
 }
 
 }  // namespace kgopt

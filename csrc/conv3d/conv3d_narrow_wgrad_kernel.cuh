@@ -12,6 +12,7 @@
 
 #include <type_traits>
 
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/mma.cuh"
 #include "conv3d_narrow_rows.cuh"
@@ -162,12 +163,13 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
       const Element* const dy = static_cast<const Element*>(p.dy) + n * p.dy_stride_n + c_first * p.dy_stride_c;
       copy_narrow_rows<kNarrowWgradThreads>(
           plan.dy_copy, stage, dy + d * p.dy_stride[0] + h * p.dy_stride[1] + w, dy_rows,
-          {d, h, w, {p.out[0], p.out[1], p.out[2]}, (p.c_out - c_first) * tile_d * tile_h});
+          {d, h, w, {tile_d, tile_h}, {p.out[0], p.out[1], p.out[2]}, (p.c_out - c_first) * tile_d * tile_h});
       const int in_d = d * plan.step[0] - plan.padding[0], in_h = h * plan.step[1] - plan.padding[1];
       const int in_w = w - plan.margin[0];
       const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
-      copy_narrow_rows<kNarrowWgradThreads>(plan.x_copy, stage, x + in_d * p.x_stride[0] + in_h * p.x_stride[1] + in_w,
-                                            x_rows, {in_d, in_h, in_w, {p.in[0], p.in[1], p.in[2]}, plan.x_copy.rows});
+      copy_narrow_rows<kNarrowWgradThreads>(
+          plan.x_copy, stage, x + in_d * p.x_stride[0] + in_h * p.x_stride[1] + in_w, x_rows,
+          {in_d, in_h, in_w, {plan.halo[0], plan.halo[1]}, {p.in[0], p.in[1], p.in[2]}, plan.x_copy.rows});
       if (++load_stage == plan.stages) load_stage = 0;
       load_tile += gridDim.x;
     }
@@ -270,11 +272,13 @@ inline constexpr int kNarrowWgradSumShares = 16;  // threads that share an eleme
 // The order of summation depends on the plan alone.
 __global__ void __launch_bounds__(kNarrowWgradSumLanes* kNarrowWgradSumShares)
     conv_narrow_wgrad_sum_kernel(const __grid_constant__ NarrowWgradParams p) {
+  wait_for_prerequisites();
   __shared__ float shares[kNarrowWgradSumShares][kNarrowWgradSumLanes];
   const NarrowWgradPlan& plan = p.plan;
   const int lane = threadIdx.x % 32, share = threadIdx.x / 32;
-  const int floats = narrow_wgrad_floats(plan), in_block = blockIdx.x * 32 + lane;
-  const float* from = p.partials + (int64_t(blockIdx.y) * plan.blocks + share) * floats + in_block;
+  const int floats = narrow_wgrad_floats(plan);
+  const int piece = blockIdx.x % (floats / 32), channel_block = blockIdx.x / (floats / 32);
+  const float* from = p.partials + (int64_t(channel_block) * plan.blocks + share) * floats + piece * 32 + lane;
   float sum = 0.f;
 #pragma unroll 4
   for (int block = share; block < plan.blocks; block += kNarrowWgradSumShares) {
@@ -288,9 +292,9 @@ __global__ void __launch_bounds__(kNarrowWgradSumLanes* kNarrowWgradSumShares)
   for (int i = 1; i < kNarrowWgradSumShares; ++i) sum += shares[i][lane];
 
   const int accumulators = floats / 32 / plan.splits;
-  const int i = blockIdx.x % accumulators, split = blockIdx.x / accumulators;
+  const int i = piece % accumulators, split = piece / accumulators;
   const int g = lane / 4, t = lane % 4;
-  const int c_first = blockIdx.y * narrow_wgrad_channels(plan) + split * plan.dy_tiles * 8;
+  const int c_first = channel_block * narrow_wgrad_channels(plan) + split * plan.dy_tiles * 8;
   const int sums_at = accumulators - plan.dy_tiles;
   if (i >= sums_at) {
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);

@@ -25,7 +25,8 @@ constexpr struct {
 } kNames[] = {{"aten", ConvPath::kAten},
               {"implicit_gemm", ConvPath::kImplicitGemm},
               {"hopper", ConvPath::kHopper},
-              {"rows", ConvPath::kRows}};
+              {"rows", ConvPath::kRows},
+              {"narrow", ConvPath::kNarrow}};
 
 using Known = std::map<ConvKey, ConvPath>;
 
