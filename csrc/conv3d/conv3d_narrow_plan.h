@@ -81,8 +81,8 @@ KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
   s.columns = s.strips + align(p.strips * 2);
   s.scratch = s.columns + align(p.columns * 2);
   s.halo = s.scratch + align(p.columns * 3 * p.consumers * 4);
-  // Strips that end beyond a row read on; what they read there counts nothing.
-  s.total = s.halo + window_stage_words(p) * p.stages + 4 * (kNarrowStrip + 8);
+  // Strips that end beyond a row read on, and all read a row too many; that counts nothing.
+  s.total = s.halo + window_stage_words(p) * p.stages + 4 * (p.pitch + kNarrowStrip + 8);
   return s;
 }
 

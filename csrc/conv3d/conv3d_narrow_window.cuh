@@ -97,7 +97,9 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
   const int rows_at_once = kWindowLoaders / threads_w;
   const int first_row = tid / threads_w < rows_at_once ? tid / threads_w : 1 << 24;
   const int rows = plan.tile[0] * plan.halo[1];
-  float scale = 1.f;
+  // Of the values of a stage, and the lowest one that there was.
+  constexpr float kRange = 65536.f;
+  float scale = 1.f, lowest = INFINITY;
 
   int stage = 0;
   uint32_t parity = 1;
@@ -202,7 +204,7 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
     if constexpr (kScaled) {
       // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
       const float top = fmaxf(__low2float(largest), __high2float(largest));
-      const bool too_large = any_loader(top == INFINITY), large_enough = any_loader(top >= 2.f);
+      const bool too_large = any_loader(top == INFINITY), large_enough = any_loader(top >= 2.f || scale == lowest * kRange);
       if (too_large || !large_enough) {
         sweep(true);
         uint32_t* const maxima = smem + layout.maxima;
@@ -212,13 +214,17 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
         uint32_t bits = maxima[0];
         for (int i = 1; i < kWindowLoaders / 32; ++i) bits = max(bits, maxima[i]);
         const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
-        const float fitting = __uint_as_float((268 - exponent) << 23);  // brings the largest below 2^15
+        // Brings the largest below 2^11, or is as much above the lowest one as sums of squares bear.
+        const float fitting = fminf(__uint_as_float((264 - exponent) << 23), lowest * kRange);
         const float scaled = __uint_as_float(bits) * scale;
-        if (bits != 0 && !(scaled >= 2.f && scaled < 65504.f)) {
+        if (bits != 0 && !(scaled >= 2.f && scaled < 65504.f) && fitting != scale) {
           scale = fitting;
           sweep(false);
         }
         named_barrier(2, kWindowLoaders);
+        if (bits != 0) lowest = fminf(lowest, scale);
+      } else {
+        lowest = fminf(lowest, scale);
       }
       if (tid == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
     }
@@ -266,8 +272,8 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
       }
       const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
       const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
-      scale = __uint_as_float((268 - exponent) << 23);
-      undo = __uint_as_float((exponent - 14) << 23);
+      scale = __uint_as_float((258 - exponent) << 23);  // brings the largest below 2^5
+      undo = __uint_as_float((exponent - 4) << 23);
     }
     if (lane == 0) unscale[column] = undo;
 #pragma unroll
@@ -545,8 +551,9 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
       Moments<float> m = sums[j].moments(count);
       if constexpr (kScaled) {
         // In the convolution's own units.
-        m.mean = m.mean * unit * unscale[c];
-        m.m2 = m.m2 * unit * unscale[c] * unit * unscale[c];
+        const float own = unit * unscale[c];
+        m.mean *= own;
+        m.m2 = m.m2 * own * own;
       }
       m = warp_merge(m, 4);
       if (g == 0) shared[warp * kColumns + c] = m;
