@@ -324,7 +324,8 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
     NarrowPlan gathered = p;
     if (plan_detail::plan_window(&gathered, q, limits, c_in)) return gathered;
   }
-  p.window = window && words * taps <= 256 / conv_split_factor(p.math) ? kNarrowWindow : 1;
+  // Longer K of half types: the rows' fragments of planes. The weights lie there three times, too.
+  p.window = window && per_word == 2 && words * taps <= 256 ? kNarrowWindow : 1;
   p.chunked = p.window == 1 && p.words % 4 == 0;
   p.k_words = static_cast<int>(p.words * taps / p.window);
   p.k_steps = (p.k_words + 7) / 8;

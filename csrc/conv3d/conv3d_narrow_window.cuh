@@ -26,13 +26,14 @@
 
 namespace kgopt {
 
-// A value of a type of chunk: where it lies in x, from the position's first tap on, and how far along the depth and the
-// width that is. Padding lies outside of any depth.
+// A value of a type of chunk: where it lies in x, in bytes from the position's first tap on, and how far along the depth
+// and the width that is. Padding lies outside of any depth.
 struct WindowEntry {
-  int64_t offset;
+  int64_t bytes;
   int depth, column;
 };
 inline constexpr int kWindowPadding = 1 << 30;
+inline constexpr int kWindowAhead = 2;  // tiles that are brought to L2 before they are gathered
 
 inline constexpr int kWindowLoaders = 128 * kWindowProducers;  // threads
 KGOPT_HD constexpr int window_threads(ConvMath math, int columns, int blocks) {
@@ -56,6 +57,13 @@ __device__ __forceinline__ bool window_value(const NarrowPlan& plan, int c_in, i
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
+// Values of a type that are not padding; they come first.
+__device__ __forceinline__ int window_values(const NarrowPlan& plan, int c_in, int type) {
+  const int all = c_in * plan.kernel[0];
+  if (type < plan.shifted_types) return min(8, all - type * 8);
+  return min(8, (all - plan.shifted_types * 8) * plan.kernel[2] - (type - plan.shifted_types) * 8);
+}
+
 // Where position w of a halo row lies: threads that store four positions each and lanes that read neighbours both meet
 // every bank once.
 __device__ __forceinline__ int window_place(int w) { return w ^ (w >> 3 & 3); }
@@ -69,6 +77,37 @@ __device__ __forceinline__ bool any_loader(bool mine) {
       : "r"(uint32_t(mine)), "n"(kWindowLoaders)
       : "memory");
   return any != 0;
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Four neighbours, or one value, from memory; zeros where `inside` is false, without reading.
+__device__ __forceinline__ void load_if(uint32_t (&v)[4], const void* from, bool inside) {
+  asm("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n mov.u32 %2, 0;\n mov.u32 %3, 0;\n"
+      " @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v[0]), "=&r"(v[1]), "=&r"(v[2]), "=&r"(v[3])
+      : "l"(from), "r"(uint32_t(inside)));
+}
+__device__ __forceinline__ void load_if(uint32_t (&v)[2], const void* from, bool inside) {
+  asm("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n"
+      " @p ld.global.nc.v2.u32 {%0, %1}, [%2];\n}"
+      : "=&r"(v[0]), "=&r"(v[1])
+      : "l"(from), "r"(uint32_t(inside)));
+}
+__device__ __forceinline__ uint32_t load_one_if(const float* from, bool inside) {
+  uint32_t v;
+  asm("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n mov.u32 %0, 0;\n @p ld.global.nc.u32 %0, [%1];\n}"
+      : "=&r"(v)
+      : "l"(from), "r"(uint32_t(inside)));
+  return v;
+}
+template <typename Half>
+__device__ __forceinline__ uint32_t load_one_if(const Half* from, bool inside) {
+  unsigned short v;
+  asm("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n mov.u16 %0, 0;\n @p ld.global.nc.u16 %0, [%1];\n}"
+      : "=&h"(v)
+      : "l"(from), "r"(uint32_t(inside)));
+  return v;
 }
 
 __device__ __forceinline__ uint32_t packed_halves(float a, float b) {
@@ -100,6 +139,26 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
   // Of the values of a stage, and the lowest one that there was.
   constexpr float kRange = 65536.f;
   float scale = 1.f, lowest = INFINITY;
+  const unsigned in_depth = p.in[0];
+
+  // Lines of the last plane that a tile's depths see go to L2 while the tiles before it are gathered.
+  auto prefetch = [&](const TileCursor& of) {
+    if (!vectors || tid % threads_w * 4 % (128 / int(sizeof(Element))) != 0) return;
+    const int last_d = of.d * plan.tile[0] * plan.step[0] + plan.origin[0] + (plan.kernel[0] - 1) * plan.dilation[0];
+    const int first_h = of.h * plan.tile[1] + plan.origin[1];
+    const int w = of.w * plan.tile[2] + plan.origin[2] - plan.lead + tid % threads_w * 4;
+    int d = last_d, h = first_row;
+    for (int row = first_row; row < rows; row += rows_at_once, h += rows_at_once) {
+      while (h >= plan.halo[1]) h -= plan.halo[1], d += plan.step[0];
+      if (unsigned(d) >= in_depth || unsigned(first_h + h) >= unsigned(p.in[1]) || unsigned(w) >= unsigned(p.in[2])) {
+        continue;
+      }
+      const Element* from = x_sample + d * p.x_stride[0] + (first_h + h) * p.x_stride[1] + w;
+      for (int c = 0; c < p.c_in; ++c, from += p.x_stride_c) prefetch_l2(from);
+    }
+  };
+  TileCursor ahead = cursor;
+  for (int i = 0; i < kWindowAhead; ++i) ahead.advance(tiles_h, tiles_w);
 
   int stage = 0;
   uint32_t parity = 1;
@@ -109,11 +168,16 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
     const int in_d = cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0];
     const int in_h = cursor.h * plan.tile[1] + plan.origin[1];
     const int in_w = cursor.w * plan.tile[2] + plan.origin[2] - plan.lead;
-    __half2 largest = __half2half2(__ushort_as_half(0));  // of what was stored
-    float most = 0.f;                                     // finite value of x, where that is asked for
-    auto sweep = [&](bool measures) {
+    prefetch(ahead);
+    ahead.advance(tiles_h, tiles_w);
+    float most = 0.f;  // finite value of x, where that is asked for
+    // Normally one sweep over the halo. Where its values do not fit the scale, one that measures them and one more.
+    for (int pass = 0; pass < 3; ++pass) {
+      const bool measures = kScaled && pass == 1;
+      __half2 largest = __half2half2(__ushort_as_half(0));  // of what was stored
       for (int type = 0; type < plan.types; ++type) {
         const WindowEntry* const of_type = entries + type * 8;
+        const int values = window_values(plan, p.c_in, type);
         int d = 0, h = first_row;
         for (int row = first_row; row < rows; row += rows_at_once, h += rows_at_once) {
           while (h >= plan.halo[1]) h -= plan.halo[1], ++d;
@@ -121,36 +185,41 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
           const int depth = in_d + d * plan.step[0];
           for (int place = tid % threads_w; place < across; place += threads_w) {
             const int w = in_w + place * 4;  // a vector lies inside or outside as a whole
-            const Element* const src = x_sample + depth * p.x_stride[0] + (in_h + h) * p.x_stride[1] + w * p.x_stride[2];
-            // Values of four positions; half types: in two words.
+            const char* const src = reinterpret_cast<const char*>(
+                x_sample + depth * p.x_stride[0] + (in_h + h) * p.x_stride[1] + w * p.x_stride[2]);
+            // Values of four positions; half types: in two words. All loads are under way before the first is used.
             uint32_t v[8][kScaled ? 4 : 2];
+            if (vectors && type < plan.shifted_types) {
+              const bool vector_inside = row_inside && unsigned(w) < unsigned(p.in[2]);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-              const WindowEntry entry = of_type[e];
-              const bool inside = row_inside && unsigned(depth + entry.depth) < unsigned(p.in[0]);
-              const Element* const from = src + entry.offset;
+              for (int e = 0; e < 8; ++e) {
+                load_if(v[e], src + of_type[e].bytes, vector_inside && unsigned(depth + of_type[e].depth) < in_depth);
+              }
+            } else {
+              uint32_t bits[8][4];
 #pragma unroll
-              for (int i = 0; i < (kScaled ? 4 : 2); ++i) v[e][i] = 0;
-              if (vectors && entry.column == 0) {
-                if (inside && unsigned(w) < unsigned(p.in[2])) {
-                  if constexpr (kScaled) {
-                    const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from));
-                    v[e][0] = bits.x, v[e][1] = bits.y, v[e][2] = bits.z, v[e][3] = bits.w;
-                  } else {
-                    const uint2 bits = __ldg(reinterpret_cast<const uint2*>(from));
-                    v[e][0] = bits.x, v[e][1] = bits.y;
+              for (int e = 0; e < 8; ++e) {
+                if (e < values) {
+                  const WindowEntry entry = of_type[e];
+                  const bool inside = row_inside && unsigned(depth + entry.depth) < in_depth;
+                  const char* const from = src + entry.bytes;
+#pragma unroll
+                  for (int i = 0; i < 4; ++i) {
+                    bits[e][i] = load_one_if(reinterpret_cast<const Element*>(from) + i * p.x_stride[2],
+                                             inside && unsigned(w + entry.column + i) < unsigned(p.in[2]));
                   }
+                } else {
+#pragma unroll
+                  for (int i = 0; i < 4; ++i) bits[e][i] = 0;
                 }
-              } else if (inside) {
+              }
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                  if (unsigned(w + entry.column + i) >= unsigned(p.in[2])) continue;
-                  if constexpr (kScaled) {
-                    v[e][i] = __float_as_uint(__ldg(from + i * p.x_stride[2]));
-                  } else {
-                    const uint32_t bits = __ldg(reinterpret_cast<const unsigned short*>(from) + i * p.x_stride[2]);
-                    v[e][i / 2] |= bits << i % 2 * 16;
-                  }
+              for (int e = 0; e < 8; ++e) {
+                if constexpr (kScaled) {
+#pragma unroll
+                  for (int i = 0; i < 4; ++i) v[e][i] = bits[e][i];
+                } else {
+                  v[e][0] = bits[e][0] | bits[e][1] << 16, v[e][1] = bits[e][2] | bits[e][3] << 16;
                 }
               }
             }
@@ -171,9 +240,10 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
               }
             }
             uint32_t* const to = to_stage + type * plan.plane + (row * plan.pitch + place * 4) * 4;
+            const int swap = place >> 1 & 3;  // see window_place
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              uint32_t* const at = to + window_place(place * 4 + i) % 4 * 4;
+              uint32_t* const at = to + (i ^ swap) * 4;
               uint32_t word[4];
 #pragma unroll
               for (int k = 0; k < 4; ++k) {
@@ -199,33 +269,36 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
           }
         }
       }
-    };
-    sweep(false);
-    if constexpr (kScaled) {
-      // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
-      const float top = fmaxf(__low2float(largest), __high2float(largest));
-      const bool too_large = any_loader(top == INFINITY), large_enough = any_loader(top >= 2.f || scale == lowest * kRange);
-      if (too_large || !large_enough) {
-        sweep(true);
+      if constexpr (!kScaled) {
+        break;
+      } else if (pass == 0) {
+        // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
+        const float top = fmaxf(__low2float(largest), __high2float(largest));
+        const bool too_large = any_loader(top == INFINITY);
+        if (!too_large && any_loader(top >= 2.f || scale == lowest * kRange)) {
+          lowest = fminf(lowest, scale);
+          break;
+        }
+      } else if (pass == 1) {
         uint32_t* const maxima = smem + layout.maxima;
         const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(most));  // in the order of their bits
         if (lane == 0) maxima[warp] = of_warp;
         named_barrier(2, kWindowLoaders);
         uint32_t bits = maxima[0];
         for (int i = 1; i < kWindowLoaders / 32; ++i) bits = max(bits, maxima[i]);
-        const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
+        named_barrier(2, kWindowLoaders);
+        if (bits == 0) break;
         // Brings the largest below 2^11, or is as much above the lowest one as sums of squares bear.
+        const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
         const float fitting = fminf(__uint_as_float((264 - exponent) << 23), lowest * kRange);
         const float scaled = __uint_as_float(bits) * scale;
-        if (bits != 0 && !(scaled >= 2.f && scaled < 65504.f) && fitting != scale) {
-          scale = fitting;
-          sweep(false);
-        }
-        named_barrier(2, kWindowLoaders);
-        if (bits != 0) lowest = fminf(lowest, scale);
-      } else {
+        const bool fits = (scaled >= 2.f && scaled < 65504.f) || fitting == scale;
+        if (!fits) scale = fitting;
         lowest = fminf(lowest, scale);
+        if (fits) break;
       }
+    }
+    if constexpr (kScaled) {
       if (tid == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
     }
     __syncwarp();
@@ -307,6 +380,7 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
 template <ConvMath kMath, int kColumns, int kBlocks>
 __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) conv_narrow_window_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Element = typename ConvMathTraits<kMath>::Element;
   constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16 : WgmmaType::kFp16;
   constexpr bool kScaled = kMath == ConvMath::kTf32 || kMath == ConvMath::kFp16x3;
   constexpr int kTerms = kMath == ConvMath::kFp16x3 ? 2 : 1;
@@ -341,7 +415,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
     WindowEntry entry{0, kWindowPadding, 0};
     if (is_value) {
       entry.depth = d * plan.dilation[0], entry.column = w * plan.dilation[2];
-      entry.offset = c * p.x_stride_c + entry.depth * p.x_stride[0] + entry.column * p.x_stride[2];
+      entry.bytes = (c * p.x_stride_c + entry.depth * p.x_stride[0] + entry.column * p.x_stride[2]) *
+                    static_cast<int64_t>(sizeof(Element));
     }
     reinterpret_cast<WindowEntry*>(smem + layout.entries)[i] = entry;
   }
@@ -558,7 +633,6 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
       m = warp_merge(m, 4);
       if (g == 0) shared[warp * kColumns + c] = m;
     }
-    using Element = typename ConvMathTraits<kMath>::Element;
     finish_stats<kColumns, kWarps, kWarps * 32>(
         p.stats, n, slice, c_first, c_valid, shared, tid - kWindowLoaders,
         [&](int c) { return p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f; });
