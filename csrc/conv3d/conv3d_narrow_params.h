@@ -62,7 +62,9 @@ struct NarrowPlan {
   // every kernel column reads; the others hold what eight does not divide, of all columns.
   bool gathered = false;
   int types = 0, shifted_types = 0;
-  int blocks = 0;  // of four chunks: two K steps
+  int blocks = 0;      // of four chunks: two K steps
+  int ring = 0;        // planes of x that wait to be gathered, of each channel
+  int ring_words = 0;  // all of them
   int n_tiles = 1;  // thread blocks along output channels, per conv group
   int words = 1;    // 32-bit words of input channels (a word: 1 fp32 or 2 half channels)
   int kernel[3] = {1, 1, 1};

@@ -26,14 +26,21 @@
 
 namespace kgopt {
 
-// A value of a type of chunk: where it lies in x, in bytes from the position's first tap on, and how far along the depth
-// and the width that is. Padding lies outside of any depth.
+// A value of a type of chunk: its channel's bytes in the ring of planes, and how far along the depth and the width from
+// the position's first tap it lies.
 struct WindowEntry {
-  int64_t bytes;
-  int depth, column;
+  int bytes, depth, column, unused;
 };
-inline constexpr int kWindowPadding = 1 << 30;
-inline constexpr int kWindowAhead = 2;  // tiles that are brought to L2 before they are gathered
+
+// Tiles in the order of their depths: neighbours share planes of the input.
+struct WindowCursor {
+  int d, h, w;
+  __device__ __forceinline__ void advance(int tiles_d, int tiles_w) {
+    if (++d < tiles_d) return;
+    d = 0;
+    if (++w == tiles_w) w = 0, ++h;
+  }
+};
 
 inline constexpr int kWindowLoaders = 128 * kWindowProducers;  // threads
 KGOPT_HD constexpr int window_threads(ConvMath math, int columns, int blocks) {
@@ -68,6 +75,14 @@ __device__ __forceinline__ int window_values(const NarrowPlan& plan, int c_in, i
 // every bank once.
 __device__ __forceinline__ int window_place(int w) { return w ^ (w >> 3 & 3); }
 
+// The tiles of a slice: how many, and the first.
+__device__ __forceinline__ WindowCursor window_tiles(const NarrowPlan& plan, int64_t slice, int* count) {
+  const int begin = static_cast<int>(slice * plan.tiles_per_slice);
+  *count = static_cast<int>(min(plan.tiles_per_slice, plan.tiles_per_sample - begin));
+  const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
+  return {begin % tiles_d, begin / tiles_d / tiles_w, begin / tiles_d % tiles_w};
+}
+
 // Whether any of the loading threads says so. All of them wait for each other.
 __device__ __forceinline__ bool any_loader(bool mine) {
   uint32_t any;
@@ -78,8 +93,6 @@ __device__ __forceinline__ bool any_loader(bool mine) {
       : "memory");
   return any != 0;
 }
-
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // Four neighbours, or one value, from memory; zeros where `inside` is false, without reading.
 __device__ __forceinline__ void load_if(uint32_t (&v)[4], const void* from, bool inside) {
@@ -115,197 +128,255 @@ __device__ __forceinline__ uint32_t packed_halves(float a, float b) {
   return *reinterpret_cast<const uint32_t*>(&h);
 }
 
-// What the loading warpgroups do from start to end.
+// What the loading warpgroups do from start to end: planes of the input come once, as half values, into a ring that holds
+// what a tile and the next one see; from there chunks are put together.
 template <ConvMath kMath>
 __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const WindowSmemLayout& layout, uint32_t* smem,
-                                                  int64_t n, int group, TileCursor cursor, int tile_count) {
+                                                  int64_t n, int group, WindowCursor cursor, int tile_count) {
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr bool kScaled = std::is_same_v<Element, float>;
-  constexpr bool kTwoTerms = kMath == ConvMath::kFp16x3;
+  constexpr int kTerms = kMath == ConvMath::kFp16x3 ? 2 : 1;
+  constexpr int kRaw = kScaled ? 4 : 2;  // words of four positions
+  constexpr int kHeld = kScaled ? 5 : 8;  // of them that a thread has under way while it puts chunks together
   const NarrowPlan& plan = p.plan;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid / 32;
-  const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
+  const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
-  const WindowEntry* const entries = reinterpret_cast<const WindowEntry*>(smem + layout.entries);
+  const int4* const entries = reinterpret_cast<const int4*>(smem + layout.entries);
   const Element* const x_sample =
       static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
-  const bool vectors = p.load == NarrowLoad::kVectors;
-  const int across = plan.vectors;
-  const int threads_w = min(across, kWindowLoaders);
-  const int rows_at_once = kWindowLoaders / threads_w;
-  const int first_row = tid / threads_w < rows_at_once ? tid / threads_w : 1 << 24;
-  const int rows = plan.tile[0] * plan.halo[1];
-  // Of the values of a stage, and the lowest one that there was.
+  const bool in_vectors = p.load == NarrowLoad::kVectors;
+  const int vectors = plan.vectors, rows = plan.halo[1], items = rows * vectors;
+  // Planes that a tile sees, and those of them that the tile before it did not.
+  const int fresh = plan.tile[0] * plan.step[0];
+  const int span = (plan.tile[0] - 1) * plan.step[0] + (plan.kernel[0] - 1) * plan.dilation[0] + 1;
+  const int plane_bytes = rows * plan.pitch * 2, channel_bytes = plan.ring * plane_bytes;
+  const int term_bytes = p.c_in * channel_bytes;
+  char* const ring = reinterpret_cast<char*>(smem + layout.ring);
+
+  // Of the values in the ring, and the lowest one that there was.
   constexpr float kRange = 65536.f;
   float scale = 1.f, lowest = INFINITY;
-  const unsigned in_depth = p.in[0];
+  int quiet = 0;                                        // groups of fresh planes since one with large values
+  __half2 largest = __half2half2(__ushort_as_half(0));  // of what was stored last
 
-  // Lines of the last plane that a tile's depths see go to L2 while the tiles before it are gathered.
-  auto prefetch = [&](const TileCursor& of) {
-    if (!vectors || tid % threads_w * 4 % (128 / int(sizeof(Element))) != 0) return;
-    const int last_d = of.d * plan.tile[0] * plan.step[0] + plan.origin[0] + (plan.kernel[0] - 1) * plan.dilation[0];
-    const int first_h = of.h * plan.tile[1] + plan.origin[1];
-    const int w = of.w * plan.tile[2] + plan.origin[2] - plan.lead + tid % threads_w * 4;
-    int d = last_d, h = first_row;
-    for (int row = first_row; row < rows; row += rows_at_once, h += rows_at_once) {
-      while (h >= plan.halo[1]) h -= plan.halo[1], d += plan.step[0];
-      if (unsigned(d) >= in_depth || unsigned(first_h + h) >= unsigned(p.in[1]) || unsigned(w) >= unsigned(p.in[2])) {
-        continue;
+  int in_h = 0, in_w = 0, slot = 0;  // of the tile: its first row and column, where its first plane lies
+  auto load_item = [&](uint32_t(&v)[kRaw], int depth, int c, int item) {
+    const int row = item / vectors, h = in_h + row, w = in_w + (item - row * vectors) * 4;
+    const bool inside = unsigned(depth) < unsigned(p.in[0]) && unsigned(h) < unsigned(p.in[1]);
+    const Element* const from =
+        x_sample + c * p.x_stride_c + depth * p.x_stride[0] + h * p.x_stride[1] + w * p.x_stride[2];
+    if (in_vectors) {  // a vector lies inside or outside as a whole
+      load_if(v, from, inside && unsigned(w) < unsigned(p.in[2]));
+    } else {
+      uint32_t bits[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        bits[i] = load_one_if(from + i * p.x_stride[2], inside && unsigned(w + i) < unsigned(p.in[2]));
       }
-      const Element* from = x_sample + d * p.x_stride[0] + (first_h + h) * p.x_stride[1] + w;
-      for (int c = 0; c < p.c_in; ++c, from += p.x_stride_c) prefetch_l2(from);
+      if constexpr (kScaled) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = bits[i];
+      } else {
+        v[0] = bits[0] | bits[1] << 16, v[1] = bits[2] | bits[3] << 16;
+      }
     }
   };
-  TileCursor ahead = cursor;
-  for (int i = 0; i < kWindowAhead; ++i) ahead.advance(tiles_h, tiles_w);
+  auto store_item = [&](const uint32_t(&v)[kRaw], int plane, int c, int item) {
+    const int row = item / vectors, place = item - row * vectors;
+    int at_slot = slot + plane;
+    if (at_slot >= plan.ring) at_slot -= plan.ring;
+    char* const at = ring + c * channel_bytes + at_slot * plane_bytes + (row * plan.pitch + place * 4) * 2;
+    if constexpr (kScaled) {
+      float f[4];
+      uint32_t word[2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f[i] = __uint_as_float(v[i]) * scale;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        word[i] = packed_halves(f[2 * i], f[2 * i + 1]);
+        largest = __hmax2(largest, __habs2(*reinterpret_cast<const __half2*>(&word[i])));
+      }
+      *reinterpret_cast<uint2*>(at) = make_uint2(word[0], word[1]);
+      if constexpr (kTerms == 2) {
+        // An infinite value's second term is NaN: its channel's statistics are that already.
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&word[i]));
+          word[i] = packed_halves(f[2 * i] - high.x, f[2 * i + 1] - high.y);
+        }
+        *reinterpret_cast<uint2*>(at + term_bytes) = make_uint2(word[0], word[1]);
+      }
+    } else {
+      *reinterpret_cast<uint2*>(at) = make_uint2(v[0], v[1]);
+    }
+  };
+  // Planes [first, first + count) of the tile whose first one is plane `depth` of x, kHeld pieces of a thread at a time;
+  // `held`: the first of them are there already.
+  uint32_t hold[kHeld][kRaw];
+  auto fetch = [&](int depth, int first, int pieces, int item) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int piece = first + j;
+      if (item < items && piece < pieces) load_item(hold[j], depth + piece / p.c_in, piece % p.c_in, item);
+    }
+  };
+  auto fill = [&](int depth, int first, int count, bool held) {
+    const int pieces = (first + count) * p.c_in;
+#pragma unroll 1
+    for (int item = tid; item < items; item += kWindowLoaders) {
+#pragma unroll 1
+      for (int begin = first * p.c_in; begin < pieces; begin += kHeld) {
+        if (!held) fetch(depth, begin, pieces, item);
+        held = false;
+#pragma unroll
+        for (int j = 0; j < kHeld; ++j) {
+          const int piece = begin + j;
+          if (piece < pieces) store_item(hold[j], piece / p.c_in, piece % p.c_in, item);
+        }
+      }
+    }
+  };
+  // After the planes of a tile are there: all loading threads meet, and the scale follows what they found. False where
+  // all planes must come again for it.
+  auto settle = [&](int depth, bool all_fresh) {
+    if constexpr (!kScaled) {
+      named_barrier(2, kWindowLoaders);
+      return true;
+    }
+    // It stays where all finite values are finite in fp16 and the largest has bits to spare below it.
+    const float top = fmaxf(__low2float(largest), __high2float(largest));
+    largest = __half2half2(__ushort_as_half(0));
+    const bool too_large = any_loader(top == INFINITY), large = any_loader(top >= 2.f || scale == lowest * kRange);
+    quiet = large ? 0 : all_fresh ? span : quiet + 1;
+    if (!too_large && (quiet + 1) * fresh <= max(span, fresh)) {
+      lowest = fminf(lowest, scale);
+      return true;
+    }
+    float most = 0.f;
+    for (int item = tid; item < items; item += kWindowLoaders) {
+#pragma unroll 1
+      for (int j = 0; j < span * p.c_in; ++j) {
+        uint32_t v[kRaw];
+        load_item(v, depth + j / p.c_in, j % p.c_in, item);
+#pragma unroll
+        for (int i = 0; i < kRaw; ++i) {
+          const float size = fabsf(__uint_as_float(v[i]));
+          most = size < INFINITY ? fmaxf(most, size) : most;
+        }
+      }
+    }
+    uint32_t* const maxima = smem + layout.maxima;
+    const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(most));  // in the order of their bits
+    if (lane == 0) maxima[warp] = of_warp;
+    named_barrier(2, kWindowLoaders);
+    uint32_t bits = maxima[0];
+    for (int i = 1; i < kWindowLoaders / 32; ++i) bits = max(bits, maxima[i]);
+    named_barrier(2, kWindowLoaders);
+    if (bits == 0) return true;
+    // Brings the largest below 2^11, or is as much above the lowest one as sums of squares bear.
+    const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
+    const float fitting = fminf(__uint_as_float((264 - exponent) << 23), lowest * kRange);
+    const float scaled = __uint_as_float(bits) * scale;
+    const bool stays = (scaled >= 2.f && scaled < 65504.f) || fitting == scale;
+    if (!stays) scale = fitting;
+    lowest = fminf(lowest, scale);
+    quiet = 0;
+    return stays;
+  };
 
   int stage = 0;
   uint32_t parity = 1;
-  for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
+  bool there = false;  // the tile's planes
+  for (int tile = 0; tile < tile_count; ++tile) {
+    const int depth = cursor.d * fresh + plan.origin[0];
+    bool all = !there;
+    if (all) {
+      in_h = cursor.h * plan.tile[1] + plan.origin[1];
+      in_w = cursor.w * plan.tile[2] + plan.origin[2] - plan.lead;
+      slot = 0;
+      named_barrier(2, kWindowLoaders);  // nobody reads the planes before
+    }
+    bool settled;
+    do {
+      fill(depth, all ? 0 : span - fresh, all ? span : fresh, !all);
+      settled = settle(depth, all);
+      all = true;
+    } while (!settled);
+    cursor.advance(tiles_d, tiles_w);
+    there = tile + 1 < tile_count && cursor.d > 0;
+    if (there) fetch(depth + fresh, (span - fresh) * p.c_in, span * p.c_in, tid);
+
     barrier_wait(empty + stage, parity);
-    uint32_t* const to_stage = smem + layout.halo + stage * window_stage_words(plan);
-    const int in_d = cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0];
-    const int in_h = cursor.h * plan.tile[1] + plan.origin[1];
-    const int in_w = cursor.w * plan.tile[2] + plan.origin[2] - plan.lead;
-    prefetch(ahead);
-    ahead.advance(tiles_h, tiles_w);
-    float most = 0.f;  // finite value of x, where that is asked for
-    // Normally one sweep over the halo. Where its values do not fit the scale, one that measures them and one more.
-    for (int pass = 0; pass < 3; ++pass) {
-      const bool measures = kScaled && pass == 1;
-      __half2 largest = __half2half2(__ushort_as_half(0));  // of what was stored
-      for (int type = 0; type < plan.types; ++type) {
-        const WindowEntry* const of_type = entries + type * 8;
-        const int values = window_values(plan, p.c_in, type);
-        int d = 0, h = first_row;
-        for (int row = first_row; row < rows; row += rows_at_once, h += rows_at_once) {
-          while (h >= plan.halo[1]) h -= plan.halo[1], ++d;
-          const bool row_inside = unsigned(in_h + h) < unsigned(p.in[1]);
-          const int depth = in_d + d * plan.step[0];
-          for (int place = tid % threads_w; place < across; place += threads_w) {
-            const int w = in_w + place * 4;  // a vector lies inside or outside as a whole
-            const char* const src = reinterpret_cast<const char*>(
-                x_sample + depth * p.x_stride[0] + (in_h + h) * p.x_stride[1] + w * p.x_stride[2]);
-            // Values of four positions; half types: in two words. All loads are under way before the first is used.
-            uint32_t v[8][kScaled ? 4 : 2];
-            if (vectors && type < plan.shifted_types) {
-              const bool vector_inside = row_inside && unsigned(w) < unsigned(p.in[2]);
+    char* const to_stage = reinterpret_cast<char*>(smem + layout.halo + stage * window_stage_words(plan));
+    const int all_items = plan.tile[0] * items, blocks = (all_items + 31) / 32;
+    int from[8];  // of each value of the type, in the ring
+    int last_type = -1;
+#pragma unroll 1
+    for (int unit = warp; unit < blocks * plan.types; unit += kWindowLoaders / 32) {
+      const int block = unit / plan.types, type = unit - block * plan.types;
+      const int item = min(block * 32 + lane, all_items - 1);
+      const int row = item / vectors, place = item - row * vectors, d = row / rows;
+      const int values = window_values(plan, p.c_in, type);
+      if (type != last_type || plan.tile[0] > 1) {
+        last_type = type;
 #pragma unroll
-              for (int e = 0; e < 8; ++e) {
-                load_if(v[e], src + of_type[e].bytes, vector_inside && unsigned(depth + of_type[e].depth) < in_depth);
-              }
-            } else {
-              uint32_t bits[8][4];
+        for (int e = 0; e < 8; ++e) {
+          const int4 entry = entries[type * 8 + e];
+          int at_slot = slot + d * plan.step[0] + entry.y;
+          if (at_slot >= plan.ring) at_slot -= plan.ring;
+          from[e] = entry.x + at_slot * plane_bytes;
+        }
+      }
+      const int at = ((row - d * rows) * plan.pitch + place * 4) * 2;
+      char* const to = to_stage + (type * plan.plane + (row * plan.pitch + place * 4) * 4) * 4;
+      const int swap = place >> 1 & 3;  // see window_place
 #pragma unroll
-              for (int e = 0; e < 8; ++e) {
-                if (e < values) {
-                  const WindowEntry entry = of_type[e];
-                  const bool inside = row_inside && unsigned(depth + entry.depth) < in_depth;
-                  const char* const from = src + entry.bytes;
+      for (int term = 0; term < kTerms; ++term) {
+        uint32_t v[8][2];  // four positions
 #pragma unroll
-                  for (int i = 0; i < 4; ++i) {
-                    bits[e][i] = load_one_if(reinterpret_cast<const Element*>(from) + i * p.x_stride[2],
-                                             inside && unsigned(w + entry.column + i) < unsigned(p.in[2]));
-                  }
-                } else {
+        for (int e = 0; e < 8; ++e) {
+          v[e][0] = v[e][1] = 0;
+          if (e >= values) continue;
+          const char* const first = ring + (from[e] + at + term * term_bytes);
+          if (type < plan.shifted_types) {
+            const uint2 pairs = *reinterpret_cast<const uint2*>(first);
+            v[e][0] = pairs.x, v[e][1] = pairs.y;
+          } else {
+            const int column = entries[type * 8 + e].z;
+            const uint2* const pairs = reinterpret_cast<const uint2*>(first + (column & ~3) * 2);
+            const uint2 a = pairs[0], b = pairs[1];
+            const uint32_t bits = (column & 1) * 16;
+            const uint32_t second = column & 2 ? b.x : a.y;
+            v[e][0] = __funnelshift_r(column & 2 ? a.y : a.x, second, bits);
+            v[e][1] = __funnelshift_r(second, column & 2 ? b.y : b.x, bits);
+          }
+        }
+        if (block * 32 + lane < all_items) {
 #pragma unroll
-                  for (int i = 0; i < 4; ++i) bits[e][i] = 0;
-                }
-              }
+          for (int i = 0; i < 4; ++i) {
+            uint32_t word[4];
 #pragma unroll
-              for (int e = 0; e < 8; ++e) {
-                if constexpr (kScaled) {
-#pragma unroll
-                  for (int i = 0; i < 4; ++i) v[e][i] = bits[e][i];
-                } else {
-                  v[e][0] = bits[e][0] | bits[e][1] << 16, v[e][1] = bits[e][2] | bits[e][3] << 16;
-                }
-              }
+            for (int k = 0; k < 4; ++k) {
+              word[k] = __byte_perm(v[2 * k][i / 2], v[2 * k + 1][i / 2], i % 2 ? 0x7632 : 0x5410);
             }
-            if constexpr (kScaled) {
-              if (measures) {
-#pragma unroll
-                for (int i = 0; i < 32; ++i) {
-                  const float size = fabsf(__uint_as_float(v[i / 4][i % 4]));
-                  most = size < INFINITY ? fmaxf(most, size) : most;
-                }
-                continue;
-              }
-              if (scale != 1.f) {
-#pragma unroll
-                for (int i = 0; i < 32; ++i) {
-                  v[i / 4][i % 4] = __float_as_uint(__uint_as_float(v[i / 4][i % 4]) * scale);
-                }
-              }
-            }
-            uint32_t* const to = to_stage + type * plan.plane + (row * plan.pitch + place * 4) * 4;
-            const int swap = place >> 1 & 3;  // see window_place
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              uint32_t* const at = to + (i ^ swap) * 4;
-              uint32_t word[4];
-#pragma unroll
-              for (int k = 0; k < 4; ++k) {
-                if constexpr (kScaled) {
-                  word[k] = packed_halves(__uint_as_float(v[2 * k][i]), __uint_as_float(v[2 * k + 1][i]));
-                  largest = __hmax2(largest, __habs2(*reinterpret_cast<const __half2*>(&word[k])));
-                } else {
-                  word[k] = __byte_perm(v[2 * k][i / 2], v[2 * k + 1][i / 2], i % 2 ? 0x7632 : 0x5410);
-                }
-              }
-              *reinterpret_cast<uint4*>(at) = make_uint4(word[0], word[1], word[2], word[3]);
-              if constexpr (kTwoTerms) {
-                // An infinite value's second term is NaN: its channel's statistics are that already.
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&word[k]));
-                  word[k] = packed_halves(__uint_as_float(v[2 * k][i]) - high.x,
-                                          __uint_as_float(v[2 * k + 1][i]) - high.y);
-                }
-                *reinterpret_cast<uint4*>(at + plan.types * plan.plane) = make_uint4(word[0], word[1], word[2], word[3]);
-              }
-            }
+            *reinterpret_cast<uint4*>(to + term * plan.types * plan.plane * 4 + (i ^ swap) * 16) =
+                make_uint4(word[0], word[1], word[2], word[3]);
           }
         }
       }
-      if constexpr (!kScaled) {
-        break;
-      } else if (pass == 0) {
-        // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
-        const float top = fmaxf(__low2float(largest), __high2float(largest));
-        const bool too_large = any_loader(top == INFINITY);
-        if (!too_large && any_loader(top >= 2.f || scale == lowest * kRange)) {
-          lowest = fminf(lowest, scale);
-          break;
-        }
-      } else if (pass == 1) {
-        uint32_t* const maxima = smem + layout.maxima;
-        const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(most));  // in the order of their bits
-        if (lane == 0) maxima[warp] = of_warp;
-        named_barrier(2, kWindowLoaders);
-        uint32_t bits = maxima[0];
-        for (int i = 1; i < kWindowLoaders / 32; ++i) bits = max(bits, maxima[i]);
-        named_barrier(2, kWindowLoaders);
-        if (bits == 0) break;
-        // Brings the largest below 2^11, or is as much above the lowest one as sums of squares bear.
-        const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
-        const float fitting = fminf(__uint_as_float((264 - exponent) << 23), lowest * kRange);
-        const float scaled = __uint_as_float(bits) * scale;
-        const bool fits = (scaled >= 2.f && scaled < 65504.f) || fitting == scale;
-        if (!fits) scale = fitting;
-        lowest = fminf(lowest, scale);
-        if (fits) break;
-      }
     }
-    if constexpr (kScaled) {
-      if (tid == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
-    }
+    if (kScaled && tid == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
     __syncwarp();
     if (lane == 0) barrier_arrive(full + stage);
     if (++stage == plan.stages) {
       stage = 0;
       parity ^= 1;
+    }
+    if (there) {
+      slot += fresh;
+      if (slot >= plan.ring) slot -= plan.ring;
     }
   }
 }
@@ -321,26 +392,34 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
   using Stored = std::conditional_t<kScaled, float, unsigned short>;
   constexpr int kRowWords = 16 * kBlocks, kWords = kNarrowWindow * kRowWords, kRounds = (kWords + 31) / 32;
   constexpr int kAllColumns = kNarrowWindow * kColumns, kTurnWords = kRowWords * kAllColumns;
-  for (int column = warp; column < kColumns; column += kWarps) {
-    const Stored* const filter = static_cast<const Stored*>(p.weight) + group * p.w_stride_group +
-                                 (c_begin + min(column, c_valid - 1)) * p.w_stride_out;
-    Stored v[kRounds][2];
+  constexpr int kOwn = (kColumns + kWarps - 1) / kWarps;  // columns of a warp
+  const Stored* const filters =
+      static_cast<const Stored*>(p.weight) + group * p.w_stride_group + c_begin * p.w_stride_out;
+  Stored v[kOwn][kRounds][2];
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      const int word = lane + 32 * i, k = word % kRowWords;
+  for (int i = 0; i < kRounds; ++i) {
+    const int word = lane + 32 * i;
+    const int2 at = word < kWords ? reinterpret_cast<const int2*>(weight_at)[word % kRowWords] : make_int2(-1, -1);
+    const Stored* const from = filters + word / kRowWords * p.w_stride_k[1];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int at = word < kWords ? weight_at[2 * k + j] : -1;
-        v[i][j] = 0;
-        if (at >= 0 && column < c_valid) v[i][j] = __ldg(filter + at + word / kRowWords * p.w_stride_k[1]);
-      }
+    for (int own = 0; own < kOwn; ++own) {
+      const int column = warp + own * kWarps;
+      const Stored* const filter = from + column * p.w_stride_out;
+      v[own][i][0] = v[own][i][1] = 0;
+      if (at.x >= 0 && column < c_valid) v[own][i][0] = __ldg(filter + at.x);
+      if (at.y >= 0 && column < c_valid) v[own][i][1] = __ldg(filter + at.y);
     }
+  }
+#pragma unroll
+  for (int own = 0; own < kOwn; ++own) {
+    const int column = warp + own * kWarps;
+    if (column >= kColumns) break;
     float scale = 1.f, undo = 1.f;
     if constexpr (kScaled) {
       float most = 0.f;
 #pragma unroll
       for (int i = 0; i < 2 * kRounds; ++i) {
-        const float size = fabsf(v[i / 2][i % 2]);
+        const float size = fabsf(v[own][i / 2][i % 2]);
         most = size < INFINITY ? fmaxf(most, size) : most;
       }
       const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
@@ -354,14 +433,12 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
       const int word = lane + 32 * i, k = word % kRowWords, kernel_row = word / kRowWords;
       if (word >= kWords) continue;
       uint32_t high, low = 0;
-      if constexpr (kScaled) {
-        if constexpr (kTwoTerms) {
-          split_half(v[i][0] * scale, v[i][1] * scale, &high, &low);
-        } else {
-          high = packed_halves(v[i][0] * scale, v[i][1] * scale);
-        }
+      if constexpr (!kScaled) {
+        high = uint32_t(v[own][i][0]) | uint32_t(v[own][i][1]) << 16;
+      } else if constexpr (kTwoTerms) {
+        split_half(v[own][i][0] * scale, v[own][i][1] * scale, &high, &low);
       } else {
-        high = uint32_t(v[i][0]) | uint32_t(v[i][1]) << 16;
+        high = packed_halves(v[own][i][0] * scale, v[own][i][1] * scale);
       }
       // In turn t of the window, kernel row r belongs to the accumulators (t - r) mod 3.
 #pragma unroll
@@ -402,25 +479,35 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
   const int stage_words = window_stage_words(plan);
 
   const int tid = threadIdx.x;
-  const int64_t n = blockIdx.x / plan.slices, slice = blockIdx.x % plan.slices;
+  const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
+  const int64_t n = blockIdx.x / slices, slice = blockIdx.x % slices;
   const int c_begin = blockIdx.y * kColumns;  // first output channel of this block, within the conv group
   const int group = blockIdx.z;
   const int c_valid = min(kColumns, p.c_out - c_begin);
   const int c_first = group * p.c_out + c_begin;  // the same among all output channels
   const int jobs = (plan.strips + 3) / 4;         // of a tile: four strips, one for each warp
 
+  // Every block waits for the same weights: they are asked for before anything else.
+  const int64_t weight_bytes = c_valid * p.w_stride_out * static_cast<int64_t>(sizeof(Element));
+  if (tid * 128 < weight_bytes) {
+    const char* const weight = reinterpret_cast<const char*>(static_cast<const Element*>(p.weight) +
+                                                             group * p.w_stride_group + c_begin * p.w_stride_out);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + tid * 128));
+  }
+
+#pragma unroll 1
   for (int i = tid; i < plan.types * 8; i += kThreads) {
     int c, d, w;
     const bool is_value = window_value(plan, p.c_in, i / 8, i % 8, &c, &d, &w);
-    WindowEntry entry{0, kWindowPadding, 0};
+    WindowEntry entry{};
     if (is_value) {
+      entry.bytes = c * plan.ring * plan.halo[1] * plan.pitch * 2;
       entry.depth = d * plan.dilation[0], entry.column = w * plan.dilation[2];
-      entry.bytes = (c * p.x_stride_c + entry.depth * p.x_stride[0] + entry.column * p.x_stride[2]) *
-                    static_cast<int64_t>(sizeof(Element));
     }
     reinterpret_cast<WindowEntry*>(smem + layout.entries)[i] = entry;
   }
   const int chunk_count = window_chunks(plan), shifted = plan.shifted_types * plan.kernel[2];
+#pragma unroll 1
   for (int i = tid; i < kBlocks * 4 * 8; i += kThreads) {
     const int chunk = i / 8;
     const int type = chunk < shifted ? chunk / plan.kernel[2] : plan.shifted_types + chunk - shifted;
@@ -434,6 +521,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
       chunks[chunk] = chunk < chunk_count ? make_int2(type * plan.plane * 4, shift * plan.dilation[2]) : make_int2(0, 0);
     }
   }
+#pragma unroll 1
   for (int i = tid; i < plan.strips; i += kThreads) {
     const int per_row = plan.tile[2] / kNarrowStrip;
     const int w = i % per_row * kNarrowStrip;
@@ -443,6 +531,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
   }
   if (tid < 4) smem[layout.zeros + tid] = 0;
   if (tid == 0) {
+#pragma unroll 1
     for (int stage = 0; stage < plan.stages; ++stage) {
       barrier_init(full + stage, kWindowLoaders / 32);
       barrier_init(empty + stage, jobs * 4);
@@ -451,17 +540,16 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
   __syncthreads();
 
   int tile_count;
-  TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
-  const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
+  WindowCursor cursor = window_tiles(plan, slice, &tile_count);
 
   if (tid < kWindowLoaders) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
     window_load_tiles<kMath>(p, layout, smem, n, group, cursor, tile_count);
   } else {
     if constexpr (kConsumers == 3) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
     } else {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 184;");
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
     }
     const int lane = tid & 31, g = lane >> 2, t = lane & 3;
     const int warp = tid / 32 - kWindowLoaders / 32;  // among the computing ones
@@ -490,7 +578,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
       while (job >= jobs) {
         job -= jobs;
         ++tile;
-        cursor.advance(tiles_h, tiles_w);
+        cursor.advance(static_cast<int>(plan.tiles[0]), static_cast<int>(plan.tiles[2]));
         if (++stage == plan.stages) stage = 0, parity ^= 1;
       }
       if (tile >= tile_count) break;
@@ -618,20 +706,32 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
       if (lane == 0) barrier_arrive(empty + stage);
     }
 
-    // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block.
+    // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block. Only the first lanes' results count,
+    // and all channels of a thread have the same counts.
     Moments<float>* const shared = reinterpret_cast<Moments<float>*>(smem + layout.scratch);
+    const float inverse = count > 0.f ? __fdividef(1.f, count) : 0.f;
+    float of_lanes = count, fraction[3], weighted[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const float other = __shfl_down_sync(0xffffffffu, of_lanes, 4 << i), both = of_lanes + other;
+      fraction[i] = both > 0.f ? __fdividef(other, both) : 0.f;
+      weighted[i] = of_lanes * fraction[i];
+      of_lanes = both;
+    }
 #pragma unroll
     for (int j = 0; j < kSums; ++j) {
       const int c = j / 2 * 8 + t * 2 + (j & 1);
-      Moments<float> m = sums[j].moments(count);
-      if constexpr (kScaled) {
-        // In the convolution's own units.
-        const float own = unit * unscale[c];
-        m.mean *= own;
-        m.m2 = m.m2 * own * own;
+      const float own_unit = kScaled ? unit * unscale[c] : 1.f;  // in the convolution's own units
+      float mean = fmaf(sums[j].sum, inverse, sums[j].shift) * own_unit;
+      float m2 = fmaf(-sums[j].sum * inverse, sums[j].sum, sums[j].sum_sq) * own_unit * own_unit;
+      m2 = m2 < 0.f ? 0.f : m2;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const float delta = __shfl_down_sync(0xffffffffu, mean, 4 << i) - mean;
+        m2 += fmaf(delta * delta, weighted[i], __shfl_down_sync(0xffffffffu, m2, 4 << i));
+        mean = fmaf(delta, fraction[i], mean);
       }
-      m = warp_merge(m, 4);
-      if (g == 0) shared[warp * kColumns + c] = m;
+      if (g == 0) shared[warp * kColumns + c] = {mean, m2, of_lanes};
     }
     finish_stats<kColumns, kWarps, kWarps * 32>(
         p.stats, n, slice, c_first, c_valid, shared, tid - kWindowLoaders,
