@@ -162,18 +162,46 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
   __half2 largest = __half2half2(__ushort_as_half(0));  // of what was stored last
 
   int in_h = 0, in_w = 0, slot = 0;  // of the tile: its first row and column, where its first plane lies
-  auto load_item = [&](uint32_t(&v)[kRaw], int depth, int c, int item) {
-    const int row = item / vectors, h = in_h + row, w = in_w + (item - row * vectors) * 4;
-    const bool inside = unsigned(depth) < unsigned(p.in[0]) && unsigned(h) < unsigned(p.in[1]);
-    const Element* const from =
-        x_sample + c * p.x_stride_c + depth * p.x_stride[0] + h * p.x_stride[1] + w * p.x_stride[2];
+  // An item is four positions of a row. With few of them, `groups` of threads share the planes of all channels.
+  const int groups = items < kWindowLoaders ? kWindowLoaders / items : 1;
+  const int group_of_thread = items < kWindowLoaders ? tid / items : 0;
+  const int own_item = tid - group_of_thread * items, item_step = groups > 1 ? items : kWindowLoaders;
+  struct Plane {
+    int d, c;
+  };
+  auto next = [&](Plane& plane) {
+    for (plane.c += groups; plane.c >= p.c_in; plane.c -= p.c_in) ++plane.d;
+  };
+  auto first_plane = [&](int d) {
+    Plane plane{d, group_of_thread - groups};
+    if (group_of_thread >= groups) plane.d = span;  // nothing is left for it
+    next(plane);
+    return plane;
+  };
+  struct Item {
+    const Element* from;  // of plane 0 of channel 0
+    int w, to;
+    bool row_inside;
+  };
+  auto locate = [&](int item) {
+    const int row = item / vectors, place = item - row * vectors;
+    Item at;
+    at.w = in_w + place * 4;
+    at.from = x_sample + (in_h + row) * p.x_stride[1] + at.w * p.x_stride[2];
+    at.row_inside = unsigned(in_h + row) < unsigned(p.in[1]);
+    at.to = (row * plan.pitch + place * 4) * 2;
+    return at;
+  };
+  auto load_item = [&](uint32_t(&v)[kRaw], const Item& item, int depth, int c) {
+    const bool inside = item.row_inside && unsigned(depth) < unsigned(p.in[0]);
+    const Element* const from = item.from + c * p.x_stride_c + depth * p.x_stride[0];
     if (in_vectors) {  // a vector lies inside or outside as a whole
-      load_if(v, from, inside && unsigned(w) < unsigned(p.in[2]));
+      load_if(v, from, inside && unsigned(item.w) < unsigned(p.in[2]));
     } else {
       uint32_t bits[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        bits[i] = load_one_if(from + i * p.x_stride[2], inside && unsigned(w + i) < unsigned(p.in[2]));
+        bits[i] = load_one_if(from + i * p.x_stride[2], inside && unsigned(item.w + i) < unsigned(p.in[2]));
       }
       if constexpr (kScaled) {
 #pragma unroll
@@ -183,11 +211,10 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
       }
     }
   };
-  auto store_item = [&](const uint32_t(&v)[kRaw], int plane, int c, int item) {
-    const int row = item / vectors, place = item - row * vectors;
-    int at_slot = slot + plane;
+  auto store_item = [&](const uint32_t(&v)[kRaw], const Item& item, Plane plane) {
+    int at_slot = slot + plane.d;
     if (at_slot >= plan.ring) at_slot -= plan.ring;
-    char* const at = ring + c * channel_bytes + at_slot * plane_bytes + (row * plan.pitch + place * 4) * 2;
+    char* const at = ring + (plane.c * channel_bytes + at_slot * plane_bytes + item.to);
     if constexpr (kScaled) {
       float f[4];
       uint32_t word[2];
@@ -212,28 +239,27 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
       *reinterpret_cast<uint2*>(at) = make_uint2(v[0], v[1]);
     }
   };
-  // Planes [first, first + count) of the tile whose first one is plane `depth` of x, kHeld pieces of a thread at a time;
-  // `held`: the first of them are there already.
   uint32_t hold[kHeld][kRaw];
-  auto fetch = [&](int depth, int first, int pieces, int item) {
+  auto fetch = [&](const Item& item, int depth, Plane plane) {
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const int piece = first + j;
-      if (item < items && piece < pieces) load_item(hold[j], depth + piece / p.c_in, piece % p.c_in, item);
+    for (int j = 0; j < kHeld; ++j, next(plane)) {
+      if (plane.d < span) load_item(hold[j], item, depth + plane.d, plane.c);
     }
   };
-  auto fill = [&](int depth, int first, int count, bool held) {
-    const int pieces = (first + count) * p.c_in;
+  // Planes [first, span) of the tile whose first one is plane `depth` of x, kHeld of a thread's at a time. held: the
+  // first are there already.
+  auto fill = [&](int depth, int first, bool held) {
 #pragma unroll 1
-    for (int item = tid; item < items; item += kWindowLoaders) {
+    for (int i = own_item; i < items; i += item_step) {
+      const Item item = locate(i);
+      Plane plane = first_plane(first);
 #pragma unroll 1
-      for (int begin = first * p.c_in; begin < pieces; begin += kHeld) {
-        if (!held) fetch(depth, begin, pieces, item);
+      while (plane.d < span) {
+        if (!held) fetch(item, depth, plane);
         held = false;
 #pragma unroll
-        for (int j = 0; j < kHeld; ++j) {
-          const int piece = begin + j;
-          if (piece < pieces) store_item(hold[j], piece / p.c_in, piece % p.c_in, item);
+        for (int j = 0; j < kHeld; ++j, next(plane)) {
+          if (plane.d < span) store_item(hold[j], item, plane);
         }
       }
     }
@@ -255,14 +281,16 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
       return true;
     }
     float most = 0.f;
-    for (int item = tid; item < items; item += kWindowLoaders) {
 #pragma unroll 1
-      for (int j = 0; j < span * p.c_in; ++j) {
+    for (int i = own_item; i < items; i += item_step) {
+      const Item item = locate(i);
+#pragma unroll 1
+      for (Plane plane = first_plane(0); plane.d < span; next(plane)) {
         uint32_t v[kRaw];
-        load_item(v, depth + j / p.c_in, j % p.c_in, item);
+        load_item(v, item, depth + plane.d, plane.c);
 #pragma unroll
-        for (int i = 0; i < kRaw; ++i) {
-          const float size = fabsf(__uint_as_float(v[i]));
+        for (int j = 0; j < kRaw; ++j) {
+          const float size = fabsf(__uint_as_float(v[j]));
           most = size < INFINITY ? fmaxf(most, size) : most;
         }
       }
@@ -300,13 +328,13 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
     }
     bool settled;
     do {
-      fill(depth, all ? 0 : span - fresh, all ? span : fresh, !all);
+      fill(depth, all ? 0 : span - fresh, !all);
       settled = settle(depth, all);
       all = true;
     } while (!settled);
     cursor.advance(tiles_d, tiles_w);
     there = tile + 1 < tile_count && cursor.d > 0;
-    if (there) fetch(depth + fresh, (span - fresh) * p.c_in, span * p.c_in, tid);
+    if (there) fetch(locate(own_item), depth + fresh, first_plane(span - fresh));
 
     barrier_wait(empty + stage, parity);
     char* const to_stage = reinterpret_cast<char*>(smem + layout.halo + stage * window_stage_words(plan));
@@ -567,7 +595,9 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
     const int row_bytes = plan.pitch * 16;
 
     // Of each channel: 8 j / 2 + 2 t + j % 2 of the block's. In the units of the stage that was last read.
-    ShiftedSums<float> sums[kSums];
+    struct {
+      float begin = 0.f, sum = 0.f, sum_sq = 0.f;  // sums of what the products add to `begin`
+    } sums[kSums];
     float count = 0.f;
     float unit = 1.f;  // what undoes those
 
@@ -590,7 +620,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
           unit = stage_unit;
 #pragma unroll
           for (int j = 0; j < kSums; ++j) {
-            sums[j].shift *= change;
+            sums[j].begin *= change;
             sums[j].sum *= change;
             sums[j].sum_sq = sums[j].sum_sq * change * change;
           }
@@ -618,20 +648,12 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
         from[i] = own_valid ? at : zeros;
       }
       bool fresh = __any_sync(0xffffffffu, count == 0.f && valid[0]);
-      float begin[2][kSums];
-      auto set_begin = [&] {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-          for (int j = 0; j < kSums; ++j) begin[half][j] = valid[half] ? -sums[j].shift : 0.f;
-        }
-      };
-      set_begin();
+      const float counts[2] = {valid[0] ? 1.f : 0.f, valid[1] ? 1.f : 0.f};
       float acc[kWindow * kAcc];
       auto start = [&](auto slot) {
 #pragma unroll
         for (int j = 0; j < kAcc; ++j)
-          acc[decltype(slot)::value * kAcc + j] = begin[j / 2 & 1][j / 4 * 2 + (j & 1)];
+          acc[decltype(slot)::value * kAcc + j] = sums[j / 4 * 2 + (j & 1)].begin * counts[j / 2 & 1];
       };
       start(std::integral_constant<int, 0>()), start(std::integral_constant<int, 1>()),
           start(std::integral_constant<int, 2>());
@@ -671,22 +693,20 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
         float* const done = acc + kSlot * kAcc;
         if (row >= kWindow - 1) {
           if (decltype(turn)::value == kWindow - 1 && fresh) {
-            // The first value that a thread sees becomes its shift.
-            const bool takes = count == 0.f && valid[0];
-            if (takes) {
+            // The first value that a thread sees is what it subtracts from all.
+            if (count == 0.f && valid[0]) {
 #pragma unroll
-              for (int j = 0; j < kSums; ++j) sums[j].shift = done[j / 2 * 4 + (j & 1)];
-            }
-            set_begin();
-            if (takes) {
+              for (int j = 0; j < kSums; ++j) sums[j].begin = -done[j / 2 * 4 + (j & 1)];
 #pragma unroll
-              for (int j = 0; j < kWindow * kAcc; ++j) acc[j] += begin[j / 2 & 1][j % kAcc / 4 * 2 + (j & 1)];
+              for (int j = 0; j < kWindow * kAcc; ++j) {
+                acc[j] = fmaf(sums[j % kAcc / 4 * 2 + (j & 1)].begin, counts[j / 2 & 1], acc[j]);
+              }
             }
             fresh = false;
           }
 #pragma unroll
           for (int j = 0; j < kAcc; ++j) {
-            ShiftedSums<float>& of = sums[j / 4 * 2 + (j & 1)];
+            auto& of = sums[j / 4 * 2 + (j & 1)];
             of.sum += done[j];
             of.sum_sq = fmaf(done[j], done[j], of.sum_sq);
           }
@@ -701,7 +721,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
         if (row + 1 < steps) step(std::integral_constant<int, 1>(), row + 1);
         if (row + 2 < steps) step(std::integral_constant<int, 2>(), row + 2);
       }
-      count += static_cast<float>((int(valid[0]) + int(valid[1])) * rows);
+      count += (counts[0] + counts[1]) * static_cast<float>(rows);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + stage);
     }
@@ -722,7 +742,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
     for (int j = 0; j < kSums; ++j) {
       const int c = j / 2 * 8 + t * 2 + (j & 1);
       const float own_unit = kScaled ? unit * unscale[c] : 1.f;  // in the convolution's own units
-      float mean = fmaf(sums[j].sum, inverse, sums[j].shift) * own_unit;
+      float mean = fmaf(sums[j].sum, inverse, -sums[j].begin) * own_unit;
       float m2 = fmaf(-sums[j].sum * inverse, sums[j].sum, sums[j].sum_sq) * own_unit * own_unit;
       m2 = m2 < 0.f ? 0.f : m2;
 #pragma unroll
