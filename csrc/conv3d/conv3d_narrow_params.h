@@ -38,6 +38,8 @@ inline constexpr int kNarrowStages = 3;      // at most
 // and stages at most.
 inline constexpr int kWindowProducers = 2;
 inline constexpr int kWindowBlocks = 3;
+// At most, where loading threads keep planes in registers.
+KGOPT_HD constexpr int window_march_channels(ConvMath math) { return math == ConvMath::kFp16x3 ? 3 : 4; }
 inline constexpr int kWindowStages = 8;
 
 // Those that compute: as many as have the registers for accumulators, sums and fragments.
@@ -62,9 +64,8 @@ struct NarrowPlan {
   // every kernel column reads; the others hold what eight does not divide, of all columns.
   bool gathered = false;
   int types = 0, shifted_types = 0;
-  int blocks = 0;      // of four chunks: two K steps
-  int ring = 0;        // planes of x that wait to be gathered, of each channel
-  int ring_words = 0;  // all of them
+  int blocks = 0;       // of four chunks: two K steps
+  int march_lanes = 0;  // threads along a row where each keeps its place going down the depth; 0: they do not
   int n_tiles = 1;  // thread blocks along output channels, per conv group
   int words = 1;    // 32-bit words of input channels (a word: 1 fp32 or 2 half channels)
   int kernel[3] = {1, 1, 1};

@@ -57,7 +57,7 @@ struct WindowSmemLayout {
   int entries;      // of each type of chunk, see WindowEntry
   int weight_at;    // of each chunk of K, where the weights of its eight values lie; -1: padding
   int chunks;       // of each chunk of K, an int2: its type's plane, in bytes, and its shift along the width
-  int strips, columns, scratch, ring, halo, total;
+  int strips, columns, scratch, halo, total;
 };
 
 KGOPT_HD int window_terms(const NarrowPlan& p) { return p.math == ConvMath::kFp16x3 ? 2 : 1; }
@@ -80,8 +80,7 @@ KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
   s.strips = s.chunks + align(p.blocks * 4 * 2);
   s.columns = s.strips + align(p.strips * 2);
   s.scratch = s.columns + align(p.columns * 2);
-  s.ring = s.scratch + align(p.columns * 3 * p.consumers * 4);
-  s.halo = s.ring + align(p.ring_words);
+  s.halo = s.scratch + align(p.columns * 3 * p.consumers * 4);
   // Strips that end beyond a row read on, and all read a row too many; that counts nothing.
   s.total = s.halo + window_stage_words(p) * p.stages + 4 * (p.pitch + kNarrowStrip + 8);
   return s;
@@ -153,12 +152,13 @@ inline bool window_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   if (positions * 4 * p->types > 64 * 1024) return false;
   // Lanes that read different types at once start half of the banks apart.
   p->plane = static_cast<int>(positions + 4) * 4;
-  // What a tile sees, and what the next one along the depth sees beyond it.
-  const int64_t span = (d - 1) * int64_t(p->step[0]) + (p->kernel[0] - 1) * int64_t(p->dilation[0]) + 1;
-  const int64_t ring = span + int64_t(d) * p->step[0];
-  const int64_t ring_words = ring * (q.c_in / q.groups) * p->halo[1] * p->pitch / 2 * window_terms(*p);
-  if (ring_words * 4 > limits.smem_per_block) return false;
-  p->ring = static_cast<int>(ring), p->ring_words = static_cast<int>(ring_words);
+  p->march_lanes = 0;
+  const bool cube = p->kernel[0] == 3 && p->kernel[2] == 3 && p->dilation[0] == 1 && p->dilation[2] == 1;
+  if (cube && p->step[0] == 1 && d == 1 && q.c_in / q.groups <= window_march_channels(p->math) && p->vectors <= 32) {
+    int lanes = 1;  // a power of two: a thread's neighbour is in its warp
+    while (lanes < p->vectors) lanes *= 2;
+    if (lanes * p->halo[1] <= 128 * kWindowProducers) p->march_lanes = lanes;
+  }
   p->strips = d * segments * (w / p->strip);
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
   p->smem_bytes = window_smem_layout(*p).total * 4;
@@ -173,9 +173,11 @@ inline double window_cost(const NarrowPlan& p) {
   const double issue = 2.0 * p.columns + 6.0 * p.blocks * window_terms(p) + 16;
   const int at_once = std::min(p.consumers, std::max(1, (p.stages - 1) * jobs));
   const double step = std::max(mma + issue, (mma + 2.0 * issue + 60) / at_once);
-  const double items = double(p.types) * p.halo[0] * p.halo[1] * p.vectors;
-  const double load = items * 130 * window_terms(p) / 128 + 300;  // four positions each
-  return double(p.tiles_per_sample) * (std::max(jobs * (steps * step + 60), 0.6 * load) + 0.4 * load);
+  // The loading threads' chain of instructions, and what it takes of their issue.
+  const double rounds = std::ceil(double(p.halo[0]) * p.halo[1] * p.vectors / (128 * kWindowProducers));
+  const double chain = p.march_lanes ? 1000.0 * window_terms(p) : rounds * p.types * 3400 * window_terms(p);
+  const double compute = jobs * (steps * (step + 25) + 60);
+  return double(p.tiles_per_sample) * std::max(compute, chain);
 }
 
 // The chunks of four words that each K step multiplies, first all taps of the first chunk of channels. They are in the

@@ -26,11 +26,13 @@
 
 namespace kgopt {
 
-// A value of a type of chunk: its channel's bytes in the ring of planes, and how far along the depth and the width from
-// the position's first tap it lies.
+// A value of a type of chunk: where it lies in x, in bytes from the position's first tap on, and how far along the depth
+// and the width that is. Padding lies outside of any depth.
 struct WindowEntry {
-  int bytes, depth, column, unused;
+  int64_t bytes;
+  int depth, column;
 };
+inline constexpr int kWindowPadding = 1 << 30;
 
 // Tiles in the order of their depths: neighbours share planes of the input.
 struct WindowCursor {
@@ -57,9 +59,9 @@ __device__ __forceinline__ bool window_value(const NarrowPlan& plan, int c_in, i
     value = plan.shifted_types * 8 + together / plan.kernel[2];
     *w = together % plan.kernel[2];
   }
-  *c = value / plan.kernel[0];
-  *d = value % plan.kernel[0];
-  return *c < c_in;
+  *c = value % c_in;
+  *d = value / c_in;
+  return *d < plan.kernel[0];
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -128,269 +130,353 @@ __device__ __forceinline__ uint32_t packed_halves(float a, float b) {
   return *reinterpret_cast<const uint32_t*>(&h);
 }
 
-// What the loading warpgroups do from start to end: planes of the input come once, as half values, into a ring that holds
-// what a tile and the next one see; from there chunks are put together.
+// The largest of the loading threads' values, none of which is negative, as bits. All of them wait for each other.
+__device__ __forceinline__ uint32_t loaders_max(float mine, uint32_t* maxima) {
+  const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(mine));  // in the order of their bits
+  if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = of_warp;
+  named_barrier(2, kWindowLoaders);
+  uint32_t bits = maxima[0];
+#pragma unroll 1
+  for (int i = 1; i < kWindowLoaders / 32; ++i) bits = max(bits, maxima[i]);
+  named_barrier(2, kWindowLoaders);
+  return bits;
+}
+
+// The scale for values of which the largest finite one is `bits`. True where the old one stays: the largest is finite in
+// fp16 then and has bits to spare below it. Else it comes below 2^11, or the scale is as much above the lowest one that
+// there was as sums of squares bear.
+inline constexpr float kWindowRange = 65536.f;
+__device__ __forceinline__ bool scale_of_window(uint32_t bits, float* scale, float* lowest) {
+  const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
+  const float fitting = fminf(__uint_as_float((264 - exponent) << 23), *lowest * kWindowRange);
+  const float scaled = __uint_as_float(bits) * *scale;
+  const bool stays = (scaled >= 2.f && scaled < 65504.f) || fitting == *scale;
+  if (!stays) *scale = fitting;
+  *lowest = fminf(*lowest, *scale);
+  return stays;
+}
+
+// What the loading warpgroups do from start to end, for any taps and strides.
 template <ConvMath kMath>
 __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const WindowSmemLayout& layout, uint32_t* smem,
                                                   int64_t n, int group, WindowCursor cursor, int tile_count) {
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr bool kScaled = std::is_same_v<Element, float>;
-  constexpr int kTerms = kMath == ConvMath::kFp16x3 ? 2 : 1;
-  constexpr int kRaw = kScaled ? 4 : 2;  // words of four positions
-  constexpr int kHeld = kScaled ? 5 : 8;  // of them that a thread has under way while it puts chunks together
+  constexpr bool kTwoTerms = kMath == ConvMath::kFp16x3;
   const NarrowPlan& plan = p.plan;
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid / 32;
+  const int tid = threadIdx.x, lane = tid & 31;
   const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
-  const int4* const entries = reinterpret_cast<const int4*>(smem + layout.entries);
+  const WindowEntry* const entries = reinterpret_cast<const WindowEntry*>(smem + layout.entries);
   const Element* const x_sample =
       static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
-  const bool in_vectors = p.load == NarrowLoad::kVectors;
-  const int vectors = plan.vectors, rows = plan.halo[1], items = rows * vectors;
-  // Planes that a tile sees, and those of them that the tile before it did not.
-  const int fresh = plan.tile[0] * plan.step[0];
-  const int span = (plan.tile[0] - 1) * plan.step[0] + (plan.kernel[0] - 1) * plan.dilation[0] + 1;
-  const int plane_bytes = rows * plan.pitch * 2, channel_bytes = plan.ring * plane_bytes;
-  const int term_bytes = p.c_in * channel_bytes;
-  char* const ring = reinterpret_cast<char*>(smem + layout.ring);
-
-  // Of the values in the ring, and the lowest one that there was.
-  constexpr float kRange = 65536.f;
+  const bool vectors = p.load == NarrowLoad::kVectors;
+  const int across = plan.vectors;
+  const int threads_w = min(across, kWindowLoaders);
+  const int rows_at_once = kWindowLoaders / threads_w;
+  const int first_row = tid / threads_w < rows_at_once ? tid / threads_w : 1 << 24;
+  const int rows = plan.tile[0] * plan.halo[1];
+  // Of the values of a stage, and the lowest one that there was.
   float scale = 1.f, lowest = INFINITY;
-  int quiet = 0;                                        // groups of fresh planes since one with large values
-  __half2 largest = __half2half2(__ushort_as_half(0));  // of what was stored last
-
-  int in_h = 0, in_w = 0, slot = 0;  // of the tile: its first row and column, where its first plane lies
-  // An item is four positions of a row. With few of them, `groups` of threads share the planes of all channels.
-  const int groups = items < kWindowLoaders ? kWindowLoaders / items : 1;
-  const int group_of_thread = items < kWindowLoaders ? tid / items : 0;
-  const int own_item = tid - group_of_thread * items, item_step = groups > 1 ? items : kWindowLoaders;
-  struct Plane {
-    int d, c;
-  };
-  auto next = [&](Plane& plane) {
-    for (plane.c += groups; plane.c >= p.c_in; plane.c -= p.c_in) ++plane.d;
-  };
-  auto first_plane = [&](int d) {
-    Plane plane{d, group_of_thread - groups};
-    if (group_of_thread >= groups) plane.d = span;  // nothing is left for it
-    next(plane);
-    return plane;
-  };
-  struct Item {
-    const Element* from;  // of plane 0 of channel 0
-    int w, to;
-    bool row_inside;
-  };
-  auto locate = [&](int item) {
-    const int row = item / vectors, place = item - row * vectors;
-    Item at;
-    at.w = in_w + place * 4;
-    at.from = x_sample + (in_h + row) * p.x_stride[1] + at.w * p.x_stride[2];
-    at.row_inside = unsigned(in_h + row) < unsigned(p.in[1]);
-    at.to = (row * plan.pitch + place * 4) * 2;
-    return at;
-  };
-  auto load_item = [&](uint32_t(&v)[kRaw], const Item& item, int depth, int c) {
-    const bool inside = item.row_inside && unsigned(depth) < unsigned(p.in[0]);
-    const Element* const from = item.from + c * p.x_stride_c + depth * p.x_stride[0];
-    if (in_vectors) {  // a vector lies inside or outside as a whole
-      load_if(v, from, inside && unsigned(item.w) < unsigned(p.in[2]));
-    } else {
-      uint32_t bits[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        bits[i] = load_one_if(from + i * p.x_stride[2], inside && unsigned(item.w + i) < unsigned(p.in[2]));
-      }
-      if constexpr (kScaled) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = bits[i];
-      } else {
-        v[0] = bits[0] | bits[1] << 16, v[1] = bits[2] | bits[3] << 16;
-      }
-    }
-  };
-  auto store_item = [&](const uint32_t(&v)[kRaw], const Item& item, Plane plane) {
-    int at_slot = slot + plane.d;
-    if (at_slot >= plan.ring) at_slot -= plan.ring;
-    char* const at = ring + (plane.c * channel_bytes + at_slot * plane_bytes + item.to);
-    if constexpr (kScaled) {
-      float f[4];
-      uint32_t word[2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) f[i] = __uint_as_float(v[i]) * scale;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        word[i] = packed_halves(f[2 * i], f[2 * i + 1]);
-        largest = __hmax2(largest, __habs2(*reinterpret_cast<const __half2*>(&word[i])));
-      }
-      *reinterpret_cast<uint2*>(at) = make_uint2(word[0], word[1]);
-      if constexpr (kTerms == 2) {
-        // An infinite value's second term is NaN: its channel's statistics are that already.
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&word[i]));
-          word[i] = packed_halves(f[2 * i] - high.x, f[2 * i + 1] - high.y);
-        }
-        *reinterpret_cast<uint2*>(at + term_bytes) = make_uint2(word[0], word[1]);
-      }
-    } else {
-      *reinterpret_cast<uint2*>(at) = make_uint2(v[0], v[1]);
-    }
-  };
-  uint32_t hold[kHeld][kRaw];
-  auto fetch = [&](const Item& item, int depth, Plane plane) {
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j, next(plane)) {
-      if (plane.d < span) load_item(hold[j], item, depth + plane.d, plane.c);
-    }
-  };
-  // Planes [first, span) of the tile whose first one is plane `depth` of x, kHeld of a thread's at a time. held: the
-  // first are there already.
-  auto fill = [&](int depth, int first, bool held) {
-#pragma unroll 1
-    for (int i = own_item; i < items; i += item_step) {
-      const Item item = locate(i);
-      Plane plane = first_plane(first);
-#pragma unroll 1
-      while (plane.d < span) {
-        if (!held) fetch(item, depth, plane);
-        held = false;
-#pragma unroll
-        for (int j = 0; j < kHeld; ++j, next(plane)) {
-          if (plane.d < span) store_item(hold[j], item, plane);
-        }
-      }
-    }
-  };
-  // After the planes of a tile are there: all loading threads meet, and the scale follows what they found. False where
-  // all planes must come again for it.
-  auto settle = [&](int depth, bool all_fresh) {
-    if constexpr (!kScaled) {
-      named_barrier(2, kWindowLoaders);
-      return true;
-    }
-    // It stays where all finite values are finite in fp16 and the largest has bits to spare below it.
-    const float top = fmaxf(__low2float(largest), __high2float(largest));
-    largest = __half2half2(__ushort_as_half(0));
-    const bool too_large = any_loader(top == INFINITY), large = any_loader(top >= 2.f || scale == lowest * kRange);
-    quiet = large ? 0 : all_fresh ? span : quiet + 1;
-    if (!too_large && (quiet + 1) * fresh <= max(span, fresh)) {
-      lowest = fminf(lowest, scale);
-      return true;
-    }
-    float most = 0.f;
-#pragma unroll 1
-    for (int i = own_item; i < items; i += item_step) {
-      const Item item = locate(i);
-#pragma unroll 1
-      for (Plane plane = first_plane(0); plane.d < span; next(plane)) {
-        uint32_t v[kRaw];
-        load_item(v, item, depth + plane.d, plane.c);
-#pragma unroll
-        for (int j = 0; j < kRaw; ++j) {
-          const float size = fabsf(__uint_as_float(v[j]));
-          most = size < INFINITY ? fmaxf(most, size) : most;
-        }
-      }
-    }
-    uint32_t* const maxima = smem + layout.maxima;
-    const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(most));  // in the order of their bits
-    if (lane == 0) maxima[warp] = of_warp;
-    named_barrier(2, kWindowLoaders);
-    uint32_t bits = maxima[0];
-    for (int i = 1; i < kWindowLoaders / 32; ++i) bits = max(bits, maxima[i]);
-    named_barrier(2, kWindowLoaders);
-    if (bits == 0) return true;
-    // Brings the largest below 2^11, or is as much above the lowest one as sums of squares bear.
-    const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
-    const float fitting = fminf(__uint_as_float((264 - exponent) << 23), lowest * kRange);
-    const float scaled = __uint_as_float(bits) * scale;
-    const bool stays = (scaled >= 2.f && scaled < 65504.f) || fitting == scale;
-    if (!stays) scale = fitting;
-    lowest = fminf(lowest, scale);
-    quiet = 0;
-    return stays;
-  };
+  const unsigned in_depth = p.in[0];
 
   int stage = 0;
   uint32_t parity = 1;
-  bool there = false;  // the tile's planes
-  for (int tile = 0; tile < tile_count; ++tile) {
-    const int depth = cursor.d * fresh + plan.origin[0];
-    bool all = !there;
-    if (all) {
-      in_h = cursor.h * plan.tile[1] + plan.origin[1];
-      in_w = cursor.w * plan.tile[2] + plan.origin[2] - plan.lead;
-      slot = 0;
-      named_barrier(2, kWindowLoaders);  // nobody reads the planes before
-    }
-    bool settled;
-    do {
-      fill(depth, all ? 0 : span - fresh, !all);
-      settled = settle(depth, all);
-      all = true;
-    } while (!settled);
-    cursor.advance(tiles_d, tiles_w);
-    there = tile + 1 < tile_count && cursor.d > 0;
-    if (there) fetch(locate(own_item), depth + fresh, first_plane(span - fresh));
-
+  for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_d, tiles_w)) {
     barrier_wait(empty + stage, parity);
-    char* const to_stage = reinterpret_cast<char*>(smem + layout.halo + stage * window_stage_words(plan));
-    const int all_items = plan.tile[0] * items, blocks = (all_items + 31) / 32;
-    int from[8];  // of each value of the type, in the ring
-    int last_type = -1;
-#pragma unroll 1
-    for (int unit = warp; unit < blocks * plan.types; unit += kWindowLoaders / 32) {
-      const int block = unit / plan.types, type = unit - block * plan.types;
-      const int item = min(block * 32 + lane, all_items - 1);
-      const int row = item / vectors, place = item - row * vectors, d = row / rows;
-      const int values = window_values(plan, p.c_in, type);
-      if (type != last_type || plan.tile[0] > 1) {
-        last_type = type;
+    uint32_t* const to_stage = smem + layout.halo + stage * window_stage_words(plan);
+    const int in_d = cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0];
+    const int in_h = cursor.h * plan.tile[1] + plan.origin[1];
+    const int in_w = cursor.w * plan.tile[2] + plan.origin[2] - plan.lead;
+    float most = 0.f;  // finite value of x, where that is asked for
+    // Normally one sweep over the halo. Where its values do not fit the scale, one that measures them and one more.
+    for (int pass = 0; pass < 3; ++pass) {
+      const bool measures = kScaled && pass == 1;
+      __half2 largest = __half2half2(__ushort_as_half(0));  // of what was stored
+      for (int type = 0; type < plan.types; ++type) {
+        const WindowEntry* const of_type = entries + type * 8;
+        const int values = window_values(plan, p.c_in, type);
+        int d = 0, h = first_row;
+        for (int row = first_row; row < rows; row += rows_at_once, h += rows_at_once) {
+          while (h >= plan.halo[1]) h -= plan.halo[1], ++d;
+          const bool row_inside = unsigned(in_h + h) < unsigned(p.in[1]);
+          const int depth = in_d + d * plan.step[0];
+          for (int place = tid % threads_w; place < across; place += threads_w) {
+            const int w = in_w + place * 4;  // a vector lies inside or outside as a whole
+            const char* const src = reinterpret_cast<const char*>(
+                x_sample + depth * p.x_stride[0] + (in_h + h) * p.x_stride[1] + w * p.x_stride[2]);
+            // Values of four positions; half types: in two words. All loads are under way before the first is used.
+            uint32_t v[8][kScaled ? 4 : 2];
+            if (vectors && type < plan.shifted_types) {
+              const bool vector_inside = row_inside && unsigned(w) < unsigned(p.in[2]);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const int4 entry = entries[type * 8 + e];
-          int at_slot = slot + d * plan.step[0] + entry.y;
-          if (at_slot >= plan.ring) at_slot -= plan.ring;
-          from[e] = entry.x + at_slot * plane_bytes;
-        }
-      }
-      const int at = ((row - d * rows) * plan.pitch + place * 4) * 2;
-      char* const to = to_stage + (type * plan.plane + (row * plan.pitch + place * 4) * 4) * 4;
-      const int swap = place >> 1 & 3;  // see window_place
+              for (int e = 0; e < 8; ++e) {
+                load_if(v[e], src + of_type[e].bytes, vector_inside && unsigned(depth + of_type[e].depth) < in_depth);
+              }
+            } else {
+              uint32_t bits[8][4];
 #pragma unroll
-      for (int term = 0; term < kTerms; ++term) {
-        uint32_t v[8][2];  // four positions
+              for (int e = 0; e < 8; ++e) {
+                if (e < values) {
+                  const WindowEntry entry = of_type[e];
+                  const bool inside = row_inside && unsigned(depth + entry.depth) < in_depth;
+                  const char* const from = src + entry.bytes;
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          v[e][0] = v[e][1] = 0;
-          if (e >= values) continue;
-          const char* const first = ring + (from[e] + at + term * term_bytes);
-          if (type < plan.shifted_types) {
-            const uint2 pairs = *reinterpret_cast<const uint2*>(first);
-            v[e][0] = pairs.x, v[e][1] = pairs.y;
-          } else {
-            const int column = entries[type * 8 + e].z;
-            const uint2* const pairs = reinterpret_cast<const uint2*>(first + (column & ~3) * 2);
-            const uint2 a = pairs[0], b = pairs[1];
-            const uint32_t bits = (column & 1) * 16;
-            const uint32_t second = column & 2 ? b.x : a.y;
-            v[e][0] = __funnelshift_r(column & 2 ? a.y : a.x, second, bits);
-            v[e][1] = __funnelshift_r(second, column & 2 ? b.y : b.x, bits);
+                  for (int i = 0; i < 4; ++i) {
+                    bits[e][i] = load_one_if(reinterpret_cast<const Element*>(from) + i * p.x_stride[2],
+                                             inside && unsigned(w + entry.column + i) < unsigned(p.in[2]));
+                  }
+                } else {
+#pragma unroll
+                  for (int i = 0; i < 4; ++i) bits[e][i] = 0;
+                }
+              }
+#pragma unroll
+              for (int e = 0; e < 8; ++e) {
+                if constexpr (kScaled) {
+#pragma unroll
+                  for (int i = 0; i < 4; ++i) v[e][i] = bits[e][i];
+                } else {
+                  v[e][0] = bits[e][0] | bits[e][1] << 16, v[e][1] = bits[e][2] | bits[e][3] << 16;
+                }
+              }
+            }
+            if constexpr (kScaled) {
+              if (measures) {
+#pragma unroll
+                for (int i = 0; i < 32; ++i) {
+                  const float size = fabsf(__uint_as_float(v[i / 4][i % 4]));
+                  most = size < INFINITY ? fmaxf(most, size) : most;
+                }
+                continue;
+              }
+              if (scale != 1.f) {
+#pragma unroll
+                for (int i = 0; i < 32; ++i) {
+                  v[i / 4][i % 4] = __float_as_uint(__uint_as_float(v[i / 4][i % 4]) * scale);
+                }
+              }
+            }
+            uint32_t* const to = to_stage + type * plan.plane + (row * plan.pitch + place * 4) * 4;
+            const int swap = place >> 1 & 3;  // see window_place
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              uint32_t* const at = to + (i ^ swap) * 4;
+              uint32_t word[4];
+#pragma unroll
+              for (int k = 0; k < 4; ++k) {
+                if constexpr (kScaled) {
+                  word[k] = packed_halves(__uint_as_float(v[2 * k][i]), __uint_as_float(v[2 * k + 1][i]));
+                  largest = __hmax2(largest, __habs2(*reinterpret_cast<const __half2*>(&word[k])));
+                } else {
+                  word[k] = __byte_perm(v[2 * k][i / 2], v[2 * k + 1][i / 2], i % 2 ? 0x7632 : 0x5410);
+                }
+              }
+              *reinterpret_cast<uint4*>(at) = make_uint4(word[0], word[1], word[2], word[3]);
+              if constexpr (kTwoTerms) {
+                // An infinite value's second term is NaN: its channel's statistics are that already.
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&word[k]));
+                  word[k] = packed_halves(__uint_as_float(v[2 * k][i]) - high.x,
+                                          __uint_as_float(v[2 * k + 1][i]) - high.y);
+                }
+                *reinterpret_cast<uint4*>(at + plan.types * plan.plane) = make_uint4(word[0], word[1], word[2], word[3]);
+              }
+            }
           }
         }
-        if (block * 32 + lane < all_items) {
+      }
+      if constexpr (!kScaled) {
+        break;
+      } else if (pass == 0) {
+        // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
+        const float top = fmaxf(__low2float(largest), __high2float(largest));
+        const bool too_large = any_loader(top == INFINITY);
+        if (!too_large && any_loader(top >= 2.f || scale == lowest * kWindowRange)) {
+          lowest = fminf(lowest, scale);
+          break;
+        }
+      } else if (pass == 1) {
+        uint32_t* const maxima = smem + layout.maxima;
+        const uint32_t bits = loaders_max(most, maxima);
+        if (bits == 0) break;
+        if (scale_of_window(bits, &scale, &lowest)) break;
+      }
+    }
+    if constexpr (kScaled) {
+      if (tid == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(full + stage);
+    if (++stage == plan.stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+}
+
+// The same for kernels of 3 x 3 x 3, stride 1 and tiles of one depth, where rows come in vectors and a thread has one
+// piece of four positions of the halo: going down the depth, it keeps the values of two planes and loads the third, while
+// the tile before it is stored.
+template <ConvMath kMath, int kChannels>
+__device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const WindowSmemLayout& layout, uint32_t* smem,
+                                                   int64_t n, int group, WindowCursor cursor, int tile_count) {
+  using Element = typename ConvMathTraits<kMath>::Element;
+  constexpr bool kScaled = std::is_same_v<Element, float>;
+  constexpr int kTerms = kMath == ConvMath::kFp16x3 ? 2 : 1;
+  constexpr int kRaw = kScaled ? 4 : 2;  // words of four positions
+  constexpr int kValues = 3 * kChannels, kFull = kValues / 8, kRest = kValues % 8;
+  // As window_take_chunks: types that all kernel columns read, and those that hold the rest of all columns.
+  constexpr int kTogether = (kRest * 3 + 7) / 8 < 3 ? (kRest * 3 + 7) / 8 : 0;
+  constexpr int kShifted = kFull + (kRest > 0 && kTogether == 0);
+  const NarrowPlan& plan = p.plan;
+  const int tid = threadIdx.x, lane = tid & 31;
+  const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
+  uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
+  uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
+  const int row = tid / plan.march_lanes, place = tid % plan.march_lanes;
+  const bool active = row < plan.halo[1] && place < plan.vectors;
+  const Element* const x_sample =
+      static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
+  const int swap = place >> 1 & 3;  // see window_place
+  uint32_t* const to = smem + layout.halo + (row * plan.pitch + place * 4) * 4;
+  const int stage_words = window_stage_words(plan);
+
+  float scale = 1.f, lowest = INFINITY;
+  int quiet = 0;  // planes since one with large values
+  const Element* from = nullptr;
+  bool inside = false;
+  uint32_t raw[kChannels][kRaw];
+  auto load_plane = [&](int depth) {
+    const bool loads = inside && unsigned(depth) < unsigned(p.in[0]);
+    const Element* at = from + depth * p.x_stride[0];
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c, at += p.x_stride_c) load_if(raw[c], at, loads);
+  };
+  uint32_t value[kTerms][kValues][2];  // of four positions, channels innermost of depths
+#pragma unroll
+  for (int i = 0; i < kTerms * kValues * 2; ++i) value[i / (kValues * 2)][i / 2 % kValues][i % 2] = 0;
+
+  int stage = 0;
+  uint32_t parity = 1;
+  bool there = false;  // two of the tile's planes, and the third is under way
+  for (int tile = 0; tile < tile_count; ++tile) {
+    const int depth = cursor.d + plan.origin[0];
+    if (!there) {
+      const int h = cursor.h * plan.tile[1] + plan.origin[1] + row;
+      const int w = cursor.w * plan.tile[2] + plan.origin[2] - plan.lead + place * 4;
+      inside = active && unsigned(h) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
+      from = x_sample + h * p.x_stride[1] + w;
+    }
+    for (;;) {
+      __half2 largest = __half2half2(__ushort_as_half(0));
+#pragma unroll 1
+      for (int plane = there ? 2 : 0; plane < 3; ++plane) {
+        if (!there) load_plane(depth + plane);
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+#pragma unroll
+          for (int v = 0; v < kValues - kChannels; ++v) {
+            value[term][v][0] = value[term][v + kChannels][0], value[term][v][1] = value[term][v + kChannels][1];
+          }
+        }
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          constexpr int kNew = kValues - kChannels;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if constexpr (kScaled) {
+              const float a = __uint_as_float(raw[c][2 * i]) * scale, b = __uint_as_float(raw[c][2 * i + 1]) * scale;
+              const uint32_t word = packed_halves(a, b);
+              value[0][kNew + c][i] = word;
+              largest = __hmax2(largest, __habs2(*reinterpret_cast<const __half2*>(&word)));
+              if constexpr (kTerms == 2) {
+                // An infinite value's second term is NaN: its channel's statistics are that already.
+                const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&word));
+                value[kTerms - 1][kNew + c][i] = packed_halves(a - high.x, b - high.y);
+              }
+            } else {
+              value[0][kNew + c][i] = raw[c][i];
+            }
+          }
+        }
+      }
+      if constexpr (!kScaled) break;
+      // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
+      const float top = fmaxf(__low2float(largest), __high2float(largest));
+      const bool too_large = any_loader(top == INFINITY), large = any_loader(top >= 2.f || scale == lowest * kWindowRange);
+      quiet = large ? 0 : there ? quiet + 1 : 3;
+      if (!too_large && quiet < 3) {
+        lowest = fminf(lowest, scale);
+        break;
+      }
+      float most = 0.f;
+#pragma unroll 1
+      for (int plane = 0; plane < 3; ++plane) {
+        load_plane(depth + plane);
+#pragma unroll
+        for (int i = 0; i < kChannels * kRaw; ++i) {
+          const float size = fabsf(__uint_as_float(raw[i / kRaw][i % kRaw]));
+          most = size < INFINITY ? fmaxf(most, size) : most;
+        }
+      }
+      const uint32_t bits = loaders_max(most, smem + layout.maxima);
+      if (bits == 0) break;
+      quiet = 0;
+      if (scale_of_window(bits, &scale, &lowest)) break;
+      there = false;
+    }
+    cursor.advance(tiles_d, tiles_w);
+    there = tile + 1 < tile_count && cursor.d > 0;
+    if (there) load_plane(depth + 3);
+
+    barrier_wait(empty + stage, parity);
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      uint32_t* const at = to + stage * stage_words + term * plan.types * plan.plane;
+      auto store = [&](int type, int i, const uint32_t(&word)[4]) {
+        if (!active) return;
+        *reinterpret_cast<uint4*>(at + type * plan.plane + (i ^ swap) * 4) = make_uint4(word[0], word[1], word[2], word[3]);
+      };
+#pragma unroll
+      for (int type = 0; type < kShifted; ++type) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          uint32_t word[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int v = type * 8 + 2 * k;
+            const uint32_t a = v < kValues ? value[term][v < kValues ? v : 0][i / 2] : 0;
+            const uint32_t b = v + 1 < kValues ? value[term][v + 1 < kValues ? v + 1 : 0][i / 2] : 0;
+            word[k] = __byte_perm(a, b, i % 2 ? 0x7632 : 0x5410);
+          }
+          store(type, i, word);
+        }
+      }
+      if constexpr (kTogether > 0) {
+        uint32_t more[kRest];  // the next thread's first two positions
+#pragma unroll
+        for (int v = 0; v < kRest; ++v) more[v] = __shfl_down_sync(0xffffffffu, value[term][kFull * 8 + v][0], 1);
+        // Position i of value v, as the lower half.
+        auto half_of = [&](int v, int i) {
+          const uint32_t word = i < 4 ? value[term][kFull * 8 + v][i / 2 % 2] : more[v];
+          return i % 2 ? word >> 16 : word;
+        };
+#pragma unroll
+        for (int type = 0; type < kTogether; ++type) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             uint32_t word[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              word[k] = __byte_perm(v[2 * k][i / 2], v[2 * k + 1][i / 2], i % 2 ? 0x7632 : 0x5410);
+              const int q = type * 8 + 2 * k;
+              const uint32_t a = q < kRest * 3 ? half_of(q < kRest * 3 ? q / 3 : 0, i + q % 3) : 0;
+              const uint32_t b = q + 1 < kRest * 3 ? half_of(q + 1 < kRest * 3 ? (q + 1) / 3 : 0, i + (q + 1) % 3) : 0;
+              word[k] = __byte_perm(a, b, 0x5410);
             }
-            *reinterpret_cast<uint4*>(to + term * plan.types * plan.plane * 4 + (i ^ swap) * 16) =
-                make_uint4(word[0], word[1], word[2], word[3]);
+            store(kShifted + type, i, word);
           }
         }
       }
@@ -401,10 +487,6 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
     if (++stage == plan.stages) {
       stage = 0;
       parity ^= 1;
-    }
-    if (there) {
-      slot += fresh;
-      if (slot >= plan.ring) slot -= plan.ring;
     }
   }
 }
@@ -527,10 +609,11 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
   for (int i = tid; i < plan.types * 8; i += kThreads) {
     int c, d, w;
     const bool is_value = window_value(plan, p.c_in, i / 8, i % 8, &c, &d, &w);
-    WindowEntry entry{};
+    WindowEntry entry{0, kWindowPadding, 0};
     if (is_value) {
-      entry.bytes = c * plan.ring * plan.halo[1] * plan.pitch * 2;
       entry.depth = d * plan.dilation[0], entry.column = w * plan.dilation[2];
+      entry.bytes = (c * p.x_stride_c + entry.depth * p.x_stride[0] + entry.column * p.x_stride[2]) *
+                    static_cast<int64_t>(sizeof(Element));
     }
     reinterpret_cast<WindowEntry*>(smem + layout.entries)[i] = entry;
   }
@@ -572,7 +655,18 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
 
   if (tid < kWindowLoaders) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
-    window_load_tiles<kMath>(p, layout, smem, n, group, cursor, tile_count);
+    const int marches = plan.march_lanes > 0 && p.load == NarrowLoad::kVectors ? p.c_in : 0;
+    switch (marches) {
+      case 1: window_march_tiles<kMath, 1>(p, layout, smem, n, group, cursor, tile_count); break;
+      case 2: window_march_tiles<kMath, 2>(p, layout, smem, n, group, cursor, tile_count); break;
+      case 3: window_march_tiles<kMath, 3>(p, layout, smem, n, group, cursor, tile_count); break;
+      case 4:
+        if constexpr (window_march_channels(kMath) >= 4) {
+          window_march_tiles<kMath, 4>(p, layout, smem, n, group, cursor, tile_count);
+        }
+        break;
+      default: window_load_tiles<kMath>(p, layout, smem, n, group, cursor, tile_count);
+    }
   } else {
     if constexpr (kConsumers == 3) {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
