@@ -96,6 +96,8 @@ __device__ __forceinline__ bool any_loader(bool mine) {
   return any != 0;
 }
 
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // Four neighbours, or one value, from memory; zeros where `inside` is false, without reading.
 __device__ __forceinline__ void load_if(uint32_t (&v)[4], const void* from, bool inside) {
   asm("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n mov.u32 %2, 0;\n mov.u32 %3, 0;\n"
@@ -369,6 +371,13 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
       const int w = cursor.w * plan.tile[2] + plan.origin[2] - plan.lead + place * 4;
       inside = active && unsigned(h) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
       from = x_sample + h * p.x_stride[1] + w;
+#pragma unroll 1
+      for (int plane = 1; plane < 3; ++plane) {  // while the first one comes
+        if (!inside || unsigned(depth + plane) >= unsigned(p.in[0])) continue;
+        for (int c = 0; c < kChannels; ++c) {
+          prefetch_l2(from + (depth + plane) * p.x_stride[0] + c * p.x_stride_c);
+        }
+      }
     }
     for (;;) {
       __half2 largest = __half2half2(__ushort_as_half(0));
@@ -602,9 +611,11 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
   if (tid * 128 < weight_bytes) {
     const char* const weight = reinterpret_cast<const char*>(static_cast<const Element*>(p.weight) +
                                                              group * p.w_stride_group + c_begin * p.w_stride_out);
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + tid * 128));
+    prefetch_l2(weight + tid * 128);
   }
 
+  // Each table is another warp's, since one instruction after the other is what takes long here.
+  auto from_thread = [&](int first) { return tid >= first ? tid - first : tid + kThreads - first; };
 #pragma unroll 1
   for (int i = tid; i < plan.types * 8; i += kThreads) {
     int c, d, w;
@@ -619,7 +630,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
   }
   const int chunk_count = window_chunks(plan), shifted = plan.shifted_types * plan.kernel[2];
 #pragma unroll 1
-  for (int i = tid; i < kBlocks * 4 * 8; i += kThreads) {
+  for (int i = from_thread(128); i < kBlocks * 4 * 8; i += kThreads) {
     const int chunk = i / 8;
     const int type = chunk < shifted ? chunk / plan.kernel[2] : plan.shifted_types + chunk - shifted;
     const int shift = chunk < shifted ? chunk % plan.kernel[2] : 0;
@@ -633,15 +644,15 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
     }
   }
 #pragma unroll 1
-  for (int i = tid; i < plan.strips; i += kThreads) {
+  for (int i = from_thread(256); i < plan.strips; i += kThreads) {
     const int per_row = plan.tile[2] / kNarrowStrip;
     const int w = i % per_row * kNarrowStrip;
     const int h = i / per_row % plan.segments * plan.rows;
     const int d = i / (per_row * plan.segments);
     strip_table[i] = make_int2((d * plan.halo[1] + h) * plan.pitch * 16, d << 24 | h << 14 | w);
   }
-  if (tid < 4) smem[layout.zeros + tid] = 0;
-  if (tid == 0) {
+  if (from_thread(384) < 4) smem[layout.zeros + from_thread(384)] = 0;
+  if (tid == 416) {
 #pragma unroll 1
     for (int stage = 0; stage < plan.stages; ++stage) {
       barrier_init(full + stage, kWindowLoaders / 32);
