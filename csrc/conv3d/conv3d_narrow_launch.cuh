@@ -18,7 +18,7 @@ Status launch_narrow_instance(const NarrowParams& p, int64_t n, cudaStream_t str
 
 template <ConvMath kMath, int kColumns, bool kLargeBatch, ConvEpilogue kEpilogue>
 Status launch_narrow_window(const NarrowParams& p, int64_t n, cudaStream_t stream) {
-  if constexpr (kColumns <= 32 && ConvMathTraits<kMath>::kPerWord == 2 && kEpilogue == ConvEpilogue::kStats) {
+  if constexpr (kColumns <= 32 && kEpilogue == ConvEpilogue::kStats) {
     if (p.plan.window > 1) {
       return launch_narrow_instance<kMath, kColumns, kNarrowWindow, false, kLargeBatch, kEpilogue>(p, n, stream);
     }

@@ -26,8 +26,8 @@
 
 namespace kgopt {
 
-// A value of a type of chunk: where it lies in x, in bytes from the position's first tap on, and how far along the depth
-// and the width that is. Padding lies outside of any depth.
+// A value of a type of chunk: where it lies in x, in bytes from the position's first tap on, and how far along the
+// depth and the width that is. Padding lies outside of any depth.
 struct WindowEntry {
   int64_t bytes;
   int depth, column;
@@ -51,7 +51,8 @@ KGOPT_HD constexpr int window_threads(ConvMath math, int columns, int blocks) {
 
 // Value e of chunk type `type`: its channel, kernel depth and kernel column (beyond the shift that a type may be read
 // with). False: padding.
-__device__ __forceinline__ bool window_value(const NarrowPlan& plan, int c_in, int type, int e, int* c, int* d, int* w) {
+__device__ __forceinline__ bool window_value(const NarrowPlan& plan, int c_in, int type, int e, int* c, int* d,
+                                             int* w) {
   int value = type * 8 + e;
   *w = 0;
   if (type >= plan.shifted_types) {
@@ -88,11 +89,10 @@ __device__ __forceinline__ WindowCursor window_tiles(const NarrowPlan& plan, int
 // Whether any of the loading threads says so. All of them wait for each other.
 __device__ __forceinline__ bool any_loader(bool mine) {
   uint32_t any;
-  asm volatile(
-      "{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n bar.red.or.pred q, 2, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
-      : "=r"(any)
-      : "r"(uint32_t(mine)), "n"(kWindowLoaders)
-      : "memory");
+  asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n bar.red.or.pred q, 2, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
+               : "=r"(any)
+               : "r"(uint32_t(mine)), "n"(kWindowLoaders)
+               : "memory");
   return any != 0;
 }
 
@@ -144,9 +144,9 @@ __device__ __forceinline__ uint32_t loaders_max(float mine, uint32_t* maxima) {
   return bits;
 }
 
-// The scale for values of which the largest finite one is `bits`. True where the old one stays: the largest is finite in
-// fp16 then and has bits to spare below it. Else it comes below 2^11, or the scale is as much above the lowest one that
-// there was as sums of squares bear.
+// The scale for values of which the largest finite one is `bits`. True where the old one stays: the largest is finite
+// in fp16 then and has bits to spare below it. Else it comes below 2^11, or the scale is as much above the lowest one
+// that there was as sums of squares bear.
 inline constexpr float kWindowRange = 65536.f;
 __device__ __forceinline__ bool scale_of_window(uint32_t bits, float* scale, float* lowest) {
   const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
@@ -206,8 +206,8 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
           const int depth = in_d + d * plan.step[0];
           for (int place = tid % threads_w; place < across; place += threads_w) {
             const int w = in_w + place * 4;  // a vector lies inside or outside as a whole
-            const char* const src = reinterpret_cast<const char*>(
-                x_sample + depth * p.x_stride[0] + (in_h + h) * p.x_stride[1] + w * p.x_stride[2]);
+            const char* const src = reinterpret_cast<const char*>(x_sample + depth * p.x_stride[0] +
+                                                                  (in_h + h) * p.x_stride[1] + w * p.x_stride[2]);
             // Values of four positions; half types: in two words. All loads are under way before the first is used.
             uint32_t v[8][kScaled ? 4 : 2];
             if (vectors && type < plan.shifted_types) {
@@ -281,10 +281,11 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                   const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&word[k]));
-                  word[k] = packed_halves(__uint_as_float(v[2 * k][i]) - high.x,
-                                          __uint_as_float(v[2 * k + 1][i]) - high.y);
+                  word[k] =
+                      packed_halves(__uint_as_float(v[2 * k][i]) - high.x, __uint_as_float(v[2 * k + 1][i]) - high.y);
                 }
-                *reinterpret_cast<uint4*>(at + plan.types * plan.plane) = make_uint4(word[0], word[1], word[2], word[3]);
+                *reinterpret_cast<uint4*>(at + plan.types * plan.plane) =
+                    make_uint4(word[0], word[1], word[2], word[3]);
               }
             }
           }
@@ -320,11 +321,12 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
 }
 
 // The same for kernels of 3 x 3 x 3, stride 1 and tiles of one depth, where rows come in vectors and a thread has one
-// piece of four positions of the halo: going down the depth, it keeps the values of two planes and loads the third, while
-// the tile before it is stored.
+// piece of four positions of the halo: going down the depth, it keeps the values of two planes and loads the third,
+// while the tile before it is stored.
 template <ConvMath kMath, int kChannels>
-__device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const WindowSmemLayout& layout, uint32_t* smem,
-                                                   int64_t n, int group, WindowCursor cursor, int tile_count) {
+__device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const WindowSmemLayout& layout,
+                                                   uint32_t* smem, int64_t n, int group, WindowCursor cursor,
+                                                   int tile_count) {
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr bool kScaled = std::is_same_v<Element, float>;
   constexpr int kTerms = kMath == ConvMath::kFp16x3 ? 2 : 1;
@@ -415,7 +417,8 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
       if constexpr (!kScaled) break;
       // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
       const float top = fmaxf(__low2float(largest), __high2float(largest));
-      const bool too_large = any_loader(top == INFINITY), large = any_loader(top >= 2.f || scale == lowest * kWindowRange);
+      const bool too_large = any_loader(top == INFINITY),
+                 large = any_loader(top >= 2.f || scale == lowest * kWindowRange);
       quiet = large ? 0 : there ? quiet + 1 : 3;
       if (!too_large && quiet < 3) {
         lowest = fminf(lowest, scale);
@@ -445,9 +448,10 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
 #pragma unroll
     for (int term = 0; term < kTerms; ++term) {
       uint32_t* const at = to + stage * stage_words + term * plan.types * plan.plane;
-      auto store = [&](int type, int i, const uint32_t(&word)[4]) {
+      auto store = [&](int type, int i, const uint32_t (&word)[4]) {
         if (!active) return;
-        *reinterpret_cast<uint4*>(at + type * plan.plane + (i ^ swap) * 4) = make_uint4(word[0], word[1], word[2], word[3]);
+        *reinterpret_cast<uint4*>(at + type * plan.plane + (i ^ swap) * 4) =
+            make_uint4(word[0], word[1], word[2], word[3]);
       };
 #pragma unroll
       for (int type = 0; type < kShifted; ++type) {
@@ -563,7 +567,8 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
 #pragma unroll
       for (int turn = 0; turn < kNarrowWindow; ++turn) {
         const int to = (turn - kernel_row + kNarrowWindow) % kNarrowWindow * kColumns + column;
-        const int at = turn * kTurnWords + ((k / 8 * (kAllColumns / 8) + to / 8) * 2 + k / 4 % 2) * 32 + to % 8 * 4 + k % 4;
+        const int at =
+            turn * kTurnWords + ((k / 8 * (kAllColumns / 8) + to / 8) * 2 + k / 4 % 2) * 32 + to % 8 * 4 + k % 4;
         weights[at] = high;
         if constexpr (kTwoTerms) weights[at + kTurnWords * kNarrowWindow] = low;
       }
@@ -574,7 +579,8 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
 #endif
 
 template <ConvMath kMath, int kColumns, int kBlocks>
-__global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) conv_narrow_window_kernel(const __grid_constant__ NarrowParams p) {
+__global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
+    conv_narrow_window_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16 : WgmmaType::kFp16;
@@ -640,7 +646,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1) c
         is_value ? static_cast<int>(c * p.w_stride_in + d * p.w_stride_k[0] + (w + shift) * p.w_stride_k[2]) : -1;
     // Padding reads the first chunk again: what is not finite there spoils the same outputs anyway.
     if (i % 8 == 0) {
-      chunks[chunk] = chunk < chunk_count ? make_int2(type * plan.plane * 4, shift * plan.dilation[2]) : make_int2(0, 0);
+      chunks[chunk] =
+          chunk < chunk_count ? make_int2(type * plan.plane * 4, shift * plan.dilation[2]) : make_int2(0, 0);
     }
   }
 #pragma unroll 1
