@@ -159,6 +159,10 @@ def test_pipeline_channels_as_rows(pipeline, case, dtype, layout, poisoned):
             name: (v, v, v) if isinstance(v, int) else (1 - (name == "padding"), *v) for name, v in options.items()
         }
         c_in = min(c_in, 4)
+    check_layout(pipeline, c_in, c_out, groups, size, kernel, options, dtype, layout)
+
+
+def check_layout(pipeline, c_in, c_out, groups, size, kernel, options, dtype, layout):
     tf32 = dtype == "tf32"
     torch.backends.cudnn.allow_tf32 = tf32
     kind = torch.float32 if tf32 else dtype
@@ -180,6 +184,55 @@ def test_pipeline_channels_as_rows(pipeline, case, dtype, layout, poisoned):
     scale = mean_tolerance(args) if pipeline == "mean" else float(exact.abs().mean())
     allowed = 2 * float((ideal - exact).abs().max()) + 2e-6 * scale
     assert float((y.double() - exact).abs().max()) <= allowed
+
+
+# c_in, c_out, norm groups, size, kernel, options: three kernel rows side by side, on Hopper from gathered chunks
+GATHERED = {
+    "a step and a half": (3, 24, 8, (5, 9, 36), (3, 3, 3), {}),
+    "three blocks of K": (8, 32, 8, (4, 7, 20), (3, 3, 3), {"padding": 1}),
+    "odd": (5, 17, 1, (5, 11, 37), (3, 3, 3), {"padding": (0, 2, 1)}),
+    "strided depth": (3, 20, 5, (9, 8, 70), (3, 3, 3), {"stride": (2, 1, 1), "dilation": (2, 1, 3)}),
+    "columns together": (1, 24, 6, (3, 20, 40), (1, 3, 5), {"padding": (0, 1, 2)}),
+    "one column": (6, 30, 3, (3, 20, 33), (2, 3, 1), {}),
+    "longer K": (18, 24, 4, (3, 8, 40), (3, 3, 3), {}),
+    "several tiles": (3, 24, 8, (6, 140, 260), (3, 3, 3), {"padding": 1}),
+    "one output": (2, 9, 3, (3, 3, 3), (3, 3, 3), {}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "misaligned"])
+@pytest.mark.parametrize("dtype", ["tf32", torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", GATHERED)
+def test_pipeline_gathered_window(case, dtype, layout, poisoned):
+    check_layout("mean", *GATHERED[case], dtype, layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["tf32", torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["growing", "shrinking", "leaping", "empty", "tiny"])
+def test_pipeline_gathered_window_scales(kind, dtype, poisoned):
+    """fp16 terms follow the size of what they hold from plane to plane."""
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+    x = torch.randn(3, 3, 12, 10, 36, device="cuda")
+    plane = torch.arange(12, device="cuda").reshape(12, 1, 1)
+    x *= {
+        "growing": 10.0**plane,
+        "shrinking": 10.0**-plane,
+        "leaping": 1e4 ** (plane % 3),
+        "empty": plane % 4 // 3,
+        "tiny": torch.tensor(1e-12, device="cuda"),
+    }[kind]
+    weight = torch.randn(24, 3, 3, 3, 3, device="cuda") * 0.3
+    eps = float(x.var()) * 1e-3  # or nothing would be left of tiny values
+    y = torch.ops.kgopt.conv3d_group_norm_mean_fwd(
+        x, weight, None, 8, None, None, [1] * 3, [0] * 3, [1] * 3, 1, eps, backend="kgopt"
+    )
+    c = torch.nn.functional.conv3d(x.double().cpu(), weight.double().cpu()).reshape(3, 8, -1)
+    rstd = (c.var(2, correction=0) + eps) ** -0.5
+    assert relative_error(y[3].cpu(), rstd) <= (1e-3 if dtype == "tf32" else 2e-6)
+    error = (y[2].double().cpu() - c.mean(2)).abs() * rstd
+    assert float(error.max()) <= (1e-3 if dtype == "tf32" else 2e-6)
 
 
 # batch, c_in, c_out, norm groups, size, kernel, dilation: one launch on Hopper, see conv3d_flat_kernel.cuh

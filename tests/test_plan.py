@@ -376,20 +376,26 @@ def check_narrow_plan(plan, case: dict, size, output, limits) -> None:
     assert plan.tile[1] == plan.rows * plan.segments
     assert plan.tile[2] % plan.strip == 0
     assert plan.strips == plan.tile[0] * plan.segments * plan.tile[2] // plan.strip
+    for dim in range(3):
+        assert plan.tile[dim] * plan.tiles[dim] >= output[dim] > plan.tile[dim] * (plan.tiles[dim] - 1)
+        assert plan.origin[dim] == -case["padding"][dim]
+    # Rows of the halo start at four words of x, so that a vector lies inside a row of x or outside it as a whole.
+    assert (plan.origin[2] - plan.lead) % 4 == 0
+    assert plan.pitch % 4 == 0
+    assert plan.pitch >= 4 * plan.vectors >= plan.lead + plan.halo[2]
+    if plan.window > 1:
+        assert case["kernel"][1] == plan.window
+        assert case["stride"][1] == case["dilation"][1] == case["stride"][2] == 1
+    if plan.gathered:
+        return check_gathered(plan, case, output)
     assert plan.k_steps % plan.batch == 0
     assert plan.k_words <= plan.k_steps * 8 < plan.k_words + 8 * plan.batch
     in_terms = plan.math == dev.ConvMath.fp16x3  # padded K reads what is there, with weights of zero
     assert plan.zero_plane == (plan.k_words != plan.k_steps * 8 and not in_terms)
     assert plan.k_words * plan.window == plan.words * math.prod(case["kernel"])
     for dim in range(3):
-        assert plan.tile[dim] * plan.tiles[dim] >= output[dim] > plan.tile[dim] * (plan.tiles[dim] - 1)
         reach = (plan.tile[dim] - 1) * case["stride"][dim] + (case["kernel"][dim] - 1) * case["dilation"][dim] + 1
         assert plan.halo[dim] == reach
-        assert plan.origin[dim] == -case["padding"][dim]
-    # Rows of the halo start at four words of x, so that a vector lies inside a row of x or outside it as a whole.
-    assert (plan.origin[2] - plan.lead) % 4 == 0
-    assert plan.pitch % 4 == 0
-    assert plan.pitch >= 4 * plan.vectors >= plan.lead + plan.halo[2]
     if plan.chunked:
         assert plan.words % 4 == 0
         assert plan.plane == 4 * plan.halo[0] * plan.halo[1] * plan.pitch
@@ -400,9 +406,26 @@ def check_narrow_plan(plan, case: dict, size, output, limits) -> None:
         check_channel_rows(plan, case, limits)
     else:
         assert plan.strip == dev.NARROW_STRIP
-    if plan.window > 1:
-        assert case["kernel"][1] == plan.window
-        assert case["stride"][1] == case["dilation"][1] == case["stride"][2] == 1
+
+
+def check_gathered(plan, case: dict, output) -> None:
+    """Where chunks are gathered, each output depth has its own halo, and K is every channel and tap of a kernel row."""
+    assert plan.window == 3
+    assert plan.columns <= 32
+    assert plan.strip == dev.NARROW_STRIP
+    width = case["kernel"][2]
+    shared = plan.types - plan.shifted_types
+    chunks = plan.shifted_types * width + shared
+    assert chunks <= 4 * plan.blocks < chunks + 4
+    assert 8 * chunks >= case["c_in"] * case["kernel"][0] * width, "a value of K is in no chunk"
+    assert plan.halo[0] == plan.tile[0]
+    assert plan.halo[1] == plan.tile[1] + 2
+    # Positions whose outputs count find all columns of the kernel in the halo's row.
+    reach = (width - 1) * case["dilation"][2]
+    assert plan.halo[2] == min(plan.tile[2], output[2]) + reach
+    assert plan.pitch % 8 == 0, "neighbours in a row change places within four"
+    assert plan.plane == 4 * (plan.tile[0] * plan.halo[1] * plan.pitch + 4)
+    assert plan.segments == 1 or output[1] % plan.rows == 0, "warps of a warpgroup count rows together"
 
 
 def check_channel_rows(plan, case: dict, limits) -> None:
@@ -444,10 +467,10 @@ def test_narrow_plan_of_any_shape(data) -> None:
     outputs = [dev.conv_out_size(*dim) for dim in zip(size, *(case[k] for k in case), strict=True)]
     if min(outputs) < 1:
         return
+    case["c_in"] = draw(st.integers(1, 40))
     problem, output = make_problem(
-        draw(st.integers(1, 40)),
-        draw(st.integers(1, 150)),
-        size,
+        c_out=draw(st.integers(1, 150)),
+        size=size,
         **case,
         n=draw(st.integers(1, 200)),
         dtype=draw(st.sampled_from(DTYPES)),
@@ -477,6 +500,7 @@ def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window:
     assert "wgmma" in choice.explain()
     check_narrow_plan(choice.narrow, case, case["size"], output, limits)
     assert choice.narrow.window == window
+    assert choice.narrow.gathered == (name == "pipeline 1")
     assert choice.narrow.channel_rows == (name == "pipeline 3")
     assert 128 * choice.narrow.slices >= 0.9 * limits.sm_count, "the GPU is not full"
 

@@ -52,6 +52,7 @@ Status launch_narrow(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   if (n * p.plan.slices == 0) return Status::Ok();
   if constexpr (kEpilogue != ConvEpilogue::kStore) {
     if (p.plan.channel_rows) return run_conv_narrow_channels(p, n, kEpilogue == ConvEpilogue::kResidualLse, stream);
+    if (p.plan.gathered) return run_conv_narrow_window(p, n, stream);
   }
   switch (p.plan.math) {
     case ConvMath::kTf32: return launch_narrow_columns<ConvMath::kTf32, kEpilogue>(p, n, stream);

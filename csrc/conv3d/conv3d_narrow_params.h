@@ -34,6 +34,18 @@ inline constexpr int kNarrowChannelSteps = 9;
 inline constexpr int kNarrowSplitSteps = 5;  // the same with two terms of each weight
 inline constexpr int kNarrowWindow = 3;      // kernel rows that share a fragment, where they do
 inline constexpr int kNarrowStages = 3;      // at most
+// The window on gathered chunks: warpgroups that load, pairs of K steps at most, whose fragments a thread holds at
+// once, and stages at most.
+inline constexpr int kWindowProducers = 2;
+inline constexpr int kWindowBlocks = 3;
+// At most, where loading threads keep planes in registers.
+KGOPT_HD constexpr int window_march_channels(ConvMath math) { return math == ConvMath::kFp16x3 ? 3 : 4; }
+inline constexpr int kWindowStages = 8;
+
+// Those that compute: as many as have the registers for accumulators, sums and fragments.
+KGOPT_HD constexpr int window_consumers(ConvMath math, int columns, int blocks) {
+  return columns <= 24 && blocks * (math == ConvMath::kFp16x3 ? 2 : 1) <= 2 ? 3 : 2;
+}
 
 // Plain numbers, computed on the host, inspectable without a GPU.
 struct NarrowPlan {
@@ -47,8 +59,15 @@ struct NarrowPlan {
   // Words of input channels lie in the halo as planes, or in chunks of four next to each other, which ldmatrix reads in
   // one instruction where planes take four.
   bool chunked = false;
-  int n_tiles = 1;  // thread blocks along output channels, per conv group
-  int words = 1;    // 32-bit words of input channels (a word: 1 fp32 or 2 half channels)
+  // A window whose halo is gathered: each position of an output depth has chunks of eight half values, any of those
+  // that its output sees at one kernel row and column. `types` chunks lie in the halo, the first `shifted_types` of
+  // which every kernel column reads; the others hold what eight does not divide, of all columns.
+  bool gathered = false;
+  int types = 0, shifted_types = 0;
+  int blocks = 0;       // of four chunks: two K steps
+  int march_lanes = 0;  // threads along a row where each keeps its place going down the depth; 0: they do not
+  int n_tiles = 1;      // thread blocks along output channels, per conv group
+  int words = 1;        // 32-bit words of input channels (a word: 1 fp32 or 2 half channels)
   int kernel[3] = {1, 1, 1};
   int step[3] = {1, 1, 1};      // stride
   int dilation[3] = {1, 1, 1};  // from tap to tap
