@@ -84,9 +84,11 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     if (own[1]) dweight = conv_wgrad(op, dy, choice.wgrad.few ? channels_innermost(x) : x, weight, shape, choice.wgrad);
     for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i];
   }
-  auto [aten_dx, aten_dweight, dbias] =
+  SomeConvGradients result =
       conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding, from_aten);
-  return {dx ? *dx : aten_dx, dweight ? *dweight : aten_dweight, dbias};
+  if (dx) result[0] = dx;
+  if (dweight) result[1] = dweight;
+  return all_gradients(x, result);
 }
 
 }  // namespace
