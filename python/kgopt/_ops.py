@@ -553,14 +553,14 @@ def _needs(ctx: Any, *positions: int) -> tuple[bool, ...]:
 class _Atens:
     """Convolutions that ``auto`` leaves to ATen altogether, forward and gradients: its own node is the quicker one.
 
-    Which ones is known from a first call on, in which the op has checked the arguments.
+    Asked at the second call: in the first one the op has checked the arguments, and perhaps measured what is faster.
     """
 
     def __init__(self, rank: int, transposed: bool) -> None:
         self.transposed = transposed
         one, zero = [1] * rank, [0] * rank
         self.defaults = (None, one, zero, zero, 1, one) if transposed else (None, one, zero, one, 1)
-        self.known: dict[Any, bool] = {}
+        self.known: dict[Any, bool | None] = {}  # None: called once
 
     def __call__(self, x: Any, weight: Any, *rest: Any) -> Tensor | None:
         if not self.sees(x) or x.dtype is not weight.dtype:
@@ -572,11 +572,14 @@ class _Atens:
         key += (*stride, *padding, *dilation, *output_padding)  # type: ignore[assignment]
         if x.dtype is torch.float32:
             key += (_conv_tf32_allowed(),)  # type: ignore[assignment]
-        known = self.known.get(key)
-        if known is None:
+        if key not in self.known:
             if len(self.known) >= 1024:
                 self.known.clear()
-            self.known[key] = self._ask(x, weight, geometry)
+            self.known[key] = None
+            return None
+        known = self.known[key]
+        if known is None:
+            known = self.known[key] = self._ask(x, weight, geometry)
         if not known:
             return None
         stride, padding, dilation, output_padding, groups, transposed = geometry
