@@ -152,14 +152,23 @@ def conv_cases() -> None:
             b10, b20 = tensor(10, dtype=dtype), tensor(20, dtype=dtype)
             kw = {"backend": "kgopt", "allow_tf32": tf32}
             # Gradients of a convolution come from ATen, so only the forward kernels are of interest.
-            for c_in, c_out, size in ((32, 32, (3, 9, 37)), (64, 72, (2, 7, 32))):
+            backends = ["kgopt", "kgopt:implicit_gemm", "kgopt:hopper", "kgopt:rows"]
+            for (c_in, c_out, size), backend in itertools.product(
+                ((32, 32, (3, 9, 37)), (64, 72, (2, 7, 32)), (8, 24, (4, 5, 19))), backends
+            ):
+                x = tensor(2, c_in, *size, dtype=dtype, channels_last=last)
+                w = tensor(c_out, c_in, 3, 3, 3, dtype=dtype)
+                own = {"backend": backend, "allow_tf32": tf32}
+                once, none = [1] * 3, [0] * 3
+                if ops.explain_conv(x, w, once, once, once, none, 1, False, **own).startswith("none"):
+                    continue  # the kernel that is named cannot run it
                 run(
-                    f"conv3d {c_in} channels {label}",
-                    tensor(2, c_in, *size, dtype=dtype, channels_last=last),
-                    tensor(c_out, c_in, 3, 3, 3, dtype=dtype),
+                    f"conv3d {c_in} channels {label} {backend}",
+                    x,
+                    w,
                     tensor(c_out, dtype=dtype),
                     backward=False,
-                    call=lambda x, w, b, kw=kw: ops.conv3d(x, w, b, [1] * 3, [1] * 3, [1] * 3, **kw),
+                    call=lambda x, w, b, own=own: ops.conv3d(x, w, b, [1] * 3, [1] * 3, [1] * 3, **own),
                 )
             run(
                 f"conv3d {label}",
@@ -234,6 +243,17 @@ def conv_gradient_cases() -> None:
                 call=call,
                 backward=False,
             )
+        for name, c_in, c_out, size, kernel, padding in (
+            ("first layer, contiguous", 3, 24, (5, 9, 38), (3, 3, 3), (0, 1, 0)),
+            ("first layer, contiguous, padded", 4, 20, (5, 9, 40), (3, 3, 3), (1, 1, 1)),
+            ("first layer, 2d, contiguous", 8, 64, (1, 21, 48), (1, 3, 3), (0, 0, 0)),
+        ):
+            x, weight = tensor(2, c_in, *size, dtype=dtype), tensor(c_out, c_in, *kernel, dtype=dtype)
+            out = [s + 2 * p - k + 1 for s, p, k in zip(size, padding, kernel, strict=True)]
+            dy = tensor(2, c_out, *out, dtype=dtype)
+            geometry = ([1] * 3, list(padding), [1] * 3, [0] * 3, 1, False, [True, True, True])
+            call = lambda dy, x, w, g=geometry: ops.conv_backward(dy, x, w, *g, backend="kgopt", allow_tf32=True)  # noqa: E731
+            run(f"conv_backward {name} {dtype}", dy, x, weight, backward=False, call=call)
         x = tensor(2, 32, 6, 11, 36, dtype=dtype, channels_last=True)
         dy = tensor(2, 40, 3, 6, 18, dtype=dtype, channels_last=True)
         geometry = ([2] * 3, [1] * 3, [1] * 3, [0] * 3, 1, False, [False, True, False])
@@ -370,7 +390,7 @@ def pipeline_cases() -> None:
             )
 
     # On Hopper in one launch: tiles across planes, several samples and tiles a block, two tiles of channels.
-    for dtype, tf32 in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
+    for dtype, tf32 in ((torch.float32, True), (torch.float32, False), *((d, True) for d in HALVES)):
         for n, c_in, c_out, size in ((4, 40, 72, (3, 6, 10)), (2, 64, 136, (6, 14, 22)), (7, 33, 128, (6, 30, 62))):
             run(
                 f"conv_transpose3d_relu_group_norm {dtype} tf32={tf32} {n}x{c_in} to {c_out} {size}",

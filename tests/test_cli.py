@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from kgopt.cli import _optional, cases, chains, main, measure, models, results, sweep
+from kgopt.cli import _optional, cases, chains, convs, main, measure, models, results, sweep
 from kgopt.cli.bench import Settings, bench_table, measure_case
 from kgopt.cli.floor import Ceilings, Work
 from kgopt.cli.text import bytes_text, ratio_text, table, time_text
@@ -431,6 +431,53 @@ def test_bench_chains_runs_what_it_draws(tmp_path, capsys):
     assert main([*arguments, "--json", str(path)]) == 0
     assert "measurements: kgopt is" in capsys.readouterr().out
     assert {row["implementation"] for row in results.load_rows(path)} == {"eager", "kgopt"}
+
+
+def test_random_convs_are_what_they_say():
+    found = convs.random_convs(200, 0)
+    assert found[:20] == convs.random_convs(20, 0)
+    assert found != convs.random_convs(200, 1)
+    assert len({conv.name for conv in found}) == 200
+    assert {len(conv.kernel) for conv in found} == {2, 3}
+    assert {conv.transposed for conv in found} == {False, True}
+    assert {k for conv in found for k in conv.kernel} == {1, 2, 3, 4, 5}
+    for values in ("stride", "dilation"):
+        assert {v for conv in found for v in getattr(conv, values)} == {1, 2, 3}
+    channels = [c for conv in found for c in (conv.shape[1], conv.c_out)]
+    assert min(channels) == 8
+    assert 400 < max(channels) <= 512
+    assert any(conv.groups > 1 for conv in found)
+    assert max(conv.flops for conv in found) <= 3e10
+
+
+def test_bench_convs_runs_what_it_draws(tmp_path, capsys):
+    for conv in sorted(convs.random_convs(60, 0, 3e7), key=lambda conv: conv.flops)[:12]:
+        x, model = torch.randn(conv.shape), conv.plain()
+        expected = model(x)
+        assert tuple(expected.shape) == conv.output
+        weight = next(model.parameters())
+        for y in (conv.kgopt(model)(x), conv.call(x, weight), conv.torch_call(x, weight)):
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    path = tmp_path / "rows.json"
+    arguments = ["bench", "--suite", "convs", "--count", "3", "--device", "cpu", "--json", str(path)]
+    assert main(arguments) == 0
+    assert "6 measurements" in capsys.readouterr().out
+    rows = results.load_rows(path)
+    assert {row["implementation"] for row in rows} == {"eager", "eager_channels_last", "kgopt", "kgopt_channels_last"}
+    assert all(row["time_us"] > 0 and row["error"] < 1e-5 for row in rows)
+
+
+def test_convs_say_what_is_slower():
+    base = {"suite": "convs", "direction": "forward", "dtype": "bf16", "title": "", "layout": "contiguous"}
+    times = {"a": (10, 11), "b": (10, 10), "c": (10, 5)}
+    rows = [
+        {**base, "case": case, "implementation": name, "time_us": us}
+        for case, pair in times.items()
+        for name, us in zip(("eager", "kgopt"), pair, strict=True)
+    ]
+    text = convs.convs_summary(rows)
+    assert "3 measurements: 1 faster than cuDNN, 1 slower" in text
+    assert "1.10" in text
 
 
 @pytest.mark.gpu

@@ -229,6 +229,24 @@ GRADIENT_CASES = {
     "3 channels": (False, 3, 3, 40, (4, 10, 24), (3, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), (0, 0, 0), 1),
     "4 channels": (False, 3, 4, 32, (9, 19, 36), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
     "2d 4 channels": (False, 2, 4, 64, (37, 72), (3, 3), (1, 1), (1, 1), (1, 1), (0, 0), 1),
+    "8 channels": (False, 2, 8, 64, (21, 64), (3, 3), (1, 1), (0, 0), (1, 1), (0, 0), 1),
+    "3 channels, 24": (False, 3, 3, 24, (9, 32, 32), (3, 3, 3), (1, 1, 1), (0, 0, 0), (1, 1, 1), (0, 0, 0), 1),
+    "3 channels, rows in strides": (
+        False,
+        3,
+        3,
+        24,
+        (6, 11, 34),
+        (3, 3, 3),
+        (2, 2, 1),
+        (0, 1, 1),
+        (1, 1, 1),
+        (0, 0, 0),
+        1,
+    ),
+    "2 channels, dilated": (False, 3, 2, 17, (12, 23, 38), (3, 3, 3), (1, 1, 1), (1, 2, 1), (2, 2, 1), (0, 0, 0), 1),
+    "7 channels, one row": (False, 2, 7, 65, (5, 300), (1, 3), (1, 1), (0, 0), (1, 1), (0, 0), 1),
+    "5 channels, kernel 2": (False, 3, 5, 24, (6, 21, 36), (2, 2, 2), (1, 1, 1), (0, 0, 1), (1, 1, 1), (0, 0, 0), 1),
     "5 deep": (False, 3, 32, 40, (7, 9, 20), (5, 3, 3), (1, 1, 1), (2, 1, 0), (1, 1, 1), (0, 0, 0), 1),
     "2 deep": (False, 3, 16, 32, (6, 9, 20), (2, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
     "16 channels": (False, 3, 16, 32, (7, 9, 35), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
@@ -271,17 +289,29 @@ def test_conv_gradients_small_integers_exact(name, dtype, layout, device, poison
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    "name", ["3d 32 channels", "3d 64 channels transposed", "2d 96 channels", "4 channels", "5 deep", "stride 2"]
+    ("name", "layout"),
+    [
+        ("3d 32 channels", channels_last),
+        ("3d 64 channels transposed", channels_last),
+        ("2d 96 channels", channels_last),
+        ("4 channels", channels_last),
+        ("5 deep", channels_last),
+        ("stride 2", channels_last),
+        ("1 channel", torch.Tensor.contiguous),
+        ("3 channels, 24", torch.Tensor.contiguous),
+        ("4 channels", torch.Tensor.contiguous),
+        ("8 channels", torch.Tensor.contiguous),
+    ],
 )
-def test_conv_gradient_values(name, precision, poisoned):
+def test_conv_gradient_values(name, layout, precision, poisoned):
     case = GRADIENT_CASES[name]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    torch.backends.cudnn.allow_tf32 = True
-    x = channels_last(torch.randn(2, case[2], *case[4], device="cuda").to(dtype))
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    x = layout(torch.randn(2, case[2], *case[4], device="cuda").to(dtype))
     weight = torch.randn(weight_shape(case), device="cuda").to(dtype)
-    dy = channels_last(torch.randn_like(run(TORCH[case[:2]], case, x, weight, None)))
+    dy = layout(torch.randn_like(run(TORCH[case[:2]], case, x, weight, None)))
     exact = aten_gradients(case, dy.double(), x.double(), weight.double())
     expected = aten_gradients(case, dy, x, weight)
     also = [None] * 3
@@ -294,6 +324,47 @@ def test_conv_gradient_values(name, precision, poisoned):
                 continue  # small halves have fewer digits
             rounded = rounded if rounded is None else rounded * scale
             assert_as_good_as_torch(mine, torchs * scale, right * scale, rounded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_conv_gradients_of_few_channels_contiguous(dtype, poisoned):
+    """Large enough for the own kernels to be taken by themselves; from slices, and with the same bits each time."""
+    torch.backends.cudnn.allow_tf32 = True
+    wide = torch.randint(-3, 4, (33, 4, 12, 33, 48)).to(dtype).cuda()
+    x = wide[1:, :3, :, 1:].requires_grad_()
+    weight = torch.randint(-2, 3, (24, 3, 3, 3, 3)).to(dtype).cuda().requires_grad_()
+    bias = torch.zeros(24, dtype=dtype, device="cuda", requires_grad=True)
+    once, none = [1, 1, 1], [0, 0, 0]
+    choice = torch.ops.kgopt.explain_conv(x, weight, once, none, once, none, 1, False, "backward")
+    assert choice == "dx kgopt; dweight kgopt"
+    y = functional.conv3d(x, weight, bias)
+    dy = torch.randint(-2, 3, (2, *y.shape)).to(dtype).cuda()[1]
+    exact = torch.ops.aten.convolution_backward(
+        *(t.detach().double() for t in (dy, x, weight)), [24], once, none, once, False, none, 1, [True, True, True]
+    )
+    grads = torch.autograd.grad(y, (x, weight, bias), dy, retain_graph=True)
+    for mine, right in zip(grads, exact, strict=True):
+        assert torch.equal(mine, right.to(dtype))
+    again = torch.autograd.grad(y, (x, weight, bias), dy)
+    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_conv_gradients_of_few_channels_nonfinite(value, dtype):
+    """An infinite gradient spoils what it reaches and nothing else, though dx is summed over taps in shared memory."""
+    torch.backends.cudnn.allow_tf32 = True
+    case = GRADIENT_CASES["3 channels, 24"]
+    x = torch.randint(1, 4, (2, 3, *case[4])).to(dtype).cuda()
+    weight = torch.randint(1, 3, weight_shape(case)).to(dtype).cuda()
+    dy = torch.ones(run(TORCH[case[:2]], case, x, weight, None).shape, dtype=dtype, device="cuda")
+    dy[1, 5, 3, 7, 11] = value
+    exact = aten_gradients(case, dy.double(), x.double(), weight.double())
+    for mine, right in zip(gradients(case, dy, x, weight, "kgopt"), exact, strict=True):
+        assert torch.equal(mine.isfinite(), right.isfinite())
+        assert torch.equal(mine.isnan(), right.isnan())
 
 
 @pytest.mark.gpu

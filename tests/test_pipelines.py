@@ -205,7 +205,7 @@ def make_flat(case, dtype, offset=0.0):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["tf32", torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", ["tf32", torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", FLAT)
 def test_pipeline_in_one_launch(case, dtype, poisoned):
     tf32 = dtype == "tf32"
@@ -242,7 +242,7 @@ def test_pipeline_in_one_launch_of_any_input(layout):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_pipeline_in_one_launch_of_extreme_inputs(dtype):
     """Offsets a hundred times the spread; a NaN spoils its group and no other."""
     torch.backends.cudnn.allow_tf32 = False

@@ -243,6 +243,8 @@ inline Tensor call_aten(const char* name, const char* overload, const Args&... a
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                                                    void** ret_stream);
 
+#include <cuda_runtime_api.h>
+
 #include "device_info.h"
 
 namespace kgopt {
@@ -265,5 +267,6 @@ inline void* current_stream(const Tensor& t) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
   return stream;
 }
+inline cudaStream_t stream_of(const Tensor& t) { return static_cast<cudaStream_t>(current_stream(t)); }
 }  // namespace kgopt
 #endif

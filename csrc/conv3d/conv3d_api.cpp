@@ -1,5 +1,6 @@
 // CUDA convolutions: checks, allocation, choice of path.
 #include "../groupnorm/groupnorm_api.h"
+#include "conv_autotune.h"
 #include "conv_call.h"
 
 namespace kgopt {
@@ -31,6 +32,24 @@ Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& 
   return y;
 }
 
+Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail) {
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(plan.packed_bytes);
+  const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * plan.segments * 64 * 4);
+  const int64_t copy = workspace.reserve(plan.copy_bytes);
+  workspace.allocate();
+  Tensor y = allocate_output(a, shape);
+  RowsParams p = start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias),
+                            workspace.at<void>(copy), stream);
+  p.y = y.mutable_data_ptr();
+  p.y_stride_n = y.stride(0);
+  spatial_strides(y, a.rank, p.y_stride);
+  if (!tail.left_rest) p.act = chain_kind(tail.act);
+  raise_on_error(a.op, run_conv_rows(p, stream));
+  return y;
+}
+
 namespace {
 
 Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
@@ -44,22 +63,6 @@ Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvP
   pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
   set_output(&p, y, a.rank);
   raise_on_error(a.op, shape.transposed ? run_conv_transpose3d(p, shape.n, stream) : run_conv3d(p, shape.n, stream));
-  return y;
-}
-
-Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail) {
-  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  Workspace workspace(a.x);
-  const int64_t packed = workspace.reserve(plan.packed_bytes);
-  const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * plan.segments * 64 * 4);
-  workspace.allocate();
-  Tensor y = allocate_output(a, shape);
-  RowsParams p = start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias), stream);
-  p.y = y.mutable_data_ptr();
-  p.y_stride_n = y.stride(0);
-  spatial_strides(y, a.rank, p.y_stride);
-  if (!tail.left_rest) p.act = chain_kind(tail.act);
-  raise_on_error(a.op, run_conv_rows(p, stream));
   return y;
 }
 
@@ -124,7 +127,23 @@ Tensor conv_forward(const ConvArgs& a, ConvTail* tail) {
   const DeviceGuard guard(a.x.get_device_index());
   ConvChoice choice = choose(a, shape, ConvEpilogue::kStore);
   if (a.x.numel() == 0) choice.path = ConvPath::kAten;
-  if (choice.path == ConvPath::kAten && aten_would_use_tf32(a, shape)) {
+  KGOPT_CHECK(!choice.cannot || a.x.numel() == 0, a.op, ": backend is '", a.backend,
+              "', which cannot run this convolution: ", choice.cannot);
+  const bool no_aten = aten_would_use_tf32(a, shape);
+  if (a.backend == "auto" && autotune_is_on() && a.x.numel() > 0 && !choice.plan.refusal) {
+    std::vector<ConvPath> paths;
+    for (const ConvPath path : {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows}) {
+      if (!conv_refusal(choice, path) && !(no_aten && path == ConvPath::kAten)) paths.push_back(path);
+    }
+    auto run = [&](ConvPath path) {
+      ConvChoice one = choice;
+      one.path = path;
+      run_choice(a, shape, one, ConvTail());
+    };
+    const auto tuned = tune_path(a.x.get_device_index(), tuning_key(a, shape), paths, current_stream(a.x), run);
+    if (tuned && !conv_refusal(choice, *tuned)) choice.path = *tuned;
+  }
+  if (choice.path == ConvPath::kAten && no_aten) {
     choice.path = choice.plan.refusal ? ConvPath::kDirect : ConvPath::kImplicitGemm;
   }
   if (!tail) return run_choice(a, shape, choice, ConvTail());
@@ -184,6 +203,14 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(x.get_device_index());
   if (epilogue == "backward") return choose_gradients(a, shape).explain();
+  if (epilogue == "store" && backend == "auto" && autotune_is_on()) {
+    ConvChoice choice = choose(a, shape, ConvEpilogue::kStore);
+    if (const auto path = tuned_path(x.get_device_index(), tuning_key(a, shape))) {
+      choice.path = *path;
+      choice.reason = std::string("measured here (KGOPT_AUTOTUNE): ") + conv_path_name(*path);
+    }
+    return choice.explain();
+  }
   return choose(a, shape,
                 epilogue == "store"   ? ConvEpilogue::kStore
                 : epilogue == "stats" ? ConvEpilogue::kStats

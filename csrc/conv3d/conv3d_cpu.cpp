@@ -15,8 +15,8 @@ Tensor convolution(const char* op, const Tensor& x, const Tensor& weight, const 
   const ConvShape shape =
       check_conv(op, x, weight, bias, stride, padding, dilation, output_padding, groups, transposed, rank, true);
   check_backend(op, backend);
-  KGOPT_CHECK(backend != "kgopt", op, ": backend is 'kgopt', expected auto or aten for x on the cpu: ",
-              "kgopt has no convolution of its own there");
+  KGOPT_CHECK(backend == "auto" || backend == "aten", op, ": backend is '", backend,
+              "', expected auto or aten for x on the cpu: ", "kgopt has no convolution of its own there");
   const OptTensor narrow_bias = bias ? OptTensor(as_type_of(*bias, x)) : std::nullopt;
   const Tensor y = call_aten("aten::convolution", "", x, as_type_of(weight, x), narrow_bias, stride, padding, dilation,
                              transposed, output_padding, groups);

@@ -6,15 +6,16 @@
 #include <map>
 #include <string>
 
+#include "conv3d_choice.h"
 #include "conv3d_flat_table.h"
 #include "conv3d_gram_plan.h"
-#include "conv3d_hopper_table.h"
 #include "conv3d_narrow_plan.h"
 #include "conv3d_plan.h"
 
 namespace kgopt {
 
-enum class ConvBackend { kAuto, kKgopt, kAten };
+// The last three ask for one kernel of a plain convolution; other ops take them for kKgopt.
+enum class ConvBackend { kAuto, kKgopt, kAten, kImplicitGemm, kHopper, kRows };
 
 enum class ConvPath {
   kImplicitGemm,  // conv3d_kernel.cuh
@@ -27,6 +28,19 @@ enum class ConvPath {
   kAten           // cuDNN through aten::convolution
 };
 
+inline const char* conv_path_name(ConvPath path) {
+  switch (path) {
+    case ConvPath::kImplicitGemm: return "implicit GEMM";
+    case ConvPath::kNarrow: return "kernel of few channels on wgmma";
+    case ConvPath::kHopper: return "taps as columns on wgmma";
+    case ConvPath::kRows: return "rows of positions on wgmma";
+    case ConvPath::kFlat: return "convolution and norm in one launch on wgmma";
+    case ConvPath::kGram: return "Gram matrix";
+    case ConvPath::kDirect: return "direct";
+    default: return "cuDNN";
+  }
+}
+
 struct ConvChoice {
   ConvPath path = ConvPath::kAten;
   ConvPlan plan;
@@ -36,15 +50,18 @@ struct ConvChoice {
   FlatPlan flat;
   GramPlan gram;
   std::string reason;
+  const char* cannot = nullptr;  // why the kernel that was asked for cannot run it
 
   std::string explain() const {
+    if (cannot) return std::string("none: ") + cannot;
     const char* name = path == ConvPath::kAten ? "aten: " : path == ConvPath::kDirect ? "kgopt (direct): " : "kgopt: ";
     return name + reason;
   }
 };
 
-// Input channels per group up to which the implicit GEMM beats cuDNN, measured on an H200 (benchmarks/results): below,
-// cuDNN pads channels to its tile and runs at a tenth of its rate; above, its wgmma kernels win.
+// Input channels per group up to which convolutions that store no output, or statistics with it, take the implicit
+// GEMM; measured on an H200 (benchmarks/results): below, cuDNN pads channels to its tile and runs at a tenth of its
+// rate.
 inline constexpr int64_t kNarrowInputChannels = 16;
 inline constexpr int64_t kNarrowOutputChannels = 64;
 
@@ -52,6 +69,39 @@ inline constexpr int64_t kNarrowOutputChannels = 64;
 // its estimate, of busy units alone, was two thirds of what it took on an H200 where both were measured.
 inline bool gram_wins(const GramPlan& gram, const NarrowPlan& narrow) {
   return !gram.refusal && !narrow.refusal && gram.cycles + 5000 < 1.5 * narrow.cycles;
+}
+
+// Why a path cannot run the convolution, null when it can.
+inline const char* conv_refusal(const ConvChoice& choice, ConvPath path) {
+  return path == ConvPath::kImplicitGemm ? choice.plan.refusal
+         : path == ConvPath::kHopper     ? choice.hopper.refusal
+         : path == ConvPath::kRows       ? choice.rows.refusal
+                                         : nullptr;
+}
+
+// The path of a plain convolution, by the nearest measured one; with `own`, the fastest of the extension's.
+inline void choose_by_table(const ConvProblem& problem, const DeviceLimits& limits, bool own, ConvChoice* choice) {
+  const ConvPath paths[kTimedPaths] = {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows};
+  const ConvPrediction predicted = predict_conv(problem, limits, choice->plan, choice->hopper, choice->rows);
+  const ConvPrediction t = estimate_conv(problem, limits, predicted);
+  int best = own ? kTimedImplicitGemm : kTimedAten;
+  // Where it makes no difference cuDNN is taken.
+  double least = own ? 1e30 : kOwnMargin * t.us[kTimedAten];
+  for (int i = kTimedImplicitGemm; i < kTimedPaths; ++i) {
+    const double us = own && t.us[i] <= 0 ? predicted.us[i] : t.us[i];
+    if (us > 0 && us < least) best = i, least = us;
+  }
+  choice->path = paths[best];
+  if (t.us[kTimedAten] <= 0) {
+    choice->reason = "far from every measured convolution";
+    return;
+  }
+  choice->reason = "by the nearest measured convolutions:";
+  for (int i = 0; i < kTimedPaths; ++i) {
+    if (t.us[i] <= 0 && !conv_refusal(*choice, paths[i])) continue;
+    choice->reason += std::string(i == 0 ? " " : "; ") + conv_path_name(paths[i]) + ": ";
+    choice->reason += t.us[i] > 0 ? std::to_string(std::lround(t.us[i])) + " us" : conv_refusal(*choice, paths[i]);
+  }
 }
 
 inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend) {
@@ -64,7 +114,7 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   }
   if (problem.epilogue == ConvEpilogue::kStoreStats) {
     choice.flat = plan_flat(problem, limits);
-    if (flat_loses(problem, choice.flat, backend == ConvBackend::kKgopt) == nullptr) {
+    if (flat_loses(problem, choice.flat, backend != ConvBackend::kAuto) == nullptr) {
       choice.path = ConvPath::kFlat;
       choice.reason = "stride 1 without padding: convolution, activation and norm in one launch on wgmma";
       return choice;
@@ -73,21 +123,31 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   if (choice.plan.refusal) {
     choice.reason = choice.plan.refusal;
     if (backend == ConvBackend::kKgopt && !fused) choice.path = ConvPath::kDirect;
+    if (backend != ConvBackend::kAuto && backend != ConvBackend::kKgopt) choice.cannot = choice.plan.refusal;
     return choice;
   }
   choice.narrow = plan_narrow(problem, limits);
   choice.hopper = plan_hopper(problem, limits);
   choice.gram = plan_gram(problem, limits);
   choice.rows = plan_rows(problem, limits);
-  // The two kernels for channels-innermost tensors, the faster of them by prediction.
-  const bool by_rows = !choice.rows.refusal &&
-                       (choice.hopper.refusal || rows_microseconds(choice.rows) < hopper_microseconds(choice.hopper));
+  if (problem.epilogue == ConvEpilogue::kStore && backend != ConvBackend::kAuto && backend != ConvBackend::kKgopt) {
+    choice.path = backend == ConvBackend::kHopper ? ConvPath::kHopper
+                  : backend == ConvBackend::kRows ? ConvPath::kRows
+                                                  : ConvPath::kImplicitGemm;
+    choice.cannot = conv_refusal(choice, choice.path);
+    choice.reason = "its kernel was asked for";
+    return choice;
+  }
+  if (problem.epilogue == ConvEpilogue::kStore) {
+    choose_by_table(problem, limits, backend == ConvBackend::kKgopt, &choice);
+    if (backend == ConvBackend::kKgopt) choice.reason = "backend=\"kgopt\" was asked for; " + choice.reason;
+    return choice;
+  }
   const ConvPath own = gram_wins(choice.gram, choice.narrow) ? ConvPath::kGram
                        : !choice.narrow.refusal              ? ConvPath::kNarrow
-                       : by_rows                             ? ConvPath::kRows
                        : !choice.hopper.refusal              ? ConvPath::kHopper
                                                              : ConvPath::kImplicitGemm;
-  if (backend == ConvBackend::kKgopt) {
+  if (backend != ConvBackend::kAuto) {
     choice.path = own;
     choice.reason = "backend=\"kgopt\" was asked for";
     return choice;
@@ -105,20 +165,12 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     choice.reason = "input channels above " + std::to_string(2 * kNarrowInputChannels) + ", or above " +
                     std::to_string(kNarrowInputChannels) + " and output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN and a stored output are faster";
-  } else if (const char* const why_not = innermost_loses(problem, choice.hopper, choice.rows); why_not == nullptr) {
-    choice.path = by_rows ? ConvPath::kRows : ConvPath::kHopper;
-    choice.reason = by_rows ? "channels innermost: wgmma over rows of positions"
-                            : "channels innermost and few: wgmma with the taps of the width as columns";
-  } else if (problem.channels_innermost && problem.kernel[0] > 1 && problem.dtype == Dtype::kFloat32 &&
-             problem.allow_tf32 && c_in % 4 == 0) {
-    choice.reason = "16-byte pieces of channels innermost in TF32: cuDNN is faster";
   } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
     choice.path = ConvPath::kImplicitGemm;
     choice.reason = "narrow channels, where cuDNN is slow";
   } else {
     choice.reason = "input channels above " + std::to_string(kNarrowInputChannels) + " or output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN is faster";
-    choice.reason += std::string("; not on wgmma: ") + why_not;
   }
   return choice;
 }

@@ -2,6 +2,7 @@
 #include "conv3d_flat.h"
 
 #include "../common/dependent_launch.cuh"
+#include "../common/launch.h"
 #include "../common/mma.cuh"
 #include "../common/tensor_map.h"
 #include "conv3d_flat_kernel.cuh"
@@ -11,7 +12,6 @@ namespace {
 
 // One 16-byte piece of an image a thread.
 __global__ void __launch_bounds__(128) conv_flat_pack_kernel(const __grid_constant__ FlatPackParams p) {
-  let_dependents_start();
   const FlatPlan& plan = p.plan;
   const bool half = p.dtype != Dtype::kFloat32;
   const int per_piece = half ? 8 : 4;
@@ -55,6 +55,7 @@ __global__ void __launch_bounds__(128) conv_flat_pack_kernel(const __grid_consta
     static_cast<uint4*>(p.packed)[index - piece + (piece ^ (row & 7))] =
         make_uint4(words[0], words[1], words[2], words[3]);
   }
+  wait_for_prerequisites();  // the kernel behind this one wants the copy of x, too
 }
 
 constexpr int kInputThreads = 128;
@@ -65,6 +66,7 @@ template <bool kHalf, int kParts, bool kPairs>
 __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __grid_constant__ FlatInputParams p) {
   constexpr int kWords = kFlatRowBytes / 4, kPerWarp = kWords / (kInputThreads / 32);
   __shared__ uint32_t tile[kParts][kWords][kInputSlots + 1];
+  let_dependents_start();  // the packing
   const FlatPlan& plan = p.plan;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t slot0 = int64_t(blockIdx.x) * kInputSlots;
@@ -135,13 +137,11 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
       }
     }
   }
-  wait_for_prerequisites();  // the kernel behind this one wants the packed weights, too
 }
 
-// Beside the packing, which it does not depend on.
 template <auto kKernel>
-Status launch_beside_pack(const FlatInputParams& p, dim3 grid, cudaStream_t stream) {
-  return launch_after<kKernel>(true, "conv_flat_input_kernel", grid, kInputThreads, 0, stream, p);
+Status launch_input(const FlatInputParams& p, dim3 grid, cudaStream_t stream) {
+  return launch_kernel<kKernel>("conv_flat_input_kernel", p, grid, kInputThreads, 0, stream);
 }
 
 template <auto kKernel>
@@ -184,7 +184,8 @@ Status launch_columns(const FlatParams& p, cudaStream_t stream) {
 Status run_conv_flat_pack(const FlatPackParams& p, cudaStream_t stream) {
   const int64_t pieces = p.plan.packed_bytes / 16;
   const int blocks = static_cast<int>(std::min<int64_t>((pieces + 127) / 128, 2048));
-  return launch_kernel<conv_flat_pack_kernel>("conv_flat_pack_kernel", p, blocks, 128, 0, stream);
+  // Beside the end of the copy, which it does not depend on: it takes longer to start than to run.
+  return launch_after<conv_flat_pack_kernel>(true, "conv_flat_pack_kernel", blocks, 128, stream, p);
 }
 
 Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream) {
@@ -198,21 +199,23 @@ Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream) {
     const bool pairs = reinterpret_cast<uintptr_t>(p.x) % 4 == 0 && p.stride[2] == 1 && p.stride[1] % 2 == 0 &&
                        p.stride[0] % 2 == 0 && p.stride_c % 2 == 0 && p.stride_n % 2 == 0 && plan.in[2] % 2 == 0 &&
                        plan.out[2] % 2 == 0 && plan.plane % 2 == 0;
-    if (pairs) return launch_beside_pack<conv_flat_input_kernel<true, 1, true>>(p, grid, stream);
-    return launch_beside_pack<conv_flat_input_kernel<true, 1, false>>(p, grid, stream);
+    if (pairs) return launch_input<conv_flat_input_kernel<true, 1, true>>(p, grid, stream);
+    return launch_input<conv_flat_input_kernel<true, 1, false>>(p, grid, stream);
   }
   if (plan.parts == 1) {
-    return launch_beside_pack<conv_flat_input_kernel<false, 1, false>>(p, grid, stream);
+    return launch_input<conv_flat_input_kernel<false, 1, false>>(p, grid, stream);
   }
-  return launch_beside_pack<conv_flat_input_kernel<false, 2, false>>(p, grid, stream);
+  return launch_input<conv_flat_input_kernel<false, 2, false>>(p, grid, stream);
 }
 
 Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy) {
   const FlatPlan& plan = p->plan;
-  const bool half = plan.math == ConvMath::kBf16;
+  const bool half = plan.math == ConvMath::kBf16 || plan.math == ConvMath::kFp16;
   const cuuint64_t row_bytes = cuuint64_t(kFlatRowBytes) * plan.chunks * plan.parts;
   TensorMapSpec map{};
-  map.type = half ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  map.type = plan.math == ConvMath::kBf16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+             : plan.math == ConvMath::kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   map.rank = 3;
   map.sizes[0] = row_bytes / (half ? 2 : 4);
   map.sizes[1] = plan.slots;
@@ -237,7 +240,7 @@ Status run_conv_flat(const FlatParams& p, cudaStream_t stream) {
     case ConvMath::kTf32: return launch_columns<ConvMath::kTf32>(p, stream);
     case ConvMath::kTf32x3: return launch_columns<ConvMath::kTf32x3>(p, stream);
     case ConvMath::kBf16: return launch_columns<ConvMath::kBf16>(p, stream);
-    default: return Status::Unsupported("conv_flat_kernel", "float16 is not built");
+    default: return launch_columns<ConvMath::kFp16>(p, stream);
   }
 }
 

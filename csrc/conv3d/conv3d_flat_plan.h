@@ -46,7 +46,6 @@ inline FlatPlan plan_flat(const ConvProblem& problem, const DeviceLimits& limits
   };
   if (!limits.has_wgmma) return refuse("the device or the build has no wgmma");
   if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
-  if (problem.dtype == Dtype::kFloat16) return refuse("float16 is not built");  // not yet run on a GPU
   p.math = conv_math(problem);
   p.parts = p.math == ConvMath::kTf32x3 ? 2 : 1;
   if (problem.groups != 1) return refuse("grouped convolution");

@@ -9,7 +9,6 @@
 namespace kgopt {
 
 inline constexpr double kBytesPerMicrosecond = 3.5e6;  // of a pass over memory
-inline constexpr double kCudnnFp32Rate = 24;           // TFLOP/s without TF32
 
 inline double flat_microseconds(const ConvProblem& q, const FlatPlan& p) {
   const double steps = double(p.taps[0]) * p.taps[1] * p.taps[2] * p.chunks * (p.parts == 2 ? 3 : 1);

@@ -1,6 +1,5 @@
-// Where the Hopper convolution beats cuDNN: measured rates of cuDNN (autotuned, channels_last, kernel 3 x 3 x 3) on an
-// H200 in TFLOP/s. A shape takes the nearest row; ours is predicted from its plan, within 8 % of what was measured.
-// Taken only for channels and kernels as in the rows; 2D and other kernels were not measured.
+// Predicted times: of the kernels for channels-innermost tensors from their plans, within 8 % of what was measured; of
+// cuDNN (autotuned, channels_last, kernel 3 x 3 x 3) from its rates on an H200 in TFLOP/s, of the nearest row.
 #pragma once
 
 #include <cmath>
@@ -18,6 +17,7 @@ inline constexpr CudnnRate kCudnnRates[] = {
     {16, 32, 31, 60},  // of the implicit GEMM, which such channels would take
     {32, 32, 128, 243}, {32, 64, 250, 472}, {64, 64, 230, 453}, {64, 128, 288, 644}, {128, 128, 301, 621},
 };
+inline constexpr double kCudnnFp32Rate = 24;  // TFLOP/s without TF32
 inline constexpr double kHopperCyclesPerMicrosecond = 1700;
 inline constexpr double kHopperStartMicroseconds = 12;  // packing, launches, and the first tile's loads
 
@@ -43,20 +43,8 @@ inline double cudnn_microseconds(const ConvProblem& q) {
 
 inline double rows_microseconds(const RowsPlan& p) {
   const double rounds = std::ceil(double(p.tiles) / p.blocks);
-  return kHopperStartMicroseconds + rounds * rows_tile_cycles(p) / kHopperCyclesPerMicrosecond;
-}
-
-// Null where one of the two kernels for channels-innermost tensors is to be taken, else why not.
-inline const char* innermost_loses(const ConvProblem& q, const HopperPlan& hopper, const RowsPlan& rows) {
-  if (hopper.refusal && rows.refusal) return hopper.refusal;
-  if (q.epilogue != ConvEpilogue::kStore) return "statistics in its epilogue cost more than a pass of their own";
-  if (q.c_in < 16 || q.c_in > 128 || q.c_out < 32 || q.c_out > 128 || q.kernel[0] != 3 || q.kernel[1] != 3 ||
-      q.kernel[2] != 3) {
-    return "only 3D kernels of 3 x 3 x 3 with 16 to 128 input and 32 to 128 output channels were measured";
-  }
-  const double ours =
-      std::min(hopper.refusal ? 1e30 : hopper_microseconds(hopper), rows.refusal ? 1e30 : rows_microseconds(rows));
-  return ours < 0.97 * cudnn_microseconds(q) ? nullptr : "cuDNN is predicted to be faster";
+  const double copy = p.parts == 2 ? 4 + 1.5 * p.copy_bytes / 3e6 : 0;
+  return kHopperStartMicroseconds + copy + rounds * rows_tile_cycles(p) / kHopperCyclesPerMicrosecond;
 }
 
 }  // namespace kgopt

@@ -32,7 +32,6 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
   for (int64_t c = first; c < int64_t(plan.m_tiles) * rows; c += step) {
     p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
   }
-  for (int64_t i = first; i < p.moment_values; i += step) p.moments[i] = 0.f;
   for (int64_t index = first; index < pieces; index += step) {
     uint32_t rest = static_cast<uint32_t>(index);
     auto next = [&](uint32_t size) {
@@ -45,7 +44,9 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
     const int chunk = next(plan.chunks);
     int kd = next(plan.taps[0]);
     const int co = static_cast<int>(rest) * rows + rows_image_channel(row);
-    const int ci = (chunk * pieces_per_row + piece) * per_piece;
+    // With two parts: high, low, high, by high, high, low of x.
+    const int part_chunks = plan.parts == 2 ? plan.chunks / 3 : plan.chunks, product = chunk / part_chunks;
+    const int ci = ((chunk - product * part_chunks) * pieces_per_row + piece) * per_piece;
     if (plan.flip) {
       kd = plan.taps[0] - 1 - kd;
       kh = plan.taps[1] - 1 - kh;
@@ -60,11 +61,36 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
       if (half) {
         words[i / 2] |= half_bits(p, from + i * p.stride_in) << i % 2 * 16;
       } else {
-        words[i % 4] = to_tf32(static_cast<const float*>(p.weight)[from + i * p.stride_in]);
+        uint32_t hi, lo;
+        split_tf32(static_cast<const float*>(p.weight)[from + i * p.stride_in], &hi, &lo);
+        words[i % 4] = product == 1 ? lo : hi;
       }
     }
     const int swizzled = piece ^ (row * plan.row_bytes / 128 & (pieces_per_row - 1));
     static_cast<uint4*>(p.packed)[index - piece + swizzled] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// Four channels a thread.
+__global__ void __launch_bounds__(256) conv_rows_split_kernel(const __grid_constant__ RowsSplitParams p) {
+  const int channels = rows_part_channels(p.plan), pieces = channels / 4;
+  const int64_t plane = int64_t(p.in[1]) * p.in[2], all = p.n * p.in[0] * plane * pieces;
+  for (int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < all;
+       index += int64_t(gridDim.x) * blockDim.x) {
+    const int64_t position = index / pieces, depth = position / plane;
+    const int c = static_cast<int>(index - position * pieces) * 4;
+    const int64_t n = depth / p.in[0];
+    const float* const from = static_cast<const float*>(p.x) + n * p.stride_n + (depth - n * p.in[0]) * p.stride_d +
+                              (position - depth * plane) * p.stride_w + c;
+    const float4 v = c < p.c_in ? *reinterpret_cast<const float4*>(from) : make_float4(0.f, 0.f, 0.f, 0.f);
+    uint4 hi, lo;
+    split_tf32(v.x, &hi.x, &lo.x);
+    split_tf32(v.y, &hi.y, &lo.y);
+    split_tf32(v.z, &hi.z, &lo.z);
+    split_tf32(v.w, &hi.w, &lo.w);
+    uint4* const to = static_cast<uint4*>(p.copy) + position * 2 * pieces + c / 4;
+    to[0] = hi;
+    to[pieces] = lo;
   }
 }
 
@@ -76,13 +102,17 @@ Status launch_after_pack(const RowsParams& p, cudaStream_t stream) {
 
 template <ConvMath kMath, int kN>
 Status launch_row_bytes(const RowsParams& p, cudaStream_t stream) {
-  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, 1, kN, 64, false>>(p, stream)
-                                : launch_after_pack<conv_rows_kernel<kMath, 1, kN, 128, false>>(p, stream);
+  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, 1, kN, 64>>(p, stream)
+                                : launch_after_pack<conv_rows_kernel<kMath, 1, kN, 128>>(p, stream);
 }
 
 template <ConvMath kMath>
 Status launch_tile(const RowsParams& p, cudaStream_t stream) {
-  return p.plan.columns == 256 ? launch_row_bytes<kMath, 256>(p, stream) : launch_row_bytes<kMath, 208>(p, stream);
+  if constexpr (kMath == ConvMath::kTf32x3) {
+    return launch_row_bytes<kMath, 128>(p, stream);
+  } else {
+    return p.plan.columns == 256 ? launch_row_bytes<kMath, 256>(p, stream) : launch_row_bytes<kMath, 208>(p, stream);
+  }
 }
 
 }  // namespace
@@ -93,11 +123,19 @@ Status run_conv_rows_pack(const RowsPackParams& p, cudaStream_t stream) {
   return launch_kernel<conv_rows_pack_kernel>("conv_rows_pack_kernel", p, blocks, 128, 0, stream);
 }
 
+Status run_conv_rows_split(const RowsSplitParams& p, cudaStream_t stream) {
+  const int64_t pieces = p.plan.copy_bytes / 32;
+  if (pieces == 0) return Status::Ok();
+  const int blocks = static_cast<int>(std::min<int64_t>((pieces + 255) / 256, 1 << 16));
+  return launch_kernel<conv_rows_split_kernel>("conv_rows_split_kernel", p, blocks, 256, 0, stream);
+}
+
 Status set_rows_input(RowsParams* p, const void* x, int64_t n, int64_t c_in, const int64_t (&strides)[4]) {
   const RowsPlan& plan = p->plan;
-  const cuuint64_t size = plan.math == ConvMath::kTf32 ? 4 : 2;
+  const bool fp32 = plan.math == ConvMath::kTf32 || plan.math == ConvMath::kTf32x3;
+  const cuuint64_t size = fp32 ? 4 : 2;
   TensorMapSpec map{};
-  map.type = plan.math == ConvMath::kTf32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+  map.type = fp32                           ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
              : plan.math == ConvMath::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   map.rank = 5;
@@ -119,11 +157,9 @@ Status set_rows_input(RowsParams* p, const void* x, int64_t n, int64_t c_in, con
 
 Status run_conv_rows(const RowsParams& p, cudaStream_t stream) {
   if (p.plan.tiles == 0) return Status::Ok();
-  if (p.residual || p.scale != 1 || p.moments) {
-    return Status::Unsupported(kName, "an epilogue with more than an activation");
-  }
   switch (p.plan.math) {
     case ConvMath::kTf32: return launch_tile<ConvMath::kTf32>(p, stream);
+    case ConvMath::kTf32x3: return launch_tile<ConvMath::kTf32x3>(p, stream);
     case ConvMath::kBf16: return launch_tile<ConvMath::kBf16>(p, stream);
     default: return launch_tile<ConvMath::kFp16>(p, stream);
   }

@@ -14,7 +14,6 @@
 #include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
-#include "../common/reduce.cuh"
 #include "../common/wgmma.cuh"
 #include "conv3d_hopper_kernel.cuh"
 #include "conv3d_rows_params.h"
@@ -32,49 +31,6 @@ __device__ __forceinline__ void tensor_load_5d(uint32_t shared, const void* map,
       : "memory");
 }
 #endif
-
-// Moments of a thread's outputs of a tile: of two neighbouring channels of each segment, about the first value.
-template <int kSegments>
-struct RowsMoments {
-  float shift[kSegments][2], sum[kSegments][2] = {}, squares[kSegments][2] = {};
-  float count = 0.f;
-
-  __device__ __forceinline__ void add(int m, const float (&v)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (count == 0.f) shift[m][i] = v[i];
-      const float d = v[i] - shift[m][i];
-      sum[m][i] += d;
-      squares[m][i] += d * d;
-    }
-  }
-
-  // Into mean, squared deviations and count of each channel; `to` is the thread's first channel's. The four threads of
-  // the same channels have different positions.
-  __device__ __forceinline__ void merge_into(float* to, int channels_left) const {
-    const int t4 = threadIdx.x % 4;
-    Moments<float> own;
-#pragma unroll
-    for (int j = 0; j < kSegments * 2; ++j) {
-      const float over = count > 0.f ? 1.f / count : 0.f, mean = sum[j / 2][j % 2] * over;
-      Moments<float> m;
-      if (count > 0.f) m = {shift[j / 2][j % 2] + mean, squares[j / 2][j % 2] - sum[j / 2][j % 2] * mean, count};
-#pragma unroll
-      for (int lanes = 1; lanes < 4; lanes *= 2) {
-        merge(m, Moments<float>{__shfl_xor_sync(0xffffffff, m.mean, lanes), __shfl_xor_sync(0xffffffff, m.m2, lanes),
-                                __shfl_xor_sync(0xffffffff, m.count, lanes)});
-      }
-      if (t4 == j) own = m;
-    }
-    const int c = t4 / 2 * 64 + t4 % 2;
-    if (t4 < kSegments * 2 && c < channels_left) {
-      float* const moments = to + c * 3;
-      Moments<float> all{moments[0], moments[1], moments[2]};
-      merge(all, own);
-      moments[0] = all.mean, moments[1] = all.m2, moments[2] = all.count;
-    }
-  }
-};
 
 struct RowsTile {
   int n, m_tile;
@@ -101,13 +57,16 @@ __device__ __forceinline__ RowsTile rows_tile(const RowsParams& p, int tile) {
   return t;
 }
 
-// kMore: with a residual, a scale or moments. Launched by nothing: conv3d_hopper_kernel.cuh was faster with them.
-template <ConvMath kMath, int kSegments, int kN, int kRowBytes, bool kMore>
+// An activation is all that it does behind the convolution: with a residual, a scale or moments
+// conv3d_hopper_kernel.cuh was faster.
+template <ConvMath kMath, int kSegments, int kN, int kRowBytes>
 __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __grid_constant__ RowsParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename HopperTypes<kMath>::Element;
   constexpr int kTile = kN * kHopperConsumers;
   constexpr int kWeightBytes = kSegments * 64 * kRowBytes;
+  // The tensor cores cut sums off instead of rounding them. For fp32 accuracy they add up a stage of x at a time.
+  constexpr bool kPromotes = kMath == ConvMath::kTf32x3;
   extern __shared__ char smem_unaligned[];
   const RowsPlan& plan = p.plan;
   const RowsSmemLayout layout = rows_smem_layout(plan);
@@ -139,29 +98,22 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     const int warp = (tid / 32) % 4;
     if (warp == 0 && lane == 0) {
+      if (kPromotes) wait_for_prerequisites();  // for the copy of x
       const int reach = (plan.taps[1] - 1) * plan.dilation[1] * plan.row_slots + (plan.taps[2] - 1) * plan.dilation[2];
       StageCursor s;
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
         const RowsTile t = rows_tile<kTile>(p, tile);
         const int rows = plan.by_row(t.q0 + kTile - 1 + reach) - t.first_row + 1;
         const int plane = plan.by_plane(t.first_row);
-        if (kMore && p.residual) {
-          const Element* const from = static_cast<const Element*>(p.residual) + t.n * p.y_stride_n;
-          for (int line = t.first_row; line <= plan.by_row(t.q0 + kTile - 1); ++line) {
-            const int od = plan.by_plane(line), oh = line - od * plan.plane_rows;
-            if (t.m_tile == 0 && od < p.out[0] && oh < p.out[1] && p.y_stride[2] == p.c_out) {
-              bulk_prefetch(from + od * p.y_stride[0] + oh * p.y_stride[1], p.out[2] * p.c_out * sizeof(Element));
-            }
-          }
-        }
         for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
           for (int chunk = 0; chunk < plan.chunks; ++chunk) {
             barrier_wait(x_empty + s.stage, s.parity ^ 1);
             barrier_expect_bytes(x_full + s.stage, rows * plan.row_slots * kRowBytes);
             uint32_t to = shared_address(smem) + s.stage * x_bytes;
             int d = plane - plan.padding[0] + kd * plan.dilation[0], h = t.first_row - plane * plan.plane_rows;
+            const int x_chunk = kPromotes ? (chunk < plan.chunks / 3 ? chunk : chunk - plan.chunks / 3) : chunk;
             for (int row = 0; row < rows; ++row) {
-              tensor_load_5d(to, p.x_map, chunk * (kRowBytes / int(sizeof(Element))), -plan.padding[2],
+              tensor_load_5d(to, p.x_map, x_chunk * (kRowBytes / int(sizeof(Element))), -plan.padding[2],
                              h - plan.padding[1], d, t.n, x_full + s.stage);
               to += plan.row_slots * kRowBytes;
               if (++h == plan.plane_rows) h = 0, ++d;
@@ -202,6 +154,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
   int lag = warpgroup == 0 ? plan.lag : 0;
   if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);
   float acc[kSegments][kN / 2];
+  float total[kSegments][kPromotes ? kN / 2 : 1];
 
   for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
     const RowsTile t = rows_tile<kTile>(p, tile);
@@ -213,6 +166,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
     const int stages = (t.kd_end - t.kd_first) * plan.chunks;
     int x_done = -1, w_done = -1;
     bool add = false;
+    if constexpr (kPromotes) {
+#pragma unroll
+      for (int i = 0; i < kSegments * kN / 2; ++i) total[i % kSegments][i / kSegments] = 0.f;
+    }
     for (int stage = 0; stage < stages; ++stage) {
       barrier_wait(x_full + x.stage, x.parity);
       for (int kh = 0; kh < plan.taps[1]; ++kh) {
@@ -245,20 +202,39 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
       }
       x_done = x.stage;
       x.advance(plan.x_stages);
+      if constexpr (kPromotes) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int m = 0; m < kSegments; ++m) {
+          wgmma_use(acc[m]);
+#pragma unroll
+          for (int i = 0; i < kN / 2; ++i) total[m][i] += acc[m][i];
+        }
+        add = false;
+        if (lane == 0) {
+          barrier_arrive(w_empty + w_done);
+          barrier_arrive(x_empty + x_done);
+        }
+        x_done = w_done = -1;
+      }
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int m = 0; m < kSegments; ++m) wgmma_use(acc[m]);
-    if (lane == 0) {
+    for (int m = 0; m < kSegments; ++m) {
+      wgmma_use(acc[m]);
+      if constexpr (kPromotes) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) acc[m][i] = total[m][i];
+      }
+    }
+    if (lane == 0 && !kPromotes) {
       barrier_arrive(w_empty + w_done);
       barrier_arrive(x_empty + x_done);
     }
 
     const int q0 = t.q0 + warpgroup * kN + t4 * 2;
     Element* const y = static_cast<Element*>(p.y) + t.n * p.y_stride_n + c0;
-    const Element* const residual = static_cast<const Element*>(p.residual) + t.n * p.y_stride_n + c0;
     const int channels_left = p.c_out - c0;
-    RowsMoments<kSegments> sums;
     // Of position q0: each step of 8 positions goes on by at most one row.
     const int line = plan.by_row(q0);
     int od = plan.by_plane(line), oh = line - od * plan.plane_rows, ow = q0 - line * plan.row_slots;
@@ -266,71 +242,35 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
     const int64_t next_eight = 8 * p.y_stride[2];
     const int64_t next_row = p.y_stride[1] - plan.row_slots * p.y_stride[2];
     const int64_t next_plane = p.y_stride[0] - plan.plane_rows * p.y_stride[1];
-    constexpr int kBatch =
-        kMore && kSegments == 1 ? 4 : 1;  // of pairs of positions whose residuals are loaded together
 #pragma unroll
-    for (int j0 = 0; j0 < kN / 8; j0 += kBatch) {
-      int64_t offsets[kBatch];
-      bool exists[kBatch][2];
-      Vec<Element, 2> added[kBatch][2][kSegments];
+    for (int j = 0; j < kN / 8; ++j) {
+      const bool in_rows = od < p.out[0] && oh < p.out[1];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const bool in_rows = od < p.out[0] && oh < p.out[1];
-        offsets[b] = offset;
-        exists[b][0] = in_rows && ow < p.out[2], exists[b][1] = in_rows && ow + 1 < p.out[2];
-        ow += 8, offset += next_eight;
-        const bool wraps = ow >= plan.row_slots;
-        ow -= wraps ? plan.row_slots : 0;
-        offset += wraps ? next_row : 0;
-        oh += wraps;
-        const bool next = oh == plan.plane_rows;
-        oh = next ? 0 : oh;
-        od += next;
-        offset += next ? next_plane : 0;
-        if (kMore && p.residual) {
+      for (int e = 0; e < 2; ++e) {
+        const bool exists = in_rows && ow + e < p.out[2];
 #pragma unroll
-          for (int i = 0; i < 2 * kSegments; ++i) {
-            if (exists[b][i % 2] && i / 2 * 64 < channels_left) {
-              added[b][i % 2][i / 2] = load_vec<Element, 2>(residual + offsets[b] + i % 2 * p.y_stride[2] + i / 2 * 64);
-            }
+        for (int m = 0; m < kSegments; ++m) {
+          const float* const sum = acc[m] + j * 4 + e;
+          float v[2] = {sum[0] + bias[m].x, sum[2] + bias[m].y};
+          if (p.act == Chain::kRelu) {
+            v[0] = fast_relu(v[0]), v[1] = fast_relu(v[1]);
+          } else if (p.act == Chain::kSilu) {
+            v[0] *= fast_sigmoid(v[0]), v[1] *= fast_sigmoid(v[1]);
+          }
+          if (exists && m * 64 < channels_left) {
+            store_vec(y + offset + e * p.y_stride[2] + m * 64, pack<Element, 2>(v));
           }
         }
       }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-#pragma unroll
-          for (int m = 0; m < kSegments; ++m) {
-            const float* const sum = acc[m] + (j0 + b) * 4 + e;
-            float v[2] = {sum[0] + bias[m].x, sum[2] + bias[m].y};
-            if (kMore && p.residual) {
-              float r[2];
-              unpack(added[b][e][m], r);
-              v[0] += r[0], v[1] += r[1];
-            }
-            if (kMore) v[0] *= p.scale, v[1] *= p.scale;
-            if (p.act == Chain::kRelu) {
-              v[0] = fast_relu(v[0]), v[1] = fast_relu(v[1]);
-            } else if (p.act == Chain::kSilu) {
-              v[0] *= fast_sigmoid(v[0]), v[1] *= fast_sigmoid(v[1]);
-            }
-            const Vec<Element, 2> rounded = pack<Element, 2>(v);
-            if (exists[b][e] && m * 64 < channels_left) {
-              store_vec(y + offsets[b] + e * p.y_stride[2] + m * 64, rounded);
-            }
-            if (kMore && std::is_same_v<Element, __half>) unpack(rounded, v);  // which may be Inf
-            if (kMore && exists[b][e]) sums.add(m, v);
-          }
-          if (kMore) sums.count += exists[b][e] ? 1.f : 0.f;
-        }
-      }
-    }
-    if (kMore && p.moments) {
-      float* const to =
-          p.moments +
-          ((int64_t(t.n) * rows_moment_slices(plan) + blockIdx.x * kHopperConsumers + warpgroup) * p.c_out + c0) * 3;
-      sums.merge_into(to, channels_left);
+      ow += 8, offset += next_eight;
+      const bool wraps = ow >= plan.row_slots;
+      ow -= wraps ? plan.row_slots : 0;
+      offset += wraps ? next_row : 0;
+      oh += wraps;
+      const bool next = oh == plan.plane_rows;
+      oh = next ? 0 : oh;
+      od += next;
+      offset += next ? next_plane : 0;
     }
   }
   if (lag > 0 && lane == 0) barrier_arrive(lagging);  // too little work to have come to it

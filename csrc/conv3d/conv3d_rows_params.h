@@ -22,7 +22,8 @@ struct RowsPlan {
   int segments = 1;     // of 64 output channels, of a tile
   int columns = 256;    // positions of a warpgroup's tile
   int row_bytes = 128;  // of a position's channels in shared memory, and the width of the swizzle
-  int chunks = 1;       // of that many channels
+  int chunks = 1;       // of that many channels, over all products of parts
+  int parts = 1;        // 2: x and the weights are sums of two TF32 values, x in a copy of chunks / 3 chunks a part
   int taps[3] = {1, 1, 1};
   int dilation[3] = {1, 1, 1};
   int padding[3] = {0, 0, 0};  // of the equivalent regular convolution
@@ -38,20 +39,16 @@ struct RowsPlan {
   HopperDivisor by_m_tiles, by_tiles_per_sample, by_row, by_plane;
   int smem_bytes = 0;
   int64_t packed_bytes = 0;
+  int64_t copy_bytes = 0;  // of x in two parts, [N][D][H][W][part][C]
 };
 
 struct alignas(64) RowsParams {
-  uint64_t x_map[16];  // tensor map of x as [N][D][H][W][C]
+  uint64_t x_map[16];  // tensor map of x, or of its copy, as [N][D][H][W][C]
   const void* packed;  // weights: [m_tile][kd][chunk][kh][kw] images, see conv_rows_pack_kernel
   const float* bias;   // of all tiles' channels, zeros without a bias
   void* y;             // channels innermost
   int64_t y_stride_n, y_stride[3];
-  // y = act((convolution + bias + residual) * scale)
-  const void* residual = nullptr;  // of y's strides; null: none
-  float scale = 1;
-  Chain act = Chain::kNone;  // not kAny
-  // Of y, as StatsPartials in groupnorm_params.h: zero before, a slice for each block and warpgroup; or null.
-  float* moments = nullptr;
+  Chain act = Chain::kNone;  // of convolution + bias; not kAny
   int c_out;
   int in[3], out[3];
   RowsPlan plan;
@@ -63,10 +60,19 @@ struct RowsPackParams {
   const void* bias;  // [c_out] of the weight's dtype, or null
   void* packed;
   float* packed_bias;
-  float* moments = nullptr;  // set to zero, so many values
-  int64_t moment_values = 0;
   int c_in, c_out;
   Dtype dtype;  // of weight and bias; float32 is rounded to what the plan computes in
+  RowsPlan plan;
+};
+
+// Arguments of the copy of x in two parts.
+struct RowsSplitParams {
+  const void* x;
+  int64_t stride_n, stride_d, stride_w;  // a row begins where the one before ends
+  void* copy;
+  int64_t n;
+  int c_in;
+  int in[3];
   RowsPlan plan;
 };
 

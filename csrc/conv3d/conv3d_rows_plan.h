@@ -32,15 +32,15 @@ KGOPT_HD RowsSmemLayout rows_smem_layout(const RowsPlan& p) {
 // accumulators.
 KGOPT_HD int rows_image_channel(int r) { return r / 16 * 16 + r % 8 * 2 + r / 8 % 2; }
 
-// Slices of RowsParams::moments, per sample.
-KGOPT_HD int rows_moment_slices(const RowsPlan& p) { return p.blocks * kHopperConsumers; }
+KGOPT_HD int rows_part_channels(const RowsPlan& p) { return p.chunks / 3 * (p.row_bytes / 4); }
 
 // Cycles of a tile: products, or loads where those take longer, and what an epilogue leaves exposed.
 inline double rows_tile_cycles(const RowsPlan& p) {
   const double steps = double(p.taps[0]) * p.chunks, taps = p.taps[1] * p.taps[2];
   const double products = steps * taps * (p.row_bytes / 32) * kHopperConsumers * p.segments * p.columns / 2;
   const double bytes = steps * (rows_x_stage_bytes(p) + taps * rows_w_stage_bytes(p));
-  return std::max(products, bytes / 28) + 6500;
+  const double promotions = p.parts == 2 ? steps * p.columns * 2 : 0;
+  return std::max(products + promotions, bytes / 28) + 6500;
 }
 
 inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits) {
@@ -52,7 +52,7 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
   if (!limits.has_wgmma) return refuse("the device or the build has no wgmma");
   if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   p.math = conv_math(problem);
-  if (p.math == ConvMath::kTf32x3) return refuse("fp32 accuracy is not built for wgmma");
+  p.parts = p.math == ConvMath::kTf32x3 ? 2 : 1;
   if (!problem.channels_innermost) return refuse("x is not channels_last, or not in whole 16-byte pieces");
   if (problem.epilogue != ConvEpilogue::kStore) return refuse("an epilogue other than a store");
   if (problem.groups != 1) return refuse("grouped convolution");
@@ -79,7 +79,8 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
 
   RowsPlan best;
   double least = -1;
-  for (const int columns : {256, 208}) {  // such that the last round of blocks is full
+  for (const int columns : {256, 208, 128}) {          // such that the last round of blocks is full
+    if ((columns == 128) != (p.parts == 2)) continue;  // fp32 accuracy keeps its sums twice
     for (const int row_bytes : {128, 64}) {
       RowsPlan q = p;
       const int segments = 1;
@@ -87,6 +88,11 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
       q.columns = columns;
       q.row_bytes = row_bytes;
       q.chunks = static_cast<int>((channel_bytes + row_bytes - 1) / row_bytes);
+      if (p.parts == 2) {  // high by high, high by low, low by high
+        q.copy_bytes = problem.n * problem.in[0] * problem.in[1] * problem.in[2] * q.chunks * 2 * row_bytes;
+        q.chunks *= 3;
+        if (q.copy_bytes >= int64_t(1) << 35) continue;
+      }
       q.m_tiles = static_cast<int>((problem.c_out + segments * 64 - 1) / (segments * 64));
       const int tile = q.columns * kHopperConsumers;
       // Even: a thread's two positions are of one row, and every row begins at a multiple of 128 bytes.

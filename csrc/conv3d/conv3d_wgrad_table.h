@@ -59,17 +59,17 @@ inline ConvProblem adjoint_problem(const ConvProblem& q) {
   return adjoint;
 }
 
-// Null where the own kernel is to be taken, else why not.
-inline const char* hopper_dgrad_loses(const ConvProblem& q, const HopperPlan& plan) {
-  if (plan.refusal) return plan.refusal;
-  if (q.c_in < 16 || q.c_in > 128 || q.c_out < 16 || q.c_out > 128 || q.kernel[0] != 3 || q.kernel[1] != 3) {
+// Null where the own kernel, of that many microseconds, is to be taken, else why not.
+inline const char* dgrad_loses(const ConvProblem& q, double microseconds) {
+  if (q.c_in < 16 || q.c_in > 128 || q.c_out < 16 || q.c_out > 128 || q.kernel[0] != 3 || q.kernel[1] != 3 ||
+      q.kernel[2] != 3) {
     return "only 3D kernels of 3 x 3 x 3 from 16 to 128 channels were measured";
   }
-  const CudnnGradientRate& rate = cudnn_gradient_rate(q);
-  const double cudnn =
-      3 + 1e6 * conv_tera_operations(q) / (q.dtype == Dtype::kFloat32 ? rate.dgrad_tf32 : rate.dgrad_half);
-  return hopper_microseconds(plan) < 0.97 * cudnn ? nullptr : "cuDNN is predicted to be faster";
+  const CudnnGradientRate& row = cudnn_gradient_rate(q);
+  const double rate = q.dtype != Dtype::kFloat32 ? row.dgrad_half : q.allow_tf32 ? row.dgrad_tf32 : kCudnnFp32Rate;
+  return microseconds < 0.97 * (3 + 1e6 * conv_tera_operations(q) / rate) ? nullptr : "cuDNN is predicted to be faster";
 }
+// Null where the own kernel is to be taken, else why not.
 inline const char* wgrad_loses(const ConvProblem& q, const WgradPlan& plan) {
   if (plan.refusal) return plan.refusal;
   if ((!plan.few && q.c_in < 16) || q.c_in > 256 || q.c_out < 16 || q.c_out > 256 ||

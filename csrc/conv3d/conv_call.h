@@ -37,7 +37,12 @@ struct __attribute__((visibility("hidden"))) ConvArgs {
 
 inline ConvBackend parse_backend(const char* op, const std::string& backend) {
   check_backend(op, backend);
-  return backend == "kgopt" ? ConvBackend::kKgopt : backend == "aten" ? ConvBackend::kAten : ConvBackend::kAuto;
+  return backend == "auto"                  ? ConvBackend::kAuto
+         : backend == "aten"                ? ConvBackend::kAten
+         : backend == "kgopt:implicit_gemm" ? ConvBackend::kImplicitGemm
+         : backend == "kgopt:hopper"        ? ConvBackend::kHopper
+         : backend == "kgopt:rows"          ? ConvBackend::kRows
+                                            : ConvBackend::kKgopt;
 }
 
 inline ConvProblem make_problem(const ConvShape& shape, ConvEpilogue epilogue, bool allow_tf32,
@@ -95,6 +100,11 @@ inline ConvProblem problem_of(const ConvArgs& a, const ConvShape& shape, ConvEpi
 
 inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
   return choose_cached(problem_of(a, shape, epilogue), limits_of(a), parse_backend(a.op, a.backend), &choose_conv);
+}
+
+// What KGOPT_AUTOTUNE remembers a call by: all that `choose` looks at.
+inline ConvKey tuning_key(const ConvArgs& a, const ConvShape& shape) {
+  return conv_key(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), ConvBackend::kAuto);
 }
 
 // dy is taken for channels innermost: where it is not, ATen would copy it, too.
@@ -310,9 +320,24 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
   return p;
 }
 
-// The same for the kernel by rows, whose workspace pieces are `packed` and `bias`.
+// The same for the kernel by rows, whose workspace pieces are `packed`, `bias` and, with two parts, `copy`.
 inline RowsParams start_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, void* packed, float* bias,
-                             cudaStream_t stream) {
+                             void* copy, cudaStream_t stream) {
+  const int last = shape.rank + 1;
+  const Tensor& x = a.x;
+  if (plan.parts == 2) {
+    RowsSplitParams split{};
+    split.x = x.const_data_ptr();
+    split.stride_n = x.stride(0);
+    split.stride_d = shape.rank == 3 ? x.stride(2) : 0;
+    split.stride_w = shape.in[2] > 1 ? x.stride(last) : x.stride(last - 1);
+    split.copy = copy;
+    split.n = shape.n;
+    split.c_in = static_cast<int>(shape.c_in);
+    for (int i = 0; i < 3; ++i) split.in[i] = static_cast<int>(shape.in[i]);
+    split.plan = plan;
+    raise_on_error(a.op, run_conv_rows_split(split, stream));
+  }
   const WeightStrides w = weight_strides(a, shape);
   const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
   RowsPackParams pack{};
@@ -338,8 +363,12 @@ inline RowsParams start_rows(const ConvArgs& a, const ConvShape& shape, const Ro
     p.out[i] = static_cast<int>(shape.out[i]);
   }
   p.plan = plan;
-  const int last = shape.rank + 1;
-  const Tensor& x = a.x;
+  if (plan.parts == 2) {
+    const int64_t channels = 2 * rows_part_channels(plan), row = shape.in[2] * channels, plane = shape.in[1] * row;
+    const int64_t strides[4] = {channels, row, plane, shape.in[0] * plane};
+    raise_on_error(a.op, set_rows_input(&p, copy, shape.n, channels, strides));
+    return p;
+  }
   const int64_t strides[4] = {x.stride(last), x.stride(last - 1), shape.rank == 3 ? x.stride(2) : 0, x.stride(0)};
   raise_on_error(a.op, set_rows_input(&p, x.const_data_ptr(), shape.n, shape.c_in, strides));
   return p;
@@ -355,9 +384,11 @@ struct __attribute__((visibility("hidden"))) ConvTail {
   const Tensor* moments = nullptr;  // where channel_moments_cuda is to put the output's; null: nobody wants them
 };
 
-// The convolution by the Hopper kernel.
+// The convolution by the two kernels for channels-innermost tensors.
 Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan,
                    const ConvTail& tail = ConvTail());
+
+Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail = ConvTail());
 
 // The convolution, by whichever path `choose` takes for the storing epilogue, and as much of the tail as its kernel can
 // do to what it stores.

@@ -27,8 +27,10 @@ struct ConvShape {
 };
 
 inline void check_backend(const char* op, const std::string& backend) {
-  KGOPT_CHECK(backend == "auto" || backend == "kgopt" || backend == "aten", op, ": backend is '", backend,
-              "', expected auto, kgopt or aten");
+  for (const char* known : {"auto", "kgopt", "aten", "kgopt:implicit_gemm", "kgopt:hopper", "kgopt:rows"}) {
+    if (backend == known) return;
+  }
+  fail(op, ": backend is '", backend, "', expected auto, kgopt or aten");
 }
 
 inline void check_list(const char* op, const char* arg, const IntArray& list, int rank, int64_t least,

@@ -211,7 +211,6 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   pack.c_out = static_cast<int>(shape.c_out);
   pack.dtype = shape.dtype;
   pack.plan = plan;
-  raise_on_error(a.op, run_conv_flat_pack(pack, stream));
 
   char* const y = static_cast<char*>(r.y.mutable_data_ptr());
   FlatInputParams in{};
@@ -227,6 +226,7 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   in.dtype = shape.dtype;
   in.plan = plan;
   raise_on_error(a.op, run_conv_flat_input(in, stream));
+  raise_on_error(a.op, run_conv_flat_pack(pack, stream));
 
   FlatParams p{};
   p.packed = pack.packed;

@@ -20,6 +20,7 @@ except ImportError as error:
         "build one (make build); running from the source tree without building cannot work."
     ) from error
 
+from kgopt import _autotune as _autotune
 from kgopt import _ops as _ops
 from kgopt._after_import import after_import
 
@@ -49,6 +50,7 @@ def _register_backend() -> None:
 
 
 after_import("torch._dynamo.backends.registry", _register_backend)
+_autotune.install()
 
 _LAZY = ("functional", "nn", "reference")
 _LAZY_FUNCTIONS = ("optimize", "report", "restore")

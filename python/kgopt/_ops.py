@@ -33,6 +33,7 @@ _CONVS = {"conv2d": (2, False), "conv3d": (3, False), "conv_transpose2d": (2, Tr
 _CONV_MEAN = "conv3d_group_norm_mean"
 _CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
 _CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
+_LSE_BACKWARD = "group_norm_tanh_hardswish_residual_logsumexp_backward"
 _TWINS = ("group_norm", "group_norm_mean", _CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE)
 
 
@@ -276,6 +277,10 @@ def _register_fakes() -> None:
         "group_norm_mean_backward",
         lambda dout, x, channel_mean, mean, rstd, num_groups, weight: _affine_grads_fake(x, weight),
     )
+    register(
+        _LSE_BACKWARD,
+        lambda dlse, x, lse, mean, rstd, num_groups, weight, bias: _affine_grads_fake(x, weight, bias),
+    )
     register("activation", lambda x, act: _empty_like(x))
     register("activation_backward", lambda dy, x, act: _empty_like(x))
     register("conv_add", _conv_add_fake)
@@ -325,6 +330,7 @@ def _conv_precision(precision: str) -> Iterator[None]:
         torch._C._set_fp32_precision_setter("cuda", "conv", before)
 
 
+_FEW_CHANNELS = 16  # of a contiguous x: more have no kernels of their own in conv_backward
 _KEYS = torch._C.DispatchKey
 # What stands above an op's kernel of a plain tensor.
 _ABOVE = functools.reduce(
@@ -372,6 +378,7 @@ _NO_DOUBLE_BACKWARD = (
     "group_stats_backward",
     "group_norm_backward",
     "group_norm_mean_backward",
+    _LSE_BACKWARD,
     "activation_backward",
     "logsumexp_backward",
     "mean_backward",
@@ -388,7 +395,7 @@ def _own_conv_gradients(dy: Tensor, x: Tensor) -> bool:
     channels_last = _format(x.dim(), True)  # dense so: the usual case, and a quick question
     if x.is_contiguous(memory_format=channels_last) and not x.is_contiguous():
         return True
-    return _is_channels_last(x) or _is_channels_last(dy)
+    return _is_channels_last(x) or _is_channels_last(dy) or x.shape[1] <= _FEW_CHANNELS
 
 
 def _conv_gradients(
@@ -891,16 +898,36 @@ def _conv_lse_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 def _conv_lse_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, lse, mean, rstd = ctx.saved_tensors
-    act = "tanh+hardswish"
     c = _FusedContext.recompute(ctx, x, weight, bias)
-    y, _, _ = _OPS.group_norm_fwd(c, ctx.num_groups, gn_weight, gn_bias, ctx.eps, act, "none")
-    # In the statistics' dtype: the softmax of a sum rounded to half would not add up to one.
-    residual = c.to(lse.dtype) + y
-    dresidual = _BACKWARD.logsumexp_backward(dout, residual, lse, [1], True).to(c.dtype)
-    dc, dweight, dbias = _BACKWARD.group_norm_backward(
-        dresidual, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, act, "none"
-    )
-    return _FusedContext.gradients(ctx, dc + dresidual, x, weight, dweight, dbias)
+    backward = getattr(_BACKWARD, _LSE_BACKWARD)
+    dc, dweight, dbias = backward(dout, c, lse, mean, rstd, ctx.num_groups, gn_weight, gn_bias)
+    return _FusedContext.gradients(ctx, dc, x, weight, dweight, dbias)
+
+
+def _lse_backward_in_steps(  # type: ignore[no-untyped-def]
+    dlse, x, lse, mean, rstd, num_groups, weight=None, bias=None
+):
+    """The CPU's, with tensors of x's size in between."""
+    for name, t in (("dlse", dlse), ("lse", lse)):
+        expected = [x.shape[0], 1, *x.shape[2:]]
+        if list(t.shape) != expected:
+            raise RuntimeError(f"{_LSE_BACKWARD}: {name} has shape {list(t.shape)}, expected {expected}")
+        if t.dtype != _stats_dtype(x):
+            kinds = [str(d).removeprefix("torch.") for d in (t.dtype, _stats_dtype(x))]
+            raise RuntimeError(
+                f"{_LSE_BACKWARD}: {name} has dtype {kinds[0]}, expected the dtype of statistics, {kinds[1]}"
+            )
+    act, groups, channels = "tanh+hardswish", [x.shape[0], num_groups, 1], x.shape[1] // num_groups
+    u = (x.to(lse.dtype).reshape(*groups[:2], -1) - mean.view(groups)) * rstd.view(groups)
+    u = u.reshape(x.shape[0], num_groups * channels, -1)
+    if weight is not None:
+        u = u * weight.to(u.dtype).view(1, -1, 1)
+    if bias is not None:
+        u = u + bias.to(u.dtype).view(1, -1, 1)
+    residual = x.to(lse.dtype) + _OPS.activation(u, act).reshape(x.shape)
+    dresidual = _OPS.logsumexp_backward(dlse, residual, lse, [1], True).to(x.dtype)
+    dx, dweight, dbias = _OPS.group_norm_backward(dresidual, x, mean, rstd, num_groups, weight, bias, act, "none")
+    return dx + dresidual, dweight, dbias
 
 
 def _refuse_double_backward(name: str) -> None:
@@ -952,6 +979,7 @@ def _register_autograd() -> None:
         _refuse_double_backward(name)
     for name in _TWINS:
         _LIB.impl(name, _differentiable_twin(name), "Autograd")
+    _LIB.impl(_LSE_BACKWARD, _lse_backward_in_steps, "CPU")
 
 
 def _conv_mean_in_steps(  # type: ignore[no-untyped-def]
@@ -1234,7 +1262,7 @@ def _register_vmap() -> None:
     for name, tensors in (("logsumexp", 1), ("mean", 1), ("logsumexp_backward", 3), ("mean_backward", 1)):
         rules[name] = _vmap_reduce(name, tensors)
     # Their dweight and dbias are sums over N, so the examples cannot share one call.
-    for name in ("group_norm_backward", "group_norm_mean_backward"):
+    for name in ("group_norm_backward", "group_norm_mean_backward", _LSE_BACKWARD):
         rules[name] = _vmap_loop(name)
     for name, rule in rules.items():
         torch.library.register_vmap(f"kgopt::{name}", rule)

@@ -39,6 +39,8 @@ suites:
   scaling     the first and third pipeline at batches from 1 to 1024 and edges from 8 to 128, eager, kgopt, and kgopt's
               launches replayed as a CUDA graph: cost against work
   chains      random convolutions of few channels with what the first or third pipeline does after them, --count of them
+  convs       random convolutions (8 to 512 channels, kernels of 1 to 5, groups, transposed, 2D and 3D) beside cuDNN,
+              autotuned, both in both memory formats
 
 dtypes:
   tf32        float32 tensors, TF32 allowed in convolutions (PyTorch's default)
@@ -82,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--quick", action="store_true", help="fewer patches, shorter timing, no headline shapes")
 
     bench = add("bench", "measure kgopt beside PyTorch and the floor", _BENCH)
-    suites = ["pipelines", "groupnorm", "conv", "ops", "models", "sweep", "scaling", "chains"]
+    suites = ["pipelines", "groupnorm", "conv", "ops", "models", "sweep", "scaling", "chains", "convs"]
     bench.add_argument("--suite", choices=suites, default="pipelines", help="what to measure (%(default)s)")
     bench.add_argument("--json", metavar="F", help="write the measured rows here, after every case")
     bench.add_argument("--plot", metavar="F", help="write a chart of the rows here (.png, .svg or .pdf)")
@@ -118,9 +120,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--budget", type=float, metavar="S",
                        help="after S seconds start no further torch.compile baseline")  # fmt: skip
     bench.add_argument("--count", type=int, default=None, metavar="N",
-                       help="how many random shapes, from the first (sweep: 200, chains: 100)")  # fmt: skip
+                       help="how many random shapes, from the first (sweep, convs: 200, chains: 100)")  # fmt: skip
     bench.add_argument("--seed", type=int, default=0, metavar="N",
-                       help="sweep, chains: seed of the shapes (%(default)s)")  # fmt: skip
+                       help="sweep, chains, convs: seed of the shapes (%(default)s)")  # fmt: skip
     bench.add_argument("--max-bytes", type=float, metavar="B",
                        help="sweep: the largest tensor (default: 1 GiB; with --quick or on a CPU 1 MiB)")  # fmt: skip
     bench.add_argument(

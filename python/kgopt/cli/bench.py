@@ -525,6 +525,12 @@ def _report(rows: list[Row], args: argparse.Namespace) -> int:
             f"ratio: time of kgopt over the better of eager and torch.compile in the same layout; over {LIMIT}: slower."
         )
         print("On a GPU: its own time, L2 flushed, launches hidden. What looks slower is timed three times.")
+    elif groups[0].suite == "convs":
+        from kgopt.cli.convs import convs_summary
+
+        print(convs_summary(rows))
+        print("median, mean (geometric), best: times faster than cuDNN, autotuned, in the same memory format;")
+        print("worst: time over cuDNN's. GPU time, L2 flushed, launches hidden; what looks slower is timed thrice.")
     elif groups[0].suite == "models":
         from kgopt.cli.bench_models import models_table
 
@@ -632,6 +638,8 @@ def run_bench(args: argparse.Namespace) -> int:
         return _report(_bench_models(args, settings, precisions), args)
     if args.suite == "sweep":
         return _report(_bench_sweep(args, settings, precisions), args)
+    if args.suite == "convs":
+        return _report(_bench_convs(args, settings, precisions), args)
     if args.suite == "chains":
         from kgopt.cli.chains import chain_cases
 
@@ -717,5 +725,26 @@ def _bench_sweep(args: argparse.Namespace, settings: Settings, precisions: list[
         progress_note(shape.name)
         rows += sweep.measure_shape(shape, settings, ceilings, facts)
         if args.json:
+            results.save_rows(args.json, rows)
+    return rows
+
+
+def _bench_convs(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> list[Row]:
+    from kgopt.cli import convs
+
+    small = args.quick or settings.device.type == "cpu"
+    found = convs.random_convs(_count(args, 200), args.seed, 3e7 if small else 3e10)
+    found = [conv for conv in found if not args.case or args.case in conv.name]
+    if not found:
+        raise ValueError(f"--case is {args.case!r}, which no case of suite convs contains")
+    # The dtype changes slowest: a run that is cut short has the first dtype whole.
+    steps = _shard([(conv, precision) for precision in precisions for conv in found], args)
+    facts, ceilings = _before(args, settings.device, precisions)
+    settings = dataclasses.replace(settings, rep_ms=min(settings.rep_ms, 5.0))
+    rows: list[Row] = []
+    for conv, precision in progress(steps, len(steps), "bench convs"):
+        progress_note(conv.name)
+        rows += convs.measure_conv(conv, precision, settings, ceilings, facts)
+        if args.json and (len(rows) % 100 == 0 or (conv, precision) == steps[-1]):
             results.save_rows(args.json, rows)
     return rows

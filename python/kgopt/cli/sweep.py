@@ -27,9 +27,11 @@ from kgopt.cli.text import bytes_text, error_text, ratio_text, table, time_text
 __all__ = [
     "LIMIT",
     "Shape",
+    "gpu_time",
     "kink_error",
     "log_uniform",
     "measure_shape",
+    "note_time",
     "random_shapes",
     "sweep_points",
     "sweep_summary",
@@ -207,7 +209,7 @@ def measure_shape(shape: Shape, settings: Settings, ceilings: Ceilings, facts: R
                     rows[name, "forward"]["compile_s"] = round(time.monotonic() - start, 2)
                 for direction in directions:
                     fn = getattr(runner, direction)
-                    _note_time(rows[name, direction], _time(fn, device, settings.rep_ms))
+                    note_time(rows[name, direction], _time(fn, device, settings.rep_ms))
                     rows[name, direction]["peak_bytes"] = peak_memory(fn, device)
                 runners[name] = runner
             except Exception as error:
@@ -233,7 +235,8 @@ def measure_shape(shape: Shape, settings: Settings, ceilings: Ceilings, facts: R
     return list(rows.values())
 
 
-def _note_time(row: Row, took: Timing) -> None:
+def note_time(row: Row, took: Timing) -> None:
+    """Median and quantiles of a row."""
     row["time_us"] = round(took.median_us, 2)
     row["time_us_p20"] = round(took.p20_us, 2)
     row["time_us_p80"] = round(took.p80_us, 2)
@@ -249,7 +252,7 @@ def _second_look(rows: dict[tuple[str, str], Row], runners: dict[str, _Both], se
             for name in (best, "kgopt"):
                 took = _time(getattr(runners[name], direction), settings.device, settings.rep_ms)
                 if took.median_us < rows[name, direction]["time_us"]:
-                    _note_time(rows[name, direction], took)
+                    note_time(rows[name, direction], took)
 
 
 def _ratio(rows: dict[str, Row]) -> tuple[float | None, str]:

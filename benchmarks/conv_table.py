@@ -1,0 +1,235 @@
+"""Measures what csrc/conv3d/conv3d_choice_rows.inc holds, and writes it.
+
+    python benchmarks/conv_table.py measure --json F [--seconds S] [--part I/N]     on a GPU; F's rows are kept
+    python benchmarks/conv_table.py header --json benchmarks/results/h200_conv_table.json
+
+A row is one convolution in one precision and memory format, with the microseconds of every path that can run it: cuDNN
+through ATen (autotuned), and each kernel of the extension (`backend="kgopt:..."`). Medians of a few calls, the L2
+flushed before each, launches hidden. The convolutions are those of U-Nets and autoencoders at some sizes, and random
+ones of another seed than `bench --suite convs` has: what is chosen by the table is tested on shapes that it lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kgopt.cli.convs import RandomConv, random_convs
+from kgopt.cli.environment import environment
+from kgopt.cli.measure import DTYPES, precision_flags
+from kgopt.cli.results import load_rows, save_rows
+
+_MATH = {"tf32": 0, "fp32": 1, "bf16": 2}  # as ConvMeasured::math
+_DIMS = ("in", "out", "kernel", "stride", "padding", "dilation")
+PATHS = ("aten", "implicit_gemm", "hopper", "rows")  # in the order of ConvMeasured::us
+_SEED = 1000
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_PAIRS = (
+    (4, 32), (8, 8), (8, 16), (16, 16), (16, 32), (32, 16), (32, 32), (32, 64), (64, 32), (64, 64), (64, 128),
+    (96, 32), (128, 64), (128, 128), (192, 64), (256, 256), (3, 24), (1, 32), (8, 64),
+)  # fmt: skip
+
+
+_SIZES = ((3, 1, 24), (3, 1, 48), (3, 1, 96), (2, 4, 64), (2, 4, 256))  # spatial dims, batch, edge
+
+
+# Whole layers of published networks.
+_LAYERS = (
+    (4, 32, 1, (128, 128, 128)), (32, 32, 1, (128, 128, 128)), (64, 64, 1, (64, 64, 64)), (128, 128, 1, (32, 32, 32)),
+    (32, 64, 1, (80, 170, 170)), (128, 128, 1, (17, 256, 256)), (512, 512, 1, (5, 32, 32)), (8, 64, 128, (128, 128)),
+)  # fmt: skip
+
+
+def network_convs() -> list[RandomConv]:
+    """Those of U-Nets and autoencoders: kernels of 3 that keep the size, some of 1; down and up by two."""
+    convs: list[RandomConv] = []
+
+    def add(transposed: bool, c_in: int, c_out: int, size: tuple[int, int, int], k: int, step: int, more: int) -> None:
+        rank, batch, edge = size
+        zero, padding = (0,) * rank, ((k - 1) // 2,) * rank
+        shape = (batch, c_in, *(edge,) * rank)
+        conv = RandomConv(
+            len(convs), transposed, shape, c_out, 1, (k,) * rank, (step,) * rank, padding, (1,) * rank,
+            (more,) * rank if transposed else zero,
+        )  # fmt: skip
+        if conv.flops <= 2e11:
+            convs.append(conv)
+
+    for (c_in, c_out), size in itertools.product(_PAIRS, _SIZES):
+        for k in (1, 3) if size[-1] in (48, 256) else (3,):
+            add(False, c_in, c_out, size, k, 1, 0)
+    for (few, many), size in itertools.product(((16, 32), (32, 64), (64, 128), (128, 256)), _SIZES):
+        add(False, few, many, size, 3, 2, 0)
+        if size[-1] in (24, 48, 64):
+            add(True, many, few, size, 2, 2, 0)
+            add(True, many, few, size, 3, 2, 1)
+            add(True, few, many, size, 3, 1, 0)
+            add(True, many, many, size, 3, 1, 0)
+    for c_in, c_out, batch, spatial in _LAYERS:
+        one = (1,) * len(spatial)
+        shape = (batch, c_in, *spatial)
+        convs.append(
+            RandomConv(len(convs), False, shape, c_out, 1, (3,) * len(spatial), one, one, one, (0,) * len(spatial))
+        )
+    return convs
+
+
+def problems() -> list[tuple[RandomConv, str, str]]:
+    """Convolution, precision, memory format: in an order of which every beginning is a fair sample."""
+    rng = random.Random(0)
+    # fp32 accuracy and contiguous tensors have fewer paths and need fewer rows.
+    keep = {("tf32", "channels_last"): 1, ("bf16", "channels_last"): 1, ("tf32", "contiguous"): 0.5,
+            ("bf16", "contiguous"): 0.5, ("fp32", "channels_last"): 0.3, ("fp32", "contiguous"): 0.3}  # fmt: skip
+    found = []
+    for convs in (network_convs(), random_convs(250, _SEED)):
+        part = [
+            (conv, precision, layout)
+            for conv in convs
+            for precision, layout in itertools.product(("tf32", "bf16", "fp32"), ("channels_last", "contiguous"))
+            if rng.random() < keep[precision, layout]
+        ]
+        rng.shuffle(part)
+        found.append(part)
+    # In turns, two of networks for each random one, as long as there are both.
+    networks, others = found
+    turns = itertools.zip_longest(networks[::2], networks[1::2], others)
+    return [one for turn in turns for one in turn if one]
+
+
+def describe(conv: RandomConv) -> dict[str, Any]:
+    """The fields of a row, per dim as depth, height, width."""
+
+    def dims(values: tuple[int, ...], usual: int) -> list[int]:
+        return [usual] * (3 - len(values)) + list(values)
+
+    return {
+        "n": conv.shape[0], "c_in": conv.shape[1], "c_out": conv.c_out, "groups": conv.groups,
+        "transposed": conv.transposed, "in": dims(conv.shape[2:], 1), "out": dims(conv.output[2:], 1),
+        "kernel": dims(conv.kernel, 1), "stride": dims(conv.stride, 1), "padding": dims(conv.padding, 0),
+        "dilation": dims(conv.dilation, 1),
+    }  # fmt: skip
+
+
+class Clock:
+    """GPU time of a call: the L2 flushed before it, its launch hidden behind a wait."""
+
+    def __init__(self) -> None:
+        self.flush = torch.empty(2**25, dtype=torch.int32, device="cuda")
+
+    def __call__(self, fn: Callable[[], Any], reps: int) -> list[float]:
+        """Microseconds, sorted."""
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(reps)]
+        for begin, end in pairs:
+            self.flush.zero_()
+            torch.cuda._sleep(100_000)
+            begin.record()
+            fn()
+            end.record()
+        torch.cuda.synchronize()
+        return sorted(begin.elapsed_time(end) * 1e3 for begin, end in pairs)
+
+
+def measure(conv: RandomConv, precision: str, layout: str, clock: Clock) -> dict[str, Any]:
+    """One row."""
+    dtype = DTYPES[precision]
+    x = torch.randn(conv.shape, device="cuda").to(dtype)
+    weight = torch.randn(conv.weight_shape, device="cuda").to(dtype)
+    if layout == "channels_last":
+        x, weight = (t.contiguous(memory_format=_FORMATS[t.dim()]) for t in (x, weight))
+    row = {"name": conv.name, "precision": precision, "layout": layout, **describe(conv)}
+    us: dict[str, float] = {}
+    apart: dict[str, float] = {}
+    with precision_flags(precision), torch.no_grad():
+        expected = conv.torch_call(x, weight)
+        for path in PATHS:
+
+            def fn(path: str = path) -> torch.Tensor:
+                if path == "aten":
+                    return conv.torch_call(x, weight)
+                return conv.call(x, weight, backend=f"kgopt:{path}")
+
+            try:
+                y = fn()
+            except RuntimeError as error:
+                if "cannot run" not in str(error):
+                    raise
+                continue
+            if path != "aten":
+                apart[path] = float((y - expected).norm() / expected.norm().clamp_min(1e-30))
+            del y
+            first = clock(fn, 3)[0]
+            # What takes twice cuDNN's time is not taken, however long exactly.
+            us[path] = round(first if first > 2 * us.get("aten", first) else statistics.median(clock(fn, 7)), 2)
+    return {**row, "us": us, "apart": apart}
+
+
+def run_measure(args: argparse.Namespace) -> None:
+    """Measures what the file does not hold yet, until the time is up."""
+    end = time.monotonic() + args.seconds
+    rows = load_rows(args.json) if Path(args.json).exists() else []
+    known = {(r["name"], r["precision"], r["layout"]) for r in rows}
+    torch.backends.cudnn.benchmark = True
+    clock, facts = Clock(), environment(torch.device("cuda"), args.commit)
+    facts = {key: facts[key] for key in ("gpu", "driver", "torch", "cudnn", "kgopt", "commit", "date")}
+    index, count = (int(part) for part in args.part.split("/"))
+    for conv, precision, layout in problems()[index::count]:
+        if time.monotonic() > end:
+            break
+        if (conv.name, precision, layout) not in known:
+            rows.append({**measure(conv, precision, layout, clock), **facts})
+            if len(rows) % 50 == 0:
+                save_rows(args.json, rows)
+    save_rows(args.json, rows)
+    print(f"{len(rows)} rows in {args.json}")
+
+
+def _literal(row: dict[str, Any]) -> str:
+    """A row as a ConvMeasured."""
+
+    def flag(value: bool) -> str:
+        return "true" if value else "false"
+
+    numbers = [row[key] for key in ("n", "c_in", "c_out", "groups")]
+    dims = ["{" + ", ".join(map(str, row[key])) + "}" for key in _DIMS]
+    us = "{" + ", ".join(f"{row['us'].get(path, 0):.4g}" for path in PATHS) + "}"
+    parts = [str(_MATH[row["precision"]]), flag(row["layout"] == "contiguous"), flag(row["transposed"])]
+    return "{" + ", ".join([*parts, *map(str, numbers), *dims, us]) + "},"
+
+
+def run_header(args: argparse.Namespace) -> None:
+    """Writes the rows as C++."""
+    rows = sorted(load_rows(args.json), key=lambda r: (_MATH[r["precision"]], r["layout"], r["transposed"], r["name"]))
+    where = {f"{r['gpu']}, torch {r['torch']}, cuDNN {r['cudnn']}" for r in rows}
+    head = [f"// Written by benchmarks/conv_table.py from {Path(args.json).name}: {'; '.join(sorted(where))}."]
+    Path(args.out).write_text("\n".join([*head, *map(_literal, rows)]) + "\n")
+    print(f"{len(rows)} rows in {args.out}")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("measure")
+    one.add_argument("--json", required=True)
+    one.add_argument("--seconds", type=float, default=600)
+    one.add_argument("--part", default="0/1")
+    one.add_argument("--commit")
+    one.set_defaults(run=run_measure)
+    two = commands.add_parser("header")
+    two.add_argument("--json", default="benchmarks/results/h200_conv_table.json")
+    two.add_argument("--out", default="csrc/conv3d/conv3d_choice_rows.inc")
+    two.set_defaults(run=run_header)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Where ``KGOPT_AUTOTUNE=1`` keeps what it measures."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import torch
+
+from kgopt import _C
+from kgopt._version import __version__
+
+__all__ = ["cache_prefix", "install"]
+
+
+def cache_prefix() -> str:
+    """Folder and beginning of the files' names. A file holds for a GPU model, which ends its name, and versions."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    name = f"conv-torch{torch.__version__}-cudnn{torch.backends.cudnn.version()}-kgopt{__version__}"
+    return os.path.join(base, "kgopt", name)
+
+
+def install() -> None:
+    """Tells the extension. Where the folder cannot be made, measurements last as long as the process."""
+    if os.environ.get("KGOPT_AUTOTUNE", "0") in ("", "0"):
+        return
+    prefix = cache_prefix()
+    try:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    setter = ctypes.CDLL(_C.__file__).kgopt_set_cache_prefix
+    setter.argtypes = [ctypes.c_char_p]
+    setter.restype = None
+    setter(os.fsencode(prefix))

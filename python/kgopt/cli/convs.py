@@ -1,0 +1,310 @@
+"""``bench --suite convs``: random convolutions against cuDNN in both memory formats.
+
+8 to 512 channels, kernels of 1 to 5, stride, padding, dilation, conv groups, transposed or not, 2D and 3D.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import kgopt.nn
+from kgopt._ops import _conv_sizes
+from kgopt.cli.bench import Runner, Settings, describe, result_errors
+from kgopt.cli.cases import Case, batch_slices
+from kgopt.cli.floor import Ceilings, Work
+from kgopt.cli.measure import DTYPES, Timing, peak_memory, precision_flags, time_call, within_tolerance
+from kgopt.cli.results import Row, group_rows
+from kgopt.cli.sweep import LIMIT, gpu_time, log_uniform, note_time
+from kgopt.cli.text import ratio_text, table, time_text
+
+__all__ = ["RandomConv", "convs_summary", "measure_conv", "random_convs"]
+
+_MOST_ELEMENTS = 2**24  # of x and of y
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomConv:
+    """One random convolution; per-dim values are those of the spatial dims."""
+
+    index: int
+    transposed: bool
+    shape: tuple[int, ...]  # of x
+    c_out: int
+    groups: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]  # zeros for a regular convolution
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """As torch.nn holds it."""
+        c_in = self.shape[1]
+        if self.transposed:
+            return (c_in, self.c_out // self.groups, *self.kernel)
+        return (self.c_out, c_in // self.groups, *self.kernel)
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """Shape of y."""
+        return tuple(
+            _conv_sizes(
+                self.shape, self.weight_shape, self.stride, self.padding, self.dilation, self.output_padding,
+                self.groups, self.transposed,
+            )
+        )  # fmt: skip
+
+    @property
+    def flops(self) -> float:
+        """Two a multiply-add."""
+        positions = self.shape if self.transposed else self.output
+        channels = self.shape[1] * self.c_out / self.groups
+        return 2.0 * positions[0] * math.prod(positions[2:]) * channels * math.prod(self.kernel)
+
+    @property
+    def name(self) -> str:
+        """Unique in a run: the index and what is drawn."""
+
+        def sizes(values: tuple[int, ...]) -> str:
+            return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
+
+        parts = [f"{self.index:03d}:", f"conv{'_transpose' if self.transposed else ''}{len(self.kernel)}d"]
+        parts += ["x".join(map(str, self.shape)), f"to {self.c_out}", f"k{sizes(self.kernel)}"]
+        for letter, values, usual in (
+            ("s", self.stride, 1), ("p", self.padding, 0), ("d", self.dilation, 1), ("op", self.output_padding, 0)
+        ):  # fmt: skip
+            if any(value != usual for value in values):
+                parts.append(f"{letter}{sizes(values)}")
+        if self.groups > 1:
+            parts.append(f"g{self.groups}")
+        return " ".join(parts)
+
+    def call(self, x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The op of kgopt, without bias."""
+        name = f"conv{'_transpose' if self.transposed else ''}{len(self.kernel)}d"
+        op = getattr(torch.ops.kgopt, name)
+        rest = (self.output_padding, self.groups, self.dilation) if self.transposed else (self.dilation, self.groups)
+        y: torch.Tensor = op(x, weight, None, self.stride, self.padding, *rest, **options)
+        return y
+
+    def torch_call(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """PyTorch's."""
+        return torch.convolution(
+            x, weight, None, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+        )
+
+    def module(self, namespace: Any) -> nn.Module:
+        """The module of torch.nn or kgopt.nn, without bias: the pass that adds it is no part of a convolution."""
+        name = f"Conv{'Transpose' if self.transposed else ''}{len(self.kernel)}d"
+        options: dict[str, Any] = {"output_padding": self.output_padding} if self.transposed else {}
+        module: nn.Module = getattr(namespace, name)(
+            self.shape[1], self.c_out, self.kernel, stride=self.stride, padding=self.padding, dilation=self.dilation,
+            groups=self.groups, bias=False, **options,
+        )  # fmt: skip
+        return module
+
+    def plain(self) -> nn.Module:
+        """Of PyTorch, fp32 on the CPU, seeded."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.index)
+            return self.module(nn)
+
+    def kgopt(self, plain: nn.Module) -> nn.Module:
+        """Of kgopt, with the plain one's parameters, device and dtype."""
+        like = next(plain.parameters())
+        model = self.module(kgopt.nn).to(device=like.device, dtype=like.dtype)
+        model.load_state_dict(plain.state_dict(), strict=True)
+        return model
+
+    def work(self, shape: tuple[int, ...], itemsize: int, direction: str) -> Work:
+        """Bytes and operations that the convolution cannot do without."""
+        samples = shape[0] / self.shape[0]
+        elements = math.prod(shape) + math.prod(self.output) * samples + math.prod(self.weight_shape)
+        return Work(elements * itemsize, self.flops * samples)
+
+
+def _draw(rng: random.Random, index: int, most_flops: float) -> RandomConv:
+    while True:
+        rank = rng.choice([2, 3])
+        transposed = rng.random() < 0.25
+        unit = rng.choice([8, 8, 8, 4, 1])  # most channels of networks are multiples of 8
+        c_in, c_out = (max(8, round(log_uniform(rng, 8, 512) / unit) * unit) for _ in range(2))
+        groups = 1
+        if rng.random() < 0.15:
+            groups = rng.choice([g for g in (2, 4, 8, c_in) if c_in % g == 0] or [1])
+            c_out = max(1, round(c_out / groups)) * groups
+        if rng.random() < 0.75:
+            kernel = (rng.choices([1, 2, 3, 4, 5], [3, 1, 8, 1, 2])[0],) * rank
+        else:
+            kernel = tuple(rng.choices([1, 2, 3, 4, 5], [2, 1, 4, 1, 1], k=rank))
+        stride = (rng.choices([1, 2, 3], [12, 5, 1])[0],) * rank
+        dilation = (rng.choices([1, 2, 3], [14, 2, 1])[0],) * rank
+        same = [(k - 1) * d // 2 for k, d in zip(kernel, dilation, strict=True)]
+        padding = tuple(rng.choice([0, p, p]) for p in same)
+        output_padding = (0,) * rank
+        if transposed:
+            output_padding = tuple(rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True))
+        batch = round(log_uniform(rng, 1, 16))
+        flops = log_uniform(rng, most_flops / 1e3, most_flops)
+        positions = flops / (2.0 * c_in * c_out / groups * math.prod(kernel))
+        grow = 1 if transposed else math.prod(stride)
+        edge = (positions * grow / batch) ** (1 / rank)
+        spatial = tuple(max(2, round(edge * rng.uniform(0.7, 1.4))) for _ in range(rank))
+        conv = RandomConv(
+            index, transposed, (batch, c_in, *spatial), c_out, groups, kernel, stride, padding, dilation,
+            output_padding,
+        )  # fmt: skip
+        try:
+            output = conv.output
+        except (RuntimeError, ValueError):
+            continue
+        if min(output) < 1 or max(math.prod(conv.shape), math.prod(output)) > _MOST_ELEMENTS:
+            continue
+        if conv.flops <= most_flops and max(math.prod(conv.shape), math.prod(output)) >= 256:
+            return conv
+
+
+def random_convs(count: int, seed: int, most_flops: float = 3e10) -> list[RandomConv]:
+    """The first `count` convolutions of a seed. More of the same seed begin with the same ones."""
+    rng = random.Random(seed)
+    return [_draw(rng, index, most_flops) for index in range(count)]
+
+
+_IMPLEMENTATIONS = ("eager", "eager_channels_last", "kgopt", "kgopt_channels_last")
+
+
+def _layout(name: str) -> str:
+    return "channels_last" if name.endswith("channels_last") else "contiguous"
+
+
+def _rival(name: str) -> str:
+    """cuDNN in the same memory format."""
+    return name.replace("kgopt", "eager")
+
+
+def _time(fn: Callable[[], Any], settings: Settings) -> Timing:
+    if settings.device.type == "cuda":
+        return gpu_time(fn, settings.device, settings.rep_ms)
+    return time_call(fn, settings.device, settings.rep_ms)
+
+
+def measure_conv(conv: RandomConv, precision: str, settings: Settings, ceilings: Ceilings, facts: Row) -> list[Row]:
+    """Rows of cuDNN and kgopt in both memory formats, with errors against float64."""
+    device, dtype = settings.device, DTYPES[precision]
+    case = Case("convs", conv.name, conv.shape, conv.plain, conv.kgopt, conv.work, batch_slices, backward="")
+    generator = torch.Generator(device=device).manual_seed(conv.index)
+    x = torch.empty(conv.shape, device=device).normal_(generator=generator).to(dtype)
+    work = conv.work(conv.shape, dtype.itemsize, "forward")
+    floor_us, bound = ceilings.floor(work, precision)
+    rows: dict[str, Row] = {}
+    runners: dict[str, Runner] = {}
+    errors: dict[str, dict[str, float]] = {}
+    with precision_flags(precision):
+        plain = conv.plain().to(device=device, dtype=dtype)
+        for name in _IMPLEMENTATIONS:
+            if settings.only and name not in ("eager", *settings.only):
+                continue
+            row = rows[name] = {
+                "suite": "convs", "case": conv.name, "title": conv.name, "shape": list(conv.shape),
+                "direction": "forward", "dtype": precision, "implementation": name, "layout": _layout(name),
+            }  # fmt: skip
+            try:
+                last = _layout(name) == "channels_last"
+                memory_format = _CHANNELS_LAST[x.dim()] if last else torch.contiguous_format
+                model = case.kgopt(plain) if name.startswith("kgopt") else case.plain().to(device=device, dtype=dtype)
+                if last:
+                    model = model.to(memory_format=memory_format)  # type: ignore[call-overload]
+                runner = Runner(model, [x.contiguous(memory_format=memory_format)], "forward")
+                note_time(row, _time(runner.run_next, settings))
+                row["peak_bytes"] = peak_memory(runner.run_next, device)
+                runners[name] = runner
+            except Exception as error:
+                row["failed"] = describe(error)
+        _second_look(rows, runners, settings)
+        ideal = precision == "tf32"
+        try:
+            errors = result_errors(case, plain, runners, [x], "forward", ideal)
+        except RuntimeError as error:
+            for row in rows.values():
+                row["error_unknown"] = describe(error)
+    ideal_error = errors.get("ideal_tf32", {}).get("error", 0.0)
+    for name, row in rows.items():
+        row.update(errors.get(name, {}))
+        if ideal_error:
+            row["error_ideal_tf32"] = ideal_error
+        row["floor_us"], row["floor_bound"] = round(floor_us, 3), bound
+        row["work_bytes"], row["work_flops"] = work.bytes, work.flops
+        if row.get("time_us"):
+            row["floor_fraction"] = round(floor_us / row["time_us"], 5)
+            row["tflops"] = round(work.flops / row["time_us"] * 1e-6, 3)
+        bar = rows.get(_rival(name), {}).get("error")
+        if bar is not None and "error" in row:
+            row["error_ratio"] = row["error"] / bar if bar > 0 else None
+            if not within_tolerance(row["error"], max(bar, ideal_error), dtype):
+                row["out_of_tolerance"] = True
+        row["copy_gbytes_per_s"] = round(ceilings.bytes_per_s * 1e-9, 1)
+        row.update(facts)
+    return list(rows.values())
+
+
+def _ratio(rows: dict[str, Row], name: str) -> float | None:
+    """Time of kgopt over cuDNN's in the same memory format."""
+    ours, theirs = rows.get(name, {}).get("time_us"), rows.get(_rival(name), {}).get("time_us")
+    return ours / theirs if ours and theirs else None
+
+
+def _second_look(rows: dict[str, Row], runners: dict[str, Runner], settings: Settings) -> None:
+    """Where kgopt looks slower both are timed again, in turns: each keeps its better median, which noise left alone."""
+    for name in ("kgopt", "kgopt_channels_last"):
+        ratio = _ratio(rows, name)
+        if ratio is None or ratio <= LIMIT:
+            continue
+        for _ in range(2):
+            for one in (_rival(name), name):
+                took = _time(runners[one].run_next, settings)
+                if took.median_us < rows[one]["time_us"]:
+                    note_time(rows[one], took)
+
+
+def convs_summary(rows: list[Row], worst: int = 20) -> str:
+    """Ratios by dtype and memory format, and what is slower."""
+    kinds: dict[tuple[str, str], list[float]] = {}
+    slow, wrong, unlike = [], 0, 0
+    for group in group_rows(rows):
+        for name in ("kgopt", "kgopt_channels_last"):
+            wrong += bool(group.rows.get(name, {}).get("out_of_tolerance"))
+            ratio = _ratio(group.rows, name)
+            if ratio is None:
+                continue
+            kinds.setdefault((group.dtype, _layout(name)), []).append(ratio)
+            unlike += ratio < 1 / LIMIT
+            if ratio > LIMIT:
+                ours, theirs = group.rows[name]["time_us"], group.rows[_rival(name)]["time_us"]
+                cells = [group.case, group.dtype, _layout(name), time_text(ours), time_text(theirs), f"{ratio:.2f}"]
+                slow.append((ratio, cells))
+    lines = [
+        [
+            dtype, layout, str(len(ratios)), ratio_text(1 / sorted(ratios)[len(ratios) // 2]),
+            ratio_text(math.exp(-sum(map(math.log, ratios)) / len(ratios))), ratio_text(1 / min(ratios)),
+            f"{max(ratios):.2f}", str(sum(ratio > LIMIT for ratio in ratios)),
+        ]
+        for (dtype, layout), ratios in sorted(kinds.items())
+    ]  # fmt: skip
+    header = ["dtype", "layout", "convolutions", "median", "mean", "best", "worst", f"over {LIMIT}"]
+    parts = [table(header, lines, left=2)]
+    if slow:
+        slow.sort(key=lambda one: -one[0])
+        parts += ["", table(["slower", "dtype", "layout", "kgopt", "cuDNN", "ratio"],
+                            [cells for _, cells in slow[:worst]], left=3)]  # fmt: skip
+    measured = sum(map(len, kinds.values()))
+    parts += ["", f"{measured} measurements: {unlike} faster than cuDNN, {len(slow)} slower, {wrong} out of tolerance"]
+    return "\n".join(parts)

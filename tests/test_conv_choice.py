@@ -1,0 +1,97 @@
+"""The table of measured convolutions, and what is chosen by it, through the developer module kgopt_dev."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kgopt.cli.results import load_rows
+
+dev = pytest.importorskip("kgopt_dev", reason="the developer module is not built: make dev-module")
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = load_rows(ROOT / "benchmarks/results/h200_conv_table.json")
+PATHS = ("aten", "implicit_gemm", "hopper", "rows")
+
+
+def problem(row, **changes):
+    """The convolution of a row."""
+    planar, size = row["layout"] == "contiguous", 2 if row["precision"] == "bf16" else 4
+    arguments = {
+        "n": row["n"],
+        "c_in": row["c_in"],
+        "c_out": row["c_out"],
+        "groups": row["groups"],
+        "input": tuple(row["in"]),
+        "output": tuple(row["out"]),
+        **{key: tuple(row[key]) for key in ("kernel", "stride", "padding", "dilation")},
+        "transposed": row["transposed"],
+        "dtype": "bfloat16" if size == 2 else "float32",
+        "allow_tf32": row["precision"] != "fp32",
+        "channels_innermost": not planar and row["c_in"] * size % 16 == 0,
+        "planar": planar,
+    }
+    return dev.ConvProblem(**{**arguments, **changes})
+
+
+def test_the_table_is_written_from_its_measurements(tmp_path):
+    written = tmp_path / "rows.inc"
+    script = [sys.executable, "benchmarks/conv_table.py", "header", "--out", str(written)]
+    subprocess.run(script, cwd=ROOT, check=True, capture_output=True)
+    assert written.read_text() == (ROOT / "csrc/conv3d/conv3d_choice_rows.inc").read_text()
+
+
+def test_what_was_measured_is_not_slower_than_cudnn():
+    slower = []
+    for row in ROWS:
+        path = dev.choose_conv(problem(row)).path.name
+        if row["us"].get(path, float("inf")) > row["us"]["aten"]:
+            slower.append((row["name"], path))
+    assert not slower
+
+
+def test_what_was_measured_to_be_much_faster_is_taken():
+    missed = total = 0
+    for row in ROWS:
+        if min(row["us"].values()) < 0.8 * row["us"]["aten"]:
+            total += 1
+            missed += dev.choose_conv(problem(row)).path.name == "aten"
+    assert total > 20
+    assert missed <= 0.1 * total
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "contiguous"])
+@pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16"])
+def test_an_own_kernel_is_the_fastest_of_them(precision, layout):
+    for row in ROWS:
+        if (row["precision"], row["layout"]) == (precision, layout):
+            path = dev.choose_conv(problem(row), backend=dev.ConvBackend.kgopt).path.name
+            own = {name: us for name, us in row["us"].items() if name != "aten"}
+            assert own[path] <= 1.3 * min(own.values()), row["name"]
+
+
+def test_predictions_are_there_for_what_can_run():
+    for row in ROWS:
+        predicted = dict(zip(PATHS, dev.predict_conv(problem(row)), strict=True))
+        assert {name for name, us in predicted.items() if us > 0} >= set(row["us"])
+        assert all(0.05 < us / predicted[name] < 50 for name, us in row["us"].items())
+
+
+def test_far_from_every_row_cudnn_is_taken():
+    row = next(row for row in ROWS if row["groups"] == 1 and not row["transposed"])
+    sizes = {"c_in": 65536, "c_out": 65536, "input": (1, 1, 1), "output": (1, 1, 1), "kernel": (1, 1, 1)}
+    unit = {"padding": (0, 0, 0), "stride": (1, 1, 1), "dilation": (1, 1, 1)}
+    choice = dev.choose_conv(problem(row, **sizes, **unit))
+    assert choice.path.name == "aten"
+    assert "far from every measured" in choice.reason
+
+
+def test_a_named_kernel_runs_or_says_why_not():
+    row = next(row for row in ROWS if "rows" in row["us"] and "hopper" in row["us"])
+    for name in ("implicit_gemm", "hopper", "rows"):
+        assert dev.choose_conv(problem(row), backend=getattr(dev.ConvBackend, name)).path.name == name
+    strided = problem(row, stride=(2, 2, 2), output=tuple((s + 1) // 2 for s in row["out"]))
+    assert dev.choose_conv(strided, backend=dev.ConvBackend.rows).explain() == "none: stride above 1"

@@ -1,0 +1,61 @@
+"""200 random convolutions: exact on small integers, as accurate as PyTorch on real numbers, by every path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kgopt.cli.convs import random_convs
+from tolerances import assert_as_good_as_torch, round_tf32
+
+pytestmark = pytest.mark.gpu
+
+CONVS = random_convs(200, 7, most_flops=1e8)
+BACKENDS = ("auto", "kgopt", "kgopt:implicit_gemm", "kgopt:hopper", "kgopt:rows")
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+DTYPES = {"tf32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def layouts(x, weight):
+    yield x, weight
+    yield tuple(t.contiguous(memory_format=FORMATS[t.dim()]) for t in (x, weight))
+
+
+def results(conv, x, weight):
+    """Of every path that can run it, in both memory formats."""
+    for a, b in layouts(x, weight):
+        for backend in BACKENDS:
+            try:
+                y = conv.call(a, b, backend=backend)
+            except RuntimeError as error:
+                if "cannot run this convolution" not in str(error):
+                    raise
+            else:
+                yield backend, y
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("index", range(len(CONVS)))
+def test_random_conv(index, precision, poisoned):
+    conv, dtype = CONVS[index], DTYPES[precision]
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    generator = torch.Generator("cuda").manual_seed(index)
+
+    def integers(shape, most):
+        return torch.randint(-most, most + 1, shape, device="cuda", generator=generator).to(dtype)
+
+    x, weight = integers(conv.shape, 3), integers(conv.weight_shape, 2)
+    exact = conv.torch_call(x.double(), weight.double()).to(dtype)
+    for backend, y in results(conv, x, weight):
+        # cuDNN rounds some halves twice, so its own result counts too.
+        assert torch.equal(y, exact) or (backend == "auto" and torch.equal(y, conv.torch_call(x, weight))), backend
+
+    x = torch.randn(conv.shape, device="cuda", generator=generator).to(dtype)
+    weight = torch.randn(conv.weight_shape, device="cuda", generator=generator).to(dtype)
+    exact = conv.torch_call(x.double(), weight.double())
+    also = None
+    if precision == "tf32":
+        also = conv.torch_call(round_tf32(x).double(), round_tf32(weight).double()).float()
+    expected = conv.torch_call(x, weight)
+    for _, y in results(conv, x, weight):
+        assert_as_good_as_torch(y, expected, exact, also)
