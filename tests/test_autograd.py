@@ -10,7 +10,6 @@ from kgopt import _ops, functional
 CALLS = {
     "group_norm": lambda x, w, g: functional.group_norm(x, 2, g, g, act="relu"),
     "group_norm_mean": lambda x, w, g: functional.group_norm_mean(x, 2, g, g),
-    "conv2d": lambda x, w, g: functional.conv2d(x, w, None, padding=1),
     "activation": lambda x, w, g: functional.activation(x, "silu"),
 }
 
@@ -92,28 +91,3 @@ def test_no_gradient_from_above(device):
     assert x.grad is None
     assert w.grad is None
     assert g.grad is None
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_convolutions_of_aten_alone(layout, transposed, device, monkeypatch):
-    """From the second call on they are ATen's node: the same values, in the same layouts."""
-    monkeypatch.setattr(_ops._Atens, "sees", lambda self, x: type(x) in (torch.Tensor, torch.nn.Parameter))
-    function = functional.conv_transpose2d if transposed else functional.conv2d
-    x = torch.randn(2, 128, 9, 7, device=device, dtype=torch.double).contiguous(memory_format=layout).requires_grad_()
-    w = torch.randn(128, 64, 3, 3, device=device, dtype=torch.double).contiguous(memory_format=layout).requires_grad_()
-    b = torch.randn(128, device=device, dtype=torch.double, requires_grad=True)
-    runs = []
-    for _ in range(2):
-        y = function(x, w, b, 2, 1, groups=2)
-        runs.append((y, *torch.autograd.grad(y, (x, w, b), torch.ones_like(y))))
-    names = [type(run[0].grad_fn).__name__ for run in runs]
-    assert "Kgopt" in names[0]
-    assert names[1] == "ConvolutionBackward0"
-    for a, c in zip(*runs, strict=True):
-        torch.testing.assert_close(a, c)
-        assert a.stride() == c.stride()
-    with pytest.raises(RuntimeError, match="conv"):
-        function(x, w[:, :, 0], b)
-    gradients = torch.func.grad(lambda t: function(t, w.detach(), None, 2, 1, groups=2).sum())(x.detach())
-    assert gradients.shape == x.shape

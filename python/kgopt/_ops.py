@@ -452,17 +452,11 @@ class _Defaults:
         self.keywords = {a.name: a.default_value for a in schema.arguments if a.kwarg_only}
 
 
-def _register_backward(
-    name: str,
-    backward: Callable[..., Any],
-    setup: Callable[..., None] | None = None,
-    instead: Callable[..., Any] | None = None,
-) -> None:
+def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[..., None] | None = None) -> None:
     """The op's Autograd-key kernel: ``setup(ctx, inputs, keywords, output)`` saves, ``backward(ctx, *grads)`` reads.
 
     torch.library.register_autograd does the same, but its ops cannot be used under torch.func.grad. This one records a
     node at the level that is being differentiated, as a built-in op does, and redispatches to the levels below.
-    ``instead(*args)`` may give the result of another differentiable op; None: it does not.
     """
     op = _op(name).default
     defaults = _Defaults(op._schema)
@@ -513,8 +507,7 @@ def _register_backward(
         _refuse_forward_mode(name, args)
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
             if not torch._C._are_functorch_transforms_active():
-                y = None if instead is None or keywords else instead(*args)
-                return apply(*args, (keyset, keywords)) if y is None else y
+                return apply(*args, (keyset, keywords))
             with enable_single_level_autograd_function():
                 return apply(*args, (keyset, keywords))
         with _Below():
@@ -557,60 +550,6 @@ def _needs(ctx: Any, *positions: int) -> tuple[bool, ...]:
     return tuple(i < len(needs) and needs[i] for i in positions)
 
 
-class _Atens:
-    """Convolutions that ``auto`` leaves to ATen altogether, forward and gradients: its own node is the quicker one.
-
-    Asked at the second call: in the first one the op has checked the arguments, and perhaps measured what is faster.
-    """
-
-    def __init__(self, rank: int, transposed: bool) -> None:
-        self.transposed = transposed
-        one, zero = [1] * rank, [0] * rank
-        self.defaults = (None, one, zero, zero, 1, one) if transposed else (None, one, zero, one, 1)
-        self.known: dict[Any, bool | None] = {}  # None: called once
-
-    def __call__(self, x: Any, weight: Any, *rest: Any) -> Tensor | None:
-        if not self.sees(x) or x.dtype is not weight.dtype:
-            return None
-        bias, stride, padding, *tail = rest + self.defaults[len(rest) :]
-        output_padding, groups, dilation = tail if self.transposed else ([0] * len(stride), tail[1], tail[0])
-        geometry = (stride, padding, dilation, output_padding, groups, self.transposed)
-        key = (x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), groups)
-        key += (*stride, *padding, *dilation, *output_padding)  # type: ignore[assignment]
-        if x.dtype is torch.float32:
-            key += (_conv_tf32_allowed(),)  # type: ignore[assignment]
-        if key not in self.known:
-            if len(self.known) >= 1024:
-                self.known.clear()
-            self.known[key] = None
-            return None
-        known = self.known[key]
-        if known is None:
-            known = self.known[key] = self._ask(x, weight, geometry)
-        if not known:
-            return None
-        stride, padding, dilation, output_padding, groups, transposed = geometry
-        return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-
-    def sees(self, x: Any) -> bool:
-        """A plain tensor on CUDA, while nothing traces or counts ops."""
-        if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cuda or x.numel() == 0:
-            return False
-        return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing())
-
-    def _ask(self, x: Tensor, weight: Tensor, geometry: Any) -> bool:
-        # Both dense in one format, in which ATen's results are, as the op's.
-        formats = (torch.contiguous_format, _format(x.dim(), True) if x.dim() in (4, 5) else torch.contiguous_format)
-        if not any(all(t.is_contiguous(memory_format=f) for t in (x, weight)) for f in formats):
-            return False
-        try:
-            with torch.no_grad():
-                answers = [_OPS.explain_conv(x, weight, *geometry, epilogue) for epilogue in ("store", "backward")]
-        except RuntimeError:
-            return False  # the op says what is wrong
-        return answers[0].startswith("aten") and "kgopt" not in answers[1]
-
-
 def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
     def setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
         if transposed:
@@ -639,7 +578,7 @@ def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
         )
         return dx, dweight, dbias
 
-    _register_backward(name, backward, setup, _Atens(rank, transposed))
+    _register_backward(name, backward, setup)
 
 
 def _norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
