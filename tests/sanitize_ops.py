@@ -232,6 +232,17 @@ def conv_gradient_cases() -> None:
                 dy, x, w, *g, [c > 4, True, False], backend="kgopt", allow_tf32=True
             )
             run(f"conv_backward {name} {dtype}", dy, x, weight, backward=False, call=call)
+        x = tensor(1, 32, 3, 9, 37, dtype=dtype, channels_last=True)
+        for c_out in (40, 72):  # fp32 weights, which the two kernels' packing rounds
+            call = lambda x, w, b: ops.conv3d(x, w, b, [1] * 3, [1] * 3, backend="kgopt", allow_tf32=True)  # noqa: E731
+            run(
+                f"conv3d fp32 weights {c_out} {dtype}",
+                x,
+                tensor(c_out, 32, 3, 3, 3),
+                tensor(c_out),
+                call=call,
+                backward=False,
+            )
         for name, c_in, c_out, size, kernel, padding in (
             ("first layer, contiguous", 3, 24, (5, 9, 38), (3, 3, 3), (0, 1, 0)),
             ("first layer, contiguous, padded", 4, 20, (5, 9, 40), (3, 3, 3), (1, 1, 1)),

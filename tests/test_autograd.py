@@ -10,7 +10,6 @@ from kgopt import _ops, functional
 CALLS = {
     "group_norm": lambda x, w, g: functional.group_norm(x, 2, g, g, act="relu"),
     "group_norm_mean": lambda x, w, g: functional.group_norm_mean(x, 2, g, g),
-    "conv2d": lambda x, w, g: functional.conv2d(x, w, None, padding=1),
     "activation": lambda x, w, g: functional.activation(x, "silu"),
 }
 

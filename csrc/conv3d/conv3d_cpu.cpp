@@ -46,8 +46,8 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
                                      transposed, static_cast<int>(stride.size()), true);
   check_conv_gradient(op, dy, x, shape, mask);
   check_backend(op, backend);
-  return conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding,
-                             {mask[0], mask[1], mask[2]});
+  return all_gradients(x, conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding,
+                                              {mask[0], mask[1], mask[2]}));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(Tensor x, Tensor weight, OptTensor bias,

@@ -161,9 +161,12 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i] && !narrow[i];
     from_aten[2] = mask[2] && !dbias;
   }
-  auto [aten_dx, aten_dweight, aten_dbias] =
+  SomeConvGradients result =
       conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding, from_aten);
-  return {dx ? *dx : aten_dx, dweight ? *dweight : aten_dweight, dbias ? *dbias : aten_dbias};
+  if (dx) result[0] = dx;
+  if (dweight) result[1] = dweight;
+  if (dbias) result[2] = dbias;
+  return all_gradients(x, result);
 }
 
 }  // namespace

@@ -129,13 +129,20 @@ inline void check_conv_gradient(const char* op, const Tensor& dy, const Tensor& 
 }
 
 using ConvGradients = std::tuple<Tensor, Tensor, Tensor>;
+using SomeConvGradients = std::array<OptTensor, 3>;  // dx, dweight, dbias
 
-// Those of `mask` from ATen, in the layouts of x and of the weight; empty tensors for the others.
-inline ConvGradients conv_gradients_aten(const Tensor& dy, const Tensor& x, const Tensor& weight, const ConvShape& s,
-                                         const IntArray& stride, const IntArray& padding, const IntArray& dilation,
-                                         const IntArray& output_padding, const std::array<bool, 3>& mask) {
-  const Tensor none = empty_like_shape(x, {0});
-  if (!mask[0] && !mask[1] && !mask[2]) return {none, none, none};
+// As an op returns them: empty tensors for those that are missing, each its own.
+inline ConvGradients all_gradients(const Tensor& x, const SomeConvGradients& g) {
+  auto one = [&](int i) { return g[i] ? *g[i] : empty_like_shape(x, {0}); };
+  return {one(0), one(1), one(2)};
+}
+
+// Those of `mask` from ATen, in the layouts of x and of the weight.
+inline SomeConvGradients conv_gradients_aten(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                             const ConvShape& s, const IntArray& stride, const IntArray& padding,
+                                             const IntArray& dilation, const IntArray& output_padding,
+                                             const std::array<bool, 3>& mask) {
+  if (!mask[0] && !mask[1] && !mask[2]) return {};
   const std::optional<IntArray> bias_sizes = IntArray{s.c_out};
   using torch::stable::detail::from;
   using torch::stable::detail::to;
@@ -154,8 +161,11 @@ inline ConvGradients conv_gradients_aten(const Tensor& dy, const Tensor& x, cons
   STABLE_TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::convolution_backward", "", stack.data(), TORCH_ABI_VERSION));
   const Tensor dx = to<Tensor>(stack[0]), dweight = to<Tensor>(stack[1]), dbias = to<Tensor>(stack[2]);
-  return {mask[0] ? dense_in(dx, memory_format_of(x)) : none,
-          mask[1] ? as_type_of(dense_in(dweight, memory_format_of(weight)), weight) : none, mask[2] ? dbias : none};
+  SomeConvGradients result;
+  if (mask[0]) result[0] = dense_in(dx, memory_format_of(x));
+  if (mask[1]) result[1] = as_type_of(dense_in(dweight, memory_format_of(weight)), weight);
+  if (mask[2]) result[2] = dbias;
+  return result;
 }
 
 }  // namespace kgopt
