@@ -295,8 +295,7 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
       }
     }
     wgmma_fence_shared();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(b.full + turn.slot);
+    barrier_arrive(b.full + turn.slot);
   }
   cp_async_wait_all();
 #pragma unroll
@@ -447,6 +446,7 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
         wgmma_use(edge_total);
       }
     }
+    __syncwarp();
     if (lane == 0) barrier_arrive(b.empty + turn.slot);
   }
   if (held > 0) dump();
@@ -703,7 +703,7 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   };
   clear_sums(tid, kThreads);
   if (tid < plan.stages) {
-    barrier_init(b.full + tid, kLoaders / 32);
+    barrier_init(b.full + tid, kLoaders);
     barrier_init(b.empty + tid, kComputing / 32);
   }
   wgmma_fence_shared();
@@ -743,62 +743,51 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   }
   __syncthreads();
 
-  constexpr int kAll = 10;  // a barrier of both sides
-  // Whether fp16 held all values, by all warps alike. `most`: each lane's channel's, lane % 8.
+  // Each lane's channel's largest magnitude, lane % 8.
   float most = 0.f;
-  auto in_range = [&] {
+  auto fits = [](float most) { return most <= 60000.f && !(most < 0.0625f && most > 0.f); };
+  GramTurn turn;
+#pragma unroll 1
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    if (tid < kLoaders) {
+      gram_registers<false>();
+      gram_load<Element, kChannels>(p, b, smem, n, turn);
+      gram_even_registers<false>();
+    } else {
+      gram_registers<true>();
+      if (attempt == 0) {
+        // While the first stage comes.
+#pragma unroll 4
+        for (int i = tid - kLoaders; i < plan.taps << plan.column_bits; i += kComputing) {
+          const int c = i & (columns - 1), where = tap_table[i >> plan.column_bits].y;
+          const Element* const from =
+              static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
+          filters[i] = to_acc(from[min(c, p.c_out - 1) * p.w_stride_out]);
+        }
+      }
+      gram_multiply<kChannels>(p, b, smem, __shfl_sync(0xffffffffu, tid / 128 & 1, 0), turn);
+      gram_even_registers<true>();
+    }
+    __syncthreads();
     most = 0.f;
 #pragma unroll 1
     for (int i = lane; i < kLoaders / 4; i += 32) most = larger_magnitude(most, b.largest[i]);
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, 8));
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, 16));
-    return !__any_sync(0xffffffffu, !(most <= 60000.f) || (most < 0.0625f && most > 0.f));
-  };
-  GramTurn turn;
-  if (tid < kLoaders) {
-    gram_registers<false>();
-#pragma unroll 1
-    for (int attempt = 0; attempt < 2; ++attempt) {
-      gram_load<Element, kChannels>(p, b, smem, n, turn);
-      named_barrier(kAll, kThreads);
-      if (in_range()) break;
-      named_barrier(kAll, kThreads);
-      // The scale that the maximum asks for.
-      if (attempt == 0 && tid < 8 && (most > 60000.f || (most < 0.0625f && most > 0.f))) {
-        const float by = scale_of(most) * 8192.f;
-        const float2 old = b.shift[tid];
-        set_shift(tid, -old.x * by, old.y * by);
-      }
-      named_barrier(kAll, kThreads);
+    if (__all_sync(0xffffffffu, fits(most)) || attempt > 0) break;
+    // fp16 did not hold all values: once more, at the scale that the maximum asks for.
+    __syncthreads();
+    if (tid < 8 && !fits(most)) {
+      const float by = scale_of(most) * 8192.f;
+      const float2 old = b.shift[tid];
+      set_shift(tid, -old.x * by, old.y * by);
     }
-    gram_even_registers<false>();
-  } else {
-    gram_registers<true>();
-    const int thread = tid - kLoaders;
-    const int group = __shfl_sync(0xffffffffu, thread / 128, 0);
-    // While the first stage comes.
-#pragma unroll 4
-    for (int i = thread; i < plan.taps << plan.column_bits; i += kComputing) {
-      const int c = i & (columns - 1), where = tap_table[i >> plan.column_bits].y;
-      const Element* const from = static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
-      filters[i] = to_acc(from[min(c, p.c_out - 1) * p.w_stride_out]);
+    for (int i = plan.at_gram / 16 + tid; i < plan.smem_bytes / 16; i += kThreads) {
+      reinterpret_cast<uint4*>(smem)[i] = make_uint4(0, 0, 0, 0);
     }
-#pragma unroll 1
-    for (int attempt = 0; attempt < 2; ++attempt) {
-      gram_multiply<kChannels>(p, b, smem, group, turn);
-      named_barrier(kAll, kThreads);
-      if (in_range()) break;
-      named_barrier(kAll, kThreads);
-      if (attempt == 0) {
-        for (int i = plan.at_gram / 16 + thread; i < plan.smem_bytes / 16; i += kComputing) {
-          reinterpret_cast<uint4*>(smem)[i] = make_uint4(0, 0, 0, 0);
-        }
-        clear_sums(thread, kComputing);
-        wgmma_fence_shared();
-      }
-      named_barrier(kAll, kThreads);
-    }
-    gram_even_registers<true>();
+    clear_sums(tid, kThreads);
+    wgmma_fence_shared();
+    __syncthreads();
   }
   const float positions = float(p.out[0]) * float(b.outputs) * float(p.out[2]);
   gram_finish<Element, kChannels>(p, b, smem, n, slice, positions, __any_sync(0xffffffffu, !(most < INFINITY)));

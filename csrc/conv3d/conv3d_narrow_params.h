@@ -30,6 +30,7 @@ inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the wid
 KGOPT_HD constexpr int narrow_channel_consumers(ConvMath math, bool lse) {
   return lse && math != ConvMath::kFp16x3 ? 4 : 3;
 }
+inline constexpr int kNarrowLseStrip = 32;  // positions of a product there; two products make a pair
 inline constexpr int kNarrowChannelSteps = 9;
 inline constexpr int kNarrowSplitSteps = 5;  // the same with two terms of each weight
 inline constexpr int kNarrowWindow = 3;      // kernel rows that share a fragment, where they do
@@ -41,6 +42,7 @@ struct NarrowPlan {
   ConvMath math = ConvMath::kTf32;
   // Rows of the GEMM are output channels and columns positions, or the other way round.
   bool channel_rows = false;
+  bool paired = false;               // with channels as rows: strips are taken two at a time
   int columns = 24;                  // output channels per thread block
   int producers = 2, consumers = 3;  // warpgroups
   int window = 1;  // kernel rows (along the height) that one load of A serves; the others are part of K
