@@ -20,6 +20,7 @@
 #include <type_traits>
 
 #include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/mma.cuh"
 #include "../common/reduce.cuh"
@@ -84,20 +85,9 @@ __device__ __forceinline__ void gram_product(float (&d)[kN / 2], uint64_t a, uin
 
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// Until at most `under_way` - 1 of a thread's groups of copies are.
-__device__ __forceinline__ void wait_for_oldest(int under_way) {
-  switch (under_way) {
-    case 1: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-    case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-    case 3: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-    case 4: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-    default: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
-  }
-}
-
 // Shared memory, and what the two sides agree on.
 struct GramBlock {
-  uint64_t *full, *empty;
+  uint64_t *full, *empty, *raw, *meet;
   float2* shift;       // [8] of (-pivot * scale, scale)
   float* largest;      // [16 warps][8 channels]
   int first, outputs;  // rows of outputs, of this block
@@ -127,27 +117,62 @@ struct GramWalk {
   }
 };
 
-// From x to the ring: all tiles, once. A thread takes vectors of four columns, all channels, and has the next few under
-// way in a part of shared memory of its own.
+// Brings x as it lies to the slots of `raw`, chunk by chunk of a stage's rows. Called by one warp.
+struct GramFetch {
+  GramWalk walk;
+  int chunk = 0, slot = 0;
+
+  __device__ __forceinline__ void advance(const GramParams& p, const GramBlock& b) {
+    if (++slot == p.plan.raw_slots) slot = 0;
+    if (++chunk < p.plan.chunks) return;
+    chunk = 0;
+    walk.advance(p, b);
+  }
+  template <typename Element>
+  __device__ __forceinline__ void start(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n) const {
+    if (walk.done(b)) return;
+    const GramPlan& plan = p.plan;
+    const int lane = threadIdx.x & 31;
+    const int row = walk.row + chunk * plan.chunk_rows, h = b.first + row - plan.pad[1];
+    const int w = walk.column - plan.pad[2] - plan.lead, columns = plan.vectors * 4;
+    const int first = max(0, -h), rows = min(min(plan.chunk_rows, p.in[1] - h), b.rows - row) - first;
+    const int begin = max(w, 0), width = min(w + columns, p.in[2]) - begin;
+    const bool any = rows > 0 && width > 0;
+    const int bytes = width * int(sizeof(Element)), row_bytes = columns * int(sizeof(Element));
+    if (lane == 0) barrier_expect_bytes(b.raw + slot, any ? rows * bytes * p.c_in : 0);
+    __syncwarp();
+    if (!any) return;
+    const Element* const from = static_cast<const Element*>(p.x) + n * p.x_stride_n + walk.slab * p.x_stride[0] +
+                                (h + first) * p.x_stride[1] + begin;
+    unsigned char* const to =
+        smem + plan.at_raw + slot * plan.raw_bytes + first * row_bytes + (begin - w) * int(sizeof(Element));
+    const uint64_t policy = evict_normal_policy();
+    const bool whole = width == columns && p.x_stride[1] == columns;  // rows lie one after the other
+    const int copies = whole ? p.c_in : p.c_in * rows;
+    for (int i = lane; i < copies; i += 32) {
+      const int c = whole ? i : i / rows, r = whole ? 0 : i - c * rows;
+      bulk_load(to + (c * plan.chunk_rows + r) * row_bytes, from + c * p.x_stride_c + r * p.x_stride[1],
+                whole ? rows * bytes : bytes, b.raw + slot, policy);
+    }
+  }
+};
+
+// From x to the ring: all tiles, once. A thread takes vectors of four columns, all channels. fetched: whether the first
+// chunks are under way.
 template <typename Element, int kChannels>
 __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
-                                          GramTurn& turn) {
-  constexpr int kVector = 4 * sizeof(Element), kLoaders = kGramLoaders;
+                                          GramTurn& turn, GramTurn& raw_turn, bool fetched) {
+  constexpr int kLoaders = kGramLoaders;
   const GramPlan& plan = p.plan;
   const int tid = threadIdx.x, lane = tid & 31;
-  const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
   const bool padded = (plan.pad[1] | plan.pad[2]) != 0;
   const int main_rows = plan.rows - (kChannels == 4 ? kGramBorders : 0);
-  // Where one tile holds all rows of a slab, rows around it stay the zeros that they are.
   const bool one_tile = plan.tiles[0] == 1;
-  const int end_row = one_tile ? b.rows : main_rows;
-  const int rounds = (end_row * plan.vectors + kLoaders - 1) / kLoaders;
+  const int rounds = (plan.chunk_rows * plan.vectors + kLoaders - 1) / kLoaders;
   const int row_begin = tid / plan.vectors, vector_begin = tid % plan.vectors;
   const int row_step = kLoaders / plan.vectors, vector_step = kLoaders - row_step * plan.vectors;
-  unsigned char* const raw = smem + plan.at_raw + tid * kVector;
-  constexpr int kChannelBytes = kLoaders * kVector, kSlotBytes = kChannels * kChannelBytes;
-
-  // A vector of a stage.
+  const int row_bytes = plan.vectors * 4 * int(sizeof(Element)), plane_bytes = plan.chunk_rows * row_bytes;
+  // A vector of a chunk.
   struct Item {
     int row, vector;
   };
@@ -155,126 +180,103 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
     item.row += row_step, item.vector += vector_step;
     if (item.vector >= plan.vectors) item.vector -= plan.vectors, ++item.row;
   };
-
-  // What is fetched next, and which of the slots hold values that count, not zeros.
-  GramWalk ahead;
-  Item fetched{row_begin, vector_begin};
-  int round_ahead = 0, fetch_slot = 0;
-  uint32_t counting = 0;
-  auto fetch = [&] {
-    if (!ahead.done(b)) {
-      const int row = ahead.row + fetched.row;  // of the block
-      const int d = ahead.slab, h = b.first + row - plan.pad[1];
-      const int w = ahead.column - plan.pad[2] - plan.lead + fetched.vector * 4;  // a vector lies in x or outside it
-      const bool some = fetched.row < end_row && unsigned(row) < unsigned(b.rows);
-      const bool inside =
-          unsigned(d) < unsigned(p.in[0]) && unsigned(h) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
-      unsigned char* to = raw + fetch_slot * kSlotBytes;
-      counting = (counting & ~(1u << fetch_slot)) | uint32_t(some && (inside || padded)) << fetch_slot;
-      if (some && inside) {
-        const Element* src = x + (d * p.x_stride[0] + h * p.x_stride[1] + w);
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-          if (c < p.c_in) {  // the others stay zeros
-            if constexpr (kVector == 16) {
-              cp_async_16(to + c * kChannelBytes, src);
-            } else {
-              cp_async<kVector>(to + c * kChannelBytes, src, true);
-            }
-          }
-          src += p.x_stride_c;
-        }
-      } else if (some && padded) {
-        using Vector = std::conditional_t<kVector == 16, uint4, uint2>;
-#pragma unroll 1
-        for (int c = 0; c < kChannels; ++c, to += kChannelBytes) *reinterpret_cast<Vector*>(to) = Vector{};
-      }
-      advance(fetched);
-      if (++round_ahead == rounds) {
-        round_ahead = 0, fetched = {row_begin, vector_begin};
-        ahead.advance(p, b);
-      }
+  GramFetch fetch;
+  fetch.slot = raw_turn.slot;
+  if (tid < 32) {
+    for (int i = 0; i < plan.raw_slots; ++i) {
+      if (!fetched) fetch.start<Element>(p, b, smem, n);
+      fetch.advance(p, b);
     }
-    cp_async_commit();
-    if (++fetch_slot == plan.fifo) fetch_slot = 0;
-  };
-  for (int i = 0; i < plan.fifo; ++i) fetch();
-
+  }
   auto has_bottom = [&](const GramWalk& walk) { return unsigned(b.outputs - walk.row) < unsigned(plan.tile_rows); };
   float most[kChannels] = {};
-  int slot = 0;
   for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
     const int pairs = min(plan.tile_pairs, (p.out[2] - walk.column) / 2);  // with outputs
     unsigned char* const to_stage = smem + plan.at_ring + turn.slot * plan.stage_bytes;
-    Item item{row_begin, vector_begin};
 #pragma unroll 1
-    for (int round = 0; round < rounds; ++round, advance(item)) {
-      wait_for_oldest(plan.fifo);
-      // Two channels of four positions at a time.
-      uint32_t words[4][kChannels / 2] = {};
-      if (counting >> slot & 1) {
-        const unsigned char* const from = raw + slot * kSlotBytes;
+    for (int chunk = 0; chunk < plan.chunks; ++chunk, raw_turn.advance(plan.raw_slots)) {
+      barrier_wait(b.raw + raw_turn.slot, raw_turn.parity);
+      const int chunk_row = chunk * plan.chunk_rows;
+      // Where one tile holds all rows of a slab, rows around it stay the zeros that they are.
+      const int end_row = min(plan.chunk_rows, (one_tile ? b.rows : main_rows) - chunk_row);
+      Item item{row_begin, vector_begin};
+#pragma unroll 1
+      for (int round = 0; round < rounds; ++round, advance(item)) {
+        // Two channels of four positions at a time.
+        uint32_t words[4][kChannels / 2] = {};
+        const int row = walk.row + chunk_row + item.row;                        // of the block
+        const int w = walk.column - plan.pad[2] - plan.lead + item.vector * 4;  // a vector lies in x or outside it
+        const bool inside =
+            unsigned(b.first + row - plan.pad[1]) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
+        if (item.row < end_row && unsigned(row) < unsigned(b.rows) && (inside || padded)) {
+          const unsigned char* const from = smem + plan.at_raw + raw_turn.slot * plan.raw_bytes + item.row * row_bytes +
+                                            item.vector * (4 * int(sizeof(Element)));
 #pragma unroll
-        for (int c = 0; c < kChannels; c += 2) {
-          float v[2][4];
+          for (int c = 0; c < kChannels; c += 2) {
+            float v[2][4] = {};
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const unsigned char* const at = from + (c + e) * kChannelBytes;
-            if constexpr (sizeof(Element) == 4) {
-              const float4 f = *reinterpret_cast<const float4*>(at);
-              v[e][0] = f.x, v[e][1] = f.y, v[e][2] = f.z, v[e][3] = f.w;
-            } else {
-              const uint2 f = *reinterpret_cast<const uint2*>(at);
+            for (int e = 0; e < 2; ++e) {
+              if (!inside || c + e >= p.c_in) continue;
+              const unsigned char* const at = from + (c + e) * plane_bytes;
+              if constexpr (sizeof(Element) == 4) {
+                const float4 f = *reinterpret_cast<const float4*>(at);
+                v[e][0] = f.x, v[e][1] = f.y, v[e][2] = f.z, v[e][3] = f.w;
+              } else {
+                const uint2 f = *reinterpret_cast<const uint2*>(at);
 #pragma unroll
-              for (int k = 0; k < 4; ++k) v[e][k] = to_acc(reinterpret_cast<const Element*>(&f)[k]);
+                for (int k = 0; k < 4; ++k) v[e][k] = to_acc(reinterpret_cast<const Element*>(&f)[k]);
+              }
+            }
+            const float2 first = b.shift[c], second = b.shift[c + 1];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              const float2 f = make_float2(fmaf(v[0][k], first.y, first.x), fmaf(v[1][k], second.y, second.x));
+              most[c] = larger_magnitude(most[c], f.x);
+              most[c + 1] = larger_magnitude(most[c + 1], f.y);
+              const __half2 h = __float22half2_rn(f);
+              words[k][c / 2] = half_bits(h);
             }
           }
-          const float2 first = b.shift[c], second = b.shift[c + 1];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const float2 f = make_float2(fmaf(v[0][k], first.y, first.x), fmaf(v[1][k], second.y, second.x));
-            most[c] = larger_magnitude(most[c], f.x);
-            most[c + 1] = larger_magnitude(most[c + 1], f.y);
-            const __half2 h = __float22half2_rn(f);
-            words[k][c / 2] = half_bits(h);
+        }
+        if (chunk == 0 && round == 0) barrier_wait(b.empty + turn.slot, turn.parity ^ 1);
+        if (item.row < end_row) {
+          // A row, and once more where it is a border: 4 channels need these side by side. They belong to the tile that
+          // has the first of them.
+          int to_row = chunk_row + item.row, then = -1, last = -1;
+          if constexpr (kChannels == 4) {
+            const int below = row - b.outputs;
+            if (walk.row == 0 && unsigned(row) < unsigned(plan.kernel[1] - 1)) last = main_rows + row;
+            then = last;
+            last = unsigned(below) < unsigned(plan.kernel[1] - 1) && has_bottom(walk) ? main_rows + 2 + below : -1;
+            if (then < 0) then = last, last = -1;
           }
+          do {
+            unsigned char* const to = to_stage + to_row * plan.strips * plan.strip_bytes + item.vector * 32;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              // Position 2 k + s is entry k of strip s; with four channels, half of an entry.
+              const int odd = (k - plan.lead) & 1, before = (k - plan.lead) >> 1;
+              unsigned char* const at = to + before * 16 + odd * (kChannels == 8 ? plan.strip_bytes : 8);
+              unsigned char* const next = at + (kChannels == 8 ? 2 : 1) * plan.strip_bytes - 16;
+              const int pair = item.vector * 2 + before;
+              auto store = [&](unsigned char* to, const uint32_t (&w)[kChannels / 2]) {
+                if constexpr (kChannels == 8) {
+                  *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+                } else {
+                  *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
+                }
+              };
+              if (unsigned(pair) < unsigned(pairs)) store(at, words[k]);
+              if (unsigned(pair - 1) < unsigned(pairs)) store(next, words[k]);
+            }
+            to_row = then, then = last, last = -1;
+          } while (to_row >= 0);
         }
       }
-      fetch();
-      if (++slot == plan.fifo) slot = 0;
-      if (round == 0) barrier_wait(b.empty + turn.slot, turn.parity ^ 1);
-      if (item.row < end_row) {
-        // A row, and once more where it is a border: 4 channels need these side by side. They belong to the tile that
-        // has the first of them.
-        int to_row = item.row, then = -1, last = -1;
-        if constexpr (kChannels == 4) {
-          const int row = walk.row + item.row, below = row - b.outputs;
-          if (walk.row == 0 && unsigned(row) < unsigned(plan.kernel[1] - 1)) last = main_rows + row;
-          then = last;
-          last = unsigned(below) < unsigned(plan.kernel[1] - 1) && has_bottom(walk) ? main_rows + 2 + below : -1;
-          if (then < 0) then = last, last = -1;
-        }
-        do {
-          unsigned char* const to = to_stage + to_row * plan.strips * plan.strip_bytes + item.vector * 32;
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            // Position 2 k + s is entry k of strip s; with four channels, half of an entry.
-            const int odd = (k - plan.lead) & 1, before = (k - plan.lead) >> 1;
-            unsigned char* const at = to + before * 16 + odd * (kChannels == 8 ? plan.strip_bytes : 8);
-            unsigned char* const next = at + (kChannels == 8 ? 2 : 1) * plan.strip_bytes - 16;
-            const int pair = item.vector * 2 + before;
-            auto store = [&](unsigned char* to, const uint32_t (&w)[kChannels / 2]) {
-              if constexpr (kChannels == 8) {
-                *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
-              } else {
-                *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
-              }
-            };
-            if (unsigned(pair) < unsigned(pairs)) store(at, words[k]);
-            if (unsigned(pair - 1) < unsigned(pairs)) store(next, words[k]);
-          }
-          to_row = then, then = last, last = -1;
-        } while (to_row >= 0);
+      named_barrier(6, kLoaders);  // the slot is free
+      if (tid < 32) {
+        fetch.start<Element>(p, b, smem, n);
+        fetch.advance(p, b);
       }
     }
     // Borders of another tile are zeros here.
@@ -297,7 +299,6 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
     wgmma_fence_shared();
     barrier_arrive(b.full + turn.slot);
   }
-  cp_async_wait_all();
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
     float all = c < kChannels ? most[c < kChannels ? c : 0] : 0.f;
@@ -652,6 +653,8 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   GramBlock b;
   b.full = reinterpret_cast<uint64_t*>(smem);
   b.empty = b.full + kGramStages;
+  b.raw = reinterpret_cast<uint64_t*>(smem + 192);
+  b.meet = b.raw + kGramSlots;
   b.shift = reinterpret_cast<float2*>(smem + 128);
   b.largest = reinterpret_cast<float*>(smem + 256);
   int2* const tap_table = reinterpret_cast<int2*>(smem + plan.at_taps);
@@ -662,6 +665,18 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   b.outputs = min(plan.slice, p.out[1] - b.first);
   b.rows = b.outputs + plan.kernel[1] - 1;
 
+  let_dependents_start();
+  // The first of x: nothing else is needed for it.
+  if (tid < 32) {
+    if (lane < plan.raw_slots) barrier_init(b.raw + lane, 1);
+    barrier_init_fence();
+    __syncwarp();
+    GramFetch fetch;
+    for (int i = 0; i < plan.raw_slots; ++i) {
+      fetch.start<Element>(p, b, smem, n);
+      fetch.advance(p, b);
+    }
+  }
   // What comes last is asked for now.
   if (tid < p.c_out) {
     const GroupStatsFinalizeParams& f = p.stats.finish;
@@ -694,7 +709,7 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   if (tid < 64) reinterpret_cast<uint32_t*>(smem + kGramOnes)[tid] = 0x3C003C00u;  // ones
   // The ring starts as zeros too: what is never written is multiplied by zero.
 #pragma unroll 1
-  for (int i = plan.at_gram / 16 + tid; i < plan.smem_bytes / 16; i += kThreads) {
+  for (int i = plan.at_gram / 16 + tid; i < plan.at_raw / 16; i += kThreads) {
     reinterpret_cast<uint4*>(smem)[i] = make_uint4(0, 0, 0, 0);
   }
   auto clear_sums = [&](int thread, int threads) {
@@ -702,6 +717,7 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
     for (int i = thread; i < gram_sum_floats(plan) + gram_border_sum_floats(plan); i += threads) sums[i] = 0.f;
   };
   clear_sums(tid, kThreads);
+  if (tid == 0) barrier_init(b.meet, kThreads);
   if (tid < plan.stages) {
     barrier_init(b.full + tid, kLoaders);
     barrier_init(b.empty + tid, kComputing / 32);
@@ -743,52 +759,69 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   }
   __syncthreads();
 
-  // Each lane's channel's largest magnitude, lane % 8.
+  // Where both sides meet, at different places of the code.
+  uint32_t meetings = 0;
+  auto meet = [&] {
+    barrier_arrive(b.meet);
+    barrier_wait(b.meet, meetings++ & 1);
+  };
+  // Whether fp16 held all values, by all warps alike. `most`: each lane's channel's, lane % 8.
   float most = 0.f;
   auto fits = [](float most) { return most <= 60000.f && !(most < 0.0625f && most > 0.f); };
-  GramTurn turn;
-#pragma unroll 1
-  for (int attempt = 0; attempt < 2; ++attempt) {
-    if (tid < kLoaders) {
-      gram_registers<false>();
-      gram_load<Element, kChannels>(p, b, smem, n, turn);
-      gram_even_registers<false>();
-    } else {
-      gram_registers<true>();
-      if (attempt == 0) {
-        // While the first stage comes.
-#pragma unroll 4
-        for (int i = tid - kLoaders; i < plan.taps << plan.column_bits; i += kComputing) {
-          const int c = i & (columns - 1), where = tap_table[i >> plan.column_bits].y;
-          const Element* const from =
-              static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
-          filters[i] = to_acc(from[min(c, p.c_out - 1) * p.w_stride_out]);
-        }
-      }
-      gram_multiply<kChannels>(p, b, smem, __shfl_sync(0xffffffffu, tid / 128 & 1, 0), turn);
-      gram_even_registers<true>();
-    }
-    __syncthreads();
+  auto in_range = [&] {
     most = 0.f;
 #pragma unroll 1
     for (int i = lane; i < kLoaders / 4; i += 32) most = larger_magnitude(most, b.largest[i]);
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, 8));
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, 16));
-    if (__all_sync(0xffffffffu, fits(most)) || attempt > 0) break;
-    // fp16 did not hold all values: once more, at the scale that the maximum asks for.
-    __syncthreads();
-    if (tid < 8 && !fits(most)) {
-      const float by = scale_of(most) * 8192.f;
-      const float2 old = b.shift[tid];
-      set_shift(tid, -old.x * by, old.y * by);
+    return __all_sync(0xffffffffu, fits(most));
+  };
+  GramTurn turn;
+  if (tid < kLoaders) {
+    gram_registers<false>();
+    GramTurn raw_turn;
+#pragma unroll 1
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      gram_load<Element, kChannels>(p, b, smem, n, turn, raw_turn, attempt == 0);
+      meet();
+      if (in_range() || attempt > 0) break;
+      meet();
+      // The scale that the maximum asks for.
+      if (tid < 8 && !fits(most)) {
+        const float by = scale_of(most) * 8192.f;
+        const float2 old = b.shift[tid];
+        set_shift(tid, -old.x * by, old.y * by);
+      }
+      meet();
     }
-    for (int i = plan.at_gram / 16 + tid; i < plan.smem_bytes / 16; i += kThreads) {
-      reinterpret_cast<uint4*>(smem)[i] = make_uint4(0, 0, 0, 0);
+    gram_even_registers<false>();
+  } else {
+    gram_registers<true>();
+    const int thread = tid - kLoaders;
+    const int group = __shfl_sync(0xffffffffu, thread / 128, 0);
+    // While the first stage comes.
+#pragma unroll 4
+    for (int i = thread; i < plan.taps << plan.column_bits; i += kComputing) {
+      const int c = i & (columns - 1), where = tap_table[i >> plan.column_bits].y;
+      const Element* const from = static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
+      filters[i] = to_acc(from[min(c, p.c_out - 1) * p.w_stride_out]);
     }
-    clear_sums(tid, kThreads);
-    wgmma_fence_shared();
-    __syncthreads();
+#pragma unroll 1
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      gram_multiply<kChannels>(p, b, smem, group, turn);
+      meet();
+      if (in_range() || attempt > 0) break;
+      meet();
+      for (int i = plan.at_gram / 16 + thread; i < plan.at_raw / 16; i += kComputing) {
+        reinterpret_cast<uint4*>(smem)[i] = make_uint4(0, 0, 0, 0);
+      }
+      clear_sums(thread, kComputing);
+      wgmma_fence_shared();
+      meet();
+    }
+    gram_even_registers<true>();
   }
+  __syncthreads();
   const float positions = float(p.out[0]) * float(b.outputs) * float(p.out[2]);
   gram_finish<Element, kChannels>(p, b, smem, n, slice, positions, __any_sync(0xffffffffu, !(most < INFINITY)));
 #endif

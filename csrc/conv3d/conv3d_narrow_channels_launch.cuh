@@ -16,10 +16,10 @@ Status launch_channels_instance(const NarrowParams& p, int64_t n, cudaStream_t s
   const int threads = 128 * (plan.producers + plan.consumers);
   if constexpr (kPositions == 0) {
     return launch_kernel<conv_narrow_lse_kernel<kMath, kSteps>>("conv_narrow_lse_kernel", p, grid, threads,
-                                                                plan.smem_bytes, stream);
+                                                                plan.smem_bytes, stream, /*early=*/true);
   } else {
     return launch_kernel<conv_narrow_channels_kernel<kMath, kSteps, kPositions>>(
-        "conv_narrow_channels_kernel", p, grid, threads, plan.smem_bytes, stream);
+        "conv_narrow_channels_kernel", p, grid, threads, plan.smem_bytes, stream, p.stats.inexact != nullptr);
   }
 }
 

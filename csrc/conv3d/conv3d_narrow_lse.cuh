@@ -1,15 +1,16 @@
 // Conv + GroupNorm + tanh + hardswish + residual + logsumexp over channels for few input and at most 64 output
 // channels, from the statistics that an earlier pass left in a table, sm_90a.
 //
-// Channels are the rows of the products (conv3d_narrow_channels.cuh says how operands lie). A warpgroup takes two strips
-// of 32 positions at a time, each with accumulators of its own: the tensor cores work on one while the special function
-// units work on the other. The next pair's first strip is multiplied before the second one's exponentials and before
-// the sum over channels, so that a warpgroup never waits for a product that it has just begun.
+// Channels are the rows of the products (conv3d_narrow_channels.cuh says how operands lie). A warpgroup takes two
+// strips of 32 positions at a time, each with accumulators of its own: the tensor cores work on one while the special
+// function units work on the other. The next pair's first strip is multiplied before the second one's exponentials and
+// before the sum over channels, so that a warpgroup never waits for a product that it has just begun.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/mma.cuh"
 #include "../common/wgmma.cuh"
@@ -245,6 +246,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
     ChannelWeights<kMath, kSteps> weights;
     weights.load(p, weight_table, 0, 0, p.c_out, channels, t);
 
+    wait_for_prerequisites();  // the table; everything else was there before them
     ChannelLse<kTerms> lse;
     [[maybe_unused]] float norm_scale[2];  // of the products
 #pragma unroll
