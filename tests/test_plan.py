@@ -473,8 +473,9 @@ def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window:
     problem, output = make_problem(**case, n=128, dtype=dtype, epilogue=which)
     limits = GPUS["h200"]
     choice = dev.choose_conv(problem, limits)
-    assert choice.path.name == "narrow"
-    assert "wgmma" in choice.explain()
+    gram = (name, epilogue) == ("pipeline 3", "stats")
+    assert choice.path.name == ("gram" if gram else "narrow")
+    assert ("Gram" if gram else "wgmma") in choice.explain()
     check_narrow_plan(choice.narrow, case, case["size"], output, limits)
     assert choice.narrow.window == window
     assert choice.narrow.channel_rows == (name == "pipeline 3")
@@ -977,7 +978,7 @@ def test_wgrad_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -
 # The kernel that takes statistics from the Gram matrix of the input.
 
 
-def check_gram_plan(plan, case: dict, size, output, c_in: int, c_out: int, limits) -> None:
+def check_gram_plan(plan, case: dict, output, c_in: int, dtype: str, limits) -> None:
     """A stage holds every entry that the products of its rows read, and the ring never waits for itself."""
     assert plan.refusal is None
     assert plan.smem_bytes <= limits.smem_per_block
@@ -990,9 +991,10 @@ def check_gram_plan(plan, case: dict, size, output, c_in: int, c_out: int, limit
     assert plan.tiles[1] * plan.tile_pairs * 2 >= output[2] > (plan.tiles[1] - 1) * plan.tile_pairs * 2
     assert plan.tile_rows % plan.group_rows == 0
     assert plan.tile_pairs % 16 == 0
-    # Columns: the first of a vector lies at a multiple of four, the last tap of the last output is there.
-    assert (plan.lead + case["padding"][2]) % 4 == 0
-    assert 0 <= plan.lead < 4
+    # Columns: the first of a row lies at 16 bytes, the last tap of the last output is there.
+    piece = 4 if dtype == "float32" else 8
+    assert (plan.lead + case["padding"][2]) % piece == 0
+    assert 0 <= plan.lead < piece
     assert plan.vectors * 4 >= plan.lead + min(2 * plan.tile_pairs, output[2]) + 2
     # The products of a tile's last group read the two rows after it.
     assert plan.tile_rows + 2 <= plan.rows - (4 if plan.channels == 4 else 0)
@@ -1001,8 +1003,15 @@ def check_gram_plan(plan, case: dict, size, output, c_in: int, c_out: int, limit
     assert plan.at_ring + plan.stages * plan.stage_bytes <= plan.smem_bytes
     assert plan.at_ring % 128 == 0
     assert plan.stages > 1
-    assert plan.fifo >= 1
     assert plan.cycles > 0
+    # Chunks cover the rows that a stage reads; a slot holds one, and copies to it are of 16 bytes.
+    size = 4 if dtype == "float32" else 2
+    assert plan.chunks * plan.chunk_rows >= min(rows, plan.tile_rows + 2) > (plan.chunks - 1) * plan.chunk_rows
+    assert plan.vectors * 4 * size % 16 == 0
+    assert plan.raw_bytes >= plan.chunk_rows * plan.vectors * 4 * size * c_in
+    assert plan.raw_bytes % 16 == 0
+    assert plan.at_raw >= plan.at_ring + plan.stages * plan.stage_bytes
+    assert plan.at_raw + plan.raw_slots * plan.raw_bytes <= plan.smem_bytes
 
 
 @settings(max_examples=200, deadline=None)
@@ -1019,13 +1028,14 @@ def test_gram_plan_of_any_shape(data) -> None:
     if min(outputs) < 1:
         return
     c_in, c_out = draw(st.integers(1, 8)), draw(st.integers(1, 150))
+    dtype = draw(st.sampled_from(DTYPES))
     problem, output = make_problem(
         c_in,
         c_out,
         size,
         **case,
         n=draw(st.integers(1, 200)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        dtype=dtype,
         allow_tf32=draw(st.booleans()),
         epilogue=dev.ConvEpilogue.stats,
     )
@@ -1033,7 +1043,7 @@ def test_gram_plan_of_any_shape(data) -> None:
     if plan.refusal is not None:
         assert len(plan.refusal) > 10
         return
-    check_gram_plan(plan, case, size, output, c_in, c_out, GPUS["h200"])
+    check_gram_plan(plan, case, output, c_in, dtype, GPUS["h200"])
 
 
 @pytest.mark.parametrize(

@@ -525,6 +525,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
     const float sum_a = means[k].x * share_of_one, scale_a = unscale[k];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
+      if (32 * i + 31 < k) continue;
       const int j = 32 * i + lane;
       if (j >= pitch || j < k) continue;
       float sum = 0.f;
@@ -535,14 +536,15 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
         const float* const team = of + kGramBands * kSide * kSide;
         sum = of[0] + of[kChannels * kSide + kChannels] + (team[0] + team[kChannels * kSide + kChannels]);
         const float* const edge = border + a.at * kEdge + c.at;
-        // Of the two border rows above and below, those that this pair of taps does not see.
+        // Of the two border rows above and below, those that this pair of taps does not see. Always read: branches
+        // would wait for each.
 #pragma unroll
         for (int row = 0; row < kGramTaps - 1; ++row) {
-          const float* const v = edge + row * kSide * kEdge + (row + band) * kSide;
-          if (row >= -band && row < a.h) sum -= v[0] + v[kChannels * kEdge + kChannels];
-          if (row >= a.h && row < last_row - max(band, 0)) {
-            sum -= v[kEdge * kEdge] + v[kEdge * kEdge + kChannels * kEdge + kChannels];
-          }
+          const bool above = row < a.h, unseen = above ? row >= -band : row < last_row - max(band, 0);
+          const float* const v =
+              edge + (above ? 0 : kEdge * kEdge) + row * kSide * kEdge + min(max(row + band, 0), 1) * kSide;
+          const float both_outputs = v[0] + v[kChannels * kEdge + kChannels];
+          sum -= unseen ? both_outputs : 0.f;
         }
         sum = (sum - sum_a * my_mean[i]) * (scale_a * my_scale[i]);
         c_matrix[j * pitch + k] = sum;
@@ -573,7 +575,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
       const int j0 = chunk * 8;
       float s[8] = {};
       auto add = [&](int begin, int end) {
-#pragma unroll 4
+#pragma unroll 8
         for (int k = begin; k < end; ++k) {
           const float4* const row = reinterpret_cast<const float4*>(c_matrix + k * pitch + j0);
           const float4 v0 = row[0], v1 = row[1];
