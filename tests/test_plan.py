@@ -1004,11 +1004,11 @@ def check_gram_plan(plan, case: dict, output, c_in: int, dtype: str, limits) -> 
     assert plan.at_ring % 128 == 0
     assert plan.stages > 1
     assert plan.cycles > 0
-    # Chunks cover the rows that a stage reads; a slot holds one, and copies to it are of 16 bytes.
+    # A slot holds all rows that a stage reads, and copies to it are of 16 bytes.
     size = 4 if dtype == "float32" else 2
-    assert plan.chunks * plan.chunk_rows >= min(rows, plan.tile_rows + 2) > (plan.chunks - 1) * plan.chunk_rows
+    assert plan.raw_rows == min(rows, plan.tile_rows + 2) if plan.tiles[0] == 1 else plan.tile_rows + 2
     assert plan.vectors * 4 * size % 16 == 0
-    assert plan.raw_bytes >= plan.chunk_rows * plan.vectors * 4 * size * c_in
+    assert plan.raw_bytes >= plan.raw_rows * plan.vectors * 4 * size * c_in
     assert plan.raw_bytes % 16 == 0
     assert plan.at_raw >= plan.at_ring + plan.stages * plan.stage_bytes
     assert plan.at_raw + plan.raw_slots * plan.raw_bytes <= plan.smem_bytes

@@ -117,62 +117,63 @@ struct GramWalk {
   }
 };
 
-// Brings x as it lies to the slots of `raw`, chunk by chunk of a stage's rows. Called by one warp.
+// Brings x as it lies to the slots of `raw`, a stage's rows to each. Called by one warp.
 struct GramFetch {
   GramWalk walk;
-  int chunk = 0, slot = 0;
+  int slot = 0;
 
-  __device__ __forceinline__ void advance(const GramParams& p, const GramBlock& b) {
-    if (++slot == p.plan.raw_slots) slot = 0;
-    if (++chunk < p.plan.chunks) return;
-    chunk = 0;
-    walk.advance(p, b);
-  }
   template <typename Element>
-  __device__ __forceinline__ void start(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n) const {
+  __device__ __forceinline__ void next(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n) {
     if (walk.done(b)) return;
     const GramPlan& plan = p.plan;
     const int lane = threadIdx.x & 31;
-    const int row = walk.row + chunk * plan.chunk_rows, h = b.first + row - plan.pad[1];
-    const int w = walk.column - plan.pad[2] - plan.lead, columns = plan.vectors * 4;
-    const int first = max(0, -h), rows = min(min(plan.chunk_rows, p.in[1] - h), b.rows - row) - first;
+    const int h = b.first + walk.row - plan.pad[1], w = walk.column - plan.pad[2] - plan.lead;
+    const int columns = plan.vectors * 4, row_bytes = columns * int(sizeof(Element));
+    const int first = max(0, -h), rows = min(min(plan.raw_rows, p.in[1] - h), b.rows - walk.row) - first;
     const int begin = max(w, 0), width = min(w + columns, p.in[2]) - begin;
     const bool any = rows > 0 && width > 0;
-    const int bytes = width * int(sizeof(Element)), row_bytes = columns * int(sizeof(Element));
+    const int bytes = width * int(sizeof(Element));
     if (lane == 0) barrier_expect_bytes(b.raw + slot, any ? rows * bytes * p.c_in : 0);
     __syncwarp();
-    if (!any) return;
-    const Element* const from = static_cast<const Element*>(p.x) + n * p.x_stride_n + walk.slab * p.x_stride[0] +
-                                (h + first) * p.x_stride[1] + begin;
-    unsigned char* const to =
-        smem + plan.at_raw + slot * plan.raw_bytes + first * row_bytes + (begin - w) * int(sizeof(Element));
-    const uint64_t policy = evict_normal_policy();
-    const bool whole = width == columns && p.x_stride[1] == columns;  // rows lie one after the other
-    const int copies = whole ? p.c_in : p.c_in * rows;
-    for (int i = lane; i < copies; i += 32) {
-      const int c = whole ? i : i / rows, r = whole ? 0 : i - c * rows;
-      bulk_load(to + (c * plan.chunk_rows + r) * row_bytes, from + c * p.x_stride_c + r * p.x_stride[1],
-                whole ? rows * bytes : bytes, b.raw + slot, policy);
+    if (any) {
+      const Element* from = static_cast<const Element*>(p.x) + n * p.x_stride_n + walk.slab * p.x_stride[0] +
+                            (h + first) * p.x_stride[1] + begin;
+      unsigned char* to =
+          smem + plan.at_raw + slot * plan.raw_bytes + first * row_bytes + (w < 0 ? -w : 0) * int(sizeof(Element));
+      const uint64_t policy = evict_normal_policy();
+      if (width == columns && p.x_stride[1] == columns) {  // rows lie one after the other
+        if (lane < p.c_in) {
+          bulk_load(to + lane * plan.raw_rows * row_bytes, from + lane * p.x_stride_c, rows * bytes, b.raw + slot,
+                    policy);
+        }
+      } else {
+        for (int c = 0; c < p.c_in; ++c, from += p.x_stride_c, to += plan.raw_rows * row_bytes) {
+          for (int r = lane; r < rows; r += 32) {
+            bulk_load(to + r * row_bytes, from + r * p.x_stride[1], bytes, b.raw + slot, policy);
+          }
+        }
+      }
     }
+    if (++slot == plan.raw_slots) slot = 0;
+    walk.advance(p, b);
   }
 };
 
-// From x to the ring: all tiles, once. A thread takes vectors of four columns, all channels. fetched: whether the first
-// chunks are under way.
+// From x to the ring: all tiles, once. A thread takes vectors of four columns, all channels.
 template <typename Element, int kChannels>
 __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
-                                          GramTurn& turn, GramTurn& raw_turn, bool fetched) {
+                                          GramTurn& turn, GramTurn& raw_turn) {
   constexpr int kLoaders = kGramLoaders;
   const GramPlan& plan = p.plan;
   const int tid = threadIdx.x, lane = tid & 31;
   const bool padded = (plan.pad[1] | plan.pad[2]) != 0;
   const int main_rows = plan.rows - (kChannels == 4 ? kGramBorders : 0);
   const bool one_tile = plan.tiles[0] == 1;
-  const int rounds = (plan.chunk_rows * plan.vectors + kLoaders - 1) / kLoaders;
+  const int rounds = ((one_tile ? b.rows : main_rows) * plan.vectors + kLoaders - 1) / kLoaders;
   const int row_begin = tid / plan.vectors, vector_begin = tid % plan.vectors;
   const int row_step = kLoaders / plan.vectors, vector_step = kLoaders - row_step * plan.vectors;
-  const int row_bytes = plan.vectors * 4 * int(sizeof(Element)), plane_bytes = plan.chunk_rows * row_bytes;
-  // A vector of a chunk.
+  const int row_bytes = plan.vectors * 4 * int(sizeof(Element)), plane_bytes = plan.raw_rows * row_bytes;
+  // A vector of a stage.
   struct Item {
     int row, vector;
   };
@@ -180,103 +181,85 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
     item.row += row_step, item.vector += vector_step;
     if (item.vector >= plan.vectors) item.vector -= plan.vectors, ++item.row;
   };
-  GramFetch fetch;
-  fetch.slot = raw_turn.slot;
-  if (tid < 32) {
-    for (int i = 0; i < plan.raw_slots; ++i) {
-      if (!fetched) fetch.start<Element>(p, b, smem, n);
-      fetch.advance(p, b);
-    }
-  }
   auto has_bottom = [&](const GramWalk& walk) { return unsigned(b.outputs - walk.row) < unsigned(plan.tile_rows); };
   float most[kChannels] = {};
-  for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
+  for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages), raw_turn.advance(plan.raw_slots)) {
     const int pairs = min(plan.tile_pairs, (p.out[2] - walk.column) / 2);  // with outputs
     unsigned char* const to_stage = smem + plan.at_ring + turn.slot * plan.stage_bytes;
+    barrier_wait(b.raw + raw_turn.slot, raw_turn.parity);
+    // Where one tile holds all rows of a slab, rows around it stay the zeros that they are.
+    const int end_row = one_tile ? b.rows : main_rows;
+    Item item{row_begin, vector_begin};
 #pragma unroll 1
-    for (int chunk = 0; chunk < plan.chunks; ++chunk, raw_turn.advance(plan.raw_slots)) {
-      barrier_wait(b.raw + raw_turn.slot, raw_turn.parity);
-      const int chunk_row = chunk * plan.chunk_rows;
-      // Where one tile holds all rows of a slab, rows around it stay the zeros that they are.
-      const int end_row = min(plan.chunk_rows, (one_tile ? b.rows : main_rows) - chunk_row);
-      Item item{row_begin, vector_begin};
-#pragma unroll 1
-      for (int round = 0; round < rounds; ++round, advance(item)) {
-        // Two channels of four positions at a time.
-        uint32_t words[4][kChannels / 2] = {};
-        const int row = walk.row + chunk_row + item.row;                        // of the block
-        const int w = walk.column - plan.pad[2] - plan.lead + item.vector * 4;  // a vector lies in x or outside it
-        const bool inside =
-            unsigned(b.first + row - plan.pad[1]) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
-        if (item.row < end_row && unsigned(row) < unsigned(b.rows) && (inside || padded)) {
-          const unsigned char* const from = smem + plan.at_raw + raw_turn.slot * plan.raw_bytes + item.row * row_bytes +
-                                            item.vector * (4 * int(sizeof(Element)));
+    for (int round = 0; round < rounds; ++round, advance(item)) {
+      // Two channels of four positions at a time.
+      uint32_t words[4][kChannels / 2] = {};
+      const int row = walk.row + item.row;                                    // of the block
+      const int w = walk.column - plan.pad[2] - plan.lead + item.vector * 4;  // a vector lies in x or outside it
+      const bool inside = unsigned(b.first + row - plan.pad[1]) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
+      if (item.row < end_row && unsigned(row) < unsigned(b.rows) && (inside || padded)) {
+        const unsigned char* const from = smem + plan.at_raw + raw_turn.slot * plan.raw_bytes + item.row * row_bytes +
+                                          item.vector * (4 * int(sizeof(Element)));
 #pragma unroll
-          for (int c = 0; c < kChannels; c += 2) {
-            float v[2][4] = {};
+        for (int c = 0; c < kChannels; c += 2) {
+          float v[2][4] = {};
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              if (!inside || c + e >= p.c_in) continue;
-              const unsigned char* const at = from + (c + e) * plane_bytes;
-              if constexpr (sizeof(Element) == 4) {
-                const float4 f = *reinterpret_cast<const float4*>(at);
-                v[e][0] = f.x, v[e][1] = f.y, v[e][2] = f.z, v[e][3] = f.w;
-              } else {
-                const uint2 f = *reinterpret_cast<const uint2*>(at);
+          for (int e = 0; e < 2; ++e) {
+            if (!inside || c + e >= p.c_in) continue;
+            const unsigned char* const at = from + (c + e) * plane_bytes;
+            if constexpr (sizeof(Element) == 4) {
+              const float4 f = *reinterpret_cast<const float4*>(at);
+              v[e][0] = f.x, v[e][1] = f.y, v[e][2] = f.z, v[e][3] = f.w;
+            } else {
+              const uint2 f = *reinterpret_cast<const uint2*>(at);
 #pragma unroll
-                for (int k = 0; k < 4; ++k) v[e][k] = to_acc(reinterpret_cast<const Element*>(&f)[k]);
-              }
-            }
-            const float2 first = b.shift[c], second = b.shift[c + 1];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              const float2 f = make_float2(fmaf(v[0][k], first.y, first.x), fmaf(v[1][k], second.y, second.x));
-              most[c] = larger_magnitude(most[c], f.x);
-              most[c + 1] = larger_magnitude(most[c + 1], f.y);
-              const __half2 h = __float22half2_rn(f);
-              words[k][c / 2] = half_bits(h);
+              for (int k = 0; k < 4; ++k) v[e][k] = to_acc(reinterpret_cast<const Element*>(&f)[k]);
             }
           }
-        }
-        if (chunk == 0 && round == 0) barrier_wait(b.empty + turn.slot, turn.parity ^ 1);
-        if (item.row < end_row) {
-          // A row, and once more where it is a border: 4 channels need these side by side. They belong to the tile that
-          // has the first of them.
-          int to_row = chunk_row + item.row, then = -1, last = -1;
-          if constexpr (kChannels == 4) {
-            const int below = row - b.outputs;
-            if (walk.row == 0 && unsigned(row) < unsigned(plan.kernel[1] - 1)) last = main_rows + row;
-            then = last;
-            last = unsigned(below) < unsigned(plan.kernel[1] - 1) && has_bottom(walk) ? main_rows + 2 + below : -1;
-            if (then < 0) then = last, last = -1;
-          }
-          do {
-            unsigned char* const to = to_stage + to_row * plan.strips * plan.strip_bytes + item.vector * 32;
+          const float2 first = b.shift[c], second = b.shift[c + 1];
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              // Position 2 k + s is entry k of strip s; with four channels, half of an entry.
-              const int odd = (k - plan.lead) & 1, before = (k - plan.lead) >> 1;
-              unsigned char* const at = to + before * 16 + odd * (kChannels == 8 ? plan.strip_bytes : 8);
-              unsigned char* const next = at + (kChannels == 8 ? 2 : 1) * plan.strip_bytes - 16;
-              const int pair = item.vector * 2 + before;
-              auto store = [&](unsigned char* to, const uint32_t (&w)[kChannels / 2]) {
-                if constexpr (kChannels == 8) {
-                  *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
-                } else {
-                  *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
-                }
-              };
-              if (unsigned(pair) < unsigned(pairs)) store(at, words[k]);
-              if (unsigned(pair - 1) < unsigned(pairs)) store(next, words[k]);
-            }
-            to_row = then, then = last, last = -1;
-          } while (to_row >= 0);
+          for (int k = 0; k < 4; ++k) {
+            const float2 f = make_float2(fmaf(v[0][k], first.y, first.x), fmaf(v[1][k], second.y, second.x));
+            most[c] = larger_magnitude(most[c], f.x);
+            most[c + 1] = larger_magnitude(most[c + 1], f.y);
+            const __half2 h = __float22half2_rn(f);
+            words[k][c / 2] = half_bits(h);
+          }
         }
       }
-      named_barrier(6, kLoaders);  // the slot is free
-      if (tid < 32) {
-        fetch.start<Element>(p, b, smem, n);
-        fetch.advance(p, b);
+      if (round == 0) barrier_wait(b.empty + turn.slot, turn.parity ^ 1);
+      if (item.row < end_row) {
+        // A row, and once more where it is a border: 4 channels need these side by side. They belong to the tile that
+        // has the first of them.
+        int to_row = item.row, then = -1, last = -1;
+        if constexpr (kChannels == 4) {
+          const int below = row - b.outputs;
+          if (walk.row == 0 && unsigned(row) < unsigned(plan.kernel[1] - 1)) last = main_rows + row;
+          then = last;
+          last = unsigned(below) < unsigned(plan.kernel[1] - 1) && has_bottom(walk) ? main_rows + 2 + below : -1;
+          if (then < 0) then = last, last = -1;
+        }
+        do {
+          unsigned char* const to = to_stage + to_row * plan.strips * plan.strip_bytes + item.vector * 32;
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            // Position 2 k + s is entry k of strip s; with four channels, half of an entry.
+            const int odd = (k - plan.lead) & 1, before = (k - plan.lead) >> 1;
+            unsigned char* const at = to + before * 16 + odd * (kChannels == 8 ? plan.strip_bytes : 8);
+            unsigned char* const next = at + (kChannels == 8 ? 2 : 1) * plan.strip_bytes - 16;
+            const int pair = item.vector * 2 + before;
+            auto store = [&](unsigned char* to, const uint32_t (&w)[kChannels / 2]) {
+              if constexpr (kChannels == 8) {
+                *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+              } else {
+                *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
+              }
+            };
+            if (unsigned(pair) < unsigned(pairs)) store(at, words[k]);
+            if (unsigned(pair - 1) < unsigned(pairs)) store(next, words[k]);
+          }
+          to_row = then, then = last, last = -1;
+        } while (to_row >= 0);
       }
     }
     // Borders of another tile are zeros here.
@@ -309,9 +292,10 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
 }
 
 // A team's products: each warpgroup has every second group of rows.
-template <int kChannels>
-__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, unsigned char* smem, int team,
-                                              GramTurn& turn) {
+// One warp also fetches the stages: a stage that is there was read from its slot of x, which is free again.
+template <typename Element, int kChannels>
+__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
+                                              int team, GramTurn& turn, int& raw_slot, bool fetched) {
   constexpr int kStrips = kChannels == 8 ? 4 : 2, kRows = 8 / kStrips, kSide = kStrips * 8;
   constexpr int kN = (kRows + kGramBands - 1) * kSide;
   const GramPlan& plan = p.plan;
@@ -388,9 +372,21 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
     edge_held = false;
   };
 
+  const bool fetches = team == 1 && warp == 0;
+  GramFetch fetch;
+  fetch.slot = raw_slot;
+  for (int i = 0; i < plan.raw_slots; ++i) {
+    if (fetches && !fetched) {
+      fetch.next<Element>(p, b, smem, n);
+    } else {
+      fetch.walk.advance(p, b);
+    }
+  }
 #pragma unroll 1
   for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
     barrier_wait(b.full + turn.slot, turn.parity);
+    if (fetches) fetch.next<Element>(p, b, smem, n);
+    if (++raw_slot == plan.raw_slots) raw_slot = 0;
     {
       const int groups = (min(plan.tile_rows, b.rows - walk.row) + kRows - 1) / kRows;
       const int pairs = min(plan.tile_pairs, (p.out[2] - walk.column) / 2);
@@ -509,7 +505,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
     means[k] = make_float2(sum, (sum * share_of_one - shift.x) * unscaled);
     unscale[k] = unscaled;
   }
-  named_barrier(1, kThreads);
+  __syncthreads();
   // A lane has entries lane, lane + 32, ... of each row.
   constexpr int kTogether = 4;
   Tap mine[kTogether];
@@ -564,7 +560,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
         filters[i] = to_acc(from[min(first + c, p.c_out - 1) * p.w_stride_out]);
       }
     }
-    named_barrier(1, kThreads);
+    __syncthreads();
     const int c = thread & (columns - 1), share = thread >> plan.column_bits, shares = kThreads >> plan.column_bits;
     float mean = 0.f, m2 = 0.f, alone = 0.f;
     // Eight rows of C at a time, on and right of the diagonal: what is right of it counts twice. Shares take rows
@@ -601,7 +597,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
       }
     }
     parts[thread] = make_float4(mean, m2, alone, 0.f);
-    named_barrier(1, kThreads);
+    __syncthreads();
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
     if (thread < valid) {
       for (int k = 0; k < shares; ++k) {
@@ -609,9 +605,9 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
         total.x += part.x, total.y += part.y, total.z += part.z;
       }
     }
-    named_barrier(1, kThreads);
+    __syncthreads();
     if (thread < columns) parts[thread] = total;
-    named_barrier(1, kThreads);
+    __syncthreads();
     // Where filters cancel all but a little of their input, in a norm's group as a whole, C is not exact enough, and
     // the sample is done again by the convolution.
     bool cancels = false;
@@ -637,7 +633,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
         out[0] = m.mean, out[1] = m.m2, out[2] = m.count;
       }
     }
-    named_barrier(1, kThreads);
+    __syncthreads();
   }
   if (thread == 0) p.inexact[n * plan.slices + slice] = inexact;
   if (p.stats.finishes) finish_sample<kThreads>(p.stats, n, shared, reinterpret_cast<float2*>(shared + 64), thread);
@@ -674,10 +670,7 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
     barrier_init_fence();
     __syncwarp();
     GramFetch fetch;
-    for (int i = 0; i < plan.raw_slots; ++i) {
-      fetch.start<Element>(p, b, smem, n);
-      fetch.advance(p, b);
-    }
+    for (int i = 0; i < plan.raw_slots; ++i) fetch.next<Element>(p, b, smem, n);
   }
   // What comes last is asked for now.
   if (tid < p.c_out) {
@@ -784,7 +777,7 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
     GramTurn raw_turn;
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
-      gram_load<Element, kChannels>(p, b, smem, n, turn, raw_turn, attempt == 0);
+      gram_load<Element, kChannels>(p, b, smem, n, turn, raw_turn);
       meet();
       if (in_range() || attempt > 0) break;
       meet();
@@ -808,9 +801,10 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
       const Element* const from = static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
       filters[i] = to_acc(from[min(c, p.c_out - 1) * p.w_stride_out]);
     }
+    int raw_slot = 0;
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
-      gram_multiply<kChannels>(p, b, smem, group, turn);
+      gram_multiply<Element, kChannels>(p, b, smem, n, group, turn, raw_slot, attempt == 0);
       meet();
       if (in_range() || attempt > 0) break;
       meet();

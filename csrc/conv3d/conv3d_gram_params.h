@@ -35,8 +35,7 @@ struct GramPlan {
   int strip_bytes = 256;
   int stage_bytes = 1;
   int stages = 2;
-  // x comes as it lies, in chunks of a stage's rows: all channels of `chunk_rows` rows a slot.
-  int chunk_rows = 1, chunks = 1, raw_slots = 2, raw_bytes = 1;
+  int raw_rows = 1, raw_slots = 2, raw_bytes = 1;  // where x comes as it lies: all channels of a stage's rows a slot
   int tiles[2] = {1, 1};
   int64_t slices = 1;   // thread blocks a sample, along the height
   int slice = 1;        // outputs along it of one

@@ -13,7 +13,7 @@ namespace plan_detail {
 
 // Fills everything that depends on the tile. False when it does not fit in shared memory.
 inline bool gram_tile(GramPlan* p, const ConvProblem& q, const DeviceLimits& limits, int rows, int pairs, int slab_rows,
-                      int stages, int chunks) {
+                      int stages) {
   p->tile_rows = rows, p->tile_pairs = pairs;
   p->tiles[0] = (slab_rows + rows - 1) / rows;
   p->tiles[1] = static_cast<int>((q.out[2] / 2 + pairs - 1) / pairs);
@@ -40,9 +40,8 @@ inline bool gram_tile(GramPlan* p, const ConvProblem& q, const DeviceLimits& lim
   const int64_t after = p->at_border + gram_border_floats(*p) * 4;
   const int main_rows = p->rows - (p->channels == 4 ? kGramBorders : 0);
   const int rows_in = p->tiles[0] == 1 ? std::min(slab_rows, main_rows) : main_rows;
-  p->chunk_rows = (rows_in + chunks - 1) / chunks;
-  p->chunks = (rows_in + p->chunk_rows - 1) / p->chunk_rows;
-  p->raw_bytes = align(int64_t(p->chunk_rows) * p->vectors * 4 * size * static_cast<int>(q.c_in));
+  p->raw_rows = rows_in;
+  p->raw_bytes = align(int64_t(rows_in) * p->vectors * 4 * size * static_cast<int>(q.c_in));
   p->at_raw = align(p->at_ring + ring);
   const int64_t total = align(std::max(p->at_raw + int64_t(p->raw_slots) * p->raw_bytes, after));
   if (total > limits.smem_per_block) return false;
@@ -54,8 +53,8 @@ inline bool gram_tile(GramPlan* p, const ConvProblem& q, const DeviceLimits& lim
 inline double gram_cost(const GramPlan& p, const ConvProblem& q, int outputs) {
   const int rows = outputs + p.kernel[1] - 1;
   const double products = (p.tile_rows / p.group_rows + 1.0) * (p.tile_pairs / kGramColumns) * 64;
-  const double rounds = (p.chunk_rows * p.vectors + kGramLoaders - 1) / kGramLoaders;
-  const double vectors = p.chunks * (rounds * 700.0 + 200);
+  const double rounds = (p.raw_rows * p.vectors + kGramLoaders - 1) / kGramLoaders;
+  const double vectors = rounds * 1500.0 + 500;
   const double stages = double((rows + p.tile_rows - 1) / p.tile_rows) * p.tiles[1] * double(q.out[0]);
   return stages * (std::max(products, vectors) + 150) + vectors + 25000;
 }
@@ -112,14 +111,12 @@ inline GramPlan plan_gram(const ConvProblem& q, const DeviceLimits& limits) {
         const int rows = ((slab_rows + parts - 1) / parts + p.group_rows - 1) / p.group_rows * p.group_rows;
         if (rows == last_rows) continue;
         last_rows = rows;
-        for (int chunks : {1, 2, 3, 4, 6, 8}) {
-          bool fits = false;
-          for (int stages = 4; stages > 1 && !fits; --stages) {
-            fits = plan_detail::gram_tile(&p, q, limits, rows, static_cast<int>(pairs), slab_rows, stages, chunks);
-            if (!fits) continue;
-            const double cost = waves * plan_detail::gram_cost(p, q, slice);
-            if (best < 0 || cost < best) best = cost, p.cycles = cost, p.slices = slices, p.slice = slice, chosen = p;
-          }
+        bool fits = false;
+        for (int stages = 4; stages > 1 && !fits; --stages) {
+          fits = plan_detail::gram_tile(&p, q, limits, rows, static_cast<int>(pairs), slab_rows, stages);
+          if (!fits) continue;
+          const double cost = waves * plan_detail::gram_cost(p, q, slice);
+          if (best < 0 || cost < best) best = cost, p.cycles = cost, p.slices = slices, p.slice = slice, chosen = p;
         }
       }
     }
