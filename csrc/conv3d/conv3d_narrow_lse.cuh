@@ -185,6 +185,116 @@ struct ChannelLse {
   }
 };
 
+// What the loading warpgroup does where rows come whole: bulk copies bring half of a plane of the halo at a time while
+// its threads round and rearrange the half before.
+template <ConvMath kMath>
+__device__ __forceinline__ void load_rows(const NarrowParams& p, const NarrowSmemLayout& layout, uint32_t* smem,
+                                          int64_t n, TileCursor cursor, int tile_count) {
+  using Element = typename ConvMathTraits<kMath>::Element;
+  constexpr int kPerWord = ConvMathTraits<kMath>::kPerWord;
+  const NarrowPlan& plan = p.plan;
+  const int tid = threadIdx.x;
+  uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
+  uint64_t* const empty = full + 4;
+  uint64_t* const raw_full = full + 8;
+  const int slot_rows = plan.halo[1] / 2, row_words = p.in[2] / kPerWord, plane_words = slot_rows * row_words;
+  const int slot_words = plane_words * p.c_in, pieces = (plan.halo[1] + slot_rows - 1) / slot_rows;
+  const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
+  // A piece: rows of one depth of a tile.
+  struct Piece {
+    TileCursor cursor;
+    int tiles, d = 0, piece = 0;
+  };
+  auto next = [&](Piece& at) {
+    if (++at.piece < pieces) return;
+    at.piece = 0;
+    if (++at.d < plan.halo[0]) return;
+    at.d = 0, --at.tiles;
+    at.cursor.advance(static_cast<int>(plan.tiles[1]), static_cast<int>(plan.tiles[2]));
+  };
+  auto first_row = [&](const Piece& at) {
+    return at.cursor.h * plan.tile[1] * plan.step[1] + plan.origin[1] + at.piece * slot_rows;
+  };
+  auto depth = [&](const Piece& at) { return at.cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0] + at.d; };
+  // By one warp.
+  auto fetch = [&](const Piece& at, int slot) {
+    if (at.tiles == 0) return;
+    const int d = depth(at), h = first_row(at), begin = max(0, -h);
+    const int rows = min(min(slot_rows, plan.halo[1] - at.piece * slot_rows), p.in[1] - h) - begin;
+    const bool any = rows > 0 && unsigned(d) < unsigned(p.in[0]);
+    const uint32_t bytes = row_words * 4;
+    if (tid == 0) barrier_expect_bytes(raw_full + slot, any ? rows * bytes * p.c_in : 0);
+    __syncwarp();
+    if (!any) return;
+    const Element* const from = x + d * p.x_stride[0] + (h + begin) * p.x_stride[1];
+    uint32_t* const to = smem + layout.raw + slot * slot_words + begin * row_words;
+    const uint64_t policy = evict_normal_policy();
+    const bool whole = p.x_stride[1] == p.in[2];  // rows lie one after the other
+    for (int c = tid; c < p.c_in; c += 32) {
+      for (int row = 0; row < (whole ? 1 : rows); ++row) {
+        bulk_load(to + c * plane_words + row * row_words, from + c * p.x_stride_c + row * p.x_stride[1],
+                  whole ? rows * bytes : bytes, raw_full + slot, policy);
+      }
+    }
+  };
+  Piece ahead{cursor, tile_count}, at{cursor, tile_count};
+  if (tid < 32) {
+    for (int slot = 0; slot < 2; ++slot, next(ahead)) fetch(ahead, slot);
+  }
+  int stage = 0, slot = 0;
+  uint32_t parity = 1, raw_parity = 0;
+  const int columns = plan.pitch / kPerWord;  // words of a row of the halo
+  const int lead = (plan.lead - plan.origin[2]) / kPerWord;
+  while (at.tiles > 0) {
+    const bool begins = at.d == 0 && at.piece == 0;
+    barrier_wait(raw_full + slot, raw_parity);
+    if (begins) barrier_wait(empty + stage, parity);
+    const int h = first_row(at), rows = min(slot_rows, plan.halo[1] - at.piece * slot_rows);
+    const bool inside_d = unsigned(depth(at)) < unsigned(p.in[0]);
+    const uint32_t* const raw = smem + layout.raw + slot * slot_words;
+    uint32_t* const to = smem + layout.halo + stage * narrow_stage_words(plan) +
+                         (at.d * plan.halo[1] + at.piece * slot_rows) * plan.pitch * 4;
+    int row = 0, column = tid;
+    while (column >= columns) column -= columns, ++row;
+    while (row < rows) {
+      const bool inside =
+          inside_d && unsigned(h + row) < unsigned(p.in[1]) && unsigned(column - lead) < unsigned(row_words);
+      const uint32_t* const from = raw + row * row_words + column - lead;
+      uint32_t* const dst = to + (row * plan.pitch + column * kPerWord) * 4;
+      auto word = [&](int c) { return inside && c < p.c_in ? from[c * plane_words] : 0u; };
+      for (int chunk = 0; chunk < plan.words / 4; ++chunk) {
+        if constexpr (kPerWord == 1) {
+          uint32_t v[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) v[i] = to_tf32(__uint_as_float(word(chunk * 4 + i)));
+          *reinterpret_cast<uint4*>(dst + chunk * plan.plane) = make_uint4(v[0], v[1], v[2], v[3]);
+        } else {
+          uint32_t a[4], b[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t even = word(chunk * 8 + 2 * i), odd = word(chunk * 8 + 2 * i + 1);
+            a[i] = __byte_perm(even, odd, 0x5410), b[i] = __byte_perm(even, odd, 0x7632);
+          }
+          uint4* const both = reinterpret_cast<uint4*>(dst + chunk * plan.plane);
+          both[0] = make_uint4(a[0], a[1], a[2], a[3]);
+          both[1] = make_uint4(b[0], b[1], b[2], b[3]);
+        }
+      }
+      column += 128;
+      while (column >= columns) column -= columns, ++row;
+    }
+    next(at);
+    named_barrier(2, 128);  // the slot is free
+    if (tid < 32) fetch(ahead, slot), next(ahead);
+    slot ^= 1, raw_parity ^= slot == 0;
+    if (at.d == 0 && at.piece == 0) {
+      wgmma_fence_shared();
+      barrier_arrive(full + stage);
+      if (++stage == plan.stages) stage = 0, parity ^= 1;
+    }
+  }
+}
+
 #endif
 
 template <ConvMath kMath, int kSteps>
@@ -228,6 +338,10 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
                                      : make_int4(0, 0, 0, 1 << 30);
   }
   narrow_prepare_stages(plan, layout, smem, kThreads, kLoaders, kConsumers * 4);
+  if (!kTerms && tid == 0) {
+    for (int slot = 0; slot < 2; ++slot) barrier_init(full + 8 + slot, 1);
+    barrier_init_fence();
+  }
   wgmma_fence_shared();  // the zeros
   __syncthreads();
 
@@ -236,7 +350,11 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
 
   if (tid < kLoaders) {
     share_registers<kProducers, kConsumers, false, (kSteps > kNarrowSplitSteps)>();
-    narrow_load_tiles<kMath, true, kProducers, true>(p, layout, smem, n, 0, cursor, tile_count);
+    if (!kTerms && p.load == NarrowLoad::kRows) {
+      if constexpr (!kTerms) load_rows<kMath>(p, layout, smem, n, cursor, tile_count);
+    } else {
+      narrow_load_tiles<kMath, true, kProducers, true>(p, layout, smem, n, 0, cursor, tile_count);
+    }
   } else {
     share_registers<kProducers, kConsumers, true, (kSteps > kNarrowSplitSteps)>();
     const int lane = tid & 31, g = lane >> 2, t = lane & 3;

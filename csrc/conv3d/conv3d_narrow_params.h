@@ -90,7 +90,8 @@ inline bool narrow_sees_samples(const NarrowPlan& p, int64_t groups) {
 enum class NarrowLoad : int {
   kVectors,  // rows in vectors of 4 positions
   kWords,    // single words: fp32, or two neighbouring half channels in one aligned word
-  kHalves    // single half values
+  kHalves,   // single half values
+  kRows      // whole rows of 16-byte pieces by bulk copies; where strips are paired
 };
 
 // What becomes of statistics.
