@@ -1008,10 +1008,13 @@ def check_gram_plan(plan, case: dict, output, c_in: int, dtype: str, limits) -> 
     size = 4 if dtype == "float32" else 2
     assert plan.raw_rows == min(rows, plan.tile_rows + 2) if plan.tiles[0] == 1 else plan.tile_rows + 2
     assert plan.vectors * 4 * size % 16 == 0
-    assert plan.raw_bytes >= plan.raw_rows * plan.vectors * 4 * size * c_in
-    assert plan.raw_bytes % 16 == 0
+    assert plan.raw_bytes == plan.raw_rows * plan.vectors * 4 * size * c_in
+    assert plan.raw_stride >= plan.raw_bytes
+    assert plan.raw_stride % 128 == plan.at_raw % 128 == 0, "where tensor copies may go"
+    assert plan.raw_rows <= 256
+    assert plan.vectors <= 64
     assert plan.at_raw >= plan.at_ring + plan.stages * plan.stage_bytes
-    assert plan.at_raw + plan.raw_slots * plan.raw_bytes <= plan.smem_bytes
+    assert plan.at_raw + plan.raw_slots * plan.raw_stride <= plan.smem_bytes
 
 
 @settings(max_examples=200, deadline=None)

@@ -117,43 +117,27 @@ struct GramWalk {
   }
 };
 
-// Brings x as it lies to the slots of `raw`, a stage's rows to each. Called by one warp.
+// Columns, rows, slab, channels and sample of x by one tensor copy; zeros outside of x.
+__device__ __forceinline__ void gram_tensor_load(void* shared, const void* map, int w, int h, int d, int n,
+                                                 uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(w), "r"(h), "r"(d), "r"(0), "r"(n), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// Brings x as it lies to the slots of `raw`, a stage's rows to each. By one thread.
 struct GramFetch {
   GramWalk walk;
   int slot = 0;
 
-  template <typename Element>
-  __device__ __forceinline__ void next(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n) {
+  __device__ __forceinline__ void next(const GramParams& p, const GramBlock& b, unsigned char* smem, int n) {
     if (walk.done(b)) return;
     const GramPlan& plan = p.plan;
-    const int lane = threadIdx.x & 31;
-    const int h = b.first + walk.row - plan.pad[1], w = walk.column - plan.pad[2] - plan.lead;
-    const int columns = plan.vectors * 4, row_bytes = columns * int(sizeof(Element));
-    const int first = max(0, -h), rows = min(min(plan.raw_rows, p.in[1] - h), b.rows - walk.row) - first;
-    const int begin = max(w, 0), width = min(w + columns, p.in[2]) - begin;
-    const bool any = rows > 0 && width > 0;
-    const int bytes = width * int(sizeof(Element));
-    if (lane == 0) barrier_expect_bytes(b.raw + slot, any ? rows * bytes * p.c_in : 0);
-    __syncwarp();
-    if (any) {
-      const Element* from = static_cast<const Element*>(p.x) + n * p.x_stride_n + walk.slab * p.x_stride[0] +
-                            (h + first) * p.x_stride[1] + begin;
-      unsigned char* to =
-          smem + plan.at_raw + slot * plan.raw_bytes + first * row_bytes + (w < 0 ? -w : 0) * int(sizeof(Element));
-      const uint64_t policy = evict_normal_policy();
-      if (width == columns && p.x_stride[1] == columns) {  // rows lie one after the other
-        if (lane < p.c_in) {
-          bulk_load(to + lane * plan.raw_rows * row_bytes, from + lane * p.x_stride_c, rows * bytes, b.raw + slot,
-                    policy);
-        }
-      } else {
-        for (int c = 0; c < p.c_in; ++c, from += p.x_stride_c, to += plan.raw_rows * row_bytes) {
-          for (int r = lane; r < rows; r += 32) {
-            bulk_load(to + r * row_bytes, from + r * p.x_stride[1], bytes, b.raw + slot, policy);
-          }
-        }
-      }
-    }
+    barrier_expect_bytes(b.raw + slot, plan.raw_bytes);
+    gram_tensor_load(smem + plan.at_raw + slot * plan.raw_stride, p.x_map, walk.column - plan.pad[2] - plan.lead,
+                     b.first + walk.row - plan.pad[1], walk.slab, n, b.raw + slot);
     if (++slot == plan.raw_slots) slot = 0;
     walk.advance(p, b);
   }
@@ -161,8 +145,8 @@ struct GramFetch {
 
 // From x to the ring: all tiles, once. A thread takes vectors of four columns, all channels.
 template <typename Element, int kChannels>
-__device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
-                                          GramTurn& turn, GramTurn& raw_turn) {
+__device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& b, unsigned char* smem, GramTurn& turn,
+                                          GramTurn& raw_turn) {
   constexpr int kLoaders = kGramLoaders;
   const GramPlan& plan = p.plan;
   const int tid = threadIdx.x, lane = tid & 31;
@@ -198,14 +182,14 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
       const int w = walk.column - plan.pad[2] - plan.lead + item.vector * 4;  // a vector lies in x or outside it
       const bool inside = unsigned(b.first + row - plan.pad[1]) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
       if (item.row < end_row && unsigned(row) < unsigned(b.rows) && (inside || padded)) {
-        const unsigned char* const from = smem + plan.at_raw + raw_turn.slot * plan.raw_bytes + item.row * row_bytes +
+        const unsigned char* const from = smem + plan.at_raw + raw_turn.slot * plan.raw_stride + item.row * row_bytes +
                                           item.vector * (4 * int(sizeof(Element)));
 #pragma unroll
         for (int c = 0; c < kChannels; c += 2) {
           float v[2][4] = {};
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            if (!inside || c + e >= p.c_in) continue;
+            if (c + e >= p.c_in) continue;
             const unsigned char* const at = from + (c + e) * plane_bytes;
             if constexpr (sizeof(Element) == 4) {
               const float4 f = *reinterpret_cast<const float4*>(at);
@@ -293,8 +277,8 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
 
 // A team's products: each warpgroup has every second group of rows.
 // One warp also fetches the stages: a stage that is there was read from its slot of x, which is free again.
-template <typename Element, int kChannels>
-__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
+template <int kChannels>
+__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, unsigned char* smem, int n,
                                               int team, GramTurn& turn, int& raw_slot, bool fetched) {
   constexpr int kStrips = kChannels == 8 ? 4 : 2, kRows = 8 / kStrips, kSide = kStrips * 8;
   constexpr int kN = (kRows + kGramBands - 1) * kSide;
@@ -372,12 +356,12 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
     edge_held = false;
   };
 
-  const bool fetches = team == 1 && warp == 0;
+  const bool fetches = team == 1 && thread == 0;
   GramFetch fetch;
   fetch.slot = raw_slot;
   for (int i = 0; i < plan.raw_slots; ++i) {
     if (fetches && !fetched) {
-      fetch.next<Element>(p, b, smem, n);
+      fetch.next(p, b, smem, n);
     } else {
       fetch.walk.advance(p, b);
     }
@@ -385,7 +369,8 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
 #pragma unroll 1
   for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
     barrier_wait(b.full + turn.slot, turn.parity);
-    if (fetches) fetch.next<Element>(p, b, smem, n);
+    if (fetches) fetch.next(p, b, smem, n);
+    __syncwarp();
     if (++raw_slot == plan.raw_slots) raw_slot = 0;
     {
       const int groups = (min(plan.tile_rows, b.rows - walk.row) + kRows - 1) / kRows;
@@ -665,12 +650,11 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
 
   let_dependents_start();
   // The first of x: nothing else is needed for it.
-  if (tid < 32) {
-    if (lane < plan.raw_slots) barrier_init(b.raw + lane, 1);
+  if (tid == 0) {
+    for (int i = 0; i < plan.raw_slots; ++i) barrier_init(b.raw + i, 1);
     barrier_init_fence();
-    __syncwarp();
     GramFetch fetch;
-    for (int i = 0; i < plan.raw_slots; ++i) fetch.next<Element>(p, b, smem, n);
+    for (int i = 0; i < plan.raw_slots; ++i) fetch.next(p, b, smem, static_cast<int>(n));
   }
   // What comes last is asked for now.
   if (tid < p.c_out) {
@@ -777,7 +761,7 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
     GramTurn raw_turn;
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
-      gram_load<Element, kChannels>(p, b, smem, n, turn, raw_turn);
+      gram_load<Element, kChannels>(p, b, smem, turn, raw_turn);
       meet();
       if (in_range() || attempt > 0) break;
       meet();
@@ -804,7 +788,7 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
     int raw_slot = 0;
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
-      gram_multiply<Element, kChannels>(p, b, smem, n, group, turn, raw_slot, attempt == 0);
+      gram_multiply<kChannels>(p, b, smem, static_cast<int>(n), group, turn, raw_slot, attempt == 0);
       meet();
       if (in_range() || attempt > 0) break;
       meet();

@@ -35,7 +35,8 @@ struct GramPlan {
   int strip_bytes = 256;
   int stage_bytes = 1;
   int stages = 2;
-  int raw_rows = 1, raw_slots = 2, raw_bytes = 1;  // where x comes as it lies: all channels of a stage's rows a slot
+  // Where x comes as it lies: all channels of a stage's rows a slot.
+  int raw_rows = 1, raw_slots = 2, raw_bytes = 1, raw_stride = 128;
   int tiles[2] = {1, 1};
   int64_t slices = 1;   // thread blocks a sample, along the height
   int slice = 1;        // outputs along it of one
@@ -59,6 +60,7 @@ inline bool gram_sees_samples(const GramPlan& p, int64_t c_out) { return p.slice
 
 // Arguments of the kernel. Passed by value as a __grid_constant__.
 struct GramParams {
+  alignas(64) uint64_t x_map[16];  // tensor map of x as [N][C][D][H][W]
   const void* x;
   int64_t x_stride_n, x_stride_c, x_stride[3];
   const void* weight;

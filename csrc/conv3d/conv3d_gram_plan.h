@@ -41,9 +41,11 @@ inline bool gram_tile(GramPlan* p, const ConvProblem& q, const DeviceLimits& lim
   const int main_rows = p->rows - (p->channels == 4 ? kGramBorders : 0);
   const int rows_in = p->tiles[0] == 1 ? std::min(slab_rows, main_rows) : main_rows;
   p->raw_rows = rows_in;
-  p->raw_bytes = align(int64_t(rows_in) * p->vectors * 4 * size * static_cast<int>(q.c_in));
+  p->raw_bytes = static_cast<int>(int64_t(rows_in) * p->vectors * 4 * size * q.c_in);
+  p->raw_stride = align(p->raw_bytes);
+  if (p->vectors * 4 > 256 || rows_in > 256) return false;  // what a tensor copy brings
   p->at_raw = align(p->at_ring + ring);
-  const int64_t total = align(std::max(p->at_raw + int64_t(p->raw_slots) * p->raw_bytes, after));
+  const int64_t total = align(std::max(p->at_raw + int64_t(p->raw_slots) * p->raw_stride, after));
   if (total > limits.smem_per_block) return false;
   p->smem_bytes = static_cast<int>(total);
   return true;

@@ -189,7 +189,7 @@ struct ChannelLse {
 // its threads round and rearrange the half before.
 template <ConvMath kMath>
 __device__ __forceinline__ void load_rows(const NarrowParams& p, const NarrowSmemLayout& layout, uint32_t* smem,
-                                          int64_t n, TileCursor cursor, int tile_count) {
+                                          int64_t n, uint32_t first_tile, uint32_t end_tile) {
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr int kPerWord = ConvMathTraits<kMath>::kPerWord;
   const NarrowPlan& plan = p.plan;
@@ -201,26 +201,25 @@ __device__ __forceinline__ void load_rows(const NarrowParams& p, const NarrowSme
   const int slot_words = plane_words * p.c_in, pieces = (plan.halo[1] + slot_rows - 1) / slot_rows;
   const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
   // A piece: rows of one depth of a tile.
+  const uint32_t tiles_h = static_cast<uint32_t>(plan.tiles[1]), per_tile = plan.halo[0] * pieces;
   struct Piece {
-    TileCursor cursor;
-    int tiles, d = 0, piece = 0;
+    uint32_t tile, part;
+    int d, h, row;  // of the input; of the halo
   };
-  auto next = [&](Piece& at) {
-    if (++at.piece < pieces) return;
-    at.piece = 0;
-    if (++at.d < plan.halo[0]) return;
-    at.d = 0, --at.tiles;
-    at.cursor.advance(static_cast<int>(plan.tiles[1]), static_cast<int>(plan.tiles[2]));
+  auto piece_of = [&](uint32_t tile, uint32_t part) {
+    const uint32_t depth = part / pieces, row = (part - depth * pieces) * slot_rows, tile_d = tile / tiles_h;
+    return Piece{tile, part, int(tile_d * plan.tile[0] * plan.step[0] + depth) + plan.origin[0],
+                 int((tile - tile_d * tiles_h) * plan.tile[1] * plan.step[1] + row) + plan.origin[1],
+                 int(depth * plan.halo[1] + row)};
   };
-  auto first_row = [&](const Piece& at) {
-    return at.cursor.h * plan.tile[1] * plan.step[1] + plan.origin[1] + at.piece * slot_rows;
-  };
-  auto depth = [&](const Piece& at) { return at.cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0] + at.d; };
   // By one warp.
-  auto fetch = [&](const Piece& at, int slot) {
-    if (at.tiles == 0) return;
-    const int d = depth(at), h = first_row(at), begin = max(0, -h);
-    const int rows = min(min(slot_rows, plan.halo[1] - at.piece * slot_rows), p.in[1] - h) - begin;
+  auto fetch = [&](uint32_t tile, uint32_t part, int slot) {
+    if (part >= per_tile) part -= per_tile, ++tile;
+    if (part >= per_tile) part -= per_tile, ++tile;
+    if (tile >= end_tile) return;
+    const Piece at = piece_of(tile, part);
+    const int d = at.d, h = at.h, begin = max(0, -h);
+    const int rows = min(min(slot_rows, plan.halo[1] - at.row % plan.halo[1]), p.in[1] - h) - begin;
     const bool any = rows > 0 && unsigned(d) < unsigned(p.in[0]);
     const uint32_t bytes = row_words * 4;
     if (tid == 0) barrier_expect_bytes(raw_full + slot, any ? rows * bytes * p.c_in : 0);
@@ -237,23 +236,21 @@ __device__ __forceinline__ void load_rows(const NarrowParams& p, const NarrowSme
       }
     }
   };
-  Piece ahead{cursor, tile_count}, at{cursor, tile_count};
   if (tid < 32) {
-    for (int slot = 0; slot < 2; ++slot, next(ahead)) fetch(ahead, slot);
+    for (int slot = 0; slot < 2; ++slot) fetch(first_tile, slot, slot);
   }
   int stage = 0, slot = 0;
   uint32_t parity = 1, raw_parity = 0;
   const int columns = plan.pitch / kPerWord;  // words of a row of the halo
   const int lead = (plan.lead - plan.origin[2]) / kPerWord;
-  while (at.tiles > 0) {
-    const bool begins = at.d == 0 && at.piece == 0;
+  for (uint32_t tile = first_tile, part = 0; tile < end_tile;) {
     barrier_wait(raw_full + slot, raw_parity);
-    if (begins) barrier_wait(empty + stage, parity);
-    const int h = first_row(at), rows = min(slot_rows, plan.halo[1] - at.piece * slot_rows);
-    const bool inside_d = unsigned(depth(at)) < unsigned(p.in[0]);
+    if (part == 0) barrier_wait(empty + stage, parity);
+    const Piece at = piece_of(tile, part);
+    const int h = at.h, rows = min(slot_rows, plan.halo[1] - at.row % plan.halo[1]);
+    const bool inside_d = unsigned(at.d) < unsigned(p.in[0]);
     const uint32_t* const raw = smem + layout.raw + slot * slot_words;
-    uint32_t* const to = smem + layout.halo + stage * narrow_stage_words(plan) +
-                         (at.d * plan.halo[1] + at.piece * slot_rows) * plan.pitch * 4;
+    uint32_t* const to = smem + layout.halo + stage * narrow_stage_words(plan) + at.row * plan.pitch * 4;
     int row = 0, column = tid;
     while (column >= columns) column -= columns, ++row;
     while (row < rows) {
@@ -283,11 +280,11 @@ __device__ __forceinline__ void load_rows(const NarrowParams& p, const NarrowSme
       column += 128;
       while (column >= columns) column -= columns, ++row;
     }
-    next(at);
     named_barrier(2, 128);  // the slot is free
-    if (tid < 32) fetch(ahead, slot), next(ahead);
+    if (tid < 32) fetch(tile, part + 2, slot);
     slot ^= 1, raw_parity ^= slot == 0;
-    if (at.d == 0 && at.piece == 0) {
+    if (++part == per_tile) {
+      part = 0, ++tile;
       wgmma_fence_shared();
       barrier_arrive(full + stage);
       if (++stage == plan.stages) stage = 0, parity ^= 1;
@@ -322,7 +319,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
   int2* const weight_table = reinterpret_cast<int2*>(smem + layout.weights);
   int4* const strip_table = reinterpret_cast<int4*>(smem + layout.strips);
   uint32_t* const halo = smem + layout.halo;
-  const int pairs = (plan.strips + 1) / 2;
+  const int pairs = (plan.strips + 2 * kConsumers - 1) / (2 * kConsumers) * kConsumers;  // with empty ones
 
   const int tid = threadIdx.x;
   const int64_t n = blockIdx.x / plan.slices;
@@ -346,12 +343,13 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
   __syncthreads();
 
   int tile_count;
-  TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
+  const TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
+  const uint32_t first_tile = static_cast<uint32_t>(slice * plan.tiles_per_slice);
 
   if (tid < kLoaders) {
     share_registers<kProducers, kConsumers, false, (kSteps > kNarrowSplitSteps)>();
     if (!kTerms && p.load == NarrowLoad::kRows) {
-      if constexpr (!kTerms) load_rows<kMath>(p, layout, smem, n, cursor, tile_count);
+      if constexpr (!kTerms) load_rows<kMath>(p, layout, smem, n, first_tile, first_tile + tile_count);
     } else {
       narrow_load_tiles<kMath, true, kProducers, true>(p, layout, smem, n, 0, cursor, tile_count);
     }
@@ -390,49 +388,51 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
     lse.warp = warp;
     lse.lane = lane;
 
-    int stage = 0, job = warpgroup;
+    int stage = 0, round = -1, rounds, limit;
     int leaving = -1;  // a stage to give back when nothing needs it any more
-    uint32_t parity = 0;
+    uint32_t parity = 0, tile = first_tile;
     const uint32_t halo_address = shared_address(halo) >> 4;
     const int stage_chunks = narrow_stage_words(plan) / 4;
-    const int4* const my_strips = strip_table + lane / 16;
+    const int4* const my_strips = strip_table + 2 * warpgroup + lane / 16;
     // What is left of the output from the tile's first position on, and where that lies.
     int room[3];
     uint32_t tile_offset;
     auto enter_tile = [&] {
-      const int d = cursor.d * plan.tile[0], h = cursor.h * plan.tile[1], w = cursor.w * plan.tile[2];
+      const uint32_t tiles_w = static_cast<uint32_t>(plan.tiles[2]), tiles_h = static_cast<uint32_t>(plan.tiles[1]);
+      const uint32_t row = tile / tiles_w, plane = row / tiles_h;
+      const int d = plane * plan.tile[0], h = (row - plane * tiles_h) * plan.tile[1],
+                w = (tile - row * tiles_w) * plan.tile[2];
       room[0] = p.out[0] - d, room[1] = p.out[1] - h, room[2] = p.out[2] - w;
       tile_offset = uint32_t(d * p.out[1] + h) * p.out[2] + w;
+      // All warpgroups take as many turns, up to the last strip with outputs.
+      const int rows = (min(plan.tile[0], room[0]) - 1) * plan.tile[1] + min(plan.tile[1], room[1]);
+      limit = rows * (plan.tile[2] / kStrip);
+      rounds = (limit + 2 * kConsumers - 1) / (2 * kConsumers);
     };
     enter_tile();
-    // The next pair of this warpgroup, an empty one if it has none in the next tile, since one stage at a time can be
-    // left. False after the last.
+    // The next pair of this warpgroup, an empty one where it has none. False after the last.
     auto advance = [&](LsePair& pair) {
-      bool crossed = false;
-      for (;;) {
-        if (job < pairs) {
-          const int4 entry = my_strips[2 * job];
-          job += kConsumers;
-          pair.width = (entry.z >> 16) < room[0] && (entry.z & 0xffff) < room[1] ? min(kStrip, room[2] - entry.w) : 0;
-          if (!__any_sync(0xffffffffu, pair.width > 0)) continue;
-          pair.offset = tile_offset + entry.y;
-          pair.address = halo_address + stage * stage_chunks + entry.x;
-          if constexpr (kTerms) {
-            pair.unscaled = *reinterpret_cast<const float*>(smem + layout.barriers + kNarrowScales + stage);
-          }
-          return true;
-        }
-        pair.width = 0;
-        if (crossed) return true;
-        crossed = true;
+      pair.width = 0;
+      if (++round == rounds) {
         if (--tile_count == 0) return false;
-        job -= pairs;
+        round = 0;
         leaving = stage;
         if (++stage == plan.stages) stage = 0, parity ^= 1;
-        cursor.advance(static_cast<int>(plan.tiles[1]), static_cast<int>(plan.tiles[2]));
+        ++tile;
         enter_tile();
         barrier_wait(full + stage, parity);
       }
+      const int strip = round * (2 * kConsumers);  // the block's first
+      const int4 entry = my_strips[strip];
+      if (strip + 2 * warpgroup + lane / 16 < limit && (entry.z >> 16) < room[0] && (entry.z & 0xffff) < room[1]) {
+        pair.width = min(kStrip, room[2] - entry.w);
+      }
+      pair.offset = tile_offset + entry.y;
+      pair.address = halo_address + stage * stage_chunks + entry.x;
+      if constexpr (kTerms) {
+        pair.unscaled = *reinterpret_cast<const float*>(smem + layout.barriers + kNarrowScales + stage);
+      }
+      return true;
     };
     // Two terms: the small products come first. Most of the large ones have a sum of their own, since the tensor cores
     // truncate where they add to a sum.
@@ -491,9 +491,15 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
     Products first, second;
     LsePair pair{}, next{};
     bool more = advance(next), again = false;
-    if (!more) return;
     multiply(first, next, 0);
+    // Special functions are what most of the time goes into, and warps that come to them together leave them together,
+    // to wait for all else side by side. So warpgroups take turns by halves.
+    constexpr bool kTurns = kConsumers == 4;
+    constexpr int kTurn = 8;  // barriers of the first and the second half
+    const int half = warpgroup / 2;
+    if (kTurns && half == 1) named_barrier_arrive(kTurn, 128 * kConsumers);
     while (more || again) {
+      const bool in_turn = kTurns && more;
       wgmma_wait<0>();
       use(first);
       if (__builtin_expect(again, 0)) {
@@ -518,6 +524,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
       set_scales(pair);
       float s[2 * lse.kSums];
       multiply(second, pair, 1);
+      if (in_turn) named_barrier(kTurn + half, 128 * kConsumers);
       lse.add_up(first.acc, s);
       wgmma_wait<0>();
       use(second);
@@ -525,6 +532,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
       // After the last pair these are products for nobody, since a branch around them would make the compiler wait.
       multiply(first, next, 0);
       lse.add_up(second.acc, s + lse.kSums);
+      if (in_turn && (half == 0 || more)) named_barrier_arrive(kTurn + 1 - half, 128 * kConsumers);
       again = !lse.finish(s, pair);
     }
     wgmma_wait<0>();

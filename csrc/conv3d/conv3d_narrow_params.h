@@ -86,6 +86,11 @@ inline bool narrow_sees_samples(const NarrowPlan& p, int64_t groups) {
   return p.slices == 1 && p.n_tiles == 1 && groups == 1;
 }
 
+// Whether the logsumexp kernel could load whole rows at once: half of a tile's rows fit where one tile lies otherwise.
+inline bool narrow_takes_rows(const NarrowPlan& p) {
+  return p.paired && p.math != ConvMath::kFp16x3 && p.tiles[2] == 1 && p.halo[1] > 1;
+}
+
 // How the loading warpgroup reads x.
 enum class NarrowLoad : int {
   kVectors,  // rows in vectors of 4 positions

@@ -39,7 +39,7 @@ KGOPT_HD NarrowSmemLayout narrow_smem_layout(const NarrowPlan& p) {
   const int weight_words = p.channel_rows ? 2 : p.window * p.window * p.columns * split;
   s.offsets = s.weights + align(p.k_steps * 8 * weight_words);
   s.strips = s.offsets + align(p.k_steps * 8);
-  s.columns = s.strips + align(p.paired ? (p.strips + 1) / 2 * 8 : p.strips * 2);
+  s.columns = s.strips + align(p.paired ? (p.strips + 2 * p.consumers) * 4 : p.strips * 2);
   s.scratch = s.columns + align(p.columns * 4);
   s.halo = s.scratch + align(p.columns * 3 * p.consumers * 4);
   s.raw = s.halo + narrow_stage_words(p) * p.stages;

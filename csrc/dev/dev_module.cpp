@@ -273,6 +273,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("raw_rows", &GramPlan::raw_rows)
       .def_readonly("raw_slots", &GramPlan::raw_slots)
       .def_readonly("raw_bytes", &GramPlan::raw_bytes)
+      .def_readonly("raw_stride", &GramPlan::raw_stride)
       .def_readonly("at_raw", &GramPlan::at_raw)
       .def_readonly("slices", &GramPlan::slices)
       .def_readonly("slice", &GramPlan::slice)
