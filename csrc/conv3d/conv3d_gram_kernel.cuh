@@ -507,32 +507,28 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       if (32 * i + 31 < k) continue;
+      // All lanes do the same, without branches, and those with an entry on or right of the diagonal store it.
       const int j = 32 * i + lane;
-      if (j >= pitch || j < k) continue;
-      float sum = 0.f;
-      if (j < taps) {
-        const Tap c = mine[i];
-        const int band = c.h - a.h;
-        const float* const of = gram + (band * kSide + a.at) * kSide + c.at;
-        const float* const team = of + kGramBands * kSide * kSide;
-        sum = of[0] + of[kChannels * kSide + kChannels] + (team[0] + team[kChannels * kSide + kChannels]);
-        const float* const edge = border + a.at * kEdge + c.at;
-        // Of the two border rows above and below, those that this pair of taps does not see. Always read: branches
-        // would wait for each.
+      const Tap c = mine[i];
+      const int band = max(c.h - a.h, 0);
+      const float* const of = gram + (band * kSide + a.at) * kSide + c.at;
+      const float* const team = of + kGramBands * kSide * kSide;
+      float sum = of[0] + of[kChannels * kSide + kChannels] + (team[0] + team[kChannels * kSide + kChannels]);
+      const float* const edge = border + a.at * kEdge + c.at;
+      // Of the two border rows above and below, those that this pair of taps does not see.
 #pragma unroll
-        for (int row = 0; row < kGramTaps - 1; ++row) {
-          const bool above = row < a.h, unseen = above ? row >= -band : row < last_row - max(band, 0);
-          const float* const v =
-              edge + (above ? 0 : kEdge * kEdge) + row * kSide * kEdge + min(max(row + band, 0), 1) * kSide;
-          const float both_outputs = v[0] + v[kChannels * kEdge + kChannels];
-          sum -= unseen ? both_outputs : 0.f;
-        }
-        sum = (sum - sum_a * my_mean[i]) * (scale_a * my_scale[i]);
-        c_matrix[j * pitch + k] = sum;
+      for (int row = 0; row < kGramTaps - 1; ++row) {
+        const bool above = row < a.h, unseen = above || row + band < last_row;
+        const float* const v = edge + (above ? 0 : kEdge * kEdge) + row * kSide * kEdge + min(row + band, 1) * kSide;
+        const float both_outputs = v[0] + v[kChannels * kEdge + kChannels];
+        sum -= unseen ? both_outputs : 0.f;
       }
-      c_matrix[k * pitch + j] = sum;
+      sum = j < taps ? (sum - sum_a * my_mean[i]) * (scale_a * my_scale[i]) : 0.f;
+      if (j >= k && j < taps) c_matrix[j * pitch + k] = sum;
+      if (j >= k && j < pitch) c_matrix[k * pitch + j] = sum;
     }
   }
+  __syncwarp();
   bool inexact = false;
   for (int first = 0; first < p.c_out; first += columns) {
     const int valid = min(columns, p.c_out - first);

@@ -8,15 +8,14 @@
 
 namespace kgopt {
 
-// positions: of a product of the statistics; 0: logsumexp.
-template <ConvMath kMath, int kSteps, int kPositions>
+template <ConvMath kMath, int kSteps, int kPositions, bool kLse>
 Status launch_channels_instance(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   const NarrowPlan& plan = p.plan;
   const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
   const int threads = 128 * (plan.producers + plan.consumers);
-  if constexpr (kPositions == 0) {
-    return launch_kernel<conv_narrow_lse_kernel<kMath, kSteps>>("conv_narrow_lse_kernel", p, grid, threads,
-                                                                plan.smem_bytes, stream, /*early=*/true);
+  if constexpr (kLse) {
+    return launch_kernel<conv_narrow_lse_kernel<kMath, kSteps, kPositions>>("conv_narrow_lse_kernel", p, grid, threads,
+                                                                            plan.smem_bytes, stream, /*early=*/true);
   } else {
     return launch_kernel<conv_narrow_channels_kernel<kMath, kSteps, kPositions>>(
         "conv_narrow_channels_kernel", p, grid, threads, plan.smem_bytes, stream, p.stats.inexact != nullptr);
@@ -25,9 +24,8 @@ Status launch_channels_instance(const NarrowParams& p, int64_t n, cudaStream_t s
 
 template <ConvMath kMath, int kSteps, bool kLse>
 Status launch_channels_steps(const NarrowParams& p, int64_t n, cudaStream_t stream) {
-  if constexpr (kLse) return launch_channels_instance<kMath, kSteps, 0>(p, n, stream);
-  return p.plan.strip == 64 ? launch_channels_instance<kMath, kSteps, 64>(p, n, stream)
-                            : launch_channels_instance<kMath, kSteps, 32>(p, n, stream);
+  return p.plan.strip == 64 ? launch_channels_instance<kMath, kSteps, 64, kLse>(p, n, stream)
+                            : launch_channels_instance<kMath, kSteps, 32, kLse>(p, n, stream);
 }
 
 template <ConvMath kMath, bool kLse>

@@ -30,7 +30,6 @@ inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the wid
 KGOPT_HD constexpr int narrow_channel_consumers(ConvMath math, bool lse) {
   return lse && math != ConvMath::kFp16x3 ? 4 : 3;
 }
-inline constexpr int kNarrowLseStrip = 32;  // positions of a product there; two products make a pair
 inline constexpr int kNarrowChannelSteps = 9;
 inline constexpr int kNarrowSplitSteps = 5;  // the same with two terms of each weight
 inline constexpr int kNarrowWindow = 3;      // kernel rows that share a fragment, where they do
@@ -42,7 +41,6 @@ struct NarrowPlan {
   ConvMath math = ConvMath::kTf32;
   // Rows of the GEMM are output channels and columns positions, or the other way round.
   bool channel_rows = false;
-  bool paired = false;               // with channels as rows: strips are taken two at a time
   int columns = 24;                  // output channels per thread block
   int producers = 2, consumers = 3;  // warpgroups
   int window = 1;  // kernel rows (along the height) that one load of A serves; the others are part of K
@@ -86,17 +84,11 @@ inline bool narrow_sees_samples(const NarrowPlan& p, int64_t groups) {
   return p.slices == 1 && p.n_tiles == 1 && groups == 1;
 }
 
-// Whether the logsumexp kernel could load whole rows at once: half of a tile's rows fit where one tile lies otherwise.
-inline bool narrow_takes_rows(const NarrowPlan& p) {
-  return p.paired && p.math != ConvMath::kFp16x3 && p.tiles[2] == 1 && p.halo[1] > 1;
-}
-
 // How the loading warpgroup reads x.
 enum class NarrowLoad : int {
   kVectors,  // rows in vectors of 4 positions
   kWords,    // single words: fp32, or two neighbouring half channels in one aligned word
-  kHalves,   // single half values
-  kRows      // whole rows of 16-byte pieces by bulk copies; where strips are paired
+  kHalves    // single half values
 };
 
 // What becomes of statistics.

@@ -17,7 +17,8 @@ struct NarrowSmemLayout {
   int weights;   // in the blocks of wgmma.cuh: the high parts, for each turn of the window; then the low parts. Where
                  // channels are rows and weights live in registers: an int2 of each K entry, where they lie
   int offsets;   // K offset table: an int2 per (k step, lane % 4); chunked: an int per (lane / 16, k step)
-  int strips;    // per strip its offset in the halo and its position in the tile, an int2
+  int strips;    // per strip its offset in the halo and its position in the tile, an int2; for logsumexp with channels
+                 // as rows an int4
   int columns;   // per output channel a float4 of the epilogue
   int scratch;   // moments of each warp
   int halo;
@@ -39,7 +40,7 @@ KGOPT_HD NarrowSmemLayout narrow_smem_layout(const NarrowPlan& p) {
   const int weight_words = p.channel_rows ? 2 : p.window * p.window * p.columns * split;
   s.offsets = s.weights + align(p.k_steps * 8 * weight_words);
   s.strips = s.offsets + align(p.k_steps * 8);
-  s.columns = s.strips + align(p.paired ? (p.strips + 2 * p.consumers) * 4 : p.strips * 2);
+  s.columns = s.strips + align(p.strips * (p.channel_rows ? 4 : 2));
   s.scratch = s.columns + align(p.columns * 4);
   s.halo = s.scratch + align(p.columns * 3 * p.consumers * 4);
   s.raw = s.halo + narrow_stage_words(p) * p.stages;
@@ -103,11 +104,11 @@ inline void narrow_chunk_pairs(NarrowPlan* p) {
 inline double narrow_cost(const NarrowPlan& p, bool lse) {
   const double halo_cost = double(p.halo[0]) * p.halo[1] * p.vectors * 4 * p.words * 4 / 20.0 + 1000;
   if (p.channel_rows) {
-    const int strip = p.paired ? 2 * p.strip : p.strip, strips = p.paired ? (p.strips + 1) / 2 : p.strips;
-    const double issue = ((lse ? 3.5 : 1.5) * strip + 2 * p.k_steps + 120) / 0.75;
+    const double issue = ((lse ? 3.5 : 1.5) * p.strip + 2 * p.k_steps + 120) / 0.75;
     const bool split = p.math == ConvMath::kFp16x3;
-    const double mma = p.k_steps * strip / 2.0 * (split ? 3 : 1), special = lse ? (split ? 12.0 : 8.0) * strip : 0.0;
-    const int rounds = (strips + p.consumers - 1) / p.consumers * p.consumers;
+    const double mma = p.k_steps * p.strip / 2.0 * (split ? 3 : 1),
+                 special = lse ? (split ? 12.0 : 8.0) * p.strip : 0.0;
+    const int rounds = (p.strips + p.consumers - 1) / p.consumers * p.consumers;
     const double compute = rounds * std::max(mma, std::max(issue, special)) + mma + 300;
     return double(p.tiles_per_sample) * (std::max(compute, halo_cost) + (p.stages > 2 ? 0.1 : 0.2) * halo_cost + 300);
   }
@@ -200,8 +201,7 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   const auto full_width = [&](int strip) {
     return static_cast<int>(std::min<int64_t>((q.out[2] + strip - 1) / strip * strip, 4096));
   };
-  p.paired = p.channel_rows && lse;
-  if (p.channel_rows) p.strip = p.paired ? kNarrowLseStrip : full_width(32) * 10 < full_width(64) * 9 ? 32 : 64;
+  if (p.channel_rows) p.strip = full_width(32) * 10 < full_width(64) * 9 ? 32 : 64;
   const int full_w = full_width(p.strip);
   double best = -1;
   NarrowPlan chosen;

@@ -206,8 +206,7 @@ inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape
   }
   p.c_out_total = static_cast<int>(shape.c_out);
   p.plan = plan;
-  p.load = narrow_takes_rows(plan) && rows_in_pieces(a, shape)           ? NarrowLoad::kRows
-           : rows_in_vectors(a, shape)                                   ? NarrowLoad::kVectors
+  p.load = rows_in_vectors(a, shape)                                     ? NarrowLoad::kVectors
            : dtype_size(shape.dtype) == 4 || has_channel_pairs(p, shape) ? NarrowLoad::kWords
                                                                          : NarrowLoad::kHalves;
   return p;
