@@ -212,9 +212,17 @@ inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape
   return p;
 }
 
-// What the Gram kernel asks of strides: rows in pieces of 16 bytes, and a tap's place in a filter's channel in 27 bits.
+// What the Gram kernel asks of strides: rows in pieces of 16 bytes, strides that a tensor map can have, and a tap's place
+// in a filter's channel in 27 bits.
 inline bool gram_takes_strides(const ConvArgs& a, const ConvShape& shape) {
   if (!rows_in_pieces(a, shape)) return false;
+  int64_t strides[3];
+  spatial_strides(a.x, a.rank, strides);
+  const int64_t sizes[4] = {shape.n, shape.c_in, shape.in[0], shape.in[1]};
+  const int64_t steps[4] = {a.x.stride(0), a.x.stride(1), strides[0], strides[1]};
+  for (int i = 0; i < 4; ++i) {
+    if (sizes[i] > 1 && (steps[i] <= 0 || steps[i] >= int64_t(1) << 37)) return false;
+  }
   const WeightStrides w = weight_strides(a, shape);
   int64_t reach = 0;
   for (int i = 0; i < 3; ++i) reach += (shape.kernel[i] - 1) * w.k[i];
