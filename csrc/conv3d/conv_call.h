@@ -212,8 +212,8 @@ inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape
   return p;
 }
 
-// What the Gram kernel asks of strides: rows in pieces of 16 bytes, strides that a tensor map can have, and a tap's place
-// in a filter's channel in 27 bits.
+// What the Gram kernel asks of strides: rows in pieces of 16 bytes, strides that a tensor map can have, and a tap's
+// place in a filter's channel in 27 bits.
 inline bool gram_takes_strides(const ConvArgs& a, const ConvShape& shape) {
   if (!rows_in_pieces(a, shape)) return false;
   int64_t strides[3];
