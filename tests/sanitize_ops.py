@@ -350,9 +350,9 @@ def pipeline_cases() -> None:
 
     # On Hopper: statistics from the Gram matrix, once of an input that its filters cancel and the convolution corrects.
     for dtype, smooth in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-        x, weight = tensor(2, 8, 70, 132, dtype=dtype), tensor(40, 8, 3, 3, dtype=dtype)
+        x, weight = tensor(2, 8, 70, 136, dtype=dtype), tensor(40, 8, 3, 3, dtype=dtype)
         if smooth:
-            x = x * 1e-3 + torch.linspace(0, 1, 132, device=x.device, dtype=dtype)
+            x = x * 1e-3 + torch.linspace(0, 1, 136, device=x.device, dtype=dtype)
             weight -= weight.mean(dim=(1, 2, 3), keepdim=True)
         run(
             f"conv2d_..._logsumexp of the Gram matrix {dtype}{' that cancels' if smooth else ''}",

@@ -1020,7 +1020,7 @@ def test_wgrad_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -
 # The kernel that takes statistics from the Gram matrix of the input.
 
 
-def check_gram_plan(plan, case: dict, size, output, c_in: int, c_out: int, limits) -> None:
+def check_gram_plan(plan, case: dict, output, c_in: int, dtype: str, limits) -> None:
     """A stage holds every entry that the products of its rows read, and the ring never waits for itself."""
     assert plan.refusal is None
     assert plan.smem_bytes <= limits.smem_per_block
@@ -1033,9 +1033,10 @@ def check_gram_plan(plan, case: dict, size, output, c_in: int, c_out: int, limit
     assert plan.tiles[1] * plan.tile_pairs * 2 >= output[2] > (plan.tiles[1] - 1) * plan.tile_pairs * 2
     assert plan.tile_rows % plan.group_rows == 0
     assert plan.tile_pairs % 16 == 0
-    # Columns: the first of a vector lies at a multiple of four, the last tap of the last output is there.
-    assert (plan.lead + case["padding"][2]) % 4 == 0
-    assert 0 <= plan.lead < 4
+    # Columns: the first of a row lies at 16 bytes, the last tap of the last output is there.
+    piece = 4 if dtype == "float32" else 8
+    assert (plan.lead + case["padding"][2]) % piece == 0
+    assert 0 <= plan.lead < piece
     assert plan.vectors * 4 >= plan.lead + min(2 * plan.tile_pairs, output[2]) + 2
     # The products of a tile's last group read the two rows after it.
     assert plan.tile_rows + 2 <= plan.rows - (4 if plan.channels == 4 else 0)
@@ -1044,8 +1045,18 @@ def check_gram_plan(plan, case: dict, size, output, c_in: int, c_out: int, limit
     assert plan.at_ring + plan.stages * plan.stage_bytes <= plan.smem_bytes
     assert plan.at_ring % 128 == 0
     assert plan.stages > 1
-    assert plan.fifo >= 1
     assert plan.cycles > 0
+    # A slot holds all rows that a stage reads, and copies to it are of 16 bytes.
+    size = 4 if dtype == "float32" else 2
+    assert plan.raw_rows == min(rows, plan.tile_rows + 2) if plan.tiles[0] == 1 else plan.tile_rows + 2
+    assert plan.vectors * 4 * size % 16 == 0
+    assert plan.raw_bytes == plan.raw_rows * plan.vectors * 4 * size * c_in
+    assert plan.raw_stride >= plan.raw_bytes
+    assert plan.raw_stride % 128 == plan.at_raw % 128 == 0, "where tensor copies may go"
+    assert plan.raw_rows <= 256
+    assert plan.vectors <= 64
+    assert plan.at_raw >= plan.at_ring + plan.stages * plan.stage_bytes
+    assert plan.at_raw + plan.raw_slots * plan.raw_stride <= plan.smem_bytes
 
 
 @settings(max_examples=200, deadline=None)
@@ -1062,13 +1073,14 @@ def test_gram_plan_of_any_shape(data) -> None:
     if min(outputs) < 1:
         return
     c_in, c_out = draw(st.integers(1, 8)), draw(st.integers(1, 150))
+    dtype = draw(st.sampled_from(DTYPES))
     problem, output = make_problem(
         c_in,
         c_out,
         size,
         **case,
         n=draw(st.integers(1, 200)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        dtype=dtype,
         allow_tf32=draw(st.booleans()),
         epilogue=dev.ConvEpilogue.stats,
     )
@@ -1076,7 +1088,7 @@ def test_gram_plan_of_any_shape(data) -> None:
     if plan.refusal is not None:
         assert len(plan.refusal) > 10
         return
-    check_gram_plan(plan, case, size, output, c_in, c_out, GPUS["h200"])
+    check_gram_plan(plan, case, output, c_in, dtype, GPUS["h200"])
 
 
 @pytest.mark.parametrize(

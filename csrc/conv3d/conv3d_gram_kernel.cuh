@@ -20,6 +20,7 @@
 #include <type_traits>
 
 #include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/mma.cuh"
 #include "../common/reduce.cuh"
@@ -84,20 +85,9 @@ __device__ __forceinline__ void gram_product(float (&d)[kN / 2], uint64_t a, uin
 
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// Until at most `under_way` - 1 of a thread's groups of copies are.
-__device__ __forceinline__ void wait_for_oldest(int under_way) {
-  switch (under_way) {
-    case 1: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-    case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-    case 3: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-    case 4: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-    default: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
-  }
-}
-
 // Shared memory, and what the two sides agree on.
 struct GramBlock {
-  uint64_t *full, *empty;
+  uint64_t *full, *empty, *raw, *meet;
   float2* shift;       // [8] of (-pivot * scale, scale)
   float* largest;      // [16 warps][8 channels]
   int first, outputs;  // rows of outputs, of this block
@@ -127,26 +117,46 @@ struct GramWalk {
   }
 };
 
-// From x to the ring: all tiles, once. A thread takes vectors of four columns, all channels, and has the next few under
-// way in a part of shared memory of its own.
+// Columns, rows, slab, channels and sample of x by one tensor copy; zeros outside of x.
+__device__ __forceinline__ void gram_tensor_load(void* shared, const void* map, int w, int h, int d, int n,
+                                                 uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(w), "r"(h), "r"(d), "r"(0), "r"(n), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// Brings x as it lies to the slots of `raw`, a stage's rows to each. By one thread.
+struct GramFetch {
+  GramWalk walk;
+  int slot = 0;
+
+  __device__ __forceinline__ void next(const GramParams& p, const GramBlock& b, unsigned char* smem, int n) {
+    if (walk.done(b)) return;
+    const GramPlan& plan = p.plan;
+    barrier_expect_bytes(b.raw + slot, plan.raw_bytes);
+    gram_tensor_load(smem + plan.at_raw + slot * plan.raw_stride, p.x_map, walk.column - plan.pad[2] - plan.lead,
+                     b.first + walk.row - plan.pad[1], walk.slab, n, b.raw + slot);
+    if (++slot == plan.raw_slots) slot = 0;
+    walk.advance(p, b);
+  }
+};
+
+// From x to the ring: all tiles, once. A thread takes vectors of four columns, all channels.
 template <typename Element, int kChannels>
-__device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& b, unsigned char* smem, int64_t n,
-                                          GramTurn& turn) {
-  constexpr int kVector = 4 * sizeof(Element), kLoaders = kGramLoaders;
+__device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& b, unsigned char* smem, GramTurn& turn,
+                                          GramTurn& raw_turn) {
+  constexpr int kLoaders = kGramLoaders;
   const GramPlan& plan = p.plan;
   const int tid = threadIdx.x, lane = tid & 31;
-  const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
   const bool padded = (plan.pad[1] | plan.pad[2]) != 0;
   const int main_rows = plan.rows - (kChannels == 4 ? kGramBorders : 0);
-  // Where one tile holds all rows of a slab, rows around it stay the zeros that they are.
   const bool one_tile = plan.tiles[0] == 1;
-  const int end_row = one_tile ? b.rows : main_rows;
-  const int rounds = (end_row * plan.vectors + kLoaders - 1) / kLoaders;
+  const int rounds = ((one_tile ? b.rows : main_rows) * plan.vectors + kLoaders - 1) / kLoaders;
   const int row_begin = tid / plan.vectors, vector_begin = tid % plan.vectors;
   const int row_step = kLoaders / plan.vectors, vector_step = kLoaders - row_step * plan.vectors;
-  unsigned char* const raw = smem + plan.at_raw + tid * kVector;
-  constexpr int kChannelBytes = kLoaders * kVector, kSlotBytes = kChannels * kChannelBytes;
-
+  const int row_bytes = plan.vectors * 4 * int(sizeof(Element)), plane_bytes = plan.raw_rows * row_bytes;
   // A vector of a stage.
   struct Item {
     int row, vector;
@@ -155,71 +165,32 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
     item.row += row_step, item.vector += vector_step;
     if (item.vector >= plan.vectors) item.vector -= plan.vectors, ++item.row;
   };
-
-  // What is fetched next, and which of the slots hold values that count, not zeros.
-  GramWalk ahead;
-  Item fetched{row_begin, vector_begin};
-  int round_ahead = 0, fetch_slot = 0;
-  uint32_t counting = 0;
-  auto fetch = [&] {
-    if (!ahead.done(b)) {
-      const int row = ahead.row + fetched.row;  // of the block
-      const int d = ahead.slab, h = b.first + row - plan.pad[1];
-      const int w = ahead.column - plan.pad[2] - plan.lead + fetched.vector * 4;  // a vector lies in x or outside it
-      const bool some = fetched.row < end_row && unsigned(row) < unsigned(b.rows);
-      const bool inside =
-          unsigned(d) < unsigned(p.in[0]) && unsigned(h) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
-      unsigned char* to = raw + fetch_slot * kSlotBytes;
-      counting = (counting & ~(1u << fetch_slot)) | uint32_t(some && (inside || padded)) << fetch_slot;
-      if (some && inside) {
-        const Element* src = x + (d * p.x_stride[0] + h * p.x_stride[1] + w);
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-          if (c < p.c_in) {  // the others stay zeros
-            if constexpr (kVector == 16) {
-              cp_async_16(to + c * kChannelBytes, src);
-            } else {
-              cp_async<kVector>(to + c * kChannelBytes, src, true);
-            }
-          }
-          src += p.x_stride_c;
-        }
-      } else if (some && padded) {
-        using Vector = std::conditional_t<kVector == 16, uint4, uint2>;
-#pragma unroll 1
-        for (int c = 0; c < kChannels; ++c, to += kChannelBytes) *reinterpret_cast<Vector*>(to) = Vector{};
-      }
-      advance(fetched);
-      if (++round_ahead == rounds) {
-        round_ahead = 0, fetched = {row_begin, vector_begin};
-        ahead.advance(p, b);
-      }
-    }
-    cp_async_commit();
-    if (++fetch_slot == plan.fifo) fetch_slot = 0;
-  };
-  for (int i = 0; i < plan.fifo; ++i) fetch();
-
   auto has_bottom = [&](const GramWalk& walk) { return unsigned(b.outputs - walk.row) < unsigned(plan.tile_rows); };
   float most[kChannels] = {};
-  int slot = 0;
-  for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
+  for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages), raw_turn.advance(plan.raw_slots)) {
     const int pairs = min(plan.tile_pairs, (p.out[2] - walk.column) / 2);  // with outputs
     unsigned char* const to_stage = smem + plan.at_ring + turn.slot * plan.stage_bytes;
+    barrier_wait(b.raw + raw_turn.slot, raw_turn.parity);
+    // Where one tile holds all rows of a slab, rows around it stay the zeros that they are.
+    const int end_row = one_tile ? b.rows : main_rows;
     Item item{row_begin, vector_begin};
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round, advance(item)) {
-      wait_for_oldest(plan.fifo);
       // Two channels of four positions at a time.
       uint32_t words[4][kChannels / 2] = {};
-      if (counting >> slot & 1) {
-        const unsigned char* const from = raw + slot * kSlotBytes;
+      const int row = walk.row + item.row;                                    // of the block
+      const int w = walk.column - plan.pad[2] - plan.lead + item.vector * 4;  // a vector lies in x or outside it
+      const bool inside = unsigned(b.first + row - plan.pad[1]) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
+      if (item.row < end_row && unsigned(row) < unsigned(b.rows) && (inside || padded)) {
+        const unsigned char* const from = smem + plan.at_raw + raw_turn.slot * plan.raw_stride + item.row * row_bytes +
+                                          item.vector * (4 * int(sizeof(Element)));
 #pragma unroll
         for (int c = 0; c < kChannels; c += 2) {
-          float v[2][4];
+          float v[2][4] = {};
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const unsigned char* const at = from + (c + e) * kChannelBytes;
+            if (c + e >= p.c_in) continue;
+            const unsigned char* const at = from + (c + e) * plane_bytes;
             if constexpr (sizeof(Element) == 4) {
               const float4 f = *reinterpret_cast<const float4*>(at);
               v[e][0] = f.x, v[e][1] = f.y, v[e][2] = f.z, v[e][3] = f.w;
@@ -240,15 +211,13 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
           }
         }
       }
-      fetch();
-      if (++slot == plan.fifo) slot = 0;
       if (round == 0) barrier_wait(b.empty + turn.slot, turn.parity ^ 1);
       if (item.row < end_row) {
         // A row, and once more where it is a border: 4 channels need these side by side. They belong to the tile that
         // has the first of them.
         int to_row = item.row, then = -1, last = -1;
         if constexpr (kChannels == 4) {
-          const int row = walk.row + item.row, below = row - b.outputs;
+          const int below = row - b.outputs;
           if (walk.row == 0 && unsigned(row) < unsigned(plan.kernel[1] - 1)) last = main_rows + row;
           then = last;
           last = unsigned(below) < unsigned(plan.kernel[1] - 1) && has_bottom(walk) ? main_rows + 2 + below : -1;
@@ -295,10 +264,8 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
       }
     }
     wgmma_fence_shared();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(b.full + turn.slot);
+    barrier_arrive(b.full + turn.slot);
   }
-  cp_async_wait_all();
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
     float all = c < kChannels ? most[c < kChannels ? c : 0] : 0.f;
@@ -309,9 +276,10 @@ __device__ __forceinline__ void gram_load(const GramParams& p, const GramBlock& 
 }
 
 // A team's products: each warpgroup has every second group of rows.
+// One warp also fetches the stages: a stage that is there was read from its slot of x, which is free again.
 template <int kChannels>
-__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, unsigned char* smem, int team,
-                                              GramTurn& turn) {
+__device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlock& b, unsigned char* smem, int n,
+                                              int team, GramTurn& turn, int& raw_slot, bool fetched) {
   constexpr int kStrips = kChannels == 8 ? 4 : 2, kRows = 8 / kStrips, kSide = kStrips * 8;
   constexpr int kN = (kRows + kGramBands - 1) * kSide;
   const GramPlan& plan = p.plan;
@@ -388,9 +356,22 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
     edge_held = false;
   };
 
+  const bool fetches = team == 1 && thread == 0;
+  GramFetch fetch;
+  fetch.slot = raw_slot;
+  for (int i = 0; i < plan.raw_slots; ++i) {
+    if (fetches && !fetched) {
+      fetch.next(p, b, smem, n);
+    } else {
+      fetch.walk.advance(p, b);
+    }
+  }
 #pragma unroll 1
   for (GramWalk walk; !walk.done(b); walk.advance(p, b), turn.advance(plan.stages)) {
     barrier_wait(b.full + turn.slot, turn.parity);
+    if (fetches) fetch.next(p, b, smem, n);
+    __syncwarp();
+    if (++raw_slot == plan.raw_slots) raw_slot = 0;
     {
       const int groups = (min(plan.tile_rows, b.rows - walk.row) + kRows - 1) / kRows;
       const int pairs = min(plan.tile_pairs, (p.out[2] - walk.column) / 2);
@@ -447,6 +428,7 @@ __device__ __forceinline__ void gram_multiply(const GramParams& p, const GramBlo
         wgmma_use(edge_total);
       }
     }
+    __syncwarp();
     if (lane == 0) barrier_arrive(b.empty + turn.slot);
   }
   if (held > 0) dump();
@@ -508,7 +490,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
     means[k] = make_float2(sum, (sum * share_of_one - shift.x) * unscaled);
     unscale[k] = unscaled;
   }
-  named_barrier(1, kThreads);
+  __syncthreads();
   // A lane has entries lane, lane + 32, ... of each row.
   constexpr int kTogether = 4;
   Tap mine[kTogether];
@@ -524,31 +506,29 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
     const float sum_a = means[k].x * share_of_one, scale_a = unscale[k];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
+      if (32 * i + 31 < k) continue;
+      // All lanes do the same, without branches, and those with an entry on or right of the diagonal store it.
       const int j = 32 * i + lane;
-      if (j >= pitch || j < k) continue;
-      float sum = 0.f;
-      if (j < taps) {
-        const Tap c = mine[i];
-        const int band = c.h - a.h;
-        const float* const of = gram + (band * kSide + a.at) * kSide + c.at;
-        const float* const team = of + kGramBands * kSide * kSide;
-        sum = of[0] + of[kChannels * kSide + kChannels] + (team[0] + team[kChannels * kSide + kChannels]);
-        const float* const edge = border + a.at * kEdge + c.at;
-        // Of the two border rows above and below, those that this pair of taps does not see.
+      const Tap c = mine[i];
+      const int band = max(c.h - a.h, 0);
+      const float* const of = gram + (band * kSide + a.at) * kSide + c.at;
+      const float* const team = of + kGramBands * kSide * kSide;
+      float sum = of[0] + of[kChannels * kSide + kChannels] + (team[0] + team[kChannels * kSide + kChannels]);
+      const float* const edge = border + a.at * kEdge + c.at;
+      // Of the two border rows above and below, those that this pair of taps does not see.
 #pragma unroll
-        for (int row = 0; row < kGramTaps - 1; ++row) {
-          const float* const v = edge + row * kSide * kEdge + (row + band) * kSide;
-          if (row >= -band && row < a.h) sum -= v[0] + v[kChannels * kEdge + kChannels];
-          if (row >= a.h && row < last_row - max(band, 0)) {
-            sum -= v[kEdge * kEdge] + v[kEdge * kEdge + kChannels * kEdge + kChannels];
-          }
-        }
-        sum = (sum - sum_a * my_mean[i]) * (scale_a * my_scale[i]);
-        c_matrix[j * pitch + k] = sum;
+      for (int row = 0; row < kGramTaps - 1; ++row) {
+        const bool above = row < a.h, unseen = above || row + band < last_row;
+        const float* const v = edge + (above ? 0 : kEdge * kEdge) + row * kSide * kEdge + min(row + band, 1) * kSide;
+        const float both_outputs = v[0] + v[kChannels * kEdge + kChannels];
+        sum -= unseen ? both_outputs : 0.f;
       }
-      c_matrix[k * pitch + j] = sum;
+      sum = j < taps ? (sum - sum_a * my_mean[i]) * (scale_a * my_scale[i]) : 0.f;
+      if (j >= k && j < taps) c_matrix[j * pitch + k] = sum;
+      if (j >= k && j < pitch) c_matrix[k * pitch + j] = sum;
     }
   }
+  __syncwarp();
   bool inexact = false;
   for (int first = 0; first < p.c_out; first += columns) {
     const int valid = min(columns, p.c_out - first);
@@ -561,7 +541,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
         filters[i] = to_acc(from[min(first + c, p.c_out - 1) * p.w_stride_out]);
       }
     }
-    named_barrier(1, kThreads);
+    __syncthreads();
     const int c = thread & (columns - 1), share = thread >> plan.column_bits, shares = kThreads >> plan.column_bits;
     float mean = 0.f, m2 = 0.f, alone = 0.f;
     // Eight rows of C at a time, on and right of the diagonal: what is right of it counts twice. Shares take rows
@@ -572,7 +552,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
       const int j0 = chunk * 8;
       float s[8] = {};
       auto add = [&](int begin, int end) {
-#pragma unroll 4
+#pragma unroll 8
         for (int k = begin; k < end; ++k) {
           const float4* const row = reinterpret_cast<const float4*>(c_matrix + k * pitch + j0);
           const float4 v0 = row[0], v1 = row[1];
@@ -598,7 +578,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
       }
     }
     parts[thread] = make_float4(mean, m2, alone, 0.f);
-    named_barrier(1, kThreads);
+    __syncthreads();
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
     if (thread < valid) {
       for (int k = 0; k < shares; ++k) {
@@ -606,9 +586,9 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
         total.x += part.x, total.y += part.y, total.z += part.z;
       }
     }
-    named_barrier(1, kThreads);
+    __syncthreads();
     if (thread < columns) parts[thread] = total;
-    named_barrier(1, kThreads);
+    __syncthreads();
     // Where filters cancel all but a little of their input, in a norm's group as a whole, C is not exact enough, and
     // the sample is done again by the convolution.
     bool cancels = false;
@@ -634,7 +614,7 @@ __device__ __forceinline__ void gram_finish(const GramParams& p, const GramBlock
         out[0] = m.mean, out[1] = m.m2, out[2] = m.count;
       }
     }
-    named_barrier(1, kThreads);
+    __syncthreads();
   }
   if (thread == 0) p.inexact[n * plan.slices + slice] = inexact;
   if (p.stats.finishes) finish_sample<kThreads>(p.stats, n, shared, reinterpret_cast<float2*>(shared + 64), thread);
@@ -652,6 +632,8 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   GramBlock b;
   b.full = reinterpret_cast<uint64_t*>(smem);
   b.empty = b.full + kGramStages;
+  b.raw = reinterpret_cast<uint64_t*>(smem + 192);
+  b.meet = b.raw + kGramSlots;
   b.shift = reinterpret_cast<float2*>(smem + 128);
   b.largest = reinterpret_cast<float*>(smem + 256);
   int2* const tap_table = reinterpret_cast<int2*>(smem + plan.at_taps);
@@ -662,6 +644,14 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   b.outputs = min(plan.slice, p.out[1] - b.first);
   b.rows = b.outputs + plan.kernel[1] - 1;
 
+  let_dependents_start();
+  // The first of x: nothing else is needed for it.
+  if (tid == 0) {
+    for (int i = 0; i < plan.raw_slots; ++i) barrier_init(b.raw + i, 1);
+    barrier_init_fence();
+    GramFetch fetch;
+    for (int i = 0; i < plan.raw_slots; ++i) fetch.next(p, b, smem, static_cast<int>(n));
+  }
   // What comes last is asked for now.
   if (tid < p.c_out) {
     const GroupStatsFinalizeParams& f = p.stats.finish;
@@ -694,7 +684,7 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   if (tid < 64) reinterpret_cast<uint32_t*>(smem + kGramOnes)[tid] = 0x3C003C00u;  // ones
   // The ring starts as zeros too: what is never written is multiplied by zero.
 #pragma unroll 1
-  for (int i = plan.at_gram / 16 + tid; i < plan.smem_bytes / 16; i += kThreads) {
+  for (int i = plan.at_gram / 16 + tid; i < plan.at_raw / 16; i += kThreads) {
     reinterpret_cast<uint4*>(smem)[i] = make_uint4(0, 0, 0, 0);
   }
   auto clear_sums = [&](int thread, int threads) {
@@ -702,8 +692,9 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
     for (int i = thread; i < gram_sum_floats(plan) + gram_border_sum_floats(plan); i += threads) sums[i] = 0.f;
   };
   clear_sums(tid, kThreads);
+  if (tid == 0) barrier_init(b.meet, kThreads);
   if (tid < plan.stages) {
-    barrier_init(b.full + tid, kLoaders / 32);
+    barrier_init(b.full + tid, kLoaders);
     barrier_init(b.empty + tid, kComputing / 32);
   }
   wgmma_fence_shared();
@@ -743,33 +734,40 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
   }
   __syncthreads();
 
-  constexpr int kAll = 10;  // a barrier of both sides
+  // Where both sides meet, at different places of the code.
+  uint32_t meetings = 0;
+  auto meet = [&] {
+    barrier_arrive(b.meet);
+    barrier_wait(b.meet, meetings++ & 1);
+  };
   // Whether fp16 held all values, by all warps alike. `most`: each lane's channel's, lane % 8.
   float most = 0.f;
+  auto fits = [](float most) { return most <= 60000.f && !(most < 0.0625f && most > 0.f); };
   auto in_range = [&] {
     most = 0.f;
 #pragma unroll 1
     for (int i = lane; i < kLoaders / 4; i += 32) most = larger_magnitude(most, b.largest[i]);
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, 8));
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, 16));
-    return !__any_sync(0xffffffffu, !(most <= 60000.f) || (most < 0.0625f && most > 0.f));
+    return __all_sync(0xffffffffu, fits(most));
   };
   GramTurn turn;
   if (tid < kLoaders) {
     gram_registers<false>();
+    GramTurn raw_turn;
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
-      gram_load<Element, kChannels>(p, b, smem, n, turn);
-      named_barrier(kAll, kThreads);
-      if (in_range()) break;
-      named_barrier(kAll, kThreads);
+      gram_load<Element, kChannels>(p, b, smem, turn, raw_turn);
+      meet();
+      if (in_range() || attempt > 0) break;
+      meet();
       // The scale that the maximum asks for.
-      if (attempt == 0 && tid < 8 && (most > 60000.f || (most < 0.0625f && most > 0.f))) {
+      if (tid < 8 && !fits(most)) {
         const float by = scale_of(most) * 8192.f;
         const float2 old = b.shift[tid];
         set_shift(tid, -old.x * by, old.y * by);
       }
-      named_barrier(kAll, kThreads);
+      meet();
     }
     gram_even_registers<false>();
   } else {
@@ -783,23 +781,23 @@ __global__ void __launch_bounds__(kGramThreads, 1) conv_gram_kernel(const __grid
       const Element* const from = static_cast<const Element*>(p.weight) + (where & 15) * p.w_stride_in + (where >> 4);
       filters[i] = to_acc(from[min(c, p.c_out - 1) * p.w_stride_out]);
     }
+    int raw_slot = 0;
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
-      gram_multiply<kChannels>(p, b, smem, group, turn);
-      named_barrier(kAll, kThreads);
-      if (in_range()) break;
-      named_barrier(kAll, kThreads);
-      if (attempt == 0) {
-        for (int i = plan.at_gram / 16 + thread; i < plan.smem_bytes / 16; i += kComputing) {
-          reinterpret_cast<uint4*>(smem)[i] = make_uint4(0, 0, 0, 0);
-        }
-        clear_sums(thread, kComputing);
-        wgmma_fence_shared();
+      gram_multiply<kChannels>(p, b, smem, static_cast<int>(n), group, turn, raw_slot, attempt == 0);
+      meet();
+      if (in_range() || attempt > 0) break;
+      meet();
+      for (int i = plan.at_gram / 16 + thread; i < plan.at_raw / 16; i += kComputing) {
+        reinterpret_cast<uint4*>(smem)[i] = make_uint4(0, 0, 0, 0);
       }
-      named_barrier(kAll, kThreads);
+      clear_sums(thread, kComputing);
+      wgmma_fence_shared();
+      meet();
     }
     gram_even_registers<true>();
   }
+  __syncthreads();
   const float positions = float(p.out[0]) * float(b.outputs) * float(p.out[2]);
   gram_finish<Element, kChannels>(p, b, smem, n, slice, positions, __any_sync(0xffffffffu, !(most < INFINITY)));
 #endif

@@ -14,6 +14,7 @@ inline constexpr int kGramComputing = 256, kGramLoaders = 256;
 inline constexpr int kGramThreads = kGramComputing + kGramLoaders;
 inline constexpr int kGramBands = kGramTaps;  // distances of rows
 inline constexpr int kGramStages = 8;         // at most
+inline constexpr int kGramSlots = 4;          // of x as it lies, at most
 inline constexpr int kGramSamples = 64;       // values of each channel that its pivot and scale are taken from
 inline constexpr int kGramBorders = 4;        // rows: two that not all taps see above, two below
 inline constexpr int kGramColumns = 16;       // pairs of outputs that a product sums over
@@ -29,12 +30,13 @@ struct GramPlan {
   int group_rows = 2;                  // rows whose strips are the 64 rows of a product
   int tile_rows = 2, tile_pairs = 16;  // of outputs: what one sweep over the depth covers
   int rows = 4;                        // of a stage; 4 channels: the border rows once more behind them
-  int lead = 0;                        // columns before a row's first, so that every fourth of x lies at 16 bytes
+  int lead = 0;                        // columns before a row's first, so that vectors of x lie at 16 bytes
   int vectors = 1;                     // of four columns that hold a row
   int strip_bytes = 256;
   int stage_bytes = 1;
   int stages = 2;
-  int fifo = 1;  // vectors that a loading thread has under way, of all channels
+  // Where x comes as it lies: all channels of a stage's rows a slot.
+  int raw_rows = 1, raw_slots = 2, raw_bytes = 1, raw_stride = 128;
   int tiles[2] = {1, 1};
   int64_t slices = 1;   // thread blocks a sample, along the height
   int slice = 1;        // outputs along it of one
@@ -58,6 +60,7 @@ inline bool gram_sees_samples(const GramPlan& p, int64_t c_out) { return p.slice
 
 // Arguments of the kernel. Passed by value as a __grid_constant__.
 struct GramParams {
+  alignas(64) uint64_t x_map[16];  // tensor map of x as [N][C][D][H][W]
   const void* x;
   int64_t x_stride_n, x_stride_c, x_stride[3];
   const void* weight;

@@ -4,8 +4,7 @@
 namespace kgopt {
 
 Status run_conv_narrow_channels(const NarrowParams& p, int64_t n, bool lse, cudaStream_t stream) {
-  return lse ? launch_channels<ConvEpilogue::kResidualLse>(p, n, stream)
-             : launch_channels<ConvEpilogue::kStats>(p, n, stream);
+  return lse ? launch_channels<true>(p, n, stream) : launch_channels<false>(p, n, stream);
 }
 
 }  // namespace kgopt

@@ -1,46 +1,54 @@
-// From the plan's numbers to a template instance of the kernel with channels as rows.
+// From the plan's numbers to a template instance of the kernels with channels as rows.
 #pragma once
 
 #include "../common/launch.h"
 #include "conv3d_narrow.h"
 #include "conv3d_narrow_channels.cuh"
+#include "conv3d_narrow_lse.cuh"
 
 namespace kgopt {
 
-template <ConvMath kMath, int kSteps, int kPositions, ConvEpilogue kEpilogue>
+template <ConvMath kMath, int kSteps, int kPositions, bool kLse>
 Status launch_channels_instance(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   const NarrowPlan& plan = p.plan;
-  constexpr auto kernel = conv_narrow_channels_kernel<kMath, kSteps, kPositions, kEpilogue>;
   const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
-  return launch_kernel<kernel>("conv_narrow_channels_kernel", p, grid, 128 * (plan.producers + plan.consumers),
-                               plan.smem_bytes, stream);
+  const int threads = 128 * (plan.producers + plan.consumers);
+  if constexpr (kLse) {
+    return launch_kernel<conv_narrow_lse_kernel<kMath, kSteps, kPositions>>("conv_narrow_lse_kernel", p, grid, threads,
+                                                                            plan.smem_bytes, stream, /*early=*/true);
+  } else {
+    return launch_kernel<conv_narrow_channels_kernel<kMath, kSteps, kPositions>>(
+        "conv_narrow_channels_kernel", p, grid, threads, plan.smem_bytes, stream, p.stats.inexact != nullptr);
+  }
 }
 
-template <ConvMath kMath, ConvEpilogue kEpilogue>
+template <ConvMath kMath, int kSteps, bool kLse>
+Status launch_channels_steps(const NarrowParams& p, int64_t n, cudaStream_t stream) {
+  return p.plan.strip == 64 ? launch_channels_instance<kMath, kSteps, 64, kLse>(p, n, stream)
+                            : launch_channels_instance<kMath, kSteps, 32, kLse>(p, n, stream);
+}
+
+template <ConvMath kMath, bool kLse>
 Status launch_channels_math(const NarrowParams& p, int64_t n, cudaStream_t stream) {
-  const bool wide = p.plan.strip == 64;
   switch (p.plan.k_steps) {
-    case kNarrowSplitSteps:
-      return wide ? launch_channels_instance<kMath, kNarrowSplitSteps, 64, kEpilogue>(p, n, stream)
-                  : launch_channels_instance<kMath, kNarrowSplitSteps, 32, kEpilogue>(p, n, stream);
+    case kNarrowSplitSteps: return launch_channels_steps<kMath, kNarrowSplitSteps, kLse>(p, n, stream);
     case kNarrowChannelSteps:
       if constexpr (kMath != ConvMath::kFp16x3) {
-        return wide ? launch_channels_instance<kMath, kNarrowChannelSteps, 64, kEpilogue>(p, n, stream)
-                    : launch_channels_instance<kMath, kNarrowChannelSteps, 32, kEpilogue>(p, n, stream);
+        return launch_channels_steps<kMath, kNarrowChannelSteps, kLse>(p, n, stream);
       }
       break;
   }
   return Status::Unsupported("conv_narrow_channels_kernel", "no instance for this many products");
 }
 
-template <ConvEpilogue kEpilogue>
+template <bool kLse>
 Status launch_channels(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   if (n * p.plan.slices == 0) return Status::Ok();
   switch (p.plan.math) {
-    case ConvMath::kTf32: return launch_channels_math<ConvMath::kTf32, kEpilogue>(p, n, stream);
-    case ConvMath::kBf16: return launch_channels_math<ConvMath::kBf16, kEpilogue>(p, n, stream);
-    case ConvMath::kFp16: return launch_channels_math<ConvMath::kFp16, kEpilogue>(p, n, stream);
-    case ConvMath::kFp16x3: return launch_channels_math<ConvMath::kFp16x3, kEpilogue>(p, n, stream);
+    case ConvMath::kTf32: return launch_channels_math<ConvMath::kTf32, kLse>(p, n, stream);
+    case ConvMath::kBf16: return launch_channels_math<ConvMath::kBf16, kLse>(p, n, stream);
+    case ConvMath::kFp16: return launch_channels_math<ConvMath::kFp16, kLse>(p, n, stream);
+    case ConvMath::kFp16x3: return launch_channels_math<ConvMath::kFp16x3, kLse>(p, n, stream);
     default: return Status::Unsupported("conv_narrow_channels_kernel", "no instance of 3xTF32");
   }
 }

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/reduce.cuh"
 #include "conv3d_narrow_params.h"
@@ -50,6 +51,8 @@ __device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, c
 // registers.
 __device__ __forceinline__ bool gram_was_exact(const NarrowParams& p, int columns) {
   if (p.stats.inexact == nullptr) return false;
+  let_dependents_start();
+  wait_for_prerequisites();
   const int64_t n = blockIdx.x / p.plan.slices, slice = blockIdx.x % p.plan.slices, gram = p.stats.gram_slices;
   int inexact = 0;
   for (int64_t i = threadIdx.x; i < gram; i += blockDim.x) inexact |= p.stats.inexact[n * gram + i];

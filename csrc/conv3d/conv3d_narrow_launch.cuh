@@ -13,7 +13,7 @@ Status launch_narrow_instance(const NarrowParams& p, int64_t n, cudaStream_t str
   constexpr auto kernel = conv_narrow_kernel<kMath, kColumns, kWindow, kChunked, kLargeBatch, kEpilogue>;
   const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
   return launch_kernel<kernel>("conv_narrow_kernel", p, grid, 128 * (plan.producers + plan.consumers), plan.smem_bytes,
-                               stream);
+                               stream, p.stats.inexact != nullptr);
 }
 
 template <ConvMath kMath, int kColumns, bool kLargeBatch, ConvEpilogue kEpilogue>

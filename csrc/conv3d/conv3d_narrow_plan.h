@@ -17,7 +17,8 @@ struct NarrowSmemLayout {
   int weights;   // in the blocks of wgmma.cuh: the high parts, for each turn of the window; then the low parts. Where
                  // channels are rows and weights live in registers: an int2 of each K entry, where they lie
   int offsets;   // K offset table: an int2 per (k step, lane % 4); chunked: an int per (lane / 16, k step)
-  int strips;    // per strip its offset in the halo and its position in the tile, an int2
+  int strips;    // per strip its offset in the halo and its position in the tile, an int2; for logsumexp with channels
+                 // as rows an int4
   int columns;   // per output channel a float4 of the epilogue
   int scratch;   // moments of each warp
   int halo;
@@ -39,7 +40,7 @@ KGOPT_HD NarrowSmemLayout narrow_smem_layout(const NarrowPlan& p) {
   const int weight_words = p.channel_rows ? 2 : p.window * p.window * p.columns * split;
   s.offsets = s.weights + align(p.k_steps * 8 * weight_words);
   s.strips = s.offsets + align(p.k_steps * 8);
-  s.columns = s.strips + align(p.strips * 2);
+  s.columns = s.strips + align(p.strips * (p.channel_rows ? 4 : 2));
   s.scratch = s.columns + align(p.columns * 4);
   s.halo = s.scratch + align(p.columns * 3 * p.consumers * 4);
   s.raw = s.halo + narrow_stage_words(p) * p.stages;

@@ -192,13 +192,17 @@ inline ConvKernelParams make_kernel_params(const ConvArgs& a, const ConvShape& s
   return p;
 }
 
-// Whether four neighbours along the width can be read at once, from every fourth on.
-inline bool rows_in_vectors(const ConvArgs& a, const ConvShape& shape) {
+// Whether `vector` neighbours along the width can be read at once, from every multiple of it on.
+inline bool rows_in_vectors(const ConvArgs& a, const ConvShape& shape, int64_t vector = 4) {
   int64_t strides[3];
   spatial_strides(a.x, a.rank, strides);
-  return strides[2] == 1 && shape.in[2] % 4 == 0 && a.x.stride(0) % 4 == 0 && a.x.stride(1) % 4 == 0 &&
-         strides[0] % 4 == 0 && strides[1] % 4 == 0 &&
-         reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % (4 * dtype_size(shape.dtype)) == 0;
+  return strides[2] == 1 && shape.in[2] % vector == 0 && a.x.stride(0) % vector == 0 && a.x.stride(1) % vector == 0 &&
+         strides[0] % vector == 0 && strides[1] % vector == 0 &&
+         reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % (vector * dtype_size(shape.dtype)) == 0;
+}
+// Whether rows are pieces of 16 bytes, which bulk copies take.
+inline bool rows_in_pieces(const ConvArgs& a, const ConvShape& shape) {
+  return rows_in_vectors(a, shape, 16 / dtype_size(shape.dtype));
 }
 
 // `bias` keeps a dense copy of the bias alive until the launch.
@@ -219,9 +223,17 @@ inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape
   return p;
 }
 
-// What the Gram kernel asks of strides: rows in vectors, and a tap's place in a filter's channel in 27 bits.
+// What the Gram kernel asks of strides: rows in pieces of 16 bytes, strides that a tensor map can have, and a tap's
+// place in a filter's channel in 27 bits.
 inline bool gram_takes_strides(const ConvArgs& a, const ConvShape& shape) {
-  if (!rows_in_vectors(a, shape)) return false;
+  if (!rows_in_pieces(a, shape)) return false;
+  int64_t strides[3];
+  spatial_strides(a.x, a.rank, strides);
+  const int64_t sizes[4] = {shape.n, shape.c_in, shape.in[0], shape.in[1]};
+  const int64_t steps[4] = {a.x.stride(0), a.x.stride(1), strides[0], strides[1]};
+  for (int i = 0; i < 4; ++i) {
+    if (sizes[i] > 1 && (steps[i] <= 0 || steps[i] >= int64_t(1) << 37)) return false;
+  }
   const WeightStrides w = weight_strides(a, shape);
   int64_t reach = 0;
   for (int i = 0; i < 3; ++i) reach += (shape.kernel[i] - 1) * w.k[i];
