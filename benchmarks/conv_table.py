@@ -98,9 +98,16 @@ def problems() -> list[tuple[RandomConv, str, str]]:
         ]
         rng.shuffle(part)
         found.append(part)
-    # In turns, two of networks for each random one, as long as there are both.
+    # Layers and 3D networks in the layout that has the most paths first, then in turns as long as there are both.
     networks, others = found
-    turns = itertools.zip_longest(networks[::2], networks[1::2], others)
+    layers = {conv.name for conv in network_convs()[-len(_LAYERS) :]}
+
+    def rank(one: tuple[RandomConv, str, str]) -> int:
+        last = one[2] == "channels_last"
+        return 0 if one[0].name in layers and last else 1 if len(one[0].kernel) == 3 and last else 2
+
+    networks.sort(key=rank)
+    turns = itertools.zip_longest(networks[::3], networks[1::3], networks[2::3], others)
     return [one for turn in turns for one in turn if one]
 
 
