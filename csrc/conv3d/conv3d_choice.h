@@ -107,7 +107,7 @@ inline double conv_distance(const ConvProblem& q, const ConvMeasured& row) {
   d += 2 * apart(double(q.c_in) / q.groups, double(row.c_in) / row.groups);
   d += 1.5 * apart(double(q.c_out) / q.groups, double(row.c_out) / row.groups);
   d += 0.5 * apart(q.groups, row.groups) + ((q.groups == 1) != (row.groups == 1) ? 2 : 0);
-  d += 0.5 * std::abs(std::log2(positions)) + std::abs(std::log2(taps)) + 2 * std::abs(std::log2(stride));
+  d += std::abs(std::log2(positions)) + std::abs(std::log2(taps)) + 2 * std::abs(std::log2(stride));
   const int64_t size = dtype_size(q.dtype);
   if ((q.c_in * size % 16 == 0) != (row.c_in * size % 16 == 0)) d += 2;
   return d;
