@@ -232,6 +232,17 @@ def conv_gradient_cases() -> None:
                 dy, x, w, *g, [c > 4, True, False], backend="kgopt", allow_tf32=True
             )
             run(f"conv_backward {name} {dtype}", dy, x, weight, backward=False, call=call)
+        for name, c_in, c_out, size, kernel, padding in (
+            ("first layer, contiguous", 3, 24, (5, 9, 38), (3, 3, 3), (0, 1, 0)),
+            ("first layer, contiguous, padded", 4, 20, (5, 9, 40), (3, 3, 3), (1, 1, 1)),
+            ("first layer, 2d, contiguous", 8, 64, (1, 21, 48), (1, 3, 3), (0, 0, 0)),
+        ):
+            x, weight = tensor(2, c_in, *size, dtype=dtype), tensor(c_out, c_in, *kernel, dtype=dtype)
+            out = [s + 2 * p - k + 1 for s, p, k in zip(size, padding, kernel, strict=True)]
+            dy = tensor(2, c_out, *out, dtype=dtype)
+            geometry = ([1] * 3, list(padding), [1] * 3, [0] * 3, 1, False, [True, True, True])
+            call = lambda dy, x, w, g=geometry: ops.conv_backward(dy, x, w, *g, backend="kgopt", allow_tf32=True)  # noqa: E731
+            run(f"conv_backward {name} {dtype}", dy, x, weight, backward=False, call=call)
         x = tensor(2, 32, 6, 11, 36, dtype=dtype, channels_last=True)
         dy = tensor(2, 40, 3, 6, 18, dtype=dtype, channels_last=True)
         geometry = ([2] * 3, [1] * 3, [1] * 3, [0] * 3, 1, False, [False, True, False])

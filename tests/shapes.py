@@ -1,6 +1,8 @@
-"""Shapes that the tests run, each with its purpose."""
+"""Shapes, dtypes and layouts that the tests run, and tensors of them."""
 
 from __future__ import annotations
+
+import torch
 
 # (shape [N, C, *], groups)
 NORM_SHAPES = {
@@ -96,3 +98,19 @@ CONV_CASES = {
     "2d 32 channels transposed": (True, 2, 32, 16, (13, 29), (2, 3), (1, 1), (0, 1), (1, 1), (0, 0), 1),
     "3d transposed stride 5": (True, 3, 2, 3, (2, 3, 2), (3, 3, 3), (5, 5, 5), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
 }
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+LAYOUTS = ["contiguous", "channels_last"]
+
+
+def laid_out(x, layout):
+    if layout == "contiguous" or x.dim() not in (4, 5):
+        return x
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def make(shape, dtype, device, layout="contiguous", scale=1.0, offset=0.0):
+    x = laid_out((torch.randn(shape, device=device) * scale + offset).to(dtype), layout)
+    weight = torch.randn(shape[1], device=device).to(dtype)
+    bias = torch.randn(shape[1], device=device).to(dtype)
+    return x, weight, bias

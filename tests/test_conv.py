@@ -229,6 +229,24 @@ GRADIENT_CASES = {
     "3 channels": (False, 3, 3, 40, (4, 10, 24), (3, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), (0, 0, 0), 1),
     "4 channels": (False, 3, 4, 32, (9, 19, 36), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
     "2d 4 channels": (False, 2, 4, 64, (37, 72), (3, 3), (1, 1), (1, 1), (1, 1), (0, 0), 1),
+    "8 channels": (False, 2, 8, 64, (21, 64), (3, 3), (1, 1), (0, 0), (1, 1), (0, 0), 1),
+    "3 channels, 24": (False, 3, 3, 24, (9, 32, 32), (3, 3, 3), (1, 1, 1), (0, 0, 0), (1, 1, 1), (0, 0, 0), 1),
+    "3 channels, rows in strides": (
+        False,
+        3,
+        3,
+        24,
+        (6, 11, 34),
+        (3, 3, 3),
+        (2, 2, 1),
+        (0, 1, 1),
+        (1, 1, 1),
+        (0, 0, 0),
+        1,
+    ),
+    "2 channels, dilated": (False, 3, 2, 17, (12, 23, 38), (3, 3, 3), (1, 1, 1), (1, 2, 1), (2, 2, 1), (0, 0, 0), 1),
+    "7 channels, one row": (False, 2, 7, 65, (5, 300), (1, 3), (1, 1), (0, 0), (1, 1), (0, 0), 1),
+    "5 channels, kernel 2": (False, 3, 5, 24, (6, 21, 36), (2, 2, 2), (1, 1, 1), (0, 0, 1), (1, 1, 1), (0, 0, 0), 1),
     "5 deep": (False, 3, 32, 40, (7, 9, 20), (5, 3, 3), (1, 1, 1), (2, 1, 0), (1, 1, 1), (0, 0, 0), 1),
     "2 deep": (False, 3, 16, 32, (6, 9, 20), (2, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
     "16 channels": (False, 3, 16, 32, (7, 9, 35), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
@@ -273,15 +291,27 @@ def test_conv_gradients_small_integers_exact(name, dtype, layout, device, poison
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    "name", ["3d 32 channels", "3d 64 channels transposed", "2d 96 channels", "4 channels", "5 deep", "stride 2"]
+    ("name", "layout"),
+    [
+        ("3d 32 channels", channels_last),
+        ("3d 64 channels transposed", channels_last),
+        ("2d 96 channels", channels_last),
+        ("4 channels", channels_last),
+        ("5 deep", channels_last),
+        ("stride 2", channels_last),
+        ("1 channel", torch.Tensor.contiguous),
+        ("3 channels, 24", torch.Tensor.contiguous),
+        ("4 channels", torch.Tensor.contiguous),
+        ("8 channels", torch.Tensor.contiguous),
+    ],
 )
-def test_conv_gradient_values(name, precision, poisoned):
+def test_conv_gradient_values(name, layout, precision, poisoned):
     case = GRADIENT_CASES[name]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
-    x = channels_last(torch.randn(2, case[2], *case[4], device="cuda").to(dtype))
+    x = layout(torch.randn(2, case[2], *case[4], device="cuda").to(dtype))
     weight = torch.randn(weight_shape(case), device="cuda").to(dtype)
-    dy = channels_last(torch.randn_like(run(TORCH[case[:2]], case, x, weight, None)))
+    dy = layout(torch.randn_like(run(TORCH[case[:2]], case, x, weight, None)))
     exact = aten_gradients(case, dy.double(), x.double(), weight.double())
     expected = aten_gradients(case, dy, x, weight)
     also = [None] * 3
@@ -294,6 +324,47 @@ def test_conv_gradient_values(name, precision, poisoned):
                 continue  # small halves have fewer digits
             rounded = rounded if rounded is None else rounded * scale
             assert_as_good_as_torch(mine, torchs * scale, right * scale, rounded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_conv_gradients_of_few_channels_contiguous(dtype, poisoned):
+    """Large enough for the own kernels to be taken by themselves; from slices, and with the same bits each time."""
+    torch.backends.cudnn.allow_tf32 = True
+    wide = torch.randint(-3, 4, (33, 4, 12, 33, 48)).to(dtype).cuda()
+    x = wide[1:, :3, :, 1:].requires_grad_()
+    weight = torch.randint(-2, 3, (24, 3, 3, 3, 3)).to(dtype).cuda().requires_grad_()
+    bias = torch.zeros(24, dtype=dtype, device="cuda", requires_grad=True)
+    once, none = [1, 1, 1], [0, 0, 0]
+    choice = torch.ops.kgopt.explain_conv(x, weight, once, none, once, none, 1, False, "backward")
+    assert choice == "dx kgopt; dweight kgopt"
+    y = functional.conv3d(x, weight, bias)
+    dy = torch.randint(-2, 3, (2, *y.shape)).to(dtype).cuda()[1]
+    exact = torch.ops.aten.convolution_backward(
+        *(t.detach().double() for t in (dy, x, weight)), [24], once, none, once, False, none, 1, [True, True, True]
+    )
+    grads = torch.autograd.grad(y, (x, weight, bias), dy, retain_graph=True)
+    for mine, right in zip(grads, exact, strict=True):
+        assert torch.equal(mine, right.to(dtype))
+    again = torch.autograd.grad(y, (x, weight, bias), dy)
+    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_conv_gradients_of_few_channels_nonfinite(value, dtype):
+    """An infinite gradient spoils what it reaches and nothing else, though dx is summed over taps in shared memory."""
+    torch.backends.cudnn.allow_tf32 = True
+    case = GRADIENT_CASES["3 channels, 24"]
+    x = torch.randint(1, 4, (2, 3, *case[4])).to(dtype).cuda()
+    weight = torch.randint(1, 3, weight_shape(case)).to(dtype).cuda()
+    dy = torch.ones(run(TORCH[case[:2]], case, x, weight, None).shape, dtype=dtype, device="cuda")
+    dy[1, 5, 3, 7, 11] = value
+    exact = aten_gradients(case, dy.double(), x.double(), weight.double())
+    for mine, right in zip(gradients(case, dy, x, weight, "kgopt"), exact, strict=True):
+        assert torch.equal(mine.isfinite(), right.isfinite())
+        assert torch.equal(mine.isnan(), right.isnan())
 
 
 @pytest.mark.gpu
@@ -370,3 +441,74 @@ def test_conv_gradients_through_the_op(rank, compiled, device, monkeypatch):
         (dx,) = torch.autograd.grad(ours(x, weight, bias).square().sum(), x, create_graph=True)
         dx.square().sum().backward()
         assert weight.grad is not None
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=str)
+@pytest.mark.parametrize("name", CONV_CASES)
+def test_conv_rounds_fp32_weights(name, dtype, layout, device, poisoned):
+    """fp32 weights beside a half x: the bits that rounded weights give, with fp32 gradients."""
+    case = CONV_CASES[name]
+    x = torch.randn(2, case[2], *case[4]).to(dtype).to(device)
+    if layout == "channels_last":
+        x = channels_last(x)
+    weight = torch.randn(weight_shape(case)).to(device).requires_grad_()
+    bias = torch.randn(case[3]).to(dtype).float().to(device).requires_grad_()  # fp32 sums may take it unrounded
+    x.requires_grad_()
+    for backend in backends(device):
+        y = run(OURS[case[:2]], case, x, weight, bias, backend=backend)
+        dy = torch.randn_like(y)
+        wide = torch.autograd.grad(y, (x, weight, bias), dy)
+        assert [g.dtype for g in wide] == [dtype, torch.float32, torch.float32]
+        narrow_weight, narrow_bias = (t.detach().to(dtype).requires_grad_() for t in (weight, bias))
+        expected = run(OURS[case[:2]], case, x, narrow_weight, narrow_bias, backend=backend)
+        assert y.dtype == dtype
+        assert torch.equal(y, expected)
+        narrow = torch.autograd.grad(expected, (x, narrow_weight, narrow_bias), dy)
+        if device == "cpu" or backend == "kgopt":  # cuDNN's sums may differ from call to call
+            assert all(torch.equal(w.to(dtype), n) for w, n in zip(wide, narrow, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("c_out", [32, 40, 64])
+@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=str)
+def test_conv_rounds_fp32_weights_on_wgmma(dtype, c_out, poisoned):
+    """Those of the kernels that read fp32 weights themselves, after a change in place and in a captured graph."""
+    x = channels_last(torch.randn(1, 32, 12, 30, 40).to(dtype).cuda()).requires_grad_()
+    weight = torch.randn(c_out, 32, 3, 3, 3, device="cuda", requires_grad=True)
+    bias = torch.randn(c_out, device="cuda").to(dtype).float().requires_grad_()
+
+    def step(weight, bias):
+        y = functional.conv3d(x, weight, bias, padding=1, backend="kgopt")
+        return y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+
+    def check(values):
+        y, dx, dweight = values
+        expected = step(*(t.detach().to(dtype).requires_grad_() for t in (weight, bias)))
+        assert torch.equal(y, expected[0])
+        assert torch.equal(dx, expected[1])
+        assert torch.equal(dweight.to(dtype), expected[2])
+
+    check(step(weight, bias))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    check(step(weight, bias))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(weight, bias)
+    with torch.no_grad():
+        weight.mul_(-0.5)
+    graph.replay()
+    check(captured)
+
+
+def test_conv_refuses_other_weight_dtypes(device):
+    x = torch.randn(1, 2, 4, 4, device=device)
+    weight = torch.randn(3, 2, 3, 3, device=device)
+    for image, other in ((x, weight.bfloat16()), (x.bfloat16(), weight.double()), (x.double(), weight)):
+        with pytest.raises(RuntimeError, match=r"weight has dtype .*, expected the dtype of x"):
+            functional.conv2d(image, other)
+    with pytest.raises(RuntimeError, match="bias has dtype bfloat16"):
+        functional.conv2d(x.bfloat16(), weight, weight[:, 0, 0, 0].bfloat16())

@@ -9,25 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from kgopt import functional, reference
-from shapes import NORM_SHAPES
+from shapes import DTYPES, LAYOUTS, NORM_SHAPES, laid_out, make
 from tolerances import assert_as_good_as_torch
 
 OPS = torch.ops.kgopt
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-LAYOUTS = ["contiguous", "channels_last"]
-
-
-def laid_out(x, layout):
-    if layout == "contiguous" or x.dim() not in (4, 5):
-        return x
-    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-
-
-def make(shape, dtype, device, layout="contiguous", scale=1.0, offset=0.0):
-    x = laid_out((torch.randn(shape, device=device) * scale + offset).to(dtype), layout)
-    weight = torch.randn(shape[1], device=device).to(dtype)
-    bias = torch.randn(shape[1], device=device).to(dtype)
-    return x, weight, bias
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -252,7 +237,9 @@ ON_CHIP_GROUPS = {
 }
 
 
-@pytest.mark.parametrize(("act", "pre_act"), [("none", "none"), ("silu", "none"), ("gelu+tanh", "elu")])
+@pytest.mark.parametrize(
+    ("act", "pre_act"), [("none", "none"), ("silu", "none"), ("leaky_relu", "none"), ("gelu+tanh", "elu")]
+)
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", ON_CHIP_GROUPS)
 def test_group_norm_on_chip(name, dtype, act, pre_act, device, poisoned):
@@ -398,7 +385,15 @@ LARGE_GROUPS_OF_TWO = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("act", "pre_act"), [("none", "none"), ("relu", "none"), ("silu", "none"), ("none", "relu"), ("gelu+tanh", "elu")]
+    ("act", "pre_act"),
+    [
+        ("none", "none"),
+        ("relu", "none"),
+        ("silu", "none"),
+        ("leaky_relu", "none"),
+        ("none", "relu"),
+        ("gelu+tanh", "elu"),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", LARGE_GROUPS_OF_TWO)
@@ -602,7 +597,9 @@ def as_channels_last(x):
     return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
-@pytest.mark.parametrize(("act", "pre_act"), [("none", "none"), ("silu", "none"), ("none", "relu"), ("gelu", "none")])
+@pytest.mark.parametrize(
+    ("act", "pre_act"), [("none", "none"), ("silu", "none"), ("leaky_relu", "none"), ("none", "relu"), ("gelu", "none")]
+)
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", COLUMNS)
 def test_group_norm_columns(name, dtype, act, pre_act, device, poisoned):
@@ -643,7 +640,8 @@ COLUMNS_OF_TWO = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("act", "pre_act"), [("none", "none"), ("relu", "none"), ("silu", "none"), ("none", "relu"), ("gelu", "none")]
+    ("act", "pre_act"),
+    [("none", "none"), ("relu", "none"), ("silu", "none"), ("leaky_relu", "none"), ("none", "relu"), ("gelu", "none")],
 )
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", COLUMNS_OF_TWO)

@@ -298,7 +298,7 @@ def test_the_whole_model_decides_whether_launches_are_hidden(monkeypatch, times,
         return times
 
     monkeypatch.setattr(policy, "time_both", timed)
-    assert api._choose_hidden([state], lambda: None, torch.device("cpu")) == min(times)
+    assert api._choose_hidden(nn.Identity(), [state], lambda: None, torch.device("cpu")) == min(times)
     assert seen == [False, True]
     assert state.hidden is hidden
 

@@ -1404,3 +1404,122 @@ def test_choose_group_norm(way, sizes):
     assert way != "passes" or choice["not_on_chip"]
     assert way != "passes" or choice["not_one_read"]
     assert way != "passes" or choice["not_columns"]
+
+
+def check_narrow_copy(copy, row_bytes: int, threads: int = 256) -> None:
+    assert row_bytes % copy.piece == 0, "a copy crosses the end of a row"
+    assert copy.piece in (4, 8, 16)
+    assert copy.slots % ((threads >> copy.across_log2) * 4) == 0, "not in whole batches"
+    assert copy.slots >= copy.rows
+    assert 1 << copy.across_log2 >= min(copy.pieces, threads)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_narrow_gradient_plans_of_any_shape(data) -> None:
+    """Tiles cover the positions, and what is loaded and read lies in the stages."""
+    draw = data.draw
+    rank = draw(st.integers(2, 3))
+    kernel = (draw(st.integers(1, 3)) if rank == 3 else 1, draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+    size = (draw(st.integers(1, 40)) if rank == 3 else 1, draw(st.integers(1, 200)), draw(st.integers(1, 300)))
+    case = {"kernel": kernel, "padding": (0, draw(st.integers(0, 2)), draw(st.integers(0, 1)))}
+    case["stride"] = (draw(st.integers(1, 2)) if rank == 3 else 1, draw(st.integers(1, 2)), 1)
+    case["dilation"] = (1, draw(st.integers(1, 2)), 1)
+    dims = list(zip(size, kernel, case["stride"], case["padding"], case["dilation"], strict=True))
+    if min(dev.conv_out_size(*dim) for dim in dims) < 1:
+        return
+    dtype = draw(st.sampled_from(DTYPES))
+    item = 4 if dtype == "float32" else 2
+    c_in, c_out = draw(st.integers(1, 12)), draw(st.integers(1, 130))
+    problem, output = make_problem(c_in, c_out, size, **case, n=draw(st.integers(1, 20)), dtype=dtype, planar=True)
+    limits = GPUS["h200"]
+    plan = dev.plan_narrow_wgrad(problem, limits)
+    if plan.refusal is None:
+        assert plan.rows == c_in * kernel[0] * kernel[1] <= plan.x_tiles * 8
+        assert plan.channels * plan.channel_blocks >= c_out
+        assert plan.dy_tiles % 2 == 0 if plan.dy_is_a else plan.x_tiles % 2 == 0
+        assert all(n * t >= o for n, t, o in zip(plan.tiles, plan.tile, output, strict=True))
+        assert plan.dy_pitch == plan.tile[2] * item
+        assert plan.dy_pitch % 64 == 0, "not in whole units"
+        assert plan.dy_channel >= plan.tile[0] * plan.tile[1] * plan.dy_pitch
+        assert plan.margin[0] >= case["padding"][2]
+        used = min(plan.tile[2], output[2]) + kernel[2] - 1 - case["padding"][2]
+        assert plan.tile[2] + plan.margin[1] >= used
+        assert plan.x_copy.pieces * plan.x_copy.piece <= plan.x_pitch
+        assert plan.dy_copy.pieces * plan.dy_copy.piece == plan.dy_pitch
+        check_narrow_copy(plan.dy_copy, output[2] * item)
+        check_narrow_copy(plan.x_copy, size[2] * item)
+        assert plan.stage_bytes >= plan.channels * plan.dy_channel + c_in * plan.x_channel + plan.dy_pitch
+        assert 2 * (plan.smem_bytes + 1024) <= limits.smem_per_sm
+        assert plan.smem_bytes >= plan.stages * plan.stage_bytes
+        assert plan.partial_floats == plan.channel_blocks * plan.blocks * plan.floats
+        assert 1 <= plan.blocks <= plan.all_tiles
+    else:
+        assert len(plan.refusal) > 7
+    plan = dev.plan_narrow_dgrad(problem, limits)
+    if plan.refusal is None:
+        assert c_in * kernel[2] <= plan.row_tiles * 16
+        assert plan.channels * plan.chunks >= c_out
+        assert plan.units_w * 32 >= output[2]
+        assert plan.tile[0] * plan.tile[1] * plan.units_w <= 8 * plan.units
+        assert all(n * t >= o for n, t, o in zip(plan.tiles, plan.tile, size[:2], strict=True))
+        assert plan.k_steps * (1 if item == 4 else 2) >= plan.channels // 8 * kernel[0] * kernel[1]
+        assert plan.channel >= plan.halo[0] * plan.halo[1] * plan.pitch
+        assert plan.channel % 128 == (32 if item == 4 else 16)
+        check_narrow_copy(plan.dy_copy, output[2] * item)
+        assert plan.stage_bytes >= plan.channels * plan.channel + plan.pitch
+        sums = plan.tile[0] * plan.tile[1] * (plan.units_w * 32 + 4)
+        assert plan.scratch_channel >= sums
+        assert plan.stage_bytes >= c_in * plan.scratch_channel * 4
+        assert plan.blocks_per_sm * (plan.smem_bytes + 1024) <= limits.smem_per_sm
+        assert 1 <= plan.blocks <= plan.all_tiles
+    else:
+        assert len(plan.refusal) > 7
+
+
+@pytest.mark.parametrize(
+    ("fragment", "of", "kwargs"),
+    [
+        ("transposed", "both", {"transposed": True}),
+        ("grouped", "both", {"groups": 2}),
+        ("float64", "both", {"dtype": "float64"}),
+        ("fp32 accuracy", "both", {"allow_tf32": False}),
+        ("odd number", "both", {"dtype": "bfloat16", "size": (8, 9, 39)}),
+        ("wider than 3", "both", {"kernel": (3, 3, 5)}),
+        ("dilation of the width", "both", {"dilation": (1, 1, 2)}),
+        ("padding of the width", "both", {"padding": (1, 1, 3)}),
+        ("stride", "both", {"stride": (1, 1, 2)}),
+        ("above 40", "wgrad", {"c_in": 6}),
+        ("above 32", "dgrad", {"c_in": 12}),
+        ("a stride", "dgrad", {"stride": (1, 2, 1)}),
+        ("than a block has", "dgrad", {"size": (8, 9, 1040)}),
+    ],
+)
+def test_narrow_gradient_plans_refuse_with_a_reason(fragment: str, of: str, kwargs: dict) -> None:
+    arguments = {"c_in": 4, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "planar": True}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    plans = {"wgrad": dev.plan_narrow_wgrad, "dgrad": dev.plan_narrow_dgrad}
+    for plan in plans.values() if of == "both" else [plans[of]]:
+        assert fragment in plan(problem).refusal
+
+
+@pytest.mark.parametrize(
+    ("n", "c_in", "c_out", "size", "kernel"),
+    [
+        (128, 3, 24, (24, 32, 32), (3, 3, 3)),
+        (128, 8, 64, (1, 128, 128), (1, 3, 3)),
+        (2, 4, 32, (64, 96, 96), (3, 3, 3)),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_channels_contiguous_take_own_gradients(n, c_in, c_out, size, kernel, dtype: str) -> None:
+    limits = GPUS["h200"]
+    problem, _ = make_problem(c_in, c_out, size, kernel=kernel, n=n, dtype=dtype, planar=True)
+    choice = dev.choose_conv_gradients(problem, limits)
+    assert choice.explain() == "dx kgopt; dweight kgopt"
+    assert choice.narrow_dgrad.refusal is None
+    assert choice.narrow_wgrad.refusal is None
+    choice = dev.choose_conv_gradients(problem, limits, dev.ConvBackend.aten)
+    assert "asked for" in choice.narrow_dgrad.refusal
+    problem, _ = make_problem(c_in, c_out, size, kernel=kernel, n=n, dtype=dtype)
+    assert "contiguous" in dev.choose_conv_gradients(problem, limits).narrow_wgrad.refusal

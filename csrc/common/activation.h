@@ -176,10 +176,13 @@ inline Chain chain_kind(const ActChain& chain) {
   return Chain::kAny;
 }
 
-// Whether the pair of chains around a norm is one of those that KGOPT_DISPATCH_CHAINS (pointwise.cuh) tells apart.
+KGOPT_HD bool is_leaky_relu(const ActChain& chain) { return chain.length == 1 && chain.at(0) == Act::kLeakyRelu; }
+
+// Whether the pair of chains around a norm is one of those that KGOPT_DISPATCH_CHAINS (pointwise.cuh) tells apart, or
+// one that the kernels for any chain compute in line.
 inline bool is_compiled_in(const ActChain& pre, const ActChain& act) {
   const Chain pre_kind = chain_kind(pre), act_kind = chain_kind(act);
-  return (pre_kind == Chain::kNone && act_kind != Chain::kAny) ||
+  return (pre_kind == Chain::kNone && (act_kind != Chain::kAny || is_leaky_relu(act))) ||
          (pre_kind == Chain::kRelu && act_kind == Chain::kNone);
 }
 

@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "launch.h"
 #include "status.h"
 
 namespace kgopt {
@@ -45,21 +46,30 @@ bool can_start_early() {
 
 // With `early`, as a kernel that waits for the one ahead.
 template <auto kKernel, typename... Args>
-Status launch_after(bool early, const char* name, unsigned blocks, int threads, cudaStream_t stream,
+Status launch_after(bool early, const char* name, dim3 grid, int threads, int smem_bytes, cudaStream_t stream,
                     const Args&... args) {
+  cudaError_t error = allow_dynamic_smem<kKernel>(smem_bytes);
+  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
+  config.gridDim = grid;
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = early && can_start_early<kKernel>() ? 1 : 0;
-  cudaError_t error = cudaLaunchKernelEx(&config, kKernel, args...);
+  error = cudaLaunchKernelEx(&config, kKernel, args...);
   if (error == cudaSuccess) error = cudaGetLastError();
   if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
   return Status::Ok();
+}
+
+template <auto kKernel, typename... Args>
+Status launch_after(bool early, const char* name, unsigned blocks, int threads, cudaStream_t stream,
+                    const Args&... args) {
+  return launch_after<kKernel>(early, name, dim3(blocks), threads, 0, stream, args...);
 }
 
 }  // namespace kgopt

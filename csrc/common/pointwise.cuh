@@ -48,6 +48,9 @@ __device__ __forceinline__ Acc apply_chain(const ActChain& chain, Acc x) {
     if constexpr (sizeof(Acc) == 4) return x * fast_sigmoid(x);
     return act_value(Act::kSilu, x);
   }
+  // No call for the empty one of a pair, nor for leaky_relu: the whole grid takes the same branch.
+  if (chain.length == 0) return x;
+  if (is_leaky_relu(chain)) return act_value(Act::kLeakyRelu, x);
   return any_chain_value(chain, x);
 }
 
@@ -69,6 +72,14 @@ __device__ __forceinline__ Acc chain_slope(const ActChain& chain, Acc x, Acc* va
     }
     *value = act_value(Act::kSilu, x);
     return act_derivative(Act::kSilu, x);
+  }
+  if (chain.length == 0) {
+    *value = x;
+    return Acc(1);
+  }
+  if (is_leaky_relu(chain)) {
+    *value = act_value(Act::kLeakyRelu, x);
+    return act_derivative(Act::kLeakyRelu, x);
   }
   const ValueAndSlope<Acc> r = any_chain_slope(chain, x);
   *value = r.value;

@@ -110,6 +110,13 @@ inline void check_same_dtype(const char* op, const char* arg, const Tensor& t, c
               ", expected the dtype of x, ", scalar_type_name(x.scalar_type()));
 }
 
+// For weights that are rounded where they are read: of the dtype of x, or float32 beside a half type.
+inline void check_weight_dtype(const char* op, const char* arg, const Tensor& t, const Tensor& x) {
+  const bool half = x.scalar_type() == ScalarType::Half || x.scalar_type() == ScalarType::BFloat16;
+  if (half && t.scalar_type() == ScalarType::Float) return;
+  check_same_dtype(op, arg, t, x);
+}
+
 inline ActChain check_act(const char* op, const std::string& act) {
   ActChain chain;
   std::string error;
@@ -174,11 +181,40 @@ inline Tensor dense_in(const Tensor& t, MemoryFormat format) {
   return torch::stable::contiguous(t, format);
 }
 
+// An uninitialized tensor on the device of `like`. By the shim itself: torch::stable::empty looks its op up by name, at
+// every call.
 inline Tensor empty_like_shape(const Tensor& like, const IntArray& sizes,
                                std::optional<ScalarType> dtype = std::nullopt,
                                MemoryFormat format = MemoryFormat::Contiguous) {
-  return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()),
-                              dtype ? *dtype : like.scalar_type(), std::nullopt, like.device(), std::nullopt, format);
+  const int rank = static_cast<int>(sizes.size());
+  constexpr int kMaxRank = 8;
+  int64_t strides[kMaxRank], next = 1;
+  bool empty = rank > kMaxRank;
+  auto put = [&](int d) {
+    strides[d] = next;
+    next *= sizes[d];
+    empty = empty || (sizes[d] == 0 && rank > 1);
+  };
+  const bool innermost = !empty && format != MemoryFormat::Contiguous;
+  if (innermost) put(1);
+  for (int d = rank - 1; !empty && d >= (innermost ? 2 : 0); --d) put(d);
+  if (innermost) put(0);
+  if (empty) {  // where strides follow rules of their own
+    return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()),
+                                dtype ? *dtype : like.scalar_type(), std::nullopt, like.device(), std::nullopt, format);
+  }
+  int32_t type, device_type, device_index;
+  if (dtype) {
+    type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*dtype));
+  } else {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &type));
+  }
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(rank, sizes.data(), strides, type, device_type, device_index, &made));
+  return Tensor(made);
 }
 
 // fp64 input keeps fp64 statistics; everything else is accumulated and reported in fp32.
@@ -187,6 +223,10 @@ inline ScalarType stats_type(const Tensor& x) {
 }
 
 inline void raise_on_error(const char* op, const Status& s) { KGOPT_CHECK(s.ok(), op, ": ", s.kernel, ": ", s.reason); }
+
+inline Tensor as_type_of(const Tensor& t, const Tensor& x) {
+  return t.scalar_type() == x.scalar_type() ? t : torch::stable::to(t, x.scalar_type());
+}
 
 // Calls an ATen op by name; arguments must have the schema's exact types.
 template <typename... Args>
@@ -202,6 +242,8 @@ inline Tensor call_aten(const char* name, const char* overload, const Args&... a
 // Null in a CPU-only libtorch, which is why it is declared weak: the same wheel must load there.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                                                    void** ret_stream);
+
+#include <cuda_runtime_api.h>
 
 #include "device_info.h"
 
@@ -225,5 +267,6 @@ inline void* current_stream(const Tensor& t) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
   return stream;
 }
+inline cudaStream_t stream_of(const Tensor& t) { return static_cast<cudaStream_t>(current_stream(t)); }
 }  // namespace kgopt
 #endif

@@ -103,10 +103,17 @@ bool aten_would_use_tf32(const ConvArgs& a, const ConvShape& shape) {
 }
 
 Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& choice, const ConvTail& tail) {
+  if (choice.path == ConvPath::kHopper) return conv_hopper(a, shape, choice.hopper, tail);
+  if (choice.path == ConvPath::kRows) return conv_rows(a, shape, choice.rows, tail);
+  if (a.weight.scalar_type() != a.x.scalar_type()) {  // the two above round it while they pack it
+    const Tensor weight = as_type_of(a.weight, a.x);
+    const OptTensor bias = a.bias ? OptTensor(as_type_of(*a.bias, a.x)) : std::nullopt;
+    return run_choice({a.op, a.x, weight, bias, a.stride, a.padding, a.dilation, a.output_padding, a.groups,
+                       a.transposed, a.rank, a.backend, a.allow_tf32},
+                      shape, choice, tail);
+  }
   switch (choice.path) {
     case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.plan);
-    case ConvPath::kHopper: return conv_hopper(a, shape, choice.hopper, tail);
-    case ConvPath::kRows: return conv_rows(a, shape, choice.rows, tail);
     case ConvPath::kDirect: return conv_direct(a, shape);
     default: return conv_aten(a, shape);
   }
@@ -161,7 +168,7 @@ template <int kRank>
 Tensor conv_cuda(Tensor x, Tensor weight, OptTensor bias, IntArray stride, IntArray padding, IntArray dilation,
                  int64_t groups, std::string backend, std::optional<bool> allow_tf32) {
   return conv_forward({kRank == 2 ? "conv2d" : "conv3d", x, weight, bias, stride, padding, dilation, IntArray(kRank, 0),
-                       groups, false, kRank, backend, allow_tf32});
+                       groups, false, kRank, backend, allow_tf32, true});
 }
 
 template <int kRank>
@@ -169,7 +176,7 @@ Tensor conv_transpose_cuda(Tensor x, Tensor weight, OptTensor bias, IntArray str
                            IntArray output_padding, int64_t groups, IntArray dilation, std::string backend,
                            std::optional<bool> allow_tf32) {
   return conv_forward({kRank == 2 ? "conv_transpose2d" : "conv_transpose3d", x, weight, bias, stride, padding, dilation,
-                       output_padding, groups, true, kRank, backend, allow_tf32});
+                       output_padding, groups, true, kRank, backend, allow_tf32, true});
 }
 
 std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
@@ -191,7 +198,8 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
                    transposed,
                    static_cast<int>(x.dim()) - 2,
                    backend,
-                   allow_tf32};
+                   allow_tf32,
+                   true};
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(x.get_device_index());
   if (epilogue == "backward") return choose_gradients(a, shape).explain();

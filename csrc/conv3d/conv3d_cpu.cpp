@@ -13,12 +13,13 @@ Tensor convolution(const char* op, const Tensor& x, const Tensor& weight, const 
                    const IntArray& padding, const IntArray& dilation, const IntArray& output_padding, int64_t groups,
                    bool transposed, int rank, const std::string& backend) {
   const ConvShape shape =
-      check_conv(op, x, weight, bias, stride, padding, dilation, output_padding, groups, transposed, rank);
+      check_conv(op, x, weight, bias, stride, padding, dilation, output_padding, groups, transposed, rank, true);
   check_backend(op, backend);
   KGOPT_CHECK(backend == "auto" || backend == "aten", op, ": backend is '", backend,
               "', expected auto or aten for x on the cpu: ", "kgopt has no convolution of its own there");
-  const Tensor y = call_aten("aten::convolution", "", x, weight, bias, stride, padding, dilation, transposed,
-                             output_padding, groups);
+  const OptTensor narrow_bias = bias ? OptTensor(as_type_of(*bias, x)) : std::nullopt;
+  const Tensor y = call_aten("aten::convolution", "", x, as_type_of(weight, x), narrow_bias, stride, padding, dilation,
+                             transposed, output_padding, groups);
   return dense_in(y, shape.out_channels_last ? channels_last_format(rank + 2) : MemoryFormat::Contiguous);
 }
 
@@ -42,7 +43,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
                             std::string backend, std::optional<bool>) {
   const char* const op = "conv_backward";
   const ConvShape shape = check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups,
-                                     transposed, static_cast<int>(stride.size()));
+                                     transposed, static_cast<int>(stride.size()), true);
   check_conv_gradient(op, dy, x, shape, mask);
   check_backend(op, backend);
   return conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding,
@@ -146,10 +147,6 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_residual_logsumexp_fwd(Tensor x, Tenso
     });
   }
   return {out, mean, rstd};
-}
-
-Tensor as_type_of(const Tensor& t, const Tensor& x) {
-  return t.scalar_type() == x.scalar_type() ? t : torch::stable::to(t, x.scalar_type());
 }
 
 Tensor conv3d_group_norm_mean(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight,

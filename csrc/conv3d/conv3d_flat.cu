@@ -1,11 +1,10 @@
 // Launches of the flat convolution, the packing of its weights and the copy of its input.
 #include "conv3d_flat.h"
 
-#include <cuda.h>
-
 #include "../common/dependent_launch.cuh"
 #include "../common/launch.h"
 #include "../common/mma.cuh"
+#include "../common/tensor_map.h"
 #include "conv3d_flat_kernel.cuh"
 
 namespace kgopt {
@@ -210,38 +209,28 @@ Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream) {
 }
 
 Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy) {
-  const char* const name = "conv_flat_kernel";
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-#else
-  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
-#endif
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  if (found != cudaDriverEntryPointSuccess) {
-    return Status::Unsupported(name, "the driver has no cuTensorMapEncodeTiled");
-  }
   const FlatPlan& plan = p->plan;
   const bool half = plan.math == ConvMath::kBf16 || plan.math == ConvMath::kFp16;
   const cuuint64_t row_bytes = cuuint64_t(kFlatRowBytes) * plan.chunks * plan.parts;
-  const CUtensorMapDataType type = plan.math == ConvMath::kBf16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                   : plan.math == ConvMath::kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-  static_assert(sizeof(p->x_map) == sizeof(CUtensorMap));
+  TensorMapSpec map{};
+  map.type = plan.math == ConvMath::kBf16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+             : plan.math == ConvMath::kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  map.rank = 3;
+  map.sizes[0] = row_bytes / (half ? 2 : 4);
+  map.sizes[1] = plan.slots;
+  map.strides[0] = row_bytes;
+  map.strides[1] = plan.sample_bytes;
+  map.box[0] = kFlatRowBytes / (half ? 2 : 4);
+  map.box[1] = plan.box_rows;
+  map.box[2] = 1;
+  map.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   for (const bool tail : {false, true}) {
-    const int n = tail ? p->n - p->x_split : p->x_split;
-    if (n == 0) continue;
-    const cuuint64_t sizes[3] = {row_bytes / (half ? 2 : 4), cuuint64_t(plan.slots), cuuint64_t(n)};
-    const cuuint64_t strides[2] = {row_bytes, cuuint64_t(plan.sample_bytes)};
-    const cuuint32_t box[3] = {kFlatRowBytes / (half ? 2u : 4u), cuuint32_t(plan.box_rows), 1};
-    const cuuint32_t steps[3] = {1, 1, 1};
-    const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
-        reinterpret_cast<CUtensorMap*>(tail ? p->x_tail_map : p->x_map), type, 3,
-        const_cast<void*>(tail ? tail_copy : copy), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) return Status::Invalid(name, "the tensor copies cannot describe x");
+    map.data = tail ? tail_copy : copy;
+    map.sizes[2] = tail ? p->n - p->x_split : p->x_split;
+    if (map.sizes[2] == 0) continue;
+    const Status status = encode_tensor_map("conv_flat_kernel", map, tail ? p->x_tail_map : p->x_map);
+    if (!status.ok()) return status;
   }
   return Status::Ok();
 }

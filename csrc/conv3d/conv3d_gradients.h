@@ -4,6 +4,8 @@
 #include <string>
 
 #include "conv3d_dispatch.h"
+#include "conv3d_narrow_dgrad_plan.h"
+#include "conv3d_narrow_wgrad_plan.h"
 #include "conv3d_wgrad_table.h"
 
 namespace kgopt {
@@ -16,6 +18,9 @@ struct ConvGradientsChoice {
   RowsPlan dgrad_rows;
   bool dgrad_by_rows = false;
   WgradPlan wgrad;
+  // The kernels for few channels of contiguous tensors, where they are taken; refused plans otherwise.
+  NarrowDgradPlan narrow_dgrad;
+  NarrowWgradPlan narrow_wgrad;
 
   std::string explain() const {
     auto one = [](const char* why_not) { return why_not ? std::string("aten: ") + why_not : std::string("kgopt"); };
@@ -23,12 +28,23 @@ struct ConvGradientsChoice {
   }
 };
 
+// Where few channels of contiguous tensors meet cuDNN, which transposes both tensors first; its rates are those of
+// channels_last tensors.
+inline const char* narrow_gradient_loses(const ConvProblem& q, double cycles, double tera_per_second) {
+  double bytes_in = double(q.n) * q.c_in, bytes_out = double(q.n) * q.c_out;
+  for (int i = 0; i < 3; ++i) bytes_in *= double(q.in[i]), bytes_out *= double(q.out[i]);
+  const double transposes = (q.dtype == Dtype::kFloat32 ? 8 : 4) * (bytes_in + bytes_out) / 3e6;
+  const double cudnn = 3 + 1e6 * conv_tera_operations(q) / tera_per_second + transposes;
+  return 5 + cycles / kHopperCyclesPerMicrosecond < 0.8 * cudnn ? nullptr : "cuDNN is predicted to be faster";
+}
+
 // channels_innermost of the problem says that x and dy both are.
 inline ConvGradientsChoice choose_conv_gradients(const ConvProblem& problem, const DeviceLimits& limits,
                                                  ConvBackend backend) {
   ConvGradientsChoice choice;
   if (backend == ConvBackend::kAten) {
     choice.why_not_dgrad = choice.why_not_wgrad = "backend=\"aten\" was asked for";
+    choice.narrow_dgrad.refusal = choice.narrow_wgrad.refusal = choice.why_not_dgrad;
     return choice;
   }
   const ConvProblem adjoint = adjoint_problem(problem);
@@ -44,6 +60,26 @@ inline ConvGradientsChoice choose_conv_gradients(const ConvProblem& problem, con
                              : dgrad_loses(problem, choice.dgrad_by_rows ? rows_microseconds(choice.dgrad_rows)
                                                                          : hopper_microseconds(choice.dgrad));
   choice.why_not_wgrad = always ? choice.wgrad.refusal : wgrad_loses(problem, choice.wgrad);
+  if (!problem.planar) {
+    choice.narrow_dgrad.refusal = choice.narrow_wgrad.refusal = "x is not contiguous";
+    return choice;
+  }
+  choice.narrow_dgrad = plan_narrow_dgrad(problem, limits);
+  choice.narrow_wgrad = plan_narrow_wgrad(problem, limits);
+  if (!always) {
+    const CudnnGradientRate& rate = cudnn_gradient_rate(problem);
+    const bool half = problem.dtype != Dtype::kFloat32;
+    if (!choice.narrow_dgrad.refusal) {
+      choice.narrow_dgrad.refusal =
+          narrow_gradient_loses(problem, choice.narrow_dgrad.cycles, half ? rate.dgrad_half : rate.dgrad_tf32);
+    }
+    if (!choice.narrow_wgrad.refusal) {
+      choice.narrow_wgrad.refusal =
+          narrow_gradient_loses(problem, choice.narrow_wgrad.cycles, half ? rate.wgrad_half : rate.wgrad_tf32);
+    }
+  }
+  if (!choice.narrow_dgrad.refusal) choice.why_not_dgrad = nullptr;
+  if (!choice.narrow_wgrad.refusal) choice.why_not_wgrad = nullptr;
   return choice;
 }
 

@@ -1,20 +1,31 @@
 // Launch of the Hopper convolution, its weight packing and its tensor map.
 #include "conv3d_hopper.h"
 
-#include <cuda.h>
+#include <algorithm>
 
-#include "../common/launch.h"
+#include "../common/dependent_launch.cuh"
 #include "../common/mma.cuh"
+#include "../common/tensor_map.h"
 #include "conv3d_hopper_kernel.cuh"
 
 namespace kgopt {
 namespace {
 
+constexpr const char* kName = "conv_hopper_kernel";
+
+// A weight as a half type's bits.
+__device__ __forceinline__ uint32_t half_bits(const HopperPackParams& p, int64_t at) {
+  if (p.dtype != Dtype::kFloat32) return static_cast<const unsigned short*>(p.weight)[at];
+  const float v = static_cast<const float*>(p.weight)[at];
+  return p.plan.math == ConvMath::kBf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(v))
+                                        : __half_as_ushort(__float2half_rn(v));
+}
+
 // One 16-byte piece of an image a thread.
 __global__ void __launch_bounds__(128) conv_hopper_pack_kernel(const __grid_constant__ HopperPackParams p) {
   let_dependents_start();
   const HopperPlan& plan = p.plan;
-  const bool half = p.dtype != Dtype::kFloat32;
+  const bool half = plan.math != ConvMath::kTf32;
   const int per_piece = half ? 8 : 4;
   const int pieces_per_row = plan.row_bytes / 16;
   const int rows = plan.taps_w * plan.c_tile;
@@ -53,7 +64,7 @@ __global__ void __launch_bounds__(128) conv_hopper_pack_kernel(const __grid_cons
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const bool valid = ci + i < p.c_in && co < p.c_out;
-        v[i] = valid ? static_cast<const unsigned short*>(p.weight)[from + i * p.stride_in] : 0;
+        v[i] = valid ? half_bits(p, from + i * p.stride_in) : 0;
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = v[2 * i] | v[2 * i + 1] << 16;
@@ -73,22 +84,7 @@ __global__ void __launch_bounds__(128) conv_hopper_pack_kernel(const __grid_cons
 // The blocks may start while the packing still runs; they wait for it before they read weights.
 template <auto kKernel>
 Status launch_after_pack(const HopperParams& p, cudaStream_t stream) {
-  cudaError_t error = allow_dynamic_smem<kKernel>(p.plan.smem_bytes);
-  if (error == cudaSuccess) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(p.plan.blocks);
-    config.blockDim = dim3(kHopperThreads);
-    config.dynamicSmemBytes = p.plan.smem_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    error = cudaLaunchKernelEx(&config, kKernel, p);
-  }
-  if (error != cudaSuccess) return {StatusCode::kCudaError, "conv_hopper_kernel", cudaGetErrorString(error)};
-  return Status::Ok();
+  return launch_after<kKernel>(true, kName, dim3(p.plan.blocks), kHopperThreads, p.plan.smem_bytes, stream, p);
 }
 
 template <ConvMath kMath, int kTile, int kSegments, bool kWide, int kMore>
@@ -122,38 +118,26 @@ Status run_conv_hopper_pack(const HopperPackParams& p, cudaStream_t stream) {
 
 Status set_hopper_input(HopperParams* p, const void* x, int64_t n, int64_t c_in, int64_t stride_w, int64_t stride_d,
                         int64_t stride_n) {
-  const char* const name = "conv_hopper_kernel";
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-#else
-  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
-#endif
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  if (found != cudaDriverEntryPointSuccess)
-    return Status::Unsupported(name, "the driver has no cuTensorMapEncodeTiled");
   const HopperPlan& plan = p->plan;
   const bool half = plan.math != ConvMath::kTf32;
   const cuuint64_t size = half ? 2 : 4;
+  TensorMapSpec map{};
+  map.type = plan.math == ConvMath::kTf32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+             : plan.math == ConvMath::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  map.rank = 4;
+  map.data = x;
   const cuuint64_t sizes[4] = {cuuint64_t(c_in), cuuint64_t(p->in[1]) * p->in[2], cuuint64_t(p->in[0]), cuuint64_t(n)};
   // A dim of size 1 may have any stride, which the map would refuse.
   if (p->in[0] == 1) stride_d = stride_w * sizes[1];
   if (n == 1) stride_n = stride_d * p->in[0];
   const cuuint64_t strides[3] = {stride_w * size, stride_d * size, stride_n * size};
   const cuuint32_t box[4] = {cuuint32_t(plan.row_bytes / size), cuuint32_t(plan.box_rows), 1, 1};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  const CUtensorMapDataType type = plan.math == ConvMath::kTf32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                   : plan.math == ConvMath::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  static_assert(sizeof(p->x_map) == sizeof(CUtensorMap));
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
-      reinterpret_cast<CUtensorMap*>(p->x_map), type, 4, const_cast<void*>(x), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, plan.row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return Status::Invalid(name, "the tensor copies cannot describe x");
-  return Status::Ok();
+  std::copy(sizes, sizes + 4, map.sizes);
+  std::copy(strides, strides + 3, map.strides);
+  std::copy(box, box + 4, map.box);
+  map.swizzle = plan.row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  return encode_tensor_map(kName, map, p->x_map);
 }
 
 Status run_conv_hopper(const HopperParams& p, cudaStream_t stream) {

@@ -90,7 +90,7 @@ struct HopperPackParams {
   float* moments = nullptr;  // set to zero, so many values
   int64_t moment_values = 0;
   int c_in, c_out;
-  Dtype dtype;
+  Dtype dtype;  // of weight and bias; float32 is rounded to what the plan computes in
   HopperPlan plan;
 };
 

@@ -1,20 +1,31 @@
 // Launch of the convolution by rows, its weight packing and its tensor map.
 #include "conv3d_rows.h"
 
-#include <cuda.h>
+#include <algorithm>
 
-#include "../common/launch.h"
+#include "../common/dependent_launch.cuh"
 #include "../common/mma.cuh"
+#include "../common/tensor_map.h"
 #include "conv3d_rows_kernel.cuh"
 
 namespace kgopt {
 namespace {
 
+constexpr const char* kName = "conv_rows_kernel";
+
+// A weight as a half type's bits.
+__device__ __forceinline__ uint32_t half_bits(const RowsPackParams& p, int64_t at) {
+  if (p.dtype != Dtype::kFloat32) return static_cast<const unsigned short*>(p.weight)[at];
+  const float v = static_cast<const float*>(p.weight)[at];
+  return p.plan.math == ConvMath::kBf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(v))
+                                        : __half_as_ushort(__float2half_rn(v));
+}
+
 // One 16-byte piece of an image a thread.
 __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_constant__ RowsPackParams p) {
   let_dependents_start();
   const RowsPlan& plan = p.plan;
-  const bool half = p.dtype != Dtype::kFloat32;
+  const bool half = plan.math != ConvMath::kTf32;
   const int per_piece = half ? 8 : 4, pieces_per_row = plan.row_bytes / 16, rows = plan.segments * 64;
   const int64_t pieces = plan.packed_bytes / 16;
   const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
@@ -48,7 +59,7 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
     for (int i = 0; i < 8; ++i) {
       if (i >= per_piece || ci + i >= p.c_in || co >= p.c_out) continue;
       if (half) {
-        words[i / 2] |= uint32_t(static_cast<const unsigned short*>(p.weight)[from + i * p.stride_in]) << i % 2 * 16;
+        words[i / 2] |= half_bits(p, from + i * p.stride_in) << i % 2 * 16;
       } else {
         uint32_t hi, lo;
         split_tf32(static_cast<const float*>(p.weight)[from + i * p.stride_in], &hi, &lo);
@@ -86,22 +97,7 @@ __global__ void __launch_bounds__(256) conv_rows_split_kernel(const __grid_const
 // The blocks may start while the packing still runs; they wait for it before they read weights.
 template <auto kKernel>
 Status launch_after_pack(const RowsParams& p, cudaStream_t stream) {
-  cudaError_t error = allow_dynamic_smem<kKernel>(p.plan.smem_bytes);
-  if (error == cudaSuccess) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(p.plan.blocks);
-    config.blockDim = dim3(kHopperThreads);
-    config.dynamicSmemBytes = p.plan.smem_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    error = cudaLaunchKernelEx(&config, kKernel, p);
-  }
-  if (error != cudaSuccess) return {StatusCode::kCudaError, "conv_rows_kernel", cudaGetErrorString(error)};
-  return Status::Ok();
+  return launch_after<kKernel>(true, kName, dim3(p.plan.blocks), kHopperThreads, p.plan.smem_bytes, stream, p);
 }
 
 template <ConvMath kMath, int kN>
@@ -135,42 +131,28 @@ Status run_conv_rows_split(const RowsSplitParams& p, cudaStream_t stream) {
 }
 
 Status set_rows_input(RowsParams* p, const void* x, int64_t n, int64_t c_in, const int64_t (&strides)[4]) {
-  const char* const name = "conv_rows_kernel";
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-#else
-  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
-#endif
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  if (found != cudaDriverEntryPointSuccess) {
-    return Status::Unsupported(name, "the driver has no cuTensorMapEncodeTiled");
-  }
   const RowsPlan& plan = p->plan;
   const bool fp32 = plan.math == ConvMath::kTf32 || plan.math == ConvMath::kTf32x3;
   const cuuint64_t size = fp32 ? 4 : 2;
+  TensorMapSpec map{};
+  map.type = fp32                           ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+             : plan.math == ConvMath::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  map.rank = 5;
+  map.data = x;
   const cuuint64_t sizes[5] = {cuuint64_t(c_in), cuuint64_t(p->in[2]), cuuint64_t(p->in[1]), cuuint64_t(p->in[0]),
                                cuuint64_t(n)};
+  std::copy(sizes, sizes + 5, map.sizes);
   // A dim of size 1 may have any stride, which the map would refuse.
-  cuuint64_t bytes[4], dense = c_in * size;
+  cuuint64_t dense = c_in * size;
   for (int i = 0; i < 4; ++i) {
-    bytes[i] = sizes[i + 1] == 1 ? dense : strides[i] * size;
-    dense = bytes[i] * sizes[i + 1];
+    map.strides[i] = sizes[i + 1] == 1 ? dense : strides[i] * size;
+    dense = map.strides[i] * sizes[i + 1];
   }
   const cuuint32_t box[5] = {cuuint32_t(plan.row_bytes / size), cuuint32_t(plan.row_slots), 1, 1, 1};
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUtensorMapDataType type = fp32                           ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                   : plan.math == ConvMath::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  static_assert(sizeof(p->x_map) == sizeof(CUtensorMap));
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
-      reinterpret_cast<CUtensorMap*>(p->x_map), type, 5, const_cast<void*>(x), sizes, bytes, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, plan.row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return Status::Invalid(name, "the tensor copies cannot describe x");
-  return Status::Ok();
+  std::copy(box, box + 5, map.box);
+  map.swizzle = plan.row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  return encode_tensor_map(kName, map, p->x_map);
 }
 
 Status run_conv_rows(const RowsParams& p, cudaStream_t stream) {

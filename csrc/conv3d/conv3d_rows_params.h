@@ -61,7 +61,7 @@ struct RowsPackParams {
   void* packed;
   float* packed_bias;
   int c_in, c_out;
-  Dtype dtype;
+  Dtype dtype;  // of weight and bias; float32 is rounded to what the plan computes in
   RowsPlan plan;
 };
 

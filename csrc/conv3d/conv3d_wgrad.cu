@@ -1,11 +1,11 @@
 // Launch of the weight gradient, its tensor maps, and the sum over what its blocks left.
 #include "conv3d_wgrad.h"
 
-#include <cuda.h>
+#include <algorithm>
 
 #include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
-#include "../common/launch.h"
+#include "../common/tensor_map.h"
 #include "conv3d_wgrad_kernel.cuh"
 
 namespace kgopt {
@@ -64,18 +64,8 @@ __global__ void __launch_bounds__(kSumFours* kSumShares)
 }
 
 // In boxes of kWgradChannels x box_w x box_h, or of row_numbers elements of dense rows of few channels.
-const char* encode(uint64_t (&map)[16], const WgradTensor& t, ConvMath math, int box_w, int box_h, int row_numbers) {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-#else
-  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
-#endif
-  if (error != cudaSuccess) return cudaGetErrorString(error);
-  if (found != cudaDriverEntryPointSuccess) return "the driver has no cuTensorMapEncodeTiled";
-  const bool tf32 = math == ConvMath::kTf32;
+Status encode(uint64_t (&map)[16], const WgradTensor& t, ConvMath math, int box_w, int box_h, int row_numbers) {
+  const bool tf32 = math == ConvMath::kTf32, few = row_numbers > 0;
   const cuuint64_t size = tf32 ? 4 : 2;
   const cuuint64_t sizes[5] = {cuuint64_t(t.c), cuuint64_t(t.size[2]), cuuint64_t(t.size[1]), cuuint64_t(t.size[0]),
                                cuuint64_t(t.n)};
@@ -84,23 +74,25 @@ const char* encode(uint64_t (&map)[16], const WgradTensor& t, ConvMath math, int
                            cuuint64_t(t.stride_n)};
   for (int i = 0; i < 4; ++i) strides[i] = sizes[i + 1] == 1 ? 16 : strides[i] * size;
   const cuuint32_t box[5] = {kWgradChannels, cuuint32_t(box_w), cuuint32_t(box_h), 1, 1};
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const cuuint64_t few_sizes[4] = {sizes[0] * sizes[1], sizes[2], sizes[3], sizes[4]};
-  const cuuint32_t few_box[4] = {cuuint32_t(row_numbers), 1, 1, 1};
-  const bool few = row_numbers > 0;
+  TensorMapSpec spec{};
   // TFLOAT32 rounds to nearest; the tensor cores would truncate.
-  const CUtensorMapDataType type = tf32                      ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
-                                   : math == ConvMath::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  static_assert(sizeof(map) == sizeof(CUtensorMap));
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
-      reinterpret_cast<CUtensorMap*>(map), type, few ? 4 : 5, const_cast<void*>(t.data), few ? few_sizes : sizes,
-      few ? strides + 1 : strides, few ? few_box : box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      few    ? CU_TENSOR_MAP_SWIZZLE_NONE
-      : tf32 ? CU_TENSOR_MAP_SWIZZLE_128B
-             : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? nullptr : "the tensor copies cannot describe a tensor";
+  spec.type = tf32                      ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+              : math == ConvMath::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  spec.rank = few ? 4 : 5;
+  spec.data = t.data;
+  std::copy(sizes + few, sizes + 5, spec.sizes);
+  std::copy(strides + few, strides + 4, spec.strides);
+  if (few) {
+    spec.sizes[0] = sizes[0] * sizes[1];
+    spec.box[0] = row_numbers;
+    std::fill(spec.box + 1, spec.box + 4, 1);
+    spec.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+  } else {
+    std::copy(box, box + 5, spec.box);
+    spec.swizzle = tf32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  }
+  return encode_tensor_map("conv_wgrad_kernel", spec, map);
 }
 
 template <ConvMath kMath, int kRows, int kStride>
@@ -125,26 +117,23 @@ Status launch_rows(const WgradParams& p, cudaStream_t stream) {
 }  // namespace
 
 Status set_wgrad_tensors(WgradParams* p, const WgradTensor& still, const WgradTensor& moved) {
-  const char* const name = "conv_wgrad_kernel";
   const WgradPlan& plan = p->plan;
   for (int i = 0; i < 3; ++i) {
     p->still[i] = static_cast<int>(still.size[i]);
     p->moved[i] = static_cast<int>(moved.size[i]);
   }
-  const char* error = encode(p->still_map, still, plan.math, plan.width, plan.rows, 0);
-  if (error) return Status::Invalid(name, error);
+  Status status = encode(p->still_map, still, plan.math, plan.width, plan.rows, 0);
+  if (!status.ok()) return status;
   WgradTensor pairs = moved;
   if (plan.stride == 2 && !plan.few) {
     pairs.c = moved.stride[2] + moved.c;
     pairs.size[2] = moved.size[2] / 2;
     pairs.stride[2] = 2 * moved.stride[2];
-    error = encode(p->second_map, pairs, plan.math, plan.width, 1, 0);
-    if (error) return Status::Invalid(name, error);
+    status = encode(p->second_map, pairs, plan.math, plan.width, 1, 0);
+    if (!status.ok()) return status;
   }
   p->moved_stride_w = static_cast<int>(moved.stride[2]);
-  error = encode(p->moved_map, pairs, plan.math, wgrad_first_run(plan), 1, plan.row_numbers);
-  if (error) return Status::Invalid(name, error);
-  return Status::Ok();
+  return encode(p->moved_map, pairs, plan.math, wgrad_first_run(plan), 1, plan.row_numbers);
 }
 
 Status run_conv_wgrad(const WgradParams& p, cudaStream_t stream) {

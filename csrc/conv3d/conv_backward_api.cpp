@@ -1,5 +1,8 @@
-// CUDA gradients of convolutions: dx by the Hopper convolutions, dweight by its own kernel, each where it is the faster
-// one; ATen for the rest.
+// CUDA gradients of convolutions: for channels_last tensors dx by the Hopper convolutions and dweight by its own
+// kernel, for contiguous tensors of few channels by kernels that read them as they lie; each where it is the faster
+// one, ATen for the rest.
+#include "conv3d_narrow_dgrad.h"
+#include "conv3d_narrow_wgrad.h"
 #include "conv3d_wgrad.h"
 #include "conv_call.h"
 
@@ -8,11 +11,13 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-// Dense so, and where the tensor copies can read it.
-Tensor channels_innermost(const Tensor& t) {
-  const Tensor dense = dense_in(t, channels_last_format(t.dim()));
+// Dense so, and where copies of 16 bytes can read it.
+Tensor aligned_in(const Tensor& t, MemoryFormat format) {
+  const Tensor dense = dense_in(t, format);
   return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : torch::stable::clone(dense);
 }
+Tensor channels_innermost(const Tensor& t) { return aligned_in(t, channels_last_format(t.dim())); }
+Tensor planar(const Tensor& t) { return aligned_in(t, MemoryFormat::Contiguous); }
 
 WgradTensor wgrad_tensor(const Tensor& t, int rank) {
   WgradTensor w{};
@@ -49,10 +54,72 @@ Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tenso
   sum.stride_a = dweight.stride(0);
   sum.stride_b = dweight.stride(1);
   spatial_strides(dweight, shape.rank, sum.stride_k);
-  sum.dtype = shape.dtype;
+  sum.dtype = check_dtype(op, "weight", weight);
   sum.plan = plan;
   raise_on_error(op, run_conv_wgrad_sum(sum, stream));
   return dweight;
+}
+
+// Strides of a contiguous tensor but for the width's.
+template <int kDims>
+void planar_strides(const Tensor& t, int rank, int64_t* n, int64_t* c, int64_t (&strides)[kDims]) {
+  int64_t spatial[3];
+  spatial_strides(t, rank, spatial);
+  *n = t.stride(0), *c = t.stride(1);
+  std::copy(spatial, spatial + kDims, strides);
+}
+
+Tensor conv_narrow_dgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                         const ConvShape& shape, const NarrowDgradPlan& plan) {
+  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
+  const Tensor narrow = as_type_of(weight, x);
+  NarrowDgradParams p{};
+  p.dy = dy.const_data_ptr();
+  p.weight = narrow.const_data_ptr();
+  p.dx = dx.mutable_data_ptr();
+  planar_strides(dy, shape.rank, &p.dy_stride_n, &p.dy_stride_c, p.dy_stride);
+  planar_strides(dx, shape.rank, &p.dx_stride_n, &p.dx_stride_c, p.dx_stride);
+  p.w_stride_out = narrow.stride(0);
+  p.w_stride_in = narrow.stride(1);
+  spatial_strides(narrow, shape.rank, p.w_stride_k);
+  p.c_in = static_cast<int>(shape.c_in);
+  p.c_out = static_cast<int>(shape.c_out);
+  std::copy(shape.in, shape.in + 3, p.in);
+  std::copy(shape.out, shape.out + 3, p.out);
+  p.plan = plan;
+  raise_on_error(op, run_conv_narrow_dgrad(p, stream_of(x)));
+  return dx;
+}
+
+// dweight, and dbias where it is wanted.
+std::pair<Tensor, std::optional<Tensor>> conv_narrow_wgrad(const char* op, const Tensor& dy, const Tensor& x,
+                                                           const Tensor& weight, const ConvShape& shape,
+                                                           const NarrowWgradPlan& plan, bool wants_bias) {
+  Workspace workspace(x);
+  const int64_t partials = workspace.reserve(plan.partial_floats * 4);
+  workspace.allocate();
+  Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
+  std::optional<Tensor> dbias;
+  if (wants_bias) dbias = empty_like_shape(weight, {shape.c_out});
+  NarrowWgradParams p{};
+  p.x = x.const_data_ptr();
+  p.dy = dy.const_data_ptr();
+  planar_strides(x, shape.rank, &p.x_stride_n, &p.x_stride_c, p.x_stride);
+  planar_strides(dy, shape.rank, &p.dy_stride_n, &p.dy_stride_c, p.dy_stride);
+  p.c_in = static_cast<int>(shape.c_in);
+  p.c_out = static_cast<int>(shape.c_out);
+  std::copy(shape.in, shape.in + 3, p.in);
+  std::copy(shape.out, shape.out + 3, p.out);
+  p.partials = workspace.at<float>(partials);
+  p.dw = dweight.mutable_data_ptr();
+  p.dw_stride_out = dweight.stride(0);
+  p.dw_stride_in = dweight.stride(1);
+  spatial_strides(dweight, shape.rank, p.dw_stride_k);
+  p.dbias = dbias ? dbias->mutable_data_ptr() : nullptr;
+  p.dtype = check_dtype(op, "weight", weight);
+  p.plan = plan;
+  raise_on_error(op, run_conv_narrow_wgrad(p, stream_of(x)));
+  return {dweight, dbias ? std::optional(as_type_of(*dbias, x)) : dbias};
 }
 
 ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
@@ -61,33 +128,42 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   const char* const op = "conv_backward";
   const int rank = static_cast<int>(stride.size());
   KGOPT_CHECK(rank == 2 || rank == 3, op, ": stride is ", list_string(stride), ", expected 2 or 3 values");
-  const ConvShape shape =
-      check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups, transposed, rank);
+  const ConvShape shape = check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups,
+                                     transposed, rank, true);
   check_conv_gradient(op, dy, x, shape, mask);
   const DeviceGuard guard(x.get_device_index());
   std::array<bool, 3> from_aten{mask[0], mask[1], mask[2]};
-  std::optional<Tensor> dx, dweight;
+  std::optional<Tensor> dx, dweight, dbias;
   if (x.numel() > 0 && (mask[0] || mask[1])) {
     const ConvGradientsChoice choice = choose_gradients({op, x, weight, std::nullopt, stride, padding, dilation,
                                                          output_padding, groups, transposed, rank, backend, allow_tf32},
                                                         shape);
+    const bool narrow[2] = {mask[0] && !choice.narrow_dgrad.refusal, mask[1] && !choice.narrow_wgrad.refusal};
+    if (narrow[0] || narrow[1]) dy = planar(dy);
+    if (narrow[0]) dx = conv_narrow_dgrad(op, dy, x, weight, shape, choice.narrow_dgrad);
+    if (narrow[1]) {
+      std::tie(dweight, dbias) = conv_narrow_wgrad(op, dy, planar(x), weight, shape, choice.narrow_wgrad, mask[2]);
+    }
     // A kernel that makes copies of both tensors first is none to choose by itself.
     const bool copies = backend == "auto" && !is_channels_last(dy) && !is_channels_last(x);
-    const bool own[2] = {mask[0] && !choice.why_not_dgrad && !copies, mask[1] && !choice.why_not_wgrad && !copies};
+    const bool own[2] = {mask[0] && !narrow[0] && !choice.why_not_dgrad && !copies,
+                         mask[1] && !narrow[1] && !choice.why_not_wgrad && !copies};
     if (own[0] || own[1]) dy = channels_innermost(dy);
     if (own[0]) {
-      const ConvArgs adjoint{op,     dy,          weight, std::nullopt, stride,    padding, dilation, IntArray(rank, 0),
-                             groups, !transposed, rank,   backend,      allow_tf32};
+      const ConvArgs adjoint{
+          op,     dy,          weight, std::nullopt, stride,     padding, dilation, IntArray(rank, 0),
+          groups, !transposed, rank,   backend,      allow_tf32, true};
       const ConvShape adjoint_shape = check_conv_args(adjoint);
       dx = choice.dgrad_by_rows ? conv_rows(adjoint, adjoint_shape, choice.dgrad_rows)
                                 : conv_hopper(adjoint, adjoint_shape, choice.dgrad);
     }
     if (own[1]) dweight = conv_wgrad(op, dy, choice.wgrad.few ? channels_innermost(x) : x, weight, shape, choice.wgrad);
-    for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i];
+    for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i] && !narrow[i];
+    from_aten[2] = mask[2] && !dbias;
   }
-  auto [aten_dx, aten_dweight, dbias] =
+  auto [aten_dx, aten_dweight, aten_dbias] =
       conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding, from_aten);
-  return {dx ? *dx : aten_dx, dweight ? *dweight : aten_dweight, dbias};
+  return {dx ? *dx : aten_dx, dweight ? *dweight : aten_dweight, dbias ? *dbias : aten_dbias};
 }
 
 }  // namespace

@@ -32,6 +32,7 @@ struct __attribute__((visibility("hidden"))) ConvArgs {
   int rank;
   const std::string& backend;
   std::optional<bool> allow_tf32;
+  bool wide_weight = false;  // may weight and bias be float32 beside a half x?
 };
 
 inline ConvBackend parse_backend(const char* op, const std::string& backend) {
@@ -70,7 +71,7 @@ inline ConvProblem make_problem(const ConvShape& shape, ConvEpilogue epilogue, b
 
 inline ConvShape check_conv_args(const ConvArgs& a) {
   return check_conv(a.op, a.x, a.weight, a.bias, a.stride, a.padding, a.dilation, a.output_padding, a.groups,
-                    a.transposed, a.rank);
+                    a.transposed, a.rank, a.wide_weight);
 }
 
 // Whether the tensor copies can read x as it lies and y will lie likewise.
@@ -296,7 +297,7 @@ inline HopperParams start_hopper(const ConvArgs& a, const ConvShape& shape, cons
   pack.packed_bias = workspace.at<float>(space.bias);
   pack.c_in = static_cast<int>(shape.c_in);
   pack.c_out = static_cast<int>(shape.c_out);
-  pack.dtype = shape.dtype;
+  pack.dtype = check_dtype(a.op, "weight", a.weight);
   pack.plan = plan;
   pack.moments = static_cast<float*>(moments.data);
   pack.moment_values = moments.data ? shape.n * moments.slices * moments.rows * 3 : 0;
@@ -349,7 +350,7 @@ inline RowsParams start_rows(const ConvArgs& a, const ConvShape& shape, const Ro
   pack.packed_bias = bias;
   pack.c_in = static_cast<int>(shape.c_in);
   pack.c_out = static_cast<int>(shape.c_out);
-  pack.dtype = shape.dtype;
+  pack.dtype = check_dtype(a.op, "weight", a.weight);
   pack.plan = plan;
   raise_on_error(a.op, run_conv_rows_pack(pack, stream));
 

@@ -40,9 +40,11 @@ inline void check_list(const char* op, const char* arg, const IntArray& list, in
   for (int64_t v : list) KGOPT_CHECK(v >= least, op, ": ", arg, " is ", list_string(list), ", expected ", expected);
 }
 
+// wide_weight: weight and bias may be float32 beside a half x.
 inline ConvShape check_conv(const char* op, const Tensor& x, const Tensor& weight, const OptTensor& bias,
                             const IntArray& stride, const IntArray& padding, const IntArray& dilation,
-                            const IntArray& output_padding, int64_t groups, bool transposed, int rank) {
+                            const IntArray& output_padding, int64_t groups, bool transposed, int rank,
+                            bool wide_weight = false) {
   const char* const dims = rank == 2 ? "4 dimensions [N, C, H, W]" : "5 dimensions [N, C, D, H, W]";
   const char* const kernel_names = rank == 2 ? "kH, kW" : "kD, kH, kW";
   KGOPT_CHECK(x.dim() == rank + 2, op, ": x has shape ", shape_string(x), ", expected ", dims);
@@ -52,7 +54,11 @@ inline ConvShape check_conv(const char* op, const Tensor& x, const Tensor& weigh
   s.groups = groups;
   s.dtype = check_dtype(op, "x", x);
   check_same_device(op, "weight", weight, x);
-  check_same_dtype(op, "weight", weight, x);
+  if (wide_weight) {
+    check_weight_dtype(op, "weight", weight, x);
+  } else {
+    check_same_dtype(op, "weight", weight, x);
+  }
   check_list(op, "stride", stride, rank, 1, "positive values");
   check_list(op, "padding", padding, rank, 0, "non-negative values");
   check_list(op, "dilation", dilation, rank, 1, "positive values");
@@ -78,7 +84,7 @@ inline ConvShape check_conv(const char* op, const Tensor& x, const Tensor& weigh
   KGOPT_CHECK(s.c_out >= 1, op, ": weight has shape ", shape_string(weight), ", expected at least one output channel");
   if (bias) {
     check_same_device(op, "bias", *bias, x);
-    check_same_dtype(op, "bias", *bias, x);
+    check_same_dtype(op, "bias", *bias, wide_weight ? weight : x);
     KGOPT_CHECK(bias->dim() == 1 && bias->size(0) == s.c_out, op, ": bias has shape ", shape_string(*bias),
                 ", expected [", s.c_out, "]");
   }
@@ -133,9 +139,10 @@ inline ConvGradients conv_gradients_aten(const Tensor& dy, const Tensor& x, cons
   const std::optional<IntArray> bias_sizes = IntArray{s.c_out};
   using torch::stable::detail::from;
   using torch::stable::detail::to;
+  const Tensor narrow = as_type_of(weight, x);
   std::array<StableIValue, 11> stack{from(dy),
                                      from(x),
-                                     from(weight),
+                                     from(narrow),
                                      from(bias_sizes),
                                      from(stride),
                                      from(padding),
@@ -148,7 +155,7 @@ inline ConvGradients conv_gradients_aten(const Tensor& dy, const Tensor& x, cons
       torch_call_dispatcher("aten::convolution_backward", "", stack.data(), TORCH_ABI_VERSION));
   const Tensor dx = to<Tensor>(stack[0]), dweight = to<Tensor>(stack[1]), dbias = to<Tensor>(stack[2]);
   return {mask[0] ? dense_in(dx, memory_format_of(x)) : none,
-          mask[1] ? dense_in(dweight, memory_format_of(weight)) : none, mask[2] ? dbias : none};
+          mask[1] ? as_type_of(dense_in(dweight, memory_format_of(weight)), weight) : none, mask[2] ? dbias : none};
 }
 
 }  // namespace kgopt

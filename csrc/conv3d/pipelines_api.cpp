@@ -375,10 +375,6 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   return r;
 }
 
-Tensor as_type_of(const Tensor& t, const Tensor& x) {
-  return t.scalar_type() == x.scalar_type() ? t : torch::stable::to(t, x.scalar_type());
-}
-
 // Boxed entry points; the argument order is the schemas'.
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(Tensor x, Tensor weight, OptTensor bias,

@@ -368,9 +368,71 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("tile_floats", &wgrad_tile_floats)
       .def_property_readonly("blocks", &wgrad_blocks);
 
+  py::class_<NarrowCopy>(m, "NarrowCopy", "How rows come into shared memory; fields as in conv3d_narrow_rows.h.")
+      .def_readonly("piece", &NarrowCopy::piece)
+      .def_readonly("pieces", &NarrowCopy::pieces)
+      .def_readonly("across_log2", &NarrowCopy::across_log2)
+      .def_readonly("rows", &NarrowCopy::rows)
+      .def_readonly("slots", &NarrowCopy::slots);
+
+  py::class_<NarrowWgradPlan>(m, "NarrowWgradPlan", "Fields as in conv3d_narrow_wgrad_params.h.")
+      .def_property_readonly(
+          "refusal", [](const NarrowWgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("dy_is_a", &NarrowWgradPlan::dy_is_a)
+      .def_readonly("x_tiles", &NarrowWgradPlan::x_tiles)
+      .def_readonly("dy_tiles", &NarrowWgradPlan::dy_tiles)
+      .def_readonly("splits", &NarrowWgradPlan::splits)
+      .def_readonly("channel_blocks", &NarrowWgradPlan::channel_blocks)
+      .def_readonly("rows", &NarrowWgradPlan::rows)
+      .def_property_readonly("tile", [](const NarrowWgradPlan& p) { return copied(p.tile); })
+      .def_property_readonly("tiles", [](const NarrowWgradPlan& p) { return copied(p.tiles); })
+      .def_property_readonly("margin", [](const NarrowWgradPlan& p) { return copied(p.margin); })
+      .def_readonly("dy_pitch", &NarrowWgradPlan::dy_pitch)
+      .def_readonly("dy_channel", &NarrowWgradPlan::dy_channel)
+      .def_readonly("x_pitch", &NarrowWgradPlan::x_pitch)
+      .def_readonly("x_plane", &NarrowWgradPlan::x_plane)
+      .def_readonly("x_channel", &NarrowWgradPlan::x_channel)
+      .def_readonly("dy_copy", &NarrowWgradPlan::dy_copy)
+      .def_readonly("x_copy", &NarrowWgradPlan::x_copy)
+      .def_readonly("all_tiles", &NarrowWgradPlan::all_tiles)
+      .def_readonly("stages", &NarrowWgradPlan::stages)
+      .def_readonly("stage_bytes", &NarrowWgradPlan::stage_bytes)
+      .def_readonly("blocks", &NarrowWgradPlan::blocks)
+      .def_readonly("smem_bytes", &NarrowWgradPlan::smem_bytes)
+      .def_readonly("partial_floats", &NarrowWgradPlan::partial_floats)
+      .def_readonly("cycles", &NarrowWgradPlan::cycles)
+      .def_property_readonly("channels", &narrow_wgrad_channels)
+      .def_property_readonly("floats", &narrow_wgrad_floats);
+
+  py::class_<NarrowDgradPlan>(m, "NarrowDgradPlan", "Fields as in conv3d_narrow_dgrad_params.h.")
+      .def_property_readonly(
+          "refusal", [](const NarrowDgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("row_tiles", &NarrowDgradPlan::row_tiles)
+      .def_readonly("units", &NarrowDgradPlan::units)
+      .def_readonly("channels", &NarrowDgradPlan::channels)
+      .def_readonly("chunks", &NarrowDgradPlan::chunks)
+      .def_readonly("k_steps", &NarrowDgradPlan::k_steps)
+      .def_property_readonly("tile", [](const NarrowDgradPlan& p) { return copied(p.tile); })
+      .def_property_readonly("tiles", [](const NarrowDgradPlan& p) { return copied(p.tiles); })
+      .def_property_readonly("halo", [](const NarrowDgradPlan& p) { return copied(p.halo); })
+      .def_readonly("units_w", &NarrowDgradPlan::units_w)
+      .def_readonly("pitch", &NarrowDgradPlan::pitch)
+      .def_readonly("channel", &NarrowDgradPlan::channel)
+      .def_readonly("scratch_channel", &NarrowDgradPlan::scratch_channel)
+      .def_readonly("dy_copy", &NarrowDgradPlan::dy_copy)
+      .def_readonly("all_tiles", &NarrowDgradPlan::all_tiles)
+      .def_readonly("stages", &NarrowDgradPlan::stages)
+      .def_readonly("stage_bytes", &NarrowDgradPlan::stage_bytes)
+      .def_readonly("blocks_per_sm", &NarrowDgradPlan::blocks_per_sm)
+      .def_readonly("blocks", &NarrowDgradPlan::blocks)
+      .def_readonly("smem_bytes", &NarrowDgradPlan::smem_bytes)
+      .def_readonly("cycles", &NarrowDgradPlan::cycles);
+
   py::class_<ConvGradientsChoice>(m, "ConvGradientsChoice")
       .def_readonly("dgrad", &ConvGradientsChoice::dgrad)
       .def_readonly("wgrad", &ConvGradientsChoice::wgrad)
+      .def_readonly("narrow_dgrad", &ConvGradientsChoice::narrow_dgrad)
+      .def_readonly("narrow_wgrad", &ConvGradientsChoice::narrow_wgrad)
       .def("explain", &ConvGradientsChoice::explain);
 
   py::class_<ConvChoice>(m, "ConvChoice")
@@ -414,6 +476,8 @@ void bind_conv(py::module_& m) {
   m.def(
       "plan_wgrad", [](const ConvProblem& problem, const DeviceLimits& limits) { return plan_wgrad(problem, limits); },
       py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("plan_narrow_wgrad", &plan_narrow_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("plan_narrow_dgrad", &plan_narrow_dgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("choose_conv_gradients", &choose_conv_gradients, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto);
   m.def("plan_gram", &plan_gram, py::arg("problem"), py::arg("limits") = DeviceLimits{});

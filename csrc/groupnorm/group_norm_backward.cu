@@ -5,15 +5,12 @@
 #include "../common/dependent_launch.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/traverse.cuh"
+#include "affine_row.cuh"
 #include "groupnorm.h"
+#include "norm_lse_backward.h"
 
 namespace kgopt {
 namespace {
-
-template <typename Acc>
-struct alignas(16) TableRow {
-  Acc mean, rstd, weight, bias;
-};
 
 template <typename Acc>
 struct TwoSums {
@@ -26,7 +23,7 @@ struct ChannelSumsReducer {
   using Acc = acc_t<T>;
   static constexpr int kInputs = 2;
   static constexpr int kValues = 2;
-  using Coef = TableRow<Acc>;
+  using Coef = AffineRow<Acc>;
   using State = TwoSums<Acc>;
   using Partial = TwoSums<Acc>;
   const Coef* table;
@@ -54,10 +51,10 @@ struct InputGradient {
   using Acc = acc_t<T>;
   static constexpr int kInputs = kDyPerSample ? 1 : 2;
   struct Coef {
-    TableRow<Acc> row;
+    AffineRow<Acc> row;
     Acc term, term_xhat, dz;
   };
-  const TableRow<Acc>* table;
+  const AffineRow<Acc>* table;
   const Acc* group_terms;  // [N, G, 2]
   const Acc* dout;
   int64_t c, channels;  // all, and of a group
@@ -89,7 +86,7 @@ __global__ void __launch_bounds__(256) mean_channel_sums_kernel(const __grid_con
   const GroupNormDims& d = p.dims;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < d.n * d.c;
        i += int64_t(gridDim.x) * blockDim.x) {
-    const TableRow<Acc> row = static_cast<const TableRow<Acc>*>(p.table)[i];
+    const AffineRow<Acc> row = static_cast<const AffineRow<Acc>*>(p.table)[i];
     const Acc dz = static_cast<const Acc*>(p.dout)[i / d.c] / Acc(d.c);  // summed over the S positions
     Acc* const out = static_cast<Acc*>(p.partial_sums) + i * 2;
     out[0] = dz;
@@ -117,7 +114,7 @@ __global__ void __launch_bounds__(kTermsThreads)
     const int64_t c = group * channels + i;
     Acc dz = 0, dz_xhat = 0, weight = 0;
     if (i < channels) {
-      if (walker == 0) weight = static_cast<const TableRow<Acc>*>(p.table)[n * d.c + c].weight;
+      if (walker == 0) weight = static_cast<const AffineRow<Acc>*>(p.table)[n * d.c + c].weight;
 #pragma unroll 8
       for (int64_t slice = walker; slice < p.slices; slice += walkers) {
         dz += partials[(slice * d.c + c) * 2];
@@ -219,7 +216,7 @@ Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stre
   a.n = p.dims.n;
   a.c = p.dims.c;
   a.s = p.dims.s;
-  a.f.table = static_cast<const TableRow<Acc>*>(p.table);
+  a.f.table = static_cast<const AffineRow<Acc>*>(p.table);
   a.f.group_terms = static_cast<const Acc*>(p.group_terms);
   a.f.dout = static_cast<const Acc*>(p.dout);
   a.f.c = p.dims.c;
@@ -288,6 +285,10 @@ Status run_affine_gradient(const AffineGradientParams& p, cudaStream_t stream) {
                      : launch_after<affine_gradient_kernel<float>>(true, name, blocks, kGradientThreads, stream, p);
 }
 
+Status run_group_norm_backward_merge(const GroupNormBackwardParams& p, cudaStream_t stream) {
+  return p.dims.dtype == Dtype::kFloat64 ? launch_merge<double>(p, stream) : launch_merge<float>(p, stream);
+}
+
 Status run_group_norm_backward(const GroupNormBackwardParams& p, cudaStream_t stream) {
   const bool is_double = p.dims.dtype == Dtype::kFloat64;
   if (p.dims.numel() == 0) return Status::Ok();
@@ -300,7 +301,7 @@ Status run_group_norm_backward(const GroupNormBackwardParams& p, cudaStream_t st
     });
   }
   if (!status.ok()) return status;
-  status = is_double ? launch_merge<double>(p, stream) : launch_merge<float>(p, stream);
+  status = run_group_norm_backward_merge(p, stream);
   if (!status.ok()) return status;
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
     if (p.dy == nullptr) {
@@ -325,7 +326,7 @@ __global__ void __launch_bounds__(256) stats_gradient_table_kernel(const __grid_
        i += int64_t(gridDim.x) * blockDim.x) {
     const int64_t g = i / d.c * d.g + i % d.c / channels;
     const Acc rstd = static_cast<const Acc*>(p.rstd)[g];
-    TableRow<Acc>* const row = static_cast<TableRow<Acc>*>(p.table) + i;
+    AffineRow<Acc>* const row = static_cast<AffineRow<Acc>*>(p.table) + i;
     row->mean = static_cast<const Acc*>(p.mean)[g];
     row->rstd = Acc(1);
     row->weight = -static_cast<const Acc*>(p.drstd)[g] * rstd * rstd * rstd / m;

@@ -9,24 +9,6 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-cudaStream_t stream_of(const Tensor& x) { return static_cast<cudaStream_t>(current_stream(x)); }
-
-MemoryFormat format_of(const Tensor& x, const GroupNormDims& d) {
-  return d.channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
-}
-
-OptTensor dense_or_none(const OptTensor& t) {
-  return t ? OptTensor(dense_in(*t, MemoryFormat::Contiguous)) : std::nullopt;
-}
-
-const void* data_or_null(const OptTensor& t) { return t ? t->const_data_ptr() : nullptr; }
-
-Dtype affine_dtype(const char* op, const OptTensor& weight, const OptTensor& bias) {
-  return weight ? check_dtype(op, "weight", *weight) : bias ? check_dtype(op, "bias", *bias) : Dtype::kFloat32;
-}
-
-int64_t acc_size(const GroupNormDims& d) { return d.dtype == Dtype::kFloat64 ? 8 : 4; }
-
 // One call's tensors made dense, and where its statistics go.
 struct Statistics {
   Tensor mean, rstd, channel_mean;

@@ -1,4 +1,4 @@
-// The CUDA GroupNorm ops as C++ functions, for the fused pipelines.
+// The CUDA GroupNorm ops as C++ functions, for the fused pipelines, and what their files share.
 #pragma once
 
 #include <string>
@@ -6,8 +6,25 @@
 
 #include "../common/torch_utils.h"
 #include "groupnorm.h"
+#include "groupnorm_checks.h"
 
 namespace kgopt {
+
+inline MemoryFormat format_of(const Tensor& x, const GroupNormDims& d) {
+  return d.channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
+}
+
+inline OptTensor dense_or_none(const OptTensor& t) {
+  return t ? OptTensor(dense_in(*t, MemoryFormat::Contiguous)) : std::nullopt;
+}
+
+inline const void* data_or_null(const OptTensor& t) { return t ? t->const_data_ptr() : nullptr; }
+
+inline Dtype affine_dtype(const char* op, const OptTensor& weight, const OptTensor& bias) {
+  return weight ? check_dtype(op, "weight", *weight) : bias ? check_dtype(op, "bias", *bias) : Dtype::kFloat32;
+}
+
+inline int64_t acc_size(const GroupNormDims& d) { return d.dtype == Dtype::kFloat64 ? 8 : 4; }
 
 // (y, mean, rstd)
 std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias,

@@ -10,8 +10,6 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-cudaStream_t stream_of(const Tensor& x) { return static_cast<cudaStream_t>(current_stream(x)); }
-
 // What the convolution's kernel left to do, in one pass.
 void add_tail(const char* op, const Tensor& y, const OptTensor& bias, const ConvShape& shape, const ConvTail& tail) {
   const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();

@@ -10,8 +10,6 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-cudaStream_t stream_of(const Tensor& x) { return static_cast<cudaStream_t>(current_stream(x)); }
-
 Tensor reduce(const char* op, const char* arg, const Tensor& x, const IntArray& dims, bool keepdim,
               Status (*run)(const ReduceParams&, cudaStream_t)) {
   const ReduceShape s = check_reduce(op, arg, x, dims, keepdim);

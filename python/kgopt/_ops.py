@@ -12,6 +12,8 @@ import contextlib
 import ctypes
 import functools
 import math
+import operator
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +33,7 @@ _CONVS = {"conv2d": (2, False), "conv3d": (3, False), "conv_transpose2d": (2, Tr
 _CONV_MEAN = "conv3d_group_norm_mean"
 _CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
 _CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
+_LSE_BACKWARD = "group_norm_tanh_hardswish_residual_logsumexp_backward"
 _TWINS = ("group_norm", "group_norm_mean", _CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE)
 
 
@@ -274,6 +277,10 @@ def _register_fakes() -> None:
         "group_norm_mean_backward",
         lambda dout, x, channel_mean, mean, rstd, num_groups, weight: _affine_grads_fake(x, weight),
     )
+    register(
+        _LSE_BACKWARD,
+        lambda dlse, x, lse, mean, rstd, num_groups, weight, bias: _affine_grads_fake(x, weight, bias),
+    )
     register("activation", lambda x, act: _empty_like(x))
     register("activation_backward", lambda dy, x, act: _empty_like(x))
     register("conv_add", _conv_add_fake)
@@ -323,11 +330,72 @@ def _conv_precision(precision: str) -> Iterator[None]:
         torch._C._set_fp32_precision_setter("cuda", "conv", before)
 
 
+_FEW_CHANNELS = 16  # of a contiguous x: more have no kernels of their own in conv_backward
+_KEYS = torch._C.DispatchKey
+# What stands above an op's kernel of a plain tensor.
+_ABOVE = functools.reduce(
+    operator.or_,
+    map(
+        torch._C.DispatchKeySet,
+        (
+            _KEYS.AutogradFunctionality,
+            _KEYS.AutogradOther,
+            _KEYS.AutogradNestedTensor,
+            _KEYS.AutocastCPU,
+            _KEYS.AutocastCUDA,
+        ),
+    ),
+)
+_Below = functools.partial(torch._C._ExcludeDispatchKeyGuard, _ABOVE)
+
+
+def _in_backward(name: str) -> Callable[..., Any]:
+    """An op as a node's backward calls it: where nothing is recorded, without the way through its Autograd kernel."""
+    op = _op(name).default
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        if _is_recorded():
+            return op(*args, **keywords)
+        # Around the op alone: what unpacks saved tensors may compute them again, with gradients.
+        with _Below():
+            return op(*args, **keywords)
+
+    return call
+
+
+def _is_recorded() -> bool:
+    """Whether an op that is called now must pass through its Autograd kernel, which Python could not see happen."""
+    return (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
+_NO_DOUBLE_BACKWARD = (
+    "conv_backward",
+    "group_stats_backward",
+    "group_norm_backward",
+    "group_norm_mean_backward",
+    _LSE_BACKWARD,
+    "activation_backward",
+    "logsumexp_backward",
+    "mean_backward",
+    "upsample_linear_backward",
+    "upsample_nearest_backward",
+)
+_BACKWARD = types.SimpleNamespace(**{name: _in_backward(name) for name in _NO_DOUBLE_BACKWARD})
+
+
 def _own_conv_gradients(dy: Tensor, x: Tensor) -> bool:
     """Whether conv_backward may have kernels of its own. ATen's op can be differentiated again, and batched by vmap."""
     if not x.is_cuda or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return False
-    return _is_channels_last(x) or _is_channels_last(dy)
+    channels_last = _format(x.dim(), True)  # dense so: the usual case, and a quick question
+    if x.is_contiguous(memory_format=channels_last) and not x.is_contiguous():
+        return True
+    return _is_channels_last(x) or _is_channels_last(dy) or x.shape[1] <= _FEW_CHANNELS
 
 
 def _conv_gradients(
@@ -335,7 +403,6 @@ def _conv_gradients(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    c_out: Any,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
@@ -346,32 +413,43 @@ def _conv_gradients(
     backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weight and bias: by conv_backward where it has kernels for them, else through ATen."""
-
     if not any(ctx_needs):
         return None, None, None
-    dy = dy.to(x.dtype)
+    if dy.dtype is not x.dtype:
+        dy = dy.to(x.dtype)
     # A graph that is being compiled runs later, where this switch would have no effect.
-    forced = allow_tf32 is not None and x.is_cuda and not torch.compiler.is_compiling()
-    with _conv_precision("tf32" if allow_tf32 else "ieee") if forced else contextlib.nullcontext():
-        if backend != "aten" and _own_conv_gradients(dy, x):
-            geometry = stride, padding, dilation, output_padding, groups, transposed
-            grads = _OPS.conv_backward(
-                dy, x, weight, *geometry, list(ctx_needs), backend=backend, allow_tf32=allow_tf32
-            )
-            return tuple(g if needed else None for g, needed in zip(grads, ctx_needs, strict=True))  # type: ignore[return-value]
-        return torch.ops.aten.convolution_backward(
-            dy,
-            x,
-            weight,
-            [c_out],
-            stride,
-            padding,
-            dilation,
-            transposed,
-            output_padding,
-            groups,
-            list(ctx_needs),
-        )
+    if allow_tf32 is not None and x.is_cuda and not torch.compiler.is_compiling():
+        with _conv_precision("tf32" if allow_tf32 else "ieee"):
+            return _any_conv_gradients(
+                ctx_needs, dy, x, weight, stride, padding, dilation, transposed, output_padding, groups,
+                allow_tf32, backend,
+            )  # fmt: skip
+    return _any_conv_gradients(
+        ctx_needs, dy, x, weight, stride, padding, dilation, transposed, output_padding, groups, allow_tf32, backend
+    )
+
+
+def _any_conv_gradients(  # type: ignore[no-untyped-def]
+    needs, dy, x, weight, stride, padding, dilation, transposed, output_padding, groups, allow_tf32, backend
+):
+    if backend != "aten" and _own_conv_gradients(dy, x):
+        geometry = stride, padding, dilation, output_padding, groups, transposed
+        grads = _BACKWARD.conv_backward(dy, x, weight, *geometry, needs, backend=backend, allow_tf32=allow_tf32)
+        dx, dweight, dbias = grads
+        return dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None
+    if weight.dtype is not x.dtype:
+        weight = weight.to(x.dtype)
+    return torch.ops.aten.convolution_backward.default(
+        dy, x, weight, [dy.shape[1]], stride, padding, dilation, transposed, output_padding, groups, needs
+    )
+
+
+class _Defaults:
+    """Values of the arguments that a call may leave out."""
+
+    def __init__(self, schema: Any) -> None:
+        self.positional = tuple(a.default_value for a in schema.arguments if not a.kwarg_only)
+        self.keywords = {a.name: a.default_value for a in schema.arguments if a.kwarg_only}
 
 
 def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[..., None] | None = None) -> None:
@@ -381,38 +459,80 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
     node at the level that is being differentiated, as a built-in op does, and redispatches to the levels below.
     """
     op = _op(name).default
-    positional = sum(not a.kwarg_only for a in op._schema.arguments)
+    defaults = _Defaults(op._schema)
+    # Arguments left at their default are not given to the node; their gradients are None, and so is the last one's.
+    nones = (None,) * (len(defaults.positional) + 1)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        *args, (keyset, keywords) = args  # type: ignore[assignment]
-        # Below are other levels of torch.func.grad: with gradients off, as in any forward, they would see a constant.
-        nested = torch._C._are_functorch_transforms_active()
-        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad() if nested else contextlib.nullcontext():
-            output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+        keyset, keywords = args[-1]
+        args = args[:-1]
+        if keyset is None:
+            with _Below():
+                output = op(*args, **keywords)
+        elif torch._C._are_functorch_transforms_active():
+            # Below are other levels of torch.func.grad: with gradients off, as in any forward, they would see a
+            # constant.
+            with _Below(), torch.enable_grad():
+                output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+        else:
+            with _Below():
+                output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+        # No zeros for the gradients of statistics, which nobody differentiates.
+        ctx.set_materialize_grads(False)
         if setup is not None:
-            setup(ctx, *_with_defaults(op._schema, args, keywords), output)
+            setup(ctx, args + defaults.positional[len(args) :], {**defaults.keywords, **keywords}, output)
         return output
 
     def call_backward(ctx: Any, *grads: Any) -> Any:
+        if all(g is None for g in grads):
+            return nones
         grads = backward(ctx, *grads)
-        # Arguments left at their default were not given to forward; their gradients are None, and so is the last one's.
-        return *grads, *(None,) * (positional + 1 - len(grads))
+        return *grads, *nones[len(grads) :]
 
     node: Any = type(
         f"Kgopt_{name}",
         (_SingleLevelFunction,),
         {"forward": staticmethod(forward), "backward": staticmethod(call_backward)},
     )
+    apply = node.apply
+
+    def at_autograd(*args: Any, **keywords: Any) -> Any:
+        _refuse_forward_mode(name, args)
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return apply(*args, (None, keywords))
+        with _Below():
+            return op(*args, **keywords)
 
     def kernel(keyset: Any, *args: Any, **keywords: Any) -> Any:
         _refuse_forward_mode(name, args)
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            if not torch._C._are_functorch_transforms_active():
+                return apply(*args, (keyset, keywords))
             with enable_single_level_autograd_function():
-                return node.apply(*args, (keyset, keywords))
-        with torch._C._AutoDispatchBelowAutograd():
+                return apply(*args, (keyset, keywords))
+        with _Below():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
 
+    _AT_AUTOGRAD[name] = at_autograd
     _LIB.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+_AT_AUTOGRAD: dict[str, Callable[..., Any]] = {}  # what an op does when the dispatcher has come to Autograd
+
+
+def direct(name: str) -> Callable[..., Any]:
+    """The op for callers in Python: spares the dispatcher's way to its Autograd kernel, half the time of a small call.
+
+    For plain tensors, where no mode sees what stands above Autograd; autocast is as if it were off.
+    """
+    op, at_autograd = _op(name).default, _AT_AUTOGRAD[name]
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+            return op(*args, **keywords)
+        return at_autograd(*args, **keywords)
+
+    return call
 
 
 def _refuse_forward_mode(name: str, args: Sequence[Any]) -> None:
@@ -447,7 +567,6 @@ def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
             dy,
             x,
             weight,
-            dy.shape[1],
             ctx.stride,
             ctx.padding,
             ctx.dilation,
@@ -471,7 +590,9 @@ def _norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 def _norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, mean, rstd = ctx.saved_tensors
-    dx, dweight, dbias = _OPS.group_norm_backward(dy, x, mean, rstd, ctx.num_groups, weight, bias, ctx.act, ctx.pre_act)
+    dx, dweight, dbias = _BACKWARD.group_norm_backward(
+        dy, x, mean, rstd, ctx.num_groups, weight, bias, ctx.act, ctx.pre_act
+    )
     return dx, None, *_affine(ctx, (2, 3), dweight, dbias)
 
 
@@ -489,7 +610,7 @@ def _norm_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 def _norm_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, channel_mean, mean, rstd = ctx.saved_tensors
-    dx, dweight, dbias = _OPS.group_norm_mean_backward(dout, x, channel_mean, mean, rstd, ctx.num_groups, weight)
+    dx, dweight, dbias = _BACKWARD.group_norm_mean_backward(dout, x, channel_mean, mean, rstd, ctx.num_groups, weight)
     return dx, None, *_affine(ctx, (2, 3), dweight, dbias)
 
 
@@ -502,7 +623,7 @@ def _stats_backward(ctx: Any, dmean: Tensor | None, drstd: Tensor | None) -> Any
     x, mean, rstd = ctx.saved_tensors
     dmean = torch.zeros_like(mean) if dmean is None else dmean
     drstd = torch.zeros_like(rstd) if drstd is None else drstd
-    return (_OPS.group_stats_backward(dmean, drstd, x, mean, rstd, ctx.num_groups),)
+    return (_BACKWARD.group_stats_backward(dmean, drstd, x, mean, rstd, ctx.num_groups),)
 
 
 # Derivatives for which the result spares evaluating the function again. On CUDA it is reading that takes the time.
@@ -519,7 +640,7 @@ def _activation_backward(ctx: Any, dy: Tensor) -> Any:
     (saved,) = ctx.saved_tensors
     if ctx.from_result is not None:
         return (ctx.from_result(dy, saved),)
-    return (_OPS.activation_backward(dy, saved, ctx.act),)
+    return (_BACKWARD.activation_backward(dy, saved, ctx.act),)
 
 
 def _conv_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -533,7 +654,7 @@ def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
     x, weight, *more = ctx.saved_tensors
     if more:
         y = _OPS.conv_add(x, weight, *more, *ctx.lists, ctx.groups, ctx.transposed, ctx.divisor)
-        dy = _OPS.activation_backward(dy, y, ctx.act)
+        dy = _BACKWARD.activation_backward(dy, y, ctx.act)
     dy = dy if ctx.divisor == 1 else dy / ctx.divisor
     needs: Any = _needs(ctx, 0, 1, 2)
     dx, dweight, dbias = _conv_gradients(
@@ -541,7 +662,6 @@ def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
         dy,
         x,
         weight,
-        dy.shape[1],
         ctx.stride,
         ctx.padding,
         ctx.dilation,
@@ -572,11 +692,11 @@ def _norm_conv1x1_backward(ctx: Any, dy: Tensor) -> Any:
     ones, zeros = [1] * rank, [0] * rank
     needs: Any = (any(_needs(ctx, 0, 3, 4)), *_needs(ctx, 7, 8))
     dz, dweight, dbias = _conv_gradients(
-        needs, dy, z, weight, dy.shape[1], ones, zeros, ones, False, zeros, 1, None
+        needs, dy, z, weight, ones, zeros, ones, False, zeros, 1, None
     )  # fmt: skip
     if not groups or dz is None:
         return dz, None, None, None, None, None, None, dweight, dbias
-    dx, dgamma, dbeta = _OPS.group_norm_backward(dz, x, mean, rstd, groups, gn_weight, gn_bias, ctx.act, "none")
+    dx, dgamma, dbeta = _BACKWARD.group_norm_backward(dz, x, mean, rstd, groups, gn_weight, gn_bias, ctx.act, "none")
     return dx, None, None, *_affine(ctx, (3, 4), dgamma, dbeta), None, None, dweight, dbias
 
 
@@ -595,13 +715,13 @@ def _norm_moments_backward(ctx: Any, dy: Tensor) -> Any:
     x, weight, bias = ctx.saved_tensors
     mean, rstd = _OPS.group_stats(x, ctx.num_groups, ctx.eps)
     more = (ctx.num_groups, weight, bias, ctx.act, "none")
-    dx, dweight, dbias = _OPS.group_norm_backward(dy, x, mean, rstd, *more)
+    dx, dweight, dbias = _BACKWARD.group_norm_backward(dy, x, mean, rstd, *more)
     return dx, None, None, *_affine(ctx, (3, 4), dweight, dbias)
 
 
 def _upsample_backward(ctx: Any, dy: Tensor) -> Any:
     x, residual = _needs(ctx, 0, 1)
-    return _OPS.upsample_linear_backward(dy) if x else None, dy if residual else None
+    return _BACKWARD.upsample_linear_backward(dy) if x else None, dy if residual else None
 
 
 def _max_pool_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -664,7 +784,6 @@ class _FusedContext:
             dc,
             x,
             weight,
-            dc.shape[1],
             ctx.stride,
             ctx.padding,
             ctx.dilation,
@@ -687,7 +806,9 @@ def _conv_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, channel_mean, mean, rstd = ctx.saved_tensors
     c = _FusedContext.recompute(ctx, x, weight, bias)
-    dc, dweight, dbias = _OPS.group_norm_mean_backward(dout, c, channel_mean, mean, rstd, ctx.num_groups, gn_weight)
+    dc, dweight, dbias = _BACKWARD.group_norm_mean_backward(
+        dout, c, channel_mean, mean, rstd, ctx.num_groups, gn_weight
+    )
     return _FusedContext.gradients(ctx, dc, x, weight, dweight, dbias)
 
 
@@ -701,7 +822,9 @@ def _conv_relu_norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> 
 def _conv_relu_norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, mean, rstd = ctx.saved_tensors
     c = _FusedContext.recompute(ctx, x, weight, bias)
-    dc, dweight, dbias = _OPS.group_norm_backward(dy, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, "none", "relu")
+    dc, dweight, dbias = _BACKWARD.group_norm_backward(
+        dy, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, "none", "relu"
+    )
     return _FusedContext.gradients(ctx, dc, x, weight, dweight, dbias)
 
 
@@ -714,16 +837,36 @@ def _conv_lse_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 def _conv_lse_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, lse, mean, rstd = ctx.saved_tensors
-    act = "tanh+hardswish"
     c = _FusedContext.recompute(ctx, x, weight, bias)
-    y, _, _ = _OPS.group_norm_fwd(c, ctx.num_groups, gn_weight, gn_bias, ctx.eps, act, "none")
-    # In the statistics' dtype: the softmax of a sum rounded to half would not add up to one.
-    residual = c.to(lse.dtype) + y
-    dresidual = _OPS.logsumexp_backward(dout, residual, lse, [1], True).to(c.dtype)
-    dc, dweight, dbias = _OPS.group_norm_backward(
-        dresidual, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, act, "none"
-    )
-    return _FusedContext.gradients(ctx, dc + dresidual, x, weight, dweight, dbias)
+    backward = getattr(_BACKWARD, _LSE_BACKWARD)
+    dc, dweight, dbias = backward(dout, c, lse, mean, rstd, ctx.num_groups, gn_weight, gn_bias)
+    return _FusedContext.gradients(ctx, dc, x, weight, dweight, dbias)
+
+
+def _lse_backward_in_steps(  # type: ignore[no-untyped-def]
+    dlse, x, lse, mean, rstd, num_groups, weight=None, bias=None
+):
+    """The CPU's, with tensors of x's size in between."""
+    for name, t in (("dlse", dlse), ("lse", lse)):
+        expected = [x.shape[0], 1, *x.shape[2:]]
+        if list(t.shape) != expected:
+            raise RuntimeError(f"{_LSE_BACKWARD}: {name} has shape {list(t.shape)}, expected {expected}")
+        if t.dtype != _stats_dtype(x):
+            kinds = [str(d).removeprefix("torch.") for d in (t.dtype, _stats_dtype(x))]
+            raise RuntimeError(
+                f"{_LSE_BACKWARD}: {name} has dtype {kinds[0]}, expected the dtype of statistics, {kinds[1]}"
+            )
+    act, groups, channels = "tanh+hardswish", [x.shape[0], num_groups, 1], x.shape[1] // num_groups
+    u = (x.to(lse.dtype).reshape(*groups[:2], -1) - mean.view(groups)) * rstd.view(groups)
+    u = u.reshape(x.shape[0], num_groups * channels, -1)
+    if weight is not None:
+        u = u * weight.to(u.dtype).view(1, -1, 1)
+    if bias is not None:
+        u = u + bias.to(u.dtype).view(1, -1, 1)
+    residual = x.to(lse.dtype) + _OPS.activation(u, act).reshape(x.shape)
+    dresidual = _OPS.logsumexp_backward(dlse, residual, lse, [1], True).to(x.dtype)
+    dx, dweight, dbias = _OPS.group_norm_backward(dresidual, x, mean, rstd, num_groups, weight, bias, act, "none")
+    return dx + dresidual, dweight, dbias
 
 
 def _refuse_double_backward(name: str) -> None:
@@ -754,37 +897,28 @@ def _register_autograd() -> None:
     register("upsample_linear", _upsample_backward)
     register(
         "upsample_nearest",
-        lambda ctx, dy: (_OPS.upsample_nearest_backward(dy, ctx.factors), None),
+        lambda ctx, dy: (_BACKWARD.upsample_nearest_backward(dy, ctx.factors), None),
         _nearest_setup,
     )
     register("max_pool", _max_pool_backward, _max_pool_setup)
     register(
         "logsumexp",
-        lambda ctx, dy: (_OPS.logsumexp_backward(dy, *ctx.saved_tensors, ctx.dim, ctx.keepdim),),
+        lambda ctx, dy: (_BACKWARD.logsumexp_backward(dy, *ctx.saved_tensors, ctx.dim, ctx.keepdim),),
         _logsumexp_setup,
     )
     register(
         "mean",
-        lambda ctx, dy: (_OPS.mean_backward(dy, ctx.sizes, ctx.dims, ctx.keepdim),),
+        lambda ctx, dy: (_BACKWARD.mean_backward(dy, ctx.sizes, ctx.dims, ctx.keepdim),),
         _mean_setup,
     )
     register(f"{_CONV_MEAN}_fwd", _conv_mean_backward, _conv_mean_setup)
     register(f"{_CONV_RELU_NORM}_fwd", _conv_relu_norm_backward, _conv_relu_norm_setup)
     register(f"{_CONV_LSE}_fwd", _conv_lse_backward, _conv_lse_setup)
-    for name in (
-        "conv_backward",
-        "group_stats_backward",
-        "group_norm_backward",
-        "group_norm_mean_backward",
-        "activation_backward",
-        "logsumexp_backward",
-        "mean_backward",
-        "upsample_linear_backward",
-        "upsample_nearest_backward",
-    ):
+    for name in _NO_DOUBLE_BACKWARD:
         _refuse_double_backward(name)
     for name in _TWINS:
         _LIB.impl(name, _differentiable_twin(name), "Autograd")
+    _LIB.impl(_LSE_BACKWARD, _lse_backward_in_steps, "CPU")
 
 
 def _conv_mean_in_steps(  # type: ignore[no-untyped-def]
@@ -832,7 +966,7 @@ _IN_STEPS: dict[str, Callable[..., Tensor]] = {
 
 def _differentiable_twin(name: str) -> Callable[..., Tensor]:
     """A public op's Autograd-key kernel: its _fwd twin where a gradient is needed, else its own kernel."""
-    op, twin, in_steps = _op(name).default, _op(f"{name}_fwd").default, _IN_STEPS.get(name)
+    op, twin, in_steps = _op(name).default, direct(f"{name}_fwd"), _IN_STEPS.get(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         _refuse_forward_mode(name, args)
@@ -840,10 +974,12 @@ def _differentiable_twin(name: str) -> Callable[..., Tensor]:
             if in_steps is not None and args[0].is_cpu:
                 positional, keywords = _with_defaults(op._schema, args, kwargs)
                 return in_steps(*positional, **keywords)
-            return twin(*args, **kwargs)[0].to(args[0].dtype)
-        with torch._C._AutoDispatchBelowAutograd():
+            y: Tensor = twin(*args, **kwargs)[0]
+            return y if y.dtype is args[0].dtype else y.to(args[0].dtype)
+        with _Below():
             return op(*args, **kwargs)
 
+    _AT_AUTOGRAD[name] = kernel
     return kernel
 
 
@@ -852,18 +988,36 @@ def _differentiable_twin(name: str) -> Callable[..., Tensor]:
 
 
 def _cast(t: Any, dtype: torch.dtype) -> Any:
-    return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+    if not isinstance(t, Tensor) or t.dtype is dtype:
+        return t
+    return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
 
 
 def _low_convolution(name: str) -> Callable[..., Any]:
     """x, weight and bias (of a pipeline: the convolution's) in the autocast dtype, the rest as it is."""
-    op = _op(name)
+    op = direct(name)
     return lambda dtype, args, kwargs: op(*(_cast(a, dtype) for a in args[:3]), *args[3:], **kwargs)
+
+
+def autocast_convolution(dtype: torch.dtype, x: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    """What a convolution is given under autocast.
+
+    fp32 weights stay: the op rounds them where it reads them, to half types alone, and their gradients are fp32.
+    """
+    x = _cast(x, dtype)
+    if weight.dtype is torch.float32 and (bias is None or bias.dtype is torch.float32) and dtype.itemsize == 2:
+        return x, weight, bias
+    return x, _cast(weight, dtype), _cast(bias, dtype)
+
+
+def _convolution_low(name: str) -> Callable[..., Any]:
+    op = direct(name)
+    return lambda dtype, args, kwargs: op(*autocast_convolution(dtype, *args[:3]), *args[3:], **kwargs)
 
 
 def _conv_add_low(name: str) -> Callable[..., Any]:
     """The residual too: a wider one is a sum in its own dtype, which is not this op's."""
-    op = _op(name)
+    op = direct(name)
     return lambda dtype, args, kwargs: op(*(_cast(a, dtype) for a in args[:4]), *args[4:], **kwargs)
 
 
@@ -879,7 +1033,7 @@ def _norm_conv1x1_low(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
 
 
 def _in_fp32(name: str) -> Callable[..., Any]:
-    op = _op(name)
+    op = direct(name)
     return lambda dtype, args, kwargs: op(*(_cast(a, torch.float32) for a in args), **kwargs)
 
 
@@ -917,7 +1071,7 @@ def _relu_norm_in_fp32(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
 
 def _register_autocast() -> None:
     """The dtypes of PyTorch's own ops: torch lists norms and logsumexp as fp32 on CUDA, and not at all on CPU."""
-    shared = {name: _low_convolution(name) for name in _CONVS}
+    shared = {name: _convolution_low(name) for name in _CONVS}
     shared |= {name: _conv_add_low(name) for name in ("conv_add", "conv_add_moments")}
     cpu = {name: _low_convolution(name) for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE)}
     cuda = {
@@ -1047,7 +1201,7 @@ def _register_vmap() -> None:
     for name, tensors in (("logsumexp", 1), ("mean", 1), ("logsumexp_backward", 3), ("mean_backward", 1)):
         rules[name] = _vmap_reduce(name, tensors)
     # Their dweight and dbias are sums over N, so the examples cannot share one call.
-    for name in ("group_norm_backward", "group_norm_mean_backward"):
+    for name in ("group_norm_backward", "group_norm_mean_backward", _LSE_BACKWARD):
         rules[name] = _vmap_loop(name)
     for name, rule in rules.items():
         torch.library.register_vmap(f"kgopt::{name}", rule)

@@ -378,7 +378,11 @@ def _try_out(
     device = next((t.device for t in tensors), torch.device("cpu"))
     result = call()
     states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
-    timed = _with_backward(root, call) if root.training else call
+
+    def bare() -> Any:  # what _time_models calls, within one _trial
+        return _call_model(root, example)
+
+    timed = _with_backward(root, bare) if root.training else bare
     choosing = device.type == "cuda" and measure
     if channels_last is True:
         _set_layout(root, True)
@@ -388,7 +392,7 @@ def _try_out(
         result = call()  # sites measure themselves in this layout
     if choosing:
         _find_between(root, call, states, refuse)
-        before = _choose_hidden(states, timed, device, always=channels_last == "auto")
+        before = _choose_hidden(root, states, timed, device, always=channels_last == "auto")
         if channels_last == "auto":
             result = _try_layout(root, call, timed, before, device, found, result, refuse)
         result = _try_glue(root, call, timed, device, found, result)
@@ -416,8 +420,32 @@ def _find_between(
             state.hidden = hidden
 
 
+def _time_models(
+    root: nn.Module, first: Callable[[], Any], second: Callable[[], Any], device: torch.device
+) -> tuple[float, float]:
+    """Seconds a call of two forms of the model. On CUDA of a few calls in a row, as models are used: of a single one
+    that finds the GPU idle, the launches of what comes first are most.
+    """
+    row = 3 if device.type == "cuda" else 1
+
+    def in_a_row(form: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            for _ in range(row):
+                form()
+
+        return run
+
+    with _trial(root, root.training):
+        before, after = policy.time_both(in_a_row(first), in_a_row(second), device)
+    return before / row, after / row
+
+
 def _choose_hidden(
-    states: list[policy.SiteState], timed: Callable[[], Any], device: torch.device, always: bool = True
+    root: nn.Module,
+    states: list[policy.SiteState],
+    timed: Callable[[], Any],
+    device: torch.device,
+    always: bool = True,
 ) -> float:
     """Whether launches are hidden in this model: where sites depend on it, both are timed and the better one stays.
 
@@ -425,7 +453,7 @@ def _choose_hidden(
     """
     undecided = [state for state in states if state.undecided]
     if not undecided:
-        return policy.time_both(timed, timed, device)[0] if always else 0.0
+        return _time_models(root, timed, timed, device)[0] if always else 0.0
 
     def shown() -> Any:
         for state in undecided:
@@ -437,7 +465,7 @@ def _choose_hidden(
             state.hidden = True
         return timed()
 
-    before, after = policy.time_both(shown, hidden, device)
+    before, after = _time_models(root, shown, hidden, device)
     for state in undecided:
         state.hidden = after < before
     return min(before, after)
@@ -461,7 +489,7 @@ def _try_layout(
     try:
         other = call()  # sites measure themselves in this layout
         _find_between(root, call, states, refuse)
-        after = _choose_hidden(states, timed, device)
+        after = _choose_hidden(root, states, timed, device)
         why = ""
     except RuntimeError as error:
         other, after, why = None, 0.0, str(error).splitlines()[0]
@@ -501,10 +529,10 @@ def _try_glue(
 
         return run
 
-    before, after = policy.time_both(switched([]), switched(every), device)
+    before, after = _time_models(root, switched([]), switched(every), device)
     kept = every
     if rest and len(rest) < len(every):
-        again, without = policy.time_both(switched([]), switched(rest), device)
+        again, without = _time_models(root, switched([]), switched(rest), device)
         before = min(before, again)
         if without < after:
             kept, after = rest, without
@@ -518,13 +546,13 @@ def _try_glue(
             front.forget(module)
     for module in kept:
         front.state_of(module).enabled = True
-    carried = "" if root.training else _try_carrying(kept, call, device)
+    carried = "" if root.training else _try_carrying(root, kept, timed, device)
     count = "a module" if len(kept) == 1 else f"{len(kept)} modules"
     found.glue = f"kgopt's in {count}: {times}{carried}"
     return call()
 
 
-def _try_carrying(modules: list[nn.Module], call: Callable[[], Any], device: torch.device) -> str:
+def _try_carrying(root: nn.Module, modules: list[nn.Module], timed: Callable[[], Any], device: torch.device) -> str:
     """Whether convolutions that compute the moments of their results for the norms behind them make the model faster.
 
     The calls before have shown whose results norms take.
@@ -535,13 +563,13 @@ def _try_carrying(modules: list[nn.Module], call: Callable[[], Any], device: tor
         def run() -> Any:
             for carrier in carriers:
                 carrier.on = on
-            return call()
+            return timed()
 
         return run
 
     if not carriers:
         return ""
-    before, after = policy.time_both(switched(False), switched(True), device)
+    before, after = _time_models(root, switched(False), switched(True), device)
     for carrier in carriers:
         carrier.on = after < before
     if after >= before:

@@ -232,7 +232,8 @@ def make_class(original: Any, recipe: Any) -> Any:
             elif part[0] == "training":
                 from kgopt.rewrite import training
 
-                namespace["forward"] = training.wrapped_forward(namespace.get("forward", original.forward))
+                wrap = training.conv_forward if original in CONV_MODULES else training.wrapped_forward
+                namespace["forward"] = wrap(namespace.get("forward", original.forward))
             elif part[0] == "layout":
                 from kgopt.rewrite import layout
 

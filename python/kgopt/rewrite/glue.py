@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import carry, policy
+from kgopt.rewrite import carry, classes, policy
 from kgopt.rewrite.patterns import activation_of, conv_of
 from kgopt.rewrite.sites import any_global_hooks, is_hooked
+from kgopt.rewrite.wrapped import Wrapped
 
 _OPS = torch.ops.kgopt
 SMALL = 2**20  # bytes of the result, below which several launches cost more than they save
@@ -484,15 +484,13 @@ _conv_add, _conv_add_moments = _OPS.conv_add.default, _OPS.conv_add_moments.defa
 
 def _may_plan() -> bool:
     """Gradients are off, and no mode but ours, such as _Find, is to see the functions themselves."""
-    if torch.is_grad_enabled() or is_watched():
+    if torch.is_grad_enabled() or policy.is_watched():
         return False
     return torch._C._len_torch_function_stack() <= policy.own_modes.count
 
 
 def only_conv(module: Any) -> Any:
     """The convolution that is all of a module, perhaps in Sequentials; None for any other, or where somebody looks."""
-    from kgopt.rewrite import classes
-
     while isinstance(module, nn.Sequential) and classes.runs_like_sequential(module):
         if is_hooked(module) or len(module._modules) != 1 or "_kgopt_steps" in module.__dict__:
             return None
@@ -678,23 +676,12 @@ def _corner(x: Tensor) -> Tensor:
     return x[:1].contiguous(memory_format=_FORMATS[x.dim()] if _is_channels_last(x) else torch.contiguous_format)
 
 
-def is_watched() -> bool:
-    """Something traces, transforms or counts what runs: it shall see PyTorch's own functions."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or torch.utils._python_dispatch._len_torch_dispatch_stack()
-        or forward_ad._current_level >= 0
-    )
-
-
 def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` with the replaced calls in it, where nothing needs a gradient and nothing is traced."""
 
     @functools.wraps(forward)
     def glue_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or is_watched():
+        if torch.is_grad_enabled() or policy.is_watched():
             return forward(self, *args, **kwargs)
         state = self.__dict__.get("_kgopt_glue")
         if state is None or not state.enabled or not state.faster:
@@ -715,8 +702,6 @@ def _replacing(state: GlueState, forward: Callable[..., Any], *args: Any, **kwar
 
 def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str], always: bool = False) -> int:
     """Runs the model, measures what its modules call, and gives those a new forward. How many calls are faster."""
-    from kgopt.rewrite import classes
-
     names = {id(m): name for name, m in root.named_modules()}
     modules = {id(m): m for m in root.modules()}
     with _Find(modules, always) as mode:
@@ -726,40 +711,15 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
         module = modules[owner]
         if not any(verdicts.values()) or unwanted(names[owner]) or "forward" in module.__dict__:
             continue
-        state = module.__dict__.setdefault("_kgopt_glue", GlueState())
+        state = _wrapped.add(module, GlueState)
         state.faster.update(verdicts)
         state.always_own = {}
         for (*_, contiguous), option in state.faster.items():
             state.always_own[contiguous] = option == "own" and state.always_own.get(contiguous, True)
         state.plans.clear()
         count += sum(map(bool, verdicts.values()))
-        original = classes.original_class(module)
-        recipe = type(module).__dict__["_kgopt_recipe"] if original is not None else ()
-        if ("glue",) not in recipe:
-            module.__class__ = classes.make_class(original or type(module), (("glue",), *recipe))
     return count
 
 
-def forget(root: nn.Module) -> None:
-    """Gives every module its own forward back."""
-    from kgopt.rewrite import classes
-
-    for module in root.modules():
-        if "_kgopt_glue" not in module.__dict__:
-            continue
-        del module.__dict__["_kgopt_glue"]
-        original = classes.original_class(module)
-        if original is not None:
-            recipe = tuple(part for part in type(module).__dict__["_kgopt_recipe"] if part != ("glue",))
-            module.__class__ = classes.make_class(original, recipe) if recipe else original
-
-
-def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Every module that has a state."""
-    return [m for m in root.modules() if "_kgopt_glue" in m.__dict__]
-
-
-def state_of(module: nn.Module) -> GlueState:
-    """The state of one of them."""
-    state: GlueState = module.__dict__["_kgopt_glue"]
-    return state
+_wrapped: Wrapped[GlueState] = Wrapped("glue")
+modules_of, state_of, forget = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, run_torch
 from kgopt.rewrite.patterns import Chain
@@ -58,6 +59,17 @@ def outside_own_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
         own_modes.count = count
+
+
+def is_watched() -> bool:
+    """Something traces, transforms or counts what runs: it shall see PyTorch's own functions."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch.utils._python_dispatch._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+    )
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch.nn.modules import module as _module
 from kgopt import _ops as _ops
 from kgopt.rewrite import carry, layout, policy
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
-from kgopt.rewrite.patterns import Chain, activation_of, conv_of, is_identity
+from kgopt.rewrite.patterns import CONV_MODULES, Chain, activation_of, conv_of, is_identity
 
 _DEVICES = ("cpu", "cuda")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -186,22 +186,29 @@ class Site:
             # convolutions want it in the kernel that computes it; otherwise one of them would convert it.
             x = layout.as_channels_last(x)
         if self.short:
-            args = norm_args(norm, None)
-            assert args is not None
-            rest = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post)
-            if half:
-                y = without_autocast(_group_norm, x, *rest)
-            elif (moments := self._carried(x)) is not None:
-                y = _group_norm_moments(x, moments, *rest)
-            else:
-                y = _group_norm(x, *rest)
+            y = self._run_short(x, norm, half)
         else:
             both = self._args(x, operands[0] if self.chain.conv else None, norm)
             assert both is not None
             fold = half or not torch.is_autocast_enabled(x.device.type)
-            call_norm = without_autocast if half else call_now
-            y = emit_kgopt(self.chain, call_now, x, x.dim(), *both, fold, call_norm)
+            watched = policy.is_watched()
+            call = call_now if watched else _call_directly
+            call_norm = call if not half else without_autocast if watched else _call_norm_without_autocast
+            y = emit_kgopt(self.chain, call, x, x.dim(), *both, fold, call_norm)
         return y if norm._kgopt_state.keep_format else policy.as_torch(self.chain, x, y)
+
+    def _run_short(self, x: Tensor, norm: Any, half: bool) -> Tensor:
+        parameters = norm._parameters
+        groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
+        rest = (groups, parameters["weight"], parameters["bias"], norm.eps, self.chain.post)
+        op = _group_norm if policy.is_watched() else _direct_group_norm
+        if half:
+            return without_autocast(op, x, *rest)  # type: ignore[no-any-return]
+        if (moments := self._carried(x)) is not None:
+            return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
+        if op is _direct_group_norm and not torch.is_autocast_enabled(x.device.type):
+            return op(x, *rest)  # type: ignore[no-any-return]
+        return _group_norm(x, *rest)  # type: ignore[no-any-return]
 
     def run_before(self, follower: Any, *operands: Any) -> Tensor:
         """:meth:`run`, where the value goes to ``follower`` alone.
@@ -265,5 +272,27 @@ def _is_sequence(module: nn.Sequential) -> bool:
 
 
 _group_norm = torch.ops.kgopt.group_norm.default
+_direct_group_norm = _ops.direct("group_norm")
+_DIRECT = {getattr(torch.ops.kgopt, name).default: _ops.direct(name) for name in ("group_norm", "group_norm_fwd")}
+_DIRECT_CONVS = {getattr(torch.ops.kgopt, name).default: _ops.direct(name) for name in CONV_MODULES.values()}
+
+
+def _call_directly(function: Any, x: Any, *args: Any) -> Any:
+    """A ``call`` that spares ops of plain tensors the dispatcher's way through Python."""
+    conv = _DIRECT_CONVS.get(function)
+    if not isinstance(x, Tensor):  # what an op gave, for operator.getitem
+        return function(x, *args)
+    if not torch.is_autocast_enabled(x.device.type):
+        return (conv or _DIRECT.get(function, function))(x, *args)
+    if conv is None:
+        return function(x, *args)
+    weight, bias, *rest = args
+    return conv(*_ops.autocast_convolution(torch.get_autocast_dtype(x.device.type), x, weight, bias), *rest)
+
+
+def _call_norm_without_autocast(function: Any, *args: Any) -> Any:
+    return without_autocast(_DIRECT.get(function, function), *args)
+
+
 _group_norm_conv1x1 = torch.ops.kgopt.group_norm_conv1x1.default
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default

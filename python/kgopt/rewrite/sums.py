@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import classes, glue
+from kgopt.rewrite import classes, glue, policy
 from kgopt.rewrite.patterns import conv_of
 from kgopt.rewrite.sites import any_global_hooks, is_hooked
 
@@ -123,7 +123,7 @@ def _are_floats(*tensors: Any) -> bool:
 def _may_wait(module: nn.Module) -> bool:
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
-    return not (is_hooked(module) or any_global_hooks() or glue.is_watched())
+    return not (is_hooked(module) or any_global_hooks() or policy.is_watched())
 
 
 def _last_later(whole: nn.Sequential, x: Any) -> Any:

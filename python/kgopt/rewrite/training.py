@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
 from kgopt.rewrite import policy
-from kgopt.rewrite.glue import innermost, interpolation, is_watched
-from kgopt.rewrite.patterns import conv_of
+from kgopt.rewrite.glue import innermost, interpolation
+from kgopt.rewrite.patterns import CONV_MODULES, conv_of
+from kgopt.rewrite.wrapped import Wrapped
 
 _OPS = torch.ops.kgopt
 SHAPES = 8  # inputs of a module that are measured
@@ -52,9 +53,16 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
 
 
 def _convolve(conv: Any, x: Tensor) -> Tensor:
+    parameters = conv._parameters
+    weight, bias = parameters["weight"], parameters["bias"]
+    if torch.is_autocast_enabled("cuda"):
+        x, weight, bias = _ops.autocast_convolution(torch.get_autocast_dtype("cuda"), x, weight, bias)
     tail = (conv.output_padding, conv.groups, conv.dilation) if conv.transposed else (conv.dilation, conv.groups)
-    op = getattr(_OPS, conv_of(conv) or "").default
-    return op(x, conv.weight, conv.bias, conv.stride, conv.padding, *tail)  # type: ignore[no-any-return]
+    y = _CONVS[conv_of(conv) or ""](x, weight, bias, conv.stride, conv.padding, *tail)
+    return y  # type: ignore[no-any-return]
+
+
+_CONVS = {name: _ops.direct(name) for name in CONV_MODULES.values()}
 
 
 def _takes(module: Any, x: Any) -> bool:
@@ -79,35 +87,51 @@ def key_of(x: Tensor) -> Any:
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, cast, torch.backends.cudnn.allow_tf32
 
 
-def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a module, by kgopt's ops where gradients are on and they were faster."""
+def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a convolution module, by kgopt's ops where gradients are on and they were faster."""
 
     @functools.wraps(forward)
     def training_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_watched():
+        if len(args) != 1 or kwargs or (state := _state_now(self)) is None:
             return forward(self, *args, **kwargs)
-        state = self.__dict__.get("_kgopt_training")
-        if state is None or not state.enabled or torch._C._len_torch_function_stack() > policy.own_modes.count:
+        return policy.outside_own_modes(_run, state, forward, self, args[0])
+
+    return training_forward
+
+
+def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a module whose code calls F.interpolate, likewise."""
+
+    @functools.wraps(forward)
+    def training_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = _state_now(self)
+        if state is None:
             return forward(self, *args, **kwargs)
-        if conv_of(self) is not None:
-            if len(args) != 1 or kwargs:
-                return forward(self, *args, **kwargs)
-            return policy.outside_own_modes(_run, state, forward, self, args[0])
         return policy.outside_own_modes(_interpolating, state, forward, self, *args, **kwargs)
 
     return training_forward
 
 
+def _state_now(module: Any) -> TrainingState | None:
+    """The state of a module whose call may be another one: gradients are on, and nobody looks on."""
+    if not torch.is_grad_enabled() or policy.is_watched():
+        return None
+    state: TrainingState | None = module.__dict__.get("_kgopt_training")
+    if state is None or not state.enabled or torch._C._len_torch_function_stack() > policy.own_modes.count:
+        return None
+    return state
+
+
 def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -> Any:
-    runner = runner_of(conv) if _takes(conv, x) else None
-    if runner is None:
+    if not _takes(conv, x):
         return forward(conv, x)
     key = key_of(x)
-    if state.measuring and key not in state.ours and len(state.ours) < SHAPES:
+    ours = state.ours.get(key)
+    if ours is None and state.measuring and len(state.ours) < SHAPES and runner_of(conv) is not None:
         parameters = [p for p in conv.parameters() if p.requires_grad]
-        theirs, ours = functools.partial(forward, conv), functools.partial(runner, conv)
-        state.ours[key] = _is_faster(theirs, ours, parameters, x)
-    return runner(conv, x) if state.ours.get(key) else forward(conv, x)
+        theirs = functools.partial(forward, conv)
+        ours = state.ours[key] = _is_faster(theirs, functools.partial(_convolve, conv), parameters, x)
+    return _convolve(conv, x) if ours and runner_of(conv) is not None else forward(conv, x)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -231,8 +255,6 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
 
     Returns how many modules gained.
     """
-    from kgopt.rewrite import classes
-
     with _Callers({id(m): m for m in root.modules()}) as mode:
         call()
     for name, module in root.named_modules():
@@ -242,12 +264,7 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
             or "forward" in module.__dict__
         ):
             continue
-        state = module.__dict__.setdefault("_kgopt_training", TrainingState())
-        state.measuring = True
-        original = classes.original_class(module)
-        recipe = type(module).__dict__["_kgopt_recipe"] if original is not None else ()
-        if ("training",) not in recipe:
-            module.__class__ = classes.make_class(original or type(module), (*recipe, ("training",)))
+        _wrapped.add(module, TrainingState).measuring = True
     try:
         call()
     finally:
@@ -257,26 +274,5 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
     return len(modules_of(root))
 
 
-def forget(root: nn.Module, which: Callable[[nn.Module], bool] = lambda module: True) -> None:
-    """Gives modules their own forward back."""
-    from kgopt.rewrite import classes
-
-    for module in modules_of(root):
-        if not which(module):
-            continue
-        del module.__dict__["_kgopt_training"]
-        original = classes.original_class(module)
-        if original is not None:
-            recipe = tuple(part for part in type(module).__dict__["_kgopt_recipe"] if part != ("training",))
-            module.__class__ = classes.make_class(original, recipe) if recipe else original
-
-
-def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Every module that has a state."""
-    return [m for m in root.modules() if "_kgopt_training" in m.__dict__]
-
-
-def state_of(module: nn.Module) -> TrainingState:
-    """The state of one of them."""
-    state: TrainingState = module.__dict__["_kgopt_training"]
-    return state
+_wrapped: Wrapped[TrainingState] = Wrapped("training")
+modules_of, state_of, forget = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget

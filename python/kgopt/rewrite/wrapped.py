@@ -1,0 +1,52 @@
+"""The modules that a front end gave another forward, and what each of them remembers of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from kgopt.rewrite import classes
+
+State = TypeVar("State")
+
+
+class Wrapped(Generic[State]):
+    """Those whose class has one part, such as ("glue",), in its recipe."""
+
+    def __init__(self, name: str) -> None:
+        self.part = (name,)
+        self.attribute = f"_kgopt_{name}"
+
+    def modules_of(self, root: nn.Module) -> list[nn.Module]:
+        """Every module that has a state."""
+        return [m for m in root.modules() if self.attribute in m.__dict__]
+
+    def state_of(self, module: nn.Module) -> State:
+        """The state of one of them."""
+        state: State = module.__dict__[self.attribute]
+        return state
+
+    def add(self, module: nn.Module, make: Callable[[], State]) -> State:
+        """Wraps a module, if it is not yet; its state."""
+        state: State = module.__dict__.setdefault(self.attribute, make())
+        original, recipe = self._recipe_of(module)
+        if self.part not in recipe:
+            module.__class__ = classes.make_class(original or type(module), (*recipe, self.part))
+        return state
+
+    def forget(self, root: nn.Module, which: Callable[[nn.Module], bool] = lambda module: True) -> None:
+        """Gives modules their own forward back."""
+        for module in self.modules_of(root):
+            if not which(module):
+                continue
+            del module.__dict__[self.attribute]
+            original, recipe = self._recipe_of(module)
+            if original is not None:
+                rest = tuple(part for part in recipe if part != self.part)
+                module.__class__ = classes.make_class(original, rest) if rest else original
+
+    def _recipe_of(self, module: nn.Module) -> tuple[Any, tuple[Any, ...]]:
+        original = classes.original_class(module)
+        return original, type(module).__dict__["_kgopt_recipe"] if original is not None else ()
