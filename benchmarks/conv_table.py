@@ -60,7 +60,7 @@ def network_convs() -> list[RandomConv]:
             len(convs), transposed, shape, c_out, 1, (k,) * rank, (step,) * rank, padding, (1,) * rank,
             (more,) * rank if transposed else zero,
         )  # fmt: skip
-        if conv.flops <= 2e11:
+        if conv.flops <= 4e10:
             convs.append(conv)
 
     for (c_in, c_out), size in itertools.product(_PAIRS, _SIZES):
@@ -98,10 +98,22 @@ def problems() -> list[tuple[RandomConv, str, str]]:
         ]
         rng.shuffle(part)
         found.append(part)
-    # In turns, two of networks for each random one, as long as there are both.
+    # Layers and 3D networks in the layout that has the most paths first, then in turns as long as there are both.
     networks, others = found
-    turns = itertools.zip_longest(networks[::2], networks[1::2], others)
+    layers = {conv.name for conv in network_convs()[-len(_LAYERS) :]}
+
+    def rank(one: tuple[RandomConv, str, str]) -> int:
+        last = one[2] == "channels_last"
+        return 0 if one[0].name in layers and last else 1 if len(one[0].kernel) == 3 and last else 2
+
+    networks.sort(key=rank)
+    turns = itertools.zip_longest(networks[::3], networks[1::3], networks[2::3], others)
     return [one for turn in turns for one in turn if one]
+
+
+def _name(conv: RandomConv) -> str:
+    """What is drawn, without the index."""
+    return conv.name.split(": ", 1)[1]
 
 
 def describe(conv: RandomConv) -> dict[str, Any]:
@@ -144,7 +156,7 @@ def measure(conv: RandomConv, precision: str, layout: str, clock: Clock) -> dict
     weight = torch.randn(conv.weight_shape, device="cuda").to(dtype)
     if layout == "channels_last":
         x, weight = (t.contiguous(memory_format=_FORMATS[t.dim()]) for t in (x, weight))
-    row = {"name": conv.name, "precision": precision, "layout": layout, **describe(conv)}
+    row = {"name": _name(conv), "precision": precision, "layout": layout, **describe(conv)}
     us: dict[str, float] = {}
     apart: dict[str, float] = {}
     with precision_flags(precision), torch.no_grad():
@@ -183,7 +195,7 @@ def run_measure(args: argparse.Namespace) -> None:
     for conv, precision, layout in problems()[index::count]:
         if time.monotonic() > end:
             break
-        if (conv.name, precision, layout) not in known:
+        if (_name(conv), precision, layout) not in known:
             rows.append({**measure(conv, precision, layout, clock), **facts})
             if len(rows) % 50 == 0:
                 save_rows(args.json, rows)

@@ -70,6 +70,9 @@ def test_an_own_kernel_is_the_fastest_of_them(precision, layout):
         if (row["precision"], row["layout"]) == (precision, layout):
             path = dev.choose_conv(problem(row), backend=dev.ConvBackend.kgopt).path.name
             own = {name: us for name, us in row["us"].items() if name != "aten"}
+            if path == "direct":
+                assert not own
+                continue
             assert own[path] <= 1.3 * min(own.values()), row["name"]
 
 

@@ -157,8 +157,8 @@ Tensor conv_forward(const ConvArgs& a, ConvTail* tail) {
     const auto tuned = tune_path(a.x.get_device_index(), tuning_key(a, shape), paths, current_stream(a.x), run);
     if (tuned && !conv_refusal(choice, *tuned)) choice.path = *tuned;
   }
-  if (choice.path == ConvPath::kAten && no_aten) {
-    choice.path = choice.plan.refusal ? ConvPath::kDirect : ConvPath::kImplicitGemm;
+  if (choice.path == ConvPath::kAten && no_aten && a.x.numel() > 0) {
+    choice = choose_cached(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), ConvBackend::kKgopt, &choose_conv);
   }
   if (!tail) return run_choice(a, shape, choice, ConvTail());
   tail->left_bias = a.bias.has_value() && choice.path == ConvPath::kAten;

@@ -13,7 +13,7 @@ namespace kgopt {
 
 enum ConvTimed { kTimedAten, kTimedImplicitGemm, kTimedHopper, kTimedRows, kTimedPaths };
 
-inline constexpr double kOwnMargin = 0.95;  // of cuDNN's time: what an own kernel must stay below to be taken
+inline constexpr double kOwnMargin = 0.92;  // of cuDNN's time: what an own kernel must stay below to be taken
 
 // One measured convolution.
 struct ConvMeasured {
@@ -104,10 +104,10 @@ inline double conv_distance(const ConvProblem& q, const ConvMeasured& row) {
     if ((q.kernel[i] == 1) != (row.kernel[i] == 1)) d += 1;
     if ((q.dilation[i] == 1) != (row.dilation[i] == 1)) d += 0.5;
   }
-  d += 1.5 * apart(double(q.c_in) / q.groups, double(row.c_in) / row.groups);
+  d += 2 * apart(double(q.c_in) / q.groups, double(row.c_in) / row.groups);
   d += 1.5 * apart(double(q.c_out) / q.groups, double(row.c_out) / row.groups);
   d += 0.5 * apart(q.groups, row.groups) + ((q.groups == 1) != (row.groups == 1) ? 2 : 0);
-  d += 0.5 * std::abs(std::log2(positions)) + std::abs(std::log2(taps)) + 2 * std::abs(std::log2(stride));
+  d += std::abs(std::log2(positions)) + std::abs(std::log2(taps)) + 2 * std::abs(std::log2(stride));
   const int64_t size = dtype_size(q.dtype);
   if ((q.c_in * size % 16 == 0) != (row.c_in * size % 16 == 0)) d += 2;
   return d;
@@ -117,7 +117,7 @@ inline double conv_distance(const ConvProblem& q, const ConvMeasured& row) {
 // at up to twice its distance, have a say, too: a kernel's time over cuDNN's is the worst that any of them gives. All
 // zero where the nearest is far; an own kernel's is zero where no row has it.
 inline ConvPrediction estimate_conv(const ConvProblem& q, const DeviceLimits& limits, const ConvPrediction& predicted) {
-  constexpr size_t kRows = 4;
+  constexpr size_t kRows = 8;
   constexpr double kFar = 6;
   auto still_near = [](double distance, double nearest) { return distance <= 2 * nearest + 0.5; };
   std::vector<std::pair<double, const ConvMeasured*>> near;

@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t half_bits(const RowsPackParams& p, int64_t a
 __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_constant__ RowsPackParams p) {
   let_dependents_start();
   const RowsPlan& plan = p.plan;
-  const bool half = plan.math != ConvMath::kTf32;
+  const bool half = plan.math == ConvMath::kBf16 || plan.math == ConvMath::kFp16;
   const int per_piece = half ? 8 : 4, pieces_per_row = plan.row_bytes / 16, rows = plan.segments * 64;
   const int64_t pieces = plan.packed_bytes / 16;
   const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;

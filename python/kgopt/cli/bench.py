@@ -740,11 +740,11 @@ def _bench_convs(args: argparse.Namespace, settings: Settings, precisions: list[
     # The dtype changes slowest: a run that is cut short has the first dtype whole.
     steps = _shard([(conv, precision) for precision in precisions for conv in found], args)
     facts, ceilings = _before(args, settings.device, precisions)
-    settings = dataclasses.replace(settings, rep_ms=min(settings.rep_ms, 5.0))
+    settings = dataclasses.replace(settings, rep_ms=min(settings.rep_ms, 2.0))
     rows: list[Row] = []
     for conv, precision in progress(steps, len(steps), "bench convs"):
         progress_note(conv.name)
         rows += convs.measure_conv(conv, precision, settings, ceilings, facts)
-        if args.json and (len(rows) % 100 == 0 or (conv, precision) == steps[-1]):
+        if args.json and (len(rows) % 40 == 0 or (conv, precision) == steps[-1]):
             results.save_rows(args.json, rows)
     return rows
