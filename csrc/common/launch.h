@@ -5,7 +5,6 @@
 
 #include <mutex>
 
-#include "dependent_launch.cuh"
 #include "status.h"
 
 namespace kgopt {
@@ -26,24 +25,12 @@ cudaError_t allow_dynamic_smem(int bytes) {
   return error;
 }
 
-// With `early`, as a kernel that waits for the one ahead (dependent_launch.cuh).
 template <auto kKernel, typename Params>
-Status launch_kernel(const char* name, const Params& p, dim3 grid, int threads, int smem_bytes, cudaStream_t stream,
-                     bool early = false) {
+Status launch_kernel(const char* name, const Params& p, dim3 grid, int threads, int smem_bytes, cudaStream_t stream) {
   cudaError_t error = allow_dynamic_smem<kKernel>(smem_bytes);
   if (error == cudaSuccess) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = smem_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = early && can_start_early<kKernel>() ? 1 : 0;
-    error = cudaLaunchKernelEx(&config, kKernel, p);
-    if (error == cudaSuccess) error = cudaGetLastError();
+    kKernel<<<grid, threads, smem_bytes, stream>>>(p);
+    error = cudaGetLastError();
   }
   if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
   return Status::Ok();

@@ -83,8 +83,6 @@ __device__ __forceinline__ void gram_product(float (&d)[kN / 2], uint64_t a, uin
   }
 }
 
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // Shared memory, and what the two sides agree on.
 struct GramBlock {
   uint64_t *full, *empty, *raw, *meet;

@@ -1,7 +1,7 @@
 // From the plan's numbers to a template instance of the kernels with channels as rows.
 #pragma once
 
-#include "../common/launch.h"
+#include "../common/dependent_launch.cuh"
 #include "conv3d_narrow.h"
 #include "conv3d_narrow_channels.cuh"
 #include "conv3d_narrow_lse.cuh"
@@ -14,11 +14,11 @@ Status launch_channels_instance(const NarrowParams& p, int64_t n, cudaStream_t s
   const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
   const int threads = 128 * (plan.producers + plan.consumers);
   if constexpr (kLse) {
-    return launch_kernel<conv_narrow_lse_kernel<kMath, kSteps, kPositions>>("conv_narrow_lse_kernel", p, grid, threads,
-                                                                            plan.smem_bytes, stream, /*early=*/true);
+    return launch_after<conv_narrow_lse_kernel<kMath, kSteps, kPositions>>(true, "conv_narrow_lse_kernel", grid,
+                                                                           threads, plan.smem_bytes, stream, p);
   } else {
-    return launch_kernel<conv_narrow_channels_kernel<kMath, kSteps, kPositions>>(
-        "conv_narrow_channels_kernel", p, grid, threads, plan.smem_bytes, stream, p.stats.inexact != nullptr);
+    return launch_after<conv_narrow_channels_kernel<kMath, kSteps, kPositions>>(
+        p.stats.inexact != nullptr, "conv_narrow_channels_kernel", grid, threads, plan.smem_bytes, stream, p);
   }
 }
 

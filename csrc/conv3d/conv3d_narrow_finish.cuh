@@ -11,6 +11,9 @@
 
 namespace kgopt {
 
+// What a later load then finds in L2.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // What group_stats_finalize_kernel and group_norm_mean_kernel do, for the sample whose channels' moments are in

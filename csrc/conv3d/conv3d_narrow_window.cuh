@@ -96,8 +96,6 @@ __device__ __forceinline__ bool any_loader(bool mine) {
   return any != 0;
 }
 
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // Four neighbours, or one value, from memory; zeros where `inside` is false, without reading.
 __device__ __forceinline__ void load_if(uint32_t (&v)[4], const void* from, bool inside) {
   asm("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n mov.u32 %2, 0;\n mov.u32 %3, 0;\n"
