@@ -103,7 +103,8 @@ def test_explain_group_norm_says_how():
 def test_explain_conv_says_why():
     x, weight = torch.empty(2, 8, 32, 32, device="cuda"), torch.empty(64, 8, 3, 3, device="cuda")
     arguments = ([1, 1], [0, 0], [1, 1], [0, 0], 1, False)
-    assert OPS.explain_conv(x, weight, *arguments).startswith("kgopt: ")
+    assert "nearest measured convolutions: cuDNN: " in OPS.explain_conv(x, weight, *arguments)
+    assert OPS.explain_conv(x, weight, *arguments, backend="kgopt").startswith("kgopt: ")
     assert OPS.explain_conv(x, weight, *arguments, "logsumexp").startswith("kgopt: ")
     assert "asked for" in OPS.explain_conv(x, weight, *arguments, backend="aten")
     wide = torch.empty(2, 256, 8, 8, device="cuda"), torch.empty(256, 256, 3, 3, device="cuda")

@@ -364,8 +364,8 @@ def gradients_of(norm, dy, *tensors):
 
 
 def away_from_kink(dy, doubles, groups, act, pre_act):
-    """``dy`` with 0 where rounding decides on which side of relu's kink one of millions of elements lies."""
-    if act != "relu":
+    """``dy`` with 0 where rounding decides on which side of a kink one of millions of elements lies."""
+    if act not in ("relu", "leaky_relu"):
         return dy
     near = reference.group_norm_ref(doubles[0], groups, *doubles[1:], pre_act=pre_act).abs() < 1e-3
     return dy.masked_fill(near, 0)

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
                                row * row_words + w * kNarrowDgradUnit)
                    : make_int2(0, -1);
   }
-  list_narrow_rows(plan.dy_copy, rows, plan.stage_bytes - plan.pitch, kNarrowDgradThreads, [&](int i) {
+  list_narrow_rows(plan.dy_copy, rows, kNarrowDgradThreads, [&](int i) {
     const int h = i % plan.halo[1], d = i / plan.halo[1] % plan.halo[0], c = i / halo_rows;
     const int64_t offset = (c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1]) * kSize / 4;
     return NarrowRow{uint32_t(offset), c * plan.channel + (d * plan.halo[1] + h) * plan.pitch, d, h};

@@ -62,7 +62,7 @@ inline bool narrow_dgrad_tile(NarrowDgradPlan* p, const ConvProblem& q, const De
   p->scratch_channel = d * h * (p->units_w * kNarrowDgradUnit + 4);
   while (p->scratch_channel % 32 != (half ? 8 : 1)) ++p->scratch_channel;  // neighbouring channels: other banks
   p->dy_copy = narrow_copy(q.out[2] * size, p->pitch, channels * p->halo[0] * p->halo[1], kNarrowDgradThreads);
-  // At the end room for what belongs nowhere.
+  // At the end room for one row more.
   const int64_t stage = p->pitch + std::max(int64_t(channels) * p->channel,
                                             int64_t(q.c_in) * p->scratch_channel * int64_t(sizeof(float)));
   if (stage > limits.smem_per_block) return false;

@@ -24,13 +24,11 @@ struct NarrowOrigin {
   int valid_rows;  // the others are zeros
 };
 
-// Fills the table that the copies walk over; at(i) is row i < copy.rows. Threads take whole batches: what they would
-// read beyond the last row goes to `nowhere`.
+// Fills the table that the copies walk over; at(i) is row i < copy.rows. Threads read whole batches of it.
 template <typename At>
-__device__ __forceinline__ void list_narrow_rows(const NarrowCopy& copy, NarrowRow* rows, int nowhere, int threads,
-                                                 At at) {
+__device__ __forceinline__ void list_narrow_rows(const NarrowCopy& copy, NarrowRow* rows, int threads, At at) {
   for (int i = threadIdx.x; i < copy.slots; i += threads) {
-    rows[i] = i < copy.rows ? at(i) : NarrowRow{0, nowhere, 1 << 29, 0};
+    rows[i] = i < copy.rows ? at(i) : NarrowRow{0, 0, 1 << 29, 0};
   }
 }
 
@@ -59,7 +57,9 @@ __device__ __forceinline__ void copy_narrow_pieces(const NarrowCopy& copy, char*
           inside = (i + j * step < valid_rows) & (unsigned(origin.d + row[j].d) < depth) &
                    (unsigned(origin.h + row[j].h) < height);
         }
-        cp_async<kPiece>(to + row[j].place, source + uint64_t(row[j].words) * 4, inside);
+        if (i + j * step < copy.rows) {
+          cp_async<kPiece>(to + row[j].place, source + uint64_t(row[j].words) * 4, inside);
+        }
       }
     }
   }

@@ -120,13 +120,12 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
     units[i] = make_int2((d * tile_h + h) * plan.dy_pitch + w * kNarrowWgradUnit,
                          d * plan.step[0] * plan.x_plane + h * plan.step[1] * plan.x_pitch + w * kNarrowWgradUnit);
   }
-  const int nowhere = x_base + p.c_in * plan.x_channel;
-  list_narrow_rows(plan.dy_copy, dy_rows, nowhere, kNarrowWgradThreads, [&](int i) {
+  list_narrow_rows(plan.dy_copy, dy_rows, kNarrowWgradThreads, [&](int i) {
     const int h = i % tile_h, d = i / tile_h % tile_d, c = i / (tile_h * tile_d);
     const int64_t offset = (c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1]) * kSize / 4;
     return NarrowRow{uint32_t(offset), c * plan.dy_channel + (d * tile_h + h) * plan.dy_pitch, d, h};
   });
-  list_narrow_rows(plan.x_copy, x_rows, nowhere, kNarrowWgradThreads, [&](int i) {
+  list_narrow_rows(plan.x_copy, x_rows, kNarrowWgradThreads, [&](int i) {
     const int h = i % plan.halo[1], d = i / plan.halo[1] % plan.halo[0], c = i / (plan.halo[1] * plan.halo[0]);
     const int64_t offset = (c * p.x_stride_c + d * p.x_stride[0] + h * p.x_stride[1]) * kSize / 4;
     return NarrowRow{uint32_t(offset), x_base + c * plan.x_channel + d * plan.x_plane + h * plan.x_pitch, d, h};

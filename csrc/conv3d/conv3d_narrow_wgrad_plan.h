@@ -65,7 +65,7 @@ inline bool narrow_wgrad_tile(NarrowWgradPlan* p, const ConvProblem& q, const De
   p->dy_copy = narrow_copy(q.out[2] * size, p->dy_pitch, narrow_wgrad_channels(*p) * d * h, kNarrowWgradThreads);
   p->x_copy =
       narrow_copy(q.in[2] * size, x_bytes, static_cast<int>(q.c_in) * p->halo[0] * p->halo[1], kNarrowWgradThreads);
-  // At the end room for what belongs nowhere.
+  // At the end room for one row more.
   const int64_t stage = int64_t(narrow_wgrad_channels(*p)) * p->dy_channel + q.c_in * int64_t(p->x_channel) + 64 +
                         std::max(p->dy_pitch, x_bytes);
   if (stage > limits.smem_per_block) return false;
