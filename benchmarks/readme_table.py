@@ -31,7 +31,7 @@ DIRECTIONS = {"forward": "", "training": ", training step", "backward": ", backw
 
 def load_all(folder: Path) -> list[dict]:
     """The rows of every results file, oldest run first."""
-    rows = [row for path in sorted(folder.glob("*.json")) for row in load_rows(path)]
+    rows = [row for path in sorted(folder.glob("*.json")) for row in load_rows(path) if "suite" in row]
     return sorted(rows, key=lambda row: row["date"])
 
 
@@ -161,8 +161,9 @@ def main() -> int:
 
     rows = load_all(args.results)
     pipelines = [row for row in rows if row["suite"] == "pipelines" and row["device"] == "cuda"]
-    # The picture shows forward passes of the newest run.
-    newest = [row for row in pipelines if row["date"] == pipelines[-1]["date"] and row["direction"] == "forward"]
+    # The picture shows forward passes at the newest commit: a run may have been one of several for as many dtypes.
+    forward = [row for row in pipelines if row["direction"] == "forward"]
+    newest = [row for row in forward if row["commit"] == forward[-1]["commit"]]
     before = args.readme.read_text()
     picture = f"![Time of the three pipelines beside PyTorch]({PICTURE})" if newest else ""
     after = fill(before, PICTURE_BEGIN, PICTURE_END, picture)

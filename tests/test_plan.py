@@ -510,13 +510,13 @@ def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window:
 def test_narrow_plan_stores_contiguous_outputs(name: str, dtype: str) -> None:
     case = {"stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1), **CASES[name]}
     problem, output = make_problem(**case, n=128, dtype=dtype, planar=True)
-    choice = dev.choose_conv(problem, GPUS["h200"])
+    choice = dev.choose_conv(problem, GPUS["h200"], dev.ConvBackend.kgopt)
     assert choice.path.name == "narrow"
     check_narrow_plan(choice.narrow, case, case["size"], output, GPUS["h200"])
     assert choice.narrow.window == 1
     assert not choice.narrow.channel_rows
     problem, _ = make_problem(**case, n=128, dtype=dtype)
-    assert dev.choose_conv(problem, GPUS["h200"]).path.name == "implicit_gemm"
+    assert dev.choose_conv(problem, GPUS["h200"], dev.ConvBackend.kgopt).path.name == "implicit_gemm"
 
 
 def test_narrow_plan_without_tf32() -> None:

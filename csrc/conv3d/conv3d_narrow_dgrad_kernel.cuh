@@ -1,5 +1,5 @@
-// Input gradient of convolutions with few input channels, from contiguous tensors as they lie; mma.sync, sm_80 and
-// later.
+// Input gradient of convolutions with few input channels, from contiguous tensors as they lie; mma.sync, on
+// Hopper.
 //
 // Rows of the products are pairs of a tap of the width and a channel of dx, columns positions of dy, K the channels of
 // dy and the taps of depth and height. So no position of dy is ever read at an odd address: what the taps of the width
@@ -68,6 +68,7 @@ __device__ __forceinline__ void pack_weights(const NarrowDgradParams& p, uint32_
 template <ConvMath kMath, int kRowTiles, int kUnits>
 __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
     conv_narrow_dgrad_kernel(const __grid_constant__ NarrowDgradParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using namespace narrow_dgrad;
   constexpr bool kHalf = kMath != ConvMath::kTf32;
   using Bits = std::conditional_t<kHalf, unsigned short, float>;
@@ -286,6 +287,7 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
     }
   }
   cp_async_wait_all();
+#endif
 }
 
 }  // namespace kgopt

@@ -96,6 +96,7 @@ inline NarrowDgradPlan plan_narrow_dgrad(const ConvProblem& q, const DeviceLimit
   };
   if (q.transposed) return refuse("a transposed convolution");
   if (q.groups != 1) return refuse("a grouped convolution");
+  if (!limits.has_wgmma) return refuse("its code is built for Hopper, where it was measured");
   if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   p.math = conv_math(q);
   if (p.math == ConvMath::kTf32x3) return refuse("fp32 accuracy is left to cuDNN");

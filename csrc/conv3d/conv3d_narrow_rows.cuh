@@ -1,5 +1,5 @@
 // Copies rows of contiguous tensors into shared memory, those outside of the tensor as zeros: the loading side of the
-// gradients for few channels, sm_80 and later.
+// gradients for few channels.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// Weight and bias gradients of convolutions with few input channels, from contiguous tensors as they lie; mma.sync,
-// sm_80 and later.
+// Weight and bias gradients of convolutions with few input channels, from contiguous tensors as they lie; mma.sync, on
+// Hopper.
 //
 // Positions along the width are K, of both operands: a row of dy and a row of x are read in vectors of 16 bytes, and
 // which position is which K does not matter as long as both agree. Taps of depth and height are other rows of x; the
@@ -95,6 +95,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
 template <ConvMath kMath, int kXTiles, int kDyTiles, bool kDyIsA, int kLead>
 __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
     conv_narrow_wgrad_kernel(const __grid_constant__ NarrowWgradParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using namespace narrow_wgrad;
   using Element = std::conditional_t<kMath == ConvMath::kTf32, float, unsigned short>;
   constexpr int kSize = sizeof(Element);
@@ -263,6 +264,7 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
   const int floats = narrow_wgrad_floats(plan);
   float* const to = p.partials + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * floats;
   for (int i = tid; i < floats; i += kNarrowWgradThreads) to[i] = reinterpret_cast<const float*>(stages)[i];
+#endif
 }
 
 inline constexpr int kNarrowWgradSumLanes = 32;   // elements of a block's partial sums, neighbours
@@ -271,6 +273,7 @@ inline constexpr int kNarrowWgradSumShares = 16;  // threads that share an eleme
 // The order of summation depends on the plan alone.
 __global__ void __launch_bounds__(kNarrowWgradSumLanes* kNarrowWgradSumShares)
     conv_narrow_wgrad_sum_kernel(const __grid_constant__ NarrowWgradParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   wait_for_prerequisites();
   __shared__ float shares[kNarrowWgradSumShares][kNarrowWgradSumLanes];
   const NarrowWgradPlan& plan = p.plan;
@@ -313,6 +316,7 @@ __global__ void __launch_bounds__(kNarrowWgradSumLanes* kNarrowWgradSumShares)
   const int64_t at = c_out * p.dw_stride_out + c * p.dw_stride_in + kd * p.dw_stride_k[0] + kh * p.dw_stride_k[1] +
                      kw * p.dw_stride_k[2];
   store_as(p.dw, at, p.dtype, sum);
+#endif
 }
 
 }  // namespace kgopt

@@ -214,8 +214,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// Vectors where every row of x and of lse starts at one.
+// Vectors where every row of x and of lse starts at one; float64, whose exponentials are long, has code for single
+// values.
 int vector_of(const NormLseBackwardParams& p) {
+  if (p.dims.dtype == Dtype::kFloat64) return 1;
   const int64_t innermost = p.dims.channels_last ? p.dims.c : p.dims.s;
   const bool aligned = is_aligned(p.x) && is_aligned(p.dx) && is_aligned(p.dlse) && is_aligned(p.lse);
   return aligned && innermost % kVector == 0 ? kVector : 1;
@@ -224,6 +226,7 @@ int vector_of(const NormLseBackwardParams& p) {
 template <typename T, bool kStore>
 Status launch_pass(const char* name, const NormLseBackwardParams& p, cudaStream_t stream) {
   const GroupNormDims& d = p.dims;
+  constexpr int kWide = std::is_same_v<T, double> ? 1 : kVector;
   const bool vectors = vector_of(p) == kVector;
   const ColumnGeometry g = column_geometry(d.c, vectors ? kVector : 1);
   const int64_t units = d.channels_last ? g.channel_blocks : (d.c + kChannelSteps - 1) / kChannelSteps;
@@ -231,10 +234,10 @@ Status launch_pass(const char* name, const NormLseBackwardParams& p, cudaStream_
   if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
   const unsigned grid = static_cast<unsigned>(blocks);
   if (d.channels_last) {
-    return vectors ? launch_after<norm_lse_columns_kernel<T, kVector, kStore>>(true, name, grid, kThreads, stream, p, g)
+    return vectors ? launch_after<norm_lse_columns_kernel<T, kWide, kStore>>(true, name, grid, kThreads, stream, p, g)
                    : launch_after<norm_lse_columns_kernel<T, 1, kStore>>(true, name, grid, kThreads, stream, p, g);
   }
-  return vectors ? launch_after<norm_lse_rows_kernel<T, kVector, kStore>>(true, name, grid, kThreads, stream, p)
+  return vectors ? launch_after<norm_lse_rows_kernel<T, kWide, kStore>>(true, name, grid, kThreads, stream, p)
                  : launch_after<norm_lse_rows_kernel<T, 1, kStore>>(true, name, grid, kThreads, stream, p);
 }
 
