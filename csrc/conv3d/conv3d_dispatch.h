@@ -171,9 +171,8 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
                     std::to_string(kNarrowInputChannels) + " and output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN and a stored output are faster";
   } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
-    choice.path = choice.narrow.refusal ? ConvPath::kImplicitGemm : ConvPath::kNarrow;
+    choice.path = ConvPath::kImplicitGemm;
     choice.reason = "narrow channels, where cuDNN is slow";
-    if (choice.path == ConvPath::kNarrow) choice.reason += "; on wgmma";
   } else {
     choice.reason = "input channels above " + std::to_string(kNarrowInputChannels) + " or output channels above " +
                     std::to_string(kNarrowOutputChannels) + ": cuDNN is faster";
