@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from kgopt.cli import _optional, cases, chains, convs, main, measure, models, results, sweep
-from kgopt.cli.bench import Settings, bench_table, measure_case
+from kgopt.cli import _optional, build_parser, cases, chains, convs, jobs, main, measure, models, results, sweep
+from kgopt.cli.bench import Compiled, Settings, bench_table, measure_case
 from kgopt.cli.floor import Ceilings, Work
 from kgopt.cli.text import bytes_text, ratio_text, table, time_text
 
@@ -367,6 +367,50 @@ def test_shards_join_into_one_run(tmp_path):
     assert [group.case[:4] for group in found if group.direction == "backward"] == ["000:", "001:", "002:"]
 
 
+def test_jobs_share_a_suite(tmp_path):
+    path = tmp_path / "rows.json"
+    arguments = ["bench", "--suite", "sweep", "--count", "3", "--max-bytes", "4096", "--quick", "--device", "cpu"]
+    assert main([*arguments, "--jobs", "2", "--json", str(path)]) == 0
+    found = results.group_rows(results.load_rows(path))
+    assert [group.case[:4] for group in found if group.direction == "backward"] == ["000:", "001:", "002:"]
+    assert len({group.facts["date"] for group in found}) == 1  # or they would not count as one run
+
+
+def test_a_job_that_fails_is_named(tmp_path):
+    arguments = ["bench", "--suite", "sweep", "--count", "2", "--max-bytes", "4096", "--quick", "--device", "cpu"]
+    args = build_parser().parse_args([*arguments, "--jobs", "2", "--dtype", "int8"])  # which run_bench would refuse
+    with pytest.raises(ChildProcessError, match=r"2 of 2 processes failed; the first said: ValueError: .*'int8'"):
+        jobs.run_jobs(args, 2, Ceilings(1e9, {}, None), {"device": "cpu"})
+
+
+def test_what_was_compiled_before_is_what_is_measured():
+    shape = sweep.Shape(0, (2, 4, 6), 2, "relu", "fp32", "contiguous")
+    settings = Settings(torch.device("cpu"), rep_ms=1.0, input_sets=1)
+    calls = []
+
+    class Counted(cases.PlainGroupNorm):
+        def forward(self, x):
+            calls.append(x.shape)
+            return super().forward(x)
+
+    before = Compiled(models.randomize(Counted(2, 4, "relu"), 0), 1.5)
+    ceilings = Ceilings(1e9, {"tf32": 1e9, "fp32": 1e9}, None)
+    rows = sweep.measure_shape(shape, settings, ceilings, {}, {"compile": before})
+    row = next(row for row in rows if row["implementation"] == "compile" and row["direction"] == "forward")
+    assert calls
+    assert row["compile_s"] == 1.5
+    assert row["time_us"] > 0
+    assert "out_of_tolerance" not in row
+
+    calls.clear()
+    case = dataclasses.replace(sweep._case(shape), layouts=False)
+    rows = measure_case(
+        case, "fp32", "forward", settings, ceilings, {}, {"compile": dataclasses.replace(before, compile_s=2.5)}
+    )
+    assert calls
+    assert {row["compile_s"] for row in rows if row["implementation"] == "compile"} == {2.5}
+
+
 def test_bench_pipelines_quick(tmp_path):
     path = tmp_path / "rows.json"
     arguments = ["bench", "--suite", "pipelines", "--case", "conv3d", "--quick", "--device", "cpu", "--json", str(path)]
@@ -512,6 +556,9 @@ def test_bench_records_a_failing_baseline():
         (["bench", "--from-json", "/nonexistent.json"], "nonexistent.json"),
         (["bench", "--shard", "2/2", "--device", "cpu"], "--shard is '2/2', expected I/N with 0 <= I < N"),
         (["bench", "--shard", "7/8", "--case", "conv3d", "--device", "cpu"], "'7/8', which leaves nothing of"),
+        (["bench", "--jobs", "0", "--device", "cpu"], "--jobs is 0, expected at least 1"),
+        (["bench", "--jobs", "2", "--shard", "0/2", "--device", "cpu"], "expected one of them"),
+        (["bench", "--suite", "convs", "--jobs", "2", "--device", "cpu"], "suite convs compiles nothing ahead"),
         (["demo", "--device", "cuda:99"], "--device is cuda:99"),
     ],
 )

@@ -12,8 +12,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,14 +37,20 @@ from kgopt.cli.measure import (
 from kgopt.cli.results import Group, Row, group_rows
 from kgopt.cli.text import bytes_text, error_text, ratio_text, table, time_text
 
+if TYPE_CHECKING:
+    from kgopt.cli.jobs import Turn
+
 _Step = TypeVar("_Step")
 
 __all__ = [
+    "Compiled",
     "Runner",
     "Settings",
     "bench_table",
+    "compile_case",
     "describe",
     "measure_case",
+    "measure_suite",
     "quiet_compiler",
     "result_errors",
     "run_bench",
@@ -194,10 +200,12 @@ def quiet_compiler() -> Iterator[None]:
     """Inductor reports every candidate that it tries; only the time counts here."""
     level = logging.getLogger("torch._inductor").level
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
+    import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
     from torch._functorch import config as functorch
 
-    patches: list[Any] = []
+    # One module's code is compiled for many shapes here; past the usual limits it would run eagerly, unseen.
+    patches: list[Any] = [dynamo.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)]
     if hasattr(inductor, "autotune_num_choices_displayed"):
         patches.append(inductor.patch(autotune_num_choices_displayed=0))
     if hasattr(functorch, "donated_buffer"):
@@ -304,16 +312,56 @@ def _judge(rows: dict[str, Row], dtype: torch.dtype) -> None:
             row["out_of_tolerance"] = True
 
 
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A baseline that torch.compile has compiled before it is measured, and the seconds that took."""
+
+    model: nn.Module
+    compile_s: float
+
+
+def compile_case(case: Case, precision: str, direction: str, settings: Settings) -> dict[str, Compiled]:
+    """The compiled baselines of one case, for `measure_case`. One that fails is left out: it will fail there again."""
+    dtype, device = DTYPES[precision], settings.device
+    out = {}
+    with precision_flags(precision), quiet_compiler(), no_autotuning():
+        plain = case.plain().to(device=device, dtype=dtype)
+        x = _inputs(case, dataclasses.replace(settings, input_sets=1), dtype)[0]
+        for name, build in _builders(case, settings).items():
+            spent = settings.deadline is not None and time.monotonic() > settings.deadline
+            if name not in results.COMPILED or spent:
+                continue
+            start = time.monotonic()
+            with contextlib.suppress(Exception):
+                model = build(plain)
+                if name.endswith("channels_last"):
+                    Runner(model, [x.contiguous(memory_format=_channels_last(x))], direction).run_next()
+                else:
+                    Runner(model, [x], direction).run_next()
+                out[name] = Compiled(model, round(time.monotonic() - start, 2))
+    return out
+
+
 def measure_case(
-    case: Case, precision: str, direction: str, settings: Settings, ceilings: Ceilings, facts: Row
+    case: Case,
+    precision: str,
+    direction: str,
+    settings: Settings,
+    ceilings: Ceilings,
+    facts: Row,
+    ready: dict[str, Compiled] | None = None,
 ) -> list[Row]:
-    """Measures every implementation of one case. A failing one gives a row with `failed` instead of a time."""
+    """Measures every implementation of one case. A failing one gives a row with `failed` instead of a time.
+
+    ready: what `compile_case` made of this case; None compiles here.
+    """
     dtype, device = DTYPES[precision], settings.device
     work = case.work(case.shape, dtype.itemsize, direction)
     floor_us, bound = ceilings.floor(work, precision)
     rows: dict[str, Row] = {}
     runners: dict[str, Runner] = {}
-    torch._dynamo.reset()  # not between two compiled baselines: the first would compile again for its error
+    if ready is None:
+        torch._dynamo.reset()  # not between two compiled baselines: the first would compile again for its error
     with precision_flags(precision), quiet_compiler():
         plain = case.plain().to(device=device, dtype=dtype)
         inputs = _inputs(case, settings, dtype)
@@ -332,14 +380,19 @@ def measure_case(
                 row["axis"], row["axis_value"] = case.axis, case.axis_value
             rows[name] = row
             compiles = name in results.COMPILED
-            if compiles and settings.deadline is not None and time.monotonic() > settings.deadline:
+            before = (ready or {}).get(name)
+            spent = settings.deadline is not None and time.monotonic() > settings.deadline
+            if compiles and before is None and spent:
                 row["failed"] = "not run: the time budget was spent"
                 continue
             try:
                 x_format = _channels_last(inputs[0]) if row["layout"] == "channels_last" else torch.contiguous_format
-                model = case.plain().to(device=device, dtype=dtype)
-                model.load_state_dict(plain.state_dict())
-                model = build(model)
+                if before is None:
+                    model = case.plain().to(device=device, dtype=dtype)
+                    model.load_state_dict(plain.state_dict())
+                    model = build(model)
+                else:
+                    model = before.model
                 if row["layout"] == "channels_last" and not compiles:
                     model = model.to(memory_format=x_format)  # type: ignore[call-overload]
                 own_inputs = [x.contiguous(memory_format=x_format) for x in inputs]
@@ -349,7 +402,7 @@ def measure_case(
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 if compiles:
-                    row["compile_s"] = round(time.monotonic() - start, 2)
+                    row["compile_s"] = before.compile_s if before else round(time.monotonic() - start, 2)
                 took = time_call(runner.run_next, device, settings.rep_ms)
                 row["time_us"] = round(took.median_us, 2)
                 row["time_us_p20"] = round(took.p20_us, 2)
@@ -603,27 +656,18 @@ def _shard(steps: list[_Step], args: argparse.Namespace) -> list[_Step]:
     return mine
 
 
-def run_bench(args: argparse.Namespace) -> int:
-    """Runs ``python -m kgopt bench`` with parsed arguments. Returns the exit status."""
-    if args.plot:
-        require("matplotlib", "demo")
-    if args.from_json:
-        joined = results.join_shards([results.load_rows(path) for path in args.from_json])
-        if args.json:
-            results.save_rows(args.json, joined)
-        return _report(joined, args)
+def _prepare_device(args: argparse.Namespace) -> torch.device:
     device = pick_device(args.device)
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             raise MissingPackageError("triton is missing, whose do_bench is the clock on a GPU; pip install triton")
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
-    for name in ("json", "plot"):
-        folder = os.path.dirname(getattr(args, name) or "")
-        if folder:
-            os.makedirs(folder, exist_ok=True)
+    return device
 
-    settings = Settings(
+
+def _settings(args: argparse.Namespace, device: torch.device) -> Settings:
+    return Settings(
         device,
         quick=args.quick,
         compile=not (args.no_compile or args.quick),
@@ -633,27 +677,94 @@ def run_bench(args: argparse.Namespace) -> int:
         deadline=None if args.budget is None else time.monotonic() + args.budget,
         only=_implementations(args),
     )
-    precisions = _precisions(args, device)
-    if args.suite == "models":
-        return _report(_bench_models(args, settings, precisions), args)
-    if args.suite == "sweep":
-        return _report(_bench_sweep(args, settings, precisions), args)
-    if args.suite == "convs":
-        return _report(_bench_convs(args, settings, precisions), args)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Runs ``python -m kgopt bench`` with parsed arguments. Returns the exit status."""
+    if args.plot:
+        require("matplotlib", "demo")
+    if args.from_json:
+        joined = results.join_shards([results.load_rows(path) for path in args.from_json])
+        if args.json:
+            results.save_rows(args.json, joined)
+        return _report(joined, args)
+    device = _prepare_device(args)
+    for name in ("json", "plot"):
+        folder = os.path.dirname(getattr(args, name) or "")
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+    settings, precisions = _settings(args, device), _precisions(args, device)
+    if args.jobs is not None and args.jobs < 1:
+        raise ValueError(f"--jobs is {args.jobs}, expected at least 1")
+    if args.jobs and args.shard:
+        raise ValueError(
+            f"--jobs is {args.jobs} and --shard {args.shard}, expected one of them: --jobs makes its own shards"
+        )
+    suite = _suite(args, settings, precisions)
+    if args.jobs and suite.compile is None:
+        raise ValueError(f"--jobs is {args.jobs}, but suite {args.suite} compiles nothing ahead of its measurements")
+    facts, ceilings = _before(args, device, suite.rates)
+    if args.jobs:
+        from kgopt.cli.jobs import run_jobs
+
+        return _report(run_jobs(args, len(suite.steps), ceilings, facts), args)
+    return _report(_measure(suite, args, ceilings, facts, None), args)
+
+
+def measure_suite(args: argparse.Namespace, ceilings: Ceilings, facts: Row, turn: Turn) -> None:
+    """One of --jobs' processes: compiles its --shard, waits for its turn, measures, writes --json."""
+    device = _prepare_device(args)
+    suite = _suite(args, _settings(args, device), _precisions(args, device))
+    _measure(suite, args, ceilings, facts, turn)
+
+
+def _measure(suite: _Suite, args: argparse.Namespace, ceilings: Ceilings, facts: Row, turn: Turn | None) -> list[Row]:
+    ready: list[Any] = [None] * len(suite.steps)
+    if turn:
+        assert suite.compile
+        ready = [suite.compile(step) for step in suite.steps]
+        if facts["device"] == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        turn.wait()
+    rows: list[Row] = []
+    for index, step in progress(list(enumerate(suite.steps)), len(suite.steps), f"bench {args.suite}"):
+        rows += suite.measure(step, ready[index], ceilings, facts)
+        last = index == len(suite.steps) - 1
+        if args.json and (last or index % suite.save_every == suite.save_every - 1):
+            results.save_rows(args.json, rows)
+        if facts["device"] == "cuda" and suite.empty_cache:
+            torch.cuda.empty_cache()
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Suite:
+    """What a suite measures, step by step."""
+
+    steps: list[Any]
+    measure: Callable[[Any, Any, Ceilings, Row], list[Row]]  # a step, what `compile` made of it or None
+    compile: Callable[[Any], Any] | None = None  # None: nothing can be compiled ahead
+    rates: Sequence[str] = ()  # dtypes whose matmul rate is a ceiling
+    save_every: int = 1
+    empty_cache: bool = False  # after every step
+
+
+def _suite(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> _Suite:
+    own = {"models": _models_suite, "sweep": _sweep_suite, "convs": _convs_suite}.get(args.suite)
+    if own:
+        return own(args, settings, precisions)
     if args.suite == "chains":
         from kgopt.cli.chains import chain_cases
 
         found = chain_cases(_count(args, 100), args.seed)
     else:
         found = suite_cases(args.suite)
-    cases = [case for case in found if not args.case or args.case in case.name]
-    if not cases:
-        raise ValueError(f"--case is {args.case!r}, which no case of suite {args.suite} contains")
+    cases = _some([case for case in found if not args.case or args.case in case.name], args)
     if args.quick and args.suite in ("scaling", "chains"):
         cases = [case for case in cases if math.prod(case.shape) <= 2**18]
     elif args.quick:
         cases = [case.scaled(16) for case in cases]
-
     directions = ["forward", *(["backward"] if args.backward else [])]
     # The dtype changes slowest: a run that is cut short has the first dtype whole.
     steps = [
@@ -663,21 +774,29 @@ def run_bench(args: argparse.Namespace) -> int:
         for case in cases
         if direction == "forward" or case.backward
     ]
-    steps = _shard(steps, args)
-    facts, ceilings = _before(args, device, precisions)
-    rows: list[Row] = []
-    for case, precision, direction in progress(steps, len(steps), f"bench {args.suite}"):
-        tuned = settings.max_autotune and (args.max_autotune == "all" or precision == precisions[0])
-        own = dataclasses.replace(settings, max_autotune=tuned)
-        rows += measure_case(case, precision, direction, own, ceilings, facts)
-        if args.json:
-            results.save_rows(args.json, rows)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return _report(rows, args)
+
+    def tuned(precision: str) -> Settings:
+        tune = settings.max_autotune and (args.max_autotune == "all" or precision == precisions[0])
+        return dataclasses.replace(settings, max_autotune=tune)
+
+    def measure(step: tuple[Case, str, str], ready: Any, ceilings: Ceilings, facts: Row) -> list[Row]:
+        return measure_case(*step, tuned(step[1]), ceilings, facts, ready)
+
+    def compile_step(step: tuple[Case, str, str]) -> dict[str, Compiled]:
+        return compile_case(*step, tuned(step[1]))
+
+    # Where candidates are timed while they are compiled, processes would disturb each other.
+    alone = settings.max_autotune and any(case.max_autotune for case in cases)
+    return _Suite(_shard(steps, args), measure, None if alone else compile_step, precisions, empty_cache=True)
 
 
-def _before(args: argparse.Namespace, device: torch.device, precisions: list[str]) -> tuple[Row, Ceilings]:
+def _some(found: list[_Step], args: argparse.Namespace) -> list[_Step]:
+    if not found:
+        raise ValueError(f"--case is {args.case!r}, which no case of suite {args.suite} contains")
+    return found
+
+
+def _before(args: argparse.Namespace, device: torch.device, precisions: Sequence[str]) -> tuple[Row, Ceilings]:
     """What every row carries, and the ceilings of this run."""
     facts = environment(device, args.commit)
     print(f"measuring copy and matmul rates of {facts['gpu'] or facts['cpu']}", file=sys.stderr, flush=True)
@@ -685,66 +804,56 @@ def _before(args: argparse.Namespace, device: torch.device, precisions: list[str
     return facts, measure_ceilings(device, wanted, args.quick)
 
 
-def _bench_models(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> list[Row]:
+def _models_suite(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> _Suite:
     from kgopt.cli import bench_models
 
-    cases = bench_models.model_cases(args.case, args.quick)
-    if not cases:
-        raise ValueError(f"--case is {args.case!r}, which no case of suite models contains")
+    cases = _some(bench_models.model_cases(args.case, args.quick), args)
     steps = bench_models.model_steps(cases, precisions, args.backward)
     if not steps:
         raise ValueError(f"--dtype {','.join(precisions)} measures nothing: no model here has a training step in it")
-    steps = _shard(steps, args)
-    facts, ceilings = _before(args, settings.device, precisions)
-    oracles, rows = bench_models.Oracles(), []
-    for case, precision, direction in progress(steps, len(steps), "bench models"):
-        rows += bench_models.measure_model(
+    oracles = bench_models.Oracles()
+
+    def measure(step: Any, ready: None, ceilings: Ceilings, facts: Row) -> list[Row]:
+        case, precision, direction = step
+        return bench_models.measure_model(
             case, precision, direction, settings, ceilings, facts, oracles, note=progress_note
         )
-        if args.json:
-            results.save_rows(args.json, rows)
-    return rows
+
+    return _Suite(_shard(steps, args), measure, rates=precisions)
 
 
-def _bench_sweep(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> list[Row]:
+def _sweep_suite(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> _Suite:
     from kgopt.cli import sweep
 
-    count = _count(args, 200)
     small = args.quick or settings.device.type == "cpu"
     max_bytes = args.max_bytes or (2.0**20 if small else 2.0**30)
-    shapes = sweep.random_shapes(count, args.seed, precisions, max_bytes)
-    if args.case:
-        shapes = [shape for shape in shapes if args.case in shape.name]
-        if not shapes:
-            raise ValueError(f"--case is {args.case!r}, which no case of suite sweep contains")
-    shapes = _shard(shapes, args)
-    facts, ceilings = _before(args, settings.device, [])  # without convolutions the matmul rate plays no part
+    shapes = sweep.random_shapes(_count(args, 200), args.seed, precisions, max_bytes)
+    shapes = _some([shape for shape in shapes if not args.case or args.case in shape.name], args)
     settings = dataclasses.replace(settings, rep_ms=min(settings.rep_ms, 20.0))
-    rows: list[Row] = []
-    for shape in progress(shapes, len(shapes), "bench sweep"):
+
+    def measure(shape: sweep.Shape, ready: Any, ceilings: Ceilings, facts: Row) -> list[Row]:
         progress_note(shape.name)
-        rows += sweep.measure_shape(shape, settings, ceilings, facts)
-        if args.json:
-            results.save_rows(args.json, rows)
-    return rows
+        return sweep.measure_shape(shape, settings, ceilings, facts, ready)
+
+    def compile_step(shape: sweep.Shape) -> dict[str, Compiled]:
+        return sweep.compile_shape(shape, settings)
+
+    return _Suite(_shard(shapes, args), measure, compile_step)  # without convolutions the matmul rate plays no part
 
 
-def _bench_convs(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> list[Row]:
+def _convs_suite(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> _Suite:
     from kgopt.cli import convs
 
     small = args.quick or settings.device.type == "cpu"
     found = convs.random_convs(_count(args, 200), args.seed, 3e7 if small else 3e10)
-    found = [conv for conv in found if not args.case or args.case in conv.name]
-    if not found:
-        raise ValueError(f"--case is {args.case!r}, which no case of suite convs contains")
+    found = _some([conv for conv in found if not args.case or args.case in conv.name], args)
     # The dtype changes slowest: a run that is cut short has the first dtype whole.
     steps = _shard([(conv, precision) for precision in precisions for conv in found], args)
-    facts, ceilings = _before(args, settings.device, precisions)
     settings = dataclasses.replace(settings, rep_ms=min(settings.rep_ms, 2.0))
-    rows: list[Row] = []
-    for conv, precision in progress(steps, len(steps), "bench convs"):
+
+    def measure(step: Any, ready: None, ceilings: Ceilings, facts: Row) -> list[Row]:
+        conv, precision = step
         progress_note(conv.name)
-        rows += convs.measure_conv(conv, precision, settings, ceilings, facts)
-        if args.json and (len(rows) % 40 == 0 or (conv, precision) == steps[-1]):
-            results.save_rows(args.json, rows)
-    return rows
+        return convs.measure_conv(conv, precision, settings, ceilings, facts)
+
+    return _Suite(steps, measure, rates=precisions, save_every=10)

@@ -16,7 +16,7 @@ from torch import nn
 
 import kgopt.nn
 from kgopt.cli import results
-from kgopt.cli.bench import Runner, Settings, describe, quiet_compiler, result_errors
+from kgopt.cli.bench import Compiled, Runner, Settings, describe, quiet_compiler, result_errors
 from kgopt.cli.cases import Case, PlainGroupNorm, group_norm_work, group_slices
 from kgopt.cli.floor import Ceilings
 from kgopt.cli.measure import DTYPES, Timing, peak_memory, time_call, within_tolerance
@@ -27,6 +27,7 @@ from kgopt.cli.text import bytes_text, error_text, ratio_text, table, time_text
 __all__ = [
     "LIMIT",
     "Shape",
+    "compile_shape",
     "gpu_time",
     "kink_error",
     "log_uniform",
@@ -172,21 +173,55 @@ def _time(fn: Callable[[], Any], device: torch.device, rep_ms: float) -> Timing:
     return gpu_time(fn, device, rep_ms) if device.type == "cuda" else time_call(fn, device, rep_ms)
 
 
-def measure_shape(shape: Shape, settings: Settings, ceilings: Ceilings, facts: Row) -> list[Row]:
-    """Forward and backward rows of eager, torch.compile and kgopt at one shape."""
-    device, dtype = settings.device, DTYPES[shape.precision]
-    case = _case(shape)
-    plain = case.plain().to(device=device, dtype=dtype)
+def _compiles(settings: Settings) -> bool:
+    return settings.compile and (not settings.only or "compile" in settings.only)
+
+
+def _model_and_input(shape: Shape, device: torch.device) -> tuple[nn.Module, torch.Tensor]:
+    dtype = DTYPES[shape.precision]
+    plain = _case(shape).plain().to(device=device, dtype=dtype)
     generator = torch.Generator(device=device).manual_seed(shape.index)
     x = torch.empty(shape.shape, device=device).normal_(generator=generator).mul_(2.0).add_(0.5).to(dtype)
     if shape.layout == "channels_last":
         x = x.contiguous(memory_format=_CHANNELS_LAST[x.dim()])
+    return plain, x
+
+
+def compile_shape(shape: Shape, settings: Settings) -> dict[str, Compiled]:
+    """torch.compile's forward and backward at one shape, for `measure_shape`; empty where it fails or is not wanted.
+
+    A failure is met again by `measure_shape`, which notes it.
+    """
+    spent = settings.deadline is not None and time.monotonic() > settings.deadline
+    if not _compiles(settings) or spent:
+        return {}
+    plain, x = _model_and_input(shape, settings.device)
+    start = time.monotonic()
+    with quiet_compiler():
+        try:
+            model: nn.Module = torch.compile(plain, dynamic=False)  # type: ignore[assignment]
+            _Both(model, x).backward()
+        except Exception:
+            return {}
+    return {"compile": Compiled(model, round(time.monotonic() - start, 2))}
+
+
+def measure_shape(
+    shape: Shape, settings: Settings, ceilings: Ceilings, facts: Row, ready: dict[str, Compiled] | None = None
+) -> list[Row]:
+    """Forward and backward rows of eager, torch.compile and kgopt at one shape.
+
+    ready: what `compile_shape` made of this shape; None compiles here.
+    """
+    device, dtype = settings.device, DTYPES[shape.precision]
+    case = _case(shape)
+    plain, x = _model_and_input(shape, device)
     rows: dict[tuple[str, str], Row] = {}
     runners: dict[str, _Both] = {}
-    compiles = settings.compile and (not settings.only or "compile" in settings.only)
-    names = ["eager", *(["compile"] if compiles else []), "kgopt"]
+    names = ["eager", *(["compile"] if _compiles(settings) else []), "kgopt"]
     directions = ("forward", "backward")
-    torch._dynamo.reset()
+    if ready is None:
+        torch._dynamo.reset()
     with quiet_compiler():
         for name in names:
             for direction in directions:
@@ -196,17 +231,21 @@ def measure_shape(shape: Shape, settings: Settings, ceilings: Ceilings, facts: R
                     "dtype": shape.precision, "implementation": name, "layout": shape.layout,
                 }  # fmt: skip
             try:
-                if name == "compile":
+                before = (ready or {}).get(name)
+                if before:
+                    model = before.model
+                elif name == "compile":
                     if settings.deadline is not None and time.monotonic() > settings.deadline:
                         raise TimeoutError("not run: the time budget was spent")
-                    model: nn.Module = torch.compile(plain, dynamic=False)  # type: ignore[assignment]
+                    model = torch.compile(plain, dynamic=False)  # type: ignore[assignment]
                 else:
                     model = case.kgopt(plain) if name == "kgopt" else plain
                 start = time.monotonic()
                 runner = _Both(model, x)
                 runner.backward()
                 if name == "compile":
-                    rows[name, "forward"]["compile_s"] = round(time.monotonic() - start, 2)
+                    took_s = time.monotonic() - start
+                    rows[name, "forward"]["compile_s"] = before.compile_s if before else round(took_s, 2)
                 for direction in directions:
                     fn = getattr(runner, direction)
                     note_time(rows[name, direction], _time(fn, device, settings.rep_ms))
