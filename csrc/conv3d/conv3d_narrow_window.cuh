@@ -164,7 +164,7 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
   constexpr bool kScaled = std::is_same_v<Element, float>;
   constexpr bool kTwoTerms = kMath == ConvMath::kFp16x3;
   const NarrowPlan& plan = p.plan;
-  const int tid = threadIdx.x, lane = tid & 31;
+  const int tid = threadIdx.x;
   const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
@@ -309,8 +309,7 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
     if constexpr (kScaled) {
       if (tid == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(full + stage);
+    barrier_arrive(full + stage);
     if (++stage == plan.stages) {
       stage = 0;
       parity ^= 1;
@@ -334,7 +333,7 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
   constexpr int kTogether = (kRest * 3 + 7) / 8 < 3 ? (kRest * 3 + 7) / 8 : 0;
   constexpr int kShifted = kFull + (kRest > 0 && kTogether == 0);
   const NarrowPlan& plan = p.plan;
-  const int tid = threadIdx.x, lane = tid & 31;
+  const int tid = threadIdx.x;
   const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
@@ -493,8 +492,7 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
       }
     }
     if (kScaled && tid == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(full + stage);
+    barrier_arrive(full + stage);
     if (++stage == plan.stages) {
       stage = 0;
       parity ^= 1;
@@ -660,8 +658,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
   if (tid == 416) {
 #pragma unroll 1
     for (int stage = 0; stage < plan.stages; ++stage) {
-      barrier_init(full + stage, kWindowLoaders / 32);
-      barrier_init(empty + stage, jobs * 4);
+      barrier_init(full + stage, kWindowLoaders);
+      barrier_init(empty + stage, jobs * 128);
     }
   }
   __syncthreads();
@@ -832,8 +830,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
         if (row + 2 < steps) step(std::integral_constant<int, 2>(), row + 2);
       }
       count += (counts[0] + counts[1]) * static_cast<float>(rows);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + stage);
+      barrier_arrive(empty + stage);
     }
 
     // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block. Only the first lanes' results count,
