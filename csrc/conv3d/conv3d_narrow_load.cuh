@@ -157,6 +157,8 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
   const int rows_at_once = kLoaders / threads_w;
   const int first_row = tid / threads_w < rows_at_once ? tid / threads_w : 1 << 24;
   const int rows = plan.halo[0] * plan.halo[1];
+  const uint32_t halo_inverse = 0xffffffffu / plan.halo[1] + 1;
+  auto depth_of = [&](uint32_t row) { return plan.halo[1] == 1 ? row : __umulhi(row, halo_inverse); };
   auto rounded = [](uint32_t word) { return kMath == ConvMath::kTf32 ? to_tf32(__uint_as_float(word)) : word; };
   // From rows of channels, as they lie in memory, to words and chunks.
   auto rearrange = [&](uint32_t* to, const uint32_t* raw, int rows) {
@@ -230,6 +232,39 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
       const int dst_w = vectors ? place * kVector : plan.lead + place;
       const bool inside_w = unsigned(w) < unsigned(p.in[2]);
       const Element* const column = x_sample + w * p.x_stride[2];
+      if constexpr (kPerWord == 2 && !kTerms) {
+        if (p.load == NarrowLoad::kHalves && plan.words <= 4) {
+          // Two half values from two planes make a word: through registers, a word of four rows in flight.
+          constexpr int kRows = 4;  // more do not fit the loading warps' registers
+          for (int word = 0; word < plan.words; ++word) {
+            const unsigned short* const plane =
+                reinterpret_cast<const unsigned short*>(column + 2 * word * p.x_stride_c);
+            const bool low_there = 2 * word < p.c_in, high_there = 2 * word + 1 < p.c_in;
+            for (int row0 = first_row; row0 < rows; row0 += kRows * rows_at_once) {
+              uint32_t low[kRows], high[kRows];
+#pragma unroll
+              for (int j = 0; j < kRows; ++j) {
+                const uint32_t row = row0 + j * rows_at_once, d = depth_of(row);
+                const int in_row = in_h + static_cast<int>(row - d * plan.halo[1]);
+                const bool inside =
+                    inside_w && row < rows && in_d + d < unsigned(p.in[0]) && unsigned(in_row) < unsigned(p.in[1]);
+                const unsigned short* const at =
+                    plane + (in_d + static_cast<int>(d)) * p.x_stride[0] + in_row * p.x_stride[1];
+                low[j] = inside && low_there ? __ldg(at) : 0u;
+                high[j] = inside && high_there ? __ldg(at + p.x_stride_c) : 0u;
+              }
+              uint32_t* const to = dst_stage + word_offset(word) + (row0 * plan.pitch + dst_w) * kPositionWords;
+#pragma unroll
+              for (int j = 0; j < kRows; ++j) {
+                if (row0 + j * rows_at_once < rows) {
+                  to[j * rows_at_once * plan.pitch * kPositionWords] = low[j] | high[j] << 16;
+                }
+              }
+            }
+          }
+          continue;
+        }
+      }
       int d = 0, h = first_row;
       for (int row = first_row; row < rows; row += rows_at_once, h += rows_at_once) {
         while (h >= plan.halo[1]) h -= plan.halo[1], ++d;
@@ -275,7 +310,7 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
             src += kPerWord * p.x_stride_c;
           }
         } else if constexpr (kPerWord == 2 && !kTerms) {
-          // Two half values from two planes make a word: through registers, eight words in flight.
+          // As above, with eight words of a row in flight.
           const unsigned short* bits = reinterpret_cast<const unsigned short*>(src);
           for (int word0 = 0; word0 < plan.words; word0 += 8) {
             uint32_t v[8];
