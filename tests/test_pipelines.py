@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kgopt import functional, reference
 from tolerances import assert_as_good_as_torch, relative_error, round_tf32
@@ -490,3 +491,31 @@ def test_pipeline_peak_memory(pipeline):
         # fp32 result beside its copy in half, and the workspace
         allowed = 3 * y.numel() * 4 + 4 * 2**20
         assert torch.cuda.max_memory_allocated() - before <= allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_second_pipelines_training_takes_no_more_memory_than_plain_torchs(dtype):
+    x = torch.randn(4, 64, 24, 24, 24, device="cuda", dtype=dtype, requires_grad=True)
+    weight = torch.randn(64, 128, 3, 3, 3, device="cuda", dtype=dtype, requires_grad=True)
+    gamma, beta = (torch.randn(128, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+
+    def ours():
+        return PIPELINES["relu_norm"][0](x, weight, None, 8, gamma, beta)
+
+    def plain():
+        return F.group_norm(F.conv_transpose3d(x, weight).relu(), 8, gamma, beta)
+
+    peaks = []
+    for function in (ours, plain):
+        for _ in range(2):  # the first may allocate what stays
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            y = function()
+            gradients = torch.autograd.grad(y, [x, weight, gamma, beta], torch.ones_like(y))
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+            del y, gradients
+        peaks.append(peak)
+    assert peaks[0] <= 1.02 * peaks[1], peaks

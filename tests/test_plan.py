@@ -505,6 +505,25 @@ def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window:
     assert 128 * choice.narrow.slices >= 0.9 * limits.sm_count, "the GPU is not full"
 
 
+@pytest.mark.parametrize("epilogue", ["stats", "residual_lse"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c_out", [4, 24, 64, 72])
+def test_narrow_plan_of_one_small_image_uses_the_gpu(c_out: int, dtype: str, epilogue: str) -> None:
+    which = dev.ConvEpilogue.__members__[epilogue]
+    limits = GPUS["h200"]
+    blocks = []
+    for n in (1, 4, 1024):
+        problem, _ = make_problem(c_in=3, c_out=c_out, size=(1, 56, 64), kernel=(1, 3, 3), stride=(1, 1, 1),
+                                  padding=(0, 1, 1), dilation=(1, 1, 1), n=n, dtype=dtype, epilogue=which)  # fmt: skip
+        plan = dev.plan_narrow(problem, limits)
+        assert plan.refusal is None
+        blocks.append(n * plan.slices * plan.n_tiles)
+    # 3584 positions of one sample are shared among several multiprocessors, and four samples among more.
+    assert blocks[0] >= 7
+    assert blocks[1] >= 28
+    assert blocks[2] >= 1024
+
+
 @pytest.mark.parametrize("name", ["pipeline 1", "pipeline 3"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_narrow_plan_stores_contiguous_outputs(name: str, dtype: str) -> None:

@@ -234,6 +234,17 @@ inline bool narrow_slices(NarrowPlan* p, const ConvProblem& q, const DeviceLimit
   return q.n * p->slices <= (int64_t(1) << 31) - 1;
 }
 
+// By what tiles are compared, given what a sample costs: where even small ones would leave multiprocessors idle, the
+// time of the launch, which wants many blocks; else all the work.
+inline double narrow_criterion(const NarrowPlan& p, const ConvProblem& q, const DeviceLimits& limits,
+                               double sample_cycles) {
+  const double positions = double(q.out[0]) * double(q.out[1]) * double(q.out[2]);
+  if (double(q.n) * p.n_tiles * q.groups * std::ceil(positions / 1024) >= limits.sm_count) return sample_cycles;
+  NarrowPlan sliced = p;
+  narrow_slices(&sliced, q, limits, sample_cycles);
+  return sliced.cycles;
+}
+
 // A window on gathered chunks. False where K is too long or no tile fits.
 inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int64_t c_in) {
   p->gathered = p->chunked = true;
@@ -242,7 +253,7 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   if (!window_take_chunks(p, c_in)) return false;
   p->producers = kWindowProducers, p->consumers = window_consumers(p->math, p->columns, p->blocks);
   p->words = p->types * 4;
-  double best = -1;
+  double best = -1, sample_cycles = 0;
   NarrowPlan chosen;
   const int full_w = static_cast<int>(std::min<int64_t>((q.out[2] + kNarrowStrip - 1) / kNarrowStrip * 16, 512));
   int last_w = 0;
@@ -261,8 +272,8 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
           if (d > q.out[0]) break;
           for (int stages : {6, 5, 4, 3, 2}) {
             if (!window_tile(p, q, limits, d, rows, segments, w, stages)) continue;
-            const double cost = window_cost(*p);
-            if (best < 0 || cost < best) best = cost, chosen = *p;
+            const double cycles = window_cost(*p), cost = narrow_criterion(*p, q, limits, cycles);
+            if (best < 0 || cost < best) best = cost, sample_cycles = cycles, chosen = *p;
           }
         }
       }
@@ -270,7 +281,7 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   }
   if (best < 0) return false;
   *p = chosen;
-  return narrow_slices(p, q, limits, best);
+  return narrow_slices(p, q, limits, sample_cycles);
 }
 
 }  // namespace plan_detail
@@ -354,7 +365,7 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   };
   if (p.channel_rows) p.strip = full_width(32) * 10 < full_width(64) * 9 ? 32 : 64;
   const int full_w = full_width(p.strip);
-  double best = -1;
+  double best = -1, sample_cycles = 0;
   NarrowPlan chosen;
   int last_w = 0;
   for (int w : {full_w, 256, 128, 64, 32, 16}) {
@@ -376,11 +387,9 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
                                           w)) {
               continue;
             }
-            const double cost = plan_detail::narrow_cost(p, lse);
-            if (best < 0 || cost < best) {
-              best = cost;
-              chosen = p;
-            }
+            const double cycles = plan_detail::narrow_cost(p, lse);
+            const double cost = plan_detail::narrow_criterion(p, q, limits, cycles);
+            if (best < 0 || cost < best) best = cost, sample_cycles = cycles, chosen = p;
           }
         }
       }
@@ -391,7 +400,7 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p = chosen;
   if (p.channel_rows) plan_detail::narrow_chunk_pairs(&p);
 
-  const bool sliced = plan_detail::narrow_slices(&p, q, limits, best);
+  const bool sliced = plan_detail::narrow_slices(&p, q, limits, sample_cycles);
   // Measured on an H200: the estimate for gathered chunks was 0.85 of what it took, the other one two thirds.
   if (can_gather && (!sliced || gathered.cycles <= 1.35 * p.cycles)) return gathered;
   return sliced ? p : refuse("more than 2^31 tiles");

@@ -956,7 +956,9 @@ def _conv_lse_in_steps(  # type: ignore[no-untyped-def]
 
 
 # On the CPU a convolution is what takes the time and memory is cheap: where a gradient is needed, its output is stored
-# rather than computed again.
+# rather than computed again. So it is on CUDA where the chain stores a tensor of that size anyway: then computing it
+# again saves no memory at the peak, and the wide convolution costs more than writing and reading its output.
+_STORED_ON_CUDA = (_CONV_RELU_NORM,)
 _IN_STEPS: dict[str, Callable[..., Tensor]] = {
     _CONV_MEAN: _conv_mean_in_steps,
     _CONV_RELU_NORM: _conv_relu_norm_in_steps,
@@ -971,7 +973,7 @@ def _differentiable_twin(name: str) -> Callable[..., Tensor]:
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         _refuse_forward_mode(name, args)
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            if in_steps is not None and args[0].is_cpu:
+            if in_steps is not None and (args[0].is_cpu or name in _STORED_ON_CUDA):
                 positional, keywords = _with_defaults(op._schema, args, kwargs)
                 return in_steps(*positional, **keywords)
             y: Tensor = twin(*args, **kwargs)[0]
