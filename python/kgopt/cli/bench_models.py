@@ -55,7 +55,9 @@ def model_cases(text: str | None, small: bool) -> list[ModelCase]:
     def is_meant(name: str) -> bool:
         return any(part == name if part in names else part in name for part in wanted)
 
-    return [dataclasses.replace(case, small=small) for case in MODEL_CASES if is_meant(case.name.lower())]
+    # Of a small model float64 is quick.
+    changes: dict[str, Any] = {"small": True, "float64_shape": ()} if small else {}
+    return [dataclasses.replace(case, **changes) for case in MODEL_CASES if is_meant(case.name.lower())]
 
 
 def model_steps(cases: list[ModelCase], precisions: list[str], training: bool) -> list[tuple[ModelCase, str, str]]:
