@@ -347,6 +347,14 @@ _ABOVE = functools.reduce(
     ),
 )
 _Below = functools.partial(torch._C._ExcludeDispatchKeyGuard, _ABOVE)
+# Names of their own: a small call's time is Python's, attributes of modules included.
+_is_grad_enabled = torch._C.is_grad_enabled
+_any_requires_grad = torch._C._any_requires_grad
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_is_tracing = torch._C._is_tracing
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_len_torch_function_stack = torch._C._len_torch_function_stack
+_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
 
 def _in_backward(name: str) -> Callable[..., Any]:
@@ -366,9 +374,9 @@ def _in_backward(name: str) -> Callable[..., Any]:
 def _is_recorded() -> bool:
     """Whether an op that is called now must pass through its Autograd kernel, which Python could not see happen."""
     return (
-        torch.is_grad_enabled()
+        _is_grad_enabled()
         or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
+        or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
 
@@ -469,7 +477,7 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         if keyset is None:
             with _Below():
                 output = op(*args, **keywords)
-        elif torch._C._are_functorch_transforms_active():
+        elif _are_functorch_transforms_active():
             # Below are other levels of torch.func.grad: with gradients off, as in any forward, they would see a
             # constant.
             with _Below(), torch.enable_grad():
@@ -480,11 +488,13 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         # No zeros for the gradients of statistics, which nobody differentiates.
         ctx.set_materialize_grads(False)
         if setup is not None:
-            setup(ctx, args + defaults.positional[len(args) :], {**defaults.keywords, **keywords}, output)
+            if len(args) < len(defaults.positional):
+                args += defaults.positional[len(args) :]
+            setup(ctx, args, {**defaults.keywords, **keywords} if keywords else defaults.keywords, output)
         return output
 
     def call_backward(ctx: Any, *grads: Any) -> Any:
-        if all(g is None for g in grads):
+        if grads[0] is None and all(g is None for g in grads):
             return nones
         grads = backward(ctx, *grads)
         return *grads, *nones[len(grads) :]
@@ -498,15 +508,15 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
 
     def at_autograd(*args: Any, **keywords: Any) -> Any:
         _refuse_forward_mode(name, args)
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if _is_grad_enabled() and _any_requires_grad(*args):
             return apply(*args, (None, keywords))
         with _Below():
             return op(*args, **keywords)
 
     def kernel(keyset: Any, *args: Any, **keywords: Any) -> Any:
         _refuse_forward_mode(name, args)
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            if not torch._C._are_functorch_transforms_active():
+        if _is_grad_enabled() and _any_requires_grad(*args):
+            if not _are_functorch_transforms_active():
                 return apply(*args, (keyset, keywords))
             with enable_single_level_autograd_function():
                 return apply(*args, (keyset, keywords))
@@ -514,10 +524,12 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
 
     _AT_AUTOGRAD[name] = at_autograd
+    _RECORD[name] = apply
     _LIB.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 _AT_AUTOGRAD: dict[str, Callable[..., Any]] = {}  # what an op does when the dispatcher has come to Autograd
+_RECORD: dict[str, Callable[..., Any]] = {}  # the op's node, given the arguments and (None, keywords)
 
 
 def direct(name: str) -> Callable[..., Any]:
@@ -528,9 +540,32 @@ def direct(name: str) -> Callable[..., Any]:
     op, at_autograd = _op(name).default, _AT_AUTOGRAD[name]
 
     def call(*args: Any, **keywords: Any) -> Any:
-        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+        if _are_functorch_transforms_active() or _is_tracing():
             return op(*args, **keywords)
         return at_autograd(*args, **keywords)
+
+    return call
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def from_python(name: str) -> Callable[..., Any]:
+    """The op as functions of the package call it: :func:`direct` where nothing but autograd would see the call."""
+    op, near = _op(name).default, direct(name)
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or _is_any_autocast_enabled()
+            or _len_torch_function_stack()
+            or _len_torch_dispatch_stack()
+        ):
+            return op(*args, **keywords)
+        for a in args:
+            if isinstance(a, Tensor) and type(a) not in _PLAIN:
+                return op(*args, **keywords)
+        return near(*args, **keywords)
 
     return call
 
@@ -597,8 +632,9 @@ def _norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
 
 
 def _affine(ctx: Any, positions: tuple[int, int], dweight: Tensor, dbias: Tensor) -> tuple[Tensor | None, ...]:
-    needs = _needs(ctx, *positions)
-    return dweight if needs[0] else None, dbias if needs[1] else None
+    needs, (weight, bias) = ctx.needs_input_grad, positions
+    given = len(needs)
+    return dweight if weight < given and needs[weight] else None, dbias if bias < given and needs[bias] else None
 
 
 def _norm_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -966,15 +1002,19 @@ _IN_STEPS: dict[str, Callable[..., Tensor]] = {
 
 def _differentiable_twin(name: str) -> Callable[..., Tensor]:
     """A public op's Autograd-key kernel: its _fwd twin where a gradient is needed, else its own kernel."""
-    op, twin, in_steps = _op(name).default, direct(f"{name}_fwd"), _IN_STEPS.get(name)
+    op, twin, in_steps = _op(name).default, _op(f"{name}_fwd").default, _IN_STEPS.get(name)
+    record = _RECORD[f"{name}_fwd"]
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         _refuse_forward_mode(name, args)
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if _is_grad_enabled() and _any_requires_grad(*args):
             if in_steps is not None and args[0].is_cpu:
                 positional, keywords = _with_defaults(op._schema, args, kwargs)
                 return in_steps(*positional, **keywords)
-            y: Tensor = twin(*args, **kwargs)[0]
+            if _are_functorch_transforms_active() or _is_tracing():
+                y: Tensor = twin(*args, **kwargs)[0]
+            else:
+                y = record(*args, (None, kwargs))[0]
             return y if y.dtype is args[0].dtype else y.to(args[0].dtype)
         with _Below():
             return op(*args, **kwargs)

@@ -131,6 +131,9 @@ class SiteState:
         self.__dict__.update(state)
 
 
+_UNSEEN: Any = object()
+
+
 def default(device: str) -> bool:
     """Ours, where nothing was measured?"""
     return device == "cuda"
@@ -141,6 +144,7 @@ def needs_grad(x: Tensor, norm: NormArgs, conv: ConvArgs | None) -> bool:
     if not torch.is_grad_enabled():
         return False
     parameters = (norm.weight, norm.bias) if conv is None else (norm.weight, norm.bias, conv.weight, conv.bias)
+    # As a rule the first of them says yes, before there is a generator.
     return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
 
 
@@ -161,11 +165,11 @@ def choose(
         return state.measure is False
     if torch.compiler.is_compiling():  # compiled code serves many sizes, so any verdict on the chain counts
         return name not in state.kept_back if name in state.seen else default(x.device.type)
-    grad = needs_grad(x, norm, conv)
-    key = (name, x.shape, x.dtype, x.device, x.is_contiguous(), grad, torch.is_autocast_enabled(x.device.type))
-    if key in state.results:
-        found = state.results[key]
-        return default(x.device.type) if found is None else found.ours(state.hidden)
+    grad, device = needs_grad(x, norm, conv), x.device
+    key = (name, x.shape, x.dtype, device, x.is_contiguous(), grad, torch.is_autocast_enabled(device.type))
+    found = state.results.get(key, _UNSEEN)
+    if found is not _UNSEEN:
+        return default(device.type) if found is None else found.ours(state.hidden)
     if state.seen.get(name, 0) >= SHAPES or not may_measure(x):
         return default(x.device.type)
     state.seen[name] = state.seen.get(name, 0) + 1
@@ -356,4 +360,6 @@ def as_torch_is_contiguous(chain: Chain, device: torch.device) -> bool:
 
 def as_torch(chain: Chain, x: Tensor, y: Tensor) -> Tensor:
     """The result in the memory format that PyTorch's own modules give."""
-    return y.contiguous() if as_torch_is_contiguous(chain, y.device) else y
+    if not as_torch_is_contiguous(chain, y.device) or (not torch.compiler.is_compiling() and y.is_contiguous()):
+        return y
+    return y.contiguous()
