@@ -198,6 +198,15 @@ def may_measure(x: Tensor) -> bool:
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def own_saved_tensors() -> Any:
+    """Saved tensors of calls that measure are no business of an activation checkpoint around them.
+
+    Detached: a result that its own node saves would keep the graph alive, and with it what accumulates the parameters'
+    gradients, on this stream. A CUDA graph could not be captured from another one then.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t)
+
+
 def measure(
     chain: Chain,
     x: Tensor,
@@ -209,8 +218,7 @@ def measure(
 ) -> Measured | None:
     """Both ways at these inputs, forward, and backward where a gradient is needed. None: it could not be measured."""
     try:
-        # Saved tensors of these calls are no business of an activation checkpoint around them.
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with own_saved_tensors():
             return _measure(chain, x, conv, norm, grad, keep_format, checks)
     except (torch.OutOfMemoryError, RuntimeError):
         return None
