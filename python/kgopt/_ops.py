@@ -360,25 +360,22 @@ _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 def _in_backward(name: str) -> Callable[..., Any]:
     """An op as a node's backward calls it: where nothing is recorded, without the way through its Autograd kernel."""
     op = _op(name).default
+    run = op._op
 
     def call(*args: Any, **keywords: Any) -> Any:
-        if _is_recorded():
+        # Where the Autograd kernel has something to do.
+        if (
+            _is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or _are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
             return op(*args, **keywords)
         # Around the op alone: what unpacks saved tensors may compute them again, with gradients.
         with _Below():
-            return op(*args, **keywords)
+            return run(*args, **keywords)
 
     return call
-
-
-def _is_recorded() -> bool:
-    """Whether an op that is called now must pass through its Autograd kernel, which Python could not see happen."""
-    return (
-        _is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or _are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
 
 
 _NO_DOUBLE_BACKWARD = (
@@ -394,6 +391,7 @@ _NO_DOUBLE_BACKWARD = (
     "upsample_nearest_backward",
 )
 _BACKWARD = types.SimpleNamespace(**{name: _in_backward(name) for name in _NO_DOUBLE_BACKWARD})
+_group_norm_backward = _BACKWARD.group_norm_backward
 
 
 def _own_conv_gradients(dy: Tensor, x: Tensor) -> bool:
@@ -467,6 +465,7 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
     node at the level that is being differentiated, as a built-in op does, and redispatches to the levels below.
     """
     op = _op(name).default
+    run = op._op  # what OpOverload.__call__ calls, without that frame
     defaults = _Defaults(op._schema)
     # Arguments left at their default are not given to the node; their gradients are None, and so is the last one's.
     nones = (None,) * (len(defaults.positional) + 1)
@@ -476,7 +475,7 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         args = args[:-1]
         if keyset is None:
             with _Below():
-                output = op(*args, **keywords)
+                output = run(*args, **keywords)
         elif _are_functorch_transforms_active():
             # Below are other levels of torch.func.grad: with gradients off, as in any forward, they would see a
             # constant.
@@ -504,6 +503,8 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         (_SingleLevelFunction,),
         {"forward": staticmethod(forward), "backward": staticmethod(call_backward)},
     )
+    # The engine's thread runs this, to which Python's objects are strange: without the steps of torch's own apply.
+    node._backward_cls.apply = call_backward
     apply = node.apply
 
     def at_autograd(*args: Any, **keywords: Any) -> Any:
@@ -511,7 +512,7 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         if _is_grad_enabled() and _any_requires_grad(*args):
             return apply(*args, (None, keywords))
         with _Below():
-            return op(*args, **keywords)
+            return run(*args, **keywords)
 
     def kernel(keyset: Any, *args: Any, **keywords: Any) -> Any:
         _refuse_forward_mode(name, args)
@@ -625,9 +626,10 @@ def _norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 def _norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, mean, rstd = ctx.saved_tensors
-    dx, dweight, dbias = _BACKWARD.group_norm_backward(
-        dy, x, mean, rstd, ctx.num_groups, weight, bias, ctx.act, ctx.pre_act
-    )
+    more = ctx.num_groups, weight, bias, ctx.act, ctx.pre_act
+    dx, dweight, dbias = _group_norm_backward(dy, x, mean, rstd, *more)
+    if weight is not None and bias is not None:  # a gradient that nobody asked for is dropped by the engine
+        return dx, None, dweight, dbias
     return dx, None, *_affine(ctx, (2, 3), dweight, dbias)
 
 
