@@ -391,60 +391,54 @@ _NO_DOUBLE_BACKWARD = (
     "upsample_nearest_backward",
 )
 _BACKWARD = types.SimpleNamespace(**{name: _in_backward(name) for name in _NO_DOUBLE_BACKWARD})
-_group_norm_backward = _BACKWARD.group_norm_backward
+_group_norm_backward, _conv_backward = _BACKWARD.group_norm_backward, _BACKWARD.conv_backward
 
 
 def _own_conv_gradients(dy: Tensor, x: Tensor) -> bool:
     """Whether conv_backward may have kernels of its own. ATen's op can be differentiated again, and batched by vmap."""
-    if not x.is_cuda or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if not x.is_cuda or _is_grad_enabled() or _are_functorch_transforms_active():
         return False
-    channels_last = _format(x.dim(), True)  # dense so: the usual case, and a quick question
-    if x.is_contiguous(memory_format=channels_last) and not x.is_contiguous():
-        return True
+    # Dense in one of both formats: the usual cases, and quick questions.
+    if not x.is_contiguous():
+        if x.is_contiguous(memory_format=torch.channels_last_3d if x.dim() == 5 else torch.channels_last):
+            return True
+    elif x.shape[-1] > 1 and dy.shape[1] > 1 and dy.shape[-1] > 1 and dy.is_contiguous():
+        return x.shape[1] <= _FEW_CHANNELS
     return _is_channels_last(x) or _is_channels_last(dy) or x.shape[1] <= _FEW_CHANNELS
 
 
 def _conv_gradients(
-    ctx_needs: tuple[bool, bool, bool],
+    needs: Sequence[bool],
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    allow_tf32: bool | None,
+    geometry: tuple[Any, ...],
+    allow_tf32: bool | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias: by conv_backward where it has kernels for them, else through ATen."""
-    if not any(ctx_needs):
+    """Gradients of x, weight and bias: by conv_backward where it has kernels for them, else through ATen.
+
+    ``geometry``: stride, padding, dilation, output_padding, groups, transposed.
+    """
+    if not (needs[0] or needs[1] or needs[2]):
         return None, None, None
     if dy.dtype is not x.dtype:
         dy = dy.to(x.dtype)
     # A graph that is being compiled runs later, where this switch would have no effect.
     if allow_tf32 is not None and x.is_cuda and not torch.compiler.is_compiling():
         with _conv_precision("tf32" if allow_tf32 else "ieee"):
-            return _any_conv_gradients(
-                ctx_needs, dy, x, weight, stride, padding, dilation, transposed, output_padding, groups,
-                allow_tf32, backend,
-            )  # fmt: skip
-    return _any_conv_gradients(
-        ctx_needs, dy, x, weight, stride, padding, dilation, transposed, output_padding, groups, allow_tf32, backend
-    )
+            return _any_conv_gradients(needs, dy, x, weight, geometry, allow_tf32, backend)
+    return _any_conv_gradients(needs, dy, x, weight, geometry, allow_tf32, backend)
 
 
-def _any_conv_gradients(  # type: ignore[no-untyped-def]
-    needs, dy, x, weight, stride, padding, dilation, transposed, output_padding, groups, allow_tf32, backend
-):
+def _any_conv_gradients(needs, dy, x, weight, geometry, allow_tf32, backend):  # type: ignore[no-untyped-def]
     if backend != "aten" and _own_conv_gradients(dy, x):
-        geometry = stride, padding, dilation, output_padding, groups, transposed
-        grads = _BACKWARD.conv_backward(dy, x, weight, *geometry, needs, backend=backend, allow_tf32=allow_tf32)
+        grads = _conv_backward(dy, x, weight, *geometry, needs, backend=backend, allow_tf32=allow_tf32)
         dx, dweight, dbias = grads
         return dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None
     if weight.dtype is not x.dtype:
         weight = weight.to(x.dtype)
+    stride, padding, dilation, output_padding, groups, transposed = geometry
     return torch.ops.aten.convolution_backward.default(
         dy, x, weight, [dy.shape[1]], stride, padding, dilation, transposed, output_padding, groups, needs
     )
@@ -587,32 +581,24 @@ def _needs(ctx: Any, *positions: int) -> tuple[bool, ...]:
 
 
 def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
+    zeros = [0] * rank
+
     def setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
         if transposed:
-            x, weight, _, ctx.stride, ctx.padding, ctx.output_padding, ctx.groups, ctx.dilation = inputs
+            x, weight, _, stride, padding, output_padding, groups, dilation = inputs
         else:
-            x, weight, _, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs
-            ctx.output_padding = [0] * rank
-        ctx.allow_tf32, ctx.backend = keywords["allow_tf32"], keywords["backend"]
+            x, weight, _, stride, padding, dilation, groups = inputs
+            output_padding = zeros
+        ctx.geometry = stride, padding, dilation, output_padding, groups, transposed
+        ctx.options = keywords["allow_tf32"], keywords["backend"]
         ctx.save_for_backward(x, weight)
 
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        dx, dweight, dbias = _conv_gradients(
-            _needs(ctx, 0, 1, 2),  # type: ignore[arg-type]
-            dy,
-            x,
-            weight,
-            ctx.stride,
-            ctx.padding,
-            ctx.dilation,
-            transposed,
-            ctx.output_padding,
-            ctx.groups,
-            ctx.allow_tf32,
-            ctx.backend,
-        )
-        return dx, dweight, dbias
+        needs = ctx.needs_input_grad[:3]
+        if len(needs) == 2:  # without an argument for the bias
+            needs = (*needs, False)
+        return _conv_gradients(needs, dy, x, weight, ctx.geometry, *ctx.options)
 
     _register_backward(name, backward, setup)
 
@@ -682,8 +668,8 @@ def _activation_backward(ctx: Any, dy: Tensor) -> Any:
 
 
 def _conv_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
-    x, weight, bias, residual, *ctx.lists, ctx.groups, ctx.transposed, ctx.divisor, ctx.act = inputs
-    ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding = ctx.lists
+    x, weight, bias, residual, *geometry, ctx.divisor, ctx.act = inputs
+    ctx.geometry = tuple(geometry)
     needed = () if ctx.act == "none" else (bias, residual)  # for the activations' argument
     ctx.save_for_backward(x, weight, *needed)
 
@@ -691,23 +677,10 @@ def _conv_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
     x, weight, *more = ctx.saved_tensors
     if more:
-        y = _OPS.conv_add(x, weight, *more, *ctx.lists, ctx.groups, ctx.transposed, ctx.divisor)
+        y = _OPS.conv_add(x, weight, *more, *ctx.geometry, ctx.divisor)
         dy = _BACKWARD.activation_backward(dy, y, ctx.act)
     dy = dy if ctx.divisor == 1 else dy / ctx.divisor
-    needs: Any = _needs(ctx, 0, 1, 2)
-    dx, dweight, dbias = _conv_gradients(
-        needs,
-        dy,
-        x,
-        weight,
-        ctx.stride,
-        ctx.padding,
-        ctx.dilation,
-        ctx.transposed,
-        ctx.output_padding,
-        ctx.groups,
-        None,
-    )
+    dx, dweight, dbias = _conv_gradients(_needs(ctx, 0, 1, 2), dy, x, weight, ctx.geometry)
     return dx, dweight, dbias, dy if _needs(ctx, 3)[0] else None
 
 
@@ -729,9 +702,7 @@ def _norm_conv1x1_backward(ctx: Any, dy: Tensor) -> Any:
     rank = x.dim() - 2
     ones, zeros = [1] * rank, [0] * rank
     needs: Any = (any(_needs(ctx, 0, 3, 4)), *_needs(ctx, 7, 8))
-    dz, dweight, dbias = _conv_gradients(
-        needs, dy, z, weight, ones, zeros, ones, False, zeros, 1, None
-    )  # fmt: skip
+    dz, dweight, dbias = _conv_gradients(needs, dy, z, weight, (ones, zeros, ones, zeros, 1, False))
     if not groups or dz is None:
         return dz, None, None, None, None, None, None, dweight, dbias
     dx, dgamma, dbeta = _BACKWARD.group_norm_backward(dz, x, mean, rstd, groups, gn_weight, gn_bias, ctx.act, "none")
@@ -817,20 +788,9 @@ class _FusedContext:
 
     @staticmethod
     def gradients(ctx: Any, dc: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor) -> Any:
-        conv = _conv_gradients(
-            _needs(ctx, 0, 1, 2),  # type: ignore[arg-type]
-            dc,
-            x,
-            weight,
-            ctx.stride,
-            ctx.padding,
-            ctx.dilation,
-            ctx.transposed,
-            ctx.output_padding,
-            ctx.groups,
-            ctx.allow_tf32,
-            ctx.backend,
-        )
+        geometry = ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding, ctx.groups, ctx.transposed
+        needs = _needs(ctx, 0, 1, 2)
+        conv = _conv_gradients(needs, dc, x, weight, geometry, ctx.allow_tf32, ctx.backend)
         return *conv, None, *_affine(ctx, (4, 5), dweight, dbias)
 
 
