@@ -547,7 +547,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def from_python(name: str) -> Callable[..., Any]:
     """The op as functions of the package call it: :func:`direct` where nothing but autograd would see the call."""
-    op, near = _op(name).default, direct(name)
+    op, at_autograd = _op(name).default, _AT_AUTOGRAD[name]
 
     def call(*args: Any, **keywords: Any) -> Any:
         if (
@@ -555,12 +555,14 @@ def from_python(name: str) -> Callable[..., Any]:
             or _is_any_autocast_enabled()
             or _len_torch_function_stack()
             or _len_torch_dispatch_stack()
+            or _are_functorch_transforms_active()
+            or _is_tracing()
         ):
             return op(*args, **keywords)
         for a in args:
             if isinstance(a, Tensor) and type(a) not in _PLAIN:
                 return op(*args, **keywords)
-        return near(*args, **keywords)
+        return at_autograd(*args, **keywords)
 
     return call
 

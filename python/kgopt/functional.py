@@ -33,12 +33,11 @@ _logsumexp = _ops.from_python("logsumexp")
 _mean = _ops.from_python("mean")
 
 
-def _ints(value: Ints, rank: int) -> list[int]:
+def _ints(value: Ints, rank: int) -> Sequence[int]:
     """One number, or a list of one, for every dim, as in torch."""
     if isinstance(value, int):
         return [value] * rank
-    values = list(value)
-    return values * rank if len(values) == 1 else values
+    return value if len(value) > 1 or rank == 1 else list(value) * rank
 
 
 def _padded(x: Tensor, weight: Tensor, stride: Ints, padding: Any, dilation: Ints, rank: int) -> tuple[Tensor, Any]:
