@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, run_torch
+from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt, run_torch
 from kgopt.rewrite.patterns import Chain
 
 # What rounding alone explains where PyTorch happens to be exact.
@@ -156,10 +156,11 @@ def choose(
     conv: ConvArgs | None,
     norm: NormArgs,
     checks: Callable[[], None],
+    call: Callable[..., Any],
 ) -> bool:
     """Ours for this call? Measures, where this shape is new to the chain ``name`` and measuring is harmless.
 
-    ``checks`` does what every call of ours does before its ops, so that its time counts too.
+    ``checks`` does what every call of ours does before its ops, so that its time counts too; ``call`` calls the ops.
     """
     if not state.measure:
         return state.measure is False
@@ -175,7 +176,7 @@ def choose(
     state.seen[name] = state.seen.get(name, 0) + 1
     state.measure = None  # what is called while measuring does not measure
     try:
-        measured = state.results[key] = measure(chain, x, conv, norm, grad, state.keep_format, checks)
+        measured = state.results[key] = measure(chain, x, conv, norm, grad, state.keep_format, checks, call)
     finally:
         state.measure = True
     if measured is None:
@@ -215,11 +216,12 @@ def measure(
     grad: bool,
     keep_format: bool,
     checks: Callable[[], None],
+    call: Callable[..., Any],
 ) -> Measured | None:
     """Both ways at these inputs, forward, and backward where a gradient is needed. None: it could not be measured."""
     try:
         with own_saved_tensors():
-            return _measure(chain, x, conv, norm, grad, keep_format, checks)
+            return _measure(chain, x, conv, norm, grad, keep_format, checks, call)
     except (torch.OutOfMemoryError, RuntimeError):
         return None
 
@@ -232,6 +234,7 @@ def _measure(
     grad: bool,
     keep_format: bool,
     checks: Callable[[], None],
+    call: Callable[..., Any],
 ) -> Measured:
     leaf = _detached(grad)
     x = leaf(x)
@@ -245,7 +248,7 @@ def _measure(
 
     def ours() -> Tensor:
         checks()
-        y = emit_kgopt(chain, call_now, x, x.dim(), conv, norm, not torch.is_autocast_enabled(x.device.type))
+        y = emit_kgopt(chain, call, x, x.dim(), conv, norm, not torch.is_autocast_enabled(x.device.type))
         return y if keep_format else as_torch(chain, x, y)
 
     def step(function: Callable[[], Tensor]) -> Callable[[], None]:

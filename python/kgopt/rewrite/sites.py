@@ -176,7 +176,7 @@ class Site:
             else:
                 self.ready_inside(norm, x)
 
-        return policy.choose(state, self.key, self.chain, x, *args, checks)
+        return policy.choose(state, self.key, self.chain, x, *args, checks, _call_directly)
 
     def run(self, *operands: Any, half: bool = False) -> Tensor:
         """The chain's value. Only after :meth:`ready` with the same operands.
