@@ -317,3 +317,11 @@ def test_modes_and_subclasses_see_the_op():
     with torch.autocast("cpu", torch.bfloat16):
         low = knn.Conv2d(4, 3, 3)(x)
     assert low.dtype is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_group_norm_can_be_scripted():
+    module, x = knn.GroupNorm(2, 4, act="silu"), torch.randn(2, 4, 5, 6)
+    assert torch.equal(torch.jit.script(module)(x), module(x))
+    for function, args in ((functional.group_norm_mean, (x, 2)), (functional.activation, (x, "silu"))):
+        torch.testing.assert_close(torch.jit.script(function)(*args), function(*args))

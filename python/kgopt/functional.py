@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -196,6 +197,8 @@ def conv_transpose3d(
 
 def group_stats(x: Tensor, num_groups: int, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Mean and ``1 / sqrt(var + eps)`` of each group of ``x [N, C, *]``: ``[N, G]``, fp32 (fp64 for fp64 x)."""
+    if torch.jit.is_scripting():
+        return torch.ops.kgopt.group_stats(x, num_groups, eps)
     return _group_stats(x, num_groups, eps)
 
 
@@ -211,6 +214,8 @@ def group_norm(
 
     ``act`` is a ``+``-joined chain of the names in :data:`kgopt.reference.ACTIVATIONS`. The result keeps x's layout.
     """
+    if torch.jit.is_scripting():
+        return torch.ops.kgopt.group_norm(x, num_groups, weight, bias, eps, act)
     return _group_norm(x, num_groups, weight, bias, eps, act)
 
 
@@ -222,11 +227,15 @@ def group_norm_mean(
     eps: float = 1e-5,
 ) -> Tensor:
     """Mean over every dim but batch of ``GroupNorm(x)``: ``[N]``. The normalized tensor is never stored."""
+    if torch.jit.is_scripting():
+        return torch.ops.kgopt.group_norm_mean(x, num_groups, weight, bias, eps)
     return _group_norm_mean(x, num_groups, weight, bias, eps)
 
 
 def activation(x: Tensor, act: str) -> Tensor:
     """A chain of activations in one pass, such as ``"tanh+hardswish"``."""
+    if torch.jit.is_scripting():
+        return torch.ops.kgopt.activation(x, act)
     return _activation(x, act)
 
 
