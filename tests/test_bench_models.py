@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
@@ -81,6 +82,23 @@ def test_one_reference_serves_every_precision():
     assert model.norm1.weight.std() > 0.1
     x = CASE.inputs(CPU)
     assert torch.equal(x, x.bfloat16().float())
+
+
+def test_float32_stands_in_where_float64_takes_minutes(monkeypatch):
+    """Errors are float64's but for float32's own, which is measured at the smaller input and said."""
+    exact = {row["implementation"]: row["error"] for row in measure("bf16", "forward", bench_models.Oracles())}
+    monkeypatch.setitem(globals(), "CASE", dataclasses.replace(CASE, float64_shape=(1, 2, 3, 4, 5)))
+    oracles = bench_models.Oracles()
+    rows = measure("bf16", "forward", oracles)
+    for row in rows:
+        assert row["error_reference"].startswith("float32 without TF32, which is ")
+        assert row["error_reference"].endswith(" from float64 at 1x2x3x4x5")
+        assert row["error"] == pytest.approx(exact[row["implementation"]], rel=1e-2)
+    assert 0 < oracles._apart["Net", "forward"] < 1e-5
+    assert "\nerror of Net: against float32" in bench_models.models_table(results.group_rows(rows))
+    row = measure("fp32", "forward", oracles)[0]
+    assert "error" not in row
+    assert row["error_unknown"].startswith("its reference would be float32")
 
 
 def test_only_the_implementations_asked_for():

@@ -8,12 +8,15 @@ import io
 import statistics
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import kgopt
+from kgopt import functional
 from kgopt import nn as knn
 
 PAIRS = {
@@ -283,3 +286,42 @@ def test_import_is_quick():
     ]
     # 100 ms, on a machine that may be busy with other tests.
     assert statistics.median(times) < 0.1, times
+
+
+def test_modes_and_subclasses_see_the_op():
+    """Where somebody looks on, modules take no short way past the dispatcher."""
+
+    class Mine(torch.Tensor):
+        seen: ClassVar[list] = []
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    x, op = torch.randn(2, 4, 5, 6), torch.ops.kgopt.group_norm.default
+    module = knn.GroupNorm(2, 4)
+    with Mode():
+        module(x)
+    assert op in seen
+    expected = module(x)
+    weight = module.weight.detach().as_subclass(Mine)
+    assert torch.equal(functional.group_norm(x, 2, weight, module.bias), expected)
+    assert op in Mine.seen
+    with torch.autocast("cpu", torch.bfloat16):
+        low = knn.Conv2d(4, 3, 3)(x)
+    assert low.dtype is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_group_norm_can_be_scripted():
+    module, x = knn.GroupNorm(2, 4, act="silu"), torch.randn(2, 4, 5, 6)
+    assert torch.equal(torch.jit.script(module)(x), module(x))
+    for function, args in ((functional.group_norm_mean, (x, 2)), (functional.activation, (x, "silu"))):
+        torch.testing.assert_close(torch.jit.script(function)(*args), function(*args))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import api, classes, training
+from kgopt.rewrite import api, classes, policy, training
 
 
 class Model(nn.Module):
@@ -138,3 +138,27 @@ def test_inputs_that_were_not_measured():
     with torch.no_grad():
         assert torch.equal(module(x), model(x))
     assert module.__dict__["_kgopt_training"].ours == {}
+
+
+def accumulator(parameter):
+    """The node that adds to a parameter's gradient; a new one where no graph holds the last one."""
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+
+
+def test_measuring_leaves_no_graph_behind(monkeypatch):
+    """Hooks that gave saved results back kept graphs alive for ever; CUDA graphs could not be captured after that."""
+    monkeypatch.setattr(policy, "busy_both", lambda first, second, device: (first(), second(), (1.0, 0.5))[2])
+    conv, x = nn.Conv3d(2, 3, 3), torch.randn(1, 2, 4, 5, 6, requires_grad=True)
+
+    def call(x):
+        y = torch.relu(conv(x))
+        accumulator(conv.weight).metadata["seen"] = True
+        return y
+
+    with policy.own_saved_tensors():
+        y = call(x)
+        assert "seen" in accumulator(conv.weight).metadata
+        del y
+    assert "seen" not in accumulator(conv.weight).metadata
+    assert training._is_faster(call, call, [conv.weight, conv.bias], x)
+    assert "seen" not in accumulator(conv.weight).metadata

@@ -1,4 +1,6 @@
 // GroupNorm forward with one read of x, for GPUs with bulk copies.
+#include <atomic>
+
 #include "group_norm_fwd_kernel.cuh"
 #include "groupnorm.h"
 
@@ -32,13 +34,22 @@ Status launch(const GroupNormFwdParams& p, const TilesPlan& plan, cudaStream_t s
 }  // namespace
 
 bool has_bulk_copy() {
-  cudaFuncAttributes attributes;
-  const auto kernel = group_norm_fwd_kernel<GroupNormFwdTraits<float, Chain::kNone, Chain::kNone, 0>>;
-  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
-    cudaGetLastError();  // it was a question; leave no error behind
-    return false;
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];  // 0: not yet asked; asking takes as long as a launch
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return false;
+  int answer = known[device].load(std::memory_order_relaxed);
+  if (answer == 0) {
+    cudaFuncAttributes attributes;
+    const auto kernel = group_norm_fwd_kernel<GroupNormFwdTraits<float, Chain::kNone, Chain::kNone, 0>>;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+      cudaGetLastError();  // it was a question; leave no error behind
+      return false;
+    }
+    answer = attributes.ptxVersion >= 90 ? 1 : -1;
+    known[device].store(answer, std::memory_order_relaxed);
   }
-  return attributes.ptxVersion >= 90;
+  return answer == 1;
 }
 
 Status run_group_norm_fwd(const GroupNormFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {

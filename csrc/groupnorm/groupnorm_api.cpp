@@ -1,7 +1,6 @@
 // GroupNorm on CUDA: checks, allocation, the order of the passes.
 #include "groupnorm_api.h"
 
-#include "../common/workspace.h"
 #include "groupnorm_checks.h"
 
 namespace kgopt {
@@ -9,9 +8,11 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-// One call's tensors made dense, and where its statistics go.
+// Where a call's statistics go. Where nobody is given them, mean holds both: an allocation less.
 struct Statistics {
   Tensor mean, rstd, channel_mean;
+  void* mean_data = nullptr;
+  void* rstd_data = nullptr;
 };
 
 // Partial statistics of x, merged. With a table in the workspace the merge also fills it for a normalize pass.
@@ -37,8 +38,8 @@ void compute_statistics(const char* op, const Tensor& x, const GroupNormDims& d,
   f.g = d.g;
   f.eps = eps;
   f.is_double = d.dtype == Dtype::kFloat64;
-  f.mean = stats->mean.mutable_data_ptr();
-  f.rstd = stats->rstd.mutable_data_ptr();
+  f.mean = stats->mean_data;
+  f.rstd = stats->rstd_data;
   f.channel_mean = with_channel_mean ? stats->channel_mean.mutable_data_ptr() : nullptr;
   f.table = with_table ? workspace->at<void>(table_at) : nullptr;
   f.weight = data_or_null(weight);
@@ -48,10 +49,12 @@ void compute_statistics(const char* op, const Tensor& x, const GroupNormDims& d,
   if (table) *table = f.table;
 }
 
-Statistics allocate_statistics(const Tensor& x, const GroupNormDims& d, bool with_channel_mean) {
+Statistics allocate_statistics(const Tensor& x, const GroupNormDims& d, bool with_channel_mean, bool given = true) {
   Statistics s;
-  s.mean = empty_like_shape(x, {d.n, d.g}, stats_type(x));
-  s.rstd = empty_like_shape(x, {d.n, d.g}, stats_type(x));
+  s.mean = empty_like_shape(x, given ? IntArray{d.n, d.g} : IntArray{2, d.n, d.g}, stats_type(x));
+  if (given) s.rstd = empty_like_shape(x, {d.n, d.g}, stats_type(x));
+  s.mean_data = s.mean.mutable_data_ptr();
+  s.rstd_data = given ? s.rstd.mutable_data_ptr() : static_cast<char*>(s.mean_data) + d.n * d.g * acc_size(d);
   if (with_channel_mean) s.channel_mean = empty_like_shape(x, {d.n, d.c}, stats_type(x));
   return s;
 }
@@ -115,12 +118,13 @@ bool exceeds_l2(const char* op, const Tensor& x, const GroupNormDims& d) {
   return d.numel() * dtype_size(d.dtype) > check_gpu(op, x).l2_bytes / 2;
 }
 
-// Statistics of dense x, then y = act(GroupNorm(pre_act(x))) (+ x) in the same layout; y may be x.
+// Statistics of dense x, then y = act(GroupNorm(pre_act(x))) (+ x) in the same layout; y may be x. Without `given`, the
+// statistics serve this call alone.
 Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
                           const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
-                          const ActChain& pre_act, bool add_input = false) {
+                          const ActChain& pre_act, bool add_input = false, bool given = true) {
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
-  Statistics s = allocate_statistics(x, d, false);
+  Statistics s = allocate_statistics(x, d, false, given);
   const NormChoice choice = choose_way(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, 1, pre_act, act);
   GroupNormFwdArgs a;
   a.x = x.const_data_ptr();
@@ -135,8 +139,8 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   a.streaming_stores = exceeds_l2(op, x, d);
   a.eps = static_cast<float>(eps);
   if (choice.way != NormWay::kPasses) {
-    a.mean = static_cast<float*>(s.mean.mutable_data_ptr());
-    a.rstd = static_cast<float*>(s.rstd.mutable_data_ptr());
+    a.mean = static_cast<float*>(s.mean_data);
+    a.rstd = static_cast<float*>(s.rstd_data);
     Workspace workspace(x);
     const int64_t count = choice.way == NormWay::kOneRead   ? choice.one_read.words
                           : choice.way == NormWay::kColumns ? choice.columns.words
@@ -238,6 +242,51 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, in
   p.out = out.mutable_data_ptr();
   raise_on_error(op, run_group_norm_mean(p, stream_of(x)));
   return {out, s.channel_mean, s.mean, s.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> allocate_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,
+                                                      const OptTensor& bias) {
+  const ScalarType type = affine_type(x, weight, bias);
+  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format_of(x, d));
+  Tensor dweight = empty_like_shape(x, {d.c}, type), dbias = empty_like_shape(x, {d.c}, type);
+  if (d.numel() == 0) {
+    torch::stable::zero_(dweight);
+    torch::stable::zero_(dbias);
+  }
+  return {dx, dweight, dbias};
+}
+
+void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                             const OptTensor& weight, const OptTensor& bias,
+                             const std::tuple<Tensor, Tensor, Tensor>& gradients, Workspace* workspace,
+                             GroupNormBackwardParams* p) {
+  const GroupNormDims& d = p->dims;
+  const int64_t table = workspace->reserve(d.n * d.c * 4 * acc_size(d));
+  const int64_t partials = workspace->reserve(d.n * p->slices * d.c * 2 * acc_size(d));
+  const int64_t sums = workspace->reserve(d.n * d.c * 2 * acc_size(d));
+  const int64_t terms = workspace->reserve(d.n * d.g * 2 * acc_size(d));
+  workspace->allocate();
+  AffineTableParams t;
+  t.mean = mean.const_data_ptr();
+  t.rstd = rstd.const_data_ptr();
+  t.weight = data_or_null(weight);
+  t.bias = data_or_null(bias);
+  t.affine_dtype = affine_dtype(op, weight, bias);
+  t.is_double = d.dtype == Dtype::kFloat64;
+  t.n = d.n;
+  t.c = d.c;
+  t.g = d.g;
+  t.table = workspace->at<void>(table);
+  raise_on_error(op, run_affine_table(t, stream_of(x)));
+  const auto& [dx, dweight, dbias] = gradients;
+  p->table = t.table;
+  p->partial_sums = workspace->at<void>(partials);
+  p->channel_sums = workspace->at<void>(sums);
+  p->group_terms = workspace->at<void>(terms);
+  p->dx = dx.mutable_data_ptr();
+  p->dweight = dweight.mutable_data_ptr();
+  p->dbias = dbias.mutable_data_ptr();
+  p->affine_dtype = check_dtype(op, "weight", dweight);
 }
 
 Tensor allocate_moments(const Tensor& x, int64_t c) { return empty_like_shape(x, {x.size(0), c, 2}, stats_type(x)); }
@@ -365,7 +414,16 @@ Tensor group_stats_backward(Tensor dmean, Tensor drstd, Tensor x, Tensor mean, T
 }
 
 Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias, double eps, std::string act) {
-  return std::get<0>(group_norm_fwd_cuda(x, num_groups, weight, bias, eps, act, "none"));
+  const char* const op = "group_norm";
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
+  const ActChain chain = check_act(op, act);
+  const DeviceGuard guard(x.get_device_index());
+  const MemoryFormat format = format_of(x, d);
+  Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
+  if (d.numel() > 0) {
+    normalize_into(op, dense_in(x, format), y, d, weight, bias, eps, chain, ActChain(), false, false);
+  }
+  return y;
 }
 
 Tensor group_norm_mean(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias, double eps) {
@@ -466,18 +524,12 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x,
                                                 const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                                                 const Tensor& rstd, GroupNormBackwardParams p) {
   const DeviceInfo info = check_gpu(op, x);
-  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format_of(x, d));
-  const ScalarType type = affine_type(x, weight, bias);
-  Tensor dweight = empty_like_shape(x, {d.c}, type), dbias = empty_like_shape(x, {d.c}, type);
-  if (d.numel() == 0) {
-    torch::stable::zero_(dweight);
-    torch::stable::zero_(dbias);
-    return {dx, dweight, dbias};
-  }
+  const auto gradients = allocate_gradients(x, d, weight, bias);
+  if (d.numel() == 0) return gradients;
+  const auto& [dx, dweight, dbias] = gradients;
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
   const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
-  Workspace workspace(x);
   if (p.dy) {
     const NormChoice choice = choose_way(op, x, {p.x, p.dy, dx.const_data_ptr()}, d, 2, p.pre_act, p.act);
     GroupNormBwdArgs a;
@@ -493,37 +545,14 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x,
     a.streaming_stores = exceeds_l2(op, x, d);
     a.mean = static_cast<const float*>(dense_mean.const_data_ptr());
     a.rstd = static_cast<const float*>(dense_rstd.const_data_ptr());
-    if (backward_on_chip(op, x, d, choice, a, dweight, dbias)) return {dx, dweight, dbias};
+    if (backward_on_chip(op, x, d, choice, a, dweight, dbias)) return gradients;
   }
   p.dims = d;
   plan_group_norm_backward(&p, info.sm_count);
-  const int64_t table = workspace.reserve(d.n * d.c * 4 * acc_size(d));
-  const int64_t partials = workspace.reserve(d.n * p.slices * d.c * 2 * acc_size(d));
-  const int64_t sums = workspace.reserve(d.n * d.c * 2 * acc_size(d));
-  const int64_t terms = workspace.reserve(d.n * d.g * 2 * acc_size(d));
-  workspace.allocate();
-  AffineTableParams t;
-  t.mean = dense_mean.const_data_ptr();
-  t.rstd = dense_rstd.const_data_ptr();
-  t.weight = data_or_null(w);
-  t.bias = data_or_null(b);
-  t.affine_dtype = affine_dtype(op, w, b);
-  t.is_double = d.dtype == Dtype::kFloat64;
-  t.n = d.n;
-  t.c = d.c;
-  t.g = d.g;
-  t.table = workspace.at<void>(table);
-  raise_on_error(op, run_affine_table(t, stream_of(x)));
-  p.table = t.table;
-  p.partial_sums = workspace.at<void>(partials);
-  p.channel_sums = workspace.at<void>(sums);
-  p.group_terms = workspace.at<void>(terms);
-  p.dx = dx.mutable_data_ptr();
-  p.dweight = dweight.mutable_data_ptr();
-  p.dbias = dbias.mutable_data_ptr();
-  p.affine_dtype = check_dtype(op, "weight", dweight);
+  Workspace workspace(x);
+  prepare_backward_passes(op, x, dense_mean, dense_rstd, w, b, gradients, &workspace, &p);
   raise_on_error(op, run_group_norm_backward(p, stream_of(x)));
-  return {dx, dweight, dbias};
+  return gradients;
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd,

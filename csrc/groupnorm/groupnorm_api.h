@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "../common/torch_utils.h"
+#include "../common/workspace.h"
 #include "groupnorm.h"
 #include "groupnorm_checks.h"
 
@@ -39,6 +40,16 @@ std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor&
 // (out, channel_mean, mean, rstd)
 std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight,
                                                                     OptTensor bias, double eps);
+
+// (dx, dweight, dbias), uninitialized; of an x without elements dweight and dbias are zero.
+std::tuple<Tensor, Tensor, Tensor> allocate_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,
+                                                      const OptTensor& bias);
+// For a backward that passes over memory, with p's dims and slices set: its table, filled, and its sums in the
+// workspace, and where the gradients go. mean and rstd are dense, and so are weight and bias.
+void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                             const OptTensor& weight, const OptTensor& bias,
+                             const std::tuple<Tensor, Tensor, Tensor>& gradients, Workspace* workspace,
+                             GroupNormBackwardParams* p);
 
 // Mean and variance of each channel of x, [N, C, 2]: from x, which is dense, or from partials with a row a channel.
 Tensor allocate_moments(const Tensor& x, int64_t c);

@@ -1,7 +1,6 @@
 // The backward of the third pipeline behind its convolution, on CUDA.
 #include "norm_lse_backward.h"
 
-#include "../common/workspace.h"
 #include "groupnorm_api.h"
 
 namespace kgopt {
@@ -28,14 +27,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tens
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const DeviceInfo info = check_gpu(op, x);
   const MemoryFormat format = format_of(x, d);
-  const ScalarType type = affine_type(x, weight, bias);
-  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format);
-  Tensor dweight = empty_like_shape(x, {d.c}, type), dbias = empty_like_shape(x, {d.c}, type);
-  if (d.numel() == 0) {
-    torch::stable::zero_(dweight);
-    torch::stable::zero_(dbias);
-    return {dx, dweight, dbias};
-  }
+  const auto gradients = allocate_gradients(x, d, weight, bias);
+  if (d.numel() == 0) return gradients;
   const Tensor dense = dense_in(x, format);
   const Tensor dense_dlse = dense_in(dlse, MemoryFormat::Contiguous);
   const Tensor dense_lse = dense_in(lse, MemoryFormat::Contiguous);
@@ -47,35 +40,11 @@ std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tens
   p.x = dense.const_data_ptr();
   p.dlse = dense_dlse.const_data_ptr();
   p.lse = dense_lse.const_data_ptr();
-  p.dx = dx.mutable_data_ptr();
-  p.dweight = dweight.mutable_data_ptr();
-  p.dbias = dbias.mutable_data_ptr();
-  p.affine_dtype = check_dtype(op, "weight", dweight);
   plan_norm_lse_backward(&p, info.sm_count);
   Workspace workspace(x);
-  const int64_t table = workspace.reserve(d.n * d.c * 4 * acc_size(d));
-  const int64_t partials = workspace.reserve(d.n * p.slices * d.c * 2 * acc_size(d));
-  const int64_t sums = workspace.reserve(d.n * d.c * 2 * acc_size(d));
-  const int64_t terms = workspace.reserve(d.n * d.g * 2 * acc_size(d));
-  workspace.allocate();
-  AffineTableParams t;
-  t.mean = dense_mean.const_data_ptr();
-  t.rstd = dense_rstd.const_data_ptr();
-  t.weight = data_or_null(w);
-  t.bias = data_or_null(b);
-  t.affine_dtype = affine_dtype(op, w, b);
-  t.is_double = d.dtype == Dtype::kFloat64;
-  t.n = d.n;
-  t.c = d.c;
-  t.g = d.g;
-  t.table = workspace.at<void>(table);
-  raise_on_error(op, run_affine_table(t, stream_of(x)));
-  p.table = t.table;
-  p.partial_sums = workspace.at<void>(partials);
-  p.channel_sums = workspace.at<void>(sums);
-  p.group_terms = workspace.at<void>(terms);
+  prepare_backward_passes(op, x, dense_mean, dense_rstd, w, b, gradients, &workspace, &p);
   raise_on_error(op, run_norm_lse_backward(p, stream_of(x)));
-  return {dx, dweight, dbias};
+  return gradients;
 }
 
 }  // namespace

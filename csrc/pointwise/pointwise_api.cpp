@@ -140,6 +140,22 @@ Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTe
   return y;
 }
 
+// A contiguous tensor is a batch of N * C images of one channel.
+template <typename Params>
+void set_batch(Params* p, const Tensor& x, MemoryFormat format) {
+  const bool last = format != MemoryFormat::Contiguous;
+  p->n = last ? x.size(0) : x.size(0) * x.size(1);
+  p->c = last ? x.size(1) : 1;
+}
+
+template <typename Params>
+void set_sizes(Params* p, const Tensor& x, MemoryFormat format) {
+  set_batch(p, x, format);
+  p->d = x.dim() == 5 ? x.size(2) : 1;
+  p->h = x.size(x.dim() - 2);
+  p->w = x.size(x.dim() - 1);
+}
+
 Tensor upsample_linear(Tensor x, OptTensor residual) {
   const char* const op = "upsample_linear";
   const IntArray sizes = check_upsample_linear(op, x, residual);
@@ -148,17 +164,12 @@ Tensor upsample_linear(Tensor x, OptTensor residual) {
   const MemoryFormat format = memory_format_of(x);
   const Tensor dense = dense_in(x, format), dense_residual = residual ? dense_in(*residual, format) : Tensor();
   Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
-  const bool last = format != MemoryFormat::Contiguous;
   UpsampleLinearParams p;
   p.x = dense.const_data_ptr();
   p.residual = residual ? dense_residual.const_data_ptr() : nullptr;
   p.y = y.mutable_data_ptr();
-  p.n = last ? x.size(0) : x.size(0) * x.size(1);
-  p.c = last ? x.size(1) : 1;
+  set_sizes(&p, x, format);
   p.double_depth = x.dim() == 5;
-  p.d = p.double_depth ? x.size(2) : 1;
-  p.h = x.size(x.dim() - 2);
-  p.w = x.size(x.dim() - 1);
   p.dtype = check_dtype(op, "x", x);
   raise_on_error(op, run_upsample_linear(p, stream_of(x)));
   return y;
@@ -172,16 +183,11 @@ Tensor upsample_linear_backward(Tensor dy) {
   const MemoryFormat format = memory_format_of(dy);
   const Tensor dense = dense_in(dy, format);
   Tensor dx = empty_like_shape(dy, sizes, std::nullopt, format);
-  const bool last = format != MemoryFormat::Contiguous;
   UpsampleLinearBackwardParams p;
   p.dy = dense.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
-  p.n = last ? dx.size(0) : dx.size(0) * dx.size(1);
-  p.c = last ? dx.size(1) : 1;
+  set_sizes(&p, dx, format);
   p.double_depth = dx.dim() == 5;
-  p.d = p.double_depth ? dx.size(2) : 1;
-  p.h = dx.size(dx.dim() - 2);
-  p.w = dx.size(dx.dim() - 1);
   p.dtype = check_dtype(op, "dy", dy);
   raise_on_error(op, run_upsample_linear_backward(p, stream_of(dy)));
   return dx;
@@ -207,16 +213,10 @@ Tensor repeat_elements(const char* op, const Tensor& x, const IntArray& sizes, c
   const MemoryFormat format = memory_format_of(x);
   const Tensor dense = pitch > 0 ? x : dense_in(x, format);
   Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
-  const Tensor& small = backward ? y : x;
-  const bool last = format != MemoryFormat::Contiguous;
   UpsampleNearestParams p;
   p.from = dense.const_data_ptr();
   p.to = y.mutable_data_ptr();
-  p.n = last ? small.size(0) : small.size(0) * small.size(1);
-  p.c = last ? small.size(1) : 1;
-  p.d = small.dim() == 5 ? small.size(2) : 1;
-  p.h = small.size(small.dim() - 2);
-  p.w = small.size(small.dim() - 1);
+  set_sizes(&p, backward ? y : x, format);
   p.pitch = pitch > 0 ? pitch : p.c;
   for (size_t i = 0; i < factors.size(); ++i) p.factors[3 - factors.size() + i] = factors[i];
   p.backward = backward;
@@ -243,12 +243,10 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
   const MemoryFormat format = memory_format_of(x);
   const Tensor dense = dense_in(x, format);
   Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
-  const bool last = format != MemoryFormat::Contiguous;
   MaxPoolParams p;
   p.x = dense.const_data_ptr();
   p.y = y.mutable_data_ptr();
-  p.n = last ? x.size(0) : x.size(0) * x.size(1);
-  p.c = last ? x.size(1) : 1;
+  set_batch(&p, x, format);
   const int rank = static_cast<int>(x.dim()) - 2;
   for (int i = 0; i < rank; ++i) {
     const int at = 3 - rank + i;

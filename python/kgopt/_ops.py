@@ -347,30 +347,35 @@ _ABOVE = functools.reduce(
     ),
 )
 _Below = functools.partial(torch._C._ExcludeDispatchKeyGuard, _ABOVE)
+# Names of their own: a small call's time is Python's, attributes of modules included.
+_is_grad_enabled = torch._C.is_grad_enabled
+_any_requires_grad = torch._C._any_requires_grad
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_is_tracing = torch._C._is_tracing
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_len_torch_function_stack = torch._C._len_torch_function_stack
+_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
 
 def _in_backward(name: str) -> Callable[..., Any]:
     """An op as a node's backward calls it: where nothing is recorded, without the way through its Autograd kernel."""
     op = _op(name).default
+    run = op._op
 
     def call(*args: Any, **keywords: Any) -> Any:
-        if _is_recorded():
+        # Where the Autograd kernel has something to do.
+        if (
+            _is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or _are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
             return op(*args, **keywords)
         # Around the op alone: what unpacks saved tensors may compute them again, with gradients.
         with _Below():
-            return op(*args, **keywords)
+            return run(*args, **keywords)
 
     return call
-
-
-def _is_recorded() -> bool:
-    """Whether an op that is called now must pass through its Autograd kernel, which Python could not see happen."""
-    return (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
 
 
 _NO_DOUBLE_BACKWARD = (
@@ -386,59 +391,54 @@ _NO_DOUBLE_BACKWARD = (
     "upsample_nearest_backward",
 )
 _BACKWARD = types.SimpleNamespace(**{name: _in_backward(name) for name in _NO_DOUBLE_BACKWARD})
+_group_norm_backward, _conv_backward = _BACKWARD.group_norm_backward, _BACKWARD.conv_backward
 
 
 def _own_conv_gradients(dy: Tensor, x: Tensor) -> bool:
     """Whether conv_backward may have kernels of its own. ATen's op can be differentiated again, and batched by vmap."""
-    if not x.is_cuda or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if not x.is_cuda or _is_grad_enabled() or _are_functorch_transforms_active():
         return False
-    channels_last = _format(x.dim(), True)  # dense so: the usual case, and a quick question
-    if x.is_contiguous(memory_format=channels_last) and not x.is_contiguous():
-        return True
+    # Dense in one of both formats: the usual cases, and quick questions.
+    if not x.is_contiguous():
+        if x.is_contiguous(memory_format=torch.channels_last_3d if x.dim() == 5 else torch.channels_last):
+            return True
+    elif x.shape[-1] > 1 and dy.shape[1] > 1 and dy.shape[-1] > 1 and dy.is_contiguous():
+        return x.shape[1] <= _FEW_CHANNELS
     return _is_channels_last(x) or _is_channels_last(dy) or x.shape[1] <= _FEW_CHANNELS
 
 
 def _conv_gradients(
-    ctx_needs: tuple[bool, bool, bool],
+    needs: Sequence[bool],
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    allow_tf32: bool | None,
+    geometry: tuple[Any, ...],
+    allow_tf32: bool | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias: by conv_backward where it has kernels for them, else through ATen."""
-    if not any(ctx_needs):
+    """Gradients of x, weight and bias: by conv_backward where it has kernels for them, else through ATen.
+
+    ``geometry``: stride, padding, dilation, output_padding, groups, transposed.
+    """
+    if not (needs[0] or needs[1] or needs[2]):
         return None, None, None
     if dy.dtype is not x.dtype:
         dy = dy.to(x.dtype)
     # A graph that is being compiled runs later, where this switch would have no effect.
     if allow_tf32 is not None and x.is_cuda and not torch.compiler.is_compiling():
         with _conv_precision("tf32" if allow_tf32 else "ieee"):
-            return _any_conv_gradients(
-                ctx_needs, dy, x, weight, stride, padding, dilation, transposed, output_padding, groups,
-                allow_tf32, backend,
-            )  # fmt: skip
-    return _any_conv_gradients(
-        ctx_needs, dy, x, weight, stride, padding, dilation, transposed, output_padding, groups, allow_tf32, backend
-    )
+            return _any_conv_gradients(needs, dy, x, weight, geometry, allow_tf32, backend)
+    return _any_conv_gradients(needs, dy, x, weight, geometry, allow_tf32, backend)
 
 
-def _any_conv_gradients(  # type: ignore[no-untyped-def]
-    needs, dy, x, weight, stride, padding, dilation, transposed, output_padding, groups, allow_tf32, backend
-):
+def _any_conv_gradients(needs, dy, x, weight, geometry, allow_tf32, backend):  # type: ignore[no-untyped-def]
     if backend != "aten" and _own_conv_gradients(dy, x):
-        geometry = stride, padding, dilation, output_padding, groups, transposed
-        grads = _BACKWARD.conv_backward(dy, x, weight, *geometry, needs, backend=backend, allow_tf32=allow_tf32)
+        grads = _conv_backward(dy, x, weight, *geometry, needs, backend=backend, allow_tf32=allow_tf32)
         dx, dweight, dbias = grads
         return dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None
     if weight.dtype is not x.dtype:
         weight = weight.to(x.dtype)
+    stride, padding, dilation, output_padding, groups, transposed = geometry
     return torch.ops.aten.convolution_backward.default(
         dy, x, weight, [dy.shape[1]], stride, padding, dilation, transposed, output_padding, groups, needs
     )
@@ -459,6 +459,7 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
     node at the level that is being differentiated, as a built-in op does, and redispatches to the levels below.
     """
     op = _op(name).default
+    run = op._op  # what OpOverload.__call__ calls, without that frame
     defaults = _Defaults(op._schema)
     # Arguments left at their default are not given to the node; their gradients are None, and so is the last one's.
     nones = (None,) * (len(defaults.positional) + 1)
@@ -468,8 +469,8 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         args = args[:-1]
         if keyset is None:
             with _Below():
-                output = op(*args, **keywords)
-        elif torch._C._are_functorch_transforms_active():
+                output = run(*args, **keywords)
+        elif _are_functorch_transforms_active():
             # Below are other levels of torch.func.grad: with gradients off, as in any forward, they would see a
             # constant.
             with _Below(), torch.enable_grad():
@@ -480,11 +481,13 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         # No zeros for the gradients of statistics, which nobody differentiates.
         ctx.set_materialize_grads(False)
         if setup is not None:
-            setup(ctx, args + defaults.positional[len(args) :], {**defaults.keywords, **keywords}, output)
+            if len(args) < len(defaults.positional):
+                args += defaults.positional[len(args) :]
+            setup(ctx, args, {**defaults.keywords, **keywords} if keywords else defaults.keywords, output)
         return output
 
     def call_backward(ctx: Any, *grads: Any) -> Any:
-        if all(g is None for g in grads):
+        if grads[0] is None and all(g is None for g in grads):
             return nones
         grads = backward(ctx, *grads)
         return *grads, *nones[len(grads) :]
@@ -494,19 +497,21 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         (_SingleLevelFunction,),
         {"forward": staticmethod(forward), "backward": staticmethod(call_backward)},
     )
+    # The engine's thread runs this, to which Python's objects are strange: without the steps of torch's own apply.
+    node._backward_cls.apply = call_backward
     apply = node.apply
 
     def at_autograd(*args: Any, **keywords: Any) -> Any:
         _refuse_forward_mode(name, args)
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if _is_grad_enabled() and _any_requires_grad(*args):
             return apply(*args, (None, keywords))
         with _Below():
-            return op(*args, **keywords)
+            return run(*args, **keywords)
 
     def kernel(keyset: Any, *args: Any, **keywords: Any) -> Any:
         _refuse_forward_mode(name, args)
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            if not torch._C._are_functorch_transforms_active():
+        if _is_grad_enabled() and _any_requires_grad(*args):
+            if not _are_functorch_transforms_active():
                 return apply(*args, (keyset, keywords))
             with enable_single_level_autograd_function():
                 return apply(*args, (keyset, keywords))
@@ -514,10 +519,12 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
 
     _AT_AUTOGRAD[name] = at_autograd
+    _RECORD[name] = apply
     _LIB.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 _AT_AUTOGRAD: dict[str, Callable[..., Any]] = {}  # what an op does when the dispatcher has come to Autograd
+_RECORD: dict[str, Callable[..., Any]] = {}  # the op's node, given the arguments and (None, keywords)
 
 
 def direct(name: str) -> Callable[..., Any]:
@@ -528,8 +535,33 @@ def direct(name: str) -> Callable[..., Any]:
     op, at_autograd = _op(name).default, _AT_AUTOGRAD[name]
 
     def call(*args: Any, **keywords: Any) -> Any:
-        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+        if _are_functorch_transforms_active() or _is_tracing():
             return op(*args, **keywords)
+        return at_autograd(*args, **keywords)
+
+    return call
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def from_python(name: str) -> Callable[..., Any]:
+    """The op as functions of the package call it: :func:`direct` where nothing but autograd would see the call."""
+    op, at_autograd = _op(name).default, _AT_AUTOGRAD[name]
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or _is_any_autocast_enabled()
+            or _len_torch_function_stack()
+            or _len_torch_dispatch_stack()
+            or _are_functorch_transforms_active()
+            or _is_tracing()
+        ):
+            return op(*args, **keywords)
+        for a in args:
+            if isinstance(a, Tensor) and type(a) not in _PLAIN:
+                return op(*args, **keywords)
         return at_autograd(*args, **keywords)
 
     return call
@@ -551,32 +583,24 @@ def _needs(ctx: Any, *positions: int) -> tuple[bool, ...]:
 
 
 def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
+    zeros = [0] * rank
+
     def setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
         if transposed:
-            x, weight, _, ctx.stride, ctx.padding, ctx.output_padding, ctx.groups, ctx.dilation = inputs
+            x, weight, _, stride, padding, output_padding, groups, dilation = inputs
         else:
-            x, weight, _, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs
-            ctx.output_padding = [0] * rank
-        ctx.allow_tf32, ctx.backend = keywords["allow_tf32"], keywords["backend"]
+            x, weight, _, stride, padding, dilation, groups = inputs
+            output_padding = zeros
+        ctx.geometry = stride, padding, dilation, output_padding, groups, transposed
+        ctx.options = keywords["allow_tf32"], keywords["backend"]
         ctx.save_for_backward(x, weight)
 
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        dx, dweight, dbias = _conv_gradients(
-            _needs(ctx, 0, 1, 2),  # type: ignore[arg-type]
-            dy,
-            x,
-            weight,
-            ctx.stride,
-            ctx.padding,
-            ctx.dilation,
-            transposed,
-            ctx.output_padding,
-            ctx.groups,
-            ctx.allow_tf32,
-            ctx.backend,
-        )
-        return dx, dweight, dbias
+        needs = ctx.needs_input_grad[:3]
+        if len(needs) == 2:  # without an argument for the bias
+            needs = (*needs, False)
+        return _conv_gradients(needs, dy, x, weight, ctx.geometry, *ctx.options)
 
     _register_backward(name, backward, setup)
 
@@ -590,15 +614,17 @@ def _norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 def _norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, mean, rstd = ctx.saved_tensors
-    dx, dweight, dbias = _BACKWARD.group_norm_backward(
-        dy, x, mean, rstd, ctx.num_groups, weight, bias, ctx.act, ctx.pre_act
-    )
+    more = ctx.num_groups, weight, bias, ctx.act, ctx.pre_act
+    dx, dweight, dbias = _group_norm_backward(dy, x, mean, rstd, *more)
+    if weight is not None and bias is not None:  # a gradient that nobody asked for is dropped by the engine
+        return dx, None, dweight, dbias
     return dx, None, *_affine(ctx, (2, 3), dweight, dbias)
 
 
 def _affine(ctx: Any, positions: tuple[int, int], dweight: Tensor, dbias: Tensor) -> tuple[Tensor | None, ...]:
-    needs = _needs(ctx, *positions)
-    return dweight if needs[0] else None, dbias if needs[1] else None
+    needs, (weight, bias) = ctx.needs_input_grad, positions
+    given = len(needs)
+    return dweight if weight < given and needs[weight] else None, dbias if bias < given and needs[bias] else None
 
 
 def _norm_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -644,8 +670,8 @@ def _activation_backward(ctx: Any, dy: Tensor) -> Any:
 
 
 def _conv_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
-    x, weight, bias, residual, *ctx.lists, ctx.groups, ctx.transposed, ctx.divisor, ctx.act = inputs
-    ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding = ctx.lists
+    x, weight, bias, residual, *geometry, ctx.divisor, ctx.act = inputs
+    ctx.geometry = tuple(geometry)
     needed = () if ctx.act == "none" else (bias, residual)  # for the activations' argument
     ctx.save_for_backward(x, weight, *needed)
 
@@ -653,23 +679,10 @@ def _conv_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 def _conv_add_backward(ctx: Any, dy: Tensor) -> Any:
     x, weight, *more = ctx.saved_tensors
     if more:
-        y = _OPS.conv_add(x, weight, *more, *ctx.lists, ctx.groups, ctx.transposed, ctx.divisor)
+        y = _OPS.conv_add(x, weight, *more, *ctx.geometry, ctx.divisor)
         dy = _BACKWARD.activation_backward(dy, y, ctx.act)
     dy = dy if ctx.divisor == 1 else dy / ctx.divisor
-    needs: Any = _needs(ctx, 0, 1, 2)
-    dx, dweight, dbias = _conv_gradients(
-        needs,
-        dy,
-        x,
-        weight,
-        ctx.stride,
-        ctx.padding,
-        ctx.dilation,
-        ctx.transposed,
-        ctx.output_padding,
-        ctx.groups,
-        None,
-    )
+    dx, dweight, dbias = _conv_gradients(_needs(ctx, 0, 1, 2), dy, x, weight, ctx.geometry)
     return dx, dweight, dbias, dy if _needs(ctx, 3)[0] else None
 
 
@@ -691,9 +704,7 @@ def _norm_conv1x1_backward(ctx: Any, dy: Tensor) -> Any:
     rank = x.dim() - 2
     ones, zeros = [1] * rank, [0] * rank
     needs: Any = (any(_needs(ctx, 0, 3, 4)), *_needs(ctx, 7, 8))
-    dz, dweight, dbias = _conv_gradients(
-        needs, dy, z, weight, ones, zeros, ones, False, zeros, 1, None
-    )  # fmt: skip
+    dz, dweight, dbias = _conv_gradients(needs, dy, z, weight, (ones, zeros, ones, zeros, 1, False))
     if not groups or dz is None:
         return dz, None, None, None, None, None, None, dweight, dbias
     dx, dgamma, dbeta = _BACKWARD.group_norm_backward(dz, x, mean, rstd, groups, gn_weight, gn_bias, ctx.act, "none")
@@ -779,20 +790,9 @@ class _FusedContext:
 
     @staticmethod
     def gradients(ctx: Any, dc: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor) -> Any:
-        conv = _conv_gradients(
-            _needs(ctx, 0, 1, 2),  # type: ignore[arg-type]
-            dc,
-            x,
-            weight,
-            ctx.stride,
-            ctx.padding,
-            ctx.dilation,
-            ctx.transposed,
-            ctx.output_padding,
-            ctx.groups,
-            ctx.allow_tf32,
-            ctx.backend,
-        )
+        geometry = ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding, ctx.groups, ctx.transposed
+        needs = _needs(ctx, 0, 1, 2)
+        conv = _conv_gradients(needs, dc, x, weight, geometry, ctx.allow_tf32, ctx.backend)
         return *conv, None, *_affine(ctx, (4, 5), dweight, dbias)
 
 
@@ -968,15 +968,19 @@ _IN_STEPS: dict[str, Callable[..., Tensor]] = {
 
 def _differentiable_twin(name: str) -> Callable[..., Tensor]:
     """A public op's Autograd-key kernel: its _fwd twin where a gradient is needed, else its own kernel."""
-    op, twin, in_steps = _op(name).default, direct(f"{name}_fwd"), _IN_STEPS.get(name)
+    op, twin, in_steps = _op(name).default, _op(f"{name}_fwd").default, _IN_STEPS.get(name)
+    record = _RECORD[f"{name}_fwd"]
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         _refuse_forward_mode(name, args)
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if _is_grad_enabled() and _any_requires_grad(*args):
             if in_steps is not None and (args[0].is_cpu or name in _STORED_ON_CUDA):
                 positional, keywords = _with_defaults(op._schema, args, kwargs)
                 return in_steps(*positional, **keywords)
-            y: Tensor = twin(*args, **kwargs)[0]
+            if _are_functorch_transforms_active() or _is_tracing():
+                y: Tensor = twin(*args, **kwargs)[0]
+            else:
+                y = record(*args, (None, kwargs))[0]
             return y if y.dtype is args[0].dtype else y.to(args[0].dtype)
         with _Below():
             return op(*args, **kwargs)

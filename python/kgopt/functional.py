@@ -8,7 +8,7 @@ expected. ``backend`` picks the convolution: ``"auto"`` (what is faster), ``"kgo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,26 @@ from kgopt import _ops as _ops
 
 Ints = int | Sequence[int]
 
-_OPS = torch.ops.kgopt
+_activation = _ops.from_python("activation")
+_conv2d = _ops.from_python("conv2d")
+_conv3d = _ops.from_python("conv3d")
+_conv3d_group_norm_mean = _ops.from_python("conv3d_group_norm_mean")
+_conv_transpose2d = _ops.from_python("conv_transpose2d")
+_conv_transpose3d = _ops.from_python("conv_transpose3d")
+_conv_transpose3d_relu_group_norm = _ops.from_python("conv_transpose3d_relu_group_norm")
+_conv_lse = _ops.from_python("conv2d_group_norm_tanh_hardswish_residual_logsumexp")
+_group_norm = _ops.from_python("group_norm")
+_group_norm_mean = _ops.from_python("group_norm_mean")
+_group_stats = _ops.from_python("group_stats")
+_logsumexp = _ops.from_python("logsumexp")
+_mean = _ops.from_python("mean")
 
 
-def _ints(value: Ints, rank: int) -> list[int]:
+def _ints(value: Ints, rank: int) -> Sequence[int]:
     """One number, or a list of one, for every dim, as in torch."""
-    values = [value] if isinstance(value, int) else list(value)
-    return values * rank if len(values) == 1 else values
-
-
-def _batched(op: Callable[[Tensor], Tensor], x: Tensor, rank: int) -> Tensor:
-    """An unbatched input ``[C, *]`` gets a batch of one, as in torch."""
-    return op(x.unsqueeze(0)).squeeze(0) if x.dim() == rank + 1 else op(x)
+    if isinstance(value, int):
+        return [value] * rank
+    return value if len(value) > 1 or rank == 1 else list(value) * rank
 
 
 def _padded(x: Tensor, weight: Tensor, stride: Ints, padding: Any, dilation: Ints, rank: int) -> tuple[Tensor, Any]:
@@ -64,21 +72,13 @@ def _conv(
     backend: str,
     allow_tf32: bool | None,
 ) -> Tensor:
-    def run(batch: Tensor) -> Tensor:
-        batch, numbers = _padded(batch, weight, stride, padding, dilation, rank)
-        return op(
-            batch,
-            weight,
-            bias,
-            _ints(stride, rank),
-            numbers,
-            _ints(dilation, rank),
-            groups,
-            backend=backend,
-            allow_tf32=allow_tf32,
-        )
-
-    return _batched(run, x, rank)
+    unbatched = x.dim() == rank + 1  # [C, *] gets a batch of one, as in torch
+    if unbatched:
+        x = x.unsqueeze(0)
+    x, numbers = _padded(x, weight, stride, padding, dilation, rank)
+    lists = (_ints(stride, rank), numbers, _ints(dilation, rank))
+    y: Tensor = op(x, weight, bias, *lists, groups, backend=backend, allow_tf32=allow_tf32)
+    return y.squeeze(0) if unbatched else y
 
 
 def conv2d(
@@ -94,7 +94,7 @@ def conv2d(
     allow_tf32: bool | None = None,
 ) -> Tensor:
     """2D convolution of ``x [N, C, H, W]`` or ``[C, H, W]``; see :func:`torch.nn.functional.conv2d`."""
-    return _conv(_OPS.conv2d, 2, x, weight, bias, stride, padding, dilation, groups, backend, allow_tf32)
+    return _conv(_conv2d, 2, x, weight, bias, stride, padding, dilation, groups, backend, allow_tf32)
 
 
 def conv3d(
@@ -110,7 +110,7 @@ def conv3d(
     allow_tf32: bool | None = None,
 ) -> Tensor:
     """3D convolution of ``x [N, C, D, H, W]`` or ``[C, D, H, W]``; see :func:`torch.nn.functional.conv3d`."""
-    return _conv(_OPS.conv3d, 3, x, weight, bias, stride, padding, dilation, groups, backend, allow_tf32)
+    return _conv(_conv3d, 3, x, weight, bias, stride, padding, dilation, groups, backend, allow_tf32)
 
 
 def _conv_transpose(
@@ -127,9 +127,12 @@ def _conv_transpose(
     backend: str,
     allow_tf32: bool | None,
 ) -> Tensor:
-    lists = [_ints(v, rank) for v in (stride, padding, output_padding)]
-    options = {"backend": backend, "allow_tf32": allow_tf32}
-    return _batched(lambda b: op(b, weight, bias, *lists, groups, _ints(dilation, rank), **options), x, rank)
+    unbatched = x.dim() == rank + 1
+    if unbatched:
+        x = x.unsqueeze(0)
+    lists = (_ints(stride, rank), _ints(padding, rank), _ints(output_padding, rank), groups, _ints(dilation, rank))
+    y: Tensor = op(x, weight, bias, *lists, backend=backend, allow_tf32=allow_tf32)
+    return y.squeeze(0) if unbatched else y
 
 
 def conv_transpose2d(
@@ -147,7 +150,7 @@ def conv_transpose2d(
 ) -> Tensor:
     """2D transposed convolution; see :func:`torch.nn.functional.conv_transpose2d`."""
     return _conv_transpose(
-        _OPS.conv_transpose2d,
+        _conv_transpose2d,
         2,
         x,
         weight,
@@ -177,7 +180,7 @@ def conv_transpose3d(
 ) -> Tensor:
     """3D transposed convolution; see :func:`torch.nn.functional.conv_transpose3d`."""
     return _conv_transpose(
-        _OPS.conv_transpose3d,
+        _conv_transpose3d,
         3,
         x,
         weight,
@@ -194,7 +197,9 @@ def conv_transpose3d(
 
 def group_stats(x: Tensor, num_groups: int, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Mean and ``1 / sqrt(var + eps)`` of each group of ``x [N, C, *]``: ``[N, G]``, fp32 (fp64 for fp64 x)."""
-    return _OPS.group_stats(x, num_groups, eps)
+    if torch.jit.is_scripting():
+        return torch.ops.kgopt.group_stats(x, num_groups, eps)
+    return _group_stats(x, num_groups, eps)
 
 
 def group_norm(
@@ -209,7 +214,9 @@ def group_norm(
 
     ``act`` is a ``+``-joined chain of the names in :data:`kgopt.reference.ACTIVATIONS`. The result keeps x's layout.
     """
-    return _OPS.group_norm(x, num_groups, weight, bias, eps, act)
+    if torch.jit.is_scripting():
+        return torch.ops.kgopt.group_norm(x, num_groups, weight, bias, eps, act)
+    return _group_norm(x, num_groups, weight, bias, eps, act)
 
 
 def group_norm_mean(
@@ -220,22 +227,26 @@ def group_norm_mean(
     eps: float = 1e-5,
 ) -> Tensor:
     """Mean over every dim but batch of ``GroupNorm(x)``: ``[N]``. The normalized tensor is never stored."""
-    return _OPS.group_norm_mean(x, num_groups, weight, bias, eps)
+    if torch.jit.is_scripting():
+        return torch.ops.kgopt.group_norm_mean(x, num_groups, weight, bias, eps)
+    return _group_norm_mean(x, num_groups, weight, bias, eps)
 
 
 def activation(x: Tensor, act: str) -> Tensor:
     """A chain of activations in one pass, such as ``"tanh+hardswish"``."""
-    return _OPS.activation(x, act)
+    if torch.jit.is_scripting():
+        return torch.ops.kgopt.activation(x, act)
+    return _activation(x, act)
 
 
 def logsumexp(x: Tensor, dim: Ints, keepdim: bool = False) -> Tensor:
     """:func:`torch.logsumexp`, in one read."""
-    return _OPS.logsumexp(x, _ints(dim, 1), keepdim)
+    return _logsumexp(x, _ints(dim, 1), keepdim)
 
 
 def mean(x: Tensor, dims: Ints | None = None, keepdim: bool = False) -> Tensor:
     """:func:`torch.mean` over ``dims``, or over all of them."""
-    return _OPS.mean(x, [] if dims is None else _ints(dims, 1), keepdim)
+    return _mean(x, [] if dims is None else _ints(dims, 1), keepdim)
 
 
 def conv3d_group_norm_mean(
@@ -260,7 +271,7 @@ def conv3d_group_norm_mean(
     variances alone. ``groups`` are the convolution's.
     """
     x, numbers = _padded(x, weight, stride, padding, dilation, 3)
-    return _OPS.conv3d_group_norm_mean(
+    return _conv3d_group_norm_mean(
         x,
         weight,
         bias,
@@ -295,7 +306,7 @@ def conv_transpose3d_relu_group_norm(
     allow_tf32: bool | None = None,
 ) -> Tensor:
     """ConvTranspose3d, ReLU, GroupNorm: ``[N, C, D, H, W]``. ``groups`` are the convolution's."""
-    return _OPS.conv_transpose3d_relu_group_norm(
+    return _conv_transpose3d_relu_group_norm(
         x,
         weight,
         bias,
@@ -335,7 +346,7 @@ def conv2d_group_norm_tanh_hardswish_residual_logsumexp(
     ``groups`` are the convolution's.
     """
     x, numbers = _padded(x, weight, stride, padding, dilation, 2)
-    return _OPS.conv2d_group_norm_tanh_hardswish_residual_logsumexp(
+    return _conv_lse(
         x,
         weight,
         bias,

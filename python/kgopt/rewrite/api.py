@@ -56,11 +56,14 @@ def optimize(
     Raises:
         TypeError: ``model`` is no module.
         ValueError: ``channels_last`` is not True, False or "auto".
+        RuntimeError: ``example_inputs`` were given while a CUDA graph is captured.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
     if channels_last not in (True, False, "auto"):
         raise ValueError(f"channels_last is {channels_last!r}, expected True, False or 'auto'")
+    if example_inputs is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("example_inputs are measured, which a CUDA graph capture forbids: call optimize before it")
     root = _root(model)
     refuse = _selector(sites, exclude)
     rows = _swap(root, refuse, measure)

@@ -169,10 +169,10 @@ def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any
 
 def _head_behind(self: Any, plan: Steps, i: int, site: Site, norm: Any, x: Tensor) -> Any:
     """The pointwise convolution of a few channels that is the next step, where it can run with step i."""
-    from kgopt.rewrite import glue
-
     if not site.short or not norm._kgopt_state.keep_format or i + 1 == len(plan.steps):
         return None
+    from kgopt.rewrite import glue
+
     paths, other = plan.steps[i + 1]
     conv = glue.only_conv(child(self, paths[0])) if other is None and len(paths) == 1 else None
     return None if conv is None or glue.head_plan(conv, x) is None else conv

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, run_torch
+from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt, run_torch
 from kgopt.rewrite.patterns import Chain
 
 # What rounding alone explains where PyTorch happens to be exact.
@@ -131,6 +131,9 @@ class SiteState:
         self.__dict__.update(state)
 
 
+_UNSEEN: Any = object()
+
+
 def default(device: str) -> bool:
     """Ours, where nothing was measured?"""
     return device == "cuda"
@@ -141,6 +144,7 @@ def needs_grad(x: Tensor, norm: NormArgs, conv: ConvArgs | None) -> bool:
     if not torch.is_grad_enabled():
         return False
     parameters = (norm.weight, norm.bias) if conv is None else (norm.weight, norm.bias, conv.weight, conv.bias)
+    # As a rule the first of them says yes, before there is a generator.
     return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
 
 
@@ -152,26 +156,27 @@ def choose(
     conv: ConvArgs | None,
     norm: NormArgs,
     checks: Callable[[], None],
+    call: Callable[..., Any],
 ) -> bool:
     """Ours for this call? Measures, where this shape is new to the chain ``name`` and measuring is harmless.
 
-    ``checks`` does what every call of ours does before its ops, so that its time counts too.
+    ``checks`` does what every call of ours does before its ops, so that its time counts too; ``call`` calls the ops.
     """
     if not state.measure:
         return state.measure is False
     if torch.compiler.is_compiling():  # compiled code serves many sizes, so any verdict on the chain counts
         return name not in state.kept_back if name in state.seen else default(x.device.type)
-    grad = needs_grad(x, norm, conv)
-    key = (name, x.shape, x.dtype, x.device, x.is_contiguous(), grad, torch.is_autocast_enabled(x.device.type))
-    if key in state.results:
-        found = state.results[key]
-        return default(x.device.type) if found is None else found.ours(state.hidden)
+    grad, device = needs_grad(x, norm, conv), x.device
+    key = (name, x.shape, x.dtype, device, x.is_contiguous(), grad, torch.is_autocast_enabled(device.type))
+    found = state.results.get(key, _UNSEEN)
+    if found is not _UNSEEN:
+        return default(device.type) if found is None else found.ours(state.hidden)
     if state.seen.get(name, 0) >= SHAPES or not may_measure(x):
         return default(x.device.type)
     state.seen[name] = state.seen.get(name, 0) + 1
     state.measure = None  # what is called while measuring does not measure
     try:
-        measured = state.results[key] = measure(chain, x, conv, norm, grad, state.keep_format, checks)
+        measured = state.results[key] = measure(chain, x, conv, norm, grad, state.keep_format, checks, call)
     finally:
         state.measure = True
     if measured is None:
@@ -194,6 +199,15 @@ def may_measure(x: Tensor) -> bool:
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def own_saved_tensors() -> Any:
+    """Saved tensors of calls that measure are no business of an activation checkpoint around them.
+
+    Detached: a result that its own node saves would keep the graph alive, and with it what accumulates the parameters'
+    gradients, on this stream. A CUDA graph could not be captured from another one then.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t)
+
+
 def measure(
     chain: Chain,
     x: Tensor,
@@ -202,12 +216,12 @@ def measure(
     grad: bool,
     keep_format: bool,
     checks: Callable[[], None],
+    call: Callable[..., Any],
 ) -> Measured | None:
     """Both ways at these inputs, forward, and backward where a gradient is needed. None: it could not be measured."""
     try:
-        # Saved tensors of these calls are no business of an activation checkpoint around them.
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            return _measure(chain, x, conv, norm, grad, keep_format, checks)
+        with own_saved_tensors():
+            return _measure(chain, x, conv, norm, grad, keep_format, checks, call)
     except (torch.OutOfMemoryError, RuntimeError):
         return None
 
@@ -220,6 +234,7 @@ def _measure(
     grad: bool,
     keep_format: bool,
     checks: Callable[[], None],
+    call: Callable[..., Any],
 ) -> Measured:
     leaf = _detached(grad)
     x = leaf(x)
@@ -233,7 +248,7 @@ def _measure(
 
     def ours() -> Tensor:
         checks()
-        y = emit_kgopt(chain, call_now, x, x.dim(), conv, norm, not torch.is_autocast_enabled(x.device.type))
+        y = emit_kgopt(chain, call, x, x.dim(), conv, norm, not torch.is_autocast_enabled(x.device.type))
         return y if keep_format else as_torch(chain, x, y)
 
     def step(function: Callable[[], Tensor]) -> Callable[[], None]:
@@ -356,4 +371,6 @@ def as_torch_is_contiguous(chain: Chain, device: torch.device) -> bool:
 
 def as_torch(chain: Chain, x: Tensor, y: Tensor) -> Tensor:
     """The result in the memory format that PyTorch's own modules give."""
-    return y.contiguous() if as_torch_is_contiguous(chain, y.device) else y
+    if not as_torch_is_contiguous(chain, y.device) or (not torch.compiler.is_compiling() and y.is_contiguous()):
+        return y
+    return y.contiguous()

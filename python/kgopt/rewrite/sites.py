@@ -19,8 +19,7 @@ from kgopt.rewrite import carry, layout, policy
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
 from kgopt.rewrite.patterns import CONV_MODULES, Chain, activation_of, conv_of, is_identity
 
-_DEVICES = ("cpu", "cuda")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -49,7 +48,7 @@ def is_plain(x: Any) -> bool:
     """A tensor that kgopt's ops take: not a DTensor or another subclass, not a dual number."""
     if type(x) is not Tensor and type(x) is not nn.Parameter and not _stands_for_a_plain_tensor(x):
         return False
-    if x.dtype not in _DTYPES or x.device.type not in _DEVICES or x.layout is not torch.strided:
+    if x.dtype not in _DTYPES or not (x.is_cuda or x.is_cpu) or x.layout is not torch.strided:
         return False
     return forward_ad._current_level < 0
 
@@ -63,10 +62,13 @@ def _stands_for_a_plain_tensor(x: Any) -> bool:
 
 
 def _fits(p: Any, x: Tensor) -> bool:
-    """Whether a norm's weight or bias (or none) goes with x as the ops have it."""
+    """Whether a norm's weight or bias (or none) goes with x, a plain tensor, as the ops have it."""
     if p is None:
         return True
-    return (p.dtype is x.dtype or p.dtype is torch.float32) and p.device == x.device and is_plain(p)
+    if type(p) is not nn.Parameter and not is_plain(p):
+        return False
+    dtype = p.dtype
+    return (dtype is x.dtype or dtype is torch.float32) and p.device == x.device and p.layout is torch.strided
 
 
 def norm_args(norm: Any, x: Tensor | None) -> NormArgs | None:
@@ -81,9 +83,10 @@ def norm_args(norm: Any, x: Tensor | None) -> NormArgs | None:
     group = isinstance(norm, nn.GroupNorm)
     groups = norm.num_groups if group else norm.num_features
     if x is not None:
-        if x.dim() < 2 or x.shape[1] != (norm.num_channels if group else groups):
+        shape, count = x.shape, x.numel()
+        if len(shape) < 2 or shape[1] != (norm.num_channels if group else groups):
             return None
-        if x.numel() == 0 or x.numel() == groups * x.shape[0]:
+        if count == 0 or count == groups * shape[0]:
             return None  # one value a group: PyTorch refuses some of these, and says how
         if not _fits(weight, x) or not _fits(bias, x):
             return None
@@ -173,7 +176,7 @@ class Site:
             else:
                 self.ready_inside(norm, x)
 
-        return policy.choose(state, self.key, self.chain, x, *args, checks)
+        return policy.choose(state, self.key, self.chain, x, *args, checks, _call_directly)
 
     def run(self, *operands: Any, half: bool = False) -> Tensor:
         """The chain's value. Only after :meth:`ready` with the same operands.
