@@ -741,6 +741,7 @@ def _bench_convs(args: argparse.Namespace, settings: Settings, precisions: list[
     steps = _shard([(conv, precision) for precision in precisions for conv in found], args)
     facts, ceilings = _before(args, settings.device, precisions)
     settings = dataclasses.replace(settings, rep_ms=min(settings.rep_ms, 2.0))
+    torch.backends.cudnn.benchmark_limit = 5  # its search takes most of the time; the best come first
     rows: list[Row] = []
     for conv, precision in progress(steps, len(steps), "bench convs"):
         progress_note(conv.name)
