@@ -11,7 +11,9 @@ import sys
 
 import pytest
 import torch
+import torch.overrides
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgopt
 from kgopt import nn as knn
@@ -283,3 +285,28 @@ def test_import_is_quick():
     ]
     # 100 ms, on a machine that may be busy with other tests.
     assert statistics.median(times) < 0.1, times
+
+
+def test_modes_see_the_ops_of_convolutions():
+    """Plain tensors spare the dispatcher's way through Python; what watches that way must not miss a call."""
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, model = torch.randn(1, 3, 5, 6), kgopt.nn.Conv2d(3, 4, 3)
+    for mode in (Functions, Ops):
+        seen: list[str] = []
+        with mode():
+            y = model(x)
+        assert any("conv2d" in name for name in seen)
+        assert torch.equal(y, model(x))
+    assert model(x).requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16

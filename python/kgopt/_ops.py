@@ -29,7 +29,7 @@ from kgopt._after_import import after_import
 _LIB = torch.library.Library("kgopt", "IMPL")
 _OPS = torch.ops.kgopt
 
-_CONVS = {"conv2d": (2, False), "conv3d": (3, False), "conv_transpose2d": (2, True), "conv_transpose3d": (3, True)}
+CONVS = {"conv2d": (2, False), "conv3d": (3, False), "conv_transpose2d": (2, True), "conv_transpose3d": (3, True)}
 _CONV_MEAN = "conv3d_group_norm_mean"
 _CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
 _CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
@@ -261,7 +261,7 @@ def _register_fakes() -> None:
     def register(name: str, fake: Callable[..., Any]) -> None:
         torch.library.register_fake(f"kgopt::{name}", _given_every_argument(name, fake))
 
-    for name, (_, transposed) in _CONVS.items():
+    for name, (_, transposed) in CONVS.items():
         register(name, _transposed_fake if transposed else _regular_fake)
     register("group_stats", _stats_fake)
     register("group_stats_backward", lambda dmean, drstd, x, mean, rstd, num_groups: _empty_like(x))
@@ -535,6 +535,21 @@ def direct(name: str) -> Callable[..., Any]:
     return call
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether nothing sees what stands above Autograd in a call with these tensors, so that ``direct`` may be taken."""
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        _PLAIN.issuperset(map(type, tensors))
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._is_any_autocast_enabled()
+    )
+
+
 def _refuse_forward_mode(name: str, args: Sequence[Any]) -> None:
     """A tangent would be dropped without a word, which makes a derivative of zero."""
     if forward_ad._current_level < 0:
@@ -563,7 +578,7 @@ def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         dx, dweight, dbias = _conv_gradients(
-            _needs(ctx, 0, 1, 2),  # type: ignore[arg-type]
+            ctx.needs_input_grad[:3],  # of x, weight and bias, or of what the node has in its place, which is no tensor
             dy,
             x,
             weight,
@@ -882,7 +897,7 @@ def _refuse_double_backward(name: str) -> None:
 
 
 def _register_autograd() -> None:
-    for name, (rank, transposed) in _CONVS.items():
+    for name, (rank, transposed) in CONVS.items():
         _register_conv_autograd(name, rank, transposed)
 
     register = _register_backward
@@ -1071,7 +1086,7 @@ def _relu_norm_in_fp32(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
 
 def _register_autocast() -> None:
     """The dtypes of PyTorch's own ops: torch lists norms and logsumexp as fp32 on CUDA, and not at all on CPU."""
-    shared = {name: _convolution_low(name) for name in _CONVS}
+    shared = {name: _convolution_low(name) for name in CONVS}
     shared |= {name: _conv_add_low(name) for name in ("conv_add", "conv_add_moments")}
     cpu = {name: _low_convolution(name) for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE)}
     cuda = {
@@ -1185,7 +1200,7 @@ _BETWEEN = (
 
 
 def _register_vmap() -> None:
-    rules = {name: _vmap_samples(name) for name in (*_CONVS, "group_stats", *_TWINS, *(f"{n}_fwd" for n in _TWINS))}
+    rules = {name: _vmap_samples(name) for name in (*CONVS, "group_stats", *_TWINS, *(f"{n}_fwd" for n in _TWINS))}
     rules["group_stats_backward"] = _vmap_samples("group_stats_backward", 5)
     rules["activation"] = _vmap_pointwise("activation", 1)
     for name in (
@@ -1267,7 +1282,7 @@ def _register_flops() -> None:
         return 2 * int(x_shape[0]) * positions * math.prod(weight_shape) * (int(mask[0]) + int(mask[1]))
 
     register_flop_formula(_OPS.conv_backward)(of_conv_backward)
-    for name, (_, transposed) in _CONVS.items():
+    for name, (_, transposed) in CONVS.items():
         register(name, transposed)
     for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE):
         for suffix in ("", "_fwd"):

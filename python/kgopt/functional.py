@@ -22,8 +22,10 @@ Ints = int | Sequence[int]
 _OPS = torch.ops.kgopt
 
 
-def _ints(value: Ints, rank: int) -> list[int]:
+def _ints(value: Ints, rank: int) -> Sequence[int]:
     """One number, or a list of one, for every dim, as in torch."""
+    if type(value) is tuple and len(value) == rank:
+        return value
     values = [value] if isinstance(value, int) else list(value)
     return values * rank if len(values) == 1 else values
 
@@ -51,8 +53,16 @@ def _padded(x: Tensor, weight: Tensor, stride: Ints, padding: Any, dilation: Int
     return x, [t // 2 for t in totals]
 
 
+_CONVS = {name: (getattr(_OPS, name), _ops.direct(name)) for name in _ops.CONVS}
+
+
+def _conv_op(name: str, *tensors: Tensor | None) -> Any:
+    """The op, spared the dispatcher's way through Python where that is all the same."""
+    return _CONVS[name][_ops.are_plain(*tensors)]
+
+
 def _conv(
-    op: Any,
+    name: str,
     rank: int,
     x: Tensor,
     weight: Tensor,
@@ -64,19 +74,13 @@ def _conv(
     backend: str,
     allow_tf32: bool | None,
 ) -> Tensor:
+    options = {} if backend == "auto" and allow_tf32 is None else {"backend": backend, "allow_tf32": allow_tf32}
+
     def run(batch: Tensor) -> Tensor:
         batch, numbers = _padded(batch, weight, stride, padding, dilation, rank)
-        return op(
-            batch,
-            weight,
-            bias,
-            _ints(stride, rank),
-            numbers,
-            _ints(dilation, rank),
-            groups,
-            backend=backend,
-            allow_tf32=allow_tf32,
-        )
+        lists = _ints(stride, rank), numbers, _ints(dilation, rank)
+        y: Tensor = _conv_op(name, batch, weight, bias)(batch, weight, bias, *lists, groups, **options)
+        return y
 
     return _batched(run, x, rank)
 
@@ -94,7 +98,7 @@ def conv2d(
     allow_tf32: bool | None = None,
 ) -> Tensor:
     """2D convolution of ``x [N, C, H, W]`` or ``[C, H, W]``; see :func:`torch.nn.functional.conv2d`."""
-    return _conv(_OPS.conv2d, 2, x, weight, bias, stride, padding, dilation, groups, backend, allow_tf32)
+    return _conv("conv2d", 2, x, weight, bias, stride, padding, dilation, groups, backend, allow_tf32)
 
 
 def conv3d(
@@ -110,11 +114,11 @@ def conv3d(
     allow_tf32: bool | None = None,
 ) -> Tensor:
     """3D convolution of ``x [N, C, D, H, W]`` or ``[C, D, H, W]``; see :func:`torch.nn.functional.conv3d`."""
-    return _conv(_OPS.conv3d, 3, x, weight, bias, stride, padding, dilation, groups, backend, allow_tf32)
+    return _conv("conv3d", 3, x, weight, bias, stride, padding, dilation, groups, backend, allow_tf32)
 
 
 def _conv_transpose(
-    op: Any,
+    name: str,
     rank: int,
     x: Tensor,
     weight: Tensor,
@@ -128,8 +132,14 @@ def _conv_transpose(
     allow_tf32: bool | None,
 ) -> Tensor:
     lists = [_ints(v, rank) for v in (stride, padding, output_padding)]
-    options = {"backend": backend, "allow_tf32": allow_tf32}
-    return _batched(lambda b: op(b, weight, bias, *lists, groups, _ints(dilation, rank), **options), x, rank)
+    options = {} if backend == "auto" and allow_tf32 is None else {"backend": backend, "allow_tf32": allow_tf32}
+
+    def run(batch: Tensor) -> Tensor:
+        op = _conv_op(name, batch, weight, bias)
+        y: Tensor = op(batch, weight, bias, *lists, groups, _ints(dilation, rank), **options)
+        return y
+
+    return _batched(run, x, rank)
 
 
 def conv_transpose2d(
@@ -147,7 +157,7 @@ def conv_transpose2d(
 ) -> Tensor:
     """2D transposed convolution; see :func:`torch.nn.functional.conv_transpose2d`."""
     return _conv_transpose(
-        _OPS.conv_transpose2d,
+        "conv_transpose2d",
         2,
         x,
         weight,
@@ -177,7 +187,7 @@ def conv_transpose3d(
 ) -> Tensor:
     """3D transposed convolution; see :func:`torch.nn.functional.conv_transpose3d`."""
     return _conv_transpose(
-        _OPS.conv_transpose3d,
+        "conv_transpose3d",
         3,
         x,
         weight,
