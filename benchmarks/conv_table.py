@@ -4,7 +4,7 @@
     python benchmarks/conv_table.py header --json benchmarks/results/h200_conv_table.json
 
 A row is one convolution in one precision and memory format, with the microseconds of every path that can run it: cuDNN
-through ATen (autotuned), and each kernel of the extension (`backend="kgopt:..."`). Medians of a few calls, the L2
+through ATen (autotuned among its first five algorithms), and each kernel of the extension (`backend="kgopt:..."`). Medians of a few calls, the L2
 flushed before each, launches hidden. The convolutions are those of U-Nets and autoencoders at some sizes, and random
 ones of another seed than `bench --suite convs` has: what is chosen by the table is tested on shapes that it lacks.
 """
@@ -278,7 +278,7 @@ def main() -> None:
     one.add_argument("--seconds", type=float, default=600)
     one.add_argument("--part", default="0/1")
     one.add_argument("--narrow", action="store_true", help="the convolutions that the kernel of few channels can run")
-    one.add_argument("--algorithms", type=int, default=10, help="of cuDNN, at most, among which it is autotuned")
+    one.add_argument("--algorithms", type=int, default=5, help="of cuDNN, at most, among which it is autotuned")
     one.add_argument("--commit")
     one.set_defaults(run=run_measure)
     two = commands.add_parser("header")
