@@ -285,9 +285,9 @@ def _second_look(rows: dict[str, Row], calls: dict[str, Callable[[], torch.Tenso
 
 
 def convs_summary(rows: list[Row], worst: int = 20) -> str:
-    """Ratios by dtype and memory format, and what is slower."""
+    """Ratios by dtype and memory format, and the worst of them: what is slower, ten at least."""
     kinds: dict[tuple[str, str], list[float]] = {}
-    slow, wrong, unlike = [], 0, 0
+    found, slow, wrong, unlike = [], 0, 0, 0
     for group in group_rows(rows):
         for name in ("kgopt", "kgopt_channels_last"):
             wrong += bool(group.rows.get(name, {}).get("out_of_tolerance"))
@@ -296,10 +296,10 @@ def convs_summary(rows: list[Row], worst: int = 20) -> str:
                 continue
             kinds.setdefault((group.dtype, _layout(name)), []).append(ratio)
             unlike += ratio < 1 / LIMIT
-            if ratio > LIMIT:
-                ours, theirs = group.rows[name]["time_us"], group.rows[_rival(name)]["time_us"]
-                cells = [group.case, group.dtype, _layout(name), time_text(ours), time_text(theirs), f"{ratio:.2f}"]
-                slow.append((ratio, cells))
+            slow += ratio > LIMIT
+            ours, theirs = group.rows[name]["time_us"], group.rows[_rival(name)]["time_us"]
+            cells = [group.case, group.dtype, _layout(name), time_text(ours), time_text(theirs), f"{ratio:.2f}"]
+            found.append((ratio, cells))
     lines = [
         [
             dtype, layout, str(len(ratios)), ratio_text(1 / sorted(ratios)[len(ratios) // 2]),
@@ -310,10 +310,10 @@ def convs_summary(rows: list[Row], worst: int = 20) -> str:
     ]  # fmt: skip
     header = ["dtype", "layout", "convolutions", "median", "mean", "best", "worst", f"over {LIMIT}"]
     parts = [table(header, lines, left=2)]
-    if slow:
-        slow.sort(key=lambda one: -one[0])
-        parts += ["", table(["slower", "dtype", "layout", "kgopt", "cuDNN", "ratio"],
-                            [cells for _, cells in slow[:worst]], left=3)]  # fmt: skip
+    if found:
+        found.sort(key=lambda one: -one[0])
+        cells = [cells for _, cells in found[: min(worst, max(10, slow))]]
+        parts += ["", table(["worst", "dtype", "layout", "kgopt", "cuDNN", "ratio"], cells, left=3)]
     measured = sum(map(len, kinds.values()))
-    parts += ["", f"{measured} measurements: {unlike} faster than cuDNN, {len(slow)} slower, {wrong} out of tolerance"]
+    parts += ["", f"{measured} measurements: {unlike} faster than cuDNN, {slow} slower, {wrong} out of tolerance"]
     return "\n".join(parts)
