@@ -312,8 +312,9 @@ def convs_summary(rows: list[Row], worst: int = 20) -> str:
     parts = [table(header, lines, left=2)]
     if found:
         found.sort(key=lambda one: -one[0])
-        cells = [cells for _, cells in found[: min(worst, max(10, slow))]]
-        parts += ["", table(["worst", "dtype", "layout", "kgopt", "cuDNN", "ratio"], cells, left=3)]
+        most = min(worst, max(10, slow))
+        header = ["worst", "dtype", "layout", "kgopt", "cuDNN", "ratio"]
+        parts += ["", table(header, [cells for _, cells in found[:most]], left=3)]
     measured = sum(map(len, kinds.values()))
     parts += ["", f"{measured} measurements: {unlike} faster than cuDNN, {slow} slower, {wrong} out of tolerance"]
     return "\n".join(parts)
