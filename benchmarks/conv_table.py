@@ -1,10 +1,10 @@
 """Measures what csrc/conv3d/conv3d_choice_rows.inc holds, and writes it.
 
-    python benchmarks/conv_table.py measure --json F [--seconds S] [--part I/N]     on a GPU; F's rows are kept
+    python benchmarks/conv_table.py measure --json F [--seconds S] [--part I/N] [--narrow]   on a GPU; F's rows are kept
     python benchmarks/conv_table.py header --json benchmarks/results/h200_conv_table.json
 
 A row is one convolution in one precision and memory format, with the microseconds of every path that can run it: cuDNN
-through ATen (autotuned), and each kernel of the extension (`backend="kgopt:..."`). Medians of a few calls, the L2
+through ATen (autotuned among its first five algorithms), and each kernel of the extension (`backend="kgopt:..."`). Medians of a few calls, the L2
 flushed before each, launches hidden. The convolutions are those of U-Nets and autoencoders at some sizes, and random
 ones of another seed than `bench --suite convs` has: what is chosen by the table is tested on shapes that it lacks.
 """
@@ -29,7 +29,7 @@ from kgopt.cli.results import load_rows, save_rows
 
 _MATH = {"tf32": 0, "fp32": 1, "bf16": 2}  # as ConvMeasured::math
 _DIMS = ("in", "out", "kernel", "stride", "padding", "dilation")
-PATHS = ("aten", "implicit_gemm", "hopper", "rows")  # in the order of ConvMeasured::us
+PATHS = ("aten", "implicit_gemm", "hopper", "rows", "narrow")  # in the order of ConvMeasured::us
 _SEED = 1000
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _PAIRS = (
@@ -80,6 +80,32 @@ def network_convs() -> list[RandomConv]:
             RandomConv(len(convs), False, shape, c_out, 1, (3,) * len(spatial), one, one, one, (0,) * len(spatial))
         )
     return convs
+
+
+def narrow_convs(count: int = 90) -> list[RandomConv]:
+    """First layers: up to 32 channels to up to 96."""
+    rng, convs = random.Random(2), []
+    while len(convs) < count:
+        rank, batch, edge = rng.choice(((3, 1, 48), (3, 1, 96), (3, 8, 28), (2, 4, 256), (2, 32, 128), (2, 1, 500)))
+        c_in, c_out = rng.choice((1, 2, 3, 4, 6, 8, 12, 16, 24, 32)), rng.choice((8, 16, 24, 32, 48, 64, 96))
+        k, step = rng.choice((1, 3, 3, 3, 3, 3, 5, 7 if rank == 2 else 3)), rng.choice((1, 1, 1, 1, 2))
+        shape, zero = (batch, c_in, *(edge,) * rank), (0,) * rank
+        padding = (rng.choice((0, k // 2, k // 2)),) * rank
+        conv = RandomConv(
+            len(convs), False, shape, c_out, 1, (k,) * rank, (step,) * rank, padding, (1,) * rank, zero
+        )  # fmt: skip
+        if conv.flops <= 4e10 and _name(conv) not in {_name(other) for other in convs}:
+            convs.append(conv)
+    return convs
+
+
+def narrow_problems() -> list[tuple[RandomConv, str, str]]:
+    """What the kernel of few channels may run, of all convolutions here: contiguous tensors, in TF32 and bf16."""
+    found = [(conv, precision, "contiguous") for conv in narrow_convs() for precision in ("tf32", "bf16")]
+    known = [one for one in problems() if one[1] != "fp32" and one[2] == "contiguous" and not one[0].transposed]
+    random.Random(3).shuffle(found)
+    turns = itertools.zip_longest(found, known)
+    return [one for turn in turns for one in turn if one]
 
 
 def problems() -> list[tuple[RandomConv, str, str]]:
@@ -183,22 +209,40 @@ def measure(conv: RandomConv, precision: str, layout: str, clock: Clock) -> dict
     return {**row, "us": us, "apart": apart}
 
 
+def _narrow_runs(conv: RandomConv, precision: str) -> bool:
+    x, weight = (torch.empty(s, device="cuda", dtype=DTYPES[precision]) for s in (conv.shape, conv.weight_shape))
+    geometry = conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups, conv.transposed
+    with precision_flags(precision):
+        why: str = torch.ops.kgopt.explain_conv(x, weight, *geometry, backend="kgopt:narrow")
+    return not why.startswith("none")
+
+
 def run_measure(args: argparse.Namespace) -> None:
-    """Measures what the file does not hold yet, until the time is up."""
+    """Measures what the file does not hold yet, until the time is up; with --narrow, rows without that kernel anew."""
     end = time.monotonic() + args.seconds
     rows = load_rows(args.json) if Path(args.json).exists() else []
-    known = {(r["name"], r["precision"], r["layout"]) for r in rows}
+    known = {
+        (r["name"], r["precision"], r["layout"]): at
+        for at, r in enumerate(rows)
+        if not args.narrow or "narrow" in r["us"]
+    }
+    again = {(r["name"], r["precision"], r["layout"]): at for at, r in enumerate(rows)}
     torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = args.algorithms
     clock, facts = Clock(), environment(torch.device("cuda"), args.commit)
     facts = {key: facts[key] for key in ("gpu", "driver", "torch", "cudnn", "kgopt", "commit", "date")}
     index, count = (int(part) for part in args.part.split("/"))
-    for conv, precision, layout in problems()[index::count]:
+    for conv, precision, layout in (narrow_problems() if args.narrow else problems())[index::count]:
         if time.monotonic() > end:
             break
-        if (_name(conv), precision, layout) not in known:
-            rows.append({**measure(conv, precision, layout, clock), **facts})
-            if len(rows) % 50 == 0:
-                save_rows(args.json, rows)
+        key = _name(conv), precision, layout
+        if key in known or (args.narrow and not _narrow_runs(conv, precision)):
+            continue
+        row = {**measure(conv, precision, layout, clock), **facts}
+        if key in again:
+            rows[again[key]] = row
+        else:
+            rows.append(row)
     save_rows(args.json, rows)
     print(f"{len(rows)} rows in {args.json}")
 
@@ -233,6 +277,8 @@ def main() -> None:
     one.add_argument("--json", required=True)
     one.add_argument("--seconds", type=float, default=600)
     one.add_argument("--part", default="0/1")
+    one.add_argument("--narrow", action="store_true", help="the convolutions that the kernel of few channels can run")
+    one.add_argument("--algorithms", type=int, default=5, help="of cuDNN, at most, among which it is autotuned")
     one.add_argument("--commit")
     one.set_defaults(run=run_measure)
     two = commands.add_parser("header")

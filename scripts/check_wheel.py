@@ -98,11 +98,8 @@ def check(wheel: Path) -> int:
 
         code, text = run("nm", "-D", "--undefined-only", module)
         report.add(code == 0 and "kgopt" not in text, "every symbol of its own is defined", text)
-        if "aoti_torch_get_current_cuda_stream" in text:
-            report.add(
-                bool(re.search(r"\sw aoti_torch_get_current_cuda_stream", text)),
-                "the CUDA stream symbol is weak, as a CPU-only torch lacks it",
-            )
+        for name in sorted(set(re.findall(r"\baoti_torch_(?:get_current_)?cuda_\w+", text))):
+            report.add(bool(re.search(rf"\sw {name}\b", text)), f"{name} is weak, as a CPU-only torch lacks it")
 
     code, text = run("auditwheel", "show", str(wheel))
     report.add(code == 0, "auditwheel show", text)

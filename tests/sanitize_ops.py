@@ -152,7 +152,7 @@ def conv_cases() -> None:
             b10, b20 = tensor(10, dtype=dtype), tensor(20, dtype=dtype)
             kw = {"backend": "kgopt", "allow_tf32": tf32}
             # Gradients of a convolution come from ATen, so only the forward kernels are of interest.
-            backends = ["kgopt", "kgopt:implicit_gemm", "kgopt:hopper", "kgopt:rows"]
+            backends = ["kgopt", "kgopt:implicit_gemm", "kgopt:hopper", "kgopt:rows", "kgopt:narrow"]
             for (c_in, c_out, size), backend in itertools.product(
                 ((32, 32, (3, 9, 37)), (64, 72, (2, 7, 32)), (8, 24, (4, 5, 19))), backends
             ):

@@ -496,12 +496,10 @@ def test_random_convs_are_what_they_say():
 
 def test_bench_convs_runs_what_it_draws(tmp_path, capsys):
     for conv in sorted(convs.random_convs(60, 0, 3e7), key=lambda conv: conv.flops)[:12]:
-        x, model = torch.randn(conv.shape), conv.plain()
-        expected = model(x)
+        x, weight = torch.randn(conv.shape), torch.randn(conv.weight_shape)
+        expected = conv.torch_call(x, weight)
         assert tuple(expected.shape) == conv.output
-        weight = next(model.parameters())
-        for y in (conv.kgopt(model)(x), conv.call(x, weight), conv.torch_call(x, weight)):
-            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(conv.call(x, weight), expected, rtol=1e-4, atol=1e-3)
     path = tmp_path / "rows.json"
     arguments = ["bench", "--suite", "convs", "--count", "3", "--device", "cpu", "--json", str(path)]
     assert main(arguments) == 0

@@ -14,7 +14,7 @@ dev = pytest.importorskip("kgopt_dev", reason="the developer module is not built
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = load_rows(ROOT / "benchmarks/results/h200_conv_table.json")
-PATHS = ("aten", "implicit_gemm", "hopper", "rows")
+PATHS = ("aten", "implicit_gemm", "hopper", "rows", "narrow")
 
 
 def problem(row, **changes):
@@ -37,11 +37,6 @@ def problem(row, **changes):
     return dev.ConvProblem(**{**arguments, **changes})
 
 
-def path_of(choice):
-    """As the rows name it: they were measured before the kernel of few channels took the implicit GEMM's place."""
-    return "implicit_gemm" if choice.path.name == "narrow" else choice.path.name
-
-
 def test_the_table_is_written_from_its_measurements(tmp_path):
     written = tmp_path / "rows.inc"
     script = [sys.executable, "benchmarks/conv_table.py", "header", "--out", str(written)]
@@ -52,7 +47,7 @@ def test_the_table_is_written_from_its_measurements(tmp_path):
 def test_what_was_measured_is_not_slower_than_cudnn():
     slower = []
     for row in ROWS:
-        path = path_of(dev.choose_conv(problem(row)))
+        path = dev.choose_conv(problem(row)).path.name
         if row["us"].get(path, float("inf")) > row["us"]["aten"]:
             slower.append((row["name"], path))
     assert not slower
@@ -73,7 +68,7 @@ def test_what_was_measured_to_be_much_faster_is_taken():
 def test_an_own_kernel_is_the_fastest_of_them(precision, layout):
     for row in ROWS:
         if (row["precision"], row["layout"]) == (precision, layout):
-            path = path_of(dev.choose_conv(problem(row), backend=dev.ConvBackend.kgopt))
+            path = dev.choose_conv(problem(row), backend=dev.ConvBackend.kgopt).path.name
             own = {name: us for name, us in row["us"].items() if name != "aten"}
             if path == "direct":
                 assert not own
@@ -97,7 +92,27 @@ def test_far_from_every_row_cudnn_is_taken():
     assert "far from every measured" in choice.reason
 
 
+def test_few_channels_take_their_kernel_where_it_was_measured_to_be_fastest():
+    """It once stood in for the implicit GEMM alone, and cuDNN was taken where only it was faster than cuDNN."""
+    won = [
+        row
+        for row in ROWS
+        if row["us"].get("narrow", 1e9) < 0.8 * min(us for p, us in row["us"].items() if p != "narrow")
+    ]
+    assert len(won) > 10
+    taken = [dev.choose_conv(problem(row)).path.name == "narrow" for row in won]
+    assert sum(taken) >= 0.9 * len(taken)
+    # And between rows: the third pipeline's convolution at another size.
+    row = next(row for row in won if row["name"].startswith("conv2d 128x8x128x128 to 64 k3"))
+    near = problem(row, n=64, input=(1, 120, 136), output=(1, 120, 136))
+    assert dev.choose_conv(near).path.name == "narrow"
+
+
 def test_a_named_kernel_runs_or_says_why_not():
+    few = next(row for row in ROWS if "narrow" in row["us"])
+    assert dev.choose_conv(problem(few), backend=dev.ConvBackend.narrow).path.name == "narrow"
+    last = dev.choose_conv(problem(few, planar=False), backend=dev.ConvBackend.narrow)
+    assert last.explain() == "none: stores contiguous tensors only"
     row = next(row for row in ROWS if "rows" in row["us"] and "hopper" in row["us"])
     for name in ("implicit_gemm", "hopper", "rows"):
         assert dev.choose_conv(problem(row), backend=getattr(dev.ConvBackend, name)).path.name == name

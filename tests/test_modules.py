@@ -12,8 +12,10 @@ from typing import ClassVar
 
 import pytest
 import torch
+import torch.overrides
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgopt
 from kgopt import functional
@@ -325,3 +327,28 @@ def test_group_norm_can_be_scripted():
     assert torch.equal(torch.jit.script(module)(x), module(x))
     for function, args in ((functional.group_norm_mean, (x, 2)), (functional.activation, (x, "silu"))):
         torch.testing.assert_close(torch.jit.script(function)(*args), function(*args))
+
+
+def test_modes_see_the_ops_of_convolutions():
+    """Plain tensors spare the dispatcher's way through Python; what watches that way must not miss a call."""
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, model = torch.randn(1, 3, 5, 6), kgopt.nn.Conv2d(3, 4, 3)
+    for mode in (Functions, Ops):
+        seen: list[str] = []
+        with mode():
+            y = model(x)
+        assert any("conv2d" in name for name in seen)
+        assert torch.equal(y, model(x))
+    assert model(x).requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16

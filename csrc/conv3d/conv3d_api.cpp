@@ -104,8 +104,17 @@ Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
 
 // cuDNN, through ATen.
 Tensor conv_aten(const ConvArgs& a, const ConvShape& shape) {
-  const Tensor y = call_aten("aten::convolution", "", a.x, a.weight, a.bias, a.stride, a.padding, a.dilation,
-                             a.transposed, a.output_padding, a.groups);
+  Tensor y;
+  if (&aoti_torch_cuda_convolution != nullptr) {
+    AtenTensorHandle bias = a.bias ? a.bias->get() : nullptr, made;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_convolution(
+        a.x.get(), a.weight.get(), a.bias ? &bias : nullptr, a.stride.data(), a.rank, a.padding.data(), a.rank,
+        a.dilation.data(), a.rank, a.transposed, a.output_padding.data(), a.rank, a.groups, &made));
+    y = Tensor(made);
+  } else {
+    y = call_aten("aten::convolution", "", a.x, a.weight, a.bias, a.stride, a.padding, a.dilation, a.transposed,
+                  a.output_padding, a.groups);
+  }
   return dense_in(y, shape.out_channels_last ? channels_last_format(a.rank + 2) : MemoryFormat::Contiguous);
 }
 
@@ -114,17 +123,18 @@ bool aten_would_use_tf32(const ConvArgs& a, const ConvShape& shape) {
   return shape.dtype == Dtype::kFloat32 && a.allow_tf32 && !*a.allow_tf32 && tf32_allowed_by_default();
 }
 
-Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& choice, const ConvTail& tail) {
-  if (choice.path == ConvPath::kHopper) return conv_hopper(a, shape, choice.hopper, tail);
-  if (choice.path == ConvPath::kRows) return conv_rows(a, shape, choice.rows, tail);
+Tensor run_path(const ConvArgs& a, const ConvShape& shape, const ConvChoice& choice, ConvPath path,
+                const ConvTail& tail) {
+  if (path == ConvPath::kHopper) return conv_hopper(a, shape, choice.hopper, tail);
+  if (path == ConvPath::kRows) return conv_rows(a, shape, choice.rows, tail);
   if (a.weight.scalar_type() != a.x.scalar_type()) {  // the two above round it while they pack it
     const Tensor weight = as_type_of(a.weight, a.x);
     const OptTensor bias = a.bias ? OptTensor(as_type_of(*a.bias, a.x)) : std::nullopt;
-    return run_choice({a.op, a.x, weight, bias, a.stride, a.padding, a.dilation, a.output_padding, a.groups,
-                       a.transposed, a.rank, a.backend, a.allow_tf32},
-                      shape, choice, tail);
+    return run_path({a.op, a.x, weight, bias, a.stride, a.padding, a.dilation, a.output_padding, a.groups, a.transposed,
+                     a.rank, a.backend, a.allow_tf32},
+                    shape, choice, path, tail);
   }
-  switch (choice.path) {
+  switch (path) {
     case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.plan);
     case ConvPath::kNarrow: return conv_narrow(a, shape, choice.narrow);
     case ConvPath::kDirect: return conv_direct(a, shape);
@@ -138,42 +148,41 @@ Tensor run_choice(const ConvArgs& a, const ConvShape& shape, const ConvChoice& c
 Tensor conv_forward(const ConvArgs& a, ConvTail* tail) {
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(a.x.get_device_index());
-  ConvChoice choice = choose(a, shape, ConvEpilogue::kStore);
-  if (a.x.numel() == 0) choice.path = ConvPath::kAten;
-  KGOPT_CHECK(!choice.cannot || a.x.numel() == 0, a.op, ": backend is '", a.backend,
-              "', which cannot run this convolution: ", choice.cannot);
+  const ConvChoice* choice = &choose(a, shape, ConvEpilogue::kStore);
+  const bool empty = a.x.numel() == 0;
+  ConvPath path = empty ? ConvPath::kAten : choice->path;
+  KGOPT_CHECK(!choice->cannot || empty, a.op, ": backend is '", a.backend,
+              "', which cannot run this convolution: ", choice->cannot);
   const bool no_aten = aten_would_use_tf32(a, shape);
-  if (a.backend == "auto" && autotune_is_on() && a.x.numel() > 0 && !choice.plan.refusal) {
+  if (autotune_is_on() && a.backend == "auto" && !empty && !choice->plan.refusal) {
     std::vector<ConvPath> paths;
-    for (const ConvPath path :
+    for (const ConvPath one :
          {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows, ConvPath::kNarrow}) {
-      if (!conv_refusal(choice, path) && !(no_aten && path == ConvPath::kAten)) paths.push_back(path);
+      if (!conv_refusal(*choice, one) && !(no_aten && one == ConvPath::kAten)) paths.push_back(one);
     }
-    auto run = [&](ConvPath path) {
-      ConvChoice one = choice;
-      one.path = path;
-      run_choice(a, shape, one, ConvTail());
-    };
+    auto run = [&](ConvPath one) { run_path(a, shape, *choice, one, ConvTail()); };
     const auto tuned = tune_path(a.x.get_device_index(), tuning_key(a, shape), paths, current_stream(a.x), run);
-    if (tuned && !conv_refusal(choice, *tuned)) choice.path = *tuned;
+    if (tuned && !conv_refusal(*choice, *tuned)) path = *tuned;
   }
-  if (choice.path == ConvPath::kAten && no_aten && a.x.numel() > 0) {
-    choice = choose_cached(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), ConvBackend::kKgopt, &choose_conv);
+  if (path == ConvPath::kAten && no_aten && !empty) {
+    choice =
+        &choose_cached(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), ConvBackend::kKgopt, &choose_conv);
+    path = choice->path;
   }
-  if (!tail) return run_choice(a, shape, choice, ConvTail());
-  tail->left_bias = a.bias.has_value() && choice.path == ConvPath::kAten;
+  if (!tail) return run_path(a, shape, *choice, path, ConvTail());
+  tail->left_bias = a.bias.has_value() && path == ConvPath::kAten;
   // The kernel by rows does an activation and no more; where more is wanted, the other Hopper kernel makes up for it.
   const bool act_only = !tail->residual && tail->scale == 1 && !tail->moments;
-  const bool hopper_has_tail = !choice.hopper.refusal && !choice.hopper.wide;
-  if (choice.path == ConvPath::kRows && !act_only && hopper_has_tail) choice.path = ConvPath::kHopper;
-  const bool has_tail = choice.path == ConvPath::kRows ? act_only : choice.path == ConvPath::kHopper && hopper_has_tail;
+  const bool hopper_has_tail = !choice->hopper.refusal && !choice->hopper.wide;
+  if (path == ConvPath::kRows && !act_only && hopper_has_tail) path = ConvPath::kHopper;
+  const bool has_tail = path == ConvPath::kRows ? act_only : path == ConvPath::kHopper && hopper_has_tail;
   tail->left_rest =
       !has_tail || chain_kind(tail->act) == Chain::kAny || reinterpret_cast<uintptr_t>(tail->residual) % 16 != 0;
   tail->left_moments = tail->left_rest || !tail->moments;
-  if (!tail->left_bias) return run_choice(a, shape, choice, *tail);
+  if (!tail->left_bias) return run_path(a, shape, *choice, path, *tail);
   ConvArgs bare = a;
   bare.bias = std::nullopt;
-  return run_choice(bare, shape, choice, *tail);
+  return run_path(bare, shape, *choice, path, *tail);
 }
 
 namespace {

@@ -8,10 +8,11 @@
 #include <vector>
 
 #include "conv3d_hopper_table.h"
+#include "conv3d_narrow_plan.h"
 
 namespace kgopt {
 
-enum ConvTimed { kTimedAten, kTimedImplicitGemm, kTimedHopper, kTimedRows, kTimedPaths };
+enum ConvTimed { kTimedAten, kTimedImplicitGemm, kTimedHopper, kTimedRows, kTimedNarrow, kTimedPaths };
 
 inline constexpr double kOwnMargin = 0.92;  // of cuDNN's time: what an own kernel must stay below to be taken
 
@@ -62,7 +63,7 @@ struct ConvPrediction {
 // The Hopper kernels' from their plans; cuDNN's and the implicit GEMM's as a start, the length of a sum, which one
 // block works through, memory and products, fitted to the rows above (within a factor of 1.6 for nine in ten).
 inline ConvPrediction predict_conv(const ConvProblem& q, const DeviceLimits& limits, const ConvPlan& plan,
-                                   const HopperPlan& hopper, const RowsPlan& rows) {
+                                   const HopperPlan& hopper, const RowsPlan& rows, const NarrowPlan& narrow) {
   ConvPrediction t;
   auto up = [](int64_t value, int64_t step) { return double((value + step - 1) / step * step); };
   const int64_t c_in = q.c_in / q.groups, c_out = q.c_out / q.groups, size = dtype_size(q.dtype);
@@ -88,6 +89,8 @@ inline ConvPrediction predict_conv(const ConvProblem& q, const DeviceLimits& lim
   }
   if (!hopper.refusal) t.us[kTimedHopper] = hopper_microseconds(hopper);
   if (!rows.refusal) t.us[kTimedRows] = rows_microseconds(rows);
+  // No launch ahead of it; the estimate of its cycles was two thirds of what it took.
+  if (!narrow.refusal) t.us[kTimedNarrow] = 4 + 1.5 * narrow.cycles / kHopperCyclesPerMicrosecond;
   return t;
 }
 
@@ -132,8 +135,8 @@ inline ConvPrediction estimate_conv(const ConvProblem& q, const DeviceLimits& li
   for (size_t i = 0; i < std::min(kRows, near.size()) && still_near(near[i].first, near[0].first); ++i) {
     const ConvMeasured& row = *near[i].second;
     const ConvProblem there = measured_problem(row);
-    const ConvPrediction expected =
-        predict_conv(there, limits, plan_conv(there, limits), plan_hopper(there, limits), plan_rows(there, limits));
+    const ConvPrediction expected = predict_conv(there, limits, plan_conv(there, limits), plan_hopper(there, limits),
+                                                 plan_rows(there, limits), plan_narrow(there, limits));
     double us[kTimedPaths] = {};
     for (int path = 0; path < kTimedPaths; ++path) {
       if (expected.us[path] > 0) us[path] = row.us[path] * predicted.us[path] / expected.us[path];

@@ -14,8 +14,8 @@
 
 namespace kgopt {
 
-// The last three ask for one kernel of a plain convolution; other ops take them for kKgopt.
-enum class ConvBackend { kAuto, kKgopt, kAten, kImplicitGemm, kHopper, kRows };
+// The last four ask for one kernel of a plain convolution; other ops take them for kKgopt.
+enum class ConvBackend { kAuto, kKgopt, kAten, kImplicitGemm, kHopper, kRows, kNarrow };
 
 enum class ConvPath {
   kImplicitGemm,  // conv3d_kernel.cuh
@@ -82,8 +82,10 @@ inline const char* conv_refusal(const ConvChoice& choice, ConvPath path) {
 
 // The path of a plain convolution, by the nearest measured one; with `own`, the fastest of the extension's.
 inline void choose_by_table(const ConvProblem& problem, const DeviceLimits& limits, bool own, ConvChoice* choice) {
-  const ConvPath paths[kTimedPaths] = {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows};
-  const ConvPrediction predicted = predict_conv(problem, limits, choice->plan, choice->hopper, choice->rows);
+  const ConvPath paths[kTimedPaths] = {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows,
+                                       ConvPath::kNarrow};
+  const ConvPrediction predicted =
+      predict_conv(problem, limits, choice->plan, choice->hopper, choice->rows, choice->narrow);
   const ConvPrediction t = estimate_conv(problem, limits, predicted);
   int best = own ? kTimedImplicitGemm : kTimedAten;
   // Where it makes no difference cuDNN is taken.
@@ -132,19 +134,16 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   choice.gram = plan_gram(problem, limits);
   choice.rows = plan_rows(problem, limits);
   if (problem.epilogue == ConvEpilogue::kStore && backend != ConvBackend::kAuto && backend != ConvBackend::kKgopt) {
-    choice.path = backend == ConvBackend::kHopper ? ConvPath::kHopper
-                  : backend == ConvBackend::kRows ? ConvPath::kRows
-                                                  : ConvPath::kImplicitGemm;
+    choice.path = backend == ConvBackend::kHopper   ? ConvPath::kHopper
+                  : backend == ConvBackend::kRows   ? ConvPath::kRows
+                  : backend == ConvBackend::kNarrow ? ConvPath::kNarrow
+                                                    : ConvPath::kImplicitGemm;
     choice.cannot = conv_refusal(choice, choice.path);
     choice.reason = "its kernel was asked for";
     return choice;
   }
   if (problem.epilogue == ConvEpilogue::kStore) {
     choose_by_table(problem, limits, backend == ConvBackend::kKgopt, &choice);
-    if (choice.path == ConvPath::kImplicitGemm && !choice.narrow.refusal) {  // faster wherever both were measured
-      choice.path = ConvPath::kNarrow;
-      choice.reason += "; in the implicit GEMM's place the kernel of few channels on wgmma";
-    }
     if (backend == ConvBackend::kKgopt) choice.reason = "backend=\"kgopt\" was asked for; " + choice.reason;
     return choice;
   }

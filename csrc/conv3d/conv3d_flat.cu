@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
   const FlatPlan& plan = p.plan;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t slot0 = int64_t(blockIdx.x) * kInputSlots;
-  const int chunk = blockIdx.y, n = blockIdx.z;
+  const int chunk = blockIdx.y, n = p.n - 1 - blockIdx.z;  // the first samples last: the convolution finds them in L2
   const int word0 = warp * kPerWarp;
   auto place = [&](int slot, int64_t* from) {  // of a slot in x; false: zeros
     const int d = plan.by_plane(slot), in_plane = slot - d * plan.plane;

@@ -319,7 +319,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
   // The tensor cores cut sums off instead of rounding them. For fp32 accuracy they add up a stage of x at a time.
   constexpr bool kPromotes = kMath == ConvMath::kTf32x3;
   float total[2][kPromotes ? kN / 2 : 1];
-  int open = -1;  // the sample whose moments are being gathered
+  int open = -1;       // the sample whose moments are being gathered
+  int free_below = 0;  // up to this one the place of the output is no longer that of a copy
   auto open_next = [&] {
     if (open >= 0) barrier_arrive(stored + open % 2);
     ++open;
@@ -410,6 +411,13 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       barrier_arrive(x_empty + x_done);
     }
 
+    if constexpr (kPromotes) {  // whose copy is the largest, and whose tiles take long enough to hide this
+      if (p.x_in_y && p.x_ahead == 1 && t.n > free_below) {
+        if (lane == 0) await_all_blocks(p, t.n - 1);
+        __syncwarp();
+        free_below = t.n;
+      }
+    }
     const int q = t.q0 + warpgroup * kN;
     const int count = min(kN, positions - q);
 #pragma unroll

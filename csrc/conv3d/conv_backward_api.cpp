@@ -135,9 +135,10 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   std::array<bool, 3> from_aten{mask[0], mask[1], mask[2]};
   std::optional<Tensor> dx, dweight, dbias;
   if (x.numel() > 0 && (mask[0] || mask[1])) {
-    const ConvGradientsChoice choice = choose_gradients({op, x, weight, std::nullopt, stride, padding, dilation,
-                                                         output_padding, groups, transposed, rank, backend, allow_tf32},
-                                                        shape);
+    const ConvGradientsChoice& choice =
+        choose_gradients({op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups, transposed,
+                          rank, backend, allow_tf32},
+                         shape);
     const bool narrow[2] = {mask[0] && !choice.narrow_dgrad.refusal, mask[1] && !choice.narrow_wgrad.refusal};
     if (narrow[0] || narrow[1]) dy = planar(dy);
     if (narrow[0]) dx = conv_narrow_dgrad(op, dy, x, weight, shape, choice.narrow_dgrad);

@@ -42,6 +42,7 @@ inline ConvBackend parse_backend(const char* op, const std::string& backend) {
          : backend == "kgopt:implicit_gemm" ? ConvBackend::kImplicitGemm
          : backend == "kgopt:hopper"        ? ConvBackend::kHopper
          : backend == "kgopt:rows"          ? ConvBackend::kRows
+         : backend == "kgopt:narrow"        ? ConvBackend::kNarrow
                                             : ConvBackend::kKgopt;
 }
 
@@ -95,10 +96,13 @@ inline DeviceLimits limits_of(const ConvArgs& a) {
 }
 
 inline ConvProblem problem_of(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
-  return make_problem(shape, epilogue, resolve_allow_tf32(a.allow_tf32), has_channels_innermost(a.x, shape));
+  // The switch is Python's, and asking for it takes longer than all else here.
+  const bool allow_tf32 = shape.dtype != Dtype::kFloat32 || resolve_allow_tf32(a.allow_tf32);
+  return make_problem(shape, epilogue, allow_tf32, has_channels_innermost(a.x, shape));
 }
 
-inline ConvChoice choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
+// Valid until the thread's next choice.
+inline const ConvChoice& choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
   return choose_cached(problem_of(a, shape, epilogue), limits_of(a), parse_backend(a.op, a.backend), &choose_conv);
 }
 
@@ -108,7 +112,7 @@ inline ConvKey tuning_key(const ConvArgs& a, const ConvShape& shape) {
 }
 
 // dy is taken for channels innermost: where it is not, ATen would copy it, too.
-inline ConvGradientsChoice choose_gradients(const ConvArgs& a, const ConvShape& shape) {
+inline const ConvGradientsChoice& choose_gradients(const ConvArgs& a, const ConvShape& shape) {
   return choose_cached(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), parse_backend(a.op, a.backend),
                        &choose_conv_gradients);
 }

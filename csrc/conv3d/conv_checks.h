@@ -7,6 +7,23 @@
 #include "../common/torch_utils.h"
 #include "conv_shape.h"
 
+#if defined(KGOPT_CUDA)
+// ATen's convolutions as C functions, which spare the dispatcher's look-up by name and lists in boxes. Null in a
+// CPU-only libtorch.
+extern "C" {
+__attribute__((weak)) AOTITorchError aoti_torch_cuda_convolution(
+    AtenTensorHandle input, AtenTensorHandle weight, AtenTensorHandle* bias, const int64_t* stride, int64_t stride_len,
+    const int64_t* padding, int64_t padding_len, const int64_t* dilation, int64_t dilation_len, int32_t transposed,
+    const int64_t* output_padding, int64_t output_padding_len, int64_t groups, AtenTensorHandle* y);
+__attribute__((weak)) AOTITorchError aoti_torch_cuda_convolution_backward(
+    AtenTensorHandle dy, AtenTensorHandle input, AtenTensorHandle weight, const int64_t** bias_sizes,
+    int64_t bias_sizes_len, const int64_t* stride, int64_t stride_len, const int64_t* padding, int64_t padding_len,
+    const int64_t* dilation, int64_t dilation_len, int32_t transposed, const int64_t* output_padding,
+    int64_t output_padding_len, int64_t groups, const int32_t* mask, int64_t mask_len, AtenTensorHandle* dx,
+    AtenTensorHandle* dweight, AtenTensorHandle* dbias);
+}
+#endif
+
 namespace kgopt {
 
 // A checked convolution. Spatial arrays are depth, height, width; a 2D convolution has depth 1.
@@ -27,7 +44,8 @@ struct ConvShape {
 };
 
 inline void check_backend(const char* op, const std::string& backend) {
-  for (const char* known : {"auto", "kgopt", "aten", "kgopt:implicit_gemm", "kgopt:hopper", "kgopt:rows"}) {
+  for (const char* known :
+       {"auto", "kgopt", "aten", "kgopt:implicit_gemm", "kgopt:hopper", "kgopt:rows", "kgopt:narrow"}) {
     if (backend == known) return;
   }
   fail(op, ": backend is '", backend, "', expected auto, kgopt or aten");
@@ -143,10 +161,30 @@ inline SomeConvGradients conv_gradients_aten(const Tensor& dy, const Tensor& x, 
                                              const IntArray& dilation, const IntArray& output_padding,
                                              const std::array<bool, 3>& mask) {
   if (!mask[0] && !mask[1] && !mask[2]) return {};
+  const Tensor narrow = as_type_of(weight, x);
+  Tensor dx, dweight, dbias;
+  auto results = [&] {
+    SomeConvGradients result;
+    if (mask[0]) result[0] = dense_in(dx, memory_format_of(x));
+    if (mask[1]) result[1] = as_type_of(dense_in(dweight, memory_format_of(weight)), weight);
+    if (mask[2]) result[2] = dbias;
+    return result;
+  };
+#if defined(KGOPT_CUDA)
+  if (x.is_cuda() && &aoti_torch_cuda_convolution_backward != nullptr) {
+    const int64_t* bias_sizes = &s.c_out;
+    const int32_t wanted[3] = {mask[0], mask[1], mask[2]};
+    AtenTensorHandle made[3];
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_convolution_backward(
+        dy.get(), x.get(), narrow.get(), &bias_sizes, 1, stride.data(), s.rank, padding.data(), s.rank, dilation.data(),
+        s.rank, s.transposed, output_padding.data(), s.rank, s.groups, wanted, 3, made, made + 1, made + 2));
+    dx = Tensor(made[0]), dweight = Tensor(made[1]), dbias = Tensor(made[2]);
+    return results();
+  }
+#endif
   const std::optional<IntArray> bias_sizes = IntArray{s.c_out};
   using torch::stable::detail::from;
   using torch::stable::detail::to;
-  const Tensor narrow = as_type_of(weight, x);
   std::array<StableIValue, 11> stack{from(dy),
                                      from(x),
                                      from(narrow),
@@ -160,12 +198,8 @@ inline SomeConvGradients conv_gradients_aten(const Tensor& dy, const Tensor& x, 
                                      from(torch::headeronly::HeaderOnlyArrayRef<bool>(mask.data(), 3))};
   STABLE_TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::convolution_backward", "", stack.data(), TORCH_ABI_VERSION));
-  const Tensor dx = to<Tensor>(stack[0]), dweight = to<Tensor>(stack[1]), dbias = to<Tensor>(stack[2]);
-  SomeConvGradients result;
-  if (mask[0]) result[0] = dense_in(dx, memory_format_of(x));
-  if (mask[1]) result[1] = as_type_of(dense_in(dweight, memory_format_of(weight)), weight);
-  if (mask[2]) result[2] = dbias;
-  return result;
+  dx = to<Tensor>(stack[0]), dweight = to<Tensor>(stack[1]), dbias = to<Tensor>(stack[2]);
+  return results();
 }
 
 }  // namespace kgopt

@@ -184,7 +184,8 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   const int64_t size = dtype_size(shape.dtype);
   const int64_t y_sample = shape.c_out * shape.out[0] * shape.out[1] * shape.out[2] * size;
   const bool x_in_y = shape.n > 2 && y_sample >= plan.sample_bytes + 128;
-  const int64_t split = x_in_y ? shape.n - 2 : 0;
+  const int x_ahead = plan.parts == 2 ? 1 : 2;
+  const int64_t split = x_in_y ? shape.n - x_ahead : 0;
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(plan.packed_bytes);
   const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * kFlatChannels * 4);
@@ -244,6 +245,7 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   p.groups = static_cast<int>(norm.groups);
   p.x_split = in.x_split;
   p.x_in_y = x_in_y;
+  p.x_ahead = x_ahead;
   p.relu = true;
   p.eps = static_cast<float>(norm.eps);
   p.plan = plan;

@@ -109,7 +109,8 @@ void bind_conv(py::module_& m) {
       .value("aten", ConvBackend::kAten)
       .value("implicit_gemm", ConvBackend::kImplicitGemm)
       .value("hopper", ConvBackend::kHopper)
-      .value("rows", ConvBackend::kRows);
+      .value("rows", ConvBackend::kRows)
+      .value("narrow", ConvBackend::kNarrow);
   py::enum_<ConvPath>(m, "ConvPath")
       .value("implicit_gemm", ConvPath::kImplicitGemm)
       .value("narrow", ConvPath::kNarrow)
@@ -457,11 +458,12 @@ void bind_conv(py::module_& m) {
   m.def(
       "predict_conv",
       [](const ConvProblem& q, const DeviceLimits& l) {
-        const ConvPrediction t = predict_conv(q, l, plan_conv(q, l), plan_hopper(q, l), plan_rows(q, l));
+        const ConvPrediction t =
+            predict_conv(q, l, plan_conv(q, l), plan_hopper(q, l), plan_rows(q, l), plan_narrow(q, l));
         return std::vector<double>(t.us, t.us + kTimedPaths);
       },
       py::arg("problem"), py::arg("limits") = DeviceLimits{},
-      "Microseconds by ATen, implicit GEMM, Hopper and rows kernel as the plans predict them; 0: cannot run.");
+      "Microseconds by ATen, implicit GEMM, Hopper, rows and narrow kernel as the plans predict them; 0: cannot run.");
   m.def("conv_out_size", &conv_out_size, py::arg("size"), py::arg("kernel"), py::arg("stride") = 1,
         py::arg("padding") = 0, py::arg("dilation") = 1, py::arg("transposed") = false, py::arg("output_padding") = 0,
         "Output size along one dim; below 1 when nothing fits.");

@@ -850,6 +850,7 @@ def _convs_suite(args: argparse.Namespace, settings: Settings, precisions: list[
     # The dtype changes slowest: a run that is cut short has the first dtype whole.
     steps = _shard([(conv, precision) for precision in precisions for conv in found], args)
     settings = dataclasses.replace(settings, rep_ms=min(settings.rep_ms, 2.0))
+    torch.backends.cudnn.benchmark_limit = 5  # its search takes most of the time; the best come first
 
     def measure(step: Any, ready: None, ceilings: Ceilings, facts: Row) -> list[Row]:
         conv, precision = step

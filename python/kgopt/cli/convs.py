@@ -6,20 +6,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-import kgopt.nn
 from kgopt._ops import _conv_sizes
-from kgopt.cli.bench import Runner, Settings, describe, result_errors
-from kgopt.cli.cases import Case, batch_slices
+from kgopt.cli.bench import Settings, describe
 from kgopt.cli.floor import Ceilings, Work
-from kgopt.cli.measure import DTYPES, Timing, peak_memory, precision_flags, time_call, within_tolerance
+from kgopt.cli.measure import (
+    DTYPES,
+    ErrorMeter,
+    Timing,
+    no_autotuning,
+    peak_memory,
+    precision_flags,
+    round_tf32,
+    time_call,
+    within_tolerance,
+)
 from kgopt.cli.results import Row, group_rows
 from kgopt.cli.sweep import LIMIT, gpu_time, log_uniform, note_time
 from kgopt.cli.text import ratio_text, table, time_text
@@ -102,29 +110,6 @@ class RandomConv:
             x, weight, None, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
         )
 
-    def module(self, namespace: Any) -> nn.Module:
-        """The module of torch.nn or kgopt.nn, without bias: the pass that adds it is no part of a convolution."""
-        name = f"Conv{'Transpose' if self.transposed else ''}{len(self.kernel)}d"
-        options: dict[str, Any] = {"output_padding": self.output_padding} if self.transposed else {}
-        module: nn.Module = getattr(namespace, name)(
-            self.shape[1], self.c_out, self.kernel, stride=self.stride, padding=self.padding, dilation=self.dilation,
-            groups=self.groups, bias=False, **options,
-        )  # fmt: skip
-        return module
-
-    def plain(self) -> nn.Module:
-        """Of PyTorch, fp32 on the CPU, seeded."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.index)
-            return self.module(nn)
-
-    def kgopt(self, plain: nn.Module) -> nn.Module:
-        """Of kgopt, with the plain one's parameters, device and dtype."""
-        like = next(plain.parameters())
-        model = self.module(kgopt.nn).to(device=like.device, dtype=like.dtype)
-        model.load_state_dict(plain.state_dict(), strict=True)
-        return model
-
     def work(self, shape: tuple[int, ...], itemsize: int, direction: str) -> Work:
         """Bytes and operations that the convolution cannot do without."""
         samples = shape[0] / self.shape[0]
@@ -197,19 +182,57 @@ def _time(fn: Callable[[], Any], settings: Settings) -> Timing:
     return time_call(fn, settings.device, settings.rep_ms)
 
 
+def _drawn(conv: RandomConv, precision: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and weight, drawn where they are used: a layer's own start takes longer than its measurement."""
+    generator = torch.Generator(device=device).manual_seed(conv.index)
+    x = torch.empty(conv.shape, device=device).normal_(generator=generator)
+    weight = torch.empty(conv.weight_shape, device=device).normal_(generator=generator)
+    terms = conv.shape[1] // conv.groups * math.prod(conv.kernel)
+    return x.to(DTYPES[precision]), weight.mul_(terms**-0.5).to(DTYPES[precision])
+
+
+def _note_errors(
+    conv: RandomConv,
+    precision: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: dict[str, Row],
+    calls: dict[str, Callable[[], torch.Tensor]],
+) -> None:
+    """Errors against float64, of three samples at most, which may cost more than all else."""
+    some = sorted({0, conv.shape[0] // 2, conv.shape[0] - 1})
+    x = x[some]
+    with no_autotuning():
+        exact = conv.torch_call(x.double(), weight.double())
+        ideal = 0.0
+        if precision == "tf32":
+            meter = ErrorMeter()
+            meter.add(conv.torch_call(round_tf32(x).double(), round_tf32(weight).double()), exact)
+            ideal = meter.error
+    for name, fn in calls.items():
+        meter = ErrorMeter()
+        meter.add(fn()[some], exact)
+        rows[name] |= {"error": meter.error, "error_max": meter.error_max}
+        if ideal:
+            rows[name]["error_ideal_tf32"] = ideal
+    for name, row in rows.items():
+        bar = rows.get(_rival(name), {}).get("error")
+        if bar is not None and "error" in row:
+            row["error_ratio"] = row["error"] / bar if bar > 0 else None
+            if not within_tolerance(row["error"], max(bar, ideal), weight.dtype):
+                row["out_of_tolerance"] = True
+
+
 def measure_conv(conv: RandomConv, precision: str, settings: Settings, ceilings: Ceilings, facts: Row) -> list[Row]:
     """Rows of cuDNN and kgopt in both memory formats, with errors against float64."""
-    device, dtype = settings.device, DTYPES[precision]
-    case = Case("convs", conv.name, conv.shape, conv.plain, conv.kgopt, conv.work, batch_slices, backward="")
-    generator = torch.Generator(device=device).manual_seed(conv.index)
-    x = torch.empty(conv.shape, device=device).normal_(generator=generator).to(dtype)
-    work = conv.work(conv.shape, dtype.itemsize, "forward")
+    work = conv.work(conv.shape, DTYPES[precision].itemsize, "forward")
     floor_us, bound = ceilings.floor(work, precision)
     rows: dict[str, Row] = {}
-    runners: dict[str, Runner] = {}
-    errors: dict[str, dict[str, float]] = {}
-    with precision_flags(precision):
-        plain = conv.plain().to(device=device, dtype=dtype)
+    calls: dict[str, Callable[[], torch.Tensor]] = {}
+    with precision_flags(precision), torch.no_grad():
+        x, weight = _drawn(conv, precision, settings.device)
+        layouts: dict[str, tuple[torch.Tensor, ...]] = {"contiguous": (x, weight)}
+        layouts["channels_last"] = tuple(t.contiguous(memory_format=_CHANNELS_LAST[t.dim()]) for t in (x, weight))
         for name in _IMPLEMENTATIONS:
             if settings.only and name not in ("eager", *settings.only):
                 continue
@@ -217,40 +240,26 @@ def measure_conv(conv: RandomConv, precision: str, settings: Settings, ceilings:
                 "suite": "convs", "case": conv.name, "title": conv.name, "shape": list(conv.shape),
                 "direction": "forward", "dtype": precision, "implementation": name, "layout": _layout(name),
             }  # fmt: skip
+            call = conv.call if name.startswith("kgopt") else conv.torch_call
+            fn = functools.partial(call, *layouts[_layout(name)])
             try:
-                last = _layout(name) == "channels_last"
-                memory_format = _CHANNELS_LAST[x.dim()] if last else torch.contiguous_format
-                model = case.kgopt(plain) if name.startswith("kgopt") else case.plain().to(device=device, dtype=dtype)
-                if last:
-                    model = model.to(memory_format=memory_format)  # type: ignore[call-overload]
-                runner = Runner(model, [x.contiguous(memory_format=memory_format)], "forward")
-                note_time(row, _time(runner.run_next, settings))
-                row["peak_bytes"] = peak_memory(runner.run_next, device)
-                runners[name] = runner
+                note_time(row, _time(fn, settings))
+                row["peak_bytes"] = peak_memory(fn, settings.device)
+                calls[name] = fn
             except Exception as error:
                 row["failed"] = describe(error)
-        _second_look(rows, runners, settings)
-        ideal = precision == "tf32"
+        _second_look(rows, calls, settings)
         try:
-            errors = result_errors(case, plain, runners, [x], "forward", ideal)
+            _note_errors(conv, precision, x, weight, rows, calls)
         except RuntimeError as error:
             for row in rows.values():
                 row["error_unknown"] = describe(error)
-    ideal_error = errors.get("ideal_tf32", {}).get("error", 0.0)
-    for name, row in rows.items():
-        row.update(errors.get(name, {}))
-        if ideal_error:
-            row["error_ideal_tf32"] = ideal_error
+    for row in rows.values():
         row["floor_us"], row["floor_bound"] = round(floor_us, 3), bound
         row["work_bytes"], row["work_flops"] = work.bytes, work.flops
         if row.get("time_us"):
             row["floor_fraction"] = round(floor_us / row["time_us"], 5)
             row["tflops"] = round(work.flops / row["time_us"] * 1e-6, 3)
-        bar = rows.get(_rival(name), {}).get("error")
-        if bar is not None and "error" in row:
-            row["error_ratio"] = row["error"] / bar if bar > 0 else None
-            if not within_tolerance(row["error"], max(bar, ideal_error), dtype):
-                row["out_of_tolerance"] = True
         row["copy_gbytes_per_s"] = round(ceilings.bytes_per_s * 1e-9, 1)
         row.update(facts)
     return list(rows.values())
@@ -262,7 +271,7 @@ def _ratio(rows: dict[str, Row], name: str) -> float | None:
     return ours / theirs if ours and theirs else None
 
 
-def _second_look(rows: dict[str, Row], runners: dict[str, Runner], settings: Settings) -> None:
+def _second_look(rows: dict[str, Row], calls: dict[str, Callable[[], torch.Tensor]], settings: Settings) -> None:
     """Where kgopt looks slower both are timed again, in turns: each keeps its better median, which noise left alone."""
     for name in ("kgopt", "kgopt_channels_last"):
         ratio = _ratio(rows, name)
@@ -270,15 +279,15 @@ def _second_look(rows: dict[str, Row], runners: dict[str, Runner], settings: Set
             continue
         for _ in range(2):
             for one in (_rival(name), name):
-                took = _time(runners[one].run_next, settings)
+                took = _time(calls[one], settings)
                 if took.median_us < rows[one]["time_us"]:
                     note_time(rows[one], took)
 
 
 def convs_summary(rows: list[Row], worst: int = 20) -> str:
-    """Ratios by dtype and memory format, and what is slower."""
+    """Ratios by dtype and memory format, and the worst of them: what is slower, ten at least."""
     kinds: dict[tuple[str, str], list[float]] = {}
-    slow, wrong, unlike = [], 0, 0
+    found, slow, wrong, unlike = [], 0, 0, 0
     for group in group_rows(rows):
         for name in ("kgopt", "kgopt_channels_last"):
             wrong += bool(group.rows.get(name, {}).get("out_of_tolerance"))
@@ -287,10 +296,10 @@ def convs_summary(rows: list[Row], worst: int = 20) -> str:
                 continue
             kinds.setdefault((group.dtype, _layout(name)), []).append(ratio)
             unlike += ratio < 1 / LIMIT
-            if ratio > LIMIT:
-                ours, theirs = group.rows[name]["time_us"], group.rows[_rival(name)]["time_us"]
-                cells = [group.case, group.dtype, _layout(name), time_text(ours), time_text(theirs), f"{ratio:.2f}"]
-                slow.append((ratio, cells))
+            slow += ratio > LIMIT
+            ours, theirs = group.rows[name]["time_us"], group.rows[_rival(name)]["time_us"]
+            cells = [group.case, group.dtype, _layout(name), time_text(ours), time_text(theirs), f"{ratio:.2f}"]
+            found.append((ratio, cells))
     lines = [
         [
             dtype, layout, str(len(ratios)), ratio_text(1 / sorted(ratios)[len(ratios) // 2]),
@@ -301,10 +310,11 @@ def convs_summary(rows: list[Row], worst: int = 20) -> str:
     ]  # fmt: skip
     header = ["dtype", "layout", "convolutions", "median", "mean", "best", "worst", f"over {LIMIT}"]
     parts = [table(header, lines, left=2)]
-    if slow:
-        slow.sort(key=lambda one: -one[0])
-        parts += ["", table(["slower", "dtype", "layout", "kgopt", "cuDNN", "ratio"],
-                            [cells for _, cells in slow[:worst]], left=3)]  # fmt: skip
+    if found:
+        found.sort(key=lambda one: -one[0])
+        most = min(worst, max(10, slow))
+        header = ["worst", "dtype", "layout", "kgopt", "cuDNN", "ratio"]
+        parts += ["", table(header, [cells for _, cells in found[:most]], left=3)]
     measured = sum(map(len, kinds.values()))
-    parts += ["", f"{measured} measurements: {unlike} faster than cuDNN, {len(slow)} slower, {wrong} out of tolerance"]
+    parts += ["", f"{measured} measurements: {unlike} faster than cuDNN, {slow} slower, {wrong} out of tolerance"]
     return "\n".join(parts)
