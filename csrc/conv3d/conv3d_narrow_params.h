@@ -31,6 +31,11 @@ KGOPT_HD constexpr int narrow_channel_consumers(ConvMath math, bool lse) {
   return lse && math != ConvMath::kFp16x3 ? 4 : 3;
 }
 inline constexpr int kNarrowChannelSteps = 9;
+// Steps of K, of two chunks of eight half channels, where positions are rows: one of two numbers.
+inline constexpr int kPositionSteps = 5, kPositionMoreSteps = 10;
+inline constexpr int kPositionStages = 6;  // at most
+KGOPT_HD constexpr int position_producers(bool lse) { return lse ? 1 : 2; }
+KGOPT_HD constexpr int position_consumers(bool) { return 3; }
 inline constexpr int kNarrowSplitSteps = 5;  // the same with two terms of each weight
 inline constexpr int kNarrowWindow = 3;      // kernel rows that share a fragment, where they do
 inline constexpr int kNarrowStages = 3;      // at most
@@ -53,6 +58,8 @@ struct NarrowPlan {
   ConvMath math = ConvMath::kTf32;
   // Rows of the GEMM are output channels and columns positions, or the other way round.
   bool channel_rows = false;
+  // Positions are the rows, and the halo lies in chunks of eight half channels: conv3d_narrow_positions.cuh.
+  bool position_rows = false;
   int columns = 24;                  // output channels per thread block
   int producers = 2, consumers = 3;  // warpgroups
   int window = 1;  // kernel rows (along the height) that one load of A serves; the others are part of K

@@ -87,7 +87,62 @@ KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
   return s;
 }
 
+// The same of conv_narrow_positions_kernel.
+struct PositionSmemLayout {
+  int full, empty;  // barriers of the stages
+  int scales;       // what undoes each stage's scale
+  int maxima;       // of the loading warps
+  int weights;      // in the blocks of wgmma.cuh
+  int unscale;      // of each column, what undoes the scale of its weights
+  int pivots;       // of each column, what is subtracted from its values
+  int columns;      // for logsumexp a float4 of each column, the block's and each warp's; else moments of each warp
+  int strips, halo, total;
+};
+
+KGOPT_HD int position_stage_words(const NarrowPlan& p) { return p.types * p.plane; }
+
+KGOPT_HD PositionSmemLayout position_smem_layout(const NarrowPlan& p) {
+  PositionSmemLayout s{};
+  s.full = 0;
+  s.empty = s.full + 2 * kPositionStages;
+  s.scales = s.empty + 2 * kPositionStages;
+  s.maxima = s.scales + kPositionStages;
+  s.weights = 64;
+  s.unscale = s.weights + p.k_steps * p.columns * 8;
+  s.pivots = s.unscale + p.columns;
+  s.columns = s.pivots + p.columns;
+  s.strips = s.columns + p.columns * 4 * (p.consumers * 4 + 1);
+  s.halo = (s.strips + p.strips * 4 + 31) / 32 * 32;
+  // Strips that end beyond a row read on; that counts nothing.
+  s.total = s.halo + position_stage_words(p) * p.stages + 4 * (kNarrowStrip * p.step[2] + 8);
+  return s;
+}
+
 namespace plan_detail {
+
+// Fills everything that depends on the tile shape. False when it does not fit in shared memory.
+inline bool position_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int h, int w,
+                          int stages) {
+  p->stages = stages;
+  p->tile[0] = d, p->tile[1] = h, p->tile[2] = w;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t extent = i == 2 ? std::min<int64_t>(w, q.out[2]) : p->tile[i];
+    const int64_t halo = (extent - 1) * p->step[i] + (p->kernel[i] - 1) * int64_t(p->dilation[i]) + 1;
+    if (halo > 4096) return false;
+    p->halo[i] = static_cast<int>(halo);
+    p->tiles[i] = (q.out[i] + p->tile[i] - 1) / p->tile[i];
+  }
+  p->lead = ((p->origin[2] % 4) + 4) % 4;
+  p->vectors = (p->lead + p->halo[2] + 3) / 4;
+  p->pitch = p->vectors * 4;
+  const int64_t positions = int64_t(p->halo[0]) * p->halo[1] * p->pitch;
+  if (positions * p->types > 16 * 1024) return false;
+  p->plane = static_cast<int>(positions) * 4;
+  p->strips = d * h * (w / kNarrowStrip);
+  p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
+  p->smem_bytes = position_smem_layout(*p).total * 4;
+  return p->smem_bytes <= limits.smem_per_block;
+}
 
 // Fills everything that depends on the tile shape. False when it does not fit in shared memory.
 inline bool narrow_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int rows, int segments,

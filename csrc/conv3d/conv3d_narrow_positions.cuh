@@ -1,0 +1,670 @@
+// Convolutions with few input and more than 32 output channels, either their statistics or, from those, GroupNorm + tanh
+// + hardswish + residual + logsumexp over channels, sm_90a.
+//
+// Rows of the products are positions, 16 neighbours of an output row for each warp, columns 64 output channels. The halo
+// lies in shared memory in chunks of eight half channels a position, 16 bytes: a tap is an offset, and a step of K, two
+// chunks, is one ldmatrix. What belongs to a position stays within four lanes, so that warps wait for their products
+// and for nothing else. Weights lie in shared memory from start to end.
+//
+// fp32 input becomes fp16 (11 bits, as TF32) as in conv3d_narrow_window.cuh, scaled by a power of two for each stage.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
+#include "../common/dtype.cuh"
+#include "../common/mma.cuh"
+#include "../common/reduce.cuh"
+#include "../common/wgmma.cuh"
+#include "conv3d_kernel.cuh"
+#include "conv3d_narrow_finish.cuh"
+#include "conv3d_narrow_window.cuh"
+
+namespace kgopt {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+template <int kCount, bool kMore>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (kMore) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+  }
+}
+
+// Of a tile, while it is loaded: fp32 values come scaled, or are measured where the scale does not fit. `most`: the
+// largest finite one, where measured; `largest`: of those that were stored.
+template <ConvMath kMath, int kLoaders>
+__device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* to_stage,
+                                               const typename ConvMathTraits<kMath>::Element* x_sample,
+                                               const int (&first)[3], float scale, bool measures, float* most,
+                                               __half2* largest) {
+  using Element = typename ConvMathTraits<kMath>::Element;
+  constexpr bool kScaled = std::is_same_v<Element, float>;
+  const NarrowPlan& plan = p.plan;
+  const int rows = plan.halo[0] * plan.halo[1], across = plan.vectors;
+  const bool vectors = p.load == NarrowLoad::kVectors;
+  const int row_step = kLoaders / across, place_step = kLoaders % across;
+#pragma unroll 1
+  for (int type = 0; type < plan.types; ++type) {
+    const int channels = p.c_in - type * 8;  // eight, or those that are left
+    int row = threadIdx.x / across, place = threadIdx.x % across, d = 0, h = row;
+#pragma unroll 1
+    while (row < rows) {
+      while (h >= plan.halo[1]) h -= plan.halo[1], ++d;
+      const int w = first[2] + place * 4;  // a vector lies inside or outside as a whole
+      const bool row_inside = unsigned(first[0] + d) < unsigned(p.in[0]) && unsigned(first[1] + h) < unsigned(p.in[1]);
+      const Element* src = x_sample + type * 8 * p.x_stride_c + (first[0] + d) * p.x_stride[0] +
+                           (first[1] + h) * p.x_stride[1] + w * p.x_stride[2];
+      // Values of four positions; half types: in two words. All loads are under way before the first is used.
+      uint32_t v[8][kScaled ? 4 : 2];
+      if (vectors) {
+        const bool inside = row_inside && unsigned(w) < unsigned(p.in[2]);
+#pragma unroll
+        for (int e = 0; e < 8; ++e, src += p.x_stride_c) load_if(v[e], src, inside && e < channels);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 8; ++e, src += p.x_stride_c) {
+          uint32_t bits[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            bits[i] = load_one_if(src + i * p.x_stride[2],
+                                  row_inside && e < channels && unsigned(w + i) < unsigned(p.in[2]));
+          }
+          if constexpr (kScaled) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[e][i] = bits[i];
+          } else {
+            v[e][0] = bits[0] | bits[1] << 16, v[e][1] = bits[2] | bits[3] << 16;
+          }
+        }
+      }
+      if (kScaled && measures) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const float size = fabsf(__uint_as_float(v[i / 4][i % (kScaled ? 4 : 2)]));
+          *most = size < INFINITY ? fmaxf(*most, size) : *most;
+        }
+      } else {
+        uint32_t* const to = to_stage + type * plan.plane + (row * plan.pitch + place * 4) * 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          uint32_t word[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            if constexpr (kScaled) {
+              word[k] =
+                  packed_halves(__uint_as_float(v[2 * k][i]) * scale, __uint_as_float(v[2 * k + 1][i]) * scale);
+              *largest = __hmax2(*largest, __habs2(*reinterpret_cast<const __half2*>(&word[k])));
+            } else {
+              word[k] = __byte_perm(v[2 * k][i / 2], v[2 * k + 1][i / 2], i % 2 ? 0x7632 : 0x5410);
+            }
+          }
+          *reinterpret_cast<uint4*>(to + i * 4) = make_uint4(word[0], word[1], word[2], word[3]);
+        }
+      }
+      place += place_step;
+      const int carry = place >= across;
+      place -= carry * across;
+      row += row_step + carry, h += row_step + carry;
+    }
+  }
+}
+
+// What the loading warpgroups do from start to end.
+template <ConvMath kMath, int kLoaders>
+__device__ __forceinline__ void position_tiles(const NarrowParams& p, const PositionSmemLayout& layout, uint32_t* smem,
+                                               int64_t n, int group, TileCursor cursor, int tile_count) {
+  using Element = typename ConvMathTraits<kMath>::Element;
+  constexpr bool kScaled = std::is_same_v<Element, float>;
+  const NarrowPlan& plan = p.plan;
+  const int tiles_h = static_cast<int>(plan.tiles[1]), tiles_w = static_cast<int>(plan.tiles[2]);
+  uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
+  uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
+  const Element* const x_sample =
+      static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
+  float scale = 1.f, lowest = INFINITY;  // of the values of a stage, and the lowest one that there was
+  int stage = 0;
+  uint32_t parity = 1;
+  for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
+    barrier_wait(empty + stage, parity);
+    uint32_t* const to_stage = smem + layout.halo + stage * position_stage_words(plan);
+    const int first[3] = {cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0],
+                          cursor.h * plan.tile[1] * plan.step[1] + plan.origin[1],
+                          cursor.w * plan.tile[2] * plan.step[2] + plan.origin[2] - plan.lead};
+    float most = 0.f;
+    // Normally one sweep over the halo. Where its values do not fit the scale, one that measures them and one more.
+#pragma unroll 1
+    for (int pass = 0; pass < 3; ++pass) {
+      __half2 largest = __half2half2(__ushort_as_half(0));
+      load_positions<kMath, kLoaders>(p, to_stage, x_sample, first, scale, kScaled && pass == 1, &most, &largest);
+      if constexpr (!kScaled) {
+        break;
+      } else if (pass == 0) {
+        // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
+        const float top = fmaxf(__low2float(largest), __high2float(largest));
+        const bool too_large = any_loader<kLoaders>(top == INFINITY);
+        if (!too_large && any_loader<kLoaders>(top >= 2.f || scale == lowest * kWindowRange)) {
+          lowest = fminf(lowest, scale);
+          break;
+        }
+      } else if (pass == 1) {
+        const uint32_t bits = loaders_max<kLoaders>(most, smem + layout.maxima);
+        if (bits == 0 || scale_of_window(bits, &scale, &lowest)) break;
+      }
+    }
+    if (kScaled && threadIdx.x == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
+    barrier_arrive(full + stage);
+    if (++stage == plan.stages) stage = 0, parity ^= 1;
+  }
+}
+
+// All weights of the block's channels to shared memory, in the order in which the products take them, by kWarps warps.
+// unscale: of each column, what undoes the power of two by which its weights are multiplied.
+template <ConvMath kMath, int kSteps, int kWarps>
+__device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t* weights, float* unscale, int group,
+                                                 int c_begin, int c_valid, int warp, int lane) {
+  constexpr bool kScaled = ConvMathTraits<kMath>::kPerWord == 1;
+  constexpr int kRounds = kSteps / 2 + kSteps % 2;  // of 32 values
+  using Stored = std::conditional_t<kScaled, float, unsigned short>;
+  const NarrowPlan& plan = p.plan;
+  const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
+  const Stored* const filters =
+      static_cast<const Stored*>(p.weight) + group * p.w_stride_group + c_begin * p.w_stride_out;
+  int64_t at[kRounds];  // where this lane's values of K lie in a filter; -1: padding
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int chunk = (lane + 32 * i) / 8, type = chunk / taps, tap = chunk % taps, c = type * 8 + lane % 8;
+    const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1],
+              d = tap / (plan.kernel[2] * plan.kernel[1]);
+    at[i] = c < p.c_in ? c * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2] : -1;
+  }
+#pragma unroll 2
+  for (int column = warp; column < 64; column += kWarps) {
+    Stored v[kRounds];
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      v[i] = 0;
+      if (at[i] >= 0 && column < c_valid) v[i] = __ldg(filters + column * p.w_stride_out + at[i]);
+    }
+    float scale = 1.f, undo = 1.f;
+    if constexpr (kScaled) {
+      float most = 0.f;
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const float size = fabsf(v[i]);
+        most = size < INFINITY ? fmaxf(most, size) : most;
+      }
+      const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+      const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
+      scale = __uint_as_float((258 - exponent) << 23);  // brings the largest below 2^5
+      undo = __uint_as_float((exponent - 4) << 23);
+    }
+    if (lane == 0) unscale[column] = undo;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int chunk = (lane + 32 * i) / 8;
+      if (chunk >= 2 * kSteps) continue;
+      unsigned short bits;
+      if constexpr (kScaled) {
+        bits = __half_as_ushort(__float2half_rn(v[i] * scale));
+      } else {
+        bits = v[i];
+      }
+      reinterpret_cast<unsigned short*>(
+          weights)[((chunk / 2 * 8 + column / 8) * 2 + chunk % 2) * 64 + column % 8 * 8 + lane % 8] = bits;
+    }
+  }
+}
+
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 2^x without the special function unit, to 4e-6. NaN becomes infinite.
+__device__ __forceinline__ float exp2_polynomial(float x) {
+  asm("max.NaN.f32 %0, %0, 0fC2FA0000;\n min.NaN.f32 %0, %0, 0f42FE0000;" : "+f"(x));  // -125, 127
+  const float shifted = x + 12582912.f;  // its low bits: the nearest integer
+  const float f = x - (shifted - 12582912.f);
+  const float p = fmaf(fmaf(fmaf(fmaf(0x1.3997b8p-7f, f, 0x1.ca1442p-5f), f, 0x1.ec06dcp-3f), f, 0x1.62e0dcp-1f), f, 0x1.ffffe8p-1f);
+  return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
+}
+
+// logsumexp over channels of u + hardswish(tanh(scale u + offset)) for a warp's 16 positions.
+//
+// Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
+// it does not, `exact` finds each position's maximum and the shift moves there.
+template <int kPolynomials>
+struct PositionLse {
+  static constexpr float kLog2E = 1.44269504088896340736f;
+  static constexpr float kLn2 = 0.69314718055994530942f;
+
+  float4* table;  // of each channel, this warp's: scale, offset, log2(e), bias log2(e) - shift, for u as products have it
+  const float4* base;  // the same in units of 1 and without shift, the block's
+  float shift = 0.f;   // in powers of 2
+  float unit = 1.f;
+  int lane;
+
+  __device__ __forceinline__ void fill() const {
+    __syncwarp();
+#pragma unroll
+    for (int c = lane; c < 64; c += 32) {
+      const float4 v = base[c];
+      table[c] = make_float4(v.x * unit, v.y, v.z * unit, v.w - shift);
+    }
+    __syncwarp();
+  }
+  // Since |tanh| <= 1, hardswish needs no clamp: h (h + 3) / 6. In powers of 2.
+  __device__ __forceinline__ static float power(float u, const float4& of, float bias) {
+    const float h = tanh_approx(fmaf(u, of.x, of.y));
+    return fmaf(h, fmaf(h, kLog2E / 6.f, kLog2E / 2.f), fmaf(u, of.z, bias));
+  }
+
+  // y: of the strip's first position; `width` positions are inside, stride 1.
+  __device__ __forceinline__ void finish(float (&acc)[32], float* y, int width) {
+    const int g = lane >> 2, t = lane & 3;
+    float s[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float4 of = table[i / 2 * 8 + t * 2 + i % 2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float v = power(acc[i / 2 * 4 + r * 2 + i % 2], of, of.w);
+        s[r] += (i * 2 + r) % 8 * kPolynomials % 8 + kPolynomials >= 8 && kPolynomials > 0 ? exp2_polynomial(v) : exp2_approx(v);
+      }
+    }
+    // Lanes of even t keep the first position's sum, the others the second's.
+    const bool odd = t & 1;
+    float sum = (odd ? s[1] : s[0]) + __shfl_xor_sync(0xffffffffu, odd ? s[0] : s[1], 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const int position = g + (odd ? 8 : 0);
+    const bool inside = position < width;
+    if (__builtin_expect(__all_sync(0xffffffffu, !inside || (sum > 1e-30f && sum < 1e30f)), 1)) {
+      if (t < 2 && inside) y[position] = (log2_fast(sum) + shift) * kLn2;
+    } else {
+      wgmma_use(acc);  // or the compiler keeps what it could use again, in registers that it does not have
+      exact(acc, y, width);
+    }
+  }
+
+  // Values that leap, infinities and NaNs: rare, so small code counts for more than speed.
+  __device__ __forceinline__ void exact(const float (&acc)[32], float* y, int width) {
+    float kept[32];  // indexed at run time, hence in local memory
+#pragma unroll
+    for (int i = 0; i < 32; ++i) kept[i] = acc[i];
+    const int g = lane >> 2, t = lane & 3;
+    float first = 0.f;
+#pragma unroll 1
+    for (int r = 0; r < 2; ++r) {
+      float top = -INFINITY, s = 0.f;
+#pragma unroll 1
+      for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll 1
+        for (int i = 0; i < 16; ++i) {
+          const int c = i / 2 * 8 + t * 2 + i % 2;
+          const float v = power(kept[i / 2 * 4 + r * 2 + i % 2], table[c], base[c].w);
+          if (pass == 0) {
+            top = fmaxf(top, v);
+          } else {
+            s += exp2_approx(v - top);
+          }
+        }
+        if (pass == 0) {
+#pragma unroll
+          for (int mask = 1; mask <= 2; mask *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, mask));
+          if (fabsf(top) == INFINITY) top = 0.f;  // as torch.logsumexp: an infinite maximum comes out as it is
+        }
+      }
+#pragma unroll
+      for (int mask = 1; mask <= 2; mask *= 2) s += __shfl_xor_sync(0xffffffffu, s, mask);
+      s = log2f(s) + top;
+      if (t == 0 && g + r * 8 < width) y[g + r * 8] = s * kLn2;
+      if (r == 0) first = s;
+    }
+    first = __shfl_sync(0xffffffffu, first, 0);
+    shift = fabsf(first) < 1e30f ? first : 0.f;
+    fill();
+  }
+};
+
+// Sums of a thread's 16 channels around the block's pivots, in the units of the stage that was last read.
+struct PositionSums {
+  float sum[16] = {}, sum_sq[16] = {};
+  int count = 0;
+  float unit = 1.f;
+
+  __device__ __forceinline__ void change_unit(float to) {
+    const float change = unit / to;
+    unit = to;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) sum[i] *= change, sum_sq[i] = sum_sq[i] * change * change;
+  }
+  __device__ __forceinline__ void add(const float (&acc)[32]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int c = i / 4 * 2 + i % 2;
+      sum[c] += acc[i];
+      sum_sq[c] = fmaf(acc[i], acc[i], sum_sq[c]);
+    }
+  }
+};
+
+#endif
+
+template <ConvMath kMath, int kSteps, bool kLse, int kProducers, int kConsumers, int kSets, int kPolynomials = 0>
+__global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
+    conv_narrow_positions_kernel(const __grid_constant__ NarrowParams p) {
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Element = typename ConvMathTraits<kMath>::Element;
+  constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16 : WgmmaType::kFp16;
+  constexpr bool kScaled = kMath == ConvMath::kTf32;
+  constexpr int kColumns = 64, kWarps = kConsumers * 4;
+  constexpr int kLoaders = 128 * kProducers, kThreads = kLoaders + 32 * kWarps;
+  // Of loading and of computing threads; together no more than the block gets at its start.
+  constexpr int2 kRegisters = kProducers == 2 ? (kConsumers == 3 ? int2{80, 104} : int2{88, 168})
+                              : kConsumers == 4 ? int2{64, 104}
+                              : kConsumers == 3 ? int2{80, 144} : int2{88, 208};
+  // What a pivot in half a word counts: fp16 would not hold what products come to.
+  constexpr float kPivotUnit = kMath == ConvMath::kBf16 ? 1.f : 256.f;
+
+  extern __shared__ __align__(128) uint32_t smem[];
+  const NarrowPlan& plan = p.plan;
+  const PositionSmemLayout layout = position_smem_layout(plan);
+  uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
+  uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
+  int4* const strip_table = reinterpret_cast<int4*>(smem + layout.strips);
+  float* const unscale = reinterpret_cast<float*>(smem + layout.unscale);
+  const int tid = threadIdx.x;
+  const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
+  const int64_t n = blockIdx.x / slices, slice = blockIdx.x % slices;
+  const int c_begin = blockIdx.y * kColumns;  // first output channel of this block, within the conv group
+  const int group = blockIdx.z;
+  const int c_valid = min(kColumns, p.c_out - c_begin);
+  const int c_first = group * p.c_out + c_begin;  // the same among all output channels
+
+  // Strip -> its place in the halo, in bytes, and in the sample's result, and its rows and columns in the tile.
+  const int per_row = plan.tile[2] / kNarrowStrip;
+  for (int i = tid; i < plan.strips; i += kThreads) {
+    const int w = i % per_row * kNarrowStrip, h = i / per_row % plan.tile[1], d = i / (per_row * plan.tile[1]);
+    const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w * plan.step[2];
+    strip_table[i] = make_int4(base * 16, (d * p.out[1] + h) * p.out[2] + w, d << 16 | h, w);
+  }
+  if (tid == kThreads - 1) {
+#pragma unroll 1
+    for (int stage = 0; stage < plan.stages; ++stage) {
+      barrier_init(full + stage, kLoaders);
+      barrier_init(empty + stage, 32 * kWarps);
+    }
+  }
+  __syncthreads();
+
+  int tile_count;
+  const TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
+
+  if (tid < kLoaders) {
+    set_registers<kRegisters.x, false>();
+    position_tiles<kMath, kLoaders>(p, layout, smem, n, group, cursor, tile_count);
+  } else {
+    set_registers<kRegisters.y, true>();
+    const int lane = tid & 31, g = lane >> 2, t = lane & 3;
+    const int warp = __shfl_sync(0xffffffffu, tid / 32 - kLoaders / 32, 0);  // among the computing ones
+    const int warpgroup = warp / 4;
+    uint32_t* const weights = smem + layout.weights;
+    position_weights<kMath, kSteps, kWarps>(p, weights, unscale, group, c_begin, c_valid, warp, lane);
+    wgmma_fence_shared();
+    named_barrier(1, kWarps * 32);
+
+    PositionLse<kPolynomials> lse;
+    PositionSums sums;
+    if constexpr (kLse) {
+      wait_for_prerequisites();  // the table of norms; everything else was there before them
+      float4* const tables = reinterpret_cast<float4*>(smem + layout.columns);
+      for (int c = tid - kLoaders; c < kColumns; c += kWarps * 32) {
+        float4 v = make_float4(0.f, 0.f, 0.f, -INFINITY);
+        if (c < c_valid) {
+          const float bias = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c]) : 0.f;
+          const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
+          const float norm_scale = norm.y * norm.z;
+          v = make_float4(norm_scale * unscale[c], fmaf(bias - norm.x, norm_scale, norm.w), unscale[c] * lse.kLog2E,
+                          bias * lse.kLog2E);
+        }
+        tables[c] = v;
+      }
+      named_barrier(1, kWarps * 32);
+      lse.base = tables;
+      lse.table = tables + (warp + 1) * kColumns;
+      lse.lane = lane;
+      lse.fill();
+    }
+
+    uint32_t b_first = wgmma_b_descriptor(shared_address(weights));
+    asm volatile("" : "+r"(b_first));  // else it would be computed again for each product
+    // Where this lane reads its row of each step's left operand, from the strip's place on. Padding reads the first
+    // chunk again: what is not finite there spoils the same outputs anyway.
+    const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
+    int chunk_at[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      int chunk = 2 * i + (lane >> 4);
+      if (chunk >= taps * plan.types) chunk = 0;
+      const int type = chunk / taps, tap = chunk % taps;
+      const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1],
+                d = tap / (plan.kernel[2] * plan.kernel[1]);
+      chunk_at[i] = type * plan.plane * 4 + (lane & 15) * plan.step[2] * 16 +
+                    ((d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch + w * plan.dilation[2]) *
+                        16;
+    }
+    const uint32_t halo = shared_address(smem + layout.halo);
+    const int stage_bytes = position_stage_words(plan) * 4;
+
+    struct Strip {
+      uint32_t address;  // of its place in the halo
+      uint32_t offset;   // of its first position in the sample's result
+      int width;         // positions inside
+      float unit;        // kScaled: what undoes the scale of its input
+    };
+    int stage = 0, job = warpgroup, jobs;
+    uint32_t parity = 0, tile = static_cast<uint32_t>(slice * plan.tiles_per_slice);
+    int room[3];  // what is left of the output from the tile's first position on, and where that lies
+    uint32_t tile_offset;
+    auto enter_tile = [&] {
+      const uint32_t tiles_w = static_cast<uint32_t>(plan.tiles[2]), tiles_h = static_cast<uint32_t>(plan.tiles[1]);
+      const uint32_t row = tile / tiles_w, plane = row / tiles_h;
+      const int d = plane * plan.tile[0], h = (row - plane * tiles_h) * plan.tile[1],
+                w = (tile - row * tiles_w) * plan.tile[2];
+      room[0] = p.out[0] - d, room[1] = p.out[1] - h, room[2] = p.out[2] - w;
+      tile_offset = uint32_t(d * p.out[1] + h) * p.out[2] + w;
+      const int strips = ((min(plan.tile[0], room[0]) - 1) * plan.tile[1] + min(plan.tile[1], room[1])) * per_row;
+      jobs = (strips + 3) / 4;
+    };
+    auto read_strip = [&](int of_job, Strip& strip) {
+      const int s = of_job * 4 + warp % 4;
+      const int4 entry = strip_table[min(s, plan.strips - 1)];
+      const bool inside = s < plan.strips && (entry.z >> 16) < room[0] && (entry.z & 0xffff) < room[1];
+      strip.width = inside ? max(0, min(kNarrowStrip, room[2] - entry.w)) : 0;
+      strip.offset = tile_offset + entry.y;
+      strip.address = halo + stage * stage_bytes + entry.x;
+      if constexpr (kScaled) strip.unit = reinterpret_cast<const float*>(smem + layout.scales)[stage];
+    };
+    // The next strips of this warpgroup; a stage is given back when its last ones were multiplied. False after the
+    // last.
+    auto advance = [&](Strip& strip) {
+      while (job >= jobs) {
+        barrier_arrive(empty + stage);
+        if (--tile_count == 0) return false;
+        if (++stage == plan.stages) stage = 0, parity ^= 1;
+        ++tile;
+        job -= jobs;
+        enter_tile();
+        barrier_wait(full + stage, parity);
+      }
+      read_strip(job, strip);
+      job += kConsumers;
+      return true;
+    };
+    float pivot_unit = 0.f;  // kScaled: the stage's that the pivots were taken from; 0: there are none yet
+    constexpr uint32_t kOne = kMath == ConvMath::kBf16 ? 0x3f80 : 0x3c00;
+    auto multiply = [&](float (&acc)[32], const Strip& strip) {
+      uint32_t a[kSteps][4];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) load_matrices(a[i], strip.address + chunk_at[i]);
+      if constexpr (!kLse) {
+        // The last chunk is a constant, which is what the pivots are multiplied by.
+        float by = kPivotUnit;
+        if constexpr (kScaled) by *= pivot_unit / strip.unit;
+        uint32_t bits = kOne;
+        if constexpr (kMath != ConvMath::kBf16) {
+          bits = by >= 0x1p-14f && by < 65536.f ? __half_as_ushort(__float2half_rn(by)) : 0;
+        } else {
+          bits = pivot_unit == 0.f ? 0 : kOne;
+        }
+        a[kSteps - 1][2] = a[kSteps - 1][3] = t == 0 ? bits : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * kSteps; ++i) asm volatile("" : "+r"(a[i / 4][i % 4]));
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) wgmma<kType, kColumns>(acc, a[i], b_first + i * 128, i > 0);
+      wgmma_commit();
+    };
+    float* const pivots = reinterpret_cast<float*>(smem + layout.pivots);
+    auto epilogue = [&](float (&acc)[32], const Strip& strip) {
+      if constexpr (kLse) {
+        if (kScaled && strip.unit != lse.unit) {
+          lse.unit = strip.unit;
+          lse.fill();
+        }
+        lse.finish(acc, p.y + n * p.y_stride_n + strip.offset, strip.width);
+      } else {
+        if constexpr (kScaled) {
+          if (strip.unit != sums.unit) sums.change_unit(strip.unit);
+          const float ratio = pivot_unit / strip.unit;
+          if (!(ratio >= 0x1p-22f && ratio < 256.f)) {  // as in `multiply`: they are not in the products
+#pragma unroll
+            for (int i = 0; i < 32; ++i) acc[i] -= pivots[i / 4 * 8 + t * 2 + i % 2] * ratio;
+          }
+        }
+        const int valid[2] = {g < strip.width, g + 8 < strip.width};
+        if (strip.width < kNarrowStrip) {
+#pragma unroll
+          for (int i = 0; i < 32; ++i) acc[i] = valid[i / 2 % 2] ? acc[i] : 0.f;
+        }
+        sums.count += valid[0] + valid[1];
+        sums.add(acc);
+      }
+    };
+
+    enter_tile();
+    barrier_wait(full, 0);
+    float first[32];
+    Strip strip{}, next{};
+    if constexpr (!kLse) {
+      // Pivots: the means over a strip in the middle of the first tile.
+      const int middle = (min(plan.tile[1], room[1]) / 2) * per_row;
+      if (warpgroup == 0) {
+        read_strip(middle / 4, strip);
+        multiply(first, strip);
+        wgmma_wait<0>();
+        wgmma_use(first);
+        if (warp == middle % 4) {
+          const bool valid[2] = {g < strip.width, g + 8 < strip.width};
+#pragma unroll
+          for (int i = 0; i < 16; ++i) {
+            float v = 0.f;
+            if (valid[0]) v = first[i / 2 * 4 + i % 2];
+            if (valid[1]) v += first[i / 2 * 4 + i % 2 + 2];
+#pragma unroll
+            for (int mask = 4; mask <= 16; mask *= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+            v /= kPivotUnit * max(strip.width, 1);
+            unsigned short bits;
+            float rounded;
+            if constexpr (kMath == ConvMath::kBf16) {
+              const __nv_bfloat16 h = __float2bfloat16_rn(-v);
+              bits = __bfloat16_as_ushort(h), rounded = -__bfloat162float(h);
+            } else {
+              const __half h = __float2half_rn(-v);
+              bits = __half_as_ushort(h), rounded = -__half2float(h);
+            }
+            if (!(fabsf(rounded) < INFINITY)) bits = 0, rounded = 0.f;
+            const int c = i / 2 * 8 + t * 2 + i % 2;
+            if (g == 0) {
+              reinterpret_cast<unsigned short*>(weights)[(((kSteps - 1) * 8 + c / 8) * 2 + 1) * 64 + c % 8 * 8] = bits;
+              pivots[c] = rounded * kPivotUnit;
+            }
+          }
+          wgmma_fence_shared();
+        }
+      }
+      pivot_unit = kScaled ? reinterpret_cast<const float*>(smem + layout.scales)[0] : 1.f;
+      sums.unit = pivot_unit;
+      named_barrier(1, kWarps * 32);
+    }
+    if constexpr (kSets == 1) {
+      while (advance(strip)) {
+        multiply(first, strip);
+        wgmma_wait<0>();
+        wgmma_use(first);
+        epilogue(first, strip);
+      }
+    } else {
+      // The epilogue of the strip in `done` while the next one's products are under way. After the last strip they are
+      // multiplied once more, for nobody, since a branch around them would make the compiler wait.
+      float second[32];
+      bool more = advance(next);
+      if (more) {
+        multiply(first, next);
+        wgmma_wait<0>();
+        wgmma_use(first);
+      }
+      auto turn = [&](float (&done)[32], float (&other)[32]) {
+        strip = next;
+        more = advance(next);
+        multiply(other, next);
+        epilogue(done, strip);
+        wgmma_wait<0>();
+        wgmma_use(other);
+      };
+      while (more) {
+        turn(first, second);
+        if (more) turn(second, first);
+      }
+    }
+
+    if constexpr (!kLse) {
+      // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block.
+      Moments<float>* const shared = reinterpret_cast<Moments<float>*>(smem + layout.columns);
+      int count = sums.count;
+#pragma unroll
+      for (int mask = 4; mask <= 16; mask *= 2) count += __shfl_xor_sync(0xffffffffu, count, mask);
+      const float inverse = count > 0 ? __fdividef(1.f, static_cast<float>(count)) : 0.f;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        float sum = sums.sum[i], sum_sq = sums.sum_sq[i];
+#pragma unroll
+        for (int mask = 4; mask <= 16; mask *= 2) {
+          sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+          sum_sq += __shfl_xor_sync(0xffffffffu, sum_sq, mask);
+        }
+        const int c = i / 2 * 8 + t * 2 + i % 2;
+        const float own_unit = sums.unit * unscale[c];
+        const float m2 = fmaf(-sum * inverse, sum, sum_sq) * own_unit * own_unit;
+        if (g == 0) {
+          shared[warp * kColumns + c] = {fmaf(sum * inverse, own_unit, pivots[c] * pivot_unit * unscale[c]),
+                                         m2 < 0.f ? 0.f : m2, static_cast<float>(count)};
+        }
+      }
+      finish_stats<kColumns, kWarps, kWarps * 32>(
+          p.stats, n, slice, c_first, c_valid, shared, tid - kLoaders,
+          [&](int c) { return p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f; });
+    }
+  }
+#endif
+}
+
+}  // namespace kgopt
