@@ -310,8 +310,8 @@ def test_pipeline_in_one_launch_of_extreme_inputs(dtype):
     assert not y[0].isnan().any()
 
 
-# c_in, kernel, size, options: statistics that come from the Gram matrix of the input on Hopper, and some that do not
-GRAM = {
+# c_in, kernel, size, options: statistics of convolutions that are not stored
+STATISTICS = {
     "volume": (3, (3, 3, 3), (6, 10, 20), {}),
     "image": (8, (1, 3, 3), (1, 70, 136), {}),
     "image, padded": (5, (1, 3, 3), (1, 70, 136), {"padding": (0, 1, 1)}),
@@ -322,7 +322,7 @@ GRAM = {
 }
 
 
-def gram_input(kind: str, x: torch.Tensor) -> torch.Tensor:
+def difficult_input(kind: str, x: torch.Tensor) -> torch.Tensor:
     """Values that fp16 does not hold unless they are shifted and scaled, and scaled again."""
     if kind == "offset":
         return x + 100
@@ -342,14 +342,14 @@ def gram_input(kind: str, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["normal", "offset", "small", "outliers", "spikes", "constant", "smooth"])
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", GRAM)
-def test_pipeline_gram_statistics(case, dtype, kind, poisoned):
-    c_in, kernel, size, options = GRAM[case]
+@pytest.mark.parametrize("case", STATISTICS)
+def test_pipeline_statistics(case, dtype, kind, poisoned):
+    c_in, kernel, size, options = STATISTICS[case]
     real = torch.float32 if dtype in ("fp32", "tf32") else dtype
     if real == torch.float16 and kind in ("outliers", "small"):
         pytest.skip("fp16 does not hold them itself")
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"
-    x = gram_input(kind, torch.randn(3, c_in, *size, device="cuda")).to(real)
+    x = difficult_input(kind, torch.randn(3, c_in, *size, device="cuda")).to(real)
     weight = torch.randn(24, c_in, *kernel, device="cuda") * 0.3
     if kind == "smooth":
         weight -= weight.mean(dim=(1, 2, 3, 4), keepdim=True)  # little is left of their input
@@ -386,7 +386,7 @@ def test_pipeline_gram_statistics(case, dtype, kind, poisoned):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_pipeline_gram_statistics_of_what_is_not_finite(value):
+def test_pipeline_statistics_of_what_is_not_finite(value):
     """The sample with it becomes NaN, the others do not notice."""
     x = torch.randn(3, 3, 6, 10, 20, device="cuda")
     x[1, 2, 3, 4, 5] = value

@@ -25,18 +25,15 @@ KGOPT_HD constexpr int narrow_batch(ConvMath math, int window, bool large) {
   return math == ConvMath::kTf32x3 ? (large ? 5 : 3) : (large ? 9 : 5);
 }
 inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the width that a warp takes for one product
-// Where channels are the rows: warpgroups that compute, and K steps whose weights they keep in registers, at most. For
-// logsumexp four of them, with one set of accumulators each, hide each other's waiting.
-KGOPT_HD constexpr int narrow_channel_consumers(ConvMath math, bool lse) {
-  return lse && math != ConvMath::kFp16x3 ? 4 : 3;
-}
-inline constexpr int kNarrowChannelSteps = 9;
+// Where channels are the rows, with fp32 accuracy: warpgroups that compute, and K steps whose weights they keep in
+// registers, at most.
+inline constexpr int kNarrowChannelConsumers = 3, kNarrowChannelSteps = 5;
 // Steps of K, of two chunks of eight half channels, where positions are rows: one of two numbers.
 inline constexpr int kPositionSteps = 5, kPositionMoreSteps = 10;
 inline constexpr int kPositionStages = 6;  // at most
 KGOPT_HD constexpr int position_producers(bool lse) { return lse ? 1 : 2; }
 KGOPT_HD constexpr int position_consumers(bool) { return 3; }
-inline constexpr int kNarrowSplitSteps = 5;  // the same with two terms of each weight
+KGOPT_HD constexpr int position_threads(bool lse) { return 128 * (position_producers(lse) + position_consumers(lse)); }
 inline constexpr int kNarrowWindow = 3;      // kernel rows that share a fragment, where they do
 inline constexpr int kNarrowStages = 3;      // at most
 // The window on gathered chunks: warpgroups that load, pairs of K steps at most, whose fragments a thread holds at
@@ -121,10 +118,6 @@ enum class NarrowLoad : int {
 struct NarrowStats {
   float* partials;  // see StatsPartials in groupnorm_params.h
   int64_t slices;   // of a sample, in the partials
-  // The Gram kernel's slices, in the partials before this kernel's, and [N, gram_slices] which of them were not exact
-  // enough: their samples alone are done. Null where the Gram kernel did not run.
-  const int* inexact;
-  int64_t gram_slices;
   int c_out_total;
   // Where a block sees all of its sample: the sample's statistics instead of partials, and with sample_mean [N] the
   // mean of its norm.

@@ -221,7 +221,7 @@ __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t
   }
 }
 
-__device__ __forceinline__ float log2_fast(float x) {
+__device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -286,7 +286,7 @@ struct PositionLse {
     const int position = g + (odd ? 8 : 0);
     const bool inside = position < width;
     if (__builtin_expect(__all_sync(0xffffffffu, !inside || (sum > 1e-30f && sum < 1e30f)), 1)) {
-      if (t < 2 && inside) y[position] = (log2_fast(sum) + shift) * kLn2;
+      if (t < 2 && inside) y[position] = (log2_approx(sum) + shift) * kLn2;
     } else {
       wgmma_use(acc);  // or the compiler keeps what it could use again, in registers that it does not have
       exact(acc, y, width);
@@ -357,7 +357,8 @@ struct PositionSums {
 
 #endif
 
-template <ConvMath kMath, int kSteps, bool kLse, int kProducers, int kConsumers, int kSets, int kPolynomials = 0>
+template <ConvMath kMath, int kSteps, bool kLse, int kProducers = position_producers(kLse),
+          int kConsumers = position_consumers(kLse), int kSets = 1, int kPolynomials = 0>
 __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
     conv_narrow_positions_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -370,6 +371,7 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
   constexpr int2 kRegisters = kProducers == 2 ? (kConsumers == 3 ? int2{80, 104} : int2{88, 168})
                               : kConsumers == 4 ? int2{64, 104}
                               : kConsumers == 3 ? int2{80, 144} : int2{88, 208};
+  constexpr int kBatch = kPositionSteps;  // whose fragments are loaded together
   // What a pivot in half a word counts: fp16 would not hold what products come to.
   constexpr float kPivotUnit = kMath == ConvMath::kBf16 ? 1.f : 256.f;
 
@@ -395,7 +397,18 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
     const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w * plan.step[2];
     strip_table[i] = make_int4(base * 16, (d * p.out[1] + h) * p.out[2] + w, d << 16 | h, w);
   }
-  if (tid == kThreads - 1) {
+  // Where a step of K's chunks lie, in bytes. Padding reads the first chunk again: what is not finite there spoils the
+  // same outputs anyway.
+  if (tid >= kThreads - 2 * kSteps) {
+    const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
+    const int chunk = tid - (kThreads - 2 * kSteps), type = chunk / taps, tap = chunk % taps;
+    const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1],
+              d = tap / (plan.kernel[2] * plan.kernel[1]);
+    const int at = type * plan.plane / 4 +
+                   (d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch + w * plan.dilation[2];
+    reinterpret_cast<int*>(smem + layout.chunks)[chunk] = type < plan.types ? at * 16 : 0;
+  }
+  if (tid == kThreads - 64) {
 #pragma unroll 1
     for (int stage = 0; stage < plan.stages; ++stage) {
       barrier_init(full + stage, kLoaders);
@@ -445,20 +458,13 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
 
     uint32_t b_first = wgmma_b_descriptor(shared_address(weights));
     asm volatile("" : "+r"(b_first));  // else it would be computed again for each product
-    // Where this lane reads its row of each step's left operand, from the strip's place on. Padding reads the first
-    // chunk again: what is not finite there spoils the same outputs anyway.
-    const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
-    int chunk_at[kSteps];
+    // Where this lane reads its row of each step's left operand, from the strip's place on.
+    const int* const chunk_table = reinterpret_cast<const int*>(smem + layout.chunks) + (lane >> 4);
+    const int own_row = (lane & 15) * plan.step[2] * 16;
+    [[maybe_unused]] int chunk_at[kBatch];
+    if constexpr (kSteps == kBatch) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      int chunk = 2 * i + (lane >> 4);
-      if (chunk >= taps * plan.types) chunk = 0;
-      const int type = chunk / taps, tap = chunk % taps;
-      const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1],
-                d = tap / (plan.kernel[2] * plan.kernel[1]);
-      chunk_at[i] = type * plan.plane * 4 + (lane & 15) * plan.step[2] * 16 +
-                    ((d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch + w * plan.dilation[2]) *
-                        16;
+      for (int i = 0; i < kSteps; ++i) chunk_at[i] = chunk_table[2 * i] + own_row;
     }
     const uint32_t halo = shared_address(smem + layout.halo);
     const int stage_bytes = position_stage_words(plan) * 4;
@@ -511,27 +517,35 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
     float pivot_unit = 0.f;  // kScaled: the stage's that the pivots were taken from; 0: there are none yet
     constexpr uint32_t kOne = kMath == ConvMath::kBf16 ? 0x3f80 : 0x3c00;
     auto multiply = [&](float (&acc)[32], const Strip& strip) {
-      uint32_t a[kSteps][4];
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) load_matrices(a[i], strip.address + chunk_at[i]);
-      if constexpr (!kLse) {
-        // The last chunk is a constant, which is what the pivots are multiplied by.
-        float by = kPivotUnit;
-        if constexpr (kScaled) by *= pivot_unit / strip.unit;
-        uint32_t bits = kOne;
-        if constexpr (kMath != ConvMath::kBf16) {
-          bits = by >= 0x1p-14f && by < 65536.f ? __half_as_ushort(__float2half_rn(by)) : 0;
-        } else {
-          bits = pivot_unit == 0.f ? 0 : kOne;
+      for (int batch = 0; batch < kSteps; batch += kBatch) {
+        uint32_t a[kBatch][4];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          load_matrices(a[i], strip.address + (kSteps == kBatch ? chunk_at[i] : chunk_table[2 * (batch + i)] + own_row));
         }
-        a[kSteps - 1][2] = a[kSteps - 1][3] = t == 0 ? bits : 0;
+        if (!kLse && batch + kBatch == kSteps) {
+          // The last chunk is a constant, which is what the pivots are multiplied by.
+          uint32_t bits = pivot_unit == 0.f ? 0 : kOne;
+          if constexpr (kMath != ConvMath::kBf16) {
+            const float by = kScaled ? kPivotUnit * pivot_unit / strip.unit : kPivotUnit * pivot_unit;
+            bits = by >= 0x1p-14f && by < 65536.f ? __half_as_ushort(__float2half_rn(by)) : 0;
+          }
+          a[kBatch - 1][2] = a[kBatch - 1][3] = t == 0 ? bits : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < 4 * kBatch; ++i) asm volatile("" : "+r"(a[i / 4][i % 4]));
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          wgmma<kType, kColumns>(acc, a[i], b_first + (batch + i) * 128, batch + i > 0);
+        }
+        wgmma_commit();
+        if (batch + kBatch < kSteps) {  // for the registers of A
+          wgmma_wait<0>();
+          wgmma_use(acc);
+        }
       }
-#pragma unroll
-      for (int i = 0; i < 4 * kSteps; ++i) asm volatile("" : "+r"(a[i / 4][i % 4]));
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) wgmma<kType, kColumns>(acc, a[i], b_first + i * 128, i > 0);
-      wgmma_commit();
     };
     float* const pivots = reinterpret_cast<float*>(smem + layout.pivots);
     auto epilogue = [&](float (&acc)[32], const Strip& strip) {

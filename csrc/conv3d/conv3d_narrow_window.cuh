@@ -591,7 +591,6 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
   constexpr int kConsumers = window_consumers(kMath, kColumns, kBlocks), kWarps = kConsumers * 4;
   constexpr int kThreads = kWindowLoaders + 32 * kWarps;
 
-  if (gram_was_exact(p, kColumns)) return;
   extern __shared__ __align__(128) uint32_t smem[];
   const NarrowPlan& plan = p.plan;
   const WindowSmemLayout layout = window_smem_layout(plan);
