@@ -114,7 +114,7 @@ KGOPT_HD PositionSmemLayout position_smem_layout(const NarrowPlan& p) {
   s.pivots = s.unscale + p.columns;
   s.columns = s.pivots + p.columns;
   s.strips = s.columns + p.columns * 4 * (p.consumers * 4 + 1);
-  s.halo = (s.strips + p.strips * 4 + 31) / 32 * 32;
+  s.halo = (s.strips + p.strips + 31) / 32 * 32;
   // Strips that end beyond a row read on; that counts nothing.
   s.total = s.halo + position_stage_words(p) * p.stages + 4 * (kNarrowStrip * p.step[2] + 8);
   return s;

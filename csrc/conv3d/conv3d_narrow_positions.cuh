@@ -236,7 +236,7 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
   return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
 }
 
-// logsumexp over channels of u + hardswish(tanh(scale u + offset)) for a warp's 16 positions.
+// logsumexp over channels of u + hardswish(tanh(scale u + offset)) for a warp's two strips.
 //
 // Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
 // it does not, `exact` finds each position's maximum and the shift moves there.
@@ -266,49 +266,52 @@ struct PositionLse {
     return fmaf(h, fmaf(h, kLog2E / 6.f, kLog2E / 2.f), fmaf(u, of.z, bias));
   }
 
-  // y: of the strip's first position; `width` positions are inside, stride 1.
-  __device__ __forceinline__ void finish(float (&acc)[32], float* y, int width) {
-    const int g = lane >> 2, t = lane & 3;
-    float s[2] = {0.f, 0.f};
+  // Two strips: y is this lane's position, the lane's t choosing one of rows g and g + 8 of the first and of the second.
+  __device__ __forceinline__ void finish(float (&acc)[2][32], float* y, bool inside) {
+    const int t = lane & 3;
+    float s[4] = {};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float4 of = table[i / 2 * 8 + t * 2 + i % 2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float v = power(acc[i / 2 * 4 + r * 2 + i % 2], of, of.w);
-        s[r] += (i * 2 + r) % 8 * kPolynomials % 8 + kPolynomials >= 8 && kPolynomials > 0 ? exp2_polynomial(v) : exp2_approx(v);
+      for (int r = 0; r < 4; ++r) {
+        const float v = power(acc[r / 2][i / 2 * 4 + r % 2 * 2 + i % 2], of, of.w);
+        const bool polynomial = kPolynomials > 0 && (i * 4 + r) % 8 * kPolynomials % 8 + kPolynomials >= 8;
+        s[r] += polynomial ? exp2_polynomial(v) : exp2_approx(v);
       }
     }
-    // Lanes of even t keep the first position's sum, the others the second's.
-    const bool odd = t & 1;
-    float sum = (odd ? s[1] : s[0]) + __shfl_xor_sync(0xffffffffu, odd ? s[0] : s[1], 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const int position = g + (odd ? 8 : 0);
-    const bool inside = position < width;
+    // Every step adds two lanes and halves what they keep.
+    const bool second = t & 2, odd = t & 1;
+    float kept[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      kept[r] = (second ? s[2 + r] : s[r]) + __shfl_xor_sync(0xffffffffu, second ? s[r] : s[2 + r], 2);
+    }
+    const float sum = (odd ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, odd ? kept[0] : kept[1], 1);
     if (__builtin_expect(__all_sync(0xffffffffu, !inside || (sum > 1e-30f && sum < 1e30f)), 1)) {
-      if (t < 2 && inside) y[position] = (log2_approx(sum) + shift) * kLn2;
+      if (inside) *y = (log2_approx(sum) + shift) * kLn2;
     } else {
-      wgmma_use(acc);  // or the compiler keeps what it could use again, in registers that it does not have
-      exact(acc, y, width);
+      wgmma_use(acc[0]), wgmma_use(acc[1]);  // or the compiler keeps what it could use again
+      exact(acc, y, inside);
     }
   }
 
   // Values that leap, infinities and NaNs: rare, so small code counts for more than speed.
-  __device__ __forceinline__ void exact(const float (&acc)[32], float* y, int width) {
-    float kept[32];  // indexed at run time, hence in local memory
+  __device__ __forceinline__ void exact(const float (&acc)[2][32], float* y, bool inside) {
+    float kept[64];  // indexed at run time, hence in local memory
 #pragma unroll
-    for (int i = 0; i < 32; ++i) kept[i] = acc[i];
-    const int g = lane >> 2, t = lane & 3;
+    for (int i = 0; i < 64; ++i) kept[i] = acc[i / 32][i % 32];
+    const int t = lane & 3;
     float first = 0.f;
 #pragma unroll 1
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < 4; ++r) {
       float top = -INFINITY, s = 0.f;
 #pragma unroll 1
       for (int pass = 0; pass < 2; ++pass) {
 #pragma unroll 1
         for (int i = 0; i < 16; ++i) {
           const int c = i / 2 * 8 + t * 2 + i % 2;
-          const float v = power(kept[i / 2 * 4 + r * 2 + i % 2], table[c], base[c].w);
+          const float v = power(kept[r / 2 * 32 + i / 2 * 4 + r % 2 * 2 + i % 2], table[c], base[c].w);
           if (pass == 0) {
             top = fmaxf(top, v);
           } else {
@@ -324,7 +327,7 @@ struct PositionLse {
 #pragma unroll
       for (int mask = 1; mask <= 2; mask *= 2) s += __shfl_xor_sync(0xffffffffu, s, mask);
       s = log2f(s) + top;
-      if (t == 0 && g + r * 8 < width) y[g + r * 8] = s * kLn2;
+      if (t == r && inside) *y = s * kLn2;
       if (r == 0) first = s;
     }
     first = __shfl_sync(0xffffffffu, first, 0);
@@ -345,6 +348,14 @@ struct PositionSums {
 #pragma unroll
     for (int i = 0; i < 16; ++i) sum[i] *= change, sum_sq[i] = sum_sq[i] * change * change;
   }
+  __device__ __forceinline__ void drop_pivots(const float* pivots, float ratio, int t) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float pivot = pivots[i / 2 * 8 + t * 2 + i % 2] * ratio, n = static_cast<float>(count);
+      sum_sq[i] += pivot * fmaf(n, pivot, 2.f * sum[i]);
+      sum[i] = fmaf(n, pivot, sum[i]);
+    }
+  }
   __device__ __forceinline__ void add(const float (&acc)[32]) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -358,7 +369,7 @@ struct PositionSums {
 #endif
 
 template <ConvMath kMath, int kSteps, bool kLse, int kProducers = position_producers(kLse),
-          int kConsumers = position_consumers(kLse), int kSets = 1, int kPolynomials = 0>
+          int kConsumers = position_consumers(kLse), int kPolynomials = 0>
 __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
     conv_narrow_positions_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -372,6 +383,8 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
                               : kConsumers == 4 ? int2{64, 104}
                               : kConsumers == 3 ? int2{80, 144} : int2{88, 208};
   constexpr int kBatch = kPositionSteps;  // whose fragments are loaded together
+  constexpr int kJobStrips = 8;           // of a warpgroup at once, two of each warp
+  constexpr uint32_t kOne = kMath == ConvMath::kBf16 ? 0x3f80 : 0x3c00;
   // What a pivot in half a word counts: fp16 would not hold what products come to.
   constexpr float kPivotUnit = kMath == ConvMath::kBf16 ? 1.f : 256.f;
 
@@ -380,7 +393,7 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
   const PositionSmemLayout layout = position_smem_layout(plan);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
-  int4* const strip_table = reinterpret_cast<int4*>(smem + layout.strips);
+  uint32_t* const strip_table = smem + layout.strips;
   float* const unscale = reinterpret_cast<float*>(smem + layout.unscale);
   const int tid = threadIdx.x;
   const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
@@ -390,12 +403,13 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
   const int c_valid = min(kColumns, p.c_out - c_begin);
   const int c_first = group * p.c_out + c_begin;  // the same among all output channels
 
-  // Strip -> its place in the halo, in bytes, and in the sample's result, and its rows and columns in the tile.
+  // Strip -> its place in the halo and its depth, row and column in the tile: 14, 2, 6 and 6 bits.
   const int per_row = plan.tile[2] / kNarrowStrip;
   for (int i = tid; i < plan.strips; i += kThreads) {
-    const int w = i % per_row * kNarrowStrip, h = i / per_row % plan.tile[1], d = i / (per_row * plan.tile[1]);
-    const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w * plan.step[2];
-    strip_table[i] = make_int4(base * 16, (d * p.out[1] + h) * p.out[2] + w, d << 16 | h, w);
+    const int w = i % per_row, h = i / per_row % plan.tile[1], d = i / (per_row * plan.tile[1]);
+    const int at = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead +
+                   w * kNarrowStrip * plan.step[2];
+    strip_table[i] = at << 16 | d << 12 | h << 6 | w;
   }
   // Where a step of K's chunks lie, in bytes. Padding reads the first chunk again: what is not finite there spoils the
   // same outputs anyway.
@@ -473,129 +487,164 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
       uint32_t address;  // of its place in the halo
       uint32_t offset;   // of its first position in the sample's result
       int width;         // positions inside
-      float unit;        // kScaled: what undoes the scale of its input
     };
     int stage = 0, job = warpgroup, jobs;
     uint32_t parity = 0, tile = static_cast<uint32_t>(slice * plan.tiles_per_slice);
     int room[3];  // what is left of the output from the tile's first position on, and where that lies
-    uint32_t tile_offset;
+    uint32_t tile_offset, stage_address;
+    // What undoes the scale of the tile's input, and of the one that the pivots were taken from; 0: there are none.
+    float unit = 1.f, pivot_unit = 0.f;
+    uint32_t pivot_by = 0;
     auto enter_tile = [&] {
       const uint32_t tiles_w = static_cast<uint32_t>(plan.tiles[2]), tiles_h = static_cast<uint32_t>(plan.tiles[1]);
       const uint32_t row = tile / tiles_w, plane = row / tiles_h;
       const int d = plane * plan.tile[0], h = (row - plane * tiles_h) * plan.tile[1],
                 w = (tile - row * tiles_w) * plan.tile[2];
-      room[0] = p.out[0] - d, room[1] = p.out[1] - h, room[2] = p.out[2] - w;
+      room[0] = min(plan.tile[0], p.out[0] - d), room[1] = p.out[1] - h, room[2] = p.out[2] - w;
       tile_offset = uint32_t(d * p.out[1] + h) * p.out[2] + w;
-      const int strips = ((min(plan.tile[0], room[0]) - 1) * plan.tile[1] + min(plan.tile[1], room[1])) * per_row;
-      jobs = (strips + 3) / 4;
-    };
-    auto read_strip = [&](int of_job, Strip& strip) {
-      const int s = of_job * 4 + warp % 4;
-      const int4 entry = strip_table[min(s, plan.strips - 1)];
-      const bool inside = s < plan.strips && (entry.z >> 16) < room[0] && (entry.z & 0xffff) < room[1];
-      strip.width = inside ? max(0, min(kNarrowStrip, room[2] - entry.w)) : 0;
-      strip.offset = tile_offset + entry.y;
-      strip.address = halo + stage * stage_bytes + entry.x;
-      if constexpr (kScaled) strip.unit = reinterpret_cast<const float*>(smem + layout.scales)[stage];
-    };
-    // The next strips of this warpgroup; a stage is given back when its last ones were multiplied. False after the
-    // last.
-    auto advance = [&](Strip& strip) {
-      while (job >= jobs) {
-        barrier_arrive(empty + stage);
-        if (--tile_count == 0) return false;
-        if (++stage == plan.stages) stage = 0, parity ^= 1;
-        ++tile;
-        job -= jobs;
-        enter_tile();
-        barrier_wait(full + stage, parity);
-      }
-      read_strip(job, strip);
-      job += kConsumers;
-      return true;
-    };
-    float pivot_unit = 0.f;  // kScaled: the stage's that the pivots were taken from; 0: there are none yet
-    constexpr uint32_t kOne = kMath == ConvMath::kBf16 ? 0x3f80 : 0x3c00;
-    auto multiply = [&](float (&acc)[32], const Strip& strip) {
-#pragma unroll
-      for (int batch = 0; batch < kSteps; batch += kBatch) {
-        uint32_t a[kBatch][4];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          load_matrices(a[i], strip.address + (kSteps == kBatch ? chunk_at[i] : chunk_table[2 * (batch + i)] + own_row));
-        }
-        if (!kLse && batch + kBatch == kSteps) {
-          // The last chunk is a constant, which is what the pivots are multiplied by.
-          uint32_t bits = pivot_unit == 0.f ? 0 : kOne;
-          if constexpr (kMath != ConvMath::kBf16) {
-            const float by = kScaled ? kPivotUnit * pivot_unit / strip.unit : kPivotUnit * pivot_unit;
-            bits = by >= 0x1p-14f && by < 65536.f ? __half_as_ushort(__float2half_rn(by)) : 0;
-          }
-          a[kBatch - 1][2] = a[kBatch - 1][3] = t == 0 ? bits : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < 4 * kBatch; ++i) asm volatile("" : "+r"(a[i / 4][i % 4]));
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          wgmma<kType, kColumns>(acc, a[i], b_first + (batch + i) * 128, batch + i > 0);
-        }
-        wgmma_commit();
-        if (batch + kBatch < kSteps) {  // for the registers of A
-          wgmma_wait<0>();
-          wgmma_use(acc);
-        }
-      }
+      const int strips = ((room[0] - 1) * plan.tile[1] + min(plan.tile[1], room[1])) * per_row;
+      jobs = (strips + kJobStrips - 1) / kJobStrips;
+      stage_address = halo + stage * stage_bytes;
     };
     float* const pivots = reinterpret_cast<float*>(smem + layout.pivots);
-    auto epilogue = [&](float (&acc)[32], const Strip& strip) {
+    // What belongs to the stage, once it is there.
+    auto enter_stage = [&] {
+      if constexpr (kScaled) unit = reinterpret_cast<const float*>(smem + layout.scales)[stage];
       if constexpr (kLse) {
-        if (kScaled && strip.unit != lse.unit) {
-          lse.unit = strip.unit;
+        if (kScaled && unit != lse.unit) {
+          lse.unit = unit;
           lse.fill();
         }
-        lse.finish(acc, p.y + n * p.y_stride_n + strip.offset, strip.width);
       } else {
         if constexpr (kScaled) {
-          if (strip.unit != sums.unit) sums.change_unit(strip.unit);
-          const float ratio = pivot_unit / strip.unit;
-          if (!(ratio >= 0x1p-22f && ratio < 256.f)) {  // as in `multiply`: they are not in the products
+          if (unit != sums.unit) sums.change_unit(unit);
+        }
+        uint32_t bits = pivot_unit == 0.f ? 0 : kOne;
+        if constexpr (kMath != ConvMath::kBf16) {
+          const float ratio = kScaled ? __fdividef(pivot_unit, unit) : pivot_unit, by = kPivotUnit * ratio;
+          if (pivot_unit != 0.f && !(by >= 0x1p-14f && by < 65536.f)) {  // no fp16 value
+            sums.drop_pivots(pivots, ratio, t);
+            pivot_unit = 0.f;
+          }
+          bits = pivot_unit == 0.f ? 0 : __half_as_ushort(__float2half_rn(by));
+        }
+        pivot_by = t == 0 ? bits : 0;
+      }
+    };
+    constexpr uint32_t kNoStrip = 0xffffffff;
+    auto read_entries = [&](int of_job, uint32_t (&entries)[2]) {
+      const int s = of_job * kJobStrips + warp % 4 * 2;
 #pragma unroll
-            for (int i = 0; i < 32; ++i) acc[i] -= pivots[i / 4 * 8 + t * 2 + i % 2] * ratio;
+      for (int half = 0; half < 2; ++half) {
+        entries[half] = s + half < plan.strips ? strip_table[s + half] : kNoStrip;
+      }
+    };
+    auto make_strips = [&](const uint32_t(&entries)[2], Strip(&strips)[2]) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t entry = entries[half];
+        const int d = entry >> 12 & 3, h = entry >> 6 & 63, w = (entry & 63) * kNarrowStrip;
+        const bool inside = entry != kNoStrip && d < room[0] && h < room[1];
+        strips[half] = {stage_address + (inside ? entry >> 16 << 4 : 0), tile_offset + (d * p.out[1] + h) * p.out[2] + w,
+                        inside ? min(kNarrowStrip, room[2] - w) : 0};
+      }
+    };
+    uint32_t ahead[2];  // of `job`, read a turn before they are needed
+    // The next strips of this warpgroup; a stage is given back when its last ones were multiplied. False after the
+    // last.
+    auto advance = [&](Strip (&strips)[2]) {
+      if (job >= jobs) {
+        do {
+          barrier_arrive(empty + stage);
+          if (--tile_count == 0) return false;
+          if (++stage == plan.stages) stage = 0, parity ^= 1;
+          ++tile;
+          job -= jobs;
+          enter_tile();
+          barrier_wait(full + stage, parity);
+          enter_stage();
+        } while (job >= jobs);
+        read_entries(job, ahead);
+      }
+      make_strips(ahead, strips);
+      job += kConsumers;
+      read_entries(job, ahead);
+      return true;
+    };
+    auto multiply = [&](float (&acc)[2][32], const Strip (&strips)[2]) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int batch = 0; batch < kSteps; batch += kBatch) {
+          uint32_t a[kBatch][4];
+          const uint32_t from = strips[half].address;
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            load_matrices(a[i], from + (kSteps == kBatch ? chunk_at[i] : chunk_table[2 * (batch + i)] + own_row));
+          }
+          // The last chunk is a constant, which is what the pivots are multiplied by.
+          if (!kLse && batch + kBatch == kSteps) a[kBatch - 1][2] = a[kBatch - 1][3] = pivot_by;
+#pragma unroll
+          for (int i = 0; i < 4 * kBatch; ++i) asm volatile("" : "+r"(a[i / 4][i % 4]));
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            wgmma<kType, kColumns>(acc[half], a[i], b_first + (batch + i) * 128, batch + i > 0);
+          }
+          wgmma_commit();
+          if (batch + kBatch < kSteps) {  // for the registers of A
+            wgmma_wait<0>();
+            wgmma_use(acc[0]), wgmma_use(acc[1]);
           }
         }
-        const int valid[2] = {g < strip.width, g + 8 < strip.width};
-        if (strip.width < kNarrowStrip) {
+      }
+    };
+    float* const y = p.y + n * p.y_stride_n;
+    auto epilogue = [&](float (&acc)[2][32], const Strip (&strips)[2]) {
+      if constexpr (kLse) {
+        const uint32_t offset = t & 2 ? strips[1].offset : strips[0].offset;
+        const int at = g + (t & 1) * 8;
+        lse.finish(acc, y + offset + at, at < (t & 2 ? strips[1].width : strips[0].width));
+      } else {
 #pragma unroll
-          for (int i = 0; i < 32; ++i) acc[i] = valid[i / 2 % 2] ? acc[i] : 0.f;
+        for (int half = 0; half < 2; ++half) {
+          const int width = strips[half].width;
+          if (width < kNarrowStrip) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) acc[half][i] = g + i / 2 % 2 * 8 < width ? acc[half][i] : 0.f;
+          }
+          sums.count += (g < width) + (g + 8 < width);
+          sums.add(acc[half]);
         }
-        sums.count += valid[0] + valid[1];
-        sums.add(acc);
       }
     };
 
+    float acc[2][32];
+    Strip strips[2];
     enter_tile();
     barrier_wait(full, 0);
-    float first[32];
-    Strip strip{}, next{};
+    enter_stage();
     if constexpr (!kLse) {
       // Pivots: the means over a strip in the middle of the first tile.
-      const int middle = (min(plan.tile[1], room[1]) / 2) * per_row;
+      const int middle = (min(plan.tile[1], room[1]) / 2 & ~1) * per_row;  // even
+      sums.unit = unit;
       if (warpgroup == 0) {
-        read_strip(middle / 4, strip);
-        multiply(first, strip);
+        read_entries(middle / kJobStrips, ahead);
+        make_strips(ahead, strips);
+        multiply(acc, strips);
         wgmma_wait<0>();
-        wgmma_use(first);
-        if (warp == middle % 4) {
-          const bool valid[2] = {g < strip.width, g + 8 < strip.width};
+        wgmma_use(acc[0]), wgmma_use(acc[1]);
+        if (warp == middle % kJobStrips / 2) {
+          const int width = strips[0].width;
 #pragma unroll
           for (int i = 0; i < 16; ++i) {
+            const int at = i / 2 * 4 + i % 2;
             float v = 0.f;
-            if (valid[0]) v = first[i / 2 * 4 + i % 2];
-            if (valid[1]) v += first[i / 2 * 4 + i % 2 + 2];
+            if (g < width) v = acc[0][at];
+            if (g + 8 < width) v += acc[0][at + 2];
 #pragma unroll
             for (int mask = 4; mask <= 16; mask *= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
-            v /= kPivotUnit * max(strip.width, 1);
+            v /= kPivotUnit * max(width, 1);
             unsigned short bits;
             float rounded;
             if constexpr (kMath == ConvMath::kBf16) {
@@ -615,39 +664,16 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
           wgmma_fence_shared();
         }
       }
-      pivot_unit = kScaled ? reinterpret_cast<const float*>(smem + layout.scales)[0] : 1.f;
-      sums.unit = pivot_unit;
+      pivot_unit = unit;
+      enter_stage();
       named_barrier(1, kWarps * 32);
     }
-    if constexpr (kSets == 1) {
-      while (advance(strip)) {
-        multiply(first, strip);
-        wgmma_wait<0>();
-        wgmma_use(first);
-        epilogue(first, strip);
-      }
-    } else {
-      // The epilogue of the strip in `done` while the next one's products are under way. After the last strip they are
-      // multiplied once more, for nobody, since a branch around them would make the compiler wait.
-      float second[32];
-      bool more = advance(next);
-      if (more) {
-        multiply(first, next);
-        wgmma_wait<0>();
-        wgmma_use(first);
-      }
-      auto turn = [&](float (&done)[32], float (&other)[32]) {
-        strip = next;
-        more = advance(next);
-        multiply(other, next);
-        epilogue(done, strip);
-        wgmma_wait<0>();
-        wgmma_use(other);
-      };
-      while (more) {
-        turn(first, second);
-        if (more) turn(second, first);
-      }
+    if (job < jobs) read_entries(job, ahead);
+    while (advance(strips)) {
+      multiply(acc, strips);
+      wgmma_wait<0>();
+      wgmma_use(acc[0]), wgmma_use(acc[1]);
+      epilogue(acc, strips);
     }
 
     if constexpr (!kLse) {
