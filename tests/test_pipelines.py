@@ -395,6 +395,45 @@ def test_pipeline_statistics_of_what_is_not_finite(value):
     assert y.isnan().tolist() == [False, True, False]
 
 
+# n, c_in, c_out, norm groups, size, kernel, options: 33 to 64 output channels, where positions are rows on Hopper
+POSITIONS = {
+    "rows of vectors": (3, 8, 64, 16, (37, 128), (3, 3), {}),
+    "one sample, odd rows": (1, 7, 50, 10, (45, 99), (3, 3), {"padding": 1}),
+    "one channel": (5, 1, 40, 8, (31, 50), (5, 5), {}),
+    "two chunks of channels": (2, 12, 64, 8, (33, 70), (3, 3), {"padding": (2, 1)}),
+    "thirty channels, no taps": (2, 30, 36, 6, (40, 44), (1, 1), {}),
+    "strided": (3, 5, 64, 4, (41, 83), (3, 3), {"stride": 2, "padding": 1}),
+    "dilated": (2, 8, 48, 16, (40, 64), (3, 3), {"dilation": (2, 3)}),
+    "kernel of 7": (2, 6, 64, 16, (20, 61), (1, 7), {"padding": (0, 3)}),
+    "smaller than a strip": (7, 8, 64, 16, (3, 9), (3, 3), {}),
+    "several tiles wide": (1, 3, 64, 1, (9, 1300), (3, 3), {}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (0.01, 0.0), (3.0, 100.0)])
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", POSITIONS)
+def test_logsumexp_to_64_channels(case, dtype, scale, offset, poisoned):
+    """Both passes beside PyTorch; twice the same call gives the same bits."""
+    n, c_in, c_out, groups, size, kernel, options = POSITIONS[case]
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+    kind = torch.float32 if dtype in ("fp32", "tf32") else dtype
+    x = (torch.randn(n, c_in, *size, device="cuda") * scale + offset).to(kind)
+    weight = (torch.randn(c_out, c_in, *kernel, device="cuda") * 0.3).to(kind)
+    bias, gamma, beta = (torch.randn(c_out, device="cuda").to(kind) for _ in range(3))
+    args = [x, weight, bias, groups, gamma, beta]
+    function, ref, *_ = PIPELINES["logsumexp"]
+    y = function(*args, **options, backend="kgopt")
+    assert torch.equal(y, function(*args, **options, backend="kgopt"))
+    if dtype == "tf32":
+        ideal = ref(*upcast([round_tf32(x), round_tf32(weight), *args[2:]]), **options).cuda()
+        exact = ref(*upcast(args), **options).cuda()
+        assert_as_good_as_torch(y, ref(*args, **options), exact, also=ideal)
+    else:
+        check("logsumexp", y, args, options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["tf32", torch.bfloat16], ids=str)
 def test_logsumexp_of_values_that_leap(dtype):

@@ -32,7 +32,7 @@ struct ChannelLse {
   static constexpr float kLn2 = 0.69314718055994530942f;
 
   float scale[2], offset[2], bias[2];  // bias: times log2(e), -inf for a channel that is padding
-  float weight[2];           // of a value in the sum, times log2(e); it and `scale` for this row
+  float weight[2];                     // of a value in the sum, times log2(e); it and `scale` for this row
   float shift = 0.f;                   // in powers of 2
   float* exchange;                     // [2][4 warps][kPositions], this warpgroup's
   int buffer = 0;

@@ -114,7 +114,7 @@ KGOPT_HD PositionSmemLayout position_smem_layout(const NarrowPlan& p) {
   s.pivots = s.unscale + p.columns;
   s.columns = s.pivots + p.columns;
   s.strips = s.columns + p.columns * 4 * (p.consumers * 4 + 1);
-  s.halo = (s.strips + p.strips + 31) / 32 * 32;
+  s.halo = (s.strips + p.strips + kPositionNoStrips + 31) / 32 * 32;
   // Strips that end beyond a row read on; that counts nothing.
   s.total = s.halo + position_stage_words(p) * p.stages + 4 * (kNarrowStrip * p.step[2] + 8);
   return s;
@@ -331,13 +331,14 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   return narrow_slices(p, q, limits, best);
 }
 
-// Estimated cycles of a multiprocessor for all tiles of a sample: tensor cores and instruction issue take turns, special
-// functions beside them, and the loading threads wait for memory once for each of their pieces.
+// Estimated cycles of a multiprocessor for all tiles of a sample: tensor cores and instruction issue take turns,
+// special functions beside them, and the loading threads wait for memory once for each of their pieces.
 inline double position_cost(const NarrowPlan& p, bool lse) {
   const double mma = 32.0 * p.k_steps, issue = (lse ? 330 : 120) + 4.0 * p.k_steps, special = lse ? 520 : 0;
   const double compute = (p.strips + 3) / 4 * std::max(mma + issue, special);
   const double rounds = std::ceil(double(p.halo[0]) * p.halo[1] * p.vectors / (128 * p.producers)) * p.types;
-  return double(p.tiles_per_sample) * (std::max(compute, rounds * 1500 + 500) + (p.stages > 2 ? 0.1 : 0.2) * rounds * 1500 + 300);
+  return double(p.tiles_per_sample) *
+         (std::max(compute, rounds * 1500 + 500) + (p.stages > 2 ? 0.1 : 0.2) * rounds * 1500 + 300);
 }
 
 // Positions as rows. False where K is too long or no tile fits.
@@ -420,7 +421,8 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
 
   // Two fp16 terms of each operand have the digits of two of TF32, and half the products.
   const bool columns64 = !store && c_out > 32 && !(lse && c_out > 64);
-  const bool split_rows = columns64 && p.math == ConvMath::kTf32x3 && p.step[2] == 1 && (c_in + 7) / 8 * taps <= 2 * kNarrowChannelSteps;
+  const bool split_rows =
+      columns64 && p.math == ConvMath::kTf32x3 && p.step[2] == 1 && (c_in + 7) / 8 * taps <= 2 * kNarrowChannelSteps;
   if (split_rows) p.math = ConvMath::kFp16x3;
   // wgmma truncates where it adds to its accumulator. Statistics bear it; gradients of logsumexp, which are
   // exponentials of what comes out, showed twenty times PyTorch's error with the many products of 3xTF32.
@@ -453,8 +455,7 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.batch = narrow_batch(p.math, p.window, p.large_batch);
   p.k_steps = padded(p.batch);
   p.producers = narrow_producers(p.math, lse);
-  p.consumers =
-      p.channel_rows ? kNarrowChannelConsumers : narrow_consumers(p.math, p.columns, p.window, lse);
+  p.consumers = p.channel_rows ? kNarrowChannelConsumers : narrow_consumers(p.math, p.columns, p.window, lse);
   p.zero_plane = p.k_words != p.k_steps * 8 && p.math != ConvMath::kFp16x3;
   p.taps_fast = p.words < 4;
   const auto full_width = [&](int strip) {

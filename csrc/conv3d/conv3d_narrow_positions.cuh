@@ -1,10 +1,11 @@
-// Convolutions with few input and more than 32 output channels, either their statistics or, from those, GroupNorm + tanh
+// Convolutions with few input and more than 32 output channels, either their statistics or, from those, GroupNorm +
+// tanh
 // + hardswish + residual + logsumexp over channels, sm_90a.
 //
-// Rows of the products are positions, 16 neighbours of an output row for each warp, columns 64 output channels. The halo
-// lies in shared memory in chunks of eight half channels a position, 16 bytes: a tap is an offset, and a step of K, two
-// chunks, is one ldmatrix. What belongs to a position stays within four lanes, so that warps wait for their products
-// and for nothing else. Weights lie in shared memory from start to end.
+// Rows of the products are positions, 16 neighbours of an output row for each warp, columns 64 output channels. The
+// halo lies in shared memory in chunks of eight half channels a position, 16 bytes: a tap is an offset, and a step of
+// K, two chunks, is one ldmatrix. What belongs to a position stays within four lanes, so that warps wait for their
+// products and for nothing else. Weights lie in shared memory from start to end.
 //
 // fp32 input becomes fp16 (11 bits, as TF32) as in conv3d_narrow_window.cuh, scaled by a power of two for each stage.
 #pragma once
@@ -72,8 +73,8 @@ __device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* 
           uint32_t bits[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            bits[i] = load_one_if(src + i * p.x_stride[2],
-                                  row_inside && e < channels && unsigned(w + i) < unsigned(p.in[2]));
+            bits[i] =
+                load_one_if(src + i * p.x_stride[2], row_inside && e < channels && unsigned(w + i) < unsigned(p.in[2]));
           }
           if constexpr (kScaled) {
 #pragma unroll
@@ -91,20 +92,38 @@ __device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* 
         }
       } else {
         uint32_t* const to = to_stage + type * plan.plane + (row * plan.pitch + place * 4) * 4;
+        uint32_t word[4][4];  // of each position
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          uint32_t word[4];
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             if constexpr (kScaled) {
-              word[k] =
+              word[i][k] =
                   packed_halves(__uint_as_float(v[2 * k][i]) * scale, __uint_as_float(v[2 * k + 1][i]) * scale);
-              *largest = __hmax2(*largest, __habs2(*reinterpret_cast<const __half2*>(&word[k])));
+              *largest = __hmax2(*largest, __habs2(*reinterpret_cast<const __half2*>(&word[i][k])));
             } else {
-              word[k] = __byte_perm(v[2 * k][i / 2], v[2 * k + 1][i / 2], i % 2 ? 0x7632 : 0x5410);
+              word[i][k] = __byte_perm(v[2 * k][i / 2], v[2 * k + 1][i / 2], i % 2 ? 0x7632 : 0x5410);
             }
           }
-          *reinterpret_cast<uint4*>(to + i * 4) = make_uint4(word[0], word[1], word[2], word[3]);
+        }
+        // Neighbouring pairs of threads store their positions in different orders, so that eight of them meet every
+        // bank once.
+        const int order = threadIdx.x >> 1 & 3;
+#pragma unroll
+        for (int bit = 1; bit <= 2; bit *= 2) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              if (i & bit) continue;
+              const uint32_t a = word[i][k], b = word[i + bit][k];
+              word[i][k] = order & bit ? b : a, word[i + bit][k] = order & bit ? a : b;
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          *reinterpret_cast<uint4*>(to + (i ^ order) * 4) = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
         }
       }
       place += place_step;
@@ -232,7 +251,8 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
   asm("max.NaN.f32 %0, %0, 0fC2FA0000;\n min.NaN.f32 %0, %0, 0f42FE0000;" : "+f"(x));  // -125, 127
   const float shifted = x + 12582912.f;  // its low bits: the nearest integer
   const float f = x - (shifted - 12582912.f);
-  const float p = fmaf(fmaf(fmaf(fmaf(0x1.3997b8p-7f, f, 0x1.ca1442p-5f), f, 0x1.ec06dcp-3f), f, 0x1.62e0dcp-1f), f, 0x1.ffffe8p-1f);
+  const float p = fmaf(fmaf(fmaf(fmaf(0x1.3997b8p-7f, f, 0x1.ca1442p-5f), f, 0x1.ec06dcp-3f), f, 0x1.62e0dcp-1f), f,
+                       0x1.ffffe8p-1f);
   return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
 }
 
@@ -240,12 +260,13 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
 //
 // Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
 // it does not, `exact` finds each position's maximum and the shift moves there.
-template <int kPolynomials>
+template <int kStrips, int kPolynomials>
 struct PositionLse {
   static constexpr float kLog2E = 1.44269504088896340736f;
   static constexpr float kLn2 = 0.69314718055994530942f;
 
-  float4* table;  // of each channel, this warp's: scale, offset, log2(e), bias log2(e) - shift, for u as products have it
+  float4*
+      table;  // of each channel, this warp's: scale, offset, log2(e), bias log2(e) - shift, for u as products have it
   const float4* base;  // the same in units of 1 and without shift, the block's
   float shift = 0.f;   // in powers of 2
   float unit = 1.f;
@@ -266,45 +287,75 @@ struct PositionLse {
     return fmaf(h, fmaf(h, kLog2E / 6.f, kLog2E / 2.f), fmaf(u, of.z, bias));
   }
 
-  // Two strips: y is this lane's position, the lane's t choosing one of rows g and g + 8 of the first and of the second.
-  __device__ __forceinline__ void finish(float (&acc)[2][32], float* y, bool inside) {
+  // y is this lane's position, the lane's t choosing one of rows g and g + 8 of the first strip and of the second; one
+  // strip has two lanes for each.
+  __device__ __forceinline__ void finish(float (&acc)[kStrips][32], float* y, bool inside) {
     const int t = lane & 3;
-    float s[4] = {};
+    constexpr int kRows = 2 * kStrips, kChannels = 16 / kRows, kBatches = 16 / kChannels;  // 16 values at a time
+    float s[kRows] = {}, h[16], e[16], p[16];
+    float4 of[kChannels];
+    auto value = [&](int batch, int i) {
+      const int c = batch * kChannels + i / kRows, r = i % kRows;
+      return acc[r / 2][c / 2 * 4 + r % 2 * 2 + c % 2];
+    };
+    auto start = [&](int batch) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float4 of = table[i / 2 * 8 + t * 2 + i % 2];
+      for (int i = 0; i < kChannels; ++i) {
+        const int c = batch * kChannels + i;
+        of[i] = table[c / 2 * 8 + t * 2 + c % 2];
+      }
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float v = power(acc[r / 2][i / 2 * 4 + r % 2 * 2 + i % 2], of, of.w);
-        const bool polynomial = kPolynomials > 0 && (i * 4 + r) % 8 * kPolynomials % 8 + kPolynomials >= 8;
-        s[r] += polynomial ? exp2_polynomial(v) : exp2_approx(v);
+      for (int i = 0; i < 16; ++i) h[i] = tanh_approx(fmaf(value(batch, i), of[i / kRows].x, of[i / kRows].y));
+    };
+    start(0);
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const float4 v = of[i / kRows];
+        if (batch > 0) s[i % kRows] += p[i];
+        e[i] = fmaf(h[i], fmaf(h[i], kLog2E / 6.f, kLog2E / 2.f), fmaf(value(batch, i), v.z, v.w));
+      }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const bool polynomial = kPolynomials > 0 && i % 8 * kPolynomials % 8 + kPolynomials >= 8;
+        p[i] = polynomial ? exp2_polynomial(e[i]) : exp2_approx(e[i]);
+      }
+      if (batch + 1 < kBatches) start(batch + 1);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) s[i % kRows] += p[i];
+    // Every step adds two lanes and halves what they keep.
+    float kept[2] = {s[0], s[1]};
+    if constexpr (kStrips == 2) {
+      const bool second = t & 2;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        kept[r] =
+            (second ? s[kRows - 2 + r] : s[r]) + __shfl_xor_sync(0xffffffffu, second ? s[r] : s[kRows - 2 + r], 2);
       }
     }
-    // Every step adds two lanes and halves what they keep.
-    const bool second = t & 2, odd = t & 1;
-    float kept[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      kept[r] = (second ? s[2 + r] : s[r]) + __shfl_xor_sync(0xffffffffu, second ? s[r] : s[2 + r], 2);
-    }
-    const float sum = (odd ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, odd ? kept[0] : kept[1], 1);
+    const bool odd = t & 1;
+    float sum = (odd ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, odd ? kept[0] : kept[1], 1);
+    if constexpr (kStrips == 1) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     if (__builtin_expect(__all_sync(0xffffffffu, !inside || (sum > 1e-30f && sum < 1e30f)), 1)) {
-      if (inside) *y = (log2_approx(sum) + shift) * kLn2;
+      if (inside && (kStrips == 2 || t < 2)) *y = (log2_approx(sum) + shift) * kLn2;
     } else {
-      wgmma_use(acc[0]), wgmma_use(acc[1]);  // or the compiler keeps what it could use again
+#pragma unroll
+      for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
       exact(acc, y, inside);
     }
   }
 
   // Values that leap, infinities and NaNs: rare, so small code counts for more than speed.
-  __device__ __forceinline__ void exact(const float (&acc)[2][32], float* y, bool inside) {
-    float kept[64];  // indexed at run time, hence in local memory
+  __device__ __forceinline__ void exact(const float (&acc)[kStrips][32], float* y, bool inside) {
+    float kept[32 * kStrips];  // indexed at run time, hence in local memory
 #pragma unroll
-    for (int i = 0; i < 64; ++i) kept[i] = acc[i / 32][i % 32];
+    for (int i = 0; i < 32 * kStrips; ++i) kept[i] = acc[i / 32][i % 32];
     const int t = lane & 3;
     float first = 0.f;
 #pragma unroll 1
-    for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < 2 * kStrips; ++r) {
       float top = -INFINITY, s = 0.f;
 #pragma unroll 1
       for (int pass = 0; pass < 2; ++pass) {
@@ -369,7 +420,7 @@ struct PositionSums {
 #endif
 
 template <ConvMath kMath, int kSteps, bool kLse, int kProducers = position_producers(kLse),
-          int kConsumers = position_consumers(kLse), int kPolynomials = 0>
+          int kConsumers = position_consumers(kLse), int kStrips = 1, int kPolynomials = 0>
 __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
     conv_narrow_positions_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -379,11 +430,12 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
   constexpr int kColumns = 64, kWarps = kConsumers * 4;
   constexpr int kLoaders = 128 * kProducers, kThreads = kLoaders + 32 * kWarps;
   // Of loading and of computing threads; together no more than the block gets at its start.
-  constexpr int2 kRegisters = kProducers == 2 ? (kConsumers == 3 ? int2{80, 104} : int2{88, 168})
-                              : kConsumers == 4 ? int2{64, 104}
-                              : kConsumers == 3 ? int2{80, 144} : int2{88, 208};
-  constexpr int kBatch = kPositionSteps;  // whose fragments are loaded together
-  constexpr int kJobStrips = 8;           // of a warpgroup at once, two of each warp
+  constexpr int2 kRegisters = kProducers == 2   ? (kConsumers == 3 ? int2{80, 104} : int2{88, 168})
+                              : kConsumers == 4 ? int2{96, 96}
+                              : kConsumers == 3 ? int2{80, 144}
+                                                : int2{88, 208};
+  constexpr int kBatch = kPositionSteps;   // whose fragments are loaded together
+  constexpr int kJobStrips = 4 * kStrips;  // of a warpgroup at once
   constexpr uint32_t kOne = kMath == ConvMath::kBf16 ? 0x3f80 : 0x3c00;
   // What a pivot in half a word counts: fp16 would not hold what products come to.
   constexpr float kPivotUnit = kMath == ConvMath::kBf16 ? 1.f : 256.f;
@@ -405,11 +457,12 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
 
   // Strip -> its place in the halo and its depth, row and column in the tile: 14, 2, 6 and 6 bits.
   const int per_row = plan.tile[2] / kNarrowStrip;
-  for (int i = tid; i < plan.strips; i += kThreads) {
+  constexpr uint32_t kNoStrip = 0xffffffff;
+  for (int i = tid; i < plan.strips + kPositionNoStrips; i += kThreads) {
     const int w = i % per_row, h = i / per_row % plan.tile[1], d = i / (per_row * plan.tile[1]);
-    const int at = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead +
-                   w * kNarrowStrip * plan.step[2];
-    strip_table[i] = at << 16 | d << 12 | h << 6 | w;
+    const int at =
+        (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w * kNarrowStrip * plan.step[2];
+    strip_table[i] = i < plan.strips ? at << 16 | d << 12 | h << 6 | w : kNoStrip;
   }
   // Where a step of K's chunks lie, in bytes. Padding reads the first chunk again: what is not finite there spoils the
   // same outputs anyway.
@@ -418,8 +471,8 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
     const int chunk = tid - (kThreads - 2 * kSteps), type = chunk / taps, tap = chunk % taps;
     const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1],
               d = tap / (plan.kernel[2] * plan.kernel[1]);
-    const int at = type * plan.plane / 4 +
-                   (d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch + w * plan.dilation[2];
+    const int at = type * plan.plane / 4 + (d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch +
+                   w * plan.dilation[2];
     reinterpret_cast<int*>(smem + layout.chunks)[chunk] = type < plan.types ? at * 16 : 0;
   }
   if (tid == kThreads - 64) {
@@ -439,15 +492,25 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
     position_tiles<kMath, kLoaders>(p, layout, smem, n, group, cursor, tile_count);
   } else {
     set_registers<kRegisters.y, true>();
-    const int lane = tid & 31, g = lane >> 2, t = lane & 3;
+    // Kept in registers: the compiler would compute them again and again.
+    auto keep = [](int v) {
+      asm volatile("" : "+r"(v));
+      return v;
+    };
+    const int lane = keep(tid & 31), g = keep(lane >> 2), t = keep(lane & 3);
     const int warp = __shfl_sync(0xffffffffu, tid / 32 - kLoaders / 32, 0);  // among the computing ones
     const int warpgroup = warp / 4;
+    const int own_strip = keep(tid / 32 % 4 * kStrips);  // not known to be the same: uniform registers are slow
+    auto use = [](float (&acc)[kStrips][32]) {
+#pragma unroll
+      for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);
+    };
     uint32_t* const weights = smem + layout.weights;
     position_weights<kMath, kSteps, kWarps>(p, weights, unscale, group, c_begin, c_valid, warp, lane);
     wgmma_fence_shared();
     named_barrier(1, kWarps * 32);
 
-    PositionLse<kPolynomials> lse;
+    PositionLse<kStrips, kPolynomials> lse;
     PositionSums sums;
     if constexpr (kLse) {
       wait_for_prerequisites();  // the table of norms; everything else was there before them
@@ -531,28 +594,29 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
         pivot_by = t == 0 ? bits : 0;
       }
     };
-    constexpr uint32_t kNoStrip = 0xffffffff;
-    auto read_entries = [&](int of_job, uint32_t (&entries)[2]) {
-      const int s = of_job * kJobStrips + warp % 4 * 2;
+    const uint32_t strips_at = keep(shared_address(strip_table) + own_strip * 4);
+    auto read_entries = [&](int of_job, uint32_t (&entries)[kStrips]) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        entries[half] = s + half < plan.strips ? strip_table[s + half] : kNoStrip;
+      for (int half = 0; half < kStrips; ++half) {
+        asm volatile("ld.shared.u32 %0, [%1];"
+                     : "=r"(entries[half])
+                     : "r"(strips_at + (of_job * kJobStrips + half) * 4));
       }
     };
-    auto make_strips = [&](const uint32_t(&entries)[2], Strip(&strips)[2]) {
+    auto make_strips = [&](const uint32_t (&entries)[kStrips], Strip(&strips)[kStrips]) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < kStrips; ++half) {
         const uint32_t entry = entries[half];
         const int d = entry >> 12 & 3, h = entry >> 6 & 63, w = (entry & 63) * kNarrowStrip;
         const bool inside = entry != kNoStrip && d < room[0] && h < room[1];
-        strips[half] = {stage_address + (inside ? entry >> 16 << 4 : 0), tile_offset + (d * p.out[1] + h) * p.out[2] + w,
-                        inside ? min(kNarrowStrip, room[2] - w) : 0};
+        strips[half] = {stage_address + (inside ? entry >> 16 << 4 : 0),
+                        tile_offset + (d * p.out[1] + h) * p.out[2] + w, inside ? min(kNarrowStrip, room[2] - w) : 0};
       }
     };
-    uint32_t ahead[2];  // of `job`, read a turn before they are needed
+    uint32_t ahead[kStrips];  // of `job`, read a turn before they are needed
     // The next strips of this warpgroup; a stage is given back when its last ones were multiplied. False after the
     // last.
-    auto advance = [&](Strip (&strips)[2]) {
+    auto advance = [&](Strip(&strips)[kStrips]) {
       if (job >= jobs) {
         do {
           barrier_arrive(empty + stage);
@@ -571,9 +635,9 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
       read_entries(job, ahead);
       return true;
     };
-    auto multiply = [&](float (&acc)[2][32], const Strip (&strips)[2]) {
+    auto multiply = [&](float (&acc)[kStrips][32], const Strip(&strips)[kStrips]) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < kStrips; ++half) {
 #pragma unroll
         for (int batch = 0; batch < kSteps; batch += kBatch) {
           uint32_t a[kBatch][4];
@@ -594,20 +658,23 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
           wgmma_commit();
           if (batch + kBatch < kSteps) {  // for the registers of A
             wgmma_wait<0>();
-            wgmma_use(acc[0]), wgmma_use(acc[1]);
+            use(acc);
           }
         }
       }
     };
     float* const y = p.y + n * p.y_stride_n;
-    auto epilogue = [&](float (&acc)[2][32], const Strip (&strips)[2]) {
+    auto epilogue = [&](float (&acc)[kStrips][32], const Strip(&strips)[kStrips]) {
       if constexpr (kLse) {
-        const uint32_t offset = t & 2 ? strips[1].offset : strips[0].offset;
+        // The position that this lane finishes.
+        const Strip& last = strips[kStrips - 1];
+        const bool second = kStrips == 2 && t & 2;
         const int at = g + (t & 1) * 8;
-        lse.finish(acc, y + offset + at, at < (t & 2 ? strips[1].width : strips[0].width));
+        lse.finish(acc, y + (second ? last.offset : strips[0].offset) + at,
+                   at < (second ? last.width : strips[0].width));
       } else {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < kStrips; ++half) {
           const int width = strips[half].width;
           if (width < kNarrowStrip) {
 #pragma unroll
@@ -619,8 +686,8 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
       }
     };
 
-    float acc[2][32];
-    Strip strips[2];
+    float acc[kStrips][32];
+    Strip strips[kStrips];
     enter_tile();
     barrier_wait(full, 0);
     enter_stage();
@@ -633,8 +700,8 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
         make_strips(ahead, strips);
         multiply(acc, strips);
         wgmma_wait<0>();
-        wgmma_use(acc[0]), wgmma_use(acc[1]);
-        if (warp == middle % kJobStrips / 2) {
+        use(acc);
+        if (warp == middle % kJobStrips / kStrips) {
           const int width = strips[0].width;
 #pragma unroll
           for (int i = 0; i < 16; ++i) {
@@ -672,7 +739,7 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
     while (advance(strips)) {
       multiply(acc, strips);
       wgmma_wait<0>();
-      wgmma_use(acc[0]), wgmma_use(acc[1]);
+      use(acc);
       epilogue(acc, strips);
     }
 
