@@ -30,10 +30,11 @@ inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the wid
 inline constexpr int kNarrowChannelConsumers = 3, kNarrowChannelSteps = 5;
 // Steps of K, of two chunks of eight half channels, where positions are rows: one of two numbers.
 inline constexpr int kPositionSteps = 5, kPositionMoreSteps = 10;
+inline constexpr int kPositionStrips = 2;     // that a warp multiplies and reduces at once
 inline constexpr int kPositionStages = 6;     // at most
 inline constexpr int kPositionNoStrips = 64;  // entries behind those of a tile's strips, which look ahead finds
 KGOPT_HD constexpr int position_producers(bool lse) { return lse ? 1 : 2; }
-KGOPT_HD constexpr int position_consumers(bool) { return 3; }
+KGOPT_HD constexpr int position_consumers(bool lse) { return lse ? 3 : 2; }
 KGOPT_HD constexpr int position_threads(bool lse) { return 128 * (position_producers(lse) + position_consumers(lse)); }
 inline constexpr int kNarrowWindow = 3;  // kernel rows that share a fragment, where they do
 inline constexpr int kNarrowStages = 3;  // at most

@@ -246,27 +246,17 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
-// 2^x without the special function unit, to 4e-6. NaN becomes infinite.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  asm("max.NaN.f32 %0, %0, 0fC2FA0000;\n min.NaN.f32 %0, %0, 0f42FE0000;" : "+f"(x));  // -125, 127
-  const float shifted = x + 12582912.f;  // its low bits: the nearest integer
-  const float f = x - (shifted - 12582912.f);
-  const float p = fmaf(fmaf(fmaf(fmaf(0x1.3997b8p-7f, f, 0x1.ca1442p-5f), f, 0x1.ec06dcp-3f), f, 0x1.62e0dcp-1f), f,
-                       0x1.ffffe8p-1f);
-  return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
-}
-
 // logsumexp over channels of u + hardswish(tanh(scale u + offset)) for a warp's two strips.
 //
 // Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
 // it does not, `exact` finds each position's maximum and the shift moves there.
-template <int kStrips, int kPolynomials>
 struct PositionLse {
+  static constexpr int kStrips = kPositionStrips;
   static constexpr float kLog2E = 1.44269504088896340736f;
   static constexpr float kLn2 = 0.69314718055994530942f;
 
-  float4*
-      table;  // of each channel, this warp's: scale, offset, log2(e), bias log2(e) - shift, for u as products have it
+  // Of each channel, this warp's: scale, offset, log2(e), bias log2(e) - shift, for u as products have it.
+  float4* table;
   const float4* base;  // the same in units of 1 and without shift, the block's
   float shift = 0.f;   // in powers of 2
   float unit = 1.f;
@@ -287,8 +277,7 @@ struct PositionLse {
     return fmaf(h, fmaf(h, kLog2E / 6.f, kLog2E / 2.f), fmaf(u, of.z, bias));
   }
 
-  // y is this lane's position, the lane's t choosing one of rows g and g + 8 of the first strip and of the second; one
-  // strip has two lanes for each.
+  // y is this lane's position, the lane's t choosing one of rows g and g + 8 of the first strip and of the second.
   __device__ __forceinline__ void finish(float (&acc)[kStrips][32], float* y, bool inside) {
     const int t = lane & 3;
     constexpr int kRows = 2 * kStrips, kChannels = 16 / kRows, kBatches = 16 / kChannels;  // 16 values at a time
@@ -318,28 +307,22 @@ struct PositionLse {
       }
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        const bool polynomial = kPolynomials > 0 && i % 8 * kPolynomials % 8 + kPolynomials >= 8;
-        p[i] = polynomial ? exp2_polynomial(e[i]) : exp2_approx(e[i]);
+        p[i] = exp2_approx(e[i]);
       }
       if (batch + 1 < kBatches) start(batch + 1);
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) s[i % kRows] += p[i];
     // Every step adds two lanes and halves what they keep.
-    float kept[2] = {s[0], s[1]};
-    if constexpr (kStrips == 2) {
-      const bool second = t & 2;
+    const bool second = t & 2, odd = t & 1;
+    float kept[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        kept[r] =
-            (second ? s[kRows - 2 + r] : s[r]) + __shfl_xor_sync(0xffffffffu, second ? s[r] : s[kRows - 2 + r], 2);
-      }
+    for (int r = 0; r < 2; ++r) {
+      kept[r] = (second ? s[2 + r] : s[r]) + __shfl_xor_sync(0xffffffffu, second ? s[r] : s[2 + r], 2);
     }
-    const bool odd = t & 1;
-    float sum = (odd ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, odd ? kept[0] : kept[1], 1);
-    if constexpr (kStrips == 1) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const float sum = (odd ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, odd ? kept[0] : kept[1], 1);
     if (__builtin_expect(__all_sync(0xffffffffu, !inside || (sum > 1e-30f && sum < 1e30f)), 1)) {
-      if (inside && (kStrips == 2 || t < 2)) *y = (log2_approx(sum) + shift) * kLn2;
+      if (inside) *y = (log2_approx(sum) + shift) * kLn2;
     } else {
 #pragma unroll
       for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
@@ -419,21 +402,18 @@ struct PositionSums {
 
 #endif
 
-template <ConvMath kMath, int kSteps, bool kLse, int kProducers = position_producers(kLse),
-          int kConsumers = position_consumers(kLse), int kStrips = 1, int kPolynomials = 0>
-__global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
+template <ConvMath kMath, int kSteps, bool kLse>
+__global__ void __launch_bounds__(position_threads(kLse), 1)
     conv_narrow_positions_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16 : WgmmaType::kFp16;
   constexpr bool kScaled = kMath == ConvMath::kTf32;
-  constexpr int kColumns = 64, kWarps = kConsumers * 4;
+  constexpr int kProducers = position_producers(kLse), kConsumers = position_consumers(kLse);
+  constexpr int kColumns = 64, kWarps = kConsumers * 4, kStrips = kPositionStrips;
   constexpr int kLoaders = 128 * kProducers, kThreads = kLoaders + 32 * kWarps;
   // Of loading and of computing threads; together no more than the block gets at its start.
-  constexpr int2 kRegisters = kProducers == 2   ? (kConsumers == 3 ? int2{80, 104} : int2{88, 168})
-                              : kConsumers == 4 ? int2{96, 96}
-                              : kConsumers == 3 ? int2{80, 144}
-                                                : int2{88, 208};
+  constexpr int2 kRegisters = kLse ? int2{80, 144} : int2{88, 168};
   constexpr int kBatch = kPositionSteps;   // whose fragments are loaded together
   constexpr int kJobStrips = 4 * kStrips;  // of a warpgroup at once
   constexpr uint32_t kOne = kMath == ConvMath::kBf16 ? 0x3f80 : 0x3c00;
@@ -510,7 +490,7 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
     wgmma_fence_shared();
     named_barrier(1, kWarps * 32);
 
-    PositionLse<kStrips, kPolynomials> lse;
+    PositionLse lse;
     PositionSums sums;
     if constexpr (kLse) {
       wait_for_prerequisites();  // the table of norms; everything else was there before them
@@ -668,7 +648,7 @@ __global__ void __launch_bounds__(128 * (kProducers + kConsumers), 1)
       if constexpr (kLse) {
         // The position that this lane finishes.
         const Strip& last = strips[kStrips - 1];
-        const bool second = kStrips == 2 && t & 2;
+        const bool second = t & 2;
         const int at = g + (t & 1) * 8;
         lse.finish(acc, y + (second ? last.offset : strips[0].offset) + at,
                    at < (second ? last.width : strips[0].width));
