@@ -348,15 +348,22 @@ def pipeline_cases() -> None:
                 call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x, w, b, 8, g, h),
             )
 
-    # On Hopper: statistics from the Gram matrix, once of an input that its filters cancel and the convolution corrects.
-    for dtype, smooth in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+    # On Hopper: positions as rows of the products, an input of small spread around a slope, several chunks of channels.
+    for dtype, smooth in itertools.product((torch.float32, *HALVES), (False, True)):
         x, weight = tensor(2, 8, 70, 136, dtype=dtype), tensor(40, 8, 3, 3, dtype=dtype)
         if smooth:
             x = x * 1e-3 + torch.linspace(0, 1, 136, device=x.device, dtype=dtype)
             weight -= weight.mean(dim=(1, 2, 3), keepdim=True)
         run(
-            f"conv2d_..._logsumexp of the Gram matrix {dtype}{' that cancels' if smooth else ''}",
+            f"conv2d_..._logsumexp to 40 channels {dtype}{' of a slope' if smooth else ''}",
             *(x, weight, tensor(40, dtype=dtype), tensor(40, dtype=dtype), tensor(40, dtype=dtype)),
+            backward=False,
+            call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x, w, b, 8, g, h),
+        )
+        run(
+            f"conv2d_..._logsumexp of 12 channels {dtype}{' 300 times as large' if smooth else ''}",
+            *(tensor(2, 12, 21, 37, dtype=dtype) * (300 if smooth else 1), tensor(64, 12, 3, 3, dtype=dtype)),
+            *(tensor(64, dtype=dtype), tensor(64, dtype=dtype), tensor(64, dtype=dtype)),
             backward=False,
             call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x, w, b, 8, g, h),
         )

@@ -311,8 +311,8 @@ def test_pipeline_in_one_launch_of_extreme_inputs(dtype):
     assert not y[0].isnan().any()
 
 
-# c_in, kernel, size, options: statistics that come from the Gram matrix of the input on Hopper, and some that do not
-GRAM = {
+# c_in, kernel, size, options: statistics of convolutions that are not stored
+STATISTICS = {
     "volume": (3, (3, 3, 3), (6, 10, 20), {}),
     "image": (8, (1, 3, 3), (1, 70, 136), {}),
     "image, padded": (5, (1, 3, 3), (1, 70, 136), {"padding": (0, 1, 1)}),
@@ -323,7 +323,7 @@ GRAM = {
 }
 
 
-def gram_input(kind: str, x: torch.Tensor) -> torch.Tensor:
+def difficult_input(kind: str, x: torch.Tensor) -> torch.Tensor:
     """Values that fp16 does not hold unless they are shifted and scaled, and scaled again."""
     if kind == "offset":
         return x + 100
@@ -343,14 +343,14 @@ def gram_input(kind: str, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["normal", "offset", "small", "outliers", "spikes", "constant", "smooth"])
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", GRAM)
-def test_pipeline_gram_statistics(case, dtype, kind, poisoned):
-    c_in, kernel, size, options = GRAM[case]
+@pytest.mark.parametrize("case", STATISTICS)
+def test_pipeline_statistics(case, dtype, kind, poisoned):
+    c_in, kernel, size, options = STATISTICS[case]
     real = torch.float32 if dtype in ("fp32", "tf32") else dtype
     if real == torch.float16 and kind in ("outliers", "small"):
         pytest.skip("fp16 does not hold them itself")
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"
-    x = gram_input(kind, torch.randn(3, c_in, *size, device="cuda")).to(real)
+    x = difficult_input(kind, torch.randn(3, c_in, *size, device="cuda")).to(real)
     weight = torch.randn(24, c_in, *kernel, device="cuda") * 0.3
     if kind == "smooth":
         weight -= weight.mean(dim=(1, 2, 3, 4), keepdim=True)  # little is left of their input
@@ -387,13 +387,52 @@ def test_pipeline_gram_statistics(case, dtype, kind, poisoned):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_pipeline_gram_statistics_of_what_is_not_finite(value):
+def test_pipeline_statistics_of_what_is_not_finite(value):
     """The sample with it becomes NaN, the others do not notice."""
     x = torch.randn(3, 3, 6, 10, 20, device="cuda")
     x[1, 2, 3, 4, 5] = value
     weight = torch.randn(24, 3, 3, 3, 3, device="cuda")
     y = PIPELINES["mean"][0](x, weight, None, 8, None, None)
     assert y.isnan().tolist() == [False, True, False]
+
+
+# n, c_in, c_out, norm groups, size, kernel, options: 33 to 64 output channels, where positions are rows on Hopper
+POSITIONS = {
+    "rows of vectors": (3, 8, 64, 16, (37, 128), (3, 3), {}),
+    "one sample, odd rows": (1, 7, 50, 10, (45, 99), (3, 3), {"padding": 1}),
+    "one channel": (5, 1, 40, 8, (31, 50), (5, 5), {}),
+    "two chunks of channels": (2, 12, 64, 8, (33, 70), (3, 3), {"padding": (2, 1)}),
+    "thirty channels, no taps": (2, 30, 36, 6, (40, 44), (1, 1), {}),
+    "strided": (3, 5, 64, 4, (41, 83), (3, 3), {"stride": 2, "padding": 1}),
+    "dilated": (2, 8, 48, 16, (40, 64), (3, 3), {"dilation": (2, 3)}),
+    "kernel of 7": (2, 6, 64, 16, (20, 61), (1, 7), {"padding": (0, 3)}),
+    "smaller than a strip": (7, 8, 64, 16, (3, 9), (3, 3), {}),
+    "several tiles wide": (1, 3, 64, 1, (9, 1300), (3, 3), {}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (0.01, 0.0), (3.0, 100.0)])
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", POSITIONS)
+def test_logsumexp_to_64_channels(case, dtype, scale, offset, poisoned):
+    """Both passes beside PyTorch; twice the same call gives the same bits."""
+    n, c_in, c_out, groups, size, kernel, options = POSITIONS[case]
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+    kind = torch.float32 if dtype in ("fp32", "tf32") else dtype
+    x = (torch.randn(n, c_in, *size, device="cuda") * scale + offset).to(kind)
+    weight = (torch.randn(c_out, c_in, *kernel, device="cuda") * 0.3).to(kind)
+    bias, gamma, beta = (torch.randn(c_out, device="cuda").to(kind) for _ in range(3))
+    args = [x, weight, bias, groups, gamma, beta]
+    function, ref, *_ = PIPELINES["logsumexp"]
+    y = function(*args, **options, backend="kgopt")
+    assert torch.equal(y, function(*args, **options, backend="kgopt"))
+    if dtype == "tf32":
+        ideal = ref(*upcast([round_tf32(x), round_tf32(weight), *args[2:]]), **options).cuda()
+        exact = ref(*upcast(args), **options).cuda()
+        assert_as_good_as_torch(y, ref(*args, **options), exact, also=ideal)
+    else:
+        check("logsumexp", y, args, options)
 
 
 @pytest.mark.gpu

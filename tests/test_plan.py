@@ -388,6 +388,8 @@ def check_narrow_plan(plan, case: dict, size, output, limits) -> None:
         assert case["stride"][1] == case["dilation"][1] == case["stride"][2] == 1
     if plan.gathered:
         return check_gathered(plan, case, output)
+    if plan.position_rows:
+        return check_position_rows(plan, case, output)
     assert plan.k_steps % plan.batch == 0
     assert plan.k_words <= plan.k_steps * 8 < plan.k_words + 8 * plan.batch
     in_terms = plan.math == dev.ConvMath.fp16x3  # padded K reads what is there, with weights of zero
@@ -428,6 +430,26 @@ def check_gathered(plan, case: dict, output) -> None:
     assert plan.segments == 1 or output[1] % plan.rows == 0, "warps of a warpgroup count rows together"
 
 
+def check_position_rows(plan, case: dict, output) -> None:
+    """Where positions are rows, every channel and tap is in a chunk of K, and every position of a row has its halo."""
+    assert plan.columns == 64
+    assert plan.strip == dev.NARROW_STRIP
+    assert plan.math in (dev.ConvMath.tf32, dev.ConvMath.bf16, dev.ConvMath.fp16)
+    assert plan.k_steps in (5, 10), "the numbers of products that are compiled"
+    assert 8 * plan.types >= case["c_in"] > 8 * (plan.types - 1)
+    constant = 1 if case.get("epilogue") == dev.ConvEpilogue.stats else 0
+    assert plan.types * math.prod(case["kernel"]) + constant <= 2 * plan.k_steps
+    for dim in range(3):
+        extent = min(plan.tile[2], output[2]) if dim == 2 else plan.tile[dim]
+        reach = (extent - 1) * case["stride"][dim] + (case["kernel"][dim] - 1) * case["dilation"][dim] + 1
+        assert plan.halo[dim] == reach
+    assert plan.pitch == 4 * plan.vectors
+    assert plan.plane == 4 * plan.halo[0] * plan.halo[1] * plan.pitch
+    assert 2 <= plan.stages <= 6
+    assert plan.strips * plan.strip == math.prod(plan.tile)
+    assert max(plan.tile[:2]) < 1 << 15, "a strip's place in the tile"
+
+
 def check_channel_rows(plan, case: dict, limits) -> None:
     """Where channels are rows, wgmma reads the halo: every chunk of four words and every tap once, at its place."""
     assert plan.chunked
@@ -435,7 +457,8 @@ def check_channel_rows(plan, case: dict, limits) -> None:
     assert plan.strip in (32, 64)
     assert plan.columns == 64
     assert case["stride"][2] == 1, "neighbouring positions are neighbours in the halo"
-    assert plan.k_steps in (5, 9), "the numbers of products that are compiled"
+    assert plan.math == dev.ConvMath.fp16x3
+    assert plan.k_steps == 5, "the number of products that is compiled"
     assert limits.smem_per_block // 16 < 1 << 14, "addresses fit the descriptor"
     chunks = []
     for pair in plan.chunk_pairs:
@@ -451,10 +474,7 @@ def check_channel_rows(plan, case: dict, limits) -> None:
         for d, h, w in itertools.product(*map(range, case["kernel"]))
     ]
     assert chunks[: len(want)] == want
-    padding = plan.words // 4 * plane if plan.zero_plane else want[-1]
-    padded = chunks[len(want) : 2 * plan.k_steps]
-    assert not padded or plan.zero_plane or plan.math == dev.ConvMath.fp16x3
-    assert all(chunk == padding for chunk in padded), "padding reads zeros"
+    assert all(chunk == want[-1] for chunk in chunks[len(want) : 2 * plan.k_steps]), "padding repeats the last chunk"
 
 
 @settings(max_examples=200, deadline=None)
@@ -468,6 +488,8 @@ def test_narrow_plan_of_any_shape(data) -> None:
     if min(outputs) < 1:
         return
     case["c_in"] = draw(st.integers(1, 40))
+    epilogues = [dev.ConvEpilogue.residual_lse, dev.ConvEpilogue.stats, dev.ConvEpilogue.store]
+    case["epilogue"] = draw(st.sampled_from(epilogues))
     problem, output = make_problem(
         c_out=draw(st.integers(1, 150)),
         size=size,
@@ -475,7 +497,6 @@ def test_narrow_plan_of_any_shape(data) -> None:
         n=draw(st.integers(1, 200)),
         dtype=draw(st.sampled_from(DTYPES)),
         allow_tf32=draw(st.booleans()),
-        epilogue=draw(st.sampled_from([dev.ConvEpilogue.residual_lse, dev.ConvEpilogue.stats, dev.ConvEpilogue.store])),
         planar=True,
     )
     limits = GPUS["h200"]
@@ -493,7 +514,8 @@ def test_narrow_plan_of_any_shape(data) -> None:
 def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window: int, dtype: str) -> None:
     case = {"stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1), **CASES[name]}
     which = dev.ConvEpilogue.stats if epilogue == "stats" else dev.ConvEpilogue.residual_lse
-    problem, output = make_problem(**case, n=128, dtype=dtype, epilogue=which)
+    case["epilogue"] = which
+    problem, output = make_problem(**case, n=128, dtype=dtype)
     limits = GPUS["h200"]
     choice = dev.choose_conv(problem, limits)
     assert choice.path.name == "narrow"
@@ -501,7 +523,7 @@ def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window:
     check_narrow_plan(choice.narrow, case, case["size"], output, limits)
     assert choice.narrow.window == window
     assert choice.narrow.gathered == (name == "pipeline 1")
-    assert choice.narrow.channel_rows == (name == "pipeline 3")
+    assert choice.narrow.position_rows == (name == "pipeline 3")
     assert 128 * choice.narrow.slices >= 0.9 * limits.sm_count, "the GPU is not full"
 
 
@@ -1034,104 +1056,6 @@ def test_wgrad_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -
     arguments = {"c_in": 32, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "channels_innermost": True}
     problem, _ = make_problem(**{**arguments, **kwargs})
     assert fragment in dev.plan_wgrad(problem, limits or dev.DeviceLimits()).refusal
-
-
-# The kernel that takes statistics from the Gram matrix of the input.
-
-
-def check_gram_plan(plan, case: dict, output, c_in: int, dtype: str, limits) -> None:
-    """A stage holds every entry that the products of its rows read, and the ring never waits for itself."""
-    assert plan.refusal is None
-    assert plan.smem_bytes <= limits.smem_per_block
-    assert (plan.channels, plan.strips) == ((4, 2) if c_in <= 4 else (8, 4))
-    assert plan.group_rows * plan.strips == 8, "64 rows of a product"
-    assert plan.taps == c_in * math.prod(case["kernel"])
-    assert plan.slices * plan.slice >= output[1] > (plan.slices - 1) * plan.slice
-    rows = plan.slice + case["kernel"][1] - 1
-    assert plan.tiles[0] * plan.tile_rows >= rows > (plan.tiles[0] - 1) * plan.tile_rows
-    assert plan.tiles[1] * plan.tile_pairs * 2 >= output[2] > (plan.tiles[1] - 1) * plan.tile_pairs * 2
-    assert plan.tile_rows % plan.group_rows == 0
-    assert plan.tile_pairs % 16 == 0
-    # Columns: the first of a row lies at 16 bytes, the last tap of the last output is there.
-    piece = 4 if dtype == "float32" else 8
-    assert (plan.lead + case["padding"][2]) % piece == 0
-    assert 0 <= plan.lead < piece
-    assert plan.vectors * 4 >= plan.lead + min(2 * plan.tile_pairs, output[2]) + 2
-    # The products of a tile's last group read the two rows after it.
-    assert plan.tile_rows + 2 <= plan.rows - (4 if plan.channels == 4 else 0)
-    assert plan.strip_bytes == plan.tile_pairs * 16
-    assert plan.stage_bytes == plan.rows * plan.strips * plan.strip_bytes
-    assert plan.at_ring + plan.stages * plan.stage_bytes <= plan.smem_bytes
-    assert plan.at_ring % 128 == 0
-    assert plan.stages > 1
-    assert plan.cycles > 0
-    # A slot holds all rows that a stage reads, and copies to it are of 16 bytes.
-    size = 4 if dtype == "float32" else 2
-    assert plan.raw_rows == min(rows, plan.tile_rows + 2) if plan.tiles[0] == 1 else plan.tile_rows + 2
-    assert plan.vectors * 4 * size % 16 == 0
-    assert plan.raw_bytes == plan.raw_rows * plan.vectors * 4 * size * c_in
-    assert plan.raw_stride >= plan.raw_bytes
-    assert plan.raw_stride % 128 == plan.at_raw % 128 == 0, "where tensor copies may go"
-    assert plan.raw_rows <= 256
-    assert plan.vectors <= 64
-    assert plan.at_raw >= plan.at_ring + plan.stages * plan.stage_bytes
-    assert plan.at_raw + plan.raw_slots * plan.raw_stride <= plan.smem_bytes
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_gram_plan_of_any_shape(data) -> None:
-    draw = data.draw
-    three = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(3))  # noqa: E731
-    case = {"kernel": (1, *three(1, 3)[1:]), "stride": (1, 1, 1), "padding": three(0, 4), "dilation": (1, 1, 1)}
-    size = three(1, 70)
-    if draw(st.booleans()):
-        size = (1, *size[1:])
-        case["kernel"], case["padding"] = (1, *case["kernel"][1:]), (0, *case["padding"][1:])
-    outputs = [dev.conv_out_size(*dim) for dim in zip(size, *(case[k] for k in case), strict=True)]
-    if min(outputs) < 1:
-        return
-    c_in, c_out = draw(st.integers(1, 8)), draw(st.integers(1, 150))
-    dtype = draw(st.sampled_from(DTYPES))
-    problem, output = make_problem(
-        c_in,
-        c_out,
-        size,
-        **case,
-        n=draw(st.integers(1, 200)),
-        dtype=dtype,
-        allow_tf32=draw(st.booleans()),
-        epilogue=dev.ConvEpilogue.stats,
-    )
-    plan = dev.plan_gram(problem, GPUS["h200"])
-    if plan.refusal is not None:
-        assert len(plan.refusal) > 10
-        return
-    check_gram_plan(plan, case, output, c_in, dtype, GPUS["h200"])
-
-
-@pytest.mark.parametrize(
-    ("fragment", "kwargs", "limits"),
-    [
-        ("compute capability", {}, dev.DeviceLimits(has_wgmma=False)),
-        ("transposed", {"transposed": True}, None),
-        ("grouped", {"groups": 2}, None),
-        ("float64", {"dtype": "float64"}, None),
-        ("only statistics", {"epilogue": dev.ConvEpilogue.residual_lse}, None),
-        ("8 input channels", {"c_in": 9}, None),
-        ("stride", {"stride": (1, 2, 1)}, None),
-        ("dilation", {"dilation": (1, 2, 1)}, None),
-        ("too large", {"kernel": (1, 1, 5)}, None),
-        ("along the depth", {"kernel": (3, 3, 3)}, None),
-        ("fp32 accuracy", {"allow_tf32": False}, None),
-        ("odd number", {"kernel": (1, 3, 2)}, None),
-        ("fit", {}, dev.DeviceLimits(smem_per_block=20 << 10)),
-    ],
-)
-def test_gram_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
-    arguments = {"c_in": 4, "c_out": 24, "size": (8, 9, 12), "kernel": (1, 3, 3), "epilogue": dev.ConvEpilogue.stats}
-    problem, _ = make_problem(**{**arguments, **kwargs})
-    assert fragment in dev.plan_gram(problem, limits or dev.DeviceLimits()).refusal
 
 
 @settings(max_examples=300, deadline=None)

@@ -8,7 +8,6 @@
 
 #include "conv3d_choice.h"
 #include "conv3d_flat_table.h"
-#include "conv3d_gram_plan.h"
 #include "conv3d_narrow_plan.h"
 #include "conv3d_plan.h"
 
@@ -23,7 +22,6 @@ enum class ConvPath {
   kHopper,        // conv3d_hopper_kernel.cuh
   kRows,          // conv3d_rows_kernel.cuh
   kFlat,          // conv3d_flat_kernel.cuh
-  kGram,          // conv3d_gram_kernel.cuh: statistics without the convolution
   kDirect,        // conv3d_direct.cu
   kAten           // cuDNN through aten::convolution
 };
@@ -35,7 +33,6 @@ inline const char* conv_path_name(ConvPath path) {
     case ConvPath::kHopper: return "taps as columns on wgmma";
     case ConvPath::kRows: return "rows of positions on wgmma";
     case ConvPath::kFlat: return "convolution and norm in one launch on wgmma";
-    case ConvPath::kGram: return "Gram matrix";
     case ConvPath::kDirect: return "direct";
     default: return "cuDNN";
   }
@@ -48,7 +45,6 @@ struct ConvChoice {
   HopperPlan hopper;
   RowsPlan rows;
   FlatPlan flat;
-  GramPlan gram;
   std::string reason;
   const char* cannot = nullptr;  // why the kernel that was asked for cannot run it
 
@@ -64,12 +60,6 @@ struct ConvChoice {
 // rate.
 inline constexpr int64_t kNarrowInputChannels = 16;
 inline constexpr int64_t kNarrowOutputChannels = 64;
-
-// Whether statistics come from the Gram matrix. The narrow kernel must be there to correct it, which costs a launch;
-// its estimate, of busy units alone, was two thirds of what it took on an H200 where both were measured.
-inline bool gram_wins(const GramPlan& gram, const NarrowPlan& narrow) {
-  return !gram.refusal && !narrow.refusal && gram.cycles + 5000 < 1.5 * narrow.cycles;
-}
 
 // Why a path cannot run the convolution, null when it can.
 inline const char* conv_refusal(const ConvChoice& choice, ConvPath path) {
@@ -131,7 +121,6 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
   }
   choice.narrow = plan_narrow(problem, limits);
   choice.hopper = plan_hopper(problem, limits);
-  choice.gram = plan_gram(problem, limits);
   choice.rows = plan_rows(problem, limits);
   if (problem.epilogue == ConvEpilogue::kStore && backend != ConvBackend::kAuto && backend != ConvBackend::kKgopt) {
     choice.path = backend == ConvBackend::kHopper   ? ConvPath::kHopper
@@ -147,10 +136,9 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     if (backend == ConvBackend::kKgopt) choice.reason = "backend=\"kgopt\" was asked for; " + choice.reason;
     return choice;
   }
-  const ConvPath own = gram_wins(choice.gram, choice.narrow) ? ConvPath::kGram
-                       : !choice.narrow.refusal              ? ConvPath::kNarrow
-                       : !choice.hopper.refusal              ? ConvPath::kHopper
-                                                             : ConvPath::kImplicitGemm;
+  const ConvPath own = !choice.narrow.refusal   ? ConvPath::kNarrow
+                       : !choice.hopper.refusal ? ConvPath::kHopper
+                                                : ConvPath::kImplicitGemm;
   if (backend != ConvBackend::kAuto) {
     choice.path = own;
     choice.reason = "backend=\"kgopt\" was asked for";
@@ -164,7 +152,6 @@ inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& li
     choice.path = own;
     choice.reason = "narrow input: the convolution's output never reaches memory";
     if (own == ConvPath::kNarrow) choice.reason += "; on wgmma";
-    if (own == ConvPath::kGram) choice.reason += "; its statistics come from the Gram matrix of the input";
   } else if (fused) {
     choice.reason = "input channels above " + std::to_string(2 * kNarrowInputChannels) + ", or above " +
                     std::to_string(kNarrowInputChannels) + " and output channels above " +

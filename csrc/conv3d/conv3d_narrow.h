@@ -19,6 +19,9 @@ Status run_conv_narrow_store(const NarrowParams& p, int64_t n, cudaStream_t stre
 // Either of the first two where the plan says that channels are rows; the launchers above hand over to it.
 Status run_conv_narrow_channels(const NarrowParams& p, int64_t n, bool lse, cudaStream_t stream);
 
+// The same where positions are rows and the halo lies in chunks of halves.
+Status run_conv_narrow_positions(const NarrowParams& p, int64_t n, bool lse, cudaStream_t stream);
+
 // Statistics where the plan says that the halo is gathered.
 Status run_conv_narrow_window(const NarrowParams& p, int64_t n, cudaStream_t stream);
 

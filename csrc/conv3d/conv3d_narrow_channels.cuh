@@ -31,17 +31,17 @@ struct ChannelSums {
   float count = 0.f;
 
   // A row's products: acc[4 j + 2 r + e] is channel r at position 8 j + 2 t + e, of which `width` are inside.
-  // factor: of each channel, where kScaled.
-  template <bool kScaled, int kAcc>
+  // factor: of each channel.
+  template <int kAcc>
   __device__ __forceinline__ void add(const float (&acc)[kAcc], int t, int width, const float (&factor)[2]) {
     const int left = width - 2 * t;  // from this thread's first position
     if (count == 0.f && left > 0) {
-      sums[0].shift = kScaled ? acc[0] * factor[0] : acc[0], sums[1].shift = kScaled ? acc[2] * factor[1] : acc[2];
+      sums[0].shift = acc[0] * factor[0], sums[1].shift = acc[2] * factor[1];
     }
     float sum[2][2] = {}, sum_sq[2][2] = {};  // two chains of each hide the latency of an addition
     auto add_value = [&](int i) {
       const int r = i / 2 % 2, chain = i / 4 % 2;
-      const float v = kScaled ? fmaf(acc[i], factor[r], -sums[r].shift) : acc[i] - sums[r].shift;
+      const float v = fmaf(acc[i], factor[r], -sums[r].shift);
       sum[r][chain] += v;
       sum_sq[r][chain] = fmaf(v, v, sum_sq[r][chain]);
     };
@@ -66,24 +66,18 @@ struct ChannelSums {
 
 #endif
 
-template <ConvMath kMath, int kSteps, int kPositions>
-__global__ void __launch_bounds__(128 * (narrow_producers(kMath, false) + narrow_channel_consumers(kMath, false)), 1)
+template <int kPositions>
+__global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
     conv_narrow_channels_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Traits = ConvMathTraits<kMath>;
-  using Element = typename Traits::Element;
-  constexpr int kPerWord = Traits::kPerWord;
-  constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16
-                              : kPerWord == 2          ? WgmmaType::kFp16
-                                                       : WgmmaType::kTf32;
-  constexpr bool kTerms = kMath == ConvMath::kFp16x3;
+  constexpr WgmmaType kType = WgmmaType::kFp16;
+  constexpr int kSteps = kNarrowChannelSteps;
   constexpr int kChannels = 64;
-  constexpr int kProducers = narrow_producers(kMath, false);
-  constexpr int kConsumers = narrow_channel_consumers(kMath, false);
+  constexpr int kProducers = 1;
+  constexpr int kConsumers = kNarrowChannelConsumers;
   constexpr int kLoaders = 128 * kProducers;  // threads
   constexpr int kThreads = kLoaders + 128 * kConsumers;
 
-  if (gram_was_exact(p, kChannels)) return;
   extern __shared__ __align__(128) uint32_t smem[];
   const NarrowPlan& plan = p.plan;
   const NarrowSmemLayout layout = narrow_smem_layout(plan);
@@ -103,7 +97,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, false) + narrow
   const int c_valid = min(kChannels, p.c_out - c_begin);
   const int c_first = group * p.c_out + c_begin;  // the same among all output channels
 
-  fill_weight_table<kPerWord>(p, weight_table, kSteps, tid, kThreads);
+  fill_weight_table(p, weight_table, tid, kThreads);
   for (int i = tid; i < plan.strips; i += kThreads) {
     const int per_row = plan.tile[2] / kPositions;
     const int w = i % per_row * kPositions, h = i / per_row % plan.tile[1], d = i / (per_row * plan.tile[1]);
@@ -120,7 +114,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, false) + narrow
 
   if (tid < kLoaders) {
     share_registers<kProducers, kConsumers, false>();
-    narrow_load_tiles<kMath, true, kProducers, true>(p, layout, smem, n, group, cursor, tile_count);
+    narrow_load_tiles<ConvMath::kFp16x3, true, kProducers, true>(p, layout, smem, n, group, cursor, tile_count);
   } else {
     share_registers<kProducers, kConsumers, true>();
     const int lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -128,13 +122,13 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, false) + narrow
     const int warp = tid / 32 & 3;
     const int channels[2] = {warp * 16 + g, warp * 16 + g + 8};  // of the block's
 
-    ChannelWeights<kMath, kSteps> weights;
+    ChannelWeights weights;
     weights.load(p, weight_table, group, c_begin, c_valid, channels, t);
     ChannelSums stats;
 
     struct Row {
       int d, h, w;
-      float unscaled;  // kTerms: what undoes the scale of its input
+      float unscaled;  // what undoes the scale of its input
     };
     int stage = 0, tile = 0, job = warpgroup;
     uint32_t parity = 0;
@@ -162,27 +156,23 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, false) + narrow
         row.d = cursor.d * plan.tile[0] + (entry.y >> 24);
         row.h = cursor.h * plan.tile[1] + ((entry.y >> 14) & 1023);
         row.w = cursor.w * plan.tile[2] + (entry.y & 16383);
-        if constexpr (kTerms) {
-          row.unscaled = *reinterpret_cast<const float*>(smem + layout.barriers + kNarrowScales + stage);
-        }
+        row.unscaled = *reinterpret_cast<const float*>(smem + layout.barriers + kNarrowScales + stage);
         address = __shfl_sync(0xffffffffu, halo_address + stage * (stage_words / 4) + entry.x, 0);
         if (row.d < p.out[0] && row.h < p.out[1] && row.w < p.out[2]) return true;
       }
     };
     auto multiply = [&](float (&acc)[kPositions / 2]) {
       wgmma_fence();
-      // Two terms: the small products come first.
-      if constexpr (kTerms) {
-        const uint32_t low = address + narrow_planes(plan) * (plan.plane / 4);
+      // The small products come first.
+      const uint32_t low = address + narrow_planes(plan) * (plan.plane / 4);
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          wgmma<kType, kPositions, 128>(acc, weights.low_words[i], address + plan.chunk_pairs[i], i > 0);
-          wgmma<kType, kPositions, 128>(acc, weights.words[i], low + plan.chunk_pairs[i], true);
-        }
+      for (int i = 0; i < kSteps; ++i) {
+        wgmma<kType, kPositions, 128>(acc, weights.low_words[i], address + plan.chunk_pairs[i], i > 0);
+        wgmma<kType, kPositions, 128>(acc, weights.words[i], low + plan.chunk_pairs[i], true);
       }
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        wgmma<kType, kPositions, 128>(acc, weights.words[i], address + plan.chunk_pairs[i], kTerms || i > 0);
+        wgmma<kType, kPositions, 128>(acc, weights.words[i], address + plan.chunk_pairs[i], true);
       }
       wgmma_commit();
     };
@@ -194,7 +184,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, false) + narrow
       const int width = min(kPositions, p.out[2] - row.w);
       if (width <= 0) return;  // never; without this branch the compiler puts the epilogue before the products
       const float factor[2] = {weights.unscaled[0] * row.unscaled, weights.unscaled[1] * row.unscaled};
-      stats.add<kTerms>(acc, t, width, factor);
+      stats.add(acc, t, width, factor);
     };
 
     barrier_wait(full, 0);
@@ -239,7 +229,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, false) + narrow
     }
     finish_stats<kChannels, kConsumers, kConsumers * 128>(
         p.stats, n, slice, c_first, c_valid, shared, tid - kLoaders,
-        [&](int c) { return p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f; });
+        [&](int c) { return p.bias ? static_cast<const float*>(p.bias)[c_first + c] : 0.f; });
   }
 #endif
 }

@@ -49,28 +49,6 @@ __device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, c
   if (thread == 0) p.sample_mean[n] = sum / static_cast<float>(f.c);
 }
 
-// Whether this block has nothing to do, since the Gram kernel's statistics of its sample stay. Partials of the kernel
-// that loses count nothing. Called by all threads of the block before anything else, or it costs the main loop
-// registers.
-__device__ __forceinline__ bool gram_was_exact(const NarrowParams& p, int columns) {
-  if (p.stats.inexact == nullptr) return false;
-  let_dependents_start();
-  wait_for_prerequisites();
-  const int64_t n = blockIdx.x / p.plan.slices, slice = blockIdx.x % p.plan.slices, gram = p.stats.gram_slices;
-  int inexact = 0;
-  for (int64_t i = threadIdx.x; i < gram; i += blockDim.x) inexact |= p.stats.inexact[n * gram + i];
-  inexact = __syncthreads_or(inexact);
-  if (p.stats.finishes || (inexact && slice > 0)) return !inexact;
-  // This slice's, or all of the Gram kernel's.
-  const int c_begin = blockIdx.y * columns, valid = min(columns, p.c_out - c_begin);  // groups is 1
-  const int64_t first = inexact ? 0 : gram + slice, count = inexact ? gram : 1;
-  for (int64_t i = 0; i < count; ++i) {
-    float* const out = p.stats.partials + ((n * p.stats.slices + first + i) * p.c_out_total + c_begin) * 3;
-    for (int c = threadIdx.x; c < valid * 3; c += blockDim.x) out[c] = 0.f;
-  }
-  return !inexact;
-}
-
 // `shared` holds the moments of kColumns channels from each of kParts parts of the block. They are merged, always in
 // the same order, and become the slice's partials or, where the block has seen all of its sample, the sample's
 // statistics. bias(c): what was left out of the sums; it moves the mean and nothing else.
@@ -79,7 +57,7 @@ __device__ __forceinline__ void finish_stats(const NarrowStats& p, int64_t n, in
                                              Moments<float>* shared, int thread, Bias bias) {
   static_assert(kParts > 1, "the groups' statistics take the place of the second part");
   named_barrier(1, kThreads);
-  float* const out = p.partials + ((n * p.slices + p.gram_slices + slice) * p.c_out_total + c_first) * 3;
+  float* const out = p.partials + ((n * p.slices + slice) * p.c_out_total + c_first) * 3;
   for (int c = thread; c < c_valid; c += kThreads) {
     Moments<float> m = shared[c];
     for (int part = 1; part < kParts; ++part) merge(m, shared[part * kColumns + c]);

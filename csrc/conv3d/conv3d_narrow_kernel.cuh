@@ -68,9 +68,6 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   constexpr int kNarrowThreads = kLoaders + 128 * kConsumers;
   constexpr int kWarps = kConsumers * 4;
 
-  if constexpr (kStats) {
-    if (gram_was_exact(p, kColumns)) return;
-  }
   extern __shared__ __align__(128) uint32_t smem[];
   const NarrowPlan& plan = p.plan;
   const NarrowSmemLayout layout = narrow_smem_layout(plan);

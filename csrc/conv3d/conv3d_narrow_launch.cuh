@@ -1,7 +1,7 @@
 // From the narrow plan's numbers to a template instance: the one place where run time becomes compile time.
 #pragma once
 
-#include "../common/dependent_launch.cuh"
+#include "../common/launch.h"
 #include "conv3d_narrow.h"
 #include "conv3d_narrow_kernel.cuh"
 
@@ -12,8 +12,8 @@ Status launch_narrow_instance(const NarrowParams& p, int64_t n, cudaStream_t str
   const NarrowPlan& plan = p.plan;
   constexpr auto kernel = conv_narrow_kernel<kMath, kColumns, kWindow, kChunked, kLargeBatch, kEpilogue>;
   const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
-  return launch_after<kernel>(p.stats.inexact != nullptr, "conv_narrow_kernel", grid,
-                              128 * (plan.producers + plan.consumers), plan.smem_bytes, stream, p);
+  return launch_kernel<kernel>("conv_narrow_kernel", p, grid, 128 * (plan.producers + plan.consumers), plan.smem_bytes,
+                               stream);
 }
 
 template <ConvMath kMath, int kColumns, bool kLargeBatch, ConvEpilogue kEpilogue>
@@ -51,6 +51,7 @@ template <ConvEpilogue kEpilogue>
 Status launch_narrow(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   if (n * p.plan.slices == 0) return Status::Ok();
   if constexpr (kEpilogue != ConvEpilogue::kStore) {
+    if (p.plan.position_rows) return run_conv_narrow_positions(p, n, kEpilogue == ConvEpilogue::kResidualLse, stream);
     if (p.plan.channel_rows) return run_conv_narrow_channels(p, n, kEpilogue == ConvEpilogue::kResidualLse, stream);
     if (p.plan.gathered) return run_conv_narrow_window(p, n, stream);
   }

@@ -16,14 +16,11 @@ namespace kgopt {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // Hands registers from the loading warpgroups to the computing ones; all counts fit what the block got at its start.
-// kMore: four computing ones get all that the loading code can do without.
-template <int kProducers, int kConsumers, bool kComputes, bool kMore = false>
+template <int kProducers, int kConsumers, bool kComputes>
 __device__ __forceinline__ void share_registers() {
   if constexpr (!kComputes) {
     if constexpr (kProducers == 2 && kConsumers == 3) {
       asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    } else if constexpr (kConsumers == 4 && kMore) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     } else {
       asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     }
@@ -34,11 +31,7 @@ __device__ __forceinline__ void share_registers() {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
     }
   } else {
-    if constexpr (kConsumers == 4 && kMore) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
-    } else if constexpr (kConsumers == 4) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
-    } else if constexpr (kConsumers == 3) {
+    if constexpr (kConsumers == 3) {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
     } else {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");

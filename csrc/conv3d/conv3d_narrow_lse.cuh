@@ -19,18 +19,12 @@ namespace kgopt {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // logsumexp over channels of u + hardswish(tanh(scale u + offset)) for a warpgroup's rows.
 //
 // Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
-// it does not, `exact` finds each position's maximum and the shift moves there. kAccurate: with fp32 accuracy, of
-// values that a factor for each row of positions scales.
-template <int kPositions, bool kAccurate>
+// it does not, `exact` finds each position's maximum and the shift moves there. With fp32
+// accuracy, of values that a factor for each row of positions scales.
+template <int kPositions>
 struct ChannelLse {
   static constexpr int kAcc = kPositions / 2;
   static constexpr int kBlocks = kPositions / 8;
@@ -38,7 +32,7 @@ struct ChannelLse {
   static constexpr float kLn2 = 0.69314718055994530942f;
 
   float scale[2], offset[2], bias[2];  // bias: times log2(e), -inf for a channel that is padding
-  float weight[2];                     // kAccurate: of a value in the sum, times log2(e); it and `scale` for this row
+  float weight[2];                     // of a value in the sum, times log2(e); it and `scale` for this row
   float shift = 0.f;                   // in powers of 2
   float* exchange;                     // [2][4 warps][kPositions], this warpgroup's
   int buffer = 0;
@@ -48,12 +42,8 @@ struct ChannelLse {
   __device__ __forceinline__ float power(float u, int r, float shifted_bias) const {
     // Since |tanh| <= 1, hardswish needs no clamp: h (h + 3) / 6. With q = 1 / (1 + exp(2 z)) that is
     // 2 / 3 + q (2 q - 5) / 3, whose constant is part of the bias.
-    if constexpr (kAccurate) {
-      const float q = rcp_approx(1.f + exp2_approx(fmaf(u, scale[r], offset[r])));
-      return fmaf(q, fmaf(q, kLog2E * 2.f / 3.f, kLog2E * -5.f / 3.f), fmaf(u, weight[r], shifted_bias));
-    }
-    const float h = tanh_approx(fmaf(u, scale[r], offset[r]));
-    return fmaf(h, fmaf(h, kLog2E / 6.f, kLog2E / 2.f), fmaf(u, kLog2E, shifted_bias));
+    const float q = rcp_approx(1.f + exp2_approx(fmaf(u, scale[r], offset[r])));
+    return fmaf(q, fmaf(q, kLog2E * 2.f / 3.f, kLog2E * -5.f / 3.f), fmaf(u, weight[r], shifted_bias));
   }
   __device__ __forceinline__ float* shared(int of_warp) const { return exchange + (buffer * 4 + of_warp) * kPositions; }
   __device__ __forceinline__ void sync() const { named_barrier(barrier, 128); }
@@ -101,9 +91,8 @@ struct ChannelLse {
     const bool in_step = __all_sync(0xffffffffu, in_range(sum.x, position) && in_range(sum.y, position + 1));
     if (__builtin_expect(in_step, 1)) {
       if (block / (kBlocks / 4) == warp && (kBlocks == 8 || g % 2 == 0)) {
-        auto log = [](float v) { return kAccurate ? log2f(v) : log2_approx(v); };
         y += position;
-        const float first = (log(sum.x) + shift) * kLn2, second = (log(sum.y) + shift) * kLn2;
+        const float first = (log2f(sum.x) + shift) * kLn2, second = (log2f(sum.y) + shift) * kLn2;
         if (width >= kPositions) {
           y[0] = first, y[1] = second;
         } else {
@@ -177,19 +166,14 @@ struct ChannelLse {
 
 #endif
 
-template <ConvMath kMath, int kSteps, int kPositions>
-__global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_channel_consumers(kMath, true)), 1)
+template <int kPositions>
+__global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
     conv_narrow_lse_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Traits = ConvMathTraits<kMath>;
-  using Element = typename Traits::Element;
-  constexpr int kPerWord = Traits::kPerWord;
-  constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16
-                              : kPerWord == 2          ? WgmmaType::kFp16
-                                                       : WgmmaType::kTf32;
-  constexpr bool kTerms = kMath == ConvMath::kFp16x3;
-  constexpr int kProducers = narrow_producers(kMath, true);
-  constexpr int kConsumers = narrow_channel_consumers(kMath, true);
+  constexpr WgmmaType kType = WgmmaType::kFp16;
+  constexpr int kSteps = kNarrowChannelSteps;
+  constexpr int kProducers = 1;
+  constexpr int kConsumers = kNarrowChannelConsumers;
   constexpr int kLoaders = 128 * kProducers;  // threads
   constexpr int kThreads = kLoaders + 128 * kConsumers;
 
@@ -205,7 +189,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
   const int64_t n = blockIdx.x / plan.slices;
   const int64_t slice = blockIdx.x % plan.slices;
 
-  fill_weight_table<kPerWord>(p, weight_table, kSteps, tid, kThreads);
+  fill_weight_table(p, weight_table, tid, kThreads);
   // Strip -> its place in the halo and in the result, and its rows and columns in the tile.
   const int per_row = plan.tile[2] / kPositions;
   for (int i = tid; i < plan.strips; i += kThreads) {
@@ -221,36 +205,33 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
   const TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
 
   if (tid < kLoaders) {
-    share_registers<kProducers, kConsumers, false, (kSteps > kNarrowSplitSteps)>();
-    narrow_load_tiles<kMath, true, kProducers, true>(p, layout, smem, n, 0, cursor, tile_count);
+    share_registers<kProducers, kConsumers, false>();
+    narrow_load_tiles<ConvMath::kFp16x3, true, kProducers, true>(p, layout, smem, n, 0, cursor, tile_count);
   } else {
-    share_registers<kProducers, kConsumers, true, (kSteps > kNarrowSplitSteps)>();
+    share_registers<kProducers, kConsumers, true>();
     const int lane = tid & 31, g = lane >> 2, t = lane & 3;
     const int warpgroup = __shfl_sync(0xffffffffu, tid / 128 - kProducers, 0);  // known to be the same in a warp
     const int warp = tid / 32 & 3;
     const int channels[2] = {warp * 16 + g, warp * 16 + g + 8};
-    ChannelWeights<kMath, kSteps> weights;
+    ChannelWeights weights;
     weights.load(p, weight_table, 0, 0, p.c_out, channels, t);
 
     wait_for_prerequisites();  // the table; everything else was there before them
-    ChannelLse<kPositions, kTerms> lse;
-    [[maybe_unused]] float norm_scale[2];  // of the products
+    ChannelLse<kPositions> lse;
+    float norm_scale[2];  // of the products
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       lse.scale[r] = lse.offset[r] = 0.f;
       lse.bias[r] = -INFINITY;
       if (channels[r] < p.c_out) {
-        const float bias = p.bias ? to_acc(static_cast<const Element*>(p.bias)[channels[r]]) : 0.f;
+        const float bias = p.bias ? static_cast<const float*>(p.bias)[channels[r]] : 0.f;
         const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + channels[r]];
-        lse.scale[r] = norm.y * norm.z;
-        lse.offset[r] = fmaf(bias - norm.x, lse.scale[r], norm.w);
-        lse.bias[r] = bias * lse.kLog2E;
-        if constexpr (kTerms) {
-          lse.scale[r] *= 2.f * lse.kLog2E, lse.offset[r] *= 2.f * lse.kLog2E;
-          lse.bias[r] += lse.kLog2E * 2.f / 3.f;
-        }
+        const float scale = norm.y * norm.z;
+        lse.scale[r] = scale * 2.f * lse.kLog2E;
+        lse.offset[r] = fmaf(bias - norm.x, scale, norm.w) * 2.f * lse.kLog2E;
+        lse.bias[r] = bias * lse.kLog2E + lse.kLog2E * 2.f / 3.f;
       }
-      if constexpr (kTerms) norm_scale[r] = lse.scale[r] * weights.unscaled[r];
+      norm_scale[r] = lse.scale[r] * weights.unscaled[r];
     }
     lse.exchange = reinterpret_cast<float*>(smem + layout.scratch) + warpgroup * (2 * 4 * kPositions);
     lse.barrier = 3 + warpgroup;
@@ -260,7 +241,7 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
     struct Strip {
       uint32_t address, offset;  // of its first position: in the halo, in chunks of 16 bytes; in the sample's result
       int width;                 // positions inside
-      float unscaled;            // kTerms: what undoes the scale of its input
+      float unscaled;            // what undoes the scale of its input
     };
     int stage = 0, job = warpgroup, jobs;
     uint32_t parity = 0, tile = static_cast<uint32_t>(slice * plan.tiles_per_slice);
@@ -303,49 +284,38 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
         if (strip.width <= 0) continue;
         strip.offset = tile_offset + entry.y;
         strip.address = __shfl_sync(0xffffffffu, halo_address + stage * stage_chunks + entry.x, 0);
-        if constexpr (kTerms) {
-          strip.unscaled = *reinterpret_cast<const float*>(smem + layout.barriers + kNarrowScales + stage);
-        }
+        strip.unscaled = *reinterpret_cast<const float*>(smem + layout.barriers + kNarrowScales + stage);
         return true;
       }
     };
-    // Two terms: the small products come first. Most of the large ones have a sum of their own, since the tensor cores
+    // The small products come first. Most of the large ones have a sum of their own, since the tensor cores
     // truncate where they add to a sum.
     constexpr int kOwnSum = kSteps * 2 / 5;  // and steps from there on
     float acc[kPositions / 2];
-    [[maybe_unused]] float other[kTerms ? kPositions / 2 : 1];
+    float other[kPositions / 2];
     auto multiply = [&](uint32_t address) {
       wgmma_fence();
-      if constexpr (kTerms) {
-        const uint32_t low = address + narrow_planes(plan) * (plan.plane / 4);
+      const uint32_t low = address + narrow_planes(plan) * (plan.plane / 4);
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          wgmma<kType, kPositions, 128>(acc, weights.low_words[i], address + plan.chunk_pairs[i], i > 0);
-          wgmma<kType, kPositions, 128>(acc, weights.words[i], low + plan.chunk_pairs[i], true);
-        }
+      for (int i = 0; i < kSteps; ++i) {
+        wgmma<kType, kPositions, 128>(acc, weights.low_words[i], address + plan.chunk_pairs[i], i > 0);
+        wgmma<kType, kPositions, 128>(acc, weights.words[i], low + plan.chunk_pairs[i], true);
+      }
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          const uint32_t b = address + plan.chunk_pairs[i];
-          if (i >= kOwnSum) {
-            wgmma<kType, kPositions, 128>(other, weights.words[i], b, i > kOwnSum);
-          } else {
-            wgmma<kType, kPositions, 128>(acc, weights.words[i], b, true);
-          }
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          wgmma<kType, kPositions, 128>(acc, weights.words[i], address + plan.chunk_pairs[i], i > 0);
+      for (int i = 0; i < kSteps; ++i) {
+        const uint32_t b = address + plan.chunk_pairs[i];
+        if (i >= kOwnSum) {
+          wgmma<kType, kPositions, 128>(other, weights.words[i], b, i > kOwnSum);
+        } else {
+          wgmma<kType, kPositions, 128>(acc, weights.words[i], b, true);
         }
       }
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_use(acc);
-      if constexpr (kTerms) {
-        wgmma_use(other);
+      wgmma_use(other);
 #pragma unroll
-        for (int i = 0; i < kPositions / 2; ++i) acc[i] += other[i];
-      }
+      for (int i = 0; i < kPositions / 2; ++i) acc[i] += other[i];
     };
 
     float* const y = p.y + n * p.y_stride_n;
@@ -353,12 +323,10 @@ __global__ void __launch_bounds__(128 * (narrow_producers(kMath, true) + narrow_
     barrier_wait(full, 0);
     while (advance(strip)) {
       multiply(strip.address);
-      if constexpr (kTerms) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          lse.scale[r] = norm_scale[r] * strip.unscaled;
-          lse.weight[r] = weights.unscaled[r] * strip.unscaled * lse.kLog2E;
-        }
+      for (int r = 0; r < 2; ++r) {
+        lse.scale[r] = norm_scale[r] * strip.unscaled;
+        lse.weight[r] = weights.unscaled[r] * strip.unscaled * lse.kLog2E;
       }
       lse.finish(acc, y + strip.offset, strip.width);
     }

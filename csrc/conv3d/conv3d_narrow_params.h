@@ -25,15 +25,19 @@ KGOPT_HD constexpr int narrow_batch(ConvMath math, int window, bool large) {
   return math == ConvMath::kTf32x3 ? (large ? 5 : 3) : (large ? 9 : 5);
 }
 inline constexpr int kNarrowStrip = 16;  // neighbouring positions along the width that a warp takes for one product
-// Where channels are the rows: warpgroups that compute, and K steps whose weights they keep in registers, at most. For
-// logsumexp four of them, with one set of accumulators each, hide each other's waiting.
-KGOPT_HD constexpr int narrow_channel_consumers(ConvMath math, bool lse) {
-  return lse && math != ConvMath::kFp16x3 ? 4 : 3;
-}
-inline constexpr int kNarrowChannelSteps = 9;
-inline constexpr int kNarrowSplitSteps = 5;  // the same with two terms of each weight
-inline constexpr int kNarrowWindow = 3;      // kernel rows that share a fragment, where they do
-inline constexpr int kNarrowStages = 3;      // at most
+// Where channels are the rows, with fp32 accuracy: warpgroups that compute, and K steps whose weights they keep in
+// registers, at most.
+inline constexpr int kNarrowChannelConsumers = 3, kNarrowChannelSteps = 5;
+// Steps of K, of two chunks of eight half channels, where positions are rows: one of two numbers.
+inline constexpr int kPositionSteps = 5, kPositionMoreSteps = 10;
+inline constexpr int kPositionStrips = 2;     // that a warp multiplies and reduces at once
+inline constexpr int kPositionStages = 6;     // at most
+inline constexpr int kPositionNoStrips = 64;  // entries behind those of a tile's strips, which look ahead finds
+KGOPT_HD constexpr int position_producers(bool lse) { return lse ? 1 : 2; }
+KGOPT_HD constexpr int position_consumers(bool lse) { return lse ? 3 : 2; }
+KGOPT_HD constexpr int position_threads(bool lse) { return 128 * (position_producers(lse) + position_consumers(lse)); }
+inline constexpr int kNarrowWindow = 3;  // kernel rows that share a fragment, where they do
+inline constexpr int kNarrowStages = 3;  // at most
 // The window on gathered chunks: warpgroups that load, pairs of K steps at most, whose fragments a thread holds at
 // once, and stages at most.
 inline constexpr int kWindowProducers = 2;
@@ -53,6 +57,8 @@ struct NarrowPlan {
   ConvMath math = ConvMath::kTf32;
   // Rows of the GEMM are output channels and columns positions, or the other way round.
   bool channel_rows = false;
+  // Positions are the rows, and the halo lies in chunks of eight half channels: conv3d_narrow_positions.cuh.
+  bool position_rows = false;
   int columns = 24;                  // output channels per thread block
   int producers = 2, consumers = 3;  // warpgroups
   int window = 1;  // kernel rows (along the height) that one load of A serves; the others are part of K
@@ -114,10 +120,6 @@ enum class NarrowLoad : int {
 struct NarrowStats {
   float* partials;  // see StatsPartials in groupnorm_params.h
   int64_t slices;   // of a sample, in the partials
-  // The Gram kernel's slices, in the partials before this kernel's, and [N, gram_slices] which of them were not exact
-  // enough: their samples alone are done. Null where the Gram kernel did not run.
-  const int* inexact;
-  int64_t gram_slices;
   int c_out_total;
   // Where a block sees all of its sample: the sample's statistics instead of partials, and with sample_mean [N] the
   // mean of its norm.

@@ -87,7 +87,65 @@ KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
   return s;
 }
 
+// The same of conv_narrow_positions_kernel.
+struct PositionSmemLayout {
+  int full, empty;  // barriers of the stages
+  int scales;       // what undoes each stage's scale
+  int maxima;       // of the loading warps
+  int chunks;       // of each chunk of K, its place in the halo, in bytes
+  int weights;      // in the blocks of wgmma.cuh
+  int unscale;      // of each column, what undoes the scale of its weights
+  int pivots;       // of each column, what is subtracted from its values
+  int columns;      // for logsumexp a float4 of each column, the block's and each warp's; else moments of each warp
+  int strips, halo, total;
+};
+
+KGOPT_HD int position_stage_words(const NarrowPlan& p) { return p.types * p.plane; }
+
+KGOPT_HD PositionSmemLayout position_smem_layout(const NarrowPlan& p) {
+  PositionSmemLayout s{};
+  s.full = 0;
+  s.empty = s.full + 2 * kPositionStages;
+  s.scales = s.empty + 2 * kPositionStages;
+  s.maxima = s.scales + kPositionStages;
+  s.chunks = s.maxima + 8;
+  s.weights = 64;
+  s.unscale = s.weights + p.k_steps * p.columns * 8;
+  s.pivots = s.unscale + p.columns;
+  s.columns = s.pivots + p.columns;
+  s.strips = s.columns + p.columns * 4 * (p.consumers * 4 + 1);
+  s.halo = (s.strips + p.strips + kPositionNoStrips + 31) / 32 * 32;
+  // Strips that end beyond a row read on; that counts nothing.
+  s.total = s.halo + position_stage_words(p) * p.stages + 4 * (kNarrowStrip * p.step[2] + 8);
+  return s;
+}
+
 namespace plan_detail {
+
+// Fills everything that depends on the tile shape. False when it does not fit in shared memory.
+inline bool position_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int h, int w,
+                          int stages) {
+  p->stages = stages;
+  p->rows = 1, p->segments = h;
+  p->tile[0] = d, p->tile[1] = h, p->tile[2] = w;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t extent = i == 2 ? std::min<int64_t>(w, q.out[2]) : p->tile[i];
+    const int64_t halo = (extent - 1) * p->step[i] + (p->kernel[i] - 1) * int64_t(p->dilation[i]) + 1;
+    if (halo > 4096) return false;
+    p->halo[i] = static_cast<int>(halo);
+    p->tiles[i] = (q.out[i] + p->tile[i] - 1) / p->tile[i];
+  }
+  p->lead = ((p->origin[2] % 4) + 4) % 4;
+  p->vectors = (p->lead + p->halo[2] + 3) / 4;
+  p->pitch = p->vectors * 4;
+  const int64_t positions = int64_t(p->halo[0]) * p->halo[1] * p->pitch;
+  if (positions * p->types > 16 * 1024) return false;
+  p->plane = static_cast<int>(positions) * 4;
+  p->strips = d * h * (w / kNarrowStrip);
+  p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
+  p->smem_bytes = position_smem_layout(*p).total * 4;
+  return p->smem_bytes <= limits.smem_per_block;
+}
 
 // Fills everything that depends on the tile shape. False when it does not fit in shared memory.
 inline bool narrow_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int rows, int segments,
@@ -186,10 +244,10 @@ inline double window_cost(const NarrowPlan& p) {
 // order in which they lie in the halo: the descriptor holds no negative distance.
 inline void narrow_chunk_pairs(NarrowPlan* p) {
   const int taps = p->kernel[0] * p->kernel[1] * p->kernel[2];
-  auto at = [&](int chunk) {  // in chunks; beyond the last one lies the plane of zeros
-    // In two terms nothing is lost where a weight of zero meets an infinite input: the statistics are NaN already.
-    if (!p->zero_plane) chunk = std::min(chunk, p->words / 4 * taps - 1);
-    const int plane = std::min(chunk / taps, p->words / 4), tap = plane == p->words / 4 ? 0 : chunk % taps;
+  auto at = [&](int chunk) {  // in chunks; padding repeats the last one
+    // Nothing is lost where a weight of zero meets an infinite input: the statistics are NaN already.
+    chunk = std::min(chunk, p->words / 4 * taps - 1);
+    const int plane = chunk / taps, tap = chunk % taps;
     const int w = tap % p->kernel[2], h = tap / p->kernel[2] % p->kernel[1], d = tap / (p->kernel[2] * p->kernel[1]);
     return plane * (p->plane / 4) + (d * p->dilation[0] * p->halo[1] + h * p->dilation[1]) * p->pitch +
            w * p->dilation[2];
@@ -284,6 +342,54 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   return narrow_slices(p, q, limits, sample_cycles);
 }
 
+// Estimated cycles of a multiprocessor for all tiles of a sample: tensor cores and instruction issue take turns,
+// special functions beside them, and the loading threads wait for memory once for each of their pieces.
+inline double position_cost(const NarrowPlan& p, bool lse) {
+  const double mma = 32.0 * p.k_steps, issue = (lse ? 330 : 120) + 4.0 * p.k_steps, special = lse ? 520 : 0;
+  const double compute = (p.strips + 3) / 4 * std::max(mma + issue, special);
+  const double rounds = std::ceil(double(p.halo[0]) * p.halo[1] * p.vectors / (128 * p.producers)) * p.types;
+  return double(p.tiles_per_sample) *
+         (std::max(compute, rounds * 1500 + 500) + (p.stages > 2 ? 0.1 : 0.2) * rounds * 1500 + 300);
+}
+
+// Positions as rows. False where K is too long or no tile fits.
+inline bool plan_positions(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int64_t c_in, bool lse) {
+  const int64_t types = (c_in + 7) / 8, taps = int64_t(p->kernel[0]) * p->kernel[1] * p->kernel[2];
+  const int64_t chunks = types * taps + (lse ? 0 : 1);  // statistics: the last is a constant
+  if (chunks > 2 * kPositionMoreSteps) return false;
+  p->position_rows = p->chunked = true;
+  p->k_steps = chunks <= 2 * kPositionSteps ? kPositionSteps : kPositionMoreSteps;
+  p->types = static_cast<int>(types);
+  p->words = p->types * 4;
+  p->k_words = static_cast<int>(types * taps) * 4;
+  p->producers = position_producers(lse), p->consumers = position_consumers(lse);
+  double best = -1;
+  NarrowPlan chosen;
+  const int full_w = static_cast<int>(std::min<int64_t>((q.out[2] + kNarrowStrip - 1) / kNarrowStrip * 16, 1024));
+  int last_w = 0;
+  for (int w : {full_w, 256, 128, 64, 32, 16}) {
+    if (w > full_w || w == last_w) continue;
+    last_w = w;
+    int last_rows = 0;
+    for (int parts : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 21, 26, 32, 42, 64, 1 << 20}) {
+      const int rows = static_cast<int>(std::min<int64_t>((q.out[1] + parts - 1) / parts, 64));
+      if (rows == last_rows) continue;
+      last_rows = rows;
+      for (int d : {1, 2, 4}) {
+        if (d > q.out[0]) break;
+        for (int stages : {4, 3, 2}) {
+          if (!position_tile(p, q, limits, d, rows, w, stages)) continue;
+          const double cost = position_cost(*p, lse);
+          if (best < 0 || cost < best) best = cost, chosen = *p;
+        }
+      }
+    }
+  }
+  if (best < 0) return false;
+  *p = chosen;
+  return narrow_slices(p, q, limits, best);
+}
+
 }  // namespace plan_detail
 
 inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) {
@@ -325,21 +431,25 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.n_tiles = static_cast<int>((c_out + p.columns - 1) / p.columns);
 
   // Two fp16 terms of each operand have the digits of two of TF32, and half the products.
-  const bool split_rows = !store && p.math == ConvMath::kTf32x3 && c_out > 32 && !(lse && c_out > 64) &&
-                          p.step[2] == 1 && (c_in + 7) / 8 * taps <= 2 * kNarrowSplitSteps;
+  const bool columns64 = !store && c_out > 32 && !(lse && c_out > 64);
+  const bool split_rows =
+      columns64 && p.math == ConvMath::kTf32x3 && p.step[2] == 1 && (c_in + 7) / 8 * taps <= 2 * kNarrowChannelSteps;
   if (split_rows) p.math = ConvMath::kFp16x3;
   // wgmma truncates where it adds to its accumulator. Statistics bear it; gradients of logsumexp, which are
   // exponentials of what comes out, showed twenty times PyTorch's error with the many products of 3xTF32.
   if (lse && p.math == ConvMath::kTf32x3) return refuse("wgmma's sums are not exact enough for logsumexp without TF32");
 
+  if (columns64 && p.math != ConvMath::kFp16x3 && p.math != ConvMath::kTf32x3) {
+    NarrowPlan positions = p;
+    if (plan_detail::plan_positions(&positions, q, limits, c_in, lse)) return positions;
+  }
   const int per_word = conv_channels_per_word(p.math);
   const int64_t words = (c_in + per_word - 1) / per_word;
   if (words * taps > 4096) return refuse("the weights do not fit in shared memory");
   p.words = static_cast<int>(words);
   // With many columns, 64 channels as rows need neither fragments of the input nor its statistics in registers.
   const int64_t chunks = (words + 3) / 4;
-  p.channel_rows = !store && c_out > 32 && !(lse && c_out > 64) && p.step[2] == 1 && p.math != ConvMath::kTf32x3 &&
-                   chunks * taps <= 2 * kNarrowChannelSteps;
+  p.channel_rows = split_rows;
   // With few columns, loading A costs more than multiplying: three kernel rows then share one load, each adding to the
   // accumulators of its own output row. The weights lie there three times, once for each turn of the accumulators.
   if (p.channel_rows) p.words = static_cast<int>(chunks * 4);
@@ -356,8 +466,7 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.batch = narrow_batch(p.math, p.window, p.large_batch);
   p.k_steps = padded(p.batch);
   p.producers = narrow_producers(p.math, lse);
-  p.consumers =
-      p.channel_rows ? narrow_channel_consumers(p.math, lse) : narrow_consumers(p.math, p.columns, p.window, lse);
+  p.consumers = p.channel_rows ? kNarrowChannelConsumers : narrow_consumers(p.math, p.columns, p.window, lse);
   p.zero_plane = p.k_words != p.k_steps * 8 && p.math != ConvMath::kFp16x3;
   p.taps_fast = p.words < 4;
   const auto full_width = [&](int strip) {

@@ -3,8 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <type_traits>
-
 #include "../common/wgmma.cuh"
 #include "conv3d_kernel.cuh"
 #include "conv3d_narrow_load.cuh"
@@ -14,65 +12,49 @@ namespace kgopt {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // K entry -> where its weight lies in a filter, and the one of the channel that shares its word; -1: padding.
-template <int kPerWord>
-__device__ __forceinline__ void fill_weight_table(const NarrowParams& p, int2* table, int k_steps, int thread,
-                                                  int threads) {
+__device__ __forceinline__ void fill_weight_table(const NarrowParams& p, int2* table, int thread, int threads) {
   const NarrowPlan& plan = p.plan;
   const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
-  for (int k = thread; k < k_steps * 8; k += threads) {
-    const int chunk = k / 4, tap = chunk % taps, channel = (chunk / taps * 4 + k % 4) * kPerWord;
+  for (int k = thread; k < kNarrowChannelSteps * 8; k += threads) {
+    const int chunk = k / 4, tap = chunk % taps, channel = (chunk / taps * 4 + k % 4) * 2;
     int2 v = make_int2(-1, -1);
     if (chunk < plan.words / 4 * taps && channel < p.c_in) {
       const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1],
                 d = tap / (plan.kernel[2] * plan.kernel[1]);
       v.x = static_cast<int>(channel * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2]);
-      if (kPerWord == 2 && channel + 1 < p.c_in) v.y = v.x + static_cast<int>(p.w_stride_in);
+      if (channel + 1 < p.c_in) v.y = v.x + static_cast<int>(p.w_stride_in);
     }
     table[k] = v;
   }
 }
 
 // A thread's fragments: of channels g and g + 8 of its warp's 16.
-template <ConvMath kMath, int kSteps>
 struct ChannelWeights {
-  static constexpr bool kTerms = kMath == ConvMath::kFp16x3;
-  static constexpr int kPerWord = ConvMathTraits<kMath>::kPerWord;
-  using Stored = std::conditional_t<kPerWord == 2 && !kTerms, unsigned short, float>;
+  static constexpr int kSteps = kNarrowChannelSteps;
 
-  uint32_t words[kSteps][4];
-  uint32_t low_words[kTerms ? kSteps : 1][4];
-  float unscaled[2] = {1.f, 1.f};  // kTerms: what undoes the scale of each channel
+  uint32_t words[kSteps][4], low_words[kSteps][4];
+  float unscaled[2];  // what undoes the scale of each channel
 
   // channels: within the block's c_valid, which begin at c_begin of the conv group.
   __device__ __forceinline__ void load(const NarrowParams& p, const int2* table, int group, int c_begin, int c_valid,
                                        const int (&channels)[2], int t) {
     // No branches and little arithmetic: all loads are under way before the first is used.
     const bool is_channel[2] = {channels[0] < c_valid, channels[1] < c_valid};
-    const Stored* filter[2];
+    const float* filter[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      filter[r] = static_cast<const Stored*>(p.weight) + group * p.w_stride_group +
+      filter[r] = static_cast<const float*>(p.weight) + group * p.w_stride_group +
                   (c_begin + min(channels[r], c_valid - 1)) * p.w_stride_out;
     }
 #pragma unroll
     for (int i = 0; i < kSteps * 4; ++i) {
       const int2 at = table[i / 4 * 8 + (i >> 1 & 1) * 4 + t];
-      const Stored* const w = filter[i & 1];
-      uint32_t word;
-      if constexpr (kTerms) {
-        // The two values for now.
-        const float first = w[max(at.x, 0)], second = w[max(at.y, 0)];
-        word = at.x < 0 ? 0 : __float_as_uint(first);
-        low_words[i / 4][i & 3] = at.y < 0 || !is_channel[i & 1] ? 0 : __float_as_uint(second);
-      } else if constexpr (kPerWord == 2) {
-        const uint32_t low = w[max(at.x, 0)], high = w[max(at.y, 0)];
-        word = (at.x < 0 ? 0 : low) | (at.y < 0 ? 0 : high << 16);
-      } else {
-        word = at.x < 0 ? 0 : to_tf32(w[max(at.x, 0)]);
-      }
-      words[i / 4][i & 3] = is_channel[i & 1] ? word : 0;
+      const float* const w = filter[i & 1];
+      const float first = w[max(at.x, 0)], second = w[max(at.y, 0)];
+      words[i / 4][i & 3] = at.x < 0 || !is_channel[i & 1] ? 0 : __float_as_uint(first);  // the values for now
+      low_words[i / 4][i & 3] = at.y < 0 || !is_channel[i & 1] ? 0 : __float_as_uint(second);
     }
-    if constexpr (kTerms) split();
+    split();
   }
 
  private:

@@ -87,11 +87,12 @@ __device__ __forceinline__ WindowCursor window_tiles(const NarrowPlan& plan, int
 }
 
 // Whether any of the loading threads says so. All of them wait for each other.
+template <int kLoaders = kWindowLoaders>
 __device__ __forceinline__ bool any_loader(bool mine) {
   uint32_t any;
   asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n bar.red.or.pred q, 2, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
                : "=r"(any)
-               : "r"(uint32_t(mine)), "n"(kWindowLoaders)
+               : "r"(uint32_t(mine)), "n"(kLoaders)
                : "memory");
   return any != 0;
 }
@@ -131,14 +132,15 @@ __device__ __forceinline__ uint32_t packed_halves(float a, float b) {
 }
 
 // The largest of the loading threads' values, none of which is negative, as bits. All of them wait for each other.
+template <int kLoaders = kWindowLoaders>
 __device__ __forceinline__ uint32_t loaders_max(float mine, uint32_t* maxima) {
   const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(mine));  // in the order of their bits
   if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = of_warp;
-  named_barrier(2, kWindowLoaders);
+  named_barrier(2, kLoaders);
   uint32_t bits = maxima[0];
 #pragma unroll 1
-  for (int i = 1; i < kWindowLoaders / 32; ++i) bits = max(bits, maxima[i]);
-  named_barrier(2, kWindowLoaders);
+  for (int i = 1; i < kLoaders / 32; ++i) bits = max(bits, maxima[i]);
+  named_barrier(2, kLoaders);
   return bits;
 }
 
@@ -587,7 +589,6 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
   constexpr int kConsumers = window_consumers(kMath, kColumns, kBlocks), kWarps = kConsumers * 4;
   constexpr int kThreads = kWindowLoaders + 32 * kWarps;
 
-  if (gram_was_exact(p, kColumns)) return;
   extern __shared__ __align__(128) uint32_t smem[];
   const NarrowPlan& plan = p.plan;
   const WindowSmemLayout layout = window_smem_layout(plan);

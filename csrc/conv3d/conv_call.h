@@ -12,7 +12,6 @@
 #include "conv3d_dispatch.h"
 #include "conv3d_flat.h"
 #include "conv3d_gradients.h"
-#include "conv3d_gram.h"
 #include "conv3d_hopper.h"
 #include "conv3d_narrow.h"
 #include "conv3d_rows.h"
@@ -204,10 +203,6 @@ inline bool rows_in_vectors(const ConvArgs& a, const ConvShape& shape, int64_t v
          strides[0] % vector == 0 && strides[1] % vector == 0 &&
          reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % (vector * dtype_size(shape.dtype)) == 0;
 }
-// Whether rows are pieces of 16 bytes, which bulk copies take.
-inline bool rows_in_pieces(const ConvArgs& a, const ConvShape& shape) {
-  return rows_in_vectors(a, shape, 16 / dtype_size(shape.dtype));
-}
 
 // `bias` keeps a dense copy of the bias alive until the launch.
 inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape, const NarrowPlan& plan,
@@ -224,36 +219,6 @@ inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape
   p.load = rows_in_vectors(a, shape)                                     ? NarrowLoad::kVectors
            : dtype_size(shape.dtype) == 4 || has_channel_pairs(p, shape) ? NarrowLoad::kWords
                                                                          : NarrowLoad::kHalves;
-  return p;
-}
-
-// What the Gram kernel asks of strides: rows in pieces of 16 bytes, strides that a tensor map can have, and a tap's
-// place in a filter's channel in 27 bits.
-inline bool gram_takes_strides(const ConvArgs& a, const ConvShape& shape) {
-  if (!rows_in_pieces(a, shape)) return false;
-  int64_t strides[3];
-  spatial_strides(a.x, a.rank, strides);
-  const int64_t sizes[4] = {shape.n, shape.c_in, shape.in[0], shape.in[1]};
-  const int64_t steps[4] = {a.x.stride(0), a.x.stride(1), strides[0], strides[1]};
-  for (int i = 0; i < 4; ++i) {
-    if (sizes[i] > 1 && (steps[i] <= 0 || steps[i] >= int64_t(1) << 37)) return false;
-  }
-  const WeightStrides w = weight_strides(a, shape);
-  int64_t reach = 0;
-  for (int i = 0; i < 3; ++i) reach += (shape.kernel[i] - 1) * w.k[i];
-  return reach < int64_t(1) << 27;
-}
-
-inline GramParams make_gram_params(const ConvArgs& a, const ConvShape& shape, const GramPlan& plan, Tensor* bias) {
-  GramParams p{};
-  set_input(&p, a, shape);
-  set_weight(&p, a, shape);
-  if (a.bias) {
-    *bias = dense_in(*a.bias, MemoryFormat::Contiguous);
-    p.bias = bias->const_data_ptr();
-  }
-  p.dtype = shape.dtype;
-  p.plan = plan;
   return p;
 }
 

@@ -54,16 +54,7 @@ GroupStatsFinalizeParams finalize_params(const ConvArgs& a, const ConvShape& sha
 }
 
 bool stores_nothing(const ConvChoice& choice) {
-  return choice.path == ConvPath::kImplicitGemm || choice.path == ConvPath::kNarrow || choice.path == ConvPath::kGram;
-}
-
-// How to get at statistics; a plan sees sizes but no strides.
-ConvChoice choose_stats(const ConvArgs& a, const ConvShape& shape) {
-  ConvChoice choice = choose(a, shape, ConvEpilogue::kStats);
-  if (choice.path == ConvPath::kGram && !gram_takes_strides(a, shape)) {
-    choice.path = choice.narrow.refusal ? ConvPath::kImplicitGemm : ConvPath::kNarrow;
-  }
-  return choice;
+  return choice.path == ConvPath::kImplicitGemm || choice.path == ConvPath::kNarrow;
 }
 
 // Statistics of a convolution whose output is not stored.
@@ -71,14 +62,10 @@ struct __attribute__((visibility("hidden"))) StatsPass {
   const ConvArgs& a;
   const ConvShape& shape;
   const ConvChoice& choice;
-  int64_t packed = 0, bias = 0, partials = 0, inexact = 0;  // workspace pieces
+  int64_t packed = 0, bias = 0, partials = 0;  // workspace pieces
 
-  bool gram() const { return choice.path == ConvPath::kGram; }
   bool packs_weights() const { return choice.path == ConvPath::kImplicitGemm; }
-  // In the partials: the Gram kernel's, then those of the kernel that corrects it.
-  int64_t slices() const {
-    return packs_weights() ? partials_slices(choice.plan) : choice.narrow.slices + (gram() ? choice.gram.slices : 0);
-  }
+  int64_t slices() const { return packs_weights() ? partials_slices(choice.plan) : choice.narrow.slices; }
 
   void reserve(Workspace* workspace) {
     if (packs_weights()) {
@@ -86,7 +73,6 @@ struct __attribute__((visibility("hidden"))) StatsPass {
       bias = workspace->reserve(packed_bias_bytes(shape, choice.plan));
     }
     partials = workspace->reserve(partials_bytes(shape, slices()));
-    if (gram()) inexact = workspace->reserve(shape.n * choice.gram.slices * 4);
   }
 
   // Leaves what `finish` asks for and, where it can, in sample_mean the mean of each sample's norm. Says whether it
@@ -98,19 +84,10 @@ struct __attribute__((visibility("hidden"))) StatsPass {
       stats.partials = workspace.at<float>(partials);
       stats.slices = slices();
       stats.c_out_total = static_cast<int>(shape.c_out);
-      stats.finishes =
-          narrow_sees_samples(choice.narrow, shape.groups) && (!gram() || gram_sees_samples(choice.gram, shape.c_out));
+      stats.finishes = narrow_sees_samples(choice.narrow, shape.groups);
       stats.finish = finish;
       stats.sample_mean = sample_mean;
       Tensor dense_bias;
-      if (gram()) {
-        GramParams p = make_gram_params(a, shape, choice.gram, &dense_bias);
-        p.stats = stats;
-        p.inexact = workspace.at<int>(inexact);
-        raise_on_error(a.op, run_conv_gram_stats(p, shape.n, stream));
-        stats.inexact = p.inexact;
-        stats.gram_slices = choice.gram.slices;
-      }
       NarrowParams p = make_narrow_params(a, shape, choice.narrow, &dense_bias);
       p.stats = stats;
       raise_on_error(a.op, run_conv_narrow_stats(p, shape.n, stream));
@@ -135,7 +112,7 @@ MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const Opt
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  const ConvChoice choice = choose_stats(a, shape);
+  const ConvChoice choice = choose(a, shape, ConvEpilogue::kStats);
   if (!stores_nothing(choice) || a.x.numel() == 0) {
     auto [out, channel_mean, mean, rstd] =
         group_norm_mean_fwd_cuda(conv_forward(a), num_groups, norm.weight, norm.bias, eps);
@@ -312,8 +289,8 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
   const ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse);
-  ConvChoice stats = choose_stats(a, shape);
-  // Both passes compute the same convolution, to the same rounding; a Gram matrix is closer to the exact one than both.
+  ConvChoice stats = choose(a, shape, ConvEpilogue::kStats);
+  // Both passes compute the same convolution, to the same rounding.
   if (stats.path == ConvPath::kNarrow) stats.path = lse.path;
   if (!stores_nothing(lse) || !stores_nothing(stats) || a.x.numel() == 0) {
     // The residual is written over the convolution's output.

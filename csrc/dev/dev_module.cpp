@@ -117,7 +117,6 @@ void bind_conv(py::module_& m) {
       .value("hopper", ConvPath::kHopper)
       .value("rows", ConvPath::kRows)
       .value("flat", ConvPath::kFlat)
-      .value("gram", ConvPath::kGram)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
 
@@ -191,6 +190,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("cycles", &NarrowPlan::cycles)
       .def_readonly("math", &NarrowPlan::math)
       .def_readonly("channel_rows", &NarrowPlan::channel_rows)
+      .def_readonly("position_rows", &NarrowPlan::position_rows)
       .def_readonly("columns", &NarrowPlan::columns)
       .def_readonly("consumers", &NarrowPlan::consumers)
       .def_readonly("window", &NarrowPlan::window)
@@ -264,34 +264,6 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("padding", [](const HopperPlan& p) { return copied(p.padding); })
       .def("by_width",
            [](const HopperPlan& p, int64_t n) { return int64_t(n * 2 * p.by_width.magic >> 32 >> p.by_width.shift); });
-  py::class_<GramPlan>(m, "GramPlan", "The plan of the Gram kernel; fields as in conv3d_gram_params.h.")
-      .def_property_readonly("refusal",
-                             [](const GramPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
-      .def_readonly("channels", &GramPlan::channels)
-      .def_readonly("strips", &GramPlan::strips)
-      .def_readonly("group_rows", &GramPlan::group_rows)
-      .def_readonly("cycles", &GramPlan::cycles)
-      .def_readonly("tile_rows", &GramPlan::tile_rows)
-      .def_readonly("tile_pairs", &GramPlan::tile_pairs)
-      .def_readonly("rows", &GramPlan::rows)
-      .def_readonly("lead", &GramPlan::lead)
-      .def_readonly("vectors", &GramPlan::vectors)
-      .def_readonly("strip_bytes", &GramPlan::strip_bytes)
-      .def_readonly("stage_bytes", &GramPlan::stage_bytes)
-      .def_readonly("stages", &GramPlan::stages)
-      .def_readonly("raw_rows", &GramPlan::raw_rows)
-      .def_readonly("raw_slots", &GramPlan::raw_slots)
-      .def_readonly("raw_bytes", &GramPlan::raw_bytes)
-      .def_readonly("raw_stride", &GramPlan::raw_stride)
-      .def_readonly("at_raw", &GramPlan::at_raw)
-      .def_readonly("slices", &GramPlan::slices)
-      .def_readonly("slice", &GramPlan::slice)
-      .def_readonly("taps", &GramPlan::taps)
-      .def_readonly("column_bits", &GramPlan::column_bits)
-      .def_readonly("at_ring", &GramPlan::at_ring)
-      .def_readonly("smem_bytes", &GramPlan::smem_bytes)
-      .def_property_readonly("tiles", [](const GramPlan& p) { return std::vector<int>(p.tiles, p.tiles + 2); })
-      .def_property_readonly("kernel", [](const GramPlan& p) { return copied(p.kernel); });
 
   py::class_<RowsPlan>(m, "RowsPlan",
                        "The other plan for channels-innermost tensors; fields as in conv3d_rows_params.h.")
@@ -451,7 +423,6 @@ void bind_conv(py::module_& m) {
       .def_readonly("hopper", &ConvChoice::hopper)
       .def_readonly("rows", &ConvChoice::rows)
       .def_readonly("flat", &ConvChoice::flat)
-      .def_readonly("gram", &ConvChoice::gram)
       .def_readonly("reason", &ConvChoice::reason)
       .def("explain", &ConvChoice::explain);
 
@@ -490,7 +461,6 @@ void bind_conv(py::module_& m) {
   m.def("plan_narrow_dgrad", &plan_narrow_dgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("choose_conv_gradients", &choose_conv_gradients, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto);
-  m.def("plan_gram", &plan_gram, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("choose_conv", &choose_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto);
 }

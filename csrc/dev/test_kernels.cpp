@@ -147,8 +147,7 @@ void test_choices() {
   CHECK(choose_conv(problem, {}, ConvBackend::kKgopt).path == ConvPath::kImplicitGemm);
   if (!problem.transposed) {
     problem.epilogue = ConvEpilogue::kStats;
-    const ConvPath path = choose_conv(problem, {}, ConvBackend::kKgopt).path;
-    CHECK(path == ConvPath::kNarrow || path == ConvPath::kGram);
+    CHECK(choose_conv(problem, {}, ConvBackend::kKgopt).path == ConvPath::kNarrow);
     DeviceLimits older;
     older.has_wgmma = false;
     CHECK(choose_conv(problem, older, ConvBackend::kKgopt).path == ConvPath::kImplicitGemm);

@@ -1,0 +1,757 @@
+// Convolutions with few input and more than 32 output channels, either their statistics or, from those, GroupNorm +
+// tanh
+// + hardswish + residual + logsumexp over channels, sm_90a.
+//
+// Rows of the products are positions, 16 neighbours of an output row for each warp, columns 64 output channels. The
+// halo lies in shared memory in chunks of eight half channels a position, 16 bytes: a tap is an offset, and a step of
+// K, two chunks, is one ldmatrix. What belongs to a position stays within four lanes, so that warps wait for their
+// products and for nothing else. Weights lie in shared memory from start to end.
+//
+// fp32 input becomes fp16 (11 bits, as TF32) as in conv3d_narrow_window.cuh, scaled by a power of two for each stage.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
+#include "../common/dtype.cuh"
+#include "../common/mma.cuh"
+#include "../common/reduce.cuh"
+#include "../common/wgmma.cuh"
+#include "conv3d_kernel.cuh"
+#include "conv3d_narrow_finish.cuh"
+#include "conv3d_narrow_window.cuh"
+
+namespace kgopt {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+template <int kCount, bool kMore>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (kMore) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+  }
+}
+
+// Of a tile, while it is loaded: fp32 values come scaled, or are measured where the scale does not fit. `most`: the
+// largest finite one, where measured; `largest`: of those that were stored.
+template <ConvMath kMath, int kLoaders>
+__device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* to_stage,
+                                               const typename ConvMathTraits<kMath>::Element* x_sample,
+                                               const int (&first)[3], float scale, bool measures, float* most,
+                                               __half2* largest) {
+  using Element = typename ConvMathTraits<kMath>::Element;
+  constexpr bool kScaled = std::is_same_v<Element, float>;
+  const NarrowPlan& plan = p.plan;
+  const int rows = plan.halo[0] * plan.halo[1], across = plan.vectors;
+  const bool vectors = p.load == NarrowLoad::kVectors;
+  const int row_step = kLoaders / across, place_step = kLoaders % across;
+#pragma unroll 1
+  for (int type = 0; type < plan.types; ++type) {
+    const int channels = p.c_in - type * 8;  // eight, or those that are left
+    int row = threadIdx.x / across, place = threadIdx.x % across, d = 0, h = row;
+#pragma unroll 1
+    while (row < rows) {
+      while (h >= plan.halo[1]) h -= plan.halo[1], ++d;
+      const int w = first[2] + place * 4;  // a vector lies inside or outside as a whole
+      const bool row_inside = unsigned(first[0] + d) < unsigned(p.in[0]) && unsigned(first[1] + h) < unsigned(p.in[1]);
+      const Element* src = x_sample + type * 8 * p.x_stride_c + (first[0] + d) * p.x_stride[0] +
+                           (first[1] + h) * p.x_stride[1] + w * p.x_stride[2];
+      // Values of four positions; half types: in two words. All loads are under way before the first is used.
+      uint32_t v[8][kScaled ? 4 : 2];
+      if (vectors) {
+        const bool inside = row_inside && unsigned(w) < unsigned(p.in[2]);
+#pragma unroll
+        for (int e = 0; e < 8; ++e, src += p.x_stride_c) load_if(v[e], src, inside && e < channels);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 8; ++e, src += p.x_stride_c) {
+          uint32_t bits[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            bits[i] =
+                load_one_if(src + i * p.x_stride[2], row_inside && e < channels && unsigned(w + i) < unsigned(p.in[2]));
+          }
+          if constexpr (kScaled) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[e][i] = bits[i];
+          } else {
+            v[e][0] = bits[0] | bits[1] << 16, v[e][1] = bits[2] | bits[3] << 16;
+          }
+        }
+      }
+      if (kScaled && measures) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const float size = fabsf(__uint_as_float(v[i / 4][i % (kScaled ? 4 : 2)]));
+          *most = size < INFINITY ? fmaxf(*most, size) : *most;
+        }
+      } else {
+        uint32_t* const to = to_stage + type * plan.plane + (row * plan.pitch + place * 4) * 4;
+        uint32_t word[4][4];  // of each position
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            if constexpr (kScaled) {
+              word[i][k] =
+                  packed_halves(__uint_as_float(v[2 * k][i]) * scale, __uint_as_float(v[2 * k + 1][i]) * scale);
+              *largest = __hmax2(*largest, __habs2(*reinterpret_cast<const __half2*>(&word[i][k])));
+            } else {
+              word[i][k] = __byte_perm(v[2 * k][i / 2], v[2 * k + 1][i / 2], i % 2 ? 0x7632 : 0x5410);
+            }
+          }
+        }
+        // Neighbouring pairs of threads store their positions in different orders, so that eight of them meet every
+        // bank once.
+        const int order = threadIdx.x >> 1 & 3;
+#pragma unroll
+        for (int bit = 1; bit <= 2; bit *= 2) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              if (i & bit) continue;
+              const uint32_t a = word[i][k], b = word[i + bit][k];
+              word[i][k] = order & bit ? b : a, word[i + bit][k] = order & bit ? a : b;
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          *reinterpret_cast<uint4*>(to + (i ^ order) * 4) = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
+        }
+      }
+      place += place_step;
+      const int carry = place >= across;
+      place -= carry * across;
+      row += row_step + carry, h += row_step + carry;
+    }
+  }
+}
+
+// What the loading warpgroups do from start to end.
+template <ConvMath kMath, int kLoaders>
+__device__ __forceinline__ void position_tiles(const NarrowParams& p, const PositionSmemLayout& layout, uint32_t* smem,
+                                               int64_t n, int group, TileCursor cursor, int tile_count) {
+  using Element = typename ConvMathTraits<kMath>::Element;
+  constexpr bool kScaled = std::is_same_v<Element, float>;
+  const NarrowPlan& plan = p.plan;
+  const int tiles_h = static_cast<int>(plan.tiles[1]), tiles_w = static_cast<int>(plan.tiles[2]);
+  uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
+  uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
+  const Element* const x_sample =
+      static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
+  float scale = 1.f, lowest = INFINITY;  // of the values of a stage, and the lowest one that there was
+  int stage = 0;
+  uint32_t parity = 1;
+  for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
+    barrier_wait(empty + stage, parity);
+    uint32_t* const to_stage = smem + layout.halo + stage * position_stage_words(plan);
+    const int first[3] = {cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0],
+                          cursor.h * plan.tile[1] * plan.step[1] + plan.origin[1],
+                          cursor.w * plan.tile[2] * plan.step[2] + plan.origin[2] - plan.lead};
+    float most = 0.f;
+    // Normally one sweep over the halo. Where its values do not fit the scale, one that measures them and one more.
+#pragma unroll 1
+    for (int pass = 0; pass < 3; ++pass) {
+      __half2 largest = __half2half2(__ushort_as_half(0));
+      load_positions<kMath, kLoaders>(p, to_stage, x_sample, first, scale, kScaled && pass == 1, &most, &largest);
+      if constexpr (!kScaled) {
+        break;
+      } else if (pass == 0) {
+        // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
+        const float top = fmaxf(__low2float(largest), __high2float(largest));
+        const bool too_large = any_loader<kLoaders>(top == INFINITY);
+        if (!too_large && any_loader<kLoaders>(top >= 2.f || scale == lowest * kWindowRange)) {
+          lowest = fminf(lowest, scale);
+          break;
+        }
+      } else if (pass == 1) {
+        const uint32_t bits = loaders_max<kLoaders>(most, smem + layout.maxima);
+        if (bits == 0 || scale_of_window(bits, &scale, &lowest)) break;
+      }
+    }
+    if (kScaled && threadIdx.x == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
+    barrier_arrive(full + stage);
+    if (++stage == plan.stages) stage = 0, parity ^= 1;
+  }
+}
+
+// All weights of the block's channels to shared memory, in the order in which the products take them, by kWarps warps.
+// unscale: of each column, what undoes the power of two by which its weights are multiplied.
+template <ConvMath kMath, int kSteps, int kWarps>
+__device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t* weights, float* unscale, int group,
+                                                 int c_begin, int c_valid, int warp, int lane) {
+  constexpr bool kScaled = ConvMathTraits<kMath>::kPerWord == 1;
+  constexpr int kRounds = kSteps / 2 + kSteps % 2;  // of 32 values
+  using Stored = std::conditional_t<kScaled, float, unsigned short>;
+  const NarrowPlan& plan = p.plan;
+  const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
+  const Stored* const filters =
+      static_cast<const Stored*>(p.weight) + group * p.w_stride_group + c_begin * p.w_stride_out;
+  int64_t at[kRounds];  // where this lane's values of K lie in a filter; -1: padding
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int chunk = (lane + 32 * i) / 8, type = chunk / taps, tap = chunk % taps, c = type * 8 + lane % 8;
+    const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1],
+              d = tap / (plan.kernel[2] * plan.kernel[1]);
+    at[i] = c < p.c_in ? c * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2] : -1;
+  }
+#pragma unroll 2
+  for (int column = warp; column < 64; column += kWarps) {
+    Stored v[kRounds];
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      v[i] = 0;
+      if (at[i] >= 0 && column < c_valid) v[i] = __ldg(filters + column * p.w_stride_out + at[i]);
+    }
+    float scale = 1.f, undo = 1.f;
+    if constexpr (kScaled) {
+      float most = 0.f;
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const float size = fabsf(v[i]);
+        most = size < INFINITY ? fmaxf(most, size) : most;
+      }
+      const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+      const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
+      scale = __uint_as_float((258 - exponent) << 23);  // brings the largest below 2^5
+      undo = __uint_as_float((exponent - 4) << 23);
+    }
+    if (lane == 0) unscale[column] = undo;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int chunk = (lane + 32 * i) / 8;
+      if (chunk >= 2 * kSteps) continue;
+      unsigned short bits;
+      if constexpr (kScaled) {
+        bits = __half_as_ushort(__float2half_rn(v[i] * scale));
+      } else {
+        bits = v[i];
+      }
+      reinterpret_cast<unsigned short*>(
+          weights)[((chunk / 2 * 8 + column / 8) * 2 + chunk % 2) * 64 + column % 8 * 8 + lane % 8] = bits;
+    }
+  }
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// logsumexp over channels of u + hardswish(tanh(scale u + offset)) for a warp's two strips.
+//
+// Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
+// it does not, `exact` finds each position's maximum and the shift moves there.
+struct PositionLse {
+  static constexpr int kStrips = kPositionStrips;
+  static constexpr float kLog2E = 1.44269504088896340736f;
+  static constexpr float kLn2 = 0.69314718055994530942f;
+
+  // Of each channel, this warp's: scale, offset, log2(e), bias log2(e) - shift, for u as products have it.
+  float4* table;
+  const float4* base;  // the same in units of 1 and without shift, the block's
+  float shift = 0.f;   // in powers of 2
+  float unit = 1.f;
+  int lane;
+
+  __device__ __forceinline__ void fill() const {
+    __syncwarp();
+#pragma unroll
+    for (int c = lane; c < 64; c += 32) {
+      const float4 v = base[c];
+      table[c] = make_float4(v.x * unit, v.y, v.z * unit, v.w - shift);
+    }
+    __syncwarp();
+  }
+  // Since |tanh| <= 1, hardswish needs no clamp: h (h + 3) / 6. In powers of 2.
+  __device__ __forceinline__ static float power(float u, const float4& of, float bias) {
+    const float h = tanh_approx(fmaf(u, of.x, of.y));
+    return fmaf(h, fmaf(h, kLog2E / 6.f, kLog2E / 2.f), fmaf(u, of.z, bias));
+  }
+
+  // y is this lane's position, the lane's t choosing one of rows g and g + 8 of the first strip and of the second.
+  __device__ __forceinline__ void finish(float (&acc)[kStrips][32], float* y, bool inside) {
+    const int t = lane & 3;
+    constexpr int kRows = 2 * kStrips, kChannels = 16 / kRows, kBatches = 16 / kChannels;  // 16 values at a time
+    float s[kRows] = {}, h[16], e[16], p[16];
+    float4 of[kChannels];
+    auto value = [&](int batch, int i) {
+      const int c = batch * kChannels + i / kRows, r = i % kRows;
+      return acc[r / 2][c / 2 * 4 + r % 2 * 2 + c % 2];
+    };
+    auto start = [&](int batch) {
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) {
+        const int c = batch * kChannels + i;
+        of[i] = table[c / 2 * 8 + t * 2 + c % 2];
+      }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) h[i] = tanh_approx(fmaf(value(batch, i), of[i / kRows].x, of[i / kRows].y));
+    };
+    start(0);
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const float4 v = of[i / kRows];
+        if (batch > 0) s[i % kRows] += p[i];
+        e[i] = fmaf(h[i], fmaf(h[i], kLog2E / 6.f, kLog2E / 2.f), fmaf(value(batch, i), v.z, v.w));
+      }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        p[i] = exp2_approx(e[i]);
+      }
+      if (batch + 1 < kBatches) start(batch + 1);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) s[i % kRows] += p[i];
+    // Every step adds two lanes and halves what they keep.
+    const bool second = t & 2, odd = t & 1;
+    float kept[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      kept[r] = (second ? s[2 + r] : s[r]) + __shfl_xor_sync(0xffffffffu, second ? s[r] : s[2 + r], 2);
+    }
+    const float sum = (odd ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, odd ? kept[0] : kept[1], 1);
+    if (__builtin_expect(__all_sync(0xffffffffu, !inside || (sum > 1e-30f && sum < 1e30f)), 1)) {
+      if (inside) *y = (log2_approx(sum) + shift) * kLn2;
+    } else {
+#pragma unroll
+      for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
+      exact(acc, y, inside);
+    }
+  }
+
+  // Values that leap, infinities and NaNs: rare, so small code counts for more than speed.
+  __device__ __forceinline__ void exact(const float (&acc)[kStrips][32], float* y, bool inside) {
+    float kept[32 * kStrips];  // indexed at run time, hence in local memory
+#pragma unroll
+    for (int i = 0; i < 32 * kStrips; ++i) kept[i] = acc[i / 32][i % 32];
+    const int t = lane & 3;
+    float first = 0.f;
+#pragma unroll 1
+    for (int r = 0; r < 2 * kStrips; ++r) {
+      float top = -INFINITY, s = 0.f;
+#pragma unroll 1
+      for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll 1
+        for (int i = 0; i < 16; ++i) {
+          const int c = i / 2 * 8 + t * 2 + i % 2;
+          const float v = power(kept[r / 2 * 32 + i / 2 * 4 + r % 2 * 2 + i % 2], table[c], base[c].w);
+          if (pass == 0) {
+            top = fmaxf(top, v);
+          } else {
+            s += exp2_approx(v - top);
+          }
+        }
+        if (pass == 0) {
+#pragma unroll
+          for (int mask = 1; mask <= 2; mask *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, mask));
+          if (fabsf(top) == INFINITY) top = 0.f;  // as torch.logsumexp: an infinite maximum comes out as it is
+        }
+      }
+#pragma unroll
+      for (int mask = 1; mask <= 2; mask *= 2) s += __shfl_xor_sync(0xffffffffu, s, mask);
+      s = log2f(s) + top;
+      if (t == r && inside) *y = s * kLn2;
+      if (r == 0) first = s;
+    }
+    first = __shfl_sync(0xffffffffu, first, 0);
+    shift = fabsf(first) < 1e30f ? first : 0.f;
+    fill();
+  }
+};
+
+// Sums of a thread's 16 channels around the block's pivots, in the units of the stage that was last read.
+struct PositionSums {
+  float sum[16] = {}, sum_sq[16] = {};
+  int count = 0;
+  float unit = 1.f;
+
+  __device__ __forceinline__ void change_unit(float to) {
+    const float change = unit / to;
+    unit = to;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) sum[i] *= change, sum_sq[i] = sum_sq[i] * change * change;
+  }
+  __device__ __forceinline__ void drop_pivots(const float* pivots, float ratio, int t) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float pivot = pivots[i / 2 * 8 + t * 2 + i % 2] * ratio, n = static_cast<float>(count);
+      sum_sq[i] += pivot * fmaf(n, pivot, 2.f * sum[i]);
+      sum[i] = fmaf(n, pivot, sum[i]);
+    }
+  }
+  __device__ __forceinline__ void add(const float (&acc)[32]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int c = i / 4 * 2 + i % 2;
+      sum[c] += acc[i];
+      sum_sq[c] = fmaf(acc[i], acc[i], sum_sq[c]);
+    }
+  }
+};
+
+#endif
+
+template <ConvMath kMath, int kSteps, bool kLse>
+__global__ void __launch_bounds__(position_threads(kLse), 1)
+    conv_narrow_positions_kernel(const __grid_constant__ NarrowParams p) {
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Element = typename ConvMathTraits<kMath>::Element;
+  constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16 : WgmmaType::kFp16;
+  constexpr bool kScaled = kMath == ConvMath::kTf32;
+  constexpr int kProducers = position_producers(kLse), kConsumers = position_consumers(kLse);
+  constexpr int kColumns = 64, kWarps = kConsumers * 4, kStrips = kPositionStrips;
+  constexpr int kLoaders = 128 * kProducers, kThreads = kLoaders + 32 * kWarps;
+  // Of loading and of computing threads; together no more than the block gets at its start.
+  constexpr int2 kRegisters = kLse ? int2{80, 144} : int2{88, 168};
+  constexpr int kBatch = kPositionSteps;   // whose fragments are loaded together
+  constexpr int kJobStrips = 4 * kStrips;  // of a warpgroup at once
+  constexpr uint32_t kOne = kMath == ConvMath::kBf16 ? 0x3f80 : 0x3c00;
+  // What a pivot in half a word counts: fp16 would not hold what products come to.
+  constexpr float kPivotUnit = kMath == ConvMath::kBf16 ? 1.f : 256.f;
+
+  extern __shared__ __align__(128) uint32_t smem[];
+  const NarrowPlan& plan = p.plan;
+  const PositionSmemLayout layout = position_smem_layout(plan);
+  uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
+  uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
+  uint32_t* const strip_table = smem + layout.strips;
+  float* const unscale = reinterpret_cast<float*>(smem + layout.unscale);
+  const int tid = threadIdx.x;
+  const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
+  const int64_t n = blockIdx.x / slices, slice = blockIdx.x % slices;
+  const int c_begin = blockIdx.y * kColumns;  // first output channel of this block, within the conv group
+  const int group = blockIdx.z;
+  const int c_valid = min(kColumns, p.c_out - c_begin);
+  const int c_first = group * p.c_out + c_begin;  // the same among all output channels
+
+  // Strip -> its place in the halo and its depth, row and column in the tile: 14, 2, 6 and 6 bits.
+  const int per_row = plan.tile[2] / kNarrowStrip;
+  constexpr uint32_t kNoStrip = 0xffffffff;
+  for (int i = tid; i < plan.strips + kPositionNoStrips; i += kThreads) {
+    const int w = i % per_row, h = i / per_row % plan.tile[1], d = i / (per_row * plan.tile[1]);
+    const int at =
+        (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w * kNarrowStrip * plan.step[2];
+    strip_table[i] = i < plan.strips ? at << 16 | d << 12 | h << 6 | w : kNoStrip;
+  }
+  // Where a step of K's chunks lie, in bytes. Padding reads the first chunk again: what is not finite there spoils the
+  // same outputs anyway.
+  if (tid >= kThreads - 2 * kSteps) {
+    const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
+    const int chunk = tid - (kThreads - 2 * kSteps), type = chunk / taps, tap = chunk % taps;
+    const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1],
+              d = tap / (plan.kernel[2] * plan.kernel[1]);
+    const int at = type * plan.plane / 4 + (d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch +
+                   w * plan.dilation[2];
+    reinterpret_cast<int*>(smem + layout.chunks)[chunk] = type < plan.types ? at * 16 : 0;
+  }
+  if (tid == kThreads - 64) {
+#pragma unroll 1
+    for (int stage = 0; stage < plan.stages; ++stage) {
+      barrier_init(full + stage, kLoaders);
+      barrier_init(empty + stage, 32 * kWarps);
+    }
+  }
+  __syncthreads();
+
+  int tile_count;
+  const TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
+
+  if (tid < kLoaders) {
+    set_registers<kRegisters.x, false>();
+    position_tiles<kMath, kLoaders>(p, layout, smem, n, group, cursor, tile_count);
+  } else {
+    set_registers<kRegisters.y, true>();
+    // Kept in registers: the compiler would compute them again and again.
+    auto keep = [](int v) {
+      asm volatile("" : "+r"(v));
+      return v;
+    };
+    const int lane = keep(tid & 31), g = keep(lane >> 2), t = keep(lane & 3);
+    const int warp = __shfl_sync(0xffffffffu, tid / 32 - kLoaders / 32, 0);  // among the computing ones
+    const int warpgroup = warp / 4;
+    const int own_strip = keep(tid / 32 % 4 * kStrips);  // not known to be the same: uniform registers are slow
+    auto use = [](float (&acc)[kStrips][32]) {
+#pragma unroll
+      for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);
+    };
+    uint32_t* const weights = smem + layout.weights;
+    position_weights<kMath, kSteps, kWarps>(p, weights, unscale, group, c_begin, c_valid, warp, lane);
+    wgmma_fence_shared();
+    named_barrier(1, kWarps * 32);
+
+    PositionLse lse;
+    PositionSums sums;
+    if constexpr (kLse) {
+      wait_for_prerequisites();  // the table of norms; everything else was there before them
+      float4* const tables = reinterpret_cast<float4*>(smem + layout.columns);
+      for (int c = tid - kLoaders; c < kColumns; c += kWarps * 32) {
+        float4 v = make_float4(0.f, 0.f, 0.f, -INFINITY);
+        if (c < c_valid) {
+          const float bias = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c]) : 0.f;
+          const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
+          const float norm_scale = norm.y * norm.z;
+          v = make_float4(norm_scale * unscale[c], fmaf(bias - norm.x, norm_scale, norm.w), unscale[c] * lse.kLog2E,
+                          bias * lse.kLog2E);
+        }
+        tables[c] = v;
+      }
+      named_barrier(1, kWarps * 32);
+      lse.base = tables;
+      lse.table = tables + (warp + 1) * kColumns;
+      lse.lane = lane;
+      lse.fill();
+    }
+
+    uint32_t b_first = wgmma_b_descriptor(shared_address(weights));
+    asm volatile("" : "+r"(b_first));  // else it would be computed again for each product
+    // Where this lane reads its row of each step's left operand, from the strip's place on.
+    const int* const chunk_table = reinterpret_cast<const int*>(smem + layout.chunks) + (lane >> 4);
+    const int own_row = (lane & 15) * plan.step[2] * 16;
+    [[maybe_unused]] int chunk_at[kBatch];
+    if constexpr (kSteps == kBatch) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) chunk_at[i] = chunk_table[2 * i] + own_row;
+    }
+    const uint32_t halo = shared_address(smem + layout.halo);
+    const int stage_bytes = position_stage_words(plan) * 4;
+
+    struct Strip {
+      uint32_t address;  // of its place in the halo
+      uint32_t offset;   // of its first position in the sample's result
+      int width;         // positions inside
+    };
+    int stage = 0, job = warpgroup, jobs;
+    uint32_t parity = 0, tile = static_cast<uint32_t>(slice * plan.tiles_per_slice);
+    int room[3];  // what is left of the output from the tile's first position on, and where that lies
+    uint32_t tile_offset, stage_address;
+    // What undoes the scale of the tile's input, and of the one that the pivots were taken from; 0: there are none.
+    float unit = 1.f, pivot_unit = 0.f;
+    uint32_t pivot_by = 0;
+    auto enter_tile = [&] {
+      const uint32_t tiles_w = static_cast<uint32_t>(plan.tiles[2]), tiles_h = static_cast<uint32_t>(plan.tiles[1]);
+      const uint32_t row = tile / tiles_w, plane = row / tiles_h;
+      const int d = plane * plan.tile[0], h = (row - plane * tiles_h) * plan.tile[1],
+                w = (tile - row * tiles_w) * plan.tile[2];
+      room[0] = min(plan.tile[0], p.out[0] - d), room[1] = p.out[1] - h, room[2] = p.out[2] - w;
+      tile_offset = uint32_t(d * p.out[1] + h) * p.out[2] + w;
+      const int strips = ((room[0] - 1) * plan.tile[1] + min(plan.tile[1], room[1])) * per_row;
+      jobs = (strips + kJobStrips - 1) / kJobStrips;
+      stage_address = halo + stage * stage_bytes;
+    };
+    float* const pivots = reinterpret_cast<float*>(smem + layout.pivots);
+    // What belongs to the stage, once it is there.
+    auto enter_stage = [&] {
+      if constexpr (kScaled) unit = reinterpret_cast<const float*>(smem + layout.scales)[stage];
+      if constexpr (kLse) {
+        if (kScaled && unit != lse.unit) {
+          lse.unit = unit;
+          lse.fill();
+        }
+      } else {
+        if constexpr (kScaled) {
+          if (unit != sums.unit) sums.change_unit(unit);
+        }
+        uint32_t bits = pivot_unit == 0.f ? 0 : kOne;
+        if constexpr (kMath != ConvMath::kBf16) {
+          const float ratio = kScaled ? __fdividef(pivot_unit, unit) : pivot_unit, by = kPivotUnit * ratio;
+          if (pivot_unit != 0.f && !(by >= 0x1p-14f && by < 65536.f)) {  // no fp16 value
+            sums.drop_pivots(pivots, ratio, t);
+            pivot_unit = 0.f;
+          }
+          bits = pivot_unit == 0.f ? 0 : __half_as_ushort(__float2half_rn(by));
+        }
+        pivot_by = t == 0 ? bits : 0;
+      }
+    };
+    const uint32_t strips_at = keep(shared_address(strip_table) + own_strip * 4);
+    auto read_entries = [&](int of_job, uint32_t (&entries)[kStrips]) {
+#pragma unroll
+      for (int half = 0; half < kStrips; ++half) {
+        asm volatile("ld.shared.u32 %0, [%1];"
+                     : "=r"(entries[half])
+                     : "r"(strips_at + (of_job * kJobStrips + half) * 4));
+      }
+    };
+    auto make_strips = [&](const uint32_t (&entries)[kStrips], Strip(&strips)[kStrips]) {
+#pragma unroll
+      for (int half = 0; half < kStrips; ++half) {
+        const uint32_t entry = entries[half];
+        const int d = entry >> 12 & 3, h = entry >> 6 & 63, w = (entry & 63) * kNarrowStrip;
+        const bool inside = entry != kNoStrip && d < room[0] && h < room[1];
+        strips[half] = {stage_address + (inside ? entry >> 16 << 4 : 0),
+                        tile_offset + (d * p.out[1] + h) * p.out[2] + w, inside ? min(kNarrowStrip, room[2] - w) : 0};
+      }
+    };
+    uint32_t ahead[kStrips];  // of `job`, read a turn before they are needed
+    // The next strips of this warpgroup; a stage is given back when its last ones were multiplied. False after the
+    // last.
+    auto advance = [&](Strip(&strips)[kStrips]) {
+      if (job >= jobs) {
+        do {
+          barrier_arrive(empty + stage);
+          if (--tile_count == 0) return false;
+          if (++stage == plan.stages) stage = 0, parity ^= 1;
+          ++tile;
+          job -= jobs;
+          enter_tile();
+          barrier_wait(full + stage, parity);
+          enter_stage();
+        } while (job >= jobs);
+        read_entries(job, ahead);
+      }
+      make_strips(ahead, strips);
+      job += kConsumers;
+      read_entries(job, ahead);
+      return true;
+    };
+    auto multiply = [&](float (&acc)[kStrips][32], const Strip(&strips)[kStrips]) {
+#pragma unroll
+      for (int half = 0; half < kStrips; ++half) {
+#pragma unroll
+        for (int batch = 0; batch < kSteps; batch += kBatch) {
+          uint32_t a[kBatch][4];
+          const uint32_t from = strips[half].address;
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            load_matrices(a[i], from + (kSteps == kBatch ? chunk_at[i] : chunk_table[2 * (batch + i)] + own_row));
+          }
+          // The last chunk is a constant, which is what the pivots are multiplied by.
+          if (!kLse && batch + kBatch == kSteps) a[kBatch - 1][2] = a[kBatch - 1][3] = pivot_by;
+#pragma unroll
+          for (int i = 0; i < 4 * kBatch; ++i) asm volatile("" : "+r"(a[i / 4][i % 4]));
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            wgmma<kType, kColumns>(acc[half], a[i], b_first + (batch + i) * 128, batch + i > 0);
+          }
+          wgmma_commit();
+          if (batch + kBatch < kSteps) {  // for the registers of A
+            wgmma_wait<0>();
+            use(acc);
+          }
+        }
+      }
+    };
+    float* const y = p.y + n * p.y_stride_n;
+    auto epilogue = [&](float (&acc)[kStrips][32], const Strip(&strips)[kStrips]) {
+      if constexpr (kLse) {
+        // The position that this lane finishes.
+        const Strip& last = strips[kStrips - 1];
+        const bool second = t & 2;
+        const int at = g + (t & 1) * 8;
+        lse.finish(acc, y + (second ? last.offset : strips[0].offset) + at,
+                   at < (second ? last.width : strips[0].width));
+      } else {
+#pragma unroll
+        for (int half = 0; half < kStrips; ++half) {
+          const int width = strips[half].width;
+          if (width < kNarrowStrip) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) acc[half][i] = g + i / 2 % 2 * 8 < width ? acc[half][i] : 0.f;
+          }
+          sums.count += (g < width) + (g + 8 < width);
+          sums.add(acc[half]);
+        }
+      }
+    };
+
+    float acc[kStrips][32];
+    Strip strips[kStrips];
+    enter_tile();
+    barrier_wait(full, 0);
+    enter_stage();
+    if constexpr (!kLse) {
+      // Pivots: the means over a strip in the middle of the first tile.
+      const int middle = (min(plan.tile[1], room[1]) / 2 & ~1) * per_row;  // even
+      sums.unit = unit;
+      if (warpgroup == 0) {
+        read_entries(middle / kJobStrips, ahead);
+        make_strips(ahead, strips);
+        multiply(acc, strips);
+        wgmma_wait<0>();
+        use(acc);
+        if (warp == middle % kJobStrips / kStrips) {
+          const int width = strips[0].width;
+#pragma unroll
+          for (int i = 0; i < 16; ++i) {
+            const int at = i / 2 * 4 + i % 2;
+            float v = 0.f;
+            if (g < width) v = acc[0][at];
+            if (g + 8 < width) v += acc[0][at + 2];
+#pragma unroll
+            for (int mask = 4; mask <= 16; mask *= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+            v /= kPivotUnit * max(width, 1);
+            unsigned short bits;
+            float rounded;
+            if constexpr (kMath == ConvMath::kBf16) {
+              const __nv_bfloat16 h = __float2bfloat16_rn(-v);
+              bits = __bfloat16_as_ushort(h), rounded = -__bfloat162float(h);
+            } else {
+              const __half h = __float2half_rn(-v);
+              bits = __half_as_ushort(h), rounded = -__half2float(h);
+            }
+            if (!(fabsf(rounded) < INFINITY)) bits = 0, rounded = 0.f;
+            const int c = i / 2 * 8 + t * 2 + i % 2;
+            if (g == 0) {
+              reinterpret_cast<unsigned short*>(weights)[(((kSteps - 1) * 8 + c / 8) * 2 + 1) * 64 + c % 8 * 8] = bits;
+              pivots[c] = rounded * kPivotUnit;
+            }
+          }
+          wgmma_fence_shared();
+        }
+      }
+      pivot_unit = unit;
+      enter_stage();
+      named_barrier(1, kWarps * 32);
+    }
+    if (job < jobs) read_entries(job, ahead);
+    while (advance(strips)) {
+      multiply(acc, strips);
+      wgmma_wait<0>();
+      use(acc);
+      epilogue(acc, strips);
+    }
+
+    if constexpr (!kLse) {
+      // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block.
+      Moments<float>* const shared = reinterpret_cast<Moments<float>*>(smem + layout.columns);
+      int count = sums.count;
+#pragma unroll
+      for (int mask = 4; mask <= 16; mask *= 2) count += __shfl_xor_sync(0xffffffffu, count, mask);
+      const float inverse = count > 0 ? __fdividef(1.f, static_cast<float>(count)) : 0.f;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        float sum = sums.sum[i], sum_sq = sums.sum_sq[i];
+#pragma unroll
+        for (int mask = 4; mask <= 16; mask *= 2) {
+          sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+          sum_sq += __shfl_xor_sync(0xffffffffu, sum_sq, mask);
+        }
+        const int c = i / 2 * 8 + t * 2 + i % 2;
+        const float own_unit = sums.unit * unscale[c];
+        const float m2 = fmaf(-sum * inverse, sum, sum_sq) * own_unit * own_unit;
+        if (g == 0) {
+          shared[warp * kColumns + c] = {fmaf(sum * inverse, own_unit, pivots[c] * pivot_unit * unscale[c]),
+                                         m2 < 0.f ? 0.f : m2, static_cast<float>(count)};
+        }
+      }
+      finish_stats<kColumns, kWarps, kWarps * 32>(
+          p.stats, n, slice, c_first, c_valid, shared, tid - kLoaders,
+          [&](int c) { return p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f; });
+    }
+  }
+#endif
+}
+
+}  // namespace kgopt
