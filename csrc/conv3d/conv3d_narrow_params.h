@@ -46,9 +46,11 @@ inline constexpr int kWindowBlocks = 3;
 KGOPT_HD constexpr int window_march_channels(ConvMath math) { return math == ConvMath::kFp16x3 ? 3 : 4; }
 inline constexpr int kWindowStages = 8;
 
-// Those that compute: as many as have the registers for accumulators, sums and fragments.
-KGOPT_HD constexpr int window_consumers(ConvMath math, int columns, int blocks) {
-  return columns <= 24 && blocks * (math == ConvMath::kFp16x3 ? 2 : 1) <= 2 ? 3 : 2;
+inline constexpr int kWindowConsumers = 2;  // warpgroups that compute
+// Strips that a computing warp takes at once, where it has the registers: the tensor cores multiply for one while it
+// sums up the other.
+KGOPT_HD constexpr int window_chains(ConvMath math, int columns, int blocks) {
+  return columns <= 24 && blocks * (math == ConvMath::kFp16x3 ? 2 : 1) <= 2 ? 2 : 1;
 }
 
 // Plain numbers, computed on the host, inspectable without a GPU.
@@ -95,6 +97,7 @@ struct NarrowPlan {
   int stages = 2;
   int strip = kNarrowStrip;  // positions along the width; channel_rows: of a warpgroup's product, else of a warp's
   int strips = 1;            // per tile
+  int tiles_together = 1;    // a window on gathered chunks: neighbouring tiles whose strips a warpgroup takes at once
   uint32_t chunk_pairs[kNarrowChannelSteps] = {};  // channel_rows: what a K step reads, as wgmma_b_descriptor has it
   int raw_words = 0;  // room for the tile as it lies in memory, where it must be rearranged
   int64_t tiles[3] = {1, 1, 1};

@@ -53,6 +53,7 @@ struct WindowSmemLayout {
   int full, empty;  // barriers of the stages
   int scales;       // what undoes each stage's scale
   int maxima;       // of the loading warps
+  int large;        // a byte of each loading warp, twice
   int zeros;        // a chunk of them
   int weights;      // in the blocks of wgmma.cuh: the high terms, for each turn of the window; then the low ones
   int entries;      // of each type of chunk, see WindowEntry
@@ -73,7 +74,8 @@ KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
   s.empty = s.full + 2 * kWindowStages;
   s.scales = s.empty + 2 * kWindowStages;
   s.maxima = s.scales + kWindowStages;
-  s.zeros = s.maxima + 4 * kWindowProducers;
+  s.large = s.maxima + 4 * kWindowProducers;
+  s.zeros = s.large + 2 * kWindowProducers;
   s.weights = 64;
   s.entries = s.weights + kNarrowWindow * kNarrowWindow * p.columns * p.blocks * 16 * window_terms(p);
   s.weight_at = s.entries + p.types * 8 * 4;
@@ -220,6 +222,8 @@ inline bool window_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
     if (lanes * p->halo[1] <= 128 * kWindowProducers) p->march_lanes = lanes;
   }
   p->strips = d * segments * (w / p->strip);
+  const int at_once = 4 * window_chains(p->math, p->columns, p->blocks);
+  p->tiles_together = at_once % p->strips == 0 && stages >= 2 * at_once / p->strips ? at_once / p->strips : 1;
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
   p->smem_bytes = window_smem_layout(*p).total * 4;
   return p->smem_bytes <= limits.smem_per_block;
@@ -228,11 +232,13 @@ inline bool window_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
 // Estimated cycles of a multiprocessor for all tiles of a sample. Tensor cores and instruction issue take turns: a
 // product holds the registers' ports. Chains of a warpgroup, and the loading threads, count where they are longer.
 inline double window_cost(const NarrowPlan& p) {
-  const int jobs = (p.strips + 3) / 4, steps = p.rows + kNarrowWindow - 1;
+  const int steps = p.rows + kNarrowWindow - 1;
+  const int chains = window_chains(p.math, p.columns, p.blocks);
+  const double jobs = double((p.strips + 4 * chains - 1) / (4 * chains)) / p.tiles_together;  // of a tile
   const double mma = p.blocks * p.columns * kNarrowWindow * (p.math == ConvMath::kFp16x3 ? 3.0 : 1.0);
   const double issue = 2.0 * p.columns + 6.0 * p.blocks * window_terms(p) + 16;
-  const int at_once = std::min(p.consumers, std::max(1, (p.stages - 1) * jobs));
-  const double step = std::max(mma + issue, (mma + 2.0 * issue + 60) / at_once);
+  const int at_once = std::min(p.consumers, std::max(1, static_cast<int>((p.stages - 1) * jobs)));
+  const double step = chains * std::max(mma + 0.5 * issue, (mma + (chains > 1 ? 1.2 : 2.0) * issue + 60) / at_once);
   // The loading threads' chain of instructions, and what it takes of their issue.
   const double rounds = std::ceil(double(p.halo[0]) * p.halo[1] * p.vectors / (128 * kWindowProducers));
   const double chain = p.march_lanes ? 1000.0 * window_terms(p) : rounds * p.types * 3400 * window_terms(p);
@@ -309,7 +315,7 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   p->window = kNarrowWindow;
   if (p->math == ConvMath::kTf32x3) p->math = ConvMath::kFp16x3;
   if (!window_take_chunks(p, c_in)) return false;
-  p->producers = kWindowProducers, p->consumers = window_consumers(p->math, p->columns, p->blocks);
+  p->producers = kWindowProducers, p->consumers = kWindowConsumers;
   p->words = p->types * 4;
   double best = -1, sample_cycles = 0;
   NarrowPlan chosen;

@@ -45,9 +45,7 @@ struct WindowCursor {
 };
 
 inline constexpr int kWindowLoaders = 128 * kWindowProducers;  // threads
-KGOPT_HD constexpr int window_threads(ConvMath math, int columns, int blocks) {
-  return kWindowLoaders + 128 * window_consumers(math, columns, blocks);
-}
+inline constexpr int kWindowThreads = kWindowLoaders + 128 * kWindowConsumers;
 
 // Value e of chunk type `type`: its channel, kernel depth and kernel column (beyond the shift that a type may be read
 // with). False: padding.
@@ -349,6 +347,7 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
 
   float scale = 1.f, lowest = INFINITY;
   int quiet = 0;  // planes since one with large values
+  bool turn = false;
   const Element* from = nullptr;
   bool inside = false;
   uint32_t raw[kChannels][kRaw];
@@ -416,8 +415,15 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
       if constexpr (!kScaled) break;
       // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
       const float top = fmaxf(__low2float(largest), __high2float(largest));
-      const bool too_large = any_loader(top == INFINITY),
-                 large = any_loader(top >= 2.f || scale == lowest * kWindowRange);
+      // One barrier answers two questions: the second one's answers lie in shared memory by then.
+      uint8_t* const answers = reinterpret_cast<uint8_t*>(smem + layout.large) + (turn ? kWindowLoaders / 32 : 0);
+      turn = !turn;
+      const bool warp_large = __any_sync(0xffffffffu, top >= 2.f || scale == lowest * kWindowRange);
+      if (tid % 32 == 0) answers[tid / 32] = warp_large;
+      const bool too_large = any_loader(top == INFINITY);
+      static_assert(kWindowLoaders / 32 == sizeof(uint2));
+      const uint2 all_answers = *reinterpret_cast<const uint2*>(answers);
+      const bool large = (all_answers.x | all_answers.y) != 0;
       quiet = large ? 0 : there ? quiet + 1 : 3;
       if (!too_large && quiet < 3) {
         lowest = fminf(lowest, scale);
@@ -441,7 +447,12 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
     }
     cursor.advance(tiles_d, tiles_w);
     there = tile + 1 < tile_count && cursor.d > 0;
-    if (there) load_plane(depth + 3);
+    if (there) {
+      load_plane(depth + 3);
+      if (inside && depth + 5 < p.in[0]) {
+        for (int c = 0; c < kChannels; ++c) prefetch_l2(from + (depth + 5) * p.x_stride[0] + c * p.x_stride_c);
+      }
+    }
 
     barrier_wait(empty + stage, parity);
 #pragma unroll
@@ -577,8 +588,7 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
 #endif
 
 template <ConvMath kMath, int kColumns, int kBlocks>
-__global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
-    conv_narrow_window_kernel(const __grid_constant__ NarrowParams p) {
+__global__ void __launch_bounds__(kWindowThreads, 1) conv_narrow_window_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16 : WgmmaType::kFp16;
@@ -586,8 +596,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
   constexpr int kTerms = kMath == ConvMath::kFp16x3 ? 2 : 1;
   constexpr int kWindow = kNarrowWindow;
   constexpr int kAcc = kColumns / 2, kSums = kColumns / 4;
-  constexpr int kConsumers = window_consumers(kMath, kColumns, kBlocks), kWarps = kConsumers * 4;
-  constexpr int kThreads = kWindowLoaders + 32 * kWarps;
+  constexpr int kConsumers = kWindowConsumers, kWarps = kConsumers * 4;
+  constexpr int kChains = window_chains(kMath, kColumns, kBlocks);
 
   extern __shared__ __align__(128) uint32_t smem[];
   const NarrowPlan& plan = p.plan;
@@ -607,7 +617,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
   const int group = blockIdx.z;
   const int c_valid = min(kColumns, p.c_out - c_begin);
   const int c_first = group * p.c_out + c_begin;  // the same among all output channels
-  const int jobs = (plan.strips + 3) / 4;         // of a tile: four strips, one for each warp
+  // Of a tile, or of tiles_together: kChains strips for each warp of a warpgroup.
+  const int jobs = (plan.strips + 4 * kChains - 1) / (4 * kChains), together = plan.tiles_together;
 
   // Every block waits for the same weights: they are asked for before anything else.
   const int64_t weight_bytes = c_valid * p.w_stride_out * static_cast<int64_t>(sizeof(Element));
@@ -617,60 +628,39 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     prefetch_l2(weight + tid * 128);
   }
 
-  // Each table is another warp's, since one instruction after the other is what takes long here.
-  auto from_thread = [&](int first) { return tid >= first ? tid - first : tid + kThreads - first; };
-#pragma unroll 1
-  for (int i = tid; i < plan.types * 8; i += kThreads) {
-    int c, d, w;
-    const bool is_value = window_value(plan, p.c_in, i / 8, i % 8, &c, &d, &w);
-    WindowEntry entry{0, kWindowPadding, 0};
-    if (is_value) {
-      entry.depth = d * plan.dilation[0], entry.column = w * plan.dilation[2];
-      entry.bytes = (c * p.x_stride_c + entry.depth * p.x_stride[0] + entry.column * p.x_stride[2]) *
-                    static_cast<int64_t>(sizeof(Element));
-    }
-    reinterpret_cast<WindowEntry*>(smem + layout.entries)[i] = entry;
-  }
-  const int chunk_count = window_chunks(plan), shifted = plan.shifted_types * plan.kernel[2];
-#pragma unroll 1
-  for (int i = from_thread(128); i < kBlocks * 4 * 8; i += kThreads) {
-    const int chunk = i / 8;
-    const int type = chunk < shifted ? chunk / plan.kernel[2] : plan.shifted_types + chunk - shifted;
-    const int shift = chunk < shifted ? chunk % plan.kernel[2] : 0;
-    int c, d, w;
-    const bool is_value = chunk < chunk_count && window_value(plan, p.c_in, type, i % 8, &c, &d, &w);
-    weight_at[i] =
-        is_value ? static_cast<int>(c * p.w_stride_in + d * p.w_stride_k[0] + (w + shift) * p.w_stride_k[2]) : -1;
-    // Padding reads the first chunk again: what is not finite there spoils the same outputs anyway.
-    if (i % 8 == 0) {
-      chunks[chunk] =
-          chunk < chunk_count ? make_int2(type * plan.plane * 4, shift * plan.dilation[2]) : make_int2(0, 0);
-    }
-  }
-#pragma unroll 1
-  for (int i = from_thread(256); i < plan.strips; i += kThreads) {
-    const int per_row = plan.tile[2] / kNarrowStrip;
-    const int w = i % per_row * kNarrowStrip;
-    const int h = i / per_row % plan.segments * plan.rows;
-    const int d = i / (per_row * plan.segments);
-    strip_table[i] = make_int2((d * plan.halo[1] + h) * plan.pitch * 16, d << 24 | h << 14 | w);
-  }
-  if (from_thread(384) < 4) smem[layout.zeros + from_thread(384)] = 0;
-  if (tid == 416) {
-#pragma unroll 1
-    for (int stage = 0; stage < plan.stages; ++stage) {
-      barrier_init(full + stage, kWindowLoaders);
-      barrier_init(empty + stage, jobs * 128);
-    }
-  }
-  __syncthreads();
-
   int tile_count;
   WindowCursor cursor = window_tiles(plan, slice, &tile_count);
 
+  // Those that load do not wait for the others' tables: their first tile is what takes longest.
   if (tid < kWindowLoaders) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+    if (tid < 32) {
+      if (tid == 0) {
+#pragma unroll 1
+        for (int stage = 0; stage < plan.stages; ++stage) {
+          barrier_init(full + stage, kWindowLoaders);
+          barrier_init(empty + stage, jobs * 128 * kChains / together);
+        }
+      }
+      __syncwarp();
+      named_barrier_arrive(3, 32 + 32 * kWarps);
+    }
     const int marches = plan.march_lanes > 0 && p.load == NarrowLoad::kVectors ? p.c_in : 0;
+    if (marches == 0) {
+#pragma unroll 1
+      for (int i = tid; i < plan.types * 8; i += kWindowLoaders) {
+        int c, d, w;
+        const bool is_value = window_value(plan, p.c_in, i / 8, i % 8, &c, &d, &w);
+        WindowEntry entry{0, kWindowPadding, 0};
+        if (is_value) {
+          entry.depth = d * plan.dilation[0], entry.column = w * plan.dilation[2];
+          entry.bytes = (c * p.x_stride_c + entry.depth * p.x_stride[0] + entry.column * p.x_stride[2]) *
+                        static_cast<int64_t>(sizeof(Element));
+        }
+        reinterpret_cast<WindowEntry*>(smem + layout.entries)[i] = entry;
+      }
+    }
+    named_barrier(2, kWindowLoaders);
     switch (marches) {
       case 1: window_march_tiles<kMath, 1>(p, layout, smem, n, group, cursor, tile_count); break;
       case 2: window_march_tiles<kMath, 2>(p, layout, smem, n, group, cursor, tile_count); break;
@@ -683,14 +673,40 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       default: window_load_tiles<kMath>(p, layout, smem, n, group, cursor, tile_count);
     }
   } else {
-    if constexpr (kConsumers == 3) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
-    } else {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
-    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
     const int lane = tid & 31, g = lane >> 2, t = lane & 3;
     const int warp = tid / 32 - kWindowLoaders / 32;  // among the computing ones
     uint32_t* const weights = smem + layout.weights;
+
+    // Each table is another warp's, since one instruction after the other is what takes long here.
+    const int own = tid - kWindowLoaders;
+    const int chunk_count = window_chunks(plan), shifted = plan.shifted_types * plan.kernel[2];
+#pragma unroll 1
+    for (int i = own; i < kBlocks * 4 * 8; i += 32 * kWarps) {
+      const int chunk = i / 8;
+      const int type = chunk < shifted ? chunk / plan.kernel[2] : plan.shifted_types + chunk - shifted;
+      const int shift = chunk < shifted ? chunk % plan.kernel[2] : 0;
+      int c, d, w;
+      const bool is_value = chunk < chunk_count && window_value(plan, p.c_in, type, i % 8, &c, &d, &w);
+      weight_at[i] =
+          is_value ? static_cast<int>(c * p.w_stride_in + d * p.w_stride_k[0] + (w + shift) * p.w_stride_k[2]) : -1;
+      // Padding reads the first chunk again: what is not finite there spoils the same outputs anyway.
+      if (i % 8 == 0) {
+        chunks[chunk] =
+            chunk < chunk_count ? make_int2(type * plan.plane * 4, shift * plan.dilation[2]) : make_int2(0, 0);
+      }
+    }
+#pragma unroll 1
+    for (int i = 32 * kWarps - 1 - own; i < plan.strips; i += 32 * kWarps) {
+      const int per_row = plan.tile[2] / kNarrowStrip;
+      const int w = i % per_row * kNarrowStrip;
+      const int h = i / per_row % plan.segments * plan.rows;
+      const int d = i / (per_row * plan.segments);
+      strip_table[i] = make_int2((d * plan.halo[1] + h) * plan.pitch * 16, d << 24 | h << 14 | w);
+    }
+    if (warp == 4 && lane < 4) smem[layout.zeros + lane] = 0;
+    named_barrier(3, 32 + 32 * kWarps);
+
     window_load_weights<kMath, kColumns, kBlocks, kWarps>(p, weight_at, weights, unscale, group, c_begin, c_valid, warp,
                                                           lane);
     wgmma_fence_shared();
@@ -703,135 +719,235 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     const uint32_t low_bytes = plan.types * plan.plane * 4;
     const int row_bytes = plan.pitch * 16;
 
-    // Of each channel: 8 j / 2 + 2 t + j % 2 of the block's. In the units of the stage that was last read.
-    struct {
-      float begin = 0.f, sum = 0.f, sum_sq = 0.f;  // sums of what the products add to `begin`
-    } sums[kSums];
+    // Of each channel, 8 j / 2 + 2 t + j % 2 of the block's, minus the first value that a thread sees; in the
+    // convolution's units but for the weights' scale.
+    float begin[kSums] = {};
     float count = 0.f;
-    float unit = 1.f;  // what undoes those
+    bool begun = false;
+    // Of what the products add to it, for each strip that a warp takes at once. In the units of the stage last read.
+    struct {
+      float sum = 0.f, sum_sq = 0.f;
+    } sums[kChains][kSums];
+    float unit[kChains];  // what undoes those
+#pragma unroll
+    for (int chain = 0; chain < kChains; ++chain) unit[chain] = 1.f;
 
-    int stage = 0, tile = 0;
-    uint32_t parity = 0;
+    // Where a warp is among the tiles, and the first tile of the warpgroup's job.
+    struct Place {
+      int tile, stage;
+      uint32_t parity;
+      WindowCursor cursor;
+    };
+    auto advance = [&](Place& place, int tiles) {
+      for (int i = 0; i < tiles; ++i) {
+        ++place.tile;
+        place.cursor.advance(static_cast<int>(plan.tiles[0]), static_cast<int>(plan.tiles[2]));
+        if (++place.stage == plan.stages) place.stage = 0, place.parity ^= 1;
+      }
+    };
+    Place first{0, 0, 0, cursor};
     int job = __shfl_sync(0xffffffffu, warp / 4, 0);  // known to be the same in a warp
+    const int own_warp = __shfl_sync(0xffffffffu, warp & 3, 0);
     for (;; job += kConsumers) {
       while (job >= jobs) {
         job -= jobs;
-        ++tile;
-        cursor.advance(static_cast<int>(plan.tiles[0]), static_cast<int>(plan.tiles[2]));
-        if (++stage == plan.stages) stage = 0, parity ^= 1;
+        advance(first, together);
       }
-      if (tile >= tile_count) break;
-      barrier_wait(full + stage, parity);
-      if constexpr (kScaled) {
-        const float stage_unit = reinterpret_cast<const float*>(smem + layout.scales)[stage];
-        if (stage_unit != unit) {
-          const float change = unit / stage_unit;
-          unit = stage_unit;
+      if (first.tile >= tile_count) break;
+      const int all_rows = together > 1 ? plan.rows : min(plan.rows, p.out[1] - first.cursor.h * plan.tile[1]);
+      int stages[kChains], rows[kChains];  // rows: of those that all run through, how many count
+      uint32_t from[kChains][2 * kBlocks], step_bytes[kChains], to_low[kChains];
+      float counts[kChains][2];  // of positions g and g + 8, times what brings x to the stage's units
+      Place place = first;
+      int tiles_ahead = 0;
 #pragma unroll
-          for (int j = 0; j < kSums; ++j) {
-            sums[j].begin *= change;
-            sums[j].sum *= change;
-            sums[j].sum_sq = sums[j].sum_sq * change * change;
+      for (int chain = 0; chain < kChains; ++chain) {
+        int s = (job * kChains + chain) * 4 + own_warp;
+        if (together > 1) {
+          advance(place, s / plan.strips - tiles_ahead);
+          tiles_ahead = s / plan.strips, s %= plan.strips;
+        }
+        const bool present = place.tile < tile_count;
+        stages[chain] = present ? place.stage : -1;
+        if (present) barrier_wait(full + place.stage, place.parity);
+        if (kScaled && present) {
+          const float stage_unit = reinterpret_cast<const float*>(smem + layout.scales)[place.stage];
+          if (stage_unit != unit[chain]) {
+            const float change = unit[chain] / stage_unit;
+            unit[chain] = stage_unit;
+#pragma unroll
+            for (int j = 0; j < kSums; ++j) {
+              sums[chain][j].sum *= change;
+              sums[chain][j].sum_sq = sums[chain][j].sum_sq * change * change;
+            }
           }
         }
-      }
-      const int s = job * 4 + (warp & 3);
-      const int2 strip = strip_table[min(s, plan.strips - 1)];
-      const int d = cursor.d * plan.tile[0] + (strip.y >> 24);
-      const int h0 = cursor.h * plan.tile[1] + (strip.y >> 14 & 1023);
-      const int w = cursor.w * plan.tile[2] + (strip.y & 16383) + g;
-      const bool inside = s < plan.strips && d < p.out[0] && h0 < p.out[1];
-      const bool valid[2] = {inside && w < p.out[2], inside && w + 8 < p.out[2]};
-      const int rows = min(plan.rows, p.out[1] - cursor.h * plan.tile[1]);  // segments, where several, are whole
-      // Where this lane reads its row of the products' left operand. Positions that count nothing read zeros, and start
-      // from zero.
-      uint32_t from[2 * kBlocks];
-      const int own_row = (strip.y & 16383) + (lane & 15);
-      const bool own_valid = inside && cursor.w * plan.tile[2] + own_row < p.out[2];
-      const uint32_t step_bytes = own_valid ? row_bytes : 0, to_low = own_valid ? low_bytes : 0;
-#pragma unroll
-      for (int i = 0; i < 2 * kBlocks; ++i) {
-        const int2 chunk = chunks[2 * i + (lane >> 4)];
-        const uint32_t at = shared_address(smem + layout.halo + stage * stage_words) + strip.x + chunk.x +
-                            window_place(plan.lead + own_row + chunk.y) * 16;
-        from[i] = own_valid ? at : zeros;
-      }
-      bool fresh = __any_sync(0xffffffffu, count == 0.f && valid[0]);
-      const float counts[2] = {valid[0] ? 1.f : 0.f, valid[1] ? 1.f : 0.f};
-      float acc[kWindow * kAcc];
-      auto start = [&](auto slot) {
-#pragma unroll
-        for (int j = 0; j < kAcc; ++j)
-          acc[decltype(slot)::value * kAcc + j] = sums[j / 4 * 2 + (j & 1)].begin * counts[j / 2 & 1];
-      };
-      start(std::integral_constant<int, 0>()), start(std::integral_constant<int, 1>()),
-          start(std::integral_constant<int, 2>());
-
-      uint32_t a[kTerms][kBlocks * 2][4];
-      auto load_row = [&] {
+        const int2 strip = strip_table[min(s, plan.strips - 1)];
+        const int d = place.cursor.d * plan.tile[0] + (strip.y >> 24);
+        const int h0 = place.cursor.h * plan.tile[1] + (strip.y >> 14 & 1023);
+        const int w = place.cursor.w * plan.tile[2] + (strip.y & 16383) + g;
+        const bool inside = present && s < plan.strips && d < p.out[0] && h0 < p.out[1];
+        // Segments, where several, are whole.
+        rows[chain] = inside ? min(plan.rows, p.out[1] - place.cursor.h * plan.tile[1]) : 0;
+        const float one = kScaled ? 1.f / unit[chain] : 1.f;
+        counts[chain][0] = inside && w < p.out[2] ? one : 0.f;
+        counts[chain][1] = inside && w + 8 < p.out[2] ? one : 0.f;
+        // Where this lane reads its row of the products' left operand. Positions that count nothing read zeros, and
+        // start from zero.
+        const int own_row = (strip.y & 16383) + (lane & 15);
+        const bool own_valid = inside && place.cursor.w * plan.tile[2] + own_row < p.out[2];
+        step_bytes[chain] = own_valid ? row_bytes : 0, to_low[chain] = own_valid ? low_bytes : 0;
 #pragma unroll
         for (int i = 0; i < 2 * kBlocks; ++i) {
-          load_matrices(a[0][i], from[i]);
-          if constexpr (kTerms == 2) load_matrices(a[kTerms - 1][i], from[i] + to_low);
-          from[i] += step_bytes;
+          const int2 chunk = chunks[2 * i + (lane >> 4)];
+          const uint32_t at = shared_address(smem + layout.halo + place.stage * stage_words) + strip.x + chunk.x +
+                              window_place(plan.lead + own_row + chunk.y) * 16;
+          from[chain][i] = own_valid ? at : zeros;
+        }
+      }
+      const bool fresh = __any_sync(0xffffffffu, count == 0.f);
+      float acc[kChains][kWindow * kAcc];
+      uint32_t a[kChains][kTerms][kBlocks * 2][4];
+      auto start = [&](auto chain, auto slot) {
+#pragma unroll
+        for (int j = 0; j < kAcc; ++j) {
+          // Opaque, or all slots would have copies of products that are kept.
+          asm volatile("mul.f32 %0, %1, %2;"
+                       : "=f"(acc[decltype(chain)::value][decltype(slot)::value * kAcc + j])
+                       : "f"(begin[j / 4 * 2 + (j & 1)]), "f"(counts[decltype(chain)::value][j / 2 & 1]));
         }
       };
-      load_row();
-      // A row of the halo. The accumulators of the output row that it completes are then free for another.
-      auto step = [&](auto turn, int row) {
+      auto load_row = [&](auto of_chain) {
+        constexpr int chain = decltype(of_chain)::value;
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks; ++i) {
+          load_matrices(a[chain][0][i], from[chain][i]);
+          if constexpr (kTerms == 2) load_matrices(a[chain][kTerms - 1][i], from[chain][i] + to_low[chain]);
+          from[chain][i] += step_bytes[chain];
+        }
+      };
+      auto multiply = [&](auto of_chain, auto turn) {
+        constexpr int chain = decltype(of_chain)::value;
         wgmma_fence();
         const uint32_t b_turn = b_first + decltype(turn)::value * kBTurn;
         if constexpr (kTerms == 2) {
 #pragma unroll
           for (int i = 0; i < 2 * kBlocks; ++i) {
-            wgmma<kType, kWindow * kColumns>(acc, a[kTerms - 1][i], b_turn + i * kBStep, true);
-            wgmma<kType, kWindow * kColumns>(acc, a[0][i], b_turn + i * kBStep + kBLow, true);
+            wgmma<kType, kWindow * kColumns>(acc[chain], a[chain][kTerms - 1][i], b_turn + i * kBStep, true);
+            wgmma<kType, kWindow * kColumns>(acc[chain], a[chain][0][i], b_turn + i * kBStep + kBLow, true);
           }
         }
 #pragma unroll
         for (int i = 0; i < 2 * kBlocks; ++i) {
-          wgmma<kType, kWindow * kColumns>(acc, a[0][i], b_turn + i * kBStep, true);
+          wgmma<kType, kWindow * kColumns>(acc[chain], a[chain][0][i], b_turn + i * kBStep, true);
         }
         wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_use(acc);
+      };
+      // After a row of the halo. The accumulators of the output row that it completes are then free for another.
+      auto take_row = [&](auto of_chain, auto turn, int row) {
+        constexpr int chain = decltype(of_chain)::value;
+        wgmma_use(acc[chain]);
         // The next row comes while this thread is in its epilogue; after the last row nobody uses what it reads.
-        load_row();
-
+        load_row(of_chain);
         constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
-        float* const done = acc + kSlot * kAcc;
-        if (row >= kWindow - 1) {
-          if (decltype(turn)::value == kWindow - 1 && fresh) {
-            // The first value that a thread sees is what it subtracts from all.
-            if (count == 0.f && valid[0]) {
+        float* const done = acc[chain] + kSlot * kAcc;
+        if (unsigned(row - (kWindow - 1)) < unsigned(rows[chain])) {
+          if (decltype(turn)::value == kWindow - 1 && fresh && row == kWindow - 1) {
+            if (count == 0.f) {
+              // The first value that a thread sees is what it subtracts from all.
+              if (!begun && counts[chain][0] != 0.f) {
 #pragma unroll
-              for (int j = 0; j < kSums; ++j) sums[j].begin = -done[j / 2 * 4 + (j & 1)];
+                for (int j = 0; j < kSums; ++j) begin[j] = -done[j / 2 * 4 + (j & 1)] * unit[chain];
+                begun = true;
+              }
 #pragma unroll
               for (int j = 0; j < kWindow * kAcc; ++j) {
-                acc[j] = fmaf(sums[j % kAcc / 4 * 2 + (j & 1)].begin, counts[j / 2 & 1], acc[j]);
+                acc[chain][j] = fmaf(begin[j % kAcc / 4 * 2 + (j & 1)], counts[chain][j / 2 & 1], acc[chain][j]);
               }
             }
-            fresh = false;
           }
 #pragma unroll
           for (int j = 0; j < kAcc; ++j) {
-            auto& of = sums[j / 4 * 2 + (j & 1)];
+            auto& of = sums[chain][j / 4 * 2 + (j & 1)];
             of.sum += done[j];
             of.sum_sq = fmaf(done[j], done[j], of.sum_sq);
           }
         }
-        wgmma_use(acc);  // or copies are made for the sake of an earlier start
-        start(std::integral_constant<int, kSlot>());
+        wgmma_use(acc[chain]);  // or copies are made for the sake of an earlier start
+        start(of_chain, std::integral_constant<int, kSlot>());
       };
-      const int steps = rows + kWindow - 1;
+      using One = std::integral_constant<int, 0>;
+      using Other = std::integral_constant<int, kChains - 1>;
+      auto begin_chain = [&](auto chain) {
+        start(chain, std::integral_constant<int, 0>()), start(chain, std::integral_constant<int, 1>()),
+            start(chain, std::integral_constant<int, 2>());
+        load_row(chain);
+      };
+      const int steps = all_rows + kWindow - 1;
+      begin_chain(One());
+      if constexpr (kChains == 2) begin_chain(Other());
+      // Of two strips, one row's products are under way while another row's are summed up.
+      auto step = [&](auto turn, int row) {
+        multiply(One(), turn);
+        if constexpr (kChains == 2) multiply(Other(), turn);
+        wgmma_wait<kChains - 1>();
+        take_row(One(), turn, row);
+        if constexpr (kChains == 2) {
+          wgmma_wait<0>();
+          take_row(Other(), turn, row);
+        }
+      };
+      using Turn0 = std::integral_constant<int, 0>;
+      using Turn1 = std::integral_constant<int, 1>;
+      using Turn2 = std::integral_constant<int, 2>;
+      int row = 0;
+      if constexpr (kChains == 1) {
 #pragma unroll 1
-      for (int row = 0; row < steps; row += kWindow) {
-        step(std::integral_constant<int, 0>(), row);
-        if (row + 1 < steps) step(std::integral_constant<int, 1>(), row + 1);
-        if (row + 2 < steps) step(std::integral_constant<int, 2>(), row + 2);
+        for (; row < steps; row += kWindow) {
+          step(Turn0(), row);
+          if (row + 1 < steps) step(Turn1(), row + 1);
+          if (row + 2 < steps) step(Turn2(), row + 2);
+        }
+      } else {
+#pragma unroll 1
+        for (; row + kWindow <= steps; row += kWindow) {
+          multiply(One(), Turn0());
+          multiply(Other(), Turn0());
+          wgmma_wait<1>();
+          take_row(One(), Turn0(), row);
+          multiply(One(), Turn1());
+          wgmma_wait<1>();
+          take_row(Other(), Turn0(), row);
+          multiply(Other(), Turn1());
+          wgmma_wait<1>();
+          take_row(One(), Turn1(), row + 1);
+          multiply(One(), Turn2());
+          wgmma_wait<1>();
+          take_row(Other(), Turn1(), row + 1);
+          multiply(Other(), Turn2());
+          wgmma_wait<1>();
+          take_row(One(), Turn2(), row + 2);
+          wgmma_wait<0>();
+          take_row(Other(), Turn2(), row + 2);
+        }
+        if (row < steps) step(Turn0(), row);
+        if (row + 1 < steps) step(Turn1(), row + 1);
       }
-      count += (counts[0] + counts[1]) * static_cast<float>(rows);
-      barrier_arrive(empty + stage);
+#pragma unroll
+      for (int chain = 0; chain < kChains; ++chain) {
+        if (counts[chain][0] != 0.f) count += static_cast<float>(rows[chain]);
+        if (counts[chain][1] != 0.f) count += static_cast<float>(rows[chain]);
+        if (stages[chain] >= 0) barrier_arrive(empty + stages[chain]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) {
+      float sum = 0.f, sum_sq = 0.f;
+#pragma unroll
+      for (int chain = 0; chain < kChains; ++chain) {
+        sum += sums[chain][j].sum * unit[chain], sum_sq += sums[chain][j].sum_sq * unit[chain] * unit[chain];
+      }
+      sums[0][j].sum = sum, sums[0][j].sum_sq = sum_sq;
     }
 
     // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block. Only the first lanes' results count,
@@ -849,9 +965,9 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
 #pragma unroll
     for (int j = 0; j < kSums; ++j) {
       const int c = j / 2 * 8 + t * 2 + (j & 1);
-      const float own_unit = kScaled ? unit * unscale[c] : 1.f;  // in the convolution's own units
-      float mean = fmaf(sums[j].sum, inverse, -sums[j].begin) * own_unit;
-      float m2 = fmaf(-sums[j].sum * inverse, sums[j].sum, sums[j].sum_sq) * own_unit * own_unit;
+      const float own_unit = kScaled ? unscale[c] : 1.f;
+      float mean = fmaf(sums[0][j].sum, inverse, -begin[j]) * own_unit;
+      float m2 = fmaf(-sums[0][j].sum * inverse, sums[0][j].sum, sums[0][j].sum_sq) * own_unit * own_unit;
       m2 = m2 < 0.f ? 0.f : m2;
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
