@@ -23,8 +23,10 @@ struct GroupNormFwdTraits {
   static constexpr int kSlots = kTilesSlots, kHolders = kHolders_;
   static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
   static constexpr int kCollectors = 2, kServantWarps = 2 + kCollectors;
-  // Holders leave room for fewer: 896 threads have 72 registers each.
-  static constexpr int kStatWarps = kHolders == 0 ? 8 : 4, kNormWarps = 8, kHolderWarps = 4;
+  // Holders leave room for fewer: 896 threads have 72 registers each. A chain that is walked waits for its own results
+  // most of the time, which other warps hide.
+  static constexpr bool kWalks = kAct == Chain::kAny;
+  static constexpr int kStatWarps = kHolders == 0 && !kWalks ? 8 : 4, kNormWarps = kWalks ? 16 : 8, kHolderWarps = 4;
   static constexpr int kThreads = 32 * (kServantWarps + kStatWarps + kNormWarps + kHolders * kHolderWarps);
 };
 
