@@ -10,7 +10,7 @@ template <typename T, Chain kAct>
 struct Activate {
   using Element = T;
   static constexpr int kInputs = 1;
-  static constexpr bool kHasScalars = kAct == Chain::kAny;
+  static constexpr bool kWalks = kAct == Chain::kAny, kHasScalars = kWalks;
   struct Coef {};
   ActChain act;
   __device__ Coef load(int64_t) const { return {}; }
@@ -27,7 +27,7 @@ template <typename T, Chain kAct>
 struct ActivateGradient {
   using Element = T;
   static constexpr int kInputs = 2;
-  static constexpr bool kHasScalars = kAct == Chain::kAny;
+  static constexpr bool kWalks = kAct == Chain::kAny, kHasScalars = kWalks;
   struct Coef {};
   ActChain act;
   __device__ Coef load(int64_t) const { return {}; }

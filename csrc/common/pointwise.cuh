@@ -167,24 +167,34 @@ struct Floats {
   float v[kSize];
 };
 
+// Calls f with the activation as a compile-time constant. All threads take the same way.
+template <typename F>
+__device__ __forceinline__ void with_act(Act act, F f) {
+  switch (act) {
+    case Act::kRelu: return f(std::integral_constant<Act, Act::kRelu>());
+    case Act::kLeakyRelu: return f(std::integral_constant<Act, Act::kLeakyRelu>());
+    case Act::kSilu: return f(std::integral_constant<Act, Act::kSilu>());
+    case Act::kGelu: return f(std::integral_constant<Act, Act::kGelu>());
+    case Act::kGeluTanh: return f(std::integral_constant<Act, Act::kGeluTanh>());
+    case Act::kSigmoid: return f(std::integral_constant<Act, Act::kSigmoid>());
+    case Act::kTanh: return f(std::integral_constant<Act, Act::kTanh>());
+    case Act::kHardswish: return f(std::integral_constant<Act, Act::kHardswish>());
+    case Act::kHardtanh: return f(std::integral_constant<Act, Act::kHardtanh>());
+    case Act::kElu: return f(std::integral_constant<Act, Act::kElu>());
+    case Act::kMish: return f(std::integral_constant<Act, Act::kMish>());
+    case Act::kSoftplus: return f(std::integral_constant<Act, Act::kSoftplus>());
+    default: return;
+  }
+}
+
 // Out of line: in line, every activation would be there once for each place that has a chain.
 template <int kSize, bool kCoarse>
 __device__ __noinline__ Floats<kSize> any_chain_values(ActChain chain, Floats<kSize> x) {
   for (int i = 0; i < chain.length; ++i) {
-    switch (chain.at(i)) {
-#define KGOPT_ACT(act)                                                                                \
-  case Act::act:                                                                                      \
-    _Pragma("unroll") for (int j = 0; j < kSize; ++j) x.v[j] = fast_value<Act::act, kCoarse>(x.v[j]); \
-    break;
-#define KGOPT_ACTS                                                                                                  \
-  KGOPT_ACT(kRelu)                                                                                                  \
-  KGOPT_ACT(kLeakyRelu)                                                                                             \
-  KGOPT_ACT(kSilu) KGOPT_ACT(kGelu) KGOPT_ACT(kGeluTanh) KGOPT_ACT(kSigmoid) KGOPT_ACT(kTanh) KGOPT_ACT(kHardswish) \
-      KGOPT_ACT(kHardtanh) KGOPT_ACT(kElu) KGOPT_ACT(kMish) KGOPT_ACT(kSoftplus)
-      KGOPT_ACTS
-#undef KGOPT_ACT
-      default: break;
-    }
+    with_act(chain.at(i), [&](auto act) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) x.v[j] = fast_value<decltype(act)::value, kCoarse>(x.v[j]);
+    });
   }
   return x;
 }
@@ -197,16 +207,10 @@ struct FloatsBy {
 template <int kSize, bool kCoarse>
 __device__ __noinline__ FloatsBy<kSize> any_chain_slopes(ActChain chain, bool with_values, FloatsBy<kSize> x) {
   for (int i = 0; i < chain.length; ++i) {
-    switch (chain.at(i)) {
-#define KGOPT_ACT(act)                                                                                       \
-  case Act::act:                                                                                             \
-    _Pragma("unroll") for (int j = 0; j < kSize; ++j) x.by[j] *= fast_derivative<Act::act, kCoarse>(x.v[j]); \
-    break;
-      KGOPT_ACTS
-#undef KGOPT_ACT
-#undef KGOPT_ACTS
-      default: break;
-    }
+    with_act(chain.at(i), [&](auto act) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) x.by[j] *= fast_derivative<decltype(act)::value, kCoarse>(x.v[j]);
+    });
     if (!with_values && i + 1 == chain.length) break;
     ActChain one;
     one.codes = static_cast<uint64_t>(chain.at(i));
@@ -235,11 +239,12 @@ __device__ __noinline__ inline DoubleBy any_chain_double_slope(ActChain chain, d
 // ---------------------------------------------------------------------------------------------------------------------
 // What the kernels call: one way for chains that are compiled in and for the others.
 
-// Values of a step of the chains that are walked. Eight of fp32 accuracy would be there in addition to the coarse ones.
+// Values of a step of the chains that are walked. Those of fp32 accuracy need more instructions each.
 template <int kSize, bool kCoarse>
-inline constexpr int kChainStep = kSize % 8 == 0 && kCoarse ? 8
-                                  : kSize % 4 == 0          ? 4
-                                                            : 1;
+inline constexpr int kChainStep = kSize % 16 == 0 && kCoarse  ? 16
+                                  : kSize % 8 == 0 && kCoarse ? 8
+                                  : kSize % 4 == 0            ? 4
+                                                              : 1;
 
 template <Chain kChain, bool kCoarse, typename Acc, int kSize>
 __device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSize]) {
@@ -269,7 +274,7 @@ __device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSiz
       Floats<kStep> part;
 #pragma unroll
       for (int j = 0; j < kStep; ++j) part.v[j] = x[first + j];
-      part = any_chain_values<kStep, kStep == 8>(chain, part);
+      part = any_chain_values < kStep, kCoarse && kStep % 8 == 0 > (chain, part);
 #pragma unroll
       for (int j = 0; j < kStep; ++j) x[first + j] = part.v[j];
     }
@@ -316,7 +321,7 @@ __device__ __forceinline__ void multiply_slopes(const ActChain& chain, Acc (&x)[
         part.v[j] = x[first + j];
         part.by[j] = by[first + j];
       }
-      part = any_chain_slopes<kStep, kStep == 8>(chain, kValues, part);
+      part = any_chain_slopes < kStep, kCoarse && kStep % 8 == 0 > (chain, kValues, part);
 #pragma unroll
       for (int j = 0; j < kStep; ++j) {
         x[first + j] = part.v[j];

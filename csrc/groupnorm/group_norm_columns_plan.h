@@ -19,8 +19,6 @@ struct ColumnPlanInput {
   int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters
   int sm_count = 132;
   int64_t smem_bytes = 227 << 10;  // of a block
-  int per_sm = 2;
-  bool roles = true;
 };
 
 struct ColumnPlan {
@@ -168,14 +166,13 @@ inline bool set_column_clusters(const ColumnPlanInput& in, ColumnPlan* plan) {
 
 // Teams of blocks all over the GPU, one block a multiprocessor: as many teams as slabs fit on chip at a time, and no
 // more than take as many rounds.
-inline bool set_column_teams(const ColumnPlanInput& in, int per_sm, ColumnPlan* plan) {
+inline bool set_column_teams(const ColumnPlanInput& in, ColumnPlan* plan) {
   const GroupNormDims& d = in.dims;
-  const int64_t sample = d.numel() / d.n * dtype_size(d.dtype), grid = int64_t(in.sm_count) * per_sm;
+  const int64_t sample = d.numel() / d.n * dtype_size(d.dtype), grid = in.sm_count;
   ColumnChoice choice;
-  choice.threads = kColumnMaxThreads / per_sm;
   choice.blocks = static_cast<uint32_t>(grid);
   // A sample that does not fit is read twice: then whole rows count for more than what columns would keep.
-  const bool fits = sample <= grid * kColumnSlots * kColumnPasses * choice.threads * 16;
+  const bool fits = sample <= grid * kColumnSlots * kColumnPasses * kColumnMaxThreads * 16;
   choice.groups = fits ? column_groups(d, kColumnLeastSlab) : static_cast<uint32_t>(d.g);
   if (!set_column_shares(in, choice, plan)) return false;
   const int64_t kept = int64_t(plan->shares.stride) * kColumnPasses * kColumnSlots, slabs = plan->shares.slabs;
@@ -185,7 +182,7 @@ inline bool set_column_teams(const ColumnPlanInput& in, int per_sm, ColumnPlan* 
   choice.blocks = static_cast<uint32_t>(grid / choice.teams);
   if (!set_column_shares(in, choice, plan)) return false;
   plan->shares.ahead = plan->shares.slabs > choice.teams;
-  return (plan->smem_bytes + 1024) * per_sm <= in.smem_bytes + 1024;
+  return true;
 }
 
 // Blocks with roles. A chunk is in its slot until its sample's statistics are known, 6 us after its last load on an
@@ -253,11 +250,10 @@ inline ColumnPlan plan_group_norm_columns(const ColumnPlanInput& in) {
   if (in.tensors == 1 && bytes < kColumnSmallTensor && set_column_clusters(in, &plan)) return plan;
   if (in.long_chain) return refuse("slow activations need more warps than fit beside x");
   if (bytes / d.n < kColumnLeastSlab) return refuse("a sample is below 256 KB: two passes are faster");
-  if (in.roles && set_column_roles(in, &plan)) return plan;
+  if (set_column_roles(in, &plan)) return plan;
   if (in.tensors == 2)
     return refuse("x and dy of the samples do not stay on chip one after the other: passes are faster");
-  if (set_column_teams(in, in.per_sm, &plan)) return plan;
-  if (set_column_teams(in, 1, &plan)) return plan;
+  if (set_column_teams(in, &plan)) return plan;
   return refuse("C is no multiple of a vector and S not of what makes it one, or a row's tables do not fit");
 }
 

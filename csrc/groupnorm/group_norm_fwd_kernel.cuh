@@ -26,8 +26,9 @@ struct GroupNormFwdTraits {
   // Holders leave room for fewer: 896 threads have 72 registers each. A chain that is walked waits for its own results
   // most of the time, which other warps hide.
   static constexpr bool kWalks = kAct == Chain::kAny;
-  static constexpr int kStatWarps = kHolders == 0 && !kWalks ? 8 : 4, kNormWarps = kWalks ? 16 : 8, kHolderWarps = 4;
-  static constexpr int kThreads = 32 * (kServantWarps + kStatWarps + kNormWarps + kHolders * kHolderWarps);
+  static constexpr int kStatWarps = kHolders == 0 && !kWalks ? 8 : 4, kNormWarps = 8, kHolderWarps = 4;
+  static constexpr int kNormTeams = kWalks ? 2 : 1;  // each has a tile of its own at a time
+  static constexpr int kThreads = 32 * (kServantWarps + kStatWarps + kNormTeams * kNormWarps + kHolders * kHolderWarps);
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -272,13 +273,26 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     const float mean = statistics.x, rstd = statistics.y;
     if (d.is_one && d.is_full) {
       const float scale = d.weight * rstd, shift = d.bias;
+      constexpr int kSet = Traits::kWalks && sizeof(T) == 2 ? 2 : 1;  // vectors that walk a chain together
 #pragma unroll
-      for (int k = 0; k < kPasses; ++k) {
-        const Vec<T, kVec> input = read(k);
-        float x[kVec];
-        values_of<Traits::kPre>(input, p.pre_act, x);
+      for (int k = 0; k < kPasses; k += kSet) {
+        Vec<T, kVec> input[kSet];
+        float x[kSet * kVec], part[kVec];
+#pragma unroll
+        for (int i = 0; i < kSet; ++i) {
+          input[i] = read(k + i);
+          values_of<Traits::kPre>(input[i], p.pre_act, part);
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) x[i * kVec + j] = part[j];
+        }
         scale_shift(x, mean, scale, shift);
-        finish_values<Traits::kAct>(to + k * 32 * kVec, input, p.act, p.add_input, false, x);
+        apply_chain<Traits::kAct, kIsCoarse<T>>(p.act, x);
+#pragma unroll
+        for (int i = 0; i < kSet; ++i) {
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) part[j] = x[i * kVec + j];
+          finish_values<Chain::kNone>(to + (k + i) * 32 * kVec, input[i], p.act, p.add_input, false, part);
+        }
       }
       return;
     }
@@ -312,13 +326,14 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     }
   }
 
-  __device__ __forceinline__ void normalize_slots(int warp, int lane) const {
+  __device__ __forceinline__ void normalize_slots(uint32_t team, int warp, int lane) const {
     constexpr int kPasses = kTileVectors / 32 / Traits::kNormWarps;
     const int first = warp * kPasses * 32 + lane;
     const T* const from = reinterpret_cast<const T*>(slots) + first * kVec;
     T* const y = static_cast<T*>(p.y) + first * kVec;
     const uint32_t own = slot_tiles();
     for (uint32_t i = 0, k = 0, parity = 0; i < own; ++i, next_slot(k, parity)) {
+      if (Traits::kNormTeams > 1 && i % Traits::kNormTeams != team) continue;
       barrier_wait(&s.loaded[k], parity);
       const FwdTile& d = s.tiles[k];
       const T* const data = from + k * (kTileVectors * kVec);
@@ -402,8 +417,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   warp -= Traits::kServantWarps;
   if (warp < Traits::kStatWarps) return block.compute_statistics(warp, lane);
   warp -= Traits::kStatWarps;
-  if (warp < Traits::kNormWarps) return block.normalize_slots(warp, lane);
-  warp -= Traits::kNormWarps;
+  constexpr int kNormalizers = Traits::kNormTeams * Traits::kNormWarps;
+  if (warp < kNormalizers) return block.normalize_slots(warp / Traits::kNormWarps, warp % Traits::kNormWarps, lane);
+  warp -= kNormalizers;
   block.hold(warp / Traits::kHolderWarps, warp % Traits::kHolderWarps, lane);
 #endif
 }
