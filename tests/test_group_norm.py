@@ -626,6 +626,58 @@ def test_group_norm_columns_ill_conditioned(name, device, poisoned):
         assert_as_good_as_torch(OPS.group_norm(x, groups, weight, bias), F.group_norm(x, groups, weight, bias), exact)
 
 
+# A shape for each kind of kernel that walks a chain: x is small; in a cluster; in tiles; its rows end inside vectors;
+# and for channels_last on chip and not, of channels that fill vectors, half of them, and none.
+WALKED = {
+    "small": ((2, 24, 9, 15), 8),
+    "a cluster": ((2, 24, 61, 64), 3),
+    "tiles": ((1, 8, 64, 64, 40), 2),
+    "rows off vectors": ((1, 4, 3, 409, 2007), 1),
+    "channels of vectors": ((2, 64, 40, 41), 16),
+    "channels of half vectors": ((2, 20, 31, 62), 5),
+    "odd channels and positions": ((3, 15, 71, 73), 5),
+    "narrow groups": ((13, 34, 25, 7), 17),
+    "few narrow groups": ((2, 357, 14, 52), 51),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [*list(reference.ACTIVATIONS)[1:], "tanh+hardswish", "silu+relu+mish"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", WALKED)
+def test_group_norm_walks_every_activation(name, layout, act):
+    shape, groups = WALKED[name]
+    # Rounded at an offset, some values come to lie on the other side of a kink.
+    has_kink = any(kinked in act for kinked in ("relu", "hard"))
+    for dtype, scale, offset in (
+        (torch.float32, 1.0, 0.0),
+        (torch.float32, 3.0, 0.0 if has_kink else 100.0),
+        (torch.bfloat16, 1.0, 0.0),
+        (torch.float16, 0.01, 0.0),
+    ):
+        tensors = make(shape, dtype, "cuda", layout, scale, offset)
+        dy = torch.randn_like(tensors[0])
+
+        def ours(x, w, b):
+            return OPS.group_norm_fwd(x, groups, w, b, 1e-5, act, "none")[0]
+
+        def plain(x, w, b):
+            return reference.group_norm_ref(x, groups, w, b, act=act)
+
+        results = run_both_ways(ours, dy, *tensors)
+        for mine, torchs, exact in zip(
+            results,
+            run_both_ways(plain, dy, *tensors),
+            run_both_ways(plain, dy, *(t.double() for t in tensors)),
+            strict=True,
+        ):
+            assert_as_good_as_torch(mine, torchs, exact)
+        again = run_both_ways(ours, dy, *tensors)
+        assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
+        tensors[0][(0,) * len(shape)] = float("nan")
+        assert torch.equal(ours(*tensors).isnan(), plain(*tensors).isnan())
+
+
 # channels_last x and dy whose samples stay on chip together, from 256 KB to 20 MB.
 COLUMNS_OF_TWO = {
     "groups of three channels": ((5, 24, 101, 120), 8),

@@ -93,9 +93,9 @@ EXTREMES += [87.0, 88.5, 89.0, 100.0, 104.0, 1e4, 1e20, 3e38]
 
 
 @pytest.mark.parametrize("act", reference.ACTIVATIONS)
-def test_activation_extremes(act):
-    """The CPU's polynomials element by element, in value and derivative: twice PyTorch's error and a few roundings."""
-    x = torch.tensor([s * v for v in EXTREMES for s in (1, -1)])
+def test_activation_extremes(act, device):
+    """The polynomials element by element, in value and derivative: twice PyTorch's error and a few roundings."""
+    x = torch.tensor([s * v for v in EXTREMES for s in (1, -1)], device=device)
 
     def torchs(x):
         leaf = x.detach().clone().requires_grad_()
@@ -108,7 +108,10 @@ def test_activation_extremes(act):
         assert torch.equal(y.isnan(), expected.isnan())
         # The reference itself keeps 16 digits of 1 + erf, and powers of the largest values overflow in float alone.
         holds = right.isfinite() & (right.abs() < 1e38) & expected.isfinite()
-        allowed = 2 * (expected.double() - right).abs() + 1e-6 * right.abs() + 1e-14
+        # On CUDA the special function unit's exponential is right to a few units of its largest argument here, and
+        # what becomes subnormal is zero.
+        relative, least = (2e-5, 1e-7) if device == "cuda" else (1e-6, 1e-14)
+        allowed = 2 * (expected.double() - right).abs() + relative * right.abs() + least
         wrong = holds & ~((y.double() - right).abs() <= allowed)
         assert not wrong.any(), (x[wrong], y[wrong], right[wrong])
 

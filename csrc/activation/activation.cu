@@ -10,35 +10,53 @@ template <typename T, Chain kAct>
 struct Activate {
   using Element = T;
   static constexpr int kInputs = 1;
+  static constexpr bool kWalks = kAct == Chain::kAny, kHasScalars = kWalks;
   struct Coef {};
   ActChain act;
   __device__ Coef load(int64_t) const { return {}; }
-  __device__ acc_t<T> apply(Coef, acc_t<T> x, acc_t<T>) const { return apply_chain<kAct>(act, x); }
+  template <int kSize, typename CoefOf>
+  __device__ __forceinline__ void apply(CoefOf, const acc_t<T> (&x)[kSize], const acc_t<T> (&)[kSize],
+                                        acc_t<T> (&y)[kSize]) const {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) y[j] = x[j];
+    apply_chain<kAct, kIsCoarse<T>>(act, y);
+  }
 };
 
 template <typename T, Chain kAct>
 struct ActivateGradient {
   using Element = T;
   static constexpr int kInputs = 2;
+  static constexpr bool kWalks = kAct == Chain::kAny, kHasScalars = kWalks;
   struct Coef {};
   ActChain act;
   __device__ Coef load(int64_t) const { return {}; }
-  __device__ acc_t<T> apply(Coef, acc_t<T> x, acc_t<T> dy) const {
-    acc_t<T> value;
-    return dy * chain_slope<kAct>(act, x, &value);
+  template <int kSize, typename CoefOf>
+  __device__ __forceinline__ void apply(CoefOf, const acc_t<T> (&x)[kSize], const acc_t<T> (&dy)[kSize],
+                                        acc_t<T> (&dx)[kSize]) const {
+    acc_t<T> values[kSize];
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      values[j] = x[j];
+      dx[j] = dy[j];
+    }
+    multiply_slopes<kAct, kIsCoarse<T>, false>(act, values, dx);
   }
 };
 
 template <template <typename, Chain> class F, typename T, Chain kAct>
 Status launch(const char* name, const ActivationParams& p, cudaStream_t stream) {
-  ElementwiseArgs<F<T, kAct>> a{};
+  ElementwiseArgs<F<T, chain_for<T>(kAct)>> a{};
   a.x = static_cast<const T*>(p.x);
   a.second = static_cast<const T*>(p.dy);
   a.y = static_cast<T*>(p.y);
   a.n = a.c = 1;
   a.s = p.numel;
   a.f.act = p.act;
-  return launch_elementwise(name, a, false, stream);
+  if constexpr (!F<T, chain_for<T>(kAct)>::kHasScalars) {
+    if (elementwise_size(a, false) == 1) return launch<F, T, Chain::kAny>(name, p, stream);
+  }
+  return launch_elementwise_rows(name, a, stream);
 }
 
 template <template <typename, Chain> class F>

@@ -176,7 +176,8 @@ inline Chain chain_kind(const ActChain& chain) {
   return Chain::kAny;
 }
 
-KGOPT_HD bool is_leaky_relu(const ActChain& chain) { return chain.length == 1 && chain.at(0) == Act::kLeakyRelu; }
+KGOPT_HD bool is_one(const ActChain& chain, Act act) { return chain.length == 1 && chain.at(0) == act; }
+KGOPT_HD bool is_leaky_relu(const ActChain& chain) { return is_one(chain, Act::kLeakyRelu); }
 
 // Whether the pair of chains around a norm is one of those that KGOPT_DISPATCH_CHAINS (pointwise.cuh) tells apart, or
 // one that the kernels for any chain compute in line.

@@ -1,89 +1,360 @@
-// Pointwise chains inside the GroupNorm kernels: a few single activations are compiled in, every other chain is walked
-// at run time. The launcher picks once.
+// Pointwise chains inside the kernels. A few single activations are compiled in; every other chain is walked at run
+// time, a vector of values at a step, so that finding out which activation it is costs little. The launcher picks once.
 #pragma once
+
+#include <cuda_bf16.h>
+
+#include <type_traits>
 
 #include "activation.h"
 
 namespace kgopt {
 
-// Out of line: inlined into unrolled vectors, every activation would be there once for each element.
-template <typename Acc>
-__device__ __noinline__ Acc any_chain_value(ActChain chain, Acc x) {
-  return chain_value(chain, x);
-}
-template <typename Acc>
-struct ValueAndSlope {
-  Acc value, slope;
-};
-template <typename Acc>
-__device__ __noinline__ ValueAndSlope<Acc> any_chain_slope(ActChain chain, Acc x) {
-  ValueAndSlope<Acc> r;
-  r.slope = chain_derivative(chain, x, &r.value);
-  return r;
-}
+// ---------------------------------------------------------------------------------------------------------------------
+// Activations in fp32. bf16 kernels run out of issue slots before they run out of bandwidth: at an H200's there is room
+// for some 27 instructions an element. These take 2 to 18, with at most two of the special function unit's, and are
+// right to a few units in the last place; the libraries' functions take up to 40.
 
-// Four instructions: __expf and __fdividef take three more for subnormal numbers, and bf16 kernels run out of issue
-// slots before they run out of bandwidth. Below x = -87.3 this is 0.
-__device__ __forceinline__ float fast_sigmoid(float x) {
-  float e, s;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269504f));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.f + e));
-  return s;
-}
-// Keeps NaN.
-__device__ __forceinline__ float fast_relu(float x) {
+// For results that are rounded to bf16, whose rounding is coarser than what the shortest way leaves.
+template <typename T>
+inline constexpr bool kIsCoarse = std::is_same_v<T, __nv_bfloat16>;
+
+// __expf and __fdividef take three more instructions for subnormal numbers.
+__device__ __forceinline__ float fast_exp2(float x) {
   float y;
-  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float fast_exp(float x) { return fast_exp2(x * 1.44269504f); }
+__device__ __forceinline__ float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Below x = -87.3 this is 0.
+__device__ __forceinline__ float fast_sigmoid(float x) { return fast_reciprocal(1.f + fast_exp(-x)); }
+// These keep NaN.
+__device__ __forceinline__ float fast_max(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+__device__ __forceinline__ float fast_min(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+__device__ __forceinline__ float fast_relu(float x) { return fast_max(x, 0.f); }
+
+template <int kTerms>
+__device__ __forceinline__ float polynomial(float x, const float (&terms)[kTerms]) {
+  float y = terms[kTerms - 1];
+#pragma unroll
+  for (int i = kTerms - 2; i >= 0; --i) y = fmaf(y, x, terms[i]);
   return y;
 }
 
-template <Chain kChain, typename Acc>
-__device__ __forceinline__ Acc apply_chain(const ActChain& chain, Acc x) {
-  if constexpr (kChain == Chain::kNone) return x;
-  if constexpr (kChain == Chain::kRelu) {
-    if constexpr (sizeof(Acc) == 4) return fast_relu(x);
-    return act_value(Act::kRelu, x);
+template <bool kCoarse>
+__device__ __forceinline__ float fast_tanh(float x) {
+  if constexpr (kCoarse) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
   }
-  if constexpr (kChain == Chain::kSilu) {
-    if constexpr (sizeof(Acc) == 4) return x * fast_sigmoid(x);
-    return act_value(Act::kSilu, x);
-  }
-  // No call for the empty one of a pair, nor for leaky_relu: the whole grid takes the same branch.
-  if (chain.length == 0) return x;
-  if (is_leaky_relu(chain)) return act_value(Act::kLeakyRelu, x);
-  return any_chain_value(chain, x);
+  const float square = x * x, e = fast_exp2(fabsf(x) * 2.88539008f);
+  const float large = copysignf(fmaf(-2.f, fast_reciprocal(1.f + e), 1.f), x);
+  const float rest = square * polynomial(square, {-0.333329465f, 0.133207227f, -0.0526716482f, 0.0164372404f});
+  return square < 0.3f ? fmaf(x, rest, x) : large;
 }
 
-template <Chain kChain, typename Acc>
-__device__ __forceinline__ Acc chain_slope(const ActChain& chain, Acc x, Acc* value) {
-  if constexpr (kChain == Chain::kNone) {
-    *value = x;
-    return Acc(1);
+// Phi(x) and exp(-x^2 / 2): Phi(-|x|) is the latter times a polynomial in 1 / (1 + p |x|), in the manner of Abramowitz
+// and Stegun 7.1.26, fitted for relative error: 1.3e-7, coarse 9e-6.
+template <bool kCoarse>
+__device__ __forceinline__ float normal_cdf(float x, float* density) {
+  const float t = fast_reciprocal(fmaf(fabsf(x), kCoarse ? 0.36f : 0.25f, 1.f));
+  const float e = fast_exp2(x * x * -0.72134752f);
+  float tail;
+  if constexpr (kCoarse) {
+    tail = polynomial(t, {0.141810414f, 0.163065611f, 0.0440343461f, 0.24766403f, -0.096578663f});
+  } else {
+    tail = polynomial(
+        t, {0.0983987084f, 0.1157358f, 0.0127697068f, 0.302359795f, -0.287429939f, 0.351857896f, -0.0936919021f});
   }
-  if constexpr (kChain == Chain::kRelu) {
-    *value = act_value(Act::kRelu, x);
-    return act_derivative(Act::kRelu, x);
+  tail *= t * e;
+  *density = e;
+  return x > 0.f ? 1.f - tail : tail;
+}
+
+// log(1 + y) for 0 <= y <= 1, as 2 atanh(y / (2 + y)).
+template <bool kCoarse>
+__device__ __forceinline__ float fast_log1p(float y) {
+  const float s = y * fast_reciprocal(2.f + y), square = s * s;
+  if constexpr (kCoarse) return s * polynomial(square, {2.00001438f, 0.66438031f, 0.452963455f});
+  return s * polynomial(square, {2.f, 0.666663146f, 0.400249153f, 0.279605112f, 0.281788382f});
+}
+
+template <Act kAct, bool kCoarse>
+__device__ __forceinline__ float fast_value(float x) {
+  if constexpr (kAct == Act::kRelu) return fast_relu(x);
+  if constexpr (kAct == Act::kLeakyRelu) return fast_max(x, x * 0.01f);
+  if constexpr (kAct == Act::kSilu) return x * fast_sigmoid(x);
+  if constexpr (kAct == Act::kGelu) {
+    float density;
+    return x * normal_cdf<kCoarse>(x, &density);
   }
-  if constexpr (kChain == Chain::kSilu) {
-    if constexpr (sizeof(Acc) == 4) {
-      const Acc s = fast_sigmoid(x);
-      *value = x * s;
-      return s * (1.f + x * (1.f - s));
+  // 0.5 (1 + tanh(u)) is sigmoid(2 u).
+  if constexpr (kAct == Act::kGeluTanh) return x * fast_sigmoid(x * fmaf(x * x, 0.0713548163f, 1.59576912f));
+  if constexpr (kAct == Act::kSigmoid) return fast_sigmoid(x);
+  if constexpr (kAct == Act::kTanh) return fast_tanh<kCoarse>(x);
+  if constexpr (kAct == Act::kHardswish) return x * (fminf(fmaxf(x + 3.f, 0.f), 6.f) * (1.f / 6));
+  if constexpr (kAct == Act::kHardtanh) return fast_min(fast_max(x, -1.f), 1.f);
+  if constexpr (kAct == Act::kElu) {
+    const float rest = polynomial(x, {0.499999865f, 0.166662887f, 0.0416320444f, 0.00819328528f, 0.00112591379f});
+    const float small = fmaf(x * x, rest, x), below = x < -0.5f ? fast_exp(x) - 1.f : small;
+    return x > 0.f ? x : below;
+  }
+  if constexpr (kAct == Act::kMish) {
+    // tanh(softplus(x)) is n / (n + 2) with n = e^2 + 2 e, e = exp(x); above 20 it is 1, and e^2 may not overflow.
+    const float e = fast_exp(fast_min(x, 20.f)), n = fmaf(e, e, 2.f * e);
+    return x * (n * fast_reciprocal(n + 2.f));
+  }
+  if constexpr (kAct == Act::kSoftplus) return fast_relu(x) + fast_log1p<kCoarse>(fast_exp(-fabsf(x)));
+  return x;
+}
+
+// At kinks the derivative is the one PyTorch's backward uses.
+template <Act kAct, bool kCoarse>
+__device__ __forceinline__ float fast_derivative(float x) {
+  if constexpr (kAct == Act::kSilu) {
+    const float s = fast_sigmoid(x);
+    return s * fmaf(x, 1.f - s, 1.f);
+  }
+  if constexpr (kAct == Act::kGelu) {
+    float density;
+    const float cdf = normal_cdf<kCoarse>(x, &density);
+    return fmaf(x * 0.39894228f, density, cdf);
+  }
+  if constexpr (kAct == Act::kGeluTanh) {
+    const float square = x * x, s = fast_sigmoid(x * fmaf(square, 0.0713548163f, 1.59576912f));
+    return fmaf(x * (s * (1.f - s)), fmaf(square, 0.214064449f, 1.59576912f), s);
+  }
+  if constexpr (kAct == Act::kSigmoid) {
+    const float s = fast_sigmoid(x);
+    return s * (1.f - s);
+  }
+  if constexpr (kAct == Act::kTanh) {
+    const float t = fast_tanh<kCoarse>(x);
+    return 1.f - t * t;
+  }
+  if constexpr (kAct == Act::kHardswish) {
+    const float between = x >= 3.f ? 1.f : fmaf(x, 1.f / 3, 0.5f);
+    return x <= -3.f ? 0.f : between;
+  }
+  if constexpr (kAct == Act::kElu) return x > 0.f ? 1.f : fast_exp(x);
+  if constexpr (kAct == Act::kMish) {
+    const float most = fast_min(x, 20.f), e = fast_exp(most), n = fmaf(e, e, 2.f * e), r = fast_reciprocal(n + 2.f);
+    return r * fmaf(most * r, 4.f * fmaf(e, e, e), n);
+  }
+  if constexpr (kAct == Act::kSoftplus) return fast_sigmoid(x);
+  return act_derivative(kAct, x);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Chains walked at run time.
+
+template <int kSize>
+struct Floats {
+  float v[kSize];
+};
+
+// Calls f with the activation as a compile-time constant. All threads take the same way.
+template <typename F>
+__device__ __forceinline__ void with_act(Act act, F f) {
+  switch (act) {
+    case Act::kRelu: return f(std::integral_constant<Act, Act::kRelu>());
+    case Act::kLeakyRelu: return f(std::integral_constant<Act, Act::kLeakyRelu>());
+    case Act::kSilu: return f(std::integral_constant<Act, Act::kSilu>());
+    case Act::kGelu: return f(std::integral_constant<Act, Act::kGelu>());
+    case Act::kGeluTanh: return f(std::integral_constant<Act, Act::kGeluTanh>());
+    case Act::kSigmoid: return f(std::integral_constant<Act, Act::kSigmoid>());
+    case Act::kTanh: return f(std::integral_constant<Act, Act::kTanh>());
+    case Act::kHardswish: return f(std::integral_constant<Act, Act::kHardswish>());
+    case Act::kHardtanh: return f(std::integral_constant<Act, Act::kHardtanh>());
+    case Act::kElu: return f(std::integral_constant<Act, Act::kElu>());
+    case Act::kMish: return f(std::integral_constant<Act, Act::kMish>());
+    case Act::kSoftplus: return f(std::integral_constant<Act, Act::kSoftplus>());
+    default: return;
+  }
+}
+
+// Out of line: in line, every activation would be there once for each place that has a chain.
+template <int kSize, bool kCoarse>
+__device__ __noinline__ Floats<kSize> any_chain_values(ActChain chain, Floats<kSize> x) {
+  for (int i = 0; i < chain.length; ++i) {
+    with_act(chain.at(i), [&](auto act) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) x.v[j] = fast_value<decltype(act)::value, kCoarse>(x.v[j]);
+    });
+  }
+  return x;
+}
+
+// `by` times the slopes at x; and x's values where the chain goes on, or everywhere with `with_values`.
+template <int kSize>
+struct FloatsBy {
+  float v[kSize], by[kSize];
+};
+template <int kSize, bool kCoarse>
+__device__ __noinline__ FloatsBy<kSize> any_chain_slopes(ActChain chain, bool with_values, FloatsBy<kSize> x) {
+  for (int i = 0; i < chain.length; ++i) {
+    with_act(chain.at(i), [&](auto act) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) x.by[j] *= fast_derivative<decltype(act)::value, kCoarse>(x.v[j]);
+    });
+    if (!with_values && i + 1 == chain.length) break;
+    ActChain one;
+    one.codes = static_cast<uint64_t>(chain.at(i));
+    one.length = 1;
+    Floats<kSize> values;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) values.v[j] = x.v[j];
+    values = any_chain_values<kSize, kCoarse>(one, values);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) x.v[j] = values.v[j];
+  }
+  return x;
+}
+
+// fp64 is for checks of gradients: an element at a time, as the host computes it.
+__device__ __noinline__ inline double any_chain_double(ActChain chain, double x) { return chain_value(chain, x); }
+struct DoubleBy {
+  double v, by;
+};
+__device__ __noinline__ inline DoubleBy any_chain_double_slope(ActChain chain, double x) {
+  DoubleBy r;
+  r.by = chain_derivative(chain, x, &r.v);
+  return r;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What the kernels call: one way for chains that are compiled in and for the others.
+
+// Values of a step of the chains that are walked. Those of fp32 accuracy need more instructions each.
+template <int kSize, bool kCoarse>
+inline constexpr int kChainStep = kSize % 16 == 0 && kCoarse  ? 16
+                                  : kSize % 8 == 0 && kCoarse ? 8
+                                  : kSize % 4 == 0            ? 4
+                                                              : 1;
+
+template <Chain kChain, bool kCoarse, typename Acc, int kSize>
+__device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSize]) {
+  if constexpr (kChain == Chain::kNone) return;
+  // The whole grid takes the same branch.
+  if (kChain == Chain::kAny && chain.length == 0) return;
+  if (kChain == Chain::kAny && is_leaky_relu(chain)) {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) x[j] = act_value(Act::kLeakyRelu, x[j]);
+    return;
+  }
+  if constexpr (kChain == Chain::kAny && kSize == 1 && sizeof(Acc) == 4) {  // kernels without vectors have no others
+    if (is_one(chain, Act::kRelu)) return apply_chain<Chain::kRelu, kCoarse>(chain, x);
+    if (is_one(chain, Act::kSilu)) return apply_chain<Chain::kSilu, kCoarse>(chain, x);
+  }
+  if constexpr (std::is_same_v<Acc, double>) {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      if constexpr (kChain == Chain::kRelu) x[j] = act_value(Act::kRelu, x[j]);
+      if constexpr (kChain == Chain::kSilu) x[j] = act_value(Act::kSilu, x[j]);
+      if constexpr (kChain == Chain::kAny) x[j] = any_chain_double(chain, x[j]);
     }
-    *value = act_value(Act::kSilu, x);
-    return act_derivative(Act::kSilu, x);
+  } else if constexpr (kChain == Chain::kAny) {
+    constexpr int kStep = kChainStep<kSize, kCoarse>;
+#pragma unroll
+    for (int first = 0; first < kSize; first += kStep) {
+      Floats<kStep> part;
+#pragma unroll
+      for (int j = 0; j < kStep; ++j) part.v[j] = x[first + j];
+      part = any_chain_values < kStep, kCoarse && kStep % 8 == 0 > (chain, part);
+#pragma unroll
+      for (int j = 0; j < kStep; ++j) x[first + j] = part.v[j];
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      if constexpr (kChain == Chain::kRelu) x[j] = fast_relu(x[j]);
+      if constexpr (kChain == Chain::kSilu) x[j] = x[j] * fast_sigmoid(x[j]);
+    }
   }
-  if (chain.length == 0) {
-    *value = x;
-    return Acc(1);
+}
+
+// `by` times the chain's slopes at x; with kValues, x becomes the chain's values, and is undefined after otherwise.
+template <Chain kChain, bool kCoarse, bool kValues, typename Acc, int kSize>
+__device__ __forceinline__ void multiply_slopes(const ActChain& chain, Acc (&x)[kSize], Acc (&by)[kSize]) {
+  if constexpr (kChain == Chain::kNone) return;
+  if (kChain == Chain::kAny && chain.length == 0) return;
+  if (kChain == Chain::kAny && is_leaky_relu(chain)) {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      by[j] *= act_derivative(Act::kLeakyRelu, x[j]);
+      if (kValues) x[j] = act_value(Act::kLeakyRelu, x[j]);
+    }
+    return;
   }
-  if (is_leaky_relu(chain)) {
-    *value = act_value(Act::kLeakyRelu, x);
-    return act_derivative(Act::kLeakyRelu, x);
+  if constexpr (kChain == Chain::kAny && kSize == 1 && sizeof(Acc) == 4) {
+    if (is_one(chain, Act::kRelu)) return multiply_slopes<Chain::kRelu, kCoarse, kValues>(chain, x, by);
+    if (is_one(chain, Act::kSilu)) return multiply_slopes<Chain::kSilu, kCoarse, kValues>(chain, x, by);
   }
-  const ValueAndSlope<Acc> r = any_chain_slope(chain, x);
-  *value = r.value;
-  return r.slope;
+  if constexpr (kChain == Chain::kAny && std::is_same_v<Acc, double>) {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      const DoubleBy r = any_chain_double_slope(chain, x[j]);
+      by[j] *= r.by;
+      x[j] = r.v;
+    }
+  } else if constexpr (kChain == Chain::kAny) {
+    constexpr int kStep = kChainStep<kSize, kCoarse>;
+#pragma unroll
+    for (int first = 0; first < kSize; first += kStep) {
+      FloatsBy<kStep> part;
+#pragma unroll
+      for (int j = 0; j < kStep; ++j) {
+        part.v[j] = x[first + j];
+        part.by[j] = by[first + j];
+      }
+      part = any_chain_slopes < kStep, kCoarse && kStep % 8 == 0 > (chain, kValues, part);
+#pragma unroll
+      for (int j = 0; j < kStep; ++j) {
+        x[first + j] = part.v[j];
+        by[first + j] = part.by[j];
+      }
+    }
+  } else {
+    constexpr Act kAct = kChain == Chain::kRelu ? Act::kRelu : Act::kSilu;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      if constexpr (std::is_same_v<Acc, double>) {
+        by[j] *= act_derivative(kAct, x[j]);
+        if (kValues) x[j] = act_value(kAct, x[j]);
+      } else {
+        by[j] *= fast_derivative<kAct, false>(x[j]);
+        if (kValues) x[j] = fast_value<kAct, false>(x[j]);
+      }
+    }
+  }
+}
+
+// One value.
+template <Chain kChain, typename Acc>
+__device__ __forceinline__ Acc apply_chain(const ActChain& chain, Acc x) {
+  Acc values[1] = {x};
+  apply_chain<kChain, false>(chain, values);
+  return values[0];
+}
+
+// fp64 has no kernels of its own for the chains that are compiled in.
+template <typename T>
+constexpr Chain chain_for(Chain chain) {
+  return std::is_same_v<T, double> ? Chain::kAny : chain;
 }
 
 // Runs `body` with kPre and kAct bound to the chains' kinds. Pairs that no network has share the run-time chain.

@@ -18,12 +18,33 @@
 
 namespace kgopt {
 
+// What a functor is told of the elements of a vector: one for all, or one each.
+template <typename V>
+struct SameForAll {
+  V& value;
+  __device__ __forceinline__ V& operator()(int) const { return value; }
+};
+template <typename V>
+__device__ __forceinline__ SameForAll<V> same(V& value) {
+  return {value};
+}
+template <typename V>
+struct OneForEach {
+  V* values;
+  __device__ __forceinline__ V& operator()(int j) const { return values[j]; }
+};
+template <typename V, int kSize>
+__device__ __forceinline__ OneForEach<V> each(V (&values)[kSize]) {
+  return {values};
+}
+
 inline constexpr int kTraverseThreads = 256;
 inline constexpr int kTraverseUnroll = 4;  // independent 16-byte loads of a thread in flight
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Element by element. A functor has: Element, kInputs (1 or 2), Coef, `Coef load(int64_t row)` and
-// `Acc apply(const Coef&, Acc x, Acc second)`.
+// `void apply(coef, const Acc (&x)[kSize], const Acc (&second)[kSize], Acc (&y)[kSize])`, where coef(j) is the Coef of
+// element j. Where no vectors fit, only the functors with kHasScalars are compiled: those that take any chain.
 
 template <typename F>
 struct ElementwiseArgs {
@@ -69,27 +90,44 @@ __global__ void __launch_bounds__(kTraverseThreads)
       rows = column / a.s;
     }
     column -= rows * a.s;
-    const int64_t row = row0 + rows;
-    auto coef = a.f.load(row);
-    if (at + kSize <= total && column + kSize <= a.s) {
-      acc_t<T> xs[kSize], seconds[kSize], y[kSize];
+    auto coef = a.f.load(row0 + rows);
+    acc_t<T> xs[kSize], seconds[kSize], y[kSize];
+    const int present = static_cast<int>(min(total - at, int64_t(kSize)));
+    if (kSize > 1 && present < kSize) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        x[u].v[j] = a.x[min(at + j, total - 1)];
+        if (F::kInputs == 2) second[u].v[j] = a.second[min(at + j, total - 1)];
+      }
+    }
+    if constexpr (F::kWalks) {  // in a loop, such a chain was 20% slower (H200)
+      if (column + kSize <= a.s && present == kSize) {
+        unpack(x[u], xs);
+        unpack(F::kInputs == 2 ? second[u] : x[u], seconds);
+        a.f.apply(same(coef), xs, seconds, y);
+        store_vec<T, kSize>(a.y + at, pack<T, kSize>(y));
+        continue;
+      }
+    }
+    // One turn, or where a vector lies across the ends of rows, one for each of them: all of the vector is computed
+    // with the row's coefficients, and of that the row's part stored.
+    for (int first = 0;;) {
       unpack(x[u], xs);
       unpack(F::kInputs == 2 ? second[u] : x[u], seconds);
+      a.f.apply(same(coef), xs, seconds, y);
+      const int last = static_cast<int>(min(int64_t(present), first + a.s - column));
+      if (kSize == 1 || last - first == kSize) {
+        store_vec<T, kSize>(a.y + at, pack<T, kSize>(y));
+      } else {
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) y[j] = a.f.apply(coef, xs[j], seconds[j]);
-      store_vec<T, kSize>(a.y + at, pack<T, kSize>(y));
-    } else {
-      // A vector across the end of a row, or the tensor's last elements.
-      int64_t current = row, c = column;
-      for (int j = 0; j < kSize && at + j < total; ++j, ++c) {
-        if (c == a.s) {
-          c = 0;
-          coef = a.f.load(++current);
+        for (int j = 0; j < kSize; ++j) {
+          if (j >= first && j < last) a.y[at + j] = from_acc<T>(y[j]);
         }
-        const T xv = a.x[at + j];
-        const T sv = F::kInputs == 2 ? a.second[at + j] : xv;
-        a.y[at + j] = from_acc<T>(a.f.apply(coef, to_acc(xv), to_acc(sv)));
       }
+      if (kSize == 1 || last == present) break;
+      first = last;
+      column = 0;
+      coef = a.f.load(row0 + ++rows);
     }
   }
 }
@@ -151,8 +189,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
         acc_t<T> xs[kSize], seconds[kSize], y[kSize];
         unpack(x[u], xs);
         unpack(F::kInputs == 2 ? second[u] : x[u], seconds);
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) y[j] = a.f.apply(coef[j], xs[j], seconds[j]);
+        a.f.apply(each(coef), xs, seconds, y);
         store_vec<T, kSize>(a.y + at + u * step, pack<T, kSize>(y));
       }
     }
@@ -163,51 +200,75 @@ __global__ void __launch_bounds__(kTraverseThreads)
 
 inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// With `early`, beside the end of the kernel ahead in the stream.
+// The most channels of a thread of a channels_last walk. With two inputs, chains that are walked have half as many, and
+// so twice the warps: more of them wait for what they compute.
+template <typename F>
+inline constexpr int kColumnSize =
+    F::kWalks && F::kInputs == 2 && kVecSize<typename F::Element> == 8 ? 4 : kVecSize<typename F::Element>;
+
+// Elements of a vector of the walk; 1 where none fits.
+template <typename F>
+int elementwise_size(const ElementwiseArgs<F>& a, bool channels_last) {
+  constexpr int kSize = kVecSize<typename F::Element>;
+  if (!is_aligned(a.x) || !is_aligned(a.y) || (F::kInputs == 2 && !is_aligned(a.second))) return 1;
+  if (!channels_last || a.s == 1 || a.s % turns_of(a.c, kSize) == 0) return kSize;
+  return a.s % turns_of(a.c, kSize / 2) == 0 ? kSize / 2 : 1;
+}
+
+// Rows one after the other. With `early`, beside the end of the kernel ahead in the stream.
+template <typename F>
+Status launch_elementwise_rows(const char* name, const ElementwiseArgs<F>& a, cudaStream_t stream, bool early = false) {
+  constexpr int kSize = kVecSize<typename F::Element>;
+  const int size = elementwise_size(a, false);
+  const int64_t total = a.n * a.c * a.s;
+  if (total == 0) return Status::Ok();
+  const int64_t per_block = int64_t(kTraverseThreads) * kTraverseUnroll * size;
+  const int64_t blocks = (total + per_block - 1) / per_block;
+  if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
+  const unsigned grid = static_cast<unsigned>(blocks);
+  if constexpr (F::kHasScalars) {
+    if (size == 1) return launch_after<elementwise_rows_kernel<F, 1>>(early, name, grid, kTraverseThreads, stream, a);
+  }
+  if (size == 1) return Status::Unsupported(name, "no vector fits");
+  return launch_after<elementwise_rows_kernel<F, kSize>>(early, name, grid, kTraverseThreads, stream, a);
+}
+
 template <typename F>
 Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool channels_last, cudaStream_t stream,
                           bool early = false) {
   constexpr int kSize = kVecSize<typename F::Element>;
-  const int64_t total = a.n * a.c * a.s;
-  if (total == 0) return Status::Ok();
-  const bool aligned = is_aligned(a.x) && is_aligned(a.y) && (F::kInputs == 1 || is_aligned(a.second));
-  if (!channels_last || a.s == 1) {
-    const int vec = aligned ? kSize : 1;
-    const int64_t per_block = int64_t(kTraverseThreads) * kTraverseUnroll * vec;
-    const int64_t blocks = (total + per_block - 1) / per_block;
-    if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
-    const unsigned grid = static_cast<unsigned>(blocks);
-    return aligned ? launch_after<elementwise_rows_kernel<F, kSize>>(early, name, grid, kTraverseThreads, stream, a)
-                   : launch_after<elementwise_rows_kernel<F, 1>>(early, name, grid, kTraverseThreads, stream, a);
-  } else {
-    int size = 1;
-    for (int wide : {kSize, kSize / 2}) {
-      if (size == 1 && aligned && a.s % turns_of(a.c, wide) == 0) size = wide;
-    }
-    ElementwiseArgs<F> b = a;
-    b.channels = a.c;
-    b.c *= turns_of(a.c, size);
-    b.s /= turns_of(a.c, size);
-    const ColumnGeometry geometry = column_geometry(b.c, size);
-    const int64_t slice_length = int64_t(geometry.walkers) * kTraverseUnroll * 4;
-    const int64_t slices = (b.s + slice_length - 1) / slice_length;
-    const int64_t blocks = b.n * slices * geometry.channel_blocks;
-    if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
-    const auto launch = [&](auto kernel_size) {
-      return launch_after<elementwise_columns_kernel<F, decltype(kernel_size)::value>>(
-          early, name, static_cast<unsigned>(blocks), kTraverseThreads, stream, b, geometry, slices, slice_length);
-    };
+  if (!channels_last || a.s == 1) return launch_elementwise_rows(name, a, stream, early);
+  if (a.n * a.c * a.s == 0) return Status::Ok();
+  const int size = std::min(elementwise_size(a, true), kColumnSize<F>);
+  ElementwiseArgs<F> b = a;
+  b.channels = a.c;
+  b.c *= turns_of(a.c, size);
+  b.s /= turns_of(a.c, size);
+  const ColumnGeometry geometry = column_geometry(b.c, size);
+  const int64_t slice_length = int64_t(geometry.walkers) * kTraverseUnroll * 4;
+  const int64_t slices = (b.s + slice_length - 1) / slice_length;
+  const int64_t blocks = b.n * slices * geometry.channel_blocks;
+  if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
+  const auto launch = [&](auto kernel_size) {
+    return launch_after<elementwise_columns_kernel<F, decltype(kernel_size)::value>>(
+        early, name, static_cast<unsigned>(blocks), kTraverseThreads, stream, b, geometry, slices, slice_length);
+  };
+  if constexpr (kColumnSize<F> == kSize) {
     if (size == kSize) return launch(std::integral_constant<int, kSize>());
-    if (size > 1) return launch(std::integral_constant<int, kSize / 2>());
-    return launch(std::integral_constant<int, 1>());
   }
+  if constexpr (F::kHasScalars) {
+    if (size == 1) return launch(std::integral_constant<int, 1>());
+  }
+  if (size == 1) return Status::Unsupported(name, "no vector fits");
+  return launch(std::integral_constant<int, kSize / 2>());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reduced along rows. A reducer has: Element, kInputs, Coef, `Coef load(int64_t row)`, a State that starts at the first
-// element it will see (`State start(const Coef&, Acc x)`), `void add(State&, const Coef&, Acc x, Acc second)`, a
-// Partial of kValues accumulation-type numbers, `Partial finish(const State&, Acc count)` and `static void
-// merge(Partial&, const Partial&)`. Partials go to [n][slices][rows][kValues].
+// element it will see (`State start(const Coef&, Acc x)`), `void add(state, coef, Acc (&x)[kSize], Acc
+// (&second)[kSize])`, where state(j) and coef(j) are those of element j and x and second may change, a Partial of
+// kValues accumulation-type numbers, `Partial finish(const State&, Acc count)` and `static void merge(Partial&, const
+// Partial&)`. Partials go to [n][slices][rows][kValues].
 
 template <typename R>
 struct ReduceArgs {
@@ -255,7 +316,8 @@ __global__ void __launch_bounds__(kTraverseThreads) reduce_rows_kernel(const __g
   const int64_t body = head + (end - head) / kSize * kSize;
   auto add_one = [&](int64_t at) {
     const Acc x = to_acc(a.x[at]);
-    a.r.add(state, coef, x, R::kInputs == 2 ? to_acc(a.second[at]) : x);
+    Acc xs[1] = {x}, seconds[1] = {R::kInputs == 2 ? to_acc(a.second[at]) : x};
+    a.r.add(same(state), same(coef), xs, seconds);
     ++seen;
   };
   if (begin + thread < head) add_one(begin + thread);
@@ -277,8 +339,7 @@ __global__ void __launch_bounds__(kTraverseThreads) reduce_rows_kernel(const __g
         Acc xs[kSize], seconds[kSize];
         unpack(x[u], xs);
         unpack(R::kInputs == 2 ? second[u] : x[u], seconds);
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) a.r.add(state, coef, xs[j], seconds[j]);
+        a.r.add(same(state), same(coef), xs, seconds);
       }
     }
   }
@@ -357,8 +418,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
           Acc xs[kSize], seconds[kSize];
           unpack(x[u], xs);
           unpack(R::kInputs == 2 ? second[u] : x[u], seconds);
-#pragma unroll
-          for (int j = 0; j < kSize; ++j) a.r.add(state[j], coef[j], xs[j], seconds[j]);
+          a.r.add(each(state), each(coef), xs, seconds);
         }
       }
       at += kTraverseUnroll * step;
@@ -393,34 +453,48 @@ inline void plan_slices(int64_t units, int64_t length, int64_t least, int64_t mu
 }
 
 template <typename R>
+bool has_reduce_vectors(const ReduceArgs<R>& a, bool channels_last) {
+  return is_aligned(a.x) && (R::kInputs == 1 || is_aligned(a.second)) &&
+         (!channels_last || a.rows % kVecSize<typename R::Element> == 0);
+}
+
+template <typename R>
 Status launch_reduce(const char* name, const ReduceArgs<R>& a, bool channels_last, cudaStream_t stream,
                      bool early = false) {
   constexpr int kSize = kVecSize<typename R::Element>;
   if (a.n * a.rows * a.row_length == 0) return Status::Ok();
-  const bool aligned = is_aligned(a.x) && (R::kInputs == 1 || is_aligned(a.second));
+  const bool vectors = has_reduce_vectors(a, channels_last);
+  if (!vectors && !R::kHasScalars) return Status::Unsupported(name, "no vector fits");
   if (!channels_last) {
     const int64_t units = a.n * a.rows * a.slices;
     const bool warp_rows = a.slice_length <= 1024;
     const int64_t blocks = warp_rows ? (units + kTraverseThreads / 32 - 1) / (kTraverseThreads / 32) : units;
     if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many rows for one launch");
     const unsigned grid = static_cast<unsigned>(blocks);
-    if (warp_rows) {
-      return aligned ? launch_after<reduce_rows_kernel<R, kSize, true>>(early, name, grid, kTraverseThreads, stream, a)
-                     : launch_after<reduce_rows_kernel<R, 1, true>>(early, name, grid, kTraverseThreads, stream, a);
+    const auto launch = [&](auto size) {
+      constexpr int kOwn = decltype(size)::value;
+      return warp_rows
+                 ? launch_after<reduce_rows_kernel<R, kOwn, true>>(early, name, grid, kTraverseThreads, stream, a)
+                 : launch_after<reduce_rows_kernel<R, kOwn, false>>(early, name, grid, kTraverseThreads, stream, a);
+    };
+    if constexpr (R::kHasScalars) {
+      if (!vectors) return launch(std::integral_constant<int, 1>());
     }
-    return aligned ? launch_after<reduce_rows_kernel<R, kSize, false>>(early, name, grid, kTraverseThreads, stream, a)
-                   : launch_after<reduce_rows_kernel<R, 1, false>>(early, name, grid, kTraverseThreads, stream, a);
+    return launch(std::integral_constant<int, kSize>());
   } else {
     ReduceArgs<R> b = a;
     if (b.channels == 0) b.channels = a.rows;
-    const bool vectors = aligned && a.rows % kSize == 0;
-    const ColumnGeometry geometry = column_geometry(a.rows, vectors ? kSize : 1);
+    const ColumnGeometry geometry = column_geometry(a.rows, vectors ? kColumnSize<R> : 1);
     const int64_t blocks = a.n * a.slices * geometry.channel_blocks;
     if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
     const unsigned grid = static_cast<unsigned>(blocks);
-    return vectors
-               ? launch_after<reduce_columns_kernel<R, kSize>>(early, name, grid, kTraverseThreads, stream, b, geometry)
-               : launch_after<reduce_columns_kernel<R, 1>>(early, name, grid, kTraverseThreads, stream, b, geometry);
+    if constexpr (R::kHasScalars) {
+      if (!vectors) {
+        return launch_after<reduce_columns_kernel<R, 1>>(early, name, grid, kTraverseThreads, stream, b, geometry);
+      }
+    }
+    return launch_after<reduce_columns_kernel<R, kColumnSize<R>>>(early, name, grid, kTraverseThreads, stream, b,
+                                                                  geometry);
   }
 }
 

@@ -23,6 +23,7 @@ struct ChannelSumsReducer {
   using Acc = acc_t<T>;
   static constexpr int kInputs = 2;
   static constexpr int kValues = 2;
+  static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kWalks;
   using Coef = AffineRow<Acc>;
   using State = TwoSums<Acc>;
   using Partial = TwoSums<Acc>;
@@ -31,12 +32,21 @@ struct ChannelSumsReducer {
 
   __device__ Coef load(int64_t row) const { return table[row]; }
   __device__ State start(const Coef&, Acc) const { return {}; }
-  __device__ void add(State& s, const Coef& c, Acc x, Acc dy) const {
-    const Acc xhat = (apply_chain<kPre>(pre, x) - c.mean) * c.rstd;
-    Acc value;
-    const Acc dz = dy * chain_slope<kAct>(act, xhat * c.weight + c.bias, &value);
-    s.dz += dz;
-    s.dz_xhat += dz * xhat;
+  template <int kSize, typename StateOf, typename CoefOf>
+  __device__ __forceinline__ void add(StateOf state, CoefOf coef, Acc (&x)[kSize], Acc (&dy)[kSize]) const {
+    Acc z[kSize];
+    apply_chain<kPre, kIsCoarse<T>>(pre, x);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      x[j] = (x[j] - coef(j).mean) * coef(j).rstd;
+      z[j] = x[j] * coef(j).weight + coef(j).bias;
+    }
+    multiply_slopes<kAct, kIsCoarse<T>, false>(act, z, dy);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      state(j).dz += dy[j];
+      state(j).dz_xhat += dy[j] * x[j];
+    }
   }
   __device__ Partial finish(const State& s, Acc) const { return s; }
   static __device__ void merge(Partial& a, const Partial& b) {
@@ -50,6 +60,7 @@ struct InputGradient {
   using Element = T;
   using Acc = acc_t<T>;
   static constexpr int kInputs = kDyPerSample ? 1 : 2;
+  static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kDyPerSample || kWalks;
   struct Coef {
     AffineRow<Acc> row;
     Acc term, term_xhat, dz;
@@ -66,16 +77,29 @@ struct InputGradient {
     const Acc* const terms = group_terms + (n * (c / channels) + row % c / channels) * 2;
     return {table[row], terms[0], terms[1], kDyPerSample ? dout[n] * scale : Acc(0)};
   }
-  __device__ Acc apply(const Coef& k, Acc x, Acc dy) const {
-    Acc u;
-    const Acc slope = chain_slope<kPre>(pre, x, &u);
-    const Acc xhat = (u - k.row.mean) * k.row.rstd;
-    Acc dz = k.dz;
-    if constexpr (!kDyPerSample) {
-      Acc value;
-      dz = dy * chain_slope<kAct>(act, xhat * k.row.weight + k.row.bias, &value);
+  template <int kSize, typename CoefOf>
+  __device__ __forceinline__ void apply(CoefOf coef, const Acc (&x)[kSize], const Acc (&dy)[kSize],
+                                        Acc (&dx)[kSize]) const {
+    Acc slope[kSize], xhat[kSize], z[kSize], dz[kSize];
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      xhat[j] = x[j];
+      slope[j] = Acc(1);
     }
-    return slope * k.row.rstd * (k.row.weight * dz - (k.term + xhat * k.term_xhat));
+    multiply_slopes<kPre, kIsCoarse<T>, true>(pre, xhat, slope);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      const Coef& k = coef(j);
+      xhat[j] = (xhat[j] - k.row.mean) * k.row.rstd;
+      z[j] = xhat[j] * k.row.weight + k.row.bias;
+      dz[j] = kDyPerSample ? k.dz : dy[j];
+    }
+    if constexpr (!kDyPerSample) multiply_slopes<kAct, kIsCoarse<T>, false>(act, z, dz);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      const Coef& k = coef(j);
+      dx[j] = slope[j] * k.row.rstd * (k.row.weight * dz[j] - (k.term + xhat[j] * k.term_xhat));
+    }
   }
 };
 
@@ -188,7 +212,7 @@ Status check(const char* kernel) {
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch_channel_sums(const GroupNormBackwardParams& p, cudaStream_t stream) {
-  using R = ChannelSumsReducer<T, kPre, kAct>;
+  using R = ChannelSumsReducer<T, chain_for<T>(kPre), chain_for<T>(kAct)>;
   ReduceArgs<R> a{};
   a.x = static_cast<const T*>(p.x);
   a.second = static_cast<const T*>(p.dy);
@@ -202,12 +226,18 @@ Status launch_channel_sums(const GroupNormBackwardParams& p, cudaStream_t stream
   a.r.table = static_cast<const typename R::Coef*>(p.table);
   a.r.pre = p.pre_act;
   a.r.act = p.act;
+  if constexpr (!R::kHasScalars) {
+    if (!has_reduce_vectors(a, p.dims.channels_last)) {
+      return launch_channel_sums<T, Chain::kAny, Chain::kAny>(p, stream);
+    }
+  }
   return launch_reduce("group_norm_backward_sums_kernel", a, p.dims.channels_last, stream, true);
 }
 
 template <typename T, Chain kPre, Chain kAct, bool kDyPerSample>
 Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stream) {
-  using F = InputGradient<T, kPre, kAct, kDyPerSample>;
+  using F = std::conditional_t<kDyPerSample, InputGradient<T, kPre, kAct, true>,
+                               InputGradient<T, chain_for<T>(kPre), chain_for<T>(kAct), false>>;
   using Acc = acc_t<T>;
   ElementwiseArgs<F> a{};
   a.x = static_cast<const T*>(p.x);
@@ -224,6 +254,11 @@ Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stre
   a.f.scale = Acc(1) / (Acc(p.dims.c) * Acc(p.dims.s));
   a.f.pre = p.pre_act;
   a.f.act = p.act;
+  if constexpr (!F::kHasScalars) {
+    if (elementwise_size(a, p.dims.channels_last) == 1) {
+      return launch_input_gradient<T, Chain::kAny, Chain::kAny, false>(p, stream);
+    }
+  }
   return launch_elementwise("group_norm_backward_dx_kernel", a, p.dims.channels_last, stream, true);
 }
 

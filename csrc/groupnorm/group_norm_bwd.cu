@@ -29,8 +29,10 @@ Status launch_kernel(GroupNormBwdParams p, const TilesPlan& plan, cudaStream_t s
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
-  return plan.holders == 0 ? launch_kernel<GroupNormBwdTraits<T, kPre, kAct, 0>>(p, plan, stream)
-                           : launch_kernel<GroupNormBwdTraits<T, kPre, kAct, kTilesHolders>>(p, plan, stream);
+  if constexpr (kAct != Chain::kAny) {
+    if (plan.holders > 0) return launch_kernel<GroupNormBwdTraits<T, kPre, kAct, kTilesHolders>>(p, plan, stream);
+  }
+  return launch_kernel<GroupNormBwdTraits<T, kPre, kAct, 0>>(p, plan, stream);
 }
 
 }  // namespace

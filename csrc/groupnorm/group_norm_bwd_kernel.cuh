@@ -26,8 +26,9 @@ struct GroupNormBwdTraits {
   static constexpr int kTileVectors = tile_vectors(2);
   static constexpr bool kStoresDz = kAct == Chain::kSilu || kAct == Chain::kAny;
   static constexpr int kCollectors = 2, kServantWarps = 2 + kCollectors;
-  // Holders leave room for fewer: 896 threads have 72 registers each.
-  static constexpr int kTeamWarps = 4, kTeams = kHolders == 0 ? 2 : 1, kWriterWarps = 8;
+  // Holders leave room for fewer: 896 threads have 72 registers each. As in group_norm_fwd_kernel.cuh, a chain that is
+  // walked needs more.
+  static constexpr int kTeamWarps = 4, kTeams = kAct == Chain::kAny ? 4 : kHolders == 0 ? 2 : 1, kWriterWarps = 8;
   static constexpr int kThreads = 32 * (kServantWarps + kTeams * kTeamWarps + kWriterWarps + kHolders * kTeamWarps);
 };
 
@@ -62,6 +63,7 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kSlots = Traits::kSlots, kHolders = Traits::kHolders;
   static constexpr int kTileVectors = Traits::kTileVectors, kTeamWarps = Traits::kTeamWarps;
+  static constexpr bool kCoarse = kIsCoarse<T>;
   using Walk = TileWalk<kVec, kTileVectors, kSlots, kHolders>;
   using Tile = typename Walk::Tile;
   using Walk::advance, Walk::channel_of, Walk::channels_before, Walk::exists, Walk::first_tile, Walk::holders_before,
@@ -127,9 +129,12 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       return make_float2(warp_sum(dz[0] + dz[1]), warp_sum(dz_d[0] + dz_d[1]));
     }
   };
-  __device__ __forceinline__ float dz_of(float dy, float d, float scale, float bias) const {
-    float value;
-    return dy * chain_slope<Traits::kAct>(p.act, d * scale + bias, &value);
+  // Whether element j of vector v is the tile's second channel's.
+  static __device__ __forceinline__ bool has_crossed(const BwdTile& d, int v, int j) {
+    return (v - d.lo) * kVec + j >= d.split;
+  }
+  static __device__ __forceinline__ float2 coefficients_of(const BwdTile& d, int v, int j) {
+    return has_crossed(d, v, j) ? make_float2(d.scale[1], d.bias[1]) : make_float2(d.scale[0], d.bias[0]);
   }
 
   // The warp's sums over vectors first + 32 * k, k < kPasses, that read(k, &x, &dy) gives, to box[channel][warp];
@@ -139,7 +144,8 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
                                          Read read, Keep keep) const {
     Sums sums, second;
     if (d.is_one && d.is_full) {
-      const float mean = d.mean, scale = d.scale[0], bias = d.bias[0];
+      const float mean = d.mean;
+      const float2 coefficients = make_float2(d.scale[0], d.bias[0]);
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) {
         Vec<T, kVec> input, gradient;
@@ -148,11 +154,10 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
         values_of<Traits::kPre>(input, p.pre_act, x);
         unpack(gradient, dy);
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          const float distance = x[j] - mean;
-          dy[j] = dz_of(dy[j], distance, scale, bias);
-          sums.add(j, dy[j], distance);
-        }
+        for (int j = 0; j < kVec; ++j) x[j] -= mean;
+        make_dz<Traits::kAct, kCoarse>(p.act, x, dy, [&](int) { return coefficients; });
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) sums.add(j, dy[j], x[j]);
         if constexpr (Traits::kStoresDz) keep(k, pack<T, kVec>(dy));
       }
     } else {
@@ -166,12 +171,13 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
         values_of<Traits::kPre>(input, p.pre_act, x);
         unpack(gradient, dy);
 #pragma unroll
+        for (int j = 0; j < kVec; ++j) x[j] -= d.mean;
+        make_dz<Traits::kAct, kCoarse>(p.act, x, dy, [&](int j) { return coefficients_of(d, v, j); });
+#pragma unroll
         for (int j = 0; j < kVec; ++j) {
-          const bool crossed = (v - d.lo) * kVec + j >= d.split;
-          const float distance = x[j] - d.mean;
-          dy[j] = dz_of(dy[j], distance, crossed ? d.scale[1] : d.scale[0], crossed ? d.bias[1] : d.bias[0]);
-          sums.add(j, crossed ? 0.f : dy[j], crossed ? 0.f : distance);
-          second.add(j, crossed ? dy[j] : 0.f, crossed ? distance : 0.f);
+          const bool crossed = has_crossed(d, v, j);
+          sums.add(j, crossed ? 0.f : dy[j], crossed ? 0.f : x[j]);
+          second.add(j, crossed ? dy[j] : 0.f, crossed ? x[j] : 0.f);
         }
         if constexpr (Traits::kStoresDz) keep(k, pack<T, kVec>(dy));
       }
@@ -282,19 +288,20 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     barrier_wait(&s.ready[visit % kTilesVisits], visit / kTilesVisits & 1);
     return s.terms[visit % kTilesVisits];
   }
-  __device__ __forceinline__ float gradient_of(float x, float dy, float mean, float scale, float bias,
-                                               float2 terms) const {
-    float u;
-    const float slope = chain_slope<Traits::kPre>(p.pre_act, x, &u);
-    const float d = u - mean, dz = Traits::kStoresDz ? dy : dz_of(dy, d, scale, bias);
-    return slope * (scale * dz - (d * terms.y + terms.x));
+  // x becomes dx.
+  template <typename At>
+  __device__ __forceinline__ void gradient_of(float (&x)[kVec], float (&dy)[kVec], float mean, At at,
+                                              float2 terms) const {
+    make_dx<Traits::kPre, Traits::kAct, kCoarse, Traits::kStoresDz>(
+        p.pre_act, p.act, x, dy, [&](int) { return mean; }, at, [&](int) { return terms; });
   }
 
   // dx of vectors first + 32 * k, k < kPasses, that read(k, &x, &dz or &dy) gives, to `to` + 32 * k vectors.
   template <int kPasses, typename Read>
   __device__ __forceinline__ void write(const BwdTile& d, float2 terms, int first, T* to, Read read) const {
     if (d.is_one && d.is_full) {
-      const float mean = d.mean, scale = d.scale[0], bias = d.bias[0];
+      const float mean = d.mean;
+      const float2 coefficients = make_float2(d.scale[0], d.bias[0]);
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) {
         Vec<T, kVec> input, gradient;
@@ -302,8 +309,7 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
         float x[kVec], dy[kVec];
         unpack(input, x);
         unpack(gradient, dy);
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) x[j] = gradient_of(x[j], dy[j], mean, scale, bias, terms);
+        gradient_of(x, dy, mean, [&](int) { return coefficients; }, terms);
         store_values<T, kVec>(to + k * 32 * kVec, x, false);
       }
       return;
@@ -317,12 +323,7 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       float x[kVec], dy[kVec];
       unpack(input, x);
       unpack(gradient, dy);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        const bool crossed = (v - d.lo) * kVec + j >= d.split;
-        x[j] =
-            gradient_of(x[j], dy[j], d.mean, crossed ? d.scale[1] : d.scale[0], crossed ? d.bias[1] : d.bias[0], terms);
-      }
+      gradient_of(x, dy, d.mean, [&](int j) { return coefficients_of(d, v, j); }, terms);
       store_values<T, kVec>(to + k * 32 * kVec, x, false);
     }
   }

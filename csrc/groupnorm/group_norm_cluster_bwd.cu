@@ -19,25 +19,28 @@ inline constexpr int kBwdPasses = 2;  // vectors of x, and as many of dy, that a
 template <typename Traits>
 struct ChannelSums {
   float dz[2] = {}, dz_d[2] = {};
-  __device__ __forceinline__ void add(const GroupNormClusterBwdParams& p, int j, float x, float dy, float mean,
-                                      float scale, float shift) {
-    const float d = apply_chain<Traits::kPre>(p.pre_act, x) - mean;
-    float value;
-    const float z = dy * chain_slope<Traits::kAct>(p.act, d * scale + shift, &value);
-    dz[j % 2] += z;
-    dz_d[j % 2] += z * d;
+  template <int kSize>
+  __device__ __forceinline__ void add(const GroupNormClusterBwdParams& p, float (&x)[kSize], float (&dy)[kSize],
+                                      float mean, float scale, float shift) {
+    constexpr bool kCoarse = kIsCoarse<typename Traits::T>;
+    apply_chain<Traits::kPre, kCoarse>(p.pre_act, x);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) x[j] -= mean;
+    make_dz<Traits::kAct, kCoarse>(p.act, x, dy, [&](int) { return make_float2(scale, shift); });
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      dz[j % 2] += dy[j];
+      dz_d[j % 2] += dy[j] * x[j];
+    }
   }
 };
 
-// dx of one element, where term + d * term_d is what the group takes off.
-template <typename Traits>
-__device__ __forceinline__ float input_gradient(const GroupNormClusterBwdParams& p, float x, float dy, float mean,
-                                                float scale, float shift, float term, float term_d) {
-  float u, value;
-  const float slope = chain_slope<Traits::kPre>(p.pre_act, x, &u);
-  const float d = u - mean;
-  const float dz = dy * chain_slope<Traits::kAct>(p.act, d * scale + shift, &value);
-  return slope * (scale * dz - (d * term_d + term));
+// x becomes dx; at(j) gives weight * rstd and bias.
+template <typename Traits, int kSize, typename At>
+__device__ __forceinline__ void input_gradient(const GroupNormClusterBwdParams& p, float (&x)[kSize],
+                                               float (&dy)[kSize], float mean, At at, float2 terms) {
+  make_dx<Traits::kPre, Traits::kAct, kIsCoarse<typename Traits::T>, false>(
+      p.pre_act, p.act, x, dy, [&](int) { return mean; }, at, [&](int) { return terms; });
 }
 
 #endif
@@ -101,15 +104,17 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
         float x[kVec], dy[kVec];
         unpack(load_vec<T, kVec>(xs + slot * kVec), x);
         unpack(load_vec<T, kVec>(dys + slot * kVec), dy);
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) mine.add(p, j, x[j], dy[j], mean, scale, shift);
+        mine.add(p, x, dy, mean, scale, shift);
       }
     }
     if (first % kVec != 0 || last % kVec != 0) {  // less than a vector at either end
       wait_for(min((last - 1) / kVec, share.hi - 1));
       const int head = min(lo * kVec, last), tail = max(hi * kVec, head);
       const int i = at < 16 ? first + at : tail + at - 16;
-      if (i < (at < 16 ? head : last)) mine.add(p, 0, to_acc(xs[i]), to_acc(dys[i]), mean, scale, shift);
+      if (i < (at < 16 ? head : last)) {
+        float x[1] = {to_acc(xs[i])}, dy[1] = {to_acc(dys[i])};
+        mine.add(p, x, dy, mean, scale, shift);
+      }
     }
     const float dz = warp_sum(mine.dz[0] + mine.dz[1]), dz_xhat = warp_sum(mine.dz_d[0] + mine.dz_d[1]) * rstd;
     if (lane == 0) (together ? partials[k * warps + warp] : sums[k]) = make_float2(dz, dz_xhat);
@@ -174,20 +179,19 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
       unpack(load_vec<T, kVec>(dys + slot * kVec), dy);
       float2 c = table[row];
       if (column + kVec <= share.s) {
-        const float scale = c.x * rstd;
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          x[j] = input_gradient<Traits>(p, x[j], dy[j], mean, scale, c.y, term, term_d);
-        }
+        const float2 all = make_float2(c.x * rstd, c.y);
+        input_gradient<Traits>(p, x, dy, mean, [&](int) { return all; }, make_float2(term, term_d));
       } else {
+        float2 each[kVec];
 #pragma unroll
         for (int j = 0; j < kVec; ++j, ++column) {
           if (column == share.s) {
             column = 0;
             c = table[++row];
           }
-          x[j] = input_gradient<Traits>(p, x[j], dy[j], mean, c.x * rstd, c.y, term, term_d);
+          each[j] = make_float2(c.x * rstd, c.y);
         }
+        input_gradient<Traits>(p, x, dy, mean, [&](int j) { return each[j]; }, make_float2(term, term_d));
       }
       store_values<T, kVec>(dx + slot * kVec, x, p.streaming_stores);
     }
@@ -202,8 +206,10 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
   if (edge >= 0) {
     uint32_t column;
     const float2 c = table[share.row_of(edge, &column)];
-    dx[edge] = from_acc<T>(
-        input_gradient<Traits>(p, to_acc(xs[edge]), to_acc(dys[edge]), mean, c.x * rstd, c.y, term, term_d));
+    float x[1] = {to_acc(xs[edge])}, dy[1] = {to_acc(dys[edge])};
+    input_gradient<Traits>(
+        p, x, dy, mean, [&](int) { return make_float2(c.x * rstd, c.y); }, make_float2(term, term_d));
+    dx[edge] = from_acc<T>(x[0]);
   }
 #endif
 }

@@ -27,8 +27,10 @@ Status launch_kernel(GroupNormFwdParams p, const TilesPlan& plan, cudaStream_t s
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
-  return plan.holders == 0 ? launch_kernel<GroupNormFwdTraits<T, kPre, kAct, 0>>(p, plan, stream)
-                           : launch_kernel<GroupNormFwdTraits<T, kPre, kAct, kTilesHolders>>(p, plan, stream);
+  if constexpr (kAct != Chain::kAny) {  // chains that are walked have more warps in the holders' place
+    if (plan.holders > 0) return launch_kernel<GroupNormFwdTraits<T, kPre, kAct, kTilesHolders>>(p, plan, stream);
+  }
+  return launch_kernel<GroupNormFwdTraits<T, kPre, kAct, 0>>(p, plan, stream);
 }
 
 }  // namespace

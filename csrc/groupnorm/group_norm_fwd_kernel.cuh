@@ -23,8 +23,11 @@ struct GroupNormFwdTraits {
   static constexpr int kSlots = kTilesSlots, kHolders = kHolders_;
   static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
   static constexpr int kCollectors = 2, kServantWarps = 2 + kCollectors;
-  // Holders leave room for fewer: 896 threads have 72 registers each.
-  static constexpr int kStatWarps = kHolders == 0 ? 8 : 4, kNormWarps = 8, kHolderWarps = 4;
+  // Holders leave room for fewer: 896 threads have 72 registers each. A chain that is walked waits for its own results
+  // most of the time, which other warps hide.
+  static constexpr bool kWalks = kAct == Chain::kAny;
+  static constexpr int kStatWarps = kHolders == 0 && !kWalks ? 8 : 4, kNormWarps = kWalks ? 16 : 8, kHolderWarps = 4;
+  static constexpr int kSet = kWalks && sizeof(T) == 2 ? 2 : 1;  // vectors that walk a chain together
   static constexpr int kThreads = 32 * (kServantWarps + kStatWarps + kNormWarps + kHolders * kHolderWarps);
 };
 
@@ -60,7 +63,7 @@ template <typename Traits>
 struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, Traits::kHolders> {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kSlots = Traits::kSlots;
-  static constexpr int kHolders = Traits::kHolders, kTileVectors = Traits::kTileVectors;
+  static constexpr int kHolders = Traits::kHolders, kTileVectors = Traits::kTileVectors, kSet = Traits::kSet;
 
   using Walk = TileWalk<kVec, kTileVectors, kSlots, kHolders>;
   using Tile = typename Walk::Tile;
@@ -271,12 +274,18 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     if (d.is_one && d.is_full) {
       const float scale = d.weight * rstd, shift = d.bias;
 #pragma unroll
-      for (int k = 0; k < kPasses; ++k) {
-        const Vec<T, kVec> input = read(k);
-        float x[kVec];
-        values_of<Traits::kPre>(input, p.pre_act, x);
-        scale_shift(x, mean, scale, shift);
-        finish_values<Traits::kAct>(to + k * 32 * kVec, input, p.act, p.add_input, false, x);
+      for (int k = 0; k < kPasses; k += kSet) {
+        Vec<T, kVec> input[kSet];
+        float x[kSet][kVec];
+#pragma unroll
+        for (int i = 0; i < kSet; ++i) {
+          input[i] = read(k + i);
+          values_of<Traits::kPre>(input[i], p.pre_act, x[i]);
+          scale_shift(x[i], mean, scale, shift);
+        }
+        walk(x);
+#pragma unroll
+        for (int i = 0; i < kSet; ++i) store(to + (k + i) * 32 * kVec, input[i], x[i]);
       }
       return;
     }
@@ -293,21 +302,48 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       column_of[k] = position - row_of[k] * length;
       coefficients[k] = affine(d.channel0 + row_of[k]);
     }
+    const auto is_group = [&](int k) { return first + k * 32 >= lo && first + k * 32 < hi; };
 #pragma unroll
-    for (int k = 0; k < kPasses; ++k) {
-      const int v = first + k * 32;
-      if (v < lo || v >= hi) continue;
-      const Vec<T, kVec> input = read(k);
-      float x[kVec];
-      values_of<Traits::kPre>(input, p.pre_act, x);
-      if (column_of[k] + kVec <= length) {
-        scale_shift(x, mean, coefficients[k].x * rstd, coefficients[k].y);
-      } else {
-        scale_shift_across(x, mean, rstd, column_of[k], length, d.channel0 + row_of[k],
-                           [&](int64_t channel) { return affine(channel); });
+    for (int k = 0; k < kPasses; k += kSet) {
+      if (kSet == 1 && !is_group(k)) continue;
+      Vec<T, kVec> input[kSet];
+      float x[kSet][kVec];
+#pragma unroll
+      for (int i = 0; i < kSet; ++i) {
+        const int u = k + i;
+        if (!is_group(u)) continue;  // then nobody looks at x
+        input[i] = read(u);
+        values_of<Traits::kPre>(input[i], p.pre_act, x[i]);
+        if (column_of[u] + kVec <= length) {
+          scale_shift(x[i], mean, coefficients[u].x * rstd, coefficients[u].y);
+        } else {
+          scale_shift_across(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
+                             [&](int64_t channel) { return affine(channel); });
+        }
       }
-      finish_values<Traits::kAct>(to + k * 32 * kVec, input, p.act, p.add_input, false, x);
+      if constexpr (kSet > 1) __syncwarp();  // all lanes are here
+      walk(x);
+#pragma unroll
+      for (int i = 0; i < kSet; ++i) {
+        if (is_group(k + i)) store(to + (k + i) * 32 * kVec, input[i], x[i]);
+      }
     }
+  }
+  // Activations of the set, and what follows them.
+  __device__ __forceinline__ void walk(float (&x)[kSet][kVec]) const {
+    if constexpr (kSet == 1) {
+      apply_chain<Traits::kAct, kIsCoarse<T>>(p.act, x[0]);
+    } else {
+      float all[kSet * kVec];
+#pragma unroll
+      for (int j = 0; j < kSet * kVec; ++j) all[j] = x[j / kVec][j % kVec];
+      apply_chain<Traits::kAct, kIsCoarse<T>>(p.act, all);
+#pragma unroll
+      for (int j = 0; j < kSet * kVec; ++j) x[j / kVec][j % kVec] = all[j];
+    }
+  }
+  __device__ __forceinline__ void store(T* to, const Vec<T, kVec>& input, float (&x)[kVec]) const {
+    finish_values<Chain::kNone>(to, input, p.act, p.add_input, false, x);
   }
 
   __device__ __forceinline__ void normalize_slots(int warp, int lane) const {

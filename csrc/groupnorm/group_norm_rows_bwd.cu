@@ -50,10 +50,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2, kStoresDz<Trait
     }
     return c;
   }
-  __device__ __forceinline__ float dz_of(const Channels& c, int j, float dy, float distance) const {
-    float value;
-    return dy * chain_slope<Traits::kAct>(p.act, distance * c.scale[j] + c.bias[j], &value);
-  }
+  static constexpr bool kCoarse = kIsCoarse<T>;
 
   __device__ __forceinline__ void sum_up() const {
     const uint32_t slabs = d.slabs_of(team), stride = d.pass_bytes / sizeof(T), half = d.slot_bytes / 2 / sizeof(T);
@@ -73,11 +70,12 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2, kStoresDz<Trait
           values_of<Traits::kPre>(load_vec<T, kVec>(from), p.pre_act, x);
           unpack(load_vec<T, kVec>(from + half), dy);
 #pragma unroll
+          for (int j = 0; j < kVec; ++j) x[j] -= c.mean[j];
+          make_dz<Traits::kAct, kCoarse>(p.act, x, dy, [&](int j) { return make_float2(c.scale[j], c.bias[j]); });
+#pragma unroll
           for (int j = 0; j < kVec; ++j) {
-            const float distance = x[j] - c.mean[j];
-            dy[j] = dz_of(c, j, dy[j], distance);
             dz[j] += dy[j];
-            dz_d[j] += dy[j] * distance;
+            dz_d[j] += dy[j] * x[j];
           }
           if constexpr (kStoresDz<Traits::kAct>) store_vec<T, kVec>(const_cast<T*>(from) + half, pack<T, kVec>(dy));
         }
@@ -209,14 +207,9 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2, kStoresDz<Trait
           float x[kVec], dy[kVec];
           unpack(load_vec<T, kVec>(from), x);
           unpack(load_vec<T, kVec>(from + half), dy);
-#pragma unroll
-          for (int j = 0; j < kVec; ++j) {
-            float value;
-            const float slope = chain_slope<Traits::kPre>(p.pre_act, x[j], &value);
-            const float distance = value - c.mean[j];
-            const float dz = kStoresDz<Traits::kAct> ? dy[j] : dz_of(c, j, dy[j], distance);
-            x[j] = slope * (c.scale[j] * dz - (distance * terms[j].y + terms[j].x));
-          }
+          make_dx<Traits::kPre, Traits::kAct, kCoarse, kStoresDz<Traits::kAct>>(
+              p.pre_act, p.act, x, dy, [&](int j) { return c.mean[j]; },
+              [&](int j) { return make_float2(c.scale[j], c.bias[j]); }, [&](int j) { return terms[j]; });
           store_values<T, kVec>(dx + int64_t(t * kPasses + k) * this->step, x, p.streaming_stores);
         }
         __syncwarp();

@@ -45,6 +45,12 @@ struct SlabBlock {
   }
 };
 
+template <typename T>
+__device__ __forceinline__ void to_values(const T (&raw)[kSlabUnroll], float (&x)[kSlabUnroll]) {
+#pragma unroll
+  for (int k = 0; k < kSlabUnroll; ++k) x[k] = to_acc(raw[k]);
+}
+
 static_assert(kSlabThreads == 512, "SlabBlock::rows divides by the walkers: 16 or 32");
 
 template <typename T, Chain kPre, Chain kAct>
@@ -62,10 +68,13 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
     for (int k = 0; k < kSlabUnroll; ++k) {
       if (k0 + k < b.rows) raw[k] = x[b.first + (k0 + k) * b.step];
     }
-    if (k0 == 0) mine.shift = apply_chain<kPre>(p.pre_act, to_acc(raw[0]));
+    float u[kSlabUnroll];
+    to_values(raw, u);
+    apply_chain<kPre, kIsCoarse<T>>(p.pre_act, u);
+    if (k0 == 0) mine.shift = u[0];
 #pragma unroll
     for (int k = 0; k < kSlabUnroll; ++k) {
-      if (k0 + k < b.rows) mine.add(apply_chain<kPre>(p.pre_act, to_acc(raw[k])));
+      if (k0 + k < b.rows) mine.add(u[k]);
     }
   }
   const Moments<float> m = mine.moments(static_cast<float>(b.rows));
@@ -109,12 +118,16 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
     for (int k = 0; k < kSlabUnroll; ++k) {
       if (k0 + k < b.rows) raw[k] = x[b.first + (k0 + k) * b.step];
     }
+    float u[kSlabUnroll];
+    to_values(raw, u);
+    apply_chain<kPre, kIsCoarse<T>>(p.pre_act, u);
+#pragma unroll
+    for (int k = 0; k < kSlabUnroll; ++k) u[k] = (u[k] - stat.x) * scale + affine.y;
+    apply_chain<kAct, kIsCoarse<T>>(p.act, u);
 #pragma unroll
     for (int k = 0; k < kSlabUnroll; ++k) {
       if (k0 + k >= b.rows) break;
-      const float u = apply_chain<kPre>(p.pre_act, to_acc(raw[k]));
-      const float out = apply_chain<kAct>(p.act, (u - stat.x) * scale + affine.y);
-      y[b.first + (k0 + k) * b.step] = from_acc<T>(p.add_input ? out + to_acc(raw[k]) : out);
+      y[b.first + (k0 + k) * b.step] = from_acc<T>(p.add_input ? u[k] + to_acc(raw[k]) : u[k]);
     }
   }
 }
@@ -140,14 +153,18 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
         raw_dy[k] = dy[b.first + (k0 + k) * b.step];
       }
     }
+    float xhat[kSlabUnroll], dz[kSlabUnroll];
+    to_values(raw_x, xhat);
+    to_values(raw_dy, dz);
+    apply_chain<kPre, kIsCoarse<T>>(p.pre_act, xhat);
+#pragma unroll
+    for (int k = 0; k < kSlabUnroll; ++k) xhat[k] = (xhat[k] - mean) * rstd;
+    make_dz<kAct, kIsCoarse<T>>(p.act, xhat, dz, [&](int) { return affine; });
 #pragma unroll
     for (int k = 0; k < kSlabUnroll; ++k) {
       if (k0 + k >= b.rows) break;
-      const float xhat = (apply_chain<kPre>(p.pre_act, to_acc(raw_x[k])) - mean) * rstd;
-      float value;
-      const float dz = to_acc(raw_dy[k]) * chain_slope<kAct>(p.act, xhat * affine.x + affine.y, &value);
-      sums.x += dz;
-      sums.y += dz * xhat;
+      sums.x += dz[k];
+      sums.y += dz[k] * xhat[k];
     }
   }
   entries[b.entry(b.walker, b.column)] = sums;
@@ -169,8 +186,8 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
     term_xhat += total.y;
   }
   const float elements = static_cast<float>(b.s.s) * static_cast<float>(b.s.channels);
-  term /= elements;
-  term_xhat /= elements;
+  const float2 terms = make_float2(term * rstd / elements, term_xhat * rstd * rstd / elements);
+  const float2 coefficients = make_float2(affine.x * rstd, affine.y);
   T* const dx = static_cast<T*>(p.dx);
   for (uint32_t k0 = 0; k0 < b.rows; k0 += kSlabUnroll) {
     T raw_x[kSlabUnroll], raw_dy[kSlabUnroll];
@@ -181,14 +198,16 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
         raw_dy[k] = dy[b.first + (k0 + k) * b.step];
       }
     }
+    float values[kSlabUnroll], dz[kSlabUnroll];
+    to_values(raw_x, values);
+    to_values(raw_dy, dz);
+    make_dx<kPre, kAct, kIsCoarse<T>, false>(
+        p.pre_act, p.act, values, dz, [&](int) { return mean; }, [&](int) { return coefficients; },
+        [&](int) { return terms; });
 #pragma unroll
     for (int k = 0; k < kSlabUnroll; ++k) {
       if (k0 + k >= b.rows) break;
-      float u, value;
-      const float slope = chain_slope<kPre>(p.pre_act, to_acc(raw_x[k]), &u);
-      const float xhat = (u - mean) * rstd;
-      const float dz = to_acc(raw_dy[k]) * chain_slope<kAct>(p.act, xhat * affine.x + affine.y, &value);
-      dx[b.first + (k0 + k) * b.step] = from_acc<T>(slope * rstd * (affine.x * dz - (term + xhat * term_xhat)));
+      dx[b.first + (k0 + k) * b.step] = from_acc<T>(values[k]);
     }
   }
 }

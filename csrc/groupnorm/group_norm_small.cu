@@ -16,14 +16,11 @@ template <int kElements>
 __device__ __forceinline__ void apply_kind(Chain kind, const ActChain& chain, float (&v)[kElements]) {
   if (kind == Chain::kNone) return;
   if (kind == Chain::kRelu) {
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) v[k] = apply_chain<Chain::kRelu>(chain, v[k]);
+    apply_chain<Chain::kRelu, false>(chain, v);
   } else if (kind == Chain::kSilu) {
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) v[k] = apply_chain<Chain::kSilu>(chain, v[k]);
+    apply_chain<Chain::kSilu, false>(chain, v);
   } else {
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) v[k] = apply_chain<Chain::kAny>(chain, v[k]);
+    apply_chain<Chain::kAny, false>(chain, v);
   }
 }
 
@@ -33,14 +30,11 @@ __device__ __forceinline__ void apply_slope(Chain kind, const ActChain& chain, f
                                             float (&by)[kElements]) {
   if (kind == Chain::kNone) return;
   if (kind == Chain::kRelu) {
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) by[k] *= chain_slope<Chain::kRelu>(chain, v[k], &v[k]);
+    multiply_slopes<Chain::kRelu, false, true>(chain, v, by);
   } else if (kind == Chain::kSilu) {
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) by[k] *= chain_slope<Chain::kSilu>(chain, v[k], &v[k]);
+    multiply_slopes<Chain::kSilu, false, true>(chain, v, by);
   } else {
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) by[k] *= chain_slope<Chain::kAny>(chain, v[k], &v[k]);
+    multiply_slopes<Chain::kAny, false, true>(chain, v, by);
   }
 }
 

@@ -13,6 +13,7 @@ struct MomentsReducer {
   using Acc = acc_t<T>;
   static constexpr int kInputs = 1;
   static constexpr int kValues = 3;
+  static constexpr bool kWalks = kPre == Chain::kAny, kHasScalars = kWalks;
   struct Coef {};
   using State = ShiftedSums<Acc>;
   using Partial = Moments<Acc>;
@@ -24,7 +25,12 @@ struct MomentsReducer {
     s.shift = apply_chain<kPre>(pre, x);
     return s;
   }
-  __device__ void add(State& s, Coef, Acc x, Acc) const { s.add(apply_chain<kPre>(pre, x)); }
+  template <int kSize, typename StateOf, typename CoefOf>
+  __device__ __forceinline__ void add(StateOf state, CoefOf, Acc (&x)[kSize], Acc (&)[kSize]) const {
+    apply_chain<kPre, kIsCoarse<T>>(pre, x);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) state(j).add(x[j]);
+  }
   __device__ Partial finish(const State& s, Acc count) const { return s.moments(count); }
   static __device__ void merge(Partial& a, const Partial& b) { kgopt::merge(a, b); }
 };
@@ -32,7 +38,8 @@ struct MomentsReducer {
 template <typename T, Chain kPre>
 Status launch_stats(const GroupStatsParams& p, cudaStream_t stream) {
   const GroupNormDims& d = p.dims;
-  ReduceArgs<MomentsReducer<T, kPre>> a{};
+  using R = MomentsReducer<T, chain_for<T>(kPre)>;
+  ReduceArgs<R> a{};
   a.x = static_cast<const T*>(p.x);
   a.n = d.n;
   a.rows = p.partials.rows;
@@ -42,6 +49,9 @@ Status launch_stats(const GroupStatsParams& p, cudaStream_t stream) {
   a.partials = static_cast<acc_t<T>*>(p.partials.data);
   a.r.pre = p.pre_act;
   const bool by_channel = d.channels_last && d.c > 1 && a.rows == d.c;
+  if constexpr (!R::kHasScalars) {
+    if (!has_reduce_vectors(a, by_channel)) return launch_stats<T, Chain::kAny>(p, stream);
+  }
   return launch_reduce("group_stats_kernel", a, by_channel, stream);
 }
 

@@ -11,6 +11,7 @@ struct Normalize {
   using Element = T;
   using Acc = acc_t<T>;
   static constexpr int kInputs = 1;
+  static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kWalks;
   struct alignas(4 * sizeof(Acc) > 16 ? 16 : 4 * sizeof(Acc)) Coef {
     Acc mean, rstd, weight, bias;
   };
@@ -24,15 +25,24 @@ struct Normalize {
     return c;
   }
   // The mean is subtracted first: folded into the bias it would cancel only after rounding.
-  __device__ Acc apply(const Coef& c, Acc x, Acc) const {
-    const Acc y = apply_chain<kAct>(act, (apply_chain<kPre>(pre, x) - c.mean) * c.weight + c.bias);
-    return add_input ? x + y : y;
+  template <int kSize, typename CoefOf>
+  __device__ __forceinline__ void apply(CoefOf coef, const Acc (&x)[kSize], const Acc (&)[kSize],
+                                        Acc (&y)[kSize]) const {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) y[j] = x[j];
+    apply_chain<kPre, kIsCoarse<T>>(pre, y);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) y[j] = (y[j] - coef(j).mean) * coef(j).weight + coef(j).bias;
+    apply_chain<kAct, kIsCoarse<T>>(act, y);
+    if (!add_input) return;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) y[j] += x[j];
   }
 };
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
-  using F = Normalize<T, kPre, kAct>;
+  using F = Normalize<T, chain_for<T>(kPre), chain_for<T>(kAct)>;
   ElementwiseArgs<F> a{};
   a.x = static_cast<const T*>(p.x);
   a.y = static_cast<T*>(p.y);
@@ -43,6 +53,11 @@ Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
   a.f.pre = p.pre_act;
   a.f.act = p.act;
   a.f.add_input = p.add_input;
+  if constexpr (!F::kHasScalars) {
+    if (elementwise_size(a, p.dims.channels_last) == 1) {
+      return launch_normalize<T, Chain::kAny, Chain::kAny>(p, stream);
+    }
+  }
   return launch_elementwise("normalize_kernel", a, p.dims.channels_last, stream, true);
 }
 

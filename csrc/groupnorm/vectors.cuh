@@ -10,8 +10,7 @@ namespace kgopt {
 template <Chain kPre, typename T, int kVec>
 __device__ __forceinline__ void values_of(const Vec<T, kVec>& from, const ActChain& pre, float (&x)[kVec]) {
   unpack(from, x);
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) x[j] = apply_chain<kPre>(pre, x[j]);
+  apply_chain<kPre, kIsCoarse<T>>(pre, x);
 }
 
 // A sum whose additions do not wait for one another.
@@ -82,6 +81,32 @@ __device__ __forceinline__ void scale_shift_across(float (&x)[kVec], float mean,
   }
 }
 
+// Backward, of pre_act(x)'s distances from the mean: dy becomes dz. at(j) gives weight * rstd and bias of value j.
+template <Chain kAct, bool kCoarse, int kVec, typename At>
+__device__ __forceinline__ void make_dz(const ActChain& act, const float (&distance)[kVec], float (&dy)[kVec], At at) {
+  if constexpr (kAct != Chain::kNone) {
+    float z[kVec];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) z[j] = distance[j] * at(j).x + at(j).y;
+    multiply_slopes<kAct, kCoarse, false>(act, z, dy);
+  }
+}
+
+// x becomes dx; with kIsDz, dy is dz already. terms(j).x + distance * terms(j).y is what the group takes off.
+template <Chain kPre, Chain kAct, bool kCoarse, bool kIsDz, int kVec, typename Mean, typename At, typename Terms>
+__device__ __forceinline__ void make_dx(const ActChain& pre, const ActChain& act, float (&x)[kVec], float (&dy)[kVec],
+                                        Mean mean, At at, Terms terms) {
+  float slope[kVec];
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) slope[j] = 1.f;
+  multiply_slopes<kPre, kCoarse, true>(pre, x, slope);
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) x[j] -= mean(j);
+  if constexpr (!kIsDz) make_dz<kAct, kCoarse>(act, x, dy, at);
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) x[j] = slope[j] * (at(j).x * dy[j] - (x[j] * terms(j).y + terms(j).x));
+}
+
 template <typename T, int kVec>
 __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], bool streaming) {
   const Vec<T, kVec> v = pack<T, kVec>(x);
@@ -96,8 +121,7 @@ __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], bool
 template <Chain kAct, typename T, int kVec>
 __device__ __forceinline__ void finish_values(T* to, const Vec<T, kVec>& input, const ActChain& act, bool add_input,
                                               bool streaming, float (&out)[kVec]) {
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) out[j] = apply_chain<kAct>(act, out[j]);
+  apply_chain<kAct, kIsCoarse<T>>(act, out);
   if (add_input) {
     float x[kVec];
     unpack(input, x);

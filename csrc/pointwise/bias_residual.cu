@@ -10,6 +10,7 @@ template <typename T, bool kResidual, Chain kAct>
 struct AddBias {
   using Element = T;
   static constexpr int kInputs = kResidual ? 2 : 1;
+  static constexpr bool kWalks = kAct == Chain::kAny, kHasScalars = kWalks;
   struct Coef {
     acc_t<T> bias;
   };
@@ -21,14 +22,18 @@ struct AddBias {
   __device__ Coef load(int64_t row) const {
     return {bias == nullptr ? acc_t<T>(0) : to_acc(bias[static_cast<uint32_t>(row) % channels])};
   }
-  __device__ acc_t<T> apply(Coef k, acc_t<T> y, acc_t<T> residual) const {
-    return apply_chain<kAct>(act, (y + k.bias + (kResidual ? residual : acc_t<T>(0))) * scale);
+  template <int kSize, typename CoefOf>
+  __device__ __forceinline__ void apply(CoefOf coef, const acc_t<T> (&y)[kSize], const acc_t<T> (&residual)[kSize],
+                                        acc_t<T> (&out)[kSize]) const {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) out[j] = (y[j] + coef(j).bias + (kResidual ? residual[j] : acc_t<T>(0))) * scale;
+    apply_chain<kAct, kIsCoarse<T>>(act, out);
   }
 };
 
 template <typename T, bool kResidual, Chain kAct>
 Status launch(const BiasResidualParams& p, cudaStream_t stream) {
-  ElementwiseArgs<AddBias<T, kResidual, kAct>> a{};
+  ElementwiseArgs<AddBias<T, kResidual, chain_for<T>(kAct)>> a{};
   a.x = a.y = static_cast<T*>(p.y);
   a.second = static_cast<const T*>(p.residual);
   a.n = p.n;
@@ -38,6 +43,9 @@ Status launch(const BiasResidualParams& p, cudaStream_t stream) {
   a.f.channels = static_cast<uint32_t>(p.c);
   a.f.scale = static_cast<acc_t<T>>(p.scale);
   a.f.act = p.act;
+  if constexpr (chain_for<T>(kAct) != Chain::kAny) {
+    if (elementwise_size(a, p.channels_last) == 1) return launch<T, kResidual, Chain::kAny>(p, stream);
+  }
   return launch_elementwise("bias_residual_kernel", a, p.channels_last, stream);
 }
 

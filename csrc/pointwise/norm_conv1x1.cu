@@ -57,7 +57,10 @@ __global__ void __launch_bounds__(kThreads, 6) norm_conv1x1_kernel(const __grid_
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         if constexpr (kNorm) z[i] = (z[i] - mean[i]) * scale[i] + shift[i];
-        z[i] = apply_chain<kAct>(p.act, z[i]);
+      }
+      apply_chain<kAct, kIsCoarse<T>>(p.act, z);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
 #pragma unroll
         for (int k = 0; k < kOut; ++k) sum[u][k] += z[i] * weight[k][i];
       }
