@@ -45,7 +45,7 @@ inline constexpr int kWindowStages = 8;
 // Strips that a computing warp takes at once: the tensor cores multiply for one while it sums up the other. That takes
 // registers, of which fp32 input leaves the loading threads' conversion too few.
 KGOPT_HD constexpr int window_chains(ConvMath math, int columns, int blocks) {
-  return columns <= 24 && blocks <= 2 && (math == ConvMath::kBf16 || math == ConvMath::kFp16) ? 2 : 1;
+  return columns <= 24 && blocks == 1 && (math == ConvMath::kBf16 || math == ConvMath::kFp16) ? 2 : 1;
 }
 // Warpgroups that compute: as many as have the registers for accumulators, sums and fragments.
 KGOPT_HD constexpr int window_consumers(ConvMath math, int columns, int blocks) {

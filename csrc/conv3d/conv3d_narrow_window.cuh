@@ -624,7 +624,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
   // Those that load do not wait for the others' tables: their first tile is what takes longest.
   if (tid < kWindowLoaders) {
     if constexpr (kConsumers == 3) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
     } else {
       asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
     }
@@ -668,7 +668,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     }
   } else {
     if constexpr (kConsumers == 3) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
     } else {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
     }
