@@ -46,11 +46,15 @@ inline constexpr int kWindowBlocks = 3;
 KGOPT_HD constexpr int window_march_channels(ConvMath math) { return math == ConvMath::kFp16x3 ? 3 : 4; }
 inline constexpr int kWindowStages = 8;
 
-inline constexpr int kWindowConsumers = 2;  // warpgroups that compute
-// Strips that a computing warp takes at once, where it has the registers: the tensor cores multiply for one while it
-// sums up the other.
+// Strips that a computing warp takes at once: the tensor cores multiply for one while it sums up the other. That takes
+// registers, of which fp32 input leaves the loading threads' conversion too few.
 KGOPT_HD constexpr int window_chains(ConvMath math, int columns, int blocks) {
-  return columns <= 24 && blocks * (math == ConvMath::kFp16x3 ? 2 : 1) <= 2 ? 2 : 1;
+  return columns <= 24 && blocks == 1 && (math == ConvMath::kBf16 || math == ConvMath::kFp16) ? 2 : 1;
+}
+// Warpgroups that compute: as many as have the registers for accumulators, sums and fragments.
+KGOPT_HD constexpr int window_consumers(ConvMath math, int columns, int blocks) {
+  const bool small = columns <= 24 && blocks * (math == ConvMath::kFp16x3 ? 2 : 1) <= 2;
+  return small && window_chains(math, columns, blocks) == 1 ? 3 : 2;
 }
 
 // Plain numbers, computed on the host, inspectable without a GPU.

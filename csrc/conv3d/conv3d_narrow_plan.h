@@ -53,7 +53,6 @@ struct WindowSmemLayout {
   int full, empty;  // barriers of the stages
   int scales;       // what undoes each stage's scale
   int maxima;       // of the loading warps
-  int large;        // a byte of each loading warp, twice
   int zeros;        // a chunk of them
   int weights;      // in the blocks of wgmma.cuh: the high terms, for each turn of the window; then the low ones
   int entries;      // of each type of chunk, see WindowEntry
@@ -74,8 +73,7 @@ KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
   s.empty = s.full + 2 * kWindowStages;
   s.scales = s.empty + 2 * kWindowStages;
   s.maxima = s.scales + kWindowStages;
-  s.large = s.maxima + 4 * kWindowProducers;
-  s.zeros = s.large + 2 * kWindowProducers;
+  s.zeros = s.maxima + 4 * kWindowProducers;
   s.weights = 64;
   s.entries = s.weights + kNarrowWindow * kNarrowWindow * p.columns * p.blocks * 16 * window_terms(p);
   s.weight_at = s.entries + p.types * 8 * 4;
@@ -238,10 +236,12 @@ inline double window_cost(const NarrowPlan& p) {
   const double mma = p.blocks * p.columns * kNarrowWindow * (p.math == ConvMath::kFp16x3 ? 3.0 : 1.0);
   const double issue = 2.0 * p.columns + 6.0 * p.blocks * window_terms(p) + 16;
   const int at_once = std::min(p.consumers, std::max(1, static_cast<int>((p.stages - 1) * jobs)));
-  const double step = chains * std::max(mma + 0.5 * issue, (mma + (chains > 1 ? 1.2 : 2.0) * issue + 60) / at_once);
+  const double step = chains * std::max(mma + issue, (mma + 2.0 * issue + 60) / at_once);
   // The loading threads' chain of instructions, and what it takes of their issue.
   const double rounds = std::ceil(double(p.halo[0]) * p.halo[1] * p.vectors / (128 * kWindowProducers));
-  const double chain = p.march_lanes ? 1000.0 * window_terms(p) : rounds * p.types * 3400 * window_terms(p);
+  const bool converts = p.math == ConvMath::kTf32 || p.math == ConvMath::kFp16x3;
+  const double chain =
+      p.march_lanes ? (converts ? 1800.0 : 1000.0) * window_terms(p) : rounds * p.types * 3400 * window_terms(p);
   const double compute = jobs * (steps * (step + 25) + 60);
   return double(p.tiles_per_sample) * std::max(compute, chain);
 }
@@ -315,7 +315,7 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   p->window = kNarrowWindow;
   if (p->math == ConvMath::kTf32x3) p->math = ConvMath::kFp16x3;
   if (!window_take_chunks(p, c_in)) return false;
-  p->producers = kWindowProducers, p->consumers = kWindowConsumers;
+  p->producers = kWindowProducers, p->consumers = window_consumers(p->math, p->columns, p->blocks);
   p->words = p->types * 4;
   double best = -1, sample_cycles = 0;
   NarrowPlan chosen;
@@ -334,7 +334,7 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
         if (segments > 1 && ((segments - 1) * rows >= q.out[1] || q.out[1] % rows != 0)) break;
         for (int d : {1, 2, 4}) {
           if (d > q.out[0]) break;
-          for (int stages : {6, 5, 4, 3, 2}) {
+          for (int stages : {6, 8, 5, 4, 3, 2}) {
             if (!window_tile(p, q, limits, d, rows, segments, w, stages)) continue;
             const double cycles = window_cost(*p), cost = narrow_criterion(*p, q, limits, cycles);
             if (best < 0 || cost < best) best = cost, sample_cycles = cycles, chosen = *p;

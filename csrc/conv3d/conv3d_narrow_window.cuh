@@ -45,7 +45,9 @@ struct WindowCursor {
 };
 
 inline constexpr int kWindowLoaders = 128 * kWindowProducers;  // threads
-inline constexpr int kWindowThreads = kWindowLoaders + 128 * kWindowConsumers;
+KGOPT_HD constexpr int window_threads(ConvMath math, int columns, int blocks) {
+  return kWindowLoaders + 128 * window_consumers(math, columns, blocks);
+}
 
 // Value e of chunk type `type`: its channel, kernel depth and kernel column (beyond the shift that a type may be read
 // with). False: padding.
@@ -347,7 +349,6 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
 
   float scale = 1.f, lowest = INFINITY;
   int quiet = 0;  // planes since one with large values
-  bool turn = false;
   const Element* from = nullptr;
   bool inside = false;
   uint32_t raw[kChannels][kRaw];
@@ -415,15 +416,8 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
       if constexpr (!kScaled) break;
       // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
       const float top = fmaxf(__low2float(largest), __high2float(largest));
-      // One barrier answers two questions: the second one's answers lie in shared memory by then.
-      uint8_t* const answers = reinterpret_cast<uint8_t*>(smem + layout.large) + (turn ? kWindowLoaders / 32 : 0);
-      turn = !turn;
-      const bool warp_large = __any_sync(0xffffffffu, top >= 2.f || scale == lowest * kWindowRange);
-      if (tid % 32 == 0) answers[tid / 32] = warp_large;
-      const bool too_large = any_loader(top == INFINITY);
-      static_assert(kWindowLoaders / 32 == sizeof(uint2));
-      const uint2 all_answers = *reinterpret_cast<const uint2*>(answers);
-      const bool large = (all_answers.x | all_answers.y) != 0;
+      const bool too_large = any_loader(top == INFINITY),
+                 large = any_loader(top >= 2.f || scale == lowest * kWindowRange);
       quiet = large ? 0 : there ? quiet + 1 : 3;
       if (!too_large && quiet < 3) {
         lowest = fminf(lowest, scale);
@@ -447,13 +441,9 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
     }
     cursor.advance(tiles_d, tiles_w);
     there = tile + 1 < tile_count && cursor.d > 0;
-    if (there) {
-      load_plane(depth + 3);
-      if (inside && depth + 5 < p.in[0]) {
-        for (int c = 0; c < kChannels; ++c) prefetch_l2(from + (depth + 5) * p.x_stride[0] + c * p.x_stride_c);
-      }
-    }
+    if (there) load_plane(depth + 3);
 
+    if (tile == 0) named_barrier(2, kWindowLoaders);  // the barriers are there, which loads did not wait for
     barrier_wait(empty + stage, parity);
 #pragma unroll
     for (int term = 0; term < kTerms; ++term) {
@@ -588,7 +578,8 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
 #endif
 
 template <ConvMath kMath, int kColumns, int kBlocks>
-__global__ void __launch_bounds__(kWindowThreads, 1) conv_narrow_window_kernel(const __grid_constant__ NarrowParams p) {
+__global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
+    conv_narrow_window_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16 : WgmmaType::kFp16;
@@ -596,7 +587,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1) conv_narrow_window_kernel(c
   constexpr int kTerms = kMath == ConvMath::kFp16x3 ? 2 : 1;
   constexpr int kWindow = kNarrowWindow;
   constexpr int kAcc = kColumns / 2, kSums = kColumns / 4;
-  constexpr int kConsumers = kWindowConsumers, kWarps = kConsumers * 4;
+  constexpr int kConsumers = window_consumers(kMath, kColumns, kBlocks), kWarps = kConsumers * 4;
   constexpr int kChains = window_chains(kMath, kColumns, kBlocks);
 
   extern __shared__ __align__(128) uint32_t smem[];
@@ -633,7 +624,11 @@ __global__ void __launch_bounds__(kWindowThreads, 1) conv_narrow_window_kernel(c
 
   // Those that load do not wait for the others' tables: their first tile is what takes longest.
   if (tid < kWindowLoaders) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+    if constexpr (kConsumers == 3) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+    } else {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    }
     if (tid < 32) {
       if (tid == 0) {
 #pragma unroll 1
@@ -659,8 +654,8 @@ __global__ void __launch_bounds__(kWindowThreads, 1) conv_narrow_window_kernel(c
         }
         reinterpret_cast<WindowEntry*>(smem + layout.entries)[i] = entry;
       }
+      named_barrier(2, kWindowLoaders);
     }
-    named_barrier(2, kWindowLoaders);
     switch (marches) {
       case 1: window_march_tiles<kMath, 1>(p, layout, smem, n, group, cursor, tile_count); break;
       case 2: window_march_tiles<kMath, 2>(p, layout, smem, n, group, cursor, tile_count); break;
@@ -673,7 +668,11 @@ __global__ void __launch_bounds__(kWindowThreads, 1) conv_narrow_window_kernel(c
       default: window_load_tiles<kMath>(p, layout, smem, n, group, cursor, tile_count);
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
+    if constexpr (kConsumers == 3) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
+    }
     const int lane = tid & 31, g = lane >> 2, t = lane & 3;
     const int warp = tid / 32 - kWindowLoaders / 32;  // among the computing ones
     uint32_t* const weights = smem + layout.weights;
@@ -732,43 +731,46 @@ __global__ void __launch_bounds__(kWindowThreads, 1) conv_narrow_window_kernel(c
 #pragma unroll
     for (int chain = 0; chain < kChains; ++chain) unit[chain] = 1.f;
 
-    // Where a warp is among the tiles, and the first tile of the warpgroup's job.
+    // The first tile of the warpgroup's job. Those of a warp's strips are some tiles on.
     struct Place {
       int tile, stage;
       uint32_t parity;
       WindowCursor cursor;
     };
-    auto advance = [&](Place& place, int tiles) {
-      for (int i = 0; i < tiles; ++i) {
-        ++place.tile;
-        place.cursor.advance(static_cast<int>(plan.tiles[0]), static_cast<int>(plan.tiles[2]));
-        if (++place.stage == plan.stages) place.stage = 0, place.parity ^= 1;
+    const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
+    auto advance = [&](Place& place, int tiles) {  // at most as many as there are stages
+      place.tile += tiles, place.stage += tiles, place.cursor.d += tiles;
+      if (place.stage >= plan.stages) place.stage -= plan.stages, place.parity ^= 1;
+      while (place.cursor.d >= tiles_d) {
+        place.cursor.d -= tiles_d;
+        if (++place.cursor.w == tiles_w) place.cursor.w = 0, ++place.cursor.h;
       }
     };
     Place first{0, 0, 0, cursor};
     int job = __shfl_sync(0xffffffffu, warp / 4, 0);  // known to be the same in a warp
     const int own_warp = __shfl_sync(0xffffffffu, warp & 3, 0);
+    const int own_strip = together > 1 ? own_warp % plan.strips : own_warp;
+    const int ahead = together > 1 ? own_warp / plan.strips : 0;
+    const int between = together == 1 ? 0 : plan.strips < 4 ? 4 / plan.strips : kChains - 1;
+    const uint32_t smem_at = shared_address(smem);
     for (;; job += kConsumers) {
       while (job >= jobs) {
         job -= jobs;
         advance(first, together);
       }
       if (first.tile >= tile_count) break;
+      // Tiles that are taken together may have fewer rows than the others.
       const int all_rows = together > 1 ? plan.rows : min(plan.rows, p.out[1] - first.cursor.h * plan.tile[1]);
-      int stages[kChains], rows[kChains];  // rows: of those that all run through, how many count
+      int rows[kChains];  // of those that all run through, how many count
       uint32_t from[kChains][2 * kBlocks], step_bytes[kChains], to_low[kChains];
       float counts[kChains][2];  // of positions g and g + 8, times what brings x to the stage's units
-      Place place = first;
-      int tiles_ahead = 0;
 #pragma unroll
       for (int chain = 0; chain < kChains; ++chain) {
-        int s = (job * kChains + chain) * 4 + own_warp;
-        if (together > 1) {
-          advance(place, s / plan.strips - tiles_ahead);
-          tiles_ahead = s / plan.strips, s %= plan.strips;
-        }
+        Place place = first;
+        if (together > 1) advance(place, ahead + chain * between);
+        const int s = together > 1 ? own_strip : (job * kChains + chain) * 4 + own_warp;
+        const int2 strip = strip_table[min(s, plan.strips - 1)];
         const bool present = place.tile < tile_count;
-        stages[chain] = present ? place.stage : -1;
         if (present) barrier_wait(full + place.stage, place.parity);
         if (kScaled && present) {
           const float stage_unit = reinterpret_cast<const float*>(smem + layout.scales)[place.stage];
@@ -782,27 +784,27 @@ __global__ void __launch_bounds__(kWindowThreads, 1) conv_narrow_window_kernel(c
             }
           }
         }
-        const int2 strip = strip_table[min(s, plan.strips - 1)];
         const int d = place.cursor.d * plan.tile[0] + (strip.y >> 24);
         const int h0 = place.cursor.h * plan.tile[1] + (strip.y >> 14 & 1023);
-        const int w = place.cursor.w * plan.tile[2] + (strip.y & 16383) + g;
+        const int w0 = place.cursor.w * plan.tile[2] + (strip.y & 16383);
         const bool inside = present && s < plan.strips && d < p.out[0] && h0 < p.out[1];
         // Segments, where several, are whole.
-        rows[chain] = inside ? min(plan.rows, p.out[1] - place.cursor.h * plan.tile[1]) : 0;
-        const float one = kScaled ? 1.f / unit[chain] : 1.f;
-        counts[chain][0] = inside && w < p.out[2] ? one : 0.f;
-        counts[chain][1] = inside && w + 8 < p.out[2] ? one : 0.f;
-        // Where this lane reads its row of the products' left operand. Positions that count nothing read zeros, and
-        // start from zero.
-        const int own_row = (strip.y & 16383) + (lane & 15);
-        const bool own_valid = inside && place.cursor.w * plan.tile[2] + own_row < p.out[2];
+        rows[chain] =
+            __shfl_sync(0xffffffffu, inside ? min(plan.rows, p.out[1] - place.cursor.h * plan.tile[1]) : 0, 0);
+        const int valid = inside ? p.out[2] - w0 : 0;
+        // A power of two, of which the reciprocal is exact.
+        const float one = kScaled ? __uint_as_float((254u << 23) - __float_as_uint(unit[chain])) : 1.f;
+        counts[chain][0] = g < valid ? one : 0.f;
+        counts[chain][1] = g + 8 < valid ? one : 0.f;
+        // Positions that count nothing read zeros, and start from zero.
+        const bool own_valid = (lane & 15) < valid;
         step_bytes[chain] = own_valid ? row_bytes : 0, to_low[chain] = own_valid ? low_bytes : 0;
+        const uint32_t at = smem_at + (layout.halo + place.stage * stage_words) * 4 + strip.x;
+        const int own_place = plan.lead + (strip.y & 16383) + (lane & 15);
 #pragma unroll
         for (int i = 0; i < 2 * kBlocks; ++i) {
           const int2 chunk = chunks[2 * i + (lane >> 4)];
-          const uint32_t at = shared_address(smem + layout.halo + place.stage * stage_words) + strip.x + chunk.x +
-                              window_place(plan.lead + own_row + chunk.y) * 16;
-          from[chain][i] = own_valid ? at : zeros;
+          from[chain][i] = own_valid ? at + chunk.x + window_place(own_place + chunk.y) * 16 : zeros;
         }
       }
       const bool fresh = __any_sync(0xffffffffu, count == 0.f);
@@ -811,7 +813,6 @@ __global__ void __launch_bounds__(kWindowThreads, 1) conv_narrow_window_kernel(c
       auto start = [&](auto chain, auto slot) {
 #pragma unroll
         for (int j = 0; j < kAcc; ++j) {
-          // Opaque, or all slots would have copies of products that are kept.
           asm volatile("mul.f32 %0, %1, %2;"
                        : "=f"(acc[decltype(chain)::value][decltype(slot)::value * kAcc + j])
                        : "f"(begin[j / 4 * 2 + (j & 1)]), "f"(counts[decltype(chain)::value][j / 2 & 1]));
@@ -853,17 +854,16 @@ __global__ void __launch_bounds__(kWindowThreads, 1) conv_narrow_window_kernel(c
         float* const done = acc[chain] + kSlot * kAcc;
         if (unsigned(row - (kWindow - 1)) < unsigned(rows[chain])) {
           if (decltype(turn)::value == kWindow - 1 && fresh && row == kWindow - 1) {
-            if (count == 0.f) {
-              // The first value that a thread sees is what it subtracts from all.
-              if (!begun && counts[chain][0] != 0.f) {
+            // The first value that a thread sees is what it subtracts from all. No thread goes another way here, or
+            // products would be waited for.
+            const bool first = !begun && counts[chain][0] != 0.f;
 #pragma unroll
-                for (int j = 0; j < kSums; ++j) begin[j] = -done[j / 2 * 4 + (j & 1)] * unit[chain];
-                begun = true;
-              }
+            for (int j = 0; j < kSums; ++j) begin[j] = first ? -done[j / 2 * 4 + (j & 1)] * unit[chain] : begin[j];
+            begun = begun || first;
 #pragma unroll
-              for (int j = 0; j < kWindow * kAcc; ++j) {
-                acc[chain][j] = fmaf(begin[j % kAcc / 4 * 2 + (j & 1)], counts[chain][j / 2 & 1], acc[chain][j]);
-              }
+            for (int j = 0; j < kWindow * kAcc; ++j) {
+              const float missing = count == 0.f ? begin[j % kAcc / 4 * 2 + (j & 1)] : 0.f;
+              acc[chain][j] = fmaf(missing, counts[chain][j / 2 & 1], acc[chain][j]);
             }
           }
 #pragma unroll
@@ -937,7 +937,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1) conv_narrow_window_kernel(c
       for (int chain = 0; chain < kChains; ++chain) {
         if (counts[chain][0] != 0.f) count += static_cast<float>(rows[chain]);
         if (counts[chain][1] != 0.f) count += static_cast<float>(rows[chain]);
-        if (stages[chain] >= 0) barrier_arrive(empty + stages[chain]);
+        Place place = first;
+        if (together > 1) advance(place, ahead + chain * between);
+        if (place.tile < tile_count) barrier_arrive(empty + place.stage);
       }
     }
 #pragma unroll

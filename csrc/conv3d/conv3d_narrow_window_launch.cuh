@@ -12,7 +12,8 @@ Status launch_window_instance(const NarrowParams& p, int64_t n, cudaStream_t str
   const NarrowPlan& plan = p.plan;
   constexpr auto kernel = conv_narrow_window_kernel<kMath, kColumns, kBlocks>;
   const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
-  return launch_kernel<kernel>("conv_narrow_window_kernel", p, grid, kWindowThreads, plan.smem_bytes, stream);
+  return launch_kernel<kernel>("conv_narrow_window_kernel", p, grid, window_threads(kMath, kColumns, kBlocks),
+                               plan.smem_bytes, stream);
 }
 
 template <ConvMath kMath, int kColumns>
