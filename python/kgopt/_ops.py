@@ -547,7 +547,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def from_python(name: str) -> Callable[..., Any]:
-    """The op as functions of the package call it: without the dispatcher where only autograd and autocast would look on."""
+    """The op as functions of the package call it: past the dispatcher where only autograd and autocast look on."""
     op, at_autograd = _op(name).default, _AT_AUTOGRAD[name]
     at_autocast = {device: kernels[name] for device, kernels in _AT_AUTOCAST.items() if name in kernels}
 
