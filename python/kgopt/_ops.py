@@ -524,6 +524,7 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
 
 
 _AT_AUTOGRAD: dict[str, Callable[..., Any]] = {}  # what an op does when the dispatcher has come to Autograd
+_AT_AUTOCAST: dict[str, dict[str, Callable[..., Any]]] = {}  # by device: likewise, at autocast
 _RECORD: dict[str, Callable[..., Any]] = {}  # the op's node, given the arguments and (None, keywords)
 
 
@@ -546,23 +547,28 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def from_python(name: str) -> Callable[..., Any]:
-    """The op as functions of the package call it: :func:`direct` where nothing but autograd would see the call."""
+    """The op as functions of the package call it: past the dispatcher where only autograd and autocast look on."""
     op, at_autograd = _op(name).default, _AT_AUTOGRAD[name]
+    at_autocast = {device: kernels[name] for device, kernels in _AT_AUTOCAST.items() if name in kernels}
 
-    def call(*args: Any, **keywords: Any) -> Any:
+    def call(x: Tensor, *args: Any, **keywords: Any) -> Any:
         if (
             torch.compiler.is_compiling()
-            or _is_any_autocast_enabled()
             or _len_torch_function_stack()
             or _len_torch_dispatch_stack()
             or _are_functorch_transforms_active()
             or _is_tracing()
+            or type(x) not in _PLAIN
         ):
-            return op(*args, **keywords)
+            return op(x, *args, **keywords)
         for a in args:
             if isinstance(a, Tensor) and type(a) not in _PLAIN:
-                return op(*args, **keywords)
-        return at_autograd(*args, **keywords)
+                return op(x, *args, **keywords)
+        if _is_any_autocast_enabled():
+            device = x.device.type
+            if device in at_autocast and torch.is_autocast_enabled(device):
+                return at_autocast[device](x, *args, **keywords)
+        return at_autograd(x, *args, **keywords)
 
     return call
 
@@ -1095,8 +1101,10 @@ def _register_autocast() -> None:
         ("cpu", torch._C.DispatchKey.AutocastCPU, shared | cpu),
         ("cuda", torch._C.DispatchKey.AutocastCUDA, shared | cuda),
     ):
-        for name, rule in rules.items():
-            _LIB.impl(name, _autocast_kernel(rule, device, torch._C.DispatchKeySet(key)), f"Autocast{device.upper()}")
+        keys = torch._C.DispatchKeySet(key)
+        _AT_AUTOCAST[device] = {name: _autocast_kernel(rule, device, keys) for name, rule in rules.items()}
+        for name, kernel in _AT_AUTOCAST[device].items():
+            _LIB.impl(name, kernel, f"Autocast{device.upper()}")
 
 
 def _autocast_kernel(rule: Callable[..., Any], device: str, key: Any) -> Callable[..., Any]:
