@@ -354,8 +354,9 @@ inline double position_cost(const NarrowPlan& p, bool lse) {
   const double mma = 32.0 * p.k_steps, issue = (lse ? 330 : 120) + 4.0 * p.k_steps, special = lse ? 520 : 0;
   const double compute = (p.strips + 3) / 4 * std::max(mma + issue, special);
   const double rounds = std::ceil(double(p.halo[0]) * p.halo[1] * p.vectors / (128 * p.producers)) * p.types;
-  return double(p.tiles_per_sample) *
-         (std::max(compute, rounds * 1500 + 500) + (p.stages > 2 ? 0.1 : 0.2) * rounds * 1500 + 300);
+  const double load = rounds * 1500;
+  // The first tile's load is waited for as a whole.
+  return double(p.tiles_per_sample) * (std::max(compute, load + 500) + (p.stages > 2 ? 0.1 : 0.2) * load + 300) + load;
 }
 
 // Positions as rows. False where K is too long or no tile fits.
@@ -383,7 +384,7 @@ inline bool plan_positions(NarrowPlan* p, const ConvProblem& q, const DeviceLimi
       last_rows = rows;
       for (int d : {1, 2, 4}) {
         if (d > q.out[0]) break;
-        for (int stages : {4, 3, 2}) {
+        for (int stages : {3, 4, 2}) {
           if (!position_tile(p, q, limits, d, rows, w, stages)) continue;
           const double cost = position_cost(*p, lse);
           if (best < 0 || cost < best) best = cost, chosen = *p;
