@@ -165,6 +165,9 @@ inline bool window_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   // Where warps take two strips at once and a tile has one for each.
   const bool pairs = window_chains(p->math, p->columns, p->blocks) == 2 && p->strips == 4 && stages >= 4;
   p->tiles_together = pairs ? 2 : 1;
+  // A barrier's parity says which of two rounds is over: nobody may wait for a stage's second round before its first.
+  const int chains = window_chains(p->math, p->columns, p->blocks), jobs = (p->strips + 4 * chains - 1) / (4 * chains);
+  if (((p->consumers - 1) / jobs + 1) * p->tiles_together > stages) return false;
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
   p->smem_bytes = window_smem_layout(*p).total * 4;
   return p->smem_bytes <= limits.smem_per_block;
