@@ -554,6 +554,7 @@ def test_bench_records_a_failing_baseline():
         (["bench", "--from-json", "/nonexistent.json"], "nonexistent.json"),
         (["bench", "--shard", "2/2", "--device", "cpu"], "--shard is '2/2', expected I/N with 0 <= I < N"),
         (["bench", "--shard", "7/8", "--case", "conv3d", "--device", "cpu"], "'7/8', which leaves nothing of"),
+        (["bench", "--suite", "chains", "--quick", "--count", "2", "--device", "cpu"], "of which --count 2 has none"),
         (["bench", "--jobs", "0", "--device", "cpu"], "--jobs is 0, expected at least 1"),
         (["bench", "--jobs", "2", "--shard", "0/2", "--device", "cpu"], "expected one of them"),
         (["bench", "--suite", "convs", "--jobs", "2", "--device", "cpu"], "suite convs compiles nothing ahead"),

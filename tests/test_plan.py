@@ -429,7 +429,7 @@ def check_gathered(plan, case: dict, output) -> None:
     assert plan.plane == 4 * (plan.tile[0] * plan.halo[1] * plan.pitch + 4)
     assert plan.segments == 1 or output[1] % plan.rows == 0, "warps of a warpgroup count rows together"
     if plan.tiles_together > 1:
-        assert plan.tiles_together * plan.strips in (4, 8), "one or two strips for each warp of a warpgroup"
+        assert plan.tiles_together * plan.strips == 8, "two strips for each warp of a warpgroup"
         assert plan.stages >= 2 * plan.tiles_together, "one warpgroup's tiles come while another's are read"
 
 

@@ -220,8 +220,12 @@ inline bool window_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
     if (lanes * p->halo[1] <= 128 * kWindowProducers) p->march_lanes = lanes;
   }
   p->strips = d * segments * (w / p->strip);
-  const int at_once = 4 * window_chains(p->math, p->columns, p->blocks);
-  p->tiles_together = at_once % p->strips == 0 && stages >= 2 * at_once / p->strips ? at_once / p->strips : 1;
+  // Where warps take two strips at once and a tile has one for each.
+  const bool pairs = window_chains(p->math, p->columns, p->blocks) == 2 && p->strips == 4 && stages >= 4;
+  p->tiles_together = pairs ? 2 : 1;
+  // A barrier's parity says which of two rounds is over: nobody may wait for a stage's second round before its first.
+  const int chains = window_chains(p->math, p->columns, p->blocks), jobs = (p->strips + 4 * chains - 1) / (4 * chains);
+  if (((p->consumers - 1) / jobs + 1) * p->tiles_together > stages) return false;
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
   p->smem_bytes = window_smem_layout(*p).total * 4;
   return p->smem_bytes <= limits.smem_per_block;
@@ -239,9 +243,7 @@ inline double window_cost(const NarrowPlan& p) {
   const double step = chains * std::max(mma + issue, (mma + 2.0 * issue + 60) / at_once);
   // The loading threads' chain of instructions, and what it takes of their issue.
   const double rounds = std::ceil(double(p.halo[0]) * p.halo[1] * p.vectors / (128 * kWindowProducers));
-  const bool converts = p.math == ConvMath::kTf32 || p.math == ConvMath::kFp16x3;
-  const double chain =
-      p.march_lanes ? (converts ? 1800.0 : 1000.0) * window_terms(p) : rounds * p.types * 3400 * window_terms(p);
+  const double chain = p.march_lanes ? 1000.0 * window_terms(p) : rounds * p.types * 3400 * window_terms(p);
   const double compute = jobs * (steps * (step + 25) + 60);
   return double(p.tiles_per_sample) * std::max(compute, chain);
 }
@@ -334,7 +336,7 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
         if (segments > 1 && ((segments - 1) * rows >= q.out[1] || q.out[1] % rows != 0)) break;
         for (int d : {1, 2, 4}) {
           if (d > q.out[0]) break;
-          for (int stages : {6, 8, 5, 4, 3, 2}) {
+          for (int stages : {6, 5, 4, 3, 2}) {
             if (!window_tile(p, q, limits, d, rows, segments, w, stages)) continue;
             const double cycles = window_cost(*p), cost = narrow_criterion(*p, q, limits, cycles);
             if (best < 0 || cost < best) best = cost, sample_cycles = cycles, chosen = *p;

@@ -763,6 +763,10 @@ def _suite(args: argparse.Namespace, settings: Settings, precisions: list[str]) 
     cases = _some([case for case in found if not args.case or args.case in case.name], args)
     if args.quick and args.suite in ("scaling", "chains"):
         cases = [case for case in cases if math.prod(case.shape) <= 2**18]
+        if not cases:
+            raise ValueError(
+                f"--quick measures tensors of up to {2**18} elements, of which --count {args.count} has none"
+            )
     elif args.quick:
         cases = [case.scaled(16) for case in cases]
     directions = ["forward", *(["backward"] if args.backward else [])]
