@@ -349,10 +349,11 @@ def test_bench_writes_rows(tmp_path, capsys, case):
 
 
 def test_relu_may_flip_where_elements_are_many():
-    shape = sweep.Shape(0, (8, 64, 32, 1024), 8, "relu", "fp32", "contiguous")
-    assert 2e-4 < sweep.kink_error(shape) < 4e-4
-    assert sweep.kink_error(dataclasses.replace(shape, shape=(8, 64, 100))) == 0
-    assert sweep.kink_error(dataclasses.replace(shape, act="silu")) == 0
+    assert 2e-4 < measure.kink_error("relu", (8, 64, 32, 1024)) < 4e-4
+    assert measure.kink_error("relu", (8, 64, 100)) == 0
+    assert measure.kink_error("silu", (8, 64, 32, 1024)) == 0
+    suite = {case.name: case.kink for case in cases.suite_cases("groupnorm")}
+    assert suite["2x32x96x96x96 g8 relu"] > 0 == suite["16x128x34x34x34 g8 none"]
 
 
 def test_shards_join_into_one_run(tmp_path):

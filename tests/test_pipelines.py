@@ -556,7 +556,7 @@ def test_pipeline_peak_memory(pipeline):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_second_pipelines_training_takes_no_more_memory_than_plain_torchs(dtype):
-    x = torch.randn(4, 64, 24, 24, 24, device="cuda", dtype=dtype, requires_grad=True)
+    x = torch.randn(16, 64, 32, 32, 32, device="cuda", dtype=dtype, requires_grad=True)
     weight = torch.randn(64, 128, 3, 3, 3, device="cuda", dtype=dtype, requires_grad=True)
     gamma, beta = (torch.randn(128, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
 

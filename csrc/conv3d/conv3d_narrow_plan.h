@@ -300,12 +300,12 @@ inline bool narrow_slices(NarrowPlan* p, const ConvProblem& q, const DeviceLimit
   return q.n * p->slices <= (int64_t(1) << 31) - 1;
 }
 
-// By what tiles are compared, given what a sample costs: where even small ones would leave multiprocessors idle, the
-// time of the launch, which wants many blocks; else all the work.
+// By what tiles are compared, given what a sample costs: where tiles of a usual size make few waves, the time of the
+// launch, which wants all multiprocessors busy to the end; else all the work.
 inline double narrow_criterion(const NarrowPlan& p, const ConvProblem& q, const DeviceLimits& limits,
                                double sample_cycles) {
   const double positions = double(q.out[0]) * double(q.out[1]) * double(q.out[2]);
-  if (double(q.n) * p.n_tiles * q.groups * std::ceil(positions / 1024) >= limits.sm_count) return sample_cycles;
+  if (double(q.n) * p.n_tiles * q.groups * std::ceil(positions / 4096) >= 4.0 * limits.sm_count) return sample_cycles;
   NarrowPlan sliced = p;
   narrow_slices(&sliced, q, limits, sample_cycles);
   return sliced.cycles;
@@ -372,7 +372,7 @@ inline bool plan_positions(NarrowPlan* p, const ConvProblem& q, const DeviceLimi
   p->words = p->types * 4;
   p->k_words = static_cast<int>(types * taps) * 4;
   p->producers = position_producers(lse), p->consumers = position_consumers(lse);
-  double best = -1;
+  double best = -1, sample_cycles = 0;
   NarrowPlan chosen;
   const int full_w = static_cast<int>(std::min<int64_t>((q.out[2] + kNarrowStrip - 1) / kNarrowStrip * 16, 1024));
   int last_w = 0;
@@ -388,15 +388,15 @@ inline bool plan_positions(NarrowPlan* p, const ConvProblem& q, const DeviceLimi
         if (d > q.out[0]) break;
         for (int stages : {3, 4, 2}) {
           if (!position_tile(p, q, limits, d, rows, w, stages)) continue;
-          const double cost = position_cost(*p, lse);
-          if (best < 0 || cost < best) best = cost, chosen = *p;
+          const double cycles = position_cost(*p, lse), cost = narrow_criterion(*p, q, limits, cycles);
+          if (best < 0 || cost < best) best = cost, sample_cycles = cycles, chosen = *p;
         }
       }
     }
   }
   if (best < 0) return false;
   *p = chosen;
-  return narrow_slices(p, q, limits, best);
+  return narrow_slices(p, q, limits, sample_cycles);
 }
 
 }  // namespace plan_detail
@@ -519,8 +519,9 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   if (p.channel_rows) plan_detail::narrow_chunk_pairs(&p);
 
   const bool sliced = plan_detail::narrow_slices(&p, q, limits, sample_cycles);
-  // Measured on an H200: the estimate for gathered chunks was 0.85 of what it took, the other one two thirds.
-  if (can_gather && (!sliced || gathered.cycles <= 1.35 * p.cycles)) return gathered;
+  // Measured on an H200: the estimate for gathered chunks was 0.85 of what it took, the other one two thirds; where x
+  // is channels_last and read value by value, gathering took a third more.
+  if (can_gather && (!sliced || gathered.cycles <= (q.planar ? 1.35 : 1.0) * p.cycles)) return gathered;
   return sliced ? p : refuse("more than 2^31 tiles");
 }
 

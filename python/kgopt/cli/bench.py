@@ -297,8 +297,10 @@ def _eager_of(row: Row) -> str:
     return "eager_channels_last" if row["layout"] == "channels_last" else "eager"
 
 
-def _judge(rows: dict[str, Row], dtype: torch.dtype) -> None:
+def _judge(rows: dict[str, Row], dtype: torch.dtype, kink: float) -> None:
     """Adds error_ratio, to the error of eager in the same layout, and out_of_tolerance where it is too large.
+
+    kink: the error that is allowed in any case.
 
     Under TF32 the yardstick is the larger of eager's error and that of an ideal TF32 convolution: PyTorch takes TF32
     for some convolutions and not for others under the same flag.
@@ -308,7 +310,7 @@ def _judge(rows: dict[str, Row], dtype: torch.dtype) -> None:
         if bar is None or "error" not in row:
             continue
         row["error_ratio"] = row["error"] / bar if bar > 0 else None
-        if not within_tolerance(row["error"], max(bar, row.get("error_ideal_tf32", 0.0)), dtype):
+        if not within_tolerance(row["error"], max(bar, kink, row.get("error_ideal_tf32", 0.0)), dtype):
             row["out_of_tolerance"] = True
 
 
@@ -426,7 +428,7 @@ def measure_case(
     if ideal_error:
         for row in rows.values():
             row["error_ideal_tf32"] = ideal_error
-    _judge(rows, dtype)
+    _judge(rows, dtype, case.kink if direction == "backward" else 0.0)
     for row in rows.values():
         took_us = row.get("time_us")
         row["floor_us"] = round(floor_us, 3)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kgopt.cli.floor import Work
+from kgopt.cli.measure import kink_error
 from kgopt.cli.models import PIPELINES, Pipeline, randomize
 
 __all__ = ["SUITES", "Case", "PlainGroupNorm", "Slice", "group_norm_work", "group_slices", "suite_cases"]
@@ -57,6 +58,7 @@ class Case:
     title: str = ""
     axis: str = ""  # what grows from case to case: "batch" or "edge"
     graph: bool = False  # also kgopt's launches replayed as a CUDA graph
+    kink: float = 0.0  # error of a gradient that no implementation can avoid (measure.kink_error)
 
     @property
     def axis_value(self) -> int:
@@ -219,7 +221,8 @@ def _group_norm_case(shape: tuple[int, ...], groups: int, act: str) -> Case:
         return out
 
     sizes = "x".join(map(str, shape))
-    return Case("groupnorm", f"{sizes} g{groups} {act}", shape, plain, fused, group_norm_work, group_slices)
+    name, kink = f"{sizes} g{groups} {act}", kink_error(act, shape)
+    return Case("groupnorm", name, shape, plain, fused, group_norm_work, group_slices, kink=kink)
 
 
 _GROUP_NORM = (

@@ -19,7 +19,7 @@ from kgopt.cli import results
 from kgopt.cli.bench import Compiled, Runner, Settings, describe, quiet_compiler, result_errors
 from kgopt.cli.cases import Case, PlainGroupNorm, group_norm_work, group_slices
 from kgopt.cli.floor import Ceilings
-from kgopt.cli.measure import DTYPES, Timing, peak_memory, time_call, within_tolerance
+from kgopt.cli.measure import DTYPES, Timing, kink_error, peak_memory, time_call, within_tolerance
 from kgopt.cli.models import randomize
 from kgopt.cli.results import Group, Row, group_rows
 from kgopt.cli.text import bytes_text, error_text, ratio_text, table, time_text
@@ -29,7 +29,6 @@ __all__ = [
     "Shape",
     "compile_shape",
     "gpu_time",
-    "kink_error",
     "log_uniform",
     "measure_shape",
     "note_time",
@@ -261,7 +260,7 @@ def measure_shape(
                     rows[name, direction]["failed"] = why
         _second_look(rows, runners, settings)
         for direction in directions:
-            kink = kink_error(shape) if direction == "backward" else 0.0
+            kink = kink_error(shape.act, shape.shape) if direction == "backward" else 0.0
             _add_errors(case, plain, {n: rows[n, direction] for n in names}, runners, x, direction, kink)
     for (_, direction), row in rows.items():
         work = case.work(shape.shape, dtype.itemsize, direction)
@@ -333,16 +332,6 @@ def _add_errors(
             row["error_ratio"] = row["error"] / bar if bar > 0 else None
             if not within_tolerance(row["error"], max(bar, kink), x.dtype):
                 row["out_of_tolerance"] = True
-
-
-def kink_error(shape: Shape) -> float:
-    """Error of a gradient that no implementation can avoid: relu's slope jumps at 0.
-
-    Rounding puts one element in 10^7, about, on the other side of 0 than float64 does, PyTorch's others than kgopt's;
-    each has all of its gradient or nothing. Where no such element is to be expected there is no allowance.
-    """
-    flipped = 1e-7
-    return math.sqrt(flipped) if shape.act == "relu" and math.prod(shape.shape) * flipped >= 1 else 0.0
 
 
 # -------------------------------------------------------------------------------------------------------- report
