@@ -520,8 +520,9 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
 
   const bool sliced = plan_detail::narrow_slices(&p, q, limits, sample_cycles);
   // Measured on an H200: the estimate for gathered chunks was 0.85 of what it took, the other one two thirds; where x
-  // is channels_last and read value by value, gathering took a third more.
-  if (can_gather && (!sliced || gathered.cycles <= (q.planar ? 1.35 : 1.0) * p.cycles)) return gathered;
+  // is channels_last and read value by value, gathering took a third more, if products are not what takes the time.
+  const bool read_slowly = !q.planar && gathered.math != ConvMath::kFp16x3;
+  if (can_gather && (!sliced || gathered.cycles <= (read_slowly ? 1.0 : 1.35) * p.cycles)) return gathered;
   return sliced ? p : refuse("more than 2^31 tiles");
 }
 
