@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kgopt.rewrite import classes, glue, layout, policy, source, training
+from kgopt.rewrite import classes, formats, glue, layout, policy, source, training
 from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, conv_of, is_trivial, match, why_alone
 from kgopt.rewrite.policy import SiteState
 from kgopt.rewrite.reporting import Report, SiteRow
@@ -214,7 +214,7 @@ def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:
     if isinstance(parent, nn.Sequential) and classes.runs_like_sequential(parent):
         _rewrite_sequential(parent, rows)
         return
-    if not any(id(m) in rows for m in parent.modules() if m is not parent):
+    if not any(id(m) in rows for m in parent.modules() if m is not parent) and not source.converts(parent, cls):
         return
     recipe, found, refused = source.analyze(parent, cls)
     for in_method in found:
@@ -321,6 +321,7 @@ def _set_layout(root: nn.Module, on: bool) -> None:
         state = module.__dict__.get("_kgopt_state")
         if state is not None:
             state.keep_format = on
+        formats.set_keeps(module, on)
 
 
 def _call_model(root: nn.Module, example: Any) -> Any:

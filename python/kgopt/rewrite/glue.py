@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import carry, classes, policy
+from kgopt.rewrite import carry, classes, formats, policy
 from kgopt.rewrite.patterns import activation_of, conv_of
 from kgopt.rewrite.sites import any_global_hooks, is_hooked
 from kgopt.rewrite.wrapped import Wrapped
@@ -177,6 +177,12 @@ class Call:
         if self.kind == "max_pool":
             return _OPS.max_pool(self.x, *map(list, self.argument))  # type: ignore[no-any-return]
         return _OPS.upsample_linear(self.x) if self.kind == "linear" else pad_replicate(self.x, self.argument)
+
+    def inside(self, keeps: bool) -> Call:
+        """The call as it may run in a model that keeps channels_last, where a format is no part of what it means:
+        PyTorch's 3D padding gives a contiguous tensor, which the next convolution converts back.
+        """
+        return replace(self, kind="pad") if keeps and self.kind == "replicate" and _is_channels_last(self.x) else self
 
     @property
     def sizes(self) -> list[int]:
@@ -577,14 +583,16 @@ class GlueState:
 class _Replace(TorchFunctionMode):
     """Runs what was measured to be faster."""
 
-    def __init__(self, state: GlueState) -> None:
+    def __init__(self, state: GlueState, keeps: bool = False) -> None:
         super().__init__()
         self.state = state
+        self.keeps = keeps
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _FUNCTIONS:
             call = recognize(func, args, kwargs)
+            call = None if call is None else call.inside(self.keeps)
             option = "" if call is None else self.state.faster.get(call.key)
             if call is not None and option:
                 return call.run(option)
@@ -606,6 +614,7 @@ class _Find(TorchFunctionMode):
             call = recognize(func, args, kwargs)
             owner = None if call is None else innermost(self.modules)
             if call is not None and owner is not None:
+                call = call.inside(formats.keeps(self.modules[owner]))
                 verdicts = self.found.setdefault(owner, {})
                 if call.key not in verdicts:
                     original = functools.partial(func, *args, **kwargs)
@@ -630,7 +639,9 @@ def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
     for option in call.options:
         try:
             expected, actual = original(), call.run(option)
-            if expected.numel() * expected.element_size() < SMALL or expected.stride() != actual.stride():
+            if expected.numel() * expected.element_size() < SMALL:
+                continue
+            if expected.stride() != actual.stride() and call.kind != "pad":
                 continue
             if not _is_right(call, option, expected, actual, original):
                 continue
@@ -691,11 +702,11 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return glue_forward
 
 
-def _replacing(state: GlueState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _replacing(state: GlueState, forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     policy.own_modes.count += 1
     try:
-        with _Replace(state):
-            return forward(*args, **kwargs)
+        with _Replace(state, formats.keeps(module)):
+            return forward(module, *args, **kwargs)
     finally:
         policy.own_modes.count -= 1
 

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    return not x.is_contiguous() and x.is_contiguous(memory_format=_FORMATS[x.dim()])
+    return not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.dim()])
 
 
 def as_channels_last(x: Tensor) -> Tensor:
     """x in channels_last or channels_last_3d; as it is where it has another rank."""
-    return x.contiguous(memory_format=_FORMATS[x.dim()]) if x.dim() in _FORMATS else x
+    return x.contiguous(memory_format=FORMATS[x.dim()]) if x.dim() in FORMATS else x
 
 
 def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,13 +38,13 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
         def convert(x: Any) -> Any:
             nonlocal given
-            if not isinstance(x, Tensor) or x.dim() not in _FORMATS or not x.is_floating_point():
+            if not isinstance(x, Tensor) or x.dim() not in FORMATS or not x.is_floating_point():
                 return x
             given = given or _is_channels_last(x)
             return as_channels_last(x)
 
         def back(x: Any) -> Any:
-            if isinstance(x, Tensor) and x.dim() in _FORMATS and _is_channels_last(x):
+            if isinstance(x, Tensor) and x.dim() in FORMATS and _is_channels_last(x):
                 return x.contiguous()
             return x
 
@@ -62,10 +62,10 @@ def convert_parameters(model: nn.Module) -> list[str]:
         weight = module._parameters.get("weight") if isinstance(module, _CONVS) else None
         if weight is None or type(weight.data) is not Tensor or not weight.is_contiguous():
             continue
-        converted = weight.data.contiguous(memory_format=_FORMATS[weight.dim()])
+        converted = weight.data.contiguous(memory_format=FORMATS[weight.dim()])
         if converted.is_contiguous():
             # 1x1 kernels: both at once, but the strides say channels_last.
-            converted = torch.empty_like(weight.data, memory_format=_FORMATS[weight.dim()]).copy_(weight.data)
+            converted = torch.empty_like(weight.data, memory_format=FORMATS[weight.dim()]).copy_(weight.data)
         weight.data = converted
         changed.append(f"{path}.weight" if path else "weight")
     return changed

@@ -30,8 +30,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
+from kgopt.rewrite.formats import Keep
 from kgopt.rewrite.patterns import (
     OTHER,
     UNKNOWN,
@@ -55,9 +57,13 @@ from kgopt.rewrite.sums import Sum
 Role = tuple[str, str, bool]
 Roles = tuple[tuple[str, Role], ...]
 Path = tuple[str | int, ...]
+Replacement = Site | Sum | Keep  # what a rewritten method calls
 
 _FUTURE_FLAGS = sum(getattr(_future, name).compiler_flag for name in _future.all_feature_names)
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+# What may be asked of a tensor, or called with it, whatever its strides.
+_STRIDELESS = {"contiguous", "device", "dim", "dtype", "ndim", "shape", "size", "split"}
+_STRIDELESS_FUNCTIONS = (torch.cat, torch.add, torch.split)
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
 
 
@@ -96,8 +102,14 @@ def role_of(module: Any) -> Role | None:
     return ("same", "", False) if may_be_identity(module) else None
 
 
-def _role_in_code(module: Any) -> Role | None:
-    """:func:`role_of`, and "tail" for a Sequential that ends in a convolution, which can wait for a sum."""
+def _role_in_code(root: nn.Module, path: Path) -> Role | None:
+    """:func:`role_of` what a path means, and "tail" for a Sequential that ends in a convolution, which can wait for a
+    sum. Of a path that begins with "" only: is it a module, or None?
+    """
+    if path[:1] == ("",):
+        is_none = len(path) == 2 and path[1] in root.__dict__ and root.__dict__[path[1]] is None
+        return ("module", "", False) if is_none or isinstance(child_at(root, path[1:]), nn.Module) else None
+    module = child_at(root, path)
     role = role_of(module)
     if role is None and isinstance(module, nn.Sequential) and not is_hooked(module):
         last: Any = module
@@ -257,7 +269,7 @@ def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
     return True
 
 
-def _rebuild(function: types.FunctionType, tree: ast.FunctionDef, sites: dict[str, Site | Sum]) -> types.FunctionType:
+def _rebuild(function: types.FunctionType, tree: ast.FunctionDef, sites: dict[str, Replacement]) -> types.FunctionType:
     code = _compile(function, tree, tuple(sites))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     cells.update((name, types.CellType(site)) for name, site in sites.items())
@@ -425,7 +437,7 @@ class _Method:
         self.role = role
         self.tree = copy.deepcopy(tree)
         self.found = Found()
-        self.sites: dict[str, Site | Sum] = {}
+        self.sites: dict[str, Replacement] = {}
         self.used_roles: dict[str, Role] = {}
         arguments = self.tree.args
         self.owner = "".join(function.__qualname__.split(".")[-2:-1])
@@ -453,6 +465,7 @@ class _Method:
         self.found = Found()
         self._visit(self.tree.body, None, write=True)
         self._sums(self.tree.body)
+        self._formats()
 
     # ------------------------------------------------------------------------------------ an act after a branch
 
@@ -971,6 +984,62 @@ class _Method:
         self.sites[name] = Sum()
         return name
 
+    # ------------------------------------------------------------------------------------------------ formats
+
+    def _formats(self) -> None:
+        """``h = h.contiguous()``, where all that becomes of h in this method takes any strides."""
+        parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        for statement in [n for n in parents if isinstance(n, ast.Assign)]:
+            call, target = statement.value, self._target(statement)
+            if target is None or not isinstance(call, ast.Call) or call.args or call.keywords:
+                continue
+            if not isinstance(call.func, ast.Attribute) or call.func.attr != "contiguous":
+                continue
+            if isinstance(call.func.value, ast.Name) and self._takes_any_strides(target, parents):
+                name = f"_kgopt_format_{len(self.sites)}"
+                self.sites[name] = Keep()
+                owner = ast.Name(self.self_name, ast.Load())
+                _replace(statement, call, _call(name, "keep", [owner, call.func.value], call))
+
+    def _takes_any_strides(self, name: str, parents: dict[ast.AST, ast.AST]) -> bool:
+        """Whether every read of a variable, and of those that it is assigned to, takes a tensor of any strides."""
+        names, waiting = {name}, [name]
+        while waiting:
+            current = waiting.pop()
+            for read in parents:
+                if not isinstance(read, ast.Name) or read.id != current or not isinstance(read.ctx, ast.Load):
+                    continue
+                user = parents[read]
+                if isinstance(user, (ast.Assign, ast.AnnAssign)):
+                    other = self._target(user)
+                    if other is None:
+                        return False
+                    if other not in names:
+                        names.add(other)
+                        waiting.append(other)
+                elif not self._is_strideless(read, user, parents):
+                    return False
+        return True
+
+    def _is_strideless(self, value: ast.expr, user: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+        if isinstance(user, ast.Attribute):
+            return user.attr in _STRIDELESS
+        if isinstance(user, (ast.Tuple, ast.List)):  # of tensors, for torch.cat
+            value, user = user, parents[user]
+        if isinstance(user, ast.keyword):
+            value, user = user.value, parents[user]
+        if not isinstance(user, ast.Call) or value is user.func:
+            return isinstance(user, (ast.BinOp, ast.Return))
+        path = self._path(user.func)
+        if path is not None:
+            return self._role(("", *path)) is not None  # a module, which may be given channels_last as well
+        function = self._function(user.func)
+        if function is not None:
+            is_functional = getattr(function, "__module__", "") == "torch.nn.functional"
+            return is_functional or any(function is f for f in _STRIDELESS_FUNCTIONS)
+        called = user.func.value if isinstance(user.func, ast.Attribute) else None
+        return isinstance(called, ast.Name) and called.id in self.sites
+
 
 def _is_plain(e: ast.expr) -> bool:
     """Names, attributes and constants, and items at such an index: evaluating them changes nothing."""
@@ -1068,6 +1137,13 @@ def _is_plain_load(e: ast.AST) -> bool:
 # What the rest of the package calls
 
 
+def converts(module: nn.Module, cls: type) -> bool:
+    """Whether a method of a module with children calls ``contiguous``."""
+    return bool(module._modules) and any(
+        "contiguous" in inspect.unwrap(f).__code__.co_names for _, f in own_methods(cls)
+    )
+
+
 def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...], list[Found], dict[str, str]]:
     """The recipe for ``module``'s class (empty: nothing fuses), what methods hold, and children of those left alone."""
     recipe: list[tuple[str, Roles]] = []
@@ -1082,7 +1158,7 @@ def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...]
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} was replaced on the instance"))
             continue
         try:
-            method = _Method(function, lambda path: _role_in_code(child_at(module, path)), _parse(function))
+            method = _Method(function, functools.partial(_role_in_code, module), _parse(function))
             method.run()
         except CannotRewriteError as error:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} {error}"))

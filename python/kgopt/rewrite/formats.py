@@ -1,0 +1,48 @@
+"""What would end channels_last in a model that :func:`kgopt.optimize` moved there.
+
+Authors write ``x.contiguous()`` in front of code that once needed it; the next convolution converts the tensor back.
+The front end for source code (:mod:`~kgopt.rewrite.source`) has :meth:`Keep.keep` called instead where what becomes of
+the value is in sight: it goes to modules, functions of torch and sums, which take any strides, and nothing looks at its
+memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from kgopt.rewrite.layout import FORMATS
+
+
+def set_keeps(module: nn.Module, on: bool) -> None:
+    """Whether a module stands in a model that runs in channels_last inside."""
+    if on:
+        module.__dict__["_kgopt_keeps"] = True
+    else:
+        module.__dict__.pop("_kgopt_keeps", None)
+
+
+def keeps(module: nn.Module) -> bool:
+    """What :func:`set_keeps` said."""
+    return bool(module.__dict__.get("_kgopt_keeps", False))
+
+
+class Keep:
+    """One ``x.contiguous()`` in a method."""
+
+    def __repr__(self) -> str:
+        return "Keep()"
+
+    def __reduce__(self) -> Any:
+        return Keep, ()
+
+    def keep(self, owner: Any, x: Any) -> Any:
+        """``x.contiguous()``; where the model runs in channels_last and x has its channels innermost, dense so."""
+        if keeps(owner) and isinstance(x, Tensor) and _has_channels_innermost(x):
+            return x.contiguous(memory_format=FORMATS[x.dim()])
+        return x.contiguous()
+
+
+def _has_channels_innermost(x: Tensor) -> bool:
+    return x.dim() in FORMATS and x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous()

@@ -1,0 +1,177 @@
+"""``kgopt.optimize`` with channels_last: what would end the format inside of the model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kgopt
+from kgopt.rewrite import api, glue
+
+
+class Seen(nn.Module):
+    """Remembers whether what it was given last was contiguous."""
+
+    def forward(self, x):
+        self.contiguous = x.is_contiguous()
+        return x
+
+
+class Block(nn.Module):
+    """A residual block that asks for a contiguous tensor, as published ones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 8)
+        self.seen = Seen()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.shortcut = None
+
+    def forward(self, x):
+        x = x.contiguous()
+        residual = x
+        x = self.seen(x)
+        x = F.silu(self.norm(x))
+        x = self.conv(x)
+        if self.shortcut is not None:
+            residual = self.shortcut(residual)
+        return x + residual
+
+
+class Viewed(Block):
+    """Needs what it asks for."""
+
+    def forward(self, x):
+        x = x.contiguous()
+        x = self.seen(x)
+        return self.norm(x).sum() + x.view(-1).sum()
+
+
+def _looks_at_memory(x):
+    return x.as_strided((1,), (1,))
+
+
+class Handed(Block):
+    """Gives it to a function that may need it."""
+
+    def forward(self, x):
+        y = x.contiguous()
+        z = self.seen(y)
+        return self.norm(z) + _looks_at_memory(y)
+
+
+class Joined(Block):
+    """No norm in it; what is read by functions of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.norm
+
+    def forward(self, x):
+        n = x.shape[0]
+        x = x.contiguous()
+        y = self.seen(x)
+        y = F.interpolate(x, scale_factor=2, mode="nearest") if n > 100 else y
+        return self.conv(torch.cat((x, y), dim=0)).split(n)[0]
+
+
+class Unnamed(Block):
+    def forward(self, x):
+        return self.norm(self.seen(x.contiguous()))
+
+
+@pytest.mark.parametrize(
+    ("block", "kept"), [(Block, True), (Joined, True), (Viewed, False), (Handed, False), (Unnamed, False)]
+)
+def test_contiguous_is_kept_back_where_no_one_can_tell(block, kept, device):
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), nn.Identity()).to(device).eval()
+    x = torch.randn(2, 8, 5, 6, device=device)
+    with torch.no_grad():
+        expected = model(x)
+        assert model[0].seen.contiguous
+        kgopt.optimize(model, channels_last=True, measure=False)
+        y = model(x)
+        assert model[0].seen.contiguous is not kept
+        assert y.is_contiguous()  # the caller's own format
+        torch.testing.assert_close(y, expected, rtol=2e-3, atol=2e-3)
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(copied(x), y)
+            assert copied[0].seen.contiguous is not kept
+        kgopt.restore(model)
+        assert torch.equal(model(x), expected)
+        assert model[0].seen.contiguous
+        assert type(model[0]) is block
+
+
+def test_without_the_layout_contiguous_means_contiguous():
+    model = nn.Sequential(Block(), nn.Identity()).eval()
+    x = torch.randn(2, 8, 5, 6).contiguous(memory_format=torch.channels_last)
+    kgopt.optimize(model, channels_last=False, measure=False)
+    with torch.no_grad():
+        model(x)
+    assert model[0].seen.contiguous
+
+
+def test_a_slice_of_channels_last_becomes_dense():
+    """Neither format as it lies: the result is a dense one of the model's own."""
+    model = nn.Sequential(Block()).eval()
+    kgopt.optimize(model, channels_last=True, measure=False)
+    given = []
+    model[0].seen.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    x = torch.randn(2, 8, 5, 12).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        model[0](x[..., ::2])
+    assert given[0].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(given[0], x[..., ::2])
+
+
+def test_a_compiled_model_keeps_the_format(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), nn.Identity()).to(device).eval()
+    x = torch.randn(2, 8, 5, 6, device=device)
+    with torch.no_grad():
+        expected = model(x)
+        kgopt.optimize(model, channels_last=True, measure=False)
+        y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    assert not model[0].seen.contiguous
+    torch.testing.assert_close(y, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_gradients_flow_through_what_was_kept_back():
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), nn.Identity())
+    x = torch.randn(2, 8, 5, 6, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    kgopt.optimize(model, channels_last=True, measure=False)
+    (dx,) = torch.autograd.grad(model(x).square().sum(), x)
+    assert not model[0].seen.contiguous
+    torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-4)
+
+
+class Padded(nn.Module):
+    def forward(self, x):
+        return F.pad(x, (1, 1, 1, 1, 2, 0), mode="replicate")
+
+
+def test_replicate_padding_keeps_the_format_of_the_model():
+    """PyTorch's gives a contiguous tensor where x is channels_last_3d; which it is, is the model's own business there."""
+    model = nn.Sequential(Padded(), Seen())
+    x = torch.randn(1, 8, 3, 5, 6).contiguous(memory_format=torch.channels_last_3d)
+    with torch.no_grad():
+        expected = model(x)
+        api._set_layout(model, True)
+        assert glue.find(model, lambda: model(x), lambda name: "", always=True)
+        y = model(x)
+        assert not model[1].contiguous
+        assert torch.equal(y, expected)
+        # The verdict is one about that layout alone.
+        api._set_layout(model, False)
+        was = Padded()(x).is_contiguous()
+        model(x)
+        assert model[1].contiguous is was
