@@ -160,7 +160,7 @@ class Padded(nn.Module):
 
 
 def test_replicate_padding_keeps_the_format_of_the_model():
-    """PyTorch's gives a contiguous tensor where x is channels_last_3d; which it is, is the model's own business there."""
+    """PyTorch's gives a contiguous tensor where x is channels_last_3d."""
     model = nn.Sequential(Padded(), Seen())
     x = torch.randn(1, 8, 3, 5, 6).contiguous(memory_format=torch.channels_last_3d)
     with torch.no_grad():
