@@ -65,7 +65,7 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
 
   // What stands between norms and convolutions. conv_add: act((convolution + bias + residual) / divisor); with
   // moments: mean and variance of every channel, too;
-  // upsample_linear: to twice the size, plus residual; max_pool: without indices.
+  // upsample_linear: to twice the size, plus residual; pad_replicate: pad as F.pad has it; max_pool: without indices.
   m.def(
       "conv_add(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "
       "int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0, "
@@ -82,6 +82,7 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def("upsample_linear_backward(Tensor dy) -> Tensor");
   m.def("upsample_nearest(Tensor x, int[] factors) -> Tensor");
   m.def("upsample_nearest_backward(Tensor dy, int[] factors) -> Tensor");
+  m.def("pad_replicate(Tensor x, int[] pad) -> Tensor");
   m.def("max_pool(Tensor x, int[] kernel_size, int[] stride, int[] padding) -> Tensor");
 
   // The three pipelines.

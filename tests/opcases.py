@@ -63,6 +63,7 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
         ("upsample_linear_backward", (rand(2, 3, 4, 10, 6),), {}),
         ("upsample_nearest", (x3, [2, 1, 3]), {}),
         ("upsample_nearest_backward", (rand(2, 3, 4, 9), [2, 3]), {}),
+        ("pad_replicate", (x3, [1, 0, 2, 1, 0, 3]), {}),
         ("max_pool", (x2, [3, 2], [2, 2], [1, 0]), {}),
         ("logsumexp", (x2, [1], True), {}),
         ("logsumexp_backward", (dlse, x2, lse, [1], True), {}),

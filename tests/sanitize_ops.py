@@ -271,6 +271,8 @@ def between_cases() -> None:
             run(f"upsample_linear {label}", x, larger, backward=False, call=ops.upsample_linear)
             run(f"upsample_linear_backward {label}", larger, backward=False, call=ops.upsample_linear_backward)
             run(f"upsample_nearest {label}", x, call=lambda x, f=[2] * rank: ops.upsample_nearest(x, f))
+            pads = [1, 1] * (rank - 1) + [2, 0]
+            run(f"pad_replicate {label}", x, backward=False, call=lambda x, p=pads: ops.pad_replicate(x, p))
             for window in (([2] * rank, [2] * rank, [0] * rank), ([3] * rank, [2] * rank, [1] * rank)):
                 run(f"max_pool {label}", x, backward=False, call=lambda x, w=window: ops.max_pool(x, *w))
             weight = tensor(channels, channels, *[1] * rank, dtype=dtype, channels_last=last)

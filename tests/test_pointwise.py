@@ -216,6 +216,32 @@ def test_upsample_nearest_of_some_channels(dtype, device, poisoned):
         assert torch.equal(OPS.upsample_nearest(part, [1, 2, 1]), part.repeat_interleave(2, 3))
 
 
+@dtypes
+@layouts
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 24, 3, 2, 5), (2, 6, 1, 1, 2)], ids=str)
+def test_pad_replicate_has_the_bits_of_torch(shape, offset, channels_last, dtype, device, poisoned):
+    dims = len(shape) - 2
+    x = draw(shape, dtype, channels_last, device, offset).requires_grad_()
+    memory_format = FORMATS[x.dim()] if channels_last else torch.contiguous_format
+    for pad in (
+        (1, 1) * dims,
+        (1, 1) * (dims - 1) + (2, 0),
+        (0, 3) * dims,
+        (0, 0) * dims,
+        (9, 4) + (0, 0) * (dims - 1),
+    ):
+        y, expected = OPS.pad_replicate(x, pad), reference.pad_replicate_ref(x, pad)
+        assert torch.equal(y, expected)
+        assert y.is_contiguous(memory_format=memory_format)
+        dy = draw(y.shape, dtype, channels_last, device, offset)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        (exact,) = torch.autograd.grad(reference.pad_replicate_ref(x.double(), pad), x, dy.double())
+        (theirs,) = torch.autograd.grad(expected, x, dy)
+        assert_as_good_as_torch(dx, theirs, exact)
+        assert torch.equal(dx, torch.autograd.grad(OPS.pad_replicate(x, pad), x, dy)[0])
+
+
 @layouts
 def test_upsample_linear_spreads_nan_and_infinity_as_torch(channels_last, device):
     for at, value in itertools.product(range(6), (float("nan"), float("inf"))):
@@ -284,6 +310,8 @@ def test_gradients(channels_last, device):
         assert torch.autograd.gradcheck(OPS.upsample_linear, (x, r))
         factors = [2] * (len(shape) - 2)
         assert torch.autograd.gradcheck(lambda t, f=factors: OPS.upsample_nearest(t, f), (x,))
+        pad = [1, 2] * (len(shape) - 2)
+        assert torch.autograd.gradcheck(lambda t, pad=pad: OPS.pad_replicate(t, pad), (x,))
         window = ([2] * (len(shape) - 3) + [1], [1] * (len(shape) - 2), [0] * (len(shape) - 2))
         if min(shape[2:]) > 1:
             assert torch.autograd.gradcheck(lambda t, window=window: OPS.max_pool(t, *window), (x,))
@@ -307,6 +335,7 @@ def test_empty_batch(device):
     x, w = torch.empty(0, 4, 5, 6, device=device), torch.randn(8, 4, 3, 3, device=device)
     assert OPS.conv_add(x, w, torch.zeros(8, device=device), None, [1, 1], [1, 1], [1, 1], [0, 0]).shape == (0, 8, 5, 6)
     assert OPS.upsample_linear(x).shape == (0, 4, 10, 12)
+    assert OPS.pad_replicate(x, [1, 0, 0, 2]).shape == (0, 4, 7, 7)
     assert OPS.max_pool(x, [2, 2], [2, 2], [0, 0]).shape == (0, 4, 2, 3)
 
 
@@ -324,6 +353,9 @@ def test_empty_batch(device):
         (lambda x, w: OPS.upsample_nearest(x, [2]), "factors is"),
         (lambda x, w: OPS.upsample_nearest(x, [0, 2]), "factors is"),
         (lambda x, w: OPS.upsample_nearest_backward(x, [7, 2]), "expected multiples of factors"),
+        (lambda x, w: OPS.pad_replicate(x, [1, 1]), "pad is"),
+        (lambda x, w: OPS.pad_replicate(x, [1, 1, -1, 1]), "pad is"),
+        (lambda x, w: OPS.pad_replicate(x[:, :, :0], [1, 1, 1, 1]), "expected at least 1 along each dim"),
         (lambda x, w: OPS.max_pool(x, [2, 2], [2, 2], [2, 0]), "padding is"),
         (lambda x, w: OPS.max_pool(x, [9, 2], [2, 2], [0, 0]), "size of a window"),
         (lambda x, w: OPS.max_pool(x, [2, 2, 2], [2, 2], [0, 0]), "kernel_size is"),

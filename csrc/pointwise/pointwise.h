@@ -13,6 +13,7 @@ Status run_norm_conv1x1(const NormConv1x1Params& p, cudaStream_t stream);
 Status run_upsample_linear(const UpsampleLinearParams& p, cudaStream_t stream);
 Status run_upsample_linear_backward(const UpsampleLinearBackwardParams& p, cudaStream_t stream);
 Status run_upsample_nearest(const UpsampleNearestParams& p, cudaStream_t stream);
+Status run_pad_replicate(const PadReplicateParams& p, cudaStream_t stream);
 Status run_max_pool(const MaxPoolParams& p, cudaStream_t stream);
 
 }  // namespace kgopt

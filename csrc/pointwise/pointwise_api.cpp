@@ -235,6 +235,30 @@ Tensor upsample_nearest_backward(Tensor dy, IntArray factors) {
   return repeat_elements(op, dy, check_upsample_nearest(op, "dy", dy, factors, true), factors, true);
 }
 
+Tensor pad_replicate(Tensor x, IntArray pad) {
+  const char* const op = "pad_replicate";
+  const IntArray sizes = check_pad_replicate(op, x, pad);
+  const DeviceGuard guard(x.get_device_index());
+  check_gpu(op, x);
+  const MemoryFormat format = memory_format_of(x);
+  const Tensor dense = dense_in(x, format);
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  PadReplicateParams p;
+  p.x = dense.const_data_ptr();
+  p.y = y.mutable_data_ptr();
+  set_batch(&p, x, format);
+  const int rank = static_cast<int>(x.dim()) - 2;
+  for (int i = 0; i < rank; ++i) {
+    const int at = 3 - rank + i;
+    p.in[at] = x.size(2 + i);
+    p.out[at] = sizes[2 + i];
+    p.before[at] = pad[2 * (rank - 1 - i)];
+  }
+  p.dtype = check_dtype(op, "x", x);
+  raise_on_error(op, run_pad_replicate(p, stream_of(x)));
+  return y;
+}
+
 Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
   const char* const op = "max_pool";
   const IntArray sizes = check_max_pool(op, x, kernel, stride, padding);
@@ -272,5 +296,6 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));
   m.impl("upsample_nearest", TORCH_BOX(&kgopt::upsample_nearest));
   m.impl("upsample_nearest_backward", TORCH_BOX(&kgopt::upsample_nearest_backward));
+  m.impl("pad_replicate", TORCH_BOX(&kgopt::pad_replicate));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
 }

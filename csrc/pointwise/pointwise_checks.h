@@ -95,6 +95,20 @@ inline IntArray check_upsample_nearest(const char* op, const char* name, const T
   return sizes;
 }
 
+// Sizes of the result of pad_replicate.
+inline IntArray check_pad_replicate(const char* op, const Tensor& x, const IntArray& pad) {
+  check_dtype(op, "x", x);
+  KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
+  const int rank = static_cast<int>(x.dim()) - 2;
+  check_list(op, "pad", pad, 2 * rank, 0, "non-negative values");
+  IntArray sizes = sizes_of(x);
+  for (int i = 0; i < rank; ++i) {
+    KGOPT_CHECK(x.size(2 + i) > 0, op, ": x has shape ", shape_string(x), ", expected at least 1 along each dim");
+    sizes[2 + i] += pad[2 * (rank - 1 - i)] + pad[2 * (rank - 1 - i) + 1];
+  }
+  return sizes;
+}
+
 // Sizes of the result of max_pool.
 inline IntArray check_max_pool(const char* op, const Tensor& x, const IntArray& kernel, const IntArray& stride,
                                const IntArray& padding) {

@@ -206,6 +206,35 @@ Tensor upsample_nearest_backward(Tensor dy, IntArray factors) {
   return repeat_elements(dy, sizes, factors, true);
 }
 
+// Rows of the result: each is a row of x between its own ends, repeated.
+Tensor pad_replicate(Tensor x, IntArray pad) {
+  const IntArray sizes = check_pad_replicate("pad_replicate", x, pad);
+  const MemoryFormat format = memory_format_of(x);
+  const Tensor dense = dense_in(x, format);
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  if (y.numel() == 0) return y;
+  const bool last = format != MemoryFormat::Contiguous, deep = x.dim() == 5;
+  const int64_t rank = x.dim(), c = last ? x.size(1) : 1;
+  const int64_t d = deep ? x.size(2) : 1, h = x.size(rank - 2), w = x.size(rank - 1);
+  const int64_t out_d = deep ? y.size(2) : 1, out_h = y.size(rank - 2), out_w = y.size(rank - 1);
+  dispatch_dtype(dtype_of(x), [&](auto zero) {
+    using T = decltype(zero);
+    const T* const from = static_cast<const T*>(dense.const_data_ptr());
+    T* const to = static_cast<T*>(y.mutable_data_ptr());
+    parallel(y.numel() / (out_w * c), out_w * c, [&](int64_t row) {
+      const int64_t plane = row / out_h, sample = plane / out_d;
+      const int64_t depth = deep ? std::clamp<int64_t>(plane % out_d - pad[4], 0, d - 1) : 0;
+      const int64_t height = std::clamp<int64_t>(row % out_h - pad[2], 0, h - 1);
+      const T* const first = from + ((sample * d + depth) * h + height) * w * c;
+      T* at = to + row * out_w * c;
+      for (int64_t k = 0; k < pad[0]; ++k) at = std::copy_n(first, c, at);
+      at = std::copy_n(first, w * c, at);
+      for (int64_t k = 0; k < pad[1]; ++k) at = std::copy_n(first + (w - 1) * c, c, at);
+    });
+  });
+  return y;
+}
+
 Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
   const IntArray sizes = check_max_pool("max_pool", x, kernel, stride, padding);
   const MemoryFormat format = memory_format_of(x);
@@ -227,5 +256,6 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));
   m.impl("upsample_nearest", TORCH_BOX(&kgopt::upsample_nearest));
   m.impl("upsample_nearest_backward", TORCH_BOX(&kgopt::upsample_nearest_backward));
+  m.impl("pad_replicate", TORCH_BOX(&kgopt::pad_replicate));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
 }

@@ -67,6 +67,15 @@ struct UpsampleNearestParams {
   Dtype dtype = Dtype::kFloat32;
 };
 
+// y = x with its outermost positions repeated around it. Dense, channels innermost, as above.
+struct PadReplicateParams {
+  const void* x = nullptr;  // [n, in..., c]
+  void* y = nullptr;        // [n, out..., c]
+  int64_t n = 0, c = 0;
+  int64_t in[3] = {1, 1, 1}, out[3] = {1, 1, 1}, before[3] = {0, 0, 0};  // depth, height, width
+  Dtype dtype = Dtype::kFloat32;
+};
+
 // y = the largest value of each window of x. Dense, channels innermost, as above.
 struct MaxPoolParams {
   const void* x = nullptr;  // [n, in..., c]

@@ -245,6 +245,11 @@ def _max_pool_fake(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int],
     return _spatial_fake(x, [(size + 2 * p - k) // s + 1 for size, k, s, p in windows])
 
 
+def _pad_replicate_fake(x: Tensor, pad: Sequence[int]) -> Tensor:
+    dims = range(len(pad) // 2 - 1, -1, -1)  # pad has the last dim first
+    return _spatial_fake(x, [s + pad[2 * i] + pad[2 * i + 1] for s, i in zip(x.shape[2:], dims, strict=True)])
+
+
 def _given_every_argument(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """A fake kernel that always gets every argument, as a C++ kernel does."""
     schema = _op(name).default._schema
@@ -295,6 +300,7 @@ def _register_fakes() -> None:
         "upsample_nearest_backward",
         lambda dy, factors: _spatial_fake(dy, _scaled(dy, factors, lambda s, f: s // f)),
     )
+    register("pad_replicate", _pad_replicate_fake)
     register("max_pool", _max_pool_fake)
     register("logsumexp", lambda x, dim, keepdim: _empty(x, _reduced_sizes(x.shape, dim, keepdim)))
     register("mean", lambda x, dims, keepdim: _empty(x, _reduced_sizes(x.shape, dims, keepdim)))
@@ -741,6 +747,28 @@ def _upsample_backward(ctx: Any, dy: Tensor) -> Any:
     return _BACKWARD.upsample_linear_backward(dy) if x else None, dy if residual else None
 
 
+def _pad_replicate_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, ctx.pad = inputs
+    ctx.sizes = x.shape
+
+
+def _pad_replicate_backward(ctx: Any, dy: Tensor) -> Any:
+    """Each position is the sum of those that it was repeated at, dim by dim: ATen's own adds them with atomics."""
+    dtype = dy.dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        dy = dy.float()
+    for i in range(len(ctx.pad) // 2):
+        before, after = ctx.pad[2 * i : 2 * i + 2]
+        dim, size = dy.dim() - 1 - i, ctx.sizes[-1 - i]
+        if size == 1:
+            dy = dy.sum(dim, keepdim=True)
+        elif before or after:
+            first = dy.narrow(dim, 0, before + 1).sum(dim, keepdim=True)
+            last = dy.narrow(dim, before + size - 1, after + 1).sum(dim, keepdim=True)
+            dy = torch.cat((first, dy.narrow(dim, before + 1, size - 2), last), dim)
+    return dy.to(dtype), None
+
+
 def _max_pool_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, *ctx.window = inputs
     ctx.save_for_backward(x)
@@ -906,6 +934,7 @@ def _register_autograd() -> None:
         lambda ctx, dy: (_BACKWARD.upsample_nearest_backward(dy, ctx.factors), None),
         _nearest_setup,
     )
+    register("pad_replicate", _pad_replicate_backward, _pad_replicate_setup)
     register("max_pool", _max_pool_backward, _max_pool_setup)
     register(
         "logsumexp",
@@ -1194,6 +1223,7 @@ _BETWEEN = (
     "upsample_linear_backward",
     "upsample_nearest",
     "upsample_nearest_backward",
+    "pad_replicate",
     "max_pool",
 )
 

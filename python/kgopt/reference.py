@@ -72,6 +72,11 @@ def upsample_linear_ref(x: Tensor, residual: Tensor | None = None) -> Tensor:
     return y if residual is None else y + residual
 
 
+def pad_replicate_ref(x: Tensor, pad: Sequence[int]) -> Tensor:
+    """``F.pad(x, pad, mode="replicate")``."""
+    return F.pad(x, list(pad), mode="replicate")
+
+
 def max_pool_ref(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     """``F.max_pool3d`` or ``F.max_pool2d``, after the rank of x."""
     window = list(kernel_size), list(stride), list(padding)

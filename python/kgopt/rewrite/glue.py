@@ -92,30 +92,6 @@ def upsample_nearest(x: Tensor, factors: Sequence[int]) -> Tensor:
     return out
 
 
-def pad_replicate(x: Tensor, pad: Sequence[int]) -> Tensor:
-    """``F.pad(x, pad, mode="replicate")`` for pads of at least 0, bit for bit.
-
-    x [N, C, *S], contiguous or channels_last; the result in the same memory format.
-    """
-    before, after = list(pad[0::2])[::-1], list(pad[1::2])[::-1]
-    out = _empty(x, [s + b + a for s, b, a in zip(x.shape[2:], before, after, strict=True)])
-    inside = out
-    for i, size in enumerate(x.shape[2:]):
-        inside = inside.narrow(2 + i, before[i], size)
-    inside.copy_(x)
-    # The slabs of a dim have the full size of the dims after it, which are filled already.
-    for i in reversed(range(len(before))):
-        dim, size = 2 + i, x.shape[2 + i]
-        part = out
-        for j in range(i):
-            part = part.narrow(2 + j, before[j], x.shape[2 + j])
-        for start, count, edge in ((0, before[i], before[i]), (before[i] + size, after[i], before[i] + size - 1)):
-            if count:
-                slab = part.narrow(dim, start, count)
-                slab.copy_(part.narrow(dim, edge, 1).expand(slab.shape))
-    return out
-
-
 def cat_channels_last(tensors: Sequence[Tensor]) -> Tensor:
     """``torch.cat(tensors, dim=1)`` of channels_last tensors, bit for bit: copies of 16 bytes at a time."""
     first = tensors[0]
@@ -160,11 +136,13 @@ class Call:
     x: Tensor
     more: tuple[Any, ...] = ()  # the other tensors, of cat; weight and bias
     options: tuple[str, ...] = ("kgopt",)  # ways to replace it
+    keeps: bool = False  # the result has x's memory format, whichever PyTorch would give
 
     @property
     def key(self) -> Any:
         """What a verdict holds for."""
-        return self.kind, self.argument, self.x.shape, self.x.dtype, self.x.device, self.x.is_contiguous()
+        x = self.x
+        return self.kind, self.argument, self.keeps, x.shape, x.dtype, x.device, x.is_contiguous()
 
     def run(self, option: str = "") -> Tensor:
         """The result in one of the ways; the first one by default."""
@@ -176,13 +154,16 @@ class Call:
             return upsample_nearest(self.x, self.argument)
         if self.kind == "max_pool":
             return _OPS.max_pool(self.x, *map(list, self.argument))  # type: ignore[no-any-return]
-        return _OPS.upsample_linear(self.x) if self.kind == "linear" else pad_replicate(self.x, self.argument)
+        if self.kind == "linear":
+            return _OPS.upsample_linear(self.x)  # type: ignore[no-any-return]
+        return _OPS.pad_replicate(self.x, list(self.argument))  # type: ignore[no-any-return]
 
     def inside(self, keeps: bool) -> Call:
-        """The call as it may run in a model that keeps channels_last, where a format is no part of what it means:
-        PyTorch's 3D padding gives a contiguous tensor, which the next convolution converts back.
+        """The call as it may run in a model that keeps channels_last, where the format is no part of what it means: of
+        some tensors PyTorch's upsampling and padding give contiguous ones, which the next convolution converts back.
         """
-        return replace(self, kind="pad") if keeps and self.kind == "replicate" and _is_channels_last(self.x) else self
+        of_kind = self.kind in ("nearest", "linear", "replicate", "max_pool")
+        return replace(self, keeps=True) if keeps and of_kind and _is_channels_last(self.x) else self
 
     @property
     def sizes(self) -> list[int]:
@@ -619,6 +600,8 @@ class _Find(TorchFunctionMode):
                 if call.key not in verdicts:
                     original = functools.partial(func, *args, **kwargs)
                     verdicts[call.key] = call.options[0] if self.always else _fastest(call, original)
+                if call.keeps and verdicts[call.key]:  # what comes next will be given this format
+                    return call.run(verdicts[call.key])
         return func(*args, **kwargs)
 
 
@@ -641,7 +624,7 @@ def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
             expected, actual = original(), call.run(option)
             if expected.numel() * expected.element_size() < SMALL:
                 continue
-            if expected.stride() != actual.stride() and call.kind != "pad":
+            if expected.stride() != actual.stride() and not call.keeps:
                 continue
             if not _is_right(call, option, expected, actual, original):
                 continue

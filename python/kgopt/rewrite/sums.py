@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import classes, glue, policy
+from kgopt.rewrite import classes, formats, glue, policy
 from kgopt.rewrite.patterns import conv_of
 from kgopt.rewrite.sites import any_global_hooks, is_hooked
 
@@ -150,6 +150,8 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     arguments = {"size": last.size, "scale_factor": last.scale_factor, "mode": last.mode}
     arguments |= {"align_corners": last.align_corners, "recompute_scale_factor": last.recompute_scale_factor}
     call = glue.recognize(F.interpolate, (x,), arguments)
-    if call is None or call.kind != "linear" or not state.enabled or not state.faster.get(call.key):
+    if call is None or call.kind != "linear" or not state.enabled:
+        return last(x)
+    if not state.faster.get(call.inside(formats.keeps(last)).key):
         return last(x)
     return _Later(last, x)
