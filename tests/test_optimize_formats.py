@@ -182,12 +182,14 @@ class Rising(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Sequential(nn.Upsample(scale_factor=2, mode="trilinear", align_corners=False))
+        up = nn.Upsample(scale_factor=2, mode="trilinear", align_corners=False)
+        self.ups = nn.ModuleList([nn.Sequential(up)])
         self.norm = nn.GroupNorm(2, 8)
 
     def forward(self, x, skip):
-        y = self.up(x) + skip
-        return self.norm(y)
+        for up in self.ups:
+            x = up(x) + skip
+        return self.norm(x)
 
 
 def test_a_verdict_in_the_models_format_holds_for_sums_too(monkeypatch):
