@@ -57,8 +57,9 @@ struct ElementwiseArgs {
 };
 
 // Blocks run from the tensor's end to its start: the pass before went the other way and left the end in L2.
+// A multiprocessor has three of them, or two where chains are walked: fewer have too few loads under way.
 template <typename F, int kSize>
-__global__ void __launch_bounds__(kTraverseThreads)
+__global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
     elementwise_rows_kernel(const __grid_constant__ ElementwiseArgs<F> a) {
   using T = typename F::Element;
   constexpr int64_t kPerBlock = int64_t(kTraverseThreads) * kTraverseUnroll * kSize;
