@@ -2,6 +2,7 @@
 // room for, whatever N * G is, and merged in a fixed order.
 #include "../common/pointwise.cuh"
 #include "../common/traverse.cuh"
+#include "affine_row.cuh"
 #include "groupnorm.h"
 
 namespace kgopt {
@@ -128,15 +129,9 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
 template <typename Acc>
 __global__ void __launch_bounds__(256) affine_table_kernel(const __grid_constant__ AffineTableParams p) {
   let_dependents_start();
-  const int64_t channels = p.c / p.g;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.n * p.c;
        i += int64_t(gridDim.x) * blockDim.x) {
-    const int64_t n = i / p.c, c = i % p.c;
-    Acc* const out = static_cast<Acc*>(p.table) + i * 4;
-    out[0] = static_cast<const Acc*>(p.mean)[n * p.g + c / channels];
-    out[1] = static_cast<const Acc*>(p.rstd)[n * p.g + c / channels];
-    out[2] = p.weight ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
-    out[3] = p.bias ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
+    static_cast<AffineRow<Acc>*>(p.table)[i] = make_affine_row<Acc>(p, i / p.c, i % p.c);
   }
 }
 

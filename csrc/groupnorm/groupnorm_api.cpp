@@ -263,10 +263,9 @@ void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean
   const GroupNormDims& d = p->dims;
   const int64_t table = workspace->reserve(d.n * d.c * 4 * acc_size(d));
   const int64_t partials = workspace->reserve(d.n * p->slices * d.c * 2 * acc_size(d));
-  const int64_t sums = workspace->reserve(d.n * d.c * 2 * acc_size(d));
   const int64_t terms = workspace->reserve(d.n * d.g * 2 * acc_size(d));
   workspace->allocate();
-  AffineTableParams t;
+  AffineTableParams& t = p->affine;
   t.mean = mean.const_data_ptr();
   t.rstd = rstd.const_data_ptr();
   t.weight = data_or_null(weight);
@@ -277,11 +276,8 @@ void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean
   t.c = d.c;
   t.g = d.g;
   t.table = workspace->at<void>(table);
-  raise_on_error(op, run_affine_table(t, stream_of(x)));
   const auto& [dx, dweight, dbias] = gradients;
-  p->table = t.table;
   p->partial_sums = workspace->at<void>(partials);
-  p->channel_sums = workspace->at<void>(sums);
   p->group_terms = workspace->at<void>(terms);
   p->dx = dx.mutable_data_ptr();
   p->dweight = dweight.mutable_data_ptr();

@@ -135,22 +135,21 @@ struct GroupNormMeanParams {
   void* out = nullptr;
 };
 
-// dx, and the per-sample channel sums from which dweight and dbias come. With z = xhat * weight + bias,
+// dx, and the partial channel sums from which dweight and dbias come. With z = xhat * weight + bias,
 // dz = dy * act'(z); sums hold (sum dz, sum dz * xhat) over the positions of a channel.
 struct GroupNormBackwardParams {
   const void* dy = nullptr;    // of x's type and layout; null: dz is dout[n] / (C * S) everywhere
   const void* dout = nullptr;  // [N], accumulation type; only with dy == null
   const void* x = nullptr;
-  const void* table = nullptr;         // [N, C] of (mean, rstd, weight, bias)
+  AffineTableParams affine;            // its table is filled beside the merge
   const void* channel_mean = nullptr;  // [N, C]; only with dy == null
   GroupNormDims dims;
   ActChain pre_act, act;
   void* partial_sums = nullptr;  // [n][slices][c][2]
   int64_t slices = 0;
-  int64_t slice_length = 0;      // positions, or turns of them, per slice
-  int64_t turns = 1;             // positions that are walked as one; a multiple of it is slices
-  void* channel_sums = nullptr;  // [N, C, 2]
-  void* group_terms = nullptr;   // [N, G, 2]: (sum dz * weight, sum dz * weight * xhat) / (elements of a group)
+  int64_t slice_length = 0;     // positions, or turns of them, per slice
+  int64_t turns = 1;            // positions that are walked as one; a multiple of it is slices
+  void* group_terms = nullptr;  // [N, G, 2]: (sum dz * weight, sum dz * weight * xhat) / (elements of a group)
   void* dx = nullptr;
   void* dweight = nullptr;               // [C]
   void* dbias = nullptr;                 // [C]

@@ -69,7 +69,7 @@ __device__ __forceinline__ Channel<Acc> channel_of(const NormLseBackwardParams& 
   const GroupNormDims& d = p.dims;
   Channel<Acc> k{};
   if (c >= d.c) return k;
-  k.row = static_cast<const AffineRow<Acc>*>(p.table)[n * d.c + c];
+  k.row = static_cast<const AffineRow<Acc>*>(p.affine.table)[n * d.c + c];
   if constexpr (kStore) {
     const Acc* const terms = static_cast<const Acc*>(p.group_terms) + (n * d.g + c / (d.c / d.g)) * 2;
     k.term = terms[0];
