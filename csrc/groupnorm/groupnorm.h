@@ -28,6 +28,9 @@ Status run_group_norm_fwd(const GroupNormFwdParams& p, const TilesPlan& plan, cu
 // The most blocks of a cluster on `device`, the current one, with all shared memory taken; 0 where it has no clusters.
 int max_cluster_blocks(int device);
 Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
+// What these two do for plans of teams.
+Status run_group_norm_team_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
+Status run_group_norm_team_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 // As run_group_norm_fwd.
 Status run_group_norm_bwd(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t stream);
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);

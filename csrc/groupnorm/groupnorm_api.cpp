@@ -442,7 +442,7 @@ std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, st
   switch (choice.way) {
     case NormWay::kSmall: return once + "a group in the registers of a team of threads, one launch";
     case NormWay::kOnChip:
-      if (c.blocks == 0) return once + "a group in the shared memory of a team of threads, one launch";
+      if (c.blocks == 0) return once + "a group in the registers of a few lanes, one launch";
       if (c.blocks == 1) return once + "a group in the shared memory of a block, one launch";
       return once + "a group in the shared memory of a cluster of " + std::to_string(c.blocks) + " blocks, one launch";
     case NormWay::kOneRead: return once + "tiles of a group in the shared memory of the whole GPU";
