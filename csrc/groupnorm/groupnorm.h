@@ -33,6 +33,8 @@ Status run_group_norm_team_fwd(const GroupNormClusterFwdParams& p, const Cluster
 Status run_group_norm_team_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 // As run_group_norm_fwd.
 Status run_group_norm_bwd(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t stream);
+// dweight and dbias, its second step.
+Status run_tile_gradient(const GroupNormBwdParams& p, cudaStream_t stream);
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 // As run_group_norm_fwd.
 Status run_group_norm_columns_fwd(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream);

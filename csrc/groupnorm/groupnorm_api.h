@@ -41,7 +41,9 @@ std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor&
 std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight,
                                                                     OptTensor bias, double eps);
 
-// (dx, dweight, dbias), uninitialized; of an x without elements dweight and dbias are zero.
+// (dweight, dbias) and (dx, dweight, dbias), uninitialized; of an x without elements dweight and dbias are zero.
+std::tuple<Tensor, Tensor> allocate_affine_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,
+                                                     const OptTensor& bias);
 std::tuple<Tensor, Tensor, Tensor> allocate_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,
                                                       const OptTensor& bias);
 // For a backward that passes over memory, with p's dims and slices set: its table and its sums in the workspace, and
