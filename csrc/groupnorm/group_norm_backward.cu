@@ -27,7 +27,7 @@ struct ChannelSumsReducer {
   using Coef = AffineRow<Acc>;
   using State = TwoSums<Acc>;
   using Partial = TwoSums<Acc>;
-  AffineTableParams affine;
+  AffineSource affine;
   ActChain pre, act;
 
   __device__ Coef load(int64_t row) const { return make_affine_row<Acc>(affine, row / affine.c, row % affine.c); }
@@ -61,22 +61,11 @@ struct InputGradient {
   using Acc = acc_t<T>;
   static constexpr int kInputs = kDyPerSample ? 1 : 2;
   static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kDyPerSample || kWalks;
-  struct Coef {
-    AffineRow<Acc> row;
-    Acc term, term_xhat, dz;
-  };
-  const AffineRow<Acc>* table;
-  const Acc* group_terms;  // [N, G, 2]
-  const Acc* dout;
-  int64_t c, channels;  // all, and of a group
-  Acc scale;            // 1 / (C * S)
+  using Coef = GradientRow<Acc>;
+  const Coef* rows;
   ActChain pre, act;
 
-  __device__ Coef load(int64_t row) const {
-    const int64_t n = row / c;
-    const Acc* const terms = group_terms + (n * (c / channels) + row % c / channels) * 2;
-    return {table[row], terms[0], terms[1], kDyPerSample ? dout[n] * scale : Acc(0)};
-  }
+  __device__ Coef load(int64_t row) const { return rows[row]; }
   template <int kSize, typename CoefOf>
   __device__ __forceinline__ void apply(CoefOf coef, const Acc (&x)[kSize], const Acc (&dy)[kSize],
                                         Acc (&dx)[kSize]) const {
@@ -90,15 +79,15 @@ struct InputGradient {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       const Coef& k = coef(j);
-      xhat[j] = (xhat[j] - k.row.mean) * k.row.rstd;
-      z[j] = xhat[j] * k.row.weight + k.row.bias;
+      xhat[j] = (xhat[j] - k.affine.mean) * k.affine.rstd;
+      z[j] = xhat[j] * k.affine.weight + k.affine.bias;
       dz[j] = kDyPerSample ? k.dz : dy[j];
     }
     if constexpr (!kDyPerSample) multiply_slopes<kAct, kIsCoarse<T>, false>(act, z, dz);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       const Coef& k = coef(j);
-      dx[j] = slope[j] * k.row.rstd * (k.row.weight * dz[j] - (k.term + xhat[j] * k.term_xhat));
+      dx[j] = slope[j] * k.affine.rstd * (k.affine.weight * dz[j] - (k.term + xhat[j] * k.term_xhat));
     }
   }
 };
@@ -140,7 +129,7 @@ __device__ __forceinline__ void sum_over_walkers(TwoSums<Acc>& v, int width_log2
 inline constexpr int kGradientChannelsLog2 = 3, kGradientChannels = 1 << kGradientChannelsLog2, kGradientThreads = 256;
 
 // What is left of two passes over x, in one launch. The first N * G blocks have a group each: channel sums over the
-// slices, the group's two terms, and its rows of the table. The others have a few channels of all samples: dweight and
+// slices, the group's two terms, and its rows for dx. The others have a few channels of all samples: dweight and
 // dbias. `width` threads have a channel each, and blockDim / width walk over its sums, so that neighbours read
 // neighbours.
 template <typename Acc>
@@ -153,7 +142,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int tid = threadIdx.x;
   const auto add_up = [&](const TwoSums<Acc>* from, int64_t count, int log2) {
     TwoSums<Acc> sum;
-#pragma unroll 8
+#pragma unroll 4
     for (int64_t i = tid >> log2; i < count; i += blockDim.x >> log2) {
       const TwoSums<Acc> v = from[i * d.c];
       sum.dz += v.dz;
@@ -179,22 +168,21 @@ __global__ void __launch_bounds__(kMergeThreads)
   for (int64_t i = tid & (width - 1); i - (tid & (width - 1)) < channels; i += width) {
     const int64_t c = first + i;
     const bool keeps = tid < width && i < channels;
-    AffineRow<Acc> row;
-    if (keeps) row = make_affine_row<Acc>(p.affine, n, c);
+    const Acc weight = keeps ? make_affine_row<Acc>(p.affine, n, c).weight : Acc(0);
     TwoSums<Acc> sum;
     if (i < channels) sum = add_up(partials + n * p.slices * d.c + c, p.slices, width_log2);
     sum_over_walkers(sum, width_log2, shared);
     if (!keeps) continue;
-    static_cast<AffineRow<Acc>*>(p.affine.table)[n * d.c + c] = row;
-    term += row.weight * sum.dz;
-    term_xhat += row.weight * sum.dz_xhat;
+    term += weight * sum.dz;
+    term_xhat += weight * sum.dz_xhat;
   }
-  term = block_sum(term, shared[0]);
-  term_xhat = block_sum(term_xhat, shared[1]);
-  if (tid == 0) {
-    Acc* const out = static_cast<Acc*>(p.group_terms) + block * 2;
-    out[0] = term / (Acc(channels) * Acc(d.s));
-    out[1] = term_xhat / (Acc(channels) * Acc(d.s));
+  const Acc elements = Acc(channels) * Acc(d.s);
+  term = block_sum(term, shared[0]) / elements;
+  term_xhat = block_sum(term_xhat, shared[1]) / elements;
+  const Acc dz = p.dout ? static_cast<const Acc*>(p.dout)[n] / (Acc(d.c) * Acc(d.s)) : Acc(0);
+  for (int64_t i = tid; i < channels; i += blockDim.x) {
+    static_cast<GradientRow<Acc>*>(p.rows)[n * d.c + first + i] = {make_affine_row<Acc>(p.affine, n, first + i), term,
+                                                                   term_xhat, dz, Acc(0)};
   }
 }
 
@@ -263,7 +251,6 @@ template <typename T, Chain kPre, Chain kAct, bool kDyPerSample>
 Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stream) {
   using F = std::conditional_t<kDyPerSample, InputGradient<T, kPre, kAct, true>,
                                InputGradient<T, chain_for<T>(kPre), chain_for<T>(kAct), false>>;
-  using Acc = acc_t<T>;
   ElementwiseArgs<F> a{};
   a.x = static_cast<const T*>(p.x);
   a.second = static_cast<const T*>(p.dy);
@@ -271,12 +258,7 @@ Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stre
   a.n = p.dims.n;
   a.c = p.dims.c;
   a.s = p.dims.s;
-  a.f.table = static_cast<const AffineRow<Acc>*>(p.affine.table);
-  a.f.group_terms = static_cast<const Acc*>(p.group_terms);
-  a.f.dout = static_cast<const Acc*>(p.dout);
-  a.f.c = p.dims.c;
-  a.f.channels = p.dims.channels_per_group();
-  a.f.scale = Acc(1) / (Acc(p.dims.c) * Acc(p.dims.s));
+  a.f.rows = static_cast<const GradientRow<acc_t<T>>*>(p.rows);
   a.f.pre = p.pre_act;
   a.f.act = p.act;
   if constexpr (!F::kHasScalars) {

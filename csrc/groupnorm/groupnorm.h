@@ -20,7 +20,6 @@ Status run_group_stats(const GroupStatsParams& p, cudaStream_t stream);
 Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t stream);
 Status run_channel_moments(const ChannelMomentsParams& p, cudaStream_t stream);
 Status run_moments_table(const MomentsTableParams& p, cudaStream_t stream);
-Status run_affine_table(const AffineTableParams& p, cudaStream_t stream);
 // Whether the current device runs code of this binary that was built for compute capability 9.0 or later.
 bool has_bulk_copy();
 // Unsupported where not all blocks can run at a time; nothing was launched then.

@@ -266,24 +266,20 @@ void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean
                              const std::tuple<Tensor, Tensor, Tensor>& gradients, Workspace* workspace,
                              GroupNormBackwardParams* p) {
   const GroupNormDims& d = p->dims;
-  const int64_t table = workspace->reserve(d.n * d.c * 4 * acc_size(d));
+  const int64_t rows = workspace->reserve(d.n * d.c * 8 * acc_size(d));
   const int64_t partials = workspace->reserve(d.n * p->slices * d.c * 2 * acc_size(d));
-  const int64_t terms = workspace->reserve(d.n * d.g * 2 * acc_size(d));
   workspace->allocate();
-  AffineTableParams& t = p->affine;
+  AffineSource& t = p->affine;
   t.mean = mean.const_data_ptr();
   t.rstd = rstd.const_data_ptr();
   t.weight = data_or_null(weight);
   t.bias = data_or_null(bias);
   t.affine_dtype = affine_dtype(op, weight, bias);
-  t.is_double = d.dtype == Dtype::kFloat64;
-  t.n = d.n;
   t.c = d.c;
   t.g = d.g;
-  t.table = workspace->at<void>(table);
   const auto& [dx, dweight, dbias] = gradients;
   p->partial_sums = workspace->at<void>(partials);
-  p->group_terms = workspace->at<void>(terms);
+  p->rows = workspace->at<void>(rows);
   p->dx = dx.mutable_data_ptr();
   p->dweight = dweight.mutable_data_ptr();
   p->dbias = dbias.mutable_data_ptr();

@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor> allocate_affine_gradients(const Tensor& x, const Grou
                                                      const OptTensor& bias);
 std::tuple<Tensor, Tensor, Tensor> allocate_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,
                                                       const OptTensor& bias);
-// For a backward that passes over memory, with p's dims and slices set: its table and its sums in the workspace, and
+// For a backward that passes over memory, with p's dims and slices set: its rows and its sums in the workspace, and
 // where the gradients go. mean and rstd are dense, and so are weight and bias.
 void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean, const Tensor& rstd,
                              const OptTensor& weight, const OptTensor& bias,

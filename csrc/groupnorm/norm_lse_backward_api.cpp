@@ -43,7 +43,6 @@ std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tens
   plan_norm_lse_backward(&p, info.sm_count);
   Workspace workspace(x);
   prepare_backward_passes(op, x, dense_mean, dense_rstd, w, b, gradients, &workspace, &p);
-  raise_on_error(op, run_affine_table(p.affine, stream_of(x)));
   raise_on_error(op, run_norm_lse_backward(p, stream_of(x)));
   return gradients;
 }
