@@ -78,6 +78,23 @@ __device__ __forceinline__ void unpack(const Vec<__nv_bfloat16, kSize>& v, float
     for (int j = 0; j < kSize; ++j) x[j] = to_acc(v.v[j]);
   }
 }
+// By pairs: read one by one, the halves of a word would take a register each for as long as the vector lives.
+template <int kSize>
+__device__ __forceinline__ void unpack(const Vec<__half, kSize>& v, float (&x)[kSize]) {
+  if constexpr (kSize % 2 == 0) {
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(&v);
+#pragma unroll
+    for (int j = 0; j < kSize / 2; ++j) {
+      const uint32_t word = words[j];
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
+      x[2 * j] = pair.x;
+      x[2 * j + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) x[j] = to_acc(v.v[j]);
+  }
+}
 template <typename T, int kSize>
 __device__ __forceinline__ Vec<T, kSize> pack(const acc_t<T> (&x)[kSize]) {
   Vec<T, kSize> v;

@@ -57,8 +57,9 @@ struct ElementwiseArgs {
 };
 
 // Blocks run from the tensor's end to its start: the pass before went the other way and left the end in L2.
+// A multiprocessor has three of them, or two where chains are walked: fewer have too few loads under way.
 template <typename F, int kSize>
-__global__ void __launch_bounds__(kTraverseThreads)
+__global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
     elementwise_rows_kernel(const __grid_constant__ ElementwiseArgs<F> a) {
   using T = typename F::Element;
   constexpr int64_t kPerBlock = int64_t(kTraverseThreads) * kTraverseUnroll * kSize;
@@ -78,56 +79,61 @@ __global__ void __launch_bounds__(kTraverseThreads)
       if (F::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at);
     }
   }
+  const auto row_of = [&](int64_t at, int64_t* column) {
+    *column = column0 + (at - start);
+    const int64_t rows = narrow ? static_cast<uint32_t>(*column) / static_cast<uint32_t>(a.s) : *column / a.s;
+    *column -= rows * a.s;
+    return row0 + rows;
+  };
+  uint32_t split = 0;  // vectors that lie across the ends of rows, or of the tensor
 #pragma unroll
   for (int u = 0; u < kTraverseUnroll; ++u) {
     const int64_t at = start + (int64_t(u) * kTraverseThreads + threadIdx.x) * kSize;
     if (at >= total) break;
-    int64_t column = column0 + (at - start);
-    int64_t rows;
-    if (narrow) {
-      rows = static_cast<uint32_t>(column) / static_cast<uint32_t>(a.s);
-    } else {
-      rows = column / a.s;
+    int64_t column;
+    const int64_t row = row_of(at, &column);
+    if (kSize > 1 && (column + kSize > a.s || at + kSize > total)) {
+      split |= 1u << u;
+      continue;
     }
-    column -= rows * a.s;
-    auto coef = a.f.load(row0 + rows);
+    auto coef = a.f.load(row);
     acc_t<T> xs[kSize], seconds[kSize], y[kSize];
-    const int present = static_cast<int>(min(total - at, int64_t(kSize)));
-    if (kSize > 1 && present < kSize) {
+    unpack(x[u], xs);
+    unpack(F::kInputs == 2 ? second[u] : x[u], seconds);
+    a.f.apply(same(coef), xs, seconds, y);
+    store_vec<T, kSize>(a.y + at, pack<T, kSize>(y));
+  }
+  if constexpr (kSize > 1) {
+    // Apart and not unrolled: instructions that are not needed need not be fetched either.
+#pragma unroll 1
+    for (; split != 0; split &= split - 1) {
+      const int u = __ffs(split) - 1;
+      const int64_t at = start + (int64_t(u) * kTraverseThreads + threadIdx.x) * kSize;
+      const int present = static_cast<int>(min(total - at, int64_t(kSize)));
+      int64_t column;
+      int64_t row = row_of(at, &column);
+      Vec<T, kSize> own, own_second;
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        x[u].v[j] = a.x[min(at + j, total - 1)];
-        if (F::kInputs == 2) second[u].v[j] = a.second[min(at + j, total - 1)];
+        own.v[j] = a.x[min(at + j, total - 1)];
+        if (F::kInputs == 2) own_second.v[j] = a.second[min(at + j, total - 1)];
       }
-    }
-    if constexpr (kSize > 1) {  // in a loop, walked chains were 20% slower (H200)
-      if (column + kSize <= a.s && present == kSize) {
-        unpack(x[u], xs);
-        unpack(F::kInputs == 2 ? second[u] : x[u], seconds);
+      // A turn for each of the rows: all of the vector is computed with the row's coefficients, and of that the row's
+      // part stored.
+#pragma unroll 1
+      for (int first = 0; first < present; ++row, column = 0) {
+        auto coef = a.f.load(row);
+        acc_t<T> xs[kSize], seconds[kSize], y[kSize];
+        unpack(own, xs);
+        unpack(F::kInputs == 2 ? own_second : own, seconds);
         a.f.apply(same(coef), xs, seconds, y);
-        store_vec<T, kSize>(a.y + at, pack<T, kSize>(y));
-        continue;
-      }
-    }
-    // One turn, or where a vector lies across the ends of rows, one for each of them: all of the vector is computed
-    // with the row's coefficients, and of that the row's part stored.
-    for (int first = 0;;) {
-      unpack(x[u], xs);
-      unpack(F::kInputs == 2 ? second[u] : x[u], seconds);
-      a.f.apply(same(coef), xs, seconds, y);
-      const int last = static_cast<int>(min(int64_t(present), first + a.s - column));
-      if (kSize == 1 || last - first == kSize) {
-        store_vec<T, kSize>(a.y + at, pack<T, kSize>(y));
-      } else {
+        const int last = static_cast<int>(min(int64_t(present), first + a.s - column));
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
           if (j >= first && j < last) a.y[at + j] = from_acc<T>(y[j]);
         }
+        first = last;
       }
-      if (kSize == 1 || last == present) break;
-      first = last;
-      column = 0;
-      coef = a.f.load(row0 + ++rows);
     }
   }
 }

@@ -13,7 +13,7 @@ namespace kgopt {
 namespace {
 
 template <typename Acc>
-struct TwoSums {
+struct alignas(2 * sizeof(Acc)) TwoSums {
   Acc dz = 0, dz_xhat = 0;
 };
 
@@ -27,10 +27,10 @@ struct ChannelSumsReducer {
   using Coef = AffineRow<Acc>;
   using State = TwoSums<Acc>;
   using Partial = TwoSums<Acc>;
-  const Coef* table;
+  AffineSource affine;
   ActChain pre, act;
 
-  __device__ Coef load(int64_t row) const { return table[row]; }
+  __device__ Coef load(int64_t row) const { return make_affine_row<Acc>(affine, row / affine.c, row % affine.c); }
   __device__ State start(const Coef&, Acc) const { return {}; }
   template <int kSize, typename StateOf, typename CoefOf>
   __device__ __forceinline__ void add(StateOf state, CoefOf coef, Acc (&x)[kSize], Acc (&dy)[kSize]) const {
@@ -61,22 +61,11 @@ struct InputGradient {
   using Acc = acc_t<T>;
   static constexpr int kInputs = kDyPerSample ? 1 : 2;
   static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kDyPerSample || kWalks;
-  struct Coef {
-    AffineRow<Acc> row;
-    Acc term, term_xhat, dz;
-  };
-  const AffineRow<Acc>* table;
-  const Acc* group_terms;  // [N, G, 2]
-  const Acc* dout;
-  int64_t c, channels;  // all, and of a group
-  Acc scale;            // 1 / (C * S)
+  using Coef = GradientRow<Acc>;
+  const Coef* rows;
   ActChain pre, act;
 
-  __device__ Coef load(int64_t row) const {
-    const int64_t n = row / c;
-    const Acc* const terms = group_terms + (n * (c / channels) + row % c / channels) * 2;
-    return {table[row], terms[0], terms[1], kDyPerSample ? dout[n] * scale : Acc(0)};
-  }
+  __device__ Coef load(int64_t row) const { return rows[row]; }
   template <int kSize, typename CoefOf>
   __device__ __forceinline__ void apply(CoefOf coef, const Acc (&x)[kSize], const Acc (&dy)[kSize],
                                         Acc (&dx)[kSize]) const {
@@ -90,15 +79,15 @@ struct InputGradient {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       const Coef& k = coef(j);
-      xhat[j] = (xhat[j] - k.row.mean) * k.row.rstd;
-      z[j] = xhat[j] * k.row.weight + k.row.bias;
+      xhat[j] = (xhat[j] - k.affine.mean) * k.affine.rstd;
+      z[j] = xhat[j] * k.affine.weight + k.affine.bias;
       dz[j] = kDyPerSample ? k.dz : dy[j];
     }
     if constexpr (!kDyPerSample) multiply_slopes<kAct, kIsCoarse<T>, false>(act, z, dz);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       const Coef& k = coef(j);
-      dx[j] = slope[j] * k.row.rstd * (k.row.weight * dz[j] - (k.term + xhat[j] * k.term_xhat));
+      dx[j] = slope[j] * k.affine.rstd * (k.affine.weight * dz[j] - (k.term + xhat[j] * k.term_xhat));
     }
   }
 };
@@ -110,7 +99,7 @@ __global__ void __launch_bounds__(256) mean_channel_sums_kernel(const __grid_con
   const GroupNormDims& d = p.dims;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < d.n * d.c;
        i += int64_t(gridDim.x) * blockDim.x) {
-    const AffineRow<Acc> row = static_cast<const AffineRow<Acc>*>(p.table)[i];
+    const AffineRow<Acc> row = make_affine_row<Acc>(p.affine, i / d.c, i % d.c);
     const Acc dz = static_cast<const Acc*>(p.dout)[i / d.c] / Acc(d.c);  // summed over the S positions
     Acc* const out = static_cast<Acc*>(p.partial_sums) + i * 2;
     out[0] = dz;
@@ -118,62 +107,86 @@ __global__ void __launch_bounds__(256) mean_channel_sums_kernel(const __grid_con
   }
 }
 
-// One block a group: channel sums over the slices, and the group's two terms. `width` threads have a channel each, and
-// blockDim / width walk over its slices, so that neighbours read neighbours.
-inline constexpr int kTermsThreads = 1024;
+// Sums over the threads that share tid % width, valid in the first `width` threads.
+inline constexpr int kMergeThreads = 1024;
 
 template <typename Acc>
-__global__ void __launch_bounds__(kTermsThreads)
-    group_terms_kernel(const __grid_constant__ GroupNormBackwardParams p, int width_log2) {
-  __shared__ Acc shared[2][kTermsThreads];
-  let_dependents_start();
-  wait_for_prerequisites();
-  const GroupNormDims& d = p.dims;
-  const int64_t channels = d.c / d.g, width = int64_t(1) << width_log2;
-  const int64_t n = blockIdx.x / d.g, group = blockIdx.x - n * d.g;
-  const int tid = threadIdx.x, walker = tid >> width_log2, walkers = blockDim.x >> width_log2;
-  const Acc* const partials = static_cast<const Acc*>(p.partial_sums) + n * p.slices * d.c * 2;
-  Acc term = 0, term_xhat = 0;
-  for (int64_t i = tid & (width - 1); i - (tid & (width - 1)) < channels; i += width) {
-    const int64_t c = group * channels + i;
-    Acc dz = 0, dz_xhat = 0, weight = 0;
-    if (i < channels) {
-      if (walker == 0) weight = static_cast<const AffineRow<Acc>*>(p.table)[n * d.c + c].weight;
-#pragma unroll 8
-      for (int64_t slice = walker; slice < p.slices; slice += walkers) {
-        dz += partials[(slice * d.c + c) * 2];
-        dz_xhat += partials[(slice * d.c + c) * 2 + 1];
-      }
+__device__ __forceinline__ void sum_over_walkers(TwoSums<Acc>& v, int width_log2, Acc (*shared)[kMergeThreads]) {
+  const int tid = threadIdx.x, walker = tid >> width_log2;
+  for (int half = (blockDim.x >> width_log2) / 2; half > 0; half /= 2) {
+    shared[0][tid] = v.dz;
+    shared[1][tid] = v.dz_xhat;
+    __syncthreads();
+    if (walker < half) {
+      v.dz += shared[0][tid + (half << width_log2)];
+      v.dz_xhat += shared[1][tid + (half << width_log2)];
     }
-    for (int half = walkers / 2; half > 0; half /= 2) {
-      shared[0][tid] = dz;
-      shared[1][tid] = dz_xhat;
-      __syncthreads();
-      if (walker < half) {
-        dz += shared[0][tid + (half << width_log2)];
-        dz_xhat += shared[1][tid + (half << width_log2)];
-      }
-      __syncthreads();
-    }
-    if (walker > 0 || i >= channels) continue;
-    Acc* const out = static_cast<Acc*>(p.channel_sums) + (n * d.c + c) * 2;
-    out[0] = dz;
-    out[1] = dz_xhat;
-    term += weight * dz;
-    term_xhat += weight * dz_xhat;
-  }
-  term = block_sum(term, shared[0]);
-  term_xhat = block_sum(term_xhat, shared[1]);
-  if (tid == 0) {
-    Acc* const out = static_cast<Acc*>(p.group_terms) + int64_t(blockIdx.x) * 2;
-    out[0] = term / (Acc(channels) * Acc(d.s));
-    out[1] = term_xhat / (Acc(channels) * Acc(d.s));
+    __syncthreads();
   }
 }
 
 // A block takes a few channels and has many threads for the samples of each, whose sums it adds in a fixed order.
-inline constexpr int kGradientChannels = 8, kGradientThreads = 256;
+inline constexpr int kGradientChannelsLog2 = 3, kGradientChannels = 1 << kGradientChannelsLog2, kGradientThreads = 256;
 
+// What is left of two passes over x, in one launch. The first N * G blocks have a group each: channel sums over the
+// slices, the group's two terms, and its rows for dx. The others have a few channels of all samples: dweight and
+// dbias. `width` threads have a channel each, and blockDim / width walk over its sums, so that neighbours read
+// neighbours.
+template <typename Acc>
+__global__ void __launch_bounds__(kMergeThreads)
+    group_norm_backward_merge_kernel(const __grid_constant__ GroupNormBackwardParams p, int width_log2) {
+  __shared__ Acc shared[2][kMergeThreads];
+  let_dependents_start();
+  wait_for_prerequisites();
+  const GroupNormDims& d = p.dims;
+  const int tid = threadIdx.x;
+  const auto add_up = [&](const TwoSums<Acc>* from, int64_t count, int log2) {
+    TwoSums<Acc> sum;
+#pragma unroll 4
+    for (int64_t i = tid >> log2; i < count; i += blockDim.x >> log2) {
+      const TwoSums<Acc> v = from[i * d.c];
+      sum.dz += v.dz;
+      sum.dz_xhat += v.dz_xhat;
+    }
+    return sum;
+  };
+  const TwoSums<Acc>* const partials = static_cast<const TwoSums<Acc>*>(p.partial_sums);
+  const int64_t block = blockIdx.x, groups = d.n * d.g;
+  if (block >= groups) {
+    const int64_t c = ((block - groups) << kGradientChannelsLog2) + (tid & (kGradientChannels - 1));
+    TwoSums<Acc> sum;
+    if (c < d.c) sum = add_up(partials + c, d.n * p.slices, kGradientChannelsLog2);
+    sum_over_walkers(sum, kGradientChannelsLog2, shared);
+    if (tid >= kGradientChannels || c >= d.c) return;
+    store_as(p.dweight, c, p.affine_dtype, sum.dz_xhat);
+    store_as(p.dbias, c, p.affine_dtype, sum.dz);
+    return;
+  }
+  const int64_t channels = d.c / d.g, width = int64_t(1) << width_log2;
+  const int64_t n = block / d.g, first = (block - n * d.g) * channels;
+  Acc term = 0, term_xhat = 0;
+  for (int64_t i = tid & (width - 1); i - (tid & (width - 1)) < channels; i += width) {
+    const int64_t c = first + i;
+    const bool keeps = tid < width && i < channels;
+    const Acc weight = keeps ? make_affine_row<Acc>(p.affine, n, c).weight : Acc(0);
+    TwoSums<Acc> sum;
+    if (i < channels) sum = add_up(partials + n * p.slices * d.c + c, p.slices, width_log2);
+    sum_over_walkers(sum, width_log2, shared);
+    if (!keeps) continue;
+    term += weight * sum.dz;
+    term_xhat += weight * sum.dz_xhat;
+  }
+  const Acc elements = Acc(channels) * Acc(d.s);
+  term = block_sum(term, shared[0]) / elements;
+  term_xhat = block_sum(term_xhat, shared[1]) / elements;
+  const Acc dz = p.dout ? static_cast<const Acc*>(p.dout)[n] / (Acc(d.c) * Acc(d.s)) : Acc(0);
+  for (int64_t i = tid; i < channels; i += blockDim.x) {
+    static_cast<GradientRow<Acc>*>(p.rows)[n * d.c + first + i] = {make_affine_row<Acc>(p.affine, n, first + i), term,
+                                                                   term_xhat, dz, Acc(0)};
+  }
+}
+
+// dweight and dbias of the ways that keep x on chip and leave channel sums of each sample.
 template <typename Acc>
 __global__ void __launch_bounds__(kGradientThreads)
     affine_gradient_kernel(const __grid_constant__ AffineGradientParams p) {
@@ -223,7 +236,7 @@ Status launch_channel_sums(const GroupNormBackwardParams& p, cudaStream_t stream
   a.channels = p.dims.c;
   a.slice_length = p.slice_length;
   a.partials = static_cast<acc_t<T>*>(p.partial_sums);
-  a.r.table = static_cast<const typename R::Coef*>(p.table);
+  a.r.affine = p.affine;
   a.r.pre = p.pre_act;
   a.r.act = p.act;
   if constexpr (!R::kHasScalars) {
@@ -238,7 +251,6 @@ template <typename T, Chain kPre, Chain kAct, bool kDyPerSample>
 Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stream) {
   using F = std::conditional_t<kDyPerSample, InputGradient<T, kPre, kAct, true>,
                                InputGradient<T, chain_for<T>(kPre), chain_for<T>(kAct), false>>;
-  using Acc = acc_t<T>;
   ElementwiseArgs<F> a{};
   a.x = static_cast<const T*>(p.x);
   a.second = static_cast<const T*>(p.dy);
@@ -246,12 +258,7 @@ Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stre
   a.n = p.dims.n;
   a.c = p.dims.c;
   a.s = p.dims.s;
-  a.f.table = static_cast<const AffineRow<Acc>*>(p.table);
-  a.f.group_terms = static_cast<const Acc*>(p.group_terms);
-  a.f.dout = static_cast<const Acc*>(p.dout);
-  a.f.c = p.dims.c;
-  a.f.channels = p.dims.channels_per_group();
-  a.f.scale = Acc(1) / (Acc(p.dims.c) * Acc(p.dims.s));
+  a.f.rows = static_cast<const GradientRow<acc_t<T>>*>(p.rows);
   a.f.pre = p.pre_act;
   a.f.act = p.act;
   if constexpr (!F::kHasScalars) {
@@ -266,20 +273,15 @@ template <typename Acc>
 Status launch_merge(const GroupNormBackwardParams& p, cudaStream_t stream) {
   int width_log2 = 0;
   while (width_log2 < 9 && (int64_t(1) << width_log2) < p.dims.channels_per_group()) ++width_log2;
+  // Two sums or more for a thread, a group's or, beyond a few, a channel's.
   int threads = std::max(64, 1 << width_log2);
-  while (threads < kTermsThreads && threads < (p.slices << width_log2) / 2) threads *= 2;
-  const Status status = launch_after<group_terms_kernel<Acc>>(
-      true, "group_terms_kernel", static_cast<unsigned>(p.dims.n * p.dims.g), threads, stream, p, width_log2);
-  if (!status.ok()) return status;
-  AffineGradientParams g;
-  g.channel_sums = p.channel_sums;
-  g.n = p.dims.n;
-  g.c = p.dims.c;
-  g.is_double = std::is_same_v<Acc, double>;
-  g.dweight = p.dweight;
-  g.dbias = p.dbias;
-  g.affine_dtype = p.affine_dtype;
-  return run_affine_gradient(g, stream);
+  while (threads < kMergeThreads && threads < (p.slices << width_log2) / 2) threads *= 2;
+  while (threads < kGradientThreads && threads < p.dims.n * p.slices * 2) threads *= 2;
+  const int64_t blocks = p.dims.n * p.dims.g + (p.dims.c + kGradientChannels - 1) / kGradientChannels;
+  const char* const name = "group_norm_backward_merge_kernel";
+  if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many groups for one launch");
+  return launch_after<group_norm_backward_merge_kernel<Acc>>(true, name, static_cast<unsigned>(blocks), threads, stream,
+                                                             p, width_log2);
 }
 
 template <typename Acc>

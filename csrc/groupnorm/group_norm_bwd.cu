@@ -19,10 +19,6 @@ Status launch_kernel(GroupNormBwdParams p, const TilesPlan& plan, cudaStream_t s
     cudaGetLastError();  // answered by the caller
     return Status::Unsupported("group_norm_bwd_kernel", "this process may use fewer multiprocessors than the GPU has");
   }
-  if (error == cudaSuccess) {
-    tile_gradient_kernel<Traits::kVec><<<static_cast<unsigned>(p.shares.dims.c), kTileGradientThreads, 0, stream>>>(p);
-    error = cudaGetLastError();
-  }
   if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_bwd_kernel", cudaGetErrorString(error)};
   return Status::Ok();
 }
@@ -35,7 +31,19 @@ Status launch(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t s
   return launch_kernel<GroupNormBwdTraits<T, kPre, kAct, 0>>(p, plan, stream);
 }
 
+template <int kVec>
+Status launch_gradient(const GroupNormBwdParams& p, cudaStream_t stream) {
+  const unsigned blocks = static_cast<unsigned>(p.shares.dims.c);
+  return launch_after<tile_gradient_kernel<kVec>>(true, "tile_gradient_kernel", blocks, kTileGradientThreads, stream,
+                                                  p);
+}
+
 }  // namespace
+
+Status run_tile_gradient(const GroupNormBwdParams& p, cudaStream_t stream) {
+  return p.dtype == Dtype::kFloat32 ? launch_gradient<kVecSize<float>>(p, stream)
+                                    : launch_gradient<kVecSize<__half>>(p, stream);
+}
 
 Status run_group_norm_bwd(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
   Status status;

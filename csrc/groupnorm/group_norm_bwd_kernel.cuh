@@ -9,6 +9,7 @@
 //   holders    teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
 
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/reduce.cuh"
@@ -388,6 +389,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char slots[];
   __shared__ BwdShared<Traits> shared;
+  let_dependents_start();
   if (threadIdx.x == 0) {
     for (int k = 0; k < Traits::kSlots; ++k) {
       barrier_init(&shared.loaded[k], 2);
@@ -429,6 +431,7 @@ __global__ void __launch_bounds__(kTileGradientThreads)
     tile_gradient_kernel(const __grid_constant__ GroupNormBwdParams p) {
   __shared__ float2 shared[kTileGradientThreads / 32];
   constexpr int kWarps = kTileGradientThreads / 32, kTile = tile_vectors(2);
+  wait_for_prerequisites();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t c = blockIdx.x, group_of_sample = c / p.shares.channels_per_group,
                 row = c % p.shares.channels_per_group;

@@ -3,6 +3,7 @@
 #include "../common/dependent_launch.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/reduce.cuh"
+#include "group_gradient.cuh"
 #include "group_norm_cluster_launch.h"
 #include "group_share.cuh"
 #include "groupnorm.h"
@@ -14,34 +15,6 @@ namespace {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 inline constexpr int kBwdPasses = 2;  // vectors of x, and as many of dy, that a thread has in registers
-
-// Sums of dz and of dz (u - mean) over the elements of a channel that one thread sees.
-template <typename Traits>
-struct ChannelSums {
-  float dz[2] = {}, dz_d[2] = {};
-  template <int kSize>
-  __device__ __forceinline__ void add(const GroupNormClusterBwdParams& p, float (&x)[kSize], float (&dy)[kSize],
-                                      float mean, float scale, float shift) {
-    constexpr bool kCoarse = kIsCoarse<typename Traits::T>;
-    apply_chain<Traits::kPre, kCoarse>(p.pre_act, x);
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) x[j] -= mean;
-    make_dz<Traits::kAct, kCoarse>(p.act, x, dy, [&](int) { return make_float2(scale, shift); });
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      dz[j % 2] += dy[j];
-      dz_d[j % 2] += dy[j] * x[j];
-    }
-  }
-};
-
-// x becomes dx; at(j) gives weight * rstd and bias.
-template <typename Traits, int kSize, typename At>
-__device__ __forceinline__ void input_gradient(const GroupNormClusterBwdParams& p, float (&x)[kSize],
-                                               float (&dy)[kSize], float mean, At at, float2 terms) {
-  make_dx<Traits::kPre, Traits::kAct, kIsCoarse<typename Traits::T>, false>(
-      p.pre_act, p.act, x, dy, [&](int) { return mean; }, at, [&](int) { return terms; });
-}
 
 #endif
 
@@ -217,6 +190,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
 }  // namespace
 
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
+  if (p.shares.blocks == 0) return run_group_norm_team_bwd(p, plan, stream);
   Status status;
   switch (p.dtype) {
 #define KGOPT_CLUSTER_DTYPE(name, T)                                                                             \

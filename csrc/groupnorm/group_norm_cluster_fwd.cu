@@ -147,117 +147,6 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
 #endif
 }
 
-// One team of neighbouring lanes a group, which stays in registers.
-template <typename Traits>
-__global__ void __launch_bounds__(kTeamThreads)
-    group_norm_team_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
-  using T = typename Traits::T;
-  constexpr int kVec = Traits::kVec;
-  const int lanes = p.shares.lanes, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const int64_t group = (blockIdx.x * uint32_t(kTeamThreads) + threadIdx.x) >> (lanes == 8 ? 3 : 5);
-  const uint32_t members = __ballot_sync(0xffffffffu, group < p.shares.groups);
-  if (group >= p.shares.groups) return;
-  const GroupShare<T> share(p.shares, group, 0);
-  const T* const x = static_cast<const T*>(p.x) + share.base;
-  T* const y = static_cast<T*>(p.y) + share.base;
-  const int64_t channel0 = static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels;
-  const auto coefficients_of = [&](int64_t row) { return affine_of(p.weight, p.bias, channel0 + row, p.affine_dtype); };
-  const auto team_sum = [&](float v) {
-    for (int mask = lanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(members, v, mask);
-    return v;
-  };
-  // Everything that the group needs is asked for before the first use.
-  Vec<T, kVec> input[kTeamPasses];
-  float2 coefficients[kTeamPasses];
-  uint32_t row[kTeamPasses], column[kTeamPasses];
-#pragma unroll
-  for (int u = 0; u < kTeamPasses; ++u) {
-    if (u * lanes >= share.hi) break;
-    const int slot = lane + u * lanes;
-    if (slot < share.lo || slot >= share.hi) continue;
-    input[u] = load_vec<T, kVec>(x + slot * kVec);
-    row[u] = share.row_of(slot * kVec, &column[u]);
-    coefficients[u] = coefficients_of(row[u]);
-  }
-  const int edge[2] = {share.head_edge(lane), share.tail_edge(lane)};
-  T edge_input[2];
-  float edge_value[2] = {}, sum = 0.f;
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    if (edge[e] < 0) continue;
-    edge_input[e] = x[edge[e]];
-    edge_value[e] = apply_chain<Traits::kPre>(p.pre_act, to_acc(edge_input[e]));
-    sum += edge_value[e];
-  }
-  const float scale = 1.f / static_cast<float>(p.shares.elements);
-#pragma unroll
-  for (int u = 0; u < kTeamPasses; ++u) {
-    if (u * lanes >= share.hi) break;
-    const int slot = lane + u * lanes;
-    if (slot >= share.lo && slot < share.hi) {
-      float v[kVec];
-      values_of<Traits::kPre>(input[u], p.pre_act, v);
-      sum += sum_of(v);
-    }
-  }
-  const float mean = team_sum(sum) * scale;
-  float squares = 0.f;
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    if (edge[e] >= 0) squares += (edge_value[e] - mean) * (edge_value[e] - mean);
-  }
-#pragma unroll
-  for (int u = 0; u < kTeamPasses; ++u) {
-    if (u * lanes >= share.hi) break;
-    const int slot = lane + u * lanes;
-    if (slot >= share.lo && slot < share.hi) {
-      float v[kVec];
-      values_of<Traits::kPre>(input[u], p.pre_act, v);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) v[j] = (v[j] - mean) * (v[j] - mean);
-      squares += sum_of(v);
-    }
-  }
-  const float rstd = 1.f / sqrtf(team_sum(squares) * scale + p.eps);
-  if (lane == 0) {
-    p.mean[group] = mean;
-    p.rstd[group] = rstd;
-  }
-#pragma unroll
-  for (int u = 0; u < kTeamPasses; ++u) {
-    if (u * lanes >= share.hi) break;
-    const int slot = lane + u * lanes;
-    if (slot < share.lo || slot >= share.hi) continue;
-    float v[kVec];
-    values_of<Traits::kPre>(input[u], p.pre_act, v);
-    if (column[u] + kVec <= share.s) {
-      scale_shift(v, mean, coefficients[u].x * rstd, coefficients[u].y);
-    } else {
-      scale_shift_across(v, mean, rstd, column[u], share.s, row[u], coefficients_of);
-    }
-    finish_values<Traits::kAct>(y + slot * kVec, input[u], p.act, p.add_input, p.streaming_stores, v);
-  }
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    if (edge[e] < 0) continue;
-    uint32_t column;
-    const float2 c = coefficients_of(share.row_of(edge[e], &column));
-    const float out = apply_chain<Traits::kAct>(p.act, (edge_value[e] - mean) * (c.x * rstd) + c.y);
-    y[edge[e]] = from_acc<T>(p.add_input ? out + to_acc(edge_input[e]) : out);
-  }
-}
-
-template <typename Traits>
-Status launch(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
-  if (p.shares.blocks == 0) {
-    group_norm_team_fwd_kernel<Traits><<<plan.grid, kTeamThreads, 0, stream>>>(p);
-    const cudaError_t error = cudaGetLastError();
-    if (error == cudaSuccess) return Status::Ok();
-    return {StatusCode::kCudaError, "group_norm_team_fwd_kernel", cudaGetErrorString(error)};
-  }
-  return launch_clusters("group_norm_cluster_fwd_kernel", group_norm_cluster_fwd_kernel<Traits>, p, plan, stream);
-}
-
 }  // namespace
 
 int max_cluster_blocks(int device) {
@@ -275,12 +164,15 @@ int max_cluster_blocks(int device) {
 }
 
 Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
+  if (p.shares.blocks == 0) return run_group_norm_team_fwd(p, plan, stream);
   Status status;
   switch (p.dtype) {
-#define KGOPT_CLUSTER_DTYPE(name, T)                                                         \
-  case Dtype::name:                                                                          \
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                      \
-                          status = (launch<ClusterTraits<T, kPre, kAct>>(p, plan, stream))); \
+#define KGOPT_CLUSTER_DTYPE(name, T)                                                                             \
+  case Dtype::name:                                                                                              \
+    KGOPT_DISPATCH_CHAINS(                                                                                       \
+        p.pre_act, p.act, kPre, kAct,                                                                            \
+        status = launch_clusters("group_norm_cluster_fwd_kernel",                                                \
+                                 group_norm_cluster_fwd_kernel<ClusterTraits<T, kPre, kAct>>, p, plan, stream)); \
     break;
     KGOPT_CLUSTER_DTYPE(kFloat32, float)
     KGOPT_CLUSTER_DTYPE(kBFloat16, __nv_bfloat16)

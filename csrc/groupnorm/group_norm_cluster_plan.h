@@ -57,10 +57,11 @@ inline bool set_shares(const ClusterPlanInput& in, int blocks, int threads, Clus
   p.rows = static_cast<uint32_t>(std::min<int64_t>(p.channels, p.share / d.s + 2));
   if (blocks == 0) {
     p.lanes = int64_t(p.share) * size <= kTeamPasses * 8 * 16 ? 8 : 32;
+    p.passes = int64_t(p.share) * size <= int64_t(kTeamPasses) * p.lanes * 16 ? kTeamPasses : kTeamMostPasses;
     plan->threads = kTeamThreads;
     plan->grid = static_cast<unsigned>((groups * p.lanes + kTeamThreads - 1) / kTeamThreads);
     plan->smem_bytes = 0;
-    return int64_t(p.share) * size <= kTeamPasses * 32 * 16;
+    return int64_t(p.share) * size <= int64_t(p.passes) * p.lanes * 16;
   }
   p.together = d.s >= int64_t(threads) * 16;
   const int64_t warps = threads / 32, data = int64_t(p.share) * size;
@@ -108,7 +109,9 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   }
   // Few groups of over 1 KB leave lanes of other multiprocessors idle: a block each is faster.
   const bool many_or_small = bytes <= 1024 || groups > 4 * in.sm_count || in.max_blocks == 0;
-  if (in.tensors == 1 && many_or_small && set_shares(in, 0, 0, &plan)) return plan;
+  // A team sums up one channel, so that backward takes no more.
+  const bool for_teams = many_or_small && (in.tensors == 1 || d.channels_per_group() == 1);
+  if (for_teams && set_shares(in, 0, 0, &plan)) return plan;
   if (in.max_blocks == 0) return refuse("clusters and bulk copies need compute capability 9.0 and code built for it");
   // A block for each would take longer than passes over all of them.
   if (bytes < 768 && groups > 8192) return refuse("there are many groups of under 768 bytes");

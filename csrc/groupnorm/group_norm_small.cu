@@ -11,7 +11,9 @@
 namespace kgopt {
 namespace {
 
-// The chains by name at run time: few elements do not pay for kernels of their own.
+// A kernel whose chain is Chain::kAny looks up at run time which ones its activations are. Few elements do not pay for
+// kernels of their own, but for the usual ones: no pre-activation, and behind the norm none, relu or SiLU. What they
+// need not jump over they need not fetch, and instructions come from memory at first, as x does.
 template <int kElements>
 __device__ __forceinline__ void apply_kind(Chain kind, const ActChain& chain, float (&v)[kElements]) {
   if (kind == Chain::kNone) return;
@@ -51,10 +53,11 @@ __device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
 }
 
 // What a thread has of its team's unit: kRuns vectors of kRun elements.
-template <typename T, int kRun_, int kRuns_>
+template <typename T, int kRun_, int kRuns_, Chain kAct_>
 struct SmallTraits {
   using Element = T;
   static constexpr int kRun = kRun_, kRuns = kRuns_, kElements = kRun * kRuns;
+  static constexpr Chain kAct = kAct_;
 };
 
 template <typename Traits>
@@ -235,10 +238,8 @@ __device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_
 
 // Forward is all latency, so each of its kernels computes what it needs and no more: a team is the block (kBlock) or up
 // to a warp, and contiguous offsets need no rows.
-template <typename T, int kRun_, int kRuns_, bool kBlock_, bool kLast_>
-struct SmallFwdTraits {
-  using Element = T;
-  static constexpr int kRun = kRun_, kRuns = kRuns_, kElements = kRun * kRuns;
+template <typename Traits, bool kBlock_, bool kLast_>
+struct SmallFwdTraits : Traits {
   static constexpr bool kBlock = kBlock_, kLast = kLast_;
 };
 
@@ -341,8 +342,10 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
   float v[kElements];
 #pragma unroll
   for (int k = 0; k < kElements; ++k) v[k] = to_acc(raw[k]);
-  apply_kind(s.pre_kind, p.pre_act, v);
-  apply_kind(s.pre_kind, p.pre_act, origin);
+  if constexpr (Traits::kAct == Chain::kAny) {
+    apply_kind(s.pre_kind, p.pre_act, v);
+    apply_kind(s.pre_kind, p.pre_act, origin);
+  }
   float sum = 0.f, squares = 0.f;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
@@ -366,7 +369,11 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
   for (int k = 0; k < kElements; ++k) {
     v[k] = v[k] * (rstd * affine(p.weight, 1.f, weight_bits[k])) + affine(p.bias, 0.f, bias_bits[k]);
   }
-  apply_kind(s.act_kind, p.act, v);
+  if constexpr (Traits::kAct == Chain::kAny) {
+    apply_kind(s.act_kind, p.act, v);
+  } else {
+    apply_chain<Traits::kAct, false>(p.act, v);
+  }
   if (p.add_input) {
 #pragma unroll
     for (int k = 0; k < kElements; ++k) v[k] += to_acc(raw[k]);
@@ -430,7 +437,9 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   t.load(p.x, raw_x);
   t.load(p.dy, raw_dy);
   t.load_affine(p.weight, wide, weight_bits);
-  if (s.act_kind != Chain::kNone) t.load_affine(p.bias, wide, bias_bits);
+  if (Traits::kAct == Chain::kAny ? s.act_kind != Chain::kNone : Traits::kAct != Chain::kNone) {
+    t.load_affine(p.bias, wide, bias_bits);
+  }
   if (blocks > 1) open_box(&box, blocks);
   float xhat[kElements], dz[kElements], z[kElements], slope[kElements], weight[kElements], bias[kElements];
 #pragma unroll
@@ -439,7 +448,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     dz[k] = to_acc(raw_dy[k]);
     slope[k] = rstd;
   }
-  apply_slope(s.pre_kind, p.pre_act, xhat, slope);
+  if constexpr (Traits::kAct == Chain::kAny) apply_slope(s.pre_kind, p.pre_act, xhat, slope);
   t.affine(p.weight, wide, 1.f, weight_bits, weight);
   t.affine(p.bias, wide, 0.f, bias_bits, bias);
 #pragma unroll
@@ -447,7 +456,11 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     xhat[k] = (xhat[k] - mean) * rstd;
     z[k] = xhat[k] * weight[k] + bias[k];
   }
-  apply_slope(s.act_kind, p.act, z, dz);
+  if constexpr (Traits::kAct == Chain::kAny) {
+    apply_slope(s.act_kind, p.act, z, dz);
+  } else {
+    multiply_slopes<Traits::kAct, false, false>(p.act, z, dz);
+  }
   // With one channel the sums of the group are those of the channel, but for the weight.
   const bool one_channel = s.channels == 1;
   float terms[2] = {0.f, 0.f};
@@ -562,17 +575,15 @@ Status launch_fwd_as(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cu
 }
 template <typename Traits>
 Status launch_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  using T = typename Traits::Element;
-  constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns;
   const bool last = p.shares.channels_last;
   if constexpr (Traits::kElements == 1) {
     if (p.shares.by_lanes.d <= 32) {
-      return last ? launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, false, true>>(p, plan, stream)
-                  : launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, false, false>>(p, plan, stream);
+      return last ? launch_fwd_as<SmallFwdTraits<Traits, false, true>>(p, plan, stream)
+                  : launch_fwd_as<SmallFwdTraits<Traits, false, false>>(p, plan, stream);
     }
   }
-  return last ? launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, true, true>>(p, plan, stream)
-              : launch_fwd_as<SmallFwdTraits<T, kRun, kRuns, true, false>>(p, plan, stream);
+  return last ? launch_fwd_as<SmallFwdTraits<Traits, true, true>>(p, plan, stream)
+              : launch_fwd_as<SmallFwdTraits<Traits, true, false>>(p, plan, stream);
 }
 template <typename Traits>
 Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
@@ -595,34 +606,48 @@ Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaS
   return Status::Ok();
 }
 
-#define KGOPT_SMALL_RUNS(launch, T)                                                \
-  if (plan.run == kSmallRun) {                                                     \
-    return plan.runs == 1 ? launch<SmallTraits<T, kSmallRun, 1>>(p, plan, stream)  \
-                          : launch<SmallTraits<T, kSmallRun, 2>>(p, plan, stream); \
-  }                                                                                \
-  return plan.runs == 1   ? launch<SmallTraits<T, 1, 1>>(p, plan, stream)          \
-         : plan.runs == 4 ? launch<SmallTraits<T, 1, 4>>(p, plan, stream)          \
-                          : launch<SmallTraits<T, 1, 8>>(p, plan, stream);
-#define KGOPT_SMALL_DISPATCH(name, launch)                         \
-  p.shares.pre_kind = chain_kind(p.pre_act);                       \
-  p.shares.act_kind = chain_kind(p.act);                           \
-  switch (p.dtype) {                                               \
-    case Dtype::kFloat32: KGOPT_SMALL_RUNS(launch, float)          \
-    case Dtype::kBFloat16: KGOPT_SMALL_RUNS(launch, __nv_bfloat16) \
-    case Dtype::kFloat16: KGOPT_SMALL_RUNS(launch, __half)         \
-    default: return Status::Unsupported(name, "float64");          \
+// Calls launch(Traits()) with what the plan and the chains ask for.
+template <typename T, Chain kAct, typename Launch>
+Status dispatch_runs(const SmallPlan& plan, Launch launch) {
+  if (plan.run == kSmallRun) {
+    return plan.runs == 1 ? launch(SmallTraits<T, kSmallRun, 1, kAct>()) : launch(SmallTraits<T, kSmallRun, 2, kAct>());
   }
+  return plan.runs == 1   ? launch(SmallTraits<T, 1, 1, kAct>())
+         : plan.runs == 4 ? launch(SmallTraits<T, 1, 4, kAct>())
+                          : launch(SmallTraits<T, 1, 8, kAct>());
+}
+template <typename T, typename Launch>
+Status dispatch_chain(const SmallShares& shares, const SmallPlan& plan, Launch launch) {
+  if (shares.pre_kind != Chain::kNone) return dispatch_runs<T, Chain::kAny>(plan, launch);
+  switch (shares.act_kind) {
+    case Chain::kNone: return dispatch_runs<T, Chain::kNone>(plan, launch);
+    case Chain::kRelu: return dispatch_runs<T, Chain::kRelu>(plan, launch);
+    case Chain::kSilu: return dispatch_runs<T, Chain::kSilu>(plan, launch);
+    default: return dispatch_runs<T, Chain::kAny>(plan, launch);
+  }
+}
+template <typename Params, typename Launch>
+Status dispatch(const char* name, Params& p, const SmallPlan& plan, Launch launch) {
+  p.shares.pre_kind = chain_kind(p.pre_act);
+  p.shares.act_kind = chain_kind(p.act);
+  switch (p.dtype) {
+    case Dtype::kFloat32: return dispatch_chain<float>(p.shares, plan, launch);
+    case Dtype::kBFloat16: return dispatch_chain<__nv_bfloat16>(p.shares, plan, launch);
+    case Dtype::kFloat16: return dispatch_chain<__half>(p.shares, plan, launch);
+    default: return Status::Unsupported(name, "float64");
+  }
+}
 
 }  // namespace
 
-Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan,
-                                cudaStream_t stream){KGOPT_SMALL_DISPATCH("group_norm_small_fwd_kernel", launch_fwd)}
-
-Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream) {
-  KGOPT_SMALL_DISPATCH("group_norm_small_bwd_kernel", launch_bwd)
+Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan, cudaStream_t stream) {
+  return dispatch("group_norm_small_fwd_kernel", p, plan,
+                  [&](auto traits) { return launch_fwd<decltype(traits)>(p, plan, stream); });
 }
 
-#undef KGOPT_SMALL_DISPATCH
-#undef KGOPT_SMALL_RUNS
+Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream) {
+  return dispatch("group_norm_small_bwd_kernel", p, plan,
+                  [&](auto traits) { return launch_bwd<decltype(traits)>(p, plan, stream); });
+}
 
 }  // namespace kgopt

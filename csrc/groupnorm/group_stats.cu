@@ -125,21 +125,6 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   }
 }
 
-template <typename Acc>
-__global__ void __launch_bounds__(256) affine_table_kernel(const __grid_constant__ AffineTableParams p) {
-  let_dependents_start();
-  const int64_t channels = p.c / p.g;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.n * p.c;
-       i += int64_t(gridDim.x) * blockDim.x) {
-    const int64_t n = i / p.c, c = i % p.c;
-    Acc* const out = static_cast<Acc*>(p.table) + i * 4;
-    out[0] = static_cast<const Acc*>(p.mean)[n * p.g + c / channels];
-    out[1] = static_cast<const Acc*>(p.rstd)[n * p.g + c / channels];
-    out[2] = p.weight ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
-    out[3] = p.bias ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
-  }
-}
-
 // A warp a channel. Means are merged relative to the first slice's, so that an offset is rounded once.
 template <typename Acc>
 __global__ void __launch_bounds__(128) channel_moments_kernel(const __grid_constant__ ChannelMomentsParams p) {
@@ -263,17 +248,6 @@ Status run_moments_table(const MomentsTableParams& p, cudaStream_t stream) {
   const char* const name = "moments_table_kernel";
   return p.is_double ? launch_after<moments_table_kernel<double>>(true, name, blocks, 128, stream, p)
                      : launch_after<moments_table_kernel<float>>(true, name, blocks, 128, stream, p);
-}
-
-Status run_affine_table(const AffineTableParams& p, cudaStream_t stream) {
-  if (p.n * p.c == 0) return Status::Ok();
-  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>((p.n * p.c + 255) / 256, 4096));
-  if (p.is_double) {
-    affine_table_kernel<double><<<blocks, 256, 0, stream>>>(p);
-  } else {
-    affine_table_kernel<float><<<blocks, 256, 0, stream>>>(p);
-  }
-  return check("affine_table_kernel");
 }
 
 }  // namespace kgopt

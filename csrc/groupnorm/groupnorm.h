@@ -20,7 +20,6 @@ Status run_group_stats(const GroupStatsParams& p, cudaStream_t stream);
 Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t stream);
 Status run_channel_moments(const ChannelMomentsParams& p, cudaStream_t stream);
 Status run_moments_table(const MomentsTableParams& p, cudaStream_t stream);
-Status run_affine_table(const AffineTableParams& p, cudaStream_t stream);
 // Whether the current device runs code of this binary that was built for compute capability 9.0 or later.
 bool has_bulk_copy();
 // Unsupported where not all blocks can run at a time; nothing was launched then.
@@ -28,8 +27,13 @@ Status run_group_norm_fwd(const GroupNormFwdParams& p, const TilesPlan& plan, cu
 // The most blocks of a cluster on `device`, the current one, with all shared memory taken; 0 where it has no clusters.
 int max_cluster_blocks(int device);
 Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
+// What these two do for plans of teams.
+Status run_group_norm_team_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
+Status run_group_norm_team_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 // As run_group_norm_fwd.
 Status run_group_norm_bwd(const GroupNormBwdParams& p, const TilesPlan& plan, cudaStream_t stream);
+// dweight and dbias, its second step.
+Status run_tile_gradient(const GroupNormBwdParams& p, cudaStream_t stream);
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 // As run_group_norm_fwd.
 Status run_group_norm_columns_fwd(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream);

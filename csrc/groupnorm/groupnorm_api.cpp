@@ -244,16 +244,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, in
   return {out, s.channel_mean, s.mean, s.rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> allocate_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,
-                                                      const OptTensor& bias) {
+std::tuple<Tensor, Tensor> allocate_affine_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,
+                                                     const OptTensor& bias) {
   const ScalarType type = affine_type(x, weight, bias);
-  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format_of(x, d));
   Tensor dweight = empty_like_shape(x, {d.c}, type), dbias = empty_like_shape(x, {d.c}, type);
   if (d.numel() == 0) {
     torch::stable::zero_(dweight);
     torch::stable::zero_(dbias);
   }
-  return {dx, dweight, dbias};
+  return {dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> allocate_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,
+                                                      const OptTensor& bias) {
+  return std::tuple_cat(std::make_tuple(empty_like_shape(x, sizes_of(x), std::nullopt, format_of(x, d))),
+                        allocate_affine_gradients(x, d, weight, bias));
 }
 
 void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean, const Tensor& rstd,
@@ -261,28 +266,20 @@ void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean
                              const std::tuple<Tensor, Tensor, Tensor>& gradients, Workspace* workspace,
                              GroupNormBackwardParams* p) {
   const GroupNormDims& d = p->dims;
-  const int64_t table = workspace->reserve(d.n * d.c * 4 * acc_size(d));
+  const int64_t rows = workspace->reserve(d.n * d.c * 8 * acc_size(d));
   const int64_t partials = workspace->reserve(d.n * p->slices * d.c * 2 * acc_size(d));
-  const int64_t sums = workspace->reserve(d.n * d.c * 2 * acc_size(d));
-  const int64_t terms = workspace->reserve(d.n * d.g * 2 * acc_size(d));
   workspace->allocate();
-  AffineTableParams t;
+  AffineSource& t = p->affine;
   t.mean = mean.const_data_ptr();
   t.rstd = rstd.const_data_ptr();
   t.weight = data_or_null(weight);
   t.bias = data_or_null(bias);
   t.affine_dtype = affine_dtype(op, weight, bias);
-  t.is_double = d.dtype == Dtype::kFloat64;
-  t.n = d.n;
   t.c = d.c;
   t.g = d.g;
-  t.table = workspace->at<void>(table);
-  raise_on_error(op, run_affine_table(t, stream_of(x)));
   const auto& [dx, dweight, dbias] = gradients;
-  p->table = t.table;
   p->partial_sums = workspace->at<void>(partials);
-  p->channel_sums = workspace->at<void>(sums);
-  p->group_terms = workspace->at<void>(terms);
+  p->rows = workspace->at<void>(rows);
   p->dx = dx.mutable_data_ptr();
   p->dweight = dweight.mutable_data_ptr();
   p->dbias = dbias.mutable_data_ptr();
@@ -446,7 +443,7 @@ std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, st
   switch (choice.way) {
     case NormWay::kSmall: return once + "a group in the registers of a team of threads, one launch";
     case NormWay::kOnChip:
-      if (c.blocks == 0) return once + "a group in the shared memory of a team of threads, one launch";
+      if (c.blocks == 0) return once + "a group in the registers of a few lanes, one launch";
       if (c.blocks == 1) return once + "a group in the shared memory of a block, one launch";
       return once + "a group in the shared memory of a cluster of " + std::to_string(c.blocks) + " blocks, one launch";
     case NormWay::kOneRead: return once + "tiles of a group in the shared memory of the whole GPU";
@@ -462,10 +459,12 @@ std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, st
   return std::string("passes over memory: ") + (why ? why : "no way on chip takes it");
 }
 
-// dx, dweight and dbias with one read of x and dy; false, and nothing launched, where passes over them must do it.
-bool backward_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, const NormChoice& choice,
-                      const GroupNormBwdArgs& a, const Tensor& dweight, const Tensor& dbias) {
-  if (choice.way == NormWay::kPasses) return false;
+// dx, and dweight and dbias as returned, with one read of x and dy; nothing, and nothing launched, where passes over
+// them must do it. What the second step writes is allocated behind the launch of the first, which then starts earlier.
+std::optional<std::tuple<Tensor, Tensor>> backward_on_chip(const char* op, const Tensor& x, const GroupNormDims& d,
+                                                           const NormChoice& choice, const GroupNormBwdArgs& a,
+                                                           const OptTensor& weight, const OptTensor& bias) {
+  if (choice.way == NormWay::kPasses) return std::nullopt;
   const GroupTiles& tiles = choice.one_read.shares;
   const ColumnShares& slabs = choice.columns.shares;
   int64_t words = 0, rows = d.n, sums = 0;  // rows: sets of channel sums that remain to be added up
@@ -490,11 +489,19 @@ bool backward_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, c
   g.channel_sums = workspace.at<float>(sums_at);
   g.n = rows;
   g.c = d.c;
-  g.dweight = dweight.mutable_data_ptr();
-  g.dbias = dbias.mutable_data_ptr();
-  g.affine_dtype = check_dtype(op, "weight", dweight);
+  std::tuple<Tensor, Tensor> gradients;
+  const auto allocate = [&] {
+    gradients = allocate_affine_gradients(x, d, weight, bias);
+    const auto& [dweight, dbias] = gradients;
+    g.dweight = dweight.mutable_data_ptr();
+    g.dbias = dbias.mutable_data_ptr();
+    g.affine_dtype = check_dtype(op, "weight", dweight);
+  };
+  const bool is_one_step = choice.way == NormWay::kSmall && rows == 0;
+  if (is_one_step) allocate();
   uint64_t* const at = workspace.at<uint64_t>(words_at);
   float* const channel_sums = workspace.at<float>(sums_at);
+  GroupNormBwdParams by_tiles{a, tiles, at, channel_sums};
   Status status;
   switch (choice.way) {
     case NormWay::kSmall:
@@ -507,16 +514,22 @@ bool backward_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, c
     case NormWay::kOnChip:
       status = run_group_norm_cluster_bwd({a, choice.on_chip.shares, channel_sums}, choice.on_chip, stream_of(x));
       break;
-    case NormWay::kOneRead:
-      status = run_group_norm_bwd({a, tiles, at, channel_sums, g.dweight, g.dbias, g.affine_dtype}, choice.one_read,
-                                  stream_of(x));
-      break;
+    case NormWay::kOneRead: status = run_group_norm_bwd(by_tiles, choice.one_read, stream_of(x)); break;
     default: status = run_group_norm_rows_bwd({a, slabs, at, channel_sums}, choice.columns, stream_of(x));
   }
-  if (status.code == StatusCode::kUnsupported) return false;  // not all blocks can run at a time
+  if (status.code == StatusCode::kUnsupported) return std::nullopt;  // not all blocks can run at a time
   raise_on_error(op, status);
-  if (rows > 0) raise_on_error(op, run_affine_gradient(g, stream_of(x)));
-  return true;
+  if (is_one_step) return gradients;
+  allocate();
+  if (choice.way == NormWay::kOneRead) {
+    by_tiles.dweight = g.dweight;
+    by_tiles.dbias = g.dbias;
+    by_tiles.gradient_dtype = g.affine_dtype;
+    raise_on_error(op, run_tile_gradient(by_tiles, stream_of(x)));
+  } else {
+    raise_on_error(op, run_affine_gradient(g, stream_of(x)));
+  }
+  return gradients;
 }
 
 // Shared by both backward ops: tables and sums in the workspace, dx, dweight and dbias as outputs.
@@ -524,9 +537,8 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x,
                                                 const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                                                 const Tensor& rstd, GroupNormBackwardParams p) {
   const DeviceInfo info = check_gpu(op, x);
-  const auto gradients = allocate_gradients(x, d, weight, bias);
-  if (d.numel() == 0) return gradients;
-  const auto& [dx, dweight, dbias] = gradients;
+  if (d.numel() == 0) return allocate_gradients(x, d, weight, bias);
+  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format_of(x, d));
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
   const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
@@ -545,8 +557,10 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x,
     a.streaming_stores = exceeds_l2(op, x, d);
     a.mean = static_cast<const float*>(dense_mean.const_data_ptr());
     a.rstd = static_cast<const float*>(dense_rstd.const_data_ptr());
-    if (backward_on_chip(op, x, d, choice, a, dweight, dbias)) return gradients;
+    const auto affine = backward_on_chip(op, x, d, choice, a, weight, bias);
+    if (affine) return std::tuple_cat(std::make_tuple(dx), *affine);
   }
+  const auto gradients = std::tuple_cat(std::make_tuple(dx), allocate_affine_gradients(x, d, weight, bias));
   p.dims = d;
   plan_group_norm_backward(&p, info.sm_count);
   Workspace workspace(x);

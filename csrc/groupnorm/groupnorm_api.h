@@ -41,11 +41,13 @@ std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor&
 std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight,
                                                                     OptTensor bias, double eps);
 
-// (dx, dweight, dbias), uninitialized; of an x without elements dweight and dbias are zero.
+// (dweight, dbias) and (dx, dweight, dbias), uninitialized; of an x without elements dweight and dbias are zero.
+std::tuple<Tensor, Tensor> allocate_affine_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,
+                                                     const OptTensor& bias);
 std::tuple<Tensor, Tensor, Tensor> allocate_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,
                                                       const OptTensor& bias);
-// For a backward that passes over memory, with p's dims and slices set: its table, filled, and its sums in the
-// workspace, and where the gradients go. mean and rstd are dense, and so are weight and bias.
+// For a backward that passes over memory, with p's dims and slices set: its rows and its sums in the workspace, and
+// where the gradients go. mean and rstd are dense, and so are weight and bias.
 void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean, const Tensor& rstd,
                              const OptTensor& weight, const OptTensor& bias,
                              const std::tuple<Tensor, Tensor, Tensor>& gradients, Workspace* workspace,

@@ -100,16 +100,14 @@ struct MomentsTableParams {
   void* table = nullptr;
 };
 
-// The same table from statistics that are already there.
-struct AffineTableParams {
-  const void* mean = nullptr;
-  const void* rstd = nullptr;
-  const void* weight = nullptr;
-  const void* bias = nullptr;
+// What such a row holds, as statistics and parameters lie.
+struct AffineSource {
+  const void* mean = nullptr;    // [N, G]
+  const void* rstd = nullptr;    // [N, G]
+  const void* weight = nullptr;  // [C] or null (ones)
+  const void* bias = nullptr;    // [C] or null (zeros)
   Dtype affine_dtype = Dtype::kFloat32;
-  bool is_double = false;
-  int64_t n = 0, c = 0, g = 1;
-  void* table = nullptr;
+  int64_t c = 0, g = 1;
 };
 
 // y = act((pre_act(x) - mean) * rstd * weight + bias), plus x with add_input. y may be x.
@@ -135,22 +133,21 @@ struct GroupNormMeanParams {
   void* out = nullptr;
 };
 
-// dx, and the per-sample channel sums from which dweight and dbias come. With z = xhat * weight + bias,
+// dx, and the partial channel sums from which dweight and dbias come. With z = xhat * weight + bias,
 // dz = dy * act'(z); sums hold (sum dz, sum dz * xhat) over the positions of a channel.
 struct GroupNormBackwardParams {
   const void* dy = nullptr;    // of x's type and layout; null: dz is dout[n] / (C * S) everywhere
   const void* dout = nullptr;  // [N], accumulation type; only with dy == null
   const void* x = nullptr;
-  const void* table = nullptr;         // [N, C] of (mean, rstd, weight, bias)
+  AffineSource affine;
   const void* channel_mean = nullptr;  // [N, C]; only with dy == null
   GroupNormDims dims;
   ActChain pre_act, act;
   void* partial_sums = nullptr;  // [n][slices][c][2]
   int64_t slices = 0;
-  int64_t slice_length = 0;      // positions, or turns of them, per slice
-  int64_t turns = 1;             // positions that are walked as one; a multiple of it is slices
-  void* channel_sums = nullptr;  // [N, C, 2]
-  void* group_terms = nullptr;   // [N, G, 2]: (sum dz * weight, sum dz * weight * xhat) / (elements of a group)
+  int64_t slice_length = 0;  // positions, or turns of them, per slice
+  int64_t turns = 1;         // positions that are walked as one; a multiple of it is slices
+  void* rows = nullptr;      // [N, C] of GradientRow, from the merge
   void* dx = nullptr;
   void* dweight = nullptr;               // [C]
   void* dbias = nullptr;                 // [C]

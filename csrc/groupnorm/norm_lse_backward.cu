@@ -69,11 +69,11 @@ __device__ __forceinline__ Channel<Acc> channel_of(const NormLseBackwardParams& 
   const GroupNormDims& d = p.dims;
   Channel<Acc> k{};
   if (c >= d.c) return k;
-  k.row = static_cast<const AffineRow<Acc>*>(p.table)[n * d.c + c];
   if constexpr (kStore) {
-    const Acc* const terms = static_cast<const Acc*>(p.group_terms) + (n * d.g + c / (d.c / d.g)) * 2;
-    k.term = terms[0];
-    k.term_xhat = terms[1];
+    const GradientRow<Acc> r = static_cast<const GradientRow<Acc>*>(p.rows)[n * d.c + c];
+    k = {r.affine, r.term, r.term_xhat};
+  } else {
+    k.row = make_affine_row<Acc>(p.affine, n, c);
   }
   return k;
 }
