@@ -81,13 +81,14 @@ struct InputGradient {
       const Coef& k = coef(j);
       xhat[j] = (xhat[j] - k.affine.mean) * k.affine.rstd;
       z[j] = xhat[j] * k.affine.weight + k.affine.bias;
-      dz[j] = kDyPerSample ? k.dz : dy[j];
+      if (!kDyPerSample) dz[j] = dy[j];
     }
     if constexpr (!kDyPerSample) multiply_slopes<kAct, kIsCoarse<T>, false>(act, z, dz);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       const Coef& k = coef(j);
-      dx[j] = slope[j] * k.affine.rstd * (k.affine.weight * dz[j] - (k.term + xhat[j] * k.term_xhat));
+      const Acc off = k.term + xhat[j] * k.term_xhat;
+      dx[j] = slope[j] * k.affine.rstd * (kDyPerSample ? -off : k.affine.weight * dz[j] - off);
     }
   }
 };
@@ -181,8 +182,8 @@ __global__ void __launch_bounds__(kMergeThreads)
   term_xhat = block_sum(term_xhat, shared[1]) / elements;
   const Acc dz = p.dout ? static_cast<const Acc*>(p.dout)[n] / (Acc(d.c) * Acc(d.s)) : Acc(0);
   for (int64_t i = tid; i < channels; i += blockDim.x) {
-    static_cast<GradientRow<Acc>*>(p.rows)[n * d.c + first + i] = {make_affine_row<Acc>(p.affine, n, first + i), term,
-                                                                   term_xhat, dz, Acc(0)};
+    const AffineRow<Acc> row = make_affine_row<Acc>(p.affine, n, first + i);
+    static_cast<GradientRow<Acc>*>(p.rows)[n * d.c + first + i] = {row, term - row.weight * dz, term_xhat, {}};
   }
 }
 
