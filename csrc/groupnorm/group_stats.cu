@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   const int64_t n = blockIdx.x / p.g;
   const int64_t group = blockIdx.x % p.g;
   const int64_t rows = p.partials.rows / p.g;
-  let_dependents_start();
   wait_for_prerequisites();
+  let_dependents_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t slices = p.partials.slices;
   const Acc* const data = static_cast<const Acc*>(p.partials.data) + (n * slices * p.partials.rows + group * rows) * 3;
@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
 // A warp a channel. Means are merged relative to the first slice's, so that an offset is rounded once.
 template <typename Acc>
 __global__ void __launch_bounds__(128) channel_moments_kernel(const __grid_constant__ ChannelMomentsParams p) {
-  let_dependents_start();
   wait_for_prerequisites();
+  let_dependents_start();
   const int lane = threadIdx.x % 32;
   const int64_t channel = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   if (channel >= p.n * p.c) return;
@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(128) channel_moments_kernel(const __grid_const
 // biases: beside a large offset it would be the last digits of the result.
 template <typename Acc>
 __global__ void __launch_bounds__(128) moments_table_kernel(const __grid_constant__ MomentsTableParams p) {
-  let_dependents_start();
   wait_for_prerequisites();
+  let_dependents_start();
   const int lane = threadIdx.x % 32;
   const int64_t group = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   if (group >= p.n * p.g) return;
@@ -188,12 +188,6 @@ __global__ void __launch_bounds__(128) moments_table_kernel(const __grid_constan
     out[2] = weight;
     out[3] = bias - lost * rstd * weight;
   }
-}
-
-Status check(const char* kernel) {
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, kernel, cudaGetErrorString(error)};
-  return Status::Ok();
 }
 
 }  // namespace
