@@ -2,6 +2,7 @@
 // room for, whatever N * G is, and merged in a fixed order.
 #include "../common/pointwise.cuh"
 #include "../common/traverse.cuh"
+#include "affine_row.cuh"
 #include "groupnorm.h"
 
 namespace kgopt {
@@ -66,7 +67,16 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   wait_for_prerequisites();
   let_dependents_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t slices = p.partials.slices;
+  const int64_t slices = p.partials.slices, channels = p.c / p.g;
+  const auto parameter = [&](const void* values, int64_t i, Acc none) {
+    return values ? load_as<Acc>(values, group * channels + i, p.affine_dtype) : none;
+  };
+  // Asked for before the moments, beside which they arrive.
+  Acc weight = 1, bias = 0;
+  if (p.table && threadIdx.x < channels) {
+    weight = parameter(p.weight, threadIdx.x, Acc(1));
+    bias = parameter(p.bias, threadIdx.x, Acc(0));
+  }
   const Acc* const data = static_cast<const Acc*>(p.partials.data) + (n * slices * p.partials.rows + group * rows) * 3;
   // Entries first, first + step, ... below count; four loads are under way at a time, or their latency is all there is.
   auto merge_strided = [&](int64_t first, int64_t step, int64_t count, auto&& place) {
@@ -114,14 +124,13 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   }
   if (!p.table) return;
   __syncthreads();
-  const int64_t channels = p.c / p.g;
   for (int64_t i = threadIdx.x; i < channels; i += blockDim.x) {
-    const int64_t c = group * channels + i;
-    Acc* const out = static_cast<Acc*>(p.table) + (n * p.c + c) * 4;
-    out[0] = statistics[0];
-    out[1] = statistics[1];
-    out[2] = p.weight ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
-    out[3] = p.bias ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
+    if (i >= blockDim.x) {
+      weight = parameter(p.weight, i, Acc(1));
+      bias = parameter(p.bias, i, Acc(0));
+    }
+    static_cast<AffineRow<Acc>*>(p.table)[n * p.c + group * channels + i] = {statistics[0], statistics[1], weight,
+                                                                             bias};
   }
 }
 
