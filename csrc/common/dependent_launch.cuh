@@ -12,6 +12,7 @@
 namespace kgopt {
 
 // By the kernel ahead: once every block has called it or ended, the next kernel's blocks may come beside its own.
+// Called after wait_for_prerequisites, it also tells them that all kernels ahead of this one have ended.
 __device__ __forceinline__ void let_dependents_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
     elementwise_rows_kernel(const __grid_constant__ ElementwiseArgs<F> a) {
   using T = typename F::Element;
   constexpr int64_t kPerBlock = int64_t(kTraverseThreads) * kTraverseUnroll * kSize;
-  wait_for_prerequisites();
   const int64_t total = a.n * a.c * a.s;
   const int64_t start = int64_t(gridDim.x - 1 - blockIdx.x) * kPerBlock;
   const int64_t row0 = start / a.s;
@@ -79,6 +78,7 @@ __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
       if (F::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at);
     }
   }
+  wait_for_prerequisites();
   const auto row_of = [&](int64_t at, int64_t* column) {
     *column = column0 + (at - start);
     const int64_t rows = narrow ? static_cast<uint32_t>(*column) / static_cast<uint32_t>(a.s) : *column / a.s;
@@ -221,7 +221,8 @@ int elementwise_size(const ElementwiseArgs<F>& a, bool channels_last) {
   return a.s % turns_of(a.c, kSize / 2) == 0 ? kSize / 2 : 1;
 }
 
-// Rows one after the other. With `early`, beside the end of the kernel ahead in the stream.
+// Rows one after the other. With `early`, beside the end of the kernel ahead in the stream, which must write neither x
+// nor second, and let others start after it has waited itself: they are read before it ends.
 template <typename F>
 Status launch_elementwise_rows(const char* name, const ElementwiseArgs<F>& a, cudaStream_t stream, bool early = false) {
   constexpr int kSize = kVecSize<typename F::Element>;
@@ -304,8 +305,8 @@ __global__ void __launch_bounds__(kTraverseThreads) reduce_rows_kernel(const __g
   using Acc = acc_t<T>;
   constexpr int kWarps = kTraverseThreads / 32;
   constexpr int kThreads = kWarpRows ? 32 : kTraverseThreads;
-  let_dependents_start();
   wait_for_prerequisites();
+  let_dependents_start();
   const int thread = threadIdx.x % kThreads;
   const int64_t unit = int64_t(blockIdx.x) * (kTraverseThreads / kThreads) + threadIdx.x / kThreads;
   if (unit >= a.n * a.rows * a.slices) return;  // whole warps leave: kWarpRows only
@@ -385,8 +386,8 @@ __global__ void __launch_bounds__(kTraverseThreads)
   using T = typename R::Element;
   using Acc = acc_t<T>;
   __shared__ typename R::Partial shared[kTraverseThreads * kSize];
-  let_dependents_start();
   wait_for_prerequisites();
+  let_dependents_start();
   const int lane = threadIdx.x % geometry.lanes;
   const int walker = threadIdx.x / geometry.lanes;
   const int64_t channel_block = blockIdx.x % geometry.channel_blocks;

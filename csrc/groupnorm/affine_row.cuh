@@ -20,13 +20,13 @@ __device__ __forceinline__ AffineRow<Acc> make_affine_row(const AffineSource& p,
           p.bias ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0)};
 }
 
-// The same for dx, with the group's terms: (sum dz * weight, sum dz * weight * xhat) / (elements of a group).
+// The same for dx, with the group's terms: (sum dz * weight, sum dz * weight * xhat) / (elements of a group). Where dz
+// is the same all over a sample, dz * weight is taken off the first.
 template <typename Acc>
 struct alignas(16) GradientRow {
   AffineRow<Acc> affine;
   Acc term, term_xhat;
-  Acc dz;  // where it is the same all over the sample
-  Acc unused;
+  Acc unused[2];
 };
 
 }  // namespace kgopt

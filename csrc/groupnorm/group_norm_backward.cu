@@ -81,13 +81,14 @@ struct InputGradient {
       const Coef& k = coef(j);
       xhat[j] = (xhat[j] - k.affine.mean) * k.affine.rstd;
       z[j] = xhat[j] * k.affine.weight + k.affine.bias;
-      dz[j] = kDyPerSample ? k.dz : dy[j];
+      if (!kDyPerSample) dz[j] = dy[j];
     }
     if constexpr (!kDyPerSample) multiply_slopes<kAct, kIsCoarse<T>, false>(act, z, dz);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       const Coef& k = coef(j);
-      dx[j] = slope[j] * k.affine.rstd * (k.affine.weight * dz[j] - (k.term + xhat[j] * k.term_xhat));
+      const Acc off = k.term + xhat[j] * k.term_xhat;
+      dx[j] = slope[j] * k.affine.rstd * (kDyPerSample ? -off : k.affine.weight * dz[j] - off);
     }
   }
 };
@@ -136,10 +137,16 @@ template <typename Acc>
 __global__ void __launch_bounds__(kMergeThreads)
     group_norm_backward_merge_kernel(const __grid_constant__ GroupNormBackwardParams p, int width_log2) {
   __shared__ Acc shared[2][kMergeThreads];
-  let_dependents_start();
-  wait_for_prerequisites();
   const GroupNormDims& d = p.dims;
   const int tid = threadIdx.x;
+  const int64_t block = blockIdx.x, groups = d.n * d.g, channels = d.c / d.g;
+  const int64_t n = block / d.g, first = (block - n * d.g) * channels;
+  // The sums' pass writes none of this, and the kernels ahead of it have ended.
+  AffineRow<Acc> own{};
+  if (block < groups && tid < channels) own = make_affine_row<Acc>(p.affine, n, first + tid);
+  wait_for_prerequisites();
+  let_dependents_start();
+  const auto row_of = [&](int64_t i) { return i == tid ? own : make_affine_row<Acc>(p.affine, n, first + i); };
   const auto add_up = [&](const TwoSums<Acc>* from, int64_t count, int log2) {
     TwoSums<Acc> sum;
 #pragma unroll 4
@@ -151,7 +158,6 @@ __global__ void __launch_bounds__(kMergeThreads)
     return sum;
   };
   const TwoSums<Acc>* const partials = static_cast<const TwoSums<Acc>*>(p.partial_sums);
-  const int64_t block = blockIdx.x, groups = d.n * d.g;
   if (block >= groups) {
     const int64_t c = ((block - groups) << kGradientChannelsLog2) + (tid & (kGradientChannels - 1));
     TwoSums<Acc> sum;
@@ -162,13 +168,12 @@ __global__ void __launch_bounds__(kMergeThreads)
     store_as(p.dbias, c, p.affine_dtype, sum.dz);
     return;
   }
-  const int64_t channels = d.c / d.g, width = int64_t(1) << width_log2;
-  const int64_t n = block / d.g, first = (block - n * d.g) * channels;
+  const int64_t width = int64_t(1) << width_log2;
   Acc term = 0, term_xhat = 0;
   for (int64_t i = tid & (width - 1); i - (tid & (width - 1)) < channels; i += width) {
     const int64_t c = first + i;
     const bool keeps = tid < width && i < channels;
-    const Acc weight = keeps ? make_affine_row<Acc>(p.affine, n, c).weight : Acc(0);
+    const Acc weight = keeps ? row_of(i).weight : Acc(0);
     TwoSums<Acc> sum;
     if (i < channels) sum = add_up(partials + n * p.slices * d.c + c, p.slices, width_log2);
     sum_over_walkers(sum, width_log2, shared);
@@ -181,8 +186,8 @@ __global__ void __launch_bounds__(kMergeThreads)
   term_xhat = block_sum(term_xhat, shared[1]) / elements;
   const Acc dz = p.dout ? static_cast<const Acc*>(p.dout)[n] / (Acc(d.c) * Acc(d.s)) : Acc(0);
   for (int64_t i = tid; i < channels; i += blockDim.x) {
-    static_cast<GradientRow<Acc>*>(p.rows)[n * d.c + first + i] = {make_affine_row<Acc>(p.affine, n, first + i), term,
-                                                                   term_xhat, dz, Acc(0)};
+    const AffineRow<Acc> row = row_of(i);
+    static_cast<GradientRow<Acc>*>(p.rows)[n * d.c + first + i] = {row, term - row.weight * dz, term_xhat, {}};
   }
 }
 
@@ -194,8 +199,8 @@ __global__ void __launch_bounds__(kGradientThreads)
   constexpr int kWalkers = kGradientThreads / kGradientChannels;
   const int64_t c = int64_t(blockIdx.x) * kGradientChannels + threadIdx.x % kGradientChannels;
   Acc dweight = 0, dbias = 0;
-  let_dependents_start();
   wait_for_prerequisites();
+  let_dependents_start();
   if (c < p.c) {
     const Acc* const sums = static_cast<const Acc*>(p.channel_sums) + c * 2;
 #pragma unroll 4

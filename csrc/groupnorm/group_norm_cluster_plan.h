@@ -151,6 +151,10 @@ struct NormChoice {
 // From here on tiles were faster than clusters of sixteen, whatever else (H200).
 inline constexpr int64_t kTiledGroupBytes = 1 << 20;
 
+// The most data of a block where all clusters of sixteen run at a time and have a multiprocessor for each block: such a
+// launch ends before tiles have told each other their moments (H200).
+inline constexpr int64_t kOneWaveData[2] = {96 << 10, 40 << 10};  // forward, backward
+
 // The first of the ways that takes it. A cluster of sixteen whose blocks have a multiprocessor each leaves a sixth of
 // an H200 idle and overlaps nothing, and a few such clusters leave even more: then the tiles come first.
 inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const TilesPlanInput& tiles,
@@ -167,9 +171,12 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
   choice.slabs = plan_group_norm_slab(cluster.dims, cluster.sm_count);
   const ClusterPlan& c = choice.on_chip;
   const int64_t bytes = int64_t(c.shares.elements) * dtype_size(cluster.dims.dtype) * cluster.tensors;
-  const bool crowded =
-      c.shares.blocks == kClusterMaxBlocks && (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm ||
-                                               leaves_gpu_idle(c, cluster.sm_count) || bytes >= kTiledGroupBytes);
+  const bool one_wave =
+      c.shares.groups * c.shares.blocks <= cluster.sm_count &&
+      int64_t(c.shares.share) * dtype_size(cluster.dims.dtype) * cluster.tensors <= kOneWaveData[cluster.tensors - 1];
+  const bool crowded = c.shares.blocks == kClusterMaxBlocks && !one_wave &&
+                       (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm ||
+                        leaves_gpu_idle(c, cluster.sm_count) || bytes >= kTiledGroupBytes);
   if (!c.refusal && (!crowded || choice.one_read.refusal)) {
     choice.way = NormWay::kOnChip;
   } else if (!choice.one_read.refusal) {

@@ -40,11 +40,12 @@ inline int64_t small_lanes(int64_t count) {
 
 // Bytes of x from which on bulk copies are faster, and from which on narrow groups go side by side (H200).
 inline constexpr int64_t kSmallBytes = 4 << 20, kSmallNarrowBytes = 1 << 20;
-// Contiguous groups of more elements than the first come faster through shared memory, in forward, and those of more
-// than the second where there are many (H200).
-inline constexpr int64_t kSmallFwdElements = 4096, kSmallFwdManyElements = 1024, kSmallFwdManyBytes = 1 << 20;
-// Up to here a thread has one element: as many threads as elements, but no more than a few warps (H200).
-inline constexpr int64_t kSmallFwdSingles = 640, kSmallBwdSingles = 128;
+// A few contiguous groups of more elements come faster through the shared memory of several blocks each, in forward
+// (H200).
+inline constexpr int64_t kSmallFwdElements = 4096, kSmallFwdManyGroups = 16;
+// Up to here a thread has one element: as many threads as elements, but no more than a few warps, and in all no more
+// than about half of what the GPU runs at a time (H200).
+inline constexpr int64_t kSmallFwdSingles = 640, kSmallBwdSingles = 128, kSmallFwdSingleThreads = 96 << 10;
 // Where a block's teams are neighbours it has about that many threads.
 inline constexpr int64_t kSmallThreads = 128;
 // The bytes of a group's channels at a position that fill a sector.
@@ -66,8 +67,8 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   if (d.numel() == 0) return refuse("x is empty");
   const int64_t units = d.n * d.g, elements = d.numel() / units, bytes = d.numel() * dtype_size(d.dtype);
   if (bytes > kSmallBytes) return refuse("x is large: bulk copies are faster");
-  const int64_t most_elements = bytes > kSmallFwdManyBytes ? kSmallFwdManyElements : kSmallFwdElements;
-  if (!in.backward && !d.channels_last && in.max_blocks > 0 && elements > most_elements) {
+  if (!in.backward && !d.channels_last && in.max_blocks > 0 && elements > kSmallFwdElements &&
+      units < kSmallFwdManyGroups) {
     return refuse("large groups come faster through shared memory");
   }
   if (has_narrow_groups(d) && bytes > kSmallNarrowBytes) return refuse("narrow groups go side by side");
@@ -88,9 +89,13 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
 
   // A block that has a group of all samples needs no second launch for dweight and dbias. Blocks of a cluster share a
   // unit where one would be full.
-  const int most_blocks = in.backward ? std::max(1, std::min(in.max_blocks, kSmallMaxBlocks)) : 1;
+  // With several channels, adding up their sums takes the blocks longer than shared memory takes the others (H200).
+  const bool clusters = in.backward && (d.channels_last || p.channels == 1);
+  const int most_blocks = clusters ? std::max(1, std::min(in.max_blocks, kSmallMaxBlocks)) : 1;
   const bool vectors = in.aligned && minor % kSmallRun == 0;
-  const int64_t singles = in.backward ? kSmallBwdSingles : kSmallFwdSingles;
+  // Forward's teams of several elements a thread are whole blocks, which take more than a warp.
+  const bool crowded = units * small_lanes(elements) > kSmallFwdSingleThreads;
+  const int64_t singles = in.backward ? kSmallBwdSingles : crowded ? 32 * kSmallRun : kSmallFwdSingles;
   int64_t lanes = 0, blocks = 1;
   bool found = false;
   for (; !found && blocks <= most_blocks; blocks *= 2) {

@@ -2,6 +2,7 @@
 // room for, whatever N * G is, and merged in a fixed order.
 #include "../common/pointwise.cuh"
 #include "../common/traverse.cuh"
+#include "affine_row.cuh"
 #include "groupnorm.h"
 
 namespace kgopt {
@@ -63,10 +64,19 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   const int64_t n = blockIdx.x / p.g;
   const int64_t group = blockIdx.x % p.g;
   const int64_t rows = p.partials.rows / p.g;
-  let_dependents_start();
   wait_for_prerequisites();
+  let_dependents_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t slices = p.partials.slices;
+  const int64_t slices = p.partials.slices, channels = p.c / p.g;
+  const auto parameter = [&](const void* values, int64_t i, Acc none) {
+    return values ? load_as<Acc>(values, group * channels + i, p.affine_dtype) : none;
+  };
+  // Asked for before the moments, beside which they arrive.
+  Acc weight = 1, bias = 0;
+  if (p.table && threadIdx.x < channels) {
+    weight = parameter(p.weight, threadIdx.x, Acc(1));
+    bias = parameter(p.bias, threadIdx.x, Acc(0));
+  }
   const Acc* const data = static_cast<const Acc*>(p.partials.data) + (n * slices * p.partials.rows + group * rows) * 3;
   // Entries first, first + step, ... below count; four loads are under way at a time, or their latency is all there is.
   auto merge_strided = [&](int64_t first, int64_t step, int64_t count, auto&& place) {
@@ -114,22 +124,21 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   }
   if (!p.table) return;
   __syncthreads();
-  const int64_t channels = p.c / p.g;
   for (int64_t i = threadIdx.x; i < channels; i += blockDim.x) {
-    const int64_t c = group * channels + i;
-    Acc* const out = static_cast<Acc*>(p.table) + (n * p.c + c) * 4;
-    out[0] = statistics[0];
-    out[1] = statistics[1];
-    out[2] = p.weight ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
-    out[3] = p.bias ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
+    if (i >= blockDim.x) {
+      weight = parameter(p.weight, i, Acc(1));
+      bias = parameter(p.bias, i, Acc(0));
+    }
+    static_cast<AffineRow<Acc>*>(p.table)[n * p.c + group * channels + i] = {statistics[0], statistics[1], weight,
+                                                                             bias};
   }
 }
 
 // A warp a channel. Means are merged relative to the first slice's, so that an offset is rounded once.
 template <typename Acc>
 __global__ void __launch_bounds__(128) channel_moments_kernel(const __grid_constant__ ChannelMomentsParams p) {
-  let_dependents_start();
   wait_for_prerequisites();
+  let_dependents_start();
   const int lane = threadIdx.x % 32;
   const int64_t channel = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   if (channel >= p.n * p.c) return;
@@ -160,8 +169,8 @@ __global__ void __launch_bounds__(128) channel_moments_kernel(const __grid_const
 // biases: beside a large offset it would be the last digits of the result.
 template <typename Acc>
 __global__ void __launch_bounds__(128) moments_table_kernel(const __grid_constant__ MomentsTableParams p) {
-  let_dependents_start();
   wait_for_prerequisites();
+  let_dependents_start();
   const int lane = threadIdx.x % 32;
   const int64_t group = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   if (group >= p.n * p.g) return;
@@ -188,12 +197,6 @@ __global__ void __launch_bounds__(128) moments_table_kernel(const __grid_constan
     out[2] = weight;
     out[3] = bias - lost * rstd * weight;
   }
-}
-
-Status check(const char* kernel) {
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, kernel, cudaGetErrorString(error)};
-  return Status::Ok();
 }
 
 }  // namespace

@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(kThreads, 2) norm_lse_rows_kernel(const __grid
   using Acc = acc_t<T>;
   __shared__ Channel<Acc> channels[kChannelSteps];
   __shared__ Acc shared[kWarps][kChannelSteps * 2];
-  let_dependents_start();
   wait_for_prerequisites();
+  let_dependents_start();
   const GroupNormDims& d = p.dims;
   const int64_t chunks = (d.c + kChannelSteps - 1) / kChannelSteps;
   const int64_t block = kStore ? int64_t(gridDim.x) - 1 - blockIdx.x : int64_t(blockIdx.x);
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     norm_lse_columns_kernel(const __grid_constant__ NormLseBackwardParams p, ColumnGeometry geometry) {
   using Acc = acc_t<T>;
   __shared__ Acc shared[kThreads * kVec * 2];
-  let_dependents_start();
   wait_for_prerequisites();
+  let_dependents_start();
   const GroupNormDims& d = p.dims;
   const int lane = threadIdx.x % geometry.lanes, walker = threadIdx.x / geometry.lanes;
   const int64_t block = kStore ? int64_t(gridDim.x) - 1 - blockIdx.x : int64_t(blockIdx.x);
