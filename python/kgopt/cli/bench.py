@@ -892,6 +892,4 @@ def _convs_suite(args: argparse.Namespace, settings: Settings, precisions: list[
         progress_note(conv.name)
         return convs.measure_conv(conv, precision, settings, ceilings, facts)
 
-    return _Suite(
-        steps, lambda step: (step[0].name, step[1], "forward"), measure, rates=precisions, save_every=10
-    )
+    return _Suite(steps, lambda step: (step[0].name, step[1], "forward"), measure, rates=precisions, save_every=10)

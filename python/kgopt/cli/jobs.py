@@ -52,9 +52,7 @@ def _job(args: argparse.Namespace, ceilings: Ceilings, facts: Row, compiled: Eve
             sys.exit(1)
 
 
-def run_jobs(
-    args: argparse.Namespace, steps: int, ceilings: Ceilings, facts: Row, earlier: list[Row]
-) -> list[Row]:
+def run_jobs(args: argparse.Namespace, steps: int, ceilings: Ceilings, facts: Row, earlier: list[Row]) -> list[Row]:
     """`earlier` rows and those of all `steps` of a suite, by args.jobs processes on all GPUs (or on --device).
 
     Raises ChildProcessError with the last line of a process that failed; the rows of the others are in --json then.
