@@ -13,7 +13,6 @@
 
 #include <cuda_runtime.h>
 
-#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -87,19 +86,15 @@ __device__ __forceinline__ WindowCursor window_tiles(const NarrowPlan& plan, int
   return {begin % tiles_d, begin / tiles_d / tiles_w, begin / tiles_d % tiles_w};
 }
 
-// Whether any of kThreads threads says so, which wait for each other.
-template <int kThreads>
-__device__ __forceinline__ bool any_thread(int barrier, bool mine) {
-  uint32_t any;
-  asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n bar.red.or.pred q, %3, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
-               : "=r"(any)
-               : "r"(uint32_t(mine)), "n"(kThreads), "r"(barrier)
-               : "memory");
-  return any != 0;
-}
+// Whether any of the loading threads says so. All of them wait for each other.
 template <int kLoaders = kWindowLoaders>
 __device__ __forceinline__ bool any_loader(bool mine) {
-  return any_thread<kLoaders>(2, mine);
+  uint32_t any;
+  asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n bar.red.or.pred q, 2, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
+               : "=r"(any)
+               : "r"(uint32_t(mine)), "n"(kLoaders)
+               : "memory");
+  return any != 0;
 }
 
 // Four neighbours, or one value, from memory; zeros where `inside` is false, without reading.
@@ -736,12 +731,6 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
 #pragma unroll
     for (int chain = 0; chain < kChains; ++chain) unit[chain] = 1.f;
 
-    // With two strips at once: whether values lie so far from zero, beside their spread, that sums of squares need
-    // pivots. Known after the warpgroup's first job.
-    enum { kPivotsUnknown, kPivotsKept, kPivotsNone } pivots = kPivotsUnknown;
-    const int tiles_h = static_cast<int>(plan.tiles[1]);
-    const int whole_h = tiles_h * plan.tile[1] == p.out[1] ? tiles_h : tiles_h - 1;
-
     // The first tile of the warpgroup's job. Those of a warp's strips are some tiles on.
     struct Place {
       int tile, stage;
@@ -889,101 +878,60 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       };
       using One = std::integral_constant<int, 0>;
       using Other = std::integral_constant<int, kChains - 1>;
+      auto begin_chain = [&](auto chain) {
+        start(chain, std::integral_constant<int, 0>()), start(chain, std::integral_constant<int, 1>()),
+            start(chain, std::integral_constant<int, 2>());
+        load_row(chain);
+      };
+      const int steps = all_rows + kWindow - 1;
+      begin_chain(One());
+      if constexpr (kChains == 2) begin_chain(Other());
+      // Of two strips, one row's products are under way while another row's are summed up.
+      auto step = [&](auto turn, int row) {
+        multiply(One(), turn);
+        if constexpr (kChains == 2) multiply(Other(), turn);
+        wgmma_wait<kChains - 1>();
+        take_row(One(), turn, row);
+        if constexpr (kChains == 2) {
+          wgmma_wait<0>();
+          take_row(Other(), turn, row);
+        }
+      };
       using Turn0 = std::integral_constant<int, 0>;
       using Turn1 = std::integral_constant<int, 1>;
       using Turn2 = std::integral_constant<int, 2>;
-      const int steps = all_rows + kWindow - 1;
-      bool plain = false;
-      if constexpr (kChains == 2) {
-        Place last = first;
-        advance(last, together - 1);
-        plain = pivots == kPivotsNone && (together == 1 || last.cursor.h < whole_h);
-      }
-      if (!plain) {
-        auto begin_chain = [&](auto chain) {
-          start(chain, Turn0()), start(chain, Turn1()), start(chain, Turn2());
-          load_row(chain);
-        };
-        begin_chain(One());
-        if constexpr (kChains == 2) begin_chain(Other());
-        auto step = [&](auto turn, int row) {
-          multiply(One(), turn);
-          if constexpr (kChains == 2) multiply(Other(), turn);
-          wgmma_wait<kChains - 1>();
-          take_row(One(), turn, row);
-          if constexpr (kChains == 2) {
-            wgmma_wait<0>();
-            take_row(Other(), turn, row);
-          }
-        };
+      int row = 0;
+      if constexpr (kChains == 1) {
 #pragma unroll 1
-        for (int row = 0; row < steps; row += kWindow) {
+        for (; row < steps; row += kWindow) {
           step(Turn0(), row);
           if (row + 1 < steps) step(Turn1(), row + 1);
           if (row + 2 < steps) step(Turn2(), row + 2);
         }
-      } else if constexpr (kChains == 2) {
-        // Without pivots, and all rows of a strip count or none of them, which adds zeros. One strip's products are
-        // always under way while the other's row is summed up.
-        auto clear = [&](auto chain, auto slot) {
-#pragma unroll
-          for (int j = 0; j < kAcc; ++j) {
-            asm volatile("mov.f32 %0, 0f00000000;"
-                         : "=f"(acc[decltype(chain)::value][decltype(slot)::value * kAcc + j]));
-          }
-        };
-        auto take = [&](auto of_chain, auto turn, auto sums_up) {
-          constexpr int chain = decltype(of_chain)::value;
-          wgmma_use(acc[chain]);
-          load_row(of_chain);
-          constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
-          if constexpr (decltype(sums_up)::value) {
-            const float* const done = acc[chain] + kSlot * kAcc;
-#pragma unroll
-            for (int j = 0; j < kAcc; ++j) {
-              auto& of = sums[chain][j / 4 * 2 + (j & 1)];
-              of.sum += done[j];
-              of.sum_sq = fmaf(done[j], done[j], of.sum_sq);
-            }
-          }
-          wgmma_use(acc[chain]);
-          clear(of_chain, std::integral_constant<int, kSlot>());
-        };
-        // Rows of both strips, one after the other.
-        auto take_rows = [&](auto sums_up, auto turn, auto... turns) {
-          multiply(One(), turn);
-          multiply(Other(), turn);
-          auto next = [&](auto now, auto later) {
-            wgmma_wait<1>();
-            take(One(), now, sums_up);
-            multiply(One(), later);
-            wgmma_wait<1>();
-            take(Other(), now, sums_up);
-            multiply(Other(), later);
-            return later;
-          };
-          auto last = turn;
-          (void)last;
-          using Turns = std::tuple<decltype(turn), decltype(turns)...>;
-          if constexpr (sizeof...(turns) >= 1) next(std::tuple_element_t<0, Turns>(), std::tuple_element_t<1, Turns>());
-          if constexpr (sizeof...(turns) >= 2) next(std::tuple_element_t<1, Turns>(), std::tuple_element_t<2, Turns>());
-          using Last = std::tuple_element_t<sizeof...(turns), Turns>;
-          wgmma_wait<1>();
-          take(One(), Last(), sums_up);
-          wgmma_wait<0>();
-          take(Other(), Last(), sums_up);
-        };
-        auto begin_chain = [&](auto chain) {
-          clear(chain, Turn0()), clear(chain, Turn1()), clear(chain, Turn2());
-          load_row(chain);
-        };
-        begin_chain(One()), begin_chain(Other());
-        take_rows(std::false_type(), Turn0(), Turn1());
-        int left = all_rows;
+      } else {
 #pragma unroll 1
-        for (; left >= kWindow; left -= kWindow) take_rows(std::true_type(), Turn2(), Turn0(), Turn1());
-        if (left > 0) take_rows(std::true_type(), Turn2());
-        if (left > 1) take_rows(std::true_type(), Turn0());
+        for (; row + kWindow <= steps; row += kWindow) {
+          multiply(One(), Turn0());
+          multiply(Other(), Turn0());
+          wgmma_wait<1>();
+          take_row(One(), Turn0(), row);
+          multiply(One(), Turn1());
+          wgmma_wait<1>();
+          take_row(Other(), Turn0(), row);
+          multiply(Other(), Turn1());
+          wgmma_wait<1>();
+          take_row(One(), Turn1(), row + 1);
+          multiply(One(), Turn2());
+          wgmma_wait<1>();
+          take_row(Other(), Turn1(), row + 1);
+          multiply(Other(), Turn2());
+          wgmma_wait<1>();
+          take_row(One(), Turn2(), row + 2);
+          wgmma_wait<0>();
+          take_row(Other(), Turn2(), row + 2);
+        }
+        if (row < steps) step(Turn0(), row);
+        if (row + 1 < steps) step(Turn1(), row + 1);
       }
 #pragma unroll
       for (int chain = 0; chain < kChains; ++chain) {
@@ -992,28 +940,6 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
         Place place = first;
         if (together > 1) advance(place, ahead + chain * between);
         if (place.tile < tile_count) barrier_arrive(empty + place.stage);
-      }
-      if constexpr (kChains == 2) {
-        if (pivots == kPivotsUnknown) {
-          bool wanted = false;
-          const float inverse = count > 0.f ? __fdividef(1.f, count) : 0.f;
-#pragma unroll
-          for (int j = 0; j < kSums; ++j) {
-            const float shift = (sums[0][j].sum + sums[1][j].sum) * inverse, mean = shift - begin[j];
-            const float variance = fmaf(-shift, shift, (sums[0][j].sum_sq + sums[1][j].sum_sq) * inverse);
-            wanted = wanted || mean * mean > 64.f * variance;
-          }
-          pivots = any_thread<128>(4 + warp / 4, wanted) ? kPivotsKept : kPivotsNone;
-          if (pivots == kPivotsNone) {
-#pragma unroll
-            for (int j = 0; j < kSums; ++j) {
-              const float sum = sums[0][j].sum + sums[1][j].sum, all = -begin[j] * count;
-              sums[0][j].sum_sq = fmaf(-begin[j], fmaf(2.f, sum, all), sums[0][j].sum_sq);
-              sums[0][j].sum += all;
-              begin[j] = 0.f;
-            }
-          }
-        }
       }
     }
 #pragma unroll
