@@ -213,8 +213,7 @@ inline bool window_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   p->plane = static_cast<int>(positions + 4) * 4;
   p->march_lanes = 0;
   const bool cube = p->kernel[0] == 3 && p->kernel[2] == 3 && p->dilation[0] == 1 && p->dilation[2] == 1;
-  if (cube && p->step[0] == 1 && d == 1 && q.in[2] % 4 == 0 && q.c_in / q.groups <= window_march_channels(p->math) &&
-      p->vectors <= 32) {
+  if (cube && p->step[0] == 1 && d == 1 && q.c_in / q.groups <= window_march_channels(p->math) && p->vectors <= 32) {
     int lanes = 1;  // a power of two: a thread's neighbour is in its warp
     while (lanes < p->vectors) lanes *= 2;
     if (lanes * p->halo[1] <= 128 * kWindowProducers) p->march_lanes = lanes;
@@ -318,7 +317,7 @@ inline double narrow_criterion(const NarrowPlan& p, const ConvProblem& q, const 
 struct BestTile {
   const ConvProblem& q;
   const DeviceLimits& limits;
-  NarrowPlan plan;
+  NarrowPlan plan = {};
   double cost = -1, sample_cycles = 0;
 
   void offer(const NarrowPlan& p, double cycles) {

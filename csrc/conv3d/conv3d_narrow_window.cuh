@@ -87,22 +87,23 @@ __device__ __forceinline__ WindowCursor window_tiles(const NarrowPlan& plan, int
   return {begin % tiles_d, begin / tiles_d / tiles_w, begin / tiles_d % tiles_w};
 }
 
-// What a block works through: slices of samples, every gridDim.x-th of them.
+// What a block works through: slices of samples, every gridDim.x-th of them. At first it stands before the first.
 struct WindowPiece {
-  unsigned index, n, slice;
-  bool is_there;
+  unsigned index = blockIdx.x - gridDim.x, n, slice;
   WindowCursor cursor;  // of the first tile
-  int tiles;
+  int tiles = 0;
 
-  __device__ __forceinline__ explicit WindowPiece(const NarrowParams& p) { find(p, blockIdx.x); }
-  __device__ __forceinline__ void next(const NarrowParams& p) { find(p, index + gridDim.x); }
-
- private:
-  __device__ __forceinline__ void find(const NarrowParams& p, unsigned i) {
+  // False at the end.
+  __device__ __forceinline__ bool next(const NarrowParams& p) {
     const unsigned slices = static_cast<unsigned>(p.plan.slices);
-    index = i, is_there = i < static_cast<unsigned>(p.n) * slices;
-    n = i / slices, slice = i % slices;
-    cursor = window_tiles(p.plan, slice, &tiles);
+    index += gridDim.x;
+    if (index >= static_cast<unsigned>(p.n) * slices) return false;
+    n = index, slice = 0, cursor = {0, 0, 0}, tiles = static_cast<int>(p.plan.tiles_per_sample);
+    if (slices > 1) {  // divisions take long
+      n = index / slices, slice = index % slices;
+      cursor = window_tiles(p.plan, slice, &tiles);
+    }
+    return true;
   }
 };
 
@@ -208,13 +209,12 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
   int stage = 0;
   uint32_t parity = 1;
   int tile = 0;
-  WindowPiece piece(p);
+  WindowPiece piece;
   for (;; ++tile, piece.cursor.advance(tiles_d, tiles_w)) {
     if (tile == piece.tiles) {
-      piece.next(p);
+      if (!piece.next(p)) break;
       tile = 0, lowest = INFINITY;
     }
-    if (!piece.is_there) break;
     const WindowCursor& cursor = piece.cursor;
     const Element* const x_sample =
         static_cast<const Element*>(p.x) + piece.n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
@@ -351,8 +351,8 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
   }
 }
 
-// The same for kernels of 3 x 3 x 3, stride 1 and tiles of one depth, where rows come in vectors and a thread has one
-// piece of four positions of the halo: going down the depth, it keeps the values of two planes and loads the third,
+// The same for kernels of 3 x 3 x 3, stride 1 and tiles of one depth, where a thread has one piece of four positions of
+// the halo: going down the depth, it keeps the values of two planes and loads the third,
 // while the tile before it is stored.
 template <ConvMath kMath, int kChannels>
 __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const WindowSmemLayout& layout,
@@ -379,14 +379,36 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
   float scale = 1.f, lowest = INFINITY;
   int quiet = 0;  // planes since one with large values
   const Element* from = nullptr;
-  bool inside = false;
-  uint32_t raw[kChannels][kRaw];
-  auto load_plane = [&](int depth) {
+  bool inside = false;  // the row
+  int column = 0;
+  const bool vectors = p.load == NarrowLoad::kVectors;
+  // Values of four positions; half types: in two words. A vector lies inside or outside as a whole.
+  auto load_plane_to = [&](uint32_t (*to)[kRaw], int depth) {
     const bool loads = inside && unsigned(depth) < unsigned(p.in[0]);
     const Element* at = from + depth * p.x_stride[0];
+    if (vectors) {
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c, at += p.x_stride_c) load_if(raw[c], at, loads);
+      for (int c = 0; c < kChannels; ++c, at += p.x_stride_c) {
+        load_if(to[c], at, loads && unsigned(column) < unsigned(p.in[2]));
+      }
+    } else {
+      uint32_t one[kChannels][4];
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c, at += p.x_stride_c) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          one[c][i] = load_one_if(at + i * p.x_stride[2], loads && unsigned(column + i) < unsigned(p.in[2]));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kChannels * kRaw; ++i) {
+        const int c = i / kRaw, k = i % kRaw;
+        to[c][k] = kScaled ? one[c][k] : one[c][2 * k % 4] | one[c][(2 * k + 1) % 4] << 16;
+      }
+    }
   };
+  uint32_t raw[kChannels][kRaw];
+  auto load_plane = [&](int depth) { load_plane_to(raw, depth); };
   uint32_t value[kTerms][kValues][2];  // of four positions, channels innermost of depths
 #pragma unroll
   for (int i = 0; i < kTerms * kValues * 2; ++i) value[i / (kValues * 2)][i / 2 % kValues][i % 2] = 0;
@@ -396,48 +418,37 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
   bool there = false;  // two of the tile's planes, and the third is under way
   bool waits = true;   // for the barriers, which are another thread's
   int tile = 0;
-  WindowPiece piece(p);
+  WindowPiece piece;
   for (;; ++tile) {
     if (tile == piece.tiles) {
-      piece.next(p);
+      if (!piece.next(p)) break;
       tile = 0, lowest = INFINITY;
     }
-    if (!piece.is_there) break;
     WindowCursor& cursor = piece.cursor;
     const int depth = cursor.d + plan.origin[0];
     if (!there) {
       const Element* const x_sample =
           static_cast<const Element*>(p.x) + piece.n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
       const int h = cursor.h * plan.tile[1] + plan.origin[1] + row;
-      const int w = cursor.w * plan.tile[2] + plan.origin[2] - plan.lead + place * 4;
-      inside = active && unsigned(h) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
-      from = x_sample + h * p.x_stride[1] + w;
+      column = cursor.w * plan.tile[2] + plan.origin[2] - plan.lead + place * 4;
+      inside = active && unsigned(h) < unsigned(p.in[1]);
+      from = x_sample + h * p.x_stride[1] + column * p.x_stride[2];
       if constexpr (!kScaled) {
-        const Element* at = from + depth * p.x_stride[0];
-#pragma unroll
-        for (int v = 0; v < kValues; ++v) {
-          const bool loads = inside && unsigned(depth + v / kChannels) < unsigned(p.in[0]);
-          load_if(value[0][v], at + v % kChannels * p.x_stride_c, loads);
-          if (v % kChannels == kChannels - 1) at += p.x_stride[0];
-        }
+        load_plane_to(&value[0][0], depth), load_plane_to(&value[0][kChannels], depth + 1);
+        load_plane_to(&value[0][2 * kChannels], depth + 2);
       }
 #pragma unroll 1
-      for (int plane = kScaled ? 1 : 4; plane < 6; ++plane) {  // while the first ones come
-        if (!inside || unsigned(depth + plane) >= unsigned(p.in[0])) continue;
-        for (int c = 0; c < kChannels; ++c) {
+      for (int plane = kScaled ? 1 : 4; plane < (kScaled ? 3 : 6); ++plane) {  // while those come
+        if (!inside || unsigned(column) >= unsigned(p.in[2]) || unsigned(depth + plane) >= unsigned(p.in[0])) continue;
+        for (int c = 0; c < (vectors ? kChannels : 1); ++c) {
           prefetch_l2(from + (depth + plane) * p.x_stride[0] + c * p.x_stride_c);
         }
       }
-    }
-    if constexpr (!kScaled) {
+    } else if constexpr (!kScaled) {
 #pragma unroll
-      for (int i = 0; i < 2 * kValues; ++i) {
-        constexpr int kOld = kValues - kChannels;
-        const int v = i / 2;
-        if (there)
-          value[0][v][i % 2] =
-              v < kOld ? value[0][v < kOld ? v + kChannels : 0][i % 2] : raw[v < kOld ? 0 : v - kOld][i % 2];
-      }
+      for (int i = 0; i < 2 * (kValues - kChannels); ++i) value[0][i / 2][i % 2] = value[0][i / 2 + kChannels][i % 2];
+#pragma unroll
+      for (int i = 0; i < 2 * kChannels; ++i) value[0][kValues - kChannels + i / 2][i % 2] = raw[i / 2][i % 2];
     }
     while (kScaled) {
       __half2 largest = __half2half2(__ushort_as_half(0));
@@ -682,7 +693,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       __syncwarp();
       named_barrier_arrive(3, 32 + 32 * kWarps);
     }
-    const int marches = plan.march_lanes > 0 && p.load == NarrowLoad::kVectors ? p.c_in : 0;
+    const int marches = plan.march_lanes > 0 ? p.c_in : 0;
     if (marches == 0) {
 #pragma unroll 1
       for (int i = tid; i < plan.types * 8; i += kWindowLoaders) {
@@ -791,7 +802,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     const float zero = __uint_as_float(__shfl_sync(0xffffffffu, load_shared(zeros), 0));
 
     Place first{0, 0, 0, 0, {}};
-    for (WindowPiece piece(p); piece.is_there; piece.next(p)) {
+    for (WindowPiece piece; piece.next(p);) {
       const int tile_count = piece.tiles;
       first.cursor = piece.cursor;
       // Of each channel, 8 j / 2 + 2 t + j % 2 of the block's, minus the first value that a thread sees; in the
@@ -805,35 +816,32 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       float unit = 1.f;  // what undoes those
 
       // With two strips at once: whether values lie so far from zero, beside their spread, that sums of squares must
-      // begin elsewhere. Known after the warpgroup's first unit.
+      // begin elsewhere. Known after the warpgroup's first units, which are then taken once more.
       enum { kUnknown, kFar, kNear } values_lie = kUnknown;
 
-      // One unit at first, which is there soonest, then pairs of them while there are enough for all.
+      // Pairs of units while there are enough for all.
       const int unit_count = together > 1 ? (tile_count + together - 1) / together : tile_count * units;
       Place place = first;
-      advance(place, own_group);
-      int at_unit = own_group, round = 0;  // which begins with this unit
+      int at_unit = 0, round = 0;  // which begins with this unit
+      auto find_unit = [&] {
+        const int next = round + (kChains == 2 && unit_count - round > 2 ? 2 : 1) * own_group;
+        advance(place, next - at_unit);
+        at_unit = next;
+      };
 #pragma unroll 1
-      while (at_unit < unit_count) {
-        int taken = 1, next = at_unit + kConsumers;
-        if constexpr (kChains == 2) {
-          const int left = unit_count - round;
-          if (round > 0 && left > 2 + own_group) taken = 2;
-          round += round > 0 ? 4 : 2;
-          next = round + (unit_count - round > 2 ? 2 : 1) * own_group;
-        }
+      for (find_unit(); at_unit < unit_count; find_unit()) {
+        const int taken = kChains == 2 && unit_count - round > 2 + own_group ? 2 : 1;
+        round += kChains * kConsumers;
         bool at_once = false;
         if constexpr (kChains == 2) {
           Place last = place;
           advance(last, taken - 1);
           advance_tiles(last, together - 1);
-          at_once = taken == 2 && values_lie == kNear && last.cursor.h < whole_h;
+          at_once = taken == 2 && values_lie != kFar && last.cursor.h < whole_h;
         }
         Place own_unit = place;
-        advance(place, next - at_unit);
-        at_unit = next;
 #pragma unroll 1
-        for (; taken > 0; taken -= at_once ? 2 : 1) {
+        for (int left = taken; left > 0; left -= at_once ? 2 : 1) {
           int rows[kChains];  // of those that all run through, how many count
           int all_rows = 0;
           uint32_t from[kChains][2 * kBlocks], step_bytes[kChains], to_low[kChains];
@@ -936,6 +944,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
           using Turn2 = std::integral_constant<int, 2>;
           begin_unit(One());
           if (!at_once) {
+            if (values_lie == kUnknown) values_lie = kFar;  // few units are left, or their rows differ
             const bool fresh = __any_sync(0xffffffffu, count == 0.f);
             auto start = [&](auto slot) {
 #pragma unroll
@@ -1039,30 +1048,31 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
             }
             if (row < steps) step(Turn0(), true);
             if (row + 1 < steps) step(Turn1(), true);
+            if (values_lie == kUnknown) {
+              float seen = 0.f;  // rows times positions
+              bool far = false;
+#pragma unroll
+              for (int i = 0; i < 4; ++i) seen += counts[i / 2][i % 2] * static_cast<float>(rows[i / 2]);
+              const float inverse = seen > 0.f ? __fdividef(1.f, seen) : 0.f;
+#pragma unroll
+              for (int j = 0; j < kSums; ++j) {
+                const float mean = (sums[0][j].sum + sums[1][j].sum) * inverse;
+                const float square = (sums[0][j].sum_sq + sums[1][j].sum_sq) * inverse;
+                far = far || mean * mean > 64.f * fmaf(-mean, mean, square);
+              }
+              values_lie = any_thread<128>(4 + own_group, far) ? kFar : kNear;
+              if (values_lie == kFar) {
+#pragma unroll
+                for (int i = 0; i < 2 * kSums; ++i) sums[i / kSums][i % kSums] = {};
+                at_once = false;
+                own_unit = place;
+                left = taken + 1;
+                continue;
+              }
+            }
             end_unit(Other());
           }
           end_unit(One());
-        }
-        if constexpr (kChains == 2) {
-          if (values_lie == kUnknown) {
-            bool far = false;
-            const float inverse = count > 0.f ? __fdividef(1.f, count) : 0.f;
-#pragma unroll
-            for (int j = 0; j < kSums; ++j) {
-              const float shift = sums[0][j].sum * inverse, mean = shift - begin[j];
-              far = far || mean * mean > 64.f * fmaf(-shift, shift, sums[0][j].sum_sq * inverse);
-            }
-            values_lie = any_thread<128>(4 + own_group, far) ? kFar : kNear;
-            if (values_lie == kNear) {
-#pragma unroll
-              for (int j = 0; j < kSums; ++j) {
-                const float all = -begin[j] * count;
-                sums[0][j].sum_sq = fmaf(-begin[j], fmaf(2.f, sums[0][j].sum, all), sums[0][j].sum_sq);
-                sums[0][j].sum += all;
-                begin[j] = 0.f;
-              }
-            }
-          }
         }
       }
 #pragma unroll
