@@ -302,29 +302,17 @@ inline bool narrow_slices(NarrowPlan* p, const ConvProblem& q, const DeviceLimit
   return q.n * p->slices <= (int64_t(1) << 31) - 1;
 }
 
-// By what tiles are compared, given what a sample costs: where tiles of a usual size make few waves, the time of the
-// launch, which wants all multiprocessors busy to the end; else all the work.
-inline double narrow_criterion(const NarrowPlan& p, const ConvProblem& q, const DeviceLimits& limits,
-                               double sample_cycles) {
-  const double positions = double(q.out[0]) * double(q.out[1]) * double(q.out[2]);
-  if (double(q.n) * p.n_tiles * q.groups * std::ceil(positions / 4096) >= 4.0 * limits.sm_count) return sample_cycles;
-  NarrowPlan sliced = p;
-  narrow_slices(&sliced, q, limits, sample_cycles);
-  return sliced.cycles;
-}
-
-// The best of the tiles that were offered.
+// The best of the tiles that were offered, by the time of the launch, which wants all multiprocessors busy to the end.
 struct BestTile {
   const ConvProblem& q;
   const DeviceLimits& limits;
   NarrowPlan plan = {};
-  double cost = -1, sample_cycles = 0;
+  bool is_there = false, fits = false;  // fits: the grid
 
-  void offer(const NarrowPlan& p, double cycles) {
-    const double criterion = narrow_criterion(p, q, limits, cycles);
-    if (cost < 0 || criterion < cost) cost = criterion, sample_cycles = cycles, plan = p;
+  void offer(NarrowPlan p, double sample_cycles) {
+    const bool p_fits = narrow_slices(&p, q, limits, sample_cycles);
+    if (!is_there || p.cycles < plan.cycles) is_there = true, fits = p_fits, plan = p;
   }
-  bool is_there() const { return cost >= 0; }
 };
 
 // Widths, multiples of a strip up to full_w, and rows of tiles that are worth a look.
@@ -368,10 +356,10 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
       }
     }
   });
-  if (!best.is_there()) return false;
+  if (!best.is_there) return false;
   *p = best.plan;
   p->at_once = std::max<int64_t>(1, limits.sm_count / (int64_t(p->n_tiles) * q.groups));
-  return narrow_slices(p, q, limits, best.sample_cycles);
+  return best.fits;
 }
 
 // Estimated cycles of a multiprocessor for all tiles of a sample: tensor cores and instruction issue take turns,
@@ -405,9 +393,9 @@ inline bool plan_positions(NarrowPlan* p, const ConvProblem& q, const DeviceLimi
       }
     }
   });
-  if (!best.is_there()) return false;
+  if (!best.is_there) return false;
   *p = best.plan;
-  return narrow_slices(p, q, limits, best.sample_cycles);
+  return best.fits;
 }
 
 }  // namespace plan_detail
@@ -506,17 +494,16 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
       }
     }
   });
-  if (!best.is_there() && can_gather) return gathered;
-  if (!best.is_there()) return refuse("a tile with its halo and weights does not fit in shared memory");
+  if (!best.is_there && can_gather) return gathered;
+  if (!best.is_there) return refuse("a tile with its halo and weights does not fit in shared memory");
   p = best.plan;
   if (p.channel_rows) plan_detail::narrow_chunk_pairs(&p);
 
-  const bool sliced = plan_detail::narrow_slices(&p, q, limits, best.sample_cycles);
   // Measured on an H200: the estimate for gathered chunks was 0.85 of what it took, the other one two thirds; where x
   // is channels_last and read value by value, gathering took a third more, if products are not what takes the time.
   const bool read_slowly = !q.planar && gathered.math != ConvMath::kFp16x3;
-  if (can_gather && (!sliced || gathered.cycles <= (read_slowly ? 1.0 : 1.35) * p.cycles)) return gathered;
-  return sliced ? p : refuse("more than 2^31 tiles");
+  if (can_gather && (!best.fits || gathered.cycles <= (read_slowly ? 1.0 : 1.35) * p.cycles)) return gathered;
+  return best.fits ? p : refuse("more than 2^31 tiles");
 }
 
 }  // namespace kgopt
