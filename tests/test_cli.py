@@ -377,11 +377,44 @@ def test_jobs_share_a_suite(tmp_path):
     assert len({group.facts["date"] for group in found}) == 1  # or they would not count as one run
 
 
+@pytest.mark.parametrize("suite", ["sweep", "convs", "chains"])
+def test_a_run_that_was_stopped_goes_on(suite, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    arguments = ["bench", "--suite", suite, "--quick", "--device", "cpu", "--dtype", "fp32", "--no-compile"]
+    arguments += ["--count", "8" if suite == "chains" else "2", "--max-bytes", "4096", "--json", str(path)]
+    assert main(arguments) == 0
+    rows = results.load_rows(path)
+    first = [row for row in rows if row["case"] == rows[0]["case"]]
+    results.save_rows(path, first)
+    assert main([*arguments, "--resume", "--stop", "0"]) == 0
+    assert results.load_rows(path) == first
+    assert "steps are left" in capsys.readouterr().err or first == rows
+    assert main([*arguments, "--resume"]) == 0
+    after = results.load_rows(path)
+    assert after[: len(first)] == first
+    assert [row["case"] for row in after] == [row["case"] for row in rows]
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    measured, whole = [], convs.measure_conv
+
+    def measure_conv(*arguments):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(arguments)
+        return whole(*arguments)
+
+    monkeypatch.setattr(convs, "measure_conv", measure_conv)
+    assert main(["bench", "--suite", "convs", "--quick", "--count", "4", "--device", "cpu", "--json", str(path)]) == 130
+    assert len({row["case"] for row in results.load_rows(path)}) == 2
+
+
 def test_a_job_that_fails_is_named(tmp_path):
     arguments = ["bench", "--suite", "sweep", "--count", "2", "--max-bytes", "4096", "--quick", "--device", "cpu"]
     args = build_parser().parse_args([*arguments, "--jobs", "2", "--dtype", "int8"])  # which run_bench would refuse
     with pytest.raises(ChildProcessError, match=r"2 of 2 processes failed; the first said: ValueError: .*'int8'"):
-        jobs.run_jobs(args, 2, Ceilings(1e9, {}, None), {"device": "cpu"})
+        jobs.run_jobs(args, 2, Ceilings(1e9, {}, None), {"device": "cpu"}, [])
 
 
 def test_what_was_compiled_before_is_what_is_measured():
@@ -556,6 +589,7 @@ def test_bench_records_a_failing_baseline():
         (["bench", "--shard", "2/2", "--device", "cpu"], "--shard is '2/2', expected I/N with 0 <= I < N"),
         (["bench", "--shard", "7/8", "--case", "conv3d", "--device", "cpu"], "'7/8', which leaves nothing of"),
         (["bench", "--suite", "chains", "--quick", "--count", "2", "--device", "cpu"], "of which --count 2 has none"),
+        (["bench", "--resume", "--device", "cpu"], "--resume continues the file of --json"),
         (["bench", "--jobs", "0", "--device", "cpu"], "--jobs is 0, expected at least 1"),
         (["bench", "--jobs", "2", "--shard", "0/2", "--device", "cpu"], "expected one of them"),
         (["bench", "--suite", "convs", "--jobs", "2", "--device", "cpu"], "suite convs compiles nothing ahead"),

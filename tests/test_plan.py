@@ -428,9 +428,12 @@ def check_gathered(plan, case: dict, output) -> None:
     assert plan.pitch % 8 == 0, "neighbours in a row change places within four"
     assert plan.plane == 4 * (plan.tile[0] * plan.halo[1] * plan.pitch + 4)
     assert plan.segments == 1 or output[1] % plan.rows == 0, "warps of a warpgroup count rows together"
-    if plan.tiles_together > 1:
-        assert plan.tiles_together * plan.strips == 8, "two strips for each warp of a warpgroup"
-        assert plan.stages >= 2 * plan.tiles_together, "one warpgroup's tiles come while another's are read"
+    pairs = plan.columns == 24 and plan.blocks == 1 and plan.math in (dev.ConvMath.bf16, dev.ConvMath.fp16)
+    units = math.ceil(plan.strips / 4)
+    ahead = 4 if pairs else plan.consumers
+    assert plan.stages >= math.ceil(ahead / units) * plan.tiles_together, "a barrier's parity names one of two rounds"
+    assert plan.tiles_together == 1 or (pairs and plan.tiles_together * plan.strips == 4), "a strip for each warp"
+    assert plan.at_once >= 1
 
 
 def check_position_rows(plan, case: dict, output) -> None:
@@ -561,6 +564,23 @@ def test_narrow_plan_stores_contiguous_outputs(name: str, dtype: str) -> None:
     assert not choice.narrow.channel_rows
     problem, _ = make_problem(**case, n=128, dtype=dtype)
     assert dev.choose_conv(problem, GPUS["h200"], dev.ConvBackend.kgopt).path.name == "implicit_gemm"
+
+
+def test_narrow_plan_of_many_small_images_keeps_all_warps_busy() -> None:
+    """A tile of 16^3 has two strips, a warpgroup four warps; and 1024 samples are no reason to load weights 1024 times."""
+    limits = GPUS["h200"]
+    case = {"kernel": (3, 3, 3), "stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1), "c_in": 3}
+    for dtype, together in (("bfloat16", 2), ("float32", 1)):
+        size = (16, 16, 16)
+        problem, output = make_problem(
+            c_out=24, size=size, **case, n=1024, dtype=dtype, epilogue=dev.ConvEpilogue.stats, planar=True
+        )
+        plan = dev.plan_narrow(problem, limits)
+        assert plan.gathered
+        check_narrow_plan(plan, case, size, output, limits)
+        assert plan.tiles_together == together
+        assert plan.at_once == limits.sm_count
+        assert plan.slices == 1
 
 
 def test_narrow_plan_without_tf32() -> None:

@@ -16,16 +16,38 @@ __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefe
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
+// Parameters that the end of a pass reads: asked for at its start, they are in L2 then. By kThreads >= 3 threads.
+__device__ __forceinline__ void prefetch_finish(const NarrowStats& p, const void* bias, int thread) {
+  if (thread == 0 && bias) prefetch_l2(bias);
+  if (thread == 1 && p.finishes && p.finish.weight) prefetch_l2(p.finish.weight);
+  if (thread == 2 && p.finishes && p.finish.bias) prefetch_l2(p.finish.bias);
+}
+
+// merge() without a branch: quotients of counts then need not wait for one another.
+__device__ __forceinline__ void merge_part(Moments<float>& a, const Moments<float>& b) {
+  const float total = a.count + b.count, fraction = __fdividef(b.count, fmaxf(total, 1.f)), delta = b.mean - a.mean;
+  a.m2 += fmaf(delta * delta * a.count, fraction, b.m2);
+  a.mean = fmaf(delta, fraction, a.mean);
+  a.count = total;
+}
+
+// Weight and bias of a channel of the norm.
+__device__ __forceinline__ float2 norm_affine(const GroupStatsFinalizeParams& f, int c) {
+  return make_float2(f.weight ? load_as<float>(f.weight, c, f.affine_dtype) : 1.f,
+                     f.bias ? load_as<float>(f.bias, c, f.affine_dtype) : 0.f);
+}
+
 // What group_stats_finalize_kernel and group_norm_mean_kernel do, for the sample whose channels' moments are in
-// `shared`. `groups` is room for a float2 of each group. Called by kThreads threads, the first of them 0.
+// `shared`. `groups` is room for a float2 of each group. Called by kThreads threads, the first of them 0; affine: of
+// the channel of the thread's number.
 template <int kThreads>
 __device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, const Moments<float>* shared,
-                                              float2* groups, int thread) {
+                                              float2* groups, int thread, float2 affine) {
   const GroupStatsFinalizeParams& f = p.finish;
   const int num_groups = static_cast<int>(f.g), channels = static_cast<int>(f.c) / num_groups;
   for (int g = thread; g < num_groups; g += kThreads) {
     Moments<float> m = shared[g * channels];
-    for (int i = 1; i < channels; ++i) merge(m, shared[g * channels + i]);
+    for (int i = 1; i < channels; ++i) merge_part(m, shared[g * channels + i]);
     const float rstd = 1.f / sqrtf(m.m2 / m.count + static_cast<float>(f.eps));
     groups[g] = make_float2(m.mean, rstd);
     if (f.mean) static_cast<float*>(f.mean)[n * num_groups + g] = m.mean;
@@ -36,13 +58,12 @@ __device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, c
   float sum = 0.f;
   for (int c = thread; c < f.c; c += 32) {
     const float2 statistics = groups[c / channels];
-    const float weight = f.weight ? load_as<float>(f.weight, c, f.affine_dtype) : 1.f;
-    const float bias = f.bias ? load_as<float>(f.bias, c, f.affine_dtype) : 0.f;
+    const float2 scale = c == thread ? affine : norm_affine(f, c);
     if (f.channel_mean) static_cast<float*>(f.channel_mean)[n * f.c + c] = shared[c].mean;
     if (f.table) {
-      static_cast<float4*>(f.table)[n * f.c + c] = make_float4(statistics.x, statistics.y, weight, bias);
+      static_cast<float4*>(f.table)[n * f.c + c] = make_float4(statistics.x, statistics.y, scale.x, scale.y);
     }
-    sum += (shared[c].mean - statistics.x) * statistics.y * weight + bias;
+    sum += (shared[c].mean - statistics.x) * statistics.y * scale.x + scale.y;
   }
   if (!p.sample_mean) return;
   sum = warp_sum(sum);
@@ -56,12 +77,18 @@ template <int kColumns, int kParts, int kThreads, typename Bias>
 __device__ __forceinline__ void finish_stats(const NarrowStats& p, int64_t n, int64_t slice, int c_first, int c_valid,
                                              Moments<float>* shared, int thread, Bias bias) {
   static_assert(kParts > 1, "the groups' statistics take the place of the second part");
+  static_assert(kThreads >= kColumns);
+  const int c = thread;
+  // On their way while the others come.
+  const float own_bias = c < c_valid ? bias(c) : 0.f;
+  const float2 affine = p.finishes && c < min(32, static_cast<int>(p.finish.c)) ? norm_affine(p.finish, c) : float2();
   named_barrier(1, kThreads);
   float* const out = p.partials + ((n * p.slices + slice) * p.c_out_total + c_first) * 3;
-  for (int c = thread; c < c_valid; c += kThreads) {
+  if (c < c_valid) {
     Moments<float> m = shared[c];
-    for (int part = 1; part < kParts; ++part) merge(m, shared[part * kColumns + c]);
-    m.mean += bias(c);
+#pragma unroll
+    for (int part = 1; part < kParts; ++part) merge_part(m, shared[part * kColumns + c]);
+    m.mean += own_bias;
     if (p.finishes) {
       shared[c] = m;
     } else {
@@ -72,7 +99,7 @@ __device__ __forceinline__ void finish_stats(const NarrowStats& p, int64_t n, in
   }
   if (!p.finishes) return;
   named_barrier(1, kThreads);
-  finish_sample<kThreads>(p, n, shared, reinterpret_cast<float2*>(shared + kColumns), thread);
+  finish_sample<kThreads>(p, n, shared, reinterpret_cast<float2*>(shared + kColumns), thread, affine);
 }
 
 #endif

@@ -101,14 +101,15 @@ struct NarrowPlan {
   int stages = 2;
   int strip = kNarrowStrip;  // positions along the width; channel_rows: of a warpgroup's product, else of a warp's
   int strips = 1;            // per tile
-  int tiles_together = 1;    // a window on gathered chunks: neighbouring tiles whose strips a warpgroup takes at once
+  int tiles_together = 1;    // a window on gathered chunks: neighbouring tiles whose strips are one for each warp
   uint32_t chunk_pairs[kNarrowChannelSteps] = {};  // channel_rows: what a K step reads, as wgmma_b_descriptor has it
   int raw_words = 0;  // room for the tile as it lies in memory, where it must be rearranged
   int64_t tiles[3] = {1, 1, 1};
   int64_t tiles_per_sample = 1;
   int64_t slices = 1;  // thread blocks per sample, group and channel tile
   int64_t tiles_per_slice = 1;
-  double cycles = 0;  // estimated, of the whole launch
+  int64_t at_once = int64_t(1) << 31;  // a window on gathered chunks: blocks that share samples and slices, at most
+  double cycles = 0;                   // estimated, of the whole launch
   int smem_bytes = 0;
 };
 
@@ -151,6 +152,7 @@ struct NarrowParams {
   bool stored_pairs;       // half types: two neighbours of an even position are one aligned word
   NarrowStats stats;       // kStats
   const void* norm_table;  // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm_params.h
+  int64_t n;               // samples
   int c_in, c_out;         // per conv group
   int c_out_total;
   int groups;

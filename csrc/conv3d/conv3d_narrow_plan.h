@@ -213,19 +213,18 @@ inline bool window_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   p->plane = static_cast<int>(positions + 4) * 4;
   p->march_lanes = 0;
   const bool cube = p->kernel[0] == 3 && p->kernel[2] == 3 && p->dilation[0] == 1 && p->dilation[2] == 1;
-  if (cube && p->step[0] == 1 && d == 1 && q.in[2] % 4 == 0 && q.c_in / q.groups <= window_march_channels(p->math) &&
-      p->vectors <= 32) {
+  if (cube && p->step[0] == 1 && d == 1 && q.c_in / q.groups <= window_march_channels(p->math) && p->vectors <= 32) {
     int lanes = 1;  // a power of two: a thread's neighbour is in its warp
     while (lanes < p->vectors) lanes *= 2;
     if (lanes * p->halo[1] <= 128 * kWindowProducers) p->march_lanes = lanes;
   }
   p->strips = d * segments * (w / p->strip);
-  // Where warps take two strips at once and a tile has one for each.
-  const bool pairs = window_chains(p->math, p->columns, p->blocks) == 2 && p->strips == 4 && stages >= 4;
-  p->tiles_together = pairs ? 2 : 1;
+  // Warps of two strips work by pairs of units, a unit being a strip for each warp, of one tile or of several.
+  const bool pairs = window_chains(p->math, p->columns, p->blocks) == 2;
+  p->tiles_together = pairs && p->strips < 3 ? 4 / p->strips : 1;
   // A barrier's parity says which of two rounds is over: nobody may wait for a stage's second round before its first.
-  const int chains = window_chains(p->math, p->columns, p->blocks), jobs = (p->strips + 4 * chains - 1) / (4 * chains);
-  if (((p->consumers - 1) / jobs + 1) * p->tiles_together > stages) return false;
+  const int units = (p->strips + 3) / 4, units_ahead = pairs ? 4 : p->consumers;
+  if ((units_ahead + units - 1) / units * p->tiles_together > stages) return false;
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
   p->smem_bytes = window_smem_layout(*p).total * 4;
   return p->smem_bytes <= limits.smem_per_block;
@@ -236,15 +235,15 @@ inline bool window_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
 inline double window_cost(const NarrowPlan& p) {
   const int steps = p.rows + kNarrowWindow - 1;
   const int chains = window_chains(p.math, p.columns, p.blocks);
-  const double jobs = double((p.strips + 4 * chains - 1) / (4 * chains)) / p.tiles_together;  // of a tile
+  const double units = p.tiles_together > 1 ? 1.0 / p.tiles_together : (p.strips + 3) / 4;  // of a tile
   const double mma = p.blocks * p.columns * kNarrowWindow * (p.math == ConvMath::kFp16x3 ? 3.0 : 1.0);
   const double issue = 2.0 * p.columns + 6.0 * p.blocks * window_terms(p) + 16;
-  const int at_once = std::min(p.consumers, std::max(1, static_cast<int>((p.stages - 1) * jobs)));
-  const double step = chains * std::max(mma + issue, (mma + 2.0 * issue + 60) / at_once);
+  const int at_once = std::min(p.consumers * chains, std::max(1, static_cast<int>((p.stages - 1) * units)));
+  const double step = std::max(mma + issue, (mma + 2.0 * issue + 60) / at_once) + (chains == 1 ? 25 : -15);
   // The loading threads' chain of instructions, and what it takes of their issue.
   const double rounds = std::ceil(double(p.halo[0]) * p.halo[1] * p.vectors / (128 * kWindowProducers));
   const double chain = p.march_lanes ? 1000.0 * window_terms(p) : rounds * p.types * 3400 * window_terms(p);
-  const double compute = jobs * (steps * (step + 25) + 60);
+  const double compute = units * (steps * step + 60) + (chains == 1 ? 0 : 250);
   return double(p.tiles_per_sample) * std::max(compute, chain);
 }
 
@@ -295,20 +294,45 @@ inline bool narrow_slices(NarrowPlan* p, const ConvProblem& q, const DeviceLimit
   p->tiles_per_slice = tiles_per_block(p->tiles_per_sample, q.n * p->n_tiles * q.groups, limits.sm_count, 1.0, 512);
   p->slices = (p->tiles_per_sample + p->tiles_per_slice - 1) / p->tiles_per_slice;
   const double blocks = double(q.n) * p->slices * p->n_tiles * q.groups;
-  p->cycles = std::ceil(blocks / limits.sm_count) *
-              (sample_cycles / double(p->tiles_per_sample) * double(p->tiles_per_slice) + 9000);
+  // Until the first tile is there, and at the end; a window on gathered chunks waits for weights and the first tile
+  // once.
+  const double once = p->gathered ? 7000 : 0, each = p->gathered ? 2000 : 9000;
+  p->cycles = once + std::ceil(blocks / limits.sm_count) *
+                         (sample_cycles / double(p->tiles_per_sample) * double(p->tiles_per_slice) + each);
   return q.n * p->slices <= (int64_t(1) << 31) - 1;
 }
 
-// By what tiles are compared, given what a sample costs: where tiles of a usual size make few waves, the time of the
-// launch, which wants all multiprocessors busy to the end; else all the work.
-inline double narrow_criterion(const NarrowPlan& p, const ConvProblem& q, const DeviceLimits& limits,
-                               double sample_cycles) {
-  const double positions = double(q.out[0]) * double(q.out[1]) * double(q.out[2]);
-  if (double(q.n) * p.n_tiles * q.groups * std::ceil(positions / 4096) >= 4.0 * limits.sm_count) return sample_cycles;
-  NarrowPlan sliced = p;
-  narrow_slices(&sliced, q, limits, sample_cycles);
-  return sliced.cycles;
+// The best of the tiles that were offered, by the time of the launch, which wants all multiprocessors busy to the end.
+struct BestTile {
+  const ConvProblem& q;
+  const DeviceLimits& limits;
+  NarrowPlan plan = {};
+  bool is_there = false, fits = false;  // fits: the grid
+
+  void offer(NarrowPlan p, double sample_cycles) {
+    const bool p_fits = narrow_slices(&p, q, limits, sample_cycles);
+    if (!is_there || p.cycles < plan.cycles) is_there = true, fits = p_fits, plan = p;
+  }
+};
+
+// Widths, multiples of a strip up to full_w, and rows of tiles that are worth a look.
+template <typename Look>
+void for_each_tile(int full_w, int strip, int64_t out_h, const Look& look) {
+  int last_w = 0;
+  for (int w : {full_w, 256, 128, 64, 32, 16}) {
+    if (w > full_w || w == last_w || w % strip != 0) continue;
+    last_w = w;
+    int last_rows = 0;
+    for (int parts : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 21, 26, 32, 42, 64, 1 << 20}) {
+      const int rows = static_cast<int>(std::min<int64_t>((out_h + parts - 1) / parts, 64));
+      if (rows != last_rows) look(w, rows);
+      last_rows = rows;
+    }
+  }
+}
+
+inline int whole_strips(int64_t width, int strip, int64_t most) {
+  return static_cast<int>(std::min<int64_t>((width + strip - 1) / strip * strip, most));
 }
 
 // A window on gathered chunks. False where K is too long or no tile fits.
@@ -319,35 +343,23 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   if (!window_take_chunks(p, c_in)) return false;
   p->producers = kWindowProducers, p->consumers = window_consumers(p->math, p->columns, p->blocks);
   p->words = p->types * 4;
-  double best = -1, sample_cycles = 0;
-  NarrowPlan chosen;
-  const int full_w = static_cast<int>(std::min<int64_t>((q.out[2] + kNarrowStrip - 1) / kNarrowStrip * 16, 512));
-  int last_w = 0;
-  for (int w : {full_w, 256, 128, 64, 32, 16}) {
-    if (w > full_w || w == last_w) continue;
-    last_w = w;
-    int last_rows = 0;
-    for (int parts : {1, 2, 3, 4, 5, 6, 8, 9, 11, 13, 16, 21, 26, 32, 42, 64, 1 << 20}) {
-      const int rows = static_cast<int>(std::min<int64_t>((q.out[1] + parts - 1) / parts, 64));
-      if (rows == last_rows) continue;
-      last_rows = rows;
-      for (int segments : {1, 2, 3, 4, 6, 8}) {
-        // The warps of a warpgroup count rows together.
-        if (segments > 1 && ((segments - 1) * rows >= q.out[1] || q.out[1] % rows != 0)) break;
-        for (int d : {1, 2, 4}) {
-          if (d > q.out[0]) break;
-          for (int stages : {6, 5, 4, 3, 2}) {
-            if (!window_tile(p, q, limits, d, rows, segments, w, stages)) continue;
-            const double cycles = window_cost(*p), cost = narrow_criterion(*p, q, limits, cycles);
-            if (best < 0 || cost < best) best = cost, sample_cycles = cycles, chosen = *p;
-          }
+  BestTile best{q, limits};
+  for_each_tile(whole_strips(q.out[2], kNarrowStrip, 512), kNarrowStrip, q.out[1], [&](int w, int rows) {
+    for (int segments : {1, 2, 3, 4, 6, 8}) {
+      // The warps of a warpgroup count rows together.
+      if (segments > 1 && ((segments - 1) * rows >= q.out[1] || q.out[1] % rows != 0)) break;
+      for (int d : {1, 2, 4}) {
+        if (d > q.out[0]) break;
+        for (int stages : {8, 6, 5, 4, 3, 2}) {
+          if (window_tile(p, q, limits, d, rows, segments, w, stages)) best.offer(*p, window_cost(*p));
         }
       }
     }
-  }
-  if (best < 0) return false;
-  *p = chosen;
-  return narrow_slices(p, q, limits, sample_cycles);
+  });
+  if (!best.is_there) return false;
+  *p = best.plan;
+  p->at_once = std::max<int64_t>(1, limits.sm_count / (int64_t(p->n_tiles) * q.groups));
+  return best.fits;
 }
 
 // Estimated cycles of a multiprocessor for all tiles of a sample: tensor cores and instruction issue take turns,
@@ -372,31 +384,18 @@ inline bool plan_positions(NarrowPlan* p, const ConvProblem& q, const DeviceLimi
   p->words = p->types * 4;
   p->k_words = static_cast<int>(types * taps) * 4;
   p->producers = position_producers(lse), p->consumers = position_consumers(lse);
-  double best = -1, sample_cycles = 0;
-  NarrowPlan chosen;
-  const int full_w = static_cast<int>(std::min<int64_t>((q.out[2] + kNarrowStrip - 1) / kNarrowStrip * 16, 1024));
-  int last_w = 0;
-  for (int w : {full_w, 256, 128, 64, 32, 16}) {
-    if (w > full_w || w == last_w) continue;
-    last_w = w;
-    int last_rows = 0;
-    for (int parts : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 21, 26, 32, 42, 64, 1 << 20}) {
-      const int rows = static_cast<int>(std::min<int64_t>((q.out[1] + parts - 1) / parts, 64));
-      if (rows == last_rows) continue;
-      last_rows = rows;
-      for (int d : {1, 2, 4}) {
-        if (d > q.out[0]) break;
-        for (int stages : {3, 4, 2}) {
-          if (!position_tile(p, q, limits, d, rows, w, stages)) continue;
-          const double cycles = position_cost(*p, lse), cost = narrow_criterion(*p, q, limits, cycles);
-          if (best < 0 || cost < best) best = cost, sample_cycles = cycles, chosen = *p;
-        }
+  BestTile best{q, limits};
+  for_each_tile(whole_strips(q.out[2], kNarrowStrip, 1024), kNarrowStrip, q.out[1], [&](int w, int rows) {
+    for (int d : {1, 2, 4}) {
+      if (d > q.out[0]) break;
+      for (int stages : {3, 4, 2}) {
+        if (position_tile(p, q, limits, d, rows, w, stages)) best.offer(*p, position_cost(*p, lse));
       }
     }
-  }
-  if (best < 0) return false;
-  *p = chosen;
-  return narrow_slices(p, q, limits, sample_cycles);
+  });
+  if (!best.is_there) return false;
+  *p = best.plan;
+  return best.fits;
 }
 
 }  // namespace plan_detail
@@ -478,52 +477,33 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.consumers = p.channel_rows ? kNarrowChannelConsumers : narrow_consumers(p.math, p.columns, p.window, lse);
   p.zero_plane = p.k_words != p.k_steps * 8 && p.math != ConvMath::kFp16x3;
   p.taps_fast = p.words < 4;
-  const auto full_width = [&](int strip) {
-    return static_cast<int>(std::min<int64_t>((q.out[2] + strip - 1) / strip * strip, 4096));
-  };
+  const auto full_width = [&](int strip) { return plan_detail::whole_strips(q.out[2], strip, 4096); };
   if (p.channel_rows) p.strip = full_width(32) * 10 < full_width(64) * 9 ? 32 : 64;
-  const int full_w = full_width(p.strip);
-  double best = -1, sample_cycles = 0;
-  NarrowPlan chosen;
-  int last_w = 0;
-  for (int w : {full_w, 256, 128, 64, 32, 16}) {
-    if (w > full_w || w == last_w || w % p.strip != 0) continue;
-    last_w = w;
-    int last_rows = 0;
-    for (int parts : {1, 2, 3, 4, 5, 6, 8, 9, 11, 13, 16, 21, 26, 32, 42, 64, 1 << 20}) {
-      const int rows = static_cast<int>(std::min<int64_t>((q.out[1] + parts - 1) / parts, 64));
-      if (rows == last_rows) continue;
-      last_rows = rows;
-      for (int segments : {1, 2, 3, 6}) {
-        if (segments > 1 && (p.channel_rows || (segments - 1) * rows >= q.out[1])) break;
-        for (int d : {1, 2, 3, 4, 6}) {
-          if (d > q.out[0]) break;
-          for (int stages = kNarrowStages; stages >= 2; --stages) {
-            p.stages = stages;
-            // A product takes one row where channels are rows.
-            if (!plan_detail::narrow_tile(&p, q, limits, d, p.channel_rows ? 1 : rows, p.channel_rows ? rows : segments,
-                                          w)) {
-              continue;
-            }
-            const double cycles = plan_detail::narrow_cost(p, lse);
-            const double cost = plan_detail::narrow_criterion(p, q, limits, cycles);
-            if (best < 0 || cost < best) best = cost, sample_cycles = cycles, chosen = p;
-          }
+  plan_detail::BestTile best{q, limits};
+  plan_detail::for_each_tile(full_width(p.strip), p.strip, q.out[1], [&](int w, int rows) {
+    for (int segments : {1, 2, 3, 6}) {
+      if (segments > 1 && (p.channel_rows || (segments - 1) * rows >= q.out[1])) break;
+      for (int d : {1, 2, 3, 4, 6}) {
+        if (d > q.out[0]) break;
+        for (p.stages = kNarrowStages; p.stages >= 2; --p.stages) {
+          // A product takes one row where channels are rows.
+          const int strip_rows = p.channel_rows ? 1 : rows, parts = p.channel_rows ? rows : segments;
+          if (!plan_detail::narrow_tile(&p, q, limits, d, strip_rows, parts, w)) continue;
+          best.offer(p, plan_detail::narrow_cost(p, lse));
         }
       }
     }
-  }
-  if (best < 0 && can_gather) return gathered;
-  if (best < 0) return refuse("a tile with its halo and weights does not fit in shared memory");
-  p = chosen;
+  });
+  if (!best.is_there && can_gather) return gathered;
+  if (!best.is_there) return refuse("a tile with its halo and weights does not fit in shared memory");
+  p = best.plan;
   if (p.channel_rows) plan_detail::narrow_chunk_pairs(&p);
 
-  const bool sliced = plan_detail::narrow_slices(&p, q, limits, sample_cycles);
   // Measured on an H200: the estimate for gathered chunks was 0.85 of what it took, the other one two thirds; where x
   // is channels_last and read value by value, gathering took a third more, if products are not what takes the time.
   const bool read_slowly = !q.planar && gathered.math != ConvMath::kFp16x3;
-  if (can_gather && (!sliced || gathered.cycles <= (read_slowly ? 1.0 : 1.35) * p.cycles)) return gathered;
-  return sliced ? p : refuse("more than 2^31 tiles");
+  if (can_gather && (!best.fits || gathered.cycles <= (read_slowly ? 1.0 : 1.35) * p.cycles)) return gathered;
+  return best.fits ? p : refuse("more than 2^31 tiles");
 }
 
 }  // namespace kgopt

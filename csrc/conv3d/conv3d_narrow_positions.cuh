@@ -1,5 +1,4 @@
-// Convolutions with few input and more than 32 output channels, either their statistics or, from those, GroupNorm +
-// tanh
+// Convolutions with few input and more than 32 output channels, either their statistics or, from those, GroupNorm + tanh
 // + hardswish + residual + logsumexp over channels, sm_90a.
 //
 // Rows of the products are positions, 16 neighbours of an output row for each warp, columns 64 output channels. The
@@ -22,6 +21,7 @@
 #include "../common/wgmma.cuh"
 #include "conv3d_kernel.cuh"
 #include "conv3d_narrow_finish.cuh"
+#include "conv3d_narrow_weights.cuh"
 #include "conv3d_narrow_window.cuh"
 
 namespace kgopt {
@@ -210,27 +210,16 @@ __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t
       v[i] = 0;
       if (at[i] >= 0 && column < c_valid) v[i] = __ldg(filters + column * p.w_stride_out + at[i]);
     }
-    float scale = 1.f, undo = 1.f;
-    if constexpr (kScaled) {
-      float most = 0.f;
-#pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        const float size = fabsf(v[i]);
-        most = size < INFINITY ? fmaxf(most, size) : most;
-      }
-      const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
-      const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
-      scale = __uint_as_float((258 - exponent) << 23);  // brings the largest below 2^5
-      undo = __uint_as_float((exponent - 4) << 23);
-    }
-    if (lane == 0) unscale[column] = undo;
+    WarpScale of_column;
+    if constexpr (kScaled) of_column.fit<kRounds>(v);
+    if (lane == 0) unscale[column] = of_column.undo;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       const int chunk = (lane + 32 * i) / 8;
       if (chunk >= 2 * kSteps) continue;
       unsigned short bits;
       if constexpr (kScaled) {
-        bits = __half_as_ushort(__float2half_rn(v[i] * scale));
+        bits = __half_as_ushort(__float2half_rn(v[i] * of_column.scale));
       } else {
         bits = v[i];
       }

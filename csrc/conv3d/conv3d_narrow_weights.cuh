@@ -1,4 +1,5 @@
-// Weights of the narrow kernels with channels as rows: the left operand, in registers from start to end.
+// Weights of the narrow kernels: their scales where they become fp16; with channels as rows, the left operand, in
+// registers from start to end.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +11,26 @@
 namespace kgopt {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// A power of two for the values of a warp, of which each thread has kCount, and what undoes it: the largest finite one
+// comes below 2^5.
+struct WarpScale {
+  float scale = 1.f, undo = 1.f;
+
+  template <int kCount>
+  __device__ __forceinline__ void fit(const float* v) {
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float size = fabsf(v[i]);
+      most = size < INFINITY ? fmaxf(most, size) : most;
+    }
+    const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+    const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
+    scale = __uint_as_float((258 - exponent) << 23);
+    undo = __uint_as_float((exponent - 4) << 23);
+  }
+};
 
 // K entry -> where its weight lies in a filter, and the one of the channel that shares its word; -1: padding.
 __device__ __forceinline__ void fill_weight_table(const NarrowParams& p, int2* table, int thread, int threads) {

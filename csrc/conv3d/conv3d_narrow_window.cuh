@@ -23,6 +23,7 @@
 #include "conv3d_kernel.cuh"
 #include "conv3d_narrow_finish.cuh"
 #include "conv3d_narrow_load.cuh"
+#include "conv3d_narrow_weights.cuh"
 
 namespace kgopt {
 
@@ -86,15 +87,39 @@ __device__ __forceinline__ WindowCursor window_tiles(const NarrowPlan& plan, int
   return {begin % tiles_d, begin / tiles_d / tiles_w, begin / tiles_d % tiles_w};
 }
 
-// Whether any of the loading threads says so. All of them wait for each other.
-template <int kLoaders = kWindowLoaders>
-__device__ __forceinline__ bool any_loader(bool mine) {
+// What a block works through: slices of samples, every gridDim.x-th of them. At first it stands before the first.
+struct WindowPiece {
+  unsigned index = blockIdx.x - gridDim.x, n, slice;
+  WindowCursor cursor;  // of the first tile
+  int tiles = 0;
+
+  // False at the end.
+  __device__ __forceinline__ bool next(const NarrowParams& p) {
+    const unsigned slices = static_cast<unsigned>(p.plan.slices);
+    index += gridDim.x;
+    if (index >= static_cast<unsigned>(p.n) * slices) return false;
+    n = index, slice = 0, cursor = {0, 0, 0}, tiles = static_cast<int>(p.plan.tiles_per_sample);
+    if (slices > 1) {  // divisions take long
+      n = index / slices, slice = index % slices;
+      cursor = window_tiles(p.plan, slice, &tiles);
+    }
+    return true;
+  }
+};
+
+// Whether any of kThreads threads says so, all of which wait for each other at this barrier.
+template <int kThreads>
+__device__ __forceinline__ bool any_thread(int barrier, bool mine) {
   uint32_t any;
-  asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n bar.red.or.pred q, 2, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
+  asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n bar.red.or.pred q, %3, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
                : "=r"(any)
-               : "r"(uint32_t(mine)), "n"(kLoaders)
+               : "r"(uint32_t(mine)), "n"(kThreads), "r"(barrier)
                : "memory");
   return any != 0;
+}
+template <int kLoaders = kWindowLoaders>
+__device__ __forceinline__ bool any_loader(bool mine) {
+  return any_thread<kLoaders>(2, mine);
 }
 
 // Four neighbours, or one value, from memory; zeros where `inside` is false, without reading.
@@ -161,7 +186,7 @@ __device__ __forceinline__ bool scale_of_window(uint32_t bits, float* scale, flo
 // What the loading warpgroups do from start to end, for any taps and strides.
 template <ConvMath kMath>
 __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const WindowSmemLayout& layout, uint32_t* smem,
-                                                  int64_t n, int group, WindowCursor cursor, int tile_count) {
+                                                  int group) {
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr bool kScaled = std::is_same_v<Element, float>;
   constexpr bool kTwoTerms = kMath == ConvMath::kFp16x3;
@@ -171,8 +196,6 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
   const WindowEntry* const entries = reinterpret_cast<const WindowEntry*>(smem + layout.entries);
-  const Element* const x_sample =
-      static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
   const bool vectors = p.load == NarrowLoad::kVectors;
   const int across = plan.vectors;
   const int threads_w = min(across, kWindowLoaders);
@@ -185,7 +208,16 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
 
   int stage = 0;
   uint32_t parity = 1;
-  for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_d, tiles_w)) {
+  int tile = 0;
+  WindowPiece piece;
+  for (;; ++tile, piece.cursor.advance(tiles_d, tiles_w)) {
+    if (tile == piece.tiles) {
+      if (!piece.next(p)) break;
+      tile = 0, lowest = INFINITY;
+    }
+    const WindowCursor& cursor = piece.cursor;
+    const Element* const x_sample =
+        static_cast<const Element*>(p.x) + piece.n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
     barrier_wait(empty + stage, parity);
     uint32_t* const to_stage = smem + layout.halo + stage * window_stage_words(plan);
     const int in_d = cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0];
@@ -319,13 +351,12 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
   }
 }
 
-// The same for kernels of 3 x 3 x 3, stride 1 and tiles of one depth, where rows come in vectors and a thread has one
-// piece of four positions of the halo: going down the depth, it keeps the values of two planes and loads the third,
+// The same for kernels of 3 x 3 x 3, stride 1 and tiles of one depth, where a thread has one piece of four positions of
+// the halo: going down the depth, it keeps the values of two planes and loads the third,
 // while the tile before it is stored.
 template <ConvMath kMath, int kChannels>
 __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const WindowSmemLayout& layout,
-                                                   uint32_t* smem, int64_t n, int group, WindowCursor cursor,
-                                                   int tile_count) {
+                                                   uint32_t* smem, int group) {
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr bool kScaled = std::is_same_v<Element, float>;
   constexpr int kTerms = kMath == ConvMath::kFp16x3 ? 2 : 1;
@@ -341,8 +372,6 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
   const int row = tid / plan.march_lanes, place = tid % plan.march_lanes;
   const bool active = row < plan.halo[1] && place < plan.vectors;
-  const Element* const x_sample =
-      static_cast<const Element*>(p.x) + n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
   const int swap = place >> 1 & 3;  // see window_place
   uint32_t* const to = smem + layout.halo + (row * plan.pitch + place * 4) * 4;
   const int stage_words = window_stage_words(plan);
@@ -350,14 +379,36 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
   float scale = 1.f, lowest = INFINITY;
   int quiet = 0;  // planes since one with large values
   const Element* from = nullptr;
-  bool inside = false;
-  uint32_t raw[kChannels][kRaw];
-  auto load_plane = [&](int depth) {
+  bool inside = false;  // the row
+  int column = 0;
+  const bool vectors = p.load == NarrowLoad::kVectors;
+  // Values of four positions; half types: in two words. A vector lies inside or outside as a whole.
+  auto load_plane_to = [&](uint32_t (*to)[kRaw], int depth) {
     const bool loads = inside && unsigned(depth) < unsigned(p.in[0]);
     const Element* at = from + depth * p.x_stride[0];
+    if (vectors) {
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c, at += p.x_stride_c) load_if(raw[c], at, loads);
+      for (int c = 0; c < kChannels; ++c, at += p.x_stride_c) {
+        load_if(to[c], at, loads && unsigned(column) < unsigned(p.in[2]));
+      }
+    } else {
+      uint32_t one[kChannels][4];
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c, at += p.x_stride_c) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          one[c][i] = load_one_if(at + i * p.x_stride[2], loads && unsigned(column + i) < unsigned(p.in[2]));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kChannels * kRaw; ++i) {
+        const int c = i / kRaw, k = i % kRaw;
+        to[c][k] = kScaled ? one[c][k] : one[c][2 * k % 4] | one[c][(2 * k + 1) % 4] << 16;
+      }
+    }
   };
+  uint32_t raw[kChannels][kRaw];
+  auto load_plane = [&](int depth) { load_plane_to(raw, depth); };
   uint32_t value[kTerms][kValues][2];  // of four positions, channels innermost of depths
 #pragma unroll
   for (int i = 0; i < kTerms * kValues * 2; ++i) value[i / (kValues * 2)][i / 2 % kValues][i % 2] = 0;
@@ -365,22 +416,41 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
   int stage = 0;
   uint32_t parity = 1;
   bool there = false;  // two of the tile's planes, and the third is under way
-  for (int tile = 0; tile < tile_count; ++tile) {
+  bool waits = true;   // for the barriers, which are another thread's
+  int tile = 0;
+  WindowPiece piece;
+  for (;; ++tile) {
+    if (tile == piece.tiles) {
+      if (!piece.next(p)) break;
+      tile = 0, lowest = INFINITY;
+    }
+    WindowCursor& cursor = piece.cursor;
     const int depth = cursor.d + plan.origin[0];
     if (!there) {
+      const Element* const x_sample =
+          static_cast<const Element*>(p.x) + piece.n * p.x_stride_n + int64_t(group) * p.c_in * p.x_stride_c;
       const int h = cursor.h * plan.tile[1] + plan.origin[1] + row;
-      const int w = cursor.w * plan.tile[2] + plan.origin[2] - plan.lead + place * 4;
-      inside = active && unsigned(h) < unsigned(p.in[1]) && unsigned(w) < unsigned(p.in[2]);
-      from = x_sample + h * p.x_stride[1] + w;
+      column = cursor.w * plan.tile[2] + plan.origin[2] - plan.lead + place * 4;
+      inside = active && unsigned(h) < unsigned(p.in[1]);
+      from = x_sample + h * p.x_stride[1] + column * p.x_stride[2];
+      if constexpr (!kScaled) {
+        load_plane_to(&value[0][0], depth), load_plane_to(&value[0][kChannels], depth + 1);
+        load_plane_to(&value[0][2 * kChannels], depth + 2);
+      }
 #pragma unroll 1
-      for (int plane = 1; plane < 3; ++plane) {  // while the first one comes
-        if (!inside || unsigned(depth + plane) >= unsigned(p.in[0])) continue;
-        for (int c = 0; c < kChannels; ++c) {
+      for (int plane = kScaled ? 1 : 4; plane < (kScaled ? 3 : 6); ++plane) {  // while those come
+        if (!inside || unsigned(column) >= unsigned(p.in[2]) || unsigned(depth + plane) >= unsigned(p.in[0])) continue;
+        for (int c = 0; c < (vectors ? kChannels : 1); ++c) {
           prefetch_l2(from + (depth + plane) * p.x_stride[0] + c * p.x_stride_c);
         }
       }
+    } else if constexpr (!kScaled) {
+#pragma unroll
+      for (int i = 0; i < 2 * (kValues - kChannels); ++i) value[0][i / 2][i % 2] = value[0][i / 2 + kChannels][i % 2];
+#pragma unroll
+      for (int i = 0; i < 2 * kChannels; ++i) value[0][kValues - kChannels + i / 2][i % 2] = raw[i / 2][i % 2];
     }
-    for (;;) {
+    while (kScaled) {
       __half2 largest = __half2half2(__ushort_as_half(0));
 #pragma unroll 1
       for (int plane = there ? 2 : 0; plane < 3; ++plane) {
@@ -397,23 +467,19 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
           constexpr int kNew = kValues - kChannels;
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            if constexpr (kScaled) {
-              const float a = __uint_as_float(raw[c][2 * i]) * scale, b = __uint_as_float(raw[c][2 * i + 1]) * scale;
-              const uint32_t word = packed_halves(a, b);
-              value[0][kNew + c][i] = word;
-              largest = __hmax2(largest, __habs2(*reinterpret_cast<const __half2*>(&word)));
-              if constexpr (kTerms == 2) {
-                // An infinite value's second term is NaN: its channel's statistics are that already.
-                const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&word));
-                value[kTerms - 1][kNew + c][i] = packed_halves(a - high.x, b - high.y);
-              }
-            } else {
-              value[0][kNew + c][i] = raw[c][i];
+            const float a = __uint_as_float(raw[c][kRaw / 2 * i]) * scale;
+            const float b = __uint_as_float(raw[c][kRaw / 2 * i + 1]) * scale;
+            const uint32_t word = packed_halves(a, b);
+            value[0][kNew + c][i] = word;
+            largest = __hmax2(largest, __habs2(*reinterpret_cast<const __half2*>(&word)));
+            if constexpr (kTerms == 2) {
+              // An infinite value's second term is NaN: its channel's statistics are that already.
+              const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&word));
+              value[kTerms - 1][kNew + c][i] = packed_halves(a - high.x, b - high.y);
             }
           }
         }
       }
-      if constexpr (!kScaled) break;
       // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
       const float top = fmaxf(__low2float(largest), __high2float(largest));
       const bool too_large = any_loader(top == INFINITY),
@@ -440,10 +506,11 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
       there = false;
     }
     cursor.advance(tiles_d, tiles_w);
-    there = tile + 1 < tile_count && cursor.d > 0;
+    there = tile + 1 < piece.tiles && cursor.d > 0;
     if (there) load_plane(depth + 3);
 
-    if (tile == 0) named_barrier(2, kWindowLoaders);  // the barriers are there, which loads did not wait for
+    if (waits) named_barrier(2, kWindowLoaders);  // loads did not
+    waits = false;
     barrier_wait(empty + stage, parity);
 #pragma unroll
     for (int term = 0; term < kTerms; ++term) {
@@ -536,20 +603,10 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
   for (int own = 0; own < kOwn; ++own) {
     const int column = warp + own * kWarps;
     if (column >= kColumns) break;
-    float scale = 1.f, undo = 1.f;
-    if constexpr (kScaled) {
-      float most = 0.f;
-#pragma unroll
-      for (int i = 0; i < 2 * kRounds; ++i) {
-        const float size = fabsf(v[own][i / 2][i % 2]);
-        most = size < INFINITY ? fmaxf(most, size) : most;
-      }
-      const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
-      const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
-      scale = __uint_as_float((258 - exponent) << 23);  // brings the largest below 2^5
-      undo = __uint_as_float((exponent - 4) << 23);
-    }
-    if (lane == 0) unscale[column] = undo;
+    WarpScale of_column;
+    if constexpr (kScaled) of_column.fit<2 * kRounds>(&v[own][0][0]);
+    const float scale = of_column.scale;
+    if (lane == 0) unscale[column] = of_column.undo;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       const int word = lane + 32 * i, k = word % kRowWords, kernel_row = word / kRowWords;
@@ -602,14 +659,12 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
   const int stage_words = window_stage_words(plan);
 
   const int tid = threadIdx.x;
-  const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
-  const int64_t n = blockIdx.x / slices, slice = blockIdx.x % slices;
   const int c_begin = blockIdx.y * kColumns;  // first output channel of this block, within the conv group
   const int group = blockIdx.z;
   const int c_valid = min(kColumns, p.c_out - c_begin);
   const int c_first = group * p.c_out + c_begin;  // the same among all output channels
-  // Of a tile, or of tiles_together: kChains strips for each warp of a warpgroup.
-  const int jobs = (plan.strips + 4 * kChains - 1) / (4 * kChains), together = plan.tiles_together;
+  // A warpgroup works by units of a strip for each warp: some of a tile, or one of several tiles together.
+  const int units = (plan.strips + 3) / 4, together = plan.tiles_together;
 
   // Every block waits for the same weights: they are asked for before anything else.
   const int64_t weight_bytes = c_valid * p.w_stride_out * static_cast<int64_t>(sizeof(Element));
@@ -618,9 +673,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
                                                              group * p.w_stride_group + c_begin * p.w_stride_out);
     prefetch_l2(weight + tid * 128);
   }
-
-  int tile_count;
-  WindowCursor cursor = window_tiles(plan, slice, &tile_count);
+  prefetch_finish(p.stats, p.bias, static_cast<int>(blockDim.x) - 1 - tid);
 
   // Those that load do not wait for the others' tables: their first tile is what takes longest.
   if (tid < kWindowLoaders) {
@@ -634,13 +687,13 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
 #pragma unroll 1
         for (int stage = 0; stage < plan.stages; ++stage) {
           barrier_init(full + stage, kWindowLoaders);
-          barrier_init(empty + stage, jobs * 128 * kChains / together);
+          barrier_init(empty + stage, together > 1 ? plan.strips * 32 : units * 128);
         }
       }
       __syncwarp();
       named_barrier_arrive(3, 32 + 32 * kWarps);
     }
-    const int marches = plan.march_lanes > 0 && p.load == NarrowLoad::kVectors ? p.c_in : 0;
+    const int marches = plan.march_lanes > 0 ? p.c_in : 0;
     if (marches == 0) {
 #pragma unroll 1
       for (int i = tid; i < plan.types * 8; i += kWindowLoaders) {
@@ -657,15 +710,15 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       named_barrier(2, kWindowLoaders);
     }
     switch (marches) {
-      case 1: window_march_tiles<kMath, 1>(p, layout, smem, n, group, cursor, tile_count); break;
-      case 2: window_march_tiles<kMath, 2>(p, layout, smem, n, group, cursor, tile_count); break;
-      case 3: window_march_tiles<kMath, 3>(p, layout, smem, n, group, cursor, tile_count); break;
+      case 1: window_march_tiles<kMath, 1>(p, layout, smem, group); break;
+      case 2: window_march_tiles<kMath, 2>(p, layout, smem, group); break;
+      case 3: window_march_tiles<kMath, 3>(p, layout, smem, group); break;
       case 4:
         if constexpr (window_march_channels(kMath) >= 4) {
-          window_march_tiles<kMath, 4>(p, layout, smem, n, group, cursor, tile_count);
+          window_march_tiles<kMath, 4>(p, layout, smem, group);
         }
         break;
-      default: window_load_tiles<kMath>(p, layout, smem, n, group, cursor, tile_count);
+      default: window_load_tiles<kMath>(p, layout, smem, group);
     }
   } else {
     if constexpr (kConsumers == 3) {
@@ -718,27 +771,13 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     const uint32_t low_bytes = plan.types * plan.plane * 4;
     const int row_bytes = plan.pitch * 16;
 
-    // Of each channel, 8 j / 2 + 2 t + j % 2 of the block's, minus the first value that a thread sees; in the
-    // convolution's units but for the weights' scale.
-    float begin[kSums] = {};
-    float count = 0.f;
-    bool begun = false;
-    // Of what the products add to it, for each strip that a warp takes at once. In the units of the stage last read.
-    struct {
-      float sum = 0.f, sum_sq = 0.f;
-    } sums[kChains][kSums];
-    float unit[kChains];  // what undoes those
-#pragma unroll
-    for (int chain = 0; chain < kChains; ++chain) unit[chain] = 1.f;
-
-    // The first tile of the warpgroup's job. Those of a warp's strips are some tiles on.
     struct Place {
-      int tile, stage;
+      int tile, unit, stage;  // the unit of its tile, where that has several
       uint32_t parity;
       WindowCursor cursor;
     };
     const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
-    auto advance = [&](Place& place, int tiles) {  // at most as many as there are stages
+    auto advance_tiles = [&](Place& place, int tiles) {  // at most as many as there are stages
       place.tile += tiles, place.stage += tiles, place.cursor.d += tiles;
       if (place.stage >= plan.stages) place.stage -= plan.stages, place.parity ^= 1;
       while (place.cursor.d >= tiles_d) {
@@ -746,242 +785,337 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
         if (++place.cursor.w == tiles_w) place.cursor.w = 0, ++place.cursor.h;
       }
     };
-    Place first{0, 0, 0, cursor};
-    int job = __shfl_sync(0xffffffffu, warp / 4, 0);  // known to be the same in a warp
+    auto advance = [&](Place& place, int by) {  // units
+      int tiles = by * together;
+      if (together == 1) {
+        for (tiles = 0, place.unit += by; place.unit >= units; ++tiles) place.unit -= units;
+      }
+      advance_tiles(place, tiles);
+    };
+    const int own_group = __shfl_sync(0xffffffffu, warp / 4, 0);  // known to be the same in a warp
     const int own_warp = __shfl_sync(0xffffffffu, warp & 3, 0);
-    const int own_strip = together > 1 ? own_warp % plan.strips : own_warp;
-    const int ahead = together > 1 ? own_warp / plan.strips : 0;
-    const int between = together == 1 ? 0 : plan.strips < 4 ? 4 / plan.strips : kChains - 1;
     const uint32_t smem_at = shared_address(smem);
-    for (;; job += kConsumers) {
-      while (job >= jobs) {
-        job -= jobs;
-        advance(first, together);
-      }
-      if (first.tile >= tile_count) break;
-      // Tiles that are taken together may have fewer rows than the others.
-      const int all_rows = together > 1 ? plan.rows : min(plan.rows, p.out[1] - first.cursor.h * plan.tile[1]);
-      int rows[kChains];  // of those that all run through, how many count
-      uint32_t from[kChains][2 * kBlocks], step_bytes[kChains], to_low[kChains];
-      float counts[kChains][2];  // of positions g and g + 8, times what brings x to the stage's units
-#pragma unroll
-      for (int chain = 0; chain < kChains; ++chain) {
-        Place place = first;
-        if (together > 1) advance(place, ahead + chain * between);
-        const int s = together > 1 ? own_strip : (job * kChains + chain) * 4 + own_warp;
-        const int2 strip = strip_table[min(s, plan.strips - 1)];
-        const bool present = place.tile < tile_count;
-        if (present) barrier_wait(full + place.stage, place.parity);
-        if (kScaled && present) {
-          const float stage_unit = reinterpret_cast<const float*>(smem + layout.scales)[place.stage];
-          if (stage_unit != unit[chain]) {
-            const float change = unit[chain] / stage_unit;
-            unit[chain] = stage_unit;
-#pragma unroll
-            for (int j = 0; j < kSums; ++j) {
-              sums[chain][j].sum *= change;
-              sums[chain][j].sum_sq = sums[chain][j].sum_sq * change * change;
-            }
-          }
-        }
-        const int d = place.cursor.d * plan.tile[0] + (strip.y >> 24);
-        const int h0 = place.cursor.h * plan.tile[1] + (strip.y >> 14 & 1023);
-        const int w0 = place.cursor.w * plan.tile[2] + (strip.y & 16383);
-        const bool inside = present && s < plan.strips && d < p.out[0] && h0 < p.out[1];
-        // Segments, where several, are whole.
-        rows[chain] =
-            __shfl_sync(0xffffffffu, inside ? min(plan.rows, p.out[1] - place.cursor.h * plan.tile[1]) : 0, 0);
-        const int valid = inside ? p.out[2] - w0 : 0;
-        // A power of two, of which the reciprocal is exact.
-        const float one = kScaled ? __uint_as_float((254u << 23) - __float_as_uint(unit[chain])) : 1.f;
-        counts[chain][0] = g < valid ? one : 0.f;
-        counts[chain][1] = g + 8 < valid ? one : 0.f;
-        // Positions that count nothing read zeros, and start from zero.
-        const bool own_valid = (lane & 15) < valid;
-        step_bytes[chain] = own_valid ? row_bytes : 0, to_low[chain] = own_valid ? low_bytes : 0;
-        const uint32_t at = smem_at + (layout.halo + place.stage * stage_words) * 4 + strip.x;
-        const int own_place = plan.lead + (strip.y & 16383) + (lane & 15);
-#pragma unroll
-        for (int i = 0; i < 2 * kBlocks; ++i) {
-          const int2 chunk = chunks[2 * i + (lane >> 4)];
-          from[chain][i] = own_valid ? at + chunk.x + window_place(own_place + chunk.y) * 16 : zeros;
-        }
-      }
-      const bool fresh = __any_sync(0xffffffffu, count == 0.f);
-      float acc[kChains][kWindow * kAcc];
-      uint32_t a[kChains][kTerms][kBlocks * 2][4];
-      auto start = [&](auto chain, auto slot) {
-#pragma unroll
-        for (int j = 0; j < kAcc; ++j) {
-          asm volatile("mul.f32 %0, %1, %2;"
-                       : "=f"(acc[decltype(chain)::value][decltype(slot)::value * kAcc + j])
-                       : "f"(begin[j / 4 * 2 + (j & 1)]), "f"(counts[decltype(chain)::value][j / 2 & 1]));
-        }
-      };
-      auto load_row = [&](auto of_chain) {
-        constexpr int chain = decltype(of_chain)::value;
-#pragma unroll
-        for (int i = 0; i < 2 * kBlocks; ++i) {
-          load_matrices(a[chain][0][i], from[chain][i]);
-          if constexpr (kTerms == 2) load_matrices(a[chain][kTerms - 1][i], from[chain][i] + to_low[chain]);
-          from[chain][i] += step_bytes[chain];
-        }
-      };
-      auto multiply = [&](auto of_chain, auto turn) {
-        constexpr int chain = decltype(of_chain)::value;
-        wgmma_fence();
-        const uint32_t b_turn = b_first + decltype(turn)::value * kBTurn;
-        if constexpr (kTerms == 2) {
-#pragma unroll
-          for (int i = 0; i < 2 * kBlocks; ++i) {
-            wgmma<kType, kWindow * kColumns>(acc[chain], a[chain][kTerms - 1][i], b_turn + i * kBStep, true);
-            wgmma<kType, kWindow * kColumns>(acc[chain], a[chain][0][i], b_turn + i * kBStep + kBLow, true);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < 2 * kBlocks; ++i) {
-          wgmma<kType, kWindow * kColumns>(acc[chain], a[chain][0][i], b_turn + i * kBStep, true);
-        }
-        wgmma_commit();
-      };
-      // After a row of the halo. The accumulators of the output row that it completes are then free for another.
-      auto take_row = [&](auto of_chain, auto turn, int row) {
-        constexpr int chain = decltype(of_chain)::value;
-        wgmma_use(acc[chain]);
-        // The next row comes while this thread is in its epilogue; after the last row nobody uses what it reads.
-        load_row(of_chain);
-        constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
-        float* const done = acc[chain] + kSlot * kAcc;
-        if (unsigned(row - (kWindow - 1)) < unsigned(rows[chain])) {
-          if (decltype(turn)::value == kWindow - 1 && fresh && row == kWindow - 1) {
-            // The first value that a thread sees is what it subtracts from all. No thread goes another way here, or
-            // products would be waited for.
-            const bool first = !begun && counts[chain][0] != 0.f;
-#pragma unroll
-            for (int j = 0; j < kSums; ++j) begin[j] = first ? -done[j / 2 * 4 + (j & 1)] * unit[chain] : begin[j];
-            begun = begun || first;
-#pragma unroll
-            for (int j = 0; j < kWindow * kAcc; ++j) {
-              const float missing = count == 0.f ? begin[j % kAcc / 4 * 2 + (j & 1)] : 0.f;
-              acc[chain][j] = fmaf(missing, counts[chain][j / 2 & 1], acc[chain][j]);
-            }
-          }
-#pragma unroll
-          for (int j = 0; j < kAcc; ++j) {
-            auto& of = sums[chain][j / 4 * 2 + (j & 1)];
-            of.sum += done[j];
-            of.sum_sq = fmaf(done[j], done[j], of.sum_sq);
-          }
-        }
-        wgmma_use(acc[chain]);  // or copies are made for the sake of an earlier start
-        start(of_chain, std::integral_constant<int, kSlot>());
-      };
-      using One = std::integral_constant<int, 0>;
-      using Other = std::integral_constant<int, kChains - 1>;
-      auto begin_chain = [&](auto chain) {
-        start(chain, std::integral_constant<int, 0>()), start(chain, std::integral_constant<int, 1>()),
-            start(chain, std::integral_constant<int, 2>());
-        load_row(chain);
-      };
-      const int steps = all_rows + kWindow - 1;
-      begin_chain(One());
-      if constexpr (kChains == 2) begin_chain(Other());
-      // Of two strips, one row's products are under way while another row's are summed up.
-      auto step = [&](auto turn, int row) {
-        multiply(One(), turn);
-        if constexpr (kChains == 2) multiply(Other(), turn);
-        wgmma_wait<kChains - 1>();
-        take_row(One(), turn, row);
-        if constexpr (kChains == 2) {
-          wgmma_wait<0>();
-          take_row(Other(), turn, row);
-        }
-      };
-      using Turn0 = std::integral_constant<int, 0>;
-      using Turn1 = std::integral_constant<int, 1>;
-      using Turn2 = std::integral_constant<int, 2>;
-      int row = 0;
-      if constexpr (kChains == 1) {
-#pragma unroll 1
-        for (; row < steps; row += kWindow) {
-          step(Turn0(), row);
-          if (row + 1 < steps) step(Turn1(), row + 1);
-          if (row + 2 < steps) step(Turn2(), row + 2);
-        }
-      } else {
-#pragma unroll 1
-        for (; row + kWindow <= steps; row += kWindow) {
-          multiply(One(), Turn0());
-          multiply(Other(), Turn0());
-          wgmma_wait<1>();
-          take_row(One(), Turn0(), row);
-          multiply(One(), Turn1());
-          wgmma_wait<1>();
-          take_row(Other(), Turn0(), row);
-          multiply(Other(), Turn1());
-          wgmma_wait<1>();
-          take_row(One(), Turn1(), row + 1);
-          multiply(One(), Turn2());
-          wgmma_wait<1>();
-          take_row(Other(), Turn1(), row + 1);
-          multiply(Other(), Turn2());
-          wgmma_wait<1>();
-          take_row(One(), Turn2(), row + 2);
-          wgmma_wait<0>();
-          take_row(Other(), Turn2(), row + 2);
-        }
-        if (row < steps) step(Turn0(), row);
-        if (row + 1 < steps) step(Turn1(), row + 1);
-      }
-#pragma unroll
-      for (int chain = 0; chain < kChains; ++chain) {
-        if (counts[chain][0] != 0.f) count += static_cast<float>(rows[chain]);
-        if (counts[chain][1] != 0.f) count += static_cast<float>(rows[chain]);
-        Place place = first;
-        if (together > 1) advance(place, ahead + chain * between);
-        if (place.tile < tile_count) barrier_arrive(empty + place.stage);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kSums; ++j) {
-      float sum = 0.f, sum_sq = 0.f;
-#pragma unroll
-      for (int chain = 0; chain < kChains; ++chain) {
-        sum += sums[chain][j].sum * unit[chain], sum_sq += sums[chain][j].sum_sq * unit[chain] * unit[chain];
-      }
-      sums[0][j].sum = sum, sums[0][j].sum_sq = sum_sq;
-    }
+    // Tiles before this row of them have all their rows.
+    const int tiles_h = static_cast<int>(plan.tiles[1]);
+    const int whole_h = plan.segments > 1 || tiles_h * plan.rows == p.out[1] ? tiles_h : tiles_h - 1;
+    // Zero, but not for the compiler: it takes accumulators that are constants away from the products under way.
+    const float zero = __uint_as_float(__shfl_sync(0xffffffffu, load_shared(zeros), 0));
 
-    // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block. Only the first lanes' results count,
-    // and all channels of a thread have the same counts.
-    Moments<float>* const shared = reinterpret_cast<Moments<float>*>(smem + layout.scratch);
-    const float inverse = count > 0.f ? __fdividef(1.f, count) : 0.f;
-    float of_lanes = count, fraction[3], weighted[3];
+    Place first{0, 0, 0, 0, {}};
+    for (WindowPiece piece; piece.next(p);) {
+      const int tile_count = piece.tiles;
+      first.cursor = piece.cursor;
+      // Of each channel, 8 j / 2 + 2 t + j % 2 of the block's, minus the first value that a thread sees; in the
+      // convolution's units but for the weights' scale.
+      float begin[kSums] = {};
+      float count = 0.f;
+      // Of what the products add to it, for each strip that a warp takes at once. In the units of the stage last read.
+      struct {
+        float sum = 0.f, sum_sq = 0.f;
+      } sums[kChains][kSums];
+      float unit = 1.f;  // what undoes those
+
+      // With two strips at once: whether values lie so far from zero, beside their spread, that sums of squares must
+      // begin elsewhere. Known after the warpgroup's first units, which are then taken once more.
+      enum { kUnknown, kFar, kNear } values_lie = kUnknown;
+
+      // Pairs of units while there are enough for all.
+      const int unit_count = together > 1 ? (tile_count + together - 1) / together : tile_count * units;
+      Place place = first;
+      int at_unit = 0, round = 0;  // which begins with this unit
+      auto find_unit = [&] {
+        const int next = round + (kChains == 2 && unit_count - round > 2 ? 2 : 1) * own_group;
+        advance(place, next - at_unit);
+        at_unit = next;
+      };
+#pragma unroll 1
+      for (find_unit(); at_unit < unit_count; find_unit()) {
+        const int taken = kChains == 2 && unit_count - round > 2 + own_group ? 2 : 1;
+        round += kChains * kConsumers;
+        bool at_once = false;
+        if constexpr (kChains == 2) {
+          Place last = place;
+          advance(last, taken - 1);
+          advance_tiles(last, together - 1);
+          at_once = taken == 2 && values_lie != kFar && last.cursor.h < whole_h;
+        }
+        Place own_unit = place;
+#pragma unroll 1
+        for (int left = taken; left > 0; left -= at_once ? 2 : 1) {
+          int rows[kChains];  // of those that all run through, how many count
+          int all_rows = 0;
+          uint32_t from[kChains][2 * kBlocks], step_bytes[kChains], to_low[kChains];
+          float counts[kChains][2];  // of positions g and g + 8, times what brings x to the stage's units
+          uint64_t* reads[kChains];
+          auto begin_unit = [&](auto of_chain) {
+            constexpr int chain = decltype(of_chain)::value;
+            Place own = own_unit;
+            if (together > 1) advance_tiles(own, own_warp / plan.strips);
+            // Tiles that are taken together may have fewer rows than the others.
+            all_rows = together > 1 ? plan.rows : min(plan.rows, p.out[1] - own.cursor.h * plan.tile[1]);
+            const int s = together > 1 ? own_warp % plan.strips : own.unit * 4 + own_warp;
+            const int2 strip = strip_table[min(s, plan.strips - 1)];
+            const bool present = own.tile < tile_count;
+            reads[chain] = present ? empty + own.stage : nullptr;
+            if (present) barrier_wait(full + own.stage, own.parity);
+            if (kScaled && present) {
+              const float stage_unit = reinterpret_cast<const float*>(smem + layout.scales)[own.stage];
+              if (stage_unit != unit) {
+                const float change = unit / stage_unit;
+                unit = stage_unit;
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const float other = __shfl_down_sync(0xffffffffu, of_lanes, 4 << i), both = of_lanes + other;
-      fraction[i] = both > 0.f ? __fdividef(other, both) : 0.f;
-      weighted[i] = of_lanes * fraction[i];
-      of_lanes = both;
-    }
+                for (int j = 0; j < kSums; ++j) {
+                  sums[chain][j].sum *= change;
+                  sums[chain][j].sum_sq = sums[chain][j].sum_sq * change * change;
+                }
+              }
+            }
+            const int d = own.cursor.d * plan.tile[0] + (strip.y >> 24);
+            const int h0 = own.cursor.h * plan.tile[1] + (strip.y >> 14 & 1023);
+            const int w0 = own.cursor.w * plan.tile[2] + (strip.y & 16383);
+            const bool inside = present && s < plan.strips && d < p.out[0] && h0 < p.out[1];
+            // Segments, where several, are whole.
+            rows[chain] =
+                __shfl_sync(0xffffffffu, inside ? min(plan.rows, p.out[1] - own.cursor.h * plan.tile[1]) : 0, 0);
+            const int valid = inside ? p.out[2] - w0 : 0;
+            // A power of two, of which the reciprocal is exact.
+            const float one = kScaled ? __uint_as_float((254u << 23) - __float_as_uint(unit)) : 1.f;
+            counts[chain][0] = g < valid ? one : 0.f;
+            counts[chain][1] = g + 8 < valid ? one : 0.f;
+            // Positions that count nothing read zeros, and start from zero.
+            const bool own_valid = (lane & 15) < valid;
+            step_bytes[chain] = own_valid ? row_bytes : 0, to_low[chain] = own_valid ? low_bytes : 0;
+            const uint32_t at = smem_at + (layout.halo + own.stage * stage_words) * 4 + strip.x;
+            const int own_place = plan.lead + (strip.y & 16383) + (lane & 15);
 #pragma unroll
-    for (int j = 0; j < kSums; ++j) {
-      const int c = j / 2 * 8 + t * 2 + (j & 1);
-      const float own_unit = kScaled ? unscale[c] : 1.f;
-      float mean = fmaf(sums[0][j].sum, inverse, -begin[j]) * own_unit;
-      float m2 = fmaf(-sums[0][j].sum * inverse, sums[0][j].sum, sums[0][j].sum_sq) * own_unit * own_unit;
-      m2 = m2 < 0.f ? 0.f : m2;
+            for (int i = 0; i < 2 * kBlocks; ++i) {
+              const int2 chunk = chunks[2 * i + (lane >> 4)];
+              from[chain][i] = own_valid ? at + chunk.x + window_place(own_place + chunk.y) * 16 : zeros;
+            }
+            advance(own_unit, 1);
+          };
+          auto end_unit = [&](auto of_chain) {
+            constexpr int chain = decltype(of_chain)::value;
+            if (counts[chain][0] != 0.f) count += static_cast<float>(rows[chain]);
+            if (counts[chain][1] != 0.f) count += static_cast<float>(rows[chain]);
+            if (reads[chain]) barrier_arrive(reads[chain]);
+          };
+          float acc[kChains][kWindow * kAcc];
+          uint32_t a[kChains][kTerms][kBlocks * 2][4];
+          auto load_row = [&](auto of_chain) {
+            constexpr int chain = decltype(of_chain)::value;
+#pragma unroll
+            for (int i = 0; i < 2 * kBlocks; ++i) {
+              load_matrices(a[chain][0][i], from[chain][i]);
+              if constexpr (kTerms == 2) load_matrices(a[chain][kTerms - 1][i], from[chain][i] + to_low[chain]);
+              from[chain][i] += step_bytes[chain];
+            }
+          };
+          auto multiply = [&](auto of_chain, auto turn) {
+            constexpr int chain = decltype(of_chain)::value;
+            wgmma_fence();
+            const uint32_t b_turn = b_first + decltype(turn)::value * kBTurn;
+            if constexpr (kTerms == 2) {
+#pragma unroll
+              for (int i = 0; i < 2 * kBlocks; ++i) {
+                wgmma<kType, kWindow * kColumns>(acc[chain], a[chain][kTerms - 1][i], b_turn + i * kBStep, true);
+                wgmma<kType, kWindow * kColumns>(acc[chain], a[chain][0][i], b_turn + i * kBStep + kBLow, true);
+              }
+            }
+#pragma unroll
+            for (int i = 0; i < 2 * kBlocks; ++i) {
+              wgmma<kType, kWindow * kColumns>(acc[chain], a[chain][0][i], b_turn + i * kBStep, true);
+            }
+            wgmma_commit();
+          };
+          auto add_row = [&](auto of_chain, const float* done) {
+            constexpr int chain = decltype(of_chain)::value;
+#pragma unroll
+            for (int j = 0; j < kAcc; ++j) {
+              auto& of = sums[chain][j / 4 * 2 + (j & 1)];
+              of.sum += done[j];
+              of.sum_sq = fmaf(done[j], done[j], of.sum_sq);
+            }
+          };
+          using One = std::integral_constant<int, 0>;
+          using Other = std::integral_constant<int, kChains - 1>;
+          using Turn0 = std::integral_constant<int, 0>;
+          using Turn1 = std::integral_constant<int, 1>;
+          using Turn2 = std::integral_constant<int, 2>;
+          begin_unit(One());
+          if (!at_once) {
+            if (values_lie == kUnknown) values_lie = kFar;  // few units are left, or their rows differ
+            const bool fresh = __any_sync(0xffffffffu, count == 0.f);
+            auto start = [&](auto slot) {
+#pragma unroll
+              for (int j = 0; j < kAcc; ++j) {
+                asm volatile("mul.f32 %0, %1, %2;"
+                             : "=f"(acc[0][decltype(slot)::value * kAcc + j])
+                             : "f"(begin[j / 4 * 2 + (j & 1)]), "f"(counts[0][j / 2 & 1]));
+              }
+            };
+            // A row of the halo. The accumulators of the output row that it completes are then free for another.
+            auto step = [&](auto turn, int row) {
+              multiply(One(), turn);
+              wgmma_wait<0>();
+              wgmma_use(acc[0]);
+              // The next row comes while this thread is in its epilogue; after the last row nobody uses what it reads.
+              load_row(One());
+              constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
+              float* const done = acc[0] + kSlot * kAcc;
+              if (unsigned(row - (kWindow - 1)) < unsigned(rows[0])) {
+                if (decltype(turn)::value == kWindow - 1 && fresh && row == kWindow - 1) {
+                  // The first value that a thread sees is what it subtracts from all. No thread goes another way here,
+                  // or products would be waited for.
+                  const bool is_first = count == 0.f && counts[0][0] != 0.f;
+#pragma unroll
+                  for (int j = 0; j < kSums; ++j) {
+                    begin[j] = is_first ? -done[j / 2 * 4 + (j & 1)] * unit : begin[j];
+                  }
+#pragma unroll
+                  for (int j = 0; j < kWindow * kAcc; ++j) {
+                    const float missing = count == 0.f ? begin[j % kAcc / 4 * 2 + (j & 1)] : 0.f;
+                    acc[0][j] = fmaf(missing, counts[0][j / 2 & 1], acc[0][j]);
+                  }
+                }
+                add_row(One(), done);
+              }
+              wgmma_use(acc[0]);  // or copies are made for the sake of an earlier start
+              start(std::integral_constant<int, kSlot>());
+            };
+            start(Turn0()), start(Turn1()), start(Turn2());
+            load_row(One());
+            const int steps = all_rows + kWindow - 1;
+#pragma unroll 1
+            for (int row = 0; row < steps; row += kWindow) {
+              step(Turn0(), row);
+              if (row + 1 < steps) step(Turn1(), row + 1);
+              if (row + 2 < steps) step(Turn2(), row + 2);
+            }
+          } else if constexpr (kChains == 2) {
+            // One strip's products are under way while the other's row is summed up. All rows of a strip count, or
+            // none, whose sums are zeros.
+            begin_unit(Other());
+            auto clear = [&](float* slot) {
+#pragma unroll
+              for (int j = 0; j < kAcc; ++j) asm volatile("mov.f32 %0, %1;" : "=f"(slot[j]) : "f"(zero));
+            };
+            auto take = [&](auto of_chain, auto turn, bool counts_row) {
+              constexpr int chain = decltype(of_chain)::value, kSlot = (decltype(turn)::value + 1) % kWindow;
+              wgmma_use(acc[chain]);
+              load_row(of_chain);
+              if (counts_row) add_row(of_chain, acc[chain] + kSlot * kAcc);
+              wgmma_use(acc[chain]);
+              clear(acc[chain] + kSlot * kAcc);
+            };
+            auto begin_chain = [&](auto of_chain) {
+              constexpr int chain = decltype(of_chain)::value;
+              clear(acc[chain]), clear(acc[chain] + kAcc), clear(acc[chain] + 2 * kAcc);
+              load_row(of_chain);
+            };
+            auto step = [&](auto turn, bool counts_row) {
+              multiply(One(), turn);
+              multiply(Other(), turn);
+              wgmma_wait<1>();
+              take(One(), turn, counts_row);
+              wgmma_wait<0>();
+              take(Other(), turn, counts_row);
+            };
+            begin_chain(One()), begin_chain(Other());
+            const int steps = plan.rows + kWindow - 1;
+            int row = 0;
+#pragma unroll 1
+            for (; row + kWindow <= steps; row += kWindow) {
+              const bool counts_row = row > 0;  // the first two complete no output row
+              multiply(One(), Turn0());
+              multiply(Other(), Turn0());
+              wgmma_wait<1>();
+              take(One(), Turn0(), counts_row);
+              multiply(One(), Turn1());
+              wgmma_wait<1>();
+              take(Other(), Turn0(), counts_row);
+              multiply(Other(), Turn1());
+              wgmma_wait<1>();
+              take(One(), Turn1(), counts_row);
+              multiply(One(), Turn2());
+              wgmma_wait<1>();
+              take(Other(), Turn1(), counts_row);
+              multiply(Other(), Turn2());
+              wgmma_wait<1>();
+              take(One(), Turn2(), true);
+              wgmma_wait<0>();
+              take(Other(), Turn2(), true);
+            }
+            if (row < steps) step(Turn0(), true);
+            if (row + 1 < steps) step(Turn1(), true);
+            if (values_lie == kUnknown) {
+              float seen = 0.f;  // rows times positions
+              bool far = false;
+#pragma unroll
+              for (int i = 0; i < 4; ++i) seen += counts[i / 2][i % 2] * static_cast<float>(rows[i / 2]);
+              const float inverse = seen > 0.f ? __fdividef(1.f, seen) : 0.f;
+#pragma unroll
+              for (int j = 0; j < kSums; ++j) {
+                const float mean = (sums[0][j].sum + sums[1][j].sum) * inverse;
+                const float square = (sums[0][j].sum_sq + sums[1][j].sum_sq) * inverse;
+                far = far || mean * mean > 64.f * fmaf(-mean, mean, square);
+              }
+              values_lie = any_thread<128>(4 + own_group, far) ? kFar : kNear;
+              if (values_lie == kFar) {
+#pragma unroll
+                for (int i = 0; i < 2 * kSums; ++i) sums[i / kSums][i % kSums] = {};
+                at_once = false;
+                own_unit = place;
+                left = taken + 1;
+                continue;
+              }
+            }
+            end_unit(Other());
+          }
+          end_unit(One());
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kSums; ++j) {
+        if constexpr (kChains == 2) sums[0][j].sum += sums[1][j].sum, sums[0][j].sum_sq += sums[1][j].sum_sq;
+        sums[0][j].sum *= unit, sums[0][j].sum_sq *= unit * unit;
+      }
+
+      // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block. Only the first lanes' results count,
+      // and all channels of a thread have the same counts.
+      Moments<float>* const shared = reinterpret_cast<Moments<float>*>(smem + layout.scratch);
+      const float inverse = count > 0.f ? __fdividef(1.f, count) : 0.f;
+      float of_lanes = count, fraction[3], weighted[3];
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
-        const float delta = __shfl_down_sync(0xffffffffu, mean, 4 << i) - mean;
-        m2 += fmaf(delta * delta, weighted[i], __shfl_down_sync(0xffffffffu, m2, 4 << i));
-        mean = fmaf(delta, fraction[i], mean);
+        const float other = __shfl_down_sync(0xffffffffu, of_lanes, 4 << i), both = of_lanes + other;
+        fraction[i] = both > 0.f ? __fdividef(other, both) : 0.f;
+        weighted[i] = of_lanes * fraction[i];
+        of_lanes = both;
       }
-      if (g == 0) shared[warp * kColumns + c] = {mean, m2, of_lanes};
+#pragma unroll
+      for (int j = 0; j < kSums; ++j) {
+        const int c = j / 2 * 8 + t * 2 + (j & 1);
+        const float own_unit = kScaled ? unscale[c] : 1.f;
+        float mean = fmaf(sums[0][j].sum, inverse, -begin[j]) * own_unit;
+        float m2 = fmaf(-sums[0][j].sum * inverse, sums[0][j].sum, sums[0][j].sum_sq) * own_unit * own_unit;
+        m2 = m2 < 0.f ? 0.f : m2;
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+          const float delta = __shfl_down_sync(0xffffffffu, mean, 4 << i) - mean;
+          m2 += fmaf(delta * delta, weighted[i], __shfl_down_sync(0xffffffffu, m2, 4 << i));
+          mean = fmaf(delta, fraction[i], mean);
+        }
+        if (g == 0) shared[warp * kColumns + c] = {mean, m2, of_lanes};
+      }
+      finish_stats<kColumns, kWarps, kWarps * 32>(
+          p.stats, piece.n, piece.slice, c_first, c_valid, shared, tid - kWindowLoaders,
+          [&](int c) { return p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f; });
+      first.stage += tile_count;
+      first.parity ^= first.stage / plan.stages & 1;
+      first.stage %= plan.stages;
+      named_barrier(1, kWarps * 32);  // before the next piece's moments take these one's place
     }
-    finish_stats<kColumns, kWarps, kWarps * 32>(
-        p.stats, n, slice, c_first, c_valid, shared, tid - kWindowLoaders,
-        [&](int c) { return p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f; });
   }
 #endif
 }

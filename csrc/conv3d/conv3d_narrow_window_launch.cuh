@@ -1,6 +1,8 @@
 // From the plan's numbers to a template instance of the window on gathered chunks.
 #pragma once
 
+#include <algorithm>
+
 #include "../common/launch.h"
 #include "conv3d_narrow.h"
 #include "conv3d_narrow_window.cuh"
@@ -11,7 +13,7 @@ template <ConvMath kMath, int kColumns, int kBlocks>
 Status launch_window_instance(const NarrowParams& p, int64_t n, cudaStream_t stream) {
   const NarrowPlan& plan = p.plan;
   constexpr auto kernel = conv_narrow_window_kernel<kMath, kColumns, kBlocks>;
-  const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
+  const dim3 grid(static_cast<unsigned>(std::min(n * plan.slices, plan.at_once)), plan.n_tiles, p.groups);
   return launch_kernel<kernel>("conv_narrow_window_kernel", p, grid, window_threads(kMath, kColumns, kBlocks),
                                plan.smem_bytes, stream);
 }

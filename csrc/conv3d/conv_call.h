@@ -214,6 +214,7 @@ inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape
     *bias = dense_in(*a.bias, MemoryFormat::Contiguous);
     p.bias = bias->const_data_ptr();
   }
+  p.n = shape.n;
   p.c_out_total = static_cast<int>(shape.c_out);
   p.plan = plan;
   p.load = rows_in_vectors(a, shape)                                     ? NarrowLoad::kVectors

@@ -215,6 +215,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("strip", &NarrowPlan::strip)
       .def_readonly("strips", &NarrowPlan::strips)
       .def_readonly("tiles_together", &NarrowPlan::tiles_together)
+      .def_readonly("at_once", &NarrowPlan::at_once)
       .def_readonly("tiles_per_sample", &NarrowPlan::tiles_per_sample)
       .def_readonly("slices", &NarrowPlan::slices)
       .def_readonly("tiles_per_slice", &NarrowPlan::tiles_per_slice)

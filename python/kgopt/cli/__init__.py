@@ -122,6 +122,8 @@ def build_parser() -> argparse.ArgumentParser:
                        help="the same as --max-autotune none")  # fmt: skip
     bench.add_argument("--budget", type=float, metavar="S",
                        help="after S seconds start no further torch.compile baseline")  # fmt: skip
+    bench.add_argument("--stop", type=float, metavar="S", help="after S seconds start no further measurement at all")
+    bench.add_argument("--resume", action="store_true", help="keep the rows of --json and measure what they lack")
     bench.add_argument("--count", type=int, default=None, metavar="N",
                        help="how many random shapes, from the first (sweep, convs: 200, chains: 100)")  # fmt: skip
     bench.add_argument("--seed", type=int, default=0, metavar="N",
@@ -131,6 +133,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--commit", metavar="HASH", help="the commit to note in the rows (default: $KGOPT_COMMIT, then git)"
     )
+
+    bench.set_defaults(done=frozenset(), stop_at=None)  # see run_bench
 
     info = add("info", "versions, what was compiled in, GPUs, and which path ops take", _INFO)
     info.add_argument("--json", action="store_true", help="print JSON")

@@ -70,6 +70,11 @@ class Settings:
     deadline: float | None = None  # time.monotonic() after which no compiled baseline starts
     only: tuple[str, ...] = ()  # implementations to measure beside eager; all where empty
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether the time budget is used up."""
+        return self.deadline is not None and time.monotonic() > self.deadline
+
 
 def _inputs(case: Case, settings: Settings, dtype: torch.dtype) -> list[torch.Tensor]:
     """Random x, several sets: normal, normal with another scale and offset, uniform. Fewer where x is large."""
@@ -330,8 +335,7 @@ def compile_case(case: Case, precision: str, direction: str, settings: Settings)
         plain = case.plain().to(device=device, dtype=dtype)
         x = _inputs(case, dataclasses.replace(settings, input_sets=1), dtype)[0]
         for name, build in _builders(case, settings).items():
-            spent = settings.deadline is not None and time.monotonic() > settings.deadline
-            if name not in results.COMPILED or spent:
+            if name not in results.COMPILED or settings.is_spent:
                 continue
             start = time.monotonic()
             with contextlib.suppress(Exception):
@@ -383,8 +387,7 @@ def measure_case(
             rows[name] = row
             compiles = name in results.COMPILED
             before = (ready or {}).get(name)
-            spent = settings.deadline is not None and time.monotonic() > settings.deadline
-            if compiles and before is None and spent:
+            if compiles and before is None and settings.is_spent:
                 row["failed"] = "not run: the time budget was spent"
                 continue
             try:
@@ -696,6 +699,8 @@ def run_bench(args: argparse.Namespace) -> int:
         if folder:
             os.makedirs(folder, exist_ok=True)
     settings, precisions = _settings(args, device), _precisions(args, device)
+    if args.resume and not args.json:
+        raise ValueError("--resume continues the file of --json, which is missing")
     if args.jobs is not None and args.jobs < 1:
         raise ValueError(f"--jobs is {args.jobs}, expected at least 1")
     if args.jobs and args.shard:
@@ -705,38 +710,57 @@ def run_bench(args: argparse.Namespace) -> int:
     suite = _suite(args, settings, precisions)
     if args.jobs and suite.compile is None:
         raise ValueError(f"--jobs is {args.jobs}, but suite {args.suite} compiles nothing ahead of its measurements")
+    earlier = results.load_rows(args.json) if args.resume and os.path.exists(args.json) else []
+    args.done = {_step_of(row) for row in earlier}
+    args.stop_at = None if args.stop is None else time.monotonic() + args.stop
     facts, ceilings = _before(args, device, suite.rates)
     if args.jobs:
         from kgopt.cli.jobs import run_jobs
 
-        return _report(run_jobs(args, len(suite.steps), ceilings, facts), args)
-    return _report(_measure(suite, args, ceilings, facts, None), args)
+        return _report(run_jobs(args, len(suite.steps), ceilings, facts, earlier), args)
+    return _report(_measure(suite, args, ceilings, facts, None, earlier), args)
 
 
 def measure_suite(args: argparse.Namespace, ceilings: Ceilings, facts: Row, turn: Turn) -> None:
     """One of --jobs' processes: compiles its --shard, waits for its turn, measures, writes --json."""
     device = _prepare_device(args)
     suite = _suite(args, _settings(args, device), _precisions(args, device))
-    _measure(suite, args, ceilings, facts, turn)
+    _measure(suite, args, ceilings, facts, turn, [])
 
 
-def _measure(suite: _Suite, args: argparse.Namespace, ceilings: Ceilings, facts: Row, turn: Turn | None) -> list[Row]:
-    ready: list[Any] = [None] * len(suite.steps)
+def _step_of(row: Row) -> tuple[str, str, str]:
+    """By what a step is known in the rows that it gave."""
+    return row["case"], row["dtype"], "both" if row["suite"] == "sweep" else row["direction"]
+
+
+def _measure(
+    suite: _Suite, args: argparse.Namespace, ceilings: Ceilings, facts: Row, turn: Turn | None, earlier: list[Row]
+) -> list[Row]:
+    """`earlier` rows and those of the steps that they lack, until --stop."""
+    steps = [step for step in suite.steps if suite.name(step) not in args.done]
+    ready: list[Any] = [None] * len(steps)
     if turn:
         assert suite.compile
-        ready = [suite.compile(step) for step in suite.steps]
+        ready = [suite.compile(step) for step in steps]
         if facts["device"] == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         turn.wait()
-    rows: list[Row] = []
-    for index, step in progress(list(enumerate(suite.steps)), len(suite.steps), f"bench {args.suite}"):
-        rows += suite.measure(step, ready[index], ceilings, facts)
-        last = index == len(suite.steps) - 1
-        if args.json and (last or index % suite.save_every == suite.save_every - 1):
+    rows, saved = list(earlier), len(earlier)
+    try:
+        for index, step in progress(list(enumerate(steps)), len(steps), f"bench {args.suite}"):
+            if args.stop_at is not None and time.monotonic() > args.stop_at:
+                print(f"stopped: {len(steps) - index} of {len(steps)} steps are left", file=sys.stderr, flush=True)
+                break
+            rows += suite.measure(step, ready[index], ceilings, facts)
+            if args.json and index % suite.save_every == suite.save_every - 1:
+                results.save_rows(args.json, rows)
+                saved = len(rows)
+            if facts["device"] == "cuda" and suite.empty_cache:
+                torch.cuda.empty_cache()
+    finally:  # an interrupted run leaves what it has
+        if args.json and len(rows) > saved:
             results.save_rows(args.json, rows)
-        if facts["device"] == "cuda" and suite.empty_cache:
-            torch.cuda.empty_cache()
     return rows
 
 
@@ -745,6 +769,7 @@ class _Suite:
     """What a suite measures, step by step."""
 
     steps: list[Any]
+    name: Callable[[Any], tuple[str, str, str]]  # of a step, as _step_of has it
     measure: Callable[[Any, Any, Ceilings, Row], list[Row]]  # a step, what `compile` made of it or None
     compile: Callable[[Any], Any] | None = None  # None: nothing can be compiled ahead
     rates: Sequence[str] = ()  # dtypes whose matmul rate is a ceiling
@@ -793,7 +818,10 @@ def _suite(args: argparse.Namespace, settings: Settings, precisions: list[str]) 
 
     # Where candidates are timed while they are compiled, processes would disturb each other.
     alone = settings.max_autotune and any(case.max_autotune for case in cases)
-    return _Suite(_shard(steps, args), measure, None if alone else compile_step, precisions, empty_cache=True)
+    return _Suite(
+        _shard(steps, args), lambda step: (step[0].name, *step[1:]), measure, None if alone else compile_step,
+        precisions, empty_cache=True,
+    )  # fmt: skip
 
 
 def _some(found: list[_Step], args: argparse.Namespace) -> list[_Step]:
@@ -825,7 +853,7 @@ def _models_suite(args: argparse.Namespace, settings: Settings, precisions: list
             case, precision, direction, settings, ceilings, facts, oracles, note=progress_note
         )
 
-    return _Suite(_shard(steps, args), measure, rates=precisions)
+    return _Suite(_shard(steps, args), lambda step: (step[0].name, *step[1:]), measure, rates=precisions)
 
 
 def _sweep_suite(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> _Suite:
@@ -844,7 +872,8 @@ def _sweep_suite(args: argparse.Namespace, settings: Settings, precisions: list[
     def compile_step(shape: sweep.Shape) -> dict[str, Compiled]:
         return sweep.compile_shape(shape, settings)
 
-    return _Suite(_shard(shapes, args), measure, compile_step)  # without convolutions the matmul rate plays no part
+    # Without convolutions the matmul rate plays no part.
+    return _Suite(_shard(shapes, args), lambda shape: (shape.name, shape.precision, "both"), measure, compile_step)
 
 
 def _convs_suite(args: argparse.Namespace, settings: Settings, precisions: list[str]) -> _Suite:
@@ -863,4 +892,4 @@ def _convs_suite(args: argparse.Namespace, settings: Settings, precisions: list[
         progress_note(conv.name)
         return convs.measure_conv(conv, precision, settings, ceilings, facts)
 
-    return _Suite(steps, measure, rates=precisions, save_every=10)
+    return _Suite(steps, lambda step: (step[0].name, step[1], "forward"), measure, rates=precisions, save_every=10)

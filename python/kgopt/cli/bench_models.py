@@ -315,7 +315,7 @@ def measure_model(
                 row["error_unknown"] = unknown
             elif stand_in:
                 row["error_reference"] = stand_in
-            if compiles and settings.deadline is not None and time.monotonic() > settings.deadline:
+            if compiles and settings.is_spent:
                 row["failed"] = "not run: the time budget was spent"
                 continue
             note(f"{case.name} {precision} {direction}: {name}")

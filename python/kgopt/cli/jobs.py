@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import io
 import multiprocessing
 import os
 import sys
@@ -53,8 +52,8 @@ def _job(args: argparse.Namespace, ceilings: Ceilings, facts: Row, compiled: Eve
             sys.exit(1)
 
 
-def run_jobs(args: argparse.Namespace, steps: int, ceilings: Ceilings, facts: Row) -> list[Row]:
-    """Rows of all `steps` of a suite, by args.jobs processes on all GPUs (with --device on that one).
+def run_jobs(args: argparse.Namespace, steps: int, ceilings: Ceilings, facts: Row, earlier: list[Row]) -> list[Row]:
+    """`earlier` rows and those of all `steps` of a suite, by args.jobs processes on all GPUs (or on --device).
 
     Raises ChildProcessError with the last line of a process that failed; the rows of the others are in --json then.
     """
@@ -79,7 +78,7 @@ def run_jobs(args: argparse.Namespace, steps: int, ceilings: Ceilings, facts: Ro
             time.sleep(0.05)
         _note("all compiled; measuring")
         current: dict[str, Any] = {}
-        rows: list[Row] = []
+        rows = earlier
         while any(waiting.values()) or current:
             for device, queue in waiting.items():
                 running = current.get(device)
@@ -88,7 +87,7 @@ def run_jobs(args: argparse.Namespace, steps: int, ceilings: Ceilings, facts: Ro
                 if running is not None:
                     running.join()
                     del current[device]
-                    rows = _join([path for _, _, path in jobs])
+                    rows = earlier + _join([path for _, _, path in jobs])
                     if args.json and rows:
                         results.save_rows(args.json, rows)
                 if queue:
@@ -110,5 +109,4 @@ def _join(paths: list[str]) -> list[Row]:
 
 
 def _note(text: str) -> None:
-    with contextlib.suppress(io.UnsupportedOperation):
-        print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)

@@ -195,8 +195,7 @@ def compile_shape(shape: Shape, settings: Settings) -> dict[str, Compiled]:
 
     A failure is met again by `measure_shape`, which notes it.
     """
-    spent = settings.deadline is not None and time.monotonic() > settings.deadline
-    if not _compiles(settings) or spent:
+    if not _compiles(settings) or settings.is_spent:
         return {}
     plain, x = _model_and_input(shape, settings.device)
     start = time.monotonic()
@@ -238,7 +237,7 @@ def measure_shape(
                 if before:
                     model = before.model
                 elif name == "compile":
-                    if settings.deadline is not None and time.monotonic() > settings.deadline:
+                    if settings.is_spent:
                         raise TimeoutError("not run: the time budget was spent")
                     model = torch.compile(plain, dynamic=False)  # type: ignore[assignment]
                 else:
