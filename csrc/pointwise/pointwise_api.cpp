@@ -86,6 +86,50 @@ std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor b
   return {y, moments};
 }
 
+// act(group_norm(x)) as a tensor, with x's moments where they are given.
+Tensor normalized(const Tensor& x, const OptTensor& moments, int64_t num_groups, const OptTensor& weight,
+                  const OptTensor& bias, double eps, const std::string& act) {
+  if (moments) return group_norm_moments_cuda(x, *moments, num_groups, weight, bias, eps, act);
+  return std::get<0>(group_norm_fwd_cuda(x, num_groups, weight, bias, eps, act, "none"));
+}
+
+Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
+                           const OptTensor& gn_weight, const OptTensor& gn_bias, double eps, const std::string& gn_act,
+                           const Tensor& weight, const OptTensor& bias, const OptTensor& residual,
+                           const IntArray& stride, const IntArray& padding, const IntArray& dilation,
+                           const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
+                           const std::string& act, const std::string& backend, Tensor* of_result) {
+  check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps);
+  check_act(op, gn_act);
+  // Before the norm is computed for nothing.
+  check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
+  const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+  return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
+                      divisor, act, backend, of_result);
+}
+
+Tensor group_norm_conv(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+                       double eps, std::string gn_act, Tensor weight, OptTensor bias, OptTensor residual,
+                       IntArray stride, IntArray padding, IntArray dilation, IntArray output_padding, int64_t groups,
+                       bool transposed, double divisor, std::string act, std::string backend) {
+  return run_group_norm_conv("group_norm_conv", x, moments, num_groups, gn_weight, gn_bias, eps, gn_act, weight, bias,
+                             residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act,
+                             backend, nullptr);
+}
+
+std::tuple<Tensor, Tensor> group_norm_conv_moments(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight,
+                                                   OptTensor gn_bias, double eps, std::string gn_act, Tensor weight,
+                                                   OptTensor bias, OptTensor residual, IntArray stride,
+                                                   IntArray padding, IntArray dilation, IntArray output_padding,
+                                                   int64_t groups, bool transposed, double divisor, std::string act,
+                                                   std::string backend) {
+  Tensor of_result;
+  const Tensor y = run_group_norm_conv("group_norm_conv_moments", x, moments, num_groups, gn_weight, gn_bias, eps,
+                                       gn_act, weight, bias, residual, stride, padding, dilation, output_padding,
+                                       groups, transposed, divisor, act, backend, &of_result);
+  return {y, of_result};
+}
+
 Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
                           double eps, std::string act, Tensor weight, OptTensor bias) {
   const char* const op = "group_norm_conv1x1";
@@ -107,12 +151,7 @@ Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTe
   const int rank = static_cast<int>(x.dim()) - 2;
   if (format == MemoryFormat::Contiguous || norm_conv1x1_refusal(p) || reinterpret_cast<uintptr_t>(p.x) % 16 != 0 ||
       x.numel() == 0) {
-    Tensor z = dense;
-    if (moments) {
-      z = group_norm_moments_cuda(dense, *moments, num_groups, gn_weight, gn_bias, eps, act);
-    } else if (num_groups > 0) {
-      z = std::get<0>(group_norm_fwd_cuda(dense, num_groups, gn_weight, gn_bias, eps, act, "none"));
-    }
+    const Tensor z = num_groups > 0 ? normalized(dense, moments, num_groups, gn_weight, gn_bias, eps, act) : dense;
     const IntArray ones(rank, 1), zeros(rank, 0);
     // Behind a norm of a large mean the convolution's terms cancel, which 3xTF32 bears less well than fp32.
     const std::string backend = p.dtype == Dtype::kFloat32 ? "aten" : "auto";
@@ -267,6 +306,8 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
   m.impl("conv_add_moments", TORCH_BOX(&kgopt::conv_add_moments));
+  m.impl("group_norm_conv", TORCH_BOX(&kgopt::group_norm_conv));
+  m.impl("group_norm_conv_moments", TORCH_BOX(&kgopt::group_norm_conv_moments));
   m.impl("group_norm_conv1x1", TORCH_BOX(&kgopt::group_norm_conv1x1));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
   m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));

@@ -24,7 +24,13 @@ inline ConvShape check_conv_add(const char* op, const Tensor& x, const Tensor& w
   return s;
 }
 
-// Sizes of the result of upsample_linear.
+// The norm in front of a convolution, and where x's own moments are given, these.
+inline void check_prologue(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
+                           const OptTensor& gn_weight, const OptTensor& gn_bias, double eps) {
+  check_group_norm(op, x, num_groups, gn_weight, gn_bias, eps);
+  if (moments) check_statistics(op, "moments", *moments, x, {x.size(0), x.size(1), 2});
+}
+
 // The result's sizes.
 inline IntArray check_group_norm_conv1x1(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
                                          const OptTensor& gn_weight, const OptTensor& gn_bias, double eps,
@@ -32,8 +38,7 @@ inline IntArray check_group_norm_conv1x1(const char* op, const Tensor& x, const 
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
   const int rank = static_cast<int>(x.dim()) - 2;
   if (num_groups != 0) {
-    check_group_norm(op, x, num_groups, gn_weight, gn_bias, eps);
-    if (moments) check_statistics(op, "moments", *moments, x, {x.size(0), x.size(1), 2});
+    check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps);
   } else {
     KGOPT_CHECK(check_act(op, act).empty() && !moments && !gn_weight && !gn_bias, op,
                 ": num_groups is 0, expected act 'none' and no moments, gn_weight and gn_bias");
@@ -46,6 +51,7 @@ inline IntArray check_group_norm_conv1x1(const char* op, const Tensor& x, const 
   return check_conv(op, x, weight, bias, ones, zeros, ones, zeros, 1, false, rank).out_sizes;
 }
 
+// Sizes of the result of upsample_linear.
 inline IntArray check_upsample_linear(const char* op, const Tensor& x, const OptTensor& residual) {
   check_dtype(op, "x", x);
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");

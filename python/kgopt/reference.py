@@ -94,6 +94,25 @@ def group_norm_conv1x1_ref(
     return F.conv3d(z, weight, bias) if x.dim() == 5 else F.conv2d(z, weight, bias)
 
 
+def group_norm_conv_ref(
+    x: Tensor,
+    moments: Tensor | None,
+    num_groups: int,
+    gn_weight: Tensor | None,
+    gn_bias: Tensor | None,
+    eps: float,
+    gn_act: str,
+    *conv: Any,
+) -> Tensor:
+    """:func:`conv_add_ref` of GroupNorm and activations."""
+    return conv_add_ref(group_norm_ref(x, num_groups, gn_weight, gn_bias, eps, gn_act), *conv)
+
+
+def group_norm_conv_moments_ref(*args: Any) -> tuple[Tensor, Tensor]:
+    """:func:`group_norm_conv_ref`, and mean and variance (biased) of every channel of it, ``[N, C, 2]``."""
+    return conv_add_moments_ref(group_norm_ref(args[0], *args[2:7]), *args[7:])
+
+
 def group_stats_ref(x: Tensor, num_groups: int, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Mean and reciprocal standard deviation ``[N, G]`` of each group of ``x [N, C, *]`` (biased variance)."""
     groups = x.reshape(x.shape[0], num_groups, -1)
