@@ -91,9 +91,10 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
                            const IntArray& stride, const IntArray& padding, const IntArray& dilation,
                            const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
                            const std::string& act, const std::string& backend) {
-  check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps);
+  check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
   check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
-  const Tensor z = std::get<0>(group_norm_fwd_cpu(x, num_groups, gn_weight, gn_bias, eps, gn_act, "none"));
+  const Tensor z =
+      num_groups > 0 ? std::get<0>(group_norm_fwd_cpu(x, num_groups, gn_weight, gn_bias, eps, gn_act, "none")) : x;
   return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
                       divisor, act, backend);
 }

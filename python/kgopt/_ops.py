@@ -723,16 +723,17 @@ def _norm_conv_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) 
 def _norm_conv_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     """What the convolution reads is computed again, and for activations behind it what it gave."""
     x, gn_weight, gn_bias, weight, *more = ctx.saved_tensors
-    norm = ctx.num_groups, gn_weight, gn_bias
-    z, mean, rstd = _OPS.group_norm_fwd(x, *norm, ctx.eps, ctx.gn_act, "none")
+    norm, z = (ctx.num_groups, gn_weight, gn_bias), x
+    if ctx.num_groups:
+        z, mean, rstd = _OPS.group_norm_fwd(x, *norm, ctx.eps, ctx.gn_act, "none")
     if more:
         y = _OPS.conv_add(z, weight, *more, *ctx.geometry, ctx.divisor)
         dy = _BACKWARD.activation_backward(dy, y, ctx.act)
     dy = dy if ctx.divisor == 1 else dy / ctx.divisor
     needs: Any = (any(_needs(ctx, 0, 3, 4)), *_needs(ctx, 7, 8))
     dz, dweight, dbias = _conv_gradients(needs, dy, z, weight, tuple(ctx.geometry))
-    dx = dgamma = dbeta = None
-    if dz is not None:
+    dx, dgamma, dbeta = dz, None, None
+    if dz is not None and ctx.num_groups:
         dx, dgamma, dbeta = _group_norm_backward(dz, x, mean, rstd, *norm, ctx.gn_act, "none")
         dgamma, dbeta = _affine(ctx, (3, 4), dgamma, dbeta)
     return dx, None, None, dgamma, dbeta, None, None, dweight, dbias, dy if _needs(ctx, 9)[0] else None
@@ -1099,8 +1100,8 @@ def _norm_conv_low(name: str) -> Callable[..., Any]:
     def rule(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
         x, moments, groups, gn_weight, gn_bias, eps, act, *tensors = args[:10]
         tensors = [_cast(t, dtype) for t in tensors]
-        if x.dtype is dtype or x.dtype is torch.float64:
-            return op(*args[:7], *tensors, *args[10:], **kwargs)
+        if not groups or x.dtype is dtype or x.dtype is torch.float64:
+            return op(_cast(x, dtype), *args[1:7], *tensors, *args[10:], **kwargs)
         affine = (groups, _cast(gn_weight, torch.float32), _cast(gn_bias, torch.float32), eps, act)
         x = _cast(x, torch.float32)
         z = _OPS.group_norm(x, *affine) if moments is None else _OPS.group_norm_moments(x, moments, *affine)

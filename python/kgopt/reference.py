@@ -104,13 +104,16 @@ def group_norm_conv_ref(
     gn_act: str,
     *conv: Any,
 ) -> Tensor:
-    """:func:`conv_add_ref` of GroupNorm and activations."""
-    return conv_add_ref(group_norm_ref(x, num_groups, gn_weight, gn_bias, eps, gn_act), *conv)
+    """:func:`conv_add_ref` of GroupNorm (none with 0 groups) and activations."""
+    z = group_norm_ref(x, num_groups, gn_weight, gn_bias, eps, gn_act) if num_groups else x
+    return conv_add_ref(z, *conv)
 
 
 def group_norm_conv_moments_ref(*args: Any) -> tuple[Tensor, Tensor]:
     """:func:`group_norm_conv_ref`, and mean and variance (biased) of every channel of it, ``[N, C, 2]``."""
-    return conv_add_moments_ref(group_norm_ref(args[0], *args[2:7]), *args[7:])
+    x, _, num_groups, *norm = args[:7]
+    z = group_norm_ref(x, num_groups, *norm) if num_groups else x
+    return conv_add_moments_ref(z, *args[7:])
 
 
 def group_stats_ref(x: Tensor, num_groups: int, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
