@@ -6,6 +6,7 @@
 // still on their way.
 #pragma once
 
+#include "../common/mma.cuh"
 #include "conv3d_rows_kernel.cuh"
 #include "conv3d_rows_prologue.h"
 
@@ -42,15 +43,6 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high) {
   return r;
 }
 
-// To nearest, and with kRelu its positive part, in one instruction where the conversion takes four times as long: half
-// a step more, of which the products cut off what is too much. An infinity stays one, and a NaN, which arithmetic gives
-// as the largest positive number of bits, too.
-template <bool kRelu>
-__device__ __forceinline__ uint32_t round_tf32(float x) {
-  const int bits = __float_as_int(x);
-  return kRelu ? __viaddmax_s32_relu(bits, 0x1000, bits) : __viaddmax_s32(bits, 0x1000, bits);
-}
-
 // 16 bytes of a position's channels.
 template <ConvMath kMath, Chain kAct, int kSize>
 __device__ __forceinline__ void normalize_vector(uint4* v, const float (&scale)[kSize], const float (&shift)[kSize]) {
@@ -60,7 +52,7 @@ __device__ __forceinline__ void normalize_vector(uint4* v, const float (&scale)[
     for (int i = 0; i < 4; ++i) {
       float z = fmaf(__uint_as_float(words[i]), scale[i], shift[i]);
       if constexpr (kAct == Chain::kSilu) z *= fast_sigmoid(z);
-      words[i] = round_tf32<kAct == Chain::kRelu>(z);
+      words[i] = round_for_tf32<kAct == Chain::kRelu>(z);
     }
   } else {
 #pragma unroll
@@ -76,12 +68,7 @@ __device__ __forceinline__ void normalize_vector(uint4* v, const float (&scale)[
       for (int j = 0; j < 2; ++j) {
         z[j] = fmaf(z[j], scale[2 * i + j], shift[2 * i + j]);
         if constexpr (kAct == Chain::kSilu) {
-          if constexpr (kMath == ConvMath::kBf16) {  // one special function: x (1 + tanh(x / 2)) / 2
-            const float half = 0.5f * z[j];
-            z[j] = fmaf(half, fast_tanh<true>(half), half);
-          } else {
-            z[j] *= fast_sigmoid(z[j]);
-          }
+          z[j] = kMath == ConvMath::kBf16 ? coarse_silu(z[j]) : z[j] * fast_sigmoid(z[j]);
         }
       }
       words[i] = round_pair<kMath, kAct == Chain::kRelu>(z[0], z[1]);
@@ -114,93 +101,6 @@ __device__ __forceinline__ void normalize_row(uint32_t first_row, int count, con
     }
   }
 }
-
-// Loads of x and of the weights, in the order in which the block's tiles need them, by one thread that has more to do:
-// whenever it is asked, it starts what there is room for.
-template <int kTile, int kWeightBytes, int kChannels>
-struct RowsFeeder {
-  const RowsParams& p;
-  const RowsPlan& plan;
-  const int piece_rows, reach, x_bytes, row_bytes;
-  char* const smem;
-  char* const weights;
-  uint64_t *const x_empty, *const landed, *const w_empty, *const w_full;
-  const uint64_t policy;
-  StageCursor x, w;
-  RowsTile x_tile, w_tile;
-  int x_at, x_kd, x_chunk = 0;  // the tile's index and what of it comes next
-  int w_at, w_left;
-  const char* image;
-
-  __device__ __forceinline__ RowsFeeder(const RowsParams& params, int rows_of_piece, int reach_of_taps, char* stages,
-                                        int to_weights, uint64_t* empty, uint64_t* landed_pieces, uint64_t* empty_w,
-                                        uint64_t* full_w)
-      : p(params),
-        plan(params.plan),
-        piece_rows(rows_of_piece),
-        reach(reach_of_taps),
-        x_bytes(rows_x_stage_bytes(params.plan)),
-        row_bytes(params.plan.row_slots * params.plan.row_bytes),
-        smem(stages),
-        weights(stages + to_weights),
-        x_empty(empty),
-        landed(landed_pieces),
-        w_empty(empty_w),
-        w_full(full_w),
-        policy(evict_normal_policy()) {
-    x_at = w_at = blockIdx.x;
-    x_tile = rows_tile<kTile>(p, x_at);
-    x_kd = x_tile.kd_first;
-    start_weights();
-  }
-  __device__ __forceinline__ void start_weights() {
-    w_tile = rows_tile<kTile>(p, w_at);
-    const int per_kd = plan.chunks * plan.taps[1] * plan.taps[2];
-    image = static_cast<const char*>(p.packed) +
-            int64_t(w_tile.m_tile * plan.taps[0] + w_tile.kd_first) * per_kd * kWeightBytes;
-    w_left = (w_tile.kd_end - w_tile.kd_first) * per_kd;
-  }
-  __device__ __forceinline__ bool has_more() const { return w_at < int(plan.tiles) || x_at < int(plan.tiles); }
-  __device__ __forceinline__ void feed() {
-    if (x_at < int(plan.tiles) && barrier_test(x_empty + x.stage, x.parity ^ 1)) feed_x();
-    while (w_at < int(plan.tiles) && barrier_test(w_empty + w.stage, w.parity ^ 1)) {
-      barrier_expect_bytes(w_full + w.stage, kWeightBytes);
-      bulk_load(weights + w.stage * kWeightBytes, image, kWeightBytes, w_full + w.stage, policy);
-      image += kWeightBytes;
-      w.advance(plan.w_stages);
-      if (--w_left == 0) {
-        w_at += gridDim.x;
-        if (w_at < int(plan.tiles)) start_weights();
-      }
-    }
-  }
-  __device__ __forceinline__ void feed_x() {
-    const RowsTile& t = x_tile;
-    const int rows = plan.by_row(t.q0 + kTile - 1 + reach) - t.first_row + 1, plane = plan.by_plane(t.first_row);
-    uint64_t* barrier = landed + x.stage * kRowsProloguePieces;
-    uint32_t to = shared_address(smem) + x.stage * x_bytes;
-    int d = plane - plan.padding[0] + x_kd * plan.dilation[0], h = t.first_row - plane * plan.plane_rows;
-    for (int row = 0; row < rows; ++barrier) {
-      const int end = min(row + piece_rows, rows);
-      barrier_expect_bytes(barrier, (end - row) * row_bytes);
-      for (; row < end; ++row) {
-        tensor_load_5d(to, p.x_map, x_chunk * kChannels, -plan.padding[2], h - plan.padding[1], d, t.n, barrier);
-        to += row_bytes;
-        if (++h == plan.plane_rows) h = 0, ++d;
-      }
-    }
-    // A stage of fewer rows completes its other pieces, too: their parity goes on with the stage's.
-    for (; barrier < landed + (x.stage + 1) * kRowsProloguePieces; ++barrier) barrier_arrive(barrier);
-    x.advance(plan.x_stages);
-    if (++x_chunk < plan.chunks) return;
-    x_chunk = 0;
-    if (++x_kd < t.kd_end) return;
-    x_at += gridDim.x;
-    if (x_at >= int(plan.tiles)) return;
-    x_tile = rows_tile<kTile>(p, x_at);
-    x_kd = x_tile.kd_first;
-  }
-};
 #endif
 
 template <ConvMath kMath, int kN, int kRowBytes>
@@ -241,21 +141,65 @@ __global__ void __launch_bounds__(kRowsPrologueThreads, 1)
   __syncthreads();
 
   if (warpgroup == kHopperConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
-    wait_for_prerequisites();  // for the table and the weights
-    constexpr int kSize = 16 / int(sizeof(Element)), kVectors = kRowBytes / 16;
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
     const int warp = __shfl_sync(0xffffffff, tid / 32 % 4, 0);
     const int reach = (plan.taps[1] - 1) * plan.dilation[1] * plan.row_slots + (plan.taps[2] - 1) * plan.dilation[2];
-    RowsFeeder<kTile, kWeightBytes, kChannels> feeder(p, prologue.piece_rows, reach, smem, layout.weights, x_empty,
-                                                      landed, w_empty, w_full);
-    const bool feeds = warp == 0 && lane == 0;
-    auto feed = [&] {
-      if (warp == 0) {
-        if (feeds) feeder.feed();
-        __syncwarp();
+    if (warp == 0) {
+      // Two lanes of one warp load, which leaves three warps to the norm.
+      if (lane == 0) {
+        const int row_bytes = plan.row_slots * kRowBytes;
+        StageCursor s;
+        for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
+          const RowsTile t = rows_tile<kTile>(p, tile);
+          const int rows = plan.by_row(t.q0 + kTile - 1 + reach) - t.first_row + 1;
+          const int plane = plan.by_plane(t.first_row);
+          for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
+            for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+              barrier_wait(x_empty + s.stage, s.parity ^ 1);
+              uint64_t* barrier = landed + s.stage * kRowsProloguePieces;
+              uint32_t to = shared_address(smem) + s.stage * x_bytes;
+              int d = plane - plan.padding[0] + kd * plan.dilation[0], h = t.first_row - plane * plan.plane_rows;
+              for (int row = 0; row < rows; ++barrier) {
+                const int end = min(row + prologue.piece_rows, rows);
+                barrier_expect_bytes(barrier, (end - row) * row_bytes);
+                for (; row < end; ++row) {
+                  tensor_load_5d(to, p.x_map, chunk * kChannels, -plan.padding[2], h - plan.padding[1], d, t.n,
+                                 barrier);
+                  to += row_bytes;
+                  if (++h == plan.plane_rows) h = 0, ++d;
+                }
+              }
+              // A stage of fewer rows completes its other pieces, too: their parity goes on with the stage's.
+              for (; barrier < landed + (s.stage + 1) * kRowsProloguePieces; ++barrier) barrier_arrive(barrier);
+              s.advance(plan.x_stages);
+            }
+          }
+        }
+      } else if (lane == 1) {
+        wait_for_prerequisites();
+        const uint64_t policy = evict_normal_policy();
+        const int per_kd = plan.chunks * plan.taps[1] * plan.taps[2];
+        StageCursor s;
+        for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
+          const RowsTile t = rows_tile<kTile>(p, tile);
+          const char* image = static_cast<const char*>(p.packed) +
+                              int64_t(t.m_tile * plan.taps[0] + t.kd_first) * per_kd * kWeightBytes;
+          for (int i = (t.kd_end - t.kd_first) * per_kd; i > 0; --i) {
+            barrier_wait(w_empty + s.stage, s.parity ^ 1);
+            barrier_expect_bytes(w_full + s.stage, kWeightBytes);
+            bulk_load(smem + layout.weights + s.stage * kWeightBytes, image, kWeightBytes, w_full + s.stage, policy);
+            image += kWeightBytes;
+            s.advance(plan.w_stages);
+          }
+        }
       }
-    };
-    feed();
+      return;
+    }
+
+    wait_for_prerequisites();  // for the table
+    constexpr int kSize = 16 / int(sizeof(Element)), kVectors = kRowBytes / 16;
+    // Halves of rows are dealt to the warps, the first a multiple of what a warp has under way at once.
+    const int half = (p.in[2] + 31) / 32 * 16;
     StageCursor s;
     for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
       const RowsTile t = rows_tile<kTile>(p, tile);
@@ -266,34 +210,28 @@ __global__ void __launch_bounds__(kRowsPrologueThreads, 1)
           float scale[kSize], shift[kSize];
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
-            // Channels behind the last one are zeros in x and must stay so.
+            // Channels behind the last one are zeros in x, and their weights are.
             float4 k = make_float4(0.f, 0.f, 0.f, 0.f);
             if (channel < prologue.c_in) k = __ldg(prologue.table + int64_t(t.n) * prologue.c_in + channel + i);
             scale[i] = k.y * k.z, shift[i] = fmaf(-k.x, scale[i], k.w);  // of mean, rstd, weight, bias
           }
-          for (int piece = warp; piece * prologue.piece_rows < rows; piece += kRowsNormalizers) {
-            uint64_t* const barrier = landed + s.stage * kRowsProloguePieces + piece;
-            if (warp == 0) {
-              while (!barrier_test(barrier, s.parity)) feed();
+          int piece = 0, end = prologue.piece_rows;
+          for (int unit = warp - 1; unit < rows * 2; unit += kRowsNormalizers) {
+            const int row = unit / 2, first = unit % 2 * half, count = min(unit % 2 ? p.in[2] : half, p.in[2]) - first;
+            while (row >= end) ++piece, end += prologue.piece_rows;
+            barrier_wait(landed + s.stage * kRowsProloguePieces + piece, s.parity);
+            const int line = t.first_row + row, plane = plan.by_plane(line);
+            const int h = line - plane * plan.plane_rows - plan.padding[1];
+            const int d = plane - plan.padding[0] + kd * plan.dilation[0];
+            if (h < 0 || d < 0 || d >= p.in[0]) continue;
+            const uint32_t at =
+                shared_address(smem) + s.stage * x_bytes + (row * plan.row_slots + plan.padding[2] + first) * kRowBytes;
+            if (prologue.act == Chain::kRelu) {
+              normalize_row<kMath, Chain::kRelu, kRowBytes>(at, count, scale, shift);
+            } else if (prologue.act == Chain::kSilu) {
+              normalize_row<kMath, Chain::kSilu, kRowBytes>(at, count, scale, shift);
             } else {
-              barrier_wait(barrier, s.parity);
-            }
-            const int first = piece * prologue.piece_rows, end = min(first + prologue.piece_rows, rows);
-            for (int row = first; row < end; ++row) {
-              const int line = t.first_row + row, plane = plan.by_plane(line);
-              const int h = line - plane * plan.plane_rows - plan.padding[1];
-              const int d = plane - plan.padding[0] + kd * plan.dilation[0];
-              if (h < 0 || d < 0 || d >= p.in[0]) continue;
-              const uint32_t at =
-                  shared_address(smem) + s.stage * x_bytes + (row * plan.row_slots + plan.padding[2]) * kRowBytes;
-              if (prologue.act == Chain::kRelu) {
-                normalize_row<kMath, Chain::kRelu, kRowBytes>(at, p.in[2], scale, shift);
-              } else if (prologue.act == Chain::kSilu) {
-                normalize_row<kMath, Chain::kSilu, kRowBytes>(at, p.in[2], scale, shift);
-              } else {
-                normalize_row<kMath, Chain::kNone, kRowBytes>(at, p.in[2], scale, shift);
-              }
-              feed();
+              normalize_row<kMath, Chain::kNone, kRowBytes>(at, count, scale, shift);
             }
           }
           wgmma_fence_shared();
@@ -302,11 +240,10 @@ __global__ void __launch_bounds__(kRowsPrologueThreads, 1)
         }
       }
     }
-    while (warp == 0 && __shfl_sync(0xffffffff, feeder.has_more(), 0)) feed();
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
   wait_for_prerequisites();  // for the bias
   const int g = lane >> 2, t4 = lane & 3;
   const uint32_t x_rows = shared_address(smem) + warpgroup * kN * kRowBytes;

@@ -6,7 +6,7 @@
 namespace kgopt {
 
 inline constexpr int kRowsPrologueThreads = 384;
-inline constexpr int kRowsNormalizers = 4;      // warps, the first of which loads, too
+inline constexpr int kRowsNormalizers = 3;      // warps
 inline constexpr int kRowsPrologueStages = 4;   // of x, at most
 inline constexpr int kRowsProloguePieces = 12;  // of a stage, at most
 

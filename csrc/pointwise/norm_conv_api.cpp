@@ -88,6 +88,10 @@ Tensor conv_few(const ConvArgs& a, const ConvShape& shape, NormConvFewParams p, 
   p.w_stride_k[1] = w.k[2];
   p.bias = a.bias ? bias.const_data_ptr() : nullptr;
   p.act = act;
+  Workspace workspace(x);
+  const int64_t packed = workspace.reserve(norm_conv_few_packed_bytes(p));
+  workspace.allocate();
+  p.packed = workspace.at<void>(packed);
   raise_on_error(a.op, run_norm_conv_few(p, stream_of(x)));
   return y;
 }

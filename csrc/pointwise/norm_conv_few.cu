@@ -7,8 +7,8 @@
 // kernel.
 #include <algorithm>
 
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
-#include "../common/launch.h"
 #include "../common/mma.cuh"
 #include "../common/pointwise.cuh"
 #include "pointwise.h"
@@ -33,7 +33,7 @@ int smem_bytes(const NormConvFewParams& p, int tiles) {
   return steps * 2 * tiles * 32 * 8 + steps * kStep<T> * 8 + p.kernel[0] * p.kernel[1] * p.c_out * kPitch * 4;
 }
 
-__device__ __forceinline__ uint32_t word_of(const float (&z)[4], int i, float) { return to_tf32(z[i]); }
+__device__ __forceinline__ uint32_t word_of(const float (&z)[4], int i, float) { return round_for_tf32(z[i]); }
 template <typename T>
 __device__ __forceinline__ uint32_t word_of(const float (&z)[8], int i, T) {
   const float pair[2] = {z[2 * i], z[2 * i + 1]};
@@ -50,9 +50,51 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
   mma_fp16(c, a, b.x, b.y);
 }
 
+// Fragments of the weights as the lanes of a warp hold them, [step][half of it][tile][lane]. K is numbered such that a
+// lane's vector of channels is its words of two products.
+template <typename T>
+__global__ void __launch_bounds__(128)
+    norm_conv_few_pack_kernel(const __grid_constant__ NormConvFewParams p, int tiles) {
+  constexpr int kSize = kVecSize<T>, kWords = kSize / 4;  // of a word of the products: values
+  let_dependents_start();
+  const int steps = (p.c + kStep<T> - 1) / kStep<T>, columns = p.kernel[0] * p.kernel[1] * p.c_out;
+  const int i = blockIdx.x * 128 + threadIdx.x;
+  if (i >= steps * 2 * tiles * 32) return;
+  const int lane = i % 32, tile = i / 32 % tiles, half = i / (32 * tiles) % 2, step = i / (64 * tiles);
+  const int column = tile * 8 + lane / 4, tap = column / p.c_out;
+  const int first = step * kStep<T> + lane % 4 * kSize + half * 2 * kWords;
+  float w[2 * kWords];
+#pragma unroll
+  for (int j = 0; j < 2 * kWords; ++j) {
+    const bool exists = column < columns && first + j < p.c;
+    const int64_t at = (column - tap * p.c_out) * p.w_stride_out + (first + j) * p.w_stride_in +
+                       tap / p.kernel[1] * p.w_stride_k[0] + tap % p.kernel[1] * p.w_stride_k[1];
+    w[j] = exists ? to_acc(static_cast<const T*>(p.weight)[at]) : 0.f;
+  }
+  uint2 words;
+  if constexpr (kWords == 1) {
+    words = make_uint2(to_tf32(w[0]), to_tf32(w[1]));
+  } else {
+    const float low[2] = {w[0], w[1]}, high[2] = {w[2], w[3]};
+    const Vec<T, 2> a = pack<T, 2>(low), b = pack<T, 2>(high);
+    words = make_uint2(*reinterpret_cast<const uint32_t*>(&a), *reinterpret_cast<const uint32_t*>(&b));
+  }
+  static_cast<uint2*>(p.packed)[i] = words;
+}
+
+// Sixteen bytes, and their neighbours to a line of 128 into L2: those are the next step's.
+template <typename T, int kSize>
+__device__ __forceinline__ Vec<T, kSize> load_with_line(const T* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return *reinterpret_cast<const Vec<T, kSize>*>(&v);
+}
+
 template <typename T, int kTiles, Chain kAct>
 __global__ void __launch_bounds__(kThreads, 2) norm_conv_few_kernel(const __grid_constant__ NormConvFewParams p) {
-  constexpr int kSize = kVecSize<T>, kWords = kSize / 4;  // of a word of the products: values
+  constexpr int kSize = kVecSize<T>;
   extern __shared__ __align__(16) char smem[];
   const int steps = (p.c + kStep<T> - 1) / kStep<T>, channels = steps * kStep<T>;
   const int taps = p.kernel[0] * p.kernel[1], columns = taps * p.c_out;
@@ -61,30 +103,10 @@ __global__ void __launch_bounds__(kThreads, 2) norm_conv_few_kernel(const __grid
   float* const sums = reinterpret_cast<float*>(table + channels);                      // D, [column][position]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
-  // Fragments of the weights. K is numbered such that a lane's vector of channels is its words of two products.
-  for (int i = threadIdx.x; i < steps * 2 * kTiles * 32; i += kThreads) {
-    const int of_lane = i % 32, tile = i / 32 % kTiles, half = i / (32 * kTiles) % 2, step = i / (64 * kTiles);
-    const int column = tile * 8 + of_lane / 4, tap = column / p.c_out;
-    const int first = step * kStep<T> + of_lane % 4 * kSize + half * 2 * kWords;
-    float w[2 * kWords];
-#pragma unroll
-    for (int j = 0; j < 2 * kWords; ++j) {
-      const bool exists = column < columns && first + j < p.c;
-      const int64_t at = (column - tap * p.c_out) * p.w_stride_out + (first + j) * p.w_stride_in +
-                         tap / p.kernel[1] * p.w_stride_k[0] + tap % p.kernel[1] * p.w_stride_k[1];
-      w[j] = exists ? to_acc(static_cast<const T*>(p.weight)[at]) : 0.f;
-    }
-    uint2 words;
-    if constexpr (kWords == 1) {
-      words = make_uint2(to_tf32(w[0]), to_tf32(w[1]));
-    } else {
-      const float low[2] = {w[0], w[1]}, high[2] = {w[2], w[3]};
-      const Vec<T, 2> a = pack<T, 2>(low), b = pack<T, 2>(high);
-      words = make_uint2(*reinterpret_cast<const uint32_t*>(&a), *reinterpret_cast<const uint32_t*>(&b));
-    }
-    weights[i] = words;
+  wait_for_prerequisites();
+  for (int i = threadIdx.x; i < steps * 2 * kTiles * 16; i += kThreads) {
+    reinterpret_cast<uint4*>(weights)[i] = static_cast<const uint4*>(p.packed)[i];
   }
-
   const int span[2] = {(p.kernel[0] - 1) * p.dilation[0], (p.kernel[1] - 1) * p.dilation[1]};
   const int tile_rows = kRegionRows - span[0], tile_columns = kRegionColumns - span[1];
   int of_sample = -1;
@@ -126,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_conv_few_kernel(const __grid
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           if (exists[r] && in_x) {
-            next[r] = load_vec<T, kSize>(from[r] + step * kStep<T>);
+            next[r] = load_with_line<T, kSize>(from[r] + step * kStep<T>);
           } else {
             next[r] = Vec<T, kSize>{};
           }
@@ -151,7 +173,12 @@ __global__ void __launch_bounds__(kThreads, 2) norm_conv_few_kernel(const __grid
           unpack(v[r], z);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) z[i] = fmaf(z[i], k[i].x, k[i].y);
-          apply_chain<kAct, kIsCoarse<T>>(p.act, z);
+          if constexpr (kAct == Chain::kSilu && kIsCoarse<T>) {
+#pragma unroll
+            for (int i = 0; i < kSize; ++i) z[i] = coarse_silu(z[i]);
+          } else {
+            apply_chain<kAct, kIsCoarse<T>>(p.act, z);
+          }
 #pragma unroll
           for (int i = 0; i < 4; ++i) words[r][i] = word_of(z, i, T());
         }
@@ -214,7 +241,7 @@ Status launch(NormConvFewParams p, cudaStream_t stream) {
   // As many blocks as are on the GPU at once: the weights' fragments are made once a block.
   const int per_sm = std::max(1, std::min(p.smem_per_sm / (bytes + 1024), 3));
   const int blocks = static_cast<int>(std::min<int64_t>(p.tiles, int64_t(p.sm_count) * per_sm));
-  return launch_kernel<norm_conv_few_kernel<T, kTiles, kAct>>(kName, p, blocks, kThreads, bytes, stream);
+  return launch_after<norm_conv_few_kernel<T, kTiles, kAct>>(true, kName, dim3(blocks), kThreads, bytes, stream, p);
 }
 
 template <typename T, int kTiles>
@@ -227,14 +254,25 @@ Status launch_chain(const NormConvFewParams& p, cudaStream_t stream) {
   }
 }
 
-int column_tiles(const NormConvFewParams& p) { return (p.kernel[0] * p.kernel[1] * p.c_out + 7) / 8; }
+// Tiles of columns that are compiled in: one output channel of a 3 x 3 kernel needs two, three of them four.
+int column_tiles(const NormConvFewParams& p) {
+  const int columns = p.kernel[0] * p.kernel[1] * p.c_out;
+  return columns <= 16 ? 2 : columns <= 32 ? 4 : kMaxTiles;
+}
+
+template <typename T>
+int packed_fragments(const NormConvFewParams& p) {
+  return (p.c + kStep<T> - 1) / kStep<T> * 2 * column_tiles(p) * 32;
+}
 
 template <typename T>
 Status launch_tiles(const NormConvFewParams& p, cudaStream_t stream) {
-  // One output channel of a 3 x 3 kernel needs two, three of them four.
   const int tiles = column_tiles(p);
-  return tiles <= 2   ? launch_chain<T, 2>(p, stream)
-         : tiles <= 4 ? launch_chain<T, 4>(p, stream)
+  norm_conv_few_pack_kernel<T><<<(packed_fragments<T>(p) + 127) / 128, 128, 0, stream>>>(p, tiles);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return {StatusCode::kCudaError, kName, cudaGetErrorString(error)};
+  return tiles == 2   ? launch_chain<T, 2>(p, stream)
+         : tiles == 4 ? launch_chain<T, 4>(p, stream)
                       : launch_chain<T, kMaxTiles>(p, stream);
 }
 
@@ -244,14 +282,18 @@ const char* norm_conv_few_refusal(const NormConvFewParams& p) {
   if (p.dtype == Dtype::kFloat64) return "float64";
   const int size = 16 / static_cast<int>(dtype_size(p.dtype));
   if (p.c % size != 0) return "channels are no whole vectors";
-  if (p.kernel[0] * p.kernel[1] > 64 || column_tiles(p) > kMaxTiles) return "too many taps and output channels";
+  if (p.kernel[0] * p.kernel[1] * p.c_out > kMaxTiles * 8) return "too many taps and output channels";
   if ((p.kernel[0] - 1) * p.dilation[0] > kRegionRows / 2 || (p.kernel[1] - 1) * p.dilation[1] > kRegionColumns / 2) {
     return "the kernel reaches too far";
   }
-  const int tiles = column_tiles(p) <= 2 ? 2 : column_tiles(p) <= 4 ? 4 : kMaxTiles;
+  const int tiles = column_tiles(p);
   const int bytes = p.dtype == Dtype::kFloat32 ? smem_bytes<float>(p, tiles) : smem_bytes<__half>(p, tiles);
   if (bytes > p.smem_per_block) return "the weights do not fit in shared memory";
   return nullptr;
+}
+
+int64_t norm_conv_few_packed_bytes(const NormConvFewParams& p) {
+  return int64_t(8) * (p.dtype == Dtype::kFloat32 ? packed_fragments<float>(p) : packed_fragments<__half>(p));
 }
 
 Status run_norm_conv_few(const NormConvFewParams& p, cudaStream_t stream) {

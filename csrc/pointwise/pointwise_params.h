@@ -44,6 +44,7 @@ struct NormConvFewParams {
   const void* table = nullptr;  // [n, c] of (mean, rstd, weight, bias) in fp32; null: x is not normalized
   const void* weight = nullptr;
   const void* bias = nullptr;  // [c_out] or null
+  void* packed = nullptr;      // norm_conv_few_packed_bytes of room for the weights
   int64_t w_stride_out = 0, w_stride_in = 0, w_stride_k[2] = {0, 0};
   int64_t n = 0, depth = 1;
   int c = 0, c_out = 0;
