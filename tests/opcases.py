@@ -59,6 +59,16 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
         # eps: under vmap, moments are drawn with a negative factor too.
         ("group_norm_moments", (x2, moments, 2, g4, b4, 10.0, "silu"), {}),
         ("group_norm_conv1x1", (x2, None, 2, g4, b4, 1e-5, "silu", rand(3, 4, 1, 1), None), {}),
+        (
+            "group_norm_conv",
+            (x2, None, 2, g4, b4, 1e-5, "silu", w2, b, rand(2, 6, 9, 5), [1, 2], [1, 1], [1, 1], [0, 0], 1, False, 2.0),
+            {},
+        ),
+        (
+            "group_norm_conv_moments",
+            (x3, None, 2, g4, b4, 1e-5, "relu", w3, b, None, [1] * 3, [1] * 3, [1] * 3, [0] * 3, 1, False, 1.0, "silu"),
+            {},
+        ),
         ("upsample_linear", (x3, rand(2, 4, 10, 12, 14)), {}),
         ("upsample_linear_backward", (rand(2, 3, 4, 10, 6),), {}),
         ("upsample_nearest", (x3, [2, 1, 3]), {}),

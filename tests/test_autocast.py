@@ -29,6 +29,7 @@ def tensors(device, dtype=torch.float32):
         "wt2": rand(4, 6, 3, 3, scale=0.3),
         "wt3": rand(4, 6, 3, 3, 3, scale=0.2),
         "b": rand(6),
+        "w1": rand(5, 6, 3, 3, scale=0.3),
         "gamma": rand(6),
         "beta": rand(6),
     }
@@ -63,6 +64,16 @@ CASES = {
     "group_norm after a conv": (
         lambda t: functional.group_norm(functional.conv2d(t["x2"], t["w2"]), 3, t["gamma"], t["beta"]),
         lambda t: F.group_norm(F.conv2d(t["x2"], t["w2"]), 3, t["gamma"], t["beta"]),
+    ),
+    "group_norm_conv": (
+        lambda t: functional.group_norm_conv(t["c"], 3, t["gamma"], t["beta"], t["w1"], padding=1, gn_act="silu"),
+        lambda t: F.conv2d(F.silu(F.group_norm(t["c"], 3, t["gamma"], t["beta"])), t["w1"], padding=1),
+    ),
+    "group_norm_conv after a conv": (
+        lambda t: functional.group_norm_conv(
+            functional.conv2d(t["x2"], t["w2"]), 3, t["gamma"], t["beta"], t["w1"], gn_act="relu"
+        ),
+        lambda t: F.conv2d(F.relu(F.group_norm(F.conv2d(t["x2"], t["w2"]), 3, t["gamma"], t["beta"])), t["w1"]),
     ),
     "group_norm_mean after a conv": (
         lambda t: functional.group_norm_mean(functional.conv2d(t["x2"], t["w2"]), 3, t["gamma"], t["beta"]),

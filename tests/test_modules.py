@@ -92,7 +92,41 @@ class PlainLogSumExp(nn.Module):
         return torch.logsumexp(r, dim=1, keepdim=True)
 
 
+class PlainNormConv(nn.Module):
+    def __init__(self, conv, norm, act):
+        super().__init__()
+        self.group_norm, self.conv, self.act = norm, conv, act
+
+    def forward(self, x):
+        return self.conv(self.act(self.group_norm(x)))
+
+
 FUSED = {
+    "norm_conv2d": (
+        lambda: knn.GroupNormConv2d(4, 8, 6, 3, padding=1, act="silu"),
+        lambda: PlainNormConv(conv=nn.Conv2d(8, 6, 3, padding=1), norm=nn.GroupNorm(4, 8), act=nn.SiLU()),
+        (2, 8, 7, 9),
+    ),
+    "norm_conv3d": (
+        lambda: knn.GroupNormConv3d(2, 4, 6, (1, 3, 2), 2, 1, groups=2, bias=False, act="relu", eps=1e-3),
+        lambda: PlainNormConv(
+            nn.Conv3d(4, 6, (1, 3, 2), 2, 1, groups=2, bias=False), nn.GroupNorm(2, 4, 1e-3), nn.ReLU()
+        ),
+        (2, 4, 5, 7, 6),
+    ),
+    # Both need zeros behind the norm that a padded x would not give.
+    "norm_conv2d same": (
+        lambda: knn.GroupNormConv2d(4, 8, 6, (2, 4), padding="same", act="gelu"),
+        lambda: PlainNormConv(nn.Conv2d(8, 6, (2, 4), padding="same"), nn.GroupNorm(4, 8), nn.GELU()),
+        (2, 8, 7, 9),
+    ),
+    "norm_conv3d replicate": (
+        lambda: knn.GroupNormConv3d(4, 8, 6, 3, padding=1, padding_mode="replicate"),
+        lambda: PlainNormConv(
+            nn.Conv3d(8, 6, 3, padding=1, padding_mode="replicate"), nn.GroupNorm(4, 8), nn.Identity()
+        ),
+        (1, 8, 4, 3, 5),
+    ),
     "mean": (lambda: knn.Conv3dGroupNormMean(3, 24, 3, 8), PlainMean, (2, 3, 6, 8, 9)),
     "relu_norm": (lambda: knn.ConvTranspose3dReLUGroupNorm(6, 16, 3, 8), PlainReLUNorm, (2, 6, 4, 5, 6)),
     "logsumexp": (
@@ -101,6 +135,21 @@ FUSED = {
         (2, 8, 14, 15),
     ),
 }
+
+
+@pytest.mark.parametrize("name", [name for name in FUSED if name.startswith("norm_conv")])
+def test_norm_conv_modules_add_a_residual_and_have_gradients(name, device):
+    build, plain_class, shape = FUSED[name]
+    fused, plain = build().double().to(device), plain_class().double().to(device)
+    plain.load_state_dict(fused.state_dict(), strict=True)
+    x = torch.randn(shape, device=device, dtype=torch.float64, requires_grad=True)
+    r = torch.randn_like(plain(x)).requires_grad_()
+    ours, theirs = fused(x, r), plain(x) + r
+    torch.testing.assert_close(ours, theirs)
+    dy = torch.randn_like(ours)
+    grads = (torch.autograd.grad(y, (x, r, *m.parameters()), dy) for y, m in ((ours, fused), (theirs, plain)))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -154,3 +154,75 @@ def test_a_norm_takes_the_pointwise_convolution_behind_it(dtype, monkeypatch, po
         exact = copy.deepcopy(original).double()(x.double())
         error, before = ((t.double() - exact).norm() / exact.norm() for t in (y, original(x)))
         assert error <= 2 * before + 1e-5
+
+
+class NormActConv(nn.Module):
+    """A VAE's end: statements of their own, and a branch between the norm and what follows it."""
+
+    def __init__(self, branches):
+        super().__init__()
+        self.branches = branches
+        self.norm, self.act, self.conv = nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, x, scale=None):
+        return self.branch(x, scale) if self.branches else self.plain(x)
+
+    def plain(self, x):
+        h = self.norm(x)
+        h = self.act(h)
+        h = self.conv(h)
+        return h
+
+    def branch(self, x, scale):
+        if scale is None:
+            h = self.norm(x)
+        else:
+            h = x * scale
+        h = self.act(h)
+        h = self.conv(h)
+        return h
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_norm_in_code_runs_with_the_convolution_behind_it(branches, device, monkeypatch, poisoned):
+    from kgopt.rewrite import sites
+
+    torch.manual_seed(0)
+    original = NormActConv(branches).to(device).eval()
+    x = torch.randn(2, 16, 9, 7, device=device).contiguous(memory_format=torch.channels_last)
+    model = kgopt.optimize(copy.deepcopy(original), measure=False, channels_last=True)
+    with torch.no_grad():
+        glue.find(model, lambda: model(x), lambda path: "", always=True)
+        state = glue.state_of(model.conv)
+        state.faster = dict.fromkeys(state.faster, "few")
+        state.plans.clear()
+        calls = counted(monkeypatch, sites, "_group_norm_conv")
+        torch.testing.assert_close(model(x), original(x), rtol=1e-3, atol=1e-3)
+        assert len(calls) == 1
+        if branches:
+            torch.testing.assert_close(model(x, 2.0), original(x, 2.0), rtol=1e-3, atol=1e-3)
+        seen = []
+        for module in (model.conv, model.act, model.norm):  # each sees what the code gives it
+            handle = module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].mean()))
+            torch.testing.assert_close(model(x), original(x), rtol=1e-3, atol=1e-3)
+            handle.remove()
+        assert len(seen) == 3
+        assert len(calls) == 1
+    model(x).sum().backward()  # with gradients the modules run
+    assert len(calls) == 1
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), original(x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_head_of_a_few_channels_is_found(dtype, poisoned):
+    torch.manual_seed(0)
+    original = NormActConv(True).cuda().to(dtype).eval()
+    x = torch.randn(1, 16, 600, 700, device="cuda").to(dtype).contiguous(memory_format=torch.channels_last)
+    model = kgopt.optimize(copy.deepcopy(original), measure=False, channels_last=True)
+    with torch.no_grad():
+        glue.find(model, lambda: model(x), lambda path: "")
+        assert "few" in glue.state_of(model.conv).faster.values()
+        exact = copy.deepcopy(original).double()(x.double())
+        error, before = ((t.double() - exact).norm() / exact.norm() for t in (model(x), original(x)))
+        assert error <= 2 * before + 1e-5

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import kgopt  # noqa: F401  (registers the ops)
 from kgopt import reference
-from tolerances import assert_as_good_as_torch
+from tolerances import assert_as_good_as_torch, round_tf32
 
 OPS = torch.ops.kgopt
 SHAPES = [(2, 3, 4, 5), (1, 8, 6, 1), (1, 16, 3, 4, 8), (2, 3, 1, 5, 7), (1, 1, 1, 1, 1)]
@@ -132,6 +132,112 @@ def test_group_norm_conv1x1(channels, out, act, channels_last, dtype, device, po
             expected, exact = (reference.group_norm_conv1x1_ref(*a) for a in (args, double))
             assert_as_good_as_torch(y, expected, exact)
             assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize(
+    ("gn_act", "parts"),
+    [
+        ("none", "bias relu"),
+        ("relu", ""),
+        ("relu", "moments residual gelu"),
+        ("silu", "bias residual divisor"),
+        ("tanh+hardswish", "moments"),
+    ],
+)
+@pytest.mark.parametrize("name", CONVS)
+def test_group_norm_conv(name, gn_act, parts, channels_last, dtype, device, poisoned):
+    shape, weight_shape, *rest = CONVS[name]
+    x, weight = (draw(s, dtype, channels_last, device) for s in (shape, weight_shape))
+    gamma, beta = (draw((shape[1],), dtype, False, device) for _ in range(2))
+    channels = weight_shape[1] * rest[4] if rest[5] else weight_shape[0]
+    bias = draw((channels,), dtype, False, device) if "bias" in parts else None
+    plain = torch.convolution(x, weight, None, *rest[:3], rest[5], rest[3], rest[4])
+    residual = draw(plain.shape, dtype, channels_last, device) if "residual" in parts else None
+    moments = None
+    if "moments" in parts:
+        variance, mean = torch.var_mean(x.double(), dim=list(range(2, x.dim())), correction=0)
+        moments = torch.stack([mean, variance], -1).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    divisor = 1.5 if "divisor" in parts else 1.0
+    act = "relu" if "relu" in parts else "gelu" if "gelu" in parts else "none"
+    groups = shape[1] if shape[1] % 4 else 4
+    args = (x, moments, groups, gamma, beta, 1e-5, gn_act, weight, bias, residual, *rest, divisor, act)
+    double = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
+    y = OPS.group_norm_conv(*args)
+    assert_as_good_as_torch(y, reference.group_norm_conv_ref(*args), reference.group_norm_conv_ref(*double))
+    assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+    y, of_result = OPS.group_norm_conv_moments(*args)
+    assert_as_good_as_torch(y, reference.group_norm_conv_ref(*args), reference.group_norm_conv_ref(*double))
+    variance, mean = torch.var_mean(y.double(), dim=list(range(2, y.dim())), correction=0)
+    tiny = {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 1e-2)
+    torch.testing.assert_close(of_result.double(), torch.stack([mean, variance], -1), rtol=tiny, atol=tiny)
+
+
+# Channels innermost, as the kernels that normalize what they load take it: rows and planes that no tile ends with,
+# channels of one and of several stages, kernels of one and of many taps, dilation.
+PROLOGUES = {
+    "3d": ((1, 64, 6, 9, 33), (64, 64, 3, 3, 3), [1, 1, 1], [1, 1, 1], 1),
+    "two samples": ((2, 40, 5, 7, 19), (72, 40, 3, 3, 3), [1, 1, 1], [1, 1, 1], 1),
+    "no padding": ((2, 96, 5, 7, 19), (64, 96, 3, 3, 3), [0, 0, 0], [1, 1, 1], 1),
+    "2d, dilated": ((2, 64, 37, 41), (80, 64, 3, 3), [2, 2], [2, 2], 1),
+    "flat kernel": ((1, 128, 3, 20, 21), (64, 128, 1, 3, 5), [0, 1, 2], [1, 1, 1], 1),
+    "one tap": ((1, 64, 3, 8, 50), (128, 64, 1, 1, 1), [0, 0, 0], [1, 1, 1], 1),
+    "head": ((2, 64, 33, 45), (3, 64, 3, 3), [1, 1], [1, 1], 1),
+}
+
+
+def ideal_tf32(x, moments, groups, gamma, beta, eps, gn_act, weight, *rest):
+    """What exact products of operands in TF32 give: PyTorch's kernel for a small convolution may not round at all."""
+    z = reference.group_norm_ref(x.double(), groups, gamma.double(), beta.double(), eps, gn_act)
+    rest = [a.double() if isinstance(a, torch.Tensor) else a for a in rest]
+    return reference.conv_add_ref(round_tf32(z.float()).double(), round_tf32(weight).double(), *rest).float()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("gn_act", ["none", "relu", "silu", "gelu"])
+@pytest.mark.parametrize(("scale", "offset"), [(1, 0), (0.01, 0), (1, 100)])
+@pytest.mark.parametrize("name", PROLOGUES)
+def test_group_norm_conv_of_channels_innermost(name, scale, offset, gn_act, dtype, poisoned):
+    torch.backends.cudnn.allow_tf32 = True
+    shape, weight_shape, padding, dilation, groups = PROLOGUES[name]
+    rank, device = len(shape) - 2, "cuda"
+    x = (draw(shape, dtype, True, device) * scale + offset).to(dtype)
+    weight = draw(weight_shape, dtype, True, device) * 0.1
+    gamma, beta = (draw((shape[1],), dtype, False, device) for _ in range(2))
+    bias = draw((weight_shape[0],), dtype, False, device)
+    rest = ([1] * rank, padding, dilation, [0] * rank, groups, False, 1.0)
+    for act in ("none", "relu"):
+        args = (x, None, 8, gamma, beta, 1e-5, gn_act, weight, bias, None, *rest, act)
+        double = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
+        expected, exact = reference.group_norm_conv_ref(*args), reference.group_norm_conv_ref(*double)
+        also = ideal_tf32(*args) if dtype == torch.float32 else None
+        for backend in ("auto", "kgopt"):
+            y = OPS.group_norm_conv(*args, backend=backend)
+            assert_as_good_as_torch(y, expected, exact, also=also)
+            assert torch.equal(y, OPS.group_norm_conv(*args, backend=backend))
+
+
+def test_group_norm_conv_keeps_nan_and_zero_padding(device):
+    """A NaN reaches its whole group and no other sample; padding stays zero whatever the norm makes of zero."""
+    torch.backends.cudnn.allow_tf32 = True
+    x = draw((2, 64, 12, 40), torch.float32, True, device)
+    weight, bias = draw((64, 64, 3, 3), torch.float32, True, device), torch.zeros(64, device=device)
+    gamma, beta = torch.ones(64, device=device), torch.full((64,), 50.0, device=device)
+    rest = ([1, 1], [1, 1], [1, 1], [0, 0])
+    for gn_act in ("none", "relu", "silu"):
+        args = (x, None, 8, gamma, beta, 1e-5, gn_act, weight, bias, None, *rest)
+        double = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
+        y = OPS.group_norm_conv(*args)
+        also = ideal_tf32(*args) if x.is_cuda else None
+        expected, exact = reference.group_norm_conv_ref(*args), reference.group_norm_conv_ref(*double)
+        assert_as_good_as_torch(y, expected, exact, also=also)
+        bad = x.clone(memory_format=torch.channels_last)
+        bad[0, 3, 5, 7] = float("nan")
+        z = OPS.group_norm_conv(bad, *args[1:])
+        assert z[0].isnan().all()
+        assert torch.equal(z[1], y[1])
 
 
 @dtypes
@@ -305,6 +411,20 @@ def test_gradients(channels_last, device):
         return OPS.group_norm_conv1x1(x, None, 2, gamma, beta, 1e-5, "silu", head, bias)
 
     assert torch.autograd.gradcheck(headed, (x, gamma, beta, head, bias))
+    weight, r, geometry = leaf(3, 4, 2, 2, 2), leaf(1, 3, 2, 3, 2), rest[:-2]
+
+    def prologue(x, gamma, beta, weight, bias, r, act="none"):
+        args = (x, None, 2, gamma, beta, 1e-5, "silu", weight, bias, r, *geometry, False, 0.7, act)
+        return OPS.group_norm_conv_moments(*args)[0] if act == "tanh" else OPS.group_norm_conv(*args)
+
+    for act in ("none", "silu", "tanh"):
+        assert torch.autograd.gradcheck(lambda *a, act=act: prologue(*a, act), (x, gamma, beta, weight, bias, r))
+    up = leaf(4, 3, 2, 2, 2)
+    with_moments = (2, None, None, 1e-5, "tanh", up, None, None, [2, 1, 2], [1, 0, 1], [1] * 3, [1, 0, 0], 1, True)
+    given, found = (OPS.group_norm_conv(x, m, *with_moments) for m in (moments, None))
+    dy = torch.randn_like(given)
+    for a, b in zip(torch.autograd.grad(given, (x, up), dy), torch.autograd.grad(found, (x, up), dy), strict=True):
+        torch.testing.assert_close(a, b)
     for shape in ((1, 2, 3, 2), (2, 1, 1, 3, 2)):
         x, r = leaf(*shape), leaf(*shape[:2], *(2 * s for s in shape[2:]))
         assert torch.autograd.gradcheck(OPS.upsample_linear, (x, r))
@@ -315,6 +435,11 @@ def test_gradients(channels_last, device):
         window = ([2] * (len(shape) - 3) + [1], [1] * (len(shape) - 2), [0] * (len(shape) - 2))
         if min(shape[2:]) > 1:
             assert torch.autograd.gradcheck(lambda t, window=window: OPS.max_pool(t, *window), (x,))
+
+
+def norm_conv(x, groups, weight, residual=None, gn_act="relu", moments=None):
+    rest = (residual, [1, 1], [1, 1], [1, 1], [0, 0])
+    return OPS.group_norm_conv(x, moments, groups, None, None, 1e-5, gn_act, weight, None, *rest)
 
 
 def test_residual_of_another_layout(device):
@@ -334,6 +459,7 @@ def test_residual_of_another_layout(device):
 def test_empty_batch(device):
     x, w = torch.empty(0, 4, 5, 6, device=device), torch.randn(8, 4, 3, 3, device=device)
     assert OPS.conv_add(x, w, torch.zeros(8, device=device), None, [1, 1], [1, 1], [1, 1], [0, 0]).shape == (0, 8, 5, 6)
+    assert norm_conv(x, 2, w).shape == (0, 8, 5, 6)
     assert OPS.upsample_linear(x).shape == (0, 4, 10, 12)
     assert OPS.pad_replicate(x, [1, 0, 0, 2]).shape == (0, 4, 7, 7)
     assert OPS.max_pool(x, [2, 2], [2, 2], [0, 0]).shape == (0, 4, 2, 3)
@@ -346,6 +472,10 @@ def test_empty_batch(device):
         (lambda x, w: OPS.conv_add(x, w, x[0, 0, 0], None, [1, 1], [1, 1], [1, 1], [0, 0]), "bias has shape"),
         (lambda x, w: OPS.conv_add(x, w, None, None, [0, 1], [1, 1], [1, 1], [0, 0]), "stride is"),
         (lambda x, w: OPS.conv_add(x, w.double(), None, None, [1, 1], [1, 1], [1, 1], [0, 0]), "weight has dtype"),
+        (lambda x, w: norm_conv(x, 3, w), "num_groups is 3"),
+        (lambda x, w: norm_conv(x, 2, w, x), "residual has shape"),
+        (lambda x, w: norm_conv(x, 2, w, None, "swish"), "unknown activation"),
+        (lambda x, w: norm_conv(x, 2, w, None, "relu", x), "moments has shape"),
         (lambda x, w: OPS.upsample_linear(x[0]), "expected 4 or 5 dimensions"),
         (lambda x, w: OPS.upsample_linear(x, x), "residual has shape"),
         (lambda x, w: OPS.upsample_linear(x.long()), "dtype int64"),

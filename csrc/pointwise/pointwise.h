@@ -10,6 +10,9 @@ Status run_bias_residual(const BiasResidualParams& p, cudaStream_t stream);
 // Why the kernel cannot run it; null when it can.
 const char* norm_conv1x1_refusal(const NormConv1x1Params& p);
 Status run_norm_conv1x1(const NormConv1x1Params& p, cudaStream_t stream);
+const char* norm_conv_few_refusal(const NormConvFewParams& p);
+int64_t norm_conv_few_packed_bytes(const NormConvFewParams& p);
+Status run_norm_conv_few(const NormConvFewParams& p, cudaStream_t stream);
 Status run_upsample_linear(const UpsampleLinearParams& p, cudaStream_t stream);
 Status run_upsample_linear_backward(const UpsampleLinearBackwardParams& p, cudaStream_t stream);
 Status run_upsample_nearest(const UpsampleNearestParams& p, cudaStream_t stream);

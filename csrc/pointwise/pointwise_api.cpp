@@ -1,7 +1,5 @@
 // What stands between norms and convolutions, on CUDA.
-#include "pointwise.h"
-
-#include "../conv3d/conv_call.h"
+#include "pointwise_api.h"
 #include "../groupnorm/groupnorm_api.h"
 #include "pointwise_checks.h"
 
@@ -27,7 +25,8 @@ void add_tail(const char* op, const Tensor& y, const OptTensor& bias, const Conv
   raise_on_error(op, run_bias_residual(p, stream_of(y)));
 }
 
-// With `moments`, those of the result are put there.
+}  // namespace
+
 Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, OptTensor bias, const OptTensor& residual,
                     const IntArray& stride, const IntArray& padding, const IntArray& dilation,
                     const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
@@ -69,6 +68,8 @@ Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, OptTe
   return y;
 }
 
+namespace {
+
 Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
                 IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor,
                 std::string act, std::string backend) {
@@ -84,60 +85,6 @@ std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor b
   const Tensor y = run_conv_add("conv_add_moments", x, weight, bias, residual, stride, padding, dilation,
                                 output_padding, groups, transposed, divisor, act, backend, &moments);
   return {y, moments};
-}
-
-Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
-                          double eps, std::string act, Tensor weight, OptTensor bias) {
-  const char* const op = "group_norm_conv1x1";
-  const IntArray sizes =
-      check_group_norm_conv1x1(op, x, moments, num_groups, gn_weight, gn_bias, eps, act, weight, bias);
-  const DeviceGuard guard(x.get_device_index());
-  const MemoryFormat format = memory_format_of(x);
-  NormConv1x1Params p;
-  p.n = x.size(0);
-  p.c = static_cast<int>(x.size(1));
-  p.c_out = static_cast<int>(sizes[1]);
-  p.s = 1;
-  for (int64_t i = 2; i < x.dim(); ++i) p.s *= x.size(i);
-  p.sm_count = check_gpu(op, x).sm_count;
-  p.act = check_act(op, act);
-  p.dtype = check_dtype(op, "x", x);
-  const Tensor dense = dense_in(x, format);
-  p.x = dense.const_data_ptr();
-  const int rank = static_cast<int>(x.dim()) - 2;
-  if (format == MemoryFormat::Contiguous || norm_conv1x1_refusal(p) || reinterpret_cast<uintptr_t>(p.x) % 16 != 0 ||
-      x.numel() == 0) {
-    Tensor z = dense;
-    if (moments) {
-      z = group_norm_moments_cuda(dense, *moments, num_groups, gn_weight, gn_bias, eps, act);
-    } else if (num_groups > 0) {
-      z = std::get<0>(group_norm_fwd_cuda(dense, num_groups, gn_weight, gn_bias, eps, act, "none"));
-    }
-    const IntArray ones(rank, 1), zeros(rank, 0);
-    // Behind a norm of a large mean the convolution's terms cancel, which 3xTF32 bears less well than fp32.
-    const std::string backend = p.dtype == Dtype::kFloat32 ? "aten" : "auto";
-    return conv_forward({op, z, weight, bias, ones, zeros, ones, zeros, 1, false, rank, backend, std::nullopt});
-  }
-  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
-  const Tensor dense_weight = dense_in(weight, MemoryFormat::Contiguous);
-  const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
-  p.weight = dense_weight.const_data_ptr();
-  p.bias = bias ? dense_bias.const_data_ptr() : nullptr;
-  p.y = y.mutable_data_ptr();
-  Tensor of_x;
-  if (num_groups > 0 && !moments) {
-    of_x = allocate_moments(x, x.size(1));
-    channel_moments_cuda(op, dense, of_x);
-  }
-  Workspace workspace(x);
-  const int64_t table = workspace.reserve(num_groups > 0 ? p.n * p.c * 16 : 0);
-  workspace.allocate();
-  if (num_groups > 0) {
-    moments_table_cuda(op, moments ? *moments : of_x, num_groups, gn_weight, gn_bias, eps, workspace.at<void>(table));
-    p.table = workspace.at<void>(table);
-  }
-  raise_on_error(op, run_norm_conv1x1(p, stream_of(x)));
-  return y;
 }
 
 // A contiguous tensor is a batch of N * C images of one channel.
@@ -291,7 +238,6 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
   m.impl("conv_add_moments", TORCH_BOX(&kgopt::conv_add_moments));
-  m.impl("group_norm_conv1x1", TORCH_BOX(&kgopt::group_norm_conv1x1));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
   m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));
   m.impl("upsample_nearest", TORCH_BOX(&kgopt::upsample_nearest));

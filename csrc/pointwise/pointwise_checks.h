@@ -24,20 +24,27 @@ inline ConvShape check_conv_add(const char* op, const Tensor& x, const Tensor& w
   return s;
 }
 
-// Sizes of the result of upsample_linear.
+// The norm in front of a convolution, none with 0 groups, and where x's own moments are given, these.
+inline void check_prologue(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
+                           const OptTensor& gn_weight, const OptTensor& gn_bias, double eps, const std::string& act) {
+  const bool acts = !check_act(op, act).empty();
+  if (num_groups == 0) {
+    KGOPT_CHECK(
+        !acts && !moments && !gn_weight && !gn_bias, op,
+        ": num_groups is 0, expected no activation before the convolution and no moments, gn_weight and gn_bias");
+    return;
+  }
+  check_group_norm(op, x, num_groups, gn_weight, gn_bias, eps);
+  if (moments) check_statistics(op, "moments", *moments, x, {x.size(0), x.size(1), 2});
+}
+
 // The result's sizes.
 inline IntArray check_group_norm_conv1x1(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
                                          const OptTensor& gn_weight, const OptTensor& gn_bias, double eps,
                                          const std::string& act, const Tensor& weight, const OptTensor& bias) {
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
   const int rank = static_cast<int>(x.dim()) - 2;
-  if (num_groups != 0) {
-    check_group_norm(op, x, num_groups, gn_weight, gn_bias, eps);
-    if (moments) check_statistics(op, "moments", *moments, x, {x.size(0), x.size(1), 2});
-  } else {
-    KGOPT_CHECK(check_act(op, act).empty() && !moments && !gn_weight && !gn_bias, op,
-                ": num_groups is 0, expected act 'none' and no moments, gn_weight and gn_bias");
-  }
+  check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps, act);
   const IntArray ones(rank, 1), zeros(rank, 0);
   for (int i = 0; i < rank; ++i) {
     KGOPT_CHECK(weight.dim() == x.dim() && weight.size(2 + i) == 1, op, ": weight has shape ", shape_string(weight),
@@ -46,6 +53,7 @@ inline IntArray check_group_norm_conv1x1(const char* op, const Tensor& x, const 
   return check_conv(op, x, weight, bias, ones, zeros, ones, zeros, 1, false, rank).out_sizes;
 }
 
+// Sizes of the result of upsample_linear.
 inline IntArray check_upsample_linear(const char* op, const Tensor& x, const OptTensor& residual) {
   check_dtype(op, "x", x);
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");

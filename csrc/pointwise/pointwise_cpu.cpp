@@ -8,7 +8,6 @@ namespace {
 
 using namespace cpu;
 
-// y = (y + residual) * scale.
 // y = act((y + residual) * scale)
 void add_residual(const Tensor& y, const OptTensor& residual, MemoryFormat format, double scale,
                   const ActChain& act = ActChain()) {
@@ -36,13 +35,14 @@ void add_residual(const Tensor& y, const OptTensor& residual, MemoryFormat forma
   });
 }
 
-Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
-                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor,
-                std::string act, std::string backend) {
-  check_backend("conv_add", backend);
-  const ActChain chain = check_act("conv_add", act);
-  const ConvShape shape = check_conv_add("conv_add", x, weight, bias, residual, stride, padding, dilation,
-                                         output_padding, groups, transposed);
+Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                    const OptTensor& residual, const IntArray& stride, const IntArray& padding,
+                    const IntArray& dilation, const IntArray& output_padding, int64_t groups, bool transposed,
+                    double divisor, const std::string& act, const std::string& backend) {
+  check_backend(op, backend);
+  const ActChain chain = check_act(op, act);
+  const ConvShape shape =
+      check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
   const MemoryFormat format = shape.out_channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
   Tensor y = dense_in(call_aten("aten::convolution", "", x, weight, bias, stride, padding, dilation, transposed,
                                 output_padding, groups),
@@ -51,12 +51,8 @@ Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, Int
   return y;
 }
 
-std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor bias, OptTensor residual,
-                                            IntArray stride, IntArray padding, IntArray dilation,
-                                            IntArray output_padding, int64_t groups, bool transposed, double divisor,
-                                            std::string act, std::string backend) {
-  const Tensor y = conv_add(x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
-                            divisor, act, backend);
+// Mean and variance of every channel, [N, C, 2].
+Tensor channel_moments(const Tensor& y) {
   const int64_t c = y.size(1);
   const auto [mean, rstd] = group_stats_cpu(y, c, 0);
   Tensor moments = empty_like_shape(y, {y.size(0), c, 2}, stats_type(y));
@@ -70,7 +66,58 @@ std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor b
       to[2 * i + 1] = T(1) / (r[i] * r[i]);
     }
   });
-  return {y, moments};
+  return moments;
+}
+
+Tensor conv_add(Tensor x, Tensor weight, OptTensor bias, OptTensor residual, IntArray stride, IntArray padding,
+                IntArray dilation, IntArray output_padding, int64_t groups, bool transposed, double divisor,
+                std::string act, std::string backend) {
+  return run_conv_add("conv_add", x, weight, bias, residual, stride, padding, dilation, output_padding, groups,
+                      transposed, divisor, act, backend);
+}
+
+std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor bias, OptTensor residual,
+                                            IntArray stride, IntArray padding, IntArray dilation,
+                                            IntArray output_padding, int64_t groups, bool transposed, double divisor,
+                                            std::string act, std::string backend) {
+  const Tensor y = run_conv_add("conv_add_moments", x, weight, bias, residual, stride, padding, dilation,
+                                output_padding, groups, transposed, divisor, act, backend);
+  return {y, channel_moments(y)};
+}
+
+Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
+                           const OptTensor& gn_weight, const OptTensor& gn_bias, double eps, const std::string& gn_act,
+                           const Tensor& weight, const OptTensor& bias, const OptTensor& residual,
+                           const IntArray& stride, const IntArray& padding, const IntArray& dilation,
+                           const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
+                           const std::string& act, const std::string& backend) {
+  check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+  check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
+  const Tensor z =
+      num_groups > 0 ? std::get<0>(group_norm_fwd_cpu(x, num_groups, gn_weight, gn_bias, eps, gn_act, "none")) : x;
+  return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
+                      divisor, act, backend);
+}
+
+Tensor group_norm_conv(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+                       double eps, std::string gn_act, Tensor weight, OptTensor bias, OptTensor residual,
+                       IntArray stride, IntArray padding, IntArray dilation, IntArray output_padding, int64_t groups,
+                       bool transposed, double divisor, std::string act, std::string backend) {
+  return run_group_norm_conv("group_norm_conv", x, moments, num_groups, gn_weight, gn_bias, eps, gn_act, weight, bias,
+                             residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act,
+                             backend);
+}
+
+std::tuple<Tensor, Tensor> group_norm_conv_moments(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight,
+                                                   OptTensor gn_bias, double eps, std::string gn_act, Tensor weight,
+                                                   OptTensor bias, OptTensor residual, IntArray stride,
+                                                   IntArray padding, IntArray dilation, IntArray output_padding,
+                                                   int64_t groups, bool transposed, double divisor, std::string act,
+                                                   std::string backend) {
+  const Tensor y = run_group_norm_conv("group_norm_conv_moments", x, moments, num_groups, gn_weight, gn_bias, eps,
+                                       gn_act, weight, bias, residual, stride, padding, dilation, output_padding,
+                                       groups, transposed, divisor, act, backend);
+  return {y, channel_moments(y)};
 }
 
 Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
@@ -251,6 +298,8 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("conv_add", TORCH_BOX(&kgopt::conv_add));
   m.impl("conv_add_moments", TORCH_BOX(&kgopt::conv_add_moments));
+  m.impl("group_norm_conv", TORCH_BOX(&kgopt::group_norm_conv));
+  m.impl("group_norm_conv_moments", TORCH_BOX(&kgopt::group_norm_conv_moments));
   m.impl("group_norm_conv1x1", TORCH_BOX(&kgopt::group_norm_conv1x1));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
   m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));

@@ -21,8 +21,6 @@ struct BiasResidualParams {
   Dtype dtype = Dtype::kFloat32;
 };
 
-// y = linear interpolation of x to twice its size (align_corners=False) + residual. Dense, channels innermost; a
-// contiguous tensor is n * c samples of one channel.
 // y [n, s, c_out] = act(normalized x [n, s, c]) weight + bias
 struct NormConv1x1Params {
   const void* x = nullptr;  // aligned to 16 bytes
@@ -38,6 +36,28 @@ struct NormConv1x1Params {
   Dtype dtype = Dtype::kFloat32;
 };
 
+// y = convolution of act(normalized x) with a few output channels, stride 1; x, y dense with channels innermost. Images
+// are the planes of all samples. Pairs are height, width.
+struct NormConvFewParams {
+  const void* x = nullptr;      // [n, depth, in..., c], aligned to 16 bytes
+  void* y = nullptr;            // [n, depth, out..., c_out]
+  const void* table = nullptr;  // [n, c] of (mean, rstd, weight, bias) in fp32; null: x is not normalized
+  const void* weight = nullptr;
+  const void* bias = nullptr;  // [c_out] or null
+  void* packed = nullptr;      // norm_conv_few_packed_bytes of room for the weights
+  int64_t w_stride_out = 0, w_stride_in = 0, w_stride_k[2] = {0, 0};
+  int64_t n = 0, depth = 1;
+  int c = 0, c_out = 0;
+  int in[2] = {1, 1}, out[2] = {1, 1}, kernel[2] = {1, 1}, padding[2] = {0, 0}, dilation[2] = {1, 1};
+  int sm_count = 0, smem_per_block = 0, smem_per_sm = 0;
+  int64_t tiles = 0;                           // set by the launcher
+  int tiles_per_image = 0, tiles_per_row = 0;  // likewise
+  ActChain act;
+  Dtype dtype = Dtype::kFloat32;
+};
+
+// y = linear interpolation of x to twice its size (align_corners=False) + residual. Dense, channels innermost; a
+// contiguous tensor is n * c samples of one channel.
 struct UpsampleLinearParams {
   const void* x = nullptr;         // [n, d, h, w, c]
   const void* residual = nullptr;  // of y's layout; null: none

@@ -232,6 +232,16 @@ def _norm_conv1x1_fake(x, moments, num_groups, gn_weight, gn_bias, eps, act, wei
     return _empty(x, [x.shape[0], weight.shape[0], *x.shape[2:]], channels_last=_is_channels_last(x))
 
 
+def _norm_conv_fake(x: Tensor, *args: Any, **_: Any) -> Tensor:
+    _, _, _, _, _, _, weight, _, _, *geometry = args[:15]
+    return _conv_fake(x, weight, *geometry)
+
+
+def _norm_conv_moments_fake(x: Tensor, *args: Any, **_: Any) -> tuple[Tensor, Tensor]:
+    y = _norm_conv_fake(x, *args)
+    return y, _empty(x, [*y.shape[:2], 2], _stats_dtype(x))
+
+
 def _spatial_fake(x: Tensor, spatial: Sequence[Any]) -> Tensor:
     return _empty(x, [*x.shape[:2], *spatial], channels_last=_is_channels_last(x))
 
@@ -293,6 +303,8 @@ def _register_fakes() -> None:
     register("conv_add_moments", _conv_add_moments_fake)
     register("group_norm_moments", lambda x, *_: _empty_like(x))
     register("group_norm_conv1x1", _norm_conv1x1_fake)
+    register("group_norm_conv", _norm_conv_fake)
+    register("group_norm_conv_moments", _norm_conv_moments_fake)
     register("upsample_linear", lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]))
     register("upsample_linear_backward", lambda dy: _spatial_fake(dy, [s // 2 for s in dy.shape[2:]]))
     register("upsample_nearest", lambda x, factors: _spatial_fake(x, _scaled(x, factors, lambda s, f: s * f)))
@@ -702,6 +714,37 @@ def _nearest_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     ctx.factors = inputs[1]
 
 
+def _norm_conv_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, _, ctx.num_groups, gn_weight, gn_bias, ctx.eps, ctx.gn_act, weight, bias, residual, *geometry = inputs
+    *ctx.geometry, ctx.divisor, ctx.act = geometry
+    needed = () if ctx.act == "none" else (bias, residual)  # for the activations' argument
+    ctx.save_for_backward(x, gn_weight, gn_bias, weight, *needed)
+
+
+def _norm_conv_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    _norm_conv_setup(ctx, inputs, keywords, output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _norm_conv_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+    """What the convolution reads is computed again, and for activations behind it what it gave."""
+    x, gn_weight, gn_bias, weight, *more = ctx.saved_tensors
+    norm, z = (ctx.num_groups, gn_weight, gn_bias), x
+    if ctx.num_groups:
+        z, mean, rstd = _OPS.group_norm_fwd(x, *norm, ctx.eps, ctx.gn_act, "none")
+    if more:
+        y = _OPS.conv_add(z, weight, *more, *ctx.geometry, ctx.divisor)
+        dy = _BACKWARD.activation_backward(dy, y, ctx.act)
+    dy = dy if ctx.divisor == 1 else dy / ctx.divisor
+    needs: Any = (any(_needs(ctx, 0, 3, 4)), *_needs(ctx, 7, 8))
+    dz, dweight, dbias = _conv_gradients(needs, dy, z, weight, tuple(ctx.geometry))
+    dx, dgamma, dbeta = dz, None, None
+    if dz is not None and ctx.num_groups:
+        dx, dgamma, dbeta = _group_norm_backward(dz, x, mean, rstd, *norm, ctx.gn_act, "none")
+        dgamma, dbeta = _affine(ctx, (3, 4), dgamma, dbeta)
+    return dx, None, None, dgamma, dbeta, None, None, dweight, dbias, dy if _needs(ctx, 9)[0] else None
+
+
 def _norm_conv1x1_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, _, ctx.num_groups, gn_weight, gn_bias, ctx.eps, ctx.act, weight, _ = inputs
     ctx.save_for_backward(x, gn_weight, gn_bias, weight)
@@ -928,6 +971,8 @@ def _register_autograd() -> None:
     register("conv_add_moments", lambda ctx, dy, _: _conv_add_backward(ctx, dy), _conv_add_moments_setup)
     register("group_norm_moments", _norm_moments_backward, _norm_moments_setup)
     register("group_norm_conv1x1", _norm_conv1x1_backward, _norm_conv1x1_setup)
+    register("group_norm_conv", _norm_conv_backward, _norm_conv_setup)
+    register("group_norm_conv_moments", _norm_conv_backward, _norm_conv_moments_setup)
     register("upsample_linear", _upsample_backward)
     register(
         "upsample_nearest",
@@ -1073,6 +1118,27 @@ def _norm_conv1x1_low(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     )
 
 
+def _norm_conv_low(name: str) -> Callable[..., Any]:
+    """The convolution in the autocast dtype, and the norm in x's, where that is float32 or the same.
+
+    Whatever a norm reads and writes, its arithmetic is float32: of a half x it gives the convolution the values that a
+    float32 norm would, without copies.
+    """
+    op, conv = direct(name), _op("conv_add_moments" if name.endswith("moments") else "conv_add")
+
+    def rule(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+        x, moments, groups, gn_weight, gn_bias, eps, act, *tensors = args[:10]
+        tensors = [_cast(t, dtype) for t in tensors]
+        if not groups or x.dtype is dtype or x.dtype is torch.float64:
+            return op(_cast(x, dtype), *args[1:7], *tensors, *args[10:], **kwargs)
+        affine = (groups, _cast(gn_weight, torch.float32), _cast(gn_bias, torch.float32), eps, act)
+        x = _cast(x, torch.float32)
+        z = _OPS.group_norm(x, *affine) if moments is None else _OPS.group_norm_moments(x, moments, *affine)
+        return conv(_cast(z, dtype), *tensors, *args[10:], **kwargs)
+
+    return rule
+
+
 def _in_fp32(name: str) -> Callable[..., Any]:
     op = direct(name)
     return lambda dtype, args, kwargs: op(*(_cast(a, torch.float32) for a in args), **kwargs)
@@ -1114,6 +1180,7 @@ def _register_autocast() -> None:
     """The dtypes of PyTorch's own ops: torch lists norms and logsumexp as fp32 on CUDA, and not at all on CPU."""
     shared = {name: _convolution_low(name) for name in _CONVS}
     shared |= {name: _conv_add_low(name) for name in ("conv_add", "conv_add_moments")}
+    shared |= {name: _norm_conv_low(name) for name in ("group_norm_conv", "group_norm_conv_moments")}
     cpu = {name: _low_convolution(name) for name in (_CONV_MEAN, _CONV_RELU_NORM, _CONV_LSE)}
     cuda = {
         "group_norm": _in_fp32("group_norm"),
@@ -1237,6 +1304,8 @@ def _register_vmap() -> None:
         "conv_add_moments",
         "conv_backward",
         "group_norm_moments",
+        "group_norm_conv",
+        "group_norm_conv_moments",
         "group_norm_conv1x1",
         *_BETWEEN,
     ):
@@ -1299,6 +1368,15 @@ def _register_flops() -> None:
 
     register_flop_formula(_OPS.conv_add)(of_conv_add)
     register_flop_formula(_OPS.conv_add_moments)(of_conv_add)
+
+    def of_norm_conv(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        names = [a.name for a in _OPS.group_norm_conv.default._schema.arguments]
+        values = dict(zip(names[1:], args, strict=False), **kwargs)
+        more = {"transposed": values.get("transposed", False)}
+        return of_conv_add(x_shape, values["weight"], out_shape=out_shape, **more)
+
+    register_flop_formula(_OPS.group_norm_conv)(of_norm_conv)
+    register_flop_formula(_OPS.group_norm_conv_moments)(of_norm_conv)
 
     def of_conv1x1(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         return 2 * int(x_shape[1]) * math.prod(out_shape)

@@ -27,7 +27,9 @@ _conv_transpose2d = _ops.from_python("conv_transpose2d")
 _conv_transpose3d = _ops.from_python("conv_transpose3d")
 _conv_transpose3d_relu_group_norm = _ops.from_python("conv_transpose3d_relu_group_norm")
 _conv_lse = _ops.from_python("conv2d_group_norm_tanh_hardswish_residual_logsumexp")
+_conv_add = _ops.from_python("conv_add")
 _group_norm = _ops.from_python("group_norm")
+_group_norm_conv = _ops.from_python("group_norm_conv")
 _group_norm_mean = _ops.from_python("group_norm_mean")
 _group_stats = _ops.from_python("group_stats")
 _logsumexp = _ops.from_python("logsumexp")
@@ -230,6 +232,65 @@ def group_norm_mean(
     if torch.jit.is_scripting():
         return torch.ops.kgopt.group_norm_mean(x, num_groups, weight, bias, eps)
     return _group_norm_mean(x, num_groups, weight, bias, eps)
+
+
+def group_norm_conv(
+    x: Tensor,
+    num_groups: int,
+    gn_weight: Tensor | None,
+    gn_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints | str = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    eps: float = 1e-5,
+    gn_act: str = "none",
+    residual: Tensor | None = None,
+    divisor: float = 1.0,
+    act: str = "none",
+    *,
+    moments: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``act((conv(gn_act(GroupNorm(x))) + residual) / divisor)``: 2D of ``x [N, C, H, W]``, 3D of ``[N, C, D, H, W]``.
+
+    ``groups`` are the convolution's, ``moments`` mean and variance of every channel of x ``[N, C, 2]`` where these are
+    known. Where a kernel normalizes what it loads, the normalized tensor is never stored; a gradient computes it again.
+    """
+    rank = x.dim() - 2
+    numbers: Any = padding
+    if isinstance(padding, str):
+        padded, numbers = _padded(x, weight, stride, padding, dilation, rank)
+        if padded is not x:  # zeros around what the norm gives, not around x
+            z, _ = _padded(
+                group_norm(x, num_groups, gn_weight, gn_bias, eps, gn_act), weight, stride, padding, dilation, rank
+            )
+            zeros, ones = [0] * rank, [1] * rank
+            rest = (ones, numbers, _ints(dilation, rank), zeros, groups, False, divisor, act)
+            return _conv_add(z, weight, bias, residual, *rest, backend=backend)
+    return _group_norm_conv(
+        x,
+        moments,
+        num_groups,
+        gn_weight,
+        gn_bias,
+        eps,
+        gn_act,
+        weight,
+        bias,
+        residual,
+        _ints(stride, rank),
+        _ints(numbers, rank),
+        _ints(dilation, rank),
+        [0] * rank,
+        groups,
+        False,
+        divisor,
+        act,
+        backend=backend,
+    )
 
 
 def activation(x: Tensor, act: str) -> Tensor:

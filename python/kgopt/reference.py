@@ -99,6 +99,28 @@ def group_norm_conv1x1_ref(
     return F.conv3d(z, weight, bias) if x.dim() == 5 else F.conv2d(z, weight, bias)
 
 
+def group_norm_conv_ref(
+    x: Tensor,
+    moments: Tensor | None,
+    num_groups: int,
+    gn_weight: Tensor | None,
+    gn_bias: Tensor | None,
+    eps: float,
+    gn_act: str,
+    *conv: Any,
+) -> Tensor:
+    """:func:`conv_add_ref` of GroupNorm (none with 0 groups) and activations."""
+    z = group_norm_ref(x, num_groups, gn_weight, gn_bias, eps, gn_act) if num_groups else x
+    return conv_add_ref(z, *conv)
+
+
+def group_norm_conv_moments_ref(*args: Any) -> tuple[Tensor, Tensor]:
+    """:func:`group_norm_conv_ref`, and mean and variance (biased) of every channel of it, ``[N, C, 2]``."""
+    x, _, num_groups, *norm = args[:7]
+    z = group_norm_ref(x, num_groups, *norm) if num_groups else x
+    return conv_add_moments_ref(z, *args[7:])
+
+
 def group_stats_ref(x: Tensor, num_groups: int, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Mean and reciprocal standard deviation ``[N, G]`` of each group of ``x [N, C, *]`` (biased variance)."""
     groups = x.reshape(x.shape[0], num_groups, -1)

@@ -5,6 +5,8 @@ from kgopt.nn.pipelines import (
     Conv2dGroupNormTanhHardswishResidualLogSumExp,
     Conv3dGroupNormMean,
     ConvTranspose3dReLUGroupNorm,
+    GroupNormConv2d,
+    GroupNormConv3d,
 )
 
 __all__ = [
@@ -16,4 +18,6 @@ __all__ = [
     "ConvTranspose3d",
     "ConvTranspose3dReLUGroupNorm",
     "GroupNorm",
+    "GroupNormConv2d",
+    "GroupNormConv3d",
 ]

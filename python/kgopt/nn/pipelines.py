@@ -1,4 +1,4 @@
-"""The three fused pipelines as modules. A checkpoint of the plain PyTorch model loads with ``strict=True``."""
+"""Fused pipelines as modules. A checkpoint of the plain PyTorch model loads with ``strict=True``."""
 
 from __future__ import annotations
 
@@ -242,3 +242,78 @@ class Conv2dGroupNormTanhHardswishResidualLogSumExp(torch.nn.Module):
             conv.groups,
             norm.eps,
         )
+
+
+class _GroupNormConv(torch.nn.Module):
+    """GroupNorm, activations and a convolution, the order of SegResNet, 3D U-Nets and VAEs."""
+
+    _conv_class: Any
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Ints,
+        stride: Ints = 1,
+        padding: Ints | str = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        act: str = "none",
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.group_norm = GroupNorm(num_groups, in_channels, eps, act=act, **factory)
+        self.conv = self._conv_class(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, **factory
+        )
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``conv(act(group_norm(x)))``, plus ``residual`` of the result's shape."""
+        conv, norm = self.conv, self.group_norm
+        if conv.padding_mode != "zeros":  # what the norm gives is padded
+            y = conv(norm(x))
+            return y if residual is None else y + residual
+        return functional.group_norm_conv(
+            x,
+            norm.num_groups,
+            norm.weight,
+            norm.bias,
+            conv.weight,
+            conv.bias,
+            conv.stride,
+            conv.padding,
+            conv.dilation,
+            conv.groups,
+            norm.eps,
+            norm.act,
+            residual,
+        )
+
+
+class GroupNormConv2d(_GroupNormConv):
+    """GroupNorm, activations, Conv2d: ``[N, C, H, W]`` to ``[N, out_channels, H', W']``.
+
+    Args:
+        num_groups: of the norm; must divide ``in_channels``.
+        in_channels: C of the input, of the norm and the convolution.
+        out_channels: of the convolution, as kernel_size, stride, dilation, groups, bias and padding_mode.
+        padding: numbers, "same" or "valid".
+        act: activations between the norm and the convolution, as "silu".
+        eps: of the norm.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    _conv_class = Conv2d
+
+
+class GroupNormConv3d(_GroupNormConv):
+    """The same with Conv3d, for ``[N, C, D, H, W]``: see :class:`GroupNormConv2d`."""
+
+    _conv_class = Conv3d

@@ -143,7 +143,7 @@ def _run_steps(sequential: Any, plan: Steps, input: Any) -> Any:
             norm = operands[site.norm_at]
             head = _head_behind(sequential, plan, i, site, norm, input) if eager else None
             if head is not None:
-                input, done = site.run_with_head(norm, input, head), i + 2
+                input, done = site.run_with_head(norm, input, *head), i + 2
                 continue
             following = child(sequential, plan.steps[i + 1][0][0]) if i + 1 < len(plan.steps) else None
             input = site.run_before(following, *operands, input)
@@ -168,14 +168,15 @@ def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any
 
 
 def _head_behind(self: Any, plan: Steps, i: int, site: Site, norm: Any, x: Tensor) -> Any:
-    """The pointwise convolution of a few channels that is the next step, where it can run with step i."""
+    """The convolution to a few channels that is the next step, where it can run with step i, and its arguments."""
     if not site.short or not norm._kgopt_state.keep_format or i + 1 == len(plan.steps):
         return None
     from kgopt.rewrite import glue
 
     paths, other = plan.steps[i + 1]
     conv = glue.only_conv(child(self, paths[0])) if other is None and len(paths) == 1 else None
-    return None if conv is None or glue.head_plan(conv, x) is None else conv
+    head = None if conv is None else glue.head_plan(conv, x)
+    return None if head is None else (conv, glue.head_arguments(head))
 
 
 class Optimized:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import carry, classes, formats, policy
+from kgopt.rewrite import carry, classes, formats, policy, sites
 from kgopt.rewrite.patterns import activation_of, conv_of
-from kgopt.rewrite.sites import any_global_hooks, is_hooked
+from kgopt.rewrite.sites import Site, any_global_hooks, is_hooked
 from kgopt.rewrite.wrapped import Wrapped
 
 _OPS = torch.ops.kgopt
@@ -125,6 +125,7 @@ _FUNCTIONS = frozenset({F.interpolate, F.pad, *_CATS, *_POOLS, *_CONVS})
 # Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
 NARROW, NARROW_LAST = 32, 128
 FEW = 4  # output channels of group_norm_conv1x1's kernel
+FEW_COLUMNS = 40  # taps times output channels of group_norm_conv's kernel for few channels
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,8 @@ class Call:
             return _OPS.conv_add(self.x, *self.more, None, *self.rest)  # type: ignore[no-any-return]
         if option == "pointwise":
             return _pointwise(self.x, *self.more)
+        if option == "few":
+            return _few(self.x, *self.more, self.rest)
         op, rest = self.own
         return op(self.x, *self.more, *rest, backend="kgopt")  # type: ignore[no-any-return]
 
@@ -288,12 +291,16 @@ def _convolution(op: str, rank: int, transposed: bool, x: Any, weight: Any, bias
     narrow = min(weight.shape[0], weight.shape[1] * groups) <= limit and x.is_cuda
     # One kernel reads x once for a few output channels.
     ones, zeros = (1,) * rank, (0,) * rank
-    plain = (stride, padding, dilation, groups) == (ones, zeros, ones, 1) and not transposed
-    pointwise = plain and weight.shape[2:] == ones and weight.shape[0] <= FEW and x.is_cuda and _is_channels_last(x)
+    head = x.is_cuda and _is_channels_last(x) and (stride, groups) == (ones, 1) and not transposed
+    head = head and weight.shape[0] <= FEW
+    pointwise = head and weight.shape[2:] == ones and (padding, dilation) == (zeros, ones)
+    few = head and not pointwise and math.prod(weight.shape[2:]) * weight.shape[0] <= FEW_COLUMNS
+    few = few and (rank == 2 or (weight.shape[2] == 1 and padding is not None and padding[0] == 0))
     options = (
         *(("bias",) if bias is not None else ()),
         *(("own",) if narrow else ()),
         *(("pointwise",) if pointwise else ()),
+        *(("few",) if few else ()),
     )
     if not options:
         return None
@@ -305,6 +312,10 @@ def _convolution(op: str, rank: int, transposed: bool, x: Any, weight: Any, bias
 
 def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _OPS.group_norm_conv1x1(x, None, 0, None, None, 0.0, "none", weight, bias)  # type: ignore[no-any-return]
+
+
+def _few(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
+    return _OPS.group_norm_conv(x, None, 0, None, None, 0.0, "none", weight, bias, None, *rest)  # type: ignore[no-any-return]
 
 
 def _is_parameter_of(p: Any, x: Tensor) -> bool:
@@ -455,6 +466,8 @@ def run_plan(
             y, moments = _conv_add_moments(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
         elif plan.option == "pointwise":
             y = _pointwise(x, weight, bias)
+        elif plan.option == "few":
+            y = _few(x, weight, bias, plan.rest)
         elif plan.option == "bias" or residual is not None or act != "none":
             y = _conv_add(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
         else:
@@ -490,7 +503,45 @@ def head_plan(conv: Any, x: Tensor) -> ConvPlan | None:
     if not _may_plan() or "_kgopt_glue" not in conv.__dict__:
         return None
     plan = plan_of(conv, x)
-    return plan if plan is not None and plan.option == "pointwise" else None
+    return plan if plan is not None and plan.option in ("pointwise", "few") else None
+
+
+def head_arguments(plan: ConvPlan) -> tuple[Any, ...] | None:
+    """What :meth:`Site.run_with_head` wants to know of the convolution."""
+    return plan.rest if plan.option == "few" else None
+
+
+class _Normalized:
+    """What a norm and its activation make of x, for later: the forward of a convolution alone reads it."""
+
+    __slots__ = ("norm", "operands", "plan", "site")
+
+    def __init__(self, site: Site, norm: Any, operands: tuple[Any, ...], plan: ConvPlan) -> None:
+        self.site = site
+        self.norm = norm
+        self.operands = operands
+        self.plan = plan
+
+    def through(self, forward: Callable[..., Any], conv: Any) -> Any:
+        """``conv`` of it, as one op if nothing has changed since."""
+        x = self.operands[-1]
+        if head_plan(conv, x) is self.plan:
+            return self.site.run_with_head(self.norm, x, conv, head_arguments(self.plan))
+        return forward(conv, self.site.run(*self.operands))
+
+
+def _defer(site: Site, follower: Any, *operands: Any) -> _Normalized | None:
+    """A chain's value for later, where ``follower``, which alone reads it, is a convolution that computes both."""
+    x, norm = operands[-1], operands[site.norm_at]
+    if torch.compiler.is_compiling() or not norm._kgopt_state.keep_format or type(x) is not Tensor:
+        return None
+    if "_kgopt_glue" not in getattr(follower, "__dict__", {}) or conv_of(follower) is None or is_hooked(follower):
+        return None
+    plan = head_plan(follower, x)
+    return None if plan is None else _Normalized(site, norm, operands, plan)
+
+
+sites.deferring = _defer
 
 
 def with_activation(conv: Any, act: Any, x: Any) -> Tensor | None:
@@ -508,7 +559,9 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a convolution module, by the faster op where nothing needs a gradient and nothing is traced."""
 
     @functools.wraps(forward)
-    def planned_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def planned_forward(self: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(input) is _Normalized:
+            return policy.outside_own_modes(input.through, forward, self)
         if torch.compiler.is_compiling():
             own = None if args or kwargs else _compiled_op(self, input)
             return forward(self, input, *args, **kwargs) if own is None else own

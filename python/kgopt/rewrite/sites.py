@@ -7,6 +7,7 @@ tensor. Where it says no, the caller runs the original code.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -219,6 +220,10 @@ class Site:
         Under autocast a convolution rounds what it is given to half precision, which a norm's kernel, whose sums are
         fp32 whatever it reads and writes, does as well: the same values, without copies of x and of the result.
         """
+        if self.short and deferring is not None:
+            later = deferring(self, follower, *operands)
+            if later is not None:
+                return later  # type: ignore[no-any-return]
         return self.run(*operands, half=self._is_halved_by(follower, operands[-1]))
 
     def _is_halved_by(self, follower: Any, x: Tensor) -> bool:
@@ -235,13 +240,18 @@ class Site:
             return None
         return carry.take(x)
 
-    def run_with_head(self, norm: Any, x: Tensor, conv: Any) -> Tensor:
-        """The chain, a norm and activations, and a pointwise convolution of what it gives, as one op."""
+    def run_with_head(self, norm: Any, x: Tensor, conv: Any, rest: Sequence[Any] | None = None) -> Tensor:
+        """The chain, a norm and activations, and a convolution to a few channels of what it gives, as one op.
+
+        ``rest``: the convolution's arguments after its tensors; None: its kernel is 1.
+        """
         args = norm_args(norm, None)
         assert args is not None
         moments = None if carry.is_empty() else carry.take(x)
-        rest = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post, conv.weight, conv.bias)
-        return _group_norm_conv1x1(x, moments, *rest)
+        both = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post, conv.weight, conv.bias)
+        if rest is None:
+            return _group_norm_conv1x1(x, moments, *both)
+        return _group_norm_conv(x, moments, *both, None, *rest)
 
     def _args(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
         if conv is None:
@@ -297,5 +307,9 @@ def _call_norm_without_autocast(function: Any, *args: Any) -> Any:
     return without_autocast(_DIRECT.get(function, function), *args)
 
 
+# By glue.py, when it is there: a chain's value for later, where the convolution behind it can compute both.
+deferring: Callable[..., Any] | None = None
+
+_group_norm_conv = torch.ops.kgopt.group_norm_conv.default
 _group_norm_conv1x1 = torch.ops.kgopt.group_norm_conv1x1.default
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default

@@ -480,6 +480,10 @@ class _Method:
                 if any(self._acts_on(follower, name) for name in tails):
                     self._append(statement, follower)
                     del body[k + 1]
+                    # And the convolution of what it gives, which may run with the norm: see Site.run_before.
+                    if k + 1 < len(body) and self._convolves(body[k + 1], self._target(follower)):
+                        self._append(statement, body[k + 1])
+                        del body[k + 1]
                     continue
             for block in _blocks(statement):
                 if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -521,6 +525,14 @@ class _Method:
             ):
                 return True
         return False
+
+    def _convolves(self, statement: ast.stmt, name: str | None) -> bool:
+        call = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
+        if name is None or not isinstance(call, ast.Call) or call.keywords or len(call.args) != 1:
+            return False
+        path, argument = self._path(call.func), call.args[0]
+        role = self._role(path) if path else None
+        return bool(role and role[0] == "conv") and isinstance(argument, ast.Name) and argument.id == name
 
     def _append(self, statement: ast.If, follower: ast.stmt) -> None:
         for block in (statement.body, statement.orelse):

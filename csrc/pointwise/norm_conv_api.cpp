@@ -1,0 +1,249 @@
+// Convolutions of act(group_norm(x)) on CUDA: by kernels that normalize what they load, so that x is read once and its
+// norm never stored, or in two steps.
+#include "../conv3d/conv3d_rows_prologue.h"
+#include "../groupnorm/groupnorm_api.h"
+#include "pointwise_api.h"
+#include "pointwise_checks.h"
+
+namespace kgopt {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+// act(group_norm(x)) as a tensor, with x's moments where they are given; x with 0 groups.
+Tensor normalized(const Tensor& x, const OptTensor& moments, int64_t num_groups, const OptTensor& weight,
+                  const OptTensor& bias, double eps, const std::string& act) {
+  if (num_groups == 0) return x;
+  if (moments) return group_norm_moments_cuda(x, *moments, num_groups, weight, bias, eps, act);
+  return std::get<0>(group_norm_fwd_cuda(x, num_groups, weight, bias, eps, act, "none"));
+}
+
+// A convolution's tensors and arguments, and the norm in front of it.
+struct Prologue {
+  const OptTensor& moments;
+  int64_t num_groups;
+  const OptTensor &weight, &bias;
+  double eps;
+};
+
+// x's norm as kernels read it, [N, C] of (mean, rstd, weight, bias) in fp32; x is read where it has no moments.
+Tensor norm_table(const char* op, const Tensor& x, const Prologue& norm) {
+  Tensor of_x;
+  if (!norm.moments) {
+    of_x = allocate_moments(x, x.size(1));
+    channel_moments_cuda(op, x, of_x);
+  }
+  Tensor table = empty_like_shape(x, {x.size(0), x.size(1), 4}, ScalarType::Float);
+  moments_table_cuda(op, norm.moments ? *norm.moments : of_x, norm.num_groups, norm.weight, norm.bias, norm.eps,
+                     table.mutable_data_ptr());
+  return table;
+}
+
+bool all_are(const IntArray& list, int64_t value) {
+  return std::all_of(list.begin(), list.end(), [&](int64_t v) { return v == value; });
+}
+
+// Few output channels: why the kernel of norm_conv_few.cu cannot run it; null when it can, with p's sizes set.
+const char* few_refusal(const ConvArgs& a, const ConvShape& shape, NormConvFewParams* p) {
+  if (!shape.out_channels_last || shape.groups != 1 || a.transposed || !all_are(a.stride, 1)) {
+    return "not a plain convolution of a channels_last tensor with stride 1";
+  }
+  if (shape.kernel[0] != 1 || shape.padding[0] != 0) return "taps along the depth";
+  if (shape.dtype == Dtype::kFloat32 && !resolve_allow_tf32(a.allow_tf32)) return "fp32 accuracy";
+  const DeviceInfo info = check_gpu(a.op, a.x);
+  p->n = shape.n;
+  p->depth = shape.in[0];
+  if (shape.c_in >= 1 << 20 || shape.c_out > 64) return "too many channels";
+  p->c = static_cast<int>(shape.c_in);
+  p->c_out = static_cast<int>(shape.c_out);
+  for (int i = 0; i < 2; ++i) {
+    if (shape.in[1 + i] >= 1 << 20 || shape.padding[1 + i] >= 1 << 20) return "a size is too large";
+    p->in[i] = static_cast<int>(shape.in[1 + i]);
+    p->out[i] = static_cast<int>(shape.out[1 + i]);
+    p->kernel[i] = static_cast<int>(std::min<int64_t>(shape.kernel[1 + i], 1 << 10));
+    p->padding[i] = static_cast<int>(shape.padding[1 + i]);
+    p->dilation[i] = static_cast<int>(std::min<int64_t>(shape.dilation[1 + i], 1 << 10));
+  }
+  p->sm_count = info.sm_count;
+  p->smem_per_block = info.smem_per_block;
+  p->smem_per_sm = info.smem_per_sm;
+  p->dtype = shape.dtype;
+  return norm_conv_few_refusal(*p);
+}
+
+Tensor conv_few(const ConvArgs& a, const ConvShape& shape, NormConvFewParams p, const Prologue& norm,
+                const ActChain& act) {
+  const MemoryFormat format = channels_last_format(a.rank + 2);
+  const Tensor x = dense_in(a.x, format), table = norm.num_groups > 0 ? norm_table(a.op, x, norm) : Tensor();
+  const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
+  Tensor y = allocate_output(a, shape);
+  const WeightStrides w = weight_strides(a, shape);
+  p.x = x.const_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.table = norm.num_groups > 0 ? table.const_data_ptr() : nullptr;
+  p.weight = a.weight.const_data_ptr();
+  p.w_stride_out = w.out;
+  p.w_stride_in = w.in;
+  p.w_stride_k[0] = w.k[1];
+  p.w_stride_k[1] = w.k[2];
+  p.bias = a.bias ? bias.const_data_ptr() : nullptr;
+  p.act = act;
+  Workspace workspace(x);
+  const int64_t packed = workspace.reserve(norm_conv_few_packed_bytes(p));
+  workspace.allocate();
+  p.packed = workspace.at<void>(packed);
+  raise_on_error(a.op, run_norm_conv_few(p, stream_of(x)));
+  return y;
+}
+
+Tensor conv_rows_prologue(const ConvArgs& a, const ConvShape& shape, const RowsProloguePlan& plan, const Prologue& norm,
+                          const ActChain& gn_act, const ActChain& act) {
+  const Tensor table = norm_table(a.op, a.x, norm);
+  const cudaStream_t stream = stream_of(a.x);
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(plan.rows.packed_bytes);
+  const int64_t bias = workspace.reserve(int64_t(plan.rows.m_tiles) * plan.rows.segments * 64 * 4);
+  workspace.allocate();
+  Tensor y = allocate_output(a, shape);
+  RowsParams p =
+      start_rows(a, shape, plan.rows, workspace.at<void>(packed), workspace.at<float>(bias), nullptr, stream);
+  p.y = y.mutable_data_ptr();
+  p.y_stride_n = y.stride(0);
+  spatial_strides(y, a.rank, p.y_stride);
+  p.act = chain_kind(act);
+  RowsPrologue prologue;
+  prologue.table = static_cast<const float4*>(table.const_data_ptr());
+  prologue.c_in = static_cast<int>(shape.c_in);
+  prologue.piece_rows = plan.piece_rows;
+  prologue.act = chain_kind(gn_act);
+  raise_on_error(a.op, run_conv_rows_prologue(p, prologue, stream));
+  return y;
+}
+
+RowsProloguePlan choose_prologue(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend) {
+  return plan_rows_prologue(problem, limits);
+}
+
+// By a kernel that normalizes what it loads; no value where the norm as a pass of its own is faster, or nothing else
+// can be done.
+std::optional<Tensor> conv_with_prologue(const ConvArgs& a, const ConvShape& shape, const Prologue& norm,
+                                         const ActChain& gn_act, const ActChain& act) {
+  if (a.x.numel() == 0 || a.backend == "aten" || shape.dtype == Dtype::kFloat64) return std::nullopt;
+  NormConvFewParams few;
+  if (act.empty() && !few_refusal(a, shape, &few) && reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % 16 == 0) {
+    return conv_few(a, shape, few, norm, gn_act);
+  }
+  if (norm.num_groups == 0 || chain_kind(act) == Chain::kAny || chain_kind(gn_act) == Chain::kAny) return std::nullopt;
+  if (choose(a, shape, ConvEpilogue::kStore).path != ConvPath::kRows) return std::nullopt;
+  const ConvProblem problem = problem_of(a, shape, ConvEpilogue::kStore);
+  const RowsProloguePlan& plan = choose_cached(problem, limits_of(a), ConvBackend::kAuto, &choose_prologue);
+  if (plan.rows.refusal || !rows_prologue_pays(problem, plan, chain_kind(gn_act))) return std::nullopt;
+  return conv_rows_prologue(a, shape, plan, norm, gn_act, act);
+}
+
+Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
+                           const OptTensor& gn_weight, const OptTensor& gn_bias, double eps, const std::string& gn_act,
+                           const Tensor& weight, const OptTensor& bias, const OptTensor& residual,
+                           const IntArray& stride, const IntArray& padding, const IntArray& dilation,
+                           const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
+                           const std::string& act, const std::string& backend, Tensor* of_result) {
+  check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+  check_backend(op, backend);
+  const ConvShape shape =
+      check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
+  const ActChain of_norm = check_act(op, gn_act), of_sum = check_act(op, act);
+  if (!residual && divisor == 1 && !of_result) {
+    const DeviceGuard guard(x.get_device_index());
+    const ConvArgs conv{op,
+                        x,
+                        weight,
+                        bias,
+                        stride,
+                        padding,
+                        dilation,
+                        output_padding,
+                        groups,
+                        transposed,
+                        static_cast<int>(x.dim()) - 2,
+                        backend,
+                        std::nullopt};
+    const Prologue norm{moments, num_groups, gn_weight, gn_bias, eps};
+    if (std::optional<Tensor> y = conv_with_prologue(conv, shape, norm, of_norm, of_sum)) return *y;
+  }
+  const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+  return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
+                      divisor, act, backend, of_result);
+}
+
+Tensor group_norm_conv(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+                       double eps, std::string gn_act, Tensor weight, OptTensor bias, OptTensor residual,
+                       IntArray stride, IntArray padding, IntArray dilation, IntArray output_padding, int64_t groups,
+                       bool transposed, double divisor, std::string act, std::string backend) {
+  return run_group_norm_conv("group_norm_conv", x, moments, num_groups, gn_weight, gn_bias, eps, gn_act, weight, bias,
+                             residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act,
+                             backend, nullptr);
+}
+
+std::tuple<Tensor, Tensor> group_norm_conv_moments(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight,
+                                                   OptTensor gn_bias, double eps, std::string gn_act, Tensor weight,
+                                                   OptTensor bias, OptTensor residual, IntArray stride,
+                                                   IntArray padding, IntArray dilation, IntArray output_padding,
+                                                   int64_t groups, bool transposed, double divisor, std::string act,
+                                                   std::string backend) {
+  Tensor of_result;
+  const Tensor y = run_group_norm_conv("group_norm_conv_moments", x, moments, num_groups, gn_weight, gn_bias, eps,
+                                       gn_act, weight, bias, residual, stride, padding, dilation, output_padding,
+                                       groups, transposed, divisor, act, backend, &of_result);
+  return {y, of_result};
+}
+
+Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+                          double eps, std::string act, Tensor weight, OptTensor bias) {
+  const char* const op = "group_norm_conv1x1";
+  const IntArray sizes =
+      check_group_norm_conv1x1(op, x, moments, num_groups, gn_weight, gn_bias, eps, act, weight, bias);
+  const DeviceGuard guard(x.get_device_index());
+  const MemoryFormat format = memory_format_of(x);
+  NormConv1x1Params p;
+  p.n = x.size(0);
+  p.c = static_cast<int>(x.size(1));
+  p.c_out = static_cast<int>(sizes[1]);
+  p.s = 1;
+  for (int64_t i = 2; i < x.dim(); ++i) p.s *= x.size(i);
+  p.sm_count = check_gpu(op, x).sm_count;
+  p.act = check_act(op, act);
+  p.dtype = check_dtype(op, "x", x);
+  const Tensor dense = dense_in(x, format);
+  p.x = dense.const_data_ptr();
+  const int rank = static_cast<int>(x.dim()) - 2;
+  if (format == MemoryFormat::Contiguous || norm_conv1x1_refusal(p) || reinterpret_cast<uintptr_t>(p.x) % 16 != 0 ||
+      x.numel() == 0) {
+    const Tensor z = normalized(dense, moments, num_groups, gn_weight, gn_bias, eps, act);
+    const IntArray ones(rank, 1), zeros(rank, 0);
+    // Behind a norm of a large mean the convolution's terms cancel, which 3xTF32 bears less well than fp32.
+    const std::string backend = p.dtype == Dtype::kFloat32 ? "aten" : "auto";
+    return conv_forward({op, z, weight, bias, ones, zeros, ones, zeros, 1, false, rank, backend, std::nullopt});
+  }
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  const Tensor dense_weight = dense_in(weight, MemoryFormat::Contiguous);
+  const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
+  p.weight = dense_weight.const_data_ptr();
+  p.bias = bias ? dense_bias.const_data_ptr() : nullptr;
+  p.y = y.mutable_data_ptr();
+  Tensor table;
+  if (num_groups > 0) {
+    table = norm_table(op, dense, {moments, num_groups, gn_weight, gn_bias, eps});
+    p.table = table.const_data_ptr();
+  }
+  raise_on_error(op, run_norm_conv1x1(p, stream_of(x)));
+  return y;
+}
+
+}  // namespace
+}  // namespace kgopt
+
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
+  m.impl("group_norm_conv", TORCH_BOX(&kgopt::group_norm_conv));
+  m.impl("group_norm_conv_moments", TORCH_BOX(&kgopt::group_norm_conv_moments));
+  m.impl("group_norm_conv1x1", TORCH_BOX(&kgopt::group_norm_conv1x1));
+}

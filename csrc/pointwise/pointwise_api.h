@@ -1,0 +1,17 @@
+// conv_add as a C++ function, for what runs in front of it.
+#pragma once
+
+#include <string>
+
+#include "../conv3d/conv_call.h"
+#include "pointwise.h"
+
+namespace kgopt {
+
+// With `moments`, those of the result are put there.
+Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, OptTensor bias, const OptTensor& residual,
+                    const IntArray& stride, const IntArray& padding, const IntArray& dilation,
+                    const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
+                    const std::string& act, const std::string& backend, Tensor* moments);
+
+}  // namespace kgopt
