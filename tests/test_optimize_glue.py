@@ -48,7 +48,13 @@ def test_channels_last_cat_has_the_bits_of_pytorch(widths, dtype, device, poison
         assert y.stride() == torch.cat(parts, 1).stride()
     parts = [draw((2, 8, 5, 4), dtype, True, device) for _ in range(2)]
     assert glue.recognize(torch.cat, (parts,), {"dim": -3}) is not None
-    for refused in ((parts, 0), (parts, 2), (parts[:1], 1), ([parts[0], parts[1].contiguous()], 1)):
+    for dim in (0, 2, 3, -1):
+        y = glue.recognize(torch.cat, (parts, dim), {}).run()
+        assert torch.equal(y, torch.cat(parts, dim))
+        assert y.is_contiguous(memory_format=torch.channels_last)
+    other = draw((2, 8, 5, 3), dtype, True, device)
+    assert torch.equal(glue.recognize(torch.cat, ([parts[0], other], 3), {}).run(), torch.cat([parts[0], other], 3))
+    for refused in ((parts, 4), ([parts[0], other], 2), (parts[:1], 1), ([parts[0], parts[1].contiguous()], 1)):
         assert glue.recognize(torch.cat, refused, {}) is None
     assert glue.recognize(torch.cat, (parts, 1), {"out": torch.empty(0)}) is None
 
@@ -75,8 +81,7 @@ def test_what_is_recognized():
     ):
         assert known(refused) is None, refused
     assert glue.recognize(F.pad, (x, (1, 1, 1, 1), "replicate"), {}).argument == (1, 1, 1, 1)
-    for pad, mode in (((1, 1, 1, 1), "constant"), ((1, -1, 1, 1), "replicate"), ((1, 1), "replicate"),
-                      ((0, 0, 0, 0), "replicate")):  # fmt: skip
+    for pad, mode in (((1, 1, 1, 1), "constant"), ((1, -1, 1, 1), "replicate"), ((1, 1), "replicate")):
         assert glue.recognize(F.pad, (x, pad, mode), {}) is None
     assert glue.recognize(F.interpolate, (x.transpose(2, 3),), {"scale_factor": 2}) is None
     assert glue.recognize(F.interpolate, (x.int(),), {"scale_factor": 2}) is None

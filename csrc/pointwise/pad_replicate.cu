@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
+constexpr int kPart = 4 * 32;  // words of a row that a warp copies
 
 // All of it in words: as many bytes as a position's channels divide into, at most 16.
 template <typename Word>
@@ -16,15 +17,17 @@ struct PadArgs {
   const Word* x;
   Word* y;
   int64_t rows;       // of y
+  int parts;          // of a row
   int c;              // words of a position
   int in[3], out[3];  // depth, height, width
   int before[3];
 };
 
-// A warp copies a row of y; which row of x that is, is found once for all of it.
+// A warp copies a part of a row of y; which row of x that is, is found once for all of it.
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) pad_replicate_kernel(const __grid_constant__ PadArgs<Word> a) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int64_t part = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int64_t row = part / a.parts;
   if (row >= a.rows) return;
   const int64_t plane = row / a.out[1];
   const int64_t sample = plane / a.out[0];
@@ -33,8 +36,11 @@ __global__ void __launch_bounds__(kThreads) pad_replicate_kernel(const __grid_co
   const Word* const from = a.x + ((sample * a.in[0] + depth) * a.in[1] + height) * (int64_t(a.in[2]) * a.c);
   Word* const to = a.y + row * (int64_t(a.out[2]) * a.c);
   const int inside = a.in[2] * a.c, left = a.before[2] * a.c, total = a.out[2] * a.c;
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < total; i += 32) {
+  const int first = static_cast<int>(part - row * a.parts) * kPart + threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < kPart; k += 32) {
+    const int i = first + k;
+    if (i >= total) break;
     int at = i - left;
     if (at < 0) {
       at = i % a.c;
@@ -53,14 +59,15 @@ Status launch(const PadReplicateParams& p, int64_t words, cudaStream_t stream) {
   a.y = static_cast<Word*>(p.y);
   a.c = static_cast<int>(words);
   for (int i = 0; i < 3; ++i) {
-    if (p.out[i] * words >= int64_t(1) << 31) return Status::Unsupported(name, "a size of the result is too large");
+    if (p.out[i] * words >= int64_t(1) << 30) return Status::Unsupported(name, "a size of the result is too large");
     a.in[i] = static_cast<int>(p.in[i]);
     a.out[i] = static_cast<int>(p.out[i]);
     a.before[i] = static_cast<int>(p.before[i]);
   }
   a.rows = p.n * p.out[0] * p.out[1];
-  const int64_t blocks = (a.rows + kWarps - 1) / kWarps;
-  if (blocks > 0x7fffffff) return Status::Unsupported(name, "the result has too many rows for one launch");
+  a.parts = (a.out[2] * a.c + kPart - 1) / kPart;
+  const int64_t blocks = (a.rows * a.parts + kWarps - 1) / kWarps;
+  if (blocks > 0x7fffffff) return Status::Unsupported(name, "the result has too many elements for one launch");
   pad_replicate_kernel<Word><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(a);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};

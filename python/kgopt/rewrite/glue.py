@@ -92,20 +92,17 @@ def upsample_nearest(x: Tensor, factors: Sequence[int]) -> Tensor:
     return out
 
 
-def cat_channels_last(tensors: Sequence[Tensor]) -> Tensor:
-    """``torch.cat(tensors, dim=1)`` of channels_last tensors, bit for bit: copies of 16 bytes at a time."""
+def cat_channels_last(tensors: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """``torch.cat(tensors, dim)`` of channels_last tensors, bit for bit: copies of 16 bytes at a time."""
     first = tensors[0]
-    out = torch.empty(
-        (first.shape[0], sum(t.shape[1] for t in tensors), *first.shape[2:]),
-        dtype=first.dtype,
-        device=first.device,
-        memory_format=_FORMATS[first.dim()],
-    )
+    sizes = list(first.shape)
+    sizes[dim] = sum(t.shape[dim] for t in tensors)
+    out = torch.empty(sizes, dtype=first.dtype, device=first.device, memory_format=_FORMATS[first.dim()])
     start = 0
     for t in tensors:
-        source, target = _wide(t.movedim(1, -1), out.narrow(1, start, t.shape[1]).movedim(1, -1))
+        source, target = _wide(t.movedim(1, -1), out.narrow(dim, start, t.shape[dim]).movedim(1, -1))
         target.copy_(source)
-        start += t.shape[1]
+        start += t.shape[dim]
     return out
 
 
@@ -150,7 +147,7 @@ class Call:
         if self.kind == "conv":
             return self._convolve(option or self.options[0])
         if self.kind == "cat":
-            return cat_channels_last((self.x, *self.more))
+            return cat_channels_last((self.x, *self.more), self.argument[0])
         if self.kind == "nearest":
             return upsample_nearest(self.x, self.argument)
         if self.kind == "max_pool":
@@ -194,7 +191,8 @@ class Call:
         if option == "pointwise":
             return _pointwise(self.x, *self.more)
         if option == "few":
-            return _few(self.x, *self.more, self.rest)
+            weight, bias = self.more
+            return _few(self.x, weight, bias, self.rest)
         op, rest = self.own
         return op(self.x, *self.more, *rest, backend="kgopt")  # type: ignore[no-any-return]
 
@@ -375,7 +373,7 @@ def interpolation(
 def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Call | None:
     if mode != "replicate" or not _takes(input) or not isinstance(pad, (tuple, list)):
         return None
-    if len(pad) != 2 * (input.dim() - 2) or any(not isinstance(p, int) or p < 0 for p in pad) or not any(pad):
+    if len(pad) != 2 * (input.dim() - 2) or any(not isinstance(p, int) or p < 0 for p in pad):
         return None
     return Call("replicate", tuple(pad), input)
 
@@ -387,13 +385,17 @@ def _cat(tensors: Any = None, dim: Any = 0, axis: Any = None) -> Call | None:
     if not all(_takes(t) and _is_channels_last(t) for t in tensors):
         return None
     first, *more = tensors
-    alike = all(
-        (t.dtype, t.device, t.shape[0], t.shape[2:]) == (first.dtype, first.device, first.shape[0], first.shape[2:])
-        for t in more
-    )
-    if not alike or dim not in (1, 1 - first.dim()):
+    rank = first.dim()
+    dim = dim + rank if dim < 0 else dim
+    if not 0 <= dim < rank:
         return None
-    return Call("cat", tuple(t.shape[1] for t in more), first, tuple(more))
+
+    def rest(t: Tensor) -> Any:
+        return t.dtype, t.device, t.shape[:dim], t.shape[dim + 1 :]
+
+    if not all(rest(t) == rest(first) for t in more):
+        return None
+    return Call("cat", (dim, *(t.shape[dim] for t in more)), first, tuple(more))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
