@@ -827,6 +827,7 @@ def test_rows_of_an_image_are_a_permutation() -> None:
         ("grouped", {"groups": 2}, None),
         ("16 bytes", {"c_in": 33}, None),
         ("multiple of 8", {"c_out": 33}, None),
+        ("more than 8192", {"c_out": 8200}, None),
         ("stride", {"stride": (1, 2, 1)}, None),
         ("above 7", {"kernel": (1, 9, 3)}, None),
         ("beyond the kernel", {"padding": (0, 3, 0)}, None),

@@ -102,8 +102,8 @@ Status launch_after_pack(const RowsParams& p, cudaStream_t stream) {
 
 template <ConvMath kMath, int kN>
 Status launch_row_bytes(const RowsParams& p, cudaStream_t stream) {
-  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, 1, kN, 64>>(p, stream)
-                                : launch_after_pack<conv_rows_kernel<kMath, 1, kN, 128>>(p, stream);
+  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, kN, 64>>(p, stream)
+                                : launch_after_pack<conv_rows_kernel<kMath, kN, 128>>(p, stream);
 }
 
 template <ConvMath kMath>

@@ -32,6 +32,21 @@ __device__ __forceinline__ void tensor_load_5d(uint32_t shared, const void* map,
 }
 #endif
 
+// Without a branch, which the compiler would otherwise make around each store.
+template <typename T>
+__device__ __forceinline__ void store_pair_if(bool exists, T* to, const Vec<T, 2>& v) {
+  if constexpr (sizeof(v) == 4) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.b32 [%1], %2; }" ::"r"(int(exists)), "l"(to),
+                 "r"(reinterpret_cast<const uint32_t&>(v))
+                 : "memory");
+  } else {
+    static_assert(sizeof(v) == 8);
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.v2.f32 [%1], {%2, %3}; }" ::"r"(int(exists)),
+                 "l"(to), "f"(float(v.v[0])), "f"(float(v.v[1]))
+                 : "memory");
+  }
+}
+
 struct RowsTile {
   int n, m_tile;
   int q0;                // first position
@@ -59,12 +74,12 @@ __device__ __forceinline__ RowsTile rows_tile(const RowsParams& p, int tile) {
 
 // An activation is all that it does behind the convolution: with a residual, a scale or moments
 // conv3d_hopper_kernel.cuh was faster.
-template <ConvMath kMath, int kSegments, int kN, int kRowBytes>
+template <ConvMath kMath, int kN, int kRowBytes>
 __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __grid_constant__ RowsParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename HopperTypes<kMath>::Element;
   constexpr int kTile = kN * kHopperConsumers;
-  constexpr int kWeightBytes = kSegments * 64 * kRowBytes;
+  constexpr int kWeightBytes = 64 * kRowBytes;
   // The tensor cores cut sums off instead of rounding them. For fp32 accuracy they add up a stage of x at a time.
   constexpr bool kPromotes = kMath == ConvMath::kTf32x3;
   extern __shared__ char smem_unaligned[];
@@ -153,22 +168,19 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
   StageCursor x, w;
   int lag = warpgroup == 0 ? plan.lag : 0;
   if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);
-  float acc[kSegments][kN / 2];
-  float total[kSegments][kPromotes ? kN / 2 : 1];
+  float acc[kN / 2];
+  float total[kPromotes ? kN / 2 : 1];
 
   for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
     const RowsTile t = rows_tile<kTile>(p, tile);
-    const int c0 = t.m_tile * (kSegments * 64) + warp * 16 + g * 2;
-    float2 bias[kSegments];
-#pragma unroll
-    for (int m = 0; m < kSegments; ++m) bias[m] = __ldg(reinterpret_cast<const float2*>(p.bias + c0 + m * 64));
+    const int c0 = t.m_tile * 64 + warp * 16 + g * 2;
     const int first_slot = t.q0 - t.first_row * plan.row_slots;
     const int stages = (t.kd_end - t.kd_first) * plan.chunks;
     int x_done = -1, w_done = -1;
     bool add = false;
     if constexpr (kPromotes) {
 #pragma unroll
-      for (int i = 0; i < kSegments * kN / 2; ++i) total[i % kSegments][i / kSegments] = 0.f;
+      for (int i = 0; i < kN / 2; ++i) total[i] = 0.f;
     }
     for (int stage = 0; stage < stages; ++stage) {
       barrier_wait(x_full + x.stage, x.parity);
@@ -181,11 +193,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
           wgmma_fence();
 #pragma unroll
           for (int k = 0; k < kRowBytes / 32; ++k) {
-#pragma unroll
-            for (int m = 0; m < kSegments; ++m) {
-              wgmma_shared<HopperTypes<kMath>::kWgmma, kN>(acc[m], w_descriptor + 2 * k + m * (64 * kRowBytes / 16),
-                                                           x_descriptor + 2 * k, k > 0 || add);
-            }
+            wgmma_shared<HopperTypes<kMath>::kWgmma, kN>(acc, w_descriptor + 2 * k, x_descriptor + 2 * k, k > 0 || add);
           }
           wgmma_commit();
           wgmma_wait<1>();
@@ -204,12 +212,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
       x.advance(plan.x_stages);
       if constexpr (kPromotes) {
         wgmma_wait<0>();
+        wgmma_use(acc);
 #pragma unroll
-        for (int m = 0; m < kSegments; ++m) {
-          wgmma_use(acc[m]);
-#pragma unroll
-          for (int i = 0; i < kN / 2; ++i) total[m][i] += acc[m][i];
-        }
+        for (int i = 0; i < kN / 2; ++i) total[i] += acc[i];
         add = false;
         if (lane == 0) {
           barrier_arrive(w_empty + w_done);
@@ -219,58 +224,59 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
       }
     }
     wgmma_wait<0>();
+    wgmma_use(acc);
+    if constexpr (kPromotes) {
 #pragma unroll
-    for (int m = 0; m < kSegments; ++m) {
-      wgmma_use(acc[m]);
-      if constexpr (kPromotes) {
-#pragma unroll
-        for (int i = 0; i < kN / 2; ++i) acc[m][i] = total[m][i];
-      }
+      for (int i = 0; i < kN / 2; ++i) acc[i] = total[i];
     }
     if (lane == 0 && !kPromotes) {
       barrier_arrive(w_empty + w_done);
       barrier_arrive(x_empty + x_done);
     }
 
+    const float2 bias = __ldg(reinterpret_cast<const float2*>(p.bias + c0));
+    auto each = [&](auto act) {  // one question for all values
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) acc[i] = act(acc[i] + (i % 4 < 2 ? bias.x : bias.y));
+    };
+    if (p.act == Chain::kRelu) {
+      each([](float v) { return fast_relu(v); });
+    } else if (p.act == Chain::kSilu) {
+      each([](float v) { return v * fast_sigmoid(v); });
+    } else {
+      each([](float v) { return v; });
+    }
+    // Offsets are counted from the tile's first line, from which the outputs of a tile are 32 bits away at most;
+    // products of strides on the way there may wrap around.
     const int q0 = t.q0 + warpgroup * kN + t4 * 2;
-    Element* const y = static_cast<Element*>(p.y) + t.n * p.y_stride_n + c0;
-    const int channels_left = p.c_out - c0;
-    // Of position q0: each step of 8 positions goes on by at most one row.
-    const int line = plan.by_row(q0);
+    const int first_plane = plan.by_plane(t.first_row), line = plan.by_row(q0);
+    const int first_line = t.first_row - first_plane * plan.plane_rows;
+    Element* y =
+        static_cast<Element*>(p.y) + t.n * p.y_stride_n + first_plane * p.y_stride[0] + first_line * p.y_stride[1];
+    asm volatile("" : "+l"(y));  // an address, to which offsets are added in one instruction each
+    const uint32_t stride_w = static_cast<uint32_t>(p.y_stride[2]), stride_h = static_cast<uint32_t>(p.y_stride[1]);
+    const uint32_t stride_d = static_cast<uint32_t>(p.y_stride[0]);
     int od = plan.by_plane(line), oh = line - od * plan.plane_rows, ow = q0 - line * plan.row_slots;
-    int64_t offset = od * p.y_stride[0] + oh * p.y_stride[1] + ow * p.y_stride[2];
-    const int64_t next_eight = 8 * p.y_stride[2];
-    const int64_t next_row = p.y_stride[1] - plan.row_slots * p.y_stride[2];
-    const int64_t next_plane = p.y_stride[0] - plan.plane_rows * p.y_stride[1];
+    uint32_t offset = (od - first_plane) * stride_d + (oh - first_line) * stride_h + ow * stride_w + c0;
+    const bool exists = c0 < p.c_out;
+    auto row_end = [&] { return od < p.out[0] && oh < p.out[1] && exists ? p.out[2] : 0; };  // of outputs
+    int end = row_end();
+    const uint32_t next_row = stride_h - plan.row_slots * stride_w, next_plane = stride_d - plan.plane_rows * stride_h;
 #pragma unroll
     for (int j = 0; j < kN / 8; ++j) {
-      const bool in_rows = od < p.out[0] && oh < p.out[1];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const bool exists = in_rows && ow + e < p.out[2];
-#pragma unroll
-        for (int m = 0; m < kSegments; ++m) {
-          const float* const sum = acc[m] + j * 4 + e;
-          float v[2] = {sum[0] + bias[m].x, sum[2] + bias[m].y};
-          if (p.act == Chain::kRelu) {
-            v[0] = fast_relu(v[0]), v[1] = fast_relu(v[1]);
-          } else if (p.act == Chain::kSilu) {
-            v[0] *= fast_sigmoid(v[0]), v[1] *= fast_sigmoid(v[1]);
-          }
-          if (exists && m * 64 < channels_left) {
-            store_vec(y + offset + e * p.y_stride[2] + m * 64, pack<Element, 2>(v));
-          }
-        }
-      }
-      ow += 8, offset += next_eight;
-      const bool wraps = ow >= plan.row_slots;
-      ow -= wraps ? plan.row_slots : 0;
-      offset += wraps ? next_row : 0;
+      const float* const sum = acc + j * 4;
+      const float v[2][2] = {{sum[0], sum[2]}, {sum[1], sum[3]}};
+      store_pair_if(ow < end, y + static_cast<int>(offset), pack<Element, 2>(v[0]));
+      store_pair_if(ow + 1 < end, y + static_cast<int>(offset + stride_w), pack<Element, 2>(v[1]));
+      ow += 8;
+      const bool wraps = ow >= plan.row_slots;  // by one row at most
       oh += wraps;
       const bool next = oh == plan.plane_rows;
       oh = next ? 0 : oh;
       od += next;
-      offset += next ? next_plane : 0;
+      ow -= wraps ? plan.row_slots : 0;
+      offset += 8 * stride_w + (wraps ? next_row : 0) + (next ? next_plane : 0);
+      end = row_end();
     }
   }
   if (lag > 0 && lane == 0) barrier_arrive(lagging);  // too little work to have come to it

@@ -40,7 +40,8 @@ inline double rows_tile_cycles(const RowsPlan& p) {
   const double products = steps * taps * (p.row_bytes / 32) * kHopperConsumers * p.segments * p.columns / 2;
   const double bytes = steps * (rows_x_stage_bytes(p) + taps * rows_w_stage_bytes(p));
   const double promotions = p.parts == 2 ? steps * p.columns * 2 : 0;
-  return std::max(products + promotions, bytes / 28) + 6500;
+  const bool half = p.math == ConvMath::kBf16 || p.math == ConvMath::kFp16;
+  return std::max(products + promotions, bytes / 28) + (half ? 3300 : 5800);
 }
 
 inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits) {
@@ -59,6 +60,7 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
   const int size = static_cast<int>(dtype_size(problem.dtype));
   if (problem.c_in * size % 16 != 0) return refuse("input channels are no multiple of 16 bytes");
   if (problem.c_out % 8 != 0) return refuse("output channels are no multiple of 8");
+  if (problem.c_out > 8192) return refuse("more than 8192 output channels");
   for (int i = 0; i < 3; ++i) {
     if (problem.stride[i] != 1) return refuse("stride above 1");
     if (problem.kernel[i] > 7) return refuse("kernel above 7");
@@ -113,7 +115,7 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
           }
         }
       };
-      grow(&q.w_stages, 6);
+      grow(&q.w_stages, 8);
       grow(&q.x_stages, 4);
       grow(&q.w_stages, kRowsMaxStages);
       // A stage must be free early enough to be full again when the first warpgroup comes to it.
