@@ -225,6 +225,9 @@ def test_group_norm_mean_backward_values(layout, device, poisoned):
 ON_CHIP_GROUPS = {
     "a team of eight lanes": ((4000, 66, 3, 3), 66),
     "a team of a warp": ((600, 96, 6, 7), 24),
+    "a team of a warp, up to eight vectors": ((70, 96, 13, 37), 48),
+    "a team of one channel": ((300, 129, 11, 13), 129),
+    "a team of one channel, up to eight vectors": ((70, 129, 29, 31), 129),
     "a block": ((3, 6, 65, 67), 3),
     "a block, many of them": ((300, 12, 33, 37), 6),
     "a cluster, any start and length": ((2, 6, 161, 163), 2),
@@ -234,6 +237,7 @@ ON_CHIP_GROUPS = {
     "one channel in several blocks of a cluster": ((1, 1, 317, 319), 1),
     "many channels a block": ((60, 1040, 9, 5), 8),
     "a cluster of sixteen": ((1, 3, 63, 65, 61), 1),
+    "a few clusters of sixteen": ((3, 31, 4464), 1),
 }
 
 
@@ -296,6 +300,35 @@ def test_group_norm_on_chip_graph():
     x.copy_(torch.randn_like(x))
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((3, 333, 17, 59), 3), ((1, 799, 66, 23), 1), ((1, 5, 301, 2051), 5)], ids=str
+)
+def test_group_norm_passes_beside_each_other(shape, groups, layout):
+    """Passes start before the kernel ahead has ended, and read what none ahead writes: as with a wait in between."""
+
+    def train(wait):
+        torch.manual_seed(3)
+        x, weight, bias = (t.requires_grad_() for t in make(shape, torch.float32, "cuda", layout))
+        for _ in range(10):
+            hidden = functional.group_norm(x, groups, weight, bias, act="silu")
+            wait()
+            y = functional.group_norm(hidden, groups, weight, bias)
+            wait()
+            grads = torch.autograd.grad(y, [x, weight, bias], y.detach())
+            wait()
+            with torch.no_grad():
+                for leaf, grad in zip((x, weight, bias), grads, strict=True):
+                    leaf -= 0.1 * grad
+            wait()
+        return x, weight, bias
+
+    for mine, right in zip(train(lambda: None), train(torch.cuda.synchronize), strict=True):
+        assert right.isfinite().all()
+        assert torch.equal(mine, right)
 
 
 # Groups of 0.6 to 18 MB, which one launch reads once on a GPU with bulk copies. Named by what is hard about them.
@@ -466,7 +499,10 @@ SMALL_GROUPS = {
     "vectors of channels": ((3, 96, 5, 7), 4),
     "one channel": ((2, 11, 2213), 11),
     "one channel, many samples": ((9, 13, 105, 45), 13),
+    "one channel, as many threads as the GPU has": ((70, 64, 13, 9), 64),
+    "vectors, as many threads as the GPU has": ((11, 62, 404), 62),
     "eight elements": ((28, 11, 13, 35), 1),
+    "eight elements, many groups": ((64, 4, 2000), 4),
     "a cluster": ((4, 22, 793), 1),
     "a cluster, vectors": ((2, 12, 40, 52), 1),
     "a cluster, odd": ((3, 19, 45, 23), 1),
