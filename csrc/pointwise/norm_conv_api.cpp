@@ -129,15 +129,17 @@ RowsProloguePlan choose_prologue(const ConvProblem& problem, const DeviceLimits&
 std::optional<Tensor> conv_with_prologue(const ConvArgs& a, const ConvShape& shape, const Prologue& norm,
                                          const ActChain& gn_act, const ActChain& act) {
   if (a.x.numel() == 0 || a.backend == "aten" || shape.dtype == Dtype::kFloat64) return std::nullopt;
+  const bool rows_named = a.backend == "kgopt:rows";
   NormConvFewParams few;
-  if (act.empty() && !few_refusal(a, shape, &few) && reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % 16 == 0) {
+  if (!rows_named && act.empty() && !few_refusal(a, shape, &few) && reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % 16 == 0) {
     return conv_few(a, shape, few, norm, gn_act);
   }
-  if (norm.num_groups == 0 || chain_kind(act) == Chain::kAny || chain_kind(gn_act) == Chain::kAny) return std::nullopt;
+  // Where x must be read for its moments first, the group norm that reads it once is as fast.
+  if (norm.num_groups == 0 || !(norm.moments || rows_named) || chain_kind(act) == Chain::kAny || chain_kind(gn_act) == Chain::kAny) return std::nullopt;
   if (choose(a, shape, ConvEpilogue::kStore).path != ConvPath::kRows) return std::nullopt;
   const ConvProblem problem = problem_of(a, shape, ConvEpilogue::kStore);
   const RowsProloguePlan& plan = choose_cached(problem, limits_of(a), ConvBackend::kAuto, &choose_prologue);
-  if (plan.rows.refusal || !rows_prologue_pays(problem, plan, chain_kind(gn_act))) return std::nullopt;
+  if (plan.rows.refusal || !(rows_named || rows_prologue_pays(problem, plan, chain_kind(gn_act)))) return std::nullopt;
   return conv_rows_prologue(a, shape, plan, norm, gn_act, act);
 }
 
