@@ -191,6 +191,16 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
     const PrologueChoice choice =
         choose_kernel(conv, shape, num_groups, moments.has_value(), bare, of_norm, of_sum, &few);
     const Prologue norm{moments, num_groups, gn_weight, gn_bias, eps};
+    // Beyond L2, a read for the moments and this kernel's own take longer than the norm that reads x once, and this
+    // kernel on what it gives.
+    const bool is_large = x.numel() * dtype_size(shape.dtype) >= int64_t(1) << 25;
+    if (choice.few && num_groups > 0 && !moments && is_large) {
+      const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+      ConvArgs of_z{op,     z,          weight,    bias,    stride,      padding, dilation, output_padding,
+                    groups, transposed, conv.rank, backend, std::nullopt};
+      const OptTensor none;
+      return conv_few(of_z, shape, few, {none, 0, none, none, eps}, ActChain());
+    }
     if (choice.few) return conv_few(conv, shape, few, norm, of_norm);
     if (choice.rows) return conv_rows_prologue(conv, shape, *choice.rows, norm, of_norm, of_sum);
   }
