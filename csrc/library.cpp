@@ -131,6 +131,10 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "explain_group_norm(Tensor x, int num_groups, str act=\"none\", str pre_act=\"none\", bool backward=False, "
       "bool? channels_last=None) -> str");
+  m.def(
+      "explain_group_norm_conv(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
+      "int[] output_padding, int groups, bool transposed, str gn_act=\"none\", str act=\"none\", bool moments=False, "
+      "str backend=\"auto\") -> str");
   m.def("build_info() -> str");
 }
 

@@ -314,6 +314,21 @@ def fused_convolution_cases() -> None:
         run(f"group_norm_conv1x1 {label}", x, moments, weight, bias, backward=False, call=call)
         call = lambda x, w, b: ops.group_norm_conv1x1(x, None, 0, None, None, 0.0, "none", w, b)  # noqa: E731
         run(f"group_norm_conv1x1 without a norm {label}", x, weight, bias, backward=False, call=call)
+    for dtype, (out, channels), act in itertools.product(DTYPES[:3], ((64, 64), (72, 40), (3, 40)), ("relu", "silu")):
+        for spatial in ((3, 5, 19), (9, 33)):
+            rank = len(spatial)
+            flat = out == 3 and rank == 3  # no taps along the depth
+            kernel, padding = ([1, 3, 3], [0, 1, 1]) if flat else ([3] * rank, [1] * rank)
+            x = tensor(2, channels, *spatial, dtype=dtype, channels_last=True)
+            weight, bias = tensor(out, channels, *kernel, dtype=dtype, channels_last=True), tensor(out, dtype=dtype)
+            moments = tensor(2, channels, 2).abs()
+            rest = (None, [1] * rank, padding, [1] * rank, [0] * rank)
+            backend = "auto" if out == 3 else "kgopt:rows"
+            call = lambda x, m, w, b, act=act, rest=rest, backend=backend: ops.group_norm_conv(  # noqa: E731
+                x, m, 8, None, None, 1e-5, act, w, b, *rest, backend=backend
+            )
+            label = f"{dtype} {channels} to {out} {spatial} {act}"
+            run(f"group_norm_conv {label}", x, moments, weight, bias, backward=False, call=call)
 
 
 def pipeline_cases() -> None:

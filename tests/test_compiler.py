@@ -19,7 +19,7 @@ OPS = torch.ops.kgopt
 def test_every_op_has_a_case():
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("kgopt::")]
     takes_tensor = {s.name.split("::")[1] for s in schemas if any(str(a.type) == "Tensor" for a in s.arguments)}
-    assert takes_tensor - {"explain_conv", "explain_group_norm"} == set(NAMES)
+    assert takes_tensor - {"explain_conv", "explain_group_norm", "explain_group_norm_conv"} == set(NAMES)
 
 
 # Backward ops refuse a second derivative (test_double_backward_refused), so they are checked without gradients.

@@ -100,6 +100,27 @@ def test_explain_group_norm_says_how():
     assert explain((1, 32, 0, 4), 8) == "nothing: x has no elements"
 
 
+def test_explain_group_norm_conv_says_how():
+    def explain(shape, out, *more, layout=torch.channels_last, **options):
+        x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").contiguous(memory_format=layout)
+        rank = len(shape) - 2
+        w = torch.empty((out, shape[1], *[3] * rank), dtype=torch.bfloat16, device="cuda")
+        rest = ([1] * rank, [1] * rank, [1] * rank, [0] * rank, 1, False, *more)
+        return OPS.explain_group_norm_conv(x, w, *rest, **options)
+
+    volume, last = (1, 64, 64, 64, 64), torch.channels_last_3d
+    assert explain((1, 128, 64, 64), 3, "silu").startswith("one kernel: few")
+    assert "an activation behind" in explain((1, 128, 64, 64), 3, "silu", "relu")
+    assert "not a plain convolution" in explain((1, 128, 64, 64), 3, layout=torch.contiguous_format)
+    assert explain(volume, 64, "relu", layout=last, backend="kgopt:rows").startswith("one kernel: by rows")
+    assert explain(volume, 64, "relu", layout=last).endswith("no moments of x")
+    assert "neither relu nor silu" in explain(volume, 64, "gelu", moments=True, layout=last)
+    assert "predicted" in explain(volume, 64, "silu", moments=True, layout=last, backend="kgopt") or "another one" in (
+        explain(volume, 64, "silu", moments=True, layout=last, backend="kgopt")
+    )
+    assert explain(volume, 64, layout=last, backend="aten") == "two ops: backend is 'aten'"
+
+
 def test_explain_conv_says_why():
     x, weight = torch.empty(2, 8, 32, 32, device="cuda"), torch.empty(64, 8, 3, 3, device="cuda")
     arguments = ([1, 1], [0, 0], [1, 1], [0, 0], 1, False)

@@ -813,6 +813,20 @@ def test_rows_plan_of_any_shape(data) -> None:
     assert plan.smem_bytes <= limits.smem_per_block
     assert 1 <= plan.blocks <= min(plan.tiles, limits.sm_count)
 
+    # With a norm in front: every row of a stage is in a piece with a barrier, and the barriers have room.
+    prologue = dev.plan_rows_prologue(problem, limits)
+    if plan.parts == 2:
+        assert "copy of x" in prologue.rows.refusal
+        return
+    assert prologue.rows.refusal is None
+    pieces = -(-prologue.rows.stage_rows // prologue.piece_rows)
+    assert pieces <= dev.ROWS_PROLOGUE_PIECES
+    assert prologue.rows.x_stages <= dev.ROWS_PROLOGUE_STAGES
+    room = 8 * dev.ROWS_PROLOGUE_STAGES * dev.ROWS_PROLOGUE_PIECES
+    stages = prologue.rows.x_stages * -(-prologue.rows.stage_rows * plan.row_slots * prologue.rows.row_bytes // 1024)
+    weights = prologue.rows.w_stages * 64 * prologue.rows.row_bytes
+    assert stages * 1024 + weights + room <= prologue.rows.smem_bytes <= limits.smem_per_block
+
 
 def test_rows_of_an_image_are_a_permutation() -> None:
     assert sorted(map(dev.rows_image_channel, range(128))) == list(range(128))

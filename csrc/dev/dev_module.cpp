@@ -14,6 +14,7 @@
 #include "conv3d/conv3d_dispatch.h"
 #include "conv3d/conv3d_gradients.h"
 #include "conv3d/conv3d_plan.h"
+#include "conv3d/conv3d_rows_prologue_plan.h"
 #include "conv3d/conv_shape.h"
 #include "groupnorm/group_norm_cluster_plan.h"
 #include "groupnorm/group_norm_columns_plan.h"
@@ -293,6 +294,11 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("taps", [](const RowsPlan& p) { return copied(p.taps); })
       .def_property_readonly("padding", [](const RowsPlan& p) { return copied(p.padding); });
 
+  py::class_<RowsProloguePlan>(m, "RowsProloguePlan",
+                               "That plan with a norm in front; fields as in conv3d_rows_prologue_plan.h.")
+      .def_readonly("rows", &RowsProloguePlan::rows)
+      .def_readonly("piece_rows", &RowsProloguePlan::piece_rows);
+
   py::class_<FlatPlan>(m, "FlatPlan",
                        "The plan of the convolution with its norm in one launch; fields as in conv3d_flat_params.h.")
       .def_property_readonly("refusal",
@@ -450,6 +456,9 @@ void bind_conv(py::module_& m) {
   m.def("plan_hopper", &plan_hopper, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("ROWS_MAX_STAGES") = kRowsMaxStages;
   m.def("plan_rows", &plan_rows, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.attr("ROWS_PROLOGUE_STAGES") = kRowsPrologueStages;
+  m.attr("ROWS_PROLOGUE_PIECES") = kRowsProloguePieces;
+  m.def("plan_rows_prologue", &plan_rows_prologue, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("rows_image_channel", &rows_image_channel, py::arg("row"));
   m.attr("FLAT_CHANNELS") = kFlatChannels;
   m.attr("FLAT_ROW_BYTES") = kFlatRowBytes;

@@ -45,7 +45,7 @@ bool all_are(const IntArray& list, int64_t value) {
 
 // Few output channels: why the kernel of norm_conv_few.cu cannot run it; null when it can, with p's sizes set.
 const char* few_refusal(const ConvArgs& a, const ConvShape& shape, NormConvFewParams* p) {
-  if (!shape.out_channels_last || shape.groups != 1 || a.transposed || !all_are(a.stride, 1)) {
+  if (memory_format_of(a.x) == MemoryFormat::Contiguous || shape.groups != 1 || a.transposed || !all_are(a.stride, 1)) {
     return "not a plain convolution of a channels_last tensor with stride 1";
   }
   if (shape.kernel[0] != 1 || shape.padding[0] != 0) return "taps along the depth";
@@ -124,21 +124,40 @@ RowsProloguePlan choose_prologue(const ConvProblem& problem, const DeviceLimits&
   return plan_rows_prologue(problem, limits);
 }
 
-// By a kernel that normalizes what it loads; no value where the norm as a pass of its own is faster, or nothing else
-// can be done.
-std::optional<Tensor> conv_with_prologue(const ConvArgs& a, const ConvShape& shape, const Prologue& norm,
-                                         const ActChain& gn_act, const ActChain& act) {
-  if (a.x.numel() == 0 || a.backend == "aten" || shape.dtype == Dtype::kFloat64) return std::nullopt;
-  NormConvFewParams few;
-  if (act.empty() && !few_refusal(a, shape, &few) && reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % 16 == 0) {
-    return conv_few(a, shape, few, norm, gn_act);
+// Which kernel normalizes what it loads, if any.
+struct PrologueChoice {
+  const NormConvFewParams* few = nullptr;
+  const RowsProloguePlan* rows = nullptr;
+  std::string reason;
+};
+
+// `few` is the caller's room for the parameters; `bare`: nothing but `act` follows the convolution.
+PrologueChoice choose_kernel(const ConvArgs& a, const ConvShape& shape, int64_t num_groups, bool has_moments, bool bare,
+                             const ActChain& gn_act, const ActChain& act, NormConvFewParams* few) {
+  if (a.x.numel() == 0) return {nullptr, nullptr, "x is empty"};
+  if (a.backend == "aten") return {nullptr, nullptr, "backend is 'aten'"};
+  if (!bare) return {nullptr, nullptr, "a residual, a division or moments of the result"};
+  const bool rows_named = a.backend == "kgopt:rows";
+  const char* refusal = few_refusal(a, shape, few);
+  if (!refusal && !act.empty()) refusal = "an activation behind the convolution";
+  if (!refusal && reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % 16 != 0) refusal = "x is not aligned";
+  if (!refusal && !rows_named) return {few, nullptr, "few output channels: x is normalized as it is read"};
+  std::string why = std::string("few output channels: ") + (refusal ? refusal : "backend names another kernel");
+  auto by_rows = [&](const char* reason) { return PrologueChoice{nullptr, nullptr, why + "; by rows: " + reason}; };
+  if (num_groups == 0) return by_rows("no norm");
+  if (chain_kind(act) == Chain::kAny || chain_kind(gn_act) == Chain::kAny) {
+    return by_rows("an activation that is neither relu nor silu");
   }
-  if (norm.num_groups == 0 || chain_kind(act) == Chain::kAny || chain_kind(gn_act) == Chain::kAny) return std::nullopt;
-  if (choose(a, shape, ConvEpilogue::kStore).path != ConvPath::kRows) return std::nullopt;
+  // Where x must be read for its moments first, the group norm that reads it once is as fast.
+  if (!has_moments && !rows_named) return by_rows("no moments of x");
+  if (choose(a, shape, ConvEpilogue::kStore).path != ConvPath::kRows) return by_rows("the convolution is another one");
   const ConvProblem problem = problem_of(a, shape, ConvEpilogue::kStore);
   const RowsProloguePlan& plan = choose_cached(problem, limits_of(a), ConvBackend::kAuto, &choose_prologue);
-  if (plan.rows.refusal || !rows_prologue_pays(problem, plan, chain_kind(gn_act))) return std::nullopt;
-  return conv_rows_prologue(a, shape, plan, norm, gn_act, act);
+  if (plan.rows.refusal) return by_rows(plan.rows.refusal);
+  if (!rows_named && !rows_prologue_pays(problem, plan, chain_kind(gn_act))) {
+    return by_rows("a pass of its own for the norm is predicted to be faster");
+  }
+  return {nullptr, &plan, "by rows: each stage is normalized in shared memory"};
 }
 
 Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
@@ -152,23 +171,38 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
   const ConvShape shape =
       check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
   const ActChain of_norm = check_act(op, gn_act), of_sum = check_act(op, act);
-  if (!residual && divisor == 1 && !of_result) {
+  const ConvArgs conv{op,
+                      x,
+                      weight,
+                      bias,
+                      stride,
+                      padding,
+                      dilation,
+                      output_padding,
+                      groups,
+                      transposed,
+                      static_cast<int>(x.dim()) - 2,
+                      backend,
+                      std::nullopt};
+  {
     const DeviceGuard guard(x.get_device_index());
-    const ConvArgs conv{op,
-                        x,
-                        weight,
-                        bias,
-                        stride,
-                        padding,
-                        dilation,
-                        output_padding,
-                        groups,
-                        transposed,
-                        static_cast<int>(x.dim()) - 2,
-                        backend,
-                        std::nullopt};
+    NormConvFewParams few;
+    const bool bare = !residual && divisor == 1 && !of_result;
+    const PrologueChoice choice =
+        choose_kernel(conv, shape, num_groups, moments.has_value(), bare, of_norm, of_sum, &few);
     const Prologue norm{moments, num_groups, gn_weight, gn_bias, eps};
-    if (std::optional<Tensor> y = conv_with_prologue(conv, shape, norm, of_norm, of_sum)) return *y;
+    // Beyond L2, a read for the moments and this kernel's own take longer than the norm that reads x once, and this
+    // kernel on what it gives.
+    const bool is_large = x.numel() * dtype_size(shape.dtype) >= int64_t(1) << 25;
+    if (choice.few && num_groups > 0 && !moments && is_large) {
+      const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+      ConvArgs of_z{op,     z,          weight,    bias,    stride,      padding, dilation, output_padding,
+                    groups, transposed, conv.rank, backend, std::nullopt};
+      const OptTensor none;
+      return conv_few(of_z, shape, few, {none, 0, none, none, eps}, ActChain());
+    }
+    if (choice.few) return conv_few(conv, shape, few, norm, of_norm);
+    if (choice.rows) return conv_rows_prologue(conv, shape, *choice.rows, norm, of_norm, of_sum);
   }
   const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
   return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
@@ -195,6 +229,33 @@ std::tuple<Tensor, Tensor> group_norm_conv_moments(Tensor x, OptTensor moments, 
                                        gn_act, weight, bias, residual, stride, padding, dilation, output_padding,
                                        groups, transposed, divisor, act, backend, &of_result);
   return {y, of_result};
+}
+
+std::string explain_group_norm_conv(Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
+                                    IntArray output_padding, int64_t groups, bool transposed, std::string gn_act,
+                                    std::string act, bool moments, std::string backend) {
+  const char* const op = "explain_group_norm_conv";
+  check_backend(op, backend);
+  const ConvShape shape = check_conv_add(op, x, weight, std::nullopt, std::nullopt, stride, padding, dilation,
+                                         output_padding, groups, transposed);
+  const ActChain of_norm = check_act(op, gn_act), of_sum = check_act(op, act);
+  const DeviceGuard guard(x.get_device_index());
+  const ConvArgs a{op,
+                   x,
+                   weight,
+                   std::nullopt,
+                   stride,
+                   padding,
+                   dilation,
+                   output_padding,
+                   groups,
+                   transposed,
+                   static_cast<int>(x.dim()) - 2,
+                   backend,
+                   std::nullopt};
+  NormConvFewParams few;
+  const PrologueChoice choice = choose_kernel(a, shape, 1, moments, true, of_norm, of_sum, &few);
+  return (choice.few || choice.rows ? "one kernel: " : "two ops: ") + choice.reason;
 }
 
 Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
@@ -245,5 +306,6 @@ Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTe
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_norm_conv", TORCH_BOX(&kgopt::group_norm_conv));
   m.impl("group_norm_conv_moments", TORCH_BOX(&kgopt::group_norm_conv_moments));
+  m.impl("explain_group_norm_conv", TORCH_BOX(&kgopt::explain_group_norm_conv));
   m.impl("group_norm_conv1x1", TORCH_BOX(&kgopt::group_norm_conv1x1));
 }

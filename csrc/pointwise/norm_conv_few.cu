@@ -17,7 +17,7 @@ namespace kgopt {
 namespace {
 
 constexpr const char* kName = "norm_conv_few_kernel";
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kBlocksPerSm = 2;
 constexpr int kRegionRows = 16, kRegionColumns = 32;  // a warp multiplies a row of it at once
 // Between columns of D: lanes that store four neighbouring columns of eight positions meet no bank twice.
 constexpr int kPitch = kRegionRows * kRegionColumns + 4;
@@ -93,7 +93,8 @@ __device__ __forceinline__ Vec<T, kSize> load_with_line(const T* p) {
 }
 
 template <typename T, int kTiles, Chain kAct>
-__global__ void __launch_bounds__(kThreads, 2) norm_conv_few_kernel(const __grid_constant__ NormConvFewParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    norm_conv_few_kernel(const __grid_constant__ NormConvFewParams p) {
   constexpr int kSize = kVecSize<T>;
   extern __shared__ __align__(16) char smem[];
   const int steps = (p.c + kStep<T> - 1) / kStep<T>, channels = steps * kStep<T>;
@@ -142,24 +143,18 @@ __global__ void __launch_bounds__(kThreads, 2) norm_conv_few_kernel(const __grid
         from[r] = x + (exists[r] ? (int64_t(h) * p.in[1] + w) * p.c : 0) + t * kSize;
       }
       float acc[2][kTiles][4] = {};
-      Vec<T, kSize> next[4];
-      auto load = [&](int step) {
-        const bool in_x = step * kStep<T> + t * kSize < p.c;
+      auto load = [&](Vec<T, kSize>(&v)[4], int step) {
+        const bool in_x = row_exists && step * kStep<T> + t * kSize < p.c;
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           if (exists[r] && in_x) {
-            next[r] = load_with_line<T, kSize>(from[r] + step * kStep<T>);
+            v[r] = load_with_line<T, kSize>(from[r] + step * kStep<T>);
           } else {
-            next[r] = Vec<T, kSize>{};
+            v[r] = Vec<T, kSize>{};
           }
         }
       };
-      if (row_exists) load(0);
-      for (int step = 0; step < (row_exists ? steps : 0); ++step) {
-        Vec<T, kSize> v[4];
-#pragma unroll
-        for (int r = 0; r < 4; ++r) v[r] = next[r];
-        if (step + 1 < steps) load(step + 1);
+      auto use = [&](const Vec<T, kSize>(&v)[4], int step) {
         float2 k[kSize];
 #pragma unroll
         for (int i = 0; i < kSize; i += 2) {
@@ -194,6 +189,18 @@ __global__ void __launch_bounds__(kThreads, 2) norm_conv_few_kernel(const __grid
               multiply(acc[m][n], a, b, T());
             }
           }
+        }
+      };
+      // Two steps in turns, so that one is on its way while the other is multiplied. An odd one's other half is behind
+      // the channels, zeros that nobody multiplies.
+      if (row_exists) {
+        Vec<T, kSize> even[4], odd[4];
+        load(even, 0);
+        for (int step = 0; step < steps; step += 2) {
+          load(odd, step + 1);
+          use(even, step);
+          load(even, step + 2);
+          if (step + 1 < steps) use(odd, step + 1);
         }
       }
       // Around x there are zeros, not what the norm makes of them.
@@ -239,7 +246,7 @@ Status launch(NormConvFewParams p, cudaStream_t stream) {
   p.tiles = p.n * p.depth * p.tiles_per_image;
   const int bytes = smem_bytes<T>(p, kTiles);
   // As many blocks as are on the GPU at once: the weights' fragments are made once a block.
-  const int per_sm = std::max(1, std::min(p.smem_per_sm / (bytes + 1024), 3));
+  const int per_sm = std::max(1, std::min(p.smem_per_sm / (bytes + 1024), kBlocksPerSm));
   const int blocks = static_cast<int>(std::min<int64_t>(p.tiles, int64_t(p.sm_count) * per_sm));
   return launch_after<norm_conv_few_kernel<T, kTiles, kAct>>(true, kName, dim3(blocks), kThreads, bytes, stream, p);
 }

@@ -120,6 +120,18 @@ std::tuple<Tensor, Tensor> group_norm_conv_moments(Tensor x, OptTensor moments, 
   return {y, channel_moments(y)};
 }
 
+std::string explain_group_norm_conv(Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
+                                    IntArray output_padding, int64_t groups, bool transposed, std::string gn_act,
+                                    std::string act, bool, std::string backend) {
+  const char* const op = "explain_group_norm_conv";
+  check_backend(op, backend);
+  check_act(op, gn_act);
+  check_act(op, act);
+  check_conv_add(op, x, weight, std::nullopt, std::nullopt, stride, padding, dilation, output_padding, groups,
+                 transposed);
+  return "two ops: x is on the CPU";
+}
+
 Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
                           double eps, std::string act, Tensor weight, OptTensor bias) {
   const IntArray sizes = check_group_norm_conv1x1("group_norm_conv1x1", x, moments, num_groups, gn_weight, gn_bias, eps,
@@ -300,6 +312,7 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("conv_add_moments", TORCH_BOX(&kgopt::conv_add_moments));
   m.impl("group_norm_conv", TORCH_BOX(&kgopt::group_norm_conv));
   m.impl("group_norm_conv_moments", TORCH_BOX(&kgopt::group_norm_conv_moments));
+  m.impl("explain_group_norm_conv", TORCH_BOX(&kgopt::explain_group_norm_conv));
   m.impl("group_norm_conv1x1", TORCH_BOX(&kgopt::group_norm_conv1x1));
   m.impl("upsample_linear", TORCH_BOX(&kgopt::upsample_linear));
   m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));
