@@ -410,6 +410,13 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch):
     assert len({row["case"] for row in results.load_rows(path)}) == 2
 
 
+def test_one_job_measures_a_suite_that_compiles_nothing(tmp_path):
+    path = tmp_path / "rows.json"
+    arguments = ["bench", "--suite", "convs", "--count", "2", "--quick", "--device", "cpu", "--json", str(path)]
+    assert main([*arguments, "--jobs", "1"]) == 0
+    assert len({row["case"] for row in results.load_rows(path)}) == 2
+
+
 def test_a_job_that_fails_is_named(tmp_path):
     arguments = ["bench", "--suite", "sweep", "--count", "2", "--max-bytes", "4096", "--quick", "--device", "cpu"]
     args = build_parser().parse_args([*arguments, "--jobs", "2", "--dtype", "int8"])  # which run_bench would refuse

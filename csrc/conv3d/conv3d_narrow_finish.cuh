@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "../common/async.cuh"
 #include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
@@ -16,12 +18,31 @@ __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefe
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// Parameters that the end of a pass reads: asked for at its start, they are in L2 then. By kThreads >= 3 threads.
-__device__ __forceinline__ void prefetch_finish(const NarrowStats& p, const void* bias, int thread) {
-  if (thread == 0 && bias) prefetch_l2(bias);
-  if (thread == 1 && p.finishes && p.finish.weight) prefetch_l2(p.finish.weight);
-  if (thread == 2 && p.finishes && p.finish.bias) prefetch_l2(p.finish.bias);
-}
+// A value whose type is known only now: a load without branches, which nothing waits for until the value is wanted.
+struct RawValue {
+  uint32_t bits;
+  bool is_there;
+
+  __device__ __forceinline__ RawValue(const void* p, int64_t i, int size, bool wanted) : is_there(p && wanted) {
+    const char* const at = static_cast<const char*>(p) + i * size;
+    asm("{\n .reg .pred p, q;\n .reg .b16 h;\n setp.eq.s32 p, %2, 2;\n setp.eq.s32 q, %2, 4;\n mov.u32 %0, 0;\n"
+        " mov.b16 h, 0;\n @p ld.global.nc.b16 h, [%1];\n @p cvt.u32.u16 %0, h;\n @q ld.global.nc.b32 %0, [%1];\n}"
+        : "=&r"(bits)
+        : "l"(at), "r"(is_there ? size : 0));
+  }
+  __device__ __forceinline__ float as(Dtype dtype, float otherwise) const {
+    const float half = dtype == Dtype::kFloat16 ? __half2float(__ushort_as_half(static_cast<unsigned short>(bits)))
+                                                : __uint_as_float(bits << 16);
+    return !is_there ? otherwise : dtype == Dtype::kFloat32 ? __uint_as_float(bits) : half;
+  }
+  template <typename T>
+  __device__ __forceinline__ float as(float otherwise) const {
+    return as(std::is_same_v<T, float>    ? Dtype::kFloat32
+              : std::is_same_v<T, __half> ? Dtype::kFloat16
+                                          : Dtype::kBFloat16,
+              otherwise);
+  }
+};
 
 // merge() without a branch: quotients of counts then need not wait for one another.
 __device__ __forceinline__ void merge_part(Moments<float>& a, const Moments<float>& b) {
@@ -38,11 +59,11 @@ __device__ __forceinline__ float2 norm_affine(const GroupStatsFinalizeParams& f,
 }
 
 // What group_stats_finalize_kernel and group_norm_mean_kernel do, for the sample whose channels' moments are in
-// `shared`. `groups` is room for a float2 of each group. Called by kThreads threads, the first of them 0; affine: of
-// the channel of the thread's number.
-template <int kThreads>
+// `shared`. `groups` is room for a float2 of each group. Called by kThreads threads, the first of them 0. affine(c):
+// weight and bias of the norm.
+template <int kThreads, typename Affine>
 __device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, const Moments<float>* shared,
-                                              float2* groups, int thread, float2 affine) {
+                                              float2* groups, int thread, Affine affine) {
   const GroupStatsFinalizeParams& f = p.finish;
   const int num_groups = static_cast<int>(f.g), channels = static_cast<int>(f.c) / num_groups;
   for (int g = thread; g < num_groups; g += kThreads) {
@@ -58,7 +79,7 @@ __device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, c
   float sum = 0.f;
   for (int c = thread; c < f.c; c += 32) {
     const float2 statistics = groups[c / channels];
-    const float2 scale = c == thread ? affine : norm_affine(f, c);
+    const float2 scale = affine(c);
     if (f.channel_mean) static_cast<float*>(f.channel_mean)[n * f.c + c] = shared[c].mean;
     if (f.table) {
       static_cast<float4*>(f.table)[n * f.c + c] = make_float4(statistics.x, statistics.y, scale.x, scale.y);
@@ -73,15 +94,13 @@ __device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, c
 // `shared` holds the moments of kColumns channels from each of kParts parts of the block. They are merged, always in
 // the same order, and become the slice's partials or, where the block has seen all of its sample, the sample's
 // statistics. bias(c): what was left out of the sums; it moves the mean and nothing else.
-template <int kColumns, int kParts, int kThreads, typename Bias>
+template <int kColumns, int kParts, int kThreads, typename Bias, typename Affine>
 __device__ __forceinline__ void finish_stats(const NarrowStats& p, int64_t n, int64_t slice, int c_first, int c_valid,
-                                             Moments<float>* shared, int thread, Bias bias) {
+                                             Moments<float>* shared, int thread, Bias bias, Affine affine) {
   static_assert(kParts > 1, "the groups' statistics take the place of the second part");
   static_assert(kThreads >= kColumns);
   const int c = thread;
-  // On their way while the others come.
-  const float own_bias = c < c_valid ? bias(c) : 0.f;
-  const float2 affine = p.finishes && c < min(32, static_cast<int>(p.finish.c)) ? norm_affine(p.finish, c) : float2();
+  const float own_bias = c < c_valid ? bias(c) : 0.f;  // on its way while the others come
   named_barrier(1, kThreads);
   float* const out = p.partials + ((n * p.slices + slice) * p.c_out_total + c_first) * 3;
   if (c < c_valid) {
@@ -100,6 +119,14 @@ __device__ __forceinline__ void finish_stats(const NarrowStats& p, int64_t n, in
   if (!p.finishes) return;
   named_barrier(1, kThreads);
   finish_sample<kThreads>(p, n, shared, reinterpret_cast<float2*>(shared + kColumns), thread, affine);
+}
+
+// The same with the norm's parameters from memory.
+template <int kColumns, int kParts, int kThreads, typename Bias>
+__device__ __forceinline__ void finish_stats(const NarrowStats& p, int64_t n, int64_t slice, int c_first, int c_valid,
+                                             Moments<float>* shared, int thread, Bias bias) {
+  finish_stats<kColumns, kParts, kThreads>(p, n, slice, c_first, c_valid, shared, thread, bias,
+                                           [&](int c) { return norm_affine(p.finish, c); });
 }
 
 #endif

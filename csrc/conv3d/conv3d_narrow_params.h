@@ -51,6 +51,10 @@ inline constexpr int kWindowStages = 8;
 KGOPT_HD constexpr int window_chains(ConvMath math, int columns, int blocks) {
   return columns <= 24 && blocks == 1 && (math == ConvMath::kBf16 || math == ConvMath::kFp16) ? 2 : 1;
 }
+// Weights lie there once for each turn of the window, and with two strips at once for the first two rows of a halo.
+KGOPT_HD constexpr int window_turns(ConvMath math, int columns, int blocks) {
+  return kNarrowWindow + (window_chains(math, columns, blocks) == 2 ? 2 : 0);
+}
 // Warpgroups that compute: as many as have the registers for accumulators, sums and fragments.
 KGOPT_HD constexpr int window_consumers(ConvMath math, int columns, int blocks) {
   const bool small = columns <= 24 && blocks * (math == ConvMath::kFp16x3 ? 2 : 1) <= 2;

@@ -354,7 +354,7 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
 // The same for kernels of 3 x 3 x 3, stride 1 and tiles of one depth, where a thread has one piece of four positions of
 // the halo: going down the depth, it keeps the values of two planes and loads the third,
 // while the tile before it is stored.
-template <ConvMath kMath, int kChannels>
+template <ConvMath kMath, int kChannels, bool kVectors>
 __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const WindowSmemLayout& layout,
                                                    uint32_t* smem, int group) {
   using Element = typename ConvMathTraits<kMath>::Element;
@@ -381,12 +381,11 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
   const Element* from = nullptr;
   bool inside = false;  // the row
   int column = 0;
-  const bool vectors = p.load == NarrowLoad::kVectors;
   // Values of four positions; half types: in two words. A vector lies inside or outside as a whole.
   auto load_plane_to = [&](uint32_t (*to)[kRaw], int depth) {
     const bool loads = inside && unsigned(depth) < unsigned(p.in[0]);
     const Element* at = from + depth * p.x_stride[0];
-    if (vectors) {
+    if constexpr (kVectors) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c, at += p.x_stride_c) {
         load_if(to[c], at, loads && unsigned(column) < unsigned(p.in[2]));
@@ -438,9 +437,9 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
         load_plane_to(&value[0][2 * kChannels], depth + 2);
       }
 #pragma unroll 1
-      for (int plane = kScaled ? 1 : 4; plane < (kScaled ? 3 : 6); ++plane) {  // while those come
+      for (int plane = 1; kScaled && plane < 3; ++plane) {  // while the first one comes
         if (!inside || unsigned(column) >= unsigned(p.in[2]) || unsigned(depth + plane) >= unsigned(p.in[0])) continue;
-        for (int c = 0; c < (vectors ? kChannels : 1); ++c) {
+        for (int c = 0; c < (kVectors ? kChannels : 1); ++c) {
           prefetch_l2(from + (depth + plane) * p.x_stride[0] + c * p.x_stride_c);
         }
       }
@@ -620,12 +619,14 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
         high = packed_halves(v[own][i][0] * scale, v[own][i][1] * scale);
       }
       // In turn t of the window, kernel row r belongs to the accumulators (t - r) mod 3.
+      constexpr int kOpening = window_turns(kMath, kColumns, kBlocks) - kNarrowWindow;
 #pragma unroll
-      for (int turn = 0; turn < kNarrowWindow; ++turn) {
-        const int to = (turn - kernel_row + kNarrowWindow) % kNarrowWindow * kColumns + column;
+      for (int turn = 0; turn < kNarrowWindow + kOpening; ++turn) {
+        const int to = (turn - kernel_row + 2 * kNarrowWindow) % kNarrowWindow * kColumns + column;
         const int at =
             turn * kTurnWords + ((k / 8 * (kAllColumns / 8) + to / 8) * 2 + k / 4 % 2) * 32 + to % 8 * 4 + k % 4;
-        weights[at] = high;
+        // Before the first two rows of a halo there are none that earlier accumulators would have needed.
+        weights[at] = turn >= kNarrowWindow && kernel_row > turn - kNarrowWindow ? 0 : high;
         if constexpr (kTwoTerms) weights[at + kTurnWords * kNarrowWindow] = low;
       }
     }
@@ -664,7 +665,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
   const int c_valid = min(kColumns, p.c_out - c_begin);
   const int c_first = group * p.c_out + c_begin;  // the same among all output channels
   // A warpgroup works by units of a strip for each warp: some of a tile, or one of several tiles together.
-  const int units = (plan.strips + 3) / 4, together = plan.tiles_together;
+  const int units = (plan.strips + 3) / 4, together = kChains == 2 ? plan.tiles_together : 1;
 
   // Every block waits for the same weights: they are asked for before anything else.
   const int64_t weight_bytes = c_valid * p.w_stride_out * static_cast<int64_t>(sizeof(Element));
@@ -673,7 +674,6 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
                                                              group * p.w_stride_group + c_begin * p.w_stride_out);
     prefetch_l2(weight + tid * 128);
   }
-  prefetch_finish(p.stats, p.bias, static_cast<int>(blockDim.x) - 1 - tid);
 
   // Those that load do not wait for the others' tables: their first tile is what takes longest.
   if (tid < kWindowLoaders) {
@@ -709,16 +709,23 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       }
       named_barrier(2, kWindowLoaders);
     }
-    switch (marches) {
-      case 1: window_march_tiles<kMath, 1>(p, layout, smem, group); break;
-      case 2: window_march_tiles<kMath, 2>(p, layout, smem, group); break;
-      case 3: window_march_tiles<kMath, 3>(p, layout, smem, group); break;
-      case 4:
-        if constexpr (window_march_channels(kMath) >= 4) {
-          window_march_tiles<kMath, 4>(p, layout, smem, group);
-        }
-        break;
-      default: window_load_tiles<kMath>(p, layout, smem, group);
+    // As many chunks as there are products: see window_take_chunks.
+    auto march = [&](auto channels) {
+      constexpr int kChannels = decltype(channels)::value;
+      if (p.load == NarrowLoad::kVectors) {
+        window_march_tiles<kMath, kChannels, true>(p, layout, smem, group);
+      } else {
+        window_march_tiles<kMath, kChannels, false>(p, layout, smem, group);
+      }
+    };
+    if (marches == 0) {
+      window_load_tiles<kMath>(p, layout, smem, group);
+    } else if constexpr (kBlocks == 1) {
+      if (marches == 1) march(std::integral_constant<int, 1>());
+      if (marches == 2) march(std::integral_constant<int, 2>());
+      if (marches == 3) march(std::integral_constant<int, 3>());
+    } else if constexpr (kBlocks == 2 && window_march_channels(kMath) >= 4) {
+      march(std::integral_constant<int, 4>());
     }
   } else {
     if constexpr (kConsumers == 3) {
@@ -759,8 +766,21 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     if (warp == 4 && lane < 4) smem[layout.zeros + lane] = 0;
     named_barrier(3, 32 + 32 * kWarps);
 
+    // What the end needs of each channel: asked for now, and there before anybody waits for it.
+    const bool has_channel = own < c_valid, finishes = p.stats.finishes && own < static_cast<int>(p.stats.finish.c);
+    const RawValue raw_bias(p.bias, c_first + own, sizeof(Element), has_channel);
+    const int affine_size = p.stats.finish.affine_dtype == Dtype::kFloat32 ? 4 : 2;
+    const RawValue raw_weight(p.stats.finish.weight, own, affine_size, finishes);
+    const RawValue raw_shift(p.stats.finish.bias, own, affine_size, finishes);
+
     window_load_weights<kMath, kColumns, kBlocks, kWarps>(p, weight_at, weights, unscale, group, c_begin, c_valid, warp,
                                                           lane);
+    float* const affine = reinterpret_cast<float*>(smem + layout.affine);
+    if (own < kColumns) {
+      affine[own] = raw_bias.as<Element>(0.f);
+      affine[kColumns + own] = raw_weight.as(p.stats.finish.affine_dtype, 1.f);
+      affine[2 * kColumns + own] = raw_shift.as(p.stats.finish.affine_dtype, 0.f);
+    }
     wgmma_fence_shared();
     named_barrier(1, kWarps * 32);
 
@@ -794,6 +814,9 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     };
     const int own_group = __shfl_sync(0xffffffffu, warp / 4, 0);  // known to be the same in a warp
     const int own_warp = __shfl_sync(0xffffffffu, warp & 3, 0);
+    // Where a unit is of several tiles: which of them is this warp's, and which strip of it.
+    const int ahead = together > 1 ? own_warp / plan.strips : 0;
+    const int own_strip = together > 1 ? own_warp % plan.strips : own_warp;
     const uint32_t smem_at = shared_address(smem);
     // Tiles before this row of them have all their rows.
     const int tiles_h = static_cast<int>(plan.tiles[1]);
@@ -850,10 +873,10 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
           auto begin_unit = [&](auto of_chain) {
             constexpr int chain = decltype(of_chain)::value;
             Place own = own_unit;
-            if (together > 1) advance_tiles(own, own_warp / plan.strips);
+            advance_tiles(own, ahead);
             // Tiles that are taken together may have fewer rows than the others.
             all_rows = together > 1 ? plan.rows : min(plan.rows, p.out[1] - own.cursor.h * plan.tile[1]);
-            const int s = together > 1 ? own_warp % plan.strips : own.unit * 4 + own_warp;
+            const int s = own.unit * 4 + own_strip;
             const int2 strip = strip_table[min(s, plan.strips - 1)];
             const bool present = own.tile < tile_count;
             reads[chain] = present ? empty + own.stage : nullptr;
@@ -911,10 +934,10 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
               from[chain][i] += step_bytes[chain];
             }
           };
-          auto multiply = [&](auto of_chain, auto turn) {
+          auto multiply = [&](auto of_chain, auto turn, uint32_t opening) {
             constexpr int chain = decltype(of_chain)::value;
             wgmma_fence();
-            const uint32_t b_turn = b_first + decltype(turn)::value * kBTurn;
+            const uint32_t b_turn = b_first + decltype(turn)::value * kBTurn + opening;
             if constexpr (kTerms == 2) {
 #pragma unroll
               for (int i = 0; i < 2 * kBlocks; ++i) {
@@ -956,7 +979,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
             };
             // A row of the halo. The accumulators of the output row that it completes are then free for another.
             auto step = [&](auto turn, int row) {
-              multiply(One(), turn);
+              multiply(One(), turn, 0);
               wgmma_wait<0>();
               wgmma_use(acc[0]);
               // The next row comes while this thread is in its epilogue; after the last row nobody uses what it reads.
@@ -1000,11 +1023,11 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
 #pragma unroll
               for (int j = 0; j < kAcc; ++j) asm volatile("mov.f32 %0, %1;" : "=f"(slot[j]) : "f"(zero));
             };
-            auto take = [&](auto of_chain, auto turn, bool counts_row) {
+            auto take = [&](auto of_chain, auto turn) {
               constexpr int chain = decltype(of_chain)::value, kSlot = (decltype(turn)::value + 1) % kWindow;
               wgmma_use(acc[chain]);
               load_row(of_chain);
-              if (counts_row) add_row(of_chain, acc[chain] + kSlot * kAcc);
+              add_row(of_chain, acc[chain] + kSlot * kAcc);
               wgmma_use(acc[chain]);
               clear(acc[chain] + kSlot * kAcc);
             };
@@ -1013,41 +1036,42 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
               clear(acc[chain]), clear(acc[chain] + kAcc), clear(acc[chain] + 2 * kAcc);
               load_row(of_chain);
             };
-            auto step = [&](auto turn, bool counts_row) {
-              multiply(One(), turn);
-              multiply(Other(), turn);
+            auto step = [&](auto turn) {
+              multiply(One(), turn, 0);
+              multiply(Other(), turn, 0);
               wgmma_wait<1>();
-              take(One(), turn, counts_row);
+              take(One(), turn);
               wgmma_wait<0>();
-              take(Other(), turn, counts_row);
+              take(Other(), turn);
             };
             begin_chain(One()), begin_chain(Other());
             const int steps = plan.rows + kWindow - 1;
             int row = 0;
+            uint32_t opening = kWindow * kBTurn;  // the first two rows complete no output row: what they add is zero
 #pragma unroll 1
             for (; row + kWindow <= steps; row += kWindow) {
-              const bool counts_row = row > 0;  // the first two complete no output row
-              multiply(One(), Turn0());
-              multiply(Other(), Turn0());
+              multiply(One(), Turn0(), opening);
+              multiply(Other(), Turn0(), opening);
               wgmma_wait<1>();
-              take(One(), Turn0(), counts_row);
-              multiply(One(), Turn1());
+              take(One(), Turn0());
+              multiply(One(), Turn1(), opening);
               wgmma_wait<1>();
-              take(Other(), Turn0(), counts_row);
-              multiply(Other(), Turn1());
+              take(Other(), Turn0());
+              multiply(Other(), Turn1(), opening);
               wgmma_wait<1>();
-              take(One(), Turn1(), counts_row);
-              multiply(One(), Turn2());
+              take(One(), Turn1());
+              multiply(One(), Turn2(), 0);
               wgmma_wait<1>();
-              take(Other(), Turn1(), counts_row);
-              multiply(Other(), Turn2());
+              take(Other(), Turn1());
+              multiply(Other(), Turn2(), 0);
               wgmma_wait<1>();
-              take(One(), Turn2(), true);
+              take(One(), Turn2());
               wgmma_wait<0>();
-              take(Other(), Turn2(), true);
+              take(Other(), Turn2());
+              opening = 0;
             }
-            if (row < steps) step(Turn0(), true);
-            if (row + 1 < steps) step(Turn1(), true);
+            if (row < steps) step(Turn0());
+            if (row + 1 < steps) step(Turn1());
             if (values_lie == kUnknown) {
               float seen = 0.f;  // rows times positions
               bool far = false;
@@ -1110,7 +1134,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       }
       finish_stats<kColumns, kWarps, kWarps * 32>(
           p.stats, piece.n, piece.slice, c_first, c_valid, shared, tid - kWindowLoaders,
-          [&](int c) { return p.bias ? to_acc(static_cast<const Element*>(p.bias)[c_first + c]) : 0.f; });
+          [&](int c) { return affine[c]; },
+          [&](int c) { return make_float2(affine[kColumns + c], affine[2 * kColumns + c]); });
       first.stage += tile_count;
       first.parity ^= first.stage / plan.stages & 1;
       first.stage %= plan.stages;

@@ -95,8 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
                        help="measure only every N-th case from the I-th: several GPUs share a suite, and --from-json "
                        "joins the files")  # fmt: skip
     bench.add_argument("--jobs", type=int, metavar="N",
-                       help="sweep, chains, groupnorm, ops, conv: N processes compile the baselines side by side, then "
-                       "measure one at a time on each GPU")  # fmt: skip
+                       help="N processes compile the baselines side by side, then measure one at a time on each GPU; "
+                       "where nothing can be compiled ahead (models, convs) at most one for each GPU")  # fmt: skip
     bench.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
     bench.add_argument("--dtype", type=_comma_list, metavar="LIST",
                        help="comma-separated (default: tf32,bf16; for pipelines also fp32; for models with --backward "

@@ -708,8 +708,12 @@ def run_bench(args: argparse.Namespace) -> int:
             f"--jobs is {args.jobs} and --shard {args.shard}, expected one of them: --jobs makes its own shards"
         )
     suite = _suite(args, settings, precisions)
-    if args.jobs and suite.compile is None:
-        raise ValueError(f"--jobs is {args.jobs}, but suite {args.suite} compiles nothing ahead of its measurements")
+    gpus = 1 if args.device or device.type == "cpu" else torch.cuda.device_count()
+    if args.jobs and suite.compile is None and args.jobs > gpus:
+        raise ValueError(
+            f"--jobs is {args.jobs}, but suite {args.suite} compiles nothing ahead of its measurements: "
+            f"more processes than GPUs ({gpus}) gain nothing"
+        )
     earlier = results.load_rows(args.json) if args.resume and os.path.exists(args.json) else []
     args.done = {_step_of(row) for row in earlier}
     args.stop_at = None if args.stop is None else time.monotonic() + args.stop
@@ -740,8 +744,8 @@ def _measure(
     steps = [step for step in suite.steps if suite.name(step) not in args.done]
     ready: list[Any] = [None] * len(steps)
     if turn:
-        assert suite.compile
-        ready = [suite.compile(step) for step in steps]
+        if suite.compile:
+            ready = [suite.compile(step) for step in steps]
         if facts["device"] == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
