@@ -6,8 +6,8 @@
 A row is one convolution in one precision and memory format, with the microseconds of every path that can run it: cuDNN
 through ATen (autotuned among its first five algorithms), and each kernel of the extension (`backend="kgopt:..."`).
 Medians of a few calls, the L2 flushed before each, launches hidden. The convolutions are those of U-Nets and
-autoencoders at some sizes, and random ones of another seed than `bench --suite convs` has: what is chosen by the table is
-tested on shapes that it lacks.
+autoencoders at some sizes, and random ones of another seed than `bench --suite convs` has: what is chosen by the table
+is tested on shapes that it lacks.
 """
 
 from __future__ import annotations
