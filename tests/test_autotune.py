@@ -81,3 +81,33 @@ def test_a_path_is_measured_once_and_kept(tmp_path):
     lines = dict(line.split(": ", 1) for line in run(_MEASURE, tmp_path).splitlines())
     assert ("cuDNN" if other == "aten" else "implicit GEMM") in lines["before"].split("measured here")[1]
     assert path.read_text().splitlines()[-1].split()[-1] == other
+
+
+_MEASURE_GRADIENTS = """
+import torch, kgopt
+last = torch.channels_last
+x = torch.randn(2, 32, 24, 40, device="cuda").to(memory_format=last)
+weight, dy = torch.randn(32, 32, 3, 3, device="cuda").to(memory_format=last), torch.randn_like(x)
+geometry = [1, 1], [1, 1], [1, 1], [0, 0], 1, False
+def explain():
+    return torch.ops.kgopt.explain_conv(x, weight, *geometry, "backward")
+def gradients(**options):
+    return torch.ops.kgopt.conv_backward(dy, x, weight, *geometry, [True, True, True], **options)
+print("before:", explain())
+ours = gradients()
+print("after:", explain())
+for a, b, again in zip(ours, gradients(backend="aten"), gradients(), strict=True):
+    torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-1)
+    assert torch.equal(a, again)
+"""
+
+
+@pytest.mark.gpu
+def test_paths_of_gradients_are_measured_and_kept(tmp_path):
+    lines = dict(line.split(": ", 1) for line in run(_MEASURE_GRADIENTS, tmp_path).splitlines())
+    assert "measured here" not in lines["before"]
+    assert lines["after"].count("measured here") == 2
+    (path,) = (tmp_path / "kgopt").iterdir()
+    assert len(path.read_text().splitlines()) == 3
+    lines = dict(line.split(": ", 1) for line in run(_MEASURE_GRADIENTS, tmp_path).splitlines())
+    assert lines["before"].count("measured here") == 2

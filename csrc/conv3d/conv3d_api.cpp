@@ -225,7 +225,16 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
                    true};
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(x.get_device_index());
-  if (epilogue == "backward") return choose_gradients(a, shape).explain();
+  if (epilogue == "backward") {
+    std::string text = choose_gradients(a, shape).explain();
+    if (backend != "auto" || !autotune_is_on()) return text;
+    for (const auto& [what, name] :
+         {std::pair(ConvTuned::kInputGradient, "; dx"), std::pair(ConvTuned::kWeightGradient, "; dweight")}) {
+      const auto path = tuned_path(x.get_device_index(), tuning_key(a, shape, what));
+      if (path) text += std::string(name) + " measured here (KGOPT_AUTOTUNE): " + conv_path_name(*path);
+    }
+    return text;
+  }
   if (epilogue == "store" && backend == "auto" && autotune_is_on()) {
     ConvChoice choice = choose(a, shape, ConvEpilogue::kStore);
     if (const auto path = tuned_path(x.get_device_index(), tuning_key(a, shape))) {

@@ -1,9 +1,12 @@
 // CUDA gradients of convolutions: for channels_last tensors dx by the Hopper convolutions and dweight by its own
 // kernel, for contiguous tensors of few channels by kernels that read them as they lie; each where it is the faster
 // one, ATen for the rest.
+#include <algorithm>
+
 #include "conv3d_narrow_dgrad.h"
 #include "conv3d_narrow_wgrad.h"
 #include "conv3d_wgrad.h"
+#include "conv_autotune.h"
 #include "conv_call.h"
 
 namespace kgopt {
@@ -122,6 +125,47 @@ std::pair<Tensor, std::optional<Tensor>> conv_narrow_wgrad(const char* op, const
   return {dweight, dbias ? std::optional(as_type_of(*dbias, x)) : dbias};
 }
 
+// KGOPT_AUTOTUNE: sets the wanted gradients' paths to the fastest ones at this shape, known or measured now.
+template <typename MakeDx, typename MakeDweight>
+void tune_gradients(const ConvArgs& a, const ConvShape& shape, const ConvGradientsChoice& all,
+                    const std::vector<bool>& mask, const MakeDx& make_dx, const MakeDweight& make_dweight,
+                    const Tensor& dy, ConvPath (&paths)[2]) {
+  const std::pair<ConvPath, const char*> runs[2][4] = {
+      {{ConvPath::kAten, nullptr},
+       {ConvPath::kHopper, all.dgrad.refusal},
+       {ConvPath::kRows, all.dgrad_rows.refusal},
+       {ConvPath::kNarrow, all.narrow_dgrad.refusal}},
+      {{ConvPath::kAten, nullptr},
+       {ConvPath::kHopper, all.wgrad.refusal},
+       {ConvPath::kRows, "none for the weight's gradient"},
+       {ConvPath::kNarrow, all.narrow_wgrad.refusal}},
+  };
+  for (int i = 0; i < 2; ++i) {
+    if (!mask[i]) continue;
+    std::vector<ConvPath> able;
+    for (const auto& [path, refusal] : runs[i]) {
+      if (!refusal) able.push_back(path);
+    }
+    auto run = [&](ConvPath path) {
+      if (path == ConvPath::kAten) {
+        conv_gradients_aten(dy, a.x, a.weight, shape, a.stride, a.padding, a.dilation, a.output_padding,
+                            {i == 0, i == 1, false});
+      } else if (i == 0) {
+        make_dx(path);
+      } else {
+        make_dweight(path, false);
+      }
+    };
+    const ConvKey key = tuning_key(a, shape, i == 0 ? ConvTuned::kInputGradient : ConvTuned::kWeightGradient);
+    const auto path = tune_path(a.x.get_device_index(), key, able, current_stream(a.x), run);
+    if (path && std::find(able.begin(), able.end(), *path) != able.end()) {
+      paths[i] = *path;
+    } else if (std::find(able.begin(), able.end(), paths[i]) == able.end()) {
+      paths[i] = ConvPath::kAten;
+    }
+  }
+}
+
 ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
                             IntArray output_padding, int64_t groups, bool transposed, std::vector<bool> mask,
                             std::string backend, std::optional<bool> allow_tf32) {
@@ -135,30 +179,54 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   std::array<bool, 3> from_aten{mask[0], mask[1], mask[2]};
   std::optional<Tensor> dx, dweight, dbias;
   if (x.numel() > 0 && (mask[0] || mask[1])) {
-    const ConvGradientsChoice& choice =
-        choose_gradients({op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups, transposed,
-                          rank, backend, allow_tf32},
-                         shape);
-    const bool narrow[2] = {mask[0] && !choice.narrow_dgrad.refusal, mask[1] && !choice.narrow_wgrad.refusal};
-    if (narrow[0] || narrow[1]) dy = planar(dy);
-    if (narrow[0]) dx = conv_narrow_dgrad(op, dy, x, weight, shape, choice.narrow_dgrad);
-    if (narrow[1]) {
-      std::tie(dweight, dbias) = conv_narrow_wgrad(op, dy, planar(x), weight, shape, choice.narrow_wgrad, mask[2]);
-    }
-    // A kernel that makes copies of both tensors first is none to choose by itself.
-    const bool copies = backend == "auto" && !is_channels_last(dy) && !is_channels_last(x);
-    const bool own[2] = {mask[0] && !narrow[0] && !choice.why_not_dgrad && !copies,
-                         mask[1] && !narrow[1] && !choice.why_not_wgrad && !copies};
-    if (own[0] || own[1]) dy = channels_innermost(dy);
-    if (own[0]) {
+    const ConvArgs args{op,     x,          weight, std::nullopt, stride,    padding, dilation, output_padding,
+                        groups, transposed, rank,   backend,      allow_tf32};
+    const ConvGradientsChoice* choice = &choose_gradients(args, shape);
+    auto make_dx = [&](ConvPath path) {
+      if (path == ConvPath::kNarrow) return conv_narrow_dgrad(op, planar(dy), x, weight, shape, choice->narrow_dgrad);
+      const Tensor innermost = channels_innermost(dy);
       const ConvArgs adjoint{
-          op,     dy,          weight, std::nullopt, stride,     padding, dilation, IntArray(rank, 0),
+          op,     innermost,   weight, std::nullopt, stride,     padding, dilation, IntArray(rank, 0),
           groups, !transposed, rank,   backend,      allow_tf32, true};
       const ConvShape adjoint_shape = check_conv_args(adjoint);
-      dx = choice.dgrad_by_rows ? conv_rows(adjoint, adjoint_shape, choice.dgrad_rows)
-                                : conv_hopper(adjoint, adjoint_shape, choice.dgrad);
+      return path == ConvPath::kRows ? conv_rows(adjoint, adjoint_shape, choice->dgrad_rows)
+                                     : conv_hopper(adjoint, adjoint_shape, choice->dgrad);
+    };
+    auto make_dweight = [&](ConvPath path, bool wants_bias) -> std::pair<Tensor, std::optional<Tensor>> {
+      if (path == ConvPath::kNarrow) {
+        return conv_narrow_wgrad(op, planar(dy), planar(x), weight, shape, choice->narrow_wgrad, wants_bias);
+      }
+      const Tensor given = choice->wgrad.few ? channels_innermost(x) : x;
+      return {conv_wgrad(op, channels_innermost(dy), given, weight, shape, choice->wgrad), std::nullopt};
+    };
+
+    // A kernel that makes copies of both tensors first is none to choose by itself.
+    const bool copies = backend == "auto" && !is_channels_last(dy) && !is_channels_last(x);
+    auto chosen = [&](const char* narrow_refusal, const char* why_not, ConvPath own) {
+      return !narrow_refusal ? ConvPath::kNarrow : why_not || copies ? ConvPath::kAten : own;
+    };
+    ConvPath paths[2] = {chosen(choice->narrow_dgrad.refusal, choice->why_not_dgrad,
+                                choice->dgrad_by_rows ? ConvPath::kRows : ConvPath::kHopper),
+                         chosen(choice->narrow_wgrad.refusal, choice->why_not_wgrad, ConvPath::kHopper)};
+    std::optional<ConvGradientsChoice> all;
+    if (autotune_is_on() && backend == "auto") {
+      const std::string own_backend = "kgopt";  // plans without the question which is faster
+      all = choose_gradients({op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups,
+                              transposed, rank, own_backend, allow_tf32},
+                             shape);
+      choice = &*all;
+      tune_gradients(args, shape, *all, mask, make_dx, make_dweight, dy, paths);
     }
-    if (own[1]) dweight = conv_wgrad(op, dy, choice.wgrad.few ? channels_innermost(x) : x, weight, shape, choice.wgrad);
+
+    const bool narrow[2] = {mask[0] && paths[0] == ConvPath::kNarrow, mask[1] && paths[1] == ConvPath::kNarrow};
+    const bool own[2] = {mask[0] && !narrow[0] && paths[0] != ConvPath::kAten,
+                         mask[1] && !narrow[1] && paths[1] != ConvPath::kAten};
+    if (narrow[0] || narrow[1]) dy = planar(dy);
+    if (narrow[0]) dx = make_dx(paths[0]);
+    if (narrow[1]) std::tie(dweight, dbias) = make_dweight(paths[1], mask[2]);
+    if (own[0] || own[1]) dy = channels_innermost(dy);
+    if (own[0]) dx = make_dx(paths[0]);
+    if (own[1]) dweight = make_dweight(paths[1], false).first;
     for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i] && !narrow[i];
     from_aten[2] = mask[2] && !dbias;
   }

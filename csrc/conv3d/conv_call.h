@@ -105,9 +105,14 @@ inline const ConvChoice& choose(const ConvArgs& a, const ConvShape& shape, ConvE
   return choose_cached(problem_of(a, shape, epilogue), limits_of(a), parse_backend(a.op, a.backend), &choose_conv);
 }
 
-// What KGOPT_AUTOTUNE remembers a call by: all that `choose` looks at.
-inline ConvKey tuning_key(const ConvArgs& a, const ConvShape& shape) {
-  return conv_key(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), ConvBackend::kAuto);
+// What KGOPT_AUTOTUNE measures of a convolution.
+enum class ConvTuned { kForward, kInputGradient, kWeightGradient };
+
+// And remembers it by: all that `choose` looks at. The gradients' are told apart where the epilogue stands.
+inline ConvKey tuning_key(const ConvArgs& a, const ConvShape& shape, ConvTuned what = ConvTuned::kForward) {
+  ConvKey key = conv_key(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), ConvBackend::kAuto);
+  if (what != ConvTuned::kForward) key[12] = what == ConvTuned::kInputGradient ? 100 : 101;
+  return key;
 }
 
 // dy is taken for channels innermost: where it is not, ATen would copy it, too.
