@@ -151,9 +151,9 @@ struct NormChoice {
 // From here on tiles were faster than clusters of sixteen, whatever else (H200).
 inline constexpr int64_t kTiledGroupBytes = 1 << 20;
 
-// The most data of a block where all clusters of sixteen run at a time and have a multiprocessor for each block: such a
-// launch ends before tiles have told each other their moments (H200).
-inline constexpr int64_t kOneWaveData[2] = {96 << 10, 40 << 10};  // forward, backward
+// The most data of a forward block where all clusters of sixteen run at a time and have a multiprocessor for each
+// block: such a launch ends before tiles have told each other their moments (H200).
+inline constexpr int64_t kOneWaveData = 96 << 10;
 
 // The first of the ways that takes it. A cluster of sixteen whose blocks have a multiprocessor each leaves a sixth of
 // an H200 idle and overlaps nothing, and a few such clusters leave even more: then the tiles come first.
@@ -171,9 +171,8 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
   choice.slabs = plan_group_norm_slab(cluster.dims, cluster.sm_count);
   const ClusterPlan& c = choice.on_chip;
   const int64_t bytes = int64_t(c.shares.elements) * dtype_size(cluster.dims.dtype) * cluster.tensors;
-  const bool one_wave =
-      c.shares.groups * c.shares.blocks <= cluster.sm_count &&
-      int64_t(c.shares.share) * dtype_size(cluster.dims.dtype) * cluster.tensors <= kOneWaveData[cluster.tensors - 1];
+  const bool one_wave = cluster.tensors == 1 && c.shares.groups * c.shares.blocks <= cluster.sm_count &&
+                        int64_t(c.shares.share) * dtype_size(cluster.dims.dtype) <= kOneWaveData;
   const bool crowded = c.shares.blocks == kClusterMaxBlocks && !one_wave &&
                        (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm ||
                         leaves_gpu_idle(c, cluster.sm_count) || bytes >= kTiledGroupBytes);

@@ -40,12 +40,14 @@ inline int64_t small_lanes(int64_t count) {
 
 // Bytes of x from which on bulk copies are faster, and from which on narrow groups go side by side (H200).
 inline constexpr int64_t kSmallBytes = 4 << 20, kSmallNarrowBytes = 1 << 20;
-// A few contiguous groups of more elements come faster through the shared memory of several blocks each, in forward
-// (H200).
-inline constexpr int64_t kSmallFwdElements = 4096, kSmallFwdManyGroups = 16;
+// Contiguous groups of more elements come faster through shared memory, in forward, where they are few, which then have
+// several blocks each, or x is large (H200).
+inline constexpr int64_t kSmallFwdElements = 4096, kSmallFwdManyGroups = 16, kSmallFwdBytes = 5 << 19;
 // Up to here a thread has one element: as many threads as elements, but no more than a few warps, and in all no more
 // than about half of what the GPU runs at a time (H200).
 inline constexpr int64_t kSmallFwdSingles = 640, kSmallBwdSingles = 128, kSmallFwdSingleThreads = 96 << 10;
+// Likewise for four elements a thread, from where on it has eight.
+inline constexpr int64_t kSmallFwdFourThreads = 160 << 10;
 // Where a block's teams are neighbours it has about that many threads.
 inline constexpr int64_t kSmallThreads = 128;
 // The bytes of a group's channels at a position that fill a sector.
@@ -68,7 +70,7 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   const int64_t units = d.n * d.g, elements = d.numel() / units, bytes = d.numel() * dtype_size(d.dtype);
   if (bytes > kSmallBytes) return refuse("x is large: bulk copies are faster");
   if (!in.backward && !d.channels_last && in.max_blocks > 0 && elements > kSmallFwdElements &&
-      units < kSmallFwdManyGroups) {
+      (units < kSmallFwdManyGroups || bytes > kSmallFwdBytes)) {
     return refuse("large groups come faster through shared memory");
   }
   if (has_narrow_groups(d) && bytes > kSmallNarrowBytes) return refuse("narrow groups go side by side");
@@ -104,6 +106,8 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
     for (const int each : {1, 4, kSmallMaxElements}) {
       if (found || (each == 1 && elements > singles)) continue;
       lanes = small_lanes(((blocks > 1 ? p.chunk : elements) + each - 1) / each);
+      const bool fits_eight = elements > 32 * kSmallMaxElements;
+      if (!in.backward && each == 4 && fits_eight && units * lanes > kSmallFwdFourThreads) continue;
       plan.run = vectors && each > 1 ? kSmallRun : 1;
       plan.runs = each / plan.run;
       const int64_t most = in.backward && each == kSmallMaxElements ? kSmallMaxBwdThreads : kSmallMaxThreads;

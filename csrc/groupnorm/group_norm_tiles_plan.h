@@ -17,6 +17,10 @@ static_assert(kTilesMost <= kTilesSlots);
 // Tiles in registers: 1 to 8% faster in this range, slower outside (H200).
 inline constexpr uint32_t kTilesLeastHeld = 6, kTilesMostHeld = 9;
 
+// The bytes of x that backward's three passes read faster: below, they end before tiles have told each other their
+// sums.
+inline constexpr int64_t kTilesBwdBytes = 4 << 20;
+
 // What the plan must know beyond the tensor.
 struct TilesPlanInput {
   GroupNormDims dims;
@@ -73,6 +77,7 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   const int64_t head = p.group_vectors % 8 == 0 && p.x_line == 0 ? 0 : 7;
   const int64_t tiles_per_group = (p.group_vectors + head + tile - 1) / tile;
   if (groups * tiles_per_group >= (int64_t(1) << 31)) return refuse("over 2^31 tiles");
+  if (in.tensors == 2 && d.numel() * size <= kTilesBwdBytes) return refuse("x is small: two passes are faster");
   if (tiles_per_group < kTilesLeast) return refuse("a group has few tiles: two passes are faster");
   p.tiles_per_group = static_cast<uint32_t>(tiles_per_group);
   p.tiles = static_cast<uint32_t>(groups * tiles_per_group);
