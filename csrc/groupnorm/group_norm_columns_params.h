@@ -65,17 +65,9 @@ struct GroupNormColumnsFwdParams : GroupNormFwdArgs {
   uint64_t* words = nullptr;  // [slabs][groups][blocks] (words.cuh), or null where a team is a cluster
 };
 
-// The backward: slabs are whole samples, and warps have roles.
-struct GroupNormRowsBwdParams : GroupNormBwdArgs {
-  ColumnShares shares;
-  uint64_t* words = nullptr;    // [slabs][groups][blocks] (words.cuh) two sums; zero at launch
-  float* block_sums = nullptr;  // [teams * blocks][C][2]: sum of dz and of dz * xhat over a block's positions
-};
-
 inline constexpr int kColumnSlots = 8;  // a power of two
 inline constexpr int kColumnPasses =
     3;  // vectors of a chunk that one thread handles; 8 slots of 24 KB with 512 threads
 inline constexpr int kColumnMaxThreads = 512;
-inline constexpr int kRowSlots = 16, kRowPasses = 4, kRowRoleThreads = 256;  // of blocks with roles
 
 }  // namespace kgopt

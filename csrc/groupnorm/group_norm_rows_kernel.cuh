@@ -1,28 +1,54 @@
-// GroupNorm of channels_last tensors whose samples stay on chip: the slabs of group_norm_columns_params.h are whole
-// samples, of which a team of blocks has one after the other, and the warps of a block have roles, so that a sample is
+// GroupNorm of channels_last tensors by blocks whose warps have roles (group_norm_rows_params.h), so that a sample is
 // loaded while the ones before are summed up and stored:
-//   producer     starts the loads of chunks, which are contiguous, into slots that have become free
-//   summers      moments of what a thread sees of its channels
-//   publishers   make the block's moments of a group the block's word
+//   producer     starts the loads of chunks into slots that have become free
+//   summers      moments of what a thread sees of its channels, and from these the block's word of a group
 //   collectors   wait for the words of the team's blocks and merge them, in every block for itself
 //   writers      write y or dx from the slots
 #pragma once
 
-#include "group_norm_columns_kernel.cuh"
+#include "../common/async.cuh"
+#include "../common/dtype.cuh"
+#include "../common/reduce.cuh"
+#include "group_norm_rows_params.h"
+#include "vectors.cuh"
+#include "words.cuh"
 
 namespace kgopt {
 
-inline constexpr int kRowPublishers = 2, kRowCollectors = 4;  // warps
-inline constexpr int kRowThreads = 32 * (1 + kRowPublishers + kRowCollectors) + 2 * kRowRoleThreads;
+inline constexpr int kRowRoleWarps = kRowThreads / 32;
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+template <typename T_, Chain kPre_, Chain kAct_, int kTensors_>
+struct RowTraits {
+  using T = T_;
+  static constexpr int kTensors = kTensors_, kPasses = kRowPasses / kTensors;  // vectors of a tensor and a thread
+  static constexpr Chain kPre = kPre_, kAct = kAct_;
+  static constexpr int kVec = kVecSize<T>;
+  // Warps. Chains that are walked need 96 registers, which 20 warps of a block may have; others 80, as 24 may.
+  static constexpr int kCollectors = kPre == Chain::kAny || kAct == Chain::kAny ? 3 : 7;
+  static constexpr int kThreads = 32 * (1 + kCollectors) + 2 * kRowThreads;  // of a block
+  // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
+  static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
+  // Whether the backward's summers leave dz in place of dy, where computing it twice costs more.
+  static constexpr bool kStoresDz = kTensors == 2 && (kAct == Chain::kSilu || kAct == Chain::kAny);
+};
 
 // Those of two take turns from sample to sample.
 struct RowBarriers {
   uint64_t loaded[kRowSlots], freed[kRowSlots];
-  uint64_t summed[2], published[2];  // entries are there, and have been read
-  uint64_t ready[2], taken[2];       // statistics are there, and have been read
+  uint64_t published[2];        // the block's words of a sample are under way
+  uint64_t ready[2], taken[2];  // statistics are there, and have been read
 };
+
+// Shared memory after the slots.
+struct RowTables {
+  float2* entries;  // [runs or elements of a vector][threads of a role]
+  float2* stats;    // [2][groups] mean and rstd; in the backward what is taken off
+  float2* affines;  // [channels] weight, bias
+  float2* sums;     // [2][channels], of the backward: a sample's, and all samples'
+  float* counts;    // [threads of a role], of the forward: values of a run
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // Goes round the slots; parity is that of the round.
 struct RowSlot {
@@ -35,221 +61,279 @@ struct RowSlot {
   }
 };
 
-// What forward and backward share. A slot has a chunk of each of kTensors tensors. Where summers write into slots, too,
-// writers free a slot lane by lane: compute-sanitizer orders an arrival with its own thread's reads only.
-template <typename Traits, typename Params, int kTensors, bool kWritesSlots = false>
-struct RowBlock : ColumnBlock<Traits, Params> {
-  using Columns = ColumnBlock<Traits, Params>;
+template <typename Traits, typename Params>
+struct RowBlock {
   using T = typename Traits::T;
-  static constexpr int kPasses = Traits::kPasses;
-  using Columns::d, Columns::rank, Columns::team;
+  static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses, kTensors = Traits::kTensors;
+  static constexpr int kCollectors = Traits::kCollectors, kThreads = Traits::kThreads;
 
+  const Params& p;
+  const RowShares& d;
+  char* const slots;
+  const RowTables tables;
   RowBarriers& s;
+  const uint32_t team, rank;
+  const uint32_t tid, lane = threadIdx.x % 32;  // of the role
+  uint32_t samples, own;                        // of the team, rows of the block's share
+  uint32_t walker, column, count;               // count: vectors of this thread's share
+  bool active;
 
-  __device__ __forceinline__ RowBlock(const Params& params, char* memory, const ColumnTables& t, RowBarriers& barriers,
+  __device__ __forceinline__ RowBlock(const Params& params, char* memory, const RowTables& t, RowBarriers& barriers,
                                       uint32_t thread)
-      : Columns(params, memory, t, nullptr, thread), s(barriers) {}
+      : p(params),
+        d(params.shares),
+        slots(memory),
+        tables(t),
+        s(barriers),
+        team(d.by_blocks(blockIdx.x)),
+        rank(blockIdx.x - team * d.blocks),
+        tid(thread) {
+    samples = (d.samples - team + d.teams - 1) / d.teams;
+    const uint32_t first = min(rank * d.share, d.rows);
+    own = min(d.share, d.rows - first);
+    walker = d.by_vectors(tid);
+    column = tid - walker * d.vectors;
+    active = walker < d.walkers;
+    count = active && walker < own ? d.by_walkers(own - walker - 1) + 1 : 0;
+  }
+
+  __device__ __forceinline__ uint32_t sample(uint32_t u) const { return team + u * d.teams; }
+  __device__ __forceinline__ int64_t group0(uint32_t u) const { return int64_t(sample(u)) * d.groups; }
+  // The share's first element.
+  __device__ __forceinline__ int64_t base(uint32_t u) const {
+    return (int64_t(sample(u)) * d.rows + rank * d.share) * (d.vectors * kVec);
+  }
+  __device__ __forceinline__ uint32_t channel_of(int j) const {
+    const uint32_t element = column * kVec + j;
+    if (!active) return 0;
+    return d.turns == 1 ? element : element - d.by_channels(element) * d.channels;
+  }
+  // Of this thread's elements, eight bits each would not do: a group's number is looked up once a sample.
+  __device__ __forceinline__ uint32_t group_of(int j) const { return d.by_channels_per_group(channel_of(j)); }
+
+  // The uses of slots in their order, see group_norm_rows_params.h.
+  __device__ __forceinline__ uint32_t first_use(uint32_t u) const {
+    return u == 0 ? 0 : d.chunks + (u - 1) * (d.chunks + d.rereads);
+  }
+  __device__ __forceinline__ uint32_t first_kept(uint32_t u) const {
+    return first_use(u) + (u == 0 ? d.rereads : 2 * d.rereads);
+  }
+  __device__ __forceinline__ uint32_t first_again(uint32_t u) const {
+    return first_use(u + 1) + (u + 1 < samples ? d.rereads : 0);
+  }
+  __device__ __forceinline__ RowSlot slot_at(uint32_t use) const {
+    const uint32_t round = d.by_slots(use);
+    return {use - round * d.slots, round & 1};
+  }
 
   static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u >> 1 & 1; }
 
-  static constexpr uint32_t kFreeing = kWritesSlots ? kRowRoleThreads : kRowRoleThreads / 32;  // arrivals
+  // Where summers write into slots, too, writers free a slot lane by lane: compute-sanitizer orders an arrival with its
+  // own thread's reads only.
+  static constexpr uint32_t kFreeing = Traits::kStoresDz ? kRowThreads : kRowRoleWarps;  // arrivals
   __device__ __forceinline__ void free_slot(uint32_t k) const {
-    if (kWritesSlots || this->lane == 0) barrier_arrive(&s.freed[k]);
+    __syncwarp();
+    if (Traits::kStoresDz || lane == 0) barrier_arrive(&s.freed[k]);
   }
 
-  // No more than two samples ahead of the collectors: a phase that they have not seen must not end twice.
-  __device__ __forceinline__ void wait_collected(uint32_t u) const { barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1); }
+  // This thread's first vector of a slot; its next ones lie `step` elements apart, there and in the tensor.
+  __device__ __forceinline__ T* place(uint32_t k) const {
+    return reinterpret_cast<T*>(slots + k * (d.tensor_bytes * kTensors) + tid * 16);
+  }
+  __device__ __forceinline__ uint32_t step() const { return d.walkers * d.vectors * kVec; }
 
-  // Chunk t of slab u: its first element in the tensor, and its bytes.
-  __device__ __forceinline__ int64_t chunk(uint32_t u, uint32_t t, uint32_t* bytes) const {
-    const uint32_t rows = kPasses * d.stride, first = rank * d.share + t * rows;
-    const uint32_t end = min((rank + 1) * d.share, d.rows);
-    *bytes = first < end ? min(rows, end - first) * static_cast<uint32_t>(d.pitch) * sizeof(T) : 0;
-    return (int64_t(this->slab(u)) * d.rows + first) * d.pitch;
+  // All lanes of a warp wait for a chunk; `left` of its passes have a vector of this thread.
+  __device__ __forceinline__ uint32_t await_chunk(RowSlot slot, uint32_t t) const {
+    barrier_wait(&s.loaded[slot.k], slot.parity);
+    __syncwarp();
+    return count > t * kPasses ? count - t * kPasses : 0;
+  }
+  // What summers do with each chunk of sample u.
+  template <typename Add>
+  __device__ __forceinline__ void for_each_summed(uint32_t u, Add add) const {
+    RowSlot slot = slot_at(first_use(u));
+    for (uint32_t t = 0; t < d.chunks; ++t, slot.next(d.slots)) {
+      if (t == d.rereads) slot = slot_at(first_kept(u));
+      const uint32_t left = await_chunk(slot, t);
+      add(t, slot.k, left);
+      if (t < d.rereads) free_slot(slot.k);
+    }
+  }
+  // What writers do.
+  template <typename Write>
+  __device__ __forceinline__ void for_each_written(uint32_t u, Write write) const {
+    const uint32_t kept = d.chunks - d.rereads;
+    RowSlot slot = slot_at(first_kept(u));
+    for (uint32_t i = 0; i < d.chunks; ++i, slot.next(d.slots)) {
+      if (i == kept) slot = slot_at(first_again(u));
+      const uint32_t t = i < kept ? d.rereads + i : d.chunks - 1 - i;
+      const uint32_t left = await_chunk(slot, t);
+      write(int64_t(t * kPasses) * step() + tid * kVec, slot.k, left, i < kept);
+      free_slot(slot.k);
+    }
+  }
+
+  // Rows of chunk t, in bytes, and the first one's element in the share.
+  __device__ __forceinline__ uint32_t chunk_bytes(uint32_t t, int64_t* first) const {
+    const uint32_t row = t * d.chunk_rows;
+    *first = int64_t(row) * (d.vectors * kVec);
+    return row < own ? min(d.chunk_rows, own - row) * d.vectors * 16 : 0;
   }
   __device__ __forceinline__ void produce(const void* const (&tensors)[kTensors]) const {
-    const uint32_t slabs = d.slabs_of(team);
     const uint64_t policy = evict_normal_policy();
-    uint32_t ahead_u = 0, ahead_t = 0, lead = 0;  // the next chunk for L2, and how many are before it
+    uint32_t use = 0, loads = 0, ahead_u = 0, ahead_t = 0, lead = 0;  // the next chunk for L2, and how many are before
     RowSlot slot;
-    for (uint32_t u = 0, i = 0; u < slabs; ++u) {
-      for (uint32_t t = 0; t < d.chunks; ++t, ++i, slot.next(d.slots)) {
-        if (i >= d.slots) barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
-        uint32_t bytes;
-        const int64_t from = chunk(u, t, &bytes);
-        char* const to = this->slots + slot.k * d.slot_bytes;
-        if (bytes > 0) {
-          barrier_expect_bytes(&s.loaded[slot.k], bytes * kTensors);
+    const auto load = [&](uint32_t u, uint32_t t) {
+      if (use >= d.slots) barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
+      int64_t first;
+      const uint32_t bytes = chunk_bytes(t, &first);
+      first += base(u);
+      char* const to = slots + slot.k * (d.tensor_bytes * kTensors);
+      if (bytes > 0) {
+        barrier_expect_bytes(&s.loaded[slot.k], bytes * kTensors);
 #pragma unroll
-          for (int k = 0; k < kTensors; ++k) {
-            bulk_load(to + k * (d.slot_bytes / kTensors), static_cast<const T*>(tensors[k]) + from, bytes,
-                      &s.loaded[slot.k], policy);
-          }
-        } else {
-          barrier_arrive(&s.loaded[slot.k]);
+        for (int k = 0; k < kTensors; ++k) {
+          bulk_load(to + k * d.tensor_bytes, static_cast<const T*>(tensors[k]) + first, bytes, &s.loaded[slot.k],
+                    policy);
         }
-        for (; d.ahead > 0 && lead <= i + d.ahead && ahead_u < slabs; ++lead) {
-          const int64_t later = chunk(ahead_u, ahead_t, &bytes);
-          if (lead >= d.slots && lead > i && bytes > 0) {
+      } else {
+        barrier_arrive(&s.loaded[slot.k]);
+      }
+      ++use;
+      slot.next(d.slots);
+    };
+    const auto bring_ahead = [&] {
+      for (; d.ahead > 0 && lead <= loads + d.ahead && ahead_u < samples; ++lead) {
+        int64_t first;
+        const uint32_t bytes = chunk_bytes(ahead_t, &first);
+        first += base(ahead_u);
+        if (lead >= d.slots && lead > loads && bytes > 0) {
 #pragma unroll
-            for (int k = 0; k < kTensors; ++k) bulk_prefetch(static_cast<const T*>(tensors[k]) + later, bytes);
-          }
-          if (++ahead_t == d.chunks) {
-            ahead_t = 0;
-            ++ahead_u;
-          }
+          for (int k = 0; k < kTensors; ++k) bulk_prefetch(static_cast<const T*>(tensors[k]) + first, bytes);
         }
+        if (++ahead_t == d.chunks) {
+          ahead_t = 0;
+          ++ahead_u;
+        }
+      }
+      ++loads;
+    };
+    for (uint32_t u = 0; u <= samples; ++u) {
+      for (uint32_t t = 0; u < samples && t < d.rereads; ++t) {
+        load(u, t);
+        bring_ahead();
+      }
+      for (uint32_t t = d.rereads; u > 0 && t > 0; --t) load(u - 1, t - 1);
+      for (uint32_t t = d.rereads; u < samples && t < d.chunks; ++t) {
+        load(u, t);
+        bring_ahead();
       }
     }
   }
-};
 
-template <typename Traits>
-struct RowFwdBlock : RowBlock<Traits, GroupNormColumnsFwdParams, 1> {
-  using Rows = RowBlock<Traits, GroupNormColumnsFwdParams, 1>;
-  using Columns = typename Rows::Columns;
-  using T = typename Traits::T;
-  static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses;
-  using Columns::d, Columns::p, Columns::team, Columns::own, Columns::lane;
-  using Rows::RowBlock, Rows::s, Rows::parity_of;
-
-  __device__ __forceinline__ float2* entries(uint32_t u) const {
-    return this->tables.entries + (u & 1) * d.walkers * d.runs;
+  // Summers may be two samples ahead of the collectors: a phase that these have not seen must not end twice.
+  __device__ __forceinline__ void announce(uint32_t u) const {
+    barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1);
+    __syncwarp();
+    barrier_arrive(&s.published[u & 1]);
   }
 
-  __device__ __forceinline__ void sum_up() const {
-    const uint32_t slabs = d.slabs_of(team);
-    RowSlot slot;
-    for (uint32_t u = 0; u < slabs; ++u) {
-      typename Columns::Sums sums{};
-      for (uint32_t t = 0; t < d.chunks; ++t, slot.next(d.slots)) {
-        barrier_wait(&s.loaded[slot.k], slot.parity);
-        if (t == 0 && own > 0) {
-          values_of<Traits::kPre>(load_vec<T, kVec>(this->place(slot.k)), p.pre_act, sums.shift);
-        }
-        this->add_chunk(sums, slot.k, t);
-      }
-      barrier_wait(&s.published[u & 1], parity_of(u) ^ 1);
-      __syncwarp();
-      this->write_entries(sums, entries(u), u == 0);
-      barrier_arrive(&s.summed[u & 1]);
+  // Sum over the aligned `lanes` lanes around this one.
+  static __device__ __forceinline__ float lanes_sum(float v, uint32_t lanes) {
+#pragma unroll
+    for (uint32_t mask = 16; mask > 0; mask /= 2) {
+      if (mask < lanes) v += __shfl_xor_sync(0xffffffffu, v, mask);
     }
+    return v;
   }
-  __device__ __forceinline__ void tell(uint32_t thread) const {
-    const uint32_t slabs = d.slabs_of(team);
-    for (uint32_t u = 0; u < slabs; ++u) {
-      barrier_wait(&s.summed[u & 1], parity_of(u));
-      this->wait_collected(u);
-      __syncwarp();
-      this->publish(u, entries(u), thread, kRowPublishers * 32);
-      barrier_arrive(&s.published[u & 1]);
-    }
+  // Values of a group that a block of the team has.
+  __device__ __forceinline__ float count_of(uint32_t block) const {
+    return block < d.full_blocks ? d.full_count : block == d.full_blocks ? d.rest_count : 0.f;
   }
-  __device__ __forceinline__ void collect(uint32_t thread) const {
-    const uint32_t slabs = d.slabs_of(team);
-    for (uint32_t u = 0; u < slabs; ++u) {
+
+  __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + (u & 1) * d.groups; }
+
+  // The collectors: merge(g, word) is called for each group's words by the lanes of a group, kBatch at a time, and
+  // finish(g) after the last; both by all lanes, those of groups that do not exist get zeros.
+  template <typename Begin, typename Merge, typename Finish>
+  __device__ __forceinline__ void collect(Begin begin, Merge merge, Finish finish) const {
+    constexpr int kBatch = 5;  // words under way
+    const uint32_t lanes = 1u << d.team_lanes_log2, member = tid & (lanes - 1);
+    for (uint32_t u = 0; u < samples; ++u) {
       // Polls before that would only keep the words' lines busy for the others.
       barrier_wait(&s.published[u & 1], parity_of(u));
       barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
       __syncwarp();
-      this->await(u, thread, kRowCollectors * 32);
-      barrier_arrive(&s.ready[u & 1]);
-    }
-  }
-  __device__ __forceinline__ void write() const {
-    const uint32_t slabs = d.slabs_of(team), stride = d.pass_bytes / sizeof(T);
-    RowSlot slot;
-    for (uint32_t u = 0; u < slabs; ++u) {
-      barrier_wait(&s.ready[u & 1], parity_of(u));
-      __syncwarp();
-      const typename Columns::Coefficients c = this->coefficients(u);
-      barrier_arrive(&s.taken[u & 1]);
-      T* const y = static_cast<T*>(p.y) + this->base(u);
-      for (uint32_t t = 0; t < d.chunks; ++t, slot.next(d.slots)) {
-        barrier_wait(&s.loaded[slot.k], slot.parity);
-        __syncwarp();
-        const T* const from = this->place(slot.k);
-        const uint32_t left = own > t * kPasses ? own - t * kPasses : 0;
-        Vec<T, kVec> input[kPasses];
+      for (uint32_t first = tid / 32 * 32 >> d.team_lanes_log2; first < d.groups;
+           first += kCollectors * 32 >> d.team_lanes_log2) {
+        const uint32_t g = first + (lane >> d.team_lanes_log2);
+        auto state = begin();
+        for (uint32_t block0 = 0; block0 < d.blocks; block0 += kBatch * lanes) {
+          const uint64_t* const from = p.words + (group0(u) + g) * d.blocks + block0 + member;
+          uint64_t word[kBatch];
 #pragma unroll
-        for (int k = 0; k < kPasses; ++k) {
-          if (k < left) input[k] = load_vec<T, kVec>(from + k * stride);
-        }
+          for (int k = 0; k < kBatch; ++k) {
+            const bool there = g < d.groups && block0 + member + k * lanes < d.blocks;
+            word[k] = there ? load_word(from + k * lanes) : 1;
+          }
 #pragma unroll
-        for (int k = 0; k < kPasses; ++k) {
-          if (k < left) this->normalize(c, y + int64_t(t * kPasses + k) * this->step, input[k]);
+          for (int k = 0; k < kBatch; ++k) {
+            if (word[k] == 0) word[k] = wait_word(from + k * lanes);
+          }
+          __syncwarp();
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            const uint32_t block = block0 + member + k * lanes;
+            merge(state, word[k], g < d.groups && block < d.blocks, block, block0 == 0 && k == 0);
+          }
         }
         __syncwarp();
-        this->free_slot(slot.k);
+        state.x = lanes_sum(state.x, lanes);
+        state.y = lanes_sum(state.y, lanes);
+        if (g < d.groups && member == 0) finish(u, g, state);
       }
+      barrier_arrive(&s.ready[u & 1]);
     }
   }
 };
 
-#endif
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
-__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing) {
+__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing, uint32_t collectors) {
   for (uint32_t k = 0; k < slots; ++k) {
     barrier_init(&barriers->loaded[k], 1);
     barrier_init(&barriers->freed[k], freeing);
   }
   for (int i = 0; i < 2; ++i) {
-    barrier_init(&barriers->summed[i], kRowRoleThreads);
-    barrier_init(&barriers->published[i], kRowPublishers * 32);
-    barrier_init(&barriers->ready[i], kRowCollectors * 32);
-    barrier_init(&barriers->taken[i], kRowRoleThreads);
+    barrier_init(&barriers->published[i], kRowThreads);
+    barrier_init(&barriers->ready[i], collectors);
+    barrier_init(&barriers->taken[i], kRowThreads);
   }
   barrier_init_fence();
 }
 
-// The roles of a block's warps. Block is given its thread among those of a role that goes through x.
+// The roles of a block's warps. Block is given its thread among those of its role.
 template <typename Block, typename Params, int kTensors>
-__device__ __forceinline__ void run_roles(const Params& p, char* memory, const ColumnTables& t, RowBarriers& barriers,
+__device__ __forceinline__ void run_roles(const Params& p, char* memory, const RowTables& t, RowBarriers& barriers,
                                           const void* const (&tensors)[kTensors]) {
-  if (threadIdx.x == 0) init_barriers(&barriers, p.shares.slots, Block::kFreeing);
-  for (uint32_t c = threadIdx.x; c < 2 * p.shares.channels; c += kRowThreads) {
-    t.affines[c] = affine_of(p.weight, p.bias, c % p.shares.channels, p.affine_dtype);
+  if (threadIdx.x == 0) init_barriers(&barriers, p.shares.slots, Block::kFreeing, Block::kCollectors * 32);
+  for (uint32_t c = threadIdx.x; c < p.shares.channels; c += Block::kThreads) {
+    t.affines[c] = affine_of(p.weight, p.bias, c, p.affine_dtype);
   }
   __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  constexpr int kFirstSummer = 1 + kRowPublishers + kRowCollectors, kRoleWarps = kRowRoleThreads / 32;
-  const int role = warp < kFirstSummer ? 0 : warp - kFirstSummer;
-  Block block(p, memory, t, barriers, role % kRoleWarps * 32 + threadIdx.x % 32);
+  constexpr int kFirstSummer = 1 + Block::kCollectors, kFirstWriter = kFirstSummer + kRowRoleWarps;
+  const int first = warp >= kFirstWriter ? kFirstWriter : warp >= kFirstSummer ? kFirstSummer : warp > 0 ? 1 : 0;
+  Block block(p, memory, t, barriers, threadIdx.x - first * 32);
   if (warp == 0) {
     if (threadIdx.x == 0) block.produce(tensors);
-  } else if (warp <= kRowPublishers) {
-    block.tell(threadIdx.x - 32);
   } else if (warp < kFirstSummer) {
-    block.collect(threadIdx.x - 32 * (1 + kRowPublishers));
-  } else if (role < kRoleWarps) {
-    block.find_groups();
+    block.gather();
+  } else if (warp < kFirstWriter) {
     block.sum_up();
   } else {
-    block.find_groups();
     block.write();
   }
 }
 
 #endif
-
-template <typename Traits>
-__global__ void __launch_bounds__(kRowThreads, 1)
-    group_norm_rows_fwd_kernel(const __grid_constant__ GroupNormColumnsFwdParams p) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) char memory[];
-  __shared__ RowBarriers barriers;
-  const ColumnShares& d = p.shares;
-  ColumnTables t;
-  t.entries = reinterpret_cast<float2*>(memory + d.data_bytes);
-  t.stats = t.entries + 2 * d.walkers * d.runs;
-  t.affines = t.stats + 2 * d.groups;
-  t.counts = reinterpret_cast<float*>(t.affines + 2 * d.channels);
-  t.messages = nullptr;
-  const void* const tensors[1] = {p.x};
-  run_roles<RowFwdBlock<Traits>>(p, memory, t, barriers, tensors);
-#endif
-}
 
 }  // namespace kgopt

@@ -1,0 +1,55 @@
+// What the channels_last GroupNorm kernels are told whose blocks have roles (group_norm_rows_kernel.cuh).
+//
+// A team of blocks takes sample after sample; each of its blocks has a share of a sample's rows, in chunks that go
+// through the slots of its shared memory. A row is the least number of positions that are whole 16-byte vectors: one,
+// unless C is no multiple of a vector. A share lies in one piece.
+//
+// Chunks of a share either stay in their slots from the sums to the results, or are read again: the first `rereads` of
+// them give their slots up once they are summed up and come a second time, from L2, when the statistics are on their
+// way. The order in which chunks take slots: summed only of sample u, again of u - 1, kept of u.
+#pragma once
+
+#include "group_norm_columns_params.h"
+
+namespace kgopt {
+
+struct RowShares {
+  uint32_t samples = 0;            // in all
+  uint32_t teams = 1, blocks = 1;  // of the grid, and of a team
+  uint32_t rows = 0, share = 0;    // of a sample, of a block
+  uint32_t vectors = 0;            // of a row
+  uint32_t walkers = 0;            // rows that the threads of a role have at a time
+  uint32_t chunk_rows = 0;         // walkers times a thread's vectors of a chunk
+  uint32_t chunks = 0, rereads = 0, slots = 0;
+  uint32_t ahead = 0;         // chunks that come to L2 before they have a slot
+  uint32_t tensor_bytes = 0;  // of a slot for each tensor
+  uint32_t channels = 0, channels_per_group = 1, groups = 1;
+  uint32_t turns = 1;  // a row is so many times all channels
+  // Runs: neighbouring elements of a vector that are of one group whatever the vector.
+  uint32_t run_log2 = 0, vector_runs_log2 = 0;
+  uint32_t group_runs = 1, turn_runs = 1;  // of a group, of a turn
+  // Lanes that merge a group's runs and a channel's sums in a block, and a group's words. One step of the first is so
+  // many walkers and runs.
+  uint32_t block_lanes_log2 = 0, channel_lanes_log2 = 0, team_lanes_log2 = 0;
+  uint32_t lanes_walkers = 1, lanes_runs = 0;
+  // Values of a group that a block has: the first blocks, the one after them; none have the others.
+  uint32_t full_blocks = 0;
+  float full_count = 0, rest_count = 0, total_count = 0;
+  ColumnDivisor by_blocks, by_vectors, by_walkers, by_slots, by_channels, by_channels_per_group, by_group_runs;
+};
+
+struct GroupNormRowsFwdParams : GroupNormFwdArgs {
+  RowShares shares;
+  uint64_t* words = nullptr;  // [samples][groups][blocks] (words.cuh) moments; zero at launch
+};
+
+struct GroupNormRowsBwdParams : GroupNormBwdArgs {
+  RowShares shares;
+  uint64_t* words = nullptr;    // [samples][groups][blocks] (words.cuh) two sums; zero at launch
+  float* block_sums = nullptr;  // [teams * blocks][C][2]: sum of dz and of dz * xhat over a block's positions
+};
+
+inline constexpr int kRowSlots = 32, kRowThreads = 256;  // of a block, of a role that goes through x
+inline constexpr int kRowPasses = 4;                     // vectors of a chunk, of all tensors, that a thread handles
+
+}  // namespace kgopt
