@@ -44,11 +44,11 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
 
   __device__ __forceinline__ void sum_up() const {
     const uint32_t step = this->step();
-    for (uint32_t c = tid; c < d.channels; c += kRowThreads) tables.sums[d.channels + c] = make_float2(0.f, 0.f);
+    RowSlot slot;
     for (uint32_t u = 0; u < samples; ++u) {
       const Channels c = channels_of(u);
       float dz[kVec] = {}, dz_d[kVec] = {};
-      this->for_each_summed(u, [&](uint32_t t, uint32_t k, uint32_t left) {
+      this->for_each_summed(&slot, [&](uint32_t t, uint32_t k, uint32_t left) {
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
           if (i >= left) continue;
@@ -67,85 +67,64 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
           if (kStoresDz && t >= d.rereads) store_vec<T, kVec>(from + dy_at(), pack<T, kVec>(dy));
         }
       });
-      __syncwarp();
-      publish(u, dz, dz_d);
-      this->announce(u);
+      this->write_entries(u, dz, dz_d);
     }
-    named_barrier(1, kRowThreads);
-    float2* const out = reinterpret_cast<float2*>(p.block_sums) + int64_t(blockIdx.x) * d.channels;
-    for (uint32_t c = tid; c < d.channels; c += kRowThreads) out[c] = tables.sums[d.channels + c];
   }
 
-  // The block's sums of each channel, and from these of each group, which the team is told.
-  __device__ __forceinline__ void publish(uint32_t u, const float (&dz)[kVec], const float (&dz_d)[kVec]) const {
-    const uint32_t lanes = 1u << d.channel_lanes_log2, member = tid & (lanes - 1);
-    const uint32_t first_channel = tid >> d.channel_lanes_log2, channels_a_step = kRowThreads >> d.channel_lanes_log2;
-    const auto rstd_of = [&](uint32_t c) {
-      return c < d.channels ? p.rstd[group0(u) + d.by_channels_per_group(c)] : 0.f;
-    };
-    float rstd = rstd_of(first_channel);  // on its way while the threads meet
-    named_barrier(1, kRowThreads);        // the sample's before have been read
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) tables.entries[j * kRowThreads + tid] = make_float2(dz[j], dz_d[j]);
-    named_barrier(1, kRowThreads);
-    for (uint32_t c0 = 0; c0 < d.channels; c0 += channels_a_step) {
-      const uint32_t c = c0 + first_channel;
-      float2 v = make_float2(0.f, 0.f);
-      for (uint32_t turn = 0; c < d.channels && turn < d.turns; ++turn) {
-        const uint32_t element = turn * d.channels + c;
-        const float2* const from = tables.entries + element % kVec * kRowThreads + element / kVec;
-        for (uint32_t w = member; w < d.walkers; w += lanes) {
-          const float2 part = from[w * d.vectors];
-          v.x += part.x;
-          v.y += part.y;
-        }
-      }
+  // The block's sums of dz weight and of dz weight xhat of its groups, and of dz and dz xhat of its channels.
+  __device__ __forceinline__ void publish() const {
+    for (uint32_t u = 0; u < samples; ++u) {
+      barrier_wait(&s.summed, u & 1);
       __syncwarp();
-      v.x = this->lanes_sum(v.x, lanes);
-      v.y = this->lanes_sum(v.y, lanes) * rstd;
-      if (c < d.channels && member == 0) {
-        const float2 before = tables.sums[d.channels + c];
+      this->add_entries([&](uint32_t c, float2 v) {
+        v.y *= p.rstd[group0(u) + d.by_channels_per_group(c)];
         tables.sums[c] = v;
-        tables.sums[d.channels + c] = make_float2(before.x + v.x, before.y + v.y);
-      }
-      rstd = rstd_of(c + channels_a_step);
+        if (u > 0) {
+          v.x += tables.totals[c].x;
+          v.y += tables.totals[c].y;
+        }
+        tables.totals[c] = v;
+      });
+      this->tell(u, [&](uint32_t g, uint32_t lanes, uint32_t member) {
+        float2 sum = make_float2(0.f, 0.f);
+        for (uint32_t k = member; g < d.groups && k < d.channels_per_group; k += lanes) {
+          const uint32_t c = g * d.channels_per_group + k;
+          const float weight = tables.affines[c].x;
+          sum.x += weight * tables.sums[c].x;
+          sum.y += weight * tables.sums[c].y;
+        }
+        __syncwarp();
+        sum.x = this->lanes_sum(sum.x, lanes);
+        sum.y = this->lanes_sum(sum.y, lanes);
+        return pack_signed_word(sum.x, sum.y);
+      });
     }
-    named_barrier(1, kRowThreads);
-    const uint32_t group_lanes = 1u << d.block_lanes_log2;
-    for (uint32_t first = tid / 32 * 32 >> d.block_lanes_log2; first < d.groups;
-         first += kRowThreads >> d.block_lanes_log2) {
-      const uint32_t g = first + (lane >> d.block_lanes_log2);
-      float2 sum = make_float2(0.f, 0.f);
-      for (uint32_t k = tid & (group_lanes - 1); g < d.groups && k < d.channels_per_group; k += group_lanes) {
-        const uint32_t c = g * d.channels_per_group + k;
-        const float weight = tables.affines[c].x;
-        sum.x += weight * tables.sums[c].x;
-        sum.y += weight * tables.sums[c].y;
-      }
-      __syncwarp();
-      sum.x = this->lanes_sum(sum.x, group_lanes);
-      sum.y = this->lanes_sum(sum.y, group_lanes);
-      if (g < d.groups && (tid & (group_lanes - 1)) == 0) {
-        store_word(p.words + (group0(u) + g) * d.blocks + rank, pack_signed_word(sum.x, sum.y));
-      }
+    named_barrier(1, kRowPublishThreads);
+    float2* const out = reinterpret_cast<float2*>(p.block_sums) + int64_t(blockIdx.x) * d.channels;
+    for (uint32_t c = tid; c < d.channels; c += kRowPublishThreads) {
+      out[c] = samples == 0 ? make_float2(0.f, 0.f) : tables.totals[c];
     }
   }
 
   __device__ __forceinline__ void gather() const {
-    this->collect([] { return make_float2(0.f, 0.f); },
-                  [](float2& sum, uint64_t word, bool there, uint32_t, bool) {
-                    const float2 v = unpack_signed_word(word);
-                    sum.x += there ? v.x : 0.f;
-                    sum.y += there ? v.y : 0.f;
-                  },
-                  [&](uint32_t u, uint32_t g, float2 sum) {
-                    const float rstd = p.rstd[group0(u) + g], per_element = rstd / d.total_count;
-                    this->stats(u)[g] = make_float2(sum.x * per_element, sum.y * per_element * rstd);
-                  });
+    struct Merged {
+      float x = 0.f, y = 0.f;
+    };
+    this->template collect<Merged>(
+        [](Merged& sum, uint64_t word, bool there, uint32_t, bool) {
+          const float2 v = unpack_signed_word(word);
+          sum.x += there ? v.x : 0.f;
+          sum.y += there ? v.y : 0.f;
+        },
+        [&](uint32_t u, uint32_t g, const Merged& sum) {
+          const float rstd = p.rstd[group0(u) + g], per_element = rstd / d.total_count;
+          this->stats(u)[g] = make_float2(sum.x * per_element, sum.y * per_element * rstd);
+        });
   }
 
   __device__ __forceinline__ void write() const {
     const uint32_t step = this->step();
+    RowSlot again;
     for (uint32_t u = 0; u < samples; ++u) {
       const Channels c = channels_of(u);
       barrier_wait(&s.ready[u & 1], parity_of(u));
@@ -155,7 +134,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
       for (int j = 0; j < kVec; ++j) terms[j] = this->stats(u)[group_of(j)];
       barrier_arrive(&s.taken[u & 1]);
       T* const dx = static_cast<T*>(p.dx) + this->base(u);
-      this->for_each_written(u, [&](int64_t first, uint32_t k, uint32_t left, bool is_kept) {
+      this->for_each_written(u, &again, [&](int64_t first, uint32_t k, uint32_t left, bool is_kept) {
         // dz where dy was read again: dy is dz from here on.
         const auto from_dy = [&](auto is_dz) {
 #pragma unroll
@@ -184,27 +163,20 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
 #endif
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(kRowBlockThreads, 1)
     group_norm_rows_bwd_kernel(const __grid_constant__ GroupNormRowsBwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char memory[];
   __shared__ RowBarriers barriers;
-  const RowShares& d = p.shares;
-  RowTables t;
-  t.entries = reinterpret_cast<float2*>(memory + d.slots * d.tensor_bytes * 2);
-  t.stats = t.entries + kRowThreads * Traits::kVec;
-  t.affines = t.stats + 2 * d.groups;
-  t.sums = t.affines + d.channels;
-  t.counts = nullptr;
   const void* const tensors[2] = {p.x, p.dy};
-  run_roles<RowBwdBlock<Traits>>(p, memory, t, barriers, tensors);
+  run_roles<RowBwdBlock<Traits>>(p, memory, place_tables(memory, p.shares, 2, Traits::kVec), barriers, tensors);
 #endif
 }
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
-  using Traits = RowTraits<T, kPre, kAct, 2>;
-  return launch_columns(kName, group_norm_rows_bwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
+  return launch_columns(kName, group_norm_rows_bwd_kernel<RowTraits<T, kPre, kAct, 2>>, kRowBlockThreads, p, plan,
+                        stream);
 }
 
 }  // namespace

@@ -1,9 +1,11 @@
 // GroupNorm of channels_last tensors by blocks whose warps have roles (group_norm_rows_params.h), so that a sample is
 // loaded while the ones before are summed up and stored:
-//   producer     starts the loads of chunks into slots that have become free
-//   summers      moments of what a thread sees of its channels, and from these the block's word of a group
-//   collectors   wait for the words of the team's blocks and merge them, in every block for itself
-//   writers      write y or dx from the slots
+//   two producers  start the loads of chunks into slots that have become free: those that come for the first time, and
+//                  those that come again
+//   summers        two sums of what a thread sees of each of its channels
+//   publishers     add the threads' sums up, and make the block's word of a group of them
+//   collectors     wait for the words of the team's blocks and merge them, in every block for itself
+//   writers        write y or dx from the slots
 #pragma once
 
 #include "../common/async.cuh"
@@ -16,6 +18,8 @@
 namespace kgopt {
 
 inline constexpr int kRowRoleWarps = kRowThreads / 32;
+inline constexpr int kRowPublishThreads = 32 * kRowPublishers, kRowCollectThreads = 32 * kRowCollectors;
+inline constexpr int kRowBlockThreads = 64 + kRowPublishThreads + kRowCollectThreads + 2 * kRowThreads;
 
 template <typename T_, Chain kPre_, Chain kAct_, int kTensors_>
 struct RowTraits {
@@ -23,29 +27,32 @@ struct RowTraits {
   static constexpr int kTensors = kTensors_, kPasses = kRowPasses / kTensors;  // vectors of a tensor and a thread
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
-  // Warps. Chains that are walked need 96 registers, which 20 warps of a block may have; others 80, as 24 may.
-  static constexpr int kCollectors = kPre == Chain::kAny || kAct == Chain::kAny ? 3 : 7;
-  static constexpr int kThreads = 32 * (1 + kCollectors) + 2 * kRowThreads;  // of a block
   // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
   static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
   // Whether the backward's summers leave dz in place of dy, where computing it twice costs more.
   static constexpr bool kStoresDz = kTensors == 2 && (kAct == Chain::kSilu || kAct == Chain::kAny);
 };
 
-// Those of two take turns from sample to sample.
+// Those of two take turns from sample to sample. The slots of chunks that come again follow those of the others.
 struct RowBarriers {
   uint64_t loaded[kRowSlots], freed[kRowSlots];
+  uint64_t summed, drained;     // entries are there, and have been read
   uint64_t published[2];        // the block's words of a sample are under way
   uint64_t ready[2], taken[2];  // statistics are there, and have been read
+  uint32_t samples_told;        // whose words the block has told
+  uint32_t chunks_again;        // that came again
 };
 
 // Shared memory after the slots.
 struct RowTables {
-  float2* entries;  // [runs or elements of a vector][threads of a role]
-  float2* stats;    // [2][groups] mean and rstd; in the backward what is taken off
+  float2* entries;  // [elements of a vector][threads of a role]
+  float2* sums;     // [channels], the block's of a sample
   float2* affines;  // [channels] weight, bias
-  float2* sums;     // [2][channels], of the backward: a sample's, and all samples'
-  float* counts;    // [threads of a role], of the forward: values of a run
+  float2* stats;    // [2][groups] mean and rstd; in the backward what is taken off
+  union {
+    float* pivots;   // [channels], of the forward: what its sums are relative to
+    float2* totals;  // [channels], of the backward: the block's sums of all samples
+  };
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -65,7 +72,6 @@ template <typename Traits, typename Params>
 struct RowBlock {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses, kTensors = Traits::kTensors;
-  static constexpr int kCollectors = Traits::kCollectors, kThreads = Traits::kThreads;
 
   const Params& p;
   const RowShares& d;
@@ -108,19 +114,8 @@ struct RowBlock {
     if (!active) return 0;
     return d.turns == 1 ? element : element - d.by_channels(element) * d.channels;
   }
-  // Of this thread's elements, eight bits each would not do: a group's number is looked up once a sample.
   __device__ __forceinline__ uint32_t group_of(int j) const { return d.by_channels_per_group(channel_of(j)); }
 
-  // The uses of slots in their order, see group_norm_rows_params.h.
-  __device__ __forceinline__ uint32_t first_use(uint32_t u) const {
-    return u == 0 ? 0 : d.chunks + (u - 1) * (d.chunks + d.rereads);
-  }
-  __device__ __forceinline__ uint32_t first_kept(uint32_t u) const {
-    return first_use(u) + (u == 0 ? d.rereads : 2 * d.rereads);
-  }
-  __device__ __forceinline__ uint32_t first_again(uint32_t u) const {
-    return first_use(u + 1) + (u + 1 < samples ? d.rereads : 0);
-  }
   __device__ __forceinline__ RowSlot slot_at(uint32_t use) const {
     const uint32_t round = d.by_slots(use);
     return {use - round * d.slots, round & 1};
@@ -148,28 +143,32 @@ struct RowBlock {
     __syncwarp();
     return count > t * kPasses ? count - t * kPasses : 0;
   }
-  // What summers do with each chunk of sample u.
+  // What summers do with each chunk of a sample.
   template <typename Add>
-  __device__ __forceinline__ void for_each_summed(uint32_t u, Add add) const {
-    RowSlot slot = slot_at(first_use(u));
-    for (uint32_t t = 0; t < d.chunks; ++t, slot.next(d.slots)) {
-      if (t == d.rereads) slot = slot_at(first_kept(u));
-      const uint32_t left = await_chunk(slot, t);
-      add(t, slot.k, left);
-      if (t < d.rereads) free_slot(slot.k);
+  __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add) const {
+    for (uint32_t t = 0; t < d.chunks; ++t, slot->next(d.slots)) {
+      const uint32_t left = await_chunk(*slot, t);
+      add(t, slot->k, left);
+      if (t < d.rereads) free_slot(slot->k);
     }
   }
+  __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const { return d.backwards ? d.rereads - 1 - i : i; }
   // What writers do.
   template <typename Write>
-  __device__ __forceinline__ void for_each_written(uint32_t u, Write write) const {
-    const uint32_t kept = d.chunks - d.rereads;
-    RowSlot slot = slot_at(first_kept(u));
-    for (uint32_t i = 0; i < d.chunks; ++i, slot.next(d.slots)) {
-      if (i == kept) slot = slot_at(first_again(u));
-      const uint32_t t = i < kept ? d.rereads + i : d.chunks - 1 - i;
-      const uint32_t left = await_chunk(slot, t);
-      write(int64_t(t * kPasses) * step() + tid * kVec, slot.k, left, i < kept);
-      free_slot(slot.k);
+  __device__ __forceinline__ void for_each_written(uint32_t u, RowSlot* again, Write write) const {
+    RowSlot slot = slot_at(u * d.chunks + d.rereads);
+    for (uint32_t i = d.rereads; i < d.chunks + d.rereads; ++i) {
+      const bool is_kept = i < d.chunks;
+      const uint32_t t = is_kept ? i : chunk_again(i - d.chunks);
+      const RowSlot at = is_kept ? slot : RowSlot{d.slots + again->k, again->parity};
+      const uint32_t left = await_chunk(at, t);
+      write(int64_t(t * kPasses) * step() + tid * kVec, at.k, left, is_kept);
+      free_slot(at.k);
+      if (is_kept) {
+        slot.next(d.slots);
+      } else {
+        again->next(d.again_slots);
+      }
     }
   }
 
@@ -179,63 +178,119 @@ struct RowBlock {
     *first = int64_t(row) * (d.vectors * kVec);
     return row < own ? min(d.chunk_rows, own - row) * d.vectors * 16 : 0;
   }
-  __device__ __forceinline__ void produce(const void* const (&tensors)[kTensors]) const {
+  __device__ __forceinline__ void load(uint32_t u, uint32_t t, uint32_t k,
+                                       const void* const (&tensors)[kTensors]) const {
+    int64_t first;
+    const uint32_t bytes = chunk_bytes(t, &first);
+    first += base(u);
+    char* const to = slots + k * (d.tensor_bytes * kTensors);
+    if (bytes == 0) {
+      barrier_arrive(&s.loaded[k]);
+      return;
+    }
     const uint64_t policy = evict_normal_policy();
-    uint32_t use = 0, loads = 0, ahead_u = 0, ahead_t = 0, lead = 0;  // the next chunk for L2, and how many are before
+    barrier_expect_bytes(&s.loaded[k], bytes * kTensors);
+#pragma unroll
+    for (int i = 0; i < kTensors; ++i) {
+      bulk_load(to + i * d.tensor_bytes, static_cast<const T*>(tensors[i]) + first, bytes, &s.loaded[k], policy);
+    }
+  }
+  __device__ __forceinline__ void produce(const void* const (&tensors)[kTensors]) const {
+    uint32_t loads = 0, ahead_u = 0, ahead_t = 0, lead = 0;  // the next chunk for L2, and how many are before it
     RowSlot slot;
-    const auto load = [&](uint32_t u, uint32_t t) {
-      if (use >= d.slots) barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
-      int64_t first;
-      const uint32_t bytes = chunk_bytes(t, &first);
-      first += base(u);
-      char* const to = slots + slot.k * (d.tensor_bytes * kTensors);
-      if (bytes > 0) {
-        barrier_expect_bytes(&s.loaded[slot.k], bytes * kTensors);
+    for (uint32_t u = 0; u < samples; ++u) {
+      for (uint32_t t = 0; t < d.chunks; ++t, ++loads, slot.next(d.slots)) {
+        if (d.distance > 0) {
+          while (u * d.rereads + min(t, d.rereads) > load_counter(&s.chunks_again) + d.distance) __nanosleep(20);
+        }
+        if (loads >= d.slots) barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
+        load(u, t, slot.k, tensors);
+        for (; d.ahead > 0 && lead <= loads + d.ahead && ahead_u < samples; ++lead) {
+          int64_t first;
+          const uint32_t bytes = chunk_bytes(ahead_t, &first);
+          first += base(ahead_u);
+          if (lead >= d.slots && lead > loads && bytes > 0) {
 #pragma unroll
-        for (int k = 0; k < kTensors; ++k) {
-          bulk_load(to + k * d.tensor_bytes, static_cast<const T*>(tensors[k]) + first, bytes, &s.loaded[slot.k],
-                    policy);
+            for (int k = 0; k < kTensors; ++k) bulk_prefetch(static_cast<const T*>(tensors[k]) + first, bytes);
+          }
+          if (++ahead_t == d.chunks) {
+            ahead_t = 0;
+            ++ahead_u;
+          }
         }
-      } else {
-        barrier_arrive(&s.loaded[slot.k]);
-      }
-      ++use;
-      slot.next(d.slots);
-    };
-    const auto bring_ahead = [&] {
-      for (; d.ahead > 0 && lead <= loads + d.ahead && ahead_u < samples; ++lead) {
-        int64_t first;
-        const uint32_t bytes = chunk_bytes(ahead_t, &first);
-        first += base(ahead_u);
-        if (lead >= d.slots && lead > loads && bytes > 0) {
-#pragma unroll
-          for (int k = 0; k < kTensors; ++k) bulk_prefetch(static_cast<const T*>(tensors[k]) + first, bytes);
-        }
-        if (++ahead_t == d.chunks) {
-          ahead_t = 0;
-          ++ahead_u;
-        }
-      }
-      ++loads;
-    };
-    for (uint32_t u = 0; u <= samples; ++u) {
-      for (uint32_t t = 0; u < samples && t < d.rereads; ++t) {
-        load(u, t);
-        bring_ahead();
-      }
-      for (uint32_t t = d.rereads; u > 0 && t > 0; --t) load(u - 1, t - 1);
-      for (uint32_t t = d.rereads; u < samples && t < d.chunks; ++t) {
-        load(u, t);
-        bring_ahead();
       }
     }
   }
+  __device__ __forceinline__ void produce_again(const void* const (&tensors)[kTensors]) const {
+    uint32_t loads = 0;
+    RowSlot slot;
+    for (uint32_t u = 0; d.rereads > 0 && u < samples; ++u) {
+      while (load_counter(&s.samples_told) <= u) __nanosleep(20);
+      for (uint32_t i = 0; i < d.rereads; ++i, slot.next(d.again_slots)) {
+        if (loads >= d.again_slots) barrier_wait(&s.freed[d.slots + slot.k], slot.parity ^ 1);
+        load(u, chunk_again(i), d.slots + slot.k, tensors);
+        store_counter(&s.chunks_again, ++loads);
+      }
+    }
+  }
+  static __device__ __forceinline__ uint32_t load_counter(const uint32_t* p) {
+    uint32_t v;
+    asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");
+    return v;
+  }
+  static __device__ __forceinline__ void store_counter(uint32_t* p, uint32_t v) {
+    asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
+  }
 
-  // Summers may be two samples ahead of the collectors: a phase that these have not seen must not end twice.
-  __device__ __forceinline__ void announce(uint32_t u) const {
+  // The summers' end of a sample: their sums, to the block's table.
+  __device__ __forceinline__ void write_entries(uint32_t u, const float (&a)[kVec], const float (&b)[kVec]) const {
+    __syncwarp();
+    if (u > 0) barrier_wait(&s.drained, (u & 1) ^ 1);
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) tables.entries[j * kRowThreads + tid] = make_float2(a[j], b[j]);
+    barrier_arrive(&s.summed);
+  }
+  // The publishers' sums over the threads of each channel. take(c, sums) is called by one thread for each channel,
+  // always the same.
+  template <typename Take>
+  __device__ __forceinline__ void add_entries(Take take) const {
+    const uint32_t lanes = 1u << d.channel_lanes_log2, member = tid & (lanes - 1);
+    for (uint32_t c0 = 0; c0 < d.channels; c0 += kRowPublishThreads >> d.channel_lanes_log2) {
+      const uint32_t c = c0 + (tid >> d.channel_lanes_log2);
+      float2 v = make_float2(0.f, 0.f);
+      for (uint32_t element = c; c < d.channels && element < d.turns * d.channels; element += d.channels) {
+        const float2* const from = tables.entries + element % kVec * kRowThreads + element / kVec;
+#pragma unroll 4
+        for (uint32_t w = member; w < d.walkers; w += lanes) {
+          const float2 part = from[w * d.vectors];
+          v.x += part.x;
+          v.y += part.y;
+        }
+      }
+      __syncwarp();
+      v.x = lanes_sum(v.x, lanes);
+      v.y = lanes_sum(v.y, lanes);
+      if (c < d.channels && member == 0) take(c, v);
+    }
+    named_barrier(1, kRowPublishThreads);
+  }
+  // The block's word of each group: word_of(g, lanes, member) is called by all lanes.
+  template <typename WordOf>
+  __device__ __forceinline__ void tell(uint32_t u, WordOf word_of) const {
+    const uint32_t lanes = 1u << d.group_lanes_log2, member = tid & (lanes - 1);
+    for (uint32_t first = tid / 32 * 32 >> d.group_lanes_log2; first < d.groups;
+         first += kRowPublishThreads >> d.group_lanes_log2) {
+      const uint32_t g = first + (lane >> d.group_lanes_log2);
+      const uint64_t word = word_of(g, lanes, member);
+      if (g < d.groups && member == 0) store_word(p.words + (group0(u) + g) * d.blocks + rank, word);
+    }
+    barrier_arrive(&s.drained);
+    // No more than two samples ahead of the collectors: a phase that these have not seen must not end twice.
     barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1);
     __syncwarp();
     barrier_arrive(&s.published[u & 1]);
+    if (tid == 0) store_counter(&s.samples_told, u + 1);
   }
 
   // Sum over the aligned `lanes` lanes around this one.
@@ -253,60 +308,81 @@ struct RowBlock {
 
   __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + (u & 1) * d.groups; }
 
-  // The collectors: merge(g, word) is called for each group's words by the lanes of a group, kBatch at a time, and
-  // finish(g) after the last; both by all lanes, those of groups that do not exist get zeros.
-  template <typename Begin, typename Merge, typename Finish>
-  __device__ __forceinline__ void collect(Begin begin, Merge merge, Finish finish) const {
-    constexpr int kBatch = 5;  // words under way
+  // The collectors: merge(state, word, there, block, is_first) is called for each group's words, by all lanes of a
+  // group, and finish(u, g, state) by the first lane after the last of them.
+  template <typename State, typename Merge, typename Finish>
+  __device__ __forceinline__ void collect(Merge merge, Finish finish) const {
+    constexpr int kBatch = 5, kSets = 3;  // words under way: of a group, groups
     const uint32_t lanes = 1u << d.team_lanes_log2, member = tid & (lanes - 1);
+    const uint32_t step = kRowCollectThreads >> d.team_lanes_log2;  // groups
     for (uint32_t u = 0; u < samples; ++u) {
       // Polls before that would only keep the words' lines busy for the others.
       barrier_wait(&s.published[u & 1], parity_of(u));
       barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
       __syncwarp();
-      for (uint32_t first = tid / 32 * 32 >> d.team_lanes_log2; first < d.groups;
-           first += kCollectors * 32 >> d.team_lanes_log2) {
-        const uint32_t g = first + (lane >> d.team_lanes_log2);
-        auto state = begin();
+      for (uint32_t first = tid / 32 * 32 >> d.team_lanes_log2; first < d.groups; first += step * kSets) {
+        State state[kSets];
         for (uint32_t block0 = 0; block0 < d.blocks; block0 += kBatch * lanes) {
-          const uint64_t* const from = p.words + (group0(u) + g) * d.blocks + block0 + member;
-          uint64_t word[kBatch];
+          uint64_t word[kSets][kBatch];
+          const auto from = [&](int i, int k) {
+            const uint32_t g = first + i * step + (lane >> d.team_lanes_log2), block = block0 + member + k * lanes;
+            return g < d.groups && block < d.blocks ? p.words + (group0(u) + g) * d.blocks + block : nullptr;
+          };
 #pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            const bool there = g < d.groups && block0 + member + k * lanes < d.blocks;
-            word[k] = there ? load_word(from + k * lanes) : 1;
+          for (int i = 0; i < kSets; ++i) {
+#pragma unroll
+            for (int k = 0; k < kBatch; ++k) {
+              const uint64_t* const at = from(i, k);
+              word[i][k] = at ? load_word(at) : 1;
+            }
           }
 #pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            if (word[k] == 0) word[k] = wait_word(from + k * lanes);
+          for (int i = 0; i < kSets; ++i) {
+#pragma unroll
+            for (int k = 0; k < kBatch; ++k) {
+              if (word[i][k] == 0) word[i][k] = wait_word(from(i, k));
+            }
           }
           __syncwarp();
 #pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            const uint32_t block = block0 + member + k * lanes;
-            merge(state, word[k], g < d.groups && block < d.blocks, block, block0 == 0 && k == 0);
+          for (int i = 0; i < kSets; ++i) {
+#pragma unroll
+            for (int k = 0; k < kBatch; ++k) {
+              const uint32_t block = block0 + member + k * lanes;
+              merge(state[i], word[i][k], from(i, k) != nullptr, block, block0 == 0 && k == 0);
+            }
           }
         }
         __syncwarp();
-        state.x = lanes_sum(state.x, lanes);
-        state.y = lanes_sum(state.y, lanes);
-        if (g < d.groups && member == 0) finish(u, g, state);
+#pragma unroll
+        for (int i = 0; i < kSets; ++i) {
+          state[i].x = lanes_sum(state[i].x, lanes);
+          state[i].y = lanes_sum(state[i].y, lanes);
+        }
+#pragma unroll
+        for (int i = 0; i < kSets; ++i) {
+          const uint32_t g = first + i * step + (lane >> d.team_lanes_log2);
+          if (g < d.groups && member == 0) finish(u, g, state[i]);
+        }
       }
       barrier_arrive(&s.ready[u & 1]);
     }
   }
 };
 
-__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing, uint32_t collectors) {
+__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing) {
   for (uint32_t k = 0; k < slots; ++k) {
     barrier_init(&barriers->loaded[k], 1);
     barrier_init(&barriers->freed[k], freeing);
   }
   for (int i = 0; i < 2; ++i) {
-    barrier_init(&barriers->published[i], kRowThreads);
-    barrier_init(&barriers->ready[i], collectors);
+    barrier_init(&barriers->published[i], kRowPublishThreads);
+    barrier_init(&barriers->ready[i], kRowCollectThreads);
     barrier_init(&barriers->taken[i], kRowThreads);
   }
+  barrier_init(&barriers->summed, kRowThreads);
+  barrier_init(&barriers->drained, kRowPublishThreads);
+  barriers->samples_told = barriers->chunks_again = 0;
   barrier_init_fence();
 }
 
@@ -314,17 +390,26 @@ __device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t sl
 template <typename Block, typename Params, int kTensors>
 __device__ __forceinline__ void run_roles(const Params& p, char* memory, const RowTables& t, RowBarriers& barriers,
                                           const void* const (&tensors)[kTensors]) {
-  if (threadIdx.x == 0) init_barriers(&barriers, p.shares.slots, Block::kFreeing, Block::kCollectors * 32);
-  for (uint32_t c = threadIdx.x; c < p.shares.channels; c += Block::kThreads) {
+  if (threadIdx.x == 0) init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing);
+  for (uint32_t c = threadIdx.x; c < p.shares.channels; c += kRowBlockThreads) {
     t.affines[c] = affine_of(p.weight, p.bias, c, p.affine_dtype);
   }
   __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  constexpr int kFirstSummer = 1 + Block::kCollectors, kFirstWriter = kFirstSummer + kRowRoleWarps;
-  const int first = warp >= kFirstWriter ? kFirstWriter : warp >= kFirstSummer ? kFirstSummer : warp > 0 ? 1 : 0;
+  constexpr int kFirstCollector = 2 + kRowPublishers, kFirstSummer = kFirstCollector + kRowCollectors;
+  constexpr int kFirstWriter = kFirstSummer + kRowRoleWarps;
+  const int first = warp >= kFirstWriter      ? kFirstWriter
+                    : warp >= kFirstSummer    ? kFirstSummer
+                    : warp >= kFirstCollector ? kFirstCollector
+                    : warp >= 2               ? 2
+                                              : warp;
   Block block(p, memory, t, barriers, threadIdx.x - first * 32);
   if (warp == 0) {
     if (threadIdx.x == 0) block.produce(tensors);
+  } else if (warp == 1) {
+    if (threadIdx.x == 32) block.produce_again(tensors);
+  } else if (warp < kFirstCollector) {
+    block.publish();
   } else if (warp < kFirstSummer) {
     block.gather();
   } else if (warp < kFirstWriter) {
@@ -332,6 +417,17 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
   } else {
     block.write();
   }
+}
+
+// The tables after `slots` slots.
+__device__ __forceinline__ RowTables place_tables(char* memory, const RowShares& d, int tensors, int vec) {
+  RowTables t;
+  t.entries = reinterpret_cast<float2*>(memory + (d.slots + d.again_slots) * d.tensor_bytes * tensors);
+  t.sums = t.entries + kRowThreads * vec;
+  t.affines = t.sums + d.channels;
+  t.totals = t.affines + d.channels;
+  t.stats = t.totals + d.channels;
+  return t;
 }
 
 #endif

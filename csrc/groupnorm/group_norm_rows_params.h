@@ -5,8 +5,8 @@
 // unless C is no multiple of a vector. A share lies in one piece.
 //
 // Chunks of a share either stay in their slots from the sums to the results, or are read again: the first `rereads` of
-// them give their slots up once they are summed up and come a second time, from L2, when the statistics are on their
-// way. The order in which chunks take slots: summed only of sample u, again of u - 1, kept of u.
+// them give their slots up once they are summed up and come a second time, from L2, into slots of their own, when the
+// block's sums are known.
 #pragma once
 
 #include "group_norm_columns_params.h"
@@ -20,22 +20,20 @@ struct RowShares {
   uint32_t vectors = 0;            // of a row
   uint32_t walkers = 0;            // rows that the threads of a role have at a time
   uint32_t chunk_rows = 0;         // walkers times a thread's vectors of a chunk
-  uint32_t chunks = 0, rereads = 0, slots = 0;
-  uint32_t ahead = 0;         // chunks that come to L2 before they have a slot
+  uint32_t chunks = 0, rereads = 0;
+  uint32_t slots = 0, again_slots = 0;  // of chunks that come for the first time, and again
+  uint32_t ahead = 0;                   // chunks that come to L2 before they have a slot
+  uint32_t distance = 0;                // chunks from one that comes to one that comes again, at most; 0: any
+  bool backwards = false;               // the last come again first: those are in L2 of a sample that is larger
   uint32_t tensor_bytes = 0;  // of a slot for each tensor
   uint32_t channels = 0, channels_per_group = 1, groups = 1;
   uint32_t turns = 1;  // a row is so many times all channels
-  // Runs: neighbouring elements of a vector that are of one group whatever the vector.
-  uint32_t run_log2 = 0, vector_runs_log2 = 0;
-  uint32_t group_runs = 1, turn_runs = 1;  // of a group, of a turn
-  // Lanes that merge a group's runs and a channel's sums in a block, and a group's words. One step of the first is so
-  // many walkers and runs.
-  uint32_t block_lanes_log2 = 0, channel_lanes_log2 = 0, team_lanes_log2 = 0;
-  uint32_t lanes_walkers = 1, lanes_runs = 0;
+  // Lanes that add up a channel's sums, a group's channels and a group's words.
+  uint32_t channel_lanes_log2 = 0, group_lanes_log2 = 0, team_lanes_log2 = 0;
   // Values of a group that a block has: the first blocks, the one after them; none have the others.
   uint32_t full_blocks = 0;
   float full_count = 0, rest_count = 0, total_count = 0;
-  ColumnDivisor by_blocks, by_vectors, by_walkers, by_slots, by_channels, by_channels_per_group, by_group_runs;
+  ColumnDivisor by_blocks, by_vectors, by_walkers, by_slots, by_channels, by_channels_per_group;
 };
 
 struct GroupNormRowsFwdParams : GroupNormFwdArgs {
@@ -50,6 +48,7 @@ struct GroupNormRowsBwdParams : GroupNormBwdArgs {
 };
 
 inline constexpr int kRowSlots = 32, kRowThreads = 256;  // of a block, of a role that goes through x
+inline constexpr int kRowPublishers = 3, kRowCollectors = 3;  // warps
 inline constexpr int kRowPasses = 4;                     // vectors of a chunk, of all tensors, that a thread handles
 
 }  // namespace kgopt

@@ -16,6 +16,8 @@ struct RowPlan {
   int64_t words = 0;
 };
 
+inline constexpr uint32_t kRowAgain = 3;  // slots of chunks that come again
+
 // Shares for so many teams, with at least so many chunks read again. False where there are none.
 inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t rereads, RowPlan* plan) {
   const GroupNormDims& d = in.dims;
@@ -39,16 +41,9 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.groups = static_cast<uint32_t>(d.g);
   p.channels_per_group = p.channels / p.groups;
 
-  const uint32_t run = std::gcd(p.channels_per_group, static_cast<uint32_t>(vec));
-  p.run_log2 = log2_below(run, 3);
-  p.vector_runs_log2 = log2_below(vec / run, 3);
-  p.group_runs = p.channels_per_group / run;
-  p.turn_runs = p.channels / run;
-  // Of the forward, a group's runs; of the backward, its channels.
-  p.block_lanes_log2 = log2_below(in.tensors == 1 ? int64_t(p.group_runs) * p.walkers : p.channels_per_group, 5);
-  p.lanes_walkers = (1u << p.block_lanes_log2) / p.group_runs;
-  p.lanes_runs = (1u << p.block_lanes_log2) % p.group_runs;
-  p.channel_lanes_log2 = log2_below(std::min<int64_t>(kRowThreads / std::min(p.channels, 256u), p.walkers), 5);
+  p.group_lanes_log2 = log2_below(p.channels_per_group, 5);
+  const int64_t share_of_channel = std::max<int64_t>(1, kRowPublishers * 32 / p.channels);
+  p.channel_lanes_log2 = log2_below(std::min<int64_t>(share_of_channel, p.walkers), 5);
   p.team_lanes_log2 = log2_below(p.blocks, 5);
   while (p.team_lanes_log2 > 0 && (5u << (p.team_lanes_log2 - 1)) >= p.blocks) --p.team_lanes_log2;
   const double per_row = double(p.channels_per_group) * p.turns;
@@ -57,24 +52,44 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.rest_count = static_cast<float>((p.rows - p.full_blocks * p.share) * per_row);
   p.total_count = static_cast<float>(p.rows * per_row);
 
-  const int64_t entries = in.tensors == 1 ? int64_t(1) << p.vector_runs_log2 : vec;
-  const int64_t rest = in.tensors == 1 ? kRowThreads * 4 : p.channels * 16;
-  const int64_t tables = entries * kRowThreads * 8 + p.groups * 16 + p.channels * 8 + rest;
+  // Entries of threads and channels, pivots or channels' sums, parameters, statistics.
+  const int64_t tables = int64_t(vec) * kRowThreads * 8 + p.channels * 24 + p.groups * 16;
   const int64_t slot = int64_t(p.tensor_bytes) * in.tensors;
   plan->smem_limit = static_cast<int>(in.smem_bytes) - 1024;
-  p.slots = static_cast<uint32_t>(std::clamp<int64_t>((plan->smem_limit - tables) / slot, 0, kRowSlots));
-  if (p.slots < 2) return false;
-  p.rereads = std::min(p.chunks, std::max(rereads, p.chunks > p.slots ? p.chunks - p.slots : 0));
+  const int64_t slots = std::min<int64_t>((plan->smem_limit - tables) / slot, kRowSlots);
+  if (slots < 4) return false;
+  p.rereads = std::min(p.chunks, std::max(rereads, p.chunks > slots ? p.chunks - uint32_t(slots) + kRowAgain : 0));
+  p.again_slots = p.rereads > 0 ? kRowAgain : 0;
+  if (p.rereads == p.chunks) p.again_slots = static_cast<uint32_t>(slots) / 2;
+  p.slots = static_cast<uint32_t>(slots) - p.again_slots;
   p.by_blocks = divisor(p.blocks);
   p.by_vectors = divisor(p.vectors);
   p.by_walkers = divisor(p.walkers);
   p.by_slots = divisor(p.slots);
   p.by_channels = divisor(p.channels);
   p.by_channels_per_group = divisor(p.channels_per_group);
-  p.by_group_runs = divisor(p.group_runs);
-  plan->smem_bytes = static_cast<int>(p.slots * slot + tables);
+  plan->smem_bytes = static_cast<int>(slots * slot + tables);
   plan->words = d.n * d.g * p.blocks;
   return true;
+}
+
+inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
+  const GroupNormDims& d = in.dims;
+  RowPlan plan;
+  auto refuse = [&](const char* why) {
+    plan = RowPlan();
+    plan.refusal = why;
+    return plan;
+  };
+  if (!d.channels_last) return refuse("x is contiguous");
+  if (in.max_blocks == 0) return refuse("bulk copies need compute capability 9.0 and code built for it");
+  if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
+  if (!in.aligned) return refuse("a tensor does not start at a multiple of 16 bytes");
+  const int64_t bytes = d.numel() * dtype_size(d.dtype), limit = int64_t(1) << 30;
+  if (d.s >= limit || d.c >= (1 << 20) || d.n * d.g >= limit) return refuse("over 2^30 positions or groups");
+  if (bytes / d.n < kColumnLeastSlab) return refuse("a sample is below 256 KB: two passes are faster");
+  if (!set_row_shares(in, 1, 0, &plan)) return refuse("a row is no whole vectors, or too long");
+  return plan;
 }
 
 }  // namespace kgopt
