@@ -1139,21 +1139,20 @@ def test_plan_group_norm_cluster_refuses(why, change):
     per_group=st.integers(1, 40),
     s=st.one_of(st.integers(1, 100), st.integers(1, 300_000)),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
-    tensors=st.sampled_from([1, 2]),
     sm_count=st.sampled_from([132, 114, 7]),
 )
-def test_plan_group_norm_columns(n, groups, per_group, s, dtype, tensors, sm_count):
+def test_plan_group_norm_columns(n, groups, per_group, s, dtype, sm_count):
     """Slabs, shares and vectors cover x once; what a block keeps fits, and all blocks of a grid run at a time."""
     c, size = groups * per_group, 4 if dtype == "float32" else 2
     vec = 16 // size
-    p = dev.plan_group_norm_columns(n, c, s, groups, dtype, tensors, sm_count=sm_count)
+    p = dev.plan_group_norm_columns(n, c, s, groups, dtype, sm_count=sm_count)
     if "refusal" in p:
         small = c * s * size < 256 << 10
         turns = vec // math.gcd(c, vec)
         # A row is at most what the threads hold, and beside it lie the tables of its channels, which have an entry for
-        # every value of a half type where groups are odd. Backward is choosier.
+        # every value of a half type where groups are odd.
         longest = 1000 if size == 2 and per_group % 2 else 2048
-        assert tensors == 2 or small or s % turns or c * turns * size > longest, p["refusal"]
+        assert small or s % turns or c * turns * size > longest, p["refusal"]
         return
     assert p["slabs"] == n * p["slabs_per_sample"]
     assert p["slabs_per_sample"] * p["channels"] == c
@@ -1179,16 +1178,11 @@ def test_plan_group_norm_columns(n, groups, per_group, s, dtype, tensors, sm_cou
     assert p["walkers"] * p["warps_per_row"] * 32 <= p["threads"] <= 512
     assert p["stride"] == p["walkers"] * p["positions"]
     assert p["blocks"] * p["share"] >= p["rows"]
-    passes = dev.ROW_PASSES // tensors if p["roles"] else dev.COLUMN_PASSES
-    assert p["chunks"] * passes * p["stride"] >= p["share"]
+    assert p["chunks"] * dev.COLUMN_PASSES * p["stride"] >= p["share"]
     assert not p["cluster"] or p["chunks"] <= dev.COLUMN_SLOTS
-    slots = p["slots"] if p["roles"] else min(p["chunks"], dev.COLUMN_SLOTS)
-    assert p["data_bytes"] == slots * p["slot_bytes"]
-    assert p["slot_bytes"] == passes * p["stride"] * p["vectors"] * 16 * tensors
+    assert p["data_bytes"] == min(p["chunks"], dev.COLUMN_SLOTS) * p["slot_bytes"]
+    assert p["slot_bytes"] == dev.COLUMN_PASSES * p["stride"] * p["vectors"] * 16
     assert p["data_bytes"] < p["smem_bytes"] <= 227 << 10
-    assert p["roles"] or tensors == 1
-    # Or a sample could wait for its own chunks to make room.
-    assert not p["roles"] or (p["slabs_per_sample"] == 1 and p["chunks"] <= slots)
     # Runs are of one group wherever they lie; counts are those of all blocks together.
     assert vec % p["run"] == 0
     assert per_group == p["run"] * p["group_runs"]
@@ -1201,6 +1195,7 @@ def test_plan_group_norm_columns(n, groups, per_group, s, dtype, tensors, sm_cou
     ("why", "change"),
     [
         ("contiguous", {"channels_last": False}),
+        ("whole samples", {"tensors": 2}),
         ("compute capability", {"max_blocks": 0}),
         ("float64", {"dtype": "float64"}),
         ("multiple of 16", {"aligned": False}),
@@ -1230,24 +1225,50 @@ def test_plan_group_norm_columns_teams(sizes, slabs, teams, blocks):
     p = dev.plan_group_norm_columns(**sizes)
     assert (p["slabs"], p["teams"], p["blocks"]) == (slabs, teams, blocks)
     assert not p["cluster"]
-    assert not p["roles"]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "teams", "chunks"),
-    [
-        # As measured on an H200.
-        ({"n": 128, "c": 24, "s": 19800, "g": 8}, 4, 4),
-        ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16"}, 10, 5),
-        ({"n": 128, "c": 64, "s": 15876, "g": 16}, 2, 4),
-        ({"n": 128, "c": 24, "s": 19800, "g": 8, "tensors": 2}, 2, 4),
-        ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16", "tensors": 2}, 2, 4),
-        ({"n": 1, "c": 512, "s": 5120, "g": 32, "tensors": 2}, 1, 10),
-    ],
+@settings(max_examples=400, deadline=None)
+@given(
+    n=st.integers(1, 200),
+    groups=st.integers(1, 64),
+    per_group=st.integers(1, 40),
+    s=st.one_of(st.integers(1, 100), st.integers(1, 3_000_000)),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    tensors=st.sampled_from([1, 2]),
+    long_chain=st.booleans(),
+    sm_count=st.sampled_from([132, 114, 7]),
 )
-def test_plan_group_norm_columns_with_roles(sizes, teams, chunks):
-    p = dev.plan_group_norm_columns(**sizes)
-    assert (p["roles"], p["teams"], p["chunks"]) == (True, teams, chunks)
+def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chain, sm_count):
+    """Shares and chunks cover a sample once, slots fit, and nobody waits for a slot that only later loads make free."""
+    c, size = groups * per_group, 4 if dtype == "float32" else 2
+    vec = 16 // size
+    p = dev.plan_group_norm_rows(n, c, s, groups, dtype, tensors, long_chain=long_chain, sm_count=sm_count)
+    if "refusal" in p:
+        return
+    assert p["teams"] <= n
+    assert 1 <= p["teams"] * p["blocks"] <= sm_count
+    assert p["rows"] * p["turns"] == s
+    assert p["vectors"] * vec == c * p["turns"]
+    assert p["words"] == n * groups * p["blocks"]
+    # Every vector has its block, its thread and its chunk.
+    assert p["blocks"] * p["share"] >= p["rows"]
+    assert 1 <= p["walkers"] * p["vectors"] <= dev.ROW_THREADS
+    assert p["chunk_rows"] == p["walkers"] * dev.ROW_PASSES // tensors
+    assert p["chunks"] * p["chunk_rows"] >= p["share"] > (p["chunks"] - 1) * p["chunk_rows"]
+    assert p["tensor_bytes"] == p["chunk_rows"] * p["vectors"] * 16
+    slots = p["slots"] + p["again_slots"]
+    assert slots <= dev.ROW_SLOTS
+    assert slots * p["tensor_bytes"] * tensors < p["smem_bytes"] <= 227 << 10
+    # What stays has a slot at the same time as all of its sample that stays.
+    assert p["chunks"] - p["rereads"] <= p["slots"]
+    assert (p["rereads"] > 0) == (p["again_slots"] > 0)
+    assert p["distance"] == 0 or p["distance"] >= p["rereads"]
+    # Lanes of a warp, or less than the threads that there are.
+    assert p["channel_lanes"] <= p["walkers"]
+    assert max(p["channel_lanes"], p["group_lanes"], p["team_lanes"]) <= 32
+    assert p["team_lanes"] <= p["blocks"]
+    assert p["total_count"] == pytest.approx(s * per_group, rel=1e-6)
+    assert p["full_blocks"] * p["full_count"] + p["rest_count"] == pytest.approx(s * per_group, rel=1e-5)
 
 
 def divides(by, largest):

@@ -1,6 +1,6 @@
 // GroupNorm forward of channels_last tensors with x on chip, for GPUs with clusters.
-#include "group_norm_columns_launch.h"
 #include "group_norm_columns_kernel.cuh"
+#include "group_norm_columns_launch.h"
 #include "groupnorm.h"
 
 namespace kgopt {

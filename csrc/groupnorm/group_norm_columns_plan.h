@@ -13,7 +13,7 @@ namespace kgopt {
 
 struct ColumnPlanInput {
   GroupNormDims dims;
-  int tensors = 1;          // that stay on chip: x, or x and dy
+  int tensors = 1;          // that are read: x, or x and dy
   bool aligned = true;      // x and y start at a multiple of 16 bytes
   bool long_chain = false;  // the activations are walked at run time
   int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters
@@ -38,7 +38,6 @@ struct ColumnChoice {
   uint32_t teams = 1;
   bool cluster = false;
   int threads = kColumnMaxThreads;  // that go through x
-  int passes = kColumnPasses;
 };
 
 inline int log2_below(int64_t n, int most) {
@@ -85,10 +84,10 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   if (p.walkers == 0) return false;
   p.stride = p.walkers * p.positions;
   const int64_t passes = (p.share + p.stride - 1) / p.stride;
-  p.chunks = static_cast<uint32_t>((passes + choice.passes - 1) / choice.passes);
+  p.chunks = static_cast<uint32_t>((passes + kColumnPasses - 1) / kColumnPasses);
   if (choice.cluster && p.chunks > kColumnSlots) return false;
   p.pass_bytes = p.stride * p.vectors * 16;
-  p.slot_bytes = p.pass_bytes * choice.passes;
+  p.slot_bytes = p.pass_bytes * kColumnPasses;
   p.data_bytes = p.slot_bytes * std::min<uint32_t>(p.chunks, kColumnSlots);
 
   const uint32_t run = std::gcd(p.channels_per_group, static_cast<uint32_t>(vec));
@@ -193,6 +192,7 @@ inline ColumnPlan plan_group_norm_columns(const ColumnPlanInput& in) {
     return plan;
   };
   if (!d.channels_last) return refuse("x is contiguous");
+  if (in.tensors == 2) return refuse("backward goes through whole samples");
   if (in.max_blocks == 0) return refuse("clusters need compute capability 9.0 and code built for it");
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (!in.aligned) return refuse("x or y does not start at a multiple of 16 bytes");

@@ -1,6 +1,6 @@
-// GroupNorm backward of channels_last tensors by blocks with roles, see group_norm_rows_kernel.cuh. The formulas are those
-// of group_norm_backward.cu. Where the activation is slow to differentiate, the summers leave dz in dy's place, rounded
-// as dy is, where the chunk stays.
+// GroupNorm backward of channels_last tensors by blocks with roles, see group_norm_rows_kernel.cuh. The formulas are
+// those of group_norm_backward.cu. Where the activation is slow to differentiate, the summers leave dz in dy's place,
+// rounded as dy is, where the chunk stays.
 #include "group_norm_columns_launch.h"
 #include "group_norm_rows_kernel.cuh"
 #include "group_norm_rows_plan.h"

@@ -312,7 +312,7 @@ struct RowBlock {
   // group, and finish(u, g, state) by the first lane after the last of them.
   template <typename State, typename Merge, typename Finish>
   __device__ __forceinline__ void collect(Merge merge, Finish finish) const {
-    constexpr int kBatch = 5, kSets = 3;  // words under way: of a group, groups
+    constexpr int kBatch = 5, kSets = 2;  // words under way: of a group, groups
     const uint32_t lanes = 1u << d.team_lanes_log2, member = tid & (lanes - 1);
     const uint32_t step = kRowCollectThreads >> d.team_lanes_log2;  // groups
     for (uint32_t u = 0; u < samples; ++u) {
@@ -320,36 +320,48 @@ struct RowBlock {
       barrier_wait(&s.published[u & 1], parity_of(u));
       barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
       __syncwarp();
+      const uint64_t* const words = p.words + group0(u) * d.blocks;
       for (uint32_t first = tid / 32 * 32 >> d.team_lanes_log2; first < d.groups; first += step * kSets) {
         State state[kSets];
         for (uint32_t block0 = 0; block0 < d.blocks; block0 += kBatch * lanes) {
+          // Bit i * kBatch + k: whether there is such a word, and whether it has yet to come.
+          uint32_t there = 0;
           uint64_t word[kSets][kBatch];
-          const auto from = [&](int i, int k) {
-            const uint32_t g = first + i * step + (lane >> d.team_lanes_log2), block = block0 + member + k * lanes;
-            return g < d.groups && block < d.blocks ? p.words + (group0(u) + g) * d.blocks + block : nullptr;
-          };
 #pragma unroll
           for (int i = 0; i < kSets; ++i) {
+            const uint32_t g = first + i * step + (lane >> d.team_lanes_log2);
 #pragma unroll
             for (int k = 0; k < kBatch; ++k) {
-              const uint64_t* const at = from(i, k);
-              word[i][k] = at ? load_word(at) : 1;
+              if (g < d.groups && block0 + member + k * lanes < d.blocks) there |= 1u << (i * kBatch + k);
+              word[i][k] = 0;
             }
           }
+          const uint32_t at = (first + (lane >> d.team_lanes_log2)) * d.blocks + block0 + member;
+          uint32_t missing = there;
+          do {  // all of them at once: one after the other, each would be a trip to L2
 #pragma unroll
-          for (int i = 0; i < kSets; ++i) {
+            for (int i = 0; i < kSets; ++i) {
 #pragma unroll
-            for (int k = 0; k < kBatch; ++k) {
-              if (word[i][k] == 0) word[i][k] = wait_word(from(i, k));
+              for (int k = 0; k < kBatch; ++k) {
+                if (missing >> (i * kBatch + k) & 1) {
+                  word[i][k] = load_word(words + (at + i * step * d.blocks + k * lanes));
+                }
+              }
             }
-          }
-          __syncwarp();
+#pragma unroll
+            for (int i = 0; i < kSets; ++i) {
+#pragma unroll
+              for (int k = 0; k < kBatch; ++k) {
+                if (word[i][k] != 0) missing &= ~(1u << (i * kBatch + k));
+              }
+            }
+          } while (__any_sync(0xffffffffu, missing != 0));
 #pragma unroll
           for (int i = 0; i < kSets; ++i) {
 #pragma unroll
             for (int k = 0; k < kBatch; ++k) {
-              const uint32_t block = block0 + member + k * lanes;
-              merge(state[i], word[i][k], from(i, k) != nullptr, block, block0 == 0 && k == 0);
+              merge(state[i], word[i][k], there >> (i * kBatch + k) & 1, block0 + member + k * lanes,
+                    block0 == 0 && k == 0);
             }
           }
         }

@@ -25,7 +25,7 @@ struct RowShares {
   uint32_t ahead = 0;                   // chunks that come to L2 before they have a slot
   uint32_t distance = 0;                // chunks from one that comes to one that comes again, at most; 0: any
   bool backwards = false;               // the last come again first: those are in L2 of a sample that is larger
-  uint32_t tensor_bytes = 0;  // of a slot for each tensor
+  uint32_t tensor_bytes = 0;            // of a slot for each tensor
   uint32_t channels = 0, channels_per_group = 1, groups = 1;
   uint32_t turns = 1;  // a row is so many times all channels
   // Lanes that add up a channel's sums, a group's channels and a group's words.
@@ -47,8 +47,8 @@ struct GroupNormRowsBwdParams : GroupNormBwdArgs {
   float* block_sums = nullptr;  // [teams * blocks][C][2]: sum of dz and of dz * xhat over a block's positions
 };
 
-inline constexpr int kRowSlots = 32, kRowThreads = 256;  // of a block, of a role that goes through x
-inline constexpr int kRowPublishers = 3, kRowCollectors = 3;  // warps
-inline constexpr int kRowPasses = 4;                     // vectors of a chunk, of all tensors, that a thread handles
+inline constexpr int kRowSlots = 32, kRowThreads = 256;       // of a block, of a role that goes through x
+inline constexpr int kRowPublishers = 2, kRowCollectors = 4;  // warps
+inline constexpr int kRowPasses = 4;  // vectors of a chunk, of all tensors, that a thread handles
 
 }  // namespace kgopt
