@@ -73,26 +73,31 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
 
   // The block's sums of dz weight and of dz weight xhat of its groups, and of dz and dz xhat of its channels.
   __device__ __forceinline__ void publish() const {
+    const auto rstd_of = [&](uint32_t u, uint32_t element) {
+      const uint32_t c = d.turns == 1 ? element : element - d.by_channels(element) * d.channels;
+      return p.rstd[group0(u) + d.by_channels_per_group(c)];
+    };
+    const uint32_t elements = d.vectors * kVec, first = min(this->first_element(), elements - 1);
     for (uint32_t u = 0; u < samples; ++u) {
+      const float first_rstd = rstd_of(u, first);  // before the wait
       barrier_wait(&s.summed, u & 1);
       __syncwarp();
-      this->add_entries([&](uint32_t c, float2 v) {
-        v.y *= p.rstd[group0(u) + d.by_channels_per_group(c)];
-        tables.sums[c] = v;
+      this->add_entries([&](uint32_t element, float2 v, bool is_first) {
+        v.y *= is_first ? first_rstd : rstd_of(u, element);
+        tables.sums[element] = v;
         if (u > 0) {
-          v.x += tables.totals[c].x;
-          v.y += tables.totals[c].y;
+          v.x += tables.totals[element].x;
+          v.y += tables.totals[element].y;
         }
-        tables.totals[c] = v;
+        tables.totals[element] = v;
       });
       this->tell(u, [&](uint32_t g, uint32_t lanes, uint32_t member) {
         float2 sum = make_float2(0.f, 0.f);
-        for (uint32_t k = member; g < d.groups && k < d.channels_per_group; k += lanes) {
-          const uint32_t c = g * d.channels_per_group + k;
+        this->for_elements(g, lanes, member, [&](uint32_t element, uint32_t c) {
           const float weight = tables.affines[c].x;
-          sum.x += weight * tables.sums[c].x;
-          sum.y += weight * tables.sums[c].y;
-        }
+          sum.x += weight * tables.sums[element].x;
+          sum.y += weight * tables.sums[element].y;
+        });
         __syncwarp();
         sum.x = this->lanes_sum(sum.x, lanes);
         sum.y = this->lanes_sum(sum.y, lanes);
@@ -102,7 +107,12 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
     named_barrier(1, kRowPublishThreads);
     float2* const out = reinterpret_cast<float2*>(p.block_sums) + int64_t(blockIdx.x) * d.channels;
     for (uint32_t c = tid; c < d.channels; c += kRowPublishThreads) {
-      out[c] = samples == 0 ? make_float2(0.f, 0.f) : tables.totals[c];
+      float2 v = make_float2(0.f, 0.f);
+      for (uint32_t element = c; samples > 0 && element < elements; element += d.channels) {
+        v.x += tables.totals[element].x;
+        v.y += tables.totals[element].y;
+      }
+      out[c] = v;
     }
   }
 

@@ -78,26 +78,26 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
     Rows::write_entries(u, sum, squares);
   }
 
-  // The moments of the block's groups.
+  // The moments of the block's groups, from those of the row's elements.
   __device__ __forceinline__ void publish() const {
-    const float count = this->count_of(this->rank);  // of a group
-    const float of_channel = static_cast<float>(this->own * d.turns);
+    const float count = this->count_of(this->rank), rows = static_cast<float>(this->own);  // of a group, of an element
     for (uint32_t u = 0; u < samples; ++u) {
       barrier_wait(&s.summed, u & 1);
       __syncwarp();
-      this->add_entries([&](uint32_t c, float2 v) {
-        const float to_mean = count == 0.f ? 0.f : __fdividef(v.x, of_channel), rest = v.y - v.x * to_mean;
-        tables.sums[c] = make_float2(tables.pivots[c] + to_mean, rest < 0.f ? 0.f : rest);
+      this->add_entries([&](uint32_t element, float2 v, bool) {
+        const uint32_t c = d.turns == 1 ? element : element - d.by_channels(element) * d.channels;
+        const float to_mean = count == 0.f ? 0.f : __fdividef(v.x, rows), rest = v.y - v.x * to_mean;
+        tables.sums[element] = make_float2(tables.pivots[c] + to_mean, rest < 0.f ? 0.f : rest);
       });
       this->tell(u, [&](uint32_t g, uint32_t lanes, uint32_t member) {
-        const float2* const from = tables.sums + g * d.channels_per_group;
-        const float origin = g < d.groups ? from[0].x : 0.f;
+        const float origin = g < d.groups ? tables.sums[g * d.channels_per_group].x : 0.f;
         float a = 0.f, b = 0.f;
-        for (uint32_t k = member; g < d.groups && k < d.channels_per_group; k += lanes) {
-          const float distance = from[k].x - origin, weighted = of_channel * distance;
+        this->for_elements(g, lanes, member, [&](uint32_t element, uint32_t) {
+          const float2 moments = tables.sums[element];
+          const float distance = moments.x - origin, weighted = rows * distance;
           a += weighted;
-          b += from[k].y + weighted * distance;
-        }
+          b += moments.y + weighted * distance;
+        });
         __syncwarp();
         a = this->lanes_sum(a, lanes);
         b = this->lanes_sum(b, lanes);

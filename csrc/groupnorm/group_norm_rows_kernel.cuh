@@ -46,12 +46,12 @@ struct RowBarriers {
 // Shared memory after the slots.
 struct RowTables {
   float2* entries;  // [elements of a vector][threads of a role]
-  float2* sums;     // [channels], the block's of a sample
+  float2* sums;     // [elements of a row], the block's of a sample
   float2* affines;  // [channels] weight, bias
   float2* stats;    // [2][groups] mean and rstd; in the backward what is taken off
   union {
     float* pivots;   // [channels], of the forward: what its sums are relative to
-    float2* totals;  // [channels], of the backward: the block's sums of all samples
+    float2* totals;  // [elements of a row], of the backward: the block's sums of all samples
   };
 };
 
@@ -229,18 +229,14 @@ struct RowBlock {
       for (uint32_t i = 0; i < d.rereads; ++i, slot.next(d.again_slots)) {
         if (loads >= d.again_slots) barrier_wait(&s.freed[d.slots + slot.k], slot.parity ^ 1);
         load(u, chunk_again(i), d.slots + slot.k, tensors);
-        store_counter(&s.chunks_again, ++loads);
+        ++loads;
+        increment(&s.chunks_again);
       }
     }
   }
-  static __device__ __forceinline__ uint32_t load_counter(const uint32_t* p) {
-    uint32_t v;
-    asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");
-    return v;
-  }
-  static __device__ __forceinline__ void store_counter(uint32_t* p, uint32_t v) {
-    asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
-  }
+  // Atomics, so that compute-sanitizer knows that these are meant to be read at any time.
+  static __device__ __forceinline__ uint32_t load_counter(uint32_t* p) { return atomicAdd_block(p, 0); }
+  static __device__ __forceinline__ void increment(uint32_t* p) { atomicAdd_block(p, 1); }
 
   // The summers' end of a sample: their sums, to the block's table.
   __device__ __forceinline__ void write_entries(uint32_t u, const float (&a)[kVec], const float (&b)[kVec]) const {
@@ -251,16 +247,21 @@ struct RowBlock {
     for (int j = 0; j < kVec; ++j) tables.entries[j * kRowThreads + tid] = make_float2(a[j], b[j]);
     barrier_arrive(&s.summed);
   }
-  // The publishers' sums over the threads of each channel. take(c, sums) is called by one thread for each channel,
-  // always the same.
+  // The publishers' sums over the threads, of each element of the row. take(element, sums, is_first) is called by one
+  // thread for each, always the same; is_first of the first element that a thread has.
+  __device__ __forceinline__ uint32_t first_element() const {
+    const uint32_t i = tid >> d.element_lanes_log2, j = d.by_vectors(i);
+    return (i - j * d.vectors) * kVec + j;
+  }
   template <typename Take>
   __device__ __forceinline__ void add_entries(Take take) const {
-    const uint32_t lanes = 1u << d.channel_lanes_log2, member = tid & (lanes - 1);
-    for (uint32_t c0 = 0; c0 < d.channels; c0 += kRowPublishThreads >> d.channel_lanes_log2) {
-      const uint32_t c = c0 + (tid >> d.channel_lanes_log2);
+    const uint32_t lanes = 1u << d.element_lanes_log2, member = tid & (lanes - 1), elements = d.vectors * kVec;
+    for (uint32_t i0 = 0; i0 < elements; i0 += kRowPublishThreads >> d.element_lanes_log2) {
+      // Neighbours of a warp have neighbouring columns, which lie in different banks.
+      const uint32_t i = i0 + (tid >> d.element_lanes_log2), j = d.by_vectors(i), at = i - j * d.vectors;
       float2 v = make_float2(0.f, 0.f);
-      for (uint32_t element = c; c < d.channels && element < d.turns * d.channels; element += d.channels) {
-        const float2* const from = tables.entries + element % kVec * kRowThreads + element / kVec;
+      if (i < elements) {
+        const float2* const from = tables.entries + j * kRowThreads + at;
 #pragma unroll 4
         for (uint32_t w = member; w < d.walkers; w += lanes) {
           const float2 part = from[w * d.vectors];
@@ -271,9 +272,28 @@ struct RowBlock {
       __syncwarp();
       v.x = lanes_sum(v.x, lanes);
       v.y = lanes_sum(v.y, lanes);
-      if (c < d.channels && member == 0) take(c, v);
+      if (i < elements && member == 0) take(at * kVec + j, v, i0 == 0);
     }
     named_barrier(1, kRowPublishThreads);
+  }
+  // How many of a team's publishing warps have told their words of sample u. It says no more than that it is worth a
+  // look: nothing orders it after the words, whose own bits say that they are there.
+  __device__ __forceinline__ uint32_t* told_of(uint32_t u) const {
+    return reinterpret_cast<uint32_t*>(p.words + int64_t(d.samples) * d.groups * d.blocks) + sample(u);
+  }
+  // A lane's part of the elements of the row that are group g's: f(element, channel).
+  template <typename F>
+  __device__ __forceinline__ void for_elements(uint32_t g, uint32_t lanes, uint32_t member, F f) const {
+    const uint32_t per_group = d.channels_per_group, c0 = g * per_group;
+    if (g >= d.groups) return;
+    if (d.turns == 1) {
+      for (uint32_t k = member; k < per_group; k += lanes) f(c0 + k, c0 + k);
+      return;
+    }
+    for (uint32_t i = member; i < d.turns * per_group; i += lanes) {
+      const uint32_t turn = d.by_channels_per_group(i), c = c0 + i - turn * per_group;
+      f(turn * d.channels + c, c);
+    }
   }
   // The block's word of each group: word_of(g, lanes, member) is called by all lanes.
   template <typename WordOf>
@@ -285,12 +305,14 @@ struct RowBlock {
       const uint64_t word = word_of(g, lanes, member);
       if (g < d.groups && member == 0) store_word(p.words + (group0(u) + g) * d.blocks + rank, word);
     }
+    __syncwarp();
+    if (lane == 0) atomicAdd(told_of(u), 1);
     barrier_arrive(&s.drained);
     // No more than two samples ahead of the collectors: a phase that these have not seen must not end twice.
     barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1);
     __syncwarp();
     barrier_arrive(&s.published[u & 1]);
-    if (tid == 0) store_counter(&s.samples_told, u + 1);
+    if (tid == 0) increment(&s.samples_told);
   }
 
   // Sum over the aligned `lanes` lanes around this one.
@@ -316,9 +338,11 @@ struct RowBlock {
     const uint32_t lanes = 1u << d.team_lanes_log2, member = tid & (lanes - 1);
     const uint32_t step = kRowCollectThreads >> d.team_lanes_log2;  // groups
     for (uint32_t u = 0; u < samples; ++u) {
-      // Polls before that would only keep the words' lines busy for the others.
+      // Looks before that, or for the words themselves, would keep their lines busy for the others.
       barrier_wait(&s.published[u & 1], parity_of(u));
       barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
+      __syncwarp();
+      while (lane == 0 && load_relaxed(told_of(u)) < d.blocks * kRowPublishers) __nanosleep(d.poll);
       __syncwarp();
       const uint64_t* const words = p.words + group0(u) * d.blocks;
       for (uint32_t first = tid / 32 * 32 >> d.team_lanes_log2; first < d.groups; first += step * kSets) {
@@ -338,7 +362,7 @@ struct RowBlock {
           }
           const uint32_t at = (first + (lane >> d.team_lanes_log2)) * d.blocks + block0 + member;
           uint32_t missing = there;
-          do {  // all of them at once: one after the other, each would be a trip to L2
+          while (true) {  // all of them at once: one after the other, each would be a trip to L2
 #pragma unroll
             for (int i = 0; i < kSets; ++i) {
 #pragma unroll
@@ -355,7 +379,9 @@ struct RowBlock {
                 if (word[i][k] != 0) missing &= ~(1u << (i * kBatch + k));
               }
             }
-          } while (__any_sync(0xffffffffu, missing != 0));
+            if (!__any_sync(0xffffffffu, missing != 0)) break;
+            __nanosleep(d.poll);
+          }
 #pragma unroll
           for (int i = 0; i < kSets; ++i) {
 #pragma unroll
@@ -436,9 +462,9 @@ __device__ __forceinline__ RowTables place_tables(char* memory, const RowShares&
   RowTables t;
   t.entries = reinterpret_cast<float2*>(memory + (d.slots + d.again_slots) * d.tensor_bytes * tensors);
   t.sums = t.entries + kRowThreads * vec;
-  t.affines = t.sums + d.channels;
-  t.totals = t.affines + d.channels;
-  t.stats = t.totals + d.channels;
+  t.totals = t.sums + d.vectors * vec;
+  t.affines = t.totals + d.vectors * vec;
+  t.stats = t.affines + d.channels;
   return t;
 }
 

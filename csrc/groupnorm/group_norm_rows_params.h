@@ -24,12 +24,13 @@ struct RowShares {
   uint32_t slots = 0, again_slots = 0;  // of chunks that come for the first time, and again
   uint32_t ahead = 0;                   // chunks that come to L2 before they have a slot
   uint32_t distance = 0;                // chunks from one that comes to one that comes again, at most; 0: any
+  uint32_t poll = 100;                  // nanoseconds between two looks for the other blocks' words
   bool backwards = false;               // the last come again first: those are in L2 of a sample that is larger
   uint32_t tensor_bytes = 0;            // of a slot for each tensor
   uint32_t channels = 0, channels_per_group = 1, groups = 1;
   uint32_t turns = 1;  // a row is so many times all channels
-  // Lanes that add up a channel's sums, a group's channels and a group's words.
-  uint32_t channel_lanes_log2 = 0, group_lanes_log2 = 0, team_lanes_log2 = 0;
+  // Lanes that add up the sums of an element of the row, a group's elements and a group's words.
+  uint32_t element_lanes_log2 = 0, group_lanes_log2 = 0, team_lanes_log2 = 0;
   // Values of a group that a block has: the first blocks, the one after them; none have the others.
   uint32_t full_blocks = 0;
   float full_count = 0, rest_count = 0, total_count = 0;
@@ -38,17 +39,17 @@ struct RowShares {
 
 struct GroupNormRowsFwdParams : GroupNormFwdArgs {
   RowShares shares;
-  uint64_t* words = nullptr;  // [samples][groups][blocks] (words.cuh) moments; zero at launch
+  uint64_t* words = nullptr;  // zero at launch: [samples][groups][blocks] (words.cuh) moments; counts, see RowBlock
 };
 
 struct GroupNormRowsBwdParams : GroupNormBwdArgs {
   RowShares shares;
-  uint64_t* words = nullptr;    // [samples][groups][blocks] (words.cuh) two sums; zero at launch
+  uint64_t* words = nullptr;    // the same with two sums
   float* block_sums = nullptr;  // [teams * blocks][C][2]: sum of dz and of dz * xhat over a block's positions
 };
 
 inline constexpr int kRowSlots = 32, kRowThreads = 256;       // of a block, of a role that goes through x
-inline constexpr int kRowPublishers = 2, kRowCollectors = 4;  // warps
+inline constexpr int kRowPublishers = 4, kRowCollectors = 2;  // warps
 inline constexpr int kRowPasses = 4;  // vectors of a chunk, of all tensors, that a thread handles
 
 }  // namespace kgopt

@@ -41,9 +41,9 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.groups = static_cast<uint32_t>(d.g);
   p.channels_per_group = p.channels / p.groups;
 
-  p.group_lanes_log2 = log2_below(p.channels_per_group, 5);
-  const int64_t share_of_channel = std::max<int64_t>(1, kRowPublishers * 32 / p.channels);
-  p.channel_lanes_log2 = log2_below(std::min<int64_t>(share_of_channel, p.walkers), 5);
+  p.group_lanes_log2 = log2_below(int64_t(p.channels_per_group) * p.turns, 5);
+  const int64_t elements = vectors * vec, lanes = std::max<int64_t>(1, kRowPublishers * 32 / elements);
+  p.element_lanes_log2 = log2_below(std::min<int64_t>(lanes, p.walkers), 5);
   p.team_lanes_log2 = log2_below(p.blocks, 5);
   while (p.team_lanes_log2 > 0 && (5u << (p.team_lanes_log2 - 1)) >= p.blocks) --p.team_lanes_log2;
   const double per_row = double(p.channels_per_group) * p.turns;
@@ -52,8 +52,8 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.rest_count = static_cast<float>((p.rows - p.full_blocks * p.share) * per_row);
   p.total_count = static_cast<float>(p.rows * per_row);
 
-  // Entries of threads and channels, pivots or channels' sums, parameters, statistics.
-  const int64_t tables = int64_t(vec) * kRowThreads * 8 + p.channels * 24 + p.groups * 16;
+  // Entries of the threads, sums of a row's elements, pivots or sums of all samples, parameters, statistics.
+  const int64_t tables = int64_t(vec) * kRowThreads * 8 + elements * 16 + p.channels * 8 + p.groups * 16;
   const int64_t slot = int64_t(p.tensor_bytes) * in.tensors;
   plan->smem_limit = static_cast<int>(in.smem_bytes) - 1024;
   const int64_t slots = std::min<int64_t>((plan->smem_limit - tables) / slot, kRowSlots);
@@ -69,7 +69,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.by_channels = divisor(p.channels);
   p.by_channels_per_group = divisor(p.channels_per_group);
   plan->smem_bytes = static_cast<int>(slots * slot + tables);
-  plan->words = d.n * d.g * p.blocks;
+  plan->words = d.n * d.g * p.blocks + (d.n + 1) / 2;
   return true;
 }
 
