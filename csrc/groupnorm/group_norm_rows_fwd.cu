@@ -42,9 +42,14 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
       this->for_each_summed(&slot, [&](uint32_t t, uint32_t k, uint32_t left) {
         const T* const from = this->place(k);
         if (t == 0 && left > 0) {
+          const T* const row = from - tid * kVec;
           Vec<T, kVec> first;
+          if (d.turns == 1) {
+            first = load_vec<T, kVec>(row + this->column * kVec);
+          } else {
 #pragma unroll
-          for (int j = 0; j < kVec; ++j) first.v[j] = from[channel_of(j) - tid * kVec];
+            for (int j = 0; j < kVec; ++j) first.v[j] = row[channel_of(j)];
+          }
           values_of<Traits::kPre>(first, p.pre_act, sums.pivot);
         }
         Vec<T, kVec> input[kPasses];
@@ -136,16 +141,32 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
         });
   }
 
+  // What a thread knows of its channels before it knows their statistics: groups have sixteen bits each.
+  struct Channels {
+    float weight[kVec], bias[kVec];
+    uint32_t groups[kVec / 2];
+  };
+  __device__ __forceinline__ Channels channels() const {
+    Channels c;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float2 affine = tables.affines[channel_of(j)];
+      c.weight[j] = affine.x;
+      c.bias[j] = affine.y;
+      c.groups[j / 2] = j % 2 == 0 ? this->group_of(j) : c.groups[j / 2] | this->group_of(j) << 16;
+    }
+    return c;
+  }
   struct Coefficients {
     float mean[kFolds ? 1 : kVec], scale[kVec], shift[kVec];
   };
-  __device__ __forceinline__ Coefficients coefficients(uint32_t u) const {
+  __device__ __forceinline__ Coefficients coefficients(uint32_t u, const Channels& channels) const {
     Coefficients c;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      const float2 moments = this->stats(u)[this->group_of(j)], affine = tables.affines[channel_of(j)];
-      c.scale[j] = affine.x * moments.y;
-      c.shift[j] = kFolds ? affine.y - moments.x * c.scale[j] : affine.y;
+      const float2 moments = this->stats(u)[channels.groups[j / 2] >> (j % 2 * 16) & 0xffff];
+      c.scale[j] = channels.weight[j] * moments.y;
+      c.shift[j] = kFolds ? channels.bias[j] - moments.x * c.scale[j] : channels.bias[j];
       if constexpr (!kFolds) c.mean[j] = moments.x;
     }
     return c;
@@ -162,11 +183,12 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
   }
   __device__ __forceinline__ void write() const {
     const uint32_t step = this->step();
+    const Channels own_channels = channels();
     RowSlot again;
     for (uint32_t u = 0; u < samples; ++u) {
       barrier_wait(&s.ready[u & 1], parity_of(u));
       __syncwarp();
-      const Coefficients c = coefficients(u);
+      const Coefficients c = coefficients(u, own_channels);
       barrier_arrive(&s.taken[u & 1]);
       T* const y = static_cast<T*>(p.y) + this->base(u);
       this->for_each_written(u, &again, [&](int64_t first, uint32_t k, uint32_t left, bool) {
