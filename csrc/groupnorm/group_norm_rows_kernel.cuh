@@ -195,15 +195,23 @@ struct RowBlock {
       bulk_load(to + i * d.tensor_bytes, static_cast<const T*>(tensors[i]) + first, bytes, &s.loaded[k], policy);
     }
   }
+  // Before a load: no more than so many are under way. More than memory needs to be busy would only queue there, the
+  // longer the further away a multiprocessor is, and a team waits for its last.
+  __device__ __forceinline__ void await_flight(uint32_t loads, RowSlot* landing, uint32_t first, uint32_t slots) const {
+    if (loads < d.flight || d.flight >= slots) return;
+    barrier_wait(&s.loaded[first + landing->k], landing->parity);
+    landing->next(slots);
+  }
   __device__ __forceinline__ void produce(const void* const (&tensors)[kTensors]) const {
     uint32_t loads = 0, ahead_u = 0, ahead_t = 0, lead = 0;  // the next chunk for L2, and how many are before it
-    RowSlot slot;
+    RowSlot slot, landing;
     for (uint32_t u = 0; u < samples; ++u) {
       for (uint32_t t = 0; t < d.chunks; ++t, ++loads, slot.next(d.slots)) {
         if (d.distance > 0) {
           while (u * d.rereads + min(t, d.rereads) > load_counter(&s.chunks_again) + d.distance) __nanosleep(20);
         }
         if (loads >= d.slots) barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
+        await_flight(loads, &landing, 0, d.slots);
         load(u, t, slot.k, tensors);
         for (; d.ahead > 0 && lead <= loads + d.ahead && ahead_u < samples; ++lead) {
           int64_t first;
@@ -223,11 +231,12 @@ struct RowBlock {
   }
   __device__ __forceinline__ void produce_again(const void* const (&tensors)[kTensors]) const {
     uint32_t loads = 0;
-    RowSlot slot;
+    RowSlot slot, landing;
     for (uint32_t u = 0; d.rereads > 0 && u < samples; ++u) {
       while (load_counter(&s.samples_told) <= u) __nanosleep(20);
       for (uint32_t i = 0; i < d.rereads; ++i, slot.next(d.again_slots)) {
         if (loads >= d.again_slots) barrier_wait(&s.freed[d.slots + slot.k], slot.parity ^ 1);
+        await_flight(loads, &landing, d.slots, d.again_slots);
         load(u, chunk_again(i), d.slots + slot.k, tensors);
         ++loads;
         increment(&s.chunks_again);

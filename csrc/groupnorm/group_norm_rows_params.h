@@ -22,6 +22,7 @@ struct RowShares {
   uint32_t chunk_rows = 0;         // walkers times a thread's vectors of a chunk
   uint32_t chunks = 0, rereads = 0;
   uint32_t slots = 0, again_slots = 0;  // of chunks that come for the first time, and again
+  uint32_t flight = 32;                 // chunks that a producer has under way at a time, at most
   uint32_t ahead = 0;                   // chunks that come to L2 before they have a slot
   uint32_t distance = 0;                // chunks from one that comes to one that comes again, at most; 0: any
   uint32_t poll = 100;                  // nanoseconds between two looks for the other blocks' words

@@ -455,8 +455,8 @@ std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, st
       return once + "a group in the shared memory of a cluster of " + std::to_string(c.blocks) + " blocks, one launch";
     case NormWay::kOneRead: return once + "tiles of a group in the shared memory of the whole GPU";
     case NormWay::kRows:
-      return once + "channels_last samples, shared by teams of " + std::to_string(choice.rows.shares.blocks) + " blocks" +
-             (choice.rows.shares.rereads > 0 ? ", in part read again from L2" : "");
+      return once + "channels_last samples, shared by teams of " + std::to_string(choice.rows.shares.blocks) +
+             " blocks" + (choice.rows.shares.rereads > 0 ? ", in part read again from L2" : "");
     case NormWay::kColumns:
       return once + "channels_last samples in the shared memory of teams of " +
              std::to_string(choice.columns.shares.blocks) + " blocks";
