@@ -20,10 +20,31 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
   using Rows::active, Rows::channel_of, Rows::d, Rows::group0, Rows::lane, Rows::p, Rows::parity_of;
   using Rows::RowBlock, Rows::s, Rows::samples, Rows::tables, Rows::tid;
 
-  // Of what one thread sees of each of its channels, relative to the channel's value in the share's first row.
+  // Of what one thread sees of each of its channels, relative to the same pivot as the block's other threads: the
+  // median of the channel's values in three rows, so that no single one that is far from the others makes sums cancel.
   struct Sums {
     float pivot[kVec], sum[kVec], squares[kVec];
   };
+  __device__ __forceinline__ void read_row(const T* row, float (&v)[kVec]) const {
+    Vec<T, kVec> first;
+    if (d.turns == 1) {
+      first = load_vec<T, kVec>(row + this->column * kVec);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) first.v[j] = row[channel_of(j)];
+    }
+    values_of<Traits::kPre>(first, p.pre_act, v);
+  }
+  // From the share's first rows, in the slot of its first chunk.
+  __device__ __forceinline__ void set_pivots(Sums& sums, const T* rows) const {
+    float a[kVec], b[kVec], c[kVec];
+    const uint32_t last = this->own - 1, length = d.vectors * kVec;
+    read_row(rows, a);
+    read_row(rows + min(1u, last) * length, b);
+    read_row(rows + min(2u, last) * length, c);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) sums.pivot[j] = fmaxf(fminf(a[j], b[j]), fminf(fmaxf(a[j], b[j]), c[j]));
+  }
   __device__ __forceinline__ void add(Sums& sums, const Vec<T, kVec>& input) const {
     float v[kVec];
     values_of<Traits::kPre>(input, p.pre_act, v);
@@ -41,17 +62,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
       Sums sums{};
       this->for_each_summed(&slot, [&](uint32_t t, uint32_t k, uint32_t left) {
         const T* const from = this->place(k);
-        if (t == 0 && left > 0) {
-          const T* const row = from - tid * kVec;
-          Vec<T, kVec> first;
-          if (d.turns == 1) {
-            first = load_vec<T, kVec>(row + this->column * kVec);
-          } else {
-#pragma unroll
-            for (int j = 0; j < kVec; ++j) first.v[j] = row[channel_of(j)];
-          }
-          values_of<Traits::kPre>(first, p.pre_act, sums.pivot);
-        }
+        if (t == 0 && left > 0) set_pivots(sums, from - tid * kVec);
         Vec<T, kVec> input[kPasses];
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {

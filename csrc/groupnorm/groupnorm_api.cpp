@@ -464,7 +464,7 @@ std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, st
     default: break;
   }
   const char* const why = d.dtype == Dtype::kFloat64 ? choice.on_chip.refusal
-                          : d.channels_last          ? choice.rows.refusal
+                          : d.channels_last          ? (backward ? choice.rows.refusal : choice.columns.refusal)
                                                      : choice.one_read.refusal;
   return std::string("passes over memory: ") + (why ? why : "no way on chip takes it");
 }
