@@ -195,15 +195,14 @@ struct RowBlock {
       bulk_load(to + i * d.tensor_bytes, static_cast<const T*>(tensors[i]) + first, bytes, &s.loaded[k], policy);
     }
   }
-  // Before a load: no more than so many are under way. More than memory needs to be busy would only queue there, the
-  // longer the further away a multiprocessor is, and a team waits for its last.
+  // Before a load: no more than kRowFlight are under way.
   __device__ __forceinline__ void await_flight(uint32_t loads, RowSlot* landing, uint32_t first, uint32_t slots) const {
-    if (loads < d.flight || d.flight >= slots) return;
+    if (loads < kRowFlight || kRowFlight >= slots) return;
     barrier_wait(&s.loaded[first + landing->k], landing->parity);
     landing->next(slots);
   }
   __device__ __forceinline__ void produce(const void* const (&tensors)[kTensors]) const {
-    uint32_t loads = 0, ahead_u = 0, ahead_t = 0, lead = 0;  // the next chunk for L2, and how many are before it
+    uint32_t loads = 0;
     RowSlot slot, landing;
     for (uint32_t u = 0; u < samples; ++u) {
       for (uint32_t t = 0; t < d.chunks; ++t, ++loads, slot.next(d.slots)) {
@@ -213,19 +212,6 @@ struct RowBlock {
         if (loads >= d.slots) barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
         await_flight(loads, &landing, 0, d.slots);
         load(u, t, slot.k, tensors);
-        for (; d.ahead > 0 && lead <= loads + d.ahead && ahead_u < samples; ++lead) {
-          int64_t first;
-          const uint32_t bytes = chunk_bytes(ahead_t, &first);
-          first += base(ahead_u);
-          if (lead >= d.slots && lead > loads && bytes > 0) {
-#pragma unroll
-            for (int k = 0; k < kTensors; ++k) bulk_prefetch(static_cast<const T*>(tensors[k]) + first, bytes);
-          }
-          if (++ahead_t == d.chunks) {
-            ahead_t = 0;
-            ++ahead_u;
-          }
-        }
       }
     }
   }
@@ -351,7 +337,7 @@ struct RowBlock {
       barrier_wait(&s.published[u & 1], parity_of(u));
       barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
       __syncwarp();
-      while (lane == 0 && load_relaxed(told_of(u)) < d.blocks * kRowPublishers) __nanosleep(d.poll);
+      while (lane == 0 && load_relaxed(told_of(u)) < d.blocks * kRowPublishers) __nanosleep(kRowPollNanoseconds);
       __syncwarp();
       const uint64_t* const words = p.words + group0(u) * d.blocks;
       for (uint32_t first = tid / 32 * 32 >> d.team_lanes_log2; first < d.groups; first += step * kSets) {
@@ -389,7 +375,7 @@ struct RowBlock {
               }
             }
             if (!__any_sync(0xffffffffu, missing != 0)) break;
-            __nanosleep(d.poll);
+            __nanosleep(kRowPollNanoseconds);
           }
 #pragma unroll
           for (int i = 0; i < kSets; ++i) {

@@ -22,10 +22,7 @@ struct RowShares {
   uint32_t chunk_rows = 0;         // walkers times a thread's vectors of a chunk
   uint32_t chunks = 0, rereads = 0;
   uint32_t slots = 0, again_slots = 0;  // of chunks that come for the first time, and again
-  uint32_t flight = 32;                 // chunks that a producer has under way at a time, at most
-  uint32_t ahead = 0;                   // chunks that come to L2 before they have a slot
   uint32_t distance = 0;                // chunks from one that comes to one that comes again, at most; 0: any
-  uint32_t poll = 100;                  // nanoseconds between two looks for the other blocks' words
   bool backwards = false;               // the last come again first: those are in L2 of a sample that is larger
   uint32_t tensor_bytes = 0;            // of a slot for each tensor
   uint32_t channels = 0, channels_per_group = 1, groups = 1;
@@ -51,6 +48,11 @@ struct GroupNormRowsBwdParams : GroupNormBwdArgs {
 
 inline constexpr int kRowSlots = 32, kRowThreads = 256;       // of a block, of a role that goes through x
 inline constexpr int kRowPublishers = 4, kRowCollectors = 2;  // warps
+// Chunks that a producer has under way at a time. With more, or some on their way to L2 besides, loads only queue in
+// memory, the longer the further away a multiprocessor is, and a team waits for its last: 2 to 6% slower (H200).
+inline constexpr uint32_t kRowFlight = 3;
+inline constexpr uint32_t kRowPollNanoseconds =
+    100;                              // between looks for the other blocks' words; 30 to 300 is the same
 inline constexpr int kRowPasses = 4;  // vectors of a chunk, of all tensors, that a thread handles
 
 }  // namespace kgopt

@@ -75,17 +75,19 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   return true;
 }
 
-// What the passes of a plan take on an H200, in microseconds, within a tenth of what was measured. A chunk has its slot
-// from its load until its sample's statistics are known and it is written: the latency, and most of the transfer of the
-// share. With as many chunks on the way as there are slots, that bounds what a sample takes, where memory does not.
+// What a plan takes on an H200, in microseconds, within a tenth of what was measured. A chunk that stays has its slot
+// from its load until its sample's statistics are known and it is written: a latency, and most of the share's transfer.
+// With as many chunks on the way as there are slots, that bounds what a sample takes, where memory does not. Chunks
+// that come again are bounded by L2. More words than the collectors ask for at a time are another trip.
 inline double row_time(const ColumnPlanInput& in, const RowPlan& plan) {
   constexpr double kBytesPerMicrosecond = 32000;  // of a multiprocessor
   const RowShares& p = plan.shares;
   const bool backward = in.tensors == 2;
-  const double words = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * 10));  // trips to L2
-  const double latency = (backward ? 10 : 13) + 0.5 * words, least = (backward ? 2.5 : 3) + 0.5 * (words - 1);
+  const double trips = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * 10)) - 1;
+  const double latency = backward ? 8.3 + 1.5 * trips : 10.8 + 4 * trips;
+  const double least = backward ? 2.5 + 1.6 * trips : 2.6 + 2 * trips;
   const double bytes = double(p.share) * p.vectors * 16 * (in.tensors + 1), transfer = bytes / kBytesPerMicrosecond;
-  const double held = (latency + 0.8 * transfer) * p.chunks / p.slots;
+  const double held = p.rereads > 0 ? 1.62 * transfer : (latency + 0.8 * transfer) * p.chunks / p.slots;
   const uint32_t rounds = (p.samples + p.teams - 1) / p.teams;
   return rounds * std::max({transfer + 0.3, held, least}) + latency;
 }
@@ -97,7 +99,9 @@ inline double column_time(const ColumnPlanInput& in, const ColumnPlan& plan) {
   return p.rounds * (bytes / 32000 + 4) + 10;
 }
 
-inline constexpr int64_t kRowFewSamples = 2, kRowFlowBytes = 24 << 20;
+// x and dy of so many samples are read again from wherever they are: all are read, then all are written. Of more, what
+// teams have at a time must stay in L2 two and a half times, as chunks come so far ahead.
+inline constexpr int64_t kRowFewSamples = 4, kRowFlowBytes = 24 << 20;
 
 inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   const GroupNormDims& d = in.dims;
@@ -111,39 +115,37 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   if (in.max_blocks == 0) return refuse("bulk copies need compute capability 9.0 and code built for it");
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (!in.aligned) return refuse("a tensor does not start at a multiple of 16 bytes");
+  if (in.long_chain) return refuse("slow activations need more warps than fit beside x");
   const int64_t sample = d.numel() / d.n * dtype_size(d.dtype), limit = int64_t(1) << 30;
   if (d.s >= limit || d.c >= (1 << 20) || d.n * d.g >= limit) return refuse("over 2^30 positions or groups");
   if (sample < kColumnLeastSlab) return refuse("a sample is below 256 KB: two passes are faster");
   if (!set_row_shares(in, 1, 0, &plan)) return refuse("a row is no whole vectors, or too long");
-  // The number of teams for which all samples take the least, where all of a sample stays.
+  const bool backward = in.tensors == 2, few = d.n <= kRowFewSamples;
   double least = 0;
   for (int64_t teams = 1; teams <= std::min<int64_t>(d.n, in.sm_count); ++teams) {
-    RowPlan next;
-    if (!set_row_shares(in, static_cast<uint32_t>(teams), 0, &next) || next.shares.rereads > 0) break;
-    next.shares.ahead = 3;
-    const double time = row_time(in, next);
-    if (least == 0 || time < least) {
-      least = time;
-      plan = next;
+    for (const bool stays : {true, false}) {
+      RowPlan next;
+      if (!set_row_shares(in, static_cast<uint32_t>(teams), stays ? 0 : ~0u, &next)) continue;
+      if (stays && next.shares.rereads > 0) continue;
+      if (!stays && (!backward || few || teams * sample * 2 > kRowFlowBytes)) continue;
+      next.shares.distance = next.shares.rereads * 5 / 2;
+      const double time = row_time(in, next);
+      if (least == 0 || time < least) {
+        least = time;
+        plan = next;
+      }
     }
   }
-  if (in.tensors == 1) {
-    if (least == 0)
-      return refuse("a sample does not stay on chip: the columns' block reads and writes with all its warps");
+  if (!backward) {
+    if (least == 0) return refuse("a sample does not stay on chip: warps without roles are faster");
     const ColumnPlan columns = plan_group_norm_columns(in);
-    if (!columns.refusal && (columns.cluster || column_time(in, columns) < least)) {
-      return refuse("columns of few rounds are faster");
-    }
-    return plan;
+    if (columns.refusal || (!columns.cluster && column_time(in, columns) > least)) return plan;
+    return refuse("slabs are faster");
   }
-  if (least > 0 && (2 * plan.shares.chunks <= plan.shares.slots || plan.shares.teams == d.n)) return plan;
-  // Few samples a team each; more of them one after the other while L2 holds what comes again.
-  const bool few = d.n <= kRowFewSamples;
-  if (!few && 2 * sample > kRowFlowBytes) return refuse("x and dy of a sample are more than L2 holds for long");
-  set_row_shares(in, few ? static_cast<uint32_t>(d.n) : 1, few ? 0 : ~0u, &plan);
-  plan.shares.ahead = 3;
-  plan.shares.backwards = few;
-  plan.shares.distance = few ? 0 : 2 * plan.shares.rereads;
+  if (least > 0) return plan;
+  if (!few) return refuse("x and dy of a sample are more than stays in L2");
+  set_row_shares(in, static_cast<uint32_t>(d.n), 0, &plan);
+  plan.shares.backwards = true;
   return plan;
 }
 
