@@ -619,7 +619,8 @@ def test_group_norm_columns(name, dtype, act, pre_act, device, poisoned):
 
 
 @pytest.mark.parametrize(
-    "name", ["a cluster", "groups of three channels", "teams over columns of a sample", "many samples, a group a channel"]
+    "name",
+    ["a cluster", "groups of three channels", "teams over columns of a sample", "many samples, a group a channel"],
 )
 def test_group_norm_columns_ill_conditioned(name, device, poisoned):
     shape, groups = COLUMNS[name]

@@ -1249,7 +1249,7 @@ def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chai
     assert 1 <= p["teams"] * p["blocks"] <= sm_count
     assert p["rows"] * p["turns"] == s
     assert p["vectors"] * vec == c * p["turns"]
-    assert p["words"] == n * groups * p["blocks"]
+    assert p["words"] == n * groups * p["blocks"] + (n + 1) // 2
     # Every vector has its block, its thread and its chunk.
     assert p["blocks"] * p["share"] >= p["rows"]
     assert 1 <= p["walkers"] * p["vectors"] <= dev.ROW_THREADS
@@ -1264,11 +1264,54 @@ def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chai
     assert (p["rereads"] > 0) == (p["again_slots"] > 0)
     assert p["distance"] == 0 or p["distance"] >= p["rereads"]
     # Lanes of a warp, or less than the threads that there are.
-    assert p["channel_lanes"] <= p["walkers"]
-    assert max(p["channel_lanes"], p["group_lanes"], p["team_lanes"]) <= 32
+    assert p["element_lanes"] <= p["walkers"]
+    assert max(p["element_lanes"], p["group_lanes"], p["team_lanes"]) <= 32
     assert p["team_lanes"] <= p["blocks"]
     assert p["total_count"] == pytest.approx(s * per_group, rel=1e-6)
     assert p["full_blocks"] * p["full_count"] + p["rest_count"] == pytest.approx(s * per_group, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "teams", "chunks", "rereads"),
+    [
+        # Near what was measured to be best on an H200: about four chunks of a share, where all of x (and dy) stays.
+        ({"n": 128, "c": 24, "s": 19800, "g": 8}, 3, 3, 0),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16"}, 8, 4, 0),
+        ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16"}, 4, 4, 0),
+        ({"n": 28, "c": 30, "s": 9256, "g": 3, "dtype": "bfloat16"}, 14, 4, 0),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "tensors": 2}, 2, 4, 0),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16", "tensors": 2}, 4, 4, 0),
+        ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16", "tensors": 2}, 4, 8, 0),
+        # 20 MB of x and dy: sample after sample through L2. More, of few samples: all of them at a time.
+        ({"n": 16, "c": 128, "s": 34**3, "g": 8, "dtype": "bfloat16", "tensors": 2}, 1, 10, 10),
+        ({"n": 2, "c": 32, "s": 96**3, "g": 8, "dtype": "bfloat16", "tensors": 2}, 2, 105, 95),
+    ],
+)
+def test_plan_group_norm_rows_teams(sizes, teams, chunks, rereads):
+    p = dev.plan_group_norm_rows(**sizes)
+    assert (p["teams"], p["chunks"], p["rereads"]) == (teams, chunks, rereads)
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("contiguous", {"channels_last": False}),
+        ("compute capability", {"max_blocks": 0}),
+        ("float64", {"dtype": "float64"}),
+        ("multiple of 16", {"aligned": False}),
+        ("slow activations", {"long_chain": True}),
+        ("below 256 KB", {"s": 100}),
+        ("whole vectors", {"c": 30, "s": 20_001, "g": 3}),
+        ("too long", {"c": 2048}),
+        ("does not stay on chip", {"s": 2_000_000}),
+        ("slabs are faster", {"c": 128, "n": 16, "s": 34**3}),
+        ("more than stays in L2", {"c": 128, "n": 16, "s": 34**3, "tensors": 2}),
+    ],
+)
+def test_plan_group_norm_rows_refuses(why, change):
+    sizes = {"n": 128, "c": 24, "s": 19800, "g": 8}
+    assert "refusal" not in dev.plan_group_norm_rows(**sizes)
+    assert why in dev.plan_group_norm_rows(**{**sizes, **change})["refusal"]
 
 
 def divides(by, largest):
@@ -1408,7 +1451,8 @@ def test_plan_group_norm_slab_refuses(why, change):
         ("on chip", {"n": 1, "c": 128, "s": 5000, "g": 32}),
         ("on chip", {"n": 2, "c": 3, "s": 160_003, "g": 1}),  # no multiple of 16 bytes: sixteen blocks after all
         ("passes", {"n": 1, "c": 32, "s": 128**3, "g": 8}),
-        ("columns", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True}),
+        ("rows", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True}),
+        ("columns", {"n": 16, "c": 128, "s": 34**3, "g": 8, "channels_last": True}),
         ("columns", {"n": 1, "c": 32, "s": 128**3, "g": 8, "channels_last": True}),
         ("passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "max_blocks": 0}),
         ("passes", {"n": 512, "c": 64, "s": 49, "g": 8, "channels_last": True}),
@@ -1417,8 +1461,9 @@ def test_plan_group_norm_slab_refuses(why, change):
         ("one read", {"n": 1, "c": 128, "s": 512**2, "g": 32, "tensors": 2}),
         ("one read", {"n": 16, "c": 128, "s": 34**3, "g": 8, "tensors": 2}),
         ("passes", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32, "tensors": 2}),  # 42 MB of x and dy
-        ("columns", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "tensors": 2}),
-        ("passes", {"n": 128, "c": 64, "s": 15876, "g": 16, "channels_last": True, "tensors": 2}),
+        ("rows", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "tensors": 2}),
+        ("rows", {"n": 1, "c": 128, "s": 512**2, "g": 32, "channels_last": True, "tensors": 2}),
+        ("passes", {"n": 16, "c": 128, "s": 34**3, "g": 8, "channels_last": True, "tensors": 2}),  # 40 MB of x and dy
     ],
 )
 def test_choose_group_norm(way, sizes):
@@ -1427,6 +1472,7 @@ def test_choose_group_norm(way, sizes):
     assert way != "passes" or choice["not_on_chip"]
     assert way != "passes" or choice["not_one_read"]
     assert way != "passes" or choice["not_columns"]
+    assert way != "passes" or choice["not_rows"]
 
 
 def check_narrow_copy(copy, row_bytes: int, threads: int = 256) -> None:

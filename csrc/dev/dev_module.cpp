@@ -646,7 +646,7 @@ py::dict plan_row_shares(int64_t n, int64_t c, int64_t s, int64_t g, const std::
   out["again_slots"] = p.again_slots;
   out["distance"] = p.distance;
   out["backwards"] = p.backwards;
-  out["channel_lanes"] = 1 << p.channel_lanes_log2;
+  out["element_lanes"] = 1 << p.element_lanes_log2;
   out["group_lanes"] = 1 << p.group_lanes_log2;
   out["team_lanes"] = 1 << p.team_lanes_log2;
   out["full_blocks"] = p.full_blocks;
