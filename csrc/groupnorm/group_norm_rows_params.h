@@ -51,8 +51,8 @@ inline constexpr int kRowPublishers = 4, kRowCollectors = 2;  // warps
 // Chunks that a producer has under way at a time. With more, or some on their way to L2 besides, loads only queue in
 // memory, the longer the further away a multiprocessor is, and a team waits for its last: 2 to 6% slower (H200).
 inline constexpr uint32_t kRowFlight = 3;
-inline constexpr uint32_t kRowPollNanoseconds =
-    100;                              // between looks for the other blocks' words; 30 to 300 is the same
+// Between looks for the other blocks' words; 30 to 300 took the same.
+inline constexpr uint32_t kRowPollNanoseconds = 100;
 inline constexpr int kRowPasses = 4;  // vectors of a chunk, of all tensors, that a thread handles
 
 }  // namespace kgopt
