@@ -625,6 +625,9 @@ COLUMNS = {
     "teams over columns of a sample": ((3, 128, 52, 61), 8),
     "teams over whole samples": ((6, 24, 101, 120), 8),
     "many samples": ((80, 32, 64, 71), 8),
+    "many samples, rows of several positions": ((60, 6, 168, 170), 2),
+    "many samples, long rows": ((40, 1000, 19, 21), 25),
+    "many samples, a group a channel": ((70, 40, 60, 64), 40),
     "a sample larger than what is kept": ((1, 32, 64, 64, 57), 8),
 }
 
@@ -651,7 +654,10 @@ def test_group_norm_columns(name, dtype, act, pre_act, device, poisoned):
     assert all(torch.equal(a, b) for a, b in zip((y, mean, rstd), again, strict=True))
 
 
-@pytest.mark.parametrize("name", ["a cluster", "groups of three channels", "teams over columns of a sample"])
+@pytest.mark.parametrize(
+    "name",
+    ["a cluster", "groups of three channels", "teams over columns of a sample", "many samples, a group a channel"],
+)
 def test_group_norm_columns_ill_conditioned(name, device, poisoned):
     shape, groups = COLUMNS[name]
     for scale, offset in ((0.01, 0.0), (3.0, 0.0), (1.0, 100.0), (0.01, 100.0)):
@@ -723,6 +729,8 @@ COLUMNS_OF_TWO = {
     "groups of ten channels": ((3, 320, 33, 41), 32),
     "many samples": ((80, 32, 64, 71), 8),
     "one sample": ((1, 64, 100, 101), 16),
+    "one sample, read again from L2": ((1, 128, 200, 200), 8),
+    "three samples, half types again from L2": ((3, 128, 180, 190), 8),
 }
 
 

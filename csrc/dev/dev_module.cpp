@@ -595,8 +595,6 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   }
   const ColumnShares& p = plan.shares;
   out["cluster"] = plan.cluster;
-  out["roles"] = plan.roles;
-  out["slots"] = p.slots;
   out["slot_bytes"] = p.slot_bytes;
   out["threads"] = plan.threads;
   out["smem_bytes"] = plan.smem_bytes;
@@ -624,6 +622,44 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   out["run"] = 1 << p.run_log2;
   out["runs"] = p.runs;
   out["group_runs"] = p.group_runs;
+  out["full_blocks"] = p.full_blocks;
+  out["full_count"] = p.full_count;
+  out["rest_count"] = p.rest_count;
+  out["total_count"] = p.total_count;
+  return out;
+}
+
+py::dict plan_row_shares(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                         bool channels_last, bool aligned, bool long_chain, int max_blocks, int sm_count,
+                         int64_t smem_bytes) {
+  const RowPlan plan = plan_group_norm_rows(
+      columns_input(n, c, s, g, dtype, tensors, channels_last, aligned, long_chain, max_blocks, sm_count, smem_bytes));
+  py::dict out;
+  if (plan.refusal) {
+    out["refusal"] = plan.refusal;
+    return out;
+  }
+  const RowShares& p = plan.shares;
+  out["smem_bytes"] = plan.smem_bytes;
+  out["words"] = plan.words;
+  out["teams"] = p.teams;
+  out["blocks"] = p.blocks;
+  out["rows"] = p.rows;
+  out["share"] = p.share;
+  out["vectors"] = p.vectors;
+  out["walkers"] = p.walkers;
+  out["chunk_rows"] = p.chunk_rows;
+  out["chunks"] = p.chunks;
+  out["rereads"] = p.rereads;
+  out["slots"] = p.slots;
+  out["tensor_bytes"] = p.tensor_bytes;
+  out["turns"] = p.turns;
+  out["again_slots"] = p.again_slots;
+  out["distance"] = p.distance;
+  out["backwards"] = p.backwards;
+  out["element_lanes"] = 1 << p.element_lanes_log2;
+  out["group_lanes"] = 1 << p.group_lanes_log2;
+  out["team_lanes"] = 1 << p.team_lanes_log2;
   out["full_blocks"] = p.full_blocks;
   out["full_count"] = p.full_count;
   out["rest_count"] = p.rest_count;
@@ -698,11 +734,12 @@ py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::stri
       cluster_input(n, c, s, g, dtype, tensors, channels_last, aligned, false, 0, max_blocks, sm_count, smem_bytes),
       tiles_input(n, c, s, g, dtype, tensors, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes),
       columns_input(n, c, s, g, dtype, tensors, channels_last, aligned, false, max_blocks, sm_count, smem_bytes));
-  constexpr const char* kWays[] = {"small", "on chip", "one read", "columns", "slabs", "passes"};
+  constexpr const char* kWays[] = {"small", "on chip", "one read", "rows", "columns", "slabs", "passes"};
   py::dict out;
   out["way"] = kWays[static_cast<int>(choice.way)];
   if (choice.on_chip.refusal) out["not_on_chip"] = choice.on_chip.refusal;
   if (choice.one_read.refusal) out["not_one_read"] = choice.one_read.refusal;
+  if (choice.rows.refusal) out["not_rows"] = choice.rows.refusal;
   if (choice.columns.refusal) out["not_columns"] = choice.columns.refusal;
   return out;
 }
@@ -725,6 +762,12 @@ void bind_norm(py::module_& m) {
   m.attr("COLUMN_SLOTS") = kColumnSlots;
   m.attr("COLUMN_PASSES") = kColumnPasses;
   m.attr("ROW_PASSES") = kRowPasses;
+  m.attr("ROW_SLOTS") = kRowSlots;
+  m.attr("ROW_THREADS") = kRowThreads;
+  m.def("plan_group_norm_rows", &plan_row_shares, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = true,
+        py::arg("aligned") = true, py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
+        py::arg("smem_bytes") = 227 << 10);
   m.def("plan_group_norm_columns", &plan_columns, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = true,
         py::arg("aligned") = true, py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,

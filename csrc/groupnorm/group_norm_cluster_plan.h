@@ -5,6 +5,7 @@
 
 #include "group_norm_cluster_params.h"
 #include "group_norm_columns_plan.h"
+#include "group_norm_rows_plan.h"
 #include "group_norm_small_plan.h"
 #include "group_norm_tiles_plan.h"
 
@@ -136,14 +137,15 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
 }
 
 // The ways: a small group in registers; a group in a cluster or a team; tiles of a group all over the GPU;
-// channels_last x in slabs, on chip or, for narrow groups, through L2; passes over memory.
-enum class NormWay { kSmall, kOnChip, kOneRead, kColumns, kSlabs, kPasses };
+// channels_last x in whole samples or in slabs on chip or, for narrow groups, through L2; passes over memory.
+enum class NormWay { kSmall, kOnChip, kOneRead, kRows, kColumns, kSlabs, kPasses };
 
 struct NormChoice {
   NormWay way = NormWay::kPasses;
   SmallPlan small;
   ClusterPlan on_chip;
   TilesPlan one_read;
+  RowPlan rows;
   ColumnPlan columns;
   SlabPlan slabs;
 };
@@ -167,6 +169,7 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
   }
   choice.on_chip = plan_group_norm_cluster(cluster);
   choice.one_read = plan_group_norm_tiles(tiles);
+  choice.rows = plan_group_norm_rows(columns);
   choice.columns = plan_group_norm_columns(columns);
   choice.slabs = plan_group_norm_slab(cluster.dims, cluster.sm_count);
   const ClusterPlan& c = choice.on_chip;
@@ -180,6 +183,8 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
     choice.way = NormWay::kOnChip;
   } else if (!choice.one_read.refusal) {
     choice.way = NormWay::kOneRead;
+  } else if (!choice.rows.refusal) {
+    choice.way = NormWay::kRows;
   } else if (!choice.columns.refusal) {
     choice.way = NormWay::kColumns;
   } else if (!choice.slabs.refusal) {

@@ -1,6 +1,6 @@
 // GroupNorm forward of channels_last tensors with x on chip, for GPUs with clusters.
+#include "group_norm_columns_kernel.cuh"
 #include "group_norm_columns_launch.h"
-#include "group_norm_rows_kernel.cuh"
 #include "groupnorm.h"
 
 namespace kgopt {
@@ -10,10 +10,6 @@ constexpr const char* kName = "group_norm_columns_fwd_kernel";
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream) {
-  if (plan.roles) {
-    return launch_columns(kName, group_norm_rows_fwd_kernel<ColumnTraits<T, kPre, kAct, kRowPasses>>, kRowThreads, p,
-                          plan, stream);
-  }
   return launch_columns(kName, group_norm_columns_fwd_kernel<ColumnTraits<T, kPre, kAct>>, plan.threads, p, plan,
                         stream);
 }

@@ -10,10 +10,9 @@
 
 namespace kgopt {
 
-template <typename T_, Chain kPre_, Chain kAct_, int kPasses_ = kColumnPasses>
+template <typename T_, Chain kPre_, Chain kAct_>
 struct ColumnTraits {
   using T = T_;
-  static constexpr int kPasses = kPasses_;  // vectors of a chunk that one thread handles
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
   // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
@@ -31,13 +30,13 @@ struct ColumnTables {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-template <typename Traits, typename Params = GroupNormColumnsFwdParams>
+template <typename Traits>
 struct ColumnBlock {
   using T = typename Traits::T;
-  static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses, kSlots = kColumnSlots;
+  static constexpr int kVec = Traits::kVec, kPasses = kColumnPasses, kSlots = kColumnSlots;
   static constexpr bool kFolds = Traits::kFolds;
 
-  const Params& p;
+  const GroupNormColumnsFwdParams& p;
   const ColumnShares& d;
   char* const slots;
   const ColumnTables tables;
@@ -52,8 +51,8 @@ struct ColumnBlock {
   uint32_t mine;                     // bytes from a slot to this thread's first vector
   uint32_t group_of[kVec / 4] = {};  // of each element, eight bits each
 
-  __device__ __forceinline__ ColumnBlock(const Params& params, char* memory, const ColumnTables& t, uint64_t* barrier,
-                                         uint32_t thread)
+  __device__ __forceinline__ ColumnBlock(const GroupNormColumnsFwdParams& params, char* memory, const ColumnTables& t,
+                                         uint64_t* barrier, uint32_t thread)
       : p(params),
         d(params.shares),
         slots(memory),

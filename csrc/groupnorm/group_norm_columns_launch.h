@@ -8,8 +8,8 @@
 
 namespace kgopt {
 
-template <typename Params>
-Status launch_columns(const char* name, void (*kernel)(Params), int threads, const Params& p, const ColumnPlan& plan,
+template <typename Params, typename Plan>
+Status launch_columns(const char* name, void (*kernel)(Params), int threads, const Params& p, const Plan& plan,
                       cudaStream_t stream) {
   // The limit of all plans, or two threads that launch at a time would set each other's.
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_limit);

@@ -28,9 +28,8 @@ struct ColumnShares {
   uint32_t rows = 0;               // of a sample
   uint32_t share = 0;              // rows of a block
   int64_t pitch = 0;               // elements from row to row
-  uint32_t slots = 0;              // of a block with roles
-  uint32_t ahead = 0;   // chunks that come to L2 before they have a slot; or, without roles, whether a slab does
-  uint32_t chunks = 0;  // of a share: kColumnPasses passes over the block's threads each
+  uint32_t ahead = 0;              // whether the next slab comes to L2 before it has slots
+  uint32_t chunks = 0;             // of a share: kColumnPasses passes over the block's threads each
   // Which vectors a thread has. A warp takes `columns` vectors of `positions` rows; where a row is longer than a warp,
   // `warps_per_row` warps have a part of it each.
   uint32_t vectors = 0;  // of a slab's row
@@ -65,17 +64,8 @@ struct GroupNormColumnsFwdParams : GroupNormFwdArgs {
   uint64_t* words = nullptr;  // [slabs][groups][blocks] (words.cuh), or null where a team is a cluster
 };
 
-// The backward: slabs are whole samples, and warps have roles.
-struct GroupNormRowsBwdParams : GroupNormBwdArgs {
-  ColumnShares shares;
-  uint64_t* words = nullptr;    // [slabs][groups][blocks] (words.cuh) two sums; zero at launch
-  float* block_sums = nullptr;  // [teams * blocks][C][2]: sum of dz and of dz * xhat over a block's positions
-};
-
-inline constexpr int kColumnSlots = 8;  // a power of two
-inline constexpr int kColumnPasses =
-    3;  // vectors of a chunk that one thread handles; 8 slots of 24 KB with 512 threads
+inline constexpr int kColumnSlots = 8;   // a power of two
+inline constexpr int kColumnPasses = 3;  // vectors of a chunk of one thread; 8 slots of 24 KB with 512 threads
 inline constexpr int kColumnMaxThreads = 512;
-inline constexpr int kRowSlots = 16, kRowPasses = 4, kRowRoleThreads = 256;  // of blocks with roles
 
 }  // namespace kgopt

@@ -13,7 +13,7 @@ namespace kgopt {
 
 struct ColumnPlanInput {
   GroupNormDims dims;
-  int tensors = 1;          // that stay on chip: x, or x and dy
+  int tensors = 1;          // that are read: x, or x and dy
   bool aligned = true;      // x and y start at a multiple of 16 bytes
   bool long_chain = false;  // the activations are walked at run time
   int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters
@@ -25,7 +25,6 @@ struct ColumnPlan {
   const char* refusal = nullptr;  // why not, or null
   ColumnShares shares;
   bool cluster = false;  // a team is a cluster
-  bool roles = false;    // the warps of a block have roles, and slabs are whole samples
   int threads = 0;
   int smem_bytes = 0;  // dynamic, of a block
   int smem_limit = 0;  // of any plan on this device
@@ -39,7 +38,6 @@ struct ColumnChoice {
   uint32_t teams = 1;
   bool cluster = false;
   int threads = kColumnMaxThreads;  // that go through x
-  int passes = kColumnPasses;
 };
 
 inline int log2_below(int64_t n, int most) {
@@ -86,10 +84,10 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   if (p.walkers == 0) return false;
   p.stride = p.walkers * p.positions;
   const int64_t passes = (p.share + p.stride - 1) / p.stride;
-  p.chunks = static_cast<uint32_t>((passes + choice.passes - 1) / choice.passes);
+  p.chunks = static_cast<uint32_t>((passes + kColumnPasses - 1) / kColumnPasses);
   if (choice.cluster && p.chunks > kColumnSlots) return false;
   p.pass_bytes = p.stride * p.vectors * 16;
-  p.slot_bytes = p.pass_bytes * choice.passes;
+  p.slot_bytes = p.pass_bytes * kColumnPasses;
   p.data_bytes = p.slot_bytes * std::min<uint32_t>(p.chunks, kColumnSlots);
 
   const uint32_t run = std::gcd(p.channels_per_group, static_cast<uint32_t>(vec));
@@ -185,54 +183,6 @@ inline bool set_column_teams(const ColumnPlanInput& in, ColumnPlan* plan) {
   return true;
 }
 
-// Blocks with roles. A chunk is in its slot until its sample's statistics are known, 6 us after its last load on an
-// H200, and normalized; with as many chunks on the way as there are slots, that bounds what a sample takes, where
-// memory does not. The number of teams is the one for which all samples take the least. Slower than the other ways were
-// fewer samples one after the other, few free slots, and more words of a sample (H200); a backward whose samples are
-// all there at a time has nothing to wait for.
-inline constexpr int64_t kRowLeastRounds = 8, kRowMostWords = 1100;
-inline bool set_column_roles(const ColumnPlanInput& in, ColumnPlan* plan) {
-  const GroupNormDims& d = in.dims;
-  constexpr double kLatency = 6.0, kBytesPerMicrosecond = 32000;  // of a multiprocessor
-  ColumnChoice choice;
-  choice.groups = static_cast<uint32_t>(d.g);
-  choice.threads = kRowRoleThreads;
-  choice.passes = kRowPasses / in.tensors;
-  double least = 0;
-  for (int64_t teams = 1; teams <= std::min<int64_t>(d.n, in.sm_count / 2); ++teams) {
-    choice.teams = static_cast<uint32_t>(teams);
-    choice.blocks = static_cast<uint32_t>(in.sm_count / teams);
-    ColumnPlan next;
-    set_column_shares(in, choice, &next);
-    ColumnShares& p = next.shares;
-    if (p.slot_bytes == 0) return false;  // no rows of whole vectors
-    p.slot_bytes *= in.tensors;
-    // Forward: two tables of runs; backward: two of a row's elements, and a channel's sums.
-    const int64_t entries = in.tensors == 1 ? p.runs : int64_t(p.vectors) * (16 / dtype_size(d.dtype));
-    const int64_t rest = in.tensors == 1 ? p.walkers * 4 : p.channels * 8;
-    const int64_t tables = 2 * p.walkers * entries * 8 + (p.groups + p.channels) * 16 + rest;
-    p.slots = static_cast<uint32_t>(std::min<int64_t>((next.smem_limit - tables) / p.slot_bytes, kRowSlots));
-    const uint32_t rounds = static_cast<uint32_t>((d.n + teams - 1) / teams);
-    if (next.smem_limit < tables || p.chunks + (rounds > 1) > p.slots) break;
-    const bool flows = teams > 1 && rounds >= kRowLeastRounds && 2 * p.chunks <= p.slots &&
-                       int64_t(p.blocks) * p.groups <= kRowMostWords;
-    if (!flows && (in.tensors == 1 || rounds > 1)) continue;
-    while (p.team_lanes_log2 > 0 && (5u << (p.team_lanes_log2 - 1)) >= p.blocks) --p.team_lanes_log2;
-    p.data_bytes = p.slot_bytes * p.slots;
-    p.ahead = 3;  // 0 was 8% slower, 5 1% (H200)
-    next.smem_bytes = static_cast<int>(p.data_bytes + tables);
-    next.roles = true;
-    const double transfer = double(p.share) * p.pitch * dtype_size(d.dtype) * (in.tensors + 1) / kBytesPerMicrosecond;
-    const double bound = (kLatency + 1.5 * transfer) * p.chunks / p.slots;
-    const double time = rounds * std::max(transfer + 0.3, bound);
-    if (least == 0 || time < least) {
-      least = time;
-      *plan = next;
-    }
-  }
-  return least > 0;
-}
-
 inline ColumnPlan plan_group_norm_columns(const ColumnPlanInput& in) {
   const GroupNormDims& d = in.dims;
   ColumnPlan plan;
@@ -242,6 +192,7 @@ inline ColumnPlan plan_group_norm_columns(const ColumnPlanInput& in) {
     return plan;
   };
   if (!d.channels_last) return refuse("x is contiguous");
+  if (in.tensors == 2) return refuse("backward goes through whole samples");
   if (in.max_blocks == 0) return refuse("clusters need compute capability 9.0 and code built for it");
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (!in.aligned) return refuse("x or y does not start at a multiple of 16 bytes");
@@ -250,9 +201,6 @@ inline ColumnPlan plan_group_norm_columns(const ColumnPlanInput& in) {
   if (in.tensors == 1 && bytes < kColumnSmallTensor && set_column_clusters(in, &plan)) return plan;
   if (in.long_chain) return refuse("slow activations need more warps than fit beside x");
   if (bytes / d.n < kColumnLeastSlab) return refuse("a sample is below 256 KB: two passes are faster");
-  if (set_column_roles(in, &plan)) return plan;
-  if (in.tensors == 2)
-    return refuse("x and dy of the samples do not stay on chip one after the other: passes are faster");
   if (set_column_teams(in, &plan)) return plan;
   return refuse("C is no multiple of a vector and S not of what makes it one, or a row's tables do not fit");
 }

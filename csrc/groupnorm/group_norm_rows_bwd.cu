@@ -1,8 +1,9 @@
-// GroupNorm backward of channels_last tensors with one read of x and dy: blocks with roles, see
-// group_norm_rows_kernel.cuh. The formulas are those of group_norm_backward.cu. Where the activation is slow to
-// differentiate, the summers leave dz in dy's place, rounded as dy is.
+// GroupNorm backward of channels_last tensors by blocks with roles, see group_norm_rows_kernel.cuh. The formulas are
+// those of group_norm_backward.cu. Where the activation is slow to differentiate, the summers leave dz in dy's place,
+// rounded as dy is, where the chunk stays.
 #include "group_norm_columns_launch.h"
 #include "group_norm_rows_kernel.cuh"
+#include "group_norm_rows_plan.h"
 #include "groupnorm.h"
 
 namespace kgopt {
@@ -12,27 +13,17 @@ constexpr const char* kName = "group_norm_rows_bwd_kernel";
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// Whether summers leave dz in place of dy, where computing it twice costs more.
-template <Chain kAct>
-inline constexpr bool kStoresDz = kAct == Chain::kSilu || kAct == Chain::kAny;
-
-// Of the tables: entries [2][walkers][elements of a row] of sums of dz and of dz (u - mean); stats [2][groups] of what
-// is taken off: term + (u - mean) term_d; counts [channels][2] of sums of dz and dz xhat over the block's samples.
+// A group's stats are what is taken off: term + (u - mean) term_d.
 template <typename Traits>
-struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2, kStoresDz<Traits::kAct>> {
-  using Rows = RowBlock<Traits, GroupNormRowsBwdParams, 2, kStoresDz<Traits::kAct>>;
-  using Columns = typename Rows::Columns;
+struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
+  using Rows = RowBlock<Traits, GroupNormRowsBwdParams>;
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses;
-  using Columns::channel_of, Columns::d, Columns::own, Columns::p, Columns::rank, Columns::tables, Columns::team;
-  using Rows::parity_of, Rows::RowBlock, Rows::s;
+  static constexpr bool kCoarse = kIsCoarse<T>, kStoresDz = Traits::kStoresDz;
+  using Rows::channel_of, Rows::d, Rows::group0, Rows::group_of, Rows::lane, Rows::p, Rows::parity_of, Rows::rank;
+  using Rows::RowBlock, Rows::s, Rows::samples, Rows::tables, Rows::tid;
 
-  __device__ __forceinline__ uint32_t row_elements() const { return d.vectors * kVec; }
-  __device__ __forceinline__ float2* entries(uint32_t u) const {
-    return tables.entries + (u & 1) * d.walkers * row_elements();
-  }
-  __device__ __forceinline__ uint32_t group_at(int j) const { return this->group_of[j / 4] >> (j % 4 * 8) & 255; }
-  __device__ __forceinline__ int64_t group0(uint32_t u) const { return int64_t(this->slab(u)) * d.groups; }
+  __device__ __forceinline__ uint32_t dy_at() const { return d.tensor_bytes / sizeof(T); }
 
   // Of a thread's channels.
   struct Channels {
@@ -42,33 +33,29 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2, kStoresDz<Trait
     Channels c;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      const float2 affine = tables.affines[this->active ? channel_of(j) : 0];
-      const int64_t group = group0(u) + group_at(j);
+      const float2 affine = tables.affines[channel_of(j)];
+      const int64_t group = group0(u) + group_of(j);
       c.mean[j] = p.mean[group];
       c.scale[j] = affine.x * p.rstd[group];
       c.bias[j] = affine.y;
     }
     return c;
   }
-  static constexpr bool kCoarse = kIsCoarse<T>;
 
   __device__ __forceinline__ void sum_up() const {
-    const uint32_t slabs = d.slabs_of(team), stride = d.pass_bytes / sizeof(T), half = d.slot_bytes / 2 / sizeof(T);
+    const uint32_t step = this->step();
     RowSlot slot;
-    for (uint32_t u = 0; u < slabs; ++u) {
+    for (uint32_t u = 0; u < samples; ++u) {
       const Channels c = channels_of(u);
       float dz[kVec] = {}, dz_d[kVec] = {};
-      for (uint32_t t = 0; t < d.chunks; ++t, slot.next(d.slots)) {
-        barrier_wait(&s.loaded[slot.k], slot.parity);
-        __syncwarp();
-        const uint32_t left = own > t * kPasses ? own - t * kPasses : 0;
+      this->for_each_summed(&slot, [&](uint32_t t, uint32_t k, uint32_t left) {
 #pragma unroll
-        for (int k = 0; k < kPasses; ++k) {
-          if (k >= left) continue;
-          const T* const from = this->place(slot.k) + k * stride;
+        for (int i = 0; i < kPasses; ++i) {
+          if (i >= left) continue;
+          T* const from = this->place(k) + i * step;
           float x[kVec], dy[kVec];
           values_of<Traits::kPre>(load_vec<T, kVec>(from), p.pre_act, x);
-          unpack(load_vec<T, kVec>(from + half), dy);
+          unpack(load_vec<T, kVec>(from + dy_at()), dy);
 #pragma unroll
           for (int j = 0; j < kVec; ++j) x[j] -= c.mean[j];
           make_dz<Traits::kAct, kCoarse>(p.act, x, dy, [&](int j) { return make_float2(c.scale[j], c.bias[j]); });
@@ -77,144 +64,108 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2, kStoresDz<Trait
             dz[j] += dy[j];
             dz_d[j] += dy[j] * x[j];
           }
-          if constexpr (kStoresDz<Traits::kAct>) store_vec<T, kVec>(const_cast<T*>(from) + half, pack<T, kVec>(dy));
+          if (kStoresDz && t >= d.rereads) store_vec<T, kVec>(from + dy_at(), pack<T, kVec>(dy));
         }
-      }
-      barrier_wait(&s.published[u & 1], parity_of(u) ^ 1);
-      __syncwarp();
-      float2* const out = entries(u) + this->walker * row_elements() + this->column * kVec;
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        const float a = this->positions_sum(dz[j]), b = this->positions_sum(dz_d[j]);
-        if (this->active && this->position == 0) out[j] = make_float2(a, b);
-        __syncwarp();
-      }
-      barrier_arrive(&s.summed[u & 1]);
+      });
+      this->write_entries(u, dz, dz_d);
     }
   }
 
-  // Lanes next to each other have a group's channels.
-  __device__ __forceinline__ void tell(uint32_t thread) const {
-    const uint32_t slabs = d.slabs_of(team), elements = row_elements();
-    const uint32_t lanes = 1u << d.block_lanes_log2, member = thread & (lanes - 1);
-    float2* const totals = reinterpret_cast<float2*>(tables.counts);
-    for (uint32_t u = 0; u < slabs; ++u) {
-      barrier_wait(&s.summed[u & 1], parity_of(u));
-      this->wait_collected(u);
+  // The block's sums of dz weight and of dz weight xhat of its groups, and of dz and dz xhat of its channels.
+  __device__ __forceinline__ void publish() const {
+    const auto rstd_of = [&](uint32_t u, uint32_t element) {
+      const uint32_t c = d.turns == 1 ? element : element - d.by_channels(element) * d.channels;
+      return p.rstd[group0(u) + d.by_channels_per_group(c)];
+    };
+    const uint32_t elements = d.vectors * kVec, first = min(this->first_element(), elements - 1);
+    for (uint32_t u = 0; u < samples; ++u) {
+      const float first_rstd = rstd_of(u, first);  // before the wait
+      barrier_wait(&s.summed, u & 1);
       __syncwarp();
-      const float2* const from = entries(u);
-      for (uint32_t first = thread / 32 * 32 >> d.block_lanes_log2; first < d.groups;
-           first += kRowPublishers * 32 >> d.block_lanes_log2) {
-        const uint32_t g = first + (thread % 32 >> d.block_lanes_log2);
-        const float rstd = g < d.groups ? p.rstd[group0(u) + g] : 0.f;
-        float2 sum = make_float2(0.f, 0.f);
-        for (uint32_t k = member; g < d.groups && k < d.channels_per_group; k += lanes) {
-          const uint32_t channel = g * d.channels_per_group + k;
-          float2 v = make_float2(0.f, 0.f);
-          for (uint32_t w = 0; w < d.walkers; ++w) {
-            for (uint32_t e = channel; e < elements; e += d.channels) {
-              const float2 part = from[w * elements + e];
-              v.x += part.x;
-              v.y += part.y;
-            }
-          }
-          const float weight = tables.affines[channel].x * rstd;
-          sum.x += weight * v.x;
-          sum.y += weight * v.y;
-          float2 total = u == 0 ? make_float2(0.f, 0.f) : totals[channel];
-          total.x += v.x;
-          total.y += v.y * rstd;
-          totals[channel] = total;
+      this->add_entries([&](uint32_t element, float2 v, bool is_first) {
+        v.y *= is_first ? first_rstd : rstd_of(u, element);
+        tables.sums[element] = v;
+        if (u > 0) {
+          v.x += tables.totals[element].x;
+          v.y += tables.totals[element].y;
         }
+        tables.totals[element] = v;
+      });
+      this->tell(u, [&](uint32_t g, uint32_t lanes, uint32_t member) {
+        float2 sum = make_float2(0.f, 0.f);
+        this->for_elements(g, lanes, member, [&](uint32_t element, uint32_t c) {
+          const float weight = tables.affines[c].x;
+          sum.x += weight * tables.sums[element].x;
+          sum.y += weight * tables.sums[element].y;
+        });
         __syncwarp();
         sum.x = this->lanes_sum(sum.x, lanes);
         sum.y = this->lanes_sum(sum.y, lanes);
-        if (g < d.groups && member == 0) {
-          store_word(p.words + (group0(u) + g) * d.blocks + rank, pack_signed_word(sum.x, sum.y));
-        }
-      }
-      barrier_arrive(&s.published[u & 1]);
+        return pack_signed_word(sum.x, sum.y);
+      });
     }
-    // The same threads as before, so nobody else's sums.
+    named_barrier(1, kRowPublishThreads);
     float2* const out = reinterpret_cast<float2*>(p.block_sums) + int64_t(blockIdx.x) * d.channels;
-    for (uint32_t first = thread / 32 * 32 >> d.block_lanes_log2; first < d.groups;
-         first += kRowPublishers * 32 >> d.block_lanes_log2) {
-      const uint32_t g = first + (thread % 32 >> d.block_lanes_log2);
-      for (uint32_t k = member; g < d.groups && k < d.channels_per_group; k += lanes) {
-        const uint32_t channel = g * d.channels_per_group + k;
-        out[channel] = slabs == 0 ? make_float2(0.f, 0.f) : totals[channel];
+    for (uint32_t c = tid; c < d.channels; c += kRowPublishThreads) {
+      float2 v = make_float2(0.f, 0.f);
+      for (uint32_t element = c; samples > 0 && element < elements; element += d.channels) {
+        v.x += tables.totals[element].x;
+        v.y += tables.totals[element].y;
       }
+      out[c] = v;
     }
   }
 
-  __device__ __forceinline__ void collect(uint32_t thread) const {
-    constexpr int kBatch = 5;  // words under way
-    const uint32_t slabs = d.slabs_of(team), lanes = 1u << d.team_lanes_log2, member = thread & (lanes - 1);
-    for (uint32_t u = 0; u < slabs; ++u) {
-      // Polls before that would only keep the words' lines busy for the others.
-      barrier_wait(&s.published[u & 1], parity_of(u));
-      barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
-      __syncwarp();
-      for (uint32_t first = thread / 32 * 32 >> d.team_lanes_log2; first < d.groups;
-           first += kRowCollectors * 32 >> d.team_lanes_log2) {
-        const uint32_t g = first + (thread % 32 >> d.team_lanes_log2);
-        float2 sum = make_float2(0.f, 0.f);
-        for (uint32_t begin = member; g < d.groups && begin < d.blocks; begin += kBatch * lanes) {
-          const uint64_t* const from = p.words + (group0(u) + g) * d.blocks + begin;
-          uint64_t word[kBatch];
-#pragma unroll
-          for (int k = 0; k < kBatch; ++k) word[k] = begin + k * lanes < d.blocks ? load_word(from + k * lanes) : 0;
-#pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            if (begin + k * lanes >= d.blocks) continue;
-            const float2 v = unpack_signed_word(word[k] == 0 ? wait_word(from + k * lanes) : word[k]);
-            sum.x += v.x;
-            sum.y += v.y;
-          }
-        }
-        __syncwarp();
-        sum.x = this->lanes_sum(sum.x, lanes);
-        sum.y = this->lanes_sum(sum.y, lanes);
-        if (g < d.groups && member == 0) {
-          const float rstd = p.rstd[group0(u) + g], per_element = 1.f / d.total_count;
-          this->stats(u)[g] = make_float2(sum.x * per_element, sum.y * per_element * rstd * rstd);
-        }
-      }
-      barrier_arrive(&s.ready[u & 1]);
-    }
+  __device__ __forceinline__ void gather() const {
+    struct Merged {
+      float x = 0.f, y = 0.f;
+    };
+    this->template collect<Merged>(
+        [](Merged& sum, uint64_t word, bool there, uint32_t, bool) {
+          const float2 v = unpack_signed_word(word);
+          sum.x += there ? v.x : 0.f;
+          sum.y += there ? v.y : 0.f;
+        },
+        [&](uint32_t u, uint32_t g, const Merged& sum) {
+          const float rstd = p.rstd[group0(u) + g], per_element = rstd / d.total_count;
+          this->stats(u)[g] = make_float2(sum.x * per_element, sum.y * per_element * rstd);
+        });
   }
 
   __device__ __forceinline__ void write() const {
-    const uint32_t slabs = d.slabs_of(team), stride = d.pass_bytes / sizeof(T), half = d.slot_bytes / 2 / sizeof(T);
-    RowSlot slot;
-    for (uint32_t u = 0; u < slabs; ++u) {
+    const uint32_t step = this->step();
+    RowSlot again;
+    for (uint32_t u = 0; u < samples; ++u) {
       const Channels c = channels_of(u);
       barrier_wait(&s.ready[u & 1], parity_of(u));
       __syncwarp();
       float2 terms[kVec];
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) terms[j] = this->stats(u)[group_at(j)];
+      for (int j = 0; j < kVec; ++j) terms[j] = this->stats(u)[group_of(j)];
       barrier_arrive(&s.taken[u & 1]);
       T* const dx = static_cast<T*>(p.dx) + this->base(u);
-      for (uint32_t t = 0; t < d.chunks; ++t, slot.next(d.slots)) {
-        barrier_wait(&s.loaded[slot.k], slot.parity);
-        __syncwarp();
-        const uint32_t left = own > t * kPasses ? own - t * kPasses : 0;
+      this->for_each_written(u, &again, [&](int64_t first, uint32_t k, uint32_t left, bool is_kept) {
+        // dz where dy was read again: dy is dz from here on.
+        const auto from_dy = [&](auto is_dz) {
 #pragma unroll
-        for (int k = 0; k < kPasses; ++k) {
-          if (k >= left) continue;
-          const T* const from = this->place(slot.k) + k * stride;
-          float x[kVec], dy[kVec];
-          unpack(load_vec<T, kVec>(from), x);
-          unpack(load_vec<T, kVec>(from + half), dy);
-          make_dx<Traits::kPre, Traits::kAct, kCoarse, kStoresDz<Traits::kAct>>(
-              p.pre_act, p.act, x, dy, [&](int j) { return c.mean[j]; },
-              [&](int j) { return make_float2(c.scale[j], c.bias[j]); }, [&](int j) { return terms[j]; });
-          store_values<T, kVec>(dx + int64_t(t * kPasses + k) * this->step, x, p.streaming_stores);
+          for (int i = 0; i < kPasses; ++i) {
+            if (i >= left) continue;
+            const T* const from = this->place(k) + i * step;
+            float x[kVec], dy[kVec];
+            unpack(load_vec<T, kVec>(from), x);
+            unpack(load_vec<T, kVec>(from + dy_at()), dy);
+            make_dx<Traits::kPre, Traits::kAct, kCoarse, decltype(is_dz)::value>(
+                p.pre_act, p.act, x, dy, [&](int j) { return c.mean[j]; },
+                [&](int j) { return make_float2(c.scale[j], c.bias[j]); }, [&](int j) { return terms[j]; });
+            store_values<T, kVec>(dx + first + i * step, x, p.streaming_stores);
+          }
+        };
+        if (kStoresDz && is_kept) {
+          from_dy(std::bool_constant<kStoresDz>());
+        } else {
+          from_dy(std::false_type());
         }
-        __syncwarp();
-        this->free_slot(slot.k);
-      }
+      });
     }
   }
 };
@@ -222,32 +173,25 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams, 2, kStoresDz<Trait
 #endif
 
 template <typename Traits>
-__global__ void __launch_bounds__(kRowThreads, 1)
+__global__ void __launch_bounds__(kRowBlockThreads, 1)
     group_norm_rows_bwd_kernel(const __grid_constant__ GroupNormRowsBwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char memory[];
   __shared__ RowBarriers barriers;
-  const ColumnShares& d = p.shares;
-  ColumnTables t;
-  t.entries = reinterpret_cast<float2*>(memory + d.data_bytes);
-  t.stats = t.entries + 2 * d.walkers * d.vectors * Traits::kVec;
-  t.affines = t.stats + 2 * d.groups;
-  t.counts = reinterpret_cast<float*>(t.affines + 2 * d.channels);
-  t.messages = nullptr;
   const void* const tensors[2] = {p.x, p.dy};
-  run_roles<RowBwdBlock<Traits>>(p, memory, t, barriers, tensors);
+  run_roles<RowBwdBlock<Traits>>(p, memory, place_tables(memory, p.shares, 2, Traits::kVec), barriers, tensors);
 #endif
 }
 
 template <typename T, Chain kPre, Chain kAct>
-Status launch(const GroupNormRowsBwdParams& p, const ColumnPlan& plan, cudaStream_t stream) {
-  return launch_columns(kName, group_norm_rows_bwd_kernel<ColumnTraits<T, kPre, kAct, kRowPasses / 2>>, kRowThreads, p,
-                        plan, stream);
+Status launch(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
+  return launch_columns(kName, group_norm_rows_bwd_kernel<RowTraits<T, kPre, kAct, 2>>, kRowBlockThreads, p, plan,
+                        stream);
 }
 
 }  // namespace
 
-Status run_group_norm_rows_bwd(const GroupNormRowsBwdParams& p, const ColumnPlan& plan, cudaStream_t stream) {
+Status run_group_norm_rows_bwd(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
   Status status;
   switch (p.dtype) {
 #define KGOPT_ROWS_DTYPE(name, T)                                                                           \

@@ -1,28 +1,61 @@
-// GroupNorm of channels_last tensors whose samples stay on chip: the slabs of group_norm_columns_params.h are whole
-// samples, of which a team of blocks has one after the other, and the warps of a block have roles, so that a sample is
+// GroupNorm of channels_last tensors by blocks whose warps have roles (group_norm_rows_params.h), so that a sample is
 // loaded while the ones before are summed up and stored:
-//   producer     starts the loads of chunks, which are contiguous, into slots that have become free
-//   summers      moments of what a thread sees of its channels
-//   publishers   make the block's moments of a group the block's word
-//   collectors   wait for the words of the team's blocks and merge them, in every block for itself
-//   writers      write y or dx from the slots
+//   two producers  start the loads of chunks into slots that have become free: those that come for the first time, and
+//                  those that come again
+//   summers        two sums of what a thread sees of each of its channels
+//   publishers     add the threads' sums up, and make the block's word of a group of them
+//   collectors     wait for the words of the team's blocks and merge them, in every block for itself
+//   writers        write y or dx from the slots
 #pragma once
 
-#include "group_norm_columns_kernel.cuh"
+#include "../common/async.cuh"
+#include "../common/dtype.cuh"
+#include "../common/reduce.cuh"
+#include "group_norm_rows_params.h"
+#include "vectors.cuh"
+#include "words.cuh"
 
 namespace kgopt {
 
-inline constexpr int kRowPublishers = 2, kRowCollectors = 4;  // warps
-inline constexpr int kRowThreads = 32 * (1 + kRowPublishers + kRowCollectors) + 2 * kRowRoleThreads;
+inline constexpr int kRowRoleWarps = kRowThreads / 32;
+inline constexpr int kRowPublishThreads = 32 * kRowPublishers, kRowCollectThreads = 32 * kRowCollectors;
+inline constexpr int kRowBlockThreads = 64 + kRowPublishThreads + kRowCollectThreads + 2 * kRowThreads;
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+template <typename T_, Chain kPre_, Chain kAct_, int kTensors_>
+struct RowTraits {
+  using T = T_;
+  static constexpr int kTensors = kTensors_, kPasses = kRowPasses / kTensors;  // vectors of a tensor and a thread
+  static constexpr Chain kPre = kPre_, kAct = kAct_;
+  static constexpr int kVec = kVecSize<T>;
+  // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
+  static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
+  // Whether the backward's summers leave dz in place of dy, where computing it twice costs more.
+  static constexpr bool kStoresDz = kTensors == 2 && (kAct == Chain::kSilu || kAct == Chain::kAny);
+};
 
-// Those of two take turns from sample to sample.
+// Those of two take turns from sample to sample. The slots of chunks that come again follow those of the others.
 struct RowBarriers {
   uint64_t loaded[kRowSlots], freed[kRowSlots];
-  uint64_t summed[2], published[2];  // entries are there, and have been read
-  uint64_t ready[2], taken[2];       // statistics are there, and have been read
+  uint64_t summed, drained;     // entries are there, and have been read
+  uint64_t published[2];        // the block's words of a sample are under way
+  uint64_t ready[2], taken[2];  // statistics are there, and have been read
+  uint32_t samples_told;        // whose words the block has told
+  uint32_t chunks_again;        // that came again
 };
+
+// Shared memory after the slots.
+struct RowTables {
+  float2* entries;  // [elements of a vector][threads of a role]
+  float2* sums;     // [elements of a row], the block's of a sample
+  float2* affines;  // [channels] weight, bias
+  float2* stats;    // [2][groups] mean and rstd; in the backward what is taken off
+  union {
+    float* pivots;   // [channels], of the forward: what its sums are relative to
+    float2* totals;  // [elements of a row], of the backward: the block's sums of all samples
+  };
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // Goes round the slots; parity is that of the round.
 struct RowSlot {
@@ -35,160 +68,340 @@ struct RowSlot {
   }
 };
 
-// What forward and backward share. A slot has a chunk of each of kTensors tensors. Where summers write into slots, too,
-// writers free a slot lane by lane: compute-sanitizer orders an arrival with its own thread's reads only.
-template <typename Traits, typename Params, int kTensors, bool kWritesSlots = false>
-struct RowBlock : ColumnBlock<Traits, Params> {
-  using Columns = ColumnBlock<Traits, Params>;
+template <typename Traits, typename Params>
+struct RowBlock {
   using T = typename Traits::T;
-  static constexpr int kPasses = Traits::kPasses;
-  using Columns::d, Columns::rank, Columns::team;
+  static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses, kTensors = Traits::kTensors;
 
+  const Params& p;
+  const RowShares& d;
+  char* const slots;
+  const RowTables tables;
   RowBarriers& s;
+  const uint32_t team, rank;
+  const uint32_t tid, lane = threadIdx.x % 32;  // of the role
+  uint32_t samples, own;                        // of the team, rows of the block's share
+  uint32_t walker, column, count;               // count: vectors of this thread's share
+  bool active;
 
-  __device__ __forceinline__ RowBlock(const Params& params, char* memory, const ColumnTables& t, RowBarriers& barriers,
+  __device__ __forceinline__ RowBlock(const Params& params, char* memory, const RowTables& t, RowBarriers& barriers,
                                       uint32_t thread)
-      : Columns(params, memory, t, nullptr, thread), s(barriers) {}
+      : p(params),
+        d(params.shares),
+        slots(memory),
+        tables(t),
+        s(barriers),
+        team(d.by_blocks(blockIdx.x)),
+        rank(blockIdx.x - team * d.blocks),
+        tid(thread) {
+    samples = (d.samples - team + d.teams - 1) / d.teams;
+    const uint32_t first = min(rank * d.share, d.rows);
+    own = min(d.share, d.rows - first);
+    walker = d.by_vectors(tid);
+    column = tid - walker * d.vectors;
+    active = walker < d.walkers;
+    count = active && walker < own ? d.by_walkers(own - walker - 1) + 1 : 0;
+  }
+
+  __device__ __forceinline__ uint32_t sample(uint32_t u) const { return team + u * d.teams; }
+  __device__ __forceinline__ int64_t group0(uint32_t u) const { return int64_t(sample(u)) * d.groups; }
+  // The share's first element.
+  __device__ __forceinline__ int64_t base(uint32_t u) const {
+    return (int64_t(sample(u)) * d.rows + rank * d.share) * (d.vectors * kVec);
+  }
+  __device__ __forceinline__ uint32_t channel_of(int j) const {
+    const uint32_t element = column * kVec + j;
+    if (!active) return 0;
+    return d.turns == 1 ? element : element - d.by_channels(element) * d.channels;
+  }
+  __device__ __forceinline__ uint32_t group_of(int j) const { return d.by_channels_per_group(channel_of(j)); }
+
+  __device__ __forceinline__ RowSlot slot_at(uint32_t use) const {
+    const uint32_t round = d.by_slots(use);
+    return {use - round * d.slots, round & 1};
+  }
 
   static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u >> 1 & 1; }
 
-  static constexpr uint32_t kFreeing = kWritesSlots ? kRowRoleThreads : kRowRoleThreads / 32;  // arrivals
+  // Where summers write into slots, too, writers free a slot lane by lane: compute-sanitizer orders an arrival with its
+  // own thread's reads only.
+  static constexpr uint32_t kFreeing = Traits::kStoresDz ? kRowThreads : kRowRoleWarps;  // arrivals
   __device__ __forceinline__ void free_slot(uint32_t k) const {
-    if (kWritesSlots || this->lane == 0) barrier_arrive(&s.freed[k]);
+    __syncwarp();
+    if (Traits::kStoresDz || lane == 0) barrier_arrive(&s.freed[k]);
   }
 
-  // No more than two samples ahead of the collectors: a phase that they have not seen must not end twice.
-  __device__ __forceinline__ void wait_collected(uint32_t u) const { barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1); }
+  // This thread's first vector of a slot; its next ones lie `step` elements apart, there and in the tensor.
+  __device__ __forceinline__ T* place(uint32_t k) const {
+    return reinterpret_cast<T*>(slots + k * (d.tensor_bytes * kTensors) + tid * 16);
+  }
+  __device__ __forceinline__ uint32_t step() const { return d.walkers * d.vectors * kVec; }
 
-  // Chunk t of slab u: its first element in the tensor, and its bytes.
-  __device__ __forceinline__ int64_t chunk(uint32_t u, uint32_t t, uint32_t* bytes) const {
-    const uint32_t rows = kPasses * d.stride, first = rank * d.share + t * rows;
-    const uint32_t end = min((rank + 1) * d.share, d.rows);
-    *bytes = first < end ? min(rows, end - first) * static_cast<uint32_t>(d.pitch) * sizeof(T) : 0;
-    return (int64_t(this->slab(u)) * d.rows + first) * d.pitch;
+  // All lanes of a warp wait for a chunk; `left` of its passes have a vector of this thread.
+  __device__ __forceinline__ uint32_t await_chunk(RowSlot slot, uint32_t t) const {
+    barrier_wait(&s.loaded[slot.k], slot.parity);
+    __syncwarp();
+    return count > t * kPasses ? count - t * kPasses : 0;
+  }
+  // What summers do with each chunk of a sample.
+  template <typename Add>
+  __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add) const {
+    for (uint32_t t = 0; t < d.chunks; ++t, slot->next(d.slots)) {
+      const uint32_t left = await_chunk(*slot, t);
+      add(t, slot->k, left);
+      if (t < d.rereads) free_slot(slot->k);
+    }
+  }
+  __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const { return d.backwards ? d.rereads - 1 - i : i; }
+  // What writers do.
+  template <typename Write>
+  __device__ __forceinline__ void for_each_written(uint32_t u, RowSlot* again, Write write) const {
+    RowSlot slot = slot_at(u * d.chunks + d.rereads);
+    for (uint32_t i = d.rereads; i < d.chunks + d.rereads; ++i) {
+      const bool is_kept = i < d.chunks;
+      const uint32_t t = is_kept ? i : chunk_again(i - d.chunks);
+      const RowSlot at = is_kept ? slot : RowSlot{d.slots + again->k, again->parity};
+      const uint32_t left = await_chunk(at, t);
+      write(int64_t(t * kPasses) * step() + tid * kVec, at.k, left, is_kept);
+      free_slot(at.k);
+      if (is_kept) {
+        slot.next(d.slots);
+      } else {
+        again->next(d.again_slots);
+      }
+    }
+  }
+
+  // Rows of chunk t, in bytes, and the first one's element in the share.
+  __device__ __forceinline__ uint32_t chunk_bytes(uint32_t t, int64_t* first) const {
+    const uint32_t row = t * d.chunk_rows;
+    *first = int64_t(row) * (d.vectors * kVec);
+    return row < own ? min(d.chunk_rows, own - row) * d.vectors * 16 : 0;
+  }
+  __device__ __forceinline__ void load(uint32_t u, uint32_t t, uint32_t k,
+                                       const void* const (&tensors)[kTensors]) const {
+    int64_t first;
+    const uint32_t bytes = chunk_bytes(t, &first);
+    first += base(u);
+    char* const to = slots + k * (d.tensor_bytes * kTensors);
+    if (bytes == 0) {
+      barrier_arrive(&s.loaded[k]);
+      return;
+    }
+    const uint64_t policy = evict_normal_policy();
+    barrier_expect_bytes(&s.loaded[k], bytes * kTensors);
+#pragma unroll
+    for (int i = 0; i < kTensors; ++i) {
+      bulk_load(to + i * d.tensor_bytes, static_cast<const T*>(tensors[i]) + first, bytes, &s.loaded[k], policy);
+    }
+  }
+  // Before a load: no more than kRowFlight are under way.
+  __device__ __forceinline__ void await_flight(uint32_t loads, RowSlot* landing, uint32_t first, uint32_t slots) const {
+    if (loads < kRowFlight || kRowFlight >= slots) return;
+    barrier_wait(&s.loaded[first + landing->k], landing->parity);
+    landing->next(slots);
   }
   __device__ __forceinline__ void produce(const void* const (&tensors)[kTensors]) const {
-    const uint32_t slabs = d.slabs_of(team);
-    const uint64_t policy = evict_normal_policy();
-    uint32_t ahead_u = 0, ahead_t = 0, lead = 0;  // the next chunk for L2, and how many are before it
-    RowSlot slot;
-    for (uint32_t u = 0, i = 0; u < slabs; ++u) {
-      for (uint32_t t = 0; t < d.chunks; ++t, ++i, slot.next(d.slots)) {
-        if (i >= d.slots) barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
-        uint32_t bytes;
-        const int64_t from = chunk(u, t, &bytes);
-        char* const to = this->slots + slot.k * d.slot_bytes;
-        if (bytes > 0) {
-          barrier_expect_bytes(&s.loaded[slot.k], bytes * kTensors);
-#pragma unroll
-          for (int k = 0; k < kTensors; ++k) {
-            bulk_load(to + k * (d.slot_bytes / kTensors), static_cast<const T*>(tensors[k]) + from, bytes,
-                      &s.loaded[slot.k], policy);
-          }
-        } else {
-          barrier_arrive(&s.loaded[slot.k]);
+    uint32_t loads = 0;
+    RowSlot slot, landing;
+    for (uint32_t u = 0; u < samples; ++u) {
+      for (uint32_t t = 0; t < d.chunks; ++t, ++loads, slot.next(d.slots)) {
+        if (d.distance > 0) {
+          while (u * d.rereads + min(t, d.rereads) > load_counter(&s.chunks_again) + d.distance) __nanosleep(20);
         }
-        for (; d.ahead > 0 && lead <= i + d.ahead && ahead_u < slabs; ++lead) {
-          const int64_t later = chunk(ahead_u, ahead_t, &bytes);
-          if (lead >= d.slots && lead > i && bytes > 0) {
-#pragma unroll
-            for (int k = 0; k < kTensors; ++k) bulk_prefetch(static_cast<const T*>(tensors[k]) + later, bytes);
-          }
-          if (++ahead_t == d.chunks) {
-            ahead_t = 0;
-            ++ahead_u;
-          }
-        }
+        if (loads >= d.slots) barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
+        await_flight(loads, &landing, 0, d.slots);
+        load(u, t, slot.k, tensors);
       }
     }
   }
-};
-
-template <typename Traits>
-struct RowFwdBlock : RowBlock<Traits, GroupNormColumnsFwdParams, 1> {
-  using Rows = RowBlock<Traits, GroupNormColumnsFwdParams, 1>;
-  using Columns = typename Rows::Columns;
-  using T = typename Traits::T;
-  static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses;
-  using Columns::d, Columns::p, Columns::team, Columns::own, Columns::lane;
-  using Rows::RowBlock, Rows::s, Rows::parity_of;
-
-  __device__ __forceinline__ float2* entries(uint32_t u) const {
-    return this->tables.entries + (u & 1) * d.walkers * d.runs;
-  }
-
-  __device__ __forceinline__ void sum_up() const {
-    const uint32_t slabs = d.slabs_of(team);
-    RowSlot slot;
-    for (uint32_t u = 0; u < slabs; ++u) {
-      typename Columns::Sums sums{};
-      for (uint32_t t = 0; t < d.chunks; ++t, slot.next(d.slots)) {
-        barrier_wait(&s.loaded[slot.k], slot.parity);
-        if (t == 0 && own > 0) {
-          values_of<Traits::kPre>(load_vec<T, kVec>(this->place(slot.k)), p.pre_act, sums.shift);
-        }
-        this->add_chunk(sums, slot.k, t);
+  __device__ __forceinline__ void produce_again(const void* const (&tensors)[kTensors]) const {
+    uint32_t loads = 0;
+    RowSlot slot, landing;
+    for (uint32_t u = 0; d.rereads > 0 && u < samples; ++u) {
+      while (load_counter(&s.samples_told) <= u) __nanosleep(20);
+      for (uint32_t i = 0; i < d.rereads; ++i, slot.next(d.again_slots)) {
+        if (loads >= d.again_slots) barrier_wait(&s.freed[d.slots + slot.k], slot.parity ^ 1);
+        await_flight(loads, &landing, d.slots, d.again_slots);
+        load(u, chunk_again(i), d.slots + slot.k, tensors);
+        ++loads;
+        increment(&s.chunks_again);
       }
-      barrier_wait(&s.published[u & 1], parity_of(u) ^ 1);
-      __syncwarp();
-      this->write_entries(sums, entries(u), u == 0);
-      barrier_arrive(&s.summed[u & 1]);
     }
   }
-  __device__ __forceinline__ void tell(uint32_t thread) const {
-    const uint32_t slabs = d.slabs_of(team);
-    for (uint32_t u = 0; u < slabs; ++u) {
-      barrier_wait(&s.summed[u & 1], parity_of(u));
-      this->wait_collected(u);
+  // Atomics, so that compute-sanitizer knows that these are meant to be read at any time.
+  static __device__ __forceinline__ uint32_t load_counter(uint32_t* p) { return atomicAdd_block(p, 0); }
+  static __device__ __forceinline__ void increment(uint32_t* p) { atomicAdd_block(p, 1); }
+
+  // The summers' end of a sample: their sums, to the block's table.
+  __device__ __forceinline__ void write_entries(uint32_t u, const float (&a)[kVec], const float (&b)[kVec]) const {
+    __syncwarp();
+    if (u > 0) barrier_wait(&s.drained, (u & 1) ^ 1);
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) tables.entries[j * kRowThreads + tid] = make_float2(a[j], b[j]);
+    barrier_arrive(&s.summed);
+  }
+  // The publishers' sums over the threads, of each element of the row. take(element, sums, is_first) is called by one
+  // thread for each, always the same; is_first of the first element that a thread has.
+  __device__ __forceinline__ uint32_t first_element() const {
+    const uint32_t i = tid >> d.element_lanes_log2, j = d.by_vectors(i);
+    return (i - j * d.vectors) * kVec + j;
+  }
+  template <typename Take>
+  __device__ __forceinline__ void add_entries(Take take) const {
+    const uint32_t lanes = 1u << d.element_lanes_log2, member = tid & (lanes - 1), elements = d.vectors * kVec;
+    for (uint32_t i0 = 0; i0 < elements; i0 += kRowPublishThreads >> d.element_lanes_log2) {
+      // Neighbours of a warp have neighbouring columns, which lie in different banks.
+      const uint32_t i = i0 + (tid >> d.element_lanes_log2), j = d.by_vectors(i), at = i - j * d.vectors;
+      float2 v = make_float2(0.f, 0.f);
+      if (i < elements) {
+        const float2* const from = tables.entries + j * kRowThreads + at;
+#pragma unroll 4
+        for (uint32_t w = member; w < d.walkers; w += lanes) {
+          const float2 part = from[w * d.vectors];
+          v.x += part.x;
+          v.y += part.y;
+        }
+      }
       __syncwarp();
-      this->publish(u, entries(u), thread, kRowPublishers * 32);
-      barrier_arrive(&s.published[u & 1]);
+      v.x = lanes_sum(v.x, lanes);
+      v.y = lanes_sum(v.y, lanes);
+      if (i < elements && member == 0) take(at * kVec + j, v, i0 == 0);
+    }
+    named_barrier(1, kRowPublishThreads);
+  }
+  // How many of a team's publishing warps have told their words of sample u. It says no more than that it is worth a
+  // look: nothing orders it after the words, whose own bits say that they are there.
+  __device__ __forceinline__ uint32_t* told_of(uint32_t u) const {
+    return reinterpret_cast<uint32_t*>(p.words + int64_t(d.samples) * d.groups * d.blocks) + sample(u);
+  }
+  // A lane's part of the elements of the row that are group g's: f(element, channel).
+  template <typename F>
+  __device__ __forceinline__ void for_elements(uint32_t g, uint32_t lanes, uint32_t member, F f) const {
+    const uint32_t per_group = d.channels_per_group, c0 = g * per_group;
+    if (g >= d.groups) return;
+    if (d.turns == 1) {
+      for (uint32_t k = member; k < per_group; k += lanes) f(c0 + k, c0 + k);
+      return;
+    }
+    for (uint32_t i = member; i < d.turns * per_group; i += lanes) {
+      const uint32_t turn = d.by_channels_per_group(i), c = c0 + i - turn * per_group;
+      f(turn * d.channels + c, c);
     }
   }
-  __device__ __forceinline__ void collect(uint32_t thread) const {
-    const uint32_t slabs = d.slabs_of(team);
-    for (uint32_t u = 0; u < slabs; ++u) {
-      // Polls before that would only keep the words' lines busy for the others.
+  // The block's word of each group: word_of(g, lanes, member) is called by all lanes.
+  template <typename WordOf>
+  __device__ __forceinline__ void tell(uint32_t u, WordOf word_of) const {
+    const uint32_t lanes = 1u << d.group_lanes_log2, member = tid & (lanes - 1);
+    for (uint32_t first = tid / 32 * 32 >> d.group_lanes_log2; first < d.groups;
+         first += kRowPublishThreads >> d.group_lanes_log2) {
+      const uint32_t g = first + (lane >> d.group_lanes_log2);
+      const uint64_t word = word_of(g, lanes, member);
+      if (g < d.groups && member == 0) store_word(p.words + (group0(u) + g) * d.blocks + rank, word);
+    }
+    __syncwarp();
+    if (lane == 0) atomicAdd(told_of(u), 1);
+    barrier_arrive(&s.drained);
+    // No more than two samples ahead of the collectors: a phase that these have not seen must not end twice.
+    barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1);
+    __syncwarp();
+    barrier_arrive(&s.published[u & 1]);
+    if (tid == 0) increment(&s.samples_told);
+  }
+
+  // Sum over the aligned `lanes` lanes around this one.
+  static __device__ __forceinline__ float lanes_sum(float v, uint32_t lanes) {
+#pragma unroll
+    for (uint32_t mask = 16; mask > 0; mask /= 2) {
+      if (mask < lanes) v += __shfl_xor_sync(0xffffffffu, v, mask);
+    }
+    return v;
+  }
+  // Values of a group that a block of the team has.
+  __device__ __forceinline__ float count_of(uint32_t block) const {
+    return block < d.full_blocks ? d.full_count : block == d.full_blocks ? d.rest_count : 0.f;
+  }
+
+  __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + (u & 1) * d.groups; }
+
+  // The collectors: merge(state, word, there, block, is_first) is called for each group's words, by all lanes of a
+  // group, and finish(u, g, state) by the first lane after the last of them.
+  template <typename State, typename Merge, typename Finish>
+  __device__ __forceinline__ void collect(Merge merge, Finish finish) const {
+    constexpr int kBatch = 5, kSets = 2;  // words under way: of a group, groups
+    const uint32_t lanes = 1u << d.team_lanes_log2, member = tid & (lanes - 1);
+    const uint32_t step = kRowCollectThreads >> d.team_lanes_log2;  // groups
+    for (uint32_t u = 0; u < samples; ++u) {
+      // Looks before that, or for the words themselves, would keep their lines busy for the others.
       barrier_wait(&s.published[u & 1], parity_of(u));
       barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
       __syncwarp();
-      this->await(u, thread, kRowCollectors * 32);
+      while (lane == 0 && load_relaxed(told_of(u)) < d.blocks * kRowPublishers) __nanosleep(kRowPollNanoseconds);
+      __syncwarp();
+      const uint64_t* const words = p.words + group0(u) * d.blocks;
+      for (uint32_t first = tid / 32 * 32 >> d.team_lanes_log2; first < d.groups; first += step * kSets) {
+        State state[kSets];
+        for (uint32_t block0 = 0; block0 < d.blocks; block0 += kBatch * lanes) {
+          // Bit i * kBatch + k: whether there is such a word, and whether it has yet to come.
+          uint32_t there = 0;
+          uint64_t word[kSets][kBatch];
+#pragma unroll
+          for (int i = 0; i < kSets; ++i) {
+            const uint32_t g = first + i * step + (lane >> d.team_lanes_log2);
+#pragma unroll
+            for (int k = 0; k < kBatch; ++k) {
+              if (g < d.groups && block0 + member + k * lanes < d.blocks) there |= 1u << (i * kBatch + k);
+              word[i][k] = 0;
+            }
+          }
+          const uint32_t at = (first + (lane >> d.team_lanes_log2)) * d.blocks + block0 + member;
+          uint32_t missing = there;
+          while (true) {  // all of them at once: one after the other, each would be a trip to L2
+#pragma unroll
+            for (int i = 0; i < kSets; ++i) {
+#pragma unroll
+              for (int k = 0; k < kBatch; ++k) {
+                if (missing >> (i * kBatch + k) & 1) {
+                  word[i][k] = load_word(words + (at + i * step * d.blocks + k * lanes));
+                }
+              }
+            }
+#pragma unroll
+            for (int i = 0; i < kSets; ++i) {
+#pragma unroll
+              for (int k = 0; k < kBatch; ++k) {
+                if (word[i][k] != 0) missing &= ~(1u << (i * kBatch + k));
+              }
+            }
+            if (!__any_sync(0xffffffffu, missing != 0)) break;
+            __nanosleep(kRowPollNanoseconds);
+          }
+#pragma unroll
+          for (int i = 0; i < kSets; ++i) {
+#pragma unroll
+            for (int k = 0; k < kBatch; ++k) {
+              merge(state[i], word[i][k], there >> (i * kBatch + k) & 1, block0 + member + k * lanes,
+                    block0 == 0 && k == 0);
+            }
+          }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kSets; ++i) {
+          state[i].x = lanes_sum(state[i].x, lanes);
+          state[i].y = lanes_sum(state[i].y, lanes);
+        }
+#pragma unroll
+        for (int i = 0; i < kSets; ++i) {
+          const uint32_t g = first + i * step + (lane >> d.team_lanes_log2);
+          if (g < d.groups && member == 0) finish(u, g, state[i]);
+        }
+      }
       barrier_arrive(&s.ready[u & 1]);
     }
   }
-  __device__ __forceinline__ void write() const {
-    const uint32_t slabs = d.slabs_of(team), stride = d.pass_bytes / sizeof(T);
-    RowSlot slot;
-    for (uint32_t u = 0; u < slabs; ++u) {
-      barrier_wait(&s.ready[u & 1], parity_of(u));
-      __syncwarp();
-      const typename Columns::Coefficients c = this->coefficients(u);
-      barrier_arrive(&s.taken[u & 1]);
-      T* const y = static_cast<T*>(p.y) + this->base(u);
-      for (uint32_t t = 0; t < d.chunks; ++t, slot.next(d.slots)) {
-        barrier_wait(&s.loaded[slot.k], slot.parity);
-        __syncwarp();
-        const T* const from = this->place(slot.k);
-        const uint32_t left = own > t * kPasses ? own - t * kPasses : 0;
-        Vec<T, kVec> input[kPasses];
-#pragma unroll
-        for (int k = 0; k < kPasses; ++k) {
-          if (k < left) input[k] = load_vec<T, kVec>(from + k * stride);
-        }
-#pragma unroll
-        for (int k = 0; k < kPasses; ++k) {
-          if (k < left) this->normalize(c, y + int64_t(t * kPasses + k) * this->step, input[k]);
-        }
-        __syncwarp();
-        this->free_slot(slot.k);
-      }
-    }
-  }
 };
-
-#endif
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 __device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing) {
   for (uint32_t k = 0; k < slots; ++k) {
@@ -196,60 +409,60 @@ __device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t sl
     barrier_init(&barriers->freed[k], freeing);
   }
   for (int i = 0; i < 2; ++i) {
-    barrier_init(&barriers->summed[i], kRowRoleThreads);
-    barrier_init(&barriers->published[i], kRowPublishers * 32);
-    barrier_init(&barriers->ready[i], kRowCollectors * 32);
-    barrier_init(&barriers->taken[i], kRowRoleThreads);
+    barrier_init(&barriers->published[i], kRowPublishThreads);
+    barrier_init(&barriers->ready[i], kRowCollectThreads);
+    barrier_init(&barriers->taken[i], kRowThreads);
   }
+  barrier_init(&barriers->summed, kRowThreads);
+  barrier_init(&barriers->drained, kRowPublishThreads);
+  barriers->samples_told = barriers->chunks_again = 0;
   barrier_init_fence();
 }
 
-// The roles of a block's warps. Block is given its thread among those of a role that goes through x.
+// The roles of a block's warps. Block is given its thread among those of its role.
 template <typename Block, typename Params, int kTensors>
-__device__ __forceinline__ void run_roles(const Params& p, char* memory, const ColumnTables& t, RowBarriers& barriers,
+__device__ __forceinline__ void run_roles(const Params& p, char* memory, const RowTables& t, RowBarriers& barriers,
                                           const void* const (&tensors)[kTensors]) {
-  if (threadIdx.x == 0) init_barriers(&barriers, p.shares.slots, Block::kFreeing);
-  for (uint32_t c = threadIdx.x; c < 2 * p.shares.channels; c += kRowThreads) {
-    t.affines[c] = affine_of(p.weight, p.bias, c % p.shares.channels, p.affine_dtype);
+  if (threadIdx.x == 0) init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing);
+  for (uint32_t c = threadIdx.x; c < p.shares.channels; c += kRowBlockThreads) {
+    t.affines[c] = affine_of(p.weight, p.bias, c, p.affine_dtype);
   }
   __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  constexpr int kFirstSummer = 1 + kRowPublishers + kRowCollectors, kRoleWarps = kRowRoleThreads / 32;
-  const int role = warp < kFirstSummer ? 0 : warp - kFirstSummer;
-  Block block(p, memory, t, barriers, role % kRoleWarps * 32 + threadIdx.x % 32);
+  constexpr int kFirstCollector = 2 + kRowPublishers, kFirstSummer = kFirstCollector + kRowCollectors;
+  constexpr int kFirstWriter = kFirstSummer + kRowRoleWarps;
+  const int first = warp >= kFirstWriter      ? kFirstWriter
+                    : warp >= kFirstSummer    ? kFirstSummer
+                    : warp >= kFirstCollector ? kFirstCollector
+                    : warp >= 2               ? 2
+                                              : warp;
+  Block block(p, memory, t, barriers, threadIdx.x - first * 32);
   if (warp == 0) {
     if (threadIdx.x == 0) block.produce(tensors);
-  } else if (warp <= kRowPublishers) {
-    block.tell(threadIdx.x - 32);
+  } else if (warp == 1) {
+    if (threadIdx.x == 32) block.produce_again(tensors);
+  } else if (warp < kFirstCollector) {
+    block.publish();
   } else if (warp < kFirstSummer) {
-    block.collect(threadIdx.x - 32 * (1 + kRowPublishers));
-  } else if (role < kRoleWarps) {
-    block.find_groups();
+    block.gather();
+  } else if (warp < kFirstWriter) {
     block.sum_up();
   } else {
-    block.find_groups();
     block.write();
   }
 }
 
-#endif
-
-template <typename Traits>
-__global__ void __launch_bounds__(kRowThreads, 1)
-    group_norm_rows_fwd_kernel(const __grid_constant__ GroupNormColumnsFwdParams p) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) char memory[];
-  __shared__ RowBarriers barriers;
-  const ColumnShares& d = p.shares;
-  ColumnTables t;
-  t.entries = reinterpret_cast<float2*>(memory + d.data_bytes);
-  t.stats = t.entries + 2 * d.walkers * d.runs;
-  t.affines = t.stats + 2 * d.groups;
-  t.counts = reinterpret_cast<float*>(t.affines + 2 * d.channels);
-  t.messages = nullptr;
-  const void* const tensors[1] = {p.x};
-  run_roles<RowFwdBlock<Traits>>(p, memory, t, barriers, tensors);
-#endif
+// The tables after `slots` slots.
+__device__ __forceinline__ RowTables place_tables(char* memory, const RowShares& d, int tensors, int vec) {
+  RowTables t;
+  t.entries = reinterpret_cast<float2*>(memory + (d.slots + d.again_slots) * d.tensor_bytes * tensors);
+  t.sums = t.entries + kRowThreads * vec;
+  t.totals = t.sums + d.vectors * vec;
+  t.affines = t.totals + d.vectors * vec;
+  t.stats = t.affines + d.channels;
+  return t;
 }
+
+#endif
 
 }  // namespace kgopt

@@ -6,6 +6,7 @@
 #include "group_norm_bwd_params.h"
 #include "group_norm_cluster_plan.h"
 #include "group_norm_columns_plan.h"
+#include "group_norm_rows_plan.h"
 #include "group_norm_fwd_params.h"
 #include "group_norm_small_plan.h"
 #include "group_norm_tiles_plan.h"
@@ -37,7 +38,8 @@ Status run_tile_gradient(const GroupNormBwdParams& p, cudaStream_t stream);
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream);
 // As run_group_norm_fwd.
 Status run_group_norm_columns_fwd(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
-Status run_group_norm_rows_bwd(const GroupNormRowsBwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
+Status run_group_norm_rows_fwd(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream);
+Status run_group_norm_rows_bwd(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream);
 // Of plan_group_norm_small and plan_group_norm_slab.
 Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan, cudaStream_t stream);
 Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream);

@@ -143,6 +143,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
     a.rstd = static_cast<float*>(s.rstd_data);
     Workspace workspace(x);
     const int64_t count = choice.way == NormWay::kOneRead   ? choice.one_read.words
+                          : choice.way == NormWay::kRows    ? choice.rows.words
                           : choice.way == NormWay::kColumns ? choice.columns.words
                                                             : 0;
     const int64_t words = workspace.reserve(count * sizeof(uint64_t));
@@ -161,6 +162,9 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
         break;
       case NormWay::kOneRead:
         status = run_group_norm_fwd({a, choice.one_read.shares, at}, choice.one_read, stream_of(x));
+        break;
+      case NormWay::kRows:
+        status = run_group_norm_rows_fwd({a, choice.rows.shares, at}, choice.rows, stream_of(x));
         break;
       default: status = run_group_norm_columns_fwd({a, choice.columns.shares, at}, choice.columns, stream_of(x));
     }
@@ -447,6 +451,9 @@ std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, st
       if (c.blocks == 1) return once + "a group in the shared memory of a block, one launch";
       return once + "a group in the shared memory of a cluster of " + std::to_string(c.blocks) + " blocks, one launch";
     case NormWay::kOneRead: return once + "tiles of a group in the shared memory of the whole GPU";
+    case NormWay::kRows:
+      return once + "channels_last samples, shared by teams of " + std::to_string(choice.rows.shares.blocks) +
+             " blocks" + (choice.rows.shares.rereads > 0 ? ", in part read again from L2" : "");
     case NormWay::kColumns:
       return once + "channels_last samples in the shared memory of teams of " +
              std::to_string(choice.columns.shares.blocks) + " blocks";
@@ -454,7 +461,7 @@ std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, st
     default: break;
   }
   const char* const why = d.dtype == Dtype::kFloat64 ? choice.on_chip.refusal
-                          : d.channels_last          ? choice.columns.refusal
+                          : d.channels_last          ? (backward ? choice.rows.refusal : choice.columns.refusal)
                                                      : choice.one_read.refusal;
   return std::string("passes over memory: ") + (why ? why : "no way on chip takes it");
 }
@@ -466,16 +473,15 @@ std::optional<std::tuple<Tensor, Tensor>> backward_on_chip(const char* op, const
                                                            const OptTensor& weight, const OptTensor& bias) {
   if (choice.way == NormWay::kPasses) return std::nullopt;
   const GroupTiles& tiles = choice.one_read.shares;
-  const ColumnShares& slabs = choice.columns.shares;
   int64_t words = 0, rows = d.n, sums = 0;  // rows: sets of channel sums that remain to be added up
   if (choice.way == NormWay::kOneRead) {
     words = choice.one_read.words;
     rows = 0;
     sums = int64_t(tiles.tiles) * 4;
   } else {
-    if (choice.way == NormWay::kColumns) {
-      words = choice.columns.words;
-      rows = int64_t(slabs.teams) * slabs.blocks;
+    if (choice.way == NormWay::kRows) {
+      words = choice.rows.words;
+      rows = int64_t(choice.rows.shares.teams) * choice.rows.shares.blocks;
     } else if (choice.way == NormWay::kSmall) {
       rows = choice.small.shares.owner ? 0 : d.n << choice.small.shares.blocks_log2;
     }
@@ -515,7 +521,7 @@ std::optional<std::tuple<Tensor, Tensor>> backward_on_chip(const char* op, const
       status = run_group_norm_cluster_bwd({a, choice.on_chip.shares, channel_sums}, choice.on_chip, stream_of(x));
       break;
     case NormWay::kOneRead: status = run_group_norm_bwd(by_tiles, choice.one_read, stream_of(x)); break;
-    default: status = run_group_norm_rows_bwd({a, slabs, at, channel_sums}, choice.columns, stream_of(x));
+    default: status = run_group_norm_rows_bwd({a, choice.rows.shares, at, channel_sums}, choice.rows, stream_of(x));
   }
   if (status.code == StatusCode::kUnsupported) return std::nullopt;  // not all blocks can run at a time
   raise_on_error(op, status);

@@ -1,0 +1,258 @@
+// GroupNorm forward of channels_last tensors by blocks with roles, see group_norm_rows_kernel.cuh.
+#include "group_norm_columns_launch.h"
+#include "group_norm_rows_kernel.cuh"
+#include "group_norm_rows_plan.h"
+#include "groupnorm.h"
+
+namespace kgopt {
+namespace {
+
+constexpr const char* kName = "group_norm_rows_fwd_kernel";
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+template <typename Traits>
+struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
+  using Rows = RowBlock<Traits, GroupNormRowsFwdParams>;
+  using T = typename Traits::T;
+  static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses;
+  static constexpr bool kFolds = Traits::kFolds;
+  using Rows::active, Rows::channel_of, Rows::d, Rows::group0, Rows::lane, Rows::p, Rows::parity_of;
+  using Rows::RowBlock, Rows::s, Rows::samples, Rows::tables, Rows::tid;
+
+  // Of what one thread sees of each of its channels, relative to the same pivot as the block's other threads: the
+  // median of the channel's values in three rows, so that no single one that is far from the others makes sums cancel.
+  struct Sums {
+    float pivot[kVec], sum[kVec], squares[kVec];
+  };
+  __device__ __forceinline__ void read_row(const T* row, float (&v)[kVec]) const {
+    Vec<T, kVec> first;
+    if (d.turns == 1) {
+      first = load_vec<T, kVec>(row + this->column * kVec);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) first.v[j] = row[channel_of(j)];
+    }
+    values_of<Traits::kPre>(first, p.pre_act, v);
+  }
+  // From the share's first rows, in the slot of its first chunk.
+  __device__ __forceinline__ void set_pivots(Sums& sums, const T* rows) const {
+    float a[kVec], b[kVec], c[kVec];
+    const uint32_t last = this->own - 1, length = d.vectors * kVec;
+    read_row(rows, a);
+    read_row(rows + min(1u, last) * length, b);
+    read_row(rows + min(2u, last) * length, c);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) sums.pivot[j] = fmaxf(fminf(a[j], b[j]), fminf(fmaxf(a[j], b[j]), c[j]));
+  }
+  __device__ __forceinline__ void add(Sums& sums, const Vec<T, kVec>& input) const {
+    float v[kVec];
+    values_of<Traits::kPre>(input, p.pre_act, v);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float e = v[j] - sums.pivot[j];
+      sums.sum[j] += e;
+      sums.squares[j] += e * e;
+    }
+  }
+  __device__ __forceinline__ void sum_up() const {
+    const uint32_t step = this->step();
+    RowSlot slot;
+    for (uint32_t u = 0; u < samples; ++u) {
+      Sums sums{};
+      this->for_each_summed(&slot, [&](uint32_t t, uint32_t k, uint32_t left) {
+        const T* const from = this->place(k);
+        if (t == 0 && left > 0) set_pivots(sums, from - tid * kVec);
+        Vec<T, kVec> input[kPasses];
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+          if (i < left) input[i] = load_vec<T, kVec>(from + i * step);
+        }
+        if (left >= kPasses) {
+#pragma unroll
+          for (int i = 0; i < kPasses; ++i) add(sums, input[i]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kPasses - 1; ++i) {
+            if (i < left) add(sums, input[i]);
+          }
+        }
+      });
+      this->write_entries(u, sums.pivot, sums.sum, sums.squares);
+    }
+  }
+  // Everybody's sums, and the pivots from those who have the first row.
+  __device__ __forceinline__ void write_entries(uint32_t u, const float (&pivot)[kVec], const float (&sum)[kVec],
+                                                const float (&squares)[kVec]) const {
+    __syncwarp();
+    if (u > 0) barrier_wait(&s.drained, (u & 1) ^ 1);
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      if (active && this->walker == 0 && this->column * kVec + j < d.channels) tables.pivots[channel_of(j)] = pivot[j];
+    }
+    Rows::write_entries(u, sum, squares);
+  }
+
+  // The moments of the block's groups, from those of the row's elements.
+  __device__ __forceinline__ void publish() const {
+    const float count = this->count_of(this->rank), rows = static_cast<float>(this->own);  // of a group, of an element
+    for (uint32_t u = 0; u < samples; ++u) {
+      barrier_wait(&s.summed, u & 1);
+      __syncwarp();
+      this->add_entries([&](uint32_t element, float2 v, bool) {
+        const uint32_t c = d.turns == 1 ? element : element - d.by_channels(element) * d.channels;
+        const float to_mean = count == 0.f ? 0.f : __fdividef(v.x, rows), rest = v.y - v.x * to_mean;
+        tables.sums[element] = make_float2(tables.pivots[c] + to_mean, rest < 0.f ? 0.f : rest);
+      });
+      this->tell(u, [&](uint32_t g, uint32_t lanes, uint32_t member) {
+        const float origin = g < d.groups ? tables.sums[g * d.channels_per_group].x : 0.f;
+        float a = 0.f, b = 0.f;
+        this->for_elements(g, lanes, member, [&](uint32_t element, uint32_t) {
+          const float2 moments = tables.sums[element];
+          const float distance = moments.x - origin, weighted = rows * distance;
+          a += weighted;
+          b += moments.y + weighted * distance;
+        });
+        __syncwarp();
+        a = this->lanes_sum(a, lanes);
+        b = this->lanes_sum(b, lanes);
+        if (count == 0.f) return pack_word(0.f, 0.f);
+        const float to_mean = __fdividef(a, count), rest = b - a * to_mean;
+        return pack_word(origin + to_mean, rest < 0.f ? 0.f : rest);
+      });
+    }
+  }
+
+  // Sums over the blocks, relative to the first block's mean.
+  struct Merged {
+    float x = 0.f, y = 0.f, origin = 0.f;
+  };
+  __device__ __forceinline__ void gather() const {
+    this->template collect<Merged>(
+        [&](Merged& m, uint64_t word, bool there, uint32_t block, bool is_first) {
+          const float2 moments = unpack_word(word);
+          if (is_first) {
+            m.origin = __shfl_sync(0xffffffffu, moments.x, lane & ~((1u << d.team_lanes_log2) - 1));
+          }
+          const float n = there ? this->count_of(block) : 0.f, distance = moments.x - m.origin;
+          if (n == 0.f) return;
+          m.x += n * distance;
+          m.y += moments.y + n * distance * distance;
+        },
+        [&](uint32_t u, uint32_t g, const Merged& m) {
+          const float to_mean = m.x / d.total_count, rest = m.y - m.x * to_mean;
+          const float m2 = rest < 0.f ? 0.f : rest, mean = m.origin + to_mean;
+          const float rstd = 1.f / sqrtf(m2 / d.total_count + p.eps);
+          this->stats(u)[g] = make_float2(mean, rstd);
+          if (this->rank == 0) {
+            p.mean[group0(u) + g] = mean;
+            p.rstd[group0(u) + g] = rstd;
+          }
+        });
+  }
+
+  // What a thread knows of its channels before it knows their statistics: groups have sixteen bits each.
+  struct Channels {
+    float weight[kVec], bias[kVec];
+    uint32_t groups[kVec / 2];
+  };
+  __device__ __forceinline__ Channels channels() const {
+    Channels c;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float2 affine = tables.affines[channel_of(j)];
+      c.weight[j] = affine.x;
+      c.bias[j] = affine.y;
+      c.groups[j / 2] = j % 2 == 0 ? this->group_of(j) : c.groups[j / 2] | this->group_of(j) << 16;
+    }
+    return c;
+  }
+  struct Coefficients {
+    float mean[kFolds ? 1 : kVec], scale[kVec], shift[kVec];
+  };
+  __device__ __forceinline__ Coefficients coefficients(uint32_t u, const Channels& channels) const {
+    Coefficients c;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float2 moments = this->stats(u)[channels.groups[j / 2] >> (j % 2 * 16) & 0xffff];
+      c.scale[j] = channels.weight[j] * moments.y;
+      c.shift[j] = kFolds ? channels.bias[j] - moments.x * c.scale[j] : channels.bias[j];
+      if constexpr (!kFolds) c.mean[j] = moments.x;
+    }
+    return c;
+  }
+  __device__ __forceinline__ void normalize(const Coefficients& c, T* to, const Vec<T, kVec>& input) const {
+    float v[kVec];
+    values_of<Traits::kPre>(input, p.pre_act, v);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      if constexpr (!kFolds) v[j] -= c.mean[j];
+      v[j] = v[j] * c.scale[j] + c.shift[j];
+    }
+    finish_values<Traits::kAct>(to, input, p.act, p.add_input, p.streaming_stores, v);
+  }
+  __device__ __forceinline__ void write() const {
+    const uint32_t step = this->step();
+    const Channels own_channels = channels();
+    RowSlot again;
+    for (uint32_t u = 0; u < samples; ++u) {
+      barrier_wait(&s.ready[u & 1], parity_of(u));
+      __syncwarp();
+      const Coefficients c = coefficients(u, own_channels);
+      barrier_arrive(&s.taken[u & 1]);
+      T* const y = static_cast<T*>(p.y) + this->base(u);
+      this->for_each_written(u, &again, [&](int64_t first, uint32_t k, uint32_t left, bool) {
+        const T* const from = this->place(k);
+        Vec<T, kVec> input[kPasses];
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+          if (i < left) input[i] = load_vec<T, kVec>(from + i * step);
+        }
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+          if (i < left) normalize(c, y + first + i * step, input[i]);
+        }
+      });
+    }
+  }
+};
+
+#endif
+
+template <typename Traits>
+__global__ void __launch_bounds__(kRowBlockThreads, 1)
+    group_norm_rows_fwd_kernel(const __grid_constant__ GroupNormRowsFwdParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) char memory[];
+  __shared__ RowBarriers barriers;
+  const void* const tensors[1] = {p.x};
+  run_roles<RowFwdBlock<Traits>>(p, memory, place_tables(memory, p.shares, 1, Traits::kVec), barriers, tensors);
+#endif
+}
+
+template <typename T, Chain kPre, Chain kAct>
+Status launch(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream) {
+  return launch_columns(kName, group_norm_rows_fwd_kernel<RowTraits<T, kPre, kAct, 1>>, kRowBlockThreads, p, plan,
+                        stream);
+}
+
+}  // namespace
+
+Status run_group_norm_rows_fwd(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream) {
+  Status status;
+  switch (p.dtype) {
+#define KGOPT_ROWS_DTYPE(name, T)                                                                           \
+  case Dtype::name:                                                                                         \
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = (launch<T, kPre, kAct>(p, plan, stream))); \
+    break;
+    KGOPT_ROWS_DTYPE(kFloat32, float)
+    KGOPT_ROWS_DTYPE(kBFloat16, __nv_bfloat16)
+    KGOPT_ROWS_DTYPE(kFloat16, __half)
+#undef KGOPT_ROWS_DTYPE
+    default: return Status::Unsupported(kName, "float64");
+  }
+  return status;
+}
+
+}  // namespace kgopt

@@ -1,0 +1,58 @@
+// What the channels_last GroupNorm kernels are told whose blocks have roles (group_norm_rows_kernel.cuh).
+//
+// A team of blocks takes sample after sample; each of its blocks has a share of a sample's rows, in chunks that go
+// through the slots of its shared memory. A row is the least number of positions that are whole 16-byte vectors: one,
+// unless C is no multiple of a vector. A share lies in one piece.
+//
+// Chunks of a share either stay in their slots from the sums to the results, or are read again: the first `rereads` of
+// them give their slots up once they are summed up and come a second time, from L2, into slots of their own, when the
+// block's sums are known.
+#pragma once
+
+#include "group_norm_columns_params.h"
+
+namespace kgopt {
+
+struct RowShares {
+  uint32_t samples = 0;            // in all
+  uint32_t teams = 1, blocks = 1;  // of the grid, and of a team
+  uint32_t rows = 0, share = 0;    // of a sample, of a block
+  uint32_t vectors = 0;            // of a row
+  uint32_t walkers = 0;            // rows that the threads of a role have at a time
+  uint32_t chunk_rows = 0;         // walkers times a thread's vectors of a chunk
+  uint32_t chunks = 0, rereads = 0;
+  uint32_t slots = 0, again_slots = 0;  // of chunks that come for the first time, and again
+  uint32_t distance = 0;                // chunks from one that comes to one that comes again, at most; 0: any
+  bool backwards = false;               // the last come again first: those are in L2 of a sample that is larger
+  uint32_t tensor_bytes = 0;            // of a slot for each tensor
+  uint32_t channels = 0, channels_per_group = 1, groups = 1;
+  uint32_t turns = 1;  // a row is so many times all channels
+  // Lanes that add up the sums of an element of the row, a group's elements and a group's words.
+  uint32_t element_lanes_log2 = 0, group_lanes_log2 = 0, team_lanes_log2 = 0;
+  // Values of a group that a block has: the first blocks, the one after them; none have the others.
+  uint32_t full_blocks = 0;
+  float full_count = 0, rest_count = 0, total_count = 0;
+  ColumnDivisor by_blocks, by_vectors, by_walkers, by_slots, by_channels, by_channels_per_group;
+};
+
+struct GroupNormRowsFwdParams : GroupNormFwdArgs {
+  RowShares shares;
+  uint64_t* words = nullptr;  // zero at launch: [samples][groups][blocks] (words.cuh) moments; counts, see RowBlock
+};
+
+struct GroupNormRowsBwdParams : GroupNormBwdArgs {
+  RowShares shares;
+  uint64_t* words = nullptr;    // the same with two sums
+  float* block_sums = nullptr;  // [teams * blocks][C][2]: sum of dz and of dz * xhat over a block's positions
+};
+
+inline constexpr int kRowSlots = 32, kRowThreads = 256;       // of a block, of a role that goes through x
+inline constexpr int kRowPublishers = 4, kRowCollectors = 2;  // warps
+// Chunks that a producer has under way at a time. With more, or some on their way to L2 besides, loads only queue in
+// memory, the longer the further away a multiprocessor is, and a team waits for its last: 2 to 6% slower (H200).
+inline constexpr uint32_t kRowFlight = 3;
+// Between looks for the other blocks' words; 30 to 300 took the same.
+inline constexpr uint32_t kRowPollNanoseconds = 100;
+inline constexpr int kRowPasses = 4;  // vectors of a chunk, of all tensors, that a thread handles
+
+}  // namespace kgopt
