@@ -109,7 +109,8 @@ def test_explain_group_norm_conv_says_how():
         return OPS.explain_group_norm_conv(x, w, *rest, **options)
 
     volume, last = (1, 64, 64, 64, 64), torch.channels_last_3d
-    assert explain((1, 128, 64, 64), 3, "silu").startswith("one kernel: few")
+    assert explain((1, 128, 64, 64), 3, "silu", moments=True).startswith("one kernel: few")
+    assert explain((1, 128, 64, 64), 3, "silu").startswith("two kernels: few")
     assert "an activation behind" in explain((1, 128, 64, 64), 3, "silu", "relu")
     assert "not a plain convolution" in explain((1, 128, 64, 64), 3, layout=torch.contiguous_format)
     assert explain(volume, 64, "relu", layout=last, backend="kgopt:rows").startswith("one kernel: by rows")

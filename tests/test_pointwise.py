@@ -500,3 +500,11 @@ def test_bad_input(call, message, device):
     x, w = torch.randn(1, 4, 5, 6, device=device), torch.randn(8, 4, 3, 3, device=device)
     with pytest.raises(RuntimeError, match=message):
         call(x, w)
+
+
+def test_explain_group_norm_conv_on_the_cpu():
+    x, w = torch.randn(1, 4, 5, 6), torch.randn(8, 4, 3, 3)
+    rest = ([1, 1], [1, 1], [1, 1], [0, 0], 1, False)
+    assert OPS.explain_group_norm_conv(x, w, *rest, "silu").startswith("two ops: ")
+    with pytest.raises(RuntimeError, match="unknown activation"):
+        OPS.explain_group_norm_conv(x, w, *rest, "swish")

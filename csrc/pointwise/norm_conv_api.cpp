@@ -141,7 +141,11 @@ PrologueChoice choose_kernel(const ConvArgs& a, const ConvShape& shape, int64_t 
   const char* refusal = few_refusal(a, shape, few);
   if (!refusal && !act.empty()) refusal = "an activation behind the convolution";
   if (!refusal && reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % 16 != 0) refusal = "x is not aligned";
-  if (!refusal && !rows_named) return {few, nullptr, "few output channels: x is normalized as it is read"};
+  if (!refusal && !rows_named) {
+    return {few, nullptr,
+            has_moments ? "few output channels: x is normalized as it is read"
+                        : "few output channels: without moments of x behind the norm"};
+  }
   std::string why = std::string("few output channels: ") + (refusal ? refusal : "backend names another kernel");
   auto by_rows = [&](const char* reason) { return PrologueChoice{nullptr, nullptr, why + "; by rows: " + reason}; };
   if (num_groups == 0) return by_rows("no norm");
@@ -191,10 +195,8 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
     const PrologueChoice choice =
         choose_kernel(conv, shape, num_groups, moments.has_value(), bare, of_norm, of_sum, &few);
     const Prologue norm{moments, num_groups, gn_weight, gn_bias, eps};
-    // Beyond L2, a read for the moments and this kernel's own take longer than the norm that reads x once, and this
-    // kernel on what it gives.
-    const bool is_large = x.numel() * dtype_size(shape.dtype) >= int64_t(1) << 25;
-    if (choice.few && num_groups > 0 && !moments && is_large) {
+    // A read for the moments takes longer than what the norm that reads x once writes, and this kernel on that.
+    if (choice.few && num_groups > 0 && !moments) {
       const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
       ConvArgs of_z{op,     z,          weight,    bias,    stride,      padding, dilation, output_padding,
                     groups, transposed, conv.rank, backend, std::nullopt};
@@ -255,7 +257,8 @@ std::string explain_group_norm_conv(Tensor x, Tensor weight, IntArray stride, In
                    std::nullopt};
   NormConvFewParams few;
   const PrologueChoice choice = choose_kernel(a, shape, 1, moments, true, of_norm, of_sum, &few);
-  return (choice.few || choice.rows ? "one kernel: " : "two ops: ") + choice.reason;
+  const bool in_one = choice.rows || (choice.few && moments);
+  return (in_one ? "one kernel: " : choice.few ? "two kernels: " : "two ops: ") + choice.reason;
 }
 
 Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
