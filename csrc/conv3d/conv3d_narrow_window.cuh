@@ -867,20 +867,20 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       for (find_unit(); at_unit < unit_count; find_unit()) {
         const int taken = kChains == 2 && unit_count - round > 2 + own_group ? 2 : 1;
         round += kChains * kConsumers;
-        bool at_once = false;
+        bool paired = false;
         if constexpr (kChains == 2) {
-          at_once = taken == 2 && values_lie != kFar;
-          const int last_tile = together > 1 ? place.tile + 2 * together - 1 : place.tile + (place.unit + 1) / units;
-          at_once = at_once && last_tile < whole_count;
+          paired = taken == 2 && values_lie != kFar;
+          const int last_tile = together > 1 ? place.tile + 2 * together - 1 : place.tile + (place.unit + 1 == units);
+          paired = paired && last_tile < whole_count;
         }
         Place own_unit = place;
 #pragma unroll 1
-        for (int left = taken; left > 0; left -= at_once ? 2 : 1) {
+        for (int left = taken; left > 0; left -= paired ? 2 : 1) {
           int rows[kChains];  // of those that all run through, how many count
           int all_rows = 0;
           uint32_t from[kChains][2 * kBlocks], step_bytes[kChains], to_low[kChains];
           float counts[kChains][2];  // of positions g and g + 8, times what brings x to the stage's units
-          uint64_t* reads[kChains];
+          int reads[kChains];        // the stage, or -1
           auto begin_unit = [&](auto of_chain) {
             constexpr int chain = decltype(of_chain)::value;
             Place own = own_unit;
@@ -897,7 +897,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
               }
             }
             const bool present = own.tile < tile_count;
-            reads[chain] = present ? empty + own.stage : nullptr;
+            reads[chain] = present ? own.stage : -1;
             int4 tile{};
             if (present) {
               barrier_wait(full + own.stage, own.parity);
@@ -938,7 +938,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
             constexpr int chain = decltype(of_chain)::value;
             if (counts[chain][0] != 0.f) count += static_cast<float>(rows[chain]);
             if (counts[chain][1] != 0.f) count += static_cast<float>(rows[chain]);
-            if (reads[chain]) barrier_arrive(reads[chain]);
+            if (reads[chain] >= 0) barrier_arrive(empty + reads[chain]);
           };
           float acc[kChains][kWindow * kAcc];
           uint32_t a[kChains][kTerms][kBlocks * 2][4];
@@ -983,7 +983,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
           using Turn1 = std::integral_constant<int, 1>;
           using Turn2 = std::integral_constant<int, 2>;
           begin_unit(One());
-          if (!at_once) {
+          if (!paired) {
             if (values_lie == kUnknown) values_lie = kFar;  // few units are left, or their rows differ
             const bool fresh = __any_sync(0xffffffffu, count == 0.f);
             auto start = [&](auto slot) {
@@ -1105,7 +1105,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
               if (values_lie == kFar) {
 #pragma unroll
                 for (int i = 0; i < 2 * kSums; ++i) sums[i / kSums][i % kSums] = {};
-                at_once = false;
+                paired = false;
                 own_unit = place;
                 left = taken + 1;
                 continue;
