@@ -422,7 +422,7 @@ def test_pipeline_statistics_of_what_is_not_finite(value):
 @pytest.mark.parametrize("dtype", ["tf32", torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [(9, 16, 16), (5, 18, 21), (3, 34, 36)])
 def test_pipeline_samples_that_share_a_block(size, dtype, layout):
-    """A block walks through samples of unlike scale and offset, one of them NaN: none is seen in the next one's sums."""
+    """A block walks through samples of unlike scale and offset, one of them NaN: no other sample sees it."""
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"
     real = torch.float32 if dtype == "tf32" else dtype
     n = 3 * torch.cuda.get_device_properties(0).multi_processor_count + 5
