@@ -417,6 +417,34 @@ def test_pipeline_statistics_of_what_is_not_finite(value):
     assert y.isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", ["tf32", torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [(9, 16, 16), (5, 18, 21), (3, 34, 36)])
+def test_pipeline_samples_that_share_a_block(size, dtype, layout):
+    """A block walks through samples of unlike scale and offset, one of them NaN: no other sample sees it."""
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+    real = torch.float32 if dtype == "tf32" else dtype
+    n = 3 * torch.cuda.get_device_properties(0).multi_processor_count + 5
+    scale = 10.0 ** torch.randint(-2, 3, (n, 1, 1, 1, 1), device="cuda")
+    offset = scale * torch.randint(0, 2, (n, 1, 1, 1, 1), device="cuda") * 30
+    x = (torch.randn(n, 3, *size, device="cuda") * scale + offset).to(real)
+    x[7, 1, 2, 3, 4] = float("nan")
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last_3d)
+    weight = (torch.randn(24, 3, 3, 3, 3, device="cuda") * 0.3).to(real)
+    bias = torch.randn(24, device="cuda").to(real)
+    _, _, mean, rstd = torch.ops.kgopt.conv3d_group_norm_mean_fwd(
+        x, weight, bias, 8, None, None, [1] * 3, [0] * 3, [1] * 3, 1, 1e-5, backend="kgopt"
+    )
+    y = F.conv3d(x.double().cpu(), weight.double().cpu(), bias.double().cpu()).reshape(n, 8, -1).cuda()
+    variance = y.var(2, correction=0)
+    allowed = 2e-2 if dtype == "tf32" else 1e-4  # an offset of 30 leaves TF32's products that much of their digits
+    assert (rstd * (variance + 1e-5).sqrt() - 1).abs().nan_to_num(9)[torch.arange(n) != 7].max() < allowed
+    assert ((mean - y.mean(2)) / variance.sqrt()).abs().nan_to_num(9)[torch.arange(n) != 7].max() < allowed
+    assert rstd[7].isnan().all()
+
+
 # n, c_in, c_out, norm groups, size, kernel, options: 33 to 64 output channels, where positions are rows on Hopper
 POSITIONS = {
     "rows of vectors": (3, 8, 64, 16, (37, 128), (3, 3), {}),

@@ -54,6 +54,7 @@ struct WindowSmemLayout {
   int scales;       // what undoes each stage's scale
   int maxima;       // of the loading warps
   int zeros;        // a chunk of them
+  int tiles;        // where each stage's tile lies: window_tile_at
   int weights;      // in the blocks of wgmma.cuh: the high terms, for each turn of the window; then the low ones
   int entries;      // of each type of chunk, see WindowEntry
   int weight_at;    // of each chunk of K, where the weights of its eight values lie; -1: padding
@@ -75,8 +76,10 @@ KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
   s.scales = s.empty + 2 * kWindowStages;
   s.maxima = s.scales + kWindowStages;
   s.zeros = s.maxima + 4 * kWindowProducers;
-  s.weights = 64;
-  s.entries = s.weights + window_turns(p.math, p.columns, p.blocks) * kNarrowWindow * p.columns * p.blocks * 16 * window_terms(p);
+  s.tiles = 64;
+  s.weights = 96;
+  s.entries = s.weights +
+              window_turns(p.math, p.columns, p.blocks) * kNarrowWindow * p.columns * p.blocks * 16 * window_terms(p);
   s.weight_at = s.entries + p.types * 8 * 4;
   s.chunks = s.weight_at + p.blocks * 4 * 8;
   s.strips = s.chunks + align(p.blocks * 4 * 2);
@@ -244,7 +247,8 @@ inline double window_cost(const NarrowPlan& p) {
   const double step = std::max(mma + issue, (mma + 2.0 * issue + 60) / at_once) + (chains == 1 ? 25 : -15);
   // The loading threads' chain of instructions, and what it takes of their issue.
   const double rounds = std::ceil(double(p.halo[0]) * p.halo[1] * p.vectors / (128 * kWindowProducers));
-  const double chain = p.march_lanes ? 1000.0 * window_terms(p) : rounds * p.types * 3400 * window_terms(p);
+  const double chain =
+      p.march_lanes ? (chains == 2 ? 1500.0 : 1000.0 * window_terms(p)) : rounds * p.types * 3400 * window_terms(p);
   const double compute = units * (steps * step + 60) + (chains == 1 ? 0 : 250);
   return double(p.tiles_per_sample) * std::max(compute, chain);
 }

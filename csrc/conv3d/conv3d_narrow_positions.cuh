@@ -1,5 +1,5 @@
-// Convolutions with few input and more than 32 output channels, either their statistics or, from those, GroupNorm + tanh
-// + hardswish + residual + logsumexp over channels, sm_90a.
+// Convolutions with few input and more than 32 output channels, either their statistics or, from those, GroupNorm +
+// tanh + hardswish + residual + logsumexp over channels, sm_90a.
 //
 // Rows of the products are positions, 16 neighbours of an output row for each warp, columns 64 output channels. The
 // halo lies in shared memory in chunks of eight half channels a position, 16 bytes: a tap is an offset, and a step of

@@ -13,6 +13,7 @@
 
 #include <cuda_runtime.h>
 
+#include <climits>
 #include <type_traits>
 #include <utility>
 
@@ -87,20 +88,27 @@ __device__ __forceinline__ WindowCursor window_tiles(const NarrowPlan& plan, int
   return {begin % tiles_d, begin / tiles_d / tiles_w, begin / tiles_d % tiles_w};
 }
 
+// The first output of a tile, and the rows of its strips.
+__device__ __forceinline__ int4 window_tile_at(const NarrowParams& p, const WindowCursor& cursor) {
+  const int h = cursor.h * p.plan.tile[1];
+  return make_int4(cursor.d * p.plan.tile[0], h, cursor.w * p.plan.tile[2], min(p.plan.rows, p.out[1] - h));
+}
+
 // What a block works through: slices of samples, every gridDim.x-th of them. At first it stands before the first.
 struct WindowPiece {
   unsigned index = blockIdx.x - gridDim.x, n, slice;
   WindowCursor cursor;  // of the first tile
-  int tiles = 0;
+  int begin, tiles = 0;
 
   // False at the end.
   __device__ __forceinline__ bool next(const NarrowParams& p) {
     const unsigned slices = static_cast<unsigned>(p.plan.slices);
     index += gridDim.x;
     if (index >= static_cast<unsigned>(p.n) * slices) return false;
-    n = index, slice = 0, cursor = {0, 0, 0}, tiles = static_cast<int>(p.plan.tiles_per_sample);
+    n = index, slice = 0, begin = 0, cursor = {0, 0, 0}, tiles = static_cast<int>(p.plan.tiles_per_sample);
     if (slices > 1) {  // divisions take long
       n = index / slices, slice = index % slices;
+      begin = static_cast<int>(slice * p.plan.tiles_per_slice);
       cursor = window_tiles(p.plan, slice, &tiles);
     }
     return true;
@@ -340,8 +348,9 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
         if (scale_of_window(bits, &scale, &lowest)) break;
       }
     }
-    if constexpr (kScaled) {
-      if (tid == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
+    if (tid == 0) {
+      if (kScaled) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
+      reinterpret_cast<int4*>(smem + layout.tiles)[stage] = window_tile_at(p, cursor);
     }
     barrier_arrive(full + stage);
     if (++stage == plan.stages) {
@@ -504,6 +513,7 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
       if (scale_of_window(bits, &scale, &lowest)) break;
       there = false;
     }
+    const WindowCursor now = cursor;
     cursor.advance(tiles_d, tiles_w);
     there = tile + 1 < piece.tiles && cursor.d > 0;
     if (there) load_plane(depth + 3);
@@ -560,7 +570,10 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
         }
       }
     }
-    if (kScaled && tid == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
+    if (tid == 0) {
+      if (kScaled) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
+      reinterpret_cast<int4*>(smem + layout.tiles)[stage] = window_tile_at(p, now);
+    }
     barrier_arrive(full + stage);
     if (++stage == plan.stages) {
       stage = 0;
@@ -794,16 +807,10 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     struct Place {
       int tile, unit, stage;  // the unit of its tile, where that has several
       uint32_t parity;
-      WindowCursor cursor;
     };
-    const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
     auto advance_tiles = [&](Place& place, int tiles) {  // at most as many as there are stages
-      place.tile += tiles, place.stage += tiles, place.cursor.d += tiles;
+      place.tile += tiles, place.stage += tiles;
       if (place.stage >= plan.stages) place.stage -= plan.stages, place.parity ^= 1;
-      while (place.cursor.d >= tiles_d) {
-        place.cursor.d -= tiles_d;
-        if (++place.cursor.w == tiles_w) place.cursor.w = 0, ++place.cursor.h;
-      }
     };
     auto advance = [&](Place& place, int by) {  // units
       int tiles = by * together;
@@ -818,16 +825,21 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     const int ahead = together > 1 ? own_warp / plan.strips : 0;
     const int own_strip = together > 1 ? own_warp % plan.strips : own_warp;
     const uint32_t smem_at = shared_address(smem);
-    // Tiles before this row of them have all their rows.
-    const int tiles_h = static_cast<int>(plan.tiles[1]);
-    const int whole_h = plan.segments > 1 || tiles_h * plan.rows == p.out[1] ? tiles_h : tiles_h - 1;
+    // Tiles of a sample before this one have all their rows.
+    const int tiles_h = static_cast<int>(plan.tiles[1]), per_row = static_cast<int>(plan.tiles[0] * plan.tiles[2]);
+    const bool whole = plan.segments > 1 || tiles_h * plan.rows == p.out[1];
+    const int whole_tiles = (tiles_h - 1) * per_row;
     // Zero, but not for the compiler: it takes accumulators that are constants away from the products under way.
     const float zero = __uint_as_float(__shfl_sync(0xffffffffu, load_shared(zeros), 0));
 
-    Place first{0, 0, 0, 0, {}};
+    int known_strip = -1;
+    int2 strip;
+    uint32_t in_stage[2 * kBlocks];  // where its first row begins
+
+    Place first{0, 0, 0, 0};
     for (WindowPiece piece; piece.next(p);) {
       const int tile_count = piece.tiles;
-      first.cursor = piece.cursor;
+      const int whole_count = whole ? INT_MAX : whole_tiles - piece.begin;
       // Of each channel, 8 j / 2 + 2 t + j % 2 of the block's, minus the first value that a thread sees; in the
       // convolution's units but for the weights' scale.
       float begin[kSums] = {};
@@ -855,32 +867,44 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       for (find_unit(); at_unit < unit_count; find_unit()) {
         const int taken = kChains == 2 && unit_count - round > 2 + own_group ? 2 : 1;
         round += kChains * kConsumers;
-        bool at_once = false;
+        bool paired = false;
         if constexpr (kChains == 2) {
-          Place last = place;
-          advance(last, taken - 1);
-          advance_tiles(last, together - 1);
-          at_once = taken == 2 && values_lie != kFar && last.cursor.h < whole_h;
+          paired = taken == 2 && values_lie != kFar;
+          const int last_tile = together > 1 ? place.tile + 2 * together - 1 : place.tile + (place.unit + 1 == units);
+          paired = paired && last_tile < whole_count;
         }
         Place own_unit = place;
 #pragma unroll 1
-        for (int left = taken; left > 0; left -= at_once ? 2 : 1) {
+        for (int left = taken; left > 0; left -= paired ? 2 : 1) {
           int rows[kChains];  // of those that all run through, how many count
           int all_rows = 0;
           uint32_t from[kChains][2 * kBlocks], step_bytes[kChains], to_low[kChains];
           float counts[kChains][2];  // of positions g and g + 8, times what brings x to the stage's units
-          uint64_t* reads[kChains];
+          int reads[kChains];        // the stage, or -1
           auto begin_unit = [&](auto of_chain) {
             constexpr int chain = decltype(of_chain)::value;
             Place own = own_unit;
-            advance_tiles(own, ahead);
-            // Tiles that are taken together may have fewer rows than the others.
-            all_rows = together > 1 ? plan.rows : min(plan.rows, p.out[1] - own.cursor.h * plan.tile[1]);
+            if (together > 1) advance_tiles(own, ahead);
             const int s = own.unit * 4 + own_strip;
-            const int2 strip = strip_table[min(s, plan.strips - 1)];
+            if (kChains == 1 || s != known_strip) {  // where a tile is one unit, nothing changes
+              known_strip = s;
+              strip = strip_table[min(s, plan.strips - 1)];
+              const int own_place = plan.lead + (strip.y & 16383) + (lane & 15);
+#pragma unroll
+              for (int i = 0; i < 2 * kBlocks; ++i) {
+                const int2 chunk = chunks[2 * i + (lane >> 4)];
+                in_stage[i] = strip.x + chunk.x + window_place(own_place + chunk.y) * 16;
+              }
+            }
             const bool present = own.tile < tile_count;
-            reads[chain] = present ? empty + own.stage : nullptr;
-            if (present) barrier_wait(full + own.stage, own.parity);
+            reads[chain] = present ? own.stage : -1;
+            int4 tile{};
+            if (present) {
+              barrier_wait(full + own.stage, own.parity);
+              tile = reinterpret_cast<const int4*>(smem + layout.tiles)[own.stage];
+            }
+            // Tiles that are taken together may have fewer rows than the others.
+            all_rows = together > 1 ? plan.rows : tile.w;
             if (kScaled && present) {
               const float stage_unit = reinterpret_cast<const float*>(smem + layout.scales)[own.stage];
               if (stage_unit != unit) {
@@ -893,13 +917,10 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
                 }
               }
             }
-            const int d = own.cursor.d * plan.tile[0] + (strip.y >> 24);
-            const int h0 = own.cursor.h * plan.tile[1] + (strip.y >> 14 & 1023);
-            const int w0 = own.cursor.w * plan.tile[2] + (strip.y & 16383);
+            const int d = tile.x + (strip.y >> 24), h0 = tile.y + (strip.y >> 14 & 1023),
+                      w0 = tile.z + (strip.y & 16383);
             const bool inside = present && s < plan.strips && d < p.out[0] && h0 < p.out[1];
-            // Segments, where several, are whole.
-            rows[chain] =
-                __shfl_sync(0xffffffffu, inside ? min(plan.rows, p.out[1] - own.cursor.h * plan.tile[1]) : 0, 0);
+            rows[chain] = __shfl_sync(0xffffffffu, inside ? tile.w : 0, 0);  // segments, where several, are whole
             const int valid = inside ? p.out[2] - w0 : 0;
             // A power of two, of which the reciprocal is exact.
             const float one = kScaled ? __uint_as_float((254u << 23) - __float_as_uint(unit)) : 1.f;
@@ -908,20 +929,16 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
             // Positions that count nothing read zeros, and start from zero.
             const bool own_valid = (lane & 15) < valid;
             step_bytes[chain] = own_valid ? row_bytes : 0, to_low[chain] = own_valid ? low_bytes : 0;
-            const uint32_t at = smem_at + (layout.halo + own.stage * stage_words) * 4 + strip.x;
-            const int own_place = plan.lead + (strip.y & 16383) + (lane & 15);
+            const uint32_t at = smem_at + (layout.halo + own.stage * stage_words) * 4;
 #pragma unroll
-            for (int i = 0; i < 2 * kBlocks; ++i) {
-              const int2 chunk = chunks[2 * i + (lane >> 4)];
-              from[chain][i] = own_valid ? at + chunk.x + window_place(own_place + chunk.y) * 16 : zeros;
-            }
+            for (int i = 0; i < 2 * kBlocks; ++i) from[chain][i] = own_valid ? at + in_stage[i] : zeros;
             advance(own_unit, 1);
           };
           auto end_unit = [&](auto of_chain) {
             constexpr int chain = decltype(of_chain)::value;
             if (counts[chain][0] != 0.f) count += static_cast<float>(rows[chain]);
             if (counts[chain][1] != 0.f) count += static_cast<float>(rows[chain]);
-            if (reads[chain]) barrier_arrive(reads[chain]);
+            if (reads[chain] >= 0) barrier_arrive(empty + reads[chain]);
           };
           float acc[kChains][kWindow * kAcc];
           uint32_t a[kChains][kTerms][kBlocks * 2][4];
@@ -966,7 +983,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
           using Turn1 = std::integral_constant<int, 1>;
           using Turn2 = std::integral_constant<int, 2>;
           begin_unit(One());
-          if (!at_once) {
+          if (!paired) {
             if (values_lie == kUnknown) values_lie = kFar;  // few units are left, or their rows differ
             const bool fresh = __any_sync(0xffffffffu, count == 0.f);
             auto start = [&](auto slot) {
@@ -1088,7 +1105,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
               if (values_lie == kFar) {
 #pragma unroll
                 for (int i = 0; i < 2 * kSums; ++i) sums[i / kSums][i % kSums] = {};
-                at_once = false;
+                paired = false;
                 own_unit = place;
                 left = taken + 1;
                 continue;
