@@ -16,6 +16,13 @@ __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefe
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
+// Whether nobody wants this sample's statistics. Called by all threads before anything else.
+__device__ __forceinline__ bool skips_sample(const NarrowStats& p, int64_t n) {
+  if (!p.only) return false;
+  wait_for_prerequisites();
+  return p.only[n] == 0;
+}
+
 // What group_stats_finalize_kernel and group_norm_mean_kernel do, for the sample whose channels' moments are in
 // `shared`. `groups` is room for a float2 of each group. Called by kThreads threads, the first of them 0.
 template <int kThreads>

@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   const int64_t rows = p.partials.rows / p.g;
   let_dependents_start();
   wait_for_prerequisites();
+  if (p.only && p.only[n] == 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t slices = p.partials.slices;
   const Acc* const data = static_cast<const Acc*>(p.partials.data) + (n * slices * p.partials.rows + group * rows) * 3;

@@ -1,0 +1,102 @@
+// Host-side planning of statistics from the input's autocorrelation: which convolutions it takes, how samples are
+// divided, what it costs. Plain arithmetic without CUDA or torch.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "conv3d_autocorrelation_params.h"
+#include "conv3d_plan.h"
+
+namespace kgopt {
+
+// Cycles of the kernel behind it, which looks which samples it is to do again.
+inline constexpr double kAutocorrelationCheck = 3000;
+
+namespace plan_detail {
+
+// Fills what depends on the number of slices. False where they are too small or their sums do not fit.
+inline bool autocorrelation_slices(AutocorrelationPlan* p, const ConvProblem& q, const DeviceLimits& limits,
+                                   int64_t slices) {
+  const int64_t height = q.in[1], rows = (height + slices - 1) / slices;
+  // Outer rows of one side lie in one slice, and those of both sides only where there is one.
+  if (slices > 1 && (rows < 4 || (height + rows - 1) / rows != slices || height - (slices - 1) * rows < 2)) return false;
+  p->slices = slices;
+  p->slice_rows = static_cast<int>(rows);
+  p->edge_rows = slices == 1 ? 4 : 2;
+  p->edge_slots = std::min(p->chunks, kAutocorrelationWarps);
+  // As many runs of rows as make whole rounds of the warps.
+  const int64_t most = std::max<int64_t>(1, rows / 4);
+  p->runs = static_cast<int>(std::min<int64_t>(most, std::max(1, kAutocorrelationWarps / p->chunks)));
+  p->run_rows = static_cast<int>((rows + p->runs - 1) / p->runs);
+  p->runs = static_cast<int>((rows + p->run_rows - 1) / p->run_rows);
+  p->slice_floats = slices == 1 ? 0 : (p->edge_rows + 1) * kWalkFloats + 2 * kColumnFloats + 4;
+  p->smem_bytes = autocorrelation_layout(kAutocorrelationWarps, p->edge_rows, p->edge_slots, kAutocorrelationColumnWarps).total * 4;
+  p->finish_smem_bytes = autocorrelation_layout(2, 4, 1, 2).total * 4;
+  return p->smem_bytes <= limits.smem_per_block;
+}
+
+// Estimated cycles of all launches.
+inline double autocorrelation_cycles(const AutocorrelationPlan& p, const ConvProblem& q, const DeviceLimits& limits) {
+  const double blocks = double(q.n) * p.slices, waves = std::ceil(blocks / limits.sm_count);
+  const double busy = std::min(blocks, double(limits.sm_count));  // multiprocessors
+  const double rounds = std::ceil(double(p.chunks) * p.runs / kAutocorrelationWarps);
+  // A row of a chunk: tensor cores and issue of four warps a scheduler, or memory, which all multiprocessors share.
+  const double size = q.dtype == Dtype::kFloat32 ? 4 : 2;
+  const double compute = rounds * (p.run_rows + 2) * 4 * 110.0;
+  const double memory = double(p.slice_rows) * q.in[2] * q.c_in * size * busy / 2300.0;
+  const double columns = std::ceil(p.slice_rows / 16.0) * 900.0;
+  const double finish = 2600.0 + 2200.0 * std::ceil(q.c_out / 64.0);
+  const double merge = p.slices > 1 ? 3000.0 + 300.0 * p.slices : 0.0;
+  return waves * (3500 + std::max({compute, memory, columns}) + (p.slices == 1 ? finish : 1000)) +
+         (p.slices == 1 ? 0.0 : finish + merge);
+}
+
+}  // namespace plan_detail
+
+inline AutocorrelationPlan plan_autocorrelation(const ConvProblem& q, const DeviceLimits& limits) {
+  AutocorrelationPlan p;
+  auto refuse = [&](const char* why) {
+    p.refusal = why;
+    return p;
+  };
+  if (!limits.has_wgmma) return refuse("it needs compute capability 9.0 and code built for sm_90a");
+  if (q.epilogue != ConvEpilogue::kStats) return refuse("it gives statistics and nothing else");
+  if (!q.planar) return refuse("a channels_last tensor");
+  if (q.transposed || q.groups != 1) return refuse("a transposed or grouped convolution");
+  if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
+  if (q.dtype == Dtype::kFloat32 && !q.allow_tf32) return refuse("fp32 accuracy");
+  if (q.c_in > kAutocorrelationChannels) return refuse("more than 8 input channels");
+  if (q.c_out > kAutocorrelationOutputs) return refuse("more than 1024 output channels");
+  if (q.in[0] != 1 || q.kernel[0] != 1 || q.padding[0] != 0) return refuse("a depth other than 1");
+  if (q.n > int64_t(1) << 26) return refuse("more than 2^26 samples");
+  int64_t positions = 1;
+  for (int i = 1; i < 3; ++i) {
+    if (q.stride[i] != 1 || (q.dilation[i] != 1 && q.kernel[i] > 1)) return refuse("a stride or dilation other than 1");
+    if (q.kernel[i] > kAutocorrelationTaps) return refuse("more than 3 taps along a side");
+    if (q.padding[i] > 4096) return refuse("padding above 4096");
+    if (q.in[i] < 8 || q.out[i] < 8) return refuse("fewer than 8 positions along a side");
+    if (q.in[i] > int64_t(1) << 20) return refuse("more than 2^20 positions along a side");
+    p.kernel[i - 1] = static_cast<int>(q.kernel[i]);
+    p.pad[i - 1] = static_cast<int>(q.padding[i]);
+    int(&core)[2] = i == 1 ? p.core_rows : p.core_columns;
+    core[0] = static_cast<int>(std::max<int64_t>(i - 1, q.kernel[i] - 1 - q.padding[i]));
+    core[1] = static_cast<int>(std::min(q.in[i], q.out[i] - q.padding[i]));
+    positions *= q.in[i];
+  }
+  if (positions * q.c_in >= int64_t(1) << 31) return refuse("2^31 or more input values in a sample");
+  p.math = conv_math(q);
+  p.chunks = static_cast<int>((q.in[2] + kAutocorrelationChunk - 1) / kAutocorrelationChunk);
+  double best = -1;
+  AutocorrelationPlan chosen;
+  for (int64_t slices = 1; slices <= kAutocorrelationSlices; ++slices) {
+    if (!plan_detail::autocorrelation_slices(&p, q, limits, slices)) continue;
+    p.cycles = plan_detail::autocorrelation_cycles(p, q, limits);
+    if (best < 0 || p.cycles < best) best = p.cycles, chosen = p;
+  }
+  if (best < 0) return refuse("its sums do not fit in shared memory");
+  return chosen;
+}
+
+}  // namespace kgopt
