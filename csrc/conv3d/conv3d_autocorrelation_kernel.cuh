@@ -28,6 +28,11 @@
 #include "conv3d_narrow_window.cuh"
 
 namespace kgopt {
+#ifdef NAR_CLOCKS
+#define MARK(i) do { if (blockIdx.x == 1 && (threadIdx.x & 31) == 0) reinterpret_cast<long long*>(p.stats.partials)[(i) * 16 + threadIdx.x / 32] = clock64(); } while (0)
+#else
+#define MARK(i)
+#endif
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -63,104 +68,137 @@ struct WalkWords {
   }
 };
 
-// A lane's values of a row: eight neighbours of its channel, and for the outer lanes of the four that share a row the
-// two before or behind them.
+// A warp's part of a row in shared memory, as it comes from memory: of eight channels 32 values, the two before and the
+// two behind. The loads of several rows are under way, and a warp waits for the oldest.
 template <typename Element>
-struct WalkRow {
+struct WalkSlot {
   static constexpr bool kScaled = std::is_same_v<Element, float>;
-  static constexpr int kVector = kScaled ? 4 : 2;  // words that are loaded together
-  static constexpr int kAhead = kScaled ? NAR_AHEAD32 : NAR_AHEAD16;   // rows that are under way
-  static constexpr int kUnrolled = kAhead % 3 == 0 ? kAhead : 3 * kAhead;  // a multiple of those that are kept, too
-  uint32_t v[kScaled ? 2 : 1][kScaled ? 4 : 4], pair[kScaled ? 2 : 1];
+  static constexpr int kSize = sizeof(Element);
+  // Of a channel, in bytes; eight lanes that read 16 bytes each meet every bank once.
+  static constexpr int kPitch = kScaled ? 144 : 64;
+  static constexpr int kOuter = kScaled ? 128 : 512, kOuterPitch = kScaled ? 144 : 8;
 
-  __device__ __forceinline__ void convert(WalkWords& words, float scale, int lane) const {
+  static_assert((kScaled ? 8 * kPitch : kOuter + 8 * kOuterPitch) == walk_slot_bytes(kSize));
+
+  // Where value i lies, from -2 to 33.
+  __device__ __forceinline__ static int place(int channel, int i) {
+    const bool inner = unsigned(i) < unsigned(kAutocorrelationChunk);
+    return inner ? channel * kPitch + i * kSize : kOuter + channel * kOuterPitch + (i < 0 ? i + 2 : i - 30) * kSize;
+  }
+  __device__ __forceinline__ static void read(WalkWords& words, uint32_t slot, float scale, int lane) {
+    const int channel = lane >> 2, t = lane & 3;
     uint32_t w[4], outer;
+    const uint32_t outer_at = slot + kOuter + channel * kOuterPitch + (t == 3 ? 2 * kSize : 0);
     if constexpr (kScaled) {
+      float v[8], o[2];
+      const uint32_t at = slot + channel * kPitch + t * 32;
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                   : "r"(at));
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(v[4]), "=f"(v[5]), "=f"(v[6]), "=f"(v[7])
+                   : "r"(at + 16));
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(o[0]), "=f"(o[1]) : "r"(outer_at));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        w[i] = packed_halves(__uint_as_float(v[i / 2][i % 2 * 2]) * scale,
-                             __uint_as_float(v[i / 2][i % 2 * 2 + 1]) * scale);
-      }
-      outer = packed_halves(__uint_as_float(pair[0]) * scale, __uint_as_float(pair[1]) * scale);
+      for (int i = 0; i < 4; ++i) w[i] = packed_halves(v[2 * i] * scale, v[2 * i + 1] * scale);
+      outer = packed_halves(o[0] * scale, o[1] * scale);
     } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) w[i] = v[0][i];
-      outer = pair[0];
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                   : "r"(slot + channel * kPitch + t * 16));
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(outer) : "r"(outer_at));
     }
     const uint32_t before = __shfl_up_sync(0xffffffffu, w[3], 1, 4);
     const uint32_t behind = __shfl_down_sync(0xffffffffu, w[0], 1, 4);
-    words.pair[0][0] = (lane & 3) == 0 ? outer : before;
+    words.pair[0][0] = t == 0 ? outer : before;
     words.pair[0][1] = w[1];
     words.pair[1][0] = w[0], words.pair[1][1] = w[2];
     asm volatile("mov.b32 %0, %1;" : "=r"(words.pair[2][0]) : "r"(w[1]));
     words.pair[2][1] = w[3];
     asm volatile("mov.b32 %0, %1;" : "=r"(words.pair[3][0]) : "r"(w[2]));
-    words.pair[3][1] = (lane & 3) == 3 ? outer : behind;
+    words.pair[3][1] = t == 3 ? outer : behind;
   }
 };
 
-// Where a lane stands in its way down the rows.
+// Where a warp stands with its loads, going down the rows.
 template <typename Element, bool kVectors>
 struct WalkCursor {
-  const Element* at;
-  int64_t stride, stride_w;
-  int rows_left;   // of the input
-  uint32_t inside;  // a bit for each load; kVectors: of vectors and the outer pair, else of values
+  using Slot = WalkSlot<Element>;
+  static constexpr int kPieces = Slot::kScaled ? 2 : 1;  // of 16 bytes that a lane loads of a row
+  const Element *at, *outer_at;  // of a row of the input; kVectors: what this lane loads, else the chunk's first value
+  int rows_left;                 // of the input
+  uint32_t inside;               // a bit for each piece, and for two outer values
 
   __device__ __forceinline__ void start(const AutocorrelationParams& p, int64_t n, int chunk, int row, int lane) {
-    const int channel = lane >> 2, u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
-    stride = p.x_stride[1], stride_w = p.x_stride[2];
-    at = static_cast<const Element*>(p.x) + n * p.x_stride_n + channel * p.x_stride_c + row * stride + u * stride_w;
+    const int u = chunk * kAutocorrelationChunk;
+    at = static_cast<const Element*>(p.x) + n * p.x_stride_n + row * p.x_stride[1] + u * p.x_stride[2];
     rows_left = p.in[1] - row;
-    const int outer = (lane & 3) == 0 ? -2 : 8;
-    const bool has_outer = (lane & 3) == 0 || (lane & 3) == 3;
-    auto is_inside = [&](int i) { return channel < p.c_in && unsigned(u + i) < unsigned(p.in[2]); };
     inside = 0;
     if constexpr (kVectors) {
-      inside = is_inside(0) | is_inside(4) << 1 | (has_outer && is_inside(outer)) << 2;
-    } else {
-      for (int i = 0; i < 8; ++i) inside |= is_inside(i) << i;
-      for (int i = 0; i < 2; ++i) inside |= (has_outer && is_inside(outer + i)) << (8 + i);
+      constexpr int kAcross = Slot::kScaled ? 8 : 4;  // lanes
+      const int piece = lane % kAcross * (16 / Slot::kSize), channel = lane / kAcross;
+      // Two outer values are inside or outside together.
+      const int outer_channel = lane / 2, outer = lane % 2 == 0 ? -2 : kAutocorrelationChunk;
+      outer_at = at + outer_channel * p.x_stride_c + outer;
+      at += channel * p.x_stride_c + piece;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) inside |= uint32_t(channel + 4 * i < p.c_in && u + piece < p.in[2]) << i;
+      inside |= uint32_t(lane < 16 && outer_channel < p.c_in && unsigned(u + outer) < unsigned(p.in[2])) << 2;
     }
   }
-  __device__ __forceinline__ void load(WalkRow<Element>& row, int lane) {
-    constexpr bool kScaled = WalkRow<Element>::kScaled;
-    const uint32_t valid = rows_left > 0 ? inside : 0;
-    const int outer = (lane & 3) == 0 ? -2 : 8;
+  __device__ __forceinline__ void load(const AutocorrelationParams& p, uint32_t slot, int chunk, int lane) {
+    const bool row = rows_left > 0;
     if constexpr (kVectors) {
-      load_if(row.v[0], at, valid & 1);
-      if constexpr (kScaled) {
-        load_if(row.v[1], at + 4, valid & 2);
-        load_if(row.pair, at + outer, valid & 4);
-      } else {
-        row.pair[0] = load_one_if(reinterpret_cast<const float*>(at + outer), valid & 4);
+      constexpr int kAcross = Slot::kScaled ? 8 : 4;
+      const uint32_t to = slot + lane / kAcross * Slot::kPitch + lane % kAcross * 16;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        cp_async_at<16>(to + i * 4 * Slot::kPitch, at + i * 4 * p.x_stride_c, row && (inside >> i & 1));
       }
+      if (lane < 16) {
+        cp_async_at<2 * Slot::kSize>(slot + Slot::kOuter + lane / 2 * Slot::kOuterPitch + lane % 2 * 2 * Slot::kSize,
+                                     outer_at, row && (inside & 4));
+      }
+      outer_at += p.x_stride[1];
     } else {
-      uint32_t bits[10];
-#pragma unroll
-      for (int i = 0; i < 10; ++i) {
-        bits[i] = load_one_if(at + (i < 8 ? i : outer + i - 8) * stride_w, valid >> i & 1);
-      }
-      if constexpr (kScaled) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) row.v[i / 4][i % 4] = bits[i];
-        row.pair[0] = bits[8], row.pair[1] = bits[9];
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) row.v[0][i] = bits[2 * i] | bits[2 * i + 1] << 16;
-        row.pair[0] = bits[8] | bits[9] << 16;
+      constexpr int kAcross = kAutocorrelationChunk + 4;
+#pragma unroll 3
+      for (int i = lane; i < 8 * kAcross; i += 32) {
+        const int channel = i / kAcross, u = i % kAcross - 2;
+        const bool valid =
+            row && channel < p.c_in && unsigned(chunk * kAutocorrelationChunk + u) < unsigned(p.in[2]);
+        const Element* const from = at + channel * p.x_stride_c + u * p.x_stride[2];
+        const uint32_t to = slot + Slot::place(channel, u);
+        if constexpr (Slot::kScaled) {
+          cp_async_at<4>(to, from, valid);
+        } else {
+          asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(static_cast<unsigned short>(load_one_if(from, valid)))
+                       : "memory");
+        }
       }
     }
-    at += stride;
+    cp_async_commit();
+    at += p.x_stride[1];
     --rows_left;
   }
 };
+
+// Until the oldest of `rows` rows is there: one of the numbers that plans have.
+__device__ __forceinline__ void wait_for_row(int rows) {
+  if (rows == 8) {
+    cp_async_wait<7>();
+  } else if (rows == 4) {
+    cp_async_wait<3>();
+  } else {
+    cp_async_wait<1>();
+  }
+  __syncwarp();
+}
 
 // A warp's sums: 13 distances in eight products, and the channels' own. What a row adds stays in registers for a few
 // rows, since the tensor core cuts off where it adds.
 template <typename Element>
 struct WalkSums {
-  static constexpr int kRows = 8;  // that are added up there
   float acc[8][4], own[4];
 
   __device__ __forceinline__ void clear() {
@@ -181,7 +219,11 @@ struct WalkSums {
     for (int step = 0; step < 2; ++step) {
       const uint32_t left[4] = {same[step], moved[step], same[step + 2], moved[step + 2]};
       auto multiply = [&](float(&to)[4], const WalkWords& row, int i) {
+#ifdef NAR_NOMMA
+        to[0] += __uint_as_float(left[i] ^ row.pair[i + step][0]); to[1] += __uint_as_float(row.pair[i + step][1]);
+#else
         mma_halves<Element>(to, left, row.pair[i + step][0], row.pair[i + step][1]);
+#endif
       };
       multiply(acc[0], a, 1);
       multiply(acc[1], a, 2);
@@ -221,30 +263,37 @@ __device__ __forceinline__ int outer_row(const AutocorrelationPlan& plan, int ro
 template <typename Element, bool kVectors, typename Ready>
 __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
                                           float* smem, const WalkShare& b, Ready ready) {
-  using Row = WalkRow<Element>;
-  constexpr int kAhead = Row::kAhead;
+  using Slot = WalkSlot<Element>;
+  constexpr int kSlotBytes = walk_slot_bytes(sizeof(Element));
+  constexpr int kTogether = 9;  // rows that are added up in registers
   const AutocorrelationPlan& plan = p.plan;
-  const int lane = b.lane, tasks = plan.chunks * plan.runs;
+  const int lane = b.lane, tasks = plan.chunks * plan.runs, ahead = plan.ahead;
   float* const core = smem + layout.walks + b.warp * kWalkFloats;
-  Row rows[kAhead];
+  const uint32_t ring = shared_address(smem + layout.ring) + b.warp * ahead * kSlotBytes;
+  const uint32_t ring_end = ring + ahead * kSlotBytes;
+  uint32_t oldest = ring;
   WalkCursor<Element, kVectors> cursor;
   float scale = 0.f;
   int task = b.warp, chunk = 0, row = 0, end = 0;
   auto start = [&] {
-    if (task < tasks) {
-      const int run = task / plan.chunks;
-      chunk = task - run * plan.chunks;
-      row = b.first + run * plan.run_rows;
-      end = min(row + plan.run_rows, b.end);
-      cursor.start(p, b.n, chunk, row, lane);
-      if (row >= end) cursor.rows_left = 0;
-    } else {
-      row = end = 0;
-      cursor.start(p, b.n, 0, 0, lane);
-      cursor.rows_left = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) cursor.load(rows[i], lane);
+    if (task >= tasks) return;
+    const int run = task / plan.chunks;
+    chunk = task - run * plan.chunks;
+    row = b.first + run * plan.run_rows;
+    end = min(row + plan.run_rows, b.end);
+    cursor.start(p, b.n, chunk, row, lane);
+    __syncwarp();
+    oldest = ring;
+#pragma unroll 1
+    for (uint32_t slot = ring; slot != ring_end; slot += kSlotBytes) cursor.load(p, slot, chunk, lane);
+  };
+  auto next = [&](WalkWords& words) {
+    wait_for_row(ahead);
+    Slot::read(words, oldest, scale, lane);
+    __syncwarp();
+    cursor.load(p, oldest, chunk, lane);
+    oldest += kSlotBytes;
+    if (oldest == ring_end) oldest = ring;
   };
   start();
   scale = ready();
@@ -252,7 +301,6 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
   sums.clear();
 #pragma unroll 1
   for (; task < tasks; task += kAutocorrelationWarps, start()) {
-    if (row >= end) continue;
     uint32_t masks[5];
     {
       const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
@@ -263,40 +311,42 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
       }
     }
     const int slot = plan.chunks <= kAutocorrelationWarps ? chunk : b.warp;
-    auto rows_together = [&] {  // the last row that is added up with this one
-      const bool core_row = row >= plan.core_rows[0] && row < plan.core_rows[1];
-      return core_row ? min(min(row + WalkSums<Element>::kRows, end), plan.core_rows[1]) - 1 : row;
-    };
-    int flush_at = rows_together();
     WalkWords kept[3];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      rows[i % kAhead].convert(kept[i], scale, lane);
-      cursor.load(rows[i % kAhead], lane);
-    }
+    next(kept[0]);
+    next(kept[1]);
 #pragma unroll 1
     while (row < end) {
+      const bool core_row = row >= plan.core_rows[0] && row < plan.core_rows[1];
+      float* to = core;
+      int left = min(min(kTogether, end - row), plan.core_rows[1] - row);
+      if (!core_row) {
+        const int e = outer_row(plan, row) & (plan.edge_rows - 1);
+        to = smem + layout.edges + (e * plan.edge_slots + slot) * kWalkFloats;
+        left = 1;
+      }
+      row += left;
+      int phase = 0;  // of the registers that take turns
+#pragma unroll 1
+      while (left > 0) {
 #pragma unroll
-      for (int i = 0; i < Row::kUnrolled; ++i) {
-        if (row < end) {
-          rows[(i + 2) % kAhead].convert(kept[(i + 2) % 3], scale, lane);
-          cursor.load(rows[(i + 2) % kAhead], lane);
-          sums.add(kept[i % 3], kept[(i + 1) % 3], kept[(i + 2) % 3], masks);
-          if (row == flush_at) {
-            float* to = core;
-            if (row < plan.core_rows[0] || row >= plan.core_rows[1]) {
-              const int e = outer_row(plan, row) & (plan.edge_rows - 1);
-              to = smem + layout.edges + (e * plan.edge_slots + slot) * kWalkFloats;
-            }
-            sums.flush(to, lane);
-            ++row;
-            flush_at = rows_together();
-          } else {
-            ++row;
+        for (int i = 0; i < 3; ++i) {
+          next(kept[(i + 2) % 3]);
+          sums.add(kept[i], kept[(i + 1) % 3], kept[(i + 2) % 3], masks);
+          if (--left == 0) {
+            phase = (i + 1) % 3;
+            break;
           }
         }
       }
+      sums.flush(to, lane);
+      // Mostly none: the next row starts where the first did.
+#pragma unroll 1
+      for (; phase > 0; --phase) {
+        const WalkWords first = kept[0];
+        kept[0] = kept[1], kept[1] = kept[2], kept[2] = first;
+      }
     }
+    cp_async_wait<0>();
   }
 }
 
@@ -310,21 +360,30 @@ __device__ __forceinline__ float as_multiplied(Element v, float scale) {
   }
 }
 
-// One of the outermost values.
+// The outermost values, with zeros around: rows 0 to 3, the last two and two of zeros, in each two columns of zeros,
+// columns 0 to 3, the last four and two of zeros.
+inline constexpr int kCornerRow = 12 * kAutocorrelationChannels;
 template <typename Element>
-__device__ __forceinline__ Element corner_value(const AutocorrelationParams& p, int64_t n, int i) {
-  const int channel = i & 7, column = i >> 3 & 7, row = i >> 6;
-  const int h = row < 4 ? row : p.in[1] - 6 + row, w = column < 4 ? column : p.in[2] - 8 + column;
-  if (channel >= p.c_in) return from_acc<Element>(0.f);
-  return static_cast<const Element*>(
-      p.x)[n * p.x_stride_n + channel * p.x_stride_c + h * p.x_stride[1] + w * p.x_stride[2]];
+__device__ __forceinline__ void load_corners(const AutocorrelationParams& p, int64_t n, float scale, float* corners,
+                                             int thread, int threads) {
+#pragma unroll 2
+  for (int i = thread; i < kCornerFloats; i += threads) {
+    const int row = i / kCornerRow, column = i % kCornerRow / 8, channel = i % 8;
+    const int h = row < 4 ? row : p.in[1] - 6 + row, w = column < 6 ? column - 2 : p.in[2] - 10 + column;
+    float v = 0.f;
+    if (channel < p.c_in && h < p.in[1] && w >= 0 && w < p.in[2]) {
+      v = as_multiplied<Element>(static_cast<const Element*>(p.x)[n * p.x_stride_n + channel * p.x_stride_c +
+                                                                  h * p.x_stride[1] + w * p.x_stride[2]],
+                                 scale);
+    }
+    corners[i] = v;
+  }
 }
 
 // What the warp of the left or right columns does: K are rows. Rows 0 to 7 of the left operand are the channels of one
 // of the two outermost columns, rows 8 to 15 those of the other; the right operand is one of four columns.
 template <typename Element, bool kVectors, typename Ready>
-__device__ __forceinline__ void walk_columns(const AutocorrelationParams& p, float* to, float* corners,
-                                             const WalkShare& b, int worker,
+__device__ __forceinline__ void walk_columns(const AutocorrelationParams& p, float* to, const WalkShare& b, int worker,
                                              Ready ready) {
   constexpr bool kScaled = std::is_same_v<Element, float>;
   const AutocorrelationPlan& plan = p.plan;
@@ -359,12 +418,6 @@ __device__ __forceinline__ void walk_columns(const AutocorrelationParams& p, flo
   };
   load(next);
   const float scale = ready();
-  if (p.plan.slices == 1) {
-#pragma unroll
-    for (int i = worker * 32 + lane; i < kCornerFloats; i += 32 * kAutocorrelationColumnWarps) {
-      corners[i] = as_multiplied<Element>(corner_value<Element>(p, b.n, i), scale);
-    }
-  }
   float acc[12][4] = {}, own[4] = {};
 #pragma unroll 1
   for (int from = first; from < end; from += kStep) {
@@ -431,143 +484,206 @@ __device__ __forceinline__ float scale_of_size(uint32_t bits) {
 }
 
 // Weights of 64 output channels from c_first on, rounded as the convolution rounds them; zeros where there are none.
+// Shared by `warps` warps, of which this is one.
 template <typename Element>
-__device__ __forceinline__ void load_filters(const AutocorrelationParams& p, float* filters, int c_first) {
-  const int entries = p.plan.kernel[0] * p.plan.kernel[1] * p.c_in;
-  const int padded = (entries + 3) / 4 * 4, width = p.plan.kernel[1];
-#pragma unroll 8
-  for (int i = threadIdx.x; i < padded * 64; i += kAutocorrelationThreads) {
-    // Neighbouring threads read neighbours of a filter that lies as usual.
-    const int o = i / padded, of_filter = i - o * padded;
-    const int taps = p.plan.kernel[0] * width, c = of_filter / taps, tap = of_filter - c * taps, h = tap / width;
-    float v = 0.f;
-    if (c < p.c_in && c_first + o < p.c_out) {
-      v = to_acc(static_cast<const Element*>(
-          p.weight)[(c_first + o) * p.w_stride_out + c * p.w_stride_in + h * p.w_stride_k[1] +
-                    (tap - h * width) * p.w_stride_k[2]]);
+__device__ __forceinline__ void load_filters(const AutocorrelationParams& p, float* filters, int c_first, int warp,
+                                             int warps, int lane) {
+  constexpr int kRounds = (kAutocorrelationEntries + 31) / 32, kTogether = 4;
+  const int width = p.plan.kernel[1], entries = p.plan.kernel[0] * width * p.c_in, padded = (entries + 3) / 4 * 4;
+  // A lane has K entries lane, lane + 32, ... in the order in which filters usually lie.
+  int64_t from[kRounds];
+  int to[kRounds];
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int k = lane + 32 * i, taps = p.plan.kernel[0] * width, c = k / taps, tap = k - c * taps, h = tap / width;
+    from[i] = k < entries ? c * p.w_stride_in + h * p.w_stride_k[1] + (tap - h * width) * p.w_stride_k[2] : -1;
+    to[i] = (k < entries ? tap * p.c_in + c : k < padded ? k : padded) * kFilterPitch;
+  }
+#pragma unroll 1
+  for (int o = warp; o < 64; o += warps * kTogether) {
+    Element v[kTogether][kRounds];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const Element* const filter = static_cast<const Element*>(p.weight) + (c_first + o + j * warps) * p.w_stride_out;
+      const bool inside = o + j * warps < 64 && c_first + o + j * warps < p.c_out;
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        v[j][i] = from_acc<Element>(0.f);
+        if (inside && from[i] >= 0) v[j][i] = filter[from[i]];
+      }
     }
-    if constexpr (sizeof(Element) == 4) v = __uint_as_float(to_tf32(v));
-    const int k = c < p.c_in ? tap * p.c_in + c : of_filter;
-    filters[k * 64 + o] = v;
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        float w = to_acc(v[j][i]);
+        if constexpr (sizeof(Element) == 4) w = __uint_as_float(to_tf32(w));
+        if (o + j * warps < 64 && lane + 32 * i < padded) filters[to[i] + o + j * warps] = w;
+      }
+    }
+  }
+}
+
+// What the end needs of each output channel.
+template <typename Element>
+__device__ __forceinline__ void load_affine(const AutocorrelationParams& p, float* affine, int thread, int threads) {
+  const GroupStatsFinalizeParams& f = p.stats.finish;
+#pragma unroll 1
+  for (int c = thread; c < p.c_out; c += threads) {
+    affine[c] = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c]) : 0.f;
+    affine[kAutocorrelationOutputs + c] = f.weight ? load_as<float>(f.weight, c, f.affine_dtype) : 1.f;
+    affine[2 * kAutocorrelationOutputs + c] = f.bias ? load_as<float>(f.bias, c, f.affine_dtype) : 0.f;
+  }
+}
+
+// Pairs of taps, the second not before the first: both, and the product in which the sums of their distance lie, with
+// the rows of the left operand that are moved.
+__device__ __forceinline__ void fill_pairs(const AutocorrelationPlan& plan, int* pairs, int thread, int threads) {
+  const int taps = plan.kernel[0] * plan.kernel[1], width = plan.kernel[1];
+  for (int pair = thread; pair < taps * (taps + 1) / 2; pair += threads) {
+    int first = 0, distance = pair;
+    while (distance >= taps - first) distance -= taps - first, ++first;
+    const int second = first + distance, ky = first / width, ky2 = second / width, kx = first - ky * width;
+    const int dy = ky2 - ky, dx = second - ky2 * width - kx;
+    // An odd distance: the left operand moved by one, the right one's by one more.
+    const int odd = dx & 1, shift = (dx + odd) / 2 + 1, tile = dy == 0 ? shift - 1 : 2 + (dy - 1) * 3 + shift;
+    pairs[pair] = first | second << 4 | ky << 8 | kx << 10 | dy << 12 | (dx + 2) << 14 | tile << 17 | odd << 21;
   }
 }
 
 // From merged sums to statistics of the sample. All values of x were multiplied by 1 / unit. Called by all threads of
-// the block; the first filters are there.
+// the block; the first filters, corners, pairs and the channels' values are there.
 template <typename Element>
 __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationParams& p,
                                                        const AutocorrelationLayout& layout, float* smem, int64_t n,
                                                        int edge_slots, float unit, bool broken) {
   constexpr int kThreads = kAutocorrelationThreads, kWarps = kThreads / 32;
   const AutocorrelationPlan& plan = p.plan;
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int height = p.in[1], width = p.in[2];
+  const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
   const int taps = plan.kernel[0] * plan.kernel[1], entries = taps * p.c_in, quads = (entries + 3) / 4;
   const float* const core = smem + layout.walks;
-  const float* const core_rest = core + kWalkFloats;
-  const float* const edges = smem + layout.edges;
-  const float* const columns = smem + layout.columns;
   const float* const corners = smem + layout.corners;
+  const int* const pairs = reinterpret_cast<const int*>(smem + layout.pairs);
   float4* const means = reinterpret_cast<float4*>(smem + layout.entries);
   float* const matrix = smem + layout.matrix;
   const float positions = static_cast<float>(p.out[1]) * static_cast<float>(p.out[2]);
-  const int edge_stride = edge_slots * kWalkFloats;
+  const float inverse = 1.f / positions, inverse_rest = fmaf(-inverse, positions, 1.f) * inverse;
 
-  // Whether a tap sees an input row or column; the outer ones are 0, 1 and, from the core's end on, 2, 3.
-  auto outer = [&](int dim, int e) { return e < 2 ? e : (dim == 0 ? plan.core_rows : plan.core_columns)[1] + e - 2; };
-  auto sees = [&](int dim, int tap, int e) {
-    const int at = outer(dim, e);
-    const int(&of)[2] = dim == 0 ? plan.core_rows : plan.core_columns;
-    const bool is_outer = e < 2 ? at < of[0] : at < p.in[dim + 1];
-    return is_outer && unsigned(at + plan.pad[dim] - tap) < unsigned(p.out[dim + 1]);
+  // A tap sees at most two outer rows and two outer columns. Where their sums lie, where they lie among the corners, and
+  // whether there are any: 1 or 0.
+  struct Outer {
+    int sums, corner;
+    float exists;
   };
-  auto corner = [&](int h, int w, int c) {
-    const int row = h < 4 ? h : h - (height - 6), column = w < 4 ? w : w - (width - 8);
-    const bool inside = unsigned(h) < unsigned(height) && unsigned(w) < unsigned(width);
-    return inside ? corners[row * 64 + column * 8 + c] : 0.f;
+  auto row_of = [&](uint32_t seen) {
+    const int e = seen != 0 ? __ffs(seen) - 1 : 0;
+    const int corner = seen == 0 ? 0 : (e < 2 ? e : plan.core_rows[1] + e + 4 - p.in[1]) * kCornerRow;
+    return Outer{layout.edges + e * edge_slots * kWalkFloats, corner, seen != 0 ? 1.f : 0.f};
   };
-  // Of the columns' sums: side, and which of its two columns.
-  auto column_side = [](int e) { return e >> 1; };
-  auto column_place = [&](int e) { return e < 2 ? e : outer(1, e) - (width - 2); };
+  // Among the sums of its side, an outer column is one of the two that the left operand has.
+  auto column_of = [&](uint32_t seen, int* place) {
+    const int e = seen != 0 ? __ffs(seen) - 1 : 0;
+    *place = e < 2 ? e : plan.core_columns[1] + e - p.in[2];
+    return Outer{layout.columns + (e >> 1) * kColumnFloats, (e < 2 ? e + 2 : *place + 8) * 8, seen != 0 ? 1.f : 0.f};
+  };
 
-  for (int i = tid; i < quads * kAutocorrelationEntries * 4; i += kThreads) matrix[i] = 0.f;
-  for (int k = tid; k < entries; k += kThreads) {
-    const int tap = k / p.c_in, c = k - tap * p.c_in, ky = tap / plan.kernel[1], kx = tap - ky * plan.kernel[1];
+#pragma unroll 1
+  for (int i = tid; i < quads * kAutocorrelationEntries; i += kThreads) {
+    reinterpret_cast<float4*>(matrix)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  if (tid < entries) {
+    const int tap = tid / p.c_in, c = tid - tap * p.c_in, ky = tap / plan.kernel[1], kx = tap - ky * plan.kernel[1];
     const int own = 8 * 128 + c * 4;
-    float rest = core_rest[own];
-    for (int e = 0; e < 4; ++e) {
-      if (sees(0, ky, e)) rest += edges[e * edge_stride + own];
-      if (sees(1, kx, e)) {
-        rest += columns[column_side(e) * kColumnFloats + 12 * 128 + column_place(e) * 32 + c * 4];
-        for (int r = 0; r < 4; ++r) {
-          if (sees(0, ky, r)) rest += corner(outer(0, r), outer(1, e), c);
-        }
-      }
+    uint32_t rows = plan.seen_rows[ky], across = plan.seen_columns[kx];
+    float rest = 0.f;
+    Outer row[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i, rows &= rows - 1) {
+      row[i] = row_of(rows);
+      rest += row[i].exists * smem[row[i].sums + own];
     }
-    const double mean = (double(core[own]) + double(rest)) / double(positions);
-    const float high = static_cast<float>(mean);
-    means[k] = make_float4(high, static_cast<float>(mean - high), 0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < 2; ++i, across &= across - 1) {
+      int place;
+      const Outer column = column_of(across, &place);
+      float sum = smem[column.sums + 12 * 128 + place * 32 + c * 4];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sum = fmaf(row[r].exists, corners[row[r].corner + column.corner + c], sum);
+      rest += column.exists * sum;
+    }
+    // Sum and mean in two terms each.
+    const float sum = core[own] + rest, sum_rest = rest - (sum - core[own]);
+    const float mean = sum * inverse;
+    const float mean_rest = fmaf(sum, inverse, -mean) + fmaf(sum, inverse_rest, sum_rest * inverse);
+    means[tid] = make_float4(mean, mean_rest, 0.f, sum);
   }
   __syncthreads();
-  // Pairs of taps, the second not before the first, twice for 64 pairs of channels.
+  MARK(5);
+  const int c2 = lane % 8;
 #pragma unroll 1
-  for (int job = warp; job < taps * (taps + 1); job += kWarps) {
-    int pair = job / 2, first = 0;
-    while (pair >= taps - first) pair -= taps - first, ++first;
-    const int second = first + pair;
-    const int ky = first / plan.kernel[1], kx = first - ky * plan.kernel[1];
-    const int dy = second / plan.kernel[1] - ky, dx = second - (dy + ky) * plan.kernel[1] - kx;
-    const int c = (job & 1) * 4 + lane / 8, c2 = lane % 8;
-    if (c >= p.c_in || c2 >= p.c_in) continue;
-    const int in_tile = (c * 4 + c2 / 2) * 4 + c2 % 2;
-    // An odd distance: the left operand moved by one, the right one's by one more.
-    const int odd = dx & 1, shift = (dx + odd) / 2 + 1;
-    const int tile = dy == 0 ? shift - 1 : 2 + (dy - 1) * 3 + shift;
-    const int at = tile * 128 + in_tile + odd * 2;
-    float rest = core_rest[at];
+  for (int job = warp; job < taps * (taps + 1); job += kWarps) {  // twice for 64 pairs of channels
+    const int pair = pairs[job / 2];
+    const int ky = pair >> 8 & 3, kx = pair >> 10 & 3, dy = pair >> 12 & 3, dx = (pair >> 14 & 7) - 2;
+    const int c = (job & 1) * 4 + lane / 8;
+    const int in_tile = (c * 4 + c2 / 2) * 4 + c2 % 2, at = (pair >> 17 & 15) * 128 + in_tile + (pair >> 21 & 1) * 2;
+    uint32_t rows = plan.seen_rows[ky], across = plan.seen_columns[kx];
+    const float* const left = corners + c;
+    const float* const right = corners + dy * kCornerRow + dx * 8 + c2;
+    float rest = 0.f;
+    Outer row[2];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (sees(0, ky, e)) rest += edges[e * edge_stride + at];
-      if (sees(1, kx, e)) {
-        const int place = column_place(e), right = dx + (e < 2 ? place : place + 2);
-        if (unsigned(right) < 4u) {
-          rest += columns[column_side(e) * kColumnFloats + (dy * 4 + right) * 128 + in_tile + place * 2];
-        }
-        const int w = outer(1, e);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          if (sees(0, ky, r)) {
-            const int h = outer(0, r);
-            rest = fmaf(corner(h, w, c), corner(h + dy, w + dx, c2), rest);
-          }
-        }
-      }
+    for (int i = 0; i < 2; ++i, rows &= rows - 1) {
+      row[i] = row_of(rows);
+      rest += row[i].exists * smem[row[i].sums + at];
     }
-    const int k = first * p.c_in + c, k2 = second * p.c_in + c2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i, across &= across - 1) {
+      int place;
+      const Outer column = column_of(across, &place);
+      const int of_right = dx + (across & 3 ? place : place + 2);  // of the four columns of that side
+      const bool inside = unsigned(of_right) < 4u;
+      float sum = smem[column.sums + (dy * 4 + (inside ? of_right : 0)) * 128 + in_tile + place * 2];
+      sum = inside ? sum : 0.f;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int corner = row[r].corner + column.corner;
+        sum = fmaf(row[r].exists * left[corner], right[corner], sum);
+      }
+      rest += column.exists * sum;
+    }
+    const int k = (pair & 15) * p.c_in + c, k2 = (pair >> 4 & 15) * p.c_in + c2;
+    if (c >= p.c_in || c2 >= p.c_in || k2 < k) continue;
+    // What the means' product takes away is subtracted where it is large, and its rounding with the small terms.
     const float4 a = means[k], b = means[k2];
-    const double squares = double(core[at]) + double(rest);
-    const float covariance = static_cast<float>(squares - (double(a.x) + a.y) * (double(b.x) + b.y) * positions);
-    if (k == k2) means[k].z = static_cast<float>(squares);
+    const float product = a.x * b.w, product_rest = fmaf(a.x, b.w, -product) + a.y * b.w;
+    const float covariance = (core[at] - product) + (rest - product_rest);
+    if (k == k2) means[k].z = core[at] + rest;
     // By blocks of four rows, what is above the diagonal counted twice below it.
-    if (k2 >= k) matrix[(k2 / 4 * kAutocorrelationEntries + k) * 4 + k2 % 4] = k == k2 ? covariance : 2.f * covariance;
+    matrix[(k2 / 4 * kAutocorrelationEntries + k) * 4 + k2 % 4] = k == k2 ? covariance : 2.f * covariance;
   }
   const float* const filters = smem + layout.weights;
+  const float* const affine = smem + layout.affine;
   float* const parts = smem + layout.parts;
+  float* const other_parts = parts + 2 * kAutocorrelationQuads * 64;
   Moments<float>* const moments = reinterpret_cast<Moments<float>*>(smem + layout.moments);
   float2* const groups = reinterpret_cast<float2*>(moments + kAutocorrelationOutputs);
-  float* const alone = reinterpret_cast<float*>(groups);  // until the groups' statistics are there
-  for (int c_first = 0; c_first < p.c_out; c_first += 64) {
-    if (c_first > 0) load_filters<Element>(p, smem + layout.weights, c_first);
-    __syncthreads();
-    // A warp takes blocks of four rows, a lane has two output channels.
+  float* const alone = reinterpret_cast<float*>(groups + kAutocorrelationOutputs);
 #pragma unroll 1
-    for (int quad = warp; quad < quads; quad += kWarps) {
+  for (int c_first = 0; c_first < p.c_out; c_first += 64) {
+    if (c_first > 0) load_filters<Element>(p, smem + layout.weights, c_first, warp, kWarps, lane);
+    __syncthreads();
+    MARK(6);
+    // A warp takes halves of blocks of four rows, a lane has two output channels.
+#pragma unroll 1
+    for (int job = warp; job < 2 * quads; job += kWarps) {
+      const int quad = job / 2, half = 2 * quad + 2, begin = job % 2 * half;
       float s[4][2] = {};
       const float4* const row = reinterpret_cast<const float4*>(matrix) + quad * kAutocorrelationEntries;
-#pragma unroll 4
-      for (int k = 0; k < quad * 4 + 4; ++k) {
+      const float2* const column = reinterpret_cast<const float2*>(filters) + lane;
+#pragma unroll 6
+      for (int k = begin; k < begin + half; ++k) {
         const float4 m = row[k];
-        const float2 w = reinterpret_cast<const float2*>(filters)[k * 32 + lane];
+        const float2 w = column[k * (kFilterPitch / 2)];
         s[0][0] = fmaf(m.x, w.x, s[0][0]), s[0][1] = fmaf(m.x, w.y, s[0][1]);
         s[1][0] = fmaf(m.y, w.x, s[1][0]), s[1][1] = fmaf(m.y, w.y, s[1][1]);
         s[2][0] = fmaf(m.z, w.x, s[2][0]), s[2][1] = fmaf(m.z, w.y, s[2][1]);
@@ -578,49 +694,79 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
       for (int i = 0; i < 4; ++i) {
         const int k = quad * 4 + i;
         if (k >= entries) continue;
-        const float2 w = reinterpret_cast<const float2*>(filters)[k * 32 + lane];
+        const float2 w = column[k * (kFilterPitch / 2)];
         const float4 of = means[k];
         m2[0] = fmaf(w.x, s[i][0], m2[0]), m2[1] = fmaf(w.y, s[i][1], m2[1]);
         mean[0] = fmaf(w.x, of.x, mean[0]), mean[1] = fmaf(w.y, of.x, mean[1]);
         squares[0] = fmaf(w.x * w.x, of.z, squares[0]), squares[1] = fmaf(w.y * w.y, of.z, squares[1]);
       }
-      float2* const part = reinterpret_cast<float2*>(parts + quad * 192);
-      part[lane] = make_float2(m2[0], m2[1]);
-      part[32 + lane] = make_float2(mean[0], mean[1]);
-      part[64 + lane] = make_float2(squares[0], squares[1]);
+      reinterpret_cast<float2*>(parts)[job * 32 + lane] = make_float2(m2[0], m2[1]);
+      // The first half has the means, the second the sums of squares.
+      reinterpret_cast<float2*>(other_parts)[job * 32 + lane] =
+          job % 2 == 0 ? make_float2(mean[0], mean[1]) : make_float2(squares[0], squares[1]);
     }
     __syncthreads();
+    MARK(7);
     if (tid < 64 && c_first + tid < p.c_out) {
       const int c = c_first + tid;
       float m2 = 0.f, mean = 0.f, squares = 0.f;
+#pragma unroll 6
       for (int i = 0; i < quads; ++i) {
-        m2 += parts[i * 192 + tid], mean += parts[i * 192 + 64 + tid], squares += parts[i * 192 + 128 + tid];
+        m2 += parts[i * 128 + tid] + parts[i * 128 + 64 + tid];
+        mean += other_parts[i * 128 + tid], squares += other_parts[i * 128 + 64 + tid];
       }
-      mean *= unit;
-      if (p.bias) mean += to_acc(static_cast<const Element*>(p.bias)[c]);
-      moments[c] = {mean, fmaxf(m2, 0.f) * unit * unit, positions};
-      if (!(m2 >= 0.f || m2 < 0.f)) moments[c].m2 = m2;  // fmaxf drops a NaN
+      if (m2 < 0.f) m2 = 0.f;  // and a NaN stays
+      moments[c] = {fmaf(mean, unit, affine[c]), m2 * unit * unit, positions};
       alone[c] = squares * unit * unit;
     }
   }
   __syncthreads();
-  const int num_groups = static_cast<int>(p.stats.finish.g), of_group = p.c_out / num_groups;
+  MARK(8);
+  // A thread has a channel, and before that perhaps a group.
+  static_assert(kAutocorrelationOutputs <= kThreads);
+  const GroupStatsFinalizeParams& f = p.stats.finish;
+  const int num_groups = static_cast<int>(f.g), of_group = p.c_out / num_groups;
   bool inexact = broken;
-  for (int g = tid; g < num_groups; g += kThreads) {
-    float terms = 0.f, m2 = 0.f, mean = 0.f;
-    for (int c = g * of_group; c < (g + 1) * of_group; ++c) {
-      terms += alone[c], m2 += moments[c].m2, mean += moments[c].mean - moments[g * of_group].mean;
+  if (tid < num_groups) {
+    // Channels count the same number of values: no divisions.
+    const int first = tid * of_group;
+    const float origin = moments[first].mean, share = 1.f / static_cast<float>(of_group);
+    float terms = 0.f, m2 = 0.f, offset = 0.f;
+#pragma unroll 4
+    for (int c = first; c < first + of_group; ++c) {
+      terms += alone[c], m2 += moments[c].m2, offset += moments[c].mean - origin;
     }
-    mean = mean / static_cast<float>(of_group) + moments[g * of_group].mean;
-    for (int c = g * of_group; c < (g + 1) * of_group; ++c) {
-      const float d = moments[c].mean - mean;
+    offset *= share;
+#pragma unroll 4
+    for (int c = first; c < first + of_group; ++c) {
+      const float d = moments[c].mean - origin - offset;
       m2 = fmaf(d * d, positions, m2);
     }
     inexact = inexact || !(terms <= m2 * kAutocorrelationCancellation<Element>) || !(m2 < INFINITY);
+    const float rstd = __frsqrt_rn(m2 * (inverse * share) + static_cast<float>(f.eps));
+    groups[tid] = make_float2(origin + offset, rstd);
+    if (f.mean) static_cast<float*>(f.mean)[n * num_groups + tid] = origin + offset;
+    if (f.rstd) static_cast<float*>(f.rstd)[n * num_groups + tid] = rstd;
   }
   inexact = __syncthreads_or(inexact);
+  MARK(9);
   if (tid == 0) p.inexact[n] = inexact;
-  finish_sample<kThreads>(p.stats, n, moments, groups, tid);
+  float normed = 0.f;
+  if (tid < p.c_out) {
+    const float2 statistics = groups[tid / of_group];
+    const float mean = moments[tid].mean, weight = affine[kAutocorrelationOutputs + tid],
+                shift = affine[2 * kAutocorrelationOutputs + tid];
+    if (f.channel_mean) static_cast<float*>(f.channel_mean)[n * p.c_out + tid] = mean;
+    if (f.table) {
+      static_cast<float4*>(f.table)[n * p.c_out + tid] = make_float4(statistics.x, statistics.y, weight, shift);
+    }
+    normed = fmaf((mean - statistics.x) * statistics.y, weight, shift);
+  }
+  if (p.stats.sample_mean) {
+    const float sum = block_sum(normed, smem + layout.scratch);
+    if (tid == 0) p.stats.sample_mean[n] = sum / static_cast<float>(p.c_out);
+  }
+  MARK(10);
 }
 
 #endif
@@ -635,7 +781,8 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   extern __shared__ __align__(128) float autocorrelation_smem[];
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
-  const AutocorrelationLayout layout = autocorrelation_layout(kWarps, plan.edge_rows, plan.edge_slots, kAutocorrelationColumnWarps);
+  const AutocorrelationLayout layout = autocorrelation_layout(
+      kWarps, plan.edge_rows, plan.edge_slots, kAutocorrelationColumnWarps, plan.ahead * walk_slot_bytes(sizeof(Element)));
   const int tid = threadIdx.x;
   const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
   WalkShare b;
@@ -645,69 +792,72 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   b.lane = tid & 31, b.warp = __shfl_sync(0xffffffffu, tid / 32, 0);
   uint32_t* const maxima = reinterpret_cast<uint32_t*>(smem + layout.scratch);
 
+  MARK(0);
   let_dependents_start();
-  for (int i = tid; i < kWarps * kWalkFloats / 4; i += kThreads) {
-    reinterpret_cast<float4*>(smem + layout.walks)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-  for (int i = tid; i < plan.edge_rows * plan.edge_slots * kWalkFloats / 4; i += kThreads) {
-    reinterpret_cast<float4*>(smem + layout.edges)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
+  // Of some values, asked for before anything else.
+  const float size = kScaled ? sampled_size(p, b.n) : 0.f;
   float scale = 1.f;
-  uint32_t largest = 1;
   // Called by every warp once, its first loads under way.
   auto ready = [&] {
+    auto clear = [&](int at, int floats) {
+#pragma unroll 1
+      for (int i = tid; i < floats / 4; i += kThreads) {
+        reinterpret_cast<float4*>(smem + at)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      }
+    };
+    clear(layout.walks, kWarps * kWalkFloats);
+    clear(layout.edges, plan.edge_rows * plan.edge_slots * kWalkFloats);
     if constexpr (kScaled) {
-      const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(sampled_size(p, b.n)));
+      const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(size));
       if (b.lane == 0) maxima[b.warp] = of_warp;
     }
     __syncthreads();
     if constexpr (kScaled) {
-      largest = __reduce_max_sync(0xffffffffu, maxima[min(b.lane, kThreads / 32 - 1)]);
-      scale = scale_of_size(largest);
+      scale = scale_of_size(__reduce_max_sync(0xffffffffu, maxima[min(b.lane, kThreads / 32 - 1)]));
     }
+    MARK(1);
     return scale;
   };
   if (b.warp < kWarps) {
     walk_rows<Element, kVectors>(p, layout, smem, b, ready);
+    MARK(2);
   } else {
-    walk_columns<Element, kVectors>(p, smem + layout.columns + (b.warp - kWarps) * kColumnFloats,
-                                    smem + layout.corners, b, b.warp - kWarps, ready);
+    constexpr int kOthers = 32 * kAutocorrelationColumnWarps;
+    const int worker = b.warp - kWarps, thread = tid - 32 * kWarps;
+    walk_columns<Element, kVectors>(p, smem + layout.columns + worker * kColumnFloats, b, worker, ready);
+    MARK(2);
+    if (slices == 1) {
+      load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, kOthers);
+      load_filters<Element>(p, smem + layout.weights, 0, worker, kAutocorrelationColumnWarps, b.lane);
+      load_affine<Element>(p, smem + layout.affine, thread, kOthers);
+      fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, kOthers);
+    }
   }
-  if (slices == 1) load_filters<Element>(p, smem + layout.weights, 0);
   __syncthreads();
-  // Merged sums take the place of the first ones; what a float has no digits for goes behind them.
+  MARK(3);
+  // Merged sums take the place of the first ones, a vector a thread.
   float* const to = slices == 1 ? nullptr : p.sums + (b.n * slices + slice) * plan.slice_floats;
-  for (int i = tid; i < kWalkFloats; i += kThreads) {
-    float* const at = smem + layout.walks + i;
-    double sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += at[w * kWalkFloats];
-    const float high = static_cast<float>(sum);
-    if (to) {
-      to[i] = high;
-    } else {
-      at[0] = high, at[kWalkFloats] = static_cast<float>(sum - high);
+  constexpr int kOfWalk = kWalkFloats / 4, kOfColumns = 2 * kColumnFloats / 4;
+  auto merge = [&](int at, int sets, int stride, int out) {
+    float4* const place = reinterpret_cast<float4*>(smem + at);
+    float4 sum = place[0];
+#pragma unroll 4
+    for (int i = 1; i < sets; ++i) {
+      const float4 v = place[i * (stride / 4)];
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
-    for (int e = 0; e < plan.edge_rows; ++e) {
-      float* const edge = smem + layout.edges + e * plan.edge_slots * kWalkFloats + i;
-      float of_edge = 0.f;
-      for (int slot = 0; slot < plan.edge_slots; ++slot) of_edge += edge[slot * kWalkFloats];
-      if (to) {
-        to[(e + 1) * kWalkFloats + i] = of_edge;
-      } else {
-        edge[0] = of_edge;
-      }
-    }
-  }
-  for (int i = tid; i < 2 * kColumnFloats; i += kThreads) {
-    float* const at = smem + layout.columns + i;
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < kAutocorrelationColumnWarps; w += 2) sum += at[w * kColumnFloats];
-    if (to) {
-      to[(plan.edge_rows + 1) * kWalkFloats + i] = sum;
+    *(to ? reinterpret_cast<float4*>(to + out) : place) = sum;
+  };
+#pragma unroll 1
+  for (int i = tid; i < (plan.edge_rows + 1) * kOfWalk + kOfColumns; i += kThreads) {
+    const int set = i / kOfWalk, of = (i - set * kOfWalk) * 4;
+    if (set == 0) {
+      merge(layout.walks + of, kWarps, kWalkFloats, of);
+    } else if (set <= plan.edge_rows) {
+      merge(layout.edges + (set - 1) * plan.edge_slots * kWalkFloats + of, plan.edge_slots, kWalkFloats, i * 4);
     } else {
-      at[0] = sum;
+      merge(layout.columns + (i - (plan.edge_rows + 1) * kOfWalk) * 4, kAutocorrelationColumnWarps / 2,
+            2 * kColumnFloats, i * 4);
     }
   }
   if (to) {
@@ -715,6 +865,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
     return;
   }
   __syncthreads();
+  MARK(4);
   const bool broken = kScaled && scale == 0.f;
   finish_autocorrelation<Element>(p, layout, smem, b.n, plan.edge_slots, broken ? 1.f : 1.f / scale, broken);
 #endif
@@ -729,37 +880,40 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   extern __shared__ __align__(128) float autocorrelation_smem[];
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
-  const AutocorrelationLayout layout = autocorrelation_layout(2, 4, 1, 2);
+  const AutocorrelationLayout layout = autocorrelation_layout(1, 4, 1, 2, 0);
   const int tid = threadIdx.x, slices = static_cast<int>(plan.slices);
   const int64_t n = blockIdx.x;
   let_dependents_start();
-  load_filters<Element>(p, smem + layout.weights, 0);
-  Element outermost = from_acc<Element>(0.f);
-  static_assert(kCornerFloats <= kThreads);
-  if (tid < kCornerFloats) outermost = corner_value<Element>(p, n, tid);
+  load_filters<Element>(p, smem + layout.weights, 0, tid / 32, kThreads / 32, tid % 32);
+  load_affine<Element>(p, smem + layout.affine, tid, kThreads);
+  fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), tid, kThreads);
   wait_for_prerequisites();
   const float* const from = p.sums + n * slices * plan.slice_floats;
   const float scale = from[plan.slice_floats - 4];
-  if (tid < kCornerFloats) smem[layout.corners + tid] = as_multiplied<Element>(outermost, scale);
-  for (int i = tid; i < kWalkFloats; i += kThreads) {
-    double sum = 0;
+  load_corners<Element>(p, n, scale, smem + layout.corners, tid, kThreads);
+  constexpr int kOfWalk = kWalkFloats / 4, kOfColumns = 2 * kColumnFloats / 4;
+  auto vectors = [&](int64_t slice, int set) {
+    return reinterpret_cast<const float4*>(from + slice * plan.slice_floats + set * kWalkFloats);
+  };
+#pragma unroll 1
+  for (int i = tid; i < 5 * kOfWalk + kOfColumns; i += kThreads) {
+    const int set = i / kOfWalk, of = i - set * kOfWalk;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (set >= 1 && set <= 4) {
+      // The first slice has the outer rows above, the last one those below.
+      sum = vectors(set <= 2 ? 0 : slices - 1, set <= 2 ? set : set - 2)[of];
+    } else {
+      const int at = set == 0 ? i : i - 2 * kOfWalk;
 #pragma unroll 4
-    for (int s = 0; s < slices; ++s) sum += from[s * plan.slice_floats + i];
-    const float high = static_cast<float>(sum);
-    smem[layout.walks + i] = high;
-    smem[layout.walks + kWalkFloats + i] = static_cast<float>(sum - high);
-    // The first slice has the outer rows above, the last one those below.
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      smem[layout.edges + e * kWalkFloats + i] =
-          from[(e < 2 ? 0 : slices - 1) * plan.slice_floats + (e % 2 + 1) * kWalkFloats + i];
+      for (int s = 0; s < slices; ++s) {
+        const float4 v = vectors(s, 0)[at];
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
     }
-  }
-  for (int i = tid; i < 2 * kColumnFloats; i += kThreads) {
-    float sum = 0.f;
-#pragma unroll 4
-    for (int s = 0; s < slices; ++s) sum += from[s * plan.slice_floats + (plan.edge_rows + 1) * kWalkFloats + i];
-    smem[layout.columns + i] = sum;
+    const int to = set == 0   ? layout.walks + of * 4
+                   : set <= 4 ? layout.edges + (i - kOfWalk) * 4
+                              : layout.columns + (i - 5 * kOfWalk) * 4;
+    *reinterpret_cast<float4*>(smem + to) = sum;
   }
   __syncthreads();
   const bool broken = scale == 0.f;

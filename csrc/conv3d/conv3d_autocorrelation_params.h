@@ -19,15 +19,18 @@ inline constexpr int kAutocorrelationChunk = 32;     // neighbouring positions o
 #endif
 inline constexpr int kAutocorrelationWarps = NAR_WALK, kAutocorrelationColumnWarps = NAR_COLS;
 inline constexpr int kAutocorrelationThreads = 32 * (kAutocorrelationWarps + kAutocorrelationColumnWarps);
-inline constexpr int kAutocorrelationOutputs = 1024;  // channels, at most
+inline constexpr int kAutocorrelationOutputs = 512;  // channels, at most
 inline constexpr int kAutocorrelationSlices = 16;     // of a sample, at most
 // Sums of a warp, in floats: eight products of 16 x 8 and the channels' sums; of the outer columns, twelve and those.
 inline constexpr int kWalkFloats = 8 * 128 + 32;
 inline constexpr int kColumnFloats = 12 * 128 + 64;
+// What a warp loads of a row, of values of `size` bytes.
+KGOPT_HD constexpr int walk_slot_bytes(int size) { return size == 4 ? 8 * 144 : 8 * (64 + 8); }
 // Of K entries, (tap, channel) pairs: blocks of four.
 inline constexpr int kAutocorrelationEntries = 72, kAutocorrelationQuads = kAutocorrelationEntries / 4;
-// Outermost input values, rows 0..3 and the last two of columns 0..3 and the last four.
-inline constexpr int kCornerFloats = 6 * 8 * kAutocorrelationChannels;
+inline constexpr int kFilterPitch = 66;  // of a K entry's 64 weights: lanes that store a filter meet each bank twice
+// Outermost input values, with zeros around.
+inline constexpr int kCornerFloats = 8 * 12 * kAutocorrelationChannels;
 
 // Plain numbers, computed on the host, inspectable without a GPU.
 struct AutocorrelationPlan {
@@ -38,11 +41,14 @@ struct AutocorrelationPlan {
   // Input rows and columns, from and to, whose values every tap sees; the others are the outer ones, at most two on a
   // side. Column 0 always is an outer one.
   int core_rows[2] = {0, 0}, core_columns[2] = {0, 0};
+  // The outer rows and columns that a tap sees, a bit each: 0, 1 and, from the core's end on, 2, 3.
+  unsigned seen_rows[kAutocorrelationTaps] = {}, seen_columns[kAutocorrelationTaps] = {};
   int chunks = 1;           // of a row
   int64_t slices = 1;       // thread blocks per sample
   int slice_rows = 1;       // of the input
   int runs = 1;             // that a slice's rows are divided into, a warp each and chunk
   int run_rows = 1;
+  int ahead = 8;            // rows that a warp has under way: 2, 4 or 8
   int edge_slots = 1;       // places for the sums of an outer row
   int edge_rows = 4;        // outer rows that a slice may have
   int smem_bytes = 0;       // of the main kernel, and of the one that merges slices
@@ -51,35 +57,42 @@ struct AutocorrelationPlan {
   double cycles = 0;         // estimated, of all launches
 };
 
-// Shared memory, in floats, in the order in which it is laid out. `parts`: sets of sums that are to be merged.
+// Shared memory, in floats. Sums that are merged take the place of the first of their kind.
 struct AutocorrelationLayout {
-  int walks;     // of each warp; the first two become the merged ones, in two terms
-  int edges;     // of each outer row and slot; the first slot becomes the merged one
-  int columns;   // of each of those warps, left and right in turns; the first two become the merged ones
+  int walks;     // sums of each warp that walks
+  int ring;      // rows that are loaded, of each of those warps
+  int edges;     // sums of each outer row and slot
+  int columns;   // of each warp that takes the outer columns, left and right in turns
   int corners;
-  int entries;   // a float4 each K entry: mean in two terms, sum of squares, -
-  int weights;   // a column of kColumns output channels for each K entry
+  int entries;   // a float4 each K entry: mean in two terms, sum of squares, sum
+  int weights;   // a column of 64 output channels for each K entry
+  int affine;    // of each output channel: bias, the norm's weight and bias
+  int pairs;     // of each pair of taps, where it finds its sums
   int scratch;   // 64 words
   int total;
-  // In the place of walks, once they are merged.
+  // In the place of walks and ring, once they are merged.
   int matrix;    // of products of K entries: by blocks of four
-  int parts;     // of each block of four
-  int moments;   // of each output channel, then the groups' statistics
+  int parts;     // of each half of a block
+  int moments;   // of each output channel, then the groups' statistics, then the channels' sums of squares alone
 };
 
-KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, int edge_slots, int columns) {
+KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, int edge_slots, int columns,
+                                                      int ring_bytes) {
   AutocorrelationLayout s{};
-  s.matrix = 2 * kWalkFloats;
-  s.parts = s.matrix + kAutocorrelationQuads * kAutocorrelationEntries * 4;
-  s.moments = s.parts + kAutocorrelationQuads * 64 * 3;
-  const int later = s.moments + kAutocorrelationOutputs * 5;
   s.walks = 0;
-  s.edges = walks * kWalkFloats > later ? walks * kWalkFloats : later;
+  s.ring = walks * kWalkFloats;
+  s.matrix = kWalkFloats;
+  s.parts = s.matrix + kAutocorrelationQuads * kAutocorrelationEntries * 4;
+  s.moments = s.parts + kAutocorrelationQuads * 4 * 64;
+  const int first = s.ring + walks * ring_bytes / 4, later = s.moments + kAutocorrelationOutputs * 6;
+  s.edges = first > later ? first : later;
   s.columns = s.edges + edge_rows * edge_slots * kWalkFloats;
   s.corners = s.columns + columns * kColumnFloats;
   s.entries = s.corners + kCornerFloats;
   s.weights = s.entries + kAutocorrelationEntries * 4;
-  s.scratch = s.weights + kAutocorrelationEntries * 64;
+  s.affine = s.weights + (kAutocorrelationEntries + 1) * kFilterPitch;
+  s.pairs = s.affine + kAutocorrelationOutputs * 3;
+  s.scratch = s.pairs + 48;
   s.total = s.scratch + 64;
   return s;
 }

@@ -32,9 +32,16 @@ inline bool autocorrelation_slices(AutocorrelationPlan* p, const ConvProblem& q,
   p->run_rows = static_cast<int>((rows + p->runs - 1) / p->runs);
   p->runs = static_cast<int>((rows + p->run_rows - 1) / p->run_rows);
   p->slice_floats = slices == 1 ? 0 : (p->edge_rows + 1) * kWalkFloats + 2 * kColumnFloats + 4;
-  p->smem_bytes = autocorrelation_layout(kAutocorrelationWarps, p->edge_rows, p->edge_slots, kAutocorrelationColumnWarps).total * 4;
-  p->finish_smem_bytes = autocorrelation_layout(2, 4, 1, 2).total * 4;
-  return p->smem_bytes <= limits.smem_per_block;
+  p->finish_smem_bytes = autocorrelation_layout(1, 4, 1, 2, 0).total * 4;
+  const int size = q.dtype == Dtype::kFloat32 ? 4 : 2;
+  for (p->ahead = 8; p->ahead > 1; p->ahead /= 2) {
+    p->smem_bytes = autocorrelation_layout(kAutocorrelationWarps, p->edge_rows, p->edge_slots,
+                                           kAutocorrelationColumnWarps, p->ahead * walk_slot_bytes(size))
+                        .total *
+                    4;
+    if (p->smem_bytes <= limits.smem_per_block) return true;
+  }
+  return false;
 }
 
 // Estimated cycles of all launches.
@@ -68,7 +75,7 @@ inline AutocorrelationPlan plan_autocorrelation(const ConvProblem& q, const Devi
   if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   if (q.dtype == Dtype::kFloat32 && !q.allow_tf32) return refuse("fp32 accuracy");
   if (q.c_in > kAutocorrelationChannels) return refuse("more than 8 input channels");
-  if (q.c_out > kAutocorrelationOutputs) return refuse("more than 1024 output channels");
+  if (q.c_out > kAutocorrelationOutputs) return refuse("more than 512 output channels");
   if (q.in[0] != 1 || q.kernel[0] != 1 || q.padding[0] != 0) return refuse("a depth other than 1");
   if (q.n > int64_t(1) << 26) return refuse("more than 2^26 samples");
   int64_t positions = 1;
@@ -83,6 +90,13 @@ inline AutocorrelationPlan plan_autocorrelation(const ConvProblem& q, const Devi
     int(&core)[2] = i == 1 ? p.core_rows : p.core_columns;
     core[0] = static_cast<int>(std::max<int64_t>(i - 1, q.kernel[i] - 1 - q.padding[i]));
     core[1] = static_cast<int>(std::min(q.in[i], q.out[i] - q.padding[i]));
+    unsigned(&seen)[kAutocorrelationTaps] = i == 1 ? p.seen_rows : p.seen_columns;
+    for (int tap = 0; tap < p.kernel[i - 1]; ++tap) {
+      for (int e = 0; e < 4; ++e) {
+        const int64_t at = e < 2 ? e : core[1] + e - 2, out = at + q.padding[i] - tap;
+        if ((e < 2 ? at < core[0] : at < q.in[i]) && out >= 0 && out < q.out[i]) seen[tap] |= 1u << e;
+      }
+    }
     positions *= q.in[i];
   }
   if (positions * q.c_in >= int64_t(1) << 31) return refuse("2^31 or more input values in a sample");
