@@ -54,14 +54,11 @@ __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], uint32_t shared_
 
 // Asynchronous copies into shared memory, 4, 8 or 16 bytes. Writes zeros where `valid` is false, without reading.
 template <int kBytes>
-__device__ __forceinline__ void cp_async_at(uint32_t shared_address, const void* src, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address), "l"(src), "n"(kBytes),
-               "r"(valid ? kBytes : 0)
-               : "memory");
-}
-template <int kBytes>
 __device__ __forceinline__ void cp_async(void* dst, const void* src, bool valid) {
-  cp_async_at<kBytes>(static_cast<uint32_t>(__cvta_generic_to_shared(dst)), src, valid);
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(dst))),
+      "l"(src), "n"(kBytes), "r"(valid ? kBytes : 0)
+      : "memory");
 }
 // Past the L1 cache, always valid.
 __device__ __forceinline__ void cp_async_16(void* dst, const void* src) {
@@ -70,11 +67,6 @@ __device__ __forceinline__ void cp_async_16(void* dst, const void* src) {
                : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last kPending commits of this thread are there.
-template <int kPending>
-__device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace kgopt

@@ -28,11 +28,6 @@
 #include "conv3d_narrow_window.cuh"
 
 namespace kgopt {
-#ifdef NAR_CLOCKS
-#define MARK(i) do { if (blockIdx.x == 1 && (threadIdx.x & 31) == 0) reinterpret_cast<long long*>(p.stats.partials)[(i) * 16 + threadIdx.x / 32] = clock64(); } while (0)
-#else
-#define MARK(i)
-#endif
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -58,8 +53,9 @@ __device__ __forceinline__ uint32_t pair_mask(int first, int end) {
 }
 
 // A row as products read it. Of eight neighbours, in words w0 to w3, with w- before and w4 behind them, a product of 16
-// takes w0 and w2, the next w1 and w3. Moved by -2, 0 and 2 these are (w-, w1) and (w0, w2), then (w0, w2) and (w1, w3),
-// then (w1, w3) and (w2, w4). The right operand's two words lie in neighbouring registers, so w1 and w2 are there twice.
+// takes w0 and w2, the next w1 and w3. Moved by -2, 0 and 2 these are (w-, w1) and (w0, w2), then (w0, w2) and (w1,
+// w3), then (w1, w3) and (w2, w4). The right operand's two words lie in neighbouring registers, so w1 and w2 are there
+// twice.
 struct WalkWords {
   uint32_t pair[4][2];
 
@@ -68,132 +64,99 @@ struct WalkWords {
   }
 };
 
-// A warp's part of a row in shared memory, as it comes from memory: of eight channels 32 values, the two before and the
-// two behind. The loads of several rows are under way, and a warp waits for the oldest.
+// A lane's values of a row: eight neighbours of its channel, and for the outer lanes of the four that share a row the
+// two before or behind them.
 template <typename Element>
-struct WalkSlot {
+struct WalkRow {
   static constexpr bool kScaled = std::is_same_v<Element, float>;
-  static constexpr int kSize = sizeof(Element);
-  // Of a channel, in bytes; eight lanes that read 16 bytes each meet every bank once.
-  static constexpr int kPitch = kScaled ? 144 : 64;
-  static constexpr int kOuter = kScaled ? 128 : 512, kOuterPitch = kScaled ? 144 : 8;
+  static constexpr int kVector = kScaled ? 4 : 2;  // words that are loaded together
+  static constexpr int kAhead = kScaled ? 3 : 6;   // rows that are under way
+  static constexpr int kTogether = kScaled ? 9 : 6;
+  static constexpr int kUnrolled = kAhead % 3 == 0 ? kAhead : 3 * kAhead;  // a multiple of those that are kept, too
+  uint32_t v[kScaled ? 2 : 1][kScaled ? 4 : 4], pair[kScaled ? 2 : 1];
 
-  static_assert((kScaled ? 8 * kPitch : kOuter + 8 * kOuterPitch) == walk_slot_bytes(kSize));
-
-  // Where value i lies, from -2 to 33.
-  __device__ __forceinline__ static int place(int channel, int i) {
-    const bool inner = unsigned(i) < unsigned(kAutocorrelationChunk);
-    return inner ? channel * kPitch + i * kSize : kOuter + channel * kOuterPitch + (i < 0 ? i + 2 : i - 30) * kSize;
-  }
-  __device__ __forceinline__ static void read(WalkWords& words, uint32_t slot, float scale, int lane) {
-    const int channel = lane >> 2, t = lane & 3;
+  __device__ __forceinline__ void convert(WalkWords& words, float scale, int lane) const {
     uint32_t w[4], outer;
-    const uint32_t outer_at = slot + kOuter + channel * kOuterPitch + (t == 3 ? 2 * kSize : 0);
     if constexpr (kScaled) {
-      float v[8], o[2];
-      const uint32_t at = slot + channel * kPitch + t * 32;
-      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                   : "r"(at));
-      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(v[4]), "=f"(v[5]), "=f"(v[6]), "=f"(v[7])
-                   : "r"(at + 16));
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(o[0]), "=f"(o[1]) : "r"(outer_at));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) w[i] = packed_halves(v[2 * i] * scale, v[2 * i + 1] * scale);
-      outer = packed_halves(o[0] * scale, o[1] * scale);
+      for (int i = 0; i < 4; ++i) {
+        w[i] = packed_halves(__uint_as_float(v[i / 2][i % 2 * 2]) * scale,
+                             __uint_as_float(v[i / 2][i % 2 * 2 + 1]) * scale);
+      }
+      outer = packed_halves(__uint_as_float(pair[0]) * scale, __uint_as_float(pair[1]) * scale);
     } else {
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                   : "r"(slot + channel * kPitch + t * 16));
-      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(outer) : "r"(outer_at));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(w[i]) : "r"(v[0][i]));
+      outer = pair[0];
     }
     const uint32_t before = __shfl_up_sync(0xffffffffu, w[3], 1, 4);
     const uint32_t behind = __shfl_down_sync(0xffffffffu, w[0], 1, 4);
-    words.pair[0][0] = t == 0 ? outer : before;
+    words.pair[0][0] = (lane & 3) == 0 ? outer : before;
     words.pair[0][1] = w[1];
     words.pair[1][0] = w[0], words.pair[1][1] = w[2];
     asm volatile("mov.b32 %0, %1;" : "=r"(words.pair[2][0]) : "r"(w[1]));
     words.pair[2][1] = w[3];
     asm volatile("mov.b32 %0, %1;" : "=r"(words.pair[3][0]) : "r"(w[2]));
-    words.pair[3][1] = t == 3 ? outer : behind;
+    words.pair[3][1] = (lane & 3) == 3 ? outer : behind;
   }
 };
 
-// Where a warp stands with its loads, going down the rows.
+//  down the rows.
 template <typename Element, bool kVectors>
 struct WalkCursor {
-  using Slot = WalkSlot<Element>;
-  static constexpr int kPieces = Slot::kScaled ? 2 : 1;  // of 16 bytes that a lane loads of a row
-  const Element *at, *outer_at;  // of a row of the input; kVectors: what this lane loads, else the chunk's first value
-  int rows_left;                 // of the input
-  uint32_t inside;               // a bit for each piece, and for two outer values
+  const Element* at;
+  int64_t stride, stride_w;
+  int rows_left;    // of the input
+  uint32_t inside;  // a bit for each load; kVectors: of vectors and the outer pair, else of values
 
   __device__ __forceinline__ void start(const AutocorrelationParams& p, int64_t n, int chunk, int row, int lane) {
-    const int u = chunk * kAutocorrelationChunk;
-    at = static_cast<const Element*>(p.x) + n * p.x_stride_n + row * p.x_stride[1] + u * p.x_stride[2];
+    const int channel = lane >> 2, u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
+    stride = p.x_stride[1], stride_w = p.x_stride[2];
+    at = static_cast<const Element*>(p.x) + n * p.x_stride_n + channel * p.x_stride_c + row * stride + u * stride_w;
     rows_left = p.in[1] - row;
+    const int outer = (lane & 3) == 0 ? -2 : 8;
+    const bool has_outer = (lane & 3) == 0 || (lane & 3) == 3;
+    auto is_inside = [&](int i) { return channel < p.c_in && unsigned(u + i) < unsigned(p.in[2]); };
     inside = 0;
     if constexpr (kVectors) {
-      constexpr int kAcross = Slot::kScaled ? 8 : 4;  // lanes
-      const int piece = lane % kAcross * (16 / Slot::kSize), channel = lane / kAcross;
-      // Two outer values are inside or outside together.
-      const int outer_channel = lane / 2, outer = lane % 2 == 0 ? -2 : kAutocorrelationChunk;
-      outer_at = at + outer_channel * p.x_stride_c + outer;
-      at += channel * p.x_stride_c + piece;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) inside |= uint32_t(channel + 4 * i < p.c_in && u + piece < p.in[2]) << i;
-      inside |= uint32_t(lane < 16 && outer_channel < p.c_in && unsigned(u + outer) < unsigned(p.in[2])) << 2;
+      inside = is_inside(0) | is_inside(4) << 1 | (has_outer && is_inside(outer)) << 2;
+    } else {
+      for (int i = 0; i < 8; ++i) inside |= is_inside(i) << i;
+      for (int i = 0; i < 2; ++i) inside |= (has_outer && is_inside(outer + i)) << (8 + i);
     }
   }
-  __device__ __forceinline__ void load(const AutocorrelationParams& p, uint32_t slot, int chunk, int lane) {
-    const bool row = rows_left > 0;
+  __device__ __forceinline__ void load(WalkRow<Element>& row, int lane) {
+    constexpr bool kScaled = WalkRow<Element>::kScaled;
+    const uint32_t valid = rows_left > 0 ? inside : 0;
+    const int outer = (lane & 3) == 0 ? -2 : 8;
     if constexpr (kVectors) {
-      constexpr int kAcross = Slot::kScaled ? 8 : 4;
-      const uint32_t to = slot + lane / kAcross * Slot::kPitch + lane % kAcross * 16;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        cp_async_at<16>(to + i * 4 * Slot::kPitch, at + i * 4 * p.x_stride_c, row && (inside >> i & 1));
+      load_if(row.v[0], at, valid & 1);
+      if constexpr (kScaled) {
+        load_if(row.v[1], at + 4, valid & 2);
+        load_if(row.pair, at + outer, valid & 4);
+      } else {
+        row.pair[0] = load_one_if(reinterpret_cast<const float*>(at + outer), valid & 4);
       }
-      if (lane < 16) {
-        cp_async_at<2 * Slot::kSize>(slot + Slot::kOuter + lane / 2 * Slot::kOuterPitch + lane % 2 * 2 * Slot::kSize,
-                                     outer_at, row && (inside & 4));
-      }
-      outer_at += p.x_stride[1];
     } else {
-      constexpr int kAcross = kAutocorrelationChunk + 4;
-#pragma unroll 3
-      for (int i = lane; i < 8 * kAcross; i += 32) {
-        const int channel = i / kAcross, u = i % kAcross - 2;
-        const bool valid =
-            row && channel < p.c_in && unsigned(chunk * kAutocorrelationChunk + u) < unsigned(p.in[2]);
-        const Element* const from = at + channel * p.x_stride_c + u * p.x_stride[2];
-        const uint32_t to = slot + Slot::place(channel, u);
-        if constexpr (Slot::kScaled) {
-          cp_async_at<4>(to, from, valid);
-        } else {
-          asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(static_cast<unsigned short>(load_one_if(from, valid)))
-                       : "memory");
-        }
+      uint32_t bits[10];
+#pragma unroll
+      for (int i = 0; i < 10; ++i) {
+        bits[i] = load_one_if(at + (i < 8 ? i : outer + i - 8) * stride_w, valid >> i & 1);
+      }
+      if constexpr (kScaled) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) row.v[i / 4][i % 4] = bits[i];
+        row.pair[0] = bits[8], row.pair[1] = bits[9];
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) row.v[0][i] = bits[2 * i] | bits[2 * i + 1] << 16;
+        row.pair[0] = bits[8] | bits[9] << 16;
       }
     }
-    cp_async_commit();
-    at += p.x_stride[1];
+    at += stride;
     --rows_left;
   }
 };
-
-// Until the oldest of `rows` rows is there: one of the numbers that plans have.
-__device__ __forceinline__ void wait_for_row(int rows) {
-  if (rows == 8) {
-    cp_async_wait<7>();
-  } else if (rows == 4) {
-    cp_async_wait<3>();
-  } else {
-    cp_async_wait<1>();
-  }
-  __syncwarp();
-}
 
 // A warp's sums: 13 distances in eight products, and the channels' own. What a row adds stays in registers for a few
 // rows, since the tensor core cuts off where it adds.
@@ -218,12 +181,8 @@ struct WalkSums {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       const uint32_t left[4] = {same[step], moved[step], same[step + 2], moved[step + 2]};
-      auto multiply = [&](float(&to)[4], const WalkWords& row, int i) {
-#ifdef NAR_NOMMA
-        to[0] += __uint_as_float(left[i] ^ row.pair[i + step][0]); to[1] += __uint_as_float(row.pair[i + step][1]);
-#else
+      auto multiply = [&](float (&to)[4], const WalkWords& row, int i) {
         mma_halves<Element>(to, left, row.pair[i + step][0], row.pair[i + step][1]);
-#endif
       };
       multiply(acc[0], a, 1);
       multiply(acc[1], a, 2);
@@ -259,94 +218,107 @@ __device__ __forceinline__ int outer_row(const AutocorrelationPlan& plan, int ro
   return row < plan.core_rows[0] ? row : row - plan.core_rows[1] + 2;
 }
 
-// What a warp does with its part of the rows. ready(): waits for the scale, which is known while loads are under way.
 template <typename Element, bool kVectors, typename Ready>
 __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
                                           float* smem, const WalkShare& b, Ready ready) {
-  using Slot = WalkSlot<Element>;
-  constexpr int kSlotBytes = walk_slot_bytes(sizeof(Element));
-  constexpr int kTogether = 9;  // rows that are added up in registers
+  using Row = WalkRow<Element>;
+  constexpr int kAhead = Row::kAhead, kPrefetch = 20;  // rows
   const AutocorrelationPlan& plan = p.plan;
-  const int lane = b.lane, tasks = plan.chunks * plan.runs, ahead = plan.ahead;
+  const int lane = b.lane, tasks = plan.chunks * plan.runs;
   float* const core = smem + layout.walks + b.warp * kWalkFloats;
-  const uint32_t ring = shared_address(smem + layout.ring) + b.warp * ahead * kSlotBytes;
-  const uint32_t ring_end = ring + ahead * kSlotBytes;
-  uint32_t oldest = ring;
+  Row rows[kAhead];
   WalkCursor<Element, kVectors> cursor;
   float scale = 0.f;
   int task = b.warp, chunk = 0, row = 0, end = 0;
   auto start = [&] {
-    if (task >= tasks) return;
-    const int run = task / plan.chunks;
-    chunk = task - run * plan.chunks;
-    row = b.first + run * plan.run_rows;
-    end = min(row + plan.run_rows, b.end);
-    cursor.start(p, b.n, chunk, row, lane);
-    __syncwarp();
-    oldest = ring;
-#pragma unroll 1
-    for (uint32_t slot = ring; slot != ring_end; slot += kSlotBytes) cursor.load(p, slot, chunk, lane);
+    if (task < tasks) {
+      const int run = task / plan.chunks;
+      chunk = task - run * plan.chunks;
+      row = b.first + run * plan.run_rows;
+      end = min(row + plan.run_rows, b.end);
+      cursor.start(p, b.n, chunk, row, lane);
+      if (row >= end) cursor.rows_left = 0;
+    } else {
+      row = end = 0;
+      cursor.start(p, b.n, 0, 0, lane);
+      cursor.rows_left = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) cursor.load(rows[i], lane);
   };
-  auto next = [&](WalkWords& words) {
-    wait_for_row(ahead);
-    Slot::read(words, oldest, scale, lane);
-    __syncwarp();
-    cursor.load(p, oldest, chunk, lane);
-    oldest += kSlotBytes;
-    if (oldest == ring_end) oldest = ring;
+  // Rows lie one behind the other, and a warp of each run asks for whole pieces of memory, into L2, before all of them
+  // ask for what they need: memory is slow where it is read 128 bytes here and there.
+  auto prefetch = [&](int from, int to) {
+    to = min(to, min(end + 2, p.in[1]));
+    if (!p.pieces || chunk != 0 || lane >= p.c_in || from >= to) return;
+    const Element* const piece =
+        static_cast<const Element*>(p.x) + b.n * p.x_stride_n + lane * p.x_stride_c + from * p.x_stride[1];
+    prefetch_l2_bulk(piece, (to - from) * p.in[2] * static_cast<int>(sizeof(Element)));
   };
   start();
+  prefetch(row + kAhead, row + kPrefetch);
   scale = ready();
   WalkSums<Element> sums;
   sums.clear();
 #pragma unroll 1
   for (; task < tasks; task += kAutocorrelationWarps, start()) {
+    if (row >= end) continue;
     uint32_t masks[5];
     {
       const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
 #pragma unroll
       for (int i = 0; i < 5; ++i) {
         masks[i] = pair_mask(plan.core_columns[0] - u - 2 * i, plan.core_columns[1] - u - 2 * i);
-        asm volatile("" : "+r"(masks[i]));  // or they are computed again for every row
+        asm volatile("" : "+r"(masks[i]));
       }
     }
     const int slot = plan.chunks <= kAutocorrelationWarps ? chunk : b.warp;
+    if (task != b.warp) prefetch(row + kAhead, row + kPrefetch);
+    auto rows_together = [&] {
+      const bool core_row = row >= plan.core_rows[0] && row < plan.core_rows[1];
+      return core_row ? min(min(Row::kTogether, end - row), plan.core_rows[1] - row) : 1;
+    };
     WalkWords kept[3];
-    next(kept[0]);
-    next(kept[1]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      rows[i % kAhead].convert(kept[i], scale, lane);
+      cursor.load(rows[i % kAhead], lane);
+    }
 #pragma unroll 1
     while (row < end) {
-      const bool core_row = row >= plan.core_rows[0] && row < plan.core_rows[1];
+      const int together = rows_together();
+      prefetch(row + kPrefetch, row + kPrefetch + together);
       float* to = core;
-      int left = min(min(kTogether, end - row), plan.core_rows[1] - row);
-      if (!core_row) {
+      if (row < plan.core_rows[0] || row >= plan.core_rows[1]) {
         const int e = outer_row(plan, row) & (plan.edge_rows - 1);
         to = smem + layout.edges + (e * plan.edge_slots + slot) * kWalkFloats;
-        left = 1;
       }
-      row += left;
-      int phase = 0;  // of the registers that take turns
+      row += together;
+      int phase = 0;
 #pragma unroll 1
-      while (left > 0) {
+      for (int left = together; left > 0;) {
 #pragma unroll
-        for (int i = 0; i < 3; ++i) {
-          next(kept[(i + 2) % 3]);
-          sums.add(kept[i], kept[(i + 1) % 3], kept[(i + 2) % 3], masks);
+        for (int i = 0; i < Row::kUnrolled; ++i) {
+          rows[(i + 2) % kAhead].convert(kept[(i + 2) % 3], scale, lane);
+          cursor.load(rows[(i + 2) % kAhead], lane);
+          sums.add(kept[i % 3], kept[(i + 1) % 3], kept[(i + 2) % 3], masks);
           if (--left == 0) {
-            phase = (i + 1) % 3;
+            phase = (i + 1) % Row::kUnrolled;
             break;
           }
         }
       }
       sums.flush(to, lane);
-      // Mostly none: the next row starts where the first did.
 #pragma unroll 1
       for (; phase > 0; --phase) {
-        const WalkWords first = kept[0];
-        kept[0] = kept[1], kept[1] = kept[2], kept[2] = first;
+        const Row first = rows[0];
+        const WalkWords oldest = kept[0];
+#pragma unroll
+        for (int i = 0; i + 1 < kAhead; ++i) rows[i] = rows[i + 1];
+        rows[kAhead - 1] = first;
+        kept[0] = kept[1], kept[1] = kept[2], kept[2] = oldest;
       }
     }
-    cp_async_wait<0>();
   }
 }
 
@@ -372,9 +344,10 @@ __device__ __forceinline__ void load_corners(const AutocorrelationParams& p, int
     const int h = row < 4 ? row : p.in[1] - 6 + row, w = column < 6 ? column - 2 : p.in[2] - 10 + column;
     float v = 0.f;
     if (channel < p.c_in && h < p.in[1] && w >= 0 && w < p.in[2]) {
-      v = as_multiplied<Element>(static_cast<const Element*>(p.x)[n * p.x_stride_n + channel * p.x_stride_c +
-                                                                  h * p.x_stride[1] + w * p.x_stride[2]],
-                                 scale);
+      v = as_multiplied<Element>(
+          static_cast<const Element*>(
+              p.x)[n * p.x_stride_n + channel * p.x_stride_c + h * p.x_stride[1] + w * p.x_stride[2]],
+          scale);
     }
     corners[i] = v;
   }
@@ -395,7 +368,7 @@ __device__ __forceinline__ void walk_columns(const AutocorrelationParams& p, flo
                       (first + (lane & 3) * 4) * stride + (side == 0 ? 0 : p.in[2] - 4) * stride_w;
   int row = first + (lane & 3) * 4;
   uint32_t v[6][kScaled ? 4 : 2], next[6][kScaled ? 4 : 2];
-  auto load = [&](uint32_t(&to_row)[6][kScaled ? 4 : 2]) {
+  auto load = [&](uint32_t (&to_row)[6][kScaled ? 4 : 2]) {
 #pragma unroll
     for (int i = 0; i < 6; ++i) {
       const bool inside = channel < p.c_in && row + i < p.in[1] && row - (lane & 3) * 4 < end;
@@ -466,18 +439,14 @@ __device__ __forceinline__ void walk_columns(const AutocorrelationParams& p, flo
 // of them to 2^2 to 2^3. Values that are 2^13 times as large become infinite and leave the sample to the convolution;
 // what is lost of small ones is 2^-27 of it. 0: there are zeros only. Called by all threads of a block, which see the
 // same values whatever part of the sample they have.
-__device__ __forceinline__ float sampled_size(const AutocorrelationParams& p, int64_t n) {
-  const uint32_t width = p.in[2], plane = width * p.in[1], all = plane * p.c_in;  // < 2^31
-  float most = 0.f;
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const uint32_t i = __umulhi((threadIdx.x * 2 + k + 1) * 0x9E3779B9u, all);
-    const uint32_t c = i / plane, row = (i - c * plane) / width, column = i - c * plane - row * width;
-    const float size = fabsf(__ldg(static_cast<const float*>(p.x) + n * p.x_stride_n + c * p.x_stride_c +
-                                   row * p.x_stride[1] + column * p.x_stride[2]));
-    most = size < INFINITY ? fmaxf(most, size) : most;
-  }
-  return most;
+__device__ __forceinline__ float sampled_size(const AutocorrelationParams& p, int64_t n, int warp, int lane) {
+  // Each warp a piece of a row, in turns of every channel.
+  constexpr int kWarps = kAutocorrelationThreads / 32;
+  const int channel = warp % p.c_in, row = static_cast<int>((2 * warp + 1) * int64_t(p.in[1]) / (2 * kWarps));
+  const int pieces = p.in[2] / 32, column = pieces > 1 ? (warp * 5 + 2) % pieces * 32 + lane : lane % p.in[2];
+  const float size = fabsf(__ldg(static_cast<const float*>(p.x) + n * p.x_stride_n + channel * p.x_stride_c +
+                                 row * p.x_stride[1] + column * p.x_stride[2]));
+  return size < INFINITY ? size : 0.f;
 }
 __device__ __forceinline__ float scale_of_size(uint32_t bits) {
   return bits == 0 ? 0.f : __uint_as_float((256 - min(max(bits >> 23, 3u), 253u)) << 23);
@@ -551,12 +520,47 @@ __device__ __forceinline__ void fill_pairs(const AutocorrelationPlan& plan, int*
   }
 }
 
+// A tap sees at most two outer rows and two outer columns. Of one of them: where its sums lie, where it lies among the
+// corners, and whether there is one, 1 or 0; of a column also which of the two of its side it is, and the first column
+// of the side among those that the right operand has, from which distances count.
+struct alignas(16) OuterRow {
+  int sums, corner;
+  float exists;
+  int padding;
+};
+struct alignas(16) OuterColumn {
+  int sums, corner;
+  float exists;
+  int right;
+};
+// Two of each for every tap along a side.
+__device__ __forceinline__ void fill_outer(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
+                                           int edge_slots, float* smem, int thread) {
+  const AutocorrelationPlan& plan = p.plan;
+  if (thread >= 4 * kAutocorrelationTaps) return;
+  const int dim = thread / (2 * kAutocorrelationTaps), tap = thread / 2 % kAutocorrelationTaps;
+  uint32_t seen = dim == 0 ? plan.seen_rows[tap] : plan.seen_columns[tap];
+  if (thread % 2 == 1) seen &= seen - 1;
+  const bool exists = seen != 0;
+  const int e = exists ? __ffs(seen) - 1 : 0;
+  if (dim == 0) {
+    const int corner = e < 2 ? e : plan.core_rows[1] + e + 4 - p.in[1];
+    reinterpret_cast<OuterRow*>(smem + layout.outer)[thread] = {layout.edges + e * edge_slots * kWalkFloats,
+                                                                corner * kCornerRow, exists ? 1.f : 0.f, 0};
+  } else {
+    const int place = e < 2 ? e : plan.core_columns[1] + e - p.in[2];
+    reinterpret_cast<OuterColumn*>(smem + layout.outer)[thread] = {
+        layout.columns + (e >> 1) * kColumnFloats + place * 2, (e < 2 ? e + 2 : place + 8) * 8, exists ? 1.f : 0.f,
+        e < 2 ? place : place + 2};
+  }
+}
+
 // From merged sums to statistics of the sample. All values of x were multiplied by 1 / unit. Called by all threads of
 // the block; the first filters, corners, pairs and the channels' values are there.
 template <typename Element>
 __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationParams& p,
                                                        const AutocorrelationLayout& layout, float* smem, int64_t n,
-                                                       int edge_slots, float unit, bool broken) {
+                                                       float unit, bool broken) {
   constexpr int kThreads = kAutocorrelationThreads, kWarps = kThreads / 32;
   const AutocorrelationPlan& plan = p.plan;
   const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
@@ -569,23 +573,8 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
   const float positions = static_cast<float>(p.out[1]) * static_cast<float>(p.out[2]);
   const float inverse = 1.f / positions, inverse_rest = fmaf(-inverse, positions, 1.f) * inverse;
 
-  // A tap sees at most two outer rows and two outer columns. Where their sums lie, where they lie among the corners, and
-  // whether there are any: 1 or 0.
-  struct Outer {
-    int sums, corner;
-    float exists;
-  };
-  auto row_of = [&](uint32_t seen) {
-    const int e = seen != 0 ? __ffs(seen) - 1 : 0;
-    const int corner = seen == 0 ? 0 : (e < 2 ? e : plan.core_rows[1] + e + 4 - p.in[1]) * kCornerRow;
-    return Outer{layout.edges + e * edge_slots * kWalkFloats, corner, seen != 0 ? 1.f : 0.f};
-  };
-  // Among the sums of its side, an outer column is one of the two that the left operand has.
-  auto column_of = [&](uint32_t seen, int* place) {
-    const int e = seen != 0 ? __ffs(seen) - 1 : 0;
-    *place = e < 2 ? e : plan.core_columns[1] + e - p.in[2];
-    return Outer{layout.columns + (e >> 1) * kColumnFloats, (e < 2 ? e + 2 : *place + 8) * 8, seen != 0 ? 1.f : 0.f};
-  };
+  const OuterRow* const outer_rows = reinterpret_cast<const OuterRow*>(smem + layout.outer);
+  const OuterColumn* const outer_columns = reinterpret_cast<const OuterColumn*>(outer_rows) + 2 * kAutocorrelationTaps;
 
 #pragma unroll 1
   for (int i = tid; i < quads * kAutocorrelationEntries; i += kThreads) {
@@ -594,22 +583,16 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
   if (tid < entries) {
     const int tap = tid / p.c_in, c = tid - tap * p.c_in, ky = tap / plan.kernel[1], kx = tap - ky * plan.kernel[1];
     const int own = 8 * 128 + c * 4;
-    uint32_t rows = plan.seen_rows[ky], across = plan.seen_columns[kx];
-    float rest = 0.f;
-    Outer row[2];
+    const OuterRow row[2] = {outer_rows[2 * ky], outer_rows[2 * ky + 1]};
+    float rest = row[0].exists * smem[row[0].sums + own] + row[1].exists * smem[row[1].sums + own];
 #pragma unroll
-    for (int i = 0; i < 2; ++i, rows &= rows - 1) {
-      row[i] = row_of(rows);
-      rest += row[i].exists * smem[row[i].sums + own];
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i, across &= across - 1) {
-      int place;
-      const Outer column = column_of(across, &place);
-      float sum = smem[column.sums + 12 * 128 + place * 32 + c * 4];
+    for (int i = 0; i < 2; ++i) {
+      const OuterColumn column = outer_columns[2 * kx + i];
+      // These lie behind the products, one column of the side behind the other.
+      float sum = smem[column.sums + 12 * 128 + (column.right & 1) * 30 + c * 4];
 #pragma unroll
       for (int r = 0; r < 2; ++r) sum = fmaf(row[r].exists, corners[row[r].corner + column.corner + c], sum);
-      rest += column.exists * sum;
+      rest = fmaf(column.exists, sum, rest);
     }
     // Sum and mean in two terms each.
     const float sum = core[own] + rest, sum_rest = rest - (sum - core[own]);
@@ -618,48 +601,43 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
     means[tid] = make_float4(mean, mean_rest, 0.f, sum);
   }
   __syncthreads();
-  MARK(5);
   const int c2 = lane % 8;
 #pragma unroll 1
-  for (int job = warp; job < taps * (taps + 1); job += kWarps) {  // twice for 64 pairs of channels
-    const int pair = pairs[job / 2];
+  for (int job = warp; job < taps * (taps + 1) / 2; job += kWarps) {
+    const int pair = pairs[job];
     const int ky = pair >> 8 & 3, kx = pair >> 10 & 3, dy = pair >> 12 & 3, dx = (pair >> 14 & 7) - 2;
-    const int c = (job & 1) * 4 + lane / 8;
-    const int in_tile = (c * 4 + c2 / 2) * 4 + c2 % 2, at = (pair >> 17 & 15) * 128 + in_tile + (pair >> 21 & 1) * 2;
-    uint32_t rows = plan.seen_rows[ky], across = plan.seen_columns[kx];
-    const float* const left = corners + c;
-    const float* const right = corners + dy * kCornerRow + dx * 8 + c2;
-    float rest = 0.f;
-    Outer row[2];
+    const int at = (pair >> 17 & 15) * 128 + (pair >> 21 & 1) * 2;
+    const OuterRow row[2] = {outer_rows[2 * ky], outer_rows[2 * ky + 1]};
+    const OuterColumn column[2] = {outer_columns[2 * kx], outer_columns[2 * kx + 1]};
+    const int right_corner = dy * kCornerRow + dx * 8 + c2;
 #pragma unroll
-    for (int i = 0; i < 2; ++i, rows &= rows - 1) {
-      row[i] = row_of(rows);
-      rest += row[i].exists * smem[row[i].sums + at];
-    }
+    for (int half = 0; half < 2; ++half) {
+      const int c = half * 4 + lane / 8, in_tile = (c * 4 + c2 / 2) * 4 + c2 % 2;
+      float rest = row[0].exists * smem[row[0].sums + at + in_tile] + row[1].exists * smem[row[1].sums + at + in_tile];
 #pragma unroll
-    for (int i = 0; i < 2; ++i, across &= across - 1) {
-      int place;
-      const Outer column = column_of(across, &place);
-      const int of_right = dx + (across & 3 ? place : place + 2);  // of the four columns of that side
-      const bool inside = unsigned(of_right) < 4u;
-      float sum = smem[column.sums + (dy * 4 + (inside ? of_right : 0)) * 128 + in_tile + place * 2];
-      sum = inside ? sum : 0.f;
+      for (int i = 0; i < 2; ++i) {
+        const int right = column[i].right + dx;  // of the four columns of that side
+        const bool inside = unsigned(right) < 4u;
+        float sum = smem[column[i].sums + (dy * 4 + (inside ? right : 0)) * 128 + in_tile];
+        sum = inside ? sum : 0.f;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int corner = row[r].corner + column.corner;
-        sum = fmaf(row[r].exists * left[corner], right[corner], sum);
+        for (int r = 0; r < 2; ++r) {
+          const float* const corner = corners + row[r].corner + column[i].corner;
+          sum = fmaf(row[r].exists * corner[c], corner[right_corner], sum);
+        }
+        rest = fmaf(column[i].exists, sum, rest);
       }
-      rest += column.exists * sum;
+      const int k = (pair & 15) * p.c_in + c, k2 = (pair >> 4 & 15) * p.c_in + c2;
+      if (c >= p.c_in || c2 >= p.c_in || k2 < k) continue;
+      // What the means' product takes away is subtracted where it is large, and its rounding with the small terms.
+      const float4 a = means[k], b = means[k2];
+      const float squares = core[at + in_tile];
+      const float product = a.x * b.w, product_rest = fmaf(a.x, b.w, -product) + a.y * b.w;
+      const float covariance = (squares - product) + (rest - product_rest);
+      if (k == k2) means[k].z = squares + rest;
+      // By blocks of four rows, what is above the diagonal counted twice below it.
+      matrix[(k2 / 4 * kAutocorrelationEntries + k) * 4 + k2 % 4] = k == k2 ? covariance : 2.f * covariance;
     }
-    const int k = (pair & 15) * p.c_in + c, k2 = (pair >> 4 & 15) * p.c_in + c2;
-    if (c >= p.c_in || c2 >= p.c_in || k2 < k) continue;
-    // What the means' product takes away is subtracted where it is large, and its rounding with the small terms.
-    const float4 a = means[k], b = means[k2];
-    const float product = a.x * b.w, product_rest = fmaf(a.x, b.w, -product) + a.y * b.w;
-    const float covariance = (core[at] - product) + (rest - product_rest);
-    if (k == k2) means[k].z = core[at] + rest;
-    // By blocks of four rows, what is above the diagonal counted twice below it.
-    matrix[(k2 / 4 * kAutocorrelationEntries + k) * 4 + k2 % 4] = k == k2 ? covariance : 2.f * covariance;
   }
   const float* const filters = smem + layout.weights;
   const float* const affine = smem + layout.affine;
@@ -672,7 +650,6 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
   for (int c_first = 0; c_first < p.c_out; c_first += 64) {
     if (c_first > 0) load_filters<Element>(p, smem + layout.weights, c_first, warp, kWarps, lane);
     __syncthreads();
-    MARK(6);
     // A warp takes halves of blocks of four rows, a lane has two output channels.
 #pragma unroll 1
     for (int job = warp; job < 2 * quads; job += kWarps) {
@@ -706,7 +683,6 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
           job % 2 == 0 ? make_float2(mean[0], mean[1]) : make_float2(squares[0], squares[1]);
     }
     __syncthreads();
-    MARK(7);
     if (tid < 64 && c_first + tid < p.c_out) {
       const int c = c_first + tid;
       float m2 = 0.f, mean = 0.f, squares = 0.f;
@@ -721,7 +697,6 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
     }
   }
   __syncthreads();
-  MARK(8);
   // A thread has a channel, and before that perhaps a group.
   static_assert(kAutocorrelationOutputs <= kThreads);
   const GroupStatsFinalizeParams& f = p.stats.finish;
@@ -749,7 +724,6 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
     if (f.rstd) static_cast<float*>(f.rstd)[n * num_groups + tid] = rstd;
   }
   inexact = __syncthreads_or(inexact);
-  MARK(9);
   if (tid == 0) p.inexact[n] = inexact;
   float normed = 0.f;
   if (tid < p.c_out) {
@@ -766,7 +740,6 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
     const float sum = block_sum(normed, smem + layout.scratch);
     if (tid == 0) p.stats.sample_mean[n] = sum / static_cast<float>(p.c_out);
   }
-  MARK(10);
 }
 
 #endif
@@ -781,8 +754,8 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   extern __shared__ __align__(128) float autocorrelation_smem[];
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
-  const AutocorrelationLayout layout = autocorrelation_layout(
-      kWarps, plan.edge_rows, plan.edge_slots, kAutocorrelationColumnWarps, plan.ahead * walk_slot_bytes(sizeof(Element)));
+  const AutocorrelationLayout layout =
+      autocorrelation_layout(kWarps, plan.edge_rows, plan.edge_slots, kAutocorrelationColumnWarps);
   const int tid = threadIdx.x;
   const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
   WalkShare b;
@@ -792,10 +765,9 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   b.lane = tid & 31, b.warp = __shfl_sync(0xffffffffu, tid / 32, 0);
   uint32_t* const maxima = reinterpret_cast<uint32_t*>(smem + layout.scratch);
 
-  MARK(0);
   let_dependents_start();
   // Of some values, asked for before anything else.
-  const float size = kScaled ? sampled_size(p, b.n) : 0.f;
+  const float size = kScaled ? sampled_size(p, b.n, b.warp, b.lane) : 0.f;
   float scale = 1.f;
   // Called by every warp once, its first loads under way.
   auto ready = [&] {
@@ -815,26 +787,23 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
     if constexpr (kScaled) {
       scale = scale_of_size(__reduce_max_sync(0xffffffffu, maxima[min(b.lane, kThreads / 32 - 1)]));
     }
-    MARK(1);
     return scale;
   };
   if (b.warp < kWarps) {
     walk_rows<Element, kVectors>(p, layout, smem, b, ready);
-    MARK(2);
   } else {
     constexpr int kOthers = 32 * kAutocorrelationColumnWarps;
     const int worker = b.warp - kWarps, thread = tid - 32 * kWarps;
     walk_columns<Element, kVectors>(p, smem + layout.columns + worker * kColumnFloats, b, worker, ready);
-    MARK(2);
     if (slices == 1) {
       load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, kOthers);
       load_filters<Element>(p, smem + layout.weights, 0, worker, kAutocorrelationColumnWarps, b.lane);
       load_affine<Element>(p, smem + layout.affine, thread, kOthers);
       fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, kOthers);
+      fill_outer(p, layout, plan.edge_slots, smem, thread);
     }
   }
   __syncthreads();
-  MARK(3);
   // Merged sums take the place of the first ones, a vector a thread.
   float* const to = slices == 1 ? nullptr : p.sums + (b.n * slices + slice) * plan.slice_floats;
   constexpr int kOfWalk = kWalkFloats / 4, kOfColumns = 2 * kColumnFloats / 4;
@@ -865,9 +834,8 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
     return;
   }
   __syncthreads();
-  MARK(4);
   const bool broken = kScaled && scale == 0.f;
-  finish_autocorrelation<Element>(p, layout, smem, b.n, plan.edge_slots, broken ? 1.f : 1.f / scale, broken);
+  finish_autocorrelation<Element>(p, layout, smem, b.n, broken ? 1.f : 1.f / scale, broken);
 #endif
 }
 
@@ -880,13 +848,14 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   extern __shared__ __align__(128) float autocorrelation_smem[];
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
-  const AutocorrelationLayout layout = autocorrelation_layout(1, 4, 1, 2, 0);
+  const AutocorrelationLayout layout = autocorrelation_layout(1, 4, 1, 2);
   const int tid = threadIdx.x, slices = static_cast<int>(plan.slices);
   const int64_t n = blockIdx.x;
   let_dependents_start();
   load_filters<Element>(p, smem + layout.weights, 0, tid / 32, kThreads / 32, tid % 32);
   load_affine<Element>(p, smem + layout.affine, tid, kThreads);
   fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), tid, kThreads);
+  fill_outer(p, layout, 1, smem, tid);
   wait_for_prerequisites();
   const float* const from = p.sums + n * slices * plan.slice_floats;
   const float scale = from[plan.slice_floats - 4];
@@ -917,7 +886,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   }
   __syncthreads();
   const bool broken = scale == 0.f;
-  finish_autocorrelation<Element>(p, layout, smem, n, 1, broken ? 1.f : 1.f / scale, broken);
+  finish_autocorrelation<Element>(p, layout, smem, n, broken ? 1.f : 1.f / scale, broken);
 #endif
 }
 

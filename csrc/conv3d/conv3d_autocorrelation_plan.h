@@ -12,7 +12,7 @@
 namespace kgopt {
 
 // Cycles of the kernel behind it, which looks which samples it is to do again.
-inline constexpr double kAutocorrelationCheck = 3000;
+inline constexpr double kAutocorrelationCheck = 2000;
 
 namespace plan_detail {
 
@@ -21,7 +21,8 @@ inline bool autocorrelation_slices(AutocorrelationPlan* p, const ConvProblem& q,
                                    int64_t slices) {
   const int64_t height = q.in[1], rows = (height + slices - 1) / slices;
   // Outer rows of one side lie in one slice, and those of both sides only where there is one.
-  if (slices > 1 && (rows < 4 || (height + rows - 1) / rows != slices || height - (slices - 1) * rows < 2)) return false;
+  if (slices > 1 && (rows < 4 || (height + rows - 1) / rows != slices || height - (slices - 1) * rows < 2))
+    return false;
   p->slices = slices;
   p->slice_rows = static_cast<int>(rows);
   p->edge_rows = slices == 1 ? 4 : 2;
@@ -32,32 +33,24 @@ inline bool autocorrelation_slices(AutocorrelationPlan* p, const ConvProblem& q,
   p->run_rows = static_cast<int>((rows + p->runs - 1) / p->runs);
   p->runs = static_cast<int>((rows + p->run_rows - 1) / p->run_rows);
   p->slice_floats = slices == 1 ? 0 : (p->edge_rows + 1) * kWalkFloats + 2 * kColumnFloats + 4;
-  p->finish_smem_bytes = autocorrelation_layout(1, 4, 1, 2, 0).total * 4;
-  const int size = q.dtype == Dtype::kFloat32 ? 4 : 2;
-  for (p->ahead = 8; p->ahead > 1; p->ahead /= 2) {
-    p->smem_bytes = autocorrelation_layout(kAutocorrelationWarps, p->edge_rows, p->edge_slots,
-                                           kAutocorrelationColumnWarps, p->ahead * walk_slot_bytes(size))
-                        .total *
-                    4;
-    if (p->smem_bytes <= limits.smem_per_block) return true;
-  }
-  return false;
+  p->finish_smem_bytes = autocorrelation_layout(1, 4, 1, 2).total * 4;
+  p->smem_bytes =
+      autocorrelation_layout(kAutocorrelationWarps, p->edge_rows, p->edge_slots, kAutocorrelationColumnWarps).total * 4;
+  return p->smem_bytes <= limits.smem_per_block;
 }
 
-// Estimated cycles of all launches.
+// Estimated cycles of all launches, from measurements on an H200.
 inline double autocorrelation_cycles(const AutocorrelationPlan& p, const ConvProblem& q, const DeviceLimits& limits) {
-  const double blocks = double(q.n) * p.slices, waves = std::ceil(blocks / limits.sm_count);
-  const double busy = std::min(blocks, double(limits.sm_count));  // multiprocessors
+  const int size = q.dtype == Dtype::kFloat32 ? 4 : 2;
+  const bool vectors = q.in[2] * size % 16 == 0;
+  const double waves = std::ceil(double(q.n) * p.slices / limits.sm_count);
+  // A warp's row, with the wait for its loads, beside the others' of a multiprocessor.
+  const double row = vectors ? 900 : 2700;
   const double rounds = std::ceil(double(p.chunks) * p.runs / kAutocorrelationWarps);
-  // A row of a chunk: tensor cores and issue of four warps a scheduler, or memory, which all multiprocessors share.
-  const double size = q.dtype == Dtype::kFloat32 ? 4 : 2;
-  const double compute = rounds * (p.run_rows + 2) * 4 * 110.0;
-  const double memory = double(p.slice_rows) * q.in[2] * q.c_in * size * busy / 2300.0;
-  const double columns = std::ceil(p.slice_rows / 16.0) * 900.0;
-  const double finish = 2600.0 + 2200.0 * std::ceil(q.c_out / 64.0);
-  const double merge = p.slices > 1 ? 3000.0 + 300.0 * p.slices : 0.0;
-  return waves * (3500 + std::max({compute, memory, columns}) + (p.slices == 1 ? finish : 1000)) +
-         (p.slices == 1 ? 0.0 : finish + merge);
+  const double walk = 3000 + row * rounds * (p.run_rows + 2);
+  const double finish = 10000 + 7400 * (std::ceil(q.c_out / 64.0) - 1);
+  if (p.slices == 1) return 6000 + waves * (walk + finish);
+  return 6000 + waves * (walk + 3000) + 4000 + 300 * p.slices + std::ceil(double(q.n) / limits.sm_count) * finish;
 }
 
 }  // namespace plan_detail
@@ -75,7 +68,7 @@ inline AutocorrelationPlan plan_autocorrelation(const ConvProblem& q, const Devi
   if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   if (q.dtype == Dtype::kFloat32 && !q.allow_tf32) return refuse("fp32 accuracy");
   if (q.c_in > kAutocorrelationChannels) return refuse("more than 8 input channels");
-  if (q.c_out > kAutocorrelationOutputs) return refuse("more than 512 output channels");
+  if (q.c_out > kAutocorrelationOutputs) return refuse("more than 256 output channels");
   if (q.in[0] != 1 || q.kernel[0] != 1 || q.padding[0] != 0) return refuse("a depth other than 1");
   if (q.n > int64_t(1) << 26) return refuse("more than 2^26 samples");
   int64_t positions = 1;
@@ -87,10 +80,10 @@ inline AutocorrelationPlan plan_autocorrelation(const ConvProblem& q, const Devi
     if (q.in[i] > int64_t(1) << 20) return refuse("more than 2^20 positions along a side");
     p.kernel[i - 1] = static_cast<int>(q.kernel[i]);
     p.pad[i - 1] = static_cast<int>(q.padding[i]);
-    int(&core)[2] = i == 1 ? p.core_rows : p.core_columns;
+    int (&core)[2] = i == 1 ? p.core_rows : p.core_columns;
     core[0] = static_cast<int>(std::max<int64_t>(i - 1, q.kernel[i] - 1 - q.padding[i]));
     core[1] = static_cast<int>(std::min(q.in[i], q.out[i] - q.padding[i]));
-    unsigned(&seen)[kAutocorrelationTaps] = i == 1 ? p.seen_rows : p.seen_columns;
+    unsigned (&seen)[kAutocorrelationTaps] = i == 1 ? p.seen_rows : p.seen_columns;
     for (int tap = 0; tap < p.kernel[i - 1]; ++tap) {
       for (int e = 0; e < 4; ++e) {
         const int64_t at = e < 2 ? e : core[1] + e - 2, out = at + q.padding[i] - tap;

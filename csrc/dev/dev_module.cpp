@@ -229,7 +229,8 @@ void bind_conv(py::module_& m) {
 
   py::class_<AutocorrelationPlan>(m, "AutocorrelationPlan", "Fields as in conv3d_autocorrelation_params.h.")
       .def_property_readonly(
-          "refusal", [](const AutocorrelationPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+          "refusal",
+          [](const AutocorrelationPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("math", &AutocorrelationPlan::math)
       .def_readonly("chunks", &AutocorrelationPlan::chunks)
       .def_readonly("slices", &AutocorrelationPlan::slices)
