@@ -69,11 +69,10 @@ struct WalkWords {
 template <typename Element>
 struct WalkRow {
   static constexpr bool kScaled = std::is_same_v<Element, float>;
-  static constexpr int kVector = kScaled ? 4 : 2;  // words that are loaded together
-  static constexpr int kAhead = kScaled ? 3 : 6;   // rows that are under way
+  static constexpr int kAhead = kScaled ? 3 : 6;  // rows that are under way; a multiple of the three that are kept
+  // Rows that are added up in registers, since the tensor core cuts off where it adds; a multiple of those, too.
   static constexpr int kTogether = kScaled ? 9 : 6;
-  static constexpr int kUnrolled = kAhead % 3 == 0 ? kAhead : 3 * kAhead;  // a multiple of those that are kept, too
-  uint32_t v[kScaled ? 2 : 1][kScaled ? 4 : 4], pair[kScaled ? 2 : 1];
+  uint32_t v[kScaled ? 2 : 1][4], pair[kScaled ? 2 : 1];
 
   __device__ __forceinline__ void convert(WalkWords& words, float scale, int lane) const {
     uint32_t w[4], outer;
@@ -86,7 +85,7 @@ struct WalkRow {
       outer = packed_halves(__uint_as_float(pair[0]) * scale, __uint_as_float(pair[1]) * scale);
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(w[i]) : "r"(v[0][i]));
+      for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(w[i]) : "r"(v[0][i]));  // v is loaded again
       outer = pair[0];
     }
     const uint32_t before = __shfl_up_sync(0xffffffffu, w[3], 1, 4);
@@ -101,7 +100,7 @@ struct WalkRow {
   }
 };
 
-//  down the rows.
+// Where a lane stands in its way down the rows.
 template <typename Element, bool kVectors>
 struct WalkCursor {
   const Element* at;
@@ -158,8 +157,7 @@ struct WalkCursor {
   }
 };
 
-// A warp's sums: 13 distances in eight products, and the channels' own. What a row adds stays in registers for a few
-// rows, since the tensor core cuts off where it adds.
+// A warp's sums: 13 distances in eight products, and the channels' own.
 template <typename Element>
 struct WalkSums {
   float acc[8][4], own[4];
@@ -218,11 +216,12 @@ __device__ __forceinline__ int outer_row(const AutocorrelationPlan& plan, int ro
   return row < plan.core_rows[0] ? row : row - plan.core_rows[1] + 2;
 }
 
+// What a warp does with its part of the rows. ready(): waits for the scale, which is known while loads are under way.
 template <typename Element, bool kVectors, typename Ready>
 __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
                                           float* smem, const WalkShare& b, Ready ready) {
   using Row = WalkRow<Element>;
-  constexpr int kAhead = Row::kAhead, kPrefetch = 20;  // rows
+  constexpr int kAhead = Row::kAhead;
   const AutocorrelationPlan& plan = p.plan;
   const int lane = b.lane, tasks = plan.chunks * plan.runs;
   float* const core = smem + layout.walks + b.warp * kWalkFloats;
@@ -246,17 +245,7 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) cursor.load(rows[i], lane);
   };
-  // Rows lie one behind the other, and a warp of each run asks for whole pieces of memory, into L2, before all of them
-  // ask for what they need: memory is slow where it is read 128 bytes here and there.
-  auto prefetch = [&](int from, int to) {
-    to = min(to, min(end + 2, p.in[1]));
-    if (!p.pieces || chunk != 0 || lane >= p.c_in || from >= to) return;
-    const Element* const piece =
-        static_cast<const Element*>(p.x) + b.n * p.x_stride_n + lane * p.x_stride_c + from * p.x_stride[1];
-    prefetch_l2_bulk(piece, (to - from) * p.in[2] * static_cast<int>(sizeof(Element)));
-  };
   start();
-  prefetch(row + kAhead, row + kPrefetch);
   scale = ready();
   WalkSums<Element> sums;
   sums.clear();
@@ -269,11 +258,11 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
 #pragma unroll
       for (int i = 0; i < 5; ++i) {
         masks[i] = pair_mask(plan.core_columns[0] - u - 2 * i, plan.core_columns[1] - u - 2 * i);
-        asm volatile("" : "+r"(masks[i]));
+        asm volatile("" : "+r"(masks[i]));  // or they are computed again for every row
       }
     }
     const int slot = plan.chunks <= kAutocorrelationWarps ? chunk : b.warp;
-    if (task != b.warp) prefetch(row + kAhead, row + kPrefetch);
+    // Outer rows have sums of their own.
     auto rows_together = [&] {
       const bool core_row = row >= plan.core_rows[0] && row < plan.core_rows[1];
       return core_row ? min(min(Row::kTogether, end - row), plan.core_rows[1] - row) : 1;
@@ -281,34 +270,34 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
     WalkWords kept[3];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      rows[i % kAhead].convert(kept[i], scale, lane);
-      cursor.load(rows[i % kAhead], lane);
+      rows[i].convert(kept[i], scale, lane);
+      cursor.load(rows[i], lane);
     }
 #pragma unroll 1
     while (row < end) {
       const int together = rows_together();
-      prefetch(row + kPrefetch, row + kPrefetch + together);
       float* to = core;
       if (row < plan.core_rows[0] || row >= plan.core_rows[1]) {
         const int e = outer_row(plan, row) & (plan.edge_rows - 1);
         to = smem + layout.edges + (e * plan.edge_slots + slot) * kWalkFloats;
       }
       row += together;
-      int phase = 0;
+      int phase = 0;  // of the registers that take turns
 #pragma unroll 1
       for (int left = together; left > 0;) {
 #pragma unroll
-        for (int i = 0; i < Row::kUnrolled; ++i) {
+        for (int i = 0; i < kAhead; ++i) {
           rows[(i + 2) % kAhead].convert(kept[(i + 2) % 3], scale, lane);
           cursor.load(rows[(i + 2) % kAhead], lane);
           sums.add(kept[i % 3], kept[(i + 1) % 3], kept[(i + 2) % 3], masks);
           if (--left == 0) {
-            phase = (i + 1) % Row::kUnrolled;
+            phase = (i + 1) % kAhead;
             break;
           }
         }
       }
       sums.flush(to, lane);
+      // Mostly none: the next row starts where the first did.
 #pragma unroll 1
       for (; phase > 0; --phase) {
         const Row first = rows[0];

@@ -94,7 +94,6 @@ struct AutocorrelationParams {
   const void* x;
   int64_t x_stride_n, x_stride_c, x_stride[3];
   bool vectors;  // rows are multiples of 16 bytes
-  bool pieces;   // and lie one behind the other
   const void* weight;
   int64_t w_stride_out, w_stride_in, w_stride_k[3], w_stride_group;
   const void* bias;   // [c_out] of the weight's dtype, or null

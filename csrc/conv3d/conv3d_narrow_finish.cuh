@@ -16,11 +16,6 @@ __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefe
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// The same of contiguous bytes, a multiple of 16 at a 16-byte aligned address.
-__device__ __forceinline__ void prefetch_l2_bulk(const void* p, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
-
 // Whether nobody wants this sample's statistics. Called by all threads before anything else.
 __device__ __forceinline__ bool skips_sample(const NarrowStats& p, int64_t n) {
   if (!p.only) return false;

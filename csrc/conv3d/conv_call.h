@@ -234,7 +234,6 @@ inline AutocorrelationParams make_autocorrelation_params(const ConvArgs& a, cons
     p.bias = bias->const_data_ptr();
   }
   p.vectors = rows_in_vectors(a, shape, 16 / dtype_size(shape.dtype));
-  p.pieces = p.vectors && p.x_stride[1] == shape.in[2];
   p.plan = plan;
   return p;
 }
