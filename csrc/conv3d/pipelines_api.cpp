@@ -65,7 +65,12 @@ struct __attribute__((visibility("hidden"))) StatsPass {
   int64_t packed = 0, bias = 0, partials = 0, sums = 0, inexact = 0;  // workspace pieces
 
   bool packs_weights() const { return choice.path == ConvPath::kImplicitGemm; }
-  bool from_input() const { return choice.path == ConvPath::kNarrow && choice.from_input; }
+  // The plan counts on rows in vectors where their width lets them be.
+  bool from_input() const {
+    const int64_t vector = 16 / dtype_size(shape.dtype);
+    return choice.path == ConvPath::kNarrow && choice.from_input &&
+           (shape.in[2] % vector != 0 || rows_in_vectors(a, shape, vector));
+  }
   int64_t slices() const { return packs_weights() ? partials_slices(choice.plan) : choice.narrow.slices; }
 
   void reserve(Workspace* workspace) {
