@@ -239,6 +239,134 @@ def test_pipeline_gathered_window_scales(kind, dtype, poisoned):
     assert float(error.max()) <= (1e-3 if dtype == "tf32" else 2e-6)
 
 
+# batch, c_in, c_out, norm groups, size, kernel, padding: statistics from the input's autocorrelation on Hopper
+FROM_INPUT = {
+    "one block a sample": (128, 8, 64, 16, (96, 128), (3, 3), (0, 0)),
+    "several slices": (60, 8, 64, 8, (128, 160), (3, 3), (1, 1)),
+    "odd": (130, 5, 198, 11, (71, 133), (3, 3), (2, 0)),
+    "odd and padded": (130, 7, 250, 5, (83, 97), (3, 3), (1, 1)),
+    "many outputs": (70, 3, 192, 1, (64, 104), (3, 3), (0, 1)),
+    "few outputs": (140, 8, 24, 8, (128, 128), (3, 3), (0, 0)),
+    "flat kernel": (140, 8, 64, 64, (80, 120), (2, 3), (0, 0)),
+    "upright kernel": (140, 8, 40, 4, (120, 80), (3, 1), (1, 0)),
+    "one tap": (140, 6, 64, 4, (120, 96), (1, 1), (0, 0)),
+    "much padding": (140, 8, 64, 16, (88, 96), (3, 2), (3, 4)),
+}
+
+
+def from_input_case(case, dtype):
+    batch, c_in, c_out, groups, size, kernel, padding = FROM_INPUT[case]
+    kind = torch.float32 if dtype == "tf32" else dtype
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+    x = torch.randn(batch, c_in, *size, device="cuda")
+    # Borders count for some taps only: they are not what the rest is.
+    x[..., :2, :] *= 5
+    x[..., -2:, :] += 3
+    x[..., :2] -= 2
+    x[..., -2:] *= 4
+    weight = torch.randn(c_out, c_in, *kernel, device="cuda") * 0.3
+    bias = torch.randn(c_out, device="cuda")
+    return x.to(kind), weight.to(kind), bias.to(kind), groups, list(padding)
+
+
+def group_moments(x, weight, bias, groups, padding):
+    """Mean and rstd of the convolution's groups in fp64."""
+    args = [a.double() for a in (x, weight, bias)]
+    parts = [torch.nn.functional.conv2d(part, *args[1:], padding=padding) for part in args[0].split(16)]
+    rows = [part.reshape(len(part), groups, -1) for part in parts]
+    mean, var = (torch.cat([f(row) for row in rows]) for f in (lambda r: r.mean(2), lambda r: r.var(2, correction=0)))
+    return mean, (var + 1e-5) ** -0.5
+
+
+def moments_by_kgopt(x, weight, bias, groups, padding):
+    """The same, by the pipelines with logsumexp and with mean."""
+    once = [1, 1]
+    lse = torch.ops.kgopt.conv2d_group_norm_tanh_hardswish_residual_logsumexp_fwd
+    _, mean, rstd = lse(x, weight, bias, groups, None, None, once, padding, once, 1, 1e-5)
+    deep = torch.ops.kgopt.conv3d_group_norm_mean_fwd
+    _, _, mean3, rstd3 = deep(
+        x[:, :, None], weight[:, :, None], bias, groups, None, None, [1] * 3, [0, *padding], [1] * 3, 1, 1e-5
+    )
+    return (mean, rstd), (mean3, rstd3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["tf32", torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", FROM_INPUT)
+def test_pipeline_statistics_from_input(case, dtype, poisoned):
+    args = from_input_case(case, dtype)
+    if torch.cuda.get_device_capability() == (9, 0):
+        none = [1, 1], args[4], [1, 1], [0, 0], 1, False
+        assert "autocorrelation" in torch.ops.kgopt.explain_conv(*args[:2], *none, "stats")
+    mean, rstd = group_moments(*args)
+    allowed = 5e-6
+    if dtype == "tf32":  # an ideal TF32 product is the yardstick
+        ideal_mean, ideal_rstd = group_moments(round_tf32(args[0]), round_tf32(args[1]), *args[2:])
+        errors = [((ideal_mean - mean) * rstd).abs().max(), (ideal_rstd / rstd - 1).abs().max()]
+        allowed += 2 * float(max(errors))
+    for _ in range(2):
+        for got_mean, got_rstd in moments_by_kgopt(*args):
+            assert float((got_rstd / rstd - 1).abs().max()) <= allowed
+            assert float(((got_mean - mean) * rstd).abs().max()) <= allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["tf32", torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "kind", ["offset", "small", "tiny", "smooth", "high pass", "huge", "leap", "zeros", "empty rows"]
+)
+def test_pipeline_statistics_from_input_ill_conditioned(kind, dtype, poisoned):
+    """Filters that cancel their input, and values that the sampled scale does not fit, go to the convolution."""
+    x, weight, _, groups, padding = from_input_case("one block a sample", dtype)
+    n, _, h, w = x.shape
+    y = x.float()
+    if kind in ("smooth", "high pass"):
+        row, column = (torch.arange(size, device="cuda").float() for size in (h, w))
+        y = torch.sin(row * 0.05)[:, None] + torch.cos(column * 0.03) + y * 0.002 + 2
+    if kind == "high pass":
+        weight = (weight.float() - weight.float().mean((1, 2, 3), keepdim=True)).to(weight.dtype)
+    if kind == "leap":
+        y[1, 3, 50, 70] = 1e7
+    if kind == "empty rows":
+        y[:, :, : h // 2] = 0
+    factor = {"small": 0.01, "tiny": 1e-12, "huge": 1e12, "zeros": 0.0}.get(kind, 1.0)
+    x = (y * factor + (100 if kind == "offset" else 0)).to(x.dtype)
+    bias = torch.zeros(len(weight), device="cuda", dtype=x.dtype)
+    args = x, weight, bias, groups, padding
+    mean, rstd = group_moments(*args)
+    # What PyTorch makes of its own convolution, in fp64.
+    own = torch.nn.functional.conv2d(*args[:3], padding=padding).double().reshape(n, groups, -1)
+    own_mean, own_rstd = own.mean(2), (own.var(2, correction=0) + 1e-5) ** -0.5
+    ideal = args
+    if dtype == "tf32":
+        ideal = round_tf32(x), round_tf32(weight), *args[2:]
+    ideal_mean, ideal_rstd = group_moments(*ideal)
+    for got_mean, got_rstd in moments_by_kgopt(*args):
+        for got, exact, others, unit in [
+            (got_rstd, rstd, (own_rstd, ideal_rstd), rstd),
+            (got_mean, mean, (own_mean, ideal_mean), 1 / rstd),
+        ]:
+            error = float(((got - exact) / unit).abs().max())
+            theirs = max(float(((other - exact) / unit).abs().max()) for other in others)
+            assert error <= 2 * theirs + 1e-5, (error, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_pipeline_statistics_from_input_not_finite(value, poisoned):
+    """A sample's NaN stays its own."""
+    x, weight, bias, groups, padding = from_input_case("one block a sample", torch.bfloat16)
+    clean = moments_by_kgopt(x, weight, bias, groups, padding)
+    x[3, 2, 40, 50] = value
+    for (mean, rstd), (clean_mean, clean_rstd) in zip(
+        moments_by_kgopt(x, weight, bias, groups, padding), clean, strict=True
+    ):
+        others = torch.arange(len(x), device="cuda") != 3
+        assert bool((~torch.isfinite(rstd[3]) | (rstd[3] == 0)).all())
+        assert torch.equal(mean[others], clean_mean[others])
+        assert torch.equal(rstd[others], clean_rstd[others])
+
+
 # batch, c_in, c_out, norm groups, size, kernel, dilation: one launch on Hopper, see conv3d_flat_kernel.cuh
 FLAT = {
     "copy of x in the output": (5, 64, 128, 8, (4, 6, 6), (3, 3, 3), 1),

@@ -554,6 +554,107 @@ def test_narrow_plan_of_one_small_image_uses_the_gpu(c_out: int, dtype: str, epi
     assert blocks[2] >= 1024
 
 
+# Statistics of narrow 2D convolutions from the input's autocorrelation.
+
+
+def check_autocorrelation(plan, case: dict, size, output, limits) -> None:
+    """What must hold of every such plan: every input value in one task, outer ones where taps do not agree."""
+    assert plan.smem_bytes <= limits.smem_per_block
+    assert plan.finish_smem_bytes <= limits.smem_per_block
+    for dim, core in ((1, plan.core_rows), (2, plan.core_columns)):
+        inside = range(case["kernel"][dim])
+        for at in range(size[dim]):
+            seen = [0 <= at + case["padding"][dim] - tap < output[dim] for tap in inside]
+            if core[0] <= at < core[1]:
+                assert all(seen), "a value counts for some taps only"
+        # An odd distance is the left operand moved by one, which has no column before the first.
+        assert core[0] >= dim - 1
+        assert 0 <= core[0] <= 2
+        assert core[0] < core[1] <= size[dim] <= core[1] + 2, "at most two outer rows or columns on a side"
+    height = size[1]
+    assert plan.chunks * dev.AUTOCORRELATION_CHUNK >= size[2] > (plan.chunks - 1) * dev.AUTOCORRELATION_CHUNK
+    assert plan.slices * plan.slice_rows >= height > (plan.slices - 1) * plan.slice_rows
+    assert plan.runs * plan.run_rows >= plan.slice_rows > (plan.runs - 1) * plan.run_rows
+    assert plan.edge_slots == min(plan.chunks, dev.AUTOCORRELATION_WARPS)
+    if plan.slices == 1:
+        assert plan.edge_rows == 4
+        assert plan.slice_floats == 0
+    else:
+        # Outer rows of one side lie in one slice, and no slice has those of both.
+        assert plan.edge_rows == 2
+        assert plan.core_rows[0] <= plan.slice_rows
+        assert (plan.slices - 1) * plan.slice_rows <= plan.core_rows[1]
+        assert plan.slice_floats % 4 == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_autocorrelation_plan_of_any_shape(data) -> None:
+    draw = data.draw
+    two = lambda low, high: (draw(st.integers(low, high)), draw(st.integers(low, high)))  # noqa: E731
+    case = {"kernel": (1, *two(1, 3)), "padding": (0, *two(0, 5)), "c_in": draw(st.integers(1, 8))}
+    size = (1, *two(8, draw(st.sampled_from((40, 700, 3000)))))
+    if min(dev.conv_out_size(size[d], case["kernel"][d], 1, case["padding"][d]) for d in (1, 2)) < 8:
+        return
+    problem, output = make_problem(
+        c_out=draw(st.integers(1, 256)),
+        size=size,
+        **case,
+        n=draw(st.integers(1, 300)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        epilogue=dev.ConvEpilogue.stats,
+        planar=True,
+    )
+    plan = dev.plan_autocorrelation(problem, GPUS["h200"])
+    if plan.refusal is not None:
+        assert "shared memory" in plan.refusal
+        return
+    check_autocorrelation(plan, case, size, output, GPUS["h200"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c_out", [24, 64, 256])
+def test_autocorrelation_takes_statistics_of_large_inputs(dtype: str, c_out: int) -> None:
+    case = {**CASES["pipeline 3"], "c_out": c_out, "padding": (0, 0, 0)}
+    stats = dev.ConvEpilogue.stats
+    problem, output = make_problem(**case, n=128, dtype=dtype, epilogue=stats, planar=True)
+    choice = dev.choose_conv(problem, GPUS["h200"])
+    assert choice.path.name == "narrow"
+    assert choice.from_input
+    assert "autocorrelation" in choice.explain()
+    check_autocorrelation(choice.autocorrelation, case, case["size"], output, GPUS["h200"])
+    # One small image is done before that kernel's end begins.
+    problem, _ = make_problem(**{**case, "size": (1, 40, 40)}, n=1, dtype=dtype, epilogue=stats, planar=True)
+    assert not dev.choose_conv(problem, GPUS["h200"]).from_input
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kwargs", "limits"),
+    [
+        ("sm_90a", {}, dev.DeviceLimits(has_wgmma=False)),
+        ("nothing else", {"epilogue": dev.ConvEpilogue.residual_lse}, None),
+        ("channels_last", {"planar": False}, None),
+        ("grouped", {"groups": 2}, None),
+        ("transposed", {"transposed": True}, None),
+        ("float64", {"dtype": "float64"}, None),
+        ("fp32 accuracy", {"allow_tf32": False}, None),
+        ("8 input channels", {"c_in": 10}, None),
+        ("256 output channels", {"c_out": 258}, None),
+        ("depth", {"size": (2, 40, 40)}, None),
+        ("stride", {"stride": (1, 2, 1)}, None),
+        ("stride", {"dilation": (1, 1, 2)}, None),
+        ("3 taps", {"kernel": (1, 4, 3)}, None),
+        ("8 positions", {"size": (1, 40, 9)}, None),
+        ("shared memory", {}, dev.DeviceLimits(smem_per_block=64 << 10)),
+    ],
+)
+def test_autocorrelation_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
+    stats = dev.ConvEpilogue.stats
+    arguments = {"c_in": 8, "c_out": 64, "size": (1, 40, 40), "kernel": (1, 3, 3), "epilogue": stats, "planar": True}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    assert fragment in dev.plan_autocorrelation(problem, limits or dev.DeviceLimits()).refusal
+
+
 @pytest.mark.parametrize("name", ["pipeline 1", "pipeline 3"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_narrow_plan_stores_contiguous_outputs(name: str, dtype: str) -> None:

@@ -58,6 +58,13 @@ __device__ __forceinline__ float2 norm_affine(const GroupStatsFinalizeParams& f,
                      f.bias ? load_as<float>(f.bias, c, f.affine_dtype) : 0.f);
 }
 
+// Whether nobody wants this sample's statistics. Called by all threads before anything else.
+__device__ __forceinline__ bool skips_sample(const NarrowStats& p, int64_t n) {
+  if (!p.only) return false;
+  wait_for_prerequisites();
+  return p.only[n] == 0;
+}
+
 // What group_stats_finalize_kernel and group_norm_mean_kernel do, for the sample whose channels' moments are in
 // `shared`. `groups` is room for a float2 of each group. Called by kThreads threads, the first of them 0. affine(c):
 // weight and bias of the norm.

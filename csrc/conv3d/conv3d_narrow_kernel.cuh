@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   const int tid = threadIdx.x;
   const int64_t n = blockIdx.x / plan.slices;
   const int64_t slice = blockIdx.x % plan.slices;
+  if (kEpilogue == ConvEpilogue::kStats && skips_sample(p.stats, n)) return;
   const int c_begin = blockIdx.y * kColumns;  // first output channel of this block, within the conv group
   const int group = blockIdx.z;
   const int c_valid = min(kColumns, p.c_out - c_begin);

@@ -138,6 +138,7 @@ struct NarrowStats {
   bool finishes;
   GroupStatsFinalizeParams finish;  // but for its partials
   float* sample_mean;
+  const int* only;  // [N]: the samples that are wanted; null: all. Written by the kernel ahead
 };
 
 // Arguments of the kernels. Passed by value as a __grid_constant__.

@@ -419,6 +419,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
   const int tid = threadIdx.x;
   const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
   const int64_t n = blockIdx.x / slices, slice = blockIdx.x % slices;
+  if (!kLse && skips_sample(p.stats, n)) return;
   const int c_begin = blockIdx.y * kColumns;  // first output channel of this block, within the conv group
   const int group = blockIdx.z;
   const int c_valid = min(kColumns, p.c_out - c_begin);

@@ -12,8 +12,8 @@ Status launch_positions_instance(const NarrowParams& p, int64_t n, cudaStream_t 
   const NarrowPlan& plan = p.plan;
   constexpr auto kernel = conv_narrow_positions_kernel<kMath, kSteps, kLse>;
   const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
-  return launch_after<kernel>(kLse, "conv_narrow_positions_kernel", grid, position_threads(kLse), plan.smem_bytes,
-                              stream, p);
+  return launch_after<kernel>(kLse || p.stats.only, "conv_narrow_positions_kernel", grid, position_threads(kLse),
+                              plan.smem_bytes, stream, p);
 }
 
 template <ConvMath kMath, bool kLse>

@@ -9,6 +9,7 @@
 #include "../common/workspace.h"
 #include "../groupnorm/groupnorm_params.h"
 #include "conv3d.h"
+#include "conv3d_autocorrelation.h"
 #include "conv3d_dispatch.h"
 #include "conv3d_flat.h"
 #include "conv3d_gradients.h"
@@ -225,6 +226,21 @@ inline NarrowParams make_narrow_params(const ConvArgs& a, const ConvShape& shape
   p.load = rows_in_vectors(a, shape)                                     ? NarrowLoad::kVectors
            : dtype_size(shape.dtype) == 4 || has_channel_pairs(p, shape) ? NarrowLoad::kWords
                                                                          : NarrowLoad::kHalves;
+  return p;
+}
+
+// The same for statistics from the input's autocorrelation.
+inline AutocorrelationParams make_autocorrelation_params(const ConvArgs& a, const ConvShape& shape,
+                                                         const AutocorrelationPlan& plan, Tensor* bias) {
+  AutocorrelationParams p{};
+  set_input(&p, a, shape);
+  set_weight(&p, a, shape);
+  if (a.bias) {
+    *bias = dense_in(*a.bias, MemoryFormat::Contiguous);
+    p.bias = bias->const_data_ptr();
+  }
+  p.vectors = rows_in_vectors(a, shape, 16 / dtype_size(shape.dtype));
+  p.plan = plan;
   return p;
 }
 

@@ -62,9 +62,15 @@ struct __attribute__((visibility("hidden"))) StatsPass {
   const ConvArgs& a;
   const ConvShape& shape;
   const ConvChoice& choice;
-  int64_t packed = 0, bias = 0, partials = 0;  // workspace pieces
+  int64_t packed = 0, bias = 0, partials = 0, sums = 0, inexact = 0;  // workspace pieces
 
   bool packs_weights() const { return choice.path == ConvPath::kImplicitGemm; }
+  // The plan counts on rows in vectors where their width lets them be.
+  bool from_input() const {
+    const int64_t vector = 16 / dtype_size(shape.dtype);
+    return choice.path == ConvPath::kNarrow && choice.from_input &&
+           (shape.in[2] % vector != 0 || rows_in_vectors(a, shape, vector));
+  }
   int64_t slices() const { return packs_weights() ? partials_slices(choice.plan) : choice.narrow.slices; }
 
   void reserve(Workspace* workspace) {
@@ -73,12 +79,15 @@ struct __attribute__((visibility("hidden"))) StatsPass {
       bias = workspace->reserve(packed_bias_bytes(shape, choice.plan));
     }
     partials = workspace->reserve(partials_bytes(shape, slices()));
+    if (from_input()) {
+      sums = workspace->reserve(shape.n * choice.autocorrelation.slices * choice.autocorrelation.slice_floats * 4);
+      inexact = workspace->reserve(shape.n * 4);
+    }
   }
 
   // Leaves what `finish` asks for and, where it can, in sample_mean the mean of each sample's norm. Says whether it
   // did.
-  bool run(Workspace& workspace, const GroupStatsFinalizeParams& finish, float* sample_mean,
-           cudaStream_t stream) const {
+  bool run(Workspace& workspace, GroupStatsFinalizeParams finish, float* sample_mean, cudaStream_t stream) const {
     if (!packs_weights()) {
       NarrowStats stats{};
       stats.partials = workspace.at<float>(partials);
@@ -88,6 +97,15 @@ struct __attribute__((visibility("hidden"))) StatsPass {
       stats.finish = finish;
       stats.sample_mean = sample_mean;
       Tensor dense_bias;
+      if (from_input()) {
+        AutocorrelationParams p = make_autocorrelation_params(a, shape, choice.autocorrelation, &dense_bias);
+        p.stats = stats;
+        p.sums = workspace.at<float>(sums);
+        p.inexact = workspace.at<int>(inexact);
+        raise_on_error(a.op, run_conv_autocorrelation(p, shape.n, stream));
+        // Behind it the convolution does the samples that are not exact enough.
+        stats.only = finish.only = p.inexact;
+      }
       NarrowParams p = make_narrow_params(a, shape, choice.narrow, &dense_bias);
       p.stats = stats;
       raise_on_error(a.op, run_conv_narrow_stats(p, shape.n, stream));

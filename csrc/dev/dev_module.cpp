@@ -229,6 +229,25 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("tiles", [](const NarrowPlan& p) { return copied(p.tiles); })
       .def_property_readonly("origin", [](const NarrowPlan& p) { return copied(p.origin); });
 
+  py::class_<AutocorrelationPlan>(m, "AutocorrelationPlan", "Fields as in conv3d_autocorrelation_params.h.")
+      .def_property_readonly(
+          "refusal",
+          [](const AutocorrelationPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("math", &AutocorrelationPlan::math)
+      .def_readonly("chunks", &AutocorrelationPlan::chunks)
+      .def_readonly("slices", &AutocorrelationPlan::slices)
+      .def_readonly("slice_rows", &AutocorrelationPlan::slice_rows)
+      .def_readonly("runs", &AutocorrelationPlan::runs)
+      .def_readonly("run_rows", &AutocorrelationPlan::run_rows)
+      .def_readonly("edge_slots", &AutocorrelationPlan::edge_slots)
+      .def_readonly("edge_rows", &AutocorrelationPlan::edge_rows)
+      .def_readonly("smem_bytes", &AutocorrelationPlan::smem_bytes)
+      .def_readonly("finish_smem_bytes", &AutocorrelationPlan::finish_smem_bytes)
+      .def_readonly("slice_floats", &AutocorrelationPlan::slice_floats)
+      .def_readonly("cycles", &AutocorrelationPlan::cycles)
+      .def_property_readonly("core_rows", [](const AutocorrelationPlan& p) { return copied(p.core_rows); })
+      .def_property_readonly("core_columns", [](const AutocorrelationPlan& p) { return copied(p.core_columns); });
+
   py::class_<HopperPlan>(m, "HopperPlan",
                          "The plan for channels-innermost tensors; fields as in conv3d_hopper_params.h.")
       .def_property_readonly(
@@ -431,6 +450,8 @@ void bind_conv(py::module_& m) {
       .def_readonly("hopper", &ConvChoice::hopper)
       .def_readonly("rows", &ConvChoice::rows)
       .def_readonly("flat", &ConvChoice::flat)
+      .def_readonly("autocorrelation", &ConvChoice::autocorrelation)
+      .def_readonly("from_input", &ConvChoice::from_input)
       .def_readonly("reason", &ConvChoice::reason)
       .def("explain", &ConvChoice::explain);
 
@@ -451,6 +472,9 @@ void bind_conv(py::module_& m) {
   m.def("plan_conv", &plan_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("NARROW_STRIP") = kNarrowStrip;
   m.def("plan_narrow", &plan_narrow, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.attr("AUTOCORRELATION_WARPS") = kAutocorrelationWarps;
+  m.attr("AUTOCORRELATION_CHUNK") = kAutocorrelationChunk;
+  m.def("plan_autocorrelation", &plan_autocorrelation, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("HOPPER_CONSUMERS") = kHopperConsumers;
   m.attr("HOPPER_MAX_STAGES") = kHopperMaxStages;
   m.def("plan_hopper", &plan_hopper, py::arg("problem"), py::arg("limits") = DeviceLimits{});

@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   const int64_t rows = p.partials.rows / p.g;
   wait_for_prerequisites();
   let_dependents_start();
+  if (p.only && p.only[n] == 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t slices = p.partials.slices, channels = p.c / p.g;
   const auto parameter = [&](const void* values, int64_t i, Acc none) {

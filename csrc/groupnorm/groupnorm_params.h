@@ -78,6 +78,7 @@ struct GroupStatsFinalizeParams {
   const void* weight = nullptr;  // [C] or null (ones)
   const void* bias = nullptr;    // [C] or null (zeros)
   Dtype affine_dtype = Dtype::kFloat32;
+  const int* only = nullptr;  // [N]: the samples that are wanted; null: all
 };
 
 // Mean and variance (biased) of each channel, [N, C, 2], from partials with a row a channel.
