@@ -1,6 +1,6 @@
-// The kernel of conv3d_rows_kernel.cuh with a norm and an activation in front of it, sm_90a: a warpgroup more takes
-// every stage of x when it has landed in shared memory, and writes act(x * scale + shift), rounded for the products,
-// over it. What the tensor copies filled with zeros, the convolution's padding, stays as it is.
+// The kernel of conv3d_rows_kernel.cuh with a norm and an activation in front of it, sm_90a: three warps beside the
+// loading one take every stage of x when it has landed in shared memory, and write act(x * scale + shift), rounded for
+// the products, over it. What the tensor copies filled with zeros, the convolution's padding, stays as it is.
 //
 // x is loaded in pieces of some rows with a barrier each, so that its first rows are normalized while the others are
 // still on their way.
