@@ -222,7 +222,8 @@ def test_a_head_of_a_few_channels_is_found(dtype, poisoned):
     model = kgopt.optimize(copy.deepcopy(original), measure=False, channels_last=True)
     with torch.no_grad():
         glue.find(model, lambda: model(x), lambda path: "")
-        assert "few" in glue.state_of(model.conv).faster.values()
+        # Which of its kernels is the faster one is measured.
+        assert {"few", "own"} & set(glue.state_of(model.conv).faster.values())
         exact = copy.deepcopy(original).double()(x.double())
         error, before = ((t.double() - exact).norm() / exact.norm() for t in (model(x), original(x)))
         assert error <= 2 * before + 1e-5

@@ -304,6 +304,15 @@ def test_pipeline_statistics_from_input(case, dtype, poisoned):
         ideal_mean, ideal_rstd = group_moments(round_tf32(args[0]), round_tf32(args[1]), *args[2:])
         errors = [((ideal_mean - mean) * rstd).abs().max(), (ideal_rstd / rstd - 1).abs().max()]
         allowed += 2 * float(max(errors))
+    elif (
+        args[1].shape[0] > 128
+    ):  # logsumexp of so many channels stores the convolution's output, rounded as PyTorch's is
+        y = torch.nn.functional.conv2d(*args[:3], padding=args[4]).double().reshape(*mean.shape, -1)
+        stored = [
+            ((y.mean(2) - mean) * rstd).abs().max(),
+            ((y.var(2, correction=0) + 1e-5) ** -0.5 / rstd - 1).abs().max(),
+        ]
+        allowed += 2 * float(max(stored))
     for _ in range(2):
         for got_mean, got_rstd in moments_by_kgopt(*args):
             assert float((got_rstd / rstd - 1).abs().max()) <= allowed
