@@ -25,13 +25,13 @@ from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
 from kgopt.rewrite import carry, classes, formats, policy, sites
+from kgopt.rewrite.layout import FORMATS as _FORMATS
 from kgopt.rewrite.patterns import activation_of, conv_of
 from kgopt.rewrite.sites import Site, any_global_hooks, is_hooked
 from kgopt.rewrite.wrapped import Wrapped
 
 _OPS = torch.ops.kgopt
 SMALL = 2**20  # bytes of the result, below which several launches cost more than they save
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _LINEAR = {"linear": 3, "bilinear": 4, "trilinear": 5}
 
 
