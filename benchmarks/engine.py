@@ -5,8 +5,8 @@
 For each shape and precision, in one run: cuDNN (autotuned, in both memory formats) and kgopt as it chooses by itself
 ("auto"), forward and the gradients of input and weight together; then GroupNorm -> ReLU -> convolution -> + x: kgopt's
 GroupNorm with cuDNN, torch.compile in both memory formats, and the plain block through kgopt.optimize. All tensors are
-channels_last where nothing else is said. Medians of triton's do_bench, the L2 flushed before every call. `apart` is the
-2-norm of the difference to cuDNN's result (of the gradients: the larger of both), relative to it.
+channels_last where nothing else is said. Medians of the GPU's time, launches hidden, the L2 flushed before every call.
+`apart` is the 2-norm of the difference to cuDNN's result (of the gradients: the larger of both), relative to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import kgopt
 import kgopt.nn
 from kgopt.cli.environment import environment
-from kgopt.cli.measure import DTYPES, precision_flags, time_call
+from kgopt.cli.measure import DTYPES, gpu_time, precision_flags
 from kgopt.cli.results import save_rows
 from kgopt.rewrite.policy import relative_error
 
@@ -99,7 +99,7 @@ def _convolutions(device: torch.device, precision: str) -> list[dict[str, Any]]:
                 return op(xs, ws, None, [1] * len(pad), pad) if name == "kgopt" else conv(xs, ws, padding=pad)
 
             with torch.no_grad():
-                times["forward"][name] = time_call(run, device).median_us
+                times["forward"][name] = gpu_time(run, device, 100.0).median_us
             y = run()
             dy = torch.randn(y.shape, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(1))
             dy = _format(dy, last)
@@ -107,7 +107,7 @@ def _convolutions(device: torch.device, precision: str) -> list[dict[str, Any]]:
             def back(y: Tensor = y, dy: Tensor = dy, xs: Tensor = xs, ws: Tensor = ws) -> Any:
                 return torch.autograd.grad(y, (xs, ws), dy, retain_graph=True)
 
-            times["backward"][name] = time_call(back, device).median_us
+            times["backward"][name] = gpu_time(back, device, 100.0).median_us
             results[name] = [y.detach(), *back()]
         flops = 2.0 * n * c_in * c_out * kernel**rank * torch.Size(spatial).numel()
         apart = [_apart([a], [b]) for a, b in zip(results["kgopt"], results["cudnn"], strict=True)]
@@ -144,7 +144,7 @@ def _blocks(device: torch.device, precision: str) -> list[dict[str, Any]]:
             times = {}
             for name, (model, given) in ways.items():
                 model(given)
-                times[name] = time_call(lambda model=model, given=given: model(given), device).median_us  # type: ignore[misc]
+                times[name] = gpu_time(lambda model=model, given=given: model(given), device, 100.0).median_us  # type: ignore[misc]
             apart = _apart([optimized(last)], [ours(last)])
         flops = 2.0 * channels * channels * 27 * torch.Size(spatial).numel()
         label = f"block of {channels} at {'x'.join(map(str, spatial))}"

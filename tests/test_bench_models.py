@@ -114,6 +114,21 @@ def test_a_spent_budget_leaves_compiled_rows_out():
     assert failed == {"eager": None, "compile": spent, "kgopt_compile": spent}
 
 
+def test_what_is_measured_is_kept_before_the_model_is_done():
+    """A run that is cut off leaves its rows, and one that is told to stop goes no further than it must."""
+    kept: list[list[dict]] = []
+    settings = Settings(CPU, quick=True, compile=False, rep_ms=1)
+    arguments = (CEILINGS, FACTS, bench_models.Oracles())
+    rows = bench_models.measure_model(CASE, "fp32", "forward", settings, *arguments, keep=kept.append)
+    assert [[row["implementation"] for row in part] for part in kept] == [["eager"], list(NAMES[:2])]
+    assert all(row["partial"] and row["time_us"] > 0 and row["floor_us"] > 0 for part in kept for row in part)
+    assert not any("partial" in row for row in rows)
+    settings = dataclasses.replace(settings, stop_at=0.0)
+    (row,) = bench_models.measure_model(CASE, "fp32", "forward", settings, *arguments)
+    assert row["implementation"] == "eager"
+    assert row["partial"]
+
+
 def test_an_error_in_one_implementation_leaves_the_others(monkeypatch):
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("first line\nsecond line")

@@ -26,7 +26,9 @@ from kgopt.cli.floor import Ceilings, measure_ceilings
 from kgopt.cli.measure import (
     DTYPES,
     ErrorMeter,
+    gpu_time,
     no_autotuning,
+    note_time,
     peak_memory,
     precision_flags,
     round_tf32,
@@ -68,12 +70,18 @@ class Settings:
     rep_ms: float = 100.0
     input_sets: int = 3
     deadline: float | None = None  # time.monotonic() after which no compiled baseline starts
+    stop_at: float | None = None  # and after which nothing starts
     only: tuple[str, ...] = ()  # implementations to measure beside eager; all where empty
 
     @property
     def is_spent(self) -> bool:
         """Whether the time budget is used up."""
         return self.deadline is not None and time.monotonic() > self.deadline
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no further measurement may start."""
+        return self.stop_at is not None and time.monotonic() > self.stop_at
 
 
 def _inputs(case: Case, settings: Settings, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -409,9 +417,10 @@ def measure_case(
                 if compiles:
                     row["compile_s"] = before.compile_s if before else round(time.monotonic() - start, 2)
                 took = time_call(runner.run_next, device, settings.rep_ms)
-                row["time_us"] = round(took.median_us, 2)
-                row["time_us_p20"] = round(took.p20_us, 2)
-                row["time_us_p80"] = round(took.p80_us, 2)
+                if case.gpu_clock and device.type == "cuda":
+                    row["call_us"] = round(took.median_us, 2)
+                    took = gpu_time(runner.run_next, device, settings.rep_ms)
+                note_time(row, took)
                 row["peak_bytes"] = peak_memory(runner.run_next, device)
                 runners[name] = runner
             except Exception as error:
@@ -597,6 +606,8 @@ def _report(rows: list[Row], args: argparse.Namespace) -> int:
     else:
         print(bench_table(groups))
         print(_LEGEND)
+        if any("call_us" in row for row in rows):
+            print("times: of the GPU alone, launches hidden; call_us in the rows: with what launching costs.")
         if groups[0].suite == "chains":
             from kgopt.cli.chains import chains_summary
 
@@ -680,6 +691,7 @@ def _settings(args: argparse.Namespace, device: torch.device) -> Settings:
         rep_ms=20.0 if args.quick else 100.0,
         input_sets=1 if args.quick else 3,
         deadline=None if args.budget is None else time.monotonic() + args.budget,
+        stop_at=args.stop_at,
         only=_implementations(args),
     )
 
@@ -693,6 +705,7 @@ def run_bench(args: argparse.Namespace) -> int:
         if args.json:
             results.save_rows(args.json, joined)
         return _report(joined, args)
+    args.stop_at = None if args.stop is None else time.monotonic() + args.stop
     device = _prepare_device(args)
     for name in ("json", "plot"):
         folder = os.path.dirname(getattr(args, name) or "")
@@ -715,8 +728,8 @@ def run_bench(args: argparse.Namespace) -> int:
             f"more processes than GPUs ({gpus}) gain nothing"
         )
     earlier = results.load_rows(args.json) if args.resume and os.path.exists(args.json) else []
+    earlier = [row for row in earlier if not row.get("partial")]
     args.done = {_step_of(row) for row in earlier}
-    args.stop_at = None if args.stop is None else time.monotonic() + args.stop
     facts, ceilings = _before(args, device, suite.rates)
     if args.jobs:
         from kgopt.cli.jobs import run_jobs
@@ -751,12 +764,17 @@ def _measure(
             torch.cuda.empty_cache()
         turn.wait()
     rows, saved = list(earlier), len(earlier)
+
+    def keep(partial: list[Row]) -> None:
+        if args.json:
+            results.save_rows(args.json, rows + partial)
+
     try:
         for index, step in progress(list(enumerate(steps)), len(steps), f"bench {args.suite}"):
             if args.stop_at is not None and time.monotonic() > args.stop_at:
                 print(f"stopped: {len(steps) - index} of {len(steps)} steps are left", file=sys.stderr, flush=True)
                 break
-            rows += suite.measure(step, ready[index], ceilings, facts)
+            rows += suite.measure(step, ready[index], ceilings, facts, keep)
             if args.json and index % suite.save_every == suite.save_every - 1:
                 results.save_rows(args.json, rows)
                 saved = len(rows)
@@ -768,13 +786,17 @@ def _measure(
     return rows
 
 
+_Keep = Callable[[list[Row]], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Suite:
     """What a suite measures, step by step."""
 
     steps: list[Any]
     name: Callable[[Any], tuple[str, str, str]]  # of a step, as _step_of has it
-    measure: Callable[[Any, Any, Ceilings, Row], list[Row]]  # a step, what `compile` made of it or None
+    # Of a step, what `compile` made of it or None, ..., and what saves rows of a step that is not done yet.
+    measure: Callable[[Any, Any, Ceilings, Row, _Keep], list[Row]]
     compile: Callable[[Any], Any] | None = None  # None: nothing can be compiled ahead
     rates: Sequence[str] = ()  # dtypes whose matmul rate is a ceiling
     save_every: int = 1
@@ -814,7 +836,7 @@ def _suite(args: argparse.Namespace, settings: Settings, precisions: list[str]) 
         tune = settings.max_autotune and (args.max_autotune == "all" or precision == precisions[0])
         return dataclasses.replace(settings, max_autotune=tune)
 
-    def measure(step: tuple[Case, str, str], ready: Any, ceilings: Ceilings, facts: Row) -> list[Row]:
+    def measure(step: tuple[Case, str, str], ready: Any, ceilings: Ceilings, facts: Row, keep: _Keep) -> list[Row]:
         return measure_case(*step, tuned(step[1]), ceilings, facts, ready)
 
     def compile_step(step: tuple[Case, str, str]) -> dict[str, Compiled]:
@@ -851,10 +873,10 @@ def _models_suite(args: argparse.Namespace, settings: Settings, precisions: list
         raise ValueError(f"--dtype {','.join(precisions)} measures nothing: no model here has a training step in it")
     oracles = bench_models.Oracles()
 
-    def measure(step: Any, ready: None, ceilings: Ceilings, facts: Row) -> list[Row]:
+    def measure(step: Any, ready: None, ceilings: Ceilings, facts: Row, keep: _Keep) -> list[Row]:
         case, precision, direction = step
         return bench_models.measure_model(
-            case, precision, direction, settings, ceilings, facts, oracles, note=progress_note
+            case, precision, direction, settings, ceilings, facts, oracles, note=progress_note, keep=keep
         )
 
     return _Suite(_shard(steps, args), lambda step: (step[0].name, *step[1:]), measure, rates=precisions)
@@ -869,7 +891,7 @@ def _sweep_suite(args: argparse.Namespace, settings: Settings, precisions: list[
     shapes = _some([shape for shape in shapes if not args.case or args.case in shape.name], args)
     settings = dataclasses.replace(settings, rep_ms=min(settings.rep_ms, 20.0))
 
-    def measure(shape: sweep.Shape, ready: Any, ceilings: Ceilings, facts: Row) -> list[Row]:
+    def measure(shape: sweep.Shape, ready: Any, ceilings: Ceilings, facts: Row, keep: _Keep) -> list[Row]:
         progress_note(shape.name)
         return sweep.measure_shape(shape, settings, ceilings, facts, ready)
 
@@ -891,7 +913,7 @@ def _convs_suite(args: argparse.Namespace, settings: Settings, precisions: list[
     settings = dataclasses.replace(settings, rep_ms=min(settings.rep_ms, 2.0))
     torch.backends.cudnn.benchmark_limit = 5  # its search takes most of the time; the best come first
 
-    def measure(step: Any, ready: None, ceilings: Ceilings, facts: Row) -> list[Row]:
+    def measure(step: Any, ready: None, ceilings: Ceilings, facts: Row, keep: _Keep) -> list[Row]:
         conv, precision = step
         progress_note(conv.name)
         return convs.measure_conv(conv, precision, settings, ceilings, facts)

@@ -23,6 +23,7 @@ from kgopt.cli.measure import (
     DTYPES,
     ErrorMeter,
     no_autotuning,
+    note_time,
     peak_memory,
     precision_flags,
     time_call,
@@ -191,6 +192,10 @@ def _format(x: torch.Tensor) -> torch.memory_format:
     return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
 
+def _compiles(name: str) -> bool:
+    return name in (*results.COMPILED, "kgopt_compile", "kgopt_backend")
+
+
 def _prepare(name: str, task: _Task, row: Row) -> None:
     """Makes of the plain model in `task` what the implementation says."""
     if row["layout"] == "channels_last":
@@ -247,9 +252,7 @@ def _measure_one(
         _synchronize(device)
         once = time.monotonic() - start
     took = time_call(task.run, device, rep_ms=REPETITIONS * max(once * 1e3, 1.0))
-    row["time_us"] = round(took.median_us, 2)
-    row["time_us_p20"] = round(took.p20_us, 2)
-    row["time_us_p80"] = round(took.p80_us, 2)
+    note_time(row, took)
     row["peak_bytes"] = peak_memory(task.run, device)
 
 
@@ -262,10 +265,12 @@ def measure_model(
     facts: Row,
     oracles: Oracles,
     note: Callable[[str], None] = lambda text: None,
+    keep: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
     """Measures one model in one precision and direction: a row for each implementation.
 
-    A missing library gives one row whose `failed` says what to install. `note` hears which implementation starts.
+    A missing library gives one row whose `failed` says what to install. `note` hears which implementation starts;
+    `keep` gets the rows so far after each, marked `partial` until the last is there.
     """
     device, autocast = settings.device, precision == "autocast"
     dtype = torch.float32 if autocast else DTYPES[precision]
@@ -284,7 +289,11 @@ def measure_model(
         "matmul_tflops": round(ceilings.flops_per_s[rate] * 1e-12, 2),
     }
     rows: dict[str, Row] = {}
-    names = tuple(n for n in MODEL_IMPLEMENTATIONS if n in ("eager", *(settings.only or MODEL_IMPLEMENTATIONS)))
+    names = tuple(
+        name
+        for name in MODEL_IMPLEMENTATIONS
+        if name in ("eager", *(settings.only or MODEL_IMPLEMENTATIONS)) and (settings.compile or not _compiles(name))
+    )
 
     def new_row(name: str) -> Row:
         layout = "channels_last" if name.endswith("channels_last") else "contiguous"
@@ -292,6 +301,24 @@ def measure_model(
         return rows[name]
 
     work: Work | None = None
+
+    def finished() -> list[Row]:
+        _judge(rows, dtype, autocast)
+        for row in rows.values():
+            if work is not None:
+                floor_us, row["floor_bound"] = ceilings.floor(work, rate)
+                row["floor_us"] = round(floor_us, 3)
+                row["work_bytes"], row["work_flops"] = work.bytes, work.flops
+                took_us = row.get("time_us")
+                if took_us:
+                    eager_us = rows.get("eager", {}).get("time_us")
+                    row["floor_fraction"] = round(floor_us / took_us, 5)
+                    row["speedup_over_eager"] = round(eager_us / took_us, 4) if eager_us else None
+                    row["tflops"] = round(work.flops / took_us * 1e-6, 3)
+            row.update(ceiling_facts)
+            row.update(facts)
+        return list(rows.values())
+
     with precision_flags("tf32" if autocast else precision), quiet_compiler():
         wanted: list[torch.Tensor] | None = None
         unknown = stand_in = ""
@@ -307,9 +334,7 @@ def measure_model(
         except RuntimeError as error:  # out of memory
             unknown = describe(error)
         for name in names:
-            compiles = name in (*results.COMPILED, "kgopt_compile", "kgopt_backend")
-            if compiles and not settings.compile:
-                continue
+            compiles = _compiles(name)
             row = new_row(name)
             if unknown:
                 row["error_unknown"] = unknown
@@ -329,21 +354,11 @@ def measure_model(
                 except Exception as error:
                     row["failed"] = describe(error)
                 model = task = None  # type: ignore[assignment]
-    _judge(rows, dtype, autocast)
-    for row in rows.values():
-        if work is not None:
-            floor_us, row["floor_bound"] = ceilings.floor(work, rate)
-            row["floor_us"] = round(floor_us, 3)
-            row["work_bytes"], row["work_flops"] = work.bytes, work.flops
-            took_us = row.get("time_us")
-            if took_us:
-                eager_us = rows.get("eager", {}).get("time_us")
-                row["floor_fraction"] = round(floor_us / took_us, 5)
-                row["speedup_over_eager"] = round(eager_us / took_us, 4) if eager_us else None
-                row["tflops"] = round(work.flops / took_us * 1e-6, 3)
-        row.update(ceiling_facts)
-        row.update(facts)
-    return list(rows.values())
+            if name != names[-1]:
+                keep([{**row, "partial": True} for row in finished()])
+                if settings.is_stopped:
+                    return [{**row, "partial": True} for row in finished()]
+    return finished()
 
 
 def _judge(rows: dict[str, Row], dtype: torch.dtype, autocast: bool) -> None:

@@ -57,6 +57,7 @@ class Case:
     own_kernel: Callable[[nn.Module], nn.Module] | None = None  # kgopt, forced to its own kernel
     title: str = ""
     axis: str = ""  # what grows from case to case: "batch" or "edge"
+    gpu_clock: bool = False  # timed by the GPU alone, launches hidden; a call's time beside it
     graph: bool = False  # also kgopt's launches replayed as a CUDA graph
     kink: float = 0.0  # error of a gradient that no implementation can avoid (measure.kink_error)
 
@@ -222,7 +223,7 @@ def _group_norm_case(shape: tuple[int, ...], groups: int, act: str) -> Case:
 
     sizes = "x".join(map(str, shape))
     name, kink = f"{sizes} g{groups} {act}", kink_error(act, shape)
-    return Case("groupnorm", name, shape, plain, fused, group_norm_work, group_slices, kink=kink)
+    return Case("groupnorm", name, shape, plain, fused, group_norm_work, group_slices, gpu_clock=True, kink=kink)
 
 
 _GROUP_NORM = (

@@ -153,7 +153,7 @@ def chain_cases(count: int, seed: int) -> list[Case]:
     return [
         Case(
             "chains", chain.name, chain.shape, plain=chain.plain, kgopt=chain.kgopt, work=chain.work,
-            slices=batch_slices, backward="training", layouts=False,
+            slices=batch_slices, backward="training", layouts=False, gpu_clock=True,
         )
         for chain in random_chains(count, seed)
     ]  # fmt: skip

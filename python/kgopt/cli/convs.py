@@ -21,7 +21,9 @@ from kgopt.cli.measure import (
     DTYPES,
     ErrorMeter,
     Timing,
+    gpu_time,
     no_autotuning,
+    note_time,
     peak_memory,
     precision_flags,
     round_tf32,
@@ -29,7 +31,7 @@ from kgopt.cli.measure import (
     within_tolerance,
 )
 from kgopt.cli.results import Row, group_rows
-from kgopt.cli.sweep import LIMIT, gpu_time, log_uniform, note_time
+from kgopt.cli.sweep import LIMIT, log_uniform
 from kgopt.cli.text import ratio_text, table, time_text
 
 __all__ = ["RandomConv", "convs_summary", "measure_conv", "random_convs"]

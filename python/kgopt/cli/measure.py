@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,10 @@ __all__ = [
     "TINY",
     "ErrorMeter",
     "Timing",
+    "gpu_time",
     "kink_error",
     "no_autotuning",
+    "note_time",
     "peak_memory",
     "precision_flags",
     "round_tf32",
@@ -94,6 +97,46 @@ def time_call(fn: Callable[[], Any], device: torch.device, rep_ms: float = 100.0
             p20, median, p80 = do_bench(fn, warmup=25, rep=rep_ms, quantiles=[0.2, 0.5, 0.8])
         return Timing(median * 1e3, p20 * 1e3, p80 * 1e3)
     return _time_on_cpu([fn], rep_ms)[0]
+
+
+def gpu_time(fn: Callable[[], Any], device: torch.device, rep_ms: float) -> Timing:
+    """Median time of `fn` on the GPU alone: the stream is kept busy while `fn` is launched.
+
+    A small GroupNorm takes less time than its launch from Python. What differs between kernels would not be seen. The
+    L2 is emptied by a write before each run, as `time_call` does.
+    """
+    flush = torch.empty(2**26, dtype=torch.int32, device=device)  # 256 MB empty the L2
+    start = time.perf_counter()
+    fn()
+    torch.cuda.synchronize(device)
+    slow = time.perf_counter() - start > 0.1  # a GroupNorm of one huge group by PyTorch: few calls must do
+    for _ in range(0 if slow else 2):
+        fn()
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    fn()
+    launch_s = time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    both_s = time.perf_counter() - start
+    count = max(3 if slow else 5, min(50, int(rep_ms * 1e-3 / max(both_s, 1e-6))))
+    cycles = int(2e9 * (1.5 * launch_s + 100e-6))  # at most 2 GHz: long enough for the launch
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for begin, end in events:
+        flush.zero_()
+        torch.cuda._sleep(cycles)
+        begin.record()
+        fn()
+        end.record()
+    torch.cuda.synchronize(device)
+    times = sorted(begin.elapsed_time(end) * 1e3 for begin, end in events)
+    return Timing(statistics.median(times), times[len(times) // 5], times[(4 * len(times)) // 5])
+
+
+def note_time(row: dict[str, Any], took: Timing) -> None:
+    """Median and quantiles of a row."""
+    row["time_us"] = round(took.median_us, 2)
+    row["time_us_p20"] = round(took.p20_us, 2)
+    row["time_us_p80"] = round(took.p80_us, 2)
 
 
 def time_calls(fns: Sequence[Callable[[], Any]], device: torch.device, rep_ms: float = 100.0) -> list[Timing]:

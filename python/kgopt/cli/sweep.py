@@ -19,7 +19,7 @@ from kgopt.cli import results
 from kgopt.cli.bench import Compiled, Runner, Settings, describe, quiet_compiler, result_errors
 from kgopt.cli.cases import Case, PlainGroupNorm, group_norm_work, group_slices
 from kgopt.cli.floor import Ceilings
-from kgopt.cli.measure import DTYPES, Timing, kink_error, peak_memory, time_call, within_tolerance
+from kgopt.cli.measure import DTYPES, Timing, gpu_time, kink_error, note_time, peak_memory, time_call, within_tolerance
 from kgopt.cli.models import randomize
 from kgopt.cli.results import Group, Row, group_rows
 from kgopt.cli.text import bytes_text, error_text, ratio_text, table, time_text
@@ -28,10 +28,8 @@ __all__ = [
     "LIMIT",
     "Shape",
     "compile_shape",
-    "gpu_time",
     "log_uniform",
     "measure_shape",
-    "note_time",
     "random_shapes",
     "sweep_points",
     "sweep_summary",
@@ -140,38 +138,6 @@ class _Output:
         return (self.y,)
 
 
-def gpu_time(fn: Callable[[], Any], device: torch.device, rep_ms: float) -> Timing:
-    """Median time of `fn` on the GPU alone: the stream is kept busy while `fn` is launched.
-
-    A small GroupNorm takes less time than its launch from Python. What differs between kernels would not be seen.
-    """
-    flush = torch.empty(2**26, dtype=torch.int32, device=device)  # 256 MB empty the L2
-    start = time.perf_counter()
-    fn()
-    torch.cuda.synchronize(device)
-    slow = time.perf_counter() - start > 0.1  # a GroupNorm of one huge group by PyTorch: few calls must do
-    for _ in range(0 if slow else 2):
-        fn()
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    fn()
-    launch_s = time.perf_counter() - start
-    torch.cuda.synchronize(device)
-    both_s = time.perf_counter() - start
-    count = max(3 if slow else 5, min(50, int(rep_ms * 1e-3 / max(both_s, 1e-6))))
-    cycles = int(2e9 * (1.5 * launch_s + 100e-6))  # at most 2 GHz: long enough for the launch
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-    for begin, end in events:
-        flush.zero_()
-        torch.cuda._sleep(cycles)
-        begin.record()
-        fn()
-        end.record()
-    torch.cuda.synchronize(device)
-    times = sorted(begin.elapsed_time(end) * 1e3 for begin, end in events)
-    return Timing(statistics.median(times), times[len(times) // 5], times[(4 * len(times)) // 5])
-
-
 def _time(fn: Callable[[], Any], device: torch.device, rep_ms: float) -> Timing:
     return gpu_time(fn, device, rep_ms) if device.type == "cuda" else time_call(fn, device, rep_ms)
 
@@ -274,13 +240,6 @@ def measure_shape(
         gc.collect()
         torch.cuda.empty_cache()
     return list(rows.values())
-
-
-def note_time(row: Row, took: Timing) -> None:
-    """Median and quantiles of a row."""
-    row["time_us"] = round(took.median_us, 2)
-    row["time_us_p20"] = round(took.p20_us, 2)
-    row["time_us_p80"] = round(took.p80_us, 2)
 
 
 def _second_look(rows: dict[tuple[str, str], Row], runners: dict[str, _Both], settings: Settings) -> None:
