@@ -17,6 +17,8 @@ WHEEL    = $$(ls -t dist/kgopt-*.whl | head -n 1)
 ARGS    ?=
 CMAKE_PYTHON = -DPython_EXECUTABLE=$$($(PY) -c 'import sys; print(sys.executable)')
 JOBS    ?= $(or $(MAX_JOBS),$(shell nproc))
+# More processes would crowd a small GPU's memory.
+TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 4 ? $(JOBS) : 4 )))
 
 MAKEFLAGS += --no-print-directory
 
@@ -28,7 +30,7 @@ help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 	@echo
 	@echo 'Variables: ARGS="..." (passed to pytest, the demo or the bench), TORCH=torch==2.14.1,'
-	@echo 'KGOPT_CUDA=0 (CPU-only build), KGOPT_CUDA_ARCHS="8.0+PTX;9.0a", MAX_JOBS=2'
+	@echo 'KGOPT_CUDA=0 (CPU-only build), KGOPT_CUDA_ARCHS="8.0+PTX;9.0a", MAX_JOBS=2, TEST_JOBS=1'
 
 ifeq ($(PY),python)
 ENV := build/.env
@@ -64,7 +66,7 @@ dev-module: $(ENV) ## the developer module kgopt_dev: host-side planning for pyt
 	@$(PY) -m cmake --build build/dev -j $(JOBS)
 
 test: install dev-module ## build, install and run the tests (GPU tests where there is a GPU)
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n $(TEST_JOBS) $(ARGS)
 
 demo: build ## the three pipelines on real data, compared with PyTorch
 	@$(PIP) install -q --force-reinstall --no-deps $(WHEEL)

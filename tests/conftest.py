@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+
+
+def pytest_configure(config):
+    """Processes that test side by side share the cores: with a thread each for every core they would all wait."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        threads = max(1, len(os.sched_getaffinity(0)) // workers)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that tests start
 
 
 def pytest_collection_modifyitems(items):
