@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import api, classes, glue, policy
+from kgopt.rewrite import api, classes, formats, glue, policy
 from test_optimize import assert_same_results, ops_of, optimized
 
 SHAPES = [(2, 3, 4, 5), (1, 8, 6, 4), (1, 16, 3, 4, 8), (2, 3, 1, 5, 7), (1, 1, 1, 1, 1), (1, 4, 2, 3, 2)]
@@ -406,7 +406,7 @@ def compiled_nodes(model, x):
                 else None
             )
             if node.op == "call_function":
-                last = value is not None and value.dim() == 5 and not value.is_contiguous()
+                last = isinstance(value, torch.Tensor) and value.dim() == 5 and not value.is_contiguous()
                 calls.append((str(node.target), last))
                 if node.kwargs.get("backend") == "kgopt" and not x.is_cuda:  # which has none of its own
                     node.kwargs = {**node.kwargs, "backend": "auto"}
@@ -463,3 +463,31 @@ def test_compiled_norms_read_the_format_that_the_model_computes_in(device):
     assert [last for name, last in calls if "group_norm" in name] == [True]
     assert y.is_contiguous()
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=2e-3)
+
+
+class Upsampled(nn.Module):
+    """As a video decoder upsamples: one frame on its own, the others in time too."""
+
+    def forward(self, x):
+        first, others = x.split((1, x.shape[2] - 1), dim=2)
+        first = F.interpolate(first.squeeze(2), scale_factor=(2, 2), mode="nearest").unsqueeze(2)
+        others = F.interpolate(others, scale_factor=(2, 2, 2), mode="nearest")
+        return torch.cat((first, others), dim=2)
+
+
+def test_compiled_upsampling_keeps_the_format_that_the_model_computes_in(device):
+    model = nn.Sequential(Upsampled()).eval()
+    x = draw((1, 8, 4, 5, 6), torch.float32, True, device)
+    formats.set_keeps(model[0], True)
+    with torch.no_grad():
+        expected = model(x)
+        glue.find(model, lambda: model(x), lambda name: "", always=True)
+    y, calls = compiled_nodes(model, x)
+    assert [name for name, _ in calls if "upsample" in name] == ["kgopt.upsample_nearest"]  # of three dims alone
+    assert y.is_contiguous(memory_format=torch.channels_last_3d)
+    assert torch.equal(y, expected)
+    with torch.enable_grad():  # PyTorch's, which have gradients
+        assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), expected)
+    state = model[0].__dict__["_kgopt_glue"]
+    state.upsamples = False  # as where it was not always the faster one
+    assert not any("upsample" in name for name, _ in compiled_nodes(model, x)[1])

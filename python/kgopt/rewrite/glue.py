@@ -607,6 +607,7 @@ class GlueState:
     faster: dict[Any, str] = field(default_factory=dict)  # by Call.key: the option that is; "": PyTorch's
     plans: dict[Any, ConvPlan] = field(default_factory=dict)  # of a convolution module, by x's shape, strides, ...
     always_own: dict[bool, bool] = field(default_factory=dict)  # by x.is_contiguous(): were all fastest in "own"?
+    upsamples: bool = False  # was nearest upsampling that keeps channels_last always faster?
     carrier: carry.Carrier = field(default_factory=carry.Carrier)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -632,6 +633,21 @@ class _Replace(TorchFunctionMode):
             option = "" if call is None else self.state.faster.get(call.key)
             if call is not None and option:
                 return call.run(option)
+        return func(*args, **kwargs)
+
+
+class _Upsample(TorchFunctionMode):
+    """In compiled code: upsampling by kgopt's op, whose result keeps channels_last.
+
+    The compiler's own gives three spatial dims a contiguous tensor, which the next convolution has converted.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.interpolate:
+            call = recognize(func, args, kwargs)
+            if call is not None and call.kind == "nearest" and call.x.dim() == 5 and _is_channels_last(call.x):
+                return _OPS.upsample_nearest(call.x, list(call.argument))
         return func(*args, **kwargs)
 
 
@@ -730,6 +746,12 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def glue_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            state = self.__dict__.get("_kgopt_glue")
+            if state is None or not (state.enabled and state.upsamples) or torch.is_grad_enabled():
+                return forward(self, *args, **kwargs)
+            with _Upsample():
+                return forward(self, *args, **kwargs)
         if torch.is_grad_enabled() or policy.is_watched():
             return forward(self, *args, **kwargs)
         state = self.__dict__.get("_kgopt_glue")
@@ -765,9 +787,19 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
         state.always_own = {}
         for (*_, contiguous), option in state.faster.items():
             state.always_own[contiguous] = option == "own" and state.always_own.get(contiguous, True)
+        state.upsamples = _always_upsamples(state.faster)
         state.plans.clear()
         count += sum(map(bool, verdicts.values()))
     return count
+
+
+def _always_upsamples(faster: dict[Any, str]) -> bool:
+    found = [
+        bool(how) and keeps
+        for (kind, _, keeps, shape, *_), how in faster.items()
+        if (kind, len(shape)) == ("nearest", 5)
+    ]
+    return bool(found) and all(found)
 
 
 _wrapped: Wrapped[GlueState] = Wrapped("glue")
