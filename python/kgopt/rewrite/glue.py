@@ -794,11 +794,11 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
 
 
 def _always_upsamples(faster: dict[Any, str]) -> bool:
-    found = [
-        bool(how) and keeps
-        for (kind, _, keeps, shape, *_), how in faster.items()
-        if (kind, len(shape)) == ("nearest", 5)
-    ]
+    """For GlueState.upsamples: among the calls that _Upsample replaces."""
+    found = []
+    for (kind, _, keeps, shape, *_, contiguous), how in faster.items():
+        if kind == "nearest" and len(shape) == 5 and not contiguous:
+            found.append(keeps and bool(how))
     return bool(found) and all(found)
 
 
