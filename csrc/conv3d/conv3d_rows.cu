@@ -100,19 +100,21 @@ Status launch_after_pack(const RowsParams& p, cudaStream_t stream) {
   return launch_after<kKernel>(true, kName, dim3(p.plan.blocks), kHopperThreads, p.plan.smem_bytes, stream, p);
 }
 
-template <ConvMath kMath, int kN>
+template <ConvMath kMath, int kN, bool kNormalizes>
 Status launch_row_bytes(const RowsParams& p, cudaStream_t stream) {
-  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, kN, 64>>(p, stream)
-                                : launch_after_pack<conv_rows_kernel<kMath, kN, 128>>(p, stream);
+  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, kN, 64, kNormalizes>>(p, stream)
+                                : launch_after_pack<conv_rows_kernel<kMath, kN, 128, kNormalizes>>(p, stream);
+}
+
+template <ConvMath kMath, bool kNormalizes>
+Status launch_tile(const RowsParams& p, cudaStream_t stream) {
+  return p.plan.columns == 256 ? launch_row_bytes<kMath, 256, kNormalizes>(p, stream)
+                               : launch_row_bytes<kMath, 208, kNormalizes>(p, stream);
 }
 
 template <ConvMath kMath>
-Status launch_tile(const RowsParams& p, cudaStream_t stream) {
-  if constexpr (kMath == ConvMath::kTf32x3) {
-    return launch_row_bytes<kMath, 128>(p, stream);
-  } else {
-    return p.plan.columns == 256 ? launch_row_bytes<kMath, 256>(p, stream) : launch_row_bytes<kMath, 208>(p, stream);
-  }
+Status launch_math(const RowsParams& p, cudaStream_t stream) {
+  return p.plan.normalizes ? launch_tile<kMath, true>(p, stream) : launch_tile<kMath, false>(p, stream);
 }
 
 }  // namespace
@@ -158,10 +160,10 @@ Status set_rows_input(RowsParams* p, const void* x, int64_t n, int64_t c_in, con
 Status run_conv_rows(const RowsParams& p, cudaStream_t stream) {
   if (p.plan.tiles == 0) return Status::Ok();
   switch (p.plan.math) {
-    case ConvMath::kTf32: return launch_tile<ConvMath::kTf32>(p, stream);
-    case ConvMath::kTf32x3: return launch_tile<ConvMath::kTf32x3>(p, stream);
-    case ConvMath::kBf16: return launch_tile<ConvMath::kBf16>(p, stream);
-    default: return launch_tile<ConvMath::kFp16>(p, stream);
+    case ConvMath::kTf32: return launch_math<ConvMath::kTf32>(p, stream);
+    case ConvMath::kTf32x3: return launch_row_bytes<ConvMath::kTf32x3, 128, false>(p, stream);
+    case ConvMath::kBf16: return launch_math<ConvMath::kBf16>(p, stream);
+    default: return launch_math<ConvMath::kFp16>(p, stream);
   }
 }
 

@@ -1,0 +1,40 @@
+// Where a tile of the convolution by rows lies, for all warps of its kernel.
+#pragma once
+
+#include "conv3d_rows_params.h"
+
+namespace kgopt {
+
+struct RowsTile {
+  int n, m_tile;
+  int q0;                // first position
+  int first_row;         // of the rows counted through all planes
+  int kd_first, kd_end;  // taps of the depth that read inside the tensor; at least one, which may read zeros
+};
+
+template <int kTile>
+__device__ __forceinline__ RowsTile rows_tile(const RowsParams& p, int tile) {
+  const RowsPlan& plan = p.plan;
+  RowsTile t;
+  const int rest = plan.by_m_tiles(tile);
+  t.m_tile = tile - rest * plan.m_tiles;
+  t.n = plan.by_tiles_per_sample(rest);
+  t.q0 = (rest - t.n * plan.tiles_per_sample) * kTile;
+  t.first_row = plan.by_row(t.q0);
+  const int step = plan.dilation[0];
+  const int lo = plan.by_plane(t.first_row) - plan.padding[0];
+  const int hi = min(plan.by_plane(plan.by_row(t.q0 + kTile - 1)), p.out[0] - 1) - plan.padding[0];
+  t.kd_first = hi < 0 ? (-hi + step - 1) / step : 0;
+  t.kd_end = lo >= p.in[0] ? 0 : min(plan.taps[0], (p.in[0] - 1 - lo) / step + 1);
+  if (t.kd_first >= t.kd_end) t.kd_first = 0, t.kd_end = 1;
+  return t;
+}
+
+// Rows of x that all taps of height and width read.
+template <int kTile>
+__device__ __forceinline__ int rows_of_stage(const RowsPlan& plan, const RowsTile& t) {
+  const int reach = (plan.taps[1] - 1) * plan.dilation[1] * plan.row_slots + (plan.taps[2] - 1) * plan.dilation[2];
+  return plan.by_row(t.q0 + kTile - 1 + reach) - t.first_row + 1;
+}
+
+}  // namespace kgopt
