@@ -12,6 +12,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "../common/async.cuh"
 #include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
@@ -148,7 +150,17 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
       }
     } else if (kNormalizes && warp > 0) {
       wait_for_prerequisites();  // for the table
-      normalize_stages<kMath, kTile, kRowBytes>(p, shared_address(smem), x_bytes, landed, x_full, warp - 1);
+      auto normalize = [&](auto act) {
+        normalize_stages<kMath, decltype(act)::value, kTile, kRowBytes>(p, shared_address(smem), x_bytes, landed,
+                                                                        x_full, warp - 1);
+      };
+      if (p.norm.act == Chain::kRelu) {
+        normalize(std::integral_constant<Chain, Chain::kRelu>());
+      } else if (p.norm.act == Chain::kSilu) {
+        normalize(std::integral_constant<Chain, Chain::kSilu>());
+      } else {
+        normalize(std::integral_constant<Chain, Chain::kNone>());
+      }
     }
     return;
   }

@@ -105,8 +105,7 @@ Tensor conv_rows_prologue(const ConvArgs& a, const ConvShape& shape, const RowsP
   const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * plan.segments * 64 * 4);
   workspace.allocate();
   Tensor y = allocate_output(a, shape);
-  RowsParams p =
-      start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias), nullptr, stream);
+  RowsParams p = start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias), nullptr, stream);
   p.y = y.mutable_data_ptr();
   p.y_stride_n = y.stride(0);
   spatial_strides(y, a.rank, p.y_stride);
