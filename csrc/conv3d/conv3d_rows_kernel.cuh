@@ -19,24 +19,13 @@
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/wgmma.cuh"
-#include "conv3d_hopper_kernel.cuh"
+#include "conv3d_hopper_common.cuh"
 #include "conv3d_rows_normalize.cuh"
 #include "conv3d_rows_params.h"
 #include "conv3d_rows_plan.h"
 #include "conv3d_rows_tile.cuh"
 
 namespace kgopt {
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void tensor_load_5d(uint32_t shared, const void* map, int c, int w, int h, int d, int n,
-                                               uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
-      "[%7];" ::"r"(shared),
-      "l"(map), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "r"(shared_address(barrier))
-      : "memory");
-}
-#endif
 
 // Without a branch, which the compiler would otherwise make around each store.
 template <typename T>
@@ -103,7 +92,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
         const RowsTile t = rows_tile<kTile>(p, tile);
         const int rows = rows_of_stage<kTile>(plan, t);
         const int plane = plan.by_plane(t.first_row);
-        for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
+        for (int kd = t.kd.first; kd < t.kd.end; ++kd) {
           for (int chunk = 0; chunk < plan.chunks; ++chunk) {
             barrier_wait(x_empty + s.stage, s.parity ^ 1);
             uint32_t to = shared_address(smem) + s.stage * x_bytes;
@@ -139,11 +128,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
         const RowsTile t = rows_tile<kTile>(p, tile);
         const char* image =
-            static_cast<const char*>(p.packed) + int64_t(t.m_tile * plan.taps[0] + t.kd_first) * per_kd * kWeightBytes;
-        for (int i = (t.kd_end - t.kd_first) * per_kd; i > 0; --i) {
-          barrier_wait(w_empty + s.stage, s.parity ^ 1);
-          barrier_expect_bytes(w_full + s.stage, kWeightBytes);
-          bulk_load(smem + layout.weights + s.stage * kWeightBytes, image, kWeightBytes, w_full + s.stage, policy);
+            static_cast<const char*>(p.packed) + int64_t(t.m_tile * plan.taps[0] + t.kd.first) * per_kd * kWeightBytes;
+        for (int i = (t.kd.end - t.kd.first) * per_kd; i > 0; --i) {
+          load_image(smem + layout.weights, image, kWeightBytes, w_full, w_empty, s, policy);
           image += kWeightBytes;
           s.advance(plan.w_stages);
         }
@@ -182,7 +169,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
     const RowsTile t = rows_tile<kTile>(p, tile);
     const int c0 = t.m_tile * 64 + warp * 16 + g * 2;
     const int first_slot = t.q0 - t.first_row * plan.row_slots;
-    const int stages = (t.kd_end - t.kd_first) * plan.chunks;
+    const int stages = (t.kd.end - t.kd.first) * plan.chunks;
     int x_done = -1, w_done = -1;
     bool add = false;
     if constexpr (kPromotes) {

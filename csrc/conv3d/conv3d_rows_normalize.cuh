@@ -4,11 +4,9 @@
 // is.
 #pragma once
 
-#include "../common/async.cuh"
 #include "../common/mma.cuh"
 #include "../common/pointwise.cuh"
-#include "../common/wgmma.cuh"
-#include "conv3d_hopper_kernel.cuh"
+#include "conv3d_hopper_common.cuh"
 #include "conv3d_rows_tile.cuh"
 
 namespace kgopt {
@@ -82,54 +80,54 @@ __device__ __forceinline__ void normalize_vector(uint4* v, const float (&scale)[
   *v = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Some positions of a row, which a warp has under way at once: lane l has vector l % kVectors of every 32 /
-// kVectors-th.
-template <int kRowBytes>
-struct RowsBatch {
-  static constexpr int kVectors = kRowBytes / 16, kStep = 32 / kVectors, kCount = 4, kPositions = kCount * kStep;
-  static constexpr int kBytes = kPositions * kRowBytes;  // a multiple of the swizzle's period
-  uint32_t at;                                           // of the lane's first vector
-  int left;                                              // positions from there to the row's end
-  uint4 v[kCount];
-
-  // Four positions further under the 128-byte swizzle, a vector lies at its place with bit 2 turned.
-  __device__ __forceinline__ uint32_t address(int i) const {
-    return (at ^ (kRowBytes == 128 && i % 2 ? 64 : 0)) + i * kStep * kRowBytes;
-  }
-  __device__ __forceinline__ void load() {
+// `count` positions of a row from the first one's address on, by a warp: lane l has vector l % kVectors of every
+// 32 / kVectors-th position.
+template <ConvMath kMath, Chain kAct, int kRowBytes, int kSize>
+__device__ __forceinline__ void normalize_row(uint32_t first_row, int count, const float (&scale)[kSize],
+                                              const float (&shift)[kSize]) {
+  constexpr int kVectors = kRowBytes / 16, kStep = 32 / kVectors, kUnroll = kSize == 8 ? 4 : 8;
+  // One step further under the 128-byte swizzle, a vector lies at its place with bit 2 turned.
+  constexpr uint32_t kTurn = kRowBytes == 128 ? 64 : 0;
+  const int lane = threadIdx.x & 31;
+  const uint32_t row = first_row + lane / kVectors * kRowBytes;
+  uint32_t at = row + ((lane % kVectors ^ (row / 128 & (kVectors - 1))) * 16);
+  // Without questions all loads of a batch are under way before the first is waited for.
+  for (; count >= kStep * kUnroll; count -= kStep * kUnroll, at += kStep * kUnroll * kRowBytes) {
+    uint4 v[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (left > i * kStep) v[i] = load_shared_16(address(i));
+    for (int u = 0; u < kUnroll; ++u) v[u] = load_shared_16((at ^ (u % 2 ? kTurn : 0)) + u * kStep * kRowBytes);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      normalize_vector<kMath, kAct>(&v[u], scale, shift);
+      store_shared_16((at ^ (u % 2 ? kTurn : 0)) + u * kStep * kRowBytes, v[u]);
     }
   }
-  template <ConvMath kMath, Chain kAct, int kSize>
-  __device__ __forceinline__ void finish(const float (&scale)[kSize], const float (&shift)[kSize]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      normalize_vector<kMath, kAct>(&v[i], scale, shift);
-      if (left > i * kStep) store_shared_16(address(i), v[i]);
-    }
+#pragma unroll 1
+  for (; count > 0; count -= kStep, at = (at ^ kTurn) + kStep * kRowBytes) {
+    if (lane / kVectors >= count) continue;
+    uint4 v = load_shared_16(at);
+    normalize_vector<kMath, kAct>(&v, scale, shift);
+    store_shared_16(at, v);
   }
-};
+}
 
-// All stages of a block, by warp `warp` of the normalizing ones, to which batches are dealt in turns. The next batch is
-// on its way to registers while one is normalized: the products keep shared memory busy, and a load takes long.
+// All stages of a block, by warp `warp` of the normalizing ones.
 template <ConvMath kMath, Chain kAct, int kTile, int kRowBytes>
 __device__ __forceinline__ void normalize_stages(const RowsParams& p, uint32_t stages, int stage_bytes,
                                                  uint64_t* landed, uint64_t* full, int warp) {
   using Element = typename HopperTypes<kMath>::Element;
-  using Batch = RowsBatch<kRowBytes>;
-  constexpr int kSize = 16 / int(sizeof(Element)), kVectors = Batch::kVectors;
+  constexpr int kSize = 16 / int(sizeof(Element)), kVectors = kRowBytes / 16;
   const RowsPlan& plan = p.plan;
   const int lane = threadIdx.x & 31;
-  const int batches = (p.in[2] + Batch::kPositions - 1) / Batch::kPositions;  // of a row
+  // Halves of rows are dealt to the warps, the first a multiple of what a warp has under way at once.
+  const int half = (p.in[2] + 31) / 32 * 16;
   float scale[kSize], shift[kSize];
   int known = -1;  // whose channels these are
   StageCursor s;
   for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
     const RowsTile t = rows_tile<kTile>(p, tile);
     const int rows = rows_of_stage<kTile>(plan, t);
-    for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
+    for (int kd = t.kd.first; kd < t.kd.end; ++kd) {
       for (int chunk = 0; chunk < plan.chunks; ++chunk) {
         if (known != t.n * plan.chunks + chunk) {
           known = t.n * plan.chunks + chunk;
@@ -143,39 +141,18 @@ __device__ __forceinline__ void normalize_stages(const RowsParams& p, uint32_t s
             if constexpr (halves<kMath, kAct>) scale[i] *= 0.5f, shift[i] *= 0.5f;
           }
         }
-        int piece = 0, end = plan.piece_rows, row = -1, index = batches + warp - kRowsNormalizers;
-        bool inside = false;
-        uint32_t first = 0;
-        auto next = [&](Batch* batch) {  // false behind the last one
-          do {
-            index += kRowsNormalizers;
-            const bool moves = index >= batches;
-            while (index >= batches) index -= batches, ++row;
-            if (row >= rows) return false;
-            if (moves) {
-              while (row >= end) ++piece, end += plan.piece_rows;
-              barrier_wait(landed + s.stage * kRowsPieces + piece, s.parity);
-              const int line = t.first_row + row, plane = plan.by_plane(line);
-              const int h = line - plane * plan.plane_rows - plan.padding[1];
-              const int d = plane - plan.padding[0] + kd * plan.dilation[0];
-              inside = h >= 0 && d >= 0 && d < p.in[0];
-              const uint32_t lanes = stages + s.stage * stage_bytes +
-                                     (row * plan.row_slots + plan.padding[2] + lane / kVectors) * kRowBytes;
-              first = lanes + ((lane % kVectors ^ (lanes / 128 & (kVectors - 1))) * 16);
-            }
-          } while (!inside);
-          batch->at = first + index * Batch::kBytes;
-          batch->left = p.in[2] - lane / kVectors - index * Batch::kPositions;
-          batch->load();
-          return true;
-        };
-        Batch a, b;
-        for (bool more = next(&a); more;) {
-          const bool another = next(&b);
-          a.template finish<kMath, kAct>(scale, shift);
-          if (!another) break;
-          more = next(&a);
-          b.template finish<kMath, kAct>(scale, shift);
+        int piece = 0, end = plan.piece_rows;
+        for (int unit = warp; unit < rows * 2; unit += kRowsNormalizers) {
+          const int row = unit / 2, first = unit % 2 * half, count = min(unit % 2 ? p.in[2] : half, p.in[2]) - first;
+          while (row >= end) ++piece, end += plan.piece_rows;
+          barrier_wait(landed + s.stage * kRowsPieces + piece, s.parity);
+          const int line = t.first_row + row, plane = plan.by_plane(line);
+          const int h = line - plane * plan.plane_rows - plan.padding[1];
+          const int d = plane - plan.padding[0] + kd * plan.dilation[0];
+          if (h < 0 || d < 0 || d >= p.in[0]) continue;
+          const uint32_t at =
+              stages + s.stage * stage_bytes + (row * plan.row_slots + plan.padding[2] + first) * kRowBytes;
+          normalize_row<kMath, kAct, kRowBytes>(at, count, scale, shift);
         }
         wgmma_fence_shared();
         barrier_arrive(full + s.stage);

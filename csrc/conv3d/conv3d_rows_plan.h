@@ -65,16 +65,9 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
   if (problem.c_out % 8 != 0) return refuse("output channels are no multiple of 8");
   if (problem.c_out > 8192) return refuse("more than 8192 output channels");
   for (int i = 0; i < 3; ++i) {
-    if (problem.stride[i] != 1) return refuse("stride above 1");
-    if (problem.kernel[i] > 7) return refuse("kernel above 7");
-    if (problem.in[i] > (1 << 20) || problem.dilation[i] > 64) return refuse("a size or dilation is too large");
-    const int64_t span = (problem.kernel[i] - 1) * problem.dilation[i];
-    const int64_t padding = problem.transposed ? span - problem.padding[i] : problem.padding[i];
-    if (padding < 0 || padding > span) return refuse("padding beyond the kernel's extent");
-    if (problem.out[i] != problem.in[i] + 2 * padding - span) return refuse("output padding");
+    if (const char* why = shifted_taps_refusal(problem, i, &p.padding[i])) return refuse(why);
     p.taps[i] = static_cast<int>(problem.kernel[i]);
     p.dilation[i] = static_cast<int>(problem.dilation[i]);
-    p.padding[i] = static_cast<int>(padding);
   }
   p.flip = problem.transposed;
   if (problem.in[2] + p.padding[2] > 256) return refuse("rows above 256 positions");

@@ -1,15 +1,16 @@
 // Where a tile of the convolution by rows lies, for all warps of its kernel.
 #pragma once
 
+#include "conv3d_hopper_common.cuh"
 #include "conv3d_rows_params.h"
 
 namespace kgopt {
 
 struct RowsTile {
   int n, m_tile;
-  int q0;                // first position
-  int first_row;         // of the rows counted through all planes
-  int kd_first, kd_end;  // taps of the depth that read inside the tensor; at least one, which may read zeros
+  int q0;         // first position
+  int first_row;  // of the rows counted through all planes
+  DepthTaps kd;
 };
 
 template <int kTile>
@@ -21,12 +22,9 @@ __device__ __forceinline__ RowsTile rows_tile(const RowsParams& p, int tile) {
   t.n = plan.by_tiles_per_sample(rest);
   t.q0 = (rest - t.n * plan.tiles_per_sample) * kTile;
   t.first_row = plan.by_row(t.q0);
-  const int step = plan.dilation[0];
   const int lo = plan.by_plane(t.first_row) - plan.padding[0];
   const int hi = min(plan.by_plane(plan.by_row(t.q0 + kTile - 1)), p.out[0] - 1) - plan.padding[0];
-  t.kd_first = hi < 0 ? (-hi + step - 1) / step : 0;
-  t.kd_end = lo >= p.in[0] ? 0 : min(plan.taps[0], (p.in[0] - 1 - lo) / step + 1);
-  if (t.kd_first >= t.kd_end) t.kd_first = 0, t.kd_end = 1;
+  t.kd = depth_taps(lo, hi, p.in[0], plan.taps[0], plan.dilation[0]);
   return t;
 }
 
