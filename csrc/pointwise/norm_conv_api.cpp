@@ -96,27 +96,6 @@ Tensor conv_few(const ConvArgs& a, const ConvShape& shape, NormConvFewParams p, 
   return y;
 }
 
-Tensor conv_rows_prologue(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const Prologue& norm,
-                          const ActChain& gn_act, const ActChain& act) {
-  const Tensor table = norm_table(a.op, a.x, norm);
-  const cudaStream_t stream = stream_of(a.x);
-  Workspace workspace(a.x);
-  const int64_t packed = workspace.reserve(plan.packed_bytes);
-  const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * plan.segments * 64 * 4);
-  workspace.allocate();
-  Tensor y = allocate_output(a, shape);
-  RowsParams p = start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias), nullptr, stream);
-  p.y = y.mutable_data_ptr();
-  p.y_stride_n = y.stride(0);
-  spatial_strides(y, a.rank, p.y_stride);
-  p.act = chain_kind(act);
-  p.norm.table = table.const_data_ptr();
-  p.norm.c_in = static_cast<int>(shape.c_in);
-  p.norm.act = chain_kind(gn_act);
-  raise_on_error(a.op, run_conv_rows(p, stream));
-  return y;
-}
-
 RowsPlan choose_rows_prologue(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend) {
   return plan_rows(problem, limits, true);
 }
@@ -201,7 +180,14 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
       return conv_few(of_z, shape, few, {none, 0, none, none, eps}, ActChain());
     }
     if (choice.few) return conv_few(conv, shape, few, norm, of_norm);
-    if (choice.rows) return conv_rows_prologue(conv, shape, *choice.rows, norm, of_norm, of_sum);
+    if (choice.rows) {
+      const Tensor table = norm_table(op, x, norm);
+      const RowsNorm rows{table.const_data_ptr(), static_cast<int>(shape.c_in), chain_kind(of_norm)};
+      ConvTail tail;
+      tail.act = of_sum;
+      tail.left_rest = false;
+      return conv_rows(conv, shape, *choice.rows, tail, rows);
+    }
   }
   const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
   return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
