@@ -917,18 +917,18 @@ def test_rows_plan_of_any_shape(data) -> None:
     assert 1 <= plan.blocks <= min(plan.tiles, limits.sm_count)
 
     # With a norm in front: every row of a stage is in a piece with a barrier, and the barriers have room.
-    prologue = dev.plan_rows_prologue(problem, limits)
+    assert not plan.normalizes
+    prologue = dev.plan_rows(problem, limits, normalizes=True)
     if plan.parts == 2:
-        assert "copy of x" in prologue.rows.refusal
+        assert "copy of x" in prologue.refusal
         return
-    assert prologue.rows.refusal is None
-    pieces = -(-prologue.rows.stage_rows // prologue.piece_rows)
-    assert pieces <= dev.ROWS_PROLOGUE_PIECES
-    assert prologue.rows.x_stages <= dev.ROWS_PROLOGUE_STAGES
-    room = 8 * dev.ROWS_PROLOGUE_STAGES * dev.ROWS_PROLOGUE_PIECES
-    stages = prologue.rows.x_stages * -(-prologue.rows.stage_rows * plan.row_slots * prologue.rows.row_bytes // 1024)
-    weights = prologue.rows.w_stages * 64 * prologue.rows.row_bytes
-    assert stages * 1024 + weights + room <= prologue.rows.smem_bytes <= limits.smem_per_block
+    assert prologue.refusal is None
+    assert prologue.normalizes
+    assert -(-prologue.stage_rows // prologue.piece_rows) <= dev.ROWS_PIECES
+    room = 8 * prologue.x_stages * dev.ROWS_PIECES
+    stages = prologue.x_stages * -(-prologue.stage_rows * prologue.row_slots * prologue.row_bytes // 1024)
+    weights = prologue.w_stages * 64 * prologue.row_bytes
+    assert stages * 1024 + weights + room <= prologue.smem_bytes <= limits.smem_per_block
 
 
 def test_rows_of_an_image_are_a_permutation() -> None:

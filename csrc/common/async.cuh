@@ -53,6 +53,16 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
   } while (done == 0);
 }
 
+// A box of a tensor whose map lies in a kernel's parameters; completes on the barrier.
+__device__ __forceinline__ void tensor_load_5d(uint32_t shared, const void* map, int c0, int c1, int c2, int c3, int c4,
+                                               uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(shared),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Contiguous bytes, a multiple of 16 at 16-byte aligned addresses; completes on the barrier.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
                                           uint64_t policy) {
@@ -60,6 +70,15 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+// A box of a tensor whose map lies in a kernel's parameters; completes on the barrier.
+__device__ __forceinline__ void tensor_load_4d(uint32_t shared, const void* map, int c0, int c1, int c2, int c3,
+                                               uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(shared),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(barrier))
       : "memory");
 }
 // The other way, under the same conditions; a thread waits for its own.

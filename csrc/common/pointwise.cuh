@@ -34,12 +34,12 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
 // Below x = -87.3 this is 0.
 __device__ __forceinline__ float fast_sigmoid(float x) { return fast_reciprocal(1.f + fast_exp(-x)); }
 // For bf16: one special function instead of two, sigmoid(x) being (1 + tanh(x / 2)) / 2.
-__device__ __forceinline__ float coarse_silu(float x) {
-  const float half = 0.5f * x;
+__device__ __forceinline__ float coarse_silu_of_half(float half) {
   float t;
   asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(half));
   return fmaf(half, t, half);
 }
+__device__ __forceinline__ float coarse_silu(float x) { return coarse_silu_of_half(0.5f * x); }
 // These keep NaN.
 __device__ __forceinline__ float fast_max(float x, float y) {
   float z;

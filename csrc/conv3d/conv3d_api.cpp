@@ -32,7 +32,8 @@ Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& 
   return y;
 }
 
-Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail) {
+Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail,
+                 const RowsNorm& norm) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(plan.packed_bytes);
@@ -46,6 +47,7 @@ Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan
   p.y_stride_n = y.stride(0);
   spatial_strides(y, a.rank, p.y_stride);
   if (!tail.left_rest) p.act = chain_kind(tail.act);
+  p.norm = norm;
   raise_on_error(a.op, run_conv_rows(p, stream));
   return y;
 }

@@ -6,6 +6,7 @@
 #include "../common/mma.cuh"
 #include "../common/tensor_map.h"
 #include "conv3d_flat_kernel.cuh"
+#include "conv3d_hopper_pack.cuh"
 
 namespace kgopt {
 namespace {
@@ -18,21 +19,14 @@ __global__ void __launch_bounds__(128) conv_flat_pack_kernel(const __grid_consta
   const int64_t pieces = plan.packed_bytes / 16;
   const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
   for (int64_t i = first; i < p.n; i += step) p.arrived[i] = 0;
-  for (int64_t c = first; c < int64_t(plan.m_tiles) * kFlatChannels; c += step) {
-    p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
-  }
+  pack_bias(p, int64_t(plan.m_tiles) * kFlatChannels);
   for (int64_t index = first; index < pieces; index += step) {
-    uint32_t rest = static_cast<uint32_t>(index);
-    auto next = [&](uint32_t size) {
-      const uint32_t digit = rest % size;
-      rest /= size;
-      return static_cast<int>(digit);
-    };
-    const int piece = next(kFlatRowBytes / 16), row = next(kFlatChannels), part = next(plan.parts);
-    int kw = next(plan.taps[2]), kh = next(plan.taps[1]);
-    const int chunk = next(plan.chunks);
-    int kd = next(plan.taps[0]);
-    const int co = static_cast<int>(rest) * kFlatChannels + row;
+    PackedIndex at{static_cast<uint32_t>(index)};
+    const int piece = at.next(kFlatRowBytes / 16), row = at.next(kFlatChannels), part = at.next(plan.parts);
+    int kw = at.next(plan.taps[2]), kh = at.next(plan.taps[1]);
+    const int chunk = at.next(plan.chunks);
+    int kd = at.next(plan.taps[0]);
+    const int co = static_cast<int>(at.rest) * kFlatChannels + row;
     const int ci = (chunk * (kFlatRowBytes / 16) + piece) * per_piece;
     if (plan.flip) {
       kd = plan.taps[0] - 1 - kd;

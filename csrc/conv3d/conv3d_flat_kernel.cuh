@@ -20,7 +20,7 @@
 #include "conv3d_flat_normalize.cuh"
 #include "conv3d_flat_params.h"
 #include "conv3d_flat_plan.h"
-#include "conv3d_hopper_kernel.cuh"
+#include "conv3d_hopper_common.cuh"
 
 namespace kgopt {
 
@@ -37,8 +37,8 @@ __device__ __forceinline__ void tensor_load_3d(uint32_t shared, const void* map,
 
 struct FlatTile {
   int n, m_tile;
-  int q0;                // first position
-  int kd_first, kd_end;  // taps of the depth that read inside the tensor; at least one, which may read zeros
+  int q0;  // first position
+  DepthTaps kd;
 };
 
 // A row of a whole tile, of which this thread holds two positions in every eight: the four threads of the row exchange
@@ -97,12 +97,10 @@ __device__ __forceinline__ FlatTile flat_tile(const FlatPlan& plan, int tile) {
   int index = rest - t.n * plan.tiles_per_sample + plan.first_short - min(place, plan.last_short_place);
   if (index >= plan.tiles_per_sample) index -= plan.tiles_per_sample;
   t.q0 = index * (kN * kHopperConsumers);
-  const int step = plan.dilation[0], span = (plan.taps[0] - 1) * step;
+  const int span = (plan.taps[0] - 1) * plan.dilation[0];
   const int lo = plan.by_plane(t.q0) - span;
   const int hi = min(plan.by_plane(t.q0 + kN * kHopperConsumers - 1), plan.out[0] - 1) - span;
-  t.kd_first = hi < 0 ? (-hi + step - 1) / step : 0;
-  t.kd_end = lo >= plan.in[0] ? 0 : min(plan.taps[0], (plan.in[0] - 1 - lo) / step + 1);
-  if (t.kd_first >= t.kd_end) t.kd_first = 0, t.kd_end = 1;
+  t.kd = depth_taps(lo, hi, plan.in[0], plan.taps[0], plan.dilation[0]);
   return t;
 }
 
@@ -172,7 +170,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         }
         last_n = t.n;
         const bool tail = t.n >= p.x_split;
-        for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
+        for (int kd = t.kd.first; kd < t.kd.end; ++kd) {
           for (int chunk = 0; chunk < plan.chunks; ++chunk) {
             for (int part = 0; part < kParts; ++part) {
               for (int group = 0; group < groups_h; ++group) {
@@ -199,15 +197,13 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       StageCursor s;
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
         const FlatTile t = flat_tile<kN>(plan, tile);
-        const char* image = static_cast<const char*>(p.packed) + int64_t(t.m_tile * plan.taps[0] + t.kd_first) *
+        const char* image = static_cast<const char*>(p.packed) + int64_t(t.m_tile * plan.taps[0] + t.kd.first) *
                                                                      plan.chunks * taps * kParts * kFlatWeightBytes;
-        for (int i = (t.kd_end - t.kd_first) * plan.chunks; i > 0; --i) {
+        for (int i = (t.kd.end - t.kd.first) * plan.chunks; i > 0; --i) {
           for (int part = 0; part < kParts; ++part) {
             for (int j = 0; j < taps * kParts; j += part + 1) {  // the low part of x meets high parts of weights only
-              barrier_wait(w_empty + s.stage, s.parity ^ 1);
-              barrier_expect_bytes(w_full + s.stage, kFlatWeightBytes);
-              bulk_load(smem + layout.weights + s.stage * kFlatWeightBytes, image + j * kFlatWeightBytes,
-                        kFlatWeightBytes, w_full + s.stage, policy);
+              load_image(smem + layout.weights, image + j * kFlatWeightBytes, kFlatWeightBytes, w_full, w_empty, s,
+                         policy);
               s.advance(plan.w_stages);
             }
           }
@@ -339,7 +335,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     float bias[4];  // of this thread's channels
 #pragma unroll
     for (int row = 0; row < 4; ++row) bias[row] = __ldg(p.bias + c0 + row / 2 * 64 + row % 2 * 8);
-    const int stages = (t.kd_end - t.kd_first) * plan.chunks * kParts * groups_h;
+    const int stages = (t.kd.end - t.kd.first) * plan.chunks * kParts * groups_h;
     int x_done = -1, w_done = -1;
     bool add = false;
     if constexpr (kPromotes) {

@@ -51,9 +51,7 @@ inline FlatPlan plan_flat(const ConvProblem& problem, const DeviceLimits& limits
   if (problem.groups != 1) return refuse("grouped convolution");
   const int size = static_cast<int>(dtype_size(problem.dtype));
   for (int i = 0; i < 3; ++i) {
-    if (problem.stride[i] != 1) return refuse("stride above 1");
-    if (problem.kernel[i] > 7) return refuse("kernel above 7");
-    if (problem.in[i] > (1 << 20) || problem.dilation[i] > 64) return refuse("a size or dilation is too large");
+    if (const char* why = shifted_taps_refusal(problem, i)) return refuse(why);
     const int64_t span = (problem.kernel[i] - 1) * problem.dilation[i];
     if (problem.out[i] != problem.in[i] + span) return refuse("padding");
     p.taps[i] = static_cast<int>(problem.kernel[i]);

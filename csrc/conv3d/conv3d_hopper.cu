@@ -7,19 +7,12 @@
 #include "../common/mma.cuh"
 #include "../common/tensor_map.h"
 #include "conv3d_hopper_kernel.cuh"
+#include "conv3d_hopper_pack.cuh"
 
 namespace kgopt {
 namespace {
 
 constexpr const char* kName = "conv_hopper_kernel";
-
-// A weight as a half type's bits.
-__device__ __forceinline__ uint32_t half_bits(const HopperPackParams& p, int64_t at) {
-  if (p.dtype != Dtype::kFloat32) return static_cast<const unsigned short*>(p.weight)[at];
-  const float v = static_cast<const float*>(p.weight)[at];
-  return p.plan.math == ConvMath::kBf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(v))
-                                        : __half_as_ushort(__float2half_rn(v));
-}
 
 // One 16-byte piece of an image a thread.
 __global__ void __launch_bounds__(128) conv_hopper_pack_kernel(const __grid_constant__ HopperPackParams p) {
@@ -31,9 +24,7 @@ __global__ void __launch_bounds__(128) conv_hopper_pack_kernel(const __grid_cons
   const int rows = plan.taps_w * plan.c_tile;
   const int64_t pieces = plan.packed_bytes / 16;
   const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (int64_t c = first; c < int64_t(plan.n_tiles) * plan.c_tile; c += int64_t(gridDim.x) * blockDim.x) {
-    p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
-  }
+  pack_bias(p, int64_t(plan.n_tiles) * plan.c_tile);
   for (int64_t i = first; i < p.moment_values; i += int64_t(gridDim.x) * blockDim.x) p.moments[i] = 0.f;
   for (int64_t index = first; index < pieces; index += int64_t(gridDim.x) * blockDim.x) {
     int64_t rest = index;

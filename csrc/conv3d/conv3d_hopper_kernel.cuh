@@ -12,46 +12,20 @@
 
 #include <cuda_runtime.h>
 
-#include "../common/async.cuh"
 #include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
-#include "../common/wgmma.cuh"
+#include "conv3d_hopper_common.cuh"
 #include "conv3d_hopper_epilogue.cuh"
 #include "conv3d_hopper_params.h"
 #include "conv3d_hopper_plan.h"
 
 namespace kgopt {
 
-inline constexpr int kHopperThreads = (kHopperConsumers + 1) * 128;
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void tensor_load_4d(uint32_t shared, const void* map, int c, int q, int d, int n,
-                                               uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6];" ::"r"(shared),
-      "l"(map), "r"(c), "r"(q), "r"(d), "r"(n), "r"(shared_address(barrier))
-      : "memory");
-}
-#endif
-
-// Index of a stage in a ring and the parity of its barriers.
-struct StageCursor {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 struct HopperTile {
   int n, n_tile;
-  int index;             // among the tiles of a sample
-  int kd_first, kd_end;  // taps of the depth that read inside the tensor; at least one, which may read zeros
+  int index;  // among the tiles of a sample
+  DepthTaps kd;
 };
 
 __device__ __forceinline__ HopperTile hopper_tile(const HopperParams& p, int tile) {
@@ -62,12 +36,10 @@ __device__ __forceinline__ HopperTile hopper_tile(const HopperParams& p, int til
   t.n = plan.by_tiles_per_sample(rest);
   t.index = rest - t.n * plan.tiles_per_sample;
   // The first of its planes reaches the last taps, the last plane the first ones.
-  const int step = plan.dilation[0], first_run = t.index * plan.runs;
+  const int first_run = t.index * plan.runs;
   const int lo = plan.by_runs_per_plane(first_run) - plan.padding[0];
   const int hi = min(plan.by_runs_per_plane(first_run + plan.runs - 1), p.out[0] - 1) - plan.padding[0];
-  t.kd_first = hi < 0 ? (-hi + step - 1) / step : 0;
-  t.kd_end = lo >= p.in[0] ? 0 : min(plan.taps[0], (p.in[0] - 1 - lo) / step + 1);
-  if (t.kd_first >= t.kd_end) t.kd_first = 0, t.kd_end = 1;
+  t.kd = depth_taps(lo, hi, p.in[0], plan.taps[0], plan.dilation[0]);
   return t;
 }
 
@@ -80,22 +52,6 @@ __device__ __forceinline__ HopperRun hopper_run(const HopperPlan& plan, const Ho
   const int od = plan.by_runs_per_plane(index);
   return {od, (index - od * plan.runs_per_plane) * plan.run_strips * plan.strip_step - plan.owned_first};
 }
-
-template <ConvMath kMath>
-struct HopperTypes {
-  using Element = float;
-  static constexpr WgmmaType kWgmma = WgmmaType::kTf32;
-};
-template <>
-struct HopperTypes<ConvMath::kBf16> {
-  using Element = __nv_bfloat16;
-  static constexpr WgmmaType kWgmma = WgmmaType::kBf16;
-};
-template <>
-struct HopperTypes<ConvMath::kFp16> {
-  using Element = __half;
-  static constexpr WgmmaType kWgmma = WgmmaType::kFp16;
-};
 
 // Rows handed over, in units of the dilation, for the taps before `tap`.
 template <int kTaps>
@@ -169,7 +125,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
             prefetch_residual<Element>(p, t.n, r.od, r.q0, (plan.run_strips - 1) * plan.strip_step + plan.strip_rows);
           }
         }
-        for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
+        for (int kd = t.kd.first; kd < t.kd.end; ++kd) {
           for (int chunk = 0; chunk < plan.chunks; ++chunk) {
             for (int group = 0; group < groups_h; ++group) {
               barrier_wait(empty + a.stage, a.parity ^ 1);
@@ -206,11 +162,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
         const HopperTile t = hopper_tile(p, tile);
         const char* image =
-            static_cast<const char*>(p.packed) + int64_t(t.n_tile * plan.taps[0] + t.kd_first) * per_kd * b_bytes;
-        for (int i = (t.kd_end - t.kd_first) * per_kd; i > 0; --i) {
-          barrier_wait(b_empty + b.stage, b.parity ^ 1);
-          barrier_expect_bytes(b_full + b.stage, b_bytes);
-          bulk_load(smem + layout.weights + b.stage * b_bytes, image, b_bytes, b_full + b.stage, policy);
+            static_cast<const char*>(p.packed) + int64_t(t.n_tile * plan.taps[0] + t.kd.first) * per_kd * b_bytes;
+        for (int i = (t.kd.end - t.kd.first) * per_kd; i > 0; --i) {
+          load_image(smem + layout.weights, image, b_bytes, b_full, b_empty, b, policy);
           image += b_bytes;
           b.advance(plan.b_stages);
         }
@@ -252,8 +206,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
 
   for (int tile = blockIdx.x * plan.teams + team; tile < int(plan.tiles); tile += gridDim.x * plan.teams) {
     const HopperTile t = hopper_tile(p, tile);
-    if (resident) b.stage = t.kd_first * plan.chunks * plan.taps[1];
-    const int stages = (t.kd_end - t.kd_first) * plan.chunks * groups_h;
+    if (resident) b.stage = t.kd.first * plan.chunks * plan.taps[1];
+    const int stages = (t.kd.end - t.kd.first) * plan.chunks * groups_h;
     int a_done = -1, b_done = -1;
     bool add = false;
     for (int stage = 0; stage < stages; ++stage) {

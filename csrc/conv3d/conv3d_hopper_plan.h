@@ -74,6 +74,25 @@ KGOPT_HD int hopper_column_channel(int x, bool half) {
   return x / 32 * 32 + (half ? thread * 8 + i : i / 4 * 16 + thread * 4 + i % 4);
 }
 
+// Why the kernels on wgmma cannot run a dim, null when they can: each of their taps is a shift of the same stage.
+inline const char* shifted_taps_refusal(const ConvProblem& q, int dim) {
+  if (q.stride[dim] != 1) return "stride above 1";
+  if (q.kernel[dim] > 7) return "kernel above 7";
+  const int64_t size = std::max(q.in[dim], q.out[dim]);
+  return size > (1 << 20) || q.dilation[dim] > 64 ? "a size or dilation is too large" : nullptr;
+}
+
+// The same for channels-innermost tensors; `padding` is that of the equivalent regular convolution.
+inline const char* shifted_taps_refusal(const ConvProblem& q, int dim, int* padding) {
+  if (const char* why = shifted_taps_refusal(q, dim)) return why;
+  const int64_t span = (q.kernel[dim] - 1) * q.dilation[dim];
+  const int64_t regular = q.transposed ? span - q.padding[dim] : q.padding[dim];
+  if (regular < 0 || regular > span) return "padding beyond the kernel's extent";
+  if (q.out[dim] != q.in[dim] + 2 * regular - span) return "output padding";
+  *padding = static_cast<int>(regular);
+  return nullptr;
+}
+
 inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& limits) {
   HopperPlan p;
   auto refuse = [&](const char* why) {
@@ -90,16 +109,7 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
   if (problem.c_in * size % 16 != 0) return refuse("input channels are no multiple of 16 bytes");
   if (problem.c_out % 8 != 0) return refuse("output channels are no multiple of 8");
   for (int i = 0; i < 3; ++i) {
-    if (problem.stride[i] != 1) return refuse("stride above 1");
-    if (problem.kernel[i] > 7) return refuse("kernel above 7");
-    if (problem.in[i] > (1 << 20) || problem.out[i] > (1 << 20) || problem.dilation[i] > 64) {
-      return refuse("a size or dilation is too large");
-    }
-    const int64_t span = (problem.kernel[i] - 1) * problem.dilation[i];
-    const int64_t padding = problem.transposed ? span - problem.padding[i] : problem.padding[i];
-    if (padding < 0 || padding > span) return refuse("padding beyond the kernel's extent");
-    if (problem.out[i] != problem.in[i] + 2 * padding - span) return refuse("output padding");
-    p.padding[i] = static_cast<int>(padding);
+    if (const char* why = shifted_taps_refusal(problem, i, &p.padding[i])) return refuse(why);
     p.dilation[i] = static_cast<int>(problem.dilation[i]);
   }
   if (problem.in[1] * problem.in[2] >= (int64_t(1) << 30) || problem.out[1] * problem.in[2] >= (int64_t(1) << 30)) {

@@ -1,11 +1,29 @@
-// How blocks of the gradients for few channels copy rows into shared memory. Plain numbers, computed on the host.
+// What the gradients for few channels share on the host: which convolutions they take, and how their blocks copy rows
+// into shared memory. Plain numbers.
 #pragma once
 
 #include <cstdint>
 
-#include "conv3d_params.h"
+#include "conv3d_plan.h"
 
 namespace kgopt {
+
+// Why neither gradient's kernel can run it; null where both may.
+inline const char* narrow_gradient_refusal(const ConvProblem& q, const DeviceLimits& limits) {
+  if (q.transposed) return "a transposed convolution";
+  if (q.groups != 1) return "a grouped convolution";
+  if (!limits.has_wgmma) return "its code is built for Hopper, where it was measured";
+  if (q.dtype == Dtype::kFloat64) return "float64 has no tensor-core path here";
+  if (conv_math(q) == ConvMath::kTf32x3) return "fp32 accuracy is left to cuDNN";
+  for (int i = 0; i < 3; ++i) {
+    const int64_t limit = int64_t(1) << 30;
+    if (q.in[i] > limit || q.out[i] > limit || q.kernel[i] > 64 || q.padding[i] > limit || q.dilation[i] > 1024 ||
+        q.stride[i] > 64) {
+      return "a size, kernel, stride, padding or dilation is too large";
+    }
+  }
+  return nullptr;
+}
 
 inline constexpr int kNarrowCopyBatch = 4;  // rows that a thread has under way together
 

@@ -99,20 +99,11 @@ inline NarrowWgradPlan plan_narrow_wgrad(const ConvProblem& q, const DeviceLimit
     p.refusal = why;
     return p;
   };
-  if (q.transposed) return refuse("a transposed convolution");
-  if (q.groups != 1) return refuse("a grouped convolution");
-  if (!limits.has_wgmma) return refuse("its code is built for Hopper, where it was measured");
-  if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
+  if (const char* why = narrow_gradient_refusal(q, limits)) return refuse(why);
   p.math = conv_math(q);
-  if (p.math == ConvMath::kTf32x3) return refuse("fp32 accuracy is left to cuDNN");
   const int size = q.dtype == Dtype::kFloat32 ? 4 : 2, unit = kNarrowWgradUnit / size;
   if (q.out[2] * size % 4 != 0 || q.in[2] * size % 4 != 0) return refuse("rows of an odd number of half values");
   for (int i = 0; i < 3; ++i) {
-    const int64_t limit = int64_t(1) << 30;
-    if (q.in[i] > limit || q.out[i] > limit || q.kernel[i] > 64 || q.padding[i] > limit || q.dilation[i] > 1024 ||
-        q.stride[i] > 64) {
-      return refuse("a size, kernel, stride, padding or dilation is too large");
-    }
     p.kernel[i] = static_cast<int>(q.kernel[i]);
     p.step[i] = static_cast<int>(q.stride[i]);
     p.dilation[i] = static_cast<int>(q.dilation[i]);

@@ -6,20 +6,13 @@
 #include "../common/dependent_launch.cuh"
 #include "../common/mma.cuh"
 #include "../common/tensor_map.h"
+#include "conv3d_hopper_pack.cuh"
 #include "conv3d_rows_kernel.cuh"
 
 namespace kgopt {
 namespace {
 
 constexpr const char* kName = "conv_rows_kernel";
-
-// A weight as a half type's bits.
-__device__ __forceinline__ uint32_t half_bits(const RowsPackParams& p, int64_t at) {
-  if (p.dtype != Dtype::kFloat32) return static_cast<const unsigned short*>(p.weight)[at];
-  const float v = static_cast<const float*>(p.weight)[at];
-  return p.plan.math == ConvMath::kBf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(v))
-                                        : __half_as_ushort(__float2half_rn(v));
-}
 
 // One 16-byte piece of an image a thread.
 __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_constant__ RowsPackParams p) {
@@ -29,21 +22,14 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
   const int per_piece = half ? 8 : 4, pieces_per_row = plan.row_bytes / 16, rows = plan.segments * 64;
   const int64_t pieces = plan.packed_bytes / 16;
   const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t c = first; c < int64_t(plan.m_tiles) * rows; c += step) {
-    p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
-  }
+  pack_bias(p, int64_t(plan.m_tiles) * rows);
   for (int64_t index = first; index < pieces; index += step) {
-    uint32_t rest = static_cast<uint32_t>(index);
-    auto next = [&](uint32_t size) {
-      const uint32_t digit = rest % size;
-      rest /= size;
-      return static_cast<int>(digit);
-    };
-    const int piece = next(pieces_per_row), row = next(rows);
-    int kw = next(plan.taps[2]), kh = next(plan.taps[1]);
-    const int chunk = next(plan.chunks);
-    int kd = next(plan.taps[0]);
-    const int co = static_cast<int>(rest) * rows + rows_image_channel(row);
+    PackedIndex at{static_cast<uint32_t>(index)};
+    const int piece = at.next(pieces_per_row), row = at.next(rows);
+    int kw = at.next(plan.taps[2]), kh = at.next(plan.taps[1]);
+    const int chunk = at.next(plan.chunks);
+    int kd = at.next(plan.taps[0]);
+    const int co = static_cast<int>(at.rest) * rows + rows_image_channel(row);
     // With two parts: high, low, high, by high, high, low of x.
     const int part_chunks = plan.parts == 2 ? plan.chunks / 3 : plan.chunks, product = chunk / part_chunks;
     const int ci = ((chunk - product * part_chunks) * pieces_per_row + piece) * per_piece;
@@ -100,19 +86,21 @@ Status launch_after_pack(const RowsParams& p, cudaStream_t stream) {
   return launch_after<kKernel>(true, kName, dim3(p.plan.blocks), kHopperThreads, p.plan.smem_bytes, stream, p);
 }
 
-template <ConvMath kMath, int kN>
+template <ConvMath kMath, int kN, bool kNormalizes>
 Status launch_row_bytes(const RowsParams& p, cudaStream_t stream) {
-  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, kN, 64>>(p, stream)
-                                : launch_after_pack<conv_rows_kernel<kMath, kN, 128>>(p, stream);
+  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, kN, 64, kNormalizes>>(p, stream)
+                                : launch_after_pack<conv_rows_kernel<kMath, kN, 128, kNormalizes>>(p, stream);
+}
+
+template <ConvMath kMath, bool kNormalizes>
+Status launch_tile(const RowsParams& p, cudaStream_t stream) {
+  return p.plan.columns == 256 ? launch_row_bytes<kMath, 256, kNormalizes>(p, stream)
+                               : launch_row_bytes<kMath, 208, kNormalizes>(p, stream);
 }
 
 template <ConvMath kMath>
-Status launch_tile(const RowsParams& p, cudaStream_t stream) {
-  if constexpr (kMath == ConvMath::kTf32x3) {
-    return launch_row_bytes<kMath, 128>(p, stream);
-  } else {
-    return p.plan.columns == 256 ? launch_row_bytes<kMath, 256>(p, stream) : launch_row_bytes<kMath, 208>(p, stream);
-  }
+Status launch_math(const RowsParams& p, cudaStream_t stream) {
+  return p.plan.normalizes ? launch_tile<kMath, true>(p, stream) : launch_tile<kMath, false>(p, stream);
 }
 
 }  // namespace
@@ -158,10 +146,10 @@ Status set_rows_input(RowsParams* p, const void* x, int64_t n, int64_t c_in, con
 Status run_conv_rows(const RowsParams& p, cudaStream_t stream) {
   if (p.plan.tiles == 0) return Status::Ok();
   switch (p.plan.math) {
-    case ConvMath::kTf32: return launch_tile<ConvMath::kTf32>(p, stream);
-    case ConvMath::kTf32x3: return launch_tile<ConvMath::kTf32x3>(p, stream);
-    case ConvMath::kBf16: return launch_tile<ConvMath::kBf16>(p, stream);
-    default: return launch_tile<ConvMath::kFp16>(p, stream);
+    case ConvMath::kTf32: return launch_math<ConvMath::kTf32>(p, stream);
+    case ConvMath::kTf32x3: return launch_row_bytes<ConvMath::kTf32x3, 128, false>(p, stream);
+    case ConvMath::kBf16: return launch_math<ConvMath::kBf16>(p, stream);
+    default: return launch_math<ConvMath::kFp16>(p, stream);
   }
 }
 

@@ -5,32 +5,27 @@
 // tap reads the same stage from another row on, and nothing is added up or exchanged behind the products. Rows of
 // weight images are ordered such that a thread holds neighbouring channels of a position, which is what it stores.
 //
-// One warp loads rows of x through the tensor copy engine, one loads weights as images, eight compute.
+// One warp loads rows of x through the tensor copy engine, one loads weights as images, eight compute. With a norm in
+// front (conv3d_rows_normalize.cuh) one warp loads both and three normalize; x is then loaded in pieces of some rows
+// with a barrier each, so that its first rows are normalized while the others are still on their way.
 #pragma once
 
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "../common/async.cuh"
 #include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/wgmma.cuh"
-#include "conv3d_hopper_kernel.cuh"
+#include "conv3d_hopper_common.cuh"
+#include "conv3d_rows_normalize.cuh"
 #include "conv3d_rows_params.h"
 #include "conv3d_rows_plan.h"
+#include "conv3d_rows_tile.cuh"
 
 namespace kgopt {
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void tensor_load_5d(uint32_t shared, const void* map, int c, int w, int h, int d, int n,
-                                               uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
-      "[%7];" ::"r"(shared),
-      "l"(map), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "r"(shared_address(barrier))
-      : "memory");
-}
-#endif
 
 // Without a branch, which the compiler would otherwise make around each store.
 template <typename T>
@@ -47,34 +42,9 @@ __device__ __forceinline__ void store_pair_if(bool exists, T* to, const Vec<T, 2
   }
 }
 
-struct RowsTile {
-  int n, m_tile;
-  int q0;                // first position
-  int first_row;         // of the rows counted through all planes
-  int kd_first, kd_end;  // taps of the depth that read inside the tensor; at least one, which may read zeros
-};
-
-template <int kTile>
-__device__ __forceinline__ RowsTile rows_tile(const RowsParams& p, int tile) {
-  const RowsPlan& plan = p.plan;
-  RowsTile t;
-  const int rest = plan.by_m_tiles(tile);
-  t.m_tile = tile - rest * plan.m_tiles;
-  t.n = plan.by_tiles_per_sample(rest);
-  t.q0 = (rest - t.n * plan.tiles_per_sample) * kTile;
-  t.first_row = plan.by_row(t.q0);
-  const int step = plan.dilation[0];
-  const int lo = plan.by_plane(t.first_row) - plan.padding[0];
-  const int hi = min(plan.by_plane(plan.by_row(t.q0 + kTile - 1)), p.out[0] - 1) - plan.padding[0];
-  t.kd_first = hi < 0 ? (-hi + step - 1) / step : 0;
-  t.kd_end = lo >= p.in[0] ? 0 : min(plan.taps[0], (p.in[0] - 1 - lo) / step + 1);
-  if (t.kd_first >= t.kd_end) t.kd_first = 0, t.kd_end = 1;
-  return t;
-}
-
 // An activation is all that it does behind the convolution: with a residual, a scale or moments
 // conv3d_hopper_kernel.cuh was faster.
-template <ConvMath kMath, int kN, int kRowBytes>
+template <ConvMath kMath, int kN, int kRowBytes, bool kNormalizes>
 __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __grid_constant__ RowsParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename HopperTypes<kMath>::Element;
@@ -92,6 +62,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
   uint64_t* const w_full = x_empty + kRowsMaxStages;
   uint64_t* const w_empty = w_full + kRowsMaxStages;
   uint64_t* const lagging = w_empty + kRowsMaxStages;
+  uint64_t* const landed = lagging + 1;  // [stage][piece], where the plan normalizes
   const int tid = threadIdx.x;
   const int warpgroup = __shfl_sync(0xffffffff, tid / 128, 0);
   const int lane = tid & 31;
@@ -99,45 +70,57 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
 
   if (tid == 0) {
     for (int i = 0; i < kRowsMaxStages; ++i) {
-      barrier_init(x_full + i, 1);
+      barrier_init(x_full + i, kNormalizes ? 32 * kRowsNormalizers : 1);
       barrier_init(x_empty + i, kHopperConsumers * 4);
       barrier_init(w_full + i, 1);
       barrier_init(w_empty + i, kHopperConsumers * 4);
     }
+    for (int i = 0; kNormalizes && i < plan.x_stages * kRowsPieces; ++i) barrier_init(landed + i, 1);
     barrier_init(lagging, 4);
     barrier_init_fence();
   }
   __syncthreads();
 
   if (warpgroup == kHopperConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kNormalizes ? 80 : 40));
     const int warp = (tid / 32) % 4;
     if (warp == 0 && lane == 0) {
       if (kPromotes) wait_for_prerequisites();  // for the copy of x
-      const int reach = (plan.taps[1] - 1) * plan.dilation[1] * plan.row_slots + (plan.taps[2] - 1) * plan.dilation[2];
+      const int row_bytes = plan.row_slots * kRowBytes;
       StageCursor s;
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
         const RowsTile t = rows_tile<kTile>(p, tile);
-        const int rows = plan.by_row(t.q0 + kTile - 1 + reach) - t.first_row + 1;
+        const int rows = rows_of_stage<kTile>(plan, t);
         const int plane = plan.by_plane(t.first_row);
-        for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
+        for (int kd = t.kd.first; kd < t.kd.end; ++kd) {
           for (int chunk = 0; chunk < plan.chunks; ++chunk) {
             barrier_wait(x_empty + s.stage, s.parity ^ 1);
-            barrier_expect_bytes(x_full + s.stage, rows * plan.row_slots * kRowBytes);
             uint32_t to = shared_address(smem) + s.stage * x_bytes;
             int d = plane - plan.padding[0] + kd * plan.dilation[0], h = t.first_row - plane * plan.plane_rows;
             const int x_chunk = kPromotes ? (chunk < plan.chunks / 3 ? chunk : chunk - plan.chunks / 3) : chunk;
-            for (int row = 0; row < rows; ++row) {
-              tensor_load_5d(to, p.x_map, x_chunk * (kRowBytes / int(sizeof(Element))), -plan.padding[2],
-                             h - plan.padding[1], d, t.n, x_full + s.stage);
-              to += plan.row_slots * kRowBytes;
-              if (++h == plan.plane_rows) h = 0, ++d;
+            auto load = [&](int count, uint64_t* barrier) {
+              barrier_expect_bytes(barrier, count * row_bytes);
+              for (int row = 0; row < count; ++row) {
+                tensor_load_5d(to, p.x_map, x_chunk * (kRowBytes / int(sizeof(Element))), -plan.padding[2],
+                               h - plan.padding[1], d, t.n, barrier);
+                to += row_bytes;
+                if (++h == plan.plane_rows) h = 0, ++d;
+              }
+            };
+            if constexpr (kNormalizes) {
+              // A stage of fewer rows completes its other pieces, too: their parity goes on with the stage's.
+              for (int piece = 0; piece < kRowsPieces; ++piece) {
+                load(max(min(plan.piece_rows, rows - piece * plan.piece_rows), 0),
+                     landed + s.stage * kRowsPieces + piece);
+              }
+            } else {
+              load(rows, x_full + s.stage);
             }
             s.advance(plan.x_stages);
           }
         }
       }
-    } else if (warp == 1 && lane == 0) {
+    } else if (kNormalizes ? warp == 0 && lane == 1 : warp == 1 && lane == 0) {
       wait_for_prerequisites();
       const uint64_t policy = evict_normal_policy();
       const int per_kd = plan.chunks * plan.taps[1] * plan.taps[2];
@@ -145,20 +128,31 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
         const RowsTile t = rows_tile<kTile>(p, tile);
         const char* image =
-            static_cast<const char*>(p.packed) + int64_t(t.m_tile * plan.taps[0] + t.kd_first) * per_kd * kWeightBytes;
-        for (int i = (t.kd_end - t.kd_first) * per_kd; i > 0; --i) {
-          barrier_wait(w_empty + s.stage, s.parity ^ 1);
-          barrier_expect_bytes(w_full + s.stage, kWeightBytes);
-          bulk_load(smem + layout.weights + s.stage * kWeightBytes, image, kWeightBytes, w_full + s.stage, policy);
+            static_cast<const char*>(p.packed) + int64_t(t.m_tile * plan.taps[0] + t.kd.first) * per_kd * kWeightBytes;
+        for (int i = (t.kd.end - t.kd.first) * per_kd; i > 0; --i) {
+          load_image(smem + layout.weights, image, kWeightBytes, w_full, w_empty, s, policy);
           image += kWeightBytes;
           s.advance(plan.w_stages);
         }
+      }
+    } else if (kNormalizes && warp > 0) {
+      wait_for_prerequisites();  // for the table
+      auto normalize = [&](auto act) {
+        normalize_stages<kMath, decltype(act)::value, kTile, kRowBytes>(p, shared_address(smem), x_bytes, landed,
+                                                                        x_full, warp - 1);
+      };
+      if (p.norm.act == Chain::kRelu) {
+        normalize(std::integral_constant<Chain, Chain::kRelu>());
+      } else if (p.norm.act == Chain::kSilu) {
+        normalize(std::integral_constant<Chain, Chain::kSilu>());
+      } else {
+        normalize(std::integral_constant<Chain, Chain::kNone>());
       }
     }
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kNormalizes ? 208 : 232));
   wait_for_prerequisites();  // for the bias
   const int warp = (tid / 32) % 4;
   const int g = lane >> 2, t4 = lane & 3;
@@ -175,7 +169,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
     const RowsTile t = rows_tile<kTile>(p, tile);
     const int c0 = t.m_tile * 64 + warp * 16 + g * 2;
     const int first_slot = t.q0 - t.first_row * plan.row_slots;
-    const int stages = (t.kd_end - t.kd_first) * plan.chunks;
+    const int stages = (t.kd.end - t.kd.first) * plan.chunks;
     int x_done = -1, w_done = -1;
     bool add = false;
     if constexpr (kPromotes) {

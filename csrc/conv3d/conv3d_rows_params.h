@@ -15,6 +15,8 @@
 namespace kgopt {
 
 inline constexpr int kRowsMaxStages = 12;
+inline constexpr int kRowsNormalizers = 3;  // warps
+inline constexpr int kRowsPieces = 12;      // of a stage of x that is normalized, at most
 
 struct RowsPlan {
   const char* refusal = nullptr;  // why the kernel cannot run it; null when it can
@@ -40,6 +42,16 @@ struct RowsPlan {
   int smem_bytes = 0;
   int64_t packed_bytes = 0;
   int64_t copy_bytes = 0;  // of x in two parts, [N][D][H][W][part][C]
+  // With a norm in front of it, stages of x come in pieces of some rows, each with a barrier of its own.
+  bool normalizes = false;
+  int piece_rows = 1;
+};
+
+// The norm: x is read as act(x * scale + shift), of a group norm's scale and shift.
+struct RowsNorm {
+  const void* table = nullptr;  // [n][c_in] of (mean, rstd, weight, bias) in fp32
+  int c_in = 0;
+  Chain act = Chain::kNone;  // not kAny
 };
 
 struct alignas(64) RowsParams {
@@ -52,6 +64,7 @@ struct alignas(64) RowsParams {
   int c_out;
   int in[3], out[3];
   RowsPlan plan;
+  RowsNorm norm;  // where the plan normalizes
 };
 
 struct RowsPackParams {

@@ -24,7 +24,8 @@ KGOPT_HD RowsSmemLayout rows_smem_layout(const RowsPlan& p) {
   RowsSmemLayout s{};
   s.weights = p.x_stages * rows_x_stage_bytes(p);
   s.barriers = s.weights + p.w_stages * rows_w_stage_bytes(p);
-  s.total = s.barriers + (4 * kRowsMaxStages + 1) * 8 + 1024;  // 1024: alignment
+  const int pieces = p.normalizes ? p.x_stages * kRowsPieces : 0;
+  s.total = s.barriers + (4 * kRowsMaxStages + 1 + pieces) * 8 + 1024;  // 1024: alignment
   return s;
 }
 
@@ -44,8 +45,9 @@ inline double rows_tile_cycles(const RowsPlan& p) {
   return std::max(products + promotions, bytes / 28) + (half ? 3300 : 5800);
 }
 
-inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits) {
+inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits, bool normalizes = false) {
   RowsPlan p;
+  p.normalizes = normalizes;
   auto refuse = [&](const char* why) {
     p.refusal = why;
     return p;
@@ -54,6 +56,7 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
   if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   p.math = conv_math(problem);
   p.parts = p.math == ConvMath::kTf32x3 ? 2 : 1;
+  if (p.parts == 2 && normalizes) return refuse("fp32 accuracy reads a copy of x, which has no norm in front");
   if (!problem.channels_innermost) return refuse("x is not channels_last, or not in whole 16-byte pieces");
   if (problem.epilogue != ConvEpilogue::kStore) return refuse("an epilogue other than a store");
   if (problem.groups != 1) return refuse("grouped convolution");
@@ -62,16 +65,9 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
   if (problem.c_out % 8 != 0) return refuse("output channels are no multiple of 8");
   if (problem.c_out > 8192) return refuse("more than 8192 output channels");
   for (int i = 0; i < 3; ++i) {
-    if (problem.stride[i] != 1) return refuse("stride above 1");
-    if (problem.kernel[i] > 7) return refuse("kernel above 7");
-    if (problem.in[i] > (1 << 20) || problem.dilation[i] > 64) return refuse("a size or dilation is too large");
-    const int64_t span = (problem.kernel[i] - 1) * problem.dilation[i];
-    const int64_t padding = problem.transposed ? span - problem.padding[i] : problem.padding[i];
-    if (padding < 0 || padding > span) return refuse("padding beyond the kernel's extent");
-    if (problem.out[i] != problem.in[i] + 2 * padding - span) return refuse("output padding");
+    if (const char* why = shifted_taps_refusal(problem, i, &p.padding[i])) return refuse(why);
     p.taps[i] = static_cast<int>(problem.kernel[i]);
     p.dilation[i] = static_cast<int>(problem.dilation[i]);
-    p.padding[i] = static_cast<int>(padding);
   }
   p.flip = problem.transposed;
   if (problem.in[2] + p.padding[2] > 256) return refuse("rows above 256 positions");
@@ -131,6 +127,7 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
   }
   if (least < 0) return refuse("a tile does not fit in shared memory");
   p = best;
+  p.piece_rows = (p.stage_rows + kRowsPieces - 1) / kRowsPieces;
   p.by_m_tiles = hopper_divisor(p.m_tiles);
   p.by_tiles_per_sample = hopper_divisor(p.tiles_per_sample);
   p.by_row = hopper_divisor(p.row_slots);
@@ -139,6 +136,24 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
   p.packed_bytes = int64_t(p.m_tiles) * p.taps[0] * p.chunks * p.taps[1] * p.taps[2] * rows_w_stage_bytes(p);
   if (p.packed_bytes >= int64_t(1) << 34) return refuse("too many weights");
   return p;
+}
+
+// Whether it is expected to be faster than a pass that normalizes x and the plain convolution. Three warps normalize
+// a stage beside the products of the one before; what takes them longer than the products, the products wait for. An
+// instruction takes such a warp some 7 cycles, since the products hold the registers. Cycles fitted on an H200, in bf16
+// and TF32; where the normalization takes half as long again, as with SiLU, or channel tiles repeat it, the pass wins.
+inline bool rows_norm_pays(const ConvProblem& problem, const RowsPlan& p, Chain act) {
+  const bool half = dtype_size(problem.dtype) == 2;
+  const double vector = act == Chain::kSilu ? 155 : (half ? 112 : 96) * (p.row_bytes == 64 ? 0.76 : 1);
+  const int64_t part = (problem.in[2] + 31) / 32 * 16;            // positions of half a row
+  const double vectors = double(part) * (p.row_bytes / 16) / 32;  // of a lane
+  const double stage = p.stage_rows * 2.0 / kRowsNormalizers * (400 + vectors * vector);
+  const double products = double(p.taps[1]) * p.taps[2] * (p.row_bytes / 32) * p.columns;
+  const double rounds = double((p.tiles + p.blocks - 1) / std::max(p.blocks, 1));
+  const double exposed = rounds * (p.taps[0] * p.chunks * std::max(stage - products, 300.0)) / 1755;
+  const double x_bytes = double(problem.n) * problem.c_in * problem.in[0] * problem.in[1] * problem.in[2] *
+                         static_cast<double>(dtype_size(problem.dtype));
+  return exposed < 0.85 * (5 + 2 * x_bytes / 3.8e6);
 }
 
 }  // namespace kgopt

@@ -391,7 +391,9 @@ struct __attribute__((visibility("hidden"))) ConvTail {
 Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan,
                    const ConvTail& tail = ConvTail());
 
-Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail = ConvTail());
+// `norm`: in front of it, where the plan normalizes.
+Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail = ConvTail(),
+                 const RowsNorm& norm = RowsNorm());
 
 // The convolution, by whichever path `choose` takes for the storing epilogue, and as much of the tail as its kernel can
 // do to what it stores.

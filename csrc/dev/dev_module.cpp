@@ -14,7 +14,7 @@
 #include "conv3d/conv3d_dispatch.h"
 #include "conv3d/conv3d_gradients.h"
 #include "conv3d/conv3d_plan.h"
-#include "conv3d/conv3d_rows_prologue_plan.h"
+#include "conv3d/conv3d_rows_plan.h"
 #include "conv3d/conv_shape.h"
 #include "groupnorm/group_norm_cluster_plan.h"
 #include "groupnorm/group_norm_columns_plan.h"
@@ -308,15 +308,12 @@ void bind_conv(py::module_& m) {
       .def_readonly("x_stages", &RowsPlan::x_stages)
       .def_readonly("w_stages", &RowsPlan::w_stages)
       .def_readonly("lag", &RowsPlan::lag)
+      .def_readonly("normalizes", &RowsPlan::normalizes)
+      .def_readonly("piece_rows", &RowsPlan::piece_rows)
       .def_readonly("smem_bytes", &RowsPlan::smem_bytes)
       .def_readonly("packed_bytes", &RowsPlan::packed_bytes)
       .def_property_readonly("taps", [](const RowsPlan& p) { return copied(p.taps); })
       .def_property_readonly("padding", [](const RowsPlan& p) { return copied(p.padding); });
-
-  py::class_<RowsProloguePlan>(m, "RowsProloguePlan",
-                               "That plan with a norm in front; fields as in conv3d_rows_prologue_plan.h.")
-      .def_readonly("rows", &RowsProloguePlan::rows)
-      .def_readonly("piece_rows", &RowsProloguePlan::piece_rows);
 
   py::class_<FlatPlan>(m, "FlatPlan",
                        "The plan of the convolution with its norm in one launch; fields as in conv3d_flat_params.h.")
@@ -479,10 +476,8 @@ void bind_conv(py::module_& m) {
   m.attr("HOPPER_MAX_STAGES") = kHopperMaxStages;
   m.def("plan_hopper", &plan_hopper, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("ROWS_MAX_STAGES") = kRowsMaxStages;
-  m.def("plan_rows", &plan_rows, py::arg("problem"), py::arg("limits") = DeviceLimits{});
-  m.attr("ROWS_PROLOGUE_STAGES") = kRowsPrologueStages;
-  m.attr("ROWS_PROLOGUE_PIECES") = kRowsProloguePieces;
-  m.def("plan_rows_prologue", &plan_rows_prologue, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("plan_rows", &plan_rows, py::arg("problem"), py::arg("limits") = DeviceLimits{}, py::arg("normalizes") = false);
+  m.attr("ROWS_PIECES") = kRowsPieces;
   m.def("rows_image_channel", &rows_image_channel, py::arg("row"));
   m.attr("FLAT_CHANNELS") = kFlatChannels;
   m.attr("FLAT_ROW_BYTES") = kFlatRowBytes;

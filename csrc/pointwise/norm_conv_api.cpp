@@ -1,6 +1,6 @@
 // Convolutions of act(group_norm(x)) on CUDA: by kernels that normalize what they load, so that x is read once and its
 // norm never stored, or in two steps.
-#include "../conv3d/conv3d_rows_prologue.h"
+#include "../conv3d/conv_call.h"
 #include "../groupnorm/groupnorm_api.h"
 #include "pointwise_api.h"
 #include "pointwise_checks.h"
@@ -96,38 +96,14 @@ Tensor conv_few(const ConvArgs& a, const ConvShape& shape, NormConvFewParams p, 
   return y;
 }
 
-Tensor conv_rows_prologue(const ConvArgs& a, const ConvShape& shape, const RowsProloguePlan& plan, const Prologue& norm,
-                          const ActChain& gn_act, const ActChain& act) {
-  const Tensor table = norm_table(a.op, a.x, norm);
-  const cudaStream_t stream = stream_of(a.x);
-  Workspace workspace(a.x);
-  const int64_t packed = workspace.reserve(plan.rows.packed_bytes);
-  const int64_t bias = workspace.reserve(int64_t(plan.rows.m_tiles) * plan.rows.segments * 64 * 4);
-  workspace.allocate();
-  Tensor y = allocate_output(a, shape);
-  RowsParams p =
-      start_rows(a, shape, plan.rows, workspace.at<void>(packed), workspace.at<float>(bias), nullptr, stream);
-  p.y = y.mutable_data_ptr();
-  p.y_stride_n = y.stride(0);
-  spatial_strides(y, a.rank, p.y_stride);
-  p.act = chain_kind(act);
-  RowsPrologue prologue;
-  prologue.table = static_cast<const float4*>(table.const_data_ptr());
-  prologue.c_in = static_cast<int>(shape.c_in);
-  prologue.piece_rows = plan.piece_rows;
-  prologue.act = chain_kind(gn_act);
-  raise_on_error(a.op, run_conv_rows_prologue(p, prologue, stream));
-  return y;
-}
-
-RowsProloguePlan choose_prologue(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend) {
-  return plan_rows_prologue(problem, limits);
+RowsPlan choose_rows_prologue(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend) {
+  return plan_rows(problem, limits, true);
 }
 
 // Which kernel normalizes what it loads, if any.
 struct PrologueChoice {
   const NormConvFewParams* few = nullptr;
-  const RowsProloguePlan* rows = nullptr;
+  const RowsPlan* rows = nullptr;
   std::string reason;
 };
 
@@ -156,9 +132,9 @@ PrologueChoice choose_kernel(const ConvArgs& a, const ConvShape& shape, int64_t 
   if (!has_moments && !rows_named) return by_rows("no moments of x");
   if (choose(a, shape, ConvEpilogue::kStore).path != ConvPath::kRows) return by_rows("the convolution is another one");
   const ConvProblem problem = problem_of(a, shape, ConvEpilogue::kStore);
-  const RowsProloguePlan& plan = choose_cached(problem, limits_of(a), ConvBackend::kAuto, &choose_prologue);
-  if (plan.rows.refusal) return by_rows(plan.rows.refusal);
-  if (!rows_named && !rows_prologue_pays(problem, plan, chain_kind(gn_act))) {
+  const RowsPlan& plan = choose_cached(problem, limits_of(a), ConvBackend::kAuto, &choose_rows_prologue);
+  if (plan.refusal) return by_rows(plan.refusal);
+  if (!rows_named && !rows_norm_pays(problem, plan, chain_kind(gn_act))) {
     return by_rows("a pass of its own for the norm is predicted to be faster");
   }
   return {nullptr, &plan, "by rows: each stage is normalized in shared memory"};
@@ -204,7 +180,14 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
       return conv_few(of_z, shape, few, {none, 0, none, none, eps}, ActChain());
     }
     if (choice.few) return conv_few(conv, shape, few, norm, of_norm);
-    if (choice.rows) return conv_rows_prologue(conv, shape, *choice.rows, norm, of_norm, of_sum);
+    if (choice.rows) {
+      const Tensor table = norm_table(op, x, norm);
+      const RowsNorm rows{table.const_data_ptr(), static_cast<int>(shape.c_in), chain_kind(of_norm)};
+      ConvTail tail;
+      tail.act = of_sum;
+      tail.left_rest = false;
+      return conv_rows(conv, shape, *choice.rows, tail, rows);
+    }
   }
   const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
   return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,

@@ -1,0 +1,68 @@
+// What the kernels of conv3d_hopper_kernel.cuh, conv3d_rows_kernel.cuh and conv3d_flat_kernel.cuh share: implicit GEMMs
+// on wgmma whose operands come through rings of stages in shared memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../common/async.cuh"
+#include "../common/dtype.cuh"
+#include "../common/wgmma.cuh"
+#include "conv3d_hopper_params.h"
+
+namespace kgopt {
+
+inline constexpr int kHopperThreads = (kHopperConsumers + 1) * 128;
+
+template <ConvMath kMath>
+struct HopperTypes {
+  using Element = float;
+  static constexpr WgmmaType kWgmma = WgmmaType::kTf32;
+};
+template <>
+struct HopperTypes<ConvMath::kBf16> {
+  using Element = __nv_bfloat16;
+  static constexpr WgmmaType kWgmma = WgmmaType::kBf16;
+};
+template <>
+struct HopperTypes<ConvMath::kFp16> {
+  using Element = __half;
+  static constexpr WgmmaType kWgmma = WgmmaType::kFp16;
+};
+
+// Index of a stage in a ring and the parity of its barriers.
+struct StageCursor {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Taps of the depth that read inside the tensor; at least one, which may read zeros.
+struct DepthTaps {
+  int first, end;
+};
+
+// Of a tile whose first plane of outputs reads depth `lo` with its first tap, and whose last plane depth `hi`.
+__device__ __forceinline__ DepthTaps depth_taps(int lo, int hi, int depth, int taps, int step) {
+  DepthTaps t;
+  t.first = hi < 0 ? (-hi + step - 1) / step : 0;
+  t.end = lo >= depth ? 0 : min(taps, (depth - 1 - lo) / step + 1);
+  if (t.first >= t.end) t.first = 0, t.end = 1;
+  return t;
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// A weight image into its stage, as soon as that is free.
+__device__ __forceinline__ void load_image(char* stages, const char* image, int bytes, uint64_t* full, uint64_t* empty,
+                                           const StageCursor& s, uint64_t policy) {
+  barrier_wait(empty + s.stage, s.parity ^ 1);
+  barrier_expect_bytes(full + s.stage, bytes);
+  bulk_load(stages + s.stage * bytes, image, bytes, full + s.stage, policy);
+}
+#endif
+
+}  // namespace kgopt
