@@ -488,6 +488,18 @@ def test_compiled_upsampling_keeps_the_format_that_the_model_computes_in(device)
     assert torch.equal(y, expected)
     with torch.enable_grad():  # PyTorch's, which have gradients
         assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), expected)
+    dense = []
+
+    def backend(graph, example_inputs):
+        dense.extend(
+            n.meta["example_value"].is_contiguous() for n in graph.graph.nodes if "built-in method cat" in str(n.target)
+        )
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend=backend)(x), expected)
+    assert dense == [True]  # channels are its last dim, so that they are innermost whatever the compiler does
     state = model[0].__dict__["_kgopt_glue"]
     state.upsamples = False  # as where it was not always the faster one
     assert not any("upsample" in name for name, _ in compiled_nodes(model, x)[1])

@@ -637,17 +637,21 @@ class _Replace(TorchFunctionMode):
 
 
 class _Upsample(TorchFunctionMode):
-    """In compiled code: upsampling by kgopt's op, whose result keeps channels_last.
+    """In compiled code: upsampling by kgopt's op, and joins, whose results keep channels_last.
 
-    The compiler's own gives three spatial dims a contiguous tensor, which the next convolution has converted.
+    The compiler's own give contiguous tensors of three spatial dims, which the next convolution has converted.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.interpolate:
+        if func is F.interpolate or func in _CATS:
             call = recognize(func, args, kwargs)
-            if call is not None and call.kind == "nearest" and call.x.dim() == 5 and _is_channels_last(call.x):
-                return _OPS.upsample_nearest(call.x, list(call.argument))
+            if call is not None and call.x.dim() == 5 and _is_channels_last(call.x):
+                if call.kind == "nearest":
+                    return _OPS.upsample_nearest(call.x, list(call.argument))
+                if call.kind == "cat":  # of tensors whose innermost dim is their last
+                    dim = (0, 4, 1, 2, 3)[call.argument[0]]
+                    return torch.cat([t.movedim(1, -1) for t in (call.x, *call.more)], dim).movedim(-1, 1)
         return func(*args, **kwargs)
 
 
