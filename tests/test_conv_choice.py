@@ -92,6 +92,30 @@ def test_far_from_every_row_cudnn_is_taken():
     assert "far from every measured" in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("n", "c_in", "c_out", "groups", "size", "kernel", "padding", "path"),
+    [
+        (3, 8, 8, 1, (60, 89, 79), 1, 0, "implicit_gemm"),
+        (7, 24, 24, 1, (23, 17, 22), 3, 3, "implicit_gemm"),
+        (1, 100, 100, 100, (11, 11, 14), 5, 4, "implicit_gemm"),
+        (4, 160, 84, 1, (3, 2, 2), 5, 4, "aten"),  # sums that are long for a block, few positions
+    ],
+)
+def test_an_output_padding_that_cudnn_lacks(n, c_in, c_out, groups, size, kernel, padding, path):
+    output = tuple(s - 2 * padding + 3 * (kernel - 1) + 1 for s in size)
+    row = next(row for row in ROWS if row["transposed"] and row["layout"] == "channels_last")
+    changes = {
+        "n": n, "c_in": c_in, "c_out": c_out, "groups": groups, "input": size, "output": output,
+        "kernel": (kernel,) * 3, "stride": (1, 1, 1), "padding": (padding,) * 3, "dilation": (3, 3, 3),
+    }  # fmt: skip
+    choice = dev.choose_conv(problem(row, **changes))
+    assert choice.path.name == path
+    assert "output padding" in choice.reason
+    # One less, and cuDNN has it.
+    plain = dev.choose_conv(problem(row, **{**changes, "output": tuple(o - 1 for o in output)}))
+    assert "output padding" not in plain.reason
+
+
 def test_few_channels_take_their_kernel_where_it_was_measured_to_be_fastest():
     """It once stood in for the implicit GEMM alone, and cuDNN was taken where only it was faster than cuDNN."""
     won = [

@@ -14,7 +14,8 @@ namespace kgopt {
 
 enum ConvTimed { kTimedAten, kTimedImplicitGemm, kTimedHopper, kTimedRows, kTimedNarrow, kTimedPaths };
 
-inline constexpr double kOwnMargin = 0.92;  // of cuDNN's time: what an own kernel must stay below to be taken
+inline constexpr double kOwnMargin = 0.92;       // of cuDNN's time: what an own kernel must stay below to be taken
+inline constexpr double kPredictedMargin = 0.5;  // the same where both times are predictions
 
 // One measured convolution.
 struct ConvMeasured {
@@ -92,6 +93,19 @@ inline ConvPrediction predict_conv(const ConvProblem& q, const DeviceLimits& lim
   // No launch ahead of it; the estimate of its cycles was two thirds of what it took.
   if (!narrow.refusal) t.us[kTimedNarrow] = 4 + 1.5 * narrow.cycles / kHopperCyclesPerMicrosecond;
   return t;
+}
+
+// PyTorch leaves a transposed convolution whose output padding reaches the stride to kernels of its own: a product and
+// a scatter for every sample and group. Their microseconds, fitted to twelve such on an H200; 0 where cuDNN does it.
+inline double padded_aten_microseconds(const ConvProblem& q) {
+  bool padded = false;
+  double columns = double(q.c_out) / q.groups;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t least = (q.in[i] - 1) * q.stride[i] - 2 * q.padding[i] + q.dilation[i] * (q.kernel[i] - 1) + 1;
+    padded = padded || q.out[i] - least >= q.stride[i];
+    columns *= double(q.in[i]) * q.kernel[i];
+  }
+  return q.transposed && padded ? double(q.n) * q.groups * (12 + 28e-6 * columns) : 0;
 }
 
 // How far a measured convolution is from another one; below 0 when it says nothing about it.

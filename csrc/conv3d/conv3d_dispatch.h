@@ -87,6 +87,15 @@ inline void choose_by_table(const ConvProblem& problem, const DeviceLimits& limi
                                        ConvPath::kNarrow};
   const ConvPrediction predicted =
       predict_conv(problem, limits, choice->plan, choice->hopper, choice->rows, choice->narrow);
+  if (const double aten = padded_aten_microseconds(problem); aten > 0 && !own) {
+    const double us = predicted.us[kTimedImplicitGemm];
+    const bool takes = us > 0 && us < kPredictedMargin * aten;
+    choice->path = takes ? ConvPath::kImplicitGemm : ConvPath::kAten;
+    choice->reason = "an output padding of the stride or more, which cuDNN does not have: about " +
+                     std::to_string(std::lround(aten)) + " us, implicit GEMM: " + std::to_string(std::lround(us)) +
+                     " us";
+    return;
+  }
   const ConvPrediction t = estimate_conv(problem, limits, predicted);
   int best = own ? kTimedImplicitGemm : kTimedAten;
   // Where it makes no difference cuDNN is taken.

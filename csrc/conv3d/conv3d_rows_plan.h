@@ -138,22 +138,21 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
   return p;
 }
 
-// Whether it is expected to be faster than a pass that normalizes x and the plain convolution. Three warps normalize
-// a stage beside the products of the one before; what takes them longer than the products, the products wait for. An
-// instruction takes such a warp some 7 cycles, since the products hold the registers. Cycles fitted on an H200, in bf16
-// and TF32; where the normalization takes half as long again, as with SiLU, or channel tiles repeat it, the pass wins.
+// Whether a norm in front is expected to be faster than a pass that normalizes x and the plain convolution. Three warps
+// normalize a stage beside the products of the one before; what takes them longer than the products, the products wait
+// for, and for all of the first. Cycles fitted on an H200: of part of a row, and of 16 bytes of each lane, which the
+// products' own reads of shared memory slow down. With SiLU, or where channel tiles repeat it, the pass wins.
 inline bool rows_norm_pays(const ConvProblem& problem, const RowsPlan& p, Chain act) {
-  const bool half = dtype_size(problem.dtype) == 2;
-  const double vector = act == Chain::kSilu ? 155 : (half ? 112 : 96) * (p.row_bytes == 64 ? 0.76 : 1);
-  const int64_t part = (problem.in[2] + 31) / 32 * 16;            // positions of half a row
-  const double vectors = double(part) * (p.row_bytes / 16) / 32;  // of a lane
-  const double stage = p.stage_rows * 2.0 / kRowsNormalizers * (400 + vectors * vector);
+  const bool half = dtype_size(problem.dtype) == 2, wide = p.row_bytes == 128;
+  const double vector = act == Chain::kSilu ? (wide ? 135 : 197) : !wide ? 137 : half ? 91 : 83;
+  const double vectors = double(problem.in[2]) * (p.row_bytes / 16) / 32;  // of a lane, in a row
+  const double stage = double(p.stage_rows) / kRowsNormalizers * (2 * (wide ? 440 : 95) + vectors * vector);
   const double products = double(p.taps[1]) * p.taps[2] * (p.row_bytes / 32) * p.columns;
   const double rounds = double((p.tiles + p.blocks - 1) / std::max(p.blocks, 1));
-  const double exposed = rounds * (p.taps[0] * p.chunks * std::max(stage - products, 300.0)) / 1755;
+  const double exposed = (rounds * p.taps[0] * p.chunks * std::max(stage - products, 0.0) + stage) / 1755;
   const double x_bytes = double(problem.n) * problem.c_in * problem.in[0] * problem.in[1] * problem.in[2] *
                          static_cast<double>(dtype_size(problem.dtype));
-  return exposed < 0.85 * (5 + 2 * x_bytes / 3.8e6);
+  return exposed < 0.9 * (5 + 2 * x_bytes / 3.8e6);
 }
 
 }  // namespace kgopt
