@@ -372,6 +372,7 @@ _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_autocast_enabled = torch.is_autocast_enabled
 _len_torch_function_stack = torch._C._len_torch_function_stack
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
@@ -577,6 +578,11 @@ def direct(name: str) -> Callable[..., Any]:
     return call
 
 
+def without_grad(name: str) -> Callable[..., Any]:
+    """As :func:`direct` for callers who know that gradients are off and that nothing looks on."""
+    return _AT_AUTOGRAD[name][1]
+
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Of arguments that are no tensors of a type of their own; asking by type is quicker than isinstance.
 _USUAL = frozenset((*_PLAIN, type(None), bool, int, float, str, list, tuple, torch.Size))
@@ -605,7 +611,7 @@ def from_python(name: str) -> Callable[..., Any]:
             _refuse_forward_mode(name, args)
         if _is_any_autocast_enabled():
             device = args[0].device.type
-            if device in at_autocast and torch.is_autocast_enabled(device):
+            if device in at_autocast and _is_autocast_enabled(device):
                 return at_autocast[device](*args, **keywords)
         if _is_grad_enabled() and _any_requires_grad(*args):
             return record(args, keywords)
