@@ -33,6 +33,13 @@ struct __attribute__((visibility("hidden"))) ConvArgs {
   const std::string& backend;
   std::optional<bool> allow_tf32;
   bool wide_weight = false;  // may weight and bias be float32 beside a half x?
+  mutable std::optional<bool> known_tf32 = std::nullopt;
+
+  // The switch is Python's, and asking for it takes longer than planning: once a call.
+  bool tf32() const {
+    if (!known_tf32) known_tf32 = resolve_allow_tf32(allow_tf32);
+    return *known_tf32;
+  }
 };
 
 inline ConvBackend parse_backend(const char* op, const std::string& backend) {
@@ -96,8 +103,7 @@ inline DeviceLimits limits_of(const ConvArgs& a) {
 }
 
 inline ConvProblem problem_of(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
-  // The switch is Python's, and asking for it takes longer than all else here.
-  const bool allow_tf32 = shape.dtype != Dtype::kFloat32 || resolve_allow_tf32(a.allow_tf32);
+  const bool allow_tf32 = shape.dtype != Dtype::kFloat32 || a.tf32();
   return make_problem(shape, epilogue, allow_tf32, has_channels_innermost(a.x, shape));
 }
 

@@ -38,15 +38,15 @@ int64_t partials_bytes(const ConvShape& shape, int64_t slices) { return shape.n 
 
 // The merge of what a convolution's epilogue left in `partials`.
 GroupStatsFinalizeParams finalize_params(const ConvArgs& a, const ConvShape& shape, int64_t slices, const Norm& norm,
-                                         float* partials, const Tensor& mean, const Tensor& rstd) {
+                                         float* partials, void* mean, void* rstd) {
   GroupStatsFinalizeParams f;
   f.partials = {partials, slices, shape.c_out};
   f.n = shape.n;
   f.c = shape.c_out;
   f.g = norm.groups;
   f.eps = norm.eps;
-  f.mean = mean.mutable_data_ptr();
-  f.rstd = rstd.mutable_data_ptr();
+  f.mean = mean;
+  f.rstd = rstd;
   f.weight = norm.weight_data();
   f.bias = norm.bias_data();
   f.affine_dtype = norm.dtype(a.op);
@@ -121,49 +121,85 @@ struct __attribute__((visibility("hidden"))) StatsPass {
   }
 };
 
+// A small result in float32: a tensor where somebody is given it, else a piece of the workspace. An allocation takes
+// the host a third of a launch.
+class __attribute__((visibility("hidden"))) SmallResult {
+ public:
+  // Before the workspace is allocated.
+  SmallResult(Workspace* workspace, IntArray sizes, bool given) : sizes_(std::move(sizes)), given_(given) {
+    int64_t count = 4;
+    for (const int64_t size : sizes_) count *= size;
+    if (!given_) at_ = workspace->reserve(count);
+  }
+  // And behind it.
+  void make(const Tensor& like, const Workspace& workspace) {
+    if (given_) tensor = empty_like_shape(like, sizes_, ScalarType::Float);
+    data = given_ ? tensor.mutable_data_ptr() : workspace.at<void>(at_);
+  }
+
+  Tensor tensor;
+  void* data = nullptr;
+
+ private:
+  IntArray sizes_;
+  bool given_;
+  int64_t at_ = 0;
+};
+
 struct __attribute__((visibility("hidden"))) MeanResult {
   Tensor out, channel_mean, mean, rstd;
 };
 
+// Without `given` out alone is returned, in x's dtype.
 MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const OptTensor& gn_weight,
-                                const OptTensor& gn_bias, double eps) {
+                                const OptTensor& gn_bias, double eps, bool given) {
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
   const ConvChoice choice = choose(a, shape, ConvEpilogue::kStats);
   if (!stores_nothing(choice) || a.x.numel() == 0) {
+    ConvTail tail;  // the bias can wait: to statistics it is a shift of each channel
+    const Tensor c = conv_forward(a, &tail);
     auto [out, channel_mean, mean, rstd] =
-        group_norm_mean_fwd_cuda(conv_forward(a), num_groups, norm.weight, norm.bias, eps);
+        group_norm_mean_cuda(c, num_groups, norm.weight, norm.bias, eps, tail.left_bias ? a.bias : std::nullopt, given);
     return {out, channel_mean, mean, rstd};
   }
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   StatsPass pass{a, shape, choice};
   Workspace workspace(a.x);
   pass.reserve(&workspace);
+  SmallResult out(&workspace, {shape.n}, given || shape.dtype == Dtype::kFloat32);
+  SmallResult channel_mean(&workspace, {shape.n, shape.c_out}, given);
+  SmallResult mean(&workspace, {shape.n, num_groups}, given), rstd(&workspace, {shape.n, num_groups}, given);
   workspace.allocate();
-  MeanResult r{empty_like_shape(a.x, {shape.n}, ScalarType::Float),
-               empty_like_shape(a.x, {shape.n, shape.c_out}, ScalarType::Float),
-               empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
-               empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
+  for (SmallResult* r : {&out, &channel_mean, &mean, &rstd}) r->make(a.x, workspace);
 
   GroupStatsFinalizeParams f =
-      finalize_params(a, shape, pass.slices(), norm, workspace.at<float>(pass.partials), r.mean, r.rstd);
-  f.channel_mean = r.channel_mean.mutable_data_ptr();
-  if (pass.run(workspace, f, static_cast<float*>(r.out.mutable_data_ptr()), stream)) return r;
+      finalize_params(a, shape, pass.slices(), norm, workspace.at<float>(pass.partials), mean.data, rstd.data);
+  f.channel_mean = channel_mean.data;
+  if (pass.run(workspace, f, static_cast<float*>(out.data), stream)) {
+    if (!given && shape.dtype != Dtype::kFloat32) out.tensor = rounded_cuda(a.op, out.data, {shape.n}, a.x);
+    return {out.tensor, channel_mean.tensor, mean.tensor, rstd.tensor};
+  }
 
   GroupNormMeanParams m;
-  m.channel_mean = r.channel_mean.const_data_ptr();
-  m.mean = r.mean.const_data_ptr();
-  m.rstd = r.rstd.const_data_ptr();
+  m.channel_mean = channel_mean.data;
+  m.mean = mean.data;
+  m.rstd = rstd.data;
   m.weight = norm.weight_data();
   m.bias = norm.bias_data();
   m.affine_dtype = norm.dtype(a.op);
   m.n = shape.n;
   m.c = shape.c_out;
   m.g = num_groups;
-  m.out = r.out.mutable_data_ptr();
+  if (!given && shape.dtype != Dtype::kFloat32) {
+    out.tensor = empty_like_shape(a.x, {shape.n});
+    out.data = out.tensor.mutable_data_ptr();
+    m.out_dtype = shape.dtype;
+  }
+  m.out = out.data;
   raise_on_error(a.op, run_group_norm_mean(m, stream));
-  return r;
+  return {out.tensor, channel_mean.tensor, mean.tensor, rstd.tensor};
 }
 
 struct __attribute__((visibility("hidden"))) NormResult {
@@ -287,7 +323,8 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   p.act = check_act(a.op, "relu");
   raise_on_error(a.op, run_conv_transpose3d_stats(p, shape.n, stream));
 
-  GroupStatsFinalizeParams f = finalize_params(a, shape, partials_slices(plan), norm, p.partials, r.mean, r.rstd);
+  GroupStatsFinalizeParams f = finalize_params(a, shape, partials_slices(plan), norm, p.partials,
+                                               r.mean.mutable_data_ptr(), r.rstd.mutable_data_ptr());
   f.table = workspace.at<void>(table);
   raise_on_error(a.op, run_group_stats_finalize(f, stream));
 
@@ -300,9 +337,10 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   return r;
 }
 
-// The convolution runs twice: once for its statistics, once into the epilogue that reduces over channels.
+// The convolution runs twice: once for its statistics, once into the epilogue that reduces over channels. Without
+// `given` y alone is returned, in x's dtype.
 NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const OptTensor& gn_weight,
-                                   const OptTensor& gn_bias, double eps) {
+                                   const OptTensor& gn_bias, double eps, bool given) {
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
@@ -319,11 +357,11 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
       r.mean = mean, r.rstd = rstd;
     } else {
       auto [mean, rstd] = group_norm_inplace_cuda(a.op, c, num_groups, norm.weight, norm.bias, eps, "tanh+hardswish",
-                                                  "none", /*add_input=*/true);
+                                                  "none", /*add_input=*/true, given);
       r.mean = mean, r.rstd = rstd;
     }
-    const Tensor y = logsumexp_cuda(c, {1}, true);
-    r.y = y.scalar_type() == stats_type(a.x) ? y : torch::stable::to(y, stats_type(a.x));
+    r.y = logsumexp_cuda(c, {1}, true);
+    if (given && r.y.scalar_type() != stats_type(a.x)) r.y = torch::stable::to(r.y, stats_type(a.x));
     return r;
   }
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
@@ -337,15 +375,20 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   const int64_t packed = narrow || shared_weights ? pass.packed : workspace.reserve(packed_weight_bytes(lse.plan));
   const int64_t bias = narrow || shared_weights ? pass.bias : workspace.reserve(packed_bias_bytes(shape, lse.plan));
   const int64_t table = workspace.reserve(shape.n * shape.c_out * 4 * 4);
+  SmallResult mean(&workspace, {shape.n, num_groups}, given), rstd(&workspace, {shape.n, num_groups}, given);
   workspace.allocate();
+  mean.make(a.x, workspace);
+  rstd.make(a.x, workspace);
   IntArray out_sizes = shape.out_sizes;
   out_sizes[1] = 1;
-  NormResult r{empty_like_shape(a.x, out_sizes, ScalarType::Float),
-               empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
-               empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
+  NormResult r{empty_like_shape(a.x, out_sizes, ScalarType::Float), mean.tensor, rstd.tensor};
+  const auto finish = [&] {
+    if (!given && shape.dtype != Dtype::kFloat32) r.y = rounded_cuda(a.op, r.y.const_data_ptr(), out_sizes, a.x);
+    return r;
+  };
 
   GroupStatsFinalizeParams f =
-      finalize_params(a, shape, pass.slices(), norm, workspace.at<float>(pass.partials), r.mean, r.rstd);
+      finalize_params(a, shape, pass.slices(), norm, workspace.at<float>(pass.partials), mean.data, rstd.data);
   f.table = workspace.at<void>(table);
   pass.run(workspace, f, nullptr, stream);
 
@@ -357,7 +400,7 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
     q.y_stride_n = r.y.stride(0);
     spatial_strides(r.y, a.rank, q.y_stride);
     raise_on_error(a.op, run_conv_narrow_residual_lse(q, shape.n, stream));
-    return r;
+    return finish();
   }
   ConvKernelParams q = make_kernel_params(a, shape, lse.plan);
   if (shared_weights) {
@@ -369,17 +412,15 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   q.norm_table = f.table;
   set_output(&q, r.y, a.rank);
   raise_on_error(a.op, run_conv3d_residual_lse(q, shape.n, stream));
-  return r;
+  return finish();
 }
 
 // Boxed entry points; the argument order is the schemas'.
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(Tensor x, Tensor weight, OptTensor bias,
-                                                                      int64_t num_groups, OptTensor gn_weight,
-                                                                      OptTensor gn_bias, IntArray stride,
-                                                                      IntArray padding, IntArray dilation,
-                                                                      int64_t groups, double eps, std::string backend,
-                                                                      std::optional<bool> allow_tf32) {
+MeanResult conv3d_group_norm_mean_of(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t num_groups,
+                                     const OptTensor& gn_weight, const OptTensor& gn_bias, const IntArray& stride,
+                                     const IntArray& padding, const IntArray& dilation, int64_t groups, double eps,
+                                     const std::string& backend, std::optional<bool> allow_tf32, bool given) {
   const ConvArgs a{"conv3d_group_norm_mean",
                    x,
                    weight,
@@ -393,16 +434,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(Tensor x, 
                    3,
                    backend,
                    allow_tf32};
-  MeanResult r = conv_group_norm_mean(a, num_groups, gn_weight, gn_bias, eps);
+  return conv_group_norm_mean(a, num_groups, gn_weight, gn_bias, eps, given);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(Tensor x, Tensor weight, OptTensor bias,
+                                                                      int64_t num_groups, OptTensor gn_weight,
+                                                                      OptTensor gn_bias, IntArray stride,
+                                                                      IntArray padding, IntArray dilation,
+                                                                      int64_t groups, double eps, std::string backend,
+                                                                      std::optional<bool> allow_tf32) {
+  const MeanResult r = conv3d_group_norm_mean_of(x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding,
+                                                 dilation, groups, eps, backend, allow_tf32, true);
   return {r.out, r.channel_mean, r.mean, r.rstd};
 }
 
 Tensor conv3d_group_norm_mean(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight,
                               OptTensor gn_bias, IntArray stride, IntArray padding, IntArray dilation, int64_t groups,
                               double eps, std::string backend, std::optional<bool> allow_tf32) {
-  return as_type_of(std::get<0>(conv3d_group_norm_mean_fwd(x, weight, bias, num_groups, gn_weight, gn_bias, stride,
-                                                           padding, dilation, groups, eps, backend, allow_tf32)),
-                    x);
+  return conv3d_group_norm_mean_of(x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding, dilation, groups,
+                                   eps, backend, allow_tf32, false)
+      .out;
 }
 
 std::tuple<Tensor, Tensor, Tensor> conv_transpose3d_relu_group_norm_fwd(
@@ -435,11 +486,11 @@ Tensor conv_transpose3d_relu_group_norm(Tensor x, Tensor weight, OptTensor bias,
                                                           allow_tf32));
 }
 
-std::tuple<Tensor, Tensor, Tensor> conv2d_residual_logsumexp_fwd(Tensor x, Tensor weight, OptTensor bias,
-                                                                 int64_t num_groups, OptTensor gn_weight,
-                                                                 OptTensor gn_bias, IntArray stride, IntArray padding,
-                                                                 IntArray dilation, int64_t groups, double eps,
-                                                                 std::string backend, std::optional<bool> allow_tf32) {
+NormResult conv2d_residual_logsumexp_of(const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                                        int64_t num_groups, const OptTensor& gn_weight, const OptTensor& gn_bias,
+                                        const IntArray& stride, const IntArray& padding, const IntArray& dilation,
+                                        int64_t groups, double eps, const std::string& backend,
+                                        std::optional<bool> allow_tf32, bool given) {
   const ConvArgs a{"conv2d_group_norm_tanh_hardswish_residual_logsumexp",
                    x,
                    weight,
@@ -453,16 +504,25 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_residual_logsumexp_fwd(Tensor x, Tenso
                    2,
                    backend,
                    allow_tf32};
-  NormResult r = conv_residual_logsumexp(a, num_groups, gn_weight, gn_bias, eps);
+  return conv_residual_logsumexp(a, num_groups, gn_weight, gn_bias, eps, given);
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv2d_residual_logsumexp_fwd(Tensor x, Tensor weight, OptTensor bias,
+                                                                 int64_t num_groups, OptTensor gn_weight,
+                                                                 OptTensor gn_bias, IntArray stride, IntArray padding,
+                                                                 IntArray dilation, int64_t groups, double eps,
+                                                                 std::string backend, std::optional<bool> allow_tf32) {
+  const NormResult r = conv2d_residual_logsumexp_of(x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding,
+                                                    dilation, groups, eps, backend, allow_tf32, true);
   return {r.y, r.mean, r.rstd};
 }
 
 Tensor conv2d_residual_logsumexp(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight,
                                  OptTensor gn_bias, IntArray stride, IntArray padding, IntArray dilation,
                                  int64_t groups, double eps, std::string backend, std::optional<bool> allow_tf32) {
-  return as_type_of(std::get<0>(conv2d_residual_logsumexp_fwd(x, weight, bias, num_groups, gn_weight, gn_bias, stride,
-                                                              padding, dilation, groups, eps, backend, allow_tf32)),
-                    x);
+  return conv2d_residual_logsumexp_of(x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding, dilation,
+                                      groups, eps, backend, allow_tf32, false)
+      .y;
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(128) group_norm_mean_kernel(const __grid_const
     sum += centered * static_cast<const Acc*>(p.rstd)[g] * weight + bias;
   }
   sum = block_sum(sum, shared);
-  if (threadIdx.x == 0) static_cast<Acc*>(p.out)[n] = sum / Acc(p.c);
+  if (threadIdx.x == 0) store_as<Acc>(p.out, n, p.out_dtype, sum / Acc(p.c));
 }
 
 }  // namespace

@@ -58,7 +58,8 @@ Status launch_stats(const GroupStatsParams& p, cudaStream_t stream) {
 
 // One block a group: warps take its rows, lanes the slices of a row.
 template <typename Acc>
-__global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_constant__ GroupStatsFinalizeParams p) {
+__global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_constant__ GroupStatsFinalizeParams p,
+                                                                   const void* shift, Dtype shift_dtype) {
   __shared__ Moments<Acc> shared[8];
   __shared__ Acc statistics[2];
   const int64_t n = blockIdx.x / p.g;
@@ -100,8 +101,9 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   Moments<Acc> mine;
   if (p.channel_mean) {
     for (int64_t r = warp; r < rows; r += 8) {
-      const Moments<Acc> m =
+      Moments<Acc> m =
           warp_merge(merge_strided(lane, 32, slices, [&](int64_t slice) { return slice * p.partials.rows + r; }));
+      if (shift) m.mean += load_as<Acc>(shift, group * rows + r, shift_dtype);
       if (lane == 0) static_cast<Acc*>(p.channel_mean)[n * p.c + group * rows + r] = m.mean;
       merge(mine, m);
     }
@@ -230,12 +232,14 @@ Status run_group_stats(const GroupStatsParams& p, cudaStream_t stream) {
   return status;
 }
 
-Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t stream) {
+Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t stream, const void* shift,
+                                Dtype shift_dtype) {
   if (p.n == 0) return Status::Ok();
   const unsigned blocks = static_cast<unsigned>(p.n * p.g);
   const char* const name = "group_stats_finalize_kernel";
-  return p.is_double ? launch_after<group_stats_finalize_kernel<double>>(true, name, blocks, 256, stream, p)
-                     : launch_after<group_stats_finalize_kernel<float>>(true, name, blocks, 256, stream, p);
+  return p.is_double
+             ? launch_after<group_stats_finalize_kernel<double>>(true, name, blocks, 256, stream, p, shift, shift_dtype)
+             : launch_after<group_stats_finalize_kernel<float>>(true, name, blocks, 256, stream, p, shift, shift_dtype);
 }
 
 Status run_channel_moments(const ChannelMomentsParams& p, cudaStream_t stream) {

@@ -18,7 +18,9 @@ namespace kgopt {
 // slice_length. per_channel: one row a channel also for contiguous x.
 void plan_group_stats(GroupStatsParams* p, bool per_channel, int sm_count);
 Status run_group_stats(const GroupStatsParams& p, cudaStream_t stream);
-Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t stream);
+// With `shift`, [C] of shift_dtype, as if it had been added to every channel; only where channel_mean is asked for.
+Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t stream, const void* shift = nullptr,
+                                Dtype shift_dtype = Dtype::kFloat32);
 Status run_channel_moments(const ChannelMomentsParams& p, cudaStream_t stream);
 Status run_moments_table(const MomentsTableParams& p, cudaStream_t stream);
 // Whether the current device runs code of this binary that was built for compute capability 9.0 or later.

@@ -8,17 +8,35 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-// Where a call's statistics go. Where nobody is given them, mean holds both: an allocation less.
+// Where a call's statistics go. Tensors where somebody is given them; else they lie in the workspace, for an allocation
+// takes the host a third of a launch.
 struct Statistics {
   Tensor mean, rstd, channel_mean;
   void* mean_data = nullptr;
   void* rstd_data = nullptr;
+  void* channel_mean_data = nullptr;
 };
 
-// Partial statistics of x, merged. With a table in the workspace the merge also fills it for a normalize pass.
+// A place for statistics that are not given away, in a workspace that is allocated between the two steps.
+struct StatisticsSpace {
+  int64_t mean, rstd, channel_mean;
+
+  StatisticsSpace(Workspace* workspace, const GroupNormDims& d, bool with_channel_mean)
+      : mean(workspace->reserve(d.n * d.g * acc_size(d))),
+        rstd(workspace->reserve(d.n * d.g * acc_size(d))),
+        channel_mean(with_channel_mean ? workspace->reserve(d.n * d.c * acc_size(d)) : 0) {}
+  void set(const Workspace& workspace, bool with_channel_mean, Statistics* stats) const {
+    stats->mean_data = workspace.at<void>(mean);
+    stats->rstd_data = workspace.at<void>(rstd);
+    if (with_channel_mean) stats->channel_mean_data = workspace.at<void>(channel_mean);
+  }
+};
+
+// Partial statistics of x, merged. With a table in the workspace the merge also fills it for a normalize pass; `shift`,
+// [C], is what x would have had added to every channel.
 void compute_statistics(const char* op, const Tensor& x, const GroupNormDims& d, const ActChain& pre_act, double eps,
                         const OptTensor& weight, const OptTensor& bias, bool with_table, bool with_channel_mean,
-                        Statistics* stats, Workspace* workspace, void** table) {
+                        Statistics* stats, Workspace* workspace, void** table, const OptTensor& shift = std::nullopt) {
   const DeviceInfo info = check_gpu(op, x);
   GroupStatsParams p;
   p.x = x.const_data_ptr();
@@ -27,7 +45,10 @@ void compute_statistics(const char* op, const Tensor& x, const GroupNormDims& d,
   plan_group_stats(&p, with_channel_mean, info.sm_count);
   const int64_t partials = workspace->reserve(d.n * p.partials.slices * p.partials.rows * 3 * acc_size(d));
   const int64_t table_at = with_table ? workspace->reserve(d.n * d.c * 4 * acc_size(d)) : 0;
+  std::optional<StatisticsSpace> space;
+  if (!stats->mean_data) space.emplace(workspace, d, with_channel_mean);
   workspace->allocate();
+  if (space) space->set(*workspace, with_channel_mean, stats);
   p.partials.data = workspace->at<void>(partials);
   raise_on_error(op, run_group_stats(p, stream_of(x)));
 
@@ -40,22 +61,26 @@ void compute_statistics(const char* op, const Tensor& x, const GroupNormDims& d,
   f.is_double = d.dtype == Dtype::kFloat64;
   f.mean = stats->mean_data;
   f.rstd = stats->rstd_data;
-  f.channel_mean = with_channel_mean ? stats->channel_mean.mutable_data_ptr() : nullptr;
+  f.channel_mean = stats->channel_mean_data;
   f.table = with_table ? workspace->at<void>(table_at) : nullptr;
   f.weight = data_or_null(weight);
   f.bias = data_or_null(bias);
   f.affine_dtype = affine_dtype(op, weight, bias);
-  raise_on_error(op, run_group_stats_finalize(f, stream_of(x)));
+  raise_on_error(op, run_group_stats_finalize(f, stream_of(x), data_or_null(shift),
+                                              shift ? check_dtype(op, "bias", *shift) : Dtype::kFloat32));
   if (table) *table = f.table;
 }
 
-Statistics allocate_statistics(const Tensor& x, const GroupNormDims& d, bool with_channel_mean, bool given = true) {
+Statistics allocate_statistics(const Tensor& x, const GroupNormDims& d, bool with_channel_mean) {
   Statistics s;
-  s.mean = empty_like_shape(x, given ? IntArray{d.n, d.g} : IntArray{2, d.n, d.g}, stats_type(x));
-  if (given) s.rstd = empty_like_shape(x, {d.n, d.g}, stats_type(x));
+  s.mean = empty_like_shape(x, {d.n, d.g}, stats_type(x));
+  s.rstd = empty_like_shape(x, {d.n, d.g}, stats_type(x));
   s.mean_data = s.mean.mutable_data_ptr();
-  s.rstd_data = given ? s.rstd.mutable_data_ptr() : static_cast<char*>(s.mean_data) + d.n * d.g * acc_size(d);
-  if (with_channel_mean) s.channel_mean = empty_like_shape(x, {d.n, d.c}, stats_type(x));
+  s.rstd_data = s.rstd.mutable_data_ptr();
+  if (with_channel_mean) {
+    s.channel_mean = empty_like_shape(x, {d.n, d.c}, stats_type(x));
+    s.channel_mean_data = s.channel_mean.mutable_data_ptr();
+  }
   return s;
 }
 
@@ -119,12 +144,13 @@ bool exceeds_l2(const char* op, const Tensor& x, const GroupNormDims& d) {
 }
 
 // Statistics of dense x, then y = act(GroupNorm(pre_act(x))) (+ x) in the same layout; y may be x. Without `given`, the
-// statistics serve this call alone.
+// statistics serve this call alone and are not returned.
 Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
                           const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
                           const ActChain& pre_act, bool add_input = false, bool given = true) {
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
-  Statistics s = allocate_statistics(x, d, false, given);
+  Statistics s;
+  if (given) s = allocate_statistics(x, d, false);
   const NormChoice choice = choose_way(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, 1, pre_act, act);
   GroupNormFwdArgs a;
   a.x = x.const_data_ptr();
@@ -139,15 +165,19 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   a.streaming_stores = exceeds_l2(op, x, d);
   a.eps = static_cast<float>(eps);
   if (choice.way != NormWay::kPasses) {
-    a.mean = static_cast<float*>(s.mean_data);
-    a.rstd = static_cast<float*>(s.rstd_data);
     Workspace workspace(x);
     const int64_t count = choice.way == NormWay::kOneRead   ? choice.one_read.words
                           : choice.way == NormWay::kRows    ? choice.rows.words
                           : choice.way == NormWay::kColumns ? choice.columns.words
                                                             : 0;
     const int64_t words = workspace.reserve(count * sizeof(uint64_t));
+    std::optional<StatisticsSpace> space;
+    if (!given) space.emplace(&workspace, d, false);
     workspace.allocate();
+    Statistics here = s;
+    if (space) space->set(workspace, false, &here);
+    a.mean = static_cast<float*>(here.mean_data);
+    a.rstd = static_cast<float*>(here.rstd_data);
     uint64_t* const at = workspace.at<uint64_t>(words);
     Status status;
     switch (choice.way) {
@@ -209,33 +239,37 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cuda(Tensor x, int64_t num_gro
 
 std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor& x, int64_t num_groups,
                                                    const OptTensor& weight, const OptTensor& bias, double eps,
-                                                   const std::string& act, const std::string& pre_act, bool add_input) {
+                                                   const std::string& act, const std::string& pre_act, bool add_input,
+                                                   bool given) {
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
   const Statistics s =
-      normalize_into(op, x, x, d, weight, bias, eps, check_act(op, act), check_act(op, pre_act), add_input);
+      normalize_into(op, x, x, d, weight, bias, eps, check_act(op, act), check_act(op, pre_act), add_input, given);
   return {s.mean, s.rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight,
-                                                                    OptTensor bias, double eps) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_cuda(const Tensor& x, int64_t num_groups,
+                                                                const OptTensor& weight, const OptTensor& bias,
+                                                                double eps, const OptTensor& shift, bool given) {
   const char* const op = "group_norm_mean";
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
   const DeviceGuard guard(x.get_device_index());
-  Tensor out = empty_like_shape(x, {d.n}, stats_type(x));
+  Tensor out = empty_like_shape(x, {d.n}, given ? stats_type(x) : x.scalar_type());
   if (d.numel() == 0) {
-    Statistics s = empty_statistics(x, d, true);
+    Statistics s;
+    if (given) s = empty_statistics(x, d, true);
     torch::stable::fill_(out, std::nan(""));  // the mean of nothing
     return {out, s.channel_mean, s.mean, s.rstd};
   }
   const Tensor dense = dense_in(x, format_of(x, d));
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
-  Statistics s = allocate_statistics(x, d, true);
+  Statistics s;
+  if (given) s = allocate_statistics(x, d, true);
   Workspace workspace(x);
-  compute_statistics(op, dense, d, ActChain(), eps, w, b, false, true, &s, &workspace, nullptr);
+  compute_statistics(op, dense, d, ActChain(), eps, w, b, false, true, &s, &workspace, nullptr, dense_or_none(shift));
   GroupNormMeanParams p;
-  p.channel_mean = s.channel_mean.const_data_ptr();
-  p.mean = s.mean.const_data_ptr();
-  p.rstd = s.rstd.const_data_ptr();
+  p.channel_mean = s.channel_mean_data;
+  p.mean = s.mean_data;
+  p.rstd = s.rstd_data;
   p.weight = data_or_null(w);
   p.bias = data_or_null(b);
   p.affine_dtype = affine_dtype(op, w, b);
@@ -244,6 +278,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, in
   p.c = d.c;
   p.g = d.g;
   p.out = out.mutable_data_ptr();
+  p.out_dtype = check_dtype(op, "x", out);
   raise_on_error(op, run_group_norm_mean(p, stream_of(x)));
   return {out, s.channel_mean, s.mean, s.rstd};
 }
@@ -427,9 +462,13 @@ Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias
   return y;
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd(Tensor x, int64_t num_groups, OptTensor weight,
+                                                               OptTensor bias, double eps) {
+  return group_norm_mean_cuda(x, num_groups, weight, bias, eps);
+}
+
 Tensor group_norm_mean(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias, double eps) {
-  const Tensor out = std::get<0>(group_norm_mean_fwd_cuda(x, num_groups, weight, bias, eps));
-  return out.scalar_type() == x.scalar_type() ? out : torch::stable::to(out, x.scalar_type());
+  return std::get<0>(group_norm_mean_cuda(x, num_groups, weight, bias, eps, std::nullopt, /*given=*/false));
 }
 
 std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, std::string pre_act, bool backward,
@@ -628,6 +667,6 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_norm_backward", TORCH_BOX(&kgopt::group_norm_backward));
   m.impl("explain_group_norm", TORCH_BOX(&kgopt::explain_group_norm));
   m.impl("group_norm_mean", TORCH_BOX(&kgopt::group_norm_mean));
-  m.impl("group_norm_mean_fwd", TORCH_BOX(&kgopt::group_norm_mean_fwd_cuda));
+  m.impl("group_norm_mean_fwd", TORCH_BOX(&kgopt::group_norm_mean_fwd));
   m.impl("group_norm_mean_backward", TORCH_BOX(&kgopt::group_norm_mean_backward));
 }

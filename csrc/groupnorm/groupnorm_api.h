@@ -31,15 +31,19 @@ inline int64_t acc_size(const GroupNormDims& d) { return d.dtype == Dtype::kFloa
 std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias,
                                                        double eps, std::string act, std::string pre_act);
 
-// (mean, rstd); x, dense and not empty, is overwritten by the normalized tensor, plus itself with add_input.
+// (mean, rstd); x, dense and not empty, is overwritten by the normalized tensor, plus itself with add_input. Without
+// `given` nobody wants the statistics, and they are no tensors.
 std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor& x, int64_t num_groups,
                                                    const OptTensor& weight, const OptTensor& bias, double eps,
                                                    const std::string& act, const std::string& pre_act,
-                                                   bool add_input = false);
+                                                   bool add_input = false, bool given = true);
 
-// (out, channel_mean, mean, rstd)
-std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight,
-                                                                    OptTensor bias, double eps);
+// (out, channel_mean, mean, rstd), all in the statistics' dtype; without `given` out alone, in x's. `shift`, [C], is
+// added to every channel of x beforehand, as it were.
+std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_cuda(const Tensor& x, int64_t num_groups,
+                                                                const OptTensor& weight, const OptTensor& bias,
+                                                                double eps, const OptTensor& shift = std::nullopt,
+                                                                bool given = true);
 
 // (dweight, dbias) and (dx, dweight, dbias), uninitialized; of an x without elements dweight and dbias are zero.
 std::tuple<Tensor, Tensor> allocate_affine_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,

@@ -132,6 +132,7 @@ struct GroupNormMeanParams {
   bool is_double = false;
   int64_t n = 0, c = 0, g = 1;
   void* out = nullptr;
+  Dtype out_dtype = Dtype::kFloat32;
 };
 
 // dx, and the partial channel sums from which dweight and dbias come. With z = xhat * weight + bias,

@@ -82,6 +82,15 @@ Tensor mean_backward(Tensor dy, IntArray sizes, IntArray dims, bool keepdim) {
 
 }  // namespace
 
+Tensor rounded_cuda(const char* op, const void* values, const IntArray& sizes, const Tensor& like) {
+  const Tensor y = empty_like_shape(like, sizes);
+  int64_t count = 1;
+  for (const int64_t size : sizes) count *= size;
+  raise_on_error(op, run_round(static_cast<const float*>(values), y.mutable_data_ptr(), count,
+                               check_dtype(op, "x", like), stream_of(like)));
+  return y;
+}
+
 Tensor logsumexp_cuda(Tensor x, IntArray dim, bool keepdim) {
   return reduce("logsumexp", "dim", x, dim, keepdim, run_logsumexp);
 }

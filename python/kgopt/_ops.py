@@ -364,34 +364,51 @@ _ABOVE = functools.reduce(
         ),
     ),
 )
-_Below = functools.partial(torch._C._ExcludeDispatchKeyGuard, _ABOVE)
+_idle: list[Any] = []  # guards to enter again: making one takes as long as entering it
 # Names of their own: a small call's time is Python's, attributes of modules included.
 _is_grad_enabled = torch._C.is_grad_enabled
 _any_requires_grad = torch._C._any_requires_grad
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_autocast_enabled = torch.is_autocast_enabled
 _len_torch_function_stack = torch._C._len_torch_function_stack
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+
+
+def _below(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` as if nothing stood above an op's kernel of a plain tensor."""
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        try:
+            guard = _idle.pop()
+        except IndexError:
+            guard = torch._C._ExcludeDispatchKeyGuard(_ABOVE)
+        with guard:
+            result = run(*args, **keywords)
+        _idle.append(guard)
+        return result
+
+    return call
 
 
 def _in_backward(name: str) -> Callable[..., Any]:
     """An op as a node's backward calls it: where nothing is recorded, without the way through its Autograd kernel."""
     op = _op(name).default
-    run = op._op
+    # Around the op alone: what unpacks saved tensors may compute them again, with gradients.
+    below = _below(op._op)
 
     def call(*args: Any, **keywords: Any) -> Any:
         # Where the Autograd kernel has something to do.
         if (
             _is_grad_enabled()
-            or torch.compiler.is_compiling()
+            or _is_compiling()
             or _are_functorch_transforms_active()
             or forward_ad._current_level >= 0
         ):
             return op(*args, **keywords)
-        # Around the op alone: what unpacks saved tensors may compute them again, with gradients.
-        with _Below():
-            return run(*args, **keywords)
+        return below(*args, **keywords)
 
     return call
 
@@ -477,7 +494,8 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
     node at the level that is being differentiated, as a built-in op does, and redispatches to the levels below.
     """
     op = _op(name).default
-    run = op._op  # what OpOverload.__call__ calls, without that frame
+    below = _below(op._op)  # what OpOverload.__call__ calls, without that frame
+    redispatch = _below(op.redispatch)
     defaults = _Defaults(op._schema)
     # Arguments left at their default are not given to the node; their gradients are None, and so is the last one's.
     nones = (None,) * (len(defaults.positional) + 1)
@@ -486,16 +504,14 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         keyset, keywords = args[-1]
         args = args[:-1]
         if keyset is None:
-            with _Below():
-                output = run(*args, **keywords)
+            output = below(*args, **keywords)
         elif _are_functorch_transforms_active():
             # Below are other levels of torch.func.grad: with gradients off, as in any forward, they would see a
             # constant.
-            with _Below(), torch.enable_grad():
-                output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+            with torch.enable_grad():
+                output = redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
         else:
-            with _Below():
-                output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+            output = redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
         # No zeros for the gradients of statistics, which nobody differentiates.
         ctx.set_materialize_grads(False)
         if setup is not None:
@@ -508,7 +524,7 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         if grads[0] is None and all(g is None for g in grads):
             return nones
         grads = backward(ctx, *grads)
-        return *grads, *nones[len(grads) :]
+        return grads if len(grads) == len(nones) else (*grads, *nones[len(grads) :])
 
     node: Any = type(
         f"Kgopt_{name}",
@@ -519,31 +535,27 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
     node._backward_cls.apply = call_backward
     apply = node.apply
 
-    def at_autograd(*args: Any, **keywords: Any) -> Any:
-        _refuse_forward_mode(name, args)
-        if _is_grad_enabled() and _any_requires_grad(*args):
-            return apply(*args, (None, keywords))
-        with _Below():
-            return run(*args, **keywords)
-
     def kernel(keyset: Any, *args: Any, **keywords: Any) -> Any:
-        _refuse_forward_mode(name, args)
+        if forward_ad._current_level >= 0:
+            _refuse_forward_mode(name, args)
         if _is_grad_enabled() and _any_requires_grad(*args):
             if not _are_functorch_transforms_active():
                 return apply(*args, (keyset, keywords))
             with enable_single_level_autograd_function():
                 return apply(*args, (keyset, keywords))
-        with _Below():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+        return redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
 
-    _AT_AUTOGRAD[name] = at_autograd
-    _RECORD[name] = apply
+    def record(args: Any, keywords: dict[str, Any]) -> Any:
+        return apply(*args, (None, keywords))
+
+    _AT_AUTOGRAD[name] = record, below
     _LIB.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-_AT_AUTOGRAD: dict[str, Callable[..., Any]] = {}  # what an op does when the dispatcher has come to Autograd
-_AT_AUTOCAST: dict[str, dict[str, Callable[..., Any]]] = {}  # by device: likewise, at autocast
-_RECORD: dict[str, Callable[..., Any]] = {}  # the op's node, given the arguments and (None, keywords)
+# What an op does when the dispatcher has come to Autograd: with the arguments and keywords where a gradient is needed,
+# and elsewhere.
+_AT_AUTOGRAD: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_AT_AUTOCAST: dict[str, dict[str, Callable[..., Any]]] = {}  # by device: what it does at autocast
 
 
 def direct(name: str) -> Callable[..., Any]:
@@ -551,50 +563,65 @@ def direct(name: str) -> Callable[..., Any]:
 
     For plain tensors, where no mode sees what stands above Autograd; autocast is as if it were off.
     """
-    op, at_autograd = _op(name).default, _AT_AUTOGRAD[name]
+    op = _op(name).default
+    record, below = _AT_AUTOGRAD[name]
 
     def call(*args: Any, **keywords: Any) -> Any:
         if _are_functorch_transforms_active() or _is_tracing():
             return op(*args, **keywords)
-        return at_autograd(*args, **keywords)
+        if forward_ad._current_level >= 0:
+            _refuse_forward_mode(name, args)
+        if _is_grad_enabled() and _any_requires_grad(*args):
+            return record(args, keywords)
+        return below(*args, **keywords)
 
     return call
 
 
+def without_grad(name: str) -> Callable[..., Any]:
+    """As :func:`direct` for callers who know that gradients are off and that nothing looks on."""
+    return _AT_AUTOGRAD[name][1]
+
+
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Of arguments that are no tensors of a type of their own; asking by type is quicker than isinstance.
+_USUAL = frozenset((*_PLAIN, type(None), bool, int, float, str, list, tuple, torch.Size))
 
 
 def from_python(name: str) -> Callable[..., Any]:
     """The op as functions of the package call it: past the dispatcher where only autograd and autocast look on."""
-    op, at_autograd = _op(name).default, _AT_AUTOGRAD[name]
+    op = _op(name).default
+    record, below = _AT_AUTOGRAD[name]
     at_autocast = {device: kernels[name] for device, kernels in _AT_AUTOCAST.items() if name in kernels}
 
-    def call(x: Tensor, *args: Any, **keywords: Any) -> Any:
+    def call(*args: Any, **keywords: Any) -> Any:
         if (
-            torch.compiler.is_compiling()
+            _is_compiling()
             or _len_torch_function_stack()
             or _len_torch_dispatch_stack()
             or _are_functorch_transforms_active()
             or _is_tracing()
-            or type(x) not in _PLAIN
+            or type(args[0]) not in _PLAIN
         ):
-            return op(x, *args, **keywords)
+            return op(*args, **keywords)
         for a in args:
-            if isinstance(a, Tensor) and type(a) not in _PLAIN:
-                return op(x, *args, **keywords)
+            if type(a) not in _USUAL and isinstance(a, Tensor):
+                return op(*args, **keywords)
+        if forward_ad._current_level >= 0:
+            _refuse_forward_mode(name, args)
         if _is_any_autocast_enabled():
-            device = x.device.type
-            if device in at_autocast and torch.is_autocast_enabled(device):
-                return at_autocast[device](x, *args, **keywords)
-        return at_autograd(x, *args, **keywords)
+            device = args[0].device.type
+            if device in at_autocast and _is_autocast_enabled(device):
+                return at_autocast[device](*args, **keywords)
+        if _is_grad_enabled() and _any_requires_grad(*args):
+            return record(args, keywords)
+        return below(*args, **keywords)
 
     return call
 
 
 def _refuse_forward_mode(name: str, args: Sequence[Any]) -> None:
-    """A tangent would be dropped without a word, which makes a derivative of zero."""
-    if forward_ad._current_level < 0:
-        return
+    """At a level of forward mode: a tangent would be dropped without a word, which makes a derivative of zero."""
     for a in args:
         if isinstance(a, Tensor) and a.is_floating_point() and forward_ad.unpack_dual(a).tangent is not None:
             raise RuntimeError(f"kgopt::{name} has no forward-mode derivative (torch.func.jvp, jacfwd)")
@@ -630,7 +657,8 @@ def _register_conv_autograd(name: str, rank: int, transposed: bool) -> None:
 
 
 def _norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
-    x, ctx.num_groups, weight, bias, _, ctx.act, ctx.pre_act = inputs
+    x, groups, weight, bias, _, act, pre_act = inputs
+    ctx.options = groups, act, pre_act
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x, weight, bias, mean, rstd)
@@ -638,11 +666,11 @@ def _norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 def _norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, mean, rstd = ctx.saved_tensors
-    more = ctx.num_groups, weight, bias, ctx.act, ctx.pre_act
-    dx, dweight, dbias = _group_norm_backward(dy, x, mean, rstd, *more)
-    if weight is not None and bias is not None:  # a gradient that nobody asked for is dropped by the engine
-        return dx, None, dweight, dbias
-    return dx, None, *_affine(ctx, (2, 3), dweight, dbias)
+    groups, act, pre_act = ctx.options
+    dx, dweight, dbias = _group_norm_backward(dy, x, mean, rstd, groups, weight, bias, act, pre_act)
+    if weight is None or bias is None:  # else a gradient that nobody asked for is dropped by the engine
+        dweight, dbias = _affine(ctx, (2, 3), dweight, dbias)
+    return dx, None, dweight, dbias, None, None, None, None
 
 
 def _affine(ctx: Any, positions: tuple[int, int], dweight: Tensor, dbias: Tensor) -> tuple[Tensor | None, ...]:
@@ -1049,23 +1077,27 @@ _IN_STEPS: dict[str, Callable[..., Tensor]] = {
 def _differentiable_twin(name: str) -> Callable[..., Tensor]:
     """A public op's Autograd-key kernel: its _fwd twin where a gradient is needed, else its own kernel."""
     op, twin, in_steps = _op(name).default, _op(f"{name}_fwd").default, _IN_STEPS.get(name)
-    record = _RECORD[f"{name}_fwd"]
+    record_twin, _ = _AT_AUTOGRAD[f"{name}_fwd"]
+    below = _below(op._op)
 
-    def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        _refuse_forward_mode(name, args)
+    def record(args: Any, kwargs: dict[str, Any]) -> Tensor:
+        if in_steps is not None and (args[0].is_cpu or name in _STORED_ON_CUDA):
+            positional, keywords = _with_defaults(op._schema, args, kwargs)
+            return in_steps(*positional, **keywords)
+        if _are_functorch_transforms_active() or _is_tracing():
+            y: Tensor = twin(*args, **kwargs)[0]
+        else:
+            y = record_twin(args, kwargs)[0]
+        return y if y.dtype is args[0].dtype else y.to(args[0].dtype)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_forward_mode(name, args)
         if _is_grad_enabled() and _any_requires_grad(*args):
-            if in_steps is not None and (args[0].is_cpu or name in _STORED_ON_CUDA):
-                positional, keywords = _with_defaults(op._schema, args, kwargs)
-                return in_steps(*positional, **keywords)
-            if _are_functorch_transforms_active() or _is_tracing():
-                y: Tensor = twin(*args, **kwargs)[0]
-            else:
-                y = record(*args, (None, kwargs))[0]
-            return y if y.dtype is args[0].dtype else y.to(args[0].dtype)
-        with _Below():
-            return op(*args, **kwargs)
+            return record(args, kwargs)
+        return below(*args, **kwargs)
 
-    _AT_AUTOGRAD[name] = kernel
+    _AT_AUTOGRAD[name] = record, below
     return kernel
 
 

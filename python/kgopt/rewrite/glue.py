@@ -421,9 +421,10 @@ PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
 def plan_of(conv: Any, x: Any) -> ConvPlan | None:
     """The plan for this call; None where PyTorch's code must run. Only with gradients off and nobody looking on."""
     state = conv.__dict__.get("_kgopt_glue")
-    if state is None or not state.enabled or type(x) is not Tensor or torch.is_autocast_enabled(x.device.type):
+    if state is None or not state.enabled or type(x) is not Tensor or policy.is_autocast(x):
         return None
-    weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
+    parameters = conv._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
     if type(weight) is not nn.Parameter or weight.dtype is not x.dtype:
         return None
     if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not x.dtype):
@@ -445,14 +446,16 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
     call = None
     if kind is not None and mode == "zeros":
         call = recognize(CONV_FUNCTIONS[kind], (x, conv.weight, conv.bias, stride, padding, *tail), {})
-    if call is None:
+    if kind is None or call is None:
         return ConvPlan("", module, (), [], None)
     option = state.faster.get(call.key, "")
     # conv_add chooses its convolution itself; the same one, where that is kgopt's.
     carrier = None
     if option == "own" and carry.is_worth(math.prod(call.sizes) * x.element_size()):
         carrier = state.carrier
-    return ConvPlan(option, module, call.rest, call.sizes, call.own, option in ("own", "bias"), carrier)
+    _, rest = call.own
+    own = _ops.without_grad(kind), rest
+    return ConvPlan(option, module, call.rest, call.sizes, own, option in ("own", "bias"), carrier)
 
 
 def run_plan(
@@ -460,35 +463,35 @@ def run_plan(
 ) -> Tensor:
     """The convolution, with its bias and what else is given, by one of kgopt's ops."""
     parameters = conv._parameters
-    with torch._C._AutoDispatchBelowAutograd():  # gradients are off; the ops' Python kernels for them take time
-        weight, bias = parameters["weight"], parameters["bias"]
-        carrier, moments = plan.carrier, None
-        backend = "kgopt" if plan.option == "own" else "auto"
-        if carrier is not None and carrier.on:
-            y, moments = _conv_add_moments(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
-        elif plan.option == "pointwise":
-            y = _pointwise(x, weight, bias)
-        elif plan.option == "few":
-            y = _few(x, weight, bias, plan.rest)
-        elif plan.option == "bias" or residual is not None or act != "none":
-            y = _conv_add(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
-        else:
-            assert plan.own is not None
-            op, rest = plan.own
-            y = op(x, weight, bias, *rest, backend="kgopt")
+    weight, bias = parameters["weight"], parameters["bias"]
+    carrier, moments = plan.carrier, None
+    backend = "kgopt" if plan.option == "own" else "auto"
+    if carrier is not None and carrier.on:
+        y, moments = _conv_add_moments(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
+    elif plan.option in ("pointwise", "few"):
+        with torch._C._AutoDispatchBelowAutograd():  # gradients are off; the ops' Python kernels for them take time
+            y = _pointwise(x, weight, bias) if plan.option == "pointwise" else _few(x, weight, bias, plan.rest)
+    elif plan.option == "bias" or residual is not None or act != "none":
+        y = _conv_add(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
+    else:
+        assert plan.own is not None
+        op, rest = plan.own
+        y = op(x, weight, bias, *rest, backend="kgopt")
     if carrier is not None:
         carry.leave(y, carrier, moments)
     return y  # type: ignore[no-any-return]
 
 
-_conv_add, _conv_add_moments = _OPS.conv_add.default, _OPS.conv_add_moments.default
+_conv_add, _conv_add_moments = map(_ops.without_grad, ("conv_add", "conv_add_moments"))
+_is_grad_enabled = torch._C.is_grad_enabled
+_len_torch_function_stack = torch._C._len_torch_function_stack
 
 
 def _may_plan() -> bool:
     """Gradients are off, and no mode but ours, such as _Find, is to see the functions themselves."""
-    if torch.is_grad_enabled() or policy.is_watched():
+    if _is_grad_enabled() or policy.is_watched():
         return False
-    return torch._C._len_torch_function_stack() <= policy.own_modes.count
+    return _len_torch_function_stack() <= policy.own_modes.count
 
 
 def only_conv(module: Any) -> Any:
@@ -569,6 +572,8 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, input, *args, **kwargs) if own is None else own
         if args or kwargs or not _may_plan():
             return forward(self, input, *args, **kwargs)
+        if not policy.own_modes.count:
+            return _planned(forward, self, input)
         return policy.outside_own_modes(_planned, forward, self, input)
 
     return planned_forward

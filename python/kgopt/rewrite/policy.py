@@ -61,15 +61,29 @@ def outside_own_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -
         own_modes.count = count
 
 
+# Names of their own: what asks at every call shall not look up attributes of modules.
+_is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._is_tracing
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_autocast_enabled = torch.is_autocast_enabled
+
+
 def is_watched() -> bool:
     """Something traces, transforms or counts what runs: it shall see PyTorch's own functions."""
     return bool(
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or torch.utils._python_dispatch._len_torch_dispatch_stack()
+        _is_compiling()
+        or _is_tracing()
+        or _are_functorch_transforms_active()
+        or _len_torch_dispatch_stack()
         or forward_ad._current_level >= 0
     )
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for x's device. Not in code that is being compiled."""
+    return _is_any_autocast_enabled() and _is_autocast_enabled(x.device.type)
 
 
 @dataclass
@@ -164,10 +178,10 @@ def choose(
     """
     if not state.measure:
         return state.measure is False
-    if torch.compiler.is_compiling():  # compiled code serves many sizes, so any verdict on the chain counts
+    if _is_compiling():  # compiled code serves many sizes, so any verdict on the chain counts
         return name not in state.kept_back if name in state.seen else default(x.device.type)
     grad, device = needs_grad(x, norm, conv), x.device
-    key = (name, x.shape, x.dtype, device, x.is_contiguous(), grad, torch.is_autocast_enabled(device.type))
+    key = (name, x.shape, x.dtype, device, x.is_contiguous(), grad, is_autocast(x))
     found = state.results.get(key, _UNSEEN)
     if found is not _UNSEEN:
         return default(device.type) if found is None else found.ours(state.hidden)

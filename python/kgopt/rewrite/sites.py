@@ -185,6 +185,9 @@ class Site:
         ``half``: under autocast, the norm keeps the dtype of what it is given.
         """
         x, norm = operands[-1], operands[self.norm_at]
+        if self.short and not half and not policy.is_watched():
+            y = self._run_now(x, norm)
+            return y if norm._kgopt_state.keep_format else policy.as_torch(self.chain, x, y)
         if torch.compiler.is_compiling() and norm._kgopt_state.keep_format:
             # A decomposition may have made it contiguous (Inductor's upsampling does). The compiler writes it as the
             # convolutions want it in the kernel that computes it; otherwise one of them would convert it.
@@ -201,17 +204,28 @@ class Site:
             y = emit_kgopt(self.chain, call, x, x.dim(), *both, fold, call_norm)
         return y if norm._kgopt_state.keep_format else policy.as_torch(self.chain, x, y)
 
+    def _run_now(self, x: Tensor, norm: Any) -> Tensor:
+        """A norm and its activation, where nothing looks on: eager inference calls it for every site."""
+        parameters = norm._parameters
+        groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
+        rest = (groups, parameters["weight"], parameters["bias"], norm.eps, self.chain.post)
+        if policy.is_autocast(x):
+            return _group_norm(x, *rest)  # type: ignore[no-any-return]
+        if not carry.is_empty() and (moments := carry.take(x)) is not None:
+            return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
+        if _is_grad_enabled():
+            return _direct_group_norm(x, *rest)  # type: ignore[no-any-return]
+        return _group_norm_without_grad(x, *rest)  # type: ignore[no-any-return]
+
     def _run_short(self, x: Tensor, norm: Any, half: bool) -> Tensor:
         parameters = norm._parameters
         groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
         rest = (groups, parameters["weight"], parameters["bias"], norm.eps, self.chain.post)
-        op = _group_norm if policy.is_watched() else _direct_group_norm
         if half:
+            op = _group_norm if policy.is_watched() else _direct_group_norm
             return without_autocast(op, x, *rest)  # type: ignore[no-any-return]
         if (moments := self._carried(x)) is not None:
             return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
-        if op is _direct_group_norm and not torch.is_autocast_enabled(x.device.type):
-            return op(x, *rest)  # type: ignore[no-any-return]
         return _group_norm(x, *rest)  # type: ignore[no-any-return]
 
     def run_before(self, follower: Any, *operands: Any) -> Tensor:
@@ -286,6 +300,8 @@ def _is_sequence(module: nn.Sequential) -> bool:
 
 _group_norm = torch.ops.kgopt.group_norm.default
 _direct_group_norm = _ops.direct("group_norm")
+_group_norm_without_grad = _ops.without_grad("group_norm")
+_is_grad_enabled = torch._C.is_grad_enabled
 _DIRECT = {getattr(torch.ops.kgopt, name).default: _ops.direct(name) for name in ("group_norm", "group_norm_fwd")}
 _DIRECT_CONVS = {getattr(torch.ops.kgopt, name).default: _ops.direct(name) for name in CONV_MODULES.values()}
 
