@@ -7,6 +7,7 @@
 #include "../common/mma.cuh"
 #include "../common/pointwise.cuh"
 #include "conv3d_hopper_common.cuh"
+#include "conv3d_rows_plan.h"
 #include "conv3d_rows_tile.cuh"
 
 namespace kgopt {
@@ -80,48 +81,38 @@ __device__ __forceinline__ void normalize_vector(uint4* v, const float (&scale)[
   *v = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Positions of a row that a warp has under way at once: lane l has vector l % kVectors of every 32 / kVectors-th.
-template <int kRowBytes, int kSize>
-inline constexpr int rows_batch = (kSize == 8 ? 4 : 8) * (32 / (kRowBytes / 16));
+// Vectors that a lane has under way at once. All of these loads start before the first is waited for, where a batch
+// asks no questions; more of them, or batches of other sizes for the rest of a row, are more code and were slower.
+template <int kSize>
+inline constexpr int rows_batch = kSize == 8 ? 4 : 8;
 
-// kUnroll vectors of a lane, from address `at` on. Without questions all loads are under way before the first is waited
-// for.
-template <ConvMath kMath, Chain kAct, int kRowBytes, int kUnroll, int kSize>
-__device__ __forceinline__ void normalize_batch(uint32_t at, const float (&scale)[kSize], const float (&shift)[kSize]) {
-  // One step further under the 128-byte swizzle, a vector lies at its place with bit 2 turned.
-  constexpr uint32_t kTurn = kRowBytes == 128 ? 64 : 0, kStepBytes = 512;
-  uint4 v[kUnroll];
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) v[u] = load_shared_16((at ^ (u % 2 ? kTurn : 0)) + u * kStepBytes);
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    normalize_vector<kMath, kAct>(&v[u], scale, shift);
-    store_shared_16((at ^ (u % 2 ? kTurn : 0)) + u * kStepBytes, v[u]);
-  }
-}
-
-// `count` positions of a row from the first one's address on, by a warp.
+// `count` positions of a row from the first one's address on, by a warp: lane l has vector l % kVectors of every
+// 32 / kVectors-th position.
 template <ConvMath kMath, Chain kAct, int kRowBytes, int kSize>
 __device__ __forceinline__ void normalize_row(uint32_t first_row, int count, const float (&scale)[kSize],
                                               const float (&shift)[kSize]) {
-  constexpr int kVectors = kRowBytes / 16, kStep = 32 / kVectors, kBatch = rows_batch<kRowBytes, kSize>;
+  constexpr int kVectors = kRowBytes / 16, kStep = 32 / kVectors, kBatch = rows_batch<kSize>;
+  // One step further under the 128-byte swizzle, a vector lies at its place with bit 2 turned.
+  constexpr uint32_t kTurn = kRowBytes == 128 ? 64 : 0;
   const int lane = threadIdx.x & 31;
   const uint32_t row = first_row + lane / kVectors * kRowBytes;
   uint32_t at = row + ((lane % kVectors ^ (row / 128 & (kVectors - 1))) * 16);
-  for (; count >= kBatch; count -= kBatch, at += kBatch * kRowBytes) {
-    normalize_batch<kMath, kAct, kRowBytes, kBatch / kStep>(at, scale, shift);
-  }
-  if (kBatch / kStep > 4 && count >= 4 * kStep) {
-    normalize_batch<kMath, kAct, kRowBytes, 4>(at, scale, shift);
-    count -= 4 * kStep, at += 4 * kStep * kRowBytes;
-  }
-  if (count >= 2 * kStep) {
-    normalize_batch<kMath, kAct, kRowBytes, 2>(at, scale, shift);
-    count -= 2 * kStep, at += 2 * kStep * kRowBytes;
+  for (; count >= kStep * kBatch; count -= kStep * kBatch, at += kStep * kBatch * kRowBytes) {
+    uint4 v[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) v[i] = load_shared_16((at ^ (i % 2 ? kTurn : 0)) + i * kStep * kRowBytes);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      normalize_vector<kMath, kAct>(&v[i], scale, shift);
+      store_shared_16((at ^ (i % 2 ? kTurn : 0)) + i * kStep * kRowBytes, v[i]);
+    }
   }
 #pragma unroll 1
-  for (; count > 0; count -= kStep, at = (at ^ (kRowBytes == 128 ? 64 : 0)) + kStep * kRowBytes) {
-    if (lane / kVectors < count) normalize_batch<kMath, kAct, kRowBytes, 1>(at, scale, shift);
+  for (; count > 0; count -= kStep, at = (at ^ kTurn) + kStep * kRowBytes) {
+    if (lane / kVectors >= count) continue;
+    uint4 v = load_shared_16(at);
+    normalize_vector<kMath, kAct>(&v, scale, shift);
+    store_shared_16(at, v);
   }
 }
 
@@ -133,9 +124,7 @@ __device__ __forceinline__ void normalize_stages(const RowsParams& p, uint32_t s
   constexpr int kSize = 16 / int(sizeof(Element)), kVectors = kRowBytes / 16;
   const RowsPlan& plan = p.plan;
   const int lane = threadIdx.x & 31;
-  // Halves of rows are dealt to the warps, the first in whole batches.
-  constexpr int kBatch = rows_batch<kRowBytes, kSize>;
-  const int half = (p.in[2] + 2 * kBatch - 1) / (2 * kBatch) * kBatch;
+  const int half = rows_half(plan, p.in[2], kSize == 8);
   float scale[kSize], shift[kSize];
   int known = -1;  // whose channels these are
   StageCursor s;
