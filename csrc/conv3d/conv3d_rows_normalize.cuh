@@ -7,7 +7,6 @@
 #include "../common/mma.cuh"
 #include "../common/pointwise.cuh"
 #include "conv3d_hopper_common.cuh"
-#include "conv3d_rows_plan.h"
 #include "conv3d_rows_tile.cuh"
 
 namespace kgopt {
@@ -81,30 +80,26 @@ __device__ __forceinline__ void normalize_vector(uint4* v, const float (&scale)[
   *v = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Vectors that a lane has under way at once. All of these loads start before the first is waited for, where a batch
-// asks no questions; more of them, or batches of other sizes for the rest of a row, are more code and were slower.
-template <int kSize>
-inline constexpr int rows_batch = kSize == 8 ? 4 : 8;
-
 // `count` positions of a row from the first one's address on, by a warp: lane l has vector l % kVectors of every
 // 32 / kVectors-th position.
 template <ConvMath kMath, Chain kAct, int kRowBytes, int kSize>
 __device__ __forceinline__ void normalize_row(uint32_t first_row, int count, const float (&scale)[kSize],
                                               const float (&shift)[kSize]) {
-  constexpr int kVectors = kRowBytes / 16, kStep = 32 / kVectors, kBatch = rows_batch<kSize>;
+  constexpr int kVectors = kRowBytes / 16, kStep = 32 / kVectors, kUnroll = kSize == 8 ? 4 : 8;
   // One step further under the 128-byte swizzle, a vector lies at its place with bit 2 turned.
   constexpr uint32_t kTurn = kRowBytes == 128 ? 64 : 0;
   const int lane = threadIdx.x & 31;
   const uint32_t row = first_row + lane / kVectors * kRowBytes;
   uint32_t at = row + ((lane % kVectors ^ (row / 128 & (kVectors - 1))) * 16);
-  for (; count >= kStep * kBatch; count -= kStep * kBatch, at += kStep * kBatch * kRowBytes) {
-    uint4 v[kBatch];
+  // Without questions all loads of a batch are under way before the first is waited for.
+  for (; count >= kStep * kUnroll; count -= kStep * kUnroll, at += kStep * kUnroll * kRowBytes) {
+    uint4 v[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) v[i] = load_shared_16((at ^ (i % 2 ? kTurn : 0)) + i * kStep * kRowBytes);
+    for (int u = 0; u < kUnroll; ++u) v[u] = load_shared_16((at ^ (u % 2 ? kTurn : 0)) + u * kStep * kRowBytes);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      normalize_vector<kMath, kAct>(&v[i], scale, shift);
-      store_shared_16((at ^ (i % 2 ? kTurn : 0)) + i * kStep * kRowBytes, v[i]);
+    for (int u = 0; u < kUnroll; ++u) {
+      normalize_vector<kMath, kAct>(&v[u], scale, shift);
+      store_shared_16((at ^ (u % 2 ? kTurn : 0)) + u * kStep * kRowBytes, v[u]);
     }
   }
 #pragma unroll 1
@@ -124,7 +119,8 @@ __device__ __forceinline__ void normalize_stages(const RowsParams& p, uint32_t s
   constexpr int kSize = 16 / int(sizeof(Element)), kVectors = kRowBytes / 16;
   const RowsPlan& plan = p.plan;
   const int lane = threadIdx.x & 31;
-  const int half = rows_half(plan, p.in[2], kSize == 8);
+  // Halves of rows are dealt to the warps, the first a multiple of what a warp has under way at once.
+  const int half = (p.in[2] + 31) / 32 * 16;
   float scale[kSize], shift[kSize];
   int known = -1;  // whose channels these are
   StageCursor s;
@@ -148,7 +144,6 @@ __device__ __forceinline__ void normalize_stages(const RowsParams& p, uint32_t s
         int piece = 0, end = plan.piece_rows;
         for (int unit = warp; unit < rows * 2; unit += kRowsNormalizers) {
           const int row = unit / 2, first = unit % 2 * half, count = min(unit % 2 ? p.in[2] : half, p.in[2]) - first;
-          if (count <= 0) continue;
           while (row >= end) ++piece, end += plan.piece_rows;
           barrier_wait(landed + s.stage * kRowsPieces + piece, s.parity);
           const int line = t.first_row + row, plane = plan.by_plane(line);

@@ -138,23 +138,17 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
   return p;
 }
 
-// Halves of rows are dealt to the warps that normalize: positions of the first, in whole batches; the second may be
-// empty.
-KGOPT_HD int rows_half(const RowsPlan& p, int width, bool half_type) {
-  const int whole = half_type || p.row_bytes == 128 ? 32 : 64;
-  return (width + 2 * whole - 1) / (2 * whole) * whole;
-}
-
 // Whether a norm in front is expected to be faster than a pass that normalizes x and the plain convolution. Three warps
 // normalize a stage beside the products of the one before; what takes them longer than the products, the products wait
 // for, and for all of the first. Cycles fitted on an H200: of part of a row, and of 16 bytes of each lane, which the
 // products' own reads of shared memory slow down. With SiLU, or where channel tiles repeat it, the pass wins.
 inline bool rows_norm_pays(const ConvProblem& problem, const RowsPlan& p, Chain act) {
   const bool half = dtype_size(problem.dtype) == 2, wide = p.row_bytes == 128;
-  const double vector = act == Chain::kSilu ? (wide ? 135 : 197) : !wide ? 137 : half ? 91 : 83;
+  double vector = act == Chain::kSilu ? (wide ? 135 : 197) : !wide ? 137 : half ? 91 : 83;
+  // Halves of rows below a batch are normalized vector by vector.
+  if ((problem.in[2] + 31) / 32 * 16 < (half ? 16 : 32) * (wide ? 1 : 2)) vector *= 2;
   const double vectors = double(problem.in[2]) * (p.row_bytes / 16) / 32;  // of a lane, in a row
-  const int parts = problem.in[2] > rows_half(p, static_cast<int>(problem.in[2]), half) ? 2 : 1;
-  const double stage = double(p.stage_rows) / kRowsNormalizers * (parts * (wide ? 440 : 95) + vectors * vector);
+  const double stage = double(p.stage_rows) / kRowsNormalizers * (2 * (wide ? 440 : 95) + vectors * vector);
   const double products = double(p.taps[1]) * p.taps[2] * (p.row_bytes / 32) * p.columns;
   const double rounds = double((p.tiles + p.blocks - 1) / std::max(p.blocks, 1));
   const double exposed = (rounds * p.taps[0] * p.chunks * std::max(stage - products, 0.0) + stage) / 1755;
