@@ -80,48 +80,34 @@ __device__ __forceinline__ void normalize_vector(uint4* v, const float (&scale)[
   *v = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Positions of a row that a warp has under way at once: lane l has vector l % kVectors of every 32 / kVectors-th.
-template <int kRowBytes, int kSize>
-inline constexpr int rows_batch = (kSize == 8 ? 4 : 8) * (32 / (kRowBytes / 16));
-
-// kUnroll vectors of a lane, from address `at` on. Without questions all loads are under way before the first is waited
-// for.
-template <ConvMath kMath, Chain kAct, int kRowBytes, int kUnroll, int kSize>
-__device__ __forceinline__ void normalize_batch(uint32_t at, const float (&scale)[kSize], const float (&shift)[kSize]) {
-  // One step further under the 128-byte swizzle, a vector lies at its place with bit 2 turned.
-  constexpr uint32_t kTurn = kRowBytes == 128 ? 64 : 0, kStepBytes = 512;
-  uint4 v[kUnroll];
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) v[u] = load_shared_16((at ^ (u % 2 ? kTurn : 0)) + u * kStepBytes);
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    normalize_vector<kMath, kAct>(&v[u], scale, shift);
-    store_shared_16((at ^ (u % 2 ? kTurn : 0)) + u * kStepBytes, v[u]);
-  }
-}
-
-// `count` positions of a row from the first one's address on, by a warp.
+// `count` positions of a row from the first one's address on, by a warp: lane l has vector l % kVectors of every
+// 32 / kVectors-th position.
 template <ConvMath kMath, Chain kAct, int kRowBytes, int kSize>
 __device__ __forceinline__ void normalize_row(uint32_t first_row, int count, const float (&scale)[kSize],
                                               const float (&shift)[kSize]) {
-  constexpr int kVectors = kRowBytes / 16, kStep = 32 / kVectors, kBatch = rows_batch<kRowBytes, kSize>;
+  constexpr int kVectors = kRowBytes / 16, kStep = 32 / kVectors, kUnroll = kSize == 8 ? 4 : 8;
+  // One step further under the 128-byte swizzle, a vector lies at its place with bit 2 turned.
+  constexpr uint32_t kTurn = kRowBytes == 128 ? 64 : 0;
   const int lane = threadIdx.x & 31;
   const uint32_t row = first_row + lane / kVectors * kRowBytes;
   uint32_t at = row + ((lane % kVectors ^ (row / 128 & (kVectors - 1))) * 16);
-  for (; count >= kBatch; count -= kBatch, at += kBatch * kRowBytes) {
-    normalize_batch<kMath, kAct, kRowBytes, kBatch / kStep>(at, scale, shift);
-  }
-  if (kBatch / kStep > 4 && count >= 4 * kStep) {
-    normalize_batch<kMath, kAct, kRowBytes, 4>(at, scale, shift);
-    count -= 4 * kStep, at += 4 * kStep * kRowBytes;
-  }
-  if (count >= 2 * kStep) {
-    normalize_batch<kMath, kAct, kRowBytes, 2>(at, scale, shift);
-    count -= 2 * kStep, at += 2 * kStep * kRowBytes;
+  // Without questions all loads of a batch are under way before the first is waited for.
+  for (; count >= kStep * kUnroll; count -= kStep * kUnroll, at += kStep * kUnroll * kRowBytes) {
+    uint4 v[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) v[u] = load_shared_16((at ^ (u % 2 ? kTurn : 0)) + u * kStep * kRowBytes);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      normalize_vector<kMath, kAct>(&v[u], scale, shift);
+      store_shared_16((at ^ (u % 2 ? kTurn : 0)) + u * kStep * kRowBytes, v[u]);
+    }
   }
 #pragma unroll 1
-  for (; count > 0; count -= kStep, at = (at ^ (kRowBytes == 128 ? 64 : 0)) + kStep * kRowBytes) {
-    if (lane / kVectors < count) normalize_batch<kMath, kAct, kRowBytes, 1>(at, scale, shift);
+  for (; count > 0; count -= kStep, at = (at ^ kTurn) + kStep * kRowBytes) {
+    if (lane / kVectors >= count) continue;
+    uint4 v = load_shared_16(at);
+    normalize_vector<kMath, kAct>(&v, scale, shift);
+    store_shared_16(at, v);
   }
 }
 
@@ -133,9 +119,8 @@ __device__ __forceinline__ void normalize_stages(const RowsParams& p, uint32_t s
   constexpr int kSize = 16 / int(sizeof(Element)), kVectors = kRowBytes / 16;
   const RowsPlan& plan = p.plan;
   const int lane = threadIdx.x & 31;
-  // Halves of rows are dealt to the warps, the first in whole batches.
-  constexpr int kBatch = rows_batch<kRowBytes, kSize>;
-  const int half = (p.in[2] + 2 * kBatch - 1) / (2 * kBatch) * kBatch;
+  // Halves of rows are dealt to the warps, the first a multiple of what a warp has under way at once.
+  const int half = (p.in[2] + 31) / 32 * 16;
   float scale[kSize], shift[kSize];
   int known = -1;  // whose channels these are
   StageCursor s;
@@ -159,7 +144,6 @@ __device__ __forceinline__ void normalize_stages(const RowsParams& p, uint32_t s
         int piece = 0, end = plan.piece_rows;
         for (int unit = warp; unit < rows * 2; unit += kRowsNormalizers) {
           const int row = unit / 2, first = unit % 2 * half, count = min(unit % 2 ? p.in[2] : half, p.in[2]) - first;
-          if (count <= 0) continue;
           while (row >= end) ++piece, end += plan.piece_rows;
           barrier_wait(landed + s.stage * kRowsPieces + piece, s.parity);
           const int line = t.first_row + row, plane = plan.by_plane(line);

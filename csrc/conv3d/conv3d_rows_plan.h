@@ -144,7 +144,9 @@ inline RowsPlan plan_rows(const ConvProblem& problem, const DeviceLimits& limits
 // products' own reads of shared memory slow down. With SiLU, or where channel tiles repeat it, the pass wins.
 inline bool rows_norm_pays(const ConvProblem& problem, const RowsPlan& p, Chain act) {
   const bool half = dtype_size(problem.dtype) == 2, wide = p.row_bytes == 128;
-  const double vector = act == Chain::kSilu ? (wide ? 135 : 197) : !wide ? 137 : half ? 91 : 83;
+  double vector = act == Chain::kSilu ? (wide ? 135 : 197) : !wide ? 137 : half ? 91 : 83;
+  // Halves of rows below a batch are normalized vector by vector.
+  if ((problem.in[2] + 31) / 32 * 16 < (half ? 16 : 32) * (wide ? 1 : 2)) vector *= 2;
   const double vectors = double(problem.in[2]) * (p.row_bytes / 16) / 32;  // of a lane, in a row
   const double stage = double(p.stage_rows) / kRowsNormalizers * (2 * (wide ? 440 : 95) + vectors * vector);
   const double products = double(p.taps[1]) * p.taps[2] * (p.row_bytes / 32) * p.columns;
