@@ -644,6 +644,27 @@ def test_logsumexp_of_values_that_leap(dtype):
         assert relative_error(y[sample], ideal[sample]) <= (1e-4 if dtype == "tf32" else 5e-3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["headline channels", "too wide for one block"])
+@pytest.mark.parametrize("pipeline", ["mean", "logsumexp"])
+def test_pipeline_in_inference_is_the_twins_result(pipeline, case, dtype, device, poisoned):
+    """Inference returns no statistics, and its result in x's dtype in one step; the values are those of training."""
+    args, _ = make(pipeline, case, dtype, device)
+    y = PIPELINES[pipeline][0](*args)
+    op = "conv3d_group_norm_mean" if pipeline == "mean" else "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
+    twin = getattr(torch.ops.kgopt, f"{op}_fwd")(*args)[0]
+    assert y.dtype == dtype
+    assert torch.equal(y, twin.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mean_of_a_convolution_with_a_large_bias(dtype, device, poisoned):
+    """On CUDA the bias of a convolution by cuDNN is no pass over memory, but a shift of each channel's mean."""
+    args, options = make("mean", "too wide for one block", dtype, device)
+    args[2] = args[2] * 100
+    check("mean", functional.conv3d_group_norm_mean(*args), args, options)
+
+
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_pipeline_no_bias_no_affine(pipeline, device):
     args, _ = make(pipeline, "odd channels", torch.float32, device)
