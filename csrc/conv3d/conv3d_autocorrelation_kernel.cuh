@@ -8,10 +8,10 @@
 // both operands agree, so that a lane loads eight neighbours of its channel's row from memory into the registers that
 // the products read. Rows 0 to 7 of the left operand are the channels, rows 8 to 15 the same moved by one position; the
 // right operand is the row itself, the next or the one after, moved by -2, 0 or 2, which is other registers. Warps walk
-// down the rows, and keep three of them.
+// down the rows, and keep three of them; a warp of its own copies rows into shared memory ahead of them.
 //
-// The left operand's position tells which taps see a product. Outer rows have sums of their own, outer columns warps of
-// their own, whose K are rows, and what is outer in both is a product for each entry.
+// The left operand's position tells which taps see a product. Outer rows have sums and warps of their own, so have outer
+// columns, whose K are rows, and what is outer in both is a product for each entry.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -62,6 +62,14 @@ struct WalkWords {
   __device__ __forceinline__ uint32_t word(int i) const {  // w0 to w4
     return i == 0 ? pair[1][0] : i == 1 ? pair[0][1] : i == 2 ? pair[1][1] : i == 3 ? pair[2][1] : pair[3][1];
   }
+  __device__ __forceinline__ void set(uint32_t before, const uint32_t (&w)[4], uint32_t behind) {
+    pair[0][0] = before, pair[0][1] = w[1];
+    pair[1][0] = w[0], pair[1][1] = w[2];
+    asm volatile("mov.b32 %0, %1;" : "=r"(pair[2][0]) : "r"(w[1]));
+    pair[2][1] = w[3];
+    asm volatile("mov.b32 %0, %1;" : "=r"(pair[3][0]) : "r"(w[2]));
+    pair[3][1] = behind;
+  }
 };
 
 // A lane's values of a row: eight neighbours of its channel, and for the outer lanes of the four that share a row the
@@ -69,8 +77,7 @@ struct WalkWords {
 template <typename Element>
 struct WalkRow {
   static constexpr bool kScaled = std::is_same_v<Element, float>;
-  static constexpr int kAhead = kScaled ? 3 : 6;  // rows that are under way; a multiple of the three that are kept
-  // Rows that are added up in registers, since the tensor core cuts off where it adds; a multiple of those, too.
+  // Rows that are added up in registers, since the tensor core cuts off where it adds; a multiple of three.
   static constexpr int kTogether = kScaled ? 9 : 6;
   uint32_t v[kScaled ? 2 : 1][4], pair[kScaled ? 2 : 1];
 
@@ -90,13 +97,7 @@ struct WalkRow {
     }
     const uint32_t before = __shfl_up_sync(0xffffffffu, w[3], 1, 4);
     const uint32_t behind = __shfl_down_sync(0xffffffffu, w[0], 1, 4);
-    words.pair[0][0] = (lane & 3) == 0 ? outer : before;
-    words.pair[0][1] = w[1];
-    words.pair[1][0] = w[0], words.pair[1][1] = w[2];
-    asm volatile("mov.b32 %0, %1;" : "=r"(words.pair[2][0]) : "r"(w[1]));
-    words.pair[2][1] = w[3];
-    asm volatile("mov.b32 %0, %1;" : "=r"(words.pair[3][0]) : "r"(w[2]));
-    words.pair[3][1] = (lane & 3) == 3 ? outer : behind;
+    words.set((lane & 3) == 0 ? outer : before, w, (lane & 3) == 3 ? outer : behind);
   }
 };
 
@@ -157,53 +158,71 @@ struct WalkCursor {
   }
 };
 
-// A warp's sums: 13 distances in eight products, and the channels' own.
+// Which values of a lane's eight neighbours and the two behind them are in core columns, and ones where they are.
+template <typename Element>
+struct WalkMasks {
+  uint32_t of[5], ones[4];
+
+  __device__ __forceinline__ void set(const AutocorrelationPlan& plan, int chunk, int lane) {
+    const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+      of[i] = pair_mask(plan.core_columns[0] - u - 2 * i, plan.core_columns[1] - u - 2 * i);
+      asm volatile("" : "+r"(of[i]));  // or they are computed again for every row
+      if (i < 4) ones[i] = kPairOfOnes<Element> & of[i];
+    }
+  }
+};
+
+// A warp's sums: 13 distances in eight products. One of these needs no values moved by one, and has ones in their place:
+// its rows 8 to 15 are the channels' own sums.
 template <typename Element>
 struct WalkSums {
-  float acc[8][4], own[4];
+  float acc[8][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < 32; ++i) acc[i / 4][i % 4] = 0.f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) own[i] = 0.f;
   }
   // The products of row a, whose values count where the masks say, with itself and the two below.
   __device__ __forceinline__ void add(const WalkWords& a, const WalkWords& below, const WalkWords& second,
-                                      const uint32_t (&masks)[5]) {
+                                      const WalkMasks<Element>& masks) {
     uint32_t same[5], moved[4];
 #pragma unroll
-    for (int i = 0; i < 5; ++i) same[i] = a.word(i) & masks[i];
+    for (int i = 0; i < 5; ++i) same[i] = a.word(i) & masks.of[i];
 #pragma unroll
     for (int i = 0; i < 4; ++i) moved[i] = __funnelshift_r(same[i], same[i + 1], 16);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       const uint32_t left[4] = {same[step], moved[step], same[step + 2], moved[step + 2]};
+      const uint32_t counts[4] = {same[step], masks.ones[step], same[step + 2], masks.ones[step + 2]};
       auto multiply = [&](float (&to)[4], const WalkWords& row, int i) {
         mma_halves<Element>(to, left, row.pair[i + step][0], row.pair[i + step][1]);
       };
-      multiply(acc[0], a, 1);
+      mma_halves<Element>(acc[0], counts, a.pair[1 + step][0], a.pair[1 + step][1]);
       multiply(acc[1], a, 2);
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
         multiply(acc[2 + i], below, i);
         multiply(acc[5 + i], second, i);
       }
-      mma_halves<Element>(own, left, kPairOfOnes<Element>, kPairOfOnes<Element>);
     }
   }
-  __device__ __forceinline__ void flush(float* to, int lane) {
+  // Added to what is there, if anything is.
+  __device__ __forceinline__ void flush(float* to, int lane, bool first) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float4* const at = reinterpret_cast<float4*>(to) + i * 32 + lane;
-      float4 v = *at;
+      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (!first) v = *at;
       v.x += acc[i][0], v.y += acc[i][1], v.z += acc[i][2], v.w += acc[i][3];
       *at = v;
     }
-    to[8 * 128 + lane] += own[0];
     clear();
   }
 };
+// Where channel c's own sum is among those of a warp.
+__device__ __forceinline__ int own_sum(int c) { return c / 2 * 4 + 2 + c % 2; }
 
 // What a block knows of its share of a sample.
 struct WalkShare {
@@ -212,103 +231,225 @@ struct WalkShare {
   int lane, warp;
 };
 
-__device__ __forceinline__ int outer_row(const AutocorrelationPlan& plan, int row) {
-  return row < plan.core_rows[0] ? row : row - plan.core_rows[1] + 2;
+// What a team does in turns: a run of core rows in a panel of chunks.
+struct WalkTask {
+  int panel, first, end;
+
+  // Nothing is left of the run where end is not behind first.
+  __device__ __forceinline__ WalkTask(const AutocorrelationPlan& plan, const WalkShare& b, int task) {
+    const int run = task / plan.panels;
+    panel = task - run * plan.panels;
+    first = max(b.first, plan.core_rows[0]) + run * plan.run_rows;
+    end = min(min(first + plan.run_rows, b.end), plan.core_rows[1]);
+  }
+};
+
+// The teams' rings: of each team the stages, and barriers that say when they are full and empty.
+struct WalkRing {
+  uint64_t* barriers;
+  char* stages;
+
+  __device__ __forceinline__ WalkRing(const AutocorrelationPlan& plan, float* smem, int team) {
+    char* const ring = reinterpret_cast<char*>(smem) + plan.ring;
+    stages = ring + team * plan.stages * plan.stage_bytes;
+    barriers = reinterpret_cast<uint64_t*>(ring + plan.teams * plan.stages * plan.stage_bytes) + team * plan.stages * 2;
+  }
+  __device__ __forceinline__ uint64_t* full(int stage) const { return barriers + 2 * stage; }
+  __device__ __forceinline__ uint64_t* empty(int stage) const { return barriers + 2 * stage + 1; }
+};
+
+template <typename Element>
+inline constexpr int kVector = 16 / int(sizeof(Element));
+
+// What the last warp does: a lane fills a team's ring.
+template <typename Element, typename Ready>
+__device__ __forceinline__ void fill_rings(const AutocorrelationParams& p, float* smem, const WalkShare& b,
+                                           Ready ready) {
+  const AutocorrelationPlan& plan = p.plan;
+  const int team = b.lane, tasks = plan.panels * plan.runs;
+  const WalkRing ring(plan, smem, min(team, plan.teams - 1));
+  if (team < plan.teams) {
+    for (int i = 0; i < plan.stages; ++i) {
+      barrier_init(ring.full(i), 1);
+      barrier_init(ring.empty(i), plan.panel);
+    }
+    barrier_init_fence();
+  }
+  int task = team < plan.teams ? team : tasks, row = 0, end = 0, column = 0;
+  auto start = [&] {
+    for (; task < tasks; task += plan.teams) {
+      const WalkTask t(plan, b, task);
+      row = t.first, end = t.end + 2;
+      column = t.panel * plan.panel * kAutocorrelationChunk - kVector<Element>;
+      if (t.first < t.end) return;
+    }
+  };
+  start();
+  int stage = 0;
+  uint32_t parity = 1;
+  bool is_ready = false;
+#pragma unroll 1
+  while (__any_sync(0xffffffffu, task < tasks)) {
+    if (task < tasks) {
+      barrier_wait(ring.empty(stage), parity);
+      barrier_expect_bytes(ring.full(stage), plan.stage_bytes);
+      tensor_load_4d(shared_address(ring.stages + stage * plan.stage_bytes), p.x_map, column, 0, row,
+                     static_cast<int>(b.n), ring.full(stage));
+      if (++row == end) {
+        task += plan.teams;
+        start();
+      }
+    }
+    __syncwarp();
+    if (++stage == plan.stages) {
+      stage = 0, parity ^= 1;
+      if (!is_ready) ready();
+      is_ready = true;
+    }
+  }
+  if (!is_ready) ready();
 }
 
-// What a warp does with its part of the rows. ready(): waits for the scale, which is known while loads are under way.
+// Rows of a task, one after the other, as a warp's products read them. From the team's ring:
+template <typename Element, bool kVectors>
+class WalkSource {
+ public:
+  __device__ __forceinline__ WalkSource(const AutocorrelationParams& p, float* smem, int team, int member, int lane)
+      : plan_(p.plan), ring_(p.plan, smem, team) {
+    const int column = kVector<Element> + member * kAutocorrelationChunk + (lane & 3) * 8;
+    offset_ = ((lane >> 2) * p.plan.row_columns + column) * int(sizeof(Element));
+  }
+  __device__ __forceinline__ void start(const AutocorrelationParams&, const WalkShare&, int, int, bool) {}
+  __device__ __forceinline__ void next(WalkWords& words, float scale, int lane) {
+    barrier_wait(ring_.full(stage_), parity_);
+    const char* const at = ring_.stages + stage_ * plan_.stage_bytes + offset_;
+    uint32_t w[4], before, behind;
+    if constexpr (sizeof(Element) == 4) {
+      const float4 v0 = *reinterpret_cast<const float4*>(at), v1 = *reinterpret_cast<const float4*>(at + 16);
+      const float2 v2 = *reinterpret_cast<const float2*>(at - 8), v3 = *reinterpret_cast<const float2*>(at + 32);
+      w[0] = packed_halves(v0.x * scale, v0.y * scale), w[1] = packed_halves(v0.z * scale, v0.w * scale);
+      w[2] = packed_halves(v1.x * scale, v1.y * scale), w[3] = packed_halves(v1.z * scale, v1.w * scale);
+      before = packed_halves(v2.x * scale, v2.y * scale), behind = packed_halves(v3.x * scale, v3.y * scale);
+    } else {
+      const uint4 v = *reinterpret_cast<const uint4*>(at);
+      w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+      before = *reinterpret_cast<const uint32_t*>(at - 4), behind = *reinterpret_cast<const uint32_t*>(at + 16);
+    }
+    words.set(before, w, behind);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ring_.empty(stage_));
+    if (++stage_ == plan_.stages) stage_ = 0, parity_ ^= 1;
+  }
+
+ private:
+  const AutocorrelationPlan& plan_;
+  WalkRing ring_;
+  int offset_, stage_ = 0;
+  uint32_t parity_ = 0;
+};
+
+// From memory, value by value:
+template <typename Element>
+class WalkSource<Element, false> {
+ public:
+  __device__ __forceinline__ WalkSource(const AutocorrelationParams&, float*, int, int, int) {}
+  __device__ __forceinline__ void start(const AutocorrelationParams& p, const WalkShare& b, int chunk, int row,
+                                        bool any) {
+    cursor_.start(p, b.n, chunk, row, b.lane);
+    if (!any) cursor_.rows_left = 0;
+    cursor_.load(ahead_, b.lane);
+  }
+  __device__ __forceinline__ void next(WalkWords& words, float scale, int lane) {
+    ahead_.convert(words, scale, lane);
+    cursor_.load(ahead_, lane);
+  }
+
+ private:
+  WalkCursor<Element, false> cursor_;
+  WalkRow<Element> ahead_;
+};
+
+// What a warp does with its part of the core rows. ready(): waits for the scale, and that rings can be used.
 template <typename Element, bool kVectors, typename Ready>
 __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
                                           float* smem, const WalkShare& b, Ready ready) {
-  using Row = WalkRow<Element>;
-  constexpr int kAhead = Row::kAhead;
   const AutocorrelationPlan& plan = p.plan;
-  const int lane = b.lane, tasks = plan.chunks * plan.runs;
+  const int lane = b.lane, tasks = plan.panels * plan.runs;
+  const int team = b.warp / plan.panel, member = b.warp - team * plan.panel;
   float* const core = smem + layout.walks + b.warp * kWalkFloats;
-  Row rows[kAhead];
-  WalkCursor<Element, kVectors> cursor;
-  float scale = 0.f;
-  int task = b.warp, chunk = 0, row = 0, end = 0;
-  auto start = [&] {
-    if (task < tasks) {
-      const int run = task / plan.chunks;
-      chunk = task - run * plan.chunks;
-      row = b.first + run * plan.run_rows;
-      end = min(row + plan.run_rows, b.end);
-      cursor.start(p, b.n, chunk, row, lane);
-      if (row >= end) cursor.rows_left = 0;
-    } else {
-      row = end = 0;
-      cursor.start(p, b.n, 0, 0, lane);
-      cursor.rows_left = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) cursor.load(rows[i], lane);
-  };
-  start();
-  scale = ready();
+  WalkSource<Element, kVectors> source(p, smem, min(team, plan.teams - 1), member, lane);
+  const float scale = ready();
   WalkSums<Element> sums;
   sums.clear();
+  bool first = true;
 #pragma unroll 1
-  for (; task < tasks; task += kAutocorrelationWarps, start()) {
-    if (row >= end) continue;
-    uint32_t masks[5];
-    {
-      const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
-#pragma unroll
-      for (int i = 0; i < 5; ++i) {
-        masks[i] = pair_mask(plan.core_columns[0] - u - 2 * i, plan.core_columns[1] - u - 2 * i);
-        asm volatile("" : "+r"(masks[i]));  // or they are computed again for every row
-      }
-    }
-    const int slot = plan.chunks <= kAutocorrelationWarps ? chunk : b.warp;
-    // Outer rows have sums of their own.
-    auto rows_together = [&] {
-      const bool core_row = row >= plan.core_rows[0] && row < plan.core_rows[1];
-      return core_row ? min(min(Row::kTogether, end - row), plan.core_rows[1] - row) : 1;
-    };
+  for (int task = team < plan.teams ? team : tasks; task < tasks; task += plan.teams) {
+    const WalkTask t(plan, b, task);
+    const int rows = t.end - t.first + 2, chunk = t.panel * plan.panel + member;
+    if (rows <= 2) continue;
+    WalkMasks<Element> masks;
+    masks.set(plan, chunk, lane);
+    source.start(p, b, chunk, t.first, chunk < plan.chunks);
     WalkWords kept[3];
+    int together = 0;
+#pragma unroll 1
+    for (int row = 0; row < rows; row += 3) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      rows[i].convert(kept[i], scale, lane);
-      cursor.load(rows[i], lane);
+      for (int i = 0; i < 3; ++i) {
+        if (row + i >= rows) break;
+        source.next(kept[i], scale, lane);
+        if (i == 2 || row > 0) sums.add(kept[(i + 1) % 3], kept[(i + 2) % 3], kept[i], masks);
+      }
+      if (++together == WalkRow<Element>::kTogether / 3) {
+        sums.flush(core, lane, first);
+        together = 0, first = false;
+      }
     }
-#pragma unroll 1
-    while (row < end) {
-      const int together = rows_together();
-      float* to = core;
-      if (row < plan.core_rows[0] || row >= plan.core_rows[1]) {
-        const int e = outer_row(plan, row) & (plan.edge_rows - 1);
-        to = smem + layout.edges + (e * plan.edge_slots + slot) * kWalkFloats;
-      }
-      row += together;
-      int phase = 0;  // of the registers that take turns
-#pragma unroll 1
-      for (int left = together; left > 0;) {
+    if (together > 0) {
+      sums.flush(core, lane, first);
+      first = false;
+    }
+  }
+  if (first) sums.flush(core, lane, first);
+}
+
+// The sums of an outer row, all of it by one warp. Zeros where there is none.
+template <typename Element, bool kVectors>
+__device__ __forceinline__ void walk_outer_row(const AutocorrelationParams& p, float* to, const WalkShare& b, int row,
+                                               float scale) {
+  const AutocorrelationPlan& plan = p.plan;
+  const int lane = b.lane;
+  const bool exists = row >= b.first && row < b.end && (row < plan.core_rows[0] || row >= plan.core_rows[1]);
+  WalkRow<Element> rows[3];
+  WalkCursor<Element, kVectors> cursor;
+  auto load = [&](int chunk) {
+    cursor.start(p, b.n, chunk, row, lane);
+    if (chunk >= plan.chunks) cursor.rows_left = 0;
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          rows[(i + 2) % kAhead].convert(kept[(i + 2) % 3], scale, lane);
-          cursor.load(rows[(i + 2) % kAhead], lane);
-          sums.add(kept[i % 3], kept[(i + 1) % 3], kept[(i + 2) % 3], masks);
-          if (--left == 0) {
-            phase = (i + 1) % kAhead;
-            break;
-          }
-        }
-      }
-      sums.flush(to, lane);
-      // Mostly none: the next row starts where the first did.
+    for (int i = 0; i < 3; ++i) cursor.load(rows[i], lane);
+  };
+  WalkSums<Element> sums;
+  sums.clear();
+  bool first = true;
+  if (exists) {
+    load(0);
+    int together = 0;
 #pragma unroll 1
-      for (; phase > 0; --phase) {
-        const Row first = rows[0];
-        const WalkWords oldest = kept[0];
+    for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+      WalkWords kept[3];
 #pragma unroll
-        for (int i = 0; i + 1 < kAhead; ++i) rows[i] = rows[i + 1];
-        rows[kAhead - 1] = first;
-        kept[0] = kept[1], kept[1] = kept[2], kept[2] = oldest;
+      for (int i = 0; i < 3; ++i) rows[i].convert(kept[i], scale, lane);
+      load(chunk + 1);
+      WalkMasks<Element> masks;
+      masks.set(plan, chunk, lane);
+      sums.add(kept[0], kept[1], kept[2], masks);
+      if (++together == WalkRow<Element>::kTogether) {
+        sums.flush(to, lane, first);
+        together = 0, first = false;
       }
     }
   }
+  sums.flush(to, lane, first);
 }
 
 // A value as the products have it.
@@ -524,7 +665,7 @@ struct alignas(16) OuterColumn {
 };
 // Two of each for every tap along a side.
 __device__ __forceinline__ void fill_outer(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
-                                           int edge_slots, float* smem, int thread) {
+                                           float* smem, int thread) {
   const AutocorrelationPlan& plan = p.plan;
   if (thread >= 4 * kAutocorrelationTaps) return;
   const int dim = thread / (2 * kAutocorrelationTaps), tap = thread / 2 % kAutocorrelationTaps;
@@ -534,7 +675,7 @@ __device__ __forceinline__ void fill_outer(const AutocorrelationParams& p, const
   const int e = exists ? __ffs(seen) - 1 : 0;
   if (dim == 0) {
     const int corner = e < 2 ? e : plan.core_rows[1] + e + 4 - p.in[1];
-    reinterpret_cast<OuterRow*>(smem + layout.outer)[thread] = {layout.edges + e * edge_slots * kWalkFloats,
+    reinterpret_cast<OuterRow*>(smem + layout.outer)[thread] = {layout.edges + e * kWalkFloats,
                                                                 corner * kCornerRow, exists ? 1.f : 0.f, 0};
   } else {
     const int place = e < 2 ? e : plan.core_columns[1] + e - p.in[2];
@@ -571,7 +712,7 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
   }
   if (tid < entries) {
     const int tap = tid / p.c_in, c = tid - tap * p.c_in, ky = tap / plan.kernel[1], kx = tap - ky * plan.kernel[1];
-    const int own = 8 * 128 + c * 4;
+    const int own = own_sum(c);
     const OuterRow row[2] = {outer_rows[2 * ky], outer_rows[2 * ky + 1]};
     float rest = row[0].exists * smem[row[0].sums + own] + row[1].exists * smem[row[1].sums + own];
 #pragma unroll
@@ -744,7 +885,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
   const AutocorrelationLayout layout =
-      autocorrelation_layout(kWarps, plan.edge_rows, plan.edge_slots, kAutocorrelationColumnWarps);
+      autocorrelation_layout(kWarps, plan.edge_rows, kAutocorrelationColumnWarps);
   const int tid = threadIdx.x;
   const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
   WalkShare b;
@@ -760,14 +901,6 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   float scale = 1.f;
   // Called by every warp once, its first loads under way.
   auto ready = [&] {
-    auto clear = [&](int at, int floats) {
-#pragma unroll 1
-      for (int i = tid; i < floats / 4; i += kThreads) {
-        reinterpret_cast<float4*>(smem + at)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      }
-    };
-    clear(layout.walks, kWarps * kWalkFloats);
-    clear(layout.edges, plan.edge_rows * plan.edge_slots * kWalkFloats);
     if constexpr (kScaled) {
       const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(size));
       if (b.lane == 0) maxima[b.warp] = of_warp;
@@ -780,17 +913,27 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   };
   if (b.warp < kWarps) {
     walk_rows<Element, kVectors>(p, layout, smem, b, ready);
-  } else {
+  } else if (b.warp < kWarps + kAutocorrelationColumnWarps) {
     constexpr int kOthers = 32 * kAutocorrelationColumnWarps;
     const int worker = b.warp - kWarps, thread = tid - 32 * kWarps;
     walk_columns<Element, kVectors>(p, smem + layout.columns + worker * kColumnFloats, b, worker, ready);
+    if (worker < plan.edge_rows) {
+      // The last of several slices has the outer rows below, another one's would be those above.
+      const int outer = slices > 1 && slice > 0 ? worker + 2 : worker;
+      walk_outer_row<Element, kVectors>(p, smem + layout.edges + worker * kWalkFloats, b,
+                                        outer < 2 ? outer : plan.core_rows[1] + outer - 2, scale);
+    }
     if (slices == 1) {
       load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, kOthers);
       load_filters<Element>(p, smem + layout.weights, 0, worker, kAutocorrelationColumnWarps, b.lane);
       load_affine<Element>(p, smem + layout.affine, thread, kOthers);
       fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, kOthers);
-      fill_outer(p, layout, plan.edge_slots, smem, thread);
+      fill_outer(p, layout, smem, thread);
     }
+  } else if constexpr (kVectors) {
+    fill_rings<Element>(p, smem, b, ready);
+  } else {
+    ready();
   }
   __syncthreads();
   // Merged sums take the place of the first ones, a vector a thread.
@@ -812,7 +955,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
     if (set == 0) {
       merge(layout.walks + of, kWarps, kWalkFloats, of);
     } else if (set <= plan.edge_rows) {
-      merge(layout.edges + (set - 1) * plan.edge_slots * kWalkFloats + of, plan.edge_slots, kWalkFloats, i * 4);
+      merge(layout.edges + (set - 1) * kWalkFloats + of, 1, kWalkFloats, i * 4);
     } else {
       merge(layout.columns + (i - (plan.edge_rows + 1) * kOfWalk) * 4, kAutocorrelationColumnWarps / 2,
             2 * kColumnFloats, i * 4);
@@ -837,14 +980,14 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   extern __shared__ __align__(128) float autocorrelation_smem[];
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
-  const AutocorrelationLayout layout = autocorrelation_layout(1, 4, 1, 2);
+  const AutocorrelationLayout layout = autocorrelation_layout(1, 4, 2);
   const int tid = threadIdx.x, slices = static_cast<int>(plan.slices);
   const int64_t n = blockIdx.x;
   let_dependents_start();
   load_filters<Element>(p, smem + layout.weights, 0, tid / 32, kThreads / 32, tid % 32);
   load_affine<Element>(p, smem + layout.affine, tid, kThreads);
   fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), tid, kThreads);
-  fill_outer(p, layout, 1, smem, tid);
+  fill_outer(p, layout, smem, tid);
   wait_for_prerequisites();
   const float* const from = p.sums + n * slices * plan.slice_floats;
   const float scale = from[plan.slice_floats - 4];

@@ -11,14 +11,17 @@ namespace kgopt {
 inline constexpr int kAutocorrelationTaps = 3;      // of a kernel's side, at most
 inline constexpr int kAutocorrelationChannels = 8;  // of the input, at most
 inline constexpr int kAutocorrelationChunk = 32;    // neighbouring positions of a row that a warp takes at once
-// Warps that walk down the rows, and that take the outer columns, half of them a side. Sixteen together, so that each
-// thread may have 128 registers.
+// Warps that walk down the rows, and that take the outer columns, half of them a side, then an outer row each.
 inline constexpr int kAutocorrelationWarps = 12, kAutocorrelationColumnWarps = 4;
-inline constexpr int kAutocorrelationThreads = 32 * (kAutocorrelationWarps + kAutocorrelationColumnWarps);
+// The last warp copies rows into shared memory.
+inline constexpr int kAutocorrelationThreads = 32 * (kAutocorrelationWarps + kAutocorrelationColumnWarps + 1);
+inline constexpr int kAutocorrelationPanel = 7;    // chunks of a team, at most: a copy's box has 256 columns
+inline constexpr int kAutocorrelationStages = 12;  // rows of a team in shared memory, at most
 inline constexpr int kAutocorrelationOutputs = 256;  // channels, at most
 inline constexpr int kAutocorrelationSlices = 16;    // of a sample, at most
-// Sums of a warp, in floats: eight products of 16 x 8 and the channels' sums; of the outer columns, twelve and those.
-inline constexpr int kWalkFloats = 8 * 128 + 32;
+// Sums of a warp, in floats: eight products of 16 x 8, the channels' sums among them; of the outer columns, twelve and
+// those.
+inline constexpr int kWalkFloats = 8 * 128;
 inline constexpr int kColumnFloats = 12 * 128 + 64;
 // Of K entries, (tap, channel) pairs: blocks of four.
 inline constexpr int kAutocorrelationEntries = 72, kAutocorrelationQuads = kAutocorrelationEntries / 4;
@@ -40,10 +43,15 @@ struct AutocorrelationPlan {
   int chunks = 1;      // of a row
   int64_t slices = 1;  // thread blocks per sample
   int slice_rows = 1;  // of the input
-  int runs = 1;        // that a slice's rows are divided into, a warp each and chunk
+  // A team of warps walks down one run of a slice's core rows in one panel of neighbouring chunks, a warp each chunk.
+  int panel = 1;  // chunks
+  int teams = 1, panels = 1, runs = 1;
   int run_rows = 1;
-  int edge_slots = 1;  // places for the sums of an outer row
-  int edge_rows = 4;   // outer rows that a slice may have
+  int edge_rows = 4;  // outer rows that a slice may have
+  // Each team's ring, where rows are multiples of 16 bytes: stages of a row of all channels, as a copy's box brings it.
+  int stages = 0;
+  int row_columns = 0, stage_bytes = 0;
+  int ring = 0;  // its place in shared memory, bytes
   int smem_bytes = 0;  // of the main kernel, and of the one that merges slices
   int finish_smem_bytes = 0;
   int64_t slice_floats = 0;  // that a slice leaves; 0 where it has all of its sample
@@ -53,7 +61,7 @@ struct AutocorrelationPlan {
 // Shared memory, in floats. Sums that are merged take the place of the first of their kind.
 struct AutocorrelationLayout {
   int walks;    // sums of each warp that walks
-  int edges;    // sums of each outer row and slot
+  int edges;    // sums of each outer row
   int columns;  // of each warp that takes the outer columns, left and right in turns
   int corners;
   int entries;  // a float4 each K entry: mean in two terms, sum of squares, sum
@@ -69,7 +77,7 @@ struct AutocorrelationLayout {
   int moments;  // of each output channel, then the groups' statistics, then the channels' sums of squares alone
 };
 
-KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, int edge_slots, int columns) {
+KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, int columns) {
   AutocorrelationLayout s{};
   s.walks = 0;
   s.matrix = kWalkFloats;
@@ -77,7 +85,7 @@ KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, 
   s.moments = s.parts + kAutocorrelationQuads * 4 * 64;
   const int first = walks * kWalkFloats, later = s.moments + kAutocorrelationOutputs * 6;
   s.edges = first > later ? first : later;
-  s.columns = s.edges + edge_rows * edge_slots * kWalkFloats;
+  s.columns = s.edges + edge_rows * kWalkFloats;
   s.corners = s.columns + columns * kColumnFloats;
   s.entries = s.corners + kCornerFloats;
   s.weights = s.entries + kAutocorrelationEntries * 4;
@@ -91,6 +99,7 @@ KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, 
 
 // Arguments of the kernels. Passed by value as a __grid_constant__.
 struct AutocorrelationParams {
+  alignas(64) uint64_t x_map[16];  // the tensor copies' view of x: (w, channel, h, n)
   const void* x;
   int64_t x_stride_n, x_stride_c, x_stride[3];
   bool vectors;  // rows are multiples of 16 bytes
