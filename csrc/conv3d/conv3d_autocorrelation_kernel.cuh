@@ -8,10 +8,10 @@
 // both operands agree, so that a lane loads eight neighbours of its channel's row from memory into the registers that
 // the products read. Rows 0 to 7 of the left operand are the channels, rows 8 to 15 the same moved by one position; the
 // right operand is the row itself, the next or the one after, moved by -2, 0 or 2, which is other registers. Warps walk
-// down the rows, and keep three of them; a warp of its own copies rows into shared memory ahead of them.
+// down the rows, and keep three of them; warps of their own copy rows into shared memory ahead of them.
 //
-// The left operand's position tells which taps see a product. Outer rows have sums and warps of their own, so have outer
-// columns, whose K are rows, and what is outer in both is a product for each entry.
+// The left operand's position tells which taps see a product. Outer rows have sums and warps of their own, so have
+// outer columns, whose K are rows, and what is outer in both is a product for each entry.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -174,8 +174,8 @@ struct WalkMasks {
   }
 };
 
-// A warp's sums: 13 distances in eight products. One of these needs no values moved by one, and has ones in their place:
-// its rows 8 to 15 are the channels' own sums.
+// A warp's sums: 13 distances in eight products. One of these needs no values moved by one, and has ones in their
+// place: its rows 8 to 15 are the channels' own sums.
 template <typename Element>
 struct WalkSums {
   float acc[8][4];
@@ -261,14 +261,15 @@ struct WalkRing {
 template <typename Element>
 inline constexpr int kVector = 16 / int(sizeof(Element));
 
-// What the last warp does: a lane fills a team's ring.
+// What the last warps do: a lane fills a team's ring.
 template <typename Element, typename Ready>
-__device__ __forceinline__ void fill_rings(const AutocorrelationParams& p, float* smem, const WalkShare& b,
+__device__ __forceinline__ void fill_rings(const AutocorrelationParams& p, float* smem, const WalkShare& b, int worker,
                                            Ready ready) {
   const AutocorrelationPlan& plan = p.plan;
-  const int team = b.lane, tasks = plan.panels * plan.runs;
+  const int team = worker + kAutocorrelationCopiers * b.lane, tasks = plan.panels * plan.runs;
   const WalkRing ring(plan, smem, min(team, plan.teams - 1));
   if (team < plan.teams) {
+#pragma unroll 1
     for (int i = 0; i < plan.stages; ++i) {
       barrier_init(ring.full(i), 1);
       barrier_init(ring.empty(i), plan.panel);
@@ -295,7 +296,8 @@ __device__ __forceinline__ void fill_rings(const AutocorrelationParams& p, float
       barrier_expect_bytes(ring.full(stage), plan.stage_bytes);
       tensor_load_4d(shared_address(ring.stages + stage * plan.stage_bytes), p.x_map, column, 0, row,
                      static_cast<int>(b.n), ring.full(stage));
-      if (++row == end) {
+      row += plan.stage_rows;
+      if (row >= end) {
         task += plan.teams;
         start();
       }
@@ -321,8 +323,8 @@ class WalkSource {
   }
   __device__ __forceinline__ void start(const AutocorrelationParams&, const WalkShare&, int, int, bool) {}
   __device__ __forceinline__ void next(WalkWords& words, float scale, int lane) {
-    barrier_wait(ring_.full(stage_), parity_);
-    const char* const at = ring_.stages + stage_ * plan_.stage_bytes + offset_;
+    if (row_ == 0) barrier_wait(ring_.full(stage_), parity_);
+    const char* const at = ring_.stages + stage_ * plan_.stage_bytes + row_ * plan_.row_bytes + offset_;
     uint32_t w[4], before, behind;
     if constexpr (sizeof(Element) == 4) {
       const float4 v0 = *reinterpret_cast<const float4*>(at), v1 = *reinterpret_cast<const float4*>(at + 16);
@@ -336,16 +338,28 @@ class WalkSource {
       before = *reinterpret_cast<const uint32_t*>(at - 4), behind = *reinterpret_cast<const uint32_t*>(at + 16);
     }
     words.set(before, w, behind);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(ring_.empty(stage_));
-    if (++stage_ == plan_.stages) stage_ = 0, parity_ ^= 1;
+    used_ = w[0] ^ w[3] ^ before ^ behind;
+    if (++row_ == plan_.stage_rows) release(lane);
+  }
+  // Behind the last row of a task.
+  __device__ __forceinline__ void finish(int lane) {
+    if (row_ > 0) release(lane);
   }
 
  private:
+  // The barrier does not wait for loads of shared memory that are under way, so its address depends on the last ones.
+  __device__ __forceinline__ void release(int lane) {
+    const uint32_t nothing = used_ & static_cast<uint32_t>(plan_.teams >> 16);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ring_.empty(stage_) + nothing);
+    row_ = 0;
+    if (++stage_ == plan_.stages) stage_ = 0, parity_ ^= 1;
+  }
+
   const AutocorrelationPlan& plan_;
   WalkRing ring_;
-  int offset_, stage_ = 0;
-  uint32_t parity_ = 0;
+  int offset_, stage_ = 0, row_ = 0;
+  uint32_t parity_ = 0, used_ = 0;
 };
 
 // From memory, value by value:
@@ -363,11 +377,53 @@ class WalkSource<Element, false> {
     ahead_.convert(words, scale, lane);
     cursor_.load(ahead_, lane);
   }
+  __device__ __forceinline__ void finish(int) {}
 
  private:
   WalkCursor<Element, false> cursor_;
   WalkRow<Element> ahead_;
 };
+
+// Weights of 64 output channels from c_first on, rounded as the convolution rounds them; zeros where there are none.
+// Shared by `warps` warps, of which this is one.
+template <typename Element>
+__device__ __forceinline__ void load_filters(const AutocorrelationParams& p, float* filters, int c_first, int warp,
+                                             int warps, int lane) {
+  constexpr int kRounds = (kAutocorrelationEntries + 31) / 32, kTogether = 6;
+  const int width = p.plan.kernel[1], entries = p.plan.kernel[0] * width * p.c_in, padded = (entries + 3) / 4 * 4;
+  // A lane has K entries lane, lane + 32, ... in the order in which filters usually lie.
+  int64_t from[kRounds];
+  int to[kRounds];
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int k = lane + 32 * i, taps = p.plan.kernel[0] * width, c = k / taps, tap = k - c * taps, h = tap / width;
+    from[i] = k < entries ? c * p.w_stride_in + h * p.w_stride_k[1] + (tap - h * width) * p.w_stride_k[2] : -1;
+    to[i] = (k < entries ? tap * p.c_in + c : k < padded ? k : padded) * kFilterPitch;
+  }
+#pragma unroll 1
+  for (int o = warp; o < 64; o += warps * kTogether) {
+    Element v[kTogether][kRounds];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const Element* const filter = static_cast<const Element*>(p.weight) + (c_first + o + j * warps) * p.w_stride_out;
+      const bool inside = o + j * warps < 64 && c_first + o + j * warps < p.c_out;
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        v[j][i] = from_acc<Element>(0.f);
+        if (inside && from[i] >= 0) v[j][i] = filter[from[i]];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        float w = to_acc(v[j][i]);
+        if constexpr (sizeof(Element) == 4) w = __uint_as_float(to_tf32(w));
+        if (o + j * warps < 64 && lane + 32 * i < padded) filters[to[i] + o + j * warps] = w;
+      }
+    }
+  }
+}
 
 // What a warp does with its part of the core rows. ready(): waits for the scale, and that rings can be used.
 template <typename Element, bool kVectors, typename Ready>
@@ -378,6 +434,10 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
   const int team = b.warp / plan.panel, member = b.warp - team * plan.panel;
   float* const core = smem + layout.walks + b.warp * kWalkFloats;
   WalkSource<Element, kVectors> source(p, smem, min(team, plan.teams - 1), member, lane);
+  // While the first rows are under way.
+  if (plan.slices == 1) {
+    load_filters<Element>(p, smem + layout.weights, 0, b.warp, kAutocorrelationWarps, lane);
+  }
   const float scale = ready();
   WalkSums<Element> sums;
   sums.clear();
@@ -405,6 +465,7 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
         together = 0, first = false;
       }
     }
+    source.finish(lane);
     if (together > 0) {
       sums.flush(core, lane, first);
       first = false;
@@ -468,7 +529,7 @@ inline constexpr int kCornerRow = 12 * kAutocorrelationChannels;
 template <typename Element>
 __device__ __forceinline__ void load_corners(const AutocorrelationParams& p, int64_t n, float scale, float* corners,
                                              int thread, int threads) {
-#pragma unroll 2
+#pragma unroll 8
   for (int i = thread; i < kCornerFloats; i += threads) {
     const int row = i / kCornerRow, column = i % kCornerRow / 8, channel = i % 8;
     const int h = row < 4 ? row : p.in[1] - 6 + row, w = column < 6 ? column - 2 : p.in[2] - 10 + column;
@@ -482,6 +543,9 @@ __device__ __forceinline__ void load_corners(const AutocorrelationParams& p, int
     corners[i] = v;
   }
 }
+
+// Named barriers: of the warps that take the outer columns, and of those that see to what is outer.
+inline constexpr int kBarrierColumns = 1, kBarrierOthers = 2;
 
 // What the warp of the left or right columns does: K are rows. Rows 0 to 7 of the left operand are the channels of one
 // of the two outermost columns, rows 8 to 15 those of the other; the right operand is one of four columns.
@@ -557,12 +621,25 @@ __device__ __forceinline__ void walk_columns(const AutocorrelationParams& p, flo
     }
     mma_halves<Element>(own, left, kPairOfOnes<Element>, kPairOfOnes<Element>);
   }
+  // A side's warps add theirs up in turns.
+#pragma unroll 1
+  for (int turn = kAutocorrelationColumnWarps / 2 - 1; turn >= 0; --turn) {
+    if (worker / 2 == turn) {
+      const bool first = turn == kAutocorrelationColumnWarps / 2 - 1;
+      float* const own_to = to + 12 * 128 + lane;
 #pragma unroll
-  for (int i = 0; i < 12; ++i) {
-    reinterpret_cast<float4*>(to)[i * 32 + lane] = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+      for (int i = 0; i < 12; ++i) {
+        float4* const at = reinterpret_cast<float4*>(to) + i * 32 + lane;
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (!first) v = *at;
+        v.x += acc[i][0], v.y += acc[i][1], v.z += acc[i][2], v.w += acc[i][3];
+        *at = v;
+      }
+      own_to[0] = first ? own[0] : own_to[0] + own[0];
+      own_to[32] = first ? own[2] : own_to[32] + own[2];
+    }
+    named_barrier(kBarrierColumns, 32 * kAutocorrelationColumnWarps);
   }
-  to[12 * 128 + lane] = own[0];
-  to[12 * 128 + 32 + lane] = own[2];
 }
 
 // The power of two that all values of a sample are multiplied by before they become fp16: it brings the largest of some
@@ -580,47 +657,6 @@ __device__ __forceinline__ float sampled_size(const AutocorrelationParams& p, in
 }
 __device__ __forceinline__ float scale_of_size(uint32_t bits) {
   return bits == 0 ? 0.f : __uint_as_float((256 - min(max(bits >> 23, 3u), 253u)) << 23);
-}
-
-// Weights of 64 output channels from c_first on, rounded as the convolution rounds them; zeros where there are none.
-// Shared by `warps` warps, of which this is one.
-template <typename Element>
-__device__ __forceinline__ void load_filters(const AutocorrelationParams& p, float* filters, int c_first, int warp,
-                                             int warps, int lane) {
-  constexpr int kRounds = (kAutocorrelationEntries + 31) / 32, kTogether = 4;
-  const int width = p.plan.kernel[1], entries = p.plan.kernel[0] * width * p.c_in, padded = (entries + 3) / 4 * 4;
-  // A lane has K entries lane, lane + 32, ... in the order in which filters usually lie.
-  int64_t from[kRounds];
-  int to[kRounds];
-#pragma unroll
-  for (int i = 0; i < kRounds; ++i) {
-    const int k = lane + 32 * i, taps = p.plan.kernel[0] * width, c = k / taps, tap = k - c * taps, h = tap / width;
-    from[i] = k < entries ? c * p.w_stride_in + h * p.w_stride_k[1] + (tap - h * width) * p.w_stride_k[2] : -1;
-    to[i] = (k < entries ? tap * p.c_in + c : k < padded ? k : padded) * kFilterPitch;
-  }
-#pragma unroll 1
-  for (int o = warp; o < 64; o += warps * kTogether) {
-    Element v[kTogether][kRounds];
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const Element* const filter = static_cast<const Element*>(p.weight) + (c_first + o + j * warps) * p.w_stride_out;
-      const bool inside = o + j * warps < 64 && c_first + o + j * warps < p.c_out;
-#pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        v[j][i] = from_acc<Element>(0.f);
-        if (inside && from[i] >= 0) v[j][i] = filter[from[i]];
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        float w = to_acc(v[j][i]);
-        if constexpr (sizeof(Element) == 4) w = __uint_as_float(to_tf32(w));
-        if (o + j * warps < 64 && lane + 32 * i < padded) filters[to[i] + o + j * warps] = w;
-      }
-    }
-  }
 }
 
 // What the end needs of each output channel.
@@ -675,8 +711,8 @@ __device__ __forceinline__ void fill_outer(const AutocorrelationParams& p, const
   const int e = exists ? __ffs(seen) - 1 : 0;
   if (dim == 0) {
     const int corner = e < 2 ? e : plan.core_rows[1] + e + 4 - p.in[1];
-    reinterpret_cast<OuterRow*>(smem + layout.outer)[thread] = {layout.edges + e * kWalkFloats,
-                                                                corner * kCornerRow, exists ? 1.f : 0.f, 0};
+    reinterpret_cast<OuterRow*>(smem + layout.outer)[thread] = {layout.edges + e * kWalkFloats, corner * kCornerRow,
+                                                                exists ? 1.f : 0.f, 0};
   } else {
     const int place = e < 2 ? e : plan.core_columns[1] + e - p.in[2];
     reinterpret_cast<OuterColumn*>(smem + layout.outer)[thread] = {
@@ -685,33 +721,18 @@ __device__ __forceinline__ void fill_outer(const AutocorrelationParams& p, const
   }
 }
 
-// From merged sums to statistics of the sample. All values of x were multiplied by 1 / unit. Called by all threads of
-// the block; the first filters, corners, pairs and the channels' values are there.
-template <typename Element>
-__device__ __forceinline__ void finish_autocorrelation(const AutocorrelationParams& p,
-                                                       const AutocorrelationLayout& layout, float* smem, int64_t n,
-                                                       float unit, bool broken) {
-  constexpr int kThreads = kAutocorrelationThreads, kWarps = kThreads / 32;
+// What is outer, of each K entry's sum and of each product, by `warps` warps: nothing here needs the core's sums.
+__device__ __forceinline__ void sum_rest(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
+                                         float* smem, int warp, int warps, int lane) {
   const AutocorrelationPlan& plan = p.plan;
-  const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
-  const int taps = plan.kernel[0] * plan.kernel[1], entries = taps * p.c_in, quads = (entries + 3) / 4;
-  const float* const core = smem + layout.walks;
+  const int taps = plan.kernel[0] * plan.kernel[1];
   const float* const corners = smem + layout.corners;
   const int* const pairs = reinterpret_cast<const int*>(smem + layout.pairs);
-  float4* const means = reinterpret_cast<float4*>(smem + layout.entries);
-  float* const matrix = smem + layout.matrix;
-  const float positions = static_cast<float>(p.out[1]) * static_cast<float>(p.out[2]);
-  const float inverse = 1.f / positions, inverse_rest = fmaf(-inverse, positions, 1.f) * inverse;
-
   const OuterRow* const outer_rows = reinterpret_cast<const OuterRow*>(smem + layout.outer);
   const OuterColumn* const outer_columns = reinterpret_cast<const OuterColumn*>(outer_rows) + 2 * kAutocorrelationTaps;
-
 #pragma unroll 1
-  for (int i = tid; i < quads * kAutocorrelationEntries; i += kThreads) {
-    reinterpret_cast<float4*>(matrix)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-  if (tid < entries) {
-    const int tap = tid / p.c_in, c = tid - tap * p.c_in, ky = tap / plan.kernel[1], kx = tap - ky * plan.kernel[1];
+  for (int k = warp * 32 + lane; k < taps * p.c_in; k += warps * 32) {
+    const int tap = k / p.c_in, c = k - tap * p.c_in, ky = tap / plan.kernel[1], kx = tap - ky * plan.kernel[1];
     const int own = own_sum(c);
     const OuterRow row[2] = {outer_rows[2 * ky], outer_rows[2 * ky + 1]};
     float rest = row[0].exists * smem[row[0].sums + own] + row[1].exists * smem[row[1].sums + own];
@@ -724,16 +745,11 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
       for (int r = 0; r < 2; ++r) sum = fmaf(row[r].exists, corners[row[r].corner + column.corner + c], sum);
       rest = fmaf(column.exists, sum, rest);
     }
-    // Sum and mean in two terms each.
-    const float sum = core[own] + rest, sum_rest = rest - (sum - core[own]);
-    const float mean = sum * inverse;
-    const float mean_rest = fmaf(sum, inverse, -mean) + fmaf(sum, inverse_rest, sum_rest * inverse);
-    means[tid] = make_float4(mean, mean_rest, 0.f, sum);
+    reinterpret_cast<float4*>(smem + layout.entries)[k].x = rest;
   }
-  __syncthreads();
   const int c2 = lane % 8;
 #pragma unroll 1
-  for (int job = warp; job < taps * (taps + 1) / 2; job += kWarps) {
+  for (int job = warp; job < taps * (taps + 1) / 2; job += warps) {
     const int pair = pairs[job];
     const int ky = pair >> 8 & 3, kx = pair >> 10 & 3, dy = pair >> 12 & 3, dx = (pair >> 14 & 7) - 2;
     const int at = (pair >> 17 & 15) * 128 + (pair >> 21 & 1) * 2;
@@ -757,6 +773,52 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
         }
         rest = fmaf(column[i].exists, sum, rest);
       }
+      smem[layout.rest + (job * 2 + half) * 32 + lane] = rest;
+    }
+  }
+}
+
+// From merged sums to statistics of the sample. All values of x were multiplied by 1 / unit. Called by all threads of
+// the block; the first filters, what is outer, pairs and the channels' values are there.
+template <typename Element>
+__device__ __forceinline__ void finish_autocorrelation(const AutocorrelationParams& p,
+                                                       const AutocorrelationLayout& layout, float* smem, int64_t n,
+                                                       float unit, bool broken) {
+  constexpr int kThreads = kAutocorrelationThreads, kWarps = kThreads / 32;
+  const AutocorrelationPlan& plan = p.plan;
+  const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
+  const int taps = plan.kernel[0] * plan.kernel[1], entries = taps * p.c_in, quads = (entries + 3) / 4;
+  const float* const core = smem + layout.walks;
+  const int* const pairs = reinterpret_cast<const int*>(smem + layout.pairs);
+  float4* const means = reinterpret_cast<float4*>(smem + layout.entries);
+  float* const matrix = smem + layout.matrix;
+  const float positions = static_cast<float>(p.out[1]) * static_cast<float>(p.out[2]);
+  const float inverse = 1.f / positions, inverse_rest = fmaf(-inverse, positions, 1.f) * inverse;
+
+  // By blocks of four rows, what is above the diagonal counted twice.
+  auto place = [&](int k, int k2) -> float& { return matrix[(k2 / 4 * kAutocorrelationEntries + k) * 4 + k2 % 4]; };
+  if (tid < entries) {
+    // Sum and mean in two terms each.
+    const float rest = means[tid].x, own = core[own_sum(tid % p.c_in)];
+    const float sum = own + rest, sum_rest = rest - (sum - own);
+    const float mean = sum * inverse;
+    const float mean_rest = fmaf(sum, inverse, -mean) + fmaf(sum, inverse_rest, sum_rest * inverse);
+    means[tid] = make_float4(mean, mean_rest, 0.f, sum);
+  } else if (tid < quads * 4) {
+    for (int i = 0; i < quads * 4; ++i) {
+      place(i, tid) = 0.f;
+      if (i / 4 == tid / 4) place(tid, i) = 0.f;
+    }
+  }
+  __syncthreads();
+  const int c2 = lane % 8;
+#pragma unroll 1
+  for (int job = warp; job < taps * (taps + 1) / 2; job += kWarps) {
+    const int pair = pairs[job], at = (pair >> 17 & 15) * 128 + (pair >> 21 & 1) * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int c = half * 4 + lane / 8, in_tile = (c * 4 + c2 / 2) * 4 + c2 % 2;
+      const float rest = smem[layout.rest + (job * 2 + half) * 32 + lane];
       const int k = (pair & 15) * p.c_in + c, k2 = (pair >> 4 & 15) * p.c_in + c2;
       if (c >= p.c_in || c2 >= p.c_in || k2 < k) continue;
       // What the means' product takes away is subtracted where it is large, and its rounding with the small terms.
@@ -764,9 +826,12 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
       const float squares = core[at + in_tile];
       const float product = a.x * b.w, product_rest = fmaf(a.x, b.w, -product) + a.y * b.w;
       const float covariance = (squares - product) + (rest - product_rest);
-      if (k == k2) means[k].z = squares + rest;
-      // By blocks of four rows, what is above the diagonal counted twice below it.
-      matrix[(k2 / 4 * kAutocorrelationEntries + k) * 4 + k2 % 4] = k == k2 ? covariance : 2.f * covariance;
+      place(k, k2) = k == k2 ? covariance : 2.f * covariance;
+      if (k == k2) {
+        means[k].z = squares + rest;
+      } else if (k / 4 == k2 / 4) {
+        place(k2, k) = 0.f;  // a block is read as a whole
+      }
     }
   }
   const float* const filters = smem + layout.weights;
@@ -884,8 +949,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   extern __shared__ __align__(128) float autocorrelation_smem[];
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
-  const AutocorrelationLayout layout =
-      autocorrelation_layout(kWarps, plan.edge_rows, kAutocorrelationColumnWarps);
+  const AutocorrelationLayout layout = autocorrelation_layout(kWarps, plan.edge_rows);
   const int tid = threadIdx.x;
   const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
   WalkShare b;
@@ -913,52 +977,57 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   };
   if (b.warp < kWarps) {
     walk_rows<Element, kVectors>(p, layout, smem, b, ready);
-  } else if (b.warp < kWarps + kAutocorrelationColumnWarps) {
-    constexpr int kOthers = 32 * kAutocorrelationColumnWarps;
-    const int worker = b.warp - kWarps, thread = tid - 32 * kWarps;
-    walk_columns<Element, kVectors>(p, smem + layout.columns + worker * kColumnFloats, b, worker, ready);
-    if (worker < plan.edge_rows) {
-      // The last of several slices has the outer rows below, another one's would be those above.
-      const int outer = slices > 1 && slice > 0 ? worker + 2 : worker;
-      walk_outer_row<Element, kVectors>(p, smem + layout.edges + worker * kWalkFloats, b,
-                                        outer < 2 ? outer : plan.core_rows[1] + outer - 2, scale);
+  } else if (b.warp < kWarps + kAutocorrelationOthers) {
+    const int worker = b.warp - kWarps, thread = tid - 32 * (kWarps + kAutocorrelationColumnWarps);
+    if (worker < kAutocorrelationColumnWarps) {
+      walk_columns<Element, kVectors>(p, smem + layout.columns + worker % 2 * kColumnFloats, b, worker, ready);
+      if (worker < plan.edge_rows) {
+        // The last of several slices has the outer rows below, another one's would be those above.
+        const int outer = slices > 1 && slice > 0 ? worker + 2 : worker;
+        walk_outer_row<Element, kVectors>(p, smem + layout.edges + worker * kWalkFloats, b,
+                                          outer < 2 ? outer : plan.core_rows[1] + outer - 2, scale);
+      }
+    } else {
+      ready();
+      if (slices == 1) {
+        constexpr int kThreadsHere = 32 * kAutocorrelationLoaders;
+        load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, kThreadsHere);
+        fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, kThreadsHere);
+        fill_outer(p, layout, smem, thread);
+        load_affine<Element>(p, smem + layout.affine, thread, kThreadsHere);
+      }
     }
     if (slices == 1) {
-      load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, kOthers);
-      load_filters<Element>(p, smem + layout.weights, 0, worker, kAutocorrelationColumnWarps, b.lane);
-      load_affine<Element>(p, smem + layout.affine, thread, kOthers);
-      fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, kOthers);
-      fill_outer(p, layout, smem, thread);
+      named_barrier(kBarrierOthers, 32 * kAutocorrelationOthers);
+      sum_rest(p, layout, smem, worker, kAutocorrelationOthers, b.lane);
     }
   } else if constexpr (kVectors) {
-    fill_rings<Element>(p, smem, b, ready);
+    fill_rings<Element>(p, smem, b, b.warp - kWarps - kAutocorrelationOthers, ready);
   } else {
     ready();
   }
   __syncthreads();
-  // Merged sums take the place of the first ones, a vector a thread.
+  // Merged sums take the place of the first ones, or leave with all others where a sample has slices.
   float* const to = slices == 1 ? nullptr : p.sums + (b.n * slices + slice) * plan.slice_floats;
-  constexpr int kOfWalk = kWalkFloats / 4, kOfColumns = 2 * kColumnFloats / 4;
-  auto merge = [&](int at, int sets, int stride, int out) {
-    float4* const place = reinterpret_cast<float4*>(smem + at);
-    float4 sum = place[0];
-#pragma unroll 4
-    for (int i = 1; i < sets; ++i) {
-      const float4 v = place[i * (stride / 4)];
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-    }
-    *(to ? reinterpret_cast<float4*>(to + out) : place) = sum;
-  };
+  {
+    float4* const walks = reinterpret_cast<float4*>(smem + layout.walks);
+    constexpr int kOfWalk = kWalkFloats / 4;
 #pragma unroll 1
-  for (int i = tid; i < (plan.edge_rows + 1) * kOfWalk + kOfColumns; i += kThreads) {
-    const int set = i / kOfWalk, of = (i - set * kOfWalk) * 4;
-    if (set == 0) {
-      merge(layout.walks + of, kWarps, kWalkFloats, of);
-    } else if (set <= plan.edge_rows) {
-      merge(layout.edges + (set - 1) * kWalkFloats + of, 1, kWalkFloats, i * 4);
-    } else {
-      merge(layout.columns + (i - (plan.edge_rows + 1) * kOfWalk) * 4, kAutocorrelationColumnWarps / 2,
-            2 * kColumnFloats, i * 4);
+    for (int i = tid; i < kOfWalk; i += kThreads) {
+      float4 sum = walks[i];
+#pragma unroll 4
+      for (int w = 1; w < kWarps; ++w) {
+        const float4 v = walks[w * kOfWalk + i];
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+      (to ? reinterpret_cast<float4*>(to) : walks)[i] = sum;
+    }
+  }
+  if (to) {
+    // The outer rows' sums, and behind them the outer columns'.
+    const float4* const edges = reinterpret_cast<const float4*>(smem + layout.edges);
+    for (int i = tid; i < (plan.edge_rows * kWalkFloats + 2 * kColumnFloats) / 4; i += kThreads) {
+      reinterpret_cast<float4*>(to + kWalkFloats)[i] = edges[i];
     }
   }
   if (to) {
@@ -980,7 +1049,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   extern __shared__ __align__(128) float autocorrelation_smem[];
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
-  const AutocorrelationLayout layout = autocorrelation_layout(1, 4, 2);
+  const AutocorrelationLayout layout = autocorrelation_layout(1, 4);
   const int tid = threadIdx.x, slices = static_cast<int>(plan.slices);
   const int64_t n = blockIdx.x;
   let_dependents_start();
@@ -1016,6 +1085,8 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
                               : layout.columns + (i - 5 * kOfWalk) * 4;
     *reinterpret_cast<float4*>(smem + to) = sum;
   }
+  __syncthreads();
+  sum_rest(p, layout, smem, tid / 32, kThreads / 32, tid % 32);
   __syncthreads();
   const bool broken = scale == 0.f;
   finish_autocorrelation<Element>(p, layout, smem, n, broken ? 1.f : 1.f / scale, broken);

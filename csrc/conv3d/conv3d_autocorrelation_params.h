@@ -11,12 +11,17 @@ namespace kgopt {
 inline constexpr int kAutocorrelationTaps = 3;      // of a kernel's side, at most
 inline constexpr int kAutocorrelationChannels = 8;  // of the input, at most
 inline constexpr int kAutocorrelationChunk = 32;    // neighbouring positions of a row that a warp takes at once
-// Warps that walk down the rows, and that take the outer columns, half of them a side, then an outer row each.
-inline constexpr int kAutocorrelationWarps = 12, kAutocorrelationColumnWarps = 4;
-// The last warp copies rows into shared memory.
-inline constexpr int kAutocorrelationThreads = 32 * (kAutocorrelationWarps + kAutocorrelationColumnWarps + 1);
-inline constexpr int kAutocorrelationPanel = 7;    // chunks of a team, at most: a copy's box has 256 columns
-inline constexpr int kAutocorrelationStages = 12;  // rows of a team in shared memory, at most
+// Warps that walk down the rows; that take the outer columns, half of them a side, then an outer row each; and that
+// load what the end needs.
+inline constexpr int kAutocorrelationWarps = 12, kAutocorrelationColumnWarps = 4, kAutocorrelationLoaders = 1;
+// The last warps copy rows into shared memory, a team's ring each: a warp that has asked for one copy waits some 600
+// cycles before it asks for the next.
+inline constexpr int kAutocorrelationCopiers = 3;
+inline constexpr int kAutocorrelationOthers = kAutocorrelationColumnWarps + kAutocorrelationLoaders;
+inline constexpr int kAutocorrelationThreads =
+    32 * (kAutocorrelationWarps + kAutocorrelationOthers + kAutocorrelationCopiers);
+inline constexpr int kAutocorrelationPanel = 7;      // chunks of a team, at most: a copy's box has 256 columns
+inline constexpr int kAutocorrelationStages = 12;    // of a team's ring, at most
 inline constexpr int kAutocorrelationOutputs = 256;  // channels, at most
 inline constexpr int kAutocorrelationSlices = 16;    // of a sample, at most
 // Sums of a warp, in floats: eight products of 16 x 8, the channels' sums among them; of the outer columns, twelve and
@@ -25,6 +30,8 @@ inline constexpr int kWalkFloats = 8 * 128;
 inline constexpr int kColumnFloats = 12 * 128 + 64;
 // Of K entries, (tap, channel) pairs: blocks of four.
 inline constexpr int kAutocorrelationEntries = 72, kAutocorrelationQuads = kAutocorrelationEntries / 4;
+inline constexpr int kAutocorrelationPairs =
+    kAutocorrelationTaps * kAutocorrelationTaps * (kAutocorrelationTaps * kAutocorrelationTaps + 1) / 2;  // of taps
 inline constexpr int kFilterPitch = 66;  // of a K entry's 64 weights: lanes that store a filter meet each bank twice
 // Outermost input values, with zeros around.
 inline constexpr int kCornerFloats = 8 * 12 * kAutocorrelationChannels;
@@ -48,10 +55,11 @@ struct AutocorrelationPlan {
   int teams = 1, panels = 1, runs = 1;
   int run_rows = 1;
   int edge_rows = 4;  // outer rows that a slice may have
-  // Each team's ring, where rows are multiples of 16 bytes: stages of a row of all channels, as a copy's box brings it.
+  // Each team's ring, where rows are multiples of 16 bytes: stages of some rows of all channels, as a copy's box brings
+  // them.
   int stages = 0;
-  int row_columns = 0, stage_bytes = 0;
-  int ring = 0;  // its place in shared memory, bytes
+  int stage_rows = 0, row_columns = 0, row_bytes = 0, stage_bytes = 0;
+  int ring = 0;        // its place in shared memory, bytes
   int smem_bytes = 0;  // of the main kernel, and of the one that merges slices
   int finish_smem_bytes = 0;
   int64_t slice_floats = 0;  // that a slice leaves; 0 where it has all of its sample
@@ -62,9 +70,10 @@ struct AutocorrelationPlan {
 struct AutocorrelationLayout {
   int walks;    // sums of each warp that walks
   int edges;    // sums of each outer row
-  int columns;  // of each warp that takes the outer columns, left and right in turns
+  int columns;  // of the outer columns, left and right
   int corners;
-  int entries;  // a float4 each K entry: mean in two terms, sum of squares, sum
+  int rest;     // of each pair of taps and of channels, what is outer
+  int entries;  // a float4 each K entry: mean in two terms, sum of squares, sum; first of all the sum of what is outer
   int weights;  // a column of 64 output channels for each K entry
   int affine;   // of each output channel: bias, the norm's weight and bias
   int pairs;    // of each pair of taps, where it finds its sums
@@ -77,7 +86,7 @@ struct AutocorrelationLayout {
   int moments;  // of each output channel, then the groups' statistics, then the channels' sums of squares alone
 };
 
-KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, int columns) {
+KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows) {
   AutocorrelationLayout s{};
   s.walks = 0;
   s.matrix = kWalkFloats;
@@ -86,8 +95,9 @@ KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, 
   const int first = walks * kWalkFloats, later = s.moments + kAutocorrelationOutputs * 6;
   s.edges = first > later ? first : later;
   s.columns = s.edges + edge_rows * kWalkFloats;
-  s.corners = s.columns + columns * kColumnFloats;
-  s.entries = s.corners + kCornerFloats;
+  s.corners = s.columns + 2 * kColumnFloats;
+  s.rest = s.corners + kCornerFloats;
+  s.entries = s.rest + kAutocorrelationPairs * 64;
   s.weights = s.entries + kAutocorrelationEntries * 4;
   s.affine = s.weights + (kAutocorrelationEntries + 1) * kFilterPitch + 2;
   s.pairs = s.affine + kAutocorrelationOutputs * 3;
