@@ -837,7 +837,7 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
   const float* const filters = smem + layout.weights;
   const float* const affine = smem + layout.affine;
   float* const parts = smem + layout.parts;
-  float* const other_parts = parts + 2 * kAutocorrelationQuads * 64;
+  float* const other_parts = parts + 2 * kAutocorrelationQuads * kPartPitch;
   Moments<float>* const moments = reinterpret_cast<Moments<float>*>(smem + layout.moments);
   float2* const groups = reinterpret_cast<float2*>(moments + kAutocorrelationOutputs);
   float* const alone = reinterpret_cast<float*>(groups + kAutocorrelationOutputs);
@@ -845,9 +845,13 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
   for (int c_first = 0; c_first < p.c_out; c_first += 64) {
     if (c_first > 0) load_filters<Element>(p, smem + layout.weights, c_first, warp, kWarps, lane);
     __syncthreads();
-    // A warp takes halves of blocks of four rows, a lane has two output channels.
+    // A warp takes halves of blocks of four rows, a long one first and then a short one; a lane has two output
+    // channels.
+    static_assert(kAutocorrelationQuads <= kWarps);
 #pragma unroll 1
-    for (int job = warp; job < 2 * quads; job += kWarps) {
+    for (int round = 0; round < 2; ++round) {
+      const int job = round == 0 ? 2 * quads - 1 - warp : warp - 2 * (kWarps - quads);
+      if (job < 0) continue;
       const int quad = job / 2, half = 2 * quad + 2, begin = job % 2 * half;
       float s[4][2] = {};
       const float4* const row = reinterpret_cast<const float4*>(matrix) + quad * kAutocorrelationEntries;
@@ -872,23 +876,30 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
         mean[0] = fmaf(w.x, of.x, mean[0]), mean[1] = fmaf(w.y, of.x, mean[1]);
         squares[0] = fmaf(w.x * w.x, of.z, squares[0]), squares[1] = fmaf(w.y * w.y, of.z, squares[1]);
       }
-      reinterpret_cast<float2*>(parts)[job * 32 + lane] = make_float2(m2[0], m2[1]);
+      reinterpret_cast<float2*>(parts)[job * (kPartPitch / 2) + lane] = make_float2(m2[0], m2[1]);
       // The first half has the means, the second the sums of squares.
-      reinterpret_cast<float2*>(other_parts)[job * 32 + lane] =
+      reinterpret_cast<float2*>(other_parts)[job * (kPartPitch / 2) + lane] =
           job % 2 == 0 ? make_float2(mean[0], mean[1]) : make_float2(squares[0], squares[1]);
     }
     __syncthreads();
-    if (tid < 64 && c_first + tid < p.c_out) {
-      const int c = c_first + tid;
-      float m2 = 0.f, mean = 0.f, squares = 0.f;
-#pragma unroll 6
-      for (int i = 0; i < quads; ++i) {
-        m2 += parts[i * 128 + tid] + parts[i * 128 + 64 + tid];
-        mean += other_parts[i * 128 + tid], squares += other_parts[i * 128 + 64 + tid];
+    // Four lanes have a channel, and every fourth of the parts.
+    if (warp < 8) {
+      const int o = warp * 8 + lane % 8, c = c_first + o;
+      float m2 = 0.f, other = 0.f;  // with an even number the mean, else the sum of squares
+#pragma unroll 3
+      for (int i = lane / 8; i < 2 * quads; i += 4) {
+        m2 += parts[i * kPartPitch + o];
+        other += other_parts[i * kPartPitch + o];
       }
-      if (m2 < 0.f) m2 = 0.f;  // and a NaN stays
-      moments[c] = {fmaf(mean, unit, affine[c]), m2 * unit * unit, positions};
-      alone[c] = squares * unit * unit;
+      m2 += __shfl_xor_sync(0xffffffffu, m2, 8);
+      m2 += __shfl_xor_sync(0xffffffffu, m2, 16);
+      other += __shfl_xor_sync(0xffffffffu, other, 16);
+      const float squares = __shfl_xor_sync(0xffffffffu, other, 8);
+      if (lane < 8 && c < p.c_out) {
+        if (m2 < 0.f) m2 = 0.f;  // and a NaN stays
+        moments[c] = {fmaf(other, unit, affine[c]), m2 * unit * unit, positions};
+        alone[c] = squares * unit * unit;
+      }
     }
   }
   __syncthreads();
@@ -1010,17 +1021,17 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   // Merged sums take the place of the first ones, or leave with all others where a sample has slices.
   float* const to = slices == 1 ? nullptr : p.sums + (b.n * slices + slice) * plan.slice_floats;
   {
-    float4* const walks = reinterpret_cast<float4*>(smem + layout.walks);
-    constexpr int kOfWalk = kWalkFloats / 4;
-#pragma unroll 1
-    for (int i = tid; i < kOfWalk; i += kThreads) {
-      float4 sum = walks[i];
-#pragma unroll 4
+    float2* const walks = reinterpret_cast<float2*>(smem + layout.walks);
+    constexpr int kOfWalk = kWalkFloats / 2;
+    static_assert(kOfWalk <= kThreads);
+    if (tid < kOfWalk) {
+      float2 sum = walks[tid];
+#pragma unroll
       for (int w = 1; w < kWarps; ++w) {
-        const float4 v = walks[w * kOfWalk + i];
-        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        const float2 v = walks[w * kOfWalk + tid];
+        sum.x += v.x, sum.y += v.y;
       }
-      (to ? reinterpret_cast<float4*>(to) : walks)[i] = sum;
+      (to ? reinterpret_cast<float2*>(to) : walks)[tid] = sum;
     }
   }
   if (to) {

@@ -33,6 +33,7 @@ inline constexpr int kAutocorrelationEntries = 72, kAutocorrelationQuads = kAuto
 inline constexpr int kAutocorrelationPairs =
     kAutocorrelationTaps * kAutocorrelationTaps * (kAutocorrelationTaps * kAutocorrelationTaps + 1) / 2;  // of taps
 inline constexpr int kFilterPitch = 66;  // of a K entry's 64 weights: lanes that store a filter meet each bank twice
+inline constexpr int kPartPitch = 72;  // of a part's 64 output channels: lanes that read four parts meet no bank twice
 // Outermost input values, with zeros around.
 inline constexpr int kCornerFloats = 8 * 12 * kAutocorrelationChannels;
 
@@ -91,7 +92,7 @@ KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows) 
   s.walks = 0;
   s.matrix = kWalkFloats;
   s.parts = s.matrix + kAutocorrelationQuads * kAutocorrelationEntries * 4;
-  s.moments = s.parts + kAutocorrelationQuads * 4 * 64;
+  s.moments = s.parts + kAutocorrelationQuads * 4 * kPartPitch;
   const int first = walks * kWalkFloats, later = s.moments + kAutocorrelationOutputs * 6;
   s.edges = first > later ? first : later;
   s.columns = s.edges + edge_rows * kWalkFloats;
