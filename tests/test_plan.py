@@ -586,10 +586,10 @@ def check_autocorrelation(plan, case: dict, size, output, limits) -> None:
         vector = 16 // width
         assert plan.panel * dev.AUTOCORRELATION_CHUNK + 2 * vector <= plan.row_columns <= 256
         assert plan.row_columns * width % 16 == 0
-        assert plan.stage_bytes == plan.stage_rows * plan.row_columns * 8 * width
+        assert plan.stage_bytes == 2 * plan.row_columns * 8 * width
         assert plan.stage_bytes % 128 == 0
         assert plan.ring % 128 == 0
-        assert plan.stages >= 2
+        assert plan.stages >= 3
         assert plan.ring + plan.teams * plan.stages * (plan.stage_bytes + 16) <= plan.smem_bytes
     if plan.slices == 1:
         assert plan.edge_rows == 4

@@ -36,7 +36,7 @@ Status set_map(AutocorrelationParams* p, int64_t n) {
   std::copy(sizes, sizes + 4, map.sizes);
   // A dim of size 1 may have any stride, which the map would refuse.
   for (int i = 0; i < 3; ++i) map.strides[i] = (sizes[i + 1] == 1 ? p->in[2] : strides[i]) * sizeof(Element);
-  map.box[0] = p->plan.row_columns, map.box[1] = kAutocorrelationChannels, map.box[2] = p->plan.stage_rows,
+  map.box[0] = p->plan.row_columns, map.box[1] = kAutocorrelationChannels, map.box[2] = kAutocorrelationStageRows,
   map.box[3] = 1;
   map.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
   return encode_tensor_map("conv_autocorrelation_kernel", map, p->x_map);

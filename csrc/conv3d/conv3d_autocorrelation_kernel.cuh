@@ -272,7 +272,7 @@ __device__ __forceinline__ void fill_rings(const AutocorrelationParams& p, float
 #pragma unroll 1
     for (int i = 0; i < plan.stages; ++i) {
       barrier_init(ring.full(i), 1);
-      barrier_init(ring.empty(i), plan.panel);
+      barrier_init(ring.empty(i), plan.panel + kAutocorrelationColumnWarps);
     }
     barrier_init_fence();
   }
@@ -296,7 +296,7 @@ __device__ __forceinline__ void fill_rings(const AutocorrelationParams& p, float
       barrier_expect_bytes(ring.full(stage), plan.stage_bytes);
       tensor_load_4d(shared_address(ring.stages + stage * plan.stage_bytes), p.x_map, column, 0, row,
                      static_cast<int>(b.n), ring.full(stage));
-      row += plan.stage_rows;
+      row += kAutocorrelationStageRows;
       if (row >= end) {
         task += plan.teams;
         start();
@@ -339,7 +339,7 @@ class WalkSource {
     }
     words.set(before, w, behind);
     used_ = w[0] ^ w[3] ^ before ^ behind;
-    if (++row_ == plan_.stage_rows) release(lane);
+    if (++row_ == kAutocorrelationStageRows) release(lane);
   }
   // Behind the last row of a task.
   __device__ __forceinline__ void finish(int lane) {
@@ -544,70 +544,187 @@ __device__ __forceinline__ void load_corners(const AutocorrelationParams& p, int
   }
 }
 
-// Named barriers: of the warps that take the outer columns, and of those that see to what is outer.
-inline constexpr int kBarrierColumns = 1, kBarrierOthers = 2;
+// A side's outer columns: K are rows. Rows 0 to 7 of the left operand are the channels of one of the two outermost
+// columns, rows 8 to 15 those of the other; the right operand is one of four columns in one of three rows.
+template <typename Element>
+struct ColumnSums {
+  float acc[12][4], own[4];
 
-// What the warp of the left or right columns does: K are rows. Rows 0 to 7 of the left operand are the channels of one
-// of the two outermost columns, rows 8 to 15 those of the other; the right operand is one of four columns.
-template <typename Element, bool kVectors, typename Ready>
-__device__ __forceinline__ void walk_columns(const AutocorrelationParams& p, float* to, const WalkShare& b, int worker,
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 48; ++i) acc[i / 4][i % 4] = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) own[i] = 0.f;
+  }
+  __device__ __forceinline__ void store(float* to, int lane) const {
+#pragma unroll
+    for (int i = 0; i < 12; ++i) {
+      reinterpret_cast<float4*>(to)[i * 32 + lane] = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+    }
+    to[12 * 128 + lane] = own[0];
+    to[12 * 128 + 32 + lane] = own[2];
+  }
+};
+// Value c of four neighbours in two rows.
+__device__ __forceinline__ uint32_t of_rows(const uint32_t (&upper)[2], const uint32_t (&lower)[2], int c) {
+  return __byte_perm(upper[c / 2], lower[c / 2], c % 2 ? 0x7632 : 0x5410);
+}
+
+// From the rings, two rows of a team at a time, each by two lanes of the four that a channel has: these take turns, too.
+template <typename Element, typename Ready>
+__device__ __forceinline__ void walk_columns_of_rings(const AutocorrelationParams& p, float* smem, float* to,
+                                                      const WalkShare& b, int side, Ready ready) {
+  constexpr bool kScaled = std::is_same_v<Element, float>;
+  static_assert(kAutocorrelationStageRows == 2);
+  const AutocorrelationPlan& plan = p.plan;
+  const int lane = b.lane, tasks = plan.panels * plan.runs, wanted = side == 0 ? 0 : plan.panels - 1;
+  const int column = side == 0 ? 0 : p.in[2] - 4 - wanted * plan.panel * kAutocorrelationChunk;
+  const int offset = ((lane >> 2) * plan.row_columns + kVector<Element> + column) * int(sizeof(Element));
+  const int odd = lane & 1, turn = lane >> 1 & 1;
+  // A lane knows where the team of its number stands.
+  int task = lane < plan.teams ? lane : tasks, row = 0, first = 0, end = 0, panel = 0;
+  auto start = [&] {
+    for (; task < tasks; task += plan.teams) {
+      const WalkTask t(plan, b, task);
+      row = first = t.first, end = t.end, panel = t.panel;
+      if (first < end) return;
+    }
+  };
+  start();
+  const float scale = ready();
+  ColumnSums<Element> sums;
+  sums.clear();
+  uint32_t words[4][3] = {}, rows[3][2] = {}, mask = 0;
+  int units = 0;
+  auto multiply = [&] {
+    uint32_t left[4] = {};
+#pragma unroll
+    for (int c = 0; c < 2; ++c) left[c] = (side == 0 ? words[c][0] : words[c + 2][0]) & mask;
+#pragma unroll
+    for (int h = 0; h < 3; ++h) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) mma_halves<Element>(sums.acc[h * 4 + c], left, words[c][h], 0);
+    }
+    mma_halves<Element>(sums.own, left, kPairOfOnes<Element>, 0);
+    mask = 0;
+  };
+  int stage = 0;
+  uint32_t parity = 0;
+#pragma unroll 1
+  while (__any_sync(0xffffffffu, task < tasks)) {
+    const int before = (stage == 0 ? plan.stages : stage) - 1;
+#pragma unroll 1
+    for (int team = 0; team < plan.teams; ++team) {
+      const int at = __shfl_sync(0xffffffffu, row, team), from = __shfl_sync(0xffffffffu, first, team);
+      const int last = __shfl_sync(0xffffffffu, end, team), of = __shfl_sync(0xffffffffu, panel, team);
+      if (__shfl_sync(0xffffffffu, task, team) >= tasks) continue;
+      const WalkRing ring(plan, smem, team);
+      barrier_wait(ring.full(stage), parity);
+      uint32_t used = 0;
+      if (at > from && of == wanted) {
+        // The two rows of the stage before, with all below them that they see.
+        const char* const upper = ring.stages + before * plan.stage_bytes + offset;
+        const char* const lower = ring.stages + stage * plan.stage_bytes + offset;
+        const char* const rows_at[3] = {upper + odd * plan.row_bytes, odd ? lower : upper + plan.row_bytes,
+                                        lower + odd * plan.row_bytes};
+        uint32_t now[3][2];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+          if constexpr (kScaled) {
+            const float4 v = *reinterpret_cast<const float4*>(rows_at[i]);
+            now[i][0] = packed_halves(v.x * scale, v.y * scale), now[i][1] = packed_halves(v.z * scale, v.w * scale);
+          } else {
+            const uint2 v = *reinterpret_cast<const uint2*>(rows_at[i]);
+            now[i][0] = v.x, now[i][1] = v.y;
+          }
+          used ^= now[i][0] ^ now[i][1];
+        }
+        const bool mine = turn == units >> 1, counts = mine && at - 2 + odd < last;
+        if (units % 2 == 0) {
+          if (counts) mask |= 0xffffu;
+#pragma unroll
+          for (int i = 0; i < 3; ++i) rows[i][0] = now[i][0], rows[i][1] = now[i][1];
+        } else {
+          if (counts) mask |= 0xffff0000u;
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+#pragma unroll
+            for (int h = 0; h < 3; ++h) {
+              const uint32_t word = of_rows(rows[h], now[h], c);
+              words[c][h] = mine ? word : words[c][h];
+            }
+          }
+        }
+        if (++units == 4) {
+          multiply();
+          units = 0;
+        }
+      }
+      // As in WalkSource::release.
+      const uint32_t nothing = used & static_cast<uint32_t>(plan.teams >> 16);
+      __syncwarp();
+      if (lane == 0 && at > from) barrier_arrive(ring.empty(before) + nothing);
+      if (lane == 0 && at >= last) barrier_arrive(ring.empty(stage) + nothing);
+    }
+    row += kAutocorrelationStageRows;
+    if (task < tasks && row >= end + 2) {
+      task += plan.teams;
+      start();
+    }
+    if (++stage == plan.stages) stage = 0, parity ^= 1;
+  }
+  if (units % 2 == 1) {
+    const uint32_t none[2] = {};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int h = 0; h < 3; ++h) words[c][h] = turn == units >> 1 ? of_rows(rows[h], none, c) : words[c][h];
+    }
+  }
+  if (units > 0) multiply();
+  sums.store(to, lane);
+}
+
+// From memory, value by value.
+template <typename Element, typename Ready>
+__device__ __forceinline__ void walk_columns(const AutocorrelationParams& p, float* to, const WalkShare& b, int side,
                                              Ready ready) {
   constexpr bool kScaled = std::is_same_v<Element, float>;
   const AutocorrelationPlan& plan = p.plan;
-  constexpr int kStep = 16 * kAutocorrelationColumnWarps / 2;
-  const int lane = b.lane, channel = lane >> 2, side = worker & 1;
-  const int first = max(b.first, plan.core_rows[0]) + worker / 2 * 16, end = min(b.end, plan.core_rows[1]);
+  const int lane = b.lane, channel = lane >> 2;
+  const int first = max(b.first, plan.core_rows[0]), end = min(b.end, plan.core_rows[1]);
   const int64_t stride = p.x_stride[1], stride_w = p.x_stride[2];
   const Element* at = static_cast<const Element*>(p.x) + b.n * p.x_stride_n + channel * p.x_stride_c +
                       (first + (lane & 3) * 4) * stride + (side == 0 ? 0 : p.in[2] - 4) * stride_w;
   int row = first + (lane & 3) * 4;
-  uint32_t v[6][kScaled ? 4 : 2], next[6][kScaled ? 4 : 2];
-  auto load = [&](uint32_t (&to_row)[6][kScaled ? 4 : 2]) {
+  uint32_t v[6][2];
+  const float scale = ready();
+  ColumnSums<Element> sums;
+  sums.clear();
+#pragma unroll 1
+  for (int from = first; from < end; from += 16) {
 #pragma unroll
     for (int i = 0; i < 6; ++i) {
-      const bool inside = channel < p.c_in && row + i < p.in[1] && row - (lane & 3) * 4 < end;
-      if constexpr (kVectors) {
-        load_if(to_row[i], at + i * stride, inside);
-      } else {
-        uint32_t bits[4];
+      const bool inside = channel < p.c_in && row + i < p.in[1];
+      uint32_t bits[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) bits[k] = load_one_if(at + i * stride + k * stride_w, inside);
+      for (int k = 0; k < 4; ++k) bits[k] = load_one_if(at + i * stride + k * stride_w, inside);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
         if constexpr (kScaled) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) to_row[i][k] = bits[k];
+          v[i][k] = packed_halves(__uint_as_float(bits[2 * k]) * scale, __uint_as_float(bits[2 * k + 1]) * scale);
         } else {
-          to_row[i][0] = bits[0] | bits[1] << 16, to_row[i][1] = bits[2] | bits[3] << 16;
+          v[i][k] = bits[2 * k] | bits[2 * k + 1] << 16;
         }
       }
     }
-    at += kStep * stride;
-    row += kStep;
-  };
-  load(next);
-  const float scale = ready();
-  float acc[12][4] = {}, own[4] = {};
-#pragma unroll 1
-  for (int from = first; from < end; from += kStep) {
-    const int own_row = row - kStep;
-#pragma unroll
-    for (int i = 0; i < 6; ++i) {
-#pragma unroll
-      for (int k = 0; k < (kScaled ? 4 : 2); ++k) v[i][k] = next[i][k];
-    }
-    load(next);
     uint32_t pairs[4][5];  // of a column rows i and i + 1
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
 #pragma unroll
-      for (int i = 0; i < 5; ++i) {
-        if constexpr (kScaled) {
-          pairs[c][i] = packed_halves(__uint_as_float(v[i][c]) * scale, __uint_as_float(v[i + 1][c]) * scale);
-        } else {
-          pairs[c][i] = __byte_perm(v[i][c / 2], v[i + 1][c / 2], c % 2 ? 0x7632 : 0x5410);
-        }
-      }
+      for (int i = 0; i < 5; ++i) pairs[c][i] = of_rows(v[i], v[i + 1], c);
     }
-    const uint32_t low = pair_mask(0, end - own_row), high = pair_mask(0, end - own_row - 2);
+    const uint32_t low = pair_mask(0, end - row), high = pair_mask(0, end - row - 2);
     uint32_t left[4];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -617,29 +734,13 @@ __device__ __forceinline__ void walk_columns(const AutocorrelationParams& p, flo
 #pragma unroll
     for (int h = 0; h < 3; ++h) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) mma_halves<Element>(acc[h * 4 + c], left, pairs[c][h], pairs[c][h + 2]);
+      for (int c = 0; c < 4; ++c) mma_halves<Element>(sums.acc[h * 4 + c], left, pairs[c][h], pairs[c][h + 2]);
     }
-    mma_halves<Element>(own, left, kPairOfOnes<Element>, kPairOfOnes<Element>);
+    mma_halves<Element>(sums.own, left, kPairOfOnes<Element>, kPairOfOnes<Element>);
+    at += 16 * stride;
+    row += 16;
   }
-  // A side's warps add theirs up in turns.
-#pragma unroll 1
-  for (int turn = kAutocorrelationColumnWarps / 2 - 1; turn >= 0; --turn) {
-    if (worker / 2 == turn) {
-      const bool first = turn == kAutocorrelationColumnWarps / 2 - 1;
-      float* const own_to = to + 12 * 128 + lane;
-#pragma unroll
-      for (int i = 0; i < 12; ++i) {
-        float4* const at = reinterpret_cast<float4*>(to) + i * 32 + lane;
-        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (!first) v = *at;
-        v.x += acc[i][0], v.y += acc[i][1], v.z += acc[i][2], v.w += acc[i][3];
-        *at = v;
-      }
-      own_to[0] = first ? own[0] : own_to[0] + own[0];
-      own_to[32] = first ? own[2] : own_to[32] + own[2];
-    }
-    named_barrier(kBarrierColumns, 32 * kAutocorrelationColumnWarps);
-  }
+  sums.store(to, lane);
 }
 
 // The power of two that all values of a sample are multiplied by before they become fp16: it brings the largest of some
@@ -988,29 +1089,30 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   };
   if (b.warp < kWarps) {
     walk_rows<Element, kVectors>(p, layout, smem, b, ready);
-  } else if (b.warp < kWarps + kAutocorrelationOthers) {
-    const int worker = b.warp - kWarps, thread = tid - 32 * (kWarps + kAutocorrelationColumnWarps);
-    if (worker < kAutocorrelationColumnWarps) {
-      walk_columns<Element, kVectors>(p, smem + layout.columns + worker % 2 * kColumnFloats, b, worker, ready);
-      if (worker < plan.edge_rows) {
-        // The last of several slices has the outer rows below, another one's would be those above.
-        const int outer = slices > 1 && slice > 0 ? worker + 2 : worker;
-        walk_outer_row<Element, kVectors>(p, smem + layout.edges + worker * kWalkFloats, b,
-                                          outer < 2 ? outer : plan.core_rows[1] + outer - 2, scale);
-      }
+  } else if (b.warp < kWarps + kAutocorrelationColumnWarps) {
+    const int side = b.warp - kWarps;
+    float* const columns = smem + layout.columns + side * kColumnFloats;
+    if constexpr (kVectors) {
+      walk_columns_of_rings<Element>(p, smem, columns, b, side, ready);
     } else {
-      ready();
-      if (slices == 1) {
-        constexpr int kThreadsHere = 32 * kAutocorrelationLoaders;
-        load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, kThreadsHere);
-        fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, kThreadsHere);
-        fill_outer(p, layout, smem, thread);
-        load_affine<Element>(p, smem + layout.affine, thread, kThreadsHere);
-      }
+      walk_columns<Element>(p, columns, b, side, ready);
     }
+  } else if (b.warp < kWarps + kAutocorrelationOthers) {
+    constexpr int kLoaders = kAutocorrelationLoaders;
+    const int worker = b.warp - kWarps - kAutocorrelationColumnWarps, thread = worker * 32 + b.lane;
+    ready();
     if (slices == 1) {
-      named_barrier(kBarrierOthers, 32 * kAutocorrelationOthers);
-      sum_rest(p, layout, smem, worker, kAutocorrelationOthers, b.lane);
+      load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, 32 * kLoaders);
+      fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, 32 * kLoaders);
+      fill_outer(p, layout, smem, thread);
+      load_affine<Element>(p, smem + layout.affine, thread, 32 * kLoaders);
+    }
+#pragma unroll 1
+    for (int i = worker; i < plan.edge_rows; i += kLoaders) {
+      // The last of several slices has the outer rows below, another one's would be those above.
+      const int outer = slices > 1 && slice > 0 ? i + 2 : i;
+      walk_outer_row<Element, kVectors>(p, smem + layout.edges + i * kWalkFloats, b,
+                                        outer < 2 ? outer : plan.core_rows[1] + outer - 2, scale);
     }
   } else if constexpr (kVectors) {
     fill_rings<Element>(p, smem, b, b.warp - kWarps - kAutocorrelationOthers, ready);
@@ -1045,6 +1147,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
     if (tid == 0) to[plan.slice_floats - 4] = scale;
     return;
   }
+  sum_rest(p, layout, smem, b.warp, kThreads / 32, b.lane);
   __syncthreads();
   const bool broken = kScaled && scale == 0.f;
   finish_autocorrelation<Element>(p, layout, smem, b.n, broken ? 1.f : 1.f / scale, broken);

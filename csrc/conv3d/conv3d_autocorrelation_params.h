@@ -11,15 +11,15 @@ namespace kgopt {
 inline constexpr int kAutocorrelationTaps = 3;      // of a kernel's side, at most
 inline constexpr int kAutocorrelationChannels = 8;  // of the input, at most
 inline constexpr int kAutocorrelationChunk = 32;    // neighbouring positions of a row that a warp takes at once
-// Warps that walk down the rows; that take the outer columns, half of them a side, then an outer row each; and that
-// load what the end needs.
-inline constexpr int kAutocorrelationWarps = 12, kAutocorrelationColumnWarps = 4, kAutocorrelationLoaders = 1;
-// The last warps copy rows into shared memory, a team's ring each: a warp that has asked for one copy waits some 600
-// cycles before it asks for the next.
+// Warps that walk down the rows; that take the outer columns, one a side; that take outer rows and load what the end
+// needs. The last ones copy rows into shared memory, a team's ring each: a warp that has asked for one copy waits some
+// 600 cycles before it can ask for the next.
+inline constexpr int kAutocorrelationWarps = 12, kAutocorrelationColumnWarps = 2, kAutocorrelationLoaders = 3;
 inline constexpr int kAutocorrelationCopiers = 3;
 inline constexpr int kAutocorrelationOthers = kAutocorrelationColumnWarps + kAutocorrelationLoaders;
 inline constexpr int kAutocorrelationThreads =
     32 * (kAutocorrelationWarps + kAutocorrelationOthers + kAutocorrelationCopiers);
+inline constexpr int kAutocorrelationStageRows = 2;  // of a stage of a ring
 inline constexpr int kAutocorrelationPanel = 7;      // chunks of a team, at most: a copy's box has 256 columns
 inline constexpr int kAutocorrelationStages = 12;    // of a team's ring, at most
 inline constexpr int kAutocorrelationOutputs = 256;  // channels, at most
@@ -56,10 +56,10 @@ struct AutocorrelationPlan {
   int teams = 1, panels = 1, runs = 1;
   int run_rows = 1;
   int edge_rows = 4;  // outer rows that a slice may have
-  // Each team's ring, where rows are multiples of 16 bytes: stages of some rows of all channels, as a copy's box brings
+  // Each team's ring, where rows are multiples of 16 bytes: stages of two rows of all channels, as a copy's box brings
   // them.
   int stages = 0;
-  int stage_rows = 0, row_columns = 0, row_bytes = 0, stage_bytes = 0;
+  int row_columns = 0, row_bytes = 0, stage_bytes = 0;
   int ring = 0;        // its place in shared memory, bytes
   int smem_bytes = 0;  // of the main kernel, and of the one that merges slices
   int finish_smem_bytes = 0;

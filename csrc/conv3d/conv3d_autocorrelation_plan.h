@@ -42,18 +42,17 @@ inline bool autocorrelation_slices(AutocorrelationPlan* p, const ConvProblem& q,
   p->slice_floats = slices == 1 ? 0 : (p->edge_rows + 1) * kWalkFloats + 2 * kColumnFloats + 4;
   p->finish_smem_bytes = autocorrelation_layout(1, 4).total * 4;
   p->smem_bytes = autocorrelation_layout(kAutocorrelationWarps, p->edge_rows).total * 4;
-  p->stages = p->stage_rows = p->row_columns = p->row_bytes = p->stage_bytes = p->ring = 0;
+  p->stages = p->row_columns = p->row_bytes = p->stage_bytes = p->ring = 0;
   const int size = q.dtype == Dtype::kFloat32 ? 4 : 2;
   if (q.in[2] * size % 16 == 0) {
     // With a vector before the panel and one or more behind: rows of neighbouring channels then lie in other banks.
     p->row_columns = p->panel * kAutocorrelationChunk + (size == 4 ? 12 : p->panel % 2 == 0 ? 32 : 16);
     p->row_bytes = p->row_columns * kAutocorrelationChannels * size;
-    p->stage_rows = size == 4 ? 2 : 3;
-    p->stage_bytes = p->stage_rows * p->row_bytes;
+    p->stage_bytes = kAutocorrelationStageRows * p->row_bytes;
     p->ring = (p->smem_bytes + 127) / 128 * 128;
     p->stages =
         std::min(kAutocorrelationStages, (limits.smem_per_block - p->ring) / (p->teams * (p->stage_bytes + 16)));
-    if (p->stages < 2) return false;
+    if (p->stages < 3) return false;  // the outer columns keep one
     p->smem_bytes = p->ring + p->teams * p->stages * (p->stage_bytes + 16);
   }
   return p->smem_bytes <= limits.smem_per_block;

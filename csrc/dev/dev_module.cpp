@@ -243,7 +243,6 @@ void bind_conv(py::module_& m) {
       .def_readonly("panels", &AutocorrelationPlan::panels)
       .def_readonly("teams", &AutocorrelationPlan::teams)
       .def_readonly("stages", &AutocorrelationPlan::stages)
-      .def_readonly("stage_rows", &AutocorrelationPlan::stage_rows)
       .def_readonly("row_columns", &AutocorrelationPlan::row_columns)
       .def_readonly("stage_bytes", &AutocorrelationPlan::stage_bytes)
       .def_readonly("ring", &AutocorrelationPlan::ring)
