@@ -62,15 +62,6 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
-// A box of a tensor whose map lies in a kernel's parameters; completes on the barrier.
-__device__ __forceinline__ void tensor_load_4d(uint32_t shared, const void* map, int c0, int c1, int c2, int c3,
-                                               uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6];" ::"r"(shared),
-      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(barrier))
-      : "memory");
-}
 // The other way, under the same conditions; a thread waits for its own.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),

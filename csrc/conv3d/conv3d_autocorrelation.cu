@@ -2,10 +2,7 @@
 // instances.
 #include "conv3d_autocorrelation.h"
 
-#include <algorithm>
-
 #include "../common/dependent_launch.cuh"
-#include "../common/tensor_map.h"
 #include "conv3d_autocorrelation_kernel.cuh"
 
 namespace kgopt {
@@ -24,29 +21,8 @@ Status launch_instance(const AutocorrelationParams& p, int64_t n, cudaStream_t s
 }
 
 template <typename Element>
-Status set_map(AutocorrelationParams* p, int64_t n) {
-  TensorMapSpec map{};
-  map.type = std::is_same_v<Element, float>    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-             : std::is_same_v<Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  map.rank = 4;
-  map.data = p->x;
-  const int64_t sizes[4] = {p->in[2], p->c_in, p->in[1], n};
-  const int64_t strides[3] = {p->x_stride_c, p->x_stride[1], p->x_stride_n};
-  std::copy(sizes, sizes + 4, map.sizes);
-  // A dim of size 1 may have any stride, which the map would refuse.
-  for (int i = 0; i < 3; ++i) map.strides[i] = (sizes[i + 1] == 1 ? p->in[2] : strides[i]) * sizeof(Element);
-  map.box[0] = p->plan.row_columns, map.box[1] = kAutocorrelationChannels, map.box[2] = kAutocorrelationStageRows,
-  map.box[3] = 1;
-  map.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
-  return encode_tensor_map("conv_autocorrelation_kernel", map, p->x_map);
-}
-
-template <typename Element>
-Status launch(AutocorrelationParams p, int64_t n, cudaStream_t stream) {
-  if (!p.vectors) return launch_instance<Element, false>(p, n, stream);
-  const Status status = set_map<Element>(&p, n);
-  return status.ok() ? launch_instance<Element, true>(p, n, stream) : status;
+Status launch(const AutocorrelationParams& p, int64_t n, cudaStream_t stream) {
+  return p.vectors ? launch_instance<Element, true>(p, n, stream) : launch_instance<Element, false>(p, n, stream);
 }
 
 }  // namespace

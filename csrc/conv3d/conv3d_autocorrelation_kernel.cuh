@@ -8,10 +8,11 @@
 // both operands agree, so that a lane loads eight neighbours of its channel's row from memory into the registers that
 // the products read. Rows 0 to 7 of the left operand are the channels, rows 8 to 15 the same moved by one position; the
 // right operand is the row itself, the next or the one after, moved by -2, 0 or 2, which is other registers. Warps walk
-// down the rows, and keep three of them; warps of their own copy rows into shared memory ahead of them.
+// down the rows, and keep three of them, while the next three are under way.
 //
-// The left operand's position tells which taps see a product. Outer rows have sums and warps of their own, so have
-// outer columns, whose K are rows, and what is outer in both is a product for each entry.
+// The left operand's position tells which taps see a product. Outer rows have sums and warps of their own. Outer
+// columns, whose K are rows, are kept in shared memory until all rows are there. What is outer in both is a product for
+// each entry.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -80,21 +81,28 @@ struct WalkRow {
   // Rows that are added up in registers, since the tensor core cuts off where it adds; a multiple of three.
   static constexpr int kTogether = kScaled ? 9 : 6;
   uint32_t v[kScaled ? 2 : 1][4], pair[kScaled ? 2 : 1];
+};
+// The same as words of two halves.
+struct PackedRow {
+  uint32_t w[4], outer;
 
-  __device__ __forceinline__ void convert(WalkWords& words, float scale, int lane) const {
-    uint32_t w[4], outer;
-    if constexpr (kScaled) {
+  // Waits for the row, and for all that is under way with it: loads share a scoreboard.
+  template <typename Element>
+  __device__ __forceinline__ void set(const WalkRow<Element>& row, float scale) {
+    if constexpr (WalkRow<Element>::kScaled) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        w[i] = packed_halves(__uint_as_float(v[i / 2][i % 2 * 2]) * scale,
-                             __uint_as_float(v[i / 2][i % 2 * 2 + 1]) * scale);
+        w[i] = packed_halves(__uint_as_float(row.v[i / 2][i % 2 * 2]) * scale,
+                             __uint_as_float(row.v[i / 2][i % 2 * 2 + 1]) * scale);
       }
-      outer = packed_halves(__uint_as_float(pair[0]) * scale, __uint_as_float(pair[1]) * scale);
+      outer = packed_halves(__uint_as_float(row.pair[0]) * scale, __uint_as_float(row.pair[1]) * scale);
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(w[i]) : "r"(v[0][i]));  // v is loaded again
-      outer = pair[0];
+      for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(w[i]) : "r"(row.v[0][i]));  // loaded again
+      asm volatile("mov.b32 %0, %1;" : "=r"(outer) : "r"(row.pair[0]));
     }
+  }
+  __device__ __forceinline__ void spread(WalkWords& words, int lane) const {
     const uint32_t before = __shfl_up_sync(0xffffffffu, w[3], 1, 4);
     const uint32_t behind = __shfl_down_sync(0xffffffffu, w[0], 1, 4);
     words.set((lane & 3) == 0 ? outer : before, w, (lane & 3) == 3 ? outer : behind);
@@ -231,165 +239,45 @@ struct WalkShare {
   int lane, warp;
 };
 
-// What a team does in turns: a run of core rows in a panel of chunks.
-struct WalkTask {
-  int panel, first, end;
+// Where outer columns are kept: of each side and row four columns of each channel.
+struct OuterColumns {
+  uint2* at;
+  int rows;
 
-  // Nothing is left of the run where end is not behind first.
-  __device__ __forceinline__ WalkTask(const AutocorrelationPlan& plan, const WalkShare& b, int task) {
-    const int run = task / plan.panels;
-    panel = task - run * plan.panels;
-    first = max(b.first, plan.core_rows[0]) + run * plan.run_rows;
-    end = min(min(first + plan.run_rows, b.end), plan.core_rows[1]);
+  __device__ __forceinline__ OuterColumns(const AutocorrelationPlan& plan, const AutocorrelationLayout& layout,
+                                          float* smem)
+      : at(reinterpret_cast<uint2*>(smem + layout.column_rows)), rows(plan.column_rows) {}
+  // From the slice's first core row on.
+  __device__ __forceinline__ uint2* place(int side, int row, int channel) const {
+    return at + (side * rows + row) * kAutocorrelationChannels + channel;
   }
 };
-
-// The teams' rings: of each team the stages, and barriers that say when they are full and empty.
-struct WalkRing {
-  uint64_t* barriers;
-  char* stages;
-
-  __device__ __forceinline__ WalkRing(const AutocorrelationPlan& plan, float* smem, int team) {
-    char* const ring = reinterpret_cast<char*>(smem) + plan.ring;
-    stages = ring + team * plan.stages * plan.stage_bytes;
-    barriers = reinterpret_cast<uint64_t*>(ring + plan.teams * plan.stages * plan.stage_bytes) + team * plan.stages * 2;
-  }
-  __device__ __forceinline__ uint64_t* full(int stage) const { return barriers + 2 * stage; }
-  __device__ __forceinline__ uint64_t* empty(int stage) const { return barriers + 2 * stage + 1; }
-};
-
-template <typename Element>
-inline constexpr int kVector = 16 / int(sizeof(Element));
-
-// What the last warps do: a lane fills a team's ring.
-template <typename Element, typename Ready>
-__device__ __forceinline__ void fill_rings(const AutocorrelationParams& p, float* smem, const WalkShare& b, int worker,
-                                           Ready ready) {
-  const AutocorrelationPlan& plan = p.plan;
-  const int team = worker + kAutocorrelationCopiers * b.lane, tasks = plan.panels * plan.runs;
-  const WalkRing ring(plan, smem, min(team, plan.teams - 1));
-  if (team < plan.teams) {
-#pragma unroll 1
-    for (int i = 0; i < plan.stages; ++i) {
-      barrier_init(ring.full(i), 1);
-      barrier_init(ring.empty(i), plan.panel + kAutocorrelationColumnWarps);
+// A lane's share of them. kVectors: they lie in one lane's neighbouring words.
+template <bool kVectors>
+__device__ __forceinline__ void keep_columns(const OuterColumns& columns, const WalkWords& words, int row, int u,
+                                             int width, int lane) {
+  const int channel = lane >> 2, last = width - 4 - u;  // where the right ones begin
+  if (u == 0) *columns.place(0, row, channel) = make_uint2(words.word(0), words.word(1));
+  if constexpr (kVectors) {
+    if (last == 0 || last == 4) {
+      *columns.place(1, row, channel) =
+          last == 0 ? make_uint2(words.word(0), words.word(1)) : make_uint2(words.word(2), words.word(3));
     }
-    barrier_init_fence();
-  }
-  int task = team < plan.teams ? team : tasks, row = 0, end = 0, column = 0;
-  auto start = [&] {
-    for (; task < tasks; task += plan.teams) {
-      const WalkTask t(plan, b, task);
-      row = t.first, end = t.end + 2;
-      column = t.panel * plan.panel * kAutocorrelationChunk - kVector<Element>;
-      if (t.first < t.end) return;
-    }
-  };
-  start();
-  int stage = 0;
-  uint32_t parity = 1;
-  bool is_ready = false;
-#pragma unroll 1
-  while (__any_sync(0xffffffffu, task < tasks)) {
-    if (task < tasks) {
-      barrier_wait(ring.empty(stage), parity);
-      barrier_expect_bytes(ring.full(stage), plan.stage_bytes);
-      tensor_load_4d(shared_address(ring.stages + stage * plan.stage_bytes), p.x_map, column, 0, row,
-                     static_cast<int>(b.n), ring.full(stage));
-      row += kAutocorrelationStageRows;
-      if (row >= end) {
-        task += plan.teams;
-        start();
-      }
-    }
-    __syncwarp();
-    if (++stage == plan.stages) {
-      stage = 0, parity ^= 1;
-      if (!is_ready) ready();
-      is_ready = true;
+  } else {
+    unsigned short* const to = reinterpret_cast<unsigned short*>(columns.place(1, row, channel));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (unsigned(i - last) < 4u) to[i - last] = static_cast<unsigned short>(words.word(i / 2) >> i % 2 * 16);
     }
   }
-  if (!is_ready) ready();
 }
-
-// Rows of a task, one after the other, as a warp's products read them. From the team's ring:
-template <typename Element, bool kVectors>
-class WalkSource {
- public:
-  __device__ __forceinline__ WalkSource(const AutocorrelationParams& p, float* smem, int team, int member, int lane)
-      : plan_(p.plan), ring_(p.plan, smem, team) {
-    const int column = kVector<Element> + member * kAutocorrelationChunk + (lane & 3) * 8;
-    offset_ = ((lane >> 2) * p.plan.row_columns + column) * int(sizeof(Element));
-  }
-  __device__ __forceinline__ void start(const AutocorrelationParams&, const WalkShare&, int, int, bool) {}
-  __device__ __forceinline__ void next(WalkWords& words, float scale, int lane) {
-    if (row_ == 0) barrier_wait(ring_.full(stage_), parity_);
-    const char* const at = ring_.stages + stage_ * plan_.stage_bytes + row_ * plan_.row_bytes + offset_;
-    uint32_t w[4], before, behind;
-    if constexpr (sizeof(Element) == 4) {
-      const float4 v0 = *reinterpret_cast<const float4*>(at), v1 = *reinterpret_cast<const float4*>(at + 16);
-      const float2 v2 = *reinterpret_cast<const float2*>(at - 8), v3 = *reinterpret_cast<const float2*>(at + 32);
-      w[0] = packed_halves(v0.x * scale, v0.y * scale), w[1] = packed_halves(v0.z * scale, v0.w * scale);
-      w[2] = packed_halves(v1.x * scale, v1.y * scale), w[3] = packed_halves(v1.z * scale, v1.w * scale);
-      before = packed_halves(v2.x * scale, v2.y * scale), behind = packed_halves(v3.x * scale, v3.y * scale);
-    } else {
-      const uint4 v = *reinterpret_cast<const uint4*>(at);
-      w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-      before = *reinterpret_cast<const uint32_t*>(at - 4), behind = *reinterpret_cast<const uint32_t*>(at + 16);
-    }
-    words.set(before, w, behind);
-    used_ = w[0] ^ w[3] ^ before ^ behind;
-    if (++row_ == kAutocorrelationStageRows) release(lane);
-  }
-  // Behind the last row of a task.
-  __device__ __forceinline__ void finish(int lane) {
-    if (row_ > 0) release(lane);
-  }
-
- private:
-  // The barrier does not wait for loads of shared memory that are under way, so its address depends on the last ones.
-  __device__ __forceinline__ void release(int lane) {
-    const uint32_t nothing = used_ & static_cast<uint32_t>(plan_.teams >> 16);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(ring_.empty(stage_) + nothing);
-    row_ = 0;
-    if (++stage_ == plan_.stages) stage_ = 0, parity_ ^= 1;
-  }
-
-  const AutocorrelationPlan& plan_;
-  WalkRing ring_;
-  int offset_, stage_ = 0, row_ = 0;
-  uint32_t parity_ = 0, used_ = 0;
-};
-
-// From memory, value by value:
-template <typename Element>
-class WalkSource<Element, false> {
- public:
-  __device__ __forceinline__ WalkSource(const AutocorrelationParams&, float*, int, int, int) {}
-  __device__ __forceinline__ void start(const AutocorrelationParams& p, const WalkShare& b, int chunk, int row,
-                                        bool any) {
-    cursor_.start(p, b.n, chunk, row, b.lane);
-    if (!any) cursor_.rows_left = 0;
-    cursor_.load(ahead_, b.lane);
-  }
-  __device__ __forceinline__ void next(WalkWords& words, float scale, int lane) {
-    ahead_.convert(words, scale, lane);
-    cursor_.load(ahead_, lane);
-  }
-  __device__ __forceinline__ void finish(int) {}
-
- private:
-  WalkCursor<Element, false> cursor_;
-  WalkRow<Element> ahead_;
-};
 
 // Weights of 64 output channels from c_first on, rounded as the convolution rounds them; zeros where there are none.
 // Shared by `warps` warps, of which this is one.
 template <typename Element>
 __device__ __forceinline__ void load_filters(const AutocorrelationParams& p, float* filters, int c_first, int warp,
                                              int warps, int lane) {
-  constexpr int kRounds = (kAutocorrelationEntries + 31) / 32, kTogether = 6;
+  constexpr int kRounds = (kAutocorrelationEntries + 31) / 32, kTogether = 8;
   const int width = p.plan.kernel[1], entries = p.plan.kernel[0] * width * p.c_in, padded = (entries + 3) / 4 * 4;
   // A lane has K entries lane, lane + 32, ... in the order in which filters usually lie.
   int64_t from[kRounds];
@@ -425,47 +313,67 @@ __device__ __forceinline__ void load_filters(const AutocorrelationParams& p, flo
   }
 }
 
-// What a warp does with its part of the core rows. ready(): waits for the scale, and that rings can be used.
+// What a warp does with its part of the core rows. ready(): waits for the scale, which is known while loads are under
+// way.
 template <typename Element, bool kVectors, typename Ready>
 __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
                                           float* smem, const WalkShare& b, Ready ready) {
+  constexpr int kAhead = 3;  // rows, as many as are kept
   const AutocorrelationPlan& plan = p.plan;
-  const int lane = b.lane, tasks = plan.panels * plan.runs;
-  const int team = b.warp / plan.panel, member = b.warp - team * plan.panel;
+  const int lane = b.lane, tasks = plan.chunks * plan.runs;
+  const int first_row = max(b.first, plan.core_rows[0]), end_row = min(b.end, plan.core_rows[1]);
   float* const core = smem + layout.walks + b.warp * kWalkFloats;
-  WalkSource<Element, kVectors> source(p, smem, min(team, plan.teams - 1), member, lane);
-  // While the first rows are under way.
-  if (plan.slices == 1) {
-    load_filters<Element>(p, smem + layout.weights, 0, b.warp, kAutocorrelationWarps, lane);
-  }
+  const OuterColumns columns(plan, layout, smem);
+  WalkRow<Element> rows[kAhead];
+  WalkCursor<Element, kVectors> cursor;
+  int task = b.warp, chunk = 0, row = 0, end = 0;
+  auto start = [&] {
+    const int run = task / plan.chunks;
+    chunk = task - run * plan.chunks;
+    row = first_row + run * plan.run_rows;
+    end = min(row + plan.run_rows, end_row);
+    cursor.start(p, b.n, chunk, row, lane);
+    cursor.rows_left = task < tasks && row < end ? min(end + 2, p.in[1]) - row : 0;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) cursor.load(rows[i], lane);
+  };
+  start();
   const float scale = ready();
   WalkSums<Element> sums;
   sums.clear();
   bool first = true;
 #pragma unroll 1
-  for (int task = team < plan.teams ? team : tasks; task < tasks; task += plan.teams) {
-    const WalkTask t(plan, b, task);
-    const int rows = t.end - t.first + 2, chunk = t.panel * plan.panel + member;
-    if (rows <= 2) continue;
+  for (; task < tasks; task += kAutocorrelationWarps, start()) {
+    if (row >= end) continue;
     WalkMasks<Element> masks;
     masks.set(plan, chunk, lane);
-    source.start(p, b, chunk, t.first, chunk < plan.chunks);
+    const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
+    const bool has_columns = chunk == 0 || (chunk + 1) * kAutocorrelationChunk > p.in[2] - 4;
+    // A run has two rows below that are another's, but for the last one.
+    const int count = end - row + 2, kept_rows = end == end_row ? count : count - 2, offset = row - first_row;
     WalkWords kept[3];
     int together = 0;
 #pragma unroll 1
-    for (int row = 0; row < rows; row += 3) {
+    for (int at = 0; at < count; at += kAhead) {
+      PackedRow packed[kAhead];
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        if (row + i >= rows) break;
-        source.next(kept[i], scale, lane);
-        if (i == 2 || row > 0) sums.add(kept[(i + 1) % 3], kept[(i + 2) % 3], kept[i], masks);
+      for (int i = 0; i < kAhead; ++i) packed[i].set(rows[i], scale);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) cursor.load(rows[i], lane);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (at + i >= count) break;
+        packed[i].spread(kept[i], lane);
+        if (has_columns && at + i < kept_rows) {
+          keep_columns<kVectors>(columns, kept[i], offset + at + i, u, p.in[2], lane);
+        }
+        if (i == 2 || at > 0) sums.add(kept[(i + 1) % 3], kept[(i + 2) % 3], kept[i], masks);
       }
-      if (++together == WalkRow<Element>::kTogether / 3) {
+      if (++together == WalkRow<Element>::kTogether / kAhead) {
         sums.flush(core, lane, first);
         together = 0, first = false;
       }
     }
-    source.finish(lane);
     if (together > 0) {
       sums.flush(core, lane, first);
       first = false;
@@ -499,7 +407,11 @@ __device__ __forceinline__ void walk_outer_row(const AutocorrelationParams& p, f
     for (int chunk = 0; chunk < plan.chunks; ++chunk) {
       WalkWords kept[3];
 #pragma unroll
-      for (int i = 0; i < 3; ++i) rows[i].convert(kept[i], scale, lane);
+      for (int i = 0; i < 3; ++i) {
+        PackedRow packed;
+        packed.set(rows[i], scale);
+        packed.spread(kept[i], lane);
+      }
       load(chunk + 1);
       WalkMasks<Element> masks;
       masks.set(plan, chunk, lane);
@@ -545,202 +457,43 @@ __device__ __forceinline__ void load_corners(const AutocorrelationParams& p, int
 }
 
 // A side's outer columns: K are rows. Rows 0 to 7 of the left operand are the channels of one of the two outermost
-// columns, rows 8 to 15 those of the other; the right operand is one of four columns in one of three rows.
+// columns, rows 8 to 15 those of the other; the right operand is one of four columns in one of three rows. A warp takes
+// one of these twelve at a time, or the channels' own sums.
 template <typename Element>
-struct ColumnSums {
-  float acc[12][4], own[4];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < 48; ++i) acc[i / 4][i % 4] = 0.f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) own[i] = 0.f;
-  }
-  __device__ __forceinline__ void store(float* to, int lane) const {
-#pragma unroll
-    for (int i = 0; i < 12; ++i) {
-      reinterpret_cast<float4*>(to)[i * 32 + lane] = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
-    }
-    to[12 * 128 + lane] = own[0];
-    to[12 * 128 + 32 + lane] = own[2];
-  }
-};
-// Value c of four neighbours in two rows.
-__device__ __forceinline__ uint32_t of_rows(const uint32_t (&upper)[2], const uint32_t (&lower)[2], int c) {
-  return __byte_perm(upper[c / 2], lower[c / 2], c % 2 ? 0x7632 : 0x5410);
-}
-
-// From the rings, two rows of a team at a time, each by two lanes of the four that a channel has: these take turns, too.
-template <typename Element, typename Ready>
-__device__ __forceinline__ void walk_columns_of_rings(const AutocorrelationParams& p, float* smem, float* to,
-                                                      const WalkShare& b, int side, Ready ready) {
-  constexpr bool kScaled = std::is_same_v<Element, float>;
-  static_assert(kAutocorrelationStageRows == 2);
-  const AutocorrelationPlan& plan = p.plan;
-  const int lane = b.lane, tasks = plan.panels * plan.runs, wanted = side == 0 ? 0 : plan.panels - 1;
-  const int column = side == 0 ? 0 : p.in[2] - 4 - wanted * plan.panel * kAutocorrelationChunk;
-  const int offset = ((lane >> 2) * plan.row_columns + kVector<Element> + column) * int(sizeof(Element));
-  const int odd = lane & 1, turn = lane >> 1 & 1;
-  // A lane knows where the team of its number stands.
-  int task = lane < plan.teams ? lane : tasks, row = 0, first = 0, end = 0, panel = 0;
-  auto start = [&] {
-    for (; task < tasks; task += plan.teams) {
-      const WalkTask t(plan, b, task);
-      row = first = t.first, end = t.end, panel = t.panel;
-      if (first < end) return;
-    }
-  };
-  start();
-  const float scale = ready();
-  ColumnSums<Element> sums;
-  sums.clear();
-  uint32_t words[4][3] = {}, rows[3][2] = {}, mask = 0;
-  int units = 0;
-  auto multiply = [&] {
-    uint32_t left[4] = {};
-#pragma unroll
-    for (int c = 0; c < 2; ++c) left[c] = (side == 0 ? words[c][0] : words[c + 2][0]) & mask;
-#pragma unroll
-    for (int h = 0; h < 3; ++h) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) mma_halves<Element>(sums.acc[h * 4 + c], left, words[c][h], 0);
-    }
-    mma_halves<Element>(sums.own, left, kPairOfOnes<Element>, 0);
-    mask = 0;
-  };
-  int stage = 0;
-  uint32_t parity = 0;
+__device__ __forceinline__ void sum_columns(const AutocorrelationPlan& plan, const AutocorrelationLayout& layout,
+                                            float* smem, const WalkShare& b) {
+  const OuterColumns columns(plan, layout, smem);
+  const int lane = b.lane, count = min(b.end, plan.core_rows[1]) - max(b.first, plan.core_rows[0]);
 #pragma unroll 1
-  while (__any_sync(0xffffffffu, task < tasks)) {
-    const int before = (stage == 0 ? plan.stages : stage) - 1;
-#pragma unroll 1
-    for (int team = 0; team < plan.teams; ++team) {
-      const int at = __shfl_sync(0xffffffffu, row, team), from = __shfl_sync(0xffffffffu, first, team);
-      const int last = __shfl_sync(0xffffffffu, end, team), of = __shfl_sync(0xffffffffu, panel, team);
-      if (__shfl_sync(0xffffffffu, task, team) >= tasks) continue;
-      const WalkRing ring(plan, smem, team);
-      barrier_wait(ring.full(stage), parity);
-      uint32_t used = 0;
-      if (at > from && of == wanted) {
-        // The two rows of the stage before, with all below them that they see.
-        const char* const upper = ring.stages + before * plan.stage_bytes + offset;
-        const char* const lower = ring.stages + stage * plan.stage_bytes + offset;
-        const char* const rows_at[3] = {upper + odd * plan.row_bytes, odd ? lower : upper + plan.row_bytes,
-                                        lower + odd * plan.row_bytes};
-        uint32_t now[3][2];
+  for (int job = b.warp; job < 2 * 13; job += kAutocorrelationThreads / 32) {
+    const int side = job & 1, product = job >> 1, h = product / 4 % 3, c = product % 4;
+    const uint32_t odd = c % 2 ? 0x7632 : 0x5410;
+    float acc[4] = {};
+    const uint2* from = columns.place(side, (lane & 3) * 4, lane >> 2);
+#pragma unroll 2
+    for (int left_rows = count - (lane & 3) * 4, row = 0; row < count; row += 16, left_rows -= 16) {
+      uint32_t left[4], right[4];
 #pragma unroll
-        for (int i = 0; i < 3; ++i) {
-          if constexpr (kScaled) {
-            const float4 v = *reinterpret_cast<const float4*>(rows_at[i]);
-            now[i][0] = packed_halves(v.x * scale, v.y * scale), now[i][1] = packed_halves(v.z * scale, v.w * scale);
-          } else {
-            const uint2 v = *reinterpret_cast<const uint2*>(rows_at[i]);
-            now[i][0] = v.x, now[i][1] = v.y;
-          }
-          used ^= now[i][0] ^ now[i][1];
-        }
-        const bool mine = turn == units >> 1, counts = mine && at - 2 + odd < last;
-        if (units % 2 == 0) {
-          if (counts) mask |= 0xffffu;
-#pragma unroll
-          for (int i = 0; i < 3; ++i) rows[i][0] = now[i][0], rows[i][1] = now[i][1];
-        } else {
-          if (counts) mask |= 0xffff0000u;
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-#pragma unroll
-            for (int h = 0; h < 3; ++h) {
-              const uint32_t word = of_rows(rows[h], now[h], c);
-              words[c][h] = mine ? word : words[c][h];
-            }
-          }
-        }
-        if (++units == 4) {
-          multiply();
-          units = 0;
-        }
+      for (int i = 0; i < 4; ++i) {
+        const uint2 v = from[i * kAutocorrelationChannels], w = from[(i + h) * kAutocorrelationChannels];
+        left[i] = side == 0 ? v.x : v.y, right[i] = c < 2 ? w.x : w.y;
       }
-      // As in WalkSource::release.
-      const uint32_t nothing = used & static_cast<uint32_t>(plan.teams >> 16);
-      __syncwarp();
-      if (lane == 0 && at > from) barrier_arrive(ring.empty(before) + nothing);
-      if (lane == 0 && at >= last) barrier_arrive(ring.empty(stage) + nothing);
+      const uint32_t low = pair_mask(0, left_rows), high = pair_mask(0, left_rows - 2);
+      const uint32_t a[4] = {__byte_perm(left[0], left[1], 0x5410) & low, __byte_perm(left[0], left[1], 0x7632) & low,
+                             __byte_perm(left[2], left[3], 0x5410) & high,
+                             __byte_perm(left[2], left[3], 0x7632) & high};
+      const uint32_t b0 = __byte_perm(right[0], right[1], odd), b1 = __byte_perm(right[2], right[3], odd);
+      mma_halves<Element>(acc, a, product < 12 ? b0 : kPairOfOnes<Element>, product < 12 ? b1 : kPairOfOnes<Element>);
+      from += 16 * kAutocorrelationChannels;
     }
-    row += kAutocorrelationStageRows;
-    if (task < tasks && row >= end + 2) {
-      task += plan.teams;
-      start();
-    }
-    if (++stage == plan.stages) stage = 0, parity ^= 1;
-  }
-  if (units % 2 == 1) {
-    const uint32_t none[2] = {};
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-      for (int h = 0; h < 3; ++h) words[c][h] = turn == units >> 1 ? of_rows(rows[h], none, c) : words[c][h];
+    float* const to = smem + layout.columns + side * kColumnFloats;
+    if (product < 12) {
+      reinterpret_cast<float4*>(to)[product * 32 + lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+    } else {
+      to[12 * 128 + lane] = acc[0];
+      to[12 * 128 + 32 + lane] = acc[2];
     }
   }
-  if (units > 0) multiply();
-  sums.store(to, lane);
-}
-
-// From memory, value by value.
-template <typename Element, typename Ready>
-__device__ __forceinline__ void walk_columns(const AutocorrelationParams& p, float* to, const WalkShare& b, int side,
-                                             Ready ready) {
-  constexpr bool kScaled = std::is_same_v<Element, float>;
-  const AutocorrelationPlan& plan = p.plan;
-  const int lane = b.lane, channel = lane >> 2;
-  const int first = max(b.first, plan.core_rows[0]), end = min(b.end, plan.core_rows[1]);
-  const int64_t stride = p.x_stride[1], stride_w = p.x_stride[2];
-  const Element* at = static_cast<const Element*>(p.x) + b.n * p.x_stride_n + channel * p.x_stride_c +
-                      (first + (lane & 3) * 4) * stride + (side == 0 ? 0 : p.in[2] - 4) * stride_w;
-  int row = first + (lane & 3) * 4;
-  uint32_t v[6][2];
-  const float scale = ready();
-  ColumnSums<Element> sums;
-  sums.clear();
-#pragma unroll 1
-  for (int from = first; from < end; from += 16) {
-#pragma unroll
-    for (int i = 0; i < 6; ++i) {
-      const bool inside = channel < p.c_in && row + i < p.in[1];
-      uint32_t bits[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) bits[k] = load_one_if(at + i * stride + k * stride_w, inside);
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        if constexpr (kScaled) {
-          v[i][k] = packed_halves(__uint_as_float(bits[2 * k]) * scale, __uint_as_float(bits[2 * k + 1]) * scale);
-        } else {
-          v[i][k] = bits[2 * k] | bits[2 * k + 1] << 16;
-        }
-      }
-    }
-    uint32_t pairs[4][5];  // of a column rows i and i + 1
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-      for (int i = 0; i < 5; ++i) pairs[c][i] = of_rows(v[i], v[i + 1], c);
-    }
-    const uint32_t low = pair_mask(0, end - row), high = pair_mask(0, end - row - 2);
-    uint32_t left[4];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      left[c] = (side == 0 ? pairs[c][0] : pairs[c + 2][0]) & low;
-      left[c + 2] = (side == 0 ? pairs[c][2] : pairs[c + 2][2]) & high;
-    }
-#pragma unroll
-    for (int h = 0; h < 3; ++h) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) mma_halves<Element>(sums.acc[h * 4 + c], left, pairs[c][h], pairs[c][h + 2]);
-    }
-    mma_halves<Element>(sums.own, left, kPairOfOnes<Element>, kPairOfOnes<Element>);
-    at += 16 * stride;
-    row += 16;
-  }
-  sums.store(to, lane);
 }
 
 // The power of two that all values of a sample are multiplied by before they become fp16: it brings the largest of some
@@ -948,10 +701,9 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
     __syncthreads();
     // A warp takes halves of blocks of four rows, a long one first and then a short one; a lane has two output
     // channels.
-    static_assert(kAutocorrelationQuads <= kWarps);
 #pragma unroll 1
-    for (int round = 0; round < 2; ++round) {
-      const int job = round == 0 ? 2 * quads - 1 - warp : warp - 2 * (kWarps - quads);
+    for (int round = 0; round * kWarps < 2 * quads; ++round) {
+      const int job = 2 * quads - 1 - round * kWarps - (round % 2 == 0 ? warp : kWarps - 1 - warp);
       if (job < 0) continue;
       const int quad = job / 2, half = 2 * quad + 2, begin = job % 2 * half;
       float s[4][2] = {};
@@ -1061,7 +813,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   extern __shared__ __align__(128) float autocorrelation_smem[];
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
-  const AutocorrelationLayout layout = autocorrelation_layout(kWarps, plan.edge_rows);
+  const AutocorrelationLayout layout = autocorrelation_layout(kWarps, plan.edge_rows, plan.column_rows);
   const int tid = threadIdx.x;
   const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
   WalkShare b;
@@ -1089,37 +841,33 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   };
   if (b.warp < kWarps) {
     walk_rows<Element, kVectors>(p, layout, smem, b, ready);
-  } else if (b.warp < kWarps + kAutocorrelationColumnWarps) {
-    const int side = b.warp - kWarps;
-    float* const columns = smem + layout.columns + side * kColumnFloats;
-    if constexpr (kVectors) {
-      walk_columns_of_rings<Element>(p, smem, columns, b, side, ready);
-    } else {
-      walk_columns<Element>(p, columns, b, side, ready);
-    }
-  } else if (b.warp < kWarps + kAutocorrelationOthers) {
-    constexpr int kLoaders = kAutocorrelationLoaders;
-    const int worker = b.warp - kWarps - kAutocorrelationColumnWarps, thread = worker * 32 + b.lane;
+  } else {
+    constexpr int kOthers = kAutocorrelationOthers;
+    const int worker = b.warp - kWarps, thread = worker * 32 + b.lane;
     ready();
     if (slices == 1) {
-      load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, 32 * kLoaders);
-      fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, 32 * kLoaders);
+      load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, 32 * kOthers);
+      load_filters<Element>(p, smem + layout.weights, 0, worker, kOthers, b.lane);
+      load_affine<Element>(p, smem + layout.affine, thread, 32 * kOthers);
+      fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, 32 * kOthers);
       fill_outer(p, layout, smem, thread);
-      load_affine<Element>(p, smem + layout.affine, thread, 32 * kLoaders);
     }
-#pragma unroll 1
-    for (int i = worker; i < plan.edge_rows; i += kLoaders) {
+    // Zeros behind the rows of the outer columns.
+    const OuterColumns columns(plan, layout, smem);
+    const int rows = min(b.end, plan.core_rows[1]) - max(b.first, plan.core_rows[0]) + 2;
+    for (int i = rows * kAutocorrelationChannels + thread; i < plan.column_rows * kAutocorrelationChannels;
+         i += 32 * kOthers) {
+      *columns.place(0, 0, i) = *columns.place(1, 0, i) = make_uint2(0, 0);
+    }
+    if (worker < plan.edge_rows) {
       // The last of several slices has the outer rows below, another one's would be those above.
-      const int outer = slices > 1 && slice > 0 ? i + 2 : i;
-      walk_outer_row<Element, kVectors>(p, smem + layout.edges + i * kWalkFloats, b,
+      const int outer = slices > 1 && slice > 0 ? worker + 2 : worker;
+      walk_outer_row<Element, kVectors>(p, smem + layout.edges + worker * kWalkFloats, b,
                                         outer < 2 ? outer : plan.core_rows[1] + outer - 2, scale);
     }
-  } else if constexpr (kVectors) {
-    fill_rings<Element>(p, smem, b, b.warp - kWarps - kAutocorrelationOthers, ready);
-  } else {
-    ready();
   }
   __syncthreads();
+  sum_columns<Element>(plan, layout, smem, b);
   // Merged sums take the place of the first ones, or leave with all others where a sample has slices.
   float* const to = slices == 1 ? nullptr : p.sums + (b.n * slices + slice) * plan.slice_floats;
   {
@@ -1136,6 +884,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
       (to ? reinterpret_cast<float2*>(to) : walks)[tid] = sum;
     }
   }
+  __syncthreads();
   if (to) {
     // The outer rows' sums, and behind them the outer columns'.
     const float4* const edges = reinterpret_cast<const float4*>(smem + layout.edges);
@@ -1163,7 +912,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   extern __shared__ __align__(128) float autocorrelation_smem[];
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
-  const AutocorrelationLayout layout = autocorrelation_layout(1, 4);
+  const AutocorrelationLayout layout = autocorrelation_layout(1, 4, 0);
   const int tid = threadIdx.x, slices = static_cast<int>(plan.slices);
   const int64_t n = blockIdx.x;
   let_dependents_start();

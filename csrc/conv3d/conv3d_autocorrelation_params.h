@@ -11,17 +11,10 @@ namespace kgopt {
 inline constexpr int kAutocorrelationTaps = 3;      // of a kernel's side, at most
 inline constexpr int kAutocorrelationChannels = 8;  // of the input, at most
 inline constexpr int kAutocorrelationChunk = 32;    // neighbouring positions of a row that a warp takes at once
-// Warps that walk down the rows; that take the outer columns, one a side; that take outer rows and load what the end
-// needs. The last ones copy rows into shared memory, a team's ring each: a warp that has asked for one copy waits some
-// 600 cycles before it can ask for the next.
-inline constexpr int kAutocorrelationWarps = 12, kAutocorrelationColumnWarps = 2, kAutocorrelationLoaders = 3;
-inline constexpr int kAutocorrelationCopiers = 3;
-inline constexpr int kAutocorrelationOthers = kAutocorrelationColumnWarps + kAutocorrelationLoaders;
-inline constexpr int kAutocorrelationThreads =
-    32 * (kAutocorrelationWarps + kAutocorrelationOthers + kAutocorrelationCopiers);
-inline constexpr int kAutocorrelationStageRows = 2;  // of a stage of a ring
-inline constexpr int kAutocorrelationPanel = 7;      // chunks of a team, at most: a copy's box has 256 columns
-inline constexpr int kAutocorrelationStages = 12;    // of a team's ring, at most
+// Warps that walk down the rows, and those that take an outer row each and load what the end needs. Sixteen together,
+// so that each thread may have 128 registers.
+inline constexpr int kAutocorrelationWarps = 12, kAutocorrelationOthers = 4;
+inline constexpr int kAutocorrelationThreads = 32 * (kAutocorrelationWarps + kAutocorrelationOthers);
 inline constexpr int kAutocorrelationOutputs = 256;  // channels, at most
 inline constexpr int kAutocorrelationSlices = 16;    // of a sample, at most
 // Sums of a warp, in floats: eight products of 16 x 8, the channels' sums among them; of the outer columns, twelve and
@@ -51,17 +44,11 @@ struct AutocorrelationPlan {
   int chunks = 1;      // of a row
   int64_t slices = 1;  // thread blocks per sample
   int slice_rows = 1;  // of the input
-  // A team of warps walks down one run of a slice's core rows in one panel of neighbouring chunks, a warp each chunk.
-  int panel = 1;  // chunks
-  int teams = 1, panels = 1, runs = 1;
+  int runs = 1;        // that a slice's core rows are divided into, a warp each and chunk
   int run_rows = 1;
-  int edge_rows = 4;  // outer rows that a slice may have
-  // Each team's ring, where rows are multiples of 16 bytes: stages of two rows of all channels, as a copy's box brings
-  // them.
-  int stages = 0;
-  int row_columns = 0, row_bytes = 0, stage_bytes = 0;
-  int ring = 0;        // its place in shared memory, bytes
-  int smem_bytes = 0;  // of the main kernel, and of the one that merges slices
+  int edge_rows = 4;    // outer rows that a slice may have
+  int column_rows = 0;  // core rows and those below, whose outer columns are kept; two more than whole steps of 16
+  int smem_bytes = 0;   // of the main kernel, and of the one that merges slices
   int finish_smem_bytes = 0;
   int64_t slice_floats = 0;  // that a slice leaves; 0 where it has all of its sample
   double cycles = 0;         // estimated, of all launches
@@ -80,6 +67,7 @@ struct AutocorrelationLayout {
   int pairs;    // of each pair of taps, where it finds its sums
   int outer;    // of each tap along a side two outer rows, then columns
   int scratch;  // 64 words
+  int column_rows;  // see OuterColumns
   int total;
   // In the place of walks, once they are merged.
   int matrix;   // of products of K entries: by blocks of four
@@ -87,7 +75,7 @@ struct AutocorrelationLayout {
   int moments;  // of each output channel, then the groups' statistics, then the channels' sums of squares alone
 };
 
-KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows) {
+KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, int column_rows) {
   AutocorrelationLayout s{};
   s.walks = 0;
   s.matrix = kWalkFloats;
@@ -104,13 +92,13 @@ KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows) 
   s.pairs = s.affine + kAutocorrelationOutputs * 3;
   s.outer = s.pairs + 48;
   s.scratch = s.outer + 4 * kAutocorrelationTaps * 4;
-  s.total = s.scratch + 64;
+  s.column_rows = s.scratch + 64;
+  s.total = s.column_rows + column_rows * 4 * kAutocorrelationChannels;
   return s;
 }
 
 // Arguments of the kernels. Passed by value as a __grid_constant__.
 struct AutocorrelationParams {
-  alignas(64) uint64_t x_map[16];  // the tensor copies' view of x: (w, channel, h, n)
   const void* x;
   int64_t x_stride_n, x_stride_c, x_stride[3];
   bool vectors;  // rows are multiples of 16 bytes

@@ -26,35 +26,16 @@ inline bool autocorrelation_slices(AutocorrelationPlan* p, const ConvProblem& q,
   p->slices = slices;
   p->slice_rows = static_cast<int>(rows);
   p->edge_rows = slices == 1 ? 4 : 2;
-  // Panels and runs that make the fewest steps of a team, two of a run being those of the rows below.
+  // As many runs of rows as make whole rounds of the warps.
   const int core = static_cast<int>(std::min<int64_t>(rows, p->core_rows[1] - p->core_rows[0]));
-  int64_t fewest = -1;
-  for (int panel = std::min(p->chunks, kAutocorrelationPanel); panel >= 1; --panel) {
-    const int teams = kAutocorrelationWarps / panel, panels = (p->chunks + panel - 1) / panel;
-    for (int most = 1; most <= std::max(1, std::min(core / 4, kAutocorrelationWarps)); ++most) {
-      const int run_rows = (core + most - 1) / most, runs = (core + run_rows - 1) / run_rows;
-      const int64_t steps = int64_t((panels * runs + teams - 1) / teams) * (run_rows + 2);
-      if (fewest >= 0 && steps >= fewest) continue;
-      fewest = steps;
-      p->panel = panel, p->teams = teams, p->panels = panels, p->runs = runs, p->run_rows = run_rows;
-    }
-  }
+  p->runs = std::min(std::max(1, core / 4), std::max(1, kAutocorrelationWarps / p->chunks));
+  p->run_rows = (core + p->runs - 1) / p->runs;
+  p->runs = (core + p->run_rows - 1) / p->run_rows;
+  p->column_rows = (core + 15) / 16 * 16 + 2;
   p->slice_floats = slices == 1 ? 0 : (p->edge_rows + 1) * kWalkFloats + 2 * kColumnFloats + 4;
-  p->finish_smem_bytes = autocorrelation_layout(1, 4).total * 4;
-  p->smem_bytes = autocorrelation_layout(kAutocorrelationWarps, p->edge_rows).total * 4;
-  p->stages = p->row_columns = p->row_bytes = p->stage_bytes = p->ring = 0;
-  const int size = q.dtype == Dtype::kFloat32 ? 4 : 2;
-  if (q.in[2] * size % 16 == 0) {
-    // With a vector before the panel and one or more behind: rows of neighbouring channels then lie in other banks.
-    p->row_columns = p->panel * kAutocorrelationChunk + (size == 4 ? 12 : p->panel % 2 == 0 ? 32 : 16);
-    p->row_bytes = p->row_columns * kAutocorrelationChannels * size;
-    p->stage_bytes = kAutocorrelationStageRows * p->row_bytes;
-    p->ring = (p->smem_bytes + 127) / 128 * 128;
-    p->stages =
-        std::min(kAutocorrelationStages, (limits.smem_per_block - p->ring) / (p->teams * (p->stage_bytes + 16)));
-    if (p->stages < 3) return false;  // the outer columns keep one
-    p->smem_bytes = p->ring + p->teams * p->stages * (p->stage_bytes + 16);
-  }
+  p->finish_smem_bytes = autocorrelation_layout(1, 4, 0).total * 4;
+  if (rows > 4096) return false;  // or sizes overflow
+  p->smem_bytes = autocorrelation_layout(kAutocorrelationWarps, p->edge_rows, p->column_rows).total * 4;
   return p->smem_bytes <= limits.smem_per_block;
 }
 
@@ -65,7 +46,7 @@ inline double autocorrelation_cycles(const AutocorrelationPlan& p, const ConvPro
   const double waves = std::ceil(double(q.n) * p.slices / limits.sm_count);
   // A warp's row, with the wait for its loads, beside the others' of a multiprocessor.
   const double row = !vectors ? 2700 : size == 4 ? 1050 : 900;
-  const double rounds = std::ceil(double(p.panels) * p.runs / p.teams);
+  const double rounds = std::ceil(double(p.chunks) * p.runs / kAutocorrelationWarps);
   const double walk = 3000 + row * rounds * (p.run_rows + 2);
   const double finish = 10000 + 7400 * (std::ceil(q.c_out / 64.0) - 1);
   if (p.slices == 1) return 6000 + waves * (walk + finish);

@@ -25,6 +25,17 @@ namespace kgopt {
 
 inline constexpr int kHopperThreads = (kHopperConsumers + 1) * 128;
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void tensor_load_4d(uint32_t shared, const void* map, int c, int q, int d, int n,
+                                               uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(shared),
+      "l"(map), "r"(c), "r"(q), "r"(d), "r"(n), "r"(shared_address(barrier))
+      : "memory");
+}
+#endif
+
 // Index of a stage in a ring and the parity of its barriers.
 struct StageCursor {
   int stage = 0;

@@ -31,6 +31,14 @@ __device__ __forceinline__ void tensor_load_5d(uint32_t shared, const void* map,
       "l"(map), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "r"(shared_address(barrier))
       : "memory");
 }
+__device__ __forceinline__ void tensor_load_4d(uint32_t shared, const void* map, int w, int h, int d, int n,
+                                               uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(shared),
+      "l"(map), "r"(w), "r"(h), "r"(d), "r"(n), "r"(shared_address(barrier))
+      : "memory");
+}
 __device__ __forceinline__ void load_shared(uint32_t& v0, uint32_t& v1, uint32_t address) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v0), "=r"(v1) : "r"(address));
 }
