@@ -239,7 +239,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("slice_rows", &AutocorrelationPlan::slice_rows)
       .def_readonly("runs", &AutocorrelationPlan::runs)
       .def_readonly("run_rows", &AutocorrelationPlan::run_rows)
-      .def_readonly("column_rows", &AutocorrelationPlan::column_rows)
+      .def_readonly("edge_slots", &AutocorrelationPlan::edge_slots)
       .def_readonly("edge_rows", &AutocorrelationPlan::edge_rows)
       .def_readonly("smem_bytes", &AutocorrelationPlan::smem_bytes)
       .def_readonly("finish_smem_bytes", &AutocorrelationPlan::finish_smem_bytes)
