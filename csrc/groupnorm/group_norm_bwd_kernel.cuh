@@ -68,7 +68,8 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
   using Walk = TileWalk<kVec, kTileVectors, kSlots, kHolders>;
   using Tile = typename Walk::Tile;
   using Walk::advance, Walk::channel_of, Walk::channels_before, Walk::exists, Walk::first_tile, Walk::holders_before,
-      Walk::is_held, Walk::next_slot, Walk::place_tile, Walk::slot_of, Walk::slot_tiles, Walk::wait_words;
+      Walk::is_held, Walk::next_slot, Walk::place_tile, Walk::slot_of, Walk::slot_tile, Walk::slot_tiles,
+      Walk::wait_words;
 
   const GroupNormBwdParams& p;
   BwdShared<Traits>& s;
@@ -96,23 +97,41 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     return d;
   }
 
+  __device__ __forceinline__ void start_load(const Tile& t, const BwdTile& d) const {
+    const uint32_t k = slot_of(t);
+    const int vectors = d.hi - d.lo;
+    if (vectors > 0) {
+      const uint64_t policy = evict_normal_policy();
+      char* const slot = slots + k * kTilesSlotBytes + d.lo * 16;
+      const int64_t from = (d.base + d.lo) * kVec;
+      barrier_expect_bytes(&s.loaded[k], vectors * 32);
+      bulk_load(slot, static_cast<const T*>(p.x) + from, vectors * 16, &s.loaded[k], policy);
+      bulk_load(slot + kTileVectors * 16, static_cast<const T*>(p.dy) + from, vectors * 16, &s.loaded[k], policy);
+    } else {  // the other groups' heads need this tile
+      barrier_arrive(&s.loaded[k]);
+    }
+  }
+  // The first loads are under way before anything else; what their tiles are follows.
+  __device__ __forceinline__ void begin(int lane) const {
+    Walk::produce_first(lane, p.x, p.dy, [&](const Tile& t) {
+      BwdTile d;
+      place_tile(t, &d);
+      start_load(t, d);
+    });
+  }
+  __device__ __forceinline__ void describe_first(int lane) const {
+    if (lane >= kSlots || lane >= slot_tiles()) return;
+    const Tile t = slot_tile(lane);
+    s.tiles[slot_of(t)] = describe(t);
+    barrier_arrive(&s.loaded[slot_of(t)]);
+  }
   __device__ __forceinline__ void produce(int lane) const {
-    const uint64_t policy = evict_normal_policy();
     Walk::template produce<BwdTile>(
         lane, p.x, p.dy, [&](const Tile& t, uint32_t, BwdTile* d) { *d = describe(t); },
         [&](const Tile& t, const BwdTile& d) {
           const uint32_t k = slot_of(t);
-          if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
-          const int vectors = d.hi - d.lo;
-          if (vectors > 0) {
-            char* const slot = slots + k * kTilesSlotBytes + d.lo * 16;
-            const int64_t from = (d.base + d.lo) * kVec;
-            barrier_expect_bytes(&s.loaded[k], vectors * 32);
-            bulk_load(slot, static_cast<const T*>(p.x) + from, vectors * 16, &s.loaded[k], policy);
-            bulk_load(slot + kTileVectors * 16, static_cast<const T*>(p.dy) + from, vectors * 16, &s.loaded[k], policy);
-          } else {  // the other groups' heads need this tile
-            barrier_arrive(&s.loaded[k]);
-          }
+          barrier_wait(&s.freed[k], (t.round - 1) & 1);
+          start_load(t, d);
           s.tiles[k] = d;
           barrier_arrive(&s.loaded[k]);
         });
@@ -390,23 +409,27 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(128) char slots[];
   __shared__ BwdShared<Traits> shared;
   let_dependents_start();
-  if (threadIdx.x == 0) {
-    for (int k = 0; k < Traits::kSlots; ++k) {
+  const BwdBlock<Traits> block(p, shared, slots);
+  const int lane = threadIdx.x % 32;
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp == 0) {
+    for (int k = lane; k < Traits::kSlots; k += 32) {
       barrier_init(&shared.loaded[k], 2);
       barrier_init(&shared.summed[k], Traits::kTeamWarps * 32);
       barrier_init(&shared.freed[k], Traits::kWriterWarps * 32 + 2 * Traits::kTeamWarps);
     }
-    for (int v = 0; v < kTilesVisits; ++v) {
+    for (int v = lane; v < kTilesVisits; v += 32) {
       barrier_init(&shared.published[v], 1);
       barrier_init(&shared.ready[v], 1);
     }
-    for (int h = 0; h < Traits::kHolders; ++h) barrier_init(&shared.held[h], Traits::kTeamWarps);
+    for (int h = lane; h < Traits::kHolders; h += 32) barrier_init(&shared.held[h], Traits::kTeamWarps);
     barrier_init_fence();
+    __syncwarp();
+    block.begin(lane);
   }
-  __syncthreads();
-  const BwdBlock<Traits> block(p, shared, slots);
-  const int lane = threadIdx.x % 32;
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  auto token = clear_words(p.words, p.shares.dims.n * p.shares.dims.g * p.shares.parts);
+  if (warp == 0) block.describe_first(lane);
+  wait_for_cleared_words(token);
   if (warp < Traits::kServantWarps) {
     if (warp == 0) block.produce(lane);
     if (warp == 1) block.publish(lane);

@@ -90,26 +90,46 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     return d;
   }
 
+  // Of tile t, the j-th in the slots, everything but its load, which others need to know.
+  __device__ __forceinline__ FwdTile describe_slot(const Tile& t, uint32_t j) const {
+    FwdTile d = describe(t);
+    const Tile next = slot_tile(j + 1);
+    d.is_last = next.visit != t.visit || !exists(next);
+    return d;
+  }
+  __device__ __forceinline__ void start_load(const Tile& t, const FwdTile& d) const {
+    const uint32_t k = slot_of(t);
+    const int vectors = d.hi - d.lo;
+    if (vectors > 0) {
+      // evict_first and streaming stores were 2% slower
+      barrier_expect_bytes(&s.loaded[k], vectors * 16);
+      bulk_load(slot(t) + d.lo * 16, static_cast<const T*>(p.x) + (d.base + d.lo) * kVec, vectors * 16, &s.loaded[k],
+                evict_normal_policy());
+    } else {  // the other groups' heads need this tile
+      barrier_arrive(&s.loaded[k]);
+    }
+  }
+  // The first loads are under way before anything else; what their tiles are follows.
+  __device__ __forceinline__ void begin(int lane) const {
+    Walk::produce_first(lane, p.x, nullptr, [&](const Tile& t) {
+      FwdTile d;
+      place_tile(t, &d);
+      start_load(t, d);
+    });
+  }
+  __device__ __forceinline__ void describe_first(int lane) const {
+    if (lane >= kSlots || lane >= slot_tiles()) return;
+    const Tile t = slot_tile(lane);
+    s.tiles[slot_of(t)] = describe_slot(t, lane);
+    barrier_arrive(&s.loaded[slot_of(t)]);
+  }
   __device__ __forceinline__ void produce(int lane) const {
-    const uint64_t policy = evict_normal_policy();  // evict_first and streaming stores were 2% slower
     Walk::template produce<FwdTile>(
-        lane, p.x, nullptr,
-        [&](const Tile& t, uint32_t j, FwdTile* d) {
-          *d = describe(t);
-          const Tile next = slot_tile(j + 1);
-          d->is_last = next.visit != t.visit || !exists(next);
-        },
+        lane, p.x, nullptr, [&](const Tile& t, uint32_t j, FwdTile* d) { *d = describe_slot(t, j); },
         [&](const Tile& t, const FwdTile& d) {
           const uint32_t k = slot_of(t);
-          if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
-          const int vectors = d.hi - d.lo;
-          if (vectors > 0) {
-            barrier_expect_bytes(&s.loaded[k], vectors * 16);
-            bulk_load(slot(t) + d.lo * 16, static_cast<const T*>(p.x) + (d.base + d.lo) * kVec, vectors * 16,
-                      &s.loaded[k], policy);
-          } else {  // the other groups' heads need this tile
-            barrier_arrive(&s.loaded[k]);
-          }
+          barrier_wait(&s.freed[k], (t.round - 1) & 1);
+          start_load(t, d);
           s.tiles[k] = d;
           barrier_arrive(&s.loaded[k]);
         });
@@ -407,26 +427,30 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char slots[];
   __shared__ FwdShared<Traits> shared;
-  if (threadIdx.x == 0) {
-    for (int k = 0; k < Traits::kSlots; ++k) {
-      barrier_init(&shared.loaded[k], 2);
-      barrier_init(&shared.freed[k], Traits::kNormWarps);
-    }
-    for (int v = 0; v < kTilesVisits; ++v) {
-      barrier_init(&shared.published[v], 1);
-      barrier_init(&shared.ready[v], 1);
-    }
-    for (int b = 0; b < 2; ++b) {
-      barrier_init(&shared.box_full[b], Traits::kStatWarps);
-      barrier_init(&shared.box_empty[b], Traits::kStatWarps);
-    }
-    for (int h = 0; h < Traits::kHolders; ++h) barrier_init(&shared.held[h], Traits::kHolderWarps);
-    barrier_init_fence();
-  }
-  __syncthreads();
   const FwdBlock<Traits> block{p, shared, slots};
   const int lane = threadIdx.x % 32;
   int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp == 0) {
+    for (int k = lane; k < Traits::kSlots; k += 32) {
+      barrier_init(&shared.loaded[k], 2);
+      barrier_init(&shared.freed[k], Traits::kNormWarps);
+    }
+    for (int v = lane; v < kTilesVisits; v += 32) {
+      barrier_init(&shared.published[v], 1);
+      barrier_init(&shared.ready[v], 1);
+    }
+    for (int b = lane; b < 2; b += 32) {
+      barrier_init(&shared.box_full[b], Traits::kStatWarps);
+      barrier_init(&shared.box_empty[b], Traits::kStatWarps);
+    }
+    for (int h = lane; h < Traits::kHolders; h += 32) barrier_init(&shared.held[h], Traits::kHolderWarps);
+    barrier_init_fence();
+    __syncwarp();
+    block.begin(lane);
+  }
+  auto token = clear_words(p.words, p.shares.dims.n * p.shares.dims.g * p.shares.parts);
+  if (warp == 0) block.describe_first(lane);
+  wait_for_cleared_words(token);
   if (warp < Traits::kServantWarps) {
     if (warp == 0) block.produce(lane);
     if (warp == 1) block.publish(lane);

@@ -106,18 +106,29 @@ struct TileWalk {
     const int64_t from = t.group * shares.group_vectors - head + int64_t(t.index) * kTileVectors + lo;
     if (vectors > 0) bulk_prefetch(static_cast<const char*>(tensor) + from * 16, vectors * 16);
   }
-  // The producer's warp. Every lane prepares a tile; then, tile after tile, its lane starts it, and what a tile's
-  // distance later will be loaded comes to L2 meanwhile: a slot is taken for a shorter time.
+  // The producer's warp begins with a tile for every slot, a lane each.
+  template <typename Start>
+  __device__ __forceinline__ void produce_first(int lane, const void* x, const void* dy, Start start) const {
+    static_assert(kSlots <= 32);
+    if (lane < kSlots && lane < slot_tiles()) start(slot_tile(lane));
+    if (lane < shares.ahead) {
+      prefetch(tile_at(kPlaces + lane), x);
+      if (dy) prefetch(tile_at(kPlaces + lane), dy);
+    }
+    __syncwarp();
+  }
+  // The others: every lane prepares a tile; then, tile after tile, its lane starts it, and what a tile's distance later
+  // will be loaded comes to L2 meanwhile: a slot is taken for a shorter time.
   template <typename Description, typename Describe, typename Start>
   __device__ __forceinline__ void produce(int lane, const void* x, const void* dy, Describe describe,
                                           Start start) const {
     const uint32_t own = slot_tiles();
     uint32_t last = clock() - shares.pace;
-    for (uint32_t base = 0; base < own; base += 32) {
+    for (uint32_t base = kSlots; base < own; base += 32) {
       const uint32_t j = base + lane;
       const bool mine = j < own;
       const Tile t = slot_tile(j);
-      const uint32_t before = j == 0 ? 0 : slot_tile(j - 1).i + 1;
+      const uint32_t before = max(slot_tile(j - 1).i + 1, uint32_t(kPlaces));
       Description d;
       if (mine) describe(t, j, &d);
       __syncwarp();
