@@ -84,8 +84,8 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     uint32_t column;
     const uint32_t row = channel_of(t, &column), last = p.shares.channels_per_group - 1;
     const int64_t channel = channels_before(t);
-    const float2 first = affine_of(p.weight, p.bias, channel + min(row, last), p.affine_dtype);
-    const float2 second = affine_of(p.weight, p.bias, channel + min(row + 1, last), p.affine_dtype);
+    const float2 first = affine_of<T>(p.weight, p.bias, channel + min(row, last), p.affine_dtype);
+    const float2 second = affine_of<T>(p.weight, p.bias, channel + min(row + 1, last), p.affine_dtype);
     const float rstd = p.rstd[t.group];
     d.mean = p.mean[t.group];
     d.scale[0] = first.x * rstd;
@@ -111,13 +111,18 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       barrier_arrive(&s.loaded[k]);
     }
   }
-  // The first loads are under way before anything else; what their tiles are follows.
+  // Until the j-th tile in the slots is there.
+  __device__ __forceinline__ void wait_landed(uint32_t j) const { barrier_wait(&s.loaded[j % kSlots], j / kSlots & 1); }
+  // The first loads do not wait for what else is to be known of their tiles, which the publisher's warp finds out.
   __device__ __forceinline__ void begin(int lane) const {
-    Walk::produce_first(lane, p.x, p.dy, [&](const Tile& t) {
-      BwdTile d;
-      place_tile(t, &d);
-      start_load(t, d);
-    });
+    Walk::produce_first(
+        lane, p.x, p.dy,
+        [&](const Tile& t) {
+          BwdTile d;
+          place_tile(t, &d);
+          start_load(t, d);
+        },
+        [&](uint32_t j) { wait_landed(j); });
   }
   __device__ __forceinline__ void describe_first(int lane) const {
     if (lane >= kSlots || lane >= slot_tiles()) return;
@@ -134,7 +139,8 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
           start_load(t, d);
           s.tiles[k] = d;
           barrier_arrive(&s.loaded[k]);
-        });
+        },
+        [&](uint32_t j) { wait_landed(j); });
   }
 
   // --- Sums.
@@ -412,27 +418,29 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const BwdBlock<Traits> block(p, shared, slots);
   const int lane = threadIdx.x % 32;
   int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == 0) {
-    for (int k = lane; k < Traits::kSlots; k += 32) {
+  if (threadIdx.x == 0) {
+    for (int k = 0; k < Traits::kSlots; ++k) {
       barrier_init(&shared.loaded[k], 2);
       barrier_init(&shared.summed[k], Traits::kTeamWarps * 32);
       barrier_init(&shared.freed[k], Traits::kWriterWarps * 32 + 2 * Traits::kTeamWarps);
     }
-    for (int v = lane; v < kTilesVisits; v += 32) {
+    for (int v = 0; v < kTilesVisits; ++v) {
       barrier_init(&shared.published[v], 1);
       barrier_init(&shared.ready[v], 1);
     }
-    for (int h = lane; h < Traits::kHolders; h += 32) barrier_init(&shared.held[h], Traits::kTeamWarps);
+    for (int h = 0; h < Traits::kHolders; ++h) barrier_init(&shared.held[h], Traits::kTeamWarps);
     barrier_init_fence();
-    __syncwarp();
-    block.begin(lane);
   }
-  auto token = clear_words(p.words, p.shares.dims.n * p.shares.dims.g * p.shares.parts);
-  if (warp == 0) block.describe_first(lane);
-  wait_for_cleared_words(token);
+  __syncthreads();
   if (warp < Traits::kServantWarps) {
-    if (warp == 0) block.produce(lane);
-    if (warp == 1) block.publish(lane);
+    if (warp == 0) {
+      block.begin(lane);
+      block.produce(lane);
+    }
+    if (warp == 1) {
+      block.describe_first(lane);
+      block.publish(lane);
+    }
     if (warp >= 2) block.collect(warp - 2, lane);
     return;
   }

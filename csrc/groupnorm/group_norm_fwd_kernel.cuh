@@ -109,13 +109,18 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       barrier_arrive(&s.loaded[k]);
     }
   }
-  // The first loads are under way before anything else; what their tiles are follows.
+  // Until the j-th tile in the slots is there.
+  __device__ __forceinline__ void wait_landed(uint32_t j) const { barrier_wait(&s.loaded[j % kSlots], j / kSlots & 1); }
+  // The first loads do not wait for what else is to be known of their tiles, which the publisher's warp finds out.
   __device__ __forceinline__ void begin(int lane) const {
-    Walk::produce_first(lane, p.x, nullptr, [&](const Tile& t) {
-      FwdTile d;
-      place_tile(t, &d);
-      start_load(t, d);
-    });
+    Walk::produce_first(
+        lane, p.x, nullptr,
+        [&](const Tile& t) {
+          FwdTile d;
+          place_tile(t, &d);
+          start_load(t, d);
+        },
+        [&](uint32_t j) { wait_landed(j); });
   }
   __device__ __forceinline__ void describe_first(int lane) const {
     if (lane >= kSlots || lane >= slot_tiles()) return;
@@ -132,7 +137,8 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
           start_load(t, d);
           s.tiles[k] = d;
           barrier_arrive(&s.loaded[k]);
-        });
+        },
+        [&](uint32_t j) { wait_landed(j); });
   }
 
   // --- Statistics.
@@ -280,7 +286,9 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
 
   // --- Normalization.
 
-  __device__ __forceinline__ float2 affine(int64_t c) const { return affine_of(p.weight, p.bias, c, p.affine_dtype); }
+  __device__ __forceinline__ float2 affine(int64_t c) const {
+    return affine_of<T>(p.weight, p.bias, c, p.affine_dtype);
+  }
 
   __device__ __forceinline__ float2 wait_statistics(uint32_t visit) const {
     barrier_wait(&s.ready[visit % kTilesVisits], visit / kTilesVisits & 1);
@@ -337,8 +345,8 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
         if (column_of[u] + kVec <= length) {
           scale_shift(x[i], mean, coefficients[u].x * rstd, coefficients[u].y);
         } else {
-          scale_shift_across(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
-                             [&](int64_t channel) { return affine(channel); });
+          scale_shift_two(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
+                          [&](int64_t channel) { return affine(channel); });
         }
       }
       if constexpr (kSet > 1) __syncwarp();  // all lanes are here
@@ -430,30 +438,32 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const FwdBlock<Traits> block{p, shared, slots};
   const int lane = threadIdx.x % 32;
   int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp == 0) {
-    for (int k = lane; k < Traits::kSlots; k += 32) {
+  if (threadIdx.x == 0) {
+    for (int k = 0; k < Traits::kSlots; ++k) {
       barrier_init(&shared.loaded[k], 2);
       barrier_init(&shared.freed[k], Traits::kNormWarps);
     }
-    for (int v = lane; v < kTilesVisits; v += 32) {
+    for (int v = 0; v < kTilesVisits; ++v) {
       barrier_init(&shared.published[v], 1);
       barrier_init(&shared.ready[v], 1);
     }
-    for (int b = lane; b < 2; b += 32) {
+    for (int b = 0; b < 2; ++b) {
       barrier_init(&shared.box_full[b], Traits::kStatWarps);
       barrier_init(&shared.box_empty[b], Traits::kStatWarps);
     }
-    for (int h = lane; h < Traits::kHolders; h += 32) barrier_init(&shared.held[h], Traits::kHolderWarps);
+    for (int h = 0; h < Traits::kHolders; ++h) barrier_init(&shared.held[h], Traits::kHolderWarps);
     barrier_init_fence();
-    __syncwarp();
-    block.begin(lane);
   }
-  auto token = clear_words(p.words, p.shares.dims.n * p.shares.dims.g * p.shares.parts);
-  if (warp == 0) block.describe_first(lane);
-  wait_for_cleared_words(token);
+  __syncthreads();
   if (warp < Traits::kServantWarps) {
-    if (warp == 0) block.produce(lane);
-    if (warp == 1) block.publish(lane);
+    if (warp == 0) {
+      block.begin(lane);
+      block.produce(lane);
+    }
+    if (warp == 1) {
+      block.describe_first(lane);
+      block.publish(lane);
+    }
     if (warp >= 2) block.collect(warp - 2, lane);
     return;
   }

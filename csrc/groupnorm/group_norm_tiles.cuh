@@ -106,11 +106,19 @@ struct TileWalk {
     const int64_t from = t.group * shares.group_vectors - head + int64_t(t.index) * kTileVectors + lo;
     if (vectors > 0) bulk_prefetch(static_cast<const char*>(tensor) + from * 16, vectors * 16);
   }
-  // The producer's warp begins with a tile for every slot, a lane each.
-  template <typename Start>
-  __device__ __forceinline__ void produce_first(int lane, const void* x, const void* dy, Start start) const {
+  // The producer's warp begins with a tile for every slot. No more than shares.under_way loads are under way at a time
+  // (landed(j) waits for the j-th): memory has enough to do, and words do not wait behind them.
+  template <typename Start, typename Landed>
+  __device__ __forceinline__ void produce_first(int lane, const void* x, const void* dy, Start start,
+                                                Landed landed) const {
     static_assert(kSlots <= 32);
-    if (lane < kSlots && lane < slot_tiles()) start(slot_tile(lane));
+    const uint32_t first = min(slot_tiles(), uint32_t(kSlots));
+    const Tile t = slot_tile(lane);
+    for (uint32_t turn = 0; turn < first; ++turn) {
+      if (turn >= shares.under_way) landed(turn - shares.under_way);
+      if (lane == turn) start(t);
+      __syncwarp();
+    }
     if (lane < shares.ahead) {
       prefetch(tile_at(kPlaces + lane), x);
       if (dy) prefetch(tile_at(kPlaces + lane), dy);
@@ -119,9 +127,9 @@ struct TileWalk {
   }
   // The others: every lane prepares a tile; then, tile after tile, its lane starts it, and what a tile's distance later
   // will be loaded comes to L2 meanwhile: a slot is taken for a shorter time.
-  template <typename Description, typename Describe, typename Start>
-  __device__ __forceinline__ void produce(int lane, const void* x, const void* dy, Describe describe,
-                                          Start start) const {
+  template <typename Description, typename Describe, typename Start, typename Landed>
+  __device__ __forceinline__ void produce(int lane, const void* x, const void* dy, Describe describe, Start start,
+                                          Landed landed) const {
     const uint32_t own = slot_tiles();
     uint32_t last = clock() - shares.pace;
     for (uint32_t base = kSlots; base < own; base += 32) {
@@ -133,6 +141,7 @@ struct TileWalk {
       if (mine) describe(t, j, &d);
       __syncwarp();
       for (uint32_t turn = base; turn < min(base + 32, own); ++turn) {
+        landed(turn - shares.under_way);
         if (j == turn) {
           while (static_cast<uint32_t>(clock()) - last < shares.pace) {
           }

@@ -17,6 +17,9 @@ static_assert(kTilesMost <= kTilesSlots);
 // Tiles in registers: 1 to 8% faster in this range, slower outside (H200).
 inline constexpr uint32_t kTilesLeastHeld = 6, kTilesMostHeld = 9;
 
+// Loads of a block at a time: with more, words take 9 us instead of 2 where all slots are free.
+inline constexpr uint32_t kTilesUnderWay = 4;
+
 // The bytes of x that backward's three passes read faster: below, they end before tiles have told each other their
 // sums.
 inline constexpr int64_t kTilesBwdBytes = 4 << 20;
@@ -64,7 +67,7 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   const int size = dtype_size(d.dtype), vec = 16 / size;
   const int64_t groups = d.n * d.g, elements = d.numel() / groups, tile = tile_vectors(in.tensors);
   if (elements % vec != 0) return refuse("a group is no multiple of 16 bytes");
-  if (d.s < 2 || d.s > (int64_t(1) << 31) - (1 << 20)) return refuse("a channel of one element or of over 2^31");
+  if (d.s < vec || d.s > (int64_t(1) << 31) - (1 << 20)) return refuse("a channel of less than 16 bytes or over 2^31");
   if (in.tensors == 2 && d.s < tile * vec) return refuse("a channel is shorter than a tile, which sums up two");
   GroupTiles& p = plan.shares;
   p.dims = d;
@@ -92,6 +95,7 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   // The more of the places one group takes, the more at a time become free, and loads in a row hold stores up: at full
   // bandwidth a tile takes 1750 cycles. With two tensors the writing is less, and a pace was slower.
   p.pace = p.ahead > 0 && in.tensors == 1 ? 500 + 100 * needed : 0;
+  p.under_way = kTilesUnderWay;
   p.parts = std::min(p.tiles_per_group, plan.blocks);
   plan.words = groups * p.parts;
   return plan;

@@ -1,12 +1,10 @@
-// What blocks tell each other: 64-bit words, zero at first, written once and complete. A reader waits until a word is
+// What blocks tell each other: 64-bit words, zero at launch, written once and complete. A reader waits until a word is
 // no longer zero, so nobody needs a fence, which takes microseconds under the load of the stores.
 #pragma once
 
-#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <utility>
 
 namespace kgopt {
 
@@ -25,16 +23,6 @@ __device__ __forceinline__ uint64_t wait_word(const uint64_t* p) {
 }
 __device__ __forceinline__ void store_word(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-// All threads of all blocks of a cooperative launch: the words become zero, for everyone after barrier_wait of the
-// token. A memset ahead of the kernel takes longer, and the first loads are under way meanwhile.
-__device__ __forceinline__ cooperative_groups::grid_group::arrival_token clear_words(uint64_t* words, int64_t count) {
-  const int64_t threads = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += threads) store_word(words + i, 0);
-  return cooperative_groups::this_grid().barrier_arrive();
-}
-__device__ __forceinline__ void wait_for_cleared_words(cooperative_groups::grid_group::arrival_token token) {
-  cooperative_groups::this_grid().barrier_wait(std::move(token));
 }
 // Two floats, the second without a sign, as a word that is not zero.
 __device__ __forceinline__ uint64_t pack_word(float first, float second) {
