@@ -329,7 +329,7 @@ def test_plan_group_norm_tiles(n, groups, per_group, s, dtype, tensors, x_line, 
     tiles, blocks = plan["tiles_per_group"], plan["blocks"]
     assert plan["group_vectors"] * vec == elements
     assert plan["tiles"] == n * groups * tiles
-    assert plan["words"] == n * groups * min(tiles, blocks)
+    assert plan["words"] == n * groups * (min(tiles, blocks) + 1)
     assert plan["holders"] in (0, dev.TILES_HOLDERS)
     # Or a group could wait for its own tiles to make room: a block has every `blocks`th tile.
     assert -(-tiles // blocks) <= dev.TILES_SLOTS

@@ -4,7 +4,8 @@
 //   summers    teams, each with a tile of its own at a time: the sums of its channels. Where the activation is slow to
 //              differentiate, dz takes dy's place, rounded as dy is
 //   publisher  keeps each tile's sums, and makes the block's sums over a group the block's word
-//   collector  waits for the words of all blocks and adds them up, in every block for itself
+//   merger     adds up the words of all blocks, for a share of the groups, to one more word
+//   watcher    waits for such words, of all groups of which the block has tiles
 //   writers    write dx from the slots
 //   holders    teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
@@ -26,7 +27,7 @@ struct GroupNormBwdTraits {
   static constexpr int kSlots = kTilesSlots, kHolders = kHolders_;
   static constexpr int kTileVectors = tile_vectors(2);
   static constexpr bool kStoresDz = kAct == Chain::kSilu || kAct == Chain::kAny;
-  static constexpr int kCollectors = 2, kServantWarps = 2 + kCollectors;
+  static constexpr int kServantWarps = 4;
   // Holders leave room for fewer: 896 threads have 72 registers each. As in group_norm_fwd_kernel.cuh, a chain that is
   // walked needs more.
   static constexpr int kTeamWarps = 4, kTeams = kAct == Chain::kAny ? 4 : kHolders == 0 ? 2 : 1, kWriterWarps = 8;
@@ -279,17 +280,12 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     }
   }
 
-  __device__ __forceinline__ void collect(int collector, int lane) const {
+  __device__ __forceinline__ void merge(int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
-    uint32_t next_visit = collector;
-    for (Tile t = first_tile(); exists(t); advance(t)) {
-      if (t.visit != next_visit) continue;
-      next_visit += Traits::kCollectors;
+    Walk::merge_words(p.words, s.published, lane, [&](const Tile& t, const uint64_t* words) {
       const float rstd = p.rstd[t.group];
-      // Polls before that would only keep the words' lines busy for the others.
-      barrier_wait(&s.published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);
       uint64_t word[kSets] = {};
-      wait_words(p.words + int64_t(t.group) * p.shares.parts, lane, word);
+      wait_words(words, lane, word);
       float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
       for (int k = 0; k < kSets; ++k) {
@@ -300,12 +296,14 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       }
       const float per_element = 1.f / static_cast<float>(p.shares.group_vectors * kVec);
       const float term = warp_sum(sum.x) * per_element, term_d = warp_sum(sum.y) * per_element * rstd * rstd;
-      if (lane == 0) {
-        s.terms[t.visit % kTilesVisits] = make_float2(term, term_d);
-        barrier_arrive(&s.ready[t.visit % kTilesVisits]);
-      }
-      __syncwarp();
-    }
+      return pack_signed_word(term, term_d);
+    });
+  }
+  __device__ __forceinline__ void watch(int lane) const {
+    Walk::watch(p.words, lane, [&](uint32_t visit, uint64_t word) {
+      s.terms[visit % kTilesVisits] = unpack_signed_word(word);
+      barrier_arrive(&s.ready[visit % kTilesVisits]);
+    });
   }
 
   // --- dx.
@@ -441,7 +439,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       block.describe_first(lane);
       block.publish(lane);
     }
-    if (warp >= 2) block.collect(warp - 2, lane);
+    if (warp == 2) block.merge(lane);
+    if (warp == 3) block.watch(lane);
     return;
   }
   warp -= Traits::kServantWarps;

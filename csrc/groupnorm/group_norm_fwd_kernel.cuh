@@ -3,7 +3,8 @@
 //   producer    a warp that starts the loads into slots of shared memory that have become free
 //   statistics  moments of the tiles in the slots
 //   publisher   makes the block's moments of a group the block's word
-//   collector   waits for the words of all blocks and merges them, in every block for itself: one trip through L2
+//   merger      merges the words of all blocks, for a share of the groups, into one more word
+//   watcher     waits for such words, of all groups of which the block has tiles
 //   normalizers write y from the slots
 //   holders     teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
@@ -22,7 +23,7 @@ struct GroupNormFwdTraits {
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kSlots = kTilesSlots, kHolders = kHolders_;
   static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
-  static constexpr int kCollectors = 2, kServantWarps = 2 + kCollectors;
+  static constexpr int kServantWarps = 4;
   // Holders leave room for fewer: 896 threads have 72 registers each. A chain that is walked waits for its own results
   // most of the time, which other warps hide.
   static constexpr bool kWalks = kAct == Chain::kAny;
@@ -242,19 +243,13 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     }
   }
 
-  __device__ __forceinline__ void collect(int collector, int lane) const {
+  __device__ __forceinline__ void merge(int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
     const uint32_t rounds = p.shares.tiles_per_group / gridDim.x, rest = p.shares.tiles_per_group - rounds * gridDim.x;
     const uint32_t last = p.shares.tiles_per_group - 1, before = last - 1;
     const uint32_t last_part = last % gridDim.x, part_before = before % gridDim.x;
     const float elements = static_cast<float>(p.shares.group_vectors * kVec);
-    uint32_t next_visit = collector;
-    for (Tile t = first_tile(); exists(t); advance(t)) {
-      if (t.visit != next_visit) continue;
-      next_visit += Traits::kCollectors;
-      const uint64_t* const words = p.words + int64_t(t.group) * p.shares.parts;
-      // Polls before that would only keep the words' lines busy for the others.
-      barrier_wait(&s.published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);
+    Walk::merge_words(p.words, s.published, lane, [&](const Tile& t, const uint64_t* words) {
       uint64_t word[kSets] = {};
       wait_words(words, lane, word);
       // The last tile is short, and where it is empty, so may the one before be.
@@ -271,17 +266,19 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
         sets[k] = {v.x, v.y, static_cast<float>(vectors * kVec)};
       }
       const Moments<float> m = warp_pool(sets, elements);
+      const float rstd = 1.f / sqrtf(m.m2 / m.count + p.eps);
       if (lane == 0) {
-        const float rstd = 1.f / sqrtf(m.m2 / m.count + p.eps);
-        s.statistics[t.visit % kTilesVisits] = make_float2(m.mean, rstd);
-        barrier_arrive(&s.ready[t.visit % kTilesVisits]);
-        if (t.index == 0) {
-          p.mean[t.group] = m.mean;
-          p.rstd[t.group] = rstd;
-        }
+        p.mean[t.group] = m.mean;
+        p.rstd[t.group] = rstd;
       }
-      __syncwarp();
-    }
+      return pack_word(m.mean, rstd);
+    });
+  }
+  __device__ __forceinline__ void watch(int lane) const {
+    Walk::watch(p.words, lane, [&](uint32_t visit, uint64_t word) {
+      s.statistics[visit % kTilesVisits] = unpack_word(word);
+      barrier_arrive(&s.ready[visit % kTilesVisits]);
+    });
   }
 
   // --- Normalization.
@@ -464,7 +461,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       block.describe_first(lane);
       block.publish(lane);
     }
-    if (warp >= 2) block.collect(warp - 2, lane);
+    if (warp == 2) block.merge(lane);
+    if (warp == 3) block.watch(lane);
     return;
   }
   warp -= Traits::kServantWarps;

@@ -185,6 +185,43 @@ struct TileWalk {
       for (int k = 0; k < kSets; ++k) is_missing |= lane + 32 * k < shares.parts && word[k] == 0;
     } while (__any_sync(0xffffffffu, is_missing));
   }
+  // The merger's warp: of each group one of its blocks merges the words, or all of them would keep the words' lines
+  // busy. merge(t, words) gives the result, of the first lane.
+  template <typename Merge>
+  __device__ __forceinline__ void merge_words(uint64_t* words, uint64_t* published, int lane, Merge merge) const {
+    uint32_t next_visit = 0;
+    for (Tile t = first_tile(); exists(t); advance(t)) {
+      if (t.visit != next_visit) continue;
+      ++next_visit;
+      if (t.index != t.group % shares.parts) continue;
+      barrier_wait(&published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);  // not before polls make sense
+      const uint64_t result = merge(t, words + int64_t(t.group) * shares.parts);
+      if (lane == 0) store_word(results(words) + t.group, result);
+    }
+  }
+  __device__ __forceinline__ uint64_t* results(uint64_t* words) const {
+    return words + shares.dims.n * shares.dims.g * shares.parts;
+  }
+  // The watcher's warp: each lane waits for the result of another of the block's groups. take(visit, result) follows.
+  template <typename Take>
+  __device__ __forceinline__ void watch(uint64_t* words, int lane, Take take) const {
+    const bool visits_all = shares.tiles_per_group >= gridDim.x;
+    const uint32_t visits =
+        visits_all ? shares.tiles / shares.tiles_per_group : (shares.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
+    const uint64_t* const from = results(words);
+    uint32_t visit = lane, first = 0;  // the first that has no result yet
+    while (first < visits) {
+      if (visit < min(visits, first + kPlaces)) {
+        const uint32_t group = visits_all ? visit : (blockIdx.x + visit * gridDim.x) / shares.tiles_per_group;
+        const uint64_t word = load_word(from + group);
+        if (word != 0) {
+          take(visit, word);
+          visit += 32;
+        }
+      }
+      first = __reduce_min_sync(0xffffffffu, visit);
+    }
+  }
 };
 
 #endif

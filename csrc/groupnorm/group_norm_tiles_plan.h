@@ -97,7 +97,7 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   p.pace = p.ahead > 0 && in.tensors == 1 ? 500 + 100 * needed : 0;
   p.under_way = kTilesUnderWay;
   p.parts = std::min(p.tiles_per_group, plan.blocks);
-  plan.words = groups * p.parts;
+  plan.words = groups * (p.parts + 1);  // and the group's result
   return plan;
 }
 
