@@ -282,7 +282,7 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
 
   __device__ __forceinline__ void merge(int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
-    Walk::merge_words(p.words, s.published, lane, [&](const Tile& t, const uint64_t* words) {
+    Walk::merge_words(p.words, s.published, [&](const Tile& t, const uint64_t* words) {
       const float rstd = p.rstd[t.group];
       uint64_t word[kSets] = {};
       wait_words(words, lane, word);
@@ -296,7 +296,7 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       }
       const float per_element = 1.f / static_cast<float>(p.shares.group_vectors * kVec);
       const float term = warp_sum(sum.x) * per_element, term_d = warp_sum(sum.y) * per_element * rstd * rstd;
-      return pack_signed_word(term, term_d);
+      if (lane == 0) store_word(Walk::results(p.words) + t.group, pack_signed_word(term, term_d));
     });
   }
   __device__ __forceinline__ void watch(int lane) const {

@@ -404,12 +404,12 @@ struct ColumnBlock {
   __device__ __forceinline__ Coefficients coefficients_of(uint32_t u) const {
     // The parameters are asked for now and stored after the wait for the other blocks.
     const uint32_t channel0 = part(u) * d.channels;
-    float2 affine = affine_of<T>(p.weight, p.bias, channel0 + min(tid, d.channels - 1), p.affine_dtype);
+    float2 affine = affine_of(p.weight, p.bias, channel0 + min(tid, d.channels - 1), p.affine_dtype);
     await(u, tid, blockDim.x);
     for (uint32_t c = tid; c < d.channels;) {
       affines(u)[c] = affine;
       c += blockDim.x;
-      if (c < d.channels) affine = affine_of<T>(p.weight, p.bias, channel0 + c, p.affine_dtype);
+      if (c < d.channels) affine = affine_of(p.weight, p.bias, channel0 + c, p.affine_dtype);
     }
     __syncthreads();
     __syncwarp();

@@ -5,6 +5,7 @@
 //   publisher   makes the block's moments of a group the block's word
 //   merger      merges the words of all blocks, for a share of the groups, into one more word
 //   watcher     waits for such words, of all groups of which the block has tiles
+//   collectors  instead of both where groups are few: merge the words in every block for itself, one trip through L2
 //   normalizers write y from the slots
 //   holders     teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
@@ -24,6 +25,7 @@ struct GroupNormFwdTraits {
   static constexpr int kSlots = kTilesSlots, kHolders = kHolders_;
   static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
   static constexpr int kServantWarps = 4;
+  static constexpr bool kCollects = kHolders > 0;  // the other way takes 4% longer there, without holders 3 to 5% less
   // Holders leave room for fewer: 896 threads have 72 registers each. A chain that is walked waits for its own results
   // most of the time, which other warps hide.
   static constexpr bool kWalks = kAct == Chain::kAny;
@@ -243,41 +245,56 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     }
   }
 
-  __device__ __forceinline__ void merge(int lane) const {
+  // Of the words of tile t's group; the same in all lanes.
+  __device__ __forceinline__ float2 merge_group(const Tile& t, const uint64_t* words, int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
     const uint32_t rounds = p.shares.tiles_per_group / gridDim.x, rest = p.shares.tiles_per_group - rounds * gridDim.x;
     const uint32_t last = p.shares.tiles_per_group - 1, before = last - 1;
     const uint32_t last_part = last % gridDim.x, part_before = before % gridDim.x;
-    const float elements = static_cast<float>(p.shares.group_vectors * kVec);
-    Walk::merge_words(p.words, s.published, lane, [&](const Tile& t, const uint64_t* words) {
-      uint64_t word[kSets] = {};
-      wait_words(words, lane, word);
-      // The last tile is short, and where it is empty, so may the one before be.
-      const int head = head_of(t.group);
-      const int missing_last = kTileVectors - end_of(head, last), missing_before = kTileVectors - end_of(head, before);
-      Moments<float> sets[kSets];
+    uint64_t word[kSets] = {};
+    wait_words(words, lane, word);
+    // The last tile is short, and where it is empty, so may the one before be.
+    const int head = head_of(t.group);
+    const int missing_last = kTileVectors - end_of(head, last), missing_before = kTileVectors - end_of(head, before);
+    Moments<float> sets[kSets];
 #pragma unroll
-      for (int k = 0; k < kSets; ++k) {
-        const uint32_t part = lane + 32 * k;
-        if (part >= p.shares.parts) break;
-        const float2 v = unpack_word(word[k]);
-        const int vectors = static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
-                            (part == last_part ? missing_last : 0) - (part == part_before ? missing_before : 0);
-        sets[k] = {v.x, v.y, static_cast<float>(vectors * kVec)};
-      }
-      const Moments<float> m = warp_pool(sets, elements);
-      const float rstd = 1.f / sqrtf(m.m2 / m.count + p.eps);
+    for (int k = 0; k < kSets; ++k) {
+      const uint32_t part = lane + 32 * k;
+      if (part >= p.shares.parts) break;
+      const float2 v = unpack_word(word[k]);
+      const int vectors = static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
+                          (part == last_part ? missing_last : 0) - (part == part_before ? missing_before : 0);
+      sets[k] = {v.x, v.y, static_cast<float>(vectors * kVec)};
+    }
+    const Moments<float> m = warp_pool(sets, static_cast<float>(p.shares.group_vectors * kVec));
+    return make_float2(m.mean, 1.f / sqrtf(m.m2 / m.count + p.eps));
+  }
+  __device__ __forceinline__ void keep(int64_t group, float2 statistics) const {
+    p.mean[group] = statistics.x;
+    p.rstd[group] = statistics.y;
+  }
+  __device__ __forceinline__ void make_ready(uint32_t visit, float2 statistics) const {
+    s.statistics[visit % kTilesVisits] = statistics;
+    barrier_arrive(&s.ready[visit % kTilesVisits]);
+  }
+  __device__ __forceinline__ void merge(int lane) const {
+    Walk::merge_words(p.words, s.published, [&](const Tile& t, const uint64_t* words) {
+      const float2 statistics = merge_group(t, words, lane);
       if (lane == 0) {
-        p.mean[t.group] = m.mean;
-        p.rstd[t.group] = rstd;
+        store_word(Walk::results(p.words) + t.group, pack_word(statistics.x, statistics.y));
+        keep(t.group, statistics);
       }
-      return pack_word(m.mean, rstd);
     });
   }
   __device__ __forceinline__ void watch(int lane) const {
-    Walk::watch(p.words, lane, [&](uint32_t visit, uint64_t word) {
-      s.statistics[visit % kTilesVisits] = unpack_word(word);
-      barrier_arrive(&s.ready[visit % kTilesVisits]);
+    Walk::watch(p.words, lane, [&](uint32_t visit, uint64_t word) { make_ready(visit, unpack_word(word)); });
+  }
+  __device__ __forceinline__ void collect(int collector, int lane) const {
+    Walk::collect_words(p.words, s.published, collector, [&](const Tile& t, const uint64_t* words) {
+      const float2 statistics = merge_group(t, words, lane);
+      if (lane == 0) make_ready(t.visit, statistics);
+      if (lane == 0 && t.index == 0) keep(t.group, statistics);
+      __syncwarp();
     });
   }
 
@@ -461,8 +478,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       block.describe_first(lane);
       block.publish(lane);
     }
-    if (warp == 2) block.merge(lane);
-    if (warp == 3) block.watch(lane);
+    if constexpr (Traits::kCollects) {
+      if (warp >= 2) block.collect(warp - 2, lane);
+    } else {
+      if (warp == 2) block.merge(lane);
+      if (warp == 3) block.watch(lane);
+    }
     return;
   }
   warp -= Traits::kServantWarps;

@@ -425,7 +425,7 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
                                           const void* const (&tensors)[kTensors]) {
   if (threadIdx.x == 0) init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing);
   for (uint32_t c = threadIdx.x; c < p.shares.channels; c += kRowBlockThreads) {
-    t.affines[c] = affine_of<T>(p.weight, p.bias, c, p.affine_dtype);
+    t.affines[c] = affine_of(p.weight, p.bias, c, p.affine_dtype);
   }
   __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);

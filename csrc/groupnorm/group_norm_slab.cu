@@ -41,7 +41,7 @@ struct SlabBlock {
   __device__ __forceinline__ uint32_t entry(uint32_t w, uint32_t at) const { return w * (s.columns + 1) + at; }
   template <typename Params>
   __device__ __forceinline__ float2 affine(const Params& p) const {
-    return active ? affine_of<T>(p.weight, p.bias, channel0 + column, p.affine_dtype) : make_float2(0.f, 0.f);
+    return active ? affine_of(p.weight, p.bias, channel0 + column, p.affine_dtype) : make_float2(0.f, 0.f);
   }
 };
 
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
     const float dz = warp_sum(e.x), dz_xhat = warp_sum(e.y);
     if (b.lane == 0) {
       reinterpret_cast<float2*>(p.channel_sums)[int64_t(b.unit0) * b.s.channels + c] = make_float2(dz, dz_xhat);
-      const float weight = affine_of<T>(p.weight, nullptr, b.channel0 + c, p.affine_dtype).x;
+      const float weight = affine_of(p.weight, nullptr, b.channel0 + c, p.affine_dtype).x;
       totals[c] = make_float2(weight * dz, weight * dz_xhat);
     }
   }

@@ -131,7 +131,6 @@ struct TileWalk {
   __device__ __forceinline__ void produce(int lane, const void* x, const void* dy, Describe describe, Start start,
                                           Landed landed) const {
     const uint32_t own = slot_tiles();
-    uint32_t last = clock() - shares.pace;
     for (uint32_t base = kSlots; base < own; base += 32) {
       const uint32_t j = base + lane;
       const bool mine = j < own;
@@ -143,8 +142,6 @@ struct TileWalk {
       for (uint32_t turn = base; turn < min(base + 32, own); ++turn) {
         landed(turn - shares.under_way);
         if (j == turn) {
-          while (static_cast<uint32_t>(clock()) - last < shares.pace) {
-          }
           start(t, d);
           if (shares.ahead > 0) {
             for (uint32_t i = before; i <= t.i; ++i) {
@@ -154,7 +151,6 @@ struct TileWalk {
           }
         }
         __syncwarp();
-        last = clock();
       }
     }
   }
@@ -185,19 +181,39 @@ struct TileWalk {
       for (int k = 0; k < kSets; ++k) is_missing |= lane + 32 * k < shares.parts && word[k] == 0;
     } while (__any_sync(0xffffffffu, is_missing));
   }
-  // The merger's warp: of each group one of its blocks merges the words, or all of them would keep the words' lines
-  // busy. merge(t, words) gives the result, of the first lane.
+  // The merger's warp: merge(t, words) for a share of the groups. Every block would keep the words' lines busy, and
+  // take one group after the other, 2 us each.
   template <typename Merge>
-  __device__ __forceinline__ void merge_words(uint64_t* words, uint64_t* published, int lane, Merge merge) const {
+  __device__ __forceinline__ void merge_words(uint64_t* words, uint64_t* published, Merge merge) const {
+    each_visit([&](const Tile& t) {
+      if (t.index != t.group % shares.parts) return;
+      wait_published(published, t);
+      merge(t, words + int64_t(t.group) * shares.parts);
+    });
+  }
+  // A collector's warp: merge(t, words) for every second group of the block.
+  template <typename Merge>
+  __device__ __forceinline__ void collect_words(uint64_t* words, uint64_t* published, uint32_t collector,
+                                                Merge merge) const {
+    each_visit([&](const Tile& t) {
+      if (t.visit % 2 != collector) return;
+      wait_published(published, t);
+      merge(t, words + int64_t(t.group) * shares.parts);
+    });
+  }
+  // f(t) for the block's first tile of each group.
+  template <typename F>
+  __device__ __forceinline__ void each_visit(F f) const {
     uint32_t next_visit = 0;
     for (Tile t = first_tile(); exists(t); advance(t)) {
       if (t.visit != next_visit) continue;
       ++next_visit;
-      if (t.index != t.group % shares.parts) continue;
-      barrier_wait(&published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);  // not before polls make sense
-      const uint64_t result = merge(t, words + int64_t(t.group) * shares.parts);
-      if (lane == 0) store_word(results(words) + t.group, result);
+      f(t);
     }
+  }
+  // Polls before that would only keep the words' lines busy for the others.
+  __device__ __forceinline__ void wait_published(uint64_t* published, const Tile& t) const {
+    barrier_wait(&published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);
   }
   __device__ __forceinline__ uint64_t* results(uint64_t* words) const {
     return words + shares.dims.n * shares.dims.g * shares.parts;

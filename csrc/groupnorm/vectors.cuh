@@ -45,7 +45,11 @@ struct ThreadMoments {
   }
 };
 
-// Weight and bias of a channel: values of x's type T or fp32.
+// Weight and bias of a channel.
+__device__ __forceinline__ float2 affine_of(const void* weight, const void* bias, int64_t c, Dtype dtype) {
+  return make_float2(weight ? load_as<float>(weight, c, dtype) : 1.f, bias ? load_as<float>(bias, c, dtype) : 0.f);
+}
+// The same where x's type T is known: they are of that type or fp32, and a kernel has many places that ask for them.
 template <typename T>
 __device__ __forceinline__ float parameter_of(const void* values, int64_t c, Dtype dtype) {
   if constexpr (sizeof(T) < sizeof(float)) {
