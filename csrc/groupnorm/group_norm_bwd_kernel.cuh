@@ -4,7 +4,8 @@
 //   summers    teams, each with a tile of its own at a time: the sums of its channels. Where the activation is slow to
 //              differentiate, dz takes dy's place, rounded as dy is
 //   publisher  keeps each tile's sums, and makes the block's sums over a group the block's word
-//   collector  waits for the words of all blocks and adds them up, in every block for itself
+//   merger     adds up the words of all blocks, for a share of the groups, to one more word
+//   watcher    waits for such words, of all groups of which the block has tiles
 //   writers    write dx from the slots
 //   holders    teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
@@ -26,7 +27,7 @@ struct GroupNormBwdTraits {
   static constexpr int kSlots = kTilesSlots, kHolders = kHolders_;
   static constexpr int kTileVectors = tile_vectors(2);
   static constexpr bool kStoresDz = kAct == Chain::kSilu || kAct == Chain::kAny;
-  static constexpr int kCollectors = 2, kServantWarps = 2 + kCollectors;
+  static constexpr int kServantWarps = 4;
   // Holders leave room for fewer: 896 threads have 72 registers each. As in group_norm_fwd_kernel.cuh, a chain that is
   // walked needs more.
   static constexpr int kTeamWarps = 4, kTeams = kAct == Chain::kAny ? 4 : kHolders == 0 ? 2 : 1, kWriterWarps = 8;
@@ -68,7 +69,8 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
   using Walk = TileWalk<kVec, kTileVectors, kSlots, kHolders>;
   using Tile = typename Walk::Tile;
   using Walk::advance, Walk::channel_of, Walk::channels_before, Walk::exists, Walk::first_tile, Walk::holders_before,
-      Walk::is_held, Walk::next_slot, Walk::place_tile, Walk::slot_of, Walk::slot_tiles, Walk::wait_words;
+      Walk::is_held, Walk::next_slot, Walk::place_tile, Walk::slot_of, Walk::slot_tile, Walk::slot_tiles,
+      Walk::wait_words;
 
   const GroupNormBwdParams& p;
   BwdShared<Traits>& s;
@@ -83,8 +85,8 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     uint32_t column;
     const uint32_t row = channel_of(t, &column), last = p.shares.channels_per_group - 1;
     const int64_t channel = channels_before(t);
-    const float2 first = affine_of(p.weight, p.bias, channel + min(row, last), p.affine_dtype);
-    const float2 second = affine_of(p.weight, p.bias, channel + min(row + 1, last), p.affine_dtype);
+    const float2 first = affine_of<T>(p.weight, p.bias, channel + min(row, last), p.affine_dtype);
+    const float2 second = affine_of<T>(p.weight, p.bias, channel + min(row + 1, last), p.affine_dtype);
     const float rstd = p.rstd[t.group];
     d.mean = p.mean[t.group];
     d.scale[0] = first.x * rstd;
@@ -96,26 +98,50 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     return d;
   }
 
+  __device__ __forceinline__ void start_load(const Tile& t, const BwdTile& d) const {
+    const uint32_t k = slot_of(t);
+    const int vectors = d.hi - d.lo;
+    if (vectors > 0) {
+      const uint64_t policy = evict_normal_policy();
+      char* const slot = slots + k * kTilesSlotBytes + d.lo * 16;
+      const int64_t from = (d.base + d.lo) * kVec;
+      barrier_expect_bytes(&s.loaded[k], vectors * 32);
+      bulk_load(slot, static_cast<const T*>(p.x) + from, vectors * 16, &s.loaded[k], policy);
+      bulk_load(slot + kTileVectors * 16, static_cast<const T*>(p.dy) + from, vectors * 16, &s.loaded[k], policy);
+    } else {  // the other groups' heads need this tile
+      barrier_arrive(&s.loaded[k]);
+    }
+  }
+  // Until the j-th tile in the slots is there.
+  __device__ __forceinline__ void wait_landed(uint32_t j) const { barrier_wait(&s.loaded[j % kSlots], j / kSlots & 1); }
+  // The first loads do not wait for what else is to be known of their tiles, which the publisher's warp finds out.
+  __device__ __forceinline__ void begin(int lane) const {
+    Walk::produce_first(
+        lane, p.x, p.dy,
+        [&](const Tile& t) {
+          BwdTile d;
+          place_tile(t, &d);
+          start_load(t, d);
+        },
+        [&](uint32_t j) { wait_landed(j); });
+  }
+  __device__ __forceinline__ void describe_first(int lane) const {
+    if (lane >= kSlots || lane >= slot_tiles()) return;
+    const Tile t = slot_tile(lane);
+    s.tiles[slot_of(t)] = describe(t);
+    barrier_arrive(&s.loaded[slot_of(t)]);
+  }
   __device__ __forceinline__ void produce(int lane) const {
-    const uint64_t policy = evict_normal_policy();
     Walk::template produce<BwdTile>(
         lane, p.x, p.dy, [&](const Tile& t, uint32_t, BwdTile* d) { *d = describe(t); },
         [&](const Tile& t, const BwdTile& d) {
           const uint32_t k = slot_of(t);
-          if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
-          const int vectors = d.hi - d.lo;
-          if (vectors > 0) {
-            char* const slot = slots + k * kTilesSlotBytes + d.lo * 16;
-            const int64_t from = (d.base + d.lo) * kVec;
-            barrier_expect_bytes(&s.loaded[k], vectors * 32);
-            bulk_load(slot, static_cast<const T*>(p.x) + from, vectors * 16, &s.loaded[k], policy);
-            bulk_load(slot + kTileVectors * 16, static_cast<const T*>(p.dy) + from, vectors * 16, &s.loaded[k], policy);
-          } else {  // the other groups' heads need this tile
-            barrier_arrive(&s.loaded[k]);
-          }
+          barrier_wait(&s.freed[k], (t.round - 1) & 1);
+          start_load(t, d);
           s.tiles[k] = d;
           barrier_arrive(&s.loaded[k]);
-        });
+        },
+        [&](uint32_t j) { wait_landed(j); });
   }
 
   // --- Sums.
@@ -254,17 +280,12 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     }
   }
 
-  __device__ __forceinline__ void collect(int collector, int lane) const {
+  __device__ __forceinline__ void merge(int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
-    uint32_t next_visit = collector;
-    for (Tile t = first_tile(); exists(t); advance(t)) {
-      if (t.visit != next_visit) continue;
-      next_visit += Traits::kCollectors;
+    Walk::merge_words(p.words, s.published, [&](const Tile& t, const uint64_t* words) {
       const float rstd = p.rstd[t.group];
-      // Polls before that would only keep the words' lines busy for the others.
-      barrier_wait(&s.published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);
       uint64_t word[kSets] = {};
-      wait_words(p.words + int64_t(t.group) * p.shares.parts, lane, word);
+      wait_words(words, lane, word);
       float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
       for (int k = 0; k < kSets; ++k) {
@@ -275,12 +296,14 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
       }
       const float per_element = 1.f / static_cast<float>(p.shares.group_vectors * kVec);
       const float term = warp_sum(sum.x) * per_element, term_d = warp_sum(sum.y) * per_element * rstd * rstd;
-      if (lane == 0) {
-        s.terms[t.visit % kTilesVisits] = make_float2(term, term_d);
-        barrier_arrive(&s.ready[t.visit % kTilesVisits]);
-      }
-      __syncwarp();
-    }
+      if (lane == 0) store_word(Walk::results(p.words) + t.group, pack_signed_word(term, term_d));
+    });
+  }
+  __device__ __forceinline__ void watch(int lane) const {
+    Walk::watch(p.words, lane, [&](uint32_t visit, uint64_t word) {
+      s.terms[visit % kTilesVisits] = unpack_signed_word(word);
+      barrier_arrive(&s.ready[visit % kTilesVisits]);
+    });
   }
 
   // --- dx.
@@ -390,6 +413,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(128) char slots[];
   __shared__ BwdShared<Traits> shared;
   let_dependents_start();
+  const BwdBlock<Traits> block(p, shared, slots);
+  const int lane = threadIdx.x % 32;
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) {
     for (int k = 0; k < Traits::kSlots; ++k) {
       barrier_init(&shared.loaded[k], 2);
@@ -404,13 +430,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  const BwdBlock<Traits> block(p, shared, slots);
-  const int lane = threadIdx.x % 32;
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp < Traits::kServantWarps) {
-    if (warp == 0) block.produce(lane);
-    if (warp == 1) block.publish(lane);
-    if (warp >= 2) block.collect(warp - 2, lane);
+    if (warp == 0) {
+      block.begin(lane);
+      block.produce(lane);
+    }
+    if (warp == 1) {
+      block.describe_first(lane);
+      block.publish(lane);
+    }
+    if (warp == 2) block.merge(lane);
+    if (warp == 3) block.watch(lane);
     return;
   }
   warp -= Traits::kServantWarps;

@@ -3,7 +3,9 @@
 //   producer    a warp that starts the loads into slots of shared memory that have become free
 //   statistics  moments of the tiles in the slots
 //   publisher   makes the block's moments of a group the block's word
-//   collector   waits for the words of all blocks and merges them, in every block for itself: one trip through L2
+//   merger      merges the words of all blocks, for a share of the groups, into one more word
+//   watcher     waits for such words, of all groups of which the block has tiles
+//   collectors  instead of both where groups are few: merge the words in every block for itself, one trip through L2
 //   normalizers write y from the slots
 //   holders     teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
@@ -22,7 +24,8 @@ struct GroupNormFwdTraits {
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kSlots = kTilesSlots, kHolders = kHolders_;
   static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
-  static constexpr int kCollectors = 2, kServantWarps = 2 + kCollectors;
+  static constexpr int kServantWarps = 4;
+  static constexpr bool kCollects = kHolders > 0;  // the other way takes 4% longer there, without holders 3 to 5% less
   // Holders leave room for fewer: 896 threads have 72 registers each. A chain that is walked waits for its own results
   // most of the time, which other warps hide.
   static constexpr bool kWalks = kAct == Chain::kAny;
@@ -90,29 +93,55 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     return d;
   }
 
-  __device__ __forceinline__ void produce(int lane) const {
-    const uint64_t policy = evict_normal_policy();  // evict_first and streaming stores were 2% slower
-    Walk::template produce<FwdTile>(
+  // Of tile t, the j-th in the slots, everything but its load, which others need to know.
+  __device__ __forceinline__ FwdTile describe_slot(const Tile& t, uint32_t j) const {
+    FwdTile d = describe(t);
+    const Tile next = slot_tile(j + 1);
+    d.is_last = next.visit != t.visit || !exists(next);
+    return d;
+  }
+  __device__ __forceinline__ void start_load(const Tile& t, const FwdTile& d) const {
+    const uint32_t k = slot_of(t);
+    const int vectors = d.hi - d.lo;
+    if (vectors > 0) {
+      // evict_first and streaming stores were 2% slower
+      barrier_expect_bytes(&s.loaded[k], vectors * 16);
+      bulk_load(slot(t) + d.lo * 16, static_cast<const T*>(p.x) + (d.base + d.lo) * kVec, vectors * 16, &s.loaded[k],
+                evict_normal_policy());
+    } else {  // the other groups' heads need this tile
+      barrier_arrive(&s.loaded[k]);
+    }
+  }
+  // Until the j-th tile in the slots is there.
+  __device__ __forceinline__ void wait_landed(uint32_t j) const { barrier_wait(&s.loaded[j % kSlots], j / kSlots & 1); }
+  // The first loads do not wait for what else is to be known of their tiles, which the publisher's warp finds out.
+  __device__ __forceinline__ void begin(int lane) const {
+    Walk::produce_first(
         lane, p.x, nullptr,
-        [&](const Tile& t, uint32_t j, FwdTile* d) {
-          *d = describe(t);
-          const Tile next = slot_tile(j + 1);
-          d->is_last = next.visit != t.visit || !exists(next);
+        [&](const Tile& t) {
+          FwdTile d;
+          place_tile(t, &d);
+          start_load(t, d);
         },
+        [&](uint32_t j) { wait_landed(j); });
+  }
+  __device__ __forceinline__ void describe_first(int lane) const {
+    if (lane >= kSlots || lane >= slot_tiles()) return;
+    const Tile t = slot_tile(lane);
+    s.tiles[slot_of(t)] = describe_slot(t, lane);
+    barrier_arrive(&s.loaded[slot_of(t)]);
+  }
+  __device__ __forceinline__ void produce(int lane) const {
+    Walk::template produce<FwdTile>(
+        lane, p.x, nullptr, [&](const Tile& t, uint32_t j, FwdTile* d) { *d = describe_slot(t, j); },
         [&](const Tile& t, const FwdTile& d) {
           const uint32_t k = slot_of(t);
-          if (t.round > 0) barrier_wait(&s.freed[k], (t.round - 1) & 1);
-          const int vectors = d.hi - d.lo;
-          if (vectors > 0) {
-            barrier_expect_bytes(&s.loaded[k], vectors * 16);
-            bulk_load(slot(t) + d.lo * 16, static_cast<const T*>(p.x) + (d.base + d.lo) * kVec, vectors * 16,
-                      &s.loaded[k], policy);
-          } else {  // the other groups' heads need this tile
-            barrier_arrive(&s.loaded[k]);
-          }
+          barrier_wait(&s.freed[k], (t.round - 1) & 1);
+          start_load(t, d);
           s.tiles[k] = d;
           barrier_arrive(&s.loaded[k]);
-        });
+        },
+        [&](uint32_t j) { wait_landed(j); });
   }
 
   // --- Statistics.
@@ -216,51 +245,64 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     }
   }
 
-  __device__ __forceinline__ void collect(int collector, int lane) const {
+  // Of the words of tile t's group; the same in all lanes.
+  __device__ __forceinline__ float2 merge_group(const Tile& t, const uint64_t* words, int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
     const uint32_t rounds = p.shares.tiles_per_group / gridDim.x, rest = p.shares.tiles_per_group - rounds * gridDim.x;
     const uint32_t last = p.shares.tiles_per_group - 1, before = last - 1;
     const uint32_t last_part = last % gridDim.x, part_before = before % gridDim.x;
-    const float elements = static_cast<float>(p.shares.group_vectors * kVec);
-    uint32_t next_visit = collector;
-    for (Tile t = first_tile(); exists(t); advance(t)) {
-      if (t.visit != next_visit) continue;
-      next_visit += Traits::kCollectors;
-      const uint64_t* const words = p.words + int64_t(t.group) * p.shares.parts;
-      // Polls before that would only keep the words' lines busy for the others.
-      barrier_wait(&s.published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);
-      uint64_t word[kSets] = {};
-      wait_words(words, lane, word);
-      // The last tile is short, and where it is empty, so may the one before be.
-      const int head = head_of(t.group);
-      const int missing_last = kTileVectors - end_of(head, last), missing_before = kTileVectors - end_of(head, before);
-      Moments<float> sets[kSets];
+    uint64_t word[kSets] = {};
+    wait_words(words, lane, word);
+    // The last tile is short, and where it is empty, so may the one before be.
+    const int head = head_of(t.group);
+    const int missing_last = kTileVectors - end_of(head, last), missing_before = kTileVectors - end_of(head, before);
+    Moments<float> sets[kSets];
 #pragma unroll
-      for (int k = 0; k < kSets; ++k) {
-        const uint32_t part = lane + 32 * k;
-        if (part >= p.shares.parts) break;
-        const float2 v = unpack_word(word[k]);
-        const int vectors = static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
-                            (part == last_part ? missing_last : 0) - (part == part_before ? missing_before : 0);
-        sets[k] = {v.x, v.y, static_cast<float>(vectors * kVec)};
-      }
-      const Moments<float> m = warp_pool(sets, elements);
-      if (lane == 0) {
-        const float rstd = 1.f / sqrtf(m.m2 / m.count + p.eps);
-        s.statistics[t.visit % kTilesVisits] = make_float2(m.mean, rstd);
-        barrier_arrive(&s.ready[t.visit % kTilesVisits]);
-        if (t.index == 0) {
-          p.mean[t.group] = m.mean;
-          p.rstd[t.group] = rstd;
-        }
-      }
-      __syncwarp();
+    for (int k = 0; k < kSets; ++k) {
+      const uint32_t part = lane + 32 * k;
+      if (part >= p.shares.parts) break;
+      const float2 v = unpack_word(word[k]);
+      const int vectors = static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
+                          (part == last_part ? missing_last : 0) - (part == part_before ? missing_before : 0);
+      sets[k] = {v.x, v.y, static_cast<float>(vectors * kVec)};
     }
+    const Moments<float> m = warp_pool(sets, static_cast<float>(p.shares.group_vectors * kVec));
+    return make_float2(m.mean, 1.f / sqrtf(m.m2 / m.count + p.eps));
+  }
+  __device__ __forceinline__ void keep(int64_t group, float2 statistics) const {
+    p.mean[group] = statistics.x;
+    p.rstd[group] = statistics.y;
+  }
+  __device__ __forceinline__ void make_ready(uint32_t visit, float2 statistics) const {
+    s.statistics[visit % kTilesVisits] = statistics;
+    barrier_arrive(&s.ready[visit % kTilesVisits]);
+  }
+  __device__ __forceinline__ void merge(int lane) const {
+    Walk::merge_words(p.words, s.published, [&](const Tile& t, const uint64_t* words) {
+      const float2 statistics = merge_group(t, words, lane);
+      if (lane == 0) {
+        store_word(Walk::results(p.words) + t.group, pack_word(statistics.x, statistics.y));
+        keep(t.group, statistics);
+      }
+    });
+  }
+  __device__ __forceinline__ void watch(int lane) const {
+    Walk::watch(p.words, lane, [&](uint32_t visit, uint64_t word) { make_ready(visit, unpack_word(word)); });
+  }
+  __device__ __forceinline__ void collect(int collector, int lane) const {
+    Walk::collect_words(p.words, s.published, collector, [&](const Tile& t, const uint64_t* words) {
+      const float2 statistics = merge_group(t, words, lane);
+      if (lane == 0) make_ready(t.visit, statistics);
+      if (lane == 0 && t.index == 0) keep(t.group, statistics);
+      __syncwarp();
+    });
   }
 
   // --- Normalization.
 
-  __device__ __forceinline__ float2 affine(int64_t c) const { return affine_of(p.weight, p.bias, c, p.affine_dtype); }
+  __device__ __forceinline__ float2 affine(int64_t c) const {
+    return affine_of<T>(p.weight, p.bias, c, p.affine_dtype);
+  }
 
   __device__ __forceinline__ float2 wait_statistics(uint32_t visit) const {
     barrier_wait(&s.ready[visit % kTilesVisits], visit / kTilesVisits & 1);
@@ -317,8 +359,8 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
         if (column_of[u] + kVec <= length) {
           scale_shift(x[i], mean, coefficients[u].x * rstd, coefficients[u].y);
         } else {
-          scale_shift_across(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
-                             [&](int64_t channel) { return affine(channel); });
+          scale_shift_two(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
+                          [&](int64_t channel) { return affine(channel); });
         }
       }
       if constexpr (kSet > 1) __syncwarp();  // all lanes are here
@@ -407,6 +449,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char slots[];
   __shared__ FwdShared<Traits> shared;
+  const FwdBlock<Traits> block{p, shared, slots};
+  const int lane = threadIdx.x % 32;
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) {
     for (int k = 0; k < Traits::kSlots; ++k) {
       barrier_init(&shared.loaded[k], 2);
@@ -424,13 +469,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  const FwdBlock<Traits> block{p, shared, slots};
-  const int lane = threadIdx.x % 32;
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp < Traits::kServantWarps) {
-    if (warp == 0) block.produce(lane);
-    if (warp == 1) block.publish(lane);
-    if (warp >= 2) block.collect(warp - 2, lane);
+    if (warp == 0) {
+      block.begin(lane);
+      block.produce(lane);
+    }
+    if (warp == 1) {
+      block.describe_first(lane);
+      block.publish(lane);
+    }
+    if constexpr (Traits::kCollects) {
+      if (warp >= 2) block.collect(warp - 2, lane);
+    } else {
+      if (warp == 2) block.merge(lane);
+      if (warp == 3) block.watch(lane);
+    }
     return;
   }
   warp -= Traits::kServantWarps;

@@ -41,7 +41,9 @@ __global__ void __launch_bounds__(kTeamThreads, kPasses == kTeamPasses ? 3 : 2)
   const T* const x = static_cast<const T*>(p.x) + share.base;
   T* const y = static_cast<T*>(p.y) + share.base;
   const int64_t channel0 = static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels;
-  const auto coefficients_of = [&](int64_t row) { return affine_of(p.weight, p.bias, channel0 + row, p.affine_dtype); };
+  const auto coefficients_of = [&](int64_t row) {
+    return affine_of<T>(p.weight, p.bias, channel0 + row, p.affine_dtype);
+  };
   // Everything that the group needs is asked for before the first use.
   Vec<T, kVec> input[kPasses];
   float2 coefficients[kPasses];
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kTeamThreads, kPasses == kTeamPasses ? 3 : 2)
     if (column + kVec <= share.s) {
       scale_shift(v, mean, coefficients[u].x * rstd, coefficients[u].y);
     } else {
-      scale_shift_across(v, mean, rstd, column, share.s, row, coefficients_of);
+      scale_shift_across<T>(v, mean, rstd, column, share.s, channel0 + row, p.weight, p.bias, p.affine_dtype);
     }
     finish_values<Traits::kAct>(y + slot * kVec, input[u], p.act, p.add_input, p.streaming_stores, v);
   }
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(kTeamThreads, 2)
     edge_dy[e] = dy[edge[e]];
   }
   const float mean = p.mean[group], rstd = p.rstd[group];
-  const float2 c = affine_of(p.weight, p.bias, static_cast<uint32_t>(group) % p.shares.per_sample, p.affine_dtype);
+  const float2 c = affine_of<T>(p.weight, p.bias, static_cast<uint32_t>(group) % p.shares.per_sample, p.affine_dtype);
   const float2 all = make_float2(c.x * rstd, c.y);
   ChannelSums<Traits> mine;
 #pragma unroll

@@ -106,25 +106,42 @@ struct TileWalk {
     const int64_t from = t.group * shares.group_vectors - head + int64_t(t.index) * kTileVectors + lo;
     if (vectors > 0) bulk_prefetch(static_cast<const char*>(tensor) + from * 16, vectors * 16);
   }
-  // The producer's warp. Every lane prepares a tile; then, tile after tile, its lane starts it, and what a tile's
-  // distance later will be loaded comes to L2 meanwhile: a slot is taken for a shorter time.
-  template <typename Description, typename Describe, typename Start>
-  __device__ __forceinline__ void produce(int lane, const void* x, const void* dy, Describe describe,
-                                          Start start) const {
+  // The producer's warp begins with a tile for every slot. No more than shares.under_way loads are under way at a time
+  // (landed(j) waits for the j-th): memory has enough to do, and words do not wait behind them.
+  template <typename Start, typename Landed>
+  __device__ __forceinline__ void produce_first(int lane, const void* x, const void* dy, Start start,
+                                                Landed landed) const {
+    static_assert(kSlots <= 32);
+    const uint32_t first = min(slot_tiles(), uint32_t(kSlots));
+    const Tile t = slot_tile(lane);
+    for (uint32_t turn = 0; turn < first; ++turn) {
+      if (turn >= shares.under_way) landed(turn - shares.under_way);
+      if (lane == turn) start(t);
+      __syncwarp();
+    }
+    if (lane < shares.ahead) {
+      prefetch(tile_at(kPlaces + lane), x);
+      if (dy) prefetch(tile_at(kPlaces + lane), dy);
+    }
+    __syncwarp();
+  }
+  // The others: every lane prepares a tile; then, tile after tile, its lane starts it, and what a tile's distance later
+  // will be loaded comes to L2 meanwhile: a slot is taken for a shorter time.
+  template <typename Description, typename Describe, typename Start, typename Landed>
+  __device__ __forceinline__ void produce(int lane, const void* x, const void* dy, Describe describe, Start start,
+                                          Landed landed) const {
     const uint32_t own = slot_tiles();
-    uint32_t last = clock() - shares.pace;
-    for (uint32_t base = 0; base < own; base += 32) {
+    for (uint32_t base = kSlots; base < own; base += 32) {
       const uint32_t j = base + lane;
       const bool mine = j < own;
       const Tile t = slot_tile(j);
-      const uint32_t before = j == 0 ? 0 : slot_tile(j - 1).i + 1;
+      const uint32_t before = max(slot_tile(j - 1).i + 1, uint32_t(kPlaces));
       Description d;
       if (mine) describe(t, j, &d);
       __syncwarp();
       for (uint32_t turn = base; turn < min(base + 32, own); ++turn) {
+        landed(turn - shares.under_way);
         if (j == turn) {
-          while (static_cast<uint32_t>(clock()) - last < shares.pace) {
-          }
           start(t, d);
           if (shares.ahead > 0) {
             for (uint32_t i = before; i <= t.i; ++i) {
@@ -134,7 +151,6 @@ struct TileWalk {
           }
         }
         __syncwarp();
-        last = clock();
       }
     }
   }
@@ -164,6 +180,63 @@ struct TileWalk {
 #pragma unroll
       for (int k = 0; k < kSets; ++k) is_missing |= lane + 32 * k < shares.parts && word[k] == 0;
     } while (__any_sync(0xffffffffu, is_missing));
+  }
+  // The merger's warp: merge(t, words) for a share of the groups. Every block would keep the words' lines busy, and
+  // take one group after the other, 2 us each.
+  template <typename Merge>
+  __device__ __forceinline__ void merge_words(uint64_t* words, uint64_t* published, Merge merge) const {
+    each_visit([&](const Tile& t) {
+      if (t.index != t.group % shares.parts) return;
+      wait_published(published, t);
+      merge(t, words + int64_t(t.group) * shares.parts);
+    });
+  }
+  // A collector's warp: merge(t, words) for every second group of the block.
+  template <typename Merge>
+  __device__ __forceinline__ void collect_words(uint64_t* words, uint64_t* published, uint32_t collector,
+                                                Merge merge) const {
+    each_visit([&](const Tile& t) {
+      if (t.visit % 2 != collector) return;
+      wait_published(published, t);
+      merge(t, words + int64_t(t.group) * shares.parts);
+    });
+  }
+  // f(t) for the block's first tile of each group.
+  template <typename F>
+  __device__ __forceinline__ void each_visit(F f) const {
+    uint32_t next_visit = 0;
+    for (Tile t = first_tile(); exists(t); advance(t)) {
+      if (t.visit != next_visit) continue;
+      ++next_visit;
+      f(t);
+    }
+  }
+  // Polls before that would only keep the words' lines busy for the others.
+  __device__ __forceinline__ void wait_published(uint64_t* published, const Tile& t) const {
+    barrier_wait(&published[t.visit % kTilesVisits], t.visit / kTilesVisits & 1);
+  }
+  __device__ __forceinline__ uint64_t* results(uint64_t* words) const {
+    return words + shares.dims.n * shares.dims.g * shares.parts;
+  }
+  // The watcher's warp: each lane waits for the result of another of the block's groups. take(visit, result) follows.
+  template <typename Take>
+  __device__ __forceinline__ void watch(uint64_t* words, int lane, Take take) const {
+    const bool visits_all = shares.tiles_per_group >= gridDim.x;
+    const uint32_t visits =
+        visits_all ? shares.tiles / shares.tiles_per_group : (shares.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
+    const uint64_t* const from = results(words);
+    uint32_t visit = lane, first = 0;  // the first that has no result yet
+    while (first < visits) {
+      if (visit < min(visits, first + kPlaces)) {
+        const uint32_t group = visits_all ? visit : (blockIdx.x + visit * gridDim.x) / shares.tiles_per_group;
+        const uint64_t word = load_word(from + group);
+        if (word != 0) {
+          take(visit, word);
+          visit += 32;
+        }
+      }
+      first = __reduce_min_sync(0xffffffffu, visit);
+    }
   }
 };
 

@@ -18,7 +18,7 @@ struct GroupTiles {
   int64_t group_vectors = 0;  // 16-byte vectors of a group
   uint32_t x_line = 0;        // vectors from a 128-byte line to x
   uint32_t ahead = 0;         // tiles of a block that are on their way to L2 before they have a place
-  uint32_t pace = 0;          // cycles between the loads of two tiles, at least
+  uint32_t under_way = 1;     // loads of a block at a time, at most; at least 1
   // Quotients by s: (position * magic >> 32) >> shift for positions below 2^31, offset * magic64 >> 64.
   uint32_t s_magic = 0;
   int32_t s_shift = 0;

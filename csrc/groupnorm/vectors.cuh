@@ -49,6 +49,18 @@ struct ThreadMoments {
 __device__ __forceinline__ float2 affine_of(const void* weight, const void* bias, int64_t c, Dtype dtype) {
   return make_float2(weight ? load_as<float>(weight, c, dtype) : 1.f, bias ? load_as<float>(bias, c, dtype) : 0.f);
 }
+// The same where x's type T is known: they are of that type or fp32, and a kernel has many places that ask for them.
+template <typename T>
+__device__ __forceinline__ float parameter_of(const void* values, int64_t c, Dtype dtype) {
+  if constexpr (sizeof(T) < sizeof(float)) {
+    if (dtype != Dtype::kFloat32) return to_acc(static_cast<const T*>(values)[c]);
+  }
+  return static_cast<const float*>(values)[c];
+}
+template <typename T>
+__device__ __forceinline__ float2 affine_of(const void* weight, const void* bias, int64_t c, Dtype dtype) {
+  return make_float2(weight ? parameter_of<T>(weight, c, dtype) : 1.f, bias ? parameter_of<T>(bias, c, dtype) : 0.f);
+}
 
 // The mean is subtracted first: folded into the bias it would cancel only after rounding.
 template <int kVec>
@@ -57,20 +69,22 @@ __device__ __forceinline__ void scale_shift(float (&x)[kVec], float mean, float 
   for (int j = 0; j < kVec; ++j) x[j] = (x[j] - mean) * scale + shift;
 }
 
-// The same for a vector that crosses into the next channels: coefficients(row) gives weight and bias.
+// The same for a vector that crosses into the next channel: coefficients(row) gives weight and bias.
 template <int kVec, typename Coefficients>
-__device__ __forceinline__ void scale_shift_across(float (&x)[kVec], float mean, float rstd, uint32_t column,
-                                                   uint32_t length, int64_t row, Coefficients coefficients) {
-  float2 c = coefficients(row);
-  if (length >= kVec) {  // into one other channel
-    const float2 next = coefficients(row + 1);
+__device__ __forceinline__ void scale_shift_two(float (&x)[kVec], float mean, float rstd, uint32_t column,
+                                                uint32_t length, int64_t row, Coefficients coefficients) {
+  const float2 c = coefficients(row), next = coefficients(row + 1);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      const bool crossed = column + j >= length;
-      x[j] = (x[j] - mean) * ((crossed ? next.x : c.x) * rstd) + (crossed ? next.y : c.y);
-    }
-    return;
+  for (int j = 0; j < kVec; ++j) {
+    const bool crossed = column + j >= length;
+    x[j] = (x[j] - mean) * ((crossed ? next.x : c.x) * rstd) + (crossed ? next.y : c.y);
   }
+}
+// The same for channels shorter than the vector.
+template <int kVec, typename Coefficients>
+__device__ __forceinline__ void scale_shift_many(float (&x)[kVec], float mean, float rstd, uint32_t column,
+                                                 uint32_t length, int64_t row, Coefficients coefficients) {
+  float2 c = coefficients(row);
 #pragma unroll
   for (int j = 0; j < kVec; ++j, ++column) {
     if (column == length) {
@@ -79,6 +93,41 @@ __device__ __forceinline__ void scale_shift_across(float (&x)[kVec], float mean,
     }
     x[j] = (x[j] - mean) * (c.x * rstd) + c.y;
   }
+}
+template <int kVec, typename Coefficients>
+__device__ __forceinline__ void scale_shift_across(float (&x)[kVec], float mean, float rstd, uint32_t column,
+                                                   uint32_t length, int64_t row, Coefficients coefficients) {
+  if (length >= kVec) {
+    scale_shift_two(x, mean, rstd, column, length, row, coefficients);
+  } else {
+    scale_shift_many(x, mean, rstd, column, length, row, coefficients);
+  }
+}
+// With parameters from memory, for channels shorter than the vector; out of line, since kernels have many places for
+// such vectors and hardly ever a tensor.
+template <typename T, int kVec>
+__device__ __noinline__ Floats<kVec> scale_shift_short(Floats<kVec> x, float mean, float rstd, uint32_t column,
+                                                       uint32_t length, int64_t row, const void* weight,
+                                                       const void* bias, Dtype dtype) {
+  scale_shift_many(x.v, mean, rstd, column, length, row,
+                   [&](int64_t r) { return affine_of<T>(weight, bias, r, dtype); });
+  return x;
+}
+template <typename T, int kVec>
+__device__ __forceinline__ void scale_shift_across(float (&x)[kVec], float mean, float rstd, uint32_t column,
+                                                   uint32_t length, int64_t row, const void* weight, const void* bias,
+                                                   Dtype dtype) {
+  if (length >= kVec) {
+    scale_shift_two(x, mean, rstd, column, length, row,
+                    [&](int64_t r) { return affine_of<T>(weight, bias, r, dtype); });
+    return;
+  }
+  Floats<kVec> all;
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) all.v[j] = x[j];
+  all = scale_shift_short<T>(all, mean, rstd, column, length, row, weight, bias, dtype);
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) x[j] = all.v[j];
 }
 
 // Backward, of pre_act(x)'s distances from the mean: dy becomes dz. at(j) gives weight * rstd and bias of value j.
