@@ -301,8 +301,9 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
 }
 
 // The convolution runs twice: once for its statistics, once into the epilogue that reduces over channels.
+// may_round: y may come in x's type, where its backward does not need it.
 NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const OptTensor& gn_weight,
-                                   const OptTensor& gn_bias, double eps) {
+                                   const OptTensor& gn_bias, double eps, bool may_round) {
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
@@ -340,7 +341,8 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   workspace.allocate();
   IntArray out_sizes = shape.out_sizes;
   out_sizes[1] = 1;
-  NormResult r{empty_like_shape(a.x, out_sizes, ScalarType::Float),
+  const bool rounds = may_round && narrow && lse.narrow.position_rows;
+  NormResult r{empty_like_shape(a.x, out_sizes, rounds ? a.x.scalar_type() : ScalarType::Float),
                empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
                empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
 
@@ -353,7 +355,8 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
     Tensor dense_bias;
     NarrowParams q = make_narrow_params(a, shape, lse.narrow, &dense_bias);
     q.norm_table = f.table;
-    q.y = static_cast<float*>(r.y.mutable_data_ptr());
+    q.y = r.y.mutable_data_ptr();
+    q.y_rounded = rounds && a.x.scalar_type() != ScalarType::Float;
     q.y_stride_n = r.y.stride(0);
     spatial_strides(r.y, a.rank, q.y_stride);
     raise_on_error(a.op, run_conv_narrow_residual_lse(q, shape.n, stream));
@@ -435,11 +438,10 @@ Tensor conv_transpose3d_relu_group_norm(Tensor x, Tensor weight, OptTensor bias,
                                                           allow_tf32));
 }
 
-std::tuple<Tensor, Tensor, Tensor> conv2d_residual_logsumexp_fwd(Tensor x, Tensor weight, OptTensor bias,
-                                                                 int64_t num_groups, OptTensor gn_weight,
-                                                                 OptTensor gn_bias, IntArray stride, IntArray padding,
-                                                                 IntArray dilation, int64_t groups, double eps,
-                                                                 std::string backend, std::optional<bool> allow_tf32) {
+NormResult conv2d_logsumexp_result(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t num_groups,
+                                   const OptTensor& gn_weight, const OptTensor& gn_bias, const IntArray& stride,
+                                   const IntArray& padding, const IntArray& dilation, int64_t groups, double eps,
+                                   const std::string& backend, std::optional<bool> allow_tf32, bool may_round) {
   const ConvArgs a{"conv2d_group_norm_tanh_hardswish_residual_logsumexp",
                    x,
                    weight,
@@ -453,15 +455,25 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_residual_logsumexp_fwd(Tensor x, Tenso
                    2,
                    backend,
                    allow_tf32};
-  NormResult r = conv_residual_logsumexp(a, num_groups, gn_weight, gn_bias, eps);
+  return conv_residual_logsumexp(a, num_groups, gn_weight, gn_bias, eps, may_round);
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv2d_residual_logsumexp_fwd(Tensor x, Tensor weight, OptTensor bias,
+                                                                 int64_t num_groups, OptTensor gn_weight,
+                                                                 OptTensor gn_bias, IntArray stride, IntArray padding,
+                                                                 IntArray dilation, int64_t groups, double eps,
+                                                                 std::string backend, std::optional<bool> allow_tf32) {
+  NormResult r = conv2d_logsumexp_result(x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding, dilation,
+                                         groups, eps, backend, allow_tf32, false);
   return {r.y, r.mean, r.rstd};
 }
 
 Tensor conv2d_residual_logsumexp(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight,
                                  OptTensor gn_bias, IntArray stride, IntArray padding, IntArray dilation,
                                  int64_t groups, double eps, std::string backend, std::optional<bool> allow_tf32) {
-  return as_type_of(std::get<0>(conv2d_residual_logsumexp_fwd(x, weight, bias, num_groups, gn_weight, gn_bias, stride,
-                                                              padding, dilation, groups, eps, backend, allow_tf32)),
+  return as_type_of(conv2d_logsumexp_result(x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding, dilation,
+                                            groups, eps, backend, allow_tf32, true)
+                        .y,
                     x);
 }
 
