@@ -665,6 +665,23 @@ def test_mean_of_a_convolution_with_a_large_bias(dtype, device, poisoned):
     check("mean", functional.conv3d_group_norm_mean(*args), args, options)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("c_out", [24, 50, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logsumexp_is_rounded_once(dtype, c_out, poisoned):
+    """What is stored in half types is the fp32 result that a backward would keep, rounded."""
+    x = torch.randn(3, 8, 37, 61, device="cuda").to(dtype)
+    weight = (torch.randn(c_out, 8, 3, 3, device="cuda") * 0.3).to(dtype)
+    bias, gamma, beta = (torch.randn(c_out, device="cuda").to(dtype) for _ in range(3))
+    args = [x, weight, bias, 2, gamma, beta, [1, 1], [1, 1], [1, 1], 1, 1e-5]
+    name = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
+    kept, *_ = getattr(torch.ops.kgopt, f"{name}_fwd")(*args, backend="kgopt")
+    y = getattr(torch.ops.kgopt, name)(*args, backend="kgopt")
+    assert kept.dtype is torch.float32
+    assert y.dtype is dtype
+    assert torch.equal(y, kept.to(dtype))
+
+
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_pipeline_no_bias_no_affine(pipeline, device):
     args, _ = make(pipeline, "odd channels", torch.float32, device)

@@ -404,8 +404,8 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
                 result[1] = half == 1 ? value : result[1];
               }
             }
-            float* const y =
-                p.y + n * p.y_stride_n + d * p.y_stride[0] + (h0 + out_row) * p.y_stride[1] + w * p.y_stride[2];
+            float* const y = static_cast<float*>(p.y) + n * p.y_stride_n + d * p.y_stride[0] +
+                             (h0 + out_row) * p.y_stride[1] + w * p.y_stride[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               if (t == 0 && valid[half]) y[half * 8 * p.y_stride[2]] = result[half];

@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
       for (int i = 0; i < kPositions / 2; ++i) acc[i] += other[i];
     };
 
-    float* const y = p.y + n * p.y_stride_n;
+    float* const y = static_cast<float*>(p.y) + n * p.y_stride_n;
     Strip strip{};
     barrier_wait(full, 0);
     while (advance(strip)) {

@@ -266,8 +266,10 @@ struct PositionLse {
     return fmaf(h, fmaf(h, kLog2E / 6.f, kLog2E / 2.f), fmaf(u, of.z, bias));
   }
 
-  // y is this lane's position, the lane's t choosing one of rows g and g + 8 of the first strip and of the second.
-  __device__ __forceinline__ void finish(float (&acc)[kStrips][32], float* y, bool inside) {
+  // `store` takes the result of this lane's position, the lane's t choosing one of rows g and g + 8 of the first strip
+  // and of the second.
+  template <typename Store>
+  __device__ __forceinline__ void finish(float (&acc)[kStrips][32], bool inside, const Store& store) {
     const int t = lane & 3;
     constexpr int kRows = 2 * kStrips, kChannels = 16 / kRows, kBatches = 16 / kChannels;  // 16 values at a time
     float s[kRows] = {}, h[16], e[16], p[16];
@@ -311,16 +313,17 @@ struct PositionLse {
     }
     const float sum = (odd ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, odd ? kept[0] : kept[1], 1);
     if (__builtin_expect(__all_sync(0xffffffffu, !inside || (sum > 1e-30f && sum < 1e30f)), 1)) {
-      if (inside) *y = (log2_approx(sum) + shift) * kLn2;
+      if (inside) store((log2_approx(sum) + shift) * kLn2);
     } else {
 #pragma unroll
       for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
-      exact(acc, y, inside);
+      exact(acc, inside, store);
     }
   }
 
   // Values that leap, infinities and NaNs: rare, so small code counts for more than speed.
-  __device__ __forceinline__ void exact(const float (&acc)[kStrips][32], float* y, bool inside) {
+  template <typename Store>
+  __device__ __forceinline__ void exact(const float (&acc)[kStrips][32], bool inside, const Store& store) {
     float kept[32 * kStrips];  // indexed at run time, hence in local memory
 #pragma unroll
     for (int i = 0; i < 32 * kStrips; ++i) kept[i] = acc[i / 32][i % 32];
@@ -350,7 +353,7 @@ struct PositionLse {
 #pragma unroll
       for (int mask = 1; mask <= 2; mask *= 2) s += __shfl_xor_sync(0xffffffffu, s, mask);
       s = log2f(s) + top;
-      if (t == r && inside) *y = s * kLn2;
+      if (t == r && inside) store(s * kLn2);
       if (r == 0) first = s;
     }
     first = __shfl_sync(0xffffffffu, first, 0);
@@ -633,15 +636,21 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
         }
       }
     };
-    float* const y = p.y + n * p.y_stride_n;
+    const int64_t y_first = n * p.y_stride_n;
     auto epilogue = [&](float (&acc)[kStrips][32], const Strip(&strips)[kStrips]) {
       if constexpr (kLse) {
         // The position that this lane finishes.
         const Strip& last = strips[kStrips - 1];
         const bool second = t & 2;
         const int at = g + (t & 1) * 8;
-        lse.finish(acc, y + (second ? last.offset : strips[0].offset) + at,
-                   at < (second ? last.width : strips[0].width));
+        const int64_t y_at = y_first + (second ? last.offset : strips[0].offset) + at;
+        lse.finish(acc, at < (second ? last.width : strips[0].width), [&](float v) {
+          if (!kScaled && p.y_rounded) {
+            static_cast<Element*>(p.y)[y_at] = from_acc<Element>(v);
+          } else {
+            static_cast<float*>(p.y)[y_at] = v;
+          }
+        });
       } else {
 #pragma unroll
         for (int half = 0; half < kStrips; ++half) {

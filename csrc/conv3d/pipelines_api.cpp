@@ -381,9 +381,12 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   rstd.make(a.x, workspace);
   IntArray out_sizes = shape.out_sizes;
   out_sizes[1] = 1;
-  NormResult r{empty_like_shape(a.x, out_sizes, ScalarType::Float), mean.tensor, rstd.tensor};
+  const bool is_half = shape.dtype != Dtype::kFloat32;
+  const bool stores_rounded = !given && is_half && narrow && lse.narrow.position_rows;
+  NormResult r{empty_like_shape(a.x, out_sizes, stores_rounded ? a.x.scalar_type() : ScalarType::Float), mean.tensor,
+               rstd.tensor};
   const auto finish = [&] {
-    if (!given && shape.dtype != Dtype::kFloat32) r.y = rounded_cuda(a.op, r.y.const_data_ptr(), out_sizes, a.x);
+    if (!given && is_half && !stores_rounded) r.y = rounded_cuda(a.op, r.y.const_data_ptr(), out_sizes, a.x);
     return r;
   };
 
@@ -396,7 +399,8 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
     Tensor dense_bias;
     NarrowParams q = make_narrow_params(a, shape, lse.narrow, &dense_bias);
     q.norm_table = f.table;
-    q.y = static_cast<float*>(r.y.mutable_data_ptr());
+    q.y = r.y.mutable_data_ptr();
+    q.y_rounded = stores_rounded;
     q.y_stride_n = r.y.stride(0);
     spatial_strides(r.y, a.rank, q.y_stride);
     raise_on_error(a.op, run_conv_narrow_residual_lse(q, shape.n, stream));
