@@ -5,7 +5,6 @@
 #include "../common/launch.h"
 #include "../common/mma.cuh"
 #include "../common/tensor_map.h"
-#include "conv3d_flat_copy.cuh"
 #include "conv3d_flat_kernel.cuh"
 
 namespace kgopt {
@@ -18,7 +17,7 @@ __global__ void __launch_bounds__(128) conv_flat_pack_kernel(const __grid_consta
   const int per_piece = half ? 8 : 4;
   const int64_t pieces = plan.packed_bytes / 16;
   const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t i = first; i < 2 * p.n; i += step) p.counters[i] = 0;
+  for (int64_t i = first; i < p.n; i += step) p.arrived[i] = 0;
   for (int64_t c = first; c < int64_t(plan.m_tiles) * kFlatChannels; c += step) {
     p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
   }
@@ -69,7 +68,6 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
   __shared__ uint32_t tile[kParts][kWords][kInputSlots + 1];
   let_dependents_start();  // the packing
   const FlatPlan& plan = p.plan;
-  const FlatInput& in = p.input;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t slot0 = int64_t(blockIdx.x) * kInputSlots;
   const int chunk = blockIdx.y, n = p.n - 1 - blockIdx.z;  // the first samples last: the convolution finds them in L2
@@ -77,7 +75,7 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
   auto place = [&](int slot, int64_t* from) {  // of a slot in x; false: zeros
     const int d = plan.by_plane(slot), in_plane = slot - d * plan.plane;
     const int h = in_plane / plan.out[2], w = in_plane - h * plan.out[2];
-    *from = n * in.stride_n + d * in.stride[0] + h * in.stride[1] + w * in.stride[2];
+    *from = n * p.stride_n + d * p.stride[0] + h * p.stride[1] + w * p.stride[2];
     return slot < plan.slots && h < plan.in[1] && w < plan.in[2];
   };
   if constexpr (kPairs) {
@@ -87,9 +85,9 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
 #pragma unroll
     for (int j = 0; j < kPerWarp; ++j) {
       const int c = (chunk * kWords + word0 + j) * 2;
-      const unsigned short* const x = static_cast<const unsigned short*>(in.x) + from + c * in.stride_c;
-      words[j][0] = inside && c < in.c_in ? *reinterpret_cast<const uint32_t*>(x) : 0;
-      words[j][1] = inside && c + 1 < in.c_in ? *reinterpret_cast<const uint32_t*>(x + in.stride_c) : 0;
+      const unsigned short* const x = static_cast<const unsigned short*>(p.x) + from + c * p.stride_c;
+      words[j][0] = inside && c < p.c_in ? *reinterpret_cast<const uint32_t*>(x) : 0;
+      words[j][1] = inside && c + 1 < p.c_in ? *reinterpret_cast<const uint32_t*>(x + p.stride_c) : 0;
     }
 #pragma unroll
     for (int j = 0; j < kPerWarp; ++j) {
@@ -106,13 +104,13 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
         const int word = word0 + j;
         if constexpr (kHalf) {
           const int c = (chunk * kWords + word) * 2;
-          const unsigned short* const x = static_cast<const unsigned short*>(in.x) + from + c * in.stride_c;
-          uint32_t v = inside && c < in.c_in ? x[0] : 0;
-          v |= inside && c + 1 < in.c_in ? uint32_t(x[in.stride_c]) << 16 : 0;
+          const unsigned short* const x = static_cast<const unsigned short*>(p.x) + from + c * p.stride_c;
+          uint32_t v = inside && c < p.c_in ? x[0] : 0;
+          v |= inside && c + 1 < p.c_in ? uint32_t(x[p.stride_c]) << 16 : 0;
           tile[0][word][i * 32 + lane] = v;
         } else {
           const int c = chunk * kWords + word;
-          const float v = inside && c < in.c_in ? static_cast<const float*>(in.x)[from + c * in.stride_c] : 0.f;
+          const float v = inside && c < p.c_in ? static_cast<const float*>(p.x)[from + c * p.stride_c] : 0.f;
           if constexpr (kParts == 2) {
             split_tf32(v, &tile[0][word][i * 32 + lane], &tile[kParts - 1][word][i * 32 + lane]);
           } else {
@@ -123,9 +121,8 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
     }
   }
   __syncthreads();
-  const bool tail = n >= in.x_split;
-  char* const copy =
-      static_cast<char*>(tail ? in.tail_copy : in.copy) + (n - (tail ? in.x_split : 0)) * plan.sample_bytes;
+  const bool tail = n >= p.x_split;
+  char* const copy = static_cast<char*>(tail ? p.tail_copy : p.copy) + (n - (tail ? p.x_split : 0)) * plan.sample_bytes;
   const int piece = threadIdx.x % (kFlatRowBytes / 16);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
@@ -142,19 +139,67 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
   }
 }
 
-constexpr int kPieceThreads = 256;
+// Half types whose rows of x are whole vectors: the tile lies in shared memory as x does, [channel][vector], and comes
+// out of it transposed. Vectors of a channel are in an order of its own, such that every bank is met once.
+constexpr int kTransposeThreads = 256;
+constexpr int kTransposeVectors = 32;   // of a tile, 8 positions each
+constexpr int kTransposeChannels = 64;  // a chunk
 
-// A piece a warp, see conv3d_flat_copy.cuh.
-__global__ void __launch_bounds__(kPieceThreads) conv_flat_transpose_kernel(const __grid_constant__ FlatInputParams p) {
-  __shared__ __align__(128) char tiles[kPieceThreads / 32][kFlatCopyBytes];
+__global__ void __launch_bounds__(kTransposeThreads)
+    conv_flat_transpose_kernel(const __grid_constant__ FlatInputParams p) {
+  constexpr int kWarps = kTransposeThreads / 32;
+  __shared__ uint4 tile[kTransposeChannels][kTransposeVectors];
   let_dependents_start();  // the packing
-  char* const tile = tiles[threadIdx.x / 32];
-  const int n = p.n - 1 - blockIdx.z;  // the first samples last: the convolution finds them in L2
-  const int first = (blockIdx.x * (kPieceThreads / 32) + threadIdx.x / 32) * kFlatCopyVectors;
-  load_flat_piece(p.input, p.plan, n, blockIdx.y, first, tile, threadIdx.x % 32);
+  const FlatPlan& plan = p.plan;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int chunk = blockIdx.y, n = p.n - 1 - blockIdx.z;  // the first samples last: the convolution finds them in L2
+  const int row_vectors = plan.in[2] / 8, vectors = plan.in[0] * plan.in[1] * row_vectors;
+  const int vector0 = blockIdx.x * kTransposeVectors;
+
+  // This lane's vector: where it lies in x, and its first slot.
+  const int row = (vector0 + lane) / row_vectors, w = ((vector0 + lane) - row * row_vectors) * 8;
+  const int d = row / plan.in[1], h = row - d * plan.in[1];
+  const int own_slot = (d * plan.out[1] + h) * plan.out[2] + w;
+  const bool ends_row = w + 8 == plan.in[2], ends_plane = ends_row && h + 1 == plan.in[1];
+  const int own_zeros = ends_plane ? (plan.out[1] - h) * plan.out[2] - plan.in[2]
+                        : ends_row ? plan.out[2] - plan.in[2]
+                                   : 0;  // slots behind it
+  const unsigned short* const x = static_cast<const unsigned short*>(p.x) + n * p.stride_n + d * p.stride[0] +
+                                  h * p.stride[1] + w + int64_t(chunk) * kTransposeChannels * p.stride_c;
+  const int channels = p.c_in - chunk * kTransposeChannels;
+#pragma unroll
+  for (int j = 0; j < kTransposeChannels / kWarps; ++j) {
+    const int c = j * kWarps + warp;
+    const bool inside = vector0 + lane < vectors && c < channels;
+    cp_async<16>(&tile[c][lane ^ (c / 8 % 4 * 2 + c % 2)], inside ? x + c * p.stride_c : p.x, inside);
+  }
   cp_async_wait_all();
-  __syncwarp();
-  store_flat_piece(p.input, p.plan, n, blockIdx.y, first, tile, threadIdx.x % 32);
+  __syncthreads();
+
+  const bool tail = n >= p.x_split;
+  char* const copy = static_cast<char*>(tail ? p.tail_copy : p.copy) +
+                     (n - (tail ? p.x_split : 0)) * plan.sample_bytes + int64_t(chunk) * kFlatRowBytes;
+  const int64_t slot_bytes = int64_t(plan.chunks) * kFlatRowBytes;
+  // Of four matrices of 8 channels, this lane names the channel that thread t finds at word m, for t and m of
+  // 8 t + 2 m + r % 2: each thread then holds eight neighbouring channels of one position.
+  const int r = lane % 8, channel = r / 2 * 8 + lane / 8 * 2 + r % 2;
+#pragma unroll
+  for (int j = 0; j < kTransposeVectors / kWarps; ++j) {
+    const int vector = j * kWarps + warp;
+    const int slot = __shfl_sync(0xffffffff, own_slot, vector), zeros = __shfl_sync(0xffffffff, own_zeros, vector);
+    if (vector0 + vector >= vectors) break;
+    char* const to = copy + slot * slot_bytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t v[4];
+      load_matrices_transposed(v, shared_address(&tile[half * 32 + channel][vector ^ r]));
+      *reinterpret_cast<uint4*>(to + lane / 4 * slot_bytes + half * 64 + lane % 4 * 16) =
+          make_uint4(v[0], v[1], v[2], v[3]);
+    }
+    for (int i = lane; i < zeros * (kFlatRowBytes / 16); i += 32) {
+      *reinterpret_cast<uint4*>(to + (8 + i / 8) * slot_bytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+    }
+  }
 }
 
 template <auto kKernel>
@@ -206,30 +251,24 @@ Status run_conv_flat_pack(const FlatPackParams& p, cudaStream_t stream) {
   return launch_after<conv_flat_pack_kernel>(true, "conv_flat_pack_kernel", blocks, 128, stream, p);
 }
 
-bool flat_input_in_vectors(const FlatInput& in, const FlatPlan& plan) {
-  return reinterpret_cast<uintptr_t>(in.x) % 16 == 0 && in.stride[2] == 1 && in.stride[1] % 8 == 0 &&
-         in.stride[0] % 8 == 0 && in.stride_c % 8 == 0 && in.stride_n % 8 == 0 && plan.in[2] % 8 == 0;
-}
-
 Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream) {
   const char* const name = "conv_flat_input_kernel";
   const FlatPlan& plan = p.plan;
-  const FlatInput& in = p.input;
   const int64_t tiles = (plan.slots + kInputSlots - 1) / kInputSlots;
   if (tiles * p.n == 0) return Status::Ok();
   if (p.n >= 65536) return Status::Unsupported(name, "x is too large for the grid");
   const dim3 grid(static_cast<unsigned>(tiles), plan.chunks, p.n);
   if (p.dtype != Dtype::kFloat32) {
-    if (flat_input_in_vectors(in, plan)) {
-      const int64_t pieces =
-          (int64_t(plan.in[0]) * plan.in[1] * (plan.in[2] / 8) + kFlatCopyVectors - 1) / kFlatCopyVectors;
-      constexpr int kWarps = kPieceThreads / 32;
-      const dim3 blocks(static_cast<unsigned>((pieces + kWarps - 1) / kWarps), plan.chunks, p.n);
-      return launch_kernel<conv_flat_transpose_kernel>("conv_flat_transpose_kernel", p, blocks, kPieceThreads, 0,
+    const bool vectors = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.stride[2] == 1 && p.stride[1] % 8 == 0 &&
+                         p.stride[0] % 8 == 0 && p.stride_c % 8 == 0 && p.stride_n % 8 == 0 && plan.in[2] % 8 == 0;
+    if (vectors) {
+      const int64_t all = int64_t(plan.in[0]) * plan.in[1] * (plan.in[2] / 8);
+      const dim3 blocks(static_cast<unsigned>((all + kTransposeVectors - 1) / kTransposeVectors), plan.chunks, p.n);
+      return launch_kernel<conv_flat_transpose_kernel>("conv_flat_transpose_kernel", p, blocks, kTransposeThreads, 0,
                                                        stream);
     }
-    const bool pairs = reinterpret_cast<uintptr_t>(in.x) % 4 == 0 && in.stride[2] == 1 && in.stride[1] % 2 == 0 &&
-                       in.stride[0] % 2 == 0 && in.stride_c % 2 == 0 && in.stride_n % 2 == 0 && plan.in[2] % 2 == 0 &&
+    const bool pairs = reinterpret_cast<uintptr_t>(p.x) % 4 == 0 && p.stride[2] == 1 && p.stride[1] % 2 == 0 &&
+                       p.stride[0] % 2 == 0 && p.stride_c % 2 == 0 && p.stride_n % 2 == 0 && plan.in[2] % 2 == 0 &&
                        plan.out[2] % 2 == 0 && plan.plane % 2 == 0;
     if (pairs) return launch_input<conv_flat_input_kernel<true, 1, true>>(p, grid, stream);
     return launch_input<conv_flat_input_kernel<true, 1, false>>(p, grid, stream);
@@ -240,7 +279,7 @@ Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream) {
   return launch_input<conv_flat_input_kernel<false, 2, false>>(p, grid, stream);
 }
 
-Status set_flat_input(FlatParams* p) {
+Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy) {
   const FlatPlan& plan = p->plan;
   const bool half = plan.math == ConvMath::kBf16 || plan.math == ConvMath::kFp16;
   const cuuint64_t row_bytes = cuuint64_t(kFlatRowBytes) * plan.chunks * plan.parts;
@@ -258,8 +297,8 @@ Status set_flat_input(FlatParams* p) {
   map.box[2] = 1;
   map.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   for (const bool tail : {false, true}) {
-    map.data = tail ? p->input.tail_copy : p->input.copy;
-    map.sizes[2] = tail ? p->n - p->input.x_split : p->input.x_split;
+    map.data = tail ? tail_copy : copy;
+    map.sizes[2] = tail ? p->n - p->x_split : p->x_split;
     if (map.sizes[2] == 0) continue;
     const Status status = encode_tensor_map("conv_flat_kernel", map, tail ? p->x_tail_map : p->x_map);
     if (!status.ok()) return status;

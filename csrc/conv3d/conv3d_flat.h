@@ -12,10 +12,8 @@ namespace kgopt {
 Status run_conv_flat_pack(const FlatPackParams& p, cudaStream_t stream);
 // x with its channels innermost, rounded to TF32 or split into two such values, with zeros behind rows and planes.
 Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream);
-// Whether x, of a half type, can be read by vectors of 8 positions.
-bool flat_input_in_vectors(const FlatInput& in, const FlatPlan& plan);
-// Describes the copies of p->input for the tensor copies.
-Status set_flat_input(FlatParams* p);
+// Describes the copies of x for the tensor copies.
+Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy);
 Status run_conv_flat(const FlatParams& p, cudaStream_t stream);
 
 }  // namespace kgopt

@@ -17,7 +17,6 @@
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/wgmma.cuh"
-#include "conv3d_flat_copy.cuh"
 #include "conv3d_flat_normalize.cuh"
 #include "conv3d_flat_params.h"
 #include "conv3d_flat_plan.h"
@@ -164,20 +163,15 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       wait_for_prerequisites();
       const int step_h = plan.dilation[1] * plan.out[2], step_d = plan.dilation[0] * plan.plane;
       StageCursor s;
-      int last_n = 0, known_copies = 0;
+      int last_n = 0;
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
         const FlatTile t = flat_tile<kN>(plan, tile);
         if (p.x_in_y && t.n != last_n && t.n >= 2) {  // what this tile overwrites was of samples that far back
           await_all_blocks(p, t.n - 2);
           async_proxy_fence();
         }
-        if (t.n >= p.copied_first && t.n >= known_copies) {
-          while (load_acquire(p.copied + t.n) != gridDim.x * kFlatHelpers) __nanosleep(100);
-          async_proxy_fence();
-          known_copies = t.n + 1;
-        }
         last_n = t.n;
-        const bool tail = t.n >= p.input.x_split;
+        const bool tail = t.n >= p.x_split;
         for (int kd = t.kd_first; kd < t.kd_end; ++kd) {
           for (int chunk = 0; chunk < plan.chunks; ++chunk) {
             for (int part = 0; part < kParts; ++part) {
@@ -189,7 +183,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
                 for (int box = 0; box < plan.boxes; ++box) {
                   tensor_load_3d(to + box * plan.box_rows * kFlatRowBytes, tail ? p.x_tail_map : p.x_map,
                                  (part * plan.chunks + chunk) * (kFlatRowBytes / int(sizeof(Element))),
-                                 slot + box * plan.box_rows, tail ? t.n - p.input.x_split : t.n, x_full + s.stage);
+                                 slot + box * plan.box_rows, tail ? t.n - p.x_split : t.n, x_full + s.stage);
                 }
                 s.advance(plan.x_stages);
               }
@@ -222,7 +216,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       }
     } else {
       const int helper = warp - (4 - kFlatHelpers);
-      char* const pieces_at = smem + layout.pieces + helper * kFlatPieces * kFlatPieceBytes;
+      char* const pieces = smem + layout.pieces + helper * kFlatPieces * kFlatPieceBytes;
       uint64_t* const full = piece_full + helper * kFlatPieces;
       const uint64_t policy = evict_first_policy();
       wait_for_prerequisites();
@@ -238,38 +232,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         ++merged;
         return true;
       };
-      // This warp's share of the copy of a sample.
-      int next_copy = p.copied_first;
-      [[maybe_unused]] auto copy_next = [&] {
-        // Else what follows from these would be kept in registers that a warp here does not have.
-        int own_lane = lane, own = blockIdx.x * kFlatHelpers + helper, n = next_copy;
-        asm volatile("" : "+r"(own_lane), "+r"(own), "+r"(n));
-        const int vectors = plan.in[0] * plan.in[1] * (plan.in[2] / 8), warps = gridDim.x * kFlatHelpers;
-        const int pieces = (vectors + kFlatCopyVectors - 1) / kFlatCopyVectors * plan.chunks;
-        constexpr int kAtOnce = kFlatPieces * kFlatPieceBytes / kFlatCopyBytes;
-        static_assert(kAtOnce > 0);
-        const int end = int64_t(pieces) * (own + 1) / warps;
-        for (int piece = int64_t(pieces) * own / warps; piece < end; piece += kAtOnce) {
-          const int count = min(kAtOnce, end - piece);
-          auto each = [&](auto do_piece) {
-#pragma unroll 1
-            for (int i = 0; i < count; ++i) {
-              const int of_chunk = (piece + i) / plan.chunks;
-              do_piece(piece + i - of_chunk * plan.chunks, of_chunk * kFlatCopyVectors, pieces_at + i * kFlatCopyBytes);
-            }
-          };
-          each(
-              [&](int chunk, int vector, char* at) { load_flat_piece(p.input, plan, n, chunk, vector, at, own_lane); });
-          cp_async_wait_all();
-          __syncwarp();
-          each([&](int chunk, int vector, char* at) {
-            store_flat_piece(p.input, plan, n, chunk, vector, at, own_lane);
-          });
-          __syncwarp();
-        }
-        if (lane == 0) add_release(p.copied + n, 1);
-        ++next_copy;
-      };
       uint32_t parities = 0;  // of the pieces' barriers, a bit each
       const FlatShare share = flat_share(static_cast<int>(sample_elements / kVec));
       constexpr int kUnit = kFlatPieceBytes / 16, kAhead = kFlatPieces - 2;
@@ -278,16 +240,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         named_barrier(3, kFlatHelpers * 32);
         const int n = *reinterpret_cast<volatile int*>(claim + 1);
         if (n < 0) break;
-        if constexpr (sizeof(Element) == 2) {
-          // The pieces' room: what was stored from it has been read, and copies that come into it wait for these reads.
-          if (next_copy < min(p.n, n + kFlatCopiedAhead + 1)) {
-            if (lane == 0) bulk_store_wait_read<0>();
-            __syncwarp();
-            while (next_copy < min(p.n, n + kFlatCopiedAhead + 1)) copy_next();
-            wgmma_fence_shared();
-            __syncwarp();
-          }
-        }
         if (helper == 0) {
           while (true) {
             if (publish()) continue;
@@ -306,7 +258,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
           if (lane == 0 && next < share.end) {
             const uint32_t bytes = min(kUnit, share.end - next) * 16;
             barrier_expect_bytes(full + next_buffer, bytes);
-            bulk_load(pieces_at + next_buffer * kFlatPieceBytes, sample + next, bytes, full + next_buffer, policy);
+            bulk_load(pieces + next_buffer * kFlatPieceBytes, sample + next, bytes, full + next_buffer, policy);
           }
           next += step;
           if (++next_buffer == kFlatPieces) next_buffer = 0;
@@ -320,7 +272,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
           load();
           barrier_wait(full + buffer, parities >> buffer & 1);
           parities ^= 1u << buffer;
-          uint4* const vectors = reinterpret_cast<uint4*>(pieces_at + buffer * kFlatPieceBytes);
+          uint4* const vectors = reinterpret_cast<uint4*>(pieces + buffer * kFlatPieceBytes);
           const int count = min(kUnit, share.end - piece), channel = plan.by_channel(piece);
           if (count == kUnit && channel == plan.by_channel(piece + kUnit - 1)) {
             const float4 t = table[channel];

@@ -19,11 +19,6 @@ inline constexpr int kFlatMaxStages = 8;
 inline constexpr int kFlatHelpers = 2;        // warps that normalize
 inline constexpr int kFlatPieceBytes = 2048;  // what one of them normalizes at a time
 inline constexpr int kFlatPieces = 6;         // that it has under way
-// Of the copy of x, where a warp makes it: vectors of 8 positions by kFlatRowBytes of channels.
-inline constexpr int kFlatCopyVectors = 4;
-inline constexpr int kFlatCopyBytes = kFlatCopyVectors * 8 * kFlatRowBytes;
-inline constexpr int kFlatCopiedFirst = 1;  // samples that a launch of their own copies, where the others are not
-inline constexpr int kFlatCopiedAhead = 3;  // samples
 
 struct FlatPlan {
   const char* refusal = nullptr;
@@ -49,23 +44,11 @@ struct FlatPlan {
   int x_stages = 2, w_stages = 2;
   int lag = 0;              // weight stages that the second warpgroup starts later
   int channel_vectors = 1;  // of 16 bytes, of an output channel
-  // The warps that normalize have the time to copy x, too, some samples ahead.
-  bool copies_inside = false;
-  HopperDivisor by_m_tiles, by_tiles_per_sample, by_plane, by_channel, by_row_vectors, by_height;
+  HopperDivisor by_m_tiles, by_tiles_per_sample, by_plane, by_channel;
   int smem_bytes = 0;
   int64_t packed_bytes = 0;  // weights
   int64_t sample_bytes = 0;  // of the copy of x
   int64_t slots = 0;         // of a sample
-};
-
-// The input and its copy.
-struct FlatInput {
-  const void* x;
-  int64_t stride_n, stride_c, stride[3];
-  void* copy;       // of samples below x_split
-  void* tail_copy;  // of the others
-  int x_split;
-  int c_in;
 };
 
 struct alignas(64) FlatParams {
@@ -75,15 +58,13 @@ struct alignas(64) FlatParams {
   void* y;                             // [n][c_out][out], contiguous
   float* partials;                     // [n][group][block][4]: mean, squared deviations, count, unused
   uint32_t* arrived;                   // [n]: blocks whose tiles of the sample are stored; zeros at the start
-  uint32_t* copied;                    // [n]: warps whose share of the copy of x is stored; zeros at the start
-  FlatInput input;
-  int copied_first;  // samples that are copied before the launch
-  float* mean;       // [n][groups], null: not wanted
+  float* mean;                         // [n][groups], null: not wanted
   float* rstd;
   const void* gamma;  // [c_out] or null
   const void* beta;
   Dtype affine_dtype;
   int n, c_out, groups;
+  int x_split;
   bool x_in_y;  // the copy of x lies where the output of later samples goes
   // How many samples later at least. With 1, tiles of a sample are stored when all of the one before have been read.
   int x_ahead;
@@ -98,15 +79,19 @@ struct FlatPackParams {
   const void* bias;  // [c_out] of the weight's dtype, or null
   void* packed;
   float* packed_bias;
-  uint32_t* counters;  // [2 n], cleared: arrived and copied of FlatParams
+  uint32_t* arrived;  // [n], cleared
   int n, c_in, c_out;
   Dtype dtype;
   FlatPlan plan;
 };
 
 struct FlatInputParams {
-  FlatInput input;
-  int n;  // samples to copy
+  const void* x;
+  int64_t stride_n, stride_c, stride[3];
+  void* copy;       // of samples below x_split
+  void* tail_copy;  // of the others
+  int x_split;
+  int n, c_in;
   Dtype dtype;
   FlatPlan plan;
 };

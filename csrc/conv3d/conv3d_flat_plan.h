@@ -129,15 +129,6 @@ inline FlatPlan plan_flat(const ConvProblem& problem, const DeviceLimits& limits
   p.by_plane = hopper_divisor(plane);
   p.channel_vectors = static_cast<int>(positions * size / 16);
   p.by_channel = hopper_divisor(p.channel_vectors);
-  p.by_row_vectors = hopper_divisor(std::max(1, p.in[2] / 8));
-  p.by_height = hopper_divisor(p.in[1]);
-  // Cycles of the products of a sample, and bytes that a block's warps normalize and copy meanwhile: those keep up with
-  // 8 of them a cycle.
-  const int64_t products = int64_t(p.taps[0]) * p.taps[1] * p.taps[2] * p.chunks * 8 * p.columns;
-  const int64_t sample_cycles = p.tiles_per_sample * p.m_tiles * products / p.blocks;
-  const int64_t bytes = 2 * (positions * problem.c_out * size + p.sample_bytes) / p.blocks;
-  p.copies_inside = size == 2 && problem.in[2] % 8 == 0 && problem.n > kFlatCopiedFirst && sample_cycles * 8 >= bytes &&
-                    sample_cycles >= 16000;
   p.smem_bytes = flat_smem_layout(p).total;
   return p;
 }

@@ -815,14 +815,13 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     named_barrier(3, 32 * kWarps);
 
     // What the end needs of each channel comes to L2 meanwhile.
-    const bool has_channel = own < c_valid, finishes = p.stats.finishes && own < static_cast<int>(p.stats.finish.c);
     const int affine_size = p.stats.finish.affine_dtype == Dtype::kFloat32 ? 4 : 2;
-    if (has_channel && p.bias) prefetch_l2(static_cast<const Element*>(p.bias) + c_first + own);
-    if (finishes && p.stats.finish.weight) {
-      prefetch_l2(static_cast<const char*>(p.stats.finish.weight) + own * affine_size);
-    }
-    if (finishes && p.stats.finish.bias) {
-      prefetch_l2(static_cast<const char*>(p.stats.finish.bias) + own * affine_size);
+    if (own < c_valid && p.bias) prefetch_l2(static_cast<const Element*>(p.bias) + c_first + own);
+    if (p.stats.finishes && own < static_cast<int>(p.stats.finish.c)) {
+      const char* const scale = static_cast<const char*>(p.stats.finish.weight);
+      const char* const shift = static_cast<const char*>(p.stats.finish.bias);
+      if (scale) prefetch_l2(scale + own * affine_size);
+      if (shift) prefetch_l2(shift + own * affine_size);
     }
 
     window_load_weights<kMath, kColumns, kBlocks, kWarps>(p, weight_at, weights, unscale, group, c_begin, c_valid, warp,
@@ -846,7 +845,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     };
     auto advance = [&](Place& place, int by) {  // units
       int tiles = by * together;
-      if (units > 1) {
+      if (kChains == 1 || units > 1) {
         for (tiles = 0, place.unit += by; place.unit >= units; ++tiles) place.unit -= units;
       }
       advance_tiles(place, tiles);
@@ -990,13 +989,11 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
               if constexpr (kTerms == 2) load_matrices(a[chain][kTerms - 1][i], from[chain][i] + to_low[chain]);
             }
           };
-          // After the last row the same once more: behind it may be a stage that is being filled.
-          auto load_next_row = [&](auto of_chain, bool is_there) {
+          auto next_row = [&](auto of_chain, bool is_there) {
             constexpr int chain = decltype(of_chain)::value;
             const uint32_t step = is_there ? step_bytes[chain] : 0;
 #pragma unroll
             for (int i = 0; i < 2 * kBlocks; ++i) from[chain][i] += step;
-            load_row(of_chain);
           };
           auto multiply = [&](auto of_chain, auto turn, uint32_t opening) {
             constexpr int chain = decltype(of_chain)::value;
@@ -1046,7 +1043,11 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
               multiply(One(), turn, 0);
               wgmma_wait<0>();
               wgmma_use(acc[0]);
-              load_next_row(One(), row + 1 < all_rows + kWindow - 1);  // while this thread is in its epilogue
+              // The next row comes while this thread is in its epilogue. After the last one, which costs less than to
+              // ask, it is what lies behind the stage, where nothing is written, or another stage's, and nobody uses
+              // it.
+              load_row(One());
+              next_row(One(), kChains == 1 || row + 2 < all_rows + kWindow - 1);
               constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
               float* const done = acc[0] + kSlot * kAcc;
               if (unsigned(row - (kWindow - 1)) < unsigned(rows[0])) {
@@ -1071,6 +1072,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
             };
             start(Turn0()), start(Turn1()), start(Turn2());
             load_row(One());
+            next_row(One(), true);
             const int steps = all_rows + kWindow - 1;
 #pragma unroll 1
             for (int row = 0; row < steps; row += kWindow) {
@@ -1087,10 +1089,12 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
 #pragma unroll
               for (int j = 0; j < kAcc; ++j) asm volatile("mov.f32 %0, %1;" : "=f"(slot[j]) : "f"(zero));
             };
-            auto take = [&](auto of_chain, auto turn, bool loads, bool is_last) {
+            auto take = [&](auto of_chain, auto turn, bool is_last) {
               constexpr int chain = decltype(of_chain)::value, kSlot = (decltype(turn)::value + 1) % kWindow;
               wgmma_use(acc[chain]);
-              if (loads) load_next_row(of_chain, !is_last);
+              // After the last row the same once more: behind it may be a stage that is being filled.
+              next_row(of_chain, !is_last);
+              load_row(of_chain);
               add_row(of_chain, acc[chain] + kSlot * kAcc);
               wgmma_use(acc[chain]);
               clear(acc[chain] + kSlot * kAcc);
@@ -1110,30 +1114,30 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
               multiply(One(), Turn0(), opening);
               multiply(Other(), Turn0(), opening);
               wgmma_wait<1>();
-              take(One(), Turn0(), true, false);
+              take(One(), Turn0(), false);
               multiply(One(), Turn1(), opening);
               wgmma_wait<1>();
-              take(Other(), Turn0(), true, false);
+              take(Other(), Turn0(), false);
               multiply(Other(), Turn1(), opening);
               wgmma_wait<1>();
-              take(One(), Turn1(), true, false);
+              take(One(), Turn1(), false);
               multiply(One(), Turn2(), 0);
               wgmma_wait<1>();
-              take(Other(), Turn1(), true, false);
+              take(Other(), Turn1(), false);
               multiply(Other(), Turn2(), 0);
               wgmma_wait<1>();
-              take(One(), Turn2(), true, is_last);
+              take(One(), Turn2(), is_last);
               wgmma_wait<0>();
-              take(Other(), Turn2(), true, is_last);
+              take(Other(), Turn2(), is_last);
               opening = 0;
             }
             auto step = [&](auto turn, bool last) {
               multiply(One(), turn, 0);
               multiply(Other(), turn, 0);
               wgmma_wait<1>();
-              take(One(), turn, true, last);
+              take(One(), turn, last);
               wgmma_wait<0>();
-              take(Other(), turn, true, last);
+              take(Other(), turn, last);
             };
             if (row < steps) step(Turn0(), row + 1 == steps);
             if (row + 1 < steps) step(Turn1(), true);
@@ -1171,7 +1175,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       }
 
       // Of the thread's channel, which is one of the norm where the block finishes a sample.
-      const RawValue raw_bias(p.bias, c_first + own, sizeof(Element), has_channel);
+      const bool finishes = p.stats.finishes && own < static_cast<int>(p.stats.finish.c);
+      const RawValue raw_bias(p.bias, c_first + own, sizeof(Element), own < c_valid);
       const RawValue raw_weight(p.stats.finish.weight, own, affine_size, finishes);
       const RawValue raw_shift(p.stats.finish.bias, own, affine_size, finishes);
 

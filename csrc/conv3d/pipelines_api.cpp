@@ -185,7 +185,7 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   const int64_t packed = workspace.reserve(plan.packed_bytes);
   const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * kFlatChannels * 4);
   const int64_t partials = workspace.reserve(shape.n * norm.groups * plan.blocks * 16);
-  const int64_t counters = workspace.reserve(shape.n * 2 * 4);
+  const int64_t arrived = workspace.reserve(shape.n * 4);
   const int64_t copy = workspace.reserve((shape.n - split) * plan.sample_bytes);
   workspace.allocate();
   NormResult r{allocate_output(a, shape), empty_like_shape(a.x, {shape.n, norm.groups}, ScalarType::Float),
@@ -201,7 +201,7 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   pack.bias = a.bias ? dense_bias.const_data_ptr() : nullptr;
   pack.packed = workspace.at<void>(packed);
   pack.packed_bias = workspace.at<float>(bias);
-  pack.counters = workspace.at<uint32_t>(counters);
+  pack.arrived = workspace.at<uint32_t>(arrived);
   pack.n = static_cast<int>(shape.n);
   pack.c_in = static_cast<int>(shape.c_in);
   pack.c_out = static_cast<int>(shape.c_out);
@@ -210,16 +210,15 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
 
   char* const y = static_cast<char*>(r.y.mutable_data_ptr());
   FlatInputParams in{};
-  FlatInput& input = in.input;
-  input.x = a.x.const_data_ptr();
-  input.stride_n = a.x.stride(0);
-  input.stride_c = a.x.stride(1);
-  spatial_strides(a.x, a.rank, input.stride);
-  input.copy = y + (shape.n * y_sample - split * plan.sample_bytes) / 128 * 128;
-  input.tail_copy = workspace.at<void>(copy);
-  input.x_split = static_cast<int>(split);
-  input.c_in = pack.c_in;
-  in.n = plan.copies_inside && flat_input_in_vectors(input, plan) ? kFlatCopiedFirst : pack.n;
+  in.x = a.x.const_data_ptr();
+  in.stride_n = a.x.stride(0);
+  in.stride_c = a.x.stride(1);
+  spatial_strides(a.x, a.rank, in.stride);
+  in.copy = y + (shape.n * y_sample - split * plan.sample_bytes) / 128 * 128;
+  in.tail_copy = workspace.at<void>(copy);
+  in.x_split = static_cast<int>(split);
+  in.n = pack.n;
+  in.c_in = pack.c_in;
   in.dtype = shape.dtype;
   in.plan = plan;
   raise_on_error(a.op, run_conv_flat_input(in, stream));
@@ -230,10 +229,7 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   p.bias = pack.packed_bias;
   p.y = y;
   p.partials = workspace.at<float>(partials);
-  p.arrived = pack.counters;
-  p.copied = pack.counters + shape.n;
-  p.input = input;
-  p.copied_first = in.n;
+  p.arrived = pack.arrived;
   p.mean = static_cast<float*>(r.mean.mutable_data_ptr());
   p.rstd = static_cast<float*>(r.rstd.mutable_data_ptr());
   p.gamma = norm.weight_data();
@@ -242,12 +238,13 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   p.n = pack.n;
   p.c_out = pack.c_out;
   p.groups = static_cast<int>(norm.groups);
+  p.x_split = in.x_split;
   p.x_in_y = x_in_y;
   p.x_ahead = x_ahead;
   p.relu = true;
   p.eps = static_cast<float>(norm.eps);
   p.plan = plan;
-  Status status = set_flat_input(&p);
+  Status status = set_flat_input(&p, in.copy, in.tail_copy);
   if (status.ok()) status = run_conv_flat(p, stream);
   if (status.code == StatusCode::kUnsupported) return std::nullopt;
   raise_on_error(a.op, status);
