@@ -814,18 +814,21 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     if (warp == 4 && lane < 4) smem[layout.zeros + lane] = 0;
     named_barrier(3, 32 * kWarps);
 
-    // What the end needs of each channel comes to L2 meanwhile.
+    // What the end needs of each channel: asked for now, and there before anybody waits for it.
+    const bool has_channel = own < c_valid, finishes = p.stats.finishes && own < static_cast<int>(p.stats.finish.c);
+    const RawValue raw_bias(p.bias, c_first + own, sizeof(Element), has_channel);
     const int affine_size = p.stats.finish.affine_dtype == Dtype::kFloat32 ? 4 : 2;
-    if (own < c_valid && p.bias) prefetch_l2(static_cast<const Element*>(p.bias) + c_first + own);
-    if (p.stats.finishes && own < static_cast<int>(p.stats.finish.c)) {
-      const char* const scale = static_cast<const char*>(p.stats.finish.weight);
-      const char* const shift = static_cast<const char*>(p.stats.finish.bias);
-      if (scale) prefetch_l2(scale + own * affine_size);
-      if (shift) prefetch_l2(shift + own * affine_size);
-    }
+    const RawValue raw_weight(p.stats.finish.weight, own, affine_size, finishes);
+    const RawValue raw_shift(p.stats.finish.bias, own, affine_size, finishes);
 
     window_load_weights<kMath, kColumns, kBlocks, kWarps>(p, weight_at, weights, unscale, group, c_begin, c_valid, warp,
                                                           lane);
+    float* const affine = reinterpret_cast<float*>(smem + layout.affine);
+    if (own < kColumns) {
+      affine[own] = raw_bias.as<Element>(0.f);
+      affine[kColumns + own] = raw_weight.as(p.stats.finish.affine_dtype, 1.f);
+      affine[2 * kColumns + own] = raw_shift.as(p.stats.finish.affine_dtype, 0.f);
+    }
     wgmma_fence_shared();
 
     uint32_t b_first = wgmma_b_descriptor(shared_address(weights));
@@ -903,7 +906,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
         round += kChains * kConsumers;
         bool paired = false;
         if constexpr (kChains == 2) {
-          paired = even && taken == 2 && values_lie != kFar;
+          paired = taken == 2 && values_lie != kFar;
           const int last_tile = together > 1 ? place.tile + 2 * together - 1 : place.tile + (place.unit + 1 == units);
           paired = paired && last_tile < whole_count;
         }
@@ -1043,9 +1046,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
               multiply(One(), turn, 0);
               wgmma_wait<0>();
               wgmma_use(acc[0]);
-              // The next row comes while this thread is in its epilogue. After the last one, which costs less than to
-              // ask, it is what lies behind the stage, where nothing is written, or another stage's, and nobody uses
-              // it.
+              // The next row comes while this thread is in its epilogue. With one strip at a time there is always one:
+              // behind the last, room of the stage that is never written, which nobody uses (see window_stage_words).
               load_row(One());
               next_row(One(), kChains == 1 || row + 2 < all_rows + kWindow - 1);
               constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
@@ -1083,8 +1085,13 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
           } else if constexpr (kChains == 2) {
             // One strip's products are under way while the other's row is summed up. All rows of a strip count, or
             // none, whose sums are zeros.
-            begin_unit(One(), std::true_type());
-            begin_unit(Other(), std::true_type());
+            if (even) {
+              begin_unit(One(), std::true_type());
+              begin_unit(Other(), std::true_type());
+            } else {
+              begin_unit(One(), std::false_type());
+              begin_unit(Other(), std::false_type());
+            }
             auto clear = [&](float* slot) {
 #pragma unroll
               for (int j = 0; j < kAcc; ++j) asm volatile("mov.f32 %0, %1;" : "=f"(slot[j]) : "f"(zero));
@@ -1174,12 +1181,6 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
         sums[0][j].sum *= unit, sums[0][j].sum_sq *= unit * unit;
       }
 
-      // Of the thread's channel, which is one of the norm where the block finishes a sample.
-      const bool finishes = p.stats.finishes && own < static_cast<int>(p.stats.finish.c);
-      const RawValue raw_bias(p.bias, c_first + own, sizeof(Element), own < c_valid);
-      const RawValue raw_weight(p.stats.finish.weight, own, affine_size, finishes);
-      const RawValue raw_shift(p.stats.finish.bias, own, affine_size, finishes);
-
       // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block. Only the first lanes' results count,
       // and all channels of a thread have the same counts.
       Moments<float>* const shared = reinterpret_cast<Moments<float>*>(smem + layout.scratch);
@@ -1209,11 +1210,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       }
       finish_stats<kColumns, kWarps, kWarps * 32>(
           p.stats, piece.n, piece.slice, c_first, c_valid, shared, tid - kWindowLoaders,
-          [&](int) { return raw_bias.as<Element>(0.f); },
-          [&](int) {
-            const Dtype dtype = p.stats.finish.affine_dtype;
-            return make_float2(raw_weight.as(dtype, 1.f), raw_shift.as(dtype, 0.f));
-          });
+          [&](int c) { return affine[c]; },
+          [&](int c) { return make_float2(affine[kColumns + c], affine[2 * kColumns + c]); });
       first.stage += tile_count;
       first.parity ^= first.stage / plan.stages & 1;
       first.stage %= plan.stages;
