@@ -387,6 +387,9 @@ FLAT = {
     "one group, dilated": (2, 64, 80, 1, (4, 8, 12), (2, 3, 3), 2),
     "more copy than output": (4, 128, 72, 6, (2, 6, 6), (3, 3, 3), 1),
     "one sample": (1, 64, 128, 8, (2, 6, 14), (3, 3, 3), 1),
+    "rows of whole vectors": (5, 64, 128, 8, (4, 8, 8), (3, 3, 3), 1),
+    "vectors of padded channels": (3, 40, 72, 9, (5, 10, 16), (3, 3, 3), 1),
+    "vectors of two chunks": (2, 128, 256, 32, (5, 14, 24), (3, 3, 3), 1),
 }
 
 

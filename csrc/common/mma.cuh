@@ -60,6 +60,13 @@ __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], uint32_t shared_
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                : "r"(shared_address));
 }
+// Four matrices of 8 rows by 16 bytes, transposed: each thread gets two neighbouring rows of one column of each. Lane l
+// names row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&v)[4], uint32_t shared_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(shared_address));
+}
 
 // Asynchronous copies into shared memory, 4, 8 or 16 bytes. Writes zeros where `valid` is false, without reading.
 template <int kBytes>

@@ -133,6 +133,69 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
   }
 }
 
+// Half types whose rows of x are whole vectors: the tile lies in shared memory as x does, [channel][vector], and comes
+// out of it transposed. Vectors of a channel are in an order of its own, such that every bank is met once.
+constexpr int kTransposeThreads = 256;
+constexpr int kTransposeVectors = 32;   // of a tile, 8 positions each
+constexpr int kTransposeChannels = 64;  // a chunk
+
+__global__ void __launch_bounds__(kTransposeThreads)
+    conv_flat_transpose_kernel(const __grid_constant__ FlatInputParams p) {
+  constexpr int kWarps = kTransposeThreads / 32;
+  __shared__ uint4 tile[kTransposeChannels][kTransposeVectors];
+  let_dependents_start();  // the packing
+  const FlatPlan& plan = p.plan;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int chunk = blockIdx.y, n = p.n - 1 - blockIdx.z;  // the first samples last: the convolution finds them in L2
+  const int row_vectors = plan.in[2] / 8, vectors = plan.in[0] * plan.in[1] * row_vectors;
+  const int vector0 = blockIdx.x * kTransposeVectors;
+
+  // This lane's vector: where it lies in x, and its first slot.
+  const int row = (vector0 + lane) / row_vectors, w = ((vector0 + lane) - row * row_vectors) * 8;
+  const int d = row / plan.in[1], h = row - d * plan.in[1];
+  const int own_slot = (d * plan.out[1] + h) * plan.out[2] + w;
+  const bool ends_row = w + 8 == plan.in[2], ends_plane = ends_row && h + 1 == plan.in[1];
+  const int own_zeros = ends_plane ? (plan.out[1] - h) * plan.out[2] - plan.in[2]
+                        : ends_row ? plan.out[2] - plan.in[2]
+                                   : 0;  // slots behind it
+  const unsigned short* const x = static_cast<const unsigned short*>(p.x) + n * p.stride_n + d * p.stride[0] +
+                                  h * p.stride[1] + w + int64_t(chunk) * kTransposeChannels * p.stride_c;
+  const int channels = p.c_in - chunk * kTransposeChannels;
+#pragma unroll
+  for (int j = 0; j < kTransposeChannels / kWarps; ++j) {
+    const int c = j * kWarps + warp;
+    const bool inside = vector0 + lane < vectors && c < channels;
+    cp_async<16>(&tile[c][lane ^ (c / 8 % 4 * 2 + c % 2)], inside ? x + c * p.stride_c : p.x, inside);
+  }
+  cp_async_wait_all();
+  __syncthreads();
+
+  const bool tail = n >= p.x_split;
+  char* const copy = static_cast<char*>(tail ? p.tail_copy : p.copy) +
+                     (n - (tail ? p.x_split : 0)) * plan.sample_bytes + int64_t(chunk) * kFlatRowBytes;
+  const int64_t slot_bytes = int64_t(plan.chunks) * kFlatRowBytes;
+  // Of four matrices of 8 channels, this lane names the channel that thread t finds at word m, for t and m of
+  // 8 t + 2 m + r % 2: each thread then holds eight neighbouring channels of one position.
+  const int r = lane % 8, channel = r / 2 * 8 + lane / 8 * 2 + r % 2;
+#pragma unroll
+  for (int j = 0; j < kTransposeVectors / kWarps; ++j) {
+    const int vector = j * kWarps + warp;
+    const int slot = __shfl_sync(0xffffffff, own_slot, vector), zeros = __shfl_sync(0xffffffff, own_zeros, vector);
+    if (vector0 + vector >= vectors) break;
+    char* const to = copy + slot * slot_bytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t v[4];
+      load_matrices_transposed(v, shared_address(&tile[half * 32 + channel][vector ^ r]));
+      *reinterpret_cast<uint4*>(to + lane / 4 * slot_bytes + half * 64 + lane % 4 * 16) =
+          make_uint4(v[0], v[1], v[2], v[3]);
+    }
+    for (int i = lane; i < zeros * (kFlatRowBytes / 16); i += 32) {
+      *reinterpret_cast<uint4*>(to + (8 + i / 8) * slot_bytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
 template <auto kKernel>
 Status launch_input(const FlatInputParams& p, dim3 grid, cudaStream_t stream) {
   return launch_kernel<kKernel>("conv_flat_input_kernel", p, grid, kInputThreads, 0, stream);
@@ -190,6 +253,14 @@ Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream) {
   if (p.n >= 65536) return Status::Unsupported(name, "x is too large for the grid");
   const dim3 grid(static_cast<unsigned>(tiles), plan.chunks, p.n);
   if (p.dtype != Dtype::kFloat32) {
+    const bool vectors = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.stride[2] == 1 && p.stride[1] % 8 == 0 &&
+                         p.stride[0] % 8 == 0 && p.stride_c % 8 == 0 && p.stride_n % 8 == 0 && plan.in[2] % 8 == 0;
+    if (vectors) {
+      const int64_t all = int64_t(plan.in[0]) * plan.in[1] * (plan.in[2] / 8);
+      const dim3 blocks(static_cast<unsigned>((all + kTransposeVectors - 1) / kTransposeVectors), plan.chunks, p.n);
+      return launch_kernel<conv_flat_transpose_kernel>("conv_flat_transpose_kernel", p, blocks, kTransposeThreads, 0,
+                                                       stream);
+    }
     const bool pairs = reinterpret_cast<uintptr_t>(p.x) % 4 == 0 && p.stride[2] == 1 && p.stride[1] % 2 == 0 &&
                        p.stride[0] % 2 == 0 && p.stride_c % 2 == 0 && p.stride_n % 2 == 0 && plan.in[2] % 2 == 0 &&
                        plan.out[2] % 2 == 0 && plan.plane % 2 == 0;

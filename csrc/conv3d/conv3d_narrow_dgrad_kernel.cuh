@@ -26,12 +26,6 @@ __device__ __forceinline__ uint4 load_four(uint32_t address) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
   return v;
 }
-// Four matrices of 8 rows by 16 bytes, transposed: each thread gets two neighbouring rows of one column.
-__device__ __forceinline__ void load_transposed(uint32_t (&b)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-               : "r"(address));
-}
 
 // Fragment words of the weights, as the products want them.
 template <ConvMath kMath>
@@ -187,8 +181,8 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
         for (int u = 0; u < kUnits; ++u) {
           uint32_t b[2][4];
           const uint32_t from = base + offset + unit[u].x;
-          load_transposed(b[0], offset < 0 ? zeros : from);
-          load_transposed(b[1], offset < 0 ? zeros : from + 32);
+          load_matrices_transposed(b[0], offset < 0 ? zeros : from);
+          load_matrices_transposed(b[1], offset < 0 ? zeros : from + 32);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
 #pragma unroll

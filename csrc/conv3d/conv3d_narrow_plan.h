@@ -64,7 +64,10 @@ struct WindowSmemLayout {
 };
 
 KGOPT_HD int window_terms(const NarrowPlan& p) { return p.math == ConvMath::kFp16x3 ? 2 : 1; }
-KGOPT_HD int window_stage_words(const NarrowPlan& p) { return p.types * p.plane * window_terms(p); }
+// With one strip at a time, warps read a row too many: behind each stage there is room for it.
+KGOPT_HD int window_stage_words(const NarrowPlan& p) {
+  return p.types * p.plane * window_terms(p) + (window_chains(p.math, p.columns, p.blocks) == 1 ? p.pitch * 4 : 0);
+}
 // Of K, those that are not padding.
 KGOPT_HD int window_chunks(const NarrowPlan& p) { return p.shifted_types * p.kernel[2] + p.types - p.shifted_types; }
 
@@ -87,8 +90,7 @@ KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
   s.affine = s.columns + align(p.columns * 2);
   s.scratch = s.affine + align(p.columns * 3);
   s.halo = s.scratch + align(p.columns * 3 * p.consumers * 4);
-  // Strips that end beyond a row read on, and all read a row too many; that counts nothing.
-  s.total = s.halo + window_stage_words(p) * p.stages + 4 * (p.pitch + kNarrowStrip + 8);
+  s.total = s.halo + window_stage_words(p) * p.stages;
   return s;
 }
 

@@ -379,7 +379,7 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
   const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
-  const int row = tid / plan.march_lanes, place = tid % plan.march_lanes;
+  const int row = tid >> __popc(plan.march_lanes - 1), place = tid & (plan.march_lanes - 1);  // a power of two
   const bool active = row < plan.halo[1] && place < plan.vectors;
   const int swap = place >> 1 & 3;  // see window_place
   uint32_t* const to = smem + layout.halo + (row * plan.pitch + place * 4) * 4;
@@ -518,7 +518,7 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
     there = tile + 1 < piece.tiles && cursor.d > 0;
     if (there) load_plane(depth + 3);
 
-    if (waits) named_barrier(2, kWindowLoaders);  // loads did not
+    if (waits) named_barrier(6, 32 + kWindowLoaders);  // loads did not
     waits = false;
     barrier_wait(empty + stage, parity);
 #pragma unroll
@@ -596,51 +596,81 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
   constexpr int kOwn = (kColumns + kWarps - 1) / kWarps;  // columns of a warp
   const Stored* const filters =
       static_cast<const Stored*>(p.weight) + group * p.w_stride_group + c_begin * p.w_stride_out;
-  Stored v[kOwn][kRounds][2];
+  // In turn t of the window, kernel row r belongs to the accumulators (t - r) mod 3.
+  constexpr int kTurns = window_turns(kMath, kColumns, kBlocks);
+  if constexpr (!kScaled) {
+    // Few instructions: they come from memory, too, and everybody waits for them.
+    constexpr int kThreads = 32 * kWarps, kAll = kWords * kColumns, kEach = (kAll + kThreads - 1) / kThreads;
+    uint32_t v[kEach];
+    int at[kEach], kernel_row[kEach];
 #pragma unroll
-  for (int i = 0; i < kRounds; ++i) {
-    const int word = lane + 32 * i;
-    const int2 at = word < kWords ? reinterpret_cast<const int2*>(weight_at)[word % kRowWords] : make_int2(-1, -1);
-    const Stored* const from = filters + word / kRowWords * p.w_stride_k[1];
+    for (int i = 0; i < kEach; ++i) {
+      const int index = warp * 32 + lane + i * kThreads, word = index % kWords, column = index / kWords;
+      const int k = word % kRowWords;
+      kernel_row[i] = word / kRowWords;
+      const int2 from = reinterpret_cast<const int2*>(weight_at)[k];
+      const Stored* const filter = filters + column * p.w_stride_out + kernel_row[i] * p.w_stride_k[1];
+      const uint32_t low = from.x >= 0 && column < c_valid ? __ldg(filter + from.x) : 0;
+      const uint32_t high = from.y >= 0 && column < c_valid ? __ldg(filter + from.y) : 0;
+      v[i] = low | high << 16;
+      at[i] = ((k / 8 * (kAllColumns / 8) + column / 8) * 2 + k / 4 % 2) * 32 + column % 8 * 4 + k % 4;
+    }
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int last_row = turn < kNarrowWindow ? kNarrowWindow - 1 : turn - kNarrowWindow;
+      uint32_t* const of_turn = weights + turn * kTurnWords;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        int slot = turn % kNarrowWindow - kernel_row[i];
+        slot += slot < 0 ? kNarrowWindow : 0;
+        // Before the first two rows of a halo there are none that earlier accumulators would have needed.
+        const uint32_t word = kernel_row[i] <= last_row ? v[i] : 0;
+        if (warp * 32 + lane + i * kThreads < kAll) of_turn[slot * (kColumns * 8) + at[i]] = word;
+      }
+    }
+  } else {
+    static_assert(kTurns == kNarrowWindow);
+    Stored v[kOwn][kRounds][2];
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int word = lane + 32 * i;
+      const int2 at = word < kWords ? reinterpret_cast<const int2*>(weight_at)[word % kRowWords] : make_int2(-1, -1);
+      const Stored* const from = filters + word / kRowWords * p.w_stride_k[1];
+#pragma unroll
+      for (int own = 0; own < kOwn; ++own) {
+        const int column = warp + own * kWarps;
+        const Stored* const filter = from + column * p.w_stride_out;
+        v[own][i][0] = v[own][i][1] = 0;
+        if (at.x >= 0 && column < c_valid) v[own][i][0] = __ldg(filter + at.x);
+        if (at.y >= 0 && column < c_valid) v[own][i][1] = __ldg(filter + at.y);
+      }
+    }
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
       const int column = warp + own * kWarps;
-      const Stored* const filter = from + column * p.w_stride_out;
-      v[own][i][0] = v[own][i][1] = 0;
-      if (at.x >= 0 && column < c_valid) v[own][i][0] = __ldg(filter + at.x);
-      if (at.y >= 0 && column < c_valid) v[own][i][1] = __ldg(filter + at.y);
-    }
-  }
+      if (column >= kColumns) break;
+      WarpScale of_column;
+      of_column.fit<2 * kRounds>(&v[own][0][0]);
+      const float scale = of_column.scale;
+      if (lane == 0) unscale[column] = of_column.undo;
 #pragma unroll
-  for (int own = 0; own < kOwn; ++own) {
-    const int column = warp + own * kWarps;
-    if (column >= kColumns) break;
-    WarpScale of_column;
-    if constexpr (kScaled) of_column.fit<2 * kRounds>(&v[own][0][0]);
-    const float scale = of_column.scale;
-    if (lane == 0) unscale[column] = of_column.undo;
+      for (int i = 0; i < kRounds; ++i) {
+        const int word = lane + 32 * i, k = word % kRowWords, kernel_row = word / kRowWords;
+        if (word >= kWords) continue;
+        uint32_t high, low = 0;
+        if constexpr (kTwoTerms) {
+          split_half(v[own][i][0] * scale, v[own][i][1] * scale, &high, &low);
+        } else {
+          high = packed_halves(v[own][i][0] * scale, v[own][i][1] * scale);
+        }
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      const int word = lane + 32 * i, k = word % kRowWords, kernel_row = word / kRowWords;
-      if (word >= kWords) continue;
-      uint32_t high, low = 0;
-      if constexpr (!kScaled) {
-        high = uint32_t(v[own][i][0]) | uint32_t(v[own][i][1]) << 16;
-      } else if constexpr (kTwoTerms) {
-        split_half(v[own][i][0] * scale, v[own][i][1] * scale, &high, &low);
-      } else {
-        high = packed_halves(v[own][i][0] * scale, v[own][i][1] * scale);
-      }
-      // In turn t of the window, kernel row r belongs to the accumulators (t - r) mod 3.
-      constexpr int kOpening = window_turns(kMath, kColumns, kBlocks) - kNarrowWindow;
-#pragma unroll
-      for (int turn = 0; turn < kNarrowWindow + kOpening; ++turn) {
-        const int to = (turn - kernel_row + 2 * kNarrowWindow) % kNarrowWindow * kColumns + column;
-        const int at =
-            turn * kTurnWords + ((k / 8 * (kAllColumns / 8) + to / 8) * 2 + k / 4 % 2) * 32 + to % 8 * 4 + k % 4;
-        // Before the first two rows of a halo there are none that earlier accumulators would have needed.
-        weights[at] = turn >= kNarrowWindow && kernel_row > turn - kNarrowWindow ? 0 : high;
-        if constexpr (kTwoTerms) weights[at + kTurnWords * kNarrowWindow] = low;
+        for (int turn = 0; turn < kTurns; ++turn) {
+          const int to = (turn - kernel_row + kNarrowWindow) % kNarrowWindow * kColumns + column;
+          const int at =
+              turn * kTurnWords + ((k / 8 * (kAllColumns / 8) + to / 8) * 2 + k / 4 % 2) * 32 + to % 8 * 4 + k % 4;
+          weights[at] = high;
+          if constexpr (kTwoTerms) weights[at + kTurnWords * kNarrowWindow] = low;
+        }
       }
     }
   }
@@ -695,17 +725,6 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     } else {
       asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
     }
-    if (tid < 32) {
-      if (tid == 0) {
-#pragma unroll 1
-        for (int stage = 0; stage < plan.stages; ++stage) {
-          barrier_init(full + stage, kWindowLoaders);
-          barrier_init(empty + stage, together > 1 ? plan.strips * 32 : units * 128);
-        }
-      }
-      __syncwarp();
-      named_barrier_arrive(3, 32 + 32 * kWarps);
-    }
     const int marches = plan.march_lanes > 0 ? p.c_in : 0;
     if (marches == 0) {
 #pragma unroll 1
@@ -720,7 +739,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
         }
         reinterpret_cast<WindowEntry*>(smem + layout.entries)[i] = entry;
       }
-      named_barrier(2, kWindowLoaders);
+      named_barrier(6, 32 + kWindowLoaders);
     }
     // As many chunks as there are products: see window_take_chunks.
     auto march = [&](auto channels) {
@@ -734,9 +753,13 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     if (marches == 0) {
       window_load_tiles<kMath>(p, layout, smem, group);
     } else if constexpr (kBlocks == 1) {
-      if (marches == 1) march(std::integral_constant<int, 1>());
-      if (marches == 2) march(std::integral_constant<int, 2>());
-      if (marches == 3) march(std::integral_constant<int, 3>());
+      if (marches == 3) {
+        march(std::integral_constant<int, 3>());
+      } else if (marches == 2) {
+        march(std::integral_constant<int, 2>());
+      } else {
+        march(std::integral_constant<int, 1>());
+      }
     } else if constexpr (kBlocks == 2 && window_march_channels(kMath) >= 4) {
       march(std::integral_constant<int, 4>());
     }
@@ -749,6 +772,18 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     const int lane = tid & 31, g = lane >> 2, t = lane & 3;
     const int warp = tid / 32 - kWindowLoaders / 32;  // among the computing ones
     uint32_t* const weights = smem + layout.weights;
+
+    if (warp == kWarps - 1) {  // not a loading warp, which everybody waits for
+      if (lane == 0) {
+#pragma unroll 1
+        for (int stage = 0; stage < plan.stages; ++stage) {
+          barrier_init(full + stage, kWindowLoaders);
+          barrier_init(empty + stage, together > 1 ? plan.strips * 32 : units * 128);
+        }
+      }
+      __syncwarp();
+      named_barrier_arrive(6, 32 + kWindowLoaders);
+    }
 
     // Each table is another warp's, since one instruction after the other is what takes long here.
     const int own = tid - kWindowLoaders;
@@ -777,7 +812,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       strip_table[i] = make_int2((d * plan.halo[1] + h) * plan.pitch * 16, d << 24 | h << 14 | w);
     }
     if (warp == 4 && lane < 4) smem[layout.zeros + lane] = 0;
-    named_barrier(3, 32 + 32 * kWarps);
+    named_barrier(3, 32 * kWarps);
 
     // What the end needs of each channel: asked for now, and there before anybody waits for it.
     const bool has_channel = own < c_valid, finishes = p.stats.finishes && own < static_cast<int>(p.stats.finish.c);
@@ -795,7 +830,6 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
       affine[2 * kColumns + own] = raw_shift.as(p.stats.finish.affine_dtype, 0.f);
     }
     wgmma_fence_shared();
-    named_barrier(1, kWarps * 32);
 
     uint32_t b_first = wgmma_b_descriptor(shared_address(weights));
     asm volatile("" : "+r"(b_first));  // else it would be computed again for each product
@@ -814,7 +848,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     };
     auto advance = [&](Place& place, int by) {  // units
       int tiles = by * together;
-      if (together == 1) {
+      if (kChains == 1 || units > 1) {
         for (tiles = 0, place.unit += by; place.unit >= units; ++tiles) place.unit -= units;
       }
       advance_tiles(place, tiles);
@@ -829,6 +863,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     const int tiles_h = static_cast<int>(plan.tiles[1]), per_row = static_cast<int>(plan.tiles[0] * plan.tiles[2]);
     const bool whole = plan.segments > 1 || tiles_h * plan.rows == p.out[1];
     const int whole_tiles = (tiles_h - 1) * per_row;
+    // Where all strips of such tiles lie inside.
+    const bool even = plan.tile[0] == 1 && (plan.segments == 1 || tiles_h * plan.tile[1] == p.out[1]);
     // Zero, but not for the compiler: it takes accumulators that are constants away from the products under way.
     const float zero = __uint_as_float(__shfl_sync(0xffffffffu, load_shared(zeros), 0));
 
@@ -837,6 +873,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     uint32_t in_stage[2 * kBlocks];  // where its first row begins
 
     Place first{0, 0, 0, 0};
+    named_barrier(1, kWarps * 32);  // the weights are there
     for (WindowPiece piece; piece.next(p);) {
       const int tile_count = piece.tiles;
       const int whole_count = whole ? INT_MAX : whole_tiles - piece.begin;
@@ -881,8 +918,10 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
           uint32_t from[kChains][2 * kBlocks], step_bytes[kChains], to_low[kChains];
           float counts[kChains][2];  // of positions g and g + 8, times what brings x to the stage's units
           int reads[kChains];        // the stage, or -1
-          auto begin_unit = [&](auto of_chain) {
+          // Of tiles that are even, less is to be looked up.
+          auto begin_unit = [&](auto of_chain, auto is_even) {
             constexpr int chain = decltype(of_chain)::value;
+            constexpr bool kEven = decltype(is_even)::value;
             Place own = own_unit;
             if (together > 1) advance_tiles(own, ahead);
             const int s = own.unit * 4 + own_strip;
@@ -901,7 +940,9 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
             int4 tile{};
             if (present) {
               barrier_wait(full + own.stage, own.parity);
-              tile = reinterpret_cast<const int4*>(smem + layout.tiles)[own.stage];
+              const int4* const at = reinterpret_cast<const int4*>(smem + layout.tiles) + own.stage;
+              if (!kEven) tile = *at;
+              if (kEven && plan.tiles[2] > 1) tile.z = at->z;
             }
             // Tiles that are taken together may have fewer rows than the others.
             all_rows = together > 1 ? plan.rows : tile.w;
@@ -919,8 +960,9 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
             }
             const int d = tile.x + (strip.y >> 24), h0 = tile.y + (strip.y >> 14 & 1023),
                       w0 = tile.z + (strip.y & 16383);
-            const bool inside = present && s < plan.strips && d < p.out[0] && h0 < p.out[1];
-            rows[chain] = __shfl_sync(0xffffffffu, inside ? tile.w : 0, 0);  // segments, where several, are whole
+            const bool inside = present && s < plan.strips && (kEven || (d < p.out[0] && h0 < p.out[1]));
+            // Segments, where several, are whole.
+            rows[chain] = kEven ? (inside ? plan.rows : 0) : __shfl_sync(0xffffffffu, inside ? tile.w : 0, 0);
             const int valid = inside ? p.out[2] - w0 : 0;
             // A power of two, of which the reciprocal is exact.
             const float one = kScaled ? __uint_as_float((254u << 23) - __float_as_uint(unit)) : 1.f;
@@ -948,8 +990,13 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
             for (int i = 0; i < 2 * kBlocks; ++i) {
               load_matrices(a[chain][0][i], from[chain][i]);
               if constexpr (kTerms == 2) load_matrices(a[chain][kTerms - 1][i], from[chain][i] + to_low[chain]);
-              from[chain][i] += step_bytes[chain];
             }
+          };
+          auto next_row = [&](auto of_chain, bool is_there) {
+            constexpr int chain = decltype(of_chain)::value;
+            const uint32_t step = is_there ? step_bytes[chain] : 0;
+#pragma unroll
+            for (int i = 0; i < 2 * kBlocks; ++i) from[chain][i] += step;
           };
           auto multiply = [&](auto of_chain, auto turn, uint32_t opening) {
             constexpr int chain = decltype(of_chain)::value;
@@ -982,8 +1029,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
           using Turn0 = std::integral_constant<int, 0>;
           using Turn1 = std::integral_constant<int, 1>;
           using Turn2 = std::integral_constant<int, 2>;
-          begin_unit(One());
           if (!paired) {
+            begin_unit(One(), std::false_type());
             if (values_lie == kUnknown) values_lie = kFar;  // few units are left, or their rows differ
             const bool fresh = __any_sync(0xffffffffu, count == 0.f);
             auto start = [&](auto slot) {
@@ -999,8 +1046,10 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
               multiply(One(), turn, 0);
               wgmma_wait<0>();
               wgmma_use(acc[0]);
-              // The next row comes while this thread is in its epilogue; after the last row nobody uses what it reads.
+              // The next row comes while this thread is in its epilogue. With one strip at a time there is always one:
+              // behind the last, room of the stage that is never written, which nobody uses (see window_stage_words).
               load_row(One());
+              next_row(One(), kChains == 1 || row + 2 < all_rows + kWindow - 1);
               constexpr int kSlot = (decltype(turn)::value + 1) % kWindow;
               float* const done = acc[0] + kSlot * kAcc;
               if (unsigned(row - (kWindow - 1)) < unsigned(rows[0])) {
@@ -1025,6 +1074,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
             };
             start(Turn0()), start(Turn1()), start(Turn2());
             load_row(One());
+            next_row(One(), true);
             const int steps = all_rows + kWindow - 1;
 #pragma unroll 1
             for (int row = 0; row < steps; row += kWindow) {
@@ -1035,14 +1085,22 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
           } else if constexpr (kChains == 2) {
             // One strip's products are under way while the other's row is summed up. All rows of a strip count, or
             // none, whose sums are zeros.
-            begin_unit(Other());
+            if (even) {
+              begin_unit(One(), std::true_type());
+              begin_unit(Other(), std::true_type());
+            } else {
+              begin_unit(One(), std::false_type());
+              begin_unit(Other(), std::false_type());
+            }
             auto clear = [&](float* slot) {
 #pragma unroll
               for (int j = 0; j < kAcc; ++j) asm volatile("mov.f32 %0, %1;" : "=f"(slot[j]) : "f"(zero));
             };
-            auto take = [&](auto of_chain, auto turn) {
+            auto take = [&](auto of_chain, auto turn, bool is_last) {
               constexpr int chain = decltype(of_chain)::value, kSlot = (decltype(turn)::value + 1) % kWindow;
               wgmma_use(acc[chain]);
+              // After the last row the same once more: behind it may be a stage that is being filled.
+              next_row(of_chain, !is_last);
               load_row(of_chain);
               add_row(of_chain, acc[chain] + kSlot * kAcc);
               wgmma_use(acc[chain]);
@@ -1053,42 +1111,43 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
               clear(acc[chain]), clear(acc[chain] + kAcc), clear(acc[chain] + 2 * kAcc);
               load_row(of_chain);
             };
-            auto step = [&](auto turn) {
-              multiply(One(), turn, 0);
-              multiply(Other(), turn, 0);
-              wgmma_wait<1>();
-              take(One(), turn);
-              wgmma_wait<0>();
-              take(Other(), turn);
-            };
             begin_chain(One()), begin_chain(Other());
             const int steps = plan.rows + kWindow - 1;
             int row = 0;
             uint32_t opening = kWindow * kBTurn;  // the first two rows complete no output row: what they add is zero
 #pragma unroll 1
             for (; row + kWindow <= steps; row += kWindow) {
+              const bool is_last = row + kWindow == steps;
               multiply(One(), Turn0(), opening);
               multiply(Other(), Turn0(), opening);
               wgmma_wait<1>();
-              take(One(), Turn0());
+              take(One(), Turn0(), false);
               multiply(One(), Turn1(), opening);
               wgmma_wait<1>();
-              take(Other(), Turn0());
+              take(Other(), Turn0(), false);
               multiply(Other(), Turn1(), opening);
               wgmma_wait<1>();
-              take(One(), Turn1());
+              take(One(), Turn1(), false);
               multiply(One(), Turn2(), 0);
               wgmma_wait<1>();
-              take(Other(), Turn1());
+              take(Other(), Turn1(), false);
               multiply(Other(), Turn2(), 0);
               wgmma_wait<1>();
-              take(One(), Turn2());
+              take(One(), Turn2(), is_last);
               wgmma_wait<0>();
-              take(Other(), Turn2());
+              take(Other(), Turn2(), is_last);
               opening = 0;
             }
-            if (row < steps) step(Turn0());
-            if (row + 1 < steps) step(Turn1());
+            auto step = [&](auto turn, bool last) {
+              multiply(One(), turn, 0);
+              multiply(Other(), turn, 0);
+              wgmma_wait<1>();
+              take(One(), turn, last);
+              wgmma_wait<0>();
+              take(Other(), turn, last);
+            };
+            if (row < steps) step(Turn0(), row + 1 == steps);
+            if (row + 1 < steps) step(Turn1(), true);
             if (values_lie == kUnknown) {
               float seen = 0.f;  // rows times positions
               bool far = false;
