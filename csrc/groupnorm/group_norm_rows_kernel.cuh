@@ -19,7 +19,10 @@ namespace kgopt {
 
 inline constexpr int kRowRoleWarps = kRowThreads / 32;
 inline constexpr int kRowPublishThreads = 32 * kRowPublishers, kRowCollectThreads = 32 * kRowCollectors;
-inline constexpr int kRowBlockThreads = 64 + kRowPublishThreads + kRowCollectThreads + 2 * kRowThreads;
+inline constexpr int kRowBlockThreads = 32 * kRowProducers + kRowCollectThreads + kRowPublishThreads + 2 * kRowThreads;
+// Registers of a thread: all that a block has at its start, dealt out again by warpgroups.
+inline constexpr int kRowStartRegisters = 80, kRowServerRegisters = 72, kRowPublisherRegisters = 40;
+inline constexpr int kRowSummerRegisters = 72, kRowWriterRegisters = 112;
 
 template <typename T_, Chain kPre_, Chain kAct_, int kTensors_>
 struct RowTraits {
@@ -31,6 +34,9 @@ struct RowTraits {
   static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
   // Whether the backward's summers leave dz in place of dy, where computing it twice costs more.
   static constexpr bool kStoresDz = kTensors == 2 && (kAct == Chain::kSilu || kAct == Chain::kAny);
+  // Chunks that a writer has in registers. Calls that walk a chain leave it none.
+  static constexpr bool kWalks = kPre == Chain::kAny || kAct == Chain::kAny;
+  static constexpr int kHeld = kWalks ? 0 : kRowHeld;
 };
 
 // Those of two take turns from sample to sample. The slots of chunks that come again follow those of the others.
@@ -72,6 +78,7 @@ template <typename Traits, typename Params>
 struct RowBlock {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses, kTensors = Traits::kTensors;
+  static constexpr int kHeld = Traits::kHeld, kHeldSize = kHeld > 0 ? kHeld : 1;
 
   const Params& p;
   const RowShares& d;
@@ -125,10 +132,12 @@ struct RowBlock {
 
   // Where summers write into slots, too, writers free a slot lane by lane: compute-sanitizer orders an arrival with its
   // own thread's reads only.
-  static constexpr uint32_t kFreeing = Traits::kStoresDz ? kRowThreads : kRowRoleWarps;  // arrivals
+  // Twice as many arrivals as a role has, for chunks that summers and writers read for the last time.
+  static constexpr uint32_t kFreeing = 2 * (Traits::kStoresDz ? kRowThreads : kRowRoleWarps);
+  template <int kRoles>
   __device__ __forceinline__ void free_slot(uint32_t k) const {
     __syncwarp();
-    if (Traits::kStoresDz || lane == 0) barrier_arrive(&s.freed[k]);
+    if (Traits::kStoresDz || lane == 0) barrier_arrive<3 - kRoles>(&s.freed[k]);
   }
 
   // This thread's first vector of a slot; its next ones lie `step` elements apart, there and in the tensor.
@@ -141,34 +150,65 @@ struct RowBlock {
   __device__ __forceinline__ uint32_t await_chunk(RowSlot slot, uint32_t t) const {
     barrier_wait(&s.loaded[slot.k], slot.parity);
     __syncwarp();
+    return left_of(t);
+  }
+  __device__ __forceinline__ uint32_t left_of(uint32_t t) const {
     return count > t * kPasses ? count - t * kPasses : 0;
   }
+  // This thread's first element of chunk t, in the share.
+  __device__ __forceinline__ int64_t first_of(uint32_t t) const { return int64_t(t * kPasses) * step() + tid * kVec; }
   // What summers do with each chunk of a sample.
   template <typename Add>
   __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add) const {
     for (uint32_t t = 0; t < d.chunks; ++t, slot->next(d.slots)) {
       const uint32_t left = await_chunk(*slot, t);
       add(t, slot->k, left);
-      if (t < d.rereads) free_slot(slot->k);
+      if (t < d.rereads) {
+        free_slot<1>(slot->k);
+      } else if (t < d.rereads + d.held) {
+        free_slot<2>(slot->k);
+      }
     }
   }
   __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const { return d.backwards ? d.rereads - 1 - i : i; }
-  // What writers do.
+  // What writers do with chunks that they take to registers before they know the statistics: take(h, slot, left),
+  template <typename Take>
+  __device__ __forceinline__ void for_each_taken(uint32_t u, Take take) const {
+#pragma unroll
+    for (int h = 0; h < Traits::kHeld; ++h) {
+      if (h >= d.held) break;
+      const RowSlot slot = slot_at(u * d.chunks + d.rereads + h);
+      take(h, slot.k, await_chunk(slot, d.rereads + h));
+      free_slot<2>(slot.k);
+    }
+  }
+  // and once they know them: with those that have stayed in slots, write(first element, slot, left),
   template <typename Write>
-  __device__ __forceinline__ void for_each_written(uint32_t u, RowSlot* again, Write write) const {
-    RowSlot slot = slot_at(u * d.chunks + d.rereads);
-    for (uint32_t i = d.rereads; i < d.chunks + d.rereads; ++i) {
-      const bool is_kept = i < d.chunks;
-      const uint32_t t = is_kept ? i : chunk_again(i - d.chunks);
-      const RowSlot at = is_kept ? slot : RowSlot{d.slots + again->k, again->parity};
-      const uint32_t left = await_chunk(at, t);
-      write(int64_t(t * kPasses) * step() + tid * kVec, at.k, left, is_kept);
-      free_slot(at.k);
-      if (is_kept) {
-        slot.next(d.slots);
-      } else {
-        again->next(d.again_slots);
-      }
+  __device__ __forceinline__ void for_each_kept(uint32_t u, Write write) const {
+    const uint32_t first = d.rereads + d.held;
+    RowSlot slot = slot_at(u * d.chunks + first);
+    for (uint32_t t = first; t < d.chunks; ++t, slot.next(d.slots)) {
+      write(first_of(t), slot.k, await_chunk(slot, t));
+      free_slot<1>(slot.k);
+    }
+  }
+  // those in registers, write(first element, h, left),
+  template <typename Write>
+  __device__ __forceinline__ void for_each_held(Write write) const {
+#pragma unroll
+    for (int h = 0; h < Traits::kHeld; ++h) {
+      if (h >= d.held) break;
+      write(first_of(d.rereads + h), h, left_of(d.rereads + h));
+    }
+  }
+  // and those that come again.
+  template <typename Write>
+  __device__ __forceinline__ void for_each_again(RowSlot* again, Write write) const {
+    for (uint32_t i = 0; i < d.rereads; ++i, again->next(d.again_slots)) {
+      const uint32_t t = chunk_again(i);
+      const RowSlot slot{d.slots + again->k, again->parity};
+      write(first_of(t), slot.k, await_chunk(slot, t));
+      free_slot<1>(slot.k);
     }
   }
 
@@ -429,25 +469,32 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
   }
   __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  constexpr int kFirstCollector = 2 + kRowPublishers, kFirstSummer = kFirstCollector + kRowCollectors;
-  constexpr int kFirstWriter = kFirstSummer + kRowRoleWarps;
+  constexpr int kFirstCollector = kRowProducers, kFirstPublisher = kFirstCollector + kRowCollectors;
+  constexpr int kFirstSummer = kFirstPublisher + kRowPublishers, kFirstWriter = kFirstSummer + kRowRoleWarps;
   const int first = warp >= kFirstWriter      ? kFirstWriter
                     : warp >= kFirstSummer    ? kFirstSummer
+                    : warp >= kFirstPublisher ? kFirstPublisher
                     : warp >= kFirstCollector ? kFirstCollector
-                    : warp >= 2               ? 2
                                               : warp;
+  constexpr bool kDeals = Block::kHeld > 0;
   Block block(p, memory, t, barriers, threadIdx.x - first * 32);
-  if (warp == 0) {
-    if (threadIdx.x == 0) block.produce(tensors);
-  } else if (warp == 1) {
-    if (threadIdx.x == 32) block.produce_again(tensors);
-  } else if (warp < kFirstCollector) {
-    block.publish();
+  if (warp < kFirstPublisher) {
+    if constexpr (kDeals) set_registers<kRowServerRegisters, false>();
+    if (warp == 0) {
+      if (threadIdx.x == 0) block.produce(tensors);
+    } else if (warp == 1) {
+      if (threadIdx.x == 32) block.produce_again(tensors);
+    } else {
+      block.gather();
+    }
   } else if (warp < kFirstSummer) {
-    block.gather();
+    if constexpr (kDeals) set_registers<kRowPublisherRegisters, false>();
+    block.publish();
   } else if (warp < kFirstWriter) {
+    if constexpr (kDeals) set_registers<kRowSummerRegisters, false>();
     block.sum_up();
   } else {
+    if constexpr (kDeals) set_registers<kRowWriterRegisters, true>();
     block.write();
   }
 }

@@ -22,6 +22,7 @@ struct RowShares {
   uint32_t chunk_rows = 0;         // walkers times a thread's vectors of a chunk
   uint32_t chunks = 0, rereads = 0;
   uint32_t slots = 0, again_slots = 0;  // of chunks that come for the first time, and again
+  uint32_t held = 0;                    // of those that stay, the first are in the writers' registers
   uint32_t distance = 0;                // chunks from one that comes to one that comes again, at most; 0: any
   bool backwards = false;               // the last come again first: those are in L2 of a sample that is larger
   uint32_t tensor_bytes = 0;            // of a slot for each tensor
@@ -47,12 +48,13 @@ struct GroupNormRowsBwdParams : GroupNormBwdArgs {
 };
 
 inline constexpr int kRowSlots = 32, kRowThreads = 256;       // of a block, of a role that goes through x
-inline constexpr int kRowPublishers = 4, kRowCollectors = 2;  // warps
+inline constexpr int kRowProducers = 2, kRowCollectors = 2, kRowPublishers = 4;  // warps
 // Chunks that a producer has under way at a time. With more, or some on their way to L2 besides, loads only queue in
 // memory, the longer the further away a multiprocessor is, and a team waits for its last: 2 to 6% slower (H200).
 inline constexpr uint32_t kRowFlight = 3;
 // Between looks for the other blocks' words; 30 to 300 took the same.
 inline constexpr uint32_t kRowPollNanoseconds = 100;
 inline constexpr int kRowPasses = 4;  // vectors of a chunk, of all tensors, that a thread handles
+inline constexpr int kRowHeld = 4;    // chunks that writers have in registers, at most
 
 }  // namespace kgopt

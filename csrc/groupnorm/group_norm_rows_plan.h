@@ -64,6 +64,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.again_slots = p.rereads > 0 ? kRowAgain : 0;
   if (p.rereads == p.chunks) p.again_slots = static_cast<uint32_t>(slots) / 2;
   p.slots = static_cast<uint32_t>(slots) - p.again_slots;
+  p.held = std::min<uint32_t>(p.chunks - p.rereads, kRowHeld);
   p.by_blocks = divisor(p.blocks);
   p.by_vectors = divisor(p.vectors);
   p.by_walkers = divisor(p.walkers);
