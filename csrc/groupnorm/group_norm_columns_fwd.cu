@@ -1,6 +1,4 @@
 // GroupNorm forward of channels_last tensors with x on chip, for GPUs with clusters.
-#include <algorithm>
-
 #include "group_norm_columns_kernel.cuh"
 #include "group_norm_columns_launch.h"
 #include "groupnorm.h"
@@ -12,10 +10,15 @@ constexpr const char* kName = "group_norm_columns_fwd_kernel";
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream) {
-  using Traits = ColumnTraits<T, kPre, kAct>;
-  GroupNormColumnsFwdParams params = p;
-  params.shares.held = std::min<uint32_t>(p.shares.held, Traits::kHeld);
-  return launch_columns(kName, group_norm_columns_fwd_kernel<Traits>, plan.threads, params, plan, stream);
+  // Calls that walk a chain leave no registers.
+  if constexpr (kPre != Chain::kAny && kAct != Chain::kAny) {
+    if (p.shares.held > 0) {
+      return launch_columns(kName, group_norm_columns_fwd_kernel<ColumnTraits<T, kPre, kAct, kColumnHeld>>,
+                            plan.threads, p, plan, stream);
+    }
+  }
+  return launch_columns(kName, group_norm_columns_fwd_kernel<ColumnTraits<T, kPre, kAct, 0>>, plan.threads, p, plan,
+                        stream);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/reduce.cuh"
 #include "group_norm_columns_params.h"
@@ -10,15 +11,14 @@
 
 namespace kgopt {
 
-template <typename T_, Chain kPre_, Chain kAct_>
+template <typename T_, Chain kPre_, Chain kAct_, int kHeld_>
 struct ColumnTraits {
   using T = T_;
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
   // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
   static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
-  // Chunks in registers. Calls that walk a chain leave none.
-  static constexpr int kHeld = kPre == Chain::kAny || kAct == Chain::kAny ? 0 : kColumnHeld;
+  static constexpr int kHeld = kHeld_;  // chunks in registers
 };
 
 // Shared memory after the slots.
@@ -36,6 +36,7 @@ template <typename Traits>
 struct ColumnBlock {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = kColumnPasses, kSlots = kColumnSlots;
+  static constexpr int kHeld = Traits::kHeld;
   static constexpr bool kFolds = Traits::kFolds;
 
   const GroupNormColumnsFwdParams& p;
@@ -99,7 +100,7 @@ struct ColumnBlock {
   }
   // Where chunk t lies. The last chunk leaves its slot first, so slab by slab the slots are taken the other way round.
   __device__ __forceinline__ uint32_t slot(uint32_t u, uint32_t t) const {
-    return (u & 1 ? min(d.chunks, uint32_t(kSlots)) + d.held - 1 - t : t) & (kSlots - 1);
+    return (u & 1 ? min(d.chunks, uint32_t(kSlots)) + kHeld - 1 - t : t) & (kSlots - 1);
   }
   // Without an L2 hint: nvcc 13.0 makes an illegal instruction of cp.async with one.
   static __device__ __forceinline__ void load(const T* from, uint32_t address) {
@@ -443,9 +444,9 @@ struct ColumnBlock {
   __device__ __forceinline__ void run() {
     start();
     find_groups();
+    wait_for_prerequisites();  // words are zero
     const uint32_t slabs = d.slabs_of(team), pending = min(d.chunks, uint32_t(kSlots)) - 1;
-    const uint32_t rereads = d.chunks < kSlots ? 0 : d.chunks - kSlots - d.held;
-    constexpr int kHeld = Traits::kHeld;
+    const uint32_t rereads = d.chunks < kSlots ? 0 : d.chunks - kSlots - kHeld;
     Vec<T, kVec> held[kHeld > 0 ? kHeld : 1][kPasses];
     for (uint32_t u = 0; u < slabs; ++u) {
       const int64_t first = base(u), next = base(u + 1);
@@ -459,17 +460,15 @@ struct ColumnBlock {
         commit();
       };
 #pragma unroll
-      for (int h = 0; h < kHeld; ++h) {
-        if (h < d.held) sum_chunk(h, held[h]);
-      }
-      for (uint32_t t = d.held; t < d.chunks; ++t) {
+      for (int h = 0; h < kHeld; ++h) sum_chunk(h, held[h]);
+      for (uint32_t t = kHeld; t < d.chunks; ++t) {
         Vec<T, kVec> input[kPasses];
         sum_chunk(t, input);
       }
       finish_sums(s, u);
       if (d.ahead && u + 1 < slabs) prefetch(u + 1);
       const Coefficients c = coefficients_of(u);
-      for (uint32_t k = 0; k < d.chunks - d.held; ++k) {
+      for (uint32_t k = 0; k < d.chunks - kHeld; ++k) {
         wait(pending);
         const bool again = k < rereads;
         const uint32_t t = d.chunks - 1 - k, next_t = again ? t - kSlots : k - rereads;
@@ -478,7 +477,6 @@ struct ColumnBlock {
       }
 #pragma unroll
       for (int h = 0; h < kHeld; ++h) {
-        if (h >= d.held) break;
         T* const y = static_cast<T*>(p.y) + first + int64_t(h * kPasses) * step;
 #pragma unroll
         for (int k = 0; k < kPasses; ++k) {

@@ -86,7 +86,7 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   const int64_t passes = (p.share + p.stride - 1) / p.stride;
   p.chunks = static_cast<uint32_t>((passes + kColumnPasses - 1) / kColumnPasses);
   if (choice.cluster && p.chunks > kColumnSlots) return false;
-  p.held = p.chunks > kColumnSlots ? std::min<uint32_t>(p.chunks - kColumnSlots, kColumnHeld) : 0;
+  p.held = p.chunks >= kColumnSlots + kColumnHeld ? kColumnHeld : 0;
   p.pass_bytes = p.stride * p.vectors * 16;
   p.slot_bytes = p.pass_bytes * kColumnPasses;
   p.data_bytes = p.slot_bytes * std::min<uint32_t>(p.chunks, kColumnSlots);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "../common/async.cuh"
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/reduce.cuh"
 #include "group_norm_rows_params.h"
@@ -163,22 +164,22 @@ struct RowBlock {
     for (uint32_t t = 0; t < d.chunks; ++t, slot->next(d.slots)) {
       const uint32_t left = await_chunk(*slot, t);
       add(t, slot->k, left);
-      if (t < d.rereads) {
-        free_slot<1>(slot->k);
-      } else if (t < d.rereads + d.held) {
+      if (t < d.held) {
         free_slot<2>(slot->k);
+      } else if (t < d.held + d.rereads) {
+        free_slot<1>(slot->k);
       }
     }
   }
-  __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const { return d.backwards ? d.rereads - 1 - i : i; }
+  __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const { return d.held + (d.backwards ? d.rereads - 1 - i : i); }
   // What writers do with chunks that they take to registers before they know the statistics: take(h, slot, left),
   template <typename Take>
   __device__ __forceinline__ void for_each_taken(uint32_t u, Take take) const {
 #pragma unroll
     for (int h = 0; h < Traits::kHeld; ++h) {
       if (h >= d.held) break;
-      const RowSlot slot = slot_at(u * d.chunks + d.rereads + h);
-      take(h, slot.k, await_chunk(slot, d.rereads + h));
+      const RowSlot slot = slot_at(u * d.chunks + h);
+      take(h, slot.k, await_chunk(slot, h));
       free_slot<2>(slot.k);
     }
   }
@@ -198,7 +199,7 @@ struct RowBlock {
 #pragma unroll
     for (int h = 0; h < Traits::kHeld; ++h) {
       if (h >= d.held) break;
-      write(first_of(d.rereads + h), h, left_of(d.rereads + h));
+      write(first_of(h), h, left_of(h));
     }
   }
   // and those that come again.
@@ -218,8 +219,12 @@ struct RowBlock {
     *first = int64_t(row) * (d.vectors * kVec);
     return row < own ? min(d.chunk_rows, own - row) * d.vectors * 16 : 0;
   }
-  __device__ __forceinline__ void load(uint32_t u, uint32_t t, uint32_t k,
-                                       const void* const (&tensors)[kTensors]) const {
+  // Whether L2 had better keep chunk t when it comes for the first time.
+  __device__ __forceinline__ bool is_retained(uint32_t t) const {
+    return t >= d.held && t < d.held + d.rereads && t + d.retained >= d.held + d.rereads;
+  }
+  __device__ __forceinline__ void load(uint32_t u, uint32_t t, uint32_t k, const void* const (&tensors)[kTensors],
+                                       bool retained) const {
     int64_t first;
     const uint32_t bytes = chunk_bytes(t, &first);
     first += base(u);
@@ -228,7 +233,8 @@ struct RowBlock {
       barrier_arrive(&s.loaded[k]);
       return;
     }
-    const uint64_t policy = evict_normal_policy();
+    uint64_t policy = evict_normal_policy();
+    if (d.policy > 0) policy = !retained ? evict_first_policy() : d.policy == 2 ? evict_last_policy() : policy;
     barrier_expect_bytes(&s.loaded[k], bytes * kTensors);
 #pragma unroll
     for (int i = 0; i < kTensors; ++i) {
@@ -247,11 +253,11 @@ struct RowBlock {
     for (uint32_t u = 0; u < samples; ++u) {
       for (uint32_t t = 0; t < d.chunks; ++t, ++loads, slot.next(d.slots)) {
         if (d.distance > 0) {
-          while (u * d.rereads + min(t, d.rereads) > load_counter(&s.chunks_again) + d.distance) __nanosleep(20);
+          while (u * d.rereads + min(t - min(t, d.held), d.rereads) > load_counter(&s.chunks_again) + d.distance) __nanosleep(20);
         }
         if (loads >= d.slots) barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
         await_flight(loads, &landing, 0, d.slots);
-        load(u, t, slot.k, tensors);
+        load(u, t, slot.k, tensors, is_retained(t));
       }
     }
   }
@@ -263,7 +269,7 @@ struct RowBlock {
       for (uint32_t i = 0; i < d.rereads; ++i, slot.next(d.again_slots)) {
         if (loads >= d.again_slots) barrier_wait(&s.freed[d.slots + slot.k], slot.parity ^ 1);
         await_flight(loads, &landing, d.slots, d.again_slots);
-        load(u, chunk_again(i), d.slots + slot.k, tensors);
+        load(u, chunk_again(i), d.slots + slot.k, tensors, false);
         ++loads;
         increment(&s.chunks_again);
       }
@@ -485,10 +491,12 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
     } else if (warp == 1) {
       if (threadIdx.x == 32) block.produce_again(tensors);
     } else {
+      wait_for_prerequisites();  // until then words are not zero
       block.gather();
     }
   } else if (warp < kFirstSummer) {
     if constexpr (kDeals) set_registers<kRowPublisherRegisters, false>();
+    wait_for_prerequisites();
     block.publish();
   } else if (warp < kFirstWriter) {
     if constexpr (kDeals) set_registers<kRowSummerRegisters, false>();

@@ -25,6 +25,7 @@ struct RowShares {
   uint32_t held = 0;                    // of those that stay, the first are in the writers' registers
   uint32_t distance = 0;                // chunks from one that comes to one that comes again, at most; 0: any
   bool backwards = false;               // the last come again first: those are in L2 of a sample that is larger
+  uint32_t retained = ~0u >> 1, policy = 0;
   uint32_t tensor_bytes = 0;            // of a slot for each tensor
   uint32_t channels = 0, channels_per_group = 1, groups = 1;
   uint32_t turns = 1;  // a row is so many times all channels
