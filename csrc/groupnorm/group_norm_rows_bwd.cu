@@ -194,13 +194,13 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
 #endif
 
 template <typename Traits>
-__global__ void __launch_bounds__(kRowBlockThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, 1)
     group_norm_rows_bwd_kernel(const __grid_constant__ GroupNormRowsBwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char memory[];
   __shared__ RowBarriers barriers;
   const void* const tensors[2] = {p.x, p.dy};
-  run_roles<RowBwdBlock<Traits>>(p, memory, place_tables(memory, p.shares, 2, Traits::kVec), barriers, tensors);
+  run_roles<RowBwdBlock<Traits>>(p, memory, place_tables<Traits>(memory, p.shares), barriers, tensors);
 #endif
 }
 
@@ -209,7 +209,7 @@ Status launch(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t
   using Traits = RowTraits<T, kPre, kAct, 2>;
   GroupNormRowsBwdParams params = p;
   params.shares.held = std::min<uint32_t>(p.shares.held, Traits::kHeld);
-  return launch_columns(kName, group_norm_rows_bwd_kernel<Traits>, kRowBlockThreads, params, plan, stream);
+  return launch_columns(kName, group_norm_rows_bwd_kernel<Traits>, Traits::kThreads, params, plan, stream);
 }
 
 }  // namespace

@@ -65,20 +65,17 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
       this->for_each_summed(&slot, [&](uint32_t t, uint32_t k, uint32_t left) {
         const T* const from = this->place(k);
         if (t == 0 && left > 0) set_pivots(sums, from - tid * kVec);
-        Vec<T, kVec> input[kPasses];
+        constexpr int kBatch = 4;
+        static_assert(Traits::kSumPasses % kBatch == 0);
+        uint32_t i0 = 0;
+        for (; i0 + kBatch <= min(left, uint32_t(Traits::kSumPasses)); i0 += kBatch) {
+          Vec<T, kVec> input[kBatch];
 #pragma unroll
-        for (int i = 0; i < kPasses; ++i) {
-          if (i < left) input[i] = load_vec<T, kVec>(from + i * step);
+          for (int i = 0; i < kBatch; ++i) input[i] = load_vec<T, kVec>(from + (i0 + i) * step);
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) add(sums, input[i]);
         }
-        if (left >= kPasses) {
-#pragma unroll
-          for (int i = 0; i < kPasses; ++i) add(sums, input[i]);
-        } else {
-#pragma unroll
-          for (int i = 0; i < kPasses - 1; ++i) {
-            if (i < left) add(sums, input[i]);
-          }
-        }
+        for (; i0 < min(left, uint32_t(Traits::kSumPasses)); ++i0) add(sums, load_vec<T, kVec>(from + i0 * step));
       });
       this->write_entries(u, sums.pivot, sums.sum, sums.squares);
     }
@@ -218,13 +215,13 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
 #endif
 
 template <typename Traits>
-__global__ void __launch_bounds__(kRowBlockThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, 1)
     group_norm_rows_fwd_kernel(const __grid_constant__ GroupNormRowsFwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char memory[];
   __shared__ RowBarriers barriers;
   const void* const tensors[1] = {p.x};
-  run_roles<RowFwdBlock<Traits>>(p, memory, place_tables(memory, p.shares, 1, Traits::kVec), barriers, tensors);
+  run_roles<RowFwdBlock<Traits>>(p, memory, place_tables<Traits>(memory, p.shares), barriers, tensors);
 #endif
 }
 
@@ -233,7 +230,7 @@ Status launch(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t
   using Traits = RowTraits<T, kPre, kAct, 1>;
   GroupNormRowsFwdParams params = p;
   params.shares.held = std::min<uint32_t>(p.shares.held, Traits::kHeld);
-  return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, kRowBlockThreads, params, plan, stream);
+  return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, params, plan, stream);
 }
 
 }  // namespace

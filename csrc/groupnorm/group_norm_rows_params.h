@@ -18,8 +18,8 @@ struct RowShares {
   uint32_t teams = 1, blocks = 1;  // of the grid, and of a team
   uint32_t rows = 0, share = 0;    // of a sample, of a block
   uint32_t vectors = 0;            // of a row
-  uint32_t walkers = 0;            // rows that the threads of a role have at a time
-  uint32_t chunk_rows = 0;         // walkers times a thread's vectors of a chunk
+  uint32_t walkers = 0;            // rows that the summers have at a time
+  uint32_t chunk_rows = 0;         // walkers times a summer's vectors of a chunk
   uint32_t chunks = 0, rereads = 0;
   uint32_t slots = 0, again_slots = 0;  // of chunks that come for the first time, and again
   uint32_t held = 0;                    // of those that stay, the first are in the writers' registers
@@ -48,7 +48,10 @@ struct GroupNormRowsBwdParams : GroupNormBwdArgs {
   float* block_sums = nullptr;  // [teams * blocks][C][2]: sum of dz and of dz * xhat over a block's positions
 };
 
-inline constexpr int kRowSlots = 32, kRowThreads = 256;       // of a block, of a role that goes through x
+inline constexpr int kRowSlots = 32;    // of a block
+inline constexpr int kRowWriters = 256;  // threads
+// Threads that sum up. Four warps do for the forward's sums, and leave the writers more registers.
+inline constexpr int row_summers(int tensors) { return tensors == 1 ? 128 : 256; }
 inline constexpr int kRowProducers = 2, kRowCollectors = 2, kRowPublishers = 4;  // warps
 // Chunks that a producer has under way at a time. With more, or some on their way to L2 besides, loads only queue in
 // memory, the longer the further away a multiprocessor is, and a team waits for its last: 2 to 6% slower (H200).

@@ -23,20 +23,20 @@ inline constexpr uint32_t kRowAgain = 3;  // slots of chunks that come again
 // Shares for so many teams, with at least so many chunks read again. False where there are none.
 inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t rereads, RowPlan* plan) {
   const GroupNormDims& d = in.dims;
-  const int size = dtype_size(d.dtype), vec = 16 / size, passes = kRowPasses / in.tensors;
+  const int size = dtype_size(d.dtype), vec = 16 / size, passes = kRowPasses / in.tensors, summers = row_summers(in.tensors);
   *plan = RowPlan();
   RowShares& p = plan->shares;
   p.turns = static_cast<uint32_t>(vec / std::gcd<int64_t>(d.c, vec));
   const int64_t vectors = d.c * p.turns / vec;
-  if (d.s % p.turns != 0 || vectors > kRowThreads) return false;
+  if (d.s % p.turns != 0 || vectors > summers) return false;
   p.samples = static_cast<uint32_t>(d.n);
   p.teams = teams;
   p.blocks = static_cast<uint32_t>(in.sm_count) / teams;
   p.rows = static_cast<uint32_t>(d.s / p.turns);
   p.share = (p.rows + p.blocks - 1) / p.blocks;
   p.vectors = static_cast<uint32_t>(vectors);
-  p.walkers = kRowThreads / p.vectors;
-  p.chunk_rows = p.walkers * passes;
+  p.walkers = summers / p.vectors;
+  p.chunk_rows = p.walkers * (kRowWriters / summers) * passes;
   p.chunks = (p.share + p.chunk_rows - 1) / p.chunk_rows;
   p.tensor_bytes = p.chunk_rows * p.vectors * 16;
   p.channels = static_cast<uint32_t>(d.c);
@@ -54,8 +54,8 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.rest_count = static_cast<float>((p.rows - p.full_blocks * p.share) * per_row);
   p.total_count = static_cast<float>(p.rows * per_row);
 
-  // Entries of the threads, sums of a row's elements, pivots or sums of all samples, parameters, statistics.
-  const int64_t tables = int64_t(vec) * kRowThreads * 8 + elements * 16 + p.channels * 8 + p.groups * 16;
+  // Entries of the summers, sums of a row's elements, pivots or sums of all samples, parameters, statistics.
+  const int64_t tables = int64_t(vec) * summers * 8 + elements * 16 + p.channels * 8 + p.groups * 16;
   const int64_t slot = int64_t(p.tensor_bytes) * in.tensors;
   plan->smem_limit = static_cast<int>(in.smem_bytes) - 1024;
   const int64_t slots = std::min<int64_t>((plan->smem_limit - tables) / slot, kRowSlots);
