@@ -98,7 +98,8 @@ struct RowBlock {
   const uint32_t tid, lane = threadIdx.x % 32;  // of the role
   const uint32_t rows;                          // that the role's threads have at a time
   uint32_t samples, own;                        // of the team, rows of the block's share
-  uint32_t walker, column, count;               // count: vectors of this thread's share
+  uint32_t walker, column;
+  uint32_t full_chunks, of_full, of_rest;  // of the share; vectors of this thread in these, and in the one after them
   bool active;
 
   __device__ __forceinline__ RowBlock(const Params& params, char* memory, const RowTables& t, RowBarriers& barriers,
@@ -118,7 +119,13 @@ struct RowBlock {
     walker = d.by_vectors(tid);
     column = tid - walker * d.vectors;
     active = walker < rows;
-    count = active && walker < own ? d.by_walkers(own - walker - 1) / (writes ? Traits::kSumPasses / kPasses : 1) + 1 : 0;
+    const auto vectors_of = [&](uint32_t chunk) {
+      return active && walker < chunk ? d.by_walkers(chunk - walker - 1) / (writes ? Traits::kSumPasses / kPasses : 1) + 1
+                                      : 0;
+    };
+    full_chunks = d.by_chunk_rows(own);
+    of_full = vectors_of(d.chunk_rows);
+    of_rest = vectors_of(own - full_chunks * d.chunk_rows);
   }
 
   __device__ __forceinline__ uint32_t sample(uint32_t u) const { return team + u * d.teams; }
@@ -162,18 +169,21 @@ struct RowBlock {
     barrier_wait(&s.loaded[slot.k], slot.parity);
     __syncwarp();
   }
-  // So many of a chunk's passes have a vector of this thread.
-  __device__ __forceinline__ uint32_t left_of(uint32_t t, uint32_t passes) const {
-    return count > t * passes ? count - t * passes : 0;
+  // Vectors of this thread.
+  __device__ __forceinline__ uint32_t left_of(uint32_t t) const {
+    return t < full_chunks ? of_full : t == full_chunks ? of_rest : 0;
   }
-  // This thread's first element of chunk t, in the share.
-  __device__ __forceinline__ int64_t first_of(uint32_t t) const { return int64_t(t * kPasses) * step() + tid * kVec; }
+  __device__ __forceinline__ uint32_t chunk_elements() const { return d.chunk_rows * d.vectors * kVec; }
+  // This thread's first element of chunk t.
+  __device__ __forceinline__ int64_t first_of(uint32_t u, uint32_t t) const {
+    return base(u) + tid * kVec + int64_t(t) * chunk_elements();
+  }
   // What summers do with each chunk of a sample.
   template <typename Add>
   __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add) const {
     for (uint32_t t = 0; t < d.chunks; ++t, slot->next(d.slots)) {
       await_chunk(*slot);
-      add(t, slot->k, left_of(t, Traits::kSumPasses));
+      add(t, slot->k, left_of(t));
       if (t < d.held) {
         free_slot<1, Traits::kSummers>(slot->k);
       } else if (t < d.held + d.rereads) {
@@ -190,7 +200,7 @@ struct RowBlock {
       if (h >= d.held) break;
       const RowSlot slot = slot_at(u * d.chunks + h);
       await_chunk(slot);
-      take(h, slot.k, left_of(h, kPasses));
+      take(h, slot.k, left_of(h));
       free_slot<1, kRowWriters>(slot.k);
     }
   }
@@ -201,27 +211,29 @@ struct RowBlock {
     RowSlot slot = slot_at(u * d.chunks + first);
     for (uint32_t t = first; t < d.chunks; ++t, slot.next(d.slots)) {
       await_chunk(slot);
-      write(first_of(t), slot.k, left_of(t, kPasses));
+      write(first_of(u, t), slot.k, left_of(t));
       free_slot<2, kRowWriters>(slot.k);
     }
   }
   // those in registers, write(first element, h, left),
   template <typename Write>
-  __device__ __forceinline__ void for_each_held(Write write) const {
+  __device__ __forceinline__ void for_each_held(uint32_t u, Write write) const {
+    int64_t first = first_of(u, 0);  // counted up: offsets of their own would be kept in registers
 #pragma unroll
     for (int h = 0; h < Traits::kHeld; ++h) {
       if (h >= d.held) break;
-      write(first_of(h), h, left_of(h, kPasses));
+      write(first, h, left_of(h));
+      first += chunk_elements();
     }
   }
   // and those that come again.
   template <typename Write>
-  __device__ __forceinline__ void for_each_again(RowSlot* again, Write write) const {
+  __device__ __forceinline__ void for_each_again(uint32_t u, RowSlot* again, Write write) const {
     for (uint32_t i = 0; i < d.rereads; ++i, again->next(d.again_slots)) {
       const uint32_t t = chunk_again(i);
       const RowSlot slot{d.slots + again->k, again->parity};
       await_chunk(slot);
-      write(first_of(t), slot.k, left_of(t, kPasses));
+      write(first_of(u, t), slot.k, left_of(t));
       free_slot<2, kRowWriters>(slot.k);
     }
   }

@@ -19,7 +19,7 @@ struct RowShares {
   uint32_t rows = 0, share = 0;    // of a sample, of a block
   uint32_t vectors = 0;            // of a row
   uint32_t walkers = 0;            // rows that the summers have at a time
-  uint32_t chunk_rows = 0;         // walkers times a summer's vectors of a chunk
+  uint32_t chunk_rows = 0;         // no more than walkers times a summer's vectors of a chunk
   uint32_t chunks = 0, rereads = 0;
   uint32_t slots = 0, again_slots = 0;  // of chunks that come for the first time, and again
   uint32_t held = 0;                    // of those that stay, the first are in the writers' registers
@@ -34,7 +34,7 @@ struct RowShares {
   // Values of a group that a block has: the first blocks, the one after them; none have the others.
   uint32_t full_blocks = 0;
   float full_count = 0, rest_count = 0, total_count = 0;
-  ColumnDivisor by_blocks, by_vectors, by_walkers, by_slots, by_channels, by_channels_per_group;
+  ColumnDivisor by_blocks, by_vectors, by_walkers, by_chunk_rows, by_slots, by_channels, by_channels_per_group;
 };
 
 struct GroupNormRowsFwdParams : GroupNormFwdArgs {

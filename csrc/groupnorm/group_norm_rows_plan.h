@@ -36,8 +36,9 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.share = (p.rows + p.blocks - 1) / p.blocks;
   p.vectors = static_cast<uint32_t>(vectors);
   p.walkers = summers / p.vectors;
-  p.chunk_rows = p.walkers * (kRowWriters / summers) * passes;
-  p.chunks = (p.share + p.chunk_rows - 1) / p.chunk_rows;
+  const uint32_t most_rows = p.walkers * (kRowWriters / summers) * passes;
+  p.chunks = (p.share + most_rows - 1) / most_rows;
+  p.chunk_rows = (p.share + p.chunks - 1) / p.chunks;  // alike, so that slots are no larger than that
   p.tensor_bytes = p.chunk_rows * p.vectors * 16;
   p.channels = static_cast<uint32_t>(d.c);
   p.groups = static_cast<uint32_t>(d.g);
@@ -68,6 +69,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.by_blocks = divisor(p.blocks);
   p.by_vectors = divisor(p.vectors);
   p.by_walkers = divisor(p.walkers);
+  p.by_chunk_rows = divisor(p.chunk_rows);
   p.by_slots = divisor(p.slots);
   p.by_channels = divisor(p.channels);
   p.by_channels_per_group = divisor(p.channels_per_group);
