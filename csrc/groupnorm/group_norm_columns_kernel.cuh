@@ -2,7 +2,6 @@
 #pragma once
 
 #include "../common/async.cuh"
-#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/reduce.cuh"
 #include "group_norm_columns_params.h"
@@ -444,7 +443,6 @@ struct ColumnBlock {
   __device__ __forceinline__ void run() {
     start();
     find_groups();
-    wait_for_prerequisites();  // words are zero
     const uint32_t slabs = d.slabs_of(team), pending = min(d.chunks, uint32_t(kSlots)) - 1;
     const uint32_t rereads = d.chunks < kSlots ? 0 : d.chunks - kSlots - kHeld;
     Vec<T, kVec> held[kHeld > 0 ? kHeld : 1][kPasses];

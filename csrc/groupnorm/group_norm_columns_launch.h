@@ -3,20 +3,10 @@
 
 #include <cuda_runtime.h>
 
-#include <cstdlib>
-
-#include "../common/dependent_launch.cuh"
-
 #include "../common/status.h"
 #include "group_norm_columns_plan.h"
 
 namespace kgopt {
-
-static __global__ void zero_words_kernel(uint64_t* words, int64_t n) {
-  let_dependents_start();
-  const int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
-  if (i < n) words[i] = 0;
-}
 
 template <typename Params, typename Plan>
 Status launch_columns(const char* name, void (*kernel)(Params), int threads, const Params& p, const Plan& plan,
@@ -26,18 +16,10 @@ Status launch_columns(const char* name, void (*kernel)(Params), int threads, con
   if (error == cudaSuccess && plan.cluster && p.shares.blocks > 8) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
-  const int mode = getenv("KG_PDL") ? atoi(getenv("KG_PDL")) : 0;
   if (error == cudaSuccess && p.words) {
-    if (mode & 1) {
-      zero_words_kernel<<<unsigned((plan.words + 255) / 256), 256, 0, stream>>>(p.words, plan.words);
-    } else {
-      error = cudaMemsetAsync(p.words, 0, plan.words * sizeof(uint64_t), stream);
-    }
+    error = cudaMemsetAsync(p.words, 0, plan.words * sizeof(uint64_t), stream);
   }
-  cudaLaunchAttribute attributes[2]{};
-  cudaLaunchAttribute& attribute = attributes[0];
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attribute{};
   if (plan.cluster) {
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = p.shares.blocks;
@@ -51,12 +33,8 @@ Status launch_columns(const char* name, void (*kernel)(Params), int threads, con
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = plan.smem_bytes;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = p.words && (mode & 1) ? 2 : 1;
-  if ((mode & 2) && !plan.cluster) {
-    config.attrs = attributes + 1;
-    config.numAttrs--;
-  }
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, p);
   if (error == cudaSuccess) error = cudaGetLastError();
   if (error == cudaErrorCooperativeLaunchTooLarge) {

@@ -67,10 +67,7 @@ struct GroupNormColumnsFwdParams : GroupNormFwdArgs {
 
 inline constexpr int kColumnSlots = 8;   // a power of two
 inline constexpr int kColumnPasses = 3;  // vectors of a chunk of one thread; 8 slots of 24 KB with 512 threads
-#ifndef KG_CH
-#define KG_CH 3
-#endif
-inline constexpr int kColumnHeld = KG_CH;    // chunks in registers
+inline constexpr int kColumnHeld = 3;    // chunks in registers
 inline constexpr int kColumnMaxThreads = 512;
 
 }  // namespace kgopt

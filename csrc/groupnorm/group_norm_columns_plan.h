@@ -16,6 +16,7 @@ struct ColumnPlanInput {
   int tensors = 1;          // that are read: x, or x and dy
   bool aligned = true;      // x and y start at a multiple of 16 bytes
   bool long_chain = false;  // the activations are walked at run time
+  bool holds = true;        // the activations leave registers for chunks
   int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters
   int sm_count = 132;
   int64_t smem_bytes = 227 << 10;  // of a block

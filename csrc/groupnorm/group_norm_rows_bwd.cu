@@ -156,7 +156,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
 #pragma unroll
       for (int j = 0; j < kVec; ++j) terms[j] = this->stats(u)[group_of(j)];
       barrier_arrive(&s.taken[u & 1]);
-      T* const dx = static_cast<T*>(p.dx);
+      T* const dx = static_cast<T*>(p.dx) + this->base(u);
       // With is_dz, what lies in dy's place is dz.
       const auto write = [&](T* to, const Vec<T, kVec>& from_x, const Vec<T, kVec>& from_dy, auto is_dz) {
         float x[kVec], dy[kVec];
@@ -178,15 +178,14 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
       this->for_each_kept(u, [&](int64_t first, uint32_t k, uint32_t left) {
         write_slot(first, k, left, std::bool_constant<kStoresDz>());
       });
-      this->for_each_held(u, [&](int64_t first, int h, uint32_t left) {
+      this->for_each_held([&](int64_t first, int h, uint32_t left) {
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
           if (i < left) write(dx + first + i * step, held_x[h][i], held_dy[h][i], std::false_type());
         }
       });
-      this->for_each_again(u, &again, [&](int64_t first, uint32_t k, uint32_t left) {
-        write_slot(first, k, left, std::false_type());
-      });
+      this->for_each_again(
+          &again, [&](int64_t first, uint32_t k, uint32_t left) { write_slot(first, k, left, std::false_type()); });
     }
   }
 };
@@ -206,7 +205,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
-  using Traits = RowTraits<T, kPre, kAct, 2>;
+  constexpr bool kHolds = kPre != Chain::kAny && (kAct == Chain::kNone || kAct == Chain::kRelu);
+  using Traits = RowTraits<T, kPre, kAct, 2, kHolds>;
   GroupNormRowsBwdParams params = p;
   params.shares.held = std::min<uint32_t>(p.shares.held, Traits::kHeld);
   return launch_columns(kName, group_norm_rows_bwd_kernel<Traits>, Traits::kThreads, params, plan, stream);

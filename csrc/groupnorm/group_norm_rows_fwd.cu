@@ -1,6 +1,4 @@
 // GroupNorm forward of channels_last tensors by blocks with roles, see group_norm_rows_kernel.cuh.
-#include <algorithm>
-
 #include "group_norm_columns_launch.h"
 #include "group_norm_rows_kernel.cuh"
 #include "group_norm_rows_plan.h"
@@ -68,14 +66,14 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
         constexpr int kBatch = 4;
         static_assert(Traits::kSumPasses % kBatch == 0);
         uint32_t i0 = 0;
-        for (; i0 + kBatch <= left; i0 += kBatch) {
+        for (; i0 + kBatch <= min(left, uint32_t(Traits::kSumPasses)); i0 += kBatch) {
           Vec<T, kVec> input[kBatch];
 #pragma unroll
           for (int i = 0; i < kBatch; ++i) input[i] = load_vec<T, kVec>(from + (i0 + i) * step);
 #pragma unroll
           for (int i = 0; i < kBatch; ++i) add(sums, input[i]);
         }
-        for (; i0 < left; ++i0) add(sums, load_vec<T, kVec>(from + i0 * step));
+        for (; i0 < min(left, uint32_t(Traits::kSumPasses)); ++i0) add(sums, load_vec<T, kVec>(from + i0 * step));
       });
       this->write_entries(u, sums.pivot, sums.sum, sums.squares);
     }
@@ -193,7 +191,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
       __syncwarp();
       const Coefficients c = coefficients(u);
       barrier_arrive(&s.taken[u & 1]);
-      T* const y = static_cast<T*>(p.y);
+      T* const y = static_cast<T*>(p.y) + this->base(u);
       const auto write = [&](int64_t first, uint32_t left, const Vec<T, kVec>(&input)[kPasses]) {
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
@@ -206,8 +204,8 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
         write(first, left, input);
       };
       this->for_each_kept(u, write_slot);
-      this->for_each_held(u, [&](int64_t first, int h, uint32_t left) { write(first, left, held[h]); });
-      this->for_each_again(u, &again, write_slot);
+      this->for_each_held([&](int64_t first, int h, uint32_t left) { write(first, left, held[h]); });
+      this->for_each_again(&again, write_slot);
     }
   }
 };
@@ -227,10 +225,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream) {
-  using Traits = RowTraits<T, kPre, kAct, 1>;
-  GroupNormRowsFwdParams params = p;
-  params.shares.held = std::min<uint32_t>(p.shares.held, Traits::kHeld);
-  return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, params, plan, stream);
+  // Calls that walk a chain leave no registers.
+  if constexpr (kPre != Chain::kAny && kAct != Chain::kAny) {
+    if (p.shares.held > 0) {
+      using Traits = RowTraits<T, kPre, kAct, 1, true>;
+      return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
+    }
+  }
+  using Traits = RowTraits<T, kPre, kAct, 1, false>;
+  return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
 }
 
 }  // namespace

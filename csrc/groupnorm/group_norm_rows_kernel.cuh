@@ -9,7 +9,6 @@
 #pragma once
 
 #include "../common/async.cuh"
-#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/reduce.cuh"
 #include "group_norm_rows_params.h"
@@ -25,12 +24,14 @@ struct RowRegisters {
   int servers, publishers, summers, writers;  // servers: producers and collectors
 };
 inline constexpr RowRegisters kRowFwdRegisters = {80, 40, 88, 136}, kRowBwdRegisters = {72, 40, 72, 112};
-inline constexpr RowRegisters kRowBwdActRegisters = {72, 40, 80, 104};
+inline constexpr RowRegisters kRowActBwdRegisters = {72, 40, 80, 104};  // 16 bits, with an activation
 
-template <typename T_, Chain kPre_, Chain kAct_, int kTensors_>
+template <typename T_, Chain kPre_, Chain kAct_, int kTensors_, bool kHolds_>
 struct RowTraits {
   using T = T_;
-  static constexpr int kTensors = kTensors_, kSummers = row_summers(kTensors);
+  static constexpr bool kHolds = kHolds_;  // writers have chunks in registers
+  static constexpr int kTensors = kTensors_;
+  static constexpr int kSummers = kTensors == 1 && kHolds ? kRowFewSummers : kRowSummers;
   static constexpr int kThreads = 32 * kRowProducers + kRowCollectThreads + kRowPublishThreads + kSummers + kRowWriters;
   // Vectors of a chunk that a writer has of a tensor, and a summer.
   static constexpr int kPasses = kRowPasses / kTensors, kSumPasses = kPasses * (kRowWriters / kSummers);
@@ -40,11 +41,11 @@ struct RowTraits {
   static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
   // Whether the backward's summers leave dz in place of dy, where computing it twice costs more.
   static constexpr bool kStoresDz = kTensors == 2 && (kAct == Chain::kSilu || kAct == Chain::kAny);
-  // Chunks that a writer has in registers. Calls that walk a chain leave it none.
-  static constexpr bool kWalks = kPre == Chain::kAny || kAct == Chain::kAny;
-  static constexpr bool kWide = kTensors == 2 && sizeof(T) == 2;
-  static constexpr int kHeld = kWalks ? 0 : kWide ? (kAct == Chain::kNone ? 3 : 2) : 4;
-  static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters : kWide && kAct != Chain::kNone ? kRowBwdActRegisters : kRowBwdRegisters;
+  static constexpr bool kActs16 = kTensors == 2 && sizeof(T) == 2 && kAct != Chain::kNone;
+  static constexpr int kHeld = !kHolds ? 0 : kActs16 ? 2 : row_held(kTensors, sizeof(T));
+  static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters
+                                             : kActs16     ? kRowActBwdRegisters
+                                                           : kRowBwdRegisters;
 };
 
 // Those of two take turns from sample to sample. The slots of chunks that come again follow those of the others.
@@ -98,8 +99,7 @@ struct RowBlock {
   const uint32_t tid, lane = threadIdx.x % 32;  // of the role
   const uint32_t rows;                          // that the role's threads have at a time
   uint32_t samples, own;                        // of the team, rows of the block's share
-  uint32_t walker, column;
-  uint32_t full_chunks, of_full, of_rest;  // of the share; vectors of this thread in these, and in the one after them
+  uint32_t walker, column, count;               // count: vectors of this thread's share
   bool active;
 
   __device__ __forceinline__ RowBlock(const Params& params, char* memory, const RowTables& t, RowBarriers& barriers,
@@ -119,13 +119,8 @@ struct RowBlock {
     walker = d.by_vectors(tid);
     column = tid - walker * d.vectors;
     active = walker < rows;
-    const auto vectors_of = [&](uint32_t chunk) {
-      return active && walker < chunk ? d.by_walkers(chunk - walker - 1) / (writes ? Traits::kSumPasses / kPasses : 1) + 1
-                                      : 0;
-    };
-    full_chunks = d.by_chunk_rows(own);
-    of_full = vectors_of(d.chunk_rows);
-    of_rest = vectors_of(own - full_chunks * d.chunk_rows);
+    count =
+        active && walker < own ? d.by_walkers(own - walker - 1) / (writes ? Traits::kSumPasses / kPasses : 1) + 1 : 0;
   }
 
   __device__ __forceinline__ uint32_t sample(uint32_t u) const { return team + u * d.teams; }
@@ -149,13 +144,16 @@ struct RowBlock {
   static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u >> 1 & 1; }
 
   // Where summers write into slots, too, writers free a slot lane by lane: compute-sanitizer orders an arrival with its
-  // own thread's reads only.
-  // Summers and writers arrive for half of a slot each where both read it for the last time.
-  static constexpr uint32_t kFreeing = 2 * (Traits::kStoresDz ? kRowWriters : kRowWriters / 32);
-  template <int kHalves, int kThreads>
+  // own thread's reads only. Where writers hold chunks, they and the summers arrive for a half of a slot each if both
+  // read it for the last time: a second arrival at once takes longer than the first.
+  static constexpr int kHalves = kHeld > 0 ? 2 : 1;
+  static constexpr uint32_t kFreeing = kHalves * (Traits::kStoresDz ? kRowWriters : kRowWriters / 32);
+  template <int kThreads, bool kHalf = false>
   __device__ __forceinline__ void free_slot(uint32_t k) const {
     __syncwarp();
-    if (Traits::kStoresDz || lane == 0) barrier_arrive<kHalves * (kRowWriters / kThreads)>(&s.freed[k]);
+    if (Traits::kStoresDz || lane == 0) {
+      barrier_arrive<(kHalf ? 1 : kHalves) * (kRowWriters / kThreads)>(&s.freed[k]);
+    }
   }
 
   // This thread's first vector of a slot; its next ones lie `step` elements apart, there and in the tensor.
@@ -169,29 +167,28 @@ struct RowBlock {
     barrier_wait(&s.loaded[slot.k], slot.parity);
     __syncwarp();
   }
-  // Vectors of this thread.
-  __device__ __forceinline__ uint32_t left_of(uint32_t t) const {
-    return t < full_chunks ? of_full : t == full_chunks ? of_rest : 0;
+  // So many of a chunk's passes have a vector of this thread.
+  __device__ __forceinline__ uint32_t left_of(uint32_t t, uint32_t passes) const {
+    return count > t * passes ? count - t * passes : 0;
   }
-  __device__ __forceinline__ uint32_t chunk_elements() const { return d.chunk_rows * d.vectors * kVec; }
-  // This thread's first element of chunk t.
-  __device__ __forceinline__ int64_t first_of(uint32_t u, uint32_t t) const {
-    return base(u) + tid * kVec + int64_t(t) * chunk_elements();
-  }
+  // This thread's first element of chunk t, in the share.
+  __device__ __forceinline__ int64_t first_of(uint32_t t) const { return int64_t(t * kPasses) * step() + tid * kVec; }
   // What summers do with each chunk of a sample.
   template <typename Add>
   __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add) const {
     for (uint32_t t = 0; t < d.chunks; ++t, slot->next(d.slots)) {
       await_chunk(*slot);
-      add(t, slot->k, left_of(t));
+      add(t, slot->k, left_of(t, Traits::kSumPasses));
       if (t < d.held) {
-        free_slot<1, Traits::kSummers>(slot->k);
+        free_slot<Traits::kSummers, true>(slot->k);
       } else if (t < d.held + d.rereads) {
-        free_slot<2, Traits::kSummers>(slot->k);
+        free_slot<Traits::kSummers>(slot->k);
       }
     }
   }
-  __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const { return d.held + (d.backwards ? d.rereads - 1 - i : i); }
+  __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const {
+    return d.held + (d.backwards ? d.rereads - 1 - i : i);
+  }
   // What writers do with chunks that they take to registers before they know the statistics: take(h, slot, left),
   template <typename Take>
   __device__ __forceinline__ void for_each_taken(uint32_t u, Take take) const {
@@ -200,8 +197,8 @@ struct RowBlock {
       if (h >= d.held) break;
       const RowSlot slot = slot_at(u * d.chunks + h);
       await_chunk(slot);
-      take(h, slot.k, left_of(h));
-      free_slot<1, kRowWriters>(slot.k);
+      take(h, slot.k, left_of(h, kPasses));
+      free_slot<kRowWriters, true>(slot.k);
     }
   }
   // and once they know them: with those that have stayed in slots, write(first element, slot, left),
@@ -211,30 +208,28 @@ struct RowBlock {
     RowSlot slot = slot_at(u * d.chunks + first);
     for (uint32_t t = first; t < d.chunks; ++t, slot.next(d.slots)) {
       await_chunk(slot);
-      write(first_of(u, t), slot.k, left_of(t));
-      free_slot<2, kRowWriters>(slot.k);
+      write(first_of(t), slot.k, left_of(t, kPasses));
+      free_slot<kRowWriters>(slot.k);
     }
   }
   // those in registers, write(first element, h, left),
   template <typename Write>
-  __device__ __forceinline__ void for_each_held(uint32_t u, Write write) const {
-    int64_t first = first_of(u, 0);  // counted up: offsets of their own would be kept in registers
+  __device__ __forceinline__ void for_each_held(Write write) const {
 #pragma unroll
     for (int h = 0; h < Traits::kHeld; ++h) {
       if (h >= d.held) break;
-      write(first, h, left_of(h));
-      first += chunk_elements();
+      write(first_of(h), h, left_of(h, kPasses));
     }
   }
   // and those that come again.
   template <typename Write>
-  __device__ __forceinline__ void for_each_again(uint32_t u, RowSlot* again, Write write) const {
+  __device__ __forceinline__ void for_each_again(RowSlot* again, Write write) const {
     for (uint32_t i = 0; i < d.rereads; ++i, again->next(d.again_slots)) {
       const uint32_t t = chunk_again(i);
       const RowSlot slot{d.slots + again->k, again->parity};
       await_chunk(slot);
-      write(first_of(u, t), slot.k, left_of(t));
-      free_slot<2, kRowWriters>(slot.k);
+      write(first_of(t), slot.k, left_of(t, kPasses));
+      free_slot<kRowWriters>(slot.k);
     }
   }
 
@@ -244,12 +239,8 @@ struct RowBlock {
     *first = int64_t(row) * (d.vectors * kVec);
     return row < own ? min(d.chunk_rows, own - row) * d.vectors * 16 : 0;
   }
-  // Whether L2 had better keep chunk t when it comes for the first time.
-  __device__ __forceinline__ bool is_retained(uint32_t t) const {
-    return t >= d.held && t < d.held + d.rereads && t + d.retained >= d.held + d.rereads;
-  }
-  __device__ __forceinline__ void load(uint32_t u, uint32_t t, uint32_t k, const void* const (&tensors)[kTensors],
-                                       bool retained) const {
+  __device__ __forceinline__ void load(uint32_t u, uint32_t t, uint32_t k,
+                                       const void* const (&tensors)[kTensors]) const {
     int64_t first;
     const uint32_t bytes = chunk_bytes(t, &first);
     first += base(u);
@@ -258,8 +249,7 @@ struct RowBlock {
       barrier_arrive(&s.loaded[k]);
       return;
     }
-    uint64_t policy = evict_normal_policy();
-    if (d.policy > 0) policy = !retained ? evict_first_policy() : d.policy == 2 ? evict_last_policy() : policy;
+    const uint64_t policy = evict_normal_policy();
     barrier_expect_bytes(&s.loaded[k], bytes * kTensors);
 #pragma unroll
     for (int i = 0; i < kTensors; ++i) {
@@ -278,11 +268,12 @@ struct RowBlock {
     for (uint32_t u = 0; u < samples; ++u) {
       for (uint32_t t = 0; t < d.chunks; ++t, ++loads, slot.next(d.slots)) {
         if (d.distance > 0) {
-          while (u * d.rereads + min(t - min(t, d.held), d.rereads) > load_counter(&s.chunks_again) + d.distance) __nanosleep(20);
+          while (u * d.rereads + min(t - min(t, d.held), d.rereads) > load_counter(&s.chunks_again) + d.distance)
+            __nanosleep(20);
         }
         if (loads >= d.slots) barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
         await_flight(loads, &landing, 0, d.slots);
-        load(u, t, slot.k, tensors, is_retained(t));
+        load(u, t, slot.k, tensors);
       }
     }
   }
@@ -294,7 +285,7 @@ struct RowBlock {
       for (uint32_t i = 0; i < d.rereads; ++i, slot.next(d.again_slots)) {
         if (loads >= d.again_slots) barrier_wait(&s.freed[d.slots + slot.k], slot.parity ^ 1);
         await_flight(loads, &landing, d.slots, d.again_slots);
-        load(u, chunk_again(i), d.slots + slot.k, tensors, false);
+        load(u, chunk_again(i), d.slots + slot.k, tensors);
         ++loads;
         increment(&s.chunks_again);
       }
@@ -474,7 +465,8 @@ struct RowBlock {
   }
 };
 
-__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing, uint32_t summers) {
+__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing,
+                                              uint32_t summers) {
   for (uint32_t k = 0; k < slots; ++k) {
     barrier_init(&barriers->loaded[k], 1);
     barrier_init(&barriers->freed[k], freeing);
@@ -495,7 +487,8 @@ template <typename Block, typename Params, int kTensors>
 __device__ __forceinline__ void run_roles(const Params& p, char* memory, const RowTables& t, RowBarriers& barriers,
                                           const void* const (&tensors)[kTensors]) {
   using Traits = typename Block::Traits;
-  if (threadIdx.x == 0) init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing, Traits::kSummers);
+  if (threadIdx.x == 0)
+    init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing, Traits::kSummers);
   for (uint32_t c = threadIdx.x; c < p.shares.channels; c += Traits::kThreads) {
     t.affines[c] = affine_of(p.weight, p.bias, c, p.affine_dtype);
   }
@@ -509,7 +502,7 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
                     : warp >= kFirstPublisher ? kFirstPublisher
                     : warp >= kFirstCollector ? kFirstCollector
                                               : warp;
-  constexpr bool kDeals = Block::kHeld > 0;
+  constexpr bool kDeals = Traits::kHolds;
   Block block(p, memory, t, barriers, threadIdx.x - first * 32, warp >= kFirstWriter);
   if (warp < kFirstPublisher) {
     if constexpr (kDeals) set_registers<kRegisters.servers, false>();
@@ -518,15 +511,13 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
     } else if (warp == 1) {
       if (threadIdx.x == 32) block.produce_again(tensors);
     } else {
-      wait_for_prerequisites();  // until then words are not zero
       block.gather();
     }
   } else if (warp < kFirstSummer) {
     if constexpr (kDeals) set_registers<kRegisters.publishers, false>();
-    wait_for_prerequisites();
     block.publish();
   } else if (warp < kFirstWriter) {
-    if constexpr (kDeals) set_registers<kRegisters.summers, (kRegisters.summers > 96)>();
+    if constexpr (kDeals) set_registers<kRegisters.summers, false>();
     block.sum_up();
   } else {
     if constexpr (kDeals) set_registers<kRegisters.writers, true>();
