@@ -28,15 +28,6 @@ namespace kgopt {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-template <int kCount, bool kMore>
-__device__ __forceinline__ void set_registers() {
-  if constexpr (kMore) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
-  } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
-  }
-}
-
 // Of a tile, while it is loaded: fp32 values come scaled, or are measured where the scale does not fit. `most`: the
 // largest finite one, where measured; `largest`: of those that were stored.
 template <ConvMath kMath, int kLoaders>

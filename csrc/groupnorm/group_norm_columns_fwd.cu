@@ -10,7 +10,14 @@ constexpr const char* kName = "group_norm_columns_fwd_kernel";
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream) {
-  return launch_columns(kName, group_norm_columns_fwd_kernel<ColumnTraits<T, kPre, kAct>>, plan.threads, p, plan,
+  // Calls that walk a chain leave no registers.
+  if constexpr (kPre != Chain::kAny && kAct != Chain::kAny) {
+    if (p.shares.held > 0) {
+      return launch_columns(kName, group_norm_columns_fwd_kernel<ColumnTraits<T, kPre, kAct, kColumnHeld>>,
+                            plan.threads, p, plan, stream);
+    }
+  }
+  return launch_columns(kName, group_norm_columns_fwd_kernel<ColumnTraits<T, kPre, kAct, 0>>, plan.threads, p, plan,
                         stream);
 }
 

@@ -10,13 +10,14 @@
 
 namespace kgopt {
 
-template <typename T_, Chain kPre_, Chain kAct_>
+template <typename T_, Chain kPre_, Chain kAct_, int kHeld_>
 struct ColumnTraits {
   using T = T_;
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
   // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
   static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
+  static constexpr int kHeld = kHeld_;  // chunks in registers
 };
 
 // Shared memory after the slots.
@@ -34,6 +35,7 @@ template <typename Traits>
 struct ColumnBlock {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = kColumnPasses, kSlots = kColumnSlots;
+  static constexpr int kHeld = Traits::kHeld;
   static constexpr bool kFolds = Traits::kFolds;
 
   const GroupNormColumnsFwdParams& p;
@@ -97,7 +99,7 @@ struct ColumnBlock {
   }
   // Where chunk t lies. The last chunk leaves its slot first, so slab by slab the slots are taken the other way round.
   __device__ __forceinline__ uint32_t slot(uint32_t u, uint32_t t) const {
-    return (u & 1 ? min(d.chunks, uint32_t(kSlots)) - 1 - t : t) & (kSlots - 1);
+    return (u & 1 ? min(d.chunks, uint32_t(kSlots)) + kHeld - 1 - t : t) & (kSlots - 1);
   }
   // Without an L2 hint: nvcc 13.0 makes an illegal instruction of cp.async with one.
   static __device__ __forceinline__ void load(const T* from, uint32_t address) {
@@ -146,18 +148,26 @@ struct ColumnBlock {
       s.squares[j] += e * e;
     }
   }
-  __device__ __forceinline__ void add_chunk(Sums& s, uint32_t slot, uint32_t t) const {
-    const T* const from = place(slot);
+  __device__ __forceinline__ uint32_t left_of(uint32_t t) const { return own > t * kPasses ? own - t * kPasses : 0; }
+  __device__ __forceinline__ void take_chunk(uint32_t slot, uint32_t left, Vec<T, kVec> (&input)[kPasses]) const {
     const uint32_t stride = d.pass_bytes / sizeof(T);
-    if ((t + 1) * kPasses <= own) {
-      Vec<T, kVec> input[kPasses];
+    const T* const from = place(slot);
 #pragma unroll
-      for (int k = 0; k < kPasses; ++k) input[k] = load_vec<T, kVec>(from + k * stride);
+    for (int k = 0; k < kPasses; ++k) {
+      input[k] = Vec<T, kVec>{};  // or what was there before would have to be kept
+      if (k < left) input[k] = load_vec<T, kVec>(from + k * stride);
+    }
+  }
+  __device__ __forceinline__ void add_chunk(Sums& s, uint32_t left, const Vec<T, kVec> (&input)[kPasses]) const {
+    if (left >= kPasses) {
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) add(s, input[k]);
       return;
     }
-    for (uint32_t k = 0; t * kPasses + k < own; ++k) add(s, load_vec<T, kVec>(from + k * stride));
+#pragma unroll
+    for (int k = 0; k < kPasses - 1; ++k) {
+      if (k < left) add(s, input[k]);
+    }
   }
 
   // The warp's moments of each run of elements, to the block's table. Sums over the positions are taken relative to the
@@ -371,17 +381,11 @@ struct ColumnBlock {
   // Chunk t, in `slot`; then that slot's next load, chunk next_t from `next` on, if there is one.
   __device__ __forceinline__ void normalize_chunk(const Coefficients& c, int64_t first, uint32_t slot, uint32_t t,
                                                   bool loads, int64_t next, uint32_t next_t) const {
-    const uint32_t stride = d.pass_bytes / sizeof(T), to = address(slot);
-    const T* const from = place(slot);
+    const uint32_t to = address(slot), left = left_of(t), next_left = loads ? left_of(next_t) : 0;
     T* const y = static_cast<T*>(p.y) + first + int64_t(t * kPasses) * step;
     const T* const x = static_cast<const T*>(p.x) + next + int64_t(next_t * kPasses) * step;
-    const uint32_t left = own > t * kPasses ? own - t * kPasses : 0;
-    const uint32_t next_left = loads && own > next_t * kPasses ? own - next_t * kPasses : 0;
     Vec<T, kVec> input[kPasses];
-#pragma unroll
-    for (int k = 0; k < kPasses; ++k) {
-      if (k < left) input[k] = load_vec<T, kVec>(from + k * stride);
-    }
+    take_chunk(slot, left, input);
 #pragma unroll
     for (int k = 0; k < kPasses; ++k) {
       if (k < left) normalize(c, y + k * step, input[k]);
@@ -433,32 +437,49 @@ struct ColumnBlock {
   }
 
   // Slab after slab: its statistics, then its normalization from the last chunk to the first, while the slots that
-  // become free take what did not fit, or the next slab. A group of loads is committed at every step, so the one that
-  // a step needs is always as far back.
+  // become free take what did not fit, or the next slab. What the registers hold since the first chunks comes last. A
+  // group of loads is committed at every step that a slot has part in, so the one that a step needs is always as far
+  // back.
   __device__ __forceinline__ void run() {
     start();
     find_groups();
     const uint32_t slabs = d.slabs_of(team), pending = min(d.chunks, uint32_t(kSlots)) - 1;
-    const uint32_t rereads = d.chunks < kSlots ? 0 : d.chunks - kSlots;
+    const uint32_t rereads = d.chunks < kSlots ? 0 : d.chunks - kSlots - kHeld;
+    Vec<T, kVec> held[kHeld > 0 ? kHeld : 1][kPasses];
     for (uint32_t u = 0; u < slabs; ++u) {
       const int64_t first = base(u), next = base(u + 1);
       Sums s;
-      for (uint32_t t = 0; t < d.chunks; ++t) {
+      const auto sum_chunk = [&](uint32_t t, Vec<T, kVec>(&input)[kPasses]) {
         wait(pending);
         if (t == 0) start_sums(s, u);
-        add_chunk(s, slot(u, t), t);
+        take_chunk(slot(u, t), left_of(t), input);
+        add_chunk(s, left_of(t), input);
         if (t + kSlots < d.chunks) load_chunk(first, slot(u, t), t + kSlots);
         commit();
+      };
+#pragma unroll
+      for (int h = 0; h < kHeld; ++h) sum_chunk(h, held[h]);
+      for (uint32_t t = kHeld; t < d.chunks; ++t) {
+        Vec<T, kVec> input[kPasses];
+        sum_chunk(t, input);
       }
       finish_sums(s, u);
       if (d.ahead && u + 1 < slabs) prefetch(u + 1);
       const Coefficients c = coefficients_of(u);
-      for (uint32_t k = 0; k < d.chunks; ++k) {
+      for (uint32_t k = 0; k < d.chunks - kHeld; ++k) {
         wait(pending);
         const bool again = k < rereads;
         const uint32_t t = d.chunks - 1 - k, next_t = again ? t - kSlots : k - rereads;
         normalize_chunk(c, first, slot(u, t), t, again || u + 1 < slabs, again ? first : next, next_t);
         commit();
+      }
+#pragma unroll
+      for (int h = 0; h < kHeld; ++h) {
+        T* const y = static_cast<T*>(p.y) + first + int64_t(h * kPasses) * step;
+#pragma unroll
+        for (int k = 0; k < kPasses; ++k) {
+          if (k < left_of(h)) normalize(c, y + k * step, held[h][k]);
+        }
       }
     }
   }

@@ -30,6 +30,7 @@ struct ColumnShares {
   int64_t pitch = 0;               // elements from row to row
   uint32_t ahead = 0;              // whether the next slab comes to L2 before it has slots
   uint32_t chunks = 0;             // of a share: kColumnPasses passes over the block's threads each
+  uint32_t held = 0;               // the first of them may stay in registers: none or kColumnHeld
   // Which vectors a thread has. A warp takes `columns` vectors of `positions` rows; where a row is longer than a warp,
   // `warps_per_row` warps have a part of it each.
   uint32_t vectors = 0;  // of a slab's row
@@ -66,6 +67,7 @@ struct GroupNormColumnsFwdParams : GroupNormFwdArgs {
 
 inline constexpr int kColumnSlots = 8;   // a power of two
 inline constexpr int kColumnPasses = 3;  // vectors of a chunk of one thread; 8 slots of 24 KB with 512 threads
+inline constexpr int kColumnHeld = 3;    // chunks in registers
 inline constexpr int kColumnMaxThreads = 512;
 
 }  // namespace kgopt

@@ -16,6 +16,7 @@ struct ColumnPlanInput {
   int tensors = 1;          // that are read: x, or x and dy
   bool aligned = true;      // x and y start at a multiple of 16 bytes
   bool long_chain = false;  // the activations are walked at run time
+  bool holds = true;        // the activations leave registers for chunks
   int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters
   int sm_count = 132;
   int64_t smem_bytes = 227 << 10;  // of a block
@@ -86,6 +87,7 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   const int64_t passes = (p.share + p.stride - 1) / p.stride;
   p.chunks = static_cast<uint32_t>((passes + kColumnPasses - 1) / kColumnPasses);
   if (choice.cluster && p.chunks > kColumnSlots) return false;
+  p.held = p.chunks >= kColumnSlots + kColumnHeld ? kColumnHeld : 0;
   p.pass_bytes = p.stride * p.vectors * 16;
   p.slot_bytes = p.pass_bytes * kColumnPasses;
   p.data_bytes = p.slot_bytes * std::min<uint32_t>(p.chunks, kColumnSlots);

@@ -1,6 +1,8 @@
 // GroupNorm backward of channels_last tensors by blocks with roles, see group_norm_rows_kernel.cuh. The formulas are
 // those of group_norm_backward.cu. Where the activation is slow to differentiate, the summers leave dz in dy's place,
 // rounded as dy is, where the chunk stays.
+#include <algorithm>
+
 #include "group_norm_columns_launch.h"
 #include "group_norm_rows_kernel.cuh"
 #include "group_norm_rows_plan.h"
@@ -64,7 +66,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
             dz[j] += dy[j];
             dz_d[j] += dy[j] * x[j];
           }
-          if (kStoresDz && t >= d.rereads) store_vec<T, kVec>(from + dy_at(), pack<T, kVec>(dy));
+          if (kStoresDz && t >= d.rereads + d.held) store_vec<T, kVec>(from + dy_at(), pack<T, kVec>(dy));
         }
       });
       this->write_entries(u, dz, dz_d);
@@ -135,7 +137,18 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
   __device__ __forceinline__ void write() const {
     const uint32_t step = this->step();
     RowSlot again;
+    Vec<T, kVec> held_x[Rows::kHeldSize][kPasses], held_dy[Rows::kHeldSize][kPasses];
     for (uint32_t u = 0; u < samples; ++u) {
+      this->for_each_taken(u, [&](int h, uint32_t k, uint32_t left) {
+        const T* const from = this->place(k);
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+          held_x[h][i] = held_dy[h][i] = Vec<T, kVec>{};  // or what was there before would have to be kept
+          if (i >= left) continue;
+          held_x[h][i] = load_vec<T, kVec>(from + i * step);
+          held_dy[h][i] = load_vec<T, kVec>(from + i * step + dy_at());
+        }
+      });
       const Channels c = channels_of(u);
       barrier_wait(&s.ready[u & 1], parity_of(u));
       __syncwarp();
@@ -144,28 +157,35 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
       for (int j = 0; j < kVec; ++j) terms[j] = this->stats(u)[group_of(j)];
       barrier_arrive(&s.taken[u & 1]);
       T* const dx = static_cast<T*>(p.dx) + this->base(u);
-      this->for_each_written(u, &again, [&](int64_t first, uint32_t k, uint32_t left, bool is_kept) {
-        // dz where dy was read again: dy is dz from here on.
-        const auto from_dy = [&](auto is_dz) {
+      // With is_dz, what lies in dy's place is dz.
+      const auto write = [&](T* to, const Vec<T, kVec>& from_x, const Vec<T, kVec>& from_dy, auto is_dz) {
+        float x[kVec], dy[kVec];
+        unpack(from_x, x);
+        unpack(from_dy, dy);
+        make_dx<Traits::kPre, Traits::kAct, kCoarse, decltype(is_dz)::value>(
+            p.pre_act, p.act, x, dy, [&](int j) { return c.mean[j]; },
+            [&](int j) { return make_float2(c.scale[j], c.bias[j]); }, [&](int j) { return terms[j]; });
+        store_values<T, kVec>(to, x, p.streaming_stores);
+      };
+      const auto write_slot = [&](int64_t first, uint32_t k, uint32_t left, auto is_dz) {
 #pragma unroll
-          for (int i = 0; i < kPasses; ++i) {
-            if (i >= left) continue;
-            const T* const from = this->place(k) + i * step;
-            float x[kVec], dy[kVec];
-            unpack(load_vec<T, kVec>(from), x);
-            unpack(load_vec<T, kVec>(from + dy_at()), dy);
-            make_dx<Traits::kPre, Traits::kAct, kCoarse, decltype(is_dz)::value>(
-                p.pre_act, p.act, x, dy, [&](int j) { return c.mean[j]; },
-                [&](int j) { return make_float2(c.scale[j], c.bias[j]); }, [&](int j) { return terms[j]; });
-            store_values<T, kVec>(dx + first + i * step, x, p.streaming_stores);
-          }
-        };
-        if (kStoresDz && is_kept) {
-          from_dy(std::bool_constant<kStoresDz>());
-        } else {
-          from_dy(std::false_type());
+        for (int i = 0; i < kPasses; ++i) {
+          if (i >= left) continue;
+          const T* const from = this->place(k) + i * step;
+          write(dx + first + i * step, load_vec<T, kVec>(from), load_vec<T, kVec>(from + dy_at()), is_dz);
+        }
+      };
+      this->for_each_kept(u, [&](int64_t first, uint32_t k, uint32_t left) {
+        write_slot(first, k, left, std::bool_constant<kStoresDz>());
+      });
+      this->for_each_held([&](int64_t first, int h, uint32_t left) {
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+          if (i < left) write(dx + first + i * step, held_x[h][i], held_dy[h][i], std::false_type());
         }
       });
+      this->for_each_again(
+          &again, [&](int64_t first, uint32_t k, uint32_t left) { write_slot(first, k, left, std::false_type()); });
     }
   }
 };
@@ -173,20 +193,23 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
 #endif
 
 template <typename Traits>
-__global__ void __launch_bounds__(kRowBlockThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, 1)
     group_norm_rows_bwd_kernel(const __grid_constant__ GroupNormRowsBwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char memory[];
   __shared__ RowBarriers barriers;
   const void* const tensors[2] = {p.x, p.dy};
-  run_roles<RowBwdBlock<Traits>>(p, memory, place_tables(memory, p.shares, 2, Traits::kVec), barriers, tensors);
+  run_roles<RowBwdBlock<Traits>>(p, memory, place_tables<Traits>(memory, p.shares), barriers, tensors);
 #endif
 }
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
-  return launch_columns(kName, group_norm_rows_bwd_kernel<RowTraits<T, kPre, kAct, 2>>, kRowBlockThreads, p, plan,
-                        stream);
+  constexpr bool kHolds = kPre != Chain::kAny && (kAct == Chain::kNone || kAct == Chain::kRelu);
+  using Traits = RowTraits<T, kPre, kAct, 2, kHolds>;
+  GroupNormRowsBwdParams params = p;
+  params.shares.held = std::min<uint32_t>(p.shares.held, Traits::kHeld);
+  return launch_columns(kName, group_norm_rows_bwd_kernel<Traits>, Traits::kThreads, params, plan, stream);
 }
 
 }  // namespace

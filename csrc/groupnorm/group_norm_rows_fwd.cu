@@ -63,20 +63,17 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
       this->for_each_summed(&slot, [&](uint32_t t, uint32_t k, uint32_t left) {
         const T* const from = this->place(k);
         if (t == 0 && left > 0) set_pivots(sums, from - tid * kVec);
-        Vec<T, kVec> input[kPasses];
+        constexpr int kBatch = 4;
+        static_assert(Traits::kSumPasses % kBatch == 0);
+        uint32_t i0 = 0;
+        for (; i0 + kBatch <= min(left, uint32_t(Traits::kSumPasses)); i0 += kBatch) {
+          Vec<T, kVec> input[kBatch];
 #pragma unroll
-        for (int i = 0; i < kPasses; ++i) {
-          if (i < left) input[i] = load_vec<T, kVec>(from + i * step);
+          for (int i = 0; i < kBatch; ++i) input[i] = load_vec<T, kVec>(from + (i0 + i) * step);
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) add(sums, input[i]);
         }
-        if (left >= kPasses) {
-#pragma unroll
-          for (int i = 0; i < kPasses; ++i) add(sums, input[i]);
-        } else {
-#pragma unroll
-          for (int i = 0; i < kPasses - 1; ++i) {
-            if (i < left) add(sums, input[i]);
-          }
-        }
+        for (; i0 < min(left, uint32_t(Traits::kSumPasses)); ++i0) add(sums, load_vec<T, kVec>(from + i0 * step));
       });
       this->write_entries(u, sums.pivot, sums.sum, sums.squares);
     }
@@ -152,32 +149,16 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
         });
   }
 
-  // What a thread knows of its channels before it knows their statistics: groups have sixteen bits each.
-  struct Channels {
-    float weight[kVec], bias[kVec];
-    uint32_t groups[kVec / 2];
-  };
-  __device__ __forceinline__ Channels channels() const {
-    Channels c;
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      const float2 affine = tables.affines[channel_of(j)];
-      c.weight[j] = affine.x;
-      c.bias[j] = affine.y;
-      c.groups[j / 2] = j % 2 == 0 ? this->group_of(j) : c.groups[j / 2] | this->group_of(j) << 16;
-    }
-    return c;
-  }
   struct Coefficients {
     float mean[kFolds ? 1 : kVec], scale[kVec], shift[kVec];
   };
-  __device__ __forceinline__ Coefficients coefficients(uint32_t u, const Channels& channels) const {
+  __device__ __forceinline__ Coefficients coefficients(uint32_t u) const {
     Coefficients c;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      const float2 moments = this->stats(u)[channels.groups[j / 2] >> (j % 2 * 16) & 0xffff];
-      c.scale[j] = channels.weight[j] * moments.y;
-      c.shift[j] = kFolds ? channels.bias[j] - moments.x * c.scale[j] : channels.bias[j];
+      const float2 moments = this->stats(u)[this->group_of(j)], affine = tables.affines[channel_of(j)];
+      c.scale[j] = affine.x * moments.y;
+      c.shift[j] = kFolds ? affine.y - moments.x * c.scale[j] : affine.y;
       if constexpr (!kFolds) c.mean[j] = moments.x;
     }
     return c;
@@ -194,26 +175,37 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
   }
   __device__ __forceinline__ void write() const {
     const uint32_t step = this->step();
-    const Channels own_channels = channels();
     RowSlot again;
+    Vec<T, kVec> held[Rows::kHeldSize][kPasses];
+    const auto load = [&](uint32_t k, uint32_t left, Vec<T, kVec>(&input)[kPasses]) {
+      const T* const from = this->place(k);
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        input[i] = Vec<T, kVec>{};  // or what was there before would have to be kept
+        if (i < left) input[i] = load_vec<T, kVec>(from + i * step);
+      }
+    };
     for (uint32_t u = 0; u < samples; ++u) {
+      this->for_each_taken(u, [&](int h, uint32_t k, uint32_t left) { load(k, left, held[h]); });
       barrier_wait(&s.ready[u & 1], parity_of(u));
       __syncwarp();
-      const Coefficients c = coefficients(u, own_channels);
+      const Coefficients c = coefficients(u);
       barrier_arrive(&s.taken[u & 1]);
       T* const y = static_cast<T*>(p.y) + this->base(u);
-      this->for_each_written(u, &again, [&](int64_t first, uint32_t k, uint32_t left, bool) {
-        const T* const from = this->place(k);
-        Vec<T, kVec> input[kPasses];
-#pragma unroll
-        for (int i = 0; i < kPasses; ++i) {
-          if (i < left) input[i] = load_vec<T, kVec>(from + i * step);
-        }
+      const auto write = [&](int64_t first, uint32_t left, const Vec<T, kVec>(&input)[kPasses]) {
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
           if (i < left) normalize(c, y + first + i * step, input[i]);
         }
-      });
+      };
+      const auto write_slot = [&](int64_t first, uint32_t k, uint32_t left) {
+        Vec<T, kVec> input[kPasses];
+        load(k, left, input);
+        write(first, left, input);
+      };
+      this->for_each_kept(u, write_slot);
+      this->for_each_held([&](int64_t first, int h, uint32_t left) { write(first, left, held[h]); });
+      this->for_each_again(&again, write_slot);
     }
   }
 };
@@ -221,20 +213,27 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
 #endif
 
 template <typename Traits>
-__global__ void __launch_bounds__(kRowBlockThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, 1)
     group_norm_rows_fwd_kernel(const __grid_constant__ GroupNormRowsFwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char memory[];
   __shared__ RowBarriers barriers;
   const void* const tensors[1] = {p.x};
-  run_roles<RowFwdBlock<Traits>>(p, memory, place_tables(memory, p.shares, 1, Traits::kVec), barriers, tensors);
+  run_roles<RowFwdBlock<Traits>>(p, memory, place_tables<Traits>(memory, p.shares), barriers, tensors);
 #endif
 }
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream) {
-  return launch_columns(kName, group_norm_rows_fwd_kernel<RowTraits<T, kPre, kAct, 1>>, kRowBlockThreads, p, plan,
-                        stream);
+  // Calls that walk a chain leave no registers.
+  if constexpr (kPre != Chain::kAny && kAct != Chain::kAny) {
+    if (p.shares.held > 0) {
+      using Traits = RowTraits<T, kPre, kAct, 1, true>;
+      return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
+    }
+  }
+  using Traits = RowTraits<T, kPre, kAct, 1, false>;
+  return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
 }
 
 }  // namespace

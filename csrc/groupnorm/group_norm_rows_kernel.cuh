@@ -17,20 +17,35 @@
 
 namespace kgopt {
 
-inline constexpr int kRowRoleWarps = kRowThreads / 32;
 inline constexpr int kRowPublishThreads = 32 * kRowPublishers, kRowCollectThreads = 32 * kRowCollectors;
-inline constexpr int kRowBlockThreads = 64 + kRowPublishThreads + kRowCollectThreads + 2 * kRowThreads;
 
-template <typename T_, Chain kPre_, Chain kAct_, int kTensors_>
+// Registers of a thread: those that a block starts with, dealt out again by warpgroups.
+struct RowRegisters {
+  int servers, publishers, summers, writers;  // servers: producers and collectors
+};
+inline constexpr RowRegisters kRowFwdRegisters = {80, 40, 88, 136}, kRowBwdRegisters = {72, 40, 72, 112};
+inline constexpr RowRegisters kRowActBwdRegisters = {72, 40, 80, 104};  // 16 bits, with an activation
+
+template <typename T_, Chain kPre_, Chain kAct_, int kTensors_, bool kHolds_>
 struct RowTraits {
   using T = T_;
-  static constexpr int kTensors = kTensors_, kPasses = kRowPasses / kTensors;  // vectors of a tensor and a thread
+  static constexpr bool kHolds = kHolds_;  // writers have chunks in registers
+  static constexpr int kTensors = kTensors_;
+  static constexpr int kSummers = kTensors == 1 && kHolds ? kRowFewSummers : kRowSummers;
+  static constexpr int kThreads = 32 * kRowProducers + kRowCollectThreads + kRowPublishThreads + kSummers + kRowWriters;
+  // Vectors of a chunk that a writer has of a tensor, and a summer.
+  static constexpr int kPasses = kRowPasses / kTensors, kSumPasses = kPasses * (kRowWriters / kSummers);
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
   // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
   static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
   // Whether the backward's summers leave dz in place of dy, where computing it twice costs more.
   static constexpr bool kStoresDz = kTensors == 2 && (kAct == Chain::kSilu || kAct == Chain::kAny);
+  static constexpr bool kActs16 = kTensors == 2 && sizeof(T) == 2 && kAct != Chain::kNone;
+  static constexpr int kHeld = !kHolds ? 0 : kActs16 ? 2 : row_held(kTensors, sizeof(T));
+  static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters
+                                             : kActs16     ? kRowActBwdRegisters
+                                                           : kRowBwdRegisters;
 };
 
 // Those of two take turns from sample to sample. The slots of chunks that come again follow those of the others.
@@ -45,7 +60,7 @@ struct RowBarriers {
 
 // Shared memory after the slots.
 struct RowTables {
-  float2* entries;  // [elements of a vector][threads of a role]
+  float2* entries;  // [elements of a vector][summers]
   float2* sums;     // [elements of a row], the block's of a sample
   float2* affines;  // [channels] weight, bias
   float2* stats;    // [2][groups] mean and rstd; in the backward what is taken off
@@ -68,10 +83,12 @@ struct RowSlot {
   }
 };
 
-template <typename Traits, typename Params>
+template <typename Traits_, typename Params>
 struct RowBlock {
+  using Traits = Traits_;
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses, kTensors = Traits::kTensors;
+  static constexpr int kHeld = Traits::kHeld, kHeldSize = kHeld > 0 ? kHeld : 1;
 
   const Params& p;
   const RowShares& d;
@@ -80,12 +97,13 @@ struct RowBlock {
   RowBarriers& s;
   const uint32_t team, rank;
   const uint32_t tid, lane = threadIdx.x % 32;  // of the role
+  const uint32_t rows;                          // that the role's threads have at a time
   uint32_t samples, own;                        // of the team, rows of the block's share
   uint32_t walker, column, count;               // count: vectors of this thread's share
   bool active;
 
   __device__ __forceinline__ RowBlock(const Params& params, char* memory, const RowTables& t, RowBarriers& barriers,
-                                      uint32_t thread)
+                                      uint32_t thread, bool writes)
       : p(params),
         d(params.shares),
         slots(memory),
@@ -93,14 +111,16 @@ struct RowBlock {
         s(barriers),
         team(d.by_blocks(blockIdx.x)),
         rank(blockIdx.x - team * d.blocks),
-        tid(thread) {
+        tid(thread),
+        rows(d.walkers * (writes ? Traits::kSumPasses / kPasses : 1)) {
     samples = (d.samples - team + d.teams - 1) / d.teams;
     const uint32_t first = min(rank * d.share, d.rows);
     own = min(d.share, d.rows - first);
     walker = d.by_vectors(tid);
     column = tid - walker * d.vectors;
-    active = walker < d.walkers;
-    count = active && walker < own ? d.by_walkers(own - walker - 1) + 1 : 0;
+    active = walker < rows;
+    count =
+        active && walker < own ? d.by_walkers(own - walker - 1) / (writes ? Traits::kSumPasses / kPasses : 1) + 1 : 0;
   }
 
   __device__ __forceinline__ uint32_t sample(uint32_t u) const { return team + u * d.teams; }
@@ -124,51 +144,92 @@ struct RowBlock {
   static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u >> 1 & 1; }
 
   // Where summers write into slots, too, writers free a slot lane by lane: compute-sanitizer orders an arrival with its
-  // own thread's reads only.
-  static constexpr uint32_t kFreeing = Traits::kStoresDz ? kRowThreads : kRowRoleWarps;  // arrivals
+  // own thread's reads only. Where writers hold chunks, they and the summers arrive for a half of a slot each if both
+  // read it for the last time: a second arrival at once takes longer than the first.
+  static constexpr int kHalves = kHeld > 0 ? 2 : 1;
+  static constexpr uint32_t kFreeing = kHalves * (Traits::kStoresDz ? kRowWriters : kRowWriters / 32);
+  template <int kThreads, bool kHalf = false>
   __device__ __forceinline__ void free_slot(uint32_t k) const {
     __syncwarp();
-    if (Traits::kStoresDz || lane == 0) barrier_arrive(&s.freed[k]);
+    if (Traits::kStoresDz || lane == 0) {
+      barrier_arrive<(kHalf ? 1 : kHalves) * (kRowWriters / kThreads)>(&s.freed[k]);
+    }
   }
 
   // This thread's first vector of a slot; its next ones lie `step` elements apart, there and in the tensor.
   __device__ __forceinline__ T* place(uint32_t k) const {
     return reinterpret_cast<T*>(slots + k * (d.tensor_bytes * kTensors) + tid * 16);
   }
-  __device__ __forceinline__ uint32_t step() const { return d.walkers * d.vectors * kVec; }
+  __device__ __forceinline__ uint32_t step() const { return rows * d.vectors * kVec; }
 
-  // All lanes of a warp wait for a chunk; `left` of its passes have a vector of this thread.
-  __device__ __forceinline__ uint32_t await_chunk(RowSlot slot, uint32_t t) const {
+  // All lanes of a warp wait for a chunk.
+  __device__ __forceinline__ void await_chunk(RowSlot slot) const {
     barrier_wait(&s.loaded[slot.k], slot.parity);
     __syncwarp();
-    return count > t * kPasses ? count - t * kPasses : 0;
   }
+  // So many of a chunk's passes have a vector of this thread.
+  __device__ __forceinline__ uint32_t left_of(uint32_t t, uint32_t passes) const {
+    return count > t * passes ? count - t * passes : 0;
+  }
+  // This thread's first element of chunk t, in the share.
+  __device__ __forceinline__ int64_t first_of(uint32_t t) const { return int64_t(t * kPasses) * step() + tid * kVec; }
   // What summers do with each chunk of a sample.
   template <typename Add>
   __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add) const {
     for (uint32_t t = 0; t < d.chunks; ++t, slot->next(d.slots)) {
-      const uint32_t left = await_chunk(*slot, t);
-      add(t, slot->k, left);
-      if (t < d.rereads) free_slot(slot->k);
+      await_chunk(*slot);
+      add(t, slot->k, left_of(t, Traits::kSumPasses));
+      if (t < d.held) {
+        free_slot<Traits::kSummers, true>(slot->k);
+      } else if (t < d.held + d.rereads) {
+        free_slot<Traits::kSummers>(slot->k);
+      }
     }
   }
-  __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const { return d.backwards ? d.rereads - 1 - i : i; }
-  // What writers do.
+  __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const {
+    return d.held + (d.backwards ? d.rereads - 1 - i : i);
+  }
+  // What writers do with chunks that they take to registers before they know the statistics: take(h, slot, left),
+  template <typename Take>
+  __device__ __forceinline__ void for_each_taken(uint32_t u, Take take) const {
+#pragma unroll
+    for (int h = 0; h < Traits::kHeld; ++h) {
+      if (h >= d.held) break;
+      const RowSlot slot = slot_at(u * d.chunks + h);
+      await_chunk(slot);
+      take(h, slot.k, left_of(h, kPasses));
+      free_slot<kRowWriters, true>(slot.k);
+    }
+  }
+  // and once they know them: with those that have stayed in slots, write(first element, slot, left),
   template <typename Write>
-  __device__ __forceinline__ void for_each_written(uint32_t u, RowSlot* again, Write write) const {
-    RowSlot slot = slot_at(u * d.chunks + d.rereads);
-    for (uint32_t i = d.rereads; i < d.chunks + d.rereads; ++i) {
-      const bool is_kept = i < d.chunks;
-      const uint32_t t = is_kept ? i : chunk_again(i - d.chunks);
-      const RowSlot at = is_kept ? slot : RowSlot{d.slots + again->k, again->parity};
-      const uint32_t left = await_chunk(at, t);
-      write(int64_t(t * kPasses) * step() + tid * kVec, at.k, left, is_kept);
-      free_slot(at.k);
-      if (is_kept) {
-        slot.next(d.slots);
-      } else {
-        again->next(d.again_slots);
-      }
+  __device__ __forceinline__ void for_each_kept(uint32_t u, Write write) const {
+    const uint32_t first = d.rereads + d.held;
+    RowSlot slot = slot_at(u * d.chunks + first);
+    for (uint32_t t = first; t < d.chunks; ++t, slot.next(d.slots)) {
+      await_chunk(slot);
+      write(first_of(t), slot.k, left_of(t, kPasses));
+      free_slot<kRowWriters>(slot.k);
+    }
+  }
+  // those in registers, write(first element, h, left),
+  template <typename Write>
+  __device__ __forceinline__ void for_each_held(Write write) const {
+#pragma unroll
+    for (int h = 0; h < Traits::kHeld; ++h) {
+      if (h >= d.held) break;
+      write(first_of(h), h, left_of(h, kPasses));
+    }
+  }
+  // and those that come again.
+  template <typename Write>
+  __device__ __forceinline__ void for_each_again(RowSlot* again, Write write) const {
+    for (uint32_t i = 0; i < d.rereads; ++i, again->next(d.again_slots)) {
+      const uint32_t t = chunk_again(i);
+      const RowSlot slot{d.slots + again->k, again->parity};
+      await_chunk(slot);
+      write(first_of(t), slot.k, left_of(t, kPasses));
+      free_slot<kRowWriters>(slot.k);
     }
   }
 
@@ -207,7 +268,8 @@ struct RowBlock {
     for (uint32_t u = 0; u < samples; ++u) {
       for (uint32_t t = 0; t < d.chunks; ++t, ++loads, slot.next(d.slots)) {
         if (d.distance > 0) {
-          while (u * d.rereads + min(t, d.rereads) > load_counter(&s.chunks_again) + d.distance) __nanosleep(20);
+          while (u * d.rereads + min(t - min(t, d.held), d.rereads) > load_counter(&s.chunks_again) + d.distance)
+            __nanosleep(20);
         }
         if (loads >= d.slots) barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
         await_flight(loads, &landing, 0, d.slots);
@@ -239,7 +301,7 @@ struct RowBlock {
     if (u > 0) barrier_wait(&s.drained, (u & 1) ^ 1);
     __syncwarp();
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) tables.entries[j * kRowThreads + tid] = make_float2(a[j], b[j]);
+    for (int j = 0; j < kVec; ++j) tables.entries[j * Traits::kSummers + tid] = make_float2(a[j], b[j]);
     barrier_arrive(&s.summed);
   }
   // The publishers' sums over the threads, of each element of the row. take(element, sums, is_first) is called by one
@@ -256,7 +318,7 @@ struct RowBlock {
       const uint32_t i = i0 + (tid >> d.element_lanes_log2), j = d.by_vectors(i), at = i - j * d.vectors;
       float2 v = make_float2(0.f, 0.f);
       if (i < elements) {
-        const float2* const from = tables.entries + j * kRowThreads + at;
+        const float2* const from = tables.entries + j * Traits::kSummers + at;
 #pragma unroll 4
         for (uint32_t w = member; w < d.walkers; w += lanes) {
           const float2 part = from[w * d.vectors];
@@ -403,7 +465,8 @@ struct RowBlock {
   }
 };
 
-__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing) {
+__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing,
+                                              uint32_t summers) {
   for (uint32_t k = 0; k < slots; ++k) {
     barrier_init(&barriers->loaded[k], 1);
     barrier_init(&barriers->freed[k], freeing);
@@ -411,9 +474,9 @@ __device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t sl
   for (int i = 0; i < 2; ++i) {
     barrier_init(&barriers->published[i], kRowPublishThreads);
     barrier_init(&barriers->ready[i], kRowCollectThreads);
-    barrier_init(&barriers->taken[i], kRowThreads);
+    barrier_init(&barriers->taken[i], kRowWriters);
   }
-  barrier_init(&barriers->summed, kRowThreads);
+  barrier_init(&barriers->summed, summers);
   barrier_init(&barriers->drained, kRowPublishThreads);
   barriers->samples_told = barriers->chunks_again = 0;
   barrier_init_fence();
@@ -423,42 +486,54 @@ __device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t sl
 template <typename Block, typename Params, int kTensors>
 __device__ __forceinline__ void run_roles(const Params& p, char* memory, const RowTables& t, RowBarriers& barriers,
                                           const void* const (&tensors)[kTensors]) {
-  if (threadIdx.x == 0) init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing);
-  for (uint32_t c = threadIdx.x; c < p.shares.channels; c += kRowBlockThreads) {
+  using Traits = typename Block::Traits;
+  if (threadIdx.x == 0)
+    init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing, Traits::kSummers);
+  for (uint32_t c = threadIdx.x; c < p.shares.channels; c += Traits::kThreads) {
     t.affines[c] = affine_of(p.weight, p.bias, c, p.affine_dtype);
   }
   __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  constexpr int kFirstCollector = 2 + kRowPublishers, kFirstSummer = kFirstCollector + kRowCollectors;
-  constexpr int kFirstWriter = kFirstSummer + kRowRoleWarps;
+  constexpr RowRegisters kRegisters = Traits::kRegisters;
+  constexpr int kFirstCollector = kRowProducers, kFirstPublisher = kFirstCollector + kRowCollectors;
+  constexpr int kFirstSummer = kFirstPublisher + kRowPublishers, kFirstWriter = kFirstSummer + Traits::kSummers / 32;
   const int first = warp >= kFirstWriter      ? kFirstWriter
                     : warp >= kFirstSummer    ? kFirstSummer
+                    : warp >= kFirstPublisher ? kFirstPublisher
                     : warp >= kFirstCollector ? kFirstCollector
-                    : warp >= 2               ? 2
                                               : warp;
-  Block block(p, memory, t, barriers, threadIdx.x - first * 32);
-  if (warp == 0) {
-    if (threadIdx.x == 0) block.produce(tensors);
-  } else if (warp == 1) {
-    if (threadIdx.x == 32) block.produce_again(tensors);
-  } else if (warp < kFirstCollector) {
-    block.publish();
+  constexpr bool kDeals = Traits::kHolds;
+  Block block(p, memory, t, barriers, threadIdx.x - first * 32, warp >= kFirstWriter);
+  if (warp < kFirstPublisher) {
+    if constexpr (kDeals) set_registers<kRegisters.servers, false>();
+    if (warp == 0) {
+      if (threadIdx.x == 0) block.produce(tensors);
+    } else if (warp == 1) {
+      if (threadIdx.x == 32) block.produce_again(tensors);
+    } else {
+      block.gather();
+    }
   } else if (warp < kFirstSummer) {
-    block.gather();
+    if constexpr (kDeals) set_registers<kRegisters.publishers, false>();
+    block.publish();
   } else if (warp < kFirstWriter) {
+    if constexpr (kDeals) set_registers<kRegisters.summers, false>();
     block.sum_up();
   } else {
+    if constexpr (kDeals) set_registers<kRegisters.writers, true>();
     block.write();
   }
 }
 
 // The tables after `slots` slots.
-__device__ __forceinline__ RowTables place_tables(char* memory, const RowShares& d, int tensors, int vec) {
+template <typename Traits>
+__device__ __forceinline__ RowTables place_tables(char* memory, const RowShares& d) {
+  constexpr int kVec = Traits::kVec;
   RowTables t;
-  t.entries = reinterpret_cast<float2*>(memory + (d.slots + d.again_slots) * d.tensor_bytes * tensors);
-  t.sums = t.entries + kRowThreads * vec;
-  t.totals = t.sums + d.vectors * vec;
-  t.affines = t.totals + d.vectors * vec;
+  t.entries = reinterpret_cast<float2*>(memory + (d.slots + d.again_slots) * d.tensor_bytes * Traits::kTensors);
+  t.sums = t.entries + Traits::kSummers * kVec;
+  t.totals = t.sums + d.vectors * kVec;
+  t.affines = t.totals + d.vectors * kVec;
   t.stats = t.affines + d.channels;
   return t;
 }

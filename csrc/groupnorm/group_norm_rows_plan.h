@@ -20,23 +20,26 @@ struct RowPlan {
 
 inline constexpr uint32_t kRowAgain = 3;  // slots of chunks that come again
 
-// Shares for so many teams, with at least so many chunks read again. False where there are none.
-inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t rereads, RowPlan* plan) {
+// Shares for so many teams, with at least so many chunks read again, of a kernel whose writers hold chunks or not.
+// False where there are none.
+inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t rereads, bool holds, RowPlan* plan) {
   const GroupNormDims& d = in.dims;
   const int size = dtype_size(d.dtype), vec = 16 / size, passes = kRowPasses / in.tensors;
+  const int summers = in.tensors == 1 && holds ? kRowFewSummers : kRowSummers;
   *plan = RowPlan();
   RowShares& p = plan->shares;
   p.turns = static_cast<uint32_t>(vec / std::gcd<int64_t>(d.c, vec));
   const int64_t vectors = d.c * p.turns / vec;
-  if (d.s % p.turns != 0 || vectors > kRowThreads) return false;
+  if (d.s % p.turns != 0 || vectors > summers) return false;
   p.samples = static_cast<uint32_t>(d.n);
+  p.summers = static_cast<uint32_t>(summers);
   p.teams = teams;
   p.blocks = static_cast<uint32_t>(in.sm_count) / teams;
   p.rows = static_cast<uint32_t>(d.s / p.turns);
   p.share = (p.rows + p.blocks - 1) / p.blocks;
   p.vectors = static_cast<uint32_t>(vectors);
-  p.walkers = kRowThreads / p.vectors;
-  p.chunk_rows = p.walkers * passes;
+  p.walkers = summers / p.vectors;
+  p.chunk_rows = p.walkers * (kRowWriters / summers) * passes;
   p.chunks = (p.share + p.chunk_rows - 1) / p.chunk_rows;
   p.tensor_bytes = p.chunk_rows * p.vectors * 16;
   p.channels = static_cast<uint32_t>(d.c);
@@ -54,8 +57,8 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.rest_count = static_cast<float>((p.rows - p.full_blocks * p.share) * per_row);
   p.total_count = static_cast<float>(p.rows * per_row);
 
-  // Entries of the threads, sums of a row's elements, pivots or sums of all samples, parameters, statistics.
-  const int64_t tables = int64_t(vec) * kRowThreads * 8 + elements * 16 + p.channels * 8 + p.groups * 16;
+  // Entries of the summers, sums of a row's elements, pivots or sums of all samples, parameters, statistics.
+  const int64_t tables = int64_t(vec) * summers * 8 + elements * 16 + p.channels * 8 + p.groups * 16;
   const int64_t slot = int64_t(p.tensor_bytes) * in.tensors;
   plan->smem_limit = static_cast<int>(in.smem_bytes) - 1024;
   const int64_t slots = std::min<int64_t>((plan->smem_limit - tables) / slot, kRowSlots);
@@ -64,6 +67,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.again_slots = p.rereads > 0 ? kRowAgain : 0;
   if (p.rereads == p.chunks) p.again_slots = static_cast<uint32_t>(slots) / 2;
   p.slots = static_cast<uint32_t>(slots) - p.again_slots;
+  p.held = holds ? std::min<uint32_t>(p.chunks - p.rereads, row_held(in.tensors, size)) : 0;
   p.by_blocks = divisor(p.blocks);
   p.by_vectors = divisor(p.vectors);
   p.by_walkers = divisor(p.walkers);
@@ -78,18 +82,22 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
 // What a plan takes on an H200, in microseconds, within a tenth of what was measured. A chunk that stays has its slot
 // from its load until its sample's statistics are known and it is written: a latency, and most of the share's transfer.
 // With as many chunks on the way as there are slots, that bounds what a sample takes, where memory does not. Chunks
-// that come again are bounded by L2. More words than the collectors ask for at a time are another trip.
+// that come again are bounded by L2. More words than the collectors ask for at a time are another trip. Where registers
+// hold chunks, too, a team waits the longer for its slowest block the more it has.
 inline double row_time(const ColumnPlanInput& in, const RowPlan& plan) {
   constexpr double kBytesPerMicrosecond = 32000;  // of a multiprocessor
   const RowShares& p = plan.shares;
   const bool backward = in.tensors == 2;
   const double trips = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * 10)) - 1;
-  const double latency = backward ? 6.5 + 1.6 * trips : 7.5 + 2 * trips;
+  const double latency = p.held > 0 ? (backward ? 6.5 + 0.0235 * p.blocks : 8 + 0.03 * p.blocks)
+                                    : (backward ? 6.5 + 1.6 * trips : 7.5 + 2 * trips);
   const double least = backward ? 2.5 + 1.6 * trips : 2.6 + 2 * trips;
   const double bytes = double(p.share) * p.vectors * 16 * (in.tensors + 1), transfer = bytes / kBytesPerMicrosecond;
-  const double kept = (latency + (backward ? 0.8 : 0.95) * transfer) * (p.chunks + 1) / p.slots;
+  const double kept = (latency + (backward ? 0.8 : 0.95) * transfer) * (p.chunks + 1) / (p.slots + p.held);
   const double sample = std::max({transfer + 0.3, p.rereads > 0 ? 1.62 * transfer : kept, least});
-  return (p.samples + p.teams - 1) / p.teams * (sample + 0.4) + (backward ? 11 : 14);
+  // Few summers take longer over a vector of eight values than over one of four.
+  const double rest = !backward && p.held > 0 && dtype_size(in.dims.dtype) == 2 ? 0.7 : 0.4;
+  return (p.samples + p.teams - 1) / p.teams * (sample + rest) + (backward ? 11 : 14);
 }
 
 // The same of the kernel that keeps slabs (group_norm_columns_params.h): it loads, waits, and stores.
@@ -102,6 +110,10 @@ inline double column_time(const ColumnPlanInput& in, const ColumnPlan& plan) {
 // x and dy of so many samples are read again from wherever they are: all are read, then all are written. Of more, what
 // teams have at a time must stay in L2 two and a half times, as chunks come so far ahead.
 inline constexpr int64_t kRowFewSamples = 4, kRowFlowBytes = 24 << 20;
+
+// Of two plans that are alike, the one of fewer teams, and the forward's that holds nothing: less than so much of the
+// time is not alike.
+inline constexpr double kRowTeamGain = 0.978, kRowHoldingTeamGain = 0.95, kRowHoldingGain = 0.93;
 
 inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   const GroupNormDims& d = in.dims;
@@ -119,23 +131,30 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   const int64_t sample = d.numel() / d.n * dtype_size(d.dtype), limit = int64_t(1) << 30;
   if (d.s >= limit || d.c >= (1 << 20) || d.n * d.g >= limit) return refuse("over 2^30 positions or groups");
   if (sample < kColumnLeastSlab) return refuse("a sample is below 256 KB: two passes are faster");
-  if (!set_row_shares(in, 1, 0, &plan)) return refuse("a row is no whole vectors, or too long");
+  if (!set_row_shares(in, 1, 0, false, &plan)) return refuse("a row is no whole vectors, or too long");
   const bool backward = in.tensors == 2, few = d.n <= kRowFewSamples;
   double least = 0;
-  for (int64_t teams = 1; teams <= std::min<int64_t>(d.n, in.sm_count); ++teams) {
-    for (const bool stays : {true, false}) {
-      RowPlan next;
-      if (!set_row_shares(in, static_cast<uint32_t>(teams), stays ? 0 : ~0u, &next)) continue;
-      if (stays && next.shares.rereads > 0) continue;
-      if (!stays && (!backward || few || teams * sample * 2 > kRowFlowBytes)) continue;
-      next.shares.distance = next.shares.rereads * 5 / 2;
-      const double time = row_time(in, next);
-      if (least == 0 || time < 0.978 * least) {  // of two that are alike, the fewer teams
-        least = time;
-        plan = next;
+  const auto try_teams = [&](bool holds, double most) {
+    for (int64_t teams = 1; teams <= std::min<int64_t>(d.n, in.sm_count); ++teams) {
+      for (const bool stays : {true, false}) {
+        RowPlan next;
+        if (!set_row_shares(in, static_cast<uint32_t>(teams), stays ? 0 : ~0u, holds, &next)) continue;
+        if (stays && next.shares.rereads > 0) continue;
+        if (!stays && (!backward || few || teams * sample * 2 > kRowFlowBytes)) continue;
+        next.shares.distance = next.shares.rereads * 5 / 2;
+        const double time = row_time(in, next);
+        if (least == 0 || time < most * least) {
+          least = time;
+          plan = next;
+          most = holds ? kRowHoldingTeamGain : kRowTeamGain;
+        }
       }
     }
-  }
+  };
+  // The backward's kernel holds chunks wherever its activation allows. The forward's has fewer summers then, which
+  // small shares wait for.
+  try_teams(backward && in.holds, 1);
+  if (!backward && in.holds) try_teams(true, kRowHoldingGain);
   if (!backward) {
     if (least == 0) return refuse("a sample does not stay on chip: warps without roles are faster");
     const ColumnPlan columns = plan_group_norm_columns(in);
@@ -144,7 +163,7 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   }
   if (least > 0) return plan;
   if (!few) return refuse("x and dy of a sample are more than stays in L2");
-  set_row_shares(in, static_cast<uint32_t>(d.n), 0, &plan);
+  set_row_shares(in, static_cast<uint32_t>(d.n), 0, in.holds, &plan);
   plan.shares.backwards = true;
   return plan;
 }

@@ -132,6 +132,8 @@ NormChoice choose_way(const char* op, const Tensor& x, std::initializer_list<con
   columns.tensors = on_chip;
   columns.aligned = tiles.aligned;
   columns.long_chain = cluster.long_chain;
+  const Chain pre_kind = chain_kind(pre_act), kind = chain_kind(act);
+  columns.holds = pre_kind != Chain::kAny && kind != Chain::kAny && (on_chip == 1 || kind != Chain::kSilu);
   columns.max_blocks = cluster.max_blocks;
   columns.sm_count = info.sm_count;
   columns.smem_bytes = info.smem_per_block;
