@@ -1375,13 +1375,14 @@ def test_plan_group_norm_columns_teams(sizes, slabs, teams, blocks):
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
     tensors=st.sampled_from([1, 2]),
     long_chain=st.booleans(),
+    holds=st.booleans(),
     sm_count=st.sampled_from([132, 114, 7]),
 )
-def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chain, sm_count):
+def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chain, holds, sm_count):
     """Shares and chunks cover a sample once, slots fit, and nobody waits for a slot that only later loads make free."""
     c, size = groups * per_group, 4 if dtype == "float32" else 2
     vec = 16 // size
-    p = dev.plan_group_norm_rows(n, c, s, groups, dtype, tensors, long_chain=long_chain, sm_count=sm_count)
+    p = dev.plan_group_norm_rows(n, c, s, groups, dtype, tensors, long_chain=long_chain, sm_count=sm_count, holds=holds)
     if "refusal" in p:
         return
     assert p["teams"] <= n
@@ -1391,8 +1392,10 @@ def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chai
     assert p["words"] == n * groups * p["blocks"] + (n + 1) // 2
     # Every vector has its block, its thread and its chunk.
     assert p["blocks"] * p["share"] >= p["rows"]
-    assert 1 <= p["walkers"] * p["vectors"] <= dev.ROW_THREADS
-    assert p["chunk_rows"] == p["walkers"] * dev.ROW_PASSES // tensors
+    assert 1 <= p["walkers"] * p["vectors"] <= p["summers"] <= dev.ROW_WRITERS
+    assert p["chunk_rows"] == p["walkers"] * (dev.ROW_WRITERS // p["summers"]) * (dev.ROW_PASSES // tensors)
+    assert p["held"] <= min(p["chunks"] - p["rereads"], dev.row_held(tensors, size) if holds else 0)
+    assert tensors == 2 or (p["summers"] < dev.ROW_WRITERS) == (p["held"] > 0)
     assert p["chunks"] * p["chunk_rows"] >= p["share"] > (p["chunks"] - 1) * p["chunk_rows"]
     assert p["tensor_bytes"] == p["chunk_rows"] * p["vectors"] * 16
     slots = p["slots"] + p["again_slots"]
@@ -1414,15 +1417,18 @@ def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chai
     ("sizes", "teams", "chunks", "rereads"),
     [
         # Near what was measured to be best on an H200: about four chunks of a share, where all of x (and dy) stays.
-        ({"n": 128, "c": 24, "s": 19800, "g": 8}, 3, 3, 0),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8}, 4, 4, 0),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "holds": False}, 3, 3, 0),
+        ({"n": 128, "c": 64, "s": 15876, "g": 16}, 3, 6, 0),
+        ({"n": 16, "c": 128, "s": 34**3, "g": 8, "dtype": "bfloat16"}, 1, 5, 0),
         ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16"}, 8, 4, 0),
         ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16"}, 4, 4, 0),
         ({"n": 28, "c": 30, "s": 9256, "g": 3, "dtype": "bfloat16"}, 14, 4, 0),
         ({"n": 128, "c": 24, "s": 19800, "g": 8, "tensors": 2}, 2, 4, 0),
         ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16", "tensors": 2}, 4, 4, 0),
-        ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16", "tensors": 2}, 4, 8, 0),
+        ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16", "tensors": 2}, 3, 6, 0),
         # 20 MB of x and dy: sample after sample through L2. More, of few samples: all of them at a time.
-        ({"n": 16, "c": 128, "s": 34**3, "g": 8, "dtype": "bfloat16", "tensors": 2}, 1, 10, 10),
+        ({"n": 16, "c": 128, "s": 34**3, "g": 8, "dtype": "bfloat16", "tensors": 2, "holds": False}, 1, 10, 10),
         ({"n": 2, "c": 32, "s": 96**3, "g": 8, "dtype": "bfloat16", "tensors": 2}, 2, 105, 95),
     ],
 )

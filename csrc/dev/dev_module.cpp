@@ -650,9 +650,11 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
 
 py::dict plan_row_shares(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
                          bool channels_last, bool aligned, bool long_chain, int max_blocks, int sm_count,
-                         int64_t smem_bytes) {
-  const RowPlan plan = plan_group_norm_rows(
-      columns_input(n, c, s, g, dtype, tensors, channels_last, aligned, long_chain, max_blocks, sm_count, smem_bytes));
+                         int64_t smem_bytes, bool holds) {
+  ColumnPlanInput in =
+      columns_input(n, c, s, g, dtype, tensors, channels_last, aligned, long_chain, max_blocks, sm_count, smem_bytes);
+  in.holds = holds;
+  const RowPlan plan = plan_group_norm_rows(in);
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
@@ -666,6 +668,8 @@ py::dict plan_row_shares(int64_t n, int64_t c, int64_t s, int64_t g, const std::
   out["rows"] = p.rows;
   out["share"] = p.share;
   out["vectors"] = p.vectors;
+  out["summers"] = p.summers;
+  out["held"] = p.held;
   out["walkers"] = p.walkers;
   out["chunk_rows"] = p.chunk_rows;
   out["chunks"] = p.chunks;
@@ -782,11 +786,12 @@ void bind_norm(py::module_& m) {
   m.attr("COLUMN_PASSES") = kColumnPasses;
   m.attr("ROW_PASSES") = kRowPasses;
   m.attr("ROW_SLOTS") = kRowSlots;
-  m.attr("ROW_THREADS") = kRowThreads;
+  m.attr("ROW_WRITERS") = kRowWriters;
+  m.def("row_held", &row_held, py::arg("tensors"), py::arg("size"));
   m.def("plan_group_norm_rows", &plan_row_shares, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = true,
         py::arg("aligned") = true, py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
-        py::arg("smem_bytes") = 227 << 10);
+        py::arg("smem_bytes") = 227 << 10, py::arg("holds") = true);
   m.def("plan_group_norm_columns", &plan_columns, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = true,
         py::arg("aligned") = true, py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
