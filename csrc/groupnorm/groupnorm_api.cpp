@@ -180,7 +180,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
     if (space) space->set(workspace, false, &here);
     a.mean = static_cast<float*>(here.mean_data);
     a.rstd = static_cast<float*>(here.rstd_data);
-    uint64_t* const at = workspace.at<uint64_t>(words);
+    uint64_t* const at = count > 0 ? workspace.at<uint64_t>(words) : nullptr;  // clusters need none, and look here
     Status status;
     switch (choice.way) {
       case NormWay::kSmall:
