@@ -129,8 +129,8 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A warpgroup's registers from here on, more or fewer than the kernel starts with. Code for no particular chip keeps what
-// it has.
+// A warpgroup's registers from here on, more or fewer than the kernel starts with. Code for no particular chip keeps
+// what it has.
 template <int kCount, bool kMore>
 __device__ __forceinline__ void set_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
