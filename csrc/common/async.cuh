@@ -148,14 +148,17 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A warpgroup's registers from here on, more or fewer than the kernel starts with.
+// A warpgroup's registers from here on, more or fewer than the kernel starts with. Code for no particular chip keeps
+// what it has.
 template <int kCount, bool kMore>
 __device__ __forceinline__ void set_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (kMore) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
   }
+#endif
 }
 
 // --- Clusters: blocks that run side by side and reach each other's shared memory.
