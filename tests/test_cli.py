@@ -758,3 +758,25 @@ def test_examples_run(name):
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_chains_are_counted_by_the_gpu_and_by_calls():
+    """A chain whose kernels take longer than eager's, but whose call does not."""
+    from kgopt.cli.chains import chains_summary
+
+    def rows(case: str, times: dict[str, tuple[float, float]]) -> list[dict]:
+        facts = {"suite": "chains", "case": case, "direction": "forward", "dtype": "bf16", "date": "today"}
+        return [
+            {**facts, "implementation": name, "time_us": gpu, "call_us": call} for name, (gpu, call) in times.items()
+        ]
+
+    both = [
+        *rows("small", {"eager": (10.0, 90.0), "compile": (12.0, 80.0), "kgopt": (15.0, 30.0)}),
+        *rows("large", {"eager": (300.0, 300.0), "compile": (200.0, 210.0), "kgopt": (50.0, 50.0)}),
+    ]
+    head, slower = chains_summary(both).splitlines()
+    assert head.endswith("; 1 are slower (0 of 2 by the time of a call, launches and all)")
+    assert slower == "  slower: small bf16: 1.50"
+    for row in both:
+        del row["call_us"]
+    assert chains_summary(both).splitlines()[0].endswith("; 1 are slower")

@@ -160,12 +160,20 @@ def chain_cases(count: int, seed: int) -> list[Case]:
 
 
 def chains_summary(rows: list[Row]) -> str:
-    """How many are slower than the better of eager and torch.compile, and the median."""
+    """How many are slower than the better of eager and torch.compile, by how much the slower ones, and the median.
+
+    On a GPU that is the GPU's own time; how many are slower by a call's, launches and all, is said beside it.
+    """
     ratios = []
+    slow_calls = calls = 0
     for group in group_rows(rows):
         best, ours = group.best(("eager", "compile")), group.time("kgopt")
         if best and ours:
             ratios.append((ours / best[1], group.case, group.dtype))
+        others = [us for name in ("eager", "compile") if (us := group.rows.get(name, {}).get("call_us"))]
+        if others and (own := group.rows.get("kgopt", {}).get("call_us")):
+            calls += 1
+            slow_calls += own > min(others)
     if not ratios:
         return "no chain was timed"
     ratios.sort()
@@ -174,4 +182,6 @@ def chains_summary(rows: list[Row]) -> str:
         f"{len(ratios)} measurements: kgopt is {ratio_text(1 / ratios[len(ratios) // 2][0])} as fast as the better of "
         f"eager and torch.compile at the median; {len(slow)} are slower"
     )
+    if calls:
+        head += f" ({slow_calls} of {calls} by the time of a call, launches and all)"
     return "\n".join([head, *(f"  slower: {line}" for line in reversed(slow))])
