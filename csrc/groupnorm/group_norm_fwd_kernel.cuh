@@ -5,7 +5,7 @@
 //   publisher   makes the block's moments of a group the block's word
 //   merger      merges the words of all blocks, for a share of the groups, into one more word
 //   watcher     waits for such words, of all groups of which the block has tiles
-//   collectors  instead of both where groups are few: merge the words in every block for itself, one trip through L2
+//   collectors  instead of both where there are holders: merge the words in every block for itself, one trip through L2
 //   normalizers write y from the slots
 //   holders     teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kRoundThreads = 256, kRoundVec = 4;
 
-// Both tensors are the starts of allocations, so that vectors of four lie in both.
+// Both begin an allocation or a piece of a workspace, so that vectors of four lie in both.
 template <typename T>
 __global__ void __launch_bounds__(kRoundThreads) round_kernel(const float* x, T* y, int64_t count) {
   const int64_t step = int64_t(gridDim.x) * kRoundThreads, first = int64_t(blockIdx.x) * kRoundThreads + threadIdx.x;

@@ -795,7 +795,8 @@ class _Suite:
 
     steps: list[Any]
     name: Callable[[Any], tuple[str, str, str]]  # of a step, as _step_of has it
-    # Of a step, what `compile` made of it or None, ..., and what saves rows of a step that is not done yet.
+    # From a step, what `compile` made of it or None, the ceilings and facts, and what saves the rows of a step that is
+    # not done yet.
     measure: Callable[[Any, Any, Ceilings, Row, _Keep], list[Row]]
     compile: Callable[[Any], Any] | None = None  # None: nothing can be compiled ahead
     rates: Sequence[str] = ()  # dtypes whose matmul rate is a ceiling

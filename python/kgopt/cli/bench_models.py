@@ -355,9 +355,10 @@ def measure_model(
                     row["failed"] = describe(error)
                 model = task = None  # type: ignore[assignment]
             if name != names[-1]:
-                keep([{**row, "partial": True} for row in finished()])
+                so_far = [{**row, "partial": True} for row in finished()]
+                keep(so_far)
                 if settings.is_stopped:
-                    return [{**row, "partial": True} for row in finished()]
+                    return so_far
     return finished()
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
+from kgopt._ops import _is_grad_enabled, _len_torch_function_stack
 from kgopt.rewrite import carry, classes, formats, policy, sites
 from kgopt.rewrite.layout import FORMATS as _FORMATS
 from kgopt.rewrite.patterns import activation_of, conv_of
@@ -483,8 +484,6 @@ def run_plan(
 
 
 _conv_add, _conv_add_moments = map(_ops.without_grad, ("conv_add", "conv_add_moments"))
-_is_grad_enabled = torch._C.is_grad_enabled
-_len_torch_function_stack = torch._C._len_torch_function_stack
 
 
 def _may_plan() -> bool:

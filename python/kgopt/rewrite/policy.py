@@ -25,6 +25,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from kgopt._ops import (
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_autocast_enabled,
+    _is_compiling,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+)
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt, run_torch
 from kgopt.rewrite.patterns import Chain
 
@@ -59,15 +67,6 @@ def outside_own_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
         own_modes.count = count
-
-
-# Names of their own: what asks at every call shall not look up attributes of modules.
-_is_compiling = torch.compiler.is_compiling
-_is_tracing = torch._C._is_tracing
-_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
-_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_is_autocast_enabled = torch.is_autocast_enabled
 
 
 def is_watched() -> bool:

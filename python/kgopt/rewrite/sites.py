@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
 
 from kgopt import _ops as _ops
+from kgopt._ops import _is_grad_enabled
 from kgopt.rewrite import carry, layout, policy
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
 from kgopt.rewrite.patterns import CONV_MODULES, Chain, activation_of, conv_of, is_identity
@@ -301,7 +302,6 @@ def _is_sequence(module: nn.Sequential) -> bool:
 _group_norm = torch.ops.kgopt.group_norm.default
 _direct_group_norm = _ops.direct("group_norm")
 _group_norm_without_grad = _ops.without_grad("group_norm")
-_is_grad_enabled = torch._C.is_grad_enabled
 _DIRECT = {getattr(torch.ops.kgopt, name).default: _ops.direct(name) for name in ("group_norm", "group_norm_fwd")}
 _DIRECT_CONVS = {getattr(torch.ops.kgopt, name).default: _ops.direct(name) for name in CONV_MODULES.values()}
 
