@@ -1,0 +1,410 @@
+// Convolution, GroupNorm and what follows for small samples in one launch, sm_90: what such a chain takes is the chain
+// of waits of its launches, so there is one, in which everything is waited for once. A cluster has a sample. Its blocks
+// load their parts of x, with halos, and all weights, multiply by mma.sync in TF32 (which holds half types exactly), a
+// gather by offsets as in conv3d_narrow_kernel.cuh, and leave the outputs in shared memory as fp32. There they are
+// summed up channel by channel; blocks send each other their channels' moments, and each of them merges all of them in
+// the same order and goes on with its own outputs.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../common/async.cuh"
+#include "../common/dtype.cuh"
+#include "../common/mma.cuh"
+#include "../common/reduce.cuh"
+#include "conv3d_chain_plan.h"
+
+namespace kgopt {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// n / d for n and d below 2^20, by 1 / d.
+__device__ __forceinline__ int small_quotient(int n, float inverse) {
+  return static_cast<int>((static_cast<float>(n) + 0.5f) * inverse);
+}
+
+// What the products read. TF32 is rounded here; fp32 accuracy splits what it loads.
+template <bool kExact>
+__device__ __forceinline__ uint32_t chain_word(float v) {
+  return kExact ? __float_as_uint(v) : to_tf32(v);
+}
+
+// Where a block's part of a sample begins and ends, along depth and height of the output.
+struct ChainPart {
+  int begin[2], size[2];
+  int positions;
+
+  __device__ __forceinline__ ChainPart(const ChainParams& p, int rank) {
+    const int at[2] = {rank / p.plan.split[1], rank % p.plan.split[1]};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      begin[i] = static_cast<int>(int64_t(p.out[i]) * at[i] / p.plan.split[i]);
+      size[i] = static_cast<int>(int64_t(p.out[i]) * (at[i] + 1) / p.plan.split[i]) - begin[i];
+    }
+    positions = size[0] * size[1] * p.out[2];
+  }
+};
+
+// The halo of the part into shared memory, zeros outside of x. Every load of a thread is asked for before the first
+// is waited for, kChainLoads at a time.
+template <typename T, bool kExact>
+__device__ __forceinline__ void chain_load_halo(const ChainParams& p, const ChainPart& part, int64_t n,
+                                                uint32_t* halo) {
+  const ChainPlan& plan = p.plan;
+  const int lane = threadIdx.x & ((1 << plan.row_lanes_log2) - 1), group = threadIdx.x >> plan.row_lanes_log2;
+  const int groups = blockDim.x >> plan.row_lanes_log2;
+  const int items = p.c_in * p.groups * plan.halo[0] * plan.halo[1] * plan.pieces;
+  const int first[3] = {part.begin[0] * p.step[0] - p.padding[0], part.begin[1] * p.step[1] - p.padding[1],
+                        -p.padding[2]};
+  const T* const x = static_cast<const T*>(p.x) + n * p.x_stride_n;
+  for (int base = group; base < items; base += groups * kChainLoads) {
+    T value[kChainLoads];
+    int at[kChainLoads];
+#pragma unroll
+    for (int u = 0; u < kChainLoads; ++u) {
+      const int item = base + u * groups;
+      const int row = plan.by_pieces(item), rows = plan.by_height(row), c = plan.by_depth(rows);
+      const int w = (item - row * plan.pieces << plan.row_lanes_log2) + lane;
+      const int h = row - rows * plan.halo[1], d = rows - c * plan.halo[0];
+      at[u] = item < items && w < plan.halo[2] ? c * plan.plane + (d * plan.halo[1] + h) * plan.halo[2] + w : -1;
+      const int in_d = first[0] + d, in_h = first[1] + h, in_w = first[2] + w;
+      value[u] = T(0.f);
+      if (at[u] >= 0 && static_cast<unsigned>(in_d) < static_cast<unsigned>(p.in[0]) &&
+          static_cast<unsigned>(in_h) < static_cast<unsigned>(p.in[1]) &&
+          static_cast<unsigned>(in_w) < static_cast<unsigned>(p.in[2])) {
+        value[u] = x[c * p.x_stride_c + in_d * p.x_stride[0] + in_h * p.x_stride[1] + in_w * p.x_stride[2]];
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kChainLoads; ++u) {
+      if (at[u] >= 0) halo[at[u]] = chain_word<kExact>(to_acc(value[u]));
+    }
+  }
+}
+
+// All weights in the order of fragments, and the bias.
+template <typename T, bool kExact>
+__device__ __forceinline__ void chain_load_weights(const ChainParams& p, const int* sources, uint32_t* weights,
+                                                   float* biases) {
+  const ChainPlan& plan = p.plan;
+  const int padded_k = plan.k_steps * 8, rows = plan.n_tiles * 8, items = rows * p.groups * padded_k;
+  const T* const weight = static_cast<const T*>(p.weight);
+  const float inverse = 1.f / static_cast<float>(rows);
+  for (int base = threadIdx.x; base < items; base += blockDim.x * kChainLoads) {
+    T value[kChainLoads];
+    int at[kChainLoads];
+#pragma unroll
+    for (int u = 0; u < kChainLoads; ++u) {
+      const int item = base + u * blockDim.x;
+      const int row = plan.by_padded_k(item), k = item - row * padded_k;
+      const int group = small_quotient(row, inverse), c = row - group * rows;
+      // A fragment's two are four entries of K apart.
+      at[u] = item < items ? (((row >> 3) * plan.k_steps + (k >> 3)) * 32 + (row & 7) * 4 + (k & 3)) * 2 + (k >> 2 & 1)
+                           : -1;
+      value[u] = T(0.f);
+      if (at[u] >= 0 && k < plan.k && c < p.c_out) {
+        value[u] = weight[group * p.w_stride_group + c * p.w_stride_out + sources[k]];
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kChainLoads; ++u) {
+      if (at[u] >= 0) weights[at[u]] = chain_word<kExact>(to_acc(value[u]));
+    }
+  }
+  const T* const bias = static_cast<const T*>(p.bias);
+  for (int c = threadIdx.x; c < p.c_out * p.groups; c += blockDim.x) biases[c] = bias ? to_acc(bias[c]) : 0.f;
+}
+
+// Outputs of `count` positions of the part from `first` on.
+template <int kBatch, bool kExact>
+__device__ __forceinline__ void chain_multiply(const ChainParams& p, const ChainPart& part, int first, int count,
+                                               const int2* offsets, const uint32_t* weights, const float* biases,
+                                               const uint32_t* halo, float* outputs) {
+  const ChainPlan& plan = p.plan;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  const int m_tiles = (count + 15) >> 4, batches = (plan.n_tiles + kBatch - 1) / kBatch;
+  const int items = m_tiles * batches * p.groups;
+  const float by_m_tiles = 1.f / static_cast<float>(m_tiles), by_height = 1.f / static_cast<float>(part.size[1]);
+  const int2* const own_offsets = offsets + t;
+  for (int item = warp; item < items; item += warps) {
+    const int columns = small_quotient(item, by_m_tiles), tile = item - columns * m_tiles;
+    const int group = batches == 1 ? columns : columns / batches, n_tile = (columns - group * batches) * kBatch;
+    const uint32_t* from[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int position = min(first + tile * 16 + g + i * 8, part.positions - 1);
+      const int row = plan.by_out_width(position), w = position - row * p.out[2];
+      const int d = part.size[0] == 1 ? 0 : small_quotient(row, by_height), h = row - d * part.size[1];
+      from[i] = halo + group * p.c_in * plan.plane +
+                (d * p.step[0] * plan.halo[1] + h * p.step[1]) * plan.halo[2] + w * p.step[2];
+    }
+    const uint2* b[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {  // the last tile again where there are fewer
+      const int at = group * plan.n_tiles + min(n_tile + j, plan.n_tiles - 1);
+      b[j] = reinterpret_cast<const uint2*>(weights) + at * plan.k_steps * 32 + lane;
+    }
+    float acc[kBatch][4] = {};
+#pragma unroll(kExact ? 1 : 4)
+    for (int step = 0; step < plan.k_steps; ++step) {
+      const int2 offset = own_offsets[step * 4];
+      uint32_t a[4] = {from[0][offset.x], from[1][offset.x], from[0][offset.y], from[1][offset.y]};
+      if constexpr (kExact) {
+        // The tensor core cuts off where it adds: a step has a sum of its own, which begins with the small products.
+        uint32_t low[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) split_tf32(__uint_as_float(a[i]), &a[i], &low[i]);
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const uint2 word = b[j][step * 32];
+          uint32_t high_b[2], low_b[2];
+          split_tf32(__uint_as_float(word.x), &high_b[0], &low_b[0]);
+          split_tf32(__uint_as_float(word.y), &high_b[1], &low_b[1]);
+          float sum[4] = {};
+          mma_tf32(sum, low, high_b[0], high_b[1]);
+          mma_tf32(sum, a, low_b[0], low_b[1]);
+          mma_tf32(sum, a, high_b[0], high_b[1]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[j][i] += sum[i];
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const uint2 word = b[j][step * 32];
+          mma_tf32(acc[j], a, word.x, word.y);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (n_tile + j >= plan.n_tiles) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int c = (n_tile + j) * 8 + t * 2 + (i & 1), position = tile * 16 + g + (i >> 1) * 8;
+        if (c >= p.c_out || position >= count) continue;
+        outputs[(group * p.c_out + c) * plan.chunk_pitch + position] = acc[j][i] + biases[group * p.c_out + c];
+      }
+    }
+  }
+}
+
+// Moments of `count` positions of all channels, added to what `parts` has from earlier chunks.
+__device__ __forceinline__ void chain_sum_up(const ChainPlan& plan, int channels, int count, bool is_first,
+                                             const float* outputs, Moments<float>* parts) {
+  const int lanes = 1 << plan.stat_lanes_log2, lane = threadIdx.x & (lanes - 1);
+  const int units = channels * plan.stat_parts, at_once = blockDim.x >> plan.stat_lanes_log2;
+  const int length = (count + plan.stat_parts - 1) / plan.stat_parts;
+  for (int base = 0; base < units; base += at_once) {
+    const int unit = base + (threadIdx.x >> plan.stat_lanes_log2);
+    const int c = plan.stat_parts == 1 ? unit : unit / plan.stat_parts, begin = (unit - c * plan.stat_parts) * length;
+    const int end = unit < units ? min(begin + length, count) : 0;
+    const float* const from = outputs + c * plan.chunk_pitch;
+    ShiftedSums<float> sums;
+    if (begin < end) sums.shift = from[begin];
+#pragma unroll 4
+    for (int i = begin + lane; i < end; i += lanes) sums.add(from[i]);
+    for (int mask = 1; mask < lanes; mask *= 2) {
+      sums.sum += __shfl_xor_sync(0xffffffffu, sums.sum, mask);
+      sums.sum_sq += __shfl_xor_sync(0xffffffffu, sums.sum_sq, mask);
+    }
+    if (lane == 0 && unit < units) {
+      Moments<float> m = sums.moments(static_cast<float>(max(end - begin, 0)));
+      if (!is_first) {
+        Moments<float> all = parts[unit];
+        merge(all, m);
+        m = all;
+      }
+      parts[unit] = m;
+    }
+  }
+}
+
+// logsumexp over channels of u + hardswish(tanh(scale u + shift)) for `count` positions. `columns` has scale and shift of
+// each channel, times 2 log2(e).
+__device__ __forceinline__ void chain_reduce_channels(const ChainParams& p, int channels, int count,
+                                                      const float2* columns, float* outputs, int64_t y_at) {
+  constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
+  const ChainPlan& plan = p.plan;
+  const int lanes = 1 << plan.lanes_log2, lane = threadIdx.x & (lanes - 1);
+  const int at_once = blockDim.x >> plan.lanes_log2;
+  for (int base = 0; base < count; base += at_once) {
+    const int position = base + (threadIdx.x >> plan.lanes_log2);
+    float* const from = outputs + position;
+    const bool is_there = position < count;
+    const int end = is_there ? channels : 0;
+    float most = -INFINITY;
+#pragma unroll 4
+    for (int c = lane; c < end; c += lanes) {
+      const float u = from[c * plan.chunk_pitch];
+      const float2 column = columns[c];
+      // With q = 1 / (1 + exp(2 z)) tanh(z) is 1 - 2 q; since |tanh| <= 1, hardswish needs no clamp.
+      float e, q;
+      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(u, column.x, column.y)));
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(1.f + e));
+      const float h = fmaf(-2.f, q, 1.f);
+      const float r = fmaf(h, fmaf(h, 1.f / 6.f, 0.5f), u);
+      from[c * plan.chunk_pitch] = r;
+      most = fmaxf(most, r);
+    }
+    for (int mask = 1; mask < lanes; mask *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, mask));
+    // As torch.logsumexp: an infinite maximum comes out as it is.
+    const float shift = fabsf(most) == INFINITY ? 0.f : most;
+    float sum = 0.f;
+#pragma unroll 4
+    for (int c = lane; c < end; c += lanes) {
+      float e;
+      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"((from[c * plan.chunk_pitch] - shift) * kLog2E));
+      sum += e;
+    }
+    for (int mask = 1; mask < lanes; mask *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+    if (is_there && lane == 0) store_as(p.y, y_at + position, p.y_dtype, fmaf(log2f(sum), kLn2, shift));
+  }
+}
+
+#endif
+
+template <int kBatch, bool kExact>
+__global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const __grid_constant__ ChainParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(16) uint32_t smem[];
+  const ChainPlan& plan = p.plan;
+  const ChainSmemLayout layout = chain_smem_layout(plan, p.c_in, p.c_out, p.groups, p.num_groups);
+  int* const offsets = reinterpret_cast<int*>(smem + layout.offsets);
+  int* const sources = reinterpret_cast<int*>(smem + layout.sources);
+  uint32_t* const weights = smem + layout.weights;
+  float* const biases = reinterpret_cast<float*>(smem + layout.bias);
+  float2* const affine = reinterpret_cast<float2*>(smem + layout.affine);
+  float2* const columns = reinterpret_cast<float2*>(smem + layout.columns);
+  float2* const groups = reinterpret_cast<float2*>(smem + layout.groups);
+  Moments<float>* const parts = reinterpret_cast<Moments<float>*>(smem + layout.parts);
+  float4* const moments = reinterpret_cast<float4*>(smem + layout.moments);
+  float* const outputs = reinterpret_cast<float*>(smem + layout.outputs);
+  uint32_t* const halo = smem + layout.halo;
+
+  const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31;
+  const int rank = static_cast<int>(cluster_rank()), blocks = plan.blocks;
+  const int64_t n = blockIdx.x / blocks;
+  const int channels = p.c_out * p.groups;
+  const ChainPart part(p, rank);
+  cluster_arrive();  // whoever sends to this block knows that it has begun
+
+  // K entry -> where it lies in the halo, and its weights. Padding has weights of zero and reads the first entry: what is
+  // not finite there makes the statistics NaN anyway.
+  for (int k = tid; k < plan.k_steps * 8; k += threads) {
+    int at = 0, source = 0;
+    if (k < plan.k) {
+      const int row = k / p.kernel[2], w = k - row * p.kernel[2];
+      const int plane = row / p.kernel[1], h = row - plane * p.kernel[1];
+      const int c = plane / p.kernel[0], d = plane - c * p.kernel[0];
+      at = c * plan.plane + (d * p.dilation[0] * plan.halo[1] + h * p.dilation[1]) * plan.halo[2] + w * p.dilation[2];
+      source = static_cast<int>(c * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2]);
+    }
+    offsets[((k >> 3) * 4 + (k & 3)) * 2 + (k >> 2 & 1)] = at;
+    sources[k] = source;
+  }
+  for (int c = tid; c < channels; c += threads) {
+    affine[c] = make_float2(p.norm_weight ? load_as<float>(p.norm_weight, c, p.affine_dtype) : 1.f,
+                            p.norm_bias ? load_as<float>(p.norm_bias, c, p.affine_dtype) : 0.f);
+  }
+  __syncthreads();
+  switch (p.dtype) {
+    case Dtype::kBFloat16:
+      chain_load_weights<__nv_bfloat16, kExact>(p, sources, weights, biases);
+      chain_load_halo<__nv_bfloat16, kExact>(p, part, n, halo);
+      break;
+    case Dtype::kFloat16:
+      chain_load_weights<__half, kExact>(p, sources, weights, biases);
+      chain_load_halo<__half, kExact>(p, part, n, halo);
+      break;
+    default:
+      chain_load_weights<float, kExact>(p, sources, weights, biases);
+      chain_load_halo<float, kExact>(p, part, n, halo);
+  }
+  __syncthreads();
+
+  const int2* const pairs = reinterpret_cast<const int2*>(offsets);
+  for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+    const int first = chunk * plan.chunk, count = min(plan.chunk, part.positions - first);
+    if (chunk > 0) __syncthreads();  // the last one's outputs were summed up
+    if (count > 0) chain_multiply<kBatch, kExact>(p, part, first, count, pairs, weights, biases, halo, outputs);
+    __syncthreads();
+    chain_sum_up(plan, channels, max(count, 0), chunk == 0, outputs, parts);
+  }
+  __syncthreads();
+  cluster_wait();  // the others have begun
+  for (int i = tid; i < channels * blocks; i += threads) {
+    const int to = i / channels, c = i - to * channels;
+    Moments<float> m = parts[c * plan.stat_parts];
+    for (int k = 1; k < plan.stat_parts; ++k) merge(m, parts[c * plan.stat_parts + k]);
+    cluster_store(make_float4(m.mean, m.m2, m.count, 0.f), moments + rank * channels + c, to);
+  }
+  cluster_arrive_release();
+  cluster_wait();
+
+  // Channels of the sample; they take the first block's place.
+  const float positions = static_cast<float>(p.out[0]) * p.out[1] * p.out[2];
+  for (int c = tid; c < channels; c += threads) {
+    const float origin = moments[c].x;
+    float sum = 0.f, m2 = 0.f;
+    for (int b = 0; b < blocks; ++b) sum += moments[b * channels + c].z * (moments[b * channels + c].x - origin);
+    const float mean = origin + sum / positions;
+    for (int b = 0; b < blocks; ++b) {
+      const float4 m = moments[b * channels + c];
+      const float d = m.x - mean;
+      m2 += fmaf(m.z, d * d, m.y);
+    }
+    moments[c] = make_float4(mean, m2, 0.f, 0.f);
+    if (rank == 0 && p.channel_mean) p.channel_mean[n * channels + c] = mean;
+  }
+  __syncthreads();
+  const int size = channels / p.num_groups;
+  for (int g = tid >> 5; g < p.num_groups; g += threads >> 5) {
+    const float4* const from = moments + g * size;
+    const float origin = from[0].x;
+    float sum = 0.f, m2 = 0.f;
+    for (int c = lane; c < size; c += 32) sum += from[c].x - origin;
+    const float mean = origin + warp_sum(sum) / static_cast<float>(size);
+    for (int c = lane; c < size; c += 32) {
+      const float d = from[c].x - mean;
+      m2 += fmaf(positions, d * d, from[c].y);
+    }
+    const float rstd = 1.f / sqrtf(warp_sum(m2) / (positions * static_cast<float>(size)) + p.eps);
+    if (lane == 0) {
+      groups[g] = make_float2(mean, rstd);
+      if (rank == 0 && p.mean) p.mean[n * p.num_groups + g] = mean;
+      if (rank == 0 && p.rstd) p.rstd[n * p.num_groups + g] = rstd;
+    }
+  }
+  __syncthreads();
+  if (!p.lse) {
+    if (rank != 0 || tid >= 32) return;
+    float sum = 0.f;
+    for (int c = lane; c < channels; c += 32) {
+      const float2 statistics = groups[c / size];
+      sum += fmaf((moments[c].x - statistics.x) * statistics.y, affine[c].x, affine[c].y);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) store_as(p.y, n, p.y_dtype, sum / static_cast<float>(channels));
+    return;
+  }
+  for (int c = tid; c < channels; c += threads) {
+    constexpr float kTwice = 2.f * 1.44269504088896340736f;
+    const float2 statistics = groups[c / size];
+    const float scale = statistics.y * affine[c].x;
+    columns[c] = make_float2(scale * kTwice, fmaf(-statistics.x, scale, affine[c].y) * kTwice);
+  }
+  const int64_t y_first = n * p.out[1] * p.out[2] + int64_t(part.begin[1]) * p.out[2];
+  for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+    const int first = chunk * plan.chunk, count = min(plan.chunk, part.positions - first);
+    if (plan.chunks > 1) {
+      __syncthreads();  // nobody needs what was there
+      if (count > 0) chain_multiply<kBatch, kExact>(p, part, first, count, pairs, weights, biases, halo, outputs);
+    }
+    __syncthreads();
+    if (count > 0) chain_reduce_channels(p, channels, count, columns, outputs, y_first + first);
+  }
+#endif
+}
+
+}  // namespace kgopt

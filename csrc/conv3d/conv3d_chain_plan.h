@@ -1,0 +1,188 @@
+// Host-side planning of the kernel that does a small chain in one launch: how a sample is divided among the blocks of a
+// cluster, what lies in shared memory, what it costs. Plain arithmetic without CUDA or torch.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "conv3d_chain_params.h"
+#include "conv3d_hopper_plan.h"
+#include "conv3d_plan.h"
+
+namespace kgopt {
+
+// Shared memory, in 32-bit words, in the order in which the kernel lays it out.
+struct ChainSmemLayout {
+  int offsets;  // of each (K step, lane % 4) where its two entries lie in the halo, an int2
+  int sources;  // of each K entry where its weights lie
+  int weights;  // in the order of fragments: [tile of 8 channels][K step][lane] of two
+  int bias;     // of the convolution
+  int affine;   // weight and bias of the norm, a float2 of each channel
+  int columns;  // what the epilogue does to a channel, a float2
+  int groups;   // mean and rstd, a float2
+  int parts;    // moments of parts of channels
+  int moments;  // of the cluster's blocks, [block][channel] of a float4
+  int outputs;  // of a chunk
+  int halo;
+  int total;
+};
+
+KGOPT_HD ChainSmemLayout chain_smem_layout(const ChainPlan& p, int c_in, int c_out, int conv_groups, int num_groups) {
+  auto align = [](int words) { return (words + 3) / 4 * 4; };
+  const int channels = c_out * conv_groups;
+  ChainSmemLayout s{};
+  s.offsets = 0;
+  s.sources = s.offsets + align(p.k_steps * 8);
+  s.weights = s.sources + align(p.k_steps * 8);
+  s.bias = s.weights + conv_groups * p.n_tiles * p.k_steps * 64;
+  s.affine = s.bias + align(channels);
+  s.columns = s.affine + align(channels * 2);
+  s.groups = s.columns + align(channels * 2);
+  s.parts = s.groups + align(num_groups * 2);
+  s.moments = s.parts + align(channels * p.stat_parts * 3);
+  s.outputs = s.moments + channels * p.blocks * 4;
+  s.halo = s.outputs + align(channels * p.chunk_pitch);
+  s.total = s.halo + align(p.plane * c_in * conv_groups);
+  return s;
+}
+
+namespace plan_detail {
+
+inline int log2_floor(int64_t v) {
+  int bits = 0;
+  while ((int64_t(2) << bits) <= v) ++bits;
+  return bits;
+}
+
+// Fills what depends on how a sample is divided. False where it does not fit in shared memory.
+inline bool chain_split(ChainPlan* p, const ConvProblem& q, const DeviceLimits& limits, int num_groups, int depth,
+                        int height, int threads) {
+  const int64_t c_in = q.c_in / q.groups, c_out = q.c_out / q.groups;
+  p->split[0] = depth, p->split[1] = height, p->blocks = depth * height, p->threads = threads;
+  int64_t positions = q.out[2], words = 1;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t tile = i == 2 ? q.out[2] : (q.out[i] + p->split[i] - 1) / p->split[i];
+    if (i < 2) positions *= tile;
+    const int64_t halo = (tile - 1) * q.stride[i] + (q.kernel[i] - 1) * q.dilation[i] + 1;
+    words *= halo;
+    if (words > 64 * 1024) return false;
+    p->halo[i] = static_cast<int>(halo);
+  }
+  if (positions * q.c_out > 16 * 1024 * 1024) return false;
+  // Neighbouring K entries may be neighbouring channels: their planes begin a quarter of the banks apart.
+  p->plane = static_cast<int>(words);
+  while (p->plane % 32 != 8) ++p->plane;
+  if (int64_t(p->plane) * q.c_in > 64 * 1024) return false;
+  p->row_lanes_log2 = 0;
+  while ((1 << p->row_lanes_log2) < std::min(p->halo[2], 32)) ++p->row_lanes_log2;
+  const int row_lanes = 1 << p->row_lanes_log2;
+  p->pieces = (p->halo[2] + row_lanes - 1) / row_lanes;
+  p->by_pieces = hopper_divisor(p->pieces);
+  p->by_height = hopper_divisor(p->halo[1]);
+  p->by_depth = hopper_divisor(p->halo[0]);
+  p->by_out_width = hopper_divisor(q.out[2]);
+  p->by_padded_k = hopper_divisor(p->k_steps * 8);
+
+  const int channels = static_cast<int>(q.c_out);
+  const int stat_lanes = log2_floor(std::max(1, threads / channels));
+  p->stat_lanes_log2 = std::min(5, stat_lanes);
+  p->stat_parts = 1 << std::max(0, stat_lanes - 5);
+  const int room = limits.smem_per_block / 4;
+  for (int64_t chunk = (positions + 15) / 16 * 16;; chunk = (chunk / 2 + 15) / 16 * 16) {
+    p->chunk = static_cast<int>(chunk);
+    p->chunks = static_cast<int>((positions + chunk - 1) / chunk);
+    p->chunk_pitch = p->chunk;
+    while (p->chunk_pitch % 32 != 8) p->chunk_pitch += 8;
+    // What is left of the block's positions in each chunk has a thread or several.
+    p->lanes_log2 = std::min(5, std::min(log2_floor(channels), log2_floor(std::max<int64_t>(1, threads / chunk))));
+    const int64_t total = chain_smem_layout(*p, static_cast<int>(c_in), static_cast<int>(c_out),
+                                            static_cast<int>(q.groups), num_groups)
+                              .total;
+    if (int64_t(p->chunk_pitch) * channels < 1024 * 1024 && total <= room) {
+      p->smem_bytes = static_cast<int>(total * 4);
+      return true;
+    }
+    if (chunk < 4 * 16 * 8) return false;
+  }
+}
+
+// Estimated cycles of the launch.
+inline double chain_cycles(const ChainPlan& p, const ConvProblem& q, const DeviceLimits& limits) {
+  const double warps = p.threads / 32, channels = double(q.c_out);
+  double positions = double(q.out[2]);
+  for (int i = 0; i < 2; ++i) positions *= double((q.out[i] + p.split[i] - 1) / p.split[i]);
+  // Neighbours on a multiprocessor share its instruction issue, and hide each other's waits.
+  const int together = std::max(1, std::min({limits.smem_per_sm / (p.smem_bytes + 1024), 1024 / p.threads, 8}));
+  const double capacity = std::floor(double(limits.sm_count) * together / p.blocks * (p.blocks == 16 ? 0.9 : 1.0));
+  const double waves = std::ceil(double(q.n) / std::max(1.0, capacity));
+  const double beside = std::max(1.0, std::min<double>(together, double(q.n) * p.blocks / limits.sm_count / waves));
+  auto phase = [&](double wait, double issue) { return std::max(wait, issue * beside); };
+
+  const double loads = double(q.c_in) * p.halo[0] * p.halo[1] * p.pieces * (1 << p.row_lanes_log2) / p.threads;
+  const double x_rounds = std::ceil(loads / kChainLoads);
+  double t = phase(x_rounds * (1000 + 8 * 20 * warps / 4), loads * 32 * warps / 4);
+  const double weights = double(q.groups) * p.n_tiles * p.k_steps * 64 / p.threads;
+  t += phase(std::ceil(weights / kChainLoads) * 900, weights * 22 * warps / 4);
+  const double m_tiles = std::ceil(positions / 16), batches = double((p.n_tiles + p.n_batch - 1) / p.n_batch * q.groups);
+  const double steps = m_tiles * batches * p.k_steps, split = p.exact ? 3 : 1;
+  const double product = phase(std::ceil(m_tiles * batches / warps) * (p.k_steps * (30 + 12.0 * p.n_batch * split) + 250),
+                               steps * (11 + 3 * p.n_batch * split) / 4 * 1.3);
+  const bool lse = q.epilogue == ConvEpilogue::kResidualLse;
+  t += product * (lse && p.chunks > 1 ? 2 : 1);
+  t += phase(500, positions * channels * 5 / 128 + 300);
+  if (lse) t += phase(800, positions * channels * 36 / 128);
+  return 5000 + waves * (t + 2500 + (p.blocks > 1 ? 1000 : 0));
+}
+
+}  // namespace plan_detail
+
+// num_groups: of the norm. most_blocks: of a cluster.
+inline ChainPlan plan_chain(const ConvProblem& q, const DeviceLimits& limits, int64_t num_groups, int most_blocks) {
+  ChainPlan p;
+  auto refuse = [&](const char* why) {
+    p.refusal = why;
+    return p;
+  };
+  if (!limits.has_wgmma || most_blocks < 1) return refuse("clusters need compute capability 9.0 and code built for it");
+  if (q.transposed) return refuse("a transposed convolution");
+  if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
+  const bool lse = q.epilogue == ConvEpilogue::kResidualLse;
+  if (!lse && q.epilogue != ConvEpilogue::kStats) return refuse("it ends in a mean or in logsumexp");
+  if (lse && q.out[0] != 1) return refuse("logsumexp of a depth other than 1");
+  if (q.c_out > 1024 || num_groups > 1024) return refuse("more than 1024 output channels");
+  int64_t taps = 1;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t limit = int64_t(1) << 24;
+    if (q.in[i] > limit || q.out[i] > limit || q.kernel[i] > 1024 || q.padding[i] > limit || q.dilation[i] > limit ||
+        q.stride[i] > limit) {
+      return refuse("a size, kernel, stride, padding or dilation is too large");
+    }
+    if (q.out[i] < 1) return refuse("an empty output");
+    taps *= q.kernel[i];
+  }
+  const int64_t c_in = q.c_in / q.groups, c_out = q.c_out / q.groups;
+  if (c_in * taps > 4096) return refuse("the weights do not fit in shared memory");
+  p.exact = conv_math(q) == ConvMath::kTf32x3;
+  p.k = static_cast<int>(c_in * taps);
+  p.k_steps = (p.k + 7) / 8;
+  p.n_tiles = static_cast<int>((c_out + 7) / 8);
+  p.n_batch = p.n_tiles == 1 ? 1 : p.n_tiles == 2 ? 2 : 4;
+  bool found = false;
+  ChainPlan best = p;
+  for (int depth = 1; depth <= kChainMaxBlocks; depth *= 2) {
+    for (int height = 1; depth * height <= std::min(most_blocks, kChainMaxBlocks); height *= 2) {
+      if (depth > q.out[0] || height > q.out[1]) continue;
+      if (q.n * depth * height > (int64_t(1) << 31) - 1) continue;
+      for (int threads : {256, 512}) {
+        if (!plan_detail::chain_split(&p, q, limits, static_cast<int>(num_groups), depth, height, threads)) continue;
+        p.cycles = plan_detail::chain_cycles(p, q, limits);
+        if (!found || p.cycles < best.cycles) found = true, best = p;
+      }
+    }
+  }
+  if (!found) return refuse("a sample does not fit in the shared memory of a cluster");
+  return best;
+}
+
+}  // namespace kgopt
