@@ -13,6 +13,7 @@
 #include "../common/mma.cuh"
 #include "../common/reduce.cuh"
 #include "conv3d_chain_plan.h"
+#include "conv3d_narrow_finish.cuh"
 
 namespace kgopt {
 
@@ -45,59 +46,65 @@ struct ChainPart {
   }
 };
 
-// The halo of the part into shared memory, zeros outside of x. Every load of a thread is asked for before the first
-// is waited for, kChainLoads at a time.
-template <typename T, bool kExact>
-__device__ __forceinline__ void chain_load_halo(const ChainParams& p, const ChainPart& part, int64_t n,
-                                                uint32_t* halo) {
-  const ChainPlan& plan = p.plan;
-  const int lane = threadIdx.x & ((1 << plan.row_lanes_log2) - 1), group = threadIdx.x >> plan.row_lanes_log2;
-  const int groups = blockDim.x >> plan.row_lanes_log2;
-  const int items = p.c_in * p.groups * plan.halo[0] * plan.halo[1] * plan.pieces;
-  const int first[3] = {part.begin[0] * p.step[0] - p.padding[0], part.begin[1] * p.step[1] - p.padding[1],
-                        -p.padding[2]};
-  const T* const x = static_cast<const T*>(p.x) + n * p.x_stride_n;
-  for (int base = group; base < items; base += groups * kChainLoads) {
-    T value[kChainLoads];
-    int at[kChainLoads];
-#pragma unroll
-    for (int u = 0; u < kChainLoads; ++u) {
-      const int item = base + u * groups;
-      const int row = plan.by_pieces(item), rows = plan.by_height(row), c = plan.by_depth(rows);
-      const int w = (item - row * plan.pieces << plan.row_lanes_log2) + lane;
-      const int h = row - rows * plan.halo[1], d = rows - c * plan.halo[0];
-      at[u] = item < items && w < plan.halo[2] ? c * plan.plane + (d * plan.halo[1] + h) * plan.halo[2] + w : -1;
-      const int in_d = first[0] + d, in_h = first[1] + h, in_w = first[2] + w;
-      value[u] = T(0.f);
-      if (at[u] >= 0 && static_cast<unsigned>(in_d) < static_cast<unsigned>(p.in[0]) &&
-          static_cast<unsigned>(in_h) < static_cast<unsigned>(p.in[1]) &&
-          static_cast<unsigned>(in_w) < static_cast<unsigned>(p.in[2])) {
-        value[u] = x[c * p.x_stride_c + in_d * p.x_stride[0] + in_h * p.x_stride[1] + in_w * p.x_stride[2]];
-      }
+// A thread's next kChainLoads values of x: asked for by `ask`, put into the halo by `put`. Outside of x are zeros.
+template <typename T>
+struct ChainHalo {
+  T value[kChainLoads];
+  int at[kChainLoads];
+
+  // Values `lane` of the row whose place is known.
+  __device__ __forceinline__ void ask_one(const ChainParams& p, const T* x, int u, bool is_there, int row_at,
+                                          int row_offset, bool inside, int w) {
+    at[u] = is_there && w < p.plan.halo[2] ? row_at + w : -1;
+    value[u] = T(0.f);
+    const int in_w = w - p.padding[2];
+    if (at[u] >= 0 && inside && static_cast<unsigned>(in_w) < static_cast<unsigned>(p.in[2])) {
+      value[u] = x[row_offset + in_w * static_cast<int>(p.x_stride[2])];
     }
+  }
+  template <bool kExact>
+  __device__ __forceinline__ void put(uint32_t* halo) const {
 #pragma unroll
     for (int u = 0; u < kChainLoads; ++u) {
       if (at[u] >= 0) halo[at[u]] = chain_word<kExact>(to_acc(value[u]));
     }
   }
-}
+};
 
-// All weights in the order of fragments, and the bias.
-template <typename T, bool kExact>
-__device__ __forceinline__ void chain_load_weights(const ChainParams& p, const int* sources, uint32_t* weights,
-                                                   float* biases) {
-  const ChainPlan& plan = p.plan;
-  const int padded_k = plan.k_steps * 8, rows = plan.n_tiles * 8, items = rows * p.groups * padded_k;
-  const T* const weight = static_cast<const T*>(p.weight);
-  const float inverse = 1.f / static_cast<float>(rows);
-  for (int base = threadIdx.x; base < items; base += blockDim.x * kChainLoads) {
-    T value[kChainLoads];
-    int at[kChainLoads];
+// Row `row` of the halo, all channels' rows counted through: where it lies there, and its offset in x, a row outside of
+// which none is inside.
+struct ChainRow {
+  int at, offset;
+  bool inside;
+
+  __device__ __forceinline__ ChainRow(const ChainParams& p, const ChainPart& part, int row) {
+    const ChainPlan& plan = p.plan;
+    const int plane = plan.by_height(row), c = plan.by_depth(plane);
+    const int h = row - plane * plan.halo[1], d = plane - c * plan.halo[0];
+    at = c * plan.plane + (d * plan.halo[1] + h) * plan.halo[2];
+    const int in_d = part.begin[0] * p.step[0] - p.padding[0] + d, in_h = part.begin[1] * p.step[1] - p.padding[1] + h;
+    inside = static_cast<unsigned>(in_d) < static_cast<unsigned>(p.in[0]) &&
+             static_cast<unsigned>(in_h) < static_cast<unsigned>(p.in[1]);
+    offset = c * static_cast<int>(p.x_stride_c) + in_d * static_cast<int>(p.x_stride[0]) +
+             in_h * static_cast<int>(p.x_stride[1]);
+  }
+};
+
+// A thread's next kChainLoads weights, in the order of fragments.
+template <typename T>
+struct ChainWeights {
+  T value[kChainLoads];
+  int at[kChainLoads];
+
+  __device__ __forceinline__ void ask(const ChainParams& p, const int* sources, int base, int items, float by_rows) {
+    const ChainPlan& plan = p.plan;
+    const int padded_k = plan.k_steps * 8, rows = plan.n_tiles * 8;
+    const T* const weight = static_cast<const T*>(p.weight);
 #pragma unroll
     for (int u = 0; u < kChainLoads; ++u) {
       const int item = base + u * blockDim.x;
       const int row = plan.by_padded_k(item), k = item - row * padded_k;
-      const int group = small_quotient(row, inverse), c = row - group * rows;
+      const int group = p.groups == 1 ? 0 : small_quotient(row, by_rows), c = row - group * rows;
       // A fragment's two are four entries of K apart.
       at[u] = item < items ? (((row >> 3) * plan.k_steps + (k >> 3)) * 32 + (row & 7) * 4 + (k & 3)) * 2 + (k >> 2 & 1)
                            : -1;
@@ -106,13 +113,102 @@ __device__ __forceinline__ void chain_load_weights(const ChainParams& p, const i
         value[u] = weight[group * p.w_stride_group + c * p.w_stride_out + sources[k]];
       }
     }
+  }
+  template <bool kExact>
+  __device__ __forceinline__ void put(uint32_t* weights) const {
 #pragma unroll
     for (int u = 0; u < kChainLoads; ++u) {
       if (at[u] >= 0) weights[at[u]] = chain_word<kExact>(to_acc(value[u]));
     }
   }
-  const T* const bias = static_cast<const T*>(p.bias);
-  for (int c = threadIdx.x; c < p.c_out * p.groups; c += blockDim.x) biases[c] = bias ? to_acc(bias[c]) : 0.f;
+};
+
+// All that the products read into shared memory. The first loads of x are asked for before anything else is done, and
+// each round of those of x and of weights is waited for once. Without the table of rows where one round does.
+template <typename T, bool kExact>
+__device__ __forceinline__ void chain_load(const ChainParams& p, const ChainPart& part, int64_t n,
+                                           const ChainSmemLayout& layout, uint32_t* smem) {
+  const ChainPlan& plan = p.plan;
+  int* const offsets = reinterpret_cast<int*>(smem + layout.offsets);
+  int* const sources = reinterpret_cast<int*>(smem + layout.sources);
+  int2* const row_table = reinterpret_cast<int2*>(smem + layout.rows);
+  uint32_t* const weights = smem + layout.weights;
+  uint32_t* const halo = smem + layout.halo;
+  const int tid = threadIdx.x, threads = blockDim.x;
+  const T* const x = static_cast<const T*>(p.x) + n * p.x_stride_n;
+  const int lane = tid & ((1 << plan.row_lanes_log2) - 1), group = tid >> plan.row_lanes_log2;
+  const int groups = threads >> plan.row_lanes_log2;
+  const int rows = p.c_in * p.groups * plan.halo[0] * plan.halo[1], items = rows * plan.pieces;
+  const int channels = p.c_out * p.groups;
+
+  ChainHalo<T> next;
+#pragma unroll
+  for (int u = 0; u < kChainLoads; ++u) {
+    const int item = group + u * groups, row = plan.by_pieces(item);
+    const ChainRow place(p, part, row);
+    next.ask_one(p, x, u, item < items, place.at, place.offset, place.inside,
+                 ((item - row * plan.pieces) << plan.row_lanes_log2) + lane);
+  }
+  const int affine_size = p.affine_dtype == Dtype::kFloat32 ? 4 : 2;
+  const RawValue scale(p.norm_weight, tid, affine_size, tid < channels);
+  const RawValue shift(p.norm_bias, tid, affine_size, tid < channels);
+  const RawValue bias(p.bias, tid, sizeof(T), tid < channels);
+
+  // K entry -> where it lies in the halo, and its weights. Padding has weights of zero and reads the first entry: what
+  // is not finite there makes the statistics NaN anyway.
+  for (int k = tid; k < plan.k_steps * 8; k += threads) {
+    int at = 0, source = 0;
+    if (k < plan.k) {
+      const int row = plan.by_kernel[2](k), w = k - row * p.kernel[2];
+      const int plane = plan.by_kernel[1](row), h = row - plane * p.kernel[1];
+      const int c = plan.by_kernel[0](plane), d = plane - c * p.kernel[0];
+      at = c * plan.plane + (d * p.dilation[0] * plan.halo[1] + h * p.dilation[1]) * plan.halo[2] + w * p.dilation[2];
+      source = static_cast<int>(c * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2]);
+    }
+    offsets[((k >> 3) * 4 + (k & 3)) * 2 + (k >> 2 & 1)] = at;
+    sources[k] = source;
+  }
+  if (plan.has_rows) {
+    for (int row = tid; row < rows; row += threads) {
+      const ChainRow place(p, part, row);
+      row_table[row] = make_int2(place.inside ? place.at : ~place.at, place.offset);
+    }
+  }
+  __syncthreads();
+  const int weight_items = plan.n_tiles * 8 * p.groups * plan.k_steps * 8;
+  const float by_rows = 1.f / static_cast<float>(plan.n_tiles * 8);
+  for (int base = group, w_base = tid; base < items || w_base < weight_items;) {
+    ChainWeights<T> some;
+    some.ask(p, sources, w_base, weight_items, by_rows);
+    w_base += threads * kChainLoads;
+    next.template put<kExact>(halo);
+    base += groups * kChainLoads;
+    if (base < items) {
+#pragma unroll
+      for (int u = 0; u < kChainLoads; ++u) {
+        const int item = base + u * groups, row = plan.by_pieces(item);
+        const int2 place = row_table[min(row, rows - 1)];
+        next.ask_one(p, x, u, item < items, place.x < 0 ? ~place.x : place.x, place.y, place.x >= 0,
+                     ((item - row * plan.pieces) << plan.row_lanes_log2) + lane);
+      }
+    } else {
+#pragma unroll
+      for (int u = 0; u < kChainLoads; ++u) next.at[u] = -1;
+    }
+    some.template put<kExact>(weights);
+  }
+  float* const biases = reinterpret_cast<float*>(smem + layout.bias);
+  float2* const affine = reinterpret_cast<float2*>(smem + layout.affine);
+  for (int c = tid; c < channels; c += threads) {
+    if (c == tid) {
+      affine[c] = make_float2(scale.as(p.affine_dtype, 1.f), shift.as(p.affine_dtype, 0.f));
+      biases[c] = bias.as<T>(0.f);
+    } else {
+      affine[c] = make_float2(p.norm_weight ? load_as<float>(p.norm_weight, c, p.affine_dtype) : 1.f,
+                              p.norm_bias ? load_as<float>(p.norm_bias, c, p.affine_dtype) : 0.f);
+      biases[c] = p.bias ? to_acc(static_cast<const T*>(p.bias)[c]) : 0.f;
+    }
+  }
 }
 
 // Outputs of `count` positions of the part from `first` on.
@@ -136,8 +232,8 @@ __device__ __forceinline__ void chain_multiply(const ChainParams& p, const Chain
       const int position = min(first + tile * 16 + g + i * 8, part.positions - 1);
       const int row = plan.by_out_width(position), w = position - row * p.out[2];
       const int d = part.size[0] == 1 ? 0 : small_quotient(row, by_height), h = row - d * part.size[1];
-      from[i] = halo + group * p.c_in * plan.plane +
-                (d * p.step[0] * plan.halo[1] + h * p.step[1]) * plan.halo[2] + w * p.step[2];
+      from[i] = halo + group * p.c_in * plan.plane + (d * p.step[0] * plan.halo[1] + h * p.step[1]) * plan.halo[2] +
+                w * p.step[2];
     }
     const uint2* b[kBatch];
 #pragma unroll
@@ -220,8 +316,8 @@ __device__ __forceinline__ void chain_sum_up(const ChainPlan& plan, int channels
   }
 }
 
-// logsumexp over channels of u + hardswish(tanh(scale u + shift)) for `count` positions. `columns` has scale and shift of
-// each channel, times 2 log2(e).
+// logsumexp over channels of u + hardswish(tanh(scale u + shift)) for `count` positions. `columns` has scale and shift
+// of each channel, times 2 log2(e).
 __device__ __forceinline__ void chain_reduce_channels(const ChainParams& p, int channels, int count,
                                                       const float2* columns, float* outputs, int64_t y_at) {
   constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
@@ -234,18 +330,32 @@ __device__ __forceinline__ void chain_reduce_channels(const ChainParams& p, int 
     const bool is_there = position < count;
     const int end = is_there ? channels : 0;
     float most = -INFINITY;
-#pragma unroll 4
-    for (int c = lane; c < end; c += lanes) {
-      const float u = from[c * plan.chunk_pitch];
-      const float2 column = columns[c];
-      // With q = 1 / (1 + exp(2 z)) tanh(z) is 1 - 2 q; since |tanh| <= 1, hardswish needs no clamp.
-      float e, q;
-      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(u, column.x, column.y)));
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(1.f + e));
-      const float h = fmaf(-2.f, q, 1.f);
-      const float r = fmaf(h, fmaf(h, 1.f / 6.f, 0.5f), u);
-      from[c * plan.chunk_pitch] = r;
-      most = fmaxf(most, r);
+    constexpr int kAtOnce = 4;
+    for (int first = lane; first < end; first += kAtOnce * lanes) {
+      float u[kAtOnce], r[kAtOnce];
+      float2 column[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int c = min(first + i * lanes, channels - 1);
+        u[i] = from[c * plan.chunk_pitch];
+        column[i] = columns[c];
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        // With q = 1 / (1 + exp(2 z)) tanh(z) is 1 - 2 q; since |tanh| <= 1, hardswish needs no clamp.
+        float e, q;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(u[i], column[i].x, column[i].y)));
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(1.f + e));
+        const float h = fmaf(-2.f, q, 1.f);
+        r[i] = fmaf(h, fmaf(h, 1.f / 6.f, 0.5f), u[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int c = first + i * lanes;
+        if (c >= end) continue;
+        from[c * plan.chunk_pitch] = r[i];
+        most = fmaxf(most, r[i]);
+      }
     }
     for (int mask = 1; mask < lanes; mask *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, mask));
     // As torch.logsumexp: an infinite maximum comes out as it is.
@@ -270,9 +380,7 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
   extern __shared__ __align__(16) uint32_t smem[];
   const ChainPlan& plan = p.plan;
   const ChainSmemLayout layout = chain_smem_layout(plan, p.c_in, p.c_out, p.groups, p.num_groups);
-  int* const offsets = reinterpret_cast<int*>(smem + layout.offsets);
-  int* const sources = reinterpret_cast<int*>(smem + layout.sources);
-  uint32_t* const weights = smem + layout.weights;
+  const uint32_t* const weights = smem + layout.weights;
   float* const biases = reinterpret_cast<float*>(smem + layout.bias);
   float2* const affine = reinterpret_cast<float2*>(smem + layout.affine);
   float2* const columns = reinterpret_cast<float2*>(smem + layout.columns);
@@ -280,7 +388,7 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
   Moments<float>* const parts = reinterpret_cast<Moments<float>*>(smem + layout.parts);
   float4* const moments = reinterpret_cast<float4*>(smem + layout.moments);
   float* const outputs = reinterpret_cast<float*>(smem + layout.outputs);
-  uint32_t* const halo = smem + layout.halo;
+  const uint32_t* const halo = smem + layout.halo;
 
   const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31;
   const int rank = static_cast<int>(cluster_rank()), blocks = plan.blocks;
@@ -289,41 +397,14 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
   const ChainPart part(p, rank);
   cluster_arrive();  // whoever sends to this block knows that it has begun
 
-  // K entry -> where it lies in the halo, and its weights. Padding has weights of zero and reads the first entry: what is
-  // not finite there makes the statistics NaN anyway.
-  for (int k = tid; k < plan.k_steps * 8; k += threads) {
-    int at = 0, source = 0;
-    if (k < plan.k) {
-      const int row = k / p.kernel[2], w = k - row * p.kernel[2];
-      const int plane = row / p.kernel[1], h = row - plane * p.kernel[1];
-      const int c = plane / p.kernel[0], d = plane - c * p.kernel[0];
-      at = c * plan.plane + (d * p.dilation[0] * plan.halo[1] + h * p.dilation[1]) * plan.halo[2] + w * p.dilation[2];
-      source = static_cast<int>(c * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2]);
-    }
-    offsets[((k >> 3) * 4 + (k & 3)) * 2 + (k >> 2 & 1)] = at;
-    sources[k] = source;
-  }
-  for (int c = tid; c < channels; c += threads) {
-    affine[c] = make_float2(p.norm_weight ? load_as<float>(p.norm_weight, c, p.affine_dtype) : 1.f,
-                            p.norm_bias ? load_as<float>(p.norm_bias, c, p.affine_dtype) : 0.f);
-  }
-  __syncthreads();
   switch (p.dtype) {
-    case Dtype::kBFloat16:
-      chain_load_weights<__nv_bfloat16, kExact>(p, sources, weights, biases);
-      chain_load_halo<__nv_bfloat16, kExact>(p, part, n, halo);
-      break;
-    case Dtype::kFloat16:
-      chain_load_weights<__half, kExact>(p, sources, weights, biases);
-      chain_load_halo<__half, kExact>(p, part, n, halo);
-      break;
-    default:
-      chain_load_weights<float, kExact>(p, sources, weights, biases);
-      chain_load_halo<float, kExact>(p, part, n, halo);
+    case Dtype::kBFloat16: chain_load<__nv_bfloat16, kExact>(p, part, n, layout, smem); break;
+    case Dtype::kFloat16: chain_load<__half, kExact>(p, part, n, layout, smem); break;
+    default: chain_load<float, kExact>(p, part, n, layout, smem);
   }
   __syncthreads();
 
-  const int2* const pairs = reinterpret_cast<const int2*>(offsets);
+  const int2* const pairs = reinterpret_cast<const int2*>(smem + layout.offsets);
   for (int chunk = 0; chunk < plan.chunks; ++chunk) {
     const int first = chunk * plan.chunk, count = min(plan.chunk, part.positions - first);
     if (chunk > 0) __syncthreads();  // the last one's outputs were summed up

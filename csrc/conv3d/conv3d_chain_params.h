@@ -32,11 +32,13 @@ struct ChainPlan {
   // second time for what follows the statistics.
   int chunk = 16;
   int chunks = 1;
-  int chunk_pitch = 16;     // words between channels of them
-  int stat_lanes_log2 = 0;  // threads that sum up a part of a channel
-  int stat_parts = 1;       // of a channel
-  int lanes_log2 = 0;       // neighbouring threads that share a position's channels
+  int chunk_pitch = 16;                          // words between channels of them
+  int stat_lanes_log2 = 0;                       // threads that sum up a part of a channel
+  int stat_parts = 1;                            // of a channel
+  int lanes_log2 = 0;                            // neighbouring threads that share a position's channels
+  bool has_rows = false;                         // a table of the halo's rows, which loads behind the first ones use
   HopperDivisor by_pieces, by_height, by_depth;  // loads: pieces, rows of a plane, planes of a channel
+  HopperDivisor by_kernel[3];
   HopperDivisor by_out_width, by_padded_k;
   double cycles = 0;  // estimated, of the launch
   int smem_bytes = 0;
@@ -45,12 +47,12 @@ struct ChainPlan {
 // Arguments of the kernel. Passed by value as a __grid_constant__.
 struct ChainParams {
   const void* x;
-  int64_t x_stride_n, x_stride_c, x_stride[3];
+  int64_t x_stride_n, x_stride_c, x_stride[3];  // a sample's values are less than 2^31 apart
   const void* weight;
   int64_t w_stride_out, w_stride_in, w_stride_k[3];
-  int64_t w_stride_group;  // from one conv group's weights to the next
-  const void* bias;        // [c_out * groups] of x's dtype, or null
-  Dtype dtype;             // of x, weight and bias
+  int64_t w_stride_group;   // from one conv group's weights to the next
+  const void* bias;         // [c_out * groups] of x's dtype, or null
+  Dtype dtype;              // of x, weight and bias
   const void* norm_weight;  // [c_out * groups] or null (ones)
   const void* norm_bias;    // [c_out * groups] or null (zeros)
   Dtype affine_dtype;
