@@ -7,6 +7,7 @@
 
 namespace kgopt {
 
+// Unsupported where not all blocks of teams can run at a time; no kernel was launched then.
 Status run_conv_chain(const ChainParams& p, cudaStream_t stream);
 
 }  // namespace kgopt

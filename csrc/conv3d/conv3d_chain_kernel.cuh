@@ -3,7 +3,8 @@
 // load their parts of x, with halos, and all weights, multiply by mma.sync in TF32 (which holds half types exactly), a
 // gather by offsets as in conv3d_narrow_kernel.cuh, and leave the outputs in shared memory as fp32. There they are
 // summed up channel by channel; blocks send each other their channels' moments, and each of them merges all of them in
-// the same order and goes on with its own outputs.
+// the same order and goes on with its own outputs. Few samples that are larger have teams of blocks all over the GPU,
+// which tell each other through memory, instead of clusters.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -336,7 +337,7 @@ __device__ __forceinline__ void chain_reduce_channels(const ChainParams& p, int 
       float2 column[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int c = min(first + i * lanes, channels - 1);
+        const int next = first + i * lanes, c = next < end ? next : first;
         u[i] = from[c * plan.chunk_pitch];
         column[i] = columns[c];
       }
@@ -391,11 +392,11 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
   const uint32_t* const halo = smem + layout.halo;
 
   const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31;
-  const int rank = static_cast<int>(cluster_rank()), blocks = plan.blocks;
+  const int blocks = plan.blocks, rank = static_cast<int>(blockIdx.x % blocks);
   const int64_t n = blockIdx.x / blocks;
   const int channels = p.c_out * p.groups;
   const ChainPart part(p, rank);
-  cluster_arrive();  // whoever sends to this block knows that it has begun
+  if (!plan.is_team) cluster_arrive();  // whoever sends to this block knows that it has begun
 
   switch (p.dtype) {
     case Dtype::kBFloat16: chain_load<__nv_bfloat16, kExact>(p, part, n, layout, smem); break;
@@ -413,32 +414,69 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
     chain_sum_up(plan, channels, max(count, 0), chunk == 0, outputs, parts);
   }
   __syncthreads();
-  cluster_wait();  // the others have begun
-  for (int i = tid; i < channels * blocks; i += threads) {
-    const int to = i / channels, c = i - to * channels;
+  const auto merged = [&](int c) {
     Moments<float> m = parts[c * plan.stat_parts];
     for (int k = 1; k < plan.stat_parts; ++k) merge(m, parts[c * plan.stat_parts + k]);
-    cluster_store(make_float4(m.mean, m.m2, m.count, 0.f), moments + rank * channels + c, to);
-  }
-  cluster_arrive_release();
-  cluster_wait();
-
-  // Channels of the sample; they take the first block's place.
+    return make_float4(m.mean, m.m2, m.count, 0.f);
+  };
+  // Channels of the sample: means relative to the first block's, so that an offset is rounded once.
   const float positions = static_cast<float>(p.out[0]) * p.out[1] * p.out[2];
-  for (int c = tid; c < channels; c += threads) {
-    const float origin = moments[c].x;
-    float sum = 0.f, m2 = 0.f;
-    for (int b = 0; b < blocks; ++b) sum += moments[b * channels + c].z * (moments[b * channels + c].x - origin);
-    const float mean = origin + sum / positions;
-    for (int b = 0; b < blocks; ++b) {
-      const float4 m = moments[b * channels + c];
-      const float d = m.x - mean;
-      m2 += fmaf(m.z, d * d, m.y);
+  if (plan.is_team) {
+    float4* const sample = p.moments + n * blocks * channels;
+    for (int c = tid; c < channels; c += threads) sample[rank * channels + c] = merged(c);
+    __syncthreads();
+    if (tid == 0) {
+      add_release(p.arrived + n, 1);
+      while (load_acquire(p.arrived + n) < static_cast<uint32_t>(blocks)) __nanosleep(20);
     }
-    moments[c] = make_float4(mean, m2, 0.f, 0.f);
-    if (rank == 0 && p.channel_mean) p.channel_mean[n * channels + c] = mean;
+    __syncthreads();
+    constexpr int kOwn = 5;  // entries of a lane that are on their way together
+    for (int c = tid >> 5; c < channels; c += threads >> 5) {
+      const float origin = __ldcg(&sample[c].x);
+      float sum = 0.f, m2 = 0.f;
+      for (int first = lane; first < blocks; first += 32 * kOwn) {
+        float4 m[kOwn];
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+          const int b = first + i * 32;
+          m[i] = b < blocks ? __ldcg(sample + b * channels + c) : make_float4(origin, 0.f, 0.f, 0.f);
+        }
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+          const float d = m[i].x - origin;
+          sum = fmaf(m[i].z, d, sum);
+          m2 += fmaf(m[i].z, d * d, m[i].y);
+        }
+      }
+      const float offset = warp_sum(sum) / positions;
+      m2 = fmaxf(warp_sum(m2) - positions * offset * offset, 0.f);
+      if (lane == 0) moments[c] = make_float4(origin + offset, m2, 0.f, 0.f);
+    }
+  } else {
+    cluster_wait();  // the others have begun
+    for (int i = tid; i < channels * blocks; i += threads) {
+      const int to = i / channels, c = i - to * channels;
+      cluster_store(merged(c), moments + rank * channels + c, to);
+    }
+    cluster_arrive_release();
+    cluster_wait();
+    for (int c = tid; c < channels; c += threads) {  // they take the first block's place
+      const float origin = moments[c].x;
+      float sum = 0.f, m2 = 0.f;
+      for (int b = 0; b < blocks; ++b) sum += moments[b * channels + c].z * (moments[b * channels + c].x - origin);
+      const float mean = origin + sum / positions;
+      for (int b = 0; b < blocks; ++b) {
+        const float4 m = moments[b * channels + c];
+        const float d = m.x - mean;
+        m2 += fmaf(m.z, d * d, m.y);
+      }
+      moments[c] = make_float4(mean, m2, 0.f, 0.f);
+    }
   }
   __syncthreads();
+  if (rank == 0 && p.channel_mean) {
+    for (int c = tid; c < channels; c += threads) p.channel_mean[n * channels + c] = moments[c].x;
+  }
   const int size = channels / p.num_groups;
   for (int g = tid >> 5; g < p.num_groups; g += threads >> 5) {
     const float4* const from = moments + g * size;

@@ -3,6 +3,8 @@
 // height, width. Sizes, strides and offsets are in elements, of shared memory in 32-bit words.
 #pragma once
 
+#include <vector_types.h>
+
 #include <cstdint>
 
 #include "conv3d_hopper_params.h"
@@ -18,7 +20,8 @@ inline constexpr int kChainLoads = 8;       // that a thread has under way
 struct ChainPlan {
   const char* refusal = nullptr;  // why this kernel cannot run it; null when it can
   bool exact = false;             // fp32 accuracy
-  int split[2] = {1, 1};          // blocks of a cluster along depth and height of the output
+  bool is_team = false;           // blocks of a sample are no cluster, but all blocks run at a time
+  int split[2] = {1, 1};          // blocks of a sample along depth and height of the output
   int blocks = 1;                 // their product
   int threads = 256;
   int halo[3] = {1, 1, 1};  // input extent of a block
@@ -64,6 +67,8 @@ struct ChainParams {
   float* mean;          // [N, num_groups], or null
   float* rstd;          // [N, num_groups], or null
   float* channel_mean;  // [N, c_out * groups], or null
+  float4* moments;      // teams: [N, blocks, c_out * groups] of (mean, sum of squared deviations, count)
+  uint32_t* arrived;    // teams: [N], zero
   int64_t n;
   int c_in, c_out;  // per conv group
   int groups;

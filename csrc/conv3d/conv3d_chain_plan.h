@@ -23,7 +23,7 @@ struct ChainSmemLayout {
   int columns;  // what the epilogue does to a channel, a float2
   int groups;   // mean and rstd, a float2
   int parts;    // moments of parts of channels
-  int moments;  // of the cluster's blocks, [block][channel] of a float4
+  int moments;  // [block of the cluster][channel], or of a team [channel], of a float4
   int outputs;  // of a chunk
   int halo;
   int total;
@@ -43,7 +43,7 @@ KGOPT_HD ChainSmemLayout chain_smem_layout(const ChainPlan& p, int c_in, int c_o
   s.groups = s.columns + align(channels * 2);
   s.parts = s.groups + align(num_groups * 2);
   s.moments = s.parts + align(channels * p.stat_parts * 3);
-  s.outputs = s.moments + channels * p.blocks * 4;
+  s.outputs = s.moments + channels * (p.is_team ? 1 : p.blocks) * 4;
   s.halo = s.outputs + align(channels * p.chunk_pitch);
   s.total = s.halo + align(p.plane * c_in * conv_groups);
   return s;
@@ -121,7 +121,8 @@ inline double chain_cycles(const ChainPlan& p, const ConvProblem& q, const Devic
   constexpr int kGpc = 18;
   const int together = std::max(1, std::min(limits.smem_per_sm / (p.smem_bytes + 1024), 512 / p.threads));
   const int clusters =
-      limits.sm_count / kGpc * (kGpc * together / p.blocks) + limits.sm_count % kGpc * together / p.blocks;
+      p.is_team ? 1 << 30
+                : limits.sm_count / kGpc * (kGpc * together / p.blocks) + limits.sm_count % kGpc * together / p.blocks;
   const double waves = std::ceil(double(q.n) / std::max(1, clusters));
   // Neighbours on a multiprocessor share its instruction issue.
   const double beside = std::max(1.0, std::min<double>(together, double(q.n) * p.blocks / limits.sm_count / waves));
@@ -136,7 +137,9 @@ inline double chain_cycles(const ChainPlan& p, const ConvProblem& q, const Devic
                       own_tiles * (730 + p.k_steps * (20 + 20 * p.n_batch * split)) +
                       1.1 * tiles * times * p.k_steps * (11 + 3 * p.n_batch * split) / 4 * beside + 15 * values +
                       (lse ? 550 + 86 * values : 0) + (p.blocks > 1 ? 370 : 0);
-  return 8700 + waves * wave;
+  // Teams: counters are cleared ahead of the launch, and moments come through L2.
+  const double team = p.is_team ? 6000 + std::ceil(double(q.c_out) / warps) * 900 : 0;
+  return 8700 + waves * wave + team;
 }
 
 }  // namespace plan_detail
@@ -176,18 +179,28 @@ inline ChainPlan plan_chain(const ConvProblem& q, const DeviceLimits& limits) {
   p.n_batch = p.n_tiles == 1 ? 1 : p.n_tiles == 2 ? 2 : 4;
   bool found = false;
   ChainPlan best = p;
+  auto offer = [&](int depth, int height) {
+    if (q.n * depth * height > (int64_t(1) << 31) - 1) return;
+    for (int threads : {256, 512}) {
+      if (!plan_detail::chain_split(&p, q, limits, depth, height, threads)) continue;
+      p.cycles = plan_detail::chain_cycles(p, q, limits);
+      if (!found || p.cycles < best.cycles) found = true, best = p;
+    }
+  };
   for (int depth = 1; depth <= kChainMaxBlocks; depth *= 2) {
     for (int height = 1; depth * height <= most_blocks; height *= 2) {
-      if (depth > q.out[0] || height > q.out[1]) continue;
-      if (q.n * depth * height > (int64_t(1) << 31) - 1) continue;
-      for (int threads : {256, 512}) {
-        if (!plan_detail::chain_split(&p, q, limits, depth, height, threads)) continue;
-        p.cycles = plan_detail::chain_cycles(p, q, limits);
-        if (!found || p.cycles < best.cycles) found = true, best = p;
-      }
+      if (depth <= q.out[0] && height <= q.out[1]) offer(depth, height);
     }
   }
-  if (!found) return refuse("a sample does not fit in the shared memory of a cluster");
+  // Teams of more blocks than a cluster has, one block a multiprocessor, of as few rows as there are blocks for.
+  p.is_team = true;
+  const int64_t most = limits.sm_count / q.n;
+  for (int64_t depth = 1; depth <= std::min(most, q.out[0]); depth = depth < 8 ? depth + 1 : depth * 5 / 4) {
+    const int64_t rows = (q.out[1] + std::min(most / depth, q.out[1]) - 1) / std::min(most / depth, q.out[1]);
+    const int64_t height = (q.out[1] + rows - 1) / rows;
+    if (depth * height > kChainMaxBlocks) offer(static_cast<int>(depth), static_cast<int>(height));
+  }
+  if (!found) return refuse("a sample does not fit in the shared memory of its blocks");
   return best;
 }
 

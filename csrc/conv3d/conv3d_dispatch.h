@@ -196,7 +196,7 @@ inline ConvChoice choose_passes(const ConvProblem& problem, const DeviceLimits& 
 }
 
 // Microseconds of the first or third pipeline by passes, fitted to 100 random chains in two precisions on an H200: nine
-// in ten within 0.66 and 1.24.
+// in ten within 0.78 and 1.21.
 inline double passes_microseconds(const ConvProblem& problem, const DeviceLimits& limits, const ConvChoice& choice) {
   const bool lse = problem.epilogue == ConvEpilogue::kResidualLse;
   if (choice.path != ConvPath::kNarrow) {
@@ -206,16 +206,20 @@ inline double passes_microseconds(const ConvProblem& problem, const DeviceLimits
         predict_conv(plain, limits, choice.plan, choice.hopper, choice.rows, plan_narrow(plain, limits));
     return t.us[kTimedAten] + (lse ? 20 : 10);
   }
-  // Weights of most of these kernels are gathered one by one.
-  const auto weights = [](const NarrowPlan& p) {
-    return p.gathered || p.position_rows ? 0.0 : 8.0 * p.k_steps * p.columns * (p.window > 1 ? p.window : 1);
+  // Weights of most of these kernels are gathered one by one, and so is x of half types where rows are no vectors.
+  const bool slow = problem.dtype != Dtype::kFloat32 && problem.in[2] % 4 != 0;
+  const auto pass = [&](const NarrowPlan& p) {
+    const double weights = p.gathered || p.position_rows ? 0 : 8.0 * p.k_steps * p.columns * p.window;
+    return (p.gathered ? (slow ? 0.54e-3 : 0.26e-3) : 0.69e-3) * std::max(0.0, p.cycles - 10000) + 0.65e-3 * weights +
+           5.5 * (p.n_tiles - 1);
   };
+  double x = double(problem.n) * problem.c_in / limits.sm_count;
+  for (int i = 0; i < 3; ++i) x *= double(problem.in[i]);
+  const double read = (slow ? 0.61e-3 : 0.34e-3) * x;
+  if (!lse) return 22 + pass(choice.narrow) + read;
   ConvProblem first = problem;
   first.epilogue = ConvEpilogue::kStats;
-  const NarrowPlan stats = lse ? plan_narrow(first, limits) : choice.narrow;
-  double us = (lse ? 7 : 11) + (stats.gathered ? 0.65e-3 : 1.03e-3) * stats.cycles + 0.58e-3 * weights(stats);
-  if (lse) us += 0.89e-3 * choice.narrow.cycles + 0.58e-3 * weights(choice.narrow);
-  return us;
+  return 24 + pass(plan_narrow(first, limits)) + pass(choice.narrow) + 2 * read;
 }
 
 }  // namespace dispatch_detail

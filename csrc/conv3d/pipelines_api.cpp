@@ -153,8 +153,9 @@ bool sample_is_small(const Tensor& x) {
   return last < int64_t(1) << 31;
 }
 
-// The whole chain in one launch: `y` and, where they are not null, the statistics.
-void run_chain(const ConvArgs& a, const ConvShape& shape, const ChainPlan& plan, const Norm& norm, const Tensor& y,
+// The whole chain in one launch: `y` and, where they are not null, the statistics. False where it is refused after all,
+// as in a process that may use only some multiprocessors.
+bool run_chain(const ConvArgs& a, const ConvShape& shape, const ChainPlan& plan, const Norm& norm, const Tensor& y,
                const Tensor* mean, const Tensor* rstd, const Tensor* channel_mean) {
   ChainParams p{};
   set_input(&p, a, shape);
@@ -182,7 +183,16 @@ void run_chain(const ConvArgs& a, const ConvShape& shape, const ChainPlan& plan,
     p.dilation[i] = static_cast<int>(shape.dilation[i]);
   }
   p.plan = plan;
-  raise_on_error(a.op, run_conv_chain(p, static_cast<cudaStream_t>(current_stream(a.x))));
+  Workspace workspace(a.x);
+  const int64_t moments = workspace.reserve(plan.is_team ? shape.n * plan.blocks * shape.c_out * sizeof(float4) : 0);
+  const int64_t arrived = workspace.reserve(plan.is_team ? shape.n * sizeof(uint32_t) : 0);
+  workspace.allocate();
+  p.moments = workspace.at<float4>(moments);
+  p.arrived = workspace.at<uint32_t>(arrived);
+  const Status status = run_conv_chain(p, static_cast<cudaStream_t>(current_stream(a.x)));
+  if (status.code == StatusCode::kUnsupported) return false;
+  raise_on_error(a.op, status);
+  return true;
 }
 
 struct __attribute__((visibility("hidden"))) MeanResult {
@@ -195,7 +205,7 @@ MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const Opt
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  const ConvChoice choice = choose(a, shape, ConvEpilogue::kStats, sample_is_small(a.x) ? num_groups : 0);
+  ConvChoice choice = choose(a, shape, ConvEpilogue::kStats, sample_is_small(a.x) ? num_groups : 0);
   if (choice.path == ConvPath::kChain && a.x.numel() > 0) {
     MeanResult r{empty_like_shape(a.x, {shape.n}, given ? ScalarType::Float : a.x.scalar_type())};
     if (given) {
@@ -203,9 +213,11 @@ MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const Opt
       r.mean = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
       r.rstd = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
     }
-    run_chain(a, shape, choice.chain, norm, r.out, given ? &r.mean : nullptr, given ? &r.rstd : nullptr,
-              given ? &r.channel_mean : nullptr);
-    return r;
+    if (run_chain(a, shape, choice.chain, norm, r.out, given ? &r.mean : nullptr, given ? &r.rstd : nullptr,
+                  given ? &r.channel_mean : nullptr)) {
+      return r;
+    }
+    choice = choose(a, shape, ConvEpilogue::kStats);
   }
   if (!stores_nothing(choice) || a.x.numel() == 0) {
     ConvTail tail;  // the bias can wait: to statistics it is a shift of each channel
@@ -394,7 +406,7 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  const ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse, sample_is_small(a.x) ? num_groups : 0);
+  ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse, sample_is_small(a.x) ? num_groups : 0);
   if (lse.path == ConvPath::kChain && a.x.numel() > 0) {
     IntArray sizes = shape.out_sizes;
     sizes[1] = 1;
@@ -403,8 +415,10 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
       r.mean = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
       r.rstd = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
     }
-    run_chain(a, shape, lse.chain, norm, r.y, given ? &r.mean : nullptr, given ? &r.rstd : nullptr, nullptr);
-    return r;
+    if (run_chain(a, shape, lse.chain, norm, r.y, given ? &r.mean : nullptr, given ? &r.rstd : nullptr, nullptr)) {
+      return r;
+    }
+    lse = choose(a, shape, ConvEpilogue::kResidualLse);
   }
   ConvChoice stats = choose(a, shape, ConvEpilogue::kStats);
   // Both passes compute the same convolution, to the same rounding.
