@@ -560,8 +560,12 @@ def test_narrow_plan_of_one_small_image_uses_the_gpu(c_out: int, dtype: str, epi
 def check_chain_plan(plan, case: dict, output, limits) -> None:
     """Every block has the halo of its outputs, and shared memory holds what the kernel puts there."""
     assert plan.blocks == math.prod(plan.split)
-    assert plan.blocks in (1, 2, 4, 8, 16)
-    assert plan.blocks <= limits.cluster_blocks
+    if plan.is_team:
+        assert 16 < plan.blocks
+        assert case["n"] * plan.blocks <= limits.sm_count, "all blocks run at a time"
+    else:
+        assert plan.blocks in (1, 2, 4, 8, 16)
+        assert plan.blocks <= limits.cluster_blocks
     assert plan.threads in (256, 512)
     most = [0, 0, output[2]]
     for dim in range(2):
@@ -579,10 +583,12 @@ def check_chain_plan(plan, case: dict, output, limits) -> None:
     assert plan.pieces * lanes >= plan.halo[2] > (plan.pieces - 1) * lanes
     groups = case.get("groups", 1)
     loads = case["c_in"] * plan.halo[0] * plan.halo[1] * plan.pieces * lanes
-    assert plan.has_rows or loads <= plan.threads * dev.CHAIN_LOADS
+    assert plan.load_rounds * plan.threads * dev.CHAIN_LOADS >= loads
     assert plan.k == case["c_in"] // groups * math.prod(case["kernel"])
     assert plan.k_steps == -(-plan.k // 8)
     assert plan.n_tiles == -(-(case["c_out"] // groups) // 8)
+    weights = groups * plan.n_tiles * plan.k_steps * 64
+    assert plan.load_rounds * plan.threads * dev.CHAIN_WEIGHTS >= weights
     positions = math.prod(most)
     assert plan.chunk % 16 == 0
     assert plan.chunk * plan.chunks >= positions > plan.chunk * (plan.chunks - 1)
@@ -592,7 +598,7 @@ def check_chain_plan(plan, case: dict, output, limits) -> None:
     assert plan.stat_lanes_log2 <= 5
     assert plan.stat_parts == 1 or units <= plan.threads, "a part of a channel has its threads"
     assert plan.lanes_log2 <= 5
-    words = case["c_out"] * plan.chunk_pitch + case["c_in"] * plan.plane + groups * plan.n_tiles * plan.k_steps * 64
+    words = case["c_out"] * plan.chunk_pitch + case["c_in"] * plan.plane + weights
     assert 4 * words < plan.smem_bytes <= limits.smem_per_block
     assert plan.cycles > 0
 
@@ -614,10 +620,10 @@ def test_chain_plan_of_any_shape(data) -> None:
     case["c_in"] = case["groups"] * draw(st.integers(1, 20))
     case["c_out"] = case["groups"] * draw(st.integers(1, 60))
     case["epilogue"] = dev.ConvEpilogue.residual_lse if lse else dev.ConvEpilogue.stats
+    case["n"] = draw(st.sampled_from([1, 2, 3, 7, 50, 200]))
     problem, output = make_problem(
         size=size,
         **case,
-        n=draw(st.integers(1, 200)),
         dtype=draw(st.sampled_from(DTYPES)),
         allow_tf32=draw(st.booleans()),
         planar=True,
@@ -661,7 +667,7 @@ def test_chains_in_one_launch_are_the_small_ones(dtype: str) -> None:
         ("depth", {"epilogue": dev.ConvEpilogue.residual_lse}, None),
         ("1024", {"c_out": 1032}, None),
         ("weights", {"c_in": 512}, None),
-        ("cluster", {"size": (80, 170, 170)}, None),
+        ("shared memory of its blocks", {"size": (80, 170, 170)}, None),
         ("too large", {"stride": (1, 1, 1 << 25), "size": (8, 9, 200)}, None),
     ],
 )

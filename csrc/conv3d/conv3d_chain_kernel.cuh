@@ -25,10 +25,13 @@ __device__ __forceinline__ int small_quotient(int n, float inverse) {
   return static_cast<int>((static_cast<float>(n) + 0.5f) * inverse);
 }
 
-// What the products read. TF32 is rounded here; fp32 accuracy splits what it loads.
+// What the products read: rounded for TF32, which cuts off the last bits, infinities and NaNs as they are. Three
+// instructions, which ptxas leaves behind all loads. fp32 accuracy splits what it loads.
 template <bool kExact>
 __device__ __forceinline__ uint32_t chain_word(float v) {
-  return kExact ? __float_as_uint(v) : to_tf32(v);
+  const uint32_t bits = __float_as_uint(v), magnitude = bits & 0x7fffffffu;
+  if (kExact) return bits;
+  return static_cast<uint32_t>(__viaddmax_s32(magnitude, 0x1000, magnitude)) | (bits & 0x80000000u);
 }
 
 // Where a block's part of a sample begins and ends, along depth and height of the output.
@@ -37,95 +40,68 @@ struct ChainPart {
   int positions;
 
   __device__ __forceinline__ ChainPart(const ChainParams& p, int rank) {
-    const int at[2] = {rank / p.plan.split[1], rank % p.plan.split[1]};
+    const ChainPlan& plan = p.plan;
+    const int depth = plan.by_split[1](rank), at[2] = {depth, rank - depth * plan.split[1]};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      begin[i] = static_cast<int>(int64_t(p.out[i]) * at[i] / p.plan.split[i]);
-      size[i] = static_cast<int>(int64_t(p.out[i]) * (at[i] + 1) / p.plan.split[i]) - begin[i];
+      begin[i] = plan.by_split[i](p.out[i] * at[i]);
+      size[i] = plan.by_split[i](p.out[i] * (at[i] + 1)) - begin[i];
     }
     positions = size[0] * size[1] * p.out[2];
   }
 };
 
-// A thread's next kChainLoads values of x: asked for by `ask`, put into the halo by `put`. Outside of x are zeros.
+// A value of x's or the norm's type as it lies in memory. Nothing waits for it before it is asked for as a number.
 template <typename T>
-struct ChainHalo {
-  T value[kChainLoads];
-  int at[kChainLoads];
+__device__ __forceinline__ T load_raw(const T* p, bool wanted) {
+  T v = T();
+  if (wanted) v = *p;
+  return v;
+}
 
-  // Values `lane` of the row whose place is known.
-  __device__ __forceinline__ void ask_one(const ChainParams& p, const T* x, int u, bool is_there, int row_at,
-                                          int row_offset, bool inside, int w) {
-    at[u] = is_there && w < p.plan.halo[2] ? row_at + w : -1;
-    value[u] = T(0.f);
-    const int in_w = w - p.padding[2];
-    if (at[u] >= 0 && inside && static_cast<unsigned>(in_w) < static_cast<unsigned>(p.in[2])) {
-      value[u] = x[row_offset + in_w * static_cast<int>(p.x_stride[2])];
-    }
-  }
+// What a round of loads brings: each value and where it goes, which is below 0 where there is none.
+template <typename T, int kCount>
+struct ChainRound {
+  T value[kCount];
+  int at[kCount];
+
   template <bool kExact>
-  __device__ __forceinline__ void put(uint32_t* halo) const {
+  __device__ __forceinline__ void put(uint32_t* to) const {
 #pragma unroll
-    for (int u = 0; u < kChainLoads; ++u) {
-      if (at[u] >= 0) halo[at[u]] = chain_word<kExact>(to_acc(value[u]));
+    for (int u = 0; u < kCount; ++u) {
+      if (at[u] >= 0) to[at[u]] = chain_word<kExact>(to_acc(value[u]));
     }
   }
 };
 
-// Row `row` of the halo, all channels' rows counted through: where it lies there, and its offset in x, a row outside of
-// which none is inside.
-struct ChainRow {
-  int at, offset;
-  bool inside;
-
-  __device__ __forceinline__ ChainRow(const ChainParams& p, const ChainPart& part, int row) {
-    const ChainPlan& plan = p.plan;
-    const int plane = plan.by_height(row), c = plan.by_depth(plane);
-    const int h = row - plane * plan.halo[1], d = plane - c * plan.halo[0];
-    at = c * plan.plane + (d * plan.halo[1] + h) * plan.halo[2];
-    const int in_d = part.begin[0] * p.step[0] - p.padding[0] + d, in_h = part.begin[1] * p.step[1] - p.padding[1] + h;
-    inside = static_cast<unsigned>(in_d) < static_cast<unsigned>(p.in[0]) &&
-             static_cast<unsigned>(in_h) < static_cast<unsigned>(p.in[1]);
-    offset = c * static_cast<int>(p.x_stride_c) + in_d * static_cast<int>(p.x_stride[0]) +
-             in_h * static_cast<int>(p.x_stride[1]);
-  }
-};
-
-// A thread's next kChainLoads weights, in the order of fragments.
+// A channel's parameters as they lie: nothing waits for them before they are asked for as numbers.
 template <typename T>
-struct ChainWeights {
-  T value[kChainLoads];
-  int at[kChainLoads];
+struct ChainChannel {
+  T bias;
+  float wide[2];  // weight and bias of the norm, in fp32 or
+  unsigned short half[2];
 
-  __device__ __forceinline__ void ask(const ChainParams& p, const int* sources, int base, int items, float by_rows) {
-    const ChainPlan& plan = p.plan;
-    const int padded_k = plan.k_steps * 8, rows = plan.n_tiles * 8;
-    const T* const weight = static_cast<const T*>(p.weight);
+  __device__ __forceinline__ void load(const ChainParams& p, int c) {
+    const bool is_wide = p.affine_dtype == Dtype::kFloat32;
+    bias = load_raw(static_cast<const T*>(p.bias) + c, p.bias);
 #pragma unroll
-    for (int u = 0; u < kChainLoads; ++u) {
-      const int item = base + u * blockDim.x;
-      const int row = plan.by_padded_k(item), k = item - row * padded_k;
-      const int group = p.groups == 1 ? 0 : small_quotient(row, by_rows), c = row - group * rows;
-      // A fragment's two are four entries of K apart.
-      at[u] = item < items ? (((row >> 3) * plan.k_steps + (k >> 3)) * 32 + (row & 7) * 4 + (k & 3)) * 2 + (k >> 2 & 1)
-                           : -1;
-      value[u] = T(0.f);
-      if (at[u] >= 0 && k < plan.k && c < p.c_out) {
-        value[u] = weight[group * p.w_stride_group + c * p.w_stride_out + sources[k]];
-      }
+    for (int i = 0; i < 2; ++i) {
+      const void* const from = i == 0 ? p.norm_weight : p.norm_bias;
+      wide[i] = load_raw(static_cast<const float*>(from) + c, from && is_wide);
+      half[i] = load_raw(static_cast<const unsigned short*>(from) + c, from && !is_wide);
     }
   }
-  template <bool kExact>
-  __device__ __forceinline__ void put(uint32_t* weights) const {
-#pragma unroll
-    for (int u = 0; u < kChainLoads; ++u) {
-      if (at[u] >= 0) weights[at[u]] = chain_word<kExact>(to_acc(value[u]));
-    }
+  __device__ __forceinline__ float norm(const ChainParams& p, int i) const {
+    if (!(i == 0 ? p.norm_weight : p.norm_bias)) return i == 0 ? 1.f : 0.f;
+    return p.affine_dtype == Dtype::kFloat32   ? wide[i]
+           : p.affine_dtype == Dtype::kFloat16 ? __half2float(__ushort_as_half(half[i]))
+                                               : __uint_as_float(uint32_t(half[i]) << 16);
   }
 };
 
-// All that the products read into shared memory. The first loads of x are asked for before anything else is done, and
-// each round of those of x and of weights is waited for once. Without the table of rows where one round does.
+// All that the products read into shared memory: the halo, with zeros outside of x, and the weights in the order of
+// fragments. What is at work here is read from memory for the first time, instructions as well, so loops are short and
+// not unrolled beyond the loads that are on their way together.
 template <typename T, bool kExact>
 __device__ __forceinline__ void chain_load(const ChainParams& p, const ChainPart& part, int64_t n,
                                            const ChainSmemLayout& layout, uint32_t* smem) {
@@ -135,28 +111,33 @@ __device__ __forceinline__ void chain_load(const ChainParams& p, const ChainPart
   int2* const row_table = reinterpret_cast<int2*>(smem + layout.rows);
   uint32_t* const weights = smem + layout.weights;
   uint32_t* const halo = smem + layout.halo;
+  float* const biases = reinterpret_cast<float*>(smem + layout.bias);
+  float2* const affine = reinterpret_cast<float2*>(smem + layout.affine);
   const int tid = threadIdx.x, threads = blockDim.x;
-  const T* const x = static_cast<const T*>(p.x) + n * p.x_stride_n;
-  const int lane = tid & ((1 << plan.row_lanes_log2) - 1), group = tid >> plan.row_lanes_log2;
-  const int groups = threads >> plan.row_lanes_log2;
-  const int rows = p.c_in * p.groups * plan.halo[0] * plan.halo[1], items = rows * plan.pieces;
-  const int channels = p.c_out * p.groups;
-
-  ChainHalo<T> next;
-#pragma unroll
-  for (int u = 0; u < kChainLoads; ++u) {
-    const int item = group + u * groups, row = plan.by_pieces(item);
-    const ChainRow place(p, part, row);
-    next.ask_one(p, x, u, item < items, place.at, place.offset, place.inside,
-                 ((item - row * plan.pieces) << plan.row_lanes_log2) + lane);
+  const int rows = p.c_in * p.groups * plan.halo[0] * plan.halo[1], channels = p.c_out * p.groups;
+  // What is read at the end is on its way into L2 from the start.
+  if (tid < channels) {
+    const int affine_size = p.affine_dtype == Dtype::kFloat32 ? 4 : 2;
+    if (p.bias) prefetch_l2(static_cast<const T*>(p.bias) + tid);
+    if (p.norm_weight) prefetch_l2(static_cast<const char*>(p.norm_weight) + tid * affine_size);
+    if (p.norm_bias) prefetch_l2(static_cast<const char*>(p.norm_bias) + tid * affine_size);
   }
-  const int affine_size = p.affine_dtype == Dtype::kFloat32 ? 4 : 2;
-  const RawValue scale(p.norm_weight, tid, affine_size, tid < channels);
-  const RawValue shift(p.norm_bias, tid, affine_size, tid < channels);
-  const RawValue bias(p.bias, tid, sizeof(T), tid < channels);
-
+  // Row of the halo, all channels' rows counted through -> its place, ~ if it lies outside of x, and its offset in x.
+#pragma unroll 1
+  for (int row = tid; row < rows; row += threads) {
+    const int plane = plan.by_height(row), c = plan.by_depth(plane);
+    const int h = row - plane * plan.halo[1], d = plane - c * plan.halo[0];
+    const int at = c * plan.plane + (d * plan.halo[1] + h) * plan.halo[2];
+    const int in_d = part.begin[0] * p.step[0] - p.padding[0] + d, in_h = part.begin[1] * p.step[1] - p.padding[1] + h;
+    const bool inside = static_cast<unsigned>(in_d) < static_cast<unsigned>(p.in[0]) &&
+                        static_cast<unsigned>(in_h) < static_cast<unsigned>(p.in[1]);
+    const int offset = c * static_cast<int>(p.x_stride_c) + in_d * static_cast<int>(p.x_stride[0]) +
+                       in_h * static_cast<int>(p.x_stride[1]) - p.padding[2] * static_cast<int>(p.x_stride[2]);
+    row_table[row] = make_int2(inside ? at : ~at, offset);
+  }
   // K entry -> where it lies in the halo, and its weights. Padding has weights of zero and reads the first entry: what
   // is not finite there makes the statistics NaN anyway.
+#pragma unroll 1
   for (int k = tid; k < plan.k_steps * 8; k += threads) {
     int at = 0, source = 0;
     if (k < plan.k) {
@@ -164,51 +145,55 @@ __device__ __forceinline__ void chain_load(const ChainParams& p, const ChainPart
       const int plane = plan.by_kernel[1](row), h = row - plane * p.kernel[1];
       const int c = plan.by_kernel[0](plane), d = plane - c * p.kernel[0];
       at = c * plan.plane + (d * p.dilation[0] * plan.halo[1] + h * p.dilation[1]) * plan.halo[2] + w * p.dilation[2];
-      source = static_cast<int>(c * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2]);
+      source = c * static_cast<int>(p.w_stride_in) + d * static_cast<int>(p.w_stride_k[0]) +
+               h * static_cast<int>(p.w_stride_k[1]) + w * static_cast<int>(p.w_stride_k[2]);
     }
     offsets[((k >> 3) * 4 + (k & 3)) * 2 + (k >> 2 & 1)] = at;
     sources[k] = source;
   }
-  if (plan.has_rows) {
-    for (int row = tid; row < rows; row += threads) {
-      const ChainRow place(p, part, row);
-      row_table[row] = make_int2(place.inside ? place.at : ~place.at, place.offset);
-    }
-  }
   __syncthreads();
-  const int weight_items = plan.n_tiles * 8 * p.groups * plan.k_steps * 8;
-  const float by_rows = 1.f / static_cast<float>(plan.n_tiles * 8);
-  for (int base = group, w_base = tid; base < items || w_base < weight_items;) {
-    ChainWeights<T> some;
-    some.ask(p, sources, w_base, weight_items, by_rows);
-    w_base += threads * kChainLoads;
-    next.template put<kExact>(halo);
-    base += groups * kChainLoads;
-    if (base < items) {
+
+  const T* const x = static_cast<const T*>(p.x) + n * p.x_stride_n;
+  const T* const weight = static_cast<const T*>(p.weight);
+  const int lane = tid & ((1 << plan.row_lanes_log2) - 1), items = rows * plan.pieces;
+  const int groups = threads >> plan.row_lanes_log2, stride_w = static_cast<int>(p.x_stride[2]);
+  const int padded_k = plan.k_steps * 8, rows_of_weights = plan.n_tiles * 8;
+  const int weight_items = rows_of_weights * p.groups * padded_k;
+  int base = tid >> plan.row_lanes_log2, weight_base = tid;
+#pragma unroll 1
+  for (int round = 0; round < plan.load_rounds; ++round) {
+    ChainRound<T, kChainLoads> values;
+    ChainRound<T, kChainWeights> some;
 #pragma unroll
-      for (int u = 0; u < kChainLoads; ++u) {
-        const int item = base + u * groups, row = plan.by_pieces(item);
-        const int2 place = row_table[min(row, rows - 1)];
-        next.ask_one(p, x, u, item < items, place.x < 0 ? ~place.x : place.x, place.y, place.x >= 0,
-                     ((item - row * plan.pieces) << plan.row_lanes_log2) + lane);
-      }
-    } else {
-#pragma unroll
-      for (int u = 0; u < kChainLoads; ++u) next.at[u] = -1;
+    for (int u = 0; u < kChainLoads; ++u, base += groups) {
+      const int row = plan.by_pieces(base), w = ((base - row * plan.pieces) << plan.row_lanes_log2) + lane;
+      const bool is_there = base < items && w < plan.halo[2];
+      const int2 place = row_table[min(row, rows - 1)];
+      values.at[u] = is_there ? (place.x ^ place.x >> 31) + w : -1;
+      const bool inside = place.x >= 0 && static_cast<unsigned>(w - p.padding[2]) < static_cast<unsigned>(p.in[2]);
+      values.value[u] = load_raw(x + (place.y + w * stride_w), is_there && inside);
     }
+#pragma unroll
+    for (int u = 0; u < kChainWeights; ++u, weight_base += threads) {
+      const int row = plan.by_padded_k(weight_base), k = weight_base - row * padded_k;
+      const int group = plan.by_weight_rows(row), c = row - group * rows_of_weights;
+      const bool is_there = weight_base < weight_items, wanted = is_there && k < plan.k && c < p.c_out;
+      // A fragment's two are four entries of K apart.
+      const int at = (((row >> 3) * plan.k_steps + (k >> 3)) * 32 + (row & 7) * 4 + (k & 3)) * 2 + (k >> 2 & 1);
+      some.at[u] = is_there ? at : -1;
+      const int source = group * static_cast<int>(p.w_stride_group) + c * static_cast<int>(p.w_stride_out);
+      some.value[u] = load_raw(weight + (source + sources[k]), wanted);
+    }
+    __syncwarp();  // else what is done to the first values, for which it waits, is moved ahead of the last loads
+    values.template put<kExact>(halo);
     some.template put<kExact>(weights);
   }
-  float* const biases = reinterpret_cast<float*>(smem + layout.bias);
-  float2* const affine = reinterpret_cast<float2*>(smem + layout.affine);
+#pragma unroll 1
   for (int c = tid; c < channels; c += threads) {
-    if (c == tid) {
-      affine[c] = make_float2(scale.as(p.affine_dtype, 1.f), shift.as(p.affine_dtype, 0.f));
-      biases[c] = bias.as<T>(0.f);
-    } else {
-      affine[c] = make_float2(p.norm_weight ? load_as<float>(p.norm_weight, c, p.affine_dtype) : 1.f,
-                              p.norm_bias ? load_as<float>(p.norm_bias, c, p.affine_dtype) : 0.f);
-      biases[c] = p.bias ? to_acc(static_cast<const T*>(p.bias)[c]) : 0.f;
-    }
+    ChainChannel<T> own;
+    own.load(p, c);
+    affine[c] = make_float2(own.norm(p, 0), own.norm(p, 1));
+    biases[c] = p.bias ? to_acc(own.bias) : 0.f;
   }
 }
 
@@ -222,11 +207,13 @@ __device__ __forceinline__ void chain_multiply(const ChainParams& p, const Chain
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int m_tiles = (count + 15) >> 4, batches = (plan.n_tiles + kBatch - 1) / kBatch;
   const int items = m_tiles * batches * p.groups;
-  const float by_m_tiles = 1.f / static_cast<float>(m_tiles), by_height = 1.f / static_cast<float>(part.size[1]);
+  const float by_m_tiles = __fdividef(1.f, static_cast<float>(m_tiles));
+  const float by_height = __fdividef(1.f, static_cast<float>(part.size[1]));
   const int2* const own_offsets = offsets + t;
+#pragma unroll 1
   for (int item = warp; item < items; item += warps) {
     const int columns = small_quotient(item, by_m_tiles), tile = item - columns * m_tiles;
-    const int group = batches == 1 ? columns : columns / batches, n_tile = (columns - group * batches) * kBatch;
+    const int group = p.groups == 1 ? 0 : plan.by_batches(columns), n_tile = (columns - group * batches) * kBatch;
     const uint32_t* from[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -291,16 +278,18 @@ __device__ __forceinline__ void chain_sum_up(const ChainPlan& plan, int channels
                                              const float* outputs, Moments<float>* parts) {
   const int lanes = 1 << plan.stat_lanes_log2, lane = threadIdx.x & (lanes - 1);
   const int units = channels * plan.stat_parts, at_once = blockDim.x >> plan.stat_lanes_log2;
-  const int length = (count + plan.stat_parts - 1) / plan.stat_parts;
+  const int length = (count + plan.stat_parts - 1) >> plan.stat_parts_log2;
+#pragma unroll 1
   for (int base = 0; base < units; base += at_once) {
     const int unit = base + (threadIdx.x >> plan.stat_lanes_log2);
-    const int c = plan.stat_parts == 1 ? unit : unit / plan.stat_parts, begin = (unit - c * plan.stat_parts) * length;
+    const int c = unit >> plan.stat_parts_log2, begin = (unit - c * plan.stat_parts) * length;
     const int end = unit < units ? min(begin + length, count) : 0;
     const float* const from = outputs + c * plan.chunk_pitch;
     ShiftedSums<float> sums;
     if (begin < end) sums.shift = from[begin];
 #pragma unroll 4
     for (int i = begin + lane; i < end; i += lanes) sums.add(from[i]);
+#pragma unroll 1
     for (int mask = 1; mask < lanes; mask *= 2) {
       sums.sum += __shfl_xor_sync(0xffffffffu, sums.sum, mask);
       sums.sum_sq += __shfl_xor_sync(0xffffffffu, sums.sum_sq, mask);
@@ -325,6 +314,7 @@ __device__ __forceinline__ void chain_reduce_channels(const ChainParams& p, int 
   const ChainPlan& plan = p.plan;
   const int lanes = 1 << plan.lanes_log2, lane = threadIdx.x & (lanes - 1);
   const int at_once = blockDim.x >> plan.lanes_log2;
+#pragma unroll 1
   for (int base = 0; base < count; base += at_once) {
     const int position = base + (threadIdx.x >> plan.lanes_log2);
     float* const from = outputs + position;
@@ -332,6 +322,7 @@ __device__ __forceinline__ void chain_reduce_channels(const ChainParams& p, int 
     const int end = is_there ? channels : 0;
     float most = -INFINITY;
     constexpr int kAtOnce = 4;
+#pragma unroll 1
     for (int first = lane; first < end; first += kAtOnce * lanes) {
       float u[kAtOnce], r[kAtOnce];
       float2 column[kAtOnce];
@@ -358,6 +349,7 @@ __device__ __forceinline__ void chain_reduce_channels(const ChainParams& p, int 
         most = fmaxf(most, r[i]);
       }
     }
+#pragma unroll 1
     for (int mask = 1; mask < lanes; mask *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, mask));
     // As torch.logsumexp: an infinite maximum comes out as it is.
     const float shift = fabsf(most) == INFINITY ? 0.f : most;
@@ -368,6 +360,7 @@ __device__ __forceinline__ void chain_reduce_channels(const ChainParams& p, int 
       asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"((from[c * plan.chunk_pitch] - shift) * kLog2E));
       sum += e;
     }
+#pragma unroll 1
     for (int mask = 1; mask < lanes; mask *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
     if (is_there && lane == 0) store_as(p.y, y_at + position, p.y_dtype, fmaf(log2f(sum), kLn2, shift));
   }
@@ -392,8 +385,9 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
   const uint32_t* const halo = smem + layout.halo;
 
   const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31;
-  const int blocks = plan.blocks, rank = static_cast<int>(blockIdx.x % blocks);
-  const int64_t n = blockIdx.x / blocks;
+  const int blocks = plan.blocks, sample = plan.by_blocks(blockIdx.x);
+  const int rank = static_cast<int>(blockIdx.x) - sample * blocks;
+  const int64_t n = sample;
   const int channels = p.c_out * p.groups;
   const ChainPart part(p, rank);
   if (!plan.is_team) cluster_arrive();  // whoever sends to this block knows that it has begun
@@ -406,6 +400,7 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
   __syncthreads();
 
   const int2* const pairs = reinterpret_cast<const int2*>(smem + layout.offsets);
+#pragma unroll 1
   for (int chunk = 0; chunk < plan.chunks; ++chunk) {
     const int first = chunk * plan.chunk, count = min(plan.chunk, part.positions - first);
     if (chunk > 0) __syncthreads();  // the last one's outputs were summed up
@@ -416,14 +411,15 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
   __syncthreads();
   const auto merged = [&](int c) {
     Moments<float> m = parts[c * plan.stat_parts];
+#pragma unroll 1
     for (int k = 1; k < plan.stat_parts; ++k) merge(m, parts[c * plan.stat_parts + k]);
     return make_float4(m.mean, m.m2, m.count, 0.f);
   };
   // Channels of the sample: means relative to the first block's, so that an offset is rounded once.
   const float positions = static_cast<float>(p.out[0]) * p.out[1] * p.out[2];
   if (plan.is_team) {
-    float4* const sample = p.moments + n * blocks * channels;
-    for (int c = tid; c < channels; c += threads) sample[rank * channels + c] = merged(c);
+    float4* const shares = p.moments + n * blocks * channels;
+    for (int c = tid; c < channels; c += threads) shares[rank * channels + c] = merged(c);
     __syncthreads();
     if (tid == 0) {
       add_release(p.arrived + n, 1);
@@ -431,15 +427,16 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
     }
     __syncthreads();
     constexpr int kOwn = 5;  // entries of a lane that are on their way together
+#pragma unroll 1
     for (int c = tid >> 5; c < channels; c += threads >> 5) {
-      const float origin = __ldcg(&sample[c].x);
+      const float origin = __ldcg(&shares[c].x);
       float sum = 0.f, m2 = 0.f;
       for (int first = lane; first < blocks; first += 32 * kOwn) {
         float4 m[kOwn];
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
           const int b = first + i * 32;
-          m[i] = b < blocks ? __ldcg(sample + b * channels + c) : make_float4(origin, 0.f, 0.f, 0.f);
+          m[i] = b < blocks ? __ldcg(shares + b * channels + c) : make_float4(origin, 0.f, 0.f, 0.f);
         }
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
@@ -454,12 +451,14 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
     }
   } else {
     cluster_wait();  // the others have begun
+#pragma unroll 1
     for (int i = tid; i < channels * blocks; i += threads) {
-      const int to = i / channels, c = i - to * channels;
+      const int to = plan.by_channels(i), c = i - to * channels;
       cluster_store(merged(c), moments + rank * channels + c, to);
     }
     cluster_arrive_release();
     cluster_wait();
+#pragma unroll 1
     for (int c = tid; c < channels; c += threads) {  // they take the first block's place
       const float origin = moments[c].x;
       float sum = 0.f, m2 = 0.f;
@@ -475,15 +474,19 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
   }
   __syncthreads();
   if (rank == 0 && p.channel_mean) {
+#pragma unroll 1
     for (int c = tid; c < channels; c += threads) p.channel_mean[n * channels + c] = moments[c].x;
   }
   const int size = channels / p.num_groups;
+#pragma unroll 1
   for (int g = tid >> 5; g < p.num_groups; g += threads >> 5) {
     const float4* const from = moments + g * size;
     const float origin = from[0].x;
     float sum = 0.f, m2 = 0.f;
+#pragma unroll 1
     for (int c = lane; c < size; c += 32) sum += from[c].x - origin;
     const float mean = origin + warp_sum(sum) / static_cast<float>(size);
+#pragma unroll 1
     for (int c = lane; c < size; c += 32) {
       const float d = from[c].x - mean;
       m2 += fmaf(positions, d * d, from[c].y);
@@ -499,21 +502,24 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
   if (!p.lse) {
     if (rank != 0 || tid >= 32) return;
     float sum = 0.f;
+#pragma unroll 1
     for (int c = lane; c < channels; c += 32) {
-      const float2 statistics = groups[c / size];
+      const float2 statistics = groups[plan.by_group(c)];
       sum += fmaf((moments[c].x - statistics.x) * statistics.y, affine[c].x, affine[c].y);
     }
     sum = warp_sum(sum);
     if (lane == 0) store_as(p.y, n, p.y_dtype, sum / static_cast<float>(channels));
     return;
   }
+#pragma unroll 1
   for (int c = tid; c < channels; c += threads) {
     constexpr float kTwice = 2.f * 1.44269504088896340736f;
-    const float2 statistics = groups[c / size];
+    const float2 statistics = groups[plan.by_group(c)];
     const float scale = statistics.y * affine[c].x;
     columns[c] = make_float2(scale * kTwice, fmaf(-statistics.x, scale, affine[c].y) * kTwice);
   }
   const int64_t y_first = n * p.out[1] * p.out[2] + int64_t(part.begin[1]) * p.out[2];
+#pragma unroll 1
   for (int chunk = 0; chunk < plan.chunks; ++chunk) {
     const int first = chunk * plan.chunk, count = min(plan.chunk, part.positions - first);
     if (plan.chunks > 1) {

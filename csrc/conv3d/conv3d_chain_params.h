@@ -14,7 +14,8 @@ namespace kgopt {
 
 inline constexpr int kChainMaxThreads = 512;
 inline constexpr int kChainMaxBlocks = 16;  // of a cluster, where the device can run so many
-inline constexpr int kChainLoads = 8;       // that a thread has under way
+inline constexpr int kChainLoads = 8;       // of x that a thread has under way
+inline constexpr int kChainWeights = 4;     // of weights, beside them
 
 // Plain numbers, computed on the host, inspectable without a GPU.
 struct ChainPlan {
@@ -28,6 +29,7 @@ struct ChainPlan {
   int plane = 1;            // words between its channels
   int row_lanes_log2 = 0;   // neighbouring threads that load a row of it, `pieces` values each
   int pieces = 1;
+  int load_rounds = 1;
   int k = 1, k_steps = 1;  // input channels of a conv group times taps, and steps of 8 of them
   int n_tiles = 1;         // of 8 output channels, of a conv group
   int n_batch = 1;         // of which a warp multiplies so many at once
@@ -35,15 +37,18 @@ struct ChainPlan {
   // second time for what follows the statistics.
   int chunk = 16;
   int chunks = 1;
-  int chunk_pitch = 16;                          // words between channels of them
-  int stat_lanes_log2 = 0;                       // threads that sum up a part of a channel
-  int stat_parts = 1;                            // of a channel
+  int chunk_pitch = 16;     // words between channels of them
+  int stat_lanes_log2 = 0;  // threads that sum up a part of a channel
+  int stat_parts = 1;       // of a channel
+  int stat_parts_log2 = 0;
   int lanes_log2 = 0;                            // neighbouring threads that share a position's channels
-  bool has_rows = false;                         // a table of the halo's rows, which loads behind the first ones use
+  HopperDivisor by_blocks, by_split[2];          // rank and sample of a block, part of a rank
   HopperDivisor by_pieces, by_height, by_depth;  // loads: pieces, rows of a plane, planes of a channel
+  HopperDivisor by_padded_k, by_weight_rows;     // K entries of an output channel, output channels of a conv group
   HopperDivisor by_kernel[3];
-  HopperDivisor by_out_width, by_padded_k;
-  double cycles = 0;  // estimated, of the launch
+  HopperDivisor by_out_width, by_batches;
+  HopperDivisor by_channels, by_group;  // all channels, and those of a group of the norm
+  double cycles = 0;                    // estimated, of the launch
   int smem_bytes = 0;
 };
 

@@ -36,7 +36,7 @@ KGOPT_HD ChainSmemLayout chain_smem_layout(const ChainPlan& p, int c_in, int c_o
   s.offsets = 0;
   s.sources = s.offsets + align(p.k_steps * 8);
   s.rows = s.sources + align(p.k_steps * 8);
-  s.weights = s.rows + (p.has_rows ? align(c_in * conv_groups * p.halo[0] * p.halo[1] * 2) : 0);
+  s.weights = s.rows + align(c_in * conv_groups * p.halo[0] * p.halo[1] * 2);
   s.bias = s.weights + conv_groups * p.n_tiles * p.k_steps * 64;
   s.affine = s.bias + align(channels);
   s.columns = s.affine + align(channels * 2);
@@ -83,7 +83,17 @@ inline bool chain_split(ChainPlan* p, const ConvProblem& q, const DeviceLimits& 
   p->by_pieces = hopper_divisor(p->pieces);
   p->by_height = hopper_divisor(p->halo[1]);
   p->by_depth = hopper_divisor(p->halo[0]);
-  p->has_rows = (int64_t(p->halo[0]) * p->halo[1] * p->pieces * q.c_in << p->row_lanes_log2) > threads * kChainLoads;
+  const int64_t pieces = q.c_in * p->halo[0] * p->halo[1] * p->pieces, at_once = int64_t(threads >> p->row_lanes_log2);
+  const int64_t weights = q.groups * p->n_tiles * 8 * p->k_steps * 8;
+  p->load_rounds =
+      static_cast<int>(std::max((pieces + at_once * kChainLoads - 1) / (at_once * kChainLoads),
+                                (weights + int64_t(threads) * kChainWeights - 1) / (int64_t(threads) * kChainWeights)));
+  p->by_blocks = hopper_divisor(p->blocks);
+  for (int i = 0; i < 2; ++i) p->by_split[i] = hopper_divisor(p->split[i]);
+  p->by_weight_rows = hopper_divisor(p->n_tiles * 8);
+  p->by_batches = hopper_divisor((p->n_tiles + p->n_batch - 1) / p->n_batch);
+  p->by_channels = hopper_divisor(q.c_out);
+  p->by_group = hopper_divisor(q.c_out / q.norm_groups);
   for (int i = 0; i < 3; ++i) p->by_kernel[i] = hopper_divisor(q.kernel[i]);
   p->by_out_width = hopper_divisor(q.out[2]);
   p->by_padded_k = hopper_divisor(p->k_steps * 8);
@@ -91,7 +101,8 @@ inline bool chain_split(ChainPlan* p, const ConvProblem& q, const DeviceLimits& 
   const int channels = static_cast<int>(q.c_out);
   const int stat_lanes = log2_floor(std::max(1, threads / channels));
   p->stat_lanes_log2 = std::min(5, stat_lanes);
-  p->stat_parts = 1 << std::max(0, stat_lanes - 5);
+  p->stat_parts_log2 = std::max(0, stat_lanes - 5);
+  p->stat_parts = 1 << p->stat_parts_log2;
   const int room = limits.smem_per_block / 4;
   for (int64_t chunk = (positions + 15) / 16 * 16;; chunk = (chunk / 2 + 15) / 16 * 16) {
     p->chunk = static_cast<int>(chunk);
@@ -133,7 +144,7 @@ inline double chain_cycles(const ChainPlan& p, const ConvProblem& q, const Devic
   const double tiles = std::ceil(positions / 16) * double((p.n_tiles + p.n_batch - 1) / p.n_batch * q.groups);
   const double own_tiles = std::ceil(tiles / warps) * times, values = positions * double(q.c_out) / 128 * beside;
   const double wave = 9700 + 1400 * std::ceil(loads / kChainLoads) + 66 * loads * quarter * beside +
-                      1050 * std::ceil(weights / kChainLoads) + 66 * weights * quarter * beside +
+                      1050 * std::ceil(weights / kChainWeights) + 66 * weights * quarter * beside +
                       own_tiles * (730 + p.k_steps * (20 + 20 * p.n_batch * split)) +
                       1.1 * tiles * times * p.k_steps * (11 + 3 * p.n_batch * split) / 4 * beside + 15 * values +
                       (lse ? 550 + 86 * values : 0) + (p.blocks > 1 ? 370 : 0);

@@ -146,11 +146,14 @@ class __attribute__((visibility("hidden"))) SmallResult {
   int64_t at_ = 0;
 };
 
-// Whether the kernel's offsets within a sample suffice.
-bool sample_is_small(const Tensor& x) {
-  int64_t last = 0;
-  for (int64_t i = 1; i < x.dim(); ++i) last += (x.size(i) - 1) * x.stride(i);
-  return last < int64_t(1) << 31;
+// Whether the chain kernel's offsets suffice, within a sample of x and within the weight.
+bool offsets_suffice(const ConvArgs& a) {
+  const auto last = [](const Tensor& t, int64_t from) {
+    int64_t at = 0;
+    for (int64_t i = from; i < t.dim(); ++i) at += (t.size(i) - 1) * t.stride(i);
+    return at;
+  };
+  return std::max(last(a.x, 1), last(a.weight, 0)) < int64_t(1) << 31;
 }
 
 // The whole chain in one launch: `y` and, where they are not null, the statistics. False where it is refused after all,
@@ -205,7 +208,7 @@ MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const Opt
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  ConvChoice choice = choose(a, shape, ConvEpilogue::kStats, sample_is_small(a.x) ? num_groups : 0);
+  ConvChoice choice = choose(a, shape, ConvEpilogue::kStats, offsets_suffice(a) ? num_groups : 0);
   if (choice.path == ConvPath::kChain && a.x.numel() > 0) {
     MeanResult r{empty_like_shape(a.x, {shape.n}, given ? ScalarType::Float : a.x.scalar_type())};
     if (given) {
@@ -406,7 +409,7 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse, sample_is_small(a.x) ? num_groups : 0);
+  ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse, offsets_suffice(a) ? num_groups : 0);
   if (lse.path == ConvPath::kChain && a.x.numel() > 0) {
     IntArray sizes = shape.out_sizes;
     sizes[1] = 1;

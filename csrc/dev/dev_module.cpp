@@ -252,7 +252,8 @@ void bind_conv(py::module_& m) {
       .def_readonly("stat_lanes_log2", &ChainPlan::stat_lanes_log2)
       .def_readonly("stat_parts", &ChainPlan::stat_parts)
       .def_readonly("lanes_log2", &ChainPlan::lanes_log2)
-      .def_readonly("has_rows", &ChainPlan::has_rows)
+      .def_readonly("is_team", &ChainPlan::is_team)
+      .def_readonly("load_rounds", &ChainPlan::load_rounds)
       .def_readonly("cycles", &ChainPlan::cycles)
       .def_readonly("smem_bytes", &ChainPlan::smem_bytes)
       .def_property_readonly("split", [](const ChainPlan& p) { return std::make_tuple(p.split[0], p.split[1]); })
@@ -500,6 +501,7 @@ void bind_conv(py::module_& m) {
   m.attr("NARROW_STRIP") = kNarrowStrip;
   m.def("plan_narrow", &plan_narrow, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("CHAIN_LOADS") = kChainLoads;
+  m.attr("CHAIN_WEIGHTS") = kChainWeights;
   m.def("plan_chain", &plan_chain, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("AUTOCORRELATION_WARPS") = kAutocorrelationWarps;
   m.attr("AUTOCORRELATION_CHUNK") = kAutocorrelationChunk;
