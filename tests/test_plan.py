@@ -561,7 +561,7 @@ def check_chain_plan(plan, case: dict, output, limits) -> None:
     """Every block has the halo of its outputs, and shared memory holds what the kernel puts there."""
     assert plan.blocks == math.prod(plan.split)
     if plan.is_team:
-        assert 16 < plan.blocks
+        assert plan.blocks > 16
         assert case["n"] * plan.blocks <= limits.sm_count, "all blocks run at a time"
     else:
         assert plan.blocks in (1, 2, 4, 8, 16)
