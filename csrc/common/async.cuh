@@ -172,6 +172,10 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
+// The same, and what this thread has stored is there for whoever waits.
+__device__ __forceinline__ void cluster_arrive_release() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Sixteen bytes into the shared memory of block `rank`, at this block's addresses of both; completes on the barrier.
 __device__ __forceinline__ void cluster_send(float4 v, float4* to, uint64_t* barrier, uint32_t rank) {
@@ -180,6 +184,14 @@ __device__ __forceinline__ void cluster_send(float4 v, float4* to, uint64_t* bar
       " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [a], {%3, %4, %5, %6}, [b];\n}" ::"r"(
           shared_address(to)),
       "r"(shared_address(barrier)), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
+}
+// The same to whoever waits for the cluster's barrier.
+__device__ __forceinline__ void cluster_store(float4 v, float4* to, uint32_t rank) {
+  asm volatile(
+      "{\n .reg .b32 a;\n mapa.shared::cluster.u32 a, %0, %1;\n"
+      " st.shared::cluster.v4.f32 [a], {%2, %3, %4, %5};\n}" ::"r"(shared_address(to)),
+      "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
       : "memory");
 }
 // barrier_wait for what other blocks sent.

@@ -166,19 +166,7 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   for (int c = tid; c < kColumns; c += kNarrowThreads) {
     float bias = 0.f;
     if (p.bias && c < c_valid) bias = to_acc(static_cast<const Element*>(p.bias)[c_first + c]);
-    float4 v = make_float4(bias, 0.f, 0.f, 0.f);
-    if constexpr (kLse) {
-      // Scale and offset that make z of a convolution without its bias, and what is added to make the residual. A
-      // padded column gets -inf there and drops out of the sum.
-      v.z = -INFINITY;
-      if (c < c_valid) {
-        const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
-        v.x = norm.y * norm.z;
-        v.y = fmaf(bias - norm.x, v.x, norm.w);
-        v.z = bias;
-      }
-    }
-    column_table[c] = v;
+    column_table[c] = make_float4(bias, 0.f, 0.f, 0.f);
   }
   narrow_prepare_stages(plan, layout, smem, kNarrowThreads, kLoaders, kWarps);
   wgmma_fence_shared();  // the weights
@@ -193,6 +181,23 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
     narrow_load_tiles<kMath, kChunked, kProducers>(p, layout, smem, n, group, cursor, tile_count);
   } else {
     share_registers<kProducers, kConsumers, true>();
+    if constexpr (kLse) {
+      // Scale and offset that make z of a convolution without its bias, and what is added to make the residual. A
+      // padded column gets -inf there and drops out of the sum.
+      wait_for_prerequisites();  // the table; all else was there before them
+      for (int c = tid - kLoaders; c < kColumns; c += kWarps * 32) {
+        const float bias = column_table[c].x;
+        float4 v = make_float4(bias, 0.f, -INFINITY, 0.f);
+        if (c < c_valid) {
+          const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
+          v.x = norm.y * norm.z;
+          v.y = fmaf(bias - norm.x, v.x, norm.w);
+          v.z = bias;
+        }
+        column_table[c] = v;
+      }
+      named_barrier(1, kWarps * 32);
+    }
     const int lane = tid & 31;
     const int warp = tid / 32 - kLoaders / 32;  // among the consumers
     const int g = lane >> 2;
@@ -404,11 +409,18 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
                 result[1] = half == 1 ? value : result[1];
               }
             }
-            float* const y = static_cast<float*>(p.y) + n * p.y_stride_n + d * p.y_stride[0] +
-                             (h0 + out_row) * p.y_stride[1] + w * p.y_stride[2];
+            const int64_t at =
+                n * p.y_stride_n + d * p.y_stride[0] + (h0 + out_row) * p.y_stride[1] + w * p.y_stride[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              if (t == 0 && valid[half]) y[half * 8 * p.y_stride[2]] = result[half];
+              if (t == 0 && valid[half]) {
+                const int64_t to = at + half * 8 * p.y_stride[2];
+                if (kPerWord == 2 && p.y_rounded) {
+                  static_cast<Element*>(p.y)[to] = from_acc<Element>(result[half]);
+                } else {
+                  static_cast<float*>(p.y)[to] = result[half];
+                }
+              }
               lse_shift[half] = fabsf(result[half]) < 1e30f ? result[half] : 0.f;
             }
           }

@@ -1,7 +1,7 @@
 // From the narrow plan's numbers to a template instance: the one place where run time becomes compile time.
 #pragma once
 
-#include "../common/launch.h"
+#include "../common/dependent_launch.cuh"
 #include "conv3d_narrow.h"
 #include "conv3d_narrow_kernel.cuh"
 
@@ -12,8 +12,9 @@ Status launch_narrow_instance(const NarrowParams& p, int64_t n, cudaStream_t str
   const NarrowPlan& plan = p.plan;
   constexpr auto kernel = conv_narrow_kernel<kMath, kColumns, kWindow, kChunked, kLargeBatch, kEpilogue>;
   const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
-  return launch_kernel<kernel>("conv_narrow_kernel", p, grid, 128 * (plan.producers + plan.consumers), plan.smem_bytes,
-                               stream);
+  // The table of the norm is all that logsumexp waits for.
+  return launch_after<kernel>(kEpilogue == ConvEpilogue::kResidualLse, "conv_narrow_kernel", grid,
+                              128 * (plan.producers + plan.consumers), plan.smem_bytes, stream, p);
 }
 
 template <ConvMath kMath, int kColumns, bool kLargeBatch, ConvEpilogue kEpilogue>

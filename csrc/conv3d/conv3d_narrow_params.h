@@ -151,7 +151,7 @@ struct NarrowParams {
   int64_t w_stride_group;  // from one conv group's weights to the next
   const void* bias;        // [c_out * groups] of the weight's dtype, or null
   void* y;                 // kResidualLse: the result [N, positions], fp32
-  bool y_rounded;          // or of x's type, where positions are rows
+  bool y_rounded;          // or of x's half type
   int64_t y_stride_n, y_stride[3];
   void* stored;  // kStore: y [N, C, ...] of x's dtype, rows of the width dense
   int64_t stored_stride_c;

@@ -43,6 +43,7 @@ struct ConvProblem {
   ConvEpilogue epilogue = ConvEpilogue::kStore;
   bool channels_innermost = false;  // x has whole 16-byte pieces of channels, rows of the height dense; so has y
   bool planar = false;              // y is contiguous
+  int64_t norm_groups = 0;          // of the GroupNorm behind it, where that is to be part of it; else 0
 };
 
 // What the plan may use of the device.
@@ -50,7 +51,8 @@ struct DeviceLimits {
   int sm_count = 132;
   int smem_per_block = 227 * 1024;  // opt-in limit
   int smem_per_sm = 228 * 1024;
-  bool has_wgmma = true;  // compute capability 9.0, and code built for sm_90a
+  bool has_wgmma = true;    // compute capability 9.0, and code built for sm_90a
+  int cluster_blocks = 16;  // that a cluster may have, with all of their shared memory
 };
 
 inline constexpr int kConvThreads = 128;

@@ -7,9 +7,10 @@
 #include "../common/tf32.h"
 #include "../common/torch_utils.h"
 #include "../common/workspace.h"
-#include "../groupnorm/groupnorm_params.h"
+#include "../groupnorm/groupnorm.h"
 #include "conv3d.h"
 #include "conv3d_autocorrelation.h"
+#include "conv3d_chain.h"
 #include "conv3d_dispatch.h"
 #include "conv3d_flat.h"
 #include "conv3d_gradients.h"
@@ -99,7 +100,8 @@ inline bool has_channels_innermost(const Tensor& x, const ConvShape& shape) {
 
 inline DeviceLimits limits_of(const ConvArgs& a) {
   const DeviceInfo info = check_gpu(a.op, a.x);
-  return {info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma};
+  const int cluster_blocks = info.has_wgmma ? max_cluster_blocks(a.x.get_device_index()) : 0;
+  return {info.sm_count, info.smem_per_block, info.smem_per_sm, info.has_wgmma, cluster_blocks};
 }
 
 inline ConvProblem problem_of(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
@@ -107,9 +109,12 @@ inline ConvProblem problem_of(const ConvArgs& a, const ConvShape& shape, ConvEpi
   return make_problem(shape, epilogue, allow_tf32, has_channels_innermost(a.x, shape));
 }
 
-// Valid until the thread's next choice.
-inline const ConvChoice& choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue) {
-  return choose_cached(problem_of(a, shape, epilogue), limits_of(a), parse_backend(a.op, a.backend), &choose_conv);
+// Valid until the thread's next choice. norm_groups: of the GroupNorm behind it, where that is to be part of it.
+inline const ConvChoice& choose(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue,
+                                int64_t norm_groups = 0) {
+  ConvProblem problem = problem_of(a, shape, epilogue);
+  problem.norm_groups = norm_groups;
+  return choose_cached(problem, limits_of(a), parse_backend(a.op, a.backend), &choose_conv);
 }
 
 // What KGOPT_AUTOTUNE measures of a convolution.

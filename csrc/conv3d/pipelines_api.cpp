@@ -146,6 +146,58 @@ class __attribute__((visibility("hidden"))) SmallResult {
   int64_t at_ = 0;
 };
 
+// Whether the chain kernel's offsets suffice, within a sample of x and within the weight.
+bool offsets_suffice(const ConvArgs& a) {
+  const auto last = [](const Tensor& t, int64_t from) {
+    int64_t at = 0;
+    for (int64_t i = from; i < t.dim(); ++i) at += (t.size(i) - 1) * t.stride(i);
+    return at;
+  };
+  return std::max(last(a.x, 1), last(a.weight, 0)) < int64_t(1) << 31;
+}
+
+// The whole chain in one launch: `y` and, where they are not null, the statistics. False where it is refused after all,
+// as in a process that may use only some multiprocessors.
+bool run_chain(const ConvArgs& a, const ConvShape& shape, const ChainPlan& plan, const Norm& norm, const Tensor& y,
+               const Tensor* mean, const Tensor* rstd, const Tensor* channel_mean) {
+  ChainParams p{};
+  set_input(&p, a, shape);
+  set_weight(&p, a, shape);
+  const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
+  if (a.bias) p.bias = dense_bias.const_data_ptr();
+  p.dtype = shape.dtype;
+  p.norm_weight = norm.weight_data();
+  p.norm_bias = norm.bias_data();
+  p.affine_dtype = norm.dtype(a.op);
+  p.num_groups = static_cast<int>(norm.groups);
+  p.eps = static_cast<float>(norm.eps);
+  p.lse = a.rank == 2;
+  p.y = y.mutable_data_ptr();
+  p.y_dtype = check_dtype(a.op, "y", y);
+  const auto data = [](const Tensor* t) { return t ? static_cast<float*>(t->mutable_data_ptr()) : nullptr; };
+  p.mean = data(mean);
+  p.rstd = data(rstd);
+  p.channel_mean = data(channel_mean);
+  p.n = shape.n;
+  for (int i = 0; i < 3; ++i) {
+    p.kernel[i] = static_cast<int>(shape.kernel[i]);
+    p.step[i] = static_cast<int>(shape.stride[i]);
+    p.padding[i] = static_cast<int>(shape.padding[i]);
+    p.dilation[i] = static_cast<int>(shape.dilation[i]);
+  }
+  p.plan = plan;
+  Workspace workspace(a.x);
+  const int64_t moments = workspace.reserve(plan.is_team ? shape.n * plan.blocks * shape.c_out * sizeof(float4) : 0);
+  const int64_t arrived = workspace.reserve(plan.is_team ? shape.n * sizeof(uint32_t) : 0);
+  workspace.allocate();
+  p.moments = workspace.at<float4>(moments);
+  p.arrived = workspace.at<uint32_t>(arrived);
+  const Status status = run_conv_chain(p, static_cast<cudaStream_t>(current_stream(a.x)));
+  if (status.code == StatusCode::kUnsupported) return false;
+  raise_on_error(a.op, status);
+  return true;
+}
+
 struct __attribute__((visibility("hidden"))) MeanResult {
   Tensor out, channel_mean, mean, rstd;
 };
@@ -156,7 +208,20 @@ MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const Opt
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  const ConvChoice choice = choose(a, shape, ConvEpilogue::kStats);
+  ConvChoice choice = choose(a, shape, ConvEpilogue::kStats, offsets_suffice(a) ? num_groups : 0);
+  if (choice.path == ConvPath::kChain && a.x.numel() > 0) {
+    MeanResult r{empty_like_shape(a.x, {shape.n}, given ? ScalarType::Float : a.x.scalar_type())};
+    if (given) {
+      r.channel_mean = empty_like_shape(a.x, {shape.n, shape.c_out}, ScalarType::Float);
+      r.mean = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
+      r.rstd = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
+    }
+    if (run_chain(a, shape, choice.chain, norm, r.out, given ? &r.mean : nullptr, given ? &r.rstd : nullptr,
+                  given ? &r.channel_mean : nullptr)) {
+      return r;
+    }
+    choice = choose(a, shape, ConvEpilogue::kStats);
+  }
   if (!stores_nothing(choice) || a.x.numel() == 0) {
     ConvTail tail;  // the bias can wait: to statistics it is a shift of each channel
     const Tensor c = conv_forward(a, &tail);
@@ -344,14 +409,35 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  const ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse);
+  ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse, offsets_suffice(a) ? num_groups : 0);
+  if (lse.path == ConvPath::kChain && a.x.numel() > 0) {
+    IntArray sizes = shape.out_sizes;
+    sizes[1] = 1;
+    NormResult r{empty_like_shape(a.x, sizes, given ? ScalarType::Float : a.x.scalar_type())};
+    if (given) {
+      r.mean = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
+      r.rstd = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
+    }
+    if (run_chain(a, shape, lse.chain, norm, r.y, given ? &r.mean : nullptr, given ? &r.rstd : nullptr, nullptr)) {
+      return r;
+    }
+    lse = choose(a, shape, ConvEpilogue::kResidualLse);
+  }
   ConvChoice stats = choose(a, shape, ConvEpilogue::kStats);
   // Both passes compute the same convolution, to the same rounding.
   if (stats.path == ConvPath::kNarrow) stats.path = lse.path;
   if (!stores_nothing(lse) || !stores_nothing(stats) || a.x.numel() == 0) {
-    // The residual is written over the convolution's output.
-    const Tensor c = conv_forward(a);
+    const bool in_one = shape.dtype != Dtype::kFloat64 && !shape.out_channels_last;
+    ConvTail tail;
+    const Tensor c = conv_forward(a, in_one ? &tail : nullptr);
     NormResult r;
+    if (in_one && c.numel() > 0) {
+      auto [y, mean, rstd] = norm_residual_logsumexp_cuda(a.op, c, num_groups, norm.weight, norm.bias, eps,
+                                                          tail.left_bias ? a.bias : std::nullopt, given);
+      if (given && y.scalar_type() != stats_type(a.x)) y = torch::stable::to(y, stats_type(a.x));
+      return {y, mean, rstd};
+    }
+    // The residual is written over the convolution's output.
     if (c.numel() == 0) {
       auto [y, mean, rstd] = group_norm_fwd_cuda(c, num_groups, norm.weight, norm.bias, eps, "none", "none");
       r.mean = mean, r.rstd = rstd;
@@ -382,7 +468,7 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   IntArray out_sizes = shape.out_sizes;
   out_sizes[1] = 1;
   const bool is_half = shape.dtype != Dtype::kFloat32;
-  const bool stores_rounded = !given && is_half && narrow && lse.narrow.position_rows;
+  const bool stores_rounded = !given && is_half && narrow;
   NormResult r{empty_like_shape(a.x, out_sizes, stores_rounded ? a.x.scalar_type() : ScalarType::Float), mean.tensor,
                rstd.tensor};
   const auto finish = [&] {

@@ -57,8 +57,9 @@ void assign(int64_t (&to)[3], const Dims& from) {
 ConvProblem make_problem(int64_t n, int64_t c_in, int64_t c_out, const Dims& in, const Dims& out, const Dims& kernel,
                          const Dims& stride, const Dims& padding, const Dims& dilation, int64_t groups, bool transposed,
                          const std::string& dtype, bool allow_tf32, ConvEpilogue epilogue, bool channels_innermost,
-                         bool planar) {
+                         bool planar, int64_t norm_groups) {
   ConvProblem p;
+  p.norm_groups = norm_groups;
   p.n = n;
   p.c_in = c_in;
   p.c_out = c_out;
@@ -118,26 +119,29 @@ void bind_conv(py::module_& m) {
       .value("hopper", ConvPath::kHopper)
       .value("rows", ConvPath::kRows)
       .value("flat", ConvPath::kFlat)
+      .value("chain", ConvPath::kChain)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
 
   py::class_<DeviceLimits>(m, "DeviceLimits", "What a plan may use of the device; the default is an H200's.")
-      .def(py::init([](int sm_count, int smem_per_block, int smem_per_sm, bool has_wgmma) {
-             return DeviceLimits{sm_count, smem_per_block, smem_per_sm, has_wgmma};
+      .def(py::init([](int sm_count, int smem_per_block, int smem_per_sm, bool has_wgmma, int cluster_blocks) {
+             return DeviceLimits{sm_count, smem_per_block, smem_per_sm, has_wgmma, cluster_blocks};
            }),
            py::arg("sm_count") = DeviceLimits{}.sm_count, py::arg("smem_per_block") = DeviceLimits{}.smem_per_block,
-           py::arg("smem_per_sm") = DeviceLimits{}.smem_per_sm, py::arg("has_wgmma") = DeviceLimits{}.has_wgmma)
+           py::arg("smem_per_sm") = DeviceLimits{}.smem_per_sm, py::arg("has_wgmma") = DeviceLimits{}.has_wgmma,
+           py::arg("cluster_blocks") = DeviceLimits{}.cluster_blocks)
       .def_readonly("sm_count", &DeviceLimits::sm_count)
       .def_readonly("smem_per_block", &DeviceLimits::smem_per_block)
-      .def_readonly("smem_per_sm", &DeviceLimits::smem_per_sm);
+      .def_readonly("smem_per_sm", &DeviceLimits::smem_per_sm)
+      .def_readonly("cluster_blocks", &DeviceLimits::cluster_blocks);
 
   py::class_<ConvProblem>(m, "ConvProblem", "A convolution; every size is (depth, height, width).")
       .def(py::init(&make_problem), py::kw_only(), py::arg("n") = 1, py::arg("c_in"), py::arg("c_out"),
            py::arg("input"), py::arg("output"), py::arg("kernel"), py::arg("stride") = Dims{1, 1, 1},
            py::arg("padding") = Dims{0, 0, 0}, py::arg("dilation") = Dims{1, 1, 1}, py::arg("groups") = 1,
            py::arg("transposed") = false, py::arg("dtype") = "float32", py::arg("allow_tf32") = true,
-           py::arg("epilogue") = ConvEpilogue::kStore, py::arg("channels_innermost") = false,
-           py::arg("planar") = false);
+           py::arg("epilogue") = ConvEpilogue::kStore, py::arg("channels_innermost") = false, py::arg("planar") = false,
+           py::arg("norm_groups") = 0);
 
   py::class_<ConvDimClass>(m, "ConvDimClass")
       .def_readonly("taps", &ConvDimClass::taps)
@@ -228,6 +232,32 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("halo", [](const NarrowPlan& p) { return copied(p.halo); })
       .def_property_readonly("tiles", [](const NarrowPlan& p) { return copied(p.tiles); })
       .def_property_readonly("origin", [](const NarrowPlan& p) { return copied(p.origin); });
+
+  py::class_<ChainPlan>(m, "ChainPlan", "A small chain in one launch; fields as in conv3d_chain_params.h.")
+      .def_property_readonly("refusal",
+                             [](const ChainPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("exact", &ChainPlan::exact)
+      .def_readonly("blocks", &ChainPlan::blocks)
+      .def_readonly("threads", &ChainPlan::threads)
+      .def_readonly("plane", &ChainPlan::plane)
+      .def_readonly("row_lanes_log2", &ChainPlan::row_lanes_log2)
+      .def_readonly("pieces", &ChainPlan::pieces)
+      .def_readonly("k", &ChainPlan::k)
+      .def_readonly("k_steps", &ChainPlan::k_steps)
+      .def_readonly("n_tiles", &ChainPlan::n_tiles)
+      .def_readonly("n_batch", &ChainPlan::n_batch)
+      .def_readonly("chunk", &ChainPlan::chunk)
+      .def_readonly("chunks", &ChainPlan::chunks)
+      .def_readonly("chunk_pitch", &ChainPlan::chunk_pitch)
+      .def_readonly("stat_lanes_log2", &ChainPlan::stat_lanes_log2)
+      .def_readonly("stat_parts", &ChainPlan::stat_parts)
+      .def_readonly("lanes_log2", &ChainPlan::lanes_log2)
+      .def_readonly("is_team", &ChainPlan::is_team)
+      .def_readonly("load_rounds", &ChainPlan::load_rounds)
+      .def_readonly("cycles", &ChainPlan::cycles)
+      .def_readonly("smem_bytes", &ChainPlan::smem_bytes)
+      .def_property_readonly("split", [](const ChainPlan& p) { return std::make_tuple(p.split[0], p.split[1]); })
+      .def_property_readonly("halo", [](const ChainPlan& p) { return copied(p.halo); });
 
   py::class_<AutocorrelationPlan>(m, "AutocorrelationPlan", "Fields as in conv3d_autocorrelation_params.h.")
       .def_property_readonly(
@@ -447,6 +477,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("hopper", &ConvChoice::hopper)
       .def_readonly("rows", &ConvChoice::rows)
       .def_readonly("flat", &ConvChoice::flat)
+      .def_readonly("chain", &ConvChoice::chain)
       .def_readonly("autocorrelation", &ConvChoice::autocorrelation)
       .def_readonly("from_input", &ConvChoice::from_input)
       .def_readonly("reason", &ConvChoice::reason)
@@ -469,6 +500,9 @@ void bind_conv(py::module_& m) {
   m.def("plan_conv", &plan_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("NARROW_STRIP") = kNarrowStrip;
   m.def("plan_narrow", &plan_narrow, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.attr("CHAIN_LOADS") = kChainLoads;
+  m.attr("CHAIN_WEIGHTS") = kChainWeights;
+  m.def("plan_chain", &plan_chain, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("AUTOCORRELATION_WARPS") = kAutocorrelationWarps;
   m.attr("AUTOCORRELATION_CHUNK") = kAutocorrelationChunk;
   m.def("plan_autocorrelation", &plan_autocorrelation, py::arg("problem"), py::arg("limits") = DeviceLimits{});

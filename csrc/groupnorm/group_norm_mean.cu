@@ -1,5 +1,6 @@
 // Normalize and accumulate the mean, without normalizing anything: the mean over a channel of an affine function is
 // that function of the channel's mean, so out[n] needs the channel means and the group statistics alone.
+#include "../common/dependent_launch.cuh"
 #include "../common/dtype.cuh"
 #include "../common/reduce.cuh"
 #include "groupnorm.h"
@@ -13,6 +14,7 @@ __global__ void __launch_bounds__(128) group_norm_mean_kernel(const __grid_const
   const int64_t n = blockIdx.x;
   const int64_t channels = p.c / p.g;
   Acc sum = 0;
+  wait_for_prerequisites();
   for (int64_t c = threadIdx.x; c < p.c; c += blockDim.x) {
     const int64_t g = n * p.g + c / channels;
     const Acc weight = p.weight ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
@@ -28,14 +30,10 @@ __global__ void __launch_bounds__(128) group_norm_mean_kernel(const __grid_const
 
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream) {
   if (p.n == 0) return Status::Ok();
-  if (p.is_double) {
-    group_norm_mean_kernel<double><<<static_cast<unsigned>(p.n), 128, 0, stream>>>(p);
-  } else {
-    group_norm_mean_kernel<float><<<static_cast<unsigned>(p.n), 128, 0, stream>>>(p);
-  }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_mean_kernel", cudaGetErrorString(error)};
-  return Status::Ok();
+  const unsigned blocks = static_cast<unsigned>(p.n);
+  const char* const name = "group_norm_mean_kernel";
+  return p.is_double ? launch_after<group_norm_mean_kernel<double>>(true, name, blocks, 128, stream, p)
+                     : launch_after<group_norm_mean_kernel<float>>(true, name, blocks, 128, stream, p);
 }
 
 }  // namespace kgopt

@@ -1,6 +1,7 @@
 // GroupNorm on CUDA: checks, allocation, the order of the passes.
 #include "groupnorm_api.h"
 
+#include "../reduce/reduce.h"
 #include "groupnorm_checks.h"
 
 namespace kgopt {
@@ -247,6 +248,33 @@ std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor&
   const Statistics s =
       normalize_into(op, x, x, d, weight, bias, eps, check_act(op, act), check_act(op, pre_act), add_input, given);
   return {s.mean, s.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_residual_logsumexp_cuda(const char* op, const Tensor& any_x, int64_t num_groups,
+                                                                const OptTensor& weight, const OptTensor& bias,
+                                                                double eps, const OptTensor& shift, bool given) {
+  const Tensor x = dense_in(any_x, MemoryFormat::Contiguous);
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, eps);
+  const OptTensor w = dense_or_none(weight), b = dense_or_none(bias), own_shift = dense_or_none(shift);
+  Statistics s;
+  if (given) s = allocate_statistics(x, d, shift.has_value());
+  IntArray sizes = sizes_of(x);
+  sizes[1] = 1;
+  Tensor y = empty_like_shape(x, sizes);
+  Workspace workspace(x);
+  void* table = nullptr;
+  compute_statistics(op, x, d, ActChain(), eps, w, b, true, shift.has_value(), &s, &workspace, &table, own_shift);
+  ReduceParams p;
+  p.x = x.const_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.outer = d.n;
+  p.reduced = d.c;
+  p.inner = d.s;
+  p.dtype = d.dtype;
+  raise_on_error(op,
+                 run_norm_residual_logsumexp(p, table, data_or_null(own_shift),
+                                             shift ? check_dtype(op, "bias", *shift) : Dtype::kFloat32, stream_of(x)));
+  return {y, s.mean, s.rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_cuda(const Tensor& x, int64_t num_groups,

@@ -38,6 +38,12 @@ std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor&
                                                    const std::string& act, const std::string& pre_act,
                                                    bool add_input = false, bool given = true);
 
+// (y, mean, rstd): logsumexp over channels, kept, of u + hardswish(tanh(GroupNorm(u))) of u = x + shift, where x is
+// contiguous, not empty and not float64. Without `given` the statistics are no tensors.
+std::tuple<Tensor, Tensor, Tensor> norm_residual_logsumexp_cuda(const char* op, const Tensor& x, int64_t num_groups,
+                                                                const OptTensor& weight, const OptTensor& bias,
+                                                                double eps, const OptTensor& shift, bool given);
+
 // (out, channel_mean, mean, rstd), all in the statistics' dtype; without `given` out alone, in x's. `shift`, [C], is
 // added to every channel of x beforehand, as it were.
 std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_cuda(const Tensor& x, int64_t num_groups,

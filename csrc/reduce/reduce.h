@@ -9,6 +9,10 @@ namespace kgopt {
 // Sets slices and slice_length so that few long reductions fill the GPU too.
 void plan_reduce(ReduceParams* p, int sm_count);
 Status run_logsumexp(const ReduceParams& p, cudaStream_t stream);
+// logsumexp over channels of u + hardswish(tanh(GroupNorm(u))) of u = x + shift, for a dense x [outer][channels][inner]
+// of at most fp32. table: [outer, channels] of (mean, rstd, weight, bias), which the launch ahead may still be writing.
+Status run_norm_residual_logsumexp(const ReduceParams& p, const void* table, const void* shift, Dtype shift_dtype,
+                                   cudaStream_t stream);
 Status run_mean(const ReduceParams& p, cudaStream_t stream);
 Status run_logsumexp_backward(const LogsumexpBackwardParams& p, cudaStream_t stream);
 Status run_mean_backward(const MeanBackwardParams& p, cudaStream_t stream);
