@@ -170,7 +170,11 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda h: h.mul_(2).add_(3), lambda h: h[:, :4].zero_(), lambda h: h.view(-1).add_(1) if h.is_contiguous() else h.add_(1)],
+    [
+        lambda h: h.mul_(2).add_(3),
+        lambda h: h[:, :4].zero_(),
+        lambda h: h.view(-1).add_(1) if h.is_contiguous() else h.add_(1),
+    ],
     ids=["all", "a part", "a view"],
 )
 def test_moments_do_not_outlive_a_change(change, device):

@@ -10,7 +10,6 @@ import copyreg
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kgopt.rewrite import policy

@@ -493,9 +493,7 @@ def as_seen(x: Tensor) -> Tensor:
     return as_channels_last(x) if _is_channels_last(x) else x
 
 
-def _emit_plan(
-    conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, divisor: float, act: str
-) -> Tensor:
+def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, divisor: float, act: str) -> Tensor:
     """:func:`run_plan` where a compiler looks on. That a norm takes the moments is :mod:`~kgopt.rewrite.inductor`'s."""
     weight, bias = conv.weight, conv.bias
     x, residual = as_seen(x), None if residual is None else as_seen(residual)
@@ -543,7 +541,7 @@ _conv_add, _conv_add_moments = map(_ops.without_grad, ("conv_add", "conv_add_mom
 
 
 def _may_plan() -> bool:
-    """Gradients are off, and no mode but ours, such as _Find, is to see the functions themselves. A compiler sees ops."""
+    """Gradients are off, and no mode but ours, such as _Find, is to see the functions themselves; compilers see ops."""
     if _is_grad_enabled():
         return False
     if torch.compiler.is_compiling():
@@ -696,11 +694,13 @@ class _Upsample(TorchFunctionMode):
         if func is F.interpolate or func in _CATS:
             call = recognize(func, args, kwargs)
             if call is not None and _is_channels_last(call.x):
-                if call.kind == "nearest" and call.x.dim() == 5 and "nearest" in self.kinds:
-                    return _OPS.upsample_nearest(call.x, list(call.argument))
                 if call.kind == "linear" and "linear" in self.kinds:
                     return _OPS.upsample_linear(call.x)
-                if call.kind == "cat" and call.x.dim() == 5 and "nearest" in self.kinds:  # of tensors whose innermost dim is their last
+                if call.x.dim() != 5 or "nearest" not in self.kinds:
+                    return func(*args, **kwargs)
+                if call.kind == "nearest":
+                    return _OPS.upsample_nearest(call.x, list(call.argument))
+                if call.kind == "cat":  # of tensors whose innermost dim is their last
                     dim = (0, 4, 1, 2, 3)[call.argument[0]]
                     return torch.cat([t.movedim(1, -1) for t in (call.x, *call.more)], dim).movedim(-1, 1)
         return func(*args, **kwargs)

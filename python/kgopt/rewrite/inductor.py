@@ -20,7 +20,7 @@ from kgopt._after_import import after_import
 _OPS = torch.ops.kgopt
 _MADE = _OPS.conv_add_moments.default
 _NORM, _NORM_MOMENTS = _OPS.group_norm.default, _OPS.group_norm_moments.default
-# A norm and a convolution in one op: their second argument.
+# A norm and a convolution in one op, whose second argument is the moments.
 _HEADS = (_OPS.group_norm_conv1x1.default, _OPS.group_norm_conv.default)
 
 
@@ -32,10 +32,12 @@ def _takes(node: fx.Node) -> bool:
     made = x.args[0]
     if not isinstance(made, fx.Node) or made.target is not _MADE:
         return False
-    return node.target is _NORM or (len(node.args) > 2 and node.args[1] is None and node.args[2] != 0)
+    # A head without a norm (no groups) has no use for them.
+    return node.target is _NORM or bool(len(node.args) > 2 and node.args[1] is None and node.args[2] != 0)
 
 
 def _give(graph: fx.Graph, node: fx.Node) -> None:
+    """Has a norm take them."""
     x: Any = node.args[0]
     made = x.args[0]
     moments = next((u for u in made.users if u.target is operator.getitem and u.args[1] == 1), None)
