@@ -428,16 +428,16 @@ def test_compiled_inference_runs_the_convolutions_that_were_faster(device):
     found(model, x)
     for conv in model:
         state = conv.__dict__.setdefault("_kgopt_glue", glue.GlueState())
-        state.always_own = {True: True, False: True}
+        state.always = {True: "own", False: "own"}
         if classes.original_class(conv) is None:
             conv.__class__ = classes.make_class(type(conv), (("glue",),))
     y, calls = compiled_nodes(model, x)
-    assert [name for name, _ in calls] == ["kgopt.conv3d", "kgopt.conv_transpose3d"]
+    assert [name for name, _ in calls] == ["kgopt.conv3d.default", "kgopt.conv_transpose3d.default"]
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=2e-3)
-    model[0].__dict__["_kgopt_glue"].always_own[True] = False
+    model[0].__dict__["_kgopt_glue"].always[True] = "bias"  # the compiler's
     assert [name.startswith("kgopt") for name, _ in compiled_nodes(model, x)[1]] == [False, True]
     with torch.enable_grad():
-        assert glue._compiled_op(model[1], torch.randn(1, 8, 5, 6, 7, device=device)) is None
+        assert glue._compiled_plan(model[1], torch.randn(1, 8, 5, 6, 7, device=device)) is None
 
 
 class Contiguous(nn.Module):
@@ -501,5 +501,5 @@ def test_compiled_upsampling_keeps_the_format_that_the_model_computes_in(device)
         assert torch.equal(torch.compile(model, backend=backend)(x), expected)
     assert dense == [True]  # channels are its last dim, so that they are innermost whatever the compiler does
     state = model[0].__dict__["_kgopt_glue"]
-    state.upsamples = False  # as where it was not always the faster one
+    state.kinds = ()  # as where it was not always the faster one
     assert not any("upsample" in name for name, _ in compiled_nodes(model, x)[1])

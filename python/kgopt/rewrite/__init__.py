@@ -6,14 +6,18 @@ The package is called rewrite because a package and a function cannot share the 
 patterns               what fuses: a tiny graph, one matcher, and what PyTorch's modules and functions mean
 source, backend        the two front ends: Python source and nn.Sequential; captured graphs
 sites, emit            the checks at each call; a chain as ops
+inductor               what compiled code gains after it was traced
 policy                 PyTorch's code or ours: the rule and the measurement
 classes, layout        the classes that modules get; channels_last inside
 api, reporting         kgopt.optimize, restore, report
 =====================  ==============================================================================================
 """
 
+from kgopt.rewrite import inductor as _inductor
 from kgopt.rewrite.api import optimize, restore
 from kgopt.rewrite.api import report_of as report
 from kgopt.rewrite.reporting import Report, SiteRow
+
+_inductor.install()
 
 __all__ = ["Report", "SiteRow", "optimize", "report", "restore"]

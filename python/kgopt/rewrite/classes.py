@@ -10,7 +10,6 @@ import copyreg
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kgopt.rewrite import policy
@@ -133,7 +132,6 @@ def sequential_forward(self: Any, input: Any) -> Any:
 
 
 def _run_steps(sequential: Any, plan: Steps, input: Any) -> Any:
-    eager = not torch.compiler.is_compiling()
     done = 0
     for i, (paths, site) in enumerate(plan.steps):
         if i < done:
@@ -141,13 +139,13 @@ def _run_steps(sequential: Any, plan: Steps, input: Any) -> Any:
         operands = [child(sequential, path) for path in paths]
         if site is not None and site.ready(*operands, input):
             norm = operands[site.norm_at]
-            head = _head_behind(sequential, plan, i, site, norm, input) if eager else None
+            head = _head_behind(sequential, plan, i, site, norm, input)
             if head is not None:
                 input, done = site.run_with_head(norm, input, *head), i + 2
                 continue
             following = child(sequential, plan.steps[i + 1][0][0]) if i + 1 < len(plan.steps) else None
             input = site.run_before(following, *operands, input)
-        elif eager and (y := _with_activation(sequential, plan, i, operands, input)) is not None:
+        elif (y := _with_activation(sequential, plan, i, operands, input)) is not None:
             input, done = y, i + 2
         else:
             for module in operands:

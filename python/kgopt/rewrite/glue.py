@@ -27,6 +27,7 @@ from kgopt import _ops as _ops
 from kgopt._ops import _is_grad_enabled, _len_torch_function_stack
 from kgopt.rewrite import carry, classes, formats, policy, sites
 from kgopt.rewrite.layout import FORMATS as _FORMATS
+from kgopt.rewrite.layout import as_channels_last
 from kgopt.rewrite.patterns import activation_of, conv_of
 from kgopt.rewrite.sites import Site, any_global_hooks, is_hooked
 from kgopt.rewrite.wrapped import Wrapped
@@ -421,6 +422,8 @@ PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
 
 def plan_of(conv: Any, x: Any) -> ConvPlan | None:
     """The plan for this call; None where PyTorch's code must run. Only with gradients off and nobody looking on."""
+    if torch.compiler.is_compiling():
+        return _compiled_plan(conv, x)
     state = conv.__dict__.get("_kgopt_glue")
     if state is None or not state.enabled or type(x) is not Tensor or policy.is_autocast(x):
         return None
@@ -459,10 +462,61 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
     return ConvPlan(option, module, call.rest, call.sizes, own, option in ("own", "bias"), carrier)
 
 
+def _compiled_plan(conv: Any, x: Any) -> ConvPlan | None:
+    """The plan in compiled inference: the way that was fastest whenever it was measured, for code serves many sizes.
+
+    Where that is PyTorch's convolution with a bias of ours, all is the compiler's: it adds biases, and what follows,
+    in one kernel.
+    """
+    state = conv.__dict__.get("_kgopt_glue")
+    if state is None or not state.enabled or torch.is_grad_enabled() or not isinstance(x, Tensor):
+        return None
+    option = state.always.get(x.is_contiguous(), "")
+    if option not in ("own", "pointwise", "few"):
+        return None
+    if torch.is_autocast_enabled(x.device.type) or x.dtype is not conv.weight.dtype or isinstance(conv.padding, str):
+        return None
+    kind, transposed = conv_of(conv), conv.transposed
+    if kind is None or conv.padding_mode != "zeros" or x.dim() != len(conv.kernel_size) + 2:
+        return None
+    stride, padding, dilation = list(conv.stride), list(conv.padding), list(conv.dilation)
+    output_padding, groups = list(conv.output_padding), conv.groups
+    rest = (stride, padding, dilation, output_padding, groups, transposed)
+    sizes = _ops._conv_sizes(x.shape, conv.weight.shape, *rest)
+    tail = (output_padding, groups, dilation) if transposed else (dilation, groups)
+    own = getattr(_OPS, kind).default, (stride, padding, *tail)
+    return ConvPlan(option, (), rest, sizes, own, option == "own", state.carrier)
+
+
+def as_seen(x: Tensor) -> Tensor:
+    """In compiled code: x in the format that it is seen in. Decompositions give others: see :meth:`Site.run`."""
+    return as_channels_last(x) if _is_channels_last(x) else x
+
+
+def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, divisor: float, act: str) -> Tensor:
+    """:func:`run_plan` where a compiler looks on. That a norm takes the moments is :mod:`~kgopt.rewrite.inductor`'s."""
+    weight, bias = conv.weight, conv.bias
+    x, residual = as_seen(x), None if residual is None else as_seen(residual)
+    if plan.option == "pointwise":
+        return _pointwise(x, weight, bias)
+    if plan.option == "few":
+        return _few(x, weight, bias, plan.rest)
+    tail = (*plan.rest, divisor, act)
+    if plan.carrier is not None and plan.carrier.on:
+        return _OPS.conv_add_moments(x, weight, bias, residual, *tail, backend="kgopt")[0]  # type: ignore[no-any-return]
+    if residual is not None or act != "none":
+        return _OPS.conv_add(x, weight, bias, residual, *tail, backend="kgopt")  # type: ignore[no-any-return]
+    assert plan.own is not None
+    op, rest = plan.own
+    return op(x, weight, bias, *rest, backend="kgopt")  # type: ignore[no-any-return]
+
+
 def run_plan(
     conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0, act: str = "none"
 ) -> Tensor:
     """The convolution, with its bias and what else is given, by one of kgopt's ops."""
+    if torch.compiler.is_compiling():
+        return _emit_plan(conv, x, plan, residual, divisor, act)
     parameters = conv._parameters
     weight, bias = parameters["weight"], parameters["bias"]
     carrier, moments = plan.carrier, None
@@ -487,10 +541,12 @@ _conv_add, _conv_add_moments = map(_ops.without_grad, ("conv_add", "conv_add_mom
 
 
 def _may_plan() -> bool:
-    """Gradients are off, and no mode but ours, such as _Find, is to see the functions themselves."""
-    if _is_grad_enabled() or policy.is_watched():
+    """Gradients are off, and no mode but ours, such as _Find, is to see the functions themselves; compilers see ops."""
+    if _is_grad_enabled():
         return False
-    return _len_torch_function_stack() <= policy.own_modes.count
+    if torch.compiler.is_compiling():
+        return True
+    return not policy.is_watched() and _len_torch_function_stack() <= policy.own_modes.count
 
 
 def only_conv(module: Any) -> Any:
@@ -529,15 +585,16 @@ class _Normalized:
     def through(self, forward: Callable[..., Any], conv: Any) -> Any:
         """``conv`` of it, as one op if nothing has changed since."""
         x = self.operands[-1]
-        if head_plan(conv, x) is self.plan:
-            return self.site.run_with_head(self.norm, x, conv, head_arguments(self.plan))
+        plan = head_plan(conv, x)
+        if plan is not None and plan.option == self.plan.option:
+            return self.site.run_with_head(self.norm, x, conv, head_arguments(plan))
         return forward(conv, self.site.run(*self.operands))
 
 
 def _defer(site: Site, follower: Any, *operands: Any) -> _Normalized | None:
     """A chain's value for later, where ``follower``, which alone reads it, is a convolution that computes both."""
     x, norm = operands[-1], operands[site.norm_at]
-    if torch.compiler.is_compiling() or not norm._kgopt_state.keep_format or type(x) is not Tensor:
+    if not norm._kgopt_state.keep_format or type(x) is not Tensor:
         return None
     if "_kgopt_glue" not in getattr(follower, "__dict__", {}) or conv_of(follower) is None or is_hooked(follower):
         return None
@@ -567,8 +624,8 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if type(input) is _Normalized:
             return policy.outside_own_modes(input.through, forward, self)
         if torch.compiler.is_compiling():
-            own = None if args or kwargs else _compiled_op(self, input)
-            return forward(self, input, *args, **kwargs) if own is None else own
+            plan = None if args or kwargs else _compiled_plan(self, input)
+            return forward(self, input, *args, **kwargs) if plan is None else run_plan(self, input, plan)
         if args or kwargs or not _may_plan():
             return forward(self, input, *args, **kwargs)
         if not policy.own_modes.count:
@@ -583,26 +640,6 @@ def _planned(forward: Callable[..., Any], conv: Any, x: Any) -> Any:
     return forward(conv, x) if plan is None else run_plan(conv, x, plan)
 
 
-def _compiled_op(conv: Any, x: Tensor) -> Tensor | None:
-    """kgopt's own convolution in compiled inference, where it was the faster one whenever it was measured.
-
-    Biases are left to the compiler, which adds them in the kernel that follows.
-    """
-    state = conv.__dict__.get("_kgopt_glue")
-    if state is None or not state.enabled or torch.is_grad_enabled():
-        return None
-    if not state.always_own.get(x.is_contiguous(), False):
-        return None
-    if torch.is_autocast_enabled(x.device.type) or x.dtype is not conv.weight.dtype or isinstance(conv.padding, str):
-        return None
-    kind = conv_of(conv)
-    if kind is None or conv.padding_mode != "zeros" or x.dim() != len(conv.kernel_size) + 2:
-        return None
-    tail = (conv.output_padding, conv.groups, conv.dilation) if conv.transposed else (conv.dilation, conv.groups)
-    op = getattr(_OPS, kind)
-    return op(x, conv.weight, conv.bias, conv.stride, conv.padding, *tail, backend="kgopt")  # type: ignore[no-any-return]
-
-
 @dataclass
 class GlueState:
     """What a module remembers of its calls."""
@@ -610,8 +647,10 @@ class GlueState:
     enabled: bool = True
     faster: dict[Any, str] = field(default_factory=dict)  # by Call.key: the option that is; "": PyTorch's
     plans: dict[Any, ConvPlan] = field(default_factory=dict)  # of a convolution module, by x's shape, strides, ...
-    always_own: dict[bool, bool] = field(default_factory=dict)  # by x.is_contiguous(): were all fastest in "own"?
-    upsamples: bool = False  # was nearest upsampling that keeps channels_last always faster?
+    # For compiled code: of a convolution module, the option that was always the fastest, by x.is_contiguous(); of any
+    # module, the kinds of calls of which every one was faster.
+    always: dict[bool, str] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
     carrier: carry.Carrier = field(default_factory=carry.Carrier)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -646,11 +685,19 @@ class _Upsample(TorchFunctionMode):
     The compiler's own give contiguous tensors of three spatial dims, which the next convolution has converted.
     """
 
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        super().__init__()
+        self.kinds = kinds
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.interpolate or func in _CATS:
             call = recognize(func, args, kwargs)
-            if call is not None and call.x.dim() == 5 and _is_channels_last(call.x):
+            if call is not None and _is_channels_last(call.x):
+                if call.kind == "linear" and "linear" in self.kinds:
+                    return _OPS.upsample_linear(call.x)
+                if call.x.dim() != 5 or "nearest" not in self.kinds:
+                    return func(*args, **kwargs)
                 if call.kind == "nearest":
                     return _OPS.upsample_nearest(call.x, list(call.argument))
                 if call.kind == "cat":  # of tensors whose innermost dim is their last
@@ -756,9 +803,9 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def glue_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             state = self.__dict__.get("_kgopt_glue")
-            if state is None or not (state.enabled and state.upsamples) or torch.is_grad_enabled():
+            if state is None or not (state.enabled and state.kinds) or torch.is_grad_enabled():
                 return forward(self, *args, **kwargs)
-            with _Upsample():
+            with _Upsample(state.kinds):
                 return forward(self, *args, **kwargs)
         if torch.is_grad_enabled() or policy.is_watched():
             return forward(self, *args, **kwargs)
@@ -792,22 +839,25 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
             continue
         state = _wrapped.add(module, GlueState)
         state.faster.update(verdicts)
-        state.always_own = {}
+        state.always = {}
         for (*_, contiguous), option in state.faster.items():
-            state.always_own[contiguous] = option == "own" and state.always_own.get(contiguous, True)
-        state.upsamples = _always_upsamples(state.faster)
+            state.always[contiguous] = option if state.always.get(contiguous, option) == option else ""
+        state.kinds = _always_faster(state.faster)
         state.plans.clear()
         count += sum(map(bool, verdicts.values()))
     return count
 
 
-def _always_upsamples(faster: dict[Any, str]) -> bool:
-    """For GlueState.upsamples: among the calls that _Upsample replaces."""
-    found = []
+def _always_faster(faster: dict[Any, str]) -> tuple[str, ...]:
+    """For GlueState.kinds: among the calls that _Upsample and sums replace, those of channels_last tensors.
+
+    Of nearest upsampling those of three dims: the compiler writes others as fast.
+    """
+    found: dict[str, bool] = {}
     for (kind, _, keeps, shape, *_, contiguous), how in faster.items():
-        if kind == "nearest" and len(shape) == 5 and not contiguous:
-            found.append(keeps and bool(how))
-    return bool(found) and all(found)
+        if not contiguous and (kind == "linear" or (kind == "nearest" and len(shape) == 5)):
+            found[kind] = found.get(kind, True) and keeps and bool(how)
+    return tuple(kind for kind, always in found.items() if always)
 
 
 _wrapped: Wrapped[GlueState] = Wrapped("glue")

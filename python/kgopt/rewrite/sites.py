@@ -262,7 +262,9 @@ class Site:
         """
         args = norm_args(norm, None)
         assert args is not None
-        moments = None if carry.is_empty() else carry.take(x)
+        if torch.compiler.is_compiling():
+            x = layout.as_channels_last(x)  # as in run
+        moments = self._carried(x)
         both = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post, conv.weight, conv.bias)
         if rest is None:
             return _group_norm_conv1x1(x, moments, *both)

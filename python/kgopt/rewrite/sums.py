@@ -53,6 +53,8 @@ class _Later:
 
 
 def _upsample_linear(x: Tensor, residual: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        x, residual = glue.as_seen(x), glue.as_seen(residual)
     return torch.ops.kgopt.upsample_linear(x, residual)  # type: ignore[no-any-return]
 
 
@@ -121,9 +123,9 @@ def _are_floats(*tensors: Any) -> bool:
 
 
 def _may_wait(module: nn.Module) -> bool:
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or is_hooked(module) or any_global_hooks():
         return False
-    return not (is_hooked(module) or any_global_hooks() or policy.is_watched())
+    return torch.compiler.is_compiling() or not policy.is_watched()
 
 
 def _last_later(whole: nn.Sequential, x: Any) -> Any:
@@ -135,7 +137,7 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
             return whole(x)
         if not inside._modules:
             return whole(x)
-        path.append(next(reversed(inside._modules.values())))
+        path.append(list(inside._modules.values())[-1])
     last = path[-1]
     state = getattr(last, "__dict__", {}).get("_kgopt_glue")
     is_conv = conv_of(last) is not None
@@ -152,6 +154,8 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     call = glue.recognize(F.interpolate, (x,), arguments)
     if call is None or call.kind != "linear" or not state.enabled:
         return last(x)
+    if torch.compiler.is_compiling():
+        return _Later(last, x) if "linear" in state.kinds and not x.is_contiguous() else last(x)
     if not state.faster.get(call.inside(formats.keeps(last)).key):
         return last(x)
     return _Later(last, x)
