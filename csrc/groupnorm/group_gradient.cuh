@@ -26,6 +26,16 @@ struct ChannelSums {
   }
 };
 
+// The sums of channel `c`, counted through all samples, which one thread tells.
+__device__ __forceinline__ void put_channel_sums(const GroupNormClusterBwdParams& p, int64_t c, float2 sums) {
+  if (p.dweight) {
+    store_as(p.dbias, c, p.gradient_dtype, sums.x);
+    store_as(p.dweight, c, p.gradient_dtype, sums.y);
+  } else {
+    reinterpret_cast<float2*>(p.channel_sums)[c] = sums;
+  }
+}
+
 // x becomes dx; at(j) gives weight * rstd and bias.
 template <typename Traits, int kSize, typename At>
 __device__ __forceinline__ void input_gradient(const GroupNormClusterBwdParams& p, float (&x)[kSize],

@@ -61,12 +61,13 @@ struct BwdShared {
 };
 
 template <typename Traits>
-struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, Traits::kHolders> {
+struct BwdBlock
+    : TileWalk<BwdBlock<Traits>, BwdTile, Traits::kVec, Traits::kTileVectors, Traits::kSlots, Traits::kHolders> {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kSlots = Traits::kSlots, kHolders = Traits::kHolders;
   static constexpr int kTileVectors = Traits::kTileVectors, kTeamWarps = Traits::kTeamWarps;
   static constexpr bool kCoarse = kIsCoarse<T>;
-  using Walk = TileWalk<kVec, kTileVectors, kSlots, kHolders>;
+  using Walk = TileWalk<BwdBlock, BwdTile, kVec, kTileVectors, kSlots, kHolders>;
   using Tile = typename Walk::Tile;
   using Walk::advance, Walk::channel_of, Walk::channels_before, Walk::exists, Walk::first_tile, Walk::holders_before,
       Walk::is_held, Walk::next_slot, Walk::place_tile, Walk::slot_of, Walk::slot_tile, Walk::slot_tiles,
@@ -97,7 +98,7 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     d.is_one = (d.hi - d.lo) * kVec <= d.split;
     return d;
   }
-
+  __device__ __forceinline__ BwdTile describe_slot(const Tile& t, uint32_t) const { return describe(t); }
   __device__ __forceinline__ void start_load(const Tile& t, const BwdTile& d) const {
     const uint32_t k = slot_of(t);
     const int vectors = d.hi - d.lo;
@@ -111,37 +112,6 @@ struct BwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     } else {  // the other groups' heads need this tile
       barrier_arrive(&s.loaded[k]);
     }
-  }
-  // Until the j-th tile in the slots is there.
-  __device__ __forceinline__ void wait_landed(uint32_t j) const { barrier_wait(&s.loaded[j % kSlots], j / kSlots & 1); }
-  // The first loads do not wait for what else is to be known of their tiles, which the publisher's warp finds out.
-  __device__ __forceinline__ void begin(int lane) const {
-    Walk::produce_first(
-        lane, p.x, p.dy,
-        [&](const Tile& t) {
-          BwdTile d;
-          place_tile(t, &d);
-          start_load(t, d);
-        },
-        [&](uint32_t j) { wait_landed(j); });
-  }
-  __device__ __forceinline__ void describe_first(int lane) const {
-    if (lane >= kSlots || lane >= slot_tiles()) return;
-    const Tile t = slot_tile(lane);
-    s.tiles[slot_of(t)] = describe(t);
-    barrier_arrive(&s.loaded[slot_of(t)]);
-  }
-  __device__ __forceinline__ void produce(int lane) const {
-    Walk::template produce<BwdTile>(
-        lane, p.x, p.dy, [&](const Tile& t, uint32_t, BwdTile* d) { *d = describe(t); },
-        [&](const Tile& t, const BwdTile& d) {
-          const uint32_t k = slot_of(t);
-          barrier_wait(&s.freed[k], (t.round - 1) & 1);
-          start_load(t, d);
-          s.tiles[k] = d;
-          barrier_arrive(&s.loaded[k]);
-        },
-        [&](uint32_t j) { wait_landed(j); });
   }
 
   // --- Sums.
@@ -432,8 +402,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
   if (warp < Traits::kServantWarps) {
     if (warp == 0) {
-      block.begin(lane);
-      block.produce(lane);
+      block.begin(lane, p.x, p.dy);
+      block.produce(lane, p.x, p.dy);
     }
     if (warp == 1) {
       block.describe_first(lane);

@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
       total.x += rest.z;
       total.y += rest.w;
     }
-    reinterpret_cast<float2*>(p.channel_sums)[group * p.shares.channels + share.row0 + k] = total;
+    put_channel_sums(p, group * p.shares.channels + share.row0 + k, total);
   }
 
   T* const dx = static_cast<T*>(p.dx) + share.base;

@@ -33,6 +33,10 @@ struct GroupNormClusterFwdParams : GroupNormFwdArgs {
 struct GroupNormClusterBwdParams : GroupNormBwdArgs {
   GroupShares shares;
   float* channel_sums = nullptr;  // [N, C, 2]: sum of dz and of dz * xhat
+  // [C], of one sample: its channel sums, which then go here instead. Null: there are more samples.
+  void* dweight = nullptr;
+  void* dbias = nullptr;
+  Dtype gradient_dtype = Dtype::kFloat32;
 };
 
 inline constexpr int kClusterPasses = 4;      // vectors of a piece that one thread handles

@@ -63,12 +63,13 @@ struct FwdShared {
 };
 
 template <typename Traits>
-struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, Traits::kHolders> {
+struct FwdBlock
+    : TileWalk<FwdBlock<Traits>, FwdTile, Traits::kVec, Traits::kTileVectors, Traits::kSlots, Traits::kHolders> {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kSlots = Traits::kSlots;
   static constexpr int kHolders = Traits::kHolders, kTileVectors = Traits::kTileVectors, kSet = Traits::kSet;
 
-  using Walk = TileWalk<kVec, kTileVectors, kSlots, kHolders>;
+  using Walk = TileWalk<FwdBlock, FwdTile, kVec, kTileVectors, kSlots, kHolders>;
   using Tile = typename Walk::Tile;
   using Walk::advance, Walk::channel_of, Walk::channels_before, Walk::end_of, Walk::exists, Walk::first_tile,
       Walk::head_of, Walk::holders_before, Walk::is_held, Walk::next_slot, Walk::place_tile, Walk::slot_of,
@@ -111,37 +112,6 @@ struct FwdBlock : TileWalk<Traits::kVec, Traits::kTileVectors, Traits::kSlots, T
     } else {  // the other groups' heads need this tile
       barrier_arrive(&s.loaded[k]);
     }
-  }
-  // Until the j-th tile in the slots is there.
-  __device__ __forceinline__ void wait_landed(uint32_t j) const { barrier_wait(&s.loaded[j % kSlots], j / kSlots & 1); }
-  // The first loads do not wait for what else is to be known of their tiles, which the publisher's warp finds out.
-  __device__ __forceinline__ void begin(int lane) const {
-    Walk::produce_first(
-        lane, p.x, nullptr,
-        [&](const Tile& t) {
-          FwdTile d;
-          place_tile(t, &d);
-          start_load(t, d);
-        },
-        [&](uint32_t j) { wait_landed(j); });
-  }
-  __device__ __forceinline__ void describe_first(int lane) const {
-    if (lane >= kSlots || lane >= slot_tiles()) return;
-    const Tile t = slot_tile(lane);
-    s.tiles[slot_of(t)] = describe_slot(t, lane);
-    barrier_arrive(&s.loaded[slot_of(t)]);
-  }
-  __device__ __forceinline__ void produce(int lane) const {
-    Walk::template produce<FwdTile>(
-        lane, p.x, nullptr, [&](const Tile& t, uint32_t j, FwdTile* d) { *d = describe_slot(t, j); },
-        [&](const Tile& t, const FwdTile& d) {
-          const uint32_t k = slot_of(t);
-          barrier_wait(&s.freed[k], (t.round - 1) & 1);
-          start_load(t, d);
-          s.tiles[k] = d;
-          barrier_arrive(&s.loaded[k]);
-        },
-        [&](uint32_t j) { wait_landed(j); });
   }
 
   // --- Statistics.
@@ -471,8 +441,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
   if (warp < Traits::kServantWarps) {
     if (warp == 0) {
-      block.begin(lane);
-      block.produce(lane);
+      block.begin(lane, p.x, nullptr);
+      block.produce(lane, p.x, nullptr);
     }
     if (warp == 1) {
       block.describe_first(lane);

@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kTeamThreads, 2)
     mine.add(p, xv, dyv, mean, all.x, all.y);
   }
   const float dz = team.sum(mine.dz[0] + mine.dz[1]), dz_xhat = team.sum(mine.dz_d[0] + mine.dz_d[1]) * rstd;
-  if (lane == 0) reinterpret_cast<float2*>(p.channel_sums)[group] = make_float2(dz, dz_xhat);
+  if (lane == 0) put_channel_sums(p, group, make_float2(dz, dz_xhat));
   const float per_element = all.x / static_cast<float>(p.shares.elements);
   const float2 terms = make_float2(dz * per_element, dz_xhat * (per_element * rstd));
 #pragma unroll

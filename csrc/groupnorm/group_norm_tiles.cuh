@@ -10,11 +10,15 @@ namespace kgopt {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-template <int kVec, int kTileVectors, int kSlots, int kHolders>
+// The base of a kernel's Block, which has `s`, in shared memory, with the barriers and the descriptions of its slots,
+// describe_slot(t, j) for what its warps must know of tile t, the j-th in the slots, and start_load(t, description).
+template <typename Block, typename Description, int kVec, int kTileVectors, int kSlots, int kHolders>
 struct TileWalk {
   static constexpr int kPlaces = kSlots + kHolders;
 
   const GroupTiles& shares;
+
+  __device__ __forceinline__ const Block& block() const { return static_cast<const Block&>(*this); }
 
   // Tile i of the block. A group's tiles lie on 128-byte lines, or loads and stores would touch twice as many: position
   // 0 of its first tile is up to `head` vectors before the group.
@@ -106,17 +110,24 @@ struct TileWalk {
     const int64_t from = t.group * shares.group_vectors - head + int64_t(t.index) * kTileVectors + lo;
     if (vectors > 0) bulk_prefetch(static_cast<const char*>(tensor) + from * 16, vectors * 16);
   }
-  // The producer's warp begins with a tile for every slot. No more than shares.under_way loads are under way at a time
-  // (landed(j) waits for the j-th): memory has enough to do, and words do not wait behind them.
-  template <typename Start, typename Landed>
-  __device__ __forceinline__ void produce_first(int lane, const void* x, const void* dy, Start start,
-                                                Landed landed) const {
+  // Until the j-th tile in the slots is there.
+  __device__ __forceinline__ void wait_landed(uint32_t j) const {
+    barrier_wait(&block().s.loaded[j % kSlots], j / kSlots & 1);
+  }
+  // The producer's warp begins with a tile for every slot; x and, where tiles have a part of it, dy are what it loads.
+  // No more than shares.under_way loads are under way at a time: memory has enough to do, and words do not wait behind
+  // them. Nor do loads wait for what else is to be known of their tiles, which another warp finds out.
+  __device__ __forceinline__ void begin(int lane, const void* x, const void* dy) const {
     static_assert(kSlots <= 32);
     const uint32_t first = min(slot_tiles(), uint32_t(kSlots));
     const Tile t = slot_tile(lane);
     for (uint32_t turn = 0; turn < first; ++turn) {
-      if (turn >= shares.under_way) landed(turn - shares.under_way);
-      if (lane == turn) start(t);
+      if (turn >= shares.under_way) wait_landed(turn - shares.under_way);
+      if (lane == turn) {
+        Description d;
+        place_tile(t, &d);
+        block().start_load(t, d);
+      }
       __syncwarp();
     }
     if (lane < shares.ahead) {
@@ -125,11 +136,16 @@ struct TileWalk {
     }
     __syncwarp();
   }
+  __device__ __forceinline__ void describe_first(int lane) const {
+    if (lane >= kSlots || lane >= slot_tiles()) return;
+    const Tile t = slot_tile(lane);
+    const uint32_t k = slot_of(t);
+    block().s.tiles[k] = block().describe_slot(t, lane);
+    barrier_arrive(&block().s.loaded[k]);
+  }
   // The others: every lane prepares a tile; then, tile after tile, its lane starts it, and what a tile's distance later
   // will be loaded comes to L2 meanwhile: a slot is taken for a shorter time.
-  template <typename Description, typename Describe, typename Start, typename Landed>
-  __device__ __forceinline__ void produce(int lane, const void* x, const void* dy, Describe describe, Start start,
-                                          Landed landed) const {
+  __device__ __forceinline__ void produce(int lane, const void* x, const void* dy) const {
     const uint32_t own = slot_tiles();
     for (uint32_t base = kSlots; base < own; base += 32) {
       const uint32_t j = base + lane;
@@ -137,12 +153,16 @@ struct TileWalk {
       const Tile t = slot_tile(j);
       const uint32_t before = max(slot_tile(j - 1).i + 1, uint32_t(kPlaces));
       Description d;
-      if (mine) describe(t, j, &d);
+      if (mine) d = block().describe_slot(t, j);
       __syncwarp();
       for (uint32_t turn = base; turn < min(base + 32, own); ++turn) {
-        landed(turn - shares.under_way);
+        wait_landed(turn - shares.under_way);
         if (j == turn) {
-          start(t, d);
+          const uint32_t k = slot_of(t);
+          barrier_wait(&block().s.freed[k], (t.round - 1) & 1);
+          block().start_load(t, d);
+          block().s.tiles[k] = d;
+          barrier_arrive(&block().s.loaded[k]);
           if (shares.ahead > 0) {
             for (uint32_t i = before; i <= t.i; ++i) {
               prefetch(tile_at(i + shares.ahead), x);

@@ -553,6 +553,8 @@ std::optional<std::tuple<Tensor, Tensor>> backward_on_chip(const char* op, const
       rows = int64_t(choice.rows.shares.teams) * choice.rows.shares.blocks;
     } else if (choice.way == NormWay::kSmall) {
       rows = choice.small.shares.owner ? 0 : d.n << choice.small.shares.blocks_log2;
+    } else if (choice.way == NormWay::kOnChip) {
+      rows = d.n > 1 ? d.n : 0;
     }
     sums = rows * d.c * 2;
   }
@@ -572,7 +574,7 @@ std::optional<std::tuple<Tensor, Tensor>> backward_on_chip(const char* op, const
     g.dbias = dbias.mutable_data_ptr();
     g.affine_dtype = check_dtype(op, "weight", dweight);
   };
-  const bool is_one_step = choice.way == NormWay::kSmall && rows == 0;
+  const bool is_one_step = choice.way != NormWay::kOneRead && rows == 0;
   if (is_one_step) allocate();
   uint64_t* const at = workspace.at<uint64_t>(words_at);
   float* const channel_sums = workspace.at<float>(sums_at);
@@ -587,7 +589,8 @@ std::optional<std::tuple<Tensor, Tensor>> backward_on_chip(const char* op, const
       status = run_group_norm_slab_bwd({a, choice.slabs.shares, channel_sums}, choice.slabs, stream_of(x));
       break;
     case NormWay::kOnChip:
-      status = run_group_norm_cluster_bwd({a, choice.on_chip.shares, channel_sums}, choice.on_chip, stream_of(x));
+      status = run_group_norm_cluster_bwd({a, choice.on_chip.shares, channel_sums, g.dweight, g.dbias, g.affine_dtype},
+                                          choice.on_chip, stream_of(x));
       break;
     case NormWay::kOneRead: status = run_group_norm_bwd(by_tiles, choice.one_read, stream_of(x)); break;
     default: status = run_group_norm_rows_bwd({a, choice.rows.shares, at, channel_sums}, choice.rows, stream_of(x));
