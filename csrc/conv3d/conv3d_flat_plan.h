@@ -11,27 +11,29 @@ namespace kgopt {
 
 // Shared memory in bytes, in the order in which the kernel lays it out, from an address aligned to 1024.
 struct FlatSmemLayout {
-  int weights;
+  int weights;  // a ring for each warpgroup
   int pieces;   // kFlatHelpers x kFlatPieces
-  int moments;  // [2 samples][2 warpgroups][3][channels] floats
+  int moments;  // [2 samples][3][channels] floats
   int table;    // [channels] float4
   int barriers;
   int total;
 };
 
-inline constexpr int kFlatBarriers = 4 * kFlatMaxStages + 1 + 4 + kFlatPieces * kFlatHelpers;
+inline constexpr int kFlatBarriers =
+    2 * (1 + kHopperConsumers) * kFlatMaxStages + 1 + 4 + kFlatPieces * kFlatHelpers;
 
 KGOPT_HD int flat_x_stage_bytes(const FlatPlan& p) {
   return (p.boxes * p.box_rows * kFlatRowBytes + 1023) / 1024 * 1024;
 }
 inline constexpr int kFlatWeightBytes = kFlatChannels * kFlatRowBytes;
+inline constexpr int kFlatHalfBytes = kFlatHalfChannels * kFlatRowBytes;
 KGOPT_HD FlatSmemLayout flat_smem_layout(const FlatPlan& p) {
   FlatSmemLayout s{};
   const int channels = p.m_tiles * kFlatChannels;
   s.weights = p.x_stages * flat_x_stage_bytes(p);
   s.pieces = s.weights + p.w_stages * kFlatWeightBytes;
   s.moments = s.pieces + kFlatHelpers * kFlatPieces * kFlatPieceBytes;
-  s.table = s.moments + 2 * kHopperConsumers * 3 * channels * 4;
+  s.table = s.moments + 2 * 3 * channels * 4;
   s.barriers = s.table + channels * 16;
   s.total = s.barriers + kFlatBarriers * 8 + 16 + 1024;  // 1024: alignment
   return s;
@@ -121,7 +123,8 @@ inline FlatPlan plan_flat(const ConvProblem& problem, const DeviceLimits& limits
   p.last_short_place = count - few;
   p.first_short = count - std::min(tail, few);
   if (few == count) p.first_short = p.last_short_place = 0;
-  p.lag = std::max(0, p.w_stages - 2);
+  // One warpgroup's epilogue falls into the other's products, within half of a stage of x.
+  p.lag = (p.whole_height ? p.taps[1] : 1) * p.taps[2] / 2;
   p.by_m_tiles = hopper_divisor(p.m_tiles);
   p.by_tiles_per_sample = hopper_divisor(p.tiles_per_sample);
   p.by_plane = hopper_divisor(plane);
