@@ -59,6 +59,7 @@ struct WindowSmemLayout {
   int entries;      // of each type of chunk, see WindowEntry
   int weight_at;    // of each chunk of K, where the weights of its eight values lie; -1: padding
   int chunks;       // of each chunk of K, an int2: its type's plane, in bytes, and its shift along the width
+  int affine;       // of each column, the convolution's bias and the norm's weight and bias
   int strips, columns, scratch, halo, total;
 };
 
@@ -86,7 +87,8 @@ KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
   s.chunks = s.weight_at + p.blocks * 4 * 8;
   s.strips = s.chunks + align(p.blocks * 4 * 2);
   s.columns = s.strips + align(p.strips * 2);
-  s.scratch = s.columns + align(p.columns * 2);
+  s.affine = s.columns + align(p.columns * 2);
+  s.scratch = s.affine + align(p.columns * 3);
   s.halo = s.scratch + align(p.columns * 3 * p.consumers * 4);
   s.total = s.halo + window_stage_words(p) * p.stages;
   return s;

@@ -814,18 +814,21 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     if (warp == 4 && lane < 4) smem[layout.zeros + lane] = 0;
     named_barrier(3, 32 * kWarps);
 
-    // What the end needs of each channel comes to L2 meanwhile.
+    // What the end needs of each channel: asked for now, and there before anybody waits for it.
+    const bool has_channel = own < c_valid, finishes = p.stats.finishes && own < static_cast<int>(p.stats.finish.c);
+    const RawValue raw_bias(p.bias, c_first + own, sizeof(Element), has_channel);
     const int affine_size = p.stats.finish.affine_dtype == Dtype::kFloat32 ? 4 : 2;
-    if (own < c_valid && p.bias) prefetch_l2(static_cast<const Element*>(p.bias) + c_first + own);
-    if (p.stats.finishes && own < static_cast<int>(p.stats.finish.c)) {
-      const char* const scale = static_cast<const char*>(p.stats.finish.weight);
-      const char* const shift = static_cast<const char*>(p.stats.finish.bias);
-      if (scale) prefetch_l2(scale + own * affine_size);
-      if (shift) prefetch_l2(shift + own * affine_size);
-    }
+    const RawValue raw_weight(p.stats.finish.weight, own, affine_size, finishes);
+    const RawValue raw_shift(p.stats.finish.bias, own, affine_size, finishes);
 
     window_load_weights<kMath, kColumns, kBlocks, kWarps>(p, weight_at, weights, unscale, group, c_begin, c_valid, warp,
                                                           lane);
+    float* const affine = reinterpret_cast<float*>(smem + layout.affine);
+    if (own < kColumns) {
+      affine[own] = raw_bias.as<Element>(0.f);
+      affine[kColumns + own] = raw_weight.as(p.stats.finish.affine_dtype, 1.f);
+      affine[2 * kColumns + own] = raw_shift.as(p.stats.finish.affine_dtype, 0.f);
+    }
     wgmma_fence_shared();
 
     uint32_t b_first = wgmma_b_descriptor(shared_address(weights));
@@ -1178,16 +1181,6 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
         sums[0][j].sum *= unit, sums[0][j].sum_sq *= unit * unit;
       }
 
-      // Of the thread's channel, which is one of the norm where the block finishes a sample. Its addresses are computed
-      // again, or they would take registers until here.
-      int channel = own;
-      asm volatile("" : "+r"(channel));
-      const bool finishes = p.stats.finishes && channel < static_cast<int>(p.stats.finish.c);
-      const int size = p.stats.finish.affine_dtype == Dtype::kFloat32 ? 4 : 2;
-      const RawValue raw_bias(p.bias, c_first + channel, sizeof(Element), channel < c_valid);
-      const RawValue raw_weight(p.stats.finish.weight, channel, size, finishes);
-      const RawValue raw_shift(p.stats.finish.bias, channel, size, finishes);
-
       // Thread -> warp (rows of one channel lie in the lanes of equal t) -> block. Only the first lanes' results count,
       // and all channels of a thread have the same counts.
       Moments<float>* const shared = reinterpret_cast<Moments<float>*>(smem + layout.scratch);
@@ -1215,14 +1208,10 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
         }
         if (g == 0) shared[warp * kColumns + c] = {mean, m2, of_lanes};
       }
-      static_assert(kColumns <= 32, "each channel is asked for by its own thread");
       finish_stats<kColumns, kWarps, kWarps * 32>(
           p.stats, piece.n, piece.slice, c_first, c_valid, shared, tid - kWindowLoaders,
-          [&](int) { return raw_bias.as<Element>(0.f); },
-          [&](int) {
-            const Dtype dtype = p.stats.finish.affine_dtype;
-            return make_float2(raw_weight.as(dtype, 1.f), raw_shift.as(dtype, 0.f));
-          });
+          [&](int c) { return affine[c]; },
+          [&](int c) { return make_float2(affine[kColumns + c], affine[2 * kColumns + c]); });
       first.stage += tile_count;
       first.parity ^= first.stage / plan.stages & 1;
       first.stage %= plan.stages;
