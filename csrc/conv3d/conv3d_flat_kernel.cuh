@@ -94,8 +94,7 @@ __device__ __forceinline__ FlatTile flat_tile(const FlatPlan& plan, int tile) {
   t.m_tile = tile - rest * plan.m_tiles;
   t.n = plan.by_tiles_per_sample(rest);
   // Tiles at both ends of the depth have fewer taps: from sample to sample they fall to the next blocks.
-  const int place = (t.n * plan.short_step) % plan.short_blocks;
-  int index = rest - t.n * plan.tiles_per_sample + plan.first_short - min(place, plan.last_short_place);
+  int index = rest - t.n * plan.tiles_per_sample + plan.first_short - flat_short_place(plan.short_step, t.n, plan);
   if (index >= plan.tiles_per_sample) index -= plan.tiles_per_sample;
   t.q0 = index * (kN * kHopperConsumers);
   const int span = (plan.taps[0] - 1) * plan.dilation[0];
