@@ -87,7 +87,7 @@ inline void plan_flat_places(FlatPlan* p, int64_t samples) {
     const int most = *std::max_element(work.begin(), work.end());
     if (i == 0 || most < least) p->short_step = i, least = most;
     const int blocks = p->short_blocks, total = std::accumulate(work.begin(), work.end(), 0);
-    if (most <= floor_div(total + blocks - 1, blocks)) break;  // none is better
+    if (int64_t(most - 1) * blocks < total) break;  // none is better
   }
 }
 
