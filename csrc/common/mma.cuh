@@ -82,6 +82,13 @@ __device__ __forceinline__ void cp_async_16(void* dst, const void* src) {
                "l"(src)
                : "memory");
 }
+// The same with zeros where `valid` is false, and for streams of which L2 may bring more at once.
+__device__ __forceinline__ void cp_async_16_stream(void* dst, const void* src, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(dst))),
+               "l"(src), "r"(valid ? 16 : 0)
+               : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -11,13 +11,11 @@
 namespace kgopt {
 namespace {
 
-// One 16-byte piece of an image a thread.
-__global__ void __launch_bounds__(128) conv_flat_pack_kernel(const __grid_constant__ FlatPackParams p) {
-  const FlatPlan& plan = p.plan;
+// One 16-byte piece of an image a thread, of which this is number `first` of `step`.
+__device__ __forceinline__ void pack_flat(const FlatPackParams& p, const FlatPlan& plan, int64_t first, int64_t step) {
   const bool half = p.dtype != Dtype::kFloat32;
   const int per_piece = half ? 8 : 4;
   const int64_t pieces = plan.packed_bytes / 16;
-  const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
   for (int64_t i = first; i < p.n; i += step) p.arrived[i] = 0;
   pack_bias(p, int64_t(plan.m_tiles) * kFlatChannels);
   for (int64_t index = first; index < pieces; index += step) {
@@ -49,6 +47,10 @@ __global__ void __launch_bounds__(128) conv_flat_pack_kernel(const __grid_consta
     static_cast<uint4*>(p.packed)[index - piece + (piece ^ (row & 7))] =
         make_uint4(words[0], words[1], words[2], words[3]);
   }
+}
+
+__global__ void __launch_bounds__(128) conv_flat_pack_kernel(const __grid_constant__ FlatPackParams p) {
+  pack_flat(p, p.plan, int64_t(blockIdx.x) * blockDim.x + threadIdx.x, int64_t(gridDim.x) * blockDim.x);
   wait_for_prerequisites();  // the kernel behind this one wants the copy of x, too
 }
 
@@ -139,14 +141,22 @@ constexpr int kTransposeThreads = 256;
 constexpr int kTransposeVectors = 32;   // of a tile, 8 positions each
 constexpr int kTransposeChannels = 64;  // a chunk
 
+// The first layers of blocks pack the weights instead.
 __global__ void __launch_bounds__(kTransposeThreads)
-    conv_flat_transpose_kernel(const __grid_constant__ FlatInputParams p) {
+    conv_flat_transpose_kernel(const __grid_constant__ FlatInputParams p, const __grid_constant__ FlatPackParams pack) {
   constexpr int kWarps = kTransposeThreads / 32;
   __shared__ uint4 tile[kTransposeChannels][kTransposeVectors];
-  let_dependents_start();  // the packing
   const FlatPlan& plan = p.plan;
+  const int layers = gridDim.z - p.n, layer = blockIdx.z;
+  if (layer < layers) {
+    const int64_t of_layer = int64_t(gridDim.x) * gridDim.y;
+    const int64_t block = layer * of_layer + blockIdx.y * gridDim.x + blockIdx.x;
+    pack_flat(pack, plan, block * kTransposeThreads + threadIdx.x, layers * of_layer * kTransposeThreads);
+    return;
+  }
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int chunk = blockIdx.y, n = p.n - 1 - blockIdx.z;  // the first samples last: the convolution finds them in L2
+  // The first samples last: the convolution finds them in L2.
+  const int chunk = blockIdx.y, n = p.n - 1 - (layer - layers);
   const int row_vectors = plan.in[2] / 8, vectors = plan.in[0] * plan.in[1] * row_vectors;
   const int vector0 = blockIdx.x * kTransposeVectors;
 
@@ -165,7 +175,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
   for (int j = 0; j < kTransposeChannels / kWarps; ++j) {
     const int c = j * kWarps + warp;
     const bool inside = vector0 + lane < vectors && c < channels;
-    cp_async<16>(&tile[c][lane ^ (c / 8 % 4 * 2 + c % 2)], inside ? x + c * p.stride_c : p.x, inside);
+    cp_async_16_stream(&tile[c][lane ^ (c / 8 % 4 * 2 + c % 2)], inside ? x + c * p.stride_c : p.x, inside);
   }
   cp_async_wait_all();
   __syncthreads();
@@ -236,8 +246,6 @@ Status launch_columns(const FlatParams& p, cudaStream_t stream) {
   }
 }
 
-}  // namespace
-
 Status run_conv_flat_pack(const FlatPackParams& p, cudaStream_t stream) {
   const int64_t pieces = p.plan.packed_bytes / 16;
   const int blocks = static_cast<int>(std::min<int64_t>((pieces + 127) / 128, 2048));
@@ -253,14 +261,6 @@ Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream) {
   if (p.n >= 65536) return Status::Unsupported(name, "x is too large for the grid");
   const dim3 grid(static_cast<unsigned>(tiles), plan.chunks, p.n);
   if (p.dtype != Dtype::kFloat32) {
-    const bool vectors = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.stride[2] == 1 && p.stride[1] % 8 == 0 &&
-                         p.stride[0] % 8 == 0 && p.stride_c % 8 == 0 && p.stride_n % 8 == 0 && plan.in[2] % 8 == 0;
-    if (vectors) {
-      const int64_t all = int64_t(plan.in[0]) * plan.in[1] * (plan.in[2] / 8);
-      const dim3 blocks(static_cast<unsigned>((all + kTransposeVectors - 1) / kTransposeVectors), plan.chunks, p.n);
-      return launch_kernel<conv_flat_transpose_kernel>("conv_flat_transpose_kernel", p, blocks, kTransposeThreads, 0,
-                                                       stream);
-    }
     const bool pairs = reinterpret_cast<uintptr_t>(p.x) % 4 == 0 && p.stride[2] == 1 && p.stride[1] % 2 == 0 &&
                        p.stride[0] % 2 == 0 && p.stride_c % 2 == 0 && p.stride_n % 2 == 0 && plan.in[2] % 2 == 0 &&
                        plan.out[2] % 2 == 0 && plan.plane % 2 == 0;
@@ -271,6 +271,26 @@ Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream) {
     return launch_input<conv_flat_input_kernel<false, 1, false>>(p, grid, stream);
   }
   return launch_input<conv_flat_input_kernel<false, 2, false>>(p, grid, stream);
+}
+
+}  // namespace
+
+Status run_conv_flat_prepare(const FlatInputParams& p, const FlatPackParams& pack, cudaStream_t stream) {
+  const FlatPlan& plan = p.plan;
+  const bool vectors = p.dtype != Dtype::kFloat32 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.stride[2] == 1 &&
+                       p.stride[1] % 8 == 0 && p.stride[0] % 8 == 0 && p.stride_c % 8 == 0 && p.stride_n % 8 == 0 &&
+                       plan.in[2] % 8 == 0 && p.n > 0;
+  if (vectors) {
+    const int64_t all = int64_t(plan.in[0]) * plan.in[1] * (plan.in[2] / 8);
+    const int64_t tiles = (all + kTransposeVectors - 1) / kTransposeVectors;
+    const int64_t pieces = plan.packed_bytes / 16, of_layer = tiles * plan.chunks * kTransposeThreads;
+    const int64_t layers = std::min<int64_t>((pieces + of_layer - 1) / of_layer, 1024);
+    const dim3 blocks(static_cast<unsigned>(tiles), plan.chunks, static_cast<unsigned>(layers + p.n));
+    return launch_after<conv_flat_transpose_kernel>(false, "conv_flat_transpose_kernel", blocks, kTransposeThreads, 0,
+                                                    stream, p, pack);
+  }
+  const Status status = run_conv_flat_input(p, stream);
+  return status.ok() ? run_conv_flat_pack(pack, stream) : status;
 }
 
 Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy) {

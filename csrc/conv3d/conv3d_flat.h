@@ -8,10 +8,9 @@
 
 namespace kgopt {
 
-// Weights as shared-memory images in the order in which tiles read them, and the bias in fp32.
-Status run_conv_flat_pack(const FlatPackParams& p, cudaStream_t stream);
-// x with its channels innermost, rounded to TF32 or split into two such values, with zeros behind rows and planes.
-Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream);
+// Weights as shared-memory images in the order in which tiles read them, and the bias in fp32. x with its channels
+// innermost, rounded to TF32 or split into two such values, with zeros behind rows and planes.
+Status run_conv_flat_prepare(const FlatInputParams& p, const FlatPackParams& pack, cudaStream_t stream);
 // Describes the copies of x for the tensor copies.
 Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy);
 Status run_conv_flat(const FlatParams& p, cudaStream_t stream);

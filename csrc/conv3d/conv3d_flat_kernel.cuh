@@ -1,11 +1,12 @@
 // ConvTranspose + ReLU + GroupNorm of stride 1 in one launch, sm_90a: an implicit GEMM on wgmma with the norm behind
 // it.
 //
-// D[channel][q] = sum over taps and input channels of w[tap][channel][:] x[q + shift(tap)][:], 128 channels by two runs
-// of positions a tile, one for each computing warpgroup; x is the padded copy of conv3d_flat_params.h, so that a tap is
-// another first row of the same stage in shared memory. Accumulators hold neighbouring positions of a channel, as the
-// contiguous output wants them. The warps beside the two that load normalize earlier samples, which lie in L2; all
-// warps together take the last.
+// D[channel][q] = sum over taps and input channels of w[tap][channel][:] x[q + shift(tap)][:], 128 channels by a run of
+// positions a tile, half of the channels for each computing warpgroup; x is the padded copy of conv3d_flat_params.h, so
+// that a tap is another first row of the same stage in shared memory. Weights come through a ring for each warpgroup: one
+// then goes on at the tensor cores' full rate while the other stores its outputs. Accumulators hold neighbouring
+// positions of a channel, as the contiguous output wants them. The warps beside the two that load normalize earlier
+// samples, which lie in L2; all warps together take the last.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -93,8 +94,7 @@ __device__ __forceinline__ FlatTile flat_tile(const FlatPlan& plan, int tile) {
   t.m_tile = tile - rest * plan.m_tiles;
   t.n = plan.by_tiles_per_sample(rest);
   // Tiles at both ends of the depth have fewer taps: from sample to sample they fall to the next blocks.
-  const int place = (t.n * plan.short_step) % plan.short_blocks;
-  int index = rest - t.n * plan.tiles_per_sample + plan.first_short - min(place, plan.last_short_place);
+  int index = rest - t.n * plan.tiles_per_sample + plan.first_short - flat_short_place(plan.short_step, t.n, plan);
   if (index >= plan.tiles_per_sample) index -= plan.tiles_per_sample;
   t.q0 = index * (kN * kHopperConsumers);
   const int span = (plan.taps[0] - 1) * plan.dilation[0];
@@ -117,9 +117,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
   char* const smem = smem_unaligned + ((unaligned + 1023) / 1024 * 1024 - unaligned);
   uint64_t* const x_full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
   uint64_t* const x_empty = x_full + kFlatMaxStages;
-  uint64_t* const w_full = x_empty + kFlatMaxStages;
-  uint64_t* const w_empty = w_full + kFlatMaxStages;
-  uint64_t* const lagging = w_empty + kFlatMaxStages;
+  uint64_t* const w_full = x_empty + kFlatMaxStages;  // of each warpgroup's ring
+  uint64_t* const w_empty = w_full + kHopperConsumers * kFlatMaxStages;
+  uint64_t* const lagging = w_empty + kHopperConsumers * kFlatMaxStages;
   uint64_t* const stored = lagging + 1;  // of samples by parity: this block's tiles are in memory
   uint64_t* const taken = stored + 2;    // their moments have been read
   uint64_t* const piece_full = taken + 2;
@@ -134,13 +134,16 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
   const int rows_h = plan.whole_height ? plan.taps[1] : 1;  // of the height's taps in a stage
   const int positions = plan.out[0] * plan.plane;
   const int64_t sample_elements = int64_t(p.c_out) * positions;
+  const int w_ring_bytes = plan.w_stages * kFlatHalfBytes;
 
   if (tid == 0) {
     for (int i = 0; i < kFlatMaxStages; ++i) {
       barrier_init(x_full + i, 1);
       barrier_init(x_empty + i, kHopperConsumers * 4);
+    }
+    for (int i = 0; i < kHopperConsumers * kFlatMaxStages; ++i) {
       barrier_init(w_full + i, 1);
-      barrier_init(w_empty + i, kHopperConsumers * 4);
+      barrier_init(w_empty + i, 4);
     }
     barrier_init(lagging, 4);
     for (int i = 0; i < 2; ++i) {
@@ -193,22 +196,45 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       if (lane != 0) return;
       wait_for_prerequisites();
       const uint64_t policy = evict_normal_policy();
-      const int taps = plan.taps[1] * plan.taps[2];
-      StageCursor s;
-      for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
-        const FlatTile t = flat_tile<kN>(plan, tile);
-        const char* image = static_cast<const char*>(p.packed) + int64_t(t.m_tile * plan.taps[0] + t.kd.first) *
-                                                                     plan.chunks * taps * kParts * kFlatWeightBytes;
-        for (int i = (t.kd.end - t.kd.first) * plan.chunks; i > 0; --i) {
-          for (int part = 0; part < kParts; ++part) {
-            for (int j = 0; j < taps * kParts; j += part + 1) {  // the low part of x meets high parts of weights only
-              load_image(smem + layout.weights, image + j * kFlatWeightBytes, kFlatWeightBytes, w_full, w_empty, s,
-                         policy);
-              s.advance(plan.w_stages);
-            }
+      const int images = plan.taps[1] * plan.taps[2] * kParts;  // of a tap of the depth and a chunk
+      // The low part of x meets high parts of weights only.
+      const int loads = kParts == 2 ? images / 2 * 3 : images;
+      struct Ring {
+        StageCursor s;
+        int tile = blockIdx.x, groups = 0, load = 0;
+        const char* group = nullptr;
+      } rings[kHopperConsumers];
+      // Whichever has room: a ring never waits for the other.
+      bool left = true;
+      while (left) {
+        bool waits = true;
+        left = false;
+#pragma unroll
+        for (int i = 0; i < kHopperConsumers; ++i) {
+          Ring& ring = rings[i];
+          if (ring.groups == 0) {
+            if (ring.tile >= int(plan.tiles)) continue;
+            const FlatTile t = flat_tile<kN>(plan, ring.tile);
+            ring.tile += gridDim.x;
+            ring.groups = (t.kd.end - t.kd.first) * plan.chunks;
+            ring.group = static_cast<const char*>(p.packed) + i * kFlatHalfBytes +
+                         int64_t(t.m_tile * plan.taps[0] + t.kd.first) * plan.chunks * images * kFlatWeightBytes;
           }
-          image += taps * kParts * kFlatWeightBytes;
+          left = true;
+          uint64_t* const full = w_full + i * kFlatMaxStages + ring.s.stage;
+          if (!barrier_test(full + (w_empty - w_full), ring.s.parity ^ 1)) continue;
+          waits = false;
+          const int image = ring.load < images ? ring.load : (ring.load - images) * 2;
+          barrier_expect_bytes(full, kFlatHalfBytes);
+          bulk_load(smem + layout.weights + i * w_ring_bytes + ring.s.stage * kFlatHalfBytes,
+                    ring.group + image * kFlatWeightBytes, kFlatHalfBytes, full, policy);
+          ring.s.advance(plan.w_stages);
+          if (++ring.load == loads) {
+            ring.load = 0, --ring.groups;
+            ring.group += images * kFlatWeightBytes;
+          }
         }
+        if (waits) __nanosleep(64);
       }
     } else {
       const int helper = warp - (4 - kFlatHelpers);
@@ -306,8 +332,11 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
   wait_for_prerequisites();
   const int warp = (tid / 32) % 4;
   const int g = lane >> 2, t4 = lane & 3;
-  const uint32_t x_rows = shared_address(smem) + warpgroup * kN * kFlatRowBytes;
-  const uint32_t w_rows = shared_address(smem) + layout.weights;
+  const uint32_t x_rows = shared_address(smem);
+  const uint32_t w_rows = x_rows + layout.weights + warpgroup * w_ring_bytes;
+  const int own_row = warpgroup * kFlatHalfChannels + warp * 16 + g;  // of a tile's channels, and eight behind it
+  uint64_t* const own_full = w_full + warpgroup * kFlatMaxStages;
+  uint64_t* const own_empty = w_empty + warpgroup * kFlatMaxStages;
   const int step_h = plan.dilation[1] * plan.out[2], step_w = plan.dilation[2];
   StageCursor x, w;
   int lag = warpgroup == 0 ? plan.lag : 0;
@@ -321,9 +350,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     if (open >= 0) barrier_arrive(stored + open % 2);
     ++open;
     barrier_wait(taken + open % 2, (open / 2 & 1) ^ 1);
-    const int c = t4 / 2 * 64 + warp * 16 + t4 % 2 * 8 + g;  // as in add_flat_moments
-    for (int m_tile = 0; m_tile < plan.m_tiles; ++m_tile) {
-      moments.store(open % 2, warpgroup, m_tile * kFlatChannels + c, Moments<float>());
+    if (t4 < 2) {  // as in add_flat_moments
+      for (int m_tile = 0; m_tile < plan.m_tiles; ++m_tile) {
+        moments.store(open % 2, m_tile * kFlatChannels + own_row + t4 * 8, Moments<float>());
+      }
     }
   };
 
@@ -331,10 +361,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     const FlatTile t = flat_tile<kN>(plan, tile);
     while (open < t.n) open_next();  // not later: the loads of this tile may wait for earlier samples
     if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);  // of the first tile; later it is open
-    const int c0 = t.m_tile * kFlatChannels + warp * 16 + g;
-    float bias[4];  // of this thread's channels
-#pragma unroll
-    for (int row = 0; row < 4; ++row) bias[row] = __ldg(p.bias + c0 + row / 2 * 64 + row % 2 * 8);
+    const int c0 = t.m_tile * kFlatChannels + own_row;
+    const float bias[2] = {__ldg(p.bias + c0), __ldg(p.bias + c0 + 8)};  // of this thread's channels
     const int stages = (t.kd.end - t.kd.first) * plan.chunks * kParts * groups_h;
     int x_done = -1, w_done = -1;
     bool add = false;
@@ -350,15 +378,16 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
           const uint64_t x_descriptor = wgmma_swizzled_descriptor<kFlatRowBytes>(
               x_rows + x.stage * x_bytes + (kh * step_h + kw * step_w) * kFlatRowBytes);
           for (int image = 0; image < images; ++image) {
-            barrier_wait(w_full + w.stage, w.parity);
-            const uint64_t w_descriptor = wgmma_swizzled_descriptor<kFlatRowBytes>(w_rows + w.stage * kFlatWeightBytes);
+            barrier_wait(own_full + w.stage, w.parity);
+            const uint64_t w_descriptor = wgmma_swizzled_descriptor<kFlatRowBytes>(w_rows + w.stage * kFlatHalfBytes);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kFlatRowBytes / 32; ++k) {
 #pragma unroll
-              for (int m = 0; m < 2; ++m) {
-                wgmma_shared<HopperTypes<kMath>::kWgmma, kN>(
-                    acc[m], w_descriptor + 2 * k + m * (64 * kFlatRowBytes / 16), x_descriptor + 2 * k, k > 0 || add);
+              for (int run = 0; run < 2; ++run) {
+                wgmma_shared<HopperTypes<kMath>::kWgmma, kN>(acc[run], w_descriptor + 2 * k,
+                                                             x_descriptor + 2 * k + run * (kN * kFlatRowBytes / 16),
+                                                             k > 0 || add);
               }
             }
             wgmma_commit();
@@ -366,7 +395,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
             add = true;
             if (lag > 0 && --lag == 0 && lane == 0) barrier_arrive(lagging);
             if (lane == 0) {
-              if (w_done >= 0) barrier_arrive(w_empty + w_done);
+              if (w_done >= 0) barrier_arrive(own_empty + w_done);
               if (x_done >= 0) barrier_arrive(x_empty + x_done);
             }
             x_done = -1;
@@ -380,14 +409,14 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       if constexpr (kPromotes) {
         wgmma_wait<0>();
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          wgmma_use(acc[m]);
+        for (int run = 0; run < 2; ++run) {
+          wgmma_use(acc[run]);
 #pragma unroll
-          for (int i = 0; i < kN / 2; ++i) total[m][i] += acc[m][i];
+          for (int i = 0; i < kN / 2; ++i) total[run][i] += acc[run][i];
         }
         add = false;
         if (lane == 0) {
-          barrier_arrive(w_empty + w_done);
+          barrier_arrive(own_empty + w_done);
           barrier_arrive(x_empty + x_done);
         }
         x_done = w_done = -1;
@@ -395,15 +424,15 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      wgmma_use(acc[m]);
+    for (int run = 0; run < 2; ++run) {
+      wgmma_use(acc[run]);
       if constexpr (kPromotes) {
 #pragma unroll
-        for (int i = 0; i < kN / 2; ++i) acc[m][i] = total[m][i];
+        for (int i = 0; i < kN / 2; ++i) acc[run][i] = total[run][i];
       }
     }
     if (lane == 0 && !kPromotes) {
-      barrier_arrive(w_empty + w_done);
+      barrier_arrive(own_empty + w_done);
       barrier_arrive(x_empty + x_done);
     }
 
@@ -414,38 +443,37 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         free_below = t.n;
       }
     }
-    const int q = t.q0 + warpgroup * kN;
-    const int count = min(kN, positions - q);
+    const int count = min(2 * kN, positions - t.q0);
 #pragma unroll
-    for (int row = 0; row < 4; ++row) {
+    for (int run = 0; run < 2; ++run) {
 #pragma unroll
-      for (int i = 0; i < kN / 4; ++i) {
-        float& v = acc[row / 2][i / 2 * 4 + row % 2 * 2 + i % 2];
-        v += bias[row];
+      for (int i = 0; i < kN / 2; ++i) {
+        float& v = acc[run][i];
+        v += bias[i / 2 % 2];
         if (p.relu) v = fast_relu(v);
       }
     }
-    Element* const y = static_cast<Element*>(p.y) + t.n * sample_elements + int64_t(c0) * positions + q;
+    Element* const y = static_cast<Element*>(p.y) + t.n * sample_elements + int64_t(c0) * positions + t.q0;
     auto finish = [&](auto whole) {  // without a branch for each value where the whole tile exists
       constexpr bool kWhole = decltype(whole)::value;
 #pragma unroll
-      for (int row = 0; row < 4; ++row) {
-        const int c = row / 2 * 64 + row % 2 * 8;
-        Element* const to = y + int64_t(c) * positions;
-        auto value = [&](int i) { return acc[row / 2][i / 2 * 4 + row % 2 * 2 + i % 2]; };
+      for (int i = 0; i < 4; ++i) {
+        const int row = i / 2, run = i % 2;
+        Element* const to = y + int64_t(row * 8) * positions + run * kN;
+        auto value = [&](int j) { return acc[run][j / 2 * 4 + row * 2 + j % 2]; };
         if (kWhole && t.m_tile * kFlatChannels + (kFlatChannels - 1) < p.c_out) {
           store_flat_row<Element, kN>(to, value);
-        } else if (c0 + c < p.c_out) {
+        } else if (c0 + row * 8 < p.c_out) {
 #pragma unroll
           for (int j = 0; j < kN / 8; ++j) {
             const float v[2] = {value(j * 2), value(j * 2 + 1)};
-            if (j * 8 + t4 * 2 < count) store_vec(to + j * 8 + t4 * 2, pack<Element, 2>(v));
+            if (run * kN + j * 8 + t4 * 2 < count) store_vec(to + j * 8 + t4 * 2, pack<Element, 2>(v));
           }
         }
       }
-      add_flat_moments<kN, kWhole>(acc, count, moments, open % 2, warpgroup, t.m_tile * kFlatChannels);
+      add_flat_moments<kN, kWhole>(acc, count, moments, open % 2, c0);
     };
-    if (count == kN) {
+    if (count == 2 * kN) {
       finish(std::true_type());
     } else {
       finish(std::false_type());

@@ -1,6 +1,6 @@
 // Moments of a flat convolution's tiles, and the norm of a sample while later samples are computed.
 //
-// A warp keeps the moments of its channels over the tiles of a sample that its block computes. A block that has stored
+// A thread keeps the moments of its channels over the tiles of a sample that its block computes. A block that has stored
 // its tiles of a sample merges them by groups, leaves them in memory and counts itself in; when all have, any warp of
 // any block can normalize pieces of the sample, in place.
 #pragma once
@@ -21,94 +21,69 @@ namespace kgopt {
 struct FlatMoments {
   float* base;
   int channels;
-  __device__ __forceinline__ float* at(int parity, int warpgroup) const {
-    return base + (parity * kHopperConsumers + warpgroup) * 3 * channels;
-  }
-  __device__ __forceinline__ Moments<float> load(int parity, int warpgroup, int c) const {
-    const float* const p = at(parity, warpgroup) + c;
+  __device__ __forceinline__ Moments<float> load(int parity, int c) const {
+    const float* const p = base + parity * 3 * channels + c;
     return {p[0], p[channels], p[2 * channels]};
   }
-  __device__ __forceinline__ void store(int parity, int warpgroup, int c, const Moments<float>& m) const {
-    float* const p = at(parity, warpgroup) + c;
+  __device__ __forceinline__ void store(int parity, int c, const Moments<float>& m) const {
+    float* const p = base + parity * 3 * channels + c;
     p[0] = m.mean, p[channels] = m.m2, p[2 * channels] = m.count;
   }
 };
 
-// Adds a tile's outputs, as the accumulators hold them, to the moments of this warp's channels. `count`: positions of
-// the warpgroup's tile that exist, an even number; all of them with kWhole.
+// Adds a tile's outputs, as the accumulators hold them, to the moments of this thread's channels, c0 and c0 + 8.
+// `count`: positions of the tile that exist, an even number; all of them with kWhole.
 template <int kN, bool kWhole>
 __device__ __forceinline__ void add_flat_moments(const float (&acc)[2][kN / 2], int count, const FlatMoments& moments,
-                                                 int parity, int warpgroup, int first_channel) {
-  const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4, t4 = threadIdx.x % 4;
-  float sum[4] = {}, squares[4] = {};
+                                                 int parity, int c0) {
+  const int t4 = threadIdx.x % 4;
+  float sum[2] = {}, squares[2] = {};
 #pragma unroll
-  for (int j = 0; j < kN / 8; ++j) {
+  for (int j = 0; j < kN / 4; ++j) {
     if (!kWhole && j * 8 + t4 * 2 >= count) continue;
 #pragma unroll
-    for (int row = 0; row < 4; ++row) {
+    for (int row = 0; row < 2; ++row) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float d = acc[row / 2][j * 4 + row % 2 * 2 + e] - acc[row / 2][row % 2 * 2];
+        const float d = acc[j / (kN / 8)][j % (kN / 8) * 4 + row * 2 + e] - acc[0][row * 2];
         sum[row] += d;
         squares[row] += d * d;
       }
     }
   }
-  const float mine = kWhole ? float(kN / 4) : float(max(0, count - t4 * 2 + 6) / 8 * 2);
+  const float mine = kWhole ? float(kN / 2) : float(max(0, count - t4 * 2 + 6) / 8 * 2);
   const float over = mine > 0.f ? __fdividef(1.f, mine) : 0.f;
-  float mean[4], deviations[4];
+  float mean[2], deviations[2];
 #pragma unroll
-  for (int row = 0; row < 4; ++row) {
+  for (int row = 0; row < 2; ++row) {
     const float offset = sum[row] * over;
-    mean[row] = mine > 0.f ? acc[row / 2][row % 2 * 2] + offset : 0.f;
+    mean[row] = mine > 0.f ? acc[0][row * 2] + offset : 0.f;
     deviations[row] = mine > 0.f ? squares[row] - sum[row] * offset : 0.f;
   }
-  // Each of the four threads of these channels ends with one of them.
-  const bool odd = t4 % 2 != 0, upper = t4 / 2 != 0;
-  auto exchange = [](float keep, float send, int lanes) {
-    return make_float2(keep, __shfl_xor_sync(0xffffffff, send, lanes));
+  // Of the four threads that have these channels, the first two end with one of them each.
+  auto merge_other = [](Moments<float>& m, float mean, float deviations, int lanes) {
+    merge(m, Moments<float>{__shfl_xor_sync(0xffffffff, mean, lanes), __shfl_xor_sync(0xffffffff, deviations, lanes),
+                            __shfl_xor_sync(0xffffffff, m.count, lanes)});
   };
-  float count_of = mine;
-  auto merge_rows = [](float2 mean, float2 deviations, float2 count, float* to_mean, float* to_deviations) {
-    Moments<float> m{mean.x, deviations.x, count.x};
-    merge(m, Moments<float>{mean.y, deviations.y, count.y});
-    *to_mean = m.mean, *to_deviations = m.m2;
-  };
-  const float2 counts = exchange(count_of, count_of, 1);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float2 means =
-        exchange(odd ? mean[half * 2 + 1] : mean[half * 2], odd ? mean[half * 2] : mean[half * 2 + 1], 1);
-    const float2 both = exchange(odd ? deviations[half * 2 + 1] : deviations[half * 2],
-                                 odd ? deviations[half * 2] : deviations[half * 2 + 1], 1);
-    merge_rows(means, both, counts, mean + half, deviations + half);
-  }
-  count_of = counts.x + counts.y;
-  Moments<float> own{upper ? mean[1] : mean[0], upper ? deviations[1] : deviations[0], count_of};
-  merge(own, Moments<float>{__shfl_xor_sync(0xffffffff, upper ? mean[0] : mean[1], 2),
-                            __shfl_xor_sync(0xffffffff, upper ? deviations[0] : deviations[1], 2),
-                            __shfl_xor_sync(0xffffffff, count_of, 2)});
-  const int c = first_channel + t4 / 2 * 64 + warp * 16 + t4 % 2 * 8 + g;
-  Moments<float> all = moments.load(parity, warpgroup, c);
+  const bool odd = t4 % 2 != 0;
+  Moments<float> own{odd ? mean[1] : mean[0], odd ? deviations[1] : deviations[0], mine};
+  merge_other(own, odd ? mean[0] : mean[1], odd ? deviations[0] : deviations[1], 1);
+  merge_other(own, own.mean, own.m2, 2);
+  if (t4 >= 2) return;
+  const int c = c0 + t4 * 8;
+  Moments<float> all = moments.load(parity, c);
   merge(all, own);
-  moments.store(parity, warpgroup, c, all);
+  moments.store(parity, c, all);
 }
 
 // By one warp: this block's share of a sample's moments, by groups, for all blocks to read.
 __device__ __forceinline__ void publish_flat_moments(const FlatParams& p, const FlatMoments& moments, int sample) {
   const int lane = threadIdx.x % 32, parity = sample % 2;
-  for (int c = lane; c < p.c_out; c += 32) {
-    Moments<float> m = moments.load(parity, 0, c);
-    const Moments<float> other = moments.load(parity, 1, c);
-    merge(m, other);
-    moments.store(parity, 0, c, m);
-  }
-  __syncwarp();
   const int channels = p.c_out / p.groups;
   for (int group = lane; group < p.groups; group += 32) {
     Moments<float> m;
     for (int c = group * channels; c < (group + 1) * channels; ++c) {
-      const Moments<float> other = moments.load(parity, 0, c);
+      const Moments<float> other = moments.load(parity, c);
       merge(m, other);
     }
     reinterpret_cast<float4*>(p.partials)[(int64_t(sample) * p.groups + group) * gridDim.x + blockIdx.x] =

@@ -14,6 +14,7 @@
 namespace kgopt {
 
 inline constexpr int kFlatChannels = 128;  // output channels of a tile
+inline constexpr int kFlatHalfChannels = kFlatChannels / kHopperConsumers;  // of a warpgroup
 inline constexpr int kFlatRowBytes = 128;  // of a slot's channels in shared memory: a chunk
 inline constexpr int kFlatMaxStages = 8;
 inline constexpr int kFlatHelpers = 2;        // warps that normalize
@@ -23,7 +24,7 @@ inline constexpr int kFlatPieces = 6;         // that it has under way
 struct FlatPlan {
   const char* refusal = nullptr;
   ConvMath math = ConvMath::kTf32;
-  int columns = 184;  // positions of a warpgroup's tile
+  int columns = 184;  // positions of a product; a tile has two runs of them
   int parts = 1;      // 2: x and the weights are sums of two TF32 values
   int chunks = 1;     // of kFlatRowBytes of input channels
   int taps[3] = {1, 1, 1};
@@ -42,7 +43,7 @@ struct FlatPlan {
   bool whole_height = true;  // a stage of x serves all taps of the height, else those of the width alone
   int boxes = 1, box_rows = 64;
   int x_stages = 2, w_stages = 2;
-  int lag = 0;              // weight stages that the second warpgroup starts later
+  int lag = 0;              // taps that the second warpgroup starts later
   int channel_vectors = 1;  // of 16 bytes, of an output channel
   HopperDivisor by_m_tiles, by_tiles_per_sample, by_plane, by_channel;
   int smem_bytes = 0;

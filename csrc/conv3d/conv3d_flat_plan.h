@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
+#include <vector>
 
 #include "conv3d_flat_params.h"
 #include "conv3d_hopper_plan.h"
@@ -11,30 +13,82 @@ namespace kgopt {
 
 // Shared memory in bytes, in the order in which the kernel lays it out, from an address aligned to 1024.
 struct FlatSmemLayout {
-  int weights;
+  int weights;  // a ring for each warpgroup
   int pieces;   // kFlatHelpers x kFlatPieces
-  int moments;  // [2 samples][2 warpgroups][3][channels] floats
+  int moments;  // [2 samples][3][channels] floats
   int table;    // [channels] float4
   int barriers;
   int total;
 };
 
-inline constexpr int kFlatBarriers = 4 * kFlatMaxStages + 1 + 4 + kFlatPieces * kFlatHelpers;
+inline constexpr int kFlatBarriers =
+    2 * (1 + kHopperConsumers) * kFlatMaxStages + 1 + 4 + kFlatPieces * kFlatHelpers;
+
+// Of a sample's tiles with fewer taps, the first one's place in the order of its tiles.
+KGOPT_HD int flat_short_place(int step, int n, const FlatPlan& p) {
+  const int place = n * step % p.short_blocks;
+  return place < p.last_short_place ? place : p.last_short_place;
+}
 
 KGOPT_HD int flat_x_stage_bytes(const FlatPlan& p) {
   return (p.boxes * p.box_rows * kFlatRowBytes + 1023) / 1024 * 1024;
 }
 inline constexpr int kFlatWeightBytes = kFlatChannels * kFlatRowBytes;
+inline constexpr int kFlatHalfBytes = kFlatHalfChannels * kFlatRowBytes;
 KGOPT_HD FlatSmemLayout flat_smem_layout(const FlatPlan& p) {
   FlatSmemLayout s{};
   const int channels = p.m_tiles * kFlatChannels;
   s.weights = p.x_stages * flat_x_stage_bytes(p);
   s.pieces = s.weights + p.w_stages * kFlatWeightBytes;
   s.moments = s.pieces + kFlatHelpers * kFlatPieces * kFlatPieceBytes;
-  s.table = s.moments + 2 * kHopperConsumers * 3 * channels * 4;
+  s.table = s.moments + 2 * 3 * channels * 4;
   s.barriers = s.table + channels * 16;
   s.total = s.barriers + kFlatBarriers * 8 + 16 + 1024;  // 1024: alignment
   return s;
+}
+
+// Tiles at both ends of the depth have fewer taps. Those of a sample are neighbours, and where they are among its tiles
+// moves from sample to sample, such that the blocks share them as evenly as a constant step allows.
+inline void plan_flat_places(FlatPlan* p, int64_t samples) {
+  const int64_t tile = int64_t(p->columns) * kHopperConsumers;
+  const int count = p->tiles_per_sample, step = p->dilation[0], span = (p->taps[0] - 1) * step;
+  const int head = static_cast<int>(std::min<int64_t>((int64_t(span) * p->plane + tile - 1) / tile, count));
+  const int tail = static_cast<int>(std::max<int64_t>(0, count - int64_t(p->in[0]) * p->plane / tile));
+  const int few = head + tail;
+  p->short_blocks = std::max(1, p->blocks / p->m_tiles);
+  p->first_short = p->last_short_place = p->short_step = 0;
+  if (few >= count) return;
+  p->first_short = count - tail;
+  p->last_short_place = count - few;
+
+  constexpr int kTried = 1 << 17;  // additions, some tens of microseconds
+  const int tried = static_cast<int>(std::min<int64_t>(samples, p->short_blocks));
+  const int steps = std::min(p->short_blocks, kTried / std::max(1, few * tried));
+  std::vector<int> saved(few), work(p->short_blocks);
+  for (int i = 0; i < few; ++i) {
+    const int64_t q = (p->first_short + i) % count * tile;
+    const int lo = static_cast<int>(q / p->plane) - span;
+    const int hi = static_cast<int>(std::min<int64_t>((q + tile - 1) / p->plane, p->out[0] - 1)) - span;
+    const DepthTaps kd = depth_taps(lo, hi, p->in[0], p->taps[0], step);
+    saved[i] = p->taps[0] - (kd.end - kd.first);
+  }
+  int least = -1;
+  for (int i = 0; i < steps; ++i) {
+    // Blocks that have a tile more than others begin with its taps.
+    const int64_t all = int64_t(tried) * count;
+    for (int block = 0; block < p->short_blocks; ++block) work[block] = block < all % p->short_blocks ? p->taps[0] : 0;
+    for (int n = 0; n < tried; ++n) {
+      int block = static_cast<int>((int64_t(n) * count + flat_short_place(i, n, *p)) % p->short_blocks);
+      for (int j = 0; j < few; ++j) {
+        work[block] -= saved[j];
+        if (++block == p->short_blocks) block = 0;
+      }
+    }
+    const int most = *std::max_element(work.begin(), work.end());
+    if (i == 0 || most < least) p->short_step = i, least = most;
+    const int blocks = p->short_blocks, total = std::accumulate(work.begin(), work.end(), 0);
+    if (int64_t(most - 1) * blocks < total) break;  // none is better
+  }
 }
 
 // `problem` has the output's sizes; its epilogue is ignored.
@@ -110,18 +164,9 @@ inline FlatPlan plan_flat(const ConvProblem& problem, const DeviceLimits& limits
   if (least < 0) return refuse("a tile does not fit in shared memory");
   if (p.tiles >= int64_t(1) << 30) return refuse("too many tiles");
   p.blocks = static_cast<int>(std::min<int64_t>(p.tiles, limits.sm_count));
-  // Blocks share the short tiles evenly where those of a sample go to the blocks behind the last sample's.
-  const int64_t tile = p.columns * kHopperConsumers, span = (p.taps[0] - 1) * p.dilation[0];
-  const int count = p.tiles_per_sample;
-  const int head = static_cast<int>(std::min<int64_t>((span * plane + tile - 1) / tile, count));
-  const int tail = static_cast<int>(std::max<int64_t>(0, count - problem.in[0] * plane / tile));
-  const int few = std::min(head + tail, count);
-  p.short_blocks = std::max(1, p.blocks / p.m_tiles);
-  p.short_step = ((few - count) % p.short_blocks + p.short_blocks) % p.short_blocks;
-  p.last_short_place = count - few;
-  p.first_short = count - std::min(tail, few);
-  if (few == count) p.first_short = p.last_short_place = 0;
-  p.lag = std::max(0, p.w_stages - 2);
+  plan_flat_places(&p, problem.n);
+  // One warpgroup's epilogue falls into the other's products, within half of a stage of x.
+  p.lag = (p.whole_height ? p.taps[1] : 1) * p.taps[2] / 2;
   p.by_m_tiles = hopper_divisor(p.m_tiles);
   p.by_tiles_per_sample = hopper_divisor(p.tiles_per_sample);
   p.by_plane = hopper_divisor(plane);

@@ -41,20 +41,6 @@ struct StageCursor {
   }
 };
 
-// Taps of the depth that read inside the tensor; at least one, which may read zeros.
-struct DepthTaps {
-  int first, end;
-};
-
-// Of a tile whose first plane of outputs reads depth `lo` with its first tap, and whose last plane depth `hi`.
-__device__ __forceinline__ DepthTaps depth_taps(int lo, int hi, int depth, int taps, int step) {
-  DepthTaps t;
-  t.first = hi < 0 ? (-hi + step - 1) / step : 0;
-  t.end = lo >= depth ? 0 : min(taps, (depth - 1 - lo) / step + 1);
-  if (t.first >= t.end) t.first = 0, t.end = 1;
-  return t;
-}
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // A weight image into its stage, as soon as that is free.
 __device__ __forceinline__ void load_image(char* stages, const char* image, int bytes, uint64_t* full, uint64_t* empty,

@@ -94,4 +94,19 @@ struct HopperPackParams {
   HopperPlan plan;
 };
 
+// Taps of the depth that read inside the tensor; at least one, which may read zeros.
+struct DepthTaps {
+  int first, end;
+};
+
+// Of a tile whose first plane of outputs reads depth `lo` with its first tap, and whose last plane depth `hi`.
+KGOPT_HD DepthTaps depth_taps(int lo, int hi, int depth, int taps, int step) {
+  DepthTaps t;
+  t.first = hi < 0 ? (-hi + step - 1) / step : 0;
+  t.end = lo >= depth ? 0 : (depth - 1 - lo) / step + 1;
+  if (t.end > taps) t.end = taps;
+  if (t.first >= t.end) t.first = 0, t.end = 1;
+  return t;
+}
+
 }  // namespace kgopt

@@ -322,8 +322,7 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   in.c_in = pack.c_in;
   in.dtype = shape.dtype;
   in.plan = plan;
-  raise_on_error(a.op, run_conv_flat_input(in, stream));
-  raise_on_error(a.op, run_conv_flat_pack(pack, stream));
+  raise_on_error(a.op, run_conv_flat_prepare(in, pack, stream));
 
   FlatParams p{};
   p.packed = pack.packed;
