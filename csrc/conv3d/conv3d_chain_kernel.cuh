@@ -418,7 +418,7 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
   // Channels of the sample: means relative to the first block's, so that an offset is rounded once.
   const float positions = static_cast<float>(p.out[0]) * p.out[1] * p.out[2];
   if (plan.is_team) {
-    float4* const shares = p.moments + n * blocks * channels;
+    float4* const shares = static_cast<float4*>(p.moments) + n * blocks * channels;
     for (int c = tid; c < channels; c += threads) shares[rank * channels + c] = merged(c);
     __syncthreads();
     if (tid == 0) {

@@ -3,8 +3,6 @@
 // height, width. Sizes, strides and offsets are in elements, of shared memory in 32-bit words.
 #pragma once
 
-#include <vector_types.h>
-
 #include <cstdint>
 
 #include "conv3d_hopper_params.h"
@@ -72,7 +70,7 @@ struct ChainParams {
   float* mean;          // [N, num_groups], or null
   float* rstd;          // [N, num_groups], or null
   float* channel_mean;  // [N, c_out * groups], or null
-  float4* moments;      // teams: [N, blocks, c_out * groups] of (mean, sum of squared deviations, count)
+  void* moments;        // teams: [N, blocks, c_out * groups] of a float4 (mean, sum of squared deviations, count)
   uint32_t* arrived;    // teams: [N], zero
   int64_t n;
   int c_in, c_out;  // per conv group

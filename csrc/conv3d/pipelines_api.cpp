@@ -187,10 +187,10 @@ bool run_chain(const ConvArgs& a, const ConvShape& shape, const ChainPlan& plan,
   }
   p.plan = plan;
   Workspace workspace(a.x);
-  const int64_t moments = workspace.reserve(plan.is_team ? shape.n * plan.blocks * shape.c_out * sizeof(float4) : 0);
+  const int64_t moments = workspace.reserve(plan.is_team ? shape.n * plan.blocks * shape.c_out * 16 : 0);
   const int64_t arrived = workspace.reserve(plan.is_team ? shape.n * sizeof(uint32_t) : 0);
   workspace.allocate();
-  p.moments = workspace.at<float4>(moments);
+  p.moments = workspace.at<void>(moments);
   p.arrived = workspace.at<uint32_t>(arrived);
   const Status status = run_conv_chain(p, static_cast<cudaStream_t>(current_stream(a.x)));
   if (status.code == StatusCode::kUnsupported) return false;
