@@ -661,6 +661,7 @@ def test_chains_in_one_launch_are_the_small_ones(dtype: str) -> None:
         ("9.0", {}, dev.DeviceLimits(has_wgmma=False)),
         ("9.0", {}, dev.DeviceLimits(cluster_blocks=0)),
         ("GroupNorm", {"norm_groups": 0}, None),
+        ("empty batch", {"n": 0}, None),
         ("transposed", {"transposed": True}, None),
         ("float64", {"dtype": "float64"}, None),
         ("mean", {"epilogue": dev.ConvEpilogue.store}, None),

@@ -164,6 +164,7 @@ inline ChainPlan plan_chain(const ConvProblem& q, const DeviceLimits& limits) {
   const int most_blocks = std::min(limits.cluster_blocks, kChainMaxBlocks);
   if (!limits.has_wgmma || most_blocks < 1) return refuse("clusters need compute capability 9.0 and code built for it");
   if (q.norm_groups < 1) return refuse("no GroupNorm behind it");
+  if (q.n < 1) return refuse("an empty batch");
   if (q.transposed) return refuse("a transposed convolution");
   if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   const bool lse = q.epilogue == ConvEpilogue::kResidualLse;
