@@ -78,6 +78,11 @@ def _format(rank: int, channels_last: bool) -> torch.memory_format:
     return torch.channels_last_3d if rank == 5 else torch.channels_last
 
 
+def _contiguous(t: Tensor) -> Tensor:
+    """Of strides that say so where sizes of 1 leave a choice."""
+    return t.clone(memory_format=torch.contiguous_format) if _is_channels_last(t) else t.contiguous()
+
+
 def _empty(like: Tensor, sizes: Sequence[Any], dtype: torch.dtype | None = None, channels_last: bool = False) -> Tensor:
     return torch.empty(
         sizes,
@@ -883,9 +888,33 @@ class _FusedContext:
         ctx.allow_tf32 = keywords["allow_tf32"]
 
     @staticmethod
+    def leaves_out_output(ctx: Any, x: Tensor, weight: Tensor) -> bool:
+        """Whether the forward may have left out what its convolution gives: choose_conv's rule."""
+        if not x.is_cuda or ctx.groups != 1 or ctx.transposed or ctx.backend == "aten":
+            return False
+        return ctx.backend != "auto" or x.shape[1] <= 16 or (x.shape[1] <= 32 and weight.shape[0] <= 64)
+
+    @staticmethod
+    def inputs(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """x and weight for what the backward computes again: contiguous where kernels of few channels do.
+
+        They are the faster ones even with x and its gradient copied.
+        """
+        if not _FusedContext.leaves_out_output(ctx, x, weight):
+            return x, weight
+        return _contiguous(x), _contiguous(weight)
+
+    @staticmethod
     def recompute(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution's output, computed again instead of kept since the forward."""
-        options = {"backend": ctx.backend, "allow_tf32": ctx.allow_tf32}
+        """The convolution's output, computed again instead of kept since the forward.
+
+        Statistics and logsumexp are those of operands rounded to TF32, and only fit to an output of the same ones. The
+        own kernels of contiguous tensors round, too, where cuDNN may not take TF32 at all, and those of channels_last
+        tensors cut x off, which makes it 2^-12 smaller in the mean.
+        """
+        tf32 = _conv_tf32_allowed() if ctx.allow_tf32 is None else ctx.allow_tf32
+        rounds = tf32 and x.dtype is torch.float32 and _FusedContext.leaves_out_output(ctx, x, weight)
+        options = {"backend": "kgopt" if rounds else ctx.backend, "allow_tf32": ctx.allow_tf32}
         if ctx.transposed:
             return _OPS.conv_transpose3d(
                 x, weight, bias, ctx.stride, ctx.padding, ctx.output_padding, ctx.groups, ctx.dilation, **options
@@ -894,11 +923,17 @@ class _FusedContext:
         return conv(x, weight, bias, ctx.stride, ctx.padding, ctx.dilation, ctx.groups, **options)
 
     @staticmethod
-    def gradients(ctx: Any, dc: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor) -> Any:
+    def gradients(  # type: ignore[no-untyped-def]
+        ctx: Any, dc: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor, like=(None, None)
+    ) -> Any:
+        """``like``: tensors as which the first two gradients are to lie."""
         geometry = ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding, ctx.groups, ctx.transposed
         needs = _needs(ctx, 0, 1, 2)
-        conv = _conv_gradients(needs, dc, x, weight, geometry, ctx.allow_tf32, ctx.backend)
-        return *conv, None, *_affine(ctx, (4, 5), dweight, dbias)
+        *both, third = _conv_gradients(needs, dc, x, weight, geometry, ctx.allow_tf32, ctx.backend)
+        for i, (gradient, given) in enumerate(zip(both, like, strict=True)):
+            if gradient is not None and given is not None and _is_channels_last(given):
+                both[i] = gradient.contiguous(memory_format=_format(given.dim(), True))
+        return *both, third, None, *_affine(ctx, (4, 5), dweight, dbias)
 
 
 def _conv_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -910,11 +945,12 @@ def _conv_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, channel_mean, mean, rstd = ctx.saved_tensors
-    c = _FusedContext.recompute(ctx, x, weight, bias)
+    planes = _FusedContext.inputs(ctx, x, weight)
+    c = _FusedContext.recompute(ctx, *planes, bias)
     dc, dweight, dbias = _BACKWARD.group_norm_mean_backward(
         dout, c, channel_mean, mean, rstd, ctx.num_groups, gn_weight
     )
-    return _FusedContext.gradients(ctx, dc, x, weight, dweight, dbias)
+    return _FusedContext.gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
 
 
 def _conv_relu_norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -942,10 +978,11 @@ def _conv_lse_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 def _conv_lse_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, lse, mean, rstd = ctx.saved_tensors
-    c = _FusedContext.recompute(ctx, x, weight, bias)
+    planes = _FusedContext.inputs(ctx, x, weight)
+    c = _FusedContext.recompute(ctx, *planes, bias)
     backward = getattr(_BACKWARD, _LSE_BACKWARD)
     dc, dweight, dbias = backward(dout, c, lse, mean, rstd, ctx.num_groups, gn_weight, gn_bias)
-    return _FusedContext.gradients(ctx, dc, x, weight, dweight, dbias)
+    return _FusedContext.gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
 
 
 def _lse_backward_in_steps(  # type: ignore[no-untyped-def]
