@@ -141,7 +141,7 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
   int stage = 0;
   uint32_t parity = 1;
   for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
-    barrier_wait(empty + stage, parity);
+    barrier_wait_asleep(empty + stage, parity);
     uint32_t* const to_stage = smem + layout.halo + stage * position_stage_words(plan);
     const int first[3] = {cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0],
                           cursor.h * plan.tile[1] * plan.step[1] + plan.origin[1],
@@ -230,14 +230,18 @@ __device__ __forceinline__ float log2_approx(float x) {
 //
 // Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
 // it does not, `exact` finds each position's maximum and the shift moves there.
+//
+// kScaled: what products have is u but for a power of two of each channel.
+template <bool kScaled>
 struct PositionLse {
   static constexpr int kStrips = kPositionStrips;
   static constexpr float kLog2E = 1.44269504088896340736f;
   static constexpr float kLn2 = 0.69314718055994530942f;
 
-  // Of each channel, this warp's: scale, offset, log2(e), bias log2(e) - shift, for u as products have it.
+  // Of each pair of channels, this warp's, for u as products have it: scale and offset of either, then the biases in
+  // powers of 2 less the shift, then log2(e).
   float4* table;
-  const float4* base;  // the same in units of 1 and without shift, the block's
+  const float4* base;  // of each channel scale, offset, log2(e) and bias in units of 1 and without shift, the block's
   float shift = 0.f;   // in powers of 2
   float unit = 1.f;
   int lane;
@@ -247,14 +251,20 @@ struct PositionLse {
 #pragma unroll
     for (int c = lane; c < 64; c += 32) {
       const float4 v = base[c];
-      table[c] = make_float4(v.x * unit, v.y, v.z * unit, v.w - shift);
+      float* const pair = reinterpret_cast<float*>(table + (c & ~1));
+      *reinterpret_cast<float2*>(pair + c % 2 * 2) = make_float2(v.x * unit, v.y);
+      pair[4 + c % 2] = v.w - shift;
+      pair[6 + c % 2] = v.z * unit;
     }
     __syncwarp();
   }
-  // Since |tanh| <= 1, hardswish needs no clamp: h (h + 3) / 6. In powers of 2.
-  __device__ __forceinline__ static float power(float u, const float4& of, float bias) {
-    const float h = tanh_approx(fmaf(u, of.x, of.y));
-    return fmaf(h, fmaf(h, kLog2E / 6.f, kLog2E / 2.f), fmaf(u, of.z, bias));
+  // Since |tanh| <= 1, hardswish needs no clamp: h (h + 3) / 6, in powers of 2 a square less kSquared, which the bias
+  // holds. An instruction of three different registers takes half a cycle more of issue than one of two.
+  static constexpr float kRootScale = 0.490356170f;  // sqrt(log2(e) / 6)
+  static constexpr float kRootOffset = 1.5f * kRootScale, kSquared = kRootOffset * kRootOffset;
+  __device__ __forceinline__ static float power(float h, float linear) {
+    const float root = fmaf(h, kRootScale, kRootOffset);
+    return fmaf(root, root, linear);
   }
 
   // `store` takes the result of this lane's position, the lane's t choosing one of rows g and g + 8 of the first strip
@@ -264,28 +274,39 @@ struct PositionLse {
     const int t = lane & 3;
     constexpr int kRows = 2 * kStrips, kChannels = 16 / kRows, kBatches = 16 / kChannels;  // 16 values at a time
     float s[kRows] = {}, h[16], e[16], p[16];
-    float4 of[kChannels];
+    float4 affine[kChannels / 2];
+    float bias[kChannels], weight[kChannels];
     auto value = [&](int batch, int i) {
       const int c = batch * kChannels + i / kRows, r = i % kRows;
       return acc[r / 2][c / 2 * 4 + r % 2 * 2 + c % 2];
     };
     auto start = [&](int batch) {
 #pragma unroll
-      for (int i = 0; i < kChannels; ++i) {
-        const int c = batch * kChannels + i;
-        of[i] = table[c / 2 * 8 + t * 2 + c % 2];
+      for (int i = 0; i < kChannels; i += 2) {
+        const float4* const from = table + (batch * kChannels + i) / 2 * 8 + t * 2;
+        affine[i / 2] = from[0];
+        if constexpr (kScaled) {
+          const float4 v = from[1];
+          bias[i] = v.x, bias[i + 1] = v.y, weight[i] = v.z, weight[i + 1] = v.w;
+        } else {
+          const float2 v = *reinterpret_cast<const float2*>(from + 1);
+          bias[i] = v.x, bias[i + 1] = v.y, weight[i] = weight[i + 1] = kLog2E;
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 16; ++i) h[i] = tanh_approx(fmaf(value(batch, i), of[i / kRows].x, of[i / kRows].y));
+      for (int i = 0; i < 16; ++i) {
+        const float4 v = affine[i / kRows / 2];
+        const bool odd = i / kRows % 2;
+        h[i] = tanh_approx(fmaf(value(batch, i), odd ? v.z : v.x, odd ? v.w : v.y));
+      }
     };
     start(0);
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        const float4 v = of[i / kRows];
         if (batch > 0) s[i % kRows] += p[i];
-        e[i] = fmaf(h[i], fmaf(h[i], kLog2E / 6.f, kLog2E / 2.f), fmaf(value(batch, i), v.z, v.w));
+        e[i] = power(h[i], fmaf(value(batch, i), weight[i / kRows], bias[i / kRows]));
       }
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
@@ -328,7 +349,10 @@ struct PositionLse {
 #pragma unroll 1
         for (int i = 0; i < 16; ++i) {
           const int c = i / 2 * 8 + t * 2 + i % 2;
-          const float v = power(kept[r / 2 * 32 + i / 2 * 4 + r % 2 * 2 + i % 2], table[c], base[c].w);
+          const float u = kept[r / 2 * 32 + i / 2 * 4 + r % 2 * 2 + i % 2];
+          const float* const pair = reinterpret_cast<const float*>(table + (c & ~1));
+          const float h = tanh_approx(fmaf(u, pair[c % 2 * 2], pair[c % 2 * 2 + 1]));
+          const float v = power(h, fmaf(u, pair[6 + c % 2], base[c].w));
           if (pass == 0) {
             top = fmaxf(top, v);
           } else {
@@ -474,7 +498,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
     wgmma_fence_shared();
     named_barrier(1, kWarps * 32);
 
-    PositionLse lse;
+    PositionLse<kScaled> lse;
     PositionSums sums;
     if constexpr (kLse) {
       wait_for_prerequisites();  // the table of norms; everything else was there before them
@@ -486,7 +510,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
           const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
           const float norm_scale = norm.y * norm.z;
           v = make_float4(norm_scale * unscale[c], fmaf(bias - norm.x, norm_scale, norm.w), unscale[c] * lse.kLog2E,
-                          bias * lse.kLog2E);
+                          fmaf(bias, lse.kLog2E, -lse.kSquared));
         }
         tables[c] = v;
       }
