@@ -191,10 +191,11 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
 }
 
 // All weights of the block's channels to shared memory, in the order in which the products take them, by kWarps warps.
-// unscale: of each column, what undoes the power of two by which its weights are multiplied.
+// unscale: of each column, what undoes the power of two by which its weights are multiplied. folds: becomes 0 where one
+// of fp32 weights for logsumexp is not 1.
 template <ConvMath kMath, int kSteps, int kWarps, bool kLse>
 __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t* weights, float* unscale, int group,
-                                                 int c_begin, int c_valid, int warp, int lane) {
+                                                 int c_begin, int c_valid, int warp, int lane, int* folds) {
   constexpr bool kFp32 = PositionMath<kMath, kLse>::kFp32, kHalfSums = PositionMath<kMath, kLse>::kHalfSums;
   constexpr int kRounds = kSteps / 2 + kSteps % 2;  // of 32 values
   using Stored = std::conditional_t<kFp32, float, unsigned short>;
@@ -232,6 +233,15 @@ __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t
         }
       }
       if constexpr (PositionMath<kMath, kLse>::kScaled) of_column.fit<kRounds>(values);
+      // Scale 1 where fp16 holds the weights well: what comes out is in powers of 2 as it is then, see PositionLse.
+      if constexpr (kFp32 && kLse) {
+        if (of_column.undo >= 0x1p-14f && of_column.undo <= 0x1p6f) {
+          of_column.scale = of_column.undo = 1.f;
+        } else if (lane == 0) {
+          *folds = 0;
+        }
+        of_column.scale *= kPositionLog2E;
+      }
       // Sums in fp16 are small then, and in powers of 2.
       if constexpr (kHalfSums) {
         const float by = kMath == ConvMath::kBf16 ? 0x1p-5f : 0x1p-2f;
@@ -266,8 +276,9 @@ __device__ __forceinline__ float log2_approx(float x) {
 // Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
 // it does not, `exact` finds each position's maximum and the shift moves there.
 //
-// kMath: of fp32, what products have is u but for a power of two of each channel; of half types, such powers of u in
-// powers of 2, as fp16.
+// What products have is u in powers of 2 but for a power of two of each channel, of half types as fp16. Of fp32, where
+// that power is 1 they hold the bias and the shift as well (`folded`): by the last chunk of K, which is a constant, with
+// weights that are what the bias and -1 are as two fp16 terms each.
 template <ConvMath kMath>
 struct PositionLse {
   static constexpr int kStrips = kPositionStrips;
@@ -282,7 +293,7 @@ struct PositionLse {
   static constexpr float kSquared = kRootOffset * kRootOffset;
   // A special function takes a scheduler as long as four packed instructions, so half of bf16's tanh are polynomials:
   // of every other pair of channels, within 0.008, where bf16's own step below 1 is 0.004.
-  static constexpr bool kPolynomials = kMath == ConvMath::kBf16;
+  static constexpr unsigned kPolynomials = kMath == ConvMath::kBf16 ? 0x55 : 0;  // a bit for every 8 channels
   static constexpr float kTanhRange = 2.75f;  // where the polynomial ends
 
   // This warp's, for u as products have it. Of fp32, for each pair of channels: scale and offset of either, then the
@@ -293,12 +304,25 @@ struct PositionLse {
   float shift = 0.f;   // in powers of 2
   float unit = 1.f;
   int lane;
-  bool wide = false;  // half types: where exponentials leave the range of fp16
+  bool wide = false;          // half types: where exponentials leave the range of fp16
+  bool folds = false;         // fp32: whether all powers but the stage's are 1
+  bool folded = false;        // and the stage's
+  uint32_t constants = 0;     // folded: what this lane has of the last chunk
+  static constexpr float kMostFolded = 32768.f;  // of bias and shift
 
-  __device__ __forceinline__ static bool is_polynomial(int pair) { return kPolynomials && pair / 4 % 2 == 0; }
-  __device__ __forceinline__ void fill() const {
+  __device__ __forceinline__ static bool is_polynomial(int pair) { return kPolynomials >> pair / 4 & 1; }
+  __device__ __forceinline__ void fill() {
     __syncwarp();
-    if constexpr (kHalfSums) {
+    folded = folds && unit == 1.f && fabsf(shift) < kMostFolded;
+    if (!kHalfSums && folded) {
+      const __half high = __float2half_rn(shift);
+      const uint32_t shifts = packed_halves(__half2float(high), shift - __half2float(high));
+      const int t = lane & 3;
+      constants = t == 0 ? 0x3c003c00 : t == 1 ? shifts : 0;
+      const float4 u = base[2 * lane], v = base[2 * lane + 1];
+      // Of products with bias and shift: those without, in units of 1, are (p + shift) / log2(e) - the bias.
+      table[lane] = make_float4(u.x, fmaf(u.x, shift - u.w, u.y), v.x, fmaf(v.x, shift - v.w, v.y));
+    } else if constexpr (kHalfSums) {
       const float4 u = base[2 * lane], v = base[2 * lane + 1];
       // The polynomial takes tanh's argument as 0 to 1.
       const float by = is_polynomial(lane) ? 0.5f / kTanhRange : 1.f, to = is_polynomial(lane) ? 0.5f : 0.f;
@@ -306,6 +330,7 @@ struct PositionLse {
           make_uint4(packed_halves(u.x * unit * by, v.x * unit * by), packed_halves(fmaf(u.y, by, to), fmaf(v.y, by, to)),
                      packed_halves(u.z * unit, v.z * unit), packed_halves(u.w - shift, v.w - shift));
     } else {
+      constants = 0;
 #pragma unroll
       for (int c = lane; c < 64; c += 32) {
         const float4 v = base[c];
@@ -322,9 +347,14 @@ struct PositionLse {
     return fmaf(root, root, linear);
   }
 
-  // Of sums of rows g and g + 8 of the first strip and of the second, over the channels of four lanes: the one that the
-  // lane's t chooses. Every step adds two lanes and halves what they keep.
-  __device__ __forceinline__ float sum_lanes(const float (&s)[2 * kStrips]) const {
+  // Of rows g and g + 8 of the first strip and of the second.
+  struct Sums {
+    float of[2 * kStrips];
+  };
+  // Over the channels of four lanes: the one that the lane's t chooses. Every step adds two lanes and halves what they
+  // keep.
+  __device__ __forceinline__ float sum_lanes(const Sums& sums) const {
+    const float(&s)[2 * kStrips] = sums.of;
     const bool second = lane & 2, odd = lane & 1;
     float kept[2];
 #pragma unroll
@@ -338,9 +368,24 @@ struct PositionLse {
   // `store` takes the result of this lane's position.
   template <typename Store>
   __device__ __forceinline__ void finish(float (&acc)[kStrips][32], bool inside, const Store& store) {
+    const float sum = sum_lanes(folded ? sums<true>(acc) : sums<false>(acc));
+    if (all(!inside || (sum > 1e-30f && sum < 1e30f))) {
+      if (inside) store((log2_approx(sum) + shift) * kLn2);
+    } else {
+#pragma unroll
+      for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
+      float kept[32 * kStrips];  // indexed at run time, hence in local memory
+#pragma unroll
+      for (int i = 0; i < 32 * kStrips; ++i) kept[i] = acc[i / 32][i % 32];
+      exact(kept, inside, store);
+    }
+  }
+  template <bool kFolded>
+  __device__ __forceinline__ Sums sums(const float (&acc)[kStrips][32]) const {
     const int t = lane & 3;
     constexpr int kRows = 2 * kStrips, kChannels = 16 / kRows, kBatches = 16 / kChannels;  // 16 values at a time
-    float s[kRows] = {}, h[16], e[16], p[16];
+    Sums s{};
+    float h[16], e[16], p[16];
     float4 affine[kChannels / 2];
     float bias[kChannels], weight[kChannels];
     auto value = [&](int batch, int i) {
@@ -350,10 +395,12 @@ struct PositionLse {
     auto start = [&](int batch) {
 #pragma unroll
       for (int i = 0; i < kChannels; i += 2) {
-        const float4* const from = table + (batch * kChannels + i) / 2 * 8 + t * 2;
-        affine[i / 2] = from[0];
-        const float4 v = from[1];
-        bias[i] = v.x, bias[i + 1] = v.y, weight[i] = v.z, weight[i + 1] = v.w;
+        const int pair = (batch * kChannels + i) / 2 * 4 + t;
+        affine[i / 2] = table[kFolded ? pair : 2 * pair];
+        if constexpr (!kFolded) {
+          const float4 v = table[2 * pair + 1];
+          bias[i] = v.x, bias[i + 1] = v.y, weight[i] = v.z, weight[i + 1] = v.w;
+        }
       }
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
@@ -367,8 +414,12 @@ struct PositionLse {
     for (int batch = 0; batch < kBatches; ++batch) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        if (batch > 0) s[i % kRows] += p[i];
-        e[i] = power(h[i], fmaf(value(batch, i), weight[i / kRows], bias[i / kRows]));
+        if (batch > 0) s.of[i % kRows] += p[i];
+        if constexpr (kFolded) {
+          e[i] = power(h[i], value(batch, i));
+        } else {
+          e[i] = power(h[i], fmaf(value(batch, i), weight[i / kRows], bias[i / kRows]));
+        }
       }
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
@@ -377,18 +428,8 @@ struct PositionLse {
       if (batch + 1 < kBatches) start(batch + 1);
     }
 #pragma unroll
-    for (int i = 0; i < 16; ++i) s[i % kRows] += p[i];
-    const float sum = sum_lanes(s);
-    if (all(!inside || (sum > 1e-30f && sum < 1e30f))) {
-      if (inside) store((log2_approx(sum) + shift) * kLn2);
-    } else {
-#pragma unroll
-      for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
-      float kept[32 * kStrips];  // indexed at run time, hence in local memory
-#pragma unroll
-      for (int i = 0; i < 32 * kStrips; ++i) kept[i] = acc[i / 32][i % 32];
-      exact(kept, inside, store);
-    }
+    for (int i = 0; i < 16; ++i) s.of[i % kRows] += p[i];
+    return s;
   }
 
   // The same of half types. Pairs of channels come packed; exponentials and their sums over 16 channels are fp16 too,
@@ -421,10 +462,6 @@ struct PositionLse {
     }
   }
 
-  struct Sums {
-    float of[2 * kStrips];
-  };
-  __device__ __forceinline__ float sum_lanes(const Sums& s) const { return sum_lanes(s.of); }
   __device__ __forceinline__ static float2 unpacked(uint32_t v) {
     return __half22float2(*reinterpret_cast<const __half2*>(&v));
   }
@@ -467,7 +504,7 @@ struct PositionLse {
 #pragma unroll
       for (int i = 0; i < 2; ++i) of[i] = reinterpret_cast<const uint4*>(table)[(batch * 2 + i) * 4 + (lane & 3)];
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) root[i] = root2(value(batch, i), of[i / 4], is_polynomial(i));
+      for (int i = 0; i < kPairs; ++i) root[i] = root2(value(batch, i), of[i / 4], is_polynomial((batch * 2 + i / 4) * 4));
     };
     start(0);
 #pragma unroll
@@ -523,7 +560,11 @@ struct PositionLse {
         for (int i = 0; i < 16; ++i) {
           const int c = i / 2 * 8 + t * 2 + i % 2;
           const float u = kept[r / 2 * 32 + i / 2 * 4 + r % 2 * 2 + i % 2];
-          const float4 of = base[c];
+          float4 of = base[c];
+          if (folded) {
+            const float* const pair = reinterpret_cast<const float*>(table + c / 2) + c % 2 * 2;
+            of = make_float4(pair[0], pair[1], 1.f, shift);
+          }
           const float v = power(tanh_approx(fmaf(u, of.x * unit, of.y)), fmaf(u, of.z * unit, of.w));
           if (pass == 0) {
             top = fmaxf(top, v);
@@ -637,6 +678,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
     reinterpret_cast<int*>(smem + layout.chunks)[chunk] = type < plan.types ? at * 16 : 0;
   }
   if (tid == kThreads - 64) {
+    reinterpret_cast<int*>(smem + layout.maxima)[7] = 1;
 #pragma unroll 1
     for (int stage = 0; stage < plan.stages; ++stage) {
       barrier_init(full + stage, kLoaders);
@@ -668,10 +710,12 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
       for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);
     };
     uint32_t* const weights = smem + layout.weights;
-    position_weights<kMath, kSteps, kWarps, kLse>(p, weights, unscale, group, c_begin, c_valid, warp, lane);
+    int* const folds = reinterpret_cast<int*>(smem + layout.maxima) + 7;
+    position_weights<kMath, kSteps, kWarps, kLse>(p, weights, unscale, group, c_begin, c_valid, warp, lane, folds);
     wgmma_fence_shared();
     named_barrier(1, kWarps * 32);
 
+    const bool has_constant = plan.k_words < 8 * kSteps;
     PositionLse<kMath> lse;
     PositionSums sums;
     if constexpr (kLse) {
@@ -683,14 +727,24 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
           const float bias = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c]) : 0.f;
           const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
           const float norm_scale = norm.y * norm.z;
-          // Weights of half types are in powers of 2 already.
-          const float to_norm = kHalfSums ? 1.f / lse.kLog2E : 1.f, to_powers = kHalfSums ? 1.f : lse.kLog2E;
-          v = make_float4(norm_scale * to_norm * unscale[c], fmaf(bias - norm.x, norm_scale, norm.w),
-                          unscale[c] * to_powers, fmaf(bias, lse.kLog2E, -lse.kSquared));
+          // Weights are in powers of 2.
+          v = make_float4(norm_scale * (1.f / lse.kLog2E) * unscale[c], fmaf(bias - norm.x, norm_scale, norm.w),
+                          unscale[c], fmaf(bias, lse.kLog2E, -lse.kSquared));
+        }
+        if constexpr (Math::kFp32) {
+          // What the last chunk is multiplied by: the bias, and -1 for the shift.
+          const bool fits = fabsf(v.w) < lse.kMostFolded;
+          if (c < c_valid && !fits) *folds = 0;
+          const float to_bias = c < c_valid ? fits ? v.w : 0.f : -lse.kMostFolded;
+          const float high = __half2float(__float2half_rn(to_bias));
+          uint32_t* const to = weights + (((kSteps - 1) * 8 + c / 8) * 2 + 1) * 32 + c % 8 * 4;
+          if (has_constant) to[0] = packed_halves(high, to_bias - high), to[1] = 0xbc00bc00;
         }
         tables[c] = v;
       }
+      if (Math::kFp32) wgmma_fence_shared();
       named_barrier(1, kWarps * 32);
+      if constexpr (Math::kFp32) lse.folds = has_constant && *folds != 0;
       lse.base = tables;
       lse.table = tables + (warp + 1) * kColumns;
       lse.lane = lane;
@@ -812,6 +866,9 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
           }
           // The last chunk is a constant, which is what the pivots are multiplied by.
           if (!kLse && batch + kBatch == kSteps) a[kBatch - 1][2] = a[kBatch - 1][3] = pivot_by;
+          if (kLse && Math::kFp32 && batch + kBatch == kSteps && has_constant) {
+            a[kBatch - 1][2] = a[kBatch - 1][3] = lse.constants;
+          }
 #pragma unroll
           for (int i = 0; i < 4 * kBatch; ++i) asm volatile("" : "+r"(a[i / 4][i % 4]));
           wgmma_fence();
