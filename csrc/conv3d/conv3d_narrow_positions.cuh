@@ -38,8 +38,7 @@ struct PositionMath {
   static constexpr bool kScaled = kFp32 || (kHalfSums && kMath == ConvMath::kBf16);
   static constexpr WgmmaType kType =
       kMath == ConvMath::kBf16 && !kHalfSums ? WgmmaType::kBf16 : WgmmaType::kFp16;
-  // A stage's largest value: fp16 sums of 160 products with weights below log2(e) stay finite.
-  static constexpr float kLimit = kHalfSums ? 256.f : INFINITY;
+  static constexpr float kLowest = kHalfSums ? 0x1p-6f : 2.f;  // logsumexp is faster where no stage is scaled
 };
 
 // Of a tile, while it is loaded: fp32 values come scaled, or are measured where the scale does not fit. `most`: the
@@ -147,7 +146,7 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
                                                int64_t n, int group, TileCursor cursor, int tile_count) {
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr bool kScaled = PositionMath<kMath, kLse>::kScaled;
-  constexpr float kLimit = PositionMath<kMath, kLse>::kLimit;
+  constexpr float kLowest = PositionMath<kMath, kLse>::kLowest;
   const NarrowPlan& plan = p.plan;
   const int tiles_h = static_cast<int>(plan.tiles[1]), tiles_w = static_cast<int>(plan.tiles[2]);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
@@ -174,14 +173,14 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
       } else if (pass == 0) {
         // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
         const float top = fmaxf(__low2float(largest), __high2float(largest));
-        const bool too_large = any_loader<kLoaders>(top >= kLimit);
-        if (!too_large && any_loader<kLoaders>(top >= 2.f || scale == lowest * kWindowRange)) {
+        const bool too_large = any_loader<kLoaders>(top == INFINITY);
+        if (!too_large && any_loader<kLoaders>(top >= kLowest || scale == lowest * kWindowRange)) {
           lowest = fminf(lowest, scale);
           break;
         }
       } else if (pass == 1) {
         const uint32_t bits = loaders_max<kLoaders>(most, smem + layout.maxima);
-        if (bits == 0 || scale_of_window(bits, &scale, &lowest, kLimit)) break;
+        if (bits == 0 || scale_of_window(bits, &scale, &lowest, kLowest)) break;
       }
     }
     if (kScaled && threadIdx.x == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
@@ -191,8 +190,8 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
 }
 
 // All weights of the block's channels to shared memory, in the order in which the products take them, by kWarps warps.
-// unscale: of each column, what undoes the power of two by which its weights are multiplied. folds: becomes 0 where one
-// of fp32 weights for logsumexp is not 1.
+// unscale: of each column, what undoes the power of two by which its weights are multiplied. folds: becomes 0 where
+// that is not 1, of sums in fp16.
 template <ConvMath kMath, int kSteps, int kWarps, bool kLse>
 __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t* weights, float* unscale, int group,
                                                  int c_begin, int c_valid, int warp, int lane, int* folds) {
@@ -232,20 +231,16 @@ __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t
           values[i] = __half2float(__ushort_as_half(v[i]));
         }
       }
-      if constexpr (PositionMath<kMath, kLse>::kScaled) of_column.fit<kRounds>(values);
-      // Scale 1 where fp16 holds the weights well: what comes out is in powers of 2 as it is then, see PositionLse.
-      if constexpr (kFp32 && kLse) {
+      of_column.fit<kRounds>(values);
+      if constexpr (kHalfSums) {
+        // Scale 1 where fp16 holds the weights well: what comes out is in powers of 2 as it is then, see PositionLse.
         if (of_column.undo >= 0x1p-14f && of_column.undo <= 0x1p6f) {
           of_column.scale = of_column.undo = 1.f;
-        } else if (lane == 0) {
-          *folds = 0;
+        } else {
+          of_column.scale *= 0x1p-5f, of_column.undo *= 0x1p5f;  // sums in fp16 are small then
+          if (lane == 0) *folds = 0;
         }
         of_column.scale *= kPositionLog2E;
-      }
-      // Sums in fp16 are small then, and in powers of 2.
-      if constexpr (kHalfSums) {
-        const float by = kMath == ConvMath::kBf16 ? 0x1p-5f : 0x1p-2f;
-        of_column.scale *= by * kPositionLog2E, of_column.undo *= 1.f / by;
       }
     }
     if (lane == 0) unscale[column] = of_column.undo;
@@ -276,9 +271,9 @@ __device__ __forceinline__ float log2_approx(float x) {
 // Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
 // it does not, `exact` finds each position's maximum and the shift moves there.
 //
-// What products have is u in powers of 2 but for a power of two of each channel, of half types as fp16. Of fp32, where
-// that power is 1 they hold the bias and the shift as well (`folded`): by the last chunk of K, which is a constant, with
-// weights that are what the bias and -1 are as two fp16 terms each.
+// What products have is u but for a power of two of each channel. Of half types, whose products are summed in fp16, it
+// is u in powers of 2, and where none is scaled bias and shift are part of the products (`folded`): the last chunk of K
+// is a constant, multiplied by the bias and by -1.
 template <ConvMath kMath>
 struct PositionLse {
   static constexpr int kStrips = kPositionStrips;
@@ -296,49 +291,48 @@ struct PositionLse {
   static constexpr unsigned kPolynomials = kMath == ConvMath::kBf16 ? 0x55 : 0;  // a bit for every 8 channels
   static constexpr float kTanhRange = 2.75f;  // where the polynomial ends
 
-  // This warp's, for u as products have it. Of fp32, for each pair of channels: scale and offset of either, then the
-  // biases in powers of 2 less the shift, then log2(e). Of half types, packed: scale, offset, what undoes the powers,
-  // bias less the shift.
+  // This warp's, of fp32: for each pair of channels, for u as products have it, scale and offset of either, then the
+  // biases in powers of 2 less the shift, then log2(e).
   float4* table;
   const float4* base;  // of each channel scale, offset, log2(e) and bias in units of 1 and without shift, the block's
   float shift = 0.f;   // in powers of 2
   float unit = 1.f;
   int lane;
+  uint2 affine2[8];           // half types, folded: scale and offset of this lane's pairs of channels
   bool wide = false;          // half types: where exponentials leave the range of fp16
-  bool folds = false;         // fp32: whether all powers but the stage's are 1
+  bool folds = false;         // whether all powers but the stage's are 1
   bool folded = false;        // and the stage's
   uint32_t constants = 0;     // folded: what this lane has of the last chunk
   static constexpr float kMostFolded = 32768.f;  // of bias and shift
 
-  __device__ __forceinline__ static bool is_polynomial(int pair) { return kPolynomials >> pair / 4 & 1; }
+  __device__ __forceinline__ static bool is_polynomial(int i) { return kPolynomials >> i & 1; }
+  // Of a channel: scale, offset, what undoes the powers, bias less the shift.
+  __device__ __forceinline__ float4 scales(int c) const {
+    const float4 v = base[c];
+    // Of products with bias and shift: those without, in units of 1, are (p + shift) / log2(e) - the bias.
+    if (folded) return make_float4(v.x, fmaf(v.x, shift - v.w, v.y), 1.f, 0.f);
+    return make_float4(v.x * unit, v.y, v.z * unit, v.w - shift);
+  }
   __device__ __forceinline__ void fill() {
     __syncwarp();
-    folded = folds && unit == 1.f && fabsf(shift) < kMostFolded;
-    if (!kHalfSums && folded) {
+    if constexpr (kHalfSums) {
+      folded = folds && unit == 1.f && fabsf(shift) < kMostFolded;
+      const int t = lane & 3;
       const __half high = __float2half_rn(shift);
       const uint32_t shifts = packed_halves(__half2float(high), shift - __half2float(high));
-      const int t = lane & 3;
-      constants = t == 0 ? 0x3c003c00 : t == 1 ? shifts : 0;
-      const float4 u = base[2 * lane], v = base[2 * lane + 1];
-      // Of products with bias and shift: those without, in units of 1, are (p + shift) / log2(e) - the bias.
-      table[lane] = make_float4(u.x, fmaf(u.x, shift - u.w, u.y), v.x, fmaf(v.x, shift - v.w, v.y));
-    } else if constexpr (kHalfSums) {
-      const float4 u = base[2 * lane], v = base[2 * lane + 1];
-      // The polynomial takes tanh's argument as 0 to 1.
-      const float by = is_polynomial(lane) ? 0.5f / kTanhRange : 1.f, to = is_polynomial(lane) ? 0.5f : 0.f;
-      reinterpret_cast<uint4*>(table)[lane] =
-          make_uint4(packed_halves(u.x * unit * by, v.x * unit * by), packed_halves(fmaf(u.y, by, to), fmaf(v.y, by, to)),
-                     packed_halves(u.z * unit, v.z * unit), packed_halves(u.w - shift, v.w - shift));
-    } else {
-      constants = 0;
+      constants = !folded || t > 1 ? 0 : t == 0 ? 0x3c003c00 : shifts;
 #pragma unroll
-      for (int c = lane; c < 64; c += 32) {
-        const float4 v = base[c];
-        float* const pair = reinterpret_cast<float*>(table + (c & ~1));
-        *reinterpret_cast<float2*>(pair + c % 2 * 2) = make_float2(v.x * unit, v.y);
-        pair[4 + c % 2] = v.w - shift;
-        pair[6 + c % 2] = v.z * unit;
+      for (int i = 0; i < 8; ++i) {
+        const int c = i * 8 + t * 2;
+        const float4 u = scales(c), v = scales(c + 1);
+        // The polynomial takes tanh's argument as 0 to 1.
+        const float by = is_polynomial(i) ? 0.5f / kTanhRange : 1.f, to = is_polynomial(i) ? 0.5f : 0.f;
+        affine2[i] = make_uint2(packed_halves(u.x * by, v.x * by), packed_halves(fmaf(u.y, by, to), fmaf(v.y, by, to)));
       }
+    } else {
+      const float4 u = scales(2 * lane), v = scales(2 * lane + 1);
+      table[2 * lane] = make_float4(u.x, u.y, v.x, v.y);
+      table[2 * lane + 1] = make_float4(u.w, v.w, u.z, v.z);
     }
     __syncwarp();
   }
@@ -366,21 +360,22 @@ struct PositionLse {
   __device__ __forceinline__ static bool all(bool yes) { return __builtin_expect(__all_sync(0xffffffffu, yes), 1); }
 
   // `store` takes the result of this lane's position.
-  template <typename Store>
-  __device__ __forceinline__ void finish(float (&acc)[kStrips][32], bool inside, const Store& store) {
-    const float sum = sum_lanes(folded ? sums<true>(acc) : sums<false>(acc));
+  template <typename Store, typename Again>
+  __device__ __forceinline__ void finish(float (&acc)[kStrips][32], bool inside, const Store& store, const Again&) {
+    const float sum = sum_lanes(sums(acc));
     if (all(!inside || (sum > 1e-30f && sum < 1e30f))) {
       if (inside) store((log2_approx(sum) + shift) * kLn2);
     } else {
 #pragma unroll
       for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
-      float kept[32 * kStrips];  // indexed at run time, hence in local memory
+      exact(
+          [&](float(&kept)[32 * kStrips]) {
 #pragma unroll
-      for (int i = 0; i < 32 * kStrips; ++i) kept[i] = acc[i / 32][i % 32];
-      exact(kept, inside, store);
+            for (int i = 0; i < 32 * kStrips; ++i) kept[i] = acc[i / 32][i % 32];
+          },
+          inside, store);
     }
   }
-  template <bool kFolded>
   __device__ __forceinline__ Sums sums(const float (&acc)[kStrips][32]) const {
     const int t = lane & 3;
     constexpr int kRows = 2 * kStrips, kChannels = 16 / kRows, kBatches = 16 / kChannels;  // 16 values at a time
@@ -395,12 +390,10 @@ struct PositionLse {
     auto start = [&](int batch) {
 #pragma unroll
       for (int i = 0; i < kChannels; i += 2) {
-        const int pair = (batch * kChannels + i) / 2 * 4 + t;
-        affine[i / 2] = table[kFolded ? pair : 2 * pair];
-        if constexpr (!kFolded) {
-          const float4 v = table[2 * pair + 1];
-          bias[i] = v.x, bias[i + 1] = v.y, weight[i] = v.z, weight[i + 1] = v.w;
-        }
+        const float4* const from = table + (batch * kChannels + i) / 2 * 8 + t * 2;
+        affine[i / 2] = from[0];
+        const float4 v = from[1];
+        bias[i] = v.x, bias[i + 1] = v.y, weight[i] = v.z, weight[i + 1] = v.w;
       }
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
@@ -415,16 +408,10 @@ struct PositionLse {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         if (batch > 0) s.of[i % kRows] += p[i];
-        if constexpr (kFolded) {
-          e[i] = power(h[i], value(batch, i));
-        } else {
-          e[i] = power(h[i], fmaf(value(batch, i), weight[i / kRows], bias[i / kRows]));
-        }
+        e[i] = power(h[i], fmaf(value(batch, i), weight[i / kRows], bias[i / kRows]));
       }
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        p[i] = exp2_approx(e[i]);
-      }
+      for (int i = 0; i < 16; ++i) p[i] = exp2_approx(e[i]);
       if (batch + 1 < kBatches) start(batch + 1);
     }
 #pragma unroll
@@ -432,33 +419,26 @@ struct PositionLse {
     return s;
   }
 
-  // The same of half types. Pairs of channels come packed; exponentials and their sums over 16 channels are fp16 too,
+  // The same of half types. `again` multiplies once more, into fp32. Pairs of channels come packed; exponentials and their sums over 16 channels are fp16 too,
   // fp32 where `wide`.
-  template <typename Store>
-  __device__ __forceinline__ void finish(uint32_t (&acc)[kStrips][16], bool inside, const Store& store) {
-    if (!wide) {
+  template <typename Store, typename Again>
+  __device__ __forceinline__ void finish(uint32_t (&acc)[kStrips][16], bool inside, const Store& store,
+                                         const Again& again) {
+    if (folded && !wide) {
       const float sum = sum_lanes(half_sums(acc));
       if (all(!inside || (sum > 0x1p-4f && sum < 1e30f))) {
         if (inside) store((log2_approx(sum) + shift) * kLn2);
         return;
       }
 #pragma unroll
-      for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);
+      for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
     }
     const float sum = sum_lanes(wide_sums(acc));
     if (all(!inside || (sum > 1e-30f && sum < 1e30f))) {
       if (inside) store((log2_approx(sum) + shift) * kLn2);
       wide = !all(!inside || (sum > 0x1p-3f && sum < 0x1p14f));
     } else {
-#pragma unroll
-      for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);
-      float kept[32 * kStrips];
-#pragma unroll
-      for (int i = 0; i < 16 * kStrips; ++i) {
-        const float2 v = unpacked(acc[i / 16][i % 16]);
-        kept[2 * i] = v.x, kept[2 * i + 1] = v.y;
-      }
-      exact(kept, inside, store);
+      exact(again, inside, store);
     }
   }
 
@@ -476,7 +456,7 @@ struct PositionLse {
     return d;
   }
   // The root of what hardswish of tanh adds, of a pair of channels.
-  __device__ __forceinline__ static uint32_t root2(uint32_t u, const uint4& of, bool polynomial) {
+  __device__ __forceinline__ static uint32_t root2(uint32_t u, const uint2& of, bool polynomial) {
     constexpr uint32_t kScale2 = 0x37d937d9, kOffset2 = 0x39e239e2;
     if (!polynomial) {
       uint32_t h;
@@ -498,13 +478,13 @@ struct PositionLse {
   __device__ __forceinline__ Sums half_sums(const uint32_t (&acc)[kStrips][16]) const {
     constexpr int kPairs = 8, kBatches = 4;  // two pairs of channels of four rows at a time
     uint32_t s[4] = {}, root[kPairs], e[kPairs], p[kPairs];
-    uint4 of[2];
     auto value = [&](int batch, int i) { return acc[i % 4 / 2][(batch * 2 + i / 4) * 2 + i % 2]; };
     auto start = [&](int batch) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) of[i] = reinterpret_cast<const uint4*>(table)[(batch * 2 + i) * 4 + (lane & 3)];
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) root[i] = root2(value(batch, i), of[i / 4], is_polynomial((batch * 2 + i / 4) * 4));
+      for (int i = 0; i < kPairs; ++i) {
+        const int pair = batch * 2 + i / 4;
+        root[i] = root2(value(batch, i), affine2[pair], is_polynomial(pair));
+      }
     };
     start(0);
 #pragma unroll
@@ -512,7 +492,7 @@ struct PositionLse {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         if (batch > 0) s[i % 4] = add2(s[i % 4], p[i]);
-        e[i] = fma2(root[i], root[i], fma2(value(batch, i), of[i / 4].z, of[i / 4].w));
+        e[i] = fma2(root[i], root[i], value(batch, i));
       }
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) asm("ex2.approx.f16x2 %0, %1;" : "=r"(p[i]) : "r"(e[i]));
@@ -528,27 +508,29 @@ struct PositionLse {
     }
     return sums;
   }
+  // Each channel as fp32.
   __device__ __forceinline__ Sums wide_sums(const uint32_t (&acc)[kStrips][16]) const {
     Sums sums{};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int pair = i * 4 + (lane & 3);
-      const uint4 of = reinterpret_cast<const uint4*>(table)[pair];
-      const float4 first = base[2 * pair], second = base[2 * pair + 1];
+      const int c = i * 8 + (lane & 3) * 2;
+      const float4 first = scales(c), second = scales(c + 1);
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const uint32_t both = acc[r / 2][2 * i + r % 2];
-        const float2 u = unpacked(both), root = unpacked(root2(both, of, is_polynomial(i * 4)));
-        sums.of[r] += exp2_approx(fmaf(root.x, root.x, fmaf(u.x, first.z * unit, first.w - shift))) +
-                      exp2_approx(fmaf(root.y, root.y, fmaf(u.y, second.z * unit, second.w - shift)));
+        const float2 u = unpacked(acc[r / 2][2 * i + r % 2]);
+        sums.of[r] += exp2_approx(power(tanh_approx(fmaf(u.x, first.x, first.y)), fmaf(u.x, first.z, first.w))) +
+                      exp2_approx(power(tanh_approx(fmaf(u.y, second.x, second.y)), fmaf(u.y, second.z, second.w)));
       }
     }
     return sums;
   }
 
-  // Values that leap, infinities and NaNs: rare, so small code counts for more than speed.
-  template <typename Store>
-  __device__ __forceinline__ void exact(const float (&kept)[32 * kStrips], bool inside, const Store& store) {
+  // Values that leap, sums beyond fp16, infinities and NaNs: rare, so small code counts for more than speed. `fill_kept`
+  // fills what is indexed at run time, hence in local memory.
+  template <typename Store, typename FillKept>
+  __device__ __forceinline__ void exact(const FillKept& fill_kept, bool inside, const Store& store) {
+    float kept[32 * kStrips];
+    fill_kept(kept);
     const int t = lane & 3;
     float first = 0.f;
 #pragma unroll 1
@@ -560,12 +542,8 @@ struct PositionLse {
         for (int i = 0; i < 16; ++i) {
           const int c = i / 2 * 8 + t * 2 + i % 2;
           const float u = kept[r / 2 * 32 + i / 2 * 4 + r % 2 * 2 + i % 2];
-          float4 of = base[c];
-          if (folded) {
-            const float* const pair = reinterpret_cast<const float*>(table + c / 2) + c % 2 * 2;
-            of = make_float4(pair[0], pair[1], 1.f, shift);
-          }
-          const float v = power(tanh_approx(fmaf(u, of.x * unit, of.y)), fmaf(u, of.z * unit, of.w));
+          const float4 of = scales(c);
+          const float v = power(tanh_approx(fmaf(u, of.x, of.y)), fmaf(u, of.z, of.w)) + shift;
           if (pass == 0) {
             top = fmaxf(top, v);
           } else {
@@ -727,11 +705,12 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
           const float bias = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c]) : 0.f;
           const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
           const float norm_scale = norm.y * norm.z;
-          // Weights are in powers of 2.
-          v = make_float4(norm_scale * (1.f / lse.kLog2E) * unscale[c], fmaf(bias - norm.x, norm_scale, norm.w),
-                          unscale[c], fmaf(bias, lse.kLog2E, -lse.kSquared));
+          // Weights of half types are in powers of 2.
+          const float to_norm = kHalfSums ? 1.f / lse.kLog2E : 1.f, to_powers = kHalfSums ? 1.f : lse.kLog2E;
+          v = make_float4(norm_scale * to_norm * unscale[c], fmaf(bias - norm.x, norm_scale, norm.w),
+                          unscale[c] * to_powers, fmaf(bias, lse.kLog2E, -lse.kSquared));
         }
-        if constexpr (Math::kFp32) {
+        if constexpr (kHalfSums) {
           // What the last chunk is multiplied by: the bias, and -1 for the shift.
           const bool fits = fabsf(v.w) < lse.kMostFolded;
           if (c < c_valid && !fits) *folds = 0;
@@ -742,9 +721,9 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
         }
         tables[c] = v;
       }
-      if (Math::kFp32) wgmma_fence_shared();
+      if (kHalfSums) wgmma_fence_shared();
       named_barrier(1, kWarps * 32);
-      if constexpr (Math::kFp32) lse.folds = has_constant && *folds != 0;
+      lse.folds = kHalfSums && has_constant && *folds != 0;
       lse.base = tables;
       lse.table = tables + (warp + 1) * kColumns;
       lse.lane = lane;
@@ -866,7 +845,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
           }
           // The last chunk is a constant, which is what the pivots are multiplied by.
           if (!kLse && batch + kBatch == kSteps) a[kBatch - 1][2] = a[kBatch - 1][3] = pivot_by;
-          if (kLse && Math::kFp32 && batch + kBatch == kSteps && has_constant) {
+          if (kHalfSums && batch + kBatch == kSteps && has_constant) {
             a[kBatch - 1][2] = a[kBatch - 1][3] = lse.constants;
           }
 #pragma unroll
@@ -888,6 +867,24 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
         }
       }
     };
+    // The same for this warp alone and summed in fp32: of each strip, 8 channels after the other, as wgmma has them.
+    [[maybe_unused]] auto multiply_again = [&](float (&kept)[32 * kStrips], const Strip(&strips)[kStrips]) {
+#pragma unroll 1
+      for (int i = 0; i < 8 * kStrips; ++i) {
+        const uint32_t from = i < 8 ? strips[0].address : strips[kStrips - 1].address;
+        float c[4] = {};
+#pragma unroll 1
+        for (int step = 0; step < kSteps; ++step) {
+          uint32_t a[4], b[4];
+          load_matrices(a, from + chunk_table[2 * step] + own_row);
+          if (kHalfSums && step == kSteps - 1 && has_constant) a[2] = a[3] = lse.constants;
+          load_matrices(b, shared_address(weights) + (step * 8 + i % 8) * 256 + (lane & 15) * 16);  // two of them twice
+          mma_fp16(c, a, b[0], b[1]);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) kept[i * 4 + k] = c[k];
+      }
+    };
     const int64_t y_first = n * p.y_stride_n;
     auto epilogue = [&](Acc& acc, const Strip(&strips)[kStrips]) {
       if constexpr (kLse) {
@@ -902,7 +899,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
           } else {
             static_cast<float*>(p.y)[y_at] = v;
           }
-        });
+        }, [&](float (&kept)[32 * kStrips]) { multiply_again(kept, strips); });
       } else {
 #pragma unroll
         for (int half = 0; half < kStrips; ++half) {
