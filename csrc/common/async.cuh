@@ -54,6 +54,18 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
         : "memory");
   } while (done == 0);
 }
+// The same where the wait is long: the thread sleeps meanwhile instead of taking issue slots from the others.
+__device__ __forceinline__ void barrier_wait_asleep(uint64_t* barrier, uint32_t parity) {
+  uint32_t done = 0;
+  do {
+    asm volatile(
+        "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2, %3;\n"
+        " selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity), "r"(1000000)
+        : "memory");
+  } while (done == 0);
+}
 
 // A box of a tensor whose map lies in a kernel's parameters; completes on the barrier.
 __device__ __forceinline__ void tensor_load_5d(uint32_t shared, const void* map, int c0, int c1, int c2, int c3, int c4,

@@ -40,6 +40,11 @@ __device__ __forceinline__ void wgmma_use(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int kCount>
+__device__ __forceinline__ void wgmma_use(uint32_t (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
 
 #define KGOPT_D4(i) "+f"(d[(i)]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define KGOPT_D8(i) KGOPT_D4(i), KGOPT_D4((i) + 4)
@@ -98,6 +103,15 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4]
   } else {
     KGOPT_WGMMA_TYPE("k16", ".f32.f16.f16", "1, 1, 0")
   }
+}
+
+// The same with sums in fp16, two columns of D a register: d[2 j] of row g, d[2 j + 1] of row g + 8.
+__device__ __forceinline__ void wgmma_half_sums(uint32_t (&d)[16], const uint32_t (&a)[4], uint32_t b, bool add) {
+  const uint64_t b_descriptor = uint64_t(b) | uint64_t(256 >> 4) << 32;  // no swizzle
+#define KGOPT_H4(i) "+r"(d[(i)]), "+r"(d[(i) + 1]), "+r"(d[(i) + 2]), "+r"(d[(i) + 3])
+  KGOPT_WGMMA_SHAPE(64, "k16", ".f16.f16.f16", "1, 1, 0", KGOPT_S16, "%16,%17,%18,%19", "%20", "%21",
+                    KGOPT_H4(0) KGOPT_COMMA KGOPT_H4(4) KGOPT_COMMA KGOPT_H4(8) KGOPT_COMMA KGOPT_H4(12));
+#undef KGOPT_H4
 }
 
 // --- Both operands in shared memory, rows of A and columns of B in rows of kRowBytes (32, 64 or 128) under the swizzle

@@ -28,15 +28,28 @@ namespace kgopt {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
+inline constexpr float kPositionLog2E = 1.44269504088896340736f;
+
+// How a pass multiplies. Logsumexp of half types sums in fp16, and bf16 becomes fp16 for it, by scales as fp32 does.
+template <ConvMath kMath, bool kLse>
+struct PositionMath {
+  static constexpr bool kFp32 = kMath == ConvMath::kTf32;
+  static constexpr bool kHalfSums = kLse && !kFp32;
+  static constexpr bool kScaled = kFp32 || (kHalfSums && kMath == ConvMath::kBf16);
+  static constexpr WgmmaType kType =
+      kMath == ConvMath::kBf16 && !kHalfSums ? WgmmaType::kBf16 : WgmmaType::kFp16;
+  static constexpr float kLowest = kHalfSums ? 0x1p-6f : 2.f;  // logsumexp is faster where no stage is scaled
+};
+
 // Of a tile, while it is loaded: fp32 values come scaled, or are measured where the scale does not fit. `most`: the
 // largest finite one, where measured; `largest`: of those that were stored.
-template <ConvMath kMath, int kLoaders>
+template <ConvMath kMath, int kLoaders, bool kScaled>
 __device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* to_stage,
                                                const typename ConvMathTraits<kMath>::Element* x_sample,
                                                const int (&first)[3], float scale, bool measures, float* most,
                                                __half2* largest) {
   using Element = typename ConvMathTraits<kMath>::Element;
-  constexpr bool kScaled = std::is_same_v<Element, float>;
+  constexpr bool kFp32 = std::is_same_v<Element, float>;
   const NarrowPlan& plan = p.plan;
   const int rows = plan.halo[0] * plan.halo[1], across = plan.vectors;
   const bool vectors = p.load == NarrowLoad::kVectors;
@@ -53,7 +66,7 @@ __device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* 
       const Element* src = x_sample + type * 8 * p.x_stride_c + (first[0] + d) * p.x_stride[0] +
                            (first[1] + h) * p.x_stride[1] + w * p.x_stride[2];
       // Values of four positions; half types: in two words. All loads are under way before the first is used.
-      uint32_t v[8][kScaled ? 4 : 2];
+      uint32_t v[8][kFp32 ? 4 : 2];
       if (vectors) {
         const bool inside = row_inside && unsigned(w) < unsigned(p.in[2]);
 #pragma unroll
@@ -67,7 +80,7 @@ __device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* 
             bits[i] =
                 load_one_if(src + i * p.x_stride[2], row_inside && e < channels && unsigned(w + i) < unsigned(p.in[2]));
           }
-          if constexpr (kScaled) {
+          if constexpr (kFp32) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[e][i] = bits[i];
           } else {
@@ -75,10 +88,13 @@ __device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* 
           }
         }
       }
+      auto value = [&](int e, int i) {  // fp32 or bf16
+        return __uint_as_float(kFp32 ? v[e][i % (kFp32 ? 4 : 2)] : i % 2 ? v[e][i / 2] & 0xffff0000 : v[e][i / 2] << 16);
+      };
       if (kScaled && measures) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-          const float size = fabsf(__uint_as_float(v[i / 4][i % (kScaled ? 4 : 2)]));
+          const float size = fabsf(value(i / 4, i % 4));
           *most = size < INFINITY ? fmaxf(*most, size) : *most;
         }
       } else {
@@ -89,8 +105,7 @@ __device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* 
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             if constexpr (kScaled) {
-              word[i][k] =
-                  packed_halves(__uint_as_float(v[2 * k][i]) * scale, __uint_as_float(v[2 * k + 1][i]) * scale);
+              word[i][k] = packed_halves(value(2 * k, i) * scale, value(2 * k + 1, i) * scale);
               *largest = __hmax2(*largest, __habs2(*reinterpret_cast<const __half2*>(&word[i][k])));
             } else {
               word[i][k] = __byte_perm(v[2 * k][i / 2], v[2 * k + 1][i / 2], i % 2 ? 0x7632 : 0x5410);
@@ -126,11 +141,12 @@ __device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* 
 }
 
 // What the loading warpgroups do from start to end.
-template <ConvMath kMath, int kLoaders>
+template <ConvMath kMath, int kLoaders, bool kLse>
 __device__ __forceinline__ void position_tiles(const NarrowParams& p, const PositionSmemLayout& layout, uint32_t* smem,
                                                int64_t n, int group, TileCursor cursor, int tile_count) {
   using Element = typename ConvMathTraits<kMath>::Element;
-  constexpr bool kScaled = std::is_same_v<Element, float>;
+  constexpr bool kScaled = PositionMath<kMath, kLse>::kScaled;
+  constexpr float kLowest = PositionMath<kMath, kLse>::kLowest;
   const NarrowPlan& plan = p.plan;
   const int tiles_h = static_cast<int>(plan.tiles[1]), tiles_w = static_cast<int>(plan.tiles[2]);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
@@ -141,7 +157,7 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
   int stage = 0;
   uint32_t parity = 1;
   for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
-    barrier_wait(empty + stage, parity);
+    barrier_wait_asleep(empty + stage, parity);
     uint32_t* const to_stage = smem + layout.halo + stage * position_stage_words(plan);
     const int first[3] = {cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0],
                           cursor.h * plan.tile[1] * plan.step[1] + plan.origin[1],
@@ -151,20 +167,20 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
 #pragma unroll 1
     for (int pass = 0; pass < 3; ++pass) {
       __half2 largest = __half2half2(__ushort_as_half(0));
-      load_positions<kMath, kLoaders>(p, to_stage, x_sample, first, scale, kScaled && pass == 1, &most, &largest);
+      load_positions<kMath, kLoaders, kScaled>(p, to_stage, x_sample, first, scale, kScaled && pass == 1, &most, &largest);
       if constexpr (!kScaled) {
         break;
       } else if (pass == 0) {
         // The scale stays where all finite values are finite in fp16 and the largest has bits to spare below it.
         const float top = fmaxf(__low2float(largest), __high2float(largest));
         const bool too_large = any_loader<kLoaders>(top == INFINITY);
-        if (!too_large && any_loader<kLoaders>(top >= 2.f || scale == lowest * kWindowRange)) {
+        if (!too_large && any_loader<kLoaders>(top >= kLowest || scale == lowest * kWindowRange)) {
           lowest = fminf(lowest, scale);
           break;
         }
       } else if (pass == 1) {
         const uint32_t bits = loaders_max<kLoaders>(most, smem + layout.maxima);
-        if (bits == 0 || scale_of_window(bits, &scale, &lowest)) break;
+        if (bits == 0 || scale_of_window(bits, &scale, &lowest, kLowest)) break;
       }
     }
     if (kScaled && threadIdx.x == 0) reinterpret_cast<float*>(smem + layout.scales)[stage] = 1.f / scale;
@@ -174,13 +190,14 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
 }
 
 // All weights of the block's channels to shared memory, in the order in which the products take them, by kWarps warps.
-// unscale: of each column, what undoes the power of two by which its weights are multiplied.
-template <ConvMath kMath, int kSteps, int kWarps>
+// unscale: of each column, what undoes the power of two by which its weights are multiplied. folds: becomes 0 where
+// that is not 1, of sums in fp16.
+template <ConvMath kMath, int kSteps, int kWarps, bool kLse>
 __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t* weights, float* unscale, int group,
-                                                 int c_begin, int c_valid, int warp, int lane) {
-  constexpr bool kScaled = ConvMathTraits<kMath>::kPerWord == 1;
+                                                 int c_begin, int c_valid, int warp, int lane, int* folds) {
+  constexpr bool kFp32 = PositionMath<kMath, kLse>::kFp32, kHalfSums = PositionMath<kMath, kLse>::kHalfSums;
   constexpr int kRounds = kSteps / 2 + kSteps % 2;  // of 32 values
-  using Stored = std::conditional_t<kScaled, float, unsigned short>;
+  using Stored = std::conditional_t<kFp32, float, unsigned short>;
   const NarrowPlan& plan = p.plan;
   const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
   const Stored* const filters =
@@ -202,15 +219,38 @@ __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t
       if (at[i] >= 0 && column < c_valid) v[i] = __ldg(filters + column * p.w_stride_out + at[i]);
     }
     WarpScale of_column;
-    if constexpr (kScaled) of_column.fit<kRounds>(v);
+    float values[kRounds];
+    if constexpr (kFp32 || kHalfSums) {
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        if constexpr (kFp32) {
+          values[i] = v[i];
+        } else if constexpr (kMath == ConvMath::kBf16) {
+          values[i] = __uint_as_float(uint32_t(v[i]) << 16);
+        } else {
+          values[i] = __half2float(__ushort_as_half(v[i]));
+        }
+      }
+      of_column.fit<kRounds>(values);
+      if constexpr (kHalfSums) {
+        // Scale 1 where fp16 holds the weights well: what comes out is in powers of 2 as it is then, see PositionLse.
+        if (of_column.undo >= 0x1p-14f && of_column.undo <= 0x1p6f) {
+          of_column.scale = of_column.undo = 1.f;
+        } else {
+          of_column.scale *= 0x1p-5f, of_column.undo *= 0x1p5f;  // sums in fp16 are small then
+          if (lane == 0) *folds = 0;
+        }
+        of_column.scale *= kPositionLog2E;
+      }
+    }
     if (lane == 0) unscale[column] = of_column.undo;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       const int chunk = (lane + 32 * i) / 8;
       if (chunk >= 2 * kSteps) continue;
       unsigned short bits;
-      if constexpr (kScaled) {
-        bits = __half_as_ushort(__float2half_rn(v[i] * of_column.scale));
+      if constexpr (kFp32 || kHalfSums) {
+        bits = __half_as_ushort(__float2half_rn(values[i] * of_column.scale));
       } else {
         bits = v[i];
       }
@@ -230,94 +270,267 @@ __device__ __forceinline__ float log2_approx(float x) {
 //
 // Any shift within some sixty of the result keeps the exponentials in range, so one shift serves all positions; where
 // it does not, `exact` finds each position's maximum and the shift moves there.
+//
+// What products have is u but for a power of two of each channel. Of half types, whose products are summed in fp16, it
+// is u in powers of 2, and where none is scaled bias and shift are part of the products (`folded`): the last chunk of K
+// is a constant, multiplied by the bias and by -1.
+template <ConvMath kMath>
 struct PositionLse {
   static constexpr int kStrips = kPositionStrips;
-  static constexpr float kLog2E = 1.44269504088896340736f;
+  static constexpr float kLog2E = kPositionLog2E;
   static constexpr float kLn2 = 0.69314718055994530942f;
+  static constexpr bool kHalfSums = PositionMath<kMath, true>::kHalfSums;
+  // Since |tanh| <= 1, hardswish needs no clamp: h (h + 3) / 6, in powers of 2 a square less kSquared, which the bias
+  // holds. An instruction of three different registers takes half a cycle more of issue than one of two. The root is
+  // (h + 1.5) sqrt(log2(e) / 6), of half types with factors that are fp16 values.
+  static constexpr float kRootScale = kHalfSums ? 0.490478515625f : 0.490356170f;
+  static constexpr float kRootOffset = kHalfSums ? 0.7353515625f : 1.5f * kRootScale;
+  static constexpr float kSquared = kRootOffset * kRootOffset;
+  // A special function takes a scheduler as long as four packed instructions, so half of bf16's tanh are polynomials:
+  // of every other pair of channels, within 0.008, where bf16's own step below 1 is 0.004.
+  static constexpr unsigned kPolynomials = kMath == ConvMath::kBf16 ? 0x55 : 0;  // a bit for every 8 channels
+  static constexpr float kTanhRange = 2.75f;  // where the polynomial ends
 
-  // Of each channel, this warp's: scale, offset, log2(e), bias log2(e) - shift, for u as products have it.
+  // This warp's, of fp32: for each pair of channels, for u as products have it, scale and offset of either, then the
+  // biases in powers of 2 less the shift, then log2(e).
   float4* table;
-  const float4* base;  // the same in units of 1 and without shift, the block's
+  const float4* base;  // of each channel scale, offset, log2(e) and bias in units of 1 and without shift, the block's
   float shift = 0.f;   // in powers of 2
   float unit = 1.f;
   int lane;
+  uint2 affine2[8];           // half types, folded: scale and offset of this lane's pairs of channels
+  bool wide = false;          // half types: where exponentials leave the range of fp16
+  bool folds = false;         // whether all powers but the stage's are 1
+  bool folded = false;        // and the stage's
+  uint32_t constants = 0;     // folded: what this lane has of the last chunk
+  static constexpr float kMostFolded = 32768.f;  // of bias and shift
 
-  __device__ __forceinline__ void fill() const {
+  __device__ __forceinline__ static bool is_polynomial(int i) { return kPolynomials >> i & 1; }
+  // Of a channel: scale, offset, what undoes the powers, bias less the shift.
+  __device__ __forceinline__ float4 scales(int c) const {
+    const float4 v = base[c];
+    // Of products with bias and shift: those without, in units of 1, are (p + shift) / log2(e) - the bias.
+    if (folded) return make_float4(v.x, fmaf(v.x, shift - v.w, v.y), 1.f, 0.f);
+    return make_float4(v.x * unit, v.y, v.z * unit, v.w - shift);
+  }
+  __device__ __forceinline__ void fill() {
     __syncwarp();
+    if constexpr (kHalfSums) {
+      folded = folds && unit == 1.f && fabsf(shift) < kMostFolded;
+      const int t = lane & 3;
+      const __half high = __float2half_rn(shift);
+      const uint32_t shifts = packed_halves(__half2float(high), shift - __half2float(high));
+      constants = !folded || t > 1 ? 0 : t == 0 ? 0x3c003c00 : shifts;
 #pragma unroll
-    for (int c = lane; c < 64; c += 32) {
-      const float4 v = base[c];
-      table[c] = make_float4(v.x * unit, v.y, v.z * unit, v.w - shift);
+      for (int i = 0; i < 8; ++i) {
+        const int c = i * 8 + t * 2;
+        const float4 u = scales(c), v = scales(c + 1);
+        // The polynomial takes tanh's argument as 0 to 1.
+        const float by = is_polynomial(i) ? 0.5f / kTanhRange : 1.f, to = is_polynomial(i) ? 0.5f : 0.f;
+        affine2[i] = make_uint2(packed_halves(u.x * by, v.x * by), packed_halves(fmaf(u.y, by, to), fmaf(v.y, by, to)));
+      }
+    } else {
+      const float4 u = scales(2 * lane), v = scales(2 * lane + 1);
+      table[2 * lane] = make_float4(u.x, u.y, v.x, v.y);
+      table[2 * lane + 1] = make_float4(u.w, v.w, u.z, v.z);
     }
     __syncwarp();
   }
-  // Since |tanh| <= 1, hardswish needs no clamp: h (h + 3) / 6. In powers of 2.
-  __device__ __forceinline__ static float power(float u, const float4& of, float bias) {
-    const float h = tanh_approx(fmaf(u, of.x, of.y));
-    return fmaf(h, fmaf(h, kLog2E / 6.f, kLog2E / 2.f), fmaf(u, of.z, bias));
+  __device__ __forceinline__ static float power(float h, float linear) {
+    const float root = fmaf(h, kRootScale, kRootOffset);
+    return fmaf(root, root, linear);
   }
 
-  // `store` takes the result of this lane's position, the lane's t choosing one of rows g and g + 8 of the first strip
-  // and of the second.
-  template <typename Store>
-  __device__ __forceinline__ void finish(float (&acc)[kStrips][32], bool inside, const Store& store) {
+  // Of rows g and g + 8 of the first strip and of the second.
+  struct Sums {
+    float of[2 * kStrips];
+  };
+  // Over the channels of four lanes: the one that the lane's t chooses. Every step adds two lanes and halves what they
+  // keep.
+  __device__ __forceinline__ float sum_lanes(const Sums& sums) const {
+    const float(&s)[2 * kStrips] = sums.of;
+    const bool second = lane & 2, odd = lane & 1;
+    float kept[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      kept[r] = (second ? s[2 + r] : s[r]) + __shfl_xor_sync(0xffffffffu, second ? s[r] : s[2 + r], 2);
+    }
+    return (odd ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, odd ? kept[0] : kept[1], 1);
+  }
+  __device__ __forceinline__ static bool all(bool yes) { return __builtin_expect(__all_sync(0xffffffffu, yes), 1); }
+
+  // `store` takes the result of this lane's position.
+  template <typename Store, typename Again>
+  __device__ __forceinline__ void finish(float (&acc)[kStrips][32], bool inside, const Store& store, const Again&) {
+    const float sum = sum_lanes(sums(acc));
+    if (all(!inside || (sum > 1e-30f && sum < 1e30f))) {
+      if (inside) store((log2_approx(sum) + shift) * kLn2);
+    } else {
+#pragma unroll
+      for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
+      exact(
+          [&](float(&kept)[32 * kStrips]) {
+#pragma unroll
+            for (int i = 0; i < 32 * kStrips; ++i) kept[i] = acc[i / 32][i % 32];
+          },
+          inside, store);
+    }
+  }
+  __device__ __forceinline__ Sums sums(const float (&acc)[kStrips][32]) const {
     const int t = lane & 3;
     constexpr int kRows = 2 * kStrips, kChannels = 16 / kRows, kBatches = 16 / kChannels;  // 16 values at a time
-    float s[kRows] = {}, h[16], e[16], p[16];
-    float4 of[kChannels];
+    Sums s{};
+    float h[16], e[16], p[16];
+    float4 affine[kChannels / 2];
+    float bias[kChannels], weight[kChannels];
     auto value = [&](int batch, int i) {
       const int c = batch * kChannels + i / kRows, r = i % kRows;
       return acc[r / 2][c / 2 * 4 + r % 2 * 2 + c % 2];
     };
     auto start = [&](int batch) {
 #pragma unroll
-      for (int i = 0; i < kChannels; ++i) {
-        const int c = batch * kChannels + i;
-        of[i] = table[c / 2 * 8 + t * 2 + c % 2];
+      for (int i = 0; i < kChannels; i += 2) {
+        const float4* const from = table + (batch * kChannels + i) / 2 * 8 + t * 2;
+        affine[i / 2] = from[0];
+        const float4 v = from[1];
+        bias[i] = v.x, bias[i + 1] = v.y, weight[i] = v.z, weight[i + 1] = v.w;
       }
 #pragma unroll
-      for (int i = 0; i < 16; ++i) h[i] = tanh_approx(fmaf(value(batch, i), of[i / kRows].x, of[i / kRows].y));
+      for (int i = 0; i < 16; ++i) {
+        const float4 v = affine[i / kRows / 2];
+        const bool odd = i / kRows % 2;
+        h[i] = tanh_approx(fmaf(value(batch, i), odd ? v.z : v.x, odd ? v.w : v.y));
+      }
     };
     start(0);
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        const float4 v = of[i / kRows];
-        if (batch > 0) s[i % kRows] += p[i];
-        e[i] = fmaf(h[i], fmaf(h[i], kLog2E / 6.f, kLog2E / 2.f), fmaf(value(batch, i), v.z, v.w));
+        if (batch > 0) s.of[i % kRows] += p[i];
+        e[i] = power(h[i], fmaf(value(batch, i), weight[i / kRows], bias[i / kRows]));
       }
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        p[i] = exp2_approx(e[i]);
-      }
+      for (int i = 0; i < 16; ++i) p[i] = exp2_approx(e[i]);
       if (batch + 1 < kBatches) start(batch + 1);
     }
 #pragma unroll
-    for (int i = 0; i < 16; ++i) s[i % kRows] += p[i];
-    // Every step adds two lanes and halves what they keep.
-    const bool second = t & 2, odd = t & 1;
-    float kept[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      kept[r] = (second ? s[2 + r] : s[r]) + __shfl_xor_sync(0xffffffffu, second ? s[r] : s[2 + r], 2);
-    }
-    const float sum = (odd ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, odd ? kept[0] : kept[1], 1);
-    if (__builtin_expect(__all_sync(0xffffffffu, !inside || (sum > 1e-30f && sum < 1e30f)), 1)) {
-      if (inside) store((log2_approx(sum) + shift) * kLn2);
-    } else {
+    for (int i = 0; i < 16; ++i) s.of[i % kRows] += p[i];
+    return s;
+  }
+
+  // The same of half types. `again` multiplies once more, into fp32. Pairs of channels come packed; exponentials and their sums over 16 channels are fp16 too,
+  // fp32 where `wide`.
+  template <typename Store, typename Again>
+  __device__ __forceinline__ void finish(uint32_t (&acc)[kStrips][16], bool inside, const Store& store,
+                                         const Again& again) {
+    if (folded && !wide) {
+      const float sum = sum_lanes(half_sums(acc));
+      if (all(!inside || (sum > 0x1p-4f && sum < 1e30f))) {
+        if (inside) store((log2_approx(sum) + shift) * kLn2);
+        return;
+      }
 #pragma unroll
       for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
-      exact(acc, inside, store);
+    }
+    const float sum = sum_lanes(wide_sums(acc));
+    if (all(!inside || (sum > 1e-30f && sum < 1e30f))) {
+      if (inside) store((log2_approx(sum) + shift) * kLn2);
+      wide = !all(!inside || (sum > 0x1p-3f && sum < 0x1p14f));
+    } else {
+      exact(again, inside, store);
     }
   }
 
-  // Values that leap, infinities and NaNs: rare, so small code counts for more than speed.
-  template <typename Store>
-  __device__ __forceinline__ void exact(const float (&acc)[kStrips][32], bool inside, const Store& store) {
-    float kept[32 * kStrips];  // indexed at run time, hence in local memory
+  __device__ __forceinline__ static float2 unpacked(uint32_t v) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&v));
+  }
+  __device__ __forceinline__ static uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+  }
+  __device__ __forceinline__ static uint32_t add2(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+  }
+  // The root of what hardswish of tanh adds, of a pair of channels.
+  __device__ __forceinline__ static uint32_t root2(uint32_t u, const uint2& of, bool polynomial) {
+    constexpr uint32_t kScale2 = 0x37d937d9, kOffset2 = 0x39e239e2;
+    if (!polynomial) {
+      uint32_t h;
+      asm("tanh.approx.f16x2 %0, %1;" : "=r"(h) : "r"(fma2(u, of.x, of.y)));
+      return fma2(h, kScale2, kOffset2);
+    }
+    // w (c0 + c1 w^2 + ... + c4 w^8) for w = z / (2 kTanhRange), which stays within a half.
+    uint32_t v, square;
+    asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(u), "r"(of.x), "r"(of.y));
+    const uint32_t w = add2(v, 0xb800b800);
+    asm("mul.rn.f16x2 %0, %1, %1;" : "=r"(square) : "r"(w));
+    uint32_t q = fma2(square, 0x615b615b, 0xdfcadfca);
+    q = fma2(square, q, 0x58775877);
+    q = fma2(square, q, 0xcd7fcd7f);
+    q = fma2(square, q, 0x414e414e);
+    return fma2(w, q, kOffset2);
+  }
+  // Of rows g and g + 8 of both strips: channels 8 i + 2 t and the next are pair 4 i + t of the table.
+  __device__ __forceinline__ Sums half_sums(const uint32_t (&acc)[kStrips][16]) const {
+    constexpr int kPairs = 8, kBatches = 4;  // two pairs of channels of four rows at a time
+    uint32_t s[4] = {}, root[kPairs], e[kPairs], p[kPairs];
+    auto value = [&](int batch, int i) { return acc[i % 4 / 2][(batch * 2 + i / 4) * 2 + i % 2]; };
+    auto start = [&](int batch) {
 #pragma unroll
-    for (int i = 0; i < 32 * kStrips; ++i) kept[i] = acc[i / 32][i % 32];
+      for (int i = 0; i < kPairs; ++i) {
+        const int pair = batch * 2 + i / 4;
+        root[i] = root2(value(batch, i), affine2[pair], is_polynomial(pair));
+      }
+    };
+    start(0);
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        if (batch > 0) s[i % 4] = add2(s[i % 4], p[i]);
+        e[i] = fma2(root[i], root[i], value(batch, i));
+      }
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) asm("ex2.approx.f16x2 %0, %1;" : "=r"(p[i]) : "r"(e[i]));
+      if (batch + 1 < kBatches) start(batch + 1);
+    }
+    Sums sums;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) s[i % 4] = add2(s[i % 4], p[i]);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float2 v = unpacked(s[r]);
+      sums.of[r] = v.x + v.y;
+    }
+    return sums;
+  }
+  // Each channel as fp32.
+  __device__ __forceinline__ Sums wide_sums(const uint32_t (&acc)[kStrips][16]) const {
+    Sums sums{};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int c = i * 8 + (lane & 3) * 2;
+      const float4 first = scales(c), second = scales(c + 1);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float2 u = unpacked(acc[r / 2][2 * i + r % 2]);
+        sums.of[r] += exp2_approx(power(tanh_approx(fmaf(u.x, first.x, first.y)), fmaf(u.x, first.z, first.w))) +
+                      exp2_approx(power(tanh_approx(fmaf(u.y, second.x, second.y)), fmaf(u.y, second.z, second.w)));
+      }
+    }
+    return sums;
+  }
+
+  // Values that leap, sums beyond fp16, infinities and NaNs: rare, so small code counts for more than speed. `fill_kept`
+  // fills what is indexed at run time, hence in local memory.
+  template <typename Store, typename FillKept>
+  __device__ __forceinline__ void exact(const FillKept& fill_kept, bool inside, const Store& store) {
+    float kept[32 * kStrips];
+    fill_kept(kept);
     const int t = lane & 3;
     float first = 0.f;
 #pragma unroll 1
@@ -328,7 +541,9 @@ struct PositionLse {
 #pragma unroll 1
         for (int i = 0; i < 16; ++i) {
           const int c = i / 2 * 8 + t * 2 + i % 2;
-          const float v = power(kept[r / 2 * 32 + i / 2 * 4 + r % 2 * 2 + i % 2], table[c], base[c].w);
+          const float u = kept[r / 2 * 32 + i / 2 * 4 + r % 2 * 2 + i % 2];
+          const float4 of = scales(c);
+          const float v = power(tanh_approx(fmaf(u, of.x, of.y)), fmaf(u, of.z, of.w)) + shift;
           if (pass == 0) {
             top = fmaxf(top, v);
           } else {
@@ -348,7 +563,8 @@ struct PositionLse {
       if (r == 0) first = s;
     }
     first = __shfl_sync(0xffffffffu, first, 0);
-    shift = fabsf(first) < 1e30f ? first : 0.f;
+    // fp16 has more room above than below.
+    shift = fabsf(first) < 1e30f ? first - (kHalfSums ? 4.f : 0.f) : 0.f;
     fill();
   }
 };
@@ -390,8 +606,8 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
     conv_narrow_positions_kernel(const __grid_constant__ NarrowParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename ConvMathTraits<kMath>::Element;
-  constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16 : WgmmaType::kFp16;
-  constexpr bool kScaled = kMath == ConvMath::kTf32;
+  using Math = PositionMath<kMath, kLse>;
+  constexpr bool kScaled = Math::kScaled, kHalfSums = Math::kHalfSums;
   constexpr int kProducers = position_producers(kLse), kConsumers = position_consumers(kLse);
   constexpr int kColumns = 64, kWarps = kConsumers * 4, kStrips = kPositionStrips;
   constexpr int kLoaders = 128 * kProducers, kThreads = kLoaders + 32 * kWarps;
@@ -440,6 +656,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
     reinterpret_cast<int*>(smem + layout.chunks)[chunk] = type < plan.types ? at * 16 : 0;
   }
   if (tid == kThreads - 64) {
+    reinterpret_cast<int*>(smem + layout.maxima)[7] = 1;
 #pragma unroll 1
     for (int stage = 0; stage < plan.stages; ++stage) {
       barrier_init(full + stage, kLoaders);
@@ -453,7 +670,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
 
   if (tid < kLoaders) {
     set_registers<kRegisters.x, false>();
-    position_tiles<kMath, kLoaders>(p, layout, smem, n, group, cursor, tile_count);
+    position_tiles<kMath, kLoaders, kLse>(p, layout, smem, n, group, cursor, tile_count);
   } else {
     set_registers<kRegisters.y, true>();
     // Kept in registers: the compiler would compute them again and again.
@@ -465,16 +682,19 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
     const int warp = __shfl_sync(0xffffffffu, tid / 32 - kLoaders / 32, 0);  // among the computing ones
     const int warpgroup = warp / 4;
     const int own_strip = keep(tid / 32 % 4 * kStrips);  // not known to be the same: uniform registers are slow
-    auto use = [](float (&acc)[kStrips][32]) {
+    using Acc = std::conditional_t<kHalfSums, uint32_t[kStrips][16], float[kStrips][32]>;
+    auto use = [](Acc& acc) {
 #pragma unroll
       for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);
     };
     uint32_t* const weights = smem + layout.weights;
-    position_weights<kMath, kSteps, kWarps>(p, weights, unscale, group, c_begin, c_valid, warp, lane);
+    int* const folds = reinterpret_cast<int*>(smem + layout.maxima) + 7;
+    position_weights<kMath, kSteps, kWarps, kLse>(p, weights, unscale, group, c_begin, c_valid, warp, lane, folds);
     wgmma_fence_shared();
     named_barrier(1, kWarps * 32);
 
-    PositionLse lse;
+    const bool has_constant = plan.k_words < 8 * kSteps;
+    PositionLse<kMath> lse;
     PositionSums sums;
     if constexpr (kLse) {
       wait_for_prerequisites();  // the table of norms; everything else was there before them
@@ -485,12 +705,25 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
           const float bias = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c]) : 0.f;
           const float4 norm = static_cast<const float4*>(p.norm_table)[n * p.c_out_total + c];
           const float norm_scale = norm.y * norm.z;
-          v = make_float4(norm_scale * unscale[c], fmaf(bias - norm.x, norm_scale, norm.w), unscale[c] * lse.kLog2E,
-                          bias * lse.kLog2E);
+          // Weights of half types are in powers of 2.
+          const float to_norm = kHalfSums ? 1.f / lse.kLog2E : 1.f, to_powers = kHalfSums ? 1.f : lse.kLog2E;
+          v = make_float4(norm_scale * to_norm * unscale[c], fmaf(bias - norm.x, norm_scale, norm.w),
+                          unscale[c] * to_powers, fmaf(bias, lse.kLog2E, -lse.kSquared));
+        }
+        if constexpr (kHalfSums) {
+          // What the last chunk is multiplied by: the bias, and -1 for the shift.
+          const bool fits = fabsf(v.w) < lse.kMostFolded;
+          if (c < c_valid && !fits) *folds = 0;
+          const float to_bias = c < c_valid ? fits ? v.w : 0.f : -lse.kMostFolded;
+          const float high = __half2float(__float2half_rn(to_bias));
+          uint32_t* const to = weights + (((kSteps - 1) * 8 + c / 8) * 2 + 1) * 32 + c % 8 * 4;
+          if (has_constant) to[0] = packed_halves(high, to_bias - high), to[1] = 0xbc00bc00;
         }
         tables[c] = v;
       }
+      if (kHalfSums) wgmma_fence_shared();
       named_barrier(1, kWarps * 32);
+      lse.folds = kHalfSums && has_constant && *folds != 0;
       lse.base = tables;
       lse.table = tables + (warp + 1) * kColumns;
       lse.lane = lane;
@@ -599,7 +832,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
       read_entries(job, ahead);
       return true;
     };
-    auto multiply = [&](float (&acc)[kStrips][32], const Strip(&strips)[kStrips]) {
+    auto multiply = [&](Acc& acc, const Strip(&strips)[kStrips]) {
 #pragma unroll
       for (int half = 0; half < kStrips; ++half) {
 #pragma unroll
@@ -612,12 +845,19 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
           }
           // The last chunk is a constant, which is what the pivots are multiplied by.
           if (!kLse && batch + kBatch == kSteps) a[kBatch - 1][2] = a[kBatch - 1][3] = pivot_by;
+          if (kHalfSums && batch + kBatch == kSteps && has_constant) {
+            a[kBatch - 1][2] = a[kBatch - 1][3] = lse.constants;
+          }
 #pragma unroll
           for (int i = 0; i < 4 * kBatch; ++i) asm volatile("" : "+r"(a[i / 4][i % 4]));
           wgmma_fence();
 #pragma unroll
           for (int i = 0; i < kBatch; ++i) {
-            wgmma<kType, kColumns>(acc[half], a[i], b_first + (batch + i) * 128, batch + i > 0);
+            if constexpr (kHalfSums) {
+              wgmma_half_sums(acc[half], a[i], b_first + (batch + i) * 128, batch + i > 0);
+            } else {
+              wgmma<Math::kType, kColumns>(acc[half], a[i], b_first + (batch + i) * 128, batch + i > 0);
+            }
           }
           wgmma_commit();
           if (batch + kBatch < kSteps) {  // for the registers of A
@@ -627,8 +867,26 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
         }
       }
     };
+    // The same for this warp alone and summed in fp32: of each strip, 8 channels after the other, as wgmma has them.
+    [[maybe_unused]] auto multiply_again = [&](float (&kept)[32 * kStrips], const Strip(&strips)[kStrips]) {
+#pragma unroll 1
+      for (int i = 0; i < 8 * kStrips; ++i) {
+        const uint32_t from = i < 8 ? strips[0].address : strips[kStrips - 1].address;
+        float c[4] = {};
+#pragma unroll 1
+        for (int step = 0; step < kSteps; ++step) {
+          uint32_t a[4], b[4];
+          load_matrices(a, from + chunk_table[2 * step] + own_row);
+          if (kHalfSums && step == kSteps - 1 && has_constant) a[2] = a[3] = lse.constants;
+          load_matrices(b, shared_address(weights) + (step * 8 + i % 8) * 256 + (lane & 15) * 16);  // two of them twice
+          mma_fp16(c, a, b[0], b[1]);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) kept[i * 4 + k] = c[k];
+      }
+    };
     const int64_t y_first = n * p.y_stride_n;
-    auto epilogue = [&](float (&acc)[kStrips][32], const Strip(&strips)[kStrips]) {
+    auto epilogue = [&](Acc& acc, const Strip(&strips)[kStrips]) {
       if constexpr (kLse) {
         // The position that this lane finishes.
         const Strip& last = strips[kStrips - 1];
@@ -636,12 +894,12 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
         const int at = g + (t & 1) * 8;
         const int64_t y_at = y_first + (second ? last.offset : strips[0].offset) + at;
         lse.finish(acc, at < (second ? last.width : strips[0].width), [&](float v) {
-          if (!kScaled && p.y_rounded) {
+          if (!Math::kFp32 && p.y_rounded) {
             static_cast<Element*>(p.y)[y_at] = from_acc<Element>(v);
           } else {
             static_cast<float*>(p.y)[y_at] = v;
           }
-        });
+        }, [&](float (&kept)[32 * kStrips]) { multiply_again(kept, strips); });
       } else {
 #pragma unroll
         for (int half = 0; half < kStrips; ++half) {
@@ -656,7 +914,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
       }
     };
 
-    float acc[kStrips][32];
+    Acc acc;
     Strip strips[kStrips];
     enter_tile();
     barrier_wait(full, 0);

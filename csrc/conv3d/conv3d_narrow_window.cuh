@@ -178,14 +178,16 @@ __device__ __forceinline__ uint32_t loaders_max(float mine, uint32_t* maxima) {
 }
 
 // The scale for values of which the largest finite one is `bits`. True where the old one stays: the largest is finite
-// in fp16 then and has bits to spare below it. Else it comes below 2^11, or the scale is as much above the lowest one
-// that there was as sums of squares bear.
+// in fp16 then, or below a limit, and has bits to spare below it. Else it comes below 2^11 (2^7 where there is a limit),
+// or the scale is as much above the lowest one that there was as sums of squares bear.
 inline constexpr float kWindowRange = 65536.f;
-__device__ __forceinline__ bool scale_of_window(uint32_t bits, float* scale, float* lowest) {
+__device__ __forceinline__ bool scale_of_window(uint32_t bits, float* scale, float* lowest, float low = 2.f,
+                                                float limit = INFINITY) {
   const uint32_t exponent = min(max(bits >> 23, 15u), 254u);
-  const float fitting = fminf(__uint_as_float((264 - exponent) << 23), *lowest * kWindowRange);
+  const uint32_t top = limit < 65504.f ? 260 : 264;
+  const float fitting = fminf(__uint_as_float((top - exponent) << 23), *lowest * kWindowRange);
   const float scaled = __uint_as_float(bits) * *scale;
-  const bool stays = (scaled >= 2.f && scaled < 65504.f) || fitting == *scale;
+  const bool stays = (scaled >= low && scaled < fminf(limit, 65504.f)) || fitting == *scale;
   if (!stays) *scale = fitting;
   *lowest = fminf(*lowest, *scale);
   return stays;
