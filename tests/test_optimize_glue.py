@@ -483,7 +483,7 @@ def test_compiled_upsampling_keeps_the_format_that_the_model_computes_in(device)
         expected = model(x)
         glue.find(model, lambda: model(x), lambda name: "", always=True)
     y, calls = compiled_nodes(model, x)
-    assert [name for name, _ in calls if "upsample" in name] == ["kgopt.upsample_nearest"]  # of three dims alone
+    assert not any("interpolate" in name for name, _ in calls)  # but views
     assert y.is_contiguous(memory_format=torch.channels_last_3d)
     assert torch.equal(y, expected)
     with torch.enable_grad():  # PyTorch's, which have gradients
@@ -501,5 +501,15 @@ def test_compiled_upsampling_keeps_the_format_that_the_model_computes_in(device)
         assert torch.equal(torch.compile(model, backend=backend)(x), expected)
     assert dense == [True]  # channels are its last dim, so that they are innermost whatever the compiler does
     state = model[0].__dict__["_kgopt_glue"]
-    state.kinds = ()  # as where it was not always the faster one
-    assert not any("upsample" in name for name, _ in compiled_nodes(model, x)[1])
+    state.kinds = ()  # as in a model that does not keep the format
+    assert sum("interpolate" in name for name, _ in compiled_nodes(model, x)[1]) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nearest_upsampling_as_views_has_the_bits_of_pytorch(dtype, device):
+    for shape in SHAPES[1:3]:
+        x = draw(shape, dtype, True, device)
+        for factors in ((2,) * (x.dim() - 2), (3, *(1,) * (x.dim() - 4), 2)):
+            y = glue._nearest_of_views(x, factors)
+            assert torch.equal(y, F.interpolate(x, scale_factor=tuple(map(float, factors))))
+            assert y.is_contiguous(memory_format=FORMATS[x.dim()])

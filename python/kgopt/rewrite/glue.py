@@ -648,7 +648,7 @@ class GlueState:
     faster: dict[Any, str] = field(default_factory=dict)  # by Call.key: the option that is; "": PyTorch's
     plans: dict[Any, ConvPlan] = field(default_factory=dict)  # of a convolution module, by x's shape, strides, ...
     # For compiled code: of a convolution module, the option that was always the fastest, by x.is_contiguous(); of any
-    # module, the kinds of calls of which every one was faster.
+    # module, the kinds of calls that _Upsample replaces.
     always: dict[bool, str] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
     carrier: carry.Carrier = field(default_factory=carry.Carrier)
@@ -679,8 +679,21 @@ class _Replace(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _nearest_of_views(x: Tensor, factors: Sequence[int]) -> Tensor:
+    """:func:`upsample_nearest` of a channels_last tensor, as views and one copy.
+
+    A compiler has the join or the padding behind it read x itself; on its own the copy takes as long as kgopt's op.
+    """
+    count, *sizes, channels = x.movedim(1, -1).shape
+    single = [n for size in sizes for n in (size, 1)]
+    repeated = [n for pair in zip(sizes, factors, strict=True) for n in pair]
+    whole = [size * factor for size, factor in zip(sizes, factors, strict=True)]
+    y = x.movedim(1, -1).reshape(count, *single, channels).expand(count, *repeated, channels)
+    return y.reshape(count, *whole, channels).movedim(-1, 1)
+
+
 class _Upsample(TorchFunctionMode):
-    """In compiled code: upsampling by kgopt's op, and joins, whose results keep channels_last.
+    """In compiled code: upsampling and joins whose results keep channels_last.
 
     The compiler's own give contiguous tensors of three spatial dims, which the next convolution has converted.
     """
@@ -696,12 +709,10 @@ class _Upsample(TorchFunctionMode):
             if call is not None and _is_channels_last(call.x):
                 if call.kind == "linear" and "linear" in self.kinds:
                     return _OPS.upsample_linear(call.x)
-                if call.x.dim() != 5 or "nearest" not in self.kinds:
-                    return func(*args, **kwargs)
-                if call.kind == "nearest":
-                    return _OPS.upsample_nearest(call.x, list(call.argument))
-                if call.kind == "cat":  # of tensors whose innermost dim is their last
-                    dim = (0, 4, 1, 2, 3)[call.argument[0]]
+                if call.kind == "nearest" and "nearest" in self.kinds:
+                    return _nearest_of_views(call.x, call.argument)
+                if call.kind == "cat" and call.x.dim() == 5 and "nearest" in self.kinds:
+                    dim = (0, 4, 1, 2, 3)[call.argument[0]]  # of tensors whose innermost dim is their last
                     return torch.cat([t.movedim(1, -1) for t in (call.x, *call.more)], dim).movedim(-1, 1)
         return func(*args, **kwargs)
 
@@ -842,21 +853,21 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
         state.always = {}
         for (*_, contiguous), option in state.faster.items():
             state.always[contiguous] = option if state.always.get(contiguous, option) == option else ""
-        state.kinds = _always_faster(state.faster)
+        state.kinds = _compiled_kinds(state.faster)
         state.plans.clear()
         count += sum(map(bool, verdicts.values()))
     return count
 
 
-def _always_faster(faster: dict[Any, str]) -> tuple[str, ...]:
+def _compiled_kinds(faster: dict[Any, str]) -> tuple[str, ...]:
     """For GlueState.kinds: among the calls that _Upsample and sums replace, those of channels_last tensors.
 
-    Of nearest upsampling those of three dims: the compiler writes others as fast.
+    Nearest upsampling is the compiler's own in either case: what matters is that its result may be channels_last.
     """
     found: dict[str, bool] = {}
-    for (kind, _, keeps, shape, *_, contiguous), how in faster.items():
-        if not contiguous and (kind == "linear" or (kind == "nearest" and len(shape) == 5)):
-            found[kind] = found.get(kind, True) and keeps and bool(how)
+    for (kind, _, keeps, *_, contiguous), how in faster.items():
+        if not contiguous and kind in ("linear", "nearest"):
+            found[kind] = found.get(kind, True) and keeps and (kind == "nearest" or bool(how))
     return tuple(kind for kind, always in found.items() if always)
 
 
