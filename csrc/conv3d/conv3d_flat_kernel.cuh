@@ -164,12 +164,18 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       wait_for_prerequisites();
       const int step_h = plan.dilation[1] * plan.out[2], step_d = plan.dilation[0] * plan.plane;
       StageCursor s;
-      int last_n = 0;
+      int last_n = -1, gone = 0;  // copies of x that outputs of the samples so far overwrite
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
         const FlatTile t = flat_tile<kN>(plan, tile);
-        if (p.x_in_y && t.n != last_n && t.n >= 2) {  // what this tile overwrites was of samples that far back
-          await_all_blocks(p, t.n - 2);
-          async_proxy_fence();
+        if (p.x_in_y && t.n != last_n) {  // the copies that this tile overwrites must have been read
+          const int64_t end = (t.n + 1) * sample_elements * int64_t(sizeof(Element)) - p.x_in_y_at;
+          const int before = gone;
+          while (gone < p.x_split && gone * plan.sample_bytes < end) ++gone;
+          const int last = min(gone - 1, t.n - 2);  // a copy of the sample before is waited for where tiles are stored
+          if (gone > before && last >= 0) {
+            await_all_blocks(p, last);
+            async_proxy_fence();
+          }
         }
         last_n = t.n;
         const bool tail = t.n >= p.x_split;
@@ -265,12 +271,11 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         if (helper == 0) {
           while (true) {
             if (publish()) continue;
-            if (n < merged && __all_sync(0xffffffff, load_acquire(p.arrived + n) == gridDim.x)) break;
+            if (n < merged && __all_sync(0xffffffff, load_relaxed(p.arrived + n) == gridDim.x)) break;
             __nanosleep(100);
           }
+          load_acquire(p.arrived + n);
         }
-        named_barrier(3, kFlatHelpers * 32);
-        make_flat_table(p, n, share, table, helper, kFlatHelpers);
         named_barrier(3, kFlatHelpers * 32);
         async_proxy_fence();
         uint4* const sample = reinterpret_cast<uint4*>(static_cast<char*>(p.y) + n * sample_elements * sizeof(Element));
@@ -287,6 +292,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         };
         if (lane == 0) bulk_store_wait_read<0>();
         for (int i = 0; i < kAhead; ++i) load();
+        make_flat_table(p, n, share, table, helper, kFlatHelpers);  // while these come
+        named_barrier(3, kFlatHelpers * 32);
         int buffer = 0;
         for (int piece = first; piece < share.end; piece += step) {
           // The next goes where the piece before the last was, which may still be on its way out.

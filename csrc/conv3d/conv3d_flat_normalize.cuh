@@ -164,7 +164,8 @@ __device__ __forceinline__ int claim_flat_sample(uint32_t* claim, bool from_firs
 }
 
 __device__ __forceinline__ void await_all_blocks(const FlatParams& p, int sample) {
-  while (load_acquire(p.arrived + sample) != gridDim.x) __nanosleep(100);
+  while (load_relaxed(p.arrived + sample) != gridDim.x) __nanosleep(100);
+  load_acquire(p.arrived + sample);  // once: it takes what the multiprocessor's L1 holds
 }
 
 #endif

@@ -67,6 +67,7 @@ struct alignas(64) FlatParams {
   int n, c_out, groups;
   int x_split;
   bool x_in_y;  // the copy of x lies where the output of later samples goes
+  int64_t x_in_y_at;  // from this byte of the output on
   // How many samples later at least. With 1, tiles of a sample are stored when all of the one before have been read.
   int x_ahead;
   bool relu;
