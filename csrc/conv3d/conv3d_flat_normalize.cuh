@@ -1,8 +1,8 @@
 // Moments of a flat convolution's tiles, and the norm of a sample while later samples are computed.
 //
-// A thread keeps the moments of its channels over the tiles of a sample that its block computes. A block that has stored
-// its tiles of a sample merges them by groups, leaves them in memory and counts itself in; when all have, any warp of
-// any block can normalize pieces of the sample, in place.
+// A thread keeps the moments of its channels over the tiles of a sample that its block computes. A block that has
+// stored its tiles of a sample merges them by groups, leaves them in memory and counts itself in; when all have, any
+// warp of any block can normalize pieces of the sample, in place.
 #pragma once
 
 #include <cuda_runtime.h>
