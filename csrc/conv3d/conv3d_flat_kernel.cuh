@@ -3,10 +3,10 @@
 //
 // D[channel][q] = sum over taps and input channels of w[tap][channel][:] x[q + shift(tap)][:], 128 channels by a run of
 // positions a tile, half of the channels for each computing warpgroup; x is the padded copy of conv3d_flat_params.h, so
-// that a tap is another first row of the same stage in shared memory. Weights come through a ring for each warpgroup: one
-// then goes on at the tensor cores' full rate while the other stores its outputs. Accumulators hold neighbouring
-// positions of a channel, as the contiguous output wants them. The warps beside the two that load normalize earlier
-// samples, which lie in L2; all warps together take the last.
+// that a tap is another first row of the same stage in shared memory. Weights come through a ring for each warpgroup:
+// one then goes on at the tensor cores' full rate while the other stores its outputs. Accumulators hold neighbouring
+// positions of a channel, as the contiguous output wants them. Of the warps that do not compute, one loads and the
+// others normalize earlier samples, which lie in L2; all warps together take the last.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -162,79 +162,97 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     if (warp == 0) {
       if (lane != 0) return;
       wait_for_prerequisites();
-      const int step_h = plan.dilation[1] * plan.out[2], step_d = plan.dilation[0] * plan.plane;
-      StageCursor s;
-      int last_n = 0;
-      for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
-        const FlatTile t = flat_tile<kN>(plan, tile);
-        if (p.x_in_y && t.n != last_n && t.n >= 2) {  // what this tile overwrites was of samples that far back
-          await_all_blocks(p, t.n - 2);
-          async_proxy_fence();
-        }
-        last_n = t.n;
-        const bool tail = t.n >= p.x_split;
-        for (int kd = t.kd.first; kd < t.kd.end; ++kd) {
-          for (int chunk = 0; chunk < plan.chunks; ++chunk) {
-            for (int part = 0; part < kParts; ++part) {
-              for (int group = 0; group < groups_h; ++group) {
-                barrier_wait(x_empty + s.stage, s.parity ^ 1);
-                barrier_expect_bytes(x_full + s.stage, plan.boxes * plan.box_rows * kFlatRowBytes);
-                const uint32_t to = shared_address(smem) + s.stage * x_bytes;
-                const int slot = t.q0 - plan.reach + kd * step_d + group * step_h;
-                for (int box = 0; box < plan.boxes; ++box) {
-                  tensor_load_3d(to + box * plan.box_rows * kFlatRowBytes, tail ? p.x_tail_map : p.x_map,
-                                 (part * plan.chunks + chunk) * (kFlatRowBytes / int(sizeof(Element))),
-                                 slot + box * plan.box_rows, tail ? t.n - p.x_split : t.n, x_full + s.stage);
-                }
-                s.advance(plan.x_stages);
-              }
-            }
-          }
-        }
-      }
-    } else if (warp == 1) {
-      if (lane != 0) return;
-      wait_for_prerequisites();
       const uint64_t policy = evict_normal_policy();
       const int images = plan.taps[1] * plan.taps[2] * kParts;  // of a tap of the depth and a chunk
       // The low part of x meets high parts of weights only.
       const int loads = kParts == 2 ? images / 2 * 3 : images;
+      const int step_h = plan.dilation[1] * plan.out[2], step_d = plan.dilation[0] * plan.plane;
       struct Ring {
         StageCursor s;
         int tile = blockIdx.x, groups = 0, load = 0;
         const char* group = nullptr;
       } rings[kHopperConsumers];
-      // Whichever has room: a ring never waits for the other.
-      bool left = true;
-      while (left) {
-        bool waits = true;
-        left = false;
-#pragma unroll
-        for (int i = 0; i < kHopperConsumers; ++i) {
-          Ring& ring = rings[i];
-          if (ring.groups == 0) {
-            if (ring.tile >= int(plan.tiles)) continue;
-            const FlatTile t = flat_tile<kN>(plan, ring.tile);
-            ring.tile += gridDim.x;
-            ring.groups = (t.kd.end - t.kd.first) * plan.chunks;
-            ring.group = static_cast<const char*>(p.packed) + i * kFlatHalfBytes +
-                         int64_t(t.m_tile * plan.taps[0] + t.kd.first) * plan.chunks * images * kFlatWeightBytes;
-          }
-          left = true;
-          uint64_t* const full = w_full + i * kFlatMaxStages + ring.s.stage;
-          if (!barrier_test(full + (w_empty - w_full), ring.s.parity ^ 1)) continue;
-          waits = false;
-          const int image = ring.load < images ? ring.load : (ring.load - images) * 2;
-          barrier_expect_bytes(full, kFlatHalfBytes);
-          bulk_load(smem + layout.weights + i * w_ring_bytes + ring.s.stage * kFlatHalfBytes,
-                    ring.group + image * kFlatWeightBytes, kFlatHalfBytes, full, policy);
-          ring.s.advance(plan.w_stages);
-          if (++ring.load == loads) {
-            ring.load = 0, --ring.groups;
-            ring.group += images * kFlatWeightBytes;
-          }
+      bool left = true;  // something to load
+      auto feed_weights = [&](auto of_ring) {
+        constexpr int i = decltype(of_ring)::value;
+        Ring& ring = rings[i];
+        if (ring.groups == 0) {
+          if (ring.tile >= int(plan.tiles)) return false;
+          const FlatTile t = flat_tile<kN>(plan, ring.tile);
+          ring.tile += gridDim.x;
+          ring.groups = (t.kd.end - t.kd.first) * plan.chunks;
+          ring.group = static_cast<const char*>(p.packed) + i * kFlatHalfBytes +
+                       int64_t(t.m_tile * plan.taps[0] + t.kd.first) * plan.chunks * images * kFlatWeightBytes;
         }
-        if (waits) __nanosleep(64);
+        left = true;
+        uint64_t* const full = w_full + i * kFlatMaxStages + ring.s.stage;
+        if (!barrier_test(full + (w_empty - w_full), ring.s.parity ^ 1)) return false;
+        const int image = ring.load < images ? ring.load : (ring.load - images) * 2;
+        barrier_expect_bytes(full, kFlatHalfBytes);
+        bulk_load(smem + layout.weights + i * w_ring_bytes + ring.s.stage * kFlatHalfBytes,
+                  ring.group + image * kFlatWeightBytes, kFlatHalfBytes, full, policy);
+        ring.s.advance(plan.w_stages);
+        if (++ring.load == loads) {
+          ring.load = 0, --ring.groups;
+          ring.group += images * kFlatWeightBytes;
+        }
+        return true;
+      };
+      struct {
+        StageCursor s;
+        int tile = blockIdx.x, n = -1, slot = 0, kd = 0, part = 0, group = 0;  // kd: how many are left
+        int gone = 0;     // copies of x that outputs of the samples so far overwrite
+        int awaits = -1;  // the last of them, where not all blocks are known to have read it
+      } xs;
+      auto feed_x = [&] {
+        if (xs.kd == 0) {
+          if (xs.tile >= int(plan.tiles)) return false;
+          const FlatTile t = flat_tile<kN>(plan, xs.tile);
+          xs.tile += gridDim.x;
+          xs.kd = t.kd.end - t.kd.first;
+          xs.slot = t.q0 - plan.reach + t.kd.first * step_d;
+          if (p.x_in_y && t.n != xs.n) {  // the copies that this tile overwrites must have been read
+            const int64_t end = (t.n + 1) * sample_elements * int64_t(sizeof(Element)) - p.x_in_y_at;
+            const int before = xs.gone;
+            while (xs.gone < p.x_split && xs.gone * plan.sample_bytes < end) ++xs.gone;
+            // A copy of the sample before is waited for where tiles are stored.
+            if (xs.gone > before) xs.awaits = min(xs.gone - 1, t.n - 2);
+          }
+          xs.n = t.n;
+        }
+        left = true;
+        if (xs.awaits >= 0) {
+          if (load_relaxed(p.arrived + xs.awaits) != gridDim.x) return false;
+          load_acquire(p.arrived + xs.awaits);
+          async_proxy_fence();
+          xs.awaits = -1;
+        }
+        if (!barrier_test(x_empty + xs.s.stage, xs.s.parity ^ 1)) return false;
+        barrier_expect_bytes(x_full + xs.s.stage, plan.boxes * plan.box_rows * kFlatRowBytes);
+        const uint32_t to = shared_address(smem) + xs.s.stage * x_bytes;
+        const bool tail = xs.n >= p.x_split;
+        // Parts change before chunks.
+        const int column = kParts == 1 ? xs.part : xs.part % 2 * plan.chunks + xs.part / 2;
+        for (int box = 0; box < plan.boxes; ++box) {
+          tensor_load_3d(to + box * plan.box_rows * kFlatRowBytes, tail ? p.x_tail_map : p.x_map,
+                         column * (kFlatRowBytes / int(sizeof(Element))),
+                         xs.slot + xs.group * step_h + box * plan.box_rows, tail ? xs.n - p.x_split : xs.n,
+                         x_full + xs.s.stage);
+        }
+        xs.s.advance(plan.x_stages);
+        if (++xs.group == groups_h) {
+          xs.group = 0;
+          if (++xs.part == plan.chunks * kParts) xs.part = 0, --xs.kd, xs.slot += step_d;
+        }
+        return true;
+      };
+      // Whichever has room: neither a ring nor x waits for the others.
+      while (left) {
+        left = false;
+        bool fed = feed_weights(std::integral_constant<int, 0>());
+        fed |= feed_weights(std::integral_constant<int, 1>());
+        fed |= feed_x();
+        if (!fed) __nanosleep(32);
       }
     } else {
       const int helper = warp - (4 - kFlatHelpers);
@@ -265,12 +283,11 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         if (helper == 0) {
           while (true) {
             if (publish()) continue;
-            if (n < merged && __all_sync(0xffffffff, load_acquire(p.arrived + n) == gridDim.x)) break;
+            if (n < merged && __all_sync(0xffffffff, load_relaxed(p.arrived + n) == gridDim.x)) break;
             __nanosleep(100);
           }
+          load_acquire(p.arrived + n);
         }
-        named_barrier(3, kFlatHelpers * 32);
-        make_flat_table(p, n, share, table, helper, kFlatHelpers);
         named_barrier(3, kFlatHelpers * 32);
         async_proxy_fence();
         uint4* const sample = reinterpret_cast<uint4*>(static_cast<char*>(p.y) + n * sample_elements * sizeof(Element));
@@ -287,6 +304,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         };
         if (lane == 0) bulk_store_wait_read<0>();
         for (int i = 0; i < kAhead; ++i) load();
+        make_flat_table(p, n, share, table, helper, kFlatHelpers);  // while these come
+        named_barrier(3, kFlatHelpers * 32);
         int buffer = 0;
         for (int piece = first; piece < share.end; piece += step) {
           // The next goes where the piece before the last was, which may still be on its way out.

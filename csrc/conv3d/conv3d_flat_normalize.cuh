@@ -1,8 +1,8 @@
 // Moments of a flat convolution's tiles, and the norm of a sample while later samples are computed.
 //
-// A thread keeps the moments of its channels over the tiles of a sample that its block computes. A block that has stored
-// its tiles of a sample merges them by groups, leaves them in memory and counts itself in; when all have, any warp of
-// any block can normalize pieces of the sample, in place.
+// A thread keeps the moments of its channels over the tiles of a sample that its block computes. A block that has
+// stored its tiles of a sample merges them by groups, leaves them in memory and counts itself in; when all have, any
+// warp of any block can normalize pieces of the sample, in place.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -164,7 +164,8 @@ __device__ __forceinline__ int claim_flat_sample(uint32_t* claim, bool from_firs
 }
 
 __device__ __forceinline__ void await_all_blocks(const FlatParams& p, int sample) {
-  while (load_acquire(p.arrived + sample) != gridDim.x) __nanosleep(100);
+  while (load_relaxed(p.arrived + sample) != gridDim.x) __nanosleep(100);
+  load_acquire(p.arrived + sample);  // once: it takes what the multiprocessor's L1 holds
 }
 
 #endif

@@ -13,13 +13,13 @@
 
 namespace kgopt {
 
-inline constexpr int kFlatChannels = 128;  // output channels of a tile
+inline constexpr int kFlatChannels = 128;                                   // output channels of a tile
 inline constexpr int kFlatHalfChannels = kFlatChannels / kHopperConsumers;  // of a warpgroup
 inline constexpr int kFlatRowBytes = 128;  // of a slot's channels in shared memory: a chunk
 inline constexpr int kFlatMaxStages = 8;
-inline constexpr int kFlatHelpers = 2;        // warps that normalize
+inline constexpr int kFlatHelpers = 3;        // warps that normalize
 inline constexpr int kFlatPieceBytes = 2048;  // what one of them normalizes at a time
-inline constexpr int kFlatPieces = 6;         // that it has under way
+inline constexpr int kFlatPieces = 4;         // that it has under way
 
 struct FlatPlan {
   const char* refusal = nullptr;
@@ -66,7 +66,8 @@ struct alignas(64) FlatParams {
   Dtype affine_dtype;
   int n, c_out, groups;
   int x_split;
-  bool x_in_y;  // the copy of x lies where the output of later samples goes
+  bool x_in_y;        // the copy of x lies where the output of later samples goes
+  int64_t x_in_y_at;  // from this byte of the output on
   // How many samples later at least. With 1, tiles of a sample are stored when all of the one before have been read.
   int x_ahead;
   bool relu;

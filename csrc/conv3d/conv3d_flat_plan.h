@@ -21,8 +21,7 @@ struct FlatSmemLayout {
   int total;
 };
 
-inline constexpr int kFlatBarriers =
-    2 * (1 + kHopperConsumers) * kFlatMaxStages + 1 + 4 + kFlatPieces * kFlatHelpers;
+inline constexpr int kFlatBarriers = 2 * (1 + kHopperConsumers) * kFlatMaxStages + 1 + 4 + kFlatPieces * kFlatHelpers;
 
 // Of a sample's tiles with fewer taps, the first one's place in the order of its tiles.
 KGOPT_HD int flat_short_place(int step, int n, const FlatPlan& p) {

@@ -279,8 +279,9 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   const int64_t size = dtype_size(shape.dtype);
   const int64_t y_sample = shape.c_out * shape.out[0] * shape.out[1] * shape.out[2] * size;
-  const bool x_in_y = shape.n > 2 && y_sample >= plan.sample_bytes + 128;
-  const int x_ahead = plan.parts == 2 ? 1 : 2;
+  // With as many samples in the workspace, no block waits for tiles of the round before its own.
+  const int x_ahead = plan.parts == 2 ? 1 : 3;
+  const bool x_in_y = shape.n > std::max(2, x_ahead) && y_sample >= plan.sample_bytes + 128;
   const int64_t split = x_in_y ? shape.n - x_ahead : 0;
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(plan.packed_bytes);
@@ -315,7 +316,8 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   in.stride_n = a.x.stride(0);
   in.stride_c = a.x.stride(1);
   spatial_strides(a.x, a.rank, in.stride);
-  in.copy = y + (shape.n * y_sample - split * plan.sample_bytes) / 128 * 128;
+  const int64_t x_in_y_at = (shape.n * y_sample - split * plan.sample_bytes) / 128 * 128;
+  in.copy = y + x_in_y_at;
   in.tail_copy = workspace.at<void>(copy);
   in.x_split = static_cast<int>(split);
   in.n = pack.n;
@@ -340,6 +342,7 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   p.groups = static_cast<int>(norm.groups);
   p.x_split = in.x_split;
   p.x_in_y = x_in_y;
+  p.x_in_y_at = x_in_y_at;
   p.x_ahead = x_ahead;
   p.relu = true;
   p.eps = static_cast<float>(norm.eps);
