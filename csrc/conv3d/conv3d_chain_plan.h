@@ -169,6 +169,7 @@ inline ChainPlan plan_chain(const ConvProblem& q, const DeviceLimits& limits) {
   const bool lse = q.epilogue == ConvEpilogue::kResidualLse;
   if (!lse && q.epilogue != ConvEpilogue::kStats) return refuse("it ends in a mean or in logsumexp");
   if (lse && q.out[0] != 1) return refuse("logsumexp of a depth other than 1");
+  if (q.n < 1 || q.c_in < 1 || q.c_out < 1) return refuse("an empty tensor");
   if (q.c_out > 1024) return refuse("more than 1024 output channels");
   int64_t taps = 1;
   for (int i = 0; i < 3; ++i) {
