@@ -166,12 +166,13 @@ inline ChainPlan plan_chain(const ConvProblem& q, const DeviceLimits& limits) {
   const int most_blocks = std::min(limits.cluster_blocks, kChainMaxBlocks);
   if (!limits.has_wgmma || most_blocks < 1) return refuse("clusters need compute capability 9.0 and code built for it");
   if (q.norm_groups < 1) return refuse("no GroupNorm behind it");
+  if (q.n < 1) return refuse("an empty batch");
   if (q.transposed) return refuse("a transposed convolution");
   if (q.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   const bool lse = q.epilogue == ConvEpilogue::kResidualLse;
   if (!lse && q.epilogue != ConvEpilogue::kStats) return refuse("it ends in a mean or in logsumexp");
   if (lse && q.out[0] != 1) return refuse("logsumexp of a depth other than 1");
-  if (q.n < 1 || q.c_in < 1 || q.c_out < 1) return refuse("an empty tensor");
+  if (q.c_in < 1 || q.c_out < 1) return refuse("no channels");
   if (q.c_out > 1024) return refuse("more than 1024 output channels");
   int64_t taps = 1;
   for (int i = 0; i < 3; ++i) {
