@@ -666,6 +666,7 @@ def test_chains_in_one_launch_are_the_small_ones(dtype: str) -> None:
         ("float64", {"dtype": "float64"}, None),
         ("mean", {"epilogue": dev.ConvEpilogue.store}, None),
         ("depth", {"epilogue": dev.ConvEpilogue.residual_lse}, None),
+        ("no channels", {"c_out": 0}, None),
         ("1024", {"c_out": 1032}, None),
         ("weights", {"c_in": 512}, None),
         ("shared memory of its blocks", {"size": (80, 170, 170)}, None),

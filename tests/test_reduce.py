@@ -56,6 +56,23 @@ def test_logsumexp_nonfinite(dims, device):
         torch.testing.assert_close(functional.logsumexp(t, dims), torch.logsumexp(t, dims), equal_nan=True)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 700, 301), (3, 2, 512, 520), (1, 32, 20, 33), (5, 7, 400)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_logsumexp_of_few_channels(shape, dtype, device, poisoned):
+    """Heads of a network: few channels at many positions, whose rows are vectors or are not."""
+    x = (torch.randn(shape, device=device) * 3).to(dtype)
+    exact = torch.logsumexp(x.double(), 1, True)
+    assert_as_good_as_torch(functional.logsumexp(x, 1, True), torch.logsumexp(x, 1, True), exact)
+    x[..., 3] = float("-inf")
+    x[:, 0, ..., 4], x[:, 1, ..., 5], x[:, -1, ..., 6] = float("nan"), float("inf"), float("-inf")
+    y, expected = functional.logsumexp(x, 1, True), torch.logsumexp(x, 1, True)
+    torch.testing.assert_close(y[..., 3:7], expected[..., 3:7], equal_nan=True, rtol=0.02, atol=0.02)
+    odd = x.flatten()[1 : 1 + x.numel() // x.shape[-1] * (x.shape[-1] - 1)].view(*x.shape[:-1], -1)
+    torch.testing.assert_close(
+        functional.logsumexp(odd, 1), torch.logsumexp(odd, 1), equal_nan=True, rtol=0.02, atol=0.02
+    )
+
+
 def test_logsumexp_large_values(device):
     x = torch.randn(4, 50, device=device) * 10 + 1000
     torch.testing.assert_close(functional.logsumexp(x, 1), torch.logsumexp(x, 1))

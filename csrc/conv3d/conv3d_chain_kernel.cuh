@@ -426,28 +426,40 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
       while (load_acquire(p.arrived + n) < static_cast<uint32_t>(blocks)) __nanosleep(20);
     }
     __syncthreads();
-    constexpr int kOwn = 5;  // entries of a lane that are on their way together
+    constexpr int kOwn = 9;  // entries of a lane that are on their way together
+    const int lanes = 1 << plan.team_lanes_log2, own_lane = tid & (lanes - 1);
 #pragma unroll 1
-    for (int c = tid >> 5; c < channels; c += threads >> 5) {
-      const float origin = __ldcg(&shares[c].x);
+    for (int base = 0; base < channels; base += threads >> plan.team_lanes_log2) {
+      const int c = base + (tid >> plan.team_lanes_log2), end = c < channels ? blocks : 0;
+      const float origin = end > 0 ? __ldcg(&shares[c].x) : 0.f;
       float sum = 0.f, m2 = 0.f;
-      for (int first = lane; first < blocks; first += 32 * kOwn) {
+#pragma unroll 1
+      for (int first = own_lane; first < end; first += lanes * kOwn) {
         float4 m[kOwn];
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-          const int b = first + i * 32;
-          m[i] = b < blocks ? __ldcg(shares + b * channels + c) : make_float4(origin, 0.f, 0.f, 0.f);
+          const int b = first + i * lanes;
+          m[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+          if (b < end) m[i] = __ldcg(shares + b * channels + c);
         }
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
           const float d = m[i].x - origin;
-          sum = fmaf(m[i].z, d, sum);
-          m2 += fmaf(m[i].z, d * d, m[i].y);
+          if (m[i].z > 0.f) {
+            sum = fmaf(m[i].z, d, sum);
+            m2 += fmaf(m[i].z, d * d, m[i].y);
+          }
         }
       }
-      const float offset = warp_sum(sum) / positions;
-      m2 = fmaxf(warp_sum(m2) - positions * offset * offset, 0.f);
-      if (lane == 0) moments[c] = make_float4(origin + offset, m2, 0.f, 0.f);
+#pragma unroll 1
+      for (int mask = 1; mask < lanes; mask *= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+        m2 += __shfl_xor_sync(0xffffffffu, m2, mask);
+      }
+      const float offset = sum / positions;
+      // A NaN stays one.
+      m2 -= positions * offset * offset;
+      if (end > 0 && own_lane == 0) moments[c] = make_float4(origin + offset, m2 < 0.f ? 0.f : m2, 0.f, 0.f);
     }
   } else {
     cluster_wait();  // the others have begun

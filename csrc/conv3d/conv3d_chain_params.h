@@ -39,6 +39,7 @@ struct ChainPlan {
   int stat_lanes_log2 = 0;  // threads that sum up a part of a channel
   int stat_parts = 1;       // of a channel
   int stat_parts_log2 = 0;
+  int team_lanes_log2 = 0;                       // that merge a channel's moments
   int lanes_log2 = 0;                            // neighbouring threads that share a position's channels
   HopperDivisor by_blocks, by_split[2];          // rank and sample of a block, part of a rank
   HopperDivisor by_pieces, by_height, by_depth;  // loads: pieces, rows of a plane, planes of a channel

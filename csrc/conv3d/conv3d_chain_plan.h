@@ -100,6 +100,7 @@ inline bool chain_split(ChainPlan* p, const ConvProblem& q, const DeviceLimits& 
 
   const int channels = static_cast<int>(q.c_out);
   const int stat_lanes = log2_floor(std::max(1, threads / channels));
+  p->team_lanes_log2 = std::min(5, std::max(2, stat_lanes));
   p->stat_lanes_log2 = std::min(5, stat_lanes);
   p->stat_parts_log2 = std::max(0, stat_lanes - 5);
   p->stat_parts = 1 << p->stat_parts_log2;
@@ -122,8 +123,8 @@ inline bool chain_split(ChainPlan* p, const ConvProblem& q, const DeviceLimits& 
   }
 }
 
-// Estimated cycles of the launch, of counts and what they took on an H200, by least squares over 600 plans of 80
-// chains: nine in ten are within 0.88 and 1.08 of what was measured.
+// Estimated cycles of the launch, of counts and what they took on an H200, by least squares over 694 plans of 85
+// chains: nine in ten are within 0.89 and 1.09 of what was measured.
 inline double chain_cycles(const ChainPlan& p, const ConvProblem& q, const DeviceLimits& limits) {
   const double warps = p.threads / 32, quarter = warps / 4;
   double positions = double(q.out[2]);
@@ -143,14 +144,15 @@ inline double chain_cycles(const ChainPlan& p, const ConvProblem& q, const Devic
   const double split = p.exact ? 3 : 1, times = lse && p.chunks > 1 ? 2 : 1;
   const double tiles = std::ceil(positions / 16) * double((p.n_tiles + p.n_batch - 1) / p.n_batch * q.groups);
   const double own_tiles = std::ceil(tiles / warps) * times, values = positions * double(q.c_out) / 128 * beside;
-  const double wave = 9700 + 1400 * std::ceil(loads / kChainLoads) + 66 * loads * quarter * beside +
-                      1050 * std::ceil(weights / kChainWeights) + 66 * weights * quarter * beside +
-                      own_tiles * (730 + p.k_steps * (20 + 20 * p.n_batch * split)) +
-                      1.1 * tiles * times * p.k_steps * (11 + 3 * p.n_batch * split) / 4 * beside + 15 * values +
-                      (lse ? 550 + 86 * values : 0) + (p.blocks > 1 ? 370 : 0);
-  // Teams: counters are cleared ahead of the launch, and moments come through L2.
-  const double team = p.is_team ? 6000 + std::ceil(double(q.c_out) / warps) * 900 : 0;
-  return 8700 + waves * wave + team;
+  const double wave = 7900 + 1150 * p.load_rounds + (41 * loads + 71 * weights) * quarter * beside +
+                      own_tiles * (570 + p.k_steps * (15 + 11.5 * p.n_batch * split)) +
+                      1.7 * tiles * times * p.k_steps * (11 + 3 * p.n_batch * split) / 4 * beside + 23 * values +
+                      (lse ? 430 + 56 * values : 0) + (p.blocks > 1 && !p.is_team ? 1050 : 0) +
+                      (p.chunks - 1) * (lse ? 3700 : 2600);
+  // Teams: counters are cleared ahead of the launch, and moments come through L2 in rounds of nine for each lane.
+  const double rounds = std::ceil(double(q.c_out) / (p.threads >> p.team_lanes_log2)) *
+                        std::ceil(double(p.blocks) / (9 << p.team_lanes_log2));
+  return 6800 + waves * wave + (p.is_team ? 4200 + 1500 * rounds : 0);
 }
 
 }  // namespace plan_detail
@@ -170,6 +172,7 @@ inline ChainPlan plan_chain(const ConvProblem& q, const DeviceLimits& limits) {
   const bool lse = q.epilogue == ConvEpilogue::kResidualLse;
   if (!lse && q.epilogue != ConvEpilogue::kStats) return refuse("it ends in a mean or in logsumexp");
   if (lse && q.out[0] != 1) return refuse("logsumexp of a depth other than 1");
+  if (q.c_in < 1 || q.c_out < 1) return refuse("no channels");
   if (q.c_out > 1024) return refuse("more than 1024 output channels");
   int64_t taps = 1;
   for (int i = 0; i < 3; ++i) {

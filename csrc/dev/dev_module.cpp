@@ -252,6 +252,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("stat_lanes_log2", &ChainPlan::stat_lanes_log2)
       .def_readonly("stat_parts", &ChainPlan::stat_parts)
       .def_readonly("lanes_log2", &ChainPlan::lanes_log2)
+      .def_readonly("team_lanes_log2", &ChainPlan::team_lanes_log2)
       .def_readonly("is_team", &ChainPlan::is_team)
       .def_readonly("load_rounds", &ChainPlan::load_rounds)
       .def_readonly("cycles", &ChainPlan::cycles)
