@@ -244,7 +244,8 @@ struct BwdBlock
       total.x += __shfl_down_sync(0xffffffffu, total.x, kTeamWarps);
       total.y += __shfl_down_sync(0xffffffffu, total.y, kTeamWarps);
       if (lane == 0) {
-        store_word(p.words + int64_t(start.group) * p.shares.parts + start.index, pack_signed_word(total.x, total.y));
+        store_word(p.words + int64_t(start.group) * p.shares.parts + Walk::part_of(start),
+                   pack_signed_word(total.x, total.y));
         barrier_arrive(&s.published[start.visit % kTilesVisits]);
       }
     }
@@ -270,7 +271,7 @@ struct BwdBlock
     });
   }
   __device__ __forceinline__ void watch(int lane) const {
-    Walk::watch(p.words, lane, [&](uint32_t visit, uint64_t word) {
+    Walk::watch(p.words, s.published, lane, [&](uint32_t visit, uint64_t word) {
       s.terms[visit % kTilesVisits] = unpack_signed_word(word);
       barrier_arrive(&s.ready[visit % kTilesVisits]);
     });
@@ -344,8 +345,9 @@ struct BwdBlock
   __device__ __forceinline__ void hold(int holder, int warp, int lane) const {
     constexpr int kPasses = kTileVectors / 32 / kTeamWarps;
     const int first = warp * kPasses * 32 + lane;
-    for (Tile t = first_tile(); exists(t); advance(t)) {
-      if (!is_held(t.place) || static_cast<int>(holders_before(t.place)) != holder) continue;
+    for (uint32_t i = Walk::place_of_holder(holder);; i += Walk::kPlaces) {
+      const Tile t = Walk::tile_at(i);
+      if (!exists(t)) return;
       const BwdTile d = describe(t);
       const int64_t at = (d.base + first) * kVec;
       const T* const x = static_cast<const T*>(p.x) + at;
@@ -406,7 +408,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       block.produce(lane, p.x, p.dy);
     }
     if (warp == 1) {
+      const uint32_t before = block.clear_words(p.words, lane);
       block.describe_first(lane);
+      block.wait_cleared(before, lane);
       block.publish(lane);
     }
     if (warp == 2) block.merge(lane);
@@ -419,7 +423,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   warp -= kSummers;
   if (warp < Traits::kWriterWarps) return block.write_slots(warp, lane);
   warp -= Traits::kWriterWarps;
-  block.hold(warp / Traits::kTeamWarps, warp % Traits::kTeamWarps, lane);
+  if constexpr (Traits::kHolders > 0) block.hold(warp / Traits::kTeamWarps, warp % Traits::kTeamWarps, lane);
 #endif
 }
 

@@ -210,17 +210,25 @@ struct FwdBlock
       const float count = warp_sum(m.count);
       const Moments<float> sets[1] = {m};
       m = count == 0.f ? Moments<float>{} : warp_pool(sets, count);
-      if (lane == 0) store_word(p.words + int64_t(start.group) * p.shares.parts + start.index, pack_word(m.mean, m.m2));
-      if (lane == 0) barrier_arrive(&s.published[start.visit % kTilesVisits]);
+      if (lane != 0) continue;
+      if (p.shares.parts == 1) {  // nobody else has tiles of the group
+        const float2 statistics = statistics_of(m);
+        make_ready(start.visit, statistics);
+        keep(start.group, statistics);
+      } else {
+        store_word(p.words + int64_t(start.group) * p.shares.parts + Walk::part_of(start), pack_word(m.mean, m.m2));
+        barrier_arrive(&s.published[start.visit % kTilesVisits]);
+      }
     }
   }
 
   // Of the words of tile t's group; the same in all lanes.
   __device__ __forceinline__ float2 merge_group(const Tile& t, const uint64_t* words, int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
-    const uint32_t rounds = p.shares.tiles_per_group / gridDim.x, rest = p.shares.tiles_per_group - rounds * gridDim.x;
+    const uint32_t run = p.shares.run, runs = p.shares.tiles_per_group / run;
+    const uint32_t rounds = runs / gridDim.x, rest = runs - rounds * gridDim.x;
     const uint32_t last = p.shares.tiles_per_group - 1, before = last - 1;
-    const uint32_t last_part = last % gridDim.x, part_before = before % gridDim.x;
+    const uint32_t last_part = last / run % gridDim.x, part_before = before / run % gridDim.x;
     uint64_t word[kSets] = {};
     wait_words(words, lane, word);
     // The last tile is short, and where it is empty, so may the one before be.
@@ -232,11 +240,13 @@ struct FwdBlock
       const uint32_t part = lane + 32 * k;
       if (part >= p.shares.parts) break;
       const float2 v = unpack_word(word[k]);
-      const int vectors = static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
+      const int vectors = static_cast<int>((rounds + (part < rest)) * run) * kTileVectors - (part == 0 ? head : 0) -
                           (part == last_part ? missing_last : 0) - (part == part_before ? missing_before : 0);
       sets[k] = {v.x, v.y, static_cast<float>(vectors * kVec)};
     }
-    const Moments<float> m = warp_pool(sets, static_cast<float>(p.shares.group_vectors * kVec));
+    return statistics_of(warp_pool(sets, static_cast<float>(p.shares.group_vectors * kVec)));
+  }
+  __device__ __forceinline__ float2 statistics_of(const Moments<float>& m) const {
     return make_float2(m.mean, 1.f / sqrtf(m.m2 / m.count + p.eps));
   }
   __device__ __forceinline__ void keep(int64_t group, float2 statistics) const {
@@ -257,7 +267,8 @@ struct FwdBlock
     });
   }
   __device__ __forceinline__ void watch(int lane) const {
-    Walk::watch(p.words, lane, [&](uint32_t visit, uint64_t word) { make_ready(visit, unpack_word(word)); });
+    Walk::watch(p.words, s.published, lane,
+                [&](uint32_t visit, uint64_t word) { make_ready(visit, unpack_word(word)); });
   }
   __device__ __forceinline__ void collect(int collector, int lane) const {
     Walk::collect_words(p.words, s.published, collector, [&](const Tile& t, const uint64_t* words) {
@@ -378,8 +389,9 @@ struct FwdBlock
   __device__ __forceinline__ void hold(int holder, int warp, int lane) const {
     constexpr int kPasses = kTileVectors / 32 / Traits::kHolderWarps, kPiece = 2;
     const int first = warp * kPasses * 32 + lane;
-    for (Tile t = first_tile(); exists(t); advance(t)) {
-      if (!is_held(t.place) || static_cast<int>(holders_before(t.place)) != holder) continue;
+    for (uint32_t i = Walk::place_of_holder(holder);; i += Walk::kPlaces) {
+      const Tile t = Walk::tile_at(i);
+      if (!exists(t)) return;
       const FwdTile d = describe(t);
       const T* const x = static_cast<const T*>(p.x) + d.base * kVec;
       Vec<T, kVec> data[kPasses];
@@ -445,9 +457,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       block.produce(lane, p.x, nullptr);
     }
     if (warp == 1) {
+      const uint32_t before = block.clear_words(p.words, lane);
       block.describe_first(lane);
+      block.wait_cleared(before, lane);
       block.publish(lane);
     }
+    if (p.shares.parts == 1) return;
     if constexpr (Traits::kCollects) {
       if (warp >= 2) block.collect(warp - 2, lane);
     } else {
@@ -461,7 +476,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   warp -= Traits::kStatWarps;
   if (warp < Traits::kNormWarps) return block.normalize_slots(warp, lane);
   warp -= Traits::kNormWarps;
-  block.hold(warp / Traits::kHolderWarps, warp % Traits::kHolderWarps, lane);
+  if constexpr (Traits::kHolders > 0) block.hold(warp / Traits::kHolderWarps, warp % Traits::kHolderWarps, lane);
 #endif
 }
 

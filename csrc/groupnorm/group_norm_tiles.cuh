@@ -8,6 +8,10 @@
 
 namespace kgopt {
 
+// Blocks that have cleared their share of the words; the sign changes when all of a launch have. No two launches count
+// at a time: a block needs a multiprocessor's shared memory for itself, and a grid that counts more than half of them.
+static __device__ uint32_t blocks_cleared;
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // The base of a kernel's Block, which has `s`, in shared memory, with the barriers and the descriptions of its slots,
@@ -27,15 +31,21 @@ struct TileWalk {
     uint32_t group, index;  // index in the group
     uint32_t visit;         // groups of the block before it
     uint32_t place, round;  // i = round * kPlaces + place
+    uint32_t left;          // of the run, this one among them
   };
   __device__ __forceinline__ Tile first_tile() const {
-    const uint32_t group = blockIdx.x / shares.tiles_per_group;
-    return {0, blockIdx.x, group, blockIdx.x - group * shares.tiles_per_group, 0, 0, 0};
+    const uint32_t number = blockIdx.x * shares.run, group = number / shares.tiles_per_group;
+    return {0, number, group, number - group * shares.tiles_per_group, 0, 0, 0, shares.run};
   }
   __device__ __forceinline__ void advance(Tile& t) const {
     ++t.i;
-    t.number += gridDim.x;
-    t.index += gridDim.x;
+    uint32_t step = 1;
+    if (--t.left == 0) {
+      t.left = shares.run;
+      step += (gridDim.x - 1) * shares.run;
+    }
+    t.number += step;
+    t.index += step;
     if (t.index >= shares.tiles_per_group) {
       const uint32_t groups = t.index / shares.tiles_per_group;
       t.group += groups;
@@ -50,15 +60,24 @@ struct TileWalk {
   // The same without the way there.
   __device__ __forceinline__ Tile tile_at(uint32_t i) const {
     Tile t;
+    const uint32_t run = i / shares.run, in_run = i - run * shares.run;
     t.i = i;
-    t.number = blockIdx.x + i * gridDim.x;
+    t.number = (blockIdx.x + run * gridDim.x) * shares.run + in_run;
     t.group = t.number / shares.tiles_per_group;
     t.index = t.number - t.group * shares.tiles_per_group;
-    t.visit = shares.tiles_per_group >= gridDim.x ? t.group : i;
+    t.visit = visits_all() ? t.group : run;
     t.round = i / kPlaces;
     t.place = i - t.round * kPlaces;
+    t.left = shares.run - in_run;
     return t;
   }
+  // Whether every block has tiles of every group; else each of its runs is another group's.
+  __device__ __forceinline__ bool visits_all() const { return shares.tiles_per_group >= gridDim.x * shares.run; }
+  __device__ __forceinline__ uint32_t own_runs() const {
+    return (shares.tiles / shares.run - blockIdx.x + gridDim.x - 1) / gridDim.x;
+  }
+  // Which of the group's parts a block has whose first tile of it this is.
+  __device__ __forceinline__ uint32_t part_of(const Tile& t) const { return t.index / shares.run; }
   // Of the tiles that come into slots the j-th.
   __device__ __forceinline__ Tile slot_tile(uint32_t j) const {
     const uint32_t round = j / kSlots, slot = j - round * kSlots;
@@ -69,7 +88,7 @@ struct TileWalk {
   __device__ __forceinline__ bool exists(const Tile& t) const { return t.number < shares.tiles; }
   // Tiles of this block that come into slots, which are taken in turn.
   __device__ __forceinline__ uint32_t slot_tiles() const {
-    const uint32_t own = (shares.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, rest = own % kPlaces;
+    const uint32_t own = own_runs() * shares.run, rest = own % kPlaces;
     return own / kPlaces * kSlots + rest - holders_before(rest);
   }
   static __device__ __forceinline__ void next_slot(uint32_t& k, uint32_t& parity) {
@@ -83,6 +102,11 @@ struct TileWalk {
   static __device__ __forceinline__ uint32_t holders_before(uint32_t place) { return place * kHolders / kPlaces; }
   static __device__ __forceinline__ bool is_held(uint32_t place) {
     return holders_before(place + 1) != holders_before(place);
+  }
+  static __device__ __forceinline__ uint32_t place_of_holder(uint32_t holder) {
+    uint32_t place = 0;
+    while (holders_before(place + 1) != holder + 1) ++place;
+    return place;
   }
   static __device__ __forceinline__ uint32_t slot_of(const Tile& t) { return t.place - holders_before(t.place); }
 
@@ -186,6 +210,31 @@ struct TileWalk {
     return t.group % static_cast<uint32_t>(shares.dims.g) * shares.channels_per_group;
   }
 
+  // A warp clears the block's share of the words, whose memory holds anything at launch, and counts the block. The
+  // first words of a group are told 4 us later, so that this costs nothing; a memset in front takes 2 us. A released
+  // addition would wait for the loads that other warps have under way. What reads as zero has reached L2, where all
+  // blocks look.
+  __device__ __forceinline__ uint32_t clear_words(uint64_t* words, int lane) const {
+    if (!shares.clears) return 0;
+    const uint32_t count = static_cast<uint32_t>(shares.dims.n * shares.dims.g) * (shares.parts + 1);
+    for (uint32_t i = blockIdx.x * 32 + lane; i < count; i += gridDim.x * 32) store_word(words + i, 0);
+    for (uint32_t i = blockIdx.x * 32 + lane; i < count; i += gridDim.x * 32) {
+      while (load_word(words + i) != 0) {
+      }
+    }
+    __syncwarp();
+    return lane == 0 ? atomicAdd(&blocks_cleared, blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1) : 0;
+  }
+  // Until all blocks have; `before` is what clear_words returned. The warp's words may be told then, and after the
+  // first of them the block's other warps may look for words.
+  __device__ __forceinline__ void wait_cleared(uint32_t before, int lane) const {
+    if (shares.clears && lane == 0) {
+      while (((load_relaxed(&blocks_cleared) ^ before) & 0x80000000u) == 0) {
+      }
+    }
+    __syncwarp();
+  }
+
   // Words lane + 32 * k of a group.
   template <int kSets>
   __device__ __forceinline__ void wait_words(const uint64_t* words, int lane, uint64_t (&word)[kSets]) const {
@@ -206,7 +255,7 @@ struct TileWalk {
   template <typename Merge>
   __device__ __forceinline__ void merge_words(uint64_t* words, uint64_t* published, Merge merge) const {
     each_visit([&](const Tile& t) {
-      if (t.index != t.group % shares.parts) return;
+      if (part_of(t) != t.group % shares.parts) return;
       wait_published(published, t);
       merge(t, words + int64_t(t.group) * shares.parts);
     });
@@ -240,15 +289,16 @@ struct TileWalk {
   }
   // The watcher's warp: each lane waits for the result of another of the block's groups. take(visit, result) follows.
   template <typename Take>
-  __device__ __forceinline__ void watch(uint64_t* words, int lane, Take take) const {
-    const bool visits_all = shares.tiles_per_group >= gridDim.x;
-    const uint32_t visits =
-        visits_all ? shares.tiles / shares.tiles_per_group : (shares.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
+  __device__ __forceinline__ void watch(uint64_t* words, uint64_t* published, int lane, Take take) const {
+    barrier_wait(&published[0], 0);
+    const bool all = visits_all();
+    const uint32_t visits = all ? shares.tiles / shares.tiles_per_group : own_runs();
     const uint64_t* const from = results(words);
     uint32_t visit = lane, first = 0;  // the first that has no result yet
     while (first < visits) {
       if (visit < min(visits, first + kPlaces)) {
-        const uint32_t group = visits_all ? visit : (blockIdx.x + visit * gridDim.x) / shares.tiles_per_group;
+        const uint32_t number = (blockIdx.x + visit * gridDim.x) * shares.run;
+        const uint32_t group = all ? visit : number / shares.tiles_per_group;
         const uint64_t word = load_word(from + group);
         if (word != 0) {
           take(visit, word);

@@ -21,6 +21,9 @@ inline constexpr uint32_t kTilesLeastHeld = 6, kTilesMostHeld = 9;
 // word takes 9 us, with four 3 us.
 inline constexpr uint32_t kTilesUnderWay = 4;
 
+// Words that a block clears, at most: a few at a time, which takes as long as the first loads. A memset for more.
+inline constexpr int64_t kTilesClearedWords = 128;
+
 // The bytes of x that backward's three passes read faster: below, they end before tiles have told each other their
 // sums.
 inline constexpr int64_t kTilesBwdBytes = 4 << 20;
@@ -42,7 +45,7 @@ struct TilesPlan {
   GroupTiles shares;
   unsigned blocks = 0;
   int holders = 0;    // of a block
-  int64_t words = 0;  // zero at launch
+  int64_t words = 0;  // zero at launch, unless the kernel clears them
 };
 
 // n / d for n below 2^31, as (n * magic >> 32) >> shift. Granlund, Montgomery 1994.
@@ -96,6 +99,7 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   p.under_way = holds && in.tensors == 1 ? kTilesUnderWay - 1 : kTilesUnderWay;  // holders load as well
   p.parts = std::min(p.tiles_per_group, plan.blocks);
   plan.words = groups * (p.parts + 1);  // and the group's result
+  p.clears = int64_t(plan.blocks) * 2 > in.sm_count && plan.words <= int64_t(plan.blocks) * kTilesClearedWords;
   return plan;
 }
 
