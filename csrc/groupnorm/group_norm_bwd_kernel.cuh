@@ -53,6 +53,7 @@ struct BwdShared {
   uint64_t loaded[Traits::kSlots], summed[Traits::kSlots], freed[Traits::kSlots];
   BwdTile tiles[Traits::kSlots];
   uint64_t published[kTilesVisits], ready[kTilesVisits];
+  uint64_t described, cleared;  // the first tiles; the words, by all blocks
   float2 terms[kTilesVisits];
   float2 box[Traits::kSlots][2][Traits::kTeamWarps];  // of a channel: sums of dz and dz (u - mean)
   uint64_t held[Traits::kHolders + 1];                // sums of a holders' tile are there
@@ -98,7 +99,9 @@ struct BwdBlock
     d.is_one = (d.hi - d.lo) * kVec <= d.split;
     return d;
   }
-  __device__ __forceinline__ BwdTile describe_slot(const Tile& t, uint32_t) const { return describe(t); }
+  // The sums need all of it.
+  __device__ __forceinline__ void describe_place(const Tile& t, uint32_t, BwdTile* d) const { *d = describe(t); }
+  __device__ __forceinline__ void describe_channels(const Tile&, BwdTile*) const {}
   __device__ __forceinline__ void start_load(const Tile& t, const BwdTile& d) const {
     const uint32_t k = slot_of(t);
     const int vectors = d.hi - d.lo;
@@ -398,6 +401,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       barrier_init(&shared.published[v], 1);
       barrier_init(&shared.ready[v], 1);
     }
+    barrier_init(&shared.described, 32);
+    barrier_init(&shared.cleared, 1);
     for (int h = 0; h < Traits::kHolders; ++h) barrier_init(&shared.held[h], Traits::kTeamWarps);
     barrier_init_fence();
   }
@@ -408,12 +413,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       block.produce(lane, p.x, p.dy);
     }
     if (warp == 1) {
-      const uint32_t before = block.clear_words(p.words, lane);
-      block.describe_first(lane);
-      block.wait_cleared(before, lane);
+      block.describe_first(lane, &shared.described);
+      barrier_wait(&shared.cleared, 0);
       block.publish(lane);
     }
-    if (warp == 2) block.merge(lane);
+    if (warp == 2) {
+      block.clear_words(p.words, &shared.cleared, lane);
+      block.merge(lane);
+    }
     if (warp == 3) block.watch(lane);
     return;
   }

@@ -55,6 +55,7 @@ struct FwdShared {
   uint64_t loaded[Traits::kSlots], freed[Traits::kSlots];
   FwdTile tiles[Traits::kSlots];
   uint64_t published[kTilesVisits], ready[kTilesVisits];
+  uint64_t described, cleared;  // the first tiles; the words, by all blocks
   float2 statistics[kTilesVisits];
   uint64_t box_full[2], box_empty[2];
   uint64_t held[Traits::kHolders + 1];  // moments of a holders' tile are there
@@ -83,23 +84,21 @@ struct FwdBlock
       : Walk{params.shares}, p(params), s(shared), slots(memory) {}
 
   __device__ __forceinline__ char* slot(const Tile& t) const { return slots + slot_of(t) * Traits::kTileBytes; }
-  __device__ __forceinline__ FwdTile describe(const Tile& t) const {
-    FwdTile d;
-    place_tile(t, &d);
-    d.channel0 = channel_of(t, &d.column0) + channels_before(t);
-    d.is_one = d.column0 + uint32_t(max(d.hi - d.lo, 0)) * kVec <= static_cast<uint32_t>(p.shares.dims.s);
-    const float2 coefficients = affine(d.channel0);
-    d.weight = coefficients.x;
-    d.bias = coefficients.y;
-    return d;
+  __device__ __forceinline__ void describe_place(const Tile& t, FwdTile* d) const {
+    place_tile(t, d);
+    d->channel0 = channel_of(t, &d->column0) + channels_before(t);
+    d->is_one = d->column0 + uint32_t(max(d->hi - d->lo, 0)) * kVec <= static_cast<uint32_t>(p.shares.dims.s);
   }
-
   // Of tile t, the j-th in the slots, everything but its load, which others need to know.
-  __device__ __forceinline__ FwdTile describe_slot(const Tile& t, uint32_t j) const {
-    FwdTile d = describe(t);
+  __device__ __forceinline__ void describe_place(const Tile& t, uint32_t j, FwdTile* d) const {
+    describe_place(t, d);
     const Tile next = slot_tile(j + 1);
-    d.is_last = next.visit != t.visit || !exists(next);
-    return d;
+    d->is_last = next.visit != t.visit || !exists(next);
+  }
+  __device__ __forceinline__ void describe_channels(const Tile&, FwdTile* d) const {
+    const float2 coefficients = affine(d->channel0);
+    d->weight = coefficients.x;
+    d->bias = coefficients.y;
   }
   __device__ __forceinline__ void start_load(const Tile& t, const FwdTile& d) const {
     const uint32_t k = slot_of(t);
@@ -225,24 +224,16 @@ struct FwdBlock
   // Of the words of tile t's group; the same in all lanes.
   __device__ __forceinline__ float2 merge_group(const Tile& t, const uint64_t* words, int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
-    const uint32_t run = p.shares.run, runs = p.shares.tiles_per_group / run;
-    const uint32_t rounds = runs / gridDim.x, rest = runs - rounds * gridDim.x;
-    const uint32_t last = p.shares.tiles_per_group - 1, before = last - 1;
-    const uint32_t last_part = last / run % gridDim.x, part_before = before / run % gridDim.x;
     uint64_t word[kSets] = {};
     wait_words(words, lane, word);
-    // The last tile is short, and where it is empty, so may the one before be.
     const int head = head_of(t.group);
-    const int missing_last = kTileVectors - end_of(head, last), missing_before = kTileVectors - end_of(head, before);
     Moments<float> sets[kSets];
 #pragma unroll
     for (int k = 0; k < kSets; ++k) {
       const uint32_t part = lane + 32 * k;
       if (part >= p.shares.parts) break;
       const float2 v = unpack_word(word[k]);
-      const int vectors = static_cast<int>((rounds + (part < rest)) * run) * kTileVectors - (part == 0 ? head : 0) -
-                          (part == last_part ? missing_last : 0) - (part == part_before ? missing_before : 0);
-      sets[k] = {v.x, v.y, static_cast<float>(vectors * kVec)};
+      sets[k] = {v.x, v.y, static_cast<float>(Walk::part_vectors(head, part) * kVec)};
     }
     return statistics_of(warp_pool(sets, static_cast<float>(p.shares.group_vectors * kVec)));
   }
@@ -375,6 +366,7 @@ struct FwdBlock
     const T* const from = reinterpret_cast<const T*>(slots) + first * kVec;
     T* const y = static_cast<T*>(p.y) + first * kVec;
     const uint32_t own = slot_tiles();
+    barrier_wait(&s.described, 0);
     for (uint32_t i = 0, k = 0, parity = 0; i < own; ++i, next_slot(k, parity)) {
       barrier_wait(&s.loaded[k], parity);
       const FwdTile& d = s.tiles[k];
@@ -392,7 +384,9 @@ struct FwdBlock
     for (uint32_t i = Walk::place_of_holder(holder);; i += Walk::kPlaces) {
       const Tile t = Walk::tile_at(i);
       if (!exists(t)) return;
-      const FwdTile d = describe(t);
+      FwdTile d;
+      describe_place(t, &d);
+      describe_channels(t, &d);
       const T* const x = static_cast<const T*>(p.x) + d.base * kVec;
       Vec<T, kVec> data[kPasses];
 #pragma unroll
@@ -443,6 +437,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       barrier_init(&shared.published[v], 1);
       barrier_init(&shared.ready[v], 1);
     }
+    barrier_init(&shared.described, 32);
+    barrier_init(&shared.cleared, 1);
     for (int b = 0; b < 2; ++b) {
       barrier_init(&shared.box_full[b], Traits::kStatWarps);
       barrier_init(&shared.box_empty[b], Traits::kStatWarps);
@@ -457,12 +453,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       block.produce(lane, p.x, nullptr);
     }
     if (warp == 1) {
-      const uint32_t before = block.clear_words(p.words, lane);
-      block.describe_first(lane);
-      block.wait_cleared(before, lane);
+      block.describe_first(lane, &shared.described);
+      if (p.shares.parts > 1) barrier_wait(&shared.cleared, 0);
       block.publish(lane);
     }
     if (p.shares.parts == 1) return;
+    if (warp == 2) block.clear_words(p.words, &shared.cleared, lane);
     if constexpr (Traits::kCollects) {
       if (warp >= 2) block.collect(warp - 2, lane);
     } else {

@@ -15,7 +15,8 @@ static __device__ uint32_t blocks_cleared;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // The base of a kernel's Block, which has `s`, in shared memory, with the barriers and the descriptions of its slots,
-// describe_slot(t, j) for what its warps must know of tile t, the j-th in the slots, and start_load(t, description).
+// describe_place(t, j, description) and describe_channels(t, description) for what its warps must know of tile t, the
+// j-th in the slots, the second with what lies in memory, and start_load(t, description).
 template <typename Block, typename Description, int kVec, int kTileVectors, int kSlots, int kHolders>
 struct TileWalk {
   static constexpr int kPlaces = kSlots + kHolders;
@@ -76,8 +77,26 @@ struct TileWalk {
   __device__ __forceinline__ uint32_t own_runs() const {
     return (shares.tiles / shares.run - blockIdx.x + gridDim.x - 1) / gridDim.x;
   }
+  // Vectors of a group's first `tiles` tiles.
+  __device__ __forceinline__ int64_t vectors_of(int head, uint32_t tiles) const {
+    const int64_t v = int64_t(tiles) * kTileVectors - head;
+    return v < 0 ? 0 : v < shares.group_vectors ? v : shares.group_vectors;
+  }
+  // Vectors of a group that are block part's. A block with several runs has single tiles.
+  __device__ __forceinline__ int part_vectors(int head, uint32_t part) const {
+    const uint32_t run = shares.run;
+    if (!visits_all()) return static_cast<int>(vectors_of(head, (part + 1) * run) - vectors_of(head, part * run));
+    const uint32_t rounds = shares.tiles_per_group / gridDim.x, rest = shares.tiles_per_group - rounds * gridDim.x;
+    const uint32_t last = shares.tiles_per_group - 1, before = last - 1;
+    // The last tile is short, and where it is empty, so may the one before be.
+    return static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
+           (part == last % gridDim.x ? kTileVectors - end_of(head, last) : 0) -
+           (part == before % gridDim.x ? kTileVectors - end_of(head, before) : 0);
+  }
   // Which of the group's parts a block has whose first tile of it this is.
-  __device__ __forceinline__ uint32_t part_of(const Tile& t) const { return t.index / shares.run; }
+  __device__ __forceinline__ uint32_t part_of(const Tile& t) const {
+    return shares.run == 1 ? t.index : t.index / shares.run;
+  }
   // Of the tiles that come into slots the j-th.
   __device__ __forceinline__ Tile slot_tile(uint32_t j) const {
     const uint32_t round = j / kSlots, slot = j - round * kSlots;
@@ -160,12 +179,19 @@ struct TileWalk {
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void describe_first(int lane) const {
-    if (lane >= kSlots || lane >= slot_tiles()) return;
-    const Tile t = slot_tile(lane);
-    const uint32_t k = slot_of(t);
-    block().s.tiles[k] = block().describe_slot(t, lane);
-    barrier_arrive(&block().s.loaded[k]);
+  // Their descriptions, by another warp: first what the statistics need, then `complete` what has to come from memory,
+  // which takes 3 us behind the loads. described: as many arrivals as a warp has lanes.
+  __device__ __forceinline__ void describe_first(int lane, uint64_t* described) const {
+    if (lane < kSlots && lane < slot_tiles()) {
+      const Tile t = slot_tile(lane);
+      const uint32_t k = slot_of(t);
+      Description d;
+      block().describe_place(t, lane, &d);
+      block().s.tiles[k] = d;
+      barrier_arrive(&block().s.loaded[k]);
+      block().describe_channels(t, &block().s.tiles[k]);
+    }
+    barrier_arrive(described);
   }
   // The others: every lane prepares a tile; then, tile after tile, its lane starts it, and what a tile's distance later
   // will be loaded comes to L2 meanwhile: a slot is taken for a shorter time.
@@ -177,7 +203,10 @@ struct TileWalk {
       const Tile t = slot_tile(j);
       const uint32_t before = max(slot_tile(j - 1).i + 1, uint32_t(kPlaces));
       Description d;
-      if (mine) d = block().describe_slot(t, j);
+      if (mine) {
+        block().describe_place(t, j, &d);
+        block().describe_channels(t, &d);
+      }
       __syncwarp();
       for (uint32_t turn = base; turn < min(base + 32, own); ++turn) {
         wait_landed(turn - shares.under_way);
@@ -210,29 +239,27 @@ struct TileWalk {
     return t.group % static_cast<uint32_t>(shares.dims.g) * shares.channels_per_group;
   }
 
-  // A warp clears the block's share of the words, whose memory holds anything at launch, and counts the block. The
-  // first words of a group are told 4 us later, so that this costs nothing; a memset in front takes 2 us. A released
-  // addition would wait for the loads that other warps have under way. What reads as zero has reached L2, where all
-  // blocks look.
-  __device__ __forceinline__ uint32_t clear_words(uint64_t* words, int lane) const {
-    if (!shares.clears) return 0;
-    const uint32_t count = static_cast<uint32_t>(shares.dims.n * shares.dims.g) * (shares.parts + 1);
-    for (uint32_t i = blockIdx.x * 32 + lane; i < count; i += gridDim.x * 32) store_word(words + i, 0);
-    for (uint32_t i = blockIdx.x * 32 + lane; i < count; i += gridDim.x * 32) {
-      while (load_word(words + i) != 0) {
+  // A warp clears the block's share of the words, whose memory holds anything at launch, counts the block, and waits
+  // for all others: then words may be told, and after its first one the block may look for others. A group's first
+  // words are told 4 us later, so that this costs nothing; a memset in front takes 2 us. A released addition would wait
+  // for the loads that other warps have under way. What reads as zero has reached L2, where all blocks look.
+  __device__ __forceinline__ void clear_words(uint64_t* words, uint64_t* cleared, int lane) const {
+    if (shares.clears) {
+      const uint32_t count = static_cast<uint32_t>(shares.dims.n * shares.dims.g) * (shares.parts + 1);
+      for (uint32_t i = blockIdx.x * 32 + lane; i < count; i += gridDim.x * 32) store_word(words + i, 0);
+      for (uint32_t i = blockIdx.x * 32 + lane; i < count; i += gridDim.x * 32) {
+        while (load_word(words + i) != 0) {
+        }
       }
-    }
-    __syncwarp();
-    return lane == 0 ? atomicAdd(&blocks_cleared, blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1) : 0;
-  }
-  // Until all blocks have; `before` is what clear_words returned. The warp's words may be told then, and after the
-  // first of them the block's other warps may look for words.
-  __device__ __forceinline__ void wait_cleared(uint32_t before, int lane) const {
-    if (shares.clears && lane == 0) {
-      while (((load_relaxed(&blocks_cleared) ^ before) & 0x80000000u) == 0) {
+      __syncwarp();
+      if (lane == 0) {
+        const uint32_t before = atomicAdd(&blocks_cleared, blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1);
+        while (((load_relaxed(&blocks_cleared) ^ before) & 0x80000000u) == 0) {
+        }
       }
+      __syncwarp();
     }
-    __syncwarp();
+    if (lane == 0) barrier_arrive(cleared);
   }
 
   // Words lane + 32 * k of a group.
