@@ -168,6 +168,11 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
     return choice;
   }
   choice.on_chip = plan_group_norm_cluster(cluster);
+  choice.one_read = plan_group_norm_alone(tiles);
+  if (!choice.one_read.refusal) {
+    choice.way = NormWay::kOneRead;
+    return choice;
+  }
   choice.one_read = plan_group_norm_tiles(tiles);
   choice.rows = plan_group_norm_rows(columns);
   choice.columns = plan_group_norm_columns(columns);
