@@ -82,10 +82,10 @@ struct TileWalk {
     const int64_t v = int64_t(tiles) * kTileVectors - head;
     return v < 0 ? 0 : v < shares.group_vectors ? v : shares.group_vectors;
   }
-  // Vectors of a group that are block part's. A block with several runs has single tiles.
+  // Vectors of a group in a part: one run, or every grid's tile of runs of one.
   __device__ __forceinline__ int part_vectors(int head, uint32_t part) const {
     const uint32_t run = shares.run;
-    if (!visits_all()) return static_cast<int>(vectors_of(head, (part + 1) * run) - vectors_of(head, part * run));
+    if (run > 1) return static_cast<int>(vectors_of(head, (part + 1) * run) - vectors_of(head, part * run));
     const uint32_t rounds = shares.tiles_per_group / gridDim.x, rest = shares.tiles_per_group - rounds * gridDim.x;
     const uint32_t last = shares.tiles_per_group - 1, before = last - 1;
     // The last tile is short, and where it is empty, so may the one before be.

@@ -14,7 +14,7 @@ struct GroupTiles {
   GroupNormDims dims;
   uint32_t tiles = 0;            // in all; below 2^31
   uint32_t tiles_per_group = 1;  // the group's last tile may be shorter
-  uint32_t run = 1;              // divides tiles_per_group
+  uint32_t run = 1;              // divides tiles_per_group; a block has one of a group at most, or they are of one tile
   uint32_t parts = 1;            // blocks that have tiles of a group
   int32_t channels_per_group = 1;
   int64_t group_vectors = 0;  // 16-byte vectors of a group

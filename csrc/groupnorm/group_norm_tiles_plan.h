@@ -21,6 +21,8 @@ inline constexpr uint32_t kTilesLeastHeld = 6, kTilesMostHeld = 9;
 // word takes 9 us, with four 3 us.
 inline constexpr uint32_t kTilesUnderWay = 4;
 
+// Tiles of a run at most, and runs of a block at least (H200).
+inline constexpr uint32_t kTilesTogether = 4, kTilesRuns = 4;
 // The same where a block has its groups for itself, and tiles of such a group (H200).
 inline constexpr uint32_t kTilesAloneUnderWay = 6, kTilesAloneLeast = 3, kTilesAloneMost = 12;
 static_assert(kTilesAloneMost < kTilesSlots);
@@ -104,8 +106,20 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   }
   GroupTiles& p = plan.shares;
   if (p.tiles_per_group < kTilesLeast) return refuse("a group has few tiles: two passes are faster");
-  plan.blocks = std::min<uint32_t>(p.tiles, static_cast<uint32_t>(std::min(in.sm_count, kTilesMaxBlocks)));
-  const uint32_t needed = (p.tiles_per_group + plan.blocks - 1) / plan.blocks;
+  const uint32_t most_blocks = static_cast<uint32_t>(std::min(in.sm_count, kTilesMaxBlocks));
+  uint32_t needed = (p.tiles_per_group + most_blocks - 1) / most_blocks;
+  if (in.tensors == 1 && needed < kTilesTogether) {
+    // Each group costs a block's servants 1 us. A run's tiles come into the slots together, though, and blocks should
+    // have equally many.
+    uint32_t run = kTilesTogether;
+    while (run > 1 && p.tiles < run * kTilesRuns * most_blocks) run /= 2;
+    if (p.tiles_per_group > run * most_blocks) run = 1;  // a block has one run of a group
+    p.run = run;
+    p.tiles_per_group = (p.tiles_per_group + run - 1) / run * run;
+    p.tiles = static_cast<uint32_t>(d.n * d.g * p.tiles_per_group);
+    needed = std::max(run, needed);
+  }
+  plan.blocks = std::min(p.tiles / p.run, most_blocks);
   if (needed > kTilesMost) return refuse("a group is larger than what the GPU holds on chip: two passes are faster");
   // Slow derivatives do not fit beside a tile in registers.
   const bool holds = needed >= kTilesLeastHeld && needed <= kTilesMostHeld && (in.tensors == 1 || !in.long_chain);
@@ -113,7 +127,7 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   // Further ahead, lines leave L2 before they are loaded; with fewer tiles it was slower (H200).
   p.ahead = needed >= 3 ? 3 : 0;
   p.under_way = holds && in.tensors == 1 ? kTilesUnderWay - 1 : kTilesUnderWay;  // holders load as well
-  p.parts = std::min(p.tiles_per_group, plan.blocks);
+  p.parts = std::min(p.tiles_per_group / p.run, plan.blocks);
   plan.words = d.n * d.g * (int64_t(p.parts) + 1);  // and the group's result
   p.clears = int64_t(plan.blocks) * 2 > in.sm_count && plan.words <= int64_t(plan.blocks) * kTilesClearedWords;
   return plan;
