@@ -335,7 +335,7 @@ def test_plan_group_norm_tiles(n, groups, per_group, s, dtype, tensors, x_line, 
     assert tiles % run == 0
     assert run == 1 or tiles <= run * blocks, "a block has several runs of a group, of several tiles"
     # Or a group could wait for its own tiles to make room: a block has every `blocks`th run.
-    assert -(-tiles // run // blocks) * run <= dev.TILES_SLOTS
+    assert -(-tiles // run // blocks) * run < dev.TILES_SLOTS + plan["holders"]
     for group in {0, n * groups // 2, n * groups - 1}:
         head = (x_line + group * plan["group_vectors"]) % 8
         assert tiles * tile >= plan["group_vectors"] + head
@@ -384,7 +384,7 @@ def test_plan_group_norm_alone(n, groups, per_group, s, dtype, x_line):
     tile = dev.TILES_SLOT_BYTES // 16
     vectors = per_group * s // vec
     if "refusal" in plan:
-        fits = 2 * tile < vectors <= 10 * tile and n * groups >= 4 * 132
+        fits = 3 * tile < vectors <= 11 * tile and n * groups >= 4 * 132
         assert per_group * s % vec != 0 or s < vec or not fits, plan["refusal"]
         return
     tiles = plan["tiles_per_group"]
@@ -1648,7 +1648,8 @@ def test_plan_group_norm_slab_refuses(why, change):
         # 52 short slabs: 19 us instead of 31 by passes (H200)
         ("slabs", {"n": 2, "c": 357, "s": 1456, "g": 51, "channels_last": True, "tensors": 2, "dtype": "bfloat16"}),
         ("one read", {"n": 1, "c": 128, "s": 32**3, "g": 8}),  # a cluster of sixteen would leave GPU parts idle
-        ("on chip", {"n": 1, "c": 128, "s": 32**3, "g": 8, "dtype": "bfloat16"}),
+        ("one read", {"n": 1, "c": 128, "s": 32**3, "g": 8, "dtype": "bfloat16"}),  # 65 KB a block of such a cluster
+        ("on chip", {"n": 1, "c": 128, "s": 20_000, "g": 8, "dtype": "bfloat16"}),
         ("one read", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32}),
         ("one read", {"n": 1, "c": 32, "s": 128**3, "g": 8, "dtype": "bfloat16"}),
         ("one read", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32, "dtype": "bfloat16"}),

@@ -29,7 +29,7 @@ struct GroupNormFwdTraits {
   // Holders leave room for fewer: 896 threads have 72 registers each. A chain that is walked waits for its own results
   // most of the time, which other warps hide.
   static constexpr bool kWalks = kAct == Chain::kAny;
-  static constexpr int kStatWarps = kHolders == 0 && !kWalks ? 8 : 4, kNormWarps = kWalks ? 16 : 8, kHolderWarps = 4;
+  static constexpr int kStatWarps = 4, kNormWarps = kHolders == 0 ? 16 : 8, kHolderWarps = 4;
   static constexpr int kSet = kWalks && sizeof(T) == 2 ? 2 : 1;  // vectors that walk a chain together
   static constexpr int kThreads = 32 * (kServantWarps + kStatWarps + kNormWarps + kHolders * kHolderWarps);
 };
@@ -224,16 +224,22 @@ struct FwdBlock
   // Of the words of tile t's group; the same in all lanes.
   __device__ __forceinline__ float2 merge_group(const Tile& t, const uint64_t* words, int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
-    uint64_t word[kSets] = {};
-    wait_words(words, lane, word);
+    // All that does not need the words comes before them.
     const int head = head_of(t.group);
     Moments<float> sets[kSets];
 #pragma unroll
     for (int k = 0; k < kSets; ++k) {
       const uint32_t part = lane + 32 * k;
-      if (part >= p.shares.parts) break;
+      if (part < p.shares.parts) sets[k].count = static_cast<float>(Walk::part_vectors(head, part) * kVec);
+    }
+    uint64_t word[kSets] = {};
+    wait_words(words, lane, word);
+#pragma unroll
+    for (int k = 0; k < kSets; ++k) {
+      if (lane + 32 * k >= p.shares.parts) break;
       const float2 v = unpack_word(word[k]);
-      sets[k] = {v.x, v.y, static_cast<float>(Walk::part_vectors(head, part) * kVec)};
+      sets[k].mean = v.x;
+      sets[k].m2 = v.y;
     }
     return statistics_of(warp_pool(sets, static_cast<float>(p.shares.group_vectors * kVec)));
   }

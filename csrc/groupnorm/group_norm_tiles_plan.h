@@ -10,21 +10,24 @@ namespace kgopt {
 
 // Tiles of a group. With fewer, waiting for one another takes longer than the tiles.
 inline constexpr uint32_t kTilesLeast = 32;
-// Tiles of a group that a block has. The places beyond hide the 7 us from a group's last loads to its statistics, of
+// Tiles of a group that a block has. The places beyond hide the 4 us from a group's last loads to its statistics, of
 // which each hides one at an H200's bandwidth; with more tiles, two passes are faster.
-inline constexpr uint32_t kTilesMost = 10;
-static_assert(kTilesMost <= kTilesSlots);
-// Tiles in registers: 1 to 8% faster in this range, slower outside (H200).
-inline constexpr uint32_t kTilesLeastHeld = 6, kTilesMostHeld = 9;
+inline constexpr uint32_t kTilesMost = 10, kTilesMostBesideHeld = 14;
+static_assert(kTilesMost < kTilesSlots && kTilesMostBesideHeld < kTilesSlots + kTilesHolders);
+// Tiles in registers: 1 to 8% faster in these ranges, slower outside (H200).
+inline constexpr uint32_t kTilesLeastHeld = 8, kTilesBwdLeastHeld = 6, kTilesBwdMostHeld = 9;
 
 // Loads of a block at a time. Where all slots are free, memory has 0.7 us to do for each: with fourteen at a time a
-// word takes 9 us, with four 3 us.
-inline constexpr uint32_t kTilesUnderWay = 4;
+// word takes 9 us, with four 3 us. Of large groups, for the slowest block of which all others wait, fewer: the fast
+// blocks do not run ahead then (H200).
+inline constexpr uint32_t kTilesBwdUnderWay = 4;
+inline constexpr uint32_t tiles_under_way(uint32_t needed) { return needed < 6 ? 3 : needed < 10 ? 2 : 1; }
 
-// Tiles of a run at most, and runs of a block at least (H200).
-inline constexpr uint32_t kTilesTogether = 4, kTilesRuns = 4;
-// The same where a block has its groups for itself, and tiles of such a group (H200).
-inline constexpr uint32_t kTilesAloneUnderWay = 6, kTilesAloneLeast = 3, kTilesAloneMost = 12;
+// Tiles of a run, at most: each group costs a block's servants 1 us (H200).
+inline constexpr uint32_t kTilesTogether = 4;
+
+// Tiles of a group that is one block's (H200).
+inline constexpr uint32_t kTilesAloneLeast = 4, kTilesAloneMost = 12;
 static_assert(kTilesAloneMost < kTilesSlots);
 
 // Words that a block clears, at most: a few at a time, which takes as long as the first loads. A memset for more.
@@ -109,10 +112,8 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   const uint32_t most_blocks = static_cast<uint32_t>(std::min(in.sm_count, kTilesMaxBlocks));
   uint32_t needed = (p.tiles_per_group + most_blocks - 1) / most_blocks;
   if (in.tensors == 1 && needed < kTilesTogether) {
-    // Each group costs a block's servants 1 us. A run's tiles come into the slots together, though, and blocks should
-    // have equally many.
-    uint32_t run = kTilesTogether;
-    while (run > 1 && p.tiles < run * kTilesRuns * most_blocks) run /= 2;
+    uint32_t run = kTilesTogether;  // less where blocks would have unequally many
+    while (run > 1 && p.tiles < run * (run - 1) * most_blocks) run /= 2;
     if (p.tiles_per_group > run * most_blocks) run = 1;  // a block has one run of a group
     p.run = run;
     p.tiles_per_group = (p.tiles_per_group + run - 1) / run * run;
@@ -120,13 +121,16 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
     needed = std::max(run, needed);
   }
   plan.blocks = std::min(p.tiles / p.run, most_blocks);
-  if (needed > kTilesMost) return refuse("a group is larger than what the GPU holds on chip: two passes are faster");
-  // Slow derivatives do not fit beside a tile in registers.
-  const bool holds = needed >= kTilesLeastHeld && needed <= kTilesMostHeld && (in.tensors == 1 || !in.long_chain);
-  plan.holders = holds ? kTilesHolders : 0;
+  // A chain that is walked has other warps in the holders' place, or slow derivatives.
+  const bool may_hold = !in.long_chain;
+  const uint32_t most = may_hold && in.tensors == 1 ? kTilesMostBesideHeld : kTilesMost;
+  if (needed > most) return refuse("a group is larger than what the GPU holds on chip: two passes are faster");
+  const bool holds =
+      in.tensors == 1 ? needed >= kTilesLeastHeld : needed >= kTilesBwdLeastHeld && needed <= kTilesBwdMostHeld;
+  plan.holders = holds && may_hold ? kTilesHolders : 0;
   // Further ahead, lines leave L2 before they are loaded; with fewer tiles it was slower (H200).
-  p.ahead = needed >= 3 ? 3 : 0;
-  p.under_way = holds && in.tensors == 1 ? kTilesUnderWay - 1 : kTilesUnderWay;  // holders load as well
+  p.ahead = needed >= 3 && p.run == 1 ? 3 : 0;
+  p.under_way = in.tensors == 1 ? tiles_under_way(needed) : kTilesBwdUnderWay;
   p.parts = std::min(p.tiles_per_group / p.run, plan.blocks);
   plan.words = d.n * d.g * (int64_t(p.parts) + 1);  // and the group's result
   p.clears = int64_t(plan.blocks) * 2 > in.sm_count && plan.words <= int64_t(plan.blocks) * kTilesClearedWords;
@@ -147,11 +151,13 @@ inline TilesPlan plan_group_norm_alone(const TilesPlanInput& in) {
   if (in.long_chain) return refuse("slow activations need more threads");
   if (p.tiles_per_group < kTilesAloneLeast) return refuse("a group has few tiles: a block each is faster");
   if (p.tiles_per_group > kTilesAloneMost) return refuse("a group is larger than what a block holds");
-  if (groups < in.sm_count) return refuse("few groups leave the GPU idle");
+  // The last round leaves blocks idle, and with one round nothing overlaps.
+  const int64_t rounds = (groups + in.sm_count - 1) / in.sm_count;
+  if (rounds < 2 || groups * 10 < rounds * in.sm_count * 7) return refuse("few groups leave the GPU idle");
   plan.blocks = static_cast<unsigned>(in.sm_count);
   p.run = p.tiles_per_group;
   p.ahead = 3;
-  p.under_way = kTilesAloneUnderWay;
+  p.under_way = tiles_under_way(1);
   return plan;
 }
 
