@@ -4,7 +4,7 @@
 //   summers    teams, each with a tile of its own at a time: the sums of its channels. Where the activation is slow to
 //              differentiate, dz takes dy's place, rounded as dy is
 //   publisher  keeps each tile's sums, and makes the block's sums over a group the block's word
-//   merger     adds up the words of all blocks, for a share of the groups, to one more word
+//   merger     adds up the words of all blocks, for a share of the groups, to one more word; clears them before
 //   watcher    waits for such words, of all groups of which the block has tiles
 //   writers    write dx from the slots
 //   holders    teams that keep a tile in their registers from load to store: room beyond the shared memory
@@ -28,8 +28,8 @@ struct GroupNormBwdTraits {
   static constexpr int kTileVectors = tile_vectors(2);
   static constexpr bool kStoresDz = kAct == Chain::kSilu || kAct == Chain::kAny;
   static constexpr int kServantWarps = 4;
-  // Holders leave room for fewer: 896 threads have 72 registers each. As in group_norm_fwd_kernel.cuh, a chain that is
-  // walked needs more.
+  // Holders leave room for fewer: 896 threads have 72 registers each. A chain that is walked waits for its own results
+  // most of the time, which other warps hide.
   static constexpr int kTeamWarps = 4, kTeams = kAct == Chain::kAny ? 4 : kHolders == 0 ? 2 : 1, kWriterWarps = 8;
   static constexpr int kThreads = 32 * (kServantWarps + kTeams * kTeamWarps + kWriterWarps + kHolders * kTeamWarps);
 };

@@ -3,7 +3,7 @@
 //   producer    a warp that starts the loads into slots of shared memory that have become free
 //   statistics  moments of the tiles in the slots
 //   publisher   makes the block's moments of a group the block's word
-//   merger      merges the words of all blocks, for a share of the groups, into one more word
+//   merger      merges the words of all blocks, for a share of the groups, into one more word; clears them before
 //   watcher     waits for such words, of all groups of which the block has tiles
 //   collectors  instead of both where there are holders: merge the words in every block for itself, one trip through L2
 //   normalizers write y from the slots
@@ -26,8 +26,8 @@ struct GroupNormFwdTraits {
   static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
   static constexpr int kServantWarps = 4;
   static constexpr bool kCollects = kHolders > 0;  // the other way takes 4% longer there, without holders 3 to 5% less
-  // Holders leave room for fewer: 896 threads have 72 registers each. A chain that is walked waits for its own results
-  // most of the time, which other warps hide.
+  // Normalizing takes longer than the statistics, most of all with slow activations. Holders leave room for fewer warps:
+  // 896 threads have 72 registers each.
   static constexpr bool kWalks = kAct == Chain::kAny;
   static constexpr int kStatWarps = 4, kNormWarps = kHolders == 0 ? 16 : 8, kHolderWarps = 4;
   static constexpr int kSet = kWalks && sizeof(T) == 2 ? 2 : 1;  // vectors that walk a chain together
