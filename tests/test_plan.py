@@ -326,17 +326,20 @@ def test_plan_group_norm_tiles(n, groups, per_group, s, dtype, tensors, x_line, 
         short = short or (tensors == 2 and n * groups * elements * 16 // vec <= 4 << 20)
         assert elements % vec != 0 or elements <= small or elements > fits or short, plan["refusal"]
         return
-    tiles, blocks = plan["tiles_per_group"], plan["blocks"]
+    tiles, blocks, run = plan["tiles_per_group"], plan["blocks"], plan["run"]
     assert plan["group_vectors"] * vec == elements
     assert plan["tiles"] == n * groups * tiles
-    assert plan["words"] == n * groups * (min(tiles, blocks) + 1)
+    assert plan["parts"] == min(tiles // run, blocks)
+    assert plan["words"] == n * groups * (plan["parts"] + 1)
     assert plan["holders"] in (0, dev.TILES_HOLDERS)
-    # Or a group could wait for its own tiles to make room: a block has every `blocks`th tile.
-    assert -(-tiles // blocks) <= dev.TILES_SLOTS
+    assert tiles % run == 0
+    assert run == 1 or tiles <= run * blocks, "a block has several runs of a group, of several tiles"
+    # Or a group could wait for its own tiles to make room: a block has every `blocks`th run.
+    assert -(-tiles // run // blocks) * run < dev.TILES_SLOTS + plan["holders"]
     for group in {0, n * groups // 2, n * groups - 1}:
         head = (x_line + group * plan["group_vectors"]) % 8
         assert tiles * tile >= plan["group_vectors"] + head
-        assert (tiles - 2) * tile < plan["group_vectors"] + head
+        assert (tiles - 1 - run) * tile < plan["group_vectors"] + head
     for position in (0, 1, s - 1, s, s + 1, 2 * s - 1, s + tile * vec):
         assert (position * plan["s_magic"] >> 32) >> plan["s_shift"] == position // s
     for offset in (0, s - 1, s, elements - 1, elements // 2):
@@ -363,6 +366,51 @@ def test_plan_group_norm_tiles_refuses(why, change):
     sizes = {"n": 1, "c": 32, "s": 1 << 18, "g": 8}
     assert "refusal" not in dev.plan_group_norm_tiles(**sizes)
     assert why in dev.plan_group_norm_tiles(**{**sizes, **change})["refusal"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    n=st.integers(1, 600),
+    groups=st.integers(1, 12),
+    per_group=st.integers(1, 40),
+    s=st.integers(2, 60_000),
+    dtype=st.sampled_from(DTYPES),
+    x_line=st.integers(0, 7),
+)
+def test_plan_group_norm_alone(n, groups, per_group, s, dtype, x_line):
+    """A block has a place for every tile of its group, and tells nobody of it."""
+    vec = 4 if dtype == "float32" else 8
+    plan = dev.plan_group_norm_alone(n, groups * per_group, s, groups, dtype=dtype, x_line=x_line)
+    tile = dev.TILES_SLOT_BYTES // 16
+    vectors = per_group * s // vec
+    if "refusal" in plan:
+        fits = 3 * tile < vectors <= 11 * tile and n * groups >= 4 * 132
+        assert per_group * s % vec != 0 or s < vec or not fits, plan["refusal"]
+        return
+    tiles = plan["tiles_per_group"]
+    assert plan["run"] == tiles < dev.TILES_SLOTS
+    assert plan["parts"] == 1
+    assert plan["words"] == 0
+    assert plan["blocks"] <= n * groups
+    assert plan["tiles"] == n * groups * tiles
+    for group in {0, n * groups // 2, n * groups - 1}:
+        assert tiles * tile >= vectors + (x_line + group * vectors) % 8
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("few tiles", {"s": 1000}),
+        ("larger than what a block holds", {"s": 1 << 17}),
+        ("few groups", {"n": 1}),
+        ("do not fit", {"tensors": 2}),
+        ("float64", {"dtype": "float64"}),
+    ],
+)
+def test_plan_group_norm_alone_refuses(why, change):
+    sizes = {"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16"}
+    assert "refusal" not in dev.plan_group_norm_alone(**sizes)
+    assert why in dev.plan_group_norm_alone(**{**sizes, **change})["refusal"]
 
 
 # The Hopper kernel for narrow convolutions.
@@ -1705,6 +1753,7 @@ def test_plan_group_norm_slab_refuses(why, change):
     ("way", "sizes"),
     [
         ("on chip", {"n": 128, "c": 24, "s": 19800, "g": 8}),
+        ("one read", {"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16"}),  # 119 KB: a block each in turn
         ("small", {"n": 50, "c": 33, "s": 9, "g": 33}),
         ("small", {"n": 50, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),
         ("small", {"n": 1, "c": 648, "s": 300, "g": 18, "channels_last": True, "tensors": 2}),
@@ -1724,7 +1773,8 @@ def test_plan_group_norm_slab_refuses(why, change):
         # 52 short slabs: 19 us instead of 31 by passes (H200)
         ("slabs", {"n": 2, "c": 357, "s": 1456, "g": 51, "channels_last": True, "tensors": 2, "dtype": "bfloat16"}),
         ("one read", {"n": 1, "c": 128, "s": 32**3, "g": 8}),  # a cluster of sixteen would leave GPU parts idle
-        ("on chip", {"n": 1, "c": 128, "s": 32**3, "g": 8, "dtype": "bfloat16"}),
+        ("one read", {"n": 1, "c": 128, "s": 32**3, "g": 8, "dtype": "bfloat16"}),  # 65 KB a block of such a cluster
+        ("on chip", {"n": 1, "c": 128, "s": 20_000, "g": 8, "dtype": "bfloat16"}),
         ("one read", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32}),
         ("one read", {"n": 1, "c": 32, "s": 128**3, "g": 8, "dtype": "bfloat16"}),
         ("one read", {"n": 1, "c": 128, "s": 20 * 256 * 256, "g": 32, "dtype": "bfloat16"}),

@@ -556,11 +556,12 @@ TilesPlanInput tiles_input(int64_t n, int64_t c, int64_t s, int64_t g, const std
 }
 
 // The plan of the GroupNorm kernels that read contiguous tensors once, as a dict; {"refusal": why} where it takes
-// another way.
+// another way. kPlan: of groups all over the GPU, or of groups that a block has for itself.
+template <TilesPlan (*kPlan)(const TilesPlanInput&)>
 py::dict plan_tiles(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
                     bool channels_last, bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count,
                     int64_t smem_bytes) {
-  const TilesPlan plan = plan_group_norm_tiles(
+  const TilesPlan plan = kPlan(
       tiles_input(n, c, s, g, dtype, tensors, channels_last, aligned, x_line, has_bulk_copy, sm_count, smem_bytes));
   py::dict out;
   if (plan.refusal) {
@@ -572,6 +573,8 @@ py::dict plan_tiles(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
   out["words"] = plan.words;
   out["tiles"] = p.tiles;
   out["tiles_per_group"] = p.tiles_per_group;
+  out["run"] = p.run;
+  out["parts"] = p.parts;
   out["group_vectors"] = p.group_vectors;
   out["holders"] = plan.holders;
   out["s_magic"] = p.s_magic;
@@ -806,10 +809,13 @@ void bind_norm(py::module_& m) {
   m.attr("TILES_SLOTS") = kTilesSlots;
   m.attr("TILES_HOLDERS") = kTilesHolders;
   m.attr("TILES_SLOT_BYTES") = kTilesSlotBytes;
-  m.def("plan_group_norm_tiles", &plan_tiles, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
-        py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
-        py::arg("aligned") = true, py::arg("x_line") = 0, py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132,
-        py::arg("smem_bytes") = 227 << 10);
+  const auto def_tiles = [&](const char* name, auto plan) {
+    m.def(name, plan, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"), py::arg("dtype") = "float32",
+          py::arg("tensors") = 1, py::arg("channels_last") = false, py::arg("aligned") = true, py::arg("x_line") = 0,
+          py::arg("has_bulk_copy") = true, py::arg("sm_count") = 132, py::arg("smem_bytes") = 227 << 10);
+  };
+  def_tiles("plan_group_norm_tiles", &plan_tiles<plan_group_norm_tiles>);
+  def_tiles("plan_group_norm_alone", &plan_tiles<plan_group_norm_alone>);
   m.attr("CLUSTER_PASSES") = kClusterPasses;
   m.attr("CLUSTER_MAX_PIECES") = kClusterMaxPieces;
   m.attr("TEAM_PASSES") = std::vector<int>{kTeamPasses, kTeamMostPasses};

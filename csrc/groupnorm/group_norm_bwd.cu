@@ -11,7 +11,9 @@ Status launch_kernel(GroupNormBwdParams p, const TilesPlan& plan, cudaStream_t s
   constexpr int kSmem = Traits::kSlots * kTilesSlotBytes;
   void* arguments[] = {&p};
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
-  if (error == cudaSuccess) error = cudaMemsetAsync(p.words, 0, plan.words * sizeof(uint64_t), stream);
+  if (error == cudaSuccess && !p.shares.clears) {
+    error = cudaMemsetAsync(p.words, 0, plan.words * sizeof(uint64_t), stream);
+  }
   if (error == cudaSuccess) {
     error = cudaLaunchCooperativeKernel(kernel, dim3(plan.blocks), dim3(Traits::kThreads), arguments, kSmem, stream);
   }

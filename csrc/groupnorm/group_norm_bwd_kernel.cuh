@@ -4,7 +4,7 @@
 //   summers    teams, each with a tile of its own at a time: the sums of its channels. Where the activation is slow to
 //              differentiate, dz takes dy's place, rounded as dy is
 //   publisher  keeps each tile's sums, and makes the block's sums over a group the block's word
-//   merger     adds up the words of all blocks, for a share of the groups, to one more word
+//   merger     adds up the words of all blocks, for a share of the groups, to one more word; clears them before
 //   watcher    waits for such words, of all groups of which the block has tiles
 //   writers    write dx from the slots
 //   holders    teams that keep a tile in their registers from load to store: room beyond the shared memory
@@ -28,8 +28,8 @@ struct GroupNormBwdTraits {
   static constexpr int kTileVectors = tile_vectors(2);
   static constexpr bool kStoresDz = kAct == Chain::kSilu || kAct == Chain::kAny;
   static constexpr int kServantWarps = 4;
-  // Holders leave room for fewer: 896 threads have 72 registers each. As in group_norm_fwd_kernel.cuh, a chain that is
-  // walked needs more.
+  // Holders leave room for fewer: 896 threads have 72 registers each. A chain that is walked waits for its own results
+  // most of the time, which other warps hide.
   static constexpr int kTeamWarps = 4, kTeams = kAct == Chain::kAny ? 4 : kHolders == 0 ? 2 : 1, kWriterWarps = 8;
   static constexpr int kThreads = 32 * (kServantWarps + kTeams * kTeamWarps + kWriterWarps + kHolders * kTeamWarps);
 };
@@ -53,6 +53,7 @@ struct BwdShared {
   uint64_t loaded[Traits::kSlots], summed[Traits::kSlots], freed[Traits::kSlots];
   BwdTile tiles[Traits::kSlots];
   uint64_t published[kTilesVisits], ready[kTilesVisits];
+  uint64_t described, cleared;  // the first tiles; the words, by all blocks
   float2 terms[kTilesVisits];
   float2 box[Traits::kSlots][2][Traits::kTeamWarps];  // of a channel: sums of dz and dz (u - mean)
   uint64_t held[Traits::kHolders + 1];                // sums of a holders' tile are there
@@ -98,7 +99,9 @@ struct BwdBlock
     d.is_one = (d.hi - d.lo) * kVec <= d.split;
     return d;
   }
-  __device__ __forceinline__ BwdTile describe_slot(const Tile& t, uint32_t) const { return describe(t); }
+  // The sums need all of it.
+  __device__ __forceinline__ void describe_place(const Tile& t, uint32_t, BwdTile* d) const { *d = describe(t); }
+  __device__ __forceinline__ void describe_channels(const Tile&, BwdTile*) const {}
   __device__ __forceinline__ void start_load(const Tile& t, const BwdTile& d) const {
     const uint32_t k = slot_of(t);
     const int vectors = d.hi - d.lo;
@@ -244,7 +247,8 @@ struct BwdBlock
       total.x += __shfl_down_sync(0xffffffffu, total.x, kTeamWarps);
       total.y += __shfl_down_sync(0xffffffffu, total.y, kTeamWarps);
       if (lane == 0) {
-        store_word(p.words + int64_t(start.group) * p.shares.parts + start.index, pack_signed_word(total.x, total.y));
+        store_word(p.words + int64_t(start.group) * p.shares.parts + Walk::part_of(start),
+                   pack_signed_word(total.x, total.y));
         barrier_arrive(&s.published[start.visit % kTilesVisits]);
       }
     }
@@ -270,7 +274,7 @@ struct BwdBlock
     });
   }
   __device__ __forceinline__ void watch(int lane) const {
-    Walk::watch(p.words, lane, [&](uint32_t visit, uint64_t word) {
+    Walk::watch(p.words, s.published, lane, [&](uint32_t visit, uint64_t word) {
       s.terms[visit % kTilesVisits] = unpack_signed_word(word);
       barrier_arrive(&s.ready[visit % kTilesVisits]);
     });
@@ -344,8 +348,9 @@ struct BwdBlock
   __device__ __forceinline__ void hold(int holder, int warp, int lane) const {
     constexpr int kPasses = kTileVectors / 32 / kTeamWarps;
     const int first = warp * kPasses * 32 + lane;
-    for (Tile t = first_tile(); exists(t); advance(t)) {
-      if (!is_held(t.place) || static_cast<int>(holders_before(t.place)) != holder) continue;
+    for (uint32_t i = Walk::place_of_holder(holder);; i += Walk::kPlaces) {
+      const Tile t = Walk::tile_at(i);
+      if (!exists(t)) return;
       const BwdTile d = describe(t);
       const int64_t at = (d.base + first) * kVec;
       const T* const x = static_cast<const T*>(p.x) + at;
@@ -396,6 +401,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       barrier_init(&shared.published[v], 1);
       barrier_init(&shared.ready[v], 1);
     }
+    barrier_init(&shared.described, 32);
+    barrier_init(&shared.cleared, 1);
     for (int h = 0; h < Traits::kHolders; ++h) barrier_init(&shared.held[h], Traits::kTeamWarps);
     barrier_init_fence();
   }
@@ -406,10 +413,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       block.produce(lane, p.x, p.dy);
     }
     if (warp == 1) {
-      block.describe_first(lane);
+      block.describe_first(lane, &shared.described);
+      barrier_wait(&shared.cleared, 0);
       block.publish(lane);
     }
-    if (warp == 2) block.merge(lane);
+    if (warp == 2) {
+      block.clear_words(p.words, &shared.cleared, lane);
+      block.merge(lane);
+    }
     if (warp == 3) block.watch(lane);
     return;
   }
@@ -419,7 +430,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   warp -= kSummers;
   if (warp < Traits::kWriterWarps) return block.write_slots(warp, lane);
   warp -= Traits::kWriterWarps;
-  block.hold(warp / Traits::kTeamWarps, warp % Traits::kTeamWarps, lane);
+  if constexpr (Traits::kHolders > 0) block.hold(warp / Traits::kTeamWarps, warp % Traits::kTeamWarps, lane);
 #endif
 }
 

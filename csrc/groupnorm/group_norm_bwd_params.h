@@ -8,7 +8,7 @@ namespace kgopt {
 
 struct GroupNormBwdParams : GroupNormBwdArgs {
   GroupTiles shares;
-  uint64_t* words = nullptr;   // (words.cuh) [groups][parts] the group's two sums; zero at launch
+  uint64_t* words = nullptr;   // (words.cuh) [groups][parts] the group's two sums; zero at launch or cleared
   float* tile_sums = nullptr;  // [tiles][2 channels][2]: sum of dz and of dz * (u - mean)
   void* dweight = nullptr;     // [C]
   void* dbias = nullptr;       // [C]

@@ -155,7 +155,7 @@ inline constexpr int64_t kTiledGroupBytes = 1 << 20;
 
 // The most data of a forward block where all clusters of sixteen run at a time and have a multiprocessor for each
 // block: such a launch ends before tiles have told each other their moments (H200).
-inline constexpr int64_t kOneWaveData = 96 << 10;
+inline constexpr int64_t kOneWaveData = 48 << 10;
 
 // The first of the ways that takes it. A cluster of sixteen whose blocks have a multiprocessor each leaves a sixth of
 // an H200 idle and overlaps nothing, and a few such clusters leave even more: then the tiles come first.
@@ -168,6 +168,11 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
     return choice;
   }
   choice.on_chip = plan_group_norm_cluster(cluster);
+  choice.one_read = plan_group_norm_alone(tiles);
+  if (!choice.one_read.refusal) {
+    choice.way = NormWay::kOneRead;
+    return choice;
+  }
   choice.one_read = plan_group_norm_tiles(tiles);
   choice.rows = plan_group_norm_rows(columns);
   choice.columns = plan_group_norm_columns(columns);

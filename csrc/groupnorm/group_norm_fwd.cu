@@ -13,9 +13,13 @@ Status launch_kernel(GroupNormFwdParams p, const TilesPlan& plan, cudaStream_t s
   constexpr int kSmem = Traits::kSlots * Traits::kTileBytes;
   void* arguments[] = {&p};
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
-  if (error == cudaSuccess) error = cudaMemsetAsync(p.words, 0, plan.words * sizeof(uint64_t), stream);
+  if (error == cudaSuccess && plan.words > 0 && !p.shares.clears) {
+    error = cudaMemsetAsync(p.words, 0, plan.words * sizeof(uint64_t), stream);
+  }
+  const dim3 blocks(plan.blocks), threads(Traits::kThreads);
   if (error == cudaSuccess) {
-    error = cudaLaunchCooperativeKernel(kernel, dim3(plan.blocks), dim3(Traits::kThreads), arguments, kSmem, stream);
+    error = plan.words > 0 ? cudaLaunchCooperativeKernel(kernel, blocks, threads, arguments, kSmem, stream)
+                           : cudaLaunchKernel(kernel, blocks, threads, arguments, kSmem, stream);
   }
   if (error == cudaErrorCooperativeLaunchTooLarge) {
     cudaGetLastError();  // answered by the caller

@@ -3,7 +3,7 @@
 //   producer    a warp that starts the loads into slots of shared memory that have become free
 //   statistics  moments of the tiles in the slots
 //   publisher   makes the block's moments of a group the block's word
-//   merger      merges the words of all blocks, for a share of the groups, into one more word
+//   merger      merges the words of all blocks, for a share of the groups, into one more word; clears them before
 //   watcher     waits for such words, of all groups of which the block has tiles
 //   collectors  instead of both where there are holders: merge the words in every block for itself, one trip through L2
 //   normalizers write y from the slots
@@ -26,10 +26,10 @@ struct GroupNormFwdTraits {
   static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
   static constexpr int kServantWarps = 4;
   static constexpr bool kCollects = kHolders > 0;  // the other way takes 4% longer there, without holders 3 to 5% less
-  // Holders leave room for fewer: 896 threads have 72 registers each. A chain that is walked waits for its own results
-  // most of the time, which other warps hide.
+  // Normalizing takes longer than the statistics, most of all with slow activations. Holders leave room for fewer warps:
+  // 896 threads have 72 registers each.
   static constexpr bool kWalks = kAct == Chain::kAny;
-  static constexpr int kStatWarps = kHolders == 0 && !kWalks ? 8 : 4, kNormWarps = kWalks ? 16 : 8, kHolderWarps = 4;
+  static constexpr int kStatWarps = 4, kNormWarps = kHolders == 0 ? 16 : 8, kHolderWarps = 4;
   static constexpr int kSet = kWalks && sizeof(T) == 2 ? 2 : 1;  // vectors that walk a chain together
   static constexpr int kThreads = 32 * (kServantWarps + kStatWarps + kNormWarps + kHolders * kHolderWarps);
 };
@@ -55,6 +55,7 @@ struct FwdShared {
   uint64_t loaded[Traits::kSlots], freed[Traits::kSlots];
   FwdTile tiles[Traits::kSlots];
   uint64_t published[kTilesVisits], ready[kTilesVisits];
+  uint64_t described, cleared;  // the first tiles; the words, by all blocks
   float2 statistics[kTilesVisits];
   uint64_t box_full[2], box_empty[2];
   uint64_t held[Traits::kHolders + 1];  // moments of a holders' tile are there
@@ -83,23 +84,21 @@ struct FwdBlock
       : Walk{params.shares}, p(params), s(shared), slots(memory) {}
 
   __device__ __forceinline__ char* slot(const Tile& t) const { return slots + slot_of(t) * Traits::kTileBytes; }
-  __device__ __forceinline__ FwdTile describe(const Tile& t) const {
-    FwdTile d;
-    place_tile(t, &d);
-    d.channel0 = channel_of(t, &d.column0) + channels_before(t);
-    d.is_one = d.column0 + uint32_t(max(d.hi - d.lo, 0)) * kVec <= static_cast<uint32_t>(p.shares.dims.s);
-    const float2 coefficients = affine(d.channel0);
-    d.weight = coefficients.x;
-    d.bias = coefficients.y;
-    return d;
+  __device__ __forceinline__ void describe_place(const Tile& t, FwdTile* d) const {
+    place_tile(t, d);
+    d->channel0 = channel_of(t, &d->column0) + channels_before(t);
+    d->is_one = d->column0 + uint32_t(max(d->hi - d->lo, 0)) * kVec <= static_cast<uint32_t>(p.shares.dims.s);
   }
-
   // Of tile t, the j-th in the slots, everything but its load, which others need to know.
-  __device__ __forceinline__ FwdTile describe_slot(const Tile& t, uint32_t j) const {
-    FwdTile d = describe(t);
+  __device__ __forceinline__ void describe_place(const Tile& t, uint32_t j, FwdTile* d) const {
+    describe_place(t, d);
     const Tile next = slot_tile(j + 1);
-    d.is_last = next.visit != t.visit || !exists(next);
-    return d;
+    d->is_last = next.visit != t.visit || !exists(next);
+  }
+  __device__ __forceinline__ void describe_channels(const Tile&, FwdTile* d) const {
+    const float2 coefficients = affine(d->channel0);
+    d->weight = coefficients.x;
+    d->bias = coefficients.y;
   }
   __device__ __forceinline__ void start_load(const Tile& t, const FwdTile& d) const {
     const uint32_t k = slot_of(t);
@@ -210,33 +209,41 @@ struct FwdBlock
       const float count = warp_sum(m.count);
       const Moments<float> sets[1] = {m};
       m = count == 0.f ? Moments<float>{} : warp_pool(sets, count);
-      if (lane == 0) store_word(p.words + int64_t(start.group) * p.shares.parts + start.index, pack_word(m.mean, m.m2));
-      if (lane == 0) barrier_arrive(&s.published[start.visit % kTilesVisits]);
+      if (lane != 0) continue;
+      if (p.shares.parts == 1) {  // nobody else has tiles of the group
+        const float2 statistics = statistics_of(m);
+        make_ready(start.visit, statistics);
+        keep(start.group, statistics);
+      } else {
+        store_word(p.words + int64_t(start.group) * p.shares.parts + Walk::part_of(start), pack_word(m.mean, m.m2));
+        barrier_arrive(&s.published[start.visit % kTilesVisits]);
+      }
     }
   }
 
   // Of the words of tile t's group; the same in all lanes.
   __device__ __forceinline__ float2 merge_group(const Tile& t, const uint64_t* words, int lane) const {
     constexpr int kSets = kTilesMaxBlocks / 32;
-    const uint32_t rounds = p.shares.tiles_per_group / gridDim.x, rest = p.shares.tiles_per_group - rounds * gridDim.x;
-    const uint32_t last = p.shares.tiles_per_group - 1, before = last - 1;
-    const uint32_t last_part = last % gridDim.x, part_before = before % gridDim.x;
-    uint64_t word[kSets] = {};
-    wait_words(words, lane, word);
-    // The last tile is short, and where it is empty, so may the one before be.
+    // All that does not need the words comes before them.
     const int head = head_of(t.group);
-    const int missing_last = kTileVectors - end_of(head, last), missing_before = kTileVectors - end_of(head, before);
     Moments<float> sets[kSets];
 #pragma unroll
     for (int k = 0; k < kSets; ++k) {
       const uint32_t part = lane + 32 * k;
-      if (part >= p.shares.parts) break;
-      const float2 v = unpack_word(word[k]);
-      const int vectors = static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
-                          (part == last_part ? missing_last : 0) - (part == part_before ? missing_before : 0);
-      sets[k] = {v.x, v.y, static_cast<float>(vectors * kVec)};
+      if (part < p.shares.parts) sets[k].count = static_cast<float>(Walk::part_vectors(head, part) * kVec);
     }
-    const Moments<float> m = warp_pool(sets, static_cast<float>(p.shares.group_vectors * kVec));
+    uint64_t word[kSets] = {};
+    wait_words(words, lane, word);
+#pragma unroll
+    for (int k = 0; k < kSets; ++k) {
+      if (lane + 32 * k >= p.shares.parts) break;
+      const float2 v = unpack_word(word[k]);
+      sets[k].mean = v.x;
+      sets[k].m2 = v.y;
+    }
+    return statistics_of(warp_pool(sets, static_cast<float>(p.shares.group_vectors * kVec)));
+  }
+  __device__ __forceinline__ float2 statistics_of(const Moments<float>& m) const {
     return make_float2(m.mean, 1.f / sqrtf(m.m2 / m.count + p.eps));
   }
   __device__ __forceinline__ void keep(int64_t group, float2 statistics) const {
@@ -257,7 +264,8 @@ struct FwdBlock
     });
   }
   __device__ __forceinline__ void watch(int lane) const {
-    Walk::watch(p.words, lane, [&](uint32_t visit, uint64_t word) { make_ready(visit, unpack_word(word)); });
+    Walk::watch(p.words, s.published, lane,
+                [&](uint32_t visit, uint64_t word) { make_ready(visit, unpack_word(word)); });
   }
   __device__ __forceinline__ void collect(int collector, int lane) const {
     Walk::collect_words(p.words, s.published, collector, [&](const Tile& t, const uint64_t* words) {
@@ -364,6 +372,7 @@ struct FwdBlock
     const T* const from = reinterpret_cast<const T*>(slots) + first * kVec;
     T* const y = static_cast<T*>(p.y) + first * kVec;
     const uint32_t own = slot_tiles();
+    barrier_wait(&s.described, 0);
     for (uint32_t i = 0, k = 0, parity = 0; i < own; ++i, next_slot(k, parity)) {
       barrier_wait(&s.loaded[k], parity);
       const FwdTile& d = s.tiles[k];
@@ -378,9 +387,12 @@ struct FwdBlock
   __device__ __forceinline__ void hold(int holder, int warp, int lane) const {
     constexpr int kPasses = kTileVectors / 32 / Traits::kHolderWarps, kPiece = 2;
     const int first = warp * kPasses * 32 + lane;
-    for (Tile t = first_tile(); exists(t); advance(t)) {
-      if (!is_held(t.place) || static_cast<int>(holders_before(t.place)) != holder) continue;
-      const FwdTile d = describe(t);
+    for (uint32_t i = Walk::place_of_holder(holder);; i += Walk::kPlaces) {
+      const Tile t = Walk::tile_at(i);
+      if (!exists(t)) return;
+      FwdTile d;
+      describe_place(t, &d);
+      describe_channels(t, &d);
       const T* const x = static_cast<const T*>(p.x) + d.base * kVec;
       Vec<T, kVec> data[kPasses];
 #pragma unroll
@@ -431,6 +443,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       barrier_init(&shared.published[v], 1);
       barrier_init(&shared.ready[v], 1);
     }
+    barrier_init(&shared.described, 32);
+    barrier_init(&shared.cleared, 1);
     for (int b = 0; b < 2; ++b) {
       barrier_init(&shared.box_full[b], Traits::kStatWarps);
       barrier_init(&shared.box_empty[b], Traits::kStatWarps);
@@ -445,9 +459,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       block.produce(lane, p.x, nullptr);
     }
     if (warp == 1) {
-      block.describe_first(lane);
+      block.describe_first(lane, &shared.described);
+      if (p.shares.parts > 1) barrier_wait(&shared.cleared, 0);
       block.publish(lane);
     }
+    if (p.shares.parts == 1) return;
+    if (warp == 2) block.clear_words(p.words, &shared.cleared, lane);
     if constexpr (Traits::kCollects) {
       if (warp >= 2) block.collect(warp - 2, lane);
     } else {
@@ -461,7 +478,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   warp -= Traits::kStatWarps;
   if (warp < Traits::kNormWarps) return block.normalize_slots(warp, lane);
   warp -= Traits::kNormWarps;
-  block.hold(warp / Traits::kHolderWarps, warp % Traits::kHolderWarps, lane);
+  if constexpr (Traits::kHolders > 0) block.hold(warp / Traits::kHolderWarps, warp % Traits::kHolderWarps, lane);
 #endif
 }
 

@@ -7,7 +7,8 @@ namespace kgopt {
 
 struct GroupNormFwdParams : GroupNormFwdArgs {
   GroupTiles shares;
-  uint64_t* words = nullptr;  // (words.cuh) [groups][parts] mean and sum of squared deviations; zero at launch
+  uint64_t* words =
+      nullptr;  // (words.cuh) [groups][parts] mean and sum of squared deviations; zero at launch or cleared
 };
 
 }  // namespace kgopt

@@ -8,13 +8,20 @@
 
 namespace kgopt {
 
+// Blocks that have cleared their share of the words; the sign changes when all of a launch have. No two launches count
+// at a time: a block needs a multiprocessor's shared memory for itself, and a grid that counts more than half of them.
+static __device__ uint32_t blocks_cleared;
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // The base of a kernel's Block, which has `s`, in shared memory, with the barriers and the descriptions of its slots,
-// describe_slot(t, j) for what its warps must know of tile t, the j-th in the slots, and start_load(t, description).
+// describe_place(t, j, description) and describe_channels(t, description) for what its warps must know of tile t, the
+// j-th in the slots, the second with what lies in memory, and start_load(t, description).
 template <typename Block, typename Description, int kVec, int kTileVectors, int kSlots, int kHolders>
 struct TileWalk {
   static constexpr int kPlaces = kSlots + kHolders;
+  static constexpr uint32_t kNeighbours = kHolders > 0 ? 2 : 1;
+  static_assert(kHolders * 2 <= kPlaces);  // no two holders' places are neighbours
 
   const GroupTiles& shares;
 
@@ -27,15 +34,21 @@ struct TileWalk {
     uint32_t group, index;  // index in the group
     uint32_t visit;         // groups of the block before it
     uint32_t place, round;  // i = round * kPlaces + place
+    uint32_t left;          // of the run, this one among them
   };
   __device__ __forceinline__ Tile first_tile() const {
-    const uint32_t group = blockIdx.x / shares.tiles_per_group;
-    return {0, blockIdx.x, group, blockIdx.x - group * shares.tiles_per_group, 0, 0, 0};
+    const uint32_t number = blockIdx.x * shares.run, group = number / shares.tiles_per_group;
+    return {0, number, group, number - group * shares.tiles_per_group, 0, 0, 0, shares.run};
   }
   __device__ __forceinline__ void advance(Tile& t) const {
     ++t.i;
-    t.number += gridDim.x;
-    t.index += gridDim.x;
+    uint32_t step = 1;
+    if (--t.left == 0) {
+      t.left = shares.run;
+      step += (gridDim.x - 1) * shares.run;
+    }
+    t.number += step;
+    t.index += step;
     if (t.index >= shares.tiles_per_group) {
       const uint32_t groups = t.index / shares.tiles_per_group;
       t.group += groups;
@@ -50,14 +63,41 @@ struct TileWalk {
   // The same without the way there.
   __device__ __forceinline__ Tile tile_at(uint32_t i) const {
     Tile t;
+    const uint32_t run = i / shares.run, in_run = i - run * shares.run;
     t.i = i;
-    t.number = blockIdx.x + i * gridDim.x;
+    t.number = (blockIdx.x + run * gridDim.x) * shares.run + in_run;
     t.group = t.number / shares.tiles_per_group;
     t.index = t.number - t.group * shares.tiles_per_group;
-    t.visit = shares.tiles_per_group >= gridDim.x ? t.group : i;
+    t.visit = visits_all() ? t.group : run;
     t.round = i / kPlaces;
     t.place = i - t.round * kPlaces;
+    t.left = shares.run - in_run;
     return t;
+  }
+  // Whether every block has tiles of every group; else each of its runs is another group's.
+  __device__ __forceinline__ bool visits_all() const { return shares.tiles_per_group >= gridDim.x * shares.run; }
+  __device__ __forceinline__ uint32_t own_runs() const {
+    return (shares.tiles / shares.run - blockIdx.x + gridDim.x - 1) / gridDim.x;
+  }
+  // Vectors of a group's first `tiles` tiles.
+  __device__ __forceinline__ int64_t vectors_of(int head, uint32_t tiles) const {
+    const int64_t v = int64_t(tiles) * kTileVectors - head;
+    return v < 0 ? 0 : v < shares.group_vectors ? v : shares.group_vectors;
+  }
+  // Vectors of a group in a part: one run, or every grid's tile of runs of one.
+  __device__ __forceinline__ int part_vectors(int head, uint32_t part) const {
+    const uint32_t run = shares.run;
+    if (run > 1) return static_cast<int>(vectors_of(head, (part + 1) * run) - vectors_of(head, part * run));
+    const uint32_t rounds = shares.tiles_per_group / gridDim.x, rest = shares.tiles_per_group - rounds * gridDim.x;
+    const uint32_t last = shares.tiles_per_group - 1, before = last - 1;
+    // The last tile is short, and where it is empty, so may the one before be.
+    return static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
+           (part == last % gridDim.x ? kTileVectors - end_of(head, last) : 0) -
+           (part == before % gridDim.x ? kTileVectors - end_of(head, before) : 0);
+  }
+  // Which of the group's parts a block has whose first tile of it this is.
+  __device__ __forceinline__ uint32_t part_of(const Tile& t) const {
+    return shares.run == 1 ? t.index : t.index / shares.run;
   }
   // Of the tiles that come into slots the j-th.
   __device__ __forceinline__ Tile slot_tile(uint32_t j) const {
@@ -69,7 +109,7 @@ struct TileWalk {
   __device__ __forceinline__ bool exists(const Tile& t) const { return t.number < shares.tiles; }
   // Tiles of this block that come into slots, which are taken in turn.
   __device__ __forceinline__ uint32_t slot_tiles() const {
-    const uint32_t own = (shares.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, rest = own % kPlaces;
+    const uint32_t own = own_runs() * shares.run, rest = own % kPlaces;
     return own / kPlaces * kSlots + rest - holders_before(rest);
   }
   static __device__ __forceinline__ void next_slot(uint32_t& k, uint32_t& parity) {
@@ -83,6 +123,11 @@ struct TileWalk {
   static __device__ __forceinline__ uint32_t holders_before(uint32_t place) { return place * kHolders / kPlaces; }
   static __device__ __forceinline__ bool is_held(uint32_t place) {
     return holders_before(place + 1) != holders_before(place);
+  }
+  static __device__ __forceinline__ uint32_t place_of_holder(uint32_t holder) {
+    uint32_t place = 0;
+    while (holders_before(place + 1) != holder + 1) ++place;
+    return place;
   }
   static __device__ __forceinline__ uint32_t slot_of(const Tile& t) { return t.place - holders_before(t.place); }
 
@@ -103,12 +148,21 @@ struct TileWalk {
     d->visit = t.visit;
     d->is_full = d->lo == 0 && d->hi == kTileVectors;
   }
-  // A tile of `tensor` into L2, unless it will be loaded at once.
-  __device__ __forceinline__ void prefetch(const Tile& t, const void* tensor) const {
-    if (t.i < kPlaces || !exists(t)) return;
+  // Where a tile's vectors lie in every tensor, in bytes; none where it does not exist.
+  struct Span {
+    int64_t from;
+    uint32_t bytes;
+  };
+  __device__ __forceinline__ Span span_of(const Tile& t) const {
     const int head = head_of(t.group), lo = t.index == 0 ? head : 0, vectors = end_of(head, t.index) - lo;
     const int64_t from = t.group * shares.group_vectors - head + int64_t(t.index) * kTileVectors + lo;
-    if (vectors > 0) bulk_prefetch(static_cast<const char*>(tensor) + from * 16, vectors * 16);
+    return {from * 16, exists(t) && vectors > 0 ? static_cast<uint32_t>(vectors) * 16 : 0};
+  }
+  // Into L2.
+  __device__ __forceinline__ void prefetch(const Span& span, const void* x, const void* dy) const {
+    if (span.bytes == 0) return;
+    bulk_prefetch(static_cast<const char*>(x) + span.from, span.bytes);
+    if (dy) bulk_prefetch(static_cast<const char*>(dy) + span.from, span.bytes);
   }
   // Until the j-th tile in the slots is there.
   __device__ __forceinline__ void wait_landed(uint32_t j) const {
@@ -130,30 +184,45 @@ struct TileWalk {
       }
       __syncwarp();
     }
-    if (lane < shares.ahead) {
-      prefetch(tile_at(kPlaces + lane), x);
-      if (dy) prefetch(tile_at(kPlaces + lane), dy);
-    }
+    if (lane < shares.ahead) prefetch(span_of(tile_at(kPlaces + lane)), x, dy);
     __syncwarp();
   }
-  __device__ __forceinline__ void describe_first(int lane) const {
-    if (lane >= kSlots || lane >= slot_tiles()) return;
-    const Tile t = slot_tile(lane);
-    const uint32_t k = slot_of(t);
-    block().s.tiles[k] = block().describe_slot(t, lane);
-    barrier_arrive(&block().s.loaded[k]);
+  // Their descriptions, by another warp: first what the statistics need, then `complete` what has to come from memory,
+  // which takes 3 us behind the loads. described: as many arrivals as a warp has lanes.
+  __device__ __forceinline__ void describe_first(int lane, uint64_t* described) const {
+    if (lane < kSlots && lane < slot_tiles()) {
+      const Tile t = slot_tile(lane);
+      const uint32_t k = slot_of(t);
+      Description d;
+      block().describe_place(t, lane, &d);
+      block().s.tiles[k] = d;
+      barrier_arrive(&block().s.loaded[k]);
+      block().describe_channels(t, &block().s.tiles[k]);
+    }
+    barrier_arrive(described);
   }
   // The others: every lane prepares a tile; then, tile after tile, its lane starts it, and what a tile's distance later
-  // will be loaded comes to L2 meanwhile: a slot is taken for a shorter time.
+  // will be loaded comes to L2 meanwhile: a slot is taken for a shorter time. The lanes take turns, so that what one of
+  // them computes in its turn holds up the loads: 100 cycles there are 3 to 8% of a large tensor's time.
   __device__ __forceinline__ void produce(int lane, const void* x, const void* dy) const {
     const uint32_t own = slot_tiles();
     for (uint32_t base = kSlots; base < own; base += 32) {
       const uint32_t j = base + lane;
       const bool mine = j < own;
       const Tile t = slot_tile(j);
-      const uint32_t before = max(slot_tile(j - 1).i + 1, uint32_t(kPlaces));
       Description d;
-      if (mine) d = block().describe_slot(t, j);
+      Span coming[kNeighbours];  // of this tile and of a holders' before it
+#pragma unroll
+      for (uint32_t k = 0; k < kNeighbours; ++k) coming[k].bytes = 0;
+      if (mine) {
+        block().describe_place(t, j, &d);
+        block().describe_channels(t, &d);
+        const uint32_t before = max(slot_tile(j - 1).i + 1, uint32_t(kPlaces));
+#pragma unroll
+        for (uint32_t k = 0; k < kNeighbours; ++k) {
+          if (shares.ahead > 0 && t.i >= before + k) coming[k] = span_of(tile_at(t.i - k + shares.ahead));
+        }
+      }
       __syncwarp();
       for (uint32_t turn = base; turn < min(base + 32, own); ++turn) {
         wait_landed(turn - shares.under_way);
@@ -163,12 +232,8 @@ struct TileWalk {
           block().start_load(t, d);
           block().s.tiles[k] = d;
           barrier_arrive(&block().s.loaded[k]);
-          if (shares.ahead > 0) {
-            for (uint32_t i = before; i <= t.i; ++i) {
-              prefetch(tile_at(i + shares.ahead), x);
-              if (dy) prefetch(tile_at(i + shares.ahead), dy);
-            }
-          }
+#pragma unroll
+          for (uint32_t k = 0; k < kNeighbours; ++k) prefetch(coming[k], x, dy);
         }
         __syncwarp();
       }
@@ -184,6 +249,29 @@ struct TileWalk {
   // The group's first channel.
   __device__ __forceinline__ uint32_t channels_before(const Tile& t) const {
     return t.group % static_cast<uint32_t>(shares.dims.g) * shares.channels_per_group;
+  }
+
+  // A warp clears the block's share of the words, whose memory holds anything at launch, counts the block, and waits
+  // for all others: then words may be told, and after its first one the block may look for others. A group's first
+  // words are told 4 us later, so that this costs nothing; a memset in front takes 2 us. A released addition would wait
+  // for the loads that other warps have under way. What reads as zero has reached L2, where all blocks look.
+  __device__ __forceinline__ void clear_words(uint64_t* words, uint64_t* cleared, int lane) const {
+    if (shares.clears) {
+      const uint32_t count = static_cast<uint32_t>(shares.dims.n * shares.dims.g) * (shares.parts + 1);
+      for (uint32_t i = blockIdx.x * 32 + lane; i < count; i += gridDim.x * 32) store_word(words + i, 0);
+      for (uint32_t i = blockIdx.x * 32 + lane; i < count; i += gridDim.x * 32) {
+        while (load_word(words + i) != 0) {
+        }
+      }
+      __syncwarp();
+      if (lane == 0) {
+        const uint32_t before = atomicAdd(&blocks_cleared, blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1);
+        while (((load_relaxed(&blocks_cleared) ^ before) & 0x80000000u) == 0) {
+        }
+      }
+      __syncwarp();
+    }
+    if (lane == 0) barrier_arrive(cleared);
   }
 
   // Words lane + 32 * k of a group.
@@ -206,7 +294,7 @@ struct TileWalk {
   template <typename Merge>
   __device__ __forceinline__ void merge_words(uint64_t* words, uint64_t* published, Merge merge) const {
     each_visit([&](const Tile& t) {
-      if (t.index != t.group % shares.parts) return;
+      if (part_of(t) != t.group % shares.parts) return;
       wait_published(published, t);
       merge(t, words + int64_t(t.group) * shares.parts);
     });
@@ -240,15 +328,16 @@ struct TileWalk {
   }
   // The watcher's warp: each lane waits for the result of another of the block's groups. take(visit, result) follows.
   template <typename Take>
-  __device__ __forceinline__ void watch(uint64_t* words, int lane, Take take) const {
-    const bool visits_all = shares.tiles_per_group >= gridDim.x;
-    const uint32_t visits =
-        visits_all ? shares.tiles / shares.tiles_per_group : (shares.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
+  __device__ __forceinline__ void watch(uint64_t* words, uint64_t* published, int lane, Take take) const {
+    barrier_wait(&published[0], 0);
+    const bool all = visits_all();
+    const uint32_t visits = all ? shares.tiles / shares.tiles_per_group : own_runs();
     const uint64_t* const from = results(words);
     uint32_t visit = lane, first = 0;  // the first that has no result yet
     while (first < visits) {
       if (visit < min(visits, first + kPlaces)) {
-        const uint32_t group = visits_all ? visit : (blockIdx.x + visit * gridDim.x) / shares.tiles_per_group;
+        const uint32_t number = (blockIdx.x + visit * gridDim.x) * shares.run;
+        const uint32_t group = all ? visit : number / shares.tiles_per_group;
         const uint64_t word = load_word(from + group);
         if (word != 0) {
           take(visit, word);

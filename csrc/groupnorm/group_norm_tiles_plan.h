@@ -10,16 +10,28 @@ namespace kgopt {
 
 // Tiles of a group. With fewer, waiting for one another takes longer than the tiles.
 inline constexpr uint32_t kTilesLeast = 32;
-// Tiles of a group that a block has. The places beyond hide the 7 us from a group's last loads to its statistics, of
+// Tiles of a group that a block has. The places beyond hide the 4 us from a group's last loads to its statistics, of
 // which each hides one at an H200's bandwidth; with more tiles, two passes are faster.
-inline constexpr uint32_t kTilesMost = 10;
-static_assert(kTilesMost <= kTilesSlots);
-// Tiles in registers: 1 to 8% faster in this range, slower outside (H200).
-inline constexpr uint32_t kTilesLeastHeld = 6, kTilesMostHeld = 9;
+inline constexpr uint32_t kTilesMost = 10, kTilesMostBesideHeld = 14;
+static_assert(kTilesMost < kTilesSlots && kTilesMostBesideHeld < kTilesSlots + kTilesHolders);
+// Tiles in registers: 1 to 8% faster in these ranges, slower outside (H200).
+inline constexpr uint32_t kTilesLeastHeld = 8, kTilesBwdLeastHeld = 6, kTilesBwdMostHeld = 9;
 
 // Loads of a block at a time. Where all slots are free, memory has 0.7 us to do for each: with fourteen at a time a
-// word takes 9 us, with four 3 us.
-inline constexpr uint32_t kTilesUnderWay = 4;
+// word takes 9 us, with four 3 us. Of large groups, for the slowest block of which all others wait, fewer: the fast
+// blocks do not run ahead then (H200).
+inline constexpr uint32_t kTilesBwdUnderWay = 4;
+inline constexpr uint32_t tiles_under_way(uint32_t needed) { return needed < 6 ? 3 : needed < 10 ? 2 : 1; }
+
+// Tiles of a run, at most: each group costs a block's servants 1 us (H200).
+inline constexpr uint32_t kTilesTogether = 4;
+
+// Tiles of a group that is one block's (H200).
+inline constexpr uint32_t kTilesAloneLeast = 4, kTilesAloneMost = 12;
+static_assert(kTilesAloneMost < kTilesSlots);
+
+// Words that a block clears, at most: a few at a time, which takes as long as the first loads. A memset for more.
+inline constexpr int64_t kTilesClearedWords = 128;
 
 // The bytes of x that backward's three passes read faster: below, they end before tiles have told each other their
 // sums.
@@ -42,7 +54,7 @@ struct TilesPlan {
   GroupTiles shares;
   unsigned blocks = 0;
   int holders = 0;    // of a block
-  int64_t words = 0;  // zero at launch
+  int64_t words = 0;  // zero at launch, unless the kernel clears them
 };
 
 // n / d for n below 2^31, as (n * magic >> 32) >> shift. Granlund, Montgomery 1994.
@@ -53,24 +65,21 @@ inline void set_divisor(uint32_t d, uint32_t* magic, int32_t* shift) {
   *shift = bits - 1;
 }
 
-inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
+// Where the groups' tiles are, for both plans below: sets plan->shares but for what depends on the grid. Why not, or
+// null.
+inline const char* cut_into_tiles(const TilesPlanInput& in, TilesPlan* plan) {
   const GroupNormDims& d = in.dims;
-  TilesPlan plan;
-  auto refuse = [&](const char* why) {
-    plan.refusal = why;
-    return plan;
-  };
-  if (!in.has_bulk_copy) return refuse("bulk copies need compute capability 9.0 and code built for it");
-  if (in.smem_bytes < kTilesSmemBytes) return refuse("a block has less than 227 KB of shared memory");
-  if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
-  if (d.channels_last) return refuse("a group of a channels_last tensor is not contiguous");
-  if (!in.aligned) return refuse("the tensors do not start at a multiple of 16 bytes");
+  if (!in.has_bulk_copy) return "bulk copies need compute capability 9.0 and code built for it";
+  if (in.smem_bytes < kTilesSmemBytes) return "a block has less than 227 KB of shared memory";
+  if (d.dtype == Dtype::kFloat64) return "float64 keeps its statistics in float64";
+  if (d.channels_last) return "a group of a channels_last tensor is not contiguous";
+  if (!in.aligned) return "the tensors do not start at a multiple of 16 bytes";
   const int size = dtype_size(d.dtype), vec = 16 / size;
   const int64_t groups = d.n * d.g, elements = d.numel() / groups, tile = tile_vectors(in.tensors);
-  if (elements % vec != 0) return refuse("a group is no multiple of 16 bytes");
-  if (d.s < vec || d.s > (int64_t(1) << 31) - (1 << 20)) return refuse("a channel of less than 16 bytes or over 2^31");
-  if (in.tensors == 2 && d.s < tile * vec) return refuse("a channel is shorter than a tile, which sums up two");
-  GroupTiles& p = plan.shares;
+  if (elements % vec != 0) return "a group is no multiple of 16 bytes";
+  if (d.s < vec || d.s > (int64_t(1) << 31) - (1 << 20)) return "a channel of less than 16 bytes or over 2^31";
+  if (in.tensors == 2 && d.s < tile * vec) return "a channel is shorter than a tile, which sums up two";
+  GroupTiles& p = plan->shares;
   p.dims = d;
   p.channels_per_group = static_cast<int32_t>(d.channels_per_group());
   p.group_vectors = elements / vec;
@@ -80,22 +89,75 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   // Up to seven vectors before a group belong to its first tile's line.
   const int64_t head = p.group_vectors % 8 == 0 && p.x_line == 0 ? 0 : 7;
   const int64_t tiles_per_group = (p.group_vectors + head + tile - 1) / tile;
-  if (groups * tiles_per_group >= (int64_t(1) << 31)) return refuse("over 2^31 tiles");
-  if (in.tensors == 2 && d.numel() * size <= kTilesBwdBytes) return refuse("x is small: two passes are faster");
-  if (tiles_per_group < kTilesLeast) return refuse("a group has few tiles: two passes are faster");
+  if (groups * tiles_per_group >= (int64_t(1) << 31)) return "over 2^31 tiles";
   p.tiles_per_group = static_cast<uint32_t>(tiles_per_group);
   p.tiles = static_cast<uint32_t>(groups * tiles_per_group);
-  plan.blocks = std::min<uint32_t>(p.tiles, static_cast<uint32_t>(std::min(in.sm_count, kTilesMaxBlocks)));
-  const uint32_t needed = (p.tiles_per_group + plan.blocks - 1) / plan.blocks;
-  if (needed > kTilesMost) return refuse("a group is larger than what the GPU holds on chip: two passes are faster");
-  // Slow derivatives do not fit beside a tile in registers.
-  const bool holds = needed >= kTilesLeastHeld && needed <= kTilesMostHeld && (in.tensors == 1 || !in.long_chain);
-  plan.holders = holds ? kTilesHolders : 0;
+  return nullptr;
+}
+
+// Groups all over the GPU.
+inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
+  const GroupNormDims& d = in.dims;
+  TilesPlan plan;
+  auto refuse = [&](const char* why) {
+    plan.refusal = why;
+    return plan;
+  };
+  if (const char* const why = cut_into_tiles(in, &plan)) return refuse(why);
+  if (in.tensors == 2 && d.numel() * dtype_size(d.dtype) <= kTilesBwdBytes) {
+    return refuse("x is small: two passes are faster");
+  }
+  GroupTiles& p = plan.shares;
+  if (p.tiles_per_group < kTilesLeast) return refuse("a group has few tiles: two passes are faster");
+  const uint32_t most_blocks = static_cast<uint32_t>(std::min(in.sm_count, kTilesMaxBlocks));
+  uint32_t needed = (p.tiles_per_group + most_blocks - 1) / most_blocks;
+  if (in.tensors == 1 && needed < kTilesTogether) {
+    uint32_t run = kTilesTogether;  // less where blocks would have unequally many
+    while (run > 1 && p.tiles < run * (run - 1) * most_blocks) run /= 2;
+    if (p.tiles_per_group > run * most_blocks) run = 1;  // a block has one run of a group
+    p.run = run;
+    p.tiles_per_group = (p.tiles_per_group + run - 1) / run * run;
+    p.tiles = static_cast<uint32_t>(d.n * d.g * p.tiles_per_group);
+    needed = std::max(run, needed);
+  }
+  plan.blocks = std::min(p.tiles / p.run, most_blocks);
+  // A chain that is walked has other warps in the holders' place, or slow derivatives.
+  const bool may_hold = !in.long_chain;
+  const uint32_t most = may_hold && in.tensors == 1 ? kTilesMostBesideHeld : kTilesMost;
+  if (needed > most) return refuse("a group is larger than what the GPU holds on chip: two passes are faster");
+  const bool holds =
+      in.tensors == 1 ? needed >= kTilesLeastHeld : needed >= kTilesBwdLeastHeld && needed <= kTilesBwdMostHeld;
+  plan.holders = holds && may_hold ? kTilesHolders : 0;
   // Further ahead, lines leave L2 before they are loaded; with fewer tiles it was slower (H200).
-  p.ahead = needed >= 3 ? 3 : 0;
-  p.under_way = holds && in.tensors == 1 ? kTilesUnderWay - 1 : kTilesUnderWay;  // holders load as well
-  p.parts = std::min(p.tiles_per_group, plan.blocks);
-  plan.words = groups * (p.parts + 1);  // and the group's result
+  p.ahead = needed >= 3 && p.run == 1 ? 3 : 0;
+  p.under_way = in.tensors == 1 ? tiles_under_way(needed) : kTilesBwdUnderWay;
+  p.parts = std::min(p.tiles_per_group / p.run, plan.blocks);
+  plan.words = d.n * d.g * (int64_t(p.parts) + 1);  // and the group's result
+  p.clears = int64_t(plan.blocks) * 2 > in.sm_count && plan.words <= int64_t(plan.blocks) * kTilesClearedWords;
+  return plan;
+}
+
+// Groups that a block has for itself, one after the other: forward alone.
+inline TilesPlan plan_group_norm_alone(const TilesPlanInput& in) {
+  TilesPlan plan;
+  auto refuse = [&](const char* why) {
+    plan.refusal = why;
+    return plan;
+  };
+  if (const char* const why = cut_into_tiles(in, &plan)) return refuse(why);
+  GroupTiles& p = plan.shares;
+  const int64_t groups = in.dims.n * in.dims.g;
+  if (in.tensors == 2) return refuse("x and dy do not fit");
+  if (in.long_chain) return refuse("slow activations need more threads");
+  if (p.tiles_per_group < kTilesAloneLeast) return refuse("a group has few tiles: a block each is faster");
+  if (p.tiles_per_group > kTilesAloneMost) return refuse("a group is larger than what a block holds");
+  // The last round leaves blocks idle, and with one round nothing overlaps.
+  const int64_t rounds = (groups + in.sm_count - 1) / in.sm_count;
+  if (rounds < 2 || groups * 10 < rounds * in.sm_count * 7) return refuse("few groups leave the GPU idle");
+  plan.blocks = static_cast<unsigned>(in.sm_count);
+  p.run = p.tiles_per_group;
+  p.ahead = 3;
+  p.under_way = tiles_under_way(1);
   return plan;
 }
 

@@ -519,7 +519,9 @@ std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, st
       if (c.blocks == 0) return once + "a group in the registers of a few lanes, one launch";
       if (c.blocks == 1) return once + "a group in the shared memory of a block, one launch";
       return once + "a group in the shared memory of a cluster of " + std::to_string(c.blocks) + " blocks, one launch";
-    case NormWay::kOneRead: return once + "tiles of a group in the shared memory of the whole GPU";
+    case NormWay::kOneRead:
+      if (choice.one_read.shares.parts == 1) return once + "a group in the shared memory of a block, then the next one";
+      return once + "tiles of a group in the shared memory of the whole GPU";
     case NormWay::kRows:
       return once + "channels_last samples, shared by teams of " + std::to_string(choice.rows.shares.blocks) +
              " blocks" + (choice.rows.shares.rereads > 0 ? ", in part read again from L2" : "");
