@@ -145,9 +145,12 @@ __device__ __forceinline__ int64_t wrapped(int64_t channel, int64_t c, int64_t c
 }
 // How many rows of c elements fill vectors of `size`.
 inline int64_t turns_of(int64_t c, int size) { return size / std::gcd<int64_t>(c, size); }
-// A sample of s rows, walked `turns` at a time. Where they do not come out even, the sample starts inside its first
-// vector and ends inside any, which is worth it where most are whole.
-inline bool has_turns(int64_t s, int64_t turns) { return s % turns == 0 || s >= 4 * turns; }
+// n samples of s rows, walked `turns` at a time. Where these do not come out even, a sample starts inside its first
+// vector and ends inside any, for which small tensors take longer than for elements one by one (H200).
+inline constexpr int64_t kUnevenElements = 4 << 20;
+inline bool has_turns(int64_t n, int64_t s, int64_t c, int64_t turns) {
+  return s % turns == 0 || (n * s * c >= kUnevenElements && s * c < (int64_t(1) << 30) && s >= 4 * turns);
+}
 inline int64_t rows_of_turns(int64_t s, int64_t c, int64_t turns, int size) {
   return s % turns == 0 ? s / turns : (s * c + size - 1 + c * turns - 1) / (c * turns);
 }
@@ -164,7 +167,7 @@ struct ColumnEdges {
     offset = static_cast<int>(n * length % size);
     origin = n * length - offset;
     const int64_t last = length + offset - size - channel;
-    full = last < 0 ? 0 : last / c + 1;
+    full = last < 0 ? 0 : static_cast<uint32_t>(last) / static_cast<uint32_t>(c) + 1;
   }
   // Whether position 0 has a part of a vector alone.
   __device__ __forceinline__ bool cuts_first(int64_t channel) const { return channel < offset; }
@@ -180,7 +183,9 @@ struct ColumnEdges {
 #pragma unroll 1
     for (int64_t position = cuts_first(channel) ? 0 : full; position <= full; position += max(full, int64_t(1))) {
       const int64_t i = position * c + channel - offset;
-      if (position < begin || position >= end || (position - begin) % walkers != walker || i >= length) continue;
+      if (position < begin || position >= end || static_cast<uint32_t>(position - begin) % walkers != walker ||
+          i >= length)
+        continue;
       part(i);
     }
   }
@@ -289,8 +294,8 @@ template <typename F>
 int elementwise_size(const ElementwiseArgs<F>& a, bool channels_last) {
   constexpr int kSize = kVecSize<typename F::Element>;
   if (!is_aligned(a.x) || !is_aligned(a.y) || (F::kInputs == 2 && !is_aligned(a.second))) return 1;
-  if (!channels_last || a.s == 1 || has_turns(a.s, turns_of(a.c, kSize))) return kSize;
-  return has_turns(a.s, turns_of(a.c, kSize / 2)) ? kSize / 2 : 1;
+  if (!channels_last || a.s == 1 || has_turns(a.n, a.s, a.c, turns_of(a.c, kSize))) return kSize;
+  return has_turns(a.n, a.s, a.c, turns_of(a.c, kSize / 2)) ? kSize / 2 : 1;
 }
 
 // Rows one after the other. With `early`, beside the end of the kernel ahead in the stream, which must write neither x
@@ -559,8 +564,9 @@ __global__ void __launch_bounds__(kTraverseThreads)
     auto partial = shared[c];
     for (int w = 1; w < geometry.walkers; ++w) R::merge(partial, shared[w * columns + c]);
     // The channels of each turn in their order.
+    const uint32_t at = static_cast<uint32_t>(r), of = static_cast<uint32_t>(a.channels);
     const int64_t place =
-        edges.offset == 0 ? r : r / a.channels * a.channels + (r + edges.before(a.channels)) % a.channels;
+        edges.offset == 0 ? r : at / of * of + (at + static_cast<uint32_t>(edges.before(a.channels))) % of;
     Acc* const out = a.partials + ((n * a.slices + slice) * a.rows + place) * R::kValues;
     const Acc* const values = reinterpret_cast<const Acc*>(&partial);
 #pragma unroll
@@ -582,7 +588,7 @@ inline void plan_slices(int64_t units, int64_t length, int64_t least, int64_t mu
 // The sums of a turn lie where those of a slice would.
 inline void plan_column_slices(int64_t n, int64_t c, int64_t s, int vec, bool aligned, int sm_count, int64_t* turns,
                                int64_t* slices, int64_t* slice_length) {
-  *turns = aligned && has_turns(s, turns_of(c, vec)) ? turns_of(c, vec) : 1;
+  *turns = aligned && has_turns(n, s, c, turns_of(c, vec)) ? turns_of(c, vec) : 1;
   const int64_t channels = c * *turns;
   const ColumnGeometry g = column_geometry(channels, channels % vec == 0 ? vec : 1);
   plan_slices(n * g.channel_blocks, rows_of_turns(s, c, *turns, vec), int64_t(g.walkers) * kTraverseUnroll * 2, 1,

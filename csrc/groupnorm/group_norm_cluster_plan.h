@@ -135,7 +135,7 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   if (leaves_gpu_idle(plan, in.sm_count)) {
     const int64_t data = in.tensors * int64_t(plan.shares.share) * dtype_size(d.dtype);
     if (in.long_chain && data > (16 << 10)) return refuse("few groups and slow activations need the whole GPU");
-    if (in.tensors == 2 && data > (64 << 10)) return refuse("few large groups need the whole GPU");
+    if ((in.tensors == 2 || d.channels_last) && data > (64 << 10)) return refuse("few large groups need the whole GPU");
   }
   return plan;
 }
@@ -183,6 +183,8 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
   const bool crowded = c.shares.blocks == kClusterMaxBlocks && !one_wave &&
                        (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm ||
                         leaves_gpu_idle(c, cluster.sm_count) || bytes >= kTiledGroupBytes);
+  // Of narrow groups of small tensors, slabs end before teams have told each other their moments (H200).
+  const bool is_small = cluster.dims.numel() * dtype_size(cluster.dims.dtype) < kColumnSmallTensor;
   // What knows its channels by their place takes x where it can.
   const bool for_others = c.shares.minor && (!choice.rows.refusal || !choice.columns.refusal);
   if (!c.refusal && !for_others && (!crowded || choice.one_read.refusal)) {
@@ -191,7 +193,7 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
     choice.way = NormWay::kOneRead;
   } else if (!choice.rows.refusal) {
     choice.way = NormWay::kRows;
-  } else if (!choice.columns.refusal) {
+  } else if (!choice.columns.refusal && (choice.slabs.refusal || choice.columns.cluster || !is_small)) {
     choice.way = NormWay::kColumns;
   } else if (!choice.slabs.refusal) {
     choice.way = NormWay::kSlabs;

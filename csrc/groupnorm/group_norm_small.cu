@@ -109,12 +109,6 @@ __device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
   }
 }
 
-// The block's first `threads` wait for one another. A warp beyond them has nothing to do and waits for nothing: it
-// fetches the kernel's instructions, which come from memory at first, while the others wait for x.
-__device__ __forceinline__ void sync_first(uint32_t threads) {
-  if (threadIdx.x < threads) asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
-}
-
 // What a thread has of its team's unit: kRuns vectors of kRun elements.
 template <typename T, int kRun_, int kRuns_, Chain kAct_>
 struct SmallTraits {
@@ -187,7 +181,11 @@ struct SmallTeam {
 #pragma unroll
         for (int j = 0; j < kRun; ++j) raw[r * kRun + j] = v.v[j];
       } else {
-        raw[r] = load_in_order<T>(from, offset[r], has[r]);
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) {
+          const int k = r * kRun + j;
+          raw[k] = has[k] ? static_cast<const T*>(from)[offset[k]] : from_acc<T>(0.f);
+        }
       }
     }
   }
@@ -208,26 +206,34 @@ struct SmallTeam {
       }
     }
   }
-  static constexpr bool kBoth = kElements == 1;  // of the parameters' types
-  using Affine = SmallAffine<T, kElements, kBoth>;
-  // Weight or bias of each element.
-  __device__ __forceinline__ void load_affine(const void* values, bool wide, Affine* to) const {
-    load_as_wanted<T, kBoth>(wide, [&](auto as_words, auto as_halves) {
+  // Weight or bias of each element, as bits: what converts them would wait for each load in turn.
+  __device__ __forceinline__ void load_affine(const void* values, bool wide, uint32_t (&bits)[kElements]) const {
+    if (values == nullptr) return;
+    const auto load_one = [&](int k) -> uint32_t {
+      if (!has[k]) return 0;
+      return wide ? static_cast<const uint32_t*>(values)[channel[k]] : static_cast<const uint16_t*>(values)[channel[k]];
+    };
 #pragma unroll
-      for (int k = 0; k < kElements; ++k) {
+    for (int r = 0; r < kRuns; ++r) {
+      bits[r * kRun] = load_one(r * kRun);
+#pragma unroll
+      for (int j = 1; j < kRun; ++j) {
         // A run in one row of a contiguous tensor has one channel.
-        const bool wanted = values != nullptr && has[k] && (k % kRun == 0 || s.channels_last);
-        if (as_words) to->load_words(values, k, channel[k], wanted && (wide || !as_halves));
-        if (as_halves) to->load_halves(values, k, channel[k], wanted && !(wide && as_words));
+        bits[r * kRun + j] = kRun > 1 && !s.channels_last ? bits[r * kRun] : load_one(r * kRun + j);
       }
-    });
+    }
   }
-  __device__ __forceinline__ void affine(const void* values, bool wide, float none, const Affine& from,
+  __device__ __forceinline__ void affine(const void* values, bool wide, float none, const uint32_t (&bits)[kElements],
                                          float (&v)[kElements]) const {
 #pragma unroll
     for (int k = 0; k < kElements; ++k) {
-      v[k] = values == nullptr ? none : from.value(k, wide);
-      if (k % kRun != 0 && !s.channels_last) v[k] = v[k / kRun * kRun];
+      if (sizeof(T) == 4 || wide) {
+        v[k] = __uint_as_float(bits[k]);
+      } else {
+        const uint16_t half = static_cast<uint16_t>(bits[k]);
+        v[k] = to_acc(*reinterpret_cast<const T*>(&half));
+      }
+      if (values == nullptr) v[k] = none;
     }
   }
   // Over the whole team. `shared` has an entry a warp, and is written once.
@@ -241,7 +247,7 @@ struct SmallTeam {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) shared[tid / 32][i] = v[i];
     }
-    sync_first(s.workers);
+    __syncthreads();
     const uint32_t from = min(team * warps + in_warp, uint32_t(kSmallMaxThreads / 32 - 1));
 #pragma unroll
     for (int i = 0; i < kValues; ++i) v[i] = in_warp < warps ? shared[from][i] : 0.f;
@@ -272,16 +278,16 @@ __device__ __forceinline__ void open_box(SmallBox* box, uint32_t blocks) {
 #endif
 }
 // Afterwards box->parts has what each block said.
-__device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_t rank, float4 v, bool waits) {
+__device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_t rank, float4 v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cluster_wait();
   if (threadIdx.x < blocks) cluster_send(v, box->parts + rank, &box->arrived, threadIdx.x);
-  if (waits) cluster_barrier_wait(&box->arrived, 0);
+  cluster_barrier_wait(&box->arrived, 0);
 #endif
 }
 // Sums over the cluster, in the order of the blocks.
-__device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_t rank, float (&v)[2], bool waits) {
-  exchange(box, blocks, rank, make_float4(v[0], v[1], 0.f, 0.f), waits);
+__device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_t rank, float (&v)[2]) {
+  exchange(box, blocks, rank, make_float4(v[0], v[1], 0.f, 0.f));
   v[0] = v[1] = 0.f;
   for (uint32_t r = 0; r < blocks; ++r) {
     v[0] += box->parts[r].x;
@@ -296,13 +302,12 @@ struct SmallFwdTraits : Traits {
   static constexpr bool kBlock = kBlock_, kLast = kLast_, kCluster = kCluster_;
 };
 
-// Over the block's first `threads`, `shared` zero from their number of warps on.
-__device__ __forceinline__ float block_total(float v, float4* shared, uint32_t threads) {
-  const uint32_t warps = threads / 32;
+// Over the block, `shared` zero from its number of warps on.
+__device__ __forceinline__ float block_total(float v, float4* shared, uint32_t warps) {
   float total[1] = {v};
   lanes_sum(32, total);
-  if (threadIdx.x % 32 == 0 && threadIdx.x < threads) reinterpret_cast<float*>(shared)[threadIdx.x / 32] = total[0];
-  sync_first(threads);
+  if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(shared)[threadIdx.x / 32] = total[0];
+  __syncthreads();
   float sum = 0.f;
   const auto add = [&](int i) {
     const float4 s = shared[i];
@@ -326,17 +331,16 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
   __shared__ float4 shared[2][kSmallMaxWarps / 4];
   __shared__ SmallBox box;
   const SmallShares& s = p.shares;
-  const uint32_t tid = threadIdx.x, lanes = s.by_lanes.d, warps = s.workers / 32;
+  const uint32_t tid = threadIdx.x, lanes = s.by_lanes.d, warps = blockDim.x / 32;
   const uint32_t blocks = kCluster ? 1u << s.blocks_log2 : 1,
                  block = kCluster ? blockIdx.x >> s.blocks_log2 : blockIdx.x;
   const uint32_t rank = kCluster ? blockIdx.x & (blocks - 1) : 0, begin = kCluster ? rank * s.chunk : 0;
   // Below a warp lanes are a power of two.
   const uint32_t lane = kBlock ? tid : tid & (lanes - 1);
   const uint32_t unit = kBlock ? block : block * s.teams + s.by_lanes(tid);
-  const bool active = tid < s.workers && unit < s.units;
+  const bool active = kBlock || unit < s.units;
   const uint32_t end = !active ? 0 : kCluster ? min(begin + s.chunk, s.elements) : s.elements;
   const uint32_t n = s.by_groups(unit), g = unit - n * s.by_groups.d;
-  if (kCluster) open_box(&box, blocks);
 
   T raw[kElements];
   uint32_t offset[kElements], channel[kElements];
@@ -361,11 +365,10 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
   const bool wide = p.affine_dtype == Dtype::kFloat32;
   constexpr bool kOneChannel = kRun > 1 && !kLast;  // of a vector
   const bool weighted = p.weight != nullptr, biased = p.bias != nullptr;
-  // Where they are few, ahead of x: what converts x would come before their loads, which then wait for x.
-  constexpr bool kAffineFirst = kElements == 1 || kOneChannel;
-  SmallAffine<T, kElements, kAffineFirst> weights, biases;
+  constexpr bool kBoth = kElements == 1 || kOneChannel;
+  SmallAffine<T, kElements, kBoth> weights, biases;
   const auto load_affine = [&] {
-    load_as_wanted<T, kAffineFirst>(wide, [&](auto as_words, auto as_halves) {
+    load_as_wanted<T, kBoth>(wide, [&](auto as_words, auto as_halves) {
 #pragma unroll
       for (int k = 0; k < kElements; k += kOneChannel ? kRun : 1) {
         const bool words = has(k) && (wide || !as_halves), halves = has(k) && !(wide && as_words);
@@ -376,7 +379,6 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
       }
     });
   };
-  if (kAffineFirst) load_affine();
 #pragma unroll
   for (int r = 0; r < kRuns; ++r) {
     if constexpr (kRun > 1) {
@@ -391,12 +393,13 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
   // Values relative to one of them: summed as they are, an offset that is large beside their spread would cost digits.
   const uint32_t start = kLast ? n * s.sample + g * s.stride : unit * s.elements;
   const T first = load_in_order<T>(p.x, start, active);
-  if (!kAffineFirst) load_affine();
+  load_affine();
+  if (kCluster) open_box(&box, blocks);
   if (kBlock && tid >= warps && tid < kSmallMaxWarps) {
     reinterpret_cast<float*>(shared[0])[tid] = reinterpret_cast<float*>(shared[1])[tid] = 0.f;
   }
   const auto team_sum = [&](float v, float4* entries) {
-    if (kBlock) return block_total(v, entries, s.workers);
+    if (kBlock) return block_total(v, entries, warps);
     float total[1] = {v};
     lanes_sum(lanes, total);
     return total[0];
@@ -416,28 +419,29 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
   }
   const auto count_of = [&](uint32_t r) { return static_cast<float>(min(s.chunk, s.elements - r * s.chunk)); };
   const float scale = kCluster ? 1.f / count_of(rank) : s.scale;
-  float offset_mean = team_sum(sum, shared[0]) * scale, mean = origin[0] + offset_mean;
+  float mean_offset = team_sum(sum, shared[0]) * scale;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
-    v[k] -= offset_mean;
+    v[k] -= mean_offset;
     squares += has(k) ? v[k] * v[k] : 0.f;
   }
   squares = team_sum(squares, shared[1]);
   if constexpr (kCluster) {
-    // All blocks' moments, merged in their order and relative to the first one's mean.
-    exchange(&box, blocks, rank, make_float4(mean, squares, 0.f, 0.f), active);
-    const float own = mean, zero = box.parts[0].x;
-    offset_mean = 0.f;
-    for (uint32_t r = 0; r < blocks; ++r) offset_mean += count_of(r) * (box.parts[r].x - zero);
-    mean = zero + offset_mean * s.scale;
+    // All blocks' moments, merged in their order. Their means are relative to the same value, and here to the first's.
+    exchange(&box, blocks, rank, make_float4(mean_offset, squares, 0.f, 0.f));
+    const float own = mean_offset, zero = box.parts[0].x;
+    float total = 0.f;
+    for (uint32_t r = 0; r < blocks; ++r) total += count_of(r) * (box.parts[r].x - zero);
+    mean_offset = zero + total * s.scale;
     squares = 0.f;
     for (uint32_t r = 0; r < blocks; ++r) {
-      const float d = box.parts[r].x - mean;
+      const float d = box.parts[r].x - mean_offset;
       squares += box.parts[r].y + count_of(r) * (d * d);
     }
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) v[k] -= mean - own;
+    for (int k = 0; k < kElements; ++k) v[k] -= mean_offset - own;
   }
+  const float mean = origin[0] + mean_offset;
   const float rstd = rsqrtf(squares * s.scale + p.eps);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
@@ -509,12 +513,12 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   const bool wide = p.affine_dtype == Dtype::kFloat32;
   const float mean = t.active() ? p.mean[t.unit] : 0.f, rstd = t.active() ? p.rstd[t.unit] : 0.f;
   T raw_x[kElements], raw_dy[kElements];
-  typename SmallTeam<Traits>::Affine weights, biases;
+  uint32_t weight_bits[kElements] = {}, bias_bits[kElements] = {};
   t.load(p.x, raw_x);
   t.load(p.dy, raw_dy);
-  t.load_affine(p.weight, wide, &weights);
+  t.load_affine(p.weight, wide, weight_bits);
   if (Traits::kAct == Chain::kAny ? s.act_kind != Chain::kNone : Traits::kAct != Chain::kNone) {
-    t.load_affine(p.bias, wide, &biases);
+    t.load_affine(p.bias, wide, bias_bits);
   }
   if (blocks > 1) open_box(&box, blocks);
   float xhat[kElements], dz[kElements], z[kElements], slope[kElements], weight[kElements], bias[kElements];
@@ -525,8 +529,8 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     slope[k] = rstd;
   }
   if constexpr (Traits::kAct == Chain::kAny) apply_slope(s.pre_kind, p.pre_act, xhat, slope);
-  t.affine(p.weight, wide, 1.f, weights, weight);
-  t.affine(p.bias, wide, 0.f, biases, bias);
+  t.affine(p.weight, wide, 1.f, weight_bits, weight);
+  t.affine(p.bias, wide, 0.f, bias_bits, bias);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
     xhat[k] = (xhat[k] - mean) * rstd;
@@ -569,7 +573,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     }
   }
   t.sum(terms, shared[0]);
-  if (s.by_lanes.d <= 32) sync_first(s.workers);  // the pairs are there
+  if (s.by_lanes.d <= 32) __syncthreads();  // the pairs are there
   if (one_channel) {
     if (!s.owner) {
       if (t.active() && t.lane == 0) write_sums(p, t, t.team, 0, terms[0], terms[1]);
@@ -577,7 +581,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
       pairs[t.team] = make_float2(terms[0], terms[1]);
     }
   }
-  if (blocks > 1) exchange(&box, blocks, t.rank, terms, t.tid < s.workers);
+  if (blocks > 1) exchange(&box, blocks, t.rank, terms);
   // Divided, not multiplied by a reciprocal: its rounding error would be the same for every group, and add up in sums
   // of dx.
   const float scale = one_channel ? weight[0] : 1.f, elements = static_cast<float>(s.elements);
@@ -588,7 +592,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   t.store(p.dx, z);
   if (one_channel) {
     if (!s.owner) return;
-    sync_first(s.workers);
+    __syncthreads();
     if (t.tid >= 32) return;
     float sums[2] = {0.f, 0.f};
     for (uint32_t n = t.tid; n < s.teams; n += 32) {
@@ -632,7 +636,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
         shared[1][t.tid / 32][0] = sums[0];
         shared[1][t.tid / 32][1] = sums[1];
       }
-      sync_first(s.workers);
+      __syncthreads();
       if (sum_lane == 0 && is_mine) {
         for (uint32_t w = 1; w < s.by_sum_lanes.d / 32; ++w) {
           sums[0] += shared[1][t.tid / 32 + w][0];

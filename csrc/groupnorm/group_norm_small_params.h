@@ -29,7 +29,6 @@ struct SmallDivisor {
 struct SmallShares {
   SmallDivisor by_lanes;   // threads of a team: a power of two below 32, or whole warps
   uint32_t teams = 1;      // units of a block
-  uint32_t workers = 0;    // the teams' threads, in whole warps
   uint32_t units = 0;      // of the tensor
   SmallDivisor by_groups;  // groups of a sample
   uint32_t sample = 0;     // elements of a sample

@@ -45,9 +45,9 @@ inline constexpr int64_t kSmallBytes = 4 << 20, kSmallNarrowBytes = 1 << 20;
 inline constexpr int64_t kSmallFwdElements = 4096, kSmallFwdManyGroups = 16, kSmallFwdBytes = 5 << 19;
 // Up to here a thread has one element: as many threads as elements, but no more than a few warps, and in all no more
 // than about half of what the GPU runs at a time (H200).
-inline constexpr int64_t kSmallFwdSingles = 640, kSmallBwdSingles = 128, kSmallFwdSingleThreads = 96 << 10;
-// Likewise for four elements a thread, from where on it has eight.
-inline constexpr int64_t kSmallFwdFourThreads = 160 << 10;
+inline constexpr int64_t kSmallFwdSingles = 256, kSmallBwdSingles = 128, kSmallFwdSingleThreads = 96 << 10;
+// Likewise for four elements a thread, from where on it has eight; and of vectors, from so many elements on.
+inline constexpr int64_t kSmallFwdFourThreads = 160 << 10, kSmallFwdFourVectors = 2048;
 // Backward: channels of up to so many elements are added up faster in a cluster of blocks with registers (H200).
 inline constexpr int64_t kSmallShortRow = 64;
 // Where a block's teams are neighbours it has about that many threads.
@@ -110,7 +110,8 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
       if (found || (each == 1 && elements > singles)) continue;
       lanes = small_lanes(((blocks > 1 ? p.chunk : elements) + each - 1) / each);
       const bool fits_eight = elements > 32 * kSmallMaxElements;
-      if (!in.backward && each == 4 && fits_eight && units * lanes > kSmallFwdFourThreads) continue;
+      const bool four_are_few = units * lanes > kSmallFwdFourThreads || (vectors && elements > kSmallFwdFourVectors);
+      if (!in.backward && each == 4 && fits_eight && four_are_few) continue;
       plan.run = vectors && each > 1 ? kSmallRun : 1;
       plan.runs = each / plan.run;
       const int64_t most = in.backward && each == kSmallMaxElements ? kSmallMaxBwdThreads : kSmallMaxThreads;
@@ -132,8 +133,7 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   const int64_t neighbours = lanes <= 32 || in.backward ? std::min(units, kSmallThreads / lanes) : 1;
   const int64_t teams = blocks > 1 ? 1 : p.owner ? d.n : std::max<int64_t>(1, neighbours);
   p.teams = static_cast<uint32_t>(teams);
-  p.workers = static_cast<uint32_t>((teams * lanes + 31) / 32 * 32);
-  plan.threads = static_cast<int>(p.workers);
+  plan.threads = static_cast<int>((teams * lanes + 31) / 32 * 32);
   plan.grid = static_cast<unsigned>(p.owner ? d.g : (units + teams - 1) / teams * blocks);
   if (!in.backward) return plan;
 
