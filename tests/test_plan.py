@@ -1591,6 +1591,9 @@ def test_plan_group_norm_slab_refuses(why, change):
         # Channels of 30 elements, and of 600.
         ("small", {"n": 2, "c": 278, "s": 30, "g": 1, "dtype": "float16", "tensors": 2}),
         ("on chip", {"n": 2, "c": 14, "s": 600, "g": 1, "dtype": "float16", "tensors": 2}),
+        # Of the same size, with vectors of columns.
+        ("columns", {"n": 2, "c": 64, "s": 1024, "g": 2, "channels_last": True, "dtype": "float16"}),
+        ("slabs", {"n": 2, "c": 357, "s": 1456, "g": 51, "channels_last": True, "dtype": "bfloat16"}),
         # One group is contiguous in either layout.
         ("on chip", {"n": 1, "c": 2, "s": 182754, "g": 1, "channels_last": True, "dtype": "bfloat16"}),
         ("passes", {"n": 1, "c": 2, "s": 182754, "g": 1, "channels_last": True, "dtype": "bfloat16", "tensors": 2}),

@@ -167,7 +167,9 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
                                     const ColumnPlanInput& columns) {
   NormChoice choice;
   choice.small = plan_group_norm_small({cluster.dims, cluster.tensors == 2, tiles.aligned, cluster.max_blocks});
-  if (!choice.small.refusal) {
+  // Forward's clusters go element by element: vectors of columns come first.
+  const bool small_shared = !choice.small.refusal && cluster.tensors == 1 && choice.small.shares.blocks_log2 > 0;
+  if (!choice.small.refusal && !small_shared) {
     choice.way = NormWay::kSmall;
     return choice;
   }
@@ -183,17 +185,21 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
   const bool crowded = c.shares.blocks == kClusterMaxBlocks && !one_wave &&
                        (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm ||
                         leaves_gpu_idle(c, cluster.sm_count) || bytes >= kTiledGroupBytes);
-  // Of narrow groups of small tensors, slabs end before teams have told each other their moments (H200).
+  // Of small tensors, others end before teams have told each other their moments (H200).
   const bool is_small = cluster.dims.numel() * dtype_size(cluster.dims.dtype) < kColumnSmallTensor;
+  const bool others = small_shared || !choice.slabs.refusal;
+  const bool by_columns = !choice.columns.refusal && (choice.columns.cluster || !is_small || !others);
   // What knows its channels by their place takes x where it can.
   const bool for_others = c.shares.minor && (!choice.rows.refusal || !choice.columns.refusal);
-  if (!c.refusal && !for_others && (!crowded || choice.one_read.refusal)) {
+  if (small_shared && choice.rows.refusal && !by_columns) {
+    choice.way = NormWay::kSmall;
+  } else if (!c.refusal && !for_others && (!crowded || choice.one_read.refusal)) {
     choice.way = NormWay::kOnChip;
   } else if (!choice.one_read.refusal) {
     choice.way = NormWay::kOneRead;
   } else if (!choice.rows.refusal) {
     choice.way = NormWay::kRows;
-  } else if (!choice.columns.refusal && (choice.slabs.refusal || choice.columns.cluster || !is_small)) {
+  } else if (by_columns) {
     choice.way = NormWay::kColumns;
   } else if (!choice.slabs.refusal) {
     choice.way = NormWay::kSlabs;

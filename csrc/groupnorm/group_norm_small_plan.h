@@ -46,7 +46,7 @@ inline constexpr int64_t kSmallFwdElements = 4096, kSmallFwdManyGroups = 16, kSm
 // Up to here a thread has one element: as many threads as elements, but no more than a few warps, and in all no more
 // than about half of what the GPU runs at a time (H200).
 inline constexpr int64_t kSmallFwdSingles = 256, kSmallBwdSingles = 128, kSmallFwdSingleThreads = 96 << 10;
-// Likewise for four elements a thread, from where on it has eight; and of vectors, from so many elements on.
+// Likewise for four elements a thread, from where on it has eight; and of contiguous vectors, from so many elements on.
 inline constexpr int64_t kSmallFwdFourThreads = 160 << 10, kSmallFwdFourVectors = 2048;
 // Backward: channels of up to so many elements are added up faster in a cluster of blocks with registers (H200).
 inline constexpr int64_t kSmallShortRow = 64;
@@ -110,7 +110,8 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
       if (found || (each == 1 && elements > singles)) continue;
       lanes = small_lanes(((blocks > 1 ? p.chunk : elements) + each - 1) / each);
       const bool fits_eight = elements > 32 * kSmallMaxElements;
-      const bool four_are_few = units * lanes > kSmallFwdFourThreads || (vectors && elements > kSmallFwdFourVectors);
+      const bool four_are_few =
+          units * lanes > kSmallFwdFourThreads || (vectors && !d.channels_last && elements > kSmallFwdFourVectors);
       if (!in.backward && each == 4 && fits_eight && four_are_few) continue;
       plan.run = vectors && each > 1 ? kSmallRun : 1;
       plan.runs = each / plan.run;
