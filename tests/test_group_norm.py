@@ -508,6 +508,8 @@ SMALL_GROUPS = {
     "a cluster": ((4, 22, 793), 1),
     "a cluster, vectors": ((2, 12, 40, 52), 1),
     "a cluster, odd": ((3, 19, 45, 23), 1),
+    "a cluster, two groups of narrow channels": ((1, 6, 98, 97), 2),
+    "a cluster, short rows": ((2, 278, 3, 10), 1),
     "narrow groups": ((13, 934, 5, 5, 7), 467),
     "narrow groups of one channel": ((9, 709, 11, 12, 7), 709),
 }
@@ -631,6 +633,11 @@ COLUMNS = {
     "many samples, long rows": ((40, 1000, 19, 21), 25),
     "many samples, a group a channel": ((70, 40, 60, 64), 40),
     "a sample larger than what is kept": ((1, 32, 64, 64, 57), 8),
+    "one group of two channels": ((1, 2, 427, 429), 1),
+    "one group of odd channels": ((3, 83, 15, 31), 1),
+    "passes, samples that start inside a vector": ((3, 5, 303, 423), 5),
+    "passes, few odd positions": ((3, 9, 3, 11), 1),
+    "passes, odd channels of several groups": ((2, 33, 5, 103), 11),
 }
 
 
@@ -732,6 +739,8 @@ COLUMNS_OF_TWO = {
     "many samples": ((80, 32, 64, 71), 8),
     "one sample": ((1, 64, 100, 101), 16),
     "one sample, read again from L2": ((1, 128, 200, 200), 8),
+    "passes, samples that start inside a vector": ((3, 5, 303, 423), 5),
+    "passes, one group of odd channels": ((2, 3, 411, 413), 1),
     "three samples, half types again from L2": ((3, 128, 180, 190), 8),
 }
 

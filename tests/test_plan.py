@@ -1667,7 +1667,9 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
         assert lanes % 32 == 0 or (lanes < 32 and lanes & (lanes - 1) == 0)
         assert lanes * p["run"] * p["runs"] >= min(p["chunk"], elements)
         assert p["chunk"] * p["blocks"] >= elements
-        assert p["blocks"] == 1 or (backward and p["teams"] == 1 and p["blocks"] <= max_blocks)
+        assert p["blocks"] == 1 or (p["teams"] == 1 and p["blocks"] <= max_blocks)
+        assert p["blocks"] == 1 or backward or channels_last  # forward's contiguous ones have a kernel of their own
+        assert (p["blocks"] - 1) * p["chunk"] < elements  # no block is without elements
         assert p["blocks"] == 1 or p["chunk"] % 4 == 0
         assert p["teams"] * lanes <= p["threads"] <= dev.SMALL_MAX_THREADS
         assert p["threads"] % 32 == 0
@@ -1757,6 +1759,19 @@ def test_plan_group_norm_slab_refuses(why, change):
         ("small", {"n": 50, "c": 33, "s": 9, "g": 33}),
         ("small", {"n": 50, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),
         ("small", {"n": 1, "c": 648, "s": 300, "g": 18, "channels_last": True, "tensors": 2}),
+        # Two groups of 28518 elements in clusters of eight blocks.
+        ("small", {"n": 1, "c": 6, "s": 9506, "g": 2, "channels_last": True, "dtype": "float16"}),
+        ("passes", {"n": 1, "c": 6, "s": 9506, "g": 2, "channels_last": True, "max_blocks": 0}),
+        # Channels of 30 elements, and of 600.
+        ("small", {"n": 2, "c": 278, "s": 30, "g": 1, "dtype": "float16", "tensors": 2}),
+        ("on chip", {"n": 2, "c": 14, "s": 600, "g": 1, "dtype": "float16", "tensors": 2}),
+        # Of the same size, with vectors of columns.
+        ("columns", {"n": 2, "c": 64, "s": 1024, "g": 2, "channels_last": True, "dtype": "float16"}),
+        ("slabs", {"n": 2, "c": 357, "s": 1456, "g": 51, "channels_last": True, "dtype": "bfloat16"}),
+        # One group is contiguous in either layout.
+        ("on chip", {"n": 1, "c": 2, "s": 182754, "g": 1, "channels_last": True, "dtype": "bfloat16"}),
+        ("passes", {"n": 1, "c": 2, "s": 182754, "g": 1, "channels_last": True, "dtype": "bfloat16", "tensors": 2}),
+        ("columns", {"n": 1, "c": 64, "s": 9000, "g": 1, "channels_last": True}),
         ("on chip", {"n": 5000, "c": 33, "s": 9, "g": 33}),
         ("on chip", {"n": 5000, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),  # a team needs no cluster
         ("on chip", {"n": 5000, "c": 33, "s": 9, "g": 33, "max_blocks": 0, "tensors": 2}),

@@ -54,6 +54,7 @@ struct ElementwiseArgs {
   int64_t n, c, s;
   F f;
   int64_t channels = 0;  // channels_last: c, or where rows of `channels` go several at a time, a divisor of it
+  int64_t length = 0;    // channels_last: elements of a sample, where they are no whole rows of c; else 0
 };
 
 // Blocks run from the tensor's end to its start: the pass before went the other way and left the end in L2.
@@ -144,6 +145,52 @@ __device__ __forceinline__ int64_t wrapped(int64_t channel, int64_t c, int64_t c
 }
 // How many rows of c elements fill vectors of `size`.
 inline int64_t turns_of(int64_t c, int size) { return size / std::gcd<int64_t>(c, size); }
+// n samples of s rows, walked `turns` at a time. Where these do not come out even, a sample starts inside its first
+// vector and ends inside any, for which small tensors take longer than for elements one by one (H200).
+inline constexpr int64_t kUnevenElements = 4 << 20;
+inline bool has_turns(int64_t n, int64_t s, int64_t c, int64_t turns) {
+  return s % turns == 0 || (n * s * c >= kUnevenElements && s * c < (int64_t(1) << 30) && s >= 4 * turns);
+}
+inline int64_t rows_of_turns(int64_t s, int64_t c, int64_t turns, int size) {
+  return s % turns == 0 ? s / turns : (s * c + size - 1 + c * turns - 1) / (c * turns);
+}
+
+// Where a thread's vectors lie whose rows may be those of several samples (`length` > 0, ElementwiseArgs::length).
+struct ColumnEdges {
+  int64_t origin;  // where the sample's first row starts
+  int offset;      // elements before the sample in it
+  int64_t full;    // positions from here on have less than a vector of the sample
+
+  __device__ __forceinline__ ColumnEdges(int64_t n, int64_t s, int64_t c, int64_t length, int64_t channel, int size)
+      : origin(n * s * c), offset(0), full(s) {
+    if (length == 0) return;
+    offset = static_cast<int>(n * length % size);
+    origin = n * length - offset;
+    const int64_t last = length + offset - size - channel;
+    full = last < 0 ? 0 : static_cast<uint32_t>(last) / static_cast<uint32_t>(c) + 1;
+  }
+  // Whether position 0 has a part of a vector alone.
+  __device__ __forceinline__ bool cuts_first(int64_t channel) const { return channel < offset; }
+  // What is added to a row's element, modulo `channels`, for its channel.
+  __device__ __forceinline__ int64_t before(int64_t channels) const {
+    return offset == 0 ? 0 : kMost * channels - offset;
+  }
+  // The thread's parts of vectors among positions begin to end: calls part(i), i the first element counted in the
+  // sample, which may be negative.
+  template <typename Part>
+  __device__ __forceinline__ void for_parts(int64_t begin, int64_t end, int walkers, int walker, int64_t c,
+                                            int64_t channel, int64_t length, Part part) const {
+#pragma unroll 1
+    for (int64_t position = cuts_first(channel) ? 0 : full; position <= full; position += max(full, int64_t(1))) {
+      const int64_t i = position * c + channel - offset;
+      if (position < begin || position >= end || static_cast<uint32_t>(position - begin) % walkers != walker ||
+          i >= length)
+        continue;
+      part(i);
+    }
+  }
+  static constexpr int kMost = 8;  // elements of a vector
+};
 
 // Geometry of a channels_last walk: `lanes` threads along the channel vectors, `walkers` groups of them along
 // positions.
@@ -165,7 +212,6 @@ __global__ void __launch_bounds__(kTraverseThreads)
     elementwise_columns_kernel(const __grid_constant__ ElementwiseArgs<F> a, ColumnGeometry geometry, int64_t slices,
                                int64_t slice_length) {
   using T = typename F::Element;
-  wait_for_prerequisites();
   const int lane = threadIdx.x % geometry.lanes;
   const int walker = threadIdx.x / geometry.lanes;
   const int64_t block = int64_t(gridDim.x) - 1 - blockIdx.x;
@@ -173,15 +219,14 @@ __global__ void __launch_bounds__(kTraverseThreads)
   const int64_t slice = block / geometry.channel_blocks % slices;
   const int64_t n = block / (geometry.channel_blocks * slices);
   if (walker >= geometry.walkers || channel >= a.c) return;
-  typename F::Coef coef[kSize];
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) coef[j] = a.f.load(n * a.channels + wrapped(channel + j, a.c, a.channels));
-  const int64_t end = min((slice + 1) * slice_length, a.s);
+  const ColumnEdges edges(n, a.s, a.c, a.length, channel, kSize);
+  const int64_t begin = slice * slice_length, end = min(begin + slice_length, edges.full);
   const int64_t step = int64_t(geometry.walkers) * a.c;
-  int64_t position = slice * slice_length + walker;
-  int64_t at = (n * a.s + position) * a.c + channel;
-  while (position < end) {
-    Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+  int64_t position = begin + walker;
+  if (position == 0 && edges.cuts_first(channel)) position = geometry.walkers;
+  int64_t at = edges.origin + position * a.c + channel;
+  Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+  const auto load = [&] {
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
       if (position + u * geometry.walkers < end) {
@@ -189,6 +234,15 @@ __global__ void __launch_bounds__(kTraverseThreads)
         if (F::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at + u * step);
       }
     }
+  };
+  load();
+  wait_for_prerequisites();
+  typename F::Coef coef[kSize];
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    coef[j] = a.f.load(n * a.channels + wrapped(channel + j + edges.before(a.channels), a.c, a.channels));
+  }
+  while (position < end) {
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
       if (position + u * geometry.walkers < end) {
@@ -201,7 +255,30 @@ __global__ void __launch_bounds__(kTraverseThreads)
     }
     position += int64_t(kTraverseUnroll) * geometry.walkers;
     at += kTraverseUnroll * step;
+    load();
   }
+  if (a.length == 0) return;
+  edges.for_parts(begin, min(begin + slice_length, a.s), geometry.walkers, walker, a.c, channel, a.length,
+                  [&](int64_t i) {
+                    const auto is_own = [&](int j) { return i + j >= 0 && i + j < a.length; };
+                    const int64_t from = edges.origin + edges.offset + i;
+                    Vec<T, kSize> x{}, second{};
+#pragma unroll
+                    for (int j = 0; j < kSize; ++j) {
+                      if (is_own(j)) {
+                        x.v[j] = a.x[from + j];
+                        if (F::kInputs == 2) second.v[j] = a.second[from + j];
+                      }
+                    }
+                    acc_t<T> xs[kSize], seconds[kSize], y[kSize];
+                    unpack(x, xs);
+                    unpack(F::kInputs == 2 ? second : x, seconds);
+                    a.f.apply(each(coef), xs, seconds, y);
+#pragma unroll
+                    for (int j = 0; j < kSize; ++j) {
+                      if (is_own(j)) a.y[from + j] = from_acc<T>(y[j]);
+                    }
+                  });
 }
 
 inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
@@ -217,8 +294,8 @@ template <typename F>
 int elementwise_size(const ElementwiseArgs<F>& a, bool channels_last) {
   constexpr int kSize = kVecSize<typename F::Element>;
   if (!is_aligned(a.x) || !is_aligned(a.y) || (F::kInputs == 2 && !is_aligned(a.second))) return 1;
-  if (!channels_last || a.s == 1 || a.s % turns_of(a.c, kSize) == 0) return kSize;
-  return a.s % turns_of(a.c, kSize / 2) == 0 ? kSize / 2 : 1;
+  if (!channels_last || a.s == 1 || has_turns(a.n, a.s, a.c, turns_of(a.c, kSize))) return kSize;
+  return has_turns(a.n, a.s, a.c, turns_of(a.c, kSize / 2)) ? kSize / 2 : 1;
 }
 
 // Rows one after the other. With `early`, beside the end of the kernel ahead in the stream, which must write neither x
@@ -248,9 +325,11 @@ Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool ch
   if (a.n * a.c * a.s == 0) return Status::Ok();
   const int size = std::min(elementwise_size(a, true), kColumnSize<F>);
   ElementwiseArgs<F> b = a;
+  const int64_t turns = turns_of(a.c, size);
   b.channels = a.c;
-  b.c *= turns_of(a.c, size);
-  b.s /= turns_of(a.c, size);
+  b.c *= turns;
+  b.s = rows_of_turns(a.s, a.c, turns, size);
+  b.length = a.s % turns == 0 ? 0 : a.s * a.c;
   const ColumnGeometry geometry = column_geometry(b.c, size);
   const int64_t slice_length = int64_t(geometry.walkers) * kTraverseUnroll * 4;
   const int64_t slices = (b.s + slice_length - 1) / slice_length;
@@ -286,6 +365,7 @@ struct ReduceArgs {
   acc_t<typename R::Element>* partials;
   R r;
   int64_t channels = 0;  // as ElementwiseArgs::channels, of `rows`; 0: `rows`
+  int64_t length = 0;    // as ElementwiseArgs::length
 };
 
 template <typename R>
@@ -396,31 +476,46 @@ __global__ void __launch_bounds__(kTraverseThreads)
   const int64_t n = blockIdx.x / (geometry.channel_blocks * a.slices);
   const int64_t begin = slice * a.slice_length;
   const int64_t end = min(begin + a.slice_length, a.row_length);
+  const ColumnEdges edges(n, a.row_length, a.rows, a.length, channel, kSize);
   if (walker < geometry.walkers && channel < a.rows) {
     typename R::Coef coef[kSize];
     typename R::State state[kSize];
-    const int64_t first = (n * a.row_length + begin) * a.rows + channel;
-    const Vec<T, kSize> x0 = load_vec<T, kSize>(a.x + first);
+    const int64_t first = edges.origin + begin * a.rows + channel;
+    Vec<T, kSize> x0{};
+    if (a.length == 0) {
+      x0 = load_vec<T, kSize>(a.x + first);
+    } else {
+      // Of the sample's own: of an element before it, the one a row on, and behind its end, the last.
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        int64_t i = begin * a.rows + channel + j - edges.offset;
+        if (i < 0) i += a.rows;
+        x0.v[j] = a.x[n * a.length + min(i, a.length - 1)];
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      coef[j] = a.r.load(n * a.channels + wrapped(channel + j, a.rows, a.channels));
+      coef[j] = a.r.load(n * a.channels + wrapped(channel + j + edges.before(a.channels), a.rows, a.channels));
       state[j] = a.r.start(coef[j], to_acc(x0.v[j]));
     }
     int64_t seen = 0;
     const int64_t step = int64_t(geometry.walkers) * a.rows;
-    int64_t at = first + walker * a.rows;
-    for (int64_t position = begin + walker; position < end; position += int64_t(kTraverseUnroll) * geometry.walkers) {
+    const int64_t full_end = min(end, edges.full);
+    int64_t position = begin + walker;
+    if (position == 0 && edges.cuts_first(channel)) position = geometry.walkers;
+    int64_t at = first + (position - begin) * a.rows;
+    for (; position < full_end; position += int64_t(kTraverseUnroll) * geometry.walkers) {
       Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
 #pragma unroll
       for (int u = 0; u < kTraverseUnroll; ++u) {
-        if (position + u * geometry.walkers < end) {
+        if (position + u * geometry.walkers < full_end) {
           x[u] = load_vec<T, kSize>(a.x + at + u * step);
           if (R::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at + u * step);
         }
       }
 #pragma unroll
       for (int u = 0; u < kTraverseUnroll; ++u) {
-        if (position + u * geometry.walkers < end) {
+        if (position + u * geometry.walkers < full_end) {
           ++seen;
           Acc xs[kSize], seconds[kSize];
           unpack(x[u], xs);
@@ -430,9 +525,35 @@ __global__ void __launch_bounds__(kTraverseThreads)
       }
       at += kTraverseUnroll * step;
     }
+    int more[kSize] = {};  // elements of parts of vectors
+    if (a.length > 0) {
+      edges.for_parts(begin, end, geometry.walkers, walker, a.rows, channel, a.length, [&](int64_t i) {
+        const auto is_own = [&](int j) { return i + j >= 0 && i + j < a.length; };
+        const int64_t from = n * a.length + i;
+        Vec<T, kSize> x{}, second{};
+        typename R::State before[kSize];
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          before[j] = state[j];
+          if (is_own(j)) {
+            x.v[j] = a.x[from + j];
+            if (R::kInputs == 2) second.v[j] = a.second[from + j];
+          }
+        }
+        Acc xs[kSize], seconds[kSize];
+        unpack(x, xs);
+        unpack(R::kInputs == 2 ? second : x, seconds);
+        a.r.add(each(state), each(coef), xs, seconds);
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          more[j] += is_own(j);
+          if (!is_own(j)) state[j] = before[j];
+        }
+      });
+    }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      shared[(walker * geometry.lanes + lane) * kSize + j] = a.r.finish(state[j], static_cast<Acc>(seen));
+      shared[(walker * geometry.lanes + lane) * kSize + j] = a.r.finish(state[j], static_cast<Acc>(seen + more[j]));
     }
   }
   __syncthreads();
@@ -442,7 +563,11 @@ __global__ void __launch_bounds__(kTraverseThreads)
     if (r >= a.rows) continue;
     auto partial = shared[c];
     for (int w = 1; w < geometry.walkers; ++w) R::merge(partial, shared[w * columns + c]);
-    Acc* const out = a.partials + ((n * a.slices + slice) * a.rows + r) * R::kValues;
+    // The channels of each turn in their order.
+    const uint32_t at = static_cast<uint32_t>(r), of = static_cast<uint32_t>(a.channels);
+    const int64_t place =
+        edges.offset == 0 ? r : at / of * of + (at + static_cast<uint32_t>(edges.before(a.channels))) % of;
+    Acc* const out = a.partials + ((n * a.slices + slice) * a.rows + place) * R::kValues;
     const Acc* const values = reinterpret_cast<const Acc*>(&partial);
 #pragma unroll
     for (int i = 0; i < R::kValues; ++i) out[i] = values[i];
@@ -457,6 +582,23 @@ inline void plan_slices(int64_t units, int64_t length, int64_t least, int64_t mu
   const int64_t count = std::max<int64_t>(1, std::min(wanted, most));
   *slice_length = std::max<int64_t>(1, ((length + count - 1) / count + multiple - 1) / multiple * multiple);
   *slices = std::max<int64_t>(1, (length + *slice_length - 1) / *slice_length);
+}
+
+// The same along the positions of a channels_last tensor, several of which are walked as one where that fills vectors.
+// The sums of a turn lie where those of a slice would.
+inline void plan_column_slices(int64_t n, int64_t c, int64_t s, int vec, bool aligned, int sm_count, int64_t* turns,
+                               int64_t* slices, int64_t* slice_length) {
+  *turns = aligned && has_turns(n, s, c, turns_of(c, vec)) ? turns_of(c, vec) : 1;
+  const int64_t channels = c * *turns;
+  const ColumnGeometry g = column_geometry(channels, channels % vec == 0 ? vec : 1);
+  plan_slices(n * g.channel_blocks, rows_of_turns(s, c, *turns, vec), int64_t(g.walkers) * kTraverseUnroll * 2, 1,
+              sm_count, slices, slice_length);
+  *slices *= *turns;
+}
+template <typename R>
+void set_turns(int64_t s, int64_t c, int64_t turns, ReduceArgs<R>* a) {
+  a->row_length = rows_of_turns(s, c, turns, kVecSize<typename R::Element>);
+  a->length = s % turns == 0 ? 0 : s * c;
 }
 
 template <typename R>

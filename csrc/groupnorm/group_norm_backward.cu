@@ -195,8 +195,9 @@ __global__ void __launch_bounds__(kMergeThreads)
 template <typename Acc>
 __global__ void __launch_bounds__(kGradientThreads)
     affine_gradient_kernel(const __grid_constant__ AffineGradientParams p) {
-  __shared__ Acc shared[2][kGradientThreads];
-  constexpr int kWalkers = kGradientThreads / kGradientChannels;
+  constexpr int kWalkers = kGradientThreads / kGradientChannels, kWarps = kGradientThreads / 32;
+  __shared__ Acc shared[2][kWarps][kGradientChannels];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t c = int64_t(blockIdx.x) * kGradientChannels + threadIdx.x % kGradientChannels;
   Acc dweight = 0, dbias = 0;
   wait_for_prerequisites();
@@ -209,14 +210,20 @@ __global__ void __launch_bounds__(kGradientThreads)
       dweight += sums[n * p.c * 2 + 1];
     }
   }
-  shared[0][threadIdx.x] = dbias;
-  shared[1][threadIdx.x] = dweight;
+  for (int mask = kGradientChannels; mask < 32; mask *= 2) {
+    dbias += __shfl_xor_sync(0xffffffffu, dbias, mask);
+    dweight += __shfl_xor_sync(0xffffffffu, dweight, mask);
+  }
+  if (lane < kGradientChannels) {
+    shared[0][warp][lane] = dbias;
+    shared[1][warp][lane] = dweight;
+  }
   __syncthreads();
   if (threadIdx.x >= kGradientChannels || c >= p.c) return;
-  const int64_t walkers = p.n < kWalkers ? p.n : kWalkers;
-  for (int w = 1; w < walkers; ++w) {
-    dbias += shared[0][w * kGradientChannels + threadIdx.x];
-    dweight += shared[1][w * kGradientChannels + threadIdx.x];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) {
+    dbias += shared[0][w][threadIdx.x];
+    dweight += shared[1][w][threadIdx.x];
   }
   store_as(p.dweight, c, p.affine_dtype, dweight);
   store_as(p.dbias, c, p.affine_dtype, dbias);
@@ -236,9 +243,10 @@ Status launch_channel_sums(const GroupNormBackwardParams& p, cudaStream_t stream
   a.second = static_cast<const T*>(p.dy);
   a.n = p.dims.n;
   a.rows = p.dims.c * p.turns;
-  a.row_length = p.dims.s / p.turns;
+  a.row_length = p.dims.s;
   a.slices = p.slices / p.turns;
   a.channels = p.dims.c;
+  if (p.dims.channels_last) set_turns(p.dims.s, p.dims.c, p.turns, &a);
   a.slice_length = p.slice_length;
   a.partials = static_cast<acc_t<T>*>(p.partial_sums);
   a.r.affine = p.affine;
@@ -277,7 +285,7 @@ Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stre
 template <typename Acc>
 Status launch_merge(const GroupNormBackwardParams& p, cudaStream_t stream) {
   int width_log2 = 0;
-  while (width_log2 < 9 && (int64_t(1) << width_log2) < p.dims.channels_per_group()) ++width_log2;
+  while (width_log2 < 10 && (int64_t(1) << width_log2) < p.dims.channels_per_group()) ++width_log2;
   // Two sums or more for a thread, a group's or, beyond a few, a channel's.
   int threads = std::max(64, 1 << width_log2);
   while (threads < kMergeThreads && threads < (p.slices << width_log2) / 2) threads *= 2;
@@ -307,13 +315,8 @@ void plan_group_norm_backward(GroupNormBackwardParams* p, int sm_count) {
   }
   const int vec = 16 / dtype_size(d.dtype);
   if (d.channels_last) {
-    const int64_t turns = turns_of(d.c, vec);
-    if (d.s % turns == 0 && is_aligned(p->x) && is_aligned(p->dy)) p->turns = turns;
-    const int64_t channels = d.c * p->turns;
-    const ColumnGeometry g = column_geometry(channels, channels % vec == 0 ? vec : 1);
-    plan_slices(d.n * g.channel_blocks, d.s / p->turns, int64_t(g.walkers) * kTraverseUnroll * 2, 1, sm_count,
-                &p->slices, &p->slice_length);
-    p->slices *= p->turns;  // the sums of a turn lie where those of a slice would
+    plan_column_slices(d.n, d.c, d.s, vec, is_aligned(p->x) && is_aligned(p->dy), sm_count, &p->turns, &p->slices,
+                       &p->slice_length);
   } else {
     plan_slices(d.n * d.c, d.s, 4096, 64, sm_count, &p->slices, &p->slice_length);
   }

@@ -9,6 +9,18 @@
 namespace kgopt {
 namespace {
 
+// (x - mean) * rstd * weight + bias of neighbouring channels, the first of them `column`.
+template <int kVec>
+__device__ __forceinline__ void scale_shift_minor(float (&x)[kVec], float mean, float rstd, uint32_t column,
+                                                  uint32_t channels, const float2* table) {
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    const float2 c = table[column];
+    x[j] = (x[j] - mean) * (c.x * rstd) + c.y;
+    if (++column == channels) column = 0;
+  }
+}
+
 // One cluster a group.
 template <typename Traits>
 __global__ void __launch_bounds__(kClusterMaxThreads, 2)
@@ -31,8 +43,11 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
     start_loads(share, &barriers, memory, 0, from, blocks * warps * sizeof(float4));
   }
   __syncthreads();
-  const int64_t channel0 = static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels + share.row0;
-  for (int k = tid; k < share.rows; k += threads) {
+  const bool minor = p.shares.minor;
+  const int64_t channel0 =
+      minor ? 0 : static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels + share.row0;
+  const int rows = minor ? static_cast<int>(p.shares.channels) : share.rows;
+  for (int k = tid; k < rows; k += threads) {
     table[k] = affine_of<T>(p.weight, p.bias, channel0 + k, p.affine_dtype);
   }
   const T* const x = static_cast<const T*>(p.x) + share.base;
@@ -114,7 +129,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
       int slot = base + tid + u * threads;
       if (!kFull && (slot < share.lo || slot >= share.hi)) slot = share.lo;
       row[u] = share.row_of(slot * kVec, &column[u]);
-      coefficients[u] = table[row[u]];
+      coefficients[u] = table[minor ? column[u] : row[u]];
     }
 #pragma unroll
     for (int u = 0; u < kPasses; ++u) {
@@ -123,7 +138,9 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
       const Vec<T, kVec> input = load_vec<T, kVec>(xs + slot * kVec);
       float v[kVec];
       values_of<Traits::kPre>(input, p.pre_act, v);
-      if (column[u] + kVec <= share.s) {
+      if (minor) {
+        scale_shift_minor(v, mean, rstd, column[u], share.s, table);
+      } else if (column[u] + kVec <= share.s) {
         scale_shift(v, mean, coefficients[u].x * rstd, coefficients[u].y);
       } else {
         scale_shift_across(v, mean, rstd, column[u], share.s, row[u], [&](uint32_t r) { return table[r]; });
@@ -140,7 +157,8 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
   }
   if (edge >= 0) {
     uint32_t column;
-    const float2 c = table[share.row_of(edge, &column)];
+    const uint32_t row = share.row_of(edge, &column);
+    const float2 c = table[minor ? column : row];
     const float out = apply_chain<Traits::kAct>(p.act, (edge_value - mean) * (c.x * rstd) + c.y);
     y[edge] = from_acc<T>(p.add_input ? out + to_acc(x[edge]) : out);
   }

@@ -1,5 +1,5 @@
 // What the GroupNorm kernels are told that keep a group on chip: in the shared memory of a cluster of blocks, or, where
-// it is small, in the registers of a team of lanes. x is contiguous. Group after group starts wherever the one before
+// it is small, in the registers of a team of lanes. x is contiguous, or a sample is one group. Group after group starts wherever the one before
 // ended, so neither a group's start nor its length needs to be a multiple of a vector.
 #pragma once
 
@@ -23,6 +23,7 @@ struct GroupShares {
   uint32_t channels = 1;    // of a group
   uint32_t per_sample = 1;  // groups of a sample
   uint32_t rows = 0;        // channels of which a block has a part, at most
+  bool minor = false;       // channels_last, one group: its channels lie side by side, `s` of them
   bool together = false;    // all warps sum a channel up together, or each warp has its own channels (backward)
 };
 

@@ -47,7 +47,8 @@ inline bool set_shares(const ClusterPlanInput& in, int blocks, int threads, Clus
   p.elements = static_cast<uint32_t>(elements);
   p.x_line = in.x_offset % 128 / size;
   p.blocks = blocks;
-  p.s = static_cast<uint32_t>(d.s);
+  p.minor = d.channels_last;
+  p.s = static_cast<uint32_t>(p.minor ? d.c : d.s);
   set_divisor(p.s, &p.s_magic, &p.s_shift);
   p.channels = static_cast<uint32_t>(d.channels_per_group());
   p.per_sample = static_cast<uint32_t>(d.g);
@@ -55,7 +56,7 @@ inline bool set_shares(const ClusterPlanInput& in, int blocks, int threads, Clus
   const int64_t positions = elements + (elements % line == 0 && p.x_line == 0 ? 0 : line - 1);
   const int64_t share = (positions + std::max(blocks, 1) - 1) / std::max(blocks, 1);
   p.share = static_cast<uint32_t>((share + line - 1) / line * line);
-  p.rows = static_cast<uint32_t>(std::min<int64_t>(p.channels, p.share / d.s + 2));
+  p.rows = p.minor ? p.channels : static_cast<uint32_t>(std::min<int64_t>(p.channels, p.share / d.s + 2));
   if (blocks == 0) {
     p.lanes = int64_t(p.share) * size <= kTeamPasses * 8 * 16 ? 8 : 32;
     p.passes = int64_t(p.share) * size <= int64_t(kTeamPasses) * p.lanes * 16 ? kTeamPasses : kTeamMostPasses;
@@ -101,7 +102,10 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
     return plan;
   };
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
-  if (d.channels_last) return refuse("a group of a channels_last tensor is not contiguous");
+  // Backward's sums are of channels, of which the vectors of such a tensor have several.
+  if (d.channels_last && (d.g > 1 || in.tensors == 2)) {
+    return refuse("a group of a channels_last tensor is not contiguous");
+  }
   if (!in.aligned) return refuse("the tensors start at different distances from a multiple of 16 bytes");
   const int64_t groups = d.n * d.g, elements = d.numel() / groups, bytes = elements * dtype_size(d.dtype);
   if (groups >= (int64_t(1) << 26)) return refuse("over 2^26 groups");
@@ -111,7 +115,7 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   // Few groups of over 1 KB leave lanes of other multiprocessors idle: a block each is faster.
   const bool many_or_small = bytes <= 1024 || groups > 4 * in.sm_count || in.max_blocks == 0;
   // A team sums up one channel, so that backward takes no more.
-  const bool for_teams = many_or_small && (in.tensors == 1 || d.channels_per_group() == 1);
+  const bool for_teams = many_or_small && !d.channels_last && (in.tensors == 1 || d.channels_per_group() == 1);
   if (for_teams && set_shares(in, 0, 0, &plan)) return plan;
   if (in.max_blocks == 0) return refuse("clusters and bulk copies need compute capability 9.0 and code built for it");
   // A block for each would take longer than passes over all of them.
@@ -131,7 +135,7 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   if (leaves_gpu_idle(plan, in.sm_count)) {
     const int64_t data = in.tensors * int64_t(plan.shares.share) * dtype_size(d.dtype);
     if (in.long_chain && data > (16 << 10)) return refuse("few groups and slow activations need the whole GPU");
-    if (in.tensors == 2 && data > (64 << 10)) return refuse("few large groups need the whole GPU");
+    if ((in.tensors == 2 || d.channels_last) && data > (64 << 10)) return refuse("few large groups need the whole GPU");
   }
   return plan;
 }
@@ -163,7 +167,9 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
                                     const ColumnPlanInput& columns) {
   NormChoice choice;
   choice.small = plan_group_norm_small({cluster.dims, cluster.tensors == 2, tiles.aligned, cluster.max_blocks});
-  if (!choice.small.refusal) {
+  // Forward's clusters go element by element: vectors of columns come first.
+  const bool small_shared = !choice.small.refusal && cluster.tensors == 1 && choice.small.shares.blocks_log2 > 0;
+  if (!choice.small.refusal && !small_shared) {
     choice.way = NormWay::kSmall;
     return choice;
   }
@@ -184,13 +190,21 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
   const bool crowded = c.shares.blocks == kClusterMaxBlocks && !one_wave &&
                        (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm ||
                         leaves_gpu_idle(c, cluster.sm_count) || bytes >= kTiledGroupBytes);
-  if (!c.refusal && (!crowded || choice.one_read.refusal)) {
+  // Of small tensors, others end before teams have told each other their moments (H200).
+  const bool is_small = cluster.dims.numel() * dtype_size(cluster.dims.dtype) < kColumnSmallTensor;
+  const bool others = small_shared || !choice.slabs.refusal;
+  const bool by_columns = !choice.columns.refusal && (choice.columns.cluster || !is_small || !others);
+  // What knows its channels by their place takes x where it can.
+  const bool for_others = c.shares.minor && (!choice.rows.refusal || !choice.columns.refusal);
+  if (small_shared && choice.rows.refusal && !by_columns) {
+    choice.way = NormWay::kSmall;
+  } else if (!c.refusal && !for_others && (!crowded || choice.one_read.refusal)) {
     choice.way = NormWay::kOnChip;
   } else if (!choice.one_read.refusal) {
     choice.way = NormWay::kOneRead;
   } else if (!choice.rows.refusal) {
     choice.way = NormWay::kRows;
-  } else if (!choice.columns.refusal) {
+  } else if (by_columns) {
     choice.way = NormWay::kColumns;
   } else if (!choice.slabs.refusal) {
     choice.way = NormWay::kSlabs;

@@ -40,6 +40,63 @@ __device__ __forceinline__ void apply_slope(Chain kind, const ActChain& chain, f
   }
 }
 
+// Value i of T as bits, 0 where it is not wanted. The compiler leaves these loads in their order, and what waits for
+// them behind all of them: a use of x ahead of the parameters' loads would make them wait for x.
+template <typename T>
+__device__ __forceinline__ uint32_t load_bits(const void* values, uint32_t i, bool wanted) {
+  uint32_t bits;
+  if constexpr (sizeof(T) == 4) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.b32 %0, 0;\n\t@p ld.relaxed.cta.global.b32 %0, [%1];\n\t}"
+        : "=&r"(bits)
+        : "l"(static_cast<const uint32_t*>(values) + i), "r"(uint32_t(wanted)));
+  } else {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.b32 %0, 0;\n\t@p ld.relaxed.cta.global.u16 %0, [%1];\n\t}"
+        : "=&r"(bits)
+        : "l"(static_cast<const uint16_t*>(values) + i), "r"(uint32_t(wanted)));
+  }
+  return bits;
+}
+template <typename T>
+__device__ __forceinline__ T load_in_order(const void* values, uint32_t i, bool wanted) {
+  const uint32_t bits = load_bits<T>(values, i, wanted);
+  return *reinterpret_cast<const T*>(&bits);
+}
+
+// Parameters of a thread's elements, fp32 or x's type T, as bits: what converts them would wait for each load in turn.
+// kBoth: the loads of both are there, each where it is wanted, and have a register of their own, or one would wait for
+// the other.
+template <typename T, int kElements, bool kBoth>
+struct SmallAffine {
+  uint32_t words[kElements] = {}, halves[kBoth ? kElements : 1] = {};
+
+  __device__ __forceinline__ void load_words(const void* values, int k, uint32_t channel, bool wanted) {
+    words[k] = load_bits<float>(values, channel, wanted);
+  }
+  __device__ __forceinline__ void load_halves(const void* values, int k, uint32_t channel, bool wanted) {
+    (kBoth ? halves[kBoth ? k : 0] : words[k]) = load_bits<T>(values, channel, wanted);
+  }
+  __device__ __forceinline__ float value(int k, bool wide) const {
+    if (wide || sizeof(T) == 4) return __uint_as_float(words[k]);
+    const uint16_t half = static_cast<uint16_t>(kBoth ? halves[kBoth ? k : 0] : words[k]);
+    return static_cast<float>(to_acc(*reinterpret_cast<const T*>(&half)));
+  }
+};
+// Calls load(as_words, as_halves): with both, or behind a branch with what is wanted.
+template <typename T, bool kBoth, typename Load>
+__device__ __forceinline__ void load_as_wanted(bool wide, Load load) {
+  if (sizeof(T) == 4) {
+    load(std::true_type(), std::false_type());
+  } else if (kBoth) {
+    load(std::true_type(), std::true_type());
+  } else if (wide) {
+    load(std::true_type(), std::false_type());
+  } else {
+    load(std::false_type(), std::true_type());
+  }
+}
+
 // Over `lanes` neighbouring lanes, a power of two, or over the warp.
 template <int kValues>
 __device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
@@ -220,27 +277,29 @@ __device__ __forceinline__ void open_box(SmallBox* box, uint32_t blocks) {
   cluster_arrive();
 #endif
 }
-// Sums over the cluster, in the order of the blocks.
-__device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_t rank, float (&v)[2]) {
+// Afterwards box->parts has what each block said.
+__device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_t rank, float4 v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cluster_wait();
-  if (threadIdx.x < blocks) {
-    cluster_send(make_float4(v[0], v[1], 0.f, 0.f), box->parts + rank, &box->arrived, threadIdx.x);
-  }
+  if (threadIdx.x < blocks) cluster_send(v, box->parts + rank, &box->arrived, threadIdx.x);
   cluster_barrier_wait(&box->arrived, 0);
+#endif
+}
+// Sums over the cluster, in the order of the blocks.
+__device__ __forceinline__ void exchange(SmallBox* box, uint32_t blocks, uint32_t rank, float (&v)[2]) {
+  exchange(box, blocks, rank, make_float4(v[0], v[1], 0.f, 0.f));
   v[0] = v[1] = 0.f;
   for (uint32_t r = 0; r < blocks; ++r) {
     v[0] += box->parts[r].x;
     v[1] += box->parts[r].y;
   }
-#endif
 }
 
 // Forward is all latency, so each of its kernels computes what it needs and no more: a team is the block (kBlock) or up
-// to a warp, and contiguous offsets need no rows.
-template <typename Traits, bool kBlock_, bool kLast_>
+// to a warp, blocks share a unit (kCluster) or not, and contiguous offsets need no rows.
+template <typename Traits, bool kBlock_, bool kLast_, bool kCluster_ = false>
 struct SmallFwdTraits : Traits {
-  static constexpr bool kBlock = kBlock_, kLast = kLast_;
+  static constexpr bool kBlock = kBlock_, kLast = kLast_, kCluster = kCluster_;
 };
 
 // Over the block, `shared` zero from its number of warps on.
@@ -264,27 +323,31 @@ __device__ __forceinline__ float block_total(float v, float4* shared, uint32_t w
 }
 
 template <typename Traits>
-__global__ void __launch_bounds__(kSmallMaxThreads)
+__global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmallMaxThreads)
     group_norm_small_fwd_kernel(const __grid_constant__ GroupNormSmallFwdParams p) {
   using T = typename Traits::Element;
   constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
-  constexpr bool kBlock = Traits::kBlock, kLast = Traits::kLast;
+  constexpr bool kBlock = Traits::kBlock, kLast = Traits::kLast, kCluster = Traits::kCluster;
   __shared__ float4 shared[2][kSmallMaxWarps / 4];
+  __shared__ SmallBox box;
   const SmallShares& s = p.shares;
   const uint32_t tid = threadIdx.x, lanes = s.by_lanes.d, warps = blockDim.x / 32;
-  // Without a cluster, by_lanes.d is a power of two below a warp's or the block's size.
+  const uint32_t blocks = kCluster ? 1u << s.blocks_log2 : 1,
+                 block = kCluster ? blockIdx.x >> s.blocks_log2 : blockIdx.x;
+  const uint32_t rank = kCluster ? blockIdx.x & (blocks - 1) : 0, begin = kCluster ? rank * s.chunk : 0;
+  // Below a warp lanes are a power of two.
   const uint32_t lane = kBlock ? tid : tid & (lanes - 1);
-  const uint32_t unit = kBlock ? blockIdx.x : blockIdx.x * s.teams + s.by_lanes(tid);
+  const uint32_t unit = kBlock ? block : block * s.teams + s.by_lanes(tid);
   const bool active = kBlock || unit < s.units;
-  const uint32_t end = active ? s.elements : 0;
+  const uint32_t end = !active ? 0 : kCluster ? min(begin + s.chunk, s.elements) : s.elements;
   const uint32_t n = s.by_groups(unit), g = unit - n * s.by_groups.d;
 
   T raw[kElements];
-  uint32_t offset[kElements], channel[kElements], weight_bits[kElements] = {}, bias_bits[kElements] = {};
-  const auto has = [&](int k) { return (lane + k / kRun * lanes) * kRun + k % kRun < end; };
+  uint32_t offset[kElements], channel[kElements];
+  const auto has = [&](int k) { return begin + (lane + k / kRun * lanes) * kRun + k % kRun < end; };
 #pragma unroll
   for (int r = 0; r < kRuns; ++r) {
-    const uint32_t i = (lane + r * lanes) * kRun;
+    const uint32_t i = begin + (lane + r * lanes) * kRun;
     uint32_t row = s.by_minor(i), column = i - row * s.by_minor.d;
     uint32_t at = kLast ? n * s.sample + g * s.stride + row * s.pitch + column : unit * s.elements + i;
 #pragma unroll
@@ -298,38 +361,40 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
         ++row;
       }
     }
+  }
+  const bool wide = p.affine_dtype == Dtype::kFloat32;
+  constexpr bool kOneChannel = kRun > 1 && !kLast;  // of a vector
+  const bool weighted = p.weight != nullptr, biased = p.bias != nullptr;
+  constexpr bool kBoth = kElements == 1 || kOneChannel;
+  SmallAffine<T, kElements, kBoth> weights, biases;
+  const auto load_affine = [&] {
+    load_as_wanted<T, kBoth>(wide, [&](auto as_words, auto as_halves) {
+#pragma unroll
+      for (int k = 0; k < kElements; k += kOneChannel ? kRun : 1) {
+        const bool words = has(k) && (wide || !as_halves), halves = has(k) && !(wide && as_words);
+        if (as_words) weights.load_words(p.weight, k, channel[k], words && weighted);
+        if (as_halves) weights.load_halves(p.weight, k, channel[k], halves && weighted);
+        if (as_words) biases.load_words(p.bias, k, channel[k], words && biased);
+        if (as_halves) biases.load_halves(p.bias, k, channel[k], halves && biased);
+      }
+    });
+  };
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) {
     if constexpr (kRun > 1) {
       Vec<T, kRun> v{};
       if (has(r * kRun)) v = load_vec<T, kRun>(static_cast<const T*>(p.x) + offset[r * kRun]);
 #pragma unroll
       for (int j = 0; j < kRun; ++j) raw[r * kRun + j] = v.v[j];
     } else {
-#pragma unroll
-      for (int j = 0; j < kRun; ++j) {
-        const int k = r * kRun + j;
-        raw[k] = has(k) ? static_cast<const T*>(p.x)[offset[k]] : from_acc<T>(0.f);
-      }
+      raw[r] = load_in_order<T>(p.x, offset[r], has(r));
     }
   }
   // Values relative to one of them: summed as they are, an offset that is large beside their spread would cost digits.
   const uint32_t start = kLast ? n * s.sample + g * s.stride : unit * s.elements;
-  float origin[1] = {active ? to_acc(static_cast<const T*>(p.x)[start]) : 0.f};
-  const bool wide = sizeof(T) == 4 || p.affine_dtype == Dtype::kFloat32;
-  constexpr bool kOneChannel = kRun > 1 && !kLast;  // of a vector
-  const auto load_affine = [&](const void* values, uint32_t (&bits)[kElements]) {
-    if (values == nullptr) return;
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) {
-      if (k % kRun != 0 && kOneChannel) {
-        bits[k] = bits[k / kRun * kRun];
-      } else if (has(k)) {
-        bits[k] =
-            wide ? static_cast<const uint32_t*>(values)[channel[k]] : static_cast<const uint16_t*>(values)[channel[k]];
-      }
-    }
-  };
-  load_affine(p.weight, weight_bits);
-  load_affine(p.bias, bias_bits);
+  const T first = load_in_order<T>(p.x, start, active);
+  load_affine();
+  if (kCluster) open_box(&box, blocks);
   if (kBlock && tid >= warps && tid < kSmallMaxWarps) {
     reinterpret_cast<float*>(shared[0])[tid] = reinterpret_cast<float*>(shared[1])[tid] = 0.f;
   }
@@ -339,7 +404,7 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
     lanes_sum(lanes, total);
     return total[0];
   };
-  float v[kElements];
+  float v[kElements], origin[1] = {to_acc(first)};
 #pragma unroll
   for (int k = 0; k < kElements; ++k) v[k] = to_acc(raw[k]);
   if constexpr (Traits::kAct == Chain::kAny) {
@@ -352,22 +417,37 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
     v[k] -= origin[0];
     sum += has(k) ? v[k] : 0.f;
   }
-  const float offset_mean = team_sum(sum, shared[0]) * s.scale, mean = origin[0] + offset_mean;
+  const auto count_of = [&](uint32_t r) { return static_cast<float>(min(s.chunk, s.elements - r * s.chunk)); };
+  const float scale = kCluster ? 1.f / count_of(rank) : s.scale;
+  float mean_offset = team_sum(sum, shared[0]) * scale;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
-    v[k] -= offset_mean;
+    v[k] -= mean_offset;
     squares += has(k) ? v[k] * v[k] : 0.f;
   }
-  const float rstd = rsqrtf(team_sum(squares, shared[1]) * s.scale + p.eps);
-  const auto affine = [&](const void* values, float none, uint32_t bits) {
-    if (values == nullptr) return none;
-    if (wide) return __uint_as_float(bits);
-    const uint16_t half = static_cast<uint16_t>(bits);
-    return static_cast<float>(to_acc(*reinterpret_cast<const T*>(&half)));
-  };
+  squares = team_sum(squares, shared[1]);
+  if constexpr (kCluster) {
+    // All blocks' moments, merged in their order. Their means are relative to the same value, and here to the first's.
+    exchange(&box, blocks, rank, make_float4(mean_offset, squares, 0.f, 0.f));
+    const float own = mean_offset, zero = box.parts[0].x;
+    float total = 0.f;
+    for (uint32_t r = 0; r < blocks; ++r) total += count_of(r) * (box.parts[r].x - zero);
+    mean_offset = zero + total * s.scale;
+    squares = 0.f;
+    for (uint32_t r = 0; r < blocks; ++r) {
+      const float d = box.parts[r].x - mean_offset;
+      squares += box.parts[r].y + count_of(r) * (d * d);
+    }
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) v[k] -= mean_offset - own;
+  }
+  const float mean = origin[0] + mean_offset;
+  const float rstd = rsqrtf(squares * s.scale + p.eps);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
-    v[k] = v[k] * (rstd * affine(p.weight, 1.f, weight_bits[k])) + affine(p.bias, 0.f, bias_bits[k]);
+    const int from = kOneChannel ? k / kRun * kRun : k;
+    const float weight = weighted ? weights.value(from, wide) : 1.f;
+    v[k] = v[k] * (rstd * weight) + (biased ? biases.value(from, wide) : 0.f);
   }
   if constexpr (Traits::kAct == Chain::kAny) {
     apply_kind(s.act_kind, p.act, v);
@@ -394,7 +474,7 @@ __global__ void __launch_bounds__(kSmallMaxThreads)
       }
     }
   }
-  if (active && lane == 0) {
+  if (active && lane == 0 && rank == 0) {
     p.mean[unit] = mean;
     p.rstd[unit] = rstd;
   }
@@ -568,26 +648,8 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   }
 }
 
-template <typename Traits>
-Status launch_fwd_as(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  return launch_kernel<group_norm_small_fwd_kernel<Traits>>("group_norm_small_fwd_kernel", p, dim3(plan.grid),
-                                                            plan.threads, 0, stream);
-}
-template <typename Traits>
-Status launch_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  const bool last = p.shares.channels_last;
-  if constexpr (Traits::kElements == 1) {
-    if (p.shares.by_lanes.d <= 32) {
-      return last ? launch_fwd_as<SmallFwdTraits<Traits, false, true>>(p, plan, stream)
-                  : launch_fwd_as<SmallFwdTraits<Traits, false, false>>(p, plan, stream);
-    }
-  }
-  return last ? launch_fwd_as<SmallFwdTraits<Traits, true, true>>(p, plan, stream)
-              : launch_fwd_as<SmallFwdTraits<Traits, true, false>>(p, plan, stream);
-}
-template <typename Traits>
-Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  constexpr auto kKernel = group_norm_small_bwd_kernel<Traits>;
+template <auto kKernel, typename Params>
+Status launch_small(const char* name, const Params& p, const SmallPlan& plan, cudaStream_t stream) {
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = 1u << p.shares.blocks_log2;
@@ -602,8 +664,30 @@ Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaS
   cudaError_t error = allow_dynamic_smem<kKernel>(plan.smem_bytes);
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kKernel, p);
   if (error == cudaSuccess) error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_small_bwd_kernel", cudaGetErrorString(error)};
+  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
   return Status::Ok();
+}
+
+template <typename Traits>
+Status launch_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
+  const auto launch = [&](auto block, auto last, auto cluster) {
+    using Own = SmallFwdTraits<Traits, decltype(block)::value, decltype(last)::value, decltype(cluster)::value>;
+    return launch_small<group_norm_small_fwd_kernel<Own>>("group_norm_small_fwd_kernel", p, plan, stream);
+  };
+  const std::true_type yes;
+  const std::false_type no;
+  const bool last = p.shares.channels_last;
+  if constexpr (Traits::kElements == 1) {
+    if (p.shares.by_lanes.d <= 32) return last ? launch(no, yes, no) : launch(no, no, no);
+  }
+  if constexpr (Traits::kElements == kSmallMaxElements) {
+    if (p.shares.blocks_log2 > 0) return launch(yes, yes, yes);
+  }
+  return last ? launch(yes, yes, no) : launch(yes, no, no);
+}
+template <typename Traits>
+Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
+  return launch_small<group_norm_small_bwd_kernel<Traits>>("group_norm_small_bwd_kernel", p, plan, stream);
 }
 
 // Calls launch(Traits()) with what the plan and the chains ask for.

@@ -41,7 +41,7 @@ struct SmallShares {
   float scale = 1.f;      // 1 / elements
   bool channels_last = false;
   bool owner = false;       // backward: a block has one group of every sample, and writes dweight and dbias
-  uint8_t blocks_log2 = 0;  // backward: blocks of a cluster that share a unit; then a block has one team
+  uint8_t blocks_log2 = 0;  // blocks of a cluster that share a unit; then a block has one team
   Chain pre_kind = Chain::kNone, act_kind = Chain::kNone;  // of the activations; the launcher sets them
   // Backward's channel sums, where a unit has several channels: threads of one sum (a power of two below 32, or whole
   // warps), sums of a block, and terms of a sum. A term is an element, or a vector of a contiguous row.

@@ -45,9 +45,11 @@ inline constexpr int64_t kSmallBytes = 4 << 20, kSmallNarrowBytes = 1 << 20;
 inline constexpr int64_t kSmallFwdElements = 4096, kSmallFwdManyGroups = 16, kSmallFwdBytes = 5 << 19;
 // Up to here a thread has one element: as many threads as elements, but no more than a few warps, and in all no more
 // than about half of what the GPU runs at a time (H200).
-inline constexpr int64_t kSmallFwdSingles = 640, kSmallBwdSingles = 128, kSmallFwdSingleThreads = 96 << 10;
-// Likewise for four elements a thread, from where on it has eight.
-inline constexpr int64_t kSmallFwdFourThreads = 160 << 10;
+inline constexpr int64_t kSmallFwdSingles = 256, kSmallBwdSingles = 128, kSmallFwdSingleThreads = 96 << 10;
+// Likewise for four elements a thread, from where on it has eight; and of contiguous vectors, from so many elements on.
+inline constexpr int64_t kSmallFwdFourThreads = 160 << 10, kSmallFwdFourVectors = 2048;
+// Backward: channels of up to so many elements are added up faster in a cluster of blocks with registers (H200).
+inline constexpr int64_t kSmallShortRow = 64;
 // Where a block's teams are neighbours it has about that many threads.
 inline constexpr int64_t kSmallThreads = 128;
 // The bytes of a group's channels at a position that fill a sector.
@@ -91,8 +93,9 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
 
   // A block that has a group of all samples needs no second launch for dweight and dbias. Blocks of a cluster share a
   // unit where one would be full.
-  // With several channels, adding up their sums takes the blocks longer than shared memory takes the others (H200).
-  const bool clusters = in.backward && (d.channels_last || p.channels == 1);
+  // With several channels of some length, adding up their sums takes the blocks longer than shared memory takes the
+  // others; forward's contiguous groups of that size come faster through shared memory (H200).
+  const bool clusters = d.channels_last || (in.backward && (p.channels == 1 || d.s <= kSmallShortRow));
   const int most_blocks = clusters ? std::max(1, std::min(in.max_blocks, kSmallMaxBlocks)) : 1;
   const bool vectors = in.aligned && minor % kSmallRun == 0;
   // Forward's teams of several elements a thread are whole blocks, which take more than a warp.
@@ -107,12 +110,15 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
       if (found || (each == 1 && elements > singles)) continue;
       lanes = small_lanes(((blocks > 1 ? p.chunk : elements) + each - 1) / each);
       const bool fits_eight = elements > 32 * kSmallMaxElements;
-      if (!in.backward && each == 4 && fits_eight && units * lanes > kSmallFwdFourThreads) continue;
+      const bool four_are_few =
+          units * lanes > kSmallFwdFourThreads || (vectors && !d.channels_last && elements > kSmallFwdFourVectors);
+      if (!in.backward && each == 4 && fits_eight && four_are_few) continue;
       plan.run = vectors && each > 1 ? kSmallRun : 1;
       plan.runs = each / plan.run;
       const int64_t most = in.backward && each == kSmallMaxElements ? kSmallMaxBwdThreads : kSmallMaxThreads;
       p.owner = in.backward && blocks == 1 && d.n * lanes <= most;
-      found = p.owner || lanes <= (in.backward ? kSmallMaxBwdThreads : most);
+      found = p.owner || lanes <= (in.backward || blocks > 1 ? kSmallMaxBwdThreads : most);
+      if (!in.backward && blocks > 1 && each < kSmallMaxElements) found = false;
       // An owner with more elements a thread is worth more than fewer elements a thread.
       if (found && in.backward && blocks == 1 && !p.owner) {
         const int64_t fewest = small_lanes((elements + kSmallMaxElements - 1) / kSmallMaxElements);

@@ -43,13 +43,15 @@ Status launch_stats(const GroupStatsParams& p, cudaStream_t stream) {
   ReduceArgs<R> a{};
   a.x = static_cast<const T*>(p.x);
   a.n = d.n;
-  a.rows = p.partials.rows;
+  const bool by_channel = d.channels_last && d.c > 1 && p.partials.rows == d.c;
+  a.rows = p.partials.rows * p.turns;
   a.row_length = d.c * d.s / p.partials.rows;
-  a.slices = p.partials.slices;
+  a.channels = p.partials.rows;
+  a.slices = p.partials.slices / p.turns;
+  if (by_channel) set_turns(d.s, d.c, p.turns, &a);
   a.slice_length = p.slice_length;
   a.partials = static_cast<acc_t<T>*>(p.partials.data);
   a.r.pre = p.pre_act;
-  const bool by_channel = d.channels_last && d.c > 1 && a.rows == d.c;
   if constexpr (!R::kHasScalars) {
     if (!has_reduce_vectors(a, by_channel)) return launch_stats<T, Chain::kAny>(p, stream);
   }
@@ -65,20 +67,24 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   const int64_t n = blockIdx.x / p.g;
   const int64_t group = blockIdx.x % p.g;
   const int64_t rows = p.partials.rows / p.g;
-  wait_for_prerequisites();
-  let_dependents_start();
-  if (p.only && p.only[n] == 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t slices = p.partials.slices, channels = p.c / p.g;
   const auto parameter = [&](const void* values, int64_t i, Acc none) {
     return values ? load_as<Acc>(values, group * channels + i, p.affine_dtype) : none;
   };
-  // Asked for before the moments, beside which they arrive.
-  Acc weight = 1, bias = 0;
-  if (p.table && threadIdx.x < channels) {
-    weight = parameter(p.weight, threadIdx.x, Acc(1));
-    bias = parameter(p.bias, threadIdx.x, Acc(0));
+  // The kernel ahead writes none of these, and those ahead of it have ended.
+  constexpr int kAhead = 4;
+  Acc weight[kAhead], bias[kAhead];
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    const int64_t i = threadIdx.x + k * 256;
+    const bool wanted = p.table && i < channels;
+    weight[k] = wanted ? parameter(p.weight, i, Acc(1)) : Acc(1);
+    bias[k] = wanted ? parameter(p.bias, i, Acc(0)) : Acc(0);
   }
+  wait_for_prerequisites();
+  let_dependents_start();
+  if (p.only && p.only[n] == 0) return;
   const Acc* const data = static_cast<const Acc*>(p.partials.data) + (n * slices * p.partials.rows + group * rows) * 3;
   // Entries first, first + step, ... below count; four loads are under way at a time, or their latency is all there is.
   auto merge_strided = [&](int64_t first, int64_t step, int64_t count, auto&& place) {
@@ -116,9 +122,10 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   }
   if (lane == 0) shared[warp] = mine;
   __syncthreads();
+  if (warp != 0 && !p.table) return;
+  if (warp == 0) mine = warp_merge(lane < 8 ? shared[lane] : Moments<Acc>());
   if (threadIdx.x == 0) {
-    Moments<Acc> m = shared[0];
-    for (int w = 1; w < 8; ++w) merge(m, shared[w]);
+    const Moments<Acc>& m = mine;
     const Acc rstd = Acc(1) / sqrt(m.m2 / m.count + Acc(p.eps));
     statistics[0] = m.mean;
     statistics[1] = rstd;
@@ -127,13 +134,17 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   }
   if (!p.table) return;
   __syncthreads();
-  for (int64_t i = threadIdx.x; i < channels; i += blockDim.x) {
-    if (i >= blockDim.x) {
-      weight = parameter(p.weight, i, Acc(1));
-      bias = parameter(p.bias, i, Acc(0));
-    }
-    static_cast<AffineRow<Acc>*>(p.table)[n * p.c + group * channels + i] = {statistics[0], statistics[1], weight,
-                                                                             bias};
+  const auto store_row = [&](int64_t i, Acc own_weight, Acc own_bias) {
+    static_cast<AffineRow<Acc>*>(p.table)[n * p.c + group * channels + i] = {statistics[0], statistics[1], own_weight,
+                                                                             own_bias};
+  };
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    const int64_t i = threadIdx.x + k * 256;
+    if (i < channels) store_row(i, weight[k], bias[k]);
+  }
+  for (int64_t i = threadIdx.x + kAhead * 256; i < channels; i += 256) {
+    store_row(i, parameter(p.weight, i, Acc(1)), parameter(p.bias, i, Acc(0)));
   }
 }
 
@@ -210,9 +221,8 @@ void plan_group_stats(GroupStatsParams* p, bool per_channel, int sm_count) {
   // With one group the order of a sample's elements does not matter.
   if (d.channels_last && (per_channel || d.g > 1)) {
     p->partials.rows = d.c;
-    const ColumnGeometry g = column_geometry(d.c, d.c % vec == 0 ? vec : 1);
-    plan_slices(d.n * g.channel_blocks, d.s, int64_t(g.walkers) * kTraverseUnroll * 2, 1, sm_count, &p->partials.slices,
-                &p->slice_length);
+    plan_column_slices(d.n, d.c, d.s, vec, is_aligned(p->x), sm_count, &p->turns, &p->partials.slices,
+                       &p->slice_length);
   } else {
     p->partials.rows = per_channel ? d.c : d.g;
     plan_slices(d.n * p->partials.rows, d.c * d.s / p->partials.rows, 4096, 64, sm_count, &p->partials.slices,

@@ -62,7 +62,8 @@ struct GroupStatsParams {
   GroupNormDims dims;
   ActChain pre_act;          // statistics are those of pre_act(x)
   StatsPartials partials;    // rows: c, or for contiguous x any number for which rows divide [C, S] evenly
-  int64_t slice_length = 0;  // elements of a row (contiguous) or positions (channels_last) per slice
+  int64_t slice_length = 0;  // elements of a row (contiguous), or turns of positions (channels_last) per slice
+  int64_t turns = 1;         // channels_last: positions that are walked as one; a multiple of it is partials.slices
 };
 
 // Merge of the partials.
