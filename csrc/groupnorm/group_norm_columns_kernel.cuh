@@ -280,64 +280,53 @@ struct ColumnBlock {
         }
       }
     }
+    if (!p.words) return;
+    __syncwarp();
+    if (lane == 0 && thread / 32 * 32 >> d.block_lanes_log2 < d.groups) atomicAdd(told_of(u), 1);
   }
 
+  // How many warps of the team have told their words of a slab.
+  __device__ __forceinline__ uint32_t* told_of(uint32_t u) const {
+    return reinterpret_cast<uint32_t*>(p.words + int64_t(d.slabs) * d.groups * d.blocks) + slab(u);
+  }
   // The slab's statistics from all blocks' moments, into the block's table, by `threads` threads.
   __device__ __forceinline__ void await(uint32_t u, uint32_t thread, uint32_t threads) const {
     const uint32_t lanes = 1u << d.team_lanes_log2, member = thread & (lanes - 1);
     const int64_t group0 = int64_t(slab(u)) * d.groups;
-    constexpr int kBatch = 5;  // words under way
-    if (!p.words) {
-      if (d.blocks == 1) {
-        __syncthreads();
-      } else {
-        cluster_barrier_wait(exchanged, 0);
-      }
+    if (p.words) {
+      const uint32_t tellers = min(threads / 32, ((d.groups << d.block_lanes_log2) + 31) / 32);
+      if (thread == 0) await_told(told_of(u), tellers * d.blocks);
+      __syncthreads();
+    } else if (d.blocks == 1) {
+      __syncthreads();
+    } else {
+      cluster_barrier_wait(exchanged, 0);
     }
+    const uint32_t words = d.full_blocks > member ? ((d.full_blocks - member - 1) >> d.team_lanes_log2) + 1 : 0;
+    const bool has_rest = d.rest_count > 0 && member == 0;
     for (uint32_t first = thread / 32 * 32 >> d.team_lanes_log2; first < d.groups;
          first += threads >> d.team_lanes_log2) {
-      const uint32_t g = first + (lane >> d.team_lanes_log2);
-      float origin = 0.f, a = 0.f, b = 0.f;
-      for (uint32_t begin = 0; begin < d.blocks; begin += kBatch * lanes) {
-        float2 moments[kBatch];
-        if (p.words) {
-          const uint64_t* const from = p.words + (group0 + g) * d.blocks + begin + member;
-          uint64_t word[kBatch];
-#pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            const bool there = g < d.groups && begin + member + k * lanes < d.blocks;
-            word[k] = there ? load_word(from + k * lanes) : 1;
-          }
-#pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            if (word[k] == 0) word[k] = wait_word(from + k * lanes);
-            moments[k] = unpack_word(word[k]);
-          }
-        } else {
-#pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            const uint32_t block = begin + member + k * lanes;
-            if (g >= d.groups || block >= d.blocks) continue;
-            const float4 message = tables.messages[block * d.groups + g];
-            moments[k] = make_float2(message.x, message.y);
-          }
-        }
-        __syncwarp();
-        const float first_mean = __shfl_sync(0xffffffffu, moments[0].x, lane & ~(lanes - 1));
-        if (begin == 0) origin = first_mean;
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          const uint32_t block = begin + member + k * lanes;
-          if (g >= d.groups || block >= d.blocks) continue;
-          const float n = count_of(block), distance = moments[k].x - origin;
+      const uint32_t g = first + (lane >> d.team_lanes_log2), count = g < d.groups ? words : 0;
+      float origin = 0.f;
+      float2 sums = make_float2(0.f, 0.f);
+      if (p.words) {
+        const uint64_t* const from = p.words + (group0 + g) * d.blocks;
+        uint64_t word[kTeamWords + 1];
+        load_words<kTeamWords>(from + member, lanes, count, has_rest && g < d.groups ? from + d.full_blocks : nullptr,
+                               pack_word(0.f, 0.f), word);
+        sums = sum_moments<kTeamWords>(word, count, has_rest, lanes, d.full_count, d.rest_count, &origin);
+      } else if (g < d.groups) {
+        origin = tables.messages[g].x;
+        for (uint32_t block = member; block < d.blocks; block += lanes) {
+          const float4 message = tables.messages[block * d.groups + g];
+          const float n = count_of(block), distance = message.x - origin;
           if (n == 0.f) continue;
-          a += n * distance;
-          b += moments[k].y + n * distance * distance;
+          sums.x += n * distance;
+          sums.y += message.y + n * distance * distance;
         }
       }
       __syncwarp();
-      a = lanes_sum(a, lanes);
-      b = lanes_sum(b, lanes);
+      const float a = lanes_sum(sums.x, lanes), b = lanes_sum(sums.y, lanes);
       if (g >= d.groups || member != 0) continue;
       const float total = d.total_count, to_mean = a / total, rest = b - a * to_mean, m2 = rest < 0.f ? 0.f : rest;
       const float mean = origin + to_mean, rstd = 1.f / sqrtf(m2 / total + p.eps);

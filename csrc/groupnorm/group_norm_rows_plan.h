@@ -25,7 +25,7 @@ inline constexpr uint32_t kRowAgain = 3;  // slots of chunks that come again
 inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t rereads, bool holds, RowPlan* plan) {
   const GroupNormDims& d = in.dims;
   const int size = dtype_size(d.dtype), vec = 16 / size, passes = kRowPasses / in.tensors;
-  const int summers = in.tensors == 1 && holds ? kRowFewSummers : kRowSummers;
+  const int summers = holds ? kRowFewSummers : kRowSummers;
   *plan = RowPlan();
   RowShares& p = plan->shares;
   p.turns = static_cast<uint32_t>(vec / std::gcd<int64_t>(d.c, vec));
@@ -39,8 +39,9 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.share = (p.rows + p.blocks - 1) / p.blocks;
   p.vectors = static_cast<uint32_t>(vectors);
   p.walkers = summers / p.vectors;
-  p.chunk_rows = p.walkers * (kRowWriters / summers) * passes;
-  p.chunks = (p.share + p.chunk_rows - 1) / p.chunk_rows;
+  const uint32_t most_rows = p.walkers * (kRowWriters / summers) * passes;
+  p.chunks = (p.share + most_rows - 1) / most_rows;
+  p.chunk_rows = (p.share + p.chunks - 1) / p.chunks;  // alike, so that slots are no larger than that
   p.tensor_bytes = p.chunk_rows * p.vectors * 16;
   p.channels = static_cast<uint32_t>(d.c);
   p.groups = static_cast<uint32_t>(d.g);
@@ -49,8 +50,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.group_lanes_log2 = log2_below(int64_t(p.channels_per_group) * p.turns, 5);
   const int64_t elements = vectors * vec, lanes = std::max<int64_t>(1, kRowPublishers * 32 / elements);
   p.element_lanes_log2 = log2_below(std::min<int64_t>(lanes, p.walkers), 5);
-  p.team_lanes_log2 = log2_below(p.blocks, 5);
-  while (p.team_lanes_log2 > 0 && (5u << (p.team_lanes_log2 - 1)) >= p.blocks) --p.team_lanes_log2;
+  p.team_lanes_log2 = team_lanes_log2(p.blocks);
   const double per_row = double(p.channels_per_group) * p.turns;
   p.full_blocks = p.rows / p.share;
   p.full_count = static_cast<float>(p.share * per_row);
@@ -71,6 +71,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.by_blocks = divisor(p.blocks);
   p.by_vectors = divisor(p.vectors);
   p.by_walkers = divisor(p.walkers);
+  p.by_chunk_rows = divisor(p.chunk_rows);
   p.by_slots = divisor(p.slots);
   p.by_channels = divisor(p.channels);
   p.by_channels_per_group = divisor(p.channels_per_group);
@@ -164,7 +165,16 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   if (least > 0) return plan;
   if (!few) return refuse("x and dy of a sample are more than stays in L2");
   set_row_shares(in, static_cast<uint32_t>(d.n), 0, in.holds, &plan);
-  plan.shares.backwards = true;
+  RowShares& p = plan.shares;
+  if (p.rereads > 0) {
+    p.slots += p.again_slots;
+    p.again_slots = 0;
+    p.by_slots = divisor(p.slots);
+    p.held = in.holds ? std::min<uint32_t>(row_held(in.tensors, dtype_size(d.dtype)), p.chunks) : 0;
+    const uint32_t kept = p.slots - kRowAgain + p.held;
+    p.rereads = p.chunks > kept ? p.chunks - kept : 0;
+  }
+  p.backwards = true;
   return plan;
 }
 

@@ -166,6 +166,23 @@ __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], bool
   }
 }
 
+// The same without a branch at every store.
+__device__ __forceinline__ uint64_t store_policy(bool streaming) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return streaming ? evict_first_policy() : evict_normal_policy();
+#else
+  return streaming;
+#endif
+}
+template <typename T, int kVec>
+__device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], uint64_t policy) {
+  const Vec<T, kVec> v = pack<T, kVec>(x);
+  const uint4& bits = *reinterpret_cast<const uint4*>(&v);
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(bits.x), "r"(bits.y),
+               "r"(bits.z), "r"(bits.w), "l"(policy)
+               : "memory");
+}
+
 // Activation, residual, store. `input` is x again, as it was.
 template <Chain kAct, typename T, int kVec>
 __device__ __forceinline__ void finish_values(T* to, const Vec<T, kVec>& input, const ActChain& act, bool add_input,
