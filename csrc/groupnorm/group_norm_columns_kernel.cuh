@@ -280,12 +280,10 @@ struct ColumnBlock {
         }
       }
     }
-    if (!p.words) return;
-    __syncwarp();
-    if (lane == 0 && thread / 32 * 32 >> d.block_lanes_log2 < d.groups) atomicAdd(told_of(u), 1);
+    if (p.words && thread == 0) atomicAdd(told_of(u), 1);  // one of a block: more would queue
   }
 
-  // How many warps of the team have told their words of a slab.
+  // How many of the team's blocks have told words of a slab.
   __device__ __forceinline__ uint32_t* told_of(uint32_t u) const {
     return reinterpret_cast<uint32_t*>(p.words + int64_t(d.slabs) * d.groups * d.blocks) + slab(u);
   }
@@ -294,8 +292,7 @@ struct ColumnBlock {
     const uint32_t lanes = 1u << d.team_lanes_log2, member = thread & (lanes - 1);
     const int64_t group0 = int64_t(slab(u)) * d.groups;
     if (p.words) {
-      const uint32_t tellers = min(threads / 32, ((d.groups << d.block_lanes_log2) + 31) / 32);
-      if (thread == 0) await_told(told_of(u), tellers * d.blocks);
+      if (thread == 0) await_told(told_of(u), d.blocks);
       __syncthreads();
     } else if (d.blocks == 1) {
       __syncthreads();

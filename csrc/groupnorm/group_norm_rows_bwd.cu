@@ -68,6 +68,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
           }
           if (kStoresDz && t >= d.rereads + d.held) store_vec<T, kVec>(from + dy_at(), pack<T, kVec>(dy));
         }
+        return __float_as_uint(dz_d[0]);
       });
       this->write_entries(u, dz, dz_d);
     }
@@ -152,6 +153,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
           held_x[h][i] = load_vec<T, kVec>(from + i * step);
           held_dy[h][i] = load_vec<T, kVec>(from + i * step + dy_at());
         }
+        return any_bits(held_x[h]) ^ any_bits(held_dy[h]);
       });
       const Channels c = channels_of(u);
       barrier_wait(&s.ready[u & 1], parity_of(u));

@@ -76,6 +76,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
             if (i0 + i < left) add(sums, input[i]);
           }
         }
+        return __float_as_uint(sums.sum[0]);
       });
       this->write_entries(u, sums.pivot, sums.sum, sums.squares);
     }
@@ -200,7 +201,10 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
       }
     };
     for (uint32_t u = 0; u < samples; ++u) {
-      this->for_each_taken(u, [&](int h, uint32_t k, uint32_t left) { load(k, left, held[h]); });
+      this->for_each_taken(u, [&](int h, uint32_t k, uint32_t left) {
+        load(k, left, held[h]);
+        return any_bits(held[h]);
+      });
       barrier_wait(&s.ready[u & 1], parity_of(u));
       __syncwarp();
       const Coefficients c = coefficients(u);
@@ -241,7 +245,7 @@ template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream) {
   // Calls that walk a chain leave no registers.
   if constexpr (kPre != Chain::kAny && kAct != Chain::kAny) {
-    if (p.shares.held > 0) {
+    if (p.shares.summers == kRowFewSummers) {
       using Traits = RowTraits<T, kPre, kAct, 1, true>;
       return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
     }

@@ -151,11 +151,13 @@ struct RowBlock {
   // read it for the last time: a second arrival at once takes longer than the first.
   static constexpr int kHalves = kHeld > 0 ? 2 : 1;
   static constexpr uint32_t kFreeing = kHalves * (Traits::kStoresDz ? kRowWriters : kRowWriters / 32);
+  // `seen` depends on all that was read from the slot. Nothing else makes an arrival wait for loads from shared memory
+  // whose values nobody has used: with many stores before them they took longer than the slot's next copy.
   template <int kThreads, bool kHalf = false>
-  __device__ __forceinline__ void free_slot(uint32_t k) const {
+  __device__ __forceinline__ void free_slot(uint32_t k, uint32_t seen) const {
     __syncwarp();
     if (Traits::kStoresDz || lane == 0) {
-      barrier_arrive<(kHalf ? 1 : kHalves) * (kRowWriters / kThreads)>(&s.freed[k]);
+      barrier_arrive<(kHalf ? 1 : kHalves) * (kRowWriters / kThreads)>(&s.freed[k + (seen & d.nothing)]);
     }
   }
 
@@ -179,16 +181,16 @@ struct RowBlock {
   __device__ __forceinline__ int64_t first_of(uint32_t u, uint32_t t) const {
     return base(u) + tid * kVec + int64_t(t) * chunk_elements();
   }
-  // What summers do with each chunk of a sample.
+  // What summers do with each chunk of a sample: add(t, slot, left) gives something that depends on all that it read.
   template <typename Add>
   __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add) const {
     for (uint32_t t = 0; t < d.chunks; ++t, slot->next(d.slots)) {
       await_chunk(*slot);
-      add(t, slot->k, left_of(t));
+      const uint32_t seen = add(t, slot->k, left_of(t));
       if (t < d.held) {
-        free_slot<Traits::kSummers, true>(slot->k);
+        free_slot<Traits::kSummers, true>(slot->k, seen);
       } else if (t < d.held + d.rereads) {
-        free_slot<Traits::kSummers>(slot->k);
+        free_slot<Traits::kSummers>(slot->k, seen);
       }
     }
   }
@@ -203,8 +205,8 @@ struct RowBlock {
       if (h >= d.held) break;
       const RowSlot slot = slot_at(u * d.chunks + h);
       await_chunk(slot);
-      take(h, slot.k, left_of(h));
-      free_slot<kRowWriters, true>(slot.k);
+      const uint32_t seen = take(h, slot.k, left_of(h));
+      free_slot<kRowWriters, true>(slot.k, seen);
     }
   }
   // and once they know them: with those that have stayed in slots, write(first element, slot, left),
@@ -215,7 +217,7 @@ struct RowBlock {
     for (uint32_t t = first; t < d.chunks; ++t, slot.next(d.slots)) {
       await_chunk(slot);
       write(first_of(u, t), slot.k, left_of(t));
-      free_slot<kRowWriters>(slot.k);
+      free_slot<kRowWriters>(slot.k, 0);
     }
   }
   // those in registers, write(first element, h, left),
@@ -239,7 +241,7 @@ struct RowBlock {
       const RowSlot slot{first_slot + again->k, again->parity};
       await_chunk(slot);
       write(first_of(u, t), slot.k, left_of(t));
-      free_slot<kRowWriters>(slot.k);
+      free_slot<kRowWriters>(slot.k, 0);
     }
   }
 
@@ -358,7 +360,7 @@ struct RowBlock {
     }
     named_barrier(1, kRowPublishThreads);
   }
-  // How many of a team's publishing warps have told their words of sample u.
+  // How many of a team's blocks have told words of sample u.
   __device__ __forceinline__ uint32_t* told_of(uint32_t u) const {
     return reinterpret_cast<uint32_t*>(p.words + int64_t(d.samples) * d.groups * d.blocks) + sample(u);
   }
@@ -387,7 +389,7 @@ struct RowBlock {
       if (g < d.groups && member == 0) store_word(p.words + (group0(u) + g) * d.blocks + rank, word);
     }
     __syncwarp();
-    if (lane == 0) atomicAdd(told_of(u), 1);
+    if (tid == 0) atomicAdd(told_of(u), 1);  // more of them would queue, one behind the other
     barrier_arrive(&s.drained);
     // No more than two samples ahead of the collectors: a phase that these have not seen must not end twice.
     barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1);
@@ -425,7 +427,7 @@ struct RowBlock {
       barrier_wait(&s.published[u & 1], parity_of(u));
       barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
       __syncwarp();
-      if (collector == 0) await_told(told_of(u), d.blocks * kRowPublishers);
+      if (collector == 0) await_told(told_of(u), d.blocks);
       __syncwarp();
       named_barrier(2, collectors());
       const uint64_t* const words = p.words + group0(u) * d.blocks;

@@ -13,6 +13,15 @@ __device__ __forceinline__ void values_of(const Vec<T, kVec>& from, const ActCha
   apply_chain<kPre, kIsCoarse<T>>(pre, x);
 }
 
+// Something that depends on every one of the vectors.
+template <typename T, int kVec, int kCount>
+__device__ __forceinline__ uint32_t any_bits(const Vec<T, kVec> (&v)[kCount]) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) bits ^= *reinterpret_cast<const uint32_t*>(&v[i]);
+  return bits;
+}
+
 // A sum whose additions do not wait for one another.
 template <int kVec>
 __device__ __forceinline__ float sum_of(const float (&x)[kVec]) {
