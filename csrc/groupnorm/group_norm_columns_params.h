@@ -66,7 +66,7 @@ struct GroupNormColumnsFwdParams : GroupNormFwdArgs {
 };
 
 // Words of a group that a lane has under way at a time.
-inline constexpr int kTeamWords = 17;
+inline constexpr int kTeamWords = 9;
 
 inline constexpr int kColumnSlots = 8;   // a power of two
 inline constexpr int kColumnPasses = 3;  // vectors of a chunk of one thread; 8 slots of 24 KB with 512 threads

@@ -246,11 +246,11 @@ Status launch(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t
   // Calls that walk a chain leave no registers.
   if constexpr (kPre != Chain::kAny && kAct != Chain::kAny) {
     if (p.shares.summers == kRowFewSummers) {
-      using Traits = RowTraits<T, kPre, kAct, 1, true>;
+      using Traits = RowTraits<T, kPre, kAct, 1, true, true>;
       return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
     }
   }
-  using Traits = RowTraits<T, kPre, kAct, 1, false>;
+  using Traits = RowTraits<T, kPre, kAct, 1, false, false>;
   return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
 }
 

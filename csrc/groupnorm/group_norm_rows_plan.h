@@ -20,12 +20,13 @@ struct RowPlan {
 
 inline constexpr uint32_t kRowAgain = 3;  // slots of chunks that come again
 
-// Shares for so many teams, with at least so many chunks read again, of a kernel whose writers hold chunks or not.
-// False where there are none.
-inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t rereads, bool holds, RowPlan* plan) {
+// Shares for so many teams, with at least so many chunks read again, of a kernel whose writers hold chunks or not, and
+// that has few summing threads or not. False where there are none.
+inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t rereads, bool holds, bool few_summers,
+                           RowPlan* plan) {
   const GroupNormDims& d = in.dims;
   const int size = dtype_size(d.dtype), vec = 16 / size, passes = kRowPasses / in.tensors;
-  const int summers = holds ? kRowFewSummers : kRowSummers;
+  const int summers = few_summers ? kRowFewSummers : kRowSummers;
   *plan = RowPlan();
   RowShares& p = plan->shares;
   p.turns = static_cast<uint32_t>(vec / std::gcd<int64_t>(d.c, vec));
@@ -67,7 +68,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.again_slots = p.rereads > 0 ? kRowAgain : 0;
   if (p.rereads == p.chunks) p.again_slots = static_cast<uint32_t>(slots) / 2;
   p.slots = static_cast<uint32_t>(slots) - p.again_slots;
-  p.held = holds ? std::min<uint32_t>(p.chunks - p.rereads, row_held(in.tensors, size)) : 0;
+  p.held = holds ? std::min<uint32_t>(p.chunks - p.rereads, row_held(in.tensors, size, few_summers)) : 0;
   p.by_blocks = divisor(p.blocks);
   p.by_vectors = divisor(p.vectors);
   p.by_walkers = divisor(p.walkers);
@@ -90,7 +91,7 @@ inline double row_time(const ColumnPlanInput& in, const RowPlan& plan) {
   const RowShares& p = plan.shares;
   const bool backward = in.tensors == 2;
   const double trips = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * 10)) - 1;
-  const double latency = p.held > 0 ? (backward ? 6.5 + 0.0235 * p.blocks : 8 + 0.03 * p.blocks)
+  const double latency = p.held > 0 ? (backward ? 8.3 + 0.0115 * p.blocks : 8 + 0.016 * p.blocks)
                                     : (backward ? 6.5 + 1.6 * trips : 7.5 + 2 * trips);
   const double least = backward ? 2.5 + 1.6 * trips : 2.6 + 2 * trips;
   const double bytes = double(p.share) * p.vectors * 16 * (in.tensors + 1), transfer = bytes / kBytesPerMicrosecond;
@@ -112,6 +113,9 @@ inline double column_time(const ColumnPlanInput& in, const ColumnPlan& plan) {
 // teams have at a time must stay in L2 two and a half times, as chunks come so far ahead.
 inline constexpr int64_t kRowFewSamples = 4, kRowFlowBytes = 24 << 20;
 
+// A backward's x and dy of a sample from which on more chunks in registers are worth more than more summers.
+inline constexpr int64_t kRowFewSummersSample = 3900 << 10;
+
 // Of two plans that are alike, the one of fewer teams, and the forward's that holds nothing: less than so much of the
 // time is not alike.
 inline constexpr double kRowTeamGain = 0.978, kRowHoldingTeamGain = 0.95, kRowHoldingGain = 0.93;
@@ -132,14 +136,15 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   const int64_t sample = d.numel() / d.n * dtype_size(d.dtype), limit = int64_t(1) << 30;
   if (d.s >= limit || d.c >= (1 << 20) || d.n * d.g >= limit) return refuse("over 2^30 positions or groups");
   if (sample < kColumnLeastSlab) return refuse("a sample is below 256 KB: two passes are faster");
-  if (!set_row_shares(in, 1, 0, false, &plan)) return refuse("a row is no whole vectors, or too long");
+  if (!set_row_shares(in, 1, 0, false, false, &plan)) return refuse("a row is no whole vectors, or too long");
   const bool backward = in.tensors == 2, few = d.n <= kRowFewSamples;
+  const bool few_summers = backward && in.holds && in.tensors * sample >= kRowFewSummersSample;
   double least = 0;
-  const auto try_teams = [&](bool holds, double most) {
+  const auto try_teams = [&](bool holds, bool summers_few, double most) {
     for (int64_t teams = 1; teams <= std::min<int64_t>(d.n, in.sm_count); ++teams) {
       for (const bool stays : {true, false}) {
         RowPlan next;
-        if (!set_row_shares(in, static_cast<uint32_t>(teams), stays ? 0 : ~0u, holds, &next)) continue;
+        if (!set_row_shares(in, static_cast<uint32_t>(teams), stays ? 0 : ~0u, holds, summers_few, &next)) continue;
         if (stays && next.shares.rereads > 0) continue;
         if (!stays && (!backward || few || teams * sample * 2 > kRowFlowBytes)) continue;
         next.shares.distance = next.shares.rereads * 5 / 2;
@@ -154,8 +159,8 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   };
   // The backward's kernel holds chunks wherever its activation allows. The forward's has fewer summers then, which
   // small shares wait for.
-  try_teams(backward && in.holds, 1);
-  if (!backward && in.holds) try_teams(true, kRowHoldingGain);
+  try_teams(backward && in.holds, few_summers, 1);
+  if (!backward && in.holds) try_teams(true, true, kRowHoldingGain);
   if (!backward) {
     if (least == 0) return refuse("a sample does not stay on chip: warps without roles are faster");
     const ColumnPlan columns = plan_group_norm_columns(in);
@@ -164,13 +169,13 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   }
   if (least > 0) return plan;
   if (!few) return refuse("x and dy of a sample are more than stays in L2");
-  set_row_shares(in, static_cast<uint32_t>(d.n), 0, in.holds, &plan);
+  set_row_shares(in, static_cast<uint32_t>(d.n), 0, in.holds, few_summers, &plan);
   RowShares& p = plan.shares;
   if (p.rereads > 0) {
     p.slots += p.again_slots;
     p.again_slots = 0;
     p.by_slots = divisor(p.slots);
-    p.held = in.holds ? std::min<uint32_t>(row_held(in.tensors, dtype_size(d.dtype)), p.chunks) : 0;
+    p.held = in.holds ? std::min<uint32_t>(row_held(in.tensors, dtype_size(d.dtype), few_summers), p.chunks) : 0;
     const uint32_t kept = p.slots - kRowAgain + p.held;
     p.rereads = p.chunks > kept ? p.chunks - kept : 0;
   }
