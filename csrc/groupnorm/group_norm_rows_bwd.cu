@@ -213,16 +213,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
   constexpr bool kHolds = kPre != Chain::kAny && (kAct == Chain::kNone || kAct == Chain::kRelu);
-  GroupNormRowsBwdParams params = p;
-  const auto run = [&](auto traits) {
-    using Traits = decltype(traits);
-    params.shares.held = std::min<uint32_t>(p.shares.held, Traits::kHeld);
-    return launch_columns(kName, group_norm_rows_bwd_kernel<Traits>, Traits::kThreads, params, plan, stream);
-  };
+  using Traits = RowTraits<T, kPre, kAct, 2, kHolds>;
   if constexpr (kHolds) {
-    if (p.shares.summers == kRowFewSummers) return run(RowTraits<T, kPre, kAct, 2, true, true>());
+    // A row that is more than the few summers have at a time.
+    if (p.shares.summers != Traits::kSummers) return launch<T, Chain::kAny, Chain::kAny>(p, plan, stream);
   }
-  return run(RowTraits<T, kPre, kAct, 2, kHolds, false>());
+  GroupNormRowsBwdParams params = p;
+  params.shares.held = std::min<uint32_t>(p.shares.held, Traits::kHeld);
+  return launch_columns(kName, group_norm_rows_bwd_kernel<Traits>, Traits::kThreads, params, plan, stream);
 }
 
 }  // namespace

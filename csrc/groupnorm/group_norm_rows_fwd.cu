@@ -67,13 +67,20 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
 #pragma unroll 1
         for (uint32_t i0 = 0; i0 < left; i0 += kBatch) {
           Vec<T, kVec> input[kBatch];
+          if (i0 + kBatch <= left) {
 #pragma unroll
-          for (int i = 0; i < kBatch; ++i) {
-            if (i0 + i < left) input[i] = load_vec<T, kVec>(from + (i0 + i) * step);
-          }
+            for (int i = 0; i < kBatch; ++i) input[i] = load_vec<T, kVec>(from + (i0 + i) * step);
 #pragma unroll
-          for (int i = 0; i < kBatch; ++i) {
-            if (i0 + i < left) add(sums, input[i]);
+            for (int i = 0; i < kBatch; ++i) add(sums, input[i]);
+          } else {
+#pragma unroll
+            for (int i = 0; i < kBatch - 1; ++i) {
+              if (i0 + i < left) input[i] = load_vec<T, kVec>(from + (i0 + i) * step);
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch - 1; ++i) {
+              if (i0 + i < left) add(sums, input[i]);
+            }
           }
         }
         return __float_as_uint(sums.sum[0]);
@@ -246,11 +253,11 @@ Status launch(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t
   // Calls that walk a chain leave no registers.
   if constexpr (kPre != Chain::kAny && kAct != Chain::kAny) {
     if (p.shares.summers == kRowFewSummers) {
-      using Traits = RowTraits<T, kPre, kAct, 1, true, true>;
+      using Traits = RowTraits<T, kPre, kAct, 1, true>;
       return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
     }
   }
-  using Traits = RowTraits<T, kPre, kAct, 1, false, false>;
+  using Traits = RowTraits<T, kPre, kAct, 1, false>;
   return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
 }
 

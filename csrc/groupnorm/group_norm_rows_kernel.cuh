@@ -23,16 +23,14 @@ inline constexpr int kRowPublishThreads = 32 * kRowPublishers, kRowCollectThread
 struct RowRegisters {
   int servers, publishers, summers, writers;  // servers: producers and collectors
 };
-inline constexpr RowRegisters kRowFwdRegisters = {80, 40, 88, 136}, kRowBwdRegisters = {72, 40, 72, 112};
-inline constexpr RowRegisters kRowActBwdRegisters = {72, 40, 80, 104};  // 16 bits, with an activation
-inline constexpr RowRegisters kRowFewBwdRegisters = {80, 40, 72, 144};
+inline constexpr RowRegisters kRowFwdRegisters = {80, 40, 88, 136}, kRowBwdRegisters = {80, 40, 72, 144};
 
-template <typename T_, Chain kPre_, Chain kAct_, int kTensors_, bool kHolds_, bool kFew_>
+template <typename T_, Chain kPre_, Chain kAct_, int kTensors_, bool kHolds_>
 struct RowTraits {
   using T = T_;
   static constexpr bool kHolds = kHolds_;  // writers have chunks in registers
   static constexpr int kTensors = kTensors_;
-  static constexpr int kSummers = kFew_ ? kRowFewSummers : kRowSummers;
+  static constexpr int kSummers = kHolds ? kRowFewSummers : kRowSummers;
   static constexpr int kThreads = 32 * kRowProducers + kRowCollectThreads + kRowPublishThreads + kSummers + kRowWriters;
   // Vectors of a chunk that a writer has of a tensor, and a summer.
   static constexpr int kPasses = kRowPasses / kTensors, kSumPasses = kPasses * (kRowWriters / kSummers);
@@ -43,11 +41,8 @@ struct RowTraits {
   // Whether the backward's summers leave dz in place of dy, where computing it twice costs more.
   static constexpr bool kStoresDz = kTensors == 2 && (kAct == Chain::kSilu || kAct == Chain::kAny);
   static constexpr bool kActs16 = kTensors == 2 && sizeof(T) == 2 && kAct != Chain::kNone;
-  static constexpr int kHeld = !kHolds ? 0 : row_held(kTensors, sizeof(T), kFew_) - (kActs16 ? 1 : 0);
-  static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters
-                                             : kFew_       ? kRowFewBwdRegisters
-                                             : kActs16     ? kRowActBwdRegisters
-                                                           : kRowBwdRegisters;
+  static constexpr int kHeld = !kHolds ? 0 : row_held(kTensors, sizeof(T)) - (kActs16 ? 1 : 0);
+  static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters : kRowBwdRegisters;
 };
 
 // Those of two take turns from sample to sample. The slots of chunks that come again follow those of the others.

@@ -51,7 +51,7 @@ struct GroupNormRowsBwdParams : GroupNormBwdArgs {
 
 inline constexpr int kRowSlots = 32;     // of a block
 inline constexpr int kRowWriters = 256;  // threads
-// Threads that sum up. Where writers hold chunks these may be fewer, which leaves the writers more registers.
+// Threads that sum up. Where writers hold chunks these are fewer, which leaves the writers more registers.
 inline constexpr int kRowSummers = 256, kRowFewSummers = 128;
 inline constexpr int kRowProducers = 2, kRowCollectors = 2, kRowPublishers = 4;  // warps
 // Chunks that a producer has under way at a time. With more, or some on their way to L2 besides, loads only queue in
@@ -59,8 +59,6 @@ inline constexpr int kRowProducers = 2, kRowCollectors = 2, kRowPublishers = 4; 
 inline constexpr uint32_t kRowFlight = 3;
 inline constexpr int kRowPasses = 4;  // vectors of a chunk, of all tensors, that a thread handles
 // Chunks that writers have in registers, at most: those that leave a kernel without spills.
-inline constexpr int row_held(int tensors, int size, bool few_summers) {
-  return tensors == 1 ? 4 : few_summers ? (size == 2 ? 5 : 6) : (size == 2 ? 3 : 4);
-}
+inline constexpr int row_held(int tensors, int size) { return tensors == 1 ? 4 : size == 2 ? 5 : 6; }
 
 }  // namespace kgopt

@@ -20,13 +20,12 @@ struct RowPlan {
 
 inline constexpr uint32_t kRowAgain = 3;  // slots of chunks that come again
 
-// Shares for so many teams, with at least so many chunks read again, of a kernel whose writers hold chunks or not, and
-// that has few summing threads or not. False where there are none.
-inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t rereads, bool holds, bool few_summers,
-                           RowPlan* plan) {
+// Shares for so many teams, with at least so many chunks read again, of a kernel whose writers hold chunks or not.
+// False where there are none.
+inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t rereads, bool holds, RowPlan* plan) {
   const GroupNormDims& d = in.dims;
   const int size = dtype_size(d.dtype), vec = 16 / size, passes = kRowPasses / in.tensors;
-  const int summers = few_summers ? kRowFewSummers : kRowSummers;
+  const int summers = holds ? kRowFewSummers : kRowSummers;
   *plan = RowPlan();
   RowShares& p = plan->shares;
   p.turns = static_cast<uint32_t>(vec / std::gcd<int64_t>(d.c, vec));
@@ -68,7 +67,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.again_slots = p.rereads > 0 ? kRowAgain : 0;
   if (p.rereads == p.chunks) p.again_slots = static_cast<uint32_t>(slots) / 2;
   p.slots = static_cast<uint32_t>(slots) - p.again_slots;
-  p.held = holds ? std::min<uint32_t>(p.chunks - p.rereads, row_held(in.tensors, size, few_summers)) : 0;
+  p.held = holds ? std::min<uint32_t>(p.chunks - p.rereads, row_held(in.tensors, size)) : 0;
   p.by_blocks = divisor(p.blocks);
   p.by_vectors = divisor(p.vectors);
   p.by_walkers = divisor(p.walkers);
@@ -90,16 +89,21 @@ inline double row_time(const ColumnPlanInput& in, const RowPlan& plan) {
   constexpr double kBytesPerMicrosecond = 32000;  // of a multiprocessor
   const RowShares& p = plan.shares;
   const bool backward = in.tensors == 2;
-  const double trips = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * 10)) - 1;
-  const double latency = p.held > 0 ? (backward ? 8.3 + 0.0115 * p.blocks : 8 + 0.016 * p.blocks)
-                                    : (backward ? 6.5 + 1.6 * trips : 7.5 + 2 * trips);
-  const double least = backward ? 2.5 + 1.6 * trips : 2.6 + 2 * trips;
+  const double trips = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * kTeamWords)) - 1;
   const double bytes = double(p.share) * p.vectors * 16 * (in.tensors + 1), transfer = bytes / kBytesPerMicrosecond;
+  const double rounds = (p.samples + p.teams - 1) / p.teams;
+  if (backward && p.held > 0) {
+    const double kept = (7.5 + 0.005 * p.blocks + 0.8 * transfer) * (p.chunks + 1) / (p.slots + p.held);
+    const double slow = dtype_size(in.dims.dtype) == 2 ? 0.25 : 0, flow = transfer + slow * std::max(0., 3.5 - transfer);
+    return rounds * (std::max({flow, kept, 1.85 + 0.8 * trips}) + 0.2) + 11;
+  }
+  const double latency = p.held > 0 ? 8 + 0.016 * p.blocks : backward ? 6.5 + 1.6 * trips : 7.5 + 2 * trips;
+  const double least = backward ? 2.5 + 1.6 * trips : 2.6 + 2 * trips;
   const double kept = (latency + (backward ? 0.8 : 0.95) * transfer) * (p.chunks + 1) / (p.slots + p.held);
   const double sample = std::max({transfer + 0.3, p.rereads > 0 ? 1.62 * transfer : kept, least});
   // Few summers take longer over a vector of eight values than over one of four.
   const double rest = !backward && p.held > 0 && dtype_size(in.dims.dtype) == 2 ? 0.7 : 0.4;
-  return (p.samples + p.teams - 1) / p.teams * (sample + rest) + (backward ? 11 : 14);
+  return rounds * (sample + rest) + (backward ? 11 : 14);
 }
 
 // The same of the kernel that keeps slabs (group_norm_columns_params.h): it loads, waits, and stores.
@@ -112,9 +116,6 @@ inline double column_time(const ColumnPlanInput& in, const ColumnPlan& plan) {
 // x and dy of so many samples are read again from wherever they are: all are read, then all are written. Of more, what
 // teams have at a time must stay in L2 two and a half times, as chunks come so far ahead.
 inline constexpr int64_t kRowFewSamples = 4, kRowFlowBytes = 24 << 20;
-
-// A backward's x and dy of a sample from which on more chunks in registers are worth more than more summers.
-inline constexpr int64_t kRowFewSummersSample = 3900 << 10;
 
 // Of two plans that are alike, the one of fewer teams, and the forward's that holds nothing: less than so much of the
 // time is not alike.
@@ -136,15 +137,15 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   const int64_t sample = d.numel() / d.n * dtype_size(d.dtype), limit = int64_t(1) << 30;
   if (d.s >= limit || d.c >= (1 << 20) || d.n * d.g >= limit) return refuse("over 2^30 positions or groups");
   if (sample < kColumnLeastSlab) return refuse("a sample is below 256 KB: two passes are faster");
-  if (!set_row_shares(in, 1, 0, false, false, &plan)) return refuse("a row is no whole vectors, or too long");
+  if (!set_row_shares(in, 1, 0, false, &plan)) return refuse("a row is no whole vectors, or too long");
   const bool backward = in.tensors == 2, few = d.n <= kRowFewSamples;
-  const bool few_summers = backward && in.holds && in.tensors * sample >= kRowFewSummersSample;
+  const bool holds = in.holds && plan.shares.vectors <= uint32_t(kRowFewSummers);
   double least = 0;
-  const auto try_teams = [&](bool holds, bool summers_few, double most) {
+  const auto try_teams = [&](bool in_registers, double most) {
     for (int64_t teams = 1; teams <= std::min<int64_t>(d.n, in.sm_count); ++teams) {
       for (const bool stays : {true, false}) {
         RowPlan next;
-        if (!set_row_shares(in, static_cast<uint32_t>(teams), stays ? 0 : ~0u, holds, summers_few, &next)) continue;
+        if (!set_row_shares(in, static_cast<uint32_t>(teams), stays ? 0 : ~0u, in_registers, &next)) continue;
         if (stays && next.shares.rereads > 0) continue;
         if (!stays && (!backward || few || teams * sample * 2 > kRowFlowBytes)) continue;
         next.shares.distance = next.shares.rereads * 5 / 2;
@@ -152,30 +153,31 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
         if (least == 0 || time < most * least) {
           least = time;
           plan = next;
-          most = holds ? kRowHoldingTeamGain : kRowTeamGain;
+          most = in_registers ? kRowHoldingTeamGain : kRowTeamGain;
         }
       }
     }
   };
   // The backward's kernel holds chunks wherever its activation allows. The forward's has fewer summers then, which
   // small shares wait for.
-  try_teams(backward && in.holds, few_summers, 1);
-  if (!backward && in.holds) try_teams(true, true, kRowHoldingGain);
+  try_teams(backward && holds, 1);
+  if (!backward && holds) try_teams(true, kRowHoldingGain);
   if (!backward) {
     if (least == 0) return refuse("a sample does not stay on chip: warps without roles are faster");
     const ColumnPlan columns = plan_group_norm_columns(in);
-    if (columns.refusal || (!columns.cluster && column_time(in, columns) > least)) return plan;
+    const double gain = plan.shares.held > 0 ? kRowHoldingGain : 1;
+    if (columns.refusal || (!columns.cluster && gain * column_time(in, columns) > least)) return plan;
     return refuse("slabs are faster");
   }
   if (least > 0) return plan;
   if (!few) return refuse("x and dy of a sample are more than stays in L2");
-  set_row_shares(in, static_cast<uint32_t>(d.n), 0, in.holds, few_summers, &plan);
+  set_row_shares(in, static_cast<uint32_t>(d.n), 0, holds, &plan);
   RowShares& p = plan.shares;
   if (p.rereads > 0) {
     p.slots += p.again_slots;
     p.again_slots = 0;
     p.by_slots = divisor(p.slots);
-    p.held = in.holds ? std::min<uint32_t>(row_held(in.tensors, dtype_size(d.dtype), few_summers), p.chunks) : 0;
+    p.held = holds ? std::min<uint32_t>(row_held(in.tensors, dtype_size(d.dtype)), p.chunks) : 0;
     const uint32_t kept = p.slots - kRowAgain + p.held;
     p.rereads = p.chunks > kept ? p.chunks - kept : 0;
   }
