@@ -1482,7 +1482,7 @@ def test_plan_group_norm_columns(n, groups, per_group, s, dtype, sm_count):
         assert p["words"] == 0
     else:
         assert p["teams"] * p["blocks"] <= sm_count
-        assert p["words"] == p["slabs"] * p["groups"] * p["blocks"]
+        assert p["words"] == p["slabs"] * p["groups"] * p["blocks"] + (p["slabs"] + 1) // 2
     # Every vector has its thread.
     assert p["columns"] * p["warps_per_row"] >= p["vectors"]
     assert p["columns"] * p["positions"] <= 32
@@ -1566,17 +1566,24 @@ def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chai
     # Every vector has its block, its thread and its chunk.
     assert p["blocks"] * p["share"] >= p["rows"]
     assert 1 <= p["walkers"] * p["vectors"] <= p["summers"] <= dev.ROW_WRITERS
-    assert p["chunk_rows"] == p["walkers"] * (dev.ROW_WRITERS // p["summers"]) * (dev.ROW_PASSES // tensors)
+    assert p["chunk_rows"] <= p["walkers"] * (dev.ROW_WRITERS // p["summers"]) * (dev.ROW_PASSES // tensors)
+    few_summers = p["summers"] < dev.ROW_WRITERS
     assert p["held"] <= min(p["chunks"] - p["rereads"], dev.row_held(tensors, size) if holds else 0)
-    assert tensors == 2 or (p["summers"] < dev.ROW_WRITERS) == (p["held"] > 0)
+    assert few_summers == ((holds and p["vectors"] <= 128) if tensors == 2 else p["held"] > 0)
     assert p["chunks"] * p["chunk_rows"] >= p["share"] > (p["chunks"] - 1) * p["chunk_rows"]
     assert p["tensor_bytes"] == p["chunk_rows"] * p["vectors"] * 16
     slots = p["slots"] + p["again_slots"]
     assert slots <= dev.ROW_SLOTS
     assert slots * p["tensor_bytes"] * tensors < p["smem_bytes"] <= 227 << 10
-    # What stays has a slot at the same time as all of its sample that stays.
-    assert p["chunks"] - p["rereads"] <= p["slots"]
-    assert (p["rereads"] > 0) == (p["again_slots"] > 0)
+    # What stays has a slot, or registers, at the same time as all of its sample that stays. Where chunks come again into
+    # the same slots, the block has one sample, and some of its slots are free before anything is written.
+    if p["rereads"] > 0 and p["again_slots"] == 0:
+        assert p["teams"] == n
+        assert p["backwards"]
+        assert p["chunks"] - p["rereads"] - p["held"] < p["slots"]
+    else:
+        assert p["chunks"] - p["rereads"] <= p["slots"]
+        assert (p["rereads"] > 0) == (p["again_slots"] > 0)
     assert p["distance"] == 0 or p["distance"] >= p["rereads"]
     # Lanes of a warp, or less than the threads that there are.
     assert p["element_lanes"] <= p["walkers"]
@@ -1591,18 +1598,19 @@ def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chai
     [
         # Near what was measured to be best on an H200: about four chunks of a share, where all of x (and dy) stays.
         ({"n": 128, "c": 24, "s": 19800, "g": 8}, 4, 4, 0),
-        ({"n": 128, "c": 24, "s": 19800, "g": 8, "holds": False}, 3, 3, 0),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "holds": False}, 4, 4, 0),
         ({"n": 128, "c": 64, "s": 15876, "g": 16}, 3, 6, 0),
         ({"n": 16, "c": 128, "s": 34**3, "g": 8, "dtype": "bfloat16"}, 1, 5, 0),
+        ({"n": 16, "c": 128, "s": 34**3, "g": 8}, 1, 10, 0),
         ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16"}, 8, 4, 0),
         ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16"}, 4, 4, 0),
         ({"n": 28, "c": 30, "s": 9256, "g": 3, "dtype": "bfloat16"}, 14, 4, 0),
         ({"n": 128, "c": 24, "s": 19800, "g": 8, "tensors": 2}, 2, 4, 0),
-        ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16", "tensors": 2}, 4, 4, 0),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16", "tensors": 2}, 6, 6, 0),
         ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16", "tensors": 2}, 3, 6, 0),
         # 20 MB of x and dy: sample after sample through L2. More, of few samples: all of them at a time.
-        ({"n": 16, "c": 128, "s": 34**3, "g": 8, "dtype": "bfloat16", "tensors": 2, "holds": False}, 1, 10, 10),
-        ({"n": 2, "c": 32, "s": 96**3, "g": 8, "dtype": "bfloat16", "tensors": 2}, 2, 105, 95),
+        ({"n": 16, "c": 128, "s": 34**3, "g": 8, "dtype": "bfloat16", "tensors": 2, "holds": False}, 1, 10, 0),
+        ({"n": 2, "c": 32, "s": 96**3, "g": 8, "dtype": "bfloat16", "tensors": 2}, 2, 105, 90),
     ],
 )
 def test_plan_group_norm_rows_teams(sizes, teams, chunks, rereads):
@@ -1622,7 +1630,7 @@ def test_plan_group_norm_rows_teams(sizes, teams, chunks, rereads):
         ("whole vectors", {"c": 30, "s": 20_001, "g": 3}),
         ("too long", {"c": 2048}),
         ("does not stay on chip", {"s": 2_000_000}),
-        ("slabs are faster", {"c": 128, "n": 16, "s": 34**3}),
+        ("slabs are faster", {"c": 320, "n": 8, "s": 4096, "g": 32}),
         ("more than stays in L2", {"c": 128, "n": 16, "s": 34**3, "tensors": 2}),
     ],
 )
@@ -1798,7 +1806,7 @@ def test_plan_group_norm_slab_refuses(why, change):
         ("on chip", {"n": 2, "c": 3, "s": 160_003, "g": 1}),  # no multiple of 16 bytes: sixteen blocks after all
         ("passes", {"n": 1, "c": 32, "s": 128**3, "g": 8}),
         ("rows", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True}),
-        ("columns", {"n": 16, "c": 128, "s": 34**3, "g": 8, "channels_last": True}),
+        ("rows", {"n": 16, "c": 128, "s": 34**3, "g": 8, "channels_last": True}),
         ("columns", {"n": 1, "c": 32, "s": 128**3, "g": 8, "channels_last": True}),
         ("passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "max_blocks": 0}),
         ("passes", {"n": 512, "c": 64, "s": 49, "g": 8, "channels_last": True}),

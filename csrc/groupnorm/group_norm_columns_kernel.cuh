@@ -35,8 +35,9 @@ template <typename Traits>
 struct ColumnBlock {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = kColumnPasses, kSlots = kColumnSlots;
-  static constexpr int kHeld = Traits::kHeld;
+  static constexpr int kHeld = Traits::kHeld, kRing = kColumnRing;
   static constexpr bool kFolds = Traits::kFolds;
+  static_assert(kHeld <= kRing && kRing <= kSlots);
 
   const GroupNormColumnsFwdParams& p;
   const ColumnShares& d;
@@ -280,64 +281,50 @@ struct ColumnBlock {
         }
       }
     }
+    if (p.words && thread == 0) atomicAdd(told_of(u), 1);  // one of a block: more would queue
   }
 
+  // How many of the team's blocks have told words of a slab.
+  __device__ __forceinline__ uint32_t* told_of(uint32_t u) const {
+    return reinterpret_cast<uint32_t*>(p.words + int64_t(d.slabs) * d.groups * d.blocks) + slab(u);
+  }
   // The slab's statistics from all blocks' moments, into the block's table, by `threads` threads.
   __device__ __forceinline__ void await(uint32_t u, uint32_t thread, uint32_t threads) const {
     const uint32_t lanes = 1u << d.team_lanes_log2, member = thread & (lanes - 1);
     const int64_t group0 = int64_t(slab(u)) * d.groups;
-    constexpr int kBatch = 5;  // words under way
-    if (!p.words) {
-      if (d.blocks == 1) {
-        __syncthreads();
-      } else {
-        cluster_barrier_wait(exchanged, 0);
-      }
+    if (p.words) {
+      if (thread == 0) await_told(told_of(u), d.blocks);
+      __syncthreads();
+    } else if (d.blocks == 1) {
+      __syncthreads();
+    } else {
+      cluster_barrier_wait(exchanged, 0);
     }
+    const uint32_t words = d.full_blocks > member ? ((d.full_blocks - member - 1) >> d.team_lanes_log2) + 1 : 0;
+    const bool has_rest = d.rest_count > 0 && member == 0;
     for (uint32_t first = thread / 32 * 32 >> d.team_lanes_log2; first < d.groups;
          first += threads >> d.team_lanes_log2) {
-      const uint32_t g = first + (lane >> d.team_lanes_log2);
-      float origin = 0.f, a = 0.f, b = 0.f;
-      for (uint32_t begin = 0; begin < d.blocks; begin += kBatch * lanes) {
-        float2 moments[kBatch];
-        if (p.words) {
-          const uint64_t* const from = p.words + (group0 + g) * d.blocks + begin + member;
-          uint64_t word[kBatch];
-#pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            const bool there = g < d.groups && begin + member + k * lanes < d.blocks;
-            word[k] = there ? load_word(from + k * lanes) : 1;
-          }
-#pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            if (word[k] == 0) word[k] = wait_word(from + k * lanes);
-            moments[k] = unpack_word(word[k]);
-          }
-        } else {
-#pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            const uint32_t block = begin + member + k * lanes;
-            if (g >= d.groups || block >= d.blocks) continue;
-            const float4 message = tables.messages[block * d.groups + g];
-            moments[k] = make_float2(message.x, message.y);
-          }
-        }
-        __syncwarp();
-        const float first_mean = __shfl_sync(0xffffffffu, moments[0].x, lane & ~(lanes - 1));
-        if (begin == 0) origin = first_mean;
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          const uint32_t block = begin + member + k * lanes;
-          if (g >= d.groups || block >= d.blocks) continue;
-          const float n = count_of(block), distance = moments[k].x - origin;
+      const uint32_t g = first + (lane >> d.team_lanes_log2), count = g < d.groups ? words : 0;
+      float origin = 0.f;
+      float2 sums = make_float2(0.f, 0.f);
+      if (p.words) {
+        const uint64_t* const from = p.words + (group0 + g) * d.blocks;
+        uint64_t word[kTeamWords + 1];
+        load_words<kTeamWords>(from + member, lanes, count, has_rest && g < d.groups ? from + d.full_blocks : nullptr,
+                               pack_word(0.f, 0.f), word);
+        sums = sum_moments<kTeamWords>(word, count, has_rest, lanes, d.full_count, d.rest_count, &origin);
+      } else if (g < d.groups) {
+        origin = tables.messages[g].x;
+        for (uint32_t block = member; block < d.blocks; block += lanes) {
+          const float4 message = tables.messages[block * d.groups + g];
+          const float n = count_of(block), distance = message.x - origin;
           if (n == 0.f) continue;
-          a += n * distance;
-          b += moments[k].y + n * distance * distance;
+          sums.x += n * distance;
+          sums.y += message.y + n * distance * distance;
         }
       }
       __syncwarp();
-      a = lanes_sum(a, lanes);
-      b = lanes_sum(b, lanes);
+      const float a = lanes_sum(sums.x, lanes), b = lanes_sum(sums.y, lanes);
       if (g >= d.groups || member != 0) continue;
       const float total = d.total_count, to_mean = a / total, rest = b - a * to_mean, m2 = rest < 0.f ? 0.f : rest;
       const float mean = origin + to_mean, rstd = 1.f / sqrtf(m2 / total + p.eps);
@@ -400,9 +387,9 @@ struct ColumnBlock {
       commit();
     }
   }
-  __device__ __forceinline__ void start_sums(Sums& s, uint32_t u) const {
+  __device__ __forceinline__ void start_sums(Sums& s, uint32_t slot) const {
     s = Sums{};
-    if (own > 0) values_of<Traits::kPre>(load_vec<T, kVec>(place(slot(u, 0))), p.pre_act, s.shift);
+    if (own > 0) values_of<Traits::kPre>(load_vec<T, kVec>(place(slot)), p.pre_act, s.shift);
   }
   // What a warp needs to normalize slab u. All threads.
   __device__ __forceinline__ Coefficients coefficients_of(uint32_t u) const {
@@ -436,6 +423,25 @@ struct ColumnBlock {
     __syncwarp();
   }
 
+  // With chunks in registers, the next chunks stay in their slots and the rest go through a ring of the first slots, so
+  // that what is read again is what was read last: it is in L2. The i-th of these chunks:
+  __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const {
+    const uint32_t late = d.chunks - min(d.chunks, uint32_t(kSlots + kRing));
+    return i < late ? d.chunks - kRing - 1 - i : kHeld + i - late;
+  }
+  // The k-th chunk to be normalized, and where it lies: those of the ring, those that stayed, and those that come again
+  // in the same places. `places` has those of a slab's first chunks, four bits each.
+  __device__ __forceinline__ uint32_t chunk_at(uint32_t k) const {
+    if (k >= kSlots) return chunk_again(k - kSlots);
+    if (k >= kRing) return k;
+    return d.chunks - 1 - k >= kSlots ? d.chunks - 1 - k : kRing - 1;
+  }
+  static __device__ __forceinline__ uint32_t place_of(uint32_t places, uint32_t t) { return places >> 4 * t & 15; }
+  __device__ __forceinline__ uint32_t place_at(uint32_t places, uint32_t k) const {
+    k %= kSlots;
+    return place_of(places, k < kRing ? (d.chunks - 1 - kSlots - k) % kRing : k);
+  }
+
   // Slab after slab: its statistics, then its normalization from the last chunk to the first, while the slots that
   // become free take what did not fit, or the next slab. What the registers hold since the first chunks comes last. A
   // group of loads is committed at every step that a slot has part in, so the one that a step needs is always as far
@@ -446,15 +452,21 @@ struct ColumnBlock {
     const uint32_t slabs = d.slabs_of(team), pending = min(d.chunks, uint32_t(kSlots)) - 1;
     const uint32_t rereads = d.chunks < kSlots ? 0 : d.chunks - kSlots - kHeld;
     Vec<T, kVec> held[kHeld > 0 ? kHeld : 1][kPasses];
+    uint32_t places = 0x76543210;
     for (uint32_t u = 0; u < slabs; ++u) {
       const int64_t first = base(u), next = base(u + 1);
       Sums s;
       const auto sum_chunk = [&](uint32_t t, Vec<T, kVec>(&input)[kPasses]) {
-        wait(pending);
-        if (t == 0) start_sums(s, u);
-        take_chunk(slot(u, t), left_of(t), input);
+        uint32_t from = slot(u, t), later = t + kSlots;
+        if constexpr (kHeld > 0) {
+          from = place_of(places, t < kSlots ? t : (t - kSlots) % kRing);
+          later = t < kRing ? t + kSlots : t < kSlots ? d.chunks : t + kRing;
+        }
+        wait(kHeld == 0 || t < kSlots + kRing ? pending : kRing - 1);
+        if (t == 0) start_sums(s, from);
+        take_chunk(from, left_of(t), input);
         add_chunk(s, left_of(t), input);
-        if (t + kSlots < d.chunks) load_chunk(first, slot(u, t), t + kSlots);
+        if (later < d.chunks) load_chunk(first, from, later);
         commit();
       };
 #pragma unroll
@@ -469,9 +481,20 @@ struct ColumnBlock {
       for (uint32_t k = 0; k < d.chunks - kHeld; ++k) {
         wait(pending);
         const bool again = k < rereads;
-        const uint32_t t = d.chunks - 1 - k, next_t = again ? t - kSlots : k - rereads;
-        normalize_chunk(c, first, slot(u, t), t, again || u + 1 < slabs, again ? first : next, next_t);
+        uint32_t t = d.chunks - 1 - k, from = slot(u, t), next_t = again ? t - kSlots : k - rereads;
+        if constexpr (kHeld > 0) {
+          t = chunk_at(k);
+          from = place_at(places, k);
+          if (again) next_t = chunk_again(k);
+        }
+        normalize_chunk(c, first, from, t, again || u + 1 < slabs, again ? first : next, next_t);
         commit();
+      }
+      if constexpr (kHeld > 0) {
+        uint32_t next_places = 0;
+#pragma unroll
+        for (uint32_t t = 0; t < kSlots; ++t) next_places |= place_at(places, rereads + t) << 4 * t;
+        places = next_places;
       }
 #pragma unroll
       for (int h = 0; h < kHeld; ++h) {

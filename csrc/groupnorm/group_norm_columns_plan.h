@@ -54,6 +54,13 @@ inline ColumnDivisor divisor(uint32_t d) {
   return by;
 }
 
+// The fewest lanes that ask for a group's words of so many blocks at once.
+inline uint32_t team_lanes_log2(uint32_t blocks) {
+  uint32_t log2 = 0;
+  while (log2 < 5 && uint32_t(kTeamWords) << log2 < blocks) ++log2;
+  return log2;
+}
+
 // Whether there are shares of this choice.
 inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& choice, ColumnPlan* plan) {
   const GroupNormDims& d = in.dims;
@@ -101,7 +108,7 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   p.block_lanes_log2 = log2_below(int64_t(p.group_runs) * p.walkers, 5);
   p.lanes_walkers = (1u << p.block_lanes_log2) / p.group_runs;
   p.lanes_runs = (1u << p.block_lanes_log2) % p.group_runs;
-  p.team_lanes_log2 = log2_below(p.blocks, 5);
+  p.team_lanes_log2 = choice.cluster ? log2_below(p.blocks, 5) : team_lanes_log2(p.blocks);
   const double per_row = double(p.channels_per_group) * p.turns;
   p.full_blocks = p.rows / p.share;
   p.full_count = static_cast<float>(p.share * per_row);
@@ -122,7 +129,7 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   plan->threads = choice.threads;
   plan->smem_limit = static_cast<int>(in.smem_bytes) - 1024;
   plan->smem_bytes = static_cast<int>(std::min<int64_t>(p.data_bytes + tables, 1 << 30));
-  plan->words = choice.cluster ? 0 : int64_t(p.slabs) * p.groups * p.blocks;
+  plan->words = choice.cluster ? 0 : int64_t(p.slabs) * p.groups * p.blocks + (p.slabs + 1) / 2;
   return plan->smem_bytes + 1024 <= in.smem_bytes;
 }
 

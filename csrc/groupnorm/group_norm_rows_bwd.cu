@@ -52,7 +52,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
       float dz[kVec] = {}, dz_d[kVec] = {};
       this->for_each_summed(&slot, [&](uint32_t t, uint32_t k, uint32_t left) {
 #pragma unroll
-        for (int i = 0; i < kPasses; ++i) {
+        for (int i = 0; i < Traits::kSumPasses; ++i) {
           if (i >= left) continue;
           T* const from = this->place(k) + i * step;
           float x[kVec], dy[kVec];
@@ -68,6 +68,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
           }
           if (kStoresDz && t >= d.rereads + d.held) store_vec<T, kVec>(from + dy_at(), pack<T, kVec>(dy));
         }
+        return __float_as_uint(dz_d[0]);
       });
       this->write_entries(u, dz, dz_d);
     }
@@ -118,17 +119,20 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
     }
   }
 
-  __device__ __forceinline__ void gather() const {
-    struct Merged {
-      float x = 0.f, y = 0.f;
-    };
-    this->template collect<Merged>(
-        [](Merged& sum, uint64_t word, bool there, uint32_t, bool) {
-          const float2 v = unpack_signed_word(word);
-          sum.x += there ? v.x : 0.f;
-          sum.y += there ? v.y : 0.f;
+  __device__ __forceinline__ void gather(uint32_t collector) const {
+    this->collect(
+        collector,
+        [](uint32_t, const uint64_t(&word)[kTeamWords + 1]) {
+          float2 sum = unpack_signed_word(word[kTeamWords]);
+#pragma unroll
+          for (int k = 0; k < kTeamWords; ++k) {
+            const float2 v = unpack_signed_word(word[k]);
+            sum.x += v.x;
+            sum.y += v.y;
+          }
+          return sum;
         },
-        [&](uint32_t u, uint32_t g, const Merged& sum) {
+        [&](uint32_t u, uint32_t g, float2 sum) {
           const float rstd = p.rstd[group0(u) + g], per_element = rstd / d.total_count;
           this->stats(u)[g] = make_float2(sum.x * per_element, sum.y * per_element * rstd);
         });
@@ -136,6 +140,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
 
   __device__ __forceinline__ void write() const {
     const uint32_t step = this->step();
+    const uint64_t policy = store_policy(p.streaming_stores);
     RowSlot again;
     Vec<T, kVec> held_x[Rows::kHeldSize][kPasses], held_dy[Rows::kHeldSize][kPasses];
     for (uint32_t u = 0; u < samples; ++u) {
@@ -148,6 +153,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
           held_x[h][i] = load_vec<T, kVec>(from + i * step);
           held_dy[h][i] = load_vec<T, kVec>(from + i * step + dy_at());
         }
+        return any_bits(held_x[h]) ^ any_bits(held_dy[h]);
       });
       const Channels c = channels_of(u);
       barrier_wait(&s.ready[u & 1], parity_of(u));
@@ -156,7 +162,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
 #pragma unroll
       for (int j = 0; j < kVec; ++j) terms[j] = this->stats(u)[group_of(j)];
       barrier_arrive(&s.taken[u & 1]);
-      T* const dx = static_cast<T*>(p.dx) + this->base(u);
+      T* const dx = static_cast<T*>(p.dx);
       // With is_dz, what lies in dy's place is dz.
       const auto write = [&](T* to, const Vec<T, kVec>& from_x, const Vec<T, kVec>& from_dy, auto is_dz) {
         float x[kVec], dy[kVec];
@@ -165,7 +171,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
         make_dx<Traits::kPre, Traits::kAct, kCoarse, decltype(is_dz)::value>(
             p.pre_act, p.act, x, dy, [&](int j) { return c.mean[j]; },
             [&](int j) { return make_float2(c.scale[j], c.bias[j]); }, [&](int j) { return terms[j]; });
-        store_values<T, kVec>(to, x, p.streaming_stores);
+        store_values<T, kVec>(to, x, policy);
       };
       const auto write_slot = [&](int64_t first, uint32_t k, uint32_t left, auto is_dz) {
 #pragma unroll
@@ -178,14 +184,15 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
       this->for_each_kept(u, [&](int64_t first, uint32_t k, uint32_t left) {
         write_slot(first, k, left, std::bool_constant<kStoresDz>());
       });
-      this->for_each_held([&](int64_t first, int h, uint32_t left) {
+      this->for_each_held(u, [&](int64_t first, int h, uint32_t left) {
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
           if (i < left) write(dx + first + i * step, held_x[h][i], held_dy[h][i], std::false_type());
         }
       });
-      this->for_each_again(
-          &again, [&](int64_t first, uint32_t k, uint32_t left) { write_slot(first, k, left, std::false_type()); });
+      this->for_each_again(u, &again, [&](int64_t first, uint32_t k, uint32_t left) {
+        write_slot(first, k, left, std::false_type());
+      });
     }
   }
 };
@@ -207,6 +214,10 @@ template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
   constexpr bool kHolds = kPre != Chain::kAny && (kAct == Chain::kNone || kAct == Chain::kRelu);
   using Traits = RowTraits<T, kPre, kAct, 2, kHolds>;
+  if constexpr (kHolds) {
+    // A row that is more than the few summers have at a time.
+    if (p.shares.summers != Traits::kSummers) return launch<T, Chain::kAny, Chain::kAny>(p, plan, stream);
+  }
   GroupNormRowsBwdParams params = p;
   params.shares.held = std::min<uint32_t>(p.shares.held, Traits::kHeld);
   return launch_columns(kName, group_norm_rows_bwd_kernel<Traits>, Traits::kThreads, params, plan, stream);

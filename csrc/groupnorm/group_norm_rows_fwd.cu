@@ -64,16 +64,26 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
         const T* const from = this->place(k);
         if (t == 0 && left > 0) set_pivots(sums, from - tid * kVec);
         constexpr int kBatch = 4;
-        static_assert(Traits::kSumPasses % kBatch == 0);
-        uint32_t i0 = 0;
-        for (; i0 + kBatch <= min(left, uint32_t(Traits::kSumPasses)); i0 += kBatch) {
+#pragma unroll 1
+        for (uint32_t i0 = 0; i0 < left; i0 += kBatch) {
           Vec<T, kVec> input[kBatch];
+          if (i0 + kBatch <= left) {
 #pragma unroll
-          for (int i = 0; i < kBatch; ++i) input[i] = load_vec<T, kVec>(from + (i0 + i) * step);
+            for (int i = 0; i < kBatch; ++i) input[i] = load_vec<T, kVec>(from + (i0 + i) * step);
 #pragma unroll
-          for (int i = 0; i < kBatch; ++i) add(sums, input[i]);
+            for (int i = 0; i < kBatch; ++i) add(sums, input[i]);
+          } else {
+#pragma unroll
+            for (int i = 0; i < kBatch - 1; ++i) {
+              if (i0 + i < left) input[i] = load_vec<T, kVec>(from + (i0 + i) * step);
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch - 1; ++i) {
+              if (i0 + i < left) add(sums, input[i]);
+            }
+          }
         }
-        for (; i0 < min(left, uint32_t(Traits::kSumPasses)); ++i0) add(sums, load_vec<T, kVec>(from + i0 * step));
+        return __float_as_uint(sums.sum[0]);
       });
       this->write_entries(u, sums.pivot, sums.sum, sums.squares);
     }
@@ -122,24 +132,18 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
   }
 
   // Sums over the blocks, relative to the first block's mean.
-  struct Merged {
-    float x = 0.f, y = 0.f, origin = 0.f;
-  };
-  __device__ __forceinline__ void gather() const {
-    this->template collect<Merged>(
-        [&](Merged& m, uint64_t word, bool there, uint32_t block, bool is_first) {
-          const float2 moments = unpack_word(word);
-          if (is_first) {
-            m.origin = __shfl_sync(0xffffffffu, moments.x, lane & ~((1u << d.team_lanes_log2) - 1));
-          }
-          const float n = there ? this->count_of(block) : 0.f, distance = moments.x - m.origin;
-          if (n == 0.f) return;
-          m.x += n * distance;
-          m.y += moments.y + n * distance * distance;
+  __device__ __forceinline__ void gather(uint32_t collector) const {
+    const bool has_rest = d.rest_count > 0 && (collector & ((1u << d.team_lanes_log2) - 1)) == 0;
+    float origin = 0.f;
+    this->collect(
+        collector,
+        [&](uint32_t count, const uint64_t(&word)[kTeamWords + 1]) {
+          return sum_moments<kTeamWords>(word, count, has_rest, 1u << d.team_lanes_log2, d.full_count, d.rest_count,
+                                         &origin);
         },
-        [&](uint32_t u, uint32_t g, const Merged& m) {
-          const float to_mean = m.x / d.total_count, rest = m.y - m.x * to_mean;
-          const float m2 = rest < 0.f ? 0.f : rest, mean = m.origin + to_mean;
+        [&](uint32_t u, uint32_t g, float2 sums) {
+          const float to_mean = sums.x / d.total_count, rest = sums.y - sums.x * to_mean;
+          const float m2 = rest < 0.f ? 0.f : rest, mean = origin + to_mean;
           const float rstd = 1.f / sqrtf(m2 / d.total_count + p.eps);
           this->stats(u)[g] = make_float2(mean, rstd);
           if (this->rank == 0) {
@@ -163,7 +167,9 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
     }
     return c;
   }
-  __device__ __forceinline__ void normalize(const Coefficients& c, T* to, const Vec<T, kVec>& input) const {
+  template <bool kAddInput>
+  __device__ __forceinline__ void normalize(const Coefficients& c, T* to, const Vec<T, kVec>& input,
+                                            uint64_t policy) const {
     float v[kVec];
     values_of<Traits::kPre>(input, p.pre_act, v);
 #pragma unroll
@@ -171,10 +177,26 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
       if constexpr (!kFolds) v[j] -= c.mean[j];
       v[j] = v[j] * c.scale[j] + c.shift[j];
     }
-    finish_values<Traits::kAct>(to, input, p.act, p.add_input, p.streaming_stores, v);
+    apply_chain<Traits::kAct, kIsCoarse<T>>(p.act, v);
+    if constexpr (kAddInput) {
+      float x[kVec];
+      unpack(input, x);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) v[j] += x[j];
+    }
+    store_values<T, kVec>(to, v, policy);
   }
   __device__ __forceinline__ void write() const {
+    if (p.add_input) {
+      write_all<true>();
+    } else {
+      write_all<false>();
+    }
+  }
+  template <bool kAddInput>
+  __device__ __forceinline__ void write_all() const {
     const uint32_t step = this->step();
+    const uint64_t policy = store_policy(p.streaming_stores);
     RowSlot again;
     Vec<T, kVec> held[Rows::kHeldSize][kPasses];
     const auto load = [&](uint32_t k, uint32_t left, Vec<T, kVec>(&input)[kPasses]) {
@@ -186,16 +208,19 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
       }
     };
     for (uint32_t u = 0; u < samples; ++u) {
-      this->for_each_taken(u, [&](int h, uint32_t k, uint32_t left) { load(k, left, held[h]); });
+      this->for_each_taken(u, [&](int h, uint32_t k, uint32_t left) {
+        load(k, left, held[h]);
+        return any_bits(held[h]);
+      });
       barrier_wait(&s.ready[u & 1], parity_of(u));
       __syncwarp();
       const Coefficients c = coefficients(u);
       barrier_arrive(&s.taken[u & 1]);
-      T* const y = static_cast<T*>(p.y) + this->base(u);
+      T* const y = static_cast<T*>(p.y);
       const auto write = [&](int64_t first, uint32_t left, const Vec<T, kVec>(&input)[kPasses]) {
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
-          if (i < left) normalize(c, y + first + i * step, input[i]);
+          if (i < left) normalize<kAddInput>(c, y + first + i * step, input[i], policy);
         }
       };
       const auto write_slot = [&](int64_t first, uint32_t k, uint32_t left) {
@@ -204,8 +229,8 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
         write(first, left, input);
       };
       this->for_each_kept(u, write_slot);
-      this->for_each_held([&](int64_t first, int h, uint32_t left) { write(first, left, held[h]); });
-      this->for_each_again(&again, write_slot);
+      this->for_each_held(u, [&](int64_t first, int h, uint32_t left) { write(first, left, held[h]); });
+      this->for_each_again(u, &again, write_slot);
     }
   }
 };
@@ -227,7 +252,7 @@ template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream) {
   // Calls that walk a chain leave no registers.
   if constexpr (kPre != Chain::kAny && kAct != Chain::kAny) {
-    if (p.shares.held > 0) {
+    if (p.shares.summers == kRowFewSummers) {
       using Traits = RowTraits<T, kPre, kAct, 1, true>;
       return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
     }

@@ -23,15 +23,14 @@ inline constexpr int kRowPublishThreads = 32 * kRowPublishers, kRowCollectThread
 struct RowRegisters {
   int servers, publishers, summers, writers;  // servers: producers and collectors
 };
-inline constexpr RowRegisters kRowFwdRegisters = {80, 40, 88, 136}, kRowBwdRegisters = {72, 40, 72, 112};
-inline constexpr RowRegisters kRowActBwdRegisters = {72, 40, 80, 104};  // 16 bits, with an activation
+inline constexpr RowRegisters kRowFwdRegisters = {80, 40, 88, 136}, kRowBwdRegisters = {80, 40, 72, 144};
 
 template <typename T_, Chain kPre_, Chain kAct_, int kTensors_, bool kHolds_>
 struct RowTraits {
   using T = T_;
   static constexpr bool kHolds = kHolds_;  // writers have chunks in registers
   static constexpr int kTensors = kTensors_;
-  static constexpr int kSummers = kTensors == 1 && kHolds ? kRowFewSummers : kRowSummers;
+  static constexpr int kSummers = kHolds ? kRowFewSummers : kRowSummers;
   static constexpr int kThreads = 32 * kRowProducers + kRowCollectThreads + kRowPublishThreads + kSummers + kRowWriters;
   // Vectors of a chunk that a writer has of a tensor, and a summer.
   static constexpr int kPasses = kRowPasses / kTensors, kSumPasses = kPasses * (kRowWriters / kSummers);
@@ -42,10 +41,8 @@ struct RowTraits {
   // Whether the backward's summers leave dz in place of dy, where computing it twice costs more.
   static constexpr bool kStoresDz = kTensors == 2 && (kAct == Chain::kSilu || kAct == Chain::kAny);
   static constexpr bool kActs16 = kTensors == 2 && sizeof(T) == 2 && kAct != Chain::kNone;
-  static constexpr int kHeld = !kHolds ? 0 : kActs16 ? 2 : row_held(kTensors, sizeof(T));
-  static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters
-                                             : kActs16     ? kRowActBwdRegisters
-                                                           : kRowBwdRegisters;
+  static constexpr int kHeld = !kHolds ? 0 : row_held(kTensors, sizeof(T)) - (kActs16 ? 1 : 0);
+  static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters : kRowBwdRegisters;
 };
 
 // Those of two take turns from sample to sample. The slots of chunks that come again follow those of the others.
@@ -99,7 +96,8 @@ struct RowBlock {
   const uint32_t tid, lane = threadIdx.x % 32;  // of the role
   const uint32_t rows;                          // that the role's threads have at a time
   uint32_t samples, own;                        // of the team, rows of the block's share
-  uint32_t walker, column, count;               // count: vectors of this thread's share
+  uint32_t walker, column;
+  uint32_t full_chunks, of_full, of_rest;  // of the share; vectors of this thread in these, and in the one after them
   bool active;
 
   __device__ __forceinline__ RowBlock(const Params& params, char* memory, const RowTables& t, RowBarriers& barriers,
@@ -119,8 +117,13 @@ struct RowBlock {
     walker = d.by_vectors(tid);
     column = tid - walker * d.vectors;
     active = walker < rows;
-    count =
-        active && walker < own ? d.by_walkers(own - walker - 1) / (writes ? Traits::kSumPasses / kPasses : 1) + 1 : 0;
+    const auto vectors_of = [&](uint32_t chunk) {
+      if (!active || walker >= chunk) return 0u;
+      return d.by_walkers(chunk - walker - 1) / (writes ? Traits::kSumPasses / kPasses : 1) + 1;
+    };
+    full_chunks = d.by_chunk_rows(own);
+    of_full = vectors_of(d.chunk_rows);
+    of_rest = vectors_of(own - full_chunks * d.chunk_rows);
   }
 
   __device__ __forceinline__ uint32_t sample(uint32_t u) const { return team + u * d.teams; }
@@ -148,11 +151,13 @@ struct RowBlock {
   // read it for the last time: a second arrival at once takes longer than the first.
   static constexpr int kHalves = kHeld > 0 ? 2 : 1;
   static constexpr uint32_t kFreeing = kHalves * (Traits::kStoresDz ? kRowWriters : kRowWriters / 32);
+  // `seen` depends on all that was read from the slot. Nothing else makes an arrival wait for loads from shared memory
+  // whose values nobody has used: with many stores before them they took longer than the slot's next copy.
   template <int kThreads, bool kHalf = false>
-  __device__ __forceinline__ void free_slot(uint32_t k) const {
+  __device__ __forceinline__ void free_slot(uint32_t k, uint32_t seen) const {
     __syncwarp();
     if (Traits::kStoresDz || lane == 0) {
-      barrier_arrive<(kHalf ? 1 : kHalves) * (kRowWriters / kThreads)>(&s.freed[k]);
+      barrier_arrive<(kHalf ? 1 : kHalves) * (kRowWriters / kThreads)>(&s.freed[k + (seen & d.nothing)]);
     }
   }
 
@@ -167,22 +172,25 @@ struct RowBlock {
     barrier_wait(&s.loaded[slot.k], slot.parity);
     __syncwarp();
   }
-  // So many of a chunk's passes have a vector of this thread.
-  __device__ __forceinline__ uint32_t left_of(uint32_t t, uint32_t passes) const {
-    return count > t * passes ? count - t * passes : 0;
+  // Vectors of this thread.
+  __device__ __forceinline__ uint32_t left_of(uint32_t t) const {
+    return t < full_chunks ? of_full : t == full_chunks ? of_rest : 0;
   }
-  // This thread's first element of chunk t, in the share.
-  __device__ __forceinline__ int64_t first_of(uint32_t t) const { return int64_t(t * kPasses) * step() + tid * kVec; }
-  // What summers do with each chunk of a sample.
+  __device__ __forceinline__ uint32_t chunk_elements() const { return d.chunk_rows * d.vectors * kVec; }
+  // This thread's first element of chunk t.
+  __device__ __forceinline__ int64_t first_of(uint32_t u, uint32_t t) const {
+    return base(u) + tid * kVec + int64_t(t) * chunk_elements();
+  }
+  // What summers do with each chunk of a sample: add(t, slot, left) gives something that depends on all that it read.
   template <typename Add>
   __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add) const {
     for (uint32_t t = 0; t < d.chunks; ++t, slot->next(d.slots)) {
       await_chunk(*slot);
-      add(t, slot->k, left_of(t, Traits::kSumPasses));
+      const uint32_t seen = add(t, slot->k, left_of(t));
       if (t < d.held) {
-        free_slot<Traits::kSummers, true>(slot->k);
+        free_slot<Traits::kSummers, true>(slot->k, seen);
       } else if (t < d.held + d.rereads) {
-        free_slot<Traits::kSummers>(slot->k);
+        free_slot<Traits::kSummers>(slot->k, seen);
       }
     }
   }
@@ -197,8 +205,8 @@ struct RowBlock {
       if (h >= d.held) break;
       const RowSlot slot = slot_at(u * d.chunks + h);
       await_chunk(slot);
-      take(h, slot.k, left_of(h, kPasses));
-      free_slot<kRowWriters, true>(slot.k);
+      const uint32_t seen = take(h, slot.k, left_of(h));
+      free_slot<kRowWriters, true>(slot.k, seen);
     }
   }
   // and once they know them: with those that have stayed in slots, write(first element, slot, left),
@@ -208,28 +216,32 @@ struct RowBlock {
     RowSlot slot = slot_at(u * d.chunks + first);
     for (uint32_t t = first; t < d.chunks; ++t, slot.next(d.slots)) {
       await_chunk(slot);
-      write(first_of(t), slot.k, left_of(t, kPasses));
-      free_slot<kRowWriters>(slot.k);
+      write(first_of(u, t), slot.k, left_of(t));
+      free_slot<kRowWriters>(slot.k, 0);
     }
   }
   // those in registers, write(first element, h, left),
   template <typename Write>
-  __device__ __forceinline__ void for_each_held(Write write) const {
+  __device__ __forceinline__ void for_each_held(uint32_t u, Write write) const {
+    int64_t first = first_of(u, 0);  // counted up: offsets of their own would be kept in registers
 #pragma unroll
     for (int h = 0; h < Traits::kHeld; ++h) {
       if (h >= d.held) break;
-      write(first_of(h), h, left_of(h, kPasses));
+      write(first, h, left_of(h));
+      first += chunk_elements();
     }
   }
   // and those that come again.
   template <typename Write>
-  __device__ __forceinline__ void for_each_again(RowSlot* again, Write write) const {
-    for (uint32_t i = 0; i < d.rereads; ++i, again->next(d.again_slots)) {
+  __device__ __forceinline__ void for_each_again(uint32_t u, RowSlot* again, Write write) const {
+    if (d.again_slots == 0) *again = slot_at(d.chunks);
+    const uint32_t first_slot = d.again_slots > 0 ? d.slots : 0, slots_again = d.again_slots > 0 ? d.again_slots : d.slots;
+    for (uint32_t i = 0; i < d.rereads; ++i, again->next(slots_again)) {
       const uint32_t t = chunk_again(i);
-      const RowSlot slot{d.slots + again->k, again->parity};
+      const RowSlot slot{first_slot + again->k, again->parity};
       await_chunk(slot);
-      write(first_of(t), slot.k, left_of(t, kPasses));
-      free_slot<kRowWriters>(slot.k);
+      write(first_of(u, t), slot.k, left_of(t));
+      free_slot<kRowWriters>(slot.k, 0);
     }
   }
 
@@ -275,12 +287,18 @@ struct RowBlock {
         await_flight(loads, &landing, 0, d.slots);
         load(u, t, slot.k, tensors);
       }
+      if (d.again_slots > 0) continue;
+      for (uint32_t i = 0; i < d.rereads; ++i, ++loads, slot.next(d.slots)) {
+        barrier_wait(&s.freed[slot.k], slot.parity ^ 1);
+        await_flight(loads, &landing, 0, d.slots);
+        load(u, chunk_again(i), slot.k, tensors);
+      }
     }
   }
   __device__ __forceinline__ void produce_again(const void* const (&tensors)[kTensors]) const {
     uint32_t loads = 0;
     RowSlot slot, landing;
-    for (uint32_t u = 0; d.rereads > 0 && u < samples; ++u) {
+    for (uint32_t u = 0; d.again_slots > 0 && u < samples; ++u) {
       while (load_counter(&s.samples_told) <= u) __nanosleep(20);
       for (uint32_t i = 0; i < d.rereads; ++i, slot.next(d.again_slots)) {
         if (loads >= d.again_slots) barrier_wait(&s.freed[d.slots + slot.k], slot.parity ^ 1);
@@ -319,11 +337,20 @@ struct RowBlock {
       float2 v = make_float2(0.f, 0.f);
       if (i < elements) {
         const float2* const from = tables.entries + j * Traits::kSummers + at;
-#pragma unroll 4
-        for (uint32_t w = member; w < d.walkers; w += lanes) {
-          const float2 part = from[w * d.vectors];
-          v.x += part.x;
-          v.y += part.y;
+        constexpr int kBatch = 8;
+#pragma unroll 1
+        for (uint32_t w = member; w < d.walkers; w += lanes * kBatch) {
+          float2 part[kBatch];
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            part[k] = make_float2(0.f, 0.f);
+            if (w + k * lanes < d.walkers) part[k] = from[(w + k * lanes) * d.vectors];
+          }
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            v.x += part[k].x;
+            v.y += part[k].y;
+          }
         }
       }
       __syncwarp();
@@ -333,8 +360,7 @@ struct RowBlock {
     }
     named_barrier(1, kRowPublishThreads);
   }
-  // How many of a team's publishing warps have told their words of sample u. It says no more than that it is worth a
-  // look: nothing orders it after the words, whose own bits say that they are there.
+  // How many of a team's blocks have told words of sample u.
   __device__ __forceinline__ uint32_t* told_of(uint32_t u) const {
     return reinterpret_cast<uint32_t*>(p.words + int64_t(d.samples) * d.groups * d.blocks) + sample(u);
   }
@@ -363,7 +389,7 @@ struct RowBlock {
       if (g < d.groups && member == 0) store_word(p.words + (group0(u) + g) * d.blocks + rank, word);
     }
     __syncwarp();
-    if (lane == 0) atomicAdd(told_of(u), 1);
+    if (tid == 0) atomicAdd(told_of(u), 1);  // more of them would queue, one behind the other
     barrier_arrive(&s.drained);
     // No more than two samples ahead of the collectors: a phase that these have not seen must not end twice.
     barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1);
@@ -372,12 +398,11 @@ struct RowBlock {
     if (tid == 0) increment(&s.samples_told);
   }
 
-  // Sum over the aligned `lanes` lanes around this one.
+  // Sum over the aligned `lanes` lanes around this one. What happens once a sample is short rather than unrolled: its
+  // instructions have left the multiprocessor's caches when it comes again.
   static __device__ __forceinline__ float lanes_sum(float v, uint32_t lanes) {
-#pragma unroll
-    for (uint32_t mask = 16; mask > 0; mask /= 2) {
-      if (mask < lanes) v += __shfl_xor_sync(0xffffffffu, v, mask);
-    }
+#pragma unroll 1
+    for (uint32_t mask = lanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
     return v;
   }
   // Values of a group that a block of the team has.
@@ -387,78 +412,37 @@ struct RowBlock {
 
   __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + (u & 1) * d.groups; }
 
-  // The collectors: merge(state, word, there, block, is_first) is called for each group's words, by all lanes of a
-  // group, and finish(u, g, state) by the first lane after the last of them.
-  template <typename State, typename Merge, typename Finish>
-  __device__ __forceinline__ void collect(Merge merge, Finish finish) const {
-    constexpr int kBatch = 5, kSets = 2;  // words under way: of a group, groups
-    const uint32_t lanes = 1u << d.team_lanes_log2, member = tid & (lanes - 1);
-    const uint32_t step = kRowCollectThreads >> d.team_lanes_log2;  // groups
+  // Threads that collect. The summers of a block's only sample have nothing else to do.
+  __device__ __forceinline__ uint32_t collectors() const {
+    return kRowCollectThreads + (samples == 1 ? Traits::kSummers : 0);
+  }
+  // sums_of(count, words) gives a lane's sums of a group over the words of `count` blocks that have a full share, and of
+  // the block that has the rest; finish(u, g, sums) is called by a group's first lane.
+  template <typename SumsOf, typename Finish>
+  __device__ __forceinline__ void collect(uint32_t collector, SumsOf sums_of, Finish finish) const {
+    const uint32_t lanes = 1u << d.team_lanes_log2, member = collector & (lanes - 1);
+    const uint32_t own_words = d.full_blocks > member ? ((d.full_blocks - member - 1) >> d.team_lanes_log2) + 1 : 0;
     for (uint32_t u = 0; u < samples; ++u) {
       // Looks before that, or for the words themselves, would keep their lines busy for the others.
       barrier_wait(&s.published[u & 1], parity_of(u));
       barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
       __syncwarp();
-      while (lane == 0 && load_relaxed(told_of(u)) < d.blocks * kRowPublishers) __nanosleep(kRowPollNanoseconds);
+      if (collector == 0) await_told(told_of(u), d.blocks);
       __syncwarp();
+      named_barrier(2, collectors());
       const uint64_t* const words = p.words + group0(u) * d.blocks;
-      for (uint32_t first = tid / 32 * 32 >> d.team_lanes_log2; first < d.groups; first += step * kSets) {
-        State state[kSets];
-        for (uint32_t block0 = 0; block0 < d.blocks; block0 += kBatch * lanes) {
-          // Bit i * kBatch + k: whether there is such a word, and whether it has yet to come.
-          uint32_t there = 0;
-          uint64_t word[kSets][kBatch];
-#pragma unroll
-          for (int i = 0; i < kSets; ++i) {
-            const uint32_t g = first + i * step + (lane >> d.team_lanes_log2);
-#pragma unroll
-            for (int k = 0; k < kBatch; ++k) {
-              if (g < d.groups && block0 + member + k * lanes < d.blocks) there |= 1u << (i * kBatch + k);
-              word[i][k] = 0;
-            }
-          }
-          const uint32_t at = (first + (lane >> d.team_lanes_log2)) * d.blocks + block0 + member;
-          uint32_t missing = there;
-          while (true) {  // all of them at once: one after the other, each would be a trip to L2
-#pragma unroll
-            for (int i = 0; i < kSets; ++i) {
-#pragma unroll
-              for (int k = 0; k < kBatch; ++k) {
-                if (missing >> (i * kBatch + k) & 1) {
-                  word[i][k] = load_word(words + (at + i * step * d.blocks + k * lanes));
-                }
-              }
-            }
-#pragma unroll
-            for (int i = 0; i < kSets; ++i) {
-#pragma unroll
-              for (int k = 0; k < kBatch; ++k) {
-                if (word[i][k] != 0) missing &= ~(1u << (i * kBatch + k));
-              }
-            }
-            if (!__any_sync(0xffffffffu, missing != 0)) break;
-            __nanosleep(kRowPollNanoseconds);
-          }
-#pragma unroll
-          for (int i = 0; i < kSets; ++i) {
-#pragma unroll
-            for (int k = 0; k < kBatch; ++k) {
-              merge(state[i], word[i][k], there >> (i * kBatch + k) & 1, block0 + member + k * lanes,
-                    block0 == 0 && k == 0);
-            }
-          }
-        }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < kSets; ++i) {
-          state[i].x = lanes_sum(state[i].x, lanes);
-          state[i].y = lanes_sum(state[i].y, lanes);
-        }
-#pragma unroll
-        for (int i = 0; i < kSets; ++i) {
-          const uint32_t g = first + i * step + (lane >> d.team_lanes_log2);
-          if (g < d.groups && member == 0) finish(u, g, state[i]);
-        }
+      for (uint32_t first = collector / 32 * 32 >> d.team_lanes_log2; first < d.groups;
+           first += collectors() >> d.team_lanes_log2) {
+        const uint32_t g = first + (lane >> d.team_lanes_log2), count = g < d.groups ? own_words : 0;
+        const uint64_t* const from = words + g * d.blocks;
+        uint64_t word[kTeamWords + 1];
+        load_words<kTeamWords>(from + member, lanes, count,
+                               d.rest_count > 0 && g < d.groups && member == 0 ? from + d.full_blocks : nullptr,
+                               pack_word(0.f, 0.f), word);
+        float2 sums = sums_of(count, word);
+        sums.x = lanes_sum(sums.x, lanes);
+        sums.y = lanes_sum(sums.y, lanes);
+        if (g < d.groups && member == 0) finish(u, g, sums);
       }
       barrier_arrive(&s.ready[u & 1]);
     }
@@ -466,14 +450,14 @@ struct RowBlock {
 };
 
 __device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing,
-                                              uint32_t summers) {
+                                              uint32_t summers, uint32_t collectors) {
   for (uint32_t k = 0; k < slots; ++k) {
     barrier_init(&barriers->loaded[k], 1);
     barrier_init(&barriers->freed[k], freeing);
   }
   for (int i = 0; i < 2; ++i) {
     barrier_init(&barriers->published[i], kRowPublishThreads);
-    barrier_init(&barriers->ready[i], kRowCollectThreads);
+    barrier_init(&barriers->ready[i], collectors);
     barrier_init(&barriers->taken[i], kRowWriters);
   }
   barrier_init(&barriers->summed, summers);
@@ -487,8 +471,10 @@ template <typename Block, typename Params, int kTensors>
 __device__ __forceinline__ void run_roles(const Params& p, char* memory, const RowTables& t, RowBarriers& barriers,
                                           const void* const (&tensors)[kTensors]) {
   using Traits = typename Block::Traits;
-  if (threadIdx.x == 0)
-    init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing, Traits::kSummers);
+  if (threadIdx.x == 0) {
+    init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing, Traits::kSummers,
+                  Block(p, memory, t, barriers, 0, false).collectors());
+  }
   for (uint32_t c = threadIdx.x; c < p.shares.channels; c += Traits::kThreads) {
     t.affines[c] = affine_of(p.weight, p.bias, c, p.affine_dtype);
   }
@@ -511,7 +497,7 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
     } else if (warp == 1) {
       if (threadIdx.x == 32) block.produce_again(tensors);
     } else {
-      block.gather();
+      block.gather(block.tid);
     }
   } else if (warp < kFirstSummer) {
     if constexpr (kDeals) set_registers<kRegisters.publishers, false>();
@@ -519,6 +505,7 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
   } else if (warp < kFirstWriter) {
     if constexpr (kDeals) set_registers<kRegisters.summers, false>();
     block.sum_up();
+    if (block.samples == 1) block.gather(kRowCollectThreads + block.tid);
   } else {
     if constexpr (kDeals) set_registers<kRegisters.writers, true>();
     block.write();

@@ -20,11 +20,12 @@ struct RowShares {
   uint32_t vectors = 0;            // of a row
   uint32_t summers = 0;            // threads that sum up
   uint32_t walkers = 0;            // rows that they have at a time
-  uint32_t chunk_rows = 0;         // walkers times a summer's vectors of a chunk
+  uint32_t chunk_rows = 0;         // no more than walkers times a summer's vectors of a chunk
   uint32_t chunks = 0, rereads = 0;
   uint32_t slots = 0, again_slots = 0;  // of chunks that come for the first time, and again
   uint32_t held = 0;                    // of those that stay, the first are in the writers' registers
   uint32_t distance = 0;                // chunks from one that comes to one that comes again, at most; 0: any
+  uint32_t nothing = 0;                 // 0, which the compiler does not know
   bool backwards = false;               // the last come again first: those are in L2 of a sample that is larger
   uint32_t tensor_bytes = 0;            // of a slot for each tensor
   uint32_t channels = 0, channels_per_group = 1, groups = 1;
@@ -34,7 +35,7 @@ struct RowShares {
   // Values of a group that a block has: the first blocks, the one after them; none have the others.
   uint32_t full_blocks = 0;
   float full_count = 0, rest_count = 0, total_count = 0;
-  ColumnDivisor by_blocks, by_vectors, by_walkers, by_slots, by_channels, by_channels_per_group;
+  ColumnDivisor by_blocks, by_vectors, by_walkers, by_chunk_rows, by_slots, by_channels, by_channels_per_group;
 };
 
 struct GroupNormRowsFwdParams : GroupNormFwdArgs {
@@ -50,16 +51,14 @@ struct GroupNormRowsBwdParams : GroupNormBwdArgs {
 
 inline constexpr int kRowSlots = 32;     // of a block
 inline constexpr int kRowWriters = 256;  // threads
-// Threads that sum up. A forward whose writers hold chunks has fewer, which leaves the writers more registers.
+// Threads that sum up. Where writers hold chunks these are fewer, which leaves the writers more registers.
 inline constexpr int kRowSummers = 256, kRowFewSummers = 128;
 inline constexpr int kRowProducers = 2, kRowCollectors = 2, kRowPublishers = 4;  // warps
 // Chunks that a producer has under way at a time. With more, or some on their way to L2 besides, loads only queue in
 // memory, the longer the further away a multiprocessor is, and a team waits for its last: 2 to 6% slower (H200).
 inline constexpr uint32_t kRowFlight = 3;
-// Between looks for the other blocks' words; 30 to 300 took the same.
-inline constexpr uint32_t kRowPollNanoseconds = 100;
 inline constexpr int kRowPasses = 4;  // vectors of a chunk, of all tensors, that a thread handles
 // Chunks that writers have in registers, at most: those that leave a kernel without spills.
-inline constexpr int row_held(int tensors, int size) { return tensors == 2 && size == 2 ? 3 : 4; }
+inline constexpr int row_held(int tensors, int size) { return tensors == 1 ? 4 : size == 2 ? 5 : 6; }
 
 }  // namespace kgopt

@@ -25,7 +25,7 @@ inline constexpr uint32_t kRowAgain = 3;  // slots of chunks that come again
 inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t rereads, bool holds, RowPlan* plan) {
   const GroupNormDims& d = in.dims;
   const int size = dtype_size(d.dtype), vec = 16 / size, passes = kRowPasses / in.tensors;
-  const int summers = in.tensors == 1 && holds ? kRowFewSummers : kRowSummers;
+  const int summers = holds ? kRowFewSummers : kRowSummers;
   *plan = RowPlan();
   RowShares& p = plan->shares;
   p.turns = static_cast<uint32_t>(vec / std::gcd<int64_t>(d.c, vec));
@@ -39,8 +39,9 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.share = (p.rows + p.blocks - 1) / p.blocks;
   p.vectors = static_cast<uint32_t>(vectors);
   p.walkers = summers / p.vectors;
-  p.chunk_rows = p.walkers * (kRowWriters / summers) * passes;
-  p.chunks = (p.share + p.chunk_rows - 1) / p.chunk_rows;
+  const uint32_t most_rows = p.walkers * (kRowWriters / summers) * passes;
+  p.chunks = (p.share + most_rows - 1) / most_rows;
+  p.chunk_rows = (p.share + p.chunks - 1) / p.chunks;  // alike, so that slots are no larger than that
   p.tensor_bytes = p.chunk_rows * p.vectors * 16;
   p.channels = static_cast<uint32_t>(d.c);
   p.groups = static_cast<uint32_t>(d.g);
@@ -49,8 +50,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.group_lanes_log2 = log2_below(int64_t(p.channels_per_group) * p.turns, 5);
   const int64_t elements = vectors * vec, lanes = std::max<int64_t>(1, kRowPublishers * 32 / elements);
   p.element_lanes_log2 = log2_below(std::min<int64_t>(lanes, p.walkers), 5);
-  p.team_lanes_log2 = log2_below(p.blocks, 5);
-  while (p.team_lanes_log2 > 0 && (5u << (p.team_lanes_log2 - 1)) >= p.blocks) --p.team_lanes_log2;
+  p.team_lanes_log2 = team_lanes_log2(p.blocks);
   const double per_row = double(p.channels_per_group) * p.turns;
   p.full_blocks = p.rows / p.share;
   p.full_count = static_cast<float>(p.share * per_row);
@@ -71,6 +71,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.by_blocks = divisor(p.blocks);
   p.by_vectors = divisor(p.vectors);
   p.by_walkers = divisor(p.walkers);
+  p.by_chunk_rows = divisor(p.chunk_rows);
   p.by_slots = divisor(p.slots);
   p.by_channels = divisor(p.channels);
   p.by_channels_per_group = divisor(p.channels_per_group);
@@ -88,16 +89,21 @@ inline double row_time(const ColumnPlanInput& in, const RowPlan& plan) {
   constexpr double kBytesPerMicrosecond = 32000;  // of a multiprocessor
   const RowShares& p = plan.shares;
   const bool backward = in.tensors == 2;
-  const double trips = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * 10)) - 1;
-  const double latency = p.held > 0 ? (backward ? 6.5 + 0.0235 * p.blocks : 8 + 0.03 * p.blocks)
-                                    : (backward ? 6.5 + 1.6 * trips : 7.5 + 2 * trips);
-  const double least = backward ? 2.5 + 1.6 * trips : 2.6 + 2 * trips;
+  const double trips = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * kTeamWords)) - 1;
   const double bytes = double(p.share) * p.vectors * 16 * (in.tensors + 1), transfer = bytes / kBytesPerMicrosecond;
+  const double rounds = (p.samples + p.teams - 1) / p.teams;
+  if (backward && p.held > 0) {
+    const double kept = (7.5 + 0.005 * p.blocks + 0.8 * transfer) * (p.chunks + 1) / (p.slots + p.held);
+    const double slow = dtype_size(in.dims.dtype) == 2 ? 0.25 : 0, flow = transfer + slow * std::max(0., 3.5 - transfer);
+    return rounds * (std::max({flow, kept, 1.85 + 0.8 * trips}) + 0.2) + 11;
+  }
+  const double latency = p.held > 0 ? 8 + 0.016 * p.blocks : backward ? 6.5 + 1.6 * trips : 7.5 + 2 * trips;
+  const double least = backward ? 2.5 + 1.6 * trips : 2.6 + 2 * trips;
   const double kept = (latency + (backward ? 0.8 : 0.95) * transfer) * (p.chunks + 1) / (p.slots + p.held);
   const double sample = std::max({transfer + 0.3, p.rereads > 0 ? 1.62 * transfer : kept, least});
   // Few summers take longer over a vector of eight values than over one of four.
   const double rest = !backward && p.held > 0 && dtype_size(in.dims.dtype) == 2 ? 0.7 : 0.4;
-  return (p.samples + p.teams - 1) / p.teams * (sample + rest) + (backward ? 11 : 14);
+  return rounds * (sample + rest) + (backward ? 11 : 14);
 }
 
 // The same of the kernel that keeps slabs (group_norm_columns_params.h): it loads, waits, and stores.
@@ -133,12 +139,13 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   if (sample < kColumnLeastSlab) return refuse("a sample is below 256 KB: two passes are faster");
   if (!set_row_shares(in, 1, 0, false, &plan)) return refuse("a row is no whole vectors, or too long");
   const bool backward = in.tensors == 2, few = d.n <= kRowFewSamples;
+  const bool holds = in.holds && plan.shares.vectors <= uint32_t(kRowFewSummers);
   double least = 0;
-  const auto try_teams = [&](bool holds, double most) {
+  const auto try_teams = [&](bool in_registers, double most) {
     for (int64_t teams = 1; teams <= std::min<int64_t>(d.n, in.sm_count); ++teams) {
       for (const bool stays : {true, false}) {
         RowPlan next;
-        if (!set_row_shares(in, static_cast<uint32_t>(teams), stays ? 0 : ~0u, holds, &next)) continue;
+        if (!set_row_shares(in, static_cast<uint32_t>(teams), stays ? 0 : ~0u, in_registers, &next)) continue;
         if (stays && next.shares.rereads > 0) continue;
         if (!stays && (!backward || few || teams * sample * 2 > kRowFlowBytes)) continue;
         next.shares.distance = next.shares.rereads * 5 / 2;
@@ -146,25 +153,35 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
         if (least == 0 || time < most * least) {
           least = time;
           plan = next;
-          most = holds ? kRowHoldingTeamGain : kRowTeamGain;
+          most = in_registers ? kRowHoldingTeamGain : kRowTeamGain;
         }
       }
     }
   };
   // The backward's kernel holds chunks wherever its activation allows. The forward's has fewer summers then, which
   // small shares wait for.
-  try_teams(backward && in.holds, 1);
-  if (!backward && in.holds) try_teams(true, kRowHoldingGain);
+  try_teams(backward && holds, 1);
+  if (!backward && holds) try_teams(true, kRowHoldingGain);
   if (!backward) {
     if (least == 0) return refuse("a sample does not stay on chip: warps without roles are faster");
     const ColumnPlan columns = plan_group_norm_columns(in);
-    if (columns.refusal || (!columns.cluster && column_time(in, columns) > least)) return plan;
+    const double gain = plan.shares.held > 0 ? kRowHoldingGain : 1;
+    if (columns.refusal || (!columns.cluster && gain * column_time(in, columns) > least)) return plan;
     return refuse("slabs are faster");
   }
   if (least > 0) return plan;
   if (!few) return refuse("x and dy of a sample are more than stays in L2");
-  set_row_shares(in, static_cast<uint32_t>(d.n), 0, in.holds, &plan);
-  plan.shares.backwards = true;
+  set_row_shares(in, static_cast<uint32_t>(d.n), 0, holds, &plan);
+  RowShares& p = plan.shares;
+  if (p.rereads > 0) {
+    p.slots += p.again_slots;
+    p.again_slots = 0;
+    p.by_slots = divisor(p.slots);
+    p.held = holds ? std::min<uint32_t>(row_held(in.tensors, dtype_size(d.dtype)), p.chunks) : 0;
+    const uint32_t kept = p.slots - kRowAgain + p.held;
+    p.rereads = p.chunks > kept ? p.chunks - kept : 0;
+  }
+  p.backwards = true;
   return plan;
 }
 

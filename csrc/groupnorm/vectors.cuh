@@ -13,6 +13,15 @@ __device__ __forceinline__ void values_of(const Vec<T, kVec>& from, const ActCha
   apply_chain<kPre, kIsCoarse<T>>(pre, x);
 }
 
+// Something that depends on every one of the vectors.
+template <typename T, int kVec, int kCount>
+__device__ __forceinline__ uint32_t any_bits(const Vec<T, kVec> (&v)[kCount]) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) bits ^= *reinterpret_cast<const uint32_t*>(&v[i]);
+  return bits;
+}
+
 // A sum whose additions do not wait for one another.
 template <int kVec>
 __device__ __forceinline__ float sum_of(const float (&x)[kVec]) {
@@ -164,6 +173,23 @@ __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], bool
   } else {
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&v);
   }
+}
+
+// The same without a branch at every store.
+__device__ __forceinline__ uint64_t store_policy(bool streaming) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return streaming ? evict_first_policy() : evict_normal_policy();
+#else
+  return streaming;
+#endif
+}
+template <typename T, int kVec>
+__device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], uint64_t policy) {
+  const Vec<T, kVec> v = pack<T, kVec>(x);
+  const uint4& bits = *reinterpret_cast<const uint4*>(&v);
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(bits.x), "r"(bits.y),
+               "r"(bits.z), "r"(bits.w), "l"(policy)
+               : "memory");
 }
 
 // Activation, residual, store. `input` is x again, as it was.

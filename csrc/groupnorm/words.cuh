@@ -8,21 +8,47 @@
 
 namespace kgopt {
 
+// Between looks for words; 30 to 300 took the same.
+inline constexpr uint32_t kWordPollNanoseconds = 100;
+
 __device__ __forceinline__ uint64_t load_word(const uint64_t* p) {
   uint64_t v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ uint64_t wait_word(const uint64_t* p) {
-  uint64_t v = load_word(p);
-  while (v == 0) {
-    __nanosleep(40);
-    v = load_word(p);
-  }
-  return v;
-}
 __device__ __forceinline__ void store_word(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+// How many times words were told that somebody waits for. It says no more than that it is worth a look: nothing orders
+// it after the words, whose own bits say that they are there.
+__device__ __forceinline__ void await_told(const uint32_t* told, uint32_t times) {
+  while (true) {
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(told) : "memory");
+    if (v >= times) return;
+    __nanosleep(kWordPollNanoseconds);
+  }
+}
+// Up to kCount words `stride` apart, and one more where `extra` is not null; `none` in place of the others. All lanes
+// of a warp. All words are asked for at once, for one after the other each would be a trip to L2.
+template <int kCount>
+__device__ __forceinline__ void load_words(const uint64_t* from, uint32_t stride, uint32_t count, const uint64_t* extra,
+                                           uint64_t none, uint64_t (&words)[kCount + 1]) {
+#pragma unroll
+  for (int k = 0; k <= kCount; ++k) words[k] = none;
+  while (true) {
+    asm("" : "+l"(from));  // or registers would keep every word's address
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (k < count) words[k] = load_word(from + k * stride);
+    }
+    if (extra) words[kCount] = load_word(extra);
+    bool missing = false;
+#pragma unroll
+    for (int k = 0; k <= kCount; ++k) missing |= static_cast<uint32_t>(words[k]) == 0;  // never of a word that is there
+    if (!__any_sync(0xffffffffu, missing)) return;
+    __nanosleep(kWordPollNanoseconds);
+  }
 }
 // Two floats, the second without a sign, as a word that is not zero.
 __device__ __forceinline__ uint64_t pack_word(float first, float second) {
@@ -31,6 +57,25 @@ __device__ __forceinline__ uint64_t pack_word(float first, float second) {
 __device__ __forceinline__ float2 unpack_word(uint64_t word) {
   return make_float2(__uint_as_float(static_cast<uint32_t>(word >> 32)),
                      __uint_as_float(static_cast<uint32_t>(word) & 0x7fffffffu));
+}
+// A lane's sums over the moments of blocks that have `full` values each, and of one that has `rest` if has_rest, relative
+// to the mean of the first block, which the first of `lanes` lanes has: of the means and of the squared deviations.
+template <int kCount>
+__device__ __forceinline__ float2 sum_moments(const uint64_t (&words)[kCount + 1], uint32_t count, bool has_rest,
+                                              uint32_t lanes, float full, float rest, float* origin) {
+  *origin = __shfl_sync(0xffffffffu, unpack_word(words[0]).x, threadIdx.x % 32 & ~(lanes - 1));
+  float sum = 0.f, squares = 0.f, deviations = 0.f;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const float2 moments = unpack_word(words[k]);
+    const float distance = (k < count ? moments.x : *origin) - *origin;
+    sum += distance;
+    squares += distance * distance;
+    deviations += moments.y;
+  }
+  const float2 moments = unpack_word(words[kCount]);
+  const float distance = has_rest ? moments.x - *origin : 0.f, weighted = rest * distance;
+  return make_float2(full * sum + weighted, deviations + full * squares + (moments.y + weighted * distance));
 }
 // Two floats with their signs; a second of zero goes as -0, so that the word is not zero.
 __device__ __forceinline__ uint64_t pack_signed_word(float first, float second) {
