@@ -71,7 +71,7 @@ inline constexpr int kTeamWords = 9;
 inline constexpr int kColumnSlots = 8;   // a power of two
 inline constexpr int kColumnPasses = 3;  // vectors of a chunk of one thread; 8 slots of 24 KB with 512 threads
 inline constexpr int kColumnHeld = 3;    // chunks in registers
-inline constexpr int kColumnRing = 4;    // slots of chunks that do not stay, where some are in registers; a power of two
+inline constexpr int kColumnRing = 4;  // slots of chunks that do not stay, where some are in registers; a power of two
 inline constexpr int kColumnMaxThreads = 512;
 
 }  // namespace kgopt

@@ -122,7 +122,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
   __device__ __forceinline__ void gather(uint32_t collector) const {
     this->collect(
         collector,
-        [](uint32_t, const uint64_t(&word)[kTeamWords + 1]) {
+        [](uint32_t, const uint64_t (&word)[kTeamWords + 1]) {
           float2 sum = unpack_signed_word(word[kTeamWords]);
 #pragma unroll
           for (int k = 0; k < kTeamWords; ++k) {
@@ -190,9 +190,8 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
           if (i < left) write(dx + first + i * step, held_x[h][i], held_dy[h][i], std::false_type());
         }
       });
-      this->for_each_again(u, &again, [&](int64_t first, uint32_t k, uint32_t left) {
-        write_slot(first, k, left, std::false_type());
-      });
+      this->for_each_again(
+          u, &again, [&](int64_t first, uint32_t k, uint32_t left) { write_slot(first, k, left, std::false_type()); });
     }
   }
 };

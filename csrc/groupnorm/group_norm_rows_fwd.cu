@@ -137,7 +137,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
     float origin = 0.f;
     this->collect(
         collector,
-        [&](uint32_t count, const uint64_t(&word)[kTeamWords + 1]) {
+        [&](uint32_t count, const uint64_t (&word)[kTeamWords + 1]) {
           return sum_moments<kTeamWords>(word, count, has_rest, 1u << d.team_lanes_log2, d.full_count, d.rest_count,
                                          &origin);
         },

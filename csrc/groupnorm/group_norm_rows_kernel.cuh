@@ -235,7 +235,8 @@ struct RowBlock {
   template <typename Write>
   __device__ __forceinline__ void for_each_again(uint32_t u, RowSlot* again, Write write) const {
     if (d.again_slots == 0) *again = slot_at(d.chunks);
-    const uint32_t first_slot = d.again_slots > 0 ? d.slots : 0, slots_again = d.again_slots > 0 ? d.again_slots : d.slots;
+    const uint32_t first_slot = d.again_slots > 0 ? d.slots : 0,
+                   slots_again = d.again_slots > 0 ? d.again_slots : d.slots;
     for (uint32_t i = 0; i < d.rereads; ++i, again->next(slots_again)) {
       const uint32_t t = chunk_again(i);
       const RowSlot slot{first_slot + again->k, again->parity};
@@ -416,8 +417,8 @@ struct RowBlock {
   __device__ __forceinline__ uint32_t collectors() const {
     return kRowCollectThreads + (samples == 1 ? Traits::kSummers : 0);
   }
-  // sums_of(count, words) gives a lane's sums of a group over the words of `count` blocks that have a full share, and of
-  // the block that has the rest; finish(u, g, sums) is called by a group's first lane.
+  // sums_of(count, words) gives a lane's sums of a group over the words of `count` blocks that have a full share, and
+  // of the block that has the rest; finish(u, g, sums) is called by a group's first lane.
   template <typename SumsOf, typename Finish>
   __device__ __forceinline__ void collect(uint32_t collector, SumsOf sums_of, Finish finish) const {
     const uint32_t lanes = 1u << d.team_lanes_log2, member = collector & (lanes - 1);
@@ -449,8 +450,8 @@ struct RowBlock {
   }
 };
 
-__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing,
-                                              uint32_t summers, uint32_t collectors) {
+__device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t slots, uint32_t freeing, uint32_t summers,
+                                              uint32_t collectors) {
   for (uint32_t k = 0; k < slots; ++k) {
     barrier_init(&barriers->loaded[k], 1);
     barrier_init(&barriers->freed[k], freeing);

@@ -94,7 +94,8 @@ inline double row_time(const ColumnPlanInput& in, const RowPlan& plan) {
   const double rounds = (p.samples + p.teams - 1) / p.teams;
   if (backward && p.held > 0) {
     const double kept = (7.5 + 0.005 * p.blocks + 0.8 * transfer) * (p.chunks + 1) / (p.slots + p.held);
-    const double slow = dtype_size(in.dims.dtype) == 2 ? 0.25 : 0, flow = transfer + slow * std::max(0., 3.5 - transfer);
+    const double slow = dtype_size(in.dims.dtype) == 2 ? 0.25 : 0,
+                 flow = transfer + slow * std::max(0., 3.5 - transfer);
     return rounds * (std::max({flow, kept, 1.85 + 0.8 * trips}) + 0.2) + 11;
   }
   const double latency = p.held > 0 ? 8 + 0.016 * p.blocks : backward ? 6.5 + 1.6 * trips : 7.5 + 2 * trips;

@@ -1,6 +1,7 @@
 // Steps of the kernels that keep x on chip, for one 16-byte vector.
 #pragma once
 
+#include "../common/async.cuh"
 #include "../common/dtype.cuh"
 #include "../common/pointwise.cuh"
 #include "../common/reduce.cuh"

@@ -58,8 +58,9 @@ __device__ __forceinline__ float2 unpack_word(uint64_t word) {
   return make_float2(__uint_as_float(static_cast<uint32_t>(word >> 32)),
                      __uint_as_float(static_cast<uint32_t>(word) & 0x7fffffffu));
 }
-// A lane's sums over the moments of blocks that have `full` values each, and of one that has `rest` if has_rest, relative
-// to the mean of the first block, which the first of `lanes` lanes has: of the means and of the squared deviations.
+// A lane's sums over the moments of blocks that have `full` values each, and of one that has `rest` if has_rest,
+// relative to the mean of the first block, which the first of `lanes` lanes has: of the means and of the squared
+// deviations.
 template <int kCount>
 __device__ __forceinline__ float2 sum_moments(const uint64_t (&words)[kCount + 1], uint32_t count, bool has_rest,
                                               uint32_t lanes, float full, float rest, float* origin) {
