@@ -730,6 +730,62 @@ def test_pipeline_backward_values(pipeline, dtype, device, poisoned):
         assert mine.dtype == theirs.dtype
 
 
+class IdealConv2d(torch.autograd.Function):
+    """A convolution and its gradients from operands rounded to TF32, to nearest, in fp64."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, *geometry):
+        x, weight = round_tf32(x).double(), round_tf32(weight).double()
+        ctx.save_for_backward(x, weight)
+        ctx.geometry = geometry
+        return torch.conv2d(x, weight, bias.double(), *geometry)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.geometry
+        pairs = ([v] * 2 if isinstance(v, int) else v for v in (stride, padding, dilation))
+        dx, dweight, _ = torch.ops.aten.convolution_backward(
+            round_tf32(dy).double(), x, weight, None, *pairs, False, [0, 0], groups, [True, True, False]
+        )
+        return dx, dweight, dy.sum((0, 2, 3)), None, None, None, None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "kgopt"])
+@pytest.mark.parametrize("innermost", ["", "x", "weight", "x and weight"])
+@pytest.mark.parametrize(("c_in", "c_out", "size"), [(8, 64, (40, 130)), (3, 40, (67, 71)), (20, 48, (33, 60))], ids=str)
+def test_logsumexp_pipeline_gradients_tf32(c_in, c_out, size, innermost, backend, monkeypatch, poisoned):
+    """In channels_last the backward's convolution cut its input off to TF32 where the forward's statistics and
+    logsumexp were of rounded input: gradients were up to four times as far off as PyTorch's."""
+    torch.backends.cudnn.allow_tf32 = True
+    function, ref, *_ = PIPELINES["logsumexp"]
+    x, weight = torch.randn(8, c_in, *size, device="cuda"), torch.randn(c_out, c_in, 3, 3, device="cuda") * 0.3
+    if "x" in innermost:
+        x = x.contiguous(memory_format=torch.channels_last)
+    if "weight" in innermost:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    bias, gamma, beta = (torch.randn(c_out, device="cuda") for _ in range(3))
+    args = [x, weight, bias, c_out // 4, gamma, beta]
+    dout = torch.randn(8, 1, size[0] - 2, size[1] - 2, device="cuda")
+
+    def gradients(run, values):
+        leaves = [v.detach().clone().requires_grad_() if isinstance(v, torch.Tensor) else v for v in values]
+        run(*leaves).backward(dout.to(leaves[-1]))
+        return [leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    mine = gradients(lambda *a: function(*a, backend=backend), args)
+    theirs = gradients(ref, args)
+    doubles = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
+    exact = gradients(ref, doubles)
+    with monkeypatch.context() as patched:
+        patched.setattr(reference.F, "conv2d", IdealConv2d.apply)
+        ideal = gradients(ref, doubles)
+    for name, m, t, e, i in zip(("x", "weight", "bias", "gamma", "beta"), mine, theirs, exact, ideal, strict=True):
+        error, allowed = relative_error(m, e), 2 * max(relative_error(t, e), relative_error(i, e)) + 1e-6
+        assert error <= allowed, (name, error, allowed)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_pipeline_deterministic(pipeline):

@@ -8,10 +8,11 @@
 // both operands agree, so that a lane loads eight neighbours of its channel's row from memory into the registers that
 // the products read. Rows 0 to 7 of the left operand are the channels, rows 8 to 15 the same moved by one position; the
 // right operand is the row itself, the next or the one after, moved by -2, 0 or 2, which is other registers. Warps walk
-// down the rows, and keep three of them.
+// down the rows, and keep three of them, while the next three are under way.
 //
-// The left operand's position tells which taps see a product. Outer rows have sums of their own, outer columns warps of
-// their own, whose K are rows, and what is outer in both is a product for each entry.
+// The left operand's position tells which taps see a product. Outer rows have sums and warps of their own. Outer
+// columns, whose K are rows, are kept in shared memory until all rows are there. What is outer in both is a product for
+// each entry.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -62,6 +63,14 @@ struct WalkWords {
   __device__ __forceinline__ uint32_t word(int i) const {  // w0 to w4
     return i == 0 ? pair[1][0] : i == 1 ? pair[0][1] : i == 2 ? pair[1][1] : i == 3 ? pair[2][1] : pair[3][1];
   }
+  __device__ __forceinline__ void set(uint32_t before, const uint32_t (&w)[4], uint32_t behind) {
+    pair[0][0] = before, pair[0][1] = w[1];
+    pair[1][0] = w[0], pair[1][1] = w[2];
+    asm volatile("mov.b32 %0, %1;" : "=r"(pair[2][0]) : "r"(w[1]));
+    pair[2][1] = w[3];
+    asm volatile("mov.b32 %0, %1;" : "=r"(pair[3][0]) : "r"(w[2]));
+    pair[3][1] = behind;
+  }
 };
 
 // A lane's values of a row: eight neighbours of its channel, and for the outer lanes of the four that share a row the
@@ -69,34 +78,34 @@ struct WalkWords {
 template <typename Element>
 struct WalkRow {
   static constexpr bool kScaled = std::is_same_v<Element, float>;
-  static constexpr int kAhead = kScaled ? 3 : 6;  // rows that are under way; a multiple of the three that are kept
-  // Rows that are added up in registers, since the tensor core cuts off where it adds; a multiple of those, too.
+  // Rows that are added up in registers, since the tensor core cuts off where it adds; a multiple of three.
   static constexpr int kTogether = kScaled ? 9 : 6;
   uint32_t v[kScaled ? 2 : 1][4], pair[kScaled ? 2 : 1];
+};
+// The same as words of two halves.
+struct PackedRow {
+  uint32_t w[4], outer;
 
-  __device__ __forceinline__ void convert(WalkWords& words, float scale, int lane) const {
-    uint32_t w[4], outer;
-    if constexpr (kScaled) {
+  // Waits for the row, and for all that is under way with it: loads share a scoreboard.
+  template <typename Element>
+  __device__ __forceinline__ void set(const WalkRow<Element>& row, float scale) {
+    if constexpr (WalkRow<Element>::kScaled) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        w[i] = packed_halves(__uint_as_float(v[i / 2][i % 2 * 2]) * scale,
-                             __uint_as_float(v[i / 2][i % 2 * 2 + 1]) * scale);
+        w[i] = packed_halves(__uint_as_float(row.v[i / 2][i % 2 * 2]) * scale,
+                             __uint_as_float(row.v[i / 2][i % 2 * 2 + 1]) * scale);
       }
-      outer = packed_halves(__uint_as_float(pair[0]) * scale, __uint_as_float(pair[1]) * scale);
+      outer = packed_halves(__uint_as_float(row.pair[0]) * scale, __uint_as_float(row.pair[1]) * scale);
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(w[i]) : "r"(v[0][i]));  // v is loaded again
-      outer = pair[0];
+      for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(w[i]) : "r"(row.v[0][i]));  // loaded again
+      asm volatile("mov.b32 %0, %1;" : "=r"(outer) : "r"(row.pair[0]));
     }
+  }
+  __device__ __forceinline__ void spread(WalkWords& words, int lane) const {
     const uint32_t before = __shfl_up_sync(0xffffffffu, w[3], 1, 4);
     const uint32_t behind = __shfl_down_sync(0xffffffffu, w[0], 1, 4);
-    words.pair[0][0] = (lane & 3) == 0 ? outer : before;
-    words.pair[0][1] = w[1];
-    words.pair[1][0] = w[0], words.pair[1][1] = w[2];
-    asm volatile("mov.b32 %0, %1;" : "=r"(words.pair[2][0]) : "r"(w[1]));
-    words.pair[2][1] = w[3];
-    asm volatile("mov.b32 %0, %1;" : "=r"(words.pair[3][0]) : "r"(w[2]));
-    words.pair[3][1] = (lane & 3) == 3 ? outer : behind;
+    words.set((lane & 3) == 0 ? outer : before, w, (lane & 3) == 3 ? outer : behind);
   }
 };
 
@@ -157,53 +166,71 @@ struct WalkCursor {
   }
 };
 
-// A warp's sums: 13 distances in eight products, and the channels' own.
+// Which values of a lane's eight neighbours and the two behind them are in core columns, and ones where they are.
+template <typename Element>
+struct WalkMasks {
+  uint32_t of[5], ones[4];
+
+  __device__ __forceinline__ void set(const AutocorrelationPlan& plan, int chunk, int lane) {
+    const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+      of[i] = pair_mask(plan.core_columns[0] - u - 2 * i, plan.core_columns[1] - u - 2 * i);
+      asm volatile("" : "+r"(of[i]));  // or they are computed again for every row
+      if (i < 4) ones[i] = kPairOfOnes<Element> & of[i];
+    }
+  }
+};
+
+// A warp's sums: 13 distances in eight products. One of these needs no values moved by one, and has ones in their
+// place: its rows 8 to 15 are the channels' own sums.
 template <typename Element>
 struct WalkSums {
-  float acc[8][4], own[4];
+  float acc[8][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < 32; ++i) acc[i / 4][i % 4] = 0.f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) own[i] = 0.f;
   }
   // The products of row a, whose values count where the masks say, with itself and the two below.
   __device__ __forceinline__ void add(const WalkWords& a, const WalkWords& below, const WalkWords& second,
-                                      const uint32_t (&masks)[5]) {
+                                      const WalkMasks<Element>& masks) {
     uint32_t same[5], moved[4];
 #pragma unroll
-    for (int i = 0; i < 5; ++i) same[i] = a.word(i) & masks[i];
+    for (int i = 0; i < 5; ++i) same[i] = a.word(i) & masks.of[i];
 #pragma unroll
     for (int i = 0; i < 4; ++i) moved[i] = __funnelshift_r(same[i], same[i + 1], 16);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       const uint32_t left[4] = {same[step], moved[step], same[step + 2], moved[step + 2]};
+      const uint32_t counts[4] = {same[step], masks.ones[step], same[step + 2], masks.ones[step + 2]};
       auto multiply = [&](float (&to)[4], const WalkWords& row, int i) {
         mma_halves<Element>(to, left, row.pair[i + step][0], row.pair[i + step][1]);
       };
-      multiply(acc[0], a, 1);
+      mma_halves<Element>(acc[0], counts, a.pair[1 + step][0], a.pair[1 + step][1]);
       multiply(acc[1], a, 2);
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
         multiply(acc[2 + i], below, i);
         multiply(acc[5 + i], second, i);
       }
-      mma_halves<Element>(own, left, kPairOfOnes<Element>, kPairOfOnes<Element>);
     }
   }
-  __device__ __forceinline__ void flush(float* to, int lane) {
+  // Added to what is there, if anything is.
+  __device__ __forceinline__ void flush(float* to, int lane, bool first) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float4* const at = reinterpret_cast<float4*>(to) + i * 32 + lane;
-      float4 v = *at;
+      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (!first) v = *at;
       v.x += acc[i][0], v.y += acc[i][1], v.z += acc[i][2], v.w += acc[i][3];
       *at = v;
     }
-    to[8 * 128 + lane] += own[0];
     clear();
   }
 };
+// Where channel c's own sum is among those of a warp.
+__device__ __forceinline__ int own_sum(int c) { return c / 2 * 4 + 2 + c % 2; }
 
 // What a block knows of its share of a sample.
 struct WalkShare {
@@ -212,233 +239,37 @@ struct WalkShare {
   int lane, warp;
 };
 
-__device__ __forceinline__ int outer_row(const AutocorrelationPlan& plan, int row) {
-  return row < plan.core_rows[0] ? row : row - plan.core_rows[1] + 2;
-}
+// Where outer columns are kept: of each side and row four columns of each channel.
+struct OuterColumns {
+  uint2* at;
+  int rows;
 
-// What a warp does with its part of the rows. ready(): waits for the scale, which is known while loads are under way.
-template <typename Element, bool kVectors, typename Ready>
-__device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
-                                          float* smem, const WalkShare& b, Ready ready) {
-  using Row = WalkRow<Element>;
-  constexpr int kAhead = Row::kAhead;
-  const AutocorrelationPlan& plan = p.plan;
-  const int lane = b.lane, tasks = plan.chunks * plan.runs;
-  float* const core = smem + layout.walks + b.warp * kWalkFloats;
-  Row rows[kAhead];
-  WalkCursor<Element, kVectors> cursor;
-  float scale = 0.f;
-  int task = b.warp, chunk = 0, row = 0, end = 0;
-  auto start = [&] {
-    if (task < tasks) {
-      const int run = task / plan.chunks;
-      chunk = task - run * plan.chunks;
-      row = b.first + run * plan.run_rows;
-      end = min(row + plan.run_rows, b.end);
-      cursor.start(p, b.n, chunk, row, lane);
-      if (row >= end) cursor.rows_left = 0;
-    } else {
-      row = end = 0;
-      cursor.start(p, b.n, 0, 0, lane);
-      cursor.rows_left = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) cursor.load(rows[i], lane);
-  };
-  start();
-  scale = ready();
-  WalkSums<Element> sums;
-  sums.clear();
-#pragma unroll 1
-  for (; task < tasks; task += kAutocorrelationWarps, start()) {
-    if (row >= end) continue;
-    uint32_t masks[5];
-    {
-      const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
-#pragma unroll
-      for (int i = 0; i < 5; ++i) {
-        masks[i] = pair_mask(plan.core_columns[0] - u - 2 * i, plan.core_columns[1] - u - 2 * i);
-        asm volatile("" : "+r"(masks[i]));  // or they are computed again for every row
-      }
-    }
-    const int slot = plan.chunks <= kAutocorrelationWarps ? chunk : b.warp;
-    // Outer rows have sums of their own.
-    auto rows_together = [&] {
-      const bool core_row = row >= plan.core_rows[0] && row < plan.core_rows[1];
-      return core_row ? min(min(Row::kTogether, end - row), plan.core_rows[1] - row) : 1;
-    };
-    WalkWords kept[3];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      rows[i].convert(kept[i], scale, lane);
-      cursor.load(rows[i], lane);
-    }
-#pragma unroll 1
-    while (row < end) {
-      const int together = rows_together();
-      float* to = core;
-      if (row < plan.core_rows[0] || row >= plan.core_rows[1]) {
-        const int e = outer_row(plan, row) & (plan.edge_rows - 1);
-        to = smem + layout.edges + (e * plan.edge_slots + slot) * kWalkFloats;
-      }
-      row += together;
-      int phase = 0;  // of the registers that take turns
-#pragma unroll 1
-      for (int left = together; left > 0;) {
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          rows[(i + 2) % kAhead].convert(kept[(i + 2) % 3], scale, lane);
-          cursor.load(rows[(i + 2) % kAhead], lane);
-          sums.add(kept[i % 3], kept[(i + 1) % 3], kept[(i + 2) % 3], masks);
-          if (--left == 0) {
-            phase = (i + 1) % kAhead;
-            break;
-          }
-        }
-      }
-      sums.flush(to, lane);
-      // Mostly none: the next row starts where the first did.
-#pragma unroll 1
-      for (; phase > 0; --phase) {
-        const Row first = rows[0];
-        const WalkWords oldest = kept[0];
-#pragma unroll
-        for (int i = 0; i + 1 < kAhead; ++i) rows[i] = rows[i + 1];
-        rows[kAhead - 1] = first;
-        kept[0] = kept[1], kept[1] = kept[2], kept[2] = oldest;
-      }
-    }
+  __device__ __forceinline__ OuterColumns(const AutocorrelationPlan& plan, const AutocorrelationLayout& layout,
+                                          float* smem)
+      : at(reinterpret_cast<uint2*>(smem + layout.column_rows)), rows(plan.column_rows) {}
+  // From the slice's first core row on.
+  __device__ __forceinline__ uint2* place(int side, int row, int channel) const {
+    return at + (side * rows + row) * kAutocorrelationChannels + channel;
   }
-}
-
-// A value as the products have it.
-template <typename Element>
-__device__ __forceinline__ float as_multiplied(Element v, float scale) {
-  if constexpr (std::is_same_v<Element, float>) {
-    return __half2float(__float2half_rn(v * scale));
+};
+// A lane's share of them. kVectors: they lie in one lane's neighbouring words.
+template <bool kVectors>
+__device__ __forceinline__ void keep_columns(const OuterColumns& columns, const WalkWords& words, int row, int u,
+                                             int width, int lane) {
+  const int channel = lane >> 2, last = width - 4 - u;  // where the right ones begin
+  if (u == 0) *columns.place(0, row, channel) = make_uint2(words.word(0), words.word(1));
+  if constexpr (kVectors) {
+    if (last == 0 || last == 4) {
+      *columns.place(1, row, channel) =
+          last == 0 ? make_uint2(words.word(0), words.word(1)) : make_uint2(words.word(2), words.word(3));
+    }
   } else {
-    return to_acc(v);
+    unsigned short* const to = reinterpret_cast<unsigned short*>(columns.place(1, row, channel));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (unsigned(i - last) < 4u) to[i - last] = static_cast<unsigned short>(words.word(i / 2) >> i % 2 * 16);
+    }
   }
-}
-
-// The outermost values, with zeros around: rows 0 to 3, the last two and two of zeros, in each two columns of zeros,
-// columns 0 to 3, the last four and two of zeros.
-inline constexpr int kCornerRow = 12 * kAutocorrelationChannels;
-template <typename Element>
-__device__ __forceinline__ void load_corners(const AutocorrelationParams& p, int64_t n, float scale, float* corners,
-                                             int thread, int threads) {
-#pragma unroll 2
-  for (int i = thread; i < kCornerFloats; i += threads) {
-    const int row = i / kCornerRow, column = i % kCornerRow / 8, channel = i % 8;
-    const int h = row < 4 ? row : p.in[1] - 6 + row, w = column < 6 ? column - 2 : p.in[2] - 10 + column;
-    float v = 0.f;
-    if (channel < p.c_in && h < p.in[1] && w >= 0 && w < p.in[2]) {
-      v = as_multiplied<Element>(
-          static_cast<const Element*>(
-              p.x)[n * p.x_stride_n + channel * p.x_stride_c + h * p.x_stride[1] + w * p.x_stride[2]],
-          scale);
-    }
-    corners[i] = v;
-  }
-}
-
-// What the warp of the left or right columns does: K are rows. Rows 0 to 7 of the left operand are the channels of one
-// of the two outermost columns, rows 8 to 15 those of the other; the right operand is one of four columns.
-template <typename Element, bool kVectors, typename Ready>
-__device__ __forceinline__ void walk_columns(const AutocorrelationParams& p, float* to, const WalkShare& b, int worker,
-                                             Ready ready) {
-  constexpr bool kScaled = std::is_same_v<Element, float>;
-  const AutocorrelationPlan& plan = p.plan;
-  constexpr int kStep = 16 * kAutocorrelationColumnWarps / 2;
-  const int lane = b.lane, channel = lane >> 2, side = worker & 1;
-  const int first = max(b.first, plan.core_rows[0]) + worker / 2 * 16, end = min(b.end, plan.core_rows[1]);
-  const int64_t stride = p.x_stride[1], stride_w = p.x_stride[2];
-  const Element* at = static_cast<const Element*>(p.x) + b.n * p.x_stride_n + channel * p.x_stride_c +
-                      (first + (lane & 3) * 4) * stride + (side == 0 ? 0 : p.in[2] - 4) * stride_w;
-  int row = first + (lane & 3) * 4;
-  uint32_t v[6][kScaled ? 4 : 2], next[6][kScaled ? 4 : 2];
-  auto load = [&](uint32_t (&to_row)[6][kScaled ? 4 : 2]) {
-#pragma unroll
-    for (int i = 0; i < 6; ++i) {
-      const bool inside = channel < p.c_in && row + i < p.in[1] && row - (lane & 3) * 4 < end;
-      if constexpr (kVectors) {
-        load_if(to_row[i], at + i * stride, inside);
-      } else {
-        uint32_t bits[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) bits[k] = load_one_if(at + i * stride + k * stride_w, inside);
-        if constexpr (kScaled) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) to_row[i][k] = bits[k];
-        } else {
-          to_row[i][0] = bits[0] | bits[1] << 16, to_row[i][1] = bits[2] | bits[3] << 16;
-        }
-      }
-    }
-    at += kStep * stride;
-    row += kStep;
-  };
-  load(next);
-  const float scale = ready();
-  float acc[12][4] = {}, own[4] = {};
-#pragma unroll 1
-  for (int from = first; from < end; from += kStep) {
-    const int own_row = row - kStep;
-#pragma unroll
-    for (int i = 0; i < 6; ++i) {
-#pragma unroll
-      for (int k = 0; k < (kScaled ? 4 : 2); ++k) v[i][k] = next[i][k];
-    }
-    load(next);
-    uint32_t pairs[4][5];  // of a column rows i and i + 1
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-      for (int i = 0; i < 5; ++i) {
-        if constexpr (kScaled) {
-          pairs[c][i] = packed_halves(__uint_as_float(v[i][c]) * scale, __uint_as_float(v[i + 1][c]) * scale);
-        } else {
-          pairs[c][i] = __byte_perm(v[i][c / 2], v[i + 1][c / 2], c % 2 ? 0x7632 : 0x5410);
-        }
-      }
-    }
-    const uint32_t low = pair_mask(0, end - own_row), high = pair_mask(0, end - own_row - 2);
-    uint32_t left[4];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      left[c] = (side == 0 ? pairs[c][0] : pairs[c + 2][0]) & low;
-      left[c + 2] = (side == 0 ? pairs[c][2] : pairs[c + 2][2]) & high;
-    }
-#pragma unroll
-    for (int h = 0; h < 3; ++h) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) mma_halves<Element>(acc[h * 4 + c], left, pairs[c][h], pairs[c][h + 2]);
-    }
-    mma_halves<Element>(own, left, kPairOfOnes<Element>, kPairOfOnes<Element>);
-  }
-#pragma unroll
-  for (int i = 0; i < 12; ++i) {
-    reinterpret_cast<float4*>(to)[i * 32 + lane] = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
-  }
-  to[12 * 128 + lane] = own[0];
-  to[12 * 128 + 32 + lane] = own[2];
-}
-
-// The power of two that all values of a sample are multiplied by before they become fp16: it brings the largest of some
-// of them to 2^2 to 2^3. Values that are 2^13 times as large become infinite and leave the sample to the convolution;
-// what is lost of small ones is 2^-27 of it. 0: there are zeros only. Called by all threads of a block, which see the
-// same values whatever part of the sample they have.
-__device__ __forceinline__ float sampled_size(const AutocorrelationParams& p, int64_t n, int warp, int lane) {
-  // Each warp a piece of a row, in turns of every channel.
-  constexpr int kWarps = kAutocorrelationThreads / 32;
-  const int channel = warp % p.c_in, row = static_cast<int>((2 * warp + 1) * int64_t(p.in[1]) / (2 * kWarps));
-  const int pieces = p.in[2] / 32, column = pieces > 1 ? (warp * 5 + 2) % pieces * 32 + lane : lane % p.in[2];
-  const float size = fabsf(__ldg(static_cast<const float*>(p.x) + n * p.x_stride_n + channel * p.x_stride_c +
-                                 row * p.x_stride[1] + column * p.x_stride[2]));
-  return size < INFINITY ? size : 0.f;
-}
-__device__ __forceinline__ float scale_of_size(uint32_t bits) {
-  return bits == 0 ? 0.f : __uint_as_float((256 - min(max(bits >> 23, 3u), 253u)) << 23);
 }
 
 // Weights of 64 output channels from c_first on, rounded as the convolution rounds them; zeros where there are none.
@@ -446,7 +277,7 @@ __device__ __forceinline__ float scale_of_size(uint32_t bits) {
 template <typename Element>
 __device__ __forceinline__ void load_filters(const AutocorrelationParams& p, float* filters, int c_first, int warp,
                                              int warps, int lane) {
-  constexpr int kRounds = (kAutocorrelationEntries + 31) / 32, kTogether = 4;
+  constexpr int kRounds = (kAutocorrelationEntries + 31) / 32, kTogether = 8;
   const int width = p.plan.kernel[1], entries = p.plan.kernel[0] * width * p.c_in, padded = (entries + 3) / 4 * 4;
   // A lane has K entries lane, lane + 32, ... in the order in which filters usually lie.
   int64_t from[kRounds];
@@ -480,6 +311,206 @@ __device__ __forceinline__ void load_filters(const AutocorrelationParams& p, flo
       }
     }
   }
+}
+
+// What a warp does with its part of the core rows. ready(): waits for the scale, which is known while loads are under
+// way.
+template <typename Element, bool kVectors, typename Ready>
+__device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
+                                          float* smem, const WalkShare& b, Ready ready) {
+  constexpr int kAhead = 3;  // rows, as many as are kept
+  const AutocorrelationPlan& plan = p.plan;
+  const int lane = b.lane, tasks = plan.chunks * plan.runs;
+  const int first_row = max(b.first, plan.core_rows[0]), end_row = min(b.end, plan.core_rows[1]);
+  float* const core = smem + layout.walks + b.warp * kWalkFloats;
+  const OuterColumns columns(plan, layout, smem);
+  WalkRow<Element> rows[kAhead];
+  WalkCursor<Element, kVectors> cursor;
+  int task = b.warp, chunk = 0, row = 0, end = 0;
+  auto start = [&] {
+    const int run = task / plan.chunks;
+    chunk = task - run * plan.chunks;
+    row = first_row + run * plan.run_rows;
+    end = min(row + plan.run_rows, end_row);
+    cursor.start(p, b.n, chunk, row, lane);
+    cursor.rows_left = task < tasks && row < end ? min(end + 2, p.in[1]) - row : 0;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) cursor.load(rows[i], lane);
+  };
+  start();
+  const float scale = ready();
+  WalkSums<Element> sums;
+  sums.clear();
+  bool first = true;
+#pragma unroll 1
+  for (; task < tasks; task += kAutocorrelationWarps, start()) {
+    if (row >= end) continue;
+    WalkMasks<Element> masks;
+    masks.set(plan, chunk, lane);
+    const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
+    const bool has_columns = chunk == 0 || (chunk + 1) * kAutocorrelationChunk > p.in[2] - 4;
+    // A run has two rows below that are another's, but for the last one.
+    const int count = end - row + 2, kept_rows = end == end_row ? count : count - 2, offset = row - first_row;
+    WalkWords kept[3];
+    int together = 0;
+#pragma unroll 1
+    for (int at = 0; at < count; at += kAhead) {
+      PackedRow packed[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) packed[i].set(rows[i], scale);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) cursor.load(rows[i], lane);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (at + i >= count) break;
+        packed[i].spread(kept[i], lane);
+        if (has_columns && at + i < kept_rows) {
+          keep_columns<kVectors>(columns, kept[i], offset + at + i, u, p.in[2], lane);
+        }
+        if (i == 2 || at > 0) sums.add(kept[(i + 1) % 3], kept[(i + 2) % 3], kept[i], masks);
+      }
+      if (++together == WalkRow<Element>::kTogether / kAhead) {
+        sums.flush(core, lane, first);
+        together = 0, first = false;
+      }
+    }
+    if (together > 0) {
+      sums.flush(core, lane, first);
+      first = false;
+    }
+  }
+  if (first) sums.flush(core, lane, first);
+}
+
+// The sums of an outer row, all of it by one warp. Zeros where there is none.
+template <typename Element, bool kVectors>
+__device__ __forceinline__ void walk_outer_row(const AutocorrelationParams& p, float* to, const WalkShare& b, int row,
+                                               float scale) {
+  const AutocorrelationPlan& plan = p.plan;
+  const int lane = b.lane;
+  const bool exists = row >= b.first && row < b.end && (row < plan.core_rows[0] || row >= plan.core_rows[1]);
+  WalkRow<Element> rows[3];
+  WalkCursor<Element, kVectors> cursor;
+  auto load = [&](int chunk) {
+    cursor.start(p, b.n, chunk, row, lane);
+    if (chunk >= plan.chunks) cursor.rows_left = 0;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) cursor.load(rows[i], lane);
+  };
+  WalkSums<Element> sums;
+  sums.clear();
+  bool first = true;
+  if (exists) {
+    load(0);
+    int together = 0;
+#pragma unroll 1
+    for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+      WalkWords kept[3];
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        PackedRow packed;
+        packed.set(rows[i], scale);
+        packed.spread(kept[i], lane);
+      }
+      load(chunk + 1);
+      WalkMasks<Element> masks;
+      masks.set(plan, chunk, lane);
+      sums.add(kept[0], kept[1], kept[2], masks);
+      if (++together == WalkRow<Element>::kTogether) {
+        sums.flush(to, lane, first);
+        together = 0, first = false;
+      }
+    }
+  }
+  sums.flush(to, lane, first);
+}
+
+// A value as the products have it.
+template <typename Element>
+__device__ __forceinline__ float as_multiplied(Element v, float scale) {
+  if constexpr (std::is_same_v<Element, float>) {
+    return __half2float(__float2half_rn(v * scale));
+  } else {
+    return to_acc(v);
+  }
+}
+
+// The outermost values, with zeros around: rows 0 to 3, the last two and two of zeros, in each two columns of zeros,
+// columns 0 to 3, the last four and two of zeros.
+inline constexpr int kCornerRow = 12 * kAutocorrelationChannels;
+template <typename Element>
+__device__ __forceinline__ void load_corners(const AutocorrelationParams& p, int64_t n, float scale, float* corners,
+                                             int thread, int threads) {
+#pragma unroll 8
+  for (int i = thread; i < kCornerFloats; i += threads) {
+    const int row = i / kCornerRow, column = i % kCornerRow / 8, channel = i % 8;
+    const int h = row < 4 ? row : p.in[1] - 6 + row, w = column < 6 ? column - 2 : p.in[2] - 10 + column;
+    float v = 0.f;
+    if (channel < p.c_in && h < p.in[1] && w >= 0 && w < p.in[2]) {
+      v = as_multiplied<Element>(
+          static_cast<const Element*>(
+              p.x)[n * p.x_stride_n + channel * p.x_stride_c + h * p.x_stride[1] + w * p.x_stride[2]],
+          scale);
+    }
+    corners[i] = v;
+  }
+}
+
+// A side's outer columns: K are rows. Rows 0 to 7 of the left operand are the channels of one of the two outermost
+// columns, rows 8 to 15 those of the other; the right operand is one of four columns in one of three rows. A warp takes
+// one of these twelve at a time, or the channels' own sums.
+template <typename Element>
+__device__ __forceinline__ void sum_columns(const AutocorrelationPlan& plan, const AutocorrelationLayout& layout,
+                                            float* smem, const WalkShare& b) {
+  const OuterColumns columns(plan, layout, smem);
+  const int lane = b.lane, count = min(b.end, plan.core_rows[1]) - max(b.first, plan.core_rows[0]);
+#pragma unroll 1
+  for (int job = b.warp; job < 2 * 13; job += kAutocorrelationThreads / 32) {
+    const int side = job & 1, product = job >> 1, h = product / 4 % 3, c = product % 4;
+    const uint32_t odd = c % 2 ? 0x7632 : 0x5410;
+    float acc[4] = {};
+    const uint2* from = columns.place(side, (lane & 3) * 4, lane >> 2);
+#pragma unroll 2
+    for (int left_rows = count - (lane & 3) * 4, row = 0; row < count; row += 16, left_rows -= 16) {
+      uint32_t left[4], right[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint2 v = from[i * kAutocorrelationChannels], w = from[(i + h) * kAutocorrelationChannels];
+        left[i] = side == 0 ? v.x : v.y, right[i] = c < 2 ? w.x : w.y;
+      }
+      const uint32_t low = pair_mask(0, left_rows), high = pair_mask(0, left_rows - 2);
+      const uint32_t a[4] = {__byte_perm(left[0], left[1], 0x5410) & low, __byte_perm(left[0], left[1], 0x7632) & low,
+                             __byte_perm(left[2], left[3], 0x5410) & high,
+                             __byte_perm(left[2], left[3], 0x7632) & high};
+      const uint32_t b0 = __byte_perm(right[0], right[1], odd), b1 = __byte_perm(right[2], right[3], odd);
+      mma_halves<Element>(acc, a, product < 12 ? b0 : kPairOfOnes<Element>, product < 12 ? b1 : kPairOfOnes<Element>);
+      from += 16 * kAutocorrelationChannels;
+    }
+    float* const to = smem + layout.columns + side * kColumnFloats;
+    if (product < 12) {
+      reinterpret_cast<float4*>(to)[product * 32 + lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+    } else {
+      to[12 * 128 + lane] = acc[0];
+      to[12 * 128 + 32 + lane] = acc[2];
+    }
+  }
+}
+
+// The power of two that all values of a sample are multiplied by before they become fp16: it brings the largest of some
+// of them to 2^2 to 2^3. Values that are 2^13 times as large become infinite and leave the sample to the convolution;
+// what is lost of small ones is 2^-27 of it. 0: there are zeros only. Called by all threads of a block, which see the
+// same values whatever part of the sample they have.
+__device__ __forceinline__ float sampled_size(const AutocorrelationParams& p, int64_t n, int warp, int lane) {
+  // Each warp a piece of a row, in turns of every channel.
+  constexpr int kWarps = kAutocorrelationThreads / 32;
+  const int channel = warp % p.c_in, row = static_cast<int>((2 * warp + 1) * int64_t(p.in[1]) / (2 * kWarps));
+  const int pieces = p.in[2] / 32, column = pieces > 1 ? (warp * 5 + 2) % pieces * 32 + lane : lane % p.in[2];
+  const float size = fabsf(__ldg(static_cast<const float*>(p.x) + n * p.x_stride_n + channel * p.x_stride_c +
+                                 row * p.x_stride[1] + column * p.x_stride[2]));
+  return size < INFINITY ? size : 0.f;
+}
+__device__ __forceinline__ float scale_of_size(uint32_t bits) {
+  return bits == 0 ? 0.f : __uint_as_float((256 - min(max(bits >> 23, 3u), 253u)) << 23);
 }
 
 // What the end needs of each output channel.
@@ -524,7 +555,7 @@ struct alignas(16) OuterColumn {
 };
 // Two of each for every tap along a side.
 __device__ __forceinline__ void fill_outer(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
-                                           int edge_slots, float* smem, int thread) {
+                                           float* smem, int thread) {
   const AutocorrelationPlan& plan = p.plan;
   if (thread >= 4 * kAutocorrelationTaps) return;
   const int dim = thread / (2 * kAutocorrelationTaps), tap = thread / 2 % kAutocorrelationTaps;
@@ -534,8 +565,8 @@ __device__ __forceinline__ void fill_outer(const AutocorrelationParams& p, const
   const int e = exists ? __ffs(seen) - 1 : 0;
   if (dim == 0) {
     const int corner = e < 2 ? e : plan.core_rows[1] + e + 4 - p.in[1];
-    reinterpret_cast<OuterRow*>(smem + layout.outer)[thread] = {layout.edges + e * edge_slots * kWalkFloats,
-                                                                corner * kCornerRow, exists ? 1.f : 0.f, 0};
+    reinterpret_cast<OuterRow*>(smem + layout.outer)[thread] = {layout.edges + e * kWalkFloats, corner * kCornerRow,
+                                                                exists ? 1.f : 0.f, 0};
   } else {
     const int place = e < 2 ? e : plan.core_columns[1] + e - p.in[2];
     reinterpret_cast<OuterColumn*>(smem + layout.outer)[thread] = {
@@ -544,34 +575,19 @@ __device__ __forceinline__ void fill_outer(const AutocorrelationParams& p, const
   }
 }
 
-// From merged sums to statistics of the sample. All values of x were multiplied by 1 / unit. Called by all threads of
-// the block; the first filters, corners, pairs and the channels' values are there.
-template <typename Element>
-__device__ __forceinline__ void finish_autocorrelation(const AutocorrelationParams& p,
-                                                       const AutocorrelationLayout& layout, float* smem, int64_t n,
-                                                       float unit, bool broken) {
-  constexpr int kThreads = kAutocorrelationThreads, kWarps = kThreads / 32;
+// What is outer, of each K entry's sum and of each product, by `warps` warps: nothing here needs the core's sums.
+__device__ __forceinline__ void sum_rest(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
+                                         float* smem, int warp, int warps, int lane) {
   const AutocorrelationPlan& plan = p.plan;
-  const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
-  const int taps = plan.kernel[0] * plan.kernel[1], entries = taps * p.c_in, quads = (entries + 3) / 4;
-  const float* const core = smem + layout.walks;
+  const int taps = plan.kernel[0] * plan.kernel[1];
   const float* const corners = smem + layout.corners;
   const int* const pairs = reinterpret_cast<const int*>(smem + layout.pairs);
-  float4* const means = reinterpret_cast<float4*>(smem + layout.entries);
-  float* const matrix = smem + layout.matrix;
-  const float positions = static_cast<float>(p.out[1]) * static_cast<float>(p.out[2]);
-  const float inverse = 1.f / positions, inverse_rest = fmaf(-inverse, positions, 1.f) * inverse;
-
   const OuterRow* const outer_rows = reinterpret_cast<const OuterRow*>(smem + layout.outer);
   const OuterColumn* const outer_columns = reinterpret_cast<const OuterColumn*>(outer_rows) + 2 * kAutocorrelationTaps;
-
 #pragma unroll 1
-  for (int i = tid; i < quads * kAutocorrelationEntries; i += kThreads) {
-    reinterpret_cast<float4*>(matrix)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-  if (tid < entries) {
-    const int tap = tid / p.c_in, c = tid - tap * p.c_in, ky = tap / plan.kernel[1], kx = tap - ky * plan.kernel[1];
-    const int own = 8 * 128 + c * 4;
+  for (int k = warp * 32 + lane; k < taps * p.c_in; k += warps * 32) {
+    const int tap = k / p.c_in, c = k - tap * p.c_in, ky = tap / plan.kernel[1], kx = tap - ky * plan.kernel[1];
+    const int own = own_sum(c);
     const OuterRow row[2] = {outer_rows[2 * ky], outer_rows[2 * ky + 1]};
     float rest = row[0].exists * smem[row[0].sums + own] + row[1].exists * smem[row[1].sums + own];
 #pragma unroll
@@ -583,16 +599,11 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
       for (int r = 0; r < 2; ++r) sum = fmaf(row[r].exists, corners[row[r].corner + column.corner + c], sum);
       rest = fmaf(column.exists, sum, rest);
     }
-    // Sum and mean in two terms each.
-    const float sum = core[own] + rest, sum_rest = rest - (sum - core[own]);
-    const float mean = sum * inverse;
-    const float mean_rest = fmaf(sum, inverse, -mean) + fmaf(sum, inverse_rest, sum_rest * inverse);
-    means[tid] = make_float4(mean, mean_rest, 0.f, sum);
+    reinterpret_cast<float4*>(smem + layout.entries)[k].x = rest;
   }
-  __syncthreads();
   const int c2 = lane % 8;
 #pragma unroll 1
-  for (int job = warp; job < taps * (taps + 1) / 2; job += kWarps) {
+  for (int job = warp; job < taps * (taps + 1) / 2; job += warps) {
     const int pair = pairs[job];
     const int ky = pair >> 8 & 3, kx = pair >> 10 & 3, dy = pair >> 12 & 3, dx = (pair >> 14 & 7) - 2;
     const int at = (pair >> 17 & 15) * 128 + (pair >> 21 & 1) * 2;
@@ -616,6 +627,52 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
         }
         rest = fmaf(column[i].exists, sum, rest);
       }
+      smem[layout.rest + (job * 2 + half) * 32 + lane] = rest;
+    }
+  }
+}
+
+// From merged sums to statistics of the sample. All values of x were multiplied by 1 / unit. Called by all threads of
+// the block; the first filters, what is outer, pairs and the channels' values are there.
+template <typename Element>
+__device__ __forceinline__ void finish_autocorrelation(const AutocorrelationParams& p,
+                                                       const AutocorrelationLayout& layout, float* smem, int64_t n,
+                                                       float unit, bool broken) {
+  constexpr int kThreads = kAutocorrelationThreads, kWarps = kThreads / 32;
+  const AutocorrelationPlan& plan = p.plan;
+  const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
+  const int taps = plan.kernel[0] * plan.kernel[1], entries = taps * p.c_in, quads = (entries + 3) / 4;
+  const float* const core = smem + layout.walks;
+  const int* const pairs = reinterpret_cast<const int*>(smem + layout.pairs);
+  float4* const means = reinterpret_cast<float4*>(smem + layout.entries);
+  float* const matrix = smem + layout.matrix;
+  const float positions = static_cast<float>(p.out[1]) * static_cast<float>(p.out[2]);
+  const float inverse = 1.f / positions, inverse_rest = fmaf(-inverse, positions, 1.f) * inverse;
+
+  // By blocks of four rows, what is above the diagonal counted twice.
+  auto place = [&](int k, int k2) -> float& { return matrix[(k2 / 4 * kAutocorrelationEntries + k) * 4 + k2 % 4]; };
+  if (tid < entries) {
+    // Sum and mean in two terms each.
+    const float rest = means[tid].x, own = core[own_sum(tid % p.c_in)];
+    const float sum = own + rest, sum_rest = rest - (sum - own);
+    const float mean = sum * inverse;
+    const float mean_rest = fmaf(sum, inverse, -mean) + fmaf(sum, inverse_rest, sum_rest * inverse);
+    means[tid] = make_float4(mean, mean_rest, 0.f, sum);
+  } else if (tid < quads * 4) {
+    for (int i = 0; i < quads * 4; ++i) {
+      place(i, tid) = 0.f;
+      if (i / 4 == tid / 4) place(tid, i) = 0.f;
+    }
+  }
+  __syncthreads();
+  const int c2 = lane % 8;
+#pragma unroll 1
+  for (int job = warp; job < taps * (taps + 1) / 2; job += kWarps) {
+    const int pair = pairs[job], at = (pair >> 17 & 15) * 128 + (pair >> 21 & 1) * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int c = half * 4 + lane / 8, in_tile = (c * 4 + c2 / 2) * 4 + c2 % 2;
+      const float rest = smem[layout.rest + (job * 2 + half) * 32 + lane];
       const int k = (pair & 15) * p.c_in + c, k2 = (pair >> 4 & 15) * p.c_in + c2;
       if (c >= p.c_in || c2 >= p.c_in || k2 < k) continue;
       // What the means' product takes away is subtracted where it is large, and its rounding with the small terms.
@@ -623,15 +680,18 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
       const float squares = core[at + in_tile];
       const float product = a.x * b.w, product_rest = fmaf(a.x, b.w, -product) + a.y * b.w;
       const float covariance = (squares - product) + (rest - product_rest);
-      if (k == k2) means[k].z = squares + rest;
-      // By blocks of four rows, what is above the diagonal counted twice below it.
-      matrix[(k2 / 4 * kAutocorrelationEntries + k) * 4 + k2 % 4] = k == k2 ? covariance : 2.f * covariance;
+      place(k, k2) = k == k2 ? covariance : 2.f * covariance;
+      if (k == k2) {
+        means[k].z = squares + rest;
+      } else if (k / 4 == k2 / 4) {
+        place(k2, k) = 0.f;  // a block is read as a whole
+      }
     }
   }
   const float* const filters = smem + layout.weights;
   const float* const affine = smem + layout.affine;
   float* const parts = smem + layout.parts;
-  float* const other_parts = parts + 2 * kAutocorrelationQuads * 64;
+  float* const other_parts = parts + 2 * kAutocorrelationQuads * kPartPitch;
   Moments<float>* const moments = reinterpret_cast<Moments<float>*>(smem + layout.moments);
   float2* const groups = reinterpret_cast<float2*>(moments + kAutocorrelationOutputs);
   float* const alone = reinterpret_cast<float*>(groups + kAutocorrelationOutputs);
@@ -639,9 +699,12 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
   for (int c_first = 0; c_first < p.c_out; c_first += 64) {
     if (c_first > 0) load_filters<Element>(p, smem + layout.weights, c_first, warp, kWarps, lane);
     __syncthreads();
-    // A warp takes halves of blocks of four rows, a lane has two output channels.
+    // A warp takes halves of blocks of four rows, a long one first and then a short one; a lane has two output
+    // channels.
 #pragma unroll 1
-    for (int job = warp; job < 2 * quads; job += kWarps) {
+    for (int round = 0; round * kWarps < 2 * quads; ++round) {
+      const int job = 2 * quads - 1 - round * kWarps - (round % 2 == 0 ? warp : kWarps - 1 - warp);
+      if (job < 0) continue;
       const int quad = job / 2, half = 2 * quad + 2, begin = job % 2 * half;
       float s[4][2] = {};
       const float4* const row = reinterpret_cast<const float4*>(matrix) + quad * kAutocorrelationEntries;
@@ -666,23 +729,30 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
         mean[0] = fmaf(w.x, of.x, mean[0]), mean[1] = fmaf(w.y, of.x, mean[1]);
         squares[0] = fmaf(w.x * w.x, of.z, squares[0]), squares[1] = fmaf(w.y * w.y, of.z, squares[1]);
       }
-      reinterpret_cast<float2*>(parts)[job * 32 + lane] = make_float2(m2[0], m2[1]);
+      reinterpret_cast<float2*>(parts)[job * (kPartPitch / 2) + lane] = make_float2(m2[0], m2[1]);
       // The first half has the means, the second the sums of squares.
-      reinterpret_cast<float2*>(other_parts)[job * 32 + lane] =
+      reinterpret_cast<float2*>(other_parts)[job * (kPartPitch / 2) + lane] =
           job % 2 == 0 ? make_float2(mean[0], mean[1]) : make_float2(squares[0], squares[1]);
     }
     __syncthreads();
-    if (tid < 64 && c_first + tid < p.c_out) {
-      const int c = c_first + tid;
-      float m2 = 0.f, mean = 0.f, squares = 0.f;
-#pragma unroll 6
-      for (int i = 0; i < quads; ++i) {
-        m2 += parts[i * 128 + tid] + parts[i * 128 + 64 + tid];
-        mean += other_parts[i * 128 + tid], squares += other_parts[i * 128 + 64 + tid];
+    // Four lanes have a channel, and every fourth of the parts.
+    if (warp < 8) {
+      const int o = warp * 8 + lane % 8, c = c_first + o;
+      float m2 = 0.f, other = 0.f;  // with an even number the mean, else the sum of squares
+#pragma unroll 3
+      for (int i = lane / 8; i < 2 * quads; i += 4) {
+        m2 += parts[i * kPartPitch + o];
+        other += other_parts[i * kPartPitch + o];
       }
-      if (m2 < 0.f) m2 = 0.f;  // and a NaN stays
-      moments[c] = {fmaf(mean, unit, affine[c]), m2 * unit * unit, positions};
-      alone[c] = squares * unit * unit;
+      m2 += __shfl_xor_sync(0xffffffffu, m2, 8);
+      m2 += __shfl_xor_sync(0xffffffffu, m2, 16);
+      other += __shfl_xor_sync(0xffffffffu, other, 16);
+      const float squares = __shfl_xor_sync(0xffffffffu, other, 8);
+      if (lane < 8 && c < p.c_out) {
+        if (m2 < 0.f) m2 = 0.f;  // and a NaN stays
+        moments[c] = {fmaf(other, unit, affine[c]), m2 * unit * unit, positions};
+        alone[c] = squares * unit * unit;
+      }
     }
   }
   __syncthreads();
@@ -743,8 +813,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   extern __shared__ __align__(128) float autocorrelation_smem[];
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
-  const AutocorrelationLayout layout =
-      autocorrelation_layout(kWarps, plan.edge_rows, plan.edge_slots, kAutocorrelationColumnWarps);
+  const AutocorrelationLayout layout = autocorrelation_layout(kWarps, plan.edge_rows, plan.column_rows);
   const int tid = threadIdx.x;
   const unsigned slices = static_cast<unsigned>(plan.slices);  // as the grid's size
   WalkShare b;
@@ -760,14 +829,6 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   float scale = 1.f;
   // Called by every warp once, its first loads under way.
   auto ready = [&] {
-    auto clear = [&](int at, int floats) {
-#pragma unroll 1
-      for (int i = tid; i < floats / 4; i += kThreads) {
-        reinterpret_cast<float4*>(smem + at)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      }
-    };
-    clear(layout.walks, kWarps * kWalkFloats);
-    clear(layout.edges, plan.edge_rows * plan.edge_slots * kWalkFloats);
     if constexpr (kScaled) {
       const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(size));
       if (b.lane == 0) maxima[b.warp] = of_warp;
@@ -781,47 +842,61 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   if (b.warp < kWarps) {
     walk_rows<Element, kVectors>(p, layout, smem, b, ready);
   } else {
-    constexpr int kOthers = 32 * kAutocorrelationColumnWarps;
-    const int worker = b.warp - kWarps, thread = tid - 32 * kWarps;
-    walk_columns<Element, kVectors>(p, smem + layout.columns + worker * kColumnFloats, b, worker, ready);
+    constexpr int kOthers = kAutocorrelationOthers;
+    const int worker = b.warp - kWarps, thread = worker * 32 + b.lane;
+    ready();
     if (slices == 1) {
-      load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, kOthers);
-      load_filters<Element>(p, smem + layout.weights, 0, worker, kAutocorrelationColumnWarps, b.lane);
-      load_affine<Element>(p, smem + layout.affine, thread, kOthers);
-      fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, kOthers);
-      fill_outer(p, layout, plan.edge_slots, smem, thread);
+      load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, 32 * kOthers);
+      load_filters<Element>(p, smem + layout.weights, 0, worker, kOthers, b.lane);
+      load_affine<Element>(p, smem + layout.affine, thread, 32 * kOthers);
+      fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, 32 * kOthers);
+      fill_outer(p, layout, smem, thread);
+    }
+    // Zeros behind the rows of the outer columns.
+    const OuterColumns columns(plan, layout, smem);
+    const int rows = min(b.end, plan.core_rows[1]) - max(b.first, plan.core_rows[0]) + 2;
+    for (int i = rows * kAutocorrelationChannels + thread; i < plan.column_rows * kAutocorrelationChannels;
+         i += 32 * kOthers) {
+      *columns.place(0, 0, i) = *columns.place(1, 0, i) = make_uint2(0, 0);
+    }
+    if (worker < plan.edge_rows) {
+      // The last of several slices has the outer rows below, another one's would be those above.
+      const int outer = slices > 1 && slice > 0 ? worker + 2 : worker;
+      walk_outer_row<Element, kVectors>(p, smem + layout.edges + worker * kWalkFloats, b,
+                                        outer < 2 ? outer : plan.core_rows[1] + outer - 2, scale);
     }
   }
   __syncthreads();
-  // Merged sums take the place of the first ones, a vector a thread.
+  sum_columns<Element>(plan, layout, smem, b);
+  // Merged sums take the place of the first ones, or leave with all others where a sample has slices.
   float* const to = slices == 1 ? nullptr : p.sums + (b.n * slices + slice) * plan.slice_floats;
-  constexpr int kOfWalk = kWalkFloats / 4, kOfColumns = 2 * kColumnFloats / 4;
-  auto merge = [&](int at, int sets, int stride, int out) {
-    float4* const place = reinterpret_cast<float4*>(smem + at);
-    float4 sum = place[0];
-#pragma unroll 4
-    for (int i = 1; i < sets; ++i) {
-      const float4 v = place[i * (stride / 4)];
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+  {
+    float2* const walks = reinterpret_cast<float2*>(smem + layout.walks);
+    constexpr int kOfWalk = kWalkFloats / 2;
+    static_assert(kOfWalk <= kThreads);
+    if (tid < kOfWalk) {
+      float2 sum = walks[tid];
+#pragma unroll
+      for (int w = 1; w < kWarps; ++w) {
+        const float2 v = walks[w * kOfWalk + tid];
+        sum.x += v.x, sum.y += v.y;
+      }
+      (to ? reinterpret_cast<float2*>(to) : walks)[tid] = sum;
     }
-    *(to ? reinterpret_cast<float4*>(to + out) : place) = sum;
-  };
-#pragma unroll 1
-  for (int i = tid; i < (plan.edge_rows + 1) * kOfWalk + kOfColumns; i += kThreads) {
-    const int set = i / kOfWalk, of = (i - set * kOfWalk) * 4;
-    if (set == 0) {
-      merge(layout.walks + of, kWarps, kWalkFloats, of);
-    } else if (set <= plan.edge_rows) {
-      merge(layout.edges + (set - 1) * plan.edge_slots * kWalkFloats + of, plan.edge_slots, kWalkFloats, i * 4);
-    } else {
-      merge(layout.columns + (i - (plan.edge_rows + 1) * kOfWalk) * 4, kAutocorrelationColumnWarps / 2,
-            2 * kColumnFloats, i * 4);
+  }
+  __syncthreads();
+  if (to) {
+    // The outer rows' sums, and behind them the outer columns'.
+    const float4* const edges = reinterpret_cast<const float4*>(smem + layout.edges);
+    for (int i = tid; i < (plan.edge_rows * kWalkFloats + 2 * kColumnFloats) / 4; i += kThreads) {
+      reinterpret_cast<float4*>(to + kWalkFloats)[i] = edges[i];
     }
   }
   if (to) {
     if (tid == 0) to[plan.slice_floats - 4] = scale;
     return;
   }
+  sum_rest(p, layout, smem, b.warp, kThreads / 32, b.lane);
   __syncthreads();
   const bool broken = kScaled && scale == 0.f;
   finish_autocorrelation<Element>(p, layout, smem, b.n, broken ? 1.f : 1.f / scale, broken);
@@ -837,14 +912,14 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   extern __shared__ __align__(128) float autocorrelation_smem[];
   float* const smem = autocorrelation_smem;
   const AutocorrelationPlan& plan = p.plan;
-  const AutocorrelationLayout layout = autocorrelation_layout(1, 4, 1, 2);
+  const AutocorrelationLayout layout = autocorrelation_layout(1, 4, 0);
   const int tid = threadIdx.x, slices = static_cast<int>(plan.slices);
   const int64_t n = blockIdx.x;
   let_dependents_start();
   load_filters<Element>(p, smem + layout.weights, 0, tid / 32, kThreads / 32, tid % 32);
   load_affine<Element>(p, smem + layout.affine, tid, kThreads);
   fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), tid, kThreads);
-  fill_outer(p, layout, 1, smem, tid);
+  fill_outer(p, layout, smem, tid);
   wait_for_prerequisites();
   const float* const from = p.sums + n * slices * plan.slice_floats;
   const float scale = from[plan.slice_floats - 4];
@@ -873,6 +948,8 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
                               : layout.columns + (i - 5 * kOfWalk) * 4;
     *reinterpret_cast<float4*>(smem + to) = sum;
   }
+  __syncthreads();
+  sum_rest(p, layout, smem, tid / 32, kThreads / 32, tid % 32);
   __syncthreads();
   const bool broken = scale == 0.f;
   finish_autocorrelation<Element>(p, layout, smem, n, broken ? 1.f : 1.f / scale, broken);

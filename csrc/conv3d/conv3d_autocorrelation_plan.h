@@ -26,16 +26,16 @@ inline bool autocorrelation_slices(AutocorrelationPlan* p, const ConvProblem& q,
   p->slices = slices;
   p->slice_rows = static_cast<int>(rows);
   p->edge_rows = slices == 1 ? 4 : 2;
-  p->edge_slots = std::min(p->chunks, kAutocorrelationWarps);
   // As many runs of rows as make whole rounds of the warps.
-  const int64_t most = std::max<int64_t>(1, rows / 4);
-  p->runs = static_cast<int>(std::min<int64_t>(most, std::max(1, kAutocorrelationWarps / p->chunks)));
-  p->run_rows = static_cast<int>((rows + p->runs - 1) / p->runs);
-  p->runs = static_cast<int>((rows + p->run_rows - 1) / p->run_rows);
+  const int core = static_cast<int>(std::min<int64_t>(rows, p->core_rows[1] - p->core_rows[0]));
+  p->runs = std::min(std::max(1, core / 4), std::max(1, kAutocorrelationWarps / p->chunks));
+  p->run_rows = (core + p->runs - 1) / p->runs;
+  p->runs = (core + p->run_rows - 1) / p->run_rows;
+  p->column_rows = (core + 15) / 16 * 16 + 2;
   p->slice_floats = slices == 1 ? 0 : (p->edge_rows + 1) * kWalkFloats + 2 * kColumnFloats + 4;
-  p->finish_smem_bytes = autocorrelation_layout(1, 4, 1, 2).total * 4;
-  p->smem_bytes =
-      autocorrelation_layout(kAutocorrelationWarps, p->edge_rows, p->edge_slots, kAutocorrelationColumnWarps).total * 4;
+  p->finish_smem_bytes = autocorrelation_layout(1, 4, 0).total * 4;
+  if (rows > 4096) return false;  // or sizes overflow
+  p->smem_bytes = autocorrelation_layout(kAutocorrelationWarps, p->edge_rows, p->column_rows).total * 4;
   return p->smem_bytes <= limits.smem_per_block;
 }
 

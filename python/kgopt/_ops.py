@@ -78,6 +78,11 @@ def _format(rank: int, channels_last: bool) -> torch.memory_format:
     return torch.channels_last_3d if rank == 5 else torch.channels_last
 
 
+def _contiguous(t: Tensor) -> Tensor:
+    """Of strides that say so where sizes of 1 leave a choice."""
+    return t.clone(memory_format=torch.contiguous_format) if _is_channels_last(t) else t.contiguous()
+
+
 def _empty(like: Tensor, sizes: Sequence[Any], dtype: torch.dtype | None = None, channels_last: bool = False) -> Tensor:
     return torch.empty(
         sizes,
@@ -349,6 +354,7 @@ def _conv_precision(precision: str) -> Iterator[None]:
 
 
 _FEW_CHANNELS = 16  # of a contiguous x: more have no kernels of their own in conv_backward
+_FUSED_CHANNELS = 32  # of x: with more, every pipeline stores what its convolution gives
 _KEYS = torch._C.DispatchKey
 # What stands above an op's kernel of a plain tensor.
 _ABOVE = functools.reduce(
@@ -883,6 +889,18 @@ class _FusedContext:
         ctx.allow_tf32 = keywords["allow_tf32"]
 
     @staticmethod
+    def inputs(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """x and weight for what the backward computes again: contiguous where the forward did not store it.
+
+        The forward's statistics, and logsumexp, are those of x rounded to TF32. The wgmma kernels of channels_last
+        tensors cut x off instead, which is 2^-12 smaller in the mean: what they give does not fit to these statistics.
+        Kernels of contiguous tensors round, and the gradients' ones of few channels are the faster ones.
+        """
+        if ctx.backend == "aten" or not x.is_cuda or x.shape[1] > _FUSED_CHANNELS:
+            return x, weight
+        return _contiguous(x), _contiguous(weight)
+
+    @staticmethod
     def recompute(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution's output, computed again instead of kept since the forward."""
         options = {"backend": ctx.backend, "allow_tf32": ctx.allow_tf32}
@@ -894,11 +912,17 @@ class _FusedContext:
         return conv(x, weight, bias, ctx.stride, ctx.padding, ctx.dilation, ctx.groups, **options)
 
     @staticmethod
-    def gradients(ctx: Any, dc: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor) -> Any:
+    def gradients(  # type: ignore[no-untyped-def]
+        ctx: Any, dc: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor, like=(None, None)
+    ) -> Any:
+        """``like``: tensors as which the first two gradients are to lie."""
         geometry = ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding, ctx.groups, ctx.transposed
         needs = _needs(ctx, 0, 1, 2)
-        conv = _conv_gradients(needs, dc, x, weight, geometry, ctx.allow_tf32, ctx.backend)
-        return *conv, None, *_affine(ctx, (4, 5), dweight, dbias)
+        *both, third = _conv_gradients(needs, dc, x, weight, geometry, ctx.allow_tf32, ctx.backend)
+        for i, (gradient, given) in enumerate(zip(both, like, strict=True)):
+            if gradient is not None and given is not None and _is_channels_last(given):
+                both[i] = gradient.contiguous(memory_format=_format(given.dim(), True))
+        return *both, third, None, *_affine(ctx, (4, 5), dweight, dbias)
 
 
 def _conv_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -910,11 +934,12 @@ def _conv_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, channel_mean, mean, rstd = ctx.saved_tensors
-    c = _FusedContext.recompute(ctx, x, weight, bias)
+    planes = _FusedContext.inputs(ctx, x, weight)
+    c = _FusedContext.recompute(ctx, *planes, bias)
     dc, dweight, dbias = _BACKWARD.group_norm_mean_backward(
         dout, c, channel_mean, mean, rstd, ctx.num_groups, gn_weight
     )
-    return _FusedContext.gradients(ctx, dc, x, weight, dweight, dbias)
+    return _FusedContext.gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
 
 
 def _conv_relu_norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -942,10 +967,11 @@ def _conv_lse_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 def _conv_lse_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, lse, mean, rstd = ctx.saved_tensors
-    c = _FusedContext.recompute(ctx, x, weight, bias)
+    planes = _FusedContext.inputs(ctx, x, weight)
+    c = _FusedContext.recompute(ctx, *planes, bias)
     backward = getattr(_BACKWARD, _LSE_BACKWARD)
     dc, dweight, dbias = backward(dout, c, lse, mean, rstd, ctx.num_groups, gn_weight, gn_bias)
-    return _FusedContext.gradients(ctx, dc, x, weight, dweight, dbias)
+    return _FusedContext.gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
 
 
 def _lse_backward_in_steps(  # type: ignore[no-untyped-def]
