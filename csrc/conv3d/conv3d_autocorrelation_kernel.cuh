@@ -53,38 +53,16 @@ __device__ __forceinline__ uint32_t pair_mask(int first, int end) {
   return (first <= 0 && end > 0 ? 0x0000ffffu : 0u) | (first <= 1 && end > 1 ? 0xffff0000u : 0u);
 }
 
-// A row as products read it. Of eight neighbours, in words w0 to w3, with w- before and w4 behind them, a product of 16
-// takes w0 and w2, the next w1 and w3. Moved by -2, 0 and 2 these are (w-, w1) and (w0, w2), then (w0, w2) and (w1,
-// w3), then (w1, w3) and (w2, w4). The right operand's two words lie in neighbouring registers, so w1 and w2 are there
-// twice.
-struct WalkWords {
-  uint32_t pair[4][2];
-
-  __device__ __forceinline__ uint32_t word(int i) const {  // w0 to w4
-    return i == 0 ? pair[1][0] : i == 1 ? pair[0][1] : i == 2 ? pair[1][1] : i == 3 ? pair[2][1] : pair[3][1];
-  }
-  __device__ __forceinline__ void set(uint32_t before, const uint32_t (&w)[4], uint32_t behind) {
-    pair[0][0] = before, pair[0][1] = w[1];
-    pair[1][0] = w[0], pair[1][1] = w[2];
-    asm volatile("mov.b32 %0, %1;" : "=r"(pair[2][0]) : "r"(w[1]));
-    pair[2][1] = w[3];
-    asm volatile("mov.b32 %0, %1;" : "=r"(pair[3][0]) : "r"(w[2]));
-    pair[3][1] = behind;
-  }
-};
-
 // A lane's values of a row: eight neighbours of its channel, and for the outer lanes of the four that share a row the
 // two before or behind them.
 template <typename Element>
 struct WalkRow {
   static constexpr bool kScaled = std::is_same_v<Element, float>;
-  // Rows that are added up in registers, since the tensor core cuts off where it adds; a multiple of three.
-  static constexpr int kTogether = kScaled ? 9 : 6;
   uint32_t v[kScaled ? 2 : 1][4], pair[kScaled ? 2 : 1];
 };
-// The same as words of two halves.
+// The same as words of two halves: w-, w0 to w3 and w4.
 struct PackedRow {
-  uint32_t w[4], outer;
+  uint32_t before, w[4], behind;
 
   // Waits for the row, and for all that is under way with it: loads share a scoreboard.
   template <typename Element>
@@ -95,19 +73,39 @@ struct PackedRow {
         w[i] = packed_halves(__uint_as_float(row.v[i / 2][i % 2 * 2]) * scale,
                              __uint_as_float(row.v[i / 2][i % 2 * 2 + 1]) * scale);
       }
-      outer = packed_halves(__uint_as_float(row.pair[0]) * scale, __uint_as_float(row.pair[1]) * scale);
+      before = packed_halves(__uint_as_float(row.pair[0]) * scale, __uint_as_float(row.pair[1]) * scale);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(w[i]) : "r"(row.v[0][i]));  // loaded again
-      asm volatile("mov.b32 %0, %1;" : "=r"(outer) : "r"(row.pair[0]));
+      asm volatile("mov.b32 %0, %1;" : "=r"(before) : "r"(row.pair[0]));
     }
   }
-  __device__ __forceinline__ void spread(WalkWords& words, int lane) const {
-    const uint32_t before = __shfl_up_sync(0xffffffffu, w[3], 1, 4);
-    const uint32_t behind = __shfl_down_sync(0xffffffffu, w[0], 1, 4);
-    words.set((lane & 3) == 0 ? outer : before, w, (lane & 3) == 3 ? outer : behind);
+  // What other lanes have.
+  __device__ __forceinline__ void exchange(int lane) {
+    const uint32_t outer = before;
+    before = __shfl_up_sync(0xffffffffu, w[3], 1, 4), behind = __shfl_down_sync(0xffffffffu, w[0], 1, 4);
+    before = (lane & 3) == 0 ? outer : before, behind = (lane & 3) == 3 ? outer : behind;
   }
 };
+
+// A row as the right operand. Of eight neighbours, in words w0 to w3, with w- before and w4 behind them, a product of
+// 16 takes w0 and w2, the next w1 and w3. Moved by -2, 0 and 2 these are (w-, w1) and (w0, w2), then (w0, w2) and (w1,
+// w3), then (w1, w3) and (w2, w4). An operand's two words lie in neighbouring registers, so w1 and w2 are there twice.
+struct WalkRight {
+  uint32_t pair[4][2];
+
+  __device__ __forceinline__ explicit WalkRight(const PackedRow& row) {
+    pair[0][0] = row.before, pair[0][1] = row.w[1];
+    pair[1][0] = row.w[0], pair[1][1] = row.w[2];
+    pair[2][0] = row.w[1], pair[2][1] = row.w[3];
+    pair[3][0] = row.w[2], pair[3][1] = row.behind;
+  }
+};
+
+inline constexpr int kWalkRows = 3;  // as many as a filter has
+// Rows that are added up in registers, since the tensor core cuts off where it adds.
+template <typename Element>
+inline constexpr int kTogether = std::is_same_v<Element, float> ? 9 : 12;
 
 // Where a lane stands in its way down the rows.
 template <typename Element, bool kVectors>
@@ -166,10 +164,10 @@ struct WalkCursor {
   }
 };
 
-// Which values of a lane's eight neighbours and the two behind them are in core columns, and ones where they are.
+// Which values of a lane's eight neighbours and the two behind them are in core columns.
 template <typename Element>
 struct WalkMasks {
-  uint32_t of[5], ones[4];
+  uint32_t of[5];
 
   __device__ __forceinline__ void set(const AutocorrelationPlan& plan, int chunk, int lane) {
     const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
@@ -177,7 +175,6 @@ struct WalkMasks {
     for (int i = 0; i < 5; ++i) {
       of[i] = pair_mask(plan.core_columns[0] - u - 2 * i, plan.core_columns[1] - u - 2 * i);
       asm volatile("" : "+r"(of[i]));  // or they are computed again for every row
-      if (i < 4) ones[i] = kPairOfOnes<Element> & of[i];
     }
   }
 };
@@ -187,33 +184,39 @@ struct WalkMasks {
 template <typename Element>
 struct WalkSums {
   float acc[8][4];
+  uint32_t left[kWalkRows][2][4];  // the last rows as left operands, in turns
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < 32; ++i) acc[i / 4][i % 4] = 0.f;
   }
-  // The products of row a, whose values count where the masks say, with itself and the two below.
-  __device__ __forceinline__ void add(const WalkWords& a, const WalkWords& below, const WalkWords& second,
-                                      const WalkMasks<Element>& masks) {
-    uint32_t same[5], moved[4];
+  __device__ __forceinline__ void forget_rows() {
 #pragma unroll
-    for (int i = 0; i < 5; ++i) same[i] = a.word(i) & masks.of[i];
+    for (int i = 0; i < 8 * kWalkRows; ++i) left[i / 8][i / 4 % 2][i % 4] = 0;
+  }
+  // The products of a row with itself and of the two above with it; on the left a row counts where both masks say.
+  __device__ __forceinline__ void add(int turn, const PackedRow& row, const WalkMasks<Element>& masks, uint32_t all) {
+    const WalkRight right(row);
+    uint32_t same[5];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) moved[i] = __funnelshift_r(same[i], same[i + 1], 16);
+    for (int i = 0; i < 5; ++i) same[i] = (i < 4 ? row.w[i % 4] : row.behind) & masks.of[i] & all;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-      const uint32_t left[4] = {same[step], moved[step], same[step + 2], moved[step + 2]};
-      const uint32_t counts[4] = {same[step], masks.ones[step], same[step + 2], masks.ones[step + 2]};
-      auto multiply = [&](float (&to)[4], const WalkWords& row, int i) {
-        mma_halves<Element>(to, left, row.pair[i + step][0], row.pair[i + step][1]);
+      auto multiply = [&](float (&to)[4], const uint32_t (&by)[4], int i) {
+        mma_halves<Element>(to, by, right.pair[i + step][0], right.pair[i + step][1]);
       };
-      mma_halves<Element>(acc[0], counts, a.pair[1 + step][0], a.pair[1 + step][1]);
-      multiply(acc[1], a, 2);
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
-        multiply(acc[2 + i], below, i);
-        multiply(acc[5 + i], second, i);
+        multiply(acc[2 + i], left[(turn + 2) % kWalkRows][step], i);
+        multiply(acc[5 + i], left[(turn + 1) % kWalkRows][step], i);
       }
+      uint32_t (&mine)[4] = left[turn][step];
+      mine[0] = same[step], mine[2] = same[step + 2];
+      mine[1] = kPairOfOnes<Element> & masks.of[step] & all, mine[3] = kPairOfOnes<Element> & masks.of[step + 2] & all;
+      multiply(acc[0], mine, 1);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) mine[2 * i + 1] = __funnelshift_r(same[step + 2 * i], same[step + 2 * i + 1], 16);
+      multiply(acc[1], mine, 2);
     }
   }
   // Added to what is there, if anything is.
@@ -249,25 +252,24 @@ struct OuterColumns {
       : at(reinterpret_cast<uint2*>(smem + layout.column_rows)), rows(plan.column_rows) {}
   // From the slice's first core row on.
   __device__ __forceinline__ uint2* place(int side, int row, int channel) const {
-    return at + (side * rows + row) * kAutocorrelationChannels + channel;
+    return at + (side * rows + row) * kOuterPitch + channel;
   }
 };
 // A lane's share of them. kVectors: they lie in one lane's neighbouring words.
 template <bool kVectors>
-__device__ __forceinline__ void keep_columns(const OuterColumns& columns, const WalkWords& words, int row, int u,
-                                             int width, int lane) {
-  const int channel = lane >> 2, last = width - 4 - u;  // where the right ones begin
-  if (u == 0) *columns.place(0, row, channel) = make_uint2(words.word(0), words.word(1));
+__device__ __forceinline__ void keep_columns(const OuterColumns& columns, const uint32_t (&w)[4], int row, int u,
+                                             int last, int lane) {
+  const int channel = lane >> 2;
+  if (u == 0) *columns.place(0, row, channel) = make_uint2(w[0], w[1]);
   if constexpr (kVectors) {
     if (last == 0 || last == 4) {
-      *columns.place(1, row, channel) =
-          last == 0 ? make_uint2(words.word(0), words.word(1)) : make_uint2(words.word(2), words.word(3));
+      *columns.place(1, row, channel) = last == 0 ? make_uint2(w[0], w[1]) : make_uint2(w[2], w[3]);
     }
   } else {
     unsigned short* const to = reinterpret_cast<unsigned short*>(columns.place(1, row, channel));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if (unsigned(i - last) < 4u) to[i - last] = static_cast<unsigned short>(words.word(i / 2) >> i % 2 * 16);
+      if (unsigned(i - last) < 4u) to[i - last] = static_cast<unsigned short>(w[i / 2] >> i % 2 * 16);
     }
   }
 }
@@ -278,7 +280,7 @@ template <typename Element>
 __device__ __forceinline__ void load_filters(const AutocorrelationParams& p, float* filters, int c_first, int warp,
                                              int warps, int lane) {
   constexpr int kRounds = (kAutocorrelationEntries + 31) / 32, kTogether = 8;
-  const int width = p.plan.kernel[1], entries = p.plan.kernel[0] * width * p.c_in, padded = (entries + 3) / 4 * 4;
+  const int width = p.plan.kernel[1], entries = p.plan.kernel[0] * width * p.c_in, padded = (entries + 7) / 8 * 8;
   // A lane has K entries lane, lane + 32, ... in the order in which filters usually lie.
   int64_t from[kRounds];
   int to[kRounds];
@@ -318,13 +320,12 @@ __device__ __forceinline__ void load_filters(const AutocorrelationParams& p, flo
 template <typename Element, bool kVectors, typename Ready>
 __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
                                           float* smem, const WalkShare& b, Ready ready) {
-  constexpr int kAhead = 3;  // rows, as many as are kept
   const AutocorrelationPlan& plan = p.plan;
   const int lane = b.lane, tasks = plan.chunks * plan.runs;
   const int first_row = max(b.first, plan.core_rows[0]), end_row = min(b.end, plan.core_rows[1]);
   float* const core = smem + layout.walks + b.warp * kWalkFloats;
   const OuterColumns columns(plan, layout, smem);
-  WalkRow<Element> rows[kAhead];
+  WalkRow<Element> rows[kWalkRows];
   WalkCursor<Element, kVectors> cursor;
   int task = b.warp, chunk = 0, row = 0, end = 0;
   auto start = [&] {
@@ -335,7 +336,7 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
     cursor.start(p, b.n, chunk, row, lane);
     cursor.rows_left = task < tasks && row < end ? min(end + 2, p.in[1]) - row : 0;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) cursor.load(rows[i], lane);
+    for (int i = 0; i < kWalkRows; ++i) cursor.load(rows[i], lane);
   };
   start();
   const float scale = ready();
@@ -347,29 +348,30 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
     if (row >= end) continue;
     WalkMasks<Element> masks;
     masks.set(plan, chunk, lane);
-    const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
+    sums.forget_rows();
+    const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8, last = p.in[2] - 4 - u;
     const bool has_columns = chunk == 0 || (chunk + 1) * kAutocorrelationChunk > p.in[2] - 4;
     // A run has two rows below that are another's, but for the last one.
-    const int count = end - row + 2, kept_rows = end == end_row ? count : count - 2, offset = row - first_row;
-    WalkWords kept[3];
+    const int run = end - row, kept_rows = has_columns ? (end == end_row ? run + 2 : run) : 0, offset = row - first_row;
     int together = 0;
 #pragma unroll 1
-    for (int at = 0; at < count; at += kAhead) {
-      PackedRow packed[kAhead];
+    for (int at = 0; at < run + 2; at += kWalkRows) {
+      PackedRow packed[kWalkRows];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) packed[i].set(rows[i], scale);
+      for (int i = 0; i < kWalkRows; ++i) packed[i].set(rows[i], scale);
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) cursor.load(rows[i], lane);
+      for (int i = 0; i < kWalkRows; ++i) cursor.load(rows[i], lane);
+      if (at < kept_rows) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (at + i >= count) break;
-        packed[i].spread(kept[i], lane);
-        if (has_columns && at + i < kept_rows) {
-          keep_columns<kVectors>(columns, kept[i], offset + at + i, u, p.in[2], lane);
+        for (int i = 0; i < kWalkRows; ++i) {
+          if (at + i < kept_rows) keep_columns<kVectors>(columns, packed[i].w, offset + at + i, u, last, lane);
         }
-        if (i == 2 || at > 0) sums.add(kept[(i + 1) % 3], kept[(i + 2) % 3], kept[i], masks);
       }
-      if (++together == WalkRow<Element>::kTogether / kAhead) {
+#pragma unroll
+      for (int i = 0; i < kWalkRows; ++i) packed[i].exchange(lane);
+#pragma unroll
+      for (int i = 0; i < kWalkRows; ++i) sums.add(i, packed[i], masks, at + i < run ? ~0u : 0u);
+      if (++together == kTogether<Element> / kWalkRows) {
         sums.flush(core, lane, first);
         together = 0, first = false;
       }
@@ -389,13 +391,13 @@ __device__ __forceinline__ void walk_outer_row(const AutocorrelationParams& p, f
   const AutocorrelationPlan& plan = p.plan;
   const int lane = b.lane;
   const bool exists = row >= b.first && row < b.end && (row < plan.core_rows[0] || row >= plan.core_rows[1]);
-  WalkRow<Element> rows[3];
+  WalkRow<Element> rows[kWalkRows];
   WalkCursor<Element, kVectors> cursor;
   auto load = [&](int chunk) {
     cursor.start(p, b.n, chunk, row, lane);
     if (chunk >= plan.chunks) cursor.rows_left = 0;
 #pragma unroll
-    for (int i = 0; i < 3; ++i) cursor.load(rows[i], lane);
+    for (int i = 0; i < kWalkRows; ++i) cursor.load(rows[i], lane);
   };
   WalkSums<Element> sums;
   sums.clear();
@@ -405,18 +407,18 @@ __device__ __forceinline__ void walk_outer_row(const AutocorrelationParams& p, f
     int together = 0;
 #pragma unroll 1
     for (int chunk = 0; chunk < plan.chunks; ++chunk) {
-      WalkWords kept[3];
+      PackedRow packed[kWalkRows];
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        PackedRow packed;
-        packed.set(rows[i], scale);
-        packed.spread(kept[i], lane);
-      }
+      for (int i = 0; i < kWalkRows; ++i) packed[i].set(rows[i], scale);
       load(chunk + 1);
       WalkMasks<Element> masks;
       masks.set(plan, chunk, lane);
-      sums.add(kept[0], kept[1], kept[2], masks);
-      if (++together == WalkRow<Element>::kTogether) {
+      sums.forget_rows();
+#pragma unroll
+      for (int i = 0; i < kWalkRows; ++i) packed[i].exchange(lane);
+#pragma unroll
+      for (int i = 0; i < kWalkRows; ++i) sums.add(i, packed[i], masks, i == 0 ? ~0u : 0u);
+      if (++together == kTogether<Element>) {
         sums.flush(to, lane, first);
         together = 0, first = false;
       }
@@ -458,41 +460,46 @@ __device__ __forceinline__ void load_corners(const AutocorrelationParams& p, int
 
 // A side's outer columns: K are rows. Rows 0 to 7 of the left operand are the channels of one of the two outermost
 // columns, rows 8 to 15 those of the other; the right operand is one of four columns in one of three rows. A warp takes
-// one of these twelve at a time, or the channels' own sums.
+// one of these three and half of the steps of 16 rows, and one of them the channels' own sums, too.
+inline constexpr int kColumnJobs = 12;
 template <typename Element>
 __device__ __forceinline__ void sum_columns(const AutocorrelationPlan& plan, const AutocorrelationLayout& layout,
                                             float* smem, const WalkShare& b) {
   const OuterColumns columns(plan, layout, smem);
   const int lane = b.lane, count = min(b.end, plan.core_rows[1]) - max(b.first, plan.core_rows[0]);
-#pragma unroll 1
-  for (int job = b.warp; job < 2 * 13; job += kAutocorrelationThreads / 32) {
-    const int side = job & 1, product = job >> 1, h = product / 4 % 3, c = product % 4;
-    const uint32_t odd = c % 2 ? 0x7632 : 0x5410;
-    float acc[4] = {};
-    const uint2* from = columns.place(side, (lane & 3) * 4, lane >> 2);
+  const int side = b.warp & 1, half = b.warp >> 1 & 1, h = b.warp >> 2;
+  const int middle = (count + 31) / 32 * 16;
+  float acc[4][4] = {}, own[4] = {};
 #pragma unroll 2
-    for (int left_rows = count - (lane & 3) * 4, row = 0; row < count; row += 16, left_rows -= 16) {
-      uint32_t left[4], right[4];
+  for (int row = half * middle; row < (half == 0 ? min(middle, count) : count); row += 16) {
+    const uint2* const from = columns.place(side, row + (lane & 3) * 4, lane >> 2);
+    const int left_rows = count - row - (lane & 3) * 4;
+    uint2 left[4], right[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint2 v = from[i * kAutocorrelationChannels], w = from[(i + h) * kAutocorrelationChannels];
-        left[i] = side == 0 ? v.x : v.y, right[i] = c < 2 ? w.x : w.y;
-      }
-      const uint32_t low = pair_mask(0, left_rows), high = pair_mask(0, left_rows - 2);
-      const uint32_t a[4] = {__byte_perm(left[0], left[1], 0x5410) & low, __byte_perm(left[0], left[1], 0x7632) & low,
-                             __byte_perm(left[2], left[3], 0x5410) & high,
-                             __byte_perm(left[2], left[3], 0x7632) & high};
-      const uint32_t b0 = __byte_perm(right[0], right[1], odd), b1 = __byte_perm(right[2], right[3], odd);
-      mma_halves<Element>(acc, a, product < 12 ? b0 : kPairOfOnes<Element>, product < 12 ? b1 : kPairOfOnes<Element>);
-      from += 16 * kAutocorrelationChannels;
+    for (int i = 0; i < 4; ++i) left[i] = from[i * kOuterPitch], right[i] = from[(i + h) * kOuterPitch];
+    const uint32_t low = pair_mask(0, left_rows), high = pair_mask(0, left_rows - 2);
+    auto of_side = [&](int i) { return side == 0 ? left[i].x : left[i].y; };
+    const uint32_t a[4] = {
+        __byte_perm(of_side(0), of_side(1), 0x5410) & low, __byte_perm(of_side(0), of_side(1), 0x7632) & low,
+        __byte_perm(of_side(2), of_side(3), 0x5410) & high, __byte_perm(of_side(2), of_side(3), 0x7632) & high};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      auto pair = [&](int i) {
+        return __byte_perm(c < 2 ? right[i].x : right[i].y, c < 2 ? right[i + 1].x : right[i + 1].y,
+                           c % 2 ? 0x7632 : 0x5410);
+      };
+      mma_halves<Element>(acc[c], a, pair(0), pair(2));
     }
-    float* const to = smem + layout.columns + side * kColumnFloats;
-    if (product < 12) {
-      reinterpret_cast<float4*>(to)[product * 32 + lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-    } else {
-      to[12 * 128 + lane] = acc[0];
-      to[12 * 128 + 32 + lane] = acc[2];
-    }
+    mma_halves<Element>(own, a, kPairOfOnes<Element>, kPairOfOnes<Element>);
+  }
+  float* const to = smem + layout.columns + (half * 2 + side) * kColumnFloats;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    reinterpret_cast<float4*>(to)[(h * 4 + c) * 32 + lane] = make_float4(acc[c][0], acc[c][1], acc[c][2], acc[c][3]);
+  }
+  if (h == 0) {
+    to[12 * 128 + lane] = own[0];
+    to[12 * 128 + 32 + lane] = own[2];
   }
 }
 
@@ -602,8 +609,11 @@ __device__ __forceinline__ void sum_rest(const AutocorrelationParams& p, const A
     reinterpret_cast<float4*>(smem + layout.entries)[k].x = rest;
   }
   const int c2 = lane % 8;
-#pragma unroll 1
-  for (int job = warp; job < taps * (taps + 1) / 2; job += warps) {
+  const int jobs = taps * (taps + 1) / 2;
+#pragma unroll 3
+  for (int first = 0; first < jobs; first += warps) {
+    // Without a branch, so that several are under way.
+    const int job = min(first + warp, jobs - 1);
     const int pair = pairs[job];
     const int ky = pair >> 8 & 3, kx = pair >> 10 & 3, dy = pair >> 12 & 3, dx = (pair >> 14 & 7) - 2;
     const int at = (pair >> 17 & 15) * 128 + (pair >> 21 & 1) * 2;
@@ -641,7 +651,7 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
   constexpr int kThreads = kAutocorrelationThreads, kWarps = kThreads / 32;
   const AutocorrelationPlan& plan = p.plan;
   const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
-  const int taps = plan.kernel[0] * plan.kernel[1], entries = taps * p.c_in, quads = (entries + 3) / 4;
+  const int taps = plan.kernel[0] * plan.kernel[1], entries = taps * p.c_in, octets = (entries + 7) / 8;
   const float* const core = smem + layout.walks;
   const int* const pairs = reinterpret_cast<const int*>(smem + layout.pairs);
   float4* const means = reinterpret_cast<float4*>(smem + layout.entries);
@@ -649,8 +659,8 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
   const float positions = static_cast<float>(p.out[1]) * static_cast<float>(p.out[2]);
   const float inverse = 1.f / positions, inverse_rest = fmaf(-inverse, positions, 1.f) * inverse;
 
-  // By blocks of four rows, what is above the diagonal counted twice.
-  auto place = [&](int k, int k2) -> float& { return matrix[(k2 / 4 * kAutocorrelationEntries + k) * 4 + k2 % 4]; };
+  // By blocks of eight rows, what is above the diagonal counted twice.
+  auto place = [&](int k, int k2) -> float& { return matrix[(k2 / 8 * kAutocorrelationEntries + k) * 8 + k2 % 8]; };
   if (tid < entries) {
     // Sum and mean in two terms each.
     const float rest = means[tid].x, own = core[own_sum(tid % p.c_in)];
@@ -658,15 +668,15 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
     const float mean = sum * inverse;
     const float mean_rest = fmaf(sum, inverse, -mean) + fmaf(sum, inverse_rest, sum_rest * inverse);
     means[tid] = make_float4(mean, mean_rest, 0.f, sum);
-  } else if (tid < quads * 4) {
-    for (int i = 0; i < quads * 4; ++i) {
+  } else if (tid < octets * 8) {
+    for (int i = 0; i < octets * 8; ++i) {
       place(i, tid) = 0.f;
-      if (i / 4 == tid / 4) place(tid, i) = 0.f;
+      if (i / 8 == tid / 8) place(tid, i) = 0.f;
     }
   }
   __syncthreads();
   const int c2 = lane % 8;
-#pragma unroll 1
+#pragma unroll 3
   for (int job = warp; job < taps * (taps + 1) / 2; job += kWarps) {
     const int pair = pairs[job], at = (pair >> 17 & 15) * 128 + (pair >> 21 & 1) * 2;
 #pragma unroll
@@ -683,7 +693,7 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
       place(k, k2) = k == k2 ? covariance : 2.f * covariance;
       if (k == k2) {
         means[k].z = squares + rest;
-      } else if (k / 4 == k2 / 4) {
+      } else if (k / 8 == k2 / 8) {
         place(k2, k) = 0.f;  // a block is read as a whole
       }
     }
@@ -691,7 +701,7 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
   const float* const filters = smem + layout.weights;
   const float* const affine = smem + layout.affine;
   float* const parts = smem + layout.parts;
-  float* const other_parts = parts + 2 * kAutocorrelationQuads * kPartPitch;
+  float* const other_parts = parts + 2 * kWarps * kPartPitch;
   Moments<float>* const moments = reinterpret_cast<Moments<float>*>(smem + layout.moments);
   float2* const groups = reinterpret_cast<float2*>(moments + kAutocorrelationOutputs);
   float* const alone = reinterpret_cast<float*>(groups + kAutocorrelationOutputs);
@@ -699,48 +709,61 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
   for (int c_first = 0; c_first < p.c_out; c_first += 64) {
     if (c_first > 0) load_filters<Element>(p, smem + layout.weights, c_first, warp, kWarps, lane);
     __syncthreads();
-    // A warp takes halves of blocks of four rows, a long one first and then a short one; a lane has two output
-    // channels.
+    // All blocks' steps of four entries are shared evenly by the warps, of which none meets more than two blocks; a lane
+    // has two output channels.
+    const float2* const column = reinterpret_cast<const float2*>(filters) + lane;
+    auto filter = [&](int k) { return column[k * (kFilterPitch / 2)]; };
+    const int steps = octets * (octets + 1), last_step = (warp + 1) * steps / kWarps;
+    int step = warp * steps / kWarps, octet = 0;
 #pragma unroll 1
-    for (int round = 0; round * kWarps < 2 * quads; ++round) {
-      const int job = 2 * quads - 1 - round * kWarps - (round % 2 == 0 ? warp : kWarps - 1 - warp);
-      if (job < 0) continue;
-      const int quad = job / 2, half = 2 * quad + 2, begin = job % 2 * half;
-      float s[4][2] = {};
-      const float4* const row = reinterpret_cast<const float4*>(matrix) + quad * kAutocorrelationEntries;
-      const float2* const column = reinterpret_cast<const float2*>(filters) + lane;
-#pragma unroll 6
-      for (int k = begin; k < begin + half; ++k) {
-        const float4 m = row[k];
-        const float2 w = column[k * (kFilterPitch / 2)];
-        s[0][0] = fmaf(m.x, w.x, s[0][0]), s[0][1] = fmaf(m.x, w.y, s[0][1]);
-        s[1][0] = fmaf(m.y, w.x, s[1][0]), s[1][1] = fmaf(m.y, w.y, s[1][1]);
-        s[2][0] = fmaf(m.z, w.x, s[2][0]), s[2][1] = fmaf(m.z, w.y, s[2][1]);
-        s[3][0] = fmaf(m.w, w.x, s[3][0]), s[3][1] = fmaf(m.w, w.y, s[3][1]);
-      }
-      float m2[2] = {}, mean[2] = {}, squares[2] = {};
+    for (int part = 0; part < 2; ++part) {
+      while ((octet + 1) * (octet + 2) <= step) ++octet;
+      const int until = min(last_step, (octet + 1) * (octet + 2)), of_block = octet * (octet + 1);
+      float s[8][2] = {};
+      const float4* const row = reinterpret_cast<const float4*>(matrix) + octet * kAutocorrelationEntries * 2;
+#pragma unroll 1
+      for (; step < until; ++step) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int k = quad * 4 + i;
-        if (k >= entries) continue;
-        const float2 w = column[k * (kFilterPitch / 2)];
-        const float4 of = means[k];
-        m2[0] = fmaf(w.x, s[i][0], m2[0]), m2[1] = fmaf(w.y, s[i][1], m2[1]);
-        mean[0] = fmaf(w.x, of.x, mean[0]), mean[1] = fmaf(w.y, of.x, mean[1]);
-        squares[0] = fmaf(w.x * w.x, of.z, squares[0]), squares[1] = fmaf(w.y * w.y, of.z, squares[1]);
+        for (int i = 0; i < 4; ++i) {
+          const int k = (step - of_block) * 4 + i;
+          const float4 m[2] = {row[2 * k], row[2 * k + 1]};
+          const float2 w = filter(k);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float(*const to)[2] = s + 4 * half;
+            to[0][0] = fmaf(m[half].x, w.x, to[0][0]), to[0][1] = fmaf(m[half].x, w.y, to[0][1]);
+            to[1][0] = fmaf(m[half].y, w.x, to[1][0]), to[1][1] = fmaf(m[half].y, w.y, to[1][1]);
+            to[2][0] = fmaf(m[half].z, w.x, to[2][0]), to[2][1] = fmaf(m[half].z, w.y, to[2][1]);
+            to[3][0] = fmaf(m[half].w, w.x, to[3][0]), to[3][1] = fmaf(m[half].w, w.y, to[3][1]);
+          }
+        }
       }
-      reinterpret_cast<float2*>(parts)[job * (kPartPitch / 2) + lane] = make_float2(m2[0], m2[1]);
-      // The first half has the means, the second the sums of squares.
-      reinterpret_cast<float2*>(other_parts)[job * (kPartPitch / 2) + lane] =
-          job % 2 == 0 ? make_float2(mean[0], mean[1]) : make_float2(squares[0], squares[1]);
+      float2 m2 = make_float2(0.f, 0.f);
+      if (octet < octets) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float2 w = filter(octet * 8 + i);
+          m2.x = fmaf(w.x, s[i][0], m2.x), m2.y = fmaf(w.y, s[i][1], m2.y);
+        }
+      }
+      reinterpret_cast<float2*>(parts)[(warp * 2 + part) * (kPartPitch / 2) + lane] = m2;
     }
+    float2 mean = make_float2(0.f, 0.f), squares = mean;
+    for (int k = warp; k < entries; k += kWarps) {
+      const float2 w = filter(k);
+      const float4 of = means[k];
+      mean.x = fmaf(w.x, of.x, mean.x), mean.y = fmaf(w.y, of.x, mean.y);
+      squares.x = fmaf(w.x * w.x, of.z, squares.x), squares.y = fmaf(w.y * w.y, of.z, squares.y);
+    }
+    reinterpret_cast<float2*>(other_parts)[warp * 2 * (kPartPitch / 2) + lane] = mean;
+    reinterpret_cast<float2*>(other_parts)[(warp * 2 + 1) * (kPartPitch / 2) + lane] = squares;
     __syncthreads();
     // Four lanes have a channel, and every fourth of the parts.
     if (warp < 8) {
       const int o = warp * 8 + lane % 8, c = c_first + o;
       float m2 = 0.f, other = 0.f;  // with an even number the mean, else the sum of squares
-#pragma unroll 3
-      for (int i = lane / 8; i < 2 * quads; i += 4) {
+#pragma unroll
+      for (int i = lane / 8; i < 2 * kWarps; i += 4) {
         m2 += parts[i * kPartPitch + o];
         other += other_parts[i * kPartPitch + o];
       }
@@ -855,8 +878,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
     // Zeros behind the rows of the outer columns.
     const OuterColumns columns(plan, layout, smem);
     const int rows = min(b.end, plan.core_rows[1]) - max(b.first, plan.core_rows[0]) + 2;
-    for (int i = rows * kAutocorrelationChannels + thread; i < plan.column_rows * kAutocorrelationChannels;
-         i += 32 * kOthers) {
+    for (int i = rows * kOuterPitch + thread; i < plan.column_rows * kOuterPitch; i += 32 * kOthers) {
       *columns.place(0, 0, i) = *columns.place(1, 0, i) = make_uint2(0, 0);
     }
     if (worker < plan.edge_rows) {
@@ -867,23 +889,29 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
     }
   }
   __syncthreads();
-  sum_columns<Element>(plan, layout, smem, b);
   // Merged sums take the place of the first ones, or leave with all others where a sample has slices.
   float* const to = slices == 1 ? nullptr : p.sums + (b.n * slices + slice) * plan.slice_floats;
-  {
-    float2* const walks = reinterpret_cast<float2*>(smem + layout.walks);
-    constexpr int kOfWalk = kWalkFloats / 2;
-    static_assert(kOfWalk <= kThreads);
-    if (tid < kOfWalk) {
-      float2 sum = walks[tid];
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) {
-        const float2 v = walks[w * kOfWalk + tid];
-        sum.x += v.x, sum.y += v.y;
+  auto merge = [&](int sets, int vectors, int at, float* out, int thread, int threads) {
+#pragma unroll 2
+    for (int i = thread; i < vectors; i += threads) {
+      const float4* const from = reinterpret_cast<const float4*>(smem + at) + i;
+      float4 sum = from[0];
+      for (int set = 1; set < sets; ++set) {
+        const float4 v = from[set * vectors];
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
-      (to ? reinterpret_cast<float2*>(to) : walks)[tid] = sum;
+      reinterpret_cast<float4*>(out)[i] = sum;
     }
+  };
+  static_assert(kWarps >= kColumnJobs);
+  if (b.warp < kColumnJobs) {
+    sum_columns<Element>(plan, layout, smem, b);
+  } else {
+    merge(kWarps, kWalkFloats / 4, layout.walks, to ? to : smem + layout.walks, tid - kColumnJobs * 32,
+          kThreads - kColumnJobs * 32);
   }
+  __syncthreads();
+  merge(2, 2 * kColumnFloats / 4, layout.columns, smem + layout.columns, tid, kThreads);
   __syncthreads();
   if (to) {
     // The outer rows' sums, and behind them the outer columns'.

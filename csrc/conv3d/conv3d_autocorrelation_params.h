@@ -21,11 +21,12 @@ inline constexpr int kAutocorrelationSlices = 16;    // of a sample, at most
 // those.
 inline constexpr int kWalkFloats = 8 * 128;
 inline constexpr int kColumnFloats = 12 * 128 + 64;
-// Of K entries, (tap, channel) pairs: blocks of four.
-inline constexpr int kAutocorrelationEntries = 72, kAutocorrelationQuads = kAutocorrelationEntries / 4;
+inline constexpr int kAutocorrelationEntries = 72;  // of K, (tap, channel) pairs; whole blocks of eight
 inline constexpr int kAutocorrelationPairs =
     kAutocorrelationTaps * kAutocorrelationTaps * (kAutocorrelationTaps * kAutocorrelationTaps + 1) / 2;  // of taps
 inline constexpr int kFilterPitch = 66;  // of a K entry's 64 weights: lanes that store a filter meet each bank twice
+// Of the outer columns' rows, in channels: lanes that read every fourth row meet no bank twice.
+inline constexpr int kOuterPitch = 9;
 inline constexpr int kPartPitch = 72;  // of a part's 64 output channels: lanes that read four parts meet no bank twice
 // Outermost input values, with zeros around.
 inline constexpr int kCornerFloats = 8 * 12 * kAutocorrelationChannels;
@@ -58,7 +59,7 @@ struct AutocorrelationPlan {
 struct AutocorrelationLayout {
   int walks;    // sums of each warp that walks
   int edges;    // sums of each outer row
-  int columns;  // of the outer columns, left and right
+  int columns;  // of the outer columns, left and right, of half of the rows and of the others
   int corners;
   int rest;     // of each pair of taps and of channels, what is outer
   int entries;  // a float4 each K entry: mean in two terms, sum of squares, sum; first of all the sum of what is outer
@@ -70,8 +71,8 @@ struct AutocorrelationLayout {
   int column_rows;  // see OuterColumns
   int total;
   // In the place of walks, once they are merged.
-  int matrix;   // of products of K entries: by blocks of four
-  int parts;    // of each half of a block
+  int matrix;   // of products of K entries: by blocks of eight
+  int parts;    // of each warp
   int moments;  // of each output channel, then the groups' statistics, then the channels' sums of squares alone
 };
 
@@ -79,12 +80,12 @@ KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, 
   AutocorrelationLayout s{};
   s.walks = 0;
   s.matrix = kWalkFloats;
-  s.parts = s.matrix + kAutocorrelationQuads * kAutocorrelationEntries * 4;
-  s.moments = s.parts + kAutocorrelationQuads * 4 * kPartPitch;
+  s.parts = s.matrix + kAutocorrelationEntries * kAutocorrelationEntries;
+  s.moments = s.parts + 4 * (kAutocorrelationThreads / 32) * kPartPitch;
   const int first = walks * kWalkFloats, later = s.moments + kAutocorrelationOutputs * 6;
   s.edges = first > later ? first : later;
   s.columns = s.edges + edge_rows * kWalkFloats;
-  s.corners = s.columns + 2 * kColumnFloats;
+  s.corners = s.columns + 4 * kColumnFloats;
   s.rest = s.corners + kCornerFloats;
   s.entries = s.rest + kAutocorrelationPairs * 64;
   s.weights = s.entries + kAutocorrelationEntries * 4;
@@ -93,7 +94,7 @@ KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, 
   s.outer = s.pairs + 48;
   s.scratch = s.outer + 4 * kAutocorrelationTaps * 4;
   s.column_rows = s.scratch + 64;
-  s.total = s.column_rows + column_rows * 4 * kAutocorrelationChannels;
+  s.total = s.column_rows + column_rows * 4 * kOuterPitch;
   return s;
 }
 

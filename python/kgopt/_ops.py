@@ -354,7 +354,6 @@ def _conv_precision(precision: str) -> Iterator[None]:
 
 
 _FEW_CHANNELS = 16  # of a contiguous x: more have no kernels of their own in conv_backward
-_FUSED_CHANNELS = 32  # of x: with more, every pipeline stores what its convolution gives
 _KEYS = torch._C.DispatchKey
 # What stands above an op's kernel of a plain tensor.
 _ABOVE = functools.reduce(
@@ -889,21 +888,33 @@ class _FusedContext:
         ctx.allow_tf32 = keywords["allow_tf32"]
 
     @staticmethod
-    def inputs(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """x and weight for what the backward computes again: contiguous where the forward did not store it.
+    def leaves_out_output(ctx: Any, x: Tensor, weight: Tensor) -> bool:
+        """Whether the forward may have left out what its convolution gives: choose_conv's rule."""
+        if not x.is_cuda or ctx.groups != 1 or ctx.transposed or ctx.backend == "aten":
+            return False
+        return ctx.backend != "auto" or x.shape[1] <= 16 or (x.shape[1] <= 32 and weight.shape[0] <= 64)
 
-        The forward's statistics, and logsumexp, are those of x rounded to TF32. The wgmma kernels of channels_last
-        tensors cut x off instead, which is 2^-12 smaller in the mean: what they give does not fit to these statistics.
-        Kernels of contiguous tensors round, and the gradients' ones of few channels are the faster ones.
+    @staticmethod
+    def inputs(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """x and weight for what the backward computes again: contiguous where kernels of few channels do.
+
+        They are the faster ones even with x and its gradient copied.
         """
-        if ctx.backend == "aten" or not x.is_cuda or x.shape[1] > _FUSED_CHANNELS:
+        if not _FusedContext.leaves_out_output(ctx, x, weight):
             return x, weight
         return _contiguous(x), _contiguous(weight)
 
     @staticmethod
     def recompute(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution's output, computed again instead of kept since the forward."""
-        options = {"backend": ctx.backend, "allow_tf32": ctx.allow_tf32}
+        """The convolution's output, computed again instead of kept since the forward.
+
+        Statistics and logsumexp are those of operands rounded to TF32, and only fit to an output of the same ones. The
+        own kernels of contiguous tensors round, too, where cuDNN may not take TF32 at all, and those of channels_last
+        tensors cut x off, which makes it 2^-12 smaller in the mean.
+        """
+        tf32 = _conv_tf32_allowed() if ctx.allow_tf32 is None else ctx.allow_tf32
+        rounds = tf32 and x.dtype is torch.float32 and _FusedContext.leaves_out_output(ctx, x, weight)
+        options = {"backend": "kgopt" if rounds else ctx.backend, "allow_tf32": ctx.allow_tf32}
         if ctx.transposed:
             return _OPS.conv_transpose3d(
                 x, weight, bias, ctx.stride, ctx.padding, ctx.output_padding, ctx.groups, ctx.dilation, **options
