@@ -107,20 +107,40 @@ inline constexpr int kWalkRows = 3;  // as many as a filter has
 template <typename Element>
 inline constexpr int kTogether = std::is_same_v<Element, float> ? 9 : 12;
 
+__device__ __forceinline__ void load_vector(uint32_t (&v)[4], const void* from) {
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "l"(from));
+}
+// What is there stays where nothing is to be loaded.
+__device__ __forceinline__ void load_over(uint32_t (&v)[2], const void* from, bool inside) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p ld.global.nc.v2.u32 {%0, %1}, [%2];\n}"
+               : "+r"(v[0]), "+r"(v[1])
+               : "l"(from), "r"(uint32_t(inside)));
+}
+__device__ __forceinline__ void load_over(uint32_t (&v)[1], const void* from, bool inside) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.global.nc.u32 %0, [%1];\n}"
+               : "+r"(v[0])
+               : "l"(from), "r"(uint32_t(inside)));
+}
+
 // Where a lane stands in its way down the rows.
 template <typename Element, bool kVectors>
 struct WalkCursor {
+  static constexpr bool kScaled = WalkRow<Element>::kScaled;
   const Element* at;
   int64_t stride, stride_w;
   int rows_left;    // of the input
+  int outer;        // where a lane's outer pair lies
   uint32_t inside;  // a bit for each load; kVectors: of vectors and the outer pair, else of values
+  bool whole;       // all lanes' vectors are inside
 
   __device__ __forceinline__ void start(const AutocorrelationParams& p, int64_t n, int chunk, int row, int lane) {
     const int channel = lane >> 2, u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
     stride = p.x_stride[1], stride_w = p.x_stride[2];
     at = static_cast<const Element*>(p.x) + n * p.x_stride_n + channel * p.x_stride_c + row * stride + u * stride_w;
     rows_left = p.in[1] - row;
-    const int outer = (lane & 3) == 0 ? -2 : 8;
+    outer = (lane & 3) == 0 ? -2 : 8;
     const bool has_outer = (lane & 3) == 0 || (lane & 3) == 3;
     auto is_inside = [&](int i) { return channel < p.c_in && unsigned(u + i) < unsigned(p.in[2]); };
     inside = 0;
@@ -130,11 +150,11 @@ struct WalkCursor {
       for (int i = 0; i < 8; ++i) inside |= is_inside(i) << i;
       for (int i = 0; i < 2; ++i) inside |= (has_outer && is_inside(outer + i)) << (8 + i);
     }
+    whole = kVectors && __all_sync(0xffffffffu, (~inside & (kScaled ? 3u : 1u)) == 0);
   }
-  __device__ __forceinline__ void load(WalkRow<Element>& row, int lane) {
-    constexpr bool kScaled = WalkRow<Element>::kScaled;
+  // Zeros where there is nothing.
+  __device__ __forceinline__ void load(WalkRow<Element>& row) {
     const uint32_t valid = rows_left > 0 ? inside : 0;
-    const int outer = (lane & 3) == 0 ? -2 : 8;
     if constexpr (kVectors) {
       load_if(row.v[0], at, valid & 1);
       if constexpr (kScaled) {
@@ -161,6 +181,22 @@ struct WalkCursor {
     }
     at += stride;
     --rows_left;
+  }
+  // Mostly nothing but loads: an outer pair that is not inside stays zero.
+  __device__ __forceinline__ void load_next(WalkRow<Element> (&rows)[kWalkRows]) {
+    if (whole && rows_left >= kWalkRows) {
+#pragma unroll
+      for (int i = 0; i < kWalkRows; ++i) {
+        load_vector(rows[i].v[0], at);
+        if constexpr (kScaled) load_vector(rows[i].v[1], at + 4);
+        load_over(rows[i].pair, at + outer, inside & 4);
+        at += stride;
+      }
+      rows_left -= kWalkRows;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWalkRows; ++i) load(rows[i]);
+    }
   }
 };
 
@@ -257,16 +293,12 @@ struct OuterColumns {
 };
 // A lane's share of them. kVectors: they lie in one lane's neighbouring words.
 template <bool kVectors>
-__device__ __forceinline__ void keep_columns(const OuterColumns& columns, const uint32_t (&w)[4], int row, int u,
-                                             int last, int lane) {
-  const int channel = lane >> 2;
-  if (u == 0) *columns.place(0, row, channel) = make_uint2(w[0], w[1]);
+__device__ __forceinline__ void keep_columns(uint2* left, int to_right, const uint32_t (&w)[4], int u, int last) {
+  if (u == 0) *left = make_uint2(w[0], w[1]);
   if constexpr (kVectors) {
-    if (last == 0 || last == 4) {
-      *columns.place(1, row, channel) = last == 0 ? make_uint2(w[0], w[1]) : make_uint2(w[2], w[3]);
-    }
+    if (last == 0 || last == 4) left[to_right] = last == 0 ? make_uint2(w[0], w[1]) : make_uint2(w[2], w[3]);
   } else {
-    unsigned short* const to = reinterpret_cast<unsigned short*>(columns.place(1, row, channel));
+    unsigned short* const to = reinterpret_cast<unsigned short*>(left + to_right);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (unsigned(i - last) < 4u) to[i - last] = static_cast<unsigned short>(w[i / 2] >> i % 2 * 16);
@@ -325,6 +357,7 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
   const int first_row = max(b.first, plan.core_rows[0]), end_row = min(b.end, plan.core_rows[1]);
   float* const core = smem + layout.walks + b.warp * kWalkFloats;
   const OuterColumns columns(plan, layout, smem);
+  const int to_right = columns.rows * kOuterPitch;
   WalkRow<Element> rows[kWalkRows];
   WalkCursor<Element, kVectors> cursor;
   int task = b.warp, chunk = 0, row = 0, end = 0;
@@ -336,7 +369,7 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
     cursor.start(p, b.n, chunk, row, lane);
     cursor.rows_left = task < tasks && row < end ? min(end + 2, p.in[1]) - row : 0;
 #pragma unroll
-    for (int i = 0; i < kWalkRows; ++i) cursor.load(rows[i], lane);
+    for (int i = 0; i < kWalkRows; ++i) cursor.load(rows[i]);
   };
   start();
   const float scale = ready();
@@ -352,19 +385,20 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
     const int u = chunk * kAutocorrelationChunk + (lane & 3) * 8, last = p.in[2] - 4 - u;
     const bool has_columns = chunk == 0 || (chunk + 1) * kAutocorrelationChunk > p.in[2] - 4;
     // A run has two rows below that are another's, but for the last one.
-    const int run = end - row, kept_rows = has_columns ? (end == end_row ? run + 2 : run) : 0, offset = row - first_row;
+    const int run = end - row, kept_rows = has_columns ? (end == end_row ? run + 2 : run) : 0;
+    uint2* const kept_at = columns.place(0, row - first_row, lane >> 2);
     int together = 0;
 #pragma unroll 1
     for (int at = 0; at < run + 2; at += kWalkRows) {
       PackedRow packed[kWalkRows];
 #pragma unroll
       for (int i = 0; i < kWalkRows; ++i) packed[i].set(rows[i], scale);
-#pragma unroll
-      for (int i = 0; i < kWalkRows; ++i) cursor.load(rows[i], lane);
+      cursor.load_next(rows);
       if (at < kept_rows) {
 #pragma unroll
         for (int i = 0; i < kWalkRows; ++i) {
-          if (at + i < kept_rows) keep_columns<kVectors>(columns, packed[i].w, offset + at + i, u, last, lane);
+          if (at + i < kept_rows)
+            keep_columns<kVectors>(kept_at + (at + i) * kOuterPitch, to_right, packed[i].w, u, last);
         }
       }
 #pragma unroll
@@ -397,7 +431,7 @@ __device__ __forceinline__ void walk_outer_row(const AutocorrelationParams& p, f
     cursor.start(p, b.n, chunk, row, lane);
     if (chunk >= plan.chunks) cursor.rows_left = 0;
 #pragma unroll
-    for (int i = 0; i < kWalkRows; ++i) cursor.load(rows[i], lane);
+    for (int i = 0; i < kWalkRows; ++i) cursor.load(rows[i]);
   };
   WalkSums<Element> sums;
   sums.clear();
@@ -532,21 +566,6 @@ __device__ __forceinline__ void load_affine(const AutocorrelationParams& p, floa
   }
 }
 
-// Pairs of taps, the second not before the first: both, and the product in which the sums of their distance lie, with
-// the rows of the left operand that are moved.
-__device__ __forceinline__ void fill_pairs(const AutocorrelationPlan& plan, int* pairs, int thread, int threads) {
-  const int taps = plan.kernel[0] * plan.kernel[1], width = plan.kernel[1];
-  for (int pair = thread; pair < taps * (taps + 1) / 2; pair += threads) {
-    int first = 0, distance = pair;
-    while (distance >= taps - first) distance -= taps - first, ++first;
-    const int second = first + distance, ky = first / width, ky2 = second / width, kx = first - ky * width;
-    const int dy = ky2 - ky, dx = second - ky2 * width - kx;
-    // An odd distance: the left operand moved by one, the right one's by one more.
-    const int odd = dx & 1, shift = (dx + odd) / 2 + 1, tile = dy == 0 ? shift - 1 : 2 + (dy - 1) * 3 + shift;
-    pairs[pair] = first | second << 4 | ky << 8 | kx << 10 | dy << 12 | (dx + 2) << 14 | tile << 17 | odd << 21;
-  }
-}
-
 // A tap sees at most two outer rows and two outer columns. Of one of them: where its sums lie, where it lies among the
 // corners, and whether there is one, 1 or 0; of a column also which of the two of its side it is, and the first column
 // of the side among those that the right operand has, from which distances count.
@@ -560,233 +579,216 @@ struct alignas(16) OuterColumn {
   float exists;
   int right;
 };
-// Two of each for every tap along a side.
-__device__ __forceinline__ void fill_outer(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
-                                           float* smem, int thread) {
-  const AutocorrelationPlan& plan = p.plan;
-  if (thread >= 4 * kAutocorrelationTaps) return;
-  const int dim = thread / (2 * kAutocorrelationTaps), tap = thread / 2 % kAutocorrelationTaps;
-  uint32_t seen = dim == 0 ? plan.seen_rows[tap] : plan.seen_columns[tap];
-  if (thread % 2 == 1) seen &= seen - 1;
-  const bool exists = seen != 0;
-  const int e = exists ? __ffs(seen) - 1 : 0;
-  if (dim == 0) {
-    const int corner = e < 2 ? e : plan.core_rows[1] + e + 4 - p.in[1];
-    reinterpret_cast<OuterRow*>(smem + layout.outer)[thread] = {layout.edges + e * kWalkFloats, corner * kCornerRow,
-                                                                exists ? 1.f : 0.f, 0};
-  } else {
-    const int place = e < 2 ? e : plan.core_columns[1] + e - p.in[2];
-    reinterpret_cast<OuterColumn*>(smem + layout.outer)[thread] = {
-        layout.columns + (e >> 1) * kColumnFloats + place * 2, (e < 2 ? e + 2 : place + 8) * 8, exists ? 1.f : 0.f,
-        e < 2 ? place : place + 2};
-  }
+__device__ __forceinline__ OuterRow outer_row(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
+                                              int tap, int i) {
+  const uint32_t all = p.plan.seen_rows[tap], seen = i == 1 ? all & (all - 1) : all;
+  const int e = seen != 0 ? __ffs(seen) - 1 : 0;
+  const int corner = e < 2 ? e : p.plan.core_rows[1] + e + 4 - p.in[1];
+  return {layout.edges + e * kWalkFloats, corner * kCornerRow, seen != 0 ? 1.f : 0.f, 0};
+}
+__device__ __forceinline__ OuterColumn outer_column(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
+                                                    int tap, int i) {
+  const uint32_t all = p.plan.seen_columns[tap], seen = i == 1 ? all & (all - 1) : all;
+  const int e = seen != 0 ? __ffs(seen) - 1 : 0, place = e < 2 ? e : p.plan.core_columns[1] + e - p.in[2];
+  return {layout.columns + (e >> 1) * kColumnFloats + place * 2, (e < 2 ? e + 2 : place + 8) * 8, seen != 0 ? 1.f : 0.f,
+          e < 2 ? place : place + 2};
 }
 
-// What is outer, of each K entry's sum and of each product, by `warps` warps: nothing here needs the core's sums.
-__device__ __forceinline__ void sum_rest(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
-                                         float* smem, int warp, int warps, int lane) {
+// Where a pair of taps, the second not before the first, finds what its products are made of: a product of core values,
+// two of outer rows and two of outer columns, and four corners of the left operand, from which those of the right one
+// are `right` away. Zeros where there are none.
+struct alignas(16) PairPlaces {
+  int core, rows[2], columns[2], corners[4], right, first, second;
+};
+static_assert(sizeof(PairPlaces) == kPairInts * 4);
+__device__ __forceinline__ void fill_places(const AutocorrelationParams& p, const AutocorrelationLayout& layout,
+                                            float* smem, int thread, int threads) {
   const AutocorrelationPlan& plan = p.plan;
-  const int taps = plan.kernel[0] * plan.kernel[1];
-  const float* const corners = smem + layout.corners;
-  const int* const pairs = reinterpret_cast<const int*>(smem + layout.pairs);
-  const OuterRow* const outer_rows = reinterpret_cast<const OuterRow*>(smem + layout.outer);
-  const OuterColumn* const outer_columns = reinterpret_cast<const OuterColumn*>(outer_rows) + 2 * kAutocorrelationTaps;
-#pragma unroll 1
-  for (int k = warp * 32 + lane; k < taps * p.c_in; k += warps * 32) {
-    const int tap = k / p.c_in, c = k - tap * p.c_in, ky = tap / plan.kernel[1], kx = tap - ky * plan.kernel[1];
-    const int own = own_sum(c);
-    const OuterRow row[2] = {outer_rows[2 * ky], outer_rows[2 * ky + 1]};
-    float rest = row[0].exists * smem[row[0].sums + own] + row[1].exists * smem[row[1].sums + own];
+  const int taps = plan.kernel[0] * plan.kernel[1], width = plan.kernel[1];
+  for (int i = thread; i < kZeroFloats; i += threads) smem[layout.zeros + i] = 0.f;
+  for (int pair = thread; pair < taps * (taps + 1) / 2; pair += threads) {
+    int first = 0, distance = pair;
+    while (distance >= taps - first) distance -= taps - first, ++first;
+    const int second = first + distance, ky = first / width, ky2 = second / width, kx = first - ky * width;
+    const int dy = ky2 - ky, dx = second - ky2 * width - kx;
+    // An odd distance: the left operand moved by one, the right one's by one more.
+    const int odd = dx & 1, shift = (dx + odd) / 2 + 1, tile = dy == 0 ? shift - 1 : 2 + (dy - 1) * 3 + shift;
+    PairPlaces to;
+    const int at = tile * 128 + odd * 2;
+    to.core = layout.walks + at;
+    to.right = dy * kCornerRow + dx * 8;
+    to.first = first * p.c_in, to.second = second * p.c_in;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const OuterColumn column = outer_columns[2 * kx + i];
-      // These lie behind the products, one column of the side behind the other.
-      float sum = smem[column.sums + 12 * 128 + (column.right & 1) * 30 + c * 4];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) sum = fmaf(row[r].exists, corners[row[r].corner + column.corner + c], sum);
-      rest = fmaf(column.exists, sum, rest);
-    }
-    reinterpret_cast<float4*>(smem + layout.entries)[k].x = rest;
-  }
-  const int c2 = lane % 8;
-  const int jobs = taps * (taps + 1) / 2;
-#pragma unroll 3
-  for (int first = 0; first < jobs; first += warps) {
-    // Without a branch, so that several are under way.
-    const int job = min(first + warp, jobs - 1);
-    const int pair = pairs[job];
-    const int ky = pair >> 8 & 3, kx = pair >> 10 & 3, dy = pair >> 12 & 3, dx = (pair >> 14 & 7) - 2;
-    const int at = (pair >> 17 & 15) * 128 + (pair >> 21 & 1) * 2;
-    const OuterRow row[2] = {outer_rows[2 * ky], outer_rows[2 * ky + 1]};
-    const OuterColumn column[2] = {outer_columns[2 * kx], outer_columns[2 * kx + 1]};
-    const int right_corner = dy * kCornerRow + dx * 8 + c2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int c = half * 4 + lane / 8, in_tile = (c * 4 + c2 / 2) * 4 + c2 % 2;
-      float rest = row[0].exists * smem[row[0].sums + at + in_tile] + row[1].exists * smem[row[1].sums + at + in_tile];
+    for (int r = 0; r < 2; ++r) {
+      const OuterRow row = outer_row(p, layout, ky, r);
+      const OuterColumn column = outer_column(p, layout, kx, r);
+      const int right = column.right + dx;  // of the four columns of that side
+      to.rows[r] = row.exists != 0.f ? row.sums + at : layout.zeros;
+      to.columns[r] =
+          column.exists != 0.f && unsigned(right) < 4u ? column.sums + (dy * 4 + right) * 128 : layout.zeros;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int right = column[i].right + dx;  // of the four columns of that side
-        const bool inside = unsigned(right) < 4u;
-        float sum = smem[column[i].sums + (dy * 4 + (inside ? right : 0)) * 128 + in_tile];
-        sum = inside ? sum : 0.f;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float* const corner = corners + row[r].corner + column[i].corner;
-          sum = fmaf(row[r].exists * corner[c], corner[right_corner], sum);
-        }
-        rest = fmaf(column[i].exists, sum, rest);
+        const OuterColumn other = outer_column(p, layout, kx, i);
+        // Columns of zeros are the first two of a row.
+        to.corners[r * 2 + i] =
+            layout.corners + (row.exists * other.exists != 0.f ? row.corner + other.corner : 2 * kCornerRow + 8);
       }
-      smem[layout.rest + (job * 2 + half) * 32 + lane] = rest;
     }
+    reinterpret_cast<PairPlaces*>(smem + layout.pairs)[pair] = to;
   }
 }
 
 // From merged sums to statistics of the sample. All values of x were multiplied by 1 / unit. Called by all threads of
-// the block; the first filters, what is outer, pairs and the channels' values are there.
+// the block; the first filters, corners, places and the channels' values are there.
 template <typename Element>
 __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationParams& p,
                                                        const AutocorrelationLayout& layout, float* smem, int64_t n,
                                                        float unit, bool broken) {
-  constexpr int kThreads = kAutocorrelationThreads, kWarps = kThreads / 32;
+  constexpr int kThreads = kAutocorrelationThreads, kWarps = kThreads / 32, kPitch = kAutocorrelationEntries;
+  static_assert(kWarps == 16);
   const AutocorrelationPlan& plan = p.plan;
   const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
   const int taps = plan.kernel[0] * plan.kernel[1], entries = taps * p.c_in, octets = (entries + 7) / 8;
-  const float* const core = smem + layout.walks;
-  const int* const pairs = reinterpret_cast<const int*>(smem + layout.pairs);
   float4* const means = reinterpret_cast<float4*>(smem + layout.entries);
   float* const matrix = smem + layout.matrix;
   const float positions = static_cast<float>(p.out[1]) * static_cast<float>(p.out[2]);
   const float inverse = 1.f / positions, inverse_rest = fmaf(-inverse, positions, 1.f) * inverse;
 
-  // By blocks of eight rows, what is above the diagonal counted twice.
-  auto place = [&](int k, int k2) -> float& { return matrix[(k2 / 8 * kAutocorrelationEntries + k) * 8 + k2 % 8]; };
   if (tid < entries) {
+    const int tap = tid / p.c_in, c = tid - tap * p.c_in, ky = tap / plan.kernel[1], kx = tap - ky * plan.kernel[1];
+    const OuterRow row[2] = {outer_row(p, layout, ky, 0), outer_row(p, layout, ky, 1)};
+    float rest = row[0].exists * smem[row[0].sums + own_sum(c)] + row[1].exists * smem[row[1].sums + own_sum(c)];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const OuterColumn column = outer_column(p, layout, kx, i);
+      // These lie behind the products, one column of the side behind the other.
+      float sum = smem[column.sums + 12 * 128 + (column.right & 1) * 30 + c * 4];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sum = fmaf(row[r].exists, smem[layout.corners + row[r].corner + column.corner + c], sum);
+      }
+      rest = fmaf(column.exists, sum, rest);
+    }
     // Sum and mean in two terms each.
-    const float rest = means[tid].x, own = core[own_sum(tid % p.c_in)];
-    const float sum = own + rest, sum_rest = rest - (sum - own);
+    const float own = smem[layout.walks + own_sum(c)], sum = own + rest, sum_rest = rest - (sum - own);
     const float mean = sum * inverse;
     const float mean_rest = fmaf(sum, inverse, -mean) + fmaf(sum, inverse_rest, sum_rest * inverse);
     means[tid] = make_float4(mean, mean_rest, 0.f, sum);
   } else if (tid < octets * 8) {
-    for (int i = 0; i < octets * 8; ++i) {
-      place(i, tid) = 0.f;
-      if (i / 8 == tid / 8) place(tid, i) = 0.f;
-    }
+    for (int i = 0; i < octets * 8; ++i) matrix[i * kPitch + tid] = matrix[tid * kPitch + i] = 0.f;
   }
   __syncthreads();
-  const int c2 = lane % 8;
-#pragma unroll 3
+  // Covariances, those above the diagonal counted twice; blocks of eight on the diagonal have zeros below it.
+#pragma unroll 1
   for (int job = warp; job < taps * (taps + 1) / 2; job += kWarps) {
-    const int pair = pairs[job], at = (pair >> 17 & 15) * 128 + (pair >> 21 & 1) * 2;
+    const PairPlaces places = reinterpret_cast<const PairPlaces*>(smem + layout.pairs)[job];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int c = half * 4 + lane / 8, in_tile = (c * 4 + c2 / 2) * 4 + c2 % 2;
-      const float rest = smem[layout.rest + (job * 2 + half) * 32 + lane];
-      const int k = (pair & 15) * p.c_in + c, k2 = (pair >> 4 & 15) * p.c_in + c2;
+      const int c = half * 4 + lane / 8, c2 = lane % 8, in_tile = (c * 4 + c2 / 2) * 4 + c2 % 2;
+      float rest = (smem[places.rows[0] + in_tile] + smem[places.rows[1] + in_tile]) +
+                   (smem[places.columns[0] + in_tile] + smem[places.columns[1] + in_tile]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        rest = fmaf(smem[places.corners[i] + c], smem[places.corners[i] + places.right + c2], rest);
+      }
+      const int k = places.first + c, k2 = places.second + c2;
       if (c >= p.c_in || c2 >= p.c_in || k2 < k) continue;
       // What the means' product takes away is subtracted where it is large, and its rounding with the small terms.
       const float4 a = means[k], b = means[k2];
-      const float squares = core[at + in_tile];
+      const float squares = smem[places.core + in_tile];
       const float product = a.x * b.w, product_rest = fmaf(a.x, b.w, -product) + a.y * b.w;
       const float covariance = (squares - product) + (rest - product_rest);
-      place(k, k2) = k == k2 ? covariance : 2.f * covariance;
+      matrix[k * kPitch + k2] = k == k2 ? covariance : 2.f * covariance;
       if (k == k2) {
         means[k].z = squares + rest;
       } else if (k / 8 == k2 / 8) {
-        place(k2, k) = 0.f;  // a block is read as a whole
+        matrix[k2 * kPitch + k] = 0.f;
       }
     }
   }
   const float* const filters = smem + layout.weights;
   const float* const affine = smem + layout.affine;
   float* const parts = smem + layout.parts;
-  float* const other_parts = parts + 2 * kWarps * kPartPitch;
   Moments<float>* const moments = reinterpret_cast<Moments<float>*>(smem + layout.moments);
-  float2* const groups = reinterpret_cast<float2*>(moments + kAutocorrelationOutputs);
-  float* const alone = reinterpret_cast<float*>(groups + kAutocorrelationOutputs);
+  float* const alone = reinterpret_cast<float*>(moments + kAutocorrelationOutputs);
 #pragma unroll 1
   for (int c_first = 0; c_first < p.c_out; c_first += 64) {
     if (c_first > 0) load_filters<Element>(p, smem + layout.weights, c_first, warp, kWarps, lane);
     __syncthreads();
-    // All blocks' steps of four entries are shared evenly by the warps, of which none meets more than two blocks; a lane
-    // has two output channels.
-    const float2* const column = reinterpret_cast<const float2*>(filters) + lane;
-    auto filter = [&](int k) { return column[k * (kFilterPitch / 2)]; };
-    const int steps = octets * (octets + 1), last_step = (warp + 1) * steps / kWarps;
-    int step = warp * steps / kWarps, octet = 0;
+    {
+      // A warp has 16 filters and up to three blocks of eight columns of the matrix, which are eleven or twelve steps.
+      // Filters have TF32's digits, and three terms of the matrix all of its.
+      const int share = warp / 4, o = warp % 4 * 16 + lane / 4, t = lane % 4;
+      float m2[2] = {};
 #pragma unroll 1
-    for (int part = 0; part < 2; ++part) {
-      while ((octet + 1) * (octet + 2) <= step) ++octet;
-      const int until = min(last_step, (octet + 1) * (octet + 2)), of_block = octet * (octet + 1);
-      float s[8][2] = {};
-      const float4* const row = reinterpret_cast<const float4*>(matrix) + octet * kAutocorrelationEntries * 2;
-#pragma unroll 1
-      for (; step < until; ++step) {
+      for (int i = 0; i < 3; ++i) {
+        const int block = i == 0 ? 8 - share : i == 1 ? 1 + share : share == 3 ? 0 : octets;
+        if (block >= octets) continue;
+        float large[4] = {}, small[4] = {};
+        const float* left = filters + t * kFilterPitch + o;
+        const float* right = matrix + t * kPitch + block * 8 + lane / 4;
+#pragma unroll 2
+        for (int k = 0; k <= block; ++k) {
+          const uint32_t a[4] = {__float_as_uint(left[0]), __float_as_uint(left[8]),
+                                 __float_as_uint(left[4 * kFilterPitch]), __float_as_uint(left[4 * kFilterPitch + 8])};
+          uint32_t terms[3][2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int k = (step - of_block) * 4 + i;
-          const float4 m[2] = {row[2 * k], row[2 * k + 1]};
-          const float2 w = filter(k);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float(*const to)[2] = s + 4 * half;
-            to[0][0] = fmaf(m[half].x, w.x, to[0][0]), to[0][1] = fmaf(m[half].x, w.y, to[0][1]);
-            to[1][0] = fmaf(m[half].y, w.x, to[1][0]), to[1][1] = fmaf(m[half].y, w.y, to[1][1]);
-            to[2][0] = fmaf(m[half].z, w.x, to[2][0]), to[2][1] = fmaf(m[half].z, w.y, to[2][1]);
-            to[3][0] = fmaf(m[half].w, w.x, to[3][0]), to[3][1] = fmaf(m[half].w, w.y, to[3][1]);
+          for (int j = 0; j < 2; ++j) {
+            const float v = right[j * 4 * kPitch];
+            terms[0][j] = to_tf32(v);
+            const float rest = v - __uint_as_float(terms[0][j]);
+            terms[1][j] = to_tf32(rest);
+            terms[2][j] = __float_as_uint(rest - __uint_as_float(terms[1][j]));
           }
+          mma_tf32(small, a, terms[2][0], terms[2][1]);
+          mma_tf32(large, a, terms[0][0], terms[0][1]);
+          mma_tf32(small, a, terms[1][0], terms[1][1]);
+          left += 8 * kFilterPitch, right += 8 * kPitch;
         }
-      }
-      float2 m2 = make_float2(0.f, 0.f);
-      if (octet < octets) {
+        const float* const by = filters + (block * 8 + 2 * t) * kFilterPitch + o;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float2 w = filter(octet * 8 + i);
-          m2.x = fmaf(w.x, s[i][0], m2.x), m2.y = fmaf(w.y, s[i][1], m2.y);
+        for (int j = 0; j < 4; ++j) {
+          m2[j / 2] = fmaf(by[j % 2 * kFilterPitch + j / 2 * 8], large[j] + small[j], m2[j / 2]);
         }
       }
-      reinterpret_cast<float2*>(parts)[(warp * 2 + part) * (kPartPitch / 2) + lane] = m2;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        m2[j] += __shfl_xor_sync(0xffffffffu, m2[j], 1);
+        m2[j] += __shfl_xor_sync(0xffffffffu, m2[j], 2);
+        if (t == 0) parts[share * 64 + o + 8 * j] = m2[j];
+      }
     }
-    float2 mean = make_float2(0.f, 0.f), squares = mean;
-    for (int k = warp; k < entries; k += kWarps) {
-      const float2 w = filter(k);
+    // Eight lanes have a filter's mean and its terms' squares.
+    const int o = warp * 4 + lane / 8, c = c_first + o, eighth = lane % 8;
+    float mean = 0.f, squares = 0.f;
+#pragma unroll 3
+    for (int k = eighth; k < entries; k += 8) {
+      const float w = filters[k * kFilterPitch + o];
       const float4 of = means[k];
-      mean.x = fmaf(w.x, of.x, mean.x), mean.y = fmaf(w.y, of.x, mean.y);
-      squares.x = fmaf(w.x * w.x, of.z, squares.x), squares.y = fmaf(w.y * w.y, of.z, squares.y);
+      mean = fmaf(w, of.x, mean), squares = fmaf(w * w, of.z, squares);
     }
-    reinterpret_cast<float2*>(other_parts)[warp * 2 * (kPartPitch / 2) + lane] = mean;
-    reinterpret_cast<float2*>(other_parts)[(warp * 2 + 1) * (kPartPitch / 2) + lane] = squares;
-    __syncthreads();
-    // Four lanes have a channel, and every fourth of the parts.
-    if (warp < 8) {
-      const int o = warp * 8 + lane % 8, c = c_first + o;
-      float m2 = 0.f, other = 0.f;  // with an even number the mean, else the sum of squares
 #pragma unroll
-      for (int i = lane / 8; i < 2 * kWarps; i += 4) {
-        m2 += parts[i * kPartPitch + o];
-        other += other_parts[i * kPartPitch + o];
-      }
-      m2 += __shfl_xor_sync(0xffffffffu, m2, 8);
-      m2 += __shfl_xor_sync(0xffffffffu, m2, 16);
-      other += __shfl_xor_sync(0xffffffffu, other, 16);
-      const float squares = __shfl_xor_sync(0xffffffffu, other, 8);
-      if (lane < 8 && c < p.c_out) {
-        if (m2 < 0.f) m2 = 0.f;  // and a NaN stays
-        moments[c] = {fmaf(other, unit, affine[c]), m2 * unit * unit, positions};
-        alone[c] = squares * unit * unit;
-      }
+    for (int i = 1; i < 8; i *= 2) {
+      mean += __shfl_xor_sync(0xffffffffu, mean, i), squares += __shfl_xor_sync(0xffffffffu, squares, i);
+    }
+    __syncthreads();
+    if (eighth == 0 && c < p.c_out) {
+      float m2 = (parts[o] + parts[64 + o]) + (parts[128 + o] + parts[192 + o]);
+      if (m2 < 0.f) m2 = 0.f;  // and a NaN stays
+      moments[c] = {fmaf(mean, unit, affine[c]), m2 * unit * unit, positions};
+      alone[c] = squares * unit * unit;
     }
   }
   __syncthreads();
-  // A thread has a channel, and before that perhaps a group.
+  // A thread has a channel, and of all of its group what the others have, too.
   static_assert(kAutocorrelationOutputs <= kThreads);
   const GroupStatsFinalizeParams& f = p.stats.finish;
-  const int num_groups = static_cast<int>(f.g), of_group = p.c_out / num_groups;
   bool inexact = broken;
-  if (tid < num_groups) {
+  float normed = 0.f;
+  if (tid < p.c_out) {
+    const int num_groups = static_cast<int>(f.g), of_group = p.c_out / num_groups, group = tid / of_group;
     // Channels count the same number of values: no divisions.
-    const int first = tid * of_group;
+    const int first = group * of_group;
     const float origin = moments[first].mean, share = 1.f / static_cast<float>(of_group);
     float terms = 0.f, m2 = 0.f, offset = 0.f;
 #pragma unroll 4
@@ -800,24 +802,21 @@ __device__ __forceinline__ void finish_autocorrelation(const AutocorrelationPara
       m2 = fmaf(d * d, positions, m2);
     }
     inexact = inexact || !(terms <= m2 * kAutocorrelationCancellation<Element>) || !(m2 < INFINITY);
-    const float rstd = __frsqrt_rn(m2 * (inverse * share) + static_cast<float>(f.eps));
-    groups[tid] = make_float2(origin + offset, rstd);
-    if (f.mean) static_cast<float*>(f.mean)[n * num_groups + tid] = origin + offset;
-    if (f.rstd) static_cast<float*>(f.rstd)[n * num_groups + tid] = rstd;
+    const float mean_of_group = origin + offset, rstd = __frsqrt_rn(m2 * (inverse * share) + static_cast<float>(f.eps));
+    const float mean = moments[tid].mean, weight = affine[kAutocorrelationOutputs + tid],
+                shift = affine[2 * kAutocorrelationOutputs + tid];
+    if (tid == first) {
+      if (f.mean) static_cast<float*>(f.mean)[n * num_groups + group] = mean_of_group;
+      if (f.rstd) static_cast<float*>(f.rstd)[n * num_groups + group] = rstd;
+    }
+    if (f.channel_mean) static_cast<float*>(f.channel_mean)[n * p.c_out + tid] = mean;
+    if (f.table) {
+      static_cast<float4*>(f.table)[n * p.c_out + tid] = make_float4(mean_of_group, rstd, weight, shift);
+    }
+    normed = fmaf((mean - mean_of_group) * rstd, weight, shift);
   }
   inexact = __syncthreads_or(inexact);
   if (tid == 0) p.inexact[n] = inexact;
-  float normed = 0.f;
-  if (tid < p.c_out) {
-    const float2 statistics = groups[tid / of_group];
-    const float mean = moments[tid].mean, weight = affine[kAutocorrelationOutputs + tid],
-                shift = affine[2 * kAutocorrelationOutputs + tid];
-    if (f.channel_mean) static_cast<float*>(f.channel_mean)[n * p.c_out + tid] = mean;
-    if (f.table) {
-      static_cast<float4*>(f.table)[n * p.c_out + tid] = make_float4(statistics.x, statistics.y, weight, shift);
-    }
-    normed = fmaf((mean - statistics.x) * statistics.y, weight, shift);
-  }
   if (p.stats.sample_mean) {
     const float sum = block_sum(normed, smem + layout.scratch);
     if (tid == 0) p.stats.sample_mean[n] = sum / static_cast<float>(p.c_out);
@@ -872,8 +871,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
       load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, 32 * kOthers);
       load_filters<Element>(p, smem + layout.weights, 0, worker, kOthers, b.lane);
       load_affine<Element>(p, smem + layout.affine, thread, 32 * kOthers);
-      fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), thread, 32 * kOthers);
-      fill_outer(p, layout, smem, thread);
+      fill_places(p, layout, smem, thread, 32 * kOthers);
     }
     // Zeros behind the rows of the outer columns.
     const OuterColumns columns(plan, layout, smem);
@@ -924,8 +922,6 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
     if (tid == 0) to[plan.slice_floats - 4] = scale;
     return;
   }
-  sum_rest(p, layout, smem, b.warp, kThreads / 32, b.lane);
-  __syncthreads();
   const bool broken = kScaled && scale == 0.f;
   finish_autocorrelation<Element>(p, layout, smem, b.n, broken ? 1.f : 1.f / scale, broken);
 #endif
@@ -946,8 +942,7 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   let_dependents_start();
   load_filters<Element>(p, smem + layout.weights, 0, tid / 32, kThreads / 32, tid % 32);
   load_affine<Element>(p, smem + layout.affine, tid, kThreads);
-  fill_pairs(plan, reinterpret_cast<int*>(smem + layout.pairs), tid, kThreads);
-  fill_outer(p, layout, smem, tid);
+  fill_places(p, layout, smem, tid, kThreads);
   wait_for_prerequisites();
   const float* const from = p.sums + n * slices * plan.slice_floats;
   const float scale = from[plan.slice_floats - 4];
@@ -976,8 +971,6 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
                               : layout.columns + (i - 5 * kOfWalk) * 4;
     *reinterpret_cast<float4*>(smem + to) = sum;
   }
-  __syncthreads();
-  sum_rest(p, layout, smem, tid / 32, kThreads / 32, tid % 32);
   __syncthreads();
   const bool broken = scale == 0.f;
   finish_autocorrelation<Element>(p, layout, smem, n, broken ? 1.f : 1.f / scale, broken);

@@ -24,10 +24,10 @@ inline constexpr int kColumnFloats = 12 * 128 + 64;
 inline constexpr int kAutocorrelationEntries = 72;  // of K, (tap, channel) pairs; whole blocks of eight
 inline constexpr int kAutocorrelationPairs =
     kAutocorrelationTaps * kAutocorrelationTaps * (kAutocorrelationTaps * kAutocorrelationTaps + 1) / 2;  // of taps
-inline constexpr int kFilterPitch = 66;  // of a K entry's 64 weights: lanes that store a filter meet each bank twice
+inline constexpr int kFilterPitch = 72;  // of a K entry's 64 weights: fragments meet no bank twice
 // Of the outer columns' rows, in channels: lanes that read every fourth row meet no bank twice.
 inline constexpr int kOuterPitch = 9;
-inline constexpr int kPartPitch = 72;  // of a part's 64 output channels: lanes that read four parts meet no bank twice
+inline constexpr int kPairInts = 12, kZeroFloats = 128;
 // Outermost input values, with zeros around.
 inline constexpr int kCornerFloats = 8 * 12 * kAutocorrelationChannels;
 
@@ -61,19 +61,18 @@ struct AutocorrelationLayout {
   int edges;    // sums of each outer row
   int columns;  // of the outer columns, left and right, of half of the rows and of the others
   int corners;
-  int rest;     // of each pair of taps and of channels, what is outer
-  int entries;  // a float4 each K entry: mean in two terms, sum of squares, sum; first of all the sum of what is outer
-  int weights;  // a column of 64 output channels for each K entry
-  int affine;   // of each output channel: bias, the norm's weight and bias
-  int pairs;    // of each pair of taps, where it finds its sums
-  int outer;    // of each tap along a side two outer rows, then columns
-  int scratch;  // 64 words
+  int zeros;
+  int entries;      // a float4 each K entry: mean in two terms, sum of squares, sum
+  int weights;      // a column of 64 output channels for each K entry
+  int affine;       // of each output channel: bias, the norm's weight and bias
+  int pairs;        // of each pair of taps, where it finds its sums
+  int scratch;      // 64 words
   int column_rows;  // see OuterColumns
   int total;
   // In the place of walks, once they are merged.
-  int matrix;   // of products of K entries: by blocks of eight
-  int parts;    // of each warp
-  int moments;  // of each output channel, then the groups' statistics, then the channels' sums of squares alone
+  int matrix;   // of products of K entries
+  int parts;    // of 64 output channels, four of each
+  int moments;  // of each output channel, then the channels' sums of squares alone
 };
 
 KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, int column_rows) {
@@ -81,18 +80,17 @@ KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, 
   s.walks = 0;
   s.matrix = kWalkFloats;
   s.parts = s.matrix + kAutocorrelationEntries * kAutocorrelationEntries;
-  s.moments = s.parts + 4 * (kAutocorrelationThreads / 32) * kPartPitch;
-  const int first = walks * kWalkFloats, later = s.moments + kAutocorrelationOutputs * 6;
+  s.moments = s.parts + 4 * 64;
+  const int first = walks * kWalkFloats, later = s.moments + kAutocorrelationOutputs * 4;
   s.edges = first > later ? first : later;
   s.columns = s.edges + edge_rows * kWalkFloats;
   s.corners = s.columns + 4 * kColumnFloats;
-  s.rest = s.corners + kCornerFloats;
-  s.entries = s.rest + kAutocorrelationPairs * 64;
+  s.zeros = s.corners + kCornerFloats;
+  s.entries = s.zeros + kZeroFloats;
   s.weights = s.entries + kAutocorrelationEntries * 4;
-  s.affine = s.weights + (kAutocorrelationEntries + 1) * kFilterPitch + 2;
+  s.affine = s.weights + (kAutocorrelationEntries + 1) * kFilterPitch;
   s.pairs = s.affine + kAutocorrelationOutputs * 3;
-  s.outer = s.pairs + 48;
-  s.scratch = s.outer + 4 * kAutocorrelationTaps * 4;
+  s.scratch = s.pairs + kAutocorrelationPairs * kPairInts;
   s.column_rows = s.scratch + 64;
   s.total = s.column_rows + column_rows * 4 * kOuterPitch;
   return s;
