@@ -754,20 +754,20 @@ class IdealConv2d(torch.autograd.Function):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "kgopt"])
 @pytest.mark.parametrize("innermost", ["", "x", "weight", "x and weight"])
-@pytest.mark.parametrize(("c_in", "c_out", "size"), [(8, 64, (40, 130)), (3, 40, (67, 71)), (20, 48, (33, 60))], ids=str)
-def test_logsumexp_pipeline_gradients_tf32(c_in, c_out, size, innermost, backend, monkeypatch, poisoned):
+@pytest.mark.parametrize(("c_in", "c_out"), [(8, 64), (3, 40), (20, 48)])
+def test_logsumexp_pipeline_gradients_tf32(c_in, c_out, innermost, backend, monkeypatch, poisoned):
     """In channels_last the backward's convolution cut its input off to TF32 where the forward's statistics and
     logsumexp were of rounded input: gradients were up to four times as far off as PyTorch's."""
     torch.backends.cudnn.allow_tf32 = True
     function, ref, *_ = PIPELINES["logsumexp"]
-    x, weight = torch.randn(8, c_in, *size, device="cuda"), torch.randn(c_out, c_in, 3, 3, device="cuda") * 0.3
+    x, weight = torch.randn(8, c_in, 40, 130, device="cuda"), torch.randn(c_out, c_in, 3, 3, device="cuda") * 0.3
     if "x" in innermost:
         x = x.contiguous(memory_format=torch.channels_last)
     if "weight" in innermost:
         weight = weight.contiguous(memory_format=torch.channels_last)
     bias, gamma, beta = (torch.randn(c_out, device="cuda") for _ in range(3))
     args = [x, weight, bias, c_out // 4, gamma, beta]
-    dout = torch.randn(8, 1, size[0] - 2, size[1] - 2, device="cuda")
+    dout = torch.randn(8, 1, 38, 128, device="cuda")
 
     def gradients(run, values):
         leaves = [v.detach().clone().requires_grad_() if isinstance(v, torch.Tensor) else v for v in values]
