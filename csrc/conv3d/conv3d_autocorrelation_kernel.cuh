@@ -7,8 +7,9 @@
 // Products are those of a warp, positions along a row being K of both operands. K may be numbered in any way as long as
 // both operands agree, so that a lane loads eight neighbours of its channel's row from memory into the registers that
 // the products read. Rows 0 to 7 of the left operand are the channels, rows 8 to 15 the same moved by one position; the
-// right operand is the row itself, the next or the one after, moved by -2, 0 or 2, which is other registers. Warps walk
-// down the rows, and keep three of them, while the next three are under way.
+// right operand is the same row or one of the two below, moved by -2, 0 or 2, which is other registers. Warps walk down
+// the rows: each is multiplied as it comes, by itself and by the two before it, which are kept as left operands. Three
+// rows at a time are worked off without a branch while the next three are under way.
 //
 // The left operand's position tells which taps see a product. Outer rows have sums and warps of their own. Outer
 // columns, whose K are rows, are kept in shared memory until all rows are there. What is outer in both is a product for
@@ -118,11 +119,6 @@ __device__ __forceinline__ void load_over(uint32_t (&v)[2], const void* from, bo
                : "+r"(v[0]), "+r"(v[1])
                : "l"(from), "r"(uint32_t(inside)));
 }
-__device__ __forceinline__ void load_over(uint32_t (&v)[1], const void* from, bool inside) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.global.nc.u32 %0, [%1];\n}"
-               : "+r"(v[0])
-               : "l"(from), "r"(uint32_t(inside)));
-}
 
 // Where a lane stands in its way down the rows.
 template <typename Element, bool kVectors>
@@ -133,7 +129,7 @@ struct WalkCursor {
   int rows_left;    // of the input
   int outer;        // where a lane's outer pair lies
   uint32_t inside;  // a bit for each load; kVectors: of vectors and the outer pair, else of values
-  bool whole;       // all lanes' vectors are inside
+  bool whole;       // all lanes' vectors are inside, where that is asked for
 
   __device__ __forceinline__ void start(const AutocorrelationParams& p, int64_t n, int chunk, int row, int lane) {
     const int channel = lane >> 2, u = chunk * kAutocorrelationChunk + (lane & 3) * 8;
@@ -150,7 +146,7 @@ struct WalkCursor {
       for (int i = 0; i < 8; ++i) inside |= is_inside(i) << i;
       for (int i = 0; i < 2; ++i) inside |= (has_outer && is_inside(outer + i)) << (8 + i);
     }
-    whole = kVectors && __all_sync(0xffffffffu, (~inside & (kScaled ? 3u : 1u)) == 0);
+    if constexpr (kScaled && kVectors) whole = __all_sync(0xffffffffu, (~inside & 3u) == 0);
   }
   // Zeros where there is nothing.
   __device__ __forceinline__ void load(WalkRow<Element>& row) {
@@ -182,21 +178,23 @@ struct WalkCursor {
     at += stride;
     --rows_left;
   }
-  // Mostly nothing but loads: an outer pair that is not inside stays zero.
+  // fp32 mostly by nothing but loads, an outer pair that is not inside staying zero; with halves that gained nothing.
   __device__ __forceinline__ void load_next(WalkRow<Element> (&rows)[kWalkRows]) {
-    if (whole && rows_left >= kWalkRows) {
+    if constexpr (kScaled && kVectors) {
+      if (whole && rows_left >= kWalkRows) {
 #pragma unroll
-      for (int i = 0; i < kWalkRows; ++i) {
-        load_vector(rows[i].v[0], at);
-        if constexpr (kScaled) load_vector(rows[i].v[1], at + 4);
-        load_over(rows[i].pair, at + outer, inside & 4);
-        at += stride;
+        for (int i = 0; i < kWalkRows; ++i) {
+          load_vector(rows[i].v[0], at);
+          load_vector(rows[i].v[1], at + 4);
+          load_over(rows[i].pair, at + outer, inside & 4);
+          at += stride;
+        }
+        rows_left -= kWalkRows;
+        return;
       }
-      rows_left -= kWalkRows;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWalkRows; ++i) load(rows[i]);
     }
+#pragma unroll
+    for (int i = 0; i < kWalkRows; ++i) load(rows[i]);
   }
 };
 
@@ -311,7 +309,7 @@ __device__ __forceinline__ void keep_columns(uint2* left, int to_right, const ui
 template <typename Element>
 __device__ __forceinline__ void load_filters(const AutocorrelationParams& p, float* filters, int c_first, int warp,
                                              int warps, int lane) {
-  constexpr int kRounds = (kAutocorrelationEntries + 31) / 32, kTogether = 8;
+  constexpr int kRounds = (kAutocorrelationEntries + 31) / 32, kLoads = 16;
   const int width = p.plan.kernel[1], entries = p.plan.kernel[0] * width * p.c_in, padded = (entries + 7) / 8 * 8;
   // A lane has K entries lane, lane + 32, ... in the order in which filters usually lie.
   int64_t from[kRounds];
@@ -319,29 +317,28 @@ __device__ __forceinline__ void load_filters(const AutocorrelationParams& p, flo
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
     const int k = lane + 32 * i, taps = p.plan.kernel[0] * width, c = k / taps, tap = k - c * taps, h = tap / width;
-    from[i] = k < entries ? c * p.w_stride_in + h * p.w_stride_k[1] + (tap - h * width) * p.w_stride_k[2] : -1;
-    to[i] = (k < entries ? tap * p.c_in + c : k < padded ? k : padded) * kFilterPitch;
+    from[i] = k < entries ? c * p.w_stride_in + h * p.w_stride_k[1] + (tap - h * width) * p.w_stride_k[2] : 0;
+    to[i] = (k < entries ? tap * p.c_in + c : k) * kFilterPitch;
   }
 #pragma unroll 1
-  for (int o = warp; o < 64; o += warps * kTogether) {
-    Element v[kTogether][kRounds];
+  for (int o = warp; o < 64; o += warps * kLoads) {
+    // Without branches, so that all are under way at once.
+    Element v[kLoads][kRounds];
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const Element* const filter = static_cast<const Element*>(p.weight) + (c_first + o + j * warps) * p.w_stride_out;
-      const bool inside = o + j * warps < 64 && c_first + o + j * warps < p.c_out;
+    for (int j = 0; j < kLoads; ++j) {
+      const int at = min(c_first + o + j * warps, p.c_out - 1);
 #pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        v[j][i] = from_acc<Element>(0.f);
-        if (inside && from[i] >= 0) v[j][i] = filter[from[i]];
-      }
+      for (int i = 0; i < kRounds; ++i) v[j][i] = static_cast<const Element*>(p.weight)[at * p.w_stride_out + from[i]];
     }
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
+    for (int j = 0; j < kLoads; ++j) {
+      const int at = o + j * warps;
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
         float w = to_acc(v[j][i]);
         if constexpr (sizeof(Element) == 4) w = __uint_as_float(to_tf32(w));
-        if (o + j * warps < 64 && lane + 32 * i < padded) filters[to[i] + o + j * warps] = w;
+        if (lane + 32 * i >= entries || c_first + at >= p.c_out) w = 0.f;
+        if (at < 64 && lane + 32 * i < padded) filters[to[i] + at] = w;
       }
     }
   }
@@ -363,7 +360,8 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
   int task = b.warp, chunk = 0, row = 0, end = 0;
   auto start = [&] {
     const int run = task / plan.chunks;
-    chunk = task - run * plan.chunks;
+    // Outer chunks, whose warps have more to do, on all schedulers.
+    chunk = (task + run) % plan.chunks;
     row = first_row + run * plan.run_rows;
     end = min(row + plan.run_rows, end_row);
     cursor.start(p, b.n, chunk, row, lane);
@@ -868,10 +866,16 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
     const int worker = b.warp - kWarps, thread = worker * 32 + b.lane;
     ready();
     if (slices == 1) {
-      load_corners<Element>(p, b.n, scale, smem + layout.corners, thread, 32 * kOthers);
-      load_filters<Element>(p, smem + layout.weights, 0, worker, kOthers, b.lane);
+      // Each its own, since all of it waits for memory.
+      static_assert(kOthers == 4);
+      if (worker == 0) {
+        load_corners<Element>(p, b.n, scale, smem + layout.corners, b.lane, 32);
+      } else if (worker == 1) {
+        fill_places(p, layout, smem, b.lane, 32);
+      } else {
+        load_filters<Element>(p, smem + layout.weights, 0, worker - 2, 2, b.lane);
+      }
       load_affine<Element>(p, smem + layout.affine, thread, 32 * kOthers);
-      fill_places(p, layout, smem, thread, 32 * kOthers);
     }
     // Zeros behind the rows of the outer columns.
     const OuterColumns columns(plan, layout, smem);
