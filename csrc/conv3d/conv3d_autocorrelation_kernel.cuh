@@ -34,9 +34,10 @@ namespace kgopt {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // How much larger the sum of the squares of a filter's terms may be than the variance of their sum, in a norm's group
-// as a whole: sums of squares are known to some 2^-21 of their size.
+// as a whole: sums of squares are known to some 2^-21 of their size, 2^-20 where more rows are added in the tensor
+// core.
 template <typename Element>
-inline constexpr float kAutocorrelationCancellation = sizeof(Element) == 4 ? 512.f : 2048.f;
+inline constexpr float kAutocorrelationCancellation = sizeof(Element) == 4 ? 512.f : 1024.f;
 
 template <typename Element>
 __device__ __forceinline__ void mma_halves(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -395,8 +396,9 @@ __device__ __forceinline__ void walk_rows(const AutocorrelationParams& p, const 
       if (at < kept_rows) {
 #pragma unroll
         for (int i = 0; i < kWalkRows; ++i) {
-          if (at + i < kept_rows)
+          if (at + i < kept_rows) {
             keep_columns<kVectors>(kept_at + (at + i) * kOuterPitch, to_right, packed[i].w, u, last);
+          }
         }
       }
 #pragma unroll

@@ -24,10 +24,11 @@ inline constexpr int kColumnFloats = 12 * 128 + 64;
 inline constexpr int kAutocorrelationEntries = 72;  // of K, (tap, channel) pairs; whole blocks of eight
 inline constexpr int kAutocorrelationPairs =
     kAutocorrelationTaps * kAutocorrelationTaps * (kAutocorrelationTaps * kAutocorrelationTaps + 1) / 2;  // of taps
-inline constexpr int kFilterPitch = 72;  // of a K entry's 64 weights: fragments meet no bank twice
+inline constexpr int kFilterPitch = 72;  // of a K entry's 64 weights: fragments meet no bank twice, nor the matrix's
 // Of the outer columns' rows, in channels: lanes that read every fourth row meet no bank twice.
 inline constexpr int kOuterPitch = 9;
-inline constexpr int kPairInts = 12, kZeroFloats = 128;
+inline constexpr int kPairInts = 12;     // see PairPlaces
+inline constexpr int kZeroFloats = 128;  // as many as a product
 // Outermost input values, with zeros around.
 inline constexpr int kCornerFloats = 8 * 12 * kAutocorrelationChannels;
 

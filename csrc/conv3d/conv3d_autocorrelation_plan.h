@@ -45,10 +45,10 @@ inline double autocorrelation_cycles(const AutocorrelationPlan& p, const ConvPro
   const bool vectors = q.in[2] * size % 16 == 0;
   const double waves = std::ceil(double(q.n) * p.slices / limits.sm_count);
   // A warp's row, with the wait for its loads, beside the others' of a multiprocessor.
-  const double row = !vectors ? 2700 : size == 4 ? 1050 : 900;
+  const double row = !vectors ? 2700 : size == 4 ? 950 : 750;
   const double rounds = std::ceil(double(p.chunks) * p.runs / kAutocorrelationWarps);
   const double walk = 3000 + row * rounds * (p.run_rows + 2);
-  const double finish = 10000 + 7400 * (std::ceil(q.c_out / 64.0) - 1);
+  const double finish = 12000 + 5000 * (std::ceil(q.c_out / 64.0) - 1);
   if (p.slices == 1) return 6000 + waves * (walk + finish);
   return 6000 + waves * (walk + 3000) + 4000 + 300 * p.slices + std::ceil(double(q.n) / limits.sm_count) * finish;
 }
