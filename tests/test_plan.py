@@ -747,8 +747,11 @@ def check_autocorrelation(plan, case: dict, size, output, limits) -> None:
     height = size[1]
     assert plan.chunks * dev.AUTOCORRELATION_CHUNK >= size[2] > (plan.chunks - 1) * dev.AUTOCORRELATION_CHUNK
     assert plan.slices * plan.slice_rows >= height > (plan.slices - 1) * plan.slice_rows
-    assert plan.runs * plan.run_rows >= plan.slice_rows > (plan.runs - 1) * plan.run_rows
-    assert plan.edge_slots == min(plan.chunks, dev.AUTOCORRELATION_WARPS)
+    core = min(plan.slice_rows, plan.core_rows[1] - plan.core_rows[0])
+    assert plan.runs * plan.run_rows >= core > (plan.runs - 1) * plan.run_rows
+    # Steps of 16 rows of the outer columns see two rows more.
+    assert plan.column_rows % 16 == 2
+    assert core + 18 > plan.column_rows >= core + 2
     if plan.slices == 1:
         assert plan.edge_rows == 4
         assert plan.slice_floats == 0

@@ -11,18 +11,24 @@ namespace kgopt {
 inline constexpr int kAutocorrelationTaps = 3;      // of a kernel's side, at most
 inline constexpr int kAutocorrelationChannels = 8;  // of the input, at most
 inline constexpr int kAutocorrelationChunk = 32;    // neighbouring positions of a row that a warp takes at once
-// Warps that walk down the rows, and that take the outer columns, half of them a side. Sixteen together, so that each
-// thread may have 128 registers.
-inline constexpr int kAutocorrelationWarps = 12, kAutocorrelationColumnWarps = 4;
-inline constexpr int kAutocorrelationThreads = 32 * (kAutocorrelationWarps + kAutocorrelationColumnWarps);
+// Warps that walk down the rows, and those that take an outer row each and load what the end needs. Sixteen together,
+// so that each thread may have 128 registers.
+inline constexpr int kAutocorrelationWarps = 12, kAutocorrelationOthers = 4;
+inline constexpr int kAutocorrelationThreads = 32 * (kAutocorrelationWarps + kAutocorrelationOthers);
 inline constexpr int kAutocorrelationOutputs = 256;  // channels, at most
 inline constexpr int kAutocorrelationSlices = 16;    // of a sample, at most
-// Sums of a warp, in floats: eight products of 16 x 8 and the channels' sums; of the outer columns, twelve and those.
-inline constexpr int kWalkFloats = 8 * 128 + 32;
+// Sums of a warp, in floats: eight products of 16 x 8, the channels' sums among them; of the outer columns, twelve and
+// those.
+inline constexpr int kWalkFloats = 8 * 128;
 inline constexpr int kColumnFloats = 12 * 128 + 64;
-// Of K entries, (tap, channel) pairs: blocks of four.
-inline constexpr int kAutocorrelationEntries = 72, kAutocorrelationQuads = kAutocorrelationEntries / 4;
-inline constexpr int kFilterPitch = 66;  // of a K entry's 64 weights: lanes that store a filter meet each bank twice
+inline constexpr int kAutocorrelationEntries = 72;  // of K, (tap, channel) pairs; whole blocks of eight
+inline constexpr int kAutocorrelationPairs =
+    kAutocorrelationTaps * kAutocorrelationTaps * (kAutocorrelationTaps * kAutocorrelationTaps + 1) / 2;  // of taps
+inline constexpr int kFilterPitch = 72;  // of a K entry's 64 weights: fragments meet no bank twice, nor the matrix's
+// Of the outer columns' rows, in channels: lanes that read every fourth row meet no bank twice.
+inline constexpr int kOuterPitch = 9;
+inline constexpr int kPairInts = 12;     // see PairPlaces
+inline constexpr int kZeroFloats = 128;  // as many as a product
 // Outermost input values, with zeros around.
 inline constexpr int kCornerFloats = 8 * 12 * kAutocorrelationChannels;
 
@@ -40,11 +46,11 @@ struct AutocorrelationPlan {
   int chunks = 1;      // of a row
   int64_t slices = 1;  // thread blocks per sample
   int slice_rows = 1;  // of the input
-  int runs = 1;        // that a slice's rows are divided into, a warp each and chunk
+  int runs = 1;        // that a slice's core rows are divided into, a warp each and chunk
   int run_rows = 1;
-  int edge_slots = 1;  // places for the sums of an outer row
-  int edge_rows = 4;   // outer rows that a slice may have
-  int smem_bytes = 0;  // of the main kernel, and of the one that merges slices
+  int edge_rows = 4;    // outer rows that a slice may have
+  int column_rows = 0;  // core rows and those below, whose outer columns are kept; two more than whole steps of 16
+  int smem_bytes = 0;   // of the main kernel, and of the one that merges slices
   int finish_smem_bytes = 0;
   int64_t slice_floats = 0;  // that a slice leaves; 0 where it has all of its sample
   double cycles = 0;         // estimated, of all launches
@@ -53,39 +59,41 @@ struct AutocorrelationPlan {
 // Shared memory, in floats. Sums that are merged take the place of the first of their kind.
 struct AutocorrelationLayout {
   int walks;    // sums of each warp that walks
-  int edges;    // sums of each outer row and slot
-  int columns;  // of each warp that takes the outer columns, left and right in turns
+  int edges;    // sums of each outer row
+  int columns;  // of the outer columns, left and right, of half of the rows and of the others
   int corners;
-  int entries;  // a float4 each K entry: mean in two terms, sum of squares, sum
-  int weights;  // a column of 64 output channels for each K entry
-  int affine;   // of each output channel: bias, the norm's weight and bias
-  int pairs;    // of each pair of taps, where it finds its sums
-  int outer;    // of each tap along a side two outer rows, then columns
-  int scratch;  // 64 words
+  int zeros;
+  int entries;      // a float4 each K entry: mean in two terms, sum of squares, sum
+  int weights;      // a column of 64 output channels for each K entry
+  int affine;       // of each output channel: bias, the norm's weight and bias
+  int pairs;        // of each pair of taps, where it finds its sums
+  int scratch;      // 64 words
+  int column_rows;  // see OuterColumns
   int total;
   // In the place of walks, once they are merged.
-  int matrix;   // of products of K entries: by blocks of four
-  int parts;    // of each half of a block
-  int moments;  // of each output channel, then the groups' statistics, then the channels' sums of squares alone
+  int matrix;   // of products of K entries
+  int parts;    // of 64 output channels, four of each
+  int moments;  // of each output channel, then the channels' sums of squares alone
 };
 
-KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, int edge_slots, int columns) {
+KGOPT_HD AutocorrelationLayout autocorrelation_layout(int walks, int edge_rows, int column_rows) {
   AutocorrelationLayout s{};
   s.walks = 0;
   s.matrix = kWalkFloats;
-  s.parts = s.matrix + kAutocorrelationQuads * kAutocorrelationEntries * 4;
-  s.moments = s.parts + kAutocorrelationQuads * 4 * 64;
-  const int first = walks * kWalkFloats, later = s.moments + kAutocorrelationOutputs * 6;
+  s.parts = s.matrix + kAutocorrelationEntries * kAutocorrelationEntries;
+  s.moments = s.parts + 4 * 64;
+  const int first = walks * kWalkFloats, later = s.moments + kAutocorrelationOutputs * 4;
   s.edges = first > later ? first : later;
-  s.columns = s.edges + edge_rows * edge_slots * kWalkFloats;
-  s.corners = s.columns + columns * kColumnFloats;
-  s.entries = s.corners + kCornerFloats;
+  s.columns = s.edges + edge_rows * kWalkFloats;
+  s.corners = s.columns + 4 * kColumnFloats;
+  s.zeros = s.corners + kCornerFloats;
+  s.entries = s.zeros + kZeroFloats;
   s.weights = s.entries + kAutocorrelationEntries * 4;
-  s.affine = s.weights + (kAutocorrelationEntries + 1) * kFilterPitch + 2;
+  s.affine = s.weights + (kAutocorrelationEntries + 1) * kFilterPitch;
   s.pairs = s.affine + kAutocorrelationOutputs * 3;
-  s.outer = s.pairs + 48;
-  s.scratch = s.outer + 4 * kAutocorrelationTaps * 4;
-  s.total = s.scratch + 64;
+  s.scratch = s.pairs + kAutocorrelationPairs * kPairInts;
+  s.column_rows = s.scratch + 64;
+  s.total = s.column_rows + column_rows * 4 * kOuterPitch;
   return s;
 }
 

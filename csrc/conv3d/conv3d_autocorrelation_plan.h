@@ -26,16 +26,16 @@ inline bool autocorrelation_slices(AutocorrelationPlan* p, const ConvProblem& q,
   p->slices = slices;
   p->slice_rows = static_cast<int>(rows);
   p->edge_rows = slices == 1 ? 4 : 2;
-  p->edge_slots = std::min(p->chunks, kAutocorrelationWarps);
   // As many runs of rows as make whole rounds of the warps.
-  const int64_t most = std::max<int64_t>(1, rows / 4);
-  p->runs = static_cast<int>(std::min<int64_t>(most, std::max(1, kAutocorrelationWarps / p->chunks)));
-  p->run_rows = static_cast<int>((rows + p->runs - 1) / p->runs);
-  p->runs = static_cast<int>((rows + p->run_rows - 1) / p->run_rows);
+  const int core = static_cast<int>(std::min<int64_t>(rows, p->core_rows[1] - p->core_rows[0]));
+  p->runs = std::min(std::max(1, core / 4), std::max(1, kAutocorrelationWarps / p->chunks));
+  p->run_rows = (core + p->runs - 1) / p->runs;
+  p->runs = (core + p->run_rows - 1) / p->run_rows;
+  p->column_rows = (core + 15) / 16 * 16 + 2;
   p->slice_floats = slices == 1 ? 0 : (p->edge_rows + 1) * kWalkFloats + 2 * kColumnFloats + 4;
-  p->finish_smem_bytes = autocorrelation_layout(1, 4, 1, 2).total * 4;
-  p->smem_bytes =
-      autocorrelation_layout(kAutocorrelationWarps, p->edge_rows, p->edge_slots, kAutocorrelationColumnWarps).total * 4;
+  p->finish_smem_bytes = autocorrelation_layout(1, 4, 0).total * 4;
+  if (rows > 4096) return false;  // or sizes overflow
+  p->smem_bytes = autocorrelation_layout(kAutocorrelationWarps, p->edge_rows, p->column_rows).total * 4;
   return p->smem_bytes <= limits.smem_per_block;
 }
 
@@ -45,10 +45,10 @@ inline double autocorrelation_cycles(const AutocorrelationPlan& p, const ConvPro
   const bool vectors = q.in[2] * size % 16 == 0;
   const double waves = std::ceil(double(q.n) * p.slices / limits.sm_count);
   // A warp's row, with the wait for its loads, beside the others' of a multiprocessor.
-  const double row = !vectors ? 2700 : size == 4 ? 1050 : 900;
+  const double row = !vectors ? 2700 : size == 4 ? 950 : 750;
   const double rounds = std::ceil(double(p.chunks) * p.runs / kAutocorrelationWarps);
   const double walk = 3000 + row * rounds * (p.run_rows + 2);
-  const double finish = 10000 + 7400 * (std::ceil(q.c_out / 64.0) - 1);
+  const double finish = 12000 + 5000 * (std::ceil(q.c_out / 64.0) - 1);
   if (p.slices == 1) return 6000 + waves * (walk + finish);
   return 6000 + waves * (walk + 3000) + 4000 + 300 * p.slices + std::ceil(double(q.n) / limits.sm_count) * finish;
 }

@@ -270,7 +270,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("slice_rows", &AutocorrelationPlan::slice_rows)
       .def_readonly("runs", &AutocorrelationPlan::runs)
       .def_readonly("run_rows", &AutocorrelationPlan::run_rows)
-      .def_readonly("edge_slots", &AutocorrelationPlan::edge_slots)
+      .def_readonly("column_rows", &AutocorrelationPlan::column_rows)
       .def_readonly("edge_rows", &AutocorrelationPlan::edge_rows)
       .def_readonly("smem_bytes", &AutocorrelationPlan::smem_bytes)
       .def_readonly("finish_smem_bytes", &AutocorrelationPlan::finish_smem_bytes)
@@ -504,7 +504,6 @@ void bind_conv(py::module_& m) {
   m.attr("CHAIN_LOADS") = kChainLoads;
   m.attr("CHAIN_WEIGHTS") = kChainWeights;
   m.def("plan_chain", &plan_chain, py::arg("problem"), py::arg("limits") = DeviceLimits{});
-  m.attr("AUTOCORRELATION_WARPS") = kAutocorrelationWarps;
   m.attr("AUTOCORRELATION_CHUNK") = kAutocorrelationChunk;
   m.def("plan_autocorrelation", &plan_autocorrelation, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("HOPPER_CONSUMERS") = kHopperConsumers;
