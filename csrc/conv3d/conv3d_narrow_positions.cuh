@@ -234,7 +234,7 @@ __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t
       of_column.fit<kRounds>(values);
       if constexpr (kHalfSums) {
         // Scale 1 where fp16 holds the weights well: what comes out is in powers of 2 as it is then, see PositionLse.
-        if (of_column.undo >= 0x1p-14f && of_column.undo <= 0x1p6f) {
+        if (of_column.undo == WarpScale::kUndoesZeros || (of_column.undo >= 0x1p-14f && of_column.undo <= 0x1p6f)) {
           of_column.scale = of_column.undo = 1.f;
         } else {
           of_column.scale *= 0x1p-5f, of_column.undo *= 0x1p5f;  // sums in fp16 are small then
@@ -310,6 +310,7 @@ struct PositionLse {
   __device__ __forceinline__ float4 scales(int c) const {
     const float4 v = base[c];
     // Of products with bias and shift: those without, in units of 1, are (p + shift) / log2(e) - the bias.
+    if (folded && v.w == -INFINITY) return make_float4(0.f, 0.f, 1.f, -INFINITY);
     if (folded) return make_float4(v.x, fmaf(v.x, shift - v.w, v.y), 1.f, 0.f);
     return make_float4(v.x * unit, v.y, v.z * unit, v.w - shift);
   }
@@ -656,7 +657,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
     reinterpret_cast<int*>(smem + layout.chunks)[chunk] = type < plan.types ? at * 16 : 0;
   }
   if (tid == kThreads - 64) {
-    reinterpret_cast<int*>(smem + layout.maxima)[7] = 1;
+    if (kHalfSums) reinterpret_cast<int*>(smem + layout.maxima)[7] = 1;  // behind those of the loading warps
 #pragma unroll 1
     for (int stage = 0; stage < plan.stages; ++stage) {
       barrier_init(full + stage, kLoaders);
