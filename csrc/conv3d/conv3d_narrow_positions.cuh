@@ -36,8 +36,7 @@ struct PositionMath {
   static constexpr bool kFp32 = kMath == ConvMath::kTf32;
   static constexpr bool kHalfSums = kLse && !kFp32;
   static constexpr bool kScaled = kFp32 || (kHalfSums && kMath == ConvMath::kBf16);
-  static constexpr WgmmaType kType =
-      kMath == ConvMath::kBf16 && !kHalfSums ? WgmmaType::kBf16 : WgmmaType::kFp16;
+  static constexpr WgmmaType kType = kMath == ConvMath::kBf16 && !kHalfSums ? WgmmaType::kBf16 : WgmmaType::kFp16;
   static constexpr float kLowest = kHalfSums ? 0x1p-6f : 2.f;  // logsumexp is faster where no stage is scaled
 };
 
@@ -89,7 +88,9 @@ __device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* 
         }
       }
       auto value = [&](int e, int i) {  // fp32 or bf16
-        return __uint_as_float(kFp32 ? v[e][i % (kFp32 ? 4 : 2)] : i % 2 ? v[e][i / 2] & 0xffff0000 : v[e][i / 2] << 16);
+        return __uint_as_float(kFp32   ? v[e][i % (kFp32 ? 4 : 2)]
+                               : i % 2 ? v[e][i / 2] & 0xffff0000
+                                       : v[e][i / 2] << 16);
       };
       if (kScaled && measures) {
 #pragma unroll
@@ -167,7 +168,8 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
 #pragma unroll 1
     for (int pass = 0; pass < 3; ++pass) {
       __half2 largest = __half2half2(__ushort_as_half(0));
-      load_positions<kMath, kLoaders, kScaled>(p, to_stage, x_sample, first, scale, kScaled && pass == 1, &most, &largest);
+      load_positions<kMath, kLoaders, kScaled>(p, to_stage, x_sample, first, scale, kScaled && pass == 1, &most,
+                                               &largest);
       if constexpr (!kScaled) {
         break;
       } else if (pass == 0) {
@@ -289,7 +291,7 @@ struct PositionLse {
   // A special function takes a scheduler as long as four packed instructions, so half of bf16's tanh are polynomials:
   // of every other pair of channels, within 0.008, where bf16's own step below 1 is 0.004.
   static constexpr unsigned kPolynomials = kMath == ConvMath::kBf16 ? 0x55 : 0;  // a bit for every 8 channels
-  static constexpr float kTanhRange = 2.75f;  // where the polynomial ends
+  static constexpr float kTanhRange = 2.75f;                                     // where the polynomial ends
 
   // This warp's, of fp32: for each pair of channels, for u as products have it, scale and offset of either, then the
   // biases in powers of 2 less the shift, then log2(e).
@@ -298,11 +300,11 @@ struct PositionLse {
   float shift = 0.f;   // in powers of 2
   float unit = 1.f;
   int lane;
-  uint2 affine2[8];           // half types, folded: scale and offset of this lane's pairs of channels
-  bool wide = false;          // half types: where exponentials leave the range of fp16
-  bool folds = false;         // whether all powers but the stage's are 1
-  bool folded = false;        // and the stage's
-  uint32_t constants = 0;     // folded: what this lane has of the last chunk
+  uint2 affine2[8];        // half types, folded: scale and offset of this lane's pairs of channels
+  bool wide = false;       // half types: where exponentials leave the range of fp16
+  bool folds = false;      // whether all powers but the stage's are 1
+  bool folded = false;     // and the stage's
+  uint32_t constants = 0;  // folded: what this lane has of the last chunk
   static constexpr float kMostFolded = 32768.f;  // of bias and shift
 
   __device__ __forceinline__ static bool is_polynomial(int i) { return kPolynomials >> i & 1; }
@@ -349,7 +351,7 @@ struct PositionLse {
   // Over the channels of four lanes: the one that the lane's t chooses. Every step adds two lanes and halves what they
   // keep.
   __device__ __forceinline__ float sum_lanes(const Sums& sums) const {
-    const float(&s)[2 * kStrips] = sums.of;
+    const float (&s)[2 * kStrips] = sums.of;
     const bool second = lane & 2, odd = lane & 1;
     float kept[2];
 #pragma unroll
@@ -370,7 +372,7 @@ struct PositionLse {
 #pragma unroll
       for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
       exact(
-          [&](float(&kept)[32 * kStrips]) {
+          [&](float (&kept)[32 * kStrips]) {
 #pragma unroll
             for (int i = 0; i < 32 * kStrips; ++i) kept[i] = acc[i / 32][i % 32];
           },
@@ -420,8 +422,8 @@ struct PositionLse {
     return s;
   }
 
-  // The same of half types. `again` multiplies once more, into fp32. Pairs of channels come packed; exponentials and their sums over 16 channels are fp16 too,
-  // fp32 where `wide`.
+  // The same of half types. `again` multiplies once more, into fp32. Pairs of channels come packed; exponentials and
+  // their sums over 16 channels are fp16 too, fp32 where `wide`.
   template <typename Store, typename Again>
   __device__ __forceinline__ void finish(uint32_t (&acc)[kStrips][16], bool inside, const Store& store,
                                          const Again& again) {
@@ -526,8 +528,8 @@ struct PositionLse {
     return sums;
   }
 
-  // Values that leap, sums beyond fp16, infinities and NaNs: rare, so small code counts for more than speed. `fill_kept`
-  // fills what is indexed at run time, hence in local memory.
+  // Values that leap, sums beyond fp16, infinities and NaNs: rare, so small code counts for more than speed.
+  // `fill_kept` fills what is indexed at run time, hence in local memory.
   template <typename Store, typename FillKept>
   __device__ __forceinline__ void exact(const FillKept& fill_kept, bool inside, const Store& store) {
     float kept[32 * kStrips];
@@ -894,13 +896,16 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
         const bool second = t & 2;
         const int at = g + (t & 1) * 8;
         const int64_t y_at = y_first + (second ? last.offset : strips[0].offset) + at;
-        lse.finish(acc, at < (second ? last.width : strips[0].width), [&](float v) {
-          if (!Math::kFp32 && p.y_rounded) {
-            static_cast<Element*>(p.y)[y_at] = from_acc<Element>(v);
-          } else {
-            static_cast<float*>(p.y)[y_at] = v;
-          }
-        }, [&](float (&kept)[32 * kStrips]) { multiply_again(kept, strips); });
+        lse.finish(
+            acc, at < (second ? last.width : strips[0].width),
+            [&](float v) {
+              if (!Math::kFp32 && p.y_rounded) {
+                static_cast<Element*>(p.y)[y_at] = from_acc<Element>(v);
+              } else {
+                static_cast<float*>(p.y)[y_at] = v;
+              }
+            },
+            [&](float (&kept)[32 * kStrips]) { multiply_again(kept, strips); });
       } else {
 #pragma unroll
         for (int half = 0; half < kStrips; ++half) {
