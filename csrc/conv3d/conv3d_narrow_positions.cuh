@@ -324,6 +324,7 @@ struct PositionLse {
       const __half high = __float2half_rn(shift);
       const uint32_t shifts = packed_halves(__half2float(high), shift - __half2float(high));
       constants = !folded || t > 1 ? 0 : t == 0 ? 0x3c003c00 : shifts;
+      bool fits = true;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int c = i * 8 + t * 2;
@@ -331,7 +332,9 @@ struct PositionLse {
         // The polynomial takes tanh's argument as 0 to 1.
         const float by = is_polynomial(i) ? 0.5f / kTanhRange : 1.f, to = is_polynomial(i) ? 0.5f : 0.f;
         affine2[i] = make_uint2(packed_halves(u.x * by, v.x * by), packed_halves(fmaf(u.y, by, to), fmaf(v.y, by, to)));
+        for (float of : {u.x, u.y, v.x, v.y}) fits = fits && fabsf(of) < kMostFolded;
       }
+      if (!__all_sync(0xffffffffu, fits)) folded = false, constants = 0;  // NaN would not pass the polynomial
     } else {
       const float4 u = scales(2 * lane), v = scales(2 * lane + 1);
       table[2 * lane] = make_float4(u.x, u.y, v.x, v.y);
