@@ -305,7 +305,9 @@ struct PositionLse {
   bool folds = false;      // whether all powers but the stage's are 1
   bool folded = false;     // and the stage's
   uint32_t constants = 0;  // folded: what this lane has of the last chunk
-  static constexpr float kMostFolded = 32768.f;  // of bias and shift
+  float most_shift;        // that may be folded
+  // Of the bias, and a half of offsets, which are fp16: of what comes to them with the bias or the shift, a quarter.
+  static constexpr float kMostFolded = 32768.f;
 
   __device__ __forceinline__ static bool is_polynomial(int i) { return kPolynomials >> i & 1; }
   // Of a channel: scale, offset, what undoes the powers, bias less the shift.
@@ -319,12 +321,11 @@ struct PositionLse {
   __device__ __forceinline__ void fill() {
     __syncwarp();
     if constexpr (kHalfSums) {
-      folded = folds && unit == 1.f && fabsf(shift) < kMostFolded;
+      folded = folds && unit == 1.f && fabsf(shift) < most_shift;
       const int t = lane & 3;
       const __half high = __float2half_rn(shift);
       const uint32_t shifts = packed_halves(__half2float(high), shift - __half2float(high));
       constants = !folded || t > 1 ? 0 : t == 0 ? 0x3c003c00 : shifts;
-      bool fits = true;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int c = i * 8 + t * 2;
@@ -332,9 +333,7 @@ struct PositionLse {
         // The polynomial takes tanh's argument as 0 to 1.
         const float by = is_polynomial(i) ? 0.5f / kTanhRange : 1.f, to = is_polynomial(i) ? 0.5f : 0.f;
         affine2[i] = make_uint2(packed_halves(u.x * by, v.x * by), packed_halves(fmaf(u.y, by, to), fmaf(v.y, by, to)));
-        for (float of : {u.x, u.y, v.x, v.y}) fits = fits && fabsf(of) < kMostFolded;
       }
-      if (!__all_sync(0xffffffffu, fits)) folded = false, constants = 0;  // NaN would not pass the polynomial
     } else {
       const float4 u = scales(2 * lane), v = scales(2 * lane + 1);
       table[2 * lane] = make_float4(u.x, u.y, v.x, v.y);
@@ -662,7 +661,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
     reinterpret_cast<int*>(smem + layout.chunks)[chunk] = type < plan.types ? at * 16 : 0;
   }
   if (tid == kThreads - 64) {
-    if (kHalfSums) reinterpret_cast<int*>(smem + layout.maxima)[7] = 1;  // behind those of the loading warps
+    if (kHalfSums) smem[layout.maxima + 6] = 0, smem[layout.maxima + 7] = 1;
 #pragma unroll 1
     for (int stage = 0; stage < plan.stages; ++stage) {
       barrier_init(full + stage, kLoaders);
@@ -694,7 +693,9 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
       for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);
     };
     uint32_t* const weights = smem + layout.weights;
+    // Behind what the loading warps have there.
     int* const folds = reinterpret_cast<int*>(smem + layout.maxima) + 7;
+    [[maybe_unused]] int* const most_scale = folds - 1;
     position_weights<kMath, kSteps, kWarps, kLse>(p, weights, unscale, group, c_begin, c_valid, warp, lane, folds);
     wgmma_fence_shared();
     named_barrier(1, kWarps * 32);
@@ -718,8 +719,11 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
         }
         if constexpr (kHalfSums) {
           // What the last chunk is multiplied by: the bias, and -1 for the shift.
-          const bool fits = fabsf(v.w) < lse.kMostFolded;
+          const bool fits =
+              fabsf(v.w) < lse.kMostFolded && fabsf(v.y) < lse.kMostFolded / 2 &&
+              fabsf(v.x) * fabsf(v.w) < lse.kMostFolded / 2;  // no NaN, which the polynomial would not pass
           if (c < c_valid && !fits) *folds = 0;
+          if (c < c_valid && fits) atomicMax(most_scale, __float_as_int(fabsf(v.x)));
           const float to_bias = c < c_valid ? fits ? v.w : 0.f : -lse.kMostFolded;
           const float high = __half2float(__float2half_rn(to_bias));
           uint32_t* const to = weights + (((kSteps - 1) * 8 + c / 8) * 2 + 1) * 32 + c % 8 * 4;
@@ -730,6 +734,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
       if (kHalfSums) wgmma_fence_shared();
       named_barrier(1, kWarps * 32);
       lse.folds = kHalfSums && has_constant && *folds != 0;
+      lse.most_shift = fminf(lse.kMostFolded, lse.kMostFolded / 2 / __int_as_float(*most_scale));
       lse.base = tables;
       lse.table = tables + (warp + 1) * kColumns;
       lse.lane = lane;
