@@ -628,7 +628,24 @@ def test_logsumexp_to_64_channels(case, dtype, scale, offset, poisoned):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["tf32", torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("of_x", "of_weight", "of_bias"),
+    [(30.0, 1.0, 1.0), (1e-3, 1.0, 1.0), (1.0, 1e-4, 1.0), (1.0, 30.0, 1.0), (1.0, 1.0, 1e4)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("c_out", [64, 50])
+def test_logsumexp_of_half_types_in_any_range(c_out, dtype, of_x, of_weight, of_bias, poisoned):
+    """Results that spread wider than fp16's exponentials, and weights, biases and inputs that fp16 does not hold well."""
+    x = (torch.randn(3, 8, 37, 61, device="cuda") * of_x).to(dtype)
+    weight = (torch.randn(c_out, 8, 3, 3, device="cuda") * 0.3 * of_weight).to(dtype)
+    bias = (torch.randn(c_out, device="cuda") * of_bias).to(dtype)
+    gamma, beta = (torch.randn(c_out, device="cuda").to(dtype) for _ in range(2))
+    args = [x, weight, bias, 2, gamma, beta]
+    check("logsumexp", PIPELINES["logsumexp"][0](*args, backend="kgopt"), args, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["tf32", torch.bfloat16, torch.float16], ids=str)
 def test_logsumexp_of_values_that_leap(dtype):
     """Results hundreds apart from position to position, zeros, infinities and NaNs."""
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"

@@ -36,8 +36,7 @@ struct PositionMath {
   static constexpr bool kFp32 = kMath == ConvMath::kTf32;
   static constexpr bool kHalfSums = kLse && !kFp32;
   static constexpr bool kScaled = kFp32 || (kHalfSums && kMath == ConvMath::kBf16);
-  static constexpr WgmmaType kType =
-      kMath == ConvMath::kBf16 && !kHalfSums ? WgmmaType::kBf16 : WgmmaType::kFp16;
+  static constexpr WgmmaType kType = kMath == ConvMath::kBf16 && !kHalfSums ? WgmmaType::kBf16 : WgmmaType::kFp16;
   static constexpr float kLowest = kHalfSums ? 0x1p-6f : 2.f;  // logsumexp is faster where no stage is scaled
 };
 
@@ -89,7 +88,9 @@ __device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* 
         }
       }
       auto value = [&](int e, int i) {  // fp32 or bf16
-        return __uint_as_float(kFp32 ? v[e][i % (kFp32 ? 4 : 2)] : i % 2 ? v[e][i / 2] & 0xffff0000 : v[e][i / 2] << 16);
+        return __uint_as_float(kFp32   ? v[e][i % (kFp32 ? 4 : 2)]
+                               : i % 2 ? v[e][i / 2] & 0xffff0000
+                                       : v[e][i / 2] << 16);
       };
       if (kScaled && measures) {
 #pragma unroll
@@ -167,7 +168,8 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
 #pragma unroll 1
     for (int pass = 0; pass < 3; ++pass) {
       __half2 largest = __half2half2(__ushort_as_half(0));
-      load_positions<kMath, kLoaders, kScaled>(p, to_stage, x_sample, first, scale, kScaled && pass == 1, &most, &largest);
+      load_positions<kMath, kLoaders, kScaled>(p, to_stage, x_sample, first, scale, kScaled && pass == 1, &most,
+                                               &largest);
       if constexpr (!kScaled) {
         break;
       } else if (pass == 0) {
@@ -234,7 +236,7 @@ __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t
       of_column.fit<kRounds>(values);
       if constexpr (kHalfSums) {
         // Scale 1 where fp16 holds the weights well: what comes out is in powers of 2 as it is then, see PositionLse.
-        if (of_column.undo >= 0x1p-14f && of_column.undo <= 0x1p6f) {
+        if (of_column.undo == WarpScale::kUndoesZeros || (of_column.undo >= 0x1p-14f && of_column.undo <= 0x1p6f)) {
           of_column.scale = of_column.undo = 1.f;
         } else {
           of_column.scale *= 0x1p-5f, of_column.undo *= 0x1p5f;  // sums in fp16 are small then
@@ -289,7 +291,7 @@ struct PositionLse {
   // A special function takes a scheduler as long as four packed instructions, so half of bf16's tanh are polynomials:
   // of every other pair of channels, within 0.008, where bf16's own step below 1 is 0.004.
   static constexpr unsigned kPolynomials = kMath == ConvMath::kBf16 ? 0x55 : 0;  // a bit for every 8 channels
-  static constexpr float kTanhRange = 2.75f;  // where the polynomial ends
+  static constexpr float kTanhRange = 2.75f;                                     // where the polynomial ends
 
   // This warp's, of fp32: for each pair of channels, for u as products have it, scale and offset of either, then the
   // biases in powers of 2 less the shift, then log2(e).
@@ -298,25 +300,28 @@ struct PositionLse {
   float shift = 0.f;   // in powers of 2
   float unit = 1.f;
   int lane;
-  uint2 affine2[8];           // half types, folded: scale and offset of this lane's pairs of channels
-  bool wide = false;          // half types: where exponentials leave the range of fp16
-  bool folds = false;         // whether all powers but the stage's are 1
-  bool folded = false;        // and the stage's
-  uint32_t constants = 0;     // folded: what this lane has of the last chunk
-  static constexpr float kMostFolded = 32768.f;  // of bias and shift
+  uint2 affine2[8];        // half types, folded: scale and offset of this lane's pairs of channels
+  bool wide = false;       // half types: where exponentials leave the range of fp16
+  bool folds = false;      // whether all powers but the stage's are 1
+  bool folded = false;     // and the stage's
+  uint32_t constants = 0;  // folded: what this lane has of the last chunk
+  float most_shift;        // that may be folded
+  // Of the bias, and a half of offsets, which are fp16: of what comes to them with the bias or the shift, a quarter.
+  static constexpr float kMostFolded = 32768.f;
 
   __device__ __forceinline__ static bool is_polynomial(int i) { return kPolynomials >> i & 1; }
   // Of a channel: scale, offset, what undoes the powers, bias less the shift.
   __device__ __forceinline__ float4 scales(int c) const {
     const float4 v = base[c];
     // Of products with bias and shift: those without, in units of 1, are (p + shift) / log2(e) - the bias.
+    if (folded && v.w == -INFINITY) return make_float4(0.f, 0.f, 1.f, -INFINITY);
     if (folded) return make_float4(v.x, fmaf(v.x, shift - v.w, v.y), 1.f, 0.f);
     return make_float4(v.x * unit, v.y, v.z * unit, v.w - shift);
   }
   __device__ __forceinline__ void fill() {
     __syncwarp();
     if constexpr (kHalfSums) {
-      folded = folds && unit == 1.f && fabsf(shift) < kMostFolded;
+      folded = folds && unit == 1.f && fabsf(shift) < most_shift;
       const int t = lane & 3;
       const __half high = __float2half_rn(shift);
       const uint32_t shifts = packed_halves(__half2float(high), shift - __half2float(high));
@@ -348,7 +353,7 @@ struct PositionLse {
   // Over the channels of four lanes: the one that the lane's t chooses. Every step adds two lanes and halves what they
   // keep.
   __device__ __forceinline__ float sum_lanes(const Sums& sums) const {
-    const float(&s)[2 * kStrips] = sums.of;
+    const float (&s)[2 * kStrips] = sums.of;
     const bool second = lane & 2, odd = lane & 1;
     float kept[2];
 #pragma unroll
@@ -369,7 +374,7 @@ struct PositionLse {
 #pragma unroll
       for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);  // or the compiler keeps what it could use again
       exact(
-          [&](float(&kept)[32 * kStrips]) {
+          [&](float (&kept)[32 * kStrips]) {
 #pragma unroll
             for (int i = 0; i < 32 * kStrips; ++i) kept[i] = acc[i / 32][i % 32];
           },
@@ -419,8 +424,8 @@ struct PositionLse {
     return s;
   }
 
-  // The same of half types. `again` multiplies once more, into fp32. Pairs of channels come packed; exponentials and their sums over 16 channels are fp16 too,
-  // fp32 where `wide`.
+  // The same of half types. `again` multiplies once more, into fp32. Pairs of channels come packed; exponentials and
+  // their sums over 16 channels are fp16 too, fp32 where `wide`.
   template <typename Store, typename Again>
   __device__ __forceinline__ void finish(uint32_t (&acc)[kStrips][16], bool inside, const Store& store,
                                          const Again& again) {
@@ -525,8 +530,8 @@ struct PositionLse {
     return sums;
   }
 
-  // Values that leap, sums beyond fp16, infinities and NaNs: rare, so small code counts for more than speed. `fill_kept`
-  // fills what is indexed at run time, hence in local memory.
+  // Values that leap, sums beyond fp16, infinities and NaNs: rare, so small code counts for more than speed.
+  // `fill_kept` fills what is indexed at run time, hence in local memory.
   template <typename Store, typename FillKept>
   __device__ __forceinline__ void exact(const FillKept& fill_kept, bool inside, const Store& store) {
     float kept[32 * kStrips];
@@ -656,7 +661,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
     reinterpret_cast<int*>(smem + layout.chunks)[chunk] = type < plan.types ? at * 16 : 0;
   }
   if (tid == kThreads - 64) {
-    reinterpret_cast<int*>(smem + layout.maxima)[7] = 1;
+    if (kHalfSums) smem[layout.maxima + 6] = 0, smem[layout.maxima + 7] = 1;
 #pragma unroll 1
     for (int stage = 0; stage < plan.stages; ++stage) {
       barrier_init(full + stage, kLoaders);
@@ -688,7 +693,9 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
       for (int half = 0; half < kStrips; ++half) wgmma_use(acc[half]);
     };
     uint32_t* const weights = smem + layout.weights;
+    // Behind what the loading warps have there.
     int* const folds = reinterpret_cast<int*>(smem + layout.maxima) + 7;
+    [[maybe_unused]] int* const most_scale = folds - 1;
     position_weights<kMath, kSteps, kWarps, kLse>(p, weights, unscale, group, c_begin, c_valid, warp, lane, folds);
     wgmma_fence_shared();
     named_barrier(1, kWarps * 32);
@@ -712,8 +719,11 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
         }
         if constexpr (kHalfSums) {
           // What the last chunk is multiplied by: the bias, and -1 for the shift.
-          const bool fits = fabsf(v.w) < lse.kMostFolded;
+          const bool fits =
+              fabsf(v.w) < lse.kMostFolded && fabsf(v.y) < lse.kMostFolded / 2 &&
+              fabsf(v.x) * fabsf(v.w) < lse.kMostFolded / 2;  // no NaN, which the polynomial would not pass
           if (c < c_valid && !fits) *folds = 0;
+          if (c < c_valid && fits) atomicMax(most_scale, __float_as_int(fabsf(v.x)));
           const float to_bias = c < c_valid ? fits ? v.w : 0.f : -lse.kMostFolded;
           const float high = __half2float(__float2half_rn(to_bias));
           uint32_t* const to = weights + (((kSteps - 1) * 8 + c / 8) * 2 + 1) * 32 + c % 8 * 4;
@@ -724,6 +734,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
       if (kHalfSums) wgmma_fence_shared();
       named_barrier(1, kWarps * 32);
       lse.folds = kHalfSums && has_constant && *folds != 0;
+      lse.most_shift = fminf(lse.kMostFolded, lse.kMostFolded / 2 / __int_as_float(*most_scale));
       lse.base = tables;
       lse.table = tables + (warp + 1) * kColumns;
       lse.lane = lane;
@@ -893,13 +904,16 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
         const bool second = t & 2;
         const int at = g + (t & 1) * 8;
         const int64_t y_at = y_first + (second ? last.offset : strips[0].offset) + at;
-        lse.finish(acc, at < (second ? last.width : strips[0].width), [&](float v) {
-          if (!Math::kFp32 && p.y_rounded) {
-            static_cast<Element*>(p.y)[y_at] = from_acc<Element>(v);
-          } else {
-            static_cast<float*>(p.y)[y_at] = v;
-          }
-        }, [&](float (&kept)[32 * kStrips]) { multiply_again(kept, strips); });
+        lse.finish(
+            acc, at < (second ? last.width : strips[0].width),
+            [&](float v) {
+              if (!Math::kFp32 && p.y_rounded) {
+                static_cast<Element*>(p.y)[y_at] = from_acc<Element>(v);
+              } else {
+                static_cast<float*>(p.y)[y_at] = v;
+              }
+            },
+            [&](float (&kept)[32 * kStrips]) { multiply_again(kept, strips); });
       } else {
 #pragma unroll
         for (int half = 0; half < kStrips; ++half) {

@@ -15,6 +15,8 @@ namespace kgopt {
 // A power of two for the values of a warp, of which each thread has kCount, and what undoes it: the largest finite one
 // comes below 2^5.
 struct WarpScale {
+  static constexpr float kUndoesZeros = 0x1p-116f;  // where all values are tiny
+
   float scale = 1.f, undo = 1.f;
 
   template <int kCount>

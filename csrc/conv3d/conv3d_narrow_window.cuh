@@ -178,8 +178,8 @@ __device__ __forceinline__ uint32_t loaders_max(float mine, uint32_t* maxima) {
 }
 
 // The scale for values of which the largest finite one is `bits`. True where the old one stays: the largest is finite
-// in fp16 then, or below a limit, and has bits to spare below it. Else it comes below 2^11 (2^7 where there is a limit),
-// or the scale is as much above the lowest one that there was as sums of squares bear.
+// in fp16 then, or below a limit, and has bits to spare below it. Else it comes below 2^11 (2^7 where there is a
+// limit), or the scale is as much above the lowest one that there was as sums of squares bear.
 inline constexpr float kWindowRange = 65536.f;
 __device__ __forceinline__ bool scale_of_window(uint32_t bits, float* scale, float* lowest, float low = 2.f,
                                                 float limit = INFINITY) {
