@@ -344,7 +344,7 @@ LARGE_GROUPS = {
     "tiles in registers": ((1, 4, 4, 409, 1403), 2),
     "tiles in registers, 16 bits": ((1, 4, 8, 409, 1205), 2),
     "more tiles than slots but one": ((1, 4, 4, 650, 650), 1),
-    "runs of tiles": ((4, 24, 150, 455), 6),
+    "runs of tiles, the last not full": ((1, 96, 300, 295), 24),
     "a block each in turn": ((150, 6, 75, 120), 2),
     "a block each in turn, vectors across rows": ((140, 8, 2, 3501), 2),
 }
