@@ -333,7 +333,8 @@ def test_group_norm_passes_beside_each_other(shape, groups, layout):
         assert torch.equal(mine, right)
 
 
-# Groups of 0.6 to 18 MB, which one launch reads once on a GPU with bulk copies. Named by what is hard about them.
+# Groups of 0.6 to 27 MB, and many of 50 to 110 KB, which one launch reads once on a GPU with bulk copies. Named by what
+# is hard about them.
 LARGE_GROUPS = {
     "few long rows": ((1, 16, 64, 64, 40), 2),
     "groups off the 128-byte lines": ((3, 6, 71, 73, 60), 3),
@@ -342,6 +343,10 @@ LARGE_GROUPS = {
     "one channel a group": ((2, 3, 512, 520), 3),
     "tiles in registers": ((1, 4, 4, 409, 1403), 2),
     "tiles in registers, 16 bits": ((1, 4, 8, 409, 1205), 2),
+    "more tiles than slots but one": ((1, 4, 4, 650, 650), 1),
+    "runs of tiles, the last not full": ((1, 96, 300, 295), 24),
+    "a block each in turn": ((150, 6, 75, 120), 2),
+    "a block each in turn, vectors across rows": ((140, 8, 2, 3501), 2),
 }
 
 

@@ -86,8 +86,11 @@ inline int64_t cluster_data(int tensors, int blocks) {
 // Below that a block's barriers cost more than a second block saves.
 inline constexpr int64_t kClusterLeastData = 8 << 10;
 
-// One thread for some 250 bytes: fewer wait for their loads, more for each other (H200).
-inline int cluster_threads(int64_t data) { return data <= (36 << 10) ? 128 : data <= (76 << 10) ? 256 : 512; }
+// One thread for some 250 bytes: fewer wait for their loads, more for each other, in backward longer (H200).
+inline int cluster_threads(int tensors, int64_t data) {
+  const int64_t few = tensors == 1 ? 36 << 10 : 44 << 10;
+  return data <= few ? 128 : data <= (76 << 10) ? 256 : 512;
+}
 
 // Fewer blocks than three quarters of the multiprocessors.
 inline bool leaves_gpu_idle(const ClusterPlan& plan, int sm_count) {
@@ -124,7 +127,7 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   for (int blocks = 1; blocks <= std::min(in.max_blocks, kClusterMaxBlocks); blocks *= 2) {
     const int64_t data = in.tensors * bytes / blocks;
     ClusterPlan wider;
-    if (!set_shares(in, blocks, cluster_threads(data), &wider)) continue;
+    if (!set_shares(in, blocks, cluster_threads(in.tensors, data), &wider)) continue;
     plan = wider;
     found = true;
     // Two blocks for every multiprocessor, or there is nothing to overlap.

@@ -79,21 +79,14 @@ struct TileWalk {
   __device__ __forceinline__ uint32_t own_runs() const {
     return (shares.tiles / shares.run - blockIdx.x + gridDim.x - 1) / gridDim.x;
   }
-  // Vectors of a group's first `tiles` tiles.
-  __device__ __forceinline__ int64_t vectors_of(int head, uint32_t tiles) const {
-    const int64_t v = int64_t(tiles) * kTileVectors - head;
-    return v < 0 ? 0 : v < shares.group_vectors ? v : shares.group_vectors;
-  }
-  // Vectors of a group in a part: one run, or every grid's tile of runs of one.
+  // Vectors of a group in a part, which is every grid's run from this one on. Its last tiles may be short or empty.
   __device__ __forceinline__ int part_vectors(int head, uint32_t part) const {
-    const uint32_t run = shares.run;
-    if (run > 1) return static_cast<int>(vectors_of(head, (part + 1) * run) - vectors_of(head, part * run));
-    const uint32_t rounds = shares.tiles_per_group / gridDim.x, rest = shares.tiles_per_group - rounds * gridDim.x;
-    const uint32_t last = shares.tiles_per_group - 1, before = last - 1;
-    // The last tile is short, and where it is empty, so may the one before be.
-    return static_cast<int>(rounds + (part < rest)) * kTileVectors - (part == 0 ? head : 0) -
-           (part == last % gridDim.x ? kTileVectors - end_of(head, last) : 0) -
-           (part == before % gridDim.x ? kTileVectors - end_of(head, before) : 0);
+    const int end = head + static_cast<int>(shares.group_vectors), stride = static_cast<int>(shares.run) * kTileVectors;
+    int vectors = part == 0 ? -head : 0;
+    for (int first = static_cast<int>(part) * stride; first < end; first += static_cast<int>(gridDim.x) * stride) {
+      vectors += min(end - first, stride);
+    }
+    return vectors;
   }
   // Which of the group's parts a block has whose first tile of it this is.
   __device__ __forceinline__ uint32_t part_of(const Tile& t) const {

@@ -112,9 +112,16 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
   const uint32_t most_blocks = static_cast<uint32_t>(std::min(in.sm_count, kTilesMaxBlocks));
   uint32_t needed = (p.tiles_per_group + most_blocks - 1) / most_blocks;
   if (in.tensors == 1 && needed < kTilesTogether) {
-    uint32_t run = kTilesTogether;  // less where blocks would have unequally many
-    while (run > 1 && p.tiles < run * (run - 1) * most_blocks) run /= 2;
-    if (p.tiles_per_group > run * most_blocks) run = 1;  // a block has one run of a group
+    const auto most_tiles = [&](uint32_t run) {  // of a block
+      const int64_t runs = d.n * d.g * ((p.tiles_per_group + run - 1) / run);
+      return (runs + most_blocks - 1) / most_blocks * run;
+    };
+    // A block has one run of a group, several runs, and hardly more tiles for it.
+    uint32_t run = kTilesTogether;
+    while (run > 1 && (p.tiles_per_group > run * most_blocks || p.tiles < run * (run - 1) * most_blocks ||
+                       most_tiles(run) * 16 > most_tiles(1) * 17)) {
+      run /= 2;
+    }
     p.run = run;
     p.tiles_per_group = (p.tiles_per_group + run - 1) / run * run;
     p.tiles = static_cast<uint32_t>(d.n * d.g * p.tiles_per_group);
