@@ -1402,8 +1402,8 @@ def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chai
     slots = p["slots"] + p["again_slots"]
     assert slots <= dev.ROW_SLOTS
     assert slots * p["tensor_bytes"] * tensors < p["smem_bytes"] <= 227 << 10
-    # What stays has a slot, or registers, at the same time as all of its sample that stays. Where chunks come again to the
-    # same slots, the block has one sample, and some of its slots are free before anything is written.
+    # What stays has a slot, or registers, at the same time as all of its sample that stays. Where chunks come again to
+    # the same slots, the block has one sample, and some of its slots are free before anything is written.
     if p["rereads"] > 0 and p["again_slots"] == 0:
         assert p["teams"] == n
         assert p["backwards"]
