@@ -781,6 +781,38 @@ def test_group_norm_columns_backward(name, dtype, act, pre_act, poisoned):
         assert all(torch.equal(a, b) for a, b in zip(mine, gradients_of(ours, dy, *tensors), strict=True))
 
 
+# Samples whose blocks keep chunks in registers, and such that are read again: two slabs, one, and more than a few.
+HELD = {
+    "two samples read again": ((2, 32, 90, 91, 110), 8),
+    "one sample read again, odd rows": ((1, 64, 803, 811), 16),
+    "samples that stay": ((40, 64, 90, 91), 16),
+    "samples that stay, in one team": ((9, 128, 30, 31, 33), 8),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", ["none", "relu", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("name", HELD)
+def test_group_norm_columns_held(name, dtype, act, poisoned):
+    device = "cuda"
+    shape, groups = HELD[name]
+    x, *params = make(shape, dtype, device, scale=2.0, offset=1.0)
+    tensors = as_channels_last(x), *params
+    exact = reference.group_norm_ref(tensors[0].double(), groups, *[p.double() for p in params], act=act)
+    plain = reference.group_norm_ref(tensors[0], groups, *params, act=act)
+    y = OPS.group_norm(tensors[0], groups, *params, 1e-5, act)
+    assert_as_good_as_torch(y, plain, exact)
+    # What one block overwrites before another has read it shows now and then, and under load.
+    for _ in range(20):
+        assert torch.equal(y, OPS.group_norm(tensors[0], groups, *params, 1e-5, act))
+    dy = as_channels_last(torch.randn(shape, device=device).to(dtype))
+    mine = gradients_of(lambda *t: OPS.group_norm_fwd(t[0], groups, *t[1:], 1e-5, act, "none")[0], dy, *tensors)
+    for _ in range(10):
+        again = gradients_of(lambda *t: OPS.group_norm_fwd(t[0], groups, *t[1:], 1e-5, act, "none")[0], dy, *tensors)
+        assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))
+
+
 def test_group_norm_columns_backward_nonfinite(device, poisoned):
     """A NaN in x or dy spoils its group and nothing else; with an infinity in dy, nothing of its group is finite."""
     x, dy = torch.randn(4, 16, 120, 124, device=device), torch.randn(4, 16, 120, 124, device=device)

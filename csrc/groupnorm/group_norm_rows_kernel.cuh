@@ -24,6 +24,7 @@ struct RowRegisters {
   int servers, publishers, summers, writers;  // servers: producers and collectors
 };
 inline constexpr RowRegisters kRowFwdRegisters = {80, 40, 88, 136}, kRowBwdRegisters = {80, 40, 72, 144};
+inline constexpr RowRegisters kRowActBwdRegisters = {80, 40, 80, 136};  // 16 bits, with an activation
 
 template <typename T_, Chain kPre_, Chain kAct_, int kTensors_, bool kHolds_>
 struct RowTraits {
@@ -41,8 +42,10 @@ struct RowTraits {
   // Whether the backward's summers leave dz in place of dy, where computing it twice costs more.
   static constexpr bool kStoresDz = kTensors == 2 && (kAct == Chain::kSilu || kAct == Chain::kAny);
   static constexpr bool kActs16 = kTensors == 2 && sizeof(T) == 2 && kAct != Chain::kNone;
-  static constexpr int kHeld = !kHolds ? 0 : row_held(kTensors, sizeof(T)) - (kActs16 ? 1 : 0);
-  static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters : kRowBwdRegisters;
+  static constexpr int kHeld = !kHolds ? 0 : row_held(kTensors, sizeof(T)) - (kActs16 ? 2 : 0);
+  static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters
+                                             : kActs16     ? kRowActBwdRegisters
+                                                           : kRowBwdRegisters;
 };
 
 // Those of two take turns from sample to sample. The slots of chunks that come again follow those of the others.

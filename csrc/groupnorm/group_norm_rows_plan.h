@@ -98,13 +98,12 @@ inline double row_time(const ColumnPlanInput& in, const RowPlan& plan) {
                  flow = transfer + slow * std::max(0., 3.5 - transfer);
     return rounds * (std::max({flow, kept, 1.85 + 0.8 * trips}) + 0.2) + 11;
   }
-  const double latency = p.held > 0 ? 8 + 0.016 * p.blocks : backward ? 6.5 + 1.6 * trips : 7.5 + 2 * trips;
+  const double latency = p.held > 0 ? 8 + 0.016 * p.blocks : backward ? 7.2 + 1.6 * trips : 7.5 + 2 * trips;
   const double least = backward ? 2.5 + 1.6 * trips : 2.6 + 2 * trips;
   const double kept = (latency + (backward ? 0.8 : 0.95) * transfer) * (p.chunks + 1) / (p.slots + p.held);
-  const double sample = std::max({transfer + 0.3, p.rereads > 0 ? 1.62 * transfer : kept, least});
-  // Few summers take longer over a vector of eight values than over one of four.
-  const double rest = !backward && p.held > 0 && dtype_size(in.dims.dtype) == 2 ? 0.7 : 0.4;
-  return rounds * (sample + rest) + (backward ? 11 : 14);
+  const bool halves_held = !backward && p.held > 0 && dtype_size(in.dims.dtype) == 2;
+  const double flow = transfer + (halves_held ? 0.2 : 0.3), rest = halves_held ? 0.15 : 0.4;
+  return rounds * (std::max({flow, p.rereads > 0 ? 1.62 * transfer : kept, least}) + rest) + (backward ? 11 : 14);
 }
 
 // The same of the kernel that keeps slabs (group_norm_columns_params.h): it loads, waits, and stores.
