@@ -145,11 +145,12 @@ __device__ __forceinline__ int64_t wrapped(int64_t channel, int64_t c, int64_t c
 }
 // How many rows of c elements fill vectors of `size`.
 inline int64_t turns_of(int64_t c, int size) { return size / std::gcd<int64_t>(c, size); }
-// n samples of s rows, walked `turns` at a time. Where these do not come out even, a sample starts inside its first
-// vector and ends inside any, for which small tensors take longer than for elements one by one (H200).
-inline constexpr int64_t kUnevenElements = 4 << 20;
-inline bool has_turns(int64_t n, int64_t s, int64_t c, int64_t turns) {
-  return s % turns == 0 || (n * s * c >= kUnevenElements && s * c < (int64_t(1) << 30) && s >= 4 * turns);
+// n samples of s rows, walked `turns` at a time by vectors of `size`. Where these do not come out even, a sample starts
+// inside its first vector and ends inside any, for which small tensors take longer than for elements one by one (H200).
+inline constexpr int64_t kUnevenVectors = 32 << 20;  // the fewest elements, times those of a vector
+inline bool has_turns(int64_t n, int64_t s, int64_t c, int64_t turns, int size) {
+  if (s % turns == 0) return true;
+  return n * s * c >= kUnevenVectors / size && s * c < (int64_t(1) << 30) && s >= 4 * turns;
 }
 inline int64_t rows_of_turns(int64_t s, int64_t c, int64_t turns, int size) {
   return s % turns == 0 ? s / turns : (s * c + size - 1 + c * turns - 1) / (c * turns);
@@ -235,7 +236,9 @@ __global__ void __launch_bounds__(kTraverseThreads)
       }
     }
   };
-  load();
+  // Single elements of many rows took longer so (H200).
+  constexpr bool kAhead = kSize > 1;
+  if (kAhead) load();
   wait_for_prerequisites();
   typename F::Coef coef[kSize];
 #pragma unroll
@@ -243,6 +246,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
     coef[j] = a.f.load(n * a.channels + wrapped(channel + j + edges.before(a.channels), a.c, a.channels));
   }
   while (position < end) {
+    if (!kAhead) load();
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
       if (position + u * geometry.walkers < end) {
@@ -255,7 +259,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
     }
     position += int64_t(kTraverseUnroll) * geometry.walkers;
     at += kTraverseUnroll * step;
-    load();
+    if (kAhead) load();
   }
   if (a.length == 0) return;
   edges.for_parts(begin, min(begin + slice_length, a.s), geometry.walkers, walker, a.c, channel, a.length,
@@ -294,8 +298,8 @@ template <typename F>
 int elementwise_size(const ElementwiseArgs<F>& a, bool channels_last) {
   constexpr int kSize = kVecSize<typename F::Element>;
   if (!is_aligned(a.x) || !is_aligned(a.y) || (F::kInputs == 2 && !is_aligned(a.second))) return 1;
-  if (!channels_last || a.s == 1 || has_turns(a.n, a.s, a.c, turns_of(a.c, kSize))) return kSize;
-  return has_turns(a.n, a.s, a.c, turns_of(a.c, kSize / 2)) ? kSize / 2 : 1;
+  if (!channels_last || a.s == 1 || has_turns(a.n, a.s, a.c, turns_of(a.c, kSize), kSize)) return kSize;
+  return has_turns(a.n, a.s, a.c, turns_of(a.c, kSize / 2), kSize / 2) ? kSize / 2 : 1;
 }
 
 // Rows one after the other. With `early`, beside the end of the kernel ahead in the stream, which must write neither x
@@ -588,7 +592,7 @@ inline void plan_slices(int64_t units, int64_t length, int64_t least, int64_t mu
 // The sums of a turn lie where those of a slice would.
 inline void plan_column_slices(int64_t n, int64_t c, int64_t s, int vec, bool aligned, int sm_count, int64_t* turns,
                                int64_t* slices, int64_t* slice_length) {
-  *turns = aligned && has_turns(n, s, c, turns_of(c, vec)) ? turns_of(c, vec) : 1;
+  *turns = aligned && has_turns(n, s, c, turns_of(c, vec), vec) ? turns_of(c, vec) : 1;
   const int64_t channels = c * *turns;
   const ColumnGeometry g = column_geometry(channels, channels % vec == 0 ? vec : 1);
   plan_slices(n * g.channel_blocks, rows_of_turns(s, c, *turns, vec), int64_t(g.walkers) * kTraverseUnroll * 2, 1,

@@ -1,6 +1,6 @@
 // What the GroupNorm kernels are told that keep a group on chip: in the shared memory of a cluster of blocks, or, where
-// it is small, in the registers of a team of lanes. x is contiguous, or a sample is one group. Group after group starts wherever the one before
-// ended, so neither a group's start nor its length needs to be a multiple of a vector.
+// it is small, in the registers of a team of lanes. x is contiguous, or a sample is one group. Group after group starts
+// wherever the one before ended, so neither a group's start nor its length needs to be a multiple of a vector.
 #pragma once
 
 #include "groupnorm_params.h"

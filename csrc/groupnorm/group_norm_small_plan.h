@@ -47,7 +47,7 @@ inline constexpr int64_t kSmallFwdElements = 4096, kSmallFwdManyGroups = 16, kSm
 // than about half of what the GPU runs at a time (H200).
 inline constexpr int64_t kSmallFwdSingles = 256, kSmallBwdSingles = 128, kSmallFwdSingleThreads = 96 << 10;
 // Likewise for four elements a thread, from where on it has eight; and of contiguous vectors, from so many elements on.
-inline constexpr int64_t kSmallFwdFourThreads = 160 << 10, kSmallFwdFourVectors = 2048;
+inline constexpr int64_t kSmallFwdFourThreads = 160 << 10, kSmallFwdFourVectors = 3072;
 // Backward: channels of up to so many elements are added up faster in a cluster of blocks with registers (H200).
 inline constexpr int64_t kSmallShortRow = 64;
 // Where a block's teams are neighbours it has about that many threads.
