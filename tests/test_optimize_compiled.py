@@ -18,13 +18,6 @@ from kgopt.rewrite.patterns import conv_of
 from tolerances import assert_as_good_as_torch
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def fused(original, device, option=None, carries=False):
     """A copy in channels_last, whose convolutions and upsamplings all have measured kgopt's as the faster ones.
 
