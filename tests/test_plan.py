@@ -1188,6 +1188,31 @@ def test_flat_plan_of_any_shape(data) -> None:
     assert 1 <= plan.blocks <= min(plan.tiles, GPUS["h200"].sm_count)
 
 
+@pytest.mark.parametrize(("n", "size", "most"), [(16, 32, 1), (5, 40, 1), (64, 24, 3), (300, 16, 3)])
+def test_blocks_share_the_tiles_with_fewer_taps(n: int, size: int, most: int) -> None:
+    """No block has many more taps of the depth than the mean."""
+    problem, output = make_problem(
+        64,
+        128,
+        (size,) * 3,
+        (3,) * 3,
+        n=n,
+        transposed=True,
+        dtype="bfloat16",
+        epilogue=dev.ConvEpilogue.store_stats,
+        planar=True,
+    )
+    plan = dev.plan_flat(problem, GPUS["h200"])
+    tile, count = plan.columns * dev.HOPPER_CONSUMERS, plan.tiles_per_sample
+    work = [0] * plan.blocks
+    for number in range(plan.tiles):
+        sample, place = divmod(number, count)
+        index = (place + plan.first_short - plan.short_place(sample)) % count
+        planes = range(index * tile // plan.plane, min(((index + 1) * tile - 1) // plan.plane, output[0] - 1) + 1)
+        work[number % plan.blocks] += len({t for d in planes for t in range(3) if 0 <= d - t < size})
+    assert max(work) <= sum(work) / plan.blocks + most
+
+
 @pytest.mark.parametrize(
     ("fragment", "kwargs", "limits"),
     [

@@ -95,6 +95,7 @@ __device__ __forceinline__ FlatTile flat_tile(const FlatPlan& plan, int tile) {
   t.n = plan.by_tiles_per_sample(rest);
   // Tiles at both ends of the depth have fewer taps: from sample to sample they fall to the next blocks.
   int index = rest - t.n * plan.tiles_per_sample + plan.first_short - flat_short_place(plan.short_step, t.n, plan);
+  if (index < 0) index += plan.tiles_per_sample;
   if (index >= plan.tiles_per_sample) index -= plan.tiles_per_sample;
   t.q0 = index * (kN * kHopperConsumers);
   const int span = (plan.taps[0] - 1) * plan.dilation[0];
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
   __syncthreads();
 
   if (warpgroup == kHopperConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int warp = (tid / 32) % 4;
     if (warp == 0) {
       if (lane != 0) return;
@@ -347,7 +348,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
   wait_for_prerequisites();
   const int warp = (tid / 32) % 4;
   const int g = lane >> 2, t4 = lane & 3;
@@ -516,7 +517,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     make_flat_table(p, n, share, own_table, warpgroup * 4 + warp, kHopperConsumers * 4);
     named_barrier(1, kHopperConsumers * 128);
     uint4* const y = reinterpret_cast<uint4*>(static_cast<Element*>(p.y) + n * sample_elements);
-    constexpr int kUnroll = 8, kStep = kHopperConsumers * 128;
+    constexpr int kUnroll = 10, kStep = kHopperConsumers * 128;
     for (int i0 = share.first + tid; i0 < share.end; i0 += kUnroll * kStep) {
       uint4 v[kUnroll];
 #pragma unroll

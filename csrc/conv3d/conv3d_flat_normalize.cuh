@@ -110,14 +110,22 @@ __device__ __forceinline__ void make_flat_table(const FlatParams& p, int sample,
   const int last_group = p.plan.by_channel(share.end - 1) / channels;
   for (int group = p.plan.by_channel(share.first) / channels + warp; group <= last_group; group += warps) {
     const int64_t index = int64_t(sample) * p.groups + group;
+    auto affine = [&](int c) {
+      return make_float2(p.gamma ? load_as<float>(p.gamma, c, p.affine_dtype) : 1.f,
+                         p.beta ? load_as<float>(p.beta, c, p.affine_dtype) : 0.f);
+    };
+    float2 own = lane < channels ? affine(group * channels + lane) : float2();  // there before the moments are
     const float4* const from = reinterpret_cast<const float4*>(p.partials) + index * blocks;
     Moments<float> m;
-    for (int i0 = lane; i0 < blocks; i0 += 96) {
-      float4 v[3];
+    constexpr int kAtOnce = 5;
+    for (int i0 = lane; i0 < blocks; i0 += kAtOnce * 32) {
+      float4 v[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < 3; ++i) v[i] = i0 + i * 32 < blocks ? __ldcg(from + i0 + i * 32) : make_float4(0, 0, 0, 0);
+      for (int i = 0; i < kAtOnce; ++i) {
+        v[i] = i0 + i * 32 < blocks ? __ldcg(from + i0 + i * 32) : make_float4(0, 0, 0, 0);
+      }
 #pragma unroll
-      for (int i = 0; i < 3; ++i) merge(m, Moments<float>{v[i].x, v[i].y, v[i].z});
+      for (int i = 0; i < kAtOnce; ++i) merge(m, Moments<float>{v[i].x, v[i].y, v[i].z});
     }
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -128,10 +136,9 @@ __device__ __forceinline__ void make_flat_table(const FlatParams& p, int sample,
     const float rstd = rsqrtf(__shfl_sync(0xffffffff, m.m2, 0) / __shfl_sync(0xffffffff, m.count, 0) + p.eps);
     const int64_t first = int64_t(group) * channels * p.plan.channel_vectors;  // of the group
     if (lane == 0 && p.mean && first >= share.first && first < share.end) p.mean[index] = mean, p.rstd[index] = rstd;
-    for (int c = group * channels + lane; c < (group + 1) * channels; c += 32) {
-      const float gamma = p.gamma ? load_as<float>(p.gamma, c, p.affine_dtype) : 1.f;
-      const float beta = p.beta ? load_as<float>(p.beta, c, p.affine_dtype) : 0.f;
-      table[c] = make_float4(mean, gamma * rstd, beta, 0.f);
+    for (int c = lane; c < channels; c += 32) {
+      if (c > lane) own = affine(group * channels + c);
+      table[group * channels + c] = make_float4(mean, own.x * rstd, own.y, 0.f);
     }
   }
 }
@@ -143,7 +150,10 @@ __device__ __forceinline__ uint4 normalize_vector(uint4 v, const float4& t) {
   float x[kVec];
   unpack(in, x);
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) x[i] = (x[i] - t.x) * t.y + t.z;
+  for (int i = 0; i < kVec; ++i) {
+    // Half types' own rounding is far above that of an offset.
+    x[i] = sizeof(Element) == 2 ? fmaf(x[i], t.y, fmaf(-t.x, t.y, t.z)) : (x[i] - t.x) * t.y + t.z;
+  }
   const Vec<Element, kVec> out = pack<Element, kVec>(x);
   return reinterpret_cast<const uint4&>(out);
 }

@@ -39,7 +39,7 @@ struct FlatPlan {
   int64_t tiles = 0;
   // Tiles with fewer taps of the depth are neighbours, counted around the sample: the first of them, and where in the
   // order of a sample's tiles they are.
-  int first_short = 0, short_step = 0, short_blocks = 1, last_short_place = 0;
+  int first_short = 0, short_step = 0, short_blocks = 1;
   bool whole_height = true;  // a stage of x serves all taps of the height, else those of the width alone
   int boxes = 1, box_rows = 64;
   int x_stages = 2, w_stages = 2;

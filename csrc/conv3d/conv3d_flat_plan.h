@@ -23,10 +23,9 @@ struct FlatSmemLayout {
 
 inline constexpr int kFlatBarriers = 2 * (1 + kHopperConsumers) * kFlatMaxStages + 1 + 4 + kFlatPieces * kFlatHelpers;
 
-// Of a sample's tiles with fewer taps, the first one's place in the order of its tiles.
+// Of a sample's tiles with fewer taps, the first one's place in the order of its tiles, which goes around.
 KGOPT_HD int flat_short_place(int step, int n, const FlatPlan& p) {
-  const int place = n * step % p.short_blocks;
-  return place < p.last_short_place ? place : p.last_short_place;
+  return n * step % p.short_blocks % p.tiles_per_sample;
 }
 
 KGOPT_HD int flat_x_stage_bytes(const FlatPlan& p) {
@@ -55,12 +54,11 @@ inline void plan_flat_places(FlatPlan* p, int64_t samples) {
   const int tail = static_cast<int>(std::max<int64_t>(0, count - int64_t(p->in[0]) * p->plane / tile));
   const int few = head + tail;
   p->short_blocks = std::max(1, p->blocks / p->m_tiles);
-  p->first_short = p->last_short_place = p->short_step = 0;
+  p->first_short = p->short_step = 0;
   if (few >= count) return;
   p->first_short = count - tail;
-  p->last_short_place = count - few;
 
-  constexpr int kTried = 1 << 17;  // additions, some tens of microseconds
+  constexpr int kTried = 1 << 15;  // additions: some ten microseconds
   const int tried = static_cast<int>(std::min<int64_t>(samples, p->short_blocks));
   const int steps = std::min(p->short_blocks, kTried / std::max(1, few * tried));
   std::vector<int> saved(few), work(p->short_blocks);
@@ -77,10 +75,11 @@ inline void plan_flat_places(FlatPlan* p, int64_t samples) {
     const int64_t all = int64_t(tried) * count;
     for (int block = 0; block < p->short_blocks; ++block) work[block] = block < all % p->short_blocks ? p->taps[0] : 0;
     for (int n = 0; n < tried; ++n) {
-      int block = static_cast<int>((int64_t(n) * count + flat_short_place(i, n, *p)) % p->short_blocks);
+      int place = flat_short_place(i, n, *p);
+      const int first = static_cast<int>(int64_t(n) * count % p->short_blocks);
       for (int j = 0; j < few; ++j) {
-        work[block] -= saved[j];
-        if (++block == p->short_blocks) block = 0;
+        work[(first + place) % p->short_blocks] -= saved[j];
+        if (++place == count) place = 0;
       }
     }
     const int most = *std::max_element(work.begin(), work.end());

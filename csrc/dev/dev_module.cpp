@@ -366,6 +366,8 @@ void bind_conv(py::module_& m) {
       .def_readonly("x_stages", &FlatPlan::x_stages)
       .def_readonly("w_stages", &FlatPlan::w_stages)
       .def_readonly("lag", &FlatPlan::lag)
+      .def_readonly("first_short", &FlatPlan::first_short)
+      .def("short_place", [](const FlatPlan& p, int n) { return flat_short_place(p.short_step, n, p); })
       .def_readonly("smem_bytes", &FlatPlan::smem_bytes)
       .def_readonly("packed_bytes", &FlatPlan::packed_bytes)
       .def_readonly("sample_bytes", &FlatPlan::sample_bytes)
