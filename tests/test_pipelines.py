@@ -635,7 +635,7 @@ def test_logsumexp_to_64_channels(case, dtype, scale, offset, poisoned):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("c_out", [64, 50])
 def test_logsumexp_of_half_types_in_any_range(c_out, dtype, of_x, of_weight, of_bias, poisoned):
-    """Results that spread wider than fp16's exponentials, and weights, biases and inputs that fp16 does not hold well."""
+    """Results that spread wider than fp16's exponentials; weights, biases and inputs that fp16 does not hold well."""
     x = (torch.randn(3, 8, 37, 61, device="cuda") * of_x).to(dtype)
     weight = (torch.randn(c_out, 8, 3, 3, device="cuda") * 0.3 * of_weight).to(dtype)
     bias = (torch.randn(c_out, device="cuda") * of_bias).to(dtype)

@@ -26,8 +26,8 @@ struct GroupNormFwdTraits {
   static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
   static constexpr int kServantWarps = 4;
   static constexpr bool kCollects = kHolders > 0;  // the other way takes 4% longer there, without holders 3 to 5% less
-  // Normalizing takes longer than the statistics, most of all with slow activations. Holders leave room for fewer warps:
-  // 896 threads have 72 registers each.
+  // Normalizing takes longer than the statistics, most of all with slow activations. Holders leave room for fewer
+  // warps: 896 threads have 72 registers each.
   static constexpr bool kWalks = kAct == Chain::kAny;
   static constexpr int kStatWarps = 4, kNormWarps = kHolders == 0 ? 16 : 8, kHolderWarps = 4;
   static constexpr int kSet = kWalks && sizeof(T) == 2 ? 2 : 1;  // vectors that walk a chain together
