@@ -132,8 +132,8 @@ struct TileWalk {
     return static_cast<int>(left < 0 ? 0 : left < kTileVectors ? left : kTileVectors);
   }
   // Vectors lo <= v < hi of the tile are the group's; vector 0 is vector `base` of the tensor.
-  template <typename Description>
-  __device__ __forceinline__ void place_tile(const Tile& t, Description* d) const {
+  template <typename Place>
+  __device__ __forceinline__ void place_tile(const Tile& t, Place* d) const {
     const int head = head_of(t.group);
     d->base = t.group * shares.group_vectors - head + int64_t(t.index) * kTileVectors;
     d->lo = t.index == 0 ? head : 0;
