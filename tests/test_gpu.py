@@ -96,7 +96,7 @@ def test_explain_group_norm_says_how():
         assert "tiles of a group" in explain((1, 32, 128, 128, 128), 8, torch.bfloat16)
         assert "larger than what the GPU holds" in explain((1, 32, 128, 128, 128), 8)
         assert "teams" in explain((1, 32, 128, 128, 128), 8, channels_last=True)
-        assert "cluster" in explain((8, 320, 64, 64), 32)
+        assert "a group in the shared memory of a" in explain((8, 320, 64, 64), 32)
     assert explain((1, 32, 0, 4), 8) == "nothing: x has no elements"
 
 

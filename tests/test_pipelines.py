@@ -939,7 +939,9 @@ def test_small_chain_gradients(pipeline, name, device):
         f(*inputs, **options).double().square().sum().backward()
         return [inputs[i].grad for i in at]
 
-    exact = gradients(ref, upcast(args))
+    exact = [true.to(device) for true in gradients(ref, upcast(args))]
+    # Gradients of the bias in front of the norm are sums that cancel: nothing but rounding.
+    least = 1e-4 * max(float(true.norm()) for true in exact)
     for own, torchs, true in zip(gradients(function, args), gradients(ref, args), exact, strict=True):
-        allowed = 3 * relative_error(torchs, true.to(device)) + 2e-5
-        assert relative_error(own, true.to(device)) <= allowed
+        allowed = 3 * float((torchs - true).norm()) + 2e-5 * max(float(true.norm()), least)
+        assert float((own - true).norm()) <= allowed

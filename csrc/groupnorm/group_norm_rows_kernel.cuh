@@ -53,6 +53,7 @@ struct RowBarriers {
   uint64_t loaded[kRowSlots], freed[kRowSlots];
   uint64_t summed, drained;     // entries are there, and have been read
   uint64_t published[2];        // the block's words of a sample are under way
+  uint64_t told[2];             // so have all of the team's blocks
   uint64_t ready[2], taken[2];  // statistics are there, and have been read
   uint32_t samples_told;        // whose words the block has told
   uint32_t chunks_again;        // that came again
@@ -431,9 +432,12 @@ struct RowBlock {
       barrier_wait(&s.published[u & 1], parity_of(u));
       barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
       __syncwarp();
-      if (collector == 0) await_told(told_of(u), d.blocks);
+      if (collector == 0) {
+        await_told(told_of(u), d.blocks);
+        barrier_arrive(&s.told[u & 1]);
+      }
+      barrier_wait(&s.told[u & 1], parity_of(u));
       __syncwarp();
-      named_barrier(2, collectors());
       const uint64_t* const words = p.words + group0(u) * d.blocks;
       for (uint32_t first = collector / 32 * 32 >> d.team_lanes_log2; first < d.groups;
            first += collectors() >> d.team_lanes_log2) {
@@ -461,6 +465,7 @@ __device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t sl
   }
   for (int i = 0; i < 2; ++i) {
     barrier_init(&barriers->published[i], kRowPublishThreads);
+    barrier_init(&barriers->told[i], 1);
     barrier_init(&barriers->ready[i], collectors);
     barrier_init(&barriers->taken[i], kRowWriters);
   }

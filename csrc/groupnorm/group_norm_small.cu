@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
   using T = typename Traits::Element;
   constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
   constexpr bool kBlock = Traits::kBlock, kLast = Traits::kLast, kCluster = Traits::kCluster;
-  __shared__ float4 shared[2][kSmallMaxWarps / 4];
+  __shared__ float4 shared[kCluster ? 3 : 2][kSmallMaxWarps / 4];
   __shared__ SmallBox box;
   const SmallShares& s = p.shares;
   const uint32_t tid = threadIdx.x, lanes = s.by_lanes.d, warps = blockDim.x / 32;
@@ -397,6 +397,7 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
   if (kCluster) open_box(&box, blocks);
   if (kBlock && tid >= warps && tid < kSmallMaxWarps) {
     reinterpret_cast<float*>(shared[0])[tid] = reinterpret_cast<float*>(shared[1])[tid] = 0.f;
+    if (kCluster) reinterpret_cast<float*>(shared[kCluster ? 2 : 0])[tid] = 0.f;
   }
   const auto team_sum = [&](float v, float4* entries) {
     if (kBlock) return block_total(v, entries, warps);
@@ -411,37 +412,44 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
     apply_kind(s.pre_kind, p.pre_act, v);
     apply_kind(s.pre_kind, p.pre_act, origin);
   }
-  float sum = 0.f, squares = 0.f;
+  float sum = 0.f, squares = 0.f, rest = 0.f;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
-    v[k] -= origin[0];
-    sum += has(k) ? v[k] : 0.f;
+    const float relative = v[k] - origin[0];
+    sum += has(k) ? relative : 0.f;
+    if (!kCluster) v[k] = relative;
   }
   const auto count_of = [&](uint32_t r) { return static_cast<float>(min(s.chunk, s.elements - r * s.chunk)); };
-  const float scale = kCluster ? 1.f / count_of(rank) : s.scale;
-  float mean_offset = team_sum(sum, shared[0]) * scale;
+  const float scale = kCluster ? 1.f / count_of(rank) : s.scale, from_origin = team_sum(sum, shared[0]) * scale;
+  float mean = origin[0] + from_origin;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
-    v[k] -= mean_offset;
+    v[k] -= kCluster ? mean : from_origin;
     squares += has(k) ? v[k] * v[k] : 0.f;
+    rest += has(k) ? v[k] : 0.f;
   }
   squares = team_sum(squares, shared[1]);
   if constexpr (kCluster) {
-    // All blocks' moments, merged in their order. Their means are relative to the same value, and here to the first's.
-    exchange(&box, blocks, rank, make_float4(mean_offset, squares, 0.f, 0.f));
-    const float own = mean_offset, zero = box.parts[0].x;
-    float total = 0.f;
-    for (uint32_t r = 0; r < blocks; ++r) total += count_of(r) * (box.parts[r].x - zero);
-    mean_offset = zero + total * s.scale;
+    // All blocks' moments, merged in their order. A block's mean is rounded to the digits of its size or of its
+    // distance from the origin, which may be far from all others; the mean of what is left says by how much. Relative
+    // to the first block's the means are exact.
+    rest = team_sum(rest, shared[kCluster ? 2 : 0]) * scale;
+    exchange(&box, blocks, rank, make_float4(mean, squares, rest, 0.f));
+    const float own = mean, zero = box.parts[0].x;
+    const auto mean_of = [&](uint32_t r) { return box.parts[r].x - zero + box.parts[r].z; };
+    float shift = 0.f;
+    for (uint32_t r = 0; r < blocks; ++r) shift += count_of(r) * mean_of(r);
+    shift *= s.scale;
+    mean = zero + shift;
     squares = 0.f;
     for (uint32_t r = 0; r < blocks; ++r) {
-      const float d = box.parts[r].x - mean_offset;
-      squares += box.parts[r].y + count_of(r) * (d * d);
+      const float d = mean_of(r) - shift, left = box.parts[r].z;
+      squares += box.parts[r].y + count_of(r) * (d * d - left * left);
     }
+    const float to_mean = zero - own + shift;
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) v[k] -= mean_offset - own;
+    for (int k = 0; k < kElements; ++k) v[k] -= to_mean;
   }
-  const float mean = origin[0] + mean_offset;
   const float rstd = rsqrtf(squares * s.scale + p.eps);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
