@@ -157,12 +157,13 @@ bool offsets_suffice(const ConvArgs& a) {
 }
 
 // The norm's groups where one launch may do the chain, else 0. A backward computes the convolution again by another
-// kernel, to another rounding: beside statistics of groups of one value, whose variance is 0, that would be all it
-// sees.
+// kernel, to another rounding. In a group of a few values hardly anything is left of a gradient once its parts along 1
+// and along the normalized values are taken off, and the difference of the roundings would be most of it.
 int64_t chain_groups(const ConvArgs& a, const ConvShape& shape, int64_t num_groups, bool given) {
   int64_t values = shape.c_out / num_groups;
   for (size_t i = 2; i < shape.out_sizes.size(); ++i) values *= shape.out_sizes[i];
-  return offsets_suffice(a) && !(given && values == 1) ? num_groups : 0;
+  constexpr int64_t kFewValues = 16;
+  return offsets_suffice(a) && !(given && values < kFewValues) ? num_groups : 0;
 }
 
 // The whole chain in one launch: `y` and, where they are not null, the statistics. False where it is refused after all,
