@@ -289,9 +289,11 @@ std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
   const int64_t size = dtype_size(shape.dtype);
   const int64_t y_sample = shape.c_out * shape.out[0] * shape.out[1] * shape.out[2] * size;
-  // With as many samples in the workspace, no block waits for tiles of the round before its own.
-  const int x_ahead = plan.parts == 2 ? 1 : 3;
-  const bool x_in_y = shape.n > std::max(2, x_ahead) && y_sample >= plan.sample_bytes + 128;
+  // Samples in the workspace. A tile waits until the copies under its sample have been read: with two, those of the
+  // sample before the last at most, long done but for the last samples; one would stall blocks that run ahead, and pays
+  // only where a copy holds two terms a value.
+  const int x_ahead = plan.parts == 2 ? 1 : 2;
+  const bool x_in_y = shape.n > 2 && y_sample >= plan.sample_bytes + 128;
   const int64_t split = x_in_y ? shape.n - x_ahead : 0;
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(plan.packed_bytes);
