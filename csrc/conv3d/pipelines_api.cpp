@@ -156,15 +156,8 @@ bool offsets_suffice(const ConvArgs& a) {
   return std::max(last(a.x, 1), last(a.weight, 0)) < int64_t(1) << 31;
 }
 
-// The norm's groups where one launch may do the chain, else 0. A backward computes the convolution again by another
-// kernel, to another rounding. In a group of a few values hardly anything is left of a gradient once its parts along 1
-// and along the normalized values are taken off, and the difference of the roundings would be most of it.
-int64_t chain_groups(const ConvArgs& a, const ConvShape& shape, int64_t num_groups, bool given) {
-  int64_t values = shape.c_out / num_groups;
-  for (size_t i = 2; i < shape.out_sizes.size(); ++i) values *= shape.out_sizes[i];
-  constexpr int64_t kFewValues = 16;
-  return offsets_suffice(a) && !(given && values < kFewValues) ? num_groups : 0;
-}
+// The norm's groups where one launch may do the chain, else 0.
+int64_t chain_groups(const ConvArgs& a, int64_t num_groups) { return offsets_suffice(a) ? num_groups : 0; }
 
 // The whole chain in one launch: `y` and, where they are not null, the statistics. False where it is refused after all,
 // as in a process that may use only some multiprocessors.
@@ -218,7 +211,7 @@ MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const Opt
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  ConvChoice choice = choose(a, shape, ConvEpilogue::kStats, chain_groups(a, shape, num_groups, given));
+  ConvChoice choice = choose(a, shape, ConvEpilogue::kStats, chain_groups(a, num_groups));
   if (choice.path == ConvPath::kChain && a.x.numel() > 0) {
     MeanResult r{empty_like_shape(a.x, {shape.n}, given ? ScalarType::Float : a.x.scalar_type())};
     if (given) {
@@ -423,7 +416,7 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse, chain_groups(a, shape, num_groups, given));
+  ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse, chain_groups(a, num_groups));
   if (lse.path == ConvPath::kChain && a.x.numel() > 0) {
     IntArray sizes = shape.out_sizes;
     sizes[1] = 1;

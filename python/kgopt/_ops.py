@@ -923,6 +923,15 @@ class _FusedContext:
         return conv(x, weight, bias, ctx.stride, ctx.padding, ctx.dilation, ctx.groups, **options)
 
     @staticmethod
+    def few_values(ctx: Any, c: Tensor) -> bool:
+        """Whether statistics are to be those of the convolution computed again, not the forward's.
+
+        Its rounding is another one. In a group of a few values hardly anything is left of a gradient once its parts
+        along 1 and along the normalized values are taken off: the difference of the roundings would be most of it.
+        """
+        return 0 < c.numel() < 16 * c.shape[0] * ctx.num_groups
+
+    @staticmethod
     def gradients(  # type: ignore[no-untyped-def]
         ctx: Any, dc: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor, like=(None, None)
     ) -> Any:
@@ -947,6 +956,9 @@ def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, channel_mean, mean, rstd = ctx.saved_tensors
     planes = _FusedContext.inputs(ctx, x, weight)
     c = _FusedContext.recompute(ctx, *planes, bias)
+    if _FusedContext.few_values(ctx, c):
+        channel_mean = c.to(mean.dtype).flatten(2).mean(2)
+        mean, rstd = _OPS.group_stats(c, ctx.num_groups, ctx.eps)
     dc, dweight, dbias = _BACKWARD.group_norm_mean_backward(
         dout, c, channel_mean, mean, rstd, ctx.num_groups, gn_weight
     )
@@ -963,6 +975,8 @@ def _conv_relu_norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> 
 def _conv_relu_norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, mean, rstd = ctx.saved_tensors
     c = _FusedContext.recompute(ctx, x, weight, bias)
+    if _FusedContext.few_values(ctx, c):
+        mean, rstd = _OPS.group_stats(c.relu(), ctx.num_groups, ctx.eps)
     dc, dweight, dbias = _BACKWARD.group_norm_backward(
         dy, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, "none", "relu"
     )
@@ -980,6 +994,8 @@ def _conv_lse_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, lse, mean, rstd = ctx.saved_tensors
     planes = _FusedContext.inputs(ctx, x, weight)
     c = _FusedContext.recompute(ctx, *planes, bias)
+    if _FusedContext.few_values(ctx, c):
+        mean, rstd = _OPS.group_stats(c, ctx.num_groups, ctx.eps)
     backward = getattr(_BACKWARD, _LSE_BACKWARD)
     dc, dweight, dbias = backward(dout, c, lse, mean, rstd, ctx.num_groups, gn_weight, gn_bias)
     return _FusedContext.gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
