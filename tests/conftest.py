@@ -70,6 +70,8 @@ with torch.no_grad():
 @pytest.fixture(scope="session")
 def aot_inductor(tmp_path_factory):
     """Skips where this torch's AOTInductor dies on a plain model, which one build of torch 2.11 does."""
+    if not torch.__version__.startswith("2.11."):
+        return
     package = str(tmp_path_factory.mktemp("plain") / "plain.pt2")
     run = subprocess.run([sys.executable, "-c", _PLAIN_PACKAGE, package], capture_output=True, text=True)
     if run.returncode != 0:
