@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -55,6 +56,24 @@ def poisoned():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@functools.cache
+def _ceilings(device, precisions, quick):
+    from kgopt.cli import floor
+
+    return floor.measure_ceilings(device, list(precisions), quick)
+
+
+@pytest.fixture
+def quick_bench(monkeypatch):
+    """Benches on the CPU without what takes most of their time: large writes between runs, ceilings measured anew."""
+    from kgopt.cli import bench, measure
+
+    monkeypatch.setattr(measure, "_CPU_FLUSH_BYTES", 2**12)
+    monkeypatch.setattr(
+        bench, "measure_ceilings", lambda device, wanted, quick: _ceilings(device, tuple(wanted), quick)
+    )
 
 
 _PLAIN_PACKAGE = """

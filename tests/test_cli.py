@@ -23,6 +23,8 @@ from kgopt.cli.text import bytes_text, ratio_text, table, time_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("quick_bench")
+
 
 # -------------------------------------------------------------------------------------------------- arithmetic
 
