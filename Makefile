@@ -93,7 +93,7 @@ sanitize: ## compute-sanitizer's four tools over a small shape of every CUDA op
 	@$(PY) scripts/sanitize.py $(ARGS)
 
 cmake-test: $(ENV) ## the kernels as a plain C++ library, and its C++ test program
-	@$(PY) -m cmake -S . -B build/cmake $(CMAKE_PYTHON)
+	@$(PY) -m cmake -S . -B build/cmake -DKGOPT_DEV_MODULE=OFF
 	@$(PY) -m cmake --build build/cmake -j $(JOBS)
 	@CTEST_OUTPUT_ON_FAILURE=1 $(PY) -m cmake --build build/cmake --target test
 

@@ -63,7 +63,7 @@ def read_version() -> str:
 
 def read_sources() -> dict[str, list[str]]:
     """The files of sources.txt by part, sorted, each once."""
-    parts: dict[str, set[str]] = {"module": set(), "api": set(), "kernels": set()}
+    parts: dict[str, set[str]] = {"module": set(), "api": set(), "kernels": set(), "one_ptx": set()}
     for line in (ROOT / "sources.txt").read_text().splitlines():
         line = line.split("#")[0].strip()
         if line:
@@ -188,6 +188,15 @@ def arch_flags(archs: str, cuda: Cuda) -> list[str]:
     return flags
 
 
+def shared_ptx(flags: list[str]) -> list[str]:
+    """The same -gencode flags with the PTX of the lowest architecture for all of them: compiled to PTX once."""
+    lowest = min((re.search(r"arch=(compute_(\d+)\w*)", f).groups() for f in flags), key=lambda g: int(g[1]))[0]
+    if not lowest.removeprefix("compute_").isdigit():
+        return flags  # PTX of a variant runs on nothing else
+    shared = (re.sub(r"arch=compute_\w+", f"arch={lowest}", f) for f in flags)
+    return list(dict.fromkeys(re.sub(r"code=compute_\w+", f"code={lowest}", f) for f in shared))
+
+
 # ------------------------------------------------------------------------------------------------------ compilation
 
 
@@ -285,7 +294,9 @@ class KgoptBuildExt(build_ext):
         if cuda:
             ccbin = ["-ccbin", cxx[-1]] if os.environ.get("CXX") else []
             nvcc_command = [str(cuda.nvcc), *ccbin, *ext.extra_compile_args["nvcc"]]
-            commands.update({s: nvcc_command for s in ext.sources if s.endswith(".cu")})
+            for source in (s for s in ext.sources if s.endswith(".cu")):
+                gencode = shared_ptx(ext.kgopt_gencode) if source in ext.kgopt_one_ptx else ext.kgopt_gencode
+                commands[source] = [*nvcc_command, *gencode]
         objects = Compiler(folder, jobs).compile(commands)
 
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -396,7 +407,6 @@ def make_extension(version: str) -> Extension:
             # The wheel is a quarter smaller; every driver of CUDA 13 can read it.
             *(["--compress-mode=size"] if cuda.version >= (13, 0) else []),
             "-Icsrc",
-            *gencode,
             *cuda_defines,
         ]
         if os.environ.get("KGOPT_LINEINFO", "0") != "0":
@@ -413,6 +423,8 @@ def make_extension(version: str) -> Extension:
         ext.libraries = ["torch_cpu", "c10", "cudart_static", "dl", "rt", "pthread"]
         ext.library_dirs = [str(cuda.lib), *ext.library_dirs]
         ext.include_dirs = [*ext.include_dirs, str(cuda.include)]
+        ext.kgopt_gencode = gencode
+        ext.kgopt_one_ptx = parts["one_ptx"]
         ext.kgopt_summary = f"CUDA {cuda.version_text} from {cuda.home}, architectures {archs}"
     ext.kgopt_cuda = cuda
     say(f"{ext.kgopt_summary}; headers of torch {torch.__version__}; {len(ext.sources)} source files")

@@ -5,6 +5,7 @@
 1. Kernels, launchers and parameter structs (.cu, .cuh, *_params.h) include no torch header, nor any header that does.
 2. Nothing in csrc/ prints or exits: kernels return a status, the api raises (csrc/dev/ is for developers and may).
 3. Every source file is built: a .cu or .cpp that no line of sources.txt matches is forgotten.
+4. What sources.txt compiles to PTX once for all architectures does not ask for the architecture.
 """
 
 from __future__ import annotations
@@ -27,24 +28,33 @@ def code_of(path: Path) -> str:
     return re.sub(r"//[^\n]*", "", text)
 
 
+def headers_of(path: Path) -> list[Path]:
+    """The headers of csrc/ that the file includes itself. As the compilers look: beside the file, then in csrc/."""
+    places = [(path.parent / name, CSRC / name) for quote, name in INCLUDE.findall(code_of(path)) if quote == '"']
+    return [next(p for p in place if p.is_file()).resolve() for place in places if any(p.is_file() for p in place)]
+
+
+def arch_chain(path: Path, seen: set[Path]) -> list[str] | None:
+    """The chain of includes that leads from this file to one that asks for the architecture, or None."""
+    seen.add(path)
+    if "__CUDA_ARCH" in code_of(path):
+        return [path.name]
+    for header in headers_of(path):
+        chain = None if header in seen else arch_chain(header, seen)
+        if chain:
+            return [path.name, *chain]
+    return None
+
+
 def torch_chain(path: Path, seen: dict[Path, list[str] | None]) -> list[str] | None:
     """The chain of includes that leads from this file to a torch header, or None."""
     if path in seen:
         return seen[path]
-    seen[path] = None
-    for quote, name in INCLUDE.findall(code_of(path)):
-        if TORCH_HEADER.search(name):
-            seen[path] = [name]
-            break
-        # As the compilers look: beside the file, then in csrc/.
-        for target in (path.parent / name, CSRC / name) if quote == '"' else ():
-            if target.is_file():
-                chain = torch_chain(target.resolve(), seen)
-                if chain:
-                    seen[path] = [name, *chain]
-                break
-        if seen[path]:
-            break
+    seen[path] = [name for _, name in INCLUDE.findall(code_of(path)) if TORCH_HEADER.search(name)][:1] or None
+    for header in headers_of(path):
+        chain = None if seen[path] else torch_chain(header, seen)
+        if chain:
+            seen[path] = [header.name, *chain]
     return seen[path]
 
 
@@ -69,8 +79,11 @@ def main() -> int:
     for line in (ROOT / "sources.txt").read_text().splitlines():
         line = line.split("#")[0].strip()
         if line:
-            _, folder, pattern = line.split()
-            built.update((ROOT / folder).rglob(pattern))
+            part, folder, pattern = line.split()
+            matched = list((ROOT / folder).rglob(pattern))
+            built.update(matched)
+            chains = [arch_chain(p.resolve(), set()) for p in matched] if part == "one_ptx" else []
+            breaches += [f"sources.txt: one_ptx, but {' -> '.join(c)} asks for the architecture" for c in chains if c]
     for path in files:
         name = path.relative_to(ROOT)
         if path.suffix in {".cu", ".cpp"} and path not in built and "dev" not in path.relative_to(CSRC).parts:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Oldest Python and oldest torch that the wheel's two ABIs allow, newest of both, and a torch without CUDA.
 DEFAULT_ENTRIES = "3.10=2.10.0 3.13=latest 3.11=2.13.0+cpu"
 FACTS = "import sys, torch, kgopt; print(sys.version.split()[0], torch.__version__, torch.ops.kgopt.build_info())"
-TEST_REQUIREMENTS = ["pytest>=8", "hypothesis>=6", "numpy", "setuptools"]
+TEST_REQUIREMENTS = ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "numpy", "setuptools"]
 
 
 class StepError(Exception):
@@ -72,6 +72,7 @@ def test_entry(entry: str, wheel: Path, folder: Path, logs: Path, pytest_args: l
     version, torch = entry.split("=", 1)
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env.update(PIP_NO_CACHE_DIR="1", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_PROGRESS_BAR="off")
+    env.update(PIP_COMPILE="0")  # Python compiles what is imported, which of torch is a part
     name = re.sub(r"[^\w.]+", "-", entry)
 
     def log(step: str) -> Path:
@@ -103,7 +104,8 @@ def main() -> int:
     argv = sys.argv[1:]
     split = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:split])
-    pytest_args = argv[split + 1 :] or ["-q"]
+    jobs = os.environ.get("TEST_JOBS") or min(4, len(os.sched_getaffinity(0)))
+    pytest_args = ["-n", str(jobs), *(argv[split + 1 :] or ["-q"])]
     wheel = args.wheel.resolve()
     logs = ROOT / "build/matrix"
     logs.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 # (shape [N, C, *], groups)
@@ -101,6 +103,39 @@ CONV_CASES = {
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LAYOUTS = ["contiguous", "channels_last"]
+
+
+def within(sizes, most):
+    """The sizes, the longest of them halved until their product is at most ``most``."""
+    sizes = list(sizes)
+    while math.prod(sizes) > most:
+        i = sizes.index(max(sizes))
+        sizes[i] //= 2
+    return tuple(sizes)
+
+
+def norm_shape(shape, device, most=2**22):
+    """The shape; for the CPU, which has no tiles and blocks to fill, at most four samples and ``most`` elements of it.
+
+    Groups of so many are still larger than the caches that the CPU's kernel looks at.
+    """
+    n, c, *sizes = shape
+    if device == "cuda" or math.prod(shape) <= most // 4:
+        return shape
+    n = min(n, 4)
+    return (n, c, *within(sizes, most // (n * c)))
+
+
+def conv_case(name, device, most=2**25):
+    """A case of CONV_CASES; for the CPU, where the op is torch's own, with at most so many products a sample.
+
+    Torch computes half types' by far slower than others.
+    """
+    case = CONV_CASES[name]
+    _, _, c_in, c_out, size, kernel, *_ = case
+    if device == "cuda":
+        return case
+    return (*case[:4], within(size, most // (c_in * c_out * math.prod(kernel))), *case[5:])
 
 
 def laid_out(x, layout):

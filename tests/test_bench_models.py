@@ -18,6 +18,7 @@ from kgopt.cli.bench import Settings
 from kgopt.cli.floor import Ceilings
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("quick_bench")
 PACKAGES = ("monai", "pytorch3dunet", "diffusers")
 FACTS = {"device": "cpu", "gpu": None, "cpu": "c", "cpu_threads": 2, "torch": "2.14.1", "cudnn": None,
          "kgopt": "0.1.0", "date": "2026-01-02T00:00:00Z"}  # fmt: skip

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from kgopt.cli.text import bytes_text, ratio_text, table, time_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("quick_bench")
+
 
 # -------------------------------------------------------------------------------------------------- arithmetic
 
@@ -686,7 +689,15 @@ def test_plots_are_reproducible(tmp_path, suite):
     assert main(["bench", "--from-json", str(path), "--plot", str(tmp_path / "c.png"), "--plot-dtype", "bf16"]) == 2
 
 
-def test_readme_table(tmp_path):
+def run_script(monkeypatch, script: Path, *arguments: object) -> int:
+    """The exit status of a script run in this process, which has imported torch."""
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_path(str(script), run_name="__main__")
+    return exit_info.value.code or 0
+
+
+def test_readme_table(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     script = ROOT / "benchmarks" / "readme_table.py"
     readme = tmp_path / "README.md"
@@ -694,8 +705,7 @@ def test_readme_table(tmp_path):
     results.save_rows(tmp_path / "results" / "h200.json", _rows())
 
     def run(*more: str) -> int:
-        command = [sys.executable, str(script), "--readme", str(readme), "--results", str(tmp_path / "results"), *more]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120).returncode
+        return run_script(monkeypatch, script, "--readme", readme, "--results", tmp_path / "results", *more)
 
     assert run("--check") == 1
     assert run() == 0
@@ -715,18 +725,15 @@ def test_readme_is_current():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_readme_table_of_models(tmp_path):
+def test_readme_table_of_models(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     readme = tmp_path / "README.md"
     readme.write_text((ROOT / "README.md").read_text())
     times = {"eager": 57e3, "eager_channels_last": 66e3, "compile": 12e3, "kgopt": 10e3, "kgopt_compile": 9e3}
     rows = [_row(name, time, suite="models", dtype="bf16", shape=[1, 4, 8]) for name, time in times.items()]
     results.save_rows(tmp_path / "results" / "h200.json", rows)
-    command = [sys.executable, str(ROOT / "benchmarks" / "readme_table.py"), "--readme", str(readme)]
-    done = subprocess.run(
-        [*command, "--results", str(tmp_path / "results")], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    script = ROOT / "benchmarks" / "readme_table.py"
+    assert run_script(monkeypatch, script, "--readme", readme, "--results", tmp_path / "results") == 0
     line = "| bf16 | 57 ms | 12 ms | 10 ms | 9 ms | **5.7** | **1.2** | **1.3** | 3.0e-04 (3.0e-04) |"
     assert line in readme.read_text()
 
@@ -744,11 +751,9 @@ def test_denoising_example(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["--channels", "12"], ["--patch", "50"], ["--steps", "1"]])
-def test_denoising_example_says_what_is_wrong(arguments):
-    command = [sys.executable, str(ROOT / "examples" / "denoise_unet3d.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert f"{arguments[0]} is {arguments[1]}, expected" in done.stderr
+def test_denoising_example_says_what_is_wrong(arguments, monkeypatch, capsys):
+    assert run_script(monkeypatch, ROOT / "examples" / "denoise_unet3d.py", *arguments) == 2
+    assert f"{arguments[0]} is {arguments[1]}, expected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["modules", "functional_compile", "ops_export", "cuda_graph", "optimize_segresnet"])

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kgopt import functional
-from shapes import CONV_CASES
+from shapes import CONV_CASES, conv_case
 from tolerances import assert_as_good_as_torch, round_tf32
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -51,7 +51,7 @@ def backends(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CONV_CASES)
 def test_conv_small_integers_exact(name, dtype, layout, device, poisoned):
-    case = CONV_CASES[name]
+    case = conv_case(name, device)
     x = torch.randint(-3, 4, (2, case[2], *case[4])).to(dtype).to(device)
     weight = torch.randint(-2, 3, weight_shape(case)).to(dtype).to(device)
     bias = torch.randint(-3, 4, (case[3],)).to(dtype).to(device)
@@ -75,7 +75,7 @@ def test_conv_small_integers_exact(name, dtype, layout, device, poisoned):
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("name", CONV_CASES)
 def test_conv_values(name, precision, device, poisoned):
-    case = CONV_CASES[name]
+    case = conv_case(name, device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(precision, torch.float32)
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     x = torch.randn(2, case[2], *case[4], device=device).to(dtype)
@@ -190,7 +190,7 @@ def test_conv_empty_batch(device):
 
 @pytest.mark.parametrize("name", CONV_CASES)
 def test_conv_backward_values(name, device):
-    case = CONV_CASES[name]
+    case = conv_case(name, device)
     shapes = [(2, case[2], *case[4]), weight_shape(case), (case[3],)]
     inputs = [torch.randn(s, device=device, dtype=torch.float64) for s in shapes]
     grads = []
@@ -448,7 +448,7 @@ def test_conv_gradients_through_the_op(rank, compiled, device, monkeypatch):
 @pytest.mark.parametrize("name", CONV_CASES)
 def test_conv_rounds_fp32_weights(name, dtype, layout, device, poisoned):
     """fp32 weights beside a half x: the bits that rounded weights give, with fp32 gradients."""
-    case = CONV_CASES[name]
+    case = conv_case(name, device)
     x = torch.randn(2, case[2], *case[4]).to(dtype).to(device)
     if layout == "channels_last":
         x = channels_last(x)

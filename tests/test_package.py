@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import kgopt
+from forks import outputs
 from kgopt import _ops, functional
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,15 +70,18 @@ def test_import_brings_in_no_heavy_module():
 
 
 def test_flop_formulas_in_either_order_of_import():
-    for first, second in (("kgopt", "torch.utils.flop_counter"), ("torch.utils.flop_counter", "kgopt")):
-        code = (
+    orders = (("kgopt", "torch.utils.flop_counter"), ("torch.utils.flop_counter", "kgopt"))
+    counts = outputs(
+        [
             f"import torch, {first}, {second}\n"
             "from torch.utils.flop_counter import FlopCounterMode\n"
             "with FlopCounterMode(display=False) as counter:\n"
             "    torch.ops.kgopt.conv2d(torch.ones(1, 2, 4, 4), torch.ones(3, 2, 3, 3))\n"
             "print(counter.get_total_flops())"
-        )
-        assert int(run_python(code)) == 2 * 3 * 2 * 3 * 3 * 2 * 2
+            for first, second in orders
+        ]
+    )
+    assert [int(count) for count in counts] == [2 * 3 * 2 * 3 * 3 * 2 * 2] * 2
 
 
 def test_version_is_the_installed_one():
@@ -121,16 +125,22 @@ SWITCHES = {
 }
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-def test_tf32_switch(name):
-    settings, expected = SWITCHES[name]
-    code = (
+@pytest.fixture(scope="module")
+def switched():
+    """What the query answers after each sequence of settings, by its name."""
+    codes = [
         "import warnings; warnings.simplefilter('error')\n"
         "import torch, kgopt._ops\n"
         f"{settings}\n"
         "print(kgopt._ops._TF32_QUERY())"
-    )
-    assert int(run_python(code)) == expected
+        for settings, _ in SWITCHES.values()
+    ]
+    return dict(zip(SWITCHES, outputs(codes), strict=True))
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_tf32_switch(name, switched):
+    assert int(switched[name]) == SWITCHES[name][1]
 
 
 def test_forced_precision_is_restored():

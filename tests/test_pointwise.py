@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import kgopt  # noqa: F401  (registers the ops)
 from kgopt import reference
+from shapes import norm_shape
 from tolerances import assert_as_good_as_torch, round_tf32
 
 OPS = torch.ops.kgopt
@@ -76,7 +77,7 @@ WIDTHS = {"whole rows": (1, 32, 5, 12, 64), "odd": (2, 32, 4, 9, 37), "64 channe
 def test_conv_add_of_few_channels_innermost(name, scale, offset, act, dtype, device, poisoned):
     torch.backends.cudnn.allow_tf32 = True
     # Values that TF32 has: how others are cut to it is not the subject.
-    x = (draw(WIDTHS[name], dtype, True, device) * scale + offset).bfloat16().to(dtype)
+    x = (draw(norm_shape(WIDTHS[name], device, 2**14), dtype, True, device) * scale + offset).bfloat16().to(dtype)
     x = x.contiguous(memory_format=FORMATS[5])
     c = x.shape[1]
     weight = (draw((c, c, 3, 3, 3), dtype, True, device) * 0.1).bfloat16().to(dtype)

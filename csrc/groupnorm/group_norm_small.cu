@@ -658,22 +658,8 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
 
 template <auto kKernel, typename Params>
 Status launch_small(const char* name, const Params& p, const SmallPlan& plan, cudaStream_t stream) {
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = 1u << p.shares.blocks_log2;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(plan.grid);
-  config.blockDim = dim3(plan.threads);
-  config.dynamicSmemBytes = plan.smem_bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = p.shares.blocks_log2 > 0 ? 1 : 0;
-  cudaError_t error = allow_dynamic_smem<kKernel>(plan.smem_bytes);
-  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kKernel, p);
-  if (error == cudaSuccess) error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  return Status::Ok();
+  const LaunchShape shape{dim3(plan.grid), plan.threads, plan.smem_bytes, false, 1 << p.shares.blocks_log2};
+  return launch_with(kKernel, facts_of<kKernel>(), name, shape, stream, p);
 }
 
 template <typename Traits>

@@ -67,6 +67,8 @@ def no_autotuning() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
+_CPU_FLUSH_BYTES = 2**26  # written between runs, which empties the caches
+
 # Median first, in the order of Timing's fields.
 _QUANTILES = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
 
@@ -147,7 +149,7 @@ def time_calls(fns: Sequence[Callable[[], Any]], device: torch.device, rep_ms: f
 
 
 def _time_on_cpu(fns: Sequence[Callable[[], Any]], rep_ms: float) -> list[Timing]:
-    flush = torch.empty(2**24, dtype=torch.int32)
+    flush = torch.empty(_CPU_FLUSH_BYTES, dtype=torch.int8)
     for fn in fns:
         fn()
     times: list[list[float]] = [[] for _ in fns]
