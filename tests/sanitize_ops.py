@@ -413,6 +413,20 @@ def pipeline_cases() -> None:
                 ),
             )
 
+    # Statistics from the input's autocorrelation, which are taken of many images.
+    for dtype in (torch.float32, torch.bfloat16):
+        run(
+            f"conv2d_..._logsumexp of many images {dtype}",
+            tensor(128, 8, 64, 64, dtype=dtype),
+            tensor(40, 8, 3, 3, dtype=dtype),
+            tensor(40, dtype=dtype),
+            *(tensor(40, dtype=dtype) for _ in range(2)),
+            backward=False,
+            call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(
+                x, w, b, 8, g, h, allow_tf32=True
+            ),
+        )
+
     # On Hopper in one launch: tiles across planes, several samples and tiles a block, two tiles of channels.
     for dtype, tf32 in ((torch.float32, True), (torch.float32, False), *((d, True) for d in HALVES)):
         for n, c_in, c_out, size in ((4, 40, 72, (3, 6, 10)), (2, 64, 136, (6, 14, 22)), (7, 33, 128, (6, 30, 62))):

@@ -849,14 +849,24 @@ __global__ void __launch_bounds__(kAutocorrelationThreads, 1)
   // Of some values, asked for before anything else.
   const float size = kScaled ? sampled_size(p, b.n, b.warp, b.lane) : 0.f;
   float scale = 1.f;
+  // A barrier in memory: warps of both kinds come to it, each in code of its own.
+  uint64_t* const sampled = reinterpret_cast<uint64_t*>(maxima + 62);
+  static_assert(kThreads / 32 < 62);
+  if constexpr (kScaled) {
+    if (tid == 0) {
+      barrier_init(sampled, kThreads);
+      barrier_init_fence();
+    }
+    __syncthreads();
+  }
   // Called by every warp once, its first loads under way.
   auto ready = [&] {
     if constexpr (kScaled) {
       const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(size));
       if (b.lane == 0) maxima[b.warp] = of_warp;
-    }
-    __syncthreads();
-    if constexpr (kScaled) {
+      __syncwarp();
+      barrier_arrive(sampled);
+      barrier_wait(sampled, 0);
       scale = scale_of_size(__reduce_max_sync(0xffffffffu, maxima[min(b.lane, kThreads / 32 - 1)]));
     }
     return scale;
