@@ -40,8 +40,7 @@ inline NarrowCopy narrow_copy(int64_t row_bytes, int bytes, int rows, int thread
   c.piece = 16;
   while (row_bytes % c.piece != 0) c.piece /= 2;
   c.pieces = bytes / c.piece;
-  // A power of two of which there is a whole number in all threads.
-  while ((1 << c.across_log2) < c.pieces && (1 << c.across_log2) < (threads & -threads)) ++c.across_log2;
+  while ((1 << c.across_log2) < c.pieces && (1 << c.across_log2) < threads) ++c.across_log2;
   const int batch = (threads >> c.across_log2) * kNarrowCopyBatch;
   c.rows = rows;
   c.slots = (rows + batch - 1) / batch * batch;

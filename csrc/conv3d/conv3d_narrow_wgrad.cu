@@ -12,7 +12,7 @@ template <ConvMath kMath, int kXTiles, int kDyTiles, bool kDyIsA>
 Status launch_narrow_wgrad(const NarrowWgradParams& p, cudaStream_t stream) {
   const char* const name = "conv_narrow_wgrad_kernel";
   const dim3 grid(p.plan.blocks, p.plan.channel_blocks);
-  const int threads = narrow_wgrad_threads(kMath), smem = p.plan.smem_bytes;
+  const int threads = kNarrowWgradThreads, smem = p.plan.smem_bytes;
   if (p.plan.padding[2] > 0) {
     return launch_kernel<conv_narrow_wgrad_kernel<kMath, kXTiles, kDyTiles, kDyIsA, 1>>(name, p, grid, threads, smem,
                                                                                         stream);

@@ -117,12 +117,12 @@ __device__ __forceinline__ void multiply_split(float (&c)[4], const uint32_t (&a
 }  // namespace narrow_wgrad
 
 template <ConvMath kMath, int kXTiles, int kDyTiles, bool kDyIsA, int kLead>
-__global__ void __launch_bounds__(narrow_wgrad_threads(kMath), narrow_wgrad_blocks_per_sm(kMath))
+__global__ void __launch_bounds__(kNarrowWgradThreads, narrow_wgrad_blocks_per_sm(kMath))
     conv_narrow_wgrad_kernel(const __grid_constant__ NarrowWgradParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using namespace narrow_wgrad;
   using Element = std::conditional_t<conv_channels_per_word(kMath) == 1, float, unsigned short>;
-  constexpr int kSize = sizeof(Element), kThreads = narrow_wgrad_threads(kMath);
+  constexpr int kSize = sizeof(Element);
   constexpr bool kSplit = kMath == ConvMath::kTf32x3;
   constexpr int kTaps = kNarrowWgradTaps;
   constexpr int kSums = narrow_wgrad_accumulators(kXTiles, kDyTiles);
@@ -140,24 +140,24 @@ __global__ void __launch_bounds__(narrow_wgrad_threads(kMath), narrow_wgrad_bloc
   const int tile_d = plan.tile[0], tile_h = plan.tile[1];
   const int unit_count = narrow_wgrad_units(plan);
 
-  for (int i = tid; i < unit_count; i += kThreads) {
+  for (int i = tid; i < unit_count; i += kNarrowWgradThreads) {
     const int across = plan.dy_pitch / kNarrowWgradUnit;
     const int w = i % across, h = i / across % tile_h, d = i / (across * tile_h);
     units[i] = make_int2((d * tile_h + h) * plan.dy_pitch + w * kNarrowWgradUnit,
                          d * plan.step[0] * plan.x_plane + h * plan.step[1] * plan.x_pitch + w * kNarrowWgradUnit);
   }
-  list_narrow_rows(plan.dy_copy, dy_rows, kThreads, [&](int i) {
+  list_narrow_rows(plan.dy_copy, dy_rows, kNarrowWgradThreads, [&](int i) {
     const int h = i % tile_h, d = i / tile_h % tile_d, c = i / (tile_h * tile_d);
     const int64_t offset = (c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1]) * kSize / 4;
     return NarrowRow{uint32_t(offset), c * plan.dy_channel + (d * tile_h + h) * plan.dy_pitch, d, h};
   });
-  list_narrow_rows(plan.x_copy, x_rows, kThreads, [&](int i) {
+  list_narrow_rows(plan.x_copy, x_rows, kNarrowWgradThreads, [&](int i) {
     const int h = i % plan.halo[1], d = i / plan.halo[1] % plan.halo[0], c = i / (plan.halo[1] * plan.halo[0]);
     const int64_t offset = (c * p.x_stride_c + d * p.x_stride[0] + h * p.x_stride[1]) * kSize / 4;
     return NarrowRow{uint32_t(offset), x_base + c * plan.x_channel + d * plan.x_plane + h * plan.x_pitch, d, h};
   });
   // What no copy writes is read, too, and multiplied by zeros.
-  for (int i = tid * 16; i < plan.stage_bytes * plan.stages; i += kThreads * 16) {
+  for (int i = tid * 16; i < plan.stage_bytes * plan.stages; i += kNarrowWgradThreads * 16) {
     *reinterpret_cast<uint4*>(stages + i) = make_uint4(0, 0, 0, 0);
   }
 
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(narrow_wgrad_threads(kMath), narrow_wgrad_bloc
     x_row[i] = x_base + c * plan.x_channel + kd * plan.dilation[0] * plan.x_plane +
                kh * plan.dilation[1] * plan.x_pitch + plan.margin[0] * kSize + t * 16;
   }
-  const int split = warp % plan.splits, group = warp / plan.splits, groups = kThreads / 32 / plan.splits;
+  const int split = warp % plan.splits, group = warp / plan.splits, groups = kNarrowWgradWarps / plan.splits;
   dy_row = (split * kDyTiles * 8 + g) * plan.dy_channel + t * 16;
 
   const int all_tiles = static_cast<int>(plan.all_tiles);
@@ -186,13 +186,13 @@ __global__ void __launch_bounds__(narrow_wgrad_threads(kMath), narrow_wgrad_bloc
       const int d = rest / (tiles_w * tiles_h) * tile_d;
       char* const stage = stages + load_stage * plan.stage_bytes;
       const Element* const dy = static_cast<const Element*>(p.dy) + n * p.dy_stride_n + c_first * p.dy_stride_c;
-      copy_narrow_rows<kThreads>(
+      copy_narrow_rows<kNarrowWgradThreads>(
           plan.dy_copy, stage, dy + d * p.dy_stride[0] + h * p.dy_stride[1] + w, dy_rows,
           {d, h, w, {tile_d, tile_h}, {p.out[0], p.out[1], p.out[2]}, (p.c_out - c_first) * tile_d * tile_h});
       const int in_d = d * plan.step[0] - plan.padding[0], in_h = h * plan.step[1] - plan.padding[1];
       const int in_w = w - plan.margin[0];
       const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
-      copy_narrow_rows<kThreads>(
+      copy_narrow_rows<kNarrowWgradThreads>(
           plan.x_copy, stage, x + in_d * p.x_stride[0] + in_h * p.x_stride[1] + in_w, x_rows,
           {in_d, in_h, in_w, {plan.halo[0], plan.halo[1]}, {p.in[0], p.in[1], p.in[2]}, plan.x_copy.rows});
       if (++load_stage == plan.stages) load_stage = 0;
@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(narrow_wgrad_threads(kMath), narrow_wgrad_bloc
   __syncthreads();
   const int floats = narrow_wgrad_floats(plan);
   float* const to = p.partials + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * floats;
-  for (int i = tid; i < floats; i += kThreads) to[i] = reinterpret_cast<const float*>(stages)[i];
+  for (int i = tid; i < floats; i += kNarrowWgradThreads) to[i] = reinterpret_cast<const float*>(stages)[i];
 #endif
 }
 

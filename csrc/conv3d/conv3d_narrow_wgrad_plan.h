@@ -42,7 +42,7 @@ namespace plan_detail {
 // Fills everything that depends on the tile shape. False when it does not fit in shared memory.
 inline bool narrow_wgrad_tile(NarrowWgradPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int h,
                               int64_t w) {
-  const int size = q.dtype == Dtype::kFloat32 ? 4 : 2, vector = 16 / size, threads = narrow_wgrad_threads(p->math);
+  const int size = q.dtype == Dtype::kFloat32 ? 4 : 2, vector = 16 / size;
   p->tile[0] = d, p->tile[1] = h, p->tile[2] = static_cast<int>(w);
   for (int i = 0; i < 3; ++i) p->tiles[i] = (q.out[i] + p->tile[i] - 1) / p->tile[i];
   for (int i = 0; i < 2; ++i) p->halo[i] = (p->tile[i] - 1) * p->step[i] + (p->kernel[i] - 1) * p->dilation[i] + 1;
@@ -62,8 +62,9 @@ inline bool narrow_wgrad_tile(NarrowWgradPlan* p, const ConvProblem& q, const De
   p->x_plane = odd_halves(p->halo[1] * p->x_pitch, p->kernel[1] % 2 == 1);
   p->x_channel = odd_halves(p->halo[0] * p->x_plane, p->kernel[0] * p->kernel[1] % 2 == 1);
   const int x_bytes = (p->margin[0] + p->tile[2] + p->margin[1]) * size;
-  p->dy_copy = narrow_copy(q.out[2] * size, p->dy_pitch, narrow_wgrad_channels(*p) * d * h, threads);
-  p->x_copy = narrow_copy(q.in[2] * size, x_bytes, static_cast<int>(q.c_in) * p->halo[0] * p->halo[1], threads);
+  p->dy_copy = narrow_copy(q.out[2] * size, p->dy_pitch, narrow_wgrad_channels(*p) * d * h, kNarrowWgradThreads);
+  p->x_copy =
+      narrow_copy(q.in[2] * size, x_bytes, static_cast<int>(q.c_in) * p->halo[0] * p->halo[1], kNarrowWgradThreads);
   // At the end room for one row more.
   const int64_t stage = int64_t(narrow_wgrad_channels(*p)) * p->dy_channel + q.c_in * int64_t(p->x_channel) + 64 +
                         std::max(p->dy_pitch, x_bytes);
@@ -76,7 +77,7 @@ inline bool narrow_wgrad_tile(NarrowWgradPlan* p, const ConvProblem& q, const De
 
 // Estimated cycles of a multiprocessor for a tile: the slowest of products, shared memory and copies.
 inline double narrow_wgrad_cost(const NarrowWgradPlan& p, const ConvProblem& q) {
-  const int groups = narrow_wgrad_warps(p.math) / p.splits;
+  const int groups = kNarrowWgradWarps / p.splits;
   const bool split = p.math == ConvMath::kTf32x3;
   const int units = (narrow_wgrad_units(p) + groups - 1) / groups * groups;
   const double products = units * p.splits * 2.0 * (p.x_tiles * p.dy_tiles * kNarrowWgradTaps / 2);

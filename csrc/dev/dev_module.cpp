@@ -437,7 +437,6 @@ void bind_conv(py::module_& m) {
       .def_readonly("stage_bytes", &NarrowWgradPlan::stage_bytes)
       .def_readonly("blocks_per_sm", &NarrowWgradPlan::blocks_per_sm)
       .def_readonly("blocks", &NarrowWgradPlan::blocks)
-      .def_property_readonly("threads", [](const NarrowWgradPlan& p) { return narrow_wgrad_threads(p.math); })
       .def_readonly("smem_bytes", &NarrowWgradPlan::smem_bytes)
       .def_readonly("partial_floats", &NarrowWgradPlan::partial_floats)
       .def_readonly("cycles", &NarrowWgradPlan::cycles)
