@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -257,6 +259,8 @@ GRADIENT_CASES = {
     "stride 2 transposed": (True, 3, 32, 16, (5, 7, 9), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), (1, 1, 1), 1),
     "one position": (False, 3, 32, 32, (1, 1, 1), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), 1),
 }
+# The last with fp32 accuracy.
+GRADIENT_MATH = [*((dtype, True) for dtype in DTYPES[:3]), (torch.float32, False)]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -275,8 +279,9 @@ def test_conv_gradients_small_integers_exact(name, dtype, layout, device, poison
     dy = torch.randint(-2, 3, y.shape).to(dtype).to(device)
     exact = aten_gradients(case, dy.cpu().double(), x.cpu().double(), weight.cpu().double())
     expected = aten_gradients(case, dy, x, weight)
-    for backend, given_dy in ((b, g) for b in backends(device) for g in (dy, channels_last(dy))):
-        grads = gradients(case, given_dy, x, weight, backend)
+    maths = (True, False) if dtype == torch.float32 else (True,)
+    for backend, given_dy, tf32 in itertools.product(backends(device), (dy, channels_last(dy)), maths):
+        grads = gradients(case, given_dy, x, weight, backend, allow_tf32=tf32)
         for mine, right, torchs, like in zip(grads, exact, expected, (x, weight, None), strict=True):
             # cuDNN rounds some halves twice, so its own result counts too.
             assert torch.equal(mine.cpu(), right.to(dtype)) or torch.equal(mine, torchs), backend
@@ -303,6 +308,10 @@ def test_conv_gradients_small_integers_exact(name, dtype, layout, device, poison
         ("3 channels, 24", torch.Tensor.contiguous),
         ("4 channels", torch.Tensor.contiguous),
         ("8 channels", torch.Tensor.contiguous),
+        ("3 channels, rows in strides", torch.Tensor.contiguous),
+        ("2 channels, dilated", torch.Tensor.contiguous),
+        ("7 channels, one row", torch.Tensor.contiguous),
+        ("5 channels, kernel 2", torch.Tensor.contiguous),
     ],
 )
 def test_conv_gradient_values(name, layout, precision, poisoned):
@@ -327,10 +336,10 @@ def test_conv_gradient_values(name, layout, precision, poisoned):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_conv_gradients_of_few_channels_contiguous(dtype, poisoned):
+@pytest.mark.parametrize(("dtype", "tf32"), GRADIENT_MATH, ids=str)
+def test_conv_gradients_of_few_channels_contiguous(dtype, tf32, poisoned):
     """Large enough for the own kernels to be taken by themselves; from slices, and with the same bits each time."""
-    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = tf32
     wide = torch.randint(-3, 4, (65, 4, 18, 33, 48)).to(dtype).cuda()
     x = wide[1:, :3, :, 1:].requires_grad_()
     weight = torch.randint(-2, 3, (24, 3, 3, 3, 3)).to(dtype).cuda().requires_grad_()
@@ -352,13 +361,15 @@ def test_conv_gradients_of_few_channels_contiguous(dtype, poisoned):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_conv_gradients_of_few_channels_nonfinite(value, dtype):
+@pytest.mark.parametrize(("dtype", "tf32"), GRADIENT_MATH, ids=str)
+def test_conv_gradients_of_few_channels_nonfinite(value, dtype, tf32):
     """An infinite gradient spoils what it reaches and nothing else, though dx is summed over taps in shared memory."""
-    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = tf32
     case = GRADIENT_CASES["3 channels, 24"]
     x = torch.randint(1, 4, (2, 3, *case[4])).to(dtype).cuda()
     weight = torch.randint(1, 3, weight_shape(case)).to(dtype).cuda()
+    if not tf32:  # rests of TF32 that are not zero, of either sign
+        x, weight = (t + 0.3 * torch.rand_like(t) for t in (x, weight))
     dy = torch.ones(run(TORCH[case[:2]], case, x, weight, None).shape, dtype=dtype, device="cuda")
     dy[1, 5, 3, 7, 11] = value
     exact = aten_gradients(case, dy.double(), x.double(), weight.double())

@@ -1,6 +1,7 @@
 // Which kernel makes each gradient of a convolution, and why. Torch-free, so that it can be tested without a GPU.
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 #include "conv3d_dispatch.h"
@@ -68,14 +69,17 @@ inline ConvGradientsChoice choose_conv_gradients(const ConvProblem& problem, con
   choice.narrow_wgrad = plan_narrow_wgrad(problem, limits);
   if (!always) {
     const CudnnGradientRate& rate = cudnn_gradient_rate(problem);
-    const bool half = problem.dtype != Dtype::kFloat32;
+    // Without TF32 it is no faster than with it, nor than fp32's own rate.
+    const auto tera_per_second = [&](double tf32, double half) {
+      return problem.dtype != Dtype::kFloat32 ? half : problem.allow_tf32 ? tf32 : std::min(tf32, kCudnnFp32Rate);
+    };
     if (!choice.narrow_dgrad.refusal) {
       choice.narrow_dgrad.refusal =
-          narrow_gradient_loses(problem, choice.narrow_dgrad.cycles, half ? rate.dgrad_half : rate.dgrad_tf32);
+          narrow_gradient_loses(problem, choice.narrow_dgrad.cycles, tera_per_second(rate.dgrad_tf32, rate.dgrad_half));
     }
     if (!choice.narrow_wgrad.refusal) {
       choice.narrow_wgrad.refusal =
-          narrow_gradient_loses(problem, choice.narrow_wgrad.cycles, half ? rate.wgrad_half : rate.wgrad_tf32);
+          narrow_gradient_loses(problem, choice.narrow_wgrad.cycles, tera_per_second(rate.wgrad_tf32, rate.wgrad_half));
     }
   }
   if (!choice.narrow_dgrad.refusal) choice.why_not_dgrad = nullptr;

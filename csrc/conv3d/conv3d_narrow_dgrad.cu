@@ -23,6 +23,7 @@ Status run_conv_narrow_dgrad(const NarrowDgradParams& p, cudaStream_t stream) {
   if (p.plan.all_tiles == 0) return Status::Ok();
   switch (p.plan.math) {
     case ConvMath::kTf32: return launch_narrow_dgrad<ConvMath::kTf32>(p, stream);
+    case ConvMath::kTf32x3: return launch_narrow_dgrad<ConvMath::kTf32x3>(p, stream);
     case ConvMath::kBf16: return launch_narrow_dgrad<ConvMath::kBf16>(p, stream);
     default: return launch_narrow_dgrad<ConvMath::kFp16>(p, stream);
   }

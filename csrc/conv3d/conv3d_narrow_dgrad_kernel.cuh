@@ -30,7 +30,8 @@ __device__ __forceinline__ uint4 load_four(uint32_t address) {
 // Fragment words of the weights, as the products want them.
 template <ConvMath kMath>
 __device__ __forceinline__ void pack_weights(const NarrowDgradParams& p, uint32_t* to) {
-  using Stored = std::conditional_t<kMath == ConvMath::kTf32, float, unsigned short>;
+  constexpr bool kHalf = conv_channels_per_word(kMath) == 2;
+  using Stored = std::conditional_t<kHalf, unsigned short, float>;
   const NarrowDgradPlan& plan = p.plan;
   const int taps = plan.kernel[0] * plan.kernel[1], pairs = plan.channels / 8 * taps;
   const Stored* const weight = static_cast<const Stored*>(p.weight);
@@ -40,7 +41,7 @@ __device__ __forceinline__ void pack_weights(const NarrowDgradParams& p, uint32_
     const int row = i / 128 % plan.row_tiles * 16 + g + i % 2 * 8;
     const int step = i / 128 / plan.row_tiles, k_step = step % plan.k_steps;
     const int part = i / 2 % 2;  // of the step's K
-    const int pair = kMath == ConvMath::kTf32 ? k_step : 2 * k_step + part;
+    const int pair = kHalf ? 2 * k_step + part : k_step;
     const int kd = pair % taps / plan.kernel[1], kh = pair % plan.kernel[1];
     const int c = row % p.c_in, kw = row / p.c_in;
     const int channel = step / plan.k_steps * plan.channels + pair / taps * 8;
@@ -49,10 +50,13 @@ __device__ __forceinline__ void pack_weights(const NarrowDgradParams& p, uint32_
       return weight[c_out * p.w_stride_out + c * p.w_stride_in + kd * p.w_stride_k[0] + kh * p.w_stride_k[1] +
                     kw * p.w_stride_k[2]];
     };
-    if constexpr (kMath == ConvMath::kTf32) {
-      to[i] = to_tf32(read(channel + t + part * 4));
-    } else {
+    if constexpr (kHalf) {
       to[i] = uint32_t(read(channel + 2 * t)) | uint32_t(read(channel + 2 * t + 1)) << 16;
+    } else if constexpr (kMath == ConvMath::kTf32x3) {
+      uint32_t* const at = to + i / 128 * 256 + i % 128;
+      split_for_tf32(read(channel + t + part * 4), at, at + 128);
+    } else {
+      to[i] = to_tf32(read(channel + t + part * 4));
     }
   }
 }
@@ -64,7 +68,8 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
     conv_narrow_dgrad_kernel(const __grid_constant__ NarrowDgradParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using namespace narrow_dgrad;
-  constexpr bool kHalf = kMath != ConvMath::kTf32;
+  constexpr bool kHalf = conv_channels_per_word(kMath) == 2;
+  constexpr int kParts = conv_split_factor(kMath);
   using Bits = std::conditional_t<kHalf, unsigned short, float>;
   using Element =
       std::conditional_t<!kHalf, float, std::conditional_t<kMath == ConvMath::kBf16, __nv_bfloat16, __half>>;
@@ -166,13 +171,13 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
     }
     char* const stage_bytes = stages + stage * plan.stage_bytes;
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(stage_bytes)) + in_unit;
-    const uint32_t step_weights = weights + chunk * plan.k_steps * kRowTiles * 512;
+    const uint32_t step_weights = weights + chunk * plan.k_steps * kRowTiles * kParts * 512;
 #pragma unroll 1
     for (int k = 0; k < plan.k_steps; ++k) {
-      uint32_t a[kRowTiles][4];
+      uint32_t a[kRowTiles * kParts][4];
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        const uint4 v = load_four(step_weights + (k * kRowTiles + m) * 512);
+      for (int m = 0; m < kRowTiles * kParts; ++m) {
+        const uint4 v = load_four(step_weights + (k * kRowTiles * kParts + m) * 512);
         a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
       }
       if constexpr (kHalf) {
@@ -205,9 +210,25 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, 2)
           const uint32_t b[4][2] = {{near.x, far.x}, {near.y, far.y}, {near.z, far.z}, {near.w, far.w}};
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const uint32_t b0 = to_tf32(__uint_as_float(b[j][0])), b1 = to_tf32(__uint_as_float(b[j][1]));
+            if constexpr (kMath == ConvMath::kTf32x3) {
+              uint32_t b0, b1, rest0, rest1;
+              split_for_tf32(__uint_as_float(b[j][0]), &b0, &rest0);
+              split_for_tf32(__uint_as_float(b[j][1]), &b1, &rest1);
 #pragma unroll
-            for (int m = 0; m < kRowTiles; ++m) mma_tf32(acc[u][m][j], a[m], b0, b1);
+              for (int m = 0; m < kRowTiles; ++m) {
+                // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
+                float partial[4] = {0.f, 0.f, 0.f, 0.f};
+                mma_tf32(partial, a[2 * m + 1], b0, b1);
+                mma_tf32(partial, a[2 * m], rest0, rest1);
+                mma_tf32(partial, a[2 * m], b0, b1);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[u][m][j][i] += partial[i];
+              }
+            } else {
+              const uint32_t b0 = to_tf32(__uint_as_float(b[j][0])), b1 = to_tf32(__uint_as_float(b[j][1]));
+#pragma unroll
+              for (int m = 0; m < kRowTiles; ++m) mma_tf32(acc[u][m][j], a[m], b0, b1);
+            }
           }
         }
       }

@@ -27,6 +27,7 @@ struct NarrowDgradPlan {
   int padding[3] = {0, 0, 0};
   int channels = 8;  // of dy in shared memory at a time
   int chunks = 1;    // of channels
+  int parts = 1;     // of a weight: 2 with fp32 accuracy
   int k_steps = 1;   // of a chunk: 8 (TF32) or 16 (half) pairs of a channel and a tap of depth and height
   int tile[2] = {1, 1};
   int units_w = 1;  // of a row of dy

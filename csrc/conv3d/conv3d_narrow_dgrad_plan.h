@@ -14,7 +14,7 @@ namespace kgopt {
 
 // Shared memory in bytes, in the order in which the kernel lays it out.
 struct NarrowDgradLayout {
-  int weights;  // fragments of the products: [chunk][k step][row tile][lane] of 16 bytes
+  int weights;  // fragments of the products: [chunk][k step][row tile][part][lane] of 16 bytes
   int offsets;  // where the 8 channels of a k step (half: two times) begin in a stage; -1: beyond the last
   int units;    // int2 per unit of a tile: where it lies in dy and in the sums
   int rows;     // NarrowRow per (channel, row) of dy
@@ -28,7 +28,7 @@ KGOPT_HD NarrowDgradLayout narrow_dgrad_layout(const NarrowDgradPlan& p, int c_i
   auto align = [](int bytes) { return (bytes + 127) / 128 * 128; };
   NarrowDgradLayout s{};
   s.weights = 0;
-  s.offsets = s.weights + p.chunks * p.k_steps * p.row_tiles * 512;
+  s.offsets = s.weights + p.chunks * p.k_steps * p.row_tiles * p.parts * 512;
   s.units = s.offsets + align(p.k_steps * 8);
   s.rows = s.units + align(kNarrowDgradWarps * p.units * 8);
   s.dx_rows = s.rows + align(p.dy_copy.slots * 16);
@@ -76,8 +76,8 @@ inline bool narrow_dgrad_tile(NarrowDgradPlan* p, const ConvProblem& q, const De
 inline double narrow_dgrad_cost(const NarrowDgradPlan& p, const ConvProblem& q) {
   const double units = kNarrowDgradWarps * p.units;
   const double steps = double(p.chunks) * p.k_steps;
-  const double mma = steps * units * 4 * p.row_tiles * 2;
-  const double shared = steps * (units * 8 + kNarrowDgradWarps * (4.0 * p.row_tiles + 1));
+  const double mma = steps * units * 4 * p.row_tiles * 2 * (p.parts == 2 ? 3 : 1);
+  const double shared = steps * (units * 8 + kNarrowDgradWarps * (4.0 * p.row_tiles * p.parts + 1));
   const double rows = double(p.chunks) * p.channels * p.halo[0] * p.halo[1];
   const double copies = rows * p.dy_copy.pieces / 32 * 12;
   const double sums = units * 32 * kNarrowDgradTaps * double(q.c_in) * 4 / 128 * 3;
@@ -96,6 +96,7 @@ inline NarrowDgradPlan plan_narrow_dgrad(const ConvProblem& q, const DeviceLimit
   };
   if (const char* why = narrow_gradient_refusal(q, limits)) return refuse(why);
   p.math = conv_math(q);
+  p.parts = conv_split_factor(p.math);
   if (q.out[2] * (q.dtype == Dtype::kFloat32 ? 4 : 2) % 4 != 0) return refuse("rows of an odd number of half values");
   for (int i = 0; i < 3; ++i) {
     if (q.stride[i] != 1) return refuse("a stride");

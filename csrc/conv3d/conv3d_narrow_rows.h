@@ -14,7 +14,6 @@ inline const char* narrow_gradient_refusal(const ConvProblem& q, const DeviceLim
   if (q.groups != 1) return "a grouped convolution";
   if (!limits.has_wgmma) return "its code is built for Hopper, where it was measured";
   if (q.dtype == Dtype::kFloat64) return "float64 has no tensor-core path here";
-  if (conv_math(q) == ConvMath::kTf32x3) return "fp32 accuracy is left to cuDNN";
   for (int i = 0; i < 3; ++i) {
     const int64_t limit = int64_t(1) << 30;
     if (q.in[i] > limit || q.out[i] > limit || q.kernel[i] > 64 || q.padding[i] > limit || q.dilation[i] > 1024 ||

@@ -39,9 +39,10 @@ Status launch_narrow_wgrad_tiles(const NarrowWgradParams& p, cudaStream_t stream
 
 Status run_conv_narrow_wgrad(const NarrowWgradParams& p, cudaStream_t stream) {
   if (p.plan.all_tiles == 0) return Status::Ok();
-  Status status = p.plan.math == ConvMath::kTf32   ? launch_narrow_wgrad_tiles<ConvMath::kTf32>(p, stream)
-                  : p.plan.math == ConvMath::kBf16 ? launch_narrow_wgrad_tiles<ConvMath::kBf16>(p, stream)
-                                                   : launch_narrow_wgrad_tiles<ConvMath::kFp16>(p, stream);
+  Status status = p.plan.math == ConvMath::kTf32     ? launch_narrow_wgrad_tiles<ConvMath::kTf32>(p, stream)
+                  : p.plan.math == ConvMath::kTf32x3 ? launch_narrow_wgrad_tiles<ConvMath::kTf32x3>(p, stream)
+                  : p.plan.math == ConvMath::kBf16   ? launch_narrow_wgrad_tiles<ConvMath::kBf16>(p, stream)
+                                                     : launch_narrow_wgrad_tiles<ConvMath::kFp16>(p, stream);
   if (!status.ok()) return status;
   const unsigned blocks = narrow_wgrad_floats(p.plan) / 32 * p.plan.channel_blocks;
   return launch_after<conv_narrow_wgrad_sum_kernel>(true, "conv_narrow_wgrad_sum_kernel", blocks,

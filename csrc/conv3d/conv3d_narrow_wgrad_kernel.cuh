@@ -37,10 +37,11 @@ __device__ __forceinline__ uint32_t load_one(uint32_t address) {
 // What a thread has of a row of x in a unit: four words, and its neighbours as far as taps reach.
 template <ConvMath kMath, int kLead>
 struct Window {
-  static constexpr bool kHalf = kMath != ConvMath::kTf32;
+  static constexpr bool kHalf = conv_channels_per_word(kMath) == 2;
   static constexpr int kBefore = kLead > 0 ? 1 : 0;
   static constexpr int kAfter = kHalf ? 1 : 2 - kLead;  // words
-  uint32_t words[kBefore + 4 + kAfter];
+  static constexpr int kWords = kBefore + 4 + kAfter;
+  uint32_t words[kWords];
 
   __device__ __forceinline__ void load(uint32_t address) {
     const uint4 v = load_four(address);
@@ -48,10 +49,17 @@ struct Window {
     if constexpr (kBefore) words[0] = load_one(address - 4);
 #pragma unroll
     for (int i = 0; i < kAfter; ++i) words[kBefore + 4 + i] = load_one(address + 16 + i * 4);
-    if constexpr (!kHalf) {
+    if constexpr (kMath == ConvMath::kTf32) {
 #pragma unroll
-      for (int i = 0; i < kBefore + 4 + kAfter; ++i) words[i] = to_tf32(__uint_as_float(words[i]));
+      for (int i = 0; i < kWords; ++i) words[i] = to_tf32(__uint_as_float(words[i]));
     }
+  }
+  // Leaves here what TF32 holds of each word, and gives the rest.
+  __device__ __forceinline__ Window split() {
+    Window rest;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) split_for_tf32(__uint_as_float(words[i]), &words[i], &rest.words[i]);
+    return rest;
   }
   // Word i of the four, for a tap of the width.
   __device__ __forceinline__ uint32_t at(int i, int tap) const {
@@ -69,7 +77,7 @@ struct Window {
 
 template <ConvMath kMath>
 __device__ __forceinline__ float word_sum(uint32_t word) {
-  if constexpr (kMath == ConvMath::kTf32) {
+  if constexpr (conv_channels_per_word(kMath) == 1) {
     return __uint_as_float(word);
   } else if constexpr (kMath == ConvMath::kBf16) {
     return __uint_as_float(word << 16) + __uint_as_float(word & 0xffff0000u);
@@ -90,15 +98,32 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
   }
 }
 
+// 3xTF32 of a unit's two steps of K. The tensor core truncates when it adds to its accumulator; summing units outside
+// rounds. The small products come first.
+__device__ __forceinline__ void multiply_split(float (&c)[4], const uint32_t (&a)[2][4], const uint32_t (&a_rest)[2][4],
+                                               const uint32_t (&b)[4], const uint32_t (&b_rest)[4]) {
+  float partial[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    mma_tf32(partial, a_rest[s], b[2 * s], b[2 * s + 1]);
+    mma_tf32(partial, a[s], b_rest[2 * s], b_rest[2 * s + 1]);
+  }
+#pragma unroll
+  for (int s = 0; s < 2; ++s) mma_tf32(partial, a[s], b[2 * s], b[2 * s + 1]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) c[i] += partial[i];
+}
+
 }  // namespace narrow_wgrad
 
 template <ConvMath kMath, int kXTiles, int kDyTiles, bool kDyIsA, int kLead>
-__global__ void __launch_bounds__(kNarrowWgradThreads, 2)
+__global__ void __launch_bounds__(kNarrowWgradThreads, narrow_wgrad_blocks_per_sm(kMath))
     conv_narrow_wgrad_kernel(const __grid_constant__ NarrowWgradParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using namespace narrow_wgrad;
-  using Element = std::conditional_t<kMath == ConvMath::kTf32, float, unsigned short>;
+  using Element = std::conditional_t<conv_channels_per_word(kMath) == 1, float, unsigned short>;
   constexpr int kSize = sizeof(Element);
+  constexpr bool kSplit = kMath == ConvMath::kTf32x3;
   constexpr int kTaps = kNarrowWgradTaps;
   constexpr int kSums = narrow_wgrad_accumulators(kXTiles, kDyTiles);
   constexpr int kATiles = (kDyIsA ? kDyTiles : kXTiles) / 2, kBTiles = kDyIsA ? kXTiles : kDyTiles;
@@ -195,6 +220,7 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
     for (int unit = group; unit < unit_count; unit += groups) {
       const int2 at = units[unit];
       uint32_t dy[kDyTiles][4];
+      [[maybe_unused]] uint32_t dy_rest[kSplit ? kDyTiles : 1][4];
       const uint32_t dy_address = base + at.x + dy_row;
 #pragma unroll
       for (int j = 0; j < kDyTiles; ++j) {
@@ -204,6 +230,7 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
         for (int i = 0; i < 4; ++i) {
           sums[j] += word_sum<kMath>(dy[j][i]);
           if constexpr (kMath == ConvMath::kTf32) dy[j][i] = to_tf32(__uint_as_float(dy[j][i]));
+          if constexpr (kSplit) split_for_tf32(__uint_as_float(dy[j][i]), &dy[j][i], &dy_rest[j][i]);
         }
       }
       const uint32_t x_address = base + at.y;
@@ -212,15 +239,34 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
         for (int b = 0; b < kXTiles; ++b) {
           Window<kMath, kLead> window;
           window.load(x_address + x_row[b]);
+          if constexpr (kSplit) {
+            const Window<kMath, kLead> rest = window.split();
 #pragma unroll
-          for (int tap = 0; tap < kTaps; ++tap) {
-#pragma unroll
-            for (int s = 0; s < 4; s += 2) {
-              const uint32_t b0 = window.at(s, tap), b1 = window.at(s + 1, tap);
+            for (int tap = 0; tap < kTaps; ++tap) {
+              const uint32_t word[4] = {window.at(0, tap), window.at(1, tap), window.at(2, tap), window.at(3, tap)};
+              const uint32_t word_rest[4] = {rest.at(0, tap), rest.at(1, tap), rest.at(2, tap), rest.at(3, tap)};
 #pragma unroll
               for (int a = 0; a < kATiles; ++a) {
-                const uint32_t fragment[4] = {dy[2 * a][s], dy[2 * a + 1][s], dy[2 * a][s + 1], dy[2 * a + 1][s + 1]};
-                multiply<kMath>(acc[a][b][tap], fragment, b0, b1);
+                uint32_t fragment[2][4], fragment_rest[2][4];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                  fragment[i / 4][i % 4] = dy[2 * a + i % 2][i / 4 * 2 + i / 2 % 2];
+                  fragment_rest[i / 4][i % 4] = dy_rest[2 * a + i % 2][i / 4 * 2 + i / 2 % 2];
+                }
+                multiply_split(acc[a][b][tap], fragment, fragment_rest, word, word_rest);
+              }
+            }
+          } else {
+#pragma unroll
+            for (int tap = 0; tap < kTaps; ++tap) {
+#pragma unroll
+              for (int s = 0; s < 4; s += 2) {
+                const uint32_t b0 = window.at(s, tap), b1 = window.at(s + 1, tap);
+#pragma unroll
+                for (int a = 0; a < kATiles; ++a) {
+                  const uint32_t fragment[4] = {dy[2 * a][s], dy[2 * a + 1][s], dy[2 * a][s + 1], dy[2 * a + 1][s + 1]};
+                  multiply<kMath>(acc[a][b][tap], fragment, b0, b1);
+                }
               }
             }
           }
@@ -231,14 +277,32 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, 2)
           Window<kMath, kLead> first, second;
           first.load(x_address + x_row[2 * a]);
           second.load(x_address + x_row[2 * a + 1]);
+          if constexpr (kSplit) {
+            const Window<kMath, kLead> first_rest = first.split(), second_rest = second.split();
 #pragma unroll
-          for (int tap = 0; tap < kTaps; ++tap) {
+            for (int tap = 0; tap < kTaps; ++tap) {
+              uint32_t fragment[2][4], fragment_rest[2][4];
 #pragma unroll
-            for (int s = 0; s < 4; s += 2) {
-              const uint32_t fragment[4] = {first.at(s, tap), second.at(s, tap), first.at(s + 1, tap),
-                                            second.at(s + 1, tap)};
+              for (int i = 0; i < 8; ++i) {
+                const int word = i / 4 * 2 + i / 2 % 2;
+                fragment[i / 4][i % 4] = i % 2 ? second.at(word, tap) : first.at(word, tap);
+                fragment_rest[i / 4][i % 4] = i % 2 ? second_rest.at(word, tap) : first_rest.at(word, tap);
+              }
 #pragma unroll
-              for (int b = 0; b < kDyTiles; ++b) multiply<kMath>(acc[a][b][tap], fragment, dy[b][s], dy[b][s + 1]);
+              for (int b = 0; b < kDyTiles; ++b) {
+                multiply_split(acc[a][b][tap], fragment, fragment_rest, dy[b], dy_rest[b]);
+              }
+            }
+          } else {
+#pragma unroll
+            for (int tap = 0; tap < kTaps; ++tap) {
+#pragma unroll
+              for (int s = 0; s < 4; s += 2) {
+                const uint32_t fragment[4] = {first.at(s, tap), second.at(s, tap), first.at(s + 1, tap),
+                                              second.at(s + 1, tap)};
+#pragma unroll
+                for (int b = 0; b < kDyTiles; ++b) multiply<kMath>(acc[a][b][tap], fragment, dy[b][s], dy[b][s + 1]);
+              }
             }
           }
         }

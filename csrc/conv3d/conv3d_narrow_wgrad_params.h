@@ -13,6 +13,8 @@ namespace kgopt {
 
 inline constexpr int kNarrowWgradWarps = 8;
 inline constexpr int kNarrowWgradThreads = kNarrowWgradWarps * 32;
+// With fp32 accuracy a thread has both parts of its operands, in more registers than two blocks leave it.
+KGOPT_HD constexpr int narrow_wgrad_blocks_per_sm(ConvMath math) { return math == ConvMath::kTf32x3 ? 1 : 2; }
 inline constexpr int kNarrowWgradTaps = 3;      // of the width, at most
 inline constexpr int kNarrowWgradUnit = 64;     // bytes of a row that a warp multiplies at once
 inline constexpr int kNarrowWgradMaxRows = 40;  // of x

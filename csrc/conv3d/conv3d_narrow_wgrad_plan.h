@@ -78,16 +78,19 @@ inline bool narrow_wgrad_tile(NarrowWgradPlan* p, const ConvProblem& q, const De
 // Estimated cycles of a multiprocessor for a tile: the slowest of products, shared memory and copies.
 inline double narrow_wgrad_cost(const NarrowWgradPlan& p, const ConvProblem& q) {
   const int groups = kNarrowWgradWarps / p.splits;
+  const bool split = p.math == ConvMath::kTf32x3;
   const int units = (narrow_wgrad_units(p) + groups - 1) / groups * groups;
   const double products = units * p.splits * 2.0 * (p.x_tiles * p.dy_tiles * kNarrowWgradTaps / 2);
-  const double mma = products * 8 / 4;
+  const double mma = products * (split ? 3 : 1) * 8 / 4;
   const double shared = units * p.splits * (p.x_tiles * 6.0 + p.dy_tiles * 4.0 + 1);
   const double dy_rows = double(narrow_wgrad_channels(p)) * p.tile[0] * p.tile[1];
   const double x_rows = double(q.c_in) * p.halo[0] * p.halo[1];
   const double copies = (dy_rows * p.dy_copy.pieces + x_rows * p.x_copy.pieces) / 32 * 12;
   // A row begins and ends within sectors of 32 bytes.
   const double memory = (dy_rows * (p.dy_pitch + 32) + x_rows * (p.x_copy.pieces * p.x_copy.piece + 32)) / 18;
-  return std::max(std::max(mma, memory), shared + copies) + 0.2 * (mma + copies) + 600;
+  // A block alone has nobody to work while it waits.
+  const double waits = split ? 1.2 : 1.0;
+  return (std::max(std::max(mma, memory), shared + copies) + 0.2 * (mma + copies) + 600) * waits;
 }
 
 }  // namespace plan_detail
@@ -101,6 +104,7 @@ inline NarrowWgradPlan plan_narrow_wgrad(const ConvProblem& q, const DeviceLimit
   };
   if (const char* why = narrow_gradient_refusal(q, limits)) return refuse(why);
   p.math = conv_math(q);
+  p.blocks_per_sm = narrow_wgrad_blocks_per_sm(p.math);
   const int size = q.dtype == Dtype::kFloat32 ? 4 : 2, unit = kNarrowWgradUnit / size;
   if (q.out[2] * size % 4 != 0 || q.in[2] * size % 4 != 0) return refuse("rows of an odd number of half values");
   for (int i = 0; i < 3; ++i) {

@@ -20,8 +20,8 @@ struct ConvSmemLayout {
   int total;
 };
 
-inline int conv_split_factor(ConvMath math) { return math == ConvMath::kTf32x3 || math == ConvMath::kFp16x3 ? 2 : 1; }
-inline int conv_channels_per_word(ConvMath math) {
+constexpr int conv_split_factor(ConvMath math) { return math == ConvMath::kTf32x3 || math == ConvMath::kFp16x3 ? 2 : 1; }
+constexpr int conv_channels_per_word(ConvMath math) {
   return math == ConvMath::kBf16 || math == ConvMath::kFp16 || math == ConvMath::kFp16x3 ? 2 : 1;
 }
 
