@@ -103,6 +103,7 @@ struct PositionSmemLayout {
   int weights;      // in the blocks of wgmma.cuh
   int unscale;      // of each column, what undoes the scale of its weights
   int pivots;       // of each column, what is subtracted from its values
+  int turns;        // barriers of logsumexp's warps, see kTurns
   int columns;      // for logsumexp a float4 of each column, the block's and each warp's; else moments of each warp
   int strips, halo, total;
 };
@@ -119,7 +120,8 @@ KGOPT_HD PositionSmemLayout position_smem_layout(const NarrowPlan& p) {
   s.weights = 64;
   s.unscale = s.weights + p.k_steps * p.columns * 8;
   s.pivots = s.unscale + p.columns;
-  s.columns = s.pivots + p.columns;
+  s.turns = s.pivots + p.columns;
+  s.columns = s.turns + 2 * 2 * 4 * p.consumers;
   s.strips = s.columns + p.columns * 4 * (p.consumers * 4 + 1);
   s.halo = (s.strips + p.strips + kPositionNoStrips + 31) / 32 * 32;
   // Strips that end beyond a row read on; that counts nothing.

@@ -364,10 +364,13 @@ struct PositionLse {
   }
   __device__ __forceinline__ static bool all(bool yes) { return __builtin_expect(__all_sync(0xffffffffu, yes), 1); }
 
-  // `store` takes the result of this lane's position.
-  template <typename Store, typename Again>
-  __device__ __forceinline__ void finish(float (&acc)[kStrips][32], bool inside, const Store& store, const Again&) {
-    const float sum = sum_lanes(sums(acc));
+  // `store` takes the result of this lane's position; `summed` is called when the exponentials are.
+  template <typename Store, typename Again, typename Summed>
+  __device__ __forceinline__ void finish(float (&acc)[kStrips][32], bool inside, const Store& store, const Again&,
+                                         const Summed& summed) {
+    const Sums of_lane = sums(acc);
+    summed();
+    const float sum = sum_lanes(of_lane);
     if (all(!inside || (sum > 1e-30f && sum < 1e30f))) {
       if (inside) store((log2_approx(sum) + shift) * kLn2);
     } else {
@@ -426,9 +429,9 @@ struct PositionLse {
 
   // The same of half types. `again` multiplies once more, into fp32. Pairs of channels come packed; exponentials and
   // their sums over 16 channels are fp16 too, fp32 where `wide`.
-  template <typename Store, typename Again>
+  template <typename Store, typename Again, typename Summed>
   __device__ __forceinline__ void finish(uint32_t (&acc)[kStrips][16], bool inside, const Store& store,
-                                         const Again& again) {
+                                         const Again& again, const Summed&) {
     if (folded && !wide) {
       const float sum = sum_lanes(half_sums(acc));
       if (all(!inside || (sum > 0x1p-4f && sum < 1e30f))) {
@@ -623,12 +626,16 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
   constexpr uint32_t kOne = kMath == ConvMath::kBf16 ? 0x3f80 : 0x3c00;
   // What a pivot in half a word counts: fp16 would not hold what products come to.
   constexpr float kPivotUnit = kMath == ConvMath::kBf16 ? 1.f : 256.f;
+  // Of a scheduler's three warps two are behind their products at a time: else all three come to their products
+  // together. With sums in fp16, whose products are shorter, that gained nothing.
+  constexpr bool kTurns = kLse && Math::kFp32;
 
   extern __shared__ __align__(128) uint32_t smem[];
   const NarrowPlan& plan = p.plan;
   const PositionSmemLayout layout = position_smem_layout(plan);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
+  uint64_t* const turns = reinterpret_cast<uint64_t*>(smem + layout.turns);  // two of each warp
   uint32_t* const strip_table = smem + layout.strips;
   float* const unscale = reinterpret_cast<float*>(smem + layout.unscale);
   const int tid = threadIdx.x;
@@ -666,6 +673,10 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
     for (int stage = 0; stage < plan.stages; ++stage) {
       barrier_init(full + stage, kLoaders);
       barrier_init(empty + stage, 32 * kWarps);
+    }
+    if constexpr (kTurns) {
+#pragma unroll 1
+      for (int i = 0; i < 2 * kWarps; ++i) barrier_init(turns + i, 1);
     }
   }
   __syncthreads();
@@ -896,6 +907,17 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
         for (int k = 0; k < 4; ++k) kept[i * 4 + k] = c[k];
       }
     };
+    // Job m waits until job m - 2 is done, which the warp of the next warpgroup has. A warp's jobs take its two
+    // barriers in turn: when m waits that warp may have done m + 1, but not m + 4, so that the parity tells.
+    [[maybe_unused]] uint64_t* const turns_of_warp = turns + 2 * warp;
+    [[maybe_unused]] uint64_t* const turns_before = turns + 2 * ((warp + 4) % kWarps);
+    [[maybe_unused]] int turn = 0;  // of this warp's jobs
+    auto wait_for_turn = [&] {
+      if constexpr (kTurns) {
+        const int before = turn - (warpgroup != kConsumers - 1);
+        barrier_wait(turns_before + (before & 1), before >> 1 & 1);  // true where there is none before
+      }
+    };
     const int64_t y_first = n * p.y_stride_n;
     auto epilogue = [&](Acc& acc, const Strip(&strips)[kStrips]) {
       if constexpr (kLse) {
@@ -913,7 +935,12 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
                 static_cast<float*>(p.y)[y_at] = v;
               }
             },
-            [&](float (&kept)[32 * kStrips]) { multiply_again(kept, strips); });
+            [&](float (&kept)[32 * kStrips]) { multiply_again(kept, strips); },
+            [&] {
+              if constexpr (kTurns) {
+                if (lane == 0) barrier_arrive(turns_of_warp + (turn & 1));
+              }
+            });
       } else {
 #pragma unroll
         for (int half = 0; half < kStrips; ++half) {
@@ -982,7 +1009,9 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
       multiply(acc, strips);
       wgmma_wait<0>();
       use(acc);
+      wait_for_turn();
       epilogue(acc, strips);
+      ++turn;
     }
 
     if constexpr (!kLse) {
