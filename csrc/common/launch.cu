@@ -43,27 +43,33 @@ Status launch_with(const void* kernel, KernelFacts& facts, const char* name, con
   cudaError_t error = allow_dynamic_smem(kernel, facts, shape.smem_bytes);
   if (error == cudaSuccess) {
     cudaLaunchAttribute attributes[2]{};
-    cudaLaunchConfig_t config{};
-    config.gridDim = shape.grid;
-    config.blockDim = dim3(shape.threads);
-    config.dynamicSmemBytes = shape.smem_bytes;
-    config.stream = stream;
-    config.attrs = attributes;
+    unsigned count = 0;
     if (shape.early && can_start_early(kernel, facts)) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      cudaLaunchAttribute& attribute = attributes[count++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
     }
     if (shape.cluster > 1) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      cudaLaunchAttribute& attribute = attributes[count++];
       attribute.id = cudaLaunchAttributeClusterDimension;
       attribute.val.clusterDim.x = shape.cluster;
       attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     }
-    error = cudaLaunchKernelExC(&config, kernel, args);
-    const cudaError_t last = cudaGetLastError();  // leaves none behind
-    if (error == cudaSuccess) error = last;
+    if (count == 0) {  // as <<<>>> does
+      error = cudaLaunchKernel(kernel, shape.grid, dim3(shape.threads), args, shape.smem_bytes, stream);
+    } else {
+      cudaLaunchConfig_t config{};
+      config.gridDim = shape.grid;
+      config.blockDim = dim3(shape.threads);
+      config.dynamicSmemBytes = shape.smem_bytes;
+      config.stream = stream;
+      config.attrs = attributes;
+      config.numAttrs = count;
+      error = cudaLaunchKernelExC(&config, kernel, args);
+    }
   }
+  const cudaError_t last = cudaGetLastError();  // leaves none behind
+  if (error == cudaSuccess) error = last;
   if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
   return Status::Ok();
 }
