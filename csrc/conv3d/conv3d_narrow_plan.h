@@ -100,10 +100,10 @@ struct PositionSmemLayout {
   int scales;       // what undoes each stage's scale
   int maxima;       // of the loading warps
   int chunks;       // of each chunk of K, its place in the halo, in bytes
+  int turns;        // barriers of logsumexp's warps, two of each
   int weights;      // in the blocks of wgmma.cuh
   int unscale;      // of each column, what undoes the scale of its weights
   int pivots;       // of each column, what is subtracted from its values
-  int turns;        // barriers of logsumexp's warps, see kTurns
   int columns;      // for logsumexp a float4 of each column, the block's and each warp's; else moments of each warp
   int strips, halo, total;
 };
@@ -117,11 +117,11 @@ KGOPT_HD PositionSmemLayout position_smem_layout(const NarrowPlan& p) {
   s.scales = s.empty + 2 * kPositionStages;
   s.maxima = s.scales + kPositionStages;
   s.chunks = s.maxima + 8;
-  s.weights = 64;
+  s.turns = 64;
+  s.weights = s.turns + 2 * 2 * 4 * position_consumers(true);
   s.unscale = s.weights + p.k_steps * p.columns * 8;
   s.pivots = s.unscale + p.columns;
-  s.turns = s.pivots + p.columns;
-  s.columns = s.turns + 2 * 2 * 4 * p.consumers;
+  s.columns = s.pivots + p.columns;
   s.strips = s.columns + p.columns * 4 * (p.consumers * 4 + 1);
   s.halo = (s.strips + p.strips + kPositionNoStrips + 31) / 32 * 32;
   // Strips that end beyond a row read on; that counts nothing.

@@ -908,7 +908,8 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
       }
     };
     // Job m waits until job m - 2 is done, which the warp of the next warpgroup has. A warp's jobs take its two
-    // barriers in turn: when m waits that warp may have done m + 1, but not m + 4, so that the parity tells.
+    // barriers in turn: when m waits that warp has done m - 5 and may have done m + 1, but not m + 4, so that the
+    // parity tells.
     [[maybe_unused]] uint64_t* const turns_of_warp = turns + 2 * warp;
     [[maybe_unused]] uint64_t* const turns_before = turns + 2 * ((warp + 4) % kWarps);
     [[maybe_unused]] int turn = 0;  // of this warp's jobs
