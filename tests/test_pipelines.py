@@ -242,6 +242,50 @@ def test_pipeline_gathered_window_scales(kind, dtype, poisoned):
     assert float(error.max()) <= (1e-3 if dtype == "tf32" else 2e-6)
 
 
+# c_in, c_out, norm groups, size, kernel, options: filters of hundreds of values, of which blocks fetch more than of x
+LONG_FILTERS = {
+    "5 by 7 taps": (18, 48, 16, (61, 90), (5, 7), {"stride": (1, 2), "padding": 2}),
+    "two tiles of channels": (14, 108, 4, (94, 71), (3, 7), {"stride": 2, "padding": (0, 1), "dilation": (1, 2)}),
+    "channels in fours": (24, 60, 4, (50, 61), (3, 3), {"stride": (1, 2), "padding": 1}),
+    "odd channels": (31, 23, 1, (80, 67), (3, 5), {"padding": (1, 0)}),
+    "few rows of a window": (7, 30, 5, (100, 90), (3, 7), {"padding": (1, 3)}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "misaligned"])
+@pytest.mark.parametrize("dtype", ["tf32", torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", LONG_FILTERS)
+@pytest.mark.parametrize("pipeline", ["mean", "logsumexp"])
+def test_pipeline_long_filters(pipeline, case, dtype, layout, poisoned):
+    c_in, c_out, groups, size, kernel, options = LONG_FILTERS[case]
+    if pipeline == "mean":
+        size, kernel = (2, *size), (1, *kernel)
+        pairs = {name: (v, v) if isinstance(v, int) else v for name, v in options.items()}
+        options = {name: (0 if name == "padding" else 1, *v) for name, v in pairs.items()}
+    check_layout(pipeline, c_in, c_out, groups, size, kernel, options, dtype, layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "kgopt", "kgopt:narrow"])
+def test_pipeline_long_filters_of_any_layout(backend):
+    """Weights are fetched in the order of memory, which is not always that of the taps."""
+    torch.backends.cudnn.allow_tf32 = True
+    x = torch.randint(-3, 4, (2, 18, 40, 61), device="cuda").float()
+    weight = torch.randint(-2, 3, (48, 18, 5, 7), device="cuda").float()
+    wide = torch.empty(48, 20, 5, 7, device="cuda")[:, 1:19].copy_(weight)
+    exact = torch.nn.functional.conv2d(x.double(), weight.double(), None, (1, 2), 2)
+    function, ref, *_ = PIPELINES["logsumexp"]
+    expected = ref(x.double(), weight.double(), None, 16, stride=(1, 2), padding=2)
+    for w in (weight, weight.contiguous(memory_format=torch.channels_last), wide, weight.mT.contiguous().mT):
+        if backend == "kgopt:narrow":
+            y = torch.ops.kgopt.conv2d(x, w, None, [1, 2], [2, 2], [1, 1], 1, backend=backend)
+            assert torch.equal(y.double(), exact)
+        else:
+            y = function(x, w, None, 16, stride=(1, 2), padding=2, backend=backend)
+            assert relative_error(y, expected) <= 1e-4
+
+
 # batch, c_in, c_out, norm groups, size, kernel, padding: statistics from the input's autocorrelation on Hopper
 FROM_INPUT = {
     "one block a sample": (128, 8, 64, 16, (96, 128), (3, 3), (0, 0)),

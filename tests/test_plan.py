@@ -686,6 +686,23 @@ def test_chain_plan_of_any_shape(data) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_output_is_stored_where_filters_are_long(dtype: str) -> None:
+    """Two convolutions take longer than one that stores its output, if that is small."""
+    which = dev.ConvEpilogue.__members__["residual_lse"]
+    long = dict(c_in=18, c_out=48, size=(1, 153, 172), kernel=(1, 5, 7), stride=(1, 1, 2), padding=(0, 2, 2))
+    more = {"dtype": dtype, "epilogue": which, "planar": True, "norm_groups": 16}
+    choice = dev.choose_conv(make_problem(n=1, **long, **more)[0], GPUS["h200"])
+    assert choice.path.name == "narrow"
+    assert choice.stores
+    assert "once" in choice.explain()
+    assert not dev.choose_conv(make_problem(n=1, **long, **{**more, "planar": False})[0], GPUS["h200"]).stores
+    assert not dev.choose_conv(make_problem(n=128, **CASES["pipeline 3"], **more)[0], GPUS["h200"]).stores
+    own = dev.choose_conv(make_problem(n=1, **long, **more)[0], GPUS["h200"], dev.ConvBackend.kgopt)
+    assert own.path.name == "narrow"
+    assert not own.stores, "two passes by name"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_chains_in_one_launch_are_the_small_ones(dtype: str) -> None:
     """The headline shapes stay with passes; what passes would only wait for goes in one launch."""
     limits = GPUS["h200"]

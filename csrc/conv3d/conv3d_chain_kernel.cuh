@@ -390,7 +390,8 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
   const int64_t n = sample;
   const int channels = p.c_out * p.groups;
   const ChainPart part(p, rank);
-  if (!plan.is_team) cluster_arrive();  // whoever sends to this block knows that it has begun
+  const bool is_cluster = !plan.is_team && blocks > 1;
+  if (is_cluster) cluster_arrive();  // whoever sends to this block knows that it has begun
 
   switch (p.dtype) {
     case Dtype::kBFloat16: chain_load<__nv_bfloat16, kExact>(p, part, n, layout, smem); break;
@@ -461,6 +462,9 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
       m2 -= positions * offset * offset;
       if (end > 0 && own_lane == 0) moments[c] = make_float4(origin + offset, m2 < 0.f ? 0.f : m2, 0.f, 0.f);
     }
+  } else if (!is_cluster) {  // moments are the block's own
+#pragma unroll 1
+    for (int c = tid; c < channels; c += threads) moments[c] = merged(c);
   } else {
     cluster_wait();  // the others have begun
 #pragma unroll 1

@@ -52,6 +52,7 @@ struct ConvChoice {
   ChainPlan chain;
   AutocorrelationPlan autocorrelation;
   bool from_input = false;  // statistics come from the input's autocorrelation, and `narrow` does what that cannot
+  bool stores = false;      // kNarrow, before logsumexp: one convolution that is stored, instead of two
   std::string reason;
   const char* cannot = nullptr;  // why the kernel that was asked for cannot run it
 
@@ -123,6 +124,37 @@ inline void choose_by_table(const ConvProblem& problem, const DeviceLimits& limi
 
 namespace dispatch_detail {
 
+// Microseconds of the first or third pipeline by the narrow kernels, fitted to 100 random chains in two precisions on
+// an H200: nine in ten within 0.78 and 1.21.
+struct NarrowMicroseconds {
+  const ConvProblem& problem;
+  const DeviceLimits& limits;
+  // x of half types is gathered value by value where rows are no vectors, and so are most of these kernels' weights.
+  bool slow = problem.dtype != Dtype::kFloat32 && problem.in[2] % 4 != 0;
+
+  NarrowPlan plan(ConvEpilogue epilogue) const {
+    ConvProblem q = problem;
+    q.epilogue = epilogue;
+    return plan_narrow(q, limits);
+  }
+  double pass(const NarrowPlan& p) const {
+    const double weights = p.gathered || p.position_rows ? 0 : 8.0 * p.k_steps * p.columns * p.window;
+    double x = double(problem.n) * problem.c_in / limits.sm_count;
+    for (int i = 0; i < 3; ++i) x *= double(problem.in[i]);
+    return (p.gathered ? (slow ? 0.54e-3 : 0.26e-3) : 0.69e-3) * std::max(0.0, p.cycles - 10000) +
+           kWeightMicroseconds * weights + 5.5 * (p.n_tiles - 1) + (slow ? 0.61e-3 : 0.34e-3) * x;
+  }
+  double mean(const NarrowPlan& p) const { return 22 + pass(p); }
+  // Two convolutions, or one whose output goes to L2 or memory and is read from there twice.
+  double lse(const NarrowPlan& p) const { return 24 + pass(plan(ConvEpilogue::kStats)) + pass(p); }
+  double stored_lse(const NarrowPlan& p) const {
+    double positions = double(problem.n);
+    for (int i = 0; i < 3; ++i) positions *= double(problem.out[i]);
+    return 26 + pass(p) + (8e-6 + 3.5e-6 * double(problem.c_out)) * positions;
+  }
+  static constexpr double kWeightMicroseconds = 0.1e-3;
+};
+
 inline ConvChoice choose_passes(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend) {
   ConvChoice choice;
   const bool fused = problem.epilogue == ConvEpilogue::kStats || problem.epilogue == ConvEpilogue::kResidualLse;
@@ -181,6 +213,13 @@ inline ConvChoice choose_passes(const ConvProblem& problem, const DeviceLimits& 
     choice.reason = "narrow input: the convolution's output never reaches memory";
     if (own == ConvPath::kNarrow) choice.reason += "; on wgmma";
     if (own == ConvPath::kNarrow && choice.from_input) choice.reason += "; statistics from the input's autocorrelation";
+    if (own == ConvPath::kNarrow && problem.epilogue == ConvEpilogue::kResidualLse) {
+      const NarrowMicroseconds us{problem, limits};
+      const NarrowPlan stored = us.plan(ConvEpilogue::kStore);
+      choice.stores = !stored.refusal && us.stored_lse(stored) < us.lse(choice.narrow);
+      if (choice.stores)
+        choice.reason = "narrow input, on wgmma: storing the output once takes less than two convolutions";
+    }
   } else if (fused) {
     choice.reason = "input channels above " + std::to_string(2 * kNarrowInputChannels) + ", or above " +
                     std::to_string(kNarrowInputChannels) + " and output channels above " +
@@ -195,10 +234,10 @@ inline ConvChoice choose_passes(const ConvProblem& problem, const DeviceLimits& 
   return choice;
 }
 
-// Microseconds of the first or third pipeline by passes, fitted to 100 random chains in two precisions on an H200: nine
-// in ten within 0.78 and 1.21.
+// Microseconds of the first or third pipeline by passes.
 inline double passes_microseconds(const ConvProblem& problem, const DeviceLimits& limits, const ConvChoice& choice) {
   const bool lse = problem.epilogue == ConvEpilogue::kResidualLse;
+  const NarrowMicroseconds us{problem, limits};
   if (choice.path != ConvPath::kNarrow) {
     ConvProblem plain = problem;
     plain.epilogue = ConvEpilogue::kStore;
@@ -206,20 +245,8 @@ inline double passes_microseconds(const ConvProblem& problem, const DeviceLimits
         predict_conv(plain, limits, choice.plan, choice.hopper, choice.rows, plan_narrow(plain, limits));
     return t.us[kTimedAten] + (lse ? 20 : 10);
   }
-  // Weights of most of these kernels are gathered one by one, and so is x of half types where rows are no vectors.
-  const bool slow = problem.dtype != Dtype::kFloat32 && problem.in[2] % 4 != 0;
-  const auto pass = [&](const NarrowPlan& p) {
-    const double weights = p.gathered || p.position_rows ? 0 : 8.0 * p.k_steps * p.columns * p.window;
-    return (p.gathered ? (slow ? 0.54e-3 : 0.26e-3) : 0.69e-3) * std::max(0.0, p.cycles - 10000) + 0.65e-3 * weights +
-           5.5 * (p.n_tiles - 1);
-  };
-  double x = double(problem.n) * problem.c_in / limits.sm_count;
-  for (int i = 0; i < 3; ++i) x *= double(problem.in[i]);
-  const double read = (slow ? 0.61e-3 : 0.34e-3) * x;
-  if (!lse) return 22 + pass(choice.narrow) + read;
-  ConvProblem first = problem;
-  first.epilogue = ConvEpilogue::kStats;
-  return 24 + pass(plan_narrow(first, limits)) + pass(choice.narrow) + 2 * read;
+  if (choice.stores) return us.stored_lse(us.plan(ConvEpilogue::kStore));
+  return lse ? us.lse(choice.narrow) : us.mean(choice.narrow);
 }
 
 }  // namespace dispatch_detail

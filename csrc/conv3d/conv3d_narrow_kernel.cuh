@@ -25,6 +25,7 @@
 #include "conv3d_narrow_load.cuh"
 #include "conv3d_narrow_params.h"
 #include "conv3d_narrow_plan.h"
+#include "conv3d_narrow_weights.cuh"
 
 namespace kgopt {
 
@@ -94,9 +95,8 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   const int kernel_h = plan.kernel[1] / kWindow;  // kernel rows within K
   const int taps = plan.kernel[0] * kernel_h * plan.kernel[2];
 
-  // K entry -> byte offset in the halo, and place of its weight (kept in the halo's space for now). Padded entries
-  // point at the plane of zeros: a zero weight alone would turn an infinite input into a NaN.
-  int* const weight_at = reinterpret_cast<int*>(halo);
+  // K entry -> byte offset in the halo. Padded entries point at the plane of zeros: a zero weight alone would turn an
+  // infinite input into a NaN.
   const int k_padded = plan.k_steps * 8;
   for (int i = tid; i < k_padded; i += kNarrowThreads) {
     int offset = narrow_planes(plan) * plan.plane;
@@ -109,9 +109,6 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
       const int position =
           (d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch + w * plan.dilation[2];
       offset = word_offset(word) + position * kPositionWords;
-      weight_at[i] = static_cast<int>(word * kPerWord * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] +
-                                      w * p.w_stride_k[2]);
-      weight_at[k_padded + i] = word * kPerWord + 1 < p.c_in;
     }
     if constexpr (kChunked) {
       if (i % 4 == 0) reinterpret_cast<int*>(offsets)[(i >> 2 & 1) * plan.k_steps + i / 8] = offset * 4;
@@ -120,40 +117,10 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
       pair[(i >> 2) & 1] = offset * 4;
     }
   }
+  narrow_weight_table<kMath, kColumns, kWindow>(p, reinterpret_cast<int2*>(halo), tid, kNarrowThreads);
   __syncthreads();
-  {
-    const unsigned short* const half_weight = static_cast<const unsigned short*>(p.weight) + group * p.w_stride_group;
-    const float* const float_weight = static_cast<const float*>(p.weight) + group * p.w_stride_group;
-    constexpr int kAllColumns = kColumns * kWindow;
-    const int turn_words = k_padded * kAllColumns;
-    // In turn t of the window, kernel row r belongs to the accumulators (t - r) mod kWindow.
-    for (int c = tid / 32; c < kAllColumns; c += kNarrowThreads / 32) {
-      const int column = c % kColumns, kernel_row = c / kColumns;
-      const int64_t first = (c_begin + column) * p.w_stride_out + kernel_row * p.w_stride_k[1];
-      for (int k = tid % 32; k < k_padded; k += 32) {
-        uint32_t word = 0, low = 0;
-        if (k < plan.k_words && column < c_valid) {
-          const int64_t at = first + weight_at[k];
-          if constexpr (kPerWord == 2) {
-            word = half_weight[at];
-            if (weight_at[k_padded + k]) word |= uint32_t(half_weight[at + p.w_stride_in]) << 16;
-          } else if constexpr (kSplit == 2) {
-            split_tf32(float_weight[at], &word, &low);
-          } else {
-            word = to_tf32(float_weight[at]);
-          }
-        }
-#pragma unroll
-        for (int turn = 0; turn < kWindow; ++turn) {
-          const int to = (turn - kernel_row + kWindow) % kWindow * kColumns + column;
-          const int at =
-              turn * turn_words + ((k / 8 * (kAllColumns / 8) + to / 8) * 2 + k / 4 % 2) * 32 + to % 8 * 4 + k % 4;
-          weights[at] = word;
-          if constexpr (kSplit == 2) weights[at + turn_words * kWindow] = low;
-        }
-      }
-    }
-  }
+  narrow_load_weights<kMath, kColumns, kWindow>(p, reinterpret_cast<const int2*>(halo), group, c_begin, c_valid,
+                                                weights, tid, kNarrowThreads);
   __syncthreads();  // the halo's space is free again
   for (int i = tid; i < plan.strips; i += kNarrowThreads) {
     const int per_row = plan.tile[2] / kNarrowStrip;

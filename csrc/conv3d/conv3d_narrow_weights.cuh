@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "../common/wgmma.cuh"
 #include "conv3d_kernel.cuh"
 #include "conv3d_narrow_load.cuh"
@@ -11,6 +13,99 @@
 namespace kgopt {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// Weights as the right operand, in the blocks of wgmma.cuh: they stay in shared memory from start to end. Filters of
+// some hundred values for each of 64 channels would take longer to fetch than to multiply with where a block has few
+// tiles, so lanes go as the values lie in memory and not as K does, and each has several under way.
+//
+// Such an entry of a filter -> where it lies there (-1: padding) and, twice, its word in the weights of channel 0 and
+// the first turn, odd where another channel shares that word.
+template <ConvMath kMath, int kColumns, int kWindow>
+__device__ __forceinline__ void narrow_weight_table(const NarrowParams& p, int2* table, int thread, int threads) {
+  constexpr int kPerWord = ConvMathTraits<kMath>::kPerWord;
+  const NarrowPlan& plan = p.plan;
+  const int kernel_h = plan.kernel[1] / kWindow, taps = plan.kernel[0] * kernel_h * plan.kernel[2];
+  const bool taps_first = p.w_stride_in >= p.w_stride_k[2];
+  for (int i = thread; i < plan.k_steps * 8; i += threads) {
+    int k = i, source = -1, is_pair = 0;
+    if (i < plan.k_words) {
+      const int word = taps_first ? i / taps : i % plan.words, tap = taps_first ? i % taps : i / plan.words;
+      const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % kernel_h, d = tap / (plan.kernel[2] * kernel_h);
+      k = plan.taps_fast ? word * taps + tap : tap * plan.words + word;
+      source = static_cast<int>(word * kPerWord * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] +
+                                w * p.w_stride_k[2]);
+      is_pair = word * kPerWord + 1 < p.c_in;
+    }
+    const int at = (k / 8 * (kWindow * kColumns / 8) * 2 + k / 4 % 2) * 32 + k % 4;
+    table[i] = make_int2(source, at * 2 + is_pair);
+  }
+}
+
+// A warp takes four entries of eight channels at a time, whose words meet no bank twice but where the entries' own do.
+template <ConvMath kMath, int kColumns, int kWindow>
+__device__ __forceinline__ void narrow_load_weights(const NarrowParams& p, const int2* table, int group, int c_begin,
+                                                    int c_valid, uint32_t* weights, int thread, int threads) {
+  using Traits = ConvMathTraits<kMath>;
+  constexpr int kPerWord = Traits::kPerWord;
+  using Raw = std::conditional_t<kPerWord == 2, unsigned short, float>;
+  constexpr int kOctets = kColumns / 8, kOnes = kWindow * kOctets;  // of channels, and their kernel rows
+  constexpr int kFours = kOnes > 8 ? 1 : 2;                         // of entries at once
+  const int lane = thread & 31, turn_words = p.plan.k_steps * 8 * kWindow * kColumns, fours = p.plan.k_steps * 2;
+  const int own_octets = (c_valid - lane / 4 + 7) / 8;  // in which the lane's channel is one of the block's
+  const int64_t octet_step = 8 * p.w_stride_out;
+  const Raw* const filter = static_cast<const Raw*>(p.weight) + group * p.w_stride_group +
+                            (c_begin + min(lane / 4, c_valid - 1)) * p.w_stride_out;
+#pragma unroll 1
+  for (int four = thread / 32 * kFours; four < fours; four += threads / 32 * kFours) {
+    Raw raw[kFours][kOnes][kPerWord];
+    uint32_t* to[kFours];
+#pragma unroll
+    for (int f = 0; f < kFours; ++f) {
+      const int2 entry = table[min(four + f, fours - 1) * 4 + lane % 4];
+      to[f] = weights + (entry.y >> 1) + lane / 4 * 4;
+      const int octets = entry.x < 0 ? 0 : own_octets, pairs = entry.y & 1 ? octets : 0;
+      const Raw* row = filter + max(entry.x, 0);
+#pragma unroll
+      for (int r = 0; r < kWindow; ++r, row += p.w_stride_k[1]) {
+        const Raw* from = row;
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j, from += octet_step) {
+          Raw(&v)[kPerWord] = raw[f][r * kOctets + j];
+          v[0] = Raw();
+          if (j < octets) v[0] = *from;
+          if constexpr (kPerWord == 2) {
+            v[1] = Raw();
+            if (j < pairs) v[1] = from[p.w_stride_in];
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int f = 0; f < kFours; ++f) {
+      if (four + f >= fours) continue;
+#pragma unroll
+      for (int i = 0; i < kOnes; ++i) {
+        const Raw(&v)[kPerWord] = raw[f][i];
+        uint32_t word, low = 0;
+        if constexpr (kPerWord == 2) {
+          word = v[0] | uint32_t(v[1]) << 16;
+        } else if constexpr (Traits::kSplit == 2) {
+          split_tf32(v[0], &word, &low);
+        } else {
+          word = to_tf32(v[0]);
+        }
+        // In turn t of the window, kernel row r belongs to the accumulators (t - r) mod kWindow.
+#pragma unroll
+        for (int turn = 0; turn < kWindow; ++turn) {
+          const int block = (turn - i / kOctets + kWindow) % kWindow * kOctets + i % kOctets;
+          uint32_t* const at = to[f] + turn * turn_words + block * 64;
+          *at = word;
+          if constexpr (Traits::kSplit == 2) at[turn_words * kWindow] = low;
+        }
+      }
+    }
+  }
+}
 
 // A power of two for the values of a warp, of which each thread has kCount, and what undoes it: the largest finite one
 // comes below 2^5.

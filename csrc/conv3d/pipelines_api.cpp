@@ -54,7 +54,7 @@ GroupStatsFinalizeParams finalize_params(const ConvArgs& a, const ConvShape& sha
 }
 
 bool stores_nothing(const ConvChoice& choice) {
-  return choice.path == ConvPath::kImplicitGemm || choice.path == ConvPath::kNarrow;
+  return choice.path == ConvPath::kImplicitGemm || (choice.path == ConvPath::kNarrow && !choice.stores);
 }
 
 // Statistics of a convolution whose output is not stored.
@@ -436,7 +436,12 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   if (!stores_nothing(lse) || !stores_nothing(stats) || a.x.numel() == 0) {
     const bool in_one = shape.dtype != Dtype::kFloat64 && !shape.out_channels_last;
     ConvTail tail;
-    const Tensor c = conv_forward(a, in_one ? &tail : nullptr);
+    static const std::string kNarrowBackend = "kgopt:narrow";
+    const ConvArgs stored{a.op,        a.x,          a.weight,   a.bias,
+                          a.stride,    a.padding,    a.dilation, a.output_padding,
+                          a.groups,    a.transposed, a.rank,     lse.stores ? kNarrowBackend : a.backend,
+                          a.allow_tf32};
+    const Tensor c = conv_forward(stored, in_one ? &tail : nullptr);
     NormResult r;
     if (in_one && c.numel() > 0) {
       auto [y, mean, rstd] = norm_residual_logsumexp_cuda(a.op, c, num_groups, norm.weight, norm.bias, eps,

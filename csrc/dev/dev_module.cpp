@@ -485,6 +485,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("chain", &ConvChoice::chain)
       .def_readonly("autocorrelation", &ConvChoice::autocorrelation)
       .def_readonly("from_input", &ConvChoice::from_input)
+      .def_readonly("stores", &ConvChoice::stores)
       .def_readonly("reason", &ConvChoice::reason)
       .def("explain", &ConvChoice::explain);
 

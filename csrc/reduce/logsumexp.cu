@@ -74,15 +74,17 @@ struct ResidualOfNorm {
 };
 
 // Few channels of many positions: a thread has kUnits runs of kVec neighbouring positions and goes through the
-// channels, kFewAtOnce at a time, all of whose loads are under way together.
+// channels, kFewAtOnce at a time, all of whose loads are under way together. Of few positions, kParts warps share the
+// channels of the same ones: what such a launch takes is one thread's way through all channels.
 constexpr int kFewThreads = 256, kFewAtOnce = 4, kFewChannels = 32;
 
-template <typename T, int kVec, int kUnits, typename Of>
+template <typename T, int kVec, int kUnits, int kParts, typename Of>
 __global__ void __launch_bounds__(kFewThreads)
     logsumexp_few_kernel(const __grid_constant__ ReduceParams p, uint32_t inner_blocks, Of of) {
   const int64_t o = blockIdx.x / inner_blocks, block = blockIdx.x - o * inner_blocks;
-  const int64_t first = (block * kUnits * kFewThreads + threadIdx.x) * kVec;
-  constexpr int kStep = kFewThreads * kVec;
+  constexpr int kLanes = kFewThreads / kParts, kStep = kLanes * kVec;
+  const int lane = threadIdx.x % kLanes, part = threadIdx.x / kLanes;
+  const int64_t first = (block * kUnits * kLanes + lane) * kVec;
   const T* const x = static_cast<const T*>(p.x) + o * p.reduced * p.inner + first;
   const int64_t left = p.inner - first;  // a multiple of kVec
   const int channels = static_cast<int>(p.reduced);
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(kFewThreads)
   }
   auto finite = [](float m) { return fabsf(m) == INFINITY ? 0.f : m; };
   of.begin();
-  for (int c = 0; c < channels; c += kFewAtOnce) {
+  for (int c = part * kFewAtOnce; c < channels; c += kParts * kFewAtOnce) {
     Vec<T, kVec> v[kFewAtOnce][kUnits];
 #pragma unroll
     for (int i = 0; i < kFewAtOnce; ++i) {
@@ -122,12 +124,28 @@ __global__ void __launch_bounds__(kFewThreads)
         }
         const float shift = finite(top[u][j]);
         // Nothing is lost with the first channels: their sum before is 0, which an infinite factor must not meet.
-        if (c > 0 && sum[u][j] != 0.f) sum[u][j] *= expf(before - shift);
+        if (c >= kParts * kFewAtOnce && sum[u][j] != 0.f) sum[u][j] *= expf(before - shift);
 #pragma unroll
         for (int i = 0; i < kFewAtOnce; ++i) {
           if (c + i < channels) sum[u][j] += expf(r[i] - shift);
         }
       }
+    }
+  }
+  if constexpr (kParts > 1) {
+    static_assert(kVec == 1 && kUnits == 1 && kLanes == 32);
+    __shared__ float2 states[kParts][kLanes];
+    states[part][lane] = make_float2(top[0][0], sum[0][0]);
+    __syncthreads();
+    if (part > 0) return;
+#pragma unroll
+    for (int i = 1; i < kParts; ++i) top[0][0] = fmaxf(top[0][0], states[i][lane].x);
+    const float shift = finite(top[0][0]);
+    sum[0][0] = 0.f;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const float2 one = states[i][lane];
+      if (one.y != 0.f) sum[0][0] += one.y * expf(finite(one.x) - shift);
     }
   }
   T* const y = static_cast<T*>(p.y) + o * p.inner + first;
@@ -141,12 +159,12 @@ __global__ void __launch_bounds__(kFewThreads)
   }
 }
 
-template <typename T, int kVec, int kUnits, typename Of>
+template <typename T, int kVec, int kUnits, int kParts, typename Of>
 Status launch_few(const ReduceParams& p, const Of& of, cudaStream_t stream) {
-  constexpr int kPositions = kFewThreads * kVec * kUnits;
+  constexpr int kPositions = kFewThreads / kParts * kVec * kUnits;
   const int64_t inner_blocks = (p.inner + kPositions - 1) / kPositions;
   constexpr bool kEarly = std::is_same_v<Of, ResidualOfNorm>;
-  return launch_after<logsumexp_few_kernel<T, kVec, kUnits, Of>>(
+  return launch_after<logsumexp_few_kernel<T, kVec, kUnits, kParts, Of>>(
       kEarly, "logsumexp_few_kernel", static_cast<unsigned>(inner_blocks * p.outer), kFewThreads, stream, p,
       static_cast<uint32_t>(inner_blocks), of);
 }
@@ -159,8 +177,9 @@ Status launch_few_typed(const ReduceParams& p, const Of& of, cudaStream_t stream
   const bool vectors =
       p.inner % 4 == 0 && lies_in(p.x, 4 * sizeof(T)) && lies_in(p.y, 4 * sizeof(T)) && positions >= int64_t(1) << 18;
   const bool many = positions >= int64_t(1) << 20;
-  if (vectors) return many ? launch_few<T, 4, 2>(p, of, stream) : launch_few<T, 4, 1>(p, of, stream);
-  return many ? launch_few<T, 1, 4>(p, of, stream) : launch_few<T, 1, 1>(p, of, stream);
+  if (vectors) return many ? launch_few<T, 4, 2, 1>(p, of, stream) : launch_few<T, 4, 1, 1>(p, of, stream);
+  if (positions < int64_t(1) << 17 && p.reduced > 2 * kFewAtOnce) return launch_few<T, 1, 1, 8>(p, of, stream);
+  return many ? launch_few<T, 1, 4, 1>(p, of, stream) : launch_few<T, 1, 1, 1>(p, of, stream);
 }
 
 template <typename Of>
