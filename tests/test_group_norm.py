@@ -563,6 +563,26 @@ def test_group_norm_small_ill_conditioned(name, layout, device, poisoned):
         assert_as_good_as_torch(OPS.group_norm(x, groups, weight, bias), F.group_norm(x, groups, weight, bias), exact)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    ["blocks of all samples", "vectors", "one channel, many samples", "eight elements, many groups", "a cluster, odd"],
+)
+def test_group_norm_small_outlier(name, layout, device, poisoned):
+    """Sums were relative to a group's first element, and an outlier there took its digits from all the others."""
+    shape, groups = SMALL_GROUPS[name]
+
+    def others(y):
+        return y.reshape(shape[0] * groups, -1)[:, 1:]
+
+    for scale, offset in ((0.01, 0.0), (3.0, 0.0), (1.0, 100.0)):
+        x, _, _ = make(shape, torch.float32, device, scale=scale, offset=offset)
+        x.view(shape[0] * groups, -1)[:, 0] += 50 * scale
+        x = laid_out(x, layout)
+        exact = F.group_norm(x.double(), groups)
+        assert_as_good_as_torch(others(OPS.group_norm(x, groups)), others(F.group_norm(x, groups)), others(exact))
+
+
 @pytest.mark.parametrize("name", ["vectors", "vectors of channels", "one channel", "a cluster, vectors"])
 @pytest.mark.parametrize("start", [8, 4, 1])
 @pytest.mark.parametrize("affine", [None, torch.float32, torch.bfloat16], ids=str)
