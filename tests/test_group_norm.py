@@ -497,6 +497,7 @@ SMALL_GROUPS = {
     "two elements": ((5, 214, 1, 2), 214),
     "one position": ((4, 159, 1, 1), 1),
     "one position, many samples": ((26, 707, 1, 1), 1),
+    "one position, four elements a thread": ((60, 300, 1, 1), 1),
     "one sample": ((1, 289, 1, 1), 17),
     "single elements": ((4, 7, 4, 3, 6), 7),
     "blocks of all samples": ((30, 13, 7), 1),

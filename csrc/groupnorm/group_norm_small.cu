@@ -109,10 +109,12 @@ __device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
   }
 }
 
-// What a thread has of its team's unit: kRuns vectors of kRun elements.
-template <typename T, int kRun_, int kRuns_, Chain kAct_>
+// What a thread has of its team's unit: kRuns vectors of kRun elements. kSingle (backward): a channel has one element,
+// so that nothing of it is added up here; a third of the instructions.
+template <typename T, int kRun_, int kRuns_, Chain kAct_, bool kSingle_ = false>
 struct SmallTraits {
   using Element = T;
+  static constexpr bool kSingle = kSingle_;
   static constexpr int kRun = kRun_, kRuns = kRuns_, kElements = kRun * kRuns;
   static constexpr Chain kAct = kAct_;
 };
@@ -157,6 +159,12 @@ struct SmallTeam {
   __device__ __forceinline__ bool active() const { return end > 0; }
   __device__ __forceinline__ void find(int r) {
     const uint32_t i = element(r);
+    if constexpr (Traits::kSingle) {
+      has[r] = i < end;
+      offset[r] = base + i;
+      channel[r] = channel0 + i;
+      return;
+    }
     uint32_t row = s.by_minor(i), column = i - row * s.by_minor.d, at = base + row * s.pitch + column;
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
@@ -535,7 +543,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   if (Traits::kAct == Chain::kAny ? s.act_kind != Chain::kNone : Traits::kAct != Chain::kNone) {
     t.load_affine(p.bias, wide, bias_bits);
   }
-  if (blocks > 1) open_box(&box, blocks);
+  if (!Traits::kSingle && blocks > 1) open_box(&box, blocks);
   float xhat[kElements], dz[kElements], z[kElements], slope[kElements], weight[kElements], bias[kElements];
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
@@ -557,9 +565,17 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     multiply_slopes<Traits::kAct, false, false>(p.act, z, dz);
   }
   // With one channel the sums of the group are those of the channel, but for the weight.
-  const bool one_channel = s.channels == 1;
-  float terms[2] = {0.f, 0.f};
-  if (one_channel) {
+  const bool one_channel = !Traits::kSingle && s.channels == 1;
+  float terms[2] = {0.f, 0.f}, own_dz[kElements];
+  if constexpr (Traits::kSingle) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      own_dz[k] = dz[k];
+      dz[k] *= weight[k];
+      terms[0] += t.has[k] ? dz[k] : 0.f;
+      terms[1] += t.has[k] ? dz[k] * xhat[k] : 0.f;
+    }
+  } else if (one_channel) {
 #pragma unroll
     for (int k = 0; k < kElements; ++k) {
       terms[0] += t.has[k] ? dz[k] : 0.f;
@@ -588,7 +604,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     }
   }
   t.sum(terms, shared[0]);
-  if (s.by_lanes.d <= 32) __syncthreads();  // the pairs are there
+  if (!Traits::kSingle && s.by_lanes.d <= 32) __syncthreads();  // the pairs are there
   if (one_channel) {
     if (!s.owner) {
       if (t.active() && t.lane == 0) write_sums(p, t, t.team, 0, terms[0], terms[1]);
@@ -596,7 +612,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
       pairs[t.team] = make_float2(terms[0], terms[1]);
     }
   }
-  if (blocks > 1) exchange(&box, blocks, t.rank, terms);
+  if (!Traits::kSingle && blocks > 1) exchange(&box, blocks, t.rank, terms);
   // Divided, not multiplied by a reciprocal: its rounding error would be the same for every group, and add up in sums
   // of dx.
   const float scale = one_channel ? weight[0] : 1.f, elements = static_cast<float>(s.elements);
@@ -605,6 +621,20 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
 #pragma unroll
   for (int k = 0; k < kElements; ++k) z[k] = slope[k] * (dz[k] - (terms[0] + xhat[k] * terms[1]));
   t.store(p.dx, z);
+  if constexpr (Traits::kSingle) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      if (!t.has[k]) continue;
+      const uint32_t at = t.unit * s.channels + t.element(k);
+      if (s.owner) {
+        store_as(p.dbias, at, p.gradient_dtype, own_dz[k]);
+        store_as(p.dweight, at, p.gradient_dtype, own_dz[k] * xhat[k]);
+      } else {
+        reinterpret_cast<float2*>(p.channel_sums)[at] = make_float2(own_dz[k], own_dz[k] * xhat[k]);
+      }
+    }
+    return;
+  }
   if (one_channel) {
     if (!s.owner) return;
     __syncthreads();
@@ -706,8 +736,15 @@ Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaS
 }
 
 // Calls launch(Traits()) with what the plan and the chains ask for.
-template <typename T, Chain kAct, typename Launch>
+template <typename T, Chain kAct, bool kBackward, typename Launch>
 Status dispatch_runs(const SmallPlan& plan, Launch launch) {
+  if constexpr (kBackward) {
+    if (plan.single) {
+      return plan.runs == 1   ? launch(SmallTraits<T, 1, 1, kAct, true>())
+             : plan.runs == 4 ? launch(SmallTraits<T, 1, 4, kAct, true>())
+                              : launch(SmallTraits<T, 1, 8, kAct, true>());
+    }
+  }
   if (plan.run == kSmallRun) {
     return plan.runs == 1 ? launch(SmallTraits<T, kSmallRun, 1, kAct>()) : launch(SmallTraits<T, kSmallRun, 2, kAct>());
   }
@@ -715,24 +752,24 @@ Status dispatch_runs(const SmallPlan& plan, Launch launch) {
          : plan.runs == 4 ? launch(SmallTraits<T, 1, 4, kAct>())
                           : launch(SmallTraits<T, 1, 8, kAct>());
 }
-template <typename T, typename Launch>
+template <typename T, bool kBackward, typename Launch>
 Status dispatch_chain(const SmallShares& shares, const SmallPlan& plan, Launch launch) {
-  if (shares.pre_kind != Chain::kNone) return dispatch_runs<T, Chain::kAny>(plan, launch);
+  if (shares.pre_kind != Chain::kNone) return dispatch_runs<T, Chain::kAny, kBackward>(plan, launch);
   switch (shares.act_kind) {
-    case Chain::kNone: return dispatch_runs<T, Chain::kNone>(plan, launch);
-    case Chain::kRelu: return dispatch_runs<T, Chain::kRelu>(plan, launch);
-    case Chain::kSilu: return dispatch_runs<T, Chain::kSilu>(plan, launch);
-    default: return dispatch_runs<T, Chain::kAny>(plan, launch);
+    case Chain::kNone: return dispatch_runs<T, Chain::kNone, kBackward>(plan, launch);
+    case Chain::kRelu: return dispatch_runs<T, Chain::kRelu, kBackward>(plan, launch);
+    case Chain::kSilu: return dispatch_runs<T, Chain::kSilu, kBackward>(plan, launch);
+    default: return dispatch_runs<T, Chain::kAny, kBackward>(plan, launch);
   }
 }
-template <typename Params, typename Launch>
+template <bool kBackward, typename Params, typename Launch>
 Status dispatch(const char* name, Params& p, const SmallPlan& plan, Launch launch) {
   p.shares.pre_kind = chain_kind(p.pre_act);
   p.shares.act_kind = chain_kind(p.act);
   switch (p.dtype) {
-    case Dtype::kFloat32: return dispatch_chain<float>(p.shares, plan, launch);
-    case Dtype::kBFloat16: return dispatch_chain<__nv_bfloat16>(p.shares, plan, launch);
-    case Dtype::kFloat16: return dispatch_chain<__half>(p.shares, plan, launch);
+    case Dtype::kFloat32: return dispatch_chain<float, kBackward>(p.shares, plan, launch);
+    case Dtype::kBFloat16: return dispatch_chain<__nv_bfloat16, kBackward>(p.shares, plan, launch);
+    case Dtype::kFloat16: return dispatch_chain<__half, kBackward>(p.shares, plan, launch);
     default: return Status::Unsupported(name, "float64");
   }
 }
@@ -740,13 +777,13 @@ Status dispatch(const char* name, Params& p, const SmallPlan& plan, Launch launc
 }  // namespace
 
 Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan, cudaStream_t stream) {
-  return dispatch("group_norm_small_fwd_kernel", p, plan,
-                  [&](auto traits) { return launch_fwd<decltype(traits)>(p, plan, stream); });
+  return dispatch<false>("group_norm_small_fwd_kernel", p, plan,
+                         [&](auto traits) { return launch_fwd<decltype(traits)>(p, plan, stream); });
 }
 
 Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream) {
-  return dispatch("group_norm_small_bwd_kernel", p, plan,
-                  [&](auto traits) { return launch_bwd<decltype(traits)>(p, plan, stream); });
+  return dispatch<true>("group_norm_small_bwd_kernel", p, plan,
+                        [&](auto traits) { return launch_bwd<decltype(traits)>(p, plan, stream); });
 }
 
 }  // namespace kgopt
