@@ -498,6 +498,7 @@ SMALL_GROUPS = {
     "two elements": ((5, 214, 1, 2), 214),
     "one position": ((4, 159, 1, 1), 1),
     "one position, many samples": ((26, 707, 1, 1), 1),
+    "one position, four elements a thread": ((60, 300, 1, 1), 1),
     "one sample": ((1, 289, 1, 1), 17),
     "single elements": ((4, 7, 4, 3, 6), 7),
     "blocks of all samples": ((30, 13, 7), 1),
@@ -562,6 +563,26 @@ def test_group_norm_small_ill_conditioned(name, layout, device, poisoned):
         x = laid_out(x, layout)
         exact = F.group_norm(x.double(), groups, weight.double(), bias.double())
         assert_as_good_as_torch(OPS.group_norm(x, groups, weight, bias), F.group_norm(x, groups, weight, bias), exact)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    ["blocks of all samples", "vectors", "one channel, many samples", "eight elements, many groups", "a cluster, odd"],
+)
+def test_group_norm_small_outlier(name, layout, device, poisoned):
+    """Sums were relative to a group's first element, and an outlier there took its digits from all the others."""
+    shape, groups = SMALL_GROUPS[name]
+
+    def others(y):
+        return y.reshape(shape[0] * groups, -1)[:, 1:]
+
+    for scale, offset in ((0.01, 0.0), (3.0, 0.0), (1.0, 100.0)):
+        x, _, _ = make(shape, torch.float32, device, scale=scale, offset=offset)
+        x.view(shape[0] * groups, -1)[:, 0] += 50 * scale
+        x = laid_out(x, layout)
+        exact = F.group_norm(x.double(), groups)
+        assert_as_good_as_torch(others(OPS.group_norm(x, groups)), others(F.group_norm(x, groups)), others(exact))
 
 
 @pytest.mark.parametrize("name", ["vectors", "vectors of channels", "one channel", "a cluster, vectors"])

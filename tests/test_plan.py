@@ -1742,6 +1742,9 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
         if not backward:
             continue
         assert p["smem_bytes"] <= 96 << 10
+        assert p["single"] == (s == 1 and p["blocks"] == 1 and (not p["owner"] or n == 1))
+        if p["single"]:
+            assert (p["run"], p["terms"]) == (1, 1)
         assert p["term_elements"] == (4 if p["run"] > 1 and not channels_last else 1)
         assert p["terms"] * p["term_elements"] == s * (n if p["owner"] else 1)
         assert p["sums"] == per_group * (1 if p["owner"] else p["teams"])

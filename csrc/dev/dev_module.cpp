@@ -760,6 +760,7 @@ py::dict plan_small(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
   out["elements"] = p.elements;
   out["blocks"] = 1 << p.blocks_log2;
   out["owner"] = p.owner;
+  out["single"] = plan.single;
   out["sums"] = p.sums;
   out["terms"] = p.terms;
   out["sum_teams"] = p.sum_teams;

@@ -109,10 +109,12 @@ __device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
   }
 }
 
-// What a thread has of its team's unit: kRuns vectors of kRun elements.
-template <typename T, int kRun_, int kRuns_, Chain kAct_>
+// What a thread has of its team's unit: kRuns vectors of kRun elements. kSingle (backward): a channel has one element,
+// so that nothing of it is added up here; a third of the instructions.
+template <typename T, int kRun_, int kRuns_, Chain kAct_, bool kSingle_ = false>
 struct SmallTraits {
   using Element = T;
+  static constexpr bool kSingle = kSingle_;
   static constexpr int kRun = kRun_, kRuns = kRuns_, kElements = kRun * kRuns;
   static constexpr Chain kAct = kAct_;
 };
@@ -157,6 +159,12 @@ struct SmallTeam {
   __device__ __forceinline__ bool active() const { return end > 0; }
   __device__ __forceinline__ void find(int r) {
     const uint32_t i = element(r);
+    if constexpr (Traits::kSingle) {
+      has[r] = i < end;
+      offset[r] = base + i;
+      channel[r] = channel0 + i;
+      return;
+    }
     uint32_t row = s.by_minor(i), column = i - row * s.by_minor.d, at = base + row * s.pitch + column;
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
@@ -302,24 +310,30 @@ struct SmallFwdTraits : Traits {
   static constexpr bool kBlock = kBlock_, kLast = kLast_, kCluster = kCluster_;
 };
 
-// Over the block, `shared` zero from its number of warps on.
-__device__ __forceinline__ float block_total(float v, float4* shared, uint32_t warps) {
-  float total[1] = {v};
-  lanes_sum(32, total);
-  if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(shared)[threadIdx.x / 32] = total[0];
+// Over the block, `shared[i]` zero from its number of warps on.
+template <int kValues>
+__device__ __forceinline__ void block_total(float (&v)[kValues], float4 (*shared)[kSmallMaxWarps / 4], uint32_t warps) {
+  lanes_sum(32, v);
+  if (threadIdx.x % 32 == 0) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) reinterpret_cast<float*>(shared[i])[threadIdx.x / 32] = v[i];
+  }
   __syncthreads();
-  float sum = 0.f;
-  const auto add = [&](int i) {
-    const float4 s = shared[i];
-    sum += (s.x + s.y) + (s.z + s.w);
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) v[i] = 0.f;
+  const auto add = [&](int at) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const float4 s = shared[i][at];
+      v[i] += (s.x + s.y) + (s.z + s.w);
+    }
   };
   add(0);
   if (warps > 4) add(1);
   if (warps > 8) {
 #pragma unroll
-    for (int i = 2; i < kSmallMaxWarps / 4; ++i) add(i);
+    for (int at = 2; at < kSmallMaxWarps / 4; ++at) add(at);
   }
-  return sum;
 }
 
 template <typename Traits>
@@ -328,7 +342,7 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
   using T = typename Traits::Element;
   constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
   constexpr bool kBlock = Traits::kBlock, kLast = Traits::kLast, kCluster = Traits::kCluster;
-  __shared__ float4 shared[kCluster ? 3 : 2][kSmallMaxWarps / 4];
+  __shared__ float4 shared[3][kSmallMaxWarps / 4];
   __shared__ SmallBox box;
   const SmallShares& s = p.shares;
   const uint32_t tid = threadIdx.x, lanes = s.by_lanes.d, warps = blockDim.x / 32;
@@ -396,14 +410,15 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
   load_affine();
   if (kCluster) open_box(&box, blocks);
   if (kBlock && tid >= warps && tid < kSmallMaxWarps) {
-    reinterpret_cast<float*>(shared[0])[tid] = reinterpret_cast<float*>(shared[1])[tid] = 0.f;
-    if (kCluster) reinterpret_cast<float*>(shared[kCluster ? 2 : 0])[tid] = 0.f;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) reinterpret_cast<float*>(shared[i])[tid] = 0.f;
   }
-  const auto team_sum = [&](float v, float4* entries) {
-    if (kBlock) return block_total(v, entries, warps);
-    float total[1] = {v};
-    lanes_sum(lanes, total);
-    return total[0];
+  const auto team_sum = [&](auto& values, float4(*entries)[kSmallMaxWarps / 4]) {
+    if (kBlock) {
+      block_total(values, entries, warps);
+    } else {
+      lanes_sum(lanes, values);
+    }
   };
   float v[kElements], origin[1] = {to_acc(first)};
 #pragma unroll
@@ -412,29 +427,26 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
     apply_kind(s.pre_kind, p.pre_act, v);
     apply_kind(s.pre_kind, p.pre_act, origin);
   }
-  float sum = 0.f, squares = 0.f, rest = 0.f;
+  float sum[1] = {0.f};
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) {
-    const float relative = v[k] - origin[0];
-    sum += has(k) ? relative : 0.f;
-    if (!kCluster) v[k] = relative;
-  }
+  for (int k = 0; k < kElements; ++k) sum[0] += has(k) ? v[k] - origin[0] : 0.f;
   const auto count_of = [&](uint32_t r) { return static_cast<float>(min(s.chunk, s.elements - r * s.chunk)); };
-  const float scale = kCluster ? 1.f / count_of(rank) : s.scale, from_origin = team_sum(sum, shared[0]) * scale;
-  float mean = origin[0] + from_origin;
+  const float scale = kCluster ? 1.f / count_of(rank) : s.scale;
+  team_sum(sum, shared);
+  // Rounded to the digits of its size or of its distance from the origin, which may be far from all others; the mean of
+  // what is left says by how much.
+  float mean = origin[0] + sum[0] * scale, moments[2] = {0.f, 0.f};
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
-    v[k] -= kCluster ? mean : from_origin;
-    squares += has(k) ? v[k] * v[k] : 0.f;
-    rest += has(k) ? v[k] : 0.f;
+    v[k] -= mean;
+    moments[0] += has(k) ? v[k] * v[k] : 0.f;
+    moments[1] += has(k) ? v[k] : 0.f;
   }
-  squares = team_sum(squares, shared[1]);
+  team_sum(moments, shared + 1);
+  float squares = moments[0], to_mean = moments[1] * scale;
   if constexpr (kCluster) {
-    // All blocks' moments, merged in their order. A block's mean is rounded to the digits of its size or of its
-    // distance from the origin, which may be far from all others; the mean of what is left says by how much. Relative
-    // to the first block's the means are exact.
-    rest = team_sum(rest, shared[kCluster ? 2 : 0]) * scale;
-    exchange(&box, blocks, rank, make_float4(mean, squares, rest, 0.f));
+    // All blocks' moments, merged in their order. Relative to the first block's their means are exact.
+    exchange(&box, blocks, rank, make_float4(mean, squares, to_mean, 0.f));
     const float own = mean, zero = box.parts[0].x;
     const auto mean_of = [&](uint32_t r) { return box.parts[r].x - zero + box.parts[r].z; };
     float shift = 0.f;
@@ -446,10 +458,13 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
       const float d = mean_of(r) - shift, left = box.parts[r].z;
       squares += box.parts[r].y + count_of(r) * (d * d - left * left);
     }
-    const float to_mean = zero - own + shift;
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) v[k] -= to_mean;
+    to_mean = zero - own + shift;
+  } else {
+    squares -= moments[1] * to_mean;
+    mean += to_mean;
   }
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) v[k] -= to_mean;
   const float rstd = rsqrtf(squares * s.scale + p.eps);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
@@ -528,7 +543,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   if (Traits::kAct == Chain::kAny ? s.act_kind != Chain::kNone : Traits::kAct != Chain::kNone) {
     t.load_affine(p.bias, wide, bias_bits);
   }
-  if (blocks > 1) open_box(&box, blocks);
+  if (!Traits::kSingle && blocks > 1) open_box(&box, blocks);
   float xhat[kElements], dz[kElements], z[kElements], slope[kElements], weight[kElements], bias[kElements];
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
@@ -550,9 +565,17 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     multiply_slopes<Traits::kAct, false, false>(p.act, z, dz);
   }
   // With one channel the sums of the group are those of the channel, but for the weight.
-  const bool one_channel = s.channels == 1;
-  float terms[2] = {0.f, 0.f};
-  if (one_channel) {
+  const bool one_channel = !Traits::kSingle && s.channels == 1;
+  float terms[2] = {0.f, 0.f}, own_dz[kElements];
+  if constexpr (Traits::kSingle) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      own_dz[k] = dz[k];
+      dz[k] *= weight[k];
+      terms[0] += t.has[k] ? dz[k] : 0.f;
+      terms[1] += t.has[k] ? dz[k] * xhat[k] : 0.f;
+    }
+  } else if (one_channel) {
 #pragma unroll
     for (int k = 0; k < kElements; ++k) {
       terms[0] += t.has[k] ? dz[k] : 0.f;
@@ -581,7 +604,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     }
   }
   t.sum(terms, shared[0]);
-  if (s.by_lanes.d <= 32) __syncthreads();  // the pairs are there
+  if (!Traits::kSingle && s.by_lanes.d <= 32) __syncthreads();  // the pairs are there
   if (one_channel) {
     if (!s.owner) {
       if (t.active() && t.lane == 0) write_sums(p, t, t.team, 0, terms[0], terms[1]);
@@ -589,7 +612,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
       pairs[t.team] = make_float2(terms[0], terms[1]);
     }
   }
-  if (blocks > 1) exchange(&box, blocks, t.rank, terms);
+  if (!Traits::kSingle && blocks > 1) exchange(&box, blocks, t.rank, terms);
   // Divided, not multiplied by a reciprocal: its rounding error would be the same for every group, and add up in sums
   // of dx.
   const float scale = one_channel ? weight[0] : 1.f, elements = static_cast<float>(s.elements);
@@ -598,6 +621,20 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
 #pragma unroll
   for (int k = 0; k < kElements; ++k) z[k] = slope[k] * (dz[k] - (terms[0] + xhat[k] * terms[1]));
   t.store(p.dx, z);
+  if constexpr (Traits::kSingle) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      if (!t.has[k]) continue;
+      const uint32_t at = t.unit * s.channels + t.element(k);
+      if (s.owner) {
+        store_as(p.dbias, at, p.gradient_dtype, own_dz[k]);
+        store_as(p.dweight, at, p.gradient_dtype, own_dz[k] * xhat[k]);
+      } else {
+        reinterpret_cast<float2*>(p.channel_sums)[at] = make_float2(own_dz[k], own_dz[k] * xhat[k]);
+      }
+    }
+    return;
+  }
   if (one_channel) {
     if (!s.owner) return;
     __syncthreads();
@@ -685,8 +722,15 @@ Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaS
 }
 
 // Calls launch(Traits()) with what the plan and the chains ask for.
-template <typename T, Chain kAct, typename Launch>
+template <typename T, Chain kAct, bool kBackward, typename Launch>
 Status dispatch_runs(const SmallPlan& plan, Launch launch) {
+  if constexpr (kBackward) {
+    if (plan.single) {
+      return plan.runs == 1   ? launch(SmallTraits<T, 1, 1, kAct, true>())
+             : plan.runs == 4 ? launch(SmallTraits<T, 1, 4, kAct, true>())
+                              : launch(SmallTraits<T, 1, 8, kAct, true>());
+    }
+  }
   if (plan.run == kSmallRun) {
     return plan.runs == 1 ? launch(SmallTraits<T, kSmallRun, 1, kAct>()) : launch(SmallTraits<T, kSmallRun, 2, kAct>());
   }
@@ -694,24 +738,24 @@ Status dispatch_runs(const SmallPlan& plan, Launch launch) {
          : plan.runs == 4 ? launch(SmallTraits<T, 1, 4, kAct>())
                           : launch(SmallTraits<T, 1, 8, kAct>());
 }
-template <typename T, typename Launch>
+template <typename T, bool kBackward, typename Launch>
 Status dispatch_chain(const SmallShares& shares, const SmallPlan& plan, Launch launch) {
-  if (shares.pre_kind != Chain::kNone) return dispatch_runs<T, Chain::kAny>(plan, launch);
+  if (shares.pre_kind != Chain::kNone) return dispatch_runs<T, Chain::kAny, kBackward>(plan, launch);
   switch (shares.act_kind) {
-    case Chain::kNone: return dispatch_runs<T, Chain::kNone>(plan, launch);
-    case Chain::kRelu: return dispatch_runs<T, Chain::kRelu>(plan, launch);
-    case Chain::kSilu: return dispatch_runs<T, Chain::kSilu>(plan, launch);
-    default: return dispatch_runs<T, Chain::kAny>(plan, launch);
+    case Chain::kNone: return dispatch_runs<T, Chain::kNone, kBackward>(plan, launch);
+    case Chain::kRelu: return dispatch_runs<T, Chain::kRelu, kBackward>(plan, launch);
+    case Chain::kSilu: return dispatch_runs<T, Chain::kSilu, kBackward>(plan, launch);
+    default: return dispatch_runs<T, Chain::kAny, kBackward>(plan, launch);
   }
 }
-template <typename Params, typename Launch>
+template <bool kBackward, typename Params, typename Launch>
 Status dispatch(const char* name, Params& p, const SmallPlan& plan, Launch launch) {
   p.shares.pre_kind = chain_kind(p.pre_act);
   p.shares.act_kind = chain_kind(p.act);
   switch (p.dtype) {
-    case Dtype::kFloat32: return dispatch_chain<float>(p.shares, plan, launch);
-    case Dtype::kBFloat16: return dispatch_chain<__nv_bfloat16>(p.shares, plan, launch);
-    case Dtype::kFloat16: return dispatch_chain<__half>(p.shares, plan, launch);
+    case Dtype::kFloat32: return dispatch_chain<float, kBackward>(p.shares, plan, launch);
+    case Dtype::kBFloat16: return dispatch_chain<__nv_bfloat16, kBackward>(p.shares, plan, launch);
+    case Dtype::kFloat16: return dispatch_chain<__half, kBackward>(p.shares, plan, launch);
     default: return Status::Unsupported(name, "float64");
   }
 }
@@ -719,13 +763,13 @@ Status dispatch(const char* name, Params& p, const SmallPlan& plan, Launch launc
 }  // namespace
 
 Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan, cudaStream_t stream) {
-  return dispatch("group_norm_small_fwd_kernel", p, plan,
-                  [&](auto traits) { return launch_fwd<decltype(traits)>(p, plan, stream); });
+  return dispatch<false>("group_norm_small_fwd_kernel", p, plan,
+                         [&](auto traits) { return launch_fwd<decltype(traits)>(p, plan, stream); });
 }
 
 Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream) {
-  return dispatch("group_norm_small_bwd_kernel", p, plan,
-                  [&](auto traits) { return launch_bwd<decltype(traits)>(p, plan, stream); });
+  return dispatch<true>("group_norm_small_bwd_kernel", p, plan,
+                        [&](auto traits) { return launch_bwd<decltype(traits)>(p, plan, stream); });
 }
 
 }  // namespace kgopt

@@ -13,7 +13,8 @@ struct SmallPlan {
   int run = 1, runs = 1;  // elements of a thread: `runs` vectors of `run`
   int threads = 0;
   unsigned grid = 0;
-  int smem_bytes = 0;  // dynamic
+  int smem_bytes = 0;   // dynamic
+  bool single = false;  // backward: what a block or a team has of a channel is one element
 };
 
 struct SmallPlanInput {
@@ -156,6 +157,12 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   p.terms = static_cast<uint32_t>(terms);
   p.by_sum_lanes = small_divisor(sum_lanes);
   p.sum_teams = static_cast<uint32_t>(plan.threads / sum_lanes);
+  plan.single = d.s == 1 && blocks == 1 && (!p.owner || d.n == 1);
+  if (plan.single) {  // either layout's elements lie side by side
+    plan.runs *= plan.run;
+    plan.run = 1;
+    return plan;
+  }
   // With one channel the group's sums are the channel's.
   plan.smem_bytes =
       p.channels == 1 ? static_cast<int>(teams * 8) : static_cast<int>(teams * (p.chunk >> p.run_log2) * 8);
