@@ -448,6 +448,10 @@ struct ColumnBlock {
   // back.
   __device__ __forceinline__ void run() {
     start();
+    // The first warp clears words, which is done by the time that the first chunks are summed up.
+    const bool clears = d.cleared > 0 && tid < 32;
+    uint32_t counted = 0;
+    if (clears) clear_words(p.words, d.cleared, tid, 32);
     find_groups();
     const uint32_t slabs = d.slabs_of(team), pending = min(d.chunks, uint32_t(kSlots)) - 1;
     const uint32_t rereads = d.chunks < kSlots ? 0 : d.chunks - kSlots - kHeld;
@@ -463,6 +467,11 @@ struct ColumnBlock {
           later = t < kRing ? t + kSlots : t < kSlots ? d.chunks : t + kRing;
         }
         wait(kHeld == 0 || t < kSlots + kRing ? pending : kRing - 1);
+        if (t == 0 && u == 0 && clears) {
+          await_cleared(p.words, d.cleared, tid, 32);
+          __syncwarp();
+          if (tid == 0) counted = count_cleared();
+        }
         if (t == 0) start_sums(s, from);
         take_chunk(from, left_of(t), input);
         add_chunk(s, left_of(t), input);
@@ -475,6 +484,8 @@ struct ColumnBlock {
         Vec<T, kVec> input[kPasses];
         sum_chunk(t, input);
       }
+      if (u == 0 && clears && tid == 0) await_all_cleared(counted);
+      __syncwarp();
       finish_sums(s, u);
       if (d.ahead && u + 1 < slabs) prefetch(u + 1);
       const Coefficients c = coefficients_of(u);

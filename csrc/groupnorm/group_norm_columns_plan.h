@@ -61,6 +61,13 @@ inline uint32_t team_lanes_log2(uint32_t blocks) {
   return log2;
 }
 
+// Words that the blocks clear themselves: a few for each thread that does, which takes as long as the first loads; a
+// memset for more. 0 where they do not.
+inline constexpr int64_t kClearedWords = 4;
+inline uint32_t words_cleared(int64_t words, int64_t blocks, int threads, int sm_count) {
+  return blocks * 2 > sm_count && words <= blocks * threads * kClearedWords ? static_cast<uint32_t>(words) : 0;
+}
+
 // Whether there are shares of this choice.
 inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& choice, ColumnPlan* plan) {
   const GroupNormDims& d = in.dims;
@@ -130,6 +137,9 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   plan->smem_limit = static_cast<int>(in.smem_bytes) - 1024;
   plan->smem_bytes = static_cast<int>(std::min<int64_t>(p.data_bytes + tables, 1 << 30));
   plan->words = choice.cluster ? 0 : int64_t(p.slabs) * p.groups * p.blocks + (p.slabs + 1) / 2;
+  p.cleared = words_cleared(plan->words, int64_t(p.teams) * p.blocks, 32, in.sm_count);
+  // Launches that count blocks have a multiprocessor for each.
+  if (p.cleared > 0) plan->smem_bytes = std::max(plan->smem_bytes, static_cast<int>(in.smem_bytes / 2) + 1024);
   return plan->smem_bytes + 1024 <= in.smem_bytes;
 }
 

@@ -43,6 +43,8 @@ struct RowTraits {
   static constexpr bool kStoresDz = kTensors == 2 && (kAct == Chain::kSilu || kAct == Chain::kAny);
   static constexpr bool kActs16 = kTensors == 2 && sizeof(T) == 2 && kAct != Chain::kNone;
   static constexpr int kHeld = !kHolds ? 0 : row_held(kTensors, sizeof(T)) - (kActs16 ? 2 : 0);
+  // Whether summers and writers may take over each other's work.
+  static constexpr bool kShares = kTensors == 2 && !kHolds;
   static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters
                                              : kActs16     ? kRowActBwdRegisters
                                                            : kRowBwdRegisters;
@@ -186,9 +188,11 @@ struct RowBlock {
     return base(u) + tid * kVec + int64_t(t) * chunk_elements();
   }
   // What summers do with each chunk of a sample: add(t, slot, left) gives something that depends on all that it read.
-  template <typename Add>
-  __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add) const {
-    for (uint32_t t = 0; t < d.chunks; ++t, slot->next(d.slots)) {
+  // With shared(), and so below, of every second chunk, `half` says which.
+  template <bool kShared = false, typename Add>
+  __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add, uint32_t half = 0) const {
+    if (half > 0) slot->next(d.slots);
+    for (uint32_t t = half; t < d.chunks; t += kShared ? 2 : 1, advance<kShared>(slot, d.slots)) {
       await_chunk(*slot);
       const uint32_t seen = add(t, slot->k, left_of(t));
       if (t < d.held) {
@@ -197,6 +201,11 @@ struct RowBlock {
         free_slot<Traits::kSummers>(slot->k, seen);
       }
     }
+  }
+  template <bool kShared>
+  static __device__ __forceinline__ void advance(RowSlot* slot, uint32_t slots) {
+    slot->next(slots);
+    if (kShared) slot->next(slots);
   }
   __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const {
     return d.held + (d.backwards ? d.rereads - 1 - i : i);
@@ -214,11 +223,11 @@ struct RowBlock {
     }
   }
   // and once they know them: with those that have stayed in slots, write(first element, slot, left),
-  template <typename Write>
-  __device__ __forceinline__ void for_each_kept(uint32_t u, Write write) const {
-    const uint32_t first = d.rereads + d.held;
+  template <bool kShared = false, typename Write>
+  __device__ __forceinline__ void for_each_kept(uint32_t u, Write write, uint32_t half = 0) const {
+    const uint32_t kept = d.rereads + d.held, first = kept + (kShared ? kept + half & 1 : 0);
     RowSlot slot = slot_at(u * d.chunks + first);
-    for (uint32_t t = first; t < d.chunks; ++t, slot.next(d.slots)) {
+    for (uint32_t t = first; t < d.chunks; t += kShared ? 2 : 1, advance<kShared>(&slot, d.slots)) {
       await_chunk(slot);
       write(first_of(u, t), slot.k, left_of(t));
       free_slot<kRowWriters>(slot.k, 0);
@@ -236,12 +245,13 @@ struct RowBlock {
     }
   }
   // and those that come again.
-  template <typename Write>
-  __device__ __forceinline__ void for_each_again(uint32_t u, RowSlot* again, Write write) const {
+  template <bool kShared = false, typename Write>
+  __device__ __forceinline__ void for_each_again(uint32_t u, RowSlot* again, Write write, uint32_t half = 0) const {
     if (d.again_slots == 0) *again = slot_at(d.chunks);
     const uint32_t first_slot = d.again_slots > 0 ? d.slots : 0,
                    slots_again = d.again_slots > 0 ? d.again_slots : d.slots;
-    for (uint32_t i = 0; i < d.rereads; ++i, again->next(slots_again)) {
+    if (half > 0) again->next(slots_again);
+    for (uint32_t i = half; i < d.rereads; i += kShared ? 2 : 1, advance<kShared>(again, slots_again)) {
       const uint32_t t = chunk_again(i);
       const RowSlot slot{first_slot + again->k, again->parity};
       await_chunk(slot);
@@ -318,6 +328,25 @@ struct RowBlock {
   static __device__ __forceinline__ uint32_t load_counter(uint32_t* p) { return atomicAdd_block(p, 0); }
   static __device__ __forceinline__ void increment(uint32_t* p) { atomicAdd_block(p, 1); }
 
+  // The same sums of both halves, where chunks are shared.
+  __device__ __forceinline__ void write_entries_shared(float (&a)[kVec], float (&b)[kVec], uint32_t half) const {
+    constexpr int kBarrier = 2;
+    __syncwarp();
+    if (half > 0) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) tables.entries[j * Traits::kSummers + tid] = make_float2(a[j], b[j]);
+      named_barrier_arrive(kBarrier, 2 * kRowWriters);
+      return;
+    }
+    named_barrier(kBarrier, 2 * kRowWriters);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float2 other = tables.entries[j * Traits::kSummers + tid];
+      a[j] += other.x;
+      b[j] += other.y;
+    }
+    write_entries(0, a, b);
+  }
   // The summers' end of a sample: their sums, to the block's table.
   __device__ __forceinline__ void write_entries(uint32_t u, const float (&a)[kVec], const float (&b)[kVec]) const {
     __syncwarp();
@@ -383,6 +412,15 @@ struct RowBlock {
       f(turn * d.channels + c, c);
     }
   }
+  // Before the first of them.
+  __device__ __forceinline__ void clear_all_words() const {
+    if (d.cleared == 0) return;
+    clear_words(p.words, d.cleared, tid, kRowPublishThreads);
+    await_cleared(p.words, d.cleared, tid, kRowPublishThreads);
+    named_barrier(1, kRowPublishThreads);
+    if (tid == 0) await_all_cleared(count_cleared());
+    named_barrier(1, kRowPublishThreads);
+  }
   // The block's word of each group: word_of(g, lanes, member) is called by all lanes.
   template <typename WordOf>
   __device__ __forceinline__ void tell(uint32_t u, WordOf word_of) const {
@@ -417,9 +455,12 @@ struct RowBlock {
 
   __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + (u & 1) * d.groups; }
 
+  // Whether summers and writers do everything together: a block's only sample is first summed up, then written, and
+  // half of their warps would idle.
+  __device__ __forceinline__ bool shared() const { return Traits::kShares && samples == 1; }
   // Threads that collect. The summers of a block's only sample have nothing else to do.
   __device__ __forceinline__ uint32_t collectors() const {
-    return kRowCollectThreads + (samples == 1 ? Traits::kSummers : 0);
+    return kRowCollectThreads + (samples == 1 ? Traits::kSummers : 0) + (shared() ? kRowWriters : 0);
   }
   // sums_of(count, words) gives a lane's sums of a group over the words of `count` blocks that have a full share, and
   // of the block that has the rest; finish(u, g, sums) is called by a group's first lane.
@@ -510,12 +551,19 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
     }
   } else if (warp < kFirstSummer) {
     if constexpr (kDeals) set_registers<kRegisters.publishers, false>();
+    block.clear_all_words();
     block.publish();
   } else if (warp < kFirstWriter) {
     if constexpr (kDeals) set_registers<kRegisters.summers, false>();
+    if constexpr (Traits::kShares) {
+      if (block.shared()) return block.sum_and_write(0);
+    }
     block.sum_up();
     if (block.samples == 1) block.gather(kRowCollectThreads + block.tid);
   } else {
+    if constexpr (Traits::kShares) {
+      if (block.shared()) return block.sum_and_write(1);
+    }
     if constexpr (kDeals) set_registers<kRegisters.writers, true>();
     block.write();
   }

@@ -25,6 +25,7 @@ struct RowShares {
   uint32_t slots = 0, again_slots = 0;  // of chunks that come for the first time, and again
   uint32_t held = 0;                    // of those that stay, the first are in the writers' registers
   uint32_t distance = 0;                // chunks from one that comes to one that comes again, at most; 0: any
+  uint32_t cleared = 0;                 // words, where the kernel clears them itself
   uint32_t nothing = 0;                 // 0, which the compiler does not know
   bool backwards = false;               // the last come again first: those are in L2 of a sample that is larger
   uint32_t tensor_bytes = 0;            // of a slot for each tensor
@@ -40,7 +41,8 @@ struct RowShares {
 
 struct GroupNormRowsFwdParams : GroupNormFwdArgs {
   RowShares shares;
-  uint64_t* words = nullptr;  // zero at launch: [samples][groups][blocks] (words.cuh) moments; counts, see RowBlock
+  uint64_t* words =
+      nullptr;  // zero at launch or cleared: [samples][groups][blocks] (words.cuh) moments; counts, see RowBlock
 };
 
 struct GroupNormRowsBwdParams : GroupNormBwdArgs {

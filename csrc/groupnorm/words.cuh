@@ -50,6 +50,34 @@ __device__ __forceinline__ void load_words(const uint64_t* from, uint32_t stride
     __nanosleep(kWordPollNanoseconds);
   }
 }
+// Blocks that have cleared their share of the words; the sign changes when all of a launch have. No two launches count
+// at a time: a block needs a multiprocessor's shared memory for itself, and a grid that counts more than half of them.
+static __device__ uint32_t blocks_cleared;
+
+// Words hold anything at launch. These threads of every block clear the block's share of them and wait until it has
+// reached L2, where all blocks look: what reads as zero has. A memset in front of a launch takes 2 us.
+__device__ __forceinline__ void clear_words(uint64_t* words, uint32_t count, uint32_t thread, uint32_t threads) {
+  for (uint32_t i = blockIdx.x * threads + thread; i < count; i += gridDim.x * threads) store_word(words + i, 0);
+}
+__device__ __forceinline__ void await_cleared(const uint64_t* words, uint32_t count, uint32_t thread,
+                                              uint32_t threads) {
+  for (uint32_t i = blockIdx.x * threads + thread; i < count; i += gridDim.x * threads) {
+    while (load_word(words + i) != 0) {
+    }
+  }
+}
+// Then one thread counts the block, and, before its first word, waits for all others. A released addition would wait
+// for the loads that other warps have under way.
+__device__ __forceinline__ uint32_t count_cleared() {
+  return atomicAdd(&blocks_cleared, blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1);
+}
+__device__ __forceinline__ void await_all_cleared(uint32_t counted) {
+  while (true) {
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(&blocks_cleared) : "memory");
+    if ((v ^ counted) & 0x80000000u) return;
+  }
+}
 // Two floats, the second without a sign, as a word that is not zero.
 __device__ __forceinline__ uint64_t pack_word(float first, float second) {
   return uint64_t(__float_as_uint(first)) << 32 | (__float_as_uint(second) | 0x80000000u);
