@@ -22,7 +22,8 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses;
   static constexpr bool kCoarse = kIsCoarse<T>, kStoresDz = Traits::kStoresDz;
-  using Rows::channel_of, Rows::d, Rows::group0, Rows::group_of, Rows::lane, Rows::p, Rows::parity_of, Rows::rank;
+  using Rows::channel_of, Rows::d, Rows::group0, Rows::group_of, Rows::lane, Rows::p, Rows::parity_of, Rows::turn_of,
+      Rows::rank;
   using Rows::RowBlock, Rows::s, Rows::samples, Rows::tables, Rows::tid;
 
   __device__ __forceinline__ uint32_t dy_at() const { return d.tensor_bytes / sizeof(T); }
@@ -181,7 +182,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
     float2 terms[kVec];
 #pragma unroll
     for (int j = 0; j < kVec; ++j) terms[j] = this->stats(u)[group_of(j)];
-    barrier_arrive(&s.taken[u & 1]);
+    barrier_arrive(&s.taken[turn_of(u)]);
     const auto write_slot = [&](int64_t first, uint32_t k, uint32_t left, auto is_dz) {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
@@ -218,7 +219,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
         return any_bits(held_x[h]) ^ any_bits(held_dy[h]);
       });
       const Channels c = channels_of(u);
-      barrier_wait(&s.ready[u & 1], parity_of(u));
+      barrier_wait(&s.ready[turn_of(u)], parity_of(u));
       __syncwarp();
       write_sample<false>(c, u, &again, 0, policy, [&](const float2(&terms)[kVec]) {
         this->for_each_held(u, [&](int64_t first, int h, uint32_t left) {

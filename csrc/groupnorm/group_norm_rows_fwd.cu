@@ -17,7 +17,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses;
   static constexpr bool kFolds = Traits::kFolds;
-  using Rows::active, Rows::channel_of, Rows::d, Rows::group0, Rows::lane, Rows::p, Rows::parity_of;
+  using Rows::active, Rows::channel_of, Rows::d, Rows::group0, Rows::lane, Rows::p, Rows::parity_of, Rows::turn_of;
   using Rows::RowBlock, Rows::s, Rows::samples, Rows::tables, Rows::tid;
 
   // Of what one thread sees of each of its channels, relative to the same pivot as the block's other threads: the
@@ -212,10 +212,10 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
         load(k, left, held[h]);
         return any_bits(held[h]);
       });
-      barrier_wait(&s.ready[u & 1], parity_of(u));
+      barrier_wait(&s.ready[turn_of(u)], parity_of(u));
       __syncwarp();
       const Coefficients c = coefficients(u);
-      barrier_arrive(&s.taken[u & 1]);
+      barrier_arrive(&s.taken[turn_of(u)]);
       T* const y = static_cast<T*>(p.y);
       const auto write = [&](int64_t first, uint32_t left, const Vec<T, kVec>(&input)[kPasses]) {
 #pragma unroll

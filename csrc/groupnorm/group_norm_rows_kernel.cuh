@@ -50,15 +50,15 @@ struct RowTraits {
                                                            : kRowBwdRegisters;
 };
 
-// Those of two take turns from sample to sample. The slots of chunks that come again follow those of the others.
+// Those of kRowAhead take turns from sample to sample. The slots of chunks that come again follow those of the others.
 struct RowBarriers {
   uint64_t loaded[kRowSlots], freed[kRowSlots];
-  uint64_t summed, drained;     // entries are there, and have been read
-  uint64_t published[2];        // the block's words of a sample are under way
-  uint64_t told[2];             // so have all of the team's blocks
-  uint64_t ready[2], taken[2];  // statistics are there, and have been read
-  uint32_t samples_told;        // whose words the block has told
-  uint32_t chunks_again;        // that came again
+  uint64_t summed, drained;                     // entries are there, and have been read
+  uint64_t published[kRowAhead];                // the block's words of a sample are under way
+  uint64_t told[kRowAhead];                     // so have all of the team's blocks
+  uint64_t ready[kRowAhead], taken[kRowAhead];  // statistics are there, and have been read
+  uint32_t samples_told;                        // whose words the block has told
+  uint32_t chunks_again;                        // that came again
 };
 
 // Shared memory after the slots.
@@ -66,7 +66,7 @@ struct RowTables {
   float2* entries;  // [elements of a vector][summers]
   float2* sums;     // [elements of a row], the block's of a sample
   float2* affines;  // [channels] weight, bias
-  float2* stats;    // [2][groups] mean and rstd; in the backward what is taken off
+  float2* stats;    // [kRowAhead][groups] mean and rstd; in the backward what is taken off
   union {
     float* pivots;   // [channels], of the forward: what its sums are relative to
     float2* totals;  // [elements of a row], of the backward: the block's sums of all samples
@@ -150,7 +150,9 @@ struct RowBlock {
     return {use - round * d.slots, round & 1};
   }
 
-  static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u >> 1 & 1; }
+  // Which of kRowAhead barriers is sample u's, and the parity of its phase.
+  static __device__ __forceinline__ uint32_t turn_of(uint32_t u) { return u % kRowAhead; }
+  static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u / kRowAhead & 1; }
 
   // Where summers write into slots, too, writers free a slot lane by lane: compute-sanitizer orders an arrival with its
   // own thread's reads only. Where writers hold chunks, they and the summers arrive for a half of a slot each if both
@@ -434,10 +436,10 @@ struct RowBlock {
     __syncwarp();
     if (tid == 0) atomicAdd(told_of(u), 1);  // more of them would queue, one behind the other
     barrier_arrive(&s.drained);
-    // No more than two samples ahead of the collectors: a phase that these have not seen must not end twice.
-    barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1);
+    // No more than kRowAhead samples ahead of the collectors: a phase that these have not seen must not end twice.
+    barrier_wait(&s.ready[turn_of(u)], parity_of(u) ^ 1);
     __syncwarp();
-    barrier_arrive(&s.published[u & 1]);
+    barrier_arrive(&s.published[turn_of(u)]);
     if (tid == 0) increment(&s.samples_told);
   }
 
@@ -453,31 +455,38 @@ struct RowBlock {
     return block < d.full_blocks ? d.full_count : block == d.full_blocks ? d.rest_count : 0.f;
   }
 
-  __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + (u & 1) * d.groups; }
+  __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + turn_of(u) * d.groups; }
 
   // Whether summers and writers do everything together: a block's only sample is first summed up, then written, and
   // half of their warps would idle.
   __device__ __forceinline__ bool shared() const { return Traits::kShares && samples == 1; }
-  // Threads that collect. The summers of a block's only sample have nothing else to do.
+  // Whether a warp's lanes are enough for all words of a sample: then each collecting warp has samples of its own.
+  __device__ __forceinline__ bool collects_in_turns() const {
+    return samples > 1 && d.groups << d.team_lanes_log2 <= 32;
+  }
+  // Threads that collect a sample's words. The summers of a block's only sample have nothing else to do.
   __device__ __forceinline__ uint32_t collectors() const {
+    if (collects_in_turns()) return 32;
     return kRowCollectThreads + (samples == 1 ? Traits::kSummers : 0) + (shared() ? kRowWriters : 0);
   }
   // sums_of(count, words) gives a lane's sums of a group over the words of `count` blocks that have a full share, and
   // of the block that has the rest; finish(u, g, sums) is called by a group's first lane.
   template <typename SumsOf, typename Finish>
-  __device__ __forceinline__ void collect(uint32_t collector, SumsOf sums_of, Finish finish) const {
+  __device__ __forceinline__ void collect(uint32_t thread, SumsOf sums_of, Finish finish) const {
+    const uint32_t turns = collects_in_turns() ? kRowCollectors : 1, turn = turns > 1 ? thread / 32 : 0;
+    const uint32_t collector = thread - turn * 32;
     const uint32_t lanes = 1u << d.team_lanes_log2, member = collector & (lanes - 1);
     const uint32_t own_words = d.full_blocks > member ? ((d.full_blocks - member - 1) >> d.team_lanes_log2) + 1 : 0;
-    for (uint32_t u = 0; u < samples; ++u) {
+    for (uint32_t u = turn; u < samples; u += turns) {
       // Looks before that, or for the words themselves, would keep their lines busy for the others.
-      barrier_wait(&s.published[u & 1], parity_of(u));
-      barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
+      barrier_wait(&s.published[turn_of(u)], parity_of(u));
+      barrier_wait(&s.taken[turn_of(u)], parity_of(u) ^ 1);
       __syncwarp();
       if (collector == 0) {
         await_told(told_of(u), d.blocks);
-        barrier_arrive(&s.told[u & 1]);
+        barrier_arrive(&s.told[turn_of(u)]);
       }
-      barrier_wait(&s.told[u & 1], parity_of(u));
+      barrier_wait(&s.told[turn_of(u)], parity_of(u));
       __syncwarp();
       const uint64_t* const words = p.words + group0(u) * d.blocks;
       for (uint32_t first = collector / 32 * 32 >> d.team_lanes_log2; first < d.groups;
@@ -493,7 +502,7 @@ struct RowBlock {
         sums.y = lanes_sum(sums.y, lanes);
         if (g < d.groups && member == 0) finish(u, g, sums);
       }
-      barrier_arrive(&s.ready[u & 1]);
+      barrier_arrive(&s.ready[turn_of(u)]);
     }
   }
 };
@@ -504,7 +513,7 @@ __device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t sl
     barrier_init(&barriers->loaded[k], 1);
     barrier_init(&barriers->freed[k], freeing);
   }
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kRowAhead; ++i) {
     barrier_init(&barriers->published[i], kRowPublishThreads);
     barrier_init(&barriers->told[i], 1);
     barrier_init(&barriers->ready[i], collectors);
@@ -521,15 +530,20 @@ template <typename Block, typename Params, int kTensors>
 __device__ __forceinline__ void run_roles(const Params& p, char* memory, const RowTables& t, RowBarriers& barriers,
                                           const void* const (&tensors)[kTensors]) {
   using Traits = typename Block::Traits;
-  if (threadIdx.x == 0) {
-    init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing, Traits::kSummers,
-                  Block(p, memory, t, barriers, 0, false).collectors());
-  }
-  for (uint32_t c = threadIdx.x; c < p.shares.channels; c += Traits::kThreads) {
-    t.affines[c] = affine_of(p.weight, p.bias, c, p.affine_dtype);
-  }
-  __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp == 0) {  // which goes on to load: nobody's parameters hold that up
+    if (threadIdx.x == 0) {
+      init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing, Traits::kSummers,
+                    Block(p, memory, t, barriers, 0, false).collectors());
+    }
+    __syncwarp();
+    named_barrier_arrive(0, Traits::kThreads);
+  } else {
+    for (uint32_t c = threadIdx.x - 32; c < p.shares.channels; c += Traits::kThreads - 32) {
+      t.affines[c] = affine_of(p.weight, p.bias, c, p.affine_dtype);
+    }
+    named_barrier(0, Traits::kThreads);
+  }
   constexpr RowRegisters kRegisters = Traits::kRegisters;
   constexpr int kFirstCollector = kRowProducers, kFirstPublisher = kFirstCollector + kRowCollectors;
   constexpr int kFirstSummer = kFirstPublisher + kRowPublishers, kFirstWriter = kFirstSummer + Traits::kSummers / 32;

@@ -59,6 +59,8 @@ inline constexpr int kRowProducers = 2, kRowCollectors = 2, kRowPublishers = 4; 
 // Chunks that a producer has under way at a time. With more, or some on their way to L2 besides, loads only queue in
 // memory, the longer the further away a multiprocessor is, and a team waits for its last: 2 to 6% slower (H200).
 inline constexpr uint32_t kRowFlight = 3;
+// Samples whose words a block may tell before it knows the first one's statistics; a power of two.
+inline constexpr int kRowAhead = 4;
 inline constexpr int kRowPasses = 4;  // vectors of a chunk, of all tensors, that a thread handles
 // Chunks that writers have in registers, at most: those that leave a kernel without spills.
 inline constexpr int row_held(int tensors, int size) { return tensors == 1 ? 4 : size == 2 ? 5 : 6; }

@@ -58,7 +58,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.total_count = static_cast<float>(p.rows * per_row);
 
   // Entries of the summers, sums of a row's elements, pivots or sums of all samples, parameters, statistics.
-  const int64_t tables = int64_t(vec) * summers * 8 + elements * 16 + p.channels * 8 + p.groups * 16;
+  const int64_t tables = int64_t(vec) * summers * 8 + elements * 16 + p.channels * 8 + p.groups * 8 * kRowAhead;
   const int64_t slot = int64_t(p.tensor_bytes) * in.tensors;
   plan->smem_limit = static_cast<int>(in.smem_bytes) - 1024;
   const int64_t slots = std::min<int64_t>((plan->smem_limit - tables) / slot, kRowSlots);
