@@ -61,11 +61,15 @@ inline uint32_t team_lanes_log2(uint32_t blocks) {
   return log2;
 }
 
-// Words that the blocks clear themselves: a few for each thread that does, which takes as long as the first loads; a
-// memset for more. 0 where they do not.
+// Where the blocks clear their words themselves: a few for each thread that does, which takes as long as the first loads;
+// a memset for more. Launches that count blocks have a multiprocessor for each, and more than half of them.
 inline constexpr int64_t kClearedWords = 4;
-inline uint32_t words_cleared(int64_t words, int64_t blocks, int threads, int sm_count) {
-  return blocks * 2 > sm_count && words <= blocks * threads * kClearedWords ? static_cast<uint32_t>(words) : 0;
+template <typename Plan>
+void set_cleared(const ColumnPlanInput& in, int threads, Plan* plan) {
+  const int64_t blocks = int64_t(plan->shares.teams) * plan->shares.blocks;
+  if (blocks * 2 <= in.sm_count || plan->words > blocks * threads * kClearedWords) return;
+  plan->shares.cleared = static_cast<uint32_t>(plan->words);
+  if (plan->words > 0) plan->smem_bytes = std::max(plan->smem_bytes, static_cast<int>(in.smem_bytes / 2) + 1024);
 }
 
 // Whether there are shares of this choice.
@@ -137,9 +141,7 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   plan->smem_limit = static_cast<int>(in.smem_bytes) - 1024;
   plan->smem_bytes = static_cast<int>(std::min<int64_t>(p.data_bytes + tables, 1 << 30));
   plan->words = choice.cluster ? 0 : int64_t(p.slabs) * p.groups * p.blocks + (p.slabs + 1) / 2;
-  p.cleared = words_cleared(plan->words, int64_t(p.teams) * p.blocks, 32, in.sm_count);
-  // Launches that count blocks have a multiprocessor for each.
-  if (p.cleared > 0) plan->smem_bytes = std::max(plan->smem_bytes, static_cast<int>(in.smem_bytes / 2) + 1024);
+  set_cleared(in, 32, plan);
   return plan->smem_bytes + 1024 <= in.smem_bytes;
 }
 

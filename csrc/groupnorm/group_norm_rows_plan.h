@@ -77,7 +77,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.by_channels_per_group = divisor(p.channels_per_group);
   plan->smem_bytes = static_cast<int>(slots * slot + tables);
   plan->words = d.n * d.g * p.blocks + (d.n + 1) / 2;
-  p.cleared = words_cleared(plan->words, int64_t(p.teams) * p.blocks, kRowPublishers * 32, in.sm_count);
+  set_cleared(in, kRowPublishers * 32, plan);
   return true;
 }
 
