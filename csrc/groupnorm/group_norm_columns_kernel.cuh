@@ -452,11 +452,12 @@ struct ColumnBlock {
   // group of loads is committed at every step that a slot has part in, so the one that a step needs is always as far
   // back.
   __device__ __forceinline__ void run() {
-    start();
-    // The first warp clears words, which is done by the time that the first chunks are summed up.
+    // The first warp clears words, which is done by the time that the first chunk is there.
     const bool clears = d.cleared > 0 && tid < 32;
     uint32_t counted = 0;
-    if (clears) clear_words(p.words, d.cleared, tid, 32);
+    uint64_t seen[kClearedWords] = {};
+    if (clears) clear_words(p.words, d.cleared, tid, 32, seen);
+    start();
     find_groups();
     const uint32_t slabs = d.slabs_of(team), pending = min(d.chunks, uint32_t(kSlots)) - 1;
     const uint32_t rereads = d.chunks < kSlots ? 0 : d.chunks - kSlots - kHeld;
@@ -473,7 +474,7 @@ struct ColumnBlock {
         }
         wait(kHeld == 0 || t < kSlots + kRing ? pending : kRing - 1);
         if (t == 0 && u == 0 && clears) {
-          await_cleared(p.words, d.cleared, tid, 32);
+          await_cleared(p.words, tid, 32, seen);
           __syncwarp();
           if (tid == 0) counted = count_cleared();
         }

@@ -417,8 +417,9 @@ struct RowBlock {
   // Before the first of them.
   __device__ __forceinline__ void clear_all_words() const {
     if (d.cleared == 0) return;
-    clear_words(p.words, d.cleared, tid, kRowPublishThreads);
-    await_cleared(p.words, d.cleared, tid, kRowPublishThreads);
+    uint64_t seen[kClearedWords];
+    clear_words(p.words, d.cleared, tid, kRowPublishThreads, seen);
+    await_cleared(p.words, tid, kRowPublishThreads, seen);
     named_barrier(1, kRowPublishThreads);
     if (tid == 0) await_all_cleared(count_cleared());
     named_barrier(1, kRowPublishThreads);
@@ -493,10 +494,10 @@ struct RowBlock {
            first += collectors() >> d.team_lanes_log2) {
         const uint32_t g = first + (lane >> d.team_lanes_log2), count = g < d.groups ? own_words : 0;
         const uint64_t* const from = words + g * d.blocks;
-        uint64_t word[kTeamWords + 1];
-        load_words<kTeamWords>(from + member, lanes, count,
-                               d.rest_count > 0 && g < d.groups && member == 0 ? from + d.full_blocks : nullptr,
-                               pack_word(0.f, 0.f), word);
+        uint64_t word[kRowWords + 1];
+        load_words<kRowWords>(from + member, lanes, count,
+                              d.rest_count > 0 && g < d.groups && member == 0 ? from + d.full_blocks : nullptr,
+                              pack_word(0.f, 0.f), word);
         float2 sums = sums_of(count, word);
         sums.x = lanes_sum(sums.x, lanes);
         sums.y = lanes_sum(sums.y, lanes);

@@ -246,8 +246,9 @@ struct TileWalk {
   __device__ __forceinline__ void clear_words(uint64_t* words, uint64_t* cleared, int lane) const {
     if (shares.clears) {
       const uint32_t count = static_cast<uint32_t>(shares.dims.n * shares.dims.g) * (shares.parts + 1);
-      kgopt::clear_words(words, count, lane, 32);
-      await_cleared(words, count, lane, 32);
+      uint64_t seen[kClearedWords];
+      kgopt::clear_words(words, count, lane, 32, seen);
+      await_cleared(words, lane, 32, seen);
       __syncwarp();
       if (lane == 0) await_all_cleared(count_cleared());
       __syncwarp();

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "groupnorm_params.h"
+
 namespace kgopt {
 
 // Between looks for words; 30 to 300 took the same.
@@ -54,16 +56,27 @@ __device__ __forceinline__ void load_words(const uint64_t* from, uint32_t stride
 // at a time: a block needs a multiprocessor's shared memory for itself, and a grid that counts more than half of them.
 static __device__ uint32_t blocks_cleared;
 
-// Words hold anything at launch. These threads of every block clear the block's share of them and wait until it has
-// reached L2, where all blocks look: what reads as zero has. A memset in front of a launch takes 2 us.
-__device__ __forceinline__ void clear_words(uint64_t* words, uint32_t count, uint32_t thread, uint32_t threads) {
-  for (uint32_t i = blockIdx.x * threads + thread; i < count; i += gridDim.x * threads) store_word(words + i, 0);
+// Words hold anything at launch. These threads of every block clear the block's share of them, kClearedWords each at
+// most, and ask for them again, which await_cleared waits for: what reads as zero has reached L2, where all blocks
+// look. Asked for behind a block's first loads, it would come behind them, too (8 us). A memset in front takes 2 us.
+__device__ __forceinline__ void clear_words(uint64_t* words, uint32_t count, uint32_t thread, uint32_t threads,
+                                            uint64_t (&seen)[kClearedWords]) {
+  const uint32_t first = blockIdx.x * threads + thread, step = gridDim.x * threads;
+#pragma unroll
+  for (int k = 0; k < kClearedWords; ++k) {
+    if (first + k * step < count) store_word(words + first + k * step, 0);
+  }
+#pragma unroll
+  for (int k = 0; k < kClearedWords; ++k) {
+    seen[k] = 0;
+    if (first + k * step < count) seen[k] = load_word(words + first + k * step);
+  }
 }
-__device__ __forceinline__ void await_cleared(const uint64_t* words, uint32_t count, uint32_t thread,
-                                              uint32_t threads) {
-  for (uint32_t i = blockIdx.x * threads + thread; i < count; i += gridDim.x * threads) {
-    while (load_word(words + i) != 0) {
-    }
+__device__ __forceinline__ void await_cleared(const uint64_t* words, uint32_t thread, uint32_t threads,
+                                              uint64_t (&seen)[kClearedWords]) {
+#pragma unroll
+  for (int k = 0; k < kClearedWords; ++k) {
+    while (seen[k] != 0) seen[k] = load_word(words + (blockIdx.x + k * gridDim.x) * threads + thread);
   }
 }
 // Then one thread counts the block, and, before its first word, waits for all others. A released addition would wait
