@@ -1489,6 +1489,16 @@ def test_plan_group_norm_cluster_refuses(why, change):
     assert why in dev.plan_group_norm_cluster(**{**sizes, **change})["refusal"]
 
 
+def assert_clears_alone(p: dict, sm_count: int, threads: int) -> None:
+    """Blocks that clear words count each other: no two such launches may run at a time, and all words are cleared."""
+    blocks = p["teams"] * p["blocks"]
+    assert p["cleared"] in (0, p["words"])
+    if p["cleared"]:
+        assert 2 * blocks > sm_count
+        assert 2 * p["smem_bytes"] > 227 << 10
+        assert p["cleared"] <= 4 * threads * blocks
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     n=st.integers(1, 200),
@@ -1528,6 +1538,7 @@ def test_plan_group_norm_columns(n, groups, per_group, s, dtype, sm_count):
     else:
         assert p["teams"] * p["blocks"] <= sm_count
         assert p["words"] == p["slabs"] * p["groups"] * p["blocks"] + (p["slabs"] + 1) // 2
+    assert_clears_alone(p, sm_count, 32)
     # Every vector has its thread.
     assert p["columns"] * p["warps_per_row"] >= p["vectors"]
     assert p["columns"] * p["positions"] <= 32
@@ -1608,6 +1619,7 @@ def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chai
     assert p["rows"] * p["turns"] == s
     assert p["vectors"] * vec == c * p["turns"]
     assert p["words"] == n * groups * p["blocks"] + (n + 1) // 2
+    assert_clears_alone(p, sm_count, 128)
     # Every vector has its block, its thread and its chunk.
     assert p["blocks"] * p["share"] >= p["rows"]
     assert 1 <= p["walkers"] * p["vectors"] <= p["summers"] <= dev.ROW_WRITERS

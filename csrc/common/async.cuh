@@ -43,27 +43,26 @@ __device__ __forceinline__ bool barrier_test(uint64_t* barrier, uint32_t parity)
       : "memory");
   return done != 0;
 }
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+// With `nanoseconds`, where the wait is long, the thread sleeps up to so long at a time instead of taking issue slots
+// from the others.
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity, uint32_t nanoseconds = 0) {
   uint32_t done = 0;
   do {
-    asm volatile(
-        "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
-        " selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  } while (done == 0);
-}
-// The same where the wait is long: the thread sleeps meanwhile instead of taking issue slots from the others.
-__device__ __forceinline__ void barrier_wait_asleep(uint64_t* barrier, uint32_t parity) {
-  uint32_t done = 0;
-  do {
-    asm volatile(
-        "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2, %3;\n"
-        " selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity), "r"(1000000)
-        : "memory");
+    if (nanoseconds == 0) {  // known where this is inlined
+      asm volatile(
+          "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+          " selp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(shared_address(barrier)), "r"(parity)
+          : "memory");
+    } else {
+      asm volatile(
+          "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2, %3;\n"
+          " selp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(shared_address(barrier)), "r"(parity), "r"(nanoseconds)
+          : "memory");
+    }
   } while (done == 0);
 }
 

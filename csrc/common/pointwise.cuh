@@ -294,6 +294,17 @@ __device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSiz
   }
 }
 
+// The chain behind a norm whose results are rounded to T. SiLU of a coarse T takes three instructions instead of five.
+template <Chain kChain, typename T, int kSize>
+__device__ __forceinline__ void finish_chain(const ActChain& chain, acc_t<T> (&x)[kSize]) {
+  if constexpr (kChain == Chain::kSilu && kIsCoarse<T>) {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) x[j] = coarse_silu(x[j]);
+  } else {
+    apply_chain<kChain, kIsCoarse<T>>(chain, x);
+  }
+}
+
 // `by` times the chain's slopes at x; with kValues, x becomes the chain's values, and is undefined after otherwise.
 template <Chain kChain, bool kCoarse, bool kValues, typename Acc, int kSize>
 __device__ __forceinline__ void multiply_slopes(const ActChain& chain, Acc (&x)[kSize], Acc (&by)[kSize]) {

@@ -176,18 +176,30 @@ struct ColumnEdges {
   __device__ __forceinline__ int64_t before(int64_t channels) const {
     return offset == 0 ? 0 : kMost * channels - offset;
   }
-  // The thread's parts of vectors among positions begin to end: calls part(i), i the first element counted in the
-  // sample, which may be negative.
-  template <typename Part>
-  __device__ __forceinline__ void for_parts(int64_t begin, int64_t end, int walkers, int walker, int64_t c,
-                                            int64_t channel, int64_t length, Part part) const {
+  // The thread's parts of vectors among positions begin to end: calls part(is_own, from, xs, seconds) with the values
+  // of a vector at element `from`, those that are the sample's where is_own(j), and zeros.
+  template <int kInputs, int kSize, typename T, typename Part>
+  __device__ __forceinline__ void for_parts(const T* x, const T* second, int64_t begin, int64_t end, int walkers,
+                                            int walker, int64_t c, int64_t channel, int64_t length, Part part) const {
 #pragma unroll 1
     for (int64_t position = cuts_first(channel) ? 0 : full; position <= full; position += max(full, int64_t(1))) {
-      const int64_t i = position * c + channel - offset;
+      const int64_t i = position * c + channel - offset, from = origin + offset + i;  // i may be negative
       if (position < begin || position >= end || static_cast<uint32_t>(position - begin) % walkers != walker ||
           i >= length)
         continue;
-      part(i);
+      const auto is_own = [&](int j) { return i + j >= 0 && i + j < length; };
+      Vec<T, kSize> own{}, own_second{};
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        if (is_own(j)) {
+          own.v[j] = x[from + j];
+          if (kInputs == 2) own_second.v[j] = second[from + j];
+        }
+      }
+      acc_t<T> xs[kSize], seconds[kSize];
+      unpack(own, xs);
+      unpack(kInputs == 2 ? own_second : own, seconds);
+      part(is_own, from, xs, seconds);
     }
   }
   static constexpr int kMost = 8;  // elements of a vector
@@ -262,27 +274,16 @@ __global__ void __launch_bounds__(kTraverseThreads)
     if (kAhead) load();
   }
   if (a.length == 0) return;
-  edges.for_parts(begin, min(begin + slice_length, a.s), geometry.walkers, walker, a.c, channel, a.length,
-                  [&](int64_t i) {
-                    const auto is_own = [&](int j) { return i + j >= 0 && i + j < a.length; };
-                    const int64_t from = edges.origin + edges.offset + i;
-                    Vec<T, kSize> x{}, second{};
+  const auto apply_part = [&](auto is_own, int64_t from, auto& xs, auto& seconds) {
+    acc_t<T> y[kSize];
+    a.f.apply(each(coef), xs, seconds, y);
 #pragma unroll
-                    for (int j = 0; j < kSize; ++j) {
-                      if (is_own(j)) {
-                        x.v[j] = a.x[from + j];
-                        if (F::kInputs == 2) second.v[j] = a.second[from + j];
-                      }
-                    }
-                    acc_t<T> xs[kSize], seconds[kSize], y[kSize];
-                    unpack(x, xs);
-                    unpack(F::kInputs == 2 ? second : x, seconds);
-                    a.f.apply(each(coef), xs, seconds, y);
-#pragma unroll
-                    for (int j = 0; j < kSize; ++j) {
-                      if (is_own(j)) a.y[from + j] = from_acc<T>(y[j]);
-                    }
-                  });
+    for (int j = 0; j < kSize; ++j) {
+      if (is_own(j)) a.y[from + j] = from_acc<T>(y[j]);
+    }
+  };
+  edges.for_parts<F::kInputs, kSize>(a.x, a.second, begin, min(begin + slice_length, a.s), geometry.walkers, walker,
+                                     a.c, channel, a.length, apply_part);
 }
 
 inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
@@ -530,30 +531,20 @@ __global__ void __launch_bounds__(kTraverseThreads)
       at += kTraverseUnroll * step;
     }
     int more[kSize] = {};  // elements of parts of vectors
+    const auto add_part = [&](auto is_own, int64_t, auto& xs, auto& seconds) {
+      typename R::State before[kSize];
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) before[j] = state[j];
+      a.r.add(each(state), each(coef), xs, seconds);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        more[j] += is_own(j);
+        if (!is_own(j)) state[j] = before[j];
+      }
+    };
     if (a.length > 0) {
-      edges.for_parts(begin, end, geometry.walkers, walker, a.rows, channel, a.length, [&](int64_t i) {
-        const auto is_own = [&](int j) { return i + j >= 0 && i + j < a.length; };
-        const int64_t from = n * a.length + i;
-        Vec<T, kSize> x{}, second{};
-        typename R::State before[kSize];
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) {
-          before[j] = state[j];
-          if (is_own(j)) {
-            x.v[j] = a.x[from + j];
-            if (R::kInputs == 2) second.v[j] = a.second[from + j];
-          }
-        }
-        Acc xs[kSize], seconds[kSize];
-        unpack(x, xs);
-        unpack(R::kInputs == 2 ? second : x, seconds);
-        a.r.add(each(state), each(coef), xs, seconds);
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) {
-          more[j] += is_own(j);
-          if (!is_own(j)) state[j] = before[j];
-        }
-      });
+      edges.for_parts<R::kInputs, kSize>(a.x, a.second, begin, end, geometry.walkers, walker, a.rows, channel, a.length,
+                                         add_part);
     }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {

@@ -158,7 +158,7 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
   int stage = 0;
   uint32_t parity = 1;
   for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
-    barrier_wait_asleep(empty + stage, parity);
+    barrier_wait(empty + stage, parity, 1000000);
     uint32_t* const to_stage = smem + layout.halo + stage * position_stage_words(plan);
     const int first[3] = {cursor.d * plan.tile[0] * plan.step[0] + plan.origin[0],
                           cursor.h * plan.tile[1] * plan.step[1] + plan.origin[1],

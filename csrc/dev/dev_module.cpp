@@ -660,6 +660,7 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   out["threads"] = plan.threads;
   out["smem_bytes"] = plan.smem_bytes;
   out["words"] = plan.words;
+  out["cleared"] = plan.shares.cleared;
   out["slabs"] = p.slabs;
   out["slabs_per_sample"] = p.slabs_per_sample;
   out["teams"] = p.teams;
@@ -705,6 +706,7 @@ py::dict plan_row_shares(int64_t n, int64_t c, int64_t s, int64_t g, const std::
   const RowShares& p = plan.shares;
   out["smem_bytes"] = plan.smem_bytes;
   out["words"] = plan.words;
+  out["cleared"] = plan.shares.cleared;
   out["teams"] = p.teams;
   out["blocks"] = p.blocks;
   out["rows"] = p.rows;

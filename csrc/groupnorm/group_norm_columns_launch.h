@@ -16,7 +16,7 @@ Status launch_columns(const char* name, void (*kernel)(Params), int threads, con
   if (error == cudaSuccess && plan.cluster && p.shares.blocks > 8) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
-  if (error == cudaSuccess && p.words) {
+  if (error == cudaSuccess && p.words && p.shares.cleared == 0) {
     error = cudaMemsetAsync(p.words, 0, plan.words * sizeof(uint64_t), stream);
   }
   cudaLaunchAttribute attribute{};

@@ -28,6 +28,7 @@ struct ColumnShares {
   uint32_t rows = 0;               // of a sample
   uint32_t share = 0;              // rows of a block
   int64_t pitch = 0;               // elements from row to row
+  uint32_t cleared = 0;            // words, where the kernel clears them itself
   uint32_t ahead = 0;              // whether the next slab comes to L2 before it has slots
   uint32_t chunks = 0;             // of a share: kColumnPasses passes over the block's threads each
   uint32_t held = 0;               // the first of them may stay in registers: none or kColumnHeld

@@ -55,10 +55,20 @@ inline ColumnDivisor divisor(uint32_t d) {
 }
 
 // The fewest lanes that ask for a group's words of so many blocks at once.
-inline uint32_t team_lanes_log2(uint32_t blocks) {
+inline uint32_t team_lanes_log2(uint32_t blocks, int words) {
   uint32_t log2 = 0;
-  while (log2 < 5 && uint32_t(kTeamWords) << log2 < blocks) ++log2;
+  while (log2 < 5 && uint32_t(words) << log2 < blocks) ++log2;
   return log2;
+}
+
+// Where the blocks clear their words themselves. Launches that count blocks have a multiprocessor for each, and more
+// than half of them.
+template <typename Plan>
+void set_cleared(const ColumnPlanInput& in, int threads, Plan* plan) {
+  const int64_t blocks = int64_t(plan->shares.teams) * plan->shares.blocks;
+  if (blocks * 2 <= in.sm_count || plan->words > blocks * threads * kClearedWords) return;
+  plan->shares.cleared = static_cast<uint32_t>(plan->words);
+  if (plan->words > 0) plan->smem_bytes = std::max(plan->smem_bytes, static_cast<int>(in.smem_bytes / 2) + 1024);
 }
 
 // Whether there are shares of this choice.
@@ -108,7 +118,7 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   p.block_lanes_log2 = log2_below(int64_t(p.group_runs) * p.walkers, 5);
   p.lanes_walkers = (1u << p.block_lanes_log2) / p.group_runs;
   p.lanes_runs = (1u << p.block_lanes_log2) % p.group_runs;
-  p.team_lanes_log2 = choice.cluster ? log2_below(p.blocks, 5) : team_lanes_log2(p.blocks);
+  p.team_lanes_log2 = choice.cluster ? log2_below(p.blocks, 5) : team_lanes_log2(p.blocks, kTeamWords);
   const double per_row = double(p.channels_per_group) * p.turns;
   p.full_blocks = p.rows / p.share;
   p.full_count = static_cast<float>(p.share * per_row);
@@ -130,6 +140,7 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   plan->smem_limit = static_cast<int>(in.smem_bytes) - 1024;
   plan->smem_bytes = static_cast<int>(std::min<int64_t>(p.data_bytes + tables, 1 << 30));
   plan->words = choice.cluster ? 0 : int64_t(p.slabs) * p.groups * p.blocks + (p.slabs + 1) / 2;
+  set_cleared(in, 32, plan);
   return plan->smem_bytes + 1024 <= in.smem_bytes;
 }
 

@@ -22,7 +22,8 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses;
   static constexpr bool kCoarse = kIsCoarse<T>, kStoresDz = Traits::kStoresDz;
-  using Rows::channel_of, Rows::d, Rows::group0, Rows::group_of, Rows::lane, Rows::p, Rows::parity_of, Rows::rank;
+  using Rows::channel_of, Rows::d, Rows::group0, Rows::group_of, Rows::lane, Rows::p, Rows::parity_of, Rows::turn_of,
+      Rows::rank;
   using Rows::RowBlock, Rows::s, Rows::samples, Rows::tables, Rows::tid;
 
   __device__ __forceinline__ uint32_t dy_at() const { return d.tensor_bytes / sizeof(T); }
@@ -44,34 +45,55 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
     return c;
   }
 
-  __device__ __forceinline__ void sum_up() const {
+  // A thread's sums of dz and of dz times the distance from the mean over its vectors of a sample.
+  template <bool kShared>
+  __device__ __forceinline__ void sum_sample(const Channels& c, RowSlot* slot, uint32_t half, float (&dz)[kVec],
+                                             float (&dz_d)[kVec]) const {
     const uint32_t step = this->step();
+    this->template for_each_summed<kShared>(
+        slot,
+        [&](uint32_t t, uint32_t k, uint32_t left) {
+#pragma unroll
+          for (int i = 0; i < Traits::kSumPasses; ++i) {
+            if (i >= left) continue;
+            T* const from = this->place(k) + i * step;
+            float x[kVec], dy[kVec];
+            values_of<Traits::kPre>(load_vec<T, kVec>(from), p.pre_act, x);
+            unpack(load_vec<T, kVec>(from + dy_at()), dy);
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) x[j] -= c.mean[j];
+            make_dz<Traits::kAct, kCoarse>(p.act, x, dy, [&](int j) { return make_float2(c.scale[j], c.bias[j]); });
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) {
+              dz[j] += dy[j];
+              dz_d[j] += dy[j] * x[j];
+            }
+            if (kStoresDz && t >= d.rereads + d.held) store_vec<T, kVec>(from + dy_at(), pack<T, kVec>(dy));
+          }
+          return __float_as_uint(dz_d[0]);
+        },
+        half);
+  }
+  __device__ __forceinline__ void sum_up() const {
     RowSlot slot;
     for (uint32_t u = 0; u < samples; ++u) {
       const Channels c = channels_of(u);
       float dz[kVec] = {}, dz_d[kVec] = {};
-      this->for_each_summed(&slot, [&](uint32_t t, uint32_t k, uint32_t left) {
-#pragma unroll
-        for (int i = 0; i < Traits::kSumPasses; ++i) {
-          if (i >= left) continue;
-          T* const from = this->place(k) + i * step;
-          float x[kVec], dy[kVec];
-          values_of<Traits::kPre>(load_vec<T, kVec>(from), p.pre_act, x);
-          unpack(load_vec<T, kVec>(from + dy_at()), dy);
-#pragma unroll
-          for (int j = 0; j < kVec; ++j) x[j] -= c.mean[j];
-          make_dz<Traits::kAct, kCoarse>(p.act, x, dy, [&](int j) { return make_float2(c.scale[j], c.bias[j]); });
-#pragma unroll
-          for (int j = 0; j < kVec; ++j) {
-            dz[j] += dy[j];
-            dz_d[j] += dy[j] * x[j];
-          }
-          if (kStoresDz && t >= d.rereads + d.held) store_vec<T, kVec>(from + dy_at(), pack<T, kVec>(dy));
-        }
-        return __float_as_uint(dz_d[0]);
-      });
+      sum_sample<false>(c, &slot, 0, dz, dz_d);
       this->write_entries(u, dz, dz_d);
     }
+  }
+  // The block's only sample, by summers and writers.
+  __device__ __forceinline__ void sum_and_write(uint32_t half) const {
+    const Channels c = channels_of(0);
+    RowSlot slot, again;
+    float dz[kVec] = {}, dz_d[kVec] = {};
+    sum_sample<true>(c, &slot, half, dz, dz_d);
+    this->write_entries_shared(dz, dz_d, half);
+    gather(kRowCollectThreads + half * kRowWriters + tid);
+    barrier_wait(&s.ready[0], 0);
+    __syncwarp();
+    write_sample<true>(c, 0, &again, half, store_policy(p.streaming_stores), [](const float2(&)[kVec]) {});
   }
 
   // The block's sums of dz weight and of dz weight xhat of its groups, and of dz and dz xhat of its channels.
@@ -122,10 +144,10 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
   __device__ __forceinline__ void gather(uint32_t collector) const {
     this->collect(
         collector,
-        [](uint32_t, const uint64_t (&word)[kTeamWords + 1]) {
-          float2 sum = unpack_signed_word(word[kTeamWords]);
+        [](uint32_t, const uint64_t (&word)[kRowWords + 1]) {
+          float2 sum = unpack_signed_word(word[kRowWords]);
 #pragma unroll
-          for (int k = 0; k < kTeamWords; ++k) {
+          for (int k = 0; k < kRowWords; ++k) {
             const float2 v = unpack_signed_word(word[k]);
             sum.x += v.x;
             sum.y += v.y;
@@ -138,6 +160,47 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
         });
   }
 
+  // dx from one vector of x and one of dy, or of dz.
+  template <bool kIsDz>
+  __device__ __forceinline__ void write_vector(const Channels& c, const float2 (&terms)[kVec], T* to,
+                                               const Vec<T, kVec>& from_x, const Vec<T, kVec>& from_dy,
+                                               uint64_t policy) const {
+    float x[kVec], dy[kVec];
+    unpack(from_x, x);
+    unpack(from_dy, dy);
+    make_dx<Traits::kPre, Traits::kAct, kCoarse, kIsDz>(
+        p.pre_act, p.act, x, dy, [&](int j) { return c.mean[j]; },
+        [&](int j) { return make_float2(c.scale[j], c.bias[j]); }, [&](int j) { return terms[j]; });
+    store_values<T, kVec>(to, x, policy);
+  }
+  // What registers hold is written between what stayed and what comes again: write_held(terms).
+  template <bool kShared, typename WriteHeld>
+  __device__ __forceinline__ void write_sample(const Channels& c, uint32_t u, RowSlot* again, uint32_t half,
+                                               uint64_t policy, WriteHeld write_held) const {
+    const uint32_t step = this->step();
+    T* const dx = static_cast<T*>(p.dx);
+    float2 terms[kVec];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) terms[j] = this->stats(u)[group_of(j)];
+    barrier_arrive(&s.taken[turn_of(u)]);
+    const auto write_slot = [&](int64_t first, uint32_t k, uint32_t left, auto is_dz) {
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        if (i >= left) continue;
+        const T* const from = this->place(k) + i * step;
+        write_vector<decltype(is_dz)::value>(c, terms, dx + first + i * step, load_vec<T, kVec>(from),
+                                             load_vec<T, kVec>(from + dy_at()), policy);
+      }
+    };
+    this->template for_each_kept<kShared>(
+        u,
+        [&](int64_t first, uint32_t k, uint32_t left) { write_slot(first, k, left, std::bool_constant<kStoresDz>()); },
+        half);
+    write_held(terms);
+    this->template for_each_again<kShared>(
+        u, again, [&](int64_t first, uint32_t k, uint32_t left) { write_slot(first, k, left, std::false_type()); },
+        half);
+  }
   __device__ __forceinline__ void write() const {
     const uint32_t step = this->step();
     const uint64_t policy = store_policy(p.streaming_stores);
@@ -156,42 +219,19 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
         return any_bits(held_x[h]) ^ any_bits(held_dy[h]);
       });
       const Channels c = channels_of(u);
-      barrier_wait(&s.ready[u & 1], parity_of(u));
+      barrier_wait(&s.ready[turn_of(u)], parity_of(u));
       __syncwarp();
-      float2 terms[kVec];
+      write_sample<false>(c, u, &again, 0, policy, [&](const float2(&terms)[kVec]) {
+        this->for_each_held(u, [&](int64_t first, int h, uint32_t left) {
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) terms[j] = this->stats(u)[group_of(j)];
-      barrier_arrive(&s.taken[u & 1]);
-      T* const dx = static_cast<T*>(p.dx);
-      // With is_dz, what lies in dy's place is dz.
-      const auto write = [&](T* to, const Vec<T, kVec>& from_x, const Vec<T, kVec>& from_dy, auto is_dz) {
-        float x[kVec], dy[kVec];
-        unpack(from_x, x);
-        unpack(from_dy, dy);
-        make_dx<Traits::kPre, Traits::kAct, kCoarse, decltype(is_dz)::value>(
-            p.pre_act, p.act, x, dy, [&](int j) { return c.mean[j]; },
-            [&](int j) { return make_float2(c.scale[j], c.bias[j]); }, [&](int j) { return terms[j]; });
-        store_values<T, kVec>(to, x, policy);
-      };
-      const auto write_slot = [&](int64_t first, uint32_t k, uint32_t left, auto is_dz) {
-#pragma unroll
-        for (int i = 0; i < kPasses; ++i) {
-          if (i >= left) continue;
-          const T* const from = this->place(k) + i * step;
-          write(dx + first + i * step, load_vec<T, kVec>(from), load_vec<T, kVec>(from + dy_at()), is_dz);
-        }
-      };
-      this->for_each_kept(u, [&](int64_t first, uint32_t k, uint32_t left) {
-        write_slot(first, k, left, std::bool_constant<kStoresDz>());
+          for (int i = 0; i < kPasses; ++i) {
+            if (i < left) {
+              write_vector<false>(c, terms, static_cast<T*>(p.dx) + first + i * step, held_x[h][i], held_dy[h][i],
+                                  policy);
+            }
+          }
+        });
       });
-      this->for_each_held(u, [&](int64_t first, int h, uint32_t left) {
-#pragma unroll
-        for (int i = 0; i < kPasses; ++i) {
-          if (i < left) write(dx + first + i * step, held_x[h][i], held_dy[h][i], std::false_type());
-        }
-      });
-      this->for_each_again(
-          u, &again, [&](int64_t first, uint32_t k, uint32_t left) { write_slot(first, k, left, std::false_type()); });
     }
   }
 };

@@ -17,7 +17,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
   using T = typename Traits::T;
   static constexpr int kVec = Traits::kVec, kPasses = Traits::kPasses;
   static constexpr bool kFolds = Traits::kFolds;
-  using Rows::active, Rows::channel_of, Rows::d, Rows::group0, Rows::lane, Rows::p, Rows::parity_of;
+  using Rows::active, Rows::channel_of, Rows::d, Rows::group0, Rows::lane, Rows::p, Rows::parity_of, Rows::turn_of;
   using Rows::RowBlock, Rows::s, Rows::samples, Rows::tables, Rows::tid;
 
   // Of what one thread sees of each of its channels, relative to the same pivot as the block's other threads: the
@@ -137,9 +137,9 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
     float origin = 0.f;
     this->collect(
         collector,
-        [&](uint32_t count, const uint64_t (&word)[kTeamWords + 1]) {
-          return sum_moments<kTeamWords>(word, count, has_rest, 1u << d.team_lanes_log2, d.full_count, d.rest_count,
-                                         &origin);
+        [&](uint32_t count, const uint64_t (&word)[kRowWords + 1]) {
+          return sum_moments<kRowWords>(word, count, has_rest, 1u << d.team_lanes_log2, d.full_count, d.rest_count,
+                                        &origin);
         },
         [&](uint32_t u, uint32_t g, float2 sums) {
           const float to_mean = sums.x / d.total_count, rest = sums.y - sums.x * to_mean;
@@ -177,7 +177,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
       if constexpr (!kFolds) v[j] -= c.mean[j];
       v[j] = v[j] * c.scale[j] + c.shift[j];
     }
-    apply_chain<Traits::kAct, kIsCoarse<T>>(p.act, v);
+    finish_chain<Traits::kAct, T>(p.act, v);
     if constexpr (kAddInput) {
       float x[kVec];
       unpack(input, x);
@@ -212,10 +212,10 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
         load(k, left, held[h]);
         return any_bits(held[h]);
       });
-      barrier_wait(&s.ready[u & 1], parity_of(u));
+      barrier_wait(&s.ready[turn_of(u)], parity_of(u));
       __syncwarp();
       const Coefficients c = coefficients(u);
-      barrier_arrive(&s.taken[u & 1]);
+      barrier_arrive(&s.taken[turn_of(u)]);
       T* const y = static_cast<T*>(p.y);
       const auto write = [&](int64_t first, uint32_t left, const Vec<T, kVec>(&input)[kPasses]) {
 #pragma unroll

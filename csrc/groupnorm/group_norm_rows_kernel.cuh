@@ -43,20 +43,22 @@ struct RowTraits {
   static constexpr bool kStoresDz = kTensors == 2 && (kAct == Chain::kSilu || kAct == Chain::kAny);
   static constexpr bool kActs16 = kTensors == 2 && sizeof(T) == 2 && kAct != Chain::kNone;
   static constexpr int kHeld = !kHolds ? 0 : row_held(kTensors, sizeof(T)) - (kActs16 ? 2 : 0);
+  // Whether summers and writers may take over each other's work.
+  static constexpr bool kShares = kTensors == 2 && !kHolds;
   static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters
                                              : kActs16     ? kRowActBwdRegisters
                                                            : kRowBwdRegisters;
 };
 
-// Those of two take turns from sample to sample. The slots of chunks that come again follow those of the others.
+// Those of kRowAhead take turns from sample to sample. The slots of chunks that come again follow those of the others.
 struct RowBarriers {
   uint64_t loaded[kRowSlots], freed[kRowSlots];
-  uint64_t summed, drained;     // entries are there, and have been read
-  uint64_t published[2];        // the block's words of a sample are under way
-  uint64_t told[2];             // so have all of the team's blocks
-  uint64_t ready[2], taken[2];  // statistics are there, and have been read
-  uint32_t samples_told;        // whose words the block has told
-  uint32_t chunks_again;        // that came again
+  uint64_t summed, drained;                     // entries are there, and have been read
+  uint64_t published[kRowAhead];                // the block's words of a sample are under way
+  uint64_t told[kRowAhead];                     // so have all of the team's blocks
+  uint64_t ready[kRowAhead], taken[kRowAhead];  // statistics are there, and have been read
+  uint32_t samples_told;                        // whose words the block has told
+  uint32_t chunks_again;                        // that came again
 };
 
 // Shared memory after the slots.
@@ -64,7 +66,7 @@ struct RowTables {
   float2* entries;  // [elements of a vector][summers]
   float2* sums;     // [elements of a row], the block's of a sample
   float2* affines;  // [channels] weight, bias
-  float2* stats;    // [2][groups] mean and rstd; in the backward what is taken off
+  float2* stats;    // [kRowAhead][groups] mean and rstd; in the backward what is taken off
   union {
     float* pivots;   // [channels], of the forward: what its sums are relative to
     float2* totals;  // [elements of a row], of the backward: the block's sums of all samples
@@ -148,7 +150,9 @@ struct RowBlock {
     return {use - round * d.slots, round & 1};
   }
 
-  static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u >> 1 & 1; }
+  // Which of kRowAhead barriers is sample u's, and the parity of its phase.
+  static __device__ __forceinline__ uint32_t turn_of(uint32_t u) { return u % kRowAhead; }
+  static __device__ __forceinline__ uint32_t parity_of(uint32_t u) { return u / kRowAhead & 1; }
 
   // Where summers write into slots, too, writers free a slot lane by lane: compute-sanitizer orders an arrival with its
   // own thread's reads only. Where writers hold chunks, they and the summers arrive for a half of a slot each if both
@@ -186,9 +190,11 @@ struct RowBlock {
     return base(u) + tid * kVec + int64_t(t) * chunk_elements();
   }
   // What summers do with each chunk of a sample: add(t, slot, left) gives something that depends on all that it read.
-  template <typename Add>
-  __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add) const {
-    for (uint32_t t = 0; t < d.chunks; ++t, slot->next(d.slots)) {
+  // With shared(), and so below, of every second chunk, `half` says which.
+  template <bool kShared = false, typename Add>
+  __device__ __forceinline__ void for_each_summed(RowSlot* slot, Add add, uint32_t half = 0) const {
+    if (half > 0) slot->next(d.slots);
+    for (uint32_t t = half; t < d.chunks; t += kShared ? 2 : 1, advance<kShared>(slot, d.slots)) {
       await_chunk(*slot);
       const uint32_t seen = add(t, slot->k, left_of(t));
       if (t < d.held) {
@@ -197,6 +203,11 @@ struct RowBlock {
         free_slot<Traits::kSummers>(slot->k, seen);
       }
     }
+  }
+  template <bool kShared>
+  static __device__ __forceinline__ void advance(RowSlot* slot, uint32_t slots) {
+    slot->next(slots);
+    if (kShared) slot->next(slots);
   }
   __device__ __forceinline__ uint32_t chunk_again(uint32_t i) const {
     return d.held + (d.backwards ? d.rereads - 1 - i : i);
@@ -214,11 +225,11 @@ struct RowBlock {
     }
   }
   // and once they know them: with those that have stayed in slots, write(first element, slot, left),
-  template <typename Write>
-  __device__ __forceinline__ void for_each_kept(uint32_t u, Write write) const {
-    const uint32_t first = d.rereads + d.held;
+  template <bool kShared = false, typename Write>
+  __device__ __forceinline__ void for_each_kept(uint32_t u, Write write, uint32_t half = 0) const {
+    const uint32_t kept = d.rereads + d.held, first = kept + (kShared ? kept + half & 1 : 0);
     RowSlot slot = slot_at(u * d.chunks + first);
-    for (uint32_t t = first; t < d.chunks; ++t, slot.next(d.slots)) {
+    for (uint32_t t = first; t < d.chunks; t += kShared ? 2 : 1, advance<kShared>(&slot, d.slots)) {
       await_chunk(slot);
       write(first_of(u, t), slot.k, left_of(t));
       free_slot<kRowWriters>(slot.k, 0);
@@ -236,12 +247,13 @@ struct RowBlock {
     }
   }
   // and those that come again.
-  template <typename Write>
-  __device__ __forceinline__ void for_each_again(uint32_t u, RowSlot* again, Write write) const {
+  template <bool kShared = false, typename Write>
+  __device__ __forceinline__ void for_each_again(uint32_t u, RowSlot* again, Write write, uint32_t half = 0) const {
     if (d.again_slots == 0) *again = slot_at(d.chunks);
     const uint32_t first_slot = d.again_slots > 0 ? d.slots : 0,
                    slots_again = d.again_slots > 0 ? d.again_slots : d.slots;
-    for (uint32_t i = 0; i < d.rereads; ++i, again->next(slots_again)) {
+    if (half > 0) again->next(slots_again);
+    for (uint32_t i = half; i < d.rereads; i += kShared ? 2 : 1, advance<kShared>(again, slots_again)) {
       const uint32_t t = chunk_again(i);
       const RowSlot slot{first_slot + again->k, again->parity};
       await_chunk(slot);
@@ -318,6 +330,25 @@ struct RowBlock {
   static __device__ __forceinline__ uint32_t load_counter(uint32_t* p) { return atomicAdd_block(p, 0); }
   static __device__ __forceinline__ void increment(uint32_t* p) { atomicAdd_block(p, 1); }
 
+  // The same sums of both halves, where chunks are shared.
+  __device__ __forceinline__ void write_entries_shared(float (&a)[kVec], float (&b)[kVec], uint32_t half) const {
+    constexpr int kBarrier = 2;
+    __syncwarp();
+    if (half > 0) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) tables.entries[j * Traits::kSummers + tid] = make_float2(a[j], b[j]);
+      named_barrier_arrive(kBarrier, 2 * kRowWriters);
+      return;
+    }
+    named_barrier(kBarrier, 2 * kRowWriters);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const float2 other = tables.entries[j * Traits::kSummers + tid];
+      a[j] += other.x;
+      b[j] += other.y;
+    }
+    write_entries(0, a, b);
+  }
   // The summers' end of a sample: their sums, to the block's table.
   __device__ __forceinline__ void write_entries(uint32_t u, const float (&a)[kVec], const float (&b)[kVec]) const {
     __syncwarp();
@@ -383,6 +414,16 @@ struct RowBlock {
       f(turn * d.channels + c, c);
     }
   }
+  // Before the first of them.
+  __device__ __forceinline__ void clear_all_words() const {
+    if (d.cleared == 0) return;
+    uint64_t seen[kClearedWords];
+    clear_words(p.words, d.cleared, tid, kRowPublishThreads, seen);
+    await_cleared(p.words, tid, kRowPublishThreads, seen);
+    named_barrier(1, kRowPublishThreads);
+    if (tid == 0) await_all_cleared(count_cleared());
+    named_barrier(1, kRowPublishThreads);
+  }
   // The block's word of each group: word_of(g, lanes, member) is called by all lanes.
   template <typename WordOf>
   __device__ __forceinline__ void tell(uint32_t u, WordOf word_of) const {
@@ -396,10 +437,10 @@ struct RowBlock {
     __syncwarp();
     if (tid == 0) atomicAdd(told_of(u), 1);  // more of them would queue, one behind the other
     barrier_arrive(&s.drained);
-    // No more than two samples ahead of the collectors: a phase that these have not seen must not end twice.
-    barrier_wait(&s.ready[u & 1], parity_of(u) ^ 1);
+    // No more than kRowAhead samples ahead of the collectors: a phase that these have not seen must not end twice.
+    barrier_wait(&s.ready[turn_of(u)], parity_of(u) ^ 1);
     __syncwarp();
-    barrier_arrive(&s.published[u & 1]);
+    barrier_arrive(&s.published[turn_of(u)]);
     if (tid == 0) increment(&s.samples_told);
   }
 
@@ -415,44 +456,54 @@ struct RowBlock {
     return block < d.full_blocks ? d.full_count : block == d.full_blocks ? d.rest_count : 0.f;
   }
 
-  __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + (u & 1) * d.groups; }
+  __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + turn_of(u) * d.groups; }
 
-  // Threads that collect. The summers of a block's only sample have nothing else to do.
+  // Whether summers and writers do everything together: a block's only sample is first summed up, then written, and
+  // half of their warps would idle.
+  __device__ __forceinline__ bool shared() const { return Traits::kShares && samples == 1; }
+  // Whether a warp's lanes are enough for all words of a sample: then each collecting warp has samples of its own.
+  __device__ __forceinline__ bool collects_in_turns() const {
+    return samples > 1 && d.groups << d.team_lanes_log2 <= 32;
+  }
+  // Threads that collect a sample's words. The summers of a block's only sample have nothing else to do.
   __device__ __forceinline__ uint32_t collectors() const {
-    return kRowCollectThreads + (samples == 1 ? Traits::kSummers : 0);
+    if (collects_in_turns()) return 32;
+    return kRowCollectThreads + (samples == 1 ? Traits::kSummers : 0) + (shared() ? kRowWriters : 0);
   }
   // sums_of(count, words) gives a lane's sums of a group over the words of `count` blocks that have a full share, and
   // of the block that has the rest; finish(u, g, sums) is called by a group's first lane.
   template <typename SumsOf, typename Finish>
-  __device__ __forceinline__ void collect(uint32_t collector, SumsOf sums_of, Finish finish) const {
+  __device__ __forceinline__ void collect(uint32_t thread, SumsOf sums_of, Finish finish) const {
+    const uint32_t turns = collects_in_turns() ? kRowCollectors : 1, turn = turns > 1 ? thread / 32 : 0;
+    const uint32_t collector = thread - turn * 32;
     const uint32_t lanes = 1u << d.team_lanes_log2, member = collector & (lanes - 1);
     const uint32_t own_words = d.full_blocks > member ? ((d.full_blocks - member - 1) >> d.team_lanes_log2) + 1 : 0;
-    for (uint32_t u = 0; u < samples; ++u) {
+    for (uint32_t u = turn; u < samples; u += turns) {
       // Looks before that, or for the words themselves, would keep their lines busy for the others.
-      barrier_wait(&s.published[u & 1], parity_of(u));
-      barrier_wait(&s.taken[u & 1], parity_of(u) ^ 1);
+      barrier_wait(&s.published[turn_of(u)], parity_of(u));
+      barrier_wait(&s.taken[turn_of(u)], parity_of(u) ^ 1);
       __syncwarp();
       if (collector == 0) {
         await_told(told_of(u), d.blocks);
-        barrier_arrive(&s.told[u & 1]);
+        barrier_arrive(&s.told[turn_of(u)]);
       }
-      barrier_wait(&s.told[u & 1], parity_of(u));
+      barrier_wait(&s.told[turn_of(u)], parity_of(u));
       __syncwarp();
       const uint64_t* const words = p.words + group0(u) * d.blocks;
       for (uint32_t first = collector / 32 * 32 >> d.team_lanes_log2; first < d.groups;
            first += collectors() >> d.team_lanes_log2) {
         const uint32_t g = first + (lane >> d.team_lanes_log2), count = g < d.groups ? own_words : 0;
         const uint64_t* const from = words + g * d.blocks;
-        uint64_t word[kTeamWords + 1];
-        load_words<kTeamWords>(from + member, lanes, count,
-                               d.rest_count > 0 && g < d.groups && member == 0 ? from + d.full_blocks : nullptr,
-                               pack_word(0.f, 0.f), word);
+        uint64_t word[kRowWords + 1];
+        load_words<kRowWords>(from + member, lanes, count,
+                              d.rest_count > 0 && g < d.groups && member == 0 ? from + d.full_blocks : nullptr,
+                              pack_word(0.f, 0.f), word);
         float2 sums = sums_of(count, word);
         sums.x = lanes_sum(sums.x, lanes);
         sums.y = lanes_sum(sums.y, lanes);
         if (g < d.groups && member == 0) finish(u, g, sums);
       }
-      barrier_arrive(&s.ready[u & 1]);
+      barrier_arrive(&s.ready[turn_of(u)]);
     }
   }
 };
@@ -463,7 +514,7 @@ __device__ __forceinline__ void init_barriers(RowBarriers* barriers, uint32_t sl
     barrier_init(&barriers->loaded[k], 1);
     barrier_init(&barriers->freed[k], freeing);
   }
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kRowAhead; ++i) {
     barrier_init(&barriers->published[i], kRowPublishThreads);
     barrier_init(&barriers->told[i], 1);
     barrier_init(&barriers->ready[i], collectors);
@@ -480,15 +531,20 @@ template <typename Block, typename Params, int kTensors>
 __device__ __forceinline__ void run_roles(const Params& p, char* memory, const RowTables& t, RowBarriers& barriers,
                                           const void* const (&tensors)[kTensors]) {
   using Traits = typename Block::Traits;
-  if (threadIdx.x == 0) {
-    init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing, Traits::kSummers,
-                  Block(p, memory, t, barriers, 0, false).collectors());
-  }
-  for (uint32_t c = threadIdx.x; c < p.shares.channels; c += Traits::kThreads) {
-    t.affines[c] = affine_of(p.weight, p.bias, c, p.affine_dtype);
-  }
-  __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp == 0) {  // which goes on to load: nobody's parameters hold that up
+    if (threadIdx.x == 0) {
+      init_barriers(&barriers, p.shares.slots + p.shares.again_slots, Block::kFreeing, Traits::kSummers,
+                    Block(p, memory, t, barriers, 0, false).collectors());
+    }
+    __syncwarp();
+    named_barrier_arrive(0, Traits::kThreads);
+  } else {
+    for (uint32_t c = threadIdx.x - 32; c < p.shares.channels; c += Traits::kThreads - 32) {
+      t.affines[c] = affine_of(p.weight, p.bias, c, p.affine_dtype);
+    }
+    named_barrier(0, Traits::kThreads);
+  }
   constexpr RowRegisters kRegisters = Traits::kRegisters;
   constexpr int kFirstCollector = kRowProducers, kFirstPublisher = kFirstCollector + kRowCollectors;
   constexpr int kFirstSummer = kFirstPublisher + kRowPublishers, kFirstWriter = kFirstSummer + Traits::kSummers / 32;
@@ -510,12 +566,19 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
     }
   } else if (warp < kFirstSummer) {
     if constexpr (kDeals) set_registers<kRegisters.publishers, false>();
+    block.clear_all_words();
     block.publish();
   } else if (warp < kFirstWriter) {
     if constexpr (kDeals) set_registers<kRegisters.summers, false>();
+    if constexpr (Traits::kShares) {
+      if (block.shared()) return block.sum_and_write(0);
+    }
     block.sum_up();
     if (block.samples == 1) block.gather(kRowCollectThreads + block.tid);
   } else {
+    if constexpr (Traits::kShares) {
+      if (block.shared()) return block.sum_and_write(1);
+    }
     if constexpr (kDeals) set_registers<kRegisters.writers, true>();
     block.write();
   }

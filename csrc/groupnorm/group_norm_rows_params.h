@@ -25,6 +25,7 @@ struct RowShares {
   uint32_t slots = 0, again_slots = 0;  // of chunks that come for the first time, and again
   uint32_t held = 0;                    // of those that stay, the first are in the writers' registers
   uint32_t distance = 0;                // chunks from one that comes to one that comes again, at most; 0: any
+  uint32_t cleared = 0;                 // words, where the kernel clears them itself
   uint32_t nothing = 0;                 // 0, which the compiler does not know
   bool backwards = false;               // the last come again first: those are in L2 of a sample that is larger
   uint32_t tensor_bytes = 0;            // of a slot for each tensor
@@ -40,7 +41,8 @@ struct RowShares {
 
 struct GroupNormRowsFwdParams : GroupNormFwdArgs {
   RowShares shares;
-  uint64_t* words = nullptr;  // zero at launch: [samples][groups][blocks] (words.cuh) moments; counts, see RowBlock
+  uint64_t* words =
+      nullptr;  // zero at launch or cleared: [samples][groups][blocks] (words.cuh) moments; counts, see RowBlock
 };
 
 struct GroupNormRowsBwdParams : GroupNormBwdArgs {
@@ -57,6 +59,10 @@ inline constexpr int kRowProducers = 2, kRowCollectors = 2, kRowPublishers = 4; 
 // Chunks that a producer has under way at a time. With more, or some on their way to L2 besides, loads only queue in
 // memory, the longer the further away a multiprocessor is, and a team waits for its last: 2 to 6% slower (H200).
 inline constexpr uint32_t kRowFlight = 3;
+// Samples whose words a block may tell before it knows the first one's statistics; a power of two.
+inline constexpr int kRowAhead = 4;
+// Words of a group that a lane has under way at a time: of a team of all multiprocessors and eight groups all.
+inline constexpr int kRowWords = 9;
 inline constexpr int kRowPasses = 4;  // vectors of a chunk, of all tensors, that a thread handles
 // Chunks that writers have in registers, at most: those that leave a kernel without spills.
 inline constexpr int row_held(int tensors, int size) { return tensors == 1 ? 4 : size == 2 ? 5 : 6; }

@@ -39,9 +39,17 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.share = (p.rows + p.blocks - 1) / p.blocks;
   p.vectors = static_cast<uint32_t>(vectors);
   p.walkers = summers / p.vectors;
-  const uint32_t most_rows = p.walkers * (kRowWriters / summers) * passes;
+  uint32_t most_rows = p.walkers * (kRowWriters / summers) * passes;
+  // Shares and chunks are whole sectors of 32 bytes, or half of the bulk copies and of the warps' stores would begin
+  // and end within one: 128 x 24 x 22 x 30 x 30 in bf16 took 82 us instead of 73 (H200).
+  uint32_t sector_rows = static_cast<uint32_t>(2 / std::gcd<int64_t>(2, vectors));
+  if (most_rows < sector_rows || p.share < 16 * sector_rows) sector_rows = 1;
+  const auto whole_sectors = [&](uint32_t n) { return (n + sector_rows - 1) / sector_rows * sector_rows; };
+  p.share = whole_sectors(p.share);
+  most_rows = most_rows / sector_rows * sector_rows;
   p.chunks = (p.share + most_rows - 1) / most_rows;
-  p.chunk_rows = (p.share + p.chunks - 1) / p.chunks;  // alike, so that slots are no larger than that
+  p.chunk_rows = whole_sectors((p.share + p.chunks - 1) / p.chunks);  // alike, so that slots are no larger than that
+  p.chunks = (p.share + p.chunk_rows - 1) / p.chunk_rows;
   p.tensor_bytes = p.chunk_rows * p.vectors * 16;
   p.channels = static_cast<uint32_t>(d.c);
   p.groups = static_cast<uint32_t>(d.g);
@@ -50,7 +58,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.group_lanes_log2 = log2_below(int64_t(p.channels_per_group) * p.turns, 5);
   const int64_t elements = vectors * vec, lanes = std::max<int64_t>(1, kRowPublishers * 32 / elements);
   p.element_lanes_log2 = log2_below(std::min<int64_t>(lanes, p.walkers), 5);
-  p.team_lanes_log2 = team_lanes_log2(p.blocks);
+  p.team_lanes_log2 = team_lanes_log2(p.blocks, kRowWords);
   const double per_row = double(p.channels_per_group) * p.turns;
   p.full_blocks = p.rows / p.share;
   p.full_count = static_cast<float>(p.share * per_row);
@@ -58,7 +66,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.total_count = static_cast<float>(p.rows * per_row);
 
   // Entries of the summers, sums of a row's elements, pivots or sums of all samples, parameters, statistics.
-  const int64_t tables = int64_t(vec) * summers * 8 + elements * 16 + p.channels * 8 + p.groups * 16;
+  const int64_t tables = int64_t(vec) * summers * 8 + elements * 16 + p.channels * 8 + p.groups * 8 * kRowAhead;
   const int64_t slot = int64_t(p.tensor_bytes) * in.tensors;
   plan->smem_limit = static_cast<int>(in.smem_bytes) - 1024;
   const int64_t slots = std::min<int64_t>((plan->smem_limit - tables) / slot, kRowSlots);
@@ -77,6 +85,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.by_channels_per_group = divisor(p.channels_per_group);
   plan->smem_bytes = static_cast<int>(slots * slot + tables);
   plan->words = d.n * d.g * p.blocks + (d.n + 1) / 2;
+  set_cleared(in, kRowPublishers * 32, plan);
   return true;
 }
 
@@ -89,7 +98,7 @@ inline double row_time(const ColumnPlanInput& in, const RowPlan& plan) {
   constexpr double kBytesPerMicrosecond = 32000;  // of a multiprocessor
   const RowShares& p = plan.shares;
   const bool backward = in.tensors == 2;
-  const double trips = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * kTeamWords)) - 1;
+  const double trips = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * kRowWords)) - 1;
   const double bytes = double(p.share) * p.vectors * 16 * (in.tensors + 1), transfer = bytes / kBytesPerMicrosecond;
   const double rounds = (p.samples + p.teams - 1) / p.teams;
   if (backward && p.held > 0) {

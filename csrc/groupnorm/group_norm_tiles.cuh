@@ -8,10 +8,6 @@
 
 namespace kgopt {
 
-// Blocks that have cleared their share of the words; the sign changes when all of a launch have. No two launches count
-// at a time: a block needs a multiprocessor's shared memory for itself, and a grid that counts more than half of them.
-static __device__ uint32_t blocks_cleared;
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // The base of a kernel's Block, which has `s`, in shared memory, with the barriers and the descriptions of its slots,
@@ -244,24 +240,17 @@ struct TileWalk {
     return t.group % static_cast<uint32_t>(shares.dims.g) * shares.channels_per_group;
   }
 
-  // A warp clears the block's share of the words, whose memory holds anything at launch, counts the block, and waits
-  // for all others: then words may be told, and after its first one the block may look for others. A group's first
-  // words are told 4 us later, so that this costs nothing; a memset in front takes 2 us. A released addition would wait
-  // for the loads that other warps have under way. What reads as zero has reached L2, where all blocks look.
+  // A warp clears the block's share of the words, counts the block, and waits for all others: then words may be told,
+  // and after its first one the block may look for others. A group's first words are told 4 us later, so that this
+  // costs nothing.
   __device__ __forceinline__ void clear_words(uint64_t* words, uint64_t* cleared, int lane) const {
     if (shares.clears) {
       const uint32_t count = static_cast<uint32_t>(shares.dims.n * shares.dims.g) * (shares.parts + 1);
-      for (uint32_t i = blockIdx.x * 32 + lane; i < count; i += gridDim.x * 32) store_word(words + i, 0);
-      for (uint32_t i = blockIdx.x * 32 + lane; i < count; i += gridDim.x * 32) {
-        while (load_word(words + i) != 0) {
-        }
-      }
+      uint64_t seen[kClearedWords];
+      kgopt::clear_words(words, count, lane, 32, seen);
+      await_cleared(words, lane, 32, seen);
       __syncwarp();
-      if (lane == 0) {
-        const uint32_t before = atomicAdd(&blocks_cleared, blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1);
-        while (((load_relaxed(&blocks_cleared) ^ before) & 0x80000000u) == 0) {
-        }
-      }
+      if (lane == 0) await_all_cleared(count_cleared());
       __syncwarp();
     }
     if (lane == 0) barrier_arrive(cleared);

@@ -30,8 +30,8 @@ inline constexpr uint32_t kTilesTogether = 4;
 inline constexpr uint32_t kTilesAloneLeast = 4, kTilesAloneMost = 12;
 static_assert(kTilesAloneMost < kTilesSlots);
 
-// Words that a block clears, at most: a few at a time, which takes as long as the first loads. A memset for more.
-inline constexpr int64_t kTilesClearedWords = 128;
+// Words that a block clears, at most, with a warp.
+inline constexpr int64_t kTilesClearedWords = 32 * kClearedWords;
 
 // The bytes of x that backward's three passes read faster: below, they end before tiles have told each other their
 // sums.

@@ -48,6 +48,10 @@ struct GroupNormBwdArgs {
   const float* rstd = nullptr;    // [N, G]
 };
 
+// Words (words.cuh) that a thread clears, at most, where a kernel clears them itself: a few, which takes as long as the
+// first loads. A memset for more.
+inline constexpr int kClearedWords = 4;
+
 // Partial statistics: for each sample, slice and row the triple (mean, sum of squared deviations, count), stored
 // [n][slices][rows][3] in fp32 (fp64 for fp64 data). A row is a channel, or a group where a group is contiguous.
 // The convolution epilogues write the same format.

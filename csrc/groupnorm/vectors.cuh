@@ -197,7 +197,7 @@ __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], uint
 template <Chain kAct, typename T, int kVec>
 __device__ __forceinline__ void finish_values(T* to, const Vec<T, kVec>& input, const ActChain& act, bool add_input,
                                               bool streaming, float (&out)[kVec]) {
-  apply_chain<kAct, kIsCoarse<T>>(act, out);
+  finish_chain<kAct, T>(act, out);
   if (add_input) {
     float x[kVec];
     unpack(input, x);

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "groupnorm_params.h"
+
 namespace kgopt {
 
 // Between looks for words; 30 to 300 took the same.
@@ -48,6 +50,45 @@ __device__ __forceinline__ void load_words(const uint64_t* from, uint32_t stride
     for (int k = 0; k <= kCount; ++k) missing |= static_cast<uint32_t>(words[k]) == 0;  // never of a word that is there
     if (!__any_sync(0xffffffffu, missing)) return;
     __nanosleep(kWordPollNanoseconds);
+  }
+}
+// Blocks that have cleared their share of the words; the sign changes when all of a launch have. No two launches count
+// at a time: a block needs a multiprocessor's shared memory for itself, and a grid that counts more than half of them.
+static __device__ uint32_t blocks_cleared;
+
+// Words hold anything at launch. These threads of every block clear the block's share of them, kClearedWords each at
+// most, and ask for them again, which await_cleared waits for: what reads as zero has reached L2, where all blocks
+// look. Asked for behind a block's first loads, it would come behind them, too (8 us). A memset in front takes 2 us.
+__device__ __forceinline__ void clear_words(uint64_t* words, uint32_t count, uint32_t thread, uint32_t threads,
+                                            uint64_t (&seen)[kClearedWords]) {
+  const uint32_t first = blockIdx.x * threads + thread, step = gridDim.x * threads;
+#pragma unroll
+  for (int k = 0; k < kClearedWords; ++k) {
+    if (first + k * step < count) store_word(words + first + k * step, 0);
+  }
+#pragma unroll
+  for (int k = 0; k < kClearedWords; ++k) {
+    seen[k] = 0;
+    if (first + k * step < count) seen[k] = load_word(words + first + k * step);
+  }
+}
+__device__ __forceinline__ void await_cleared(const uint64_t* words, uint32_t thread, uint32_t threads,
+                                              uint64_t (&seen)[kClearedWords]) {
+#pragma unroll
+  for (int k = 0; k < kClearedWords; ++k) {
+    while (seen[k] != 0) seen[k] = load_word(words + (blockIdx.x + k * gridDim.x) * threads + thread);
+  }
+}
+// Then one thread counts the block, and, before its first word, waits for all others. A released addition would wait
+// for the loads that other warps have under way.
+__device__ __forceinline__ uint32_t count_cleared() {
+  return atomicAdd(&blocks_cleared, blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1);
+}
+__device__ __forceinline__ void await_all_cleared(uint32_t counted) {
+  while (true) {
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(&blocks_cleared) : "memory");
+    if ((v ^ counted) & 0x80000000u) return;
   }
 }
 // Two floats, the second without a sign, as a word that is not zero.

@@ -168,12 +168,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           unpack(v[r], z);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) z[i] = fmaf(z[i], k[i].x, k[i].y);
-          if constexpr (kAct == Chain::kSilu && kIsCoarse<T>) {
-#pragma unroll
-            for (int i = 0; i < kSize; ++i) z[i] = coarse_silu(z[i]);
-          } else {
-            apply_chain<kAct, kIsCoarse<T>>(p.act, z);
-          }
+          finish_chain<kAct, T>(p.act, z);
 #pragma unroll
           for (int i = 0; i < 4; ++i) words[r][i] = word_of(z, i, T());
         }
