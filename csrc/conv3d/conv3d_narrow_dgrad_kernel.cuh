@@ -64,7 +64,7 @@ __device__ __forceinline__ void pack_weights(const NarrowDgradParams& p, uint32_
 }  // namespace narrow_dgrad
 
 template <ConvMath kMath, int kRowTiles, int kUnits>
-__global__ void __launch_bounds__(kNarrowDgradThreads, 2)
+__global__ void __launch_bounds__(kNarrowDgradThreads, narrow_dgrad_blocks_per_sm(kMath, kRowTiles))
     conv_narrow_dgrad_kernel(const __grid_constant__ NarrowDgradParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using namespace narrow_dgrad;

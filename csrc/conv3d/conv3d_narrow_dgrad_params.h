@@ -15,6 +15,10 @@ inline constexpr int kNarrowDgradThreads = kNarrowDgradWarps * 32;
 inline constexpr int kNarrowDgradUnit = 32;  // positions along the width: four tiles of 8 columns of products
 inline constexpr int kNarrowDgradTaps = 3;   // of the width, at most
 inline constexpr int kNarrowDgradStages = 3;
+// At most. With fp32 accuracy the registers of two keep more of the many short sums under way.
+KGOPT_HD constexpr int narrow_dgrad_blocks_per_sm(ConvMath math, int row_tiles) {
+  return math == ConvMath::kTf32x3 && row_tiles == 1 ? 1 : 2;
+}
 
 // Plain numbers, computed on the host, inspectable without a GPU.
 struct NarrowDgradPlan {

@@ -131,6 +131,7 @@ inline NarrowDgradPlan plan_narrow_dgrad(const ConvProblem& q, const DeviceLimit
         if (channels > (q.c_out + 7) / 8 * 8) break;
         for (const auto& [blocks_per_sm, stages] :
              {std::pair(2, 3), std::pair(2, 2), std::pair(1, 3), std::pair(1, 2)}) {
+          if (blocks_per_sm > narrow_dgrad_blocks_per_sm(p.math, p.row_tiles)) continue;
           p.blocks_per_sm = blocks_per_sm;
           p.stages = stages;
           if (!plan_detail::narrow_dgrad_tile(&p, q, limits, d, h, channels)) continue;

@@ -354,7 +354,6 @@ def _conv_precision(precision: str) -> Iterator[None]:
 
 
 _FEW_CHANNELS = 16  # of a contiguous x: more have no kernels of their own in conv_backward
-_FEW_PRODUCTS = 96  # of an output value in fp32 that take about as long as a pass over the output, on an H200
 _KEYS = torch._C.DispatchKey
 # What stands above an op's kernel of a plain tensor.
 _ABOVE = functools.reduce(
@@ -914,10 +913,8 @@ class _FusedContext:
         tensors cut x off, which makes it 2^-12 smaller in the mean.
         """
         tf32 = _conv_tf32_allowed() if ctx.allow_tf32 is None else ctx.allow_tf32
-        own = x.dtype is torch.float32 and _FusedContext.leaves_out_output(ctx, x, weight)
-        if not tf32:  # where cuDNN's pass for the bias takes more than its fp32 products win
-            own = own and bias is not None and weight.numel() <= weight.shape[0] * _FEW_PRODUCTS
-        options = {"backend": "kgopt" if own else ctx.backend, "allow_tf32": ctx.allow_tf32}
+        rounds = tf32 and x.dtype is torch.float32 and _FusedContext.leaves_out_output(ctx, x, weight)
+        options = {"backend": "kgopt" if rounds else ctx.backend, "allow_tf32": ctx.allow_tf32}
         if ctx.transposed:
             return _OPS.conv_transpose3d(
                 x, weight, bias, ctx.stride, ctx.padding, ctx.output_padding, ctx.groups, ctx.dilation, **options
