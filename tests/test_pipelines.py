@@ -279,6 +279,8 @@ def test_pipeline_long_filters_of_any_layout(backend):
     expected = ref(x.double(), weight.double(), None, 16, stride=(1, 2), padding=2)
     for w in (weight, weight.contiguous(memory_format=torch.channels_last), wide, weight.mT.contiguous().mT):
         if backend == "kgopt:narrow":
+            if w.stride(1) == 1:
+                continue  # the output is channels_last, too, which that kernel does not store
             y = torch.ops.kgopt.conv2d(x, w, None, [1, 2], [2, 2], [1, 1], 1, backend=backend)
             assert torch.equal(y.double(), exact)
         else:
