@@ -1459,7 +1459,12 @@ def test_plan_group_norm_cluster(n, groups, per_group, s, dtype, tensors, offset
         assert plan["grid"] == n * groups * blocks
         assert threads % 32 == 0
         assert threads <= 512
-        assert tensors * share * size < plan["smem_bytes"] <= 227 * 1024
+        if plan["hold"]:
+            assert tensors == 1 and plan["grid"] <= 4 * 132  # all at a time
+            assert share * size <= plan["hold"] * threads * 16
+            assert plan["smem_bytes"] == blocks * threads // 32 * 16 + plan["rows"] * 8
+        else:
+            assert tensors * share * size < plan["smem_bytes"] <= 227 * 1024
         assert share * size <= dev.CLUSTER_MAX_PIECES * dev.CLUSTER_PASSES * threads * 16
     for origin in origins:
         for rank in range(max(blocks, 1)):
@@ -1729,6 +1734,10 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
         taken += 1
         elements, lanes = per_group * s, p["by_lanes"]["d"]
         assert p["elements"] == elements
+        positions = [elements // 2, elements - 1]
+        if channels_last:
+            positions = [i // per_group * g * per_group + i % per_group for i in positions]
+        assert p["places"] == positions
         assert lanes % 32 == 0 or (lanes < 32 and lanes & (lanes - 1) == 0)
         assert lanes * p["run"] * p["runs"] >= min(p["chunk"], elements)
         assert p["chunk"] * p["blocks"] >= elements

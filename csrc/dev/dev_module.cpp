@@ -616,6 +616,7 @@ py::dict plan_cluster(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   const GroupShares& p = plan.shares;
   out["threads"] = plan.threads;
   out["grid"] = plan.grid;
+  out["hold"] = plan.hold;
   out["smem_bytes"] = plan.smem_bytes;
   out["blocks"] = p.blocks;
   out["lanes"] = p.lanes;
@@ -768,6 +769,7 @@ py::dict plan_small(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
   out["sum_teams"] = p.sum_teams;
   out["term_elements"] = 1 << p.run_log2;
   out["by_lanes"] = divisor_dict(p.by_lanes);
+  out["places"] = std::vector<uint32_t>{p.middle, p.last};
   out["by_minor"] = divisor_dict(p.by_minor);
   out["by_groups"] = divisor_dict(p.by_groups);
   out["by_channels"] = divisor_dict(p.by_channels);

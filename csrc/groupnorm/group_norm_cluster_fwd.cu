@@ -21,6 +21,41 @@ __device__ __forceinline__ void scale_shift_minor(float (&x)[kVec], float mean, 
   }
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// Of what the warps of a cluster have told; the same in every thread.
+__device__ __forceinline__ Moments<float> merge_entries(const float4* entries, int count, uint32_t elements) {
+  constexpr int kOwn = kClusterMaxBlocks * kClusterMaxThreads / 32 / 32;
+  Moments<float> sets[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int at = static_cast<int>(threadIdx.x % 32) + 32 * i;
+    if (at < count) {
+      const float4 entry = entries[at];
+      sets[i] = {entry.x, entry.y, entry.z};
+    }
+  }
+  return warp_pool(sets, static_cast<float>(elements));
+}
+
+// A vector of the share, relative to the group's mean, by the channels' table.
+template <typename T, int kVec>
+__device__ __forceinline__ void scale_vector(float (&v)[kVec], const GroupShare<T>& share, bool minor, int slot,
+                                             float mean, float rstd, const float2* table) {
+  uint32_t column;
+  const uint32_t row = share.row_of(slot * kVec, &column);
+  if (minor) {
+    scale_shift_minor(v, mean, rstd, column, share.s, table);
+  } else if (column + kVec <= share.s) {
+    const float2 c = table[row];
+    scale_shift(v, mean, c.x * rstd, c.y);
+  } else {
+    scale_shift_across(v, mean, rstd, column, share.s, row, [&](uint32_t r) { return table[r]; });
+  }
+}
+
+#endif
+
 // One cluster a group.
 template <typename Traits>
 __global__ void __launch_bounds__(kClusterMaxThreads, 2)
@@ -102,17 +137,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
     cluster_wait();
     exchange(make_float4(m.mean, m.m2, static_cast<float>(counted), 0.f), entries, &barriers.exchanged, rank, blocks);
   }
-  constexpr int kOwn = kClusterMaxBlocks * kClusterMaxThreads / 32 / 32;
-  Moments<float> sets[kOwn];
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    const int at = lane + 32 * i;
-    if (at < static_cast<int>(blocks) * warps) {
-      const float4 entry = entries[at];
-      sets[i] = {entry.x, entry.y, entry.z};
-    }
-  }
-  const Moments<float> all = warp_pool(sets, static_cast<float>(p.shares.elements));
+  const Moments<float> all = merge_entries(entries, static_cast<int>(blocks) * warps, p.shares.elements);
   const float mean = all.mean, rstd = 1.f / sqrtf(all.m2 / all.count + p.eps);
   if (rank == 0 && tid == 0) {
     p.mean[group] = mean;
@@ -165,6 +190,111 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
 #endif
 }
 
+// The same where a block's share is no more than its threads' registers hold, kHold vectors each: the first loads are
+// on their way a trip through shared memory earlier, and what comes is not read twice.
+template <typename Traits, int kHold>
+__global__ void __launch_bounds__(kHeldMaxThreads, 3)
+    group_norm_held_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using T = typename Traits::T;
+  constexpr int kVec = Traits::kVec;
+  extern __shared__ __align__(16) float4 entries[];
+  __shared__ uint64_t exchanged;
+  const int tid = threadIdx.x, lane = tid % 32, threads = blockDim.x, warps = threads / 32;
+  const uint32_t rank = cluster_rank(), blocks = p.shares.blocks;
+  const int64_t group = blockIdx.x / blocks;
+  const GroupShare<T> share(p.shares, group, rank);
+  float2* const table = reinterpret_cast<float2*>(entries + blocks * warps);
+  const auto has = [&](int u) { return tid + u * threads >= share.lo && tid + u * threads < share.hi; };
+
+  const T* const x = static_cast<const T*>(p.x) + share.base;
+  Vec<T, kVec> input[kHold];
+#pragma unroll
+  for (int u = 0; u < kHold; ++u) {
+    if (has(u)) input[u] = load_vec<T, kVec>(x + (tid + u * threads) * kVec);
+  }
+  const int edge = tid < 32 ? share.edge(lane) : -1;
+  T edge_input{};
+  if (edge >= 0) edge_input = x[edge];
+  if (tid == 0) {
+    barrier_init(&exchanged, 1);
+    barrier_init_fence();
+  }
+  __syncwarp();  // the compiler initializes it by the whole warp
+  if (tid == 0) barrier_expect_bytes(&exchanged, blocks * warps * sizeof(float4));
+  cluster_arrive();
+  const bool minor = p.shares.minor;
+  const int64_t channel0 =
+      minor ? 0 : static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels + share.row0;
+  const int rows = minor ? static_cast<int>(p.shares.channels) : share.rows;
+  for (int k = tid; k < rows; k += threads) {
+    table[k] = affine_of<T>(p.weight, p.bias, channel0 + k, p.affine_dtype);
+  }
+
+  ThreadMoments<kVec> mine;
+#pragma unroll
+  for (int u = 0; u < kHold; ++u) {
+    if (!has(u)) continue;
+    float v[kVec];
+    values_of<Traits::kPre>(input[u], p.pre_act, v);
+    if (u < 2 && mine.count == 0) mine.shift = sum_of(v) * (1.f / kVec);
+    mine.add(v);
+    mine.count += kVec;
+  }
+  float edge_value = 0.f;
+  if (edge >= 0) {
+    edge_value = apply_chain<Traits::kPre>(p.pre_act, to_acc(edge_input));
+    if (mine.count == 0) mine.shift = edge_value;
+    const float d = edge_value - mine.shift;
+    mine.sums[0] += d;
+    mine.squares[0] += d * d;
+    ++mine.count;
+  }
+  const int counted = __reduce_add_sync(0xffffffffu, mine.count);
+  {
+    const Moments<float> own[1] = {mine.moments()};
+    const Moments<float> m = warp_pool(own, static_cast<float>(max(counted, 1)));
+    cluster_wait();
+    forget_values(input);
+    exchange(make_float4(m.mean, m.m2, static_cast<float>(counted), 0.f), entries, &exchanged, rank, blocks);
+  }
+  const Moments<float> all = merge_entries(entries, static_cast<int>(blocks) * warps, p.shares.elements);
+  const float mean = all.mean, rstd = 1.f / sqrtf(all.m2 / all.count + p.eps);
+  if (rank == 0 && tid == 0) {
+    p.mean[group] = mean;
+    p.rstd[group] = rstd;
+  }
+
+  T* const y = static_cast<T*>(p.y) + share.base;
+#pragma unroll
+  for (int u = 0; u < kHold; ++u) {
+    if (!has(u)) continue;
+    const int slot = tid + u * threads;
+    float v[kVec];
+    values_of<Traits::kPre>(input[u], p.pre_act, v);
+    scale_vector(v, share, minor, slot, mean, rstd, table);
+    finish_values<Traits::kAct>(y + slot * kVec, input[u], p.act, p.add_input, p.streaming_stores, v);
+  }
+  if (edge >= 0) {
+    uint32_t column;
+    const uint32_t row = share.row_of(edge, &column);
+    const float2 c = table[minor ? column : row];
+    const float out = apply_chain<Traits::kAct>(p.act, (edge_value - mean) * (c.x * rstd) + c.y);
+    y[edge] = from_acc<T>(p.add_input ? out + to_acc(edge_input) : out);
+  }
+#endif
+}
+
+template <typename Traits>
+Status launch(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
+  const char* const name = plan.hold > 0 ? "group_norm_held_fwd_kernel" : "group_norm_cluster_fwd_kernel";
+  switch (plan.hold) {
+    case 0: return launch_clusters(name, group_norm_cluster_fwd_kernel<Traits>, p, plan, stream);
+    case kHeldFew: return launch_clusters(name, group_norm_held_fwd_kernel<Traits, kHeldFew>, p, plan, stream);
+    default: return launch_clusters(name, group_norm_held_fwd_kernel<Traits, kHeldMost>, p, plan, stream);
+  }
+}
+
 }  // namespace
 
 int max_cluster_blocks(int device) {
@@ -185,12 +315,10 @@ Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const Clus
   if (p.shares.blocks == 0) return run_group_norm_team_fwd(p, plan, stream);
   Status status;
   switch (p.dtype) {
-#define KGOPT_CLUSTER_DTYPE(name, T)                                                                             \
-  case Dtype::name:                                                                                              \
-    KGOPT_DISPATCH_CHAINS(                                                                                       \
-        p.pre_act, p.act, kPre, kAct,                                                                            \
-        status = launch_clusters("group_norm_cluster_fwd_kernel",                                                \
-                                 group_norm_cluster_fwd_kernel<ClusterTraits<T, kPre, kAct>>, p, plan, stream)); \
+#define KGOPT_CLUSTER_DTYPE(name, T)                                                         \
+  case Dtype::name:                                                                          \
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                      \
+                          status = (launch<ClusterTraits<T, kPre, kAct>>(p, plan, stream))); \
     break;
     KGOPT_CLUSTER_DTYPE(kFloat32, float)
     KGOPT_CLUSTER_DTYPE(kBFloat16, __nv_bfloat16)

@@ -44,6 +44,8 @@ inline constexpr int kClusterPasses = 4;      // vectors of a piece that one thr
 inline constexpr int kClusterMaxPieces = 16;  // of a block's share
 inline constexpr int kClusterMaxThreads = 512;
 inline constexpr int kClusterMaxBlocks = 16;
+// Vectors of a thread whose block keeps its share in registers, and threads of such a block, at most.
+inline constexpr int kHeldFew = 4, kHeldMost = 8, kHeldMaxThreads = 256;
 // Vectors of a lane where a group is one team's, or in backward of x and of dy each, and threads of a block of teams.
 inline constexpr int kTeamPasses = 4, kTeamMostPasses = 8, kTeamThreads = 256;
 

@@ -32,6 +32,7 @@ struct ClusterPlan {
   GroupShares shares;
   int threads = 0;
   unsigned grid = 0;
+  int hold = 0;        // vectors of a thread whose block has its share in registers; 0: in shared memory
   int smem_bytes = 0;  // dynamic, of a block
   int smem_limit = 0;  // of any plan on this device
 };
@@ -92,6 +93,24 @@ inline int cluster_threads(int tensors, int64_t data) {
   return data <= few ? 128 : data <= (76 << 10) ? 256 : 512;
 }
 
+// Blocks of 128 threads that a multiprocessor runs at a time with their shares in registers, whatever gaps clusters
+// leave.
+inline constexpr int64_t kHeldBlocksPerSm = 4;
+
+// Forward's shares move from shared memory to registers where they fit and all blocks run at a time: the first loads
+// are on their way earlier, and nothing is read twice. In more than one wave copies into shared memory are faster,
+// since nobody's registers wait for them; so are they in backward, whose registers suffice for fewer blocks (H200).
+inline void hold_shares(const ClusterPlanInput& in, ClusterPlan* plan) {
+  const GroupShares& p = plan->shares;
+  const int64_t vectors = int64_t(p.share) * dtype_size(in.dims.dtype) / 16, blocks = p.groups * p.blocks;
+  if (in.tensors == 2 || in.long_chain || p.blocks == 0 || blocks > kHeldBlocksPerSm * in.sm_count) return;
+  const int threads = blocks <= in.sm_count && vectors > 128 * kHeldFew ? kHeldMaxThreads : 128;
+  if (vectors > int64_t(threads) * kHeldMost) return;
+  plan->hold = vectors <= int64_t(threads) * kHeldFew ? kHeldFew : kHeldMost;
+  plan->threads = threads;
+  plan->smem_bytes = static_cast<int>(int64_t(p.blocks) * (threads / 32) * 16 + int64_t(p.rows) * 8);
+}
+
 // Fewer blocks than three quarters of the multiprocessors.
 inline bool leaves_gpu_idle(const ClusterPlan& plan, int sm_count) {
   return plan.shares.groups * plan.shares.blocks * 4 < int64_t(sm_count) * 3;
@@ -135,6 +154,7 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
     if (enough || data <= kClusterLeastData) break;
   }
   if (!found) return refuse("a group is larger than the shared memory of a cluster");
+  hold_shares(in, &plan);
   if (leaves_gpu_idle(plan, in.sm_count)) {
     const int64_t data = in.tensors * int64_t(plan.shares.share) * dtype_size(d.dtype);
     if (in.long_chain && data > (16 << 10)) return refuse("few groups and slow activations need the whole GPU");

@@ -109,6 +109,8 @@ __device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
   }
 }
 
+__device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
+
 // What a thread has of its team's unit: kRuns vectors of kRun elements. kSingle (backward): a channel has one element,
 // so that nothing of it is added up here; a third of the instructions.
 template <typename T, int kRun_, int kRuns_, Chain kAct_, bool kSingle_ = false>
@@ -310,30 +312,24 @@ struct SmallFwdTraits : Traits {
   static constexpr bool kBlock = kBlock_, kLast = kLast_, kCluster = kCluster_;
 };
 
-// Over the block, `shared[i]` zero from its number of warps on.
-template <int kValues>
-__device__ __forceinline__ void block_total(float (&v)[kValues], float4 (*shared)[kSmallMaxWarps / 4], uint32_t warps) {
-  lanes_sum(32, v);
-  if (threadIdx.x % 32 == 0) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) reinterpret_cast<float*>(shared[i])[threadIdx.x / 32] = v[i];
-  }
+// Over the block, `shared` zero from its number of warps on.
+__device__ __forceinline__ float block_total(float v, float4* shared, uint32_t warps) {
+  float total[1] = {v};
+  lanes_sum(32, total);
+  if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(shared)[threadIdx.x / 32] = total[0];
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kValues; ++i) v[i] = 0.f;
-  const auto add = [&](int at) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const float4 s = shared[i][at];
-      v[i] += (s.x + s.y) + (s.z + s.w);
-    }
+  float sum = 0.f;
+  const auto add = [&](int i) {
+    const float4 s = shared[i];
+    sum += (s.x + s.y) + (s.z + s.w);
   };
   add(0);
   if (warps > 4) add(1);
   if (warps > 8) {
 #pragma unroll
-    for (int at = 2; at < kSmallMaxWarps / 4; ++at) add(at);
+    for (int i = 2; i < kSmallMaxWarps / 4; ++i) add(i);
   }
+  return sum;
 }
 
 template <typename Traits>
@@ -342,7 +338,7 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
   using T = typename Traits::Element;
   constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
   constexpr bool kBlock = Traits::kBlock, kLast = Traits::kLast, kCluster = Traits::kCluster;
-  __shared__ float4 shared[3][kSmallMaxWarps / 4];
+  __shared__ float4 shared[kCluster ? 3 : 2][kSmallMaxWarps / 4];
   __shared__ SmallBox box;
   const SmallShares& s = p.shares;
   const uint32_t tid = threadIdx.x, lanes = s.by_lanes.d, warps = blockDim.x / 32;
@@ -405,48 +401,56 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
     }
   }
   // Values relative to one of them: summed as they are, an offset that is large beside their spread would cost digits.
+  // So would one that is far from all others: it is the median of three.
   const uint32_t start = kLast ? n * s.sample + g * s.stride : unit * s.elements;
   const T first = load_in_order<T>(p.x, start, active);
+  T middle{}, last{};
+  if (!kCluster) {
+    middle = load_in_order<T>(p.x, start + s.middle, active);
+    last = load_in_order<T>(p.x, start + s.last, active);
+  }
   load_affine();
   if (kCluster) open_box(&box, blocks);
   if (kBlock && tid >= warps && tid < kSmallMaxWarps) {
-#pragma unroll
-    for (int i = 0; i < 3; ++i) reinterpret_cast<float*>(shared[i])[tid] = 0.f;
+    reinterpret_cast<float*>(shared[0])[tid] = reinterpret_cast<float*>(shared[1])[tid] = 0.f;
+    if (kCluster) reinterpret_cast<float*>(shared[kCluster ? 2 : 0])[tid] = 0.f;
   }
-  const auto team_sum = [&](auto& values, float4(*entries)[kSmallMaxWarps / 4]) {
-    if (kBlock) {
-      block_total(values, entries, warps);
-    } else {
-      lanes_sum(lanes, values);
-    }
+  const auto team_sum = [&](float v, float4* entries) {
+    if (kBlock) return block_total(v, entries, warps);
+    float total[1] = {v};
+    lanes_sum(lanes, total);
+    return total[0];
   };
-  float v[kElements], origin[1] = {to_acc(first)};
+  float v[kElements], origin[1] = {kCluster ? to_acc(first) : median(to_acc(first), to_acc(middle), to_acc(last))};
 #pragma unroll
   for (int k = 0; k < kElements; ++k) v[k] = to_acc(raw[k]);
   if constexpr (Traits::kAct == Chain::kAny) {
     apply_kind(s.pre_kind, p.pre_act, v);
     apply_kind(s.pre_kind, p.pre_act, origin);
   }
-  float sum[1] = {0.f};
-#pragma unroll
-  for (int k = 0; k < kElements; ++k) sum[0] += has(k) ? v[k] - origin[0] : 0.f;
-  const auto count_of = [&](uint32_t r) { return static_cast<float>(min(s.chunk, s.elements - r * s.chunk)); };
-  const float scale = kCluster ? 1.f / count_of(rank) : s.scale;
-  team_sum(sum, shared);
-  // Rounded to the digits of its size or of its distance from the origin, which may be far from all others; the mean of
-  // what is left says by how much.
-  float mean = origin[0] + sum[0] * scale, moments[2] = {0.f, 0.f};
+  float sum = 0.f, squares = 0.f, rest = 0.f;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
-    v[k] -= mean;
-    moments[0] += has(k) ? v[k] * v[k] : 0.f;
-    moments[1] += has(k) ? v[k] : 0.f;
+    const float relative = v[k] - origin[0];
+    sum += has(k) ? relative : 0.f;
+    if (!kCluster) v[k] = relative;
   }
-  team_sum(moments, shared + 1);
-  float squares = moments[0], to_mean = moments[1] * scale;
+  const auto count_of = [&](uint32_t r) { return static_cast<float>(min(s.chunk, s.elements - r * s.chunk)); };
+  const float scale = kCluster ? 1.f / count_of(rank) : s.scale, from_origin = team_sum(sum, shared[0]) * scale;
+  float mean = origin[0] + from_origin;
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    v[k] -= kCluster ? mean : from_origin;
+    squares += has(k) ? v[k] * v[k] : 0.f;
+    rest += has(k) ? v[k] : 0.f;
+  }
+  squares = team_sum(squares, shared[1]);
   if constexpr (kCluster) {
-    // All blocks' moments, merged in their order. Relative to the first block's their means are exact.
-    exchange(&box, blocks, rank, make_float4(mean, squares, to_mean, 0.f));
+    // All blocks' moments, merged in their order. A block's mean is rounded to the digits of its size or of its
+    // distance from the origin, which may be far from all others; the mean of what is left says by how much. Relative
+    // to the first block's the means are exact.
+    rest = team_sum(rest, shared[kCluster ? 2 : 0]) * scale;
+    exchange(&box, blocks, rank, make_float4(mean, squares, rest, 0.f));
     const float own = mean, zero = box.parts[0].x;
     const auto mean_of = [&](uint32_t r) { return box.parts[r].x - zero + box.parts[r].z; };
     float shift = 0.f;
@@ -458,13 +462,10 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
       const float d = mean_of(r) - shift, left = box.parts[r].z;
       squares += box.parts[r].y + count_of(r) * (d * d - left * left);
     }
-    to_mean = zero - own + shift;
-  } else {
-    squares -= moments[1] * to_mean;
-    mean += to_mean;
-  }
+    const float to_mean = zero - own + shift;
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) v[k] -= to_mean;
+    for (int k = 0; k < kElements; ++k) v[k] -= to_mean;
+  }
   const float rstd = rsqrtf(squares * s.scale + p.eps);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {

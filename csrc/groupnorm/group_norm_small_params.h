@@ -37,8 +37,9 @@ struct SmallShares {
   uint32_t elements = 0;   // of a unit
   SmallDivisor by_minor;
   uint32_t pitch = 0;
-  uint32_t channels = 1;  // of a unit
-  float scale = 1.f;      // 1 / elements
+  uint32_t channels = 1;          // of a unit
+  float scale = 1.f;              // 1 / elements
+  uint32_t middle = 0, last = 0;  // from a unit's first element to two others
   bool channels_last = false;
   bool owner = false;       // backward: a block has one group of every sample, and writes dweight and dbias
   uint8_t blocks_log2 = 0;  // blocks of a cluster that share a unit; then a block has one team

@@ -91,6 +91,9 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   const int64_t minor = d.channels_last ? p.channels : d.s;
   p.by_minor = small_divisor(minor);
   p.by_groups = small_divisor(d.g);
+  const auto place_of = [&](int64_t i) { return static_cast<uint32_t>(i / minor * p.pitch + i % minor); };
+  p.middle = place_of(elements / 2);
+  p.last = place_of(elements - 1);
 
   // A block that has a group of all samples needs no second launch for dweight and dbias. Blocks of a cluster share a
   // unit where one would be full.

@@ -23,6 +23,18 @@ __device__ __forceinline__ uint32_t any_bits(const Vec<T, kVec> (&v)[kCount]) {
   return bits;
 }
 
+// The same bits, of which the compiler no longer knows what was computed from them: what it would keep for a second use
+// takes two or more registers for each of these.
+template <typename T, int kVec, int kCount>
+__device__ __forceinline__ void forget_values(Vec<T, kVec> (&v)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    uint4 bits = *reinterpret_cast<const uint4*>(&v[i]);
+    asm volatile("" : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w));
+    v[i] = *reinterpret_cast<const Vec<T, kVec>*>(&bits);
+  }
+}
+
 // A sum whose additions do not wait for one another.
 template <int kVec>
 __device__ __forceinline__ float sum_of(const float (&x)[kVec]) {
