@@ -448,11 +448,16 @@ struct ColumnBlock {
   // back.
   __device__ __forceinline__ void run() {
     // The first warp clears words, which is done by the time that the first chunk is there.
+    uint32_t* const counted = reinterpret_cast<uint32_t*>(exchanged);  // which only clusters use otherwise
     const bool clears = d.cleared > 0 && tid < 32;
-    uint32_t counted = 0;
-    uint64_t seen[kClearedWords] = {};
+    uint64_t seen[kClearedWords];
     if (clears) clear_words(p.words, d.cleared, tid, 32, seen);
     start();
+    if (clears) {
+      await_cleared(p.words, tid, 32, seen);
+      __syncwarp();
+      if (tid == 0) *counted = count_cleared();
+    }
     find_groups();
     const uint32_t slabs = d.slabs_of(team), pending = min(d.chunks, uint32_t(kSlots)) - 1;
     const uint32_t rereads = d.chunks < kSlots ? 0 : d.chunks - kSlots - kHeld;
@@ -468,11 +473,6 @@ struct ColumnBlock {
           later = t < kRing ? t + kSlots : t < kSlots ? d.chunks : t + kRing;
         }
         wait(kHeld == 0 || t < kSlots + kRing ? pending : kRing - 1);
-        if (t == 0 && u == 0 && clears) {
-          await_cleared(p.words, tid, 32, seen);
-          __syncwarp();
-          if (tid == 0) counted = count_cleared();
-        }
         if (t == 0) start_sums(s, from);
         take_chunk(from, left_of(t), input);
         add_chunk(s, left_of(t), input);
@@ -485,7 +485,7 @@ struct ColumnBlock {
         Vec<T, kVec> input[kPasses];
         sum_chunk(t, input);
       }
-      if (u == 0 && clears && tid == 0) await_all_cleared(counted);
+      if (u == 0 && d.cleared > 0 && tid == 0) await_all_cleared(*counted);
       __syncwarp();
       finish_sums(s, u);
       if (d.ahead && u + 1 < slabs) prefetch(u + 1);
