@@ -295,8 +295,8 @@ __device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSiz
 }
 
 // The chain behind a norm whose results are rounded to T. SiLU of a coarse T takes three instructions instead of five.
-template <Chain kChain, typename T, int kSize>
-__device__ __forceinline__ void finish_chain(const ActChain& chain, acc_t<T> (&x)[kSize]) {
+template <Chain kChain, typename T, typename Acc, int kSize>
+__device__ __forceinline__ void finish_chain(const ActChain& chain, Acc (&x)[kSize]) {
   if constexpr (kChain == Chain::kSilu && kIsCoarse<T>) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) x[j] = coarse_silu(x[j]);

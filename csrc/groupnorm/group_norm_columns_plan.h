@@ -55,9 +55,9 @@ inline ColumnDivisor divisor(uint32_t d) {
 }
 
 // The fewest lanes that ask for a group's words of so many blocks at once.
-inline uint32_t team_lanes_log2(uint32_t blocks, int words) {
+inline uint32_t team_lanes_log2(uint32_t blocks) {
   uint32_t log2 = 0;
-  while (log2 < 5 && uint32_t(words) << log2 < blocks) ++log2;
+  while (log2 < 5 && uint32_t(kTeamWords) << log2 < blocks) ++log2;
   return log2;
 }
 
@@ -118,7 +118,7 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   p.block_lanes_log2 = log2_below(int64_t(p.group_runs) * p.walkers, 5);
   p.lanes_walkers = (1u << p.block_lanes_log2) / p.group_runs;
   p.lanes_runs = (1u << p.block_lanes_log2) % p.group_runs;
-  p.team_lanes_log2 = choice.cluster ? log2_below(p.blocks, 5) : team_lanes_log2(p.blocks, kTeamWords);
+  p.team_lanes_log2 = choice.cluster ? log2_below(p.blocks, 5) : team_lanes_log2(p.blocks);
   const double per_row = double(p.channels_per_group) * p.turns;
   p.full_blocks = p.rows / p.share;
   p.full_count = static_cast<float>(p.share * per_row);

@@ -144,10 +144,10 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
   __device__ __forceinline__ void gather(uint32_t collector) const {
     this->collect(
         collector,
-        [](uint32_t, const uint64_t (&word)[kRowWords + 1]) {
-          float2 sum = unpack_signed_word(word[kRowWords]);
+        [](uint32_t, const uint64_t (&word)[kTeamWords + 1]) {
+          float2 sum = unpack_signed_word(word[kTeamWords]);
 #pragma unroll
-          for (int k = 0; k < kRowWords; ++k) {
+          for (int k = 0; k < kTeamWords; ++k) {
             const float2 v = unpack_signed_word(word[k]);
             sum.x += v.x;
             sum.y += v.y;

@@ -137,9 +137,9 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
     float origin = 0.f;
     this->collect(
         collector,
-        [&](uint32_t count, const uint64_t (&word)[kRowWords + 1]) {
-          return sum_moments<kRowWords>(word, count, has_rest, 1u << d.team_lanes_log2, d.full_count, d.rest_count,
-                                        &origin);
+        [&](uint32_t count, const uint64_t (&word)[kTeamWords + 1]) {
+          return sum_moments<kTeamWords>(word, count, has_rest, 1u << d.team_lanes_log2, d.full_count, d.rest_count,
+                                         &origin);
         },
         [&](uint32_t u, uint32_t g, float2 sums) {
           const float to_mean = sums.x / d.total_count, rest = sums.y - sums.x * to_mean;

@@ -460,7 +460,7 @@ struct RowBlock {
 
   // Whether summers and writers do everything together: a block's only sample is first summed up, then written, and
   // half of their warps would idle.
-  __device__ __forceinline__ bool shared() const { return Traits::kShares && samples == 1; }
+  __device__ __forceinline__ bool shared() const { return Traits::kShares && samples == 1 && d.chunks > kRowFewChunks; }
   // Whether a warp's lanes are enough for all words of a sample: then each collecting warp has samples of its own.
   __device__ __forceinline__ bool collects_in_turns() const {
     return samples > 1 && d.groups << d.team_lanes_log2 <= 32;
@@ -494,10 +494,10 @@ struct RowBlock {
            first += collectors() >> d.team_lanes_log2) {
         const uint32_t g = first + (lane >> d.team_lanes_log2), count = g < d.groups ? own_words : 0;
         const uint64_t* const from = words + g * d.blocks;
-        uint64_t word[kRowWords + 1];
-        load_words<kRowWords>(from + member, lanes, count,
-                              d.rest_count > 0 && g < d.groups && member == 0 ? from + d.full_blocks : nullptr,
-                              pack_word(0.f, 0.f), word);
+        uint64_t word[kTeamWords + 1];
+        load_words<kTeamWords>(from + member, lanes, count,
+                               d.rest_count > 0 && g < d.groups && member == 0 ? from + d.full_blocks : nullptr,
+                               pack_word(0.f, 0.f), word);
         float2 sums = sums_of(count, word);
         sums.x = lanes_sum(sums.x, lanes);
         sums.y = lanes_sum(sums.y, lanes);

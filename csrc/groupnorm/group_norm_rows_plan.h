@@ -58,7 +58,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   p.group_lanes_log2 = log2_below(int64_t(p.channels_per_group) * p.turns, 5);
   const int64_t elements = vectors * vec, lanes = std::max<int64_t>(1, kRowPublishers * 32 / elements);
   p.element_lanes_log2 = log2_below(std::min<int64_t>(lanes, p.walkers), 5);
-  p.team_lanes_log2 = team_lanes_log2(p.blocks, kRowWords);
+  p.team_lanes_log2 = team_lanes_log2(p.blocks);
   const double per_row = double(p.channels_per_group) * p.turns;
   p.full_blocks = p.rows / p.share;
   p.full_count = static_cast<float>(p.share * per_row);
@@ -98,7 +98,7 @@ inline double row_time(const ColumnPlanInput& in, const RowPlan& plan) {
   constexpr double kBytesPerMicrosecond = 32000;  // of a multiprocessor
   const RowShares& p = plan.shares;
   const bool backward = in.tensors == 2;
-  const double trips = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * kRowWords)) - 1;
+  const double trips = std::ceil(double(p.blocks) * p.groups / (kRowCollectors * 32 * kTeamWords)) - 1;
   const double bytes = double(p.share) * p.vectors * 16 * (in.tensors + 1), transfer = bytes / kBytesPerMicrosecond;
   const double rounds = (p.samples + p.teams - 1) / p.teams;
   if (backward && p.held > 0) {
