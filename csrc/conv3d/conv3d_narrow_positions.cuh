@@ -212,14 +212,14 @@ __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t
               d = tap / (plan.kernel[2] * plan.kernel[1]);
     at[i] = c < p.c_in ? c * p.w_stride_in + d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2] : -1;
   }
-#pragma unroll 2
-  for (int column = warp; column < 64; column += kWarps) {
-    Stored v[kRounds];
+  auto load = [&](int column, Stored(&v)[kRounds]) {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       v[i] = 0;
       if (at[i] >= 0 && column < c_valid) v[i] = __ldg(filters + column * p.w_stride_out + at[i]);
     }
+  };
+  auto put = [&](int column, const Stored(&v)[kRounds]) {
     WarpScale of_column;
     float values[kRounds];
     if constexpr (kFp32 || kHalfSums) {
@@ -258,6 +258,24 @@ __device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t
       }
       reinterpret_cast<unsigned short*>(
           weights)[((chunk / 2 * 8 + column / 8) * 2 + chunk % 2) * 64 + column % 8 * 8 + lane % 8] = bits;
+    }
+  };
+  if constexpr (kLse && kFp32) {
+    // All are under way before the first is used; statistics, which wait for less, and half types would be slower.
+    constexpr int kEach = (64 + kWarps - 1) / kWarps;
+    Stored v[kEach][kRounds];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) load(warp + i * kWarps, v[i]);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (warp + i * kWarps < 64) put(warp + i * kWarps, v[i]);
+    }
+  } else {
+#pragma unroll 2
+    for (int column = warp; column < 64; column += kWarps) {
+      Stored v[kRounds];
+      load(column, v);
+      put(column, v);
     }
   }
 }
