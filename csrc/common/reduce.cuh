@@ -16,6 +16,9 @@ struct Moments {
 __device__ __forceinline__ double quotient(double a, double b) { return a / b; }
 __device__ __forceinline__ float quotient(float a, float b) { return __fdividef(a, b); }  // of counts: far from 2^126
 
+// An origin of sums: one value that is far from the others does not cost those their digits.
+__device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
+
 // Chan, Golub, LeVeque 1983.
 template <typename Acc>
 __device__ __forceinline__ void merge(Moments<Acc>& a, const Moments<Acc>& b) {

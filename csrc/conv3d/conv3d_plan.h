@@ -20,7 +20,9 @@ struct ConvSmemLayout {
   int total;
 };
 
-constexpr int conv_split_factor(ConvMath math) { return math == ConvMath::kTf32x3 || math == ConvMath::kFp16x3 ? 2 : 1; }
+constexpr int conv_split_factor(ConvMath math) {
+  return math == ConvMath::kTf32x3 || math == ConvMath::kFp16x3 ? 2 : 1;
+}
 constexpr int conv_channels_per_word(ConvMath math) {
   return math == ConvMath::kBf16 || math == ConvMath::kFp16 || math == ConvMath::kFp16x3 ? 2 : 1;
 }

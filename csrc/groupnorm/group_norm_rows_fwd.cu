@@ -43,7 +43,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
     read_row(rows + min(1u, last) * length, b);
     read_row(rows + min(2u, last) * length, c);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) sums.pivot[j] = fmaxf(fminf(a[j], b[j]), fminf(fmaxf(a[j], b[j]), c[j]));
+    for (int j = 0; j < kVec; ++j) sums.pivot[j] = median(a[j], b[j], c[j]);
   }
   __device__ __forceinline__ void add(Sums& sums, const Vec<T, kVec>& input) const {
     float v[kVec];

@@ -5,6 +5,7 @@
 #include "../common/dtype.cuh"
 #include "../common/launch.h"
 #include "../common/pointwise.cuh"
+#include "../common/reduce.cuh"
 #include "group_norm_small_plan.h"
 #include "groupnorm.h"
 
@@ -108,8 +109,6 @@ __device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
     }
   }
 }
-
-__device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
 // What a thread has of its team's unit: kRuns vectors of kRun elements. kSingle (backward): a channel has one element,
 // so that nothing of it is added up here; a third of the instructions.
