@@ -197,13 +197,21 @@ struct ColumnBlock {
     const float total = positions_sum(count), inverse_total = total == 0.f ? 0.f : __fdividef(1.f, total);
     const bool writes = active && position == 0;
     float2* const out = entries + walker * d.runs + column * d.runs_per_vector;
-#pragma unroll
+    // What happens once a slab is short rather than unrolled: its instructions come from memory. The values of the next
+    // element move up.
+#pragma unroll 1
     for (int j = 0; j < kVec; ++j) {
+      const float own_mean = mean[0], own_m2 = m2[0];
+#pragma unroll
+      for (int k = 0; k + 1 < kVec; ++k) {
+        mean[k] = mean[k + 1];
+        m2[k] = m2[k + 1];
+      }
       if (j & ((1 << d.run_log2) - 1)) continue;
-      const float origin = __shfl_sync(0xffffffffu, mean[j], lane - position * d.columns);
-      const float distance = mean[j] - origin, weighted = count == 0.f ? 0.f : count * distance;
+      const float origin = __shfl_sync(0xffffffffu, own_mean, lane - position * d.columns);
+      const float distance = own_mean - origin, weighted = count == 0.f ? 0.f : count * distance;
       const float a = positions_sum(weighted);
-      const float b = positions_sum(count == 0.f ? 0.f : m2[j] + run * weighted * distance);
+      const float b = positions_sum(count == 0.f ? 0.f : own_m2 + run * weighted * distance);
       const float to_mean = a * inverse_total, rest = b - run * a * to_mean;
       if (writes) out[j >> d.run_log2] = make_float2(origin + to_mean, rest < 0.f ? 0.f : rest);
       __syncwarp();
@@ -212,9 +220,8 @@ struct ColumnBlock {
   }
   // Over the warp's positions of this column; valid for the first.
   __device__ __forceinline__ float positions_sum(float v) const {
-#pragma unroll
-    for (uint32_t up = 16; up > 0; up /= 2) {
-      if (up >= d.positions_power) continue;
+#pragma unroll 1
+    for (uint32_t up = d.positions_power / 2; up > 0; up /= 2) {
       const float other = __shfl_down_sync(0xffffffffu, v, up * d.columns);
       v += position + up < d.positions ? other : 0.f;
     }
@@ -227,10 +234,8 @@ struct ColumnBlock {
   }
   // Sum over the aligned `lanes` lanes around this one.
   static __device__ __forceinline__ float lanes_sum(float v, uint32_t lanes) {
-#pragma unroll
-    for (uint32_t mask = 16; mask > 0; mask /= 2) {
-      if (mask < lanes) v += __shfl_xor_sync(0xffffffffu, v, mask);
-    }
+#pragma unroll 1
+    for (uint32_t mask = lanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
     return v;
   }
 
@@ -448,16 +453,11 @@ struct ColumnBlock {
   // back.
   __device__ __forceinline__ void run() {
     // The first warp clears words, which is done by the time that the first chunk is there.
-    uint32_t* const counted = reinterpret_cast<uint32_t*>(exchanged);  // which only clusters use otherwise
     const bool clears = d.cleared > 0 && tid < 32;
-    uint64_t seen[kClearedWords];
+    uint32_t counted = 0;
+    uint64_t seen[kClearedWords] = {};
     if (clears) clear_words(p.words, d.cleared, tid, 32, seen);
     start();
-    if (clears) {
-      await_cleared(p.words, tid, 32, seen);
-      __syncwarp();
-      if (tid == 0) *counted = count_cleared();
-    }
     find_groups();
     const uint32_t slabs = d.slabs_of(team), pending = min(d.chunks, uint32_t(kSlots)) - 1;
     const uint32_t rereads = d.chunks < kSlots ? 0 : d.chunks - kSlots - kHeld;
@@ -473,6 +473,11 @@ struct ColumnBlock {
           later = t < kRing ? t + kSlots : t < kSlots ? d.chunks : t + kRing;
         }
         wait(kHeld == 0 || t < kSlots + kRing ? pending : kRing - 1);
+        if (t == 0 && u == 0 && clears) {
+          await_cleared(p.words, tid, 32, seen);
+          __syncwarp();
+          if (tid == 0) counted = count_cleared();
+        }
         if (t == 0) start_sums(s, from);
         take_chunk(from, left_of(t), input);
         add_chunk(s, left_of(t), input);
@@ -485,7 +490,7 @@ struct ColumnBlock {
         Vec<T, kVec> input[kPasses];
         sum_chunk(t, input);
       }
-      if (u == 0 && d.cleared > 0 && tid == 0) await_all_cleared(*counted);
+      if (u == 0 && clears && tid == 0) await_all_cleared(counted);
       __syncwarp();
       finish_sums(s, u);
       if (d.ahead && u + 1 < slabs) prefetch(u + 1);
