@@ -35,7 +35,9 @@ OPCHECKS = [
 @pytest.mark.parametrize(("index", "requires_grad"), OPCHECKS)
 def test_opcheck(index, requires_grad, channels_last, device):
     name, args, kwargs = small_calls(device, channels_last=channels_last, requires_grad=requires_grad)[index]
-    torch.library.opcheck(getattr(OPS, name).default, args, kwargs)
+    # Of gradients twice: cuDNN's sums differ from call to call.
+    tolerance = {"rtol": 1e-5, "atol": 1e-4} if device == "cuda" else {}
+    torch.library.opcheck(getattr(OPS, name).default, args, kwargs, **tolerance)
 
 
 def grad_inputs(device, *shapes):

@@ -182,7 +182,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
     float2 terms[kVec];
 #pragma unroll
     for (int j = 0; j < kVec; ++j) terms[j] = this->stats(u)[group_of(j)];
-    barrier_arrive(&s.taken[turn_of(u)]);
+    if constexpr (!kShared) barrier_arrive(&s.taken[turn_of(u)]);  // of an only sample nobody asks
     const auto write_slot = [&](int64_t first, uint32_t k, uint32_t left, auto is_dz) {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
