@@ -38,6 +38,28 @@ __device__ __forceinline__ Moments<float> merge_entries(const float4* entries, i
   return warp_pool(sets, static_cast<float>(elements));
 }
 
+// Weight and bias of the share's channels, or of all where channels are innermost.
+template <typename T>
+__device__ __forceinline__ void load_table(const GroupNormClusterFwdParams& p, const GroupShare<T>& share,
+                                           int64_t group, bool minor, int tid, int threads, float2* table) {
+  const int64_t channel0 =
+      minor ? 0 : static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels + share.row0;
+  const int rows = minor ? static_cast<int>(p.shares.channels) : share.rows;
+  for (int k = tid; k < rows; k += threads) {
+    table[k] = affine_of<T>(p.weight, p.bias, channel0 + k, p.affine_dtype);
+  }
+}
+
+// An element of the share that is in no whole vector.
+template <int kVec>
+__device__ __forceinline__ void add_edge(ThreadMoments<kVec>& mine, float value) {
+  if (mine.count == 0) mine.shift = value;
+  const float d = value - mine.shift;
+  mine.sums[0] += d;
+  mine.squares[0] += d * d;
+  ++mine.count;
+}
+
 // A vector of the share, relative to the group's mean, by the channels' table.
 template <typename T, int kVec>
 __device__ __forceinline__ void scale_vector(float (&v)[kVec], const GroupShare<T>& share, bool minor, int slot,
@@ -79,12 +101,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
   }
   __syncthreads();
   const bool minor = p.shares.minor;
-  const int64_t channel0 =
-      minor ? 0 : static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels + share.row0;
-  const int rows = minor ? static_cast<int>(p.shares.channels) : share.rows;
-  for (int k = tid; k < rows; k += threads) {
-    table[k] = affine_of<T>(p.weight, p.bias, channel0 + k, p.affine_dtype);
-  }
+  load_table(p, share, group, minor, tid, threads, table);
   const T* const x = static_cast<const T*>(p.x) + share.base;
   const int edge = tid < 32 ? share.edge(lane) : -1;
   float edge_value = 0.f;
@@ -123,13 +140,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
       }
     }
   }
-  if (edge >= 0) {
-    if (mine.count == 0) mine.shift = edge_value;
-    const float d = edge_value - mine.shift;
-    mine.sums[0] += d;
-    mine.squares[0] += d * d;
-    ++mine.count;
-  }
+  if (edge >= 0) add_edge(mine, edge_value);
   const int counted = __reduce_add_sync(0xffffffffu, mine.count);
   {
     const Moments<float> own[1] = {mine.moments()};
@@ -224,12 +235,7 @@ __global__ void __launch_bounds__(kHeldMaxThreads, 3)
   if (tid == 0) barrier_expect_bytes(&exchanged, blocks * warps * sizeof(float4));
   cluster_arrive();
   const bool minor = p.shares.minor;
-  const int64_t channel0 =
-      minor ? 0 : static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels + share.row0;
-  const int rows = minor ? static_cast<int>(p.shares.channels) : share.rows;
-  for (int k = tid; k < rows; k += threads) {
-    table[k] = affine_of<T>(p.weight, p.bias, channel0 + k, p.affine_dtype);
-  }
+  load_table(p, share, group, minor, tid, threads, table);
 
   ThreadMoments<kVec> mine;
 #pragma unroll
@@ -244,11 +250,7 @@ __global__ void __launch_bounds__(kHeldMaxThreads, 3)
   float edge_value = 0.f;
   if (edge >= 0) {
     edge_value = apply_chain<Traits::kPre>(p.pre_act, to_acc(edge_input));
-    if (mine.count == 0) mine.shift = edge_value;
-    const float d = edge_value - mine.shift;
-    mine.sums[0] += d;
-    mine.squares[0] += d * d;
-    ++mine.count;
+    add_edge(mine, edge_value);
   }
   const int counted = __reduce_add_sync(0xffffffffu, mine.count);
   {
