@@ -1,9 +1,14 @@
-// With xhat = (x - mean) rstd, z = xhat weight + bias, r = x + hardswish(tanh(z)), lse = log sum_channels exp(r):
-//   p  = dlse exp(r - lse)                                        the gradient of r
+// With xhat = (x - mean) rstd, z = xhat weight + bias, r = x + hardswish(tanh(z)), e = exp(r - lse):
+//   p  = dlse e / sum_channels e                                  the gradient of r
 //   dz = p (1 - tanh(z)^2) (tanh(z) / 3 + 1/2)                    |tanh| < 3: hardswish's middle piece
 //   dx = p + rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
-// Two passes over x that compute p and dz alike: the first sums, the second stores. A thread's tile is a vector along
-// the innermost dim and kSteps steps along the other one; it reads dlse and lse once for all the channels it has.
+// The sum over channels would be 1 if x were what the forward took lse of. But x is a convolution computed again, by
+// another kernel or rounded to a half type, and where one channel has all of the sum, the difference of the roundings
+// would be all of p's error: lse only keeps e in range.
+//
+// Three passes over x that compute e alike: the first gives dlse / sum, the second adds up dz, the third stores dx. A
+// thread's tile is a vector along the innermost dim and kSteps steps along the other one; it reads what belongs to a
+// position once for all the channels it has.
 #include "norm_lse_backward.h"
 
 #include "../common/traverse.cuh"
@@ -29,12 +34,32 @@ __device__ __forceinline__ float tanh_of(float z) {
 
 template <typename Acc>
 struct Position {
-  Acc dlse, shift;
+  Acc share, shift;  // dlse / sum, lse
 };
 
 template <typename Acc>
-__device__ __forceinline__ Position<Acc> position_of(Acc dlse, Acc lse) {
-  return {dlse, lse == -Acc(INFINITY) ? Acc(0) : lse};  // all of a row at -inf: no gradient rather than NaN
+__device__ __forceinline__ Acc shift_of(Acc lse) {
+  return lse == -Acc(INFINITY) ? Acc(0) : lse;  // a position of -inf alone: zeros, not NaN
+}
+
+template <typename Acc>
+__device__ __forceinline__ Acc share_of(Acc dlse, Acc sum) {
+  return sum == Acc(0) ? Acc(0) : dlse / sum;  // the same: no gradient
+}
+
+template <typename Acc>
+struct Exponential {
+  Acc xhat, t, e;
+};
+
+template <typename Acc>
+__device__ __forceinline__ Exponential<Acc> exponential_of(const AffineRow<Acc>& row, Acc shift, Acc x) {
+  Exponential<Acc> r;
+  r.xhat = (x - row.mean) * row.rstd;
+  r.t = tanh_of(r.xhat * row.weight + row.bias);
+  // x and lse may be large and near each other: their difference first.
+  r.e = exp((x - shift) + r.t * (r.t + Acc(3)) * Acc(1.0 / 6));
+  return r;
 }
 
 template <typename Acc>
@@ -44,13 +69,9 @@ struct Terms {
 
 template <typename Acc>
 __device__ __forceinline__ Terms<Acc> terms_of(const AffineRow<Acc>& row, const Position<Acc>& at, Acc x) {
-  Terms<Acc> r;
-  r.xhat = (x - row.mean) * row.rstd;
-  const Acc t = tanh_of(r.xhat * row.weight + row.bias);
-  // x and lse may be large and near each other: their difference first.
-  r.p = at.dlse * exp((x - at.shift) + t * (t + Acc(3)) * Acc(1.0 / 6));
-  r.dz = r.p * (Acc(1) - t * t) * (t * Acc(1.0 / 3) + Acc(0.5));
-  return r;
+  const auto [xhat, t, e] = exponential_of(row, at.shift, x);
+  const Acc p = at.share * e;
+  return {xhat, p, p * (Acc(1) - t * t) * (t * Acc(1.0 / 3) + Acc(0.5))};
 }
 
 // What dx takes of a channel: its row of the table and its group's two terms.
@@ -78,8 +99,118 @@ __device__ __forceinline__ Channel<Acc> channel_of(const NormLseBackwardParams& 
   return k;
 }
 
-// Contiguous: a block takes kChannelSteps channels of a sample and a slice of the positions. The second pass goes
-// backwards, since the first one has left the end of x in L2.
+// The first pass where x is contiguous: a block takes all channels of a vector of positions for each lane, its warps
+// kChannelSteps of them at a time.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kThreads, 4)
+    norm_lse_share_rows_kernel(const __grid_constant__ NormLseBackwardParams p) {
+  using Acc = acc_t<T>;
+  constexpr int kTile = 32 * kVec, kChannels = kWarps * kChannelSteps;
+  __shared__ AffineRow<Acc> rows[kChannels];
+  __shared__ Acc shared[kWarps][kTile];
+  wait_for_prerequisites();
+  let_dependents_start();
+  const GroupNormDims& d = p.dims;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t tiles = (d.s + kTile - 1) / kTile, n = blockIdx.x / tiles;
+  const int64_t at = blockIdx.x % tiles * kTile + lane * kVec;
+  const bool valid = at < d.s;
+  const T* const x = static_cast<const T*>(p.x) + n * d.c * d.s + at;
+  Acc sums[kVec] = {};
+  Vec<Acc, kVec> lse;
+  if (valid) lse = load_vec<Acc, kVec>(static_cast<const Acc*>(p.lse) + n * d.s + at);
+  for (int64_t base = 0; base < d.c; base += kChannels) {
+    const int64_t first = base + warp * kChannelSteps;
+    const int count = valid ? static_cast<int>(min(int64_t(kChannelSteps), d.c - first)) : 0;
+    Vec<T, kVec> xs[kChannelSteps];
+#pragma unroll
+    for (int i = 0; i < kChannelSteps; ++i) {
+      if (i < count) xs[i] = load_vec<T, kVec>(x + (first + i) * d.s);
+    }
+    if (base > 0) __syncthreads();
+    if (threadIdx.x < kChannels && base + threadIdx.x < d.c) {
+      rows[threadIdx.x] = make_affine_row<Acc>(p.affine, n, base + threadIdx.x);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kChannelSteps; ++i) {
+      if (i >= count) break;
+      const AffineRow<Acc> row = rows[warp * kChannelSteps + i];
+      Acc values[kVec];
+      unpack(xs[i], values);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) sums[j] += exponential_of(row, shift_of(lse.v[j]), values[j]).e;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) shared[warp][lane + j * 32] = sums[j];
+  __syncthreads();
+  if (warp != 0 || !valid) return;
+  const Vec<Acc, kVec> dlse = load_vec<Acc, kVec>(static_cast<const Acc*>(p.dlse) + n * d.s + at);
+  Vec<Acc, kVec> shares;
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    for (int w = 1; w < kWarps; ++w) sums[j] += shared[w][lane + j * 32];
+    shares.v[j] = share_of(dlse.v[j], sums[j]);
+  }
+  store_vec<Acc, kVec>(static_cast<Acc*>(p.shares) + n * d.s + at, shares);
+}
+
+// The same for channels_last: `lanes` threads of a warp, a power of two, take the channels of a position.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kThreads, 2)
+    norm_lse_share_columns_kernel(const __grid_constant__ NormLseBackwardParams p, int lanes) {
+  using Acc = acc_t<T>;
+  wait_for_prerequisites();
+  let_dependents_start();
+  const GroupNormDims& d = p.dims;
+  const int lane = threadIdx.x % lanes, walker = threadIdx.x / lanes, walkers = kThreads / lanes;
+  const int64_t slice = blockIdx.x % p.share_slices, n = blockIdx.x / p.share_slices;
+  const T* const x = static_cast<const T*>(p.x) + n * d.s * d.c;
+  const Acc* const lse = static_cast<const Acc*>(p.lse) + n * d.s;
+  const int64_t step = int64_t(walkers) * kPositionSteps;
+  const int64_t end = min((slice + 1) * p.share_slice_length, d.s);
+  AffineRow<Acc> rows[kVec];
+  int64_t loaded = -1;  // the channel of rows[0]
+  for (int64_t base = slice * p.share_slice_length; base < end; base += step) {
+    Acc sums[kPositionSteps] = {};
+    for (int64_t channel = lane * kVec; channel < d.c; channel += lanes * kVec) {
+      Vec<T, kVec> xs[kPositionSteps];
+#pragma unroll
+      for (int i = 0; i < kPositionSteps; ++i) {
+        const int64_t position = base + walker + i * walkers;
+        if (position < end) xs[i] = load_vec<T, kVec>(x + position * d.c + channel);
+      }
+      if (channel != loaded) {
+        loaded = channel;
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) rows[j] = make_affine_row<Acc>(p.affine, n, channel + j);
+      }
+#pragma unroll
+      for (int i = 0; i < kPositionSteps; ++i) {
+        const int64_t position = base + walker + i * walkers;
+        if (position >= end) break;
+        const Acc shift = shift_of(lse[position]);
+        Acc values[kVec];
+        unpack(xs[i], values);
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) sums[i] += exponential_of(rows[j], shift, values[j]).e;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPositionSteps; ++i) {
+      for (int reach = lanes / 2; reach > 0; reach /= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], reach);
+      const int64_t position = base + walker + i * walkers;
+      if (lane == 0 && position < end) {
+        const int64_t to = n * d.s + position;
+        static_cast<Acc*>(p.shares)[to] = share_of(static_cast<const Acc*>(p.dlse)[to], sums[i]);
+      }
+    }
+  }
+}
+
+// Contiguous: a block takes kChannelSteps channels of a sample and a slice of the positions. Of two passes one goes
+// backwards, since the one before has left the end of x in L2.
 template <typename T, int kVec, bool kStore>
 __global__ void __launch_bounds__(kThreads, 2) norm_lse_rows_kernel(const __grid_constant__ NormLseBackwardParams p) {
   using Acc = acc_t<T>;
@@ -89,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_lse_rows_kernel(const __grid
   let_dependents_start();
   const GroupNormDims& d = p.dims;
   const int64_t chunks = (d.c + kChannelSteps - 1) / kChannelSteps;
-  const int64_t block = kStore ? int64_t(gridDim.x) - 1 - blockIdx.x : int64_t(blockIdx.x);
+  const int64_t block = kStore ? int64_t(blockIdx.x) : int64_t(gridDim.x) - 1 - blockIdx.x;
   const int64_t slice = block % p.slices, n = block / p.slices / chunks;
   const int64_t first = block / p.slices % chunks * kChannelSteps;
   const int count = static_cast<int>(min(int64_t(kChannelSteps), d.c - first));
@@ -98,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_lse_rows_kernel(const __grid
   const int64_t row = (n * d.c + first) * d.s;
   const T* const x = static_cast<const T*>(p.x) + row;
   T* const dx = static_cast<T*>(p.dx) + row;
-  const Acc* const dlse = static_cast<const Acc*>(p.dlse) + n * d.s;
+  const Acc* const shares = static_cast<const Acc*>(p.shares) + n * d.s;
   const Acc* const lse = static_cast<const Acc*>(p.lse) + n * d.s;
   const int64_t end = min((slice + 1) * p.slice_length, d.s);
   Acc sums[kChannelSteps][2] = {};
@@ -108,10 +239,10 @@ __global__ void __launch_bounds__(kThreads, 2) norm_lse_rows_kernel(const __grid
     for (int i = 0; i < kChannelSteps; ++i) {
       if (i < count) xs[i] = load_vec<T, kVec>(x + i * d.s + at);
     }
-    const Vec<Acc, kVec> g = load_vec<Acc, kVec>(dlse + at), l = load_vec<Acc, kVec>(lse + at);
+    const Vec<Acc, kVec> g = load_vec<Acc, kVec>(shares + at), l = load_vec<Acc, kVec>(lse + at);
     Position<Acc> here[kVec];
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) here[j] = position_of(g.v[j], l.v[j]);
+    for (int j = 0; j < kVec; ++j) here[j] = {g.v[j], shift_of(l.v[j])};
 #pragma unroll
     for (int i = 0; i < kChannelSteps; ++i) {
       if (i >= count) break;
@@ -156,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   let_dependents_start();
   const GroupNormDims& d = p.dims;
   const int lane = threadIdx.x % geometry.lanes, walker = threadIdx.x / geometry.lanes;
-  const int64_t block = kStore ? int64_t(gridDim.x) - 1 - blockIdx.x : int64_t(blockIdx.x);
+  const int64_t block = kStore ? int64_t(blockIdx.x) : int64_t(gridDim.x) - 1 - blockIdx.x;
   const int64_t columns = int64_t(geometry.lanes) * kVec, first = block % geometry.channel_blocks * columns;
   const int64_t slice = block / geometry.channel_blocks % p.slices;
   const int64_t n = block / geometry.channel_blocks / p.slices;
@@ -168,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int j = 0; j < kVec; ++j) k[j] = channel_of<Acc, kStore>(p, n, channel + j);
     const T* const x = static_cast<const T*>(p.x) + n * d.s * d.c + channel;
     T* const dx = static_cast<T*>(p.dx) + n * d.s * d.c + channel;
-    const Acc* const dlse = static_cast<const Acc*>(p.dlse) + n * d.s;
+    const Acc* const shares = static_cast<const Acc*>(p.shares) + n * d.s;
     const Acc* const lse = static_cast<const Acc*>(p.lse) + n * d.s;
     const int64_t end = min((slice + 1) * p.slice_length, d.s);
     for (int64_t at = slice * p.slice_length + walker; at < end; at += int64_t(geometry.walkers) * kPositionSteps) {
@@ -179,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const int64_t position = at + int64_t(i) * geometry.walkers;
         if (position < end) {
           xs[i] = load_vec<T, kVec>(x + position * d.c);
-          here[i] = position_of(dlse[position], lse[position]);
+          here[i] = {shares[position], shift_of(lse[position])};
         }
       }
 #pragma unroll
@@ -241,6 +372,31 @@ Status launch_pass(const char* name, const NormLseBackwardParams& p, cudaStream_
                  : launch_after<norm_lse_rows_kernel<T, 1, kStore>>(true, name, grid, kThreads, stream, p);
 }
 
+int share_lanes(const GroupNormDims& d, int vector) {
+  int lanes = 1;
+  while (lanes < 32 && lanes * vector < d.c) lanes *= 2;
+  return lanes;
+}
+
+template <typename T>
+Status launch_shares(const NormLseBackwardParams& p, cudaStream_t stream) {
+  static constexpr char kName[] = "norm_lse_shares_kernel";
+  const GroupNormDims& d = p.dims;
+  constexpr int kWide = std::is_same_v<T, double> ? 1 : kVector;
+  const int vector = vector_of(p);
+  const int64_t blocks = d.n * (d.channels_last ? p.share_slices : (d.s + 32 * vector - 1) / (32 * vector));
+  if (blocks > 0x7fffffff) return Status::Unsupported(kName, "x has too many elements for one launch");
+  const unsigned grid = static_cast<unsigned>(blocks);
+  if (d.channels_last) {
+    const int lanes = share_lanes(d, vector);
+    return vector == kVector
+               ? launch_after<norm_lse_share_columns_kernel<T, kWide>>(true, kName, grid, kThreads, stream, p, lanes)
+               : launch_after<norm_lse_share_columns_kernel<T, 1>>(true, kName, grid, kThreads, stream, p, lanes);
+  }
+  return vector == kVector ? launch_after<norm_lse_share_rows_kernel<T, kWide>>(true, kName, grid, kThreads, stream, p)
+                           : launch_after<norm_lse_share_rows_kernel<T, 1>>(true, kName, grid, kThreads, stream, p);
+}
+
 }  // namespace
 
 void plan_norm_lse_backward(NormLseBackwardParams* p, int sm_count) {
@@ -249,6 +405,8 @@ void plan_norm_lse_backward(NormLseBackwardParams* p, int sm_count) {
     const ColumnGeometry g = column_geometry(d.c, vector_of(*p));
     plan_slices(d.n * g.channel_blocks, d.s, int64_t(g.walkers) * kPositionSteps * 2, 1, sm_count, &p->slices,
                 &p->slice_length);
+    const int walkers = kThreads / share_lanes(d, vector_of(*p));
+    plan_slices(d.n, d.s, int64_t(walkers) * kPositionSteps, 1, sm_count, &p->share_slices, &p->share_slice_length);
   } else {
     const int64_t chunks = (d.c + kChannelSteps - 1) / kChannelSteps;
     plan_slices(d.n * chunks, d.s, kThreads * kVector, kVector, sm_count, &p->slices, &p->slice_length);
@@ -258,6 +416,8 @@ void plan_norm_lse_backward(NormLseBackwardParams* p, int sm_count) {
 Status run_norm_lse_backward(const NormLseBackwardParams& p, cudaStream_t stream) {
   if (p.dims.numel() == 0) return Status::Ok();
   Status status;
+  KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, { status = launch_shares<T>(p, stream); });
+  if (!status.ok()) return status;
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, { status = launch_pass<T, false>("norm_lse_sums_kernel", p, stream); });
   if (!status.ok()) return status;
   status = run_group_norm_backward_merge(p, stream);

@@ -42,7 +42,9 @@ std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tens
   p.lse = dense_lse.const_data_ptr();
   plan_norm_lse_backward(&p, info.sm_count);
   Workspace workspace(x);
+  const int64_t shares = workspace.reserve(d.n * d.s * acc_size(d));
   prepare_backward_passes(op, x, dense_mean, dense_rstd, w, b, gradients, &workspace, &p);
+  p.shares = workspace.at<void>(shares);
   raise_on_error(op, run_norm_lse_backward(p, stream_of(x)));
   return gradients;
 }

@@ -354,6 +354,7 @@ def _conv_precision(precision: str) -> Iterator[None]:
 
 
 _FEW_CHANNELS = 16  # of a contiguous x: more have no kernels of their own in conv_backward
+_FEW_PRODUCTS = 96  # of an output value in fp32 that take about as long as a pass over the output, on an H200
 _KEYS = torch._C.DispatchKey
 # What stands above an op's kernel of a plain tensor.
 _ABOVE = functools.reduce(
@@ -913,8 +914,10 @@ class _FusedContext:
         tensors cut x off, which makes it 2^-12 smaller in the mean.
         """
         tf32 = _conv_tf32_allowed() if ctx.allow_tf32 is None else ctx.allow_tf32
-        rounds = tf32 and x.dtype is torch.float32 and _FusedContext.leaves_out_output(ctx, x, weight)
-        options = {"backend": "kgopt" if rounds else ctx.backend, "allow_tf32": ctx.allow_tf32}
+        own = x.dtype is torch.float32 and _FusedContext.leaves_out_output(ctx, x, weight)
+        if not tf32:  # where cuDNN's pass for the bias takes more than its fp32 products win
+            own = own and bias is not None and weight.numel() <= weight.shape[0] * _FEW_PRODUCTS
+        options = {"backend": "kgopt" if own else ctx.backend, "allow_tf32": ctx.allow_tf32}
         if ctx.transposed:
             return _OPS.conv_transpose3d(
                 x, weight, bias, ctx.stride, ctx.padding, ctx.output_padding, ctx.groups, ctx.dilation, **options
@@ -1022,7 +1025,9 @@ def _lse_backward_in_steps(  # type: ignore[no-untyped-def]
     if bias is not None:
         u = u + bias.to(u.dtype).view(1, -1, 1)
     residual = x.to(lse.dtype) + _OPS.activation(u, act).reshape(x.shape)
-    dresidual = _OPS.logsumexp_backward(dlse, residual, lse, [1], True).to(x.dtype)
+    shift = lse.masked_fill(lse == -math.inf, 0)  # x may not be, to the last bit, what lse is of: its own sum counts
+    residual = residual - shift
+    dresidual = _OPS.logsumexp_backward(dlse, residual, _OPS.logsumexp(residual, [1], True), [1], True).to(x.dtype)
     dx, dweight, dbias = _OPS.group_norm_backward(dresidual, x, mean, rstd, num_groups, weight, bias, act, "none")
     return dx + dresidual, dweight, dbias
 
