@@ -127,7 +127,8 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   // Which path an op would take for these arguments and why, as text: "kgopt: ..." or "aten: ...".
   m.def(
       "explain_conv(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int[] output_padding, "
-      "int groups, bool transposed, str epilogue=\"store\", str backend=\"auto\", bool? allow_tf32=None) -> str");
+      "int groups, bool transposed, str epilogue=\"store\", str backend=\"auto\", bool? allow_tf32=None, "
+      "int num_groups=0) -> str");
   m.def(
       "explain_group_norm(Tensor x, int num_groups, str act=\"none\", str pre_act=\"none\", bool backward=False, "
       "bool? channels_last=None) -> str");

@@ -185,6 +185,48 @@ def test_conv_nonfinite_stays_local(value, device):
         assert torch.equal(y.isnan(), expected.isnan()), backend
 
 
+def plant(x):
+    """Infinities of both signs and NaNs, one sample each; the fourth stays finite, the last has two."""
+    middle, last = tuple(size // 2 for size in x.shape[2:]), tuple(size - 1 for size in x.shape[2:])
+    x[(0, x.shape[1] // 2, *middle)] = float("inf")
+    x[(1, -1, *last)] = -float("inf")
+    x[(2, 0, *middle)] = float("nan")
+    x[(4, 0, *(0,) * len(middle))], x[(4, -1, *last)] = float("inf"), -float("inf")
+    return x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", CONV_CASES)
+def test_conv_nonfinite_as_torch(name, precision, layout):
+    """Of the own kernels. With TF32 off both factors are sums, and an infinity times a rest is a NaN too many."""
+    case = CONV_CASES[name]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    x, weight = torch.randn(5, case[2], *case[4], device="cuda"), torch.randn(weight_shape(case), device="cuda")
+    x, weight = x.to(dtype), weight.to(dtype)
+    whole = weight.round() + weight.sign()  # without a rest in TF32
+    calls = [(plant(x.clone()), weight), (plant(x.clone()), whole)]
+    if not case[0] and not any(case[7]):  # padding's zeros times an infinite weight may be NaN or nothing
+        infinite = weight.clone()
+        infinite.view(-1)[infinite.numel() // 2] = -float("inf")
+        calls += [(x, infinite), (calls[0][0], infinite)]
+    for x, weight in calls:
+        with torch.backends.cudnn.flags(enabled=False):  # cuDNN saturates some and spreads others
+            exact = run(TORCH[case[:2]], case, x.double(), weight.double(), None)
+        if layout == "channels_last":
+            x = channels_last(x)
+        for kernel in ("", ":implicit_gemm", ":hopper", ":rows", ":narrow"):
+            backend = "kgopt" + kernel
+            if torch.ops.kgopt.explain_conv(x, weight, *case[6:], case[0], backend=backend).startswith("none"):
+                continue
+            y = run(OURS[case[:2]], case, x, weight, None, backend=backend)
+            assert torch.equal(y.isnan(), exact.isnan()), kernel
+            assert torch.equal(y.isposinf(), exact.isposinf()), kernel
+            assert torch.equal(y.isneginf(), exact.isneginf()), kernel
+
+
 def test_conv_empty_batch(device):
     x, weight = torch.randn(0, 3, 8, 8, device=device), torch.randn(4, 3, 3, 3, device=device)
     assert functional.conv2d(x, weight).shape == (0, 4, 6, 6)

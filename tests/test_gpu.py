@@ -122,6 +122,61 @@ def test_explain_group_norm_conv_says_how():
     assert explain(volume, 64, layout=last, backend="aten") == "two ops: backend is 'aten'"
 
 
+def kernels_of(run):
+    """The names of what runs on the GPU."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return " ".join(event.name for event in profile.events())
+
+
+# pipeline, x, output channels, kernel, norm groups, what explain_conv says, the kernel that it means
+PIPELINE_PATHS = {
+    "small mean": ("stats", (5, 3, 6, 9, 12), 24, 3, 8, "kgopt: a small chain", "conv_chain_kernel"),
+    "mean": ("stats", (64, 3, 12, 32, 32), 24, 3, 8, "kgopt: narrow input", "conv_narrow_"),
+    "wide mean": ("stats", (4, 64, 6, 18, 18), 96, 3, 8, "output is stored", "group_norm_mean"),
+    "small logsumexp": ("logsumexp", (9, 2, 27, 55), 4, 3, 4, "kgopt: a small chain", "conv_chain_kernel"),
+    "logsumexp": ("logsumexp", (64, 8, 96, 96), 64, 3, 16, "kgopt: narrow input", "conv_narrow_positions"),
+    "long logsumexp": ("logsumexp", (1, 8, 1600, 1600), 16, 5, 4, None, None),
+    "from the input": ("logsumexp", (128, 8, 96, 128), 64, 3, 16, "autocorrelation", "conv_autocorrelation_kernel"),
+    "relu and norm": ("relu_norm", (8, 64, 16, 30, 30), 128, 3, 8, "in one launch on wgmma", "conv_flat_kernel"),
+    "few": ("relu_norm", (2, 8, 16, 16, 16), 16, 3, 4, "kgopt: narrow channels", "conv_fprop_kernel"),
+    "wide": ("relu_norm", (2, 200, 6, 6, 6), 40, 3, 4, "output is stored", "group_norm"),
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PIPELINE_PATHS)
+def test_explain_conv_of_pipelines_says_what_runs(name, dtype):
+    torch.backends.cudnn.allow_tf32 = True
+    epilogue, shape, c_out, k, groups, said, kernel = PIPELINE_PATHS[name]
+    rank, transposed = len(shape) - 2, epilogue == "relu_norm"
+    x = torch.randn(shape, device="cuda").to(dtype)
+    channels = (shape[1], c_out) if transposed else (c_out, shape[1])
+    weight = torch.randn(*channels, *[k] * rank, device="cuda").to(dtype)
+    function = {
+        "stats": functional.conv3d_group_norm_mean,
+        "relu_norm": functional.conv_transpose3d_relu_group_norm,
+        "logsumexp": functional.conv2d_group_norm_tanh_hardswish_residual_logsumexp,
+    }[epilogue]
+    geometry = [1] * rank, [0] * rank, [1] * rank, [0] * rank, 1, transposed
+    text = OPS.explain_conv(x, weight, *geometry, epilogue, num_groups=groups)
+    names = kernels_of(lambda: function(x, weight, None, groups))
+    if said is not None:
+        assert said in text, text
+        assert kernel in names, (text, names)
+    fused = ("conv_chain_kernel", "conv_flat_kernel", "conv_autocorrelation_kernel")
+    for word, kernel in zip(("small chain", "norm in one launch", "autocorrelation"), fused, strict=True):
+        assert (word in text) == (kernel in names), (text, names)
+    if "output is stored" in text:
+        assert text.startswith("aten: ") or "conv_" in names, (text, names)
+    with pytest.raises(RuntimeError, match="num_groups is 7"):
+        OPS.explain_conv(x, weight, *geometry, epilogue, num_groups=7)
+
+
 def test_explain_conv_says_why():
     x, weight = torch.empty(2, 8, 32, 32, device="cuda"), torch.empty(64, 8, 3, 3, device="cuda")
     arguments = ([1, 1], [0, 0], [1, 1], [0, 0], 1, False)

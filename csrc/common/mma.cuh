@@ -46,8 +46,18 @@ __device__ __forceinline__ uint32_t round_for_tf32(float x) {
   return kRelu ? __viaddmax_s32_relu(bits, 0x1000, bits) : __viaddmax_s32(bits, 0x1000, bits);
 }
 
-// x = hi + lo up to 2^-22 relative. An infinite or NaN x keeps lo = 0, so that Inf - Inf does not make a NaN.
+// x = hi + lo up to 2^-22 relative, for the products hi * hi, hi * lo and lo * hi. What is not finite is in lo, and hi
+// is about 1 with its sign, so that the infinity comes from one product, or from two of one sign where both factors are
+// infinite: with an infinite hi, the rests of the other factor, which are of any sign or zero, would make a NaN of it.
 __device__ __forceinline__ void split_tf32(float x, uint32_t* hi, uint32_t* lo) {
+  const uint32_t rounded = to_tf32(x);
+  *hi = fabsf(x) < 3.0e38f ? rounded : rounded & 0xbfffffffu;
+  *lo = to_tf32(x - __uint_as_float(*hi));
+}
+
+// The same for statistics of the products, which are NaN wherever an infinity comes in: an infinite x keeps lo = 0, and
+// its products with the rests of others are what they are. Where registers are short the other one spills.
+__device__ __forceinline__ void split_tf32_for_stats(float x, uint32_t* hi, uint32_t* lo) {
   *hi = to_tf32(x);
   const float rest = x - __uint_as_float(*hi);
   *lo = fabsf(x) < 3.0e38f ? to_tf32(rest) : 0u;

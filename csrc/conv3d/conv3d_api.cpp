@@ -144,33 +144,64 @@ Tensor run_path(const ConvArgs& a, const ConvShape& shape, const ConvChoice& cho
   }
 }
 
+// How a convolution goes: by `path` of `choice`.
+struct ForwardPath {
+  const ConvChoice* choice;
+  ConvPath path;
+  const char* instead = nullptr;  // why by that one, where it is not the choice's
+};
+
+// `measures`: now, where KGOPT_AUTOTUNE asks for it; else what was measured before counts. An empty batch still goes to
+// ATen, which knows what PyTorch makes of it.
+ForwardPath forward_path(const ConvArgs& a, const ConvShape& shape, bool measures) {
+  const ConvChoice* const choice = &choose(a, shape, ConvEpilogue::kStore);
+  ForwardPath to{choice, choice->path};
+  if (a.x.numel() == 0) return {choice, ConvPath::kAten, "x has no elements"};
+  if (choice->cannot) return to;
+  const bool no_aten = aten_would_use_tf32(a, shape);
+  if (autotune_is_on() && a.backend == "auto" && !choice->plan.refusal) {
+    std::optional<ConvPath> tuned;
+    if (measures) {
+      std::vector<ConvPath> paths;
+      for (const ConvPath one :
+           {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows, ConvPath::kNarrow}) {
+        if (!conv_refusal(*choice, one) && !(no_aten && one == ConvPath::kAten)) paths.push_back(one);
+      }
+      auto run = [&](ConvPath one) { run_path(a, shape, *choice, one, ConvTail()); };
+      tuned = tune_path(a.x.get_device_index(), tuning_key(a, shape), paths, current_stream(a.x), run);
+    } else {
+      tuned = tuned_path(a.x.get_device_index(), tuning_key(a, shape));
+    }
+    if (tuned && !conv_refusal(*choice, *tuned)) to = {choice, *tuned, "measured here (KGOPT_AUTOTUNE)"};
+  }
+  if (to.path == ConvPath::kAten && no_aten) {
+    to.choice =
+        &choose_cached(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), ConvBackend::kKgopt, &choose_conv);
+    to.path = to.choice->path;
+    to.instead = "TF32 is forbidden, and allowed by the switch that cuDNN follows";
+  }
+  return to;
+}
+
 }  // namespace
 
-// An empty batch still goes to ATen, which knows what PyTorch makes of it.
+std::string explain_forward(const ConvArgs& a, const ConvShape& shape) {
+  const ForwardPath to = forward_path(a, shape, false);
+  if (!to.instead) return to.choice->explain();
+  ConvChoice choice = *to.choice;
+  choice.path = to.path;
+  choice.reason = std::string(to.instead) + ": " + conv_path_name(to.path);
+  return choice.explain();
+}
+
 Tensor conv_forward(const ConvArgs& a, ConvTail* tail) {
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(a.x.get_device_index());
-  const ConvChoice* choice = &choose(a, shape, ConvEpilogue::kStore);
-  const bool empty = a.x.numel() == 0;
-  ConvPath path = empty ? ConvPath::kAten : choice->path;
-  KGOPT_CHECK(!choice->cannot || empty, a.op, ": backend is '", a.backend,
+  const ForwardPath to = forward_path(a, shape, true);
+  const ConvChoice* const choice = to.choice;
+  ConvPath path = to.path;
+  KGOPT_CHECK(!choice->cannot || to.instead, a.op, ": backend is '", a.backend,
               "', which cannot run this convolution: ", choice->cannot);
-  const bool no_aten = aten_would_use_tf32(a, shape);
-  if (autotune_is_on() && a.backend == "auto" && !empty && !choice->plan.refusal) {
-    std::vector<ConvPath> paths;
-    for (const ConvPath one :
-         {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows, ConvPath::kNarrow}) {
-      if (!conv_refusal(*choice, one) && !(no_aten && one == ConvPath::kAten)) paths.push_back(one);
-    }
-    auto run = [&](ConvPath one) { run_path(a, shape, *choice, one, ConvTail()); };
-    const auto tuned = tune_path(a.x.get_device_index(), tuning_key(a, shape), paths, current_stream(a.x), run);
-    if (tuned && !conv_refusal(*choice, *tuned)) path = *tuned;
-  }
-  if (path == ConvPath::kAten && no_aten && !empty) {
-    choice =
-        &choose_cached(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), ConvBackend::kKgopt, &choose_conv);
-    path = choice->path;
-  }
   if (!tail) return run_path(a, shape, *choice, path, ConvTail());
   tail->left_bias = a.bias.has_value() && path == ConvPath::kAten;
   // The kernel by rows does an activation and no more; where more is wanted, the other Hopper kernel makes up for it.
@@ -206,11 +237,12 @@ Tensor conv_transpose_cuda(Tensor x, Tensor weight, OptTensor bias, IntArray str
 
 std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
                          IntArray output_padding, int64_t groups, bool transposed, std::string epilogue,
-                         std::string backend, std::optional<bool> allow_tf32) {
+                         std::string backend, std::optional<bool> allow_tf32, int64_t num_groups) {
   const char* const op = "explain_conv";
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
-  KGOPT_CHECK(epilogue == "store" || epilogue == "stats" || epilogue == "logsumexp" || epilogue == "backward", op,
-              ": epilogue is '", epilogue, "', expected store, stats, logsumexp or backward");
+  KGOPT_CHECK(epilogue == "store" || epilogue == "stats" || epilogue == "relu_norm" || epilogue == "logsumexp" ||
+                  epilogue == "backward",
+              op, ": epilogue is '", epilogue, "', expected store, stats, relu_norm, logsumexp or backward");
   const ConvArgs a{op,
                    x,
                    weight,
@@ -226,7 +258,10 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
                    allow_tf32,
                    true};
   const ConvShape shape = check_conv_args(a);
+  KGOPT_CHECK(num_groups >= 0 && (num_groups == 0 || shape.c_out % num_groups == 0), op, ": num_groups is ", num_groups,
+              ", expected a divisor of the ", shape.c_out, " output channels, or 0");
   const DeviceGuard guard(x.get_device_index());
+  if (epilogue == "store") return explain_forward(a, shape);
   if (epilogue == "backward") {
     std::string text = choose_gradients(a, shape).explain();
     if (backend != "auto" || !autotune_is_on()) return text;
@@ -237,19 +272,10 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
     }
     return text;
   }
-  if (epilogue == "store" && backend == "auto" && autotune_is_on()) {
-    ConvChoice choice = choose(a, shape, ConvEpilogue::kStore);
-    if (const auto path = tuned_path(x.get_device_index(), tuning_key(a, shape))) {
-      choice.path = *path;
-      choice.reason = std::string("measured here (KGOPT_AUTOTUNE): ") + conv_path_name(*path);
-    }
-    return choice.explain();
-  }
-  return choose(a, shape,
-                epilogue == "store"   ? ConvEpilogue::kStore
-                : epilogue == "stats" ? ConvEpilogue::kStats
-                                      : ConvEpilogue::kResidualLse)
-      .explain();
+  const ConvEpilogue which = epilogue == "stats"       ? ConvEpilogue::kStats
+                             : epilogue == "relu_norm" ? ConvEpilogue::kStoreStats
+                                                       : ConvEpilogue::kResidualLse;
+  return explain_pipeline(a, shape, which, num_groups);
 }
 
 }  // namespace

@@ -238,13 +238,13 @@ __device__ __forceinline__ void chain_multiply(const ChainParams& p, const Chain
         // The tensor core cuts off where it adds: a step has a sum of its own, which begins with the small products.
         uint32_t low[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) split_tf32(__uint_as_float(a[i]), &a[i], &low[i]);
+        for (int i = 0; i < 4; ++i) split_tf32_for_stats(__uint_as_float(a[i]), &a[i], &low[i]);
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
           const uint2 word = b[j][step * 32];
           uint32_t high_b[2], low_b[2];
-          split_tf32(__uint_as_float(word.x), &high_b[0], &low_b[0]);
-          split_tf32(__uint_as_float(word.y), &high_b[1], &low_b[1]);
+          split_tf32_for_stats(__uint_as_float(word.x), &high_b[0], &low_b[0]);
+          split_tf32_for_stats(__uint_as_float(word.y), &high_b[1], &low_b[1]);
           float sum[4] = {};
           mma_tf32(sum, low, high_b[0], high_b[1]);
           mma_tf32(sum, a, low_b[0], low_b[1]);

@@ -176,7 +176,7 @@ Tensor conv2d_residual_logsumexp(Tensor x, Tensor weight, OptTensor bias, int64_
 
 std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
                          IntArray output_padding, int64_t groups, bool transposed, std::string, std::string backend,
-                         std::optional<bool>) {
+                         std::optional<bool>, int64_t) {
   const char* const op = "explain_conv";
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
   check_backend(op, backend);

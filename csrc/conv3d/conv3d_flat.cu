@@ -39,8 +39,9 @@ __device__ __forceinline__ void pack_flat(const FlatPackParams& p, const FlatPla
       if (half) {
         words[i / 2] |= uint32_t(static_cast<const unsigned short*>(p.weight)[from + i * p.stride_in]) << i % 2 * 16;
       } else {
-        uint32_t hi, lo;
-        split_tf32(static_cast<const float*>(p.weight)[from + i * p.stride_in], &hi, &lo);
+        const float v = static_cast<const float*>(p.weight)[from + i * p.stride_in];
+        uint32_t hi = to_tf32(v), lo;
+        if (plan.parts == 2) split_tf32(v, &hi, &lo);
         words[i] = part == 0 ? hi : lo;
       }
     }

@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
-              for (int j = 0; j < 4; ++j) split_tf32(__uint_as_float(a[i][j]), &a[i][j], &low[i][j]);
+              for (int j = 0; j < 4; ++j) split_tf32_for_stats(__uint_as_float(a[i][j]), &a[i][j], &low[i][j]);
             }
           }
           wgmma_fence();

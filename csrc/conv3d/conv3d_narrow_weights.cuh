@@ -90,7 +90,7 @@ __device__ __forceinline__ void narrow_load_weights(const NarrowParams& p, const
         if constexpr (kPerWord == 2) {
           word = v[0] | uint32_t(v[1]) << 16;
         } else if constexpr (Traits::kSplit == 2) {
-          split_tf32(v[0], &word, &low);
+          split_tf32_for_stats(v[0], &word, &low);
         } else {
           word = to_tf32(v[0]);
         }

@@ -47,8 +47,9 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
       if (half) {
         words[i / 2] |= half_bits(p, from + i * p.stride_in) << i % 2 * 16;
       } else {
-        uint32_t hi, lo;
-        split_tf32(static_cast<const float*>(p.weight)[from + i * p.stride_in], &hi, &lo);
+        const float v = static_cast<const float*>(p.weight)[from + i * p.stride_in];
+        uint32_t hi = to_tf32(v), lo;
+        if (plan.parts == 2) split_tf32(v, &hi, &lo);
         words[i % 4] = product == 1 ? lo : hi;
       }
     }

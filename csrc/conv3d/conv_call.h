@@ -410,4 +410,9 @@ Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan
 // do to what it stores.
 Tensor conv_forward(const ConvArgs& a, ConvTail* tail = nullptr);
 
+// By which path conv_forward goes and why, and the same of a fused pipeline, whose epilogue it is named by. num_groups:
+// of its norm; 0: unknown, and no chain in one launch.
+std::string explain_forward(const ConvArgs& a, const ConvShape& shape);
+std::string explain_pipeline(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue, int64_t num_groups);
+
 }  // namespace kgopt

@@ -57,6 +57,14 @@ bool stores_nothing(const ConvChoice& choice) {
   return choice.path == ConvPath::kImplicitGemm || (choice.path == ConvPath::kNarrow && !choice.stores);
 }
 
+// The choice of the pass for statistics in front of the one into logsumexp. Both compute the same convolution, to the
+// same rounding.
+ConvChoice choose_stats_before(const ConvArgs& a, const ConvShape& shape, const ConvChoice& lse) {
+  ConvChoice stats = choose(a, shape, ConvEpilogue::kStats);
+  if (stats.path == ConvPath::kNarrow) stats.path = lse.path;
+  return stats;
+}
+
 // Statistics of a convolution whose output is not stored.
 struct __attribute__((visibility("hidden"))) StatsPass {
   const ConvArgs& a;
@@ -430,9 +438,7 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
     }
     lse = choose(a, shape, ConvEpilogue::kResidualLse);
   }
-  ConvChoice stats = choose(a, shape, ConvEpilogue::kStats);
-  // Both passes compute the same convolution, to the same rounding.
-  if (stats.path == ConvPath::kNarrow) stats.path = lse.path;
+  const ConvChoice stats = choose_stats_before(a, shape, lse);
   if (!stores_nothing(lse) || !stores_nothing(stats) || a.x.numel() == 0) {
     const bool in_one = shape.dtype != Dtype::kFloat64 && !shape.out_channels_last;
     ConvTail tail;
@@ -516,6 +522,26 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   raise_on_error(a.op, run_conv3d_residual_lse(q, shape.n, stream));
   return finish();
 }
+
+}  // namespace
+
+std::string explain_pipeline(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue, int64_t num_groups) {
+  const bool follows = epilogue == ConvEpilogue::kStoreStats;  // what is stored is normalized in a pass of its own
+  ConvChoice choice = choose(a, shape, epilogue, follows ? 0 : chain_groups(a, num_groups));
+  const bool empty = a.x.numel() == 0;
+  if (!empty && (choice.path == ConvPath::kChain || choice.path == ConvPath::kFlat)) return choice.explain();
+  bool stores = empty || (follows ? choice.path != ConvPath::kImplicitGemm : !stores_nothing(choice));
+  if (!empty && choice.stores) return choice.explain();  // by the kernel that it names
+  if (!stores && epilogue == ConvEpilogue::kResidualLse) {
+    const ConvChoice stats = choose_stats_before(a, shape, choice);
+    stores = !stores_nothing(stats);
+    if (stores || choice.path == ConvPath::kNarrow) choice = stats;  // which knows where its statistics come from
+  }
+  if (!stores) return choice.explain();
+  return explain_forward(a, shape) + "; the convolution's output is stored: " + choice.reason;
+}
+
+namespace {
 
 // Boxed entry points; the argument order is the schemas'.
 

@@ -15,10 +15,10 @@ from kgopt.cli.models import PIPELINES
 
 __all__ = ["collect", "run_info"]
 
-# (what, x, weight, transposed, padding, epilogue). "stats" and "logsumexp" are the fused pipelines' questions.
+# What explain_conv calls the pipelines.
 _EPILOGUES = {
     "conv3d_group_norm_mean": "stats",
-    "conv_transpose3d_relu_group_norm": "store",
+    "conv_transpose3d_relu_group_norm": "relu_norm",
     "conv2d_group_norm_tanh_hardswish_residual_logsumexp": "logsumexp",
 }
 _CONVS = (
@@ -38,7 +38,7 @@ _DTYPES = {"tf32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16,
 
 def _explain(
     device: torch.device, x: tuple[int, ...], weight: tuple[int, ...], precision: str, transposed: bool, padding: int,
-    epilogue: str,
+    epilogue: str, num_groups: int = 0,
 ) -> str:  # fmt: skip
     rank = len(x) - 2
     one = torch.zeros((), dtype=_DTYPES[precision], device=device)
@@ -47,8 +47,9 @@ def _explain(
         try:
             # The answer depends on sizes and dtype alone, so one element stands for all.
             text = torch.ops.kgopt.explain_conv(
-                one.expand(x), one.expand(weight), ones, [padding] * rank, ones, zeros, 1, transposed, epilogue
-            )
+                one.expand(x), one.expand(weight), ones, [padding] * rank, ones, zeros, 1, transposed, epilogue,
+                num_groups=num_groups,
+            )  # fmt: skip
         except (RuntimeError, NotImplementedError) as error:
             text = "error: " + str(error).splitlines()[0]
     return str(text)
@@ -59,10 +60,10 @@ def _paths(device: torch.device) -> list[dict[str, str]]:
     out = []
     for precision in precisions:
         for pipeline in PIPELINES:
-            c_in, c_out, kernel, _ = pipeline.args
+            c_in, c_out, kernel, num_groups = pipeline.args
             x, transposed = pipeline.headline, pipeline.transposed
             weight = ((c_in, c_out) if transposed else (c_out, c_in)) + (kernel,) * (len(x) - 2)
-            text = _explain(device, x, weight, precision, transposed, 0, _EPILOGUES[pipeline.name])
+            text = _explain(device, x, weight, precision, transposed, 0, _EPILOGUES[pipeline.name], num_groups)
             out.append({"what": f"{pipeline.module}, headline shape", "dtype": precision, "path": text})
         for what, x, weight in _CONVS:
             text = _explain(device, x, weight, precision, False, 1, "store")
