@@ -1,6 +1,8 @@
 """Runs compute-sanitizer's four tools over tests/sanitize_ops.py; exits with 1 when one of them finds something.
 
-    python scripts/sanitize.py [memcheck racecheck initcheck synccheck]
+    python scripts/sanitize.py [memcheck racecheck initcheck synccheck] [--sections=conv,pipeline]
+
+Sections are those of sanitize_ops.py: racecheck of all takes long, and several can run side by side.
 
 Build with KGOPT_LINEINFO=1 for source lines in the reports.
 """
@@ -55,7 +57,8 @@ def run_tool(sanitizer: str, tool: str, script: list[str], env: dict[str, str]) 
 
 
 def main() -> int:
-    tools = sys.argv[1:] or list(TOOLS)
+    sections = [a for a in sys.argv[1:] if a.startswith("--sections=")]
+    tools = [a for a in sys.argv[1:] if a not in sections] or list(TOOLS)
     unknown = [t for t in tools if t not in TOOLS]
     if unknown:
         sys.exit(f"unknown tool {unknown[0]}, expected some of {' '.join(TOOLS)}")
@@ -67,7 +70,7 @@ def main() -> int:
     sanitizer = find_sanitizer()
     # Each tensor is an allocation of its own, so that a step over its end is seen.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    script = [sys.executable, str(ROOT / "tests/sanitize_ops.py")]
+    script = [sys.executable, str(ROOT / "tests/sanitize_ops.py"), *sections]
     failed = []
     for tool in tools:
         print(f"== {tool}", flush=True)

@@ -3,7 +3,7 @@
 Not a test by itself: nothing is compared here, the ops only have to run. `python tests/sanitize_ops.py` runs it plain.
 Sizes are no multiples of any tile, and small, since a sanitizer makes a kernel a hundred times slower.
 With --own-kernels the pipelines run forward only: their backward goes through cuDNN, which racecheck cannot run.
-With --initcheck what reads cuDNN's output in half types is left out.
+With --initcheck what reads cuDNN's output in half types is left out. --sections=NAME,NAME runs those of `SECTIONS`.
 """
 
 from __future__ import annotations
@@ -331,6 +331,25 @@ def fused_convolution_cases() -> None:
             run(f"group_norm_conv {label}", x, moments, weight, bias, backward=False, call=call)
 
 
+def norm_lse_cases() -> None:
+    """The third pipeline's backward behind its convolution: more channels than a block takes at once, and few."""
+    backward = ops.group_norm_tanh_hardswish_residual_logsumexp_backward
+    for dtype, last in itertools.product(DTYPES, (False, True)):
+        stats = torch.float64 if dtype == torch.float64 else torch.float32
+        for channels, groups, spatial in ((8, 2, (9, 20)), (136, 8, (4, 7)), (15, 5, (3, 5)), (300, 10, (2, 2))):
+            run(
+                f"norm_lse_backward {dtype} {'channels_last' if last else 'contiguous'} {channels} {spatial}",
+                tensor(3, channels, *spatial, dtype=dtype, channels_last=last),
+                tensor(channels, dtype=dtype),
+                tensor(channels, dtype=dtype),
+                *(tensor(3, 1, *spatial, dtype=stats) for _ in range(2)),
+                tensor(3, groups, dtype=stats),
+                tensor(3, groups, dtype=stats).abs(),
+                backward=False,
+                call=lambda x, w, b, dlse, lse, mean, rstd, g=groups: backward(dlse, x, lse, mean, rstd, g, w, b),
+            )
+
+
 def pipeline_cases() -> None:
     for dtype in DTYPES:
         for backward in (False,) if "--own-kernels" in sys.argv else (False, True):
@@ -444,11 +463,8 @@ def pipeline_cases() -> None:
             )
 
 
-def main() -> int:
-    if not torch.cuda.is_available():
-        print("no CUDA device here, nothing to run")
-        return 0
-    torch.manual_seed(0)
+SECTIONS = {
+    section.__name__.removesuffix("_cases"): section
     for section in (
         group_norm_cases,
         pointwise_cases,
@@ -456,8 +472,23 @@ def main() -> int:
         conv_cases,
         conv_gradient_cases,
         fused_convolution_cases,
+        norm_lse_cases,
         pipeline_cases,
-    ):
+    )
+}
+
+
+def main() -> int:
+    wanted = [name for a in sys.argv if a.startswith("--sections=") for name in a.partition("=")[2].split(",")]
+    for name in wanted:
+        if name not in SECTIONS:
+            sys.exit(f"--sections has {name!r}, expected some of {', '.join(SECTIONS)}")
+    if not torch.cuda.is_available():
+        print("no CUDA device here, nothing to run")
+        return 0
+    torch.manual_seed(0)
+    for name in wanted or SECTIONS:
+        section = SECTIONS[name]
         print(section.__name__)
         section()
     return 0
