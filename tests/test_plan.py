@@ -1779,6 +1779,46 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
     assert taken > 50
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_plan_group_norm_planes(backward, dtype):
+    """Groups of one channel: wherever one starts in a vector, its vectors all have a thread."""
+    rng = random.Random(f"{backward} {dtype}")
+    owners = 0
+    for _ in range(600):
+        n, g = rng.randint(1, 40), rng.choice([1, 2, rng.randint(1, 100)])
+        s = rng.choice([4 * rng.randint(1, 1000), rng.randint(1, 400), rng.randint(1, 9000)])
+        p = dev.plan_group_norm_small(n, g, s, g, dtype, backward, plain=True)
+        if "refusal" in p:
+            continue
+        lanes, teams = p["by_lanes"]["d"], p["teams"]
+        assert p["plane"] == (s > 32)
+        if not p["plane"]:
+            continue
+        owners += p["owner"]
+        vectors = s // 4 if s % 4 == 0 else max((start + s + 3) // 4 for start in range(4))
+        assert p["run"] == 4
+        assert lanes % 32 == 0
+        assert lanes * p["runs"] >= vectors
+        assert teams * lanes == p["threads"] <= dev.SMALL_MAX_THREADS
+        assert p["threads"] <= dev.SMALL_MAX_BWD_THREADS or p["runs"] < 4 or not backward
+        assert backward or lanes == 32 or teams == 1  # a block has a plane, or each of its warps
+        assert (p["elements"], p["places"], p["blocks"], p["single"]) == (s, [s // 2, s - 1], 1, False)
+        if p["owner"]:
+            assert backward
+            assert (teams, p["grid"]) == (n, g)
+        else:
+            assert teams == 1 or lanes == 32
+            assert (p["grid"] - 1) * teams < n * g <= p["grid"] * teams
+        assert divides(p["by_lanes"], p["threads"] - 1)
+        assert divides(p["by_groups"], n * g - 1)
+    assert (owners > 50) == backward
+    for change in ({"plain": False}, {"aligned": False}, {"channels_last": True}, {"c": 6}):
+        sizes = {"n": 2, "c": 3, "s": 77, "g": 3, "dtype": dtype, "backward": backward, "plain": True}
+        assert dev.plan_group_norm_small(**sizes)["plane"]
+        assert not dev.plan_group_norm_small(**sizes | change)["plane"]
+
+
 @pytest.mark.parametrize(
     ("why", "change"),
     [

@@ -38,8 +38,18 @@ __device__ __forceinline__ OneForEach<V> each(V (&values)[kSize]) {
   return {values};
 }
 
+// The first ones have one value, the others another.
+template <typename V>
+struct OneOfTwo {
+  const V &first, &second;
+  int firsts;
+  __device__ __forceinline__ V operator()(int j) const { return j < firsts ? first : second; }
+};
+
 inline constexpr int kTraverseThreads = 256;
 inline constexpr int kTraverseUnroll = 4;  // independent 16-byte loads of a thread in flight
+// With fewer blocks, multiprocessors are idle: threads then have fewer vectors each.
+inline constexpr int64_t kTraverseFewBlocks = 128;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Element by element. A functor has: Element, kInputs (1 or 2), Coef, `Coef load(int64_t row)` and
@@ -53,8 +63,9 @@ struct ElementwiseArgs {
   typename F::Element* y;
   int64_t n, c, s;
   F f;
-  int64_t channels = 0;  // channels_last: c, or where rows of `channels` go several at a time, a divisor of it
-  int64_t length = 0;    // channels_last: elements of a sample, where they are no whole rows of c; else 0
+  int64_t channels = 0;          // channels_last: c, or where rows of `channels` go several at a time, a divisor of it
+  int64_t length = 0;            // channels_last: elements of a sample, where they are no whole rows of c; else 0
+  int unroll = kTraverseUnroll;  // rows: vectors of a thread
 };
 
 // Blocks run from the tensor's end to its start: the pass before went the other way and left the end in L2.
@@ -63,18 +74,18 @@ template <typename F, int kSize>
 __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
     elementwise_rows_kernel(const __grid_constant__ ElementwiseArgs<F> a) {
   using T = typename F::Element;
-  constexpr int64_t kPerBlock = int64_t(kTraverseThreads) * kTraverseUnroll * kSize;
+  const int64_t per_block = int64_t(kTraverseThreads) * a.unroll * kSize;
   const int64_t total = a.n * a.c * a.s;
-  const int64_t start = int64_t(gridDim.x - 1 - blockIdx.x) * kPerBlock;
+  const int64_t start = int64_t(gridDim.x - 1 - blockIdx.x) * per_block, end = min(start + per_block, total);
   const int64_t row0 = start / a.s;
   const int64_t column0 = start - row0 * a.s;
-  const bool narrow = a.s + kPerBlock < (int64_t(1) << 31);
+  const bool narrow = a.s + per_block < (int64_t(1) << 31);
 
   Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
 #pragma unroll
   for (int u = 0; u < kTraverseUnroll; ++u) {
     const int64_t at = start + (int64_t(u) * kTraverseThreads + threadIdx.x) * kSize;
-    if (at + kSize <= total) {
+    if (at + kSize <= end) {
       x[u] = load_vec<T, kSize>(a.x + at);
       if (F::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at);
     }
@@ -90,7 +101,7 @@ __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
 #pragma unroll
   for (int u = 0; u < kTraverseUnroll; ++u) {
     const int64_t at = start + (int64_t(u) * kTraverseThreads + threadIdx.x) * kSize;
-    if (at >= total) break;
+    if (at >= end) break;
     int64_t column;
     const int64_t row = row_of(at, &column);
     if (kSize > 1 && (column + kSize > a.s || at + kSize > total)) {
@@ -118,6 +129,18 @@ __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
       for (int j = 0; j < kSize; ++j) {
         own.v[j] = a.x[min(at + j, total - 1)];
         if (F::kInputs == 2) own_second.v[j] = a.second[min(at + j, total - 1)];
+      }
+      if (a.s >= kSize) {  // two rows: the coefficients of both are asked for at once
+        const auto coef = a.f.load(row), next = a.f.load(min(row + 1, a.n * a.c - 1));
+        acc_t<T> xs[kSize], seconds[kSize], y[kSize];
+        unpack(own, xs);
+        unpack(F::kInputs == 2 ? own_second : own, seconds);
+        a.f.apply(OneOfTwo<const decltype(coef)>{coef, next, static_cast<int>(a.s - column)}, xs, seconds, y);
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          if (j < present) a.y[at + j] = from_acc<T>(y[j]);
+        }
+        continue;
       }
       // A turn for each of the rows: all of the vector is computed with the row's coefficients, and of that the row's
       // part stored.
@@ -311,15 +334,20 @@ Status launch_elementwise_rows(const char* name, const ElementwiseArgs<F>& a, cu
   const int size = elementwise_size(a, false);
   const int64_t total = a.n * a.c * a.s;
   if (total == 0) return Status::Ok();
-  const int64_t per_block = int64_t(kTraverseThreads) * kTraverseUnroll * size;
-  const int64_t blocks = (total + per_block - 1) / per_block;
+  ElementwiseArgs<F> b = a;
+  const auto blocks_of = [&](int unroll) {
+    const int64_t per_block = int64_t(kTraverseThreads) * unroll * size;
+    return (total + per_block - 1) / per_block;
+  };
+  while (b.unroll > 1 && blocks_of(b.unroll) < kTraverseFewBlocks) b.unroll /= 2;
+  const int64_t blocks = blocks_of(b.unroll);
   if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
   const unsigned grid = static_cast<unsigned>(blocks);
   if constexpr (F::kHasScalars) {
-    if (size == 1) return launch_after<elementwise_rows_kernel<F, 1>>(early, name, grid, kTraverseThreads, stream, a);
+    if (size == 1) return launch_after<elementwise_rows_kernel<F, 1>>(early, name, grid, kTraverseThreads, stream, b);
   }
   if (size == 1) return Status::Unsupported(name, "no vector fits");
-  return launch_after<elementwise_rows_kernel<F, kSize>>(early, name, grid, kTraverseThreads, stream, a);
+  return launch_after<elementwise_rows_kernel<F, kSize>>(early, name, grid, kTraverseThreads, stream, b);
 }
 
 template <typename F>
@@ -400,22 +428,11 @@ __global__ void __launch_bounds__(kTraverseThreads) reduce_rows_kernel(const __g
   const int64_t begin = row * a.row_length + slice * a.slice_length;
   const int64_t end = row * a.row_length + min((slice + 1) * a.slice_length, a.row_length);
 
-  const auto coef = a.r.load(row);
-  auto state = a.r.start(coef, to_acc(a.x[begin]));
-  int64_t seen = 0;
   // Elements before the first aligned vector and after the last one go to the first threads.
   const int64_t head = min((begin + kSize - 1) / kSize * kSize, end);
   const int64_t body = head + (end - head) / kSize * kSize;
-  auto add_one = [&](int64_t at) {
-    const Acc x = to_acc(a.x[at]);
-    Acc xs[1] = {x}, seconds[1] = {R::kInputs == 2 ? to_acc(a.second[at]) : x};
-    a.r.add(same(state), same(coef), xs, seconds);
-    ++seen;
-  };
-  if (begin + thread < head) add_one(begin + thread);
-  if (body + thread < end) add_one(body + thread);
-  for (int64_t at = head + int64_t(thread) * kSize; at < body; at += int64_t(kTraverseUnroll) * kThreads * kSize) {
-    Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+  Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+  const auto load_vectors = [&](int64_t at) {
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
       const int64_t i = at + int64_t(u) * kThreads * kSize;
@@ -424,6 +441,23 @@ __global__ void __launch_bounds__(kTraverseThreads) reduce_rows_kernel(const __g
         if (R::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + i);
       }
     }
+  };
+  // Asked for ahead of the coefficients and single elements, which would each be a trip to memory before them.
+  const int64_t first = head + int64_t(thread) * kSize;
+  load_vectors(first);
+  const auto coef = a.r.load(row);
+  auto state = a.r.start(coef, to_acc(a.x[begin]));
+  int64_t seen = 0;
+  auto add_one = [&](int64_t at) {
+    const Acc x = to_acc(a.x[at]);
+    Acc xs[1] = {x}, seconds[1] = {R::kInputs == 2 ? to_acc(a.second[at]) : x};
+    a.r.add(same(state), same(coef), xs, seconds);
+    ++seen;
+  };
+  if (begin + thread < head) add_one(begin + thread);
+  if (body + thread < end) add_one(body + thread);
+  for (int64_t at = first; at < body; at += int64_t(kTraverseUnroll) * kThreads * kSize) {
+    if (at != first) load_vectors(at);
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
       if (at + int64_t(u) * kThreads * kSize < body) {

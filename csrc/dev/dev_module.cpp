@@ -744,9 +744,9 @@ py::dict divisor_dict(const SmallDivisor& by) {
 
 // The plans of the kernels for small groups and for narrow ones, likewise.
 py::dict plan_small(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool backward,
-                    bool channels_last, bool aligned, int max_blocks) {
+                    bool channels_last, bool aligned, int max_blocks, bool plain) {
   const SmallPlan plan =
-      plan_group_norm_small({make_dims(n, c, s, g, dtype, channels_last), backward, aligned, max_blocks});
+      plan_group_norm_small({make_dims(n, c, s, g, dtype, channels_last), backward, aligned, max_blocks, plain});
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
@@ -764,6 +764,7 @@ py::dict plan_small(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
   out["blocks"] = 1 << p.blocks_log2;
   out["owner"] = p.owner;
   out["single"] = plan.single;
+  out["plane"] = plan.plane;
   out["sums"] = p.sums;
   out["terms"] = p.terms;
   out["sum_teams"] = p.sum_teams;
@@ -852,7 +853,7 @@ void bind_norm(py::module_& m) {
   m.attr("SLAB_THREADS") = kSlabThreads;
   m.def("plan_group_norm_small", &plan_small, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("backward") = false, py::arg("channels_last") = false,
-        py::arg("aligned") = true, py::arg("max_blocks") = 16);
+        py::arg("aligned") = true, py::arg("max_blocks") = 16, py::arg("plain") = false);
   m.def("plan_group_norm_slab", &plan_slabs, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("channels_last") = true, py::arg("sm_count") = 132);
   m.def("choose_group_norm", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),

@@ -20,6 +20,7 @@ struct ClusterPlanInput {
   int tensors = 1;          // that stay on chip: x, or x and dy
   bool aligned = true;      // all tensors start at the same distance from a multiple of 16 bytes
   bool long_chain = false;  // the activations are walked at run time
+  bool plain = true;        // no pre-activation, and behind the norm none, relu or SiLU
   uint32_t x_offset = 0;    // bytes from a 128-byte line to x
   int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters or bulk copies
   int sm_count = 132;
@@ -189,7 +190,8 @@ inline constexpr int64_t kOneWaveData = 48 << 10;
 inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const TilesPlanInput& tiles,
                                     const ColumnPlanInput& columns) {
   NormChoice choice;
-  choice.small = plan_group_norm_small({cluster.dims, cluster.tensors == 2, tiles.aligned, cluster.max_blocks});
+  choice.small =
+      plan_group_norm_small({cluster.dims, cluster.tensors == 2, tiles.aligned, cluster.max_blocks, cluster.plain});
   // Forward's clusters go element by element: vectors of columns come first.
   const bool small_shared = !choice.small.refusal && cluster.tensors == 1 && choice.small.shares.blocks_log2 > 0;
   if (!choice.small.refusal && !small_shared) {
@@ -217,9 +219,12 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
   const bool is_small = cluster.dims.numel() * dtype_size(cluster.dims.dtype) < kColumnSmallTensor;
   const bool others = small_shared || !choice.slabs.refusal;
   const bool by_columns = !choice.columns.refusal && (choice.columns.cluster || !is_small || !others);
-  // What knows its channels by their place takes x where it can.
-  const bool for_others = c.shares.minor && (!choice.rows.refusal || !choice.columns.refusal);
-  if (small_shared && choice.rows.refusal && !by_columns) {
+  // What knows its channels by their place takes x where it can, but for clusters of columns, which take 10 to 13 us
+  // where those of whole groups in registers take 7 to 12 (H200).
+  const bool other_columns = !choice.columns.refusal && (!choice.columns.cluster || cluster.long_chain);
+  const bool for_others = c.shares.minor && (!choice.rows.refusal || other_columns);
+  const bool whole = !c.refusal && c.shares.minor && !for_others && !cluster.long_chain;
+  if (small_shared && choice.rows.refusal && !by_columns && !whole) {
     choice.way = NormWay::kSmall;
   } else if (!c.refusal && !for_others && (!crowded || choice.one_read.refusal)) {
     choice.way = NormWay::kOnChip;

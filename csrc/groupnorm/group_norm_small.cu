@@ -2,12 +2,9 @@
 // group_norm_backward.cu.
 #include "../common/async.cuh"
 #include "../common/dependent_launch.cuh"
-#include "../common/dtype.cuh"
 #include "../common/launch.h"
 #include "../common/pointwise.cuh"
-#include "../common/reduce.cuh"
-#include "group_norm_small_plan.h"
-#include "groupnorm.h"
+#include "group_norm_small.cuh"
 
 namespace kgopt {
 namespace {
@@ -39,30 +36,6 @@ __device__ __forceinline__ void apply_slope(Chain kind, const ActChain& chain, f
   } else {
     multiply_slopes<Chain::kAny, false, true>(chain, v, by);
   }
-}
-
-// Value i of T as bits, 0 where it is not wanted. The compiler leaves these loads in their order, and what waits for
-// them behind all of them: a use of x ahead of the parameters' loads would make them wait for x.
-template <typename T>
-__device__ __forceinline__ uint32_t load_bits(const void* values, uint32_t i, bool wanted) {
-  uint32_t bits;
-  if constexpr (sizeof(T) == 4) {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.b32 %0, 0;\n\t@p ld.relaxed.cta.global.b32 %0, [%1];\n\t}"
-        : "=&r"(bits)
-        : "l"(static_cast<const uint32_t*>(values) + i), "r"(uint32_t(wanted)));
-  } else {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.b32 %0, 0;\n\t@p ld.relaxed.cta.global.u16 %0, [%1];\n\t}"
-        : "=&r"(bits)
-        : "l"(static_cast<const uint16_t*>(values) + i), "r"(uint32_t(wanted)));
-  }
-  return bits;
-}
-template <typename T>
-__device__ __forceinline__ T load_in_order(const void* values, uint32_t i, bool wanted) {
-  const uint32_t bits = load_bits<T>(values, i, wanted);
-  return *reinterpret_cast<const T*>(&bits);
 }
 
 // Parameters of a thread's elements, fp32 or x's type T, as bits: what converts them would wait for each load in turn.
@@ -98,24 +71,10 @@ __device__ __forceinline__ void load_as_wanted(bool wide, Load load) {
   }
 }
 
-// Over `lanes` neighbouring lanes, a power of two, or over the warp.
-template <int kValues>
-__device__ __forceinline__ void lanes_sum(uint32_t lanes, float (&v)[kValues]) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) {
-    if (mask < static_cast<int>(lanes)) {
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], mask);
-    }
-  }
-}
-
-// What a thread has of its team's unit: kRuns vectors of kRun elements. kSingle (backward): a channel has one element,
-// so that nothing of it is added up here; a third of the instructions.
-template <typename T, int kRun_, int kRuns_, Chain kAct_, bool kSingle_ = false>
+// What a thread has of its team's unit: kRuns vectors of kRun elements.
+template <typename T, int kRun_, int kRuns_, Chain kAct_>
 struct SmallTraits {
   using Element = T;
-  static constexpr bool kSingle = kSingle_;
   static constexpr int kRun = kRun_, kRuns = kRuns_, kElements = kRun * kRuns;
   static constexpr Chain kAct = kAct_;
 };
@@ -160,12 +119,6 @@ struct SmallTeam {
   __device__ __forceinline__ bool active() const { return end > 0; }
   __device__ __forceinline__ void find(int r) {
     const uint32_t i = element(r);
-    if constexpr (Traits::kSingle) {
-      has[r] = i < end;
-      offset[r] = base + i;
-      channel[r] = channel0 + i;
-      return;
-    }
     uint32_t row = s.by_minor(i), column = i - row * s.by_minor.d, at = base + row * s.pitch + column;
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
@@ -267,8 +220,6 @@ struct SmallTeam {
   }
 };
 
-inline constexpr int kSmallMaxWarps = kSmallMaxThreads / 32;
-
 // What the blocks of a cluster tell each other.
 struct SmallBox {
   float4 parts[kSmallMaxBlocks];
@@ -310,26 +261,6 @@ template <typename Traits, bool kBlock_, bool kLast_, bool kCluster_ = false>
 struct SmallFwdTraits : Traits {
   static constexpr bool kBlock = kBlock_, kLast = kLast_, kCluster = kCluster_;
 };
-
-// Over the block, `shared` zero from its number of warps on.
-__device__ __forceinline__ float block_total(float v, float4* shared, uint32_t warps) {
-  float total[1] = {v};
-  lanes_sum(32, total);
-  if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(shared)[threadIdx.x / 32] = total[0];
-  __syncthreads();
-  float sum = 0.f;
-  const auto add = [&](int i) {
-    const float4 s = shared[i];
-    sum += (s.x + s.y) + (s.z + s.w);
-  };
-  add(0);
-  if (warps > 4) add(1);
-  if (warps > 8) {
-#pragma unroll
-    for (int i = 2; i < kSmallMaxWarps / 4; ++i) add(i);
-  }
-  return sum;
-}
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmallMaxThreads)
@@ -388,6 +319,9 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
       }
     });
   };
+  // Few, they come ahead of x: ptxas puts uses of x ahead of loads that come later, which then wait for x.
+  constexpr bool kParametersFirst = kBlock && kBoth;
+  if (kParametersFirst) load_affine();
 #pragma unroll
   for (int r = 0; r < kRuns; ++r) {
     if constexpr (kRun > 1) {
@@ -408,7 +342,7 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
     middle = load_in_order<T>(p.x, start + s.middle, active);
     last = load_in_order<T>(p.x, start + s.last, active);
   }
-  load_affine();
+  if (!kParametersFirst) load_affine();
   if (kCluster) open_box(&box, blocks);
   if (kBlock && tid >= warps && tid < kSmallMaxWarps) {
     reinterpret_cast<float*>(shared[0])[tid] = reinterpret_cast<float*>(shared[1])[tid] = 0.f;
@@ -543,7 +477,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   if (Traits::kAct == Chain::kAny ? s.act_kind != Chain::kNone : Traits::kAct != Chain::kNone) {
     t.load_affine(p.bias, wide, bias_bits);
   }
-  if (!Traits::kSingle && blocks > 1) open_box(&box, blocks);
+  if (blocks > 1) open_box(&box, blocks);
   float xhat[kElements], dz[kElements], z[kElements], slope[kElements], weight[kElements], bias[kElements];
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
@@ -565,17 +499,9 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     multiply_slopes<Traits::kAct, false, false>(p.act, z, dz);
   }
   // With one channel the sums of the group are those of the channel, but for the weight.
-  const bool one_channel = !Traits::kSingle && s.channels == 1;
-  float terms[2] = {0.f, 0.f}, own_dz[kElements];
-  if constexpr (Traits::kSingle) {
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) {
-      own_dz[k] = dz[k];
-      dz[k] *= weight[k];
-      terms[0] += t.has[k] ? dz[k] : 0.f;
-      terms[1] += t.has[k] ? dz[k] * xhat[k] : 0.f;
-    }
-  } else if (one_channel) {
+  const bool one_channel = s.channels == 1;
+  float terms[2] = {0.f, 0.f};
+  if (one_channel) {
 #pragma unroll
     for (int k = 0; k < kElements; ++k) {
       terms[0] += t.has[k] ? dz[k] : 0.f;
@@ -604,7 +530,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     }
   }
   t.sum(terms, shared[0]);
-  if (!Traits::kSingle && s.by_lanes.d <= 32) __syncthreads();  // the pairs are there
+  if (s.by_lanes.d <= 32) __syncthreads();  // the pairs are there
   if (one_channel) {
     if (!s.owner) {
       if (t.active() && t.lane == 0) write_sums(p, t, t.team, 0, terms[0], terms[1]);
@@ -612,7 +538,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
       pairs[t.team] = make_float2(terms[0], terms[1]);
     }
   }
-  if (!Traits::kSingle && blocks > 1) exchange(&box, blocks, t.rank, terms);
+  if (blocks > 1) exchange(&box, blocks, t.rank, terms);
   // Divided, not multiplied by a reciprocal: its rounding error would be the same for every group, and add up in sums
   // of dx.
   const float scale = one_channel ? weight[0] : 1.f, elements = static_cast<float>(s.elements);
@@ -621,20 +547,6 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
 #pragma unroll
   for (int k = 0; k < kElements; ++k) z[k] = slope[k] * (dz[k] - (terms[0] + xhat[k] * terms[1]));
   t.store(p.dx, z);
-  if constexpr (Traits::kSingle) {
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) {
-      if (!t.has[k]) continue;
-      const uint32_t at = t.unit * s.channels + t.element(k);
-      if (s.owner) {
-        store_as(p.dbias, at, p.gradient_dtype, own_dz[k]);
-        store_as(p.dweight, at, p.gradient_dtype, own_dz[k] * xhat[k]);
-      } else {
-        reinterpret_cast<float2*>(p.channel_sums)[at] = make_float2(own_dz[k], own_dz[k] * xhat[k]);
-      }
-    }
-    return;
-  }
   if (one_channel) {
     if (!s.owner) return;
     __syncthreads();
@@ -693,6 +605,104 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   }
 }
 
+// Backward where what a block or a team has of a channel is one element: nothing of it is added up here, and dweight
+// and dbias have a thread each. A third of the instructions of the kernel above, which come from memory as x does.
+template <typename T_, int kElements_, Chain kAct_, bool kBlock_>
+struct SingleTraits {
+  using T = T_;
+  static constexpr int kElements = kElements_;
+  static constexpr Chain kAct = kAct_;
+  static constexpr bool kBlock = kBlock_;  // a team is the block; else up to a warp
+};
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmallMaxBwdThreads : kSmallMaxThreads)
+    group_norm_single_bwd_kernel(const __grid_constant__ GroupNormSmallBwdParams p) {
+  using T = typename Traits::T;
+  constexpr int kElements = Traits::kElements;
+  constexpr bool kBlock = Traits::kBlock, kAny = Traits::kAct == Chain::kAny;
+  __shared__ float2 shared[kSmallMaxWarps];
+  let_dependents_start();
+  const SmallShares& s = p.shares;
+  const uint32_t tid = threadIdx.x, lanes = kBlock ? blockDim.x : s.by_lanes.d, team = kBlock ? 0 : s.by_lanes(tid);
+  const uint32_t lane = tid - team * lanes, unit = kBlock ? blockIdx.x : blockIdx.x * s.teams + team;
+  const bool active = kBlock || (team < s.teams && unit < s.units), wide = p.affine_dtype == Dtype::kFloat32;
+  const uint32_t first = unit * s.elements, channel0 = first - s.by_groups(unit) * s.sample;
+  const auto element = [&](int k) { return lane + k * lanes; };
+  const auto has = [&](int k) { return active && element(k) < s.elements; };
+  const bool weighted = p.weight != nullptr, biased = p.bias != nullptr;
+  // Parameters first, and all before any use: ptxas puts uses of x ahead of loads that come later.
+  SmallAffine<T, kElements, true> weights, biases;
+  T raw_x[kElements], raw_dy[kElements];
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    const uint32_t c = channel0 + element(k);
+    weights.load_words(p.weight, k, c, has(k) && weighted && (wide || sizeof(T) == 4));
+    if (sizeof(T) < 4) weights.load_halves(p.weight, k, c, has(k) && weighted && !wide);
+    if (Traits::kAct == Chain::kNone) continue;
+    biases.load_words(p.bias, k, c, has(k) && biased && (wide || sizeof(T) == 4));
+    if (sizeof(T) < 4) biases.load_halves(p.bias, k, c, has(k) && biased && !wide);
+  }
+  const float mean = load_in_order<float>(p.mean, unit, active), rstd = load_in_order<float>(p.rstd, unit, active);
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    raw_x[k] = load_in_order<T>(p.x, first + element(k), has(k));
+    raw_dy[k] = load_in_order<T>(p.dy, first + element(k), has(k));
+  }
+  float xhat[kElements], dz[kElements], z[kElements], slope[kElements], weight[kElements];
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    xhat[k] = to_acc(raw_x[k]);
+    dz[k] = to_acc(raw_dy[k]);
+    slope[k] = rstd;
+  }
+  if constexpr (kAny) apply_slope(s.pre_kind, p.pre_act, xhat, slope);
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    weight[k] = weighted ? weights.value(k, wide) : 1.f;
+    xhat[k] = (xhat[k] - mean) * rstd;
+    z[k] = xhat[k] * weight[k] + (biased ? biases.value(k, wide) : 0.f);
+  }
+  if constexpr (kAny) {
+    apply_slope(s.act_kind, p.act, z, dz);
+  } else {
+    multiply_slopes<Traits::kAct, false, false>(p.act, z, dz);
+  }
+  float terms[2] = {0.f, 0.f};
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    const float own = weight[k] * dz[k];
+    terms[0] += has(k) ? own : 0.f;
+    terms[1] += has(k) ? own * xhat[k] : 0.f;
+  }
+  lanes_sum(kBlock ? 32 : lanes, terms);
+  if (kBlock) {
+    if (tid % 32 == 0) shared[tid / 32] = make_float2(terms[0], terms[1]);
+    __syncthreads();
+    const float2 other = tid % 32 < blockDim.x / 32 ? shared[tid % 32] : make_float2(0.f, 0.f);
+    terms[0] = other.x;
+    terms[1] = other.y;
+    lanes_sum(32, terms);
+  }
+  // Divided, as in group_norm_small_bwd_kernel.
+  const float elements = static_cast<float>(s.elements);
+  terms[0] /= elements;
+  terms[1] /= elements;
+  T* const dx = static_cast<T*>(p.dx);
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    if (!has(k)) continue;
+    dx[first + element(k)] = from_acc<T>(slope[k] * (weight[k] * dz[k] - (terms[0] + xhat[k] * terms[1])));
+    const float product = dz[k] * xhat[k];
+    if (s.owner) {
+      store_gradient<T>(p.dbias, channel0 + element(k), p.gradient_dtype, dz[k]);
+      store_gradient<T>(p.dweight, channel0 + element(k), p.gradient_dtype, product);
+    } else {
+      reinterpret_cast<float2*>(p.channel_sums)[first + element(k)] = make_float2(dz[k], product);
+    }
+  }
+}
+
 template <auto kKernel, typename Params>
 Status launch_small(const char* name, const Params& p, const SmallPlan& plan, cudaStream_t stream) {
   const LaunchShape shape{dim3(plan.grid), plan.threads, plan.smem_bytes, false, 1 << p.shares.blocks_log2};
@@ -717,18 +727,30 @@ Status launch_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaS
   return last ? launch(yes, yes, no) : launch(yes, no, no);
 }
 template <typename Traits>
-Status launch_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
+Status launch_bwd(Traits, const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
   return launch_small<group_norm_small_bwd_kernel<Traits>>("group_norm_small_bwd_kernel", p, plan, stream);
 }
 
+template <typename T, int kElements, Chain kAct, bool kBlock>
+Status launch_bwd(SingleTraits<T, kElements, kAct, kBlock>, const GroupNormSmallBwdParams& p, const SmallPlan& plan,
+                  cudaStream_t stream) {
+  return launch_small<group_norm_single_bwd_kernel<SingleTraits<T, kElements, kAct, kBlock>>>(
+      "group_norm_single_bwd_kernel", p, plan, stream);
+}
+
+template <typename T, int kElements, Chain kAct, typename Launch>
+Status dispatch_single(const SmallPlan& plan, Launch launch) {
+  return plan.shares.by_lanes.d > 32 ? launch(SingleTraits<T, kElements, kAct, true>())
+                                     : launch(SingleTraits<T, kElements, kAct, false>());
+}
 // Calls launch(Traits()) with what the plan and the chains ask for.
 template <typename T, Chain kAct, bool kBackward, typename Launch>
 Status dispatch_runs(const SmallPlan& plan, Launch launch) {
   if constexpr (kBackward) {
     if (plan.single) {
-      return plan.runs == 1   ? launch(SmallTraits<T, 1, 1, kAct, true>())
-             : plan.runs == 4 ? launch(SmallTraits<T, 1, 4, kAct, true>())
-                              : launch(SmallTraits<T, 1, 8, kAct, true>());
+      return plan.runs == 1   ? dispatch_single<T, 1, kAct>(plan, launch)
+             : plan.runs == 4 ? dispatch_single<T, 4, kAct>(plan, launch)
+                              : dispatch_single<T, kSmallMaxElements, kAct>(plan, launch);
     }
   }
   if (plan.run == kSmallRun) {
@@ -763,13 +785,15 @@ Status dispatch(const char* name, Params& p, const SmallPlan& plan, Launch launc
 }  // namespace
 
 Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan, cudaStream_t stream) {
+  if (plan.plane) return run_group_norm_plane_fwd(p, plan, stream);
   return dispatch<false>("group_norm_small_fwd_kernel", p, plan,
                          [&](auto traits) { return launch_fwd<decltype(traits)>(p, plan, stream); });
 }
 
 Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream) {
+  if (plan.plane) return run_group_norm_plane_bwd(p, plan, stream);
   return dispatch<true>("group_norm_small_bwd_kernel", p, plan,
-                        [&](auto traits) { return launch_bwd<decltype(traits)>(p, plan, stream); });
+                        [&](auto traits) { return launch_bwd(traits, p, plan, stream); });
 }
 
 }  // namespace kgopt

@@ -15,6 +15,7 @@ struct SmallPlan {
   unsigned grid = 0;
   int smem_bytes = 0;   // dynamic
   bool single = false;  // backward: what a block or a team has of a channel is one element
+  bool plane = false;   // a unit is one channel, contiguous: group_norm_plane.cu
 };
 
 struct SmallPlanInput {
@@ -22,6 +23,7 @@ struct SmallPlanInput {
   bool backward = false;
   bool aligned = true;  // all tensors start at a multiple of 16 bytes
   int max_blocks = 0;   // of a cluster, as the device allows; 0 without clusters
+  bool plain = false;   // no pre-activation, and behind the norm none, relu or SiLU
 };
 
 inline SmallDivisor small_divisor(int64_t d) {
@@ -60,6 +62,39 @@ inline bool has_narrow_groups(const GroupNormDims& d) {
   return d.channels_last && d.channels_per_group() * dtype_size(d.dtype) < kSectorBytes;
 }
 
+// Vectors of a unit of one channel, which starts anywhere in one.
+inline int64_t plane_vectors(int64_t elements) {
+  return (elements + (elements % kSmallRun == 0 ? 0 : 2 * (kSmallRun - 1))) / kSmallRun;
+}
+
+// Teams for units of one channel, of which a thread has `runs` vectors. Whether a block's threads suffice.
+inline bool set_planes(const SmallPlanInput& in, int runs, SmallPlan* plan) {
+  const GroupNormDims& d = in.dims;
+  SmallShares& p = plan->shares;
+  const int64_t units = d.n * d.g, vectors = plane_vectors(d.s);
+  const int64_t lanes = std::max<int64_t>(32, small_lanes((vectors + runs - 1) / runs));
+  p.by_lanes = small_divisor(lanes);
+  p.owner = in.backward && d.n * lanes <= kSmallMaxThreads;
+  p.teams = static_cast<uint32_t>(p.owner ? d.n : lanes == 32 ? std::min(units, kSmallThreads / 32) : 1);
+  plan->plane = true;
+  plan->run = kSmallRun;
+  plan->runs = runs;
+  plan->threads = static_cast<int>(p.teams * lanes);
+  plan->grid = static_cast<unsigned>(p.owner ? d.g : (units + p.teams - 1) / p.teams);
+  return plan->threads <= (runs >= 4 ? kSmallMaxBwdThreads : kSmallMaxThreads);
+}
+// Vectors of a thread: few warps with several each are done sooner than many with one, for what they all do counts
+// more than what they wait for. In backward, a block that has all samples saves a launch (H200).
+inline bool set_planes(const SmallPlanInput& in, SmallPlan* plan) {
+  const int64_t vectors = plane_vectors(in.dims.s);
+  if (vectors <= 64) return set_planes(in, vectors <= 32 ? 1 : 2, plan);
+  if (in.backward) {
+    if (set_planes(in, 4, plan) && (vectors <= 128 || plan->shares.owner)) return true;
+    return set_planes(in, 2, plan) || set_planes(in, 4, plan);
+  }
+  return set_planes(in, vectors <= 128 ? 1 : vectors <= 320 ? 2 : vectors <= 1024 ? 4 : kSmallPlaneRuns, plan);
+}
+
 inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   const GroupNormDims& d = in.dims;
   SmallPlan plan;
@@ -94,6 +129,10 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   const auto place_of = [&](int64_t i) { return static_cast<uint32_t>(i / minor * p.pitch + i % minor); };
   p.middle = place_of(elements / 2);
   p.last = place_of(elements - 1);
+  if (in.plain && in.aligned && !d.channels_last && p.channels == 1 && elements > kSmallPlaneElements) {
+    if (set_planes(in, &plan)) return plan;
+    plan.plane = p.owner = false;
+  }
 
   // A block that has a group of all samples needs no second launch for dweight and dbias. Blocks of a cluster share a
   // unit where one would be full.
@@ -135,7 +174,8 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   for (int64_t b = blocks; b > 1; b /= 2) ++p.blocks_log2;
   p.by_lanes = small_divisor(lanes);
   // Neighbouring teams share a block if they are less than a warp, or for the sake of dweight and dbias.
-  const int64_t neighbours = lanes <= 32 || in.backward ? std::min(units, kSmallThreads / lanes) : 1;
+  const bool is_alone = !in.backward || (d.s == 1 && blocks == 1);
+  const int64_t neighbours = lanes <= 32 || !is_alone ? std::min(units, kSmallThreads / lanes) : 1;
   const int64_t teams = blocks > 1 ? 1 : p.owner ? d.n : std::max<int64_t>(1, neighbours);
   p.teams = static_cast<uint32_t>(teams);
   plan.threads = static_cast<int>((teams * lanes + 31) / 32 * 32);

@@ -45,6 +45,9 @@ Status run_group_norm_rows_bwd(const GroupNormRowsBwdParams& p, const RowPlan& p
 // Of plan_group_norm_small and plan_group_norm_slab.
 Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan, cudaStream_t stream);
 Status run_group_norm_small_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream);
+// What these two do for plans of planes.
+Status run_group_norm_plane_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream);
+Status run_group_norm_plane_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream);
 Status run_group_norm_slab_fwd(const GroupNormSlabFwdParams& p, const SlabPlan& plan, cudaStream_t stream);
 Status run_group_norm_slab_bwd(const GroupNormSlabBwdParams& p, const SlabPlan& plan, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);

@@ -106,6 +106,7 @@ ClusterPlanInput cluster_input(const char* op, const Tensor& x, std::initializer
   in.tensors = on_chip;
   for (const void* other : tensors) in.aligned = in.aligned && (first - address_of(other)) % 16 == 0;
   in.long_chain = !is_compiled_in(pre_act, act);
+  in.plain = chain_kind(pre_act) == Chain::kNone && chain_kind(act) != Chain::kAny;
   in.x_offset = static_cast<uint32_t>(first % 128);
   in.max_blocks = info.compute_capability >= 90 ? max_cluster_blocks(x.get_device_index()) : 0;
   in.sm_count = info.sm_count;
