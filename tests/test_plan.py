@@ -1792,7 +1792,7 @@ def test_plan_group_norm_planes(backward, dtype):
         if "refusal" in p:
             continue
         lanes, teams = p["by_lanes"]["d"], p["teams"]
-        assert p["plane"] == (s > 32)
+        assert p["plane"] == (s > 32 and (backward or s % 4 != 0))
         if not p["plane"]:
             continue
         owners += p["owner"]

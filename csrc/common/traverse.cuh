@@ -50,6 +50,8 @@ inline constexpr int kTraverseThreads = 256;
 inline constexpr int kTraverseUnroll = 4;  // independent 16-byte loads of a thread in flight
 // With fewer blocks, multiprocessors are idle: threads then have fewer vectors each.
 inline constexpr int64_t kTraverseFewBlocks = 128;
+// Blocks of a reduction along rows of which each waits for itself, more or less.
+inline constexpr unsigned kTraverseFewRows = 1024;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Element by element. A functor has: Element, kInputs (1 or 2), Coef, `Coef load(int64_t row)` and
@@ -389,6 +391,9 @@ Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool ch
 // kValues accumulation-type numbers, `Partial finish(const State&, Acc count)` and `static void merge(Partial&, const
 // Partial&)`. Partials go to [n][slices][rows][kValues].
 
+// Into L2.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 template <typename R>
 struct ReduceArgs {
   const typename R::Element* x;
@@ -411,9 +416,14 @@ __device__ __forceinline__ typename R::Partial shuffle_partial(const typename R:
   return q;
 }
 
+// Blocks of a multiprocessor, or 0 as the compiler likes: of two inputs it would make three.
+template <typename R, int kSize>
+inline constexpr int kReduceBlocks = R::kInputs == 2 && kSize > 1 && !R::kWalks ? 4 : 0;
+
 // One block (or, with kWarpRows, one warp) per (row, slice) of a contiguous tensor.
 template <typename R, int kSize, bool kWarpRows>
-__global__ void __launch_bounds__(kTraverseThreads) reduce_rows_kernel(const __grid_constant__ ReduceArgs<R> a) {
+__global__ void __launch_bounds__(kTraverseThreads, kReduceBlocks<R, kSize>)
+    reduce_rows_kernel(const __grid_constant__ ReduceArgs<R> a) {
   using T = typename R::Element;
   using Acc = acc_t<T>;
   constexpr int kWarps = kTraverseThreads / 32;
@@ -431,20 +441,17 @@ __global__ void __launch_bounds__(kTraverseThreads) reduce_rows_kernel(const __g
   // Elements before the first aligned vector and after the last one go to the first threads.
   const int64_t head = min((begin + kSize - 1) / kSize * kSize, end);
   const int64_t body = head + (end - head) / kSize * kSize;
-  Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
-  const auto load_vectors = [&](int64_t at) {
+  if (R::kInputs == 2 && kSize > 1 && gridDim.x <= kTraverseFewRows) {
+    // Coefficients are a trip to memory of their own, and few blocks have nothing else to do meanwhile. Into L2:
+    // registers for them would leave room for fewer blocks where there are many.
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
-      const int64_t i = at + int64_t(u) * kThreads * kSize;
-      if (i < body) {
-        x[u] = load_vec<T, kSize>(a.x + i);
-        if (R::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + i);
-      }
+      const int64_t i = head + int64_t(thread + u * kThreads) * kSize;
+      if (i >= body) break;
+      prefetch(a.x + i);
+      prefetch(a.second + i);
     }
-  };
-  // Asked for ahead of the coefficients and single elements, which would each be a trip to memory before them.
-  const int64_t first = head + int64_t(thread) * kSize;
-  load_vectors(first);
+  }
   const auto coef = a.r.load(row);
   auto state = a.r.start(coef, to_acc(a.x[begin]));
   int64_t seen = 0;
@@ -456,8 +463,16 @@ __global__ void __launch_bounds__(kTraverseThreads) reduce_rows_kernel(const __g
   };
   if (begin + thread < head) add_one(begin + thread);
   if (body + thread < end) add_one(body + thread);
-  for (int64_t at = first; at < body; at += int64_t(kTraverseUnroll) * kThreads * kSize) {
-    if (at != first) load_vectors(at);
+  for (int64_t at = head + int64_t(thread) * kSize; at < body; at += int64_t(kTraverseUnroll) * kThreads * kSize) {
+    Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+#pragma unroll
+    for (int u = 0; u < kTraverseUnroll; ++u) {
+      const int64_t i = at + int64_t(u) * kThreads * kSize;
+      if (i < body) {
+        x[u] = load_vec<T, kSize>(a.x + i);
+        if (R::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + i);
+      }
+    }
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
       if (at + int64_t(u) * kThreads * kSize < body) {

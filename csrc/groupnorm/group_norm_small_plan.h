@@ -89,8 +89,8 @@ inline bool set_planes(const SmallPlanInput& in, SmallPlan* plan) {
   const int64_t vectors = plane_vectors(in.dims.s);
   if (vectors <= 64) return set_planes(in, vectors <= 32 ? 1 : 2, plan);
   if (in.backward) {
-    if (set_planes(in, 4, plan) && (vectors <= 128 || plan->shares.owner)) return true;
-    return set_planes(in, 2, plan) || set_planes(in, 4, plan);
+    if (set_planes(in, 4, plan) && plan->shares.owner) return true;
+    return set_planes(in, vectors <= 128 ? 1 : 2, plan) || set_planes(in, 4, plan);
   }
   return set_planes(in, vectors <= 128 ? 1 : vectors <= 320 ? 2 : vectors <= 1024 ? 4 : kSmallPlaneRuns, plan);
 }
@@ -129,7 +129,9 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   const auto place_of = [&](int64_t i) { return static_cast<uint32_t>(i / minor * p.pitch + i % minor); };
   p.middle = place_of(elements / 2);
   p.last = place_of(elements - 1);
-  if (in.plain && in.aligned && !d.channels_last && p.channels == 1 && elements > kSmallPlaneElements) {
+  // Forward's whole vectors need no kernel of their own: they have one channel each anyway.
+  if (in.plain && in.aligned && !d.channels_last && p.channels == 1 && elements > kSmallPlaneElements &&
+      (in.backward || elements % kSmallRun != 0)) {
     if (set_planes(in, &plan)) return plan;
     plan.plane = p.owner = false;
   }
