@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
   const float mean = p.mean[group], rstd = p.rstd[group];
   const int64_t channel0 = static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels + share.row0;
   for (int k = tid; k < share.rows; k += threads) {
-    table[k] = affine_of<T>(p.weight, p.bias, channel0 + k, p.affine_dtype);
+    table[k] = affine_at_once<T>(p.weight, p.bias, channel0 + k, p.affine_dtype);
   }
   const int edge = tid < 32 ? share.edge(lane) : -1;
   if (edge >= 0) {

@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_table(const GroupNormClusterFwdParams& p, c
       minor ? 0 : static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels + share.row0;
   const int rows = minor ? static_cast<int>(p.shares.channels) : share.rows;
   for (int k = tid; k < rows; k += threads) {
-    table[k] = affine_of<T>(p.weight, p.bias, channel0 + k, p.affine_dtype);
+    table[k] = affine_at_once<T>(p.weight, p.bias, channel0 + k, p.affine_dtype);
   }
 }
 

@@ -73,9 +73,20 @@ __device__ __forceinline__ float2 affine_of(const void* weight, const void* bias
 }
 // The same where x's type T is known: they are of that type or fp32, and a kernel has many places that ask for them.
 template <typename T>
+__device__ __forceinline__ float parameter_of(const void* values, int64_t c, Dtype dtype) {
+  if constexpr (sizeof(T) < sizeof(float)) {
+    if (dtype != Dtype::kFloat32) return to_acc(static_cast<const T*>(values)[c]);
+  }
+  return static_cast<const float*>(values)[c];
+}
+template <typename T>
 __device__ __forceinline__ float2 affine_of(const void* weight, const void* bias, int64_t c, Dtype dtype) {
+  return make_float2(weight ? parameter_of<T>(weight, c, dtype) : 1.f, bias ? parameter_of<T>(bias, c, dtype) : 0.f);
+}
+// The same in one trip to memory: a conversion waits for what it converts. It takes a register more.
+template <typename T>
+__device__ __forceinline__ float2 affine_at_once(const void* weight, const void* bias, int64_t c, Dtype dtype) {
   const auto both = [&](auto one, auto zero) {
-    // One trip to memory for both: a conversion waits for what it converts.
     using Stored = decltype(one);
     if (weight) one = static_cast<const Stored*>(weight)[c];
     if (bias) zero = static_cast<const Stored*>(bias)[c];
