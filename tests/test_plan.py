@@ -1792,16 +1792,16 @@ def test_plan_group_norm_planes(backward, dtype):
         if "refusal" in p:
             continue
         lanes, teams = p["by_lanes"]["d"], p["teams"]
-        assert p["plane"] == (s > 32 and (backward or s % 4 != 0))
+        vectors = s // 4 if s % 4 == 0 else max((start + s + 3) // 4 for start in range(4))
+        assert p["plane"] == (s > 32 and (vectors <= 4 * dev.SMALL_MAX_BWD_THREADS if backward else s % 4 != 0))
         if not p["plane"]:
             continue
         owners += p["owner"]
-        vectors = s // 4 if s % 4 == 0 else max((start + s + 3) // 4 for start in range(4))
         assert p["run"] == 4
         assert lanes % 32 == 0
         assert lanes * p["runs"] >= vectors
         assert teams * lanes == p["threads"] <= dev.SMALL_MAX_THREADS
-        assert p["threads"] <= dev.SMALL_MAX_BWD_THREADS or p["runs"] < 4 or not backward
+        assert p["threads"] <= dev.SMALL_MAX_BWD_THREADS or p["runs"] < 4
         assert backward or lanes == 32 or teams == 1  # a block has a plane, or each of its warps
         assert (p["elements"], p["places"], p["blocks"], p["single"]) == (s, [s // 2, s - 1], 1, False)
         if p["owner"]:
@@ -1918,6 +1918,9 @@ def test_plan_group_norm_slab_refuses(why, change):
         ("rows", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True}),
         ("rows", {"n": 16, "c": 128, "s": 34**3, "g": 8, "channels_last": True}),
         ("columns", {"n": 1, "c": 32, "s": 128**3, "g": 8, "channels_last": True}),
+        ("on chip", {"n": 3, "c": 2, "s": 12960, "g": 1, "dtype": "float16", "channels_last": True}),
+        ("on chip", {"n": 8, "c": 32, "s": 1024, "g": 1, "channels_last": True}),
+        ("columns", {"n": 8, "c": 32, "s": 16384, "g": 1, "channels_last": True}),
         ("passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "max_blocks": 0}),
         ("passes", {"n": 512, "c": 64, "s": 49, "g": 8, "channels_last": True}),
         ("passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "max_blocks": 0}),

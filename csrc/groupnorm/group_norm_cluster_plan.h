@@ -219,11 +219,12 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
   const bool is_small = cluster.dims.numel() * dtype_size(cluster.dims.dtype) < kColumnSmallTensor;
   const bool others = small_shared || !choice.slabs.refusal;
   const bool by_columns = !choice.columns.refusal && (choice.columns.cluster || !is_small || !others);
-  // What knows its channels by their place takes x where it can, but for clusters of columns, which take 10 to 13 us
-  // where those of whole groups in registers take 7 to 12 (H200).
-  const bool other_columns = !choice.columns.refusal && (!choice.columns.cluster || cluster.long_chain);
+  // What knows its channels by their place takes x where it can, but for clusters of columns: they take 10 to 20 us
+  // where those that have samples of one group in registers take 7 to 13 (H200).
+  const bool held = !c.refusal && c.shares.minor && c.hold > 0;
+  const bool other_columns = !choice.columns.refusal && !(choice.columns.cluster && held);
   const bool for_others = c.shares.minor && (!choice.rows.refusal || other_columns);
-  const bool whole = !c.refusal && c.shares.minor && !for_others && !cluster.long_chain;
+  const bool whole = held && !for_others;
   if (small_shared && choice.rows.refusal && !by_columns && !whole) {
     choice.way = NormWay::kSmall;
   } else if (!c.refusal && !for_others && (!crowded || choice.one_read.refusal)) {
