@@ -333,6 +333,10 @@ def test_plan_group_norm_tiles(n, groups, per_group, s, dtype, tensors, x_line, 
     assert plan["words"] == n * groups * (plan["parts"] + 1)
     assert plan["holders"] in (0, dev.TILES_HOLDERS)
     assert tiles % run == 0
+    assert plan["collects"] or not plan["holders"]
+    if tensors == 1 and plan["parts"] < blocks:
+        # Neighbouring groups' mergers are so many blocks apart, and come round to the same ones last.
+        assert math.gcd(plan["parts"] + plan["merger_step"], blocks) == 1
     assert run == 1 or tiles <= run * blocks, "a block has several runs of a group, of several tiles"
     # Or a group could wait for its own tiles to make room: a block has every `blocks`th run.
     assert -(-tiles // run // blocks) * run < dev.TILES_SLOTS + plan["holders"]
@@ -1652,6 +1656,9 @@ def test_plan_group_norm_rows(n, groups, per_group, s, dtype, tensors, long_chai
     assert p["element_lanes"] <= p["walkers"]
     assert max(p["element_lanes"], p["group_lanes"], p["team_lanes"]) <= 32
     assert p["team_lanes"] <= p["blocks"]
+    # A lane asks for more words where the forward holds chunks of fp32, but not with a block's only sample.
+    many = tensors == 1 and dtype == "float32" and p["summers"] == 128 and n >= 2 * p["teams"]
+    assert p["team_lanes"] * (17 if many else 9) >= p["blocks"] or p["team_lanes"] == 32
     assert p["total_count"] == pytest.approx(s * per_group, rel=1e-6)
     assert p["full_blocks"] * p["full_count"] + p["rest_count"] == pytest.approx(s * per_group, rel=1e-5)
 

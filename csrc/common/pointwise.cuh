@@ -294,12 +294,17 @@ __device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSiz
   }
 }
 
-// The chain behind a norm whose results are rounded to T. SiLU of a coarse T takes three instructions instead of five.
-template <Chain kChain, typename T, typename Acc, int kSize>
+// What weights and biases of a norm may be multiplied by for finish_chain with kScaled.
+template <Chain kChain, typename T>
+inline constexpr float kFinishScale = kChain == Chain::kSilu && kIsCoarse<T> ? 0.5f : 1.f;
+
+// The chain behind a norm whose results are rounded to T. SiLU of a coarse T takes three instructions instead of five,
+// two with kScaled, where x is that times kFinishScale, which is exact.
+template <Chain kChain, typename T, bool kScaled = false, typename Acc, int kSize>
 __device__ __forceinline__ void finish_chain(const ActChain& chain, Acc (&x)[kSize]) {
   if constexpr (kChain == Chain::kSilu && kIsCoarse<T>) {
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) x[j] = coarse_silu(x[j]);
+    for (int j = 0; j < kSize; ++j) x[j] = kScaled ? coarse_silu_of_half(x[j]) : coarse_silu(x[j]);
   } else {
     apply_chain<kChain, kIsCoarse<T>>(chain, x);
   }

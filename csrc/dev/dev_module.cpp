@@ -579,6 +579,8 @@ py::dict plan_tiles(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
   out["tiles_per_group"] = p.tiles_per_group;
   out["run"] = p.run;
   out["parts"] = p.parts;
+  out["merger_step"] = p.merger_step;
+  out["collects"] = plan.collects;
   out["group_vectors"] = p.group_vectors;
   out["holders"] = plan.holders;
   out["s_magic"] = p.s_magic;

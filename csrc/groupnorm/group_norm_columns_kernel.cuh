@@ -343,19 +343,26 @@ struct ColumnBlock {
 
   // Two tables take turns: a warp may be a slab ahead.
   __device__ __forceinline__ float2* stats(uint32_t u) const { return tables.stats + (u & 1) * d.groups; }
-  __device__ __forceinline__ float2* affines(uint32_t u) const { return tables.affines + (u & 1) * d.channels; }
+  __device__ __forceinline__ float2* affines(uint32_t u) const { return tables.affines + (u & 1) * d.affines; }
+  // Neighbouring lanes ask for channels that are a vector apart: with eight in one, these would lie in an eighth of the
+  // banks.
+  __device__ __forceinline__ uint32_t affine_place(uint32_t channel) const {
+    return kVec == 4 ? channel : channel % kVec * (d.affines / kVec) + channel / kVec;
+  }
 
   struct Coefficients {
     float mean[kFolds ? 1 : kVec], scale[kVec], shift[kVec];
   };
   __device__ __forceinline__ Coefficients coefficients(uint32_t u) const {
+    constexpr float kScale = kFinishScale<Traits::kAct, T>;
     Coefficients c;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       const uint32_t channel = active ? channel_of(j) : 0;
-      const float2 s = stats(u)[group_of[j / 4] >> (j % 4 * 8) & 255], affine = affines(u)[channel];
-      c.scale[j] = affine.x * s.y;
-      c.shift[j] = kFolds ? affine.y - s.x * c.scale[j] : affine.y;
+      const float2 s = stats(u)[group_of[j / 4] >> (j % 4 * 8) & 255], affine = affines(u)[affine_place(channel)];
+      const float bias = affine.y * kScale;
+      c.scale[j] = affine.x * s.y * kScale;
+      c.shift[j] = kFolds ? bias - s.x * c.scale[j] : bias;
       if constexpr (!kFolds) c.mean[j] = s.x;
     }
     return c;
@@ -368,7 +375,7 @@ struct ColumnBlock {
       if constexpr (!kFolds) v[j] -= c.mean[j];
       v[j] = v[j] * c.scale[j] + c.shift[j];
     }
-    finish_values<Traits::kAct>(to, input, p.act, p.add_input, p.streaming_stores, v);
+    finish_values<Traits::kAct, true>(to, input, p.act, p.add_input, p.streaming_stores, v);
   }
   // Chunk t, in `slot`; then that slot's next load, chunk next_t from `next` on, if there is one.
   __device__ __forceinline__ void normalize_chunk(const Coefficients& c, int64_t first, uint32_t slot, uint32_t t,
@@ -403,7 +410,7 @@ struct ColumnBlock {
     float2 affine = affine_of(p.weight, p.bias, channel0 + min(tid, d.channels - 1), p.affine_dtype);
     await(u, tid, blockDim.x);
     for (uint32_t c = tid; c < d.channels;) {
-      affines(u)[c] = affine;
+      affines(u)[affine_place(c)] = affine;
       c += blockDim.x;
       if (c < d.channels) affine = affine_of(p.weight, p.bias, channel0 + c, p.affine_dtype);
     }
@@ -539,7 +546,7 @@ __global__ void __launch_bounds__(kColumnMaxThreads, 1)
   t.entries = reinterpret_cast<float2*>(t.messages + (p.words ? 0 : d.blocks * d.groups));
   t.stats = t.entries + d.walkers * d.runs;
   t.affines = t.stats + 2 * d.groups;
-  t.counts = reinterpret_cast<float*>(t.affines + 2 * d.channels);
+  t.counts = reinterpret_cast<float*>(t.affines + 2 * d.affines);
   ColumnBlock<Traits> block(p, memory, t, &exchanged, threadIdx.x);
   if (!p.words && d.blocks > 1) {
     if (threadIdx.x == 0) {

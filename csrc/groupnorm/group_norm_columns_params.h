@@ -59,6 +59,7 @@ struct ColumnShares {
   }
 #endif
   uint32_t rounds = 1, last_round = 0;  // slabs of the first teams; the slabs before their last ones
+  uint32_t affines = 0;                 // places of a table of channels: whole vectors of them
 };
 
 struct GroupNormColumnsFwdParams : GroupNormFwdArgs {

@@ -54,10 +54,10 @@ inline ColumnDivisor divisor(uint32_t d) {
   return by;
 }
 
-// The fewest lanes that ask for a group's words of so many blocks at once.
-inline uint32_t team_lanes_log2(uint32_t blocks) {
+// The fewest lanes that ask for a group's words of so many blocks at once, `words` each at most.
+inline uint32_t team_lanes_log2(uint32_t blocks, int words = kTeamWords) {
   uint32_t log2 = 0;
-  while (log2 < 5 && uint32_t(kTeamWords) << log2 < blocks) ++log2;
+  while (log2 < 5 && uint32_t(words) << log2 < blocks) ++log2;
   return log2;
 }
 
@@ -82,6 +82,7 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   p.slabs = static_cast<uint32_t>(d.n * p.slabs_per_sample);
   p.channels_per_group = static_cast<uint32_t>(d.channels_per_group());
   p.channels = p.channels_per_group * p.groups;
+  p.affines = (p.channels + vec - 1) / vec * vec;
   p.turns = p.slabs_per_sample == 1 ? static_cast<uint32_t>(vec / std::gcd<int64_t>(d.c, vec)) : 1;
   const int64_t row_elements = int64_t(p.channels) * p.turns;
   if (d.s % p.turns != 0 || row_elements % vec != 0 || p.groups > 256) return false;
@@ -133,7 +134,7 @@ inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& cho
   p.by_slabs_per_sample = divisor(p.slabs_per_sample);
   p.by_group_runs = divisor(p.group_runs);
 
-  const int64_t tables = int64_t(p.walkers) * p.runs * 8 + (p.groups + p.channels) * 16 + p.walkers * 4 +
+  const int64_t tables = int64_t(p.walkers) * p.runs * 8 + (p.groups + p.affines) * 16 + p.walkers * 4 +
                          (choice.cluster ? int64_t(p.blocks) * p.groups * 16 : 0);
   plan->cluster = choice.cluster;
   plan->threads = choice.threads;

@@ -32,9 +32,10 @@ Status launch_kernel(GroupNormFwdParams p, const TilesPlan& plan, cudaStream_t s
 template <typename T, Chain kPre, Chain kAct>
 Status launch(const GroupNormFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
   if constexpr (kAct != Chain::kAny) {  // chains that are walked have more warps in the holders' place
-    if (plan.holders > 0) return launch_kernel<GroupNormFwdTraits<T, kPre, kAct, kTilesHolders>>(p, plan, stream);
+    if (plan.holders > 0) return launch_kernel<GroupNormFwdTraits<T, kPre, kAct, kTilesHolders, true>>(p, plan, stream);
+    if (plan.collects) return launch_kernel<GroupNormFwdTraits<T, kPre, kAct, 0, true>>(p, plan, stream);
   }
-  return launch_kernel<GroupNormFwdTraits<T, kPre, kAct, 0>>(p, plan, stream);
+  return launch_kernel<GroupNormFwdTraits<T, kPre, kAct, 0, false>>(p, plan, stream);
 }
 
 }  // namespace
@@ -47,7 +48,7 @@ bool has_bulk_copy() {
   int answer = known[device].load(std::memory_order_relaxed);
   if (answer == 0) {
     cudaFuncAttributes attributes;
-    const auto kernel = group_norm_fwd_kernel<GroupNormFwdTraits<float, Chain::kNone, Chain::kNone, 0>>;
+    const auto kernel = group_norm_fwd_kernel<GroupNormFwdTraits<float, Chain::kNone, Chain::kNone, 0, false>>;
     if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
       cudaGetLastError();  // it was a question; leave no error behind
       return false;

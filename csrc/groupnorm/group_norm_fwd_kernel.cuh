@@ -5,7 +5,7 @@
 //   publisher   makes the block's moments of a group the block's word
 //   merger      merges the words of all blocks, for a share of the groups, into one more word; clears them before
 //   watcher     waits for such words, of all groups of which the block has tiles
-//   collectors  instead of both where there are holders: merge the words in every block for itself, one trip through L2
+//   collectors  instead of both where the plan says so: merge the words in every block for itself, one trip through L2
 //   normalizers write y from the slots
 //   holders     teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace kgopt {
 
-template <typename T_, Chain kPre_, Chain kAct_, int kHolders_>
+template <typename T_, Chain kPre_, Chain kAct_, int kHolders_, bool kCollects_>
 struct GroupNormFwdTraits {
   using T = T_;
   static constexpr Chain kPre = kPre_, kAct = kAct_;
@@ -25,7 +25,8 @@ struct GroupNormFwdTraits {
   static constexpr int kSlots = kTilesSlots, kHolders = kHolders_;
   static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
   static constexpr int kServantWarps = 4;
-  static constexpr bool kCollects = kHolders > 0;  // the other way takes 4% longer there, without holders 3 to 5% less
+  static constexpr bool kCollects = kCollects_;
+  static constexpr bool kScales = kHolders == 0;  // with holders, the short way for SiLU was not measured
   // Normalizing takes longer than the statistics, most of all with slow activations. Holders leave room for fewer
   // warps: 896 threads have 72 registers each.
   static constexpr bool kWalks = kAct == Chain::kAny;
@@ -282,6 +283,13 @@ struct FwdBlock
     return affine_of<T>(p.weight, p.bias, c, p.affine_dtype);
   }
 
+  // Times what the activation takes.
+  static constexpr float kScale = Traits::kScales ? kFinishScale<Traits::kAct, T> : 1.f;
+  __device__ __forceinline__ float2 scaled_affine(int64_t c) const {
+    const float2 v = affine(c);
+    return make_float2(v.x * kScale, v.y * kScale);
+  }
+
   __device__ __forceinline__ float2 wait_statistics(uint32_t visit) const {
     barrier_wait(&s.ready[visit % kTilesVisits], visit / kTilesVisits & 1);
     return s.statistics[visit % kTilesVisits];
@@ -292,7 +300,7 @@ struct FwdBlock
   __device__ __forceinline__ void normalize(const FwdTile& d, float2 statistics, int first, T* to, Read read) const {
     const float mean = statistics.x, rstd = statistics.y;
     if (d.is_one && d.is_full) {
-      const float scale = d.weight * rstd, shift = d.bias;
+      const float scale = d.weight * rstd * kScale, shift = d.bias * kScale;
 #pragma unroll
       for (int k = 0; k < kPasses; k += kSet) {
         Vec<T, kVec> input[kSet];
@@ -320,7 +328,7 @@ struct FwdBlock
       const uint32_t position = d.column0 + uint32_t(v >= lo && v < hi ? v - lo : 0) * kVec;
       row_of[k] = __umulhi(position, p.shares.s_magic) >> p.shares.s_shift;
       column_of[k] = position - row_of[k] * length;
-      coefficients[k] = affine(d.channel0 + row_of[k]);
+      coefficients[k] = scaled_affine(d.channel0 + row_of[k]);
     }
     const auto is_group = [&](int k) { return first + k * 32 >= lo && first + k * 32 < hi; };
 #pragma unroll
@@ -338,7 +346,7 @@ struct FwdBlock
           scale_shift(x[i], mean, coefficients[u].x * rstd, coefficients[u].y);
         } else {
           scale_shift_two(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
-                          [&](int64_t channel) { return affine(channel); });
+                          [&](int64_t channel) { return scaled_affine(channel); });
         }
       }
       if constexpr (kSet > 1) __syncwarp();  // all lanes are here
@@ -351,7 +359,9 @@ struct FwdBlock
   }
   // Activations of the set, and what follows them.
   __device__ __forceinline__ void walk(float (&x)[kSet][kVec]) const {
-    if constexpr (kSet == 1) {
+    if constexpr (kSet == 1 && Traits::kScales) {
+      finish_chain<Traits::kAct, T, true>(p.act, x[0]);
+    } else if constexpr (kSet == 1) {
       apply_chain<Traits::kAct, kIsCoarse<T>>(p.act, x[0]);
     } else {
       float all[kSet * kVec];

@@ -90,7 +90,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
     float dz[kVec] = {}, dz_d[kVec] = {};
     sum_sample<true>(c, &slot, half, dz, dz_d);
     this->write_entries_shared(dz, dz_d, half);
-    gather(kRowCollectThreads + half * kRowWriters + tid);
+    gather<kTeamWords>(kRowCollectThreads + half * kRowWriters + tid);
     barrier_wait(&s.ready[0], 0);
     __syncwarp();
     write_sample<true>(c, 0, &again, half, store_policy(p.streaming_stores), [](const float2(&)[kVec]) {});
@@ -141,13 +141,14 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
     }
   }
 
+  template <int kWords>
   __device__ __forceinline__ void gather(uint32_t collector) const {
-    this->collect(
+    this->template collect<kWords>(
         collector,
-        [](uint32_t, const uint64_t (&word)[kTeamWords + 1]) {
-          float2 sum = unpack_signed_word(word[kTeamWords]);
+        [](uint32_t, const uint64_t (&word)[kWords + 1]) {
+          float2 sum = unpack_signed_word(word[kWords]);
 #pragma unroll
-          for (int k = 0; k < kTeamWords; ++k) {
+          for (int k = 0; k < kWords; ++k) {
             const float2 v = unpack_signed_word(word[k]);
             sum.x += v.x;
             sum.y += v.y;

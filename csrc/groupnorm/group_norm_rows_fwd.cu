@@ -132,14 +132,15 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
   }
 
   // Sums over the blocks, relative to the first block's mean.
+  template <int kWords>
   __device__ __forceinline__ void gather(uint32_t collector) const {
     const bool has_rest = d.rest_count > 0 && (collector & ((1u << d.team_lanes_log2) - 1)) == 0;
     float origin = 0.f;
-    this->collect(
+    this->template collect<kWords>(
         collector,
-        [&](uint32_t count, const uint64_t (&word)[kTeamWords + 1]) {
-          return sum_moments<kTeamWords>(word, count, has_rest, 1u << d.team_lanes_log2, d.full_count, d.rest_count,
-                                         &origin);
+        [&](uint32_t count, const uint64_t (&word)[kWords + 1]) {
+          return sum_moments<kWords>(word, count, has_rest, 1u << d.team_lanes_log2, d.full_count, d.rest_count,
+                                     &origin);
         },
         [&](uint32_t u, uint32_t g, float2 sums) {
           const float to_mean = sums.x / d.total_count, rest = sums.y - sums.x * to_mean;

@@ -24,6 +24,7 @@ struct RowRegisters {
   int servers, publishers, summers, writers;  // servers: producers and collectors
 };
 inline constexpr RowRegisters kRowFwdRegisters = {80, 40, 88, 136}, kRowBwdRegisters = {80, 40, 72, 144};
+inline constexpr RowRegisters kRowManyWordsRegisters = {96, 40, 72, 136};
 inline constexpr RowRegisters kRowActBwdRegisters = {80, 40, 80, 136};  // 16 bits, with an activation
 
 template <typename T_, Chain kPre_, Chain kAct_, int kTensors_, bool kHolds_>
@@ -45,9 +46,11 @@ struct RowTraits {
   static constexpr int kHeld = !kHolds ? 0 : row_held(kTensors, sizeof(T)) - (kActs16 ? 2 : 0);
   // Whether summers and writers may take over each other's work.
   static constexpr bool kShares = kTensors == 2 && !kHolds;
-  static constexpr RowRegisters kRegisters = kTensors == 1 ? kRowFwdRegisters
-                                             : kActs16     ? kRowActBwdRegisters
-                                                           : kRowBwdRegisters;
+  static constexpr int kWords = row_words(kTensors, sizeof(T), kHolds);  // that a collecting lane asks for at once
+  static constexpr RowRegisters kRegisters = kWords > kTeamWords ? kRowManyWordsRegisters
+                                             : kTensors == 1     ? kRowFwdRegisters
+                                             : kActs16           ? kRowActBwdRegisters
+                                                                 : kRowBwdRegisters;
 };
 
 // Those of kRowAhead take turns from sample to sample. The slots of chunks that come again follow those of the others.
@@ -472,7 +475,7 @@ struct RowBlock {
   }
   // sums_of(count, words) gives a lane's sums of a group over the words of `count` blocks that have a full share, and
   // of the block that has the rest; finish(u, g, sums) is called by a group's first lane.
-  template <typename SumsOf, typename Finish>
+  template <int kWords, typename SumsOf, typename Finish>
   __device__ __forceinline__ void collect(uint32_t thread, SumsOf sums_of, Finish finish) const {
     const uint32_t turns = collects_in_turns() ? kRowCollectors : 1, turn = turns > 1 ? thread / 32 : 0;
     const uint32_t collector = thread - turn * 32;
@@ -494,10 +497,10 @@ struct RowBlock {
            first += collectors() >> d.team_lanes_log2) {
         const uint32_t g = first + (lane >> d.team_lanes_log2), count = g < d.groups ? own_words : 0;
         const uint64_t* const from = words + g * d.blocks;
-        uint64_t word[kTeamWords + 1];
-        load_words<kTeamWords>(from + member, lanes, count,
-                               d.rest_count > 0 && g < d.groups && member == 0 ? from + d.full_blocks : nullptr,
-                               pack_word(0.f, 0.f), word);
+        uint64_t word[kWords + 1];
+        load_words<kWords>(from + member, lanes, count,
+                           d.rest_count > 0 && g < d.groups && member == 0 ? from + d.full_blocks : nullptr,
+                           pack_word(0.f, 0.f), word);
         float2 sums = sums_of(count, word);
         sums.x = lanes_sum(sums.x, lanes);
         sums.y = lanes_sum(sums.y, lanes);
@@ -561,8 +564,10 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
       if (threadIdx.x == 0) block.produce(tensors);
     } else if (warp == 1) {
       if (threadIdx.x == 32) block.produce_again(tensors);
+    } else if (Traits::kWords > kTeamWords && kTeamWords << p.shares.team_lanes_log2 < p.shares.blocks) {
+      block.template gather<Traits::kWords>(block.tid);
     } else {
-      block.gather(block.tid);
+      block.template gather<kTeamWords>(block.tid);
     }
   } else if (warp < kFirstSummer) {
     if constexpr (kDeals) set_registers<kRegisters.publishers, false>();
@@ -574,7 +579,7 @@ __device__ __forceinline__ void run_roles(const Params& p, char* memory, const R
       if (block.shared()) return block.sum_and_write(0);
     }
     block.sum_up();
-    if (block.samples == 1) block.gather(kRowCollectThreads + block.tid);
+    if (block.samples == 1) block.template gather<kTeamWords>(kRowCollectThreads + block.tid);
   } else {
     if constexpr (Traits::kShares) {
       if (block.shared()) return block.sum_and_write(1);

@@ -65,6 +65,11 @@ inline constexpr int kRowAhead = 4;
 // instead of 25.5 with ten (H200).
 inline constexpr uint32_t kRowFewChunks = 8;
 inline constexpr int kRowPasses = 4;  // vectors of a chunk, of all tensors, that a thread handles
+// Words of a group that a collecting lane may have under way: all that a large team has to tell, where summers leave
+// registers for that, so that they are one trip to L2.
+inline constexpr int row_words(int tensors, int size, bool holds) {
+  return tensors == 1 && size == 4 && holds ? 17 : kTeamWords;
+}
 // Chunks that writers have in registers, at most: those that leave a kernel without spills.
 inline constexpr int row_held(int tensors, int size) { return tensors == 1 ? 4 : size == 2 ? 5 : 6; }
 

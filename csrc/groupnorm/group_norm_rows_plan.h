@@ -59,6 +59,13 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
   const int64_t elements = vectors * vec, lanes = std::max<int64_t>(1, kRowPublishers * 32 / elements);
   p.element_lanes_log2 = log2_below(std::min<int64_t>(lanes, p.walkers), 5);
   p.team_lanes_log2 = team_lanes_log2(p.blocks);
+  // More words a lane where they make it one trip: neighbouring lanes ask for whole sectors still, and the summers of a
+  // block's only sample, who would help, have no registers for more.
+  const uint32_t fewer = team_lanes_log2(p.blocks, row_words(in.tensors, size, holds));
+  const auto is_one_trip = [&](uint32_t lanes_log2) { return int64_t(p.groups) << lanes_log2 <= kRowCollectors * 32; };
+  if (!is_one_trip(p.team_lanes_log2) && is_one_trip(fewer) && fewer >= 2 && d.n >= 2 * int64_t(teams)) {
+    p.team_lanes_log2 = fewer;
+  }
   const double per_row = double(p.channels_per_group) * p.turns;
   p.full_blocks = p.rows / p.share;
   p.full_count = static_cast<float>(p.share * per_row);

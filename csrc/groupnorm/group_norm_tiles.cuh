@@ -276,7 +276,7 @@ struct TileWalk {
   template <typename Merge>
   __device__ __forceinline__ void merge_words(uint64_t* words, uint64_t* published, Merge merge) const {
     each_visit([&](const Tile& t) {
-      if (part_of(t) != t.group % shares.parts) return;
+      if (part_of(t) != t.group * shares.merger_step % shares.parts) return;
       wait_published(published, t);
       merge(t, words + int64_t(t.group) * shares.parts);
     });

@@ -16,6 +16,7 @@ struct GroupTiles {
   uint32_t tiles_per_group = 1;  // the group's last tile may be shorter
   uint32_t run = 1;              // divides tiles_per_group; a block has one of a group at most, or they are of one tile
   uint32_t parts = 1;            // blocks that have tiles of a group
+  uint32_t merger_step = 1;      // group g is merged by the block of its part g * merger_step modulo parts
   int32_t channels_per_group = 1;
   int64_t group_vectors = 0;  // 16-byte vectors of a group
   uint32_t x_line = 0;        // vectors from a 128-byte line to x

@@ -219,11 +219,11 @@ __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], uint
                : "memory");
 }
 
-// Activation, residual, store. `input` is x again, as it was.
-template <Chain kAct, typename T, int kVec>
+// Activation, residual, store. `input` is x again, as it was. With kScaled, as finish_chain.
+template <Chain kAct, bool kScaled = false, typename T, int kVec>
 __device__ __forceinline__ void finish_values(T* to, const Vec<T, kVec>& input, const ActChain& act, bool add_input,
                                               bool streaming, float (&out)[kVec]) {
-  finish_chain<kAct, T>(act, out);
+  finish_chain<kAct, T, kScaled>(act, out);
   if (add_input) {
     float x[kVec];
     unpack(input, x);
