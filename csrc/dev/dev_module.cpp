@@ -829,6 +829,13 @@ void bind_norm(py::module_& m) {
   def_tiles("plan_group_norm_tiles", &plan_tiles<plan_group_norm_tiles>);
   def_tiles("plan_group_norm_alone", &plan_tiles<plan_group_norm_alone>);
   m.attr("CLUSTER_PASSES") = kClusterPasses;
+  // Threads, and vectors of each, of blocks with their shares in registers: forward's, backward's.
+  m.attr("CLUSTER_HELD") = std::vector<std::vector<std::pair<int, int>>>{{{kHeldThreads, kHeldFew},
+                                                                          {kHeldThreads, kHeldMost},
+                                                                          {256, kHeldFew},
+                                                                          {256, kHeldWide},
+                                                                          {kHeldMostThreads, kHeldWide}},
+                                                                         {{kHeldThreads, kHeldBwd}}};
   m.attr("CLUSTER_MAX_PIECES") = kClusterMaxPieces;
   m.attr("TEAM_PASSES") = std::vector<int>{kTeamPasses, kTeamMostPasses};
   m.def("plan_group_norm_cluster", &plan_cluster, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),

@@ -187,18 +187,151 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
 #endif
 }
 
+// The same where registers hold a block's share, kHeldBwd vectors of x and of dy a thread, no vector is in two channels
+// and the share is of few channels. dy becomes dz, which takes as long to compute as its loads, once.
+template <typename Traits>
+__global__ void __launch_bounds__(kHeldThreads, 5)
+    group_norm_held_bwd_kernel(const __grid_constant__ GroupNormClusterBwdParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using T = typename Traits::T;
+  constexpr int kVec = Traits::kVec, kHold = kHeldBwd, kWarps = kHeldThreads / 32;
+  constexpr bool kCoarse = kIsCoarse<T>;
+  extern __shared__ __align__(16) float4 entries[];
+  __shared__ uint64_t exchanged;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const uint32_t rank = cluster_rank(), blocks = p.shares.blocks;
+  const int64_t group = cluster_id();
+  float2* const partials = reinterpret_cast<float2*>(entries + blocks * kWarps);  // [channel][warp]
+
+  const ShareVectors<T> vectors(p.shares, group, rank);
+  const auto has = [&](int u) { return vectors.has(tid + u * kHeldThreads); };
+  const int64_t at = vectors.base + tid * kVec;
+  Vec<T, kVec> xs[kHold], dys[kHold];
+#pragma unroll
+  for (int u = 0; u < kHold; ++u) {
+    if (!has(u)) continue;
+    xs[u] = load_vec<T, kVec>(static_cast<const T*>(p.x) + at + u * kHeldThreads * kVec);
+    dys[u] = load_vec<T, kVec>(static_cast<const T*>(p.dy) + at + u * kHeldThreads * kVec);
+  }
+  asm volatile("" ::: "memory");  // nothing that these do not need comes before them
+  const GroupShare<T> share(p.shares, group, rank);
+  const float mean = p.mean[group], rstd = p.rstd[group];
+  const int64_t channel0 = static_cast<uint32_t>(group) % p.shares.per_sample * p.shares.channels + share.row0;
+  int row[kHold];
+  float weight[kHold], bias[kHold];
+#pragma unroll
+  for (int u = 0; u < kHold; ++u) {
+    row[u] = -1;
+    if (!has(u)) continue;
+    row[u] = static_cast<int>(share.quotient_by_s(share.position0 + (tid + u * kHeldThreads) * kVec));
+    const float2 c = affine_of<T>(p.weight, p.bias, channel0 + row[u], p.affine_dtype);
+    weight[u] = c.x;
+    bias[u] = c.y;
+  }
+  let_dependents_start();
+  if (tid == 0) {
+    barrier_init(&exchanged, 1);
+    barrier_init_fence();
+  }
+  __syncwarp();  // the compiler initializes it by the whole warp
+  if (tid == 0) barrier_expect_bytes(&exchanged, blocks * kWarps * sizeof(float4));
+  cluster_arrive();
+
+  float dz[kHold][kVec], sum[kHold] = {}, sum_d[kHold] = {}, term = 0.f, term_d = 0.f;
+#pragma unroll
+  for (int u = 0; u < kHold; ++u) {
+    if (!has(u)) continue;
+    float x[kVec];
+    values_of<Traits::kPre>(xs[u], p.pre_act, x);
+    unpack(dys[u], dz[u]);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) x[j] -= mean;
+    make_dz<Traits::kAct, kCoarse>(p.act, x, dz[u], [&](int) { return make_float2(weight[u] * rstd, bias[u]); });
+    float products[kVec];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) products[j] = dz[u][j] * x[j];
+    sum[u] = sum_of(dz[u]);
+    sum_d[u] = sum_of(products);
+    term += weight[u] * sum[u];
+    term_d += weight[u] * sum_d[u];
+  }
+  forget_values(xs);
+  term = warp_sum(term);
+  term_d = warp_sum(term_d);
+  // Every warp also tells of the first channel, which an earlier block may have begun.
+  float2 begun = make_float2(0.f, 0.f);
+  for (int k = 0; k < share.rows; ++k) {
+    float2 part = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int u = 0; u < kHold; ++u) {
+      part.x += row[u] == k ? sum[u] : 0.f;
+      part.y += row[u] == k ? sum_d[u] : 0.f;
+    }
+    part = make_float2(warp_sum(part.x), warp_sum(part.y) * rstd);
+    if (k == 0) begun = part;
+    if (lane == 0) partials[k * kWarps + warp] = part;
+  }
+  cluster_wait();
+  exchange(make_float4(term, term_d, begun.x, begun.y), entries, &exchanged, rank, blocks);
+  term = term_d = 0.f;
+#pragma unroll
+  for (int i = 0; i < kClusterMaxBlocks * kWarps; i += 32) {
+    if (lane + i < static_cast<int>(blocks) * kWarps) {
+      term += entries[lane + i].x;
+      term_d += entries[lane + i].y;
+    }
+  }
+  const float per_element = rstd / static_cast<float>(p.shares.elements);
+  const float2 terms = make_float2(warp_sum(term) * per_element, warp_sum(term_d) * (per_element * rstd * rstd));
+
+  T* const dx = static_cast<T*>(p.dx) + at;
+  const uint64_t policy = store_policy(p.streaming_stores);
+#pragma unroll
+  for (int u = 0; u < kHold; ++u) {
+    if (!has(u)) continue;
+    float x[kVec];
+    unpack(xs[u], x);
+    make_dx<Traits::kPre, Traits::kAct, kCoarse, true>(
+        p.pre_act, p.act, x, dz[u], [&](int) { return mean; },
+        [&](int) { return make_float2(weight[u] * rstd, bias[u]); }, [&](int) { return terms; });
+    store_values<T, kVec>(dx + u * kHeldThreads * kVec, x, policy);
+  }
+
+  const int s = static_cast<int>(share.s);
+  for (int k = warp; k < share.rows; k += kWarps) {
+    if (k * s - share.position0 < share.begin) continue;  // begun by an earlier block, which writes it
+    float2 total = lane < kWarps ? partials[k * kWarps + lane] : make_float2(0.f, 0.f);
+    const int last = (k + 1) * s - share.position0;
+    const int more = min(static_cast<int>(blocks - rank) - 1, (last - 1) / static_cast<int>(p.shares.share));
+    for (int i = lane; i < more * kWarps; i += 32) {
+      const float4 rest = entries[(rank + 1) * kWarps + i];
+      total.x += rest.z;
+      total.y += rest.w;
+    }
+    __syncwarp();
+    total = make_float2(warp_sum(total.x), warp_sum(total.y));
+    if (lane == 0) put_channel_sums(p, group * p.shares.channels + share.row0 + k, total);
+  }
+#endif
+}
+
+template <typename Traits>
+Status launch(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
+  return plan.hold > 0
+             ? launch_clusters("group_norm_held_bwd_kernel", group_norm_held_bwd_kernel<Traits>, p, plan, stream)
+             : launch_clusters("group_norm_cluster_bwd_kernel", group_norm_cluster_bwd_kernel<Traits>, p, plan, stream);
+}
+
 }  // namespace
 
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
   if (p.shares.blocks == 0) return run_group_norm_team_bwd(p, plan, stream);
   Status status;
   switch (p.dtype) {
-#define KGOPT_CLUSTER_DTYPE(name, T)                                                                             \
-  case Dtype::name:                                                                                              \
-    KGOPT_DISPATCH_CHAINS(                                                                                       \
-        p.pre_act, p.act, kPre, kAct,                                                                            \
-        status = launch_clusters("group_norm_cluster_bwd_kernel",                                                \
-                                 group_norm_cluster_bwd_kernel<ClusterTraits<T, kPre, kAct>>, p, plan, stream)); \
+#define KGOPT_CLUSTER_DTYPE(name, T)                                                         \
+  case Dtype::name:                                                                          \
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                      \
+                          status = (launch<ClusterTraits<T, kPre, kAct>>(p, plan, stream))); \
     break;
     KGOPT_CLUSTER_DTYPE(kFloat32, float)
     KGOPT_CLUSTER_DTYPE(kBFloat16, __nv_bfloat16)

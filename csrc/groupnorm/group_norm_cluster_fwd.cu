@@ -23,16 +23,16 @@ __device__ __forceinline__ void scale_shift_minor(float (&x)[kVec], float mean, 
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// Of what the warps of a cluster have told; the same in every thread.
+// Of what has been told, up to 32 * kOwn entries; the same in every thread.
+template <int kOwn>
 __device__ __forceinline__ Moments<float> merge_entries(const float4* entries, int count, uint32_t elements) {
-  constexpr int kOwn = kClusterMaxBlocks * kClusterMaxThreads / 32 / 32;
   Moments<float> sets[kOwn];
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int at = static_cast<int>(threadIdx.x % 32) + 32 * i;
     if (at < count) {
       const float4 entry = entries[at];
-      sets[i] = {entry.x, entry.y, entry.z};
+      sets[i] = Moments<float>{entry.x, entry.y, entry.z};
     }
   }
   return warp_pool(sets, static_cast<float>(elements));
@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
     cluster_wait();
     exchange(make_float4(m.mean, m.m2, static_cast<float>(counted), 0.f), entries, &barriers.exchanged, rank, blocks);
   }
-  const Moments<float> all = merge_entries(entries, static_cast<int>(blocks) * warps, p.shares.elements);
+  constexpr int kOwn = kClusterMaxBlocks * kClusterMaxThreads / 32 / 32;
+  const Moments<float> all = merge_entries<kOwn>(entries, static_cast<int>(blocks) * warps, p.shares.elements);
   const float mean = all.mean, rstd = 1.f / sqrtf(all.m2 / all.count + p.eps);
   if (rank == 0 && tid == 0) {
     p.mean[group] = mean;
@@ -201,41 +202,77 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
 #endif
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// Of what a block's warps have left in its shared memory, in the order of the warps: what the block tells its cluster.
+template <int kWarps>
+__device__ __forceinline__ float4 merge_warps(const float4* warps) {
+  const float origin = warps[0].x;
+  float count = 0.f, sum = 0.f, m2 = 0.f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const float4 m = warps[w];
+    count += m.z;
+    sum += m.z * (m.x - origin);
+    m2 += m.y;
+  }
+  const float offset = __fdividef(sum, fmaxf(count, 1.f));
+  asm volatile("" ::: "memory");  // read again: registers hold the share
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const float4 m = warps[w];
+    const float d = m.x - origin - offset;
+    m2 += m.z * (d * d);
+  }
+  return make_float4(origin + offset, m2, count, 0.f);
+}
+
+#endif
+
 // The same where a block's share is no more than its threads' registers hold, kHold vectors each: the first loads are
-// on their way a trip through shared memory earlier, and what comes is not read twice.
-template <typename Traits, int kHold>
-__global__ void __launch_bounds__(kHeldMaxThreads, 3)
+// on their way a trip through shared memory earlier, and what comes is not read twice. Nothing that the loads do not
+// need comes before them, and a block tells its cluster one entry: both are in the way of all that follows.
+template <typename Traits, int kHold, int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 : 6)
+                                            : kThreads == 256 ? 3
+                                                              : 2)
     group_norm_held_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using T = typename Traits::T;
-  constexpr int kVec = Traits::kVec;
+  constexpr int kVec = Traits::kVec, kWarps = kThreads / 32;
   extern __shared__ __align__(16) float4 entries[];
   __shared__ uint64_t exchanged;
-  const int tid = threadIdx.x, lane = tid % 32, threads = blockDim.x, warps = threads / 32;
+  const int tid = threadIdx.x, lane = tid % 32;
   const uint32_t rank = cluster_rank(), blocks = p.shares.blocks;
-  const int64_t group = blockIdx.x / blocks;
-  const GroupShare<T> share(p.shares, group, rank);
-  float2* const table = reinterpret_cast<float2*>(entries + blocks * warps);
-  const auto has = [&](int u) { return tid + u * threads >= share.lo && tid + u * threads < share.hi; };
+  const int64_t group = cluster_id();
 
-  const T* const x = static_cast<const T*>(p.x) + share.base;
+  const ShareVectors<T> vectors(p.shares, group, rank);
+  const auto has = [&](int u) { return vectors.has(tid + u * kThreads); };
   Vec<T, kVec> input[kHold];
+  {
+    const T* const x = static_cast<const T*>(p.x) + vectors.base + tid * kVec;
 #pragma unroll
-  for (int u = 0; u < kHold; ++u) {
-    if (has(u)) input[u] = load_vec<T, kVec>(x + (tid + u * threads) * kVec);
+    for (int u = 0; u < kHold; ++u) {
+      if (has(u)) input[u] = load_vec<T, kVec>(x + u * kThreads * kVec);
+    }
   }
+  asm volatile("" ::: "memory");
+
+  const GroupShare<T> share(p.shares, group, rank);
+  float4* const warp_entries = entries + blocks;
+  float2* const table = reinterpret_cast<float2*>(warp_entries + kWarps);
   const int edge = tid < 32 ? share.edge(lane) : -1;
   T edge_input{};
-  if (edge >= 0) edge_input = x[edge];
+  if (edge >= 0) edge_input = static_cast<const T*>(p.x)[share.base + edge];
   if (tid == 0) {
     barrier_init(&exchanged, 1);
     barrier_init_fence();
   }
   __syncwarp();  // the compiler initializes it by the whole warp
-  if (tid == 0) barrier_expect_bytes(&exchanged, blocks * warps * sizeof(float4));
+  if (tid == 0) barrier_expect_bytes(&exchanged, blocks * sizeof(float4));
   cluster_arrive();
   const bool minor = p.shares.minor;
-  load_table(p, share, group, minor, tid, threads, table);
+  load_table(p, share, group, minor, tid, kThreads, table);
 
   ThreadMoments<kVec> mine;
 #pragma unroll
@@ -256,11 +293,16 @@ __global__ void __launch_bounds__(kHeldMaxThreads, 3)
   {
     const Moments<float> own[1] = {mine.moments()};
     const Moments<float> m = warp_pool(own, static_cast<float>(max(counted, 1)));
-    cluster_wait();
     forget_values(input);
-    exchange(make_float4(m.mean, m.m2, static_cast<float>(counted), 0.f), entries, &exchanged, rank, blocks);
+    if (lane == 0) warp_entries[tid / 32] = make_float4(m.mean, m.m2, static_cast<float>(counted), 0.f);
   }
-  const Moments<float> all = merge_entries(entries, static_cast<int>(blocks) * warps, p.shares.elements);
+  cluster_wait();
+  __syncthreads();
+  if (tid < static_cast<int>(blocks)) {
+    cluster_send(merge_warps<kWarps>(warp_entries), entries + rank, &exchanged, tid);
+  }
+  cluster_barrier_wait(&exchanged, 0);
+  const Moments<float> all = merge_entries<1>(entries, static_cast<int>(blocks), p.shares.elements);
   const float mean = all.mean, rstd = 1.f / sqrtf(all.m2 / all.count + p.eps);
   if (rank == 0 && tid == 0) {
     p.mean[group] = mean;
@@ -268,15 +310,29 @@ __global__ void __launch_bounds__(kHeldMaxThreads, 3)
   }
 
   T* const y = static_cast<T*>(p.y) + share.base;
+  const uint64_t policy = store_policy(p.streaming_stores);
+  const auto normalize = [&](auto is_whole) {
 #pragma unroll
-  for (int u = 0; u < kHold; ++u) {
-    if (!has(u)) continue;
-    const int slot = tid + u * threads;
-    float v[kVec];
-    values_of<Traits::kPre>(input[u], p.pre_act, v);
-    scale_vector(v, share, minor, slot, mean, rstd, table);
-    finish_values<Traits::kAct>(y + slot * kVec, input[u], p.act, p.add_input, p.streaming_stores, v);
+    for (int u = 0; u < kHold; ++u) {
+      if (!has(u)) continue;
+      const int slot = tid + u * kThreads;
+      float v[kVec];
+      values_of<Traits::kPre>(input[u], p.pre_act, v);
+      if constexpr (decltype(is_whole)::value) {
+        const float2 c = table[share.quotient_by_s(share.position0 + slot * kVec)];
+        scale_shift(v, mean, c.x * rstd, c.y);
+      } else {
+        scale_vector(v, share, minor, slot, mean, rstd, table);
+      }
+      finish_values<Traits::kAct>(y + slot * kVec, input[u], p.act, p.add_input, policy, v);
+    }
+  };
+  // Where no vector is in two channels, a third of the instructions, which come from memory as x does.
+  if (!minor && (share.s | static_cast<uint32_t>(vectors.origin)) % kVec == 0) {
+    normalize(std::true_type());
+    return;
   }
+  normalize(std::false_type());
   if (edge >= 0) {
     uint32_t column;
     const uint32_t row = share.row_of(edge, &column);
@@ -289,12 +345,22 @@ __global__ void __launch_bounds__(kHeldMaxThreads, 3)
 
 template <typename Traits>
 Status launch(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
-  const char* const name = plan.hold > 0 ? "group_norm_held_fwd_kernel" : "group_norm_cluster_fwd_kernel";
-  switch (plan.hold) {
-    case 0: return launch_clusters(name, group_norm_cluster_fwd_kernel<Traits>, p, plan, stream);
-    case kHeldFew: return launch_clusters(name, group_norm_held_fwd_kernel<Traits, kHeldFew>, p, plan, stream);
-    default: return launch_clusters(name, group_norm_held_fwd_kernel<Traits, kHeldMost>, p, plan, stream);
+  if (plan.hold == 0) {
+    return launch_clusters("group_norm_cluster_fwd_kernel", group_norm_cluster_fwd_kernel<Traits>, p, plan, stream);
   }
+  const auto launch_held = [&](auto kernel) {
+    return launch_clusters("group_norm_held_fwd_kernel", kernel, p, plan, stream);
+  };
+  const bool few = plan.hold == kHeldFew;
+  if (plan.threads == kHeldMostThreads) {
+    return launch_held(group_norm_held_fwd_kernel<Traits, kHeldWide, kHeldMostThreads>);
+  }
+  if (plan.threads == 256) {
+    return few ? launch_held(group_norm_held_fwd_kernel<Traits, kHeldFew, 256>)
+               : launch_held(group_norm_held_fwd_kernel<Traits, kHeldWide, 256>);
+  }
+  return few ? launch_held(group_norm_held_fwd_kernel<Traits, kHeldFew, kHeldThreads>)
+             : launch_held(group_norm_held_fwd_kernel<Traits, kHeldMost, kHeldThreads>);
 }
 
 }  // namespace

@@ -44,8 +44,10 @@ inline constexpr int kClusterPasses = 4;      // vectors of a piece that one thr
 inline constexpr int kClusterMaxPieces = 16;  // of a block's share
 inline constexpr int kClusterMaxThreads = 512;
 inline constexpr int kClusterMaxBlocks = 16;
-// Vectors of a thread whose block keeps its share in registers, and threads of such a block, at most.
-inline constexpr int kHeldFew = 4, kHeldMost = 8, kHeldMaxThreads = 256;
+// Where a block keeps its share in registers: its threads and vectors of each, at most; where it has a multiprocessor
+// for itself, up to kHeldMostThreads with kHeldWide each; in backward, of x and of dy each, of kHeldRows channels.
+inline constexpr int kHeldThreads = 128, kHeldFew = 4, kHeldMost = 10, kHeldMostThreads = 512, kHeldWide = 8;
+inline constexpr int kHeldBwd = 5, kHeldRows = 4;
 // Vectors of a lane where a group is one team's, or in backward of x and of dy each, and threads of a block of teams.
 inline constexpr int kTeamPasses = 4, kTeamMostPasses = 8, kTeamThreads = 256;
 

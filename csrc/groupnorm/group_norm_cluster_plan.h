@@ -94,22 +94,33 @@ inline int cluster_threads(int tensors, int64_t data) {
   return data <= few ? 128 : data <= (76 << 10) ? 256 : 512;
 }
 
-// Blocks of 128 threads that a multiprocessor runs at a time with their shares in registers, whatever gaps clusters
-// leave.
+// Blocks of kHeldThreads threads that a multiprocessor runs at a time with their shares in registers, whatever gaps
+// clusters leave.
 inline constexpr int64_t kHeldBlocksPerSm = 4;
 
-// Forward's shares move from shared memory to registers where they fit and all blocks run at a time: the first loads
-// are on their way earlier, and nothing is read twice. In more than one wave copies into shared memory are faster,
-// since nobody's registers wait for them; so are they in backward, whose registers suffice for fewer blocks (H200).
+// Shares move from shared memory to registers where they fit and all blocks run at a time: the first loads are on their
+// way earlier, and nothing is read, or in backward computed, twice. In more than one wave copies into shared memory are
+// faster, since nobody's registers wait for them (H200).
 inline void hold_shares(const ClusterPlanInput& in, ClusterPlan* plan) {
   const GroupShares& p = plan->shares;
   const int64_t vectors = int64_t(p.share) * dtype_size(in.dims.dtype) / 16, blocks = p.groups * p.blocks;
-  if (in.tensors == 2 || in.long_chain || p.blocks == 0 || blocks > kHeldBlocksPerSm * in.sm_count) return;
-  const int threads = blocks <= in.sm_count && vectors > 128 * kHeldFew ? kHeldMaxThreads : 128;
-  if (vectors > int64_t(threads) * kHeldMost) return;
-  plan->hold = vectors <= int64_t(threads) * kHeldFew ? kHeldFew : kHeldMost;
+  if (in.long_chain || p.blocks == 0 || blocks > kHeldBlocksPerSm * in.sm_count) return;
+  int threads = kHeldThreads, hold = vectors <= kHeldThreads * kHeldFew ? kHeldFew : kHeldMost;
+  if (in.tensors == 2) {
+    // No vector is in two channels or two groups.
+    const int vec = 16 / dtype_size(in.dims.dtype);
+    if (p.s % vec != 0 || p.x_line % vec != 0 || p.rows > uint32_t(kHeldRows)) return;
+    hold = kHeldBwd;
+  } else if (hold == kHeldMost && blocks <= in.sm_count) {
+    threads = vectors <= 256 * kHeldWide ? 256 : kHeldMostThreads;
+    hold = vectors <= 256 * kHeldFew ? kHeldFew : kHeldWide;
+  }
+  if (vectors > int64_t(threads) * hold) return;
+  plan->hold = hold;
   plan->threads = threads;
-  plan->smem_bytes = static_cast<int>(int64_t(p.blocks) * (threads / 32) * 16 + int64_t(p.rows) * 8);
+  const int64_t warps = threads / 32, rows = p.rows;
+  plan->smem_bytes = static_cast<int>(in.tensors == 2 ? (p.blocks * 16 + rows * 8) * warps  // each for itself
+                                                      : (p.blocks + warps) * 16 + rows * 8);
 }
 
 // Fewer blocks than three quarters of the multiprocessors.
@@ -182,7 +193,7 @@ struct NormChoice {
 inline constexpr int64_t kTiledGroupBytes = 1 << 20;
 
 // The most data of a forward block where all clusters of sixteen run at a time and have a multiprocessor for each
-// block: such a launch ends before tiles have told each other their moments (H200).
+// block: such a launch ends before tiles have told each other their moments (H200). More where registers hold it.
 inline constexpr int64_t kOneWaveData = 48 << 10;
 
 // The first of the ways that takes it. A cluster of sixteen whose blocks have a multiprocessor each leaves a sixth of
@@ -211,7 +222,7 @@ inline NormChoice choose_group_norm(const ClusterPlanInput& cluster, const Tiles
   const ClusterPlan& c = choice.on_chip;
   const int64_t bytes = int64_t(c.shares.elements) * dtype_size(cluster.dims.dtype) * cluster.tensors;
   const bool one_wave = cluster.tensors == 1 && c.shares.groups * c.shares.blocks <= cluster.sm_count &&
-                        int64_t(c.shares.share) * dtype_size(cluster.dims.dtype) <= kOneWaveData;
+                        (c.hold > 0 || int64_t(c.shares.share) * dtype_size(cluster.dims.dtype) <= kOneWaveData);
   const bool crowded = c.shares.blocks == kClusterMaxBlocks && !one_wave &&
                        (2 * (c.smem_bytes + kReservedSmem) > cluster.smem_per_sm ||
                         leaves_gpu_idle(c, cluster.sm_count) || bytes >= kTiledGroupBytes);

@@ -64,7 +64,37 @@ struct GroupShare {
   __device__ __forceinline__ int edge(int lane) const { return lane < 16 ? head_edge(lane) : tail_edge(lane - 16); }
 };
 
+// What the loads of a share's whole vectors need of all that: those of lo <= v < lo + count.
+template <typename T>
+struct ShareVectors {
+  int64_t base;
+  int origin;  // elements from a 128-byte line to the group
+  int lo, count;
+
+  __device__ __forceinline__ ShareVectors(const GroupShares& p, int64_t group, uint32_t rank) {
+    constexpr int kVec = kVecSize<T>;
+    const int64_t start = group * p.elements;
+    origin = static_cast<int>(p.x_line + static_cast<uint32_t>(start)) & int(128 / sizeof(T) - 1);
+    const int first = static_cast<int>(rank * p.share) - origin;
+    base = start + first;
+    const int begin = max(0, -first);
+    const int end = max(begin, min(static_cast<int>(p.share), static_cast<int>(p.elements) - first));
+    lo = (begin + kVec - 1) / kVec;
+    count = max(end / kVec - lo, 0);
+  }
+  __device__ __forceinline__ bool has(int v) const {
+    return static_cast<uint32_t>(v - lo) < static_cast<uint32_t>(count);
+  }
+};
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// This cluster's place among those of a grid of one dimension.
+__device__ __forceinline__ uint32_t cluster_id() {
+  uint32_t id;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+  return id;
+}
 
 struct ShareBarriers {
   uint64_t loaded[kClusterMaxPieces], exchanged;

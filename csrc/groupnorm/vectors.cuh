@@ -192,13 +192,20 @@ __device__ __forceinline__ void make_dx(const ActChain& pre, const ActChain& act
   for (int j = 0; j < kVec; ++j) x[j] = slope[j] * (at(j).x * dy[j] - (x[j] * terms(j).y + terms(j).x));
 }
 
+// Written out: behind a branch the compiler turns an assignment into four stores of a word each.
+__device__ __forceinline__ void store_bits(void* to, const uint4& bits) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
+               : "memory");
+}
+
 template <typename T, int kVec>
 __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], bool streaming) {
   const Vec<T, kVec> v = pack<T, kVec>(x);
+  const uint4& bits = *reinterpret_cast<const uint4*>(&v);
   if (streaming) {
-    __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&v));
+    __stcs(reinterpret_cast<uint4*>(to), bits);
   } else {
-    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&v);
+    store_bits(to, bits);
   }
 }
 
@@ -219,10 +226,11 @@ __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], uint
                : "memory");
 }
 
-// Activation, residual, store. `input` is x again, as it was. With kScaled, as finish_chain.
-template <Chain kAct, bool kScaled = false, typename T, int kVec>
+// Activation, residual, store, with `streaming` or its policy. `input` is x again, as it was. With kScaled, as
+// finish_chain.
+template <Chain kAct, bool kScaled = false, typename T, int kVec, typename Streaming>
 __device__ __forceinline__ void finish_values(T* to, const Vec<T, kVec>& input, const ActChain& act, bool add_input,
-                                              bool streaming, float (&out)[kVec]) {
+                                              Streaming streaming, float (&out)[kVec]) {
   finish_chain<kAct, T, kScaled>(act, out);
   if (add_input) {
     float x[kVec];
