@@ -161,20 +161,19 @@ def main() -> int:
 
     rows = load_all(args.results)
     pipelines = [row for row in rows if row["suite"] == "pipelines" and row["device"] == "cuda"]
-    # The picture shows forward passes at the newest commit: a run may have been one of several for as many dtypes.
+    # The picture shows forward passes of the first dtype, each pipeline beside the baselines of its own run.
     forward = [row for row in pipelines if row["direction"] == "forward"]
-    newest = [row for row in forward if row["commit"] == forward[-1]["commit"]]
     before = args.readme.read_text()
-    picture = f"![Time of the three pipelines beside PyTorch]({PICTURE})" if newest else ""
+    picture = f"![Time of the three pipelines beside PyTorch]({PICTURE})" if forward else ""
     after = fill(before, PICTURE_BEGIN, PICTURE_END, picture)
     after = fill(after, BEGIN, END, tables(rows))
     target = args.readme.parent / PICTURE
     if args.check:
-        stale = after != before or (bool(newest) and not target.exists())
+        stale = after != before or (bool(forward) and not target.exists())
         print("README.md is " + ("not current: run python benchmarks/readme_table.py" if stale else "current"))
         return int(stale)
-    if newest:
-        plot_rows(newest, target)
+    if forward:
+        plot_rows(forward, target)
         print(f"wrote {target}")
     args.readme.write_text(after)
     print(f"wrote {args.readme}")

@@ -55,6 +55,14 @@ def upcast(args):
     return [a.double().cpu() if isinstance(a, torch.Tensor) else a for a in args]
 
 
+def gradients(run, values, dout):
+    """Of the tensors among `values`, on dout's device."""
+    leaves = [v.detach().clone().requires_grad_() if isinstance(v, torch.Tensor) else v for v in values]
+    y = run(*leaves)
+    y.backward(dout.to(y))
+    return [leaf.grad.to(dout.device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def last_format(x):
     return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
@@ -807,14 +815,8 @@ def test_pipeline_backward_values(pipeline, dtype, device, poisoned):
     shape = ref(*args).shape
     dout = torch.randn(shape, device=device, dtype=torch.float64)
 
-    def gradients(run, values):
-        leaves = [v.detach().clone().requires_grad_() if isinstance(v, torch.Tensor) else v for v in values]
-        y = run(*leaves)
-        y.backward(dout.to(y))
-        return [leaf.grad.to(device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    exact = gradients(ref, upcast(args))
-    for mine, theirs, right in zip(gradients(function, args), gradients(ref, args), exact, strict=True):
+    exact = gradients(ref, upcast(args), dout)
+    for mine, theirs, right in zip(gradients(function, args, dout), gradients(ref, args, dout), exact, strict=True):
         error, torchs = relative_error(mine, right), relative_error(theirs, right)
         # Gradients of x and of the convolution's bias are what is left of terms that cancel.
         floor = float(right.norm()) > 1e-6
@@ -840,13 +842,7 @@ def test_pipeline_gradients_of_large_outputs(pipeline, layout, monkeypatch, pois
     args = [x, weight, *torch.randn(1, c_out, device="cuda"), groups, *torch.randn(2, c_out, device="cuda")]
     dout = torch.randn(ref(*args).shape, device="cuda")
 
-    def gradients(run, values):
-        leaves = [v.detach().clone().requires_grad_() if isinstance(v, torch.Tensor) else v for v in values]
-        y = run(*leaves)
-        y.backward(dout.to(y))
-        return [leaf.grad.to(dout.device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    mine, theirs, exact = gradients(function, args), gradients(ref, args), gradients(ref, upcast(args))
+    mine, theirs, exact = (gradients(f, a, dout) for f, a in ((function, args), (ref, args), (ref, upcast(args))))
     for name, m, t, e in zip(("x", "weight", "bias", "gamma", "beta"), mine, theirs, exact, strict=True):
         error, allowed = relative_error(m, e), 2 * relative_error(t, e) + 2e-7
         cancels = pipeline == "mean" and name in ("x", "weight", "bias")  # what is left of them is all rounding
@@ -892,18 +888,13 @@ def test_logsumexp_pipeline_gradients_tf32(c_in, c_out, innermost, backend, monk
     args = [x, weight, bias, c_out // 4, gamma, beta]
     dout = torch.randn(8, 1, 38, 128, device="cuda")
 
-    def gradients(run, values):
-        leaves = [v.detach().clone().requires_grad_() if isinstance(v, torch.Tensor) else v for v in values]
-        run(*leaves).backward(dout.to(leaves[-1]))
-        return [leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    mine = gradients(lambda *a: function(*a, backend=backend), args)
-    theirs = gradients(ref, args)
+    mine = gradients(lambda *a: function(*a, backend=backend), args, dout)
+    theirs = gradients(ref, args, dout)
     doubles = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
-    exact = gradients(ref, doubles)
+    exact = gradients(ref, doubles, dout)
     with monkeypatch.context() as patched:
         patched.setattr(reference.F, "conv2d", IdealConv2d.apply)
-        ideal = gradients(ref, doubles)
+        ideal = gradients(ref, doubles, dout)
     for name, m, t, e, i in zip(("x", "weight", "bias", "gamma", "beta"), mine, theirs, exact, ideal, strict=True):
         error, allowed = relative_error(m, e), 2 * max(relative_error(t, e), relative_error(i, e)) + 1e-6
         assert error <= allowed, (name, error, allowed)

@@ -909,9 +909,9 @@ class _FusedContext:
     def recompute(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution's output, computed again instead of kept since the forward.
 
-        Statistics and logsumexp are those of operands rounded to TF32, and only fit to an output of the same ones. The
-        own kernels of contiguous tensors round, too, where cuDNN may not take TF32 at all, and those of channels_last
-        tensors cut x off, which makes it 2^-12 smaller in the mean.
+        Statistics are those of operands rounded to TF32, and only fit to an output of the same ones. The own kernels of
+        contiguous tensors round, too, where cuDNN may not take TF32 at all, and those of channels_last tensors cut x
+        off, which makes it 2^-12 smaller in the mean.
         """
         tf32 = _conv_tf32_allowed() if ctx.allow_tf32 is None else ctx.allow_tf32
         own = x.dtype is torch.float32 and _FusedContext.leaves_out_output(ctx, x, weight)
