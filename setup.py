@@ -5,8 +5,9 @@ every torch from 2.10, with or without a GPU. With an nvcc at hand it holds the 
 CPU-only, and the build says so.
 
 Environment variables:
-    KGOPT_CUDA         0: CPU-only; 1: missing CUDA is an error; unset: CUDA if an nvcc is found.
-    KGOPT_CUDA_ARCHS   GPU architectures, separated by ';' (default "8.0+PTX;9.0a").
+    KGOPT_CUDA         0: CPU-only; 1: missing CUDA is an error; native: for the GPUs of this machine, CPU-only where
+                       there is none; unset: CUDA if an nvcc is found.
+    KGOPT_CUDA_ARCHS   GPU architectures, separated by ';' (default "8.0+PTX;9.0a", with KGOPT_CUDA=native the GPUs').
     KGOPT_LINEINFO     1: line tables in device code, for profilers and compute-sanitizer.
     KGOPT_NVCC_FLAGS   more flags for nvcc, for example "-Xptxas -v".
     KGOPT_CXX_FLAGS    more flags for the C++ compiler.
@@ -138,12 +139,29 @@ def find_cuda_home() -> Path | None:
     return usual if (usual / "bin/nvcc").exists() else None
 
 
+def native_archs() -> list[str]:
+    """The architectures of this machine's GPUs, as KGOPT_CUDA_ARCHS has them."""
+    try:
+        import torch
+    except ImportError:
+        return []  # make_extension says that building needs it
+    if not torch.cuda.is_available():
+        return []
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    usable = sorted(c for c in found if c >= (8, 0))
+    # 9.0a holds Hopper's own instructions. The wheel has no machine code for later GPUs either: they run PTX of 8.0.
+    return ["9.0a" if c == (9, 0) else f"{c[0]}.{c[1]}" if c < (9, 0) else "8.0+PTX" for c in usable]
+
+
 def find_cuda() -> Cuda | None:
     wish = os.environ.get("KGOPT_CUDA", "")
-    if wish not in ("", "0", "1"):
-        die(f"KGOPT_CUDA is '{wish}', expected 0, 1 or nothing")
+    if wish not in ("", "0", "1", "native"):
+        die(f"KGOPT_CUDA is '{wish}', expected 0, 1, native or nothing")
     if wish == "0":
         say("KGOPT_CUDA=0: building a CPU-only kgopt._C")
+        return None
+    if wish == "native" and not native_archs():
+        say("no NVIDIA GPU here that torch can use: building a CPU-only kgopt._C (KGOPT_CUDA=1 builds the kernels too)")
         return None
     home = find_cuda_home()
     if home is None:
@@ -285,9 +303,9 @@ class KgoptBuildExt(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         cuda: Cuda | None = ext.kgopt_cuda
-        folder = ROOT / "build/objects" / (f"cuda-{cuda.version_text}" if cuda else "cpu")
+        folder = ROOT / "build/objects" / (f"cuda-{cuda.version_text}-{ext.kgopt_archs}" if cuda else "cpu")
         cxx = shlex.split(os.environ.get("CXX") or "c++")
-        includes = [f"-I{sysconfig.get_path('include')}"]
+        includes = ["-Icsrc", f"-I{sysconfig.get_path('include')}"]
         includes += [f"-isystem{path}" for path in ext.include_dirs]
         cxx_command = [*cxx, *ext.extra_compile_args["cxx"], *includes]
         commands = {s: cxx_command for s in ext.sources if not s.endswith(".cu")}
@@ -393,7 +411,8 @@ def make_extension(version: str) -> Extension:
         ext.libraries = ["torch_cpu", "c10"]
         ext.kgopt_summary = "CPU-only"
     else:
-        archs = os.environ.get("KGOPT_CUDA_ARCHS") or DEFAULT_ARCHS
+        native = os.environ.get("KGOPT_CUDA") == "native"
+        archs = os.environ.get("KGOPT_CUDA_ARCHS") or (";".join(native_archs()) if native else DEFAULT_ARCHS)
         gencode = arch_flags(archs, cuda)
         cpp_extension.CUDA_HOME = str(cuda.home)  # a CPU-only torch leaves it None; its headers are enough
         cuda_defines = ["-DUSE_CUDA", "-DKGOPT_CUDA"]
@@ -424,6 +443,7 @@ def make_extension(version: str) -> Extension:
         ext.library_dirs = [str(cuda.lib), *ext.library_dirs]
         ext.include_dirs = [*ext.include_dirs, str(cuda.include)]
         ext.kgopt_gencode = gencode
+        ext.kgopt_archs = re.sub(r"[^0-9a-zA-Z.]+", "-", archs)
         ext.kgopt_one_ptx = parts["one_ptx"]
         ext.kgopt_summary = f"CUDA {cuda.version_text} from {cuda.home}, architectures {archs}"
     ext.kgopt_cuda = cuda

@@ -2,7 +2,7 @@
 
     python scripts/check_sources.py
 
-1. Kernels, launchers and parameter structs (.cu, .cuh, *_params.h) include no torch header, nor any header that does.
+1. Kernels, launchers and parameter structs (.cu, .cuh, *params.h) include no torch header, nor any header that does.
 2. Nothing in csrc/ prints or exits: kernels return a status, the api raises (csrc/dev/ is for developers and may).
 3. Every source file is built: a .cu or .cpp that no line of sources.txt matches is forgotten.
 4. What sources.txt compiles to PTX once for all architectures does not ask for the architecture.
@@ -65,7 +65,7 @@ def main() -> int:
 
     for path in files:
         name = path.relative_to(ROOT)
-        if path.suffix in {".cu", ".cuh"} or path.name.endswith("_params.h"):
+        if path.suffix in {".cu", ".cuh"} or path.name.endswith("params.h"):
             chain = torch_chain(path.resolve(), seen)
             if chain:
                 breaches.append(f"{name}: includes {' -> '.join(chain)}; kernel files see no torch header")

@@ -1,7 +1,7 @@
 // Pointwise chains on their own, and their derivatives.
-#include "../common/pointwise.cuh"
-#include "../common/traverse.cuh"
-#include "activation.h"
+#include "activation/activation.h"
+#include "common/pointwise.cuh"
+#include "common/traverse.cuh"
 
 namespace kgopt {
 namespace {
@@ -40,7 +40,7 @@ struct ActivateGradient {
       values[j] = x[j];
       dx[j] = dy[j];
     }
-    multiply_slopes<kAct, kIsCoarse<T>, false>(act, values, dx);
+    multiply_slopes<kAct, kIsCoarse<T>>(act, values, dx);
   }
 };
 

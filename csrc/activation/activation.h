@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "activation_params.h"
+#include "activation/activation_params.h"
 
 namespace kgopt {
 

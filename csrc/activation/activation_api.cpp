@@ -1,6 +1,6 @@
 // Activations on CUDA.
-#include "activation.h"
-#include "activation_checks.h"
+#include "activation/activation.h"
+#include "activation/activation_checks.h"
 
 namespace kgopt {
 namespace {

@@ -1,6 +1,6 @@
 // Activations on the CPU.
-#include "../common/cpu_block.h"
-#include "activation_checks.h"
+#include "activation/activation_checks.h"
+#include "common/cpu_block.h"
 
 namespace kgopt {
 namespace {
@@ -49,10 +49,10 @@ Tensor activation_backward(Tensor dy, Tensor x, std::string act) {
     const T* const gradient = static_cast<const T*>(dense_dy.const_data_ptr());
     T* const to = static_cast<T*>(dx.mutable_data_ptr());
     each_block<T>(x.numel(), chain, [&](int64_t at, int64_t n) {
-      alignas(64) acc_t<T> value[kBlock], buffer[kBlock];
+      alignas(64) acc_t<T> value[kBlock], buffer[kBlock], inner[kBlock];
       const acc_t<T>* const v = view_block(from + at, value, n);
       const acc_t<T>* const g = view_block(gradient + at, buffer, n);
-      store_block(chain_gradient(chain, v, value, g, target_block(to + at, buffer), n), to + at, n);
+      store_block(chain_gradient(chain, v, inner, g, target_block(to + at, buffer), n), to + at, n);
     });
   });
   return dx;

@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
-#include "../common/activation.h"
-#include "../common/dtype.h"
-#include "../common/status.h"
+#include "common/activation.h"
+#include "common/dtype.h"
+#include "common/status.h"
 
 namespace kgopt {
 

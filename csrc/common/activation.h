@@ -109,7 +109,22 @@ KGOPT_HD T act_value(Act act, T x) {
   }
 }
 
-// Derivative at x. At kinks it is the one PyTorch's backward uses.
+// Where PyTorch's backward gives 0 without looking at the gradient that comes in, even if that is NaN or infinite: it
+// selects there and multiplies elsewhere. Never at NaN.
+KGOPT_HD constexpr bool may_stop_gradient(Act act) {
+  return act == Act::kRelu || act == Act::kHardtanh || act == Act::kHardswish;
+}
+template <typename T>
+KGOPT_HD bool stops_gradient(Act act, T x) {
+  switch (act) {
+    case Act::kRelu: return x <= T(0);
+    case Act::kHardtanh: return x <= T(-1) || x >= T(1);
+    case Act::kHardswish: return x <= T(-3);
+    default: return false;
+  }
+}
+
+// Derivative at x. At kinks it is the one PyTorch's backward uses, and at NaN that of its scalar code.
 template <typename T>
 KGOPT_HD T act_derivative(Act act, T x) {
   switch (act) {
@@ -136,9 +151,9 @@ KGOPT_HD T act_derivative(Act act, T x) {
       T t = tanh(x);
       return T(1) - t * t;
     }
-    case Act::kHardswish: return x <= T(-3) ? T(0) : (x >= T(3) ? T(1) : x / T(3) + T(0.5));
+    case Act::kHardswish: return x <= T(-3) ? T(0) : (x < T(3) ? x / T(3) + T(0.5) : T(1));
     case Act::kHardtanh: return (x <= T(-1) || x >= T(1)) ? T(0) : T(1);
-    case Act::kElu: return x > T(0) ? T(1) : exp(x);
+    case Act::kElu: return x <= T(0) ? exp(x) : T(1);
     case Act::kMish: {
       T t = tanh(softplus_value(x));
       return t + x * sigmoid_value(x) * (T(1) - t * t);
@@ -154,15 +169,23 @@ KGOPT_HD T chain_value(const ActChain& chain, T x) {
   return x;
 }
 
-// Forward mode: returns d chain/dx and leaves the chain's value in *value, so nothing is stored in between.
+// Forward mode: returns d chain/dx and leaves the chain's value in *value, so nothing is stored in between. *stops: the
+// gradient is 0 whatever comes in. That is so from the first activation on that stops it, unless one ahead of it has
+// the slope NaN, as silu at infinity: what that is given in the backward is 0, and the product NaN.
 template <typename T>
-KGOPT_HD T chain_derivative(const ActChain& chain, T x, T* value) {
+KGOPT_HD T chain_derivative(const ActChain& chain, T x, T* value, bool* stops) {
   T derivative = T(1);
+  bool stopped = false;
   for (int i = 0; i < chain.length; ++i) {
-    derivative *= act_derivative(chain.at(i), x);
-    x = act_value(chain.at(i), x);
+    const Act act = chain.at(i);
+    if (!stopped) {
+      stopped = stops_gradient(act, x);
+      derivative *= stopped ? T(0) : act_derivative(act, x);
+    }
+    x = act_value(act, x);
   }
   *value = x;
+  *stops = stopped && derivative == T(0);
   return derivative;
 }
 

@@ -1,5 +1,5 @@
 // What this binary was built with, as one line of JSON.
-#include "torch_utils.h"
+#include "common/torch_utils.h"
 
 #ifndef KGOPT_ARCHS
 #define KGOPT_ARCHS ""

@@ -1,4 +1,4 @@
-#include "cache_prefix.h"
+#include "common/cache_prefix.h"
 
 #include <mutex>
 

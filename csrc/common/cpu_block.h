@@ -9,8 +9,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cpu_math.h"
-#include "torch_utils.h"
+#include "common/cpu_math.h"
+#include "common/torch_utils.h"
 
 namespace kgopt::cpu {
 
@@ -80,16 +80,16 @@ inline const T* activate_chain(const ActChain& chain, const T* x, T* buffer, int
   return x;
 }
 
-// g * chain'(x): g itself where the chain is empty, else in `to`, which may be g. The buffer is for values within the
-// chain, and may be x.
+// g * chain'(x): g itself where the chain is empty, else in `to`, which may be g. From the last activation to the
+// first, as PyTorch's backward: what a gradient meets after one that stops it counts, and what it met before does not.
+// The buffer is for values within the chain.
 template <typename T>
 inline const T* chain_gradient(const ActChain& chain, const T* x, T* buffer, const T* g, T* to, int64_t n) {
-  for (int i = 0; i < chain.length; ++i) {
-    multiply_by_derivative(chain.at(i), x, g, to, n);
+  for (int i = chain.length - 1; i >= 0; --i) {
+    ActChain before = chain;
+    before.length = i;
+    activate_gradient(chain.at(i), activate_chain(before, x, buffer, n), g, to, n);
     g = to;
-    if (i + 1 == chain.length) break;
-    activate(chain.at(i), x, buffer, n);
-    x = buffer;
   }
   return g;
 }

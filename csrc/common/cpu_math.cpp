@@ -1,4 +1,4 @@
-#include "cpu_math.h"
+#include "common/cpu_math.h"
 
 #include <cmath>
 #include <cstring>
@@ -192,13 +192,33 @@ KGOPT_INLINE float derivative(float x) {
   }
 }
 
+// g times the slope at x, selected where PyTorch selects: what comes in is not looked at where it goes nowhere, though
+// it may be NaN. NaN in x has the slope that PyTorch's vector code gives it.
+template <Act kAct, typename T>
+KGOPT_INLINE T gradient(T x, T g) {
+  if constexpr (kAct == Act::kRelu) {
+    return x <= T(0) ? T(0) : g;
+  } else if constexpr (kAct == Act::kHardtanh) {
+    return x > T(-1) && x < T(1) ? g : T(0);
+  } else if constexpr (kAct == Act::kHardswish) {
+    const T inner = g * (x >= T(3) ? T(1) : x / T(3) + T(0.5));
+    return x <= T(-3) ? T(0) : inner;
+  } else if constexpr (kAct == Act::kElu && sizeof(T) == 8) {
+    return g * (x > T(0) ? T(1) : std::exp(x));
+  } else if constexpr (sizeof(T) == 8) {
+    return g * act_derivative(kAct, x);
+  } else {
+    return g * derivative<kAct>(x);
+  }
+}
+
 template <Act kAct>
 KGOPT_INLINE void value_loop(const float* x, float* to, int64_t n) {
   KGOPT_SIMD for (int64_t i = 0; i < n; ++i) to[i] = value<kAct>(x[i]);
 }
-template <Act kAct>
-KGOPT_INLINE void derivative_loop(const float* x, const float* g, float* to, int64_t n) {
-  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) to[i] = g[i] * derivative<kAct>(x[i]);
+template <Act kAct, typename T>
+KGOPT_INLINE void gradient_loop(const T* x, const T* g, T* to, int64_t n) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) to[i] = gradient<kAct>(x[i], g[i]);
 }
 
 template <typename T>
@@ -223,15 +243,15 @@ KGOPT_INLINE T residual(T c, T mean, T scale, T bias) {
 KGOPT_MULTIVERSION void activate(Act act, const float* x, float* to, int64_t n) {
   switch (act) { KGOPT_ACT_CASES(value_loop, x, to, n) }
 }
-KGOPT_MULTIVERSION void multiply_by_derivative(Act act, const float* x, const float* g, float* to, int64_t n) {
-  switch (act) { KGOPT_ACT_CASES(derivative_loop, x, g, to, n) }
+KGOPT_MULTIVERSION void activate_gradient(Act act, const float* x, const float* g, float* to, int64_t n) {
+  switch (act) { KGOPT_ACT_CASES(gradient_loop, x, g, to, n) }
 }
 // In double, libm's functions one by one.
 void activate(Act act, const double* x, double* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = act_value(act, x[i]);
 }
-void multiply_by_derivative(Act act, const double* x, const double* g, double* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = g[i] * act_derivative(act, x[i]);
+void activate_gradient(Act act, const double* x, const double* g, double* to, int64_t n) {
+  switch (act) { KGOPT_ACT_CASES(gradient_loop, x, g, to, n) }
 }
 
 // Four quarters of the array side by side: at least sixteen partial sums at every level, for accuracy, and enough to

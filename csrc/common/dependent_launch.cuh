@@ -4,8 +4,8 @@
 
 #include <cuda_runtime.h>
 
-#include "launch.h"
-#include "status.h"
+#include "common/launch.h"
+#include "common/status.h"
 
 namespace kgopt {
 

@@ -1,4 +1,4 @@
-#include "device_info.h"
+#include "common/device_info.h"
 
 #include <cuda_runtime.h>
 

@@ -1,7 +1,7 @@
 // Facts about a GPU, read once per device.
 #pragma once
 
-#include "status.h"
+#include "common/status.h"
 
 namespace kgopt {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "dtype.h"
+#include "common/dtype.h"
 
 namespace kgopt {
 

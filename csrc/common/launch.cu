@@ -1,5 +1,5 @@
 // The part of a launch that is the same for every kernel. Host code only.
-#include "launch.h"
+#include "common/launch.h"
 
 #include <mutex>
 

@@ -6,7 +6,7 @@
 
 #include <atomic>
 
-#include "status.h"
+#include "common/status.h"
 
 namespace kgopt {
 

@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "activation.h"
+#include "common/activation.h"
 
 namespace kgopt {
 
@@ -129,7 +129,7 @@ __device__ __forceinline__ float fast_value(float x) {
   return x;
 }
 
-// At kinks the derivative is the one PyTorch's backward uses.
+// At kinks the derivative is the one PyTorch's backward uses, and so it is at NaN and infinities.
 template <Act kAct, bool kCoarse>
 __device__ __forceinline__ float fast_derivative(float x) {
   if constexpr (kAct == Act::kSilu) {
@@ -154,13 +154,13 @@ __device__ __forceinline__ float fast_derivative(float x) {
     return 1.f - t * t;
   }
   if constexpr (kAct == Act::kHardswish) {
-    const float between = x >= 3.f ? 1.f : fmaf(x, 1.f / 3, 0.5f);
+    const float between = x < 3.f ? fmaf(x, 1.f / 3, 0.5f) : 1.f;
     return x <= -3.f ? 0.f : between;
   }
-  if constexpr (kAct == Act::kElu) return x > 0.f ? 1.f : fast_exp(x);
+  if constexpr (kAct == Act::kElu) return x <= 0.f ? fast_exp(x) : 1.f;
   if constexpr (kAct == Act::kMish) {
     const float most = fast_min(x, 20.f), e = fast_exp(most), n = fmaf(e, e, 2.f * e), r = fast_reciprocal(n + 2.f);
-    return r * fmaf(most * r, 4.f * fmaf(e, e, e), n);
+    return fmaf(x, 0.f, r * fmaf(most * r, 4.f * fmaf(e, e, e), n));  // NaN at infinity
   }
   if constexpr (kAct == Act::kSoftplus) return fast_sigmoid(x);
   return act_derivative(kAct, x);
@@ -206,17 +206,27 @@ __device__ __noinline__ Floats<kSize> any_chain_values(ActChain chain, Floats<kS
   return x;
 }
 
-// `by` times the slopes at x; and x's values where the chain goes on, or everywhere with `with_values`.
+// `by` times the slopes at x; and x's values where the chain goes on, or everywhere with `with_values`. A bit of
+// `stopped` for each value whose gradient is 0 whatever `by` was.
 template <int kSize>
 struct FloatsBy {
   float v[kSize], by[kSize];
+  uint32_t stopped;
 };
 template <int kSize, bool kCoarse>
 __device__ __noinline__ FloatsBy<kSize> any_chain_slopes(ActChain chain, bool with_values, FloatsBy<kSize> x) {
+  uint32_t nans = 0;  // values at which a slope was NaN: what stops behind it is NaN then (chain_derivative)
+  x.stopped = 0;
   for (int i = 0; i < chain.length; ++i) {
     with_act(chain.at(i), [&](auto act) {
+      constexpr Act kAct = decltype(act)::value;
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) x.by[j] *= fast_derivative<decltype(act)::value, kCoarse>(x.v[j]);
+      for (int j = 0; j < kSize; ++j) {
+        if (may_stop_gradient(kAct) && stops_gradient(kAct, x.v[j])) x.stopped |= ~nans & 1u << j;
+        const float slope = fast_derivative<kAct, kCoarse>(x.v[j]);
+        if (!may_stop_gradient(kAct) && slope != slope) nans |= ~x.stopped & 1u << j;
+        x.by[j] *= slope;
+      }
     });
     if (!with_values && i + 1 == chain.length) break;
     ActChain one;
@@ -236,10 +246,11 @@ __device__ __noinline__ FloatsBy<kSize> any_chain_slopes(ActChain chain, bool wi
 __device__ __noinline__ inline double any_chain_double(ActChain chain, double x) { return chain_value(chain, x); }
 struct DoubleBy {
   double v, by;
+  bool stopped;
 };
 __device__ __noinline__ inline DoubleBy any_chain_double_slope(ActChain chain, double x) {
   DoubleBy r;
-  r.by = chain_derivative(chain, x, &r.v);
+  r.by = chain_derivative(chain, x, &r.v, &r.stopped);
   return r;
 }
 
@@ -310,22 +321,50 @@ __device__ __forceinline__ void finish_chain(const ActChain& chain, Acc (&x)[kSi
   }
 }
 
+// Whose gradient is 0 whatever comes in, NaN too, of kSize values: none, where the chain has no such activation; bits
+// of one register for chains that are walked, which have none to spare.
+template <Chain kChain, int kSize>
+struct Stopped {
+  uint32_t bits = 0;
+  __device__ __forceinline__ bool operator[](int j) const { return bits >> j & 1; }
+};
+template <int kSize>
+struct Stopped<Chain::kRelu, kSize> {
+  bool values[kSize];
+  __device__ __forceinline__ bool operator[](int j) const { return values[j]; }
+};
+template <int kSize>
+struct Stopped<Chain::kNone, kSize> {
+  __device__ __forceinline__ bool operator[](int) const { return false; }
+};
+template <int kSize>
+struct Stopped<Chain::kSilu, kSize> : Stopped<Chain::kNone, kSize> {};
+
 // `by` times the chain's slopes at x; with kValues, x becomes the chain's values, and is undefined after otherwise.
+// Where the gradient is stopped, `by` means nothing.
 template <Chain kChain, bool kCoarse, bool kValues, typename Acc, int kSize>
-__device__ __forceinline__ void multiply_slopes(const ActChain& chain, Acc (&x)[kSize], Acc (&by)[kSize]) {
-  if constexpr (kChain == Chain::kNone) return;
-  if (kChain == Chain::kAny && chain.length == 0) return;
+__device__ __forceinline__ Stopped<kChain, kSize> chain_slopes(const ActChain& chain, Acc (&x)[kSize],
+                                                               Acc (&by)[kSize]) {
+  Stopped<kChain, kSize> stopped;
+  if constexpr (kChain == Chain::kNone) return stopped;
+  if (kChain == Chain::kAny && chain.length == 0) return stopped;
   if (kChain == Chain::kAny && is_leaky_relu(chain)) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       by[j] *= act_derivative(Act::kLeakyRelu, x[j]);
       if (kValues) x[j] = act_value(Act::kLeakyRelu, x[j]);
     }
-    return;
+    return stopped;
   }
   if constexpr (kChain == Chain::kAny && kSize == 1 && sizeof(Acc) == 4) {
-    if (is_one(chain, Act::kRelu)) return multiply_slopes<Chain::kRelu, kCoarse, kValues>(chain, x, by);
-    if (is_one(chain, Act::kSilu)) return multiply_slopes<Chain::kSilu, kCoarse, kValues>(chain, x, by);
+    if (is_one(chain, Act::kRelu)) {
+      stopped.bits = chain_slopes<Chain::kRelu, kCoarse, kValues>(chain, x, by)[0];
+      return stopped;
+    }
+    if (is_one(chain, Act::kSilu)) {
+      chain_slopes<Chain::kSilu, kCoarse, kValues>(chain, x, by);
+      return stopped;
+    }
   }
   if constexpr (kChain == Chain::kAny && std::is_same_v<Acc, double>) {
 #pragma unroll
@@ -333,6 +372,7 @@ __device__ __forceinline__ void multiply_slopes(const ActChain& chain, Acc (&x)[
       const DoubleBy r = any_chain_double_slope(chain, x[j]);
       by[j] *= r.by;
       x[j] = r.v;
+      stopped.bits |= uint32_t(r.stopped) << j;
     }
   } else if constexpr (kChain == Chain::kAny) {
     constexpr int kStep = kChainStep<kSize, kCoarse>;
@@ -350,12 +390,16 @@ __device__ __forceinline__ void multiply_slopes(const ActChain& chain, Acc (&x)[
         x[first + j] = part.v[j];
         by[first + j] = part.by[j];
       }
+      stopped.bits |= part.stopped << first;
     }
   } else {
     constexpr Act kAct = kChain == Chain::kRelu ? Act::kRelu : Act::kSilu;
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      if constexpr (std::is_same_v<Acc, double>) {
+      if constexpr (kAct == Act::kRelu) {
+        stopped.values[j] = stops_gradient(kAct, x[j]);
+        if (kValues) x[j] = stopped[j] ? Acc(0) : x[j];
+      } else if constexpr (std::is_same_v<Acc, double>) {
         by[j] *= act_derivative(kAct, x[j]);
         if (kValues) x[j] = act_value(kAct, x[j]);
       } else {
@@ -364,6 +408,16 @@ __device__ __forceinline__ void multiply_slopes(const ActChain& chain, Acc (&x)[
       }
     }
   }
+  return stopped;
+}
+
+// A gradient that comes in becomes the one that goes out.
+template <Chain kChain, bool kCoarse, typename Acc, int kSize>
+__device__ __forceinline__ void multiply_slopes(const ActChain& chain, Acc (&x)[kSize], Acc (&gradient)[kSize]) {
+  const auto stopped = chain_slopes<kChain, kCoarse, false>(chain, x, gradient);
+  if constexpr (kChain == Chain::kNone || kChain == Chain::kSilu) return;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) gradient[j] = stopped[j] ? Acc(0) : gradient[j];
 }
 
 // One value.

@@ -4,7 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "status.h"
+#include "common/status.h"
 
 namespace kgopt {
 

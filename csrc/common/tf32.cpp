@@ -1,4 +1,4 @@
-#include "tf32.h"
+#include "common/tf32.h"
 
 #include <atomic>
 

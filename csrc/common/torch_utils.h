@@ -15,9 +15,9 @@
 #include <tuple>
 #include <vector>
 
-#include "activation.h"
-#include "dtype.h"
-#include "status.h"
+#include "common/activation.h"
+#include "common/dtype.h"
+#include "common/status.h"
 
 #if !defined(STABLE_TORCH_ERROR_CODE_CHECK)  // its name in the headers of torch 2.10
 #define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
@@ -245,7 +245,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 #include <cuda_runtime_api.h>
 
-#include "device_info.h"
+#include "common/device_info.h"
 
 namespace kgopt {
 

@@ -8,13 +8,13 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <numeric>
 #include <type_traits>
 
-#include "dependent_launch.cuh"
-#include "dtype.cuh"
-#include "reduce.cuh"
-#include "status.h"
+#include "common/dependent_launch.cuh"
+#include "common/dtype.cuh"
+#include "common/reduce.cuh"
+#include "common/status.h"
+#include "common/traverse_plan.h"
 
 namespace kgopt {
 
@@ -46,8 +46,6 @@ struct OneOfTwo {
   __device__ __forceinline__ V operator()(int j) const { return j < firsts ? first : second; }
 };
 
-inline constexpr int kTraverseThreads = 256;
-inline constexpr int kTraverseUnroll = 4;  // independent 16-byte loads of a thread in flight
 // With fewer blocks, multiprocessors are idle: threads then have fewer vectors each.
 inline constexpr int64_t kTraverseFewBlocks = 128;
 // Blocks of a reduction along rows of which each waits for itself, more or less.
@@ -168,19 +166,6 @@ __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
 __device__ __forceinline__ int64_t wrapped(int64_t channel, int64_t c, int64_t channels) {
   return c == channels ? channel : static_cast<uint32_t>(channel) % static_cast<uint32_t>(channels);
 }
-// How many rows of c elements fill vectors of `size`.
-inline int64_t turns_of(int64_t c, int size) { return size / std::gcd<int64_t>(c, size); }
-// n samples of s rows, walked `turns` at a time by vectors of `size`. Where these do not come out even, a sample starts
-// inside its first vector and ends inside any, for which small tensors take longer than for elements one by one (H200).
-inline constexpr int64_t kUnevenVectors = 32 << 20;  // the fewest elements, times those of a vector
-inline bool has_turns(int64_t n, int64_t s, int64_t c, int64_t turns, int size) {
-  if (s % turns == 0) return true;
-  return n * s * c >= kUnevenVectors / size && s * c < (int64_t(1) << 30) && s >= 4 * turns;
-}
-inline int64_t rows_of_turns(int64_t s, int64_t c, int64_t turns, int size) {
-  return s % turns == 0 ? s / turns : (s * c + size - 1 + c * turns - 1) / (c * turns);
-}
-
 // Where a thread's vectors lie whose rows may be those of several samples (`length` > 0, ElementwiseArgs::length).
 struct ColumnEdges {
   int64_t origin;  // where the sample's first row starts
@@ -229,21 +214,6 @@ struct ColumnEdges {
   }
   static constexpr int kMost = 8;  // elements of a vector
 };
-
-// Geometry of a channels_last walk: `lanes` threads along the channel vectors, `walkers` groups of them along
-// positions.
-struct ColumnGeometry {
-  int lanes, walkers;
-  int64_t channel_blocks;
-};
-inline ColumnGeometry column_geometry(int64_t c, int vec) {
-  ColumnGeometry g;
-  const int64_t vectors = c / vec;
-  g.lanes = static_cast<int>(std::min<int64_t>(vectors, kTraverseThreads));
-  g.walkers = kTraverseThreads / g.lanes;
-  g.channel_blocks = (vectors + g.lanes - 1) / g.lanes;
-  return g;
-}
 
 template <typename F, int kSize>
 __global__ void __launch_bounds__(kTraverseThreads)
@@ -618,27 +588,6 @@ __global__ void __launch_bounds__(kTraverseThreads)
   }
 }
 
-// Slices so that about four blocks a multiprocessor run, but none with less than a few loads a thread.
-inline void plan_slices(int64_t units, int64_t length, int64_t least, int64_t multiple, int sm_count, int64_t* slices,
-                        int64_t* slice_length) {
-  const int64_t wanted = (int64_t(sm_count) * 8 + units - 1) / std::max<int64_t>(1, units);
-  const int64_t most = std::max<int64_t>(1, length / std::max<int64_t>(1, least));
-  const int64_t count = std::max<int64_t>(1, std::min(wanted, most));
-  *slice_length = std::max<int64_t>(1, ((length + count - 1) / count + multiple - 1) / multiple * multiple);
-  *slices = std::max<int64_t>(1, (length + *slice_length - 1) / *slice_length);
-}
-
-// The same along the positions of a channels_last tensor, several of which are walked as one where that fills vectors.
-// The sums of a turn lie where those of a slice would.
-inline void plan_column_slices(int64_t n, int64_t c, int64_t s, int vec, bool aligned, int sm_count, int64_t* turns,
-                               int64_t* slices, int64_t* slice_length) {
-  *turns = aligned && has_turns(n, s, c, turns_of(c, vec), vec) ? turns_of(c, vec) : 1;
-  const int64_t channels = c * *turns;
-  const ColumnGeometry g = column_geometry(channels, channels % vec == 0 ? vec : 1);
-  plan_slices(n * g.channel_blocks, rows_of_turns(s, c, *turns, vec), int64_t(g.walkers) * kTraverseUnroll * 2, 1,
-              sm_count, slices, slice_length);
-  *slices *= *turns;
-}
 template <typename R>
 void set_turns(int64_t s, int64_t c, int64_t turns, ReduceArgs<R>* a) {
   a->row_length = rows_of_turns(s, c, turns, kVecSize<typename R::Element>);

@@ -10,16 +10,20 @@
 
 #include "common/activation.h"
 #include "common/dtype.h"
-#include "conv3d/conv3d_choice.h"
-#include "conv3d/conv3d_dispatch.h"
-#include "conv3d/conv3d_gradients.h"
-#include "conv3d/conv3d_plan.h"
-#include "conv3d/conv3d_rows_plan.h"
-#include "conv3d/conv_shape.h"
-#include "groupnorm/group_norm_cluster_plan.h"
-#include "groupnorm/group_norm_columns_plan.h"
-#include "groupnorm/group_norm_small_plan.h"
-#include "groupnorm/group_norm_tiles_plan.h"
+#include "common/traverse_plan.h"
+#include "conv3d/choice/choice.h"
+#include "conv3d/choice/gradients.h"
+#include "conv3d/choice/measured.h"
+#include "conv3d/implicit_gemm/plan.h"
+#include "conv3d/norm_conv/plan.h"
+#include "conv3d/shape.h"
+#include "conv3d/wgmma/position_rows/plan.h"
+#include "groupnorm/choice.h"
+#include "groupnorm/columns/plan.h"
+#include "groupnorm/lse_backward/plan.h"
+#include "groupnorm/small/plan.h"
+#include "groupnorm/tiles/plan.h"
+#include "reduce/reduce_plan.h"
 
 namespace py = pybind11;
 
@@ -87,10 +91,12 @@ void bind_activation(py::module_& m) {
       "chain_derivative",
       [](const std::string& act, double x) {
         double value = 0;
-        const double derivative = chain_derivative(parse_chain(act), x, &value);
-        return std::make_tuple(derivative, value);
+        bool stops = false;
+        const double derivative = chain_derivative(parse_chain(act), x, &value, &stops);
+        return std::make_tuple(derivative, value, stops);
       },
-      py::arg("act"), py::arg("x"), "(derivative, value) of the chain at x, in double precision.");
+      py::arg("act"), py::arg("x"),
+      "(derivative, value, whether any gradient that comes in becomes 0) of the chain at x, in double precision.");
 }
 
 void bind_conv(py::module_& m) {
@@ -160,7 +166,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("halo", &ConvSmemLayout::halo)
       .def_readonly("total", &ConvSmemLayout::total);
 
-  py::class_<ConvPlan>(m, "ConvPlan", "The launch plan; fields as in conv3d_params.h.")
+  py::class_<ConvPlan>(m, "ConvPlan", "The launch plan; fields as in conv3d/implicit_gemm/params.h.")
       .def_property_readonly("refusal",
                              [](const ConvPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("math", &ConvPlan::math)
@@ -189,7 +195,7 @@ void bind_conv(py::module_& m) {
           py::arg("residue"), "The class of outputs o = q * out_step[dim] + residue.")
       .def("smem_layout", [](const ConvPlan& p) { return conv_smem_layout(p); });
 
-  py::class_<NarrowPlan>(m, "NarrowPlan", "The plan of the Hopper kernel; fields as in conv3d_narrow_params.h.")
+  py::class_<NarrowPlan>(m, "NarrowPlan", "The plan of the Hopper kernel; fields as in conv3d/few_channels/params.h.")
       .def_property_readonly(
           "refusal", [](const NarrowPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("cycles", &NarrowPlan::cycles)
@@ -217,6 +223,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("pitch", &NarrowPlan::pitch)
       .def_readonly("plane", &NarrowPlan::plane)
       .def_readonly("stages", &NarrowPlan::stages)
+      .def_readonly("stage_words", &NarrowPlan::stage_words)
       .def_readonly("strip", &NarrowPlan::strip)
       .def_readonly("strips", &NarrowPlan::strips)
       .def_readonly("tiles_together", &NarrowPlan::tiles_together)
@@ -233,7 +240,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("tiles", [](const NarrowPlan& p) { return copied(p.tiles); })
       .def_property_readonly("origin", [](const NarrowPlan& p) { return copied(p.origin); });
 
-  py::class_<ChainPlan>(m, "ChainPlan", "A small chain in one launch; fields as in conv3d_chain_params.h.")
+  py::class_<ChainPlan>(m, "ChainPlan", "A small chain in one launch; fields as in conv3d/small_chain/params.h.")
       .def_property_readonly("refusal",
                              [](const ChainPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("exact", &ChainPlan::exact)
@@ -260,7 +267,8 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("split", [](const ChainPlan& p) { return std::make_tuple(p.split[0], p.split[1]); })
       .def_property_readonly("halo", [](const ChainPlan& p) { return copied(p.halo); });
 
-  py::class_<AutocorrelationPlan>(m, "AutocorrelationPlan", "Fields as in conv3d_autocorrelation_params.h.")
+  py::class_<AutocorrelationPlan>(m, "AutocorrelationPlan",
+                                  "Fields as in conv3d/few_channels/autocorrelation/params.h.")
       .def_property_readonly(
           "refusal",
           [](const AutocorrelationPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
@@ -280,7 +288,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("core_columns", [](const AutocorrelationPlan& p) { return copied(p.core_columns); });
 
   py::class_<HopperPlan>(m, "HopperPlan",
-                         "The plan for channels-innermost tensors; fields as in conv3d_hopper_params.h.")
+                         "The plan for channels-innermost tensors; fields as in conv3d/wgmma/tap_columns/params.h.")
       .def_property_readonly(
           "refusal", [](const HopperPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("taps_w", &HopperPlan::taps_w)
@@ -318,8 +326,8 @@ void bind_conv(py::module_& m) {
       .def("by_width",
            [](const HopperPlan& p, int64_t n) { return int64_t(n * 2 * p.by_width.magic >> 32 >> p.by_width.shift); });
 
-  py::class_<RowsPlan>(m, "RowsPlan",
-                       "The other plan for channels-innermost tensors; fields as in conv3d_rows_params.h.")
+  py::class_<RowsPlan>(
+      m, "RowsPlan", "The other plan for channels-innermost tensors; fields as in conv3d/wgmma/position_rows/params.h.")
       .def_property_readonly("refusal",
                              [](const RowsPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("segments", &RowsPlan::segments)
@@ -346,8 +354,9 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("taps", [](const RowsPlan& p) { return copied(p.taps); })
       .def_property_readonly("padding", [](const RowsPlan& p) { return copied(p.padding); });
 
-  py::class_<FlatPlan>(m, "FlatPlan",
-                       "The plan of the convolution with its norm in one launch; fields as in conv3d_flat_params.h.")
+  py::class_<FlatPlan>(
+      m, "FlatPlan",
+      "The plan of the convolution with its norm in one launch; fields as in conv3d/wgmma/transposed_norm/params.h.")
       .def_property_readonly("refusal",
                              [](const FlatPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("columns", &FlatPlan::columns)
@@ -374,7 +383,8 @@ void bind_conv(py::module_& m) {
       .def_readonly("slots", &FlatPlan::slots)
       .def_property_readonly("taps", [](const FlatPlan& p) { return copied(p.taps); });
 
-  py::class_<WgradPlan>(m, "WgradPlan", "The plan of the weight gradient; fields as in conv3d_wgrad_params.h.")
+  py::class_<WgradPlan>(m, "WgradPlan",
+                        "The plan of the weight gradient; fields as in conv3d/gradients/wgrad/params.h.")
       .def_property_readonly("refusal",
                              [](const WgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("few", &WgradPlan::few)
@@ -406,14 +416,15 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("tile_floats", &wgrad_tile_floats)
       .def_property_readonly("blocks", &wgrad_blocks);
 
-  py::class_<NarrowCopy>(m, "NarrowCopy", "How rows come into shared memory; fields as in conv3d_narrow_rows.h.")
+  py::class_<NarrowCopy>(m, "NarrowCopy",
+                         "How rows come into shared memory; fields as in conv3d/gradients/few_channels.h.")
       .def_readonly("piece", &NarrowCopy::piece)
       .def_readonly("pieces", &NarrowCopy::pieces)
       .def_readonly("across_log2", &NarrowCopy::across_log2)
       .def_readonly("rows", &NarrowCopy::rows)
       .def_readonly("slots", &NarrowCopy::slots);
 
-  py::class_<NarrowWgradPlan>(m, "NarrowWgradPlan", "Fields as in conv3d_narrow_wgrad_params.h.")
+  py::class_<NarrowWgradPlan>(m, "NarrowWgradPlan", "Fields as in conv3d/gradients/few_wgrad/params.h.")
       .def_property_readonly(
           "refusal", [](const NarrowWgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("dy_is_a", &NarrowWgradPlan::dy_is_a)
@@ -443,7 +454,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("channels", &narrow_wgrad_channels)
       .def_property_readonly("floats", &narrow_wgrad_floats);
 
-  py::class_<NarrowDgradPlan>(m, "NarrowDgradPlan", "Fields as in conv3d_narrow_dgrad_params.h.")
+  py::class_<NarrowDgradPlan>(m, "NarrowDgradPlan", "Fields as in conv3d/gradients/few_dgrad/params.h.")
       .def_property_readonly(
           "refusal", [](const NarrowDgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("row_tiles", &NarrowDgradPlan::row_tiles)
@@ -817,6 +828,94 @@ py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::stri
   return out;
 }
 
+// The plan of the backward of logsumexp behind a norm, likewise.
+py::dict plan_lse_backward(int64_t n, int64_t c, int64_t s, const std::string& dtype, bool channels_last, bool aligned,
+                           int sm_count) {
+  const NormLseBackwardPlan p = plan_norm_lse_backward(make_dims(n, c, s, 1, dtype, channels_last), aligned, sm_count);
+  py::dict out;
+  if (p.refusal) {
+    out["refusal"] = p.refusal;
+    return out;
+  }
+  out["vector"] = p.vector;
+  out["share_lanes"] = p.share_lanes;
+  out["share_slices"] = p.share_slices;
+  out["share_slice_length"] = p.share_slice_length;
+  out["share_blocks"] = p.share_blocks;
+  out["lanes"] = p.columns.lanes;
+  out["walkers"] = p.columns.walkers;
+  out["channel_blocks"] = p.columns.channel_blocks;
+  out["slices"] = p.slices;
+  out["slice_length"] = p.slice_length;
+  out["blocks"] = p.blocks;
+  return out;
+}
+
+// How the walks of passes over memory cut a channels_last tensor, and a reduction its rows.
+py::dict plan_column_walk(int64_t n, int64_t c, int64_t s, int vector, bool aligned, int sm_count) {
+  int64_t turns = 0, slices = 0, length = 0;
+  plan_column_slices(n, c, s, vector, aligned, sm_count, &turns, &slices, &length);
+  const int64_t channels = c * turns;
+  const ColumnGeometry g = column_geometry(channels, channels % vector == 0 ? vector : 1);
+  py::dict out;
+  out["turns"] = turns;
+  out["slices"] = slices;
+  out["slice_length"] = length;
+  out["rows"] = rows_of_turns(s, c, turns, vector);
+  out["lanes"] = g.lanes;
+  out["walkers"] = g.walkers;
+  out["channel_blocks"] = g.channel_blocks;
+  return out;
+}
+
+py::dict plan_reduction(int64_t outer, int64_t reduced, int64_t inner, int sm_count) {
+  ReduceParams p;
+  p.outer = outer;
+  p.reduced = reduced;
+  p.inner = inner;
+  plan_reduce(&p, sm_count);
+  const ReduceGeometry g = reduce_geometry(p);
+  py::dict out;
+  out["slices"] = p.slices;
+  out["slice_length"] = p.slice_length;
+  out["threads"] = std::vector<int>{g.along_inner, g.along_reduced, g.along_outer};
+  out["blocks"] = std::vector<int64_t>{g.inner_blocks, g.outer_blocks};
+  return out;
+}
+
+// The blocks of a sample of the 1 x 1 convolution behind a norm; {"refusal": why} where it does not take it.
+py::dict plan_norm_conv1x1(int64_t n, int c, int64_t s, int c_out, const std::string& dtype, int sm_count) {
+  NormConv1x1Params p;
+  p.n = n;
+  p.c = c;
+  p.s = s;
+  p.c_out = c_out;
+  p.sm_count = sm_count;
+  p.dtype = parse_dtype(dtype);
+  py::dict out;
+  if (const char* why = norm_conv1x1_refusal(p)) {
+    out["refusal"] = why;
+  } else {
+    out["blocks"] = norm_conv1x1_blocks(p);
+  }
+  return out;
+}
+
+void bind_walks(py::module_& m) {
+  m.attr("LSE_CHANNEL_STEPS") = kLseChannelSteps;
+  m.attr("LSE_POSITION_STEPS") = kLsePositionSteps;
+  m.attr("TRAVERSE_THREADS") = kTraverseThreads;
+  m.def("plan_norm_lse_backward", &plan_lse_backward, py::arg("n"), py::arg("c"), py::arg("s"),
+        py::arg("dtype") = "float32", py::arg("channels_last") = false, py::arg("aligned") = true,
+        py::arg("sm_count") = 132);
+  m.def("plan_column_walk", &plan_column_walk, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("vector"),
+        py::arg("aligned") = true, py::arg("sm_count") = 132);
+  m.def("plan_reduction", &plan_reduction, py::arg("outer"), py::arg("reduced"), py::arg("inner"),
+        py::arg("sm_count") = 132);
+  m.def("plan_norm_conv1x1", &plan_norm_conv1x1, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("c_out"),
+        py::arg("dtype") = "float32", py::arg("sm_count") = 132);
+}
+
 void bind_norm(py::module_& m) {
   m.attr("TILES_SLOTS") = kTilesSlots;
   m.attr("TILES_HOLDERS") = kTilesHolders;
@@ -879,4 +978,5 @@ PYBIND11_MODULE(kgopt_dev, m) {
   kgopt::bind_activation(m);
   kgopt::bind_conv(m);
   kgopt::bind_norm(m);
+  kgopt::bind_walks(m);
 }

@@ -10,15 +10,15 @@
 #include <vector>
 
 #include "common/activation.h"
-#include "conv3d/conv3d_dispatch.h"
-#include "conv3d/conv3d_plan.h"
-#include "conv3d/conv_shape.h"
+#include "conv3d/choice/choice.h"
+#include "conv3d/implicit_gemm/plan.h"
+#include "conv3d/shape.h"
 
 #if defined(KGOPT_CUDA)
 #include <cuda_runtime_api.h>
 
 #include "common/device_info.h"
-#include "conv3d/conv3d.h"
+#include "conv3d/implicit_gemm/implicit_gemm.h"
 #include "groupnorm/groupnorm.h"
 #endif
 

@@ -3,14 +3,14 @@
 
 #include <cuda_runtime_api.h>
 
-#include "group_norm_bwd_params.h"
-#include "group_norm_cluster_plan.h"
-#include "group_norm_columns_plan.h"
-#include "group_norm_fwd_params.h"
-#include "group_norm_rows_plan.h"
-#include "group_norm_small_plan.h"
-#include "group_norm_tiles_plan.h"
-#include "groupnorm_params.h"
+#include "groupnorm/cluster/plan.h"
+#include "groupnorm/columns/plan.h"
+#include "groupnorm/params.h"
+#include "groupnorm/rows/plan.h"
+#include "groupnorm/small/plan.h"
+#include "groupnorm/tiles/bwd_params.h"
+#include "groupnorm/tiles/fwd_params.h"
+#include "groupnorm/tiles/plan.h"
 
 namespace kgopt {
 

@@ -1,7 +1,7 @@
 // What follows a convolution: its bias, a residual, a division and activations, in one pass over its output.
-#include "../common/pointwise.cuh"
-#include "../common/traverse.cuh"
-#include "pointwise.h"
+#include "common/pointwise.cuh"
+#include "common/traverse.cuh"
+#include "pointwise/pointwise.h"
 
 namespace kgopt {
 namespace {

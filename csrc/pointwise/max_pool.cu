@@ -1,6 +1,6 @@
 // The largest value of each window, without the indices that a backward would need.
-#include "../common/traverse.cuh"
-#include "pointwise.h"
+#include "common/traverse.cuh"
+#include "pointwise/pointwise.h"
 
 namespace kgopt {
 namespace {

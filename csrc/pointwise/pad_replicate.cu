@@ -1,8 +1,8 @@
 // A copy of x with its outermost positions repeated around it.
 #include <type_traits>
 
-#include "../common/dtype.cuh"
-#include "pointwise.h"
+#include "common/dtype.cuh"
+#include "pointwise/pointwise.h"
 
 namespace kgopt {
 namespace {

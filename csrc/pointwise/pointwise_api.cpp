@@ -1,7 +1,7 @@
 // What stands between norms and convolutions, on CUDA.
-#include "pointwise_api.h"
-#include "../groupnorm/groupnorm_api.h"
-#include "pointwise_checks.h"
+#include "pointwise/pointwise_api.h"
+#include "groupnorm/api/group_norm_api.h"
+#include "pointwise/pointwise_checks.h"
 
 namespace kgopt {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "../conv3d/conv_call.h"
-#include "pointwise.h"
+#include "conv3d/api/call.h"
+#include "pointwise/pointwise.h"
 
 namespace kgopt {
 

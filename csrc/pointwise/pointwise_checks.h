@@ -1,9 +1,9 @@
 // Argument checks of the pointwise ops, shared by the CUDA and the CPU files.
 #pragma once
 
-#include "../common/torch_utils.h"
-#include "../conv3d/conv_checks.h"
-#include "../groupnorm/groupnorm_checks.h"
+#include "common/torch_utils.h"
+#include "conv3d/api/checks.h"
+#include "groupnorm/api/checks.h"
 
 namespace kgopt {
 
@@ -34,7 +34,7 @@ inline void check_prologue(const char* op, const Tensor& x, const OptTensor& mom
         ": num_groups is 0, expected no activation before the convolution and no moments, gn_weight and gn_bias");
     return;
   }
-  check_group_norm(op, x, num_groups, gn_weight, gn_bias, eps);
+  check_group_norm(op, x, num_groups, gn_weight, gn_bias);
   if (moments) check_statistics(op, "moments", *moments, x, {x.size(0), x.size(1), 2});
 }
 
@@ -53,15 +53,21 @@ inline IntArray check_group_norm_conv1x1(const char* op, const Tensor& x, const 
   return check_conv(op, x, weight, bias, ones, zeros, ones, zeros, 1, false, rank).out_sizes;
 }
 
+// As PyTorch's resampling, pooling and padding: the batch alone may be empty.
+inline void check_no_empty_dims(const char* op, const char* arg, const Tensor& x) {
+  for (int64_t i = 1; i < x.dim(); ++i) {
+    KGOPT_CHECK(x.size(i) >= 1, op, ": ", arg, " has shape ", shape_string(x),
+                ", expected at least 1 along each dim but the first");
+  }
+}
+
 // Sizes of the result of upsample_linear.
 inline IntArray check_upsample_linear(const char* op, const Tensor& x, const OptTensor& residual) {
   check_dtype(op, "x", x);
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
+  check_no_empty_dims(op, "x", x);
   IntArray sizes = sizes_of(x);
-  for (size_t i = 2; i < sizes.size(); ++i) {
-    KGOPT_CHECK(sizes[i] >= 1, op, ": x has shape ", shape_string(x), ", expected at least 1 along each dim");
-    sizes[i] *= 2;
-  }
+  for (size_t i = 2; i < sizes.size(); ++i) sizes[i] *= 2;
   if (residual) {
     check_same_device(op, "residual", *residual, x);
     check_same_dtype(op, "residual", *residual, x);
@@ -75,6 +81,7 @@ inline IntArray check_upsample_linear(const char* op, const Tensor& x, const Opt
 inline IntArray check_upsample_linear_backward(const char* op, const Tensor& dy) {
   check_dtype(op, "dy", dy);
   KGOPT_CHECK(dy.dim() == 4 || dy.dim() == 5, op, ": dy has shape ", shape_string(dy), ", expected 4 or 5 dimensions");
+  check_no_empty_dims(op, "dy", dy);
   IntArray sizes = sizes_of(dy);
   for (size_t i = 2; i < sizes.size(); ++i) {
     KGOPT_CHECK(sizes[i] >= 2 && sizes[i] % 2 == 0, op, ": dy has shape ", shape_string(dy),
@@ -91,11 +98,11 @@ inline IntArray check_upsample_nearest(const char* op, const char* name, const T
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": ", name, " has shape ", shape_string(x),
               ", expected 4 or 5 dimensions");
   check_list(op, "factors", factors, static_cast<int>(x.dim()) - 2, 1, "positive values");
+  check_no_empty_dims(op, name, x);
   IntArray sizes = sizes_of(x);
   for (size_t i = 2; i < sizes.size(); ++i) {
     const int64_t factor = factors[i - 2];
     KGOPT_CHECK(factor < 1024, op, ": factors is ", list_string(factors), ", expected values below 1024");
-    KGOPT_CHECK(sizes[i] >= 1, op, ": ", name, " has shape ", shape_string(x), ", expected at least 1 along each dim");
     KGOPT_CHECK(!backward || sizes[i] % factor == 0, op, ": dy has shape ", shape_string(x),
                 ", expected multiples of factors, which is ", list_string(factors));
     sizes[i] = backward ? sizes[i] / factor : sizes[i] * factor;
@@ -109,9 +116,9 @@ inline IntArray check_pad_replicate(const char* op, const Tensor& x, const IntAr
   KGOPT_CHECK(x.dim() == 4 || x.dim() == 5, op, ": x has shape ", shape_string(x), ", expected 4 or 5 dimensions");
   const int rank = static_cast<int>(x.dim()) - 2;
   check_list(op, "pad", pad, 2 * rank, 0, "non-negative values");
+  check_no_empty_dims(op, "x", x);
   IntArray sizes = sizes_of(x);
   for (int i = 0; i < rank; ++i) {
-    KGOPT_CHECK(x.size(2 + i) > 0, op, ": x has shape ", shape_string(x), ", expected at least 1 along each dim");
     sizes[2 + i] += pad[2 * (rank - 1 - i)] + pad[2 * (rank - 1 - i) + 1];
   }
   return sizes;
@@ -126,6 +133,7 @@ inline IntArray check_max_pool(const char* op, const Tensor& x, const IntArray& 
   check_list(op, "kernel_size", kernel, rank, 1, "positive values");
   check_list(op, "stride", stride, rank, 1, "positive values");
   check_list(op, "padding", padding, rank, 0, "non-negative values");
+  check_no_empty_dims(op, "x", x);
   IntArray sizes = sizes_of(x);
   for (int i = 0; i < rank; ++i) {
     KGOPT_CHECK(2 * padding[i] <= kernel[i], op, ": padding is ", list_string(padding),

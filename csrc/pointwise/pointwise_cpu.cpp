@@ -1,7 +1,7 @@
 // What stands between norms and convolutions, on the CPU: ATen, and one pass for what is added.
-#include "../common/cpu_block.h"
-#include "../groupnorm/groupnorm_cpu.h"
-#include "pointwise_checks.h"
+#include "common/cpu_block.h"
+#include "groupnorm/api/group_norm_cpu.h"
+#include "pointwise/pointwise_checks.h"
 
 namespace kgopt {
 namespace {

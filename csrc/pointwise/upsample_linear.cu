@@ -1,6 +1,6 @@
 // Linear interpolation to twice the size, of two or three dims, with what is added to it.
-#include "../common/traverse.cuh"
-#include "pointwise.h"
+#include "common/traverse.cuh"
+#include "pointwise/pointwise.h"
 
 namespace kgopt {
 namespace {

@@ -1,6 +1,6 @@
 // The gradient of linear interpolation to twice the size: a gather, so deterministic, with one read of dy from memory.
-#include "../common/traverse.cuh"
-#include "pointwise.h"
+#include "common/traverse.cuh"
+#include "pointwise/pointwise.h"
 
 namespace kgopt {
 namespace {

@@ -1,6 +1,6 @@
 // Every element repeated along each dim, and the gradient of that: the sum over the repetitions, in a fixed order.
-#include "../common/traverse.cuh"
-#include "pointwise.h"
+#include "common/traverse.cuh"
+#include "pointwise/pointwise.h"
 
 namespace kgopt {
 namespace {

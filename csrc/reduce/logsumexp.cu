@@ -1,8 +1,8 @@
 // logsumexp with a running maximum, in one read.
 #include <type_traits>
 
-#include "../common/dependent_launch.cuh"
-#include "reduce_kernel.cuh"
+#include "common/dependent_launch.cuh"
+#include "reduce/reduce_kernel.cuh"
 
 namespace kgopt {
 namespace {
@@ -199,11 +199,9 @@ __global__ void __launch_bounds__(256) logsumexp_backward_kernel(const __grid_co
   for (int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; at < total; at += int64_t(gridDim.x) * blockDim.x) {
     const int64_t i = at % p.inner;
     const int64_t o = at / p.inner / p.reduced;
-    const Acc y = to_acc(static_cast<const T*>(p.y)[o * p.inner + i]);
-    // All of a row at -inf: no gradient rather than NaN.
-    const Acc shift = y == -INFINITY ? Acc(0) : y;
+    const Acc y = to_acc(static_cast<const T*>(p.y)[o * p.inner + i]);  // all of a row at -inf gives NaN, as in PyTorch
     const Acc dy = to_acc(static_cast<const T*>(p.dy)[o * p.inner + i]);
-    static_cast<T*>(p.dx)[at] = from_acc<T>(dy * exp(to_acc(static_cast<const T*>(p.x)[at]) - shift));
+    static_cast<T*>(p.dx)[at] = from_acc<T>(dy * exp(to_acc(static_cast<const T*>(p.x)[at]) - y));
   }
 }
 

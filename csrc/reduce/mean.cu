@@ -1,5 +1,5 @@
 // Mean over any dims.
-#include "reduce_kernel.cuh"
+#include "reduce/reduce_kernel.cuh"
 
 namespace kgopt {
 namespace {
@@ -34,19 +34,6 @@ __global__ void __launch_bounds__(256) mean_backward_kernel(const __grid_constan
 }
 
 }  // namespace
-
-void plan_reduce(ReduceParams* p, int sm_count) {
-  p->slices = 1;
-  p->slice_length = std::max<int64_t>(1, p->reduced);
-  if (p->outer * p->inner * p->reduced == 0) return;
-  const ReduceGeometry g = reduce_geometry(*p);
-  const int64_t blocks = g.inner_blocks * g.outer_blocks;
-  const int64_t wanted = int64_t(sm_count) * 8 / std::max<int64_t>(1, blocks);
-  const int64_t most = p->reduced / (int64_t(g.along_reduced) * kReduceBatch);
-  const int64_t slices = std::max<int64_t>(1, std::min(wanted, most));
-  p->slice_length = (p->reduced + slices - 1) / slices;
-  p->slices = (p->reduced + p->slice_length - 1) / p->slice_length;
-}
 
 Status run_mean(const ReduceParams& p, cudaStream_t stream) {
   return launch_reduction<MeanState>("mean_kernel", p, stream);

@@ -2,12 +2,11 @@
 
 #include <cuda_runtime_api.h>
 
-#include "reduce_params.h"
+#include "reduce/reduce_params.h"
+#include "reduce/reduce_plan.h"
 
 namespace kgopt {
 
-// Sets slices and slice_length so that few long reductions fill the GPU too.
-void plan_reduce(ReduceParams* p, int sm_count);
 Status run_logsumexp(const ReduceParams& p, cudaStream_t stream);
 // logsumexp over channels of u + hardswish(tanh(GroupNorm(u))) of u = x + shift, for a dense x [outer][channels][inner]
 // of at most fp32. table: [outer, channels] of (mean, rstd, weight, bias), which the launch ahead may still be writing.

@@ -1,9 +1,9 @@
 // Reductions on CUDA.
-#include "reduce_api.h"
+#include "reduce/reduce_api.h"
 
-#include "../common/workspace.h"
-#include "reduce.h"
-#include "reduce_checks.h"
+#include "common/workspace.h"
+#include "reduce/reduce.h"
+#include "reduce/reduce_checks.h"
 
 namespace kgopt {
 namespace {

@@ -1,7 +1,7 @@
 // Reductions on the CPU, over [outer][repeats][kept][reduced][inner]. Work is cut into pieces of fixed size, whatever
 // the number of threads, whose results are merged in order.
-#include "../common/cpu_block.h"
-#include "reduce_checks.h"
+#include "common/cpu_block.h"
+#include "reduce/reduce_checks.h"
 
 namespace kgopt {
 namespace {
@@ -191,11 +191,7 @@ Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keep
     const T* const gradient = static_cast<const T*>(dense_dy.const_data_ptr());
     const T* const result = static_cast<const T*>(dense_y.const_data_ptr());
     T* const to = static_cast<T*>(dx.mutable_data_ptr());
-    // All of a row at -inf: no gradient rather than NaN.
-    const auto shift_of = [&](int64_t i) {
-      const Acc lse = static_cast<Acc>(result[i]);
-      return lse == -std::numeric_limits<Acc>::infinity() ? Acc(0) : lse;
-    };
+    const auto shift_of = [&](int64_t i) { return static_cast<Acc>(result[i]); };  // -inf: NaN, as in PyTorch
     const Cut cut(s);
     const bool direct = std::is_same_v<T, Acc>;
     cut.each([&](const Cut::Piece& p) {

@@ -7,34 +7,10 @@
 
 #include <algorithm>
 
-#include "../common/dtype.cuh"
-#include "reduce.h"
+#include "common/dtype.cuh"
+#include "reduce/reduce.h"
 
 namespace kgopt {
-
-inline constexpr int kReduceThreads = 256;
-inline constexpr int kReduceBatch = 8;  // loads of a thread in flight
-
-struct ReduceGeometry {
-  int along_inner, along_reduced, along_outer;  // threads; their product is kReduceThreads
-  int64_t inner_blocks, outer_blocks;
-};
-
-inline int power_of_two_at_least(int64_t v, int most) {
-  int p = 1;
-  while (p < v && p < most) p *= 2;
-  return p;
-}
-
-inline ReduceGeometry reduce_geometry(const ReduceParams& p) {
-  ReduceGeometry g;
-  g.along_inner = power_of_two_at_least(p.inner, p.inner >= 64 && p.reduced < 32 ? kReduceThreads : 32);
-  g.along_reduced = power_of_two_at_least((p.slice_length + 1) / 2, kReduceThreads / g.along_inner);
-  g.along_outer = kReduceThreads / (g.along_inner * g.along_reduced);
-  g.inner_blocks = (p.inner + g.along_inner - 1) / g.along_inner;
-  g.outer_blocks = (p.outer + g.along_outer - 1) / g.along_outer;
-  return g;
-}
 
 template <typename T, typename R>
 __global__ void __launch_bounds__(kReduceThreads)

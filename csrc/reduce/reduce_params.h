@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "../common/dtype.h"
-#include "../common/status.h"
+#include "common/dtype.h"
+#include "common/status.h"
 
 namespace kgopt {
 

@@ -1,9 +1,9 @@
 // float32 results of a pipeline in the half type that it was given.
 #include <algorithm>
 
-#include "../common/dtype.cuh"
-#include "../common/launch.h"
-#include "reduce.h"
+#include "common/dtype.cuh"
+#include "common/launch.h"
+#include "reduce/reduce.h"
 
 namespace kgopt {
 namespace {

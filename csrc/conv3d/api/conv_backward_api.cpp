@@ -1,0 +1,244 @@
+// CUDA gradients of convolutions: for channels_last tensors dx by the Hopper convolutions and dweight by its own
+// kernel, for contiguous tensors of few channels by kernels that read them as they lie; each where it is the faster
+// one, ATen for the rest.
+#include <algorithm>
+
+#include "conv3d/api/autotune.h"
+#include "conv3d/api/call.h"
+#include "conv3d/gradients/few_dgrad/few_dgrad.h"
+#include "conv3d/gradients/few_wgrad/few_wgrad.h"
+#include "conv3d/gradients/wgrad/wgrad.h"
+
+namespace kgopt {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+// Dense so, and where copies of 16 bytes can read it.
+Tensor aligned_in(const Tensor& t, MemoryFormat format) {
+  const Tensor dense = dense_in(t, format);
+  return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : torch::stable::clone(dense);
+}
+Tensor channels_innermost(const Tensor& t) { return aligned_in(t, channels_last_format(t.dim())); }
+Tensor planar(const Tensor& t) { return aligned_in(t, MemoryFormat::Contiguous); }
+
+WgradTensor wgrad_tensor(const Tensor& t, int rank) {
+  WgradTensor w{};
+  w.data = t.const_data_ptr();
+  w.n = t.size(0);
+  w.c = t.size(1);
+  w.size[0] = 1;
+  w.stride_n = t.stride(0);
+  for (int i = 0; i < rank; ++i) w.size[3 - rank + i] = t.size(2 + i);
+  spatial_strides(t, rank, w.stride);
+  return w;
+}
+
+Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const ConvShape& shape,
+                  const WgradPlan& plan) {
+  const auto stream = static_cast<cudaStream_t>(current_stream(x));
+  Workspace workspace(x);
+  const int64_t partials = workspace.reserve(plan.partial_floats * 4);
+  workspace.allocate();
+  Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
+
+  WgradParams p{};
+  p.plan = plan;
+  p.partials = workspace.at<float>(partials);
+  const WgradTensor dy_part = wgrad_tensor(dy, shape.rank), x_part = wgrad_tensor(x, shape.rank);
+  raise_on_error(op, set_wgrad_tensors(&p, shape.transposed ? x_part : dy_part, shape.transposed ? dy_part : x_part));
+  raise_on_error(op, run_conv_wgrad(p, stream));
+
+  WgradSumParams sum{};
+  sum.partials = p.partials;
+  sum.dw = dweight.mutable_data_ptr();
+  sum.a = static_cast<int>(weight.size(0));
+  sum.b = static_cast<int>(weight.size(1));
+  sum.stride_a = dweight.stride(0);
+  sum.stride_b = dweight.stride(1);
+  spatial_strides(dweight, shape.rank, sum.stride_k);
+  sum.dtype = check_dtype(op, "weight", weight);
+  sum.plan = plan;
+  raise_on_error(op, run_conv_wgrad_sum(sum, stream));
+  return dweight;
+}
+
+// Strides of a contiguous tensor but for the width's.
+template <int kDims>
+void planar_strides(const Tensor& t, int rank, int64_t* n, int64_t* c, int64_t (&strides)[kDims]) {
+  int64_t spatial[3];
+  spatial_strides(t, rank, spatial);
+  *n = t.stride(0), *c = t.stride(1);
+  std::copy(spatial, spatial + kDims, strides);
+}
+
+Tensor conv_narrow_dgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                         const ConvShape& shape, const NarrowDgradPlan& plan) {
+  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
+  const Tensor narrow = as_type_of(weight, x);
+  NarrowDgradParams p{};
+  p.dy = dy.const_data_ptr();
+  p.weight = narrow.const_data_ptr();
+  p.dx = dx.mutable_data_ptr();
+  planar_strides(dy, shape.rank, &p.dy_stride_n, &p.dy_stride_c, p.dy_stride);
+  planar_strides(dx, shape.rank, &p.dx_stride_n, &p.dx_stride_c, p.dx_stride);
+  p.w_stride_out = narrow.stride(0);
+  p.w_stride_in = narrow.stride(1);
+  spatial_strides(narrow, shape.rank, p.w_stride_k);
+  p.c_in = static_cast<int>(shape.c_in);
+  p.c_out = static_cast<int>(shape.c_out);
+  std::copy(shape.in, shape.in + 3, p.in);
+  std::copy(shape.out, shape.out + 3, p.out);
+  p.plan = plan;
+  raise_on_error(op, run_conv_narrow_dgrad(p, stream_of(x)));
+  return dx;
+}
+
+// dweight, and dbias where it is wanted.
+std::pair<Tensor, std::optional<Tensor>> conv_narrow_wgrad(const char* op, const Tensor& dy, const Tensor& x,
+                                                           const Tensor& weight, const ConvShape& shape,
+                                                           const NarrowWgradPlan& plan, bool wants_bias) {
+  Workspace workspace(x);
+  const int64_t partials = workspace.reserve(plan.partial_floats * 4);
+  workspace.allocate();
+  Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
+  std::optional<Tensor> dbias;
+  if (wants_bias) dbias = empty_like_shape(weight, {shape.c_out});
+  NarrowWgradParams p{};
+  p.x = x.const_data_ptr();
+  p.dy = dy.const_data_ptr();
+  planar_strides(x, shape.rank, &p.x_stride_n, &p.x_stride_c, p.x_stride);
+  planar_strides(dy, shape.rank, &p.dy_stride_n, &p.dy_stride_c, p.dy_stride);
+  p.c_in = static_cast<int>(shape.c_in);
+  p.c_out = static_cast<int>(shape.c_out);
+  std::copy(shape.in, shape.in + 3, p.in);
+  std::copy(shape.out, shape.out + 3, p.out);
+  p.partials = workspace.at<float>(partials);
+  p.dw = dweight.mutable_data_ptr();
+  p.dw_stride_out = dweight.stride(0);
+  p.dw_stride_in = dweight.stride(1);
+  spatial_strides(dweight, shape.rank, p.dw_stride_k);
+  p.dbias = dbias ? dbias->mutable_data_ptr() : nullptr;
+  p.dtype = check_dtype(op, "weight", weight);
+  p.plan = plan;
+  raise_on_error(op, run_conv_narrow_wgrad(p, stream_of(x)));
+  return {dweight, dbias ? std::optional(as_type_of(*dbias, x)) : dbias};
+}
+
+// KGOPT_AUTOTUNE: sets the wanted gradients' paths to the fastest ones at this shape, known or measured now.
+template <typename MakeDx, typename MakeDweight>
+void tune_gradients(const ConvArgs& a, const ConvShape& shape, const ConvGradientsChoice& all,
+                    const std::vector<bool>& mask, const MakeDx& make_dx, const MakeDweight& make_dweight,
+                    const Tensor& dy, ConvPath (&paths)[2]) {
+  const std::pair<ConvPath, const char*> runs[2][4] = {
+      {{ConvPath::kAten, nullptr},
+       {ConvPath::kHopper, all.dgrad.refusal},
+       {ConvPath::kRows, all.dgrad_rows.refusal},
+       {ConvPath::kNarrow, all.narrow_dgrad.refusal}},
+      {{ConvPath::kAten, nullptr},
+       {ConvPath::kHopper, all.wgrad.refusal},
+       {ConvPath::kRows, "none for the weight's gradient"},
+       {ConvPath::kNarrow, all.narrow_wgrad.refusal}},
+  };
+  for (int i = 0; i < 2; ++i) {
+    if (!mask[i]) continue;
+    std::vector<ConvPath> able;
+    for (const auto& [path, refusal] : runs[i]) {
+      if (!refusal) able.push_back(path);
+    }
+    auto run = [&](ConvPath path) {
+      if (path == ConvPath::kAten) {
+        conv_gradients_aten(dy, a.x, a.weight, shape, a.stride, a.padding, a.dilation, a.output_padding,
+                            {i == 0, i == 1, false});
+      } else if (i == 0) {
+        make_dx(path);
+      } else {
+        make_dweight(path, false);
+      }
+    };
+    const ConvKey key = tuning_key(a, shape, i == 0 ? ConvTuned::kInputGradient : ConvTuned::kWeightGradient);
+    const auto path = tune_path(a.x.get_device_index(), key, able, current_stream(a.x), run);
+    if (path && std::find(able.begin(), able.end(), *path) != able.end()) {
+      paths[i] = *path;
+    } else if (std::find(able.begin(), able.end(), paths[i]) == able.end()) {
+      paths[i] = ConvPath::kAten;
+    }
+  }
+}
+
+ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
+                            IntArray output_padding, int64_t groups, bool transposed, std::vector<bool> mask,
+                            std::string backend, std::optional<bool> allow_tf32) {
+  const char* const op = "conv_backward";
+  const int rank = static_cast<int>(stride.size());
+  KGOPT_CHECK(rank == 2 || rank == 3, op, ": stride is ", list_string(stride), ", expected 2 or 3 values");
+  const ConvShape shape = check_conv(op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups,
+                                     transposed, rank, true);
+  check_conv_gradient(op, dy, x, shape, mask);
+  const DeviceGuard guard(x.get_device_index());
+  std::array<bool, 3> from_aten{mask[0], mask[1], mask[2]};
+  std::optional<Tensor> dx, dweight, dbias;
+  if (!shape.is_empty() && (mask[0] || mask[1])) {
+    const ConvArgs args{op,     x,          weight, std::nullopt, stride,    padding, dilation, output_padding,
+                        groups, transposed, rank,   backend,      allow_tf32};
+    const ConvGradientsChoice* choice = &choose_gradients(args, shape);
+    auto make_dx = [&](ConvPath path) {
+      if (path == ConvPath::kNarrow) return conv_narrow_dgrad(op, planar(dy), x, weight, shape, choice->narrow_dgrad);
+      const Tensor innermost = channels_innermost(dy);
+      const ConvArgs adjoint{
+          op,     innermost,   weight, std::nullopt, stride,     padding, dilation, IntArray(rank, 0),
+          groups, !transposed, rank,   backend,      allow_tf32, true};
+      const ConvShape adjoint_shape = check_conv_args(adjoint);
+      return path == ConvPath::kRows ? conv_rows(adjoint, adjoint_shape, choice->dgrad_rows)
+                                     : conv_hopper(adjoint, adjoint_shape, choice->dgrad);
+    };
+    auto make_dweight = [&](ConvPath path, bool wants_bias) -> std::pair<Tensor, std::optional<Tensor>> {
+      if (path == ConvPath::kNarrow) {
+        return conv_narrow_wgrad(op, planar(dy), planar(x), weight, shape, choice->narrow_wgrad, wants_bias);
+      }
+      const Tensor given = choice->wgrad.few ? channels_innermost(x) : x;
+      return {conv_wgrad(op, channels_innermost(dy), given, weight, shape, choice->wgrad), std::nullopt};
+    };
+
+    // A kernel that makes copies of both tensors first is none to choose by itself.
+    const bool copies = backend == "auto" && !is_channels_last(dy) && !is_channels_last(x);
+    auto chosen = [&](const char* narrow_refusal, const char* why_not, ConvPath own) {
+      return !narrow_refusal ? ConvPath::kNarrow : why_not || copies ? ConvPath::kAten : own;
+    };
+    ConvPath paths[2] = {chosen(choice->narrow_dgrad.refusal, choice->why_not_dgrad,
+                                choice->dgrad_by_rows ? ConvPath::kRows : ConvPath::kHopper),
+                         chosen(choice->narrow_wgrad.refusal, choice->why_not_wgrad, ConvPath::kHopper)};
+    std::optional<ConvGradientsChoice> all;
+    if (autotune_is_on() && backend == "auto") {
+      const std::string own_backend = "kgopt";  // plans without the question which is faster
+      all = choose_gradients({op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups,
+                              transposed, rank, own_backend, allow_tf32},
+                             shape);
+      choice = &*all;
+      tune_gradients(args, shape, *all, mask, make_dx, make_dweight, dy, paths);
+    }
+
+    const bool narrow[2] = {mask[0] && paths[0] == ConvPath::kNarrow, mask[1] && paths[1] == ConvPath::kNarrow};
+    const bool own[2] = {mask[0] && !narrow[0] && paths[0] != ConvPath::kAten,
+                         mask[1] && !narrow[1] && paths[1] != ConvPath::kAten};
+    if (narrow[0] || narrow[1]) dy = planar(dy);
+    if (narrow[0]) dx = make_dx(paths[0]);
+    if (narrow[1]) std::tie(dweight, dbias) = make_dweight(paths[1], mask[2]);
+    if (own[0] || own[1]) dy = channels_innermost(dy);
+    if (own[0]) dx = make_dx(paths[0]);
+    if (own[1]) dweight = make_dweight(paths[1], false).first;
+    for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i] && !narrow[i];
+    from_aten[2] = mask[2] && !dbias;
+  }
+  SomeConvGradients result =
+      conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding, from_aten);
+  if (dx) result[0] = dx;
+  if (dweight) result[1] = dweight;
+  if (dbias) result[2] = dbias;
+  return all_gradients(x, result);
+}
+
+}  // namespace
+}  // namespace kgopt
+
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) { m.impl("conv_backward", TORCH_BOX(&kgopt::conv_backward)); }

@@ -1,0 +1,308 @@
+// Input gradient of convolutions with few input channels, from contiguous tensors as they lie; mma.sync, on
+// Hopper.
+//
+// Rows of the products are pairs of a tap of the width and a channel of dx, columns positions of dy, K the channels of
+// dy and the taps of depth and height. So no position of dy is ever read at an odd address: what the taps of the width
+// give is added up afterwards, shifted, in shared memory. A block walks over tiles of dx and chunks of channels of dy,
+// cp.async filling one stage while its warps multiply another; the weights stay in shared memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "common/dtype.cuh"
+#include "common/mma.cuh"
+#include "conv3d/gradients/copy_rows.cuh"
+#include "conv3d/gradients/few_dgrad/params.h"
+#include "conv3d/gradients/few_dgrad/plan.h"
+
+namespace kgopt {
+
+namespace narrow_dgrad {
+
+__device__ __forceinline__ uint4 load_four(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+// Fragment words of the weights, as the products want them.
+template <ConvMath kMath>
+__device__ __forceinline__ void pack_weights(const NarrowDgradParams& p, uint32_t* to) {
+  constexpr bool kHalf = conv_channels_per_word(kMath) == 2;
+  using Stored = std::conditional_t<kHalf, unsigned short, float>;
+  const NarrowDgradPlan& plan = p.plan;
+  const int taps = plan.kernel[0] * plan.kernel[1], pairs = plan.channels / 8 * taps;
+  const Stored* const weight = static_cast<const Stored*>(p.weight);
+  const int words = plan.chunks * plan.k_steps * plan.row_tiles * 128;
+  for (int i = threadIdx.x; i < words; i += kNarrowDgradThreads) {
+    const int lane = i / 4 % 32, g = lane / 4, t = lane % 4;
+    const int row = i / 128 % plan.row_tiles * 16 + g + i % 2 * 8;
+    const int step = i / 128 / plan.row_tiles, k_step = step % plan.k_steps;
+    const int part = i / 2 % 2;  // of the step's K
+    const int pair = kHalf ? 2 * k_step + part : k_step;
+    const int kd = pair % taps / plan.kernel[1], kh = pair % plan.kernel[1];
+    const int c = row % p.c_in, kw = row / p.c_in;
+    const int channel = step / plan.k_steps * plan.channels + pair / taps * 8;
+    auto read = [&](int c_out) -> Stored {
+      if (kw >= plan.kernel[2] || pair >= pairs || c_out >= p.c_out) return 0;
+      return weight[c_out * p.w_stride_out + c * p.w_stride_in + kd * p.w_stride_k[0] + kh * p.w_stride_k[1] +
+                    kw * p.w_stride_k[2]];
+    };
+    if constexpr (kHalf) {
+      to[i] = uint32_t(read(channel + 2 * t)) | uint32_t(read(channel + 2 * t + 1)) << 16;
+    } else if constexpr (kMath == ConvMath::kTf32x3) {
+      uint32_t* const at = to + i / 128 * 256 + i % 128;
+      split_for_tf32(read(channel + t + part * 4), at, at + 128);
+    } else {
+      to[i] = to_tf32(read(channel + t + part * 4));
+    }
+  }
+}
+
+}  // namespace narrow_dgrad
+
+template <ConvMath kMath, int kRowTiles, int kUnits>
+__global__ void __launch_bounds__(kNarrowDgradThreads, narrow_dgrad_blocks_per_sm(kMath, kRowTiles))
+    conv_narrow_dgrad_kernel(const __grid_constant__ NarrowDgradParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using namespace narrow_dgrad;
+  constexpr bool kHalf = conv_channels_per_word(kMath) == 2;
+  constexpr int kParts = conv_split_factor(kMath);
+  using Bits = std::conditional_t<kHalf, unsigned short, float>;
+  using Element =
+      std::conditional_t<!kHalf, float, std::conditional_t<kMath == ConvMath::kBf16, __nv_bfloat16, __half>>;
+  constexpr int kSize = sizeof(Element);
+  extern __shared__ __align__(128) char smem_bytes[];
+  const NarrowDgradPlan& plan = p.plan;
+  const NarrowDgradLayout layout = narrow_dgrad_layout(plan, p.c_in);
+  int* const offsets = reinterpret_cast<int*>(smem_bytes + layout.offsets);
+  int2* const units = reinterpret_cast<int2*>(smem_bytes + layout.units);
+  NarrowRow* const rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.rows);
+  NarrowRow* const dx_rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.dx_rows);
+  char* const stages = smem_bytes + layout.stages;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+  const int tile_d = plan.tile[0], tile_h = plan.tile[1], halo_rows = plan.halo[0] * plan.halo[1];
+  const int out_rows = p.c_in * tile_d * tile_h;
+  const int row_words = plan.units_w * kNarrowDgradUnit + 4;  // of the sums
+
+  pack_weights<kMath>(p, reinterpret_cast<uint32_t*>(smem_bytes + layout.weights));
+  const int taps = plan.kernel[0] * plan.kernel[1];
+  for (int i = tid; i < plan.k_steps * (kHalf ? 2 : 1); i += kNarrowDgradThreads) {
+    const int kd = i % taps / plan.kernel[1], kh = i % plan.kernel[1];
+    const int row =
+        (plan.kernel[0] - 1 - kd) * plan.dilation[0] * plan.halo[1] + (plan.kernel[1] - 1 - kh) * plan.dilation[1];
+    offsets[i] = i < plan.channels / 8 * taps ? i / taps * 8 * plan.channel + row * plan.pitch : -1;
+  }
+  for (int i = tid; i < kNarrowDgradWarps * kUnits; i += kNarrowDgradThreads) {
+    const int w = i % plan.units_w, row = i / plan.units_w;
+    // Units beyond the tile multiply its first for nobody.
+    units[i] = row < tile_d * tile_h
+                   ? make_int2((row / tile_h * plan.halo[1] + row % tile_h) * plan.pitch + w * kNarrowDgradUnit * kSize,
+                               row * row_words + w * kNarrowDgradUnit)
+                   : make_int2(0, -1);
+  }
+  list_narrow_rows(plan.dy_copy, rows, kNarrowDgradThreads, [&](int i) {
+    const int h = i % plan.halo[1], d = i / plan.halo[1] % plan.halo[0], c = i / halo_rows;
+    const int64_t offset = (c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1]) * kSize / 4;
+    return NarrowRow{uint32_t(offset), c * plan.channel + (d * plan.halo[1] + h) * plan.pitch, d, h};
+  });
+  for (int i = tid; i < out_rows; i += kNarrowDgradThreads) {
+    const int h = i % tile_h, d = i / tile_h % tile_d, c = i / (tile_h * tile_d);
+    // Its offset in elements here, and its place in words, where its sums begin.
+    dx_rows[i] = NarrowRow{uint32_t(c * p.dx_stride_c + d * p.dx_stride[0] + h * p.dx_stride[1]),
+                           c * plan.scratch_channel + (d * tile_h + h) * row_words + plan.padding[2], d, h};
+  }
+  if (tid < 32) reinterpret_cast<int*>(smem_bytes + layout.zeros)[tid] = 0;
+
+  const int all_tiles = static_cast<int>(plan.all_tiles);
+  const int tiles_h = static_cast<int>(plan.tiles[1]), in_sample = static_cast<int>(plan.tiles[0]) * tiles_h;
+  struct Place {
+    int64_t n;
+    int d, h;
+  };
+  auto place_of = [&](int tile) {
+    const int rest = tile % in_sample;
+    return Place{tile / in_sample, rest / tiles_h * tile_d, rest % tiles_h * tile_h};
+  };
+  int load_tile = blockIdx.x, load_chunk = 0, load_stage = 0;
+  auto load = [&] {
+    if (load_tile < all_tiles) {
+      const Place at = place_of(load_tile);
+      const int d = at.d + plan.padding[0] - (plan.kernel[0] - 1) * plan.dilation[0];
+      const int h = at.h + plan.padding[1] - (plan.kernel[1] - 1) * plan.dilation[1];
+      const int channel = load_chunk * plan.channels;
+      const Bits* const dy = static_cast<const Bits*>(p.dy);
+      copy_narrow_rows<kNarrowDgradThreads>(
+          plan.dy_copy, stages + load_stage * plan.stage_bytes,
+          dy + at.n * p.dy_stride_n + channel * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1], rows,
+          {d, h, 0, {plan.halo[0], plan.halo[1]}, {p.out[0], p.out[1], p.out[2]}, (p.c_out - channel) * halo_rows});
+      if (++load_stage == plan.stages) load_stage = 0;
+      if (++load_chunk == plan.chunks) load_chunk = 0, load_tile += gridDim.x;
+    }
+    cp_async_commit();
+  };
+
+  __syncthreads();
+  for (int i = 0; i < plan.stages - 1; ++i) load();
+  const uint32_t weights = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes + layout.weights)) + lane * 16;
+  const uint32_t zeros = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes + layout.zeros));
+  // Of a matrix or vector that this thread names or gets: its channel, and where along the width.
+  const int in_unit = kHalf ? (lane & 7) * plan.channel + (lane >> 4) * 16 : t * plan.channel + g * 16;
+  int2 unit[kUnits];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) unit[u] = units[warp * kUnits + u];
+
+  float acc[kUnits][kRowTiles][4][4];
+  int tile = blockIdx.x, chunk = 0, stage = 0;
+  while (tile < all_tiles) {
+    if (plan.stages == 2) {
+      cp_async_wait_all();
+    } else {
+      cp_async_wait_group<1>();
+    }
+    __syncthreads();  // this step's stage is there for all, and all have read the one before it
+    load();
+    if (chunk == 0) {
+#pragma unroll
+      for (int i = 0; i < kUnits * kRowTiles * 16; ++i)
+        acc[i / 16 / kRowTiles][i / 16 % kRowTiles][i / 4 % 4][i % 4] = 0.f;
+    }
+    char* const stage_bytes = stages + stage * plan.stage_bytes;
+    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(stage_bytes)) + in_unit;
+    const uint32_t step_weights = weights + chunk * plan.k_steps * kRowTiles * kParts * 512;
+#pragma unroll 1
+    for (int k = 0; k < plan.k_steps; ++k) {
+      uint32_t a[kRowTiles * kParts][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles * kParts; ++m) {
+        const uint4 v = load_four(step_weights + (k * kRowTiles * kParts + m) * 512);
+        a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
+      }
+      if constexpr (kHalf) {
+        const int offset = offsets[2 * k + (lane >> 3 & 1)];
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+          uint32_t b[2][4];
+          const uint32_t from = base + offset + unit[u].x;
+          load_matrices_transposed(b[0], offset < 0 ? zeros : from);
+          load_matrices_transposed(b[1], offset < 0 ? zeros : from + 32);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) {
+              if constexpr (kMath == ConvMath::kBf16) {
+                mma_bf16(acc[u][m][j], a[m], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+              } else {
+                mma_fp16(acc[u][m][j], a[m], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+              }
+            }
+          }
+        }
+      } else {
+        const int offset = offsets[k];
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+          // Column g of tile j is position 4 g + j of the unit.
+          const uint32_t from = base + offset + unit[u].x;
+          const uint4 near = load_four(from), far = load_four(from + 4 * plan.channel);
+          const uint32_t b[4][2] = {{near.x, far.x}, {near.y, far.y}, {near.z, far.z}, {near.w, far.w}};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if constexpr (kMath == ConvMath::kTf32x3) {
+              uint32_t b0, b1, rest0, rest1;
+              split_for_tf32(__uint_as_float(b[j][0]), &b0, &rest0);
+              split_for_tf32(__uint_as_float(b[j][1]), &b1, &rest1);
+#pragma unroll
+              for (int m = 0; m < kRowTiles; ++m) {
+                // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
+                float partial[4] = {0.f, 0.f, 0.f, 0.f};
+                mma_tf32(partial, a[2 * m + 1], b0, b1);
+                mma_tf32(partial, a[2 * m], rest0, rest1);
+                mma_tf32(partial, a[2 * m], b0, b1);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[u][m][j][i] += partial[i];
+              }
+            } else {
+              const uint32_t b0 = to_tf32(__uint_as_float(b[j][0])), b1 = to_tf32(__uint_as_float(b[j][1]));
+#pragma unroll
+              for (int m = 0; m < kRowTiles; ++m) mma_tf32(acc[u][m][j], a[m], b0, b1);
+            }
+          }
+        }
+      }
+    }
+    if (++stage == plan.stages) stage = 0;
+    if (++chunk < plan.chunks) continue;
+    chunk = 0;
+
+    // The taps of the width one after the other, over the stage that was just read: nothing is loaded to it before the
+    // next step's barrier.
+    float* const sums = reinterpret_cast<float*>(stage_bytes);
+    for (int tap = 0; tap < plan.kernel[2]; ++tap) {
+      __syncthreads();
+      if (tap == 0) {  // what no unit's first tap covers
+        for (int i = tid; i < out_rows; i += kNarrowDgradThreads) {
+          float* const end = sums + dx_rows[i].place - plan.padding[2] + row_words - 4;
+          end[0] = end[1] = end[2] = end[3] = 0.f;
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int c = m * 16 + half * 8 + g - tap * p.c_in;
+          if (c < 0 || c >= p.c_in) continue;
+          float* const of_channel = sums + c * plan.scratch_channel + tap + t * (kHalf ? 2 : 8);
+          // All loads before the first store, which they might depend on as far as the compiler knows.
+          float v[kUnits][8];
+#pragma unroll
+          for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              v[u][i] = tap > 0 && unit[u].y >= 0
+                            ? of_channel[unit[u].y + (kHalf ? i / 2 * 8 + i % 2 : i % 2 * 4 + i / 2)]
+                            : 0.f;
+            }
+          }
+#pragma unroll
+          for (int u = 0; u < kUnits; ++u) {
+            if (unit[u].y < 0) continue;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              of_channel[unit[u].y + (kHalf ? i / 2 * 8 + i % 2 : i % 2 * 4 + i / 2)] =
+                  v[u][i] + acc[u][m][i / 2][half * 2 + i % 2];
+            }
+          }
+        }
+      }
+    }
+    __syncthreads();
+    const Place at = place_of(tile);
+    tile += gridDim.x;
+    Element* const dx =
+        static_cast<Element*>(p.dx) + at.n * p.dx_stride_n + at.d * p.dx_stride[0] + at.h * p.dx_stride[1];
+    const int first_row = tid >> plan.dx_across_log2;
+    const int first_w = (tid & ((1 << plan.dx_across_log2) - 1)) * plan.dx_vector;
+#pragma unroll 2
+    for (int i = first_row; i < out_rows; i += kNarrowDgradThreads >> plan.dx_across_log2) {
+      const NarrowRow row = dx_rows[i];
+      if (at.d + row.d >= p.in[0] || at.h + row.h >= p.in[1]) continue;
+      for (int w = first_w; w < p.in[2]; w += plan.dx_vector << plan.dx_across_log2) {
+        const float* const from = sums + row.place + w;
+        Element* const to = dx + row.words + w;
+        if (kHalf && plan.dx_vector == 2) {
+          const float v[2] = {from[0], from[1]};
+          store_vec(to, pack<Element>(v));
+        } else {
+          *to = from_acc<Element>(*from);
+        }
+      }
+    }
+  }
+  cp_async_wait_all();
+#endif
+}
+
+}  // namespace kgopt

@@ -1,0 +1,13 @@
+// Launcher of the weight gradient for few input channels. Torch-free.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "conv3d/gradients/few_wgrad/params.h"
+
+namespace kgopt {
+
+// dw and, where wanted, dbias; partials of plan.partial_floats.
+Status run_conv_narrow_wgrad(const NarrowWgradParams& p, cudaStream_t stream);
+
+}  // namespace kgopt

@@ -1,0 +1,386 @@
+// Weight and bias gradients of convolutions with few input channels, from contiguous tensors as they lie; mma.sync, on
+// Hopper.
+//
+// Positions along the width are K, of both operands: a row of dy and a row of x are read in vectors of 16 bytes, and
+// which position is which K does not matter as long as both agree. Taps of depth and height are other rows of x; the
+// taps of the width are the same registers, shifted by one value. A block walks over tiles of positions, cp.async
+// filling one stage while its warps multiply another, and keeps its part of dw in registers from start to end; the
+// blocks' parts are added afterwards, always in the same order.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "common/dependent_launch.cuh"
+#include "common/dtype.cuh"
+#include "common/mma.cuh"
+#include "conv3d/gradients/copy_rows.cuh"
+#include "conv3d/gradients/few_wgrad/params.h"
+#include "conv3d/gradients/few_wgrad/plan.h"
+
+namespace kgopt {
+
+namespace narrow_wgrad {
+
+__device__ __forceinline__ uint4 load_four(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ uint32_t load_one(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
+// What a thread has of a row of x in a unit: four words, and its neighbours as far as taps reach.
+template <ConvMath kMath, int kLead>
+struct Window {
+  static constexpr bool kHalf = conv_channels_per_word(kMath) == 2;
+  static constexpr int kBefore = kLead > 0 ? 1 : 0;
+  static constexpr int kAfter = kHalf ? 1 : 2 - kLead;  // words
+  static constexpr int kWords = kBefore + 4 + kAfter;
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ void load(uint32_t address) {
+    const uint4 v = load_four(address);
+    words[kBefore] = v.x, words[kBefore + 1] = v.y, words[kBefore + 2] = v.z, words[kBefore + 3] = v.w;
+    if constexpr (kBefore) words[0] = load_one(address - 4);
+#pragma unroll
+    for (int i = 0; i < kAfter; ++i) words[kBefore + 4 + i] = load_one(address + 16 + i * 4);
+    if constexpr (kMath == ConvMath::kTf32) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) words[i] = to_tf32(__uint_as_float(words[i]));
+    }
+  }
+  // Leaves here what TF32 holds of each word, and gives the rest.
+  __device__ __forceinline__ Window split() {
+    Window rest;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) split_for_tf32(__uint_as_float(words[i]), &words[i], &rest.words[i]);
+    return rest;
+  }
+  // Word i of the four, for a tap of the width.
+  __device__ __forceinline__ uint32_t at(int i, int tap) const {
+    const int shift = tap - kLead;
+    if constexpr (!kHalf) {
+      return words[kBefore + i + shift];
+    } else if (shift % 2 == 0) {
+      return words[kBefore + i + shift / 2];
+    } else {
+      const int first = kBefore + i + (shift < 0 ? -1 : 0);
+      return __byte_perm(words[first], words[first + 1], 0x5432);
+    }
+  }
+};
+
+template <ConvMath kMath>
+__device__ __forceinline__ float word_sum(uint32_t word) {
+  if constexpr (conv_channels_per_word(kMath) == 1) {
+    return __uint_as_float(word);
+  } else if constexpr (kMath == ConvMath::kBf16) {
+    return __uint_as_float(word << 16) + __uint_as_float(word & 0xffff0000u);
+  } else {
+    const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&word));
+    return v.x + v.y;
+  }
+}
+
+template <ConvMath kMath>
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (kMath == ConvMath::kTf32) {
+    mma_tf32(c, a, b0, b1);
+  } else if constexpr (kMath == ConvMath::kBf16) {
+    mma_bf16(c, a, b0, b1);
+  } else {
+    mma_fp16(c, a, b0, b1);
+  }
+}
+
+// 3xTF32 of a unit's two steps of K. The tensor core truncates when it adds to its accumulator; summing units outside
+// rounds. The small products come first.
+__device__ __forceinline__ void multiply_split(float (&c)[4], const uint32_t (&a)[2][4], const uint32_t (&a_rest)[2][4],
+                                               const uint32_t (&b)[4], const uint32_t (&b_rest)[4]) {
+  float partial[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    mma_tf32(partial, a_rest[s], b[2 * s], b[2 * s + 1]);
+    mma_tf32(partial, a[s], b_rest[2 * s], b_rest[2 * s + 1]);
+  }
+#pragma unroll
+  for (int s = 0; s < 2; ++s) mma_tf32(partial, a[s], b[2 * s], b[2 * s + 1]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) c[i] += partial[i];
+}
+
+}  // namespace narrow_wgrad
+
+template <ConvMath kMath, int kXTiles, int kDyTiles, bool kDyIsA, int kLead>
+__global__ void __launch_bounds__(kNarrowWgradThreads, narrow_wgrad_blocks_per_sm(kMath))
+    conv_narrow_wgrad_kernel(const __grid_constant__ NarrowWgradParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using namespace narrow_wgrad;
+  using Element = std::conditional_t<conv_channels_per_word(kMath) == 1, float, unsigned short>;
+  constexpr int kSize = sizeof(Element);
+  constexpr bool kSplit = kMath == ConvMath::kTf32x3;
+  constexpr int kTaps = kNarrowWgradTaps;
+  constexpr int kSums = narrow_wgrad_accumulators(kXTiles, kDyTiles);
+  constexpr int kATiles = (kDyIsA ? kDyTiles : kXTiles) / 2, kBTiles = kDyIsA ? kXTiles : kDyTiles;
+  extern __shared__ __align__(128) char smem_bytes[];
+  const NarrowWgradPlan& plan = p.plan;
+  const NarrowWgradLayout layout = narrow_wgrad_layout(plan);
+  int2* const units = reinterpret_cast<int2*>(smem_bytes + layout.units);
+  NarrowRow* const dy_rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.dy_rows);
+  NarrowRow* const x_rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.x_rows);
+  char* const stages = smem_bytes + layout.stages;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+  const int channels = narrow_wgrad_channels(plan), c_first = blockIdx.y * channels;
+  const int x_base = channels * plan.dy_channel + 64;  // of a stage: x after dy
+  const int tile_d = plan.tile[0], tile_h = plan.tile[1];
+  const int unit_count = narrow_wgrad_units(plan);
+
+  for (int i = tid; i < unit_count; i += kNarrowWgradThreads) {
+    const int across = plan.dy_pitch / kNarrowWgradUnit;
+    const int w = i % across, h = i / across % tile_h, d = i / (across * tile_h);
+    units[i] = make_int2((d * tile_h + h) * plan.dy_pitch + w * kNarrowWgradUnit,
+                         d * plan.step[0] * plan.x_plane + h * plan.step[1] * plan.x_pitch + w * kNarrowWgradUnit);
+  }
+  list_narrow_rows(plan.dy_copy, dy_rows, kNarrowWgradThreads, [&](int i) {
+    const int h = i % tile_h, d = i / tile_h % tile_d, c = i / (tile_h * tile_d);
+    const int64_t offset = (c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1]) * kSize / 4;
+    return NarrowRow{uint32_t(offset), c * plan.dy_channel + (d * tile_h + h) * plan.dy_pitch, d, h};
+  });
+  list_narrow_rows(plan.x_copy, x_rows, kNarrowWgradThreads, [&](int i) {
+    const int h = i % plan.halo[1], d = i / plan.halo[1] % plan.halo[0], c = i / (plan.halo[1] * plan.halo[0]);
+    const int64_t offset = (c * p.x_stride_c + d * p.x_stride[0] + h * p.x_stride[1]) * kSize / 4;
+    return NarrowRow{uint32_t(offset), x_base + c * plan.x_channel + d * plan.x_plane + h * plan.x_pitch, d, h};
+  });
+  // What no copy writes is read, too, and multiplied by zeros.
+  for (int i = tid * 16; i < plan.stage_bytes * plan.stages; i += kNarrowWgradThreads * 16) {
+    *reinterpret_cast<uint4*>(stages + i) = make_uint4(0, 0, 0, 0);
+  }
+
+  // This thread's rows of x and channels of dy, in a stage.
+  uint32_t x_row[kXTiles], dy_row;
+#pragma unroll
+  for (int i = 0; i < kXTiles; ++i) {
+    const int row = min(i * 8 + g, plan.rows - 1);
+    const int kh = row % plan.kernel[1], kd = row / plan.kernel[1] % plan.kernel[0];
+    const int c = row / (plan.kernel[1] * plan.kernel[0]);
+    x_row[i] = x_base + c * plan.x_channel + kd * plan.dilation[0] * plan.x_plane +
+               kh * plan.dilation[1] * plan.x_pitch + plan.margin[0] * kSize + t * 16;
+  }
+  const int split = warp % plan.splits, group = warp / plan.splits, groups = kNarrowWgradWarps / plan.splits;
+  dy_row = (split * kDyTiles * 8 + g) * plan.dy_channel + t * 16;
+
+  const int all_tiles = static_cast<int>(plan.all_tiles);
+  const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
+  const int in_sample = static_cast<int>(plan.tiles[0]) * tiles_h * tiles_w;
+  int load_tile = blockIdx.x, load_stage = 0;
+  auto load = [&] {
+    if (load_tile < all_tiles) {
+      const int64_t n = load_tile / in_sample;
+      const int rest = load_tile % in_sample;
+      const int w = rest % tiles_w * plan.tile[2], h = rest / tiles_w % tiles_h * tile_h;
+      const int d = rest / (tiles_w * tiles_h) * tile_d;
+      char* const stage = stages + load_stage * plan.stage_bytes;
+      const Element* const dy = static_cast<const Element*>(p.dy) + n * p.dy_stride_n + c_first * p.dy_stride_c;
+      copy_narrow_rows<kNarrowWgradThreads>(
+          plan.dy_copy, stage, dy + d * p.dy_stride[0] + h * p.dy_stride[1] + w, dy_rows,
+          {d, h, w, {tile_d, tile_h}, {p.out[0], p.out[1], p.out[2]}, (p.c_out - c_first) * tile_d * tile_h});
+      const int in_d = d * plan.step[0] - plan.padding[0], in_h = h * plan.step[1] - plan.padding[1];
+      const int in_w = w - plan.margin[0];
+      const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
+      copy_narrow_rows<kNarrowWgradThreads>(
+          plan.x_copy, stage, x + in_d * p.x_stride[0] + in_h * p.x_stride[1] + in_w, x_rows,
+          {in_d, in_h, in_w, {plan.halo[0], plan.halo[1]}, {p.in[0], p.in[1], p.in[2]}, plan.x_copy.rows});
+      if (++load_stage == plan.stages) load_stage = 0;
+      load_tile += gridDim.x;
+    }
+    cp_async_commit();
+  };
+
+  float acc[kATiles][kBTiles][kTaps][4] = {};
+  float sums[kDyTiles] = {};
+  __syncthreads();
+  for (int i = 0; i < plan.stages - 1; ++i) load();
+  int stage = 0;
+  for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
+    if (plan.stages == 2) {
+      cp_async_wait_all();
+    } else {
+      cp_async_wait_group<1>();
+    }
+    __syncthreads();  // this tile is there for all, and all have read the one before it
+    load();
+    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(stages + stage * plan.stage_bytes));
+    if (++stage == plan.stages) stage = 0;
+#pragma unroll 1
+    for (int unit = group; unit < unit_count; unit += groups) {
+      const int2 at = units[unit];
+      uint32_t dy[kDyTiles][4];
+      [[maybe_unused]] uint32_t dy_rest[kSplit ? kDyTiles : 1][4];
+      const uint32_t dy_address = base + at.x + dy_row;
+#pragma unroll
+      for (int j = 0; j < kDyTiles; ++j) {
+        const uint4 v = load_four(dy_address + j * 8 * plan.dy_channel);
+        dy[j][0] = v.x, dy[j][1] = v.y, dy[j][2] = v.z, dy[j][3] = v.w;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[j] += word_sum<kMath>(dy[j][i]);
+          if constexpr (kMath == ConvMath::kTf32) dy[j][i] = to_tf32(__uint_as_float(dy[j][i]));
+          if constexpr (kSplit) split_for_tf32(__uint_as_float(dy[j][i]), &dy[j][i], &dy_rest[j][i]);
+        }
+      }
+      const uint32_t x_address = base + at.y;
+      if constexpr (kDyIsA) {
+#pragma unroll
+        for (int b = 0; b < kXTiles; ++b) {
+          Window<kMath, kLead> window;
+          window.load(x_address + x_row[b]);
+          if constexpr (kSplit) {
+            const Window<kMath, kLead> rest = window.split();
+#pragma unroll
+            for (int tap = 0; tap < kTaps; ++tap) {
+              const uint32_t word[4] = {window.at(0, tap), window.at(1, tap), window.at(2, tap), window.at(3, tap)};
+              const uint32_t word_rest[4] = {rest.at(0, tap), rest.at(1, tap), rest.at(2, tap), rest.at(3, tap)};
+#pragma unroll
+              for (int a = 0; a < kATiles; ++a) {
+                uint32_t fragment[2][4], fragment_rest[2][4];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                  fragment[i / 4][i % 4] = dy[2 * a + i % 2][i / 4 * 2 + i / 2 % 2];
+                  fragment_rest[i / 4][i % 4] = dy_rest[2 * a + i % 2][i / 4 * 2 + i / 2 % 2];
+                }
+                multiply_split(acc[a][b][tap], fragment, fragment_rest, word, word_rest);
+              }
+            }
+          } else {
+#pragma unroll
+            for (int tap = 0; tap < kTaps; ++tap) {
+#pragma unroll
+              for (int s = 0; s < 4; s += 2) {
+                const uint32_t b0 = window.at(s, tap), b1 = window.at(s + 1, tap);
+#pragma unroll
+                for (int a = 0; a < kATiles; ++a) {
+                  const uint32_t fragment[4] = {dy[2 * a][s], dy[2 * a + 1][s], dy[2 * a][s + 1], dy[2 * a + 1][s + 1]};
+                  multiply<kMath>(acc[a][b][tap], fragment, b0, b1);
+                }
+              }
+            }
+          }
+        }
+      } else {
+#pragma unroll
+        for (int a = 0; a < kATiles; ++a) {
+          Window<kMath, kLead> first, second;
+          first.load(x_address + x_row[2 * a]);
+          second.load(x_address + x_row[2 * a + 1]);
+          if constexpr (kSplit) {
+            const Window<kMath, kLead> first_rest = first.split(), second_rest = second.split();
+#pragma unroll
+            for (int tap = 0; tap < kTaps; ++tap) {
+              uint32_t fragment[2][4], fragment_rest[2][4];
+#pragma unroll
+              for (int i = 0; i < 8; ++i) {
+                const int word = i / 4 * 2 + i / 2 % 2;
+                fragment[i / 4][i % 4] = i % 2 ? second.at(word, tap) : first.at(word, tap);
+                fragment_rest[i / 4][i % 4] = i % 2 ? second_rest.at(word, tap) : first_rest.at(word, tap);
+              }
+#pragma unroll
+              for (int b = 0; b < kDyTiles; ++b) {
+                multiply_split(acc[a][b][tap], fragment, fragment_rest, dy[b], dy_rest[b]);
+              }
+            }
+          } else {
+#pragma unroll
+            for (int tap = 0; tap < kTaps; ++tap) {
+#pragma unroll
+              for (int s = 0; s < 4; s += 2) {
+                const uint32_t fragment[4] = {first.at(s, tap), second.at(s, tap), first.at(s + 1, tap),
+                                              second.at(s + 1, tap)};
+#pragma unroll
+                for (int b = 0; b < kDyTiles; ++b) multiply<kMath>(acc[a][b][tap], fragment, dy[b][s], dy[b][s + 1]);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  cp_async_wait_all();
+
+  // The groups of warps one after the other.
+  float* const shared = reinterpret_cast<float*>(stages) + split * 32 * kSums + lane;
+  for (int turn = 0; turn < groups; ++turn) {
+    __syncthreads();
+    if (turn != group) continue;
+    auto add = [&](int i, float v) { shared[i * 32] = turn == 0 ? v : shared[i * 32] + v; };
+#pragma unroll
+    for (int i = 0; i < kSums - kDyTiles; ++i) {
+      add(i, acc[i / 4 / kTaps / kBTiles][i / 4 / kTaps % kBTiles][i / 4 % kTaps][i % 4]);
+    }
+#pragma unroll
+    for (int i = 0; i < kDyTiles; ++i) add(kSums - kDyTiles + i, sums[i]);
+  }
+  __syncthreads();
+  const int floats = narrow_wgrad_floats(plan);
+  float* const to = p.partials + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * floats;
+  for (int i = tid; i < floats; i += kNarrowWgradThreads) to[i] = reinterpret_cast<const float*>(stages)[i];
+#endif
+}
+
+inline constexpr int kNarrowWgradSumLanes = 32;   // elements of a block's partial sums, neighbours
+inline constexpr int kNarrowWgradSumShares = 16;  // threads that share an element's partial sums
+
+// The order of summation depends on the plan alone.
+__global__ void __launch_bounds__(kNarrowWgradSumLanes* kNarrowWgradSumShares)
+    conv_narrow_wgrad_sum_kernel(const __grid_constant__ NarrowWgradParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  wait_for_prerequisites();
+  __shared__ float shares[kNarrowWgradSumShares][kNarrowWgradSumLanes];
+  const NarrowWgradPlan& plan = p.plan;
+  const int lane = threadIdx.x % 32, share = threadIdx.x / 32;
+  const int floats = narrow_wgrad_floats(plan);
+  const int piece = blockIdx.x % (floats / 32), channel_block = blockIdx.x / (floats / 32);
+  const float* from = p.partials + (int64_t(channel_block) * plan.blocks + share) * floats + piece * 32 + lane;
+  float sum = 0.f;
+#pragma unroll 4
+  for (int block = share; block < plan.blocks; block += kNarrowWgradSumShares) {
+    sum += *from;
+    from += int64_t(kNarrowWgradSumShares) * floats;
+  }
+  shares[share][lane] = sum;
+  __syncthreads();
+  if (share > 0) return;
+#pragma unroll
+  for (int i = 1; i < kNarrowWgradSumShares; ++i) sum += shares[i][lane];
+
+  const int accumulators = floats / 32 / plan.splits;
+  const int i = piece % accumulators, split = piece / accumulators;
+  const int g = lane / 4, t = lane % 4;
+  const int c_first = channel_block * narrow_wgrad_channels(plan) + split * plan.dy_tiles * 8;
+  const int sums_at = accumulators - plan.dy_tiles;
+  if (i >= sums_at) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const int c = c_first + (i - sums_at) * 8 + g;
+    if (p.dbias && t == 0 && c < p.c_out) store_as(p.dbias, c, p.dtype, sum);
+    return;
+  }
+  const int b_tiles = plan.dy_is_a ? plan.x_tiles : plan.dy_tiles;
+  const int kw = i / 4 % kNarrowWgradTaps, b = i / 4 / kNarrowWgradTaps % b_tiles,
+            a = i / 4 / kNarrowWgradTaps / b_tiles;
+  const int in_a = a * 16 + g + i % 4 / 2 * 8, in_b = b * 8 + 2 * t + i % 2;
+  const int row = plan.dy_is_a ? in_b : in_a, c_out = c_first + (plan.dy_is_a ? in_a : in_b);
+  if (!p.dw || row >= plan.rows || c_out >= p.c_out || kw >= plan.kernel[2]) return;
+  const int kh = row % plan.kernel[1], kd = row / plan.kernel[1] % plan.kernel[0];
+  const int c = row / (plan.kernel[1] * plan.kernel[0]);
+  const int64_t at = c_out * p.dw_stride_out + c * p.dw_stride_in + kd * p.dw_stride_k[0] + kh * p.dw_stride_k[1] +
+                     kw * p.dw_stride_k[2];
+  store_as(p.dw, at, p.dtype, sum);
+#endif
+}
+
+}  // namespace kgopt

@@ -1,0 +1,77 @@
+// The weight gradient of convolutions with few input channels, of contiguous tensors: its launch plan and its
+// arguments. dw[co][c][tap] = sum over positions p of dy[co][p] * x[c][p * stride + tap - padding]; a "row" is one
+// (c, tap of depth, tap of height), whose taps of the width are neighbours in a row of x. Sizes, strides and offsets
+// are in elements unless said; dims are ordered depth, height, width.
+#pragma once
+
+#include <cstdint>
+
+#include "conv3d/gradients/few_channels.h"
+#include "conv3d/implicit_gemm/params.h"
+
+namespace kgopt {
+
+inline constexpr int kNarrowWgradWarps = 8;
+inline constexpr int kNarrowWgradThreads = kNarrowWgradWarps * 32;
+// With fp32 accuracy a thread has both parts of its operands, in more registers than two blocks leave it.
+KGOPT_HD constexpr int narrow_wgrad_blocks_per_sm(ConvMath math) { return math == ConvMath::kTf32x3 ? 1 : 2; }
+inline constexpr int kNarrowWgradTaps = 3;      // of the width, at most
+inline constexpr int kNarrowWgradUnit = 64;     // bytes of a row that a warp multiplies at once
+inline constexpr int kNarrowWgradMaxRows = 40;  // of x
+inline constexpr int kNarrowWgradMaxStages = 4;
+
+// Plain numbers, computed on the host, inspectable without a GPU.
+struct NarrowWgradPlan {
+  const char* refusal = nullptr;  // why this kernel cannot run it; null when it can
+  ConvMath math = ConvMath::kTf32;
+  bool dy_is_a = false;    // rows of a product are channels of dy, columns rows of x; else the other way round
+  int x_tiles = 1;         // of 8 rows of x
+  int dy_tiles = 1;        // of 8 channels of dy that a warp has
+  int splits = 1;          // warps side by side along channels of dy; the others share the positions
+  int channel_blocks = 1;  // thread blocks along channels of dy
+  int rows = 1;            // c_in times taps of depth and height
+  int kernel[3] = {1, 1, 1};
+  int step[3] = {1, 1, 1};
+  int dilation[3] = {1, 1, 1};
+  int padding[3] = {0, 0, 0};
+  int tile[3] = {1, 1, 1};  // positions; tile[2] in whole units
+  int halo[2] = {1, 1};     // planes and rows of x of a tile
+  int margin[2] = {0, 0};   // elements of a row of x before and after those of the tile, whole vectors of 16 bytes
+  int dy_pitch = 0, dy_channel = 0;  // bytes in shared memory: from row to row, from channel to channel
+  int x_pitch = 0, x_plane = 0, x_channel = 0;
+  NarrowCopy dy_copy, x_copy;
+  int64_t tiles[3] = {1, 1, 1};
+  int64_t all_tiles = 1;  // of all samples
+  int stages = 2;
+  int stage_bytes = 0;
+  int blocks_per_sm = 2;
+  int blocks = 1;  // per channel block
+  int smem_bytes = 0;
+  int64_t partial_floats = 0;
+  double cycles = 0;  // estimated, of the whole launch
+};
+
+KGOPT_HD constexpr int narrow_wgrad_accumulators(int x_tiles, int dy_tiles) {  // of a thread
+  return x_tiles * dy_tiles * kNarrowWgradTaps * 2 + dy_tiles;                 // the last are sums of dy
+}
+KGOPT_HD int narrow_wgrad_floats(const NarrowWgradPlan& p) {  // a block's partial sums
+  return p.splits * 32 * narrow_wgrad_accumulators(p.x_tiles, p.dy_tiles);
+}
+
+// Passed by value as a __grid_constant__.
+struct NarrowWgradParams {
+  const void* x;
+  const void* dy;
+  int64_t x_stride_n, x_stride_c, x_stride[2];  // rows of the width are dense
+  int64_t dy_stride_n, dy_stride_c, dy_stride[2];
+  int c_in, c_out;
+  int in[3], out[3];
+  float* partials;  // [channel block][block][split][accumulator][lane]
+  void* dw;
+  int64_t dw_stride_out, dw_stride_in, dw_stride_k[3];
+  void* dbias;  // dense, or null
+  Dtype dtype;
+  NarrowWgradPlan plan;
+};
+
+}  // namespace kgopt

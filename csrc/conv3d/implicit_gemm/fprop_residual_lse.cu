@@ -1,0 +1,11 @@
+// Second pass of Conv + GroupNorm + tanh + hardswish + residual + logsumexp: the convolution again, normalized and
+// reduced over channels in registers. Computing it twice costs less than storing and reading it.
+#include "conv3d/implicit_gemm/launch.cuh"
+
+namespace kgopt {
+
+Status run_conv3d_residual_lse(const ConvKernelParams& p, int64_t n, cudaStream_t stream) {
+  return launch_conv<ConvEpilogue::kResidualLse, false>(p, n, stream);
+}
+
+}  // namespace kgopt

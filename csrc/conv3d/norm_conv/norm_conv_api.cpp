@@ -1,0 +1,298 @@
+// Convolutions of act(group_norm(x)) on CUDA: by kernels that normalize what they load, so that x is read once and its
+// norm never stored, or in two steps.
+#include "conv3d/api/call.h"
+#include "groupnorm/api/group_norm_api.h"
+#include "pointwise/pointwise_api.h"
+#include "pointwise/pointwise_checks.h"
+
+namespace kgopt {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+// act(group_norm(x)) as a tensor, with x's moments where they are given; x with 0 groups.
+Tensor normalized(const Tensor& x, const OptTensor& moments, int64_t num_groups, const OptTensor& weight,
+                  const OptTensor& bias, double eps, const std::string& act) {
+  if (num_groups == 0) return x;
+  if (moments) return group_norm_moments_cuda(x, *moments, num_groups, weight, bias, eps, act);
+  return std::get<0>(group_norm_fwd_cuda(x, num_groups, weight, bias, eps, act, "none"));
+}
+
+// A convolution's tensors and arguments, and the norm in front of it.
+struct Prologue {
+  const OptTensor& moments;
+  int64_t num_groups;
+  const OptTensor &weight, &bias;
+  double eps;
+};
+
+// x's norm as kernels read it, [N, C] of (mean, rstd, weight, bias) in fp32; x is read where it has no moments.
+Tensor norm_table(const char* op, const Tensor& x, const Prologue& norm) {
+  Tensor of_x;
+  if (!norm.moments) {
+    of_x = allocate_moments(x, x.size(1));
+    channel_moments_cuda(op, x, of_x);
+  }
+  Tensor table = empty_like_shape(x, {x.size(0), x.size(1), 4}, ScalarType::Float);
+  moments_table_cuda(op, norm.moments ? *norm.moments : of_x, norm.num_groups, norm.weight, norm.bias, norm.eps,
+                     table.mutable_data_ptr());
+  return table;
+}
+
+bool all_are(const IntArray& list, int64_t value) {
+  return std::all_of(list.begin(), list.end(), [&](int64_t v) { return v == value; });
+}
+
+// Few output channels: why the kernel of conv3d/norm_conv/norm_conv_few.cu cannot run it; null when it can, with p's
+// sizes set.
+const char* few_refusal(const ConvArgs& a, const ConvShape& shape, NormConvFewParams* p) {
+  if (memory_format_of(a.x) == MemoryFormat::Contiguous || shape.groups != 1 || a.transposed || !all_are(a.stride, 1)) {
+    return "not a plain convolution of a channels_last tensor with stride 1";
+  }
+  if (shape.kernel[0] != 1 || shape.padding[0] != 0) return "taps along the depth";
+  if (shape.dtype == Dtype::kFloat32 && !resolve_allow_tf32(a.allow_tf32)) return "fp32 accuracy";
+  const DeviceInfo info = check_gpu(a.op, a.x);
+  p->n = shape.n;
+  p->depth = shape.in[0];
+  if (shape.c_in >= 1 << 20 || shape.c_out > 64) return "too many channels";
+  p->c = static_cast<int>(shape.c_in);
+  p->c_out = static_cast<int>(shape.c_out);
+  for (int i = 0; i < 2; ++i) {
+    if (shape.in[1 + i] >= 1 << 20 || shape.padding[1 + i] >= 1 << 20) return "a size is too large";
+    p->in[i] = static_cast<int>(shape.in[1 + i]);
+    p->out[i] = static_cast<int>(shape.out[1 + i]);
+    p->kernel[i] = static_cast<int>(std::min<int64_t>(shape.kernel[1 + i], 1 << 10));
+    p->padding[i] = static_cast<int>(shape.padding[1 + i]);
+    p->dilation[i] = static_cast<int>(std::min<int64_t>(shape.dilation[1 + i], 1 << 10));
+  }
+  p->sm_count = info.sm_count;
+  p->smem_per_block = info.smem_per_block;
+  p->smem_per_sm = info.smem_per_sm;
+  p->dtype = shape.dtype;
+  return norm_conv_few_refusal(*p);
+}
+
+Tensor conv_few(const ConvArgs& a, const ConvShape& shape, NormConvFewParams p, const Prologue& norm,
+                const ActChain& act) {
+  const MemoryFormat format = channels_last_format(a.rank + 2);
+  const Tensor x = dense_in(a.x, format), table = norm.num_groups > 0 ? norm_table(a.op, x, norm) : Tensor();
+  const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
+  Tensor y = allocate_output(a, shape);
+  const WeightStrides w = weight_strides(a, shape);
+  p.x = x.const_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.table = norm.num_groups > 0 ? table.const_data_ptr() : nullptr;
+  p.weight = a.weight.const_data_ptr();
+  p.w_stride_out = w.out;
+  p.w_stride_in = w.in;
+  p.w_stride_k[0] = w.k[1];
+  p.w_stride_k[1] = w.k[2];
+  p.bias = a.bias ? bias.const_data_ptr() : nullptr;
+  p.act = act;
+  Workspace workspace(x);
+  const int64_t packed = workspace.reserve(norm_conv_few_packed_bytes(p));
+  workspace.allocate();
+  p.packed = workspace.at<void>(packed);
+  raise_on_error(a.op, run_norm_conv_few(p, stream_of(x)));
+  return y;
+}
+
+RowsPlan choose_rows_prologue(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend) {
+  return plan_rows(problem, limits, true);
+}
+
+// Which kernel normalizes what it loads, if any.
+struct PrologueChoice {
+  const NormConvFewParams* few = nullptr;
+  const RowsPlan* rows = nullptr;
+  std::string reason;
+};
+
+// `few` is the caller's room for the parameters; `bare`: nothing but `act` follows the convolution.
+PrologueChoice choose_kernel(const ConvArgs& a, const ConvShape& shape, int64_t num_groups, bool has_moments, bool bare,
+                             const ActChain& gn_act, const ActChain& act, NormConvFewParams* few) {
+  if (shape.is_empty()) return {nullptr, nullptr, "a tensor is empty"};
+  if (a.backend == "aten") return {nullptr, nullptr, "backend is 'aten'"};
+  if (!bare) return {nullptr, nullptr, "a residual, a division or moments of the result"};
+  const bool rows_named = a.backend == "kgopt:rows";
+  const char* refusal = few_refusal(a, shape, few);
+  if (!refusal && !act.empty()) refusal = "an activation behind the convolution";
+  if (!refusal && reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % 16 != 0) refusal = "x is not aligned";
+  if (!refusal && !rows_named) {
+    return {few, nullptr,
+            has_moments ? "few output channels: x is normalized as it is read"
+                        : "few output channels: without moments of x behind the norm"};
+  }
+  std::string why = std::string("few output channels: ") + (refusal ? refusal : "backend names another kernel");
+  auto by_rows = [&](const char* reason) { return PrologueChoice{nullptr, nullptr, why + "; by rows: " + reason}; };
+  if (num_groups == 0) return by_rows("no norm");
+  if (chain_kind(act) == Chain::kAny || chain_kind(gn_act) == Chain::kAny) {
+    return by_rows("an activation that is neither relu nor silu");
+  }
+  // Where x must be read for its moments first, the group norm that reads it once is as fast.
+  if (!has_moments && !rows_named) return by_rows("no moments of x");
+  if (choose(a, shape, ConvEpilogue::kStore).path != ConvPath::kRows) return by_rows("the convolution is another one");
+  const ConvProblem problem = problem_of(a, shape, ConvEpilogue::kStore);
+  const RowsPlan& plan = choose_cached(problem, limits_of(a), ConvBackend::kAuto, &choose_rows_prologue);
+  if (plan.refusal) return by_rows(plan.refusal);
+  if (!rows_named && !rows_norm_pays(problem, plan, chain_kind(gn_act))) {
+    return by_rows("a pass of its own for the norm is predicted to be faster");
+  }
+  return {nullptr, &plan, "by rows: each stage is normalized in shared memory"};
+}
+
+Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
+                           const OptTensor& gn_weight, const OptTensor& gn_bias, double eps, const std::string& gn_act,
+                           const Tensor& weight, const OptTensor& bias, const OptTensor& residual,
+                           const IntArray& stride, const IntArray& padding, const IntArray& dilation,
+                           const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
+                           const std::string& act, const std::string& backend, Tensor* of_result) {
+  check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+  check_backend(op, backend);
+  const ConvShape shape =
+      check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
+  const ActChain of_norm = check_act(op, gn_act), of_sum = check_act(op, act);
+  const ConvArgs conv{op,
+                      x,
+                      weight,
+                      bias,
+                      stride,
+                      padding,
+                      dilation,
+                      output_padding,
+                      groups,
+                      transposed,
+                      static_cast<int>(x.dim()) - 2,
+                      backend,
+                      std::nullopt};
+  {
+    const DeviceGuard guard(x.get_device_index());
+    NormConvFewParams few;
+    const bool bare = !residual && divisor == 1 && !of_result;
+    const PrologueChoice choice =
+        choose_kernel(conv, shape, num_groups, moments.has_value(), bare, of_norm, of_sum, &few);
+    const Prologue norm{moments, num_groups, gn_weight, gn_bias, eps};
+    // A read for the moments takes longer than what the norm that reads x once writes, and this kernel on that.
+    if (choice.few && num_groups > 0 && !moments) {
+      const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+      ConvArgs of_z{op,     z,          weight,    bias,    stride,      padding, dilation, output_padding,
+                    groups, transposed, conv.rank, backend, std::nullopt};
+      const OptTensor none;
+      return conv_few(of_z, shape, few, {none, 0, none, none, eps}, ActChain());
+    }
+    if (choice.few) return conv_few(conv, shape, few, norm, of_norm);
+    if (choice.rows) {
+      const Tensor table = norm_table(op, x, norm);
+      const RowsNorm rows{table.const_data_ptr(), static_cast<int>(shape.c_in), chain_kind(of_norm)};
+      ConvTail tail;
+      tail.act = of_sum;
+      tail.left_rest = false;
+      return conv_rows(conv, shape, *choice.rows, tail, rows);
+    }
+  }
+  const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+  return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
+                      divisor, act, backend, of_result);
+}
+
+Tensor group_norm_conv(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+                       double eps, std::string gn_act, Tensor weight, OptTensor bias, OptTensor residual,
+                       IntArray stride, IntArray padding, IntArray dilation, IntArray output_padding, int64_t groups,
+                       bool transposed, double divisor, std::string act, std::string backend) {
+  return run_group_norm_conv("group_norm_conv", x, moments, num_groups, gn_weight, gn_bias, eps, gn_act, weight, bias,
+                             residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act,
+                             backend, nullptr);
+}
+
+std::tuple<Tensor, Tensor> group_norm_conv_moments(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight,
+                                                   OptTensor gn_bias, double eps, std::string gn_act, Tensor weight,
+                                                   OptTensor bias, OptTensor residual, IntArray stride,
+                                                   IntArray padding, IntArray dilation, IntArray output_padding,
+                                                   int64_t groups, bool transposed, double divisor, std::string act,
+                                                   std::string backend) {
+  Tensor of_result;
+  const Tensor y = run_group_norm_conv("group_norm_conv_moments", x, moments, num_groups, gn_weight, gn_bias, eps,
+                                       gn_act, weight, bias, residual, stride, padding, dilation, output_padding,
+                                       groups, transposed, divisor, act, backend, &of_result);
+  return {y, of_result};
+}
+
+std::string explain_group_norm_conv(Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
+                                    IntArray output_padding, int64_t groups, bool transposed, std::string gn_act,
+                                    std::string act, bool moments, std::string backend) {
+  const char* const op = "explain_group_norm_conv";
+  check_backend(op, backend);
+  const ConvShape shape = check_conv_add(op, x, weight, std::nullopt, std::nullopt, stride, padding, dilation,
+                                         output_padding, groups, transposed);
+  const ActChain of_norm = check_act(op, gn_act), of_sum = check_act(op, act);
+  const DeviceGuard guard(x.get_device_index());
+  const ConvArgs a{op,
+                   x,
+                   weight,
+                   std::nullopt,
+                   stride,
+                   padding,
+                   dilation,
+                   output_padding,
+                   groups,
+                   transposed,
+                   static_cast<int>(x.dim()) - 2,
+                   backend,
+                   std::nullopt};
+  NormConvFewParams few;
+  const PrologueChoice choice = choose_kernel(a, shape, 1, moments, true, of_norm, of_sum, &few);
+  const bool in_one = choice.rows || (choice.few && moments);
+  return (in_one ? "one kernel: " : choice.few ? "two kernels: " : "two ops: ") + choice.reason;
+}
+
+Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+                          double eps, std::string act, Tensor weight, OptTensor bias) {
+  const char* const op = "group_norm_conv1x1";
+  const IntArray sizes =
+      check_group_norm_conv1x1(op, x, moments, num_groups, gn_weight, gn_bias, eps, act, weight, bias);
+  const DeviceGuard guard(x.get_device_index());
+  const MemoryFormat format = memory_format_of(x);
+  NormConv1x1Params p;
+  p.n = x.size(0);
+  p.c = static_cast<int>(x.size(1));
+  p.c_out = static_cast<int>(sizes[1]);
+  p.s = 1;
+  for (int64_t i = 2; i < x.dim(); ++i) p.s *= x.size(i);
+  p.sm_count = check_gpu(op, x).sm_count;
+  p.act = check_act(op, act);
+  p.dtype = check_dtype(op, "x", x);
+  const Tensor dense = dense_in(x, format);
+  p.x = dense.const_data_ptr();
+  const int rank = static_cast<int>(x.dim()) - 2;
+  if (format == MemoryFormat::Contiguous || norm_conv1x1_refusal(p) || reinterpret_cast<uintptr_t>(p.x) % 16 != 0 ||
+      x.numel() == 0) {
+    const Tensor z = normalized(dense, moments, num_groups, gn_weight, gn_bias, eps, act);
+    const IntArray ones(rank, 1), zeros(rank, 0);
+    // Behind a norm of a large mean the convolution's terms cancel, which 3xTF32 bears less well than fp32.
+    const std::string backend = p.dtype == Dtype::kFloat32 ? "aten" : "auto";
+    return conv_forward({op, z, weight, bias, ones, zeros, ones, zeros, 1, false, rank, backend, std::nullopt});
+  }
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  const Tensor dense_weight = dense_in(weight, MemoryFormat::Contiguous);
+  const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
+  p.weight = dense_weight.const_data_ptr();
+  p.bias = bias ? dense_bias.const_data_ptr() : nullptr;
+  p.y = y.mutable_data_ptr();
+  Tensor table;
+  if (num_groups > 0) {
+    table = norm_table(op, dense, {moments, num_groups, gn_weight, gn_bias, eps});
+    p.table = table.const_data_ptr();
+  }
+  raise_on_error(op, run_norm_conv1x1(p, stream_of(x)));
+  return y;
+}
+
+}  // namespace
+}  // namespace kgopt
+
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
+  m.impl("group_norm_conv", TORCH_BOX(&kgopt::group_norm_conv));
+  m.impl("group_norm_conv_moments", TORCH_BOX(&kgopt::group_norm_conv_moments));
+  m.impl("explain_group_norm_conv", TORCH_BOX(&kgopt::explain_group_norm_conv));
+  m.impl("group_norm_conv1x1", TORCH_BOX(&kgopt::group_norm_conv1x1));
+}

@@ -1,0 +1,18 @@
+// Launchers of the flat convolution. Torch-free.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "common/status.h"
+#include "conv3d/wgmma/transposed_norm/params.h"
+
+namespace kgopt {
+
+// Weights as shared-memory images in the order in which tiles read them, and the bias in fp32. x with its channels
+// innermost, rounded to TF32 or split into two such values, with zeros behind rows and planes.
+Status run_conv_flat_prepare(const FlatInputParams& p, const FlatPackParams& pack, cudaStream_t stream);
+// Describes the copies of x for the tensor copies.
+Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy);
+Status run_conv_flat(const FlatParams& p, cudaStream_t stream);
+
+}  // namespace kgopt

@@ -1,0 +1,85 @@
+// Argument checks of the GroupNorm ops, shared by the CUDA and the CPU files.
+#pragma once
+
+#include "common/torch_utils.h"
+#include "groupnorm/params.h"
+
+namespace kgopt {
+
+// num_groups and the affine parameters against `channels` channels of x's dtype and device. eps may be any number, as
+// in PyTorch: NaN comes of one that is below the variance's negative.
+inline void check_group_norm_affine(const char* op, const Tensor& x, int64_t channels, int64_t num_groups,
+                                    const OptTensor& weight, const OptTensor& bias) {
+  KGOPT_CHECK(num_groups >= 1 && channels % num_groups == 0, op, ": num_groups is ", num_groups,
+              ", expected a positive divisor of C = ", channels);
+  auto check = [&](const char* arg, const OptTensor& t) {
+    if (!t) return;
+    check_same_device(op, arg, *t, x);
+    KGOPT_CHECK(t->dim() == 1 && t->size(0) == channels, op, ": ", arg, " has shape ", shape_string(*t), ", expected [",
+                channels, "]");
+    const bool mixed = t->scalar_type() == ScalarType::Float && x.scalar_type() != ScalarType::Double;
+    KGOPT_CHECK(t->scalar_type() == x.scalar_type() || mixed, op, ": ", arg, " has dtype ",
+                scalar_type_name(t->scalar_type()), ", expected ", scalar_type_name(x.scalar_type()),
+                x.scalar_type() == ScalarType::Half || x.scalar_type() == ScalarType::BFloat16
+                    ? " (the dtype of x) or float32"
+                    : " (the dtype of x)");
+  };
+  check("weight", weight);
+  check("bias", bias);
+  KGOPT_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), op, ": bias has dtype ",
+              scalar_type_name(bias->scalar_type()), ", expected ", scalar_type_name(weight->scalar_type()),
+              ", the dtype of weight");
+}
+
+// [N, C, *] as [N, C, S]; channels_last inputs keep their layout.
+inline GroupNormDims check_group_norm(const char* op, const Tensor& x, int64_t num_groups,
+                                      const OptTensor& weight = std::nullopt, const OptTensor& bias = std::nullopt) {
+  KGOPT_CHECK(x.dim() >= 2, op, ": x has shape ", shape_string(x), ", expected at least 2 dimensions [N, C, ...]");
+  GroupNormDims d;
+  d.dtype = check_dtype(op, "x", x);
+  d.n = x.size(0);
+  d.c = x.size(1);
+  d.s = 1;
+  for (int64_t i = 2; i < x.dim(); ++i) d.s *= x.size(i);
+  d.g = num_groups;
+  d.channels_last = is_channels_last(x);
+  check_group_norm_affine(op, x, d.c, num_groups, weight, bias);
+  return d;
+}
+
+// The same of a forward. PyTorch normalizes an empty batch and refuses tensors without channels or positions; which of
+// them depends on its version, so ATen is asked.
+inline GroupNormDims check_group_norm_forward(const char* op, const Tensor& x, int64_t num_groups,
+                                              const OptTensor& weight, const OptTensor& bias) {
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
+  if (d.numel() == 0) call_aten("aten::group_norm", "", x, num_groups, OptTensor(), OptTensor(), 1e-5, true);
+  return d;
+}
+
+inline void check_shape(const char* op, const char* arg, const Tensor& t, const IntArray& expected) {
+  KGOPT_CHECK(sizes_of(t) == expected, op, ": ", arg, " has shape ", shape_string(t), ", expected ",
+              list_string(expected));
+}
+
+// Statistics as an earlier forward left them: the accumulation type of x, on its device.
+inline void check_statistics(const char* op, const char* arg, const Tensor& t, const Tensor& x,
+                             const IntArray& expected) {
+  check_same_device(op, arg, t, x);
+  check_shape(op, arg, t, expected);
+  KGOPT_CHECK(t.scalar_type() == stats_type(x), op, ": ", arg, " has dtype ", scalar_type_name(t.scalar_type()),
+              ", expected ", scalar_type_name(stats_type(x)), " for x of dtype ", scalar_type_name(x.scalar_type()));
+}
+
+// A gradient that comes in: x's shape, dtype and device.
+inline void check_gradient(const char* op, const char* arg, const Tensor& t, const Tensor& x) {
+  check_same_device(op, arg, t, x);
+  check_same_dtype(op, arg, t, x);
+  check_shape(op, arg, t, sizes_of(x));
+}
+
+// dweight and dbias have the parameters' dtype, or the statistics' without parameters.
+inline ScalarType affine_type(const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
+  return weight ? weight->scalar_type() : bias ? bias->scalar_type() : stats_type(x);
+}
+
+}  // namespace kgopt

@@ -1,0 +1,24 @@
+// Backward of logsumexp over channels of r = x + hardswish(tanh(GroupNorm(x))), the end of a fused pipeline, without a
+// tensor of x's size between x and dx.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "groupnorm/lse_backward/plan.h"
+#include "groupnorm/params.h"
+
+namespace kgopt {
+
+struct NormLseBackwardParams : GroupNormBackwardParams {
+  const void* dlse = nullptr;  // [N, S], accumulation type
+  const void* lse = nullptr;   // [N, S], accumulation type
+  void* shares = nullptr;      // [N, S], accumulation type, scratch
+  NormLseBackwardPlan plan;    // slices and slice_length above are its
+};
+
+// From the partial sums of any of the backward kernels: the groups' terms, dweight and dbias.
+Status run_group_norm_backward_merge(const GroupNormBackwardParams& p, cudaStream_t stream);
+
+Status run_norm_lse_backward(const NormLseBackwardParams& p, cudaStream_t stream);
+
+}  // namespace kgopt

@@ -1,0 +1,63 @@
+// The backward of the third pipeline behind its convolution, on CUDA.
+#include "groupnorm/lse_backward/lse_backward.h"
+
+#include "groupnorm/api/group_norm_api.h"
+
+namespace kgopt {
+namespace {
+
+// [N, 1, *] of the statistics' dtype, as the forward gives it.
+void check_reduced(const char* op, const char* arg, const Tensor& t, const Tensor& x) {
+  IntArray shape = sizes_of(x);
+  shape[1] = 1;
+  check_same_device(op, arg, t, x);
+  check_shape(op, arg, t, shape);
+  KGOPT_CHECK(t.scalar_type() == stats_type(x), op, ": ", arg, " has dtype ", scalar_type_name(t.scalar_type()),
+              ", expected the dtype of statistics, ", scalar_type_name(stats_type(x)));
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tensor lse, Tensor mean, Tensor rstd,
+                                                     int64_t num_groups, OptTensor weight, OptTensor bias) {
+  const char* const op = "group_norm_tanh_hardswish_residual_logsumexp_backward";
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
+  check_reduced(op, "dlse", dlse, x);
+  check_reduced(op, "lse", lse, x);
+  check_statistics(op, "mean", mean, x, {d.n, d.g});
+  check_statistics(op, "rstd", rstd, x, {d.n, d.g});
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const DeviceInfo info = check_gpu(op, x);
+  const MemoryFormat format = format_of(x, d);
+  const auto gradients = allocate_gradients(x, d, weight, bias);
+  if (d.numel() == 0) return gradients;
+  const Tensor dense = dense_in(x, format);
+  const Tensor dense_dlse = dense_in(dlse, MemoryFormat::Contiguous);
+  const Tensor dense_lse = dense_in(lse, MemoryFormat::Contiguous);
+  const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
+  const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
+  const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
+  NormLseBackwardParams p;
+  p.dims = d;
+  p.x = dense.const_data_ptr();
+  p.dlse = dense_dlse.const_data_ptr();
+  p.lse = dense_lse.const_data_ptr();
+  bool aligned = true;
+  for (const void* t : {p.x, p.dlse, p.lse, std::get<0>(gradients).const_data_ptr()}) {
+    aligned = aligned && reinterpret_cast<uintptr_t>(t) % 16 == 0;
+  }
+  p.plan = plan_norm_lse_backward(d, aligned, info.sm_count);
+  p.slices = p.plan.slices;
+  p.slice_length = p.plan.slice_length;
+  Workspace workspace(x);
+  const int64_t shares = workspace.reserve(d.n * d.s * acc_size(d));
+  prepare_backward_passes(op, x, dense_mean, dense_rstd, w, b, gradients, &workspace, &p);
+  p.shares = workspace.at<void>(shares);
+  raise_on_error(op, run_norm_lse_backward(p, stream_of(x)));
+  return gradients;
+}
+
+}  // namespace
+}  // namespace kgopt
+
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
+  m.impl("group_norm_tanh_hardswish_residual_logsumexp_backward", TORCH_BOX(&kgopt::norm_lse_backward));
+}

@@ -1,0 +1,74 @@
+// y = act((pre_act(x) - mean) * rstd * weight + bias), one read and one write.
+#include "common/pointwise.cuh"
+#include "common/traverse.cuh"
+#include "groupnorm/groupnorm.h"
+
+namespace kgopt {
+namespace {
+
+template <typename T, Chain kPre, Chain kAct>
+struct Normalize {
+  using Element = T;
+  using Acc = acc_t<T>;
+  static constexpr int kInputs = 1;
+  static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kWalks;
+  struct alignas(4 * sizeof(Acc) > 16 ? 16 : 4 * sizeof(Acc)) Coef {
+    Acc mean, rstd, weight, bias;
+  };
+  const Coef* table;
+  ActChain pre, act;
+  bool add_input;
+
+  __device__ Coef load(int64_t row) const {
+    Coef c = table[row];
+    c.weight *= c.rstd;
+    return c;
+  }
+  // The mean is subtracted first: folded into the bias it would cancel only after rounding.
+  template <int kSize, typename CoefOf>
+  __device__ __forceinline__ void apply(CoefOf coef, const Acc (&x)[kSize], const Acc (&)[kSize],
+                                        Acc (&y)[kSize]) const {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) y[j] = x[j];
+    apply_chain<kPre, kIsCoarse<T>>(pre, y);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) y[j] = (y[j] - coef(j).mean) * coef(j).weight + coef(j).bias;
+    apply_chain<kAct, kIsCoarse<T>>(act, y);
+    if (!add_input) return;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) y[j] += x[j];
+  }
+};
+
+template <typename T, Chain kPre, Chain kAct>
+Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
+  using F = Normalize<T, chain_for<T>(kPre), chain_for<T>(kAct)>;
+  ElementwiseArgs<F> a{};
+  a.x = static_cast<const T*>(p.x);
+  a.y = static_cast<T*>(p.y);
+  a.n = p.dims.n;
+  a.c = p.dims.c;
+  a.s = p.dims.s;
+  a.f.table = static_cast<const typename F::Coef*>(p.table);
+  a.f.pre = p.pre_act;
+  a.f.act = p.act;
+  a.f.add_input = p.add_input;
+  if constexpr (!F::kHasScalars) {
+    if (elementwise_size(a, p.dims.channels_last) == 1) {
+      return launch_normalize<T, Chain::kAny, Chain::kAny>(p, stream);
+    }
+  }
+  return launch_elementwise("normalize_kernel", a, p.dims.channels_last, stream, true);
+}
+
+}  // namespace
+
+Status run_normalize(const NormalizeParams& p, cudaStream_t stream) {
+  Status status;
+  KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = launch_normalize<T, kPre, kAct>(p, stream));
+  });
+  return status;
+}
+
+}  // namespace kgopt
