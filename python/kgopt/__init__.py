@@ -22,17 +22,19 @@ except ImportError as error:
 
 from kgopt import _autotune as _autotune
 from kgopt import _ops as _ops
+from kgopt import torch_private
 from kgopt._after_import import after_import
 
 if TYPE_CHECKING:
     from kgopt import functional as functional
     from kgopt import nn as nn
     from kgopt import reference as reference
+    from kgopt.rewrite import forget as forget
     from kgopt.rewrite import optimize as optimize
     from kgopt.rewrite import report as report
     from kgopt.rewrite import restore as restore
 
-__all__ = ["__version__", "functional", "nn", "optimize", "reference", "report", "restore"]
+__all__ = ["__version__", "forget", "functional", "nn", "optimize", "reference", "report", "restore"]
 
 
 def _register_backend() -> None:
@@ -43,17 +45,22 @@ def _register_backend() -> None:
 
         return kgopt_backend(graph, example_inputs, **kwargs)
 
-    from torch._dynamo.backends import registry
-
-    if "kgopt" not in registry._BACKENDS:  # else its entry point is what is being loaded
-        registry.register_backend(kgopt, name="kgopt")
+    torch_private.register_backend("kgopt", kgopt)
 
 
-after_import("torch._dynamo.backends.registry", _register_backend)
+def _register_sharding() -> None:
+    """DTensor inputs."""
+    from kgopt import _sharding
+
+    _sharding.install()
+
+
+after_import(torch_private.BACKENDS, _register_backend)
+after_import("torch.distributed.tensor", _register_sharding)
 _autotune.install()
 
 _LAZY = ("functional", "nn", "reference")
-_LAZY_FUNCTIONS = ("optimize", "report", "restore")
+_LAZY_FUNCTIONS = ("forget", "optimize", "report", "restore")
 
 
 def __getattr__(name: str) -> Any:

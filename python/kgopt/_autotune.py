@@ -11,14 +11,19 @@ import torch
 from kgopt import _C
 from kgopt._version import __version__
 
-__all__ = ["cache_prefix", "install"]
+__all__ = ["cache_folder", "cache_prefix", "install"]
+
+
+def cache_folder() -> str:
+    """kgopt's folder in the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "kgopt")
 
 
 def cache_prefix() -> str:
     """Folder and beginning of the files' names. A file holds for a GPU model, which ends its name, and versions."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = f"conv-torch{torch.__version__}-cudnn{torch.backends.cudnn.version()}-kgopt{__version__}"
-    return os.path.join(base, "kgopt", name)
+    return os.path.join(cache_folder(), name)
 
 
 def install() -> None:

@@ -19,12 +19,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
-from kgopt import _C
+from kgopt import _C, _formulas, torch_private
 from kgopt._after_import import after_import
+from kgopt._layout import affine_dtype as _affine_dtype
+from kgopt._layout import contiguous as _contiguous
+from kgopt._layout import is_channels_last as _is_channels_last
+from kgopt._layout import memory_format as _format
+from kgopt._layout import stats_dtype as _stats_dtype
+from kgopt.torch_private import BELOW_AUTOGRAD as _BELOW_AUTOGRAD
+from kgopt.torch_private import FORWARD_AD as _FORWARD_AD
+from kgopt.torch_private import LEVEL as _LEVEL
+from kgopt.torch_private import any_requires_grad as _any_requires_grad
+from kgopt.torch_private import are_functorch_transforms_active as _are_functorch_transforms_active
+from kgopt.torch_private import is_any_autocast_enabled as _is_any_autocast_enabled
+from kgopt.torch_private import is_tracing as _is_tracing
+from kgopt.torch_private import len_torch_dispatch_stack as _len_torch_dispatch_stack
+from kgopt.torch_private import len_torch_function_stack as _len_torch_function_stack
+from kgopt.torch_private import packed, schema_of
 
 _LIB = torch.library.Library("kgopt", "IMPL")
 _OPS = torch.ops.kgopt
@@ -56,33 +69,6 @@ def _with_defaults(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 # Shapes and layouts
 
 
-def _is_channels_last(t: Tensor) -> bool:
-    """The rule of torch's suggest_memory_format, as in csrc/common/torch_utils.h."""
-    if t.dim() not in (4, 5) or t.stride(1) == 0:
-        return False
-    smallest: Any = 0
-    for d in (1, *range(t.dim() - 1, 1, -1), 0):
-        if t.size(d) == 0 or t.stride(d) < smallest:
-            return False
-        if d == 0 and smallest == t.stride(1):
-            return False
-        smallest = t.stride(d)
-        if t.size(d) > 1:
-            smallest = smallest * t.size(d)
-    return True
-
-
-def _format(rank: int, channels_last: bool) -> torch.memory_format:
-    if not channels_last:
-        return torch.contiguous_format
-    return torch.channels_last_3d if rank == 5 else torch.channels_last
-
-
-def _contiguous(t: Tensor) -> Tensor:
-    """Of strides that say so where sizes of 1 leave a choice."""
-    return t.clone(memory_format=torch.contiguous_format) if _is_channels_last(t) else t.contiguous()
-
-
 def _empty(like: Tensor, sizes: Sequence[Any], dtype: torch.dtype | None = None, channels_last: bool = False) -> Tensor:
     return torch.empty(
         sizes,
@@ -94,10 +80,6 @@ def _empty(like: Tensor, sizes: Sequence[Any], dtype: torch.dtype | None = None,
 
 def _empty_like(x: Tensor) -> Tensor:
     return _empty(x, x.shape, channels_last=_is_channels_last(x))
-
-
-def _stats_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _conv_sizes(
@@ -132,10 +114,6 @@ def _reduced_sizes(sizes: Sequence[Any], dims: Sequence[int], keepdim: bool) -> 
     if keepdim:
         return [1 if d in reduced else s for d, s in enumerate(sizes)]
     return [s for d, s in enumerate(sizes) if d not in reduced]
-
-
-def _affine_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
-    return weight.dtype if weight is not None else bias.dtype if bias is not None else _stats_dtype(x)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -266,12 +244,21 @@ def _pad_replicate_fake(x: Tensor, pad: Sequence[int]) -> Tensor:
 
 
 def _given_every_argument(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake kernel that always gets every argument, as a C++ kernel does."""
-    schema = _op(name).default._schema
+    """A fake kernel that always gets every argument, as a C++ kernel does, all of them on one device.
+
+    It runs for meta tensors, too, and one of these beside real tensors is enough for that.
+    """
+    schema = schema_of(_op(name).default)
+    names = [a.name for a in schema.arguments if not a.kwarg_only]
+    whose = "x" if "x" in names else names[0]
 
     @functools.wraps(fake)
     def call(*args: Any, **kwargs: Any) -> Any:
         positional, keywords = _with_defaults(schema, args, kwargs)
+        device = positional[names.index(whose)].device
+        for argument, value in zip(names, positional, strict=True):
+            if isinstance(value, Tensor) and value.device != device:
+                raise RuntimeError(f"{name}: {argument} is on {value.device}, expected the device of {whose}, {device}")
         return fake(*positional, **keywords)
 
     return call
@@ -342,55 +329,29 @@ def _logsumexp_backward_fake(dy: Tensor, x: Tensor, y: Tensor, dim: Sequence[int
 # Autograd
 
 
-@contextlib.contextmanager
-def _conv_precision(precision: str) -> Iterator[None]:
-    """PyTorch's switch for cuDNN convolutions, set for a while. backends.cudnn.flags raises on mixed interfaces."""
-    before = torch._C._get_fp32_precision_getter("cuda", "conv")
-    torch._C._set_fp32_precision_setter("cuda", "conv", precision)
-    try:
-        yield
-    finally:
-        torch._C._set_fp32_precision_setter("cuda", "conv", before)
-
-
 _FEW_CHANNELS = 16  # of a contiguous x: more have no kernels of their own in conv_backward
 _FEW_PRODUCTS = 96  # of an output value in fp32 that take about as long as a pass over the output, on an H200
-_KEYS = torch._C.DispatchKey
 # What stands above an op's kernel of a plain tensor.
-_ABOVE = functools.reduce(
-    operator.or_,
-    map(
-        torch._C.DispatchKeySet,
-        (
-            _KEYS.AutogradFunctionality,
-            _KEYS.AutogradOther,
-            _KEYS.AutogradNestedTensor,
-            _KEYS.AutocastCPU,
-            _KEYS.AutocastCUDA,
-        ),
-    ),
-)
+_ABOVE = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "AutocastCPU", "AutocastCUDA")
+_exclude_above = torch_private.exclude(*_ABOVE) if torch_private.HAS_GUARDS else None
 _idle: list[Any] = []  # guards to enter again: making one takes as long as entering it
 # Names of their own: a small call's time is Python's, attributes of modules included.
-_is_grad_enabled = torch._C.is_grad_enabled
-_any_requires_grad = torch._C._any_requires_grad
-_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
-_is_tracing = torch._C._is_tracing
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_autocast_enabled = torch.is_autocast_enabled
-_len_torch_function_stack = torch._C._len_torch_function_stack
-_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+_conv_fp32_precision = torch_private.conv_precision
 
 
 def _below(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run`` as if nothing stood above an op's kernel of a plain tensor."""
+    if _exclude_above is None:
+        return _without_any_autocast(run)
 
     def call(*args: Any, **keywords: Any) -> Any:
         try:
             guard = _idle.pop()
         except IndexError:
-            guard = torch._C._ExcludeDispatchKeyGuard(_ABOVE)
+            guard = _exclude_above()
         with guard:
             result = run(*args, **keywords)
         _idle.append(guard)
@@ -399,27 +360,51 @@ def _below(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_sharded: tuple[type, Callable[..., Any]] | None = None  # DTensor, and how an op runs on it: kgopt/_sharding.py
+
+
+def set_sharded(cls: type, call: Callable[..., Any]) -> None:
+    """From now on ``call(name, args, keywords)`` is what an op does with arguments of this class."""
+    global _sharded
+    _sharded = cls, call
+
+
+def _is_sharded(args: Sequence[Any]) -> bool:
+    cls = _sharded[0] if _sharded is not None else ()
+    return any([isinstance(a, cls) for a in args])
+
+
+def _without_any_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """:func:`_below` without guards, of a call that Autograd's kernel has behind it."""
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if _is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return run(*args, **keywords)
+
+    return call
+
+
 def _in_backward(name: str) -> Callable[..., Any]:
     """An op as a node's backward calls it: where nothing is recorded, without the way through its Autograd kernel."""
     op = _op(name).default
+    if _exclude_above is None:
+        return op  # type: ignore[no-any-return]
     # Around the op alone: what unpacks saved tensors may compute them again, with gradients.
-    below = _below(op._op)
+    below = _below(packed(op))
 
     def call(*args: Any, **keywords: Any) -> Any:
         # Where the Autograd kernel has something to do.
-        if (
-            _is_grad_enabled()
-            or _is_compiling()
-            or _are_functorch_transforms_active()
-            or forward_ad._current_level >= 0
-        ):
+        if _is_grad_enabled() or _is_compiling() or _are_functorch_transforms_active() or _FORWARD_AD[_LEVEL] >= 0:
             return op(*args, **keywords)
         return below(*args, **keywords)
 
     return call
 
 
-_NO_DOUBLE_BACKWARD = (
+_BACKWARD_OPS = (
     "conv_backward",
     "group_stats_backward",
     "group_norm_backward",
@@ -431,7 +416,7 @@ _NO_DOUBLE_BACKWARD = (
     "upsample_linear_backward",
     "upsample_nearest_backward",
 )
-_BACKWARD = types.SimpleNamespace(**{name: _in_backward(name) for name in _NO_DOUBLE_BACKWARD})
+_BACKWARD = types.SimpleNamespace(**{name: _in_backward(name) for name in _BACKWARD_OPS})
 _group_norm_backward, _conv_backward = _BACKWARD.group_norm_backward, _BACKWARD.conv_backward
 
 
@@ -467,21 +452,32 @@ def _conv_gradients(
         dy = dy.to(x.dtype)
     # A graph that is being compiled runs later, where this switch would have no effect.
     if allow_tf32 is not None and x.is_cuda and not torch.compiler.is_compiling():
-        with _conv_precision("tf32" if allow_tf32 else "ieee"):
+        with _formulas.conv_precision(allow_tf32):
             return _any_conv_gradients(needs, dy, x, weight, geometry, allow_tf32, backend)
     return _any_conv_gradients(needs, dy, x, weight, geometry, allow_tf32, backend)
 
 
+def _aligned(t: Tensor) -> Tensor:
+    """At a multiple of 16 bytes: cuDNN has kernels of gradients that fail elsewhere, and with them the CUDA context."""
+    return t.clone() if type(t) in _PLAIN and t.data_ptr() % 16 else t
+
+
 def _any_conv_gradients(needs, dy, x, weight, geometry, allow_tf32, backend):  # type: ignore[no-untyped-def]
-    if backend != "aten" and _own_conv_gradients(dy, x):
+    # ATen's op does not keep the precision for a second derivative.
+    again = allow_tf32 is not None and x.is_cuda and _is_grad_enabled()
+    if again or (backend != "aten" and _own_conv_gradients(dy, x)):
         grads = _conv_backward(dy, x, weight, *geometry, needs, backend=backend, allow_tf32=allow_tf32)
         dx, dweight, dbias = grads
         return dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None
     if weight.dtype is not x.dtype:
         weight = weight.to(x.dtype)
+    if x.is_cuda and not _is_compiling():
+        dy, x, weight = _aligned(dy), _aligned(x), _aligned(weight)
     stride, padding, dilation, output_padding, groups, transposed = geometry
+    # Of the weight, not of dy: x without channels gives a result without channels, to which the bias is not added.
+    channels = weight.shape[1] * groups if transposed else weight.shape[0]
     return torch.ops.aten.convolution_backward.default(
-        dy, x, weight, [dy.shape[1]], stride, padding, dilation, transposed, output_padding, groups, needs
+        dy, x, weight, [channels], stride, padding, dilation, transposed, output_padding, groups, needs
     )
 
 
@@ -500,9 +496,9 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
     node at the level that is being differentiated, as a built-in op does, and redispatches to the levels below.
     """
     op = _op(name).default
-    below = _below(op._op)  # what OpOverload.__call__ calls, without that frame
+    below = _below(packed(op))
     redispatch = _below(op.redispatch)
-    defaults = _Defaults(op._schema)
+    defaults = _Defaults(schema_of(op))
     # Arguments left at their default are not given to the node; their gradients are None, and so is the last one's.
     nones = (None,) * (len(defaults.positional) + 1)
 
@@ -512,12 +508,12 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
         if keyset is None:
             output = below(*args, **keywords)
         elif _are_functorch_transforms_active():
-            # Below are other levels of torch.func.grad: with gradients off, as in any forward, they would see a
-            # constant.
-            with torch.enable_grad():
-                output = redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+            # Below are other levels of torch.func.grad and jvp: with gradients off, as in any forward, they would see
+            # a constant.
+            with torch.enable_grad(), torch_private.pass_tangents(True):
+                output = redispatch(keyset & _BELOW_AUTOGRAD, *args, **keywords)
         else:
-            output = redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+            output = redispatch(keyset & _BELOW_AUTOGRAD, *args, **keywords)
         # No zeros for the gradients of statistics, which nobody differentiates.
         ctx.set_materialize_grads(False)
         if setup is not None:
@@ -534,28 +530,32 @@ def _register_backward(name: str, backward: Callable[..., Any], setup: Callable[
 
     node: Any = type(
         f"Kgopt_{name}",
-        (_SingleLevelFunction,),
+        (torch_private.Function,),
         {"forward": staticmethod(forward), "backward": staticmethod(call_backward)},
     )
     # The engine's thread runs this, to which Python's objects are strange: without the steps of torch's own apply.
-    node._backward_cls.apply = call_backward
-    apply = node.apply
+    torch_private.set_backward(node, call_backward)
+    apply, single_level = node.apply, torch_private.single_level
 
     def kernel(keyset: Any, *args: Any, **keywords: Any) -> Any:
-        if forward_ad._current_level >= 0:
-            _refuse_forward_mode(name, args)
+        if _sharded is not None and _is_sharded(args):
+            return _sharded[1](name, args, keywords)
+        if (_FORWARD_AD[_LEVEL] >= 0 or _levels_are_hidden()) and _has_tangent(args):
+            return _in_forward_mode(name, args, keywords)
         if _is_grad_enabled() and _any_requires_grad(*args):
             if not _are_functorch_transforms_active():
                 return apply(*args, (keyset, keywords))
-            with enable_single_level_autograd_function():
+            if _LEVELS_NEED_FORMULAS or (_LOSES_TANGENTS and _FORWARD_AD[_LEVEL] >= 0):
+                return _by_formula(name, args, keywords, lambda a: isinstance(a, Tensor) and a.requires_grad)
+            with single_level():
                 return apply(*args, (keyset, keywords))
-        return redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+        return redispatch(keyset & _BELOW_AUTOGRAD, *args, **keywords)
 
     def record(args: Any, keywords: dict[str, Any]) -> Any:
         return apply(*args, (None, keywords))
 
     _AT_AUTOGRAD[name] = record, below
-    _LIB.impl(name, kernel, "Autograd", with_keyset=True)
+    _LIB.impl(name, torch_private.at_autograd(kernel), "Autograd", with_keyset=True)
 
 
 # What an op does when the dispatcher has come to Autograd: with the arguments and keywords where a gradient is needed,
@@ -570,13 +570,15 @@ def direct(name: str) -> Callable[..., Any]:
     For plain tensors, where no mode sees what stands above Autograd; autocast is as if it were off.
     """
     op = _op(name).default
+    if _exclude_above is None:
+        return op  # type: ignore[no-any-return]
     record, below = _AT_AUTOGRAD[name]
 
     def call(*args: Any, **keywords: Any) -> Any:
-        if _are_functorch_transforms_active() or _is_tracing():
+        if _are_functorch_transforms_active() or _is_tracing() or (_sharded is not None and _is_sharded(args)):
             return op(*args, **keywords)
-        if forward_ad._current_level >= 0:
-            _refuse_forward_mode(name, args)
+        if _FORWARD_AD[_LEVEL] >= 0 and _has_tangent(args):
+            return _in_forward_mode(name, args, keywords)
         if _is_grad_enabled() and _any_requires_grad(*args):
             return record(args, keywords)
         return below(*args, **keywords)
@@ -586,7 +588,7 @@ def direct(name: str) -> Callable[..., Any]:
 
 def without_grad(name: str) -> Callable[..., Any]:
     """As :func:`direct` for callers who know that gradients are off and that nothing looks on."""
-    return _AT_AUTOGRAD[name][1]
+    return _op(name).default if _exclude_above is None else _AT_AUTOGRAD[name][1]  # type: ignore[no-any-return]
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -597,6 +599,8 @@ _USUAL = frozenset((*_PLAIN, type(None), bool, int, float, str, list, tuple, tor
 def from_python(name: str) -> Callable[..., Any]:
     """The op as functions of the package call it: past the dispatcher where only autograd and autocast look on."""
     op = _op(name).default
+    if _exclude_above is None:
+        return op  # type: ignore[no-any-return]
     record, below = _AT_AUTOGRAD[name]
     at_autocast = {device: kernels[name] for device, kernels in _AT_AUTOCAST.items() if name in kernels}
 
@@ -613,12 +617,12 @@ def from_python(name: str) -> Callable[..., Any]:
         for a in args:
             if type(a) not in _USUAL and isinstance(a, Tensor):
                 return op(*args, **keywords)
-        if forward_ad._current_level >= 0:
-            _refuse_forward_mode(name, args)
         if _is_any_autocast_enabled():
             device = args[0].device.type
             if device in at_autocast and _is_autocast_enabled(device):
                 return at_autocast[device](*args, **keywords)
+        if _FORWARD_AD[_LEVEL] >= 0 and _has_tangent(args):
+            return _in_forward_mode(name, args, keywords)
         if _is_grad_enabled() and _any_requires_grad(*args):
             return record(args, keywords)
         return below(*args, **keywords)
@@ -626,11 +630,89 @@ def from_python(name: str) -> Callable[..., Any]:
     return call
 
 
-def _refuse_forward_mode(name: str, args: Sequence[Any]) -> None:
-    """At a level of forward mode: a tangent would be dropped without a word, which makes a derivative of zero."""
-    for a in args:
-        if isinstance(a, Tensor) and a.is_floating_point() and forward_ad.unpack_dual(a).tangent is not None:
-            raise RuntimeError(f"kgopt::{name} has no forward-mode derivative (torch.func.jvp, jacfwd)")
+_LEVELS_NEED_FORMULAS = not torch_private.RECORDS_LEVELS
+_LOSES_TANGENTS = not torch_private.SWITCHES_TANGENTS  # of the levels below that of a node
+
+
+def _levels_are_hidden() -> bool:
+    """Whether there may be a level that Python does not count: a graph of Dynamo's enters them by C++ functions."""
+    return _is_compiling() or (_are_functorch_transforms_active() and torch_private.count_jvp_levels() > 0)
+
+
+def _has_tangent(args: Sequence[Any]) -> bool:
+    """At a level of forward mode: whether any argument is differentiated there."""
+    return any(map(_tangent, args))
+
+
+def _tangent(a: Any) -> bool:
+    return isinstance(a, Tensor) and a.is_floating_point() and forward_ad.unpack_dual(a, level=0).tangent is not None
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """The dtypes of an op's arguments are settled before its formula runs."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def _by_formula(name: str, args: Sequence[Any], keywords: dict[str, Any], varies: Callable[[Any], bool]) -> Any:
+    positional, keywords = _with_defaults(schema_of(_op(name).default), args, keywords)
+    with _without_autocast():
+        return _formulas.formula(name, positional, keywords, lambda i: varies(positional[i]))
+
+
+def _in_forward_mode(name: str, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """The op of dual numbers. A tangent that a kernel dropped would be a derivative of zero."""
+    return _by_formula(name, args, keywords, _tangent)
+
+
+def _vector_jacobian(
+    name: str, args: list[Any], keywords: dict[str, Any], wanted: Sequence[int], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients of the arguments ``wanted``, None for all others, from those of the op's results; by its formula.
+
+    They can be differentiated again where grad mode is on.
+    """
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        given = list(args)
+        for i, t in zip(wanted, tensors, strict=True):
+            given[i] = t
+        results = _formulas.formula(name, given, keywords, lambda i: i in wanted)
+        results = (results,) if isinstance(results, Tensor) else results
+        return [r for r, g in zip(results, grads, strict=True) if g is not None]
+
+    cotangents = [g for g in grads if g is not None]
+    tensors = [args[i] for i in wanted]
+    with _without_autocast():
+        if _are_functorch_transforms_active():
+            found = torch.func.vjp(run, *tensors)[1](cotangents)
+        else:
+            found = _pull(run, tensors, cotangents)
+    gradients: list[Tensor | None] = [None] * len(args)
+    for i, gradient in zip(wanted, found, strict=True):
+        gradients[i] = gradient
+    return gradients
+
+
+def _pull(
+    run: Callable[..., list[Tensor]], tensors: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """torch.func.vjp, that hooks on saved tensors may stand around."""
+    again = _is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases: one argument may be computed from another, and the way between them is not this op's. Those that do
+        # not require a gradient are what torch.func.vjp left behind.
+        aliases = [t.view_as(t) for t in tensors]
+        aliases = [a if a.requires_grad else a.detach().requires_grad_() for a in aliases]
+        pairs = [(y, g) for y, g in zip(run(*aliases), cotangents, strict=True) if y.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(t) for t in tensors]
+    results, grads = zip(*pairs, strict=True)
+    return torch.autograd.grad(results, aliases, grads, create_graph=again, allow_unused=True, materialize_grads=True)
 
 
 def _needs(ctx: Any, *positions: int) -> tuple[bool, ...]:
@@ -686,14 +768,23 @@ def _affine(ctx: Any, positions: tuple[int, int], dweight: Tensor, dbias: Tensor
 
 
 def _norm_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
-    x, ctx.num_groups, weight, *_ = inputs
+    x, ctx.num_groups, weight, bias, _ = inputs
     _, channel_mean, mean, rstd = output
     ctx.mark_non_differentiable(channel_mean, mean, rstd)
-    ctx.save_for_backward(x, weight, channel_mean, mean, rstd)
+    ctx.save_for_backward(x, weight, bias, channel_mean, mean, rstd)
+
+
+def _reaching(bias: Tensor | None, dout: Tensor) -> Tensor:
+    """dout. With a graph it also depends on the bias, by zeros, as in PyTorch's second derivative.
+
+    Else the bias had no gradient there, and torch.autograd.grad of a penalty for all parameters were an error.
+    """
+    return dout if bias is None or not _is_grad_enabled() else dout + bias[:0].sum().to(dout.dtype)
 
 
 def _norm_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
-    x, weight, channel_mean, mean, rstd = ctx.saved_tensors
+    x, weight, bias, channel_mean, mean, rstd = ctx.saved_tensors
+    dout = _reaching(bias, dout)
     dx, dweight, dbias = _BACKWARD.group_norm_mean_backward(dout, x, channel_mean, mean, rstd, ctx.num_groups, weight)
     return dx, None, *_affine(ctx, (2, 3), dweight, dbias)
 
@@ -952,11 +1043,12 @@ def _conv_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     _FusedContext.setup(ctx, inputs, keywords, transposed=False)
     _, channel_mean, mean, rstd = output
     ctx.mark_non_differentiable(channel_mean, mean, rstd)
-    ctx.save_for_backward(inputs[0], inputs[1], inputs[2], inputs[4], channel_mean, mean, rstd)
+    ctx.save_for_backward(inputs[0], inputs[1], inputs[2], inputs[4], inputs[5], channel_mean, mean, rstd)
 
 
 def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
-    x, weight, bias, gn_weight, channel_mean, mean, rstd = ctx.saved_tensors
+    x, weight, bias, gn_weight, gn_bias, channel_mean, mean, rstd = ctx.saved_tensors
+    dout = _reaching(gn_bias, dout)
     planes = _FusedContext.inputs(ctx, x, weight)
     c = _FusedContext.recompute(ctx, *planes, bias)
     if _FusedContext.few_values(ctx, c):
@@ -1018,8 +1110,9 @@ def _lse_backward_in_steps(  # type: ignore[no-untyped-def]
                 f"{_LSE_BACKWARD}: {name} has dtype {kinds[0]}, expected the dtype of statistics, {kinds[1]}"
             )
     act, groups, channels = "tanh+hardswish", [x.shape[0], num_groups, 1], x.shape[1] // num_groups
-    u = (x.to(lse.dtype).reshape(*groups[:2], -1) - mean.view(groups)) * rstd.view(groups)
-    u = u.reshape(x.shape[0], num_groups * channels, -1)
+    positions = math.prod(x.shape[2:])  # by name: -1 says nothing of a tensor without elements
+    grouped = x.to(lse.dtype).reshape(*groups[:2], channels * positions)
+    u = ((grouped - mean.view(groups)) * rstd.view(groups)).reshape(x.shape[0], num_groups * channels, positions)
     if weight is not None:
         u = u * weight.to(u.dtype).view(1, -1, 1)
     if bias is not None:
@@ -1032,16 +1125,52 @@ def _lse_backward_in_steps(  # type: ignore[no-untyped-def]
     return dx + dresidual, dweight, dbias
 
 
-def _refuse_double_backward(name: str) -> None:
-    """A second derivative through a backward op is an error, never a silent zero."""
+def _conv_backward_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    *tensors, stride, padding, dilation, output_padding, groups, transposed, _ = inputs
+    ctx.geometry = stride, padding, dilation, output_padding, groups, transposed
+    ctx.options = keywords
+    ctx.save_for_backward(*tensors)
 
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            f"kgopt::{name} is not differentiable: kgopt has no double backward (create_graph=True). "
-            "Use the plain torch modules where second derivatives are needed."
-        )
 
-    _register_backward(name, backward)
+def _conv_backward_backward(ctx: Any, ddx: Tensor | None, ddweight: Tensor | None, ddbias: Tensor | None) -> Any:
+    """A convolution's gradients are linear in dy, x and weight: what is left are convolutions of the same precision."""
+    dy, x, weight = ctx.saved_tensors
+    needs_dy, needs_x, needs_weight = _needs(ctx, 0, 1, 2)
+    ddy = dx = dweight = None
+    if needs_dy:
+        parts = []
+        if ddx is not None:
+            parts.append(_formulas.convolution(ddx, weight, None, *ctx.geometry, **ctx.options))
+        if ddweight is not None:
+            parts.append(_formulas.convolution(x, ddweight, None, *ctx.geometry, **ctx.options))
+        if ddbias is not None:
+            parts.append(ddbias.view(1, -1, *[1] * (dy.dim() - 2)).expand_as(dy))
+        ddy = functools.reduce(operator.add, parts)
+    options = ctx.options["allow_tf32"], ctx.options["backend"]
+    if needs_x and ddweight is not None:
+        dx, _, _ = _conv_gradients((True, False, False), dy, x, ddweight, ctx.geometry, *options)
+    if needs_weight and ddx is not None:
+        _, dweight, _ = _conv_gradients((False, True, False), dy, ddx, weight, ctx.geometry, *options)
+    return ddy, dx, dweight
+
+
+def _register_second_derivative(name: str) -> None:
+    """Autograd of a backward op: its kernel forward, backward the vector-Jacobian product of its formula."""
+
+    def setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+        ctx.tensors = [i for i, a in enumerate(inputs) if isinstance(a, Tensor)]
+        ctx.rest = [None if isinstance(a, Tensor) else a for a in inputs]
+        ctx.keywords = keywords
+        ctx.save_for_backward(*(inputs[i] for i in ctx.tensors))
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        args = list(ctx.rest)
+        for i, t in zip(ctx.tensors, ctx.saved_tensors, strict=True):
+            args[i] = t
+        wanted = [i for i in ctx.tensors if _needs(ctx, i)[0]]
+        return _vector_jacobian(name, args, ctx.keywords, wanted, grads)
+
+    _register_backward(name, backward, setup)
 
 
 def _register_autograd() -> None:
@@ -1080,10 +1209,12 @@ def _register_autograd() -> None:
     register(f"{_CONV_MEAN}_fwd", _conv_mean_backward, _conv_mean_setup)
     register(f"{_CONV_RELU_NORM}_fwd", _conv_relu_norm_backward, _conv_relu_norm_setup)
     register(f"{_CONV_LSE}_fwd", _conv_lse_backward, _conv_lse_setup)
-    for name in _NO_DOUBLE_BACKWARD:
-        _refuse_double_backward(name)
+    register("conv_backward", _conv_backward_backward, _conv_backward_setup)
+    for name in _BACKWARD_OPS:
+        if name != "conv_backward":
+            _register_second_derivative(name)
     for name in _TWINS:
-        _LIB.impl(name, _differentiable_twin(name), "Autograd")
+        _register_twin(name)
     _LIB.impl(_LSE_BACKWARD, _lse_backward_in_steps, "CPU")
 
 
@@ -1132,31 +1263,44 @@ _IN_STEPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _differentiable_twin(name: str) -> Callable[..., Tensor]:
+def _register_twin(name: str) -> None:
     """A public op's Autograd-key kernel: its _fwd twin where a gradient is needed, else its own kernel."""
     op, twin, in_steps = _op(name).default, _op(f"{name}_fwd").default, _IN_STEPS.get(name)
     record_twin, _ = _AT_AUTOGRAD[f"{name}_fwd"]
-    below = _below(op._op)
+    below = _below(packed(op))
+    redispatch = _below(op.redispatch)
 
     def record(args: Any, kwargs: dict[str, Any]) -> Tensor:
         if in_steps is not None and (args[0].is_cpu or name in _STORED_ON_CUDA):
-            positional, keywords = _with_defaults(op._schema, args, kwargs)
+            positional, keywords = _with_defaults(schema_of(op), args, kwargs)
             return in_steps(*positional, **keywords)
-        if _are_functorch_transforms_active() or _is_tracing():
+        if _exclude_above is None or _are_functorch_transforms_active() or _is_tracing():
             y: Tensor = twin(*args, **kwargs)[0]
         else:
             y = record_twin(args, kwargs)[0]
         return y if y.dtype is args[0].dtype else y.to(args[0].dtype)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if forward_ad._current_level >= 0:
-            _refuse_forward_mode(name, args)
+        if _sharded is not None and _is_sharded(args):
+            return _sharded[1](name, args, kwargs)
+        if (_FORWARD_AD[_LEVEL] >= 0 or _levels_are_hidden()) and _has_tangent(args):
+            return _in_forward_mode(name, args, kwargs)
         if _is_grad_enabled() and _any_requires_grad(*args):
             return record(args, kwargs)
         return below(*args, **kwargs)
 
+    def kernel_without_guards(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if (_is_grad_enabled() and _any_requires_grad(*args)) or (_sharded is not None and _is_sharded(args)):
+            return kernel(*args, **kwargs)
+        if (_FORWARD_AD[_LEVEL] >= 0 or _levels_are_hidden()) and _has_tangent(args):
+            return _in_forward_mode(name, args, kwargs)
+        return redispatch(keyset & _BELOW_AUTOGRAD, *args, **kwargs)
+
     _AT_AUTOGRAD[name] = record, below
-    return kernel
+    if _exclude_above is None:
+        _LIB.impl(name, torch_private.at_autograd(kernel_without_guards), "Autograd", with_keyset=True)
+    else:
+        _LIB.impl(name, kernel, "Autograd")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1258,7 +1402,7 @@ def _norm_mean_in_fp32(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
 
 def _relu_norm_in_fp32(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     """The convolution in the autocast dtype, and an fp32 norm whose fp32 result the fused op could not give."""
-    positional, keywords = _with_defaults(_op(_CONV_RELU_NORM).default._schema, args, kwargs)
+    positional, keywords = _with_defaults(schema_of(_op(_CONV_RELU_NORM).default), args, kwargs)
     x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding, output_padding, groups, dilation, eps = positional
     low = (_cast(t, dtype) for t in (x, weight, bias))
     c = _OPS.conv_transpose3d(*low, stride, padding, output_padding, groups, dilation, **keywords)
@@ -1283,19 +1427,16 @@ def _register_autocast() -> None:
         _CONV_RELU_NORM: _relu_norm_in_fp32,
         _CONV_LSE: _fp32_twin(_CONV_LSE, 3),
     }
-    for device, key, rules in (
-        ("cpu", torch._C.DispatchKey.AutocastCPU, shared | cpu),
-        ("cuda", torch._C.DispatchKey.AutocastCUDA, shared | cuda),
-    ):
-        keys = torch._C.DispatchKeySet(key)
-        _AT_AUTOCAST[device] = {name: _autocast_kernel(rule, device, keys) for name, rule in rules.items()}
+    for device, rules in (("cpu", shared | cpu), ("cuda", shared | cuda)):
+        off = torch_private.without_autocast(device)
+        _AT_AUTOCAST[device] = {name: _autocast_kernel(rule, device, off) for name, rule in rules.items()}
         for name, kernel in _AT_AUTOCAST[device].items():
             _LIB.impl(name, kernel, f"Autocast{device.upper()}")
 
 
-def _autocast_kernel(rule: Callable[..., Any], device: str, key: Any) -> Callable[..., Any]:
+def _autocast_kernel(rule: Callable[..., Any], device: str, off: Callable[[], Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(key):
+        with off():
             return rule(torch.get_autocast_dtype(device), args, kwargs)
 
     return kernel
@@ -1354,7 +1495,7 @@ def _vmap_reduce(name: str, tensors: int) -> Callable[..., Any]:
     op = _op(name)
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        args, keywords = _with_defaults(op.default._schema, args, {})  # type: ignore[assignment]
+        args, keywords = _with_defaults(schema_of(op.default), args, {})  # type: ignore[assignment]
         x_at = 1 if name == "logsumexp_backward" else 0
         sizes = args[1] if name == "mean_backward" else None
         rank = len(sizes) if sizes is not None else args[x_at].dim() - (in_dims[x_at] is not None)
@@ -1420,8 +1561,8 @@ def _register_flops() -> None:
     def register(name: str, transposed: bool) -> None:
         def formula(x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
             rank = len(weight_shape) - 2
-            names = [a.name for a in _op(name).default._schema.arguments]
-            values = {a.name: a.default_value for a in _op(name).default._schema.arguments}
+            names = [a.name for a in schema_of(_op(name).default).arguments]
+            values = {a.name: a.default_value for a in schema_of(_op(name).default).arguments}
             values.update(zip(names[2:], args, strict=False))
             values.update(kwargs)
 
@@ -1450,7 +1591,7 @@ def _register_flops() -> None:
         register_flop_formula(_op(name))(formula)
 
     def of_conv_add(x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        names = [a.name for a in _OPS.conv_add.default._schema.arguments]
+        names = [a.name for a in schema_of(_OPS.conv_add.default).arguments]
         transposed = dict(zip(names[2:], args, strict=False), **kwargs).get("transposed", False)
         sizes = out_shape[0] if isinstance(out_shape[0], (list, tuple)) else out_shape  # with moments
         positions = math.prod(x_shape[2:]) if transposed else math.prod(sizes[2:])
@@ -1460,7 +1601,7 @@ def _register_flops() -> None:
     register_flop_formula(_OPS.conv_add_moments)(of_conv_add)
 
     def of_norm_conv(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        names = [a.name for a in _OPS.group_norm_conv.default._schema.arguments]
+        names = [a.name for a in schema_of(_OPS.group_norm_conv.default).arguments]
         values = dict(zip(names[1:], args, strict=False), **kwargs)
         more = {"transposed": values.get("transposed", False)}
         return of_conv_add(x_shape, values["weight"], out_shape=out_shape, **more)
@@ -1496,7 +1637,7 @@ def _conv_tf32_allowed() -> int:
     What torch.backends.cudnn.conv.fp32_precision reads: it knows of allow_tf32 too, and neither warns nor raises when
     both interfaces were used, as reading allow_tf32 does.
     """
-    return int(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
+    return int(_conv_fp32_precision() == "tf32")
 
 
 _TF32_QUERY = ctypes.CFUNCTYPE(ctypes.c_int)(_conv_tf32_allowed)

@@ -1,9 +1,10 @@
 """Functions with the arguments of :mod:`torch.nn.functional`, on the kernels of kgopt.
 
 Every function takes fp32, bf16, fp16 or fp64 tensors on CPU or CUDA, contiguous or channels_last, and is differentiable
-once (the convolutions twice). Wrong arguments raise ``RuntimeError`` with the argument's name, its value and what was
-expected. ``backend`` picks the convolution: ``"auto"`` (what is faster), ``"kgopt"`` or ``"aten"`` (cuDNN);
-``allow_tf32=None`` follows ``torch.backends.cudnn``.
+to any order, in reverse and forward mode: kernels compute first derivatives in reverse mode, PyTorch's functions all
+others. Wrong arguments raise ``RuntimeError`` with the argument's name, its value and what was expected. ``backend``
+picks the convolution: ``"auto"`` (what is faster), ``"kgopt"`` or ``"aten"`` (cuDNN); ``allow_tf32=None`` follows
+``torch.backends.cudnn``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line, ``python -m kgopt``: demo, bench and info.
+"""The command line, ``python -m kgopt``: demo, bench, fuzz and info.
 
 Each subcommand lives in a module of its own, imported when it runs, so that ``--help`` and ``info`` need nothing beyond
 torch. What a subcommand needs more is named in one line, with the pip command that brings it.
@@ -57,6 +57,22 @@ examples:
 _INFO = """\
 Prints versions, what was compiled into kgopt, the GPUs seen, and for typical convolutions which path an op
 takes on each device, with the reason.
+"""
+
+
+_FUZZ = """\
+Draws calls of every op, function, module and pipeline, and whole networks through kgopt.optimize: dtypes, sizes,
+layouts, values, gradients. Each is checked: against float64 by the tolerance rule (twice PyTorch's own error), NaN and
+infinities in PyTorch's places, equal bits when called twice, PyTorch's shapes, dtypes and strides, PyTorch's refusals
+refused. Each worker is a process of its own: one that dies or hangs is a finding, and the search goes on. Every finding
+is shrunk and printed as Python. The exit status is 1 when there are findings. The same seed draws the same cases,
+however many workers there are.
+
+examples:
+  python -m kgopt fuzz --calls 5000 --seed 1
+  python -m kgopt fuzz --seconds 600 --kind all --gpus 0,1 --workers 24 --json fuzz.json
+  python -m kgopt fuzz --op group_norm --op conv2d --seconds 60
+  python -m kgopt fuzz --case '{"kind": "ops", ...}'
 """
 
 
@@ -136,6 +152,19 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench.set_defaults(done=frozenset(), stop_at=None)  # see run_bench
 
+    fuzz = add("fuzz", "search for faults with random calls and networks", _FUZZ)
+    fuzz.add_argument("--seconds", type=float, metavar="N", help="start no case after N seconds")
+    fuzz.add_argument("--calls", type=int, metavar="N", help="check N cases (default: 2000, without --seconds)")
+    fuzz.add_argument("--seed", type=int, metavar="S", help="of the cases (default: a new one, which is printed)")
+    fuzz.add_argument("--op", action="append", metavar="NAME", help="only this op (may be given several times)")
+    fuzz.add_argument("--kind", choices=["ops", "networks", "all"], default="ops",
+                      help="calls of ops, networks, or both (%(default)s)")  # fmt: skip
+    fuzz.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
+    fuzz.add_argument("--gpus", metavar="LIST", help="the GPUs that the workers share, for example 0,1")
+    fuzz.add_argument("--workers", type=int, metavar="W", help="processes (default: one a core, at most 12 a GPU)")
+    fuzz.add_argument("--json", metavar="F", help="write seed, device, versions, counts and findings here")
+    fuzz.add_argument("--case", metavar="JSON", help="check this case alone, and print it as Python (or a file of it)")
+
     info = add("info", "versions, what was compiled in, GPUs, and which path ops take", _INFO)
     info.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -153,6 +182,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from kgopt.cli.bench import run_bench
 
             return run_bench(args)
+        if args.command == "fuzz":
+            from kgopt.cli.fuzz import run_fuzz
+
+            return run_fuzz(args)
         from kgopt.cli.info import run_info
 
         return run_info(args)

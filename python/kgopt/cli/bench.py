@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from kgopt import torch_private
+from kgopt.accuracy import no_autotuning, round_tf32
 from kgopt.cli import results
 from kgopt.cli._optional import MissingPackageError, progress, progress_note, require
 from kgopt.cli.cases import Case, suite_cases
@@ -27,11 +29,9 @@ from kgopt.cli.measure import (
     DTYPES,
     ErrorMeter,
     gpu_time,
-    no_autotuning,
     note_time,
     peak_memory,
     precision_flags,
-    round_tf32,
     rounded_convolutions,
     time_call,
     within_tolerance,
@@ -174,8 +174,10 @@ class _Replayed(nn.Module):
         return y
 
 
-def _builders(case: Case, settings: Settings) -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """Implementation -> what makes it of the plain model, which is on the device and in its dtype."""
+def _builders(
+    case: Case, settings: Settings, direction: str, x: torch.Tensor
+) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """Implementation -> what makes it of the plain model, which is on the device and in its dtype; x: its input."""
 
     def compiled(mode: str | None) -> Callable[[nn.Module], nn.Module]:
         def build(model: nn.Module) -> nn.Module:
@@ -187,6 +189,12 @@ def _builders(case: Case, settings: Settings) -> dict[str, Callable[[nn.Module],
 
     def same(model: nn.Module) -> nn.Module:
         return model
+
+    def optimized(model: nn.Module) -> nn.Module:
+        import kgopt
+
+        trains = direction != "forward"
+        return kgopt.optimize(model.train(trains), x.clone().requires_grad_(trains))  # type: ignore[no-any-return]
 
     out: dict[str, Callable[[nn.Module], nn.Module]] = {"eager": same}
     if case.layouts:
@@ -204,6 +212,8 @@ def _builders(case: Case, settings: Settings) -> dict[str, Callable[[nn.Module],
         out["kgopt_own"] = lambda model: case.own_kernel(case.kgopt(model))  # type: ignore[misc]
     if case.graph and settings.device.type == "cuda":
         out["kgopt_graph"] = lambda model: _Replayed(case.kgopt(model))
+    if case.optimize:
+        out["kgopt_optimize"] = optimized
     # Eager is what every error is compared with.
     return {name: build for name, build in out.items() if not settings.only or name in ("eager", *settings.only)}
 
@@ -211,26 +221,18 @@ def _builders(case: Case, settings: Settings) -> dict[str, Callable[[nn.Module],
 @contextlib.contextmanager
 def quiet_compiler() -> Iterator[None]:
     """Inductor reports every candidate that it tries; only the time counts here."""
-    level = logging.getLogger("torch._inductor").level
-    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
-    import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor
-    from torch._functorch import config as functorch
-
+    log = logging.getLogger(torch_private.INDUCTOR_LOG)
+    level = log.level
+    log.setLevel(logging.ERROR)
     # One module's code is compiled for many shapes here; past the usual limits it would run eagerly, unseen.
-    patches: list[Any] = [dynamo.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)]
-    if hasattr(inductor, "autotune_num_choices_displayed"):
-        patches.append(inductor.patch(autotune_num_choices_displayed=0))
-    if hasattr(functorch, "donated_buffer"):
-        # The backward of a kept graph runs many times: its buffers must survive the first.
-        patches.append(functorch.patch(donated_buffer=False))
+    settings: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
+    settings["autotune_num_choices_displayed"] = 0
+    settings["donated_buffer"] = False  # the backward of a kept graph runs many times: its buffers survive the first
     try:
-        with contextlib.ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
+        with torch_private.compiler_settings(**settings):
             yield
     finally:
-        logging.getLogger("torch._inductor").setLevel(level)
+        log.setLevel(level)
 
 
 def describe(error: BaseException) -> str:
@@ -342,7 +344,7 @@ def compile_case(case: Case, precision: str, direction: str, settings: Settings)
     with precision_flags(precision), quiet_compiler(), no_autotuning():
         plain = case.plain().to(device=device, dtype=dtype)
         x = _inputs(case, dataclasses.replace(settings, input_sets=1), dtype)[0]
-        for name, build in _builders(case, settings).items():
+        for name, build in _builders(case, settings, direction, x).items():
             if name not in results.COMPILED or settings.is_spent:
                 continue
             start = time.monotonic()
@@ -354,6 +356,12 @@ def compile_case(case: Case, precision: str, direction: str, settings: Settings)
                     Runner(model, [x], direction).run_next()
                 out[name] = Compiled(model, round(time.monotonic() - start, 2))
     return out
+
+
+def _layout_chosen(model: nn.Module) -> str:
+    import kgopt
+
+    return kgopt.report(model).layout  # type: ignore[no-any-return]
 
 
 def measure_case(
@@ -375,11 +383,11 @@ def measure_case(
     rows: dict[str, Row] = {}
     runners: dict[str, Runner] = {}
     if ready is None:
-        torch._dynamo.reset()  # not between two compiled baselines: the first would compile again for its error
+        torch.compiler.reset()  # not between two compiled baselines: the first would compile again for its error
     with precision_flags(precision), quiet_compiler():
         plain = case.plain().to(device=device, dtype=dtype)
         inputs = _inputs(case, settings, dtype)
-        for name, build in _builders(case, settings).items():
+        for name, build in _builders(case, settings, direction, inputs[0]).items():
             row: Row = {
                 "suite": case.suite,
                 "case": case.name,
@@ -422,6 +430,8 @@ def measure_case(
                     took = gpu_time(runner.run_next, device, settings.rep_ms)
                 note_time(row, took)
                 row["peak_bytes"] = peak_memory(runner.run_next, device)
+                if name == "kgopt_optimize":
+                    row["layout_chosen"] = _layout_chosen(model)
                 runners[name] = runner
             except Exception as error:
                 row["failed"] = describe(error)
@@ -504,6 +514,7 @@ def bench_table(groups: list[Group]) -> str:
         "kgopt_channels_last": "kgopt cl",
         "kgopt_own": "own",
         "kgopt_graph": "kgopt graph",
+        "kgopt_optimize": "optimize",
     }
     layouts = "kgopt_channels_last" in present
     speedups = ["x eager", "x compile", *(["x eager cl", "x compile cl"] if layouts else [])]
@@ -531,6 +542,9 @@ def bench_table(groups: list[Group]) -> str:
     return table_of_filled(header, lines)
 
 
+_SLOWER = 1.05  # the module's time, above which kgopt.optimize of the plain model has missed something
+
+
 def _notes(groups: list[Group]) -> list[str]:
     """What failed, each once."""
     notes: dict[str, None] = {}
@@ -541,6 +555,13 @@ def _notes(groups: list[Group]) -> list[str]:
                 unrun += 1  # hundreds, all for the same reason
             elif "failed" in row:
                 notes[f"{_short(group.case)} {group.dtype} {group.direction}, {name}: {row['failed']}"] = None
+        if (ratio := group.optimize_over_module) is not None and ratio > _SLOWER:
+            chosen = group.rows["kgopt_optimize"].get("layout_chosen") or "layout not timed"
+            notes[
+                f"{_short(group.case)} {group.dtype} {group.direction}: kgopt.optimize(plain model) takes {ratio:.2f} "
+                f"times the module's ({chosen})"
+            ] = None
+        for row in group.rows.values():
             if "error_unknown" in row:
                 notes[f"{_short(group.case)} {group.dtype}: no error measured: {row['error_unknown']}"] = None
     if unrun:
@@ -564,7 +585,7 @@ _LEGEND = """
 x eager, x compile (the faster mode): times faster in the same layout, contiguous or channels_last (cl).
 error: relative L2 error against float64, '!' where it exceeds twice eager's (under TF32 the larger of eager's
 and of a convolution that is exact but for the rounding of its operands to TF32).
-peak: memory beyond inputs and parameters."""
+peak: memory beyond inputs and parameters. optimize: kgopt.optimize(plain model, x)."""
 
 _MODELS_LEGEND = """
 optimize: kgopt.optimize(model, example_inputs=x), which picks its layout; backend: torch.compile(backend="kgopt").

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
+from kgopt.accuracy import no_autotuning
 from kgopt.cli import results
 from kgopt.cli._optional import MissingPackageError
 from kgopt.cli.bench import Settings, describe, error_and_peak, quiet_compiler, table_of_filled
@@ -22,7 +23,6 @@ from kgopt.cli.floor import Ceilings, Work
 from kgopt.cli.measure import (
     DTYPES,
     ErrorMeter,
-    no_autotuning,
     note_time,
     peak_memory,
     precision_flags,
@@ -221,7 +221,7 @@ def _empty_after(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -59,6 +59,7 @@ class Case:
     axis: str = ""  # what grows from case to case: "batch" or "edge"
     gpu_clock: bool = False  # timed by the GPU alone, launches hidden; a call's time beside it
     graph: bool = False  # also kgopt's launches replayed as a CUDA graph
+    optimize: bool = False  # also kgopt.optimize(plain model, x), which should be no slower than the kgopt one
     kink: float = 0.0  # error of a gradient that no implementation can avoid (measure.kink_error)
 
     @property
@@ -126,6 +127,7 @@ def _pipeline_case(pipeline: Pipeline) -> Case:
         backward="training",
         max_autotune=True,
         title=pipeline.title,
+        optimize=True,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kgopt._ops import _conv_sizes
+from kgopt.accuracy import no_autotuning, round_tf32
 from kgopt.cli.bench import Settings, describe
 from kgopt.cli.floor import Ceilings, Work
 from kgopt.cli.measure import (
@@ -22,11 +23,9 @@ from kgopt.cli.measure import (
     ErrorMeter,
     Timing,
     gpu_time,
-    no_autotuning,
     note_time,
     peak_memory,
     precision_flags,
-    round_tf32,
     time_call,
     within_tolerance,
 )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import kgopt
+from kgopt.accuracy import no_autotuning, round_tf32
 from kgopt.cli import demo_data
 from kgopt.cli._optional import progress, require
 from kgopt.cli.cases import batch_slices
@@ -20,10 +21,8 @@ from kgopt.cli.environment import build_info, environment, pick_device
 from kgopt.cli.measure import (
     DTYPES,
     ErrorMeter,
-    no_autotuning,
     peak_memory,
     precision_flags,
-    round_tf32,
     rounded_convolutions,
     time_calls,
     within_tolerance,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import kgopt
+from kgopt import torch_private
 from kgopt.cli.environment import build_info, environment
 from kgopt.cli.measure import precision_flags
 from kgopt.cli.models import PIPELINES
@@ -112,6 +113,7 @@ def collect() -> dict[str, Any]:
         "build": build,
         "module": kgopt.__file__,
         "torch": torch.__version__,
+        "torch_private_missing": torch_private.missing(everything=True),
         "torch_cuda": torch.version.cuda,
         "cudnn": where["cudnn"],
         "driver": where["driver"],
@@ -134,6 +136,8 @@ def run_info(args: argparse.Namespace) -> int:
     print(f"kgopt     {facts['kgopt']}" + (f" ({facts['commit']})" if facts["commit"] else "") + f", {facts['module']}")
     print(f"build     {compiled}; needs torch {build.get('torch_target')} or later")
     print(f"torch     {facts['torch']}, CUDA {facts['torch_cuda'] or 'none'}, cuDNN {facts['cudnn'] or 'none'}")
+    for name, instead in facts["torch_private_missing"].items():
+        print(f"          without {name}: {instead}")
     print(f"python    {facts['python']}")
     print(f"cpu       {facts['cpu']}, {facts['cpu_threads']} threads")
     if not facts["gpus"]:

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from kgopt import accuracy, torch_private
+from kgopt.accuracy import round_tf32
+
 __all__ = [
     "DTYPES",
-    "TINY",
     "ErrorMeter",
     "Timing",
     "gpu_time",
     "kink_error",
-    "no_autotuning",
     "note_time",
     "peak_memory",
     "precision_flags",
-    "round_tf32",
     "rounded_convolutions",
     "time_call",
     "time_calls",
@@ -43,10 +43,6 @@ DTYPES = {
     "fp64": torch.float64,
 }
 
-# What is added to twice PyTorch's error: a few roundings of the result, so that a PyTorch result which happens to be
-# exact to the last bit sets no bar of zero.
-TINY = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
@@ -55,16 +51,6 @@ class Timing:
     median_us: float
     p20_us: float
     p80_us: float
-
-
-@contextlib.contextmanager
-def no_autotuning() -> Iterator[None]:
-    """Turns cuDNN's benchmark mode off: for a float64 reference it would try every algorithm too."""
-    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 _CPU_FLUSH_BYTES = 2**26  # written between runs, which empties the caches
@@ -125,7 +111,7 @@ def gpu_time(fn: Callable[[], Any], device: torch.device, rep_ms: float) -> Timi
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
     for begin, end in events:
         flush.zero_()
-        torch.cuda._sleep(cycles)
+        torch_private.keep_busy(cycles)
         begin.record()
         fn()
         end.record()
@@ -213,12 +199,6 @@ def _quiet_stderr() -> Iterator[None]:
         os.close(sink)
 
 
-def round_tf32(x: torch.Tensor) -> torch.Tensor:
-    """x rounded to TF32's ten bits of mantissa, to nearest, in x's dtype."""
-    bits = x.float().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).to(x.dtype)
-
-
 def rounded_convolutions(model: nn.Module) -> nn.Module:
     """A copy whose convolutions have weights rounded to TF32: on a rounded input, what ideal TF32 hardware gives."""
     model = copy.deepcopy(model)
@@ -262,8 +242,8 @@ class ErrorMeter:
 
 
 def within_tolerance(error: float, torch_error: float, dtype: torch.dtype) -> bool:
-    """The rule of the tests: at most twice PyTorch's own error in the same dtype and flags, plus a little."""
-    return error <= 2.0 * torch_error + TINY[dtype]
+    """The rule of :mod:`kgopt.accuracy`; NaN is not within it."""
+    return error <= accuracy.allowed(dtype, torch_error)
 
 
 def kink_error(act: str, shape: Sequence[int]) -> float:

@@ -28,6 +28,7 @@ COLORS = {
     "kgopt_channels_last": "#b4d870",
     "kgopt_own": "#4d7a00",
     "kgopt_graph": "#4d7a00",
+    "kgopt_optimize": "#94b84f",
     "kgopt_compile": "#4d7a00",
     "kgopt_backend": "#94b84f",
 }
@@ -187,7 +188,7 @@ def _bar_panel(axes: Any, group: Group, names: list[str], labels: bool) -> None:
 _MARKERS = {
     "eager": "o", "eager_channels_last": "s", "compile": "^", "compile_channels_last": "v",
     "compile_max_autotune": "P", "kgopt": "D", "kgopt_channels_last": "d", "kgopt_own": "X", "kgopt_compile": "X",
-    "kgopt_backend": "*",
+    "kgopt_backend": "*", "kgopt_graph": "p", "kgopt_optimize": "h",
 }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ IMPLEMENTATIONS = {
     "kgopt_channels_last": "kgopt channels_last",
     "kgopt_own": 'kgopt backend="kgopt"',
     "kgopt_graph": "kgopt as a CUDA graph",
+    "kgopt_optimize": "kgopt.optimize",
     "kgopt_compile": "kgopt.optimize + torch.compile",
     "kgopt_backend": 'torch.compile backend="kgopt"',
 }
@@ -87,6 +88,12 @@ class Group:
     def over_eager(self, layout: str = "") -> float | None:
         """How many times faster than eager kgopt is, in the same layout: contiguous, or "_channels_last"."""
         return self._ratio([f"eager{layout}"], f"kgopt{layout}")
+
+    @property
+    def optimize_over_module(self) -> float | None:
+        """The time of kgopt.optimize(plain model) over that of kgopt's own module."""
+        own, optimized = self.time("kgopt"), self.time("kgopt_optimize")
+        return optimized / own if own and optimized else None
 
     def over_compile(self, layout: str = "") -> float | None:
         """As `over_eager`, to the fastest mode of torch.compile."""

@@ -189,7 +189,7 @@ def measure_shape(
     names = ["eager", *(["compile"] if _compiles(settings) else []), "kgopt"]
     directions = ("forward", "backward")
     if ready is None:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     with quiet_compiler():
         for name in names:
             for direction in directions:

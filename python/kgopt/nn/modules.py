@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kgopt import functional
 from kgopt.reference import ACTIVATIONS
+from kgopt.torch_private import output_padding_of
 
 
 class GroupNorm(torch.nn.GroupNorm):
@@ -54,8 +55,13 @@ class GroupNorm(torch.nn.GroupNorm):
         return super().extra_repr() + ("" if self.act == "none" else f", act={self.act}")
 
 
-def _pad_amounts(module: Any) -> list[int]:
-    return list(module._reversed_padding_repeated_twice)
+def pad_amounts(module: Any) -> list[int]:
+    """As F.pad takes them: before and after, the last dim first. "same" has the smaller half before."""
+    padding = module.padding
+    if not isinstance(padding, str):
+        return [p for p in reversed(padding) for _ in range(2)]
+    totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    return [amount for total in reversed(totals) for amount in (total // 2, total - total // 2)]
 
 
 class Conv2d(torch.nn.Conv2d):
@@ -64,7 +70,7 @@ class Conv2d(torch.nn.Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         padding: Any = self.padding
         if self.padding_mode != "zeros":
-            input = F.pad(input, _pad_amounts(self), mode=self.padding_mode)
+            input = F.pad(input, pad_amounts(self), mode=self.padding_mode)
             padding = 0
         return functional.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
 
@@ -75,15 +81,9 @@ class Conv3d(torch.nn.Conv3d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         padding: Any = self.padding
         if self.padding_mode != "zeros":
-            input = F.pad(input, _pad_amounts(self), mode=self.padding_mode)
+            input = F.pad(input, pad_amounts(self), mode=self.padding_mode)
             padding = 0
         return functional.conv3d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
-
-
-def _output_padding(module: Any, input: Tensor, output_size: list[int] | None, rank: int) -> Any:
-    return module._output_padding(
-        input, output_size, module.stride, module.padding, module.kernel_size, rank, module.dilation
-    )
 
 
 class ConvTranspose2d(torch.nn.ConvTranspose2d):
@@ -91,7 +91,7 @@ class ConvTranspose2d(torch.nn.ConvTranspose2d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution; ``output_size`` picks among the sizes that the stride leaves open."""
-        padding = _output_padding(self, input, output_size, 2)
+        padding = output_padding_of(self, input, output_size)
         before: Any = self.padding  # a tuple: transposed convolutions have no padding="same"
         return functional.conv_transpose2d(
             input, self.weight, self.bias, self.stride, before, padding, self.groups, self.dilation
@@ -103,7 +103,7 @@ class ConvTranspose3d(torch.nn.ConvTranspose3d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution; ``output_size`` picks among the sizes that the stride leaves open."""
-        padding = _output_padding(self, input, output_size, 3)
+        padding = output_padding_of(self, input, output_size)
         before: Any = self.padding
         return functional.conv_transpose3d(
             input, self.weight, self.bias, self.stride, before, padding, self.groups, self.dilation

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from kgopt import functional
 from kgopt.functional import Ints
-from kgopt.nn.modules import Conv2d, Conv3d, ConvTranspose3d, GroupNorm
+from kgopt.nn.modules import Conv2d, Conv3d, ConvTranspose3d, GroupNorm, pad_amounts
 
 
 def _conv_input(conv: Any, x: Tensor) -> tuple[Tensor, Any]:
     """x and the padding that is left to the convolution; other padding modes than zeros go through F.pad."""
     if conv.padding_mode == "zeros":
         return x, conv.padding
-    return F.pad(x, list(conv._reversed_padding_repeated_twice), mode=conv.padding_mode), 0
+    return F.pad(x, pad_amounts(conv), mode=conv.padding_mode), 0
 
 
 class Conv3dGroupNormMean(torch.nn.Module):

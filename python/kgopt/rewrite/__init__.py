@@ -8,8 +8,12 @@ source, backend        the two front ends: Python source and nn.Sequential; capt
 sites, emit            the checks at each call; a chain as ops
 inductor               what compiled code gains after it was traced
 policy                 PyTorch's code or ours: the rule and the measurement
-classes, layout        the classes that modules get; channels_last inside
+whole, fingerprint     what the whole model decides; which models are equal
+verdicts               what was measured, for the process and on disk
+classes, disguise      the classes that modules get; what tools see of them
+layout                 channels_last inside
 api, reporting         kgopt.optimize, restore, report
+transaction            calls and changes that are undone where they fail
 =====================  ==============================================================================================
 """
 
@@ -17,7 +21,8 @@ from kgopt.rewrite import inductor as _inductor
 from kgopt.rewrite.api import optimize, restore
 from kgopt.rewrite.api import report_of as report
 from kgopt.rewrite.reporting import Report, SiteRow
+from kgopt.rewrite.verdicts import forget
 
 _inductor.install()
 
-__all__ = ["Report", "SiteRow", "optimize", "report", "restore"]
+__all__ = ["Report", "SiteRow", "forget", "optimize", "report", "restore"]

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from kgopt.rewrite import classes, formats, glue, layout, policy, source, training
-from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, conv_of, is_trivial, match, why_alone
+from kgopt.rewrite import classes, formats, layout, source
+from kgopt.rewrite.disguise import become, forget_all, original_class
+from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.policy import SiteState
 from kgopt.rewrite.reporting import Report, SiteRow
 from kgopt.rewrite.sites import Site, is_hooked
+from kgopt.rewrite.transaction import all_or_nothing
+from kgopt.rewrite.verdicts import store
+from kgopt.rewrite.whole import Whole
+from kgopt.torch_private import MODULES_ARE_KNOWN
 
+# Two threads that optimize or restore one model take turns; those that call it do not wait.
+_LOCK = threading.RLock()
 _NORMS = (nn.GroupNorm, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -28,6 +35,7 @@ def optimize(
     sites: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] = (),
     measure: bool = True,
+    verdicts: str | os.PathLike[str] | None = None,
     report: bool = False,
 ) -> Any:
     """Makes GroupNorm and InstanceNorm networks faster, in place; returns the same model.
@@ -48,6 +56,9 @@ def optimize(
         sites: names (as in ``named_modules()``, with ``*`` and ``?``) of the norms to handle; all by default.
         exclude: names to leave alone, of norms or of modules that hold them.
         measure: False: take kgopt's ops wherever they apply, without timing anything.
+        verdicts: a folder where measurements are kept for other processes, from now on by all of this one; as the
+            environment variable ``KGOPT_VERDICTS``. In this process they are kept anyway, until :func:`kgopt.forget`:
+            an equal model takes the same paths, and is not measured again.
         report: print :func:`kgopt.report` at the end.
 
     Returns:
@@ -55,7 +66,7 @@ def optimize(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: ``channels_last`` is not True, False or "auto".
+        ValueError: ``channels_last`` is not True, False or "auto"; ``verdicts`` is no folder, and cannot become one.
         RuntimeError: ``example_inputs`` were given while a CUDA graph is captured.
     """
     if not isinstance(model, nn.Module):
@@ -64,22 +75,40 @@ def optimize(
         raise ValueError(f"channels_last is {channels_last!r}, expected True, False or 'auto'")
     if example_inputs is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("example_inputs are measured, which a CUDA graph capture forbids: call optimize before it")
+    if not MODULES_ARE_KNOWN:
+        model.__dict__.setdefault("_kgopt_report", Report(layout="as it was: this torch's modules are not known"))
+        return model
     root = _root(model)
-    refuse = _selector(sites, exclude)
-    rows = _swap(root, refuse, measure)
+    sites = sites if sites is None or isinstance(sites, str) else list(sites)
+    exclude = exclude if isinstance(exclude, str) else list(exclude)
+    if verdicts is not None:
+        store.attach(verdicts)
+    was_on = "_kgopt_layout" in root.__dict__
+    with _LOCK, all_or_nothing(root, lambda: _set_layout(root, was_on)):
+        _optimize(root, example_inputs, channels_last, sites, exclude, measure)
+    if report:
+        print(report_of(model))
+    return model
+
+
+def _optimize(
+    root: nn.Module, example_inputs: Any, channels_last: bool | str, sites: Any, exclude: Any, measure: bool
+) -> None:
+    rows = _swap(root, _selector(sites, exclude), measure)
     found = root.__dict__.setdefault("_kgopt_report", Report())
     # A second call sees what the first one swapped, and keeps what it said about it.
     found.sites = [row for row in found.sites if row.path not in {r.path for r in rows}] + rows
     order = {path: i for i, (path, _) in enumerate(root.named_modules())}
     found.sites.sort(key=lambda row: order.get(row.path, len(order)))
     if example_inputs is not None:
-        _try_out(root, example_inputs, channels_last, measure, found, _selector(None, exclude))
+        options = sites, exclude, channels_last
+        Whole(root, example_inputs, _selector(None, exclude), _set_layout, options).decide(
+            channels_last, measure, found
+        )
     elif channels_last is True:
-        _set_layout(root, True)
-        found.layout = "channels_last, as asked for"
-    if report:
-        print(report_of(model))
-    return model
+        found.layout = layout.ask_for(root, _set_layout)
+    if "_kgopt_layout" in root.__dict__:  # also where it was the faster one: other calls may take other ways
+        root.__dict__["_kgopt_layout"].falls_back = True
 
 
 def restore(model: nn.Module) -> Any:
@@ -88,17 +117,13 @@ def restore(model: nn.Module) -> Any:
     A module that something else has subclassed since (``fully_shard`` does) keeps its class and runs PyTorch's code.
     """
     root = _root(model)
-    _set_layout(root, False)
-    for module in root.modules():
-        original = classes.original_class(module)
-        if original is not None:
-            module.__class__ = original
-        state = module.__dict__.get("_kgopt_state")
-        if original is None and state is not None and hasattr(type(module), "_kgopt_leaf"):
-            state.enabled = False
-            continue
-        for name in [n for n in module.__dict__ if n.startswith("_kgopt_")]:
-            del module.__dict__[name]
+    with _LOCK:
+        _set_layout(root, False)
+        for module in root.modules():
+            original = original_class(module)
+            if original is not None:  # the class first: a call that has begun finds what it looks for, or does without
+                become(module, original)
+            forget_all(module)
     return model
 
 
@@ -116,7 +141,7 @@ def report_of(model: nn.Module) -> Report:
         raise ValueError(f"this {type(root).__name__} was not optimized: call kgopt.optimize(model) first")
     modules = dict(root.named_modules())
     rows = [_measured_row(row, modules.get(row.path)) for row in found.sites]
-    return Report(rows, found.layout, found.glue, found.accuracy)
+    return Report(rows, found.layout, found.glue, found.accuracy, found.whole)
 
 
 def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:
@@ -125,14 +150,16 @@ def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:
         return row
     # The largest chain that was measured, at the shape seen last, is what the row is about.
     trivial = repr(Chain("group")), repr(Chain("instance"))
-    measured = [(name not in trivial, i, m) for i, ((name, *_), m) in enumerate(state.results.items()) if m is not None]
+    results = list(state.results.items())  # another thread may be measuring
+    measured = [(name not in trivial, i, m) for i, ((name, *_), m) in enumerate(results) if m is not None]
     if not measured:
         return row
     result = max(measured, key=lambda item: item[:2])[2]
-    times = {"us_before": result.before * 1e6, "us_after": result.after * 1e6}
+    times: dict[str, Any] = {"us_before": result.before * 1e6, "us_after": result.after * 1e6}
+    times["verdict"] = "known" if result.known else "measured"
     if result.ours(state.hidden):
         if result.busy_before is not None and result.busy_after is not None and result.reason:
-            times = {"us_before": result.busy_before * 1e6, "us_after": result.busy_after * 1e6}
+            times |= {"us_before": result.busy_before * 1e6, "us_after": result.busy_after * 1e6}
             return SiteRow(
                 row.path, row.kind, row.became, row.reason or "times on the GPU: launches are hidden", **times
             )
@@ -186,7 +213,6 @@ def _walk(module: nn.Module, path: str = "", seen: set[int] | None = None) -> It
 def _swap(root: nn.Module, refuse: Callable[[str], str], measure: bool) -> list[SiteRow]:
     modules = list(_walk(root))
     rows: dict[int, SiteRow] = {}
-    fresh: set[int] = set()
     for path, module in modules:
         if not isinstance(module, _NORMS):
             continue
@@ -194,13 +220,11 @@ def _swap(root: nn.Module, refuse: Callable[[str], str], measure: bool) -> list[
             continue  # from an earlier call
         kind = "GroupNorm" if isinstance(module, nn.GroupNorm) else type(module).__name__
         reason = refuse(path) or classes.leaf_reason(module)
-        rows[id(module)] = SiteRow(path, kind, "" if reason else "group_norm", reason)
         if not reason:
-            fresh.add(id(module))
-            module.__class__ = classes.LEAVES[type(module)]
-            module.__dict__["_kgopt_state"] = SiteState(measure=measure)
+            reason = classes.give(module, type(module), (("leaf",),), _kgopt_state=SiteState(measure=measure))
+        rows[id(module)] = SiteRow(path, kind, "" if reason else "group_norm", reason)
     for _, module in modules:
-        if classes.original_class(module) is None and not isinstance(module, (torch.fx.GraphModule, *_NORMS)):
+        if original_class(module) is None and not isinstance(module, (torch.fx.GraphModule, *_NORMS)):
             _rewrite_parent(module, rows)
     for _, module in modules:
         if id(module) in rows and is_hooked(module) and not rows[id(module)].reason:
@@ -217,10 +241,13 @@ def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:
     if not any(id(m) in rows for m in parent.modules() if m is not parent) and not source.converts(parent, cls):
         return
     recipe, found, refused = source.analyze(parent, cls)
+    failed = classes.give(parent, cls, (("source", recipe),)) if recipe else ""
     for in_method in found:
         for path, chains in in_method.chains.items():
             row = rows.get(id(source.child_at(parent, path)))
-            if row is not None and row.became:
+            if row is not None and row.became and failed:
+                row.reason = failed
+            elif row is not None and row.became:
                 _fill(row, chains[0])
         for path, reason in in_method.reasons.items():
             row = rows.get(id(source.child_at(parent, path)))
@@ -230,8 +257,6 @@ def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:
         row = rows.get(id(parent._modules[name]))
         if row is not None and row.became and "→" not in row.kind and not row.reason:
             row.reason = reason
-    if recipe:
-        parent.__class__ = classes.make_class(cls, (("source", recipe),))
 
 
 def _fill(row: SiteRow, chain: Chain) -> None:
@@ -292,318 +317,44 @@ def _rewrite_sequential(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None
         steps += [((name,), None) for name in names[done:]]
         inner = tuple(dict.fromkeys(path[:i] for path in names for i in range(1, len(path))))
         parts = tuple((path, tuple(classes.child(parent, path)._modules)) for path in inner)
-        parent.__dict__["_kgopt_steps"] = classes.Steps(tuple(parent._modules), tuple(steps), parts)
-        parent.__class__ = classes.make_class(type(parent), (("sequential",),))
+        plan = classes.Steps(tuple(parent._modules), tuple(steps), parts)
+        classes.give(parent, type(parent), (("sequential",),), _kgopt_steps=plan)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Layout, measurement and accuracy of the whole
+# Layout
 
 
-def _set_layout(root: nn.Module, on: bool) -> None:
-    """Turns channels_last inside on or off; the class that does the conversion comes and goes with it."""
+def _set_layout(root: nn.Module, on: bool) -> str:
+    """Turns channels_last inside on or off; the class that does the conversion comes and goes with it.
+
+    Returns why it cannot be on; else "".
+    """
     if on == ("_kgopt_layout" in root.__dict__):
-        return
-    made = type(root)
-    original = classes.original_class(root)
+        return ""
+    original, recipe = classes.recipe_of(root)
     if on:
-        recipe = made.__dict__["_kgopt_recipe"] if original is not None else ()
         if isinstance(root, _NORMS):
-            return  # a model of one norm has nothing to gain
-        root.__class__ = classes.make_class(original or made, (*recipe, ("layout",)))
-        root.__dict__["_kgopt_layout"] = layout.convert_parameters(root) or [""]
+            return "a norm alone gains nothing"
+        converted = layout.convert_parameters(root)
+        failed = classes.give(root, original, (*recipe, ("layout",)), _kgopt_layout=layout.Layout(converted))
+        if failed:
+            layout.restore_parameters(root, converted)
+            return failed
     else:
-        layout.restore_parameters(root, root.__dict__.pop("_kgopt_layout"))
-        rest = tuple(part for part in made.__dict__.get("_kgopt_recipe", ()) if part[0] != "layout")
-        if original is not None:
-            root.__class__ = classes.make_class(original, rest) if rest else original
+        classes.give(root, original, tuple(part for part in recipe if part[0] != "layout"))
+        layout.restore_parameters(root, root.__dict__.pop("_kgopt_layout").converted)
     for module in root.modules():
         state = module.__dict__.get("_kgopt_state")
         if state is not None:
             state.keep_format = on
         formats.set_keeps(module, on)
+    return ""
 
 
-def _call_model(root: nn.Module, example: Any) -> Any:
-    if isinstance(example, Mapping):
-        return root(**example)
-    return root(*example) if isinstance(example, (tuple, list)) else root(example)
-
-
-@contextlib.contextmanager
-def _trial(root: nn.Module, grad: bool) -> Iterator[None]:
-    """The model may be called, and afterwards nothing has happened to it."""
-    buffers = {name: b.clone() for name, b in root.named_buffers()}
-    devices = sorted({p.device.index or 0 for p in root.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices), torch.set_grad_enabled(grad):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, b in root.named_buffers():
-                    if name in buffers and b.shape == buffers[name].shape:
-                        b.copy_(buffers[name])
-
-
-@contextlib.contextmanager
-def _original_code(root: nn.Module) -> Iterator[None]:
-    states: list[Any] = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
-    states += map(glue.state_of, glue.modules_of(root))
-    states += map(training.state_of, training.modules_of(root))
-    for state in states:
-        state.enabled = False
-    try:
-        yield
-    finally:
-        for state in states:
-            state.enabled = True
-
-
-def _try_out(
-    root: nn.Module,
-    example: Any,
-    channels_last: bool | str,
-    measure: bool,
-    found: Report,
-    refuse: Callable[[str], str],
-) -> None:
-    """Runs the example inputs: sites measure themselves, layouts are compared, and so is the result."""
-    grad = root.training
-    seed = torch.initial_seed()
-
-    def call() -> Any:
-        with _trial(root, grad):
-            torch.manual_seed(seed)
-            return _call_model(root, example)
-
-    with _original_code(root):
-        expected = call()
-    tensors = [t for t in tree_leaves(expected) if isinstance(t, Tensor)]
-    device = next((t.device for t in tensors), torch.device("cpu"))
-    result = call()
-    states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
-
-    def bare() -> Any:  # what _time_models calls, within one _trial
-        return _call_model(root, example)
-
-    timed = _with_backward(root, bare) if root.training else bare
-    choosing = device.type == "cuda" and measure
-    if channels_last is True:
-        _set_layout(root, True)
-        for state in states:
-            state.forget()
-        found.layout = "channels_last, as asked for"
-        result = call()  # sites measure themselves in this layout
-    if choosing:
-        _find_between(root, call, states, refuse)
-        before = _choose_hidden(root, states, timed, device, always=channels_last == "auto")
-        if channels_last == "auto":
-            result = _try_layout(root, call, timed, before, device, found, result, refuse)
-        result = _try_glue(root, call, timed, device, found, result)
-    found.accuracy = _compare(expected, result)
-    for module in root.modules():
-        # Where nothing was gained the module becomes what it was, so that not even a check stays.
-        state = module.__dict__.get("_kgopt_state")
-        if state is not None and classes.original_class(module) is not None and state.lost_everywhere:
-            module.__class__ = classes.original_class(module)
-
-
-def _find_between(
-    root: nn.Module, call: Callable[[], Any], states: list[policy.SiteState], refuse: Callable[[str], str]
-) -> None:
-    """Measures what stands between the norms, on what it is given where launches are hidden: a norm that runs on
-    PyTorch's code gives other formats and dtypes, at which the measurements would say nothing of a model on kgopt's.
-    """
-    before = [state.hidden for state in states]
-    for state in states:
-        state.hidden = True
-    try:
-        (training if root.training else glue).find(root, call, refuse)
-    finally:
-        for state, hidden in zip(states, before, strict=True):
-            state.hidden = hidden
-
-
-def _time_models(
-    root: nn.Module, first: Callable[[], Any], second: Callable[[], Any], device: torch.device
-) -> tuple[float, float]:
-    """Seconds a call of two forms of the model. On CUDA of a few calls in a row, as models are used: of a single one
-    that finds the GPU idle, the launches of what comes first are most.
-    """
-    row = 3 if device.type == "cuda" else 1
-
-    def in_a_row(form: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> None:
-            for _ in range(row):
-                form()
-
-        return run
-
-    with _trial(root, root.training):
-        before, after = policy.time_both(in_a_row(first), in_a_row(second), device)
-    return before / row, after / row
-
-
-def _choose_hidden(
-    root: nn.Module,
-    states: list[policy.SiteState],
-    timed: Callable[[], Any],
-    device: torch.device,
-    always: bool = True,
-) -> float:
-    """Whether launches are hidden in this model: where sites depend on it, both are timed and the better one stays.
-
-    Returns the model's seconds; without sites that depend on it only if ``always``, else 0.
-    """
-    undecided = [state for state in states if state.undecided]
-    if not undecided:
-        return _time_models(root, timed, timed, device)[0] if always else 0.0
-
-    def shown() -> Any:
-        for state in undecided:
-            state.hidden = False
-        return timed()
-
-    def hidden() -> Any:
-        for state in undecided:
-            state.hidden = True
-        return timed()
-
-    before, after = _time_models(root, shown, hidden, device)
-    for state in undecided:
-        state.hidden = after < before
-    return min(before, after)
-
-
-def _try_layout(
-    root: nn.Module,
-    call: Callable[[], Any],
-    timed: Callable[[], Any],
-    before: float,
-    device: torch.device,
-    found: Report,
-    result: Any,
-    refuse: Callable[[str], str],
-) -> Any:
-    states = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
-    verdicts = [(state.results, state.seen, state.kept_back, state.hidden) for state in states]
-    _set_layout(root, True)
-    for state in states:
-        state.forget()
-    try:
-        other = call()  # sites measure themselves in this layout
-        _find_between(root, call, states, refuse)
-        after = _choose_hidden(root, states, timed, device)
-        why = ""
-    except RuntimeError as error:
-        other, after, why = None, 0.0, str(error).splitlines()[0]
-    times = f"channels_last {after * 1e3:.2f} ms, as it was {before * 1e3:.2f} ms"
-    if not why and after < before:
-        found.layout = f"channels_last: {times}"
-        return other
-    _set_layout(root, False)
-    for state, verdict in zip(states, verdicts, strict=True):
-        state.results, state.seen, state.kept_back, state.hidden = verdict
-    found.layout = f"as it was: channels_last fails: {why}" if why else f"as it was: {times}"
-    return result
-
-
-def _try_glue(
-    root: nn.Module, call: Callable[[], Any], timed: Callable[[], Any], device: torch.device, found: Report, result: Any
-) -> Any:
-    """Whether what stands between the norms makes the whole model faster, in the layout that was chosen.
-
-    A model of many small convolutions may lose more time to looking them up than their biases take: the rest is tried
-    without them, too.
-    """
-    front: Any = training if root.training else glue
-    every = front.modules_of(root)
-    found.glue = ""
-    if not every:
-        return result
-    rest = [m for m in every if conv_of(m) is None]
-
-    def switched(on: list[nn.Module]) -> Callable[[], Any]:
-        switches = [(front.state_of(m), any(m is kept for kept in on)) for m in every]
-
-        def run() -> Any:
-            for state, enabled in switches:
-                state.enabled = enabled
-            return timed()
-
-        return run
-
-    before, after = _time_models(root, switched([]), switched(every), device)
-    kept = every
-    if rest and len(rest) < len(every):
-        again, without = _time_models(root, switched([]), switched(rest), device)
-        before = min(before, again)
-        if without < after:
-            kept, after = rest, without
-    times = f"{after * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"
-    if after >= before:
-        front.forget(root)
-        found.glue = f"left alone: kgopt's are not faster: {times}"
-        return result
-    for module in every:
-        if module not in kept:
-            front.forget(module)
-    for module in kept:
-        front.state_of(module).enabled = True
-    carried = "" if root.training else _try_carrying(root, kept, timed, device)
-    count = "a module" if len(kept) == 1 else f"{len(kept)} modules"
-    found.glue = f"kgopt's in {count}: {times}{carried}"
-    return call()
-
-
-def _try_carrying(root: nn.Module, modules: list[nn.Module], timed: Callable[[], Any], device: torch.device) -> str:
-    """Whether convolutions that compute the moments of their results for the norms behind them make the model faster.
-
-    The calls before have shown whose results norms take.
-    """
-    carriers = [glue.state_of(m).carrier for m in modules if glue.state_of(m).carrier.wanted]
-
-    def switched(on: bool) -> Callable[[], Any]:
-        def run() -> Any:
-            for carrier in carriers:
-                carrier.on = on
-            return timed()
-
-        return run
-
-    if not carriers:
-        return ""
-    before, after = _time_models(root, switched(False), switched(True), device)
-    for carrier in carriers:
-        carrier.on = after < before
-    if after >= before:
-        return ""
-    return f"; moments carried from {len(carriers)} of them: {after * 1e3:.2f} ms, {before * 1e3:.2f} ms without"
-
-
-def _with_backward(root: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call and its backward, which takes two thirds of a training step; alone where somebody watches gradients."""
-    parameters = [p for p in root.parameters() if p.requires_grad]
-    watched = any(p._backward_hooks or type(p.data) is not Tensor for p in parameters)
-    if not parameters or watched or any(m._backward_hooks or m._backward_pre_hooks for m in root.modules()):
-        return call
-
-    def step() -> Any:
-        out = [t for t in tree_leaves(call()) if isinstance(t, Tensor) and t.requires_grad]
-        if out:  # no .grad is written
-            torch.autograd.grad(out, parameters, [torch.ones_like(t) for t in out], allow_unused=True)
-
-    return step
-
-
-def _compare(expected: Any, actual: Any) -> str:
-    """How far the model's outputs on the example inputs are from those of the original code."""
-    pairs = [
-        (e, a)
-        for e, a in zip(tree_leaves(expected), tree_leaves(actual), strict=True)
-        if isinstance(e, Tensor) and e.is_floating_point()
-    ]
-    if not pairs:
-        return "no tensor in the output to compare"
-    worst = max(policy.relative_error(a.detach(), e.detach()) for e, a in pairs)
-    return f"outputs differ from the original's by {worst:.1e} (relative 2-norm)"
+def set_layout(root: nn.Module, on: bool, falls_back: bool = False) -> None:
+    """Turns channels_last inside on or off, in a call of the model: see layout.py."""
+    with _LOCK:
+        _set_layout(root, on)
+        if on:
+            root.__dict__["_kgopt_layout"].falls_back = falls_back

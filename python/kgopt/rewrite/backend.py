@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from kgopt.rewrite import policy
+from kgopt.rewrite import originals, policy
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
 from kgopt.rewrite.patterns import OTHER, UNKNOWN, Match, Node, describe_function, describe_method, match
 from kgopt.rewrite.reporting import Report, SiteRow
+from kgopt.torch_private import compile_graph, schema_of
 
 _LOG = logging.getLogger("kgopt.rewrite")
 
@@ -32,6 +33,9 @@ _CONVS: dict[Any, str] = {
     torch.conv_transpose3d: "conv_transpose3d",
     F.conv_transpose3d: "conv_transpose3d",
 }
+_OVERLOAD = type(torch.ops.aten.relu.default)
+_CONVS = {f: name for f, name in _CONVS.items() if originals.is_torchs(f)}
+_NORMS = {f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance")) if originals.is_torchs(f)}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 last_report = Report()
@@ -59,15 +63,10 @@ def kgopt_backend(
     Returns:
         The compiled function.
     """
-    from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
-
-    config = dict(list_mode_options(mode)) if mode else {}
-    config.update(options or {})
+    config = dict(options or {})
     always = bool(config.pop("kgopt.always", False))
     rewrite_graph(graph, always=always)
-    compiled: Any = compile_fx(graph, list(example_inputs), config_patches=config or None, **kwargs)
-    return compiled
+    return compile_graph(graph, example_inputs, mode, config, **kwargs)
 
 
 def rewrite_graph(graph_module: fx.GraphModule, always: bool = False) -> Report:
@@ -132,15 +131,18 @@ class _Reader:
         named = {k: UNKNOWN if _holds_node(v) else v for k, v in kwargs.items()}
         if node.op == "call_method":
             made = describe_method(str(node.target), constants, named)
+            known = made is not None or node.target == "add"
+            if not known or not originals.untouched(*originals.methods((str(node.target),)))():
+                return Node("value"), []
             if node.target == "add" and len(args) == 2 and isinstance(args[1], fx.Node) and not kwargs:
                 return Node("add"), [x, args[1]]
             return (made, [x]) if made is not None and made.kind != "add" else (Node("value"), [])
+        if node.op == "call_function" and not originals.runs_as_is(node.target):
+            return Node("value"), []
         if node.target in _CONVS:
             return Node("conv", name=_CONVS[node.target]), [x]
-        if node.target is F.group_norm:
-            return Node("norm", name="group"), [x]
-        if node.target is F.instance_norm:
-            return Node("norm", name="instance"), [x]
+        if node.target in _NORMS:
+            return Node("norm", name=_NORMS[node.target]), [x]
         if len(args) == 2 and isinstance(args[1], fx.Node):
             made = describe_function(node.target, [], named)
             return (made, [x, args[1]]) if made is not None and made.kind == "add" else (Node("value"), [])
@@ -301,8 +303,8 @@ def _may_write(node: fx.Node) -> bool:
         return True
     if node.op == "call_function" and getattr(node.target, "__module__", "") in ("_operator", "operator"):
         return str(name).startswith("i") and str(name) not in ("inv", "invert", "index", "indexOf", "is_", "is_not")
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
+    if isinstance(node.target, _OVERLOAD):
+        return bool(schema_of(node.target).is_mutable)
     if any(word in str(name) for word in ("autocast", "set_grad_enabled", "enter", "exit", "functorch")):
         return True
-    return str(name).endswith("_") or isinstance(node.target, torch._ops.HigherOrderOperator)
+    return str(name).endswith("_") or getattr(node.target, "namespace", "") == "higher_order"

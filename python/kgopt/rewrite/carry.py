@@ -13,8 +13,9 @@ import weakref
 from collections import deque
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from kgopt.torch_private import current_stream, version_of
 
 SMALL = 2**25  # bytes of a tensor, below which its second read comes from L2 and one launch more costs as much
 KEPT = 4  # results that are remembered; a norm comes soon after its convolution
@@ -56,14 +57,16 @@ def leave(y: Tensor, carrier: Carrier, moments: Tensor | None) -> None:
     """By a convolution: y is its result."""
     if y.is_inference():  # it does not say when it changes
         return
-    _recent.made.append(_Made(weakref.ref(y), y._version, _stream_of(y), carrier, moments))
+    version = version_of(y)
+    if version is not None:
+        _recent.made.append(_Made(weakref.ref(y), version, _stream_of(y), carrier, moments))
 
 
 def take(x: Tensor) -> Tensor | None:
     """By a norm: the moments of its input; None where nobody kept them."""
     for made in _recent.made:
         if made.tensor() is x:
-            if x._version != made.version or _stream_of(x) != made.stream:
+            if version_of(x) != made.version or _stream_of(x) != made.stream:
                 return None
             made.carrier.wanted = True
             return made.moments
@@ -71,7 +74,7 @@ def take(x: Tensor) -> Tensor | None:
 
 
 def _stream_of(x: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0  # type: ignore[no-any-return]
+    return current_stream(x.get_device()) if x.is_cuda else 0
 
 
 def is_empty() -> bool:

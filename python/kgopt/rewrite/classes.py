@@ -1,76 +1,64 @@
 """The classes that a module gets instead of its own; ``module.__class__ = ...`` keeps everything the instance holds.
 
-A norm gets one of the importable leaf classes. A container or a parent whose code fuses gets a subclass of its own
-class, made here, with the same name; it pickles as (original class, how to make it again).
+Each is a subclass of the module's class, made here, with the same name, and pickles as (original class, how to make it
+again). What tools see of it is :mod:`~kgopt.rewrite.disguise`'s business.
 """
 
 from __future__ import annotations
 
-import copyreg
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from kgopt.rewrite import policy
+from kgopt.rewrite import disguise, originals, policy, sites
+from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.patterns import CONV_MODULES, Chain
-from kgopt.rewrite.sites import Site, is_hooked
-
-_GROUP = Site(Chain("group"), ("norm",))
-_INSTANCE = Site(Chain("instance"), ("norm",))
+from kgopt.rewrite.sites import Site, any_global_hooks, has_own_methods, is_hooked, keeps_format
+from kgopt.rewrite.standing import Standing
 
 
-class OptimizedGroupNorm(nn.GroupNorm):
-    """nn.GroupNorm on kgopt's kernels. Made by :func:`kgopt.optimize`, undone by :func:`kgopt.restore`."""
-
-    _kgopt_original: Any = nn.GroupNorm
-    _kgopt_leaf: Any = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        """nn.GroupNorm's."""
-        return _leaf_forward(self, _GROUP, nn.GroupNorm.forward, input)
+def _norm(norm: Any, site: Site, standing: Standing, x: Tensor) -> Tensor:
+    if site.ready_inside(norm, x):
+        return site.run(norm, x)
+    if standing.is_replaced():
+        return standing.replaced(norm, x)  # type: ignore[no-any-return]
+    return standing.seen(norm, x)  # type: ignore[no-any-return]
 
 
-class OptimizedInstanceNorm2d(nn.InstanceNorm2d):
-    """nn.InstanceNorm2d, as a GroupNorm with a group a channel. Made by :func:`kgopt.optimize`."""
+def _leaf_forward(_kgopt_site: Site, _kgopt_standing: Standing) -> Any:
+    _kgopt_outside, _kgopt_norm = policy.outside_own_modes, _norm
 
-    _kgopt_original: Any = nn.InstanceNorm2d
-    _kgopt_leaf: Any = None
-    _kgopt_rank = 4
+    def forward(self: Any, input: Tensor) -> Tensor:
+        # Hooks run around this forward, so here they are no obstacle.
+        return _kgopt_outside(_kgopt_norm, self, _kgopt_site, _kgopt_standing, input)  # type: ignore[no-any-return]
 
-    def forward(self, input: Tensor) -> Tensor:
-        """nn.InstanceNorm2d's."""
-        return _leaf_forward(self, _INSTANCE, nn.InstanceNorm2d.forward, input)
+    return disguise.as_original(forward, _kgopt_standing.seen)
 
 
-class OptimizedInstanceNorm3d(nn.InstanceNorm3d):
-    """nn.InstanceNorm3d, as a GroupNorm with a group a channel. Made by :func:`kgopt.optimize`."""
+def _leaf(original: Any, norm: str) -> Any:
+    """The class of a norm on kgopt's kernels."""
+    site, standing = Site(Chain(norm), ("norm",)), Standing(original, "forward")
+    site.inside = original
+    forward = _leaf_forward(site, standing)
+    made = disguise.new_class(original, (("leaf",),), {"forward": forward}, equal=True)
+    made._kgopt_leaf = made  # a class made from it, as FSDP2 makes them, does not pass for it
+    standing.hold(made)
+    originals.own((made, "forward"), forward)
+    sites.LEAVES[norm].append(made)
+    return made
 
-    _kgopt_original: Any = nn.InstanceNorm3d
-    _kgopt_leaf: Any = None
-    _kgopt_rank = 5
 
-    def forward(self, input: Tensor) -> Tensor:
-        """nn.InstanceNorm3d's."""
-        return _leaf_forward(self, _INSTANCE, nn.InstanceNorm3d.forward, input)
-
-
+OptimizedGroupNorm = _leaf(nn.GroupNorm, "group")
+OptimizedInstanceNorm2d = _leaf(nn.InstanceNorm2d, "instance")
+OptimizedInstanceNorm3d = _leaf(nn.InstanceNorm3d, "instance")
 LEAVES: dict[type, Any] = {
     nn.GroupNorm: OptimizedGroupNorm,
     nn.InstanceNorm2d: OptimizedInstanceNorm2d,
     nn.InstanceNorm3d: OptimizedInstanceNorm3d,
 }
-for _leaf in LEAVES.values():
-    _leaf._kgopt_leaf = _leaf  # a class made from it, as FSDP2 makes them, does not pass for it
-
-
-def _leaf_forward(norm: Any, site: Site, original: Any, x: Tensor) -> Tensor:
-    # Hooks run around this forward, so here they are no obstacle.
-    return policy.outside_own_modes(_norm, norm, site, original, x)
-
-
-def _norm(norm: Any, site: Site, original: Any, x: Tensor) -> Tensor:
-    return site.run(norm, x) if site.ready_inside(norm, x) else original(norm, x)  # type: ignore[no-any-return]
 
 
 Path = tuple[str, ...]
@@ -95,7 +83,7 @@ class Steps:
 
     def hold(self, sequential: Any) -> bool:
         """Whether the children are still those, and nobody looks at what goes into or comes out of one inside."""
-        if tuple(sequential._modules) != self.names:
+        if tuple(sequential._modules) != self.names or (self.inner and any_global_hooks()):
             return False
         for path, names in self.inner:
             module = child(sequential, path)
@@ -117,18 +105,30 @@ def child(module: Any, path: Path) -> Any:
 
 def runs_like_sequential(module: Any) -> bool:
     """A Sequential that does what nn.Sequential does, by itself or through :func:`sequential_forward`."""
-    if not isinstance(module, nn.Sequential) or "forward" in module.__dict__:
+    if not isinstance(module, nn.Sequential) or "forward" in module.__dict__ or "_call_impl" in module.__dict__:
         return False
     cls: Any = original_class(module) or type(module)
-    return cls.forward is nn.Sequential.forward and getattr(cls, "__iter__", None) is nn.Sequential.__iter__
+    if not originals.AS_CALLED[nn.Sequential]() or cls.forward is not nn.Sequential.forward:
+        return False
+    if cls.__call__ is not nn.Sequential.__call__ or cls._call_impl is not nn.Sequential._call_impl:
+        return False
+    return getattr(cls, "__iter__", None) is nn.Sequential.__iter__
 
 
-def sequential_forward(self: Any, input: Any) -> Any:
-    """nn.Sequential's forward, with neighbours fused where that is possible at this call."""
-    plan = self._kgopt_steps
-    if not plan.hold(self):  # a layer came or went
-        return nn.Sequential.forward(self, input)
-    return policy.outside_own_modes(_run_steps, self, plan, input)
+def _sequential_forward(_kgopt_standing: Standing) -> Any:
+    _kgopt_outside, _kgopt_run, _kgopt_seen = policy.outside_own_modes, _run_steps, _kgopt_standing.seen
+    _kgopt_class, _kgopt_untouched = _kgopt_standing.original, originals.AS_INSIDE[nn.Sequential]
+
+    def forward(self: Any, input: Any) -> Any:
+        if _kgopt_class.forward is not _kgopt_seen:
+            return _kgopt_standing.replaced(self, input)
+        plan = self.__dict__.get("_kgopt_steps")
+        # A layer came or went, or Sequentials do something else now.
+        if plan is None or not _kgopt_untouched() or not plan.hold(self):
+            return _kgopt_seen(self, input)
+        return _kgopt_outside(_kgopt_run, self, plan, input)
+
+    return disguise.as_original(forward, _kgopt_seen)
 
 
 def _run_steps(sequential: Any, plan: Steps, input: Any) -> Any:
@@ -167,7 +167,7 @@ def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any
 
 def _head_behind(self: Any, plan: Steps, i: int, site: Site, norm: Any, x: Tensor) -> Any:
     """The convolution to a few channels that is the next step, where it can run with step i, and its arguments."""
-    if not site.short or not norm._kgopt_state.keep_format or i + 1 == len(plan.steps):
+    if not site.short or not keeps_format(norm) or i + 1 == len(plan.steps):
         return None
     from kgopt.rewrite import glue
 
@@ -177,83 +177,102 @@ def _head_behind(self: Any, plan: Steps, i: int, site: Site, norm: Any, x: Tenso
     return None if head is None else (conv, glue.head_arguments(head))
 
 
-class Optimized:
-    """First base of every class made here: pickling, and silence towards ``__init_subclass__`` of the user's."""
-
-    # No __slots__: with a __dict__ of its own it has the object layout of an nn.Module, which __class__ demands.
-    _kgopt_original: Any
-    _kgopt_recipe: Any
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """A registry of the user's subclasses does not hear of this one."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        made = type(self)
-        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is made:  # type: ignore[attr-defined]
-            arguments = (made._kgopt_original, made._kgopt_recipe, *reduced[1][1:])
-            return (_new, arguments, *reduced[2:])
-        return reduced
-
-
 def _new(original: type, recipe: Any, *args: Any) -> Any:
     """Unpickles an instance; of the original class, where the recipe does not fit the source any more."""
     made = make_class(original, recipe)
     return made.__new__(made, *args)
 
 
-_MADE: weakref.WeakKeyDictionary[type, dict[Any, type]] = weakref.WeakKeyDictionary()
+def _new_ex(original: type, recipe: Any, args: Any, kwargs: Any) -> Any:
+    """The same, of a class whose ``__new__`` takes keywords."""
+    made = make_class(original, recipe)
+    return made.__new__(made, *args, **kwargs)
+
+
+# Weak on both sides: once no module has a made class any more it goes, also from the original's __subclasses__().
+_MADE: weakref.WeakKeyDictionary[type, weakref.WeakValueDictionary[Any, type]] = weakref.WeakKeyDictionary()
 
 
 def make_class(original: Any, recipe: Any) -> Any:
     """The optimized subclass of ``original``; the same for the same recipe.
 
-    A recipe is a tuple of parts: ("glue",), ("training",), ("sequential",), ("source", roles by method),
-    ("layout",); hashable and
-    picklable.
+    A recipe is a tuple of parts: ("leaf",), ("glue",), ("training",), ("sequential",), ("source", roles by method),
+    ("layout",); hashable and picklable. Without a part, and where none fits the code any more, the original.
     """
-    known = _MADE.setdefault(original, {})
-    if recipe not in known:
-        namespace: dict[str, Any] = {}
-        # Wrappers last, whatever the order in which the parts came.
-        for part in sorted(recipe, key=lambda part: {"glue": 1, "training": 1, "layout": 2}.get(part[0], 0)):
-            if part[0] == "sequential":
-                namespace["forward"] = sequential_forward
-            elif part[0] == "source":
-                from kgopt.rewrite import source
-
-                namespace.update(source.rewritten_methods(original, dict(part[1])))
-            elif part[0] == "glue":
-                from kgopt.rewrite import glue
-
-                wrap = glue.conv_forward if original in CONV_MODULES else glue.wrapped_forward
-                namespace["forward"] = wrap(namespace.get("forward", original.forward))
-            elif part[0] == "training":
-                from kgopt.rewrite import training
-
-                wrap = training.conv_forward if original in CONV_MODULES else training.wrapped_forward
-                namespace["forward"] = wrap(namespace.get("forward", original.forward))
-            elif part[0] == "layout":
-                from kgopt.rewrite import layout
-
-                namespace["forward"] = layout.wrapped_forward(namespace.get("forward", original.forward))
+    if not recipe:
+        return original
+    if recipe == (("leaf",),):
+        return LEAVES[original]
+    known = _MADE.setdefault(original, weakref.WeakValueDictionary())
+    made = known.get(recipe)
+    if made is None:
+        stands: dict[str, Standing] = {}
+        namespace = _namespace(original, recipe, lambda name: stands.setdefault(name, Standing(original, name)))
         if not namespace:
             return original
-        namespace.update(
-            __module__=original.__module__,
-            __qualname__=original.__qualname__,
-            __doc__=original.__doc__,
-            _kgopt_original=original,
-            _kgopt_recipe=recipe,
-        )
-        known[recipe] = type(original)(original.__name__, (Optimized, original), namespace)
-    return known[recipe]
+        if "forward" in namespace:
+            namespace["_kgopt_forward"] = namespace["forward"]
+        made = disguise.new_class(original, recipe, namespace, equal=original in CONV_MODULES)
+        for name in stands.keys() & namespace.keys():
+            stands[name].hold(made)
+        known[recipe] = made
+    return made
 
 
-def original_class(module: nn.Module) -> Any:
-    """The class that the module had before optimize; None, where it was not changed."""
-    made = type(module)
-    return made.__dict__.get("_kgopt_original") if "_kgopt_original" in made.__dict__ else None
+def _namespace(original: Any, recipe: Any, stand: Callable[[str], Standing]) -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    wrap: Any = None
+    # Wrappers last, whatever the order in which the parts came.
+    for part in sorted(recipe, key=lambda part: {"glue": 1, "training": 1, "layout": 2}.get(part[0], 0)):
+        if part[0] == "sequential":
+            namespace["forward"] = _sequential_forward(stand("forward"))
+            continue
+        if part[0] == "source":
+            from kgopt.rewrite import source
+
+            namespace.update(source.rewritten_methods(original, dict(part[1]), stand))
+            continue
+        if part[0] == "glue":
+            from kgopt.rewrite import glue
+
+            wrap = glue.conv_forward if original in CONV_MODULES else glue.wrapped_forward
+        elif part[0] == "training":
+            from kgopt.rewrite import training
+
+            wrap = training.conv_forward if original in CONV_MODULES else training.wrapped_forward
+        elif part[0] == "layout":
+            from kgopt.rewrite import layout
+
+            wrap = layout.wrapped_forward
+        namespace["forward"] = wrap(namespace.get("forward", original.forward))
+    if wrap is not None:
+        namespace["forward"] = disguise.running(namespace["forward"], stand("forward"))
+    return namespace
+
+
+def recipe_of(module: nn.Module) -> tuple[Any, tuple[Any, ...]]:
+    """The original class of a module, and how the class that it has was made from it."""
+    original = original_class(module)
+    return (type(module), ()) if original is None else (original, type(module)._kgopt_recipe)  # type: ignore[attr-defined]
+
+
+def give(module: nn.Module, original: Any, recipe: tuple[Any, ...], **knows: Any) -> str:
+    """Gives a module the class of a recipe, and what that class looks for in it.
+
+    Returns why that is impossible, and then nothing has changed; "" when it is done. Other threads may be calling the
+    module: at every moment they find a class and what it looks for.
+    """
+    if recipe and parametrize.is_parametrized(module):  # whose removal deletes from the class that it made
+        return "its tensors are parametrized"
+    try:
+        made = make_class(original, recipe)
+        module.__dict__.update(knows)
+        disguise.become(module, made)
+    except Exception as error:  # whatever a metaclass of the user's comes up with
+        for name in knows:
+            module.__dict__.pop(name, None)
+        return f"the class of a {original.__name__} cannot be replaced: {(str(error) or repr(error)).splitlines()[0]}"
+    return ""
 
 
 def leaf_reason(norm: nn.Module) -> str:
@@ -261,8 +280,10 @@ def leaf_reason(norm: nn.Module) -> str:
     cls = type(norm)
     if cls not in LEAVES:
         return f"{cls.__qualname__} is a subclass of {cls.__mro__[1].__qualname__}, which may do more"
-    if "forward" in norm.__dict__:
+    if "forward" in norm.__dict__ or has_own_methods(norm, cls):
         return "its forward was replaced on the instance"
+    if reason := originals.why_replaced(cls):
+        return reason
     if getattr(norm, "track_running_stats", False):
         return "track_running_stats=True: eval normalizes with running statistics, which is no GroupNorm"
     return ""

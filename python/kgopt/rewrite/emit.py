@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kgopt import _ops as _ops
 from kgopt.rewrite.patterns import CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
+from kgopt.torch_private import without_autocast_on_cuda
 
 _OPS = torch.ops.kgopt
 Call = Callable[..., Any]
@@ -49,11 +50,11 @@ class ConvArgs:
 
     weight: Any
     bias: Any
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
     groups: int
-    output_padding: list[int] | None = None  # of a transposed one
+    output_padding: Sequence[int] | None = None  # of a transposed one
 
 
 @dataclass
@@ -76,11 +77,8 @@ def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
     if torch.compiler.is_compiling():
         with torch.autocast("cuda", enabled=False):
             return function(*args)
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CUDA):
+    with without_autocast_on_cuda():
         return function(*args)
-
-
-_AUTOCAST_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
 
 def emit_kgopt(
@@ -116,7 +114,7 @@ def emit_kgopt(
             tail = (conv.output_padding, conv.groups, conv.dilation)
             x = call(op, x, conv.weight, conv.bias, conv.stride, conv.padding, *tail)
     call_norm = call_norm or call
-    mean_of_all = chain.reduces_all(rank) and chain.post == "none" and not chain.keepdim
+    mean_of_all = chain.reduce == "mean" and chain.reduces_all(rank) and chain.post == "none" and not chain.keepdim
     fold = fold_pre and chain.pre != "none" and not mean_of_all
     if chain.pre != "none" and not fold:
         x = call(_OPS.activation.default, x, chain.pre)

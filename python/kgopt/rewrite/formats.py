@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kgopt.rewrite import originals
 from kgopt.rewrite.layout import FORMATS
 
 
@@ -39,9 +40,12 @@ class Keep:
 
     def keep(self, owner: Any, x: Any) -> Any:
         """``x.contiguous()``; where the model runs in channels_last and x has its channels innermost, dense so."""
-        if keeps(owner) and isinstance(x, Tensor) and _has_channels_innermost(x):
+        if keeps(owner) and isinstance(x, Tensor) and _has_channels_innermost(x) and _is_untouched():
             return x.contiguous(memory_format=FORMATS[x.dim()])
         return x.contiguous()
+
+
+_is_untouched = originals.untouched(*originals.methods(("contiguous",)))
 
 
 def _has_channels_innermost(x: Tensor) -> bool:

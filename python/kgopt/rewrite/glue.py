@@ -21,16 +21,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
+from kgopt import accuracy
 from kgopt._ops import _is_grad_enabled, _len_torch_function_stack
-from kgopt.rewrite import carry, classes, formats, policy, sites
+from kgopt.rewrite import carry, classes, formats, originals, policy, sites, verdicts
+from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.layout import FORMATS as _FORMATS
 from kgopt.rewrite.layout import as_channels_last
+from kgopt.rewrite.originals import OwnMode
 from kgopt.rewrite.patterns import activation_of, conv_of
-from kgopt.rewrite.sites import Site, any_global_hooks, is_hooked
+from kgopt.rewrite.sites import Site, any_global_hooks, has_own_methods, is_as_is, is_hooked, keeps_format
 from kgopt.rewrite.wrapped import Wrapped
+from kgopt.torch_private import below_autograd
 
 _OPS = torch.ops.kgopt
 SMALL = 2**20  # bytes of the result, below which several launches cost more than they save
@@ -111,6 +114,7 @@ def cat_channels_last(tensors: Sequence[Tensor], dim: int = 1) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------------------
 # Which calls
 
+INTERPOLATE, _PAD = F.interpolate, F.pad  # as they are now: a user may replace them
 _CATS = (torch.cat, torch.concat, torch.concatenate)
 _POOLS = {F.max_pool2d: 2, F.max_pool3d: 3}
 _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
@@ -120,7 +124,12 @@ _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
     torch.conv_transpose3d: ("conv_transpose3d", 3, True),
 }
 CONV_FUNCTIONS = {op: function for function, (op, _, _) in _CONVS.items()}
-_FUNCTIONS = frozenset({F.interpolate, F.pad, *_CATS, *_POOLS, *_CONVS})
+_FUNCTIONS = frozenset(f for f in (INTERPOLATE, _PAD, *_CATS, *_POOLS, *_CONVS) if originals.is_torchs(f))
+# By function: whether what it calls is PyTorch's own.
+_UNTOUCHED = {
+    **{f: originals.untouched(*originals.of_function(f)) for f in (INTERPOLATE, _PAD, *_POOLS)},
+    **dict.fromkeys((*_CATS, *_CONVS), originals.untouched()),
+}
 # Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
 NARROW, NARROW_LAST = 32, 128
 FEW = 4  # output channels of group_norm_conv1x1's kernel
@@ -201,10 +210,13 @@ class Call:
 
 def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """The call as one that can be replaced; None where PyTorch must run it, or refuse it."""
+    untouched = _UNTOUCHED.get(func)
+    if untouched is None or not untouched():
+        return None
     try:
-        if func is F.interpolate:
+        if func is INTERPOLATE:
             return _interpolate(*args, **kwargs)
-        if func is F.pad:
+        if func is _PAD:
             return _pad(*args, **kwargs)
         if func in _POOLS:
             return _max_pool(_POOLS[func], *args, **kwargs)
@@ -420,15 +432,26 @@ class ConvPlan:
 PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
 
 
+def is_own_conv(conv: Any) -> bool:
+    """Whether the forward of a convolution module is PyTorch's, for its class and for the instance."""
+    cls = original_class(conv) or type(conv)
+    untouched = originals.AS_INSIDE.get(cls)
+    return untouched is not None and untouched() and not has_own_methods(conv, cls)
+
+
 def plan_of(conv: Any, x: Any) -> ConvPlan | None:
     """The plan for this call; None where PyTorch's code must run. Only with gradients off and nobody looking on."""
+    if not is_own_conv(conv):
+        return None
     if torch.compiler.is_compiling():
         return _compiled_plan(conv, x)
     state = conv.__dict__.get("_kgopt_glue")
     if state is None or not state.enabled or type(x) is not Tensor or policy.is_autocast(x):
         return None
     parameters = conv._parameters
-    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if "weight" not in parameters or "bias" not in parameters:  # pruned, parametrized
+        return None
+    weight, bias = parameters["weight"], parameters["bias"]
     if type(weight) is not nn.Parameter or weight.dtype is not x.dtype:
         return None
     if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not x.dtype):
@@ -471,6 +494,8 @@ def _compiled_plan(conv: Any, x: Any) -> ConvPlan | None:
     state = conv.__dict__.get("_kgopt_glue")
     if state is None or not state.enabled or torch.is_grad_enabled() or not isinstance(x, Tensor):
         return None
+    if policy.wants_torch():
+        return None
     option = state.always.get(x.is_contiguous(), "")
     if option not in ("own", "pointwise", "few"):
         return None
@@ -495,6 +520,7 @@ def as_seen(x: Tensor) -> Tensor:
 
 def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, divisor: float, act: str) -> Tensor:
     """:func:`run_plan` where a compiler looks on. That a norm takes the moments is :mod:`~kgopt.rewrite.inductor`'s."""
+    sites.guard_methods(conv)
     weight, bias = conv.weight, conv.bias
     x, residual = as_seen(x), None if residual is None else as_seen(residual)
     if plan.option == "pointwise":
@@ -524,7 +550,7 @@ def run_plan(
     if carrier is not None and carrier.on:
         y, moments = _conv_add_moments(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
     elif plan.option in ("pointwise", "few"):
-        with torch._C._AutoDispatchBelowAutograd():  # gradients are off; the ops' Python kernels for them take time
+        with below_autograd():  # gradients are off; the ops' Python kernels for them take time
             y = _pointwise(x, weight, bias) if plan.option == "pointwise" else _few(x, weight, bias, plan.rest)
     elif plan.option == "bias" or residual is not None or act != "none":
         y = _conv_add(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
@@ -545,7 +571,7 @@ def _may_plan() -> bool:
     if _is_grad_enabled():
         return False
     if torch.compiler.is_compiling():
-        return True
+        return not originals.is_foreign_mode()
     return not policy.is_watched() and _len_torch_function_stack() <= policy.own_modes.count
 
 
@@ -555,7 +581,7 @@ def only_conv(module: Any) -> Any:
         if is_hooked(module) or len(module._modules) != 1 or "_kgopt_steps" in module.__dict__:
             return None
         module = next(iter(module._modules.values()))
-    return module if conv_of(module) is not None and not is_hooked(module) else None
+    return module if conv_of(module) is not None and is_as_is(module) else None
 
 
 def head_plan(conv: Any, x: Tensor) -> ConvPlan | None:
@@ -594,9 +620,9 @@ class _Normalized:
 def _defer(site: Site, follower: Any, *operands: Any) -> _Normalized | None:
     """A chain's value for later, where ``follower``, which alone reads it, is a convolution that computes both."""
     x, norm = operands[-1], operands[site.norm_at]
-    if not norm._kgopt_state.keep_format or type(x) is not Tensor:
+    if not keeps_format(norm) or type(x) is not Tensor:
         return None
-    if "_kgopt_glue" not in getattr(follower, "__dict__", {}) or conv_of(follower) is None or is_hooked(follower):
+    if "_kgopt_glue" not in getattr(follower, "__dict__", {}) or conv_of(follower) is None or not is_as_is(follower):
         return None
     plan = head_plan(follower, x)
     return None if plan is None else _Normalized(site, norm, operands, plan)
@@ -610,10 +636,14 @@ def with_activation(conv: Any, act: Any, x: Any) -> Tensor | None:
     if "_kgopt_glue" not in getattr(conv, "__dict__", {}) or conv_of(conv) is None or not _may_plan():
         return None
     name = activation_of(act)
-    if name is None or is_hooked(conv) or is_hooked(act) or any_global_hooks():
+    if name is None or not is_as_is(conv) or not is_as_is(act) or any_global_hooks():
         return None
     plan = plan_of(conv, x)
-    return run_plan(conv, x, plan, act=name) if plan is not None and plan.adds else None
+    if plan is None or not plan.adds:
+        return None
+    if torch.compiler.is_compiling():
+        sites.guard_methods(act)
+    return run_plan(conv, x, plan, act=name)
 
 
 def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -624,7 +654,7 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if type(input) is _Normalized:
             return policy.outside_own_modes(input.through, forward, self)
         if torch.compiler.is_compiling():
-            plan = None if args or kwargs else _compiled_plan(self, input)
+            plan = None if args or kwargs or not _may_plan() else plan_of(self, input)
             return forward(self, input, *args, **kwargs) if plan is None else run_plan(self, input, plan)
         if args or kwargs or not _may_plan():
             return forward(self, input, *args, **kwargs)
@@ -654,13 +684,20 @@ class GlueState:
     carrier: carry.Carrier = field(default_factory=carry.Carrier)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"enabled": self.enabled}  # another machine is another measurement
+        # Plans are made anew; another machine is another measurement.
+        devices = verdicts.environments(device for *_, device, _ in self.faster)
+        kept = {"faster": self.faster, "always": self.always, "kinds": self.kinds, "carries": self.carrier.on}
+        return {"enabled": self.enabled, "devices": devices, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(GlueState(state["enabled"]).__dict__)
+        fresh = GlueState(state["enabled"])
+        if verdicts.are_here(state.get("devices")):
+            fresh.faster, fresh.always, fresh.kinds = dict(state["faster"]), dict(state["always"]), state["kinds"]
+            fresh.carrier.on = state["carries"]
+        self.__dict__.update(fresh.__dict__)
 
 
-class _Replace(TorchFunctionMode):
+class _Replace(OwnMode):
     """Runs what was measured to be faster."""
 
     def __init__(self, state: GlueState, keeps: bool = False) -> None:
@@ -669,7 +706,7 @@ class _Replace(TorchFunctionMode):
         self.keeps = keeps
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = originals.genuine(func), kwargs or {}
         if func in _FUNCTIONS:
             call = recognize(func, args, kwargs)
             call = None if call is None else call.inside(self.keeps)
@@ -692,7 +729,7 @@ def _nearest_of_views(x: Tensor, factors: Sequence[int]) -> Tensor:
     return y.reshape(count, *whole, channels).movedim(-1, 1)
 
 
-class _Upsample(TorchFunctionMode):
+class _Upsample(OwnMode):
     """In compiled code: upsampling and joins whose results keep channels_last.
 
     The compiler's own give contiguous tensors of three spatial dims, which the next convolution has converted.
@@ -704,7 +741,7 @@ class _Upsample(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.interpolate or func in _CATS:
+        if func is INTERPOLATE or func in _CATS:
             call = recognize(func, args, kwargs)
             if call is not None and _is_channels_last(call.x):
                 if call.kind == "linear" and "linear" in self.kinds:
@@ -717,7 +754,7 @@ class _Upsample(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Find(TorchFunctionMode):
+class _Find(OwnMode):
     """Measures the calls that can be replaced, and whose they are."""
 
     def __init__(self, modules: dict[int, nn.Module], always: bool) -> None:
@@ -727,18 +764,18 @@ class _Find(TorchFunctionMode):
         self.found: dict[int, dict[Any, str]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = originals.genuine(func), kwargs or {}
         if func in _FUNCTIONS:
             call = recognize(func, args, kwargs)
             owner = None if call is None else innermost(self.modules)
             if call is not None and owner is not None:
                 call = call.inside(formats.keeps(self.modules[owner]))
-                verdicts = self.found.setdefault(owner, {})
-                if call.key not in verdicts:
+                found = self.found.setdefault(owner, {})
+                if call.key not in found:
                     original = functools.partial(func, *args, **kwargs)
-                    verdicts[call.key] = call.options[0] if self.always else _fastest(call, original)
-                if call.keeps and verdicts[call.key]:  # what comes next will be given this format
-                    return call.run(verdicts[call.key])
+                    found[call.key] = call.options[0] if self.always else _verdict(call, original)
+                if call.keeps and found[call.key]:  # what comes next will be given this format
+                    return call.run(found[call.key])
         return func(*args, **kwargs)
 
 
@@ -751,6 +788,15 @@ def innermost(modules: dict[int, nn.Module]) -> int | None:
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def _verdict(call: Call, original: Callable[[], Tensor]) -> str:
+    """:func:`_fastest`, or what it said of an equal call."""
+    x = call.x
+    more = [None if t is None else t.detach() for t in call.more]
+    key = verdicts.key_of("glue", x.device, call.kind, call.argument, call.keeps, x.detach(), more, call.options)
+    option: str = verdicts.store.settle(key, lambda: _fastest(call, original))[0]
+    return option
 
 
 def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
@@ -779,31 +825,39 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, origina
         return torch.equal(expected, actual)
     if call.kind == "conv" and torch.equal(expected, actual):
         return True
-    tiny = policy.TINY.get(call.x.dtype, 1e-2)
     # A corner says what the errors are: convolutions in float64 are slow.
-    part = _corner(call.x)
+    part = corner(call.x, *((call.more[0].shape[2:], call.argument[4]) if call.kind == "conv" else ()))
     small = replace(call, x=part)
     if call.kind == "linear":
         mode = f"{['', 'bi', 'tri'][call.x.dim() - 3]}linear"
 
-        def theirs(x: Tensor) -> Tensor:
+        def theirs(x: Tensor, *more: Any) -> Tensor:
             return F.interpolate(x, scale_factor=2, mode=mode)
     else:
         _, transposed, stride, padding, dilation, output_padding, groups = call.argument[:7]
 
-        def theirs(x: Tensor) -> Tensor:
-            weight, bias = call.more[0].to(x.dtype), None if call.more[1] is None else call.more[1].to(x.dtype)
-            return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+        def theirs(x: Tensor, *more: Any) -> Tensor:
+            return torch.convolution(x, more[0], more[1], stride, padding, dilation, transposed, output_padding, groups)
 
-    exact = theirs(part.double())
-    before, after = policy.relative_error(theirs(part), exact), policy.relative_error(small.run(option), exact)
-    return after <= 2 * before + tiny and policy.relative_error(actual, expected) <= 2 * (before + after) + tiny
+    double = [None if t is None else t.double() for t in call.more]
+    yardstick = [theirs(part, *call.more)]
+    with accuracy.no_autotuning():
+        exact = theirs(part.double(), *double)
+        if call.kind == "conv" and accuracy.may_take_tf32(part):
+            rounded = accuracy.round_tf32(part).double(), accuracy.round_tf32(call.more[0]).double()
+            yardstick.append(theirs(*rounded, double[1]))
+    yardsticks = [accuracy.relative_error(y, exact) for y in yardstick]
+    allowed = accuracy.allowed(part.dtype, *yardsticks)
+    # The whole by the same yardstick: both results are that close to the exact one.
+    is_close = accuracy.relative_error(actual, expected) <= 2 * allowed
+    return is_close and accuracy.relative_error(small.run(option), exact) <= allowed
 
 
-def _corner(x: Tensor) -> Tensor:
-    """Up to 24 positions of every dim, in x's format."""
-    for dim in range(2, x.dim()):
-        x = x.narrow(dim, 0, min(24, x.shape[dim]))
+def corner(x: Tensor, kernel: Sequence[int] = (), dilation: Sequence[int] = ()) -> Tensor:
+    """Of the first sample up to 24 positions of every dim, or as many as a kernel covers, in x's format."""
+    covered = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)] or [0] * (x.dim() - 2)
+    for dim, least in enumerate(covered, 2):
+        x = x.narrow(dim, 0, min(max(24, least), x.shape[dim]))
     return x[:1].contiguous(memory_format=_FORMATS[x.dim()] if _is_channels_last(x) else torch.contiguous_format)
 
 
@@ -814,14 +868,16 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def glue_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             state = self.__dict__.get("_kgopt_glue")
-            if state is None or not (state.enabled and state.kinds) or torch.is_grad_enabled():
+            if state is None or not (state.enabled and state.kinds) or torch.is_grad_enabled() or policy.wants_torch():
+                return forward(self, *args, **kwargs)
+            if originals.is_foreign_mode():
                 return forward(self, *args, **kwargs)
             with _Upsample(state.kinds):
                 return forward(self, *args, **kwargs)
         if torch.is_grad_enabled() or policy.is_watched():
             return forward(self, *args, **kwargs)
         state = self.__dict__.get("_kgopt_glue")
-        if state is None or not state.enabled or not state.faster:
+        if state is None or not state.enabled or not state.faster or originals.is_foreign_mode():
             return forward(self, *args, **kwargs)
         return policy.outside_own_modes(_replacing, state, forward, self, *args, **kwargs)
 
@@ -844,18 +900,18 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
     with _Find(modules, always) as mode:
         call()
     count = 0
-    for owner, verdicts in mode.found.items():
+    for owner, found in mode.found.items():
         module = modules[owner]
-        if not any(verdicts.values()) or unwanted(names[owner]) or "forward" in module.__dict__:
+        if not any(found.values()) or unwanted(names[owner]) or "forward" in module.__dict__:
             continue
         state = _wrapped.add(module, GlueState)
-        state.faster.update(verdicts)
+        state.faster.update(found)
         state.always = {}
         for (*_, contiguous), option in state.faster.items():
             state.always[contiguous] = option if state.always.get(contiguous, option) == option else ""
         state.kinds = _compiled_kinds(state.faster)
         state.plans.clear()
-        count += sum(map(bool, verdicts.values()))
+        count += sum(map(bool, found.values()))
     return count
 
 
@@ -872,4 +928,4 @@ def _compiled_kinds(faster: dict[Any, str]) -> tuple[str, ...]:
 
 
 _wrapped: Wrapped[GlueState] = Wrapped("glue")
-modules_of, state_of, forget = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget
+modules_of, state_of, forget, adopt = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget, _wrapped.adopt

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from kgopt._after_import import after_import
+from kgopt.torch_private import INDUCTOR_PATTERNS, inductor_patterns
 
 _OPS = torch.ops.kgopt
 _MADE = _OPS.conv_add_moments.default
@@ -60,18 +61,17 @@ def _give(graph: fx.Graph, node: fx.Node) -> None:
 
 def _register() -> None:
     """As patterns of Inductor's own pass: its hooks for passes of others hold one each, which is the user's."""
-    try:
-        from torch._inductor.fx_passes.post_grad import pass_patterns
-        from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
-    except ImportError:
-        return  # an Inductor that has them elsewhere: there norms read their input for statistics
+    found = inductor_patterns()
+    if found is None:
+        return
+    pass_patterns, call_of, register_graph_pattern = found
 
     def replace(match: Any, *args: Any, **kwargs: Any) -> None:
         _give(match.graph, match.output_node())
 
     for target in (_NORM, *_HEADS):
         register_graph_pattern(
-            CallFunctionVarArgs(target),
+            call_of(target),
             extra_check=lambda match: _takes(match.output_node()),
             pass_dict=pass_patterns[0],
         )(replace)
@@ -79,4 +79,4 @@ def _register() -> None:
 
 def install() -> None:
     """Once Inductor is there: importing it takes a second."""
-    after_import("torch._inductor.fx_passes.post_grad", _register)
+    after_import(INDUCTOR_PATTERNS, _register)

@@ -1,18 +1,23 @@
 """channels_last(_3d) inside, the caller's formats outside.
 
 The root gets a forward that converts what comes in and, where the caller gave contiguous tensors, what goes out; the
-parameters of convolutions are stored channels_last, as the same Parameter objects.
+parameters of convolutions are stored channels_last, as the same Parameter objects. A model that takes no other strides
+than its author saw (``x.view(n, -1)`` of a feature map) goes back to its own layout at the first call that fails.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.nn.parameter import is_lazy
+
+from kgopt.torch_private import tree_map, version_of
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -27,47 +32,175 @@ def as_channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=FORMATS[x.dim()]) if x.dim() in FORMATS else x
 
 
+@dataclass
+class Layout:
+    """What the root of a model that runs in channels_last knows."""
+
+    converted: list[str]  # names of the weights that were contiguous before
+    # A call that fails for the strides runs again in the model's own layout, for good.
+    falls_back: bool = field(default=False, compare=False)
+    worked: set[Any] = field(default_factory=set, compare=False)  # kinds of calls that did not fail
+
+
+def ask_for(root: nn.Module, set_layout: Callable[[nn.Module, bool], str]) -> str:
+    """Turns it on because the user says so; what the report says of it."""
+    failed = set_layout(root, True)
+    if failed:
+        return f"as it was: {failed}"
+    root.__dict__["_kgopt_layout"].falls_back = True
+    return "channels_last, as asked for"
+
+
 def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` on channels_last tensors, with the caller's formats outside."""
 
     @functools.wraps(forward)
     def channels_last_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._kgopt_layout:
+        state: Layout | None = self.__dict__.get("_kgopt_layout")
+        if state is None:
             return forward(self, *args, **kwargs)
-        given = False  # did the caller use channels_last?
-
-        def convert(x: Any) -> Any:
-            nonlocal given
-            if not isinstance(x, Tensor) or x.dim() not in FORMATS or not x.is_floating_point():
-                return x
-            given = given or _is_channels_last(x)
-            return as_channels_last(x)
-
-        def back(x: Any) -> Any:
-            if isinstance(x, Tensor) and x.dim() in FORMATS and _is_channels_last(x):
-                return x.contiguous()
-            return x
-
-        args, kwargs = tree_map(convert, (args, kwargs))
-        result = forward(self, *args, **kwargs)
-        return result if given else tree_map(back, result)
+        if torch.compiler.is_compiling() or not state.falls_back:
+            return _inside(forward, self, args, kwargs)
+        kind = self.training, torch.is_grad_enabled()
+        put_back = _before(self) if kind not in state.worked else None
+        try:
+            result = _inside(forward, self, args, kwargs)
+        except RuntimeError as error:
+            about_strides = re.search("stride|contiguous|view|memory.?format", str(error))
+            if about_strides is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            if put_back is not None:
+                put_back()
+            return _outside(forward, self, args, kwargs, str(error).splitlines()[0])
+        state.worked.add(kind)
+        return result
 
     return channels_last_forward
 
 
+def _inside(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+    given = _Given()
+    converted = tuple(map(given.convert, args)), {name: given.convert(value) for name, value in kwargs.items()}
+    result = forward(module, *converted[0], **converted[1])
+    given.hand_back()
+    return tree_map(given.back, result)
+
+
+class _Given:
+    """What the caller gave, and what of it was converted; what the model writes to a copy goes back to the caller's."""
+
+    def __init__(self) -> None:
+        self.is_channels_last = False  # did the caller use it?
+        self.tensors: list[tuple[Tensor, Tensor, int]] = []  # the caller's, ours, its version
+        self.containers: list[tuple[Any, Any, Any]] = []  # the caller's, ours, what was in it
+
+    def convert(self, value: Any) -> Any:
+        """An argument in channels_last; the very same object, where nothing in it needs to be converted."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if type(value) is list or type(value) is dict:
+            own = list(value.values()) if isinstance(value, dict) else value
+            items = [self.convert(v) for v in own]
+            if all(a is b for a, b in zip(items, own, strict=True)):
+                return value
+            made: Any = dict(zip(value, items, strict=True)) if isinstance(value, dict) else items
+            self.containers.append((value, made, made.copy()))
+            return made
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        count = len(self.tensors)
+        other = tree_map(self._tensor, value)
+        return value if len(self.tensors) == count else other
+
+    def _tensor(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() not in FORMATS or not x.is_floating_point():
+            return x
+        self.is_channels_last = self.is_channels_last or _is_channels_last(x)
+        y = as_channels_last(x)
+        if y is not x:
+            self.tensors.append((x, y, _version(y)))
+        return y
+
+    def hand_back(self) -> None:
+        """Writes to the caller's tensors, lists and dicts what the model wrote to ours."""
+        for x, y, version in self.tensors:
+            if _version(y) != version:
+                x.copy_(y)
+        for theirs, ours, before in self.containers:
+            if type(ours) is list:
+                if len(ours) != len(before) or not all(a is b for a, b in zip(ours, before, strict=True)):
+                    theirs[:] = [self._own(item) for item in ours]
+            elif list(ours) != list(before) or not all(ours[key] is before[key] for key in before):
+                items = {key: self._own(item) for key, item in ours.items()}
+                theirs.clear()
+                theirs.update(items)
+
+    def _own(self, value: Any) -> Any:
+        for x, y, _ in self.tensors:
+            if y is value:
+                return x
+        return value
+
+    def back(self, x: Any) -> Any:
+        """A result as the caller expects it."""
+        if not isinstance(x, Tensor) or x.dim() not in FORMATS:
+            return x
+        # Where nobody counts what is written to ours, the caller's own tensor may not have it.
+        own = self._own(x) if _counts(x) else x
+        return own if own is not x or self.is_channels_last or not _is_channels_last(x) else x.contiguous()
+
+
+def _counts(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and not x.is_inference()
+
+
+def _version(x: Tensor) -> int:
+    """How often x was written to; 0 where nobody counts."""
+    return (version_of(x) or 0) if _counts(x) else 0
+
+
+def _outside(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any, why: str) -> Any:
+    """The call in the model's own layout, which stays if the call succeeds: then it was channels_last that failed."""
+    from kgopt.rewrite import api
+
+    api.set_layout(module, False)
+    try:
+        result = forward(module, *args, **kwargs)
+    except BaseException:
+        api.set_layout(module, True, falls_back=True)
+        raise
+    report = module.__dict__.get("_kgopt_report")
+    if report is not None:
+        report.layout = f"as it was: channels_last fails: {why}"
+    return result
+
+
+def _before(module: nn.Module) -> Callable[[], None] | None:
+    """Undoes what a call does to buffers and the random state; None where the call is only recorded."""
+    from kgopt.rewrite import policy, transaction
+
+    if policy.is_watched() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return None
+    return transaction.snapshot(module)
+
+
 def convert_parameters(model: nn.Module) -> list[str]:
     """Stores the weights of convolutions channels_last; the names of those that were contiguous before."""
-    changed = []
-    for path, module in model.named_modules():
-        weight = module._parameters.get("weight") if isinstance(module, _CONVS) else None
-        if weight is None or type(weight.data) is not Tensor or not weight.is_contiguous():
-            continue
-        converted = weight.data.contiguous(memory_format=FORMATS[weight.dim()])
-        if converted.is_contiguous():
-            # 1x1 kernels: both at once, but the strides say channels_last.
-            converted = torch.empty_like(weight.data, memory_format=FORMATS[weight.dim()]).copy_(weight.data)
-        weight.data = converted
-        changed.append(f"{path}.weight" if path else "weight")
+    changed: list[str] = []
+    try:
+        for path, module in model.named_modules():
+            weight = module._parameters.get("weight") if isinstance(module, _CONVS) else None
+            if weight is None or is_lazy(weight) or type(weight.data) is not Tensor or not weight.is_contiguous():
+                continue
+            converted = weight.data.contiguous(memory_format=FORMATS[weight.dim()])
+            if converted.is_contiguous():
+                # 1x1 kernels: both at once, but the strides say channels_last.
+                converted = torch.empty_like(weight.data, memory_format=FORMATS[weight.dim()]).copy_(weight.data)
+            weight.data = converted
+            changed.append(f"{path}.weight" if path else "weight")
+    except BaseException:  # memory ran out, or the user lost patience
+        restore_parameters(model, changed)
+        raise
     return changed
 
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from kgopt.rewrite import originals
+from kgopt.rewrite.disguise import original_class
 
 CONV_MEAN = "conv3d_group_norm_mean"
 CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
@@ -36,10 +39,13 @@ class Chain:
     reduce: str = ""  # "mean" or "logsumexp"
     dims: tuple[int, ...] | None = None  # of the reduction; None: every dim but the batch
     keepdim: bool = False
+    # The one op that computes all of it, where there is one (and where the input has the usual rank).
+    fused_op: str = field(init=False, repr=False, compare=False, default="")
 
-    @property
-    def fused_op(self) -> str:
-        """The one op that computes all of it, where there is one (and where the input has the usual rank)."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fused_op", self._find_fused_op())  # once: eager calls ask for it
+
+    def _find_fused_op(self) -> str:
         if self.norm != "group":
             return ""
         plain = not self.residual and self.post == "none"
@@ -214,7 +220,7 @@ def _residual(norm: Node, conv: Node | None, pre: list[Node], post: list[Node], 
         return None
     tail = _reduction(add)
     found = _build(norm, conv, pre, post, tail)
-    chain = Chain(**{**found.chain.__dict__, "residual": True})
+    chain = replace(found.chain, residual=True)
     if not chain.fused_op:
         return None
     return Match(chain, [conv, norm, *post, add, *tail], conv.inputs[0], norm)
@@ -301,6 +307,11 @@ ACTIVATION_FUNCTIONS: dict[Any, Callable[..., tuple[str | None, bool]]] = {
     F.mish: _switch("mish"),
     F.softplus: _softplus,
 }
+# As they are now. What stood in their place by then is not PyTorch's, and means nothing here.
+ACTIVATION_FUNCTIONS = {f: rule for f, rule in ACTIVATION_FUNCTIONS.items() if originals.is_torchs(f)}
+_MEAN, _LOGSUMEXP, _FLATTEN, _ADD = (
+    f if originals.is_torchs(f) else None for f in (torch.mean, torch.logsumexp, torch.flatten, torch.add)
+)
 
 ACTIVATION_METHODS: dict[str, Callable[..., tuple[str | None, bool]]] = {
     "relu": _fixed("relu"),
@@ -325,6 +336,22 @@ _ACTIVATION_MODULES: dict[type, Callable[[Any], str | None]] = {
     nn.Softplus: lambda m: "softplus" if (m.beta, m.threshold) == (1, 20) else None,
 }
 
+# By what a role says; GELU's two ways are one class's.
+ACTIVATION_CLASSES: dict[str, type] = {
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": nn.GELU,
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "hardswish": nn.Hardswish,
+    "hardtanh": nn.Hardtanh,
+    "elu": nn.ELU,
+    "mish": nn.Mish,
+    "softplus": nn.Softplus,
+}
+
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 CONV_MODULES: dict[type, str] = {
@@ -337,8 +364,7 @@ CONV_MODULES: dict[type, str] = {
 
 def conv_of(module: Any) -> str | None:
     """Which convolution exactly this module is, also where its class was replaced by rewrite/glue.py."""
-    cls = type(module)
-    return CONV_MODULES.get(cls.__dict__.get("_kgopt_original", cls))
+    return CONV_MODULES.get(original_class(module) or type(module))
 
 
 def activation_of(module: Any) -> str | None:
@@ -373,6 +399,8 @@ def describe_function(function: Any, args: Sequence[Any], kwargs: dict[str, Any]
     """The node that a call makes, without its inputs; ``args`` are those after the tensors."""
     if any(a is UNKNOWN for a in (*args, *kwargs.values())):
         return None
+    if function is None:
+        return None
     try:
         rule = ACTIVATION_FUNCTIONS.get(function)
     except TypeError:  # not hashable
@@ -380,13 +408,13 @@ def describe_function(function: Any, args: Sequence[Any], kwargs: dict[str, Any]
     try:
         if rule is not None:
             return _activation(rule, args, kwargs)
-        if function is torch.mean:
+        if function is _MEAN:
             return _reduce("mean", *args, **kwargs)
-        if function is torch.logsumexp:
+        if function is _LOGSUMEXP:
             return _reduce("logsumexp", *args, **kwargs)
-        if function is torch.flatten:
+        if function is _FLATTEN:
             return _flatten(*args, **kwargs)
-        if function in (torch.add, operator.add) and not args and kwargs.get("alpha", 1) == 1 and len(kwargs) <= 1:
+        if function in (_ADD, operator.add) and not args and kwargs.get("alpha", 1) == 1 and len(kwargs) <= 1:
             return Node("add") if not kwargs or "alpha" in kwargs else None
     except TypeError:  # arguments that the function does not have: it says so itself when it runs
         return None

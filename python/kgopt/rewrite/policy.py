@@ -2,15 +2,16 @@
 
 The rule, in the order in which it is applied:
 
-1. Measured at this shape, dtype, layout and need of a gradient: the faster one, if ours is as accurate as PyTorch's
-   own error (``e(kgopt) <= 2 e(PyTorch) + tiny`` against float64). A call lasts as long as the slower of its launch and
-   its work on the GPU. In a model that keeps the GPU busy launches are hidden, and only the work counts: in compiled
-   code always, in eager code where the whole model was measured faster so (``SiteState.hidden``).
+1. Measured at this shape, dtype, layout and need of a gradient: the faster one, if ours is accurate by the rule of
+   :mod:`kgopt.accuracy`. A call lasts as long as the slower of its launch and its work on the GPU. In a model that
+   keeps the GPU busy launches are hidden, and only the work counts: in compiled code always, in eager code where the
+   whole model was measured faster so (``SiteState.hidden``).
 2. Not measured, on CUDA: ours.
 3. Not measured, on the CPU: PyTorch's, which a compiler fuses with what is around it.
 
-A site is measured when it first sees a shape (with ``example_inputs``: theirs), at most :data:`SHAPES` times. Later
-calls read a dictionary: nothing is timed and no stream is synchronized.
+A site is measured when it first sees a shape (with ``example_inputs``: theirs), at most :data:`SHAPES` times, unless
+an equal one was before (:mod:`~kgopt.rewrite.verdicts`). Later calls read a dictionary: nothing is timed and no stream
+is synchronized.
 """
 
 from __future__ import annotations
@@ -18,27 +19,37 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from kgopt import accuracy
 from kgopt._ops import (
     _are_functorch_transforms_active,
+    _conv_tf32_allowed,
     _is_any_autocast_enabled,
     _is_autocast_enabled,
     _is_compiling,
     _is_tracing,
     _len_torch_dispatch_stack,
+    _len_torch_function_stack,
 )
+from kgopt.rewrite import verdicts
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt, run_torch
+from kgopt.rewrite.layout import FORMATS
 from kgopt.rewrite.patterns import Chain
+from kgopt.torch_private import (
+    FORWARD_AD,
+    LEVEL,
+    MODES_CAN_WAIT,
+    keep_busy,
+    pop_torch_function_stack,
+    push_on_torch_function_stack,
+)
 
-# What rounding alone explains where PyTorch happens to be exact.
-TINY = {torch.float64: 1e-11, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-REFERENCE_ELEMENTS = 2**26  # of x, above which a float64 reference is too dear and the two results are compared
+REFERENCE_ELEMENTS = 2**26  # of x, above which a float64 reference is too dear: a part of x says what the errors are
 SHAPES = 8  # at which a chain is measured; a model that sees a new size at every call is not held up at each
 LONG = 0.2  # seconds: what takes longer is timed once
 
@@ -50,6 +61,7 @@ class _OwnModes(threading.local):
 
 
 own_modes = _OwnModes()
+_claiming = threading.Lock()
 
 
 def outside_own_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -57,15 +69,15 @@ def outside_own_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
     count = own_modes.count
-    if not count or torch._C._len_torch_function_stack() != count:
+    if not count or not MODES_CAN_WAIT or _len_torch_function_stack() != count:
         return function(*args, **kwargs)
-    modes = [torch._C._pop_torch_function_stack() for _ in range(count)]
+    modes = [pop_torch_function_stack() for _ in range(count)]
     own_modes.count = 0
     try:
         return function(*args, **kwargs)
     finally:
         for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)
+            push_on_torch_function_stack(mode)
         own_modes.count = count
 
 
@@ -76,8 +88,15 @@ def is_watched() -> bool:
         or _is_tracing()
         or _are_functorch_transforms_active()
         or _len_torch_dispatch_stack()
-        or forward_ad._current_level >= 0
+        or FORWARD_AD[LEVEL] >= 0
     )
+
+
+def wants_torch() -> bool:
+    """What is recorded shall hold PyTorch's own ops: a TorchScript or ONNX file goes where kgopt is not."""
+    if _is_compiling():  # Dynamo cannot look at the exporter's flag
+        return not torch.compiler.is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
+    return _is_tracing()  # type: ignore[no-any-return]
 
 
 def is_autocast(x: Tensor) -> bool:
@@ -91,12 +110,13 @@ class Measured:
 
     before: float
     after: float
-    error_before: float
+    error_before: float  # the yardstick of kgopt.accuracy: PyTorch's, or that of an ideal TF32 product
     error_after: float
     reason: str = ""  # why ours was not taken; "": it was
     # Work on the GPU alone, where ours lost by the time of a call.
     busy_before: float | None = None
     busy_after: float | None = None
+    known: bool = False  # by an earlier measurement of an equal site
 
     def ours(self, hidden: bool) -> bool:
         """Whether ours runs; ``hidden``: where launches are."""
@@ -120,28 +140,45 @@ class SiteState:
     seen: dict[str, int] = field(default_factory=dict)  # how often each chain was measured
     kept_back: set[str] = field(default_factory=set)  # chains for which PyTorch's work was the shorter one, somewhere
 
+    def claim(self) -> bool:
+        """Whether this thread may measure now: one at a time, and what is called meanwhile does not."""
+        with _claiming:
+            claimed = self.measure is True
+            if claimed:
+                self.measure = None
+            return claimed
+
     @property
     def lost_everywhere(self) -> bool:
         """Whether PyTorch's code was the better one in every measurement."""
-        measured = [m for m in self.results.values() if m is not None]
+        measured = [m for m in list(self.results.values()) if m is not None]
         return bool(measured) and not any(m.ours(self.hidden) for m in measured)
 
     @property
     def undecided(self) -> bool:
         """Whether it matters here if launches are hidden."""
-        return any(m is not None and m.reason and m.ours_if_hidden for m in self.results.values())
+        return any(m is not None and m.reason and m.ours_if_hidden for m in list(self.results.values()))
 
     def forget(self) -> None:
         """Measures again at the next call."""
         self.results, self.seen, self.kept_back, self.hidden = {}, {}, set(), False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another machine is another measurement.
-        return {"measure": self.measure is not False, "enabled": self.enabled, "keep_format": self.keep_format}
+        # A copy finds the measurements among the verdicts, as an equal model does. Another machine is another
+        # measurement, of the whole model too.
+        state: dict[str, Any] = {
+            "measure": self.measure is not False,
+            "enabled": self.enabled,
+            "keep_format": self.keep_format,
+        }
+        if self.hidden:
+            state["hidden"] = verdicts.environments(device for _, _, _, device, *_ in self.results)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(SiteState().__dict__)
         self.__dict__.update(state)
+        self.hidden = verdicts.are_here(state.get("hidden"))
 
 
 _UNSEEN: Any = object()
@@ -180,18 +217,22 @@ def choose(
     if _is_compiling():  # compiled code serves many sizes, so any verdict on the chain counts
         return name not in state.kept_back if name in state.seen else default(x.device.type)
     grad, device = needs_grad(x, norm, conv), x.device
-    key = (name, x.shape, x.dtype, device, x.is_contiguous(), grad, is_autocast(x))
+    cast = torch.get_autocast_dtype(device.type) if is_autocast(x) else None
+    # Norms take no TF32, and ask no switch at each call.
+    tf32 = conv is not None and x.dtype is torch.float32 and bool(_conv_tf32_allowed())
+    key = (name, x.shape, x.dtype, device, x.is_contiguous(), grad, cast, tf32)
     found = state.results.get(key, _UNSEEN)
     if found is not _UNSEEN:
         return default(device.type) if found is None else found.ours(state.hidden)
     if state.seen.get(name, 0) >= SHAPES or not may_measure(x):
         return default(x.device.type)
+    if not state.claim():
+        return default(x.device.type)
     state.seen[name] = state.seen.get(name, 0) + 1
-    state.measure = None  # what is called while measuring does not measure
     try:
-        measured = state.results[key] = measure(chain, x, conv, norm, grad, state.keep_format, checks, call)
+        measured = state.results[key] = _verdict(chain, x, conv, norm, grad, state.keep_format, checks, call)
     finally:
-        state.measure = True
+        state.measure = True if state.measure is None else state.measure
     if measured is None:
         return default(x.device.type)
     if not measured.ours(hidden=True):
@@ -203,11 +244,11 @@ def may_measure(x: Tensor) -> bool:
     """Not while something looks on: tracing, a dispatch mode, a functorch transform, a CUDA graph capture."""
     if type(x) not in (Tensor, torch.nn.Parameter) or x.numel() == 0:
         return False
-    if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+    if _is_tracing() or _are_functorch_transforms_active():
         return False
-    if torch.utils._python_dispatch._len_torch_dispatch_stack():
+    if _len_torch_dispatch_stack():
         return False
-    if torch._C._len_torch_function_stack() > own_modes.count:
+    if _len_torch_function_stack() > own_modes.count:
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -219,6 +260,31 @@ def own_saved_tensors() -> Any:
     gradients, on this stream. A CUDA graph could not be captured from another one then.
     """
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t)
+
+
+def _verdict(
+    chain: Chain,
+    x: Tensor,
+    conv: ConvArgs | None,
+    norm: NormArgs,
+    grad: bool,
+    keep_format: bool,
+    checks: Callable[[], None],
+    call: Callable[..., Any],
+) -> Measured | None:
+    """:func:`measure`, or what it said of an equal site."""
+
+    def anew() -> dict[str, Any] | None:
+        measured = measure(chain, x, conv, norm, grad, keep_format, checks, call)
+        return None if measured is None else asdict(measured)
+
+    tensors = (x, norm.weight, norm.bias, *((conv.weight, conv.bias) if conv else ()))
+    # Without a backward it does not matter who could have a gradient.
+    kinds = [t.detach() if isinstance(t, Tensor) and not grad else t for t in tensors]
+    rest = [v for v in vars(conv).values() if not isinstance(v, Tensor)] if conv else []
+    key = verdicts.key_of("site", x.device, repr(chain), kinds, rest, norm.num_groups, grad, keep_format)
+    found, known = verdicts.store.settle(key, anew)
+    return None if found is None else Measured(**{**found, "known": known})
 
 
 def measure(
@@ -256,33 +322,35 @@ def _measure(
     tensors = [x, norm.weight, norm.bias, *((conv.weight, conv.bias) if conv else ())]
     wanted = [t for t in tensors if t is not None and t.requires_grad]
 
-    def theirs() -> Tensor:
+    def theirs(x: Tensor) -> Tensor:
         return run_torch(chain, x, conv, norm)
 
-    def ours() -> Tensor:
-        checks()
+    def ours(x: Tensor) -> Tensor:
         y = emit_kgopt(chain, call, x, x.dim(), conv, norm, not torch.is_autocast_enabled(x.device.type))
         return y if keep_format else as_torch(chain, x, y)
 
-    def step(function: Callable[[], Tensor]) -> Callable[[], None]:
+    def checked(x: Tensor) -> Tensor:
+        checks()
+        return ours(x)
+
+    def step(function: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         def run() -> None:
-            y = function()
+            y = function(x)
             if wanted:
                 torch.autograd.grad(y, wanted, torch.ones_like(y))
 
         return run
 
     with torch.set_grad_enabled(bool(wanted)):
-        before, after = time_both(step(theirs), step(ours), x.device)
+        before, after = time_both(step(theirs), step(checked), x.device)
     busy: tuple[float, float] | tuple[None, None] = (None, None)
     if after > before and x.is_cuda:
         with torch.set_grad_enabled(bool(wanted)):
-            busy = busy_both(step(theirs), step(ours), x.device)
+            busy = busy_both(step(theirs), step(checked), x.device)
     with torch.no_grad():
-        errors = _errors(chain, x, conv, norm, theirs(), ours())
-    dtype_tiny = TINY.get(x.dtype, 1e-2)
+        errors = _errors(chain, x, conv, norm, theirs, ours)
     reason = ""
-    if errors[1] > 2 * errors[0] + dtype_tiny:
+    if not errors[1] <= accuracy.allowed(x.dtype, errors[0]):
         reason = f"less accurate: error {errors[1]:.1e}, PyTorch's {errors[0]:.1e}"
         busy = (None, None)
     elif after > before:
@@ -298,29 +366,59 @@ def _detached(grad: bool) -> Callable[[Any], Any]:
 
 
 def _errors(
-    chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs, theirs: Tensor, ours: Tensor
+    chain: Chain,
+    x: Tensor,
+    conv: ConvArgs | None,
+    norm: NormArgs,
+    theirs: Callable[[Tensor], Tensor],
+    ours: Callable[[Tensor], Tensor],
 ) -> tuple[float, float]:
-    if x.numel() > REFERENCE_ELEMENTS:
-        reference = theirs.double()
-    else:
-        with torch.autocast(x.device.type, enabled=False):
-            double = _double
-            conv = None if conv is None else replace(conv, weight=double(conv.weight), bias=double(conv.bias))
-            norm = replace(norm, weight=double(norm.weight), bias=double(norm.bias))
-            reference = run_torch(chain, x.double(), conv, norm)
-    return relative_error(theirs, reference), relative_error(ours, reference)
+    """The yardstick of :mod:`kgopt.accuracy`, and the error of ours."""
+    part = part_of(x, REFERENCE_ELEMENTS)
+    before, after = theirs(part), ours(part)
+    tf32 = conv is not None and accuracy.may_take_tf32(x)
+    ideal = 0.0
+    with torch.autocast(x.device.type, enabled=False), accuracy.no_autotuning():
+        double = replace(norm, weight=_double(norm.weight), bias=_double(norm.bias))
+        exact_conv = None if conv is None else replace(conv, weight=_double(conv.weight), bias=_double(conv.bias))
+        reference, scale = _reference(chain, part.double(), exact_conv, double)
+        if tf32 and conv is not None and exact_conv is not None:
+            rounded = replace(exact_conv, weight=accuracy.round_tf32(conv.weight).double())
+            y = run_torch(chain, accuracy.round_tf32(part).double(), rounded, double)
+            ideal = accuracy.relative_error(y, reference, scale)
+            del y
+    yardstick = max(accuracy.relative_error(before, reference, scale), ideal)
+    error = accuracy.relative_error(after, reference, scale)
+    if part is not x:  # the whole, by the same yardstick: both results are that close to the exact one
+        apart = accuracy.relative_error(ours(x), *_reference(chain, x, conv, norm))
+        error = error if apart <= 2 * accuracy.allowed(x.dtype, yardstick) else max(error, apart)
+    return yardstick, error
+
+
+def _reference(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) -> tuple[Tensor, Tensor | None]:
+    """The chain in float64, and where it ends in a mean the mean of the magnitudes: see relative_error."""
+    if chain.reduce != "mean":
+        return run_torch(chain, x, conv, norm), None
+    terms = run_torch(replace(chain, reduce=""), x, conv, norm)
+    dims = list(range(1, terms.dim())) if chain.dims is None else list(chain.dims)
+    return terms.mean(dims, chain.keepdim), terms.abs().mean(dims, chain.keepdim)
+
+
+def part_of(x: Tensor, elements: int) -> Tensor:
+    """x, or of a large one the first samples, or the first positions of the first sample, in the same format."""
+    if x.numel() <= elements:
+        return x
+    part = x[: max(1, elements // max(1, x[:1].numel()))]
+    while part.numel() > elements and max(part.shape[2:], default=1) > 1:
+        longest = max(range(2, part.dim()), key=lambda dim: part.shape[dim])
+        part = part.narrow(longest, 0, (part.shape[longest] + 1) // 2)
+    if not x.is_contiguous() and x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]):
+        return part.contiguous(memory_format=FORMATS[x.dim()])
+    return part.contiguous()
 
 
 def _double(t: Any) -> Any:
     return t.double() if isinstance(t, Tensor) else t
-
-
-def relative_error(y: Tensor, reference: Tensor) -> float:
-    """In the 2-norm; of positions that are not finite in the reference, none."""
-    reference = reference.double()
-    difference = torch.where(reference.isfinite(), y.double() - reference, 0.0)
-    scale = torch.where(reference.isfinite(), reference, 0.0).norm()
-    return float(difference.norm() / scale.clamp_min(1e-30))
 
 
 def time_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
@@ -370,7 +468,7 @@ def busy_both(first: Callable[[], Any], second: Callable[[], Any], device: torch
         cycles = int(2e9 * min(1.5 * launch + 1e-4, 0.01))  # of a clock of at most 2 GHz
 
         def behind(function: Callable[[], Any] = function, cycles: int = cycles) -> float:
-            torch.cuda._sleep(cycles)
+            keep_busy(cycles)
             return _cuda_seconds(function, device)
 
         best.append(min(behind() for _ in range(3)))

@@ -20,6 +20,7 @@ class SiteRow:
     reason: str = ""  # why it, or the activation after it, was left alone
     us_before: float | None = None
     us_after: float | None = None
+    verdict: str = ""  # "measured" here, or "known" from an equal site
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Report:
     layout: str = ""  # "channels_last, 3.1 ms instead of 4.0 ms", "as it was: ..."
     glue: str = ""  # what became of the rest: convolutions, upsampling, pooling, padding
     accuracy: str = ""  # of the model's output on the example inputs
+    whole: str = ""  # where layout and glue come from: "measured", or "known" from an equal model
 
     @property
     def fused(self) -> list[SiteRow]:
@@ -37,11 +39,12 @@ class Report:
         return [row for row in self.sites if row.became and "→" in row.kind]
 
     def __str__(self) -> str:
-        header = ("site", "is", "became", "us before", "us after", "why")
+        header = ("site", "is", "became", "us before", "us after", "times", "why")
         rows: list[tuple[str, ...]] = [header]
         for row in self.sites:
             times = ("" if t is None or math.isnan(t) else f"{t:.0f}" for t in (row.us_before, row.us_after))
-            rows.append((row.path or "(model)", row.kind, row.became or "left alone", *times, row.reason))
+            became = row.became or "left alone"
+            rows.append((row.path or "(model)", row.kind, became, *times, row.verdict, row.reason))
         widths = [max(len(r[i]) for r in rows) for i in range(len(header))]
         right = {3, 4}
         lines = []
@@ -53,7 +56,8 @@ class Report:
         lines.insert(1, "  ".join("-" * w for w in widths))
         changed = sum(bool(row.became) for row in self.sites)
         lines.append(f"{changed} of {len(self.sites)} sites run on kgopt, {len(self.fused)} of them fused")
-        lines += [f"layout: {self.layout}"] if self.layout else []
-        lines += [f"between the norms: {self.glue}"] if self.glue else []
+        known = f" ({self.whole})" if self.whole else ""
+        lines += [f"layout: {self.layout}{known if 'ms' in self.layout else ''}"] if self.layout else []
+        lines += [f"between the norms: {self.glue}{known if 'ms' in self.glue else ''}"] if self.glue else []
         lines += [f"accuracy: {self.accuracy}"] if self.accuracy else []
         return "\n".join(lines)

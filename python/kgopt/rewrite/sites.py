@@ -7,60 +7,108 @@ tensor. Where it says no, the caller runs the original code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.modules import module as _module
 
 from kgopt import _ops as _ops
-from kgopt._ops import _is_grad_enabled
-from kgopt.rewrite import carry, layout, policy
+from kgopt._ops import _is_compiling, _is_grad_enabled, _len_torch_function_stack
+from kgopt.rewrite import carry, layout, originals, policy
+from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
-from kgopt.rewrite.patterns import CONV_MODULES, Chain, activation_of, conv_of, is_identity
+from kgopt.rewrite.patterns import (
+    ACTIVATION_CLASSES,
+    CONV_LSE,
+    CONV_MEAN,
+    CONV_MODULES,
+    CONV_RELU_NORM,
+    Chain,
+    activation_of,
+    conv_of,
+    is_identity,
+)
+from kgopt.torch_private import (
+    FORWARD_AD,
+    LEVEL,
+    global_backward_hooks,
+    global_backward_pre_hooks,
+    global_forward_hooks,
+    global_forward_pre_hooks,
+    stands_for_a_plain_tensor,
+)
 
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling the module does more than its class's forward."""
+    own = module.__dict__
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or module.__dict__.get("_compiled_call_impl") is not None
+        or "forward" in own
+        or "_call_impl" in own
+        or own.get("_compiled_call_impl") is not None
     )
+
+
+def has_own_methods(module: Any, cls: Any) -> bool:
+    """Whether the instance has a method that the forward of ``cls``, one of PyTorch's classes, looks up on it."""
+    names = originals.METHODS.get(cls)
+    if names is not None:
+        for name in names:
+            if name in module.__dict__:
+                return True
+    return False
+
+
+def guard_methods(module: Any) -> None:
+    """In traced code: has the compiler guard that the instance gets no method of its own. ``in`` is not guarded, a
+    look-up is.
+    """
+    if isinstance(module, nn.Module):
+        for name in ("forward", "_call_impl", *originals.METHODS.get(original_class(module) or type(module), ())):
+            getattr(module, name)
+
+
+def is_as_is(module: Any) -> bool:
+    """Whether a call of a convolution, an activation or a dropout is that of PyTorch's class and no more."""
+    original = original_class(module)
+    return _is_as_is(module, type(module), original)
+
+
+def _is_as_is(module: Any, made: Any, original: Any) -> bool:
+    cls = made if original is None else original
+    untouched = originals.AS_CALLED.get(cls)
+    if untouched is None or not untouched() or is_hooked(module) or has_own_methods(module, cls):
+        return False
+    return original is None or (made.forward is made._kgopt_forward and made.__call__ is cls.__call__)
 
 
 def any_global_hooks() -> bool:
     """Whether every module's call does more than its forward."""
-    return bool(
-        _module._global_forward_hooks
-        or _module._global_forward_pre_hooks
-        or _module._global_backward_hooks
-        or _module._global_backward_pre_hooks
-    )
+    return bool(global_forward_hooks or global_forward_pre_hooks or global_backward_hooks or global_backward_pre_hooks)
 
 
 def is_plain(x: Any) -> bool:
     """A tensor that kgopt's ops take: not a DTensor or another subclass, not a dual number."""
-    if type(x) is not Tensor and type(x) is not nn.Parameter and not _stands_for_a_plain_tensor(x):
+    if type(x) is not Tensor and type(x) is not nn.Parameter and not stands_for_a_plain_tensor(x):
         return False
     if x.dtype not in _DTYPES or not (x.is_cuda or x.is_cpu) or x.layout is not torch.strided:
         return False
-    return forward_ad._current_level < 0
+    return FORWARD_AD[LEVEL] < 0
 
 
-def _stands_for_a_plain_tensor(x: Any) -> bool:
-    """What PyTorch traces with."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return isinstance(x, (FakeTensor, FunctionalTensor))
+def _is_plain_beside(p: Any) -> bool:
+    """:func:`is_plain` of a parameter that is on the device of a plain tensor."""
+    if type(p) is not nn.Parameter:
+        return is_plain(p)
+    return p.dtype in _DTYPES and p.layout is torch.strided
 
 
 def _fits(p: Any, x: Tensor) -> bool:
@@ -71,6 +119,12 @@ def _fits(p: Any, x: Tensor) -> bool:
         return False
     dtype = p.dtype
     return (dtype is x.dtype or dtype is torch.float32) and p.device == x.device and p.layout is torch.strided
+
+
+def keeps_format(norm: nn.Module) -> bool:
+    """Whether channels_last stays where PyTorch's norm would return a contiguous tensor. Any thread may restore it."""
+    state = norm.__dict__.get("_kgopt_state")
+    return state is not None and bool(state.keep_format)
 
 
 def norm_args(norm: Any, x: Tensor | None) -> NormArgs | None:
@@ -95,14 +149,20 @@ def norm_args(norm: Any, x: Tensor | None) -> NormArgs | None:
     return NormArgs(groups, weight, bias, norm.eps)
 
 
+def _tensor_of(module: Any, name: str) -> Any:
+    """``module.name``, a parameter as a rule: nn.Module.__getattr__, where Python looks last, takes longer."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters and name not in module.__dict__ else getattr(module, name)
+
+
 def conv_args(conv: Any, x: Tensor) -> ConvArgs | None:
     """A convolution module's arguments for x; None where its own forward must see it."""
-    rank = len(conv.kernel_size)
-    if x.dim() != rank + 2 or conv.padding_mode != "zeros" or not is_plain(conv.weight):
+    weight, bias = _tensor_of(conv, "weight"), _tensor_of(conv, "bias")
+    if x.dim() != len(conv.kernel_size) + 2 or conv.padding_mode != "zeros" or not _is_plain_beside(weight):
         return None
-    if x.device != conv.weight.device:
+    if x.device != weight.device or not (bias is None or _is_plain_beside(bias)):
         return None
-    if x.dtype is not conv.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
         return None
     padding = conv.padding
     if isinstance(padding, str):
@@ -110,39 +170,78 @@ def conv_args(conv: Any, x: Tensor) -> ConvArgs | None:
         if any(t % 2 for t in totals):
             return None
         padding = [t // 2 for t in totals]
-    args = ConvArgs(conv.weight, conv.bias, list(conv.stride), list(padding), list(conv.dilation), conv.groups)
-    if conv.transposed:
-        args.output_padding = list(conv.output_padding)
-    return args
+    output_padding = tuple(conv.output_padding) if conv.transposed else None
+    # A tuple of a tuple, which they are, is itself.
+    return ConvArgs(weight, bias, tuple(conv.stride), tuple(padding), tuple(conv.dilation), conv.groups, output_padding)
+
+
+class _Handed(threading.local):
+    """From :meth:`Site.ready` to :meth:`Site.run`, which comes next in the thread: the arguments that it checked."""
+
+    args: tuple[ConvArgs | None, NormArgs] | None = None
+    of: Any = None  # the norm
+
+
+_handed = _Handed()
+
+
+LEAVES: dict[str, list[Any]] = {"group": [], "instance": []}  # filled by rewrite/classes.py
 
 
 class Site:
     """One chain in a forward.
 
-    ``roles`` says what the operands before x are: "conv", "norm", "same", an activation's name, or a function itself.
+    ``roles`` says what the operands before x are: "conv", "norm", "same", an activation's name, or a function itself;
+    ``methods`` are those of tensors that the code calls.
     """
 
-    def __init__(self, chain: Chain, roles: tuple[Any, ...]) -> None:
+    inside: Any = None  # PyTorch's class, of the site in the forward of a norm
+
+    def __init__(self, chain: Chain, roles: tuple[Any, ...], methods: tuple[str, ...] = ()) -> None:
         self.chain = chain
         self.roles = roles
+        self.methods = methods
         self.key = repr(chain)  # a str hashes once
         self.norm_at = roles.index("norm")
         self.others = tuple((i, role) for i, role in enumerate(roles) if role != "norm")
         # The usual site, a norm and its activation, takes a short way: eager calls cost microseconds.
         self.short = chain == Chain(norm=chain.norm, post=chain.post)
+        # PyTorch's instance norm has no rule under autocast: it gives what it is given. Softplus has: float32.
+        self.keeps_dtype = chain.norm == "instance" and "softplus" not in (chain.pre or "") + (chain.post or "")
+        # And the fused ops: one call, of arguments that are known already.
+        self.fused = _DIRECT[getattr(torch.ops.kgopt, chain.fused_op).default] if chain.fused_op else None
+        # By the class of the norm, whether all that the code looks up is PyTorch's own.
+        self.untouched = [(leaf, originals.untouched(*self._places(leaf))) for leaf in LEAVES[chain.norm]]
+        self.leaf: Any
+        self.leaf, self.is_untouched = self.untouched[0] if self.untouched else (None, originals.untouched())
+        # Operands before this one may be activations that write into the input of the chain.
+        self.in_front = 0 if chain.conv else self.norm_at
 
     def __repr__(self) -> str:
         return f"Site({self.chain.label})"
 
     def __reduce__(self) -> Any:
-        return Site, (self.chain, self.roles)
+        return Site, (self.chain, self.roles, self.methods)
+
+    def _places(self, leaf: Any) -> Iterator[originals.Place]:
+        yield from originals.called(leaf._kgopt_original, leaf)
+        yield leaf, "forward"
+        for _, role in self.others:
+            if not isinstance(role, str):
+                yield from originals.of_function(role)
+            elif role in ACTIVATION_CLASSES:
+                yield from originals.called(ACTIVATION_CLASSES[role])
+        yield from originals.methods(self.methods)
 
     def ready(self, *operands: Any) -> bool:
         """May kgopt compute it now? ``operands``: the objects that the code calls, in order, and the input."""
         x, norm = operands[-1], operands[self.norm_at]
-        if getattr(type(norm), "_kgopt_leaf", None) is not type(norm) or is_hooked(norm) or not is_plain(x):
+        leaf = type(norm)
+        if not (self.is_untouched() if leaf is self.leaf else self._is_other_untouched(leaf)):
             return False
-        if any_global_hooks():
+        if is_hooked(norm) or not is_plain(x):
+            return False
+        if any_global_hooks() or (_len_torch_function_stack() and originals.is_foreign_mode()):
             return False
         for i, role in self.others:
             operand = operands[i]
@@ -150,22 +249,42 @@ class Site:
                 if operand is not role:
                     return False
             elif role == "conv":
-                if conv_of(operand) != self.chain.conv or is_hooked(operand):
+                original = original_class(operand)
+                made = type(operand)
+                if CONV_MODULES.get(original or made) != self.chain.conv or not _is_as_is(operand, made, original):
                     return False
             elif role == "same":
-                if not is_identity(operand) or is_hooked(operand):
+                if not is_identity(operand) or not is_as_is(operand):
                     return False
-            elif not isinstance(operand, nn.Module) or activation_of(operand) != role or is_hooked(operand):
+            elif (
+                not isinstance(operand, nn.Module)
+                or activation_of(operand) != role
+                or is_hooked(operand)
+                or (i < self.in_front and getattr(operand, "inplace", False))
+            ):
                 return False
+        if self.chain.norm == "instance" and has_own_methods(norm, leaf._kgopt_original):
+            return False
         return self._chosen(x, operands[0] if self.chain.conv else None, norm, operands)
+
+    def _is_other_untouched(self, leaf: Any) -> bool:
+        for other, untouched in self.untouched[1:]:
+            if other is leaf:
+                return untouched()
+        return False
 
     def ready_inside(self, norm: Any, x: Any) -> bool:
         """:meth:`ready` for a chain of the norm alone, asked by its own forward: hooks run around that."""
-        return is_plain(x) and self._chosen(x, None, norm, None)
+        original = self.inside
+        if not originals.AS_INSIDE[original]() or has_own_methods(norm, original) or not is_plain(x):
+            return False
+        if _len_torch_function_stack() and originals.is_foreign_mode():
+            return False
+        return self._chosen(x, None, norm, None)
 
     def _chosen(self, x: Tensor, conv: Any, norm: Any, operands: Any) -> bool:
-        state = norm._kgopt_state
-        if not state.enabled:
+        state = norm.__dict__.get("_kgopt_state")
+        if state is None or not state.enabled or policy.wants_torch():
             return False
         args = self._args(x, conv, norm)
         if args is None:
@@ -178,7 +297,10 @@ class Site:
             else:
                 self.ready_inside(norm, x)
 
-        return policy.choose(state, self.key, self.chain, x, *args, checks, _call_directly)
+        chosen = policy.choose(state, self.key, self.chain, x, *args, checks, _call_directly)
+        if chosen and not self.short and not _is_compiling():
+            _handed.args, _handed.of = args, norm
+        return chosen
 
     def run(self, *operands: Any, half: bool = False) -> Tensor:
         """The chain's value. Only after :meth:`ready` with the same operands.
@@ -188,22 +310,42 @@ class Site:
         x, norm = operands[-1], operands[self.norm_at]
         if self.short and not half and not policy.is_watched():
             y = self._run_now(x, norm)
-            return y if norm._kgopt_state.keep_format else policy.as_torch(self.chain, x, y)
-        if torch.compiler.is_compiling() and norm._kgopt_state.keep_format:
+            return y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
+        if self.fused is not None and not policy.is_watched() and not policy.is_autocast(x):
+            args = self._handed(norm) or self._args(x, operands[0], norm)
+            assert args is not None
+            y = emit_kgopt(self.chain, self._call_fused, x, 0, *args)
+            return y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
+        half = half or (self.keeps_dtype and torch.is_autocast_enabled(x.device.type))
+        if torch.compiler.is_compiling():
+            for operand in operands[:-1]:
+                guard_methods(operand)
+        if torch.compiler.is_compiling() and keeps_format(norm):
             # A decomposition may have made it contiguous (Inductor's upsampling does). The compiler writes it as the
             # convolutions want it in the kernel that computes it; otherwise one of them would convert it.
             x = layout.as_channels_last(x)
         if self.short:
             y = self._run_short(x, norm, half)
         else:
-            both = self._args(x, operands[0] if self.chain.conv else None, norm)
-            assert both is not None
-            fold = half or not torch.is_autocast_enabled(x.device.type)
             watched = policy.is_watched()
+            both = None if watched else self._handed(norm)
+            if both is None:
+                both = self._args(x, operands[0] if self.chain.conv else None, norm)
+                assert both is not None
+            fold = half or not torch.is_autocast_enabled(x.device.type)
             call = call_now if watched else _call_directly
             call_norm = call if not half else without_autocast if watched else _call_norm_without_autocast
             y = emit_kgopt(self.chain, call, x, x.dim(), *both, fold, call_norm)
-        return y if norm._kgopt_state.keep_format else policy.as_torch(self.chain, x, y)
+        return y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
+
+    def _call_fused(self, _: Any, *args: Any) -> Tensor:
+        return self.fused(*args)  # type: ignore[misc,no-any-return]
+
+    def _handed(self, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
+        """The arguments that :meth:`ready` left for this call; they are taken away."""
+        args = _handed.args if _handed.of is norm else None
+        _handed.args = _handed.of = None
+        return args
 
     def _run_now(self, x: Tensor, norm: Any) -> Tensor:
         """A norm and its activation, where nothing looks on: eager inference calls it for every site."""
@@ -211,6 +353,8 @@ class Site:
         groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
         rest = (groups, parameters["weight"], parameters["bias"], norm.eps, self.chain.post)
         if policy.is_autocast(x):
+            if self.keeps_dtype:
+                return without_autocast(_direct_group_norm, x, *rest)  # type: ignore[no-any-return]
             return _group_norm(x, *rest)  # type: ignore[no-any-return]
         if not carry.is_empty() and (moments := carry.take(x)) is not None:
             return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
@@ -263,6 +407,8 @@ class Site:
         args = norm_args(norm, None)
         assert args is not None
         if torch.compiler.is_compiling():
+            guard_methods(norm)
+            guard_methods(conv)
             x = layout.as_channels_last(x)  # as in run
         moments = self._carried(x)
         both = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post, conv.weight, conv.bias)
@@ -272,7 +418,7 @@ class Site:
 
     def _args(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
         if conv is None:
-            if self.chain.norm == "instance" and x.dim() != norm._kgopt_rank:
+            if self.chain.norm == "instance" and x.dim() != (5 if isinstance(norm, nn.InstanceNorm3d) else 4):
                 return None
             of_norm = norm_args(norm, x)
             return None if of_norm is None else (None, of_norm)
@@ -292,7 +438,7 @@ def first_is_conv(module: Any) -> bool:
         if is_hooked(module) or not module._modules or not _is_sequence(module):
             return False
         module = next(iter(module._modules.values()))
-    return isinstance(module, nn.Module) and bool(conv_of(module)) and not is_hooked(module)
+    return isinstance(module, nn.Module) and bool(conv_of(module)) and is_as_is(module)
 
 
 def _is_sequence(module: nn.Sequential) -> bool:
@@ -304,17 +450,22 @@ def _is_sequence(module: nn.Sequential) -> bool:
 _group_norm = torch.ops.kgopt.group_norm.default
 _direct_group_norm = _ops.direct("group_norm")
 _group_norm_without_grad = _ops.without_grad("group_norm")
-_DIRECT = {getattr(torch.ops.kgopt, name).default: _ops.direct(name) for name in ("group_norm", "group_norm_fwd")}
+_DIRECT = {
+    getattr(torch.ops.kgopt, name).default: _ops.direct(name)
+    for name in ("group_norm", "group_norm_fwd", CONV_LSE, CONV_MEAN, CONV_RELU_NORM)
+}
 _DIRECT_CONVS = {getattr(torch.ops.kgopt, name).default: _ops.direct(name) for name in CONV_MODULES.values()}
+_DIRECT |= _DIRECT_CONVS
 
 
 def _call_directly(function: Any, x: Any, *args: Any) -> Any:
     """A ``call`` that spares ops of plain tensors the dispatcher's way through Python."""
-    conv = _DIRECT_CONVS.get(function)
-    if not isinstance(x, Tensor):  # what an op gave, for operator.getitem
+    direct = _DIRECT.get(function)
+    if direct is None:  # operator.getitem, for what an op gave, and small ops
         return function(x, *args)
-    if not torch.is_autocast_enabled(x.device.type):
-        return (conv or _DIRECT.get(function, function))(x, *args)
+    if not policy.is_autocast(x):
+        return direct(x, *args)
+    conv = _DIRECT_CONVS.get(function)
     if conv is None:
         return function(x, *args)
     weight, bias, *rest = args

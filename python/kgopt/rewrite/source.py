@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.formats import Keep
 from kgopt.rewrite.patterns import (
     OTHER,
@@ -50,7 +51,8 @@ from kgopt.rewrite.patterns import (
     may_be_identity,
     why_alone,
 )
-from kgopt.rewrite.sites import Site, is_hooked
+from kgopt.rewrite.sites import Site, has_own_methods, is_hooked
+from kgopt.rewrite.standing import Standing
 from kgopt.rewrite.sums import Sum
 
 # The role of an expression such as ``self.norm1``: (kind, name, inplace).
@@ -93,7 +95,7 @@ def role_of(module: Any) -> Role | None:
         return ("norm", "group" if isinstance(module, nn.GroupNorm) else "instance", False)
     conv = conv_of(module)
     if conv is not None:
-        return ("conv", conv, False)
+        return None if has_own_methods(module, original_class(module) or type(module)) else ("conv", conv, False)
     name = activation_of(module)
     if name is not None:
         return ("act", name, bool(getattr(module, "inplace", False)))
@@ -165,6 +167,7 @@ def own_methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
 
 
 _PARSED: dict[types.CodeType, ast.FunctionDef | str] = {}
+_PARSED_AT_MOST = 1024  # trees: a program that makes classes as it runs never ends making them
 
 
 def _parse(function: types.FunctionType) -> ast.FunctionDef:
@@ -175,6 +178,8 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef:
             known = _parse_anew(function)
         except CannotRewriteError as error:
             known = str(error)
+        if len(_PARSED) >= _PARSED_AT_MOST:
+            _PARSED.clear()
         _PARSED[function.__code__] = known
     if isinstance(known, str):
         raise CannotRewriteError(known)
@@ -269,10 +274,20 @@ def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
     return True
 
 
-def _rebuild(function: types.FunctionType, tree: ast.FunctionDef, sites: dict[str, Replacement]) -> types.FunctionType:
-    code = _compile(function, tree, tuple(sites))
+def _rebuild(
+    function: types.FunctionType, tree: ast.FunctionDef, sites: dict[str, Replacement], standing: Standing
+) -> types.FunctionType:
+    more: dict[str, Any] = {
+        **sites,
+        "_kgopt_class": standing.original,
+        "_kgopt_seen": function,
+        "_kgopt_code": function.__code__,
+        "_kgopt_replaced": standing.replaced,
+    }
+    tree.body.insert(0, _question(tree, standing.name))
+    code = _compile(function, tree, tuple(more))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    cells.update((name, types.CellType(site)) for name, site in sites.items())
+    cells.update((name, types.CellType(value)) for name, value in more.items())
     made = types.FunctionType(
         code,
         function.__globals__,
@@ -287,6 +302,26 @@ def _rebuild(function: types.FunctionType, tree: ast.FunctionDef, sites: dict[st
     made.__module__ = function.__module__
     made.__dict__.update(function.__dict__)
     return made
+
+
+def _question(tree: ast.FunctionDef, name: str) -> ast.stmt:
+    """The first statement of a method: where its class has another one now, or that has other code, it runs instead."""
+    given = tree.args
+    positional = [ast.Name(a.arg, ast.Load()) for a in (*given.posonlyargs, *given.args)]
+    arguments: list[ast.expr] = [*positional]
+    keywords = [ast.keyword(a.arg, ast.Name(a.arg, ast.Load())) for a in given.kwonlyargs]
+    if given.vararg is not None:
+        arguments.append(ast.Starred(ast.Name(given.vararg.arg, ast.Load()), ast.Load()))
+    if given.kwarg is not None:
+        keywords.append(ast.keyword(None, ast.Name(given.kwarg.arg, ast.Load())))
+    question: Any = ast.parse(
+        f"if _kgopt_class.{name} is not _kgopt_seen or _kgopt_seen.__code__ is not _kgopt_code: return None"
+    ).body[0]
+    question.body[0].value = ast.Call(ast.Name("_kgopt_replaced", ast.Load()), arguments, keywords)
+    for node in ast.walk(question):
+        if "lineno" in node._attributes:
+            ast.copy_location(node, tree.body[0])
+    return question  # type: ignore[no-any-return]
 
 
 def _renamed(code: Any, old: str, new: str) -> Any:
@@ -425,6 +460,7 @@ class _Origin:
     argument: ast.expr | None = None  # the expression of its first input
     operand: ast.expr | None = None  # what is called, if that is an object to be checked at run time
     role: Any = None
+    method: str = ""  # of tensors, that it calls
 
 
 class _Method:
@@ -658,7 +694,7 @@ class _Method:
     def _known(self, e: ast.expr, k: int) -> tuple[Node, list[ast.expr]] | None:
         """The node of an expression that chains know, and the expressions of its inputs."""
         if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Add):
-            return Node("add", origin=_Origin(e, k)), [e.left, e.right]
+            return Node("add", origin=_Origin(e, k, method="__add__")), [e.left, e.right]
         if not isinstance(e, ast.Call) or any(isinstance(a, ast.Starred) for a in e.args):
             return None
         if any(word.arg is None for word in e.keywords):
@@ -680,10 +716,10 @@ class _Method:
             return node, list(e.args[:2] if node.kind == "add" else e.args[:1])
         if isinstance(e.func, ast.Attribute) and self._is_value(e.func.value):
             if e.func.attr == "add" and len(e.args) == 1 and not e.keywords:
-                return Node("add", origin=_Origin(e, k)), [e.func.value, e.args[0]]
+                return Node("add", origin=_Origin(e, k, method="add")), [e.func.value, e.args[0]]
             node = describe_method(e.func.attr, *self._constants(e))
             if node is not None and node.kind != "add":
-                node.origin = _Origin(e, k)
+                node.origin = _Origin(e, k, method=e.func.attr)
                 return node, [e.func.value]
         return None
 
@@ -809,7 +845,8 @@ class _Method:
                 continue
             name = f"_kgopt_{len(self.sites)}"
             operands = [n.origin for n in found.nodes if n.origin.operand is not None]
-            self.sites[name] = Site(found.chain, tuple(o.role for o in operands))
+            methods = tuple(dict.fromkeys(n.origin.method for n in found.nodes if n.origin.method))
+            self.sites[name] = Site(found.chain, tuple(o.role for o in operands), methods)
             self.found.chains.setdefault(path, []).append(found.chain)
             arguments = [copy.deepcopy(o.operand) for o in operands] + [copy.deepcopy(first.argument)]
             place = last.expression
@@ -1193,8 +1230,13 @@ def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...]
     return tuple(recipe), found, refused
 
 
-def rewritten_methods(cls: type, recipe: dict[str, Roles]) -> dict[str, types.FunctionType]:
-    """The methods of a recipe, written anew. One whose source has changed since is left out: it runs as it is."""
+def rewritten_methods(
+    cls: type, recipe: dict[str, Roles], stand: Callable[[str], Standing]
+) -> dict[str, types.FunctionType]:
+    """The methods of a recipe, written anew. One whose source has changed since is left out: it runs as it is.
+
+    ``stand`` makes what says whether the class still has a method.
+    """
     made: dict[str, types.FunctionType] = {}
     methods = dict(own_methods(cls))
     for name, listed in recipe.items():
@@ -1208,5 +1250,5 @@ def rewritten_methods(cls: type, recipe: dict[str, Roles]) -> dict[str, types.Fu
         except CannotRewriteError:
             continue
         if method.sites:
-            made[name] = _rebuild(function, method.tree, method.sites)
+            made[name] = _rebuild(function, method.tree, method.sites, stand(name))
     return made

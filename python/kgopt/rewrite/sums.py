@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import classes, formats, glue, policy
+from kgopt.rewrite import classes, formats, glue, originals, policy
 from kgopt.rewrite.patterns import conv_of
-from kgopt.rewrite.sites import any_global_hooks, is_hooked
+from kgopt.rewrite.sites import any_global_hooks, is_as_is, is_hooked
 
 
 class _Later:
@@ -71,7 +70,7 @@ class Sum:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
         if isinstance(module, nn.Module) and "_kgopt_glue" in module.__dict__ and conv_of(module) is not None:
             # A convolution waits where kgopt adds its bias or computes it.
-            plan = glue.plan_of(module, x) if _may_wait(module) else None
+            plan = glue.plan_of(module, x) if _may_wait(module) and is_as_is(module) else None
             if plan is None or not plan.adds:
                 return module(x)
             if all(_changes_nothing(getattr(owner, name, None)) for name in between):
@@ -111,7 +110,7 @@ class Sum:
 
 def _changes_nothing(module: Any) -> bool:
     """A convolution that nobody watches; where there is none, nothing is called."""
-    return module is None or (conv_of(module) is not None and not is_hooked(module))
+    return module is None or (conv_of(module) is not None and is_as_is(module))
 
 
 def _is_one(divisor: Any) -> bool:
@@ -122,10 +121,15 @@ def _are_floats(*tensors: Any) -> bool:
     return all(type(t) is Tensor and t.is_floating_point() for t in tensors)
 
 
+_adds_as_is = originals.untouched(*originals.methods(("__add__", "__iadd__", "__truediv__")))
+
+
 def _may_wait(module: nn.Module) -> bool:
-    if torch.is_grad_enabled() or is_hooked(module) or any_global_hooks():
+    if torch.is_grad_enabled() or is_hooked(module) or any_global_hooks() or not _adds_as_is():
         return False
-    return torch.compiler.is_compiling() or not policy.is_watched()
+    if originals.is_foreign_mode():
+        return False
+    return not policy.wants_torch() if torch.compiler.is_compiling() else not policy.is_watched()
 
 
 def _last_later(whole: nn.Sequential, x: Any) -> Any:
@@ -143,6 +147,8 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     is_conv = conv_of(last) is not None
     if state is None or not (is_conv or classes.original_class(last) is nn.Upsample) or is_hooked(last):
         return whole(x)
+    if not (is_as_is(last) if is_conv else originals.AS_CALLED[nn.Upsample]()):
+        return whole(x)
     for inside in path[:-1]:
         for module in list(inside._modules.values())[:-1]:
             x = module(x)
@@ -151,7 +157,7 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
         return last(x) if plan is None or not plan.adds else _Later(last, x, plan)
     arguments = {"size": last.size, "scale_factor": last.scale_factor, "mode": last.mode}
     arguments |= {"align_corners": last.align_corners, "recompute_scale_factor": last.recompute_scale_factor}
-    call = glue.recognize(F.interpolate, (x,), arguments)
+    call = glue.recognize(glue.INTERPOLATE, (x,), arguments)
     if call is None or call.kind != "linear" or not state.enabled:
         return last(x)
     if torch.compiler.is_compiling():

@@ -15,20 +15,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from kgopt import _ops as _ops
-from kgopt.rewrite import policy
-from kgopt.rewrite.glue import innermost, interpolation
+from kgopt import accuracy
+from kgopt._ops import _len_torch_function_stack
+from kgopt.rewrite import originals, policy, verdicts
+from kgopt.rewrite.glue import corner, innermost, interpolation, is_own_conv
+from kgopt.rewrite.layout import FORMATS
+from kgopt.rewrite.originals import OwnMode
 from kgopt.rewrite.patterns import CONV_MODULES, conv_of
 from kgopt.rewrite.wrapped import Wrapped
+from kgopt.torch_private import has_backward_hooks
 
 _OPS = torch.ops.kgopt
 SHAPES = 8  # inputs of a module that are measured
 GAIN = 0.97  # of the original's time, above which a module stays as it is
-# Relative rounding of a product's operands, and of a result.
-_UNITS = {torch.float64: 1e-15, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-_TF32 = 1e-3
 
 
 @dataclass
@@ -40,10 +41,13 @@ class TrainingState:
     ours: dict[Any, bool] = field(default_factory=dict)  # by key_of
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"enabled": self.enabled, "measuring": False, "ours": {}}  # another machine is another measurement
+        devices = verdicts.environments(device for _, _, _, device, *_ in self.ours)
+        return {"enabled": self.enabled, "devices": devices, "ours": self.ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        # Another machine is another measurement.
+        ours = dict(state["ours"]) if verdicts.are_here(state.get("devices")) else {}
+        self.__dict__.update(TrainingState(state["enabled"], ours=ours).__dict__)
 
 
 def runner_of(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
@@ -67,9 +71,12 @@ _CONVS = {name: _ops.direct(name) for name in CONV_MODULES.values()}
 
 def _takes(module: Any, x: Any) -> bool:
     """A plain tensor of the module's rank, and plain parameters that go with it."""
-    if not _is_plain(x):
+    if not _is_plain(x) or not is_own_conv(module):
         return False
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    parameters = module._parameters
+    if "weight" not in parameters or "bias" not in parameters:  # pruned, parametrized
+        return False
+    weight, bias = parameters["weight"], parameters["bias"]
     if x.dim() != len(module.kernel_size) + 2 or type(weight) is not nn.Parameter or weight.device != x.device:
         return False
     if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not weight.dtype):
@@ -84,7 +91,7 @@ def _is_plain(x: Any) -> bool:
 def key_of(x: Tensor) -> Any:
     """What a verdict holds for."""
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, cast, torch.backends.cudnn.allow_tf32
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, cast, bool(_ops._conv_tf32_allowed())
 
 
 def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +124,7 @@ def _state_now(module: Any) -> TrainingState | None:
     if not torch.is_grad_enabled() or policy.is_watched():
         return None
     state: TrainingState | None = module.__dict__.get("_kgopt_training")
-    if state is None or not state.enabled or torch._C._len_torch_function_stack() > policy.own_modes.count:
+    if state is None or not state.enabled or _len_torch_function_stack() > policy.own_modes.count:
         return None
     return state
 
@@ -128,9 +135,7 @@ def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -
     key = key_of(x)
     ours = state.ours.get(key)
     if ours is None and state.measuring and len(state.ours) < SHAPES and runner_of(conv) is not None:
-        parameters = [p for p in conv.parameters() if p.requires_grad]
-        theirs = functools.partial(forward, conv)
-        ours = state.ours[key] = _is_faster(theirs, functools.partial(_convolve, conv), parameters, x)
+        ours = state.ours[key] = _verdict(_both_of_conv(forward, conv), x)
     return _convolve(conv, x) if ours and runner_of(conv) is not None else forward(conv, x)
 
 
@@ -147,7 +152,11 @@ def _interpolating(state: TrainingState, forward: Callable[..., Any], *args: Any
         policy.own_modes.count -= 1
 
 
-class _Interpolation(TorchFunctionMode):
+_INTERPOLATE = F.interpolate
+_is_untouched = originals.untouched(*originals.of_function(_INTERPOLATE))
+
+
+class _Interpolation(OwnMode):
     """Runs what was measured to be faster; measures it first, where the state says so."""
 
     def __init__(self, state: TrainingState) -> None:
@@ -155,18 +164,26 @@ class _Interpolation(TorchFunctionMode):
         self.state = state
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = _interpolation_of(*args, **kwargs) if func is F.interpolate else None
+        func, kwargs = originals.genuine(func), kwargs or {}
+        found = _interpolation_of(*args, **kwargs) if func is _INTERPOLATE and _is_untouched() else None
         if found is None:
             return func(*args, **kwargs)
         x, kind, factors = found
         ours = functools.partial(_upsample, kind, factors)
         key = (*key_of(x), kind, factors)
-        verdicts = self.state.ours
-        if self.state.measuring and key not in verdicts and len(verdicts) < SHAPES:
+        settled = self.state.ours
+        if self.state.measuring and key not in settled and len(settled) < SHAPES:
             rest = (args[1:], kwargs) if args else ((), {k: v for k, v in kwargs.items() if k != "input"})
-            verdicts[key] = _is_faster(lambda x: func(x, *rest[0], **rest[1]), ours, [], x)
-        return ours(x) if verdicts.get(key) else func(*args, **kwargs)
+
+            def theirs(x: Tensor) -> Tensor:
+                return func(x, *rest[0], **rest[1])  # type: ignore[no-any-return]
+
+            def exact(x: Tensor) -> Tensor:  # also of a corner, whatever size the call asks for
+                mode = "nearest" if kind == "nearest" else ("bilinear", "trilinear")[x.dim() - 4]
+                return F.interpolate(x, scale_factor=[float(f) for f in factors], mode=mode)
+
+            settled[key] = _verdict(Both((kind, factors), theirs, ours, exact), x)
+        return ours(x) if settled.get(key) else func(*args, **kwargs)
 
 
 def _interpolation_of(
@@ -190,7 +207,7 @@ def _upsample(kind: str, factors: tuple[int, ...], x: Tensor) -> Tensor:
     return _OPS.upsample_linear(x) if kind == "linear" else _OPS.upsample_nearest(x, list(factors))  # type: ignore[no-any-return]
 
 
-class _Callers(TorchFunctionMode):
+class _Callers(OwnMode):
     """Finds the modules whose own code calls F.interpolate."""
 
     def __init__(self, modules: dict[int, nn.Module]) -> None:
@@ -199,7 +216,8 @@ class _Callers(TorchFunctionMode):
         self.found: dict[int, nn.Module] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.interpolate:
+        func = originals.genuine(func)
+        if func is _INTERPOLATE:
             owner = innermost(self.modules)
             if owner is not None:
                 self.found[owner] = self.modules[owner]
@@ -210,13 +228,51 @@ class _Callers(TorchFunctionMode):
 # Measuring
 
 
-def _is_faster(
-    theirs: Callable[[Tensor], Tensor], ours: Callable[[Tensor], Tensor], parameters: list[Any], x: Tensor
-) -> bool:
+@dataclass(frozen=True)
+class Both:
+    """Two ways to compute something, and what is needed to judge them."""
+
+    kind: tuple[Any, ...]  # what a verdict depends on beside x
+    theirs: Callable[[Tensor], Tensor]
+    ours: Callable[[Tensor], Tensor]
+    exact: Callable[..., Tensor]  # PyTorch's function of x and `operands`, for parts of x and for float64
+    operands: tuple[Any, ...] = ()  # of a convolution: weight and bias
+    parameters: tuple[Any, ...] = ()  # those of them that want a gradient
+    kernel: tuple[tuple[int, ...], ...] = ()  # of a convolution: its sizes and dilation
+
+
+def _both_of_conv(forward: Callable[..., Any], conv: Any) -> Both:
+    weight, bias = conv._parameters["weight"], conv._parameters["bias"]
+    geometry = (conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
+
+    def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.convolution(x, weight, bias, *geometry)
+
+    return Both(
+        (conv_of(conv), geometry, verdicts.canonical([weight, bias])),
+        functools.partial(forward, conv),
+        functools.partial(_convolve, conv),
+        exact,
+        (weight, bias),
+        tuple(p for p in (weight, bias) if p is not None and p.requires_grad),
+        (tuple(weight.shape[2:]), tuple(conv.dilation)),
+    )
+
+
+def _verdict(both: Both, x: Tensor) -> bool:
+    """:func:`_is_faster`, or what it said of equal calls."""
+    if any(map(has_backward_hooks, both.parameters)):
+        return False  # measuring would call them
+    key = verdicts.key_of("training", x.device, both.kind, verdicts.canonical(x))
+    faster: bool = verdicts.store.settle(key, lambda: _is_faster(both, x))[0]
+    return faster
+
+
+def _is_faster(both: Both, x: Tensor) -> bool:
     """Whether ours keeps the GPU busy for a shorter time, forward and backward, with values as right."""
     leaf = x.detach().requires_grad_(x.requires_grad)
-    wanted = [*([leaf] if leaf.requires_grad else []), *parameters]
-    if not wanted or any(p._backward_hooks for p in parameters):
+    wanted = [*([leaf] if leaf.requires_grad else []), *both.parameters]
+    if not wanted:
         return False
 
     def step(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -225,28 +281,58 @@ def _is_faster(
 
     try:
         with policy.own_saved_tensors():
-            expected, actual = step(theirs), step(ours)
-            if not all(_agree(a, e) for a, e in zip(actual, expected, strict=True)):
-                return False
-            if actual[0].stride() != expected[0].stride():
+            expected, actual = step(both.theirs), step(both.ours)
+            if actual[0].stride() != expected[0].stride() or not _is_right(both, x, expected, actual):
                 return False
             del expected, actual
-            before, after = policy.busy_both(lambda: step(theirs), lambda: step(ours), x.device)
+            before, after = policy.busy_both(lambda: step(both.theirs), lambda: step(both.ours), x.device)
     except (torch.OutOfMemoryError, RuntimeError):
         return False
     return after < GAIN * before
 
 
-def _agree(actual: Tensor, expected: Tensor) -> bool:
-    """Apart by no more than the rounding of operands and results explains: both round them once."""
-    if actual.dtype is not expected.dtype or actual.shape != expected.shape:
+def _is_right(both: Both, x: Tensor, expected: tuple[Tensor, ...], actual: tuple[Tensor, ...]) -> bool:
+    """Result and gradients by the rule of :mod:`kgopt.accuracy` on a corner of x, and both ways close on the whole."""
+    if any(a.dtype is not e.dtype or a.shape != e.shape for a, e in zip(actual, expected, strict=True)):
         return False
-    unit = _UNITS[actual.dtype]
-    if torch.is_autocast_enabled("cuda"):
-        unit = max(unit, _UNITS[torch.get_autocast_dtype("cuda")])
-    elif actual.dtype is torch.float32 and torch.backends.cudnn.allow_tf32:
-        unit = _TF32
-    return policy.relative_error(actual, expected) <= 4 * unit
+    part = corner(x.detach(), *both.kernel)
+    dy: list[Tensor] = []  # the same for all, of both signs
+
+    def results(function: Callable[..., Tensor], x: Tensor, operands: Any = (), parameters: Any = None) -> Any:
+        leaf = x.requires_grad_(needed)
+        y = function(leaf, *operands)
+        if not dy:
+            dy.append(torch.arange(y.numel(), device=y.device).double().mul(0.7).cos().view(y.shape).to(y.dtype))
+        wanted = [*([leaf] if needed else []), *(both.parameters if parameters is None else parameters)]
+        return y.detach(), *torch.autograd.grad(y, wanted, dy[0].to(y.dtype).contiguous(memory_format=_format_of(y)))
+
+    def in_double(x: Tensor, *operands: Any) -> Any:
+        values = [t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in operands]
+        return results(both.exact, x.double(), values, [t for t in values if t is not None and t.requires_grad])
+
+    needed = x.requires_grad
+    theirs, ours = results(both.exact, part.clone(), both.operands), results(both.ours, part.clone())
+    yardsticks = [theirs]
+    with torch.autocast(x.device.type, enabled=False), accuracy.no_autotuning():
+        exact = in_double(part, *both.operands)
+        if both.operands and accuracy.may_take_tf32(part):
+            weight, bias = both.operands
+            dy[0] = accuracy.round_tf32(dy[0])
+            rounded = accuracy.round_tf32(weight.detach()).requires_grad_(weight.requires_grad)
+            yardsticks.append(in_double(accuracy.round_tf32(part), rounded, bias))
+    for i, reference in enumerate(exact):
+        errors = [accuracy.relative_error(y[i], reference) for y in yardsticks]
+        bar = accuracy.allowed(actual[0].dtype, *errors)
+        # The whole by the same yardstick: both results are that close to the exact one.
+        apart = accuracy.relative_error(actual[i], expected[i])
+        if not (accuracy.relative_error(ours[i], reference) <= bar and apart <= 2 * bar):
+            return False
+    return True
+
+
+def _format_of(y: Tensor) -> torch.memory_format:
+    last = y.dim() in FORMATS and not y.is_contiguous() and y.is_contiguous(memory_format=FORMATS[y.dim()])
+    return FORMATS[y.dim()] if last else torch.contiguous_format
 
 
 def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str]) -> int:
@@ -274,4 +360,4 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
 
 
 _wrapped: Wrapped[TrainingState] = Wrapped("training")
-modules_of, state_of, forget = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget
+modules_of, state_of, forget, adopt = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget, _wrapped.adopt

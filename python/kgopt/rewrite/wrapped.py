@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import nn
 
@@ -29,24 +29,24 @@ class Wrapped(Generic[State]):
         return state
 
     def add(self, module: nn.Module, make: Callable[[], State]) -> State:
-        """Wraps a module, if it is not yet; its state."""
+        """Wraps a module, if it is not yet; its state. Of a module whose class cannot be replaced nobody reads it."""
         state: State = module.__dict__.setdefault(self.attribute, make())
-        original, recipe = self._recipe_of(module)
-        if self.part not in recipe:
-            module.__class__ = classes.make_class(original or type(module), (*recipe, self.part))
+        original, recipe = classes.recipe_of(module)
+        if self.part not in recipe and classes.give(module, original, (*recipe, self.part)):
+            del module.__dict__[self.attribute]
         return state
+
+    def adopt(self, module: nn.Module, state: State) -> None:
+        """Wraps a module again, with the state that it had."""
+        module.__dict__.pop(self.attribute, None)
+        self.add(module, lambda: state)
 
     def forget(self, root: nn.Module, which: Callable[[nn.Module], bool] = lambda module: True) -> None:
         """Gives modules their own forward back."""
         for module in self.modules_of(root):
             if not which(module):
                 continue
+            original, recipe = classes.recipe_of(module)
+            # The class first: a call that another thread has begun finds its state.
+            classes.give(module, original, tuple(part for part in recipe if part != self.part))
             del module.__dict__[self.attribute]
-            original, recipe = self._recipe_of(module)
-            if original is not None:
-                rest = tuple(part for part in recipe if part != self.part)
-                module.__class__ = classes.make_class(original, rest) if rest else original
-
-    def _recipe_of(self, module: nn.Module) -> tuple[Any, tuple[Any, ...]]:
-        original = classes.original_class(module)
-        return original, type(module).__dict__["_kgopt_recipe"] if original is not None else ()

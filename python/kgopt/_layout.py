@@ -1,0 +1,46 @@
+"""Memory formats and dtypes of what an op returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_channels_last(t: Tensor) -> bool:
+    """The rule of torch's suggest_memory_format, as in csrc/common/torch_utils.h."""
+    if t.dim() not in (4, 5) or t.stride(1) == 0:
+        return False
+    smallest: Any = 0
+    for d in (1, *range(t.dim() - 1, 1, -1), 0):
+        if t.size(d) == 0 or t.stride(d) < smallest:
+            return False
+        if d == 0 and smallest == t.stride(1):
+            return False
+        smallest = t.stride(d)
+        if t.size(d) > 1:
+            smallest = smallest * t.size(d)
+    return True
+
+
+def memory_format(rank: int, channels_last: bool) -> torch.memory_format:
+    """The format's name for tensors of this rank."""
+    if not channels_last:
+        return torch.contiguous_format
+    return torch.channels_last_3d if rank == 5 else torch.channels_last
+
+
+def contiguous(t: Tensor) -> Tensor:
+    """Of strides that say so where sizes of 1 leave a choice."""
+    return t.clone(memory_format=torch.contiguous_format) if is_channels_last(t) else t.contiguous()
+
+
+def stats_dtype(x: Tensor) -> torch.dtype:
+    """What statistics and sums of x are kept in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def affine_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
+    """What the gradients of a norm's weight and bias are in."""
+    return weight.dtype if weight is not None else bias.dtype if bias is not None else stats_dtype(x)

@@ -1,0 +1,130 @@
+"""``python -m kgopt fuzz``: random calls and networks, each checked against PyTorch and float64."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kgopt.cli.environment import environment, pick_device
+from kgopt.cli.text import table
+from kgopt.fuzz.kinds import KINDS, make_kind
+from kgopt.fuzz.pool import Settings, cores
+from kgopt.fuzz.search import Report, search
+
+__all__ = ["columns", "count_table", "run_fuzz"]
+
+_SHARES = {"ops": 60.0, "networks": 1.0}  # of the cases of --kind all
+_COLUMNS = ("tf32", "fp32", "bf16", "fp16", "fp64", "autocast")
+
+
+def columns(counts: dict[str, dict[str, int]]) -> list[str]:
+    """The dtypes that were drawn, in their order."""
+    seen = {d for row in counts.values() for d in row}
+    return [c for c in _COLUMNS if c in seen] + sorted(seen.difference(_COLUMNS))
+
+
+def count_table(counts: dict[str, dict[str, int]]) -> str:
+    """Cases by op and dtype."""
+    shown = columns(counts)
+    rows = [[op, *(str(row.get(c, 0)) for c in shown), str(sum(row.values()))] for op, row in counts.items()]
+    sums = [sum(row.get(c, 0) for row in counts.values()) for c in shown]
+    return table(["op", *shown, "all"], [*rows, ["all", *map(str, sums), str(sum(sums))]])
+
+
+def _known_names(args: argparse.Namespace, kinds: list[str]) -> tuple[str, ...]:
+    known = {n for k in kinds for n in make_kind(k).names()}
+    for name in args.op or []:
+        if name not in known:
+            raise ValueError(f"--op is {name!r}, expected one of: {', '.join(sorted(known))}")
+    return tuple(args.op or [])
+
+
+def _given_case(text: str) -> dict[str, Any]:
+    """JSON, or a file of it."""
+    if not text.lstrip().startswith("{"):
+        text = Path(text).read_text()
+    case: dict[str, Any] = json.loads(text)
+    case = case.get("smallest", case)  # an entry of "findings"
+    case.setdefault("kind", "ops")
+    if case["kind"] not in KINDS:
+        raise ValueError(f"the case's kind is {case['kind']!r}, expected one of: {', '.join(KINDS)}")
+    return case
+
+
+def _report_json(report: Report, args: argparse.Namespace, device: torch.device, workers: int) -> dict[str, Any]:
+    return {
+        "environment": environment(device),
+        "seed": args.seed,
+        "kind": args.kind,
+        "workers": workers,
+        "seconds": round(report.seconds, 1),
+        "cases": report.cases,
+        "failed": report.failed,
+        "out_of_memory": report.no_memory,
+        "counts": report.counts,
+        "findings": [dataclasses.asdict(f) for f in report.findings],
+    }
+
+
+def _print_findings(report: Report) -> None:
+    for n, f in enumerate(report.findings, 1):
+        print(f"\n{'=' * 100}\nfinding {n} of {len(report.findings)}: case {f.index}", end="")
+        print(f", and {f.alike - 1} alike ({', '.join(map(str, f.also[1:]))})" if f.alike > 1 else "")
+        print(f.smallest_text)
+        print(f"\n# --case '{json.dumps(f.smallest)}'\n")
+        print(f.source)
+
+
+def run_fuzz(args: argparse.Namespace) -> int:
+    """Runs the search that the command line asks for. Returns 1 where something was found."""
+    device = pick_device(args.device)
+    case = _given_case(args.case) if args.case else None
+    chosen = list(KINDS) if args.kind == "all" else [args.kind]
+    if case is not None:
+        chosen = [case["kind"]]
+    only = () if case is not None else _known_names(args, chosen)
+    if only:
+        chosen = [k for k in chosen if set(only) & set(make_kind(k).names())]
+    if args.seed is None:
+        args.seed = random.SystemRandom().randrange(2**31)
+    if device.type == "cuda":
+        gpus = tuple(int(g) for g in args.gpus.split(",")) if args.gpus else (device.index or 0,)
+        if max(gpus) >= torch.cuda.device_count():
+            raise ValueError(f"--gpus is {args.gpus}, but there are {torch.cuda.device_count()} GPUs")
+    else:
+        gpus = (0,)
+    workers = args.workers or max(1, min(cores(), 12 * len(gpus) if device.type == "cuda" else cores()))
+    if case is not None:
+        workers = 1
+    calls = args.calls
+    if calls is None and args.seconds is None and case is None:
+        calls = 2000
+    settings = Settings(device.type, gpus, args.seed, only, patience=max(1.0, 2.0 * workers / cores()))
+    print(f"seed {args.seed}, {device.type}, {workers} processes", flush=True)
+    report = search(
+        [(k, _SHARES[k]) for k in chosen],
+        settings,
+        workers,
+        calls,
+        args.seconds,
+        None if case is None else [case],
+        lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    print(count_table(report.counts))
+    _print_findings(report)
+    rate = report.cases / max(report.seconds, 1e-9)
+    memory = f", {report.no_memory} ran out of memory" if report.no_memory else ""
+    print(f"\nseed {args.seed}: {report.cases} cases in {report.seconds:.0f} s ({rate:.0f} a second){memory}; "
+          f"{report.failed} failed in {len(report.findings)} ways")  # fmt: skip
+    if case is not None and not report.findings:
+        print(make_kind(case["kind"]).source(case, device.type))
+    if args.json:
+        Path(args.json).write_text(json.dumps(_report_json(report, args, device, workers), indent=1) + "\n")
+    return 1 if report.findings else 0

@@ -1,0 +1,1 @@
+"""The search for faults: random calls and random networks, each checked against PyTorch and float64."""

@@ -1,0 +1,273 @@
+"""How far rounding may move a result: PyTorch's formulas in float64, with noise of a dtype's size after each step.
+
+A result is judged by PyTorch's own error first. That error may be small by luck, where a sum of two values cancels for
+instance; then this says what any order of the same roundings could have given. It also knows precisions that PyTorch
+does not take here: an ideal TF32 product, with operands rounded or cut off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Noise", "NoisySteps", "unit"]
+
+_UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_SMALLEST = {"float64": 2.0**-1021, "float32": 2.0**-125, "float16": 2.0**-24, "bfloat16": 2.0**-125}
+_TF32 = 2.0**-11
+
+
+def unit(dtype: str) -> float:
+    """The largest relative error of one rounding."""
+    return _UNITS[dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """Of one evaluation.
+
+    ``step``: relative, behind each function, what PyTorch rounds there. ``inner``: of the arithmetic inside a function.
+    ``product``: of the operands of a convolution. ``cut``: these are cut off instead of rounded, which adds up.
+    """
+
+    step: float
+    inner: float
+    product: float
+    floor: float
+    cut: bool
+    seed: int
+
+    @staticmethod
+    def of(dtype: str, tf32: bool, seed: int) -> Noise:
+        """Of one sample; ``dtype`` is that of the tensors, or autocast's."""
+        inner = _UNITS["float64"] if dtype == "float64" else _UNITS["float32"]
+        product = _TF32 if tf32 and dtype == "float32" else inner
+        return Noise(2 * _UNITS[dtype], 2 * inner, 2 * product, _SMALLEST[dtype], seed % 3 == 2, seed)
+
+
+class _Rounded(torch.autograd.Function):
+    """x times 1 + noise, and its gradient times 1 + noise of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: float, back: float, floor: float, cut: bool, generator: Any) -> Tensor:
+        ctx.more = back, floor, generator
+        return _disturbed(x, size, floor, generator, cut)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        back, floor, generator = ctx.more
+        return _disturbed(dy, back, floor, generator, False), None, None, None, None, None
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over the last dim, kept. A sum loses digits of its terms' size, or of a shift taken off them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: float, generator: Any) -> Tensor:
+        ctx.sizes = x.shape
+        y = x.mean(-1, keepdim=True)
+        return y + size * _uniform(y, generator) * (x * x).mean(-1, keepdim=True).sqrt()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return dy.expand(ctx.sizes) / ctx.sizes[-1], None, None
+
+
+class _Spread(torch.autograd.Function):
+    """x expanded to a shape, of whose gradient it takes a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, size: float, generator: Any) -> Tensor:
+        ctx.more = x.shape, size, generator
+        return x.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        shape, size, generator = ctx.more
+        total = dy.sum_to_size(shape)
+        return total + size * _uniform(total, generator) * dy.abs().sum_to_size(shape), None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """A convolution, whose sums and whose gradients' sums lose digits of their terms' size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, run: Any, size: float, generator: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.more = run, size, generator
+        y: Tensor = run(x, weight)
+        return y + size * _uniform(y, generator) * run(x.abs(), weight.abs())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        run, size, generator = ctx.more
+        found = []
+        for f in (lambda t: t, torch.abs):
+            leaves = [f(t).detach().requires_grad_() for t in ctx.saved_tensors]
+            with torch.enable_grad():
+                found.append(torch.autograd.grad(run(*leaves), leaves, f(dy)))
+        grads = (g + size * _uniform(g, generator) * a for g, a in zip(*found, strict=True))
+        return *grads, None, None, None
+
+
+class _LogSumExp(torch.autograd.Function):
+    """logsumexp, whose gradient is computed from its rounded result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: Any, size: float, floor: float, generator: Any) -> Tensor:
+        y = _disturbed(torch.logsumexp(x, dim, True), size, floor, generator, False)
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        return dy * (x - y).exp(), None, None, None, None
+
+
+def _uniform(x: Tensor, generator: Any) -> Tensor:
+    return 2 * torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device) - 1
+
+
+def _disturbed(x: Tensor, size: float, floor: float, generator: Any, cut: bool) -> Tensor:
+    noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    noise = -noise if cut else 2 * noise - 1
+    return x + x * noise * size + noise * floor
+
+
+_CONVOLUTIONS = {
+    F.conv2d,
+    F.conv3d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+    torch.convolution,
+    torch.conv2d,
+    torch.conv3d,
+}
+_ROUNDED = {
+    F.relu,
+    F.leaky_relu,
+    F.silu,
+    F.gelu,
+    F.hardtanh,
+    F.relu6,
+    F.elu,
+    F.mish,
+    F.softplus,
+    F.interpolate,
+    torch.sigmoid,
+    torch.tanh,
+    torch.rsqrt,
+    Tensor.add,
+    Tensor.__add__,
+    Tensor.__radd__,
+    Tensor.mul,
+    Tensor.__mul__,
+    Tensor.__rmul__,
+    Tensor.div,
+    Tensor.__truediv__,
+}
+
+
+class NoisySteps(TorchFunctionMode):
+    """While it is on, functions of float64 tensors round as ``noise`` says, in the forward and in the backward."""
+
+    def __init__(self, noise: Noise, device: torch.device) -> None:
+        super().__init__()
+        self._noise = noise
+        self._generator = torch.Generator(device).manual_seed(noise.seed)
+
+    def _round(self, x: Any, size: float, back: float | None = None, cut: bool = False) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        back = size if back is None else back
+        return _Rounded.apply(x, size, back, self._noise.floor, cut, self._generator)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        n = self._noise
+        if func is F.group_norm:
+            return self._round(self._group_norm(*args, **kwargs), n.step)
+        if func is torch.var_mean:
+            return self._var_mean(*args, **kwargs)
+        if func in _CONVOLUTIONS:
+            return self._convolution(func, *args, **kwargs)
+        if func in (torch.mean, Tensor.mean):
+            return self._round(self._mean(*args, **kwargs), n.step)
+        if func in (torch.logsumexp, Tensor.logsumexp):
+            return self._logsumexp(*args, **kwargs)
+        if func in _ROUNDED:
+            args = tuple(self._round(a, n.inner) for a in args)
+            return self._round(func(*args, **kwargs), n.step)
+        return func(*args, **kwargs)
+
+    def _convolution(self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Any:
+        n = self._noise
+        x, weight = (self._round(t, n.product, n.inner, n.cut) for t in (x, weight))
+        y = _Product.apply(x, weight, lambda a, b: func(a, b, None, *rest), n.inner, self._generator)
+        y = self._round(y, n.inner, n.product)  # the gradient is an operand of both backward products
+        if bias is not None:
+            y = self._round(y + self._spread(bias.reshape(-1, *[1] * (weight.dim() - 2)), y.shape), n.inner)
+        return self._round(y, n.step)
+
+    def _spread(self, x: Tensor, shape: Any) -> Tensor:
+        result: Tensor = _Spread.apply(x, shape, self._noise.inner, self._generator)
+        return result
+
+    def _mean(self, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
+        """Over any dims: they are moved behind the others."""
+        rank = x.dim()
+        dims = {d % max(rank, 1) for d in ([dim] if isinstance(dim, int) else dim or range(rank))}
+        kept = [d for d in range(rank) if d not in dims]
+        flat = x.permute(*kept, *sorted(dims)).reshape(
+            [x.shape[d] for d in kept] + [math.prod(x.shape[d] for d in dims)]
+        )
+        y = _Mean.apply(self._round(flat, self._noise.inner), self._noise.inner, self._generator)
+        shape = [1 if d in dims else x.shape[d] for d in range(rank)] if keepdim else [x.shape[d] for d in kept]
+        return self._round(y, self._noise.inner).reshape(shape)
+
+    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean and variance over the last dim, and what is left of x."""
+        inner = self._noise.inner
+        mean = self._mean(x, -1, True)
+        away = self._round(x - self._spread(mean, x.shape), inner)
+        return mean, self._mean(self._round(away * away, inner), -1, True), away
+
+    def _logsumexp(self, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+        n = self._noise
+        dims = [dim] if isinstance(dim, int) else list(dim)
+        y = _LogSumExp.apply(self._round(x, n.inner), dims, n.step, n.floor, self._generator)
+        if keepdim or not x.dim():
+            return self._round(y, n.step)
+        gone = {d % x.dim() for d in dims}
+        return self._round(y, n.step).reshape([s for d, s in enumerate(x.shape) if d not in gone])
+
+    def _var_mean(self, x: Tensor, dim: Any, correction: int = 0, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+        if correction or keepdim:
+            raise NotImplementedError("var_mean: correction and keepdim")
+        dims = [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)]
+        kept = [d for d in range(x.dim()) if d not in dims]
+        shape = [x.shape[d] for d in kept]
+        mean, variance, _ = self._moments(
+            x.permute(*kept, *dims).reshape([*shape, math.prod(x.shape[d] for d in dims)])
+        )
+        return variance.reshape(shape), mean.reshape(shape)
+
+    def _group_norm(
+        self, x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    ) -> Tensor:
+        """GroupNorm as its definition has it, in steps that round."""
+        inner = self._noise.inner
+        _, variance, away = self._moments(x.reshape(x.shape[0], groups, math.prod(x.shape[1:]) // groups))
+        rstd = self._round(torch.rsqrt(variance + eps), inner)
+        y = self._round(away * self._spread(rstd, away.shape), inner).reshape(x.shape)
+        shape = [1, x.shape[1], *[1] * (x.dim() - 2)]
+        if weight is not None:
+            y = self._round(y * self._spread(weight.reshape(shape), x.shape), inner)
+        return y if bias is None else self._round(y + self._spread(bias.reshape(shape), x.shape), inner)

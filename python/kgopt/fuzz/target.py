@@ -1,0 +1,67 @@
+"""What a target of the search is, and the words of which the text of calls is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from kgopt.fuzz.draw import Args, Draw, Tensors
+from kgopt.fuzz.kind import Case
+
+__all__ = ["GN", "REF", "Args", "Target", "Tensors", "geometry_text", "home_of", "keyword_text", "name_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One op and all that calls it."""
+
+    name: str
+    weight: float  # how often it is drawn, beside the others
+    draw: Callable[[Draw], tuple[Tensors, Args]]
+    ours: Callable[[Case], str]  # an expression
+    theirs: Callable[[Case], str]
+    vias: tuple[str, ...] = ("functional", "op")
+    before: Callable[[Case], list[str]] = lambda case: []  # lines that make what both are given
+    differentiable: int = 1  # results that have gradients, the first ones
+    grads: tuple[str, ...] = ("x", "weight", "bias")  # tensors that may need a gradient
+    autocast: bool = False
+    products: bool = False  # has a convolution: TF32 counts, and cuDNN's own order of sums
+    wide: tuple[str, ...] = ()  # tensors that may be float32 beside halves
+    statistics: bool = False  # the first result, too, has the dtype of statistics
+    border: bool = False  # PyTorch multiplies what it does not need by zero, which makes NaN of NaN and Inf
+
+
+def name_of(case: Case, name: str) -> str:
+    """The tensor's name where the call has it, else None: an argument."""
+    return name if name in case["tensors"] else "None"
+
+
+def keyword_text(args: Args, names: Sequence[str]) -> str:
+    """``, name=value`` for each of these arguments that the call has."""
+    return "".join(f", {n}={args[n]!r}" for n in names if n in args)
+
+
+def home_of(case: Case) -> str:
+    """Where the function of an op is called."""
+    return "kgopt.functional" if case["via"] == "functional" else "torch.ops.kgopt"
+
+
+REF = "kgopt.reference"
+GN = ("gn_weight", "gn_bias")
+
+
+def geometry_text(case: Case, transposed: bool = False) -> str:
+    """stride to transposed, as conv_add takes them."""
+    args = case["args"]
+    zeros = [0] * len(args["stride"])
+    return ", ".join(
+        repr(v)
+        for v in (
+            args["stride"],
+            args["padding"],
+            args["dilation"],
+            args.get("output_padding", zeros),
+            args["groups"],
+            args.get("transposed", transposed),
+        )
+    )

@@ -1,0 +1,271 @@
+"""GroupNorm, its statistics, and their backward ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kgopt.fuzz.draw import Draw
+from kgopt.fuzz.kind import Case
+from kgopt.fuzz.target import REF, Args, Target, Tensors, home_of, name_of
+
+__all__ = ["TARGETS"]
+
+
+def norm_draw(pre: bool = False, act: bool = True, least: int = 2) -> Callable[[Draw], tuple[Tensors, Args]]:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        shape, groups = d.norm_shape(least)
+        tensors = {"x": d.tensor(shape)}
+        d.affine(tensors, shape[1])
+        args: Args = {"num_groups": groups, "eps": d.eps()}
+        if act:
+            args["act"] = d.act()
+        if pre:
+            args["pre_act"] = d.act(0.4)
+        return tensors, args
+
+    return draw
+
+
+def norm_text(case: Case, *names: str) -> str:
+    a = case["args"]
+    return ", ".join(
+        ["x", repr(a["num_groups"]), name_of(case, "weight"), name_of(case, "bias"), *(repr(a[n]) for n in names)]
+    )
+
+
+def _group_norm() -> Target:
+    def ours(case: Case) -> str:
+        if case["via"] == "module" and {"weight", "bias"} <= set(case["tensors"]):
+            a, c = case["args"], case["tensors"]["weight"]["shape"][0]
+            made = f"kgopt.nn.GroupNorm({a['num_groups']}, {c}, {a['eps']!r}, act={a['act']!r}, device='meta')"
+            return f'torch.func.functional_call({made}, {{"weight": weight, "bias": bias}}, (x,))'
+        return f"{home_of(case)}.group_norm({norm_text(case, 'eps', 'act')})"
+
+    return Target(
+        "group_norm",
+        14,
+        norm_draw(),
+        ours,
+        lambda case: f"{REF}.group_norm_ref({norm_text(case, 'eps', 'act')})",
+        ("functional", "op", "module"),
+        autocast=True,
+        wide=("weight", "bias"),
+    )
+
+
+def stats_text(x: str, case: Case) -> str:
+    return f"{REF}.group_stats_ref(wide({x}), {case['args']['num_groups']!r}, {case['args']['eps']!r})"
+
+
+def _group_norm_fwd() -> Target:
+    def theirs(case: Case) -> str:
+        y = f"{REF}.group_norm_ref({norm_text(case, 'eps', 'act', 'pre_act')})"
+        before = f"{REF}.activation_ref(wide(x), {case['args']['pre_act']!r})"
+        return f"({y}, *{stats_text(before, case)})"
+
+    return Target(
+        "group_norm_fwd",
+        8,
+        norm_draw(pre=True),
+        lambda case: f"torch.ops.kgopt.group_norm_fwd({norm_text(case, 'eps', 'act', 'pre_act')})",
+        theirs,
+        ("op",),
+        wide=("weight", "bias"),
+    )
+
+
+def _group_norm_moments() -> Target:
+    return Target(
+        "group_norm_moments",
+        4,
+        norm_draw(least=3),
+        lambda case: (
+            "torch.ops.kgopt.group_norm_moments("
+            + norm_text(case, "eps", "act").replace("x, ", "x, moments, ", 1)
+            + ")"
+        ),
+        lambda case: f"{REF}.group_norm_ref({norm_text(case, 'eps', 'act')})",
+        ("op",),
+        before=lambda case: ["moments = channel_moments(x)"],
+        autocast=True,
+        wide=("weight", "bias"),
+    )
+
+
+def _group_stats() -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        tensors, args = norm_draw(act=False)(d)
+        return {"x": tensors["x"]}, args
+
+    return Target(
+        "group_stats",
+        5,
+        draw,
+        lambda case: f"{home_of(case)}.group_stats(x, {case['args']['num_groups']!r}, {case['args']['eps']!r})",
+        lambda case: stats_text("x", case),
+        differentiable=2,
+        grads=("x",),
+    )
+
+
+def _group_norm_mean() -> Target:
+    return Target(
+        "group_norm_mean",
+        5,
+        norm_draw(act=False),
+        lambda case: f"{home_of(case)}.group_norm_mean({norm_text(case, 'eps')})",
+        lambda case: f"{REF}.group_norm_mean_ref({norm_text(case, 'eps')})",
+        autocast=True,
+        wide=("weight", "bias"),
+    )
+
+
+def _group_norm_backward() -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        tensors, args = norm_draw(pre=True)(d)
+        tensors["dy"] = d.tensor(tensors["x"]["shape"])
+        return tensors, args
+
+    def before(case: Case) -> list[str]:
+        a = case["args"]
+        before = f"{REF}.activation_ref(x.double(), {a['pre_act']!r}).to(wide(x).dtype)"
+        return [f"mean, rstd = given_stats({before}, {a['num_groups']!r}, {a['eps']!r})"]
+
+    def ours(case: Case) -> str:
+        a = case["args"]
+        call = (
+            f"torch.ops.kgopt.group_norm_backward(dy, x, mean, rstd, {a['num_groups']!r}, {name_of(case, 'weight')}, "
+            f"{name_of(case, 'bias')}, {a['act']!r}, {a['pre_act']!r})"
+        )
+        given = [True, "weight" in case["tensors"], "bias" in case["tensors"]]
+        return call if all(given) else f"[g for g, m in zip({call}, {given!r}) if m]"
+
+    def theirs(case: Case) -> str:
+        names = [n for n in ("x", "weight", "bias") if n in case["tensors"]]
+        call = f"{REF}.group_norm_ref({norm_text(case, 'eps', 'act', 'pre_act')})"
+        given = ", ".join(f"{n}={n}" for n in names)
+        return f"vjp(lambda {given}: {call}, dict({given}), dy)"
+
+    return Target(
+        "group_norm_backward", 4, draw, ours, theirs, ("op",), before=before, grads=(), wide=("weight", "bias")
+    )
+
+
+def _wide_affine(case: Case) -> str:
+    """Of a norm in the dtype of statistics."""
+    names = (f"wide({n})" if n in case["tensors"] else "None" for n in ("weight", "bias"))
+    return f"wide(x), {case['args']['num_groups']!r}, {', '.join(names)}, {case['args']['eps']!r}"
+
+
+def _group_norm_mean_fwd() -> Target:
+    def theirs(case: Case) -> str:
+        channel_mean = (
+            "wide(x).reshape(*x.shape[:2], -1).mean(2)" if len(case["tensors"]["x"]["shape"]) > 2 else "wide(x)"
+        )
+        return f"({REF}.group_norm_mean_ref({_wide_affine(case)}), {channel_mean}, *{stats_text('x', case)})"
+
+    return Target(
+        "group_norm_mean_fwd",
+        2,
+        norm_draw(act=False),
+        lambda case: f"torch.ops.kgopt.group_norm_mean_fwd({norm_text(case, 'eps')})",
+        theirs,
+        ("op",),
+        wide=("weight", "bias"),
+        statistics=True,
+    )
+
+
+def _group_norm_mean_backward() -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        tensors, args = norm_draw(act=False)(d)
+        tensors.pop("bias", None)
+        tensors["dy"] = d.statistics(tensors["x"]["shape"][:1])
+        return tensors, args
+
+    def before(case: Case) -> list[str]:
+        a = case["args"]
+        return [
+            f"mean, rstd = given_stats(x, {a['num_groups']!r}, {a['eps']!r})",
+            "channel_mean = channel_moments(x)[..., 0].contiguous()",
+        ]
+
+    def ours(case: Case) -> str:
+        groups, weight = case["args"]["num_groups"], name_of(case, "weight")
+        call = f"torch.ops.kgopt.group_norm_mean_backward(dy, x, channel_mean, mean, rstd, {groups!r}, {weight})"
+        return f"{call}[:{2 if 'weight' in case['tensors'] else 1}]"
+
+    def theirs(case: Case) -> str:
+        given = "x=x, weight=weight" if "weight" in case["tensors"] else "x=x"
+        return f"vjp(lambda {given}: {REF}.group_norm_mean_ref({norm_text(case, 'eps')}), dict({given}), dy)"
+
+    return Target("group_norm_mean_backward", 2, draw, ours, theirs, ("op",), before, grads=(), wide=("weight",))
+
+
+def _group_stats_backward() -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        tensors, args = norm_draw(act=False)(d)
+        sizes = [tensors["x"]["shape"][0], args["num_groups"]]
+        return {"x": tensors["x"], "dy": d.statistics(sizes), "drstd": d.statistics(sizes)}, args
+
+    return Target(
+        "group_stats_backward",
+        2,
+        draw,
+        lambda case: f"torch.ops.kgopt.group_stats_backward(dy, drstd, x, mean, rstd, {case['args']['num_groups']!r})",
+        lambda case: f"vjp(lambda x: {stats_text('x', case)}, dict(x=x), (dy, drstd))[0]",
+        ("op",),
+        before=lambda case: [f"mean, rstd = given_stats(x, {case['args']['num_groups']!r}, {case['args']['eps']!r})"],
+        grads=(),
+    )
+
+
+def _lse_backward() -> Target:
+    name = "group_norm_tanh_hardswish_residual_logsumexp_backward"
+
+    def residual(case: Case, x: str) -> str:
+        names = (f"{n}" if n in case["tensors"] else "None" for n in ("weight", "bias"))
+        a = case["args"]
+        norm = f"{REF}.group_norm_ref({x}, {a['num_groups']!r}, {', '.join(names)}, {a['eps']!r}, 'tanh+hardswish')"
+        return f"torch.logsumexp({x} + {norm}, 1, True)"
+
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        tensors, args = norm_draw(act=False, least=3)(d)
+        shape = tensors["x"]["shape"]
+        tensors["dy"] = d.statistics([shape[0], 1, *shape[2:]])
+        return tensors, args
+
+    def before(case: Case) -> list[str]:
+        a, given = case["args"], case["tensors"]
+        affine = ", ".join(f"{n}.double()" if n in given else "None" for n in ("weight", "bias"))
+        norm = f"{REF}.group_norm_ref(x.double(), {a['num_groups']!r}, {affine}, {a['eps']!r}, 'tanh+hardswish')"
+        return [
+            f"mean, rstd = given_stats(x, {a['num_groups']!r}, {a['eps']!r})",
+            f"lse = torch.logsumexp(x.double() + {norm}, 1, True).to(wide(x).dtype)",
+        ]
+
+    def ours(case: Case) -> str:
+        affine = f"{name_of(case, 'weight')}, {name_of(case, 'bias')}"
+        call = f"torch.ops.kgopt.{name}(dy, x, lse, mean, rstd, {case['args']['num_groups']!r}, {affine})"
+        given = [True, "weight" in case["tensors"], "bias" in case["tensors"]]
+        return call if all(given) else f"[g for g, m in zip({call}, {given!r}) if m]"
+
+    def theirs(case: Case) -> str:
+        given = ", ".join(f"{n}={n}" for n in ("x", "weight", "bias") if n in case["tensors"])
+        return f"vjp(lambda {given}: {residual(case, 'x')}, dict({given}), dy)"
+
+    return Target(name, 2, draw, ours, theirs, ("op",), before, grads=(), wide=("weight", "bias"))
+
+
+TARGETS = [
+    _group_norm(),
+    _group_norm_fwd(),
+    _group_norm_moments(),
+    _group_stats(),
+    _group_norm_mean(),
+    _group_norm_mean_fwd(),
+    _group_norm_mean_backward(),
+    _group_stats_backward(),
+    _lse_backward(),
+    _group_norm_backward(),
+]

@@ -1,0 +1,128 @@
+"""Activations and reductions."""
+
+from __future__ import annotations
+
+from kgopt.fuzz.draw import Draw
+from kgopt.fuzz.kind import Case
+from kgopt.fuzz.target import REF, Args, Target, Tensors, home_of
+from kgopt.fuzz.tensors import spec
+
+__all__ = ["TARGETS"]
+
+
+def any_shape(d: Draw, least: int = 0, most: int = 5) -> list[int]:
+    rank = d.rng.randint(least, most)
+    shape = d.spatial(rank, d.budget) if rank else []
+    if shape and d.chance(0.03):
+        shape[d.rng.randrange(rank)] = 0
+    return shape
+
+
+def _activation(backward: bool) -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        shape = any_shape(d)
+        tensors = {"x": d.tensor(shape)}
+        if backward:
+            tensors["dy"] = d.tensor(shape)
+        return tensors, {"act": d.act(0.03)}
+
+    if backward:
+        return Target(
+            "activation_backward",
+            3,
+            draw,
+            lambda case: f"torch.ops.kgopt.activation_backward(dy, x, {case['args']['act']!r})",
+            lambda case: f"vjp(lambda x: {REF}.activation_ref(x, {case['args']['act']!r}), dict(x=x), dy)[0]",
+            ("op",),
+            grads=(),
+        )
+    return Target(
+        "activation",
+        6,
+        draw,
+        lambda case: f"{home_of(case)}.activation(x, {case['args']['act']!r})",
+        lambda case: f"{REF}.activation_ref(x, {case['args']['act']!r})",
+        grads=("x",),
+        autocast=True,
+    )
+
+
+def _reduction(name: str, dims: str) -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        shape = any_shape(d, least=0 if d.chance(0.05) else 1)
+        rank = len(shape)
+        chosen = sorted(d.rng.sample(range(rank), d.rng.randint(1, rank))) if rank else []
+        if name == "mean" and d.chance(0.05):
+            chosen = []
+        chosen = [c - rank if d.chance(0.3) else c for c in chosen]
+        return {"x": d.tensor(shape)}, {"dims": chosen, "keepdim": d.chance(0.5)}
+
+    def call(case: Case, home: str) -> str:
+        return f"{home}.{name}(x, {case['args']['dims']!r}, {case['args']['keepdim']!r})"
+
+    return Target(
+        name,
+        5,
+        draw,
+        lambda case: call(case, home_of(case)),
+        lambda case: call(case, "torch"),
+        grads=("x",),
+        autocast=name == "logsumexp",
+    )
+
+
+def _logsumexp_backward() -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        shape = any_shape(d, least=1)
+        rank = len(shape)
+        chosen = sorted(d.rng.sample(range(rank), d.rng.randint(1, rank)))
+        keepdim = d.chance(0.5)
+        kept = [1 if i in chosen else s for i, s in enumerate(shape) if keepdim or i not in chosen]
+        return {"x": d.tensor(shape), "dy": d.tensor(kept)}, {"dims": chosen, "keepdim": keepdim}
+
+    def of(case: Case) -> str:
+        return f"{case['args']['dims']!r}, {case['args']['keepdim']!r}"
+
+    return Target(
+        "logsumexp_backward",
+        2,
+        draw,
+        lambda case: f"torch.ops.kgopt.logsumexp_backward(dy, x, y, {of(case)})",
+        lambda case: f"vjp(lambda x: torch.logsumexp(x, {of(case)}), dict(x=x), dy)[0]",
+        ("op",),
+        before=lambda case: [f"y = torch.logsumexp(x.double(), {of(case)}).to(x.dtype)"],
+        grads=(),
+    )
+
+
+def _mean_backward() -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        shape = any_shape(d, least=1)
+        rank = len(shape)
+        chosen = sorted(d.rng.sample(range(rank), d.rng.randint(1, rank)))
+        keepdim = d.chance(0.5)
+        kept = [1 if i in chosen else s for i, s in enumerate(shape) if keepdim or i not in chosen]
+        return {"x": spec(shape, d.dtype, "zero"), "dy": d.tensor(kept)}, {"dims": chosen, "keepdim": keepdim}
+
+    def of(case: Case) -> str:
+        return f"{case['args']['dims']!r}, {case['args']['keepdim']!r}"
+
+    return Target(
+        "mean_backward",
+        2,
+        draw,
+        lambda case: f"torch.ops.kgopt.mean_backward(dy, {case['tensors']['x']['shape']!r}, {of(case)})",
+        lambda case: f"vjp(lambda x: torch.mean(x, {of(case)}), dict(x=x), dy)[0]",
+        ("op",),
+        grads=(),
+    )
+
+
+TARGETS = [
+    _activation(False),
+    _activation(True),
+    _reduction("logsumexp", "dim"),
+    _reduction("mean", "dims"),
+    _logsumexp_backward(),
+    _mean_backward(),
+]

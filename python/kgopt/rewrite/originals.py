@@ -1,0 +1,340 @@
+"""PyTorch's own functions and methods, and whether they are still what a call runs.
+
+A site stands for calls of PyTorch's modules and functions. Python lets a user replace each of them, and what those call
+in turn: ``nn.GroupNorm.forward``, ``nn.Module.__call__``, ``F.group_norm``, ``torch.Tensor.relu_``. What was replaced
+runs: :func:`untouched` compares the places that such a call looks up with the objects that were there when kgopt was
+imported. An object that was no part of PyTorch by then counts as replaced for ever.
+
+A comparison is an attribute and an ``is`` in one function without a loop: it runs at every call of a site. A compiler
+that traces it guards the same places.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import activation, conv, dropout, instancenorm, linear, normalization
+from torch.overrides import TorchFunctionMode
+
+from kgopt.torch_private import DeviceContext, function_mode_at, len_torch_function_stack, nn_functions
+
+Place = tuple[Any, str]  # an object, and the attribute of it that a call looks up
+
+_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_REPLACED = object()  # is nothing's value
+_NN = nn_functions
+_VALUES: dict[tuple[int, str], Any] = {}  # PyTorch's own, by the owner's id and the name; owners live as long as torch
+
+
+def _is_torchs(value: Any, name: str) -> bool:
+    """Whether an object that is found under a name is the one that PyTorch put there."""
+    if isinstance(value, types.ModuleType):
+        return value is sys.modules.get("torch.nn.functional")
+    if isinstance(value, _BUILT_IN):
+        return value.__name__ == name
+    if not isinstance(value, types.FunctionType):
+        return False
+    code = value.__code__
+    if code.co_name not in (name, "_wrapped_call_impl" if name == "__call__" else name):
+        return False
+    return is_torchs(value)
+
+
+def is_torchs(function: Any) -> bool:
+    """Whether a function that was found in PyTorch is PyTorch's: built in, or from its files."""
+    if isinstance(function, _BUILT_IN):
+        return True
+    code = getattr(function, "__code__", None)
+    # Frozen programs have relative names.
+    return code is not None and code.co_filename.startswith((_TORCH, f"torch{os.sep}"))
+
+
+def _value(place: Place) -> Any:
+    owner, name = place
+    key = id(owner), name
+    if key not in _VALUES:
+        value = getattr(owner, name, _REPLACED)
+        _VALUES[key] = value if _is_torchs(value, name) else _REPLACED
+    return _VALUES[key]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What calls look up
+
+_CALLED = ("__call__", "_call_impl")  # by calling a module
+
+
+def _found(owner: Any, *names: str) -> tuple[Place, ...]:
+    """Those names that this torch has."""
+    return tuple((owner, name) for name in names if hasattr(owner, name))
+
+
+def _twice(name: str) -> tuple[Place, ...]:
+    """A function of torch._C._nn, and the one that writes into its input."""
+    return _found(_NN, name, f"{name}_")
+
+
+# By the function: what it calls.
+_FUNCTIONS: dict[str, tuple[Place, ...]] = {
+    "relu": _found(torch, "relu", "relu_"),
+    "leaky_relu": _twice("leaky_relu"),
+    "silu": _twice("silu"),
+    "sigmoid": _found(torch.Tensor, "sigmoid"),
+    "tanh": _found(torch.Tensor, "tanh"),
+    "hardswish": _twice("hardswish"),
+    "hardtanh": _twice("hardtanh"),
+    "elu": _twice("elu"),
+    "mish": _twice("mish"),
+    "group_norm": _found(torch, "group_norm"),
+    "instance_norm": _found(torch, "instance_norm"),
+    "interpolate": _found(
+        _NN,
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_nearest3d",
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+        "upsample_trilinear3d",
+    ),
+    "pad": _found(_NN, "pad"),
+    "max_pool2d": (*_found(F, "_max_pool2d"), *_found(torch, "max_pool2d")),
+    "max_pool3d": (*_found(F, "_max_pool3d"), *_found(torch, "max_pool3d")),
+}
+
+
+_BY_FUNCTION = {getattr(F, name): places for name, places in _FUNCTIONS.items() if hasattr(F, name)}
+
+
+def functional(name: str) -> tuple[Place, ...]:
+    """What a call of ``F.name`` looks up."""
+    return (*_found(F, name), *_FUNCTIONS.get(name, ()))
+
+
+def _inside(cls: type, module: Any, function: str, *methods: str) -> tuple[Place, ...]:
+    looked_up = functional(function) if function else ()
+    return (*_found(cls, "forward", *methods), *_found(module, "F"), *looked_up)
+
+
+_INSTANCE_METHODS = ("_check_input_dim", "_get_no_batch_dim", "_handle_no_batch_input", "_apply_instance_norm")
+
+# By class: what its forward looks up.
+_INSIDE: dict[type, tuple[Place, ...]] = {
+    nn.GroupNorm: _inside(nn.GroupNorm, normalization, "group_norm"),
+    nn.InstanceNorm2d: _inside(nn.InstanceNorm2d, instancenorm, "instance_norm", *_INSTANCE_METHODS),
+    nn.InstanceNorm3d: _inside(nn.InstanceNorm3d, instancenorm, "instance_norm", *_INSTANCE_METHODS),
+    nn.Conv2d: _inside(nn.Conv2d, conv, "conv2d", "_conv_forward"),
+    nn.Conv3d: _inside(nn.Conv3d, conv, "conv3d", "_conv_forward"),
+    nn.ConvTranspose2d: _inside(nn.ConvTranspose2d, conv, "conv_transpose2d", "_output_padding"),
+    nn.ConvTranspose3d: _inside(nn.ConvTranspose3d, conv, "conv_transpose3d", "_output_padding"),
+    nn.ReLU: _inside(nn.ReLU, activation, "relu"),
+    nn.LeakyReLU: _inside(nn.LeakyReLU, activation, "leaky_relu"),
+    nn.SiLU: _inside(nn.SiLU, activation, "silu"),
+    nn.GELU: _inside(nn.GELU, activation, "gelu"),
+    nn.Sigmoid: (*_found(nn.Sigmoid, "forward"), *_found(torch, "sigmoid")),
+    nn.Tanh: (*_found(nn.Tanh, "forward"), *_found(torch, "tanh")),
+    nn.Hardswish: _inside(nn.Hardswish, activation, "hardswish"),
+    nn.Hardtanh: _inside(nn.Hardtanh, activation, "hardtanh"),
+    nn.ELU: _inside(nn.ELU, activation, "elu"),
+    nn.Mish: _inside(nn.Mish, activation, "mish"),
+    nn.Softplus: _inside(nn.Softplus, activation, "softplus"),
+    nn.Identity: _inside(nn.Identity, linear, ""),
+    nn.Dropout: _inside(nn.Dropout, dropout, "dropout"),
+    nn.Dropout1d: _inside(nn.Dropout1d, dropout, "dropout1d"),
+    nn.Dropout2d: _inside(nn.Dropout2d, dropout, "dropout2d"),
+    nn.Dropout3d: _inside(nn.Dropout3d, dropout, "dropout3d"),
+    nn.AlphaDropout: _inside(nn.AlphaDropout, dropout, "alpha_dropout"),
+    nn.FeatureAlphaDropout: _inside(nn.FeatureAlphaDropout, dropout, "feature_alpha_dropout"),
+    nn.Upsample: _inside(nn.Upsample, sys.modules[nn.Upsample.__module__], "interpolate"),
+    nn.Sequential: _found(nn.Sequential, "forward", "__iter__"),
+}
+
+# By class: methods that its forward looks up on the instance, beside those that every module's call does.
+METHODS: dict[type, tuple[str, ...]] = {
+    nn.Conv2d: ("_conv_forward",),
+    nn.Conv3d: ("_conv_forward",),
+    nn.ConvTranspose2d: ("_output_padding",),
+    nn.ConvTranspose3d: ("_output_padding",),
+    nn.InstanceNorm2d: _INSTANCE_METHODS,
+    nn.InstanceNorm3d: _INSTANCE_METHODS,
+}
+
+
+def inside(cls: type) -> tuple[Place, ...]:
+    """What the forward of one of PyTorch's classes looks up."""
+    return _INSIDE[cls]
+
+
+def called(cls: type, made: type | None = None) -> tuple[Place, ...]:
+    """What a call of a module looks up. ``made``: the subclass of ``cls`` that it has."""
+    places = _found(cls, *_CALLED)
+    if made is not None:
+        places = tuple(own((made, name), _value((cls, name))) for _, name in places)
+    return (*places, *_INSIDE[cls])
+
+
+def of_function(function: Any) -> tuple[Place, ...]:
+    """What a function that code was given by name looks up, beside its own name, which the code looks up itself."""
+    try:
+        return _BY_FUNCTION.get(function, ())
+    except TypeError:  # not hashable
+        return ()
+
+
+def runs_as_is(function: Any) -> bool:
+    """Whether what one of PyTorch's functions calls is PyTorch's own now, and so is ``operator.add``."""
+    if function is operator.add:
+        return untouched(*methods(("__add__",)))()
+    return untouched(*of_function(function))()
+
+
+def methods(names: Iterable[str]) -> tuple[Place, ...]:
+    """Methods of tensors."""
+    return tuple((torch.Tensor, name) for name in names)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The question
+
+
+def untouched(*places: Place) -> Callable[[], bool]:
+    """A function that says whether all of these are PyTorch's own now."""
+    return _untouched(tuple(dict.fromkeys((_Owner(owner), name) for owner, name in places)))
+
+
+class _Owner:
+    """An owner by its identity: modules and classes may define equality."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Owner) and self.owner is other.owner
+
+    def __hash__(self) -> int:
+        return id(self.owner)
+
+
+@functools.cache
+def _untouched(places: tuple[tuple[_Owner, str], ...]) -> Callable[[], bool]:
+    # Globals of its own: closures are looked up more slowly.
+    names: dict[str, Any] = {}
+    owners: dict[_Owner, str] = {}
+    terms = []
+    for i, (owner, name) in enumerate(places):
+        at = owners.setdefault(owner, f"owner_{len(owners)}")
+        names[at], names[f"own_{i}"] = owner.owner, _value((owner.owner, name))
+        terms.append(f"{at}.{name} is own_{i}")
+    names["exporting"] = torch.compiler.is_exporting
+    names["recorded"] = functools.partial(_are_recorded, [(owner.owner, name) for owner, name in places])
+    text = f"def untouched():\n    return ({' and '.join(terms) or 'True'}) or (exporting() and recorded())"
+    exec(compile(text, __file__, "exec"), names)
+    found: Callable[[], bool] = names["untouched"]
+    return found
+
+
+def _are_recorded(places: list[Place]) -> bool:
+    """Whether all is PyTorch's own, but for the ``nn.Module.__call__`` with which torch.export notes who calls whom."""
+    for owner, name in places:
+        now, genuine = getattr(owner, name, None), _value((owner, name))
+        if now is genuine:
+            continue
+        code = getattr(now, "__code__", None)
+        if name != "__call__" or getattr(now, "__wrapped__", None) is not genuine or code is None:
+            return False
+        if not code.co_filename.startswith(_TORCH):
+            return False
+    return True
+
+
+def own(place: Place, value: Any) -> Place:
+    """Has an object of kgopt's count as what belongs there."""
+    _VALUES[id(place[0]), place[1]] = value
+    return place
+
+
+# Now: what is replaced later is to be known from what was there.
+for _place in (
+    *(place for places in _FUNCTIONS.values() for place in places),
+    *methods(("relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_", "mean", "logsumexp", "flatten", "add")),
+    *methods(("__add__", "__iadd__", "__truediv__", "contiguous")),
+):
+    _value(_place)
+
+AS_CALLED: dict[type, Callable[[], bool]] = {cls: untouched(*called(cls)) for cls in _INSIDE}
+AS_INSIDE: dict[type, Callable[[], bool]] = {cls: untouched(*inside(cls)) for cls in _INSIDE}
+
+
+def why_replaced(cls: type) -> str:
+    """For the report: what somebody replaced of what a class's modules run; "" where nothing."""
+    for owner, name in called(cls):
+        if getattr(owner, name, None) is not _value((owner, name)):
+            return f"{getattr(owner, '__name__', owner)}.{name} was replaced"
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Function modes
+
+
+class OwnMode(TorchFunctionMode):
+    """Modes of kgopt's."""
+
+
+def is_foreign_mode() -> bool:
+    """Whether a function mode sees PyTorch's functions here that is neither ours nor that of the default device.
+
+    Nor those with which torch.export records a graph: it shall hold kgopt's ops.
+    """
+    if function_mode_at is None:
+        return len_torch_function_stack() > 0 and not torch.compiler.is_exporting()
+    modes = [function_mode_at(i) for i in range(len_torch_function_stack())]
+    if torch.compiler.is_exporting():
+        modes = [mode for mode in modes if not type(mode).__module__.startswith("torch.")]
+    return any(not isinstance(mode, (OwnMode, DeviceContext)) for mode in modes)
+
+
+def genuine(func: Any) -> Any:
+    """PyTorch's own function, where a mode is given the one that a user put in its place.
+
+    ``F.pad``, called by what replaced it, looks its own name up and hands that to the mode: to call it would be the
+    second time.
+    """
+    if type(func) in _BUILT_IN or type(func) is _METHOD_WRAPPER:
+        return func
+    code = getattr(func, "__code__", None)
+    if code is not None and code.co_filename.startswith(_TORCH):
+        return func
+    for owner, values in _GENUINE:
+        for name, value in values.items():
+            if getattr(owner, name, None) is func:
+                return value
+    return func
+
+
+_METHOD_WRAPPER = type(object().__str__)
+
+
+def _python_functions(owner: Any) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(_TORCH)
+    }
+
+
+def _methods() -> dict[str, Any]:
+    found = {n: v for n, v in vars(torch.Tensor.__mro__[1]).items() if isinstance(v, _BUILT_IN)}
+    return {**found, **_python_functions(torch.Tensor)}
+
+
+_GENUINE = ((F, _python_functions(F)), (torch, _python_functions(torch)), (torch.Tensor, _methods()))

@@ -1,0 +1,93 @@
+"""What is undone: calls that are only trials, and all that kgopt.optimize did, where it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from kgopt.rewrite.disguise import become, forget_all, original_class
+
+
+def _said(value: Any) -> Any:
+    """What a state or a report says now. (copy.copy leaves a state's measurements out.)"""
+    if not hasattr(value, "__dict__"):
+        return {}
+    return {k: copy.copy(v) if isinstance(v, (dict, list, set)) else v for k, v in vars(value).items()}
+
+
+class _Before:
+    """A module before it was optimized: its class, what it holds, and what it knew from an earlier call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.cls = type(module)
+        self.original = original_class(module) or self.cls
+        self.attributes = dict(module.__dict__)
+        self.known = {k: _said(v) for k, v in self.attributes.items() if k.startswith("_kgopt_")}
+        # Parameters, buffers, children and hooks.
+        self.held = [(v, dict(v)) for v in self.attributes.values() if isinstance(v, dict)]
+
+    def put_back(self) -> None:
+        module = self.module
+        current = original_class(module)
+        if (current or type(module)) is not self.original:
+            # The module itself became something else, as lazy modules do at their first call: that stays.
+            if current is not None:
+                become(module, current)
+            forget_all(module)
+            return
+        # The objects that it knew, with what they said: other threads may hold them.
+        for name, said in self.known.items():
+            if said:
+                vars(self.attributes[name]).update(said)
+        for holder, items in self.held:
+            if [(k, id(v)) for k, v in holder.items()] != [(k, id(v)) for k, v in items.items()]:
+                holder.clear()
+                holder.update(items)
+        # A made class first finds what it looks for; the original one does not look.
+        module.__dict__.update(self.attributes)
+        if type(module) is not self.cls:
+            become(module, self.cls)
+        for name in [n for n in module.__dict__ if n not in self.attributes]:
+            module.__dict__.pop(name, None)
+
+
+@contextlib.contextmanager
+def all_or_nothing(root: nn.Module, undo: Callable[[], Any]) -> Iterator[None]:
+    """Where the block fails, every module of ``root`` becomes what it was; ``undo`` goes first."""
+    before = [_Before(module) for module in root.modules()]
+    grads = [(p, p.grad) for p in root.parameters()]
+    try:
+        yield
+    except BaseException:
+        undo()
+        for module in before:
+            module.put_back()
+        for p, grad in grads:
+            if p.grad is not grad:
+                p.grad = grad
+        raise
+
+
+def snapshot(root: nn.Module) -> Callable[[], None]:
+    """Puts the buffers of a model back, and the random state of all devices."""
+    buffers = {name: b.detach().clone() for name, b in root.named_buffers() if not is_lazy(b)}
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for name, b in root.named_buffers():
+                if name in buffers and b.shape == buffers[name].shape:
+                    b.copy_(buffers[name])
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+    return put_back

@@ -1,0 +1,354 @@
+"""What only the whole model can say: whether launches are hidden, which layout, what pays between the norms.
+
+Two forms of the model are timed in turn, with the example inputs; the answers are verdicts, as those of sites are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kgopt import accuracy
+from kgopt.rewrite import fingerprint, glue, layout, policy, training, verdicts
+from kgopt.rewrite.disguise import become, original_class
+from kgopt.rewrite.patterns import conv_of
+from kgopt.rewrite.reporting import Report
+from kgopt.rewrite.transaction import snapshot
+from kgopt.torch_private import has_backward_hooks, tree_leaves
+
+
+@contextlib.contextmanager
+def trial(root: nn.Module, grad: bool) -> Iterator[None]:
+    """The model may be called, and afterwards nothing has happened to it."""
+    put_back = snapshot(root)
+    with torch.set_grad_enabled(grad):
+        try:
+            yield
+        finally:
+            put_back()
+
+
+@contextlib.contextmanager
+def original_code(root: nn.Module) -> Iterator[None]:
+    """The model runs as it was before kgopt saw it, but for its layout."""
+    states: list[Any] = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
+    states += map(glue.state_of, glue.modules_of(root))
+    states += map(training.state_of, training.modules_of(root))
+    for state in states:
+        state.enabled = False
+    try:
+        yield
+    finally:
+        for state in states:
+            state.enabled = True
+
+
+def chooses(device: torch.device) -> bool:
+    """Whether whole models are timed there. On the CPU a compiler does what stands between the norms."""
+    return device.type == "cuda"
+
+
+@dataclass
+class _Form:
+    """A model fully decided in one layout."""
+
+    sites: list[tuple[policy.SiteState, tuple[Any, ...]]]
+    between: list[tuple[nn.Module, Any]]
+    glue: str  # what the report says
+
+
+class Whole:
+    """A model and its example inputs."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        example: Any,
+        refuse: Callable[[str], str],
+        set_layout: Callable[[nn.Module, bool], str],
+        options: Any = (),
+    ) -> None:
+        """``refuse``: why a module is left alone, by its path; ``options``: of optimize, as far as they matter."""
+        self.root = root
+        self.example = example
+        self.refuse = refuse
+        self.set_layout = set_layout
+        self.options = options
+        self.front: Any = training if root.training else glue
+        self.seed = torch.initial_seed()
+        self.device = torch.device("cpu")
+        self.key = ""
+        self.asked: list[bool] = []  # of each question, whether the answer was known
+
+    @property
+    def states(self) -> list[policy.SiteState]:
+        """Of its sites."""
+        return [m.__dict__["_kgopt_state"] for m in self.root.modules() if "_kgopt_state" in m.__dict__]
+
+    def bare(self) -> Any:
+        """Calls the model, within a trial."""
+        if isinstance(self.example, Mapping):
+            return self.root(**self.example)
+        return self.root(*self.example) if isinstance(self.example, (tuple, list)) else self.root(self.example)
+
+    def call(self) -> Any:
+        """Calls the model, and nothing has happened to it afterwards."""
+        with trial(self.root, self.root.training):
+            torch.manual_seed(self.seed)
+            return self.bare()
+
+    def decide(self, channels_last: bool | str, measure: bool, found: Report) -> None:
+        """Runs the example inputs: sites measure themselves, layouts are compared, and so is the result."""
+        chosen = "_kgopt_layout" in self.root.__dict__  # by an earlier call, which put back what lost in that layout
+        with original_code(self.root):
+            expected = self.call()
+        tensors = [t for t in tree_leaves(expected) if isinstance(t, Tensor)]
+        self.device = next((t.device for t in tensors), torch.device("cpu"))
+        result = self.call()
+        choosing = measure and chooses(self.device)
+        if choosing:
+            digest = fingerprint.of_model(self.root, self.example, self.options)
+            self.key = verdicts.key_of("model", self.device, digest)
+        if channels_last is True:
+            found.layout = layout.ask_for(self.root, self.set_layout)
+            self.forget()
+            result = self.call()  # sites measure themselves in this layout
+        if choosing:
+            form = self.form("given")
+            if channels_last == "auto" and not chosen:
+                form, found.layout = self.faster_layout(form)
+            found.glue = form.glue
+            found.whole = ("known" if all(self.asked) else "measured") if self.asked else ""
+            result = self.call()
+        found.accuracy = _compare(expected, result)
+        for module in self.root.modules():
+            # Where nothing was gained the module becomes what it was, so that not even a check stays.
+            state = module.__dict__.get("_kgopt_state")
+            original = original_class(module)
+            if state is not None and original is not None and state.lost_everywhere:
+                become(module, original)
+
+    def forget(self) -> None:
+        """Sites measure themselves again, in another layout."""
+        for state in self.states:
+            state.forget()
+
+    # ------------------------------------------------------------------------------------------------------- timing
+
+    def seconds(self, question: str, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:
+        """Of a call of two forms of the model, measured unless an equal model was asked the same.
+
+        On CUDA of a few calls in a row, as models are used: of a single one that finds the GPU idle, the launches of
+        what comes first are most.
+        """
+
+        def measure() -> list[float]:
+            row = 3 if self.device.type == "cuda" else 1
+
+            def in_a_row(form: Callable[[], Any]) -> Callable[[], Any]:
+                def run() -> None:
+                    for _ in range(row):
+                        form()
+
+                return run
+
+            with trial(self.root, self.root.training):
+                return [t / row for t in policy.time_both(in_a_row(first), in_a_row(second), self.device)]
+
+        (before, after), known = verdicts.store.settle(f"{self.key}|{question}", measure)
+        self.asked.append(known)
+        return before, after
+
+    @property
+    def timed(self) -> Callable[[], Any]:
+        """What is timed: the call, in training with its backward, which takes two thirds of a step.
+
+        Without it where somebody watches gradients.
+        """
+        root = self.root
+        parameters = [p for p in root.parameters() if p.requires_grad]
+        watched = any(has_backward_hooks(p) or type(p.data) is not Tensor for p in parameters)
+        watched = watched or any(m._backward_hooks or m._backward_pre_hooks for m in root.modules())
+        if not root.training or not parameters or watched:
+            return self.bare
+
+        def step() -> None:
+            out = [t for t in tree_leaves(self.bare()) if isinstance(t, Tensor) and t.requires_grad]
+            if out:  # no .grad is written
+                torch.autograd.grad(out, parameters, [torch.ones_like(t) for t in out], allow_unused=True)
+
+        return step
+
+    # ------------------------------------------------------------------------------------------------- one layout
+
+    def form(self, layout: str) -> _Form:
+        """Decides all but the layout. Sites have measured themselves."""
+        self.find_between()
+        self.choose_hidden(layout)
+        text = self.choose_between(layout)
+        sites = [(s, (s.results, s.seen, s.kept_back, s.hidden)) for s in self.states]
+        between = [(m, self.front.state_of(m)) for m in self.front.modules_of(self.root)]
+        return _Form(sites, between, text)
+
+    def take(self, form: _Form) -> None:
+        """Makes the model that form, in the layout that it now has."""
+        for state, remembered in form.sites:
+            state.results, state.seen, state.kept_back, state.hidden = remembered
+        self.front.forget(self.root)
+        for module, state in form.between:
+            self.front.adopt(module, state)
+
+    def find_between(self) -> None:
+        """Measures what stands between the norms, on what it is given where launches are hidden: a norm that runs on
+        PyTorch's code gives other formats and dtypes, at which the measurements would say nothing of a model on
+        kgopt's.
+        """
+        states = self.states
+        before = [state.hidden for state in states]
+        for state in states:
+            state.hidden = True
+        try:
+            self.front.find(self.root, self.call, self.refuse)
+        finally:
+            for state, hidden in zip(states, before, strict=True):
+                state.hidden = hidden
+
+    def choose_hidden(self, layout: str) -> None:
+        """Whether launches are hidden in this model: where sites depend on it, both are timed."""
+        undecided = [state for state in self.states if state.undecided]
+        if not undecided:
+            return
+
+        def switched(on: bool) -> Callable[[], Any]:
+            timed = self.timed
+
+            def run() -> None:
+                for state in undecided:
+                    state.hidden = on
+                timed()
+
+            return run
+
+        before, after = self.seconds(f"hidden {layout}", switched(False), switched(True))
+        for state in undecided:
+            state.hidden = after < before
+
+    def choose_between(self, layout: str) -> str:
+        """Whether what stands between the norms makes the whole model faster; what the report says of it.
+
+        A model of many small convolutions may lose more time to looking them up than their biases take: the rest is
+        tried without them, too.
+        """
+        front = self.front
+        every = front.modules_of(self.root)
+        if not every:
+            return ""
+        rest = [m for m in every if conv_of(m) is None]
+
+        def switched(on: list[nn.Module]) -> Callable[[], Any]:
+            switches = [(front.state_of(m), any(m is kept for kept in on)) for m in every]
+            timed = self.timed
+
+            def run() -> None:
+                for state, enabled in switches:
+                    state.enabled = enabled
+                timed()
+
+            return run
+
+        kept = every
+        before, after = self.seconds(f"between {layout}", switched([]), switched(every))
+        if rest and len(rest) < len(every):
+            again, without = self.seconds(f"between without convolutions {layout}", switched([]), switched(rest))
+            before = min(before, again)
+            if without < after:
+                kept, after = rest, without
+        times = f"{after * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"
+        if after >= before:
+            front.forget(self.root)
+            return f"left alone: kgopt's are not faster: {times}"
+        for module in every:
+            if module not in kept:
+                front.forget(module)
+        for module in kept:
+            front.state_of(module).enabled = True
+        carried = "" if self.root.training else self.choose_carrying(layout, kept)
+        count = "a module" if len(kept) == 1 else f"{len(kept)} modules"
+        return f"kgopt's in {count}: {times}{carried}"
+
+    def choose_carrying(self, layout: str, modules: list[nn.Module]) -> str:
+        """Whether convolutions that compute the moments of their results for the norms behind them pay."""
+        self.call()  # shows whose results norms take
+        carriers = [glue.state_of(m).carrier for m in modules if glue.state_of(m).carrier.wanted]
+        if not carriers:
+            return ""
+
+        def switched(on: bool) -> Callable[[], Any]:
+            timed = self.timed
+
+            def run() -> None:
+                for carrier in carriers:
+                    carrier.on = on
+                timed()
+
+            return run
+
+        before, after = self.seconds(f"moments {layout}", switched(False), switched(True))
+        for carrier in carriers:
+            carrier.on = after < before
+        if after >= before:
+            return ""
+        return f"; moments carried from {len(carriers)} of them: {after * 1e3:.2f} ms, {before * 1e3:.2f} ms without"
+
+    # ----------------------------------------------------------------------------------------------------- layouts
+
+    def faster_layout(self, given: _Form) -> tuple[_Form, str]:
+        """The model in the layout that it was given in against channels_last inside, each at its best.
+
+        A conversion of what the caller gives, and back, is part of the call.
+        """
+        before = self.layout_seconds("given")
+        why = self.set_layout(self.root, True)
+        if why:
+            return given, f"as it was: {why}"
+        self.front.forget(self.root)
+        self.forget()
+        other, after = given, 0.0
+        try:
+            self.call()  # sites measure themselves in this layout
+            other = self.form("channels_last")
+            after = self.layout_seconds("channels_last")
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+        self.set_layout(self.root, False)
+        self.take(given)
+        if not why:  # a clock that went down or up meanwhile shows
+            before = min(before, self.layout_seconds("given again"))
+        times = f"channels_last {after * 1e3:.2f} ms, as it was {before * 1e3:.2f} ms"
+        if why or after >= before:
+            return given, f"as it was: channels_last fails: {why}" if why else f"as it was: {times}"
+        self.set_layout(self.root, True)
+        self.take(other)
+        return other, f"channels_last: {times}"
+
+    def layout_seconds(self, layout: str) -> float:
+        """Of a call in the form that the model now has."""
+        return min(self.seconds(f"layout {layout}", self.timed, self.timed))
+
+
+def _compare(expected: Any, actual: Any) -> str:
+    """How far the model's outputs on the example inputs are from those of the original code."""
+    pairs = [
+        (e, a)
+        for e, a in zip(tree_leaves(expected), tree_leaves(actual), strict=True)
+        if isinstance(e, Tensor) and e.is_floating_point()
+    ]
+    if not pairs:
+        return "no tensor in the output to compare"
+    worst = max(accuracy.relative_error(a.detach(), e.detach()) for e, a in pairs)
+    return f"outputs differ from the original's by {worst:.1e} (relative 2-norm)"
