@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 
+os.environ["KGOPT_VERDICTS"] = "0"  # what somebody measured before is no part of a test, nor to be forgotten by one
+
 
 def pytest_configure(config):
     """Processes that test side by side share the cores: with a thread each for every core they would all wait."""
@@ -37,8 +39,10 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def fixed_state():
-    """The same seeds for every test, TF32 off unless a test turns it on, no code compiled by an earlier test."""
+    """The same seeds for every test, TF32 off unless a test turns it on, no code compiled or measured by another."""
     torch.manual_seed(0)
+    if "kgopt.rewrite" in sys.modules:
+        sys.modules["kgopt.rewrite"].forget()
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False

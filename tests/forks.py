@@ -13,7 +13,8 @@ _RUN = """
 import os, sys, traceback
 import torch
 
-for code in sys.argv[1:]:
+exec(sys.argv[1])
+for code in sys.argv[2:]:
     child = os.fork()
     if child == 0:
         try:
@@ -30,10 +31,13 @@ for code in sys.argv[1:]:
 """
 
 
-def outputs(codes: list[str], **environment: str) -> list[str]:
-    """What each code prints in a fork of its own; what it prints to stderr is in the failure's text."""
+def outputs(codes: list[str], first: str = "", **environment: str) -> list[str]:
+    """What each code prints in a fork of its own; what it prints to stderr is in the failure's text.
+
+    ``first`` runs once, before the forks.
+    """
     done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning:kgopt", "-c", _RUN, *codes],
+        [sys.executable, "-W", "error::DeprecationWarning:kgopt", "-c", _RUN, first, *codes],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},

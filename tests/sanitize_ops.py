@@ -4,6 +4,7 @@ Not a test by itself: nothing is compared here, the ops only have to run. `pytho
 Sizes are no multiples of any tile, and small, since a sanitizer makes a kernel a hundred times slower.
 With --own-kernels the pipelines run forward only: their backward goes through cuDNN, which racecheck cannot run.
 With --initcheck what reads cuDNN's output in half types is left out. --sections=NAME,NAME runs those of `SECTIONS`.
+test_sanitize.py compares the ops and the kernel families that it runs with those that there are.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import sys
 import torch
 
 import kgopt  # noqa: F401  (registers the ops)
+from opcases import small_calls
 
 ops = torch.ops.kgopt
+DEVICE = "cuda"  # test_sanitize.py sets "meta", to see which ops are called
 HALVES = (torch.bfloat16, torch.float16)
 ACTS = (
     "relu",
@@ -40,7 +43,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, channels_last: bool 
     x = torch.randn(shape, dtype=torch.float32).to(dtype)
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-    return x.cuda()
+    return x.to(DEVICE)
 
 
 def run(name: str, *inputs: torch.Tensor | None, call, backward: bool = True) -> None:
@@ -50,10 +53,37 @@ def run(name: str, *inputs: torch.Tensor | None, call, backward: bool = True) ->
     outs = out if isinstance(out, (tuple, list)) else [out]
     if backward:
         # In the output's own layout, so that nothing but kgopt's kernels touches them.
-        ones = [torch.ones_like(o.detach().cpu()).cuda() for o in outs if o.requires_grad]
+        ones = [torch.empty_like(o, device="cpu").fill_(1).to(DEVICE) for o in outs if o.requires_grad]
         torch.autograd.backward([o for o in outs if o.requires_grad], ones)
-    torch.cuda.synchronize()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     print("  " + name, flush=True)
+
+
+def every_op_cases() -> None:
+    """A call of each op there is, forward and backward, as the tests of the compiler make it."""
+    through_cudnn = ("conv", "group_norm_conv")
+    for dtype, last, backward in itertools.product((torch.float32, torch.float64), (False, True), (False, True)):
+        calls = small_calls(DEVICE, dtype=dtype, channels_last=last, requires_grad=backward)
+        for name, args, kwargs in calls:
+            if "--own-kernels" in sys.argv and name.startswith(through_cudnn):
+                continue  # their own kernels run in the sections below
+            differentiable = backward and not name.endswith("_backward")
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+
+            def call(*given, name=name, args=args, kwargs=kwargs, places=places):
+                values = list(args)
+                for place, value in zip(places, given, strict=True):
+                    values[place] = value
+                return getattr(ops, name)(*values, **kwargs)
+
+            run(
+                f"{name} {dtype} {'channels_last' if last else 'contiguous'}",
+                *tensors,
+                call=call,
+                backward=differentiable,
+            )
 
 
 def group_norm_cases() -> None:
@@ -89,6 +119,7 @@ def group_norm_cases() -> None:
             ("teams", (3, 128, 78, 88), 8),
             ("roles", (30, 24, 60, 64), 8),
             ("roles, long rows", (3, 1024, 23, 29), 1),
+            ("roles, forward too", (3, 256, 48, 52), 8),
         ):
             x, weight, bias = tensor(*shape, dtype=dtype, channels_last=True), tensor(shape[1]), tensor(shape[1])
             call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
@@ -160,7 +191,9 @@ def conv_cases() -> None:
                 w = tensor(c_out, c_in, 3, 3, 3, dtype=dtype)
                 own = {"backend": backend, "allow_tf32": tf32}
                 once, none = [1] * 3, [0] * 3
-                if ops.explain_conv(x, w, once, once, once, none, 1, False, **own).startswith("none"):
+                if DEVICE == "cuda" and ops.explain_conv(x, w, once, once, once, none, 1, False, **own).startswith(
+                    "none"
+                ):
                     continue  # the kernel that is named cannot run it
                 run(
                     f"conv3d {c_in} channels {label} {backend}",
@@ -466,6 +499,7 @@ def pipeline_cases() -> None:
 SECTIONS = {
     section.__name__.removesuffix("_cases"): section
     for section in (
+        every_op_cases,
         group_norm_cases,
         pointwise_cases,
         between_cases,

@@ -22,12 +22,10 @@ def test_every_op_has_a_case():
     assert takes_tensor - {"explain_conv", "explain_group_norm", "explain_group_norm_conv"} == set(NAMES)
 
 
-# Backward ops refuse a second derivative (test_double_backward_refused), so they are checked without gradients.
 OPCHECKS = [
     pytest.param(i, training, id=f"{name}-{'training' if training else 'inference'}")
     for i, name in enumerate(NAMES)
     for training in (False, True)
-    if not (training and name.endswith("_backward"))
 ]
 
 
@@ -79,24 +77,6 @@ def test_gradcheck(name, device):
     nondeterminism = 1e-10 if device == "cuda" and "conv" in name else 0.0
     inputs = grad_inputs(device, *shapes)
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True, nondet_tol=nondeterminism)
-
-
-# Convolutions are differentiable twice, through ATen.
-@pytest.mark.parametrize("name", [n for n in GRADCHECKS if n not in ("conv2d", "conv_transpose3d")])
-def test_double_backward_refused(name, device):
-    shapes, function = GRADCHECKS[name]
-    inputs = grad_inputs(device, *shapes)
-    y = function(*inputs)
-    y = y[0] if isinstance(y, tuple) else y
-    (dx,) = torch.autograd.grad(y.square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="no double backward"):
-        dx.square().sum().backward()
-
-
-def test_convolution_double_backward(device):
-    assert torch.autograd.gradgradcheck(
-        lambda x, w: functional.conv2d(x, w), grad_inputs(device, (1, 2, 4, 4), (2, 2, 3, 3))
-    )
 
 
 class Net(torch.nn.Module):

@@ -41,7 +41,7 @@ def test_the_table_is_written_from_its_measurements(tmp_path):
     written = tmp_path / "rows.inc"
     script = [sys.executable, "benchmarks/conv_table.py", "header", "--out", str(written)]
     subprocess.run(script, cwd=ROOT, check=True, capture_output=True)
-    assert written.read_text() == (ROOT / "csrc/conv3d/conv3d_choice_rows.inc").read_text()
+    assert written.read_text() == (ROOT / "csrc/conv3d/choice/measured_rows.inc").read_text()
 
 
 def test_what_was_measured_is_not_slower_than_cudnn():

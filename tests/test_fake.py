@@ -88,7 +88,12 @@ def test_strides_as_real(layout, device):
         lambda t: OPS.mean_backward(OPS.mean(t, [2]), t.shape, [2]),
     ]
     for call in calls:
-        assert_same_metadata(call(meta), call(x))
+        try:
+            real = call(x)
+        except RuntimeError:  # a norm of no positions is refused where PyTorch refuses it, which depends on its version
+            assert layout == "no position"
+            continue
+        assert_same_metadata(call(meta), real)
 
 
 def test_modules_on_meta():

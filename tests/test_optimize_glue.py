@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import api, classes, formats, glue, policy
+from kgopt.rewrite import api, classes, formats, glue, policy, whole
 from test_optimize import assert_same_results, ops_of, optimized
 
 SHAPES = [(2, 3, 4, 5), (1, 8, 6, 4), (1, 16, 3, 4, 8), (2, 3, 1, 5, 7), (1, 1, 1, 1, 1), (1, 4, 2, 3, 2)]
@@ -124,6 +124,10 @@ def found(model, x, **more):
     return glue.find(model, call, more.get("unwanted", lambda path: ""), always=True)
 
 
+def whole_of(model, x):
+    return whole.Whole(model, x, lambda path: "", api._set_layout)
+
+
 def kinds_run(model, x, monkeypatch):
     kinds = []
     run = glue.Call.run
@@ -214,35 +218,27 @@ def test_excluded_modules_keep_their_forward():
 
 def test_the_whole_model_decides(monkeypatch):
     model, x = Net().eval(), torch.randn(1, 4, 5, 6)
-    report = kgopt.report(kgopt.optimize(model, measure=False))
-
-    def call():
-        with torch.no_grad():
-            return model(x)
-
+    kgopt.optimize(model, measure=False)
     for times, kept in (((2e-3, 1e-3), True), ((1e-3, 2e-3), False)):
         found(model, x)
+        kgopt.forget()
         monkeypatch.setattr(policy, "time_both", lambda first, second, device, times=times: times)
-        api._try_glue(model, call, call, torch.device("cpu"), report, None)
+        text = whole_of(model, x).choose_between("given")
         assert bool(glue.modules_of(model)) is kept
-        assert ("left alone" in str(report)) is not kept
+        assert ("left alone" in text) is not kept
 
 
 def test_the_rest_may_stay_without_the_convolutions(monkeypatch):
     model, x = Net().eval(), torch.randn(1, 4, 5, 6)
-    report = kgopt.report(kgopt.optimize(model, measure=False))
-
-    def call():
-        with torch.no_grad():
-            return model(x)
-
-    expected = call()
+    kgopt.optimize(model, measure=False)
+    decided = whole_of(model, x)
+    expected = decided.call()
     found(model, x)
     every = len(glue.modules_of(model))
     times = iter([(2e-3, 3e-3), (2e-3, 1e-3)])
     monkeypatch.setattr(policy, "time_both", lambda first, second, device: next(times))
-    y = api._try_glue(model, call, call, torch.device("cpu"), report, None)
-    torch.testing.assert_close(y, expected)
+    decided.choose_between("given")
+    torch.testing.assert_close(decided.call(), expected)
     assert len(glue.modules_of(model)) == every - 1
     assert type(model.conv) is nn.Conv2d
     assert all(glue.state_of(m).enabled for m in glue.modules_of(model))
@@ -301,7 +297,9 @@ def test_the_whole_model_decides_whether_launches_are_hidden(monkeypatch, times,
         return times
 
     monkeypatch.setattr(policy, "time_both", timed)
-    assert api._choose_hidden(nn.Identity(), [state], lambda: None, torch.device("cpu")) == min(times)
+    model = nn.Identity()
+    model.__dict__["_kgopt_state"] = state
+    whole_of(model, torch.zeros(1)).choose_hidden("given")
     assert seen == [False, True]
     assert state.hidden is hidden
 
@@ -312,17 +310,17 @@ def test_the_layout_of_a_model_in_training_is_chosen_with_its_backward():
     backward = []
     model.conv.weight.grad = torch.zeros_like(model.conv.weight)
 
-    def call():
-        y = model(x)
+    def watched(model, args, y):
         y.register_hook(lambda g: backward.append(tuple(g.shape)))
         return {"out": y}
 
-    api._with_backward(model, call)()
+    model.register_forward_hook(watched)
+    whole_of(model, x).timed()
     assert len(backward) == 1
     assert not model.conv.weight.grad.any()
     assert model.norm.weight.grad is None
     model.conv.weight.register_hook(lambda g: g)  # somebody watches: no backward
-    api._with_backward(model, call)()
+    whole_of(model, x).timed()
     assert len(backward) == 1
 
 

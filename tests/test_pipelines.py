@@ -433,7 +433,7 @@ def test_pipeline_statistics_from_input_not_finite(value, poisoned):
         assert torch.equal(rstd[others], clean_rstd[others])
 
 
-# batch, c_in, c_out, norm groups, size, kernel, dilation: one launch on Hopper, see conv3d_flat_kernel.cuh
+# batch, c_in, c_out, norm groups, size, kernel, dilation: one launch on Hopper (conv3d/wgmma/transposed_norm/)
 FLAT = {
     "copy of x in the output": (5, 64, 128, 8, (4, 6, 6), (3, 3, 3), 1),
     "tiles across planes": (2, 64, 128, 4, (8, 14, 14), (3, 3, 3), 1),

@@ -1,7 +1,7 @@
-"""The one place for tolerances: PyTorch's own error against fp64.
+"""The one place for tolerances: the rule of kgopt.accuracy, in the norm and in the largest element.
 
 ``e(op) = |op - reference| / |reference|``; a kernel passes when ``e(kgopt) <= 2 e(PyTorch) + tiny`` with the same dtype
-and flags, in the norm and in the largest element.
+and flags. tests/test_accuracy.py holds the rule itself against numbers.
 """
 
 from __future__ import annotations
@@ -9,14 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# What rounding alone explains when PyTorch happens to be exact.
-TINY = {torch.float64: 5e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+from kgopt import accuracy
+from kgopt.accuracy import TINY, relative_error, round_tf32
 
-
-def relative_error(actual: Tensor, reference: Tensor) -> float:
-    """Error in the 2-norm, relative to the reference."""
-    reference = reference.double()
-    return float((actual.double() - reference).norm() / reference.norm().clamp_min(1e-30))
+__all__ = ["TINY", "assert_as_good_as_torch", "relative_error", "round_tf32"]
 
 
 def assert_as_good_as_torch(
@@ -34,7 +30,8 @@ def assert_as_good_as_torch(
         return
     tiny = TINY[actual.dtype]
     yardsticks = [expected] if also is None else [expected, also]
-    allowed = factor * max(relative_error(y, reference) for y in yardsticks) + tiny
+    errors = [relative_error(y, reference) for y in yardsticks]
+    allowed = accuracy.allowed(actual.dtype, *errors, factor=factor)
     error = relative_error(actual, reference)
     assert error <= allowed, f"error {error:.3e}, allowed {allowed:.3e}"
     scale = float(reference.abs().max())
@@ -43,9 +40,3 @@ def assert_as_good_as_torch(
     assert largest <= 2 * factor * torch_largest + 8 * tiny * scale, (
         f"largest error {largest:.3e}, PyTorch's {torch_largest:.3e}"
     )
-
-
-def round_tf32(x: Tensor) -> Tensor:
-    """x rounded to TF32's ten mantissa bits, to nearest."""
-    bits = x.float().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)

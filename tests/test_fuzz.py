@@ -1,0 +1,195 @@
+"""The search itself: it finds what is planted, in few cases; it survives what dies; it draws the same from a seed."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fuzz_faults
+from kgopt.cli import main
+from kgopt.fuzz.catalogue import TARGETS
+from kgopt.fuzz.judge import Judged, verdict
+from kgopt.fuzz.kinds import make_kind
+from kgopt.fuzz.noise import Noise, NoisySteps
+from kgopt.fuzz.pool import Result, Settings
+from kgopt.fuzz.search import search, shrink
+from kgopt.fuzz.worker import draw_case
+
+OPS = make_kind("ops")
+
+
+@pytest.fixture(autouse=True)
+def short_shrinking(monkeypatch):
+    """A test need not see the smallest form, only a small one."""
+    monkeypatch.setattr("kgopt.fuzz.search._SHRINK_SECONDS", 15.0)
+
+
+def found(fault, op, calls, **more):
+    """The report of a short search for a planted fault."""
+    settings = Settings("cpu", seed=1, only=(op,), prepare=fault, **more)
+    return search([("ops", 1.0)], settings, workers=1, calls=calls)
+
+
+PLANTED = {
+    "one element off": (fuzz_faults.one_element_off, "group_norm", "wrong values"),
+    "one unwritten element": (fuzz_faults.one_unwritten, "group_norm", "special values"),
+    "scale error": (fuzz_faults.scale_error, "conv2d", "wrong values"),
+    "scale error of a gradient": (fuzz_faults.gradient_scale_error, "conv3d", "wrong values"),
+    "NaN dropped": (fuzz_faults.nan_dropped, "activation", "special values"),
+    "refusal lost": (fuzz_faults.refusal_lost, "conv2d", "accepted"),
+    "refusal": (fuzz_faults.refuses, "group_norm", "refused"),
+    "other bits": (fuzz_faults.other_bits, "logsumexp", "other bits"),
+    "input written": (fuzz_faults.writes_input, "activation", "changed input"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_fault_is_found_and_shrunk(name):
+    fault, op, how = PLANTED[name]
+    report = found(fault, op, 200)
+    alike = [f for f in report.findings if f.smallest_text.startswith(how)]
+    assert alike, [f.smallest_text for f in report.findings]
+    smallest = min(math.prod(f.smallest["tensors"]["x"]["shape"]) for f in alike)
+    assert smallest <= 16
+    compile(alike[0].source, "<finding>", "exec")
+
+
+def test_death_is_a_finding_and_the_search_goes_on():
+    report = found(fuzz_faults.dies, "group_norm", 120)
+    assert report.cases == 120
+    assert 0 < report.failed < 120
+    (finding,) = [f for f in report.findings if "SIGFPE" in f.text]
+    assert finding.text.startswith("the process died of SIGFPE; in: kgopt, forward")
+    assert finding.smallest["tensors"]["x"]["shape"][1] in (5, 7, 11, 13)
+
+
+def test_hang_is_a_finding_and_the_search_goes_on(monkeypatch):
+    monkeypatch.setattr(type(OPS), "seconds", 3.0)
+    monkeypatch.setattr("kgopt.fuzz.search._SHRINK_TRIES", 4)
+    report = found(fuzz_faults.hangs, "mean", 25)
+    assert report.cases == 25
+    assert any(f.text.startswith("hang: no answer for") and "in: kgopt, forward" in f.text for f in report.findings)
+
+
+def test_printed_program_runs_and_shows_the_fault(tmp_path):
+    """A finding's program is complete: it runs by itself and prints both results."""
+    case = draw_case(OPS, 3, 5, "cpu", ("group_norm",))
+    program = tmp_path / "case.py"
+    program.write_text(OPS.source(case, "cpu"))
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "tensor(" in done.stdout
+
+
+def test_same_cases_whatever_the_number_of_workers():
+    reports = [search([("ops", 1.0)], Settings("cpu", seed=5, only=("mean",)), workers=w, calls=40) for w in (1, 2)]
+    assert reports[0].counts == reports[1].counts
+    assert reports[0].cases == 40
+
+
+def test_case_follows_from_seed_and_number():
+    cases = [draw_case(OPS, 11, 7, "cpu", ()) for _ in range(2)]
+    assert cases[0] == cases[1]
+    assert cases[0] == json.loads(json.dumps(cases[0]))
+    assert draw_case(OPS, 11, 8, "cpu", ()) != cases[0]
+
+
+def test_every_op_is_drawn():
+    """A new op needs a target of its own: the search would never call it."""
+    ops = {
+        n.removeprefix("kgopt::").split(".")[0]
+        for n in torch._C._dispatch_get_all_op_names()
+        if n.startswith("kgopt::")
+    }
+    assert {o for o in ops if not o.startswith(("explain_", "build_info"))} == set(TARGETS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_smaller_cases_differ_and_can_be_written(device):
+    """Every candidate is another case, and its program is Python; for each op, in what it draws for either device."""
+    for name in TARGETS:
+        case = OPS.draw(random.Random(f"{name}:{device}"), device, (name,))
+        assert case["op"] == name
+        for smaller in OPS.smaller(case):
+            assert smaller != case
+            compile(TARGETS[name].ours(smaller), "<ours>", "eval")
+            compile(TARGETS[name].theirs(smaller), "<theirs>", "eval")
+
+
+def test_chains_of_smaller_cases_end():
+    """Shrinking a case of which all smaller ones fail, too, comes to an end by itself."""
+
+    for i, name in enumerate(TARGETS):
+        case = draw_case(OPS, 2, i, "cpu", (name,))
+        steps = []
+
+        def failed(candidate, steps=steps):
+            steps.append(candidate)
+            return Result(None, "finding", "wrong values: x", {}, 0.0)
+
+        smallest, _ = shrink(case, "wrong values: y", failed, OPS.smaller)
+        assert len(steps) < 400, name
+        assert not list(OPS.smaller(smallest)), name
+
+
+def judged(ours, theirs, exact, precision="float32"):
+    return Judged("y", torch.tensor(ours), torch.tensor(theirs), torch.tensor(exact, dtype=torch.float64), precision)
+
+
+def test_verdict_takes_the_place_of_nan_from_pytorch():
+    nan, inf = math.nan, math.inf
+    assert verdict(judged([nan, 1.0], [nan, 1.0], [nan, 1.0]), list) is None
+    assert "special" in verdict(judged([0.0, 1.0], [nan, 1.0], [nan, 1.0]), list)
+    assert "special" in verdict(judged([nan, 1.0], [2.0, 1.0], [2.0, 1.0]), list)
+    assert "special" in verdict(judged([inf, 1.0], [-inf, 1.0], [-inf, 1.0]), list)
+
+
+def test_verdict_allows_twice_pytorchs_error_and_no_more():
+    exact = [1.0] * 4
+    assert verdict(judged([1.0, 1.0, 1.0, 1.0001], [1.0, 1.0, 1.0, 1.0001], exact), list) is None
+    assert "wrong values" in verdict(judged([1.0, 1.0, 1.0, 1.0003], [1.0, 1.0, 1.0, 1.0001], exact), list)
+
+
+def test_noise_knows_what_cancels():
+    """Of a group of two values hardly anything is left of dx: noise says how much rounding leaves, float64 does not."""
+    x = torch.tensor([[[1.0, 2.0]]], dtype=torch.float64, requires_grad=True)
+    dy = torch.tensor([[[0.3, -0.7]]], dtype=torch.float64)
+    (exact,) = torch.autograd.grad(torch.nn.functional.group_norm(x, 1), x, dy)
+    away = []
+    for seed in range(8):
+        with NoisySteps(Noise.of("float32", False, seed), torch.device("cpu")):
+            y = torch.nn.functional.group_norm(x, 1)
+        away.append(float((torch.autograd.grad(y, x, dy)[0] - exact).abs().max()))
+    assert 1e-9 < max(away) < 1e-5
+
+
+def test_case_on_the_command_line(capsys):
+    case = draw_case(OPS, 3, 5, "cpu", ("group_norm",))
+    assert main(["fuzz", "--device", "cpu", "--case", json.dumps(case)]) == 0
+    printed = capsys.readouterr().out
+    assert "group_norm" in printed
+    assert "1 cases" in printed
+    assert "torch.randn" in printed
+
+
+def test_json_of_a_run(tmp_path, capsys):
+    out = tmp_path / "fuzz.json"
+    assert main(["fuzz", "--device", "cpu", "--op", "mean", "--calls", "20", "--seed", "4", "--workers", "1",
+                 "--json", str(out)]) == 0  # fmt: skip
+    report = json.loads(out.read_text())
+    assert report["seed"] == 4
+    assert report["cases"] == sum(report["counts"]["mean"].values()) == 20
+    assert report["findings"] == []
+    assert report["environment"]["torch"] == torch.__version__
+    assert "seed 4: 20 cases" in capsys.readouterr().out
+
+
+def test_unknown_op_is_refused(capsys):
+    assert main(["fuzz", "--device", "cpu", "--op", "softmax", "--calls", "1"]) == 2
+    assert "--op is 'softmax', expected one of: activation" in capsys.readouterr().err

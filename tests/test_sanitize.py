@@ -1,0 +1,80 @@
+"""What `make sanitize` runs: every op, and every family of GroupNorm kernels. Needs no GPU: calls are made on meta."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sanitize_ops
+from opcases import NAMES
+from shapes import laid_out
+
+
+class Recorder(TorchDispatchMode):
+    """The names of kgopt's ops that are called, and the tensors and groups of the norms among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+        self.norms = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "kgopt":
+            name = func._schema.name.split("::")[1]
+            self.names.add(name)
+            if name in ("group_norm", "group_norm_fwd", "group_norm_backward"):
+                backward = name.endswith("backward")
+                x, groups = (args[1], args[4]) if backward else args[:2]
+                last = (
+                    x.dim() in (4, 5)
+                    and not x.is_contiguous()
+                    and x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+                )
+                self.norms.add((tuple(x.shape), groups, x.dtype, last, backward))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sanitize_ops, "DEVICE", "meta")
+        # Sizes are all that counts here, and large random numbers take their time.
+        patch.setattr(sanitize_ops, "tensor", meta_tensor)
+        recorder = Recorder()
+        for section in sanitize_ops.SECTIONS.values():
+            with recorder:
+                section()
+        yield recorder
+
+
+def meta_tensor(*shape, dtype=torch.float32, channels_last=False):
+    return laid_out(torch.empty(shape, dtype=dtype, device="meta"), "channels_last" if channels_last else "contiguous")
+
+
+def test_every_op_is_sanitized(recorded):
+    """Backward ops included: a new op is found here if sanitize_ops.py forgets it."""
+    assert recorded.names == set(NAMES)
+
+
+def test_every_section_runs_something(recorded):
+    defined = {name.removesuffix("_cases") for name in vars(sanitize_ops) if name.endswith("_cases")}
+    assert defined == set(sanitize_ops.SECTIONS)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_every_family_of_norm_kernels_is_sanitized(recorded, backward):
+    """By the plans, as an H100 or H200 takes them."""
+    dev = pytest.importorskip("kgopt_dev", reason="the developer module is not built: make dev-module")
+    ways = set()
+    for shape, groups, dtype, last, of_backward in recorded.norms:
+        if of_backward == backward and 0 not in shape:
+            positions = torch.Size(shape[2:]).numel()
+            name = str(dtype).removeprefix("torch.")
+            choice = dev.choose_group_norm(
+                shape[0], shape[1], positions, groups, name, tensors=2 if backward else 1, channels_last=last
+            )
+            ways.add(choice["way"])
+    # Rows take what columns would where a sample is large; backward has no columns.
+    families = {"small", "on chip", "one read", "rows", "slabs", "passes", *([] if backward else ["columns"])}
+    assert ways == families
