@@ -23,14 +23,14 @@ TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 4 ? $(JOBS) : 4 )))
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help env build install develop wheel check-wheel dev-module test demo bench sanitize matrix cmake-test lint \
-        format clean
+.PHONY: help env build build-here install develop wheel check-wheel dev-module peers test demo bench fuzz sanitize matrix cmake-test lint \
+        format docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 	@echo
 	@echo 'Variables: ARGS="..." (passed to pytest, the demo or the bench), TORCH=torch==2.14.1,'
-	@echo 'KGOPT_CUDA=0 (CPU-only build), KGOPT_CUDA_ARCHS="8.0+PTX;9.0a", MAX_JOBS=2, TEST_JOBS=1'
+	@echo 'KGOPT_CUDA=0 (CPU-only build), KGOPT_CUDA=1 (the kernels for all GPUs), KGOPT_CUDA_ARCHS="8.0+PTX;9.0a", MAX_JOBS=2, TEST_JOBS=1'
 
 ifeq ($(PY),python)
 ENV := build/.env
@@ -49,34 +49,47 @@ endif
 env: $(ENV) ## the environment: torch and what the build needs
 
 # The build is incremental by itself (build/objects), so it is simply called each time.
-build: $(ENV) ## a wheel in dist/, with CUDA kernels if an nvcc is found
+build: $(ENV) ## a wheel in dist/ for any machine, with CUDA kernels if an nvcc is found
 	@rm -f dist/kgopt-*.whl
 	@$(PY) -W ignore setup.py -q bdist_wheel
 
-install: build ## the wheel, built and installed with what the tests need
+build-here: $(ENV) ## a wheel in dist/ for the GPU of this machine; CPU-only where there is none
+	@KGOPT_CUDA=$${KGOPT_CUDA:-native} $(MAKE) build
+
+install: build-here ## the wheel, built for this machine and installed with what the tests need
 	@$(PIP) install -q --force-reinstall --no-deps $(WHEEL)
 	@$(PIP) install -q "$(WHEEL)[test,demo]"
 
 develop: $(ENV) ## build in place, for working on the kernels: python/kgopt/_C.abi3.so and a link to python/
-	@$(PY) -W ignore setup.py -q build_ext --inplace
+	@KGOPT_CUDA=$${KGOPT_CUDA:-native} $(PY) -W ignore setup.py -q build_ext --inplace
 	@$(PY) -c 'import site, pathlib; pathlib.Path(site.getsitepackages()[0], "kgopt-develop.pth").write_text("$(CURDIR)/python\n")'
 
 dev-module: $(ENV) ## the developer module kgopt_dev: host-side planning for pytest
 	@$(PY) -m cmake -S . -B build/dev -DKGOPT_CUDA=OFF $(CMAKE_PYTHON)
 	@$(PY) -m cmake --build build/dev -j $(JOBS)
 
-test: install dev-module ## build, install and run the tests (GPU tests where there is a GPU)
+# With the torch that is there, for which torchvision has one release.
+peers: $(ENV) ## the libraries whose networks the tests optimize; without a package index the tests skip them
+	@$(PY) scripts/peers.py --there 2>/dev/null || $(PIP) install -q --retries 1 --group peers \
+	  "torch==$$($(PY) -c 'import torch; print(torch.__version__.split("+")[0])')" || \
+	  echo "some libraries are not to be had: tests/test_peers.py skips their networks"
+
+test: install peers dev-module ## build, install and run the tests (GPU tests where there is a GPU)
 	@$(PY) -m pytest -n $(TEST_JOBS) $(ARGS)
 
-demo: build ## the three pipelines on real data, compared with PyTorch
+demo: build-here ## the three pipelines on real data, compared with PyTorch
 	@$(PIP) install -q --force-reinstall --no-deps $(WHEEL)
 	@$(PIP) install -q "$(WHEEL)[demo]"
 	@$(PY) -m kgopt demo $(ARGS)
 
-bench: build ## the benchmark, for example ARGS="--suite pipelines --json F --plot F"
+bench: build-here ## the benchmark, for example ARGS="--suite pipelines --json F --plot F"
 	@$(PIP) install -q --force-reinstall --no-deps $(WHEEL)
 	@$(PIP) install -q "$(WHEEL)[demo]"
 	@$(PY) -m kgopt bench $(ARGS)
+
+fuzz: build ## the search for faults, for example ARGS="--seconds 600 --kind all --json F"
+	@$(PIP) install -q --force-reinstall --no-deps $(WHEEL)
+	@$(PY) -m kgopt fuzz $(ARGS)
 
 wheel: build check-wheel ## a wheel in dist/, built and audited
 
@@ -110,6 +123,12 @@ format: $(ENV) ## ruff and clang-format, in place
 	@$(PY) -m ruff check --fix-only -q .
 	@$(PY) -m ruff format -q .
 	@git ls-files --cached --others --exclude-standard 'csrc/*' | grep -E '\.(cu|cuh|h|cpp)$$' | xargs $(PY) -m clang_format -i
+
+docs: ## the documentation as a site in build/site; a warning is an error
+	@test -x build/docs-env/bin/python || $(BASE_PYTHON) -m venv build/docs-env
+	@build/docs-env/bin/python -m pip --disable-pip-version-check install -q --upgrade "pip>=25.1"
+	@build/docs-env/bin/python -m pip --disable-pip-version-check install -q --group docs
+	@NO_MKDOCS_2_WARNING=1 build/docs-env/bin/python -m mkdocs build --strict -q
 
 clean: ## everything that was built; .venv stays
 	@rm -rf build dist python/kgopt.egg-info python/kgopt/_C.abi3.so .matrix

@@ -1,4 +1,4 @@
-"""Measures what csrc/conv3d/conv3d_choice_rows.inc holds, and writes it.
+"""Measures what csrc/conv3d/choice/measured_rows.inc holds, and writes it.
 
     python benchmarks/conv_table.py measure --json F [--seconds S] [--part I/N] [--narrow]   on a GPU; F's rows are kept
     python benchmarks/conv_table.py header --json benchmarks/results/h200_conv_table.json
@@ -284,7 +284,7 @@ def main() -> None:
     one.set_defaults(run=run_measure)
     two = commands.add_parser("header")
     two.add_argument("--json", default="benchmarks/results/h200_conv_table.json")
-    two.add_argument("--out", default="csrc/conv3d/conv3d_choice_rows.inc")
+    two.add_argument("--out", default="csrc/conv3d/choice/measured_rows.inc")
     two.set_defaults(run=run_header)
     args = parser.parse_args()
     args.run(args)

@@ -1,7 +1,7 @@
-"""Draws README.md's table and picture from benchmarks/results/*.json.
+"""Draws README.md's table and picture, and the tables of docs/benchmarks.md, from benchmarks/results/*.json.
 
-    python benchmarks/readme_table.py           # writes README.md between its markers, and docs/pipelines.png
-    python benchmarks/readme_table.py --check   # changes nothing; exit status 1 when the table is not current
+    python benchmarks/readme_table.py           # writes both files between their markers, and docs/pipelines.png
+    python benchmarks/readme_table.py --check   # changes nothing; exit status 1 when a table is not current
 
 Needs kgopt, and matplotlib for the picture.
 """
@@ -9,6 +9,7 @@ Needs kgopt, and matplotlib for the picture.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -143,40 +144,101 @@ def tables(rows: list[dict]) -> str:
     return "\n".join(parts)
 
 
+def short_line(group: Group, eager: float | None, compiled: float | None) -> str:
+    """One line of README's table: times and how many times faster."""
+    time = group.time("kgopt") or math.nan
+    cells = [
+        f"{group.title}{DIRECTIONS[group.direction]}",
+        DTYPE_TITLES.get(group.dtype, group.dtype),
+        *(time_text(t) if t else "" for t in (eager, compiled)),
+        time_text(time),
+        *(ratio(t / time) if t else "" for t in (eager, compiled)),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def summary(rows: list[dict]) -> str:
+    """README's table: the pipelines, the models in half precision, GroupNorm's means, all of one GPU."""
+    rows = [row for row in rows if row["device"] == "cuda"]
+    if not rows:
+        return "No results yet."
+    gpu = max(rows, key=lambda row: row["date"])["gpu"]
+    rows = [row for row in rows if row["gpu"] == gpu]
+
+    def groups(suite: str) -> list[Group]:
+        return [g for g in group_rows(r for r in rows if r["suite"] == suite) if g.time("kgopt")]
+
+    def best(group: Group, kind: str) -> float | None:
+        found = group.best(name for name in BASELINES if name.startswith(kind))
+        return found[1] if found else None
+
+    lines = [
+        f"| {gpu} | dtype | eager | compile | kgopt | {TIMES} eager | {TIMES} compile |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    chosen = [g for g in groups("pipelines") if g.direction == "forward" and g.dtype == "tf32"]
+    chosen += [g for g in groups("models") if g.dtype in ("bf16", "autocast")]
+    lines += [short_line(g, best(g, "eager"), best(g, "compile")) for g in chosen]
+    for direction, name in (("forward", "forward"), ("backward", "backward")):
+        norms = [g for g in groups("groupnorm") if g.direction == direction]
+        means = []
+        for over in (Group.over_eager, Group.over_compile):
+            found = [r for g in norms for layout in ("", "_channels_last") if (r := over(g, layout)) is not None]
+            means.append(ratio(geometric_mean(found)) if found else "")
+        if norms:
+            shapes = len({g.case for g in norms})
+            lines.append(
+                f"| GroupNorm {name}, geometric mean of {shapes} shapes | all | | | | {means[0]} | {means[1]} |"
+            )
+    return "\n".join(lines)
+
+
 def fill(text: str, begin: str, end: str, inside: str) -> str:
     """`text` with what lies between two markers replaced."""
     head, found, rest = text.partition(begin)
     _, closed, tail = rest.partition(end)
     if not found or not closed:
-        raise SystemExit(f"README.md lacks the markers {begin} and {end}")
+        raise SystemExit(f"the file to fill lacks the markers {begin} and {end}")
     return f"{head}{begin}\n{inside}\n{end}{tail}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether README.md is current")
+    parser.add_argument("--check", action="store_true", help="only say whether both files are current")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results", help="folder of results")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file to fill")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     args = parser.parse_args()
 
     rows = load_all(args.results)
     pipelines = [row for row in rows if row["suite"] == "pipelines" and row["device"] == "cuda"]
     # The picture shows forward passes of the first dtype, each pipeline beside the baselines of its own run.
     forward = [row for row in pipelines if row["direction"] == "forward"]
-    before = args.readme.read_text()
     picture = f"![Time of the three pipelines beside PyTorch]({PICTURE})" if forward else ""
-    after = fill(before, PICTURE_BEGIN, PICTURE_END, picture)
-    after = fill(after, BEGIN, END, tables(rows))
-    target = args.readme.parent / PICTURE
+    insides = {
+        "README.md": [(PICTURE_BEGIN, PICTURE_END, picture), (BEGIN, END, summary(rows))],
+        "docs/benchmarks.md": [(BEGIN, END, tables(rows))],
+    }
+    stale = bool(forward) and not (args.root / PICTURE).exists()
+    for name, parts in insides.items():
+        path = args.root / name
+        before = after = path.read_text()
+        for part in parts:
+            after = fill(after, *part)
+        if args.check:
+            stale = stale or after != before
+        else:
+            path.write_text(after)
+            print(f"wrote {path}")
     if args.check:
-        stale = after != before or (bool(forward) and not target.exists())
-        print("README.md is " + ("not current: run python benchmarks/readme_table.py" if stale else "current"))
+        print("the tables are " + ("not current: run python benchmarks/readme_table.py" if stale else "current"))
         return int(stale)
     if forward:
-        plot_rows(forward, target)
-        print(f"wrote {target}")
-    args.readme.write_text(after)
-    print(f"wrote {args.readme}")
+        plot_rows(forward, args.root / PICTURE)
+        print(f"wrote {args.root / PICTURE}")
     return 0
 
 

@@ -1,0 +1,67 @@
+"""Draws the tables of docs/fuzz.md from the runs in benchmarks/results/fuzz/*.json.
+
+    python benchmarks/fuzz_table.py           # writes the page between its markers
+    python benchmarks/fuzz_table.py --check   # changes nothing; exit status 1 when a table is not current
+
+A run is ``python -m kgopt fuzz --json benchmarks/results/fuzz/<device>_<kind>.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kgopt.cli.fuzz import columns
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "fuzz.md"
+BEGIN = "<!-- counts: begin (drawn by benchmarks/fuzz_table.py) -->"
+END = "<!-- counts: end -->"
+
+
+def table(run: dict[str, Any]) -> str:
+    """A run's counts by op and dtype, and what it was."""
+    e, counts = run["environment"], run["counts"]
+    where = e["gpu"] or e["cpu"]
+    versions = f"torch {e['torch']}" + (f", cuDNN {e['cudnn']}" if e["cudnn"] else "")
+    memory = f", {run['out_of_memory']} out of memory" if run["out_of_memory"] else ""
+    shown = columns(counts)
+    lines = [
+        f"**{where}, {run['kind']}** ({versions}, kgopt {e['kgopt']} at {e['commit']}, {e['date'][:10]}): "
+        f"seed {run['seed']}, {run['cases']:,} cases in {run['seconds']:.0f} s by {run['workers']} processes, "
+        f"**{run['failed']} failed**{memory}.",
+        "",
+        f"| op | {' | '.join(shown)} | all |",
+        "|---|" + "---:|" * (len(shown) + 1),
+    ]
+    for op, row in counts.items():
+        lines.append(f"| `{op}` | {' | '.join(str(row.get(c, '')) for c in shown)} | {sum(row.values())} |")
+    sums = [sum(row.get(c, 0) for row in counts.values()) for c in shown]
+    lines.append(f"| all | {' | '.join(map(str, sums))} | {sum(sums)} |")
+    return "\n".join(lines)
+
+
+def drawn(page: str) -> str:
+    """The page with its tables as the runs have them."""
+    runs = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results" / "fuzz").glob("*.json"))]
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return before + "\n\n".join([BEGIN, *map(table, runs), END]) + after
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, and fail where the page is not current")
+    args = parser.parse_args()
+    page = PAGE.read_text()
+    if args.check:
+        return int(drawn(page) != page)
+    PAGE.write_text(drawn(page))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
