@@ -310,7 +310,6 @@ def h200(tf32, monkeypatch):
     for module in (policy, sites):
         monkeypatch.setattr(module, "emit_kgopt", ours)
     monkeypatch.setitem(emit._TORCH_CONVS, "conv2d", theirs)
-    monkeypatch.setattr(F, "conv2d", theirs)
     monkeypatch.setattr(layout, "as_channels_last", converted)
     monkeypatch.setattr(policy, "time_both", clock)
     monkeypatch.setattr(policy, "busy_both", clock)

@@ -16,7 +16,7 @@ import torch
 
 import kgopt
 from forks import outputs
-from kgopt import _ops, functional
+from kgopt import _formulas, functional
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -148,7 +148,7 @@ def test_forced_precision_is_restored():
     get = torch._C._get_fp32_precision_getter
     for before in ("ieee", "tf32"):
         torch._C._set_fp32_precision_setter("cuda", "conv", before)
-        forced = _ops._conv_precision("tf32" if before == "ieee" else "ieee")
+        forced = _formulas.conv_precision(before == "ieee")
         with contextlib.suppress(ZeroDivisionError), forced:
             assert get("cuda", "conv") != before
             raise ZeroDivisionError

@@ -636,7 +636,7 @@ _LOSES_TANGENTS = not torch_private.SWITCHES_TANGENTS  # of the levels below tha
 
 def _levels_are_hidden() -> bool:
     """Whether there may be a level that Python does not count: a graph of Dynamo's enters them by C++ functions."""
-    return _is_compiling() or (_are_functorch_transforms_active() and torch_private.count_jvp_levels() > 0)
+    return _is_compiling() or _are_functorch_transforms_active()
 
 
 def _has_tangent(args: Sequence[Any]) -> bool:

@@ -256,12 +256,6 @@ _set_forward: Any = _private(
     lambda switch: switch(True).__enter__ and switch(True).__exit__,
 )
 SWITCHES_TANGENTS = _set_forward is not None
-count_jvp_levels: Callable[[], int] = _private(
-    "torch._C._functorch.count_jvp_interpreters",
-    lambda: 1,
-    "looks for tangents at every level of torch.func",
-    lambda f: _expect(f(), int),
-)
 
 
 def pass_tangents(on: bool) -> Any:
