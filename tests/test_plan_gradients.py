@@ -1,0 +1,283 @@
+"""Plans of a convolution's gradients and their choice (csrc/conv3d/gradients)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plan_problems import DTYPES, GPUS, dev, make_problem
+
+
+def check_wgrad_plan(plan, case: dict, a: int, b: int, still, size: int, limits) -> None:
+    """Tiles cover the planes, shared memory holds what is loaded and read, and every partial sum has its place."""
+    assert plan.tiles[0] * plan.rows >= still[1]
+    assert plan.tiles[1] * plan.width >= still[2]
+    assert plan.rows in (4, 8)
+    assert plan.width % (32 // size) == 0, "not in whole steps of K"
+    assert plan.a_tiles * 32 >= a
+    assert plan.depth_tiles * (1 if plan.alternate else 3) >= case["kernel"][0]
+    taps, stride = case["kernel"][2], case["stride"][2]
+    if plan.few:
+        assert plan.few == b
+        assert plan.few * taps <= plan.columns == 16
+        first = (plan.width * stride - case["padding"][2]) * b - plan.row_skip
+        assert first * size % 16 == 0, "a copy begins off 16 bytes"
+        last = plan.row_skip + (plan.width - 1) * stride * b
+        assert last + taps * b <= plan.row_numbers <= 256
+        assert plan.row_numbers * size % 16 == 0
+        assert plan.pitch >= max(plan.row_numbers, last + 16) * size
+        assert plan.pitch % 128 == 0
+    else:
+        assert plan.b_tiles * plan.columns >= b
+        assert plan.columns == 8 * plan.b_blocks
+        assert plan.row_bytes == 32 * size
+        # Columns that the taps read: all of one run, or those of even and odd taps.
+        assert plan.first_run >= plan.width + (taps - 1) // stride
+        assert plan.second_run % 8 == 0
+        assert plan.second_run >= plan.first_run
+        assert plan.pitch == (plan.second_run + (plan.width if stride == 2 else 0)) * plan.row_bytes
+        assert plan.pitch % (8 * plan.row_bytes) == 0
+    assert plan.back == min(case["kernel"][0], 3) - 1
+    assert 2 <= plan.stages <= dev.WGRAD_MAX_STAGES
+    planes = ((plan.rows - 1) * stride + case["kernel"][1]) * plan.pitch * plan.stages
+    planes += plan.rows * plan.width * plan.row_bytes * (plan.stages + plan.back)
+    assert planes < plan.smem_bytes <= limits.smem_per_block
+    assert plan.turns == 4 // plan.b_blocks * (3 if plan.alternate else 1)
+    assert plan.slots == plan.splits * plan.turns
+    assert 1 <= plan.splits <= max(1, plan.steps)
+    assert plan.tile_floats % 128 == 0
+    assert plan.partial_floats == plan.blocks * plan.turns * plan.tile_floats
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_wgrad_plan_of_any_shape(data) -> None:
+    draw = data.draw
+    transposed = draw(st.booleans())
+    kernel = (draw(st.integers(1, 7)), 3, 3)
+    size = (draw(st.integers(1, 40)), draw(st.integers(1, 200)), draw(st.integers(1, 300)))
+    plane_stride = draw(st.integers(1, 2))
+    case = {"kernel": kernel, "stride": (draw(st.integers(1, 2)), plane_stride, plane_stride)}
+    case["padding"] = tuple(draw(st.integers(0, k)) for k in kernel)
+    dims = zip(size, kernel, case["stride"], case["padding"], (1, 1, 1), strict=True)
+    if min(dev.conv_out_size(*dim, transposed) for dim in dims) < 1:
+        return
+    dtype = draw(st.sampled_from(DTYPES))
+    c_in = draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 32, 40, 64, 96, 128]))
+    c_out = 8 * draw(st.integers(1, 24))
+    problem, output = make_problem(
+        c_in,
+        c_out,
+        size,
+        **case,
+        n=draw(st.integers(1, 20)),
+        transposed=transposed,
+        dtype=dtype,
+        channels_innermost=c_in % 8 == 0,
+    )
+    plan = dev.plan_wgrad(problem, GPUS["h200"])
+    a, b, still, moved = (c_in, c_out, size, output) if transposed else (c_out, c_in, output, size)
+    if plan.refusal is not None:
+        assert len(plan.refusal) > 10
+        assert c_in < 8 or (plane_stride == 2 and moved[2] % 2)
+        return
+    check_wgrad_plan(plan, case, a, b, still, 4 if dtype == "float32" else 2, GPUS["h200"])
+
+
+@pytest.mark.parametrize(
+    ("c_in", "c_out", "size"),
+    [(32, 32, (128,) * 3), (64, 64, (64,) * 3), (32, 64, (80, 170, 170)), (32, 32, (96,) * 3)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_channels_innermost_take_own_gradients(c_in, c_out, size, dtype: str) -> None:
+    case = dict(kernel=(3, 3, 3), padding=(1, 1, 1))
+    problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype, channels_innermost=True)
+    limits = GPUS["h200"]
+    assert dev.choose_conv_gradients(problem, limits).explain() == "dx kgopt; dweight kgopt"
+    assert "asked for" in dev.choose_conv_gradients(problem, limits, dev.ConvBackend.aten).explain()
+    problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype)
+    assert "dweight aten: x is not channels_last" in dev.choose_conv_gradients(problem, limits).explain()
+
+
+# Channels, size, stride, dtype: microseconds on an H200, and whether cuDNN took longer.
+WGRAD_MEASURED = [
+    (32, 32, (128, 128, 128), 1, "float32", 433, True),
+    (32, 32, (128, 128, 128), 1, "bfloat16", 218, True),
+    (64, 64, (64, 64, 64), 1, "float32", 231, True),
+    (64, 64, (64, 64, 64), 1, "bfloat16", 122, True),
+    (128, 128, (32, 32, 32), 1, "float32", 132, True),
+    (128, 128, (32, 32, 32), 1, "bfloat16", 77, False),
+    (16, 32, (96, 128, 128), 1, "float32", 187, True),
+    (16, 32, (96, 128, 128), 1, "bfloat16", 101, True),
+    (96, 32, (96, 128, 128), 1, "float32", 961, True),
+    (96, 32, (96, 128, 128), 1, "bfloat16", 457, True),
+    (192, 64, (48, 64, 64), 1, "float32", 492, True),
+    (192, 64, (48, 64, 64), 1, "bfloat16", 244, True),
+    (256, 256, (16, 16, 16), 1, "bfloat16", 70, False),
+    (4, 32, (128, 128, 128), 1, "float32", 117, True),
+    (4, 32, (128, 128, 128), 1, "bfloat16", 72, True),
+    (1, 16, (96, 128, 128), 1, "float32", 93, True),
+    (1, 16, (96, 128, 128), 1, "bfloat16", 63, True),
+    (32, 64, (128, 128, 128), 2, "float32", 205, True),
+    (32, 64, (128, 128, 128), 2, "bfloat16", 107, True),
+    (64, 128, (64, 64, 64), 2, "bfloat16", 67, False),
+]
+
+
+@pytest.mark.parametrize(("c_in", "c_out", "size", "stride", "dtype", "measured", "faster"), WGRAD_MEASURED)
+def test_wgrad_model_of_time(c_in, c_out, size, stride, dtype: str, measured: float, faster: bool) -> None:
+    case = dict(kernel=(3, 3, 3), padding=(1, 1, 1), stride=(stride,) * 3)
+    problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype, channels_innermost=c_in >= 8)
+    choice = dev.choose_conv_gradients(problem, GPUS["h200"])
+    assert 0.7 * measured < choice.wgrad.microseconds < 1.25 * measured
+    assert ("dweight kgopt" in choice.explain()) == faster
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kwargs", "limits"),
+    [
+        ("tensor copies", {}, dev.DeviceLimits(has_wgmma=False)),
+        ("float64", {"dtype": "float64"}, None),
+        ("fp32 accuracy", {"allow_tf32": False}, None),
+        ("channels_last", {"channels_innermost": False}, None),
+        ("grouped", {"groups": 2}, None),
+        ("16 bytes", {"c_in": 33}, None),
+        ("16 bytes", {"c_out": 33}, None),
+        ("rows of few channels", {"c_in": 3, "size": (8, 9, 41)}, None),
+        ("output channels", {"c_in": 3, "c_out": 33}, None),
+        ("stride of height", {"stride": (1, 2, 1)}, None),
+        ("stride above 2", {"stride": (3, 1, 1)}, None),
+        ("odd width", {"stride": (2, 2, 2), "size": (8, 9, 41)}, None),
+        ("dilation", {"dilation": (1, 2, 1)}, None),
+        ("other than 3", {"kernel": (3, 3, 2)}, None),
+        ("does not fit", {}, dev.DeviceLimits(smem_per_block=60 << 10)),
+    ],
+)
+def test_wgrad_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
+    arguments = {"c_in": 32, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "channels_innermost": True}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    assert fragment in dev.plan_wgrad(problem, limits or dev.DeviceLimits()).refusal
+
+
+def check_narrow_copy(copy, row_bytes: int, threads: int = 256) -> None:
+    assert row_bytes % copy.piece == 0, "a copy crosses the end of a row"
+    assert copy.piece in (4, 8, 16)
+    assert copy.slots % ((threads >> copy.across_log2) * 4) == 0, "not in whole batches"
+    assert copy.slots >= copy.rows
+    assert 1 << copy.across_log2 >= min(copy.pieces, threads)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_narrow_gradient_plans_of_any_shape(data) -> None:
+    """Tiles cover the positions, and what is loaded and read lies in the stages."""
+    draw = data.draw
+    rank = draw(st.integers(2, 3))
+    kernel = (draw(st.integers(1, 3)) if rank == 3 else 1, draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+    size = (draw(st.integers(1, 40)) if rank == 3 else 1, draw(st.integers(1, 200)), draw(st.integers(1, 300)))
+    case = {"kernel": kernel, "padding": (0, draw(st.integers(0, 2)), draw(st.integers(0, 1)))}
+    case["stride"] = (draw(st.integers(1, 2)) if rank == 3 else 1, draw(st.integers(1, 2)), 1)
+    case["dilation"] = (1, draw(st.integers(1, 2)), 1)
+    dims = list(zip(size, kernel, case["stride"], case["padding"], case["dilation"], strict=True))
+    if min(dev.conv_out_size(*dim) for dim in dims) < 1:
+        return
+    dtype = draw(st.sampled_from(DTYPES))
+    item = 4 if dtype == "float32" else 2
+    c_in, c_out = draw(st.integers(1, 12)), draw(st.integers(1, 130))
+    case.update(n=draw(st.integers(1, 20)), dtype=dtype, planar=True, allow_tf32=draw(st.booleans()))
+    problem, output = make_problem(c_in, c_out, size, **case)
+    parts = 2 if dtype == "float32" and not case["allow_tf32"] else 1
+    limits = GPUS["h200"]
+    plan = dev.plan_narrow_wgrad(problem, limits)
+    if plan.refusal is None:
+        assert plan.rows == c_in * kernel[0] * kernel[1] <= plan.x_tiles * 8
+        assert plan.channels * plan.channel_blocks >= c_out
+        assert plan.dy_tiles % 2 == 0 if plan.dy_is_a else plan.x_tiles % 2 == 0
+        assert all(n * t >= o for n, t, o in zip(plan.tiles, plan.tile, output, strict=True))
+        assert plan.dy_pitch == plan.tile[2] * item
+        assert plan.dy_pitch % 64 == 0, "not in whole units"
+        assert plan.dy_channel >= plan.tile[0] * plan.tile[1] * plan.dy_pitch
+        assert plan.margin[0] >= case["padding"][2]
+        used = min(plan.tile[2], output[2]) + kernel[2] - 1 - case["padding"][2]
+        assert plan.tile[2] + plan.margin[1] >= used
+        assert plan.x_copy.pieces * plan.x_copy.piece <= plan.x_pitch
+        assert plan.dy_copy.pieces * plan.dy_copy.piece == plan.dy_pitch
+        check_narrow_copy(plan.dy_copy, output[2] * item)
+        check_narrow_copy(plan.x_copy, size[2] * item)
+        assert plan.stage_bytes >= plan.channels * plan.dy_channel + c_in * plan.x_channel + plan.dy_pitch
+        assert plan.blocks_per_sm * (plan.smem_bytes + 1024) <= limits.smem_per_sm
+        assert plan.smem_bytes >= plan.stages * plan.stage_bytes
+        assert plan.partial_floats == plan.channel_blocks * plan.blocks * plan.floats
+        assert 1 <= plan.blocks <= plan.all_tiles
+    else:
+        assert len(plan.refusal) > 7
+    plan = dev.plan_narrow_dgrad(problem, limits)
+    if plan.refusal is None:
+        assert c_in * kernel[2] <= plan.row_tiles * 16
+        assert plan.channels * plan.chunks >= c_out
+        assert plan.units_w * 32 >= output[2]
+        assert plan.tile[0] * plan.tile[1] * plan.units_w <= 8 * plan.units
+        assert all(n * t >= o for n, t, o in zip(plan.tiles, plan.tile, size[:2], strict=True))
+        assert plan.k_steps * (1 if item == 4 else 2) >= plan.channels // 8 * kernel[0] * kernel[1]
+        assert plan.channel >= plan.halo[0] * plan.halo[1] * plan.pitch
+        assert plan.channel % 128 == (32 if item == 4 else 16)
+        check_narrow_copy(plan.dy_copy, output[2] * item)
+        assert plan.stage_bytes >= plan.channels * plan.channel + plan.pitch
+        sums = plan.tile[0] * plan.tile[1] * (plan.units_w * 32 + 4)
+        assert plan.scratch_channel >= sums
+        assert plan.stage_bytes >= c_in * plan.scratch_channel * 4
+        assert plan.parts == parts
+        weights = plan.chunks * plan.k_steps * plan.row_tiles * parts * 512
+        assert plan.smem_bytes >= weights + plan.stages * plan.stage_bytes
+        assert plan.blocks_per_sm * (plan.smem_bytes + 1024) <= limits.smem_per_sm
+        assert 1 <= plan.blocks <= plan.all_tiles
+    else:
+        assert len(plan.refusal) > 7
+
+
+@pytest.mark.parametrize(
+    ("fragment", "of", "kwargs"),
+    [
+        ("transposed", "both", {"transposed": True}),
+        ("grouped", "both", {"groups": 2}),
+        ("float64", "both", {"dtype": "float64"}),
+        ("odd number", "both", {"dtype": "bfloat16", "size": (8, 9, 39)}),
+        ("wider than 3", "both", {"kernel": (3, 3, 5)}),
+        ("dilation of the width", "both", {"dilation": (1, 1, 2)}),
+        ("padding of the width", "both", {"padding": (1, 1, 3)}),
+        ("stride", "both", {"stride": (1, 1, 2)}),
+        ("above 40", "wgrad", {"c_in": 6}),
+        ("above 32", "dgrad", {"c_in": 12}),
+        ("a stride", "dgrad", {"stride": (1, 2, 1)}),
+        ("than a block has", "dgrad", {"size": (8, 9, 1040)}),
+    ],
+)
+def test_narrow_gradient_plans_refuse_with_a_reason(fragment: str, of: str, kwargs: dict) -> None:
+    arguments = {"c_in": 4, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "planar": True}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    plans = {"wgrad": dev.plan_narrow_wgrad, "dgrad": dev.plan_narrow_dgrad}
+    for plan in plans.values() if of == "both" else [plans[of]]:
+        assert fragment in plan(problem).refusal
+
+
+@pytest.mark.parametrize(
+    ("n", "c_in", "c_out", "size", "kernel"),
+    [
+        (128, 3, 24, (24, 32, 32), (3, 3, 3)),
+        (128, 8, 64, (1, 128, 128), (1, 3, 3)),
+        (2, 4, 32, (64, 96, 96), (3, 3, 3)),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "allow_tf32"), [*((d, True) for d in DTYPES), ("float32", False)])
+def test_few_channels_contiguous_take_own_gradients(n, c_in, c_out, size, kernel, dtype, allow_tf32) -> None:
+    limits = GPUS["h200"]
+    problem, _ = make_problem(c_in, c_out, size, kernel=kernel, n=n, dtype=dtype, allow_tf32=allow_tf32, planar=True)
+    choice = dev.choose_conv_gradients(problem, limits)
+    assert choice.explain() == "dx kgopt; dweight kgopt"
+    assert choice.narrow_dgrad.refusal is None
+    assert choice.narrow_wgrad.refusal is None
+    choice = dev.choose_conv_gradients(problem, limits, dev.ConvBackend.aten)
+    assert "asked for" in choice.narrow_dgrad.refusal
+    problem, _ = make_problem(c_in, c_out, size, kernel=kernel, n=n, dtype=dtype)
+    assert "contiguous" in dev.choose_conv_gradients(problem, limits).narrow_wgrad.refusal
