@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kgopt import functional, reference
-from test_pipelines import PIPELINES
+from pipeline_cases import PIPELINES
 
 OPS = torch.ops.kgopt
 

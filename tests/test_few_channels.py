@@ -7,7 +7,7 @@ import torch
 
 import kgopt
 from kgopt import reference
-from test_pipelines import PIPELINES, gradients, last_format, upcast
+from pipeline_cases import PIPELINES, gradients, last_format, upcast
 from tolerances import assert_as_good_as_torch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
