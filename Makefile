@@ -23,7 +23,7 @@ TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 4 ? $(JOBS) : 4 )))
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help env build build-here install develop wheel check-wheel dev-module peers test demo bench fuzz sanitize matrix cmake-test lint \
+.PHONY: help env build build-here install develop wheel check-wheel dev-module peers test demo bench fuzz sanitize gpu-check matrix cmake-test lint \
         format docs clean
 
 help: ## this list
@@ -104,6 +104,9 @@ matrix: ## the wheel of dist/ in fresh environments: Python and torch, oldest an
 sanitize: ## compute-sanitizer's four tools over a small shape of every CUDA op
 	@KGOPT_LINEINFO=1 $(MAKE) install
 	@$(PY) scripts/sanitize.py $(ARGS)
+
+gpu-check: install ## tests, fuzz, soak and sanitizers side by side on a GPU, for example ARGS="fuzz soak --minutes 10"
+	@$(PY) scripts/gpu_check.py $(ARGS)
 
 cmake-test: $(ENV) ## the kernels as a plain C++ library, and its C++ test program
 	@$(PY) -m cmake -S . -B build/cmake -DKGOPT_DEV_MODULE=OFF
