@@ -3,7 +3,8 @@
     python benchmarks/fuzz_table.py           # writes the page between its markers
     python benchmarks/fuzz_table.py --check   # changes nothing; exit status 1 when a table is not current
 
-A run is ``python -m kgopt fuzz --json benchmarks/results/fuzz/<device>_<kind>.json``.
+A run is ``python -m kgopt fuzz --json benchmarks/results/fuzz/<device>_<kind>.json``. Parts of one (``--first``), in files
+``<device>_<kind>_<part>.json``, are one table.
 """
 
 from __future__ import annotations
@@ -44,12 +45,32 @@ def table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def joined(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs in their order, the parts of one seed on one machine at one commit as one."""
+    whole: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for run in runs:
+        e = run["environment"]
+        key = (e["gpu"] or e["cpu"], e["torch"], e["commit"], run["kind"], run["seed"])
+        if key not in whole:
+            whole[key] = run
+            continue
+        into = whole[key]
+        for name in ("cases", "failed", "out_of_memory", "seconds"):
+            into[name] += run[name]
+        for op, row in run["counts"].items():
+            counts = into["counts"].setdefault(op, {})
+            for dtype, n in row.items():
+                counts[dtype] = counts.get(dtype, 0) + n
+        into["counts"] = dict(sorted(into["counts"].items()))
+    return list(whole.values())
+
+
 def drawn(page: str) -> str:
     """The page with its tables as the runs have them."""
     runs = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results" / "fuzz").glob("*.json"))]
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return before + "\n\n".join([BEGIN, *map(table, runs), END]) + after
+    return before + "\n\n".join([BEGIN, *map(table, joined(runs)), END]) + after
 
 
 def main() -> int:

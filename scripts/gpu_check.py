@@ -5,8 +5,8 @@
     python scripts/gpu_check.py fuzz networks soak memcheck racecheck initcheck synccheck --minutes 8 --out build/gpu
 
 Each job is a process of its own that writes ``<out>/<job>.log``. Cores are shared out by weight. At the limit a job is
-interrupted as by Ctrl-C, so that pytest and the search print what they have found so far. The last lines are a table of
-what became of each job. Exits with 1 unless all of them passed in time.
+interrupted as by Ctrl-C, so that pytest and the search print what they have found so far; <out>/failures.log has each
+failed test as it came. The last lines are a table of what became of each job. Exits with 1 unless all of them passed in time.
 
 Times of kernels are not taken here: a benchmark wants the machine for itself.
 """
@@ -50,7 +50,7 @@ def _jobs(out: Path, seed: int, minutes: float) -> dict[str, Job]:
         "soak": Job((*soak, "--seconds", f"{20 * minutes:.0f}", "--json", str(out / "soak.json"))),
     }
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
-        jobs[tool] = Job((py, str(ROOT / "scripts/sanitize.py"), tool))
+        jobs[tool] = Job((py, str(ROOT / "scripts/sanitize.py"), tool, "--jobs={n}"))
     return jobs
 
 
@@ -67,7 +67,7 @@ def _start(name: str, job: Job, processes: int, out: Path) -> None:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "KGOPT_TEST_LOG": str(out / "failures.log")},
         )
 
 
@@ -122,6 +122,7 @@ def main() -> int:
             parser.error(f"job is {name!r}, expected some of: {' '.join(known)}")
     jobs = {name: job for name, job in known.items() if not args.job or name in args.job}
     out.mkdir(parents=True, exist_ok=True)
+    (out / "failures.log").unlink(missing_ok=True)
     cores = len(os.sched_getaffinity(0))
     weights = sum(job.weight for job in jobs.values())
     begin = time.monotonic()

@@ -23,8 +23,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Oldest Python and oldest torch that the wheel's two ABIs allow, newest of both, and a torch without CUDA.
-DEFAULT_ENTRIES = "3.10=2.10.0 3.13=latest 3.11=2.13.0+cpu"
+# Oldest Python and oldest torch that the wheel's two ABIs allow, newest of both, a torch without CUDA, and one between:
+# 2.11 refuses and computes what neither its predecessor nor its successors do.
+DEFAULT_ENTRIES = "3.10=2.10.0 3.13=latest 3.11=2.13.0+cpu 3.12=2.11.0"
 FACTS = "import sys, torch, kgopt; print(sys.version.split()[0], torch.__version__, torch.ops.kgopt.build_info())"
 TEST_REQUIREMENTS = ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "numpy", "setuptools"]
 

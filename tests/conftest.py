@@ -22,6 +22,22 @@ def pytest_configure(config):
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that tests start
 
 
+def pytest_runtest_logreport(report):
+    """Appends each failure to the file that KGOPT_TEST_LOG names, as it comes: a run that a time limit ends has no
+    summary. Workers of pytest-xdist send their reports to the first process, which writes alone."""
+    path = os.environ.get("KGOPT_TEST_LOG")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a") as log:  # closed, and so written, with each line
+            log.write(f"{report.outcome.upper()} {report.nodeid} ({report.when}, {report.duration:.1f} s)\n")
+            log.write("".join(f"    {line}\n" for line in _reason(report).splitlines()))
+
+
+def _reason(report) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = str(report.longrepr) if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
+    return text[-1500:]
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

@@ -62,7 +62,13 @@ def test_transforms(name, transform, device):
         tuple(torch.randn(s, device=device, dtype=torch.float64) for s in shapes) for _ in ("inputs", "tangents")
     )
     examples = torch.randn(3, *shapes[0], device=device, dtype=torch.float64)
-    actual, expected = (tree_leaves(TRANSFORMS[transform](f, inputs, tangents, examples)) for f in (ours, theirs))
+    try:
+        expected = tree_leaves(TRANSFORMS[transform](theirs, inputs, tangents, examples))
+    except RuntimeError as error:  # torch 2.10 and 2.11: the Hessian of their own group_norm, forward over reverse
+        if not torch.__version__.startswith(("2.10.", "2.11.")):
+            raise
+        pytest.skip(f"this torch's own function refuses it: {error}")
+    actual = tree_leaves(TRANSFORMS[transform](ours, inputs, tangents, examples))
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-8, atol=1e-9)
 

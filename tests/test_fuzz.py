@@ -7,6 +7,7 @@ import math
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -188,6 +189,81 @@ def test_json_of_a_run(tmp_path, capsys):
     assert report["findings"] == []
     assert report["environment"]["torch"] == torch.__version__
     assert "seed 4: 20 cases" in capsys.readouterr().out
+
+
+def test_findings_are_kept_as_they_come():
+    """A run on a GPU lost 23 findings to its time limit: their texts were written after all had been made smaller."""
+    kept = []
+
+    def keep(report):
+        kept.append([(f.case, f.text, f.source, f.shrunk) for f in report.findings])
+
+    settings = Settings("cpu", seed=1, only=("group_norm",), prepare=fuzz_faults.one_element_off)
+    report = search([("ops", 1.0)], settings, workers=1, calls=60, keep=keep)
+    drawn = [findings for findings in kept if findings and not any(f[3] for f in findings)]
+    assert len(drawn[0]) <= len(drawn[-1]) == len(report.findings)
+    case, text, source, _ = drawn[0][0]
+    assert case == draw_case(OPS, 1, report.findings[0].index, "cpu", ("group_norm",))
+    assert text.startswith("wrong values")
+    compile(source, "<finding>", "exec")
+    assert any(f[3] for f in kept[-1])
+
+
+def test_time_for_smaller_forms_is_bounded():
+    settings = Settings("cpu", seed=1, only=("group_norm",), prepare=fuzz_faults.one_element_off)
+    report = search([("ops", 1.0)], settings, workers=1, calls=60, shrink_seconds=0)
+    assert report.findings
+    for finding in report.findings:
+        assert not finding.shrunk
+        assert finding.smallest == finding.case
+        assert "torch" in finding.source
+
+
+def test_interrupted_search_returns_what_it_has():
+    """``make gpu-check`` interrupts it at its time limit."""
+
+    def interrupt(report):
+        if report.findings:
+            raise KeyboardInterrupt
+
+    settings = Settings("cpu", seed=1, only=("group_norm",), prepare=fuzz_faults.one_element_off)
+    report = search([("ops", 1.0)], settings, workers=1, calls=100000, keep=interrupt)
+    assert 0 < len(report.findings) <= report.cases < 1000
+
+
+def test_parts_of_a_run_are_the_run():
+    """Two parts of a seed check what one run of it checks; of two kinds each gets the cases that it would have had."""
+    kinds = [("ops", 60.0), ("networks", 1.0)]
+    settings = Settings("cpu", seed=5, only=("mean", "network_eager"))
+    whole = search(kinds, settings, workers=2, calls=70)
+    parts = [search(kinds, settings, workers=2, calls=n, first=first) for first, n in ((0, 31), (31, 39))]
+    assert [whole.next, parts[0].next, parts[1].next] == [70, 31, 70]
+    summed = {}
+    for part in parts:
+        for op, row in part.counts.items():
+            for dtype, n in row.items():
+                summed.setdefault(op, {}).setdefault(dtype, 0)
+                summed[op][dtype] += n
+    assert summed == whole.counts
+    assert set(summed) == {"mean", "network_eager"}
+
+
+def test_json_is_there_when_the_search_is_killed(tmp_path):
+    out = tmp_path / "fuzz.json"
+    command = [sys.executable, "-m", "kgopt", "fuzz", "--device", "cpu", "--op", "mean", "--seconds", "600",
+               "--seed", "4", "--workers", "1", "--json", str(out)]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    report, deadline = {"cases": 0}, time.monotonic() + 120
+    try:
+        while report["cases"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.2)
+            report = json.loads(out.read_text()) if out.exists() else report
+    finally:
+        process.kill()
+        process.wait()
+    report = json.loads(out.read_text())
+    assert report["next"] == report["cases"] > 0
+    assert report["findings"] == []
 
 
 def test_unknown_op_is_refused(capsys):

@@ -88,7 +88,8 @@ COMPILED = {
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_code_runs_it_too(name, label, when):
     """``after``: the model was compiled, and called, before it is replaced. What plain torch.compile does not notice
-    then (it guards no class of PyTorch's) may stay unnoticed.
+    then (it guards no class of PyTorch's) may stay unnoticed. When it is taken back, torch 2.11 itself goes on with the
+    code of another class of a norm; the optimized model does not.
     """
     plain, x = make(name)
     plain.requires_grad_(False)
@@ -100,7 +101,7 @@ def test_compiled_code_runs_it_too(name, label, when):
             fast(x)
         with WAYS[label](model):
             results.append(fast(x))
-        close(fast(x), unchanged)
+    close(fast(x), unchanged)
     both = copy.deepcopy(plain)
     with WAYS[label](both):
         expected = both(x)

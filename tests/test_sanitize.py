@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -78,3 +81,36 @@ def test_every_family_of_norm_kernels_is_sanitized(recorded, backward):
     # Rows take what columns would where a sample is large; backward has no columns.
     families = {"small", "on chip", "one read", "rows", "slabs", "passes", *([] if backward else ["columns"])}
     assert ways == families
+
+
+_SANITIZER = """#!/bin/sh
+# racecheck finds something in conv, initcheck in mean
+case "$*" in
+  *racecheck*--sections=conv*) echo "========= Error: Race reported in kgopt::kernel"; exit 1 ;;
+  *initcheck*--sections=mean*) echo "========= Uninitialized"; echo "=========     at kgopt::kernel"; exit 0 ;;
+esac
+echo ok
+"""
+
+
+def test_sanitizer_prints_each_result_as_it_comes(tmp_path, monkeypatch, capsys):
+    """A run that a time limit ended had said nothing of what was done by then."""
+    script = Path(__file__).parent.parent / "scripts" / "sanitize.py"
+    if not script.exists():
+        pytest.skip("the scripts are not beside the tests")
+    spec = importlib.util.spec_from_file_location("sanitize", script)
+    sanitize = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sanitize)
+    monkeypatch.setattr(sanitize, "ROOT", tmp_path)
+    fake = tmp_path / "compute-sanitizer"
+    fake.write_text(_SANITIZER)
+    fake.chmod(0o755)
+    failed = sanitize.run_all(str(fake), ["racecheck", "initcheck"], ["conv", "mean"], jobs=3)
+    assert sorted(failed) == ["initcheck mean", "racecheck conv"]
+    printed = capsys.readouterr().out
+    assert "racecheck conv: FAILED (1)" in printed
+    assert "Race reported in kgopt::kernel" in printed
+    assert "initcheck mean: FAILED (1)" in printed
+    assert "racecheck mean: clean" in printed
+    assert "[4/4]" in printed
+    assert (tmp_path / "build/sanitize/racecheck-mean.log").read_text() == "ok\n"

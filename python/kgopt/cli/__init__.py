@@ -156,13 +156,29 @@ def build_parser() -> argparse.ArgumentParser:
     fuzz.add_argument("--seconds", type=float, metavar="N", help="start no case after N seconds")
     fuzz.add_argument("--calls", type=int, metavar="N", help="check N cases (default: 2000, without --seconds)")
     fuzz.add_argument("--seed", type=int, metavar="S", help="of the cases (default: a new one, which is printed)")
+    fuzz.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        metavar="I",
+        help="leave out the seed's first I cases: the next part of a run that is done in parts",
+    )
+    fuzz.add_argument(
+        "--shrink-seconds",
+        type=float,
+        default=300.0,
+        metavar="N",
+        help="at most N seconds for the smallest forms of what failed (default: 300)",
+    )
     fuzz.add_argument("--op", action="append", metavar="NAME", help="only this op (may be given several times)")
     fuzz.add_argument("--kind", choices=["ops", "networks", "all"], default="ops",
                       help="calls of ops, networks, or both (%(default)s)")  # fmt: skip
     fuzz.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
     fuzz.add_argument("--gpus", metavar="LIST", help="the GPUs that the workers share, for example 0,1")
     fuzz.add_argument("--workers", type=int, metavar="W", help="processes (default: one a core, at most 12 a GPU)")
-    fuzz.add_argument("--json", metavar="F", help="write seed, device, versions, counts and findings here")
+    fuzz.add_argument(
+        "--json", metavar="F", help="write seed, device, versions, counts and findings here, as they come"
+    )
     fuzz.add_argument("--case", metavar="JSON", help="check this case alone, and print it as Python (or a file of it)")
 
     info = add("info", "versions, what was compiled in, GPUs, and which path ops take", _INFO)

@@ -58,26 +58,34 @@ def _given_case(text: str) -> dict[str, Any]:
     return case
 
 
-def _report_json(report: Report, args: argparse.Namespace, device: torch.device, workers: int) -> dict[str, Any]:
+def _report_json(report: Report, args: argparse.Namespace, workers: int) -> dict[str, Any]:
     return {
-        "environment": environment(device),
         "seed": args.seed,
+        "first": args.first,
+        "next": report.next,
         "kind": args.kind,
         "workers": workers,
         "seconds": round(report.seconds, 1),
         "cases": report.cases,
         "failed": report.failed,
         "out_of_memory": report.no_memory,
-        "counts": report.counts,
+        "counts": dict(sorted(report.counts.items())),
         "findings": [dataclasses.asdict(f) for f in report.findings],
     }
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: the search may be ended by force at any time."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def _print_findings(report: Report) -> None:
     for n, f in enumerate(report.findings, 1):
         print(f"\n{'=' * 100}\nfinding {n} of {len(report.findings)}: case {f.index}", end="")
         print(f", and {f.alike - 1} alike ({', '.join(map(str, f.also[1:]))})" if f.alike > 1 else "")
-        print(f.smallest_text)
+        print(f.smallest_text if f.shrunk else f"{f.smallest_text}\n# as it was drawn: there may be a smaller case")
         print(f"\n# --case '{json.dumps(f.smallest)}'\n")
         print(f.source)
 
@@ -107,7 +115,17 @@ def run_fuzz(args: argparse.Namespace) -> int:
     if calls is None and args.seconds is None and case is None:
         calls = 2000
     settings = Settings(device.type, gpus, args.seed, only, patience=max(1.0, 2.0 * workers / cores()))
-    print(f"seed {args.seed}, {device.type}, {workers} processes", flush=True)
+    if args.first < 0:
+        raise ValueError(f"--first is {args.first}, expected 0 or more")
+    where = f" from case {args.first} on" if args.first else ""
+    print(f"seed {args.seed}{where}, {device.type}, {workers} processes", flush=True)
+    said = environment(device)
+
+    def keep(report: Report) -> None:
+        if args.json:
+            text = json.dumps({"environment": said, **_report_json(report, args, workers)}, indent=1) + "\n"
+            _write(Path(args.json), text)
+
     report = search(
         [(k, _SHARES[k]) for k in chosen],
         settings,
@@ -116,15 +134,17 @@ def run_fuzz(args: argparse.Namespace) -> int:
         args.seconds,
         None if case is None else [case],
         lambda text: print(text, file=sys.stderr, flush=True),
+        args.first,
+        args.shrink_seconds,
+        keep,
     )
-    print(count_table(report.counts))
+    keep(report)
+    print(count_table(dict(sorted(report.counts.items()))))
     _print_findings(report)
     rate = report.cases / max(report.seconds, 1e-9)
     memory = f", {report.no_memory} ran out of memory" if report.no_memory else ""
     print(f"\nseed {args.seed}: {report.cases} cases in {report.seconds:.0f} s ({rate:.0f} a second){memory}; "
-          f"{report.failed} failed in {len(report.findings)} ways")  # fmt: skip
+          f"{report.failed} failed in {len(report.findings)} ways; --first {report.next} goes on")  # fmt: skip
     if case is not None and not report.findings:
         print(make_kind(case["kind"]).source(case, device.type))
-    if args.json:
-        Path(args.json).write_text(json.dumps(_report_json(report, args, device, workers), indent=1) + "\n")
     return 1 if report.findings else 0

@@ -44,6 +44,7 @@ class Job:
     index: int
     seconds: float
     case: Case | None = None
+    place: int = -1  # among all cases of the run's seed, of whatever kind
 
 
 @dataclasses.dataclass(frozen=True)

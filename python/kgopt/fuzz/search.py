@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-from kgopt.fuzz.kind import Case, Kind
+from kgopt.fuzz.kind import Case
 from kgopt.fuzz.kinds import make_kind
 from kgopt.fuzz.pool import Job, Result, Settings, Worker, wait
 
@@ -19,14 +19,15 @@ __all__ = ["Finding", "Report", "search", "shrink"]
 
 _AHEAD = 16  # jobs that a worker has in its pipe: its parent then never keeps it waiting
 _MOST_SHRUNK = 24  # different findings; the others are told with the case as it was drawn
-_SHRINK_SECONDS = 90.0
+_SHRINK_SECONDS = 90.0  # for one finding
 _SHRINK_TRIES = 400
 _SHRINK_WAIT = 25.0  # a candidate that hangs costs this much
+_TELL_SECONDS = 10.0  # between two reports, where nothing new was found
 
 
 @dataclasses.dataclass
 class Finding:
-    """A case that failed: as it was drawn, and in its smallest form."""
+    """A case that failed: as it was drawn, and in its smallest form. The two are the same until it is ``shrunk``."""
 
     index: int
     case: Case
@@ -36,11 +37,15 @@ class Finding:
     source: str
     alike: int = 1  # cases that failed the same way
     also: list[int] = dataclasses.field(default_factory=list)  # their numbers, the first few
+    shrunk: bool = False
 
 
 @dataclasses.dataclass
 class Report:
-    """What a search did. ``counts[op][dtype]`` are cases; what ran out of memory counts in ``no_memory`` alone."""
+    """What a search did. ``counts[op][dtype]`` are cases; what ran out of memory counts in ``no_memory`` alone.
+
+    All cases before ``next`` are done: a search that starts there goes on where this one ended.
+    """
 
     counts: dict[str, dict[str, int]]
     cases: int
@@ -48,6 +53,7 @@ class Report:
     failed: int
     seconds: float
     findings: list[Finding]
+    next: int = 0
 
 
 def _kind_of_failure(text: str) -> str:
@@ -61,7 +67,11 @@ def _signature(text: str, labels: dict[str, str]) -> tuple[str, ...]:
 
 
 def shrink(
-    case: Case, text: str, check: Callable[[Case], Result], smaller: Callable[[Case], Iterator[Case]]
+    case: Case,
+    text: str,
+    check: Callable[[Case], Result],
+    smaller: Callable[[Case], Iterator[Case]],
+    is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[Case, str]:
     """The smallest case found that still fails the same way, and how it fails. Bounded in tries and in time."""
     deadline, how = time.monotonic() + _SHRINK_SECONDS, _kind_of_failure(text)
@@ -71,7 +81,7 @@ def shrink(
             key = json.dumps(candidate, sort_keys=True)
             if key in tried:
                 continue
-            if len(tried) >= _SHRINK_TRIES or time.monotonic() > deadline:
+            if len(tried) >= _SHRINK_TRIES or time.monotonic() > deadline or is_over():
                 return case, text
             tried.add(key)
             result = check(candidate)
@@ -82,36 +92,48 @@ def shrink(
             return case, text
 
 
-def _jobs(kinds: Sequence[tuple[str, float]], calls: int | None, deadline: float) -> Iterator[Job]:
+def _jobs(kinds: Sequence[tuple[str, float]], deadline: float) -> Iterator[Job]:
     """Cases in their order; of several kinds by their shares, so that each gets its part of any number."""
     due = [0.0] * len(kinds)
     counts = [0] * len(kinds)
     total = sum(share for _, share in kinds)
-    while (calls is None or sum(counts) < calls) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
         due = [d + share / total for d, (_, share) in zip(due, kinds, strict=True)]
         at = max(range(len(kinds)), key=lambda i: due[i])
         due[at] -= 1
         name = kinds[at][0]
-        yield Job(name, counts[at], make_kind(name).seconds)
+        yield Job(name, counts[at], make_kind(name).seconds, place=sum(counts))
         counts[at] += 1
 
 
-def _finding(kind: Kind, result: Result, settings: Settings, worker: Worker | None) -> Finding:
+def _case_of(job: Job, settings: Settings) -> Case:
     from kgopt.fuzz.worker import draw_case
 
-    job = result.job
-    case = job.case or draw_case(kind, settings.seed, job.index, settings.device, settings.only)
-    smallest, text, source = case, result.text, ""
-    try:  # a fault here must not take the findings with it
-        if worker is not None:
-            wait_for = min(kind.seconds, _SHRINK_WAIT)
-            smallest, text = shrink(
-                case, text, lambda c: worker.answer(Job(job.kind, job.index, wait_for, c)), kind.smaller
-            )
-        source = kind.source(smallest, settings.device)
+    return job.case or draw_case(make_kind(job.kind), settings.seed, job.index, settings.device, settings.only)
+
+
+def _source(case: Case, settings: Settings) -> str:
+    try:  # a fault here must not take the finding with it
+        return make_kind(case["kind"]).source(case, settings.device)
     except Exception as error:
-        source = f"# not shrunk, or no program could be written: {type(error).__name__}: {error}"
-    return Finding(job.index, case, result.text, smallest, text, source)
+        return f"# no program could be written: {type(error).__name__}: {error}"
+
+
+def _shrink_finding(finding: Finding, settings: Settings, worker: Worker, is_over: Callable[[], bool]) -> None:
+    """Writes the smallest form into the finding."""
+    kind = make_kind(finding.case["kind"])
+    wait_for = min(kind.seconds, _SHRINK_WAIT)
+
+    def check(candidate: Case) -> Result:
+        return worker.answer(Job(kind.name, finding.index, wait_for, candidate))
+
+    try:
+        smallest, text = shrink(finding.case, finding.text, check, kind.smaller, is_over)
+    except Exception as error:
+        finding.source = f"# not shrunk: {type(error).__name__}: {error}\n{finding.source}"
+        return
+    finding.source = _source(smallest, settings)
+    finding.smallest, finding.smallest_text, finding.shrunk = smallest, text, True
 
 
 def search(
@@ -122,8 +144,11 @@ def search(
     seconds: float | None = None,
     cases: Sequence[Case] | None = None,
     say: Callable[[str], None] = lambda text: None,
+    first: int = 0,
+    shrink_seconds: float = float("inf"),
+    keep: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Checks cases until ``calls`` of them are done or ``seconds`` are over.
+    """Checks cases until ``calls`` of them are done or ``seconds`` are over, or until Ctrl-C; then what it has so far.
 
     Args:
         kinds: names, each with its share of the cases.
@@ -132,18 +157,21 @@ def search(
         calls: how many cases; None: until ``seconds`` are over.
         seconds: after so long no case is started; None: no limit.
         cases: check these instead of drawing any.
-        say: told how far it is, every few seconds.
+        say: told how far it is, every few seconds, and of each new way to fail.
+        first: how many cases of the seed to leave out, since another run does them.
+        shrink_seconds: for looking for the smallest form of what was found; 0: none is looked for.
+        keep: given the report as far as it is: at each new way to fail, every few seconds, before anything is made
+            smaller, and with each smallest form. What ends the search by force then loses next to nothing.
     """
     start = time.monotonic()
     deadline = start + (seconds if seconds is not None else float("inf"))
     if cases is not None:
-        jobs = iter([Job(c["kind"], i, make_kind(c["kind"]).seconds, c) for i, c in enumerate(cases)])
+        jobs = iter([Job(c["kind"], i, make_kind(c["kind"]).seconds, c, i) for i, c in enumerate(cases)])
     else:
-        jobs = _jobs(kinds, calls, deadline)
+        jobs = itertools.islice(_jobs(kinds, deadline), first, None if calls is None else first + calls)
     pool = [Worker(i, settings) for i in range(workers)]
-    counts: dict[str, dict[str, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
-    failed: dict[tuple[str, ...], list[Result]] = collections.defaultdict(list)
-    report = Report({}, 0, 0, 0, 0.0, [])
+    progress = _Progress(settings, first)
+    report = progress.report
     try:
         more, told = True, start
         while more or any(worker.load for worker in pool):
@@ -153,60 +181,111 @@ def search(
                     if job is None:
                         more = False
                     else:
+                        progress.given(job)
                         worker.give(job)
             wait(pool, 0.5)
+            ways = len(report.findings)
             for worker in pool:
                 for result in worker.poll():
-                    _count(result, report, counts, failed, settings)
-            if time.monotonic() - told > 10:
+                    progress.count(result)
+            report.seconds = time.monotonic() - start
+            for finding in report.findings[ways:]:
+                say(f"case {finding.index} of {finding.case['kind']} failed: {finding.text.splitlines()[0][:200]}")
+            if time.monotonic() - told > _TELL_SECONDS:
                 told = time.monotonic()
                 say(f"{report.cases} cases in {told - start:.0f} s, {report.failed} failed")
-        report.counts = {op: dict(row) for op, row in sorted(counts.items())}
-        report.seconds = time.monotonic() - start
-        report.findings = _smallest(failed, settings, pool, say)
+                keep(report)
+            elif len(report.findings) > ways:
+                keep(report)
+        report.findings.sort(key=lambda f: -f.alike)  # the most frequent first
+        keep(report)
+        _shrink_all(report, settings, pool, shrink_seconds, say, keep)
+    except KeyboardInterrupt:
+        say("interrupted")
     finally:
         for worker in pool:
             worker.close()
     return report
 
 
-def _count(result: Result, report: Report, counts: Any, failed: Any, settings: Settings) -> None:
-    from kgopt.fuzz.worker import draw_case
+class _Progress:
+    """A report that grows with the results."""
 
-    if result.outcome == "out of memory":
-        report.no_memory += 1
+    def __init__(self, settings: Settings, first: int) -> None:
+        self.settings = settings
+        self.report = Report({}, 0, 0, 0, 0.0, [], first)
+        self._open: dict[int, None] = {}  # places of cases that were given and not answered, in their order
+        self._given = first
+        self._ways: dict[tuple[str, ...], Finding] = {}
+
+    def given(self, job: Job) -> None:
+        self._open[job.place] = None
+        self._given = job.place + 1
+
+    def count(self, result: Result) -> None:
+        report, job = self.report, result.job
+        self._open.pop(job.place, None)
+        report.next = next(iter(self._open), self._given)
+        if result.outcome == "out of memory":
+            report.no_memory += 1
+            return
+        labels = result.labels
+        if not labels:  # the process died: what the case is follows from its number
+            labels = make_kind(job.kind).labels(_case_of(job, self.settings))
+        report.cases += 1
+        row = report.counts.setdefault(labels["op"], {})
+        row[labels["dtype"]] = row.get(labels["dtype"], 0) + 1
+        if result.outcome == "finding":
+            report.failed += 1
+            self._failed(result, labels)
+
+    def _failed(self, result: Result, labels: dict[str, str]) -> None:
+        way, index = _signature(result.text, labels), result.job.index
+        finding = self._ways.get(way)
+        if finding is None:
+            case = _case_of(result.job, self.settings)
+            finding = Finding(index, case, result.text, case, result.text, _source(case, self.settings), 1, [index])
+            self._ways[way] = finding
+            self.report.findings.append(finding)
+            return
+        finding.alike += 1
+        if len(finding.also) < 8:
+            finding.also.append(index)
+
+
+def _shrink_all(
+    report: Report,
+    settings: Settings,
+    pool: list[Worker],
+    seconds: float,
+    say: Callable[[str], None],
+    keep: Callable[[Report], None],
+) -> None:
+    """The smallest form of the most frequent findings, by the workers side by side, within the time that there is."""
+    findings = report.findings[:_MOST_SHRUNK]
+    if not findings or seconds <= 0:
         return
-    labels = result.labels
-    if not labels:  # the process died: what the case is follows from its number
-        kind, job = make_kind(result.job.kind), result.job
-        labels = kind.labels(job.case or draw_case(kind, settings.seed, job.index, settings.device, settings.only))
-    report.cases += 1
-    counts[labels["op"]][labels["dtype"]] += 1
-    if result.outcome == "finding":
-        report.failed += 1
-        failed[_signature(result.text, labels)].append(result)
-
-
-def _smallest(
-    failed: dict[tuple[str, ...], list[Result]], settings: Settings, pool: list[Worker], say: Callable[[str], None]
-) -> list[Finding]:
-    """One finding of each way to fail, shrunk by the workers side by side; the most frequent first."""
-    groups = sorted(failed.values(), key=len, reverse=True)
-    if groups:
-        say(f"{len(groups)} ways to fail; looking for the smallest form of each")
+    say(f"{len(report.findings)} ways to fail; looking for the smallest form of each")
+    deadline, interrupted = time.monotonic() + seconds, threading.Event()
     free = list(pool)
 
-    def one(at: int) -> Finding:
-        results = groups[at]
+    def is_over() -> bool:
+        return interrupted.is_set() or time.monotonic() > deadline
+
+    def one(finding: Finding) -> None:
+        if is_over():
+            return
         worker = free.pop()  # as many threads as workers
         try:
-            finding = _finding(
-                make_kind(results[0].job.kind), results[0], settings, worker if at < _MOST_SHRUNK else None
-            )
+            _shrink_finding(finding, settings, worker, is_over)
         finally:
             free.append(worker)
-        finding.alike, finding.also = len(results), [r.job.index for r in results[:8]]
-        return finding
 
     with concurrent.futures.ThreadPoolExecutor(len(pool)) as threads:
-        return list(threads.map(one, range(len(groups))))
+        try:
+            for done in concurrent.futures.as_completed([threads.submit(one, f) for f in findings]):
+                done.result()
+                keep(report)
+        except BaseException:
+            interrupted.set()
+            raise
