@@ -3,8 +3,8 @@
     python benchmarks/fuzz_table.py           # writes the page between its markers
     python benchmarks/fuzz_table.py --check   # changes nothing; exit status 1 when a table is not current
 
-A run is ``python -m kgopt fuzz --json benchmarks/results/fuzz/<device>_<kind>.json``. Parts of one (``--first``), in files
-``<device>_<kind>_<part>.json``, are one table.
+A run is ``python -m kgopt fuzz --json benchmarks/results/fuzz/<device>_<kind>.json``. Parts of one (``--first``), in
+files ``<device>_<kind>_<part>.json``, are one table.
 """
 
 from __future__ import annotations
