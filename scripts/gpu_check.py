@@ -6,7 +6,8 @@
 
 Each job is a process of its own that writes ``<out>/<job>.log``. Cores are shared out by weight. At the limit a job is
 interrupted as by Ctrl-C, so that pytest and the search print what they have found so far; <out>/failures.log has each
-failed test as it came. The last lines are a table of what became of each job. Exits with 1 unless all of them passed in time.
+failed test as it came. The last lines are a table of what became of each job. Exits with 1 unless all of them passed in
+time.
 
 Times of kernels are not taken here: a benchmark wants the machine for itself.
 """
