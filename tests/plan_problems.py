@@ -36,6 +36,27 @@ def make_problem(c_in, c_out, size, kernel, stride=(1, 1, 1), padding=(0, 0, 0),
     return problem, output
 
 
+def check_refusal(refusal: str | None, reasons: dict[str, bool | None]) -> bool:
+    """Whether a plan refused, which it must do for a right reason and for no other.
+
+    `reasons` has a fragment of every refusal that the drawn problems can meet: True where the plan must refuse, False
+    where it must not, None where only the planner knows, as of shared memory that is neither plenty nor short.
+    """
+    must = [why for why, holds in reasons.items() if holds]
+    if refusal is None:
+        assert not must, f"runs in spite of: {must}"
+        return False
+    said = [why for why in reasons if why in refusal]
+    assert said, f"no reason that such a problem has: {refusal}"
+    assert any(reasons[why] is not False for why in said), f"refused without cause: {refusal}"
+    return True
+
+
+def extents(kernel, dilation) -> list[int]:
+    """How many positions of the input one output reads along each dim."""
+    return [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
+
+
 CASES = {
     "pipeline 1": dict(c_in=3, c_out=24, size=(24, 32, 32), kernel=(3, 3, 3)),
     "pipeline 2": dict(c_in=64, c_out=128, size=(32, 32, 32), kernel=(3, 3, 3), transposed=True),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plan_problems import DTYPES, dev
+from plan_problems import DTYPES, check_refusal, dev
 
 
 @settings(deadline=None, max_examples=300)
@@ -16,7 +16,7 @@ from plan_problems import DTYPES, dev
     n=st.integers(1, 5),
     groups=st.integers(1, 12),
     per_group=st.integers(1, 40),
-    s=st.integers(2, 400_000),
+    s=st.one_of(st.integers(1, 50_000).map(lambda vectors: 8 * vectors), st.integers(2, 400_000)),
     dtype=st.sampled_from(DTYPES),
     tensors=st.sampled_from([1, 2]),
     x_line=st.integers(0, 7),
@@ -29,12 +29,15 @@ def test_plan_group_norm_tiles(n, groups, per_group, s, dtype, tensors, x_line, 
     plan = dev.plan_group_norm_tiles(n, groups * per_group, s, groups, **sizes)
     elements = per_group * s
     tile = dev.TILES_SLOT_BYTES // 16 // tensors
-    if "refusal" in plan:
-        fits = 9 * tile * sm_count * vec
-        small = 32 * tile * vec
-        short = tensors == 2 and s < tile * vec
-        short = short or (tensors == 2 and n * groups * elements * 16 // vec <= 4 << 20)
-        assert elements % vec != 0 or elements <= small or elements > fits or short, plan["refusal"]
+    reasons = {
+        "no multiple of 16 bytes": elements % vec != 0,
+        "a channel of less than 16 bytes": s < vec,
+        "a channel is shorter than a tile": tensors == 2 and s < tile * vec,
+        "few tiles": None if elements <= 32 * tile * vec else False,
+        "x is small": tensors == 2 and n * groups * elements * 16 // vec <= 4 << 20,
+        "larger than what the GPU holds": None if elements > 9 * tile * sm_count * vec else False,
+    }
+    if check_refusal(plan.get("refusal"), reasons):
         return
     tiles, blocks, run = plan["tiles_per_group"], plan["blocks"], plan["run"]
     assert plan["group_vectors"] * vec == elements
@@ -86,20 +89,26 @@ def test_plan_group_norm_tiles_refuses(why, change):
 @given(
     n=st.integers(1, 600),
     groups=st.integers(1, 12),
-    per_group=st.integers(1, 40),
-    s=st.integers(2, 60_000),
+    per_group=st.integers(1, 12),
+    group_tiles=st.floats(2, 14),
+    extra=st.sampled_from([0, 0, 0, 1]),
     dtype=st.sampled_from(DTYPES),
     x_line=st.integers(0, 7),
 )
-def test_plan_group_norm_alone(n, groups, per_group, s, dtype, x_line):
+def test_plan_group_norm_alone(n, groups, per_group, group_tiles, extra, dtype, x_line):
     """A block has a place for every tile of its group, and tells nobody of it."""
     vec = 4 if dtype == "float32" else 8
+    s = int(group_tiles * dev.TILES_SLOT_BYTES // 16 / per_group) * vec + extra
     plan = dev.plan_group_norm_alone(n, groups * per_group, s, groups, dtype=dtype, x_line=x_line)
     tile = dev.TILES_SLOT_BYTES // 16
     vectors = per_group * s // vec
-    if "refusal" in plan:
-        fits = 3 * tile < vectors <= 11 * tile and n * groups >= 4 * 132
-        assert per_group * s % vec != 0 or s < vec or not fits, plan["refusal"]
+    reasons = {
+        "no multiple of 16 bytes": per_group * s % vec != 0,
+        "few tiles": None if vectors <= 3 * tile else False,
+        "larger than what a block holds": None if vectors > 11 * tile else False,
+        "few groups": None if n * groups < 4 * 132 else False,
+    }
+    if check_refusal(plan.get("refusal"), reasons):
         return
     tiles = plan["tiles_per_group"]
     assert plan["run"] == tiles < dev.TILES_SLOTS
@@ -146,12 +155,15 @@ def test_plan_group_norm_cluster(n, groups, per_group, s, dtype, tensors, offset
     plan = dev.plan_group_norm_cluster(
         n, groups * per_group, s, groups, dtype, tensors=tensors, x_offset=offset, max_blocks=max_blocks
     )
-    if "refusal" in plan:
-        many = elements * size < 768 and n * groups > 8192
-        # Beside the data lie the channels' coefficients and sums.
-        large = tensors * elements * size > max_blocks * 227 * 1024 * 0.7 or s < 64
-        few = tensors == 2 and n * groups * 16 < 132 * 0.75 and elements * size > 32 << 10
-        assert many or large or few, plan["refusal"]
+    few = n * groups * 16 < 132 * 0.75 and elements * size > 32 << 10
+    large = tensors * elements * size > max_blocks * 227 * 1024 * 0.7  # coefficients and sums lie beside it
+    reasons = {
+        "many groups of under 768 bytes": None if elements * size < 768 and n * groups > 8192 else False,
+        "larger than the shared memory": None if large or s < 64 else False,
+        "compute capability": None if max_blocks == 0 else False,  # a team needs no cluster
+        "need the whole GPU": None if tensors == 2 and few else False,
+    }
+    if check_refusal(plan.get("refusal"), reasons):
         return
     blocks, share, threads = plan["blocks"], plan["share"], plan["threads"]
     assert plan["elements"] == elements
