@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kgopt import _ops, functional
+from kgopt import functional, ops
 
 CALLS = {
     "group_norm": lambda x, w, g: functional.group_norm(x, 2, g, g, act="relu"),
@@ -36,7 +36,7 @@ def test_direct_calls_are_the_ops(name, device):
     x, w, g = inputs(device)
     arguments = {"group_norm": (x, 2, g, g, 1e-5, "silu"), "conv2d": (x, w, g, [1, 1], [1, 1], [1, 1], 1)}[name]
     tensors = tuple(t for t in arguments if isinstance(t, torch.Tensor))[:2]
-    op, direct = getattr(torch.ops.kgopt, name), _ops.direct(name)
+    op, direct = getattr(torch.ops.kgopt, name), ops.direct(name)
     expected, y = op(*arguments), direct(*arguments)
     assert torch.equal(y, expected)
     assert y.requires_grad

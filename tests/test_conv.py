@@ -459,7 +459,7 @@ def test_conv_gradients_through_the_op(rank, compiled, device, monkeypatch):
         calls.append(1)
         return not torch.is_grad_enabled()
 
-    monkeypatch.setattr("kgopt._ops._own_conv_gradients", taken)
+    monkeypatch.setattr("kgopt.ops.conv_gradients._own_gradients", taken)
     x = channels_last(torch.randn(2, 4, *(7, 6, 5)[:rank], device=device)).requires_grad_()
     weight = torch.randn(6, 4, *(3,) * rank, device=device, requires_grad=True)
     bias = torch.randn(6, device=device, requires_grad=True)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt import _sharding
+from kgopt.ops.registry import RECORDS
 from opcases import NAMES, small_calls
 
 WORLD = 2
@@ -410,4 +410,4 @@ def test_dtensors(name, device, outcomes):
 
 def test_every_op_has_a_rule():
     """An op without one would raise NotImplementedError for a DTensor."""
-    assert sorted(_sharding.NAMES) == sorted(NAMES)
+    assert sorted(RECORDS) == sorted(NAMES)

@@ -16,7 +16,8 @@ import torch
 
 import kgopt
 from forks import outputs
-from kgopt import _formulas, functional
+from kgopt import functional
+from kgopt.ops import precision
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -130,9 +131,9 @@ def switched():
     """What the query answers after each sequence of settings, by its name."""
     codes = [
         "import warnings; warnings.simplefilter('error')\n"
-        "import torch, kgopt._ops\n"
+        "import torch, kgopt.ops\n"
         f"{settings}\n"
-        "print(kgopt._ops._TF32_QUERY())"
+        "print(kgopt.ops.precision.TF32_QUERY())"
         for settings, _ in SWITCHES.values()
     ]
     return dict(zip(SWITCHES, outputs(codes), strict=True))
@@ -148,7 +149,7 @@ def test_forced_precision_is_restored():
     get = torch._C._get_fp32_precision_getter
     for before in ("ieee", "tf32"):
         torch._C._set_fp32_precision_setter("cuda", "conv", before)
-        forced = _formulas.conv_precision(before == "ieee")
+        forced = precision.conv_precision(before == "ieee")
         with contextlib.suppress(ZeroDivisionError), forced:
             assert get("cuda", "conv") != before
             raise ZeroDivisionError

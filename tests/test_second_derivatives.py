@@ -7,7 +7,8 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-from kgopt import _formulas, functional, reference
+from kgopt import functional, reference
+from kgopt.ops import derivatives
 from opcases import NAMES, small_calls
 from tolerances import assert_as_good_as_torch
 
@@ -310,7 +311,7 @@ def test_first_derivatives_run_kernels(device, monkeypatch):
     def formula(*_):
         raise AssertionError("a formula ran")
 
-    monkeypatch.setattr(_formulas, "formula", formula)
+    monkeypatch.setattr(derivatives, "formula", formula)
     for shapes, ours, _ in PAIRS.values():
         tensors = drawn(shapes, device, torch.float64)
         torch.autograd.grad(ours(*tensors).sum(), tensors)

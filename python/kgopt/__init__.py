@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from kgopt import _autotune as _autotune
-from kgopt import _ops as _ops
+from kgopt import ops as ops
 from kgopt import torch_private
 from kgopt._after_import import after_import
 
@@ -50,9 +50,9 @@ def _register_backend() -> None:
 
 def _register_sharding() -> None:
     """DTensor inputs."""
-    from kgopt import _sharding
+    from kgopt.ops import sharding
 
-    _sharding.install()
+    sharding.install()
 
 
 after_import(torch_private.BACKENDS, _register_backend)

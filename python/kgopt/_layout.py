@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,3 +45,36 @@ def stats_dtype(x: Tensor) -> torch.dtype:
 def affine_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
     """What the gradients of a norm's weight and bias are in."""
     return weight.dtype if weight is not None else bias.dtype if bias is not None else stats_dtype(x)
+
+
+def empty(like: Tensor, sizes: Sequence[Any], dtype: torch.dtype | None = None, channels_last: bool = False) -> Tensor:
+    """A tensor without values, of like's device and, unless given, dtype."""
+    return torch.empty(
+        sizes,
+        dtype=dtype or like.dtype,
+        device=like.device,
+        memory_format=memory_format(len(sizes), channels_last),
+    )
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Contiguous or channels_last as x is, and dense."""
+    return empty(x, x.shape, channels_last=is_channels_last(x))
+
+
+def wide(t: Tensor) -> Tensor:
+    """In the dtype that sums are kept in."""
+    return t.to(stats_dtype(t))
+
+
+def wide_or_none(t: Tensor | None) -> Tensor | None:
+    """:func:`wide` of an optional tensor."""
+    return None if t is None else wide(t)
+
+
+def as_x_lies(value: Tensor, x: Tensor) -> Tensor:
+    """In x's dtype, and channels_last where x is."""
+    value = value.to(x.dtype)
+    if value.dim() in (4, 5) and is_channels_last(value) != is_channels_last(x):
+        value = value.contiguous(memory_format=memory_format(value.dim(), is_channels_last(x)))
+    return value

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kgopt import _ops as _ops
+from kgopt import ops
 
 __all__ = ["TINY", "allowed", "may_take_tf32", "no_autotuning", "relative_error", "round_tf32"]
 
@@ -59,7 +59,7 @@ def may_take_tf32(x: Tensor) -> bool:
         x.dtype is torch.float32
         and x.is_cuda
         and not torch.is_autocast_enabled(x.device.type)
-        and bool(_ops._conv_tf32_allowed())
+        and bool(ops.conv_tf32_allowed())
     )
 
 

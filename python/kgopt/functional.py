@@ -16,25 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kgopt import _ops as _ops
+from kgopt import ops as ops
 
 Ints = int | Sequence[int]
 
-_activation = _ops.from_python("activation")
-_conv2d = _ops.from_python("conv2d")
-_conv3d = _ops.from_python("conv3d")
-_conv3d_group_norm_mean = _ops.from_python("conv3d_group_norm_mean")
-_conv_transpose2d = _ops.from_python("conv_transpose2d")
-_conv_transpose3d = _ops.from_python("conv_transpose3d")
-_conv_transpose3d_relu_group_norm = _ops.from_python("conv_transpose3d_relu_group_norm")
-_conv_lse = _ops.from_python("conv2d_group_norm_tanh_hardswish_residual_logsumexp")
-_conv_add = _ops.from_python("conv_add")
-_group_norm = _ops.from_python("group_norm")
-_group_norm_conv = _ops.from_python("group_norm_conv")
-_group_norm_mean = _ops.from_python("group_norm_mean")
-_group_stats = _ops.from_python("group_stats")
-_logsumexp = _ops.from_python("logsumexp")
-_mean = _ops.from_python("mean")
+_activation = ops.from_python("activation")
+_conv2d = ops.from_python("conv2d")
+_conv3d = ops.from_python("conv3d")
+_conv3d_group_norm_mean = ops.from_python("conv3d_group_norm_mean")
+_conv_transpose2d = ops.from_python("conv_transpose2d")
+_conv_transpose3d = ops.from_python("conv_transpose3d")
+_conv_transpose3d_relu_group_norm = ops.from_python("conv_transpose3d_relu_group_norm")
+_conv_lse = ops.from_python("conv2d_group_norm_tanh_hardswish_residual_logsumexp")
+_conv_add = ops.from_python("conv_add")
+_group_norm = ops.from_python("group_norm")
+_group_norm_conv = ops.from_python("group_norm_conv")
+_group_norm_mean = ops.from_python("group_norm_mean")
+_group_stats = ops.from_python("group_stats")
+_logsumexp = ops.from_python("logsumexp")
+_mean = ops.from_python("mean")
 
 
 def _ints(value: Ints, rank: int) -> Sequence[int]:

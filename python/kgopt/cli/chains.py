@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from kgopt._ops import _conv_sizes
 from kgopt.cli.cases import Case, batch_slices
 from kgopt.cli.floor import Work
 from kgopt.cli.models import PIPELINES, Pipeline, randomize
 from kgopt.cli.results import Row, group_rows
 from kgopt.cli.sweep import log_uniform
 from kgopt.cli.text import ratio_text
+from kgopt.ops import conv_sizes
 
 __all__ = ["RandomChain", "chain_cases", "chains_summary", "random_chains"]
 
@@ -50,7 +50,7 @@ class RandomChain:
         weight = (self.c_out, self.shape[1] // self.conv_groups, *self.kernel)
         none = (0,) * len(self.kernel)
         return tuple(
-            _conv_sizes(self.shape, weight, self.stride, self.padding, self.dilation, none, self.conv_groups, False)
+            conv_sizes(self.shape, weight, self.stride, self.padding, self.dilation, none, self.conv_groups, False)
         )
 
     @property

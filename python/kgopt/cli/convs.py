@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from kgopt._ops import _conv_sizes
 from kgopt.accuracy import no_autotuning, round_tf32
 from kgopt.cli.bench import Settings, describe
 from kgopt.cli.floor import Ceilings, Work
@@ -32,6 +31,7 @@ from kgopt.cli.measure import (
 from kgopt.cli.results import Row, group_rows
 from kgopt.cli.sweep import LIMIT, log_uniform
 from kgopt.cli.text import ratio_text, table, time_text
+from kgopt.ops import conv_sizes
 
 __all__ = ["RandomConv", "convs_summary", "measure_conv", "random_convs"]
 
@@ -66,7 +66,7 @@ class RandomConv:
     def output(self) -> tuple[int, ...]:
         """Shape of y."""
         return tuple(
-            _conv_sizes(
+            conv_sizes(
                 self.shape, self.weight_shape, self.stride, self.padding, self.dilation, self.output_padding,
                 self.groups, self.transposed,
             )

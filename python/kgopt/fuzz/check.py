@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kgopt._ops import _is_channels_last
+from kgopt._layout import is_channels_last
 from kgopt.fuzz.calls import Run, flags, gradient_lines, namespace, tf32_of
 from kgopt.fuzz.catalogue import TARGETS
 from kgopt.fuzz.judge import Judged, same_bits, verdict
@@ -58,7 +58,7 @@ def _lies_right(y: Tensor, theirs: Tensor, inputs: Sequence[Tensor]) -> bool:
         return True
     if any(t.dim() != y.dim() for t in inputs):
         return True  # an image without a batch
-    last = [_is_channels_last(t) for t in inputs]
+    last = [is_channels_last(t) for t in inputs]
     if y.is_contiguous() and not (last and all(last)):
         return True
     return _dense_last(y) and (any(last) or any(_dense_last(t) for t in inputs))

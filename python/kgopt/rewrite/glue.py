@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kgopt import _ops as _ops
 from kgopt import accuracy
-from kgopt._ops import _is_grad_enabled, _len_torch_function_stack
+from kgopt import ops as ops
+from kgopt.ops.calls import is_grad_enabled as _is_grad_enabled
+from kgopt.ops.calls import len_torch_function_stack as _len_torch_function_stack
 from kgopt.rewrite import carry, classes, formats, originals, policy, sites, verdicts
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.layout import FORMATS as _FORMATS
@@ -181,7 +182,7 @@ class Call:
             return [*self.x.shape[:2], *(2 * s for s in self.x.shape[2:])]
         _, transposed, stride, padding, dilation, output_padding, groups, *_ = self.argument
         rest = (stride, padding, dilation, output_padding, groups, transposed)
-        return _ops._conv_sizes(self.x.shape, self.more[0].shape, *rest)
+        return ops.conv_sizes(self.x.shape, self.more[0].shape, *rest)
 
     @property
     def rest(self) -> tuple[Any, ...]:
@@ -481,7 +482,7 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
     if option == "own" and carry.is_worth(math.prod(call.sizes) * x.element_size()):
         carrier = state.carrier
     _, rest = call.own
-    own = _ops.without_grad(kind), rest
+    own = ops.without_grad(kind), rest
     return ConvPlan(option, module, call.rest, call.sizes, own, option in ("own", "bias"), carrier)
 
 
@@ -507,7 +508,7 @@ def _compiled_plan(conv: Any, x: Any) -> ConvPlan | None:
     stride, padding, dilation = list(conv.stride), list(conv.padding), list(conv.dilation)
     output_padding, groups = list(conv.output_padding), conv.groups
     rest = (stride, padding, dilation, output_padding, groups, transposed)
-    sizes = _ops._conv_sizes(x.shape, conv.weight.shape, *rest)
+    sizes = ops.conv_sizes(x.shape, conv.weight.shape, *rest)
     tail = (output_padding, groups, dilation) if transposed else (dilation, groups)
     own = getattr(_OPS, kind).default, (stride, padding, *tail)
     return ConvPlan(option, (), rest, sizes, own, option == "own", state.carrier)
@@ -563,7 +564,7 @@ def run_plan(
     return y  # type: ignore[no-any-return]
 
 
-_conv_add, _conv_add_moments = map(_ops.without_grad, ("conv_add", "conv_add_moments"))
+_conv_add, _conv_add_moments = map(ops.without_grad, ("conv_add", "conv_add_moments"))
 
 
 def _may_plan() -> bool:

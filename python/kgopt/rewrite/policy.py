@@ -26,16 +26,14 @@ import torch
 from torch import Tensor
 
 from kgopt import accuracy
-from kgopt._ops import (
-    _are_functorch_transforms_active,
-    _conv_tf32_allowed,
-    _is_any_autocast_enabled,
-    _is_autocast_enabled,
-    _is_compiling,
-    _is_tracing,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
+from kgopt.ops import conv_tf32_allowed as _conv_tf32_allowed
+from kgopt.ops.calls import are_functorch_transforms_active as _are_functorch_transforms_active
+from kgopt.ops.calls import is_any_autocast_enabled as _is_any_autocast_enabled
+from kgopt.ops.calls import is_autocast_enabled as _is_autocast_enabled
+from kgopt.ops.calls import is_compiling as _is_compiling
+from kgopt.ops.calls import is_tracing as _is_tracing
+from kgopt.ops.calls import len_torch_dispatch_stack as _len_torch_dispatch_stack
+from kgopt.ops.calls import len_torch_function_stack as _len_torch_function_stack
 from kgopt.rewrite import verdicts
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt, run_torch
 from kgopt.rewrite.layout import FORMATS

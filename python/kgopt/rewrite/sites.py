@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kgopt import _ops as _ops
-from kgopt._ops import _is_compiling, _is_grad_enabled, _len_torch_function_stack
+from kgopt import ops as ops
+from kgopt.ops.calls import is_compiling as _is_compiling
+from kgopt.ops.calls import is_grad_enabled as _is_grad_enabled
+from kgopt.ops.calls import len_torch_function_stack as _len_torch_function_stack
 from kgopt.rewrite import carry, layout, originals, policy
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
@@ -448,13 +450,13 @@ def _is_sequence(module: nn.Sequential) -> bool:
 
 
 _group_norm = torch.ops.kgopt.group_norm.default
-_direct_group_norm = _ops.direct("group_norm")
-_group_norm_without_grad = _ops.without_grad("group_norm")
+_direct_group_norm = ops.direct("group_norm")
+_group_norm_without_grad = ops.without_grad("group_norm")
 _DIRECT = {
-    getattr(torch.ops.kgopt, name).default: _ops.direct(name)
+    getattr(torch.ops.kgopt, name).default: ops.direct(name)
     for name in ("group_norm", "group_norm_fwd", CONV_LSE, CONV_MEAN, CONV_RELU_NORM)
 }
-_DIRECT_CONVS = {getattr(torch.ops.kgopt, name).default: _ops.direct(name) for name in CONV_MODULES.values()}
+_DIRECT_CONVS = {getattr(torch.ops.kgopt, name).default: ops.direct(name) for name in CONV_MODULES.values()}
 _DIRECT |= _DIRECT_CONVS
 
 
@@ -469,7 +471,7 @@ def _call_directly(function: Any, x: Any, *args: Any) -> Any:
     if conv is None:
         return function(x, *args)
     weight, bias, *rest = args
-    return conv(*_ops.autocast_convolution(torch.get_autocast_dtype(x.device.type), x, weight, bias), *rest)
+    return conv(*ops.autocast_convolution(torch.get_autocast_dtype(x.device.type), x, weight, bias), *rest)
 
 
 def _call_norm_without_autocast(function: Any, *args: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kgopt import _ops as _ops
+from kgopt import ops as ops
 from kgopt.rewrite import classes, formats, glue, originals, policy
 from kgopt.rewrite.patterns import conv_of
 from kgopt.rewrite.sites import any_global_hooks, is_as_is, is_hooked

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kgopt import _ops as _ops
 from kgopt import accuracy
-from kgopt._ops import _len_torch_function_stack
+from kgopt import ops as ops
+from kgopt.ops.calls import len_torch_function_stack as _len_torch_function_stack
 from kgopt.rewrite import originals, policy, verdicts
 from kgopt.rewrite.glue import corner, innermost, interpolation, is_own_conv
 from kgopt.rewrite.layout import FORMATS
@@ -60,13 +60,13 @@ def _convolve(conv: Any, x: Tensor) -> Tensor:
     parameters = conv._parameters
     weight, bias = parameters["weight"], parameters["bias"]
     if torch.is_autocast_enabled("cuda"):
-        x, weight, bias = _ops.autocast_convolution(torch.get_autocast_dtype("cuda"), x, weight, bias)
+        x, weight, bias = ops.autocast_convolution(torch.get_autocast_dtype("cuda"), x, weight, bias)
     tail = (conv.output_padding, conv.groups, conv.dilation) if conv.transposed else (conv.dilation, conv.groups)
     y = _CONVS[conv_of(conv) or ""](x, weight, bias, conv.stride, conv.padding, *tail)
     return y  # type: ignore[no-any-return]
 
 
-_CONVS = {name: _ops.direct(name) for name in CONV_MODULES.values()}
+_CONVS = {name: ops.direct(name) for name in CONV_MODULES.values()}
 
 
 def _takes(module: Any, x: Any) -> bool:
@@ -91,7 +91,7 @@ def _is_plain(x: Any) -> bool:
 def key_of(x: Tensor) -> Any:
     """What a verdict holds for."""
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, cast, bool(_ops._conv_tf32_allowed())
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, cast, bool(ops.conv_tf32_allowed())
 
 
 def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kgopt import _ops as _ops
+from kgopt import ops as ops
 from kgopt._autotune import cache_folder
 from kgopt._version import __version__
 
@@ -234,7 +234,7 @@ def _switches(device: torch.device) -> str:
     ]
     if device.type == "cuda":
         cudnn = torch.backends.cudnn
-        found += ["tf32"] if _ops._conv_tf32_allowed() else []
+        found += ["tf32"] if ops.conv_tf32_allowed() else []
         found += [name for name in ("enabled", "benchmark", "deterministic") if getattr(cudnn, name)]
         found += ["autotune"] if os.environ.get("KGOPT_AUTOTUNE", "0") not in ("", "0") else []
     if torch.is_autocast_enabled(device.type):

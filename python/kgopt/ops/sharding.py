@@ -12,116 +12,17 @@ Everything here is torch's public interface (DTensor's own, and torch.library). 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kgopt import _ops
+from kgopt._layout import is_channels_last
+from kgopt.ops import calls
+from kgopt.ops.registry import RECORDS, Dims, by_name, overload
 from kgopt.torch_private import schema_of
-
-_OPS = torch.ops.kgopt
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The letters of an op's dims, for its tensors and results in order.
-
-    N: samples; C: channels; G: groups of a norm, sharded where C is; ".": a dim that is never sharded. What follows the
-    letters of a tensor is never sharded either. ``ways``: letters that a mesh dim may be given to.
-    """
-
-    tensors: tuple[str, ...]
-    results: tuple[str, ...]
-    ways: str = "N"
-    # Of the other arguments those that count something along a letter, as (name, letter).
-    counts: tuple[tuple[str, str], ...] = ()
-
-
-def _norm(tensors: str, results: str) -> Rule:
-    """A norm, each of whose groups is on its own: channels are sharded by whole groups."""
-    return Rule(tuple(tensors.split()), tuple(results.split()), "NC", (("num_groups", "G"),))
-
-
-def _samples(tensors: str, results: str, ways: str = "N") -> Rule:
-    return Rule(tuple(tensors.split()), tuple(results.split()), ways)
-
-
-# Of x and the result N C, of weights ".", as far as they are sharded at all. "-": no dims.
-_CONV = _samples("N . .", "N")
-_CONV_ADD = "N . . N"
-_NORM_CONV = "N N . . . . N"
-_PIPELINE = "N . . . ."
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"), _CONV),
-    "conv_backward": _samples("N N .", "N . ."),
-    "conv_add": _samples(_CONV_ADD, "N"),
-    "conv_add_moments": _samples(_CONV_ADD, "N N"),
-    "group_stats": _norm("NC", "NG NG"),
-    "group_stats_backward": _norm("NG NG NC NG NG", "NC"),
-    "group_norm": _norm("NC C C", "NC"),
-    "group_norm_moments": _norm("NC NC C C", "NC"),
-    "group_norm_fwd": _norm("NC C C", "NC NG NG"),
-    "group_norm_backward": _norm("NC NC NG NG C C", "NC C C"),
-    "group_norm_mean": _samples("N . .", "N"),
-    "group_norm_mean_fwd": _samples("N . .", "N N N N"),
-    "group_norm_mean_backward": _samples("N N N N N .", "N . ."),
-    "group_norm_tanh_hardswish_residual_logsumexp_backward": _samples("N N N N N . .", "N . ."),
-    "group_norm_conv1x1": _samples("N N . . . .", "N"),
-    "group_norm_conv": _samples(_NORM_CONV, "N"),
-    "group_norm_conv_moments": _samples(_NORM_CONV, "N N"),
-    "upsample_linear": _samples("NC NC", "NC", "NC"),
-    "upsample_linear_backward": _samples("NC", "NC", "NC"),
-    "upsample_nearest": _samples("NC", "NC", "NC"),
-    "upsample_nearest_backward": _samples("NC", "NC", "NC"),
-    "pad_replicate": _samples("NC", "NC", "NC"),
-    "max_pool": _samples("NC", "NC", "NC"),
-    **dict.fromkeys(
-        (
-            "conv3d_group_norm_mean",
-            "conv_transpose3d_relu_group_norm",
-            "conv2d_group_norm_tanh_hardswish_residual_logsumexp",
-        ),
-        _samples(_PIPELINE, "N"),
-    ),
-    "conv3d_group_norm_mean_fwd": _samples(_PIPELINE, "N N N N"),
-    "conv_transpose3d_relu_group_norm_fwd": _samples(_PIPELINE, "N N N"),
-    "conv2d_group_norm_tanh_hardswish_residual_logsumexp_fwd": _samples(_PIPELINE, "N N N"),
-}
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"  # of tensors of any rank
-
-
-def _pointwise(tensors: int, args: dict[str, Any]) -> Rule:
-    dims = _LETTERS[: args["x"].dim()]
-    return Rule((dims,) * tensors, (dims,), dims)
-
-
-def _reduction(tensors: str, result: str, args: dict[str, Any]) -> Rule:
-    """``tensors`` and ``result``: "x" and "y" for the whole and the reduced one."""
-    dims = args["dim"] if "dim" in args else args["dims"]
-    rank = len(args["sizes"]) if "sizes" in args else args["x"].dim()
-    reduced = {d % max(rank, 1) for d in dims} if dims else set(range(rank))
-    letters = _LETTERS[:rank]
-    kept = [letter for d, letter in enumerate(letters) if d not in reduced]
-    dot = "." if args["keepdim"] else ""
-    of = {"x": letters, "y": "".join(letter if letter in kept else dot for letter in letters)}
-    counts = tuple((f"sizes.{d}", letters[d]) for d in range(rank)) if "sizes" in args else ()
-    return Rule(tuple(of[t] for t in tensors), (of[result],), "".join(kept), counts)
-
-
-_COMPUTED: dict[str, Callable[[dict[str, Any]], Rule]] = {
-    "activation": functools.partial(_pointwise, 1),
-    "activation_backward": functools.partial(_pointwise, 2),
-    "logsumexp": functools.partial(_reduction, "x", "y"),
-    "mean": functools.partial(_reduction, "x", "y"),
-    "logsumexp_backward": functools.partial(_reduction, "yxy", "x"),
-    "mean_backward": functools.partial(_reduction, "y", "x"),
-}
-NAMES = (*_RULES, *_COMPUTED)
 
 
 def _at(letters: str, letter: str) -> int | None:
@@ -146,13 +47,12 @@ class _Call:
         from torch.distributed.tensor import DTensor
 
         self.name = name
-        self.op = getattr(_OPS, name).default
+        self.op = overload(name)
         self.arguments = schema_of(self.op).arguments
-        positional, keywords = _ops._with_defaults(schema_of(self.op), args, kwargs)
-        names = [a.name for a in self.arguments if not a.kwarg_only]
-        self.given = dict(zip(names, positional, strict=True), **keywords)
+        self.given = by_name(name, args, kwargs)
         self.kwarg_only = {a.name for a in self.arguments if a.kwarg_only}
-        self.rule = _COMPUTED[name](self.given) if name in _COMPUTED else _RULES[name]
+        dims = RECORDS[name].dims
+        self.dims = dims if isinstance(dims, Dims) else dims(self.given)
         # Optional tensors count when they are None, too.
         self.tensors = [a.name for a in self.arguments if "Tensor" in str(a.type)]
         found = {n: self.given[n] for n in self.tensors if self.given[n] is not None}
@@ -167,7 +67,7 @@ class _Call:
             raise RuntimeError(f"kgopt::{name}: the tensors are on different meshes, expected one: {meshes}")
         self.mesh = meshes[0]
         self.found: dict[str, Any] = found
-        self.letters = dict(zip(self.tensors, self.rule.tensors, strict=True))
+        self.letters = dict(zip(self.tensors, self.dims.tensors, strict=True))
         self.sizes = self._sizes()
 
     def _sizes(self) -> dict[str, Any]:
@@ -181,7 +81,7 @@ class _Call:
             for d, letter in enumerate(letters):
                 if letter != ".":
                     sizes[letter] = tensor.shape[d]
-        for name, letter in self.rule.counts:
+        for name, letter in self.dims.counts:
             base, _, index = name.partition(".")
             sizes[letter] = self.given[base][int(index)] if index else self.given[base]
         return sizes
@@ -190,7 +90,7 @@ class _Call:
         """The letter that each dim of the mesh is given to; "": replicated."""
         chosen: list[str] = []
         for i in range(self.mesh.ndim):
-            options = ["", *(way for way in self.rule.ways if self._fits(way, i, chosen))]
+            options = ["", *(way for way in self.dims.ways if self._fits(way, i, chosen))]
             chosen.append(min(options, key=lambda way: self._moved(way, i)))
         return chosen
 
@@ -242,7 +142,7 @@ class _Call:
             placements = [self._placement(letters, way) for way in ways]
             gradients = [self._partial(letters, way) for way in ways]
             local[name] = _Local.apply(tensor, placements, gradients)
-        for name, letter in self.rule.counts:
+        for name, letter in self.dims.counts:
             if any(_of(letter, way) for way in ways):
                 self._localize(local, name, letter)
         positional = [v for n, v in local.items() if n not in self.kwarg_only]
@@ -266,7 +166,7 @@ class _Call:
 
     def _whole(self, t: Tensor, i: int, ways: list[str]) -> Any:
         """The DTensor of which t is this process's part."""
-        letters = self.rule.results[i]
+        letters = self.dims.results[i]
         if t.dim() < len(letters) or (t.dim() == 1 and t.numel() == 0 and self.name == "conv_backward"):
             letters, ways = "", [""] * len(ways)  # a gradient that nobody asked for
         placements = [self._partial(letters, way) for way in ways]
@@ -280,7 +180,7 @@ class _Call:
 def _strides(t: Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
     """Of a dense tensor of this shape that lies as t does: channels_last or contiguous."""
     order = list(range(len(shape)))
-    if _ops._is_channels_last(t):
+    if is_channels_last(t):
         order = [0, *order[2:], 1]
     strides, step = [1] * len(shape), 1
     for d in reversed(order):
@@ -339,7 +239,7 @@ def install() -> None:
     """Tells torch, once ``torch.distributed.tensor`` is there."""
     from torch.distributed.tensor import DTensor
 
-    for name in NAMES:
+    for name in RECORDS:
 
         def rule(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None, name: str = name) -> Any:
             return call(name, args, kwargs or {})
@@ -349,4 +249,4 @@ def install() -> None:
         torch.library.register_torch_dispatch(
             f"kgopt::{name}", DTensor, lambda cls, func, types, args=(), kwargs=None: _explain(func, args, kwargs or {})
         )
-    _ops.set_sharded(DTensor, call)
+    calls.set_sharded(DTensor, call)

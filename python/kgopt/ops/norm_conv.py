@@ -1,0 +1,257 @@
+"""Convolutions with what stands around them: a norm in front, a residual and activations behind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kgopt import reference
+from kgopt._layout import as_x_lies, empty, is_channels_last, stats_dtype, wide
+from kgopt.ops.activation import activation_backward
+from kgopt.ops.autocast import cast, everywhere, low
+from kgopt.ops.calls import wants_gradient
+from kgopt.ops.conv_gradients import conv_gradients
+from kgopt.ops.geometry import conv_fake, conv_flops, convolution
+from kgopt.ops.group_norm import affine_gradients, group_norm_backward, group_norm_fwd_formula, mean_and_variance
+from kgopt.ops.registry import OPS, Op, dims, record
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Results without values
+
+
+def _conv_add_fake(  # type: ignore[no-untyped-def]
+    x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act, **_
+):
+    return conv_fake(x, weight, stride, padding, dilation, output_padding, groups, transposed)
+
+
+def _conv_add_moments_fake(x: Tensor, *args: Any, **_: Any) -> tuple[Tensor, Tensor]:
+    y = _conv_add_fake(x, *args)
+    return y, empty(x, [*y.shape[:2], 2], stats_dtype(x))
+
+
+def _norm_conv1x1_fake(x, moments, num_groups, gn_weight, gn_bias, eps, act, weight, bias):  # type: ignore[no-untyped-def]
+    return empty(x, [x.shape[0], weight.shape[0], *x.shape[2:]], channels_last=is_channels_last(x))
+
+
+def _norm_conv_fake(x: Tensor, *args: Any, **_: Any) -> Tensor:
+    _, _, _, _, _, _, weight, _, _, *geometry = args[:15]
+    return conv_fake(x, weight, *geometry)
+
+
+def _norm_conv_moments_fake(x: Tensor, *args: Any, **_: Any) -> tuple[Tensor, Tensor]:
+    y = _norm_conv_fake(x, *args)
+    return y, empty(x, [*y.shape[:2], 2], stats_dtype(x))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Autograd
+
+
+def _conv_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, weight, bias, residual, *geometry, ctx.divisor, ctx.act = inputs
+    ctx.geometry = tuple(geometry)
+    needed = () if ctx.act == "none" else (bias, residual)  # for the activations' argument
+    ctx.save_for_backward(x, weight, *needed)
+
+
+def _conv_add_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+    x, weight, *more = ctx.saved_tensors
+    if more:
+        y = OPS.conv_add(x, weight, *more, *ctx.geometry, ctx.divisor)
+        dy = activation_backward(dy, y, ctx.act)
+    dy = dy if ctx.divisor == 1 else dy / ctx.divisor
+    dx, dweight, dbias = conv_gradients(wants_gradient(ctx, 0, 1, 2), dy, x, weight, ctx.geometry)
+    return dx, dweight, dbias, dy if wants_gradient(ctx, 3)[0] else None
+
+
+def _conv_add_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    _conv_add_setup(ctx, inputs, keywords, output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _norm_conv_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, _, ctx.num_groups, gn_weight, gn_bias, ctx.eps, ctx.gn_act, weight, bias, residual, *geometry = inputs
+    *ctx.geometry, ctx.divisor, ctx.act = geometry
+    needed = () if ctx.act == "none" else (bias, residual)  # for the activations' argument
+    ctx.save_for_backward(x, gn_weight, gn_bias, weight, *needed)
+
+
+def _norm_conv_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    _norm_conv_setup(ctx, inputs, keywords, output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _norm_conv_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+    """What the convolution reads is computed again, and for activations behind it what it gave."""
+    x, gn_weight, gn_bias, weight, *more = ctx.saved_tensors
+    norm, z = (ctx.num_groups, gn_weight, gn_bias), x
+    if ctx.num_groups:
+        z, mean, rstd = OPS.group_norm_fwd(x, *norm, ctx.eps, ctx.gn_act, "none")
+    if more:
+        y = OPS.conv_add(z, weight, *more, *ctx.geometry, ctx.divisor)
+        dy = activation_backward(dy, y, ctx.act)
+    dy = dy if ctx.divisor == 1 else dy / ctx.divisor
+    needs: Any = (any(wants_gradient(ctx, 0, 3, 4)), *wants_gradient(ctx, 7, 8))
+    dz, dweight, dbias = conv_gradients(needs, dy, z, weight, tuple(ctx.geometry))
+    dx, dgamma, dbeta = dz, None, None
+    if dz is not None and ctx.num_groups:
+        dx, dgamma, dbeta = group_norm_backward(dz, x, mean, rstd, *norm, ctx.gn_act, "none")
+        dgamma, dbeta = affine_gradients(ctx, (3, 4), dgamma, dbeta)
+    return dx, None, None, dgamma, dbeta, None, None, dweight, dbias, dy if wants_gradient(ctx, 9)[0] else None
+
+
+def _norm_conv1x1_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, _, ctx.num_groups, gn_weight, gn_bias, ctx.eps, ctx.act, weight, _ = inputs
+    ctx.save_for_backward(x, gn_weight, gn_bias, weight)
+
+
+def _norm_conv1x1_backward(ctx: Any, dy: Tensor) -> Any:
+    """What the convolution reads is computed again."""
+    x, gn_weight, gn_bias, weight = ctx.saved_tensors
+    groups, z = ctx.num_groups, x
+    if groups:
+        z, mean, rstd = OPS.group_norm_fwd(x, groups, gn_weight, gn_bias, ctx.eps, ctx.act, "none")
+    rank = x.dim() - 2
+    ones, zeros = [1] * rank, [0] * rank
+    needs: Any = (any(wants_gradient(ctx, 0, 3, 4)), *wants_gradient(ctx, 7, 8))
+    dz, dweight, dbias = conv_gradients(needs, dy, z, weight, (ones, zeros, ones, zeros, 1, False))
+    if not groups or dz is None:
+        return dz, None, None, None, None, None, None, dweight, dbias
+    dx, dgamma, dbeta = group_norm_backward(dz, x, mean, rstd, groups, gn_weight, gn_bias, ctx.act, "none")
+    return dx, None, None, *affine_gradients(ctx, (3, 4), dgamma, dbeta), None, None, dweight, dbias
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Formulas
+
+
+def _conv_add_formula(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any, backend: str
+) -> Tensor:
+    *geometry, divisor, act = rest
+    c = convolution(x, weight, bias, *geometry, backend=backend)
+    y = wide(c)
+    y = (y if residual is None else y + wide(residual)) / divisor
+    return as_x_lies(reference.activation_ref(y, act), c)
+
+
+def _with_moments(y: Tensor) -> tuple[Tensor, Tensor]:
+    return y, torch.stack(mean_and_variance(wide(y), list(range(2, y.dim()))), -1)
+
+
+def _norm_conv_formula(x: Tensor, moments: Tensor | None, *args: Any, backend: str) -> Tensor:
+    """The moments are those of x."""
+    num_groups, gn_weight, gn_bias, eps, gn_act, *conv = args
+    z = group_norm_fwd_formula(x, num_groups, gn_weight, gn_bias, eps, gn_act)[0] if num_groups else x
+    return _conv_add_formula(z, *conv, backend=backend)
+
+
+def _norm_conv1x1_formula(x: Tensor, moments: Tensor | None, *args: Any) -> Tensor:
+    *norm, weight, bias = args
+    ones, zeros = [1] * (x.dim() - 2), [0] * (x.dim() - 2)
+    return _norm_conv_formula(
+        x, moments, *norm, weight, bias, None, ones, zeros, ones, zeros, 1, False, 1.0, "none", backend="auto"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Autocast
+
+
+def _norm_conv1x1_low(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """The norm in fp32, the convolution in the autocast dtype: two ops."""
+    x, _, groups, gn_weight, gn_bias, eps, act, weight, bias = args
+    if groups:
+        x, gn_weight, gn_bias = (cast(t, torch.float32) for t in (x, gn_weight, gn_bias))
+        x = OPS.group_norm(x, groups, gn_weight, gn_bias, eps, act)
+    return OPS.group_norm_conv1x1(
+        cast(x, dtype), None, 0, None, None, 0.0, "none", cast(weight, dtype), cast(bias, dtype)
+    )
+
+
+def _norm_conv_low(conv_name: str) -> Callable[..., Any]:
+    """The convolution in the autocast dtype, and the norm in x's, where that is float32 or the same.
+
+    Whatever a norm reads and writes, its arithmetic is float32: of a half x it gives the convolution the values that a
+    float32 norm would, without copies.
+    """
+    conv = getattr(OPS, conv_name)
+
+    def rule(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+        x, moments, groups, gn_weight, gn_bias, eps, act, *tensors = args[:10]
+        tensors = [cast(t, dtype) for t in tensors]
+        if not groups or x.dtype is dtype or x.dtype is torch.float64:
+            return op(cast(x, dtype), *args[1:7], *tensors, *args[10:], **kwargs)
+        affine = (groups, cast(gn_weight, torch.float32), cast(gn_bias, torch.float32), eps, act)
+        x = cast(x, torch.float32)
+        z = OPS.group_norm(x, *affine) if moments is None else OPS.group_norm_moments(x, moments, *affine)
+        return conv(cast(z, dtype), *tensors, *args[10:], **kwargs)
+
+    return rule
+
+
+record(
+    Op(
+        "conv_add",
+        fake=_conv_add_fake,
+        formula=_conv_add_formula,
+        dims=dims("N . . N", "N"),
+        setup=_conv_add_setup,
+        backward=_conv_add_backward,
+        autocast=everywhere(low(4)),  # the residual, too: a wider one is a sum in its own dtype, which is not this op's
+        flops=conv_flops,
+    )
+)
+record(
+    Op(
+        "conv_add_moments",
+        fake=_conv_add_moments_fake,
+        formula=lambda *args, **options: _with_moments(_conv_add_formula(*args, **options)),
+        dims=dims("N . . N", "N N"),
+        setup=_conv_add_moments_setup,
+        backward=_conv_add_backward,
+        autocast=everywhere(low(4)),
+        flops=conv_flops,
+    )
+)
+record(
+    Op(
+        "group_norm_conv",
+        fake=_norm_conv_fake,
+        formula=_norm_conv_formula,
+        dims=dims("N N . . . . N", "N"),
+        setup=_norm_conv_setup,
+        backward=_norm_conv_backward,
+        autocast=everywhere(_norm_conv_low("conv_add")),
+        flops=conv_flops,
+    )
+)
+record(
+    Op(
+        "group_norm_conv_moments",
+        fake=_norm_conv_moments_fake,
+        formula=lambda *args, **options: _with_moments(_norm_conv_formula(*args, **options)),
+        dims=dims("N N . . . . N", "N N"),
+        setup=_norm_conv_moments_setup,
+        backward=_norm_conv_backward,
+        autocast=everywhere(_norm_conv_low("conv_add_moments")),
+        flops=conv_flops,
+    )
+)
+record(
+    Op(
+        "group_norm_conv1x1",
+        fake=_norm_conv1x1_fake,
+        formula=_norm_conv1x1_formula,
+        dims=dims("N N . . . .", "N"),
+        setup=_norm_conv1x1_setup,
+        backward=_norm_conv1x1_backward,
+        autocast={"cuda": _norm_conv1x1_low},
+        flops=functools.partial(conv_flops, transposed=False),
+    )
+)

@@ -1,0 +1,323 @@
+"""The three fused pipelines: a convolution, a norm, and what follows, as one op each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kgopt._layout import contiguous, empty, is_channels_last, memory_format, stats_dtype, wide
+from kgopt.ops.autocast import cast, low
+from kgopt.ops.calls import in_backward, wants_gradient
+from kgopt.ops.conv_gradients import conv_gradients
+from kgopt.ops.geometry import conv_fake, conv_flops, conv_sizes, convolution
+from kgopt.ops.group_norm import (
+    affine_gradients,
+    group_norm_backward,
+    group_norm_fwd_formula,
+    group_norm_mean_backward,
+    group_norm_mean_fwd_formula,
+    norm_formula,
+    reaching,
+    stats_fake,
+)
+from kgopt.ops.lse_backward import CHAIN
+from kgopt.ops.lse_backward import NAME as LSE_BACKWARD
+from kgopt.ops.precision import conv_tf32_allowed
+from kgopt.ops.registry import OPS, Op, dims, from_twin, overload, record, with_defaults
+from kgopt.ops.vmap import samples
+from kgopt.torch_private import schema_of
+
+CONV_MEAN = "conv3d_group_norm_mean"
+CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
+CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
+
+_lse_backward = in_backward(LSE_BACKWARD)
+_FEW_PRODUCTS = 96  # of an output value in fp32 that take about as long as a pass over the output, on an H200
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Results without values
+
+
+def _conv_mean_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *_: Any, **__: Any) -> Any:
+    n, dtype = x.shape[0], stats_dtype(x)
+    return empty(x, [n], dtype), empty(x, [n, weight.shape[0]], dtype), *stats_fake(x, num_groups)
+
+
+def _conv_relu_norm_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *rest: Any, **_: Any) -> Any:
+    _, _, stride, padding, output_padding, groups, dilation, _ = rest
+    y = conv_fake(x, weight, stride, padding, dilation, output_padding, groups, True)
+    return y, *stats_fake(x, num_groups)
+
+
+def _conv_lse_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *rest: Any, **_: Any) -> Any:
+    _, _, stride, padding, dilation, groups, _ = rest
+    sizes = conv_sizes(x.shape, weight.shape, stride, padding, dilation, [0, 0], groups, False)
+    return empty(x, [sizes[0], 1, *sizes[2:]], stats_dtype(x)), *stats_fake(x, num_groups)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Autograd. The convolution's output is computed again, not kept.
+
+
+def _setup(transposed: bool = False, saves_result: bool = False) -> Callable[..., None]:
+    """``saves_result``: the backward reads the result, too, not the statistics alone."""
+
+    def setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+        x, weight, bias, ctx.num_groups, gn_weight, gn_bias, ctx.stride, ctx.padding, *rest = inputs
+        if transposed:
+            ctx.output_padding, ctx.groups, ctx.dilation, ctx.eps = rest
+        else:
+            ctx.dilation, ctx.groups, ctx.eps = rest
+            ctx.output_padding = [0] * len(ctx.stride)
+        ctx.transposed = transposed
+        ctx.backend, ctx.allow_tf32 = keywords["backend"], keywords["allow_tf32"]
+        ctx.mark_non_differentiable(*output[1:])
+        saved = output if saves_result else output[1:]
+        ctx.save_for_backward(x, weight, bias, gn_weight, gn_bias, *saved)
+
+    return setup
+
+
+def _leaves_out_output(ctx: Any, x: Tensor, weight: Tensor) -> bool:
+    """Whether the forward may have left out what its convolution gives.
+
+    A copy of the rule in csrc/conv3d/choice, and the only one in Python: what the extension can say belongs there.
+    """
+    if not x.is_cuda or ctx.groups != 1 or ctx.transposed or ctx.backend == "aten":
+        return False
+    return ctx.backend != "auto" or x.shape[1] <= 16 or (x.shape[1] <= 32 and weight.shape[0] <= 64)
+
+
+def _inputs(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x and weight for what the backward computes again: contiguous where kernels of few channels do.
+
+    They are the faster ones even with x and its gradient copied.
+    """
+    if not _leaves_out_output(ctx, x, weight):
+        return x, weight
+    return contiguous(x), contiguous(weight)
+
+
+def _conv_again(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The convolution's output, computed again instead of kept since the forward.
+
+    Statistics are those of operands rounded to TF32, and only fit to an output of the same ones. The own kernels of
+    contiguous tensors round, too, where cuDNN may not take TF32 at all, and those of channels_last tensors cut x
+    off, which makes it 2^-12 smaller in the mean.
+    """
+    tf32 = conv_tf32_allowed() if ctx.allow_tf32 is None else ctx.allow_tf32
+    own = x.dtype is torch.float32 and _leaves_out_output(ctx, x, weight)
+    if not tf32:  # where cuDNN's pass for the bias takes more than its fp32 products win
+        own = own and bias is not None and weight.numel() <= weight.shape[0] * _FEW_PRODUCTS
+    options = {"backend": "kgopt" if own else ctx.backend, "allow_tf32": ctx.allow_tf32}
+    return convolution(x, weight, bias, *_geometry(ctx), **options)
+
+
+def _geometry(ctx: Any) -> tuple[Any, ...]:
+    return ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding, ctx.groups, ctx.transposed
+
+
+def _few_values(ctx: Any, c: Tensor) -> bool:
+    """Whether statistics are to be those of the convolution computed again, not the forward's.
+
+    Its rounding is another one. In a group of a few values hardly anything is left of a gradient once its parts
+    along 1 and along the normalized values are taken off: the difference of the roundings would be most of it.
+    """
+    return 0 < c.numel() < 16 * c.shape[0] * ctx.num_groups
+
+
+def _gradients(  # type: ignore[no-untyped-def]
+    ctx: Any, dc: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor, like=(None, None)
+) -> Any:
+    """``like``: tensors as which the first two gradients are to lie."""
+    *both, third = conv_gradients(
+        wants_gradient(ctx, 0, 1, 2), dc, x, weight, _geometry(ctx), ctx.allow_tf32, ctx.backend
+    )
+    for i, (gradient, given) in enumerate(zip(both, like, strict=True)):
+        if gradient is not None and given is not None and is_channels_last(given):
+            both[i] = gradient.contiguous(memory_format=memory_format(given.dim(), True))
+    return *both, third, None, *affine_gradients(ctx, (4, 5), dweight, dbias)
+
+
+def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
+    x, weight, bias, gn_weight, gn_bias, channel_mean, mean, rstd = ctx.saved_tensors
+    dout = reaching(gn_bias, dout)
+    planes = _inputs(ctx, x, weight)
+    c = _conv_again(ctx, *planes, bias)
+    if _few_values(ctx, c):
+        channel_mean = c.to(mean.dtype).flatten(2).mean(2)
+        mean, rstd = OPS.group_stats(c, ctx.num_groups, ctx.eps)
+    dc, dweight, dbias = group_norm_mean_backward(dout, c, channel_mean, mean, rstd, ctx.num_groups, gn_weight)
+    return _gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
+
+
+def _conv_relu_norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+    x, weight, bias, gn_weight, gn_bias, mean, rstd = ctx.saved_tensors
+    c = _conv_again(ctx, x, weight, bias)
+    if _few_values(ctx, c):
+        mean, rstd = OPS.group_stats(c.relu(), ctx.num_groups, ctx.eps)
+    dc, dweight, dbias = group_norm_backward(dy, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, "none", "relu")
+    return _gradients(ctx, dc, x, weight, dweight, dbias)
+
+
+def _conv_lse_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
+    x, weight, bias, gn_weight, gn_bias, lse, mean, rstd = ctx.saved_tensors
+    planes = _inputs(ctx, x, weight)
+    c = _conv_again(ctx, *planes, bias)
+    if _few_values(ctx, c):
+        mean, rstd = OPS.group_stats(c, ctx.num_groups, ctx.eps)
+    dc, dweight, dbias = _lse_backward(dout, c, lse, mean, rstd, ctx.num_groups, gn_weight, gn_bias)
+    return _gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
+
+
+# On the CPU a convolution is what takes the time and memory is cheap: where a gradient is needed, its output is stored
+# rather than computed again. So it is on CUDA where the chain stores a tensor of that size anyway: then computing it
+# again saves no memory at the peak, and the wide convolution costs more than writing and reading its output.
+
+
+def _conv_mean_in_steps(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
+    *geometry, eps = rest
+    c = OPS.conv3d(x, weight, bias, *geometry, **options)
+    return OPS.group_norm_mean(c, num_groups, gn_weight, gn_bias, eps)
+
+
+def _conv_relu_norm_in_steps(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
+    *geometry, eps = rest
+    c = OPS.conv_transpose3d(x, weight, bias, *geometry, **options)
+    return OPS.group_norm_fwd(c, num_groups, gn_weight, gn_bias, eps, "none", "relu")[0]
+
+
+def _conv_lse_in_steps(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
+    *geometry, eps = rest
+    c = OPS.conv2d(x, weight, bias, *geometry, **options)
+    y = OPS.group_norm_fwd(c, num_groups, gn_weight, gn_bias, eps, CHAIN)[0]
+    return OPS.logsumexp(c.to(stats_dtype(c)) + y, [1], True).to(x.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Formulas, by the ops of their steps
+
+
+def _conv_mean_fwd_formula(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
+    *geometry, eps = rest
+    c = OPS.conv3d(x, weight, bias, *geometry, **options)
+    return group_norm_mean_fwd_formula(c, num_groups, gn_weight, gn_bias, eps)
+
+
+def _conv_relu_norm_fwd_formula(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
+    *geometry, eps = rest
+    c = OPS.conv_transpose3d(x, weight, bias, *geometry, **options)
+    return group_norm_fwd_formula(c, num_groups, gn_weight, gn_bias, eps, "none", "relu")
+
+
+def _conv_lse_fwd_formula(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
+    *geometry, eps = rest
+    c = wide(OPS.conv2d(x, weight, bias, *geometry, **options))
+    y, mean, rstd = norm_formula(c, num_groups, gn_weight, gn_bias, eps, CHAIN)
+    return torch.logsumexp(c + y, 1, True), mean, rstd
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Autocast
+
+
+def _fp32_twin(name: str) -> Callable[..., Any]:
+    """The convolution in the autocast dtype, the norm's parameters and the result in fp32."""
+    twin = getattr(OPS, f"{name}_fwd")
+
+    def rule(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+        return twin(*(cast(a, dtype) for a in args[:3]), *(cast(a, torch.float32) for a in args[3:]), **kwargs)[0]
+
+    return rule
+
+
+def _relu_norm_in_fp32(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """The convolution in the autocast dtype, and an fp32 norm whose fp32 result the fused op could not give."""
+    positional, keywords = with_defaults(schema_of(overload(CONV_RELU_NORM)), args, kwargs)
+    x, weight, bias, num_groups, gn_weight, gn_bias, *geometry, eps = positional
+    c = OPS.conv_transpose3d(*(cast(t, dtype) for t in (x, weight, bias)), *geometry, **keywords)
+    c, gn_weight, gn_bias = (cast(t, torch.float32) for t in (c, gn_weight, gn_bias))
+    return OPS.group_norm_fwd(c, num_groups, gn_weight, gn_bias, eps, "none", "relu")[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Records
+
+
+_SHARED: dict[str, Any] = {"vmap": samples(), "flops": functools.partial(conv_flops, transposed=False)}
+_TRANSPOSED: dict[str, Any] = {"vmap": samples(), "flops": functools.partial(conv_flops, transposed=True)}
+_TENSORS = "N . . . ."  # of x, and of parameters
+record(
+    Op(
+        CONV_MEAN,
+        fake=lambda x, *_, **__: empty(x, [x.shape[0]]),
+        formula=from_twin(_conv_mean_fwd_formula),
+        dims=dims(_TENSORS, "N"),
+        twin=f"{CONV_MEAN}_fwd",
+        in_steps=_conv_mean_in_steps,
+        autocast={"cpu": low(3), "cuda": _fp32_twin(CONV_MEAN)},
+        **_SHARED,
+    )
+)
+record(
+    Op(
+        f"{CONV_MEAN}_fwd",
+        fake=_conv_mean_fwd_fake,
+        formula=_conv_mean_fwd_formula,
+        dims=dims(_TENSORS, "N N N N"),
+        setup=_setup(),
+        backward=_conv_mean_backward,
+        **_SHARED,
+    )
+)
+record(
+    Op(
+        CONV_RELU_NORM,
+        fake=from_twin(_conv_relu_norm_fwd_fake),
+        formula=from_twin(_conv_relu_norm_fwd_formula),
+        dims=dims(_TENSORS, "N"),
+        twin=f"{CONV_RELU_NORM}_fwd",
+        in_steps=_conv_relu_norm_in_steps,
+        in_steps_everywhere=True,
+        autocast={"cpu": low(3), "cuda": _relu_norm_in_fp32},
+        **_TRANSPOSED,
+    )
+)
+record(
+    Op(
+        f"{CONV_RELU_NORM}_fwd",
+        fake=_conv_relu_norm_fwd_fake,
+        formula=_conv_relu_norm_fwd_formula,
+        dims=dims(_TENSORS, "N N N"),
+        setup=_setup(transposed=True),
+        backward=_conv_relu_norm_backward,
+        **_TRANSPOSED,
+    )
+)
+record(
+    Op(
+        CONV_LSE,
+        fake=from_twin(_conv_lse_fwd_fake),
+        formula=from_twin(_conv_lse_fwd_formula),
+        dims=dims(_TENSORS, "N"),
+        twin=f"{CONV_LSE}_fwd",
+        in_steps=_conv_lse_in_steps,
+        autocast={"cpu": low(3), "cuda": _fp32_twin(CONV_LSE)},
+        **_SHARED,
+    )
+)
+record(
+    Op(
+        f"{CONV_LSE}_fwd",
+        fake=_conv_lse_fwd_fake,
+        formula=_conv_lse_fwd_formula,
+        dims=dims(_TENSORS, "N N N"),
+        setup=_setup(saves_result=True),
+        backward=_conv_lse_backward,
+        **_SHARED,
+    )
+)
