@@ -20,7 +20,10 @@ def test_pipeline_values(pipeline, case, dtype, layout, device, poisoned):
         args[0] = args[0].contiguous(memory_format=last_format(args[0]))
     backends = ["auto", "kgopt"] if device == "cuda" else ["auto"]
     for backend in backends:
-        check(pipeline, PIPELINES[pipeline][0](*args, **options, backend=backend), args, options)
+        y = PIPELINES[pipeline][0](*args, **options, backend=backend)
+        check(pipeline, y, args, options)
+        if pipeline == "relu_norm":
+            assert y.is_contiguous(memory_format=torch.contiguous_format if layout == "contiguous" else last_format(y))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
