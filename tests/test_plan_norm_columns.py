@@ -104,20 +104,21 @@ def test_plan_group_norm_columns_refuses(why, change):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "slabs", "teams", "blocks"),
+    "sizes",
     [
-        # As measured on an H200: a column a line wide, as many teams as are full in every round.
-        ({"n": 16, "c": 128, "s": 39304, "g": 8}, 64, 5, 26),
-        ({"n": 8, "c": 320, "s": 4096, "g": 32}, 64, 32, 4),
-        ({"n": 1, "c": 512, "s": 5120, "g": 32}, 16, 16, 8),
-        ({"n": 1, "c": 128, "s": 32768, "g": 8}, 4, 4, 33),
-        ({"n": 1, "c": 128, "s": 262144, "g": 32}, 1, 1, 132),
+        {"n": 16, "c": 128, "s": 39304, "g": 8},
+        {"n": 8, "c": 320, "s": 4096, "g": 32},
+        {"n": 1, "c": 512, "s": 5120, "g": 32},
+        {"n": 1, "c": 128, "s": 32768, "g": 8},
+        {"n": 1, "c": 128, "s": 262144, "g": 32},
     ],
 )
-def test_plan_group_norm_columns_teams(sizes, slabs, teams, blocks):
+def test_plan_group_norm_columns_teams(sizes):
+    """A column is a line wide or more, and teams are full in every round."""
     p = dev.plan_group_norm_columns(**sizes)
-    assert (p["slabs"], p["teams"], p["blocks"]) == (slabs, teams, blocks)
     assert not p["cluster"]
+    assert 4 * p["channels"] >= 128
+    assert p["slabs"] * p["blocks"] >= 0.95 * 132 * p["rounds"], "blocks that have nothing to do"
 
 
 @settings(max_examples=400, deadline=None)
@@ -192,28 +193,35 @@ def test_plan_group_norm_rows(n, groups, per_group, sample_kb, extra, dtype, ten
 
 
 @pytest.mark.parametrize(
-    ("sizes", "teams", "chunks", "rereads"),
+    ("sizes", "stays"),
     [
-        # Near what was measured to be best on an H200: about four chunks of a share, where all of x (and dy) stays.
-        ({"n": 128, "c": 24, "s": 19800, "g": 8}, 4, 4, 0),
-        ({"n": 128, "c": 24, "s": 19800, "g": 8, "holds": False}, 4, 4, 0),
-        ({"n": 128, "c": 64, "s": 15876, "g": 16}, 3, 6, 0),
-        ({"n": 16, "c": 128, "s": 34**3, "g": 8, "dtype": "bfloat16"}, 1, 5, 0),
-        ({"n": 16, "c": 128, "s": 34**3, "g": 8}, 1, 10, 0),
-        ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16"}, 10, 5, 0),
-        ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16"}, 4, 4, 0),
-        ({"n": 28, "c": 30, "s": 9256, "g": 3, "dtype": "bfloat16"}, 14, 4, 0),
-        ({"n": 128, "c": 24, "s": 19800, "g": 8, "tensors": 2}, 2, 4, 0),
-        ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16", "tensors": 2}, 6, 6, 0),
-        ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16", "tensors": 2}, 3, 6, 0),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8}, True),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "holds": False}, True),
+        ({"n": 128, "c": 64, "s": 15876, "g": 16}, True),
+        ({"n": 16, "c": 128, "s": 34**3, "g": 8, "dtype": "bfloat16"}, True),
+        ({"n": 16, "c": 128, "s": 34**3, "g": 8}, True),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16"}, True),
+        ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16"}, True),
+        ({"n": 28, "c": 30, "s": 9256, "g": 3, "dtype": "bfloat16"}, True),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "tensors": 2}, True),
+        ({"n": 128, "c": 24, "s": 19800, "g": 8, "dtype": "bfloat16", "tensors": 2}, True),
+        ({"n": 128, "c": 64, "s": 15876, "g": 16, "dtype": "bfloat16", "tensors": 2}, True),
         # 20 MB of x and dy: sample after sample through L2. More, of few samples: all of them at a time.
-        ({"n": 16, "c": 128, "s": 34**3, "g": 8, "dtype": "bfloat16", "tensors": 2, "holds": False}, 1, 10, 10),
-        ({"n": 2, "c": 32, "s": 96**3, "g": 8, "dtype": "bfloat16", "tensors": 2}, 2, 105, 90),
+        ({"n": 16, "c": 128, "s": 34**3, "g": 8, "dtype": "bfloat16", "tensors": 2, "holds": False}, False),
+        ({"n": 2, "c": 32, "s": 96**3, "g": 8, "dtype": "bfloat16", "tensors": 2}, False),
     ],
 )
-def test_plan_group_norm_rows_teams(sizes, teams, chunks, rereads):
+def test_plan_group_norm_rows_teams(sizes, stays):
+    """Teams fill the GPU, and a share that stays has the few chunks that were measured to be best on an H200."""
     p = dev.plan_group_norm_rows(**sizes)
-    assert (p["teams"], p["chunks"], p["rereads"]) == (teams, chunks, rereads)
+    assert p["teams"] * p["blocks"] >= 0.95 * 132
+    rounds = -(-sizes["n"] // p["teams"])
+    assert sizes["n"] >= 0.9 * rounds * p["teams"], "teams that have nothing to do in the last round"
+    assert (p["rereads"] == 0) == stays
+    if stays:
+        assert 4 <= p["chunks"] <= 10
+    else:
+        assert p["teams"] == (sizes["n"] if sizes["n"] <= 4 else 1)
 
 
 @pytest.mark.parametrize(
