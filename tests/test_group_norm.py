@@ -59,6 +59,20 @@ def test_group_norm_ill_conditioned(shape, layout, scale, offset, device):
     assert_as_good_as_torch(OPS.group_norm(x, 4, weight, bias), F.group_norm(x, 4, weight, bias), exact)
 
 
+@pytest.mark.parametrize("at", [0, 2048], ids=["first", "at a sample"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_group_norm_of_an_outlier(layout, at):
+    """One value of 1e4 among those whose mean served as the shift cost 1.4 digits: 24 times PyTorch's error."""
+    x, weight, bias = make((2, 8, 32, 64), torch.float32, "cpu", "contiguous")
+    x.view(2, 4, -1)[:, :, at] = 1e4
+    x = laid_out(x, layout)
+    exact = F.group_norm(x.double(), 4, weight.double(), bias.double())
+    assert_as_good_as_torch(OPS.group_norm(x, 4, weight, bias), F.group_norm(x, 4, weight, bias), exact)
+    _, rstd = OPS.group_stats(x, 4)
+    _, exact_rstd = reference.group_stats_ref(x.double(), 4)
+    torch.testing.assert_close(rstd.double(), exact_rstd, rtol=4e-7, atol=0)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NORM_SHAPES)

@@ -141,8 +141,26 @@ struct Moments {
   }
 };
 
-// Of `count` values, how many serve to guess their mean: a power of two, so that equal values give themselves.
+// Of `count` values, how many serve to guess their mean.
 inline int64_t shift_samples(int64_t count) { return count >= 8 ? 8 : count >= 4 ? 4 : count >= 2 ? 2 : 1; }
+
+// The mean of the two in the middle of four, which one outlier does not move.
+template <typename T>
+inline T middle_of_four(T a, T b, T c, T d) {
+  const T low = std::max(std::min(a, b), std::min(c, d)), high = std::min(std::max(a, b), std::max(c, d));
+  return T(0.5) * low + T(0.5) * high;
+}
+
+// A guess of the mean from 8, 4, 2 samples or 1, `stride` apart. Equal values give themselves.
+template <typename T>
+inline T shift_of(const T* v, int64_t samples, int64_t stride) {
+  if (samples == 1) return v[0];
+  if (samples == 2) return T(0.5) * v[0] + T(0.5) * v[stride];
+  const T first = middle_of_four(v[0], v[stride], v[2 * stride], v[3 * stride]);
+  if (samples == 4) return first;
+  v += 4 * stride;
+  return T(0.5) * first + T(0.5) * middle_of_four(v[0], v[stride], v[2 * stride], v[3 * stride]);
+}
 
 // From the sums of x - shift and its square.
 inline Moments shifted_moments(double shift, double sum, double sum_sq, double count) {

@@ -203,9 +203,7 @@ class RowMoments {
     const int64_t samples = shift_samples(r.size());
     for (int64_t k = 0; k < samples; ++k) load_block(from + r.begin + k * r.size() / samples, buffers[0] + k, 1);
     activate_chain(pre_, static_cast<const Acc*>(buffers[0]), buffers[0], samples);
-    Acc shift = 0;
-    for (int64_t k = 0; k < samples; ++k) shift += buffers[0][k];
-    shift /= static_cast<Acc>(samples);
+    const Acc shift = shift_of(buffers[0], samples, 1);
     double sum = 0, sum_sq = 0;
     t_.each_block(r, [&](int64_t at, int64_t n) {
       const Acc* const u = activate_chain(pre_, view_block(from + at, buffers[0], n), buffers[0], n);
@@ -221,13 +219,19 @@ class RowMoments {
     const T* const from = x_ + unit * t_.length;
     const Buffers<Acc, 1> buffers(t_);
     const int64_t width = t_.width, channels = t_.channels, positions = r.size() / channels;
-    std::vector<Acc> all(3 * width);
-    Acc *const shift = all.data(), *const sum = shift + width, *const sum_sq = sum + width;
     const int64_t samples = shift_samples(positions);
+    std::vector<Acc> all(3 * width + samples * channels);
+    Acc *const shift = all.data(), *const sum = shift + width, *const sum_sq = sum + width;
+    Acc* const sampled = sum_sq + width;
     for (int64_t k = 0; k < samples; ++k) {
-      load_block(from + r.begin + k * positions / samples * channels, buffers[0], channels);
-      activate_chain(pre_, static_cast<const Acc*>(buffers[0]), buffers[0], channels);
-      for (int64_t c = 0; c < channels; ++c) shift[c] += buffers[0][c] / static_cast<Acc>(samples);
+      Acc* const to = sampled + k * channels;
+      load_block(from + r.begin + k * positions / samples * channels, to, channels);
+      activate_chain(pre_, static_cast<const Acc*>(to), to, channels);
+    }
+    if (samples == 8) {  // a number that the compiler knows, so that it takes vectors
+      for (int64_t c = 0; c < channels; ++c) shift[c] = shift_of(sampled + c, 8, channels);
+    } else {
+      for (int64_t c = 0; c < channels; ++c) shift[c] = shift_of(sampled + c, samples, channels);
     }
     for (int64_t i = channels; i < width; ++i) shift[i] = shift[i - channels];
     t_.each_block(r, [&](int64_t at, int64_t n) {
