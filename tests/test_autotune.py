@@ -36,6 +36,24 @@ def test_folder_is_made_only_when_asked_for(tmp_path):
     assert (tmp_path / "kgopt").is_dir()
 
 
+def test_forget_clears_the_files_and_tells_the_extension(tmp_path):
+    """``kgopt.forget()`` left what autotuning had measured, in the process and on disk."""
+    code = """
+import kgopt
+from kgopt import _autotune
+ours, others = _autotune.cache_prefix() + "-GPU.txt", _autotune.cache_folder() + "/conv-torch1.txt"
+for path in (ours, others):
+    open(path, "w").close()
+kgopt.forget()
+import os
+print(os.path.exists(ours), os.path.exists(others))
+"""
+    assert run(code, tmp_path).split() == ["False", "True"]
+    (tmp_path / "kgopt").mkdir(exist_ok=True)
+    assert run(code.replace("kgopt.forget()", "kgopt.forget(); kgopt.forget()"), tmp_path).split() == ["False", "True"]
+    assert run(code, tmp_path, KGOPT_AUTOTUNE="0").split() == ["True", "True"]
+
+
 def test_a_folder_that_cannot_be_made_is_no_error(tmp_path):
     (tmp_path / "kgopt").write_text("a file")
     run("import kgopt", tmp_path)
@@ -81,6 +99,15 @@ def test_a_path_is_measured_once_and_kept(tmp_path):
     lines = dict(line.split(": ", 1) for line in run(_MEASURE, tmp_path).splitlines())
     assert ("cuDNN" if other == "aten" else "implicit GEMM") in lines["before"].split("measured here")[1]
     assert path.read_text().splitlines()[-1].split()[-1] == other
+
+
+@pytest.mark.gpu
+def test_what_was_forgotten_is_measured_anew(tmp_path):
+    code = _MEASURE + "\nkgopt.forget()\nprint('forgotten:', explain(x))\nconv(x)\nprint('again:', explain(x))\n"
+    lines = dict(line.split(": ", 1) for line in run(code, tmp_path).splitlines())
+    assert "measured here" in lines["after"]
+    assert "measured here" not in lines["forgotten"]
+    assert "measured here" in lines["again"]
 
 
 _MEASURE_GRADIENTS = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import glob
 import os
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 from kgopt import _C
 from kgopt._version import __version__
 
-__all__ = ["cache_folder", "cache_prefix", "install"]
+__all__ = ["cache_folder", "cache_prefix", "forget", "install"]
 
 
 def cache_folder() -> str:
@@ -26,9 +28,25 @@ def cache_prefix() -> str:
     return os.path.join(cache_folder(), name)
 
 
+def _is_on() -> bool:
+    return os.environ.get("KGOPT_AUTOTUNE", "0") not in ("", "0")
+
+
+def forget() -> None:
+    """Drops what was measured, in this process and on disk; nothing where nothing is."""
+    if not _is_on():
+        return
+    for path in glob.glob(glob.escape(cache_prefix()) + "-*.txt"):
+        with contextlib.suppress(OSError):  # another process forgets, too
+            os.remove(path)
+    function = ctypes.CDLL(_C.__file__).kgopt_forget_measurements
+    function.argtypes, function.restype = [], None
+    function()
+
+
 def install() -> None:
     """Tells the extension. Where the folder cannot be made, measurements last as long as the process."""
-    if os.environ.get("KGOPT_AUTOTUNE", "0") in ("", "0"):
+    if not _is_on():
         return
     prefix = cache_prefix()
     try:

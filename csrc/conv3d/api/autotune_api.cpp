@@ -32,6 +32,7 @@ using Known = std::map<ConvKey, ConvPath>;
 
 std::mutex mutex;
 std::string prefix;                         // of the files that were read
+int64_t generation = 0;                     // of what is known
 std::map<std::string, Known> known_by_gpu;  // by the name of the GPU
 
 std::string gpu_name(int device) {
@@ -90,6 +91,10 @@ void write_file(const std::string& gpu, const Known& known) {
 Known& known_on(int device) {
   if (std::string now = cache_prefix(); now != prefix) {
     prefix = std::move(now);
+    known_by_gpu.clear();
+  }
+  if (const int64_t now = cache_generation(); now != generation) {
+    generation = now;
     known_by_gpu.clear();
   }
   static std::map<int, std::string> names;

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kgopt import _autotune
 from kgopt import ops as ops
 from kgopt._autotune import cache_folder
 from kgopt._version import __version__
@@ -278,9 +279,11 @@ attach_from_environment()
 
 
 def forget() -> None:
-    """Forgets all that :func:`kgopt.optimize` measured in this process, and in the folder of ``verdicts``, if any.
+    """Forgets all that :func:`kgopt.optimize` measured in this process, and in the folder of ``verdicts``, if any; and
+    what ``KGOPT_AUTOTUNE=1`` measured, where that is on.
 
     What is optimized or called at a new shape from now on is measured again. Models keep the verdicts that they have;
     optimize a restored one, or a new copy, to measure anew.
     """
     store.forget()
+    _autotune.forget()
