@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 import kgopt
 import kgopt.nn
+from kgopt.accuracy import relative_error
 from kgopt.cli.environment import environment
 from kgopt.cli.measure import DTYPES, gpu_time, precision_flags
 from kgopt.cli.results import save_rows
-from kgopt.rewrite.policy import relative_error
 
 # (batch, channels in and out, spatial, kernel)
 SHAPES = (

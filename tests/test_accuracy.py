@@ -14,7 +14,8 @@ import kgopt
 from kgopt import accuracy
 from kgopt.cli.models import PIPELINES
 from kgopt.rewrite import emit, glue, layout, policy, sites, training, whole
-from kgopt.rewrite.patterns import Chain
+from kgopt.rewrite.chain import Chain
+from kgopt.rewrite.glue import search
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def verdict(monkeypatch, chain, ours, affine=True):
     x, conv, norm = site(chain, affine)
     monkeypatch.setattr(policy, "time_both", lambda first, second, device: (2.0, 1.0))
     monkeypatch.setattr(policy, "emit_kgopt", lambda chain, call, x, rank, conv, norm, fold: ours(chain, x, conv, norm))
-    return policy.measure(chain, x, conv, norm, False, False, lambda: None, emit.call_now)
+    return policy.measure(policy.Question(chain, x, conv, norm, False, False, lambda: None, emit.call_now))
 
 
 @pytest.mark.parametrize("chain", [LSE, MEAN], ids=["logsumexp", "mean"])
@@ -181,7 +182,7 @@ def test_convolutions_between_norms(how, allowed, monkeypatch):
         return y + 0.01 * y.abs().mean() if how == "wrong" else y
 
     monkeypatch.setattr(glue.Call, "run", ours)
-    right = glue._is_right(call, "own", theirs(call.x), ours(call), lambda: theirs(call.x))
+    right = search._is_right(call, "own", theirs(call.x), ours(call), lambda: theirs(call.x))
     assert right is (how == "fp32" or (how == "tf32" and allowed))
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from kgopt.cli import bench_models, main, results, sweep, zoo
-from kgopt.cli.bench import Settings
 from kgopt.cli.floor import Ceilings
+from kgopt.cli.runner import Settings
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("quick_bench")

@@ -11,8 +11,9 @@ from torch import nn
 from bench_rows import FACTS
 from kgopt import accuracy
 from kgopt.cli import cases, measure, models
-from kgopt.cli.bench import Settings, measure_case
 from kgopt.cli.floor import Ceilings, Work
+from kgopt.cli.run_case import measure_case
+from kgopt.cli.runner import Settings
 from kgopt.cli.text import bytes_text, ratio_text, table, time_text
 
 CPU = torch.device("cpu")

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from bench_rows import FACTS
-from kgopt.cli import build_parser, cases, chains, convs, jobs, main, measure, models, results, sweep
-from kgopt.cli.bench import Compiled, Settings, measure_case
+from kgopt.cli import bench, build_parser, cases, chains, convs, jobs, main, measure, models, results, sweep
 from kgopt.cli.floor import Ceilings
+from kgopt.cli.run_case import measure_case
+from kgopt.cli.runner import Compiled, Settings
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("quick_bench")
@@ -125,7 +126,7 @@ def test_a_job_that_fails_is_named(tmp_path):
     arguments = ["bench", "--suite", "sweep", "--count", "2", "--max-bytes", "4096", "--quick", "--device", "cpu"]
     args = build_parser().parse_args([*arguments, "--jobs", "2", "--dtype", "int8"])  # which run_bench would refuse
     with pytest.raises(ChildProcessError, match=r"2 of 2 processes failed; the first said: ValueError: .*'int8'"):
-        jobs.run_jobs(args, 2, Ceilings(1e9, {}, None), {"device": "cpu"}, [])
+        jobs.run_jobs(args, 2, Ceilings(1e9, {}, None), {"device": "cpu"}, [], bench.measure_suite)
 
 
 def test_what_was_compiled_before_is_what_is_measured():

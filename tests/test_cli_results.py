@@ -6,8 +6,8 @@ import pytest
 
 from bench_rows import bench_row, bench_rows
 from kgopt.cli import convs, main, results
-from kgopt.cli.bench import _notes as bench_notes
-from kgopt.cli.bench import bench_table
+from kgopt.cli.tables import bench_table
+from kgopt.cli.tables import notes_of as bench_notes
 
 pytestmark = pytest.mark.usefixtures("quick_bench")
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import kgopt
-from kgopt.rewrite import sites
+from kgopt.rewrite import modules, sites
+from kgopt.rewrite.glue.heads import FollowedSite
 
 
 class Block(nn.Module):
@@ -72,13 +73,13 @@ class Other(Block):
 def halves(model, x, monkeypatch):
     """The followers that sites were told of, and which of them are taken for convolutions."""
     seen = []
-    before = sites.Site.run_before
+    before = FollowedSite.run_before
 
     def run_before(self, follower, *operands):
-        seen.append((follower, sites.first_is_conv(follower)))
+        seen.append((follower, modules.first_is_conv(follower)))
         return before(self, follower, *operands)
 
-    monkeypatch.setattr(sites.Site, "run_before", run_before)
+    monkeypatch.setattr(FollowedSite, "run_before", run_before)
     y = model(x)
     monkeypatch.undo()
     return seen, y
@@ -113,17 +114,17 @@ def test_a_norm_that_others_may_read(cls, monkeypatch):
 
 def test_what_counts_as_a_convolution():
     conv = nn.Conv2d(8, 8, 1)
-    assert sites.first_is_conv(conv)
-    assert sites.first_is_conv(nn.Sequential(nn.Sequential(conv, nn.ReLU())))
-    assert not sites.first_is_conv(nn.Sequential(nn.ReLU(), conv))
-    assert not sites.first_is_conv(nn.Sequential())
-    assert not sites.first_is_conv(conv.forward)
-    assert not sites.first_is_conv(None)
+    assert modules.first_is_conv(conv)
+    assert modules.first_is_conv(nn.Sequential(nn.Sequential(conv, nn.ReLU())))
+    assert not modules.first_is_conv(nn.Sequential(nn.ReLU(), conv))
+    assert not modules.first_is_conv(nn.Sequential())
+    assert not modules.first_is_conv(conv.forward)
+    assert not modules.first_is_conv(None)
     sequential = nn.Sequential(conv)
     sequential.register_forward_pre_hook(lambda *_: None)
-    assert not sites.first_is_conv(sequential)
+    assert not modules.first_is_conv(sequential)
     conv.register_forward_pre_hook(lambda *_: None)
-    assert not sites.first_is_conv(conv)
+    assert not modules.first_is_conv(conv)
 
 
 @pytest.mark.gpu

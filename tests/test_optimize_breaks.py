@@ -156,7 +156,7 @@ def test_new_instances_are_of_the_original_class(channels_last):
     for new in (type(model)(), model.__class__.from_config(model.config), type(model)(channels=C, groups=2)):
         assert type(new) is Configured
         new.load_state_dict(model.state_dict())
-        assert not any(name.startswith("_kgopt_") for name in new.__dict__)
+        assert not any(name.startswith("_kgopt") for name in new.__dict__)
         torch.testing.assert_close(new(x), original(x), rtol=1e-4, atol=1e-4)
         kgopt.optimize(new, measure=False)
         assert ops_of(new, x) == ["group_norm"]

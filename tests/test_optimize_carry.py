@@ -10,6 +10,7 @@ from torch import nn
 
 import kgopt
 from kgopt.rewrite import carry, glue
+from kgopt.rewrite.glue import heads, plans
 
 
 def found(original, x):
@@ -38,7 +39,7 @@ def test_a_convolution_takes_the_activation_behind_it(act, device, monkeypatch, 
     original = nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 8, 3, padding=1), act).to(device).eval()
     x = torch.randn(2, 4, 9, 7, device=device)
     model = found(original, x)
-    calls = counted(monkeypatch, glue, "_conv_add")
+    calls = counted(monkeypatch, plans, "_conv_add")
     with torch.no_grad():
         torch.testing.assert_close(model(x), original(x))
     assert len(calls) == 1
@@ -134,7 +135,6 @@ def test_moments_reach_the_norm_behind(between, dtype, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_norm_takes_the_pointwise_convolution_behind_it(dtype, monkeypatch, poisoned):
-    from kgopt.rewrite import sites
 
     head = nn.Sequential(nn.Conv3d(32, 3, 1))
     original = nn.Sequential(nn.Conv3d(4, 32, 1), nn.GroupNorm(8, 32), nn.ReLU(), head).cuda().to(dtype).eval()
@@ -147,7 +147,7 @@ def test_a_norm_takes_the_pointwise_convolution_behind_it(dtype, monkeypatch, po
         state = glue.state_of(conv)
         state.faster = dict.fromkeys(state.faster, "pointwise")
         state.plans.clear()
-        calls = counted(monkeypatch, sites, "_group_norm_conv1x1")
+        calls = counted(monkeypatch, heads, "_group_norm_conv1x1")
         y = model(x)
         assert len(calls) == 1
         assert y.stride() == plain.stride()
@@ -185,7 +185,6 @@ class NormActConv(nn.Module):
 
 @pytest.mark.parametrize("branches", [False, True])
 def test_a_norm_in_code_runs_with_the_convolution_behind_it(branches, device, monkeypatch, poisoned):
-    from kgopt.rewrite import sites
 
     torch.manual_seed(0)
     original = NormActConv(branches).to(device).eval()
@@ -196,7 +195,7 @@ def test_a_norm_in_code_runs_with_the_convolution_behind_it(branches, device, mo
         state = glue.state_of(model.conv)
         state.faster = dict.fromkeys(state.faster, "few")
         state.plans.clear()
-        calls = counted(monkeypatch, sites, "_group_norm_conv")
+        calls = counted(monkeypatch, heads, "_group_norm_conv")
         torch.testing.assert_close(model(x), original(x), rtol=1e-3, atol=1e-3)
         assert len(calls) == 1
         if branches:

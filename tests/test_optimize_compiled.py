@@ -14,7 +14,8 @@ from torch import nn
 import kgopt
 import optimize_models as models
 from kgopt.rewrite import glue
-from kgopt.rewrite.patterns import conv_of
+from kgopt.rewrite.glue import search
+from kgopt.rewrite.meanings import conv_of
 from tolerances import assert_as_good_as_torch
 
 
@@ -28,7 +29,7 @@ def fused(original, device, option=None, carries=False):
         kind = conv_of(module)
         if kind is None and not isinstance(module, nn.Upsample):
             continue
-        state = glue._wrapped.add(module, glue.GlueState)
+        state = search._wrapped.add(module, glue.GlueState)
         state.kinds = ("linear",) if kind is None else ()
         if kind is not None:
             few = module.out_channels <= glue.FEW

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import api, glue
+from kgopt.rewrite import glue, layout
 
 
 class Seen(nn.Module):
@@ -165,13 +165,13 @@ def test_replicate_padding_keeps_the_format_of_the_model():
     x = torch.randn(1, 8, 3, 5, 6).contiguous(memory_format=torch.channels_last_3d)
     with torch.no_grad():
         expected = model(x)
-        api._set_layout(model, True)
+        layout.set_layout(model, True)
         assert glue.find(model, lambda: model(x), lambda name: "", always=True)
         y = model(x)
         assert not model[1].contiguous
         assert torch.equal(y, expected)
         # The verdict is one about that layout alone.
-        api._set_layout(model, False)
+        layout.set_layout(model, False)
         was = Padded()(x).is_contiguous()
         model(x)
         assert model[1].contiguous is was

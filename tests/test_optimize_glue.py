@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import api, classes, formats, glue, policy, whole
+from kgopt._layout import is_dense_channels_last
+from kgopt.rewrite import classes, glue, known, layout, policy, watching, whole
+from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite.glue import kernels, plans, search
 from test_optimize import assert_same_results, ops_of, optimized
 
 SHAPES = [(2, 3, 4, 5), (1, 8, 6, 4), (1, 16, 3, 4, 8), (2, 3, 1, 5, 7), (1, 1, 1, 1, 1), (1, 4, 2, 3, 2)]
@@ -41,7 +44,7 @@ def test_copies_have_the_bits_of_pytorch(shape, channels_last, dtype, device, po
 def test_channels_last_cat_has_the_bits_of_pytorch(widths, dtype, device, poisoned):
     for sizes in ((5, 4), (3, 5, 4)):
         parts = [draw((2, c, *sizes), dtype, True, device) for c in widths]
-        if any(not glue._is_channels_last(p) for p in parts):
+        if any(not is_dense_channels_last(p) for p in parts):
             continue
         y = glue.recognize(torch.cat, (parts, 1), {}).run()
         assert torch.equal(y, torch.cat(parts, 1))
@@ -125,7 +128,7 @@ def found(model, x, **more):
 
 
 def whole_of(model, x):
-    return whole.Whole(model, x, lambda path: "", api._set_layout)
+    return whole.Whole(model, x, lambda path: "")
 
 
 def kinds_run(model, x, monkeypatch):
@@ -199,12 +202,12 @@ def test_glue_and_layout_of_one_module():
     model = nn.Upsample(scale_factor=2)
     x = torch.randn(1, 4, 5, 6)
     found(model, x)
-    api._set_layout(model, True)
+    layout.set_layout(model, True)
     with torch.no_grad():
         assert torch.equal(model(x), F.interpolate(x, scale_factor=2))
     glue.forget(model)
-    assert classes.original_class(model) is nn.Upsample
-    api._set_layout(model, False)
+    assert original_class(model) is nn.Upsample
+    layout.set_layout(model, False)
     assert type(model) is nn.Upsample
 
 
@@ -247,13 +250,13 @@ def test_the_rest_may_stay_without_the_convolutions(monkeypatch):
 def test_sites_are_measured_under_kgopts_own_mode_only():
     x = torch.randn(2, 4, 3)
     assert policy.may_measure(x)
-    with glue._Replace(glue.GlueState()):
+    with search._Replace(glue.GlueState()):
         assert not policy.may_measure(x)
-        policy.own_modes.count += 1
+        watching.own_modes.count += 1
         try:
             assert policy.may_measure(x)
         finally:
-            policy.own_modes.count -= 1
+            watching.own_modes.count -= 1
 
 
 @pytest.mark.gpu
@@ -298,7 +301,7 @@ def test_the_whole_model_decides_whether_launches_are_hidden(monkeypatch, times,
 
     monkeypatch.setattr(policy, "time_both", timed)
     model = nn.Identity()
-    model.__dict__["_kgopt_state"] = state
+    known.put(model, site=state)
     whole_of(model, torch.zeros(1)).choose_hidden("given")
     assert seen == [False, True]
     assert state.hidden is hidden
@@ -425,17 +428,19 @@ def test_compiled_inference_runs_the_convolutions_that_were_faster(device):
         expected = model(x)
     found(model, x)
     for conv in model:
-        state = conv.__dict__.setdefault("_kgopt_glue", glue.GlueState())
+        if known.get(conv, "glue") is None:
+            known.put(conv, glue=glue.GlueState())
+        state = glue.state_of(conv)
         state.always = {True: "own", False: "own"}
-        if classes.original_class(conv) is None:
+        if original_class(conv) is None:
             conv.__class__ = classes.make_class(type(conv), (("glue",),))
     y, calls = compiled_nodes(model, x)
     assert [name for name, _ in calls] == ["kgopt.conv3d.default", "kgopt.conv_transpose3d.default"]
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=2e-3)
-    model[0].__dict__["_kgopt_glue"].always[True] = "bias"  # the compiler's
+    glue.state_of(model[0]).always[True] = "bias"  # the compiler's
     assert [name.startswith("kgopt") for name, _ in compiled_nodes(model, x)[1]] == [False, True]
     with torch.enable_grad():
-        assert glue._compiled_plan(model[1], torch.randn(1, 8, 5, 6, 7, device=device)) is None
+        assert plans._compiled_plan(model[1], torch.randn(1, 8, 5, 6, 7, device=device)) is None
 
 
 class Contiguous(nn.Module):
@@ -476,7 +481,7 @@ class Upsampled(nn.Module):
 def test_compiled_upsampling_keeps_the_format_that_the_model_computes_in(device):
     model = nn.Sequential(Upsampled()).eval()
     x = draw((1, 8, 4, 5, 6), torch.float32, True, device)
-    formats.set_keeps(model[0], True)
+    known.put(model[0], keeps=True)
     with torch.no_grad():
         expected = model(x)
         glue.find(model, lambda: model(x), lambda name: "", always=True)
@@ -498,7 +503,7 @@ def test_compiled_upsampling_keeps_the_format_that_the_model_computes_in(device)
     with torch.no_grad():
         assert torch.equal(torch.compile(model, backend=backend)(x), expected)
     assert dense == [True]  # channels are its last dim, so that they are innermost whatever the compiler does
-    state = model[0].__dict__["_kgopt_glue"]
+    state = glue.state_of(model[0])
     state.kinds = ()  # as in a model that does not keep the format
     assert sum("interpolate" in name for name, _ in compiled_nodes(model, x)[1]) == 2
 
@@ -508,6 +513,6 @@ def test_nearest_upsampling_as_views_has_the_bits_of_pytorch(dtype, device):
     for shape in SHAPES[1:3]:
         x = draw(shape, dtype, True, device)
         for factors in ((2,) * (x.dim() - 2), (3, *(1,) * (x.dim() - 4), 2)):
-            y = glue._nearest_of_views(x, factors)
+            y = kernels.nearest_of_views(x, factors)
             assert torch.equal(y, F.interpolate(x, scale_factor=tuple(map(float, factors))))
             assert y.is_contiguous(memory_format=FORMATS[x.dim()])

@@ -361,7 +361,7 @@ def test_scripts_of_wrapped_forwards():
     for m in (model.conv, model.up, model):
         for part, state in (("glue", glue.GlueState()), ("training", training.TrainingState())):
             cls, recipe = classes.recipe_of(m)
-            assert classes.give(m, cls, (*recipe, (part,)), **{f"_kgopt_{part}": state}) == ""
+            assert classes.give(m, cls, (*recipe, (part,)), **{part: state}) == ""
     x = image()
     close(torch.jit.script(model)(x), original(x))
     nodes = [[(n.op, n.target) for n in torch.fx.symbolic_trace(m).graph.nodes] for m in (model, original)]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import classes, policy, training, whole
+from kgopt.rewrite import classes, known, policy, training, whole
 
 
 class Model(nn.Module):
@@ -38,7 +38,7 @@ def made_ours(model):
     for module in model.modules():
         if training.runner_of(module) is not None or isinstance(module, nn.Upsample):
             module.__class__ = classes.make_class(type(module), (("training",),))
-            module.__dict__["_kgopt_training"] = training.TrainingState(ours=AlwaysOurs())
+            known.put(module, training=training.TrainingState(ours=AlwaysOurs()))
     return model
 
 
@@ -63,7 +63,7 @@ def test_a_model_that_gained_nothing_is_as_it_was():
     before = [type(m) for m in model.modules()]
     training.find(model, lambda: model(torch.randn(1, 32, 4, 4, 4)), lambda name: "")
     assert [type(m) for m in model.modules()] == before
-    assert not any("_kgopt_training" in m.__dict__ for m in model.modules())
+    assert not any(known.get(m, "training") for m in model.modules())
 
 
 def test_who_calls_interpolate(monkeypatch):
@@ -135,12 +135,12 @@ def test_inputs_that_were_not_measured():
     torch.manual_seed(0)
     model = nn.Conv2d(32, 32, 3, padding=1).cuda()
     module = made_ours(copy.deepcopy(model))
-    module.__dict__["_kgopt_training"] = training.TrainingState()
+    known.put(module, training=training.TrainingState())
     x = torch.randn(1, 32, 9, 9, device="cuda")
     assert torch.equal(module(x), model(x))
     with torch.no_grad():
         assert torch.equal(module(x), model(x))
-    assert module.__dict__["_kgopt_training"].ours == {}
+    assert known.get(module, "training").ours == {}
 
 
 def accumulator(parameter):

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import fingerprint, glue, policy, training, verdicts, whole
+from kgopt.rewrite import fingerprint, glue, known, layout, policy, training, verdicts, whole
+from kgopt.rewrite.glue import search
 
 CPU = torch.device("cpu")
 
@@ -302,7 +303,7 @@ def any_clock(monkeypatch, request):
     monkeypatch.setattr(policy, "time_both", clock)
     monkeypatch.setattr(policy, "busy_both", clock)
     monkeypatch.setattr(whole, "chooses", lambda device: True)
-    monkeypatch.setattr(glue, "SMALL", 1)
+    monkeypatch.setattr(search, "SMALL", 1)
     return asked
 
 
@@ -310,11 +311,11 @@ def paths(model):
     """What each module of it runs."""
     out = []
     for name, module in model.named_modules():
-        held = module.__dict__
-        site, between, trained = (held.get(f"_kgopt_{kind}") for kind in ("state", "glue", "training"))
+        site, between, trained = (known.get(module, kind) for kind in ("site", "glue", "training"))
         out.append((
-            name, [t.__name__ for t in type(module).__mro__][:2], held.get("_kgopt_layout"),
-            site and ([(k, m.ours(site.hidden)) for k, m in site.results.items()], site.hidden, site.keep_format),
+            name, [t.__name__ for t in type(module).__mro__][:2], known.get(module, "layout"),
+            site and ([(k, m.ours(site.hidden)) for k, m in site.results.items()], site.hidden),
+            known.get(module, "keeps"),
             between and (between.enabled, between.faster, between.kinds, between.always, between.carrier.on),
             trained and (trained.enabled, trained.ours),
         ))  # fmt: skip
@@ -402,8 +403,8 @@ def test_a_pickle_from_another_machine_measures_anew(any_clock, monkeypatch):
     monkeypatch.setattr(verdicts, "_cpu", lambda: "another processor")
     other = pickle.loads(data)
     for module in other.modules():
-        assert not module.__dict__.get("_kgopt_glue", glue.GlueState()).faster
-        assert not module.__dict__.get("_kgopt_state", policy.SiteState()).hidden
+        assert not (known.get(module, "glue") or glue.GlueState()).faster
+        assert not (known.get(module, "site") or policy.SiteState()).hidden
     torch.testing.assert_close(run(other, x), run(model, x))
 
 
@@ -433,7 +434,7 @@ def test_layouts_are_compared_when_all_else_is_decided(seconds, wins, any_clock,
     assert of["layout given"] == of["layout given again"]  # the same form, after the other one was tried
     final = of["layout channels_last"] if wins else of["layout given"]
     assert paths(model) == final
-    assert ("_kgopt_layout" in model.__dict__) is wins
+    assert layout.is_on(model) is wins
     assert kgopt.report(model).layout.startswith("channels_last" if wins else "as it was")
     y = run(model, x)
     kgopt.restore(model)
@@ -461,10 +462,10 @@ def test_optimize_again_keeps_the_layout(any_clock):
         model, x = Net().eval(), torch.randn(2, 4, 9, 8)
         expected = run(model, x)
         kgopt.optimize(model, x)
-        before, text = "_kgopt_layout" in model.__dict__, kgopt.report(model).layout
+        before, text = layout.is_on(model), kgopt.report(model).layout
         kgopt.optimize(model, torch.cat([x, x]))
         if before:
-            assert "_kgopt_layout" in model.__dict__
+            assert layout.is_on(model)
             assert kgopt.report(model).layout == text
         torch.testing.assert_close(run(model, x), expected)
 

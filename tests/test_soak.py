@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import kgopt
-from kgopt.rewrite import glue, policy, source, training
+from kgopt.rewrite import glue, known, policy, training
+from kgopt.rewrite.source import code
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "soak.py"
 SMALL = ("--device", "cpu", "--width", "4", "--largest", "8", "--calls", "150", "--warm", "50")
@@ -76,7 +77,7 @@ def test_what_a_model_remembers_of_shapes_is_bounded(soak, device):
             model(x)
         if size < 40:
             model(x).sum().backward()
-    sizes = [len(m._kgopt_state.results) for m in model.modules() if "_kgopt_state" in m.__dict__]
+    sizes = [len(s.results) for m in model.modules() if (s := known.get(m, "site")) is not None]
     assert sizes
     assert max(sizes) <= 3 * policy.SHAPES  # of a norm, each of its chains
     for module in glue.modules_of(model):
@@ -87,12 +88,12 @@ def test_what_a_model_remembers_of_shapes_is_bounded(soak, device):
 
 def test_what_is_kept_of_source_code_is_bounded(monkeypatch, tmp_path):
     """Trees of functions were kept for ever, also of classes that a program makes as it runs."""
-    monkeypatch.setattr(source, "_PARSED", {})
-    monkeypatch.setattr(source, "_PARSED_AT_MOST", 8)
+    monkeypatch.setattr(code, "_PARSED", {})
+    monkeypatch.setattr(code, "_PARSED_AT_MOST", 8)
     path = tmp_path / "many.py"
     path.write_text("".join(f"def f{i}(self):\n    return {i}\n" for i in range(20)))
     namespace: dict[str, types.FunctionType] = {}
     exec(compile(path.read_text(), str(path), "exec"), namespace)
     for i in range(20):
-        assert source._parse(namespace[f"f{i}"]).name == f"f{i}"
-        assert len(source._PARSED) <= 8
+        assert code.parse(namespace[f"f{i}"]).name == f"f{i}"
+        assert len(code._PARSED) <= 8

@@ -1,4 +1,4 @@
-"""Memory formats and dtypes of what an op returns."""
+"""Memory formats and dtypes: of what a tensor lies in, and of what an op returns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by rank
+
 
 def is_channels_last(t: Tensor) -> bool:
-    """The rule of torch's suggest_memory_format, as in csrc/common/torch_utils.h."""
+    """The rule of torch's suggest_memory_format, as in csrc/common/torch_utils.h: the order of strides alone."""
     if t.dim() not in (4, 5) or t.stride(1) == 0:
         return False
     smallest: Any = 0
@@ -25,11 +27,24 @@ def is_channels_last(t: Tensor) -> bool:
     return True
 
 
+def is_dense_channels_last(x: Tensor) -> bool:
+    """channels_last without gaps, and no contiguous tensor as well, which sizes of 1 would allow."""
+    return x.dim() in FORMATS and not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.dim()])
+
+
 def memory_format(rank: int, channels_last: bool) -> torch.memory_format:
     """The format's name for tensors of this rank."""
-    if not channels_last:
-        return torch.contiguous_format
-    return torch.channels_last_3d if rank == 5 else torch.channels_last
+    return FORMATS.get(rank, torch.channels_last) if channels_last else torch.contiguous_format
+
+
+def format_of(x: Tensor) -> torch.memory_format:
+    """channels_last(_3d) where x is dense so; else contiguous."""
+    return memory_format(x.dim(), is_dense_channels_last(x))
+
+
+def as_channels_last(x: Tensor) -> Tensor:
+    """x in channels_last or channels_last_3d; as it is where it has another rank."""
+    return x.contiguous(memory_format=FORMATS[x.dim()]) if x.dim() in FORMATS else x
 
 
 def contiguous(t: Tensor) -> Tensor:

@@ -93,13 +93,21 @@ def build_parser() -> argparse.ArgumentParser:
             name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
 
-    demo = add("demo", "the three pipelines on real images, compared with PyTorch", _DEMO)
+    _add_demo(add("demo", "the three pipelines on real images, compared with PyTorch", _DEMO))
+    _add_bench(add("bench", "measure kgopt beside PyTorch and the floor", _BENCH))
+    _add_fuzz(add("fuzz", "search for faults with random calls and networks", _FUZZ))
+    _add_info(add("info", "versions, what was compiled in, GPUs, and which path ops take", _INFO))
+    return parser
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument("--out", metavar="PNG", default="kgopt_demo.png", help="where the chart goes (%(default)s)")
     demo.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
     demo.add_argument("--seed", type=int, default=0, help="seed of weights, gamma and beta (%(default)s)")
     demo.add_argument("--quick", action="store_true", help="fewer patches, shorter timing, no headline shapes")
 
-    bench = add("bench", "measure kgopt beside PyTorch and the floor", _BENCH)
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
     suites = ["pipelines", "groupnorm", "conv", "ops", "models", "sweep", "scaling", "chains", "convs"]
     bench.add_argument("--suite", choices=suites, default="pipelines", help="what to measure (%(default)s)")
     bench.add_argument("--json", metavar="F", help="write the measured rows here, after every case")
@@ -114,6 +122,13 @@ def build_parser() -> argparse.ArgumentParser:
                        help="N processes compile the baselines side by side, then measure one at a time on each GPU; "
                        "where nothing can be compiled ahead (models, convs) at most one for each GPU")  # fmt: skip
     bench.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
+    _add_what(bench)
+    _add_how_long(bench)
+    bench.set_defaults(done=frozenset(), stop_at=None)  # see run_bench
+
+
+def _add_what(bench: argparse.ArgumentParser) -> None:
+    """Dtypes, cases, implementations."""
     bench.add_argument("--dtype", type=_comma_list, metavar="LIST",
                        help="comma-separated (default: tf32,bf16; for pipelines also fp32; for models with --backward "
                        "also autocast; for sweep fp32,bf16,fp16; on CPU else fp32)")  # fmt: skip
@@ -136,6 +151,10 @@ def build_parser() -> argparse.ArgumentParser:
                        "on a GPU, suite pipelines)")  # fmt: skip
     bench.add_argument("--no-max-autotune", dest="max_autotune", action="store_const", const="none",
                        help="the same as --max-autotune none")  # fmt: skip
+
+
+def _add_how_long(bench: argparse.ArgumentParser) -> None:
+    """Budgets, and how many random cases."""
     bench.add_argument("--budget", type=float, metavar="S",
                        help="after S seconds start no further torch.compile baseline")  # fmt: skip
     bench.add_argument("--stop", type=float, metavar="S", help="after S seconds start no further measurement at all")
@@ -150,9 +169,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--commit", metavar="HASH", help="the commit to note in the rows (default: $KGOPT_COMMIT, then git)"
     )
 
-    bench.set_defaults(done=frozenset(), stop_at=None)  # see run_bench
 
-    fuzz = add("fuzz", "search for faults with random calls and networks", _FUZZ)
+def _add_fuzz(fuzz: argparse.ArgumentParser) -> None:
     fuzz.add_argument("--seconds", type=float, metavar="N", help="start no case after N seconds")
     fuzz.add_argument("--calls", type=int, metavar="N", help="check N cases (default: 2000, without --seconds)")
     fuzz.add_argument("--seed", type=int, metavar="S", help="of the cases (default: a new one, which is printed)")
@@ -181,9 +199,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     fuzz.add_argument("--case", metavar="JSON", help="check this case alone, and print it as Python (or a file of it)")
 
-    info = add("info", "versions, what was compiled in, GPUs, and which path ops take", _INFO)
+
+def _add_info(info: argparse.ArgumentParser) -> None:
     info.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
+from kgopt._layout import memory_format
 from kgopt.accuracy import no_autotuning
 from kgopt.cli import results
 from kgopt.cli._optional import MissingPackageError
-from kgopt.cli.bench import Settings, describe, error_and_peak, quiet_compiler, table_of_filled
 from kgopt.cli.floor import Ceilings, Work
 from kgopt.cli.measure import (
     DTYPES,
@@ -30,6 +30,8 @@ from kgopt.cli.measure import (
     within_tolerance,
 )
 from kgopt.cli.results import Group, Row
+from kgopt.cli.runner import Settings, describe, quiet_compiler
+from kgopt.cli.tables import error_and_peak, table_of_filled
 from kgopt.cli.text import ratio_text, time_text
 from kgopt.cli.zoo import MODEL_CASES, ModelCase
 
@@ -188,10 +190,6 @@ def _work(case: ModelCase, model: nn.Module, task: _Task, itemsize: int) -> Work
     return Work(float(elements * itemsize), float(counter.get_total_flops()))
 
 
-def _format(x: torch.Tensor) -> torch.memory_format:
-    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-
-
 def _compiles(name: str) -> bool:
     return name in (*results.COMPILED, "kgopt_compile", "kgopt_backend")
 
@@ -199,8 +197,8 @@ def _compiles(name: str) -> bool:
 def _prepare(name: str, task: _Task, row: Row) -> None:
     """Makes of the plain model in `task` what the implementation says."""
     if row["layout"] == "channels_last":
-        task.model = task.model.to(memory_format=_format(task.x))  # type: ignore[call-overload]
-        task.x = task.x.contiguous(memory_format=_format(task.x))
+        task.model = task.model.to(memory_format=memory_format(task.x.dim(), True))  # type: ignore[call-overload]
+        task.x = task.x.contiguous(memory_format=memory_format(task.x.dim(), True))
     if name in ("kgopt", "kgopt_compile"):
         start = time.monotonic()
         with task.context():
@@ -256,6 +254,79 @@ def _measure_one(
     row["peak_bytes"] = peak_memory(task.run, device)
 
 
+class _Measurement:
+    """The rows of one model in one precision and direction."""
+
+    def __init__(
+        self, case: ModelCase, precision: str, direction: str, settings: Settings, ceilings: Ceilings, facts: Row
+    ) -> None:
+        self.case, self.precision, self.direction, self.settings = case, precision, direction, settings
+        self.ceilings, self.facts = ceilings, facts
+        self.autocast = precision == "autocast"
+        self.dtype = torch.float32 if self.autocast else DTYPES[precision]
+        # What convolutions compute in; under autocast to bf16 that is bf16.
+        self.rate = "bf16" if self.autocast else precision
+        self.rows: dict[str, Row] = {}
+        self.work: Work | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The implementations that are wanted."""
+        settings = self.settings
+        wanted = ("eager", *(settings.only or MODEL_IMPLEMENTATIONS))
+        return tuple(n for n in MODEL_IMPLEMENTATIONS if n in wanted and (settings.compile or not _compiles(n)))
+
+    def new_row(self, name: str) -> Row:
+        case = self.case
+        self.rows[name] = {
+            "suite": "models",
+            "case": case.name,
+            "title": case.title,
+            "shape": list(case.shape),
+            "direction": self.direction,
+            "dtype": self.precision,
+            "implementation": name,
+            "layout": "channels_last" if name.endswith("channels_last") else "contiguous",
+        }
+        return self.rows[name]
+
+    def measure(self, name: str, row: Row, oracles: Oracles, wanted: list[torch.Tensor] | None) -> None:
+        """Fills in the row of one implementation."""
+        device, compiles = self.settings.device, _compiles(name)
+        with _empty_after(device):
+            try:
+                model = oracles.model(self.case, device, self.dtype)
+                task = _Task(model, self.case.inputs(device).to(self.dtype), self.direction, self.autocast)
+                if self.work is None:
+                    self.work = _work(self.case, model, task, self.dtype.itemsize)
+                _measure_one(name, row, task, self.settings, wanted, compiles)
+            except Exception as error:
+                row["failed"] = describe(error)
+            model = task = None  # type: ignore[assignment]
+
+    def finished(self) -> list[Row]:
+        """The rows so far, with what follows from all of them."""
+        _judge(self.rows, self.dtype, self.autocast)
+        for row in self.rows.values():
+            if self.work is not None:
+                self._note_floor(row, self.work)
+            row["copy_gbytes_per_s"] = round(self.ceilings.bytes_per_s * 1e-9, 1)
+            row["matmul_tflops"] = round(self.ceilings.flops_per_s[self.rate] * 1e-12, 2)
+            row.update(self.facts)
+        return list(self.rows.values())
+
+    def _note_floor(self, row: Row, work: Work) -> None:
+        floor_us, row["floor_bound"] = self.ceilings.floor(work, self.rate)
+        row["floor_us"] = round(floor_us, 3)
+        row["work_bytes"], row["work_flops"] = work.bytes, work.flops
+        took_us = row.get("time_us")
+        if took_us:
+            eager_us = self.rows.get("eager", {}).get("time_us")
+            row["floor_fraction"] = round(floor_us / took_us, 5)
+            row["speedup_over_eager"] = round(eager_us / took_us, 4) if eager_us else None
+            row["tflops"] = round(work.flops / took_us * 1e-6, 3)
+
+
 def measure_model(
     case: ModelCase,
     precision: str,
@@ -272,94 +343,39 @@ def measure_model(
     A missing library gives one row whose `failed` says what to install. `note` hears which implementation starts;
     `keep` gets the rows so far after each, marked `partial` until the last is there.
     """
-    device, autocast = settings.device, precision == "autocast"
-    dtype = torch.float32 if autocast else DTYPES[precision]
-    # What convolutions compute in; under autocast to bf16 that is bf16.
-    rate = "bf16" if autocast else precision
-    base: Row = {
-        "suite": "models",
-        "case": case.name,
-        "title": case.title,
-        "shape": list(case.shape),
-        "direction": direction,
-        "dtype": precision,
-    }
-    ceiling_facts: Row = {
-        "copy_gbytes_per_s": round(ceilings.bytes_per_s * 1e-9, 1),
-        "matmul_tflops": round(ceilings.flops_per_s[rate] * 1e-12, 2),
-    }
-    rows: dict[str, Row] = {}
-    names = tuple(
-        name
-        for name in MODEL_IMPLEMENTATIONS
-        if name in ("eager", *(settings.only or MODEL_IMPLEMENTATIONS)) and (settings.compile or not _compiles(name))
-    )
-
-    def new_row(name: str) -> Row:
-        layout = "channels_last" if name.endswith("channels_last") else "contiguous"
-        rows[name] = {**base, "implementation": name, "layout": layout}
-        return rows[name]
-
-    work: Work | None = None
-
-    def finished() -> list[Row]:
-        _judge(rows, dtype, autocast)
-        for row in rows.values():
-            if work is not None:
-                floor_us, row["floor_bound"] = ceilings.floor(work, rate)
-                row["floor_us"] = round(floor_us, 3)
-                row["work_bytes"], row["work_flops"] = work.bytes, work.flops
-                took_us = row.get("time_us")
-                if took_us:
-                    eager_us = rows.get("eager", {}).get("time_us")
-                    row["floor_fraction"] = round(floor_us / took_us, 5)
-                    row["speedup_over_eager"] = round(eager_us / took_us, 4) if eager_us else None
-                    row["tflops"] = round(work.flops / took_us * 1e-6, 3)
-            row.update(ceiling_facts)
-            row.update(facts)
-        return list(rows.values())
-
-    with precision_flags("tf32" if autocast else precision), quiet_compiler():
+    found = _Measurement(case, precision, direction, settings, ceilings, facts)
+    names = found.names
+    with precision_flags("tf32" if found.autocast else precision), quiet_compiler():
         wanted: list[torch.Tensor] | None = None
         unknown = stand_in = ""
         try:
             note(f"{case.name}: reference")
-            with _empty_after(device):
-                wanted = oracles.get(case, direction, device)
+            with _empty_after(settings.device):
+                wanted = oracles.get(case, direction, settings.device)
             if (stand_in := oracles.stand_in(case, direction)) and precision == "fp32":
                 wanted, unknown = None, f"its reference would be {stand_in}"
         except MissingPackageError as error:
-            new_row("eager")["failed"] = f"skipped: {error}"
+            found.new_row("eager")["failed"] = f"skipped: {error}"
             names = ()
         except RuntimeError as error:  # out of memory
             unknown = describe(error)
         for name in names:
-            compiles = _compiles(name)
-            row = new_row(name)
+            row = found.new_row(name)
             if unknown:
                 row["error_unknown"] = unknown
             elif stand_in:
                 row["error_reference"] = stand_in
-            if compiles and settings.is_spent:
+            if _compiles(name) and settings.is_spent:
                 row["failed"] = "not run: the time budget was spent"
                 continue
             note(f"{case.name} {precision} {direction}: {name}")
-            with _empty_after(device):
-                try:
-                    model = oracles.model(case, device, dtype)
-                    task = _Task(model, case.inputs(device).to(dtype), direction, autocast)
-                    if work is None:
-                        work = _work(case, model, task, dtype.itemsize)
-                    _measure_one(name, row, task, settings, wanted, compiles)
-                except Exception as error:
-                    row["failed"] = describe(error)
-                model = task = None  # type: ignore[assignment]
+            found.measure(name, row, oracles, wanted)
             if name != names[-1]:
-                so_far = [{**row, "partial": True} for row in finished()]
+                so_far = [{**row, "partial": True} for row in found.finished()]
                 keep(so_far)
                 if settings.is_stopped:
                     return so_far
-    return finished()
+    return found.finished()
 
 
 def _judge(rows: dict[str, Row], dtype: torch.dtype, autocast: bool) -> None:

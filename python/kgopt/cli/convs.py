@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from kgopt._layout import FORMATS
 from kgopt.accuracy import no_autotuning, round_tf32
-from kgopt.cli.bench import Settings, describe
 from kgopt.cli.floor import Ceilings, Work
 from kgopt.cli.measure import (
     DTYPES,
@@ -29,6 +29,7 @@ from kgopt.cli.measure import (
     within_tolerance,
 )
 from kgopt.cli.results import Row, group_rows
+from kgopt.cli.runner import Settings, describe
 from kgopt.cli.sweep import LIMIT, log_uniform
 from kgopt.cli.text import ratio_text, table, time_text
 from kgopt.ops import conv_sizes
@@ -36,7 +37,6 @@ from kgopt.ops import conv_sizes
 __all__ = ["RandomConv", "convs_summary", "measure_conv", "random_convs"]
 
 _MOST_ELEMENTS = 2**24  # of x and of y
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +233,7 @@ def measure_conv(conv: RandomConv, precision: str, settings: Settings, ceilings:
     with precision_flags(precision), torch.no_grad():
         x, weight = _drawn(conv, precision, settings.device)
         layouts: dict[str, tuple[torch.Tensor, ...]] = {"contiguous": (x, weight)}
-        layouts["channels_last"] = tuple(t.contiguous(memory_format=_CHANNELS_LAST[t.dim()]) for t in (x, weight))
+        layouts["channels_last"] = tuple(t.contiguous(memory_format=FORMATS[t.dim()]) for t in (x, weight))
         for name in _IMPLEMENTATIONS:
             if settings.only and name not in ("eager", *settings.only):
                 continue

@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from kgopt.cli import results
 from kgopt.cli.floor import Ceilings
 from kgopt.cli.results import Row
+from kgopt.cli.runner import describe
 
 __all__ = ["Turn", "run_jobs"]
 
@@ -40,20 +42,28 @@ class Turn:
         self._go.wait()
 
 
-def _job(args: argparse.Namespace, ceilings: Ceilings, facts: Row, compiled: Event, go: Event) -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # there are as many processes as the caller wants
-    from kgopt.cli import bench
+# Measures one --shard: what it compiles, waits for its turn, and writes --json.
+Measure = Callable[[argparse.Namespace, Ceilings, Row, Turn], None]
 
+
+def _job(
+    measure: Measure, args: argparse.Namespace, ceilings: Ceilings, facts: Row, compiled: Event, go: Event
+) -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # there are as many processes as the caller wants
     with open(args.json + ".log", "w") as log, contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
         try:
-            bench.measure_suite(args, ceilings, facts, Turn(compiled, go))
+            measure(args, ceilings, facts, Turn(compiled, go))
         except Exception as error:
-            print(f"\n{bench.describe(error)}")
+            print(f"\n{describe(error)}")
             sys.exit(1)
 
 
-def run_jobs(args: argparse.Namespace, steps: int, ceilings: Ceilings, facts: Row, earlier: list[Row]) -> list[Row]:
+def run_jobs(
+    args: argparse.Namespace, steps: int, ceilings: Ceilings, facts: Row, earlier: list[Row], measure: Measure
+) -> list[Row]:
     """`earlier` rows and those of all `steps` of a suite, by args.jobs processes on all GPUs (or on --device).
+
+    measure: what each of them calls, a function that a module has.
 
     Raises ChildProcessError with the last line of a process that failed; the rows of the others are in --json then.
     """
@@ -69,7 +79,7 @@ def run_jobs(args: argparse.Namespace, steps: int, ceilings: Ceilings, facts: Ro
             own["device"] = devices[index % len(devices)]
             compiled, go = spawn.Event(), spawn.Event()
             child = argparse.Namespace(**{**vars(args), **own})
-            process = spawn.Process(target=_job, args=(child, ceilings, facts, compiled, go), daemon=True)
+            process = spawn.Process(target=_job, args=(measure, child, ceilings, facts, compiled, go), daemon=True)
             process.start()
             jobs.append((process, compiled, child.json))
             waiting[own["device"]].append((process, go))

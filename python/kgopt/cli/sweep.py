@@ -15,13 +15,15 @@ import torch
 from torch import nn
 
 import kgopt.nn
+from kgopt._layout import FORMATS
 from kgopt.cli import results
-from kgopt.cli.bench import Compiled, Runner, Settings, describe, quiet_compiler, result_errors
 from kgopt.cli.cases import Case, PlainGroupNorm, group_norm_work, group_slices
+from kgopt.cli.errors import result_errors
 from kgopt.cli.floor import Ceilings
 from kgopt.cli.measure import DTYPES, Timing, gpu_time, kink_error, note_time, peak_memory, time_call, within_tolerance
 from kgopt.cli.models import randomize
 from kgopt.cli.results import Group, Row, group_rows
+from kgopt.cli.runner import Compiled, Runner, Settings, describe, quiet_compiler
 from kgopt.cli.text import bytes_text, error_text, ratio_text, table, time_text
 
 __all__ = [
@@ -36,7 +38,6 @@ __all__ = [
 ]
 
 LIMIT = 1.05  # times the better of eager and torch.compile: what is above counts as slower
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +153,7 @@ def _model_and_input(shape: Shape, device: torch.device) -> tuple[nn.Module, tor
     generator = torch.Generator(device=device).manual_seed(shape.index)
     x = torch.empty(shape.shape, device=device).normal_(generator=generator).mul_(2.0).add_(0.5).to(dtype)
     if shape.layout == "channels_last":
-        x = x.contiguous(memory_format=_CHANNELS_LAST[x.dim()])
+        x = x.contiguous(memory_format=FORMATS[x.dim()])
     return plain, x
 
 
@@ -181,54 +182,29 @@ def measure_shape(
 
     ready: what `compile_shape` made of this shape; None compiles here.
     """
-    device, dtype = settings.device, DTYPES[shape.precision]
+    device = settings.device
     case = _case(shape)
     plain, x = _model_and_input(shape, device)
     rows: dict[tuple[str, str], Row] = {}
     runners: dict[str, _Both] = {}
     names = ["eager", *(["compile"] if _compiles(settings) else []), "kgopt"]
-    directions = ("forward", "backward")
     if ready is None:
         torch.compiler.reset()
     with quiet_compiler():
         for name in names:
-            for direction in directions:
-                rows[name, direction] = {
-                    "suite": "sweep", "case": shape.name, "title": shape.name, "shape": list(shape.shape),
-                    "groups": shape.groups, "act": shape.act, "bytes": shape.bytes, "direction": direction,
-                    "dtype": shape.precision, "implementation": name, "layout": shape.layout,
-                }  # fmt: skip
+            own = rows[name, "forward"], rows[name, "backward"] = _new_rows(shape, name)
             try:
-                before = (ready or {}).get(name)
-                if before:
-                    model = before.model
-                elif name == "compile":
-                    if settings.is_spent:
-                        raise TimeoutError("not run: the time budget was spent")
-                    model = torch.compile(plain, dynamic=False)  # type: ignore[assignment]
-                else:
-                    model = case.kgopt(plain) if name == "kgopt" else plain
-                start = time.monotonic()
-                runner = _Both(model, x)
-                runner.backward()
-                if name == "compile":
-                    took_s = time.monotonic() - start
-                    rows[name, "forward"]["compile_s"] = before.compile_s if before else round(took_s, 2)
-                for direction in directions:
-                    fn = getattr(runner, direction)
-                    note_time(rows[name, direction], _time(fn, device, settings.rep_ms))
-                    rows[name, direction]["peak_bytes"] = peak_memory(fn, device)
-                runners[name] = runner
+                runners[name] = _time_one(name, own, case, plain, x, settings, (ready or {}).get(name))
             except Exception as error:
                 why = str(error) if isinstance(error, TimeoutError) else describe(error)
-                for direction in directions:
-                    rows[name, direction]["failed"] = why
+                for row in own:
+                    row["failed"] = why
         _second_look(rows, runners, settings)
-        for direction in directions:
+        for direction in _DIRECTIONS:
             kink = kink_error(shape.act, shape.shape) if direction == "backward" else 0.0
             _add_errors(case, plain, {n: rows[n, direction] for n in names}, runners, x, direction, kink)
     for (_, direction), row in rows.items():
-        work = case.work(shape.shape, dtype.itemsize, direction)
+        work = case.work(shape.shape, DTYPES[shape.precision].itemsize, direction)
         floor_us, row["floor_bound"] = ceilings.floor(work, shape.precision)
         row["floor_us"], row["work_bytes"] = round(floor_us, 3), work.bytes
         if row.get("time_us"):
@@ -240,6 +216,52 @@ def measure_shape(
         gc.collect()
         torch.cuda.empty_cache()
     return list(rows.values())
+
+
+_DIRECTIONS = ("forward", "backward")
+
+
+def _new_rows(shape: Shape, name: str) -> tuple[Row, Row]:
+    """Of both directions."""
+    forward, backward = (
+        {
+            "suite": "sweep", "case": shape.name, "title": shape.name, "shape": list(shape.shape),
+            "groups": shape.groups, "act": shape.act, "bytes": shape.bytes, "direction": direction,
+            "dtype": shape.precision, "implementation": name, "layout": shape.layout,
+        }
+        for direction in _DIRECTIONS
+    )  # fmt: skip
+    return forward, backward
+
+
+def _time_one(
+    name: str,
+    rows: tuple[Row, Row],
+    case: Case,
+    plain: nn.Module,
+    x: torch.Tensor,
+    settings: Settings,
+    before: Compiled | None,
+) -> _Both:
+    """Makes one implementation and times both directions; ``before``: what was compiled already."""
+    if before:
+        model = before.model
+    elif name == "compile":
+        if settings.is_spent:
+            raise TimeoutError("not run: the time budget was spent")
+        model = torch.compile(plain, dynamic=False)  # type: ignore[assignment]
+    else:
+        model = case.kgopt(plain) if name == "kgopt" else plain
+    start = time.monotonic()
+    runner = _Both(model, x)
+    runner.backward()
+    if name == "compile":
+        rows[0]["compile_s"] = before.compile_s if before else round(time.monotonic() - start, 2)
+    for direction, row in zip(_DIRECTIONS, rows, strict=True):
+        fn = getattr(runner, direction)
+        note_time(row, _time(fn, settings.device, settings.rep_ms))
+        row["peak_bytes"] = peak_memory(fn, settings.device)
+    return runner
 
 
 def _second_look(rows: dict[tuple[str, str], Row], runners: dict[str, _Both], settings: Settings) -> None:

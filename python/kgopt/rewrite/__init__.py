@@ -2,19 +2,21 @@
 
 The package is called rewrite because a package and a function cannot share the name ``kgopt.optimize``.
 
-=====================  ==============================================================================================
-patterns               what fuses: a tiny graph, one matcher, and what PyTorch's modules and functions mean
-source, backend        the two front ends: Python source and nn.Sequential; captured graphs
-sites, emit            the checks at each call; a chain as ops
-inductor               what compiled code gains after it was traced
-policy                 PyTorch's code or ours: the rule and the measurement
-whole, fingerprint     what the whole model decides; which models are equal
-verdicts               what was measured, for the process and on disk
-classes, disguise      the classes that modules get; what tools see of them
-layout                 channels_last inside
-api, reporting         kgopt.optimize, restore, report
-transaction            calls and changes that are undone where they fail
-=====================  ==============================================================================================
+A file imports from its own layer and from those above it (tests/test_layers.py):
+
+=======  =========================================  ==================================================================
+layer    files                                      what it says
+=======  =========================================  ==================================================================
+torch    originals watching                         what PyTorch has: replaced by somebody? watched by somebody?
+class    known standing disguise                    what an optimized module knows; what others see of its class
+site     chain patterns meanings modules roles      what can be fused, and what a module, function or method means in it
+         classes reporting transaction              making the classes; the report; undoing what failed
+verdict  verdicts fingerprint emit policy           PyTorch's code or ours: the rule and the measurement
+run      carry sites norms formats wrapped glue     what runs in place of a site, of a norm, between norms, in training,
+         sums training layout                       in channels_last
+find     source sequential backend inductor         front ends: Python source, nn.Sequential, captured graphs
+model    whole api                                  what the whole model decides; optimize, restore, report
+=======  =========================================  ==================================================================
 """
 
 from kgopt.rewrite import inductor as _inductor

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from kgopt.rewrite import classes, formats, layout, source
-from kgopt.rewrite.disguise import become, forget_all, original_class
-from kgopt.rewrite.patterns import OTHER, Chain, Match, Node, is_trivial, match, why_alone
+from kgopt.rewrite import classes, known, layout, norms, sequential, source
+from kgopt.rewrite.chain import Chain
+from kgopt.rewrite.disguise import become, original_class
+from kgopt.rewrite.modules import runs_like_sequential
+from kgopt.rewrite.norms import NORMS
 from kgopt.rewrite.policy import SiteState
 from kgopt.rewrite.reporting import Report, SiteRow
-from kgopt.rewrite.sites import Site, is_hooked
-from kgopt.rewrite.transaction import all_or_nothing
+from kgopt.rewrite.roles import child_at
+from kgopt.rewrite.transaction import LOCK, all_or_nothing
 from kgopt.rewrite.verdicts import store
+from kgopt.rewrite.watching import is_hooked
 from kgopt.rewrite.whole import Whole
 from kgopt.torch_private import MODULES_ARE_KNOWN
-
-# Two threads that optimize or restore one model take turns; those that call it do not wait.
-_LOCK = threading.RLock()
-_NORMS = (nn.GroupNorm, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def optimize(
@@ -76,15 +74,16 @@ def optimize(
     if example_inputs is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("example_inputs are measured, which a CUDA graph capture forbids: call optimize before it")
     if not MODULES_ARE_KNOWN:
-        model.__dict__.setdefault("_kgopt_report", Report(layout="as it was: this torch's modules are not known"))
+        if known.get(model, "report") is None:
+            known.put(model, report=Report(layout="as it was: this torch's modules are not known"))
         return model
     root = _root(model)
     sites = sites if sites is None or isinstance(sites, str) else list(sites)
     exclude = exclude if isinstance(exclude, str) else list(exclude)
     if verdicts is not None:
         store.attach(verdicts)
-    was_on = "_kgopt_layout" in root.__dict__
-    with _LOCK, all_or_nothing(root, lambda: _set_layout(root, was_on)):
+    was_on = layout.is_on(root)
+    with LOCK, all_or_nothing(root, lambda: layout.set_layout(root, was_on)):
         _optimize(root, example_inputs, channels_last, sites, exclude, measure)
     if report:
         print(report_of(model))
@@ -95,20 +94,21 @@ def _optimize(
     root: nn.Module, example_inputs: Any, channels_last: bool | str, sites: Any, exclude: Any, measure: bool
 ) -> None:
     rows = _swap(root, _selector(sites, exclude), measure)
-    found = root.__dict__.setdefault("_kgopt_report", Report())
+    found = known.get(root, "report")
+    if found is None:
+        found = Report()
+        known.put(root, report=found)
     # A second call sees what the first one swapped, and keeps what it said about it.
     found.sites = [row for row in found.sites if row.path not in {r.path for r in rows}] + rows
     order = {path: i for i, (path, _) in enumerate(root.named_modules())}
     found.sites.sort(key=lambda row: order.get(row.path, len(order)))
     if example_inputs is not None:
         options = sites, exclude, channels_last
-        Whole(root, example_inputs, _selector(None, exclude), _set_layout, options).decide(
-            channels_last, measure, found
-        )
+        Whole(root, example_inputs, _selector(None, exclude), options).decide(channels_last, measure, found)
     elif channels_last is True:
-        found.layout = layout.ask_for(root, _set_layout)
-    if "_kgopt_layout" in root.__dict__:  # also where it was the faster one: other calls may take other ways
-        root.__dict__["_kgopt_layout"].falls_back = True
+        found.layout = layout.ask_for(root)
+    if layout.is_on(root):  # also where it was the faster one: other calls may take other ways
+        known.get(root, "layout").falls_back = True
 
 
 def restore(model: nn.Module) -> Any:
@@ -117,13 +117,13 @@ def restore(model: nn.Module) -> Any:
     A module that something else has subclassed since (``fully_shard`` does) keeps its class and runs PyTorch's code.
     """
     root = _root(model)
-    with _LOCK:
-        _set_layout(root, False)
+    with LOCK:
+        layout.set_layout(root, False)
         for module in root.modules():
             original = original_class(module)
             if original is not None:  # the class first: a call that has begun finds what it looks for, or does without
                 become(module, original)
-            forget_all(module)
+            known.clear(module)
     return model
 
 
@@ -136,7 +136,7 @@ def report_of(model: nn.Module) -> Report:
         ValueError: the model was not optimized.
     """
     root = _root(model)
-    found = root.__dict__.get("_kgopt_report")
+    found = known.get(root, "report")
     if found is None:
         raise ValueError(f"this {type(root).__name__} was not optimized: call kgopt.optimize(model) first")
     modules = dict(root.named_modules())
@@ -145,7 +145,7 @@ def report_of(model: nn.Module) -> Report:
 
 
 def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:
-    state = None if norm is None else norm.__dict__.get("_kgopt_state")
+    state = None if norm is None else known.get(norm, "site")
     if state is None or not state.results:
         return row
     # The largest chain that was measured, at the shape seen last, is what the row is about.
@@ -214,29 +214,29 @@ def _swap(root: nn.Module, refuse: Callable[[str], str], measure: bool) -> list[
     modules = list(_walk(root))
     rows: dict[int, SiteRow] = {}
     for path, module in modules:
-        if not isinstance(module, _NORMS):
+        if not isinstance(module, NORMS):
             continue
-        if "_kgopt_state" in module.__dict__:
+        if known.get(module, "site") is not None:
             continue  # from an earlier call
         kind = "GroupNorm" if isinstance(module, nn.GroupNorm) else type(module).__name__
-        reason = refuse(path) or classes.leaf_reason(module)
+        reason = refuse(path) or norms.leaf_reason(module)
         if not reason:
-            reason = classes.give(module, type(module), (("leaf",),), _kgopt_state=SiteState(measure=measure))
+            reason = classes.give(module, type(module), norms.RECIPE, site=SiteState(measure=measure))
         rows[id(module)] = SiteRow(path, kind, "" if reason else "group_norm", reason)
     for _, module in modules:
-        if original_class(module) is None and not isinstance(module, (torch.fx.GraphModule, *_NORMS)):
+        if original_class(module) is None and not isinstance(module, (torch.fx.GraphModule, *NORMS)):
             _rewrite_parent(module, rows)
     for _, module in modules:
         if id(module) in rows and is_hooked(module) and not rows[id(module)].reason:
-            rows[id(module)].reason = classes.hook_reason(module)
+            rows[id(module)].reason = norms.hook_reason(module)
     return list(rows.values())
 
 
 def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:
     """Gives a module whose code fuses a class of its own, and fills in the rows of the norms in it."""
     cls = type(parent)
-    if isinstance(parent, nn.Sequential) and classes.runs_like_sequential(parent):
-        _rewrite_sequential(parent, rows)
+    if isinstance(parent, nn.Sequential) and runs_like_sequential(parent):
+        sequential.rewrite(parent, rows)
         return
     if not any(id(m) in rows for m in parent.modules() if m is not parent) and not source.converts(parent, cls):
         return
@@ -244,117 +244,16 @@ def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:
     failed = classes.give(parent, cls, (("source", recipe),)) if recipe else ""
     for in_method in found:
         for path, chains in in_method.chains.items():
-            row = rows.get(id(source.child_at(parent, path)))
+            row = rows.get(id(child_at(parent, path)))
             if row is not None and row.became and failed:
                 row.reason = failed
             elif row is not None and row.became:
-                _fill(row, chains[0])
+                row.fill(chains[0])
         for path, reason in in_method.reasons.items():
-            row = rows.get(id(source.child_at(parent, path)))
+            row = rows.get(id(child_at(parent, path)))
             if row is not None and row.became and "→" not in row.kind and reason:
                 row.reason = reason
     for name, reason in refused.items():
         row = rows.get(id(parent._modules[name]))
         if row is not None and row.became and "→" not in row.kind and not row.reason:
             row.reason = reason
-
-
-def _fill(row: SiteRow, chain: Chain) -> None:
-    kind = chain.label if chain.norm == "group" else chain.label.replace("InstanceNorm", row.kind.split(" ")[0])
-    row.kind, row.became, row.reason = kind, chain.becomes, ""
-
-
-def _leaves(parent: nn.Sequential, deep: bool) -> Iterator[tuple[classes.Path, nn.Module | None]]:
-    """The children; with ``deep`` those of Sequentials inside instead of these."""
-    for name, module in parent._modules.items():
-        if deep and module is not None and classes.runs_like_sequential(module) and not is_hooked(module):
-            yield from (((name, *path), leaf) for path, leaf in _leaves(module, True))  # type: ignore[arg-type]
-        else:
-            yield (name,), module
-
-
-def _matches(leaves: list[tuple[classes.Path, nn.Module | None]]) -> tuple[list[Node], list[Match]]:
-    nodes: list[Node] = []
-    for path, module in leaves:
-        role = source.role_of(module)
-        node = Node("value") if role is None else Node(role[0], name=role[1], inplace=role[2])
-        node.origin = path
-        previous = nodes[-1] if nodes else Node("value")
-        node.inputs.append(previous)
-        previous.read_by(node)
-        nodes.append(node)
-    if nodes:
-        nodes[-1].read_by(OTHER)
-    return nodes, [match(n) for n in nodes if n.kind == "norm"]
-
-
-def _rewrite_sequential(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None:
-    nodes, matches = _matches(list(_leaves(parent, True)))
-    # Sequentials inside see to themselves, unless a chain reaches from one into the next.
-    deep = any(len({n.origin[0] for n in m.nodes}) > 1 and any(len(n.origin) > 1 for n in m.nodes) for m in matches)
-    if not deep:
-        nodes, matches = _matches(list(_leaves(parent, False)))
-    at = {id(n): i for i, n in enumerate(nodes)}
-    names = [n.origin for n in nodes]
-    steps: list[tuple[tuple[classes.Path, ...], Site | None]] = []
-    done = 0
-    for m in matches:
-        start, stop = at[id(m.nodes[0])], at[id(m.last)] + 1
-        row = rows.get(id(classes.child(parent, m.norm.origin)))
-        alone = is_trivial(m.chain)
-        if (alone or start < done) and row is not None and row.became and not row.reason:
-            row.reason = why_alone(m.norm)
-        # A norm alone is its module's business, unless a convolution comes next: see Site.run_before.
-        if start < done or (alone and not (stop < len(nodes) and nodes[stop].kind == "conv")):
-            continue
-        roles = tuple(n.name if n.kind == "act" else n.kind for n in m.nodes)
-        steps += [((name,), None) for name in names[done:start]]
-        steps.append((tuple(names[start:stop]), Site(m.chain, roles)))
-        done = stop
-        if row is not None and row.became and not alone:
-            _fill(row, m.chain)
-    if done:
-        steps += [((name,), None) for name in names[done:]]
-        inner = tuple(dict.fromkeys(path[:i] for path in names for i in range(1, len(path))))
-        parts = tuple((path, tuple(classes.child(parent, path)._modules)) for path in inner)
-        plan = classes.Steps(tuple(parent._modules), tuple(steps), parts)
-        classes.give(parent, type(parent), (("sequential",),), _kgopt_steps=plan)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Layout
-
-
-def _set_layout(root: nn.Module, on: bool) -> str:
-    """Turns channels_last inside on or off; the class that does the conversion comes and goes with it.
-
-    Returns why it cannot be on; else "".
-    """
-    if on == ("_kgopt_layout" in root.__dict__):
-        return ""
-    original, recipe = classes.recipe_of(root)
-    if on:
-        if isinstance(root, _NORMS):
-            return "a norm alone gains nothing"
-        converted = layout.convert_parameters(root)
-        failed = classes.give(root, original, (*recipe, ("layout",)), _kgopt_layout=layout.Layout(converted))
-        if failed:
-            layout.restore_parameters(root, converted)
-            return failed
-    else:
-        classes.give(root, original, tuple(part for part in recipe if part[0] != "layout"))
-        layout.restore_parameters(root, root.__dict__.pop("_kgopt_layout").converted)
-    for module in root.modules():
-        state = module.__dict__.get("_kgopt_state")
-        if state is not None:
-            state.keep_format = on
-        formats.set_keeps(module, on)
-    return ""
-
-
-def set_layout(root: nn.Module, on: bool, falls_back: bool = False) -> None:
-    """Turns channels_last inside on or off, in a call of the model: see layout.py."""
-    with _LOCK:
-        _set_layout(root, on)
-        if on:
-            root.__dict__["_kgopt_layout"].falls_back = falls_back

@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from kgopt.rewrite import originals, policy
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
-from kgopt.rewrite.patterns import OTHER, UNKNOWN, Match, Node, describe_function, describe_method, match
+from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method
+from kgopt.rewrite.patterns import OTHER, Match, Node, match
 from kgopt.rewrite.reporting import Report, SiteRow
 from kgopt.torch_private import compile_graph, schema_of
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from kgopt.rewrite import known
 from kgopt.rewrite.standing import Standing
 
 # Sets a class past the `__setattr__` of nn.Module and of the user.
@@ -31,6 +32,7 @@ class Optimized:
     # No __slots__: with a __dict__ of its own it has the object layout of an nn.Module, which __class__ demands.
     _kgopt_original: Any = None
     _kgopt_recipe: Any = ()
+    _kgopt_rebuild: Any = None  # what a pickle calls with both: for __new__ without keywords, and with them
     _kgopt_stands: Mapping[str, Standing] = types.MappingProxyType({})  # what each method stands for
     _kgopt_made: Any = None  # the class itself: one that something else makes from it (FSDP2 does) does not pass for it
 
@@ -44,14 +46,13 @@ class Optimized:
         made = type(self)
         if not is_made(made) or not isinstance(reduced, tuple):
             return reduced
-        from kgopt.rewrite import classes
-
         function, arguments, *rest = reduced
         how = made._kgopt_original, made._kgopt_recipe
+        new, new_ex = made._kgopt_rebuild
         if function is copyreg.__newobj__ and arguments[0] is made:  # type: ignore[attr-defined]
-            return (classes._new, (*how, *arguments[1:]), *rest)
+            return (new, (*how, *arguments[1:]), *rest)
         if function is copyreg.__newobj_ex__ and arguments[0] is made:  # type: ignore[attr-defined]
-            return (classes._new_ex, (*how, *arguments[1:]), *rest)
+            return (new_ex, (*how, *arguments[1:]), *rest)
         # A __reduce__ of the user's: it says by itself how an object of the original class is made.
         function, *arguments = (how[0] if part is made else part for part in (function, *arguments))
         return (function, tuple(arguments), *rest)
@@ -140,14 +141,10 @@ def become(module: Any, cls: type) -> None:
     _set_class(module, cls)
 
 
-def forget_all(module: Any) -> None:
-    """Removes what an optimized module knows."""
-    for name in [n for n in module.__dict__ if n.startswith("_kgopt_")]:
-        module.__dict__.pop(name, None)
-
-
-def new_class(original: Any, recipe: Any, namespace: dict[str, Any], equal: bool = False) -> Any:
+def new_class(original: Any, recipe: Any, namespace: dict[str, Any], rebuild: Any, equal: bool = False) -> Any:
     """A subclass of ``original`` that passes for it; ``equal``: also in comparisons.
+
+    ``rebuild``: two functions that make an instance from ``original``, ``recipe`` and arguments, for pickles.
 
     Nobody hears of it: neither ``__init_subclass__`` nor the code of a metaclass runs, which may register what it
     makes, refuse it, or want keywords.
@@ -160,6 +157,7 @@ def new_class(original: Any, recipe: Any, namespace: dict[str, Any], equal: bool
         "__doc__": original.__doc__,
         "_kgopt_original": original,
         "_kgopt_recipe": recipe,
+        "_kgopt_rebuild": rebuild,
         "_kgopt_stash": {},
     }
     metaclass = EqualsOriginal if equal and type(original) is type else _transparent(type(original))  # type: ignore[arg-type]
@@ -180,7 +178,7 @@ def _initializer(original: Any) -> Any:
             original.__init__(self, *args, **kwargs)
             return
         become(self, original)
-        forget_all(self)
+        known.clear(self)
         self.__init__(*args, **kwargs)
 
     return initialize

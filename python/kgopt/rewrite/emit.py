@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
-from kgopt.rewrite.patterns import CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
+from kgopt.rewrite.chain import CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.torch_private import without_autocast_on_cuda
 
 _OPS = torch.ops.kgopt

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from kgopt.rewrite import known
 from kgopt.rewrite.disguise import original_class
-from kgopt.rewrite.sites import is_hooked
 from kgopt.rewrite.verdicts import canonical
+from kgopt.rewrite.watching import is_hooked
 
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device)
 _DEPTH = 4  # of tuples, lists and dicts in a module's attributes
@@ -40,7 +41,7 @@ def _lines(root: nn.Module) -> Iterator[str]:
             continue
         first[id(module)] = path or "(root)"
         cls = original_class(module) or type(module)
-        state = module.training, is_hooked(module), "_kgopt_state" in module.__dict__
+        state = module.training, is_hooked(module), known.get(module, "site") is not None
         yield f"{path}: {cls.__module__}.{cls.__qualname__} {_code_of(cls)} {state}"
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and id(tensor) in first:

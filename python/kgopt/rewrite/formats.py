@@ -12,21 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kgopt.rewrite import originals
-from kgopt.rewrite.layout import FORMATS
-
-
-def set_keeps(module: nn.Module, on: bool) -> None:
-    """Whether a module stands in a model that runs in channels_last inside."""
-    if on:
-        module.__dict__["_kgopt_keeps"] = True
-    else:
-        module.__dict__.pop("_kgopt_keeps", None)
+from kgopt._layout import FORMATS
+from kgopt.rewrite import known, originals
 
 
 def keeps(module: nn.Module) -> bool:
-    """What :func:`set_keeps` said."""
-    return bool(module.__dict__.get("_kgopt_keeps", False))
+    """Whether a module stands in a model that runs in channels_last inside."""
+    return bool(known.get(module, "keeps"))
 
 
 class Keep:

@@ -17,19 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from kgopt._layout import FORMATS, as_channels_last, is_dense_channels_last
+from kgopt.rewrite import classes, known
+from kgopt.rewrite.classes import Part
+from kgopt.rewrite.norms import NORMS
+from kgopt.rewrite.transaction import LOCK, snapshot
+from kgopt.rewrite.watching import is_watched
 from kgopt.torch_private import tree_map, version_of
 
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    return not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.dim()])
-
-
-def as_channels_last(x: Tensor) -> Tensor:
-    """x in channels_last or channels_last_3d; as it is where it has another rank."""
-    return x.contiguous(memory_format=FORMATS[x.dim()]) if x.dim() in FORMATS else x
 
 
 @dataclass
@@ -42,13 +38,51 @@ class Layout:
     worked: set[Any] = field(default_factory=set, compare=False)  # kinds of calls that did not fail
 
 
-def ask_for(root: nn.Module, set_layout: Callable[[nn.Module, bool], str]) -> str:
-    """Turns it on because the user says so; what the report says of it."""
-    failed = set_layout(root, True)
+def is_on(root: nn.Module) -> bool:
+    """Whether a model runs in channels_last inside."""
+    return known.get(root, "layout") is not None
+
+
+def set_layout(root: nn.Module, on: bool, falls_back: bool = False) -> str:
+    """Turns channels_last inside on or off; the class that does the conversion comes and goes with it.
+
+    Returns why it cannot be on; else "". ``falls_back`` as in :class:`Layout`.
+    """
+    with LOCK:
+        why = "" if on == is_on(root) else _turn_on(root) if on else _turn_off(root)
+        if on and falls_back and not why:
+            known.get(root, "layout").falls_back = True
+        return why
+
+
+def _turn_on(root: nn.Module) -> str:
+    original, recipe = classes.recipe_of(root)
+    if issubclass(original, NORMS):
+        return "a norm alone gains nothing"
+    converted = convert_parameters(root)
+    failed = classes.give(root, original, (*recipe, ("layout",)), layout=Layout(converted))
     if failed:
-        return f"as it was: {failed}"
-    root.__dict__["_kgopt_layout"].falls_back = True
-    return "channels_last, as asked for"
+        restore_parameters(root, converted)
+        return failed
+    for module in root.modules():
+        known.put(module, keeps=True)
+    return ""
+
+
+def _turn_off(root: nn.Module) -> str:
+    original, recipe = classes.recipe_of(root)
+    classes.give(root, original, tuple(part for part in recipe if part[0] != "layout"))
+    restore_parameters(root, known.get(root, "layout").converted)
+    known.drop(root, "layout")
+    for module in root.modules():
+        known.drop(module, "keeps")
+    return ""
+
+
+def ask_for(root: nn.Module) -> str:
+    """Turns it on because the user says so; what the report says of it."""
+    failed = set_layout(root, True, falls_back=True)
+    return f"as it was: {failed}" if failed else "channels_last, as asked for"
 
 
 def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +90,7 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def channels_last_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state: Layout | None = self.__dict__.get("_kgopt_layout")
+        state: Layout | None = known.get(self, "layout")
         if state is None:
             return forward(self, *args, **kwargs)
         if torch.compiler.is_compiling() or not state.falls_back:
@@ -115,7 +149,7 @@ class _Given:
     def _tensor(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or x.dim() not in FORMATS or not x.is_floating_point():
             return x
-        self.is_channels_last = self.is_channels_last or _is_channels_last(x)
+        self.is_channels_last = self.is_channels_last or is_dense_channels_last(x)
         y = as_channels_last(x)
         if y is not x:
             self.tensors.append((x, y, _version(y)))
@@ -147,7 +181,7 @@ class _Given:
             return x
         # Where nobody counts what is written to ours, the caller's own tensor may not have it.
         own = self._own(x) if _counts(x) else x
-        return own if own is not x or self.is_channels_last or not _is_channels_last(x) else x.contiguous()
+        return own if own is not x or self.is_channels_last or not is_dense_channels_last(x) else x.contiguous()
 
 
 def _counts(x: Tensor) -> bool:
@@ -161,15 +195,13 @@ def _version(x: Tensor) -> int:
 
 def _outside(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any, why: str) -> Any:
     """The call in the model's own layout, which stays if the call succeeds: then it was channels_last that failed."""
-    from kgopt.rewrite import api
-
-    api.set_layout(module, False)
+    set_layout(module, False)
     try:
         result = forward(module, *args, **kwargs)
     except BaseException:
-        api.set_layout(module, True, falls_back=True)
+        set_layout(module, True, falls_back=True)
         raise
-    report = module.__dict__.get("_kgopt_report")
+    report = known.get(module, "report")
     if report is not None:
         report.layout = f"as it was: channels_last fails: {why}"
     return result
@@ -177,11 +209,9 @@ def _outside(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any, w
 
 def _before(module: nn.Module) -> Callable[[], None] | None:
     """Undoes what a call does to buffers and the random state; None where the call is only recorded."""
-    from kgopt.rewrite import policy, transaction
-
-    if policy.is_watched() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if is_watched() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return None
-    return transaction.snapshot(module)
+    return snapshot(module)
 
 
 def convert_parameters(model: nn.Module) -> list[str]:
@@ -212,3 +242,6 @@ def restore_parameters(model: nn.Module, names: list[str]) -> None:
             weight = parameters[name]
             # A tensor may be contiguous in both senses; its strides are those of a new one.
             weight.data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device).copy_(weight.data)
+
+
+classes.add_part("layout", Part(wrap=lambda _, forward: wrapped_forward(forward), place=2))

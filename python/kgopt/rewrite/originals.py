@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import activation, conv, dropout, instancenorm, linear, normalization
-from torch.overrides import TorchFunctionMode
 
-from kgopt.torch_private import DeviceContext, function_mode_at, len_torch_function_stack, nn_functions
+from kgopt.torch_private import nn_functions
 
 Place = tuple[Any, str]  # an object, and the attribute of it that a call looks up
 
@@ -283,24 +282,7 @@ def why_replaced(cls: type) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Function modes
-
-
-class OwnMode(TorchFunctionMode):
-    """Modes of kgopt's."""
-
-
-def is_foreign_mode() -> bool:
-    """Whether a function mode sees PyTorch's functions here that is neither ours nor that of the default device.
-
-    Nor those with which torch.export records a graph: it shall hold kgopt's ops.
-    """
-    if function_mode_at is None:
-        return len_torch_function_stack() > 0 and not torch.compiler.is_exporting()
-    modes = [function_mode_at(i) for i in range(len_torch_function_stack())]
-    if torch.compiler.is_exporting():
-        modes = [mode for mode in modes if not type(mode).__module__.startswith("torch.")]
-    return any(not isinstance(mode, (OwnMode, DeviceContext)) for mode in modes)
+# What function modes are given
 
 
 def genuine(func: Any) -> Any:

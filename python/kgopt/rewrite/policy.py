@@ -26,80 +26,28 @@ import torch
 from torch import Tensor
 
 from kgopt import accuracy
-from kgopt.ops import conv_tf32_allowed as _conv_tf32_allowed
-from kgopt.ops.calls import are_functorch_transforms_active as _are_functorch_transforms_active
-from kgopt.ops.calls import is_any_autocast_enabled as _is_any_autocast_enabled
-from kgopt.ops.calls import is_autocast_enabled as _is_autocast_enabled
-from kgopt.ops.calls import is_compiling as _is_compiling
-from kgopt.ops.calls import is_tracing as _is_tracing
-from kgopt.ops.calls import len_torch_dispatch_stack as _len_torch_dispatch_stack
-from kgopt.ops.calls import len_torch_function_stack as _len_torch_function_stack
+from kgopt._layout import format_of
+from kgopt.ops import conv_tf32_allowed
 from kgopt.rewrite import verdicts
+from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt, run_torch
-from kgopt.rewrite.layout import FORMATS
-from kgopt.rewrite.patterns import Chain
+from kgopt.rewrite.watching import is_autocast, own_modes
 from kgopt.torch_private import (
-    FORWARD_AD,
-    LEVEL,
-    MODES_CAN_WAIT,
+    are_functorch_transforms_active,
+    is_tracing,
     keep_busy,
-    pop_torch_function_stack,
-    push_on_torch_function_stack,
+    len_torch_dispatch_stack,
+    len_torch_function_stack,
 )
+
+_is_compiling = torch.compiler.is_compiling
 
 REFERENCE_ELEMENTS = 2**26  # of x, above which a float64 reference is too dear: a part of x says what the errors are
 SHAPES = 8  # at which a chain is measured; a model that sees a new size at every call is not held up at each
 LONG = 0.2  # seconds: what takes longer is timed once
 
 
-class _OwnModes(threading.local):
-    """How many of the function modes of this thread are kgopt's own (rewrite/glue.py): they look on harmlessly."""
-
-    count = 0
-
-
-own_modes = _OwnModes()
 _claiming = threading.Lock()
-
-
-def outside_own_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(...)``, at which no mode of ours looks: its calls belong to other modules, and looking takes time."""
-    if torch.compiler.is_compiling():
-        return function(*args, **kwargs)
-    count = own_modes.count
-    if not count or not MODES_CAN_WAIT or _len_torch_function_stack() != count:
-        return function(*args, **kwargs)
-    modes = [pop_torch_function_stack() for _ in range(count)]
-    own_modes.count = 0
-    try:
-        return function(*args, **kwargs)
-    finally:
-        for mode in reversed(modes):
-            push_on_torch_function_stack(mode)
-        own_modes.count = count
-
-
-def is_watched() -> bool:
-    """Something traces, transforms or counts what runs: it shall see PyTorch's own functions."""
-    return bool(
-        _is_compiling()
-        or _is_tracing()
-        or _are_functorch_transforms_active()
-        or _len_torch_dispatch_stack()
-        or FORWARD_AD[LEVEL] >= 0
-    )
-
-
-def wants_torch() -> bool:
-    """What is recorded shall hold PyTorch's own ops: a TorchScript or ONNX file goes where kgopt is not."""
-    if _is_compiling():  # Dynamo cannot look at the exporter's flag
-        return not torch.compiler.is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
-    return _is_tracing()  # type: ignore[no-any-return]
-
-
-def is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for x's device. Not in code that is being compiled."""
-    return _is_any_autocast_enabled() and _is_autocast_enabled(x.device.type)
 
 
 @dataclass
@@ -133,7 +81,6 @@ class SiteState:
     measure: bool | None = True  # may calls measure? None: one is measuring
     enabled: bool = True
     hidden: bool = False  # the model keeps the GPU busy, so a launch costs nothing
-    keep_format: bool = False  # channels_last stays where PyTorch's GroupNorm would return a contiguous tensor
     results: dict[Any, Measured | None] = field(default_factory=dict)  # by _key; None: it could not be measured
     seen: dict[str, int] = field(default_factory=dict)  # how often each chain was measured
     kept_back: set[str] = field(default_factory=set)  # chains for which PyTorch's work was the shorter one, somewhere
@@ -167,7 +114,6 @@ class SiteState:
         state: dict[str, Any] = {
             "measure": self.measure is not False,
             "enabled": self.enabled,
-            "keep_format": self.keep_format,
         }
         if self.hidden:
             state["hidden"] = verdicts.environments(device for _, _, _, device, *_ in self.results)
@@ -196,9 +142,63 @@ def needs_grad(x: Tensor, norm: NormArgs, conv: ConvArgs | None) -> bool:
     return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
 
 
+@dataclass(frozen=True)
+class Question:
+    """One chain at one input, which PyTorch's functions or kgopt's ops may compute."""
+
+    chain: Chain
+    x: Tensor
+    conv: ConvArgs | None
+    norm: NormArgs
+    grad: bool  # a backward will go through it
+    keeps: bool  # channels_last stays where PyTorch's GroupNorm would return a contiguous tensor
+    checks: Callable[[], None]  # what every call of ours does before its ops, so that its time counts too
+    call: Callable[..., Any]  # calls the ops
+
+    def theirs(self, x: Tensor) -> Tensor:
+        """By PyTorch's functions."""
+        return run_torch(self.chain, x, self.conv, self.norm)
+
+    def ours(self, x: Tensor) -> Tensor:
+        """By kgopt's ops."""
+        fold = not torch.is_autocast_enabled(x.device.type)
+        y = emit_kgopt(self.chain, self.call, x, x.dim(), self.conv, self.norm, fold)
+        return y if self.keeps else as_torch(self.chain, x, y)
+
+    def checked(self, x: Tensor) -> Tensor:
+        """By kgopt's ops, as a call does it."""
+        self.checks()
+        return self.ours(x)
+
+    def detached(self) -> Question:
+        """The same of leaves of a graph of its own."""
+
+        def leaf(t: Any) -> Any:
+            return t.detach().requires_grad_(self.grad and t.requires_grad) if isinstance(t, Tensor) else t
+
+        conv = self.conv and replace(self.conv, weight=leaf(self.conv.weight), bias=leaf(self.conv.bias))
+        norm = replace(self.norm, weight=leaf(self.norm.weight), bias=leaf(self.norm.bias))
+        return replace(self, x=leaf(self.x), conv=conv, norm=norm)
+
+    @property
+    def tensors(self) -> list[Any]:
+        """All that it reads; None where there is no bias."""
+        return [self.x, self.norm.weight, self.norm.bias, *((self.conv.weight, self.conv.bias) if self.conv else ())]
+
+    @property
+    def key(self) -> str:
+        """Of its verdict."""
+        # Without a backward it does not matter who could have a gradient.
+        kinds = [t.detach() if isinstance(t, Tensor) and not self.grad else t for t in self.tensors]
+        rest = [v for v in vars(self.conv).values() if not isinstance(v, Tensor)] if self.conv else []
+        about = (kinds, rest, self.norm.num_groups, self.grad, self.keeps)
+        return verdicts.key_of("site", self.x.device, repr(self.chain), *about)
+
+
 def choose(
     state: SiteState,
     name: str,
+    keeps: bool,
     chain: Chain,
     x: Tensor,
     conv: ConvArgs | None,
@@ -208,7 +208,7 @@ def choose(
 ) -> bool:
     """Ours for this call? Measures, where this shape is new to the chain ``name`` and measuring is harmless.
 
-    ``checks`` does what every call of ours does before its ops, so that its time counts too; ``call`` calls the ops.
+    The rest as in :class:`Question`.
     """
     if not state.measure:
         return state.measure is False
@@ -217,7 +217,7 @@ def choose(
     grad, device = needs_grad(x, norm, conv), x.device
     cast = torch.get_autocast_dtype(device.type) if is_autocast(x) else None
     # Norms take no TF32, and ask no switch at each call.
-    tf32 = conv is not None and x.dtype is torch.float32 and bool(_conv_tf32_allowed())
+    tf32 = conv is not None and x.dtype is torch.float32 and bool(conv_tf32_allowed())
     key = (name, x.shape, x.dtype, device, x.is_contiguous(), grad, cast, tf32)
     found = state.results.get(key, _UNSEEN)
     if found is not _UNSEEN:
@@ -228,7 +228,7 @@ def choose(
         return default(x.device.type)
     state.seen[name] = state.seen.get(name, 0) + 1
     try:
-        measured = state.results[key] = _verdict(chain, x, conv, norm, grad, state.keep_format, checks, call)
+        measured = state.results[key] = _verdict(Question(chain, x, conv, norm, grad, keeps, checks, call))
     finally:
         state.measure = True if state.measure is None else state.measure
     if measured is None:
@@ -242,11 +242,11 @@ def may_measure(x: Tensor) -> bool:
     """Not while something looks on: tracing, a dispatch mode, a functorch transform, a CUDA graph capture."""
     if type(x) not in (Tensor, torch.nn.Parameter) or x.numel() == 0:
         return False
-    if _is_tracing() or _are_functorch_transforms_active():
+    if is_tracing() or are_functorch_transforms_active():
         return False
-    if _len_torch_dispatch_stack():
+    if len_torch_dispatch_stack():
         return False
-    if _len_torch_function_stack() > own_modes.count:
+    if len_torch_function_stack() > own_modes.count:
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -260,76 +260,29 @@ def own_saved_tensors() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t)
 
 
-def _verdict(
-    chain: Chain,
-    x: Tensor,
-    conv: ConvArgs | None,
-    norm: NormArgs,
-    grad: bool,
-    keep_format: bool,
-    checks: Callable[[], None],
-    call: Callable[..., Any],
-) -> Measured | None:
+def _verdict(question: Question) -> Measured | None:
     """:func:`measure`, or what it said of an equal site."""
 
     def anew() -> dict[str, Any] | None:
-        measured = measure(chain, x, conv, norm, grad, keep_format, checks, call)
+        measured = measure(question)
         return None if measured is None else asdict(measured)
 
-    tensors = (x, norm.weight, norm.bias, *((conv.weight, conv.bias) if conv else ()))
-    # Without a backward it does not matter who could have a gradient.
-    kinds = [t.detach() if isinstance(t, Tensor) and not grad else t for t in tensors]
-    rest = [v for v in vars(conv).values() if not isinstance(v, Tensor)] if conv else []
-    key = verdicts.key_of("site", x.device, repr(chain), kinds, rest, norm.num_groups, grad, keep_format)
-    found, known = verdicts.store.settle(key, anew)
+    found, known = verdicts.store.settle(question.key, anew)
     return None if found is None else Measured(**{**found, "known": known})
 
 
-def measure(
-    chain: Chain,
-    x: Tensor,
-    conv: ConvArgs | None,
-    norm: NormArgs,
-    grad: bool,
-    keep_format: bool,
-    checks: Callable[[], None],
-    call: Callable[..., Any],
-) -> Measured | None:
+def measure(question: Question) -> Measured | None:
     """Both ways at these inputs, forward, and backward where a gradient is needed. None: it could not be measured."""
     try:
         with own_saved_tensors():
-            return _measure(chain, x, conv, norm, grad, keep_format, checks, call)
+            return _measure(question.detached())
     except (torch.OutOfMemoryError, RuntimeError):
         return None
 
 
-def _measure(
-    chain: Chain,
-    x: Tensor,
-    conv: ConvArgs | None,
-    norm: NormArgs,
-    grad: bool,
-    keep_format: bool,
-    checks: Callable[[], None],
-    call: Callable[..., Any],
-) -> Measured:
-    leaf = _detached(grad)
-    x = leaf(x)
-    conv = None if conv is None else replace(conv, weight=leaf(conv.weight), bias=leaf(conv.bias))
-    norm = replace(norm, weight=leaf(norm.weight), bias=leaf(norm.bias))
-    tensors = [x, norm.weight, norm.bias, *((conv.weight, conv.bias) if conv else ())]
-    wanted = [t for t in tensors if t is not None and t.requires_grad]
-
-    def theirs(x: Tensor) -> Tensor:
-        return run_torch(chain, x, conv, norm)
-
-    def ours(x: Tensor) -> Tensor:
-        y = emit_kgopt(chain, call, x, x.dim(), conv, norm, not torch.is_autocast_enabled(x.device.type))
-        return y if keep_format else as_torch(chain, x, y)
-
-    def checked(x: Tensor) -> Tensor:
-        checks()
-        return ours(x)
+def _measure(q: Question) -> Measured:
+    wanted = [t for t in q.tensors if t is not None and t.requires_grad]
+    x = q.x
 
     def step(function: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         def run() -> None:
@@ -339,14 +292,13 @@ def _measure(
 
         return run
 
-    with torch.set_grad_enabled(bool(wanted)):
-        before, after = time_both(step(theirs), step(checked), x.device)
     busy: tuple[float, float] | tuple[None, None] = (None, None)
-    if after > before and x.is_cuda:
-        with torch.set_grad_enabled(bool(wanted)):
-            busy = busy_both(step(theirs), step(checked), x.device)
+    with torch.set_grad_enabled(bool(wanted)):
+        before, after = time_both(step(q.theirs), step(q.checked), x.device)
+        if after > before and x.is_cuda:
+            busy = busy_both(step(q.theirs), step(q.checked), x.device)
     with torch.no_grad():
-        errors = _errors(chain, x, conv, norm, theirs, ours)
+        errors = _errors(q)
     reason = ""
     if not errors[1] <= accuracy.allowed(x.dtype, errors[0]):
         reason = f"less accurate: error {errors[1]:.1e}, PyTorch's {errors[0]:.1e}"
@@ -356,24 +308,11 @@ def _measure(
     return Measured(before, after, *errors, reason, *busy)
 
 
-def _detached(grad: bool) -> Callable[[Any], Any]:
-    def leaf(t: Any) -> Any:
-        return t.detach().requires_grad_(grad and t.requires_grad) if isinstance(t, Tensor) else t
-
-    return leaf
-
-
-def _errors(
-    chain: Chain,
-    x: Tensor,
-    conv: ConvArgs | None,
-    norm: NormArgs,
-    theirs: Callable[[Tensor], Tensor],
-    ours: Callable[[Tensor], Tensor],
-) -> tuple[float, float]:
+def _errors(q: Question) -> tuple[float, float]:
     """The yardstick of :mod:`kgopt.accuracy`, and the error of ours."""
+    chain, x, conv, norm = q.chain, q.x, q.conv, q.norm
     part = part_of(x, REFERENCE_ELEMENTS)
-    before, after = theirs(part), ours(part)
+    before, after = q.theirs(part), q.ours(part)
     tf32 = conv is not None and accuracy.may_take_tf32(x)
     ideal = 0.0
     with torch.autocast(x.device.type, enabled=False), accuracy.no_autotuning():
@@ -388,7 +327,7 @@ def _errors(
     yardstick = max(accuracy.relative_error(before, reference, scale), ideal)
     error = accuracy.relative_error(after, reference, scale)
     if part is not x:  # the whole, by the same yardstick: both results are that close to the exact one
-        apart = accuracy.relative_error(ours(x), *_reference(chain, x, conv, norm))
+        apart = accuracy.relative_error(q.ours(x), *_reference(chain, x, conv, norm))
         error = error if apart <= 2 * accuracy.allowed(x.dtype, yardstick) else max(error, apart)
     return yardstick, error
 
@@ -410,9 +349,7 @@ def part_of(x: Tensor, elements: int) -> Tensor:
     while part.numel() > elements and max(part.shape[2:], default=1) > 1:
         longest = max(range(2, part.dim()), key=lambda dim: part.shape[dim])
         part = part.narrow(longest, 0, (part.shape[longest] + 1) // 2)
-    if not x.is_contiguous() and x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]):
-        return part.contiguous(memory_format=FORMATS[x.dim()])
-    return part.contiguous()
+    return part.contiguous(memory_format=format_of(x))
 
 
 def _double(t: Any) -> Any:

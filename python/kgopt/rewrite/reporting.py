@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from kgopt.rewrite.chain import Chain
+
 
 @dataclass
 class SiteRow:
@@ -21,6 +23,11 @@ class SiteRow:
     us_before: float | None = None
     us_after: float | None = None
     verdict: str = ""  # "measured" here, or "known" from an equal site
+
+    def fill(self, chain: Chain) -> None:
+        """Says that the norm runs as part of a chain."""
+        label = chain.label if chain.norm == "group" else chain.label.replace("InstanceNorm", self.kind.split(" ")[0])
+        self.kind, self.became, self.reason = label, chain.becomes, ""
 
 
 @dataclass

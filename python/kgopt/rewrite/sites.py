@@ -8,93 +8,26 @@ tensor. Where it says no, the caller runs the original code.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kgopt import ops as ops
-from kgopt.ops.calls import is_compiling as _is_compiling
-from kgopt.ops.calls import is_grad_enabled as _is_grad_enabled
-from kgopt.ops.calls import len_torch_function_stack as _len_torch_function_stack
-from kgopt.rewrite import carry, layout, originals, policy
+from kgopt._layout import as_channels_last
+from kgopt.rewrite import carry, originals, policy, watching
+from kgopt.rewrite.chain import CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
-from kgopt.rewrite.patterns import (
-    ACTIVATION_CLASSES,
-    CONV_LSE,
-    CONV_MEAN,
-    CONV_MODULES,
-    CONV_RELU_NORM,
-    Chain,
-    activation_of,
-    conv_of,
-    is_identity,
-)
-from kgopt.torch_private import (
-    FORWARD_AD,
-    LEVEL,
-    global_backward_hooks,
-    global_backward_pre_hooks,
-    global_forward_hooks,
-    global_forward_pre_hooks,
-    stands_for_a_plain_tensor,
-)
+from kgopt.rewrite.known import Known
+from kgopt.rewrite.meanings import ACTIVATION_CLASSES, CONV_MODULES, activation_of, is_identity
+from kgopt.rewrite.modules import guard_methods, has_own_methods, is_as_is, runs_as_is
+from kgopt.rewrite.watching import any_global_hooks, is_hooked
+from kgopt.torch_private import FORWARD_AD, LEVEL, len_torch_function_stack, stands_for_a_plain_tensor
 
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class's forward."""
-    own = module.__dict__
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in own
-        or "_call_impl" in own
-        or own.get("_compiled_call_impl") is not None
-    )
-
-
-def has_own_methods(module: Any, cls: Any) -> bool:
-    """Whether the instance has a method that the forward of ``cls``, one of PyTorch's classes, looks up on it."""
-    names = originals.METHODS.get(cls)
-    if names is not None:
-        for name in names:
-            if name in module.__dict__:
-                return True
-    return False
-
-
-def guard_methods(module: Any) -> None:
-    """In traced code: has the compiler guard that the instance gets no method of its own. ``in`` is not guarded, a
-    look-up is.
-    """
-    if isinstance(module, nn.Module):
-        for name in ("forward", "_call_impl", *originals.METHODS.get(original_class(module) or type(module), ())):
-            getattr(module, name)
-
-
-def is_as_is(module: Any) -> bool:
-    """Whether a call of a convolution, an activation or a dropout is that of PyTorch's class and no more."""
-    original = original_class(module)
-    return _is_as_is(module, type(module), original)
-
-
-def _is_as_is(module: Any, made: Any, original: Any) -> bool:
-    cls = made if original is None else original
-    untouched = originals.AS_CALLED.get(cls)
-    if untouched is None or not untouched() or is_hooked(module) or has_own_methods(module, cls):
-        return False
-    return original is None or (made.forward is made._kgopt_forward and made.__call__ is cls.__call__)
-
-
-def any_global_hooks() -> bool:
-    """Whether every module's call does more than its forward."""
-    return bool(global_forward_hooks or global_forward_pre_hooks or global_backward_hooks or global_backward_pre_hooks)
 
 
 def is_plain(x: Any) -> bool:
@@ -125,8 +58,8 @@ def _fits(p: Any, x: Tensor) -> bool:
 
 def keeps_format(norm: nn.Module) -> bool:
     """Whether channels_last stays where PyTorch's norm would return a contiguous tensor. Any thread may restore it."""
-    state = norm.__dict__.get("_kgopt_state")
-    return state is not None and bool(state.keep_format)
+    known: Known | None = norm.__dict__.get("_kgopt")
+    return known is not None and known.keeps
 
 
 def norm_args(norm: Any, x: Tensor | None) -> NormArgs | None:
@@ -187,7 +120,7 @@ class _Handed(threading.local):
 _handed = _Handed()
 
 
-LEAVES: dict[str, list[Any]] = {"group": [], "instance": []}  # filled by rewrite/classes.py
+LEAVES: dict[str, list[Any]] = {"group": [], "instance": []}  # filled by rewrite/norms.py
 
 
 class Site:
@@ -220,10 +153,10 @@ class Site:
         self.in_front = 0 if chain.conv else self.norm_at
 
     def __repr__(self) -> str:
-        return f"Site({self.chain.label})"
+        return f"{type(self).__name__}({self.chain.label})"
 
     def __reduce__(self) -> Any:
-        return Site, (self.chain, self.roles, self.methods)
+        return type(self), (self.chain, self.roles, self.methods)
 
     def _places(self, leaf: Any) -> Iterator[originals.Place]:
         yield from originals.called(leaf._kgopt_original, leaf)
@@ -243,7 +176,7 @@ class Site:
             return False
         if is_hooked(norm) or not is_plain(x):
             return False
-        if any_global_hooks() or (_len_torch_function_stack() and originals.is_foreign_mode()):
+        if any_global_hooks() or (len_torch_function_stack() and watching.is_foreign_mode()):
             return False
         for i, role in self.others:
             operand = operands[i]
@@ -253,7 +186,7 @@ class Site:
             elif role == "conv":
                 original = original_class(operand)
                 made = type(operand)
-                if CONV_MODULES.get(original or made) != self.chain.conv or not _is_as_is(operand, made, original):
+                if CONV_MODULES.get(original or made) != self.chain.conv or not runs_as_is(operand, made, original):
                     return False
             elif role == "same":
                 if not is_identity(operand) or not is_as_is(operand):
@@ -280,13 +213,16 @@ class Site:
         original = self.inside
         if not originals.AS_INSIDE[original]() or has_own_methods(norm, original) or not is_plain(x):
             return False
-        if _len_torch_function_stack() and originals.is_foreign_mode():
+        if len_torch_function_stack() and watching.is_foreign_mode():
             return False
         return self._chosen(x, None, norm, None)
 
     def _chosen(self, x: Tensor, conv: Any, norm: Any, operands: Any) -> bool:
-        state = norm.__dict__.get("_kgopt_state")
-        if state is None or not state.enabled or policy.wants_torch():
+        known: Known | None = norm.__dict__.get("_kgopt")
+        if known is None:
+            return False
+        state = known.site
+        if state is None or not state.enabled or watching.wants_torch():
             return False
         args = self._args(x, conv, norm)
         if args is None:
@@ -299,7 +235,7 @@ class Site:
             else:
                 self.ready_inside(norm, x)
 
-        chosen = policy.choose(state, self.key, self.chain, x, *args, checks, _call_directly)
+        chosen = policy.choose(state, self.key, known.keeps, self.chain, x, *args, checks, _call_directly)
         if chosen and not self.short and not _is_compiling():
             _handed.args, _handed.of = args, norm
         return chosen
@@ -310,10 +246,10 @@ class Site:
         ``half``: under autocast, the norm keeps the dtype of what it is given.
         """
         x, norm = operands[-1], operands[self.norm_at]
-        if self.short and not half and not policy.is_watched():
+        if self.short and not half and not watching.is_watched():
             y = self._run_now(x, norm)
             return y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
-        if self.fused is not None and not policy.is_watched() and not policy.is_autocast(x):
+        if self.fused is not None and not watching.is_watched() and not watching.is_autocast(x):
             args = self._handed(norm) or self._args(x, operands[0], norm)
             assert args is not None
             y = emit_kgopt(self.chain, self._call_fused, x, 0, *args)
@@ -325,11 +261,11 @@ class Site:
         if torch.compiler.is_compiling() and keeps_format(norm):
             # A decomposition may have made it contiguous (Inductor's upsampling does). The compiler writes it as the
             # convolutions want it in the kernel that computes it; otherwise one of them would convert it.
-            x = layout.as_channels_last(x)
+            x = as_channels_last(x)
         if self.short:
             y = self._run_short(x, norm, half)
         else:
-            watched = policy.is_watched()
+            watched = watching.is_watched()
             both = None if watched else self._handed(norm)
             if both is None:
                 both = self._args(x, operands[0] if self.chain.conv else None, norm)
@@ -354,7 +290,7 @@ class Site:
         parameters = norm._parameters
         groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
         rest = (groups, parameters["weight"], parameters["bias"], norm.eps, self.chain.post)
-        if policy.is_autocast(x):
+        if watching.is_autocast(x):
             if self.keeps_dtype:
                 return without_autocast(_direct_group_norm, x, *rest)  # type: ignore[no-any-return]
             return _group_norm(x, *rest)  # type: ignore[no-any-return]
@@ -369,54 +305,17 @@ class Site:
         groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
         rest = (groups, parameters["weight"], parameters["bias"], norm.eps, self.chain.post)
         if half:
-            op = _group_norm if policy.is_watched() else _direct_group_norm
+            op = _group_norm if watching.is_watched() else _direct_group_norm
             return without_autocast(op, x, *rest)  # type: ignore[no-any-return]
-        if (moments := self._carried(x)) is not None:
+        if (moments := self.carried(x)) is not None:
             return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
         return _group_norm(x, *rest)  # type: ignore[no-any-return]
 
-    def run_before(self, follower: Any, *operands: Any) -> Tensor:
-        """:meth:`run`, where the value goes to ``follower`` alone.
-
-        Under autocast a convolution rounds what it is given to half precision, which a norm's kernel, whose sums are
-        fp32 whatever it reads and writes, does as well: the same values, without copies of x and of the result.
-        """
-        if self.short and deferring is not None:
-            later = deferring(self, follower, *operands)
-            if later is not None:
-                return later  # type: ignore[no-any-return]
-        return self.run(*operands, half=self._is_halved_by(follower, operands[-1]))
-
-    def _is_halved_by(self, follower: Any, x: Tensor) -> bool:
-        if not x.is_cuda or not torch.is_autocast_enabled("cuda") or x.dtype is torch.float64:
-            return False
-        chain = self.chain
-        if chain.fused_op or chain.reduce or chain.residual or "softplus" in chain.pre:
-            return False
-        # A convolution before the norm gives half precision whatever it is given.
-        return bool(chain.conv or x.dtype is torch.get_autocast_dtype("cuda")) and first_is_conv(follower)
-
-    def _carried(self, x: Tensor) -> Tensor | None:
+    def carried(self, x: Tensor) -> Tensor | None:
+        """The moments of x, where the convolution that made it kept them."""
         if torch.compiler.is_compiling() or carry.is_empty() or torch.is_autocast_enabled(x.device.type):
             return None
         return carry.take(x)
-
-    def run_with_head(self, norm: Any, x: Tensor, conv: Any, rest: Sequence[Any] | None = None) -> Tensor:
-        """The chain, a norm and activations, and a convolution to a few channels of what it gives, as one op.
-
-        ``rest``: the convolution's arguments after its tensors; None: its kernel is 1.
-        """
-        args = norm_args(norm, None)
-        assert args is not None
-        if torch.compiler.is_compiling():
-            guard_methods(norm)
-            guard_methods(conv)
-            x = layout.as_channels_last(x)  # as in run
-        moments = self._carried(x)
-        both = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post, conv.weight, conv.bias)
-        if rest is None:
-            return _group_norm_conv1x1(x, moments, *both)
-        return _group_norm_conv(x, moments, *both, None, *rest)
 
     def _args(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
         if conv is None:
@@ -434,23 +333,9 @@ class Site:
         return of_conv, of_norm
 
 
-def first_is_conv(module: Any) -> bool:
-    """Whether the module only convolves its input: a convolution, or Sequentials that start with one."""
-    while isinstance(module, nn.Sequential):
-        if is_hooked(module) or not module._modules or not _is_sequence(module):
-            return False
-        module = next(iter(module._modules.values()))
-    return isinstance(module, nn.Module) and bool(conv_of(module)) and is_as_is(module)
-
-
-def _is_sequence(module: nn.Sequential) -> bool:
-    from kgopt.rewrite import classes
-
-    return classes.runs_like_sequential(module)
-
-
 _group_norm = torch.ops.kgopt.group_norm.default
 _direct_group_norm = ops.direct("group_norm")
+_group_norm_moments = torch.ops.kgopt.group_norm_moments.default
 _group_norm_without_grad = ops.without_grad("group_norm")
 _DIRECT = {
     getattr(torch.ops.kgopt, name).default: ops.direct(name)
@@ -465,7 +350,7 @@ def _call_directly(function: Any, x: Any, *args: Any) -> Any:
     direct = _DIRECT.get(function)
     if direct is None:  # operator.getitem, for what an op gave, and small ops
         return function(x, *args)
-    if not policy.is_autocast(x):
+    if not watching.is_autocast(x):
         return direct(x, *args)
     conv = _DIRECT_CONVS.get(function)
     if conv is None:
@@ -476,11 +361,3 @@ def _call_directly(function: Any, x: Any, *args: Any) -> Any:
 
 def _call_norm_without_autocast(function: Any, *args: Any) -> Any:
     return without_autocast(_DIRECT.get(function, function), *args)
-
-
-# By glue.py, when it is there: a chain's value for later, where the convolution behind it can compute both.
-deferring: Callable[..., Any] | None = None
-
-_group_norm_conv = torch.ops.kgopt.group_norm_conv.default
-_group_norm_conv1x1 = torch.ops.kgopt.group_norm_conv1x1.default
-_group_norm_moments = torch.ops.kgopt.group_norm_moments.default

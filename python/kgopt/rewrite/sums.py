@@ -15,9 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from kgopt import ops as ops
-from kgopt.rewrite import classes, formats, glue, originals, policy
-from kgopt.rewrite.patterns import conv_of
-from kgopt.rewrite.sites import any_global_hooks, is_as_is, is_hooked
+from kgopt.rewrite import known, originals, watching
+from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite.formats import keeps
+from kgopt.rewrite.glue import plans
+from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
+from kgopt.rewrite.glue.kernels import lies_as
+from kgopt.rewrite.meanings import conv_of
+from kgopt.rewrite.modules import is_as_is, runs_like_sequential
+from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 
 class _Later:
@@ -25,7 +31,7 @@ class _Later:
 
     __slots__ = ("module", "plan", "x")
 
-    def __init__(self, module: Any, x: Any, plan: glue.ConvPlan | None = None) -> None:
+    def __init__(self, module: Any, x: Any, plan: plans.ConvPlan | None = None) -> None:
         self.module = module
         self.x = x
         self.plan = plan  # of a convolution; None: nn.Upsample
@@ -40,20 +46,20 @@ class _Later:
         sizes = plan.sizes if plan is not None else [*x.shape[:2], *(2 * s for s in x.shape[2:])]
         if type(other) is not Tensor or other.dtype is not x.dtype or other.device != x.device:
             return None
-        if list(other.shape) != sizes or not glue.lies_as(other, x):
+        if list(other.shape) != sizes or not lies_as(other, x):
             return None
         if plan is None:
             return _upsample_linear(x, other) if divisor is None or _is_one(divisor) else None
         if divisor is None:
-            return glue.run_plan(self.module, x, plan, other)
+            return plans.run_plan(self.module, x, plan, other)
         if type(divisor) not in (int, float) or divisor == 0:
             return None
-        return glue.run_plan(self.module, x, plan, other, float(divisor))
+        return plans.run_plan(self.module, x, plan, other, float(divisor))
 
 
 def _upsample_linear(x: Tensor, residual: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
-        x, residual = glue.as_seen(x), glue.as_seen(residual)
+        x, residual = plans.as_seen(x), plans.as_seen(residual)
     return torch.ops.kgopt.upsample_linear(x, residual)  # type: ignore[no-any-return]
 
 
@@ -68,9 +74,9 @@ class Sum:
 
     def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
-        if isinstance(module, nn.Module) and "_kgopt_glue" in module.__dict__ and conv_of(module) is not None:
+        if isinstance(module, nn.Module) and known.get(module, "glue") is not None and conv_of(module) is not None:
             # A convolution waits where kgopt adds its bias or computes it.
-            plan = glue.plan_of(module, x) if _may_wait(module) and is_as_is(module) else None
+            plan = plans.plan_of(module, x) if _may_wait(module) and is_as_is(module) else None
             if plan is None or not plan.adds:
                 return module(x)
             if all(_changes_nothing(getattr(owner, name, None)) for name in between):
@@ -127,9 +133,9 @@ _adds_as_is = originals.untouched(*originals.methods(("__add__", "__iadd__", "__
 def _may_wait(module: nn.Module) -> bool:
     if torch.is_grad_enabled() or is_hooked(module) or any_global_hooks() or not _adds_as_is():
         return False
-    if originals.is_foreign_mode():
+    if watching.is_foreign_mode():
         return False
-    return not policy.wants_torch() if torch.compiler.is_compiling() else not policy.is_watched()
+    return not watching.wants_torch() if torch.compiler.is_compiling() else not watching.is_watched()
 
 
 def _last_later(whole: nn.Sequential, x: Any) -> Any:
@@ -137,15 +143,15 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     path: list[Any] = [whole]
     while isinstance(path[-1], nn.Sequential):
         inside = path[-1]
-        if not classes.runs_like_sequential(inside) or is_hooked(inside) or "_kgopt_steps" in inside.__dict__:
+        if not runs_like_sequential(inside) or is_hooked(inside) or known.get(inside, "steps") is not None:
             return whole(x)
         if not inside._modules:
             return whole(x)
         path.append(list(inside._modules.values())[-1])
     last = path[-1]
-    state = getattr(last, "__dict__", {}).get("_kgopt_glue")
+    state = known.get(last, "glue") if isinstance(last, nn.Module) else None
     is_conv = conv_of(last) is not None
-    if state is None or not (is_conv or classes.original_class(last) is nn.Upsample) or is_hooked(last):
+    if state is None or not (is_conv or original_class(last) is nn.Upsample) or is_hooked(last):
         return whole(x)
     if not (is_as_is(last) if is_conv else originals.AS_CALLED[nn.Upsample]()):
         return whole(x)
@@ -153,15 +159,15 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
         for module in list(inside._modules.values())[:-1]:
             x = module(x)
     if is_conv:
-        plan = glue.plan_of(last, x)
+        plan = plans.plan_of(last, x)
         return last(x) if plan is None or not plan.adds else _Later(last, x, plan)
     arguments = {"size": last.size, "scale_factor": last.scale_factor, "mode": last.mode}
     arguments |= {"align_corners": last.align_corners, "recompute_scale_factor": last.recompute_scale_factor}
-    call = glue.recognize(glue.INTERPOLATE, (x,), arguments)
+    call = recognize(INTERPOLATE, (x,), arguments)
     if call is None or call.kind != "linear" or not state.enabled:
         return last(x)
     if torch.compiler.is_compiling():
         return _Later(last, x) if "linear" in state.kinds and not x.is_contiguous() else last(x)
-    if not state.faster.get(call.inside(formats.keeps(last)).key):
+    if not state.faster.get(call.inside(keeps(last)).key):
         return last(x)
     return _Later(last, x)

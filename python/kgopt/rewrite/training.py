@@ -18,14 +18,16 @@ from torch import Tensor, nn
 
 from kgopt import accuracy
 from kgopt import ops as ops
-from kgopt.ops.calls import len_torch_function_stack as _len_torch_function_stack
-from kgopt.rewrite import originals, policy, verdicts
-from kgopt.rewrite.glue import corner, innermost, interpolation, is_own_conv
-from kgopt.rewrite.layout import FORMATS
-from kgopt.rewrite.originals import OwnMode
-from kgopt.rewrite.patterns import CONV_MODULES, conv_of
+from kgopt._layout import FORMATS, format_of
+from kgopt.rewrite import classes, known, originals, policy, verdicts, watching
+from kgopt.rewrite.classes import Part
+from kgopt.rewrite.glue.calls import interpolate_of
+from kgopt.rewrite.glue.search import corner, innermost
+from kgopt.rewrite.meanings import CONV_MODULES, conv_of
+from kgopt.rewrite.modules import is_own_conv
+from kgopt.rewrite.watching import OwnMode
 from kgopt.rewrite.wrapped import Wrapped
-from kgopt.torch_private import has_backward_hooks
+from kgopt.torch_private import has_backward_hooks, len_torch_function_stack
 
 _OPS = torch.ops.kgopt
 SHAPES = 8  # inputs of a module that are measured
@@ -101,7 +103,7 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def training_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or (state := _state_now(self)) is None:
             return forward(self, *args, **kwargs)
-        return policy.outside_own_modes(_run, state, forward, self, args[0])
+        return watching.outside_own_modes(_run, state, forward, self, args[0])
 
     return training_forward
 
@@ -114,17 +116,17 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         state = _state_now(self)
         if state is None:
             return forward(self, *args, **kwargs)
-        return policy.outside_own_modes(_interpolating, state, forward, self, *args, **kwargs)
+        return watching.outside_own_modes(_interpolating, state, forward, self, *args, **kwargs)
 
     return training_forward
 
 
 def _state_now(module: Any) -> TrainingState | None:
     """The state of a module whose call may be another one: gradients are on, and nobody looks on."""
-    if not torch.is_grad_enabled() or policy.is_watched():
+    if not torch.is_grad_enabled() or watching.is_watched():
         return None
-    state: TrainingState | None = module.__dict__.get("_kgopt_training")
-    if state is None or not state.enabled or _len_torch_function_stack() > policy.own_modes.count:
+    state: TrainingState | None = known.get(module, "training")
+    if state is None or not state.enabled or len_torch_function_stack() > watching.own_modes.count:
         return None
     return state
 
@@ -144,12 +146,7 @@ def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -
 
 
 def _interpolating(state: TrainingState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    policy.own_modes.count += 1
-    try:
-        with _Interpolation(state):
-            return forward(*args, **kwargs)
-    finally:
-        policy.own_modes.count -= 1
+    return watching.inside(_Interpolation(state), forward, *args, **kwargs)
 
 
 _INTERPOLATE = F.interpolate
@@ -165,10 +162,10 @@ class _Interpolation(OwnMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, kwargs = originals.genuine(func), kwargs or {}
-        found = _interpolation_of(*args, **kwargs) if func is _INTERPOLATE and _is_untouched() else None
+        found = _interpolate_of(args, kwargs) if func is _INTERPOLATE and _is_untouched() else None
         if found is None:
             return func(*args, **kwargs)
-        x, kind, factors = found
+        kind, factors, x = found
         ours = functools.partial(_upsample, kind, factors)
         key = (*key_of(x), kind, factors)
         settled = self.state.ours
@@ -186,19 +183,8 @@ class _Interpolation(OwnMode):
         return ours(x) if settled.get(key) else func(*args, **kwargs)
 
 
-def _interpolation_of(
-    input: Any = None,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> tuple[Tensor, str, tuple[int, ...]] | None:
-    if not _is_plain(input) or input.dim() not in (4, 5) or antialias:
-        return None
-    found = interpolation(input, size, scale_factor, mode, align_corners)
-    return None if found is None else (input, *found)
+def _interpolate_of(args: Any, kwargs: Any) -> Any:
+    return interpolate_of(lambda x: _is_plain(x) and x.dim() in FORMATS, *args, **kwargs)
 
 
 def _upsample(kind: str, factors: tuple[int, ...], x: Tensor) -> Tensor:
@@ -304,7 +290,7 @@ def _is_right(both: Both, x: Tensor, expected: tuple[Tensor, ...], actual: tuple
         if not dy:
             dy.append(torch.arange(y.numel(), device=y.device).double().mul(0.7).cos().view(y.shape).to(y.dtype))
         wanted = [*([leaf] if needed else []), *(both.parameters if parameters is None else parameters)]
-        return y.detach(), *torch.autograd.grad(y, wanted, dy[0].to(y.dtype).contiguous(memory_format=_format_of(y)))
+        return y.detach(), *torch.autograd.grad(y, wanted, dy[0].to(y.dtype).contiguous(memory_format=format_of(y)))
 
     def in_double(x: Tensor, *operands: Any) -> Any:
         values = [t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in operands]
@@ -328,11 +314,6 @@ def _is_right(both: Both, x: Tensor, expected: tuple[Tensor, ...], actual: tuple
         if not (accuracy.relative_error(ours[i], reference) <= bar and apart <= 2 * bar):
             return False
     return True
-
-
-def _format_of(y: Tensor) -> torch.memory_format:
-    last = y.dim() in FORMATS and not y.is_contiguous() and y.is_contiguous(memory_format=FORMATS[y.dim()])
-    return FORMATS[y.dim()] if last else torch.contiguous_format
 
 
 def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str]) -> int:
@@ -361,3 +342,10 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
 
 _wrapped: Wrapped[TrainingState] = Wrapped("training")
 modules_of, state_of, forget, adopt = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget, _wrapped.adopt
+
+
+def _wrap(original: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    return conv_forward(forward) if original in CONV_MODULES else wrapped_forward(forward)
+
+
+classes.add_part("training", Part(wrap=_wrap, place=1))

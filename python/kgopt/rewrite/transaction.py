@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from kgopt.rewrite.disguise import become, forget_all, original_class
+from kgopt.rewrite import known
+from kgopt.rewrite.disguise import become, original_class
+
+# Two threads that optimize or restore one model take turns; those that call it do not wait.
+LOCK = threading.RLock()
 
 
 def _said(value: Any) -> Any:
@@ -29,7 +34,9 @@ class _Before:
         self.cls = type(module)
         self.original = original_class(module) or self.cls
         self.attributes = dict(module.__dict__)
-        self.known = {k: _said(v) for k, v in self.attributes.items() if k.startswith("_kgopt_")}
+        self.known = known.known_of(module)
+        self.knew = [] if self.known is None else [(n, getattr(self.known, n)) for n in known.NAMES]
+        self.said = [_said(value) for _, value in self.knew]
         # Parameters, buffers, children and hooks.
         self.held = [(v, dict(v)) for v in self.attributes.values() if isinstance(v, dict)]
 
@@ -40,12 +47,13 @@ class _Before:
             # The module itself became something else, as lazy modules do at their first call: that stays.
             if current is not None:
                 become(module, current)
-            forget_all(module)
+            known.clear(module)
             return
         # The objects that it knew, with what they said: other threads may hold them.
-        for name, said in self.known.items():
+        for (name, value), said in zip(self.knew, self.said, strict=True):
+            setattr(self.known, name, value)
             if said:
-                vars(self.attributes[name]).update(said)
+                vars(value).update(said)
         for holder, items in self.held:
             if [(k, id(v)) for k, v in holder.items()] != [(k, id(v)) for k, v in items.items()]:
                 holder.clear()

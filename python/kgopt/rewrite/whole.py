@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from kgopt import accuracy
-from kgopt.rewrite import fingerprint, glue, layout, policy, training, verdicts
+from kgopt.rewrite import fingerprint, glue, known, layout, policy, training, verdicts
 from kgopt.rewrite.disguise import become, original_class
-from kgopt.rewrite.patterns import conv_of
+from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.reporting import Report
 from kgopt.rewrite.transaction import snapshot
 from kgopt.torch_private import has_backward_hooks, tree_leaves
@@ -33,10 +33,16 @@ def trial(root: nn.Module, grad: bool) -> Iterator[None]:
             put_back()
 
 
+def site_states(root: nn.Module) -> list[policy.SiteState]:
+    """Of the sites of a model."""
+    states = (known.get(m, "site") for m in root.modules())
+    return [state for state in states if state is not None]
+
+
 @contextlib.contextmanager
 def original_code(root: nn.Module) -> Iterator[None]:
     """The model runs as it was before kgopt saw it, but for its layout."""
-    states: list[Any] = [m.__dict__["_kgopt_state"] for m in root.modules() if "_kgopt_state" in m.__dict__]
+    states: list[Any] = site_states(root)
     states += map(glue.state_of, glue.modules_of(root))
     states += map(training.state_of, training.modules_of(root))
     for state in states:
@@ -70,14 +76,12 @@ class Whole:
         root: nn.Module,
         example: Any,
         refuse: Callable[[str], str],
-        set_layout: Callable[[nn.Module, bool], str],
         options: Any = (),
     ) -> None:
         """``refuse``: why a module is left alone, by its path; ``options``: of optimize, as far as they matter."""
         self.root = root
         self.example = example
         self.refuse = refuse
-        self.set_layout = set_layout
         self.options = options
         self.front: Any = training if root.training else glue
         self.seed = torch.initial_seed()
@@ -88,7 +92,7 @@ class Whole:
     @property
     def states(self) -> list[policy.SiteState]:
         """Of its sites."""
-        return [m.__dict__["_kgopt_state"] for m in self.root.modules() if "_kgopt_state" in m.__dict__]
+        return site_states(self.root)
 
     def bare(self) -> Any:
         """Calls the model, within a trial."""
@@ -104,7 +108,7 @@ class Whole:
 
     def decide(self, channels_last: bool | str, measure: bool, found: Report) -> None:
         """Runs the example inputs: sites measure themselves, layouts are compared, and so is the result."""
-        chosen = "_kgopt_layout" in self.root.__dict__  # by an earlier call, which put back what lost in that layout
+        chosen = layout.is_on(self.root)  # by an earlier call, which put back what lost in that layout
         with original_code(self.root):
             expected = self.call()
         tensors = [t for t in tree_leaves(expected) if isinstance(t, Tensor)]
@@ -115,7 +119,7 @@ class Whole:
             digest = fingerprint.of_model(self.root, self.example, self.options)
             self.key = verdicts.key_of("model", self.device, digest)
         if channels_last is True:
-            found.layout = layout.ask_for(self.root, self.set_layout)
+            found.layout = layout.ask_for(self.root)
             self.forget()
             result = self.call()  # sites measure themselves in this layout
         if choosing:
@@ -128,7 +132,7 @@ class Whole:
         found.accuracy = _compare(expected, result)
         for module in self.root.modules():
             # Where nothing was gained the module becomes what it was, so that not even a check stays.
-            state = module.__dict__.get("_kgopt_state")
+            state = known.get(module, "site")
             original = original_class(module)
             if state is not None and original is not None and state.lost_everywhere:
                 become(module, original)
@@ -313,7 +317,7 @@ class Whole:
         A conversion of what the caller gives, and back, is part of the call.
         """
         before = self.layout_seconds("given")
-        why = self.set_layout(self.root, True)
+        why = layout.set_layout(self.root, True)
         if why:
             return given, f"as it was: {why}"
         self.front.forget(self.root)
@@ -325,14 +329,14 @@ class Whole:
             after = self.layout_seconds("channels_last")
         except RuntimeError as error:
             why = str(error).splitlines()[0]
-        self.set_layout(self.root, False)
+        layout.set_layout(self.root, False)
         self.take(given)
         if not why:  # a clock that went down or up meanwhile shows
             before = min(before, self.layout_seconds("given again"))
         times = f"channels_last {after * 1e3:.2f} ms, as it was {before * 1e3:.2f} ms"
         if why or after >= before:
             return given, f"as it was: channels_last fails: {why}" if why else f"as it was: {times}"
-        self.set_layout(self.root, True)
+        layout.set_layout(self.root, True)
         self.take(other)
         return other, f"channels_last: {times}"
 

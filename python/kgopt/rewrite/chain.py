@@ -1,0 +1,82 @@
+"""The structure of a site: what one op, or a few, compute in place of a model's code.
+
+convolution → pointwise chain → norm → pointwise chain → nothing, residual add, mean or logsumexp
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+CONV_MEAN = "conv3d_group_norm_mean"
+CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
+CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The structure of a site, with no tensor in it: hashable, picklable, the key of what was measured."""
+
+    norm: str = "group"  # or "instance": as many groups as channels
+    conv: str = ""  # "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"; "": the chain starts at the norm
+    pre: str = "none"  # activations between convolution and norm
+    post: str = "none"  # activations after the norm
+    residual: bool = False  # the convolution's output is added to the activations' result
+    reduce: str = ""  # "mean" or "logsumexp"
+    dims: tuple[int, ...] | None = None  # of the reduction; None: every dim but the batch
+    keepdim: bool = False
+    # The one op that computes all of it, where there is one (and where the input has the usual rank).
+    fused_op: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fused_op", self._find_fused_op())  # once: eager calls ask for it
+
+    def _find_fused_op(self) -> str:
+        if self.norm != "group":
+            return ""
+        plain = not self.residual and self.post == "none"
+        if self.conv == "conv3d" and self.pre == "none" and plain and self.reduces_all(5) and not self.keepdim:
+            return CONV_MEAN
+        if self.conv == "conv_transpose3d" and self.pre == "relu" and plain and not self.reduce:
+            return CONV_RELU_NORM
+        if self.conv == "conv2d" and self.pre == "none" and self.post == "tanh+hardswish" and self.residual:
+            return CONV_LSE if self.reduce == "logsumexp" and self.keepdim and self._channels_only(4) else ""
+        return ""
+
+    def reduces_all(self, rank: int) -> bool:
+        """Whether it ends in a mean over every dim but the batch."""
+        if self.reduce != "mean":
+            return False
+        if self.dims is None:
+            return True
+        valid = all(-rank <= d < rank for d in self.dims)
+        return valid and sorted(d % rank for d in self.dims) == list(range(1, rank))
+
+    def _channels_only(self, rank: int) -> bool:
+        return self.dims in ((1,), (1 - rank,))
+
+    @property
+    def label(self) -> str:
+        """For people: ``Conv3d → GroupNorm → mean``."""
+        names = {"conv2d": "Conv2d", "conv3d": "Conv3d"}
+        names |= {"conv_transpose2d": "ConvTranspose2d", "conv_transpose3d": "ConvTranspose3d"}
+        parts = [names[self.conv]] if self.conv else []
+        parts += [] if self.pre == "none" else self.pre.split("+")
+        parts.append("GroupNorm" if self.norm == "group" else "InstanceNorm")
+        parts += [] if self.post == "none" else self.post.split("+")
+        parts += ["residual"] if self.residual else []
+        parts += [self.reduce] if self.reduce else []
+        return " → ".join(parts)
+
+    @property
+    def becomes(self) -> str:
+        """The op or ops that run instead, for the report."""
+        if self.fused_op:
+            return self.fused_op
+        ops = [self.conv] if self.conv else []
+        if self.post == "none" and not self.keepdim and any(self.reduces_all(rank) for rank in (3, 4, 5)):
+            ops += [] if self.pre == "none" else [f"activation({self.pre})"]
+            return " + ".join([*ops, "group_norm_mean"])
+        acts = [f"{key}={value}" for key, value in (("pre_act", self.pre), ("act", self.post)) if value != "none"]
+        ops.append(f"group_norm({', '.join(acts)})" if acts else "group_norm")
+        ops += [self.reduce] if self.reduce else []
+        return " + ".join(ops)

@@ -1,0 +1,301 @@
+"""Calls of PyTorch's functions that kgopt can compute, as :class:`Call`; :func:`recognize` finds out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kgopt import ops as ops
+from kgopt._layout import is_dense_channels_last
+from kgopt.rewrite import originals
+from kgopt.rewrite.glue import kernels
+
+_OPS = torch.ops.kgopt
+_LINEAR = {"linear": 3, "bilinear": 4, "trilinear": 5}
+INTERPOLATE, _PAD = F.interpolate, F.pad  # as they are now: a user may replace them
+CATS = (torch.cat, torch.concat, torch.concatenate)
+_POOLS = {F.max_pool2d: 2, F.max_pool3d: 3}
+_CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
+    torch.conv2d: ("conv2d", 2, False),
+    torch.conv3d: ("conv3d", 3, False),
+    torch.conv_transpose2d: ("conv_transpose2d", 2, True),
+    torch.conv_transpose3d: ("conv_transpose3d", 3, True),
+}
+CONV_FUNCTIONS = {op: function for function, (op, _, _) in _CONVS.items()}
+FUNCTIONS = frozenset(f for f in (INTERPOLATE, _PAD, *CATS, *_POOLS, *_CONVS) if originals.is_torchs(f))
+# By function: whether what it calls is PyTorch's own.
+_UNTOUCHED = {
+    **{f: originals.untouched(*originals.of_function(f)) for f in (INTERPOLATE, _PAD, *_POOLS)},
+    **dict.fromkeys((*CATS, *_CONVS), originals.untouched()),
+}
+# Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
+NARROW, NARROW_LAST = 32, 128
+FEW = 4  # output channels of group_norm_conv1x1's kernel
+FEW_COLUMNS = 40  # taps times output channels of group_norm_conv's kernel for few channels
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that can be replaced."""
+
+    kind: str
+    argument: tuple[Any, ...]
+    x: Tensor
+    more: tuple[Any, ...] = ()  # the other tensors, of cat; weight and bias
+    options: tuple[str, ...] = ("kgopt",)  # ways to replace it
+    keeps: bool = False  # the result has x's memory format, whichever PyTorch would give
+
+    @property
+    def key(self) -> Any:
+        """What a verdict holds for."""
+        x = self.x
+        return self.kind, self.argument, self.keeps, x.shape, x.dtype, x.device, x.is_contiguous()
+
+    def run(self, option: str = "") -> Tensor:
+        """The result in one of the ways; the first one by default."""
+        if self.kind == "conv":
+            return self._convolve(option or self.options[0])
+        if self.kind == "cat":
+            return kernels.cat_channels_last((self.x, *self.more), self.argument[0])
+        if self.kind == "nearest":
+            return kernels.upsample_nearest(self.x, self.argument)
+        if self.kind == "max_pool":
+            return _OPS.max_pool(self.x, *map(list, self.argument))  # type: ignore[no-any-return]
+        if self.kind == "linear":
+            return _OPS.upsample_linear(self.x)  # type: ignore[no-any-return]
+        return _OPS.pad_replicate(self.x, list(self.argument))  # type: ignore[no-any-return]
+
+    def inside(self, keeps: bool) -> Call:
+        """The call as it may run in a model that keeps channels_last, where the format is no part of what it means: of
+        some tensors PyTorch's upsampling and padding give contiguous ones, which the next convolution converts back.
+        """
+        of_kind = self.kind in ("nearest", "linear", "replicate", "max_pool")
+        return replace(self, keeps=True) if keeps and of_kind and is_dense_channels_last(self.x) else self
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the result of upsampling and of a convolution."""
+        if self.kind == "linear":
+            return [*self.x.shape[:2], *(2 * s for s in self.x.shape[2:])]
+        _, transposed, stride, padding, dilation, output_padding, groups, *_ = self.argument
+        rest = (stride, padding, dilation, output_padding, groups, transposed)
+        return ops.conv_sizes(self.x.shape, self.more[0].shape, *rest)
+
+    @property
+    def rest(self) -> tuple[Any, ...]:
+        """A convolution's arguments of conv_add after its tensors."""
+        _, transposed, *lists, groups = self.argument[:7]
+        return (*map(list, lists), groups, transposed)
+
+    @property
+    def own(self) -> tuple[Any, tuple[Any, ...]]:
+        """kgopt's op of a convolution, and its arguments after its tensors."""
+        op, transposed, stride, padding, dilation, output_padding, groups, *_ = self.argument
+        tail = (list(output_padding), groups, list(dilation)) if transposed else (list(dilation), groups)
+        return getattr(_OPS, op).default, (list(stride), list(padding), *tail)
+
+    def _convolve(self, option: str) -> Tensor:
+        if option == "bias":
+            return _OPS.conv_add(self.x, *self.more, None, *self.rest)  # type: ignore[no-any-return]
+        if option == "pointwise":
+            return kernels.pointwise(self.x, *self.more)
+        if option == "few":
+            weight, bias = self.more
+            return kernels.few(self.x, weight, bias, self.rest)
+        op, rest = self.own
+        return op(self.x, *self.more, *rest, backend="kgopt")  # type: ignore[no-any-return]
+
+
+def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """The call as one that can be replaced; None where PyTorch must run it, or refuse it."""
+    untouched = _UNTOUCHED.get(func)
+    if untouched is None or not untouched():
+        return None
+    try:
+        if func is INTERPOLATE:
+            found = interpolate_of(_takes, *args, **kwargs)
+            return None if found is None else Call(*found)
+        if func is _PAD:
+            return _pad(*args, **kwargs)
+        if func in _POOLS:
+            return _max_pool(_POOLS[func], *args, **kwargs)
+        if func in _CONVS:
+            return _conv(func, args, kwargs)
+    except TypeError:  # arguments that the function does not have: it says so itself
+        return None
+    return _cat(*args, **kwargs) if func in CATS and len(args) + len(kwargs) <= 2 and "out" not in kwargs else None
+
+
+def _numbers(value: Any, rank: int) -> tuple[int, ...] | None:
+    """One number, or a list of one, for every dim; None where it is something else."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    values = values * rank if len(values) == 1 else values
+    return values if len(values) == rank and all(type(v) is int for v in values) else None
+
+
+def _max_pool(
+    rank: int,
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Call | None:
+    if ceil_mode or return_indices or not _takes(input) or input.dim() != rank + 2:
+        return None
+    if isinstance(stride, (tuple, list)) and not stride:
+        stride = None
+    window = [_numbers(v, rank) for v in (kernel_size, kernel_size if stride is None else stride, padding)]
+    kernel, step, pad = window
+    if kernel is None or step is None or pad is None or _numbers(dilation, rank) != (1,) * rank:
+        return None
+    if min(kernel) < 1 or min(step) < 1 or any(p < 0 or 2 * p > k for p, k in zip(pad, kernel, strict=True)):
+        return None
+    if any(s + 2 * p < k for s, p, k in zip(input.shape[2:], pad, kernel, strict=True)):
+        return None
+    return Call("max_pool", (kernel, step, pad), input)
+
+
+# By whether it is a transposed one.
+_CONV_PARAMETERS = {
+    False: ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    True: ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"),
+}
+_CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
+
+
+def _bound_to_conv(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = _CONV_PARAMETERS[transposed]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if len(given) != len(args) + len(kwargs) or not {"input", "weight"} <= given.keys() <= set(names):
+        raise TypeError("arguments that it does not have")
+    return {**_CONV_DEFAULTS, **given}
+
+
+def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    op, rank, transposed = _CONVS[func]
+    given = _bound_to_conv(transposed, args, kwargs)
+    x, weight, bias, groups = (given[name] for name in ("input", "weight", "bias", "groups"))
+    if not _takes(x) or x.dim() != rank + 2 or not _is_parameter_of(weight, x) or weight.dim() != rank + 2:
+        return None
+    if bias is not None and not _is_parameter_of(bias, x):
+        return None
+    numbers = [_numbers(given[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
+    if None in numbers or type(groups) is not int:
+        return None
+    stride, padding, dilation, output_padding = numbers
+    limit = NARROW_LAST if is_dense_channels_last(x) else NARROW
+    narrow = min(weight.shape[0], weight.shape[1] * groups) <= limit and x.is_cuda
+    # One kernel reads x once for a few output channels.
+    ones, zeros = (1,) * rank, (0,) * rank
+    head = x.is_cuda and is_dense_channels_last(x) and (stride, groups) == (ones, 1) and not transposed
+    head = head and weight.shape[0] <= FEW
+    pointwise = head and weight.shape[2:] == ones and (padding, dilation) == (zeros, ones)
+    few = head and not pointwise and math.prod(weight.shape[2:]) * weight.shape[0] <= FEW_COLUMNS
+    few = few and (rank == 2 or (weight.shape[2] == 1 and padding is not None and padding[0] == 0))
+    options = (
+        *(("bias",) if bias is not None else ()),
+        *(("own",) if narrow else ()),
+        *(("pointwise",) if pointwise else ()),
+        *(("few",) if few else ()),
+    )
+    if not options:
+        return None
+    # Two models may share a function, so its key says which weight it is about as far as that matters.
+    of_weight = (weight.shape, weight.stride(), bias is None)
+    argument = (op, transposed, stride, padding, dilation, output_padding, groups, *of_weight)
+    return Call("conv", argument, x, (weight, bias), options)
+
+
+def _is_parameter_of(p: Any, x: Tensor) -> bool:
+    """A plain tensor of x's dtype and device, of which nobody wants a gradient now."""
+    if type(p) not in (Tensor, nn.Parameter) or p.layout is not torch.strided:
+        return False
+    return p.dtype is x.dtype and p.device == x.device and not (torch.is_grad_enabled() and p.requires_grad)
+
+
+def _takes(x: Any) -> bool:
+    """A plain tensor whose result has its own dtype: autocast gives float32 for some of these functions."""
+    if type(x) is not Tensor or not x.is_floating_point() or x.layout is not torch.strided or x.dim() not in (4, 5):
+        return False
+    if (torch.is_grad_enabled() and x.requires_grad) or torch.is_autocast_enabled(x.device.type):
+        return False
+    return x.numel() > 0 and (x.is_contiguous() or is_dense_channels_last(x))
+
+
+def interpolate_of(
+    takes: Callable[[Any], bool],
+    input: Any = None,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> tuple[str, tuple[int, ...], Tensor] | None:
+    """:func:`interpolation` of a call's arguments, and the input, if ``takes`` says that it is one."""
+    if antialias or not takes(input):
+        return None
+    found = interpolation(input, size, scale_factor, mode, align_corners)
+    return None if found is None else (*found, input)
+
+
+def interpolation(
+    x: Tensor, size: Any, scale_factor: Any, mode: Any, align_corners: bool | None
+) -> tuple[str, tuple[int, ...]] | None:
+    """("nearest" or "linear", the factors) of a call of ``F.interpolate`` that kgopt can compute; else None."""
+    spatial = x.shape[2:]
+    given = size if size is not None else scale_factor
+    if (size is None) == (scale_factor is None):
+        return None
+    values = list(given) if isinstance(given, (tuple, list)) else [given] * len(spatial)
+    if len(values) != len(spatial) or not all(isinstance(v, (int, float)) for v in values):
+        return None
+    if size is not None:
+        if any(not isinstance(v, int) or v % s for v, s in zip(values, spatial, strict=True)):
+            return None
+        values = [v // s for v, s in zip(values, spatial, strict=True)]
+    if any(v != int(v) or v < 1 for v in values):
+        return None
+    factors = tuple(int(v) for v in values)
+    if all(f == 1 for f in factors):
+        return None
+    if mode == "nearest":
+        return "nearest", factors
+    return ("linear", factors) if _LINEAR.get(mode) == x.dim() and not align_corners and set(factors) == {2} else None
+
+
+def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Call | None:
+    if mode != "replicate" or not _takes(input) or not isinstance(pad, (tuple, list)):
+        return None
+    if len(pad) != 2 * (input.dim() - 2) or any(not isinstance(p, int) or p < 0 for p in pad):
+        return None
+    return Call("replicate", tuple(pad), input)
+
+
+def _cat(tensors: Any = None, dim: Any = 0, axis: Any = None) -> Call | None:
+    dim = dim if axis is None else axis
+    if not isinstance(tensors, (tuple, list)) or len(tensors) < 2 or not isinstance(dim, int):
+        return None
+    if not all(_takes(t) and is_dense_channels_last(t) for t in tensors):
+        return None
+    first, *more = tensors
+    rank = first.dim()
+    dim = dim + rank if dim < 0 else dim
+    if not 0 <= dim < rank:
+        return None
+
+    def rest(t: Tensor) -> Any:
+        return t.dtype, t.device, t.shape[:dim], t.shape[dim + 1 :]
+
+    if not all(rest(t) == rest(first) for t in more):
+        return None
+    return Call("cat", (dim, *(t.shape[dim] for t in more)), first, tuple(more))

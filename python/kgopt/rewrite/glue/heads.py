@@ -1,0 +1,75 @@
+"""A chain and the convolution behind it: one op for both where its output channels are few, and half precision between
+them under autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kgopt._layout import as_channels_last
+from kgopt.rewrite import known
+from kgopt.rewrite.glue.plans import Normalized, head_plan
+from kgopt.rewrite.meanings import conv_of
+from kgopt.rewrite.modules import first_is_conv, guard_methods, is_as_is
+from kgopt.rewrite.sites import Site, keeps_format, norm_args
+
+_group_norm_conv = torch.ops.kgopt.group_norm_conv.default
+_group_norm_conv1x1 = torch.ops.kgopt.group_norm_conv1x1.default
+
+
+class FollowedSite(Site):
+    """A site in code that shows what becomes of its value."""
+
+    def run_before(self, follower: Any, *operands: Any) -> Tensor:
+        """:meth:`run`, where the value goes to ``follower`` alone.
+
+        Under autocast a convolution rounds what it is given to half precision, which a norm's kernel, whose sums are
+        fp32 whatever it reads and writes, does as well: the same values, without copies of x and of the result.
+        """
+        if self.short:
+            later = self._defer(follower, *operands)
+            if later is not None:
+                return later  # type: ignore[return-value]
+        return self.run(*operands, half=self._is_halved_by(follower, operands[-1]))
+
+    def _defer(self, follower: Any, *operands: Any) -> Normalized | None:
+        """The value for later, where ``follower`` is a convolution that computes both."""
+        x, norm = operands[-1], operands[self.norm_at]
+        if not keeps_format(norm) or type(x) is not Tensor:
+            return None
+        if not isinstance(follower, nn.Module) or known.get(follower, "glue") is None:
+            return None
+        if conv_of(follower) is None or not is_as_is(follower):
+            return None
+        plan = head_plan(follower, x)
+        return None if plan is None else Normalized(self, norm, operands, plan)
+
+    def _is_halved_by(self, follower: Any, x: Tensor) -> bool:
+        if not x.is_cuda or not torch.is_autocast_enabled("cuda") or x.dtype is torch.float64:
+            return False
+        chain = self.chain
+        if chain.fused_op or chain.reduce or chain.residual or "softplus" in chain.pre:
+            return False
+        # A convolution before the norm gives half precision whatever it is given.
+        return bool(chain.conv or x.dtype is torch.get_autocast_dtype("cuda")) and first_is_conv(follower)
+
+    def run_with_head(self, norm: Any, x: Tensor, conv: Any, rest: Sequence[Any] | None = None) -> Tensor:
+        """The chain, a norm and activations, and a convolution to a few channels of what it gives, as one op.
+
+        ``rest``: the convolution's arguments after its tensors; None: its kernel is 1.
+        """
+        args = norm_args(norm, None)
+        assert args is not None
+        if torch.compiler.is_compiling():
+            guard_methods(norm)
+            guard_methods(conv)
+            x = as_channels_last(x)  # as in run
+        moments = self.carried(x)
+        both = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post, conv.weight, conv.bias)
+        if rest is None:
+            return _group_norm_conv1x1(x, moments, *both)
+        return _group_norm_conv(x, moments, *both, None, *rest)

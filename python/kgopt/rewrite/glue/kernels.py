@@ -1,0 +1,103 @@
+"""Copies and kernels in place of PyTorch's: values bit for bit, unless the function says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kgopt import ops as ops
+from kgopt._layout import FORMATS, format_of, is_dense_channels_last
+
+_OPS = torch.ops.kgopt
+
+
+def lies_as(y: Tensor, x: Tensor) -> bool:
+    """Both channels_last, or both contiguous."""
+    return is_dense_channels_last(y) if is_dense_channels_last(x) else y.is_contiguous() and x.is_contiguous()
+
+
+def _empty(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Like x, of other spatial sizes."""
+    return torch.empty((*x.shape[:2], *sizes), dtype=x.dtype, device=x.device, memory_format=format_of(x))
+
+
+def _wide(x: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors with a contiguous last dim of the same length, as elements of 16 bytes where that is possible."""
+    for dtype in (torch.complex128, torch.int64, torch.int32):
+        count = dtype.itemsize // x.element_size()
+        if count > 1 and all(
+            t.shape[-1] % count == 0
+            and t.storage_offset() % count == 0
+            and t.data_ptr() % dtype.itemsize == 0
+            and all(stride % count == 0 for stride in t.stride()[:-1])
+            for t in (x, like)
+        ):
+            return x.view(dtype), like.view(dtype)
+    return x, like
+
+
+def upsample_nearest(x: Tensor, factors: Sequence[int]) -> Tensor:
+    """``F.interpolate(x, scale_factor=factors, mode="nearest")`` for integer factors, bit for bit.
+
+    x [N, C, *S], contiguous or channels_last; the result [N, C, *(s * f)] in the same memory format.
+    """
+    if x.is_cuda and is_dense_channels_last(x):
+        return _OPS.upsample_nearest(x, list(factors))  # type: ignore[no-any-return]
+    if not is_dense_channels_last(x) and factors[-1] > 1:
+        # The last dim first, on the small tensor, so that whole rows can be copied after it.
+        wide = torch.empty((*x.shape, factors[-1]), dtype=x.dtype, device=x.device)
+        wide.copy_(x.unsqueeze(-1).expand(wide.shape))
+        x, factors = wide.flatten(-2), [*factors[:-1], 1]
+    if all(f == 1 for f in factors):
+        return x.contiguous() if not is_dense_channels_last(x) else x.clone()
+    out = _empty(x, [s * f for s, f in zip(x.shape[2:], factors, strict=True)])
+    last = is_dense_channels_last(x)
+    source, target = (t.movedim(1, -1) if last else t for t in (x, out))
+    source, target = _wide(source, target)
+    first = 1 if last else 2
+    for i, factor in reversed(list(enumerate(factors))):
+        if factor > 1:
+            target = target.unflatten(first + i, (source.shape[first + i], factor))
+            source = source.unsqueeze(first + i + 1)
+    target.copy_(source.expand(target.shape))
+    return out
+
+
+def cat_channels_last(tensors: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """``torch.cat(tensors, dim)`` of channels_last tensors, bit for bit: copies of 16 bytes at a time."""
+    first = tensors[0]
+    sizes = list(first.shape)
+    sizes[dim] = sum(t.shape[dim] for t in tensors)
+    out = torch.empty(sizes, dtype=first.dtype, device=first.device, memory_format=FORMATS[first.dim()])
+    start = 0
+    for t in tensors:
+        source, target = _wide(t.movedim(1, -1), out.narrow(dim, start, t.shape[dim]).movedim(1, -1))
+        target.copy_(source)
+        start += t.shape[dim]
+    return out
+
+
+def nearest_of_views(x: Tensor, factors: Sequence[int]) -> Tensor:
+    """:func:`upsample_nearest` of a channels_last tensor, as views and one copy.
+
+    A compiler has the join or the padding behind it read x itself; on its own the copy takes as long as kgopt's op.
+    """
+    count, *sizes, channels = x.movedim(1, -1).shape
+    single = [n for size in sizes for n in (size, 1)]
+    repeated = [n for pair in zip(sizes, factors, strict=True) for n in pair]
+    whole = [size * factor for size, factor in zip(sizes, factors, strict=True)]
+    y = x.movedim(1, -1).reshape(count, *single, channels).expand(count, *repeated, channels)
+    return y.reshape(count, *whole, channels).movedim(-1, 1)
+
+
+def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution with a kernel of 1 to a few channels."""
+    return _OPS.group_norm_conv1x1(x, None, 0, None, None, 0.0, "none", weight, bias)  # type: ignore[no-any-return]
+
+
+def few(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
+    """A convolution to a few channels; ``rest``: its arguments as conv_add takes them."""
+    return _OPS.group_norm_conv(x, None, 0, None, None, 0.0, "none", weight, bias, None, *rest)  # type: ignore[no-any-return]

@@ -1,0 +1,281 @@
+"""What convolution modules do in inference: by kind of input, the way that was measured to be the fastest."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kgopt import ops as ops
+from kgopt._layout import as_channels_last, is_dense_channels_last
+from kgopt.rewrite import carry, known, verdicts, watching
+from kgopt.rewrite.glue import kernels
+from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, recognize
+from kgopt.rewrite.meanings import activation_of, conv_of
+from kgopt.rewrite.modules import guard_methods, is_as_is, is_own_conv
+from kgopt.rewrite.watching import any_global_hooks
+from kgopt.torch_private import below_autograd, len_torch_function_stack
+
+_OPS = torch.ops.kgopt
+_is_grad_enabled = torch.is_grad_enabled
+
+
+@dataclass
+class ConvPlan:
+    """What a convolution module does with inputs of one kind: looking that up anew took longer than launching it."""
+
+    option: str
+    module: tuple[Any, ...]  # the module's attributes that this is about
+    rest: tuple[Any, ...]  # arguments of conv_add after its tensors
+    sizes: list[int]  # of the result
+    own: tuple[Any, tuple[Any, ...]] | None  # kgopt's own convolution, and its arguments after its tensors
+    adds: bool = False  # conv_add is the way to add something to the result
+    carrier: carry.Carrier | None = None  # where the result is large enough for its moments to pay
+
+
+@dataclass
+class GlueState:
+    """What a module remembers of its calls."""
+
+    enabled: bool = True
+    faster: dict[Any, str] = field(default_factory=dict)  # by Call.key: the option that is; "": PyTorch's
+    plans: dict[Any, ConvPlan] = field(default_factory=dict)  # of a convolution module, by x's shape, strides, ...
+    # For compiled code: of a convolution module, the option that was always the fastest, by x.is_contiguous(); of any
+    # module, the kinds of calls that _Upsample replaces.
+    always: dict[bool, str] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
+    carrier: carry.Carrier = field(default_factory=carry.Carrier)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans are made anew; another machine is another measurement.
+        devices = verdicts.environments(device for *_, device, _ in self.faster)
+        kept = {"faster": self.faster, "always": self.always, "kinds": self.kinds, "carries": self.carrier.on}
+        return {"enabled": self.enabled, "devices": devices, **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fresh = GlueState(state["enabled"])
+        if verdicts.are_here(state.get("devices")):
+            fresh.faster, fresh.always, fresh.kinds = dict(state["faster"]), dict(state["always"]), state["kinds"]
+            fresh.carrier.on = state["carries"]
+        self.__dict__.update(fresh.__dict__)
+
+
+PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
+
+
+def plan_of(conv: Any, x: Any) -> ConvPlan | None:
+    """The plan for this call; None where PyTorch's code must run. Only with gradients off and nobody looking on."""
+    if not is_own_conv(conv):
+        return None
+    if torch.compiler.is_compiling():
+        return _compiled_plan(conv, x)
+    knows = conv.__dict__.get("_kgopt")
+    state: GlueState | None = None if knows is None else knows.glue
+    if state is None or not state.enabled or type(x) is not Tensor or watching.is_autocast(x):
+        return None
+    parameters = conv._parameters
+    if "weight" not in parameters or "bias" not in parameters:  # pruned, parametrized
+        return None
+    weight, bias = parameters["weight"], parameters["bias"]
+    if type(weight) is not nn.Parameter or weight.dtype is not x.dtype:
+        return None
+    if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not x.dtype):
+        return None
+    key = (x.shape, x.stride(), x.dtype, x.device, weight.stride())
+    plan: ConvPlan | None = state.plans.get(key)
+    module = (conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups, conv.padding_mode)
+    if plan is None or plan.module != module:
+        if len(state.plans) >= PLANS:
+            return None
+        plan = state.plans[key] = _make_plan(conv, x, module, state)
+    return plan if plan.option else None
+
+
+def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) -> ConvPlan:
+    kind = conv_of(conv)
+    stride, padding, dilation, output_padding, groups, mode = module
+    tail = (output_padding, groups, dilation) if conv.transposed else (dilation, groups)
+    call = None
+    if kind is not None and mode == "zeros":
+        call = recognize(CONV_FUNCTIONS[kind], (x, conv.weight, conv.bias, stride, padding, *tail), {})
+    if kind is None or call is None:
+        return ConvPlan("", module, (), [], None)
+    option = state.faster.get(call.key, "")
+    # conv_add chooses its convolution itself; the same one, where that is kgopt's.
+    carrier = None
+    if option == "own" and carry.is_worth(math.prod(call.sizes) * x.element_size()):
+        carrier = state.carrier
+    _, rest = call.own
+    own = ops.without_grad(kind), rest
+    return ConvPlan(option, module, call.rest, call.sizes, own, option in ("own", "bias"), carrier)
+
+
+def _compiled_plan(conv: Any, x: Any) -> ConvPlan | None:
+    """The plan in compiled inference: the way that was fastest whenever it was measured, for code serves many sizes.
+
+    Where that is PyTorch's convolution with a bias of ours, all is the compiler's: it adds biases, and what follows,
+    in one kernel.
+    """
+    state = known.get(conv, "glue")
+    if state is None or not state.enabled or torch.is_grad_enabled() or not isinstance(x, Tensor):
+        return None
+    if watching.wants_torch():
+        return None
+    option = state.always.get(x.is_contiguous(), "")
+    if option not in ("own", "pointwise", "few"):
+        return None
+    if torch.is_autocast_enabled(x.device.type) or x.dtype is not conv.weight.dtype or isinstance(conv.padding, str):
+        return None
+    kind, transposed = conv_of(conv), conv.transposed
+    if kind is None or conv.padding_mode != "zeros" or x.dim() != len(conv.kernel_size) + 2:
+        return None
+    stride, padding, dilation = list(conv.stride), list(conv.padding), list(conv.dilation)
+    output_padding, groups = list(conv.output_padding), conv.groups
+    rest = (stride, padding, dilation, output_padding, groups, transposed)
+    sizes = ops.conv_sizes(x.shape, conv.weight.shape, *rest)
+    tail = (output_padding, groups, dilation) if transposed else (dilation, groups)
+    own = getattr(_OPS, kind).default, (stride, padding, *tail)
+    return ConvPlan(option, (), rest, sizes, own, option == "own", state.carrier)
+
+
+def as_seen(x: Tensor) -> Tensor:
+    """In compiled code: x in the format that it is seen in. Decompositions give others: see :meth:`Site.run`."""
+    return as_channels_last(x) if is_dense_channels_last(x) else x
+
+
+def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, divisor: float, act: str) -> Tensor:
+    """:func:`run_plan` where a compiler looks on. That a norm takes the moments is :mod:`~kgopt.rewrite.inductor`'s."""
+    guard_methods(conv)
+    weight, bias = conv.weight, conv.bias
+    x, residual = as_seen(x), None if residual is None else as_seen(residual)
+    if plan.option in ("pointwise", "few"):
+        return _few(x, weight, bias, plan)
+    tail = (*plan.rest, divisor, act)
+    if plan.carrier is not None and plan.carrier.on:
+        return _OPS.conv_add_moments(x, weight, bias, residual, *tail, backend="kgopt")[0]  # type: ignore[no-any-return]
+    if residual is not None or act != "none":
+        return _OPS.conv_add(x, weight, bias, residual, *tail, backend="kgopt")  # type: ignore[no-any-return]
+    assert plan.own is not None
+    op, rest = plan.own
+    return op(x, weight, bias, *rest, backend="kgopt")  # type: ignore[no-any-return]
+
+
+def _few(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
+    if plan.option == "pointwise":
+        return kernels.pointwise(x, weight, bias)
+    return kernels.few(x, weight, bias, plan.rest)
+
+
+def run_plan(
+    conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0, act: str = "none"
+) -> Tensor:
+    """The convolution, with its bias and what else is given, by one of kgopt's ops."""
+    if torch.compiler.is_compiling():
+        return _emit_plan(conv, x, plan, residual, divisor, act)
+    parameters = conv._parameters
+    weight, bias = parameters["weight"], parameters["bias"]
+    carrier, moments = plan.carrier, None
+    backend = "kgopt" if plan.option == "own" else "auto"
+    if carrier is not None and carrier.on:
+        y, moments = _conv_add_moments(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
+    elif plan.option in ("pointwise", "few"):
+        with below_autograd():  # gradients are off; the ops' Python kernels for them take time
+            y = _few(x, weight, bias, plan)
+    elif plan.option == "bias" or residual is not None or act != "none":
+        y = _conv_add(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
+    else:
+        assert plan.own is not None
+        op, rest = plan.own
+        y = op(x, weight, bias, *rest, backend="kgopt")
+    if carrier is not None:
+        carry.leave(y, carrier, moments)
+    return y  # type: ignore[no-any-return]
+
+
+_conv_add, _conv_add_moments = map(ops.without_grad, ("conv_add", "conv_add_moments"))
+
+
+def may_plan() -> bool:
+    """Gradients are off, and no mode but ours, such as _Find, is to see the functions themselves; compilers see ops."""
+    if _is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():
+        return not watching.is_foreign_mode()
+    return not watching.is_watched() and len_torch_function_stack() <= watching.own_modes.count
+
+
+def head_plan(conv: Any, x: Tensor) -> ConvPlan | None:
+    """Its plan, if ``conv`` reads what a norm makes of x, and one op may do both."""
+    if not may_plan() or known.get(conv, "glue") is None:
+        return None
+    plan = plan_of(conv, x)
+    return plan if plan is not None and plan.option in ("pointwise", "few") else None
+
+
+def head_arguments(plan: ConvPlan) -> tuple[Any, ...] | None:
+    """What :meth:`Site.run_with_head` wants to know of the convolution."""
+    return plan.rest if plan.option == "few" else None
+
+
+class Normalized:
+    """What a norm and its activation make of x, for later: the forward of a convolution alone reads it."""
+
+    __slots__ = ("norm", "operands", "plan", "site")
+
+    def __init__(self, site: Any, norm: Any, operands: tuple[Any, ...], plan: ConvPlan) -> None:
+        self.site = site
+        self.norm = norm
+        self.operands = operands
+        self.plan = plan
+
+    def through(self, forward: Callable[..., Any], conv: Any) -> Any:
+        """``conv`` of it, as one op if nothing has changed since."""
+        x = self.operands[-1]
+        plan = head_plan(conv, x)
+        if plan is not None and plan.option == self.plan.option:
+            return self.site.run_with_head(self.norm, x, conv, head_arguments(plan))
+        return forward(conv, self.site.run(*self.operands))
+
+
+def with_activation(conv: Any, act: Any, x: Any) -> Tensor | None:
+    """``act(conv(x))`` as one op, where conv_add is the way to compute the convolution; None elsewhere."""
+    if not isinstance(conv, nn.Module) or known.get(conv, "glue") is None or conv_of(conv) is None or not may_plan():
+        return None
+    name = activation_of(act)
+    if name is None or not is_as_is(conv) or not is_as_is(act) or any_global_hooks():
+        return None
+    plan = plan_of(conv, x)
+    if plan is None or not plan.adds:
+        return None
+    if torch.compiler.is_compiling():
+        guard_methods(act)
+    return run_plan(conv, x, plan, act=name)
+
+
+def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a convolution module, by the faster op where nothing needs a gradient and nothing is traced."""
+
+    @functools.wraps(forward)
+    def planned_forward(self: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(input) is Normalized:
+            return watching.outside_own_modes(input.through, forward, self)
+        if torch.compiler.is_compiling():
+            plan = None if args or kwargs or not may_plan() else plan_of(self, input)
+            return forward(self, input, *args, **kwargs) if plan is None else run_plan(self, input, plan)
+        if args or kwargs or not may_plan():
+            return forward(self, input, *args, **kwargs)
+        if not watching.own_modes.count:
+            return _planned(forward, self, input)
+        return watching.outside_own_modes(_planned, forward, self, input)
+
+    return planned_forward
+
+
+def _planned(forward: Callable[..., Any], conv: Any, x: Any) -> Any:
+    plan = plan_of(conv, x)
+    return forward(conv, x) if plan is None else run_plan(conv, x, plan)

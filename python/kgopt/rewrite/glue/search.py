@@ -1,0 +1,251 @@
+"""The calls that a model makes between its norms: found by running it, measured, and replaced where kgopt is faster."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kgopt import accuracy
+from kgopt._layout import format_of, is_dense_channels_last
+from kgopt.rewrite import classes, known, originals, policy, verdicts, watching
+from kgopt.rewrite.classes import Part
+from kgopt.rewrite.formats import keeps
+from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, INTERPOLATE, Call, recognize
+from kgopt.rewrite.glue.kernels import nearest_of_views
+from kgopt.rewrite.glue.plans import GlueState, conv_forward
+from kgopt.rewrite.meanings import CONV_MODULES
+from kgopt.rewrite.watching import OwnMode
+from kgopt.rewrite.wrapped import Wrapped
+
+_OPS = torch.ops.kgopt
+SMALL = 2**20  # bytes of the result, below which several launches cost more than they save
+
+
+class _Replace(OwnMode):
+    """Runs what was measured to be faster."""
+
+    def __init__(self, state: GlueState, keeps: bool = False) -> None:
+        super().__init__()
+        self.state = state
+        self.keeps = keeps
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func, kwargs = originals.genuine(func), kwargs or {}
+        if func in FUNCTIONS:
+            call = recognize(func, args, kwargs)
+            call = None if call is None else call.inside(self.keeps)
+            option = "" if call is None else self.state.faster.get(call.key)
+            if call is not None and option:
+                return call.run(option)
+        return func(*args, **kwargs)
+
+
+class _Upsample(OwnMode):
+    """In compiled code: upsampling and joins whose results keep channels_last.
+
+    The compiler's own give contiguous tensors of three spatial dims, which the next convolution has converted.
+    """
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        super().__init__()
+        self.kinds = kinds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is INTERPOLATE or func in CATS:
+            call = recognize(func, args, kwargs)
+            if call is not None and is_dense_channels_last(call.x):
+                if call.kind == "linear" and "linear" in self.kinds:
+                    return _OPS.upsample_linear(call.x)
+                if call.kind == "nearest" and "nearest" in self.kinds:
+                    return nearest_of_views(call.x, call.argument)
+                if call.kind == "cat" and call.x.dim() == 5 and "nearest" in self.kinds:
+                    dim = (0, 4, 1, 2, 3)[call.argument[0]]  # of tensors whose innermost dim is their last
+                    return torch.cat([t.movedim(1, -1) for t in (call.x, *call.more)], dim).movedim(-1, 1)
+        return func(*args, **kwargs)
+
+
+class _Find(OwnMode):
+    """Measures the calls that can be replaced, and whose they are."""
+
+    def __init__(self, modules: dict[int, nn.Module], always: bool) -> None:
+        super().__init__()
+        self.modules = modules
+        self.always = always
+        self.found: dict[int, dict[Any, str]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func, kwargs = originals.genuine(func), kwargs or {}
+        if func in FUNCTIONS:
+            call = recognize(func, args, kwargs)
+            owner = None if call is None else innermost(self.modules)
+            if call is not None and owner is not None:
+                call = call.inside(keeps(self.modules[owner]))
+                found = self.found.setdefault(owner, {})
+                if call.key not in found:
+                    original = functools.partial(func, *args, **kwargs)
+                    found[call.key] = call.options[0] if self.always else _verdict(call, original)
+                if call.keeps and found[call.key]:  # what comes next will be given this format
+                    return call.run(found[call.key])
+        return func(*args, **kwargs)
+
+
+def innermost(modules: dict[int, nn.Module]) -> int | None:
+    """Whose code calls a torch function: the id of the innermost of the modules, asked by a mode."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = id(frame.f_locals.get("self"))
+        if owner in modules:
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _verdict(call: Call, original: Callable[[], Tensor]) -> str:
+    """:func:`_fastest`, or what it said of an equal call."""
+    x = call.x
+    more = [None if t is None else t.detach() for t in call.more]
+    key = verdicts.key_of("glue", x.device, call.kind, call.argument, call.keeps, x.detach(), more, call.options)
+    option: str = verdicts.store.settle(key, lambda: _fastest(call, original))[0]
+    return option
+
+
+def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
+    """The option that keeps the GPU busy for the shortest time; "": PyTorch's, or a result too small to matter."""
+    best, least = "", float("inf")
+    for option in call.options:
+        try:
+            expected, actual = original(), call.run(option)
+            if expected.numel() * expected.element_size() < SMALL:
+                continue
+            if expected.stride() != actual.stride() and not call.keeps:
+                continue
+            if not _is_right(call, option, expected, actual, original):
+                continue
+            before, after = policy.busy_both(original, functools.partial(call.run, option), call.x.device)
+        except (torch.OutOfMemoryError, RuntimeError):
+            continue
+        if after < min(before, least):
+            best, least = option, after
+    return best
+
+
+def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, original: Callable[[], Tensor]) -> bool:
+    """The same bits, or as accurate as PyTorch's."""
+    if call.kind not in ("linear", "conv"):
+        return torch.equal(expected, actual)
+    if call.kind == "conv" and torch.equal(expected, actual):
+        return True
+    # A corner says what the errors are: convolutions in float64 are slow.
+    part = corner(call.x, *((call.more[0].shape[2:], call.argument[4]) if call.kind == "conv" else ()))
+    small = replace(call, x=part)
+    if call.kind == "linear":
+        mode = f"{['', 'bi', 'tri'][call.x.dim() - 3]}linear"
+
+        def theirs(x: Tensor, *more: Any) -> Tensor:
+            return F.interpolate(x, scale_factor=2, mode=mode)
+    else:
+        _, transposed, stride, padding, dilation, output_padding, groups = call.argument[:7]
+
+        def theirs(x: Tensor, *more: Any) -> Tensor:
+            return torch.convolution(x, more[0], more[1], stride, padding, dilation, transposed, output_padding, groups)
+
+    double = [None if t is None else t.double() for t in call.more]
+    yardstick = [theirs(part, *call.more)]
+    with accuracy.no_autotuning():
+        exact = theirs(part.double(), *double)
+        if call.kind == "conv" and accuracy.may_take_tf32(part):
+            rounded = accuracy.round_tf32(part).double(), accuracy.round_tf32(call.more[0]).double()
+            yardstick.append(theirs(*rounded, double[1]))
+    yardsticks = [accuracy.relative_error(y, exact) for y in yardstick]
+    allowed = accuracy.allowed(part.dtype, *yardsticks)
+    # The whole by the same yardstick: both results are that close to the exact one.
+    is_close = accuracy.relative_error(actual, expected) <= 2 * allowed
+    return is_close and accuracy.relative_error(small.run(option), exact) <= allowed
+
+
+def corner(x: Tensor, kernel: Sequence[int] = (), dilation: Sequence[int] = ()) -> Tensor:
+    """Of the first sample up to 24 positions of every dim, or as many as a kernel covers, in x's format."""
+    covered = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)] or [0] * (x.dim() - 2)
+    for dim, least in enumerate(covered, 2):
+        x = x.narrow(dim, 0, min(max(24, least), x.shape[dim]))
+    return x[:1].contiguous(memory_format=format_of(x))
+
+
+def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` with the replaced calls in it, where nothing needs a gradient and nothing is traced."""
+
+    @functools.wraps(forward)
+    def glue_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            state = known.get(self, "glue")
+            if state is None or not (state.enabled and state.kinds) or torch.is_grad_enabled():
+                return forward(self, *args, **kwargs)
+            if watching.wants_torch() or watching.is_foreign_mode():
+                return forward(self, *args, **kwargs)
+            with _Upsample(state.kinds):
+                return forward(self, *args, **kwargs)
+        if torch.is_grad_enabled() or watching.is_watched():
+            return forward(self, *args, **kwargs)
+        state = known.get(self, "glue")
+        if state is None or not state.enabled or not state.faster or watching.is_foreign_mode():
+            return forward(self, *args, **kwargs)
+        return watching.outside_own_modes(_replacing, state, forward, self, *args, **kwargs)
+
+    return glue_forward
+
+
+def _replacing(state: GlueState, forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    return watching.inside(_Replace(state, keeps(module)), forward, module, *args, **kwargs)
+
+
+def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str], always: bool = False) -> int:
+    """Runs the model, measures what its modules call, and gives those a new forward. How many calls are faster."""
+    names = {id(m): name for name, m in root.named_modules()}
+    modules = {id(m): m for m in root.modules()}
+    with _Find(modules, always) as mode:
+        call()
+    count = 0
+    for owner, found in mode.found.items():
+        module = modules[owner]
+        if not any(found.values()) or unwanted(names[owner]) or "forward" in module.__dict__:
+            continue
+        state = _wrapped.add(module, GlueState)
+        state.faster.update(found)
+        state.always = {}
+        for (*_, contiguous), option in state.faster.items():
+            state.always[contiguous] = option if state.always.get(contiguous, option) == option else ""
+        state.kinds = _compiled_kinds(state.faster)
+        state.plans.clear()
+        count += sum(map(bool, found.values()))
+    return count
+
+
+def _compiled_kinds(faster: dict[Any, str]) -> tuple[str, ...]:
+    """For GlueState.kinds: among the calls that _Upsample and sums replace, those of channels_last tensors.
+
+    Nearest upsampling is the compiler's own in either case: what matters is that its result may be channels_last.
+    """
+    found: dict[str, bool] = {}
+    for (kind, _, kept, *_, contiguous), how in faster.items():
+        if not contiguous and kind in ("linear", "nearest"):
+            found[kind] = found.get(kind, True) and kept and (kind == "nearest" or bool(how))
+    return tuple(kind for kind, always in found.items() if always)
+
+
+_wrapped: Wrapped[GlueState] = Wrapped("glue")
+modules_of, state_of, forget, adopt = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget, _wrapped.adopt
+
+
+def _wrap(original: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    return conv_forward(forward) if original in CONV_MODULES else wrapped_forward(forward)
+
+
+classes.add_part("glue", Part(wrap=_wrap, place=1))

@@ -1,0 +1,94 @@
+"""What a call of one of PyTorch's modules is, now: that of its class and no more, or something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from kgopt.rewrite import known, originals
+from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite.meanings import conv_of
+from kgopt.rewrite.watching import is_hooked
+
+Path = tuple[str, ...]  # names of children
+
+
+def has_own_methods(module: Any, cls: Any) -> bool:
+    """Whether the instance has a method that the forward of ``cls``, one of PyTorch's classes, looks up on it."""
+    names = originals.METHODS.get(cls)
+    if names is not None:
+        for name in names:
+            if name in module.__dict__:
+                return True
+    return False
+
+
+def guard_methods(module: Any) -> None:
+    """In traced code: has the compiler guard that the instance gets no method of its own. ``in`` is not guarded, a
+    look-up is.
+    """
+    if isinstance(module, nn.Module):
+        for name in ("forward", "_call_impl", *originals.METHODS.get(original_class(module) or type(module), ())):
+            getattr(module, name)
+
+
+def is_as_is(module: Any) -> bool:
+    """Whether a call of a convolution, an activation or a dropout is that of PyTorch's class and no more."""
+    original = original_class(module)
+    return runs_as_is(module, type(module), original)
+
+
+def runs_as_is(module: Any, made: Any, original: Any) -> bool:
+    """:func:`is_as_is` of a module of the class ``made``, which was made from ``original``, or from none."""
+    cls = made if original is None else original
+    untouched = originals.AS_CALLED.get(cls)
+    if untouched is None or not untouched() or is_hooked(module) or has_own_methods(module, cls):
+        return False
+    return original is None or (made.forward is made._kgopt_forward and made.__call__ is cls.__call__)
+
+
+def is_own_conv(conv: Any) -> bool:
+    """Whether the forward of a convolution module is PyTorch's, for its class and for the instance."""
+    cls = original_class(conv) or type(conv)
+    untouched = originals.AS_INSIDE.get(cls)
+    return untouched is not None and untouched() and not has_own_methods(conv, cls)
+
+
+def child(module: Any, path: Path) -> Any:
+    """The module at a path of names; None where there is none."""
+    for name in path:
+        module = module._modules.get(name)
+        if module is None:
+            return None
+    return module
+
+
+def runs_like_sequential(module: Any) -> bool:
+    """A Sequential that does what nn.Sequential does, by itself or through :mod:`~kgopt.rewrite.sequential`."""
+    if not isinstance(module, nn.Sequential) or "forward" in module.__dict__ or "_call_impl" in module.__dict__:
+        return False
+    cls: Any = original_class(module) or type(module)
+    if not originals.AS_CALLED[nn.Sequential]() or cls.forward is not nn.Sequential.forward:
+        return False
+    if cls.__call__ is not nn.Sequential.__call__ or cls._call_impl is not nn.Sequential._call_impl:
+        return False
+    return getattr(cls, "__iter__", None) is nn.Sequential.__iter__
+
+
+def first_is_conv(module: Any) -> bool:
+    """Whether the module only convolves its input: a convolution, or Sequentials that start with one."""
+    while isinstance(module, nn.Sequential):
+        if is_hooked(module) or not module._modules or not runs_like_sequential(module):
+            return False
+        module = next(iter(module._modules.values()))
+    return isinstance(module, nn.Module) and bool(conv_of(module)) and is_as_is(module)
+
+
+def only_conv(module: Any) -> Any:
+    """The convolution that is all of a module, perhaps in Sequentials; None for any other, or where somebody looks."""
+    while isinstance(module, nn.Sequential) and runs_like_sequential(module):
+        if is_hooked(module) or len(module._modules) != 1 or known.get(module, "steps") is not None:
+            return None
+        module = next(iter(module._modules.values()))
+    return module if conv_of(module) is not None and is_as_is(module) else None

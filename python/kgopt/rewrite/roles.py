@@ -1,0 +1,64 @@
+"""What a child of a module does in a chain, for the front ends that find chains in code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite.meanings import activation_of, conv_of, is_activation, may_be_identity
+from kgopt.rewrite.modules import has_own_methods
+from kgopt.rewrite.watching import is_hooked
+
+# The role of an expression such as ``self.norm1``: (kind, name, inplace).
+Role = tuple[str, str, bool]
+Path = tuple[str | int, ...]  # ``self.a.b[0]`` is ("a", "b", 0)
+
+
+def role_of(module: Any) -> Role | None:
+    """What a child does in a chain; None: something else, or somebody watches it."""
+    if not isinstance(module, nn.Module):
+        return None
+    if is_hooked(module):
+        return ("other", f"{type(module).__name__} has hooks", False) if is_activation(module) else None
+    if getattr(type(module), "_kgopt_leaf", None) is type(module):
+        return ("norm", "group" if isinstance(module, nn.GroupNorm) else "instance", False)
+    conv = conv_of(module)
+    if conv is not None:
+        return None if has_own_methods(module, original_class(module) or type(module)) else ("conv", conv, False)
+    name = activation_of(module)
+    if name is not None:
+        return ("act", name, bool(getattr(module, "inplace", False)))
+    if is_activation(module):
+        return ("other", f"{module} has parameters that no op takes", False)
+    return ("same", "", False) if may_be_identity(module) else None
+
+
+def role_in_code(root: nn.Module, path: Path) -> Role | None:
+    """:func:`role_of` what a path means, and "tail" for a Sequential that ends in a convolution, which can wait for a
+    sum. Of a path that begins with "" only: is it a module, or None?
+    """
+    if path[:1] == ("",):
+        is_none = len(path) == 2 and path[1] in root.__dict__ and root.__dict__[path[1]] is None
+        return ("module", "", False) if is_none or isinstance(child_at(root, path[1:]), nn.Module) else None
+    module = child_at(root, path)
+    role = role_of(module)
+    if role is None and isinstance(module, nn.Sequential) and not is_hooked(module):
+        last: Any = module
+        while isinstance(last, nn.Sequential) and last._modules:
+            last = next(reversed(last._modules.values()))
+        return None if conv_of(last) is None else ("tail", "", False)
+    return role
+
+
+def child_at(module: Any, path: Path) -> Any:
+    """The child that an expression such as ``self.a.b[0]`` means; None, where that is not certain."""
+    for step in path:
+        if isinstance(step, str) and not hasattr(type(module), step):
+            module = getattr(module, "_modules", {}).get(step)
+        elif isinstance(step, int) and isinstance(module, (nn.ModuleList, nn.Sequential)):
+            module = module[step] if -len(module) <= step < len(module) else None
+        else:
+            return None
+    return module

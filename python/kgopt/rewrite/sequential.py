@@ -1,0 +1,183 @@
+"""The front end for ``nn.Sequential``: chains among its children, and the forward that runs them as sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from kgopt.rewrite import classes, disguise, known, originals, watching
+from kgopt.rewrite.classes import Part
+from kgopt.rewrite.glue import plans
+from kgopt.rewrite.glue.heads import FollowedSite
+from kgopt.rewrite.modules import Path, child, only_conv, runs_like_sequential
+from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
+from kgopt.rewrite.reporting import SiteRow
+from kgopt.rewrite.roles import role_of
+from kgopt.rewrite.sites import keeps_format
+from kgopt.rewrite.standing import Standing
+from kgopt.rewrite.watching import any_global_hooks, is_hooked
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Finding
+
+
+def _leaves(parent: nn.Sequential, deep: bool) -> Iterator[tuple[Path, nn.Module | None]]:
+    """The children; with ``deep`` those of Sequentials inside instead of these."""
+    for name, module in parent._modules.items():
+        if deep and module is not None and runs_like_sequential(module) and not is_hooked(module):
+            yield from (((name, *path), leaf) for path, leaf in _leaves(module, True))  # type: ignore[arg-type]
+        else:
+            yield (name,), module
+
+
+def _matches(leaves: list[tuple[Path, nn.Module | None]]) -> tuple[list[Node], list[Match]]:
+    nodes: list[Node] = []
+    for path, module in leaves:
+        role = role_of(module)
+        node = Node("value") if role is None else Node(role[0], name=role[1], inplace=role[2])
+        node.origin = path
+        previous = nodes[-1] if nodes else Node("value")
+        node.inputs.append(previous)
+        previous.read_by(node)
+        nodes.append(node)
+    if nodes:
+        nodes[-1].read_by(OTHER)
+    return nodes, [match(n) for n in nodes if n.kind == "norm"]
+
+
+def rewrite(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None:
+    """Gives a Sequential with chains in it a class that runs them as sites; fills in the rows of its norms."""
+    nodes, matches = _matches(list(_leaves(parent, True)))
+    # Sequentials inside see to themselves, unless a chain reaches from one into the next.
+    deep = any(len({n.origin[0] for n in m.nodes}) > 1 and any(len(n.origin) > 1 for n in m.nodes) for m in matches)
+    if not deep:
+        nodes, matches = _matches(list(_leaves(parent, False)))
+    at = {id(n): i for i, n in enumerate(nodes)}
+    names = [n.origin for n in nodes]
+    steps: list[tuple[tuple[Path, ...], FollowedSite | None]] = []
+    done = 0
+    for m in matches:
+        start, stop = at[id(m.nodes[0])], at[id(m.last)] + 1
+        row = rows.get(id(child(parent, m.norm.origin)))
+        alone = is_trivial(m.chain)
+        if (alone or start < done) and row is not None and row.became and not row.reason:
+            row.reason = why_alone(m.norm)
+        # A norm alone is its module's business, unless a convolution comes next: see Site.run_before.
+        if start < done or (alone and not (stop < len(nodes) and nodes[stop].kind == "conv")):
+            continue
+        roles = tuple(n.name if n.kind == "act" else n.kind for n in m.nodes)
+        steps += [((name,), None) for name in names[done:start]]
+        steps.append((tuple(names[start:stop]), FollowedSite(m.chain, roles)))
+        done = stop
+        if row is not None and row.became and not alone:
+            row.fill(m.chain)
+    if done:
+        steps += [((name,), None) for name in names[done:]]
+        inner = tuple(dict.fromkeys(path[:i] for path in names for i in range(1, len(path))))
+        parts = tuple((path, tuple(child(parent, path)._modules)) for path in inner)
+        plan = Steps(tuple(parent._modules), tuple(steps), parts)
+        classes.give(parent, type(parent), (("sequential",),), steps=plan)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+class Steps:
+    """What a Sequential does: its children's names, and which runs of them are one site.
+
+    Children of Sequentials inside are named by their path, where a site reaches from one into the next; ``inner`` has
+    those Sequentials and their children's names.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        steps: tuple[tuple[tuple[Path, ...], FollowedSite | None], ...],
+        inner: tuple[tuple[Path, tuple[str, ...]], ...] = (),
+    ) -> None:
+        self.names = names
+        self.steps = steps
+        self.inner = inner
+
+    def hold(self, sequential: Any) -> bool:
+        """Whether the children are still those, and nobody looks at what goes into or comes out of one inside."""
+        if tuple(sequential._modules) != self.names or (self.inner and any_global_hooks()):
+            return False
+        for path, names in self.inner:
+            module = child(sequential, path)
+            if module is None or not runs_like_sequential(module) or is_hooked(module):
+                return False
+            if tuple(module._modules) != names:
+                return False
+        return True
+
+
+def _sequential_forward(_kgopt_standing: Standing) -> Any:
+    _kgopt_outside, _kgopt_run, _kgopt_seen = watching.outside_own_modes, _run_steps, _kgopt_standing.seen
+    _kgopt_class, _kgopt_untouched = _kgopt_standing.original, originals.AS_INSIDE[nn.Sequential]
+
+    def forward(self: Any, input: Any) -> Any:
+        if _kgopt_class.forward is not _kgopt_seen:
+            return _kgopt_standing.replaced(self, input)
+        known = self.__dict__.get("_kgopt")
+        plan = None if known is None else known.steps
+        # A layer came or went, or Sequentials do something else now.
+        if plan is None or not _kgopt_untouched() or not plan.hold(self):
+            return _kgopt_seen(self, input)
+        return _kgopt_outside(_kgopt_run, self, plan, input)
+
+    return disguise.as_original(forward, _kgopt_seen)
+
+
+def _run_steps(sequential: Any, plan: Steps, input: Any) -> Any:
+    done = 0
+    for i, (paths, site) in enumerate(plan.steps):
+        if i < done:
+            continue
+        operands = [child(sequential, path) for path in paths]
+        if site is not None and site.ready(*operands, input):
+            norm = operands[site.norm_at]
+            head = _head_behind(sequential, plan, i, site, norm, input)
+            if head is not None:
+                input, done = site.run_with_head(norm, input, *head), i + 2
+                continue
+            following = child(sequential, plan.steps[i + 1][0][0]) if i + 1 < len(plan.steps) else None
+            input = site.run_before(following, *operands, input)
+        elif (y := _with_activation(sequential, plan, i, operands, input)) is not None:
+            input, done = y, i + 2
+        else:
+            for module in operands:
+                input = module(input)
+    return input
+
+
+def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any) -> Any:
+    """A convolution and the activation that is the next step, where they can run as one; else None."""
+    if len(operands) != 1 or i + 1 == len(plan.steps):
+        return None
+    paths, site = plan.steps[i + 1]
+    if site is not None or len(paths) != 1 or not isinstance(operands[0], nn.Module):
+        return None
+    if known.get(operands[0], "glue") is None:
+        return None
+    return plans.with_activation(operands[0], child(self, paths[0]), x)
+
+
+def _head_behind(self: Any, plan: Steps, i: int, site: FollowedSite, norm: Any, x: Tensor) -> Any:
+    """The convolution to a few channels that is the next step, where it can run with step i, and its arguments."""
+    if not site.short or not keeps_format(norm) or i + 1 == len(plan.steps):
+        return None
+    paths, other = plan.steps[i + 1]
+    conv = only_conv(child(self, paths[0])) if other is None and len(paths) == 1 else None
+    head = None if conv is None else plans.head_plan(conv, x)
+    return None if head is None else (conv, plans.head_arguments(head))
+
+
+def _methods(original: Any, _: tuple[Any, ...], stand: classes.Stand) -> dict[str, Any]:
+    return {"forward": _sequential_forward(stand("forward"))}
+
+
+classes.add_part("sequential", Part(methods=_methods))

@@ -1,0 +1,119 @@
+"""The front end for Python source: chains in the methods of a module that we did not write.
+
+A method is parsed, and in every block of statements the values that modules and functions make are described as
+:mod:`~kgopt.rewrite.patterns` nodes. A chain is taken only where the values inside it are provably read by nobody else:
+no other expression, no later statement on any path, no closure, no exception handler. The code becomes
+
+    if _kgopt_0.ready(self.norm, self.act, x):      # all checks, at each call
+        x = _kgopt_0.run(self.norm, self.act, x)
+    else:
+        x = self.norm(x)                            # the user's own statements, on their own lines
+        x = self.act(x)
+
+(in an expression: ``run(...) if ready(...) else self.act(self.norm(x))``), compiled with the function's globals,
+closure, file name and line numbers. Before that the source is compiled unchanged and compared with the bytecode that
+runs, so a file edited since it was imported changes nothing.
+
+===========  =====================================================
+code         functions to trees and back
+names        what is read, written and still alive
+expressions  small questions, small changes
+method       one method: its tree, and what names mean in it
+sink         an activation behind a branch moves into it
+chains       chains become sites
+sums         sums of what convolutions give
+formats      ``x.contiguous()`` that may keep channels_last
+===========  =====================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any
+
+from torch import nn
+
+from kgopt.rewrite import classes
+from kgopt.rewrite.classes import Part, Stand
+from kgopt.rewrite.roles import Role, role_in_code
+from kgopt.rewrite.source.chains import Chains, Found
+from kgopt.rewrite.source.code import CannotRewriteError, own_methods, parse, rebuild
+from kgopt.rewrite.source.expressions import text_of
+from kgopt.rewrite.source.formats import keep_formats
+from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.sink import sink
+from kgopt.rewrite.source.sums import Sums
+
+Roles = tuple[tuple[str, Role], ...]
+
+
+def converts(module: nn.Module, cls: type) -> bool:
+    """Whether a method of a module with children calls ``contiguous``."""
+    return bool(module._modules) and any(
+        "contiguous" in inspect.unwrap(f).__code__.co_names for _, f in own_methods(cls)
+    )
+
+
+def _rewrite(method: Method) -> Found:
+    """Puts all sites into a method's tree; what it holds."""
+    sink(method, method.tree.body)
+    found = Chains(method).run()
+    Sums(method).run(method.tree.body)
+    keep_formats(method)
+    return found
+
+
+def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...], list[Found], dict[str, str]]:
+    """The recipe for ``module``'s class (empty: nothing fuses), what methods hold, and children of those left alone."""
+    recipe: list[tuple[str, Roles]] = []
+    found: list[Found] = []
+    refused: dict[str, str] = {}
+    children = set(module._modules)
+    for name, function in own_methods(cls):
+        mentioned = children & set(inspect.unwrap(function).__code__.co_names)
+        if not mentioned:
+            continue
+        if name in module.__dict__:
+            refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} was replaced on the instance"))
+            continue
+        try:
+            method = Method(function, functools.partial(role_in_code, module), parse(function))
+            in_method = _rewrite(method)
+        except CannotRewriteError as error:
+            refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} {error}"))
+            continue
+        found.append(in_method)
+        if method.sites:
+            recipe.append((name, tuple(sorted(method.used_roles.items()))))
+    return tuple(recipe), found, refused
+
+
+def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict[str, types.FunctionType]:
+    """The methods of a recipe, written anew. One whose source has changed since is left out: it runs as it is.
+
+    ``stand`` makes what says whether the class still has a method.
+    """
+    made: dict[str, types.FunctionType] = {}
+    methods = dict(own_methods(cls))
+    for name, listed in recipe.items():
+        roles = dict(listed)
+        function = methods.get(name)
+        if function is None:
+            continue
+        try:
+            method = Method(function, lambda path, roles=roles: roles.get(text_of(path)), parse(function))  # type: ignore[misc]
+            _rewrite(method)
+        except CannotRewriteError:
+            continue
+        if method.sites:
+            made[name] = rebuild(function, method.tree, method.sites, stand(name))
+    return made
+
+
+def _methods(original: Any, listed: tuple[Any, ...], stand: Stand) -> dict[str, Any]:
+    return dict(rewritten_methods(original, dict(listed[0]), stand))
+
+
+classes.add_part("source", Part(methods=_methods))

@@ -1,0 +1,210 @@
+"""Functions to syntax trees and back: the source that provably runs, and new code in its place."""
+
+from __future__ import annotations
+import __future__ as _future
+
+import ast
+import functools
+import inspect
+import linecache
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from kgopt.rewrite.source.names import SCOPES
+from kgopt.rewrite.standing import Standing
+
+_FUTURE_FLAGS = sum(getattr(_future, name).compiler_flag for name in _future.all_feature_names)
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class CannotRewriteError(Exception):
+    """Why a method is left alone."""
+
+
+def own_methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """The plain methods that instances of a user's class see, without those of nn.Module."""
+    seen: set[str] = set()
+    for base in cls.__mro__:
+        if base is nn.Module or base.__module__.startswith("torch."):
+            continue
+        for name, value in vars(base).items():
+            if name not in seen and isinstance(value, types.FunctionType) and not name.startswith("__"):
+                yield name, value
+            seen.add(name)
+
+
+_PARSED: dict[types.CodeType, ast.FunctionDef | str] = {}
+_PARSED_AT_MOST = 1024  # trees: a program that makes classes as it runs never ends making them
+
+
+def parse(function: types.FunctionType) -> ast.FunctionDef:
+    """The tree of a function's source, proven to be what runs. Not to be changed: it is kept."""
+    known = _PARSED.get(function.__code__)
+    if known is None:
+        try:
+            known = _parse_anew(function)
+        except CannotRewriteError as error:
+            known = str(error)
+        if len(_PARSED) >= _PARSED_AT_MOST:
+            _PARSED.clear()
+        _PARSED[function.__code__] = known
+    if isinstance(known, str):
+        raise CannotRewriteError(known)
+    return known
+
+
+def _parse_anew(function: types.FunctionType) -> ast.FunctionDef:
+    code = function.__code__
+    if code.co_flags & _GENERATORS:
+        raise CannotRewriteError("is a generator or a coroutine")
+    if hasattr(function, "__wrapped__"):
+        raise CannotRewriteError("is wrapped by a decorator")
+    try:
+        lines, first = inspect.getsourcelines(code)
+        text = "".join(lines)
+        indented = text[:1].isspace()
+        tree = ast.parse("if 1:\n" + text if indented else text)
+    except (OSError, TypeError, SyntaxError, IndentationError) as error:
+        raise CannotRewriteError("has no source") from error
+    found: Any = tree.body[0].body[0] if indented else tree.body[0]  # type: ignore[attr-defined]
+    if not isinstance(found, ast.FunctionDef):
+        raise CannotRewriteError("is not a plain function")
+    if found.decorator_list:
+        raise CannotRewriteError("has a decorator")
+    ast.increment_lineno(found, first - (2 if indented else 1))
+    if not found.args.args and not found.args.posonlyargs:
+        raise CannotRewriteError("has no self")
+    if not _same_code(_compile(function, found, ()), code):
+        raise CannotRewriteError("has other source than what runs")
+    return found
+
+
+def _compile(function: types.FunctionType, tree: ast.FunctionDef, more_free: tuple[str, ...]) -> types.CodeType:
+    """Compiles a tree as the function was: closure variables as arguments around it, in its class for private names."""
+    code = function.__code__
+    owner = function.__qualname__.split(".")[-2:-1]
+    inner: ast.stmt = tree
+    if owner and owner[0] != "<locals>":
+        inner = ast.ClassDef(owner[0], [], [], [tree], [])
+        if "type_params" in ast.ClassDef._fields:
+            setattr(inner, "type_params", [])  # noqa: B010  (Python 3.12 and later)
+    free = [n for n in (*code.co_freevars, *more_free) if not (n == "__class__" and inner is not tree)]
+    arguments = ast.arguments([], [ast.arg(n) for n in free], None, [], [], None, [])
+    factory = ast.FunctionDef("_kgopt_factory", arguments, [inner], [], None)
+    if "type_params" in ast.FunctionDef._fields:
+        setattr(factory, "type_params", [])  # noqa: B010
+    # The compiler calls functions of a module that was imported in the same file in another way.
+    imports: list[ast.stmt] = [ast.Import([ast.alias(n)]) for n in sorted(_imported(code.co_filename))]
+    module = ast.fix_missing_locations(ast.Module([*imports, factory], []))
+    flags = code.co_flags & _FUTURE_FLAGS
+    compiled = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
+    names = ["_kgopt_factory", *(owner if inner is not tree else ()), tree.name]
+    for name in names:
+        compiled = next(c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
+    renamed: types.CodeType = _renamed(compiled, ".".join([names[0], "<locals>", *names[1:]]), function.__qualname__)
+    return renamed
+
+
+@functools.lru_cache(maxsize=256)
+def _imported(filename: str) -> frozenset[str]:
+    """Names that the module of a file imports at its top level."""
+    found: set[str] = set()
+    try:
+        waiting: list[ast.AST] = [ast.parse("".join(linecache.getlines(filename)))]
+    except SyntaxError:
+        return frozenset()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update((a.asname or a.name).split(".")[0] for a in node.names)
+        waiting += [c for c in ast.iter_child_nodes(node) if not isinstance(c, (*SCOPES, ast.ClassDef, ast.expr))]
+    return frozenset(found - {"*"})
+
+
+def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
+    if (a.co_code, a.co_names, a.co_varnames, a.co_freevars, a.co_cellvars) != (
+        b.co_code,
+        b.co_names,
+        b.co_varnames,
+        b.co_freevars,
+        b.co_cellvars,
+    ):
+        return False
+    if len(a.co_consts) != len(b.co_consts):
+        return False
+    for x, y in zip(a.co_consts, b.co_consts, strict=True):
+        if isinstance(x, types.CodeType) and isinstance(y, types.CodeType):
+            if not _same_code(x, y):
+                return False
+        elif type(x) is not type(y) or repr(x) != repr(y):
+            return False
+    return True
+
+
+def rebuild(
+    function: types.FunctionType, tree: ast.FunctionDef, sites: Mapping[str, Any], standing: Standing
+) -> types.FunctionType:
+    """The function with another tree, in which ``sites`` are names."""
+    more: dict[str, Any] = {
+        **sites,
+        "_kgopt_class": standing.original,
+        "_kgopt_seen": function,
+        "_kgopt_code": function.__code__,
+        "_kgopt_replaced": standing.replaced,
+    }
+    tree.body.insert(0, _question(tree, standing.name))
+    code = _compile(function, tree, tuple(more))
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells.update((name, types.CellType(value)) for name, value in more.items())
+    made = types.FunctionType(
+        code,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells[name] for name in code.co_freevars),
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__annotations__ = function.__annotations__
+    made.__qualname__ = function.__qualname__
+    made.__doc__ = function.__doc__
+    made.__module__ = function.__module__
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def _question(tree: ast.FunctionDef, name: str) -> ast.stmt:
+    """The first statement of a method: where its class has another one now, or that has other code, it runs instead."""
+    given = tree.args
+    positional = [ast.Name(a.arg, ast.Load()) for a in (*given.posonlyargs, *given.args)]
+    arguments: list[ast.expr] = [*positional]
+    keywords = [ast.keyword(a.arg, ast.Name(a.arg, ast.Load())) for a in given.kwonlyargs]
+    if given.vararg is not None:
+        arguments.append(ast.Starred(ast.Name(given.vararg.arg, ast.Load()), ast.Load()))
+    if given.kwarg is not None:
+        keywords.append(ast.keyword(None, ast.Name(given.kwarg.arg, ast.Load())))
+    question: Any = ast.parse(
+        f"if _kgopt_class.{name} is not _kgopt_seen or _kgopt_seen.__code__ is not _kgopt_code: return None"
+    ).body[0]
+    question.body[0].value = ast.Call(ast.Name("_kgopt_replaced", ast.Load()), arguments, keywords)
+    for node in ast.walk(question):
+        if "lineno" in node._attributes:
+            ast.copy_location(node, tree.body[0])
+    return question  # type: ignore[no-any-return]
+
+
+def _renamed(code: Any, old: str, new: str) -> Any:
+    """Code whose qualified names, and those of the code in it, begin with ``new`` instead of ``old``."""
+    consts = []
+    for c in code.co_consts:
+        if isinstance(c, types.CodeType):
+            c = _renamed(c, old, new)
+        elif isinstance(c, str) and c.startswith(f"{old}.<locals>."):  # where Python 3.10 keeps them
+            c = new + c[len(old) :]
+        consts.append(c)
+    changes: dict[str, Any] = {"co_consts": tuple(consts)}
+    if hasattr(code, "co_qualname"):
+        changes["co_qualname"] = new + code.co_qualname[len(old) :]
+    return code.replace(**changes)

@@ -1,0 +1,124 @@
+"""Small questions about expressions, and small changes of trees."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from typing import Any
+
+from kgopt.rewrite.meanings import UNKNOWN
+from kgopt.rewrite.roles import Path
+from kgopt.rewrite.source.names import SCOPES
+
+
+def path_of(expression: ast.expr, root: str, owner: str) -> Path | None:
+    """``self.a.b[0]`` as ("a", "b", 0); ``owner`` is the class whose private names (``self.__a``) these are."""
+    if isinstance(expression, ast.Name):
+        return () if expression.id == root else None
+    if isinstance(expression, ast.Attribute):
+        base = path_of(expression.value, root, owner)
+        name = expression.attr
+        if name.startswith("__") and not name.endswith("__"):
+            name = f"_{owner.lstrip('_')}{name}"
+        return None if base is None else (*base, name)
+    if isinstance(expression, ast.Subscript):
+        base = path_of(expression.value, root, owner)
+        index = constant(expression.slice)
+        return None if base is None or type(index) is not int else (*base, index)
+    return None
+
+
+def is_plain(e: ast.expr) -> bool:
+    """Names, attributes and constants, and items at such an index: evaluating them changes nothing."""
+    if isinstance(e, ast.Subscript):
+        return is_plain(e.value) and is_plain(e.slice)
+    if isinstance(e, ast.BinOp):
+        return is_index(e)
+    return is_plain_load(e)
+
+
+def is_index(e: ast.expr) -> bool:
+    """Arithmetic of a variable and numbers, as in ``skips[i + 1]``."""
+    if isinstance(e, ast.BinOp):
+        return is_index(e.left) and is_index(e.right)
+    return isinstance(e, ast.Name) or (isinstance(e, ast.Constant) and isinstance(e.value, int))
+
+
+def is_test(e: ast.expr) -> bool:
+    """``self.shortcut is not None``, ``self.training``, and what ``not``, ``and`` and ``or`` make of such."""
+    if isinstance(e, ast.BoolOp):
+        return all(map(is_test, e.values))
+    if isinstance(e, ast.UnaryOp):
+        return isinstance(e.op, ast.Not) and is_test(e.operand)
+    if isinstance(e, ast.Compare):
+        return all(isinstance(op, (ast.Is, ast.IsNot)) for op in e.ops) and all(map(is_plain, [e.left, *e.comparators]))
+    return is_plain_load(e)
+
+
+def constant(e: ast.expr) -> Any:
+    """Its value; UNKNOWN where it is none."""
+    try:
+        return ast.literal_eval(e)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return UNKNOWN
+
+
+def text_of(path: Path) -> str:
+    """A path as it stands in the source."""
+    return "".join(f".{p}" if isinstance(p, str) else f"[{p}]" for p in path)
+
+
+def call_of(site: str, method: str, arguments: list[ast.expr], place: ast.AST) -> ast.Call:
+    """``site.method(*arguments)``, on the lines of ``place``."""
+    function = ast.Attribute(ast.Name(site, ast.Load()), method, ast.Load())
+    call = ast.Call(function, copy.deepcopy(arguments), [])
+    for node in ast.walk(call):
+        if "lineno" in node._attributes:
+            ast.copy_location(node, place)
+    return call
+
+
+def assign(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:
+    """``name = value``."""
+    target = ast.copy_location(ast.Name(name, ast.Store()), place)
+    return ast.copy_location(ast.Assign([target], value), place)
+
+
+def replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
+    """Puts a node in the place of another, somewhere in a tree."""
+    for node in ast.walk(tree):
+        for name, value in ast.iter_fields(node):
+            if value is old:
+                setattr(node, name, new)
+                return
+            if isinstance(value, list):
+                for i, item in enumerate(value):
+                    if item is old:
+                        value[i] = new
+                        return
+    raise AssertionError("the expression is not in its statement")
+
+
+def evaluated_first(whole: ast.expr, part: ast.expr) -> bool:
+    """Whether nothing but names, attributes and constants is evaluated in ``whole`` before ``part``."""
+    if whole is part:
+        return True
+    if isinstance(whole, (*SCOPES, ast.IfExp, ast.BoolOp)):
+        return isinstance(whole, ast.BoolOp) and evaluated_first(whole.values[0], part)
+    children = list(ast.iter_child_nodes(whole))
+    if isinstance(whole, (ast.Dict, ast.NamedExpr)):
+        return False
+    for child in children:
+        inner = child.value if isinstance(child, ast.keyword) else child
+        if any(n is part for n in ast.walk(inner)):
+            return isinstance(inner, ast.expr) and evaluated_first(inner, part)
+        if not is_plain_load(inner):
+            return False
+    return False
+
+
+def is_plain_load(e: ast.AST) -> bool:
+    """Names, attributes and constants."""
+    if isinstance(e, (ast.expr_context, ast.operator, ast.Constant, ast.Name)):
+        return True
+    return isinstance(e, ast.Attribute) and is_plain_load(e.value)

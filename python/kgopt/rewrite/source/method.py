@@ -1,0 +1,117 @@
+"""One method of a user's class."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+from kgopt.rewrite.formats import Keep
+from kgopt.rewrite.glue.heads import FollowedSite
+from kgopt.rewrite.meanings import describe_function
+from kgopt.rewrite.patterns import Node
+from kgopt.rewrite.roles import Path, Role
+from kgopt.rewrite.source.code import CannotRewriteError
+from kgopt.rewrite.source.expressions import constant, path_of, text_of
+from kgopt.rewrite.source.names import writes
+from kgopt.rewrite.sums import Sum
+
+Replacement = FollowedSite | Sum | Keep  # what a rewritten method calls
+_LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
+
+
+class Method:
+    """One method of a class: its tree, which is changed, and what the names in it mean."""
+
+    def __init__(
+        self, function: types.FunctionType, role: Callable[[Path], Role | None], tree: ast.FunctionDef
+    ) -> None:
+        self.code = function
+        self.role_of = role
+        self.tree = copy.deepcopy(tree)
+        self.sites: dict[str, Replacement] = {}
+        self.used_roles: dict[str, Role] = {}
+        arguments = self.tree.args
+        self.owner = "".join(function.__qualname__.split(".")[-2:-1])
+        self.self_name = (arguments.posonlyargs + arguments.args)[0].arg
+        code = function.__code__
+        self.hidden = set(code.co_cellvars)  # names that closures see
+        for node in ast.walk(self.tree):
+            if isinstance(node, (ast.Global, ast.Nonlocal)):
+                self.hidden.update(node.names)
+        self.locals = set(code.co_varnames) | set(code.co_cellvars)
+        called = {n.func.id for n in ast.walk(self.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        if called & _LOOKS_AT_LOCALS:
+            raise CannotRewriteError(f"calls {min(called & _LOOKS_AT_LOCALS)}(), which may read any variable")
+        if self.self_name in {w for s in self.tree.body for w in writes(s)}:
+            raise CannotRewriteError(f"assigns {self.self_name}")
+
+    def lets_errors_pass(self, statement: ast.With | ast.AsyncWith) -> bool:
+        """Context managers of torch do not swallow exceptions."""
+        for item in statement.items:
+            call = item.context_expr
+            base: ast.expr = call.func if isinstance(call, ast.Call) else call
+            value = self.function(base)
+            if str(getattr(value, "__module__", "")).split(".")[0] != "torch":
+                return False
+        return True
+
+    def target(self, statement: ast.stmt) -> str | None:
+        """The one name that a statement assigns, if it is a variable that only this function sees."""
+        target: Any = None
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target = statement.targets[0]
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            target = statement.target
+        return target.id if isinstance(target, ast.Name) and target.id not in self.hidden else None
+
+    def described(self, function: Any, call: ast.Call) -> Node | None:
+        """The node that a call of a function makes, without its inputs."""
+        args, kwargs = self.constants(call)
+        node = describe_function(function, args[1:] if args else [], kwargs)
+        if node is None and len(args) == 2:
+            two = describe_function(function, [], kwargs)
+            return two if two is not None and two.kind == "add" else None
+        return None if node is not None and node.kind == "add" else node
+
+    @staticmethod
+    def constants(call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
+        """Its arguments, those that are no constants as UNKNOWN."""
+        return [constant(a) for a in call.args], {str(w.arg): constant(w.value) for w in call.keywords}
+
+    def path(self, e: ast.expr) -> Path | None:
+        """Of an expression such as ``self.a.b[0]``."""
+        return path_of(e, self.self_name, self.owner)
+
+    def role(self, path: Path) -> Role | None:
+        """Of what a path means; it becomes part of the recipe."""
+        role = self.role_of(path)
+        if role is not None:
+            self.used_roles[text_of(path)] = role
+        return role
+
+    def function(self, e: ast.expr) -> Any:
+        """What a global name such as ``F.silu`` or ``torch.nn.functional.relu`` stands for."""
+        if isinstance(e, ast.Name):
+            if e.id in self.locals:
+                return None
+            cells = dict(zip(self.code.__code__.co_freevars, self.code.__closure__ or (), strict=True))
+            if e.id in cells:
+                try:
+                    return cells[e.id].cell_contents
+                except ValueError:
+                    return None
+            return self.code.__globals__.get(e.id, getattr(builtins, e.id, None))
+        if isinstance(e, ast.Attribute):
+            base = self.function(e.value)
+            return getattr(base, e.attr, None) if isinstance(base, types.ModuleType) else None
+        return None
+
+    def may_catch(self, node: ast.AST) -> bool:
+        """Whether a statement may go on after an error in it."""
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            return not self.lets_errors_pass(node)
+        return isinstance(node, (ast.Try, getattr(ast, "TryStar", ast.Try)))

@@ -1,0 +1,113 @@
+"""Names in code: what is read, what is written, what lives on."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def reads(tree: ast.AST | list[Any] | None) -> set[str]:
+    """Names that code may read, nested scopes and all; deleting and ``+=`` read too."""
+    found: set[str] = set()
+    for part in tree if isinstance(tree, list) else [tree] if tree is not None else []:
+        for node in ast.walk(part):
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+    return found
+
+
+def writes(tree: ast.AST) -> set[str]:
+    """Names that code may write or delete."""
+    found = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
+            found.add(node.name or "")
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update((a.asname or a.name).split(".")[0] for a in node.names)
+        elif isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name:
+            found.add(node.name)
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            found.add(node.rest)
+    return found
+
+
+@dataclass
+class Live:
+    """Names whose value may still be read, before and after each statement."""
+
+    before: dict[int, set[str]] = field(default_factory=dict)
+    after: dict[int, set[str]] = field(default_factory=dict)
+
+
+def liveness(body: list[ast.stmt]) -> Live:
+    """Of the body of a function."""
+    live = Live()
+    _live_block(body, set(), set(), None, live)
+    return live
+
+
+def _live_block(
+    body: list[ast.stmt], after: set[str], always: set[str], loop: tuple[set[str], set[str]] | None, live: Live
+) -> set[str]:
+    """What lives before a block; ``loop``: what lives where break and continue go; ``always``: what handlers read."""
+    for statement in reversed(body):
+        after = after | always
+        live.after[id(statement)] = live.after.get(id(statement), set()) | after
+        after = _live_statement(statement, after, always, loop, live) | always
+        live.before[id(statement)] = live.before.get(id(statement), set()) | after
+    return after
+
+
+def _live_statement(
+    s: ast.stmt, after: set[str], always: set[str], loop: tuple[set[str], set[str]] | None, live: Live
+) -> set[str]:
+    if isinstance(s, (ast.Return, ast.Raise)):
+        return reads(s)
+    if isinstance(s, ast.Break):
+        return set(loop[0]) if loop else after
+    if isinstance(s, ast.Continue):
+        return set(loop[1]) if loop else after
+    if isinstance(s, ast.If):
+        branches = _live_block(s.body, after, always, loop, live) | _live_block(s.orelse, after, always, loop, live)
+        return reads(s.test) | branches
+    if isinstance(s, (ast.For, ast.AsyncFor, ast.While)):
+        head = reads(s.test if isinstance(s, ast.While) else s.iter) | _live_block(s.orelse, after, always, loop, live)
+        head |= after
+        while True:
+            wider = head | _live_block(s.body, head, always, (after, head), live)
+            if wider == head:
+                return head | (reads(s.target) if not isinstance(s, ast.While) else set())
+            head = wider
+    if isinstance(s, (ast.With, ast.AsyncWith)):
+        items = {name for item in s.items for name in reads(item)}
+        return items | _live_block(s.body, after, always, loop, live)
+    if isinstance(s, (ast.Assign, ast.AnnAssign)):
+        targets = s.targets if isinstance(s, ast.Assign) else [s.target]
+        killed = {t.id for t in targets if isinstance(t, ast.Name)} if s.value is not None else set()
+        return (after - killed) | reads(s)
+    inner = [b for b in ast.iter_child_nodes(s) if isinstance(b, (ast.stmt, ast.ExceptHandler, ast.match_case))]
+    if inner and not isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):  # try, match, what is new
+        everything = after | reads(s)
+        for block in blocks(s):
+            _live_block(block, everything, always | everything, (everything, everything), live)
+        if loop:
+            everything = everything | loop[0] | loop[1]
+        return everything
+    return after | reads(s)
+
+
+def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    """The blocks directly inside a statement."""
+    for _, value in ast.iter_fields(tree):
+        if isinstance(value, list) and value:
+            if isinstance(value[0], ast.stmt):
+                yield value
+            elif isinstance(value[0], (ast.ExceptHandler, ast.match_case)):
+                for part in value:
+                    yield part.body

@@ -1,0 +1,88 @@
+"""An activation behind a branch that ends in norms: it moves into the branch, where it can join them."""
+
+from __future__ import annotations
+
+import ast
+import copy
+
+from kgopt.rewrite.meanings import describe_method
+from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.names import blocks
+
+
+def sink(method: Method, body: list[ast.stmt]) -> None:
+    """``if c: h = norm(h) ...; h = act(h)``: the statement after moves to the end of each branch, as it may."""
+    k = 0
+    while k < len(body):
+        statement = body[k]
+        follower = body[k + 1] if k + 1 < len(body) else None
+        if isinstance(statement, ast.If) and isinstance(follower, (ast.Assign, ast.Return)):
+            tails = _tails(method, statement)
+            if any(_acts_on(method, follower, name) for name in tails):
+                _append(statement, follower)
+                del body[k + 1]
+                # And the convolution of what it gives, which may run with the norm: see Site.run_before.
+                if k + 1 < len(body) and _convolves(method, body[k + 1], method.target(follower)):
+                    _append(statement, body[k + 1])
+                    del body[k + 1]
+                continue
+        for block in blocks(statement):
+            if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                sink(method, block)
+        k += 1
+
+
+def _tails(method: Method, statement: ast.If) -> set[str]:
+    """Names that a branch ends by giving a norm's result."""
+    found: set[str] = set()
+    for block in (statement.body, statement.orelse):
+        last = block[-1] if block else None
+        if isinstance(last, ast.If):
+            found |= _tails(method, last)
+        elif isinstance(last, ast.Assign) and isinstance(last.value, ast.Call) and len(last.targets) == 1:
+            path = method.path(last.value.func)
+            role = method.role(path) if path else None
+            if role and role[0] == "norm" and isinstance(last.targets[0], ast.Name):
+                found.add(last.targets[0].id)
+    return found
+
+
+def _acts_on(method: Method, statement: ast.Assign | ast.Return, name: str) -> bool:
+    for node in ast.walk(statement):
+        if not isinstance(node, ast.Call):
+            continue
+        path = method.path(node.func)
+        role = method.role(path) if path else None
+        is_act = role is not None and role[0] in ("act", "same")
+        function = None if path else method.function(node.func)
+        if function is not None:
+            described = method.described(function, node)
+            is_act = described is not None and described.kind == "act"
+        if is_act and node.args and isinstance(node.args[0], ast.Name) and node.args[0].id == name:
+            return True
+        if (
+            isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == name
+            and describe_method(node.func.attr, *method.constants(node)) is not None
+        ):
+            return True
+    return False
+
+
+def _convolves(method: Method, statement: ast.stmt, name: str | None) -> bool:
+    call = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
+    if name is None or not isinstance(call, ast.Call) or call.keywords or len(call.args) != 1:
+        return False
+    path, argument = method.path(call.func), call.args[0]
+    role = method.role(path) if path else None
+    return bool(role and role[0] == "conv") and isinstance(argument, ast.Name) and argument.id == name
+
+
+def _append(statement: ast.If, follower: ast.stmt) -> None:
+    for block in (statement.body, statement.orelse):
+        last = block[-1] if block else None
+        if isinstance(last, ast.If):
+            _append(last, follower)
+        elif not isinstance(last, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
+            block.append(copy.deepcopy(follower))

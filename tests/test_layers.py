@@ -1,0 +1,72 @@
+"""Who imports whom: no circles in the package, and the layers of kgopt.rewrite as its docstring has them."""
+
+import ast
+from pathlib import Path
+
+import kgopt
+from kgopt import rewrite
+
+ROOT = Path(kgopt.__file__).parent
+
+
+def imports():
+    """module -> the modules of the package that it imports, also inside functions; not those for type checkers."""
+    files = {}
+    for path in ROOT.rglob("*.py"):
+        parts = ["kgopt", *path.relative_to(ROOT).with_suffix("").parts]
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: _imported(ast.parse(path.read_text()), set(files) - {name}) for name, path in files.items()}
+
+
+def _imported(tree, modules):
+    found, waiting = set(), [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module != "kgopt":
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(inner & modules or {node.module})
+        elif isinstance(node, ast.ImportFrom):  # `from kgopt import _C` takes no name that kgopt itself makes
+            found.update(f"kgopt.{alias.name}" for alias in node.names)
+        waiting += ast.iter_child_nodes(node)
+    return found & modules
+
+
+def test_nothing_imports_itself_through_others():
+    """Seven files of rewrite/ and seven of cli/ imported each other, partly inside functions, so none could be read or
+    changed alone.
+    """
+    left = imports()
+    while True:
+        leaves = {name for name, needed in left.items() if not needed & left.keys()}
+        if not leaves:
+            break
+        left = {name: needed for name, needed in left.items() if name not in leaves}
+    circle = {name: sorted(needed & left.keys()) for name, needed in left.items()}
+    assert not circle
+
+
+def layers():
+    """The files of each layer, first to last, from the table in the docstring of kgopt.rewrite."""
+    rows = rewrite.__doc__.split("=\n")[2].splitlines()[:-1]
+    found = []
+    for row in rows:
+        if not row.startswith(" "):
+            found.append(set())
+        found[-1].update(row[9:50].split())
+    return found
+
+
+def test_each_file_of_rewrite_imports_from_its_layer_or_those_before():
+    place = {name: i for i, names in enumerate(layers()) for name in names}
+    for module, needed in imports().items():
+        _, _, file, *_ = [*module.split("."), "", ""]
+        if not module.startswith("kgopt.rewrite."):
+            continue
+        assert file in place, f"{module} is in no layer of kgopt.rewrite's docstring"
+        above = [n for n in needed if n.startswith("kgopt.rewrite.") and place[n.split(".")[2]] > place[file]]
+        assert not above, f"{module} imports {above}, of a later layer"
