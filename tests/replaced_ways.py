@@ -241,41 +241,35 @@ def first(model, *classes):
     return next((m for m in model.modules() if isinstance(m, classes)), None)
 
 
-def on_instance(name, *classes):
-    """Replaces a method of one module, as ``m.forward = types.MethodType(...)`` does."""
+def of_first(change, *classes):
+    """Changes the first module of these classes, where there is one; ``change`` returns what undoes it."""
 
     @contextlib.contextmanager
     def way(model):
         module = first(model, *classes)
-        if module is None:
-            yield
-            return
-        method = getattr(type(module), name)
-        setattr(module, name, types.MethodType(changed(method), module))
+        undo = None if module is None else change(module)
         try:
             yield
         finally:
-            delattr(module, name)
+            if undo is not None:
+                undo()
 
     return way
+
+
+def on_instance(name, *classes):
+    """Replaces a method of one module, as ``m.forward = types.MethodType(...)`` does."""
+
+    def change(module):
+        setattr(module, name, types.MethodType(changed(getattr(type(module), name)), module))
+        return lambda: delattr(module, name)
+
+    return of_first(change, *classes)
 
 
 def hooked(register, *classes):
     """Registers a hook of one module."""
-
-    @contextlib.contextmanager
-    def way(model):
-        module = first(model, *classes)
-        if module is None:
-            yield
-            return
-        handle = register(module)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    return way
+    return of_first(lambda module: register(module).remove, *classes)
 
 
 @contextlib.contextmanager

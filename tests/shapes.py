@@ -138,6 +138,16 @@ def conv_case(name, device, most=2**25):
     return (*case[:4], within(size, most // (c_in * c_out * math.prod(kernel))), *case[5:])
 
 
+def with_threads(run, count):
+    """What ``run`` returns with so many threads of the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        return run()
+    finally:
+        torch.set_num_threads(before)
+
+
 def laid_out(x, layout):
     if layout == "contiguous" or x.dim() not in (4, 5):
         return x

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from kgopt import functional, reference
 from norm_gradients import run_both_ways
-from shapes import DTYPES, LAYOUTS, NORM_SHAPES, laid_out, make
+from shapes import DTYPES, LAYOUTS, NORM_SHAPES, laid_out, make, with_threads
 from tolerances import assert_as_good_as_torch
 
 OPS = torch.ops.kgopt
@@ -182,14 +182,8 @@ def test_group_norm_does_not_depend_on_threads(shape, dtype, layout):
         y.backward(dy)
         return [y, *(leaf.grad for leaf in leaves)]
 
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = run()
-        torch.set_num_threads(3)
-        assert all(torch.equal(a, b) for a, b in zip(one, run(), strict=True))
-    finally:
-        torch.set_num_threads(threads)
+    one, three = with_threads(run, 1), with_threads(run, 3)
+    assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

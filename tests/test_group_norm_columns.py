@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kgopt import reference
-from norm_gradients import away_from_kink, gradients_of
+from norm_gradients import check_gradients, gradients_of
 from shapes import DTYPES, make, norm_shape
 from tolerances import assert_as_good_as_torch
 
@@ -100,27 +100,7 @@ COLUMNS_OF_TWO = {
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", COLUMNS_OF_TWO)
 def test_group_norm_columns_backward(name, dtype, act, pre_act, poisoned):
-    device = "cuda"
-    shape, groups = COLUMNS_OF_TWO[name]
-
-    def ours(x, w, b):
-        return OPS.group_norm_fwd(x, groups, w, b, 1e-5, act, pre_act)[0]
-
-    def plain(x, w, b):
-        return reference.group_norm_ref(x, groups, w, b, act=act, pre_act=pre_act)
-
-    for scale, offset in ((1.0, 0.0), (3.0, 100.0)):
-        x, *params = make(shape, dtype, device, scale=scale, offset=offset)
-        tensors = as_channels_last(x), *params
-        doubles = [t.double() for t in tensors]
-        dy = away_from_kink(torch.randn(shape, device=device), doubles, groups, act, pre_act)
-        dy = as_channels_last(dy.to(dtype))
-        mine = gradients_of(ours, dy, *tensors)
-        assert mine[0].stride() == dy.stride()
-        exact = gradients_of(plain, dy, *doubles)
-        for result, expected, right in zip(mine, gradients_of(plain, dy, *tensors), exact, strict=True):
-            assert_as_good_as_torch(result, expected, right)
-        assert all(torch.equal(a, b) for a, b in zip(mine, gradients_of(ours, dy, *tensors), strict=True))
+    check_gradients(*COLUMNS_OF_TWO[name], dtype, act, pre_act, "cuda", "channels_last")
 
 
 # Samples whose blocks keep chunks in registers, and such that are read again: two slabs, one, and more than a few.

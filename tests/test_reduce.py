@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kgopt import functional, reference
+from shapes import with_threads
 from tolerances import assert_as_good_as_torch
 
 OPS = torch.ops.kgopt
@@ -177,11 +178,5 @@ def test_reductions_do_not_depend_on_threads(shape, dtype):
         sum((r * r).sum() for r in results).backward()
         return [*results, leaf.grad]
 
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = run()
-        torch.set_num_threads(3)
-        assert all(torch.equal(a, b) for a, b in zip(one, run(), strict=True))
-    finally:
-        torch.set_num_threads(threads)
+    one, three = with_threads(run, 1), with_threads(run, 3)
+    assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
