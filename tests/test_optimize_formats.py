@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import glue, layout
+from kgopt.rewrite import glue, layout, whole
 
 
 class Seen(nn.Module):
@@ -209,3 +209,35 @@ def test_a_verdict_in_the_models_format_holds_for_sums_too(monkeypatch):
         y = model(x, skip)
     assert len(summed) == 1
     torch.testing.assert_close(y, expected)
+
+
+class WritesThroughReshape(Block):
+    """Sets a channel of a feature map through a view of it, which is a copy in channels_last."""
+
+    def forward(self, x):
+        h = self.conv(F.silu(self.norm(x)))
+        h.reshape(h.shape[0], h.shape[1], -1)[:, 0] = 7
+        return self.norm(h)
+
+
+@pytest.mark.parametrize("channels_last", [True, "auto"])
+def test_writes_through_a_reshape_keep_the_layout(channels_last, monkeypatch):
+    """They went to a copy: the outputs of the optimized model were others, and nothing said so."""
+    monkeypatch.setattr(whole, "chooses", lambda device: True)
+    monkeypatch.setattr(whole.Whole, "seconds", lambda self, what, *functions: [1.0 for f in functions])
+    model, x = WritesThroughReshape().eval(), torch.randn(2, 8, 6, 5)
+    with torch.no_grad():
+        expected = model(x)
+        kgopt.optimize(model, x, channels_last=channels_last)
+        assert "channels_last gives other outputs" in kgopt.report(model).layout
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_dropout_may_choose_a_layout():
+    """In train mode the masks fall on other elements: that the outputs differ says nothing."""
+    model, x = (
+        nn.Sequential(nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Dropout(0.5)),
+        torch.randn(2, 8, 6, 5),
+    )
+    kgopt.optimize(model, x, channels_last=True)
+    assert kgopt.report(model).layout == "channels_last, as asked for"
