@@ -27,7 +27,9 @@ def worker():
         one.close()
 
 
-@pytest.mark.parametrize("entry", CASES, ids=[f"{i}-{e['case']['op']}" for i, e in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "entry", CASES, ids=[f"{i}-{e['case'].get('op') or e['case']['how']}" for i, e in enumerate(CASES)]
+)
 def test_found_case(entry, device, worker):
     """A fault that the search found once, with the case that showed it."""
     result = worker(device).answer(Job(entry["case"]["kind"], 0, 120.0, entry["case"]))

@@ -212,11 +212,11 @@ def test_a_verdict_in_the_models_format_holds_for_sums_too(monkeypatch):
 
 
 class WritesThroughReshape(Block):
-    """Sets a channel of a feature map through a view of it, which is a copy in channels_last."""
+    """Sets half of the channels of a feature map through a view of it, which is a copy in channels_last."""
 
     def forward(self, x):
         h = self.conv(F.silu(self.norm(x)))
-        h.reshape(h.shape[0], h.shape[1], -1)[:, 0] = 7
+        h.reshape(h.shape[0], 2, -1)[:, 0] = x.mean()
         return self.norm(h)
 
 

@@ -190,6 +190,7 @@ class Writer:
         self.case = case
         self.dims = case["dims"]
         self.classes: list[str] = []
+        self.checkpoints = 0  # around what is written now
         self.helpers: list[str] = []
         self.count = 0
         # Random numbers go to elements in the order of memory, and lower precisions draw others.
@@ -290,6 +291,9 @@ class Writer:
         if shape.positions < 4:  # statistics of a few elements would say nothing of anything
             groups = 1
             kind = "group" if kind in ("instance", "batch", "tracked") else kind
+        if self.checkpoints and self.case["how"] in ("backend", "compiled"):
+            # Eager code updates running statistics twice there, compiled code once.
+            kind = {"batch": "group", "tracked": "instance"}.get(kind, kind)
         if kind == "tracked" and self.case["channels_last"] is True:
             kind = "instance"  # it stays PyTorch's, whose gradients of one sample in channels_last are wrong on the CPU
         eps = "" if layer["eps"] == 1e-5 else f", eps={layer['eps']}"
@@ -742,7 +746,9 @@ class Writer:
 
     def _checkpoint(self, at: _Class, block: Json, src: str, dst: str, shape: Shape) -> Shape:
         inner = _Class(self.class_name("Part"))
+        self.checkpoints += 1
         out = self.body(inner, block["body"], "x", "x", shape)
+        self.checkpoints -= 1
         inner.say("return x")
         self.classes.append(inner.text())
         name = at.attribute("part", f"{inner.name}()")
