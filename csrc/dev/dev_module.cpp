@@ -512,6 +512,17 @@ void bind_conv(py::module_& m) {
   m.def("conv_out_size", &conv_out_size, py::arg("size"), py::arg("kernel"), py::arg("stride") = 1,
         py::arg("padding") = 0, py::arg("dilation") = 1, py::arg("transposed") = false, py::arg("output_padding") = 0,
         "Output size along one dim; below 1 when nothing fits.");
+  m.attr("OWN_MARGIN") = kOwnMargin;
+  m.def(
+      "estimate_conv",
+      [](const ConvProblem& problem, const std::vector<double>& predicted, double least) {
+        ConvPrediction prediction;
+        std::copy_n(predicted.begin(), kTimedPaths, prediction.us);
+        const ConvPrediction t = estimate_conv(problem, DeviceLimits{}, prediction, least);
+        return std::vector<double>(t.us, t.us + kTimedPaths);
+      },
+      py::arg("problem"), py::arg("predicted"), py::arg("least"),
+      "What predict_conv predicts, corrected by the measured convolutions that are at least so far away.");
   m.attr("CONV_THREADS") = kConvThreads;
   m.attr("MAX_DIM_CLASSES") = kMaxDimClasses;
   m.def("plan_conv", &plan_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{});
