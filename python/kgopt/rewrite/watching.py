@@ -55,7 +55,10 @@ def is_hooked(module: nn.Module) -> bool:
 
 def any_global_hooks() -> bool:
     """Whether every module's call does more than its forward."""
-    return bool(global_forward_hooks or global_forward_pre_hooks or global_backward_hooks or global_backward_pre_hooks)
+    # A branch: torch 2.10 does not trace bool() of what stands for hooks where torch's own name is missing.
+    if global_forward_hooks or global_forward_pre_hooks or global_backward_hooks or global_backward_pre_hooks:  # noqa: SIM103
+        return True
+    return False
 
 
 # ----------------------------------------------------------------------------------------------------------------------
