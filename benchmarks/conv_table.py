@@ -30,7 +30,7 @@ from kgopt.cli.results import load_rows, save_rows
 
 _MATH = {"tf32": 0, "fp32": 1, "bf16": 2}  # as ConvMeasured::math
 _DIMS = ("in", "out", "kernel", "stride", "padding", "dilation")
-PATHS = ("aten", "implicit_gemm", "hopper", "rows", "narrow")  # in the order of ConvMeasured::us
+PATHS = ("aten", "implicit_gemm", "tap_columns", "position_rows", "few_channels")  # in the order of ConvMeasured::us
 _SEED = 1000
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _PAIRS = (
@@ -214,7 +214,7 @@ def _narrow_runs(conv: RandomConv, precision: str) -> bool:
     x, weight = (torch.empty(s, device="cuda", dtype=DTYPES[precision]) for s in (conv.shape, conv.weight_shape))
     geometry = conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups, conv.transposed
     with precision_flags(precision):
-        why: str = torch.ops.kgopt.explain_conv(x, weight, *geometry, backend="kgopt:narrow")
+        why: str = torch.ops.kgopt.explain_conv(x, weight, *geometry, backend="kgopt:few_channels")
     return not why.startswith("none")
 
 
@@ -225,7 +225,7 @@ def run_measure(args: argparse.Namespace) -> None:
     known = {
         (r["name"], r["precision"], r["layout"]): at
         for at, r in enumerate(rows)
-        if not args.narrow or "narrow" in r["us"]
+        if not args.narrow or "few_channels" in r["us"]
     }
     again = {(r["name"], r["precision"], r["layout"]): at for at, r in enumerate(rows)}
     torch.backends.cudnn.benchmark = True

@@ -18,16 +18,16 @@ LONG = (*SIZES, 1000, 1024, 4096, 65536, 65537, 1 << 20)
 CHANNELS = (1, 1, 2, 3, 4, 5, 7, 8, 16, 24, 33, 64)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 CONV_PLANS = (
-    "plan_conv",
-    "plan_narrow",
+    "plan_implicit_gemm",
+    "plan_few_channels",
     "plan_chain",
     "plan_autocorrelation",
-    "plan_hopper",
-    "plan_rows",
-    "plan_flat",
+    "plan_tap_columns",
+    "plan_position_rows",
+    "plan_transposed_norm",
     "plan_wgrad",
-    "plan_narrow_wgrad",
-    "plan_narrow_dgrad",
+    "plan_few_wgrad",
+    "plan_few_dgrad",
     "predict_conv",
 )
 
@@ -66,7 +66,7 @@ def conv_case(draw: random.Random, dev: Any) -> dict[str, Any]:
     }
 
 
-def plan_conv(dev: Any, case: dict[str, Any]) -> None:
+def plan_implicit_gemm(dev: Any, case: dict[str, Any]) -> None:
     """Every plan and every choice of the convolution, on GPUs large, small and without Hopper's instructions."""
     problem = dev.ConvProblem(**{**case, "epilogue": getattr(dev.ConvEpilogue, case["epilogue"])})
     for limits in (
@@ -138,7 +138,7 @@ def main(folder: str, seed: int, rounds: int) -> None:
             plan_norm(dev, norm)
         conv = conv_case(draw, dev)
         os.write(1, f"{conv}\n".encode())
-        plan_conv(dev, conv)
+        plan_implicit_gemm(dev, conv)
     os.write(1, b"done\n")
 
 

@@ -183,7 +183,13 @@ def conv_cases() -> None:
             b10, b20 = tensor(10, dtype=dtype), tensor(20, dtype=dtype)
             kw = {"backend": "kgopt", "allow_tf32": tf32}
             # Gradients of a convolution come from ATen, so only the forward kernels are of interest.
-            backends = ["kgopt", "kgopt:implicit_gemm", "kgopt:hopper", "kgopt:rows", "kgopt:narrow"]
+            backends = [
+                "kgopt",
+                "kgopt:implicit_gemm",
+                "kgopt:tap_columns",
+                "kgopt:position_rows",
+                "kgopt:few_channels",
+            ]
             for (c_in, c_out, size), backend in itertools.product(
                 ((32, 32, (3, 9, 37)), (64, 72, (2, 7, 32)), (8, 24, (4, 5, 19))), backends
             ):
@@ -356,7 +362,7 @@ def fused_convolution_cases() -> None:
             weight, bias = tensor(out, channels, *kernel, dtype=dtype, channels_last=True), tensor(out, dtype=dtype)
             moments = tensor(2, channels, 2).abs()
             rest = (None, [1] * rank, padding, [1] * rank, [0] * rank)
-            backend = "auto" if out == 3 else "kgopt:rows"
+            backend = "auto" if out == 3 else "kgopt:position_rows"
             call = lambda x, m, w, b, act=act, rest=rest, backend=backend: ops.group_norm_conv(  # noqa: E731
                 x, m, 8, None, None, 1e-5, act, w, b, *rest, backend=backend
             )

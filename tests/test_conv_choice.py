@@ -15,7 +15,7 @@ dev = pytest.importorskip("kgopt_dev", reason="the developer module is not built
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = load_rows(ROOT / "benchmarks/results/h200_conv_table.json")
-PATHS = ("aten", "implicit_gemm", "hopper", "rows", "narrow")
+PATHS = ("aten", "implicit_gemm", "tap_columns", "position_rows", "few_channels")
 
 
 def problem(row, **changes):
@@ -187,24 +187,24 @@ def test_few_channels_take_their_kernel_where_it_was_measured_to_be_fastest():
     won = [
         row
         for row in ROWS
-        if row["us"].get("narrow", 1e9) < 0.8 * min(us for p, us in row["us"].items() if p != "narrow")
+        if row["us"].get("few_channels", 1e9) < 0.8 * min(us for p, us in row["us"].items() if p != "few_channels")
     ]
     assert len(won) > 10
-    taken = [dev.choose_conv(problem(row)).path.name == "narrow" for row in won]
+    taken = [dev.choose_conv(problem(row)).path.name == "few_channels" for row in won]
     assert sum(taken) >= 0.9 * len(taken)
     # And between rows: the third pipeline's convolution at another size.
     row = next(row for row in won if row["name"].startswith("conv2d 128x8x128x128 to 64 k3"))
     near = problem(row, n=64, input=(1, 120, 136), output=(1, 120, 136))
-    assert dev.choose_conv(near).path.name == "narrow"
+    assert dev.choose_conv(near).path.name == "few_channels"
 
 
 def test_a_named_kernel_runs_or_says_why_not():
-    few = next(row for row in ROWS if "narrow" in row["us"])
-    assert dev.choose_conv(problem(few), backend=dev.ConvBackend.narrow).path.name == "narrow"
-    last = dev.choose_conv(problem(few, planar=False), backend=dev.ConvBackend.narrow)
+    few = next(row for row in ROWS if "few_channels" in row["us"])
+    assert dev.choose_conv(problem(few), backend=dev.ConvBackend.few_channels).path.name == "few_channels"
+    last = dev.choose_conv(problem(few, planar=False), backend=dev.ConvBackend.few_channels)
     assert last.explain() == "none: stores contiguous tensors only"
-    row = next(row for row in ROWS if "rows" in row["us"] and "hopper" in row["us"])
-    for name in ("implicit_gemm", "hopper", "rows"):
+    row = next(row for row in ROWS if "position_rows" in row["us"] and "tap_columns" in row["us"])
+    for name in ("implicit_gemm", "tap_columns", "position_rows"):
         assert dev.choose_conv(problem(row), backend=getattr(dev.ConvBackend, name)).path.name == name
     strided = problem(row, stride=(2, 2, 2), output=tuple((s + 1) // 2 for s in row["out"]))
-    assert dev.choose_conv(strided, backend=dev.ConvBackend.rows).explain() == "none: stride above 1"
+    assert dev.choose_conv(strided, backend=dev.ConvBackend.position_rows).explain() == "none: stride above 1"

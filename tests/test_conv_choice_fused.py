@@ -33,14 +33,14 @@ def test_output_is_stored_where_filters_are_long(dtype: str) -> None:
     long = dict(c_in=18, c_out=48, size=(1, 153, 172), kernel=(1, 5, 7), stride=(1, 1, 2), padding=(0, 2, 2))
     more = {"dtype": dtype, "epilogue": which, "planar": True, "norm_groups": 16}
     choice = dev.choose_conv(make_problem(n=1, **long, **more)[0], GPUS["h200"])
-    assert choice.path.name == "narrow"
-    assert choice.stores
+    assert choice.path.name == "few_channels"
+    assert choice.composed
     assert "once" in choice.explain()
-    assert not dev.choose_conv(make_problem(n=1, **long, **{**more, "planar": False})[0], GPUS["h200"]).stores
-    assert not dev.choose_conv(make_problem(n=128, **CASES["pipeline 3"], **more)[0], GPUS["h200"]).stores
+    assert not dev.choose_conv(make_problem(n=1, **long, **{**more, "planar": False})[0], GPUS["h200"]).composed
+    assert not dev.choose_conv(make_problem(n=128, **CASES["pipeline 3"], **more)[0], GPUS["h200"]).composed
     own = dev.choose_conv(make_problem(n=1, **long, **more)[0], GPUS["h200"], dev.ConvBackend.kgopt)
-    assert own.path.name == "narrow"
-    assert not own.stores, "two passes by name"
+    assert own.path.name == "few_channels"
+    assert not own.composed, "two passes by name"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -51,14 +51,16 @@ def test_chains_in_one_launch_are_the_small_ones(dtype: str) -> None:
         which = dev.ConvEpilogue.__members__[epilogue]
         arguments = {**CASES[name], "dtype": dtype, "epilogue": which, "planar": True, "norm_groups": 8}
         large, _ = make_problem(n=128, **arguments)
-        assert dev.choose_conv(large, limits).path.name == "narrow"
+        assert dev.choose_conv(large, limits).path.name == "few_channels"
         small, _ = make_problem(n=4, **{**arguments, "size": (1 if name == "pipeline 3" else 6, 9, 12)})
         choice = dev.choose_conv(small, limits)
         assert choice.path.name == "chain"
         assert "one launch" in choice.explain()
         alone, _ = make_problem(n=4, **{**arguments, "size": (1, 9, 12), "kernel": (1, 3, 3), "norm_groups": 0})
-        assert dev.choose_conv(alone, limits).path.name == "narrow", "statistics alone have no chain"
-        assert dev.choose_conv(small, limits, dev.ConvBackend.kgopt).path.name == "narrow", "its own kernels by name"
+        assert dev.choose_conv(alone, limits).path.name == "few_channels", "statistics alone have no chain"
+        assert dev.choose_conv(small, limits, dev.ConvBackend.kgopt).path.name == "few_channels", (
+            "its own kernels by name"
+        )
 
 
 @pytest.mark.parametrize(
@@ -66,21 +68,21 @@ def test_chains_in_one_launch_are_the_small_ones(dtype: str) -> None:
     [(32, 32, (128,) * 3), (64, 64, (64,) * 3), (32, 64, (80, 170, 170)), (32, 32, (96,) * 3), (16, 32, (96,) * 3)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_channels_innermost_take_a_hopper_kernel(c_in, c_out, size, dtype: str) -> None:
+def test_few_channels_innermost_take_a_kernel_on_wgmma(c_in, c_out, size, dtype: str) -> None:
     case = dict(kernel=(3, 3, 3), padding=(1, 1, 1))
     problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype, channels_innermost=True)
     choice = dev.choose_conv(problem, GPUS["h200"])
-    assert choice.path.name in ("hopper", "rows")
+    assert choice.path.name in ("tap_columns", "position_rows")
     assert "wgmma" in choice.explain()
     problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype, planar=True)
     choice = dev.choose_conv(problem, GPUS["h200"])
-    assert choice.path.name in (("aten", "narrow") if c_in > 16 else ("aten", "implicit_gemm", "narrow"))
+    assert choice.path.name in (("aten", "few_channels") if c_in > 16 else ("aten", "implicit_gemm", "few_channels"))
     assert "channels_last" in choice.explain()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("allow_tf32", [True, False])
-def test_wide_transposed_convolutions_with_a_norm_take_the_flat_kernel(dtype: str, allow_tf32: bool) -> None:
+def test_wide_transposed_convolutions_with_a_norm_take_one_launch(dtype: str, allow_tf32: bool) -> None:
     arguments = {
         "n": 16,
         "transposed": True,
@@ -89,6 +91,26 @@ def test_wide_transposed_convolutions_with_a_norm_take_the_flat_kernel(dtype: st
         "epilogue": dev.ConvEpilogue.store_stats,
     }
     problem, _ = make_problem(64, 128, (32,) * 3, (3,) * 3, **arguments, planar=True)
-    assert dev.choose_conv(problem, GPUS["h200"]).path.name == "flat"
+    assert dev.choose_conv(problem, GPUS["h200"]).path.name == "transposed_norm"
     problem, _ = make_problem(64, 128, (32,) * 3, (3,) * 3, **arguments)
-    assert dev.choose_conv(problem, GPUS["h200"]).path.name != "flat"
+    assert dev.choose_conv(problem, GPUS["h200"]).path.name != "transposed_norm"
+
+
+def test_more_than_an_activation_behind_a_convolution_goes_to_taps_as_columns() -> None:
+    """Its kernel adds a residual to what it stores; the one with positions as rows does not."""
+    problem, _ = make_problem(64, 64, (64,) * 3, (3,) * 3, padding=(1, 1, 1), dtype="bfloat16", channels_innermost=True)
+    named = dev.ConvBackend.position_rows
+    paths = [
+        dev.choose_conv(problem, GPUS["h200"], named, tail).path.name for tail in dev.ConvTailKind.__members__.values()
+    ]
+    assert paths == ["position_rows", "position_rows", "tap_columns"]
+
+
+def test_gradients_that_would_copy_both_tensors_are_left_to_aten() -> None:
+    problem, _ = make_problem(64, 64, (64,) * 3, (3,) * 3, padding=(1, 1, 1), dtype="bfloat16", channels_innermost=True)
+    limits, auto = GPUS["h200"], dev.ConvBackend.auto
+    assert isinstance(dev.choose_conv_gradients(problem, limits, auto).dweight, dev.WgradPlan)
+    copying = dev.choose_conv_gradients(problem, limits, auto, copies=True)
+    assert isinstance(copying.dx, dev.AtenPlan)
+    assert isinstance(copying.dweight, dev.AtenPlan)
+    assert "copied" in copying.explain()

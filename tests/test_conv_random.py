@@ -11,7 +11,7 @@ from tolerances import assert_as_good_as_torch, round_tf32
 pytestmark = pytest.mark.gpu
 
 CONVS = random_convs(200, 7, most_flops=5e7)
-BACKENDS = ("auto", "kgopt", "kgopt:implicit_gemm", "kgopt:hopper", "kgopt:rows", "kgopt:narrow")
+BACKENDS = ("auto", "kgopt", "kgopt:implicit_gemm", "kgopt:tap_columns", "kgopt:position_rows", "kgopt:few_channels")
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 DTYPES = {"tf32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -115,7 +115,9 @@ def test_explain_group_norm_conv_says_how():
     assert explain((1, 128, 64, 64), 3, "silu").startswith("two kernels: few")
     assert "an activation behind" in explain((1, 128, 64, 64), 3, "silu", "relu")
     assert "not a plain convolution" in explain((1, 128, 64, 64), 3, layout=torch.contiguous_format)
-    assert explain(volume, 64, "relu", layout=last, backend="kgopt:rows").startswith("one kernel: by rows")
+    assert explain(volume, 64, "relu", layout=last, backend="kgopt:position_rows").startswith(
+        "one kernel: positions as rows"
+    )
     assert explain(volume, 64, "relu", layout=last).endswith("no moments of x")
     assert "neither relu nor silu" in explain(volume, 64, "gelu", moments=True, layout=last)
     assert "predicted" in explain(volume, 64, "silu", moments=True, layout=last, backend="kgopt") or "another one" in (
@@ -137,14 +139,22 @@ def kernels_of(run):
 # pipeline, x, output channels, kernel, norm groups, what explain_conv says, the kernel that it means
 PIPELINE_PATHS = {
     "small mean": ("stats", (5, 3, 6, 9, 12), 24, 3, 8, "kgopt: a small chain", "conv_chain_kernel"),
-    "mean": ("stats", (64, 3, 12, 32, 32), 24, 3, 8, "kgopt: narrow input", "conv_narrow_"),
+    "mean": ("stats", (64, 3, 12, 32, 32), 24, 3, 8, "kgopt: few input channels", "conv_window_kernel"),
     "wide mean": ("stats", (4, 64, 6, 18, 18), 96, 3, 8, "output is stored", "group_norm_mean"),
     "small logsumexp": ("logsumexp", (9, 2, 27, 55), 4, 3, 4, "kgopt: a small chain", "conv_chain_kernel"),
-    "logsumexp": ("logsumexp", (64, 8, 96, 96), 64, 3, 16, "kgopt: narrow input", "conv_narrow_positions"),
+    "logsumexp": ("logsumexp", (64, 8, 96, 96), 64, 3, 16, "kgopt: few input channels", "conv_positions_kernel"),
     "long logsumexp": ("logsumexp", (1, 8, 1600, 1600), 16, 5, 4, None, None),
     "from the input": ("logsumexp", (128, 8, 96, 128), 64, 3, 16, "autocorrelation", "conv_autocorrelation_kernel"),
-    "relu and norm": ("relu_norm", (8, 64, 16, 30, 30), 128, 3, 8, "in one launch on wgmma", "conv_flat_kernel"),
-    "few": ("relu_norm", (2, 8, 16, 16, 16), 16, 3, 4, "kgopt: narrow channels", "conv_fprop_kernel"),
+    "relu and norm": (
+        "relu_norm",
+        (8, 64, 16, 30, 30),
+        128,
+        3,
+        8,
+        "in one launch on wgmma",
+        "conv_transposed_norm_kernel",
+    ),
+    "few": ("relu_norm", (2, 8, 16, 16, 16), 16, 3, 4, "kgopt: few channels", "conv_fprop_kernel"),
     "wide": ("relu_norm", (2, 200, 6, 6, 6), 40, 3, 4, "output is stored", "group_norm"),
 }
 
@@ -170,7 +180,7 @@ def test_explain_conv_of_pipelines_says_what_runs(name, dtype):
     if said is not None:
         assert said in text, text
         assert kernel in names, (text, names)
-    fused = ("conv_chain_kernel", "conv_flat_kernel", "conv_autocorrelation_kernel")
+    fused = ("conv_chain_kernel", "conv_transposed_norm_kernel", "conv_autocorrelation_kernel")
     for word, kernel in zip(("small chain", "norm in one launch", "autocorrelation"), fused, strict=True):
         assert (word in text) == (kernel in names), (text, names)
     if "output is stored" in text:

@@ -97,6 +97,7 @@ def test_build_info():
     info = json.loads(torch.ops.kgopt.build_info())
     assert {"cuda", "archs", "cuda_version", "torch_target"} <= set(info)
     assert info["torch_target"] == "2.10"
+    assert [c_in for c_in, _ in info["few_channels"]] == [16, 32], "what the backward of a pipeline goes by"
 
 
 # What the switch says after each sequence of settings, on torch's own word: whether a cuDNN convolution may use TF32.

@@ -83,7 +83,7 @@ def test_second_pipelines_kernel_leaves_large_batches_to_others():
             epilogue=dev.ConvEpilogue.store_stats,
             dtype="bfloat16",
         )
-        plan = dev.plan_flat(problem)
+        plan = dev.plan_transposed_norm(problem)
         assert (plan.refusal is not None and "samples" in plan.refusal) == refused, plan.refusal
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_problems import CASES, DTYPES, GPUS, check_refusal, dev, extents, make_problem
 
 
-def check_narrow_plan(plan, case: dict, size, output, limits) -> None:
+def check_few_channels_plan(plan, case: dict, size, output, limits) -> None:
     """What must hold of every narrow plan that is not a refusal: every output in one strip, every input in its halo."""
     assert plan.refusal is None
     assert plan.smem_bytes <= limits.smem_per_block
@@ -32,10 +32,10 @@ def check_narrow_plan(plan, case: dict, size, output, limits) -> None:
     if plan.window > 1:
         assert case["kernel"][1] == plan.window
         assert case["stride"][1] == case["dilation"][1] == case["stride"][2] == 1
-    if plan.gathered:
+    if plan.by_window:
         return check_gathered(plan, case, output)
-    if plan.position_rows:
-        return check_position_rows(plan, case, output)
+    if plan.by_positions:
+        return check_positions(plan, case, output)
     assert plan.k_steps % plan.batch == 0
     assert plan.k_words <= plan.k_steps * 8 < plan.k_words + 8 * plan.batch
     in_terms = plan.math == dev.ConvMath.fp16x3  # padded K reads what is there, with weights of zero
@@ -50,17 +50,17 @@ def check_narrow_plan(plan, case: dict, size, output, limits) -> None:
     else:
         assert plan.plane % 32 == 8, "planes start 8 banks apart"
         assert plan.plane >= plan.halo[0] * plan.halo[1] * plan.pitch
-    if plan.channel_rows:
-        check_channel_rows(plan, case, limits)
+    if plan.by_channels:
+        check_channels(plan, case, limits)
     else:
-        assert plan.strip == dev.NARROW_STRIP
+        assert plan.strip == dev.FEW_CHANNELS_STRIP
 
 
 def check_gathered(plan, case: dict, output) -> None:
     """Where chunks are gathered, each output depth has its own halo, and K is every channel and tap of a kernel row."""
     assert plan.window == 3
     assert plan.columns <= 32
-    assert plan.strip == dev.NARROW_STRIP
+    assert plan.strip == dev.FEW_CHANNELS_STRIP
     width = case["kernel"][2]
     shared = plan.types - plan.shifted_types
     chunks = plan.shifted_types * width + shared
@@ -82,10 +82,10 @@ def check_gathered(plan, case: dict, output) -> None:
     assert plan.at_once >= 1
 
 
-def check_position_rows(plan, case: dict, output) -> None:
+def check_positions(plan, case: dict, output) -> None:
     """Where positions are rows, every channel and tap is in a chunk of K, and every position of a row has its halo."""
     assert plan.columns == 64
-    assert plan.strip == dev.NARROW_STRIP
+    assert plan.strip == dev.FEW_CHANNELS_STRIP
     assert plan.math in (dev.ConvMath.tf32, dev.ConvMath.bf16, dev.ConvMath.fp16)
     assert plan.k_steps in (5, 10), "the numbers of products that are compiled"
     assert 8 * plan.types >= case["c_in"] > 8 * (plan.types - 1)
@@ -107,7 +107,7 @@ def check_position_rows(plan, case: dict, output) -> None:
     assert plan.stage_words % 4 == 0, "copies of 16 bytes"
 
 
-def check_channel_rows(plan, case: dict, limits) -> None:
+def check_channels(plan, case: dict, limits) -> None:
     """Where channels are rows, wgmma reads the halo: every chunk of four words and every tap once, at its place."""
     assert plan.chunked
     assert plan.rows == 1
@@ -155,7 +155,7 @@ def narrow_reasons(case: dict, c_out: int, dtype: str, allow_tf32: bool) -> dict
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_narrow_plan_of_any_shape(data) -> None:
+def test_few_channels_plan_of_any_shape(data) -> None:
     draw = data.draw
     three = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(3))  # noqa: E731
     case = {"kernel": three(1, 5), "stride": three(1, 3), "padding": three(0, 4), "dilation": three(1, 3)}
@@ -171,43 +171,43 @@ def test_narrow_plan_of_any_shape(data) -> None:
         c_out=c_out, size=size, **case, n=draw(st.integers(1, 200)), dtype=dtype, allow_tf32=allow_tf32, planar=True
     )
     limits = GPUS["h200"]
-    plan = dev.plan_narrow(problem, limits)
+    plan = dev.plan_few_channels(problem, limits)
     if check_refusal(plan.refusal, narrow_reasons(case, c_out, dtype, allow_tf32)):
         return
-    check_narrow_plan(plan, case, size, output, limits)
+    check_few_channels_plan(plan, case, size, output, limits)
 
 
 @pytest.mark.parametrize(
     ("name", "epilogue", "window"), [("pipeline 1", "stats", 3), ("pipeline 3", "stats", 1), ("pipeline 3", "lse", 1)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_narrow_plan_takes_the_fused_pipelines(name: str, epilogue: str, window: int, dtype: str) -> None:
+def test_few_channels_plan_takes_the_fused_pipelines(name: str, epilogue: str, window: int, dtype: str) -> None:
     case = {"stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1), **CASES[name]}
     which = dev.ConvEpilogue.stats if epilogue == "stats" else dev.ConvEpilogue.residual_lse
     case["epilogue"] = which
     problem, output = make_problem(**case, n=128, dtype=dtype)
     limits = GPUS["h200"]
     choice = dev.choose_conv(problem, limits)
-    assert choice.path.name == "narrow"
+    assert choice.path.name == "few_channels"
     assert "wgmma" in choice.explain()
-    check_narrow_plan(choice.narrow, case, case["size"], output, limits)
-    assert choice.narrow.window == window
-    assert choice.narrow.gathered == (name == "pipeline 1")
-    assert choice.narrow.position_rows == (name == "pipeline 3")
-    assert 128 * choice.narrow.slices >= 0.9 * limits.sm_count, "the GPU is not full"
+    check_few_channels_plan(choice.plan, case, case["size"], output, limits)
+    assert choice.plan.window == window
+    assert choice.plan.by_window == (name == "pipeline 1")
+    assert choice.plan.by_positions == (name == "pipeline 3")
+    assert 128 * choice.plan.slices >= 0.9 * limits.sm_count, "the GPU is not full"
 
 
 @pytest.mark.parametrize("epilogue", ["stats", "residual_lse"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("c_out", [4, 24, 64, 72])
-def test_narrow_plan_of_one_small_image_uses_the_gpu(c_out: int, dtype: str, epilogue: str) -> None:
+def test_few_channels_plan_of_one_small_image_uses_the_gpu(c_out: int, dtype: str, epilogue: str) -> None:
     which = dev.ConvEpilogue.__members__[epilogue]
     limits = GPUS["h200"]
     blocks = []
     for n in (1, 4, 1024):
         problem, _ = make_problem(c_in=3, c_out=c_out, size=(1, 56, 64), kernel=(1, 3, 3), stride=(1, 1, 1),
                                   padding=(0, 1, 1), dilation=(1, 1, 1), n=n, dtype=dtype, epilogue=which)  # fmt: skip
-        plan = dev.plan_narrow(problem, limits)
+        plan = dev.plan_few_channels(problem, limits)
         assert plan.refusal is None
         blocks.append(n * plan.slices * plan.n_tiles)
     # 3584 positions of one sample are shared among several multiprocessors, and four samples among more.
@@ -279,13 +279,13 @@ def test_autocorrelation_takes_statistics_of_large_inputs(dtype: str, c_out: int
     stats = dev.ConvEpilogue.stats
     problem, output = make_problem(**case, n=128, dtype=dtype, epilogue=stats, planar=True)
     choice = dev.choose_conv(problem, GPUS["h200"])
-    assert choice.path.name == "narrow"
-    assert choice.from_input
+    assert choice.path.name == "few_channels"
+    assert choice.autocorrelation
     assert "autocorrelation" in choice.explain()
     check_autocorrelation(choice.autocorrelation, case, case["size"], output, GPUS["h200"])
     # One small image is done before that kernel's end begins.
     problem, _ = make_problem(**{**case, "size": (1, 40, 40)}, n=1, dtype=dtype, epilogue=stats, planar=True)
-    assert not dev.choose_conv(problem, GPUS["h200"]).from_input
+    assert not dev.choose_conv(problem, GPUS["h200"]).autocorrelation
 
 
 @pytest.mark.parametrize(
@@ -317,19 +317,19 @@ def test_autocorrelation_plan_refuses_with_a_reason(fragment: str, kwargs: dict,
 
 @pytest.mark.parametrize("name", ["pipeline 1", "pipeline 3"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_narrow_plan_stores_contiguous_outputs(name: str, dtype: str) -> None:
+def test_few_channels_plan_stores_contiguous_outputs(name: str, dtype: str) -> None:
     case = {"stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1), **CASES[name]}
     problem, output = make_problem(**case, n=128, dtype=dtype, planar=True)
     choice = dev.choose_conv(problem, GPUS["h200"], dev.ConvBackend.kgopt)
-    assert choice.path.name == "narrow"
-    check_narrow_plan(choice.narrow, case, case["size"], output, GPUS["h200"])
-    assert choice.narrow.window == 1
-    assert not choice.narrow.channel_rows
+    assert choice.path.name == "few_channels"
+    check_few_channels_plan(choice.plan, case, case["size"], output, GPUS["h200"])
+    assert choice.plan.window == 1
+    assert not choice.plan.by_channels
     problem, _ = make_problem(**case, n=128, dtype=dtype)
     assert dev.choose_conv(problem, GPUS["h200"], dev.ConvBackend.kgopt).path.name == "implicit_gemm"
 
 
-def test_narrow_plan_of_many_small_images_keeps_all_warps_busy() -> None:
+def test_few_channels_plan_of_many_small_images_keeps_all_warps_busy() -> None:
     """A tile of 16^3 has two strips, a warpgroup four warps; 1024 samples load the weights 132 times."""
     limits = GPUS["h200"]
     case = {"kernel": (3, 3, 3), "stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1), "c_in": 3}
@@ -338,24 +338,24 @@ def test_narrow_plan_of_many_small_images_keeps_all_warps_busy() -> None:
         problem, output = make_problem(
             c_out=24, size=size, **case, n=1024, dtype=dtype, epilogue=dev.ConvEpilogue.stats, planar=True
         )
-        plan = dev.plan_narrow(problem, limits)
-        assert plan.gathered
-        check_narrow_plan(plan, case, size, output, limits)
+        plan = dev.plan_few_channels(problem, limits)
+        assert plan.by_window
+        check_few_channels_plan(plan, case, size, output, limits)
         assert plan.tiles_together == together
         assert plan.at_once == limits.sm_count
         assert plan.slices == 1
 
 
-def test_narrow_plan_without_tf32() -> None:
+def test_few_channels_plan_without_tf32() -> None:
     """Two fp16 terms where channels are rows and few taps, 3xTF32 elsewhere, which logsumexp refuses."""
     case = {"size": (1, 64, 64), "kernel": (1, 3, 3), "allow_tf32": False}
     for epilogue in (dev.ConvEpilogue.stats, dev.ConvEpilogue.residual_lse):
         problem, _ = make_problem(8, 64, **case, epilogue=epilogue)
-        plan = dev.plan_narrow(problem, GPUS["h200"])
-        assert (plan.math, plan.channel_rows, plan.k_steps) == (dev.ConvMath.fp16x3, True, 5)
-        assert dev.choose_conv(problem, GPUS["h200"]).path.name == "narrow"
+        plan = dev.plan_few_channels(problem, GPUS["h200"])
+        assert (plan.math, plan.by_channels, plan.k_steps) == (dev.ConvMath.fp16x3, True, 5)
+        assert dev.choose_conv(problem, GPUS["h200"]).path.name == "few_channels"
     problem, _ = make_problem(16, 64, **case, epilogue=dev.ConvEpilogue.stats)
-    assert dev.plan_narrow(problem, GPUS["h200"]).math == dev.ConvMath.tf32x3
+    assert dev.plan_few_channels(problem, GPUS["h200"]).math == dev.ConvMath.tf32x3
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_narrow_plan_without_tf32() -> None:
         ("too large", {"stride": (1, 1, 65), "size": (8, 9, 200)}, None),
     ],
 )
-def test_narrow_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
+def test_few_channels_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
     arguments = {"c_in": 4, "c_out": 24, "size": (8, 9, 10), "kernel": (3, 3, 3), "epilogue": dev.ConvEpilogue.stats}
     problem, _ = make_problem(**{**arguments, **kwargs})
-    assert fragment in dev.plan_narrow(problem, limits or dev.DeviceLimits()).refusal
+    assert fragment in dev.plan_few_channels(problem, limits or dev.DeviceLimits()).refusal

@@ -136,7 +136,7 @@ def test_wgrad_model_of_time(c_in, c_out, size, stride, dtype: str, measured: fl
     case = dict(kernel=(3, 3, 3), padding=(1, 1, 1), stride=(stride,) * 3)
     problem, _ = make_problem(c_in, c_out, size, **case, dtype=dtype, channels_innermost=c_in >= 8)
     choice = dev.choose_conv_gradients(problem, GPUS["h200"])
-    assert 0.7 * measured < choice.wgrad.microseconds < 1.25 * measured
+    assert 0.7 * measured < dev.plan_wgrad(problem, GPUS["h200"]).microseconds < 1.25 * measured
     assert ("dweight kgopt" in choice.explain()) == faster
 
 
@@ -198,7 +198,7 @@ def test_narrow_gradient_plans_of_any_shape(data) -> None:
     limits = GPUS["h200"]
     odd = item == 2 and (output[2] % 2 != 0 or size[2] % 2 != 0)
     rows = c_in * kernel[0] * kernel[1]
-    plan = dev.plan_narrow_wgrad(problem, limits)
+    plan = dev.plan_few_wgrad(problem, limits)
     if not check_refusal(plan.refusal, {"odd number": odd, "above 40": rows > 40}):
         assert plan.rows == c_in * kernel[0] * kernel[1] <= plan.x_tiles * 8
         assert plan.channels * plan.channel_blocks >= c_out
@@ -227,7 +227,7 @@ def test_narrow_gradient_plans_of_any_shape(data) -> None:
         "above 32": c_in * kernel[2] > 32,
         "does not fit in shared memory": None if c_in * extent * size[2] > 1000 else False,
     }
-    plan = dev.plan_narrow_dgrad(problem, limits)
+    plan = dev.plan_few_dgrad(problem, limits)
     if not check_refusal(plan.refusal, reasons):
         assert c_in * kernel[2] <= plan.row_tiles * 16
         assert plan.channels * plan.chunks >= c_out
@@ -269,7 +269,7 @@ def test_narrow_gradient_plans_of_any_shape(data) -> None:
 def test_narrow_gradient_plans_refuse_with_a_reason(fragment: str, of: str, kwargs: dict) -> None:
     arguments = {"c_in": 4, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "planar": True}
     problem, _ = make_problem(**{**arguments, **kwargs})
-    plans = {"wgrad": dev.plan_narrow_wgrad, "dgrad": dev.plan_narrow_dgrad}
+    plans = {"wgrad": dev.plan_few_wgrad, "dgrad": dev.plan_few_dgrad}
     for plan in plans.values() if of == "both" else [plans[of]]:
         assert fragment in plan(problem).refusal
 
@@ -288,9 +288,9 @@ def test_few_channels_contiguous_take_own_gradients(n, c_in, c_out, size, kernel
     problem, _ = make_problem(c_in, c_out, size, kernel=kernel, n=n, dtype=dtype, allow_tf32=allow_tf32, planar=True)
     choice = dev.choose_conv_gradients(problem, limits)
     assert choice.explain() == "dx kgopt; dweight kgopt"
-    assert choice.narrow_dgrad.refusal is None
-    assert choice.narrow_wgrad.refusal is None
+    assert isinstance(choice.dx, dev.FewDgradPlan)
+    assert isinstance(choice.dweight, dev.FewWgradPlan)
     choice = dev.choose_conv_gradients(problem, limits, dev.ConvBackend.aten)
-    assert "asked for" in choice.narrow_dgrad.refusal
+    assert "asked for" in choice.why_aten_dx
     problem, _ = make_problem(c_in, c_out, size, kernel=kernel, n=n, dtype=dtype)
-    assert "contiguous" in dev.choose_conv_gradients(problem, limits).narrow_wgrad.refusal
+    assert not isinstance(dev.choose_conv_gradients(problem, limits).dweight, dev.FewWgradPlan), "x is not contiguous"

@@ -74,7 +74,7 @@ def check_plan(plan, limits, output) -> None:
 def test_plan_reaches_what_the_definition_multiplies(name: str, dtype: str, gpu: str) -> None:
     case = {"stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1), "transposed": False, **CASES[name]}
     problem, output = make_problem(**case, dtype=dtype)
-    plan = dev.plan_conv(problem, GPUS[gpu])
+    plan = dev.plan_implicit_gemm(problem, GPUS[gpu])
     check_plan(plan, GPUS[gpu], output)
     for dim in range(3):
         wanted = definition(
@@ -111,7 +111,7 @@ def test_plan_of_any_shape(data) -> None:
         allow_tf32=draw(st.booleans()),
     )
     limits = GPUS[draw(st.sampled_from(sorted(GPUS)))]
-    plan = dev.plan_conv(problem, limits)
+    plan = dev.plan_implicit_gemm(problem, limits)
     # What a row of 128 outputs reads, eight words of channels at a time in two stages.
     depth, height, width = extents(kernel, dilation)
     halo = depth * height * (127 * stride[2] + width)
@@ -135,7 +135,7 @@ def test_plan_of_any_shape(data) -> None:
 )
 def test_plan_math_follows_dtype_and_tf32_switch(dtype: str, allow_tf32: bool, expected: str) -> None:
     problem, _ = make_problem(3, 24, (8, 9, 10), (3, 3, 3), dtype=dtype, allow_tf32=allow_tf32)
-    assert dev.plan_conv(problem).math.name == expected
+    assert dev.plan_implicit_gemm(problem).math.name == expected
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_plan_math_follows_dtype_and_tf32_switch(dtype: str, allow_tf32: bool, e
 )
 def test_plan_refuses_with_a_reason(kwargs: dict, fragment: str) -> None:
     case = {"c_in": 4, "c_out": 8, "size": (8, 9, 10), "kernel": (3, 3, 3), **kwargs}
-    plan = dev.plan_conv(make_problem(**case)[0])
+    plan = dev.plan_implicit_gemm(make_problem(**case)[0])
     assert plan.refusal is not None
     assert fragment in plan.refusal
 
@@ -183,13 +183,13 @@ def test_output_size_is_that_of_torch(
 
 def test_plan_refuses_too_many_channels_for_logsumexp() -> None:
     problem, _ = make_problem(8, 129, (1, 32, 32), (1, 3, 3), epilogue=dev.ConvEpilogue.residual_lse)
-    assert "128 output channels" in dev.plan_conv(problem).refusal
+    assert "128 output channels" in dev.plan_implicit_gemm(problem).refusal
 
 
 @pytest.mark.parametrize("c_out", [1, 8, 9, 24, 25, 64, 65, 96, 128])
 def test_plan_keeps_all_channels_in_one_block_for_logsumexp(c_out: int) -> None:
     problem, output = make_problem(8, c_out, (1, 40, 50), (1, 3, 3), epilogue=dev.ConvEpilogue.residual_lse)
-    plan = dev.plan_conv(problem)
+    plan = dev.plan_implicit_gemm(problem)
     check_plan(plan, GPUS["h200"], output)
     assert plan.n_tiles == 1
     assert plan.nb * 8 >= c_out

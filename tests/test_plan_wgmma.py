@@ -20,7 +20,7 @@ def check_hopper_plan(plan, case: dict, size, output, limits) -> None:
     shifts = [plan.first_shift + tap * case["dilation"][2] for tap in range(plan.taps_w)]
     assert (shifts[0], shifts[-1]) == (plan.first_shift, plan.last_shift)
     assert all(abs(shift) < 8 for shift in shifts), "a tap reaches beyond the neighbouring rows of eight"
-    rows = dev.HOPPER_CONSUMERS // plan.teams * plan.segments * 64
+    rows = dev.WGMMA_CONSUMERS // plan.teams * plan.segments * 64
     assert plan.runs * plan.run_strips * plan.strip_rows == rows
     written = collections.Counter()
     for strip in range(plan.runs_per_plane * plan.run_strips):
@@ -47,9 +47,9 @@ def check_hopper_plan(plan, case: dict, size, output, limits) -> None:
     assert plan.box_rows <= 256
     assert plan.box_rows % 8 == 0
     assert plan.taps[1] % plan.taps_per_stage == 0
-    assert 2 <= plan.a_stages <= dev.HOPPER_MAX_STAGES
+    assert 2 <= plan.a_stages <= dev.TAP_COLUMNS_MAX_STAGES
     if plan.teams == 1:
-        assert 2 <= plan.b_stages <= dev.HOPPER_MAX_STAGES
+        assert 2 <= plan.b_stages <= dev.TAP_COLUMNS_MAX_STAGES
         assert plan.lag <= plan.b_stages - 2
     else:
         assert plan.n_tiles == 1
@@ -86,7 +86,7 @@ def test_hopper_plan_of_any_shape(data) -> None:
         epilogue=draw(st.sampled_from([dev.ConvEpilogue.store, dev.ConvEpilogue.store_stats])),
         channels_innermost=True,
     )
-    plan = dev.plan_hopper(problem, GPUS["h200"])
+    plan = dev.plan_tap_columns(problem, GPUS["h200"])
     wider = output[2] - size[2]
     if check_refusal(plan.refusal, {"wider than the input": wider > 0 and (wider, dilation[2]) != (2, 1)}):
         return
@@ -95,7 +95,7 @@ def test_hopper_plan_of_any_shape(data) -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_hopper_columns_are_a_permutation(half: bool) -> None:
-    assert sorted(dev.hopper_column_channel(x, half) for x in range(64)) == list(range(64))
+    assert sorted(dev.tap_columns_channel(x, half) for x in range(64)) == list(range(64))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_hopper_columns_are_a_permutation(half: bool) -> None:
 def test_hopper_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
     arguments = {"c_in": 32, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "channels_innermost": True}
     problem, _ = make_problem(**{**arguments, **kwargs})
-    assert fragment in dev.plan_hopper(problem, limits or dev.DeviceLimits()).refusal
+    assert fragment in dev.plan_tap_columns(problem, limits or dev.DeviceLimits()).refusal
 
 
 @settings(max_examples=100, deadline=None)
@@ -153,7 +153,7 @@ def test_rows_plan_of_any_shape(data) -> None:
         allow_tf32=draw(st.booleans()),
         channels_innermost=True,
     )
-    plan = dev.plan_rows(problem, limits)
+    plan = dev.plan_position_rows(problem, limits)
     assert plan.refusal is None
     assert (plan.columns == 128) == (plan.parts == 2)
     if plan.parts == 2:  # three products of parts; the copy has whole chunks of both
@@ -176,7 +176,7 @@ def test_rows_plan_of_any_shape(data) -> None:
             inside = all(0 <= i < s for i, s in zip(source, size, strict=True))
             found = loaded(place[0] + tap[0], position + tap[1] * plan.row_slots + tap[2])
             assert found == (source if inside else None)
-    tile = plan.columns * dev.HOPPER_CONSUMERS
+    tile = plan.columns * dev.WGMMA_CONSUMERS
     positions = ((output[0] - 1) * plan.plane_rows + output[1]) * plan.row_slots
     assert plan.tiles_per_sample == -(-positions // tile)
     assert plan.tiles == n * plan.m_tiles * plan.tiles_per_sample
@@ -186,28 +186,28 @@ def test_rows_plan_of_any_shape(data) -> None:
     assert plan.row_slots <= 256
     assert plan.row_slots * plan.row_bytes % 128 == 0
     assert min(plan.x_stages, plan.w_stages) >= 2
-    assert max(plan.x_stages, plan.w_stages) <= dev.ROWS_MAX_STAGES
+    assert max(plan.x_stages, plan.w_stages) <= dev.POSITION_ROWS_MAX_STAGES
     assert plan.lag <= plan.w_stages - 2
     assert plan.smem_bytes <= limits.smem_per_block
     assert 1 <= plan.blocks <= min(plan.tiles, limits.sm_count)
 
     # With a norm in front: every row of a stage is in a piece with a barrier, and the barriers have room.
     assert not plan.normalizes
-    prologue = dev.plan_rows(problem, limits, normalizes=True)
+    prologue = dev.plan_position_rows(problem, limits, normalizes=True)
     if plan.parts == 2:
         assert "copy of x" in prologue.refusal
         return
     assert prologue.refusal is None
     assert prologue.normalizes
-    assert -(-prologue.stage_rows // prologue.piece_rows) <= dev.ROWS_PIECES
-    room = 8 * prologue.x_stages * dev.ROWS_PIECES
+    assert -(-prologue.stage_rows // prologue.piece_rows) <= dev.POSITION_ROWS_PIECES
+    room = 8 * prologue.x_stages * dev.POSITION_ROWS_PIECES
     stages = prologue.x_stages * -(-prologue.stage_rows * prologue.row_slots * prologue.row_bytes // 1024)
     weights = prologue.w_stages * 64 * prologue.row_bytes
     assert stages * 1024 + weights + room <= prologue.smem_bytes <= limits.smem_per_block
 
 
 def test_rows_of_an_image_are_a_permutation() -> None:
-    assert sorted(map(dev.rows_image_channel, range(128))) == list(range(128))
+    assert sorted(map(dev.position_rows_channel, range(128))) == list(range(128))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_rows_of_an_image_are_a_permutation() -> None:
 def test_rows_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
     arguments = {"c_in": 64, "c_out": 64, "size": (8, 9, 40), "kernel": (3, 3, 3), "channels_innermost": True}
     problem, _ = make_problem(**{**arguments, **kwargs})
-    assert fragment in dev.plan_rows(problem, limits or dev.DeviceLimits()).refusal
+    assert fragment in dev.plan_position_rows(problem, limits or dev.DeviceLimits()).refusal
 
 
 @settings(max_examples=100, deadline=None)
@@ -257,7 +257,7 @@ def test_flat_plan_of_any_shape(data) -> None:
         epilogue=dev.ConvEpilogue.store_stats,
         planar=True,
     )
-    plan = dev.plan_flat(problem, GPUS["h200"])
+    plan = dev.plan_transposed_norm(problem, GPUS["h200"])
     odd = math.prod(output) * (4 if dtype == "float32" else 2) % 16 != 0
     if check_refusal(plan.refusal, {"16-byte": odd}):
         return
@@ -273,7 +273,7 @@ def test_flat_plan_of_any_shape(data) -> None:
             source = tuple(o - span + t for o, span, t in zip(place, spans, tap, strict=True))
             inside = all(0 <= i < s for i, s in zip(source, size, strict=True))
             assert slot_of.get(q + shift) == (source if inside else None)
-    tile = plan.columns * dev.HOPPER_CONSUMERS
+    tile = plan.columns * dev.WGMMA_CONSUMERS
     positions = output[0] * plan.plane
     assert plan.tiles_per_sample == -(-positions // tile)
     assert plan.tiles == n * plan.m_tiles * plan.tiles_per_sample
@@ -301,8 +301,8 @@ def test_blocks_share_the_tiles_with_fewer_taps(n: int, size: int, most: int) ->
         epilogue=dev.ConvEpilogue.store_stats,
         planar=True,
     )
-    plan = dev.plan_flat(problem, GPUS["h200"])
-    tile, count = plan.columns * dev.HOPPER_CONSUMERS, plan.tiles_per_sample
+    plan = dev.plan_transposed_norm(problem, GPUS["h200"])
+    tile, count = plan.columns * dev.WGMMA_CONSUMERS, plan.tiles_per_sample
     work = [0] * plan.blocks
     for number in range(plan.tiles):
         sample, place = divmod(number, count)
@@ -329,4 +329,4 @@ def test_blocks_share_the_tiles_with_fewer_taps(n: int, size: int, most: int) ->
 def test_flat_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -> None:
     arguments = {"c_in": 32, "c_out": 128, "size": (8, 8, 8), "kernel": (3, 3, 3), "transposed": True, "planar": True}
     problem, _ = make_problem(**{**arguments, **kwargs})
-    assert fragment in dev.plan_flat(problem, limits or dev.DeviceLimits()).refusal
+    assert fragment in dev.plan_transposed_norm(problem, limits or dev.DeviceLimits()).refusal

@@ -218,8 +218,8 @@ def test_group_norm_conv_of_channels_innermost(name, scale, offset, gn_act, dtyp
         also = ideal_tf32(*args) if dtype == torch.float32 else None
         variance, mean = torch.var_mean(x.double(), dim=list(range(2, x.dim())), correction=0)
         moments = torch.stack([mean, variance], -1).float()
-        # The kernel by rows takes it under its name whatever the sizes.
-        for backend in ("auto", "kgopt", *(("kgopt:rows",) if weight_shape[0] % 8 == 0 else ())):
+        # The kernel with positions as rows takes it under its name whatever the sizes.
+        for backend in ("auto", "kgopt", *(("kgopt:position_rows",) if weight_shape[0] % 8 == 0 else ())):
             for given in (None, moments):
                 y = OPS.group_norm_conv(x, given, *args[2:], backend=backend)
                 assert_as_good_as_torch(y, expected, exact, also=also)
@@ -236,7 +236,7 @@ def test_group_norm_conv_keeps_nan_and_zero_padding(device):
     for gn_act in ("none", "relu", "silu"):
         args = (x, None, 8, gamma, beta, 1e-5, gn_act, weight, bias, None, *rest)
         double = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
-        backend = "kgopt:rows" if x.is_cuda else "auto"
+        backend = "kgopt:position_rows" if x.is_cuda else "auto"
         y = OPS.group_norm_conv(*args, backend=backend)
         also = ideal_tf32(*args) if x.is_cuda else None
         expected, exact = reference.group_norm_conv_ref(*args), reference.group_norm_conv_ref(*double)

@@ -1,5 +1,6 @@
-// What this binary was built with, as one line of JSON.
+// What this binary was built with, and numbers that Python asks it for, as one line of JSON.
 #include "common/torch_utils.h"
+#include "conv3d/choice/few_channels.h"
 
 #ifndef KGOPT_ARCHS
 #define KGOPT_ARCHS ""
@@ -17,8 +18,12 @@ std::string build_info() {
 #else
   const char* const cuda = "false";
 #endif
+  std::string few_channels;
+  for (const auto& row : kFewChannelsTable) {
+    few_channels += (few_channels.empty() ? "[" : ", [") + std::to_string(row[0]) + ", " + std::to_string(row[1]) + "]";
+  }
   return std::string("{\"cuda\": ") + cuda + ", \"archs\": \"" + KGOPT_ARCHS + "\", \"cuda_version\": \"" +
-         KGOPT_CUDA_VERSION + "\", \"torch_target\": \"2.10\"}";
+         KGOPT_CUDA_VERSION + "\", \"torch_target\": \"2.10\", \"few_channels\": [" + few_channels + "]}";
 }
 
 }  // namespace

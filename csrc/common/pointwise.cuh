@@ -267,12 +267,13 @@ inline constexpr int kChainStep = kSize % 16 == 0 && kCoarse  ? 16
 template <Chain kChain, bool kCoarse, typename Acc, int kSize>
 __device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSize]) {
   if constexpr (kChain == Chain::kNone) return;
-  // The whole grid takes the same branch.
-  if (kChain == Chain::kAny && chain.length == 0) return;
-  if (kChain == Chain::kAny && is_leaky_relu(chain)) {
+  if constexpr (kChain == Chain::kAny) {  // the whole grid takes the same branch
+    if (chain.length == 0) return;
+    if (is_leaky_relu(chain)) {
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) x[j] = act_value(Act::kLeakyRelu, x[j]);
-    return;
+      for (int j = 0; j < kSize; ++j) x[j] = act_value(Act::kLeakyRelu, x[j]);
+      return;
+    }
   }
   if constexpr (kChain == Chain::kAny && kSize == 1 && sizeof(Acc) == 4) {  // kernels without vectors have no others
     if (is_one(chain, Act::kRelu)) return apply_chain<Chain::kRelu, kCoarse>(chain, x);
@@ -347,14 +348,16 @@ __device__ __forceinline__ Stopped<kChain, kSize> chain_slopes(const ActChain& c
                                                                Acc (&by)[kSize]) {
   Stopped<kChain, kSize> stopped;
   if constexpr (kChain == Chain::kNone) return stopped;
-  if (kChain == Chain::kAny && chain.length == 0) return stopped;
-  if (kChain == Chain::kAny && is_leaky_relu(chain)) {
+  if constexpr (kChain == Chain::kAny) {
+    if (chain.length == 0) return stopped;
+    if (is_leaky_relu(chain)) {
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      by[j] *= act_derivative(Act::kLeakyRelu, x[j]);
-      if (kValues) x[j] = act_value(Act::kLeakyRelu, x[j]);
+      for (int j = 0; j < kSize; ++j) {
+        by[j] *= act_derivative(Act::kLeakyRelu, x[j]);
+        if (kValues) x[j] = act_value(Act::kLeakyRelu, x[j]);
+      }
+      return stopped;
     }
-    return stopped;
   }
   if constexpr (kChain == Chain::kAny && kSize == 1 && sizeof(Acc) == 4) {
     if (is_one(chain, Act::kRelu)) {
@@ -415,9 +418,10 @@ __device__ __forceinline__ Stopped<kChain, kSize> chain_slopes(const ActChain& c
 template <Chain kChain, bool kCoarse, typename Acc, int kSize>
 __device__ __forceinline__ void multiply_slopes(const ActChain& chain, Acc (&x)[kSize], Acc (&gradient)[kSize]) {
   const auto stopped = chain_slopes<kChain, kCoarse, false>(chain, x, gradient);
-  if constexpr (kChain == Chain::kNone || kChain == Chain::kSilu) return;
+  if constexpr (kChain != Chain::kNone && kChain != Chain::kSilu) {
 #pragma unroll
-  for (int j = 0; j < kSize; ++j) gradient[j] = stopped[j] ? Acc(0) : gradient[j];
+    for (int j = 0; j < kSize; ++j) gradient[j] = stopped[j] ? Acc(0) : gradient[j];
+  }
 }
 
 // One value.

@@ -116,15 +116,19 @@ void bind_conv(py::module_& m) {
       .value("kgopt", ConvBackend::kKgopt)
       .value("aten", ConvBackend::kAten)
       .value("implicit_gemm", ConvBackend::kImplicitGemm)
-      .value("hopper", ConvBackend::kHopper)
-      .value("rows", ConvBackend::kRows)
-      .value("narrow", ConvBackend::kNarrow);
+      .value("tap_columns", ConvBackend::kTapColumns)
+      .value("position_rows", ConvBackend::kPositionRows)
+      .value("few_channels", ConvBackend::kFewChannels);
+  py::enum_<ConvTailKind>(m, "ConvTailKind")
+      .value("none", ConvTailKind::kNone)
+      .value("act", ConvTailKind::kAct)
+      .value("more", ConvTailKind::kMore);
   py::enum_<ConvPath>(m, "ConvPath")
       .value("implicit_gemm", ConvPath::kImplicitGemm)
-      .value("narrow", ConvPath::kNarrow)
-      .value("hopper", ConvPath::kHopper)
-      .value("rows", ConvPath::kRows)
-      .value("flat", ConvPath::kFlat)
+      .value("few_channels", ConvPath::kFewChannels)
+      .value("tap_columns", ConvPath::kTapColumns)
+      .value("position_rows", ConvPath::kPositionRows)
+      .value("transposed_norm", ConvPath::kTransposedNorm)
       .value("chain", ConvPath::kChain)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
@@ -158,87 +162,89 @@ void bind_conv(py::module_& m) {
       .def_readonly("q_count", &ConvDimClass::q_count)
       .def_readonly("tile_lo", &ConvDimClass::tile_lo);
 
-  py::class_<ConvSmemLayout>(m, "ConvSmemLayout", "Starts of the shared memory regions, in 32-bit words.")
-      .def_readonly("offsets", &ConvSmemLayout::offsets)
-      .def_readonly("halo_map", &ConvSmemLayout::halo_map)
-      .def_readonly("weights", &ConvSmemLayout::weights)
-      .def_readonly("epilogue", &ConvSmemLayout::epilogue)
-      .def_readonly("halo", &ConvSmemLayout::halo)
-      .def_readonly("total", &ConvSmemLayout::total);
+  py::class_<ImplicitGemmSmemLayout>(m, "ImplicitGemmSmemLayout",
+                                     "Starts of the shared memory regions, in 32-bit words.")
+      .def_readonly("offsets", &ImplicitGemmSmemLayout::offsets)
+      .def_readonly("halo_map", &ImplicitGemmSmemLayout::halo_map)
+      .def_readonly("weights", &ImplicitGemmSmemLayout::weights)
+      .def_readonly("epilogue", &ImplicitGemmSmemLayout::epilogue)
+      .def_readonly("halo", &ImplicitGemmSmemLayout::halo)
+      .def_readonly("total", &ImplicitGemmSmemLayout::total);
 
-  py::class_<ConvPlan>(m, "ConvPlan", "The launch plan; fields as in conv3d/implicit_gemm/params.h.")
-      .def_property_readonly("refusal",
-                             [](const ConvPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
-      .def_readonly("math", &ConvPlan::math)
-      .def_readonly("mb", &ConvPlan::mb)
-      .def_readonly("nb", &ConvPlan::nb)
-      .def_readonly("n_tiles", &ConvPlan::n_tiles)
-      .def_readonly("words", &ConvPlan::words)
-      .def_readonly("chunks", &ConvPlan::chunks)
-      .def_readonly("pitch", &ConvPlan::pitch)
-      .def_readonly("plane", &ConvPlan::plane)
-      .def_readonly("taps_fast", &ConvPlan::taps_fast)
-      .def_readonly("k_steps_max", &ConvPlan::k_steps_max)
-      .def_readonly("tiles_per_sample", &ConvPlan::tiles_per_sample)
-      .def_readonly("slices", &ConvPlan::slices)
-      .def_readonly("tiles_per_slice", &ConvPlan::tiles_per_slice)
-      .def_readonly("smem_bytes", &ConvPlan::smem_bytes)
-      .def_readonly("packed_words", &ConvPlan::packed_words)
-      .def_property_readonly("classes", [](const ConvPlan& p) { return copied(p.classes); })
-      .def_property_readonly("out_step", [](const ConvPlan& p) { return copied(p.out_step); })
-      .def_property_readonly("in_step", [](const ConvPlan& p) { return copied(p.in_step); })
-      .def_property_readonly("tile_log2", [](const ConvPlan& p) { return copied(p.tile_log2); })
-      .def_property_readonly("halo", [](const ConvPlan& p) { return copied(p.halo); })
-      .def_property_readonly("tiles", [](const ConvPlan& p) { return copied(p.tiles); })
-      .def(
-          "dim", [](const ConvPlan& p, int dim, int residue) { return p.dim[dim][residue]; }, py::arg("dim"),
-          py::arg("residue"), "The class of outputs o = q * out_step[dim] + residue.")
-      .def("smem_layout", [](const ConvPlan& p) { return conv_smem_layout(p); });
-
-  py::class_<NarrowPlan>(m, "NarrowPlan", "The plan of the Hopper kernel; fields as in conv3d/few_channels/params.h.")
+  py::class_<ImplicitGemmPlan>(m, "ImplicitGemmPlan", "The launch plan; fields as in conv3d/implicit_gemm/params.h.")
       .def_property_readonly(
-          "refusal", [](const NarrowPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
-      .def_readonly("cycles", &NarrowPlan::cycles)
-      .def_readonly("math", &NarrowPlan::math)
-      .def_readonly("channel_rows", &NarrowPlan::channel_rows)
-      .def_readonly("position_rows", &NarrowPlan::position_rows)
-      .def_readonly("columns", &NarrowPlan::columns)
-      .def_readonly("consumers", &NarrowPlan::consumers)
-      .def_readonly("window", &NarrowPlan::window)
-      .def_readonly("chunked", &NarrowPlan::chunked)
-      .def_readonly("gathered", &NarrowPlan::gathered)
-      .def_readonly("types", &NarrowPlan::types)
-      .def_readonly("shifted_types", &NarrowPlan::shifted_types)
-      .def_readonly("blocks", &NarrowPlan::blocks)
-      .def_readonly("n_tiles", &NarrowPlan::n_tiles)
-      .def_readonly("words", &NarrowPlan::words)
-      .def_readonly("k_words", &NarrowPlan::k_words)
-      .def_readonly("k_steps", &NarrowPlan::k_steps)
-      .def_readonly("batch", &NarrowPlan::batch)
-      .def_readonly("zero_plane", &NarrowPlan::zero_plane)
-      .def_readonly("rows", &NarrowPlan::rows)
-      .def_readonly("segments", &NarrowPlan::segments)
-      .def_readonly("lead", &NarrowPlan::lead)
-      .def_readonly("vectors", &NarrowPlan::vectors)
-      .def_readonly("pitch", &NarrowPlan::pitch)
-      .def_readonly("plane", &NarrowPlan::plane)
-      .def_readonly("stages", &NarrowPlan::stages)
-      .def_readonly("stage_words", &NarrowPlan::stage_words)
-      .def_readonly("strip", &NarrowPlan::strip)
-      .def_readonly("strips", &NarrowPlan::strips)
-      .def_readonly("tiles_together", &NarrowPlan::tiles_together)
-      .def_readonly("at_once", &NarrowPlan::at_once)
-      .def_readonly("tiles_per_sample", &NarrowPlan::tiles_per_sample)
-      .def_readonly("slices", &NarrowPlan::slices)
-      .def_readonly("tiles_per_slice", &NarrowPlan::tiles_per_slice)
-      .def_readonly("smem_bytes", &NarrowPlan::smem_bytes)
+          "refusal", [](const ImplicitGemmPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("math", &ImplicitGemmPlan::math)
+      .def_readonly("mb", &ImplicitGemmPlan::mb)
+      .def_readonly("nb", &ImplicitGemmPlan::nb)
+      .def_readonly("n_tiles", &ImplicitGemmPlan::n_tiles)
+      .def_readonly("words", &ImplicitGemmPlan::words)
+      .def_readonly("chunks", &ImplicitGemmPlan::chunks)
+      .def_readonly("pitch", &ImplicitGemmPlan::pitch)
+      .def_readonly("plane", &ImplicitGemmPlan::plane)
+      .def_readonly("taps_fast", &ImplicitGemmPlan::taps_fast)
+      .def_readonly("k_steps_max", &ImplicitGemmPlan::k_steps_max)
+      .def_readonly("tiles_per_sample", &ImplicitGemmPlan::tiles_per_sample)
+      .def_readonly("slices", &ImplicitGemmPlan::slices)
+      .def_readonly("tiles_per_slice", &ImplicitGemmPlan::tiles_per_slice)
+      .def_readonly("smem_bytes", &ImplicitGemmPlan::smem_bytes)
+      .def_readonly("packed_words", &ImplicitGemmPlan::packed_words)
+      .def_property_readonly("classes", [](const ImplicitGemmPlan& p) { return copied(p.classes); })
+      .def_property_readonly("out_step", [](const ImplicitGemmPlan& p) { return copied(p.out_step); })
+      .def_property_readonly("in_step", [](const ImplicitGemmPlan& p) { return copied(p.in_step); })
+      .def_property_readonly("tile_log2", [](const ImplicitGemmPlan& p) { return copied(p.tile_log2); })
+      .def_property_readonly("halo", [](const ImplicitGemmPlan& p) { return copied(p.halo); })
+      .def_property_readonly("tiles", [](const ImplicitGemmPlan& p) { return copied(p.tiles); })
+      .def(
+          "dim", [](const ImplicitGemmPlan& p, int dim, int residue) { return p.dim[dim][residue]; }, py::arg("dim"),
+          py::arg("residue"), "The class of outputs o = q * out_step[dim] + residue.")
+      .def("smem_layout", [](const ImplicitGemmPlan& p) { return implicit_gemm_smem_layout(p); });
+
+  py::class_<FewChannelsPlan>(m, "FewChannelsPlan",
+                              "The plan of the kernels for few channels; fields as in conv3d/few_channels/params.h.")
+      .def_property_readonly(
+          "refusal", [](const FewChannelsPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("cycles", &FewChannelsPlan::cycles)
+      .def_readonly("math", &FewChannelsPlan::math)
+      .def_readonly("by_channels", &FewChannelsPlan::by_channels)
+      .def_readonly("by_positions", &FewChannelsPlan::by_positions)
+      .def_readonly("columns", &FewChannelsPlan::columns)
+      .def_readonly("consumers", &FewChannelsPlan::consumers)
+      .def_readonly("window", &FewChannelsPlan::window)
+      .def_readonly("chunked", &FewChannelsPlan::chunked)
+      .def_readonly("by_window", &FewChannelsPlan::by_window)
+      .def_readonly("types", &FewChannelsPlan::types)
+      .def_readonly("shifted_types", &FewChannelsPlan::shifted_types)
+      .def_readonly("blocks", &FewChannelsPlan::blocks)
+      .def_readonly("n_tiles", &FewChannelsPlan::n_tiles)
+      .def_readonly("words", &FewChannelsPlan::words)
+      .def_readonly("k_words", &FewChannelsPlan::k_words)
+      .def_readonly("k_steps", &FewChannelsPlan::k_steps)
+      .def_readonly("batch", &FewChannelsPlan::batch)
+      .def_readonly("zero_plane", &FewChannelsPlan::zero_plane)
+      .def_readonly("rows", &FewChannelsPlan::rows)
+      .def_readonly("segments", &FewChannelsPlan::segments)
+      .def_readonly("lead", &FewChannelsPlan::lead)
+      .def_readonly("vectors", &FewChannelsPlan::vectors)
+      .def_readonly("pitch", &FewChannelsPlan::pitch)
+      .def_readonly("plane", &FewChannelsPlan::plane)
+      .def_readonly("stages", &FewChannelsPlan::stages)
+      .def_readonly("stage_words", &FewChannelsPlan::stage_words)
+      .def_readonly("strip", &FewChannelsPlan::strip)
+      .def_readonly("strips", &FewChannelsPlan::strips)
+      .def_readonly("tiles_together", &FewChannelsPlan::tiles_together)
+      .def_readonly("at_once", &FewChannelsPlan::at_once)
+      .def_readonly("tiles_per_sample", &FewChannelsPlan::tiles_per_sample)
+      .def_readonly("slices", &FewChannelsPlan::slices)
+      .def_readonly("tiles_per_slice", &FewChannelsPlan::tiles_per_slice)
+      .def_readonly("smem_bytes", &FewChannelsPlan::smem_bytes)
       .def_property_readonly(
           "chunk_pairs",
-          [](const NarrowPlan& p) { return std::vector<uint32_t>(p.chunk_pairs, p.chunk_pairs + p.k_steps); })
-      .def_property_readonly("tile", [](const NarrowPlan& p) { return copied(p.tile); })
-      .def_property_readonly("halo", [](const NarrowPlan& p) { return copied(p.halo); })
-      .def_property_readonly("tiles", [](const NarrowPlan& p) { return copied(p.tiles); })
-      .def_property_readonly("origin", [](const NarrowPlan& p) { return copied(p.origin); });
+          [](const FewChannelsPlan& p) { return std::vector<uint32_t>(p.chunk_pairs, p.chunk_pairs + p.k_steps); })
+      .def_property_readonly("tile", [](const FewChannelsPlan& p) { return copied(p.tile); })
+      .def_property_readonly("halo", [](const FewChannelsPlan& p) { return copied(p.halo); })
+      .def_property_readonly("tiles", [](const FewChannelsPlan& p) { return copied(p.tiles); })
+      .def_property_readonly("origin", [](const FewChannelsPlan& p) { return copied(p.origin); });
 
   py::class_<ChainPlan>(m, "ChainPlan", "A small chain in one launch; fields as in conv3d/small_chain/params.h.")
       .def_property_readonly("refusal",
@@ -287,101 +293,105 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("core_rows", [](const AutocorrelationPlan& p) { return copied(p.core_rows); })
       .def_property_readonly("core_columns", [](const AutocorrelationPlan& p) { return copied(p.core_columns); });
 
-  py::class_<HopperPlan>(m, "HopperPlan",
-                         "The plan for channels-innermost tensors; fields as in conv3d/wgmma/tap_columns/params.h.")
+  py::class_<TapColumnsPlan>(m, "TapColumnsPlan",
+                             "The plan for channels-innermost tensors; fields as in conv3d/wgmma/tap_columns/params.h.")
       .def_property_readonly(
-          "refusal", [](const HopperPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
-      .def_readonly("taps_w", &HopperPlan::taps_w)
-      .def_readonly("c_tile", &HopperPlan::c_tile)
-      .def_readonly("segments", &HopperPlan::segments)
-      .def_readonly("teams", &HopperPlan::teams)
-      .def_readonly("n_tiles", &HopperPlan::n_tiles)
-      .def_readonly("row_bytes", &HopperPlan::row_bytes)
-      .def_readonly("chunks", &HopperPlan::chunks)
-      .def_readonly("flip", &HopperPlan::flip)
-      .def_readonly("first_shift", &HopperPlan::first_shift)
-      .def_readonly("last_shift", &HopperPlan::last_shift)
-      .def_readonly("anchor_to_out", &HopperPlan::anchor_to_out)
-      .def_readonly("strip_rows", &HopperPlan::strip_rows)
-      .def_readonly("strip_step", &HopperPlan::strip_step)
-      .def_readonly("owned_first", &HopperPlan::owned_first)
-      .def_readonly("owned_end", &HopperPlan::owned_end)
-      .def_readonly("run_strips", &HopperPlan::run_strips)
-      .def_readonly("runs", &HopperPlan::runs)
-      .def_readonly("runs_per_plane", &HopperPlan::runs_per_plane)
-      .def_readonly("tiles_per_sample", &HopperPlan::tiles_per_sample)
-      .def_readonly("tiles", &HopperPlan::tiles)
-      .def_readonly("blocks", &HopperPlan::blocks)
-      .def_readonly("taps_per_stage", &HopperPlan::taps_per_stage)
-      .def_readonly("boxes", &HopperPlan::boxes)
-      .def_readonly("box_rows", &HopperPlan::box_rows)
-      .def_readonly("a_stages", &HopperPlan::a_stages)
-      .def_readonly("b_stages", &HopperPlan::b_stages)
-      .def_readonly("lag", &HopperPlan::lag)
-      .def_readonly("wide", &HopperPlan::wide)
-      .def_readonly("smem_bytes", &HopperPlan::smem_bytes)
-      .def_readonly("packed_bytes", &HopperPlan::packed_bytes)
-      .def_property_readonly("taps", [](const HopperPlan& p) { return copied(p.taps); })
-      .def_property_readonly("padding", [](const HopperPlan& p) { return copied(p.padding); })
-      .def("by_width",
-           [](const HopperPlan& p, int64_t n) { return int64_t(n * 2 * p.by_width.magic >> 32 >> p.by_width.shift); });
+          "refusal", [](const TapColumnsPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("taps_w", &TapColumnsPlan::taps_w)
+      .def_readonly("c_tile", &TapColumnsPlan::c_tile)
+      .def_readonly("segments", &TapColumnsPlan::segments)
+      .def_readonly("teams", &TapColumnsPlan::teams)
+      .def_readonly("n_tiles", &TapColumnsPlan::n_tiles)
+      .def_readonly("row_bytes", &TapColumnsPlan::row_bytes)
+      .def_readonly("chunks", &TapColumnsPlan::chunks)
+      .def_readonly("flip", &TapColumnsPlan::flip)
+      .def_readonly("first_shift", &TapColumnsPlan::first_shift)
+      .def_readonly("last_shift", &TapColumnsPlan::last_shift)
+      .def_readonly("anchor_to_out", &TapColumnsPlan::anchor_to_out)
+      .def_readonly("strip_rows", &TapColumnsPlan::strip_rows)
+      .def_readonly("strip_step", &TapColumnsPlan::strip_step)
+      .def_readonly("owned_first", &TapColumnsPlan::owned_first)
+      .def_readonly("owned_end", &TapColumnsPlan::owned_end)
+      .def_readonly("run_strips", &TapColumnsPlan::run_strips)
+      .def_readonly("runs", &TapColumnsPlan::runs)
+      .def_readonly("runs_per_plane", &TapColumnsPlan::runs_per_plane)
+      .def_readonly("tiles_per_sample", &TapColumnsPlan::tiles_per_sample)
+      .def_readonly("tiles", &TapColumnsPlan::tiles)
+      .def_readonly("blocks", &TapColumnsPlan::blocks)
+      .def_readonly("taps_per_stage", &TapColumnsPlan::taps_per_stage)
+      .def_readonly("boxes", &TapColumnsPlan::boxes)
+      .def_readonly("box_rows", &TapColumnsPlan::box_rows)
+      .def_readonly("a_stages", &TapColumnsPlan::a_stages)
+      .def_readonly("b_stages", &TapColumnsPlan::b_stages)
+      .def_readonly("lag", &TapColumnsPlan::lag)
+      .def_readonly("wide", &TapColumnsPlan::wide)
+      .def_readonly("smem_bytes", &TapColumnsPlan::smem_bytes)
+      .def_readonly("packed_bytes", &TapColumnsPlan::packed_bytes)
+      .def_property_readonly("taps", [](const TapColumnsPlan& p) { return copied(p.taps); })
+      .def_property_readonly("padding", [](const TapColumnsPlan& p) { return copied(p.padding); })
+      .def("by_width", [](const TapColumnsPlan& p, int64_t n) {
+        return int64_t(n * 2 * p.by_width.magic >> 32 >> p.by_width.shift);
+      });
 
-  py::class_<RowsPlan>(
-      m, "RowsPlan", "The other plan for channels-innermost tensors; fields as in conv3d/wgmma/position_rows/params.h.")
-      .def_property_readonly("refusal",
-                             [](const RowsPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
-      .def_readonly("segments", &RowsPlan::segments)
-      .def_readonly("columns", &RowsPlan::columns)
-      .def_readonly("row_bytes", &RowsPlan::row_bytes)
-      .def_readonly("chunks", &RowsPlan::chunks)
-      .def_readonly("parts", &RowsPlan::parts)
-      .def_readonly("copy_bytes", &RowsPlan::copy_bytes)
-      .def_readonly("flip", &RowsPlan::flip)
-      .def_readonly("row_slots", &RowsPlan::row_slots)
-      .def_readonly("plane_rows", &RowsPlan::plane_rows)
-      .def_readonly("stage_rows", &RowsPlan::stage_rows)
-      .def_readonly("m_tiles", &RowsPlan::m_tiles)
-      .def_readonly("tiles_per_sample", &RowsPlan::tiles_per_sample)
-      .def_readonly("blocks", &RowsPlan::blocks)
-      .def_readonly("tiles", &RowsPlan::tiles)
-      .def_readonly("x_stages", &RowsPlan::x_stages)
-      .def_readonly("w_stages", &RowsPlan::w_stages)
-      .def_readonly("lag", &RowsPlan::lag)
-      .def_readonly("normalizes", &RowsPlan::normalizes)
-      .def_readonly("piece_rows", &RowsPlan::piece_rows)
-      .def_readonly("smem_bytes", &RowsPlan::smem_bytes)
-      .def_readonly("packed_bytes", &RowsPlan::packed_bytes)
-      .def_property_readonly("taps", [](const RowsPlan& p) { return copied(p.taps); })
-      .def_property_readonly("padding", [](const RowsPlan& p) { return copied(p.padding); });
+  py::class_<PositionRowsPlan>(
+      m, "PositionRowsPlan",
+      "The other plan for channels-innermost tensors; fields as in conv3d/wgmma/position_rows/params.h.")
+      .def_property_readonly(
+          "refusal", [](const PositionRowsPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("segments", &PositionRowsPlan::segments)
+      .def_readonly("columns", &PositionRowsPlan::columns)
+      .def_readonly("row_bytes", &PositionRowsPlan::row_bytes)
+      .def_readonly("chunks", &PositionRowsPlan::chunks)
+      .def_readonly("parts", &PositionRowsPlan::parts)
+      .def_readonly("copy_bytes", &PositionRowsPlan::copy_bytes)
+      .def_readonly("flip", &PositionRowsPlan::flip)
+      .def_readonly("row_slots", &PositionRowsPlan::row_slots)
+      .def_readonly("plane_rows", &PositionRowsPlan::plane_rows)
+      .def_readonly("stage_rows", &PositionRowsPlan::stage_rows)
+      .def_readonly("m_tiles", &PositionRowsPlan::m_tiles)
+      .def_readonly("tiles_per_sample", &PositionRowsPlan::tiles_per_sample)
+      .def_readonly("blocks", &PositionRowsPlan::blocks)
+      .def_readonly("tiles", &PositionRowsPlan::tiles)
+      .def_readonly("x_stages", &PositionRowsPlan::x_stages)
+      .def_readonly("w_stages", &PositionRowsPlan::w_stages)
+      .def_readonly("lag", &PositionRowsPlan::lag)
+      .def_readonly("normalizes", &PositionRowsPlan::normalizes)
+      .def_readonly("piece_rows", &PositionRowsPlan::piece_rows)
+      .def_readonly("smem_bytes", &PositionRowsPlan::smem_bytes)
+      .def_readonly("packed_bytes", &PositionRowsPlan::packed_bytes)
+      .def_property_readonly("taps", [](const PositionRowsPlan& p) { return copied(p.taps); })
+      .def_property_readonly("padding", [](const PositionRowsPlan& p) { return copied(p.padding); });
 
-  py::class_<FlatPlan>(
-      m, "FlatPlan",
+  py::class_<TransposedNormPlan>(
+      m, "TransposedNormPlan",
       "The plan of the convolution with its norm in one launch; fields as in conv3d/wgmma/transposed_norm/params.h.")
-      .def_property_readonly("refusal",
-                             [](const FlatPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
-      .def_readonly("columns", &FlatPlan::columns)
-      .def_readonly("parts", &FlatPlan::parts)
-      .def_readonly("chunks", &FlatPlan::chunks)
-      .def_readonly("flip", &FlatPlan::flip)
-      .def_readonly("reach", &FlatPlan::reach)
-      .def_readonly("plane", &FlatPlan::plane)
-      .def_readonly("m_tiles", &FlatPlan::m_tiles)
-      .def_readonly("tiles_per_sample", &FlatPlan::tiles_per_sample)
-      .def_readonly("blocks", &FlatPlan::blocks)
-      .def_readonly("tiles", &FlatPlan::tiles)
-      .def_readonly("whole_height", &FlatPlan::whole_height)
-      .def_readonly("boxes", &FlatPlan::boxes)
-      .def_readonly("box_rows", &FlatPlan::box_rows)
-      .def_readonly("x_stages", &FlatPlan::x_stages)
-      .def_readonly("w_stages", &FlatPlan::w_stages)
-      .def_readonly("lag", &FlatPlan::lag)
-      .def_readonly("first_short", &FlatPlan::first_short)
-      .def("short_place", [](const FlatPlan& p, int n) { return flat_short_place(p.short_step, n, p); })
-      .def_readonly("smem_bytes", &FlatPlan::smem_bytes)
-      .def_readonly("packed_bytes", &FlatPlan::packed_bytes)
-      .def_readonly("sample_bytes", &FlatPlan::sample_bytes)
-      .def_readonly("slots", &FlatPlan::slots)
-      .def_property_readonly("taps", [](const FlatPlan& p) { return copied(p.taps); });
+      .def_property_readonly(
+          "refusal",
+          [](const TransposedNormPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("columns", &TransposedNormPlan::columns)
+      .def_readonly("parts", &TransposedNormPlan::parts)
+      .def_readonly("chunks", &TransposedNormPlan::chunks)
+      .def_readonly("flip", &TransposedNormPlan::flip)
+      .def_readonly("reach", &TransposedNormPlan::reach)
+      .def_readonly("plane", &TransposedNormPlan::plane)
+      .def_readonly("m_tiles", &TransposedNormPlan::m_tiles)
+      .def_readonly("tiles_per_sample", &TransposedNormPlan::tiles_per_sample)
+      .def_readonly("blocks", &TransposedNormPlan::blocks)
+      .def_readonly("tiles", &TransposedNormPlan::tiles)
+      .def_readonly("whole_height", &TransposedNormPlan::whole_height)
+      .def_readonly("boxes", &TransposedNormPlan::boxes)
+      .def_readonly("box_rows", &TransposedNormPlan::box_rows)
+      .def_readonly("x_stages", &TransposedNormPlan::x_stages)
+      .def_readonly("w_stages", &TransposedNormPlan::w_stages)
+      .def_readonly("lag", &TransposedNormPlan::lag)
+      .def_readonly("first_short", &TransposedNormPlan::first_short)
+      .def("short_place",
+           [](const TransposedNormPlan& p, int n) { return transposed_norm_short_place(p.short_step, n, p); })
+      .def_readonly("smem_bytes", &TransposedNormPlan::smem_bytes)
+      .def_readonly("packed_bytes", &TransposedNormPlan::packed_bytes)
+      .def_readonly("sample_bytes", &TransposedNormPlan::sample_bytes)
+      .def_readonly("slots", &TransposedNormPlan::slots)
+      .def_property_readonly("taps", [](const TransposedNormPlan& p) { return copied(p.taps); });
 
   py::class_<WgradPlan>(m, "WgradPlan",
                         "The plan of the weight gradient; fields as in conv3d/gradients/wgrad/params.h.")
@@ -416,99 +426,98 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("tile_floats", &wgrad_tile_floats)
       .def_property_readonly("blocks", &wgrad_blocks);
 
-  py::class_<NarrowCopy>(m, "NarrowCopy",
-                         "How rows come into shared memory; fields as in conv3d/gradients/few_channels.h.")
-      .def_readonly("piece", &NarrowCopy::piece)
-      .def_readonly("pieces", &NarrowCopy::pieces)
-      .def_readonly("across_log2", &NarrowCopy::across_log2)
-      .def_readonly("rows", &NarrowCopy::rows)
-      .def_readonly("slots", &NarrowCopy::slots);
+  py::class_<FewCopy>(m, "FewCopy", "How rows come into shared memory; fields as in conv3d/gradients/few_channels.h.")
+      .def_readonly("piece", &FewCopy::piece)
+      .def_readonly("pieces", &FewCopy::pieces)
+      .def_readonly("across_log2", &FewCopy::across_log2)
+      .def_readonly("rows", &FewCopy::rows)
+      .def_readonly("slots", &FewCopy::slots);
 
-  py::class_<NarrowWgradPlan>(m, "NarrowWgradPlan", "Fields as in conv3d/gradients/few_wgrad/params.h.")
+  py::class_<FewWgradPlan>(m, "FewWgradPlan", "Fields as in conv3d/gradients/few_wgrad/params.h.")
       .def_property_readonly(
-          "refusal", [](const NarrowWgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
-      .def_readonly("dy_is_a", &NarrowWgradPlan::dy_is_a)
-      .def_readonly("x_tiles", &NarrowWgradPlan::x_tiles)
-      .def_readonly("dy_tiles", &NarrowWgradPlan::dy_tiles)
-      .def_readonly("splits", &NarrowWgradPlan::splits)
-      .def_readonly("channel_blocks", &NarrowWgradPlan::channel_blocks)
-      .def_readonly("rows", &NarrowWgradPlan::rows)
-      .def_property_readonly("tile", [](const NarrowWgradPlan& p) { return copied(p.tile); })
-      .def_property_readonly("tiles", [](const NarrowWgradPlan& p) { return copied(p.tiles); })
-      .def_property_readonly("margin", [](const NarrowWgradPlan& p) { return copied(p.margin); })
-      .def_readonly("dy_pitch", &NarrowWgradPlan::dy_pitch)
-      .def_readonly("dy_channel", &NarrowWgradPlan::dy_channel)
-      .def_readonly("x_pitch", &NarrowWgradPlan::x_pitch)
-      .def_readonly("x_plane", &NarrowWgradPlan::x_plane)
-      .def_readonly("x_channel", &NarrowWgradPlan::x_channel)
-      .def_readonly("dy_copy", &NarrowWgradPlan::dy_copy)
-      .def_readonly("x_copy", &NarrowWgradPlan::x_copy)
-      .def_readonly("all_tiles", &NarrowWgradPlan::all_tiles)
-      .def_readonly("stages", &NarrowWgradPlan::stages)
-      .def_readonly("stage_bytes", &NarrowWgradPlan::stage_bytes)
-      .def_readonly("blocks_per_sm", &NarrowWgradPlan::blocks_per_sm)
-      .def_readonly("blocks", &NarrowWgradPlan::blocks)
-      .def_readonly("smem_bytes", &NarrowWgradPlan::smem_bytes)
-      .def_readonly("partial_floats", &NarrowWgradPlan::partial_floats)
-      .def_readonly("cycles", &NarrowWgradPlan::cycles)
-      .def_property_readonly("channels", &narrow_wgrad_channels)
-      .def_property_readonly("floats", &narrow_wgrad_floats);
+          "refusal", [](const FewWgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("dy_is_a", &FewWgradPlan::dy_is_a)
+      .def_readonly("x_tiles", &FewWgradPlan::x_tiles)
+      .def_readonly("dy_tiles", &FewWgradPlan::dy_tiles)
+      .def_readonly("splits", &FewWgradPlan::splits)
+      .def_readonly("channel_blocks", &FewWgradPlan::channel_blocks)
+      .def_readonly("rows", &FewWgradPlan::rows)
+      .def_property_readonly("tile", [](const FewWgradPlan& p) { return copied(p.tile); })
+      .def_property_readonly("tiles", [](const FewWgradPlan& p) { return copied(p.tiles); })
+      .def_property_readonly("margin", [](const FewWgradPlan& p) { return copied(p.margin); })
+      .def_readonly("dy_pitch", &FewWgradPlan::dy_pitch)
+      .def_readonly("dy_channel", &FewWgradPlan::dy_channel)
+      .def_readonly("x_pitch", &FewWgradPlan::x_pitch)
+      .def_readonly("x_plane", &FewWgradPlan::x_plane)
+      .def_readonly("x_channel", &FewWgradPlan::x_channel)
+      .def_readonly("dy_copy", &FewWgradPlan::dy_copy)
+      .def_readonly("x_copy", &FewWgradPlan::x_copy)
+      .def_readonly("all_tiles", &FewWgradPlan::all_tiles)
+      .def_readonly("stages", &FewWgradPlan::stages)
+      .def_readonly("stage_bytes", &FewWgradPlan::stage_bytes)
+      .def_readonly("blocks_per_sm", &FewWgradPlan::blocks_per_sm)
+      .def_readonly("blocks", &FewWgradPlan::blocks)
+      .def_readonly("smem_bytes", &FewWgradPlan::smem_bytes)
+      .def_readonly("partial_floats", &FewWgradPlan::partial_floats)
+      .def_readonly("cycles", &FewWgradPlan::cycles)
+      .def_property_readonly("channels", &few_wgrad_channels)
+      .def_property_readonly("floats", &few_wgrad_floats);
 
-  py::class_<NarrowDgradPlan>(m, "NarrowDgradPlan", "Fields as in conv3d/gradients/few_dgrad/params.h.")
+  py::class_<FewDgradPlan>(m, "FewDgradPlan", "Fields as in conv3d/gradients/few_dgrad/params.h.")
       .def_property_readonly(
-          "refusal", [](const NarrowDgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
-      .def_readonly("row_tiles", &NarrowDgradPlan::row_tiles)
-      .def_readonly("units", &NarrowDgradPlan::units)
-      .def_readonly("channels", &NarrowDgradPlan::channels)
-      .def_readonly("chunks", &NarrowDgradPlan::chunks)
-      .def_readonly("parts", &NarrowDgradPlan::parts)
-      .def_readonly("k_steps", &NarrowDgradPlan::k_steps)
-      .def_property_readonly("tile", [](const NarrowDgradPlan& p) { return copied(p.tile); })
-      .def_property_readonly("tiles", [](const NarrowDgradPlan& p) { return copied(p.tiles); })
-      .def_property_readonly("halo", [](const NarrowDgradPlan& p) { return copied(p.halo); })
-      .def_readonly("units_w", &NarrowDgradPlan::units_w)
-      .def_readonly("pitch", &NarrowDgradPlan::pitch)
-      .def_readonly("channel", &NarrowDgradPlan::channel)
-      .def_readonly("scratch_channel", &NarrowDgradPlan::scratch_channel)
-      .def_readonly("dy_copy", &NarrowDgradPlan::dy_copy)
-      .def_readonly("all_tiles", &NarrowDgradPlan::all_tiles)
-      .def_readonly("stages", &NarrowDgradPlan::stages)
-      .def_readonly("stage_bytes", &NarrowDgradPlan::stage_bytes)
-      .def_readonly("blocks_per_sm", &NarrowDgradPlan::blocks_per_sm)
-      .def_readonly("blocks", &NarrowDgradPlan::blocks)
-      .def_readonly("smem_bytes", &NarrowDgradPlan::smem_bytes)
-      .def_readonly("cycles", &NarrowDgradPlan::cycles);
+          "refusal", [](const FewDgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("row_tiles", &FewDgradPlan::row_tiles)
+      .def_readonly("units", &FewDgradPlan::units)
+      .def_readonly("channels", &FewDgradPlan::channels)
+      .def_readonly("chunks", &FewDgradPlan::chunks)
+      .def_readonly("parts", &FewDgradPlan::parts)
+      .def_readonly("k_steps", &FewDgradPlan::k_steps)
+      .def_property_readonly("tile", [](const FewDgradPlan& p) { return copied(p.tile); })
+      .def_property_readonly("tiles", [](const FewDgradPlan& p) { return copied(p.tiles); })
+      .def_property_readonly("halo", [](const FewDgradPlan& p) { return copied(p.halo); })
+      .def_readonly("units_w", &FewDgradPlan::units_w)
+      .def_readonly("pitch", &FewDgradPlan::pitch)
+      .def_readonly("channel", &FewDgradPlan::channel)
+      .def_readonly("scratch_channel", &FewDgradPlan::scratch_channel)
+      .def_readonly("dy_copy", &FewDgradPlan::dy_copy)
+      .def_readonly("all_tiles", &FewDgradPlan::all_tiles)
+      .def_readonly("stages", &FewDgradPlan::stages)
+      .def_readonly("stage_bytes", &FewDgradPlan::stage_bytes)
+      .def_readonly("blocks_per_sm", &FewDgradPlan::blocks_per_sm)
+      .def_readonly("blocks", &FewDgradPlan::blocks)
+      .def_readonly("smem_bytes", &FewDgradPlan::smem_bytes)
+      .def_readonly("cycles", &FewDgradPlan::cycles);
+
+  py::class_<AtenPlan>(m, "AtenPlan");
+  py::class_<DirectPlan>(m, "DirectPlan");
 
   py::class_<ConvGradientsChoice>(m, "ConvGradientsChoice")
-      .def_readonly("dgrad", &ConvGradientsChoice::dgrad)
-      .def_readonly("wgrad", &ConvGradientsChoice::wgrad)
-      .def_readonly("narrow_dgrad", &ConvGradientsChoice::narrow_dgrad)
-      .def_readonly("narrow_wgrad", &ConvGradientsChoice::narrow_wgrad)
+      .def_readonly("dx", &ConvGradientsChoice::dx)
+      .def_readonly("dweight", &ConvGradientsChoice::dweight)
+      .def_property_readonly(
+          "why_aten_dx",
+          [](const ConvGradientsChoice& c) { return c.why_aten_dx ? py::object(py::str(c.why_aten_dx)) : py::none(); })
       .def("explain", &ConvGradientsChoice::explain);
 
-  py::class_<ConvChoice>(m, "ConvChoice")
-      .def_readonly("path", &ConvChoice::path)
-      .def_readonly("plan", &ConvChoice::plan)
-      .def_readonly("narrow", &ConvChoice::narrow)
-      .def_readonly("hopper", &ConvChoice::hopper)
-      .def_readonly("rows", &ConvChoice::rows)
-      .def_readonly("flat", &ConvChoice::flat)
-      .def_readonly("chain", &ConvChoice::chain)
-      .def_readonly("autocorrelation", &ConvChoice::autocorrelation)
-      .def_readonly("from_input", &ConvChoice::from_input)
-      .def_readonly("stores", &ConvChoice::stores)
-      .def_readonly("reason", &ConvChoice::reason)
-      .def("explain", &ConvChoice::explain);
+  py::class_<Choice>(m, "Choice", "What runs; `plan` is that of the family.")
+      .def_property_readonly("path", &Choice::path)
+      .def_readonly("plan", &Choice::plan)
+      .def_readonly("autocorrelation", &Choice::autocorrelation)
+      .def_readonly("composed", &Choice::composed)
+      .def_readonly("reason", &Choice::reason)
+      .def("explain", &Choice::explain);
 
   m.def(
       "predict_conv",
       [](const ConvProblem& q, const DeviceLimits& l) {
-        const ConvPrediction t =
-            predict_conv(q, l, plan_conv(q, l), plan_hopper(q, l), plan_rows(q, l), plan_narrow(q, l));
+        const ConvPrediction t = predict_conv(q, l, plan_implicit_gemm(q, l), plan_tap_columns(q, l),
+                                              plan_position_rows(q, l), plan_few_channels(q, l));
         return std::vector<double>(t.us, t.us + kTimedPaths);
       },
       py::arg("problem"), py::arg("limits") = DeviceLimits{},
-      "Microseconds by ATen, implicit GEMM, Hopper, rows and narrow kernel as the plans predict them; 0: cannot run.");
+      "Microseconds by ATen, implicit GEMM, taps as columns, positions as rows and the kernels of few channels, as the "
+      "plans "
+      "predict them; 0: cannot run.");
   m.def("conv_out_size", &conv_out_size, py::arg("size"), py::arg("kernel"), py::arg("stride") = 1,
         py::arg("padding") = 0, py::arg("dilation") = 1, py::arg("transposed") = false, py::arg("output_padding") = 0,
         "Output size along one dim; below 1 when nothing fits.");
@@ -525,35 +534,36 @@ void bind_conv(py::module_& m) {
       "What predict_conv predicts, corrected by the measured convolutions that are at least so far away.");
   m.attr("CONV_THREADS") = kConvThreads;
   m.attr("MAX_DIM_CLASSES") = kMaxDimClasses;
-  m.def("plan_conv", &plan_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{});
-  m.attr("NARROW_STRIP") = kNarrowStrip;
-  m.def("plan_narrow", &plan_narrow, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("plan_implicit_gemm", &plan_implicit_gemm, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.attr("FEW_CHANNELS_STRIP") = kFewChannelsStrip;
+  m.def("plan_few_channels", &plan_few_channels, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("CHAIN_LOADS") = kChainLoads;
   m.attr("CHAIN_WEIGHTS") = kChainWeights;
   m.def("plan_chain", &plan_chain, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.attr("AUTOCORRELATION_CHUNK") = kAutocorrelationChunk;
   m.def("plan_autocorrelation", &plan_autocorrelation, py::arg("problem"), py::arg("limits") = DeviceLimits{});
-  m.attr("HOPPER_CONSUMERS") = kHopperConsumers;
-  m.attr("HOPPER_MAX_STAGES") = kHopperMaxStages;
-  m.def("plan_hopper", &plan_hopper, py::arg("problem"), py::arg("limits") = DeviceLimits{});
-  m.attr("ROWS_MAX_STAGES") = kRowsMaxStages;
-  m.def("plan_rows", &plan_rows, py::arg("problem"), py::arg("limits") = DeviceLimits{}, py::arg("normalizes") = false);
-  m.attr("ROWS_PIECES") = kRowsPieces;
-  m.def("rows_image_channel", &rows_image_channel, py::arg("row"));
-  m.attr("FLAT_CHANNELS") = kFlatChannels;
-  m.attr("FLAT_ROW_BYTES") = kFlatRowBytes;
-  m.def("plan_flat", &plan_flat, py::arg("problem"), py::arg("limits") = DeviceLimits{});
-  m.def("hopper_column_channel", &hopper_column_channel, py::arg("column"), py::arg("half"));
+  m.attr("WGMMA_CONSUMERS") = kWgmmaConsumers;
+  m.attr("TAP_COLUMNS_MAX_STAGES") = kTapColumnsMaxStages;
+  m.def("plan_tap_columns", &plan_tap_columns, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.attr("POSITION_ROWS_MAX_STAGES") = kPositionRowsMaxStages;
+  m.def("plan_position_rows", &plan_position_rows, py::arg("problem"), py::arg("limits") = DeviceLimits{},
+        py::arg("normalizes") = false);
+  m.attr("POSITION_ROWS_PIECES") = kPositionRowsPieces;
+  m.def("position_rows_channel", &position_rows_channel, py::arg("row"));
+  m.attr("TRANSPOSED_NORM_CHANNELS") = kTransposedNormChannels;
+  m.attr("TRANSPOSED_NORM_ROW_BYTES") = kTransposedNormRowBytes;
+  m.def("plan_transposed_norm", &plan_transposed_norm, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("tap_columns_channel", &tap_columns_channel, py::arg("column"), py::arg("half"));
   m.attr("WGRAD_MAX_STAGES") = kWgradMaxStages;
   m.def(
       "plan_wgrad", [](const ConvProblem& problem, const DeviceLimits& limits) { return plan_wgrad(problem, limits); },
       py::arg("problem"), py::arg("limits") = DeviceLimits{});
-  m.def("plan_narrow_wgrad", &plan_narrow_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
-  m.def("plan_narrow_dgrad", &plan_narrow_dgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("plan_few_wgrad", &plan_few_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("plan_few_dgrad", &plan_few_dgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("choose_conv_gradients", &choose_conv_gradients, py::arg("problem"), py::arg("limits") = DeviceLimits{},
-        py::arg("backend") = ConvBackend::kAuto);
+        py::arg("backend") = ConvBackend::kAuto, py::arg("copies") = false);
   m.def("choose_conv", &choose_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{},
-        py::arg("backend") = ConvBackend::kAuto);
+        py::arg("backend") = ConvBackend::kAuto, py::arg("tail") = ConvTailKind::kNone);
 }
 
 GroupNormDims make_dims(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last) {

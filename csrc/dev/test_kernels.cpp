@@ -112,7 +112,7 @@ void test_plans() {
     current_test = c.name;
     const DeviceLimits limits;
     const ConvProblem problem = make_problem(c, Dtype::kFloat32, true);
-    const ConvPlan plan = plan_conv(problem, limits);
+    const ImplicitGemmPlan plan = plan_implicit_gemm(problem, limits);
     CHECK(plan.refusal == nullptr);
     CHECK(plan.smem_bytes > 0 && plan.smem_bytes <= limits.smem_per_block);
     CHECK(plan.slices * plan.tiles_per_slice >= plan.tiles_per_sample);
@@ -143,18 +143,18 @@ void test_plans() {
 void test_choices() {
   current_test = "choices";
   ConvProblem problem = make_problem(kConvCases[0], Dtype::kFloat32, true);
-  CHECK(choose_conv(problem, {}, ConvBackend::kAten).path == ConvPath::kAten);
-  CHECK(choose_conv(problem, {}, ConvBackend::kKgopt).path == ConvPath::kImplicitGemm);
+  CHECK(choose_conv(problem, {}, ConvBackend::kAten).path() == ConvPath::kAten);
+  CHECK(choose_conv(problem, {}, ConvBackend::kKgopt).path() == ConvPath::kImplicitGemm);
   if (!problem.transposed) {
     problem.epilogue = ConvEpilogue::kStats;
-    CHECK(choose_conv(problem, {}, ConvBackend::kKgopt).path == ConvPath::kNarrow);
+    CHECK(choose_conv(problem, {}, ConvBackend::kKgopt).path() == ConvPath::kFewChannels);
     DeviceLimits older;
     older.has_wgmma = false;
-    CHECK(choose_conv(problem, older, ConvBackend::kKgopt).path == ConvPath::kImplicitGemm);
+    CHECK(choose_conv(problem, older, ConvBackend::kKgopt).path() == ConvPath::kImplicitGemm);
     problem.epilogue = ConvEpilogue::kStore;
   }
   problem.dtype = Dtype::kFloat64;
-  CHECK(choose_conv(problem, {}, ConvBackend::kKgopt).path == ConvPath::kDirect);
+  CHECK(choose_conv(problem, {}, ConvBackend::kKgopt).path() == ConvPath::kDirect);
   CHECK(!choose_conv(problem, {}, ConvBackend::kAuto).reason.empty());
 }
 
@@ -255,10 +255,10 @@ void test_convolutions(const DeviceInfo& info) {
     const DeviceBuffer x_device(x), weight_device(weight), bias_device(bias);
 
     for (const bool tf32 : {true, false}) {
-      const ConvPlan plan =
-          plan_conv(make_problem(c, Dtype::kFloat32, tf32), {info.sm_count, info.smem_per_block, info.smem_per_sm});
+      const ImplicitGemmPlan plan = plan_implicit_gemm(make_problem(c, Dtype::kFloat32, tf32),
+                                                       {info.sm_count, info.smem_per_block, info.smem_per_sm});
       CHECK(plan.refusal == nullptr);
-      ConvPackParams pack{};
+      ImplicitGemmPackParams pack{};
       pack.weight = weight_device.as<void>();
       pack.bias = bias_device.as<void>();
       pack.c_in = static_cast<int>(c.c_in / c.groups);
@@ -274,7 +274,7 @@ void test_convolutions(const DeviceInfo& info) {
       pack.packed = packed.as<uint32_t>();
       pack.packed_bias = packed_bias.as<float>();
 
-      ConvKernelParams p{};
+      ImplicitGemmParams p{};
       p.x = x_device.as<void>();
       p.x_stride_c = in_size;
       p.x_stride_n = c.c_in * in_size;

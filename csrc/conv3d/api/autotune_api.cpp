@@ -24,9 +24,13 @@ constexpr struct {
   ConvPath path;
 } kNames[] = {{"aten", ConvPath::kAten},
               {"implicit_gemm", ConvPath::kImplicitGemm},
-              {"hopper", ConvPath::kHopper},
-              {"rows", ConvPath::kRows},
-              {"narrow", ConvPath::kNarrow}};
+              {"tap_columns", ConvPath::kTapColumns},
+              {"position_rows", ConvPath::kPositionRows},
+              {"few_channels", ConvPath::kFewChannels},
+              // As files of the first versions have them.
+              {"hopper", ConvPath::kTapColumns},
+              {"rows", ConvPath::kPositionRows},
+              {"narrow", ConvPath::kFewChannels}};
 
 using Known = std::map<ConvKey, ConvPath>;
 
@@ -76,7 +80,9 @@ void write_file(const std::string& gpu, const Known& known) {
     for (const auto& [key, path] : known) {
       for (const int64_t value : key) file << value << " ";
       for (const auto& entry : kNames) {
-        if (path == entry.path) file << entry.name << "\n";
+        if (path != entry.path) continue;
+        file << entry.name << "\n";
+        break;
       }
     }
     if (!file.flush()) {  // a full disk costs the memory of it, not the result

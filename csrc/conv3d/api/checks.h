@@ -52,8 +52,8 @@ struct ConvShape {
 };
 
 inline void check_backend(const char* op, const std::string& backend) {
-  for (const char* known :
-       {"auto", "kgopt", "aten", "kgopt:implicit_gemm", "kgopt:hopper", "kgopt:rows", "kgopt:narrow"}) {
+  for (const char* known : {"auto", "kgopt", "aten", "kgopt:implicit_gemm", "kgopt:tap_columns", "kgopt:position_rows",
+                            "kgopt:few_channels", "kgopt:hopper", "kgopt:rows", "kgopt:narrow"}) {
     if (backend == known) return;
   }
   fail(op, ": backend is '", backend, "', expected auto, kgopt or aten");

@@ -1,25 +1,33 @@
 // CUDA convolutions: checks, allocation, choice of path.
 #include "conv3d/api/autotune.h"
 #include "conv3d/api/call.h"
+#include "conv3d/few_channels/start.h"
+#include "conv3d/implicit_gemm/start.h"
+#include "conv3d/wgmma/position_rows/start.h"
+#include "conv3d/wgmma/tap_columns/start.h"
 #include "groupnorm/api/group_norm_api.h"
 
 namespace kgopt {
 
 using torch::stable::accelerator::DeviceGuard;
 
-Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& plan, const ConvTail& tail) {
+Tensor conv_tap_columns(const ConvArgs& a, const ConvShape& shape, const TapColumnsPlan& plan, const ConvTail& tail) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  const CallOperands operands(a, shape);
   Workspace workspace(a.x);
-  const HopperSpace space(&workspace, plan);
+  const int64_t packed = workspace.reserve(plan.packed_bytes);
+  const int64_t bias = workspace.reserve(tap_columns_bias_bytes(plan));
   const bool with_moments = !tail.left_moments;
   StatsPartials partials;
-  partials.slices = hopper_moment_slices(plan);
+  partials.slices = tap_columns_moment_slices(plan);
   partials.rows = shape.c_out;
   const int64_t moments = workspace.reserve(with_moments ? shape.n * partials.slices * partials.rows * 3 * 4 : 0);
   workspace.allocate();
   if (with_moments) partials.data = workspace.at<void>(moments);
   Tensor y = allocate_output(a, shape);
-  HopperParams p = start_hopper(a, shape, plan, space, workspace, stream, partials);
+  TapColumnsParams p;
+  raise_on_error(a.op, start_tap_columns(operands, plan, workspace.at<void>(packed), workspace.at<float>(bias),
+                                         partials, &p, stream));
   set_output(&p, y, a.rank);
   if (!tail.left_rest) {
     p.residual = tail.residual;
@@ -27,70 +35,71 @@ Tensor conv_hopper(const ConvArgs& a, const ConvShape& shape, const HopperPlan& 
     p.act = chain_kind(tail.act);
     p.moments = static_cast<float*>(partials.data);
   }
-  raise_on_error(a.op, run_conv_hopper(p, stream));
+  raise_on_error(a.op, run_conv_tap_columns(p, stream));
   if (with_moments) channel_moments_cuda(a.op, a.x, partials, *tail.moments);
   return y;
 }
 
-Tensor conv_rows(const ConvArgs& a, const ConvShape& shape, const RowsPlan& plan, const ConvTail& tail,
-                 const RowsNorm& norm) {
+Tensor conv_position_rows(const ConvArgs& a, const ConvShape& shape, const PositionRowsPlan& plan, const ConvTail& tail,
+                          const PositionRowsNorm& norm) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  const CallOperands operands(a, shape);
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(plan.packed_bytes);
-  const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * plan.segments * 64 * 4);
+  const int64_t bias = workspace.reserve(position_rows_bias_bytes(plan));
   const int64_t copy = workspace.reserve(plan.copy_bytes);
   workspace.allocate();
   Tensor y = allocate_output(a, shape);
-  RowsParams p = start_rows(a, shape, plan, workspace.at<void>(packed), workspace.at<float>(bias),
-                            workspace.at<void>(copy), stream);
+  PositionRowsParams p;
+  raise_on_error(a.op, start_position_rows(operands, plan, workspace.at<void>(packed), workspace.at<float>(bias),
+                                           workspace.at<void>(copy), &p, stream));
   p.y = y.mutable_data_ptr();
   p.y_stride_n = y.stride(0);
   spatial_strides(y, a.rank, p.y_stride);
   if (!tail.left_rest) p.act = chain_kind(tail.act);
   p.norm = norm;
-  raise_on_error(a.op, run_conv_rows(p, stream));
+  raise_on_error(a.op, run_conv_position_rows(p, stream));
   return y;
 }
 
 namespace {
 
-Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ConvPlan& plan) {
+Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const ImplicitGemmPlan& plan) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  const CallOperands operands(a, shape);
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
-  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, plan));
+  const int64_t bias = workspace.reserve(packed_bias_bytes(operands, plan));
   workspace.allocate();
   Tensor y = allocate_output(a, shape);
-  ConvKernelParams p = make_kernel_params(a, shape, plan);
-  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
+  ImplicitGemmParams p = implicit_gemm_params(operands, plan);
+  raise_on_error(a.op,
+                 pack_implicit_gemm(operands, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream));
   set_output(&p, y, a.rank);
   raise_on_error(a.op, shape.transposed ? run_conv_transpose3d(p, shape.n, stream) : run_conv3d(p, shape.n, stream));
   return y;
 }
 
-Tensor conv_narrow(const ConvArgs& a, const ConvShape& shape, const NarrowPlan& plan) {
-  Tensor y = allocate_output(a, shape), dense_bias;
-  NarrowParams p = make_narrow_params(a, shape, plan, &dense_bias);
+Tensor conv_few_channels(const ConvArgs& a, const ConvShape& shape, const FewChannelsPlan& plan) {
+  Tensor y = allocate_output(a, shape);
+  const CallOperands operands(a, shape);
+  FewChannelsParams p = few_channels_params(operands, plan);
   p.stored = y.mutable_data_ptr();
   p.y_stride_n = y.stride(0);
   p.stored_stride_c = y.stride(1);
   spatial_strides(y, a.rank, p.y_stride);
   p.stored_pairs = shape.out[2] % 2 == 0;
-  raise_on_error(a.op, run_conv_narrow_store(p, shape.n, static_cast<cudaStream_t>(current_stream(a.x))));
+  raise_on_error(a.op, run_conv_few_channels_store(p, shape.n, static_cast<cudaStream_t>(current_stream(a.x))));
   return y;
 }
 
 Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
   Tensor y = allocate_output(a, shape);
-  const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
+  const CallOperands operands(a, shape);
   ConvDirectParams p{};
-  set_input(&p, a, shape);
-  set_weight(&p, a, shape);
-  p.bias = a.bias ? bias.const_data_ptr() : nullptr;
-  p.y = y.mutable_data_ptr();
-  p.y_stride_n = y.stride(0);
-  p.y_stride_c = y.stride(1);
-  spatial_strides(y, a.rank, p.y_stride);
+  set_input(&p, operands);
+  set_weight(&p, operands);
+  set_output(&p, y, a.rank);
   p.dtype = shape.dtype;
   p.n = shape.n;
   p.transposed = shape.transposed;
@@ -125,59 +134,69 @@ bool aten_would_use_tf32(const ConvArgs& a, const ConvShape& shape) {
   return shape.dtype == Dtype::kFloat32 && a.allow_tf32 && !*a.allow_tf32 && tf32_allowed_by_default();
 }
 
-Tensor run_path(const ConvArgs& a, const ConvShape& shape, const ConvChoice& choice, ConvPath path,
-                const ConvTail& tail) {
-  if (path == ConvPath::kHopper) return conv_hopper(a, shape, choice.hopper, tail);
-  if (path == ConvPath::kRows) return conv_rows(a, shape, choice.rows, tail);
+// Where a choice of a plain convolution becomes launches.
+Tensor launch(const ConvArgs& a, const ConvShape& shape, const Choice& choice, const ConvTail& tail) {
+  const ConvPath path = choice.path();
+  if (path == ConvPath::kTapColumns) return conv_tap_columns(a, shape, choice.as<TapColumnsPlan>(), tail);
+  if (path == ConvPath::kPositionRows) return conv_position_rows(a, shape, choice.as<PositionRowsPlan>(), tail);
   if (a.weight.scalar_type() != a.x.scalar_type()) {  // the two above round it while they pack it
     const Tensor weight = as_type_of(a.weight, a.x);
     const OptTensor bias = a.bias ? OptTensor(as_type_of(*a.bias, a.x)) : std::nullopt;
-    return run_path({a.op, a.x, weight, bias, a.stride, a.padding, a.dilation, a.output_padding, a.groups, a.transposed,
-                     a.rank, a.backend, a.allow_tf32},
-                    shape, choice, path, tail);
+    return launch({a.op, a.x, weight, bias, a.stride, a.padding, a.dilation, a.output_padding, a.groups, a.transposed,
+                   a.rank, a.backend, a.allow_tf32},
+                  shape, choice, tail);
   }
   switch (path) {
-    case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.plan);
-    case ConvPath::kNarrow: return conv_narrow(a, shape, choice.narrow);
+    case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.as<ImplicitGemmPlan>());
+    case ConvPath::kFewChannels: return conv_few_channels(a, shape, choice.as<FewChannelsPlan>());
     case ConvPath::kDirect: return conv_direct(a, shape);
     default: return conv_aten(a, shape);
   }
 }
 
-// How a convolution goes: by `path` of `choice`.
-struct ForwardPath {
-  const ConvChoice* choice;
-  ConvPath path;
-  const char* instead = nullptr;  // why by that one, where it is not the choice's
+ConvTailKind tail_kind(const ConvTail* tail) {
+  if (!tail) return ConvTailKind::kNone;
+  return tail->residual || tail->scale != 1 || tail->moments ? ConvTailKind::kMore : ConvTailKind::kAct;
+}
+
+// How a convolution goes.
+struct Forward {
+  ChoicePtr choice;
+  const char* instead = nullptr;  // why by this choice, where it is not the one for the call's backend
 };
 
 // `measures`: now, where KGOPT_AUTOTUNE asks for it; else what was measured before counts.
-ForwardPath forward_path(const ConvArgs& a, const ConvShape& shape, bool measures) {
-  const ConvChoice* const choice = &choose(a, shape, ConvEpilogue::kStore);
-  ForwardPath to{choice, choice->path};
-  if (shape.is_empty()) return {choice, ConvPath::kAten, "a tensor has no elements"};
-  if (choice->cannot) return to;
+Forward choose_forward(const ConvArgs& a, const ConvShape& shape, ConvTailKind tail, bool measures) {
+  const ConvProblem problem = problem_of(a, shape, ConvEpilogue::kStore);
+  const DeviceLimits limits = limits_of(a);
+  const ConvBackend backend = parse_backend(a.op, a.backend);
+  const auto ask = [&](ConvBackend one) { return remembered_choice(problem, limits, one, tail); };
+  if (shape.is_empty()) return {ask(ConvBackend::kAten), "a tensor has no elements"};
+  Forward to{ask(backend)};
+  if (to.choice->cannot) return to;
   const bool no_aten = aten_would_use_tf32(a, shape);
-  if (autotune_is_on() && a.backend == "auto" && !choice->plan.refusal) {
+  if (autotune_is_on() && backend == ConvBackend::kAuto && !ask(ConvBackend::kImplicitGemm)->cannot) {
     std::optional<ConvPath> tuned;
     if (measures) {
       std::vector<ConvPath> paths;
-      for (const ConvPath one :
-           {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows, ConvPath::kNarrow}) {
-        if (!conv_refusal(*choice, one) && !(no_aten && one == ConvPath::kAten)) paths.push_back(one);
+      for (const ConvBackend one : kTunedBackends) {
+        const ChoicePtr able = remembered_choice(problem, limits, one);
+        if (!able->cannot && !(no_aten && one == ConvBackend::kAten)) paths.push_back(able->path());
       }
-      auto run = [&](ConvPath one) { run_path(a, shape, *choice, one, ConvTail()); };
+      auto run = [&](ConvPath one) {
+        launch(a, shape, *remembered_choice(problem, limits, backend_of(one)), ConvTail());
+      };
       tuned = tune_path(a.x.get_device_index(), tuning_key(a, shape), paths, current_stream(a.x), run);
     } else {
       tuned = tuned_path(a.x.get_device_index(), tuning_key(a, shape));
     }
-    if (tuned && !conv_refusal(*choice, *tuned)) to = {choice, *tuned, "measured here (KGOPT_AUTOTUNE)"};
+    if (tuned) {
+      const ChoicePtr measured = ask(backend_of(*tuned));
+      if (!measured->cannot) to = {measured, "measured here (KGOPT_AUTOTUNE)"};
+    }
   }
-  if (to.path == ConvPath::kAten && no_aten) {
-    to.choice =
-        &choose_cached(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), ConvBackend::kKgopt, &choose_conv);
-    to.path = to.choice->path;
-    to.instead = "TF32 is forbidden, and allowed by the switch that cuDNN follows";
+  if (to.choice->path() == ConvPath::kAten && no_aten) {
+    to = {ask(ConvBackend::kKgopt), "TF32 is forbidden, and allowed by the switch that cuDNN follows"};
   }
   return to;
 }
@@ -185,36 +204,35 @@ ForwardPath forward_path(const ConvArgs& a, const ConvShape& shape, bool measure
 }  // namespace
 
 std::string explain_forward(const ConvArgs& a, const ConvShape& shape) {
-  const ForwardPath to = forward_path(a, shape, false);
+  const ChoicePtr named = choose(a, shape, ConvEpilogue::kStore);
+  if (named->cannot) return named->explain();
+  const Forward to = choose_forward(a, shape, ConvTailKind::kNone, false);
   if (!to.instead) return to.choice->explain();
-  ConvChoice choice = *to.choice;
-  choice.path = to.path;
-  choice.reason = std::string(to.instead) + ": " + conv_path_name(to.path);
+  Choice choice = *to.choice;
+  choice.reason = std::string(to.instead) + ": " + conv_path_name(choice.path());
   return choice.explain();
+}
+
+Tensor conv_by(const ConvArgs& a, const ConvShape& shape, const Choice& choice, ConvTail* tail) {
+  if (!tail) return launch(a, shape, choice, ConvTail());
+  // cuDNN's pass for the bias is one that the caller's may do as well.
+  tail->left_bias = a.bias.has_value() && choice.path() == ConvPath::kAten;
+  tail->left_rest = !choice.does(tail_kind(tail)) || chain_kind(tail->act) == Chain::kAny ||
+                    reinterpret_cast<uintptr_t>(tail->residual) % 16 != 0;
+  tail->left_moments = tail->left_rest || !tail->moments;
+  if (!tail->left_bias) return launch(a, shape, choice, *tail);
+  ConvArgs bare = a;
+  bare.bias = std::nullopt;
+  return launch(bare, shape, choice, *tail);
 }
 
 Tensor conv_forward(const ConvArgs& a, ConvTail* tail) {
   const ConvShape shape = check_conv_args(a);
   const DeviceGuard guard(a.x.get_device_index());
-  const ForwardPath to = forward_path(a, shape, true);
-  const ConvChoice* const choice = to.choice;
-  ConvPath path = to.path;
-  KGOPT_CHECK(!choice->cannot || to.instead, a.op, ": backend is '", a.backend,
-              "', which cannot run this convolution: ", choice->cannot);
-  if (!tail) return run_path(a, shape, *choice, path, ConvTail());
-  tail->left_bias = a.bias.has_value() && path == ConvPath::kAten;
-  // The kernel by rows does an activation and no more; where more is wanted, the other Hopper kernel makes up for it.
-  const bool act_only = !tail->residual && tail->scale == 1 && !tail->moments;
-  const bool hopper_has_tail = !choice->hopper.refusal && !choice->hopper.wide;
-  if (path == ConvPath::kRows && !act_only && hopper_has_tail) path = ConvPath::kHopper;
-  const bool has_tail = path == ConvPath::kRows ? act_only : path == ConvPath::kHopper && hopper_has_tail;
-  tail->left_rest =
-      !has_tail || chain_kind(tail->act) == Chain::kAny || reinterpret_cast<uintptr_t>(tail->residual) % 16 != 0;
-  tail->left_moments = tail->left_rest || !tail->moments;
-  if (!tail->left_bias) return run_path(a, shape, *choice, path, *tail);
-  ConvArgs bare = a;
-  bare.bias = std::nullopt;
-  return run_path(bare, shape, *choice, path, *tail);
+  const Forward to = choose_forward(a, shape, tail_kind(tail), true);
+  KGOPT_CHECK(!to.choice->cannot, a.op, ": backend is '", a.backend,
+              "', which cannot run this convolution: ", to.choice->cannot);
+  return conv_by(a, shape, *to.choice, tail);
 }
 
 namespace {
@@ -262,7 +280,7 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
   const DeviceGuard guard(x.get_device_index());
   if (epilogue == "store") return explain_forward(a, shape);
   if (epilogue == "backward") {
-    std::string text = choose_gradients(a, shape).explain();
+    std::string text = choose_gradients(a, shape)->explain();
     if (backend != "auto" || !autotune_is_on()) return text;
     for (const auto& [what, name] :
          {std::pair(ConvTuned::kInputGradient, "; dx"), std::pair(ConvTuned::kWeightGradient, "; dweight")}) {

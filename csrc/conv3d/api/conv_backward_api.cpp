@@ -1,4 +1,4 @@
-// CUDA gradients of convolutions: for channels_last tensors dx by the Hopper convolutions and dweight by its own
+// CUDA gradients of convolutions: for channels_last tensors dx by the convolutions on wgmma and dweight by its own
 // kernel, for contiguous tensors of few channels by kernels that read them as they lie; each where it is the faster
 // one, ATen for the rest.
 #include <algorithm>
@@ -72,11 +72,11 @@ void planar_strides(const Tensor& t, int rank, int64_t* n, int64_t* c, int64_t (
   std::copy(spatial, spatial + kDims, strides);
 }
 
-Tensor conv_narrow_dgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight,
-                         const ConvShape& shape, const NarrowDgradPlan& plan) {
+Tensor conv_few_dgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const ConvShape& shape,
+                      const FewDgradPlan& plan) {
   Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
   const Tensor narrow = as_type_of(weight, x);
-  NarrowDgradParams p{};
+  FewDgradParams p{};
   p.dy = dy.const_data_ptr();
   p.weight = narrow.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
@@ -90,21 +90,21 @@ Tensor conv_narrow_dgrad(const char* op, const Tensor& dy, const Tensor& x, cons
   std::copy(shape.in, shape.in + 3, p.in);
   std::copy(shape.out, shape.out + 3, p.out);
   p.plan = plan;
-  raise_on_error(op, run_conv_narrow_dgrad(p, stream_of(x)));
+  raise_on_error(op, run_conv_few_dgrad(p, stream_of(x)));
   return dx;
 }
 
 // dweight, and dbias where it is wanted.
-std::pair<Tensor, std::optional<Tensor>> conv_narrow_wgrad(const char* op, const Tensor& dy, const Tensor& x,
-                                                           const Tensor& weight, const ConvShape& shape,
-                                                           const NarrowWgradPlan& plan, bool wants_bias) {
+std::pair<Tensor, std::optional<Tensor>> conv_few_wgrad(const char* op, const Tensor& dy, const Tensor& x,
+                                                        const Tensor& weight, const ConvShape& shape,
+                                                        const FewWgradPlan& plan, bool wants_bias) {
   Workspace workspace(x);
   const int64_t partials = workspace.reserve(plan.partial_floats * 4);
   workspace.allocate();
   Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
   std::optional<Tensor> dbias;
   if (wants_bias) dbias = empty_like_shape(weight, {shape.c_out});
-  NarrowWgradParams p{};
+  FewWgradParams p{};
   p.x = x.const_data_ptr();
   p.dy = dy.const_data_ptr();
   planar_strides(x, shape.rank, &p.x_stride_n, &p.x_stride_c, p.x_stride);
@@ -121,49 +121,27 @@ std::pair<Tensor, std::optional<Tensor>> conv_narrow_wgrad(const char* op, const
   p.dbias = dbias ? dbias->mutable_data_ptr() : nullptr;
   p.dtype = check_dtype(op, "weight", weight);
   p.plan = plan;
-  raise_on_error(op, run_conv_narrow_wgrad(p, stream_of(x)));
+  raise_on_error(op, run_conv_few_wgrad(p, stream_of(x)));
   return {dweight, dbias ? std::optional(as_type_of(*dbias, x)) : dbias};
 }
 
-// KGOPT_AUTOTUNE: sets the wanted gradients' paths to the fastest ones at this shape, known or measured now.
-template <typename MakeDx, typename MakeDweight>
-void tune_gradients(const ConvArgs& a, const ConvShape& shape, const ConvGradientsChoice& all,
-                    const std::vector<bool>& mask, const MakeDx& make_dx, const MakeDweight& make_dweight,
-                    const Tensor& dy, ConvPath (&paths)[2]) {
-  const std::pair<ConvPath, const char*> runs[2][4] = {
-      {{ConvPath::kAten, nullptr},
-       {ConvPath::kHopper, all.dgrad.refusal},
-       {ConvPath::kRows, all.dgrad_rows.refusal},
-       {ConvPath::kNarrow, all.narrow_dgrad.refusal}},
-      {{ConvPath::kAten, nullptr},
-       {ConvPath::kHopper, all.wgrad.refusal},
-       {ConvPath::kRows, "none for the weight's gradient"},
-       {ConvPath::kNarrow, all.narrow_wgrad.refusal}},
+// Of a gradient's plans, the one whose path KGOPT_AUTOTUNE finds the fastest at this shape, known or measured now. ATen
+// where that was chosen of others than these, or cannot be told.
+template <typename AnyPlan, typename Run>
+AnyPlan tuned_gradient(const ConvArgs& a, const ConvShape& shape, ConvTuned what, const AnyPlan& chosen,
+                       const std::vector<std::pair<ConvPath, AnyPlan>>& able, const Run& run) {
+  std::vector<ConvPath> paths;
+  for (const auto& one : able) paths.push_back(one.first);
+  const auto plan_of = [&](ConvPath path) {
+    return std::find_if(able.begin(), able.end(), [&](const auto& one) { return one.first == path; });
   };
-  for (int i = 0; i < 2; ++i) {
-    if (!mask[i]) continue;
-    std::vector<ConvPath> able;
-    for (const auto& [path, refusal] : runs[i]) {
-      if (!refusal) able.push_back(path);
-    }
-    auto run = [&](ConvPath path) {
-      if (path == ConvPath::kAten) {
-        conv_gradients_aten(dy, a.x, a.weight, shape, a.stride, a.padding, a.dilation, a.output_padding,
-                            {i == 0, i == 1, false});
-      } else if (i == 0) {
-        make_dx(path);
-      } else {
-        make_dweight(path, false);
-      }
-    };
-    const ConvKey key = tuning_key(a, shape, i == 0 ? ConvTuned::kInputGradient : ConvTuned::kWeightGradient);
-    const auto path = tune_path(a.x.get_device_index(), key, able, current_stream(a.x), run);
-    if (path && std::find(able.begin(), able.end(), *path) != able.end()) {
-      paths[i] = *path;
-    } else if (std::find(able.begin(), able.end(), paths[i]) == able.end()) {
-      paths[i] = ConvPath::kAten;
-    }
+  const auto fastest = tune_path(a.x.get_device_index(), tuning_key(a, shape, what), paths, current_stream(a.x),
+                                 [&](ConvPath path) { run(plan_of(path)->second); });
+  if (fastest && plan_of(*fastest) != able.end()) return plan_of(*fastest)->second;
+  for (const auto& one : able) {
+    if (one.second.index() == chosen.index()) return one.second;
   }
+  return AtenPlan();
 }
 
 ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
@@ -181,53 +159,74 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   if (!shape.is_empty() && (mask[0] || mask[1])) {
     const ConvArgs args{op,     x,          weight, std::nullopt, stride,    padding, dilation, output_padding,
                         groups, transposed, rank,   backend,      allow_tf32};
-    const ConvGradientsChoice* choice = &choose_gradients(args, shape);
-    auto make_dx = [&](ConvPath path) {
-      if (path == ConvPath::kNarrow) return conv_narrow_dgrad(op, planar(dy), x, weight, shape, choice->narrow_dgrad);
+    using Dx = decltype(ConvGradientsChoice::dx);
+    using Dweight = decltype(ConvGradientsChoice::dweight);
+    auto make_dx = [&](const Dx& plan) {
+      if (const auto* few = std::get_if<FewDgradPlan>(&plan)) {
+        return conv_few_dgrad(op, planar(dy), x, weight, shape, *few);
+      }
       const Tensor innermost = channels_innermost(dy);
       const ConvArgs adjoint{
           op,     innermost,   weight, std::nullopt, stride,     padding, dilation, IntArray(rank, 0),
           groups, !transposed, rank,   backend,      allow_tf32, true};
       const ConvShape adjoint_shape = check_conv_args(adjoint);
-      return path == ConvPath::kRows ? conv_rows(adjoint, adjoint_shape, choice->dgrad_rows)
-                                     : conv_hopper(adjoint, adjoint_shape, choice->dgrad);
-    };
-    auto make_dweight = [&](ConvPath path, bool wants_bias) -> std::pair<Tensor, std::optional<Tensor>> {
-      if (path == ConvPath::kNarrow) {
-        return conv_narrow_wgrad(op, planar(dy), planar(x), weight, shape, choice->narrow_wgrad, wants_bias);
+      if (const auto* rows = std::get_if<PositionRowsPlan>(&plan)) {
+        return conv_position_rows(adjoint, adjoint_shape, *rows);
       }
-      const Tensor given = choice->wgrad.few ? channels_innermost(x) : x;
-      return {conv_wgrad(op, channels_innermost(dy), given, weight, shape, choice->wgrad), std::nullopt};
+      return conv_tap_columns(adjoint, adjoint_shape, std::get<TapColumnsPlan>(plan));
+    };
+    auto make_dweight = [&](const Dweight& plan, bool wants_bias) -> std::pair<Tensor, std::optional<Tensor>> {
+      if (const auto* few = std::get_if<FewWgradPlan>(&plan)) {
+        return conv_few_wgrad(op, planar(dy), planar(x), weight, shape, *few, wants_bias);
+      }
+      const WgradPlan& wgrad = std::get<WgradPlan>(plan);
+      const Tensor given = wgrad.few ? channels_innermost(x) : x;
+      return {conv_wgrad(op, channels_innermost(dy), given, weight, shape, wgrad), std::nullopt};
     };
 
     // A kernel that makes copies of both tensors first is none to choose by itself.
     const bool copies = backend == "auto" && !is_channels_last(dy) && !is_channels_last(x);
-    auto chosen = [&](const char* narrow_refusal, const char* why_not, ConvPath own) {
-      return !narrow_refusal ? ConvPath::kNarrow : why_not || copies ? ConvPath::kAten : own;
-    };
-    ConvPath paths[2] = {chosen(choice->narrow_dgrad.refusal, choice->why_not_dgrad,
-                                choice->dgrad_by_rows ? ConvPath::kRows : ConvPath::kHopper),
-                         chosen(choice->narrow_wgrad.refusal, choice->why_not_wgrad, ConvPath::kHopper)};
-    std::optional<ConvGradientsChoice> all;
+    const auto choice = choose_gradients(args, shape, copies);
+    Dx dx_plan = choice->dx;
+    Dweight dweight_plan = choice->dweight;
     if (autotune_is_on() && backend == "auto") {
-      const std::string own_backend = "kgopt";  // plans without the question which is faster
-      all = choose_gradients({op, x, weight, std::nullopt, stride, padding, dilation, output_padding, groups,
-                              transposed, rank, own_backend, allow_tf32},
-                             shape);
-      choice = &*all;
-      tune_gradients(args, shape, *all, mask, make_dx, make_dweight, dy, paths);
+      const ConvProblem problem = problem_of(args, shape, ConvEpilogue::kStore);
+      const DeviceLimits limits = limits_of(args);
+      const auto all = remembered(conv_key(problem, limits, ConvBackend::kAuto),
+                                  [&] { return plan_conv_gradients(problem, limits); });
+      auto by_aten = [&](int i) {
+        conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding, {i == 0, i == 1, false});
+      };
+      if (mask[0]) {
+        std::vector<std::pair<ConvPath, Dx>> able{{ConvPath::kAten, AtenPlan()}};
+        if (!all->dx_tap_columns.refusal) able.push_back({ConvPath::kTapColumns, all->dx_tap_columns});
+        if (!all->dx_position_rows.refusal) able.push_back({ConvPath::kPositionRows, all->dx_position_rows});
+        if (!all->dx_few.refusal) able.push_back({ConvPath::kFewChannels, all->dx_few});
+        auto run = [&](const Dx& plan) { std::holds_alternative<AtenPlan>(plan) ? by_aten(0) : void(make_dx(plan)); };
+        dx_plan = tuned_gradient(args, shape, ConvTuned::kInputGradient, dx_plan, able, run);
+      }
+      if (mask[1]) {
+        std::vector<std::pair<ConvPath, Dweight>> able{{ConvPath::kAten, AtenPlan()}};
+        if (!all->dweight.refusal) able.push_back({ConvPath::kTapColumns, all->dweight});
+        if (!all->dweight_few.refusal) able.push_back({ConvPath::kFewChannels, all->dweight_few});
+        auto run = [&](const Dweight& plan) {
+          std::holds_alternative<AtenPlan>(plan) ? by_aten(1) : void(make_dweight(plan, false));
+        };
+        dweight_plan = tuned_gradient(args, shape, ConvTuned::kWeightGradient, dweight_plan, able, run);
+      }
     }
 
-    const bool narrow[2] = {mask[0] && paths[0] == ConvPath::kNarrow, mask[1] && paths[1] == ConvPath::kNarrow};
-    const bool own[2] = {mask[0] && !narrow[0] && paths[0] != ConvPath::kAten,
-                         mask[1] && !narrow[1] && paths[1] != ConvPath::kAten};
-    if (narrow[0] || narrow[1]) dy = planar(dy);
-    if (narrow[0]) dx = make_dx(paths[0]);
-    if (narrow[1]) std::tie(dweight, dbias) = make_dweight(paths[1], mask[2]);
+    const bool few[2] = {mask[0] && std::holds_alternative<FewDgradPlan>(dx_plan),
+                         mask[1] && std::holds_alternative<FewWgradPlan>(dweight_plan)};
+    const bool own[2] = {mask[0] && !few[0] && !std::holds_alternative<AtenPlan>(dx_plan),
+                         mask[1] && !few[1] && !std::holds_alternative<AtenPlan>(dweight_plan)};
+    if (few[0] || few[1]) dy = planar(dy);
+    if (few[0]) dx = make_dx(dx_plan);
+    if (few[1]) std::tie(dweight, dbias) = make_dweight(dweight_plan, mask[2]);
     if (own[0] || own[1]) dy = channels_innermost(dy);
-    if (own[0]) dx = make_dx(paths[0]);
-    if (own[1]) dweight = make_dweight(paths[1], false).first;
-    for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i] && !narrow[i];
+    if (own[0]) dx = make_dx(dx_plan);
+    if (own[1]) dweight = make_dweight(dweight_plan, false).first;
+    for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i] && !few[i];
     from_aten[2] = mask[2] && !dbias;
   }
   SomeConvGradients result =

@@ -2,6 +2,10 @@
 // + ... + logsumexp never store the convolution's output where the implicit GEMM runs; elsewhere they are composed of
 // the single ops, and explain_conv says why.
 #include "conv3d/api/call.h"
+#include "conv3d/few_channels/start.h"
+#include "conv3d/implicit_gemm/start.h"
+#include "conv3d/small_chain/start.h"
+#include "conv3d/wgmma/transposed_norm/start.h"
 #include "groupnorm/api/checks.h"
 #include "groupnorm/api/group_norm_api.h"
 #include "reduce/reduce_api.h"
@@ -30,11 +34,11 @@ struct __attribute__((visibility("hidden"))) Norm {
   }
 };
 
-int64_t partials_slices(const ConvPlan& plan) {
+int64_t partials_slices(const ImplicitGemmPlan& plan) {
   return plan.slices * plan.classes[0] * plan.classes[1] * plan.classes[2];
 }
 
-int64_t partials_bytes(const ConvShape& shape, int64_t slices) { return shape.n * slices * shape.c_out * 3 * 4; }
+int64_t partials_bytes(const ConvOperands& o, int64_t slices) { return o.n * slices * o.c_out * 3 * 4; }
 
 // The merge of what a convolution's epilogue left in `partials`.
 GroupStatsFinalizeParams finalize_params(const ConvArgs& a, const ConvShape& shape, int64_t slices, const Norm& norm,
@@ -53,76 +57,67 @@ GroupStatsFinalizeParams finalize_params(const ConvArgs& a, const ConvShape& sha
   return f;
 }
 
-bool stores_nothing(const ConvChoice& choice) {
-  return choice.path == ConvPath::kImplicitGemm || (choice.path == ConvPath::kNarrow && !choice.stores);
-}
-
-// The choice of the pass for statistics in front of the one into logsumexp. Both compute the same convolution, to the
-// same rounding.
-ConvChoice choose_stats_before(const ConvArgs& a, const ConvShape& shape, const ConvChoice& lse) {
-  ConvChoice stats = choose(a, shape, ConvEpilogue::kStats);
-  if (stats.path == ConvPath::kNarrow) stats.path = lse.path;
-  return stats;
-}
-
 // Statistics of a convolution whose output is not stored.
 struct __attribute__((visibility("hidden"))) StatsPass {
   const ConvArgs& a;
-  const ConvShape& shape;
-  const ConvChoice& choice;
+  const CallOperands& operands;
+  const Choice& choice;
   int64_t packed = 0, bias = 0, partials = 0, sums = 0, inexact = 0;  // workspace pieces
 
-  bool packs_weights() const { return choice.path == ConvPath::kImplicitGemm; }
+  bool packs_weights() const { return choice.path() == ConvPath::kImplicitGemm; }
   // The plan counts on rows in vectors where their width lets them be.
   bool from_input() const {
-    const int64_t vector = 16 / dtype_size(shape.dtype);
-    return choice.path == ConvPath::kNarrow && choice.from_input &&
-           (shape.in[2] % vector != 0 || rows_in_vectors(a, shape, vector));
+    const int64_t vector = 16 / dtype_size(operands.dtype);
+    return choice.autocorrelation && (operands.in[2] % vector != 0 || rows_in_vectors(operands, vector));
   }
-  int64_t slices() const { return packs_weights() ? partials_slices(choice.plan) : choice.narrow.slices; }
+  int64_t slices() const {
+    return packs_weights() ? partials_slices(choice.as<ImplicitGemmPlan>()) : choice.as<FewChannelsPlan>().slices;
+  }
 
   void reserve(Workspace* workspace) {
     if (packs_weights()) {
-      packed = workspace->reserve(packed_weight_bytes(choice.plan));
-      bias = workspace->reserve(packed_bias_bytes(shape, choice.plan));
+      packed = workspace->reserve(packed_weight_bytes(choice.as<ImplicitGemmPlan>()));
+      bias = workspace->reserve(packed_bias_bytes(operands, choice.as<ImplicitGemmPlan>()));
     }
-    partials = workspace->reserve(partials_bytes(shape, slices()));
+    partials = workspace->reserve(partials_bytes(operands, slices()));
     if (from_input()) {
-      sums = workspace->reserve(shape.n * choice.autocorrelation.slices * choice.autocorrelation.slice_floats * 4);
-      inexact = workspace->reserve(shape.n * 4);
+      sums = workspace->reserve(operands.n * choice.autocorrelation->slices * choice.autocorrelation->slice_floats * 4);
+      inexact = workspace->reserve(operands.n * 4);
     }
   }
 
   // Leaves what `finish` asks for and, where it can, in sample_mean the mean of each sample's norm. Says whether it
   // did.
   bool run(Workspace& workspace, GroupStatsFinalizeParams finish, float* sample_mean, cudaStream_t stream) const {
+    const int64_t n = operands.n;
     if (!packs_weights()) {
-      NarrowStats stats{};
+      const FewChannelsPlan& plan = choice.as<FewChannelsPlan>();
+      FewChannelsStats stats{};
       stats.partials = workspace.at<float>(partials);
       stats.slices = slices();
-      stats.c_out_total = static_cast<int>(shape.c_out);
-      stats.finishes = narrow_sees_samples(choice.narrow, shape.groups);
+      stats.c_out_total = static_cast<int>(operands.c_out);
+      stats.finishes = few_channels_sees_samples(plan, operands.groups);
       stats.finish = finish;
       stats.sample_mean = sample_mean;
-      Tensor dense_bias;
       if (from_input()) {
-        AutocorrelationParams p = make_autocorrelation_params(a, shape, choice.autocorrelation, &dense_bias);
+        AutocorrelationParams p = autocorrelation_params(operands, *choice.autocorrelation);
         p.stats = stats;
         p.sums = workspace.at<float>(sums);
         p.inexact = workspace.at<int>(inexact);
-        raise_on_error(a.op, run_conv_autocorrelation(p, shape.n, stream));
+        raise_on_error(a.op, run_conv_autocorrelation(p, n, stream));
         // Behind it the convolution does the samples that are not exact enough.
         stats.only = finish.only = p.inexact;
       }
-      NarrowParams p = make_narrow_params(a, shape, choice.narrow, &dense_bias);
+      FewChannelsParams p = few_channels_params(operands, plan);
       p.stats = stats;
-      raise_on_error(a.op, run_conv_narrow_stats(p, shape.n, stream));
+      raise_on_error(a.op, run_conv_few_channels_stats(p, n, stream));
       if (stats.finishes) return true;
     } else {
-      ConvKernelParams p = make_kernel_params(a, shape, choice.plan);
-      pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
+      ImplicitGemmParams p = implicit_gemm_params(operands, choice.as<ImplicitGemmPlan>());
+      raise_on_error(
+          a.op, pack_implicit_gemm(operands, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream));
       p.partials = workspace.at<float>(partials);
-      raise_on_error(a.op, run_conv3d_stats(p, shape.n, stream));
+      raise_on_error(a.op, run_conv3d_stats(p, n, stream));
     }
     raise_on_error(a.op, run_group_stats_finalize(finish, stream));
     return false;
@@ -171,12 +166,8 @@ int64_t chain_groups(const ConvArgs& a, int64_t num_groups) { return offsets_suf
 // as in a process that may use only some multiprocessors.
 bool run_chain(const ConvArgs& a, const ConvShape& shape, const ChainPlan& plan, const Norm& norm, const Tensor& y,
                const Tensor* mean, const Tensor* rstd, const Tensor* channel_mean) {
-  ChainParams p{};
-  set_input(&p, a, shape);
-  set_weight(&p, a, shape);
-  const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
-  if (a.bias) p.bias = dense_bias.const_data_ptr();
-  p.dtype = shape.dtype;
+  const CallOperands operands(a, shape);
+  ChainParams p = chain_params(operands, plan);
   p.norm_weight = norm.weight_data();
   p.norm_bias = norm.bias_data();
   p.affine_dtype = norm.dtype(a.op);
@@ -189,14 +180,6 @@ bool run_chain(const ConvArgs& a, const ConvShape& shape, const ChainPlan& plan,
   p.mean = data(mean);
   p.rstd = data(rstd);
   p.channel_mean = data(channel_mean);
-  p.n = shape.n;
-  for (int i = 0; i < 3; ++i) {
-    p.kernel[i] = static_cast<int>(shape.kernel[i]);
-    p.step[i] = static_cast<int>(shape.stride[i]);
-    p.padding[i] = static_cast<int>(shape.padding[i]);
-    p.dilation[i] = static_cast<int>(shape.dilation[i]);
-  }
-  p.plan = plan;
   Workspace workspace(a.x);
   const int64_t moments = workspace.reserve(plan.is_team ? shape.n * plan.blocks * shape.c_out * 16 : 0);
   const int64_t arrived = workspace.reserve(plan.is_team ? shape.n * sizeof(uint32_t) : 0);
@@ -219,21 +202,21 @@ MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const Opt
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  ConvChoice choice = choose(a, shape, ConvEpilogue::kStats, chain_groups(a, num_groups));
-  if (choice.path == ConvPath::kChain && !shape.is_empty()) {
+  ChoicePtr choice = choose(a, shape, ConvEpilogue::kStats, chain_groups(a, num_groups));
+  if (choice->path() == ConvPath::kChain && !shape.is_empty()) {
     MeanResult r{empty_like_shape(a.x, {shape.n}, given ? ScalarType::Float : a.x.scalar_type())};
     if (given) {
       r.channel_mean = empty_like_shape(a.x, {shape.n, shape.c_out}, ScalarType::Float);
       r.mean = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
       r.rstd = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
     }
-    if (run_chain(a, shape, choice.chain, norm, r.out, given ? &r.mean : nullptr, given ? &r.rstd : nullptr,
+    if (run_chain(a, shape, choice->as<ChainPlan>(), norm, r.out, given ? &r.mean : nullptr, given ? &r.rstd : nullptr,
                   given ? &r.channel_mean : nullptr)) {
       return r;
     }
-    choice = choose(a, shape, ConvEpilogue::kStats);
+    choice = choice->passes;
   }
-  if (!stores_nothing(choice) || shape.is_empty()) {
+  if (choice->composed || shape.is_empty()) {
     ConvTail tail;  // the bias can wait: to statistics it is a shift of each channel
     const Tensor c = conv_forward(a, &tail);
     auto [out, channel_mean, mean, rstd] =
@@ -241,7 +224,8 @@ MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const Opt
     return {out, channel_mean, mean, rstd};
   }
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  StatsPass pass{a, shape, choice};
+  const CallOperands operands(a, shape);
+  StatsPass pass{a, operands, *choice};
   Workspace workspace(a.x);
   pass.reserve(&workspace);
   SmallResult out(&workspace, {shape.n}, given || shape.dtype == Dtype::kFloat32);
@@ -282,86 +266,37 @@ struct __attribute__((visibility("hidden"))) NormResult {
   Tensor y, mean, rstd;
 };
 
-// The whole pipeline in one launch, after passes that lay out x and the weights. The copy of x lies in the output where
-// that is written last; only the last samples', whose place the output takes before they are read, in the workspace.
-// Nothing where the launch is refused after all, as in a process that may use only some multiprocessors.
-std::optional<NormResult> conv_transpose_flat(const ConvArgs& a, const ConvShape& shape, const FlatPlan& plan,
-                                              const Norm& norm) {
+// The whole pipeline in one launch, after passes that lay out x and the weights. Nothing where the launch is refused
+// after all, as in a process that may use only some multiprocessors.
+std::optional<NormResult> conv_transposed_norm(const ConvArgs& a, const ConvShape& shape,
+                                               const TransposedNormPlan& plan, const Norm& norm) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  const int64_t size = dtype_size(shape.dtype);
-  const int64_t y_sample = shape.c_out * shape.out[0] * shape.out[1] * shape.out[2] * size;
-  // Samples in the workspace. A tile waits until the copies under its sample have been read: with two, those of the
-  // sample before the last at most, long done but for the last samples; one would stall blocks that run ahead, and pays
-  // only where a copy holds two terms a value.
-  const int x_ahead = plan.parts == 2 ? 1 : 2;
-  const bool x_in_y = shape.n > 2 && y_sample >= plan.sample_bytes + 128;
-  const int64_t split = x_in_y ? shape.n - x_ahead : 0;
+  const CallOperands operands(a, shape);
+  const TransposedNormSpace space(operands, plan);
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(plan.packed_bytes);
-  const int64_t bias = workspace.reserve(int64_t(plan.m_tiles) * kFlatChannels * 4);
+  const int64_t bias = workspace.reserve(transposed_norm_bias_bytes(plan));
   const int64_t partials = workspace.reserve(shape.n * norm.groups * plan.blocks * 16);
   const int64_t arrived = workspace.reserve(shape.n * 4);
-  const int64_t copy = workspace.reserve((shape.n - split) * plan.sample_bytes);
+  const int64_t copy = workspace.reserve(space.copy_bytes(operands, plan));
   workspace.allocate();
   NormResult r{allocate_output(a, shape), empty_like_shape(a.x, {shape.n, norm.groups}, ScalarType::Float),
                empty_like_shape(a.x, {shape.n, norm.groups}, ScalarType::Float)};
-
-  const WeightStrides w = weight_strides(a, shape);
-  const Tensor dense_bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
-  FlatPackParams pack{};
-  pack.weight = a.weight.const_data_ptr();
-  pack.stride_out = w.out;
-  pack.stride_in = w.in;
-  std::copy(w.k, w.k + 3, pack.stride_k);
-  pack.bias = a.bias ? dense_bias.const_data_ptr() : nullptr;
-  pack.packed = workspace.at<void>(packed);
-  pack.packed_bias = workspace.at<float>(bias);
-  pack.arrived = workspace.at<uint32_t>(arrived);
-  pack.n = static_cast<int>(shape.n);
-  pack.c_in = static_cast<int>(shape.c_in);
-  pack.c_out = static_cast<int>(shape.c_out);
-  pack.dtype = shape.dtype;
-  pack.plan = plan;
-
-  char* const y = static_cast<char*>(r.y.mutable_data_ptr());
-  FlatInputParams in{};
-  in.x = a.x.const_data_ptr();
-  in.stride_n = a.x.stride(0);
-  in.stride_c = a.x.stride(1);
-  spatial_strides(a.x, a.rank, in.stride);
-  const int64_t x_in_y_at = (shape.n * y_sample - split * plan.sample_bytes) / 128 * 128;
-  in.copy = y + x_in_y_at;
-  in.tail_copy = workspace.at<void>(copy);
-  in.x_split = static_cast<int>(split);
-  in.n = pack.n;
-  in.c_in = pack.c_in;
-  in.dtype = shape.dtype;
-  in.plan = plan;
-  raise_on_error(a.op, run_conv_flat_prepare(in, pack, stream));
-
-  FlatParams p{};
-  p.packed = pack.packed;
-  p.bias = pack.packed_bias;
-  p.y = y;
+  TransposedNormParams p;
+  raise_on_error(a.op, start_transposed_norm(operands, plan, space, r.y.mutable_data_ptr(), workspace.at<void>(packed),
+                                             workspace.at<float>(bias), workspace.at<uint32_t>(arrived),
+                                             workspace.at<void>(copy), &p, stream));
   p.partials = workspace.at<float>(partials);
-  p.arrived = pack.arrived;
   p.mean = static_cast<float*>(r.mean.mutable_data_ptr());
   p.rstd = static_cast<float*>(r.rstd.mutable_data_ptr());
   p.gamma = norm.weight_data();
   p.beta = norm.bias_data();
   p.affine_dtype = norm.dtype(a.op);
-  p.n = pack.n;
-  p.c_out = pack.c_out;
   p.groups = static_cast<int>(norm.groups);
-  p.x_split = in.x_split;
-  p.x_in_y = x_in_y;
-  p.x_in_y_at = x_in_y_at;
-  p.x_ahead = x_ahead;
-  p.relu = true;
   p.eps = static_cast<float>(norm.eps);
-  p.plan = plan;
-  Status status = set_flat_input(&p, in.copy, in.tail_copy);
-  if (status.ok()) status = run_conv_flat(p, stream);
+  const char* const in_y = static_cast<const char*>(r.y.const_data_ptr()) + space.x_in_y_at;
+  Status status = set_transposed_norm_input(&p, in_y, workspace.at<void>(copy));
+  if (status.ok()) status = run_conv_transposed_norm(p, stream);
   if (status.code == StatusCode::kUnsupported) return std::nullopt;
   raise_on_error(a.op, status);
   return r;
@@ -373,11 +308,12 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  const ConvChoice choice = choose(a, shape, ConvEpilogue::kStoreStats);
-  if (choice.path == ConvPath::kFlat && !shape.is_empty()) {
-    if (const std::optional<NormResult> r = conv_transpose_flat(a, shape, choice.flat, norm)) return *r;
+  const ChoicePtr choice = choose(a, shape, ConvEpilogue::kStoreStats);
+  if (choice->path() == ConvPath::kTransposedNorm && !shape.is_empty()) {
+    const std::optional<NormResult> r = conv_transposed_norm(a, shape, choice->as<TransposedNormPlan>(), norm);
+    if (r) return *r;
   }
-  if (choice.path != ConvPath::kImplicitGemm || shape.is_empty()) {
+  if (choice->path() != ConvPath::kImplicitGemm || shape.is_empty()) {
     const Tensor c = conv_forward(a);
     if (c.numel() == 0) {
       auto [y, mean, rstd] = group_norm_fwd_cuda(c, num_groups, norm.weight, norm.bias, eps, "none", "relu");
@@ -387,17 +323,19 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
     return {c, mean, rstd};
   }
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  const ConvPlan& plan = choice.plan;
+  const ImplicitGemmPlan& plan = choice->as<ImplicitGemmPlan>();
+  const CallOperands operands(a, shape);
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
-  const int64_t bias = workspace.reserve(packed_bias_bytes(shape, plan));
-  const int64_t partials = workspace.reserve(partials_bytes(shape, partials_slices(plan)));
+  const int64_t bias = workspace.reserve(packed_bias_bytes(operands, plan));
+  const int64_t partials = workspace.reserve(partials_bytes(operands, partials_slices(plan)));
   const int64_t table = workspace.reserve(shape.n * shape.c_out * 4 * 4);
   workspace.allocate();
   NormResult r{allocate_output(a, shape), empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
                empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
-  ConvKernelParams p = make_kernel_params(a, shape, plan);
-  pack_weights(a, shape, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
+  ImplicitGemmParams p = implicit_gemm_params(operands, plan);
+  raise_on_error(a.op,
+                 pack_implicit_gemm(operands, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream));
   set_output(&p, r.y, a.rank);
   p.partials = workspace.at<float>(partials);
   p.act = check_act(a.op, "relu");
@@ -424,8 +362,8 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  ConvChoice lse = choose(a, shape, ConvEpilogue::kResidualLse, chain_groups(a, num_groups));
-  if (lse.path == ConvPath::kChain && !shape.is_empty()) {
+  ChoicePtr lse = choose(a, shape, ConvEpilogue::kResidualLse, chain_groups(a, num_groups));
+  if (lse->path() == ConvPath::kChain && !shape.is_empty()) {
     IntArray sizes = shape.out_sizes;
     sizes[1] = 1;
     NormResult r{empty_like_shape(a.x, sizes, given ? ScalarType::Float : a.x.scalar_type())};
@@ -433,21 +371,17 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
       r.mean = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
       r.rstd = empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float);
     }
-    if (run_chain(a, shape, lse.chain, norm, r.y, given ? &r.mean : nullptr, given ? &r.rstd : nullptr, nullptr)) {
+    if (run_chain(a, shape, lse->as<ChainPlan>(), norm, r.y, given ? &r.mean : nullptr, given ? &r.rstd : nullptr,
+                  nullptr)) {
       return r;
     }
-    lse = choose(a, shape, ConvEpilogue::kResidualLse);
+    lse = lse->passes;
   }
-  const ConvChoice stats = choose_stats_before(a, shape, lse);
-  if (!stores_nothing(lse) || !stores_nothing(stats) || shape.is_empty()) {
+  if (lse->composed || shape.is_empty()) {
     const bool in_one = shape.dtype != Dtype::kFloat64 && !shape.out_channels_last;
     ConvTail tail;
-    static const std::string kNarrowBackend = "kgopt:narrow";
-    const ConvArgs stored{a.op,        a.x,          a.weight,   a.bias,
-                          a.stride,    a.padding,    a.dilation, a.output_padding,
-                          a.groups,    a.transposed, a.rank,     lse.stores ? kNarrowBackend : a.backend,
-                          a.allow_tf32};
-    const Tensor c = conv_forward(stored, in_one ? &tail : nullptr);
+    ConvTail* const left = in_one ? &tail : nullptr;
+    const Tensor c = lse->path() == ConvPath::kFewChannels ? conv_by(a, shape, *lse, left) : conv_forward(a, left);
     NormResult r;
     if (in_one && c.numel() > 0) {
       auto [y, mean, rstd] = norm_residual_logsumexp_cuda(a.op, c, num_groups, norm.weight, norm.bias, eps,
@@ -469,15 +403,21 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
     return r;
   }
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  const bool narrow = lse.path == ConvPath::kNarrow;
-  StatsPass pass{a, shape, stats};
+  const CallOperands operands(a, shape);
+  const Choice& stats = *lse->statistics;
+  const bool few = lse->path() == ConvPath::kFewChannels;
+  StatsPass pass{a, operands, stats};
+  const auto packs_alike = [&] {
+    const ImplicitGemmPlan &one = lse->as<ImplicitGemmPlan>(), &other = stats.as<ImplicitGemmPlan>();
+    return one.nb == other.nb && one.words == other.words;
+  };
   // The two passes may tile differently, but a packed weight serves both only if their chunks agree.
-  const bool shared_weights =
-      pass.packs_weights() && !narrow && lse.plan.nb == stats.plan.nb && lse.plan.words == stats.plan.words;
+  const bool shared_weights = pass.packs_weights() && !few && packs_alike();
   Workspace workspace(a.x);
   pass.reserve(&workspace);
-  const int64_t packed = narrow || shared_weights ? pass.packed : workspace.reserve(packed_weight_bytes(lse.plan));
-  const int64_t bias = narrow || shared_weights ? pass.bias : workspace.reserve(packed_bias_bytes(shape, lse.plan));
+  const bool packs = !few && !shared_weights;
+  const int64_t packed = packs ? workspace.reserve(packed_weight_bytes(lse->as<ImplicitGemmPlan>())) : pass.packed;
+  const int64_t bias = packs ? workspace.reserve(packed_bias_bytes(operands, lse->as<ImplicitGemmPlan>())) : pass.bias;
   const int64_t table = workspace.reserve(shape.n * shape.c_out * 4 * 4);
   SmallResult mean(&workspace, {shape.n, num_groups}, given), rstd(&workspace, {shape.n, num_groups}, given);
   workspace.allocate();
@@ -486,7 +426,7 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   IntArray out_sizes = shape.out_sizes;
   out_sizes[1] = 1;
   const bool is_half = shape.dtype != Dtype::kFloat32;
-  const bool stores_rounded = !given && is_half && narrow;
+  const bool stores_rounded = !given && is_half && few;
   NormResult r{empty_like_shape(a.x, out_sizes, stores_rounded ? a.x.scalar_type() : ScalarType::Float), mean.tensor,
                rstd.tensor};
   const auto finish = [&] {
@@ -499,23 +439,23 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
   f.table = workspace.at<void>(table);
   pass.run(workspace, f, nullptr, stream);
 
-  if (narrow) {
-    Tensor dense_bias;
-    NarrowParams q = make_narrow_params(a, shape, lse.narrow, &dense_bias);
+  if (few) {
+    FewChannelsParams q = few_channels_params(operands, lse->as<FewChannelsPlan>());
     q.norm_table = f.table;
     q.y = r.y.mutable_data_ptr();
     q.y_rounded = stores_rounded;
     q.y_stride_n = r.y.stride(0);
     spatial_strides(r.y, a.rank, q.y_stride);
-    raise_on_error(a.op, run_conv_narrow_residual_lse(q, shape.n, stream));
+    raise_on_error(a.op, run_conv_few_channels_residual_lse(q, shape.n, stream));
     return finish();
   }
-  ConvKernelParams q = make_kernel_params(a, shape, lse.plan);
-  if (shared_weights) {
+  ImplicitGemmParams q = implicit_gemm_params(operands, lse->as<ImplicitGemmPlan>());
+  if (packs) {
+    raise_on_error(a.op,
+                   pack_implicit_gemm(operands, &q, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream));
+  } else {
     q.packed_weight = workspace.at<uint32_t>(packed);
     q.bias = workspace.at<float>(bias);
-  } else {
-    pack_weights(a, shape, &q, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream);
   }
   q.norm_table = f.table;
   set_output(&q, r.y, a.rank);
@@ -527,18 +467,9 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
 
 std::string explain_pipeline(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue, int64_t num_groups) {
   const bool follows = epilogue == ConvEpilogue::kStoreStats;  // what is stored is normalized in a pass of its own
-  ConvChoice choice = choose(a, shape, epilogue, follows ? 0 : chain_groups(a, num_groups));
-  const bool empty = shape.is_empty();
-  if (!empty && (choice.path == ConvPath::kChain || choice.path == ConvPath::kFlat)) return choice.explain();
-  bool stores = empty || (follows ? choice.path != ConvPath::kImplicitGemm : !stores_nothing(choice));
-  if (!empty && choice.stores) return choice.explain();  // by the kernel that it names
-  if (!stores && epilogue == ConvEpilogue::kResidualLse) {
-    const ConvChoice stats = choose_stats_before(a, shape, choice);
-    stores = !stores_nothing(stats);
-    if (stores || choice.path == ConvPath::kNarrow) choice = stats;  // which knows where its statistics come from
-  }
-  if (!stores) return choice.explain();
-  return explain_forward(a, shape) + "; the convolution's output is stored: " + choice.reason;
+  const ChoicePtr choice = choose(a, shape, epilogue, follows ? 0 : chain_groups(a, num_groups));
+  if (!shape.is_empty() && (!choice->composed || choice->path() == ConvPath::kFewChannels)) return choice->explain();
+  return explain_forward(a, shape) + "; the convolution's output is stored: " + choice->reason;
 }
 
 namespace {

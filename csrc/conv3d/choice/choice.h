@@ -1,11 +1,17 @@
-// Which implementation a CUDA convolution takes, and why. The one place where that is decided; torch-free, so that it
-// can be inspected and tested without a GPU.
+// Which implementation a CUDA convolution takes, and why: choose_conv() is the one place where that is decided.
+// Torch-free, so that it can be inspected and tested without a GPU. Who runs what it chose: conv3d/api/.
 #pragma once
 
 #include <array>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
 
+#include "conv3d/choice/few_channels.h"
 #include "conv3d/choice/measured.h"
 #include "conv3d/few_channels/autocorrelation/plan.h"
 #include "conv3d/few_channels/plan.h"
@@ -16,90 +22,143 @@
 namespace kgopt {
 
 // The last four ask for one kernel of a plain convolution; other ops take them for kKgopt.
-enum class ConvBackend { kAuto, kKgopt, kAten, kImplicitGemm, kHopper, kRows, kNarrow };
+enum class ConvBackend { kAuto, kKgopt, kAten, kImplicitGemm, kTapColumns, kPositionRows, kFewChannels };
+inline constexpr ConvBackend kTunedBackends[] = {ConvBackend::kAten, ConvBackend::kImplicitGemm,
+                                                 ConvBackend::kTapColumns, ConvBackend::kPositionRows,
+                                                 ConvBackend::kFewChannels};
 
-enum class ConvPath {
-  kImplicitGemm,  // conv3d/implicit_gemm/kernel.cuh
-  kNarrow,        // conv3d/few_channels/gather/kernel.cuh
-  kHopper,        // conv3d/wgmma/tap_columns/kernel.cuh
-  kRows,          // conv3d/wgmma/position_rows/kernel.cuh
-  kFlat,          // conv3d/wgmma/transposed_norm/kernel.cuh
-  kChain,         // conv3d/small_chain/kernel.cuh
-  kDirect,        // conv3d/direct/direct.cu
-  kAten           // cuDNN through aten::convolution
+// cuDNN through aten::convolution, and conv3d/direct/direct.cu: neither has anything to plan.
+struct AtenPlan {};
+struct DirectPlan {};
+
+// A family is the type of its plan; the folder is in the comment.
+using AnyConvPlan = std::variant<ImplicitGemmPlan,    // implicit_gemm/
+                                 FewChannelsPlan,     // few_channels/
+                                 TapColumnsPlan,      // wgmma/tap_columns/
+                                 PositionRowsPlan,    // wgmma/position_rows/
+                                 TransposedNormPlan,  // wgmma/transposed_norm/
+                                 ChainPlan,           // small_chain/
+                                 DirectPlan,          // direct/
+                                 AtenPlan>;
+enum class ConvPath {  // in the order of the plans
+  kImplicitGemm,
+  kFewChannels,
+  kTapColumns,
+  kPositionRows,
+  kTransposedNorm,
+  kChain,
+  kDirect,
+  kAten
 };
 
 inline const char* conv_path_name(ConvPath path) {
   switch (path) {
     case ConvPath::kImplicitGemm: return "implicit GEMM";
-    case ConvPath::kNarrow: return "kernel of few channels on wgmma";
-    case ConvPath::kHopper: return "taps as columns on wgmma";
-    case ConvPath::kRows: return "rows of positions on wgmma";
-    case ConvPath::kFlat: return "convolution and norm in one launch on wgmma";
+    case ConvPath::kFewChannels: return "kernel of few channels on wgmma";
+    case ConvPath::kTapColumns: return "taps as columns on wgmma";
+    case ConvPath::kPositionRows: return "rows of positions on wgmma";
+    case ConvPath::kTransposedNorm: return "convolution and norm in one launch on wgmma";
     case ConvPath::kChain: return "a small chain in one launch";
     case ConvPath::kDirect: return "direct";
     default: return "cuDNN";
   }
 }
 
-struct ConvChoice {
-  ConvPath path = ConvPath::kAten;
-  ConvPlan plan;
-  NarrowPlan narrow;
-  HopperPlan hopper;
-  RowsPlan rows;
-  FlatPlan flat;
-  ChainPlan chain;
-  AutocorrelationPlan autocorrelation;
-  bool from_input = false;  // statistics come from the input's autocorrelation, and `narrow` does what that cannot
-  bool stores = false;      // kNarrow, before logsumexp: one convolution that is stored, instead of two
+// The backend that names the path's kernel.
+inline ConvBackend backend_of(ConvPath path) {
+  switch (path) {
+    case ConvPath::kImplicitGemm: return ConvBackend::kImplicitGemm;
+    case ConvPath::kTapColumns: return ConvBackend::kTapColumns;
+    case ConvPath::kPositionRows: return ConvBackend::kPositionRows;
+    case ConvPath::kFewChannels: return ConvBackend::kFewChannels;
+    case ConvPath::kAten: return ConvBackend::kAten;
+    default: return ConvBackend::kKgopt;
+  }
+}
+
+// What a caller wants done to a plain convolution's output while it is stored.
+enum class ConvTailKind { kNone, kAct, kMore };  // kMore: a residual, a scale or moments
+
+struct Choice {
+  AnyConvPlan plan = AtenPlan();
   std::string reason;
   const char* cannot = nullptr;  // why the kernel that was asked for cannot run it
+  // Of a pipeline. It is composed of single ops: the convolution's output is stored, by `plan` where that is of few
+  // channels, else by the choice for kStore.
+  bool composed = false;
+  // kStats by the kernels of few channels: statistics come from the input's autocorrelation, and `plan` does what that
+  // cannot.
+  std::optional<AutocorrelationPlan> autocorrelation;
+  std::shared_ptr<const Choice> statistics;  // kResidualLse: the pass in front, unless all of it is one launch
+  std::shared_ptr<const Choice> passes;      // kChain: what is taken where its launch is refused after all
 
+  ConvPath path() const { return static_cast<ConvPath>(plan.index()); }
+  template <typename Plan>
+  const Plan& as() const {
+    return std::get<Plan>(plan);
+  }
+  // Whether its kernel does what is wanted of the output.
+  bool does(ConvTailKind tail) const {
+    if (path() == ConvPath::kPositionRows) return tail != ConvTailKind::kMore;
+    return path() == ConvPath::kTapColumns && !as<TapColumnsPlan>().wide;
+  }
   std::string explain() const {
     if (cannot) return std::string("none: ") + cannot;
-    const char* name = path == ConvPath::kAten ? "aten: " : path == ConvPath::kDirect ? "kgopt (direct): " : "kgopt: ";
-    return name + reason;
+    const ConvPath by = path();
+    return (by == ConvPath::kAten ? "aten: " : by == ConvPath::kDirect ? "kgopt (direct): " : "kgopt: ") + reason;
   }
 };
-
-// Input channels per group up to which convolutions that store no output, or statistics with it, take the implicit
-// GEMM; measured on an H200 (benchmarks/results): below, cuDNN pads channels to its tile and runs at a tenth of its
-// rate.
-inline constexpr int64_t kNarrowInputChannels = 16;
-inline constexpr int64_t kNarrowOutputChannels = 64;
+static_assert(std::is_same_v<std::variant_alternative_t<size_t(ConvPath::kChain), AnyConvPlan>, ChainPlan> &&
+                  std::is_same_v<std::variant_alternative_t<size_t(ConvPath::kAten), AnyConvPlan>, AtenPlan>,
+              "paths are in the order of the plans");
 
 // Whether statistics come from the input's autocorrelation. The kernel that corrects it is launched, too, and must be
 // able to leave samples out, which blocks that walk through several do not. The other plans' estimates were 0.8 of what
 // was measured on an H200.
-inline bool autocorrelation_wins(const AutocorrelationPlan& plan, const NarrowPlan& narrow) {
-  return !plan.refusal && !narrow.refusal && !narrow.gathered &&
-         plan.cycles + kAutocorrelationCheck < 1.2 * narrow.cycles;
+inline bool autocorrelation_wins(const AutocorrelationPlan& plan, const FewChannelsPlan& few) {
+  return !plan.refusal && !few.refusal && !few.by_window && plan.cycles + kAutocorrelationCheck < 1.2 * few.cycles;
 }
 
-// Why a path cannot run the convolution, null when it can.
-inline const char* conv_refusal(const ConvChoice& choice, ConvPath path) {
-  return path == ConvPath::kImplicitGemm ? choice.plan.refusal
-         : path == ConvPath::kHopper     ? choice.hopper.refusal
-         : path == ConvPath::kRows       ? choice.rows.refusal
-         : path == ConvPath::kNarrow     ? choice.narrow.refusal
-                                         : nullptr;
-}
+namespace choice_detail {
+
+// The plans of all families that store a convolution.
+struct StoringPlans {
+  ImplicitGemmPlan implicit_gemm;
+  TapColumnsPlan tap_columns;
+  PositionRowsPlan position_rows;
+  FewChannelsPlan few_channels;
+
+  // Why a path cannot run the convolution, null when it can.
+  const char* refusal(ConvPath path) const {
+    return path == ConvPath::kImplicitGemm   ? implicit_gemm.refusal
+           : path == ConvPath::kTapColumns   ? tap_columns.refusal
+           : path == ConvPath::kPositionRows ? position_rows.refusal
+           : path == ConvPath::kFewChannels  ? few_channels.refusal
+                                             : nullptr;
+  }
+  AnyConvPlan of(ConvPath path) const {
+    switch (path) {
+      case ConvPath::kImplicitGemm: return implicit_gemm;
+      case ConvPath::kTapColumns: return tap_columns;
+      case ConvPath::kPositionRows: return position_rows;
+      case ConvPath::kFewChannels: return few_channels;
+      default: return AtenPlan();
+    }
+  }
+};
 
 // The path of a plain convolution, by the nearest measured one; with `own`, the fastest of the extension's.
-inline void choose_by_table(const ConvProblem& problem, const DeviceLimits& limits, bool own, ConvChoice* choice) {
-  const ConvPath paths[kTimedPaths] = {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kHopper, ConvPath::kRows,
-                                       ConvPath::kNarrow};
+inline ConvPath choose_by_table(const ConvProblem& problem, const DeviceLimits& limits, bool own,
+                                const StoringPlans& plans, std::string* reason) {
+  const ConvPath paths[kTimedPaths] = {ConvPath::kAten, ConvPath::kImplicitGemm, ConvPath::kTapColumns,
+                                       ConvPath::kPositionRows, ConvPath::kFewChannels};
   const ConvPrediction predicted =
-      predict_conv(problem, limits, choice->plan, choice->hopper, choice->rows, choice->narrow);
+      predict_conv(problem, limits, plans.implicit_gemm, plans.tap_columns, plans.position_rows, plans.few_channels);
   if (const double aten = padded_aten_microseconds(problem); aten > 0 && !own) {
     const double us = predicted.us[kTimedImplicitGemm];
-    const bool takes = us > 0 && us < kPredictedMargin * aten;
-    choice->path = takes ? ConvPath::kImplicitGemm : ConvPath::kAten;
-    choice->reason = "an output padding of the stride or more, which cuDNN does not have: about " +
-                     std::to_string(std::lround(aten)) + " us, implicit GEMM: " + std::to_string(std::lround(us)) +
-                     " us";
-    return;
+    *reason = "an output padding of the stride or more, which cuDNN does not have: about " +
+              std::to_string(std::lround(aten)) + " us, implicit GEMM: " + std::to_string(std::lround(us)) + " us";
+    return us > 0 && us < kPredictedMargin * aten ? ConvPath::kImplicitGemm : ConvPath::kAten;
   }
   const ConvPrediction t = estimate_conv(problem, limits, predicted);
   int best = own ? kTimedImplicitGemm : kTimedAten;
@@ -109,45 +168,84 @@ inline void choose_by_table(const ConvProblem& problem, const DeviceLimits& limi
     const double us = own && t.us[i] <= 0 ? predicted.us[i] : t.us[i];
     if (us > 0 && us < least) best = i, least = us;
   }
-  choice->path = paths[best];
   if (t.us[kTimedAten] <= 0) {
-    choice->reason = "far from every measured convolution";
-    return;
+    *reason = "far from every measured convolution";
+    return paths[best];
   }
-  choice->reason = "by the nearest measured convolutions:";
+  *reason = "by the nearest measured convolutions:";
   for (int i = 0; i < kTimedPaths; ++i) {
-    if (t.us[i] <= 0 && !conv_refusal(*choice, paths[i])) continue;
-    choice->reason += std::string(i == 0 ? " " : "; ") + conv_path_name(paths[i]) + ": ";
-    choice->reason += t.us[i] > 0 ? std::to_string(std::lround(t.us[i])) + " us" : conv_refusal(*choice, paths[i]);
+    if (t.us[i] <= 0 && !plans.refusal(paths[i])) continue;
+    *reason += std::string(i == 0 ? " " : "; ") + conv_path_name(paths[i]) + ": ";
+    *reason += t.us[i] > 0 ? std::to_string(std::lround(t.us[i])) + " us" : plans.refusal(paths[i]);
   }
+  return paths[best];
 }
 
-namespace dispatch_detail {
+// A plain convolution.
+inline Choice choose_stored(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend,
+                            ConvTailKind tail) {
+  Choice choice;
+  if (backend == ConvBackend::kAten) {
+    choice.reason = "backend=\"aten\" was asked for";
+    return choice;
+  }
+  StoringPlans plans;
+  plans.implicit_gemm = plan_implicit_gemm(problem, limits);
+  const bool named = backend != ConvBackend::kAuto && backend != ConvBackend::kKgopt;
+  if (const char* refusal = plans.implicit_gemm.refusal) {  // a problem that no kernel of tensor cores takes
+    choice.reason = refusal;
+    if (backend == ConvBackend::kKgopt) choice.plan = DirectPlan();
+    if (named) choice.cannot = refusal;
+    return choice;
+  }
+  plans.few_channels = plan_few_channels(problem, limits);
+  plans.tap_columns = plan_tap_columns(problem, limits);
+  plans.position_rows = plan_position_rows(problem, limits);
+  ConvPath path;
+  if (named) {
+    path = backend == ConvBackend::kTapColumns     ? ConvPath::kTapColumns
+           : backend == ConvBackend::kPositionRows ? ConvPath::kPositionRows
+           : backend == ConvBackend::kFewChannels  ? ConvPath::kFewChannels
+                                                   : ConvPath::kImplicitGemm;
+    choice.cannot = plans.refusal(path);
+    choice.reason = "its kernel was asked for";
+  } else {
+    path = choose_by_table(problem, limits, backend == ConvBackend::kKgopt, plans, &choice.reason);
+    if (backend == ConvBackend::kKgopt) choice.reason = "backend=\"kgopt\" was asked for; " + choice.reason;
+  }
+  // Positions as rows: the kernel does an activation and no more; where more is wanted, taps as columns make up for it.
+  if (path == ConvPath::kPositionRows && tail == ConvTailKind::kMore && !plans.tap_columns.refusal &&
+      !plans.tap_columns.wide) {
+    path = ConvPath::kTapColumns;
+  }
+  choice.plan = plans.of(path);
+  return choice;
+}
 
-// Microseconds of the first or third pipeline by the narrow kernels, fitted to 100 random chains in two precisions on
-// an H200: nine in ten within 0.78 and 1.21.
-struct NarrowMicroseconds {
+// Microseconds of the first or third pipeline by the kernels for few channels, fitted to 100 random chains in two
+// precisions on an H200: nine in ten within 0.78 and 1.21.
+struct FewChannelsMicroseconds {
   const ConvProblem& problem;
   const DeviceLimits& limits;
   // x of half types is gathered value by value where rows are no vectors, and so are most of these kernels' weights.
   bool slow = problem.dtype != Dtype::kFloat32 && problem.in[2] % 4 != 0;
 
-  NarrowPlan plan(ConvEpilogue epilogue) const {
+  FewChannelsPlan plan(ConvEpilogue epilogue) const {
     ConvProblem q = problem;
     q.epilogue = epilogue;
-    return plan_narrow(q, limits);
+    return plan_few_channels(q, limits);
   }
-  double pass(const NarrowPlan& p) const {
-    const double weights = p.gathered || p.position_rows ? 0 : 8.0 * p.k_steps * p.columns * p.window;
+  double pass(const FewChannelsPlan& p) const {
+    const double weights = p.by_window || p.by_positions ? 0 : 8.0 * p.k_steps * p.columns * p.window;
     double x = double(problem.n) * problem.c_in / limits.sm_count;
     for (int i = 0; i < 3; ++i) x *= double(problem.in[i]);
-    return (p.gathered ? (slow ? 0.54e-3 : 0.26e-3) : 0.69e-3) * std::max(0.0, p.cycles - 10000) +
+    return (p.by_window ? (slow ? 0.54e-3 : 0.26e-3) : 0.69e-3) * std::max(0.0, p.cycles - 10000) +
            kWeightMicroseconds * weights + 5.5 * (p.n_tiles - 1) + (slow ? 0.61e-3 : 0.34e-3) * x;
   }
-  double mean(const NarrowPlan& p) const { return 22 + pass(p); }
+  double mean(const FewChannelsPlan& p) const { return 22 + pass(p); }
   // Two convolutions, or one whose output goes to L2 or memory and is read from there twice.
-  double lse(const NarrowPlan& p) const { return 24 + pass(plan(ConvEpilogue::kStats)) + pass(p); }
-  double stored_lse(const NarrowPlan& p) const {
+  double lse(const FewChannelsPlan& p) const { return 24 + pass(plan(ConvEpilogue::kStats)) + pass(p); }
+  double stored_lse(const FewChannelsPlan& p) const {
     double positions = double(problem.n);
     for (int i = 0; i < 3; ++i) positions *= double(problem.out[i]);
     return 26 + pass(p) + (8e-6 + 3.5e-6 * double(problem.c_out)) * positions;
@@ -155,112 +253,140 @@ struct NarrowMicroseconds {
   static constexpr double kWeightMicroseconds = 0.1e-3;
 };
 
-inline ConvChoice choose_passes(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend) {
-  ConvChoice choice;
-  const bool fused = problem.epilogue == ConvEpilogue::kStats || problem.epilogue == ConvEpilogue::kResidualLse;
-  choice.plan = plan_conv(problem, limits);
+// The second pipeline: convolution, activation and norm in one launch, or the implicit GEMM, which leaves statistics
+// beside what it stores.
+inline Choice choose_store_stats(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend) {
+  Choice choice;
+  choice.composed = true;
   if (backend == ConvBackend::kAten) {
     choice.reason = "backend=\"aten\" was asked for";
     return choice;
   }
-  if (problem.epilogue == ConvEpilogue::kStoreStats) {
-    choice.flat = plan_flat(problem, limits);
-    if (flat_loses(problem, choice.flat, backend != ConvBackend::kAuto) == nullptr) {
-      choice.path = ConvPath::kFlat;
-      choice.reason = "stride 1 without padding: convolution, activation and norm in one launch on wgmma";
-      return choice;
-    }
-  }
-  if (choice.plan.refusal) {
-    choice.reason = choice.plan.refusal;
-    if (backend == ConvBackend::kKgopt && !fused) choice.path = ConvPath::kDirect;
-    if (backend != ConvBackend::kAuto && backend != ConvBackend::kKgopt) choice.cannot = choice.plan.refusal;
+  const TransposedNormPlan one_launch = plan_transposed_norm(problem, limits);
+  if (transposed_norm_loses(problem, one_launch, backend != ConvBackend::kAuto) == nullptr) {
+    choice.plan = one_launch;
+    choice.composed = false;
+    choice.reason = "stride 1 without padding: convolution, activation and norm in one launch on wgmma";
     return choice;
   }
-  choice.narrow = plan_narrow(problem, limits);
-  choice.hopper = plan_hopper(problem, limits);
-  choice.rows = plan_rows(problem, limits);
-  if (problem.epilogue == ConvEpilogue::kStore && backend != ConvBackend::kAuto && backend != ConvBackend::kKgopt) {
-    choice.path = backend == ConvBackend::kHopper   ? ConvPath::kHopper
-                  : backend == ConvBackend::kRows   ? ConvPath::kRows
-                  : backend == ConvBackend::kNarrow ? ConvPath::kNarrow
-                                                    : ConvPath::kImplicitGemm;
-    choice.cannot = conv_refusal(choice, choice.path);
-    choice.reason = "its kernel was asked for";
+  const ImplicitGemmPlan implicit_gemm = plan_implicit_gemm(problem, limits);
+  const int64_t c_in = problem.c_in / problem.groups, c_out = problem.c_out / problem.groups;
+  if (implicit_gemm.refusal) {
+    choice.reason = implicit_gemm.refusal;
+  } else if (backend != ConvBackend::kAuto) {
+    choice.reason = "backend=\"kgopt\" was asked for";
+    choice.composed = !plan_tap_columns(problem, limits).refusal;  // the faster convolution, and a norm behind it
+  } else if (problem.groups != 1) {
+    choice.reason = "grouped convolutions go to cuDNN";
+  } else if (c_in <= kFewInputChannels && c_out <= kFewOutputChannels) {
+    choice.reason = "few channels, where cuDNN is slow";
+    choice.composed = false;
+  } else {
+    choice.reason = "input channels above " + std::to_string(kFewInputChannels) + " or output channels above " +
+                    std::to_string(kFewOutputChannels) + ": cuDNN is faster";
+  }
+  if (!choice.composed) choice.plan = implicit_gemm;
+  return choice;
+}
+
+// A pass of the first or third pipeline that leaves the convolution's output out: its statistics, or logsumexp.
+inline Choice choose_pass(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend) {
+  Choice choice;
+  choice.composed = true;
+  if (backend == ConvBackend::kAten) {
+    choice.reason = "backend=\"aten\" was asked for";
     return choice;
   }
-  if (problem.epilogue == ConvEpilogue::kStore) {
-    choose_by_table(problem, limits, backend == ConvBackend::kKgopt, &choice);
-    if (backend == ConvBackend::kKgopt) choice.reason = "backend=\"kgopt\" was asked for; " + choice.reason;
+  const ImplicitGemmPlan implicit_gemm = plan_implicit_gemm(problem, limits);
+  if (implicit_gemm.refusal) {
+    choice.reason = implicit_gemm.refusal;
     return choice;
   }
-  choice.autocorrelation = plan_autocorrelation(problem, limits);
-  choice.from_input = autocorrelation_wins(choice.autocorrelation, choice.narrow);
-  const ConvPath own = !choice.narrow.refusal   ? ConvPath::kNarrow
-                       : !choice.hopper.refusal ? ConvPath::kHopper
-                                                : ConvPath::kImplicitGemm;
+  if (backend == ConvBackend::kAuto && problem.groups != 1) {
+    choice.reason = "grouped convolutions go to cuDNN";
+    return choice;
+  }
+  if (backend == ConvBackend::kAuto && !has_few_channels(problem.c_in, problem.c_out)) {
+    choice.reason = "input channels above " + std::to_string(2 * kFewInputChannels) + ", or above " +
+                    std::to_string(kFewInputChannels) + " and output channels above " +
+                    std::to_string(kFewOutputChannels) + ": cuDNN and a stored output are faster";
+    return choice;
+  }
+  choice.composed = false;
+  const FewChannelsPlan few = plan_few_channels(problem, limits);
+  choice.plan = few.refusal ? AnyConvPlan(implicit_gemm) : AnyConvPlan(few);
+  const bool lse = problem.epilogue == ConvEpilogue::kResidualLse;
+  if (!lse) {
+    const AutocorrelationPlan autocorrelation = plan_autocorrelation(problem, limits);
+    if (autocorrelation_wins(autocorrelation, few)) choice.autocorrelation = autocorrelation;
+  }
   if (backend != ConvBackend::kAuto) {
-    choice.path = own;
     choice.reason = "backend=\"kgopt\" was asked for";
     return choice;
   }
-  const int64_t c_in = problem.c_in / problem.groups, c_out = problem.c_out / problem.groups;
-  if (problem.groups != 1) {
-    choice.reason = "grouped convolutions go to cuDNN";
-  } else if (fused && c_in <= 2 * kNarrowInputChannels &&
-             (c_in <= kNarrowInputChannels || c_out <= kNarrowOutputChannels)) {
-    choice.path = own;
-    choice.reason = "narrow input: the convolution's output never reaches memory";
-    if (own == ConvPath::kNarrow) choice.reason += "; on wgmma";
-    if (own == ConvPath::kNarrow && choice.from_input) choice.reason += "; statistics from the input's autocorrelation";
-    if (own == ConvPath::kNarrow && problem.epilogue == ConvEpilogue::kResidualLse) {
-      const NarrowMicroseconds us{problem, limits};
-      const NarrowPlan stored = us.plan(ConvEpilogue::kStore);
-      choice.stores = !stored.refusal && us.stored_lse(stored) < us.lse(choice.narrow);
-      if (choice.stores)
-        choice.reason = "narrow input, on wgmma: storing the output once takes less than two convolutions";
-    }
-  } else if (fused) {
-    choice.reason = "input channels above " + std::to_string(2 * kNarrowInputChannels) + ", or above " +
-                    std::to_string(kNarrowInputChannels) + " and output channels above " +
-                    std::to_string(kNarrowOutputChannels) + ": cuDNN and a stored output are faster";
-  } else if (c_in <= kNarrowInputChannels && c_out <= kNarrowOutputChannels) {
-    choice.path = ConvPath::kImplicitGemm;
-    choice.reason = "narrow channels, where cuDNN is slow";
-  } else {
-    choice.reason = "input channels above " + std::to_string(kNarrowInputChannels) + " or output channels above " +
-                    std::to_string(kNarrowOutputChannels) + ": cuDNN is faster";
+  choice.reason = "few input channels: the convolution's output never reaches memory";
+  if (few.refusal) return choice;
+  choice.reason += "; on wgmma";
+  if (choice.autocorrelation) choice.reason += "; statistics from the input's autocorrelation";
+  if (!lse) return choice;
+  const FewChannelsMicroseconds us{problem, limits};
+  const FewChannelsPlan stored = us.plan(ConvEpilogue::kStore);
+  if (!stored.refusal && us.stored_lse(stored) < us.lse(few)) {
+    choice.plan = stored;
+    choice.composed = true;
+    choice.reason = "few input channels, on wgmma: storing the output once takes less than two convolutions";
   }
   return choice;
 }
 
-// Microseconds of the first or third pipeline by passes.
-inline double passes_microseconds(const ConvProblem& problem, const DeviceLimits& limits, const ConvChoice& choice) {
-  const bool lse = problem.epilogue == ConvEpilogue::kResidualLse;
-  const NarrowMicroseconds us{problem, limits};
-  if (choice.path != ConvPath::kNarrow) {
-    ConvProblem plain = problem;
-    plain.epilogue = ConvEpilogue::kStore;
-    const ConvPrediction t =
-        predict_conv(plain, limits, choice.plan, choice.hopper, choice.rows, plan_narrow(plain, limits));
-    return t.us[kTimedAten] + (lse ? 20 : 10);
+// The pass for statistics in front of the one into logsumexp. Both compute the same convolution, to the same rounding,
+// and neither stores it, or both of them give way to a stored output.
+inline void add_statistics(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend, Choice* lse) {
+  if (lse->composed) return;
+  ConvProblem of_statistics = problem;
+  of_statistics.epilogue = ConvEpilogue::kStats;
+  Choice statistics = choose_pass(of_statistics, limits, backend);
+  if (statistics.composed || lse->path() == ConvPath::kFewChannels) lse->reason = statistics.reason;
+  if (statistics.composed) {
+    lse->composed = true;
+    lse->plan = AtenPlan();
+    return;
   }
-  if (choice.stores) return us.stored_lse(us.plan(ConvEpilogue::kStore));
-  return lse ? us.lse(choice.narrow) : us.mean(choice.narrow);
+  if (lse->path() == ConvPath::kImplicitGemm && statistics.path() == ConvPath::kFewChannels) {
+    statistics.plan = plan_implicit_gemm(of_statistics, limits);
+    statistics.autocorrelation = std::nullopt;
+  }
+  lse->statistics = std::make_shared<const Choice>(std::move(statistics));
 }
 
-}  // namespace dispatch_detail
+// Microseconds of the first or third pipeline by passes.
+inline double passes_microseconds(const ConvProblem& problem, const DeviceLimits& limits, const Choice& choice) {
+  const bool lse = problem.epilogue == ConvEpilogue::kResidualLse;
+  if (choice.path() != ConvPath::kFewChannels) return predict_aten(problem) + (lse ? 20 : 10);
+  const FewChannelsMicroseconds us{problem, limits};
+  const FewChannelsPlan& plan = choice.as<FewChannelsPlan>();
+  return choice.composed ? us.stored_lse(plan) : lse ? us.lse(plan) : us.mean(plan);
+}
 
-inline ConvChoice choose_conv(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend) {
-  ConvChoice choice = dispatch_detail::choose_passes(problem, limits, backend);
-  if (backend != ConvBackend::kAuto || problem.norm_groups == 0) return choice;
-  choice.chain = plan_chain(problem, limits);
-  if (choice.chain.refusal) return choice;
-  const double us = choice.chain.cycles / kHopperCyclesPerMicrosecond;
-  if (us < dispatch_detail::passes_microseconds(problem, limits, choice)) {
-    choice.path = ConvPath::kChain;
-    choice.reason = "a small chain: convolution, norm and what follows in one launch";
-  }
+}  // namespace choice_detail
+
+// The one choice. `tail`: what is wanted of a plain convolution's output while it is stored.
+inline Choice choose_conv(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend,
+                          ConvTailKind tail = ConvTailKind::kNone) {
+  using namespace choice_detail;
+  if (problem.epilogue == ConvEpilogue::kStore) return choose_stored(problem, limits, backend, tail);
+  if (problem.epilogue == ConvEpilogue::kStoreStats) return choose_store_stats(problem, limits, backend);
+  Choice passes = choose_pass(problem, limits, backend);
+  const bool may_chain = backend == ConvBackend::kAuto && problem.norm_groups != 0;
+  const double us = may_chain ? passes_microseconds(problem, limits, passes) : 0;
+  if (problem.epilogue == ConvEpilogue::kResidualLse) add_statistics(problem, limits, backend, &passes);
+  if (!may_chain) return passes;
+  const ChainPlan chain = plan_chain(problem, limits);
+  if (chain.refusal || chain.cycles / kCyclesPerMicrosecond >= us) return passes;
+  Choice choice;
+  choice.plan = chain;
+  choice.reason = "a small chain: convolution, norm and what follows in one launch";
+  choice.passes = std::make_shared<const Choice>(std::move(passes));
   return choice;
 }
 
@@ -280,16 +406,23 @@ inline ConvKey conv_key(const ConvProblem& q, const DeviceLimits& l, ConvBackend
   return key;
 }
 
-// The same as `choose`, remembered: planning looks at hundreds of tiles, and a model calls with the same few shapes.
-template <typename Choice>
-const Choice& choose_cached(const ConvProblem& q, const DeviceLimits& l, ConvBackend backend,
-                            Choice (*choose)(const ConvProblem&, const DeviceLimits&, ConvBackend)) {
-  thread_local std::map<ConvKey, Choice> known;
-  const ConvKey key = conv_key(q, l, backend);
+// What `make` gives for the key, remembered: planning looks at hundreds of tiles, and a model calls with the same few
+// shapes. Each caller's `make` has a memory of its own.
+template <typename Make>
+auto remembered(const ConvKey& key, const Make& make) {
+  using Known = std::shared_ptr<const decltype(make())>;
+  thread_local std::map<ConvKey, Known> known;
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
   if (known.size() >= 256) known.clear();
-  return known.emplace(key, choose(q, l, backend)).first->second;
+  return known.emplace(key, std::make_shared<const decltype(make())>(make())).first->second;
+}
+
+inline std::shared_ptr<const Choice> remembered_choice(const ConvProblem& q, const DeviceLimits& l, ConvBackend backend,
+                                                       ConvTailKind tail = ConvTailKind::kNone) {
+  ConvKey key = conv_key(q, l, backend);
+  key[11] += 16 * int64_t(tail);
+  return remembered(key, [&] { return choose_conv(q, l, backend, tail); });
 }
 
 }  // namespace kgopt

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <string>
+#include <variant>
 
 #include "conv3d/choice/choice.h"
 #include "conv3d/gradients/few_dgrad/plan.h"
@@ -11,79 +12,102 @@
 
 namespace kgopt {
 
-// A null reason: an own kernel makes it. Else ATen does, because of it.
+// The plans of all kernels that make a gradient, each with its refusal.
+struct ConvGradientPlans {
+  // dx: the convolution that gives it from dy, by the kernels for channels-innermost tensors; or few channels of
+  // contiguous ones.
+  TapColumnsPlan dx_tap_columns;
+  PositionRowsPlan dx_position_rows;
+  FewDgradPlan dx_few;
+  WgradPlan dweight;
+  FewWgradPlan dweight_few;
+};
+
+// channels_innermost of the problem says that x and dy both are.
+inline ConvGradientPlans plan_conv_gradients(const ConvProblem& problem, const DeviceLimits& limits) {
+  ConvGradientPlans plans;
+  const ConvProblem adjoint = adjoint_problem(problem);
+  plans.dx_tap_columns = plan_tap_columns(adjoint, limits);
+  plans.dx_position_rows = plan_position_rows(adjoint, limits);
+  plans.dweight = plan_wgrad(problem, limits);
+  if (problem.planar) {
+    plans.dx_few = plan_few_dgrad(problem, limits);
+    plans.dweight_few = plan_few_wgrad(problem, limits);
+  } else {
+    plans.dx_few.refusal = plans.dweight_few.refusal = "x is not contiguous";
+  }
+  return plans;
+}
+
+// ATen makes a gradient that has no other plan, because of why_aten.
 struct ConvGradientsChoice {
-  const char* why_not_dgrad = nullptr;
-  const char* why_not_wgrad = nullptr;
-  HopperPlan dgrad;  // of the convolution that gives dx from dy
-  RowsPlan dgrad_rows;
-  bool dgrad_by_rows = false;
-  WgradPlan wgrad;
-  // The kernels for few channels of contiguous tensors, where they are taken; refused plans otherwise.
-  NarrowDgradPlan narrow_dgrad;
-  NarrowWgradPlan narrow_wgrad;
+  std::variant<TapColumnsPlan, PositionRowsPlan, FewDgradPlan, AtenPlan> dx = AtenPlan();
+  std::variant<WgradPlan, FewWgradPlan, AtenPlan> dweight = AtenPlan();
+  const char* why_aten_dx = nullptr;
+  const char* why_aten_dweight = nullptr;
 
   std::string explain() const {
-    auto one = [](const char* why_not) { return why_not ? std::string("aten: ") + why_not : std::string("kgopt"); };
-    return "dx " + one(why_not_dgrad) + "; dweight " + one(why_not_wgrad);
+    auto one = [](const char* why_aten) { return why_aten ? std::string("aten: ") + why_aten : std::string("kgopt"); };
+    return "dx " + one(why_aten_dx) + "; dweight " + one(why_aten_dweight);
   }
 };
 
 // Where few channels of contiguous tensors meet cuDNN, which transposes both tensors first; its rates are those of
 // channels_last tensors.
-inline const char* narrow_gradient_loses(const ConvProblem& q, double cycles, double tera_per_second) {
+inline const char* few_gradient_loses(const ConvProblem& q, double cycles, double tera_per_second) {
   double bytes_in = double(q.n) * q.c_in, bytes_out = double(q.n) * q.c_out;
   for (int i = 0; i < 3; ++i) bytes_in *= double(q.in[i]), bytes_out *= double(q.out[i]);
   const double transposes = (q.dtype == Dtype::kFloat32 ? 8 : 4) * (bytes_in + bytes_out) / 3e6;
   const double cudnn = 3 + 1e6 * conv_tera_operations(q) / tera_per_second + transposes;
-  return 5 + cycles / kHopperCyclesPerMicrosecond < cudnn ? nullptr : "cuDNN is predicted to be faster";
+  return 5 + cycles / kCyclesPerMicrosecond < cudnn ? nullptr : "cuDNN is predicted to be faster";
 }
 
-// channels_innermost of the problem says that x and dy both are.
+// `copies`: both x and dy would have to be copied to channels_last first.
 inline ConvGradientsChoice choose_conv_gradients(const ConvProblem& problem, const DeviceLimits& limits,
-                                                 ConvBackend backend) {
+                                                 ConvBackend backend, bool copies = false) {
   ConvGradientsChoice choice;
   if (backend == ConvBackend::kAten) {
-    choice.why_not_dgrad = choice.why_not_wgrad = "backend=\"aten\" was asked for";
-    choice.narrow_dgrad.refusal = choice.narrow_wgrad.refusal = choice.why_not_dgrad;
+    choice.why_aten_dx = choice.why_aten_dweight = "backend=\"aten\" was asked for";
     return choice;
   }
-  const ConvProblem adjoint = adjoint_problem(problem);
-  choice.dgrad = plan_hopper(adjoint, limits);
-  choice.dgrad_rows = plan_rows(adjoint, limits);
-  choice.dgrad_by_rows = !choice.dgrad_rows.refusal && (choice.dgrad.refusal || rows_microseconds(choice.dgrad_rows) <
-                                                                                    hopper_microseconds(choice.dgrad));
-  choice.wgrad = plan_wgrad(problem, limits);
+  const ConvGradientPlans plans = plan_conv_gradients(problem, limits);
   const bool always = backend == ConvBackend::kKgopt;
-  const char* const refusal = choice.dgrad_by_rows ? nullptr : choice.dgrad.refusal;
-  choice.why_not_dgrad = refusal || always
-                             ? refusal
-                             : dgrad_loses(problem, choice.dgrad_by_rows ? rows_microseconds(choice.dgrad_rows)
-                                                                         : hopper_microseconds(choice.dgrad));
-  choice.why_not_wgrad = always ? choice.wgrad.refusal : wgrad_loses(problem, choice.wgrad);
-  if (!problem.planar) {
-    choice.narrow_dgrad.refusal = choice.narrow_wgrad.refusal = "x is not contiguous";
-    return choice;
+  // Without TF32 cuDNN is no faster than with it, nor than fp32's own rate.
+  const auto tera_per_second = [&](double tf32, double half) {
+    return problem.dtype != Dtype::kFloat32 ? half : problem.allow_tf32 ? tf32 : std::min(tf32, kCudnnFp32Rate);
+  };
+  const CudnnGradientRate& rate = cudnn_gradient_rate(problem);
+  const char* const copied = copies ? "both tensors would be copied to channels_last first" : nullptr;
+
+  const bool by_rows = !plans.dx_position_rows.refusal &&
+                       (plans.dx_tap_columns.refusal || position_rows_microseconds(plans.dx_position_rows) <
+                                                            tap_columns_microseconds(plans.dx_tap_columns));
+  const char* why_not = by_rows ? nullptr : plans.dx_tap_columns.refusal;
+  if (!why_not && !always) {
+    why_not = dgrad_loses(problem, by_rows ? position_rows_microseconds(plans.dx_position_rows)
+                                           : tap_columns_microseconds(plans.dx_tap_columns));
   }
-  choice.narrow_dgrad = plan_narrow_dgrad(problem, limits);
-  choice.narrow_wgrad = plan_narrow_wgrad(problem, limits);
-  if (!always) {
-    const CudnnGradientRate& rate = cudnn_gradient_rate(problem);
-    // Without TF32 it is no faster than with it, nor than fp32's own rate.
-    const auto tera_per_second = [&](double tf32, double half) {
-      return problem.dtype != Dtype::kFloat32 ? half : problem.allow_tf32 ? tf32 : std::min(tf32, kCudnnFp32Rate);
-    };
-    if (!choice.narrow_dgrad.refusal) {
-      choice.narrow_dgrad.refusal =
-          narrow_gradient_loses(problem, choice.narrow_dgrad.cycles, tera_per_second(rate.dgrad_tf32, rate.dgrad_half));
-    }
-    if (!choice.narrow_wgrad.refusal) {
-      choice.narrow_wgrad.refusal =
-          narrow_gradient_loses(problem, choice.narrow_wgrad.cycles, tera_per_second(rate.wgrad_tf32, rate.wgrad_half));
-    }
+  if (!plans.dx_few.refusal && (always || !few_gradient_loses(problem, plans.dx_few.cycles,
+                                                              tera_per_second(rate.dgrad_tf32, rate.dgrad_half)))) {
+    choice.dx = plans.dx_few;
+  } else if (why_not || copied) {
+    choice.why_aten_dx = why_not ? why_not : copied;
+  } else if (by_rows) {
+    choice.dx = plans.dx_position_rows;
+  } else {
+    choice.dx = plans.dx_tap_columns;
   }
-  if (!choice.narrow_dgrad.refusal) choice.why_not_dgrad = nullptr;
-  if (!choice.narrow_wgrad.refusal) choice.why_not_wgrad = nullptr;
+
+  why_not = always ? plans.dweight.refusal : wgrad_loses(problem, plans.dweight);
+  if (!plans.dweight_few.refusal &&
+      (always ||
+       !few_gradient_loses(problem, plans.dweight_few.cycles, tera_per_second(rate.wgrad_tf32, rate.wgrad_half)))) {
+    choice.dweight = plans.dweight_few;
+  } else if (why_not || copied) {
+    choice.why_aten_dweight = why_not ? why_not : copied;
+  } else {
+    choice.dweight = plans.dweight;
+  }
   return choice;
 }
 

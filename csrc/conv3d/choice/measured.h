@@ -12,7 +12,7 @@
 
 namespace kgopt {
 
-enum ConvTimed { kTimedAten, kTimedImplicitGemm, kTimedHopper, kTimedRows, kTimedNarrow, kTimedPaths };
+enum ConvTimed { kTimedAten, kTimedImplicitGemm, kTimedTapColumns, kTimedPositionRows, kTimedFewChannels, kTimedPaths };
 
 inline constexpr double kOwnMargin = 0.92;       // of cuDNN's time: what an own kernel must stay below to be taken
 inline constexpr double kPredictedMargin = 0.5;  // the same where both times are predictions
@@ -61,37 +61,55 @@ struct ConvPrediction {
   double us[kTimedPaths] = {};
 };
 
-// The Hopper kernels' from their plans; cuDNN's and the implicit GEMM's as a start, the length of a sum, which one
-// block works through, memory and products, fitted to the rows above (within a factor of 1.6 for nine in ten).
-inline ConvPrediction predict_conv(const ConvProblem& q, const DeviceLimits& limits, const ConvPlan& plan,
-                                   const HopperPlan& hopper, const RowsPlan& rows, const NarrowPlan& narrow) {
-  ConvPrediction t;
-  auto up = [](int64_t value, int64_t step) { return double((value + step - 1) / step * step); };
-  const int64_t c_in = q.c_in / q.groups, c_out = q.c_out / q.groups, size = dtype_size(q.dtype);
-  double sum = double(c_in), taps = 1, positions = double(q.n), x = double(q.n) * q.c_in, y = double(q.n) * q.c_out;
-  for (int i = 0; i < 3; ++i) {
-    taps *= double(q.kernel[i]);
-    sum *= double(q.kernel[i]) / (q.transposed ? q.stride[i] : 1);
-    positions *= double(q.transposed ? q.in[i] : q.out[i]);
-    x *= double(q.in[i]);
-    y *= double(q.out[i]);
+// What takes cuDNN and the implicit GEMM their time: a start, the length of a sum, which one block works through,
+// memory and products.
+struct ConvWork {
+  double sum, megabytes, products;
+
+  explicit ConvWork(const ConvProblem& q) {
+    auto up = [](int64_t value, int64_t step) { return double((value + step - 1) / step * step); };
+    const int64_t c_in = q.c_in / q.groups, c_out = q.c_out / q.groups, size = dtype_size(q.dtype);
+    double taps = 1, positions = double(q.n), x = double(q.n) * q.c_in, y = double(q.n) * q.c_out;
+    sum = double(c_in);
+    for (int i = 0; i < 3; ++i) {
+      taps *= double(q.kernel[i]);
+      sum *= double(q.kernel[i]) / (q.transposed ? q.stride[i] : 1);
+      positions *= double(q.transposed ? q.in[i] : q.out[i]);
+      x *= double(q.in[i]);
+      y *= double(q.out[i]);
+    }
+    megabytes = (x + y) * size * 1e-6;
+    products = 2e-9 * positions * taps * up(c_in, 128 / size) * up(c_out, 64) * q.groups;
   }
-  const double megabytes = (x + y) * size * 1e-6;
-  const double products = 2e-9 * positions * taps * up(c_in, 128 / size) * up(c_out, 64) * q.groups;
-  constexpr double kProducts[3] = {2.3, 13, 1.1};                                    // microseconds for 10^9
-  const double passes = (q.planar ? 0.8 : 0) + (q.c_in * size % 16 != 0 ? 1.5 : 0);  // cuDNN's transposes and padding
-  t.us[kTimedAten] = 14 + 3e-3 * sum + (0.2 + passes) * megabytes + kProducts[conv_math_kind(q)] * products;
+};
+
+// cuDNN's microseconds, fitted to the rows above (within a factor of 1.6 for nine in ten).
+inline double predict_aten(const ConvProblem& q) {
+  const ConvWork work(q);
+  constexpr double kProducts[3] = {2.3, 13, 1.1};  // microseconds for 10^9
+  // cuDNN's transposes and padding
+  const double passes = (q.planar ? 0.8 : 0) + (q.c_in * int64_t(dtype_size(q.dtype)) % 16 != 0 ? 1.5 : 0);
+  return 14 + 3e-3 * work.sum + (0.2 + passes) * work.megabytes + kProducts[conv_math_kind(q)] * work.products;
+}
+
+// All paths' microseconds: of the kernels on wgmma from their plans, the implicit GEMM's fitted like cuDNN's.
+inline ConvPrediction predict_conv(const ConvProblem& q, const DeviceLimits& limits, const ImplicitGemmPlan& plan,
+                                   const TapColumnsPlan& tap_columns, const PositionRowsPlan& position_rows,
+                                   const FewChannelsPlan& few_channels) {
+  ConvPrediction t;
+  const ConvWork work(q);
+  t.us[kTimedAten] = predict_aten(q);
   if (!plan.refusal) {
     const double blocks =
         double(q.n) * plan.slices * plan.n_tiles * q.groups * plan.classes[0] * plan.classes[1] * plan.classes[2];
     const double cycles = plan_cost(plan) / plan.tiles_per_sample * plan.tiles_per_slice * blocks;
-    t.us[kTimedImplicitGemm] = 12 + 20e-3 * sum + 0.8 * megabytes +
-                               2.2 * cycles / std::min<double>(blocks, limits.sm_count) / kHopperCyclesPerMicrosecond;
+    t.us[kTimedImplicitGemm] = 12 + 20e-3 * work.sum + 0.8 * work.megabytes +
+                               2.2 * cycles / std::min<double>(blocks, limits.sm_count) / kCyclesPerMicrosecond;
   }
-  if (!hopper.refusal) t.us[kTimedHopper] = hopper_microseconds(hopper);
-  if (!rows.refusal) t.us[kTimedRows] = rows_microseconds(rows);
+  if (!tap_columns.refusal) t.us[kTimedTapColumns] = tap_columns_microseconds(tap_columns);
+  if (!position_rows.refusal) t.us[kTimedPositionRows] = position_rows_microseconds(position_rows);
   // No launch ahead of it; the estimate of its cycles was two thirds of what it took.
-  if (!narrow.refusal) t.us[kTimedNarrow] = 4 + 1.5 * narrow.cycles / kHopperCyclesPerMicrosecond;
+  if (!few_channels.refusal) t.us[kTimedFewChannels] = 4 + 1.5 * few_channels.cycles / kCyclesPerMicrosecond;
   return t;
 }
 
@@ -151,8 +169,9 @@ inline ConvPrediction estimate_conv(const ConvProblem& q, const DeviceLimits& li
   for (size_t i = 0; i < std::min(kRows, near.size()) && still_near(near[i].first, near[0].first); ++i) {
     const ConvMeasured& row = *near[i].second;
     const ConvProblem there = measured_problem(row);
-    const ConvPrediction expected = predict_conv(there, limits, plan_conv(there, limits), plan_hopper(there, limits),
-                                                 plan_rows(there, limits), plan_narrow(there, limits));
+    const ConvPrediction expected =
+        predict_conv(there, limits, plan_implicit_gemm(there, limits), plan_tap_columns(there, limits),
+                     plan_position_rows(there, limits), plan_few_channels(there, limits));
     double us[kTimedPaths] = {};
     for (int path = 0; path < kTimedPaths; ++path) {
       if (expected.us[path] > 0) us[path] = row.us[path] * predicted.us[path] / expected.us[path];

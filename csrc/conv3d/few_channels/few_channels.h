@@ -1,4 +1,4 @@
-// Launchers of the Hopper kernel for narrow convolutions (sm_90a code only, see DeviceInfo::has_wgmma).
+// Launchers of the kernels for few channels (sm_90a code only, see DeviceInfo::has_wgmma).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,22 +7,22 @@
 
 namespace kgopt {
 
-// Per-channel statistics of conv(x) + bias, see NarrowStats; nothing else is stored.
-Status run_conv_narrow_stats(const NarrowParams& p, int64_t n, cudaStream_t stream);
+// Per-channel statistics of conv(x) + bias, see FewChannelsStats; nothing else is stored.
+Status run_conv_few_channels_stats(const FewChannelsParams& p, int64_t n, cudaStream_t stream);
 
 // logsumexp over channels of c + hardswish(tanh(GroupNorm(c))), c = conv(x) + bias.
-Status run_conv_narrow_residual_lse(const NarrowParams& p, int64_t n, cudaStream_t stream);
+Status run_conv_few_channels_residual_lse(const FewChannelsParams& p, int64_t n, cudaStream_t stream);
 
 // conv(x) + bias, stored contiguously.
-Status run_conv_narrow_store(const NarrowParams& p, int64_t n, cudaStream_t stream);
+Status run_conv_few_channels_store(const FewChannelsParams& p, int64_t n, cudaStream_t stream);
 
 // Either of the first two where the plan says that channels are rows; the launchers above hand over to it.
-Status run_conv_narrow_channels(const NarrowParams& p, int64_t n, bool lse, cudaStream_t stream);
+Status run_conv_channels(const FewChannelsParams& p, int64_t n, bool lse, cudaStream_t stream);
 
 // The same where positions are rows and the halo lies in chunks of halves.
-Status run_conv_narrow_positions(const NarrowParams& p, int64_t n, bool lse, cudaStream_t stream);
+Status run_conv_positions(const FewChannelsParams& p, int64_t n, bool lse, cudaStream_t stream);
 
-// Statistics where the plan says that the halo is gathered.
-Status run_conv_narrow_window(const NarrowParams& p, int64_t n, cudaStream_t stream);
+// Statistics where the plan says that kernel rows share a window of gathered chunks.
+Status run_conv_window(const FewChannelsParams& p, int64_t n, cudaStream_t stream);
 
 }  // namespace kgopt

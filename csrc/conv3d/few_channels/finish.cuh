@@ -1,4 +1,4 @@
-// The end of a statistics pass of the kernels for narrow convolutions.
+// The end of a statistics pass of the kernels for few channels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -59,7 +59,7 @@ __device__ __forceinline__ float2 norm_affine(const GroupStatsFinalizeParams& f,
 }
 
 // Whether nobody wants this sample's statistics. Called by all threads before anything else.
-__device__ __forceinline__ bool skips_sample(const NarrowStats& p, int64_t n) {
+__device__ __forceinline__ bool skips_sample(const FewChannelsStats& p, int64_t n) {
   if (!p.only) return false;
   wait_for_prerequisites();
   return p.only[n] == 0;
@@ -69,7 +69,7 @@ __device__ __forceinline__ bool skips_sample(const NarrowStats& p, int64_t n) {
 // `shared`. `groups` is room for a float2 of each group. Called by kThreads threads, the first of them 0. affine(c):
 // weight and bias of the norm.
 template <int kThreads, typename Affine>
-__device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, const Moments<float>* shared,
+__device__ __forceinline__ void finish_sample(const FewChannelsStats& p, int64_t n, const Moments<float>* shared,
                                               float2* groups, int thread, Affine affine) {
   const GroupStatsFinalizeParams& f = p.finish;
   const int num_groups = static_cast<int>(f.g), channels = static_cast<int>(f.c) / num_groups;
@@ -102,8 +102,9 @@ __device__ __forceinline__ void finish_sample(const NarrowStats& p, int64_t n, c
 // the same order, and become the slice's partials or, where the block has seen all of its sample, the sample's
 // statistics. bias(c): what was left out of the sums; it moves the mean and nothing else.
 template <int kColumns, int kParts, int kThreads, typename Bias, typename Affine>
-__device__ __forceinline__ void finish_stats(const NarrowStats& p, int64_t n, int64_t slice, int c_first, int c_valid,
-                                             Moments<float>* shared, int thread, Bias bias, Affine affine) {
+__device__ __forceinline__ void finish_stats(const FewChannelsStats& p, int64_t n, int64_t slice, int c_first,
+                                             int c_valid, Moments<float>* shared, int thread, Bias bias,
+                                             Affine affine) {
   static_assert(kParts > 1, "the groups' statistics take the place of the second part");
   static_assert(kThreads >= kColumns);
   const int c = thread;
@@ -130,8 +131,8 @@ __device__ __forceinline__ void finish_stats(const NarrowStats& p, int64_t n, in
 
 // The same with the norm's parameters from memory.
 template <int kColumns, int kParts, int kThreads, typename Bias>
-__device__ __forceinline__ void finish_stats(const NarrowStats& p, int64_t n, int64_t slice, int c_first, int c_valid,
-                                             Moments<float>* shared, int thread, Bias bias) {
+__device__ __forceinline__ void finish_stats(const FewChannelsStats& p, int64_t n, int64_t slice, int c_first,
+                                             int c_valid, Moments<float>* shared, int thread, Bias bias) {
   finish_stats<kColumns, kParts, kThreads>(p, n, slice, c_first, c_valid, shared, thread, bias,
                                            [&](int c) { return norm_affine(p.finish, c); });
 }

@@ -1,4 +1,4 @@
-// The loading side of the kernels for narrow convolutions: halos of tiles from global to shared memory, rounded and
+// The loading side of the kernels for few channels: halos of tiles from global to shared memory, rounded and
 // laid out for the products, and the registers that go from it to the computing side.
 #pragma once
 
@@ -41,13 +41,14 @@ __device__ __forceinline__ void share_registers() {
 
 // What the stages need before the first load, by all `threads`: the planes of zeros, and barriers on which every
 // loading thread and every reading warp arrives. There for all after the next __syncthreads.
-__device__ __forceinline__ void narrow_prepare_stages(const NarrowPlan& plan, const NarrowSmemLayout& layout,
-                                                      uint32_t* smem, int threads, int loaders, int reading_warps) {
+__device__ __forceinline__ void few_channels_prepare_stages(const FewChannelsPlan& plan,
+                                                            const FewChannelsSmemLayout& layout, uint32_t* smem,
+                                                            int threads, int loaders, int reading_warps) {
   const int tid = threadIdx.x;
   if (plan.zero_plane) {
-    uint32_t* const zeros = smem + layout.halo + narrow_planes(plan) * plan.plane;
+    uint32_t* const zeros = smem + layout.halo + few_channels_planes(plan) * plan.plane;
     for (int stage = 0; stage < plan.stages; ++stage) {
-      for (int i = tid; i < plan.plane; i += threads) zeros[stage * narrow_stage_words(plan) + i] = 0;
+      for (int i = tid; i < plan.plane; i += threads) zeros[stage * few_channels_stage_words(plan) + i] = 0;
     }
   }
   if (plan.math == ConvMath::kFp16x3) {  // what no load writes must not count for the scale
@@ -73,18 +74,18 @@ __device__ __forceinline__ void split_half(float a, float b, uint32_t* high, uin
 }
 
 // The tiles of a slice: how many, and the first.
-__device__ __forceinline__ TileCursor narrow_tiles(const NarrowPlan& plan, int64_t slice, int* count) {
+__device__ __forceinline__ TileCursor few_channels_tiles(const FewChannelsPlan& plan, int64_t slice, int* count) {
   const int begin = static_cast<int>(slice * plan.tiles_per_slice);
   *count = static_cast<int>(min(plan.tiles_per_slice, plan.tiles_per_sample - slice * plan.tiles_per_slice));
   const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
   return {begin / (tiles_w * tiles_h), begin / tiles_w % tiles_h, begin % tiles_w};
 }
 
-inline constexpr int kNarrowScales = 16;  // words after the barriers: what undoes each stage's scale, then maxima
+inline constexpr int kFewChannelsScales = 16;  // words after the barriers: what undoes each stage's scale, then maxima
 
 // Two fp16 terms of the values of a tile, all scaled by the power of two that brings the largest finite one below 2^15.
 // raw: a plane of fp32 a channel. Called by 128 threads.
-__device__ __forceinline__ void split_halo(const NarrowPlan& plan, uint32_t* to, const float* raw, int positions,
+__device__ __forceinline__ void split_halo(const FewChannelsPlan& plan, uint32_t* to, const float* raw, int positions,
                                            float* undo_scale, uint32_t* maxima, int tid) {
   const int chunks = plan.words / 4, all = chunks * 8 * positions;
   float most = 0.f;
@@ -123,17 +124,18 @@ __device__ __forceinline__ void split_halo(const NarrowPlan& plan, uint32_t* to,
 // on. Their threads walk over the positions of the halo, all words of a position in one thread. kForProducts: wgmma
 // itself reads the halo, not the threads of the computing side.
 template <ConvMath kMath, bool kChunked, int kProducers, bool kForProducts = false>
-__device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const NarrowSmemLayout& layout, uint32_t* smem,
-                                                  int64_t n, int group, TileCursor cursor, int tile_count) {
+__device__ __forceinline__ void few_channels_load_tiles(const FewChannelsParams& p, const FewChannelsSmemLayout& layout,
+                                                        uint32_t* smem, int64_t n, int group, TileCursor cursor,
+                                                        int tile_count) {
   using Traits = ConvMathTraits<kMath>;
   using Element = typename Traits::Element;
   constexpr int kPerWord = Traits::kPerWord;
   constexpr int kLoaders = 128 * kProducers;  // threads
   constexpr int kPositionWords = kChunked ? 4 : 1;
-  const NarrowPlan& plan = p.plan;
+  const FewChannelsPlan& plan = p.plan;
   const int tid = threadIdx.x;
   const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
-  const int stage_words = narrow_stage_words(plan);
+  const int stage_words = few_channels_stage_words(plan);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
   uint64_t* const empty = full + 4;
   uint32_t* const halo = smem + layout.halo;
@@ -144,7 +146,7 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
   constexpr int kVector = 4;
   constexpr bool kRearranged = kChunked || kPerWord == 2;  // what vectors bring
   constexpr bool kTerms = kMath == ConvMath::kFp16x3;
-  const bool vectors = p.load == NarrowLoad::kVectors;
+  const bool vectors = p.load == FewChannelsLoad::kVectors;
   const int across = vectors ? plan.vectors : plan.halo[2];
   const int threads_w = min(across, kLoaders);
   const int rows_at_once = kLoaders / threads_w;
@@ -157,8 +159,8 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
   auto rearrange = [&](uint32_t* to, const uint32_t* raw, int rows) {
     if constexpr (kTerms) {
       split_halo(plan, to, reinterpret_cast<const float*>(raw), rows * plan.pitch,
-                 reinterpret_cast<float*>(smem + layout.barriers + kNarrowScales + (to - halo) / stage_words),
-                 smem + layout.barriers + kNarrowScales + kNarrowStages, tid);
+                 reinterpret_cast<float*>(smem + layout.barriers + kFewChannelsScales + (to - halo) / stage_words),
+                 smem + layout.barriers + kFewChannelsScales + kFewChannelsStages, tid);
     } else if constexpr (kPerWord == 1) {
       // Four channels of a position make a chunk.
       const int positions = rows * plan.pitch;  // a chunked plane has no gaps
@@ -226,7 +228,7 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
       const bool inside_w = unsigned(w) < unsigned(p.in[2]);
       const Element* const column = x_sample + w * p.x_stride[2];
       if constexpr (kPerWord == 2 && !kTerms) {
-        if (p.load == NarrowLoad::kHalves && plan.words <= 4) {
+        if (p.load == FewChannelsLoad::kHalves && plan.words <= 4) {
           // Two half values from two planes make a word: through registers, a word of four rows in flight.
           constexpr int kRows = 4;  // more do not fit the loading warps' registers
           for (int word = 0; word < plan.words; ++word) {
@@ -295,7 +297,7 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
             src += p.x_stride_c;
             raw += rows * plan.pitch;
           }
-        } else if (p.load == NarrowLoad::kWords) {
+        } else if (p.load == FewChannelsLoad::kWords) {
 #pragma unroll 2
           for (int word = 0; word < plan.words; ++word) {
             const bool load = inside && word * kPerWord < p.c_in;  // chunks hold padded channels
@@ -333,7 +335,7 @@ __device__ __forceinline__ void narrow_load_tiles(const NarrowParams& p, const N
       named_barrier(2, kLoaders);
       uint4* const words = reinterpret_cast<uint4*>(dst_stage);
 #pragma unroll 4
-      for (int i = tid; i < narrow_planes(plan) * plan.plane / 4; i += kLoaders) {
+      for (int i = tid; i < few_channels_planes(plan) * plan.plane / 4; i += kLoaders) {
         const uint4 v = words[i];
         words[i] = make_uint4(rounded(v.x), rounded(v.y), rounded(v.z), rounded(v.w));
       }

@@ -1,4 +1,4 @@
-// Host-side planning of the Hopper kernel for narrow convolutions: tile shape, shared memory layout, grid. Plain
+// Host-side planning of the kernels for few channels: tile shape, shared memory layout, grid. Plain
 // arithmetic without CUDA or torch.
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace kgopt {
 
 // Shared memory, in 32-bit words, in the order in which the kernel lays it out.
-struct NarrowSmemLayout {
+struct FewChannelsSmemLayout {
   int barriers;  // full and empty of each stage
   int weights;   // in the blocks of wgmma.cuh: the high parts, for each turn of the window; then the low parts. Where
                  // channels are rows and weights live in registers: an int2 of each K entry, where they lie
@@ -26,29 +26,29 @@ struct NarrowSmemLayout {
   int total;
 };
 
-KGOPT_HD int narrow_planes(const NarrowPlan& p) { return p.chunked ? p.words / 4 : p.words; }
-KGOPT_HD int narrow_stage_words(const NarrowPlan& p) {
-  return (narrow_planes(p) + p.zero_plane) * p.plane * (p.math == ConvMath::kFp16x3 ? 2 : 1);
+KGOPT_HD int few_channels_planes(const FewChannelsPlan& p) { return p.chunked ? p.words / 4 : p.words; }
+KGOPT_HD int few_channels_stage_words(const FewChannelsPlan& p) {
+  return (few_channels_planes(p) + p.zero_plane) * p.plane * (p.math == ConvMath::kFp16x3 ? 2 : 1);
 }
 
-KGOPT_HD NarrowSmemLayout narrow_smem_layout(const NarrowPlan& p) {
+KGOPT_HD FewChannelsSmemLayout few_channels_smem_layout(const FewChannelsPlan& p) {
   const int split = p.math == ConvMath::kTf32x3 ? 2 : 1;
   auto align = [](int words) { return (words + 31) / 32 * 32; };
-  NarrowSmemLayout s{};
+  FewChannelsSmemLayout s{};
   s.barriers = 0;
   s.weights = 32;
-  const int weight_words = p.channel_rows ? 2 : p.window * p.window * p.columns * split;
+  const int weight_words = p.by_channels ? 2 : p.window * p.window * p.columns * split;
   s.offsets = s.weights + align(p.k_steps * 8 * weight_words);
   s.strips = s.offsets + align(p.k_steps * 8);
-  s.columns = s.strips + align(p.strips * (p.channel_rows ? 4 : 2));
+  s.columns = s.strips + align(p.strips * (p.by_channels ? 4 : 2));
   s.scratch = s.columns + align(p.columns * 4);
   s.halo = s.scratch + align(p.columns * 3 * p.consumers * 4);
-  s.raw = s.halo + narrow_stage_words(p) * p.stages;
+  s.raw = s.halo + few_channels_stage_words(p) * p.stages;
   s.total = s.raw + p.raw_words;
   return s;
 }
 
-// The same of conv_narrow_window_kernel.
+// The same of conv_window_kernel.
 struct WindowSmemLayout {
   int full, empty;  // barriers of the stages
   int scales;       // what undoes each stage's scale
@@ -63,15 +63,17 @@ struct WindowSmemLayout {
   int strips, columns, scratch, halo, total;
 };
 
-KGOPT_HD int window_terms(const NarrowPlan& p) { return p.math == ConvMath::kFp16x3 ? 2 : 1; }
+KGOPT_HD int window_terms(const FewChannelsPlan& p) { return p.math == ConvMath::kFp16x3 ? 2 : 1; }
 // With one strip at a time, warps read a row too many: behind each stage there is room for it.
-KGOPT_HD int window_stage_words(const NarrowPlan& p) {
+KGOPT_HD int window_stage_words(const FewChannelsPlan& p) {
   return p.types * p.plane * window_terms(p) + (window_chains(p.math, p.columns, p.blocks) == 1 ? p.pitch * 4 : 0);
 }
 // Of K, those that are not padding.
-KGOPT_HD int window_chunks(const NarrowPlan& p) { return p.shifted_types * p.kernel[2] + p.types - p.shifted_types; }
+KGOPT_HD int window_chunks(const FewChannelsPlan& p) {
+  return p.shifted_types * p.kernel[2] + p.types - p.shifted_types;
+}
 
-KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
+KGOPT_HD WindowSmemLayout window_smem_layout(const FewChannelsPlan& p) {
   auto align = [](int words) { return (words + 31) / 32 * 32; };
   WindowSmemLayout s{};
   s.full = 0;
@@ -81,8 +83,8 @@ KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
   s.zeros = s.maxima + 4 * kWindowProducers;
   s.tiles = 64;
   s.weights = 96;
-  s.entries = s.weights +
-              window_turns(p.math, p.columns, p.blocks) * kNarrowWindow * p.columns * p.blocks * 16 * window_terms(p);
+  s.entries =
+      s.weights + window_turns(p.math, p.columns, p.blocks) * kWindowRows * p.columns * p.blocks * 16 * window_terms(p);
   s.weight_at = s.entries + p.types * 8 * 4;
   s.chunks = s.weight_at + p.blocks * 4 * 8;
   s.strips = s.chunks + align(p.blocks * 4 * 2);
@@ -94,7 +96,7 @@ KGOPT_HD WindowSmemLayout window_smem_layout(const NarrowPlan& p) {
   return s;
 }
 
-// The same of conv_narrow_positions_kernel.
+// The same of conv_positions_kernel.
 struct PositionSmemLayout {
   int full, empty;  // barriers of the stages
   int scales;       // what undoes each stage's scale
@@ -110,12 +112,12 @@ struct PositionSmemLayout {
 
 // Of a stage: its planes, and what the last strip of a row reads behind the last of them for positions beyond the row,
 // whose results nobody takes. It must not be the next stage, which is being filled.
-inline int position_stage_words(const NarrowPlan& p) {
+inline int position_stage_words(const FewChannelsPlan& p) {
   const int end = p.lead + (p.tile[2] - 1) * p.step[2] + (p.kernel[2] - 1) * p.dilation[2] + 1;  // of a tile's row
   return p.types * p.plane + 4 * std::max(0, end - p.pitch);
 }
 
-KGOPT_HD PositionSmemLayout position_smem_layout(const NarrowPlan& p) {
+KGOPT_HD PositionSmemLayout position_smem_layout(const FewChannelsPlan& p) {
   PositionSmemLayout s{};
   s.full = 0;
   s.empty = s.full + 2 * kPositionStages;
@@ -136,7 +138,7 @@ KGOPT_HD PositionSmemLayout position_smem_layout(const NarrowPlan& p) {
 namespace plan_detail {
 
 // Fills everything that depends on the tile shape. False when it does not fit in shared memory.
-inline bool position_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int h, int w,
+inline bool position_tile(FewChannelsPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int h, int w,
                           int stages) {
   p->stages = stages;
   p->rows = 1, p->segments = h;
@@ -155,15 +157,15 @@ inline bool position_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimit
   if (positions * p->types > 16 * 1024) return false;
   p->plane = static_cast<int>(positions) * 4;
   p->stage_words = position_stage_words(*p);
-  p->strips = d * h * (w / kNarrowStrip);
+  p->strips = d * h * (w / kFewChannelsStrip);
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
   p->smem_bytes = position_smem_layout(*p).total * 4;
   return p->smem_bytes <= limits.smem_per_block;
 }
 
 // Fills everything that depends on the tile shape. False when it does not fit in shared memory.
-inline bool narrow_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int rows, int segments,
-                        int w) {
+inline bool few_channels_tile(FewChannelsPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int rows,
+                              int segments, int w) {
   p->rows = rows;
   p->segments = segments;
   p->tile[0] = d, p->tile[1] = rows * segments, p->tile[2] = w;
@@ -191,13 +193,13 @@ inline bool narrow_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
   if (p->math == ConvMath::kFp16x3) p->raw_words *= 2;  // x comes as fp32
   p->strips = d * segments * (w / p->strip);
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
-  p->smem_bytes = narrow_smem_layout(*p).total * 4;
+  p->smem_bytes = few_channels_smem_layout(*p).total * 4;
   return p->smem_bytes <= limits.smem_per_block;
 }
 
 // The chunks of a window on gathered chunks. What eight does not divide goes into chunks of all kernel columns where
 // that makes fewer. False where K is longer than the fragments that a thread can hold.
-inline bool window_take_chunks(NarrowPlan* p, int64_t c_in) {
+inline bool window_take_chunks(FewChannelsPlan* p, int64_t c_in) {
   const int64_t values = c_in * p->kernel[0];
   const int full = static_cast<int>(values / 8), rest = static_cast<int>(values % 8), width = p->kernel[2];
   const int together = (rest * width + 7) / 8;
@@ -209,11 +211,11 @@ inline bool window_take_chunks(NarrowPlan* p, int64_t c_in) {
 }
 
 // Fills everything that depends on the tile shape. False when it does not fit in shared memory.
-inline bool window_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int rows, int segments,
-                        int w, int stages) {
+inline bool window_tile(FewChannelsPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int rows,
+                        int segments, int w, int stages) {
   p->rows = rows, p->segments = segments, p->stages = stages;
   p->tile[0] = d, p->tile[1] = rows * segments, p->tile[2] = w;
-  p->halo[0] = d, p->halo[1] = p->tile[1] + kNarrowWindow - 1;
+  p->halo[0] = d, p->halo[1] = p->tile[1] + kWindowRows - 1;
   const int64_t valid_w = std::min<int64_t>(w, q.out[2]), reach = (p->kernel[2] - 1) * int64_t(p->dilation[2]);
   if (valid_w + reach > 4096 || p->halo[1] > 1024 || p->tile[1] > 1023) return false;
   p->halo[2] = static_cast<int>(valid_w + reach);
@@ -246,11 +248,11 @@ inline bool window_tile(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
 
 // Estimated cycles of a multiprocessor for all tiles of a sample. Tensor cores and instruction issue take turns: a
 // product holds the registers' ports. Chains of a warpgroup, and the loading threads, count where they are longer.
-inline double window_cost(const NarrowPlan& p) {
-  const int steps = p.rows + kNarrowWindow - 1;
+inline double window_cost(const FewChannelsPlan& p) {
+  const int steps = p.rows + kWindowRows - 1;
   const int chains = window_chains(p.math, p.columns, p.blocks);
   const double units = p.tiles_together > 1 ? 1.0 / p.tiles_together : (p.strips + 3) / 4;  // of a tile
-  const double mma = p.blocks * p.columns * kNarrowWindow * (p.math == ConvMath::kFp16x3 ? 3.0 : 1.0);
+  const double mma = p.blocks * p.columns * kWindowRows * (p.math == ConvMath::kFp16x3 ? 3.0 : 1.0);
   const double issue = 2.0 * p.columns + 6.0 * p.blocks * window_terms(p) + 16;
   const int at_once = std::min(p.consumers * chains, std::max(1, static_cast<int>((p.stages - 1) * units)));
   const double step = std::max(mma + issue, (mma + 2.0 * issue + 60) / at_once) + (chains == 1 ? 25 : -15);
@@ -264,7 +266,7 @@ inline double window_cost(const NarrowPlan& p) {
 
 // The chunks of four words that each K step multiplies, first all taps of the first chunk of channels. They are in the
 // order in which they lie in the halo: the descriptor holds no negative distance.
-inline void narrow_chunk_pairs(NarrowPlan* p) {
+inline void few_channels_chunk_pairs(FewChannelsPlan* p) {
   const int taps = p->kernel[0] * p->kernel[1] * p->kernel[2];
   auto at = [&](int chunk) {  // in chunks; padding repeats the last one
     // Nothing is lost where a weight of zero meets an infinite input: the statistics are NaN already.
@@ -279,9 +281,9 @@ inline void narrow_chunk_pairs(NarrowPlan* p) {
 
 // Estimated cycles of a multiprocessor for all tiles of a sample: the slowest of tensor cores, instruction issue and
 // special functions for the rows of all strips, of one warpgroup's chain of loads, products and epilogue, or the halo.
-inline double narrow_cost(const NarrowPlan& p, bool lse) {
+inline double few_channels_cost(const FewChannelsPlan& p, bool lse) {
   const double halo_cost = double(p.halo[0]) * p.halo[1] * p.vectors * 4 * p.words * 4 / 20.0 + 1000;
-  if (p.channel_rows) {
+  if (p.by_channels) {
     const double issue = ((lse ? 3.5 : 1.5) * p.strip + 2 * p.k_steps + 120) / 0.75;
     const bool split = p.math == ConvMath::kFp16x3;
     const double mma = p.k_steps * p.strip / 2.0 * (split ? 3 : 1),
@@ -305,13 +307,14 @@ inline double narrow_cost(const NarrowPlan& p, bool lse) {
 }
 
 // How a sample's tiles are shared among thread blocks, and what that costs. False when there are too many.
-inline bool narrow_slices(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, double sample_cycles) {
+inline bool few_channels_slices(FewChannelsPlan* p, const ConvProblem& q, const DeviceLimits& limits,
+                                double sample_cycles) {
   p->tiles_per_slice = tiles_per_block(p->tiles_per_sample, q.n * p->n_tiles * q.groups, limits.sm_count, 1.0, 512);
   p->slices = (p->tiles_per_sample + p->tiles_per_slice - 1) / p->tiles_per_slice;
   const double blocks = double(q.n) * p->slices * p->n_tiles * q.groups;
   // Until the first tile is there, and at the end; a window on gathered chunks waits for weights and the first tile
   // once.
-  const double once = p->gathered ? 7000 : 0, each = p->gathered ? 2000 : 9000;
+  const double once = p->by_window ? 7000 : 0, each = p->by_window ? 2000 : 9000;
   p->cycles = once + std::ceil(blocks / limits.sm_count) *
                          (sample_cycles / double(p->tiles_per_sample) * double(p->tiles_per_slice) + each);
   return q.n * p->slices <= (int64_t(1) << 31) - 1;
@@ -321,11 +324,11 @@ inline bool narrow_slices(NarrowPlan* p, const ConvProblem& q, const DeviceLimit
 struct BestTile {
   const ConvProblem& q;
   const DeviceLimits& limits;
-  NarrowPlan plan = {};
+  FewChannelsPlan plan = {};
   bool is_there = false, fits = false;  // fits: the grid
 
-  void offer(NarrowPlan p, double sample_cycles) {
-    const bool p_fits = narrow_slices(&p, q, limits, sample_cycles);
+  void offer(FewChannelsPlan p, double sample_cycles) {
+    const bool p_fits = few_channels_slices(&p, q, limits, sample_cycles);
     if (!is_there || p.cycles < plan.cycles) is_there = true, fits = p_fits, plan = p;
   }
 };
@@ -351,15 +354,15 @@ inline int whole_strips(int64_t width, int strip, int64_t most) {
 }
 
 // A window on gathered chunks. False where K is too long or no tile fits.
-inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int64_t c_in) {
-  p->gathered = p->chunked = true;
-  p->window = kNarrowWindow;
+inline bool plan_window(FewChannelsPlan* p, const ConvProblem& q, const DeviceLimits& limits, int64_t c_in) {
+  p->by_window = p->chunked = true;
+  p->window = kWindowRows;
   if (p->math == ConvMath::kTf32x3) p->math = ConvMath::kFp16x3;
   if (!window_take_chunks(p, c_in)) return false;
   p->producers = kWindowProducers, p->consumers = window_consumers(p->math, p->columns, p->blocks);
   p->words = p->types * 4;
   BestTile best{q, limits};
-  for_each_tile(whole_strips(q.out[2], kNarrowStrip, 512), kNarrowStrip, q.out[1], [&](int w, int rows) {
+  for_each_tile(whole_strips(q.out[2], kFewChannelsStrip, 512), kFewChannelsStrip, q.out[1], [&](int w, int rows) {
     for (int segments : {1, 2, 3, 4, 6, 8}) {
       // The warps of a warpgroup count rows together.
       if (segments > 1 && ((segments - 1) * rows >= q.out[1] || q.out[1] % rows != 0)) break;
@@ -379,7 +382,7 @@ inline bool plan_window(NarrowPlan* p, const ConvProblem& q, const DeviceLimits&
 
 // Estimated cycles of a multiprocessor for all tiles of a sample: tensor cores and instruction issue take turns,
 // special functions beside them, and the loading threads wait for memory once for each of their pieces.
-inline double position_cost(const NarrowPlan& p, bool lse) {
+inline double position_cost(const FewChannelsPlan& p, bool lse) {
   const double mma = 32.0 * p.k_steps, issue = (lse ? 330 : 120) + 4.0 * p.k_steps, special = lse ? 520 : 0;
   const double compute = (p.strips + 3) / 4 * std::max(mma + issue, special);
   const double rounds = std::ceil(double(p.halo[0]) * p.halo[1] * p.vectors / (128 * p.producers)) * p.types;
@@ -389,18 +392,19 @@ inline double position_cost(const NarrowPlan& p, bool lse) {
 }
 
 // Positions as rows. False where K is too long or no tile fits.
-inline bool plan_positions(NarrowPlan* p, const ConvProblem& q, const DeviceLimits& limits, int64_t c_in, bool lse) {
+inline bool plan_positions(FewChannelsPlan* p, const ConvProblem& q, const DeviceLimits& limits, int64_t c_in,
+                           bool lse) {
   const int64_t types = (c_in + 7) / 8, taps = int64_t(p->kernel[0]) * p->kernel[1] * p->kernel[2];
   const int64_t chunks = types * taps + (lse ? 0 : 1);  // statistics: the last is a constant
   if (chunks > 2 * kPositionMoreSteps) return false;
-  p->position_rows = p->chunked = true;
+  p->by_positions = p->chunked = true;
   p->k_steps = chunks <= 2 * kPositionSteps ? kPositionSteps : kPositionMoreSteps;
   p->types = static_cast<int>(types);
   p->words = p->types * 4;
   p->k_words = static_cast<int>(types * taps) * 4;
   p->producers = position_producers(lse), p->consumers = position_consumers(lse);
   BestTile best{q, limits};
-  for_each_tile(whole_strips(q.out[2], kNarrowStrip, 1024), kNarrowStrip, q.out[1], [&](int w, int rows) {
+  for_each_tile(whole_strips(q.out[2], kFewChannelsStrip, 1024), kFewChannelsStrip, q.out[1], [&](int w, int rows) {
     for (int d : {1, 2, 4}) {
       if (d > q.out[0]) break;
       for (int stages : {3, 4, 2}) {
@@ -415,8 +419,8 @@ inline bool plan_positions(NarrowPlan* p, const ConvProblem& q, const DeviceLimi
 
 }  // namespace plan_detail
 
-inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) {
-  NarrowPlan p;
+inline FewChannelsPlan plan_few_channels(const ConvProblem& q, const DeviceLimits& limits) {
+  FewChannelsPlan p;
   auto refuse = [&](const char* why) {
     p.refusal = why;
     return p;
@@ -457,14 +461,14 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   // Two fp16 terms of each operand have the digits of two of TF32, and half the products.
   const bool columns64 = !store && c_out > 32 && !(lse && c_out > 64);
   const bool split_rows =
-      columns64 && p.math == ConvMath::kTf32x3 && p.step[2] == 1 && (c_in + 7) / 8 * taps <= 2 * kNarrowChannelSteps;
+      columns64 && p.math == ConvMath::kTf32x3 && p.step[2] == 1 && (c_in + 7) / 8 * taps <= 2 * kChannelsSteps;
   if (split_rows) p.math = ConvMath::kFp16x3;
   // wgmma truncates where it adds to its accumulator. Statistics bear it; gradients of logsumexp, which are
   // exponentials of what comes out, showed twenty times PyTorch's error with the many products of 3xTF32.
   if (lse && p.math == ConvMath::kTf32x3) return refuse("wgmma's sums are not exact enough for logsumexp without TF32");
 
   if (columns64 && p.math != ConvMath::kFp16x3 && p.math != ConvMath::kTf32x3) {
-    NarrowPlan positions = p;
+    FewChannelsPlan positions = p;
     if (plan_detail::plan_positions(&positions, q, limits, c_in, lse)) return positions;
   }
   const int per_word = conv_channels_per_word(p.math);
@@ -473,39 +477,40 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   p.words = static_cast<int>(words);
   // With many columns, 64 channels as rows need neither fragments of the input nor its statistics in registers.
   const int64_t chunks = (words + 3) / 4;
-  p.channel_rows = split_rows;
+  p.by_channels = split_rows;
   // With few columns, loading A costs more than multiplying: three kernel rows then share one load, each adding to the
   // accumulators of its own output row. The weights lie there three times, once for each turn of the accumulators.
-  if (p.channel_rows) p.words = static_cast<int>(chunks * 4);
-  const bool window = p.columns <= 32 && !lse && !store && p.step[2] == 1 && p.kernel[1] == kNarrowWindow &&
+  if (p.by_channels) p.words = static_cast<int>(chunks * 4);
+  const bool window = p.columns <= 32 && !lse && !store && p.step[2] == 1 && p.kernel[1] == kWindowRows &&
                       p.step[1] == 1 && p.dilation[1] == 1;
-  NarrowPlan gathered = p;
+  FewChannelsPlan gathered = p;
   const bool can_gather = window && plan_detail::plan_window(&gathered, q, limits, c_in);
-  p.window = window && words * taps <= 256 / conv_split_factor(p.math) ? kNarrowWindow : 1;
+  p.window = window && words * taps <= 256 / conv_split_factor(p.math) ? kWindowRows : 1;
   p.chunked = p.window == 1 && p.words % 4 == 0;
   p.k_words = static_cast<int>(p.words * taps / p.window);
   p.k_steps = (p.k_words + 7) / 8;
   const auto padded = [&](int batch) { return (p.k_steps + batch - 1) / batch * batch; };
-  p.large_batch = padded(narrow_batch(p.math, p.window, true)) <= padded(narrow_batch(p.math, p.window, false));
-  p.batch = narrow_batch(p.math, p.window, p.large_batch);
+  p.large_batch =
+      padded(few_channels_batch(p.math, p.window, true)) <= padded(few_channels_batch(p.math, p.window, false));
+  p.batch = few_channels_batch(p.math, p.window, p.large_batch);
   p.k_steps = padded(p.batch);
-  p.producers = narrow_producers(p.math, lse);
-  p.consumers = p.channel_rows ? kNarrowChannelConsumers : narrow_consumers(p.math, p.columns, p.window, lse);
+  p.producers = few_channels_producers(p.math, lse);
+  p.consumers = p.by_channels ? kChannelsConsumers : few_channels_consumers(p.math, p.columns, p.window, lse);
   p.zero_plane = p.k_words != p.k_steps * 8 && p.math != ConvMath::kFp16x3;
   p.taps_fast = p.words < 4;
   const auto full_width = [&](int strip) { return plan_detail::whole_strips(q.out[2], strip, 4096); };
-  if (p.channel_rows) p.strip = full_width(32) * 10 < full_width(64) * 9 ? 32 : 64;
+  if (p.by_channels) p.strip = full_width(32) * 10 < full_width(64) * 9 ? 32 : 64;
   plan_detail::BestTile best{q, limits};
   plan_detail::for_each_tile(full_width(p.strip), p.strip, q.out[1], [&](int w, int rows) {
     for (int segments : {1, 2, 3, 6}) {
-      if (segments > 1 && (p.channel_rows || (segments - 1) * rows >= q.out[1])) break;
+      if (segments > 1 && (p.by_channels || (segments - 1) * rows >= q.out[1])) break;
       for (int d : {1, 2, 3, 4, 6}) {
         if (d > q.out[0]) break;
-        for (p.stages = kNarrowStages; p.stages >= 2; --p.stages) {
+        for (p.stages = kFewChannelsStages; p.stages >= 2; --p.stages) {
           // A product takes one row where channels are rows.
-          const int strip_rows = p.channel_rows ? 1 : rows, parts = p.channel_rows ? rows : segments;
-          if (!plan_detail::narrow_tile(&p, q, limits, d, strip_rows, parts, w)) continue;
-          best.offer(p, plan_detail::narrow_cost(p, lse));
+          const int strip_rows = p.by_channels ? 1 : rows, parts = p.by_channels ? rows : segments;
+          if (!plan_detail::few_channels_tile(&p, q, limits, d, strip_rows, parts, w)) continue;
+          best.offer(p, plan_detail::few_channels_cost(p, lse));
         }
       }
     }
@@ -513,7 +518,7 @@ inline NarrowPlan plan_narrow(const ConvProblem& q, const DeviceLimits& limits) 
   if (!best.is_there && can_gather) return gathered;
   if (!best.is_there) return refuse("a tile with its halo and weights does not fit in shared memory");
   p = best.plan;
-  if (p.channel_rows) plan_detail::narrow_chunk_pairs(&p);
+  if (p.by_channels) plan_detail::few_channels_chunk_pairs(&p);
 
   // Measured on an H200: the estimate for gathered chunks was 0.85 of what it took, the other one two thirds; where x
   // is channels_last and read value by value, gathering took a third more, if products are not what takes the time.

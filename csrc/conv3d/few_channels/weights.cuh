@@ -1,5 +1,5 @@
-// Weights of the narrow kernels: their scales where they become fp16; with channels as rows, the left operand, in
-// registers from start to end.
+// Weights of the kernels for few channels: their scales where they become fp16; with channels as rows, the left
+// operand, in registers from start to end.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,9 +21,10 @@ namespace kgopt {
 // Such an entry of a filter -> where it lies there (-1: padding) and, twice, its word in the weights of channel 0 and
 // the first turn, odd where another channel shares that word.
 template <ConvMath kMath, int kColumns, int kWindow>
-__device__ __forceinline__ void narrow_weight_table(const NarrowParams& p, int2* table, int thread, int threads) {
+__device__ __forceinline__ void few_channels_weight_table(const FewChannelsParams& p, int2* table, int thread,
+                                                          int threads) {
   constexpr int kPerWord = ConvMathTraits<kMath>::kPerWord;
-  const NarrowPlan& plan = p.plan;
+  const FewChannelsPlan& plan = p.plan;
   const int kernel_h = plan.kernel[1] / kWindow, taps = plan.kernel[0] * kernel_h * plan.kernel[2];
   const bool taps_first = p.w_stride_in >= p.w_stride_k[2];
   for (int i = thread; i < plan.k_steps * 8; i += threads) {
@@ -43,8 +44,9 @@ __device__ __forceinline__ void narrow_weight_table(const NarrowParams& p, int2*
 
 // A warp takes four entries of eight channels at a time, whose words meet no bank twice but where the entries' own do.
 template <ConvMath kMath, int kColumns, int kWindow>
-__device__ __forceinline__ void narrow_load_weights(const NarrowParams& p, const int2* table, int group, int c_begin,
-                                                    int c_valid, uint32_t* weights, int thread, int threads) {
+__device__ __forceinline__ void few_channels_load_weights(const FewChannelsParams& p, const int2* table, int group,
+                                                          int c_begin, int c_valid, uint32_t* weights, int thread,
+                                                          int threads) {
   using Traits = ConvMathTraits<kMath>;
   constexpr int kPerWord = Traits::kPerWord;
   using Raw = std::conditional_t<kPerWord == 2, unsigned short, float>;
@@ -130,10 +132,10 @@ struct WarpScale {
 };
 
 // K entry -> where its weight lies in a filter, and the one of the channel that shares its word; -1: padding.
-__device__ __forceinline__ void fill_weight_table(const NarrowParams& p, int2* table, int thread, int threads) {
-  const NarrowPlan& plan = p.plan;
+__device__ __forceinline__ void fill_weight_table(const FewChannelsParams& p, int2* table, int thread, int threads) {
+  const FewChannelsPlan& plan = p.plan;
   const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
-  for (int k = thread; k < kNarrowChannelSteps * 8; k += threads) {
+  for (int k = thread; k < kChannelsSteps * 8; k += threads) {
     const int chunk = k / 4, tap = chunk % taps, channel = (chunk / taps * 4 + k % 4) * 2;
     int2 v = make_int2(-1, -1);
     if (chunk < plan.words / 4 * taps && channel < p.c_in) {
@@ -148,14 +150,14 @@ __device__ __forceinline__ void fill_weight_table(const NarrowParams& p, int2* t
 
 // A thread's fragments: of channels g and g + 8 of its warp's 16.
 struct ChannelWeights {
-  static constexpr int kSteps = kNarrowChannelSteps;
+  static constexpr int kSteps = kChannelsSteps;
 
   uint32_t words[kSteps][4], low_words[kSteps][4];
   float unscaled[2];  // what undoes the scale of each channel
 
   // channels: within the block's c_valid, which begin at c_begin of the conv group.
-  __device__ __forceinline__ void load(const NarrowParams& p, const int2* table, int group, int c_begin, int c_valid,
-                                       const int (&channels)[2], int t) {
+  __device__ __forceinline__ void load(const FewChannelsParams& p, const int2* table, int group, int c_begin,
+                                       int c_valid, const int (&channels)[2], int t) {
     // No branches and little arithmetic: all loads are under way before the first is used.
     const bool is_channel[2] = {channels[0] < c_valid, channels[1] < c_valid};
     const float* filter[2];

@@ -10,14 +10,14 @@
 namespace kgopt {
 
 // A row of the tensor that each tile has in shared memory. One load of 16 bytes.
-struct alignas(16) NarrowRow {
+struct alignas(16) CopiedRow {
   uint32_t words;  // of 4 bytes, from the tile's origin
   int place;       // bytes, in a stage
   int d, h;        // from the tile's origin
 };
 
 // Where a tile lies in its tensor, and what of it there is.
-struct NarrowOrigin {
+struct CopyOrigin {
   int d, h, w;
   int extent[2];   // planes and rows of the tile
   int size[3];     // of the tensor
@@ -26,16 +26,16 @@ struct NarrowOrigin {
 
 // Fills the table that the copies walk over; at(i) is row i < copy.rows. Threads read whole batches of it.
 template <typename At>
-__device__ __forceinline__ void list_narrow_rows(const NarrowCopy& copy, NarrowRow* rows, int threads, At at) {
+__device__ __forceinline__ void list_few_rows(const FewCopy& copy, CopiedRow* rows, int threads, At at) {
   for (int i = threadIdx.x; i < copy.slots; i += threads) {
-    rows[i] = i < copy.rows ? at(i) : NarrowRow{0, 0, 1 << 29, 0};
+    rows[i] = i < copy.rows ? at(i) : CopiedRow{0, 0, 1 << 29, 0};
   }
 }
 
 // kInside: all rows lie in the tensor.
 template <int kPiece, int kThreads, bool kInside, typename Element>
-__device__ __forceinline__ void copy_narrow_pieces(const NarrowCopy& copy, char* stage, const Element* from,
-                                                   const NarrowRow* rows, const NarrowOrigin& origin) {
+__device__ __forceinline__ void copy_few_pieces(const FewCopy& copy, char* stage, const Element* from,
+                                                const CopiedRow* rows, const CopyOrigin& origin) {
   constexpr int kElements = kPiece / static_cast<int>(sizeof(Element));
   const int step = kThreads >> copy.across_log2, first = threadIdx.x >> copy.across_log2;
   const unsigned depth = origin.size[0], height = origin.size[1];
@@ -45,13 +45,13 @@ __device__ __forceinline__ void copy_narrow_pieces(const NarrowCopy& copy, char*
     asm("" : "+l"(source));  // as one address: else its parts are added for every row
     char* const to = stage + piece * kPiece;
     const int valid_rows = inside_w ? origin.valid_rows : 0;
-    const NarrowRow* at = rows + first;
-    for (int i = first; i < copy.slots; i += step * kNarrowCopyBatch) {
-      NarrowRow row[kNarrowCopyBatch];
+    const CopiedRow* at = rows + first;
+    for (int i = first; i < copy.slots; i += step * kFewCopyBatch) {
+      CopiedRow row[kFewCopyBatch];
 #pragma unroll
-      for (int j = 0; j < kNarrowCopyBatch; ++j, at += step) row[j] = *at;
+      for (int j = 0; j < kFewCopyBatch; ++j, at += step) row[j] = *at;
 #pragma unroll
-      for (int j = 0; j < kNarrowCopyBatch; ++j) {
+      for (int j = 0; j < kFewCopyBatch; ++j) {
         bool inside = inside_w;
         if constexpr (!kInside) {
           inside = (i + j * step < valid_rows) & (unsigned(origin.d + row[j].d) < depth) &
@@ -65,27 +65,27 @@ __device__ __forceinline__ void copy_narrow_pieces(const NarrowCopy& copy, char*
   }
 }
 template <int kPiece, int kThreads, typename Element>
-__device__ __forceinline__ void copy_narrow_pieces(const NarrowCopy& copy, char* stage, const Element* from,
-                                                   const NarrowRow* rows, const NarrowOrigin& origin) {
+__device__ __forceinline__ void copy_few_pieces(const FewCopy& copy, char* stage, const Element* from,
+                                                const CopiedRow* rows, const CopyOrigin& origin) {
   const bool inside = origin.d >= 0 && origin.h >= 0 && origin.d + origin.extent[0] <= origin.size[0] &&
                       origin.h + origin.extent[1] <= origin.size[1] && origin.valid_rows >= copy.rows;
   if (inside) {
-    copy_narrow_pieces<kPiece, kThreads, true>(copy, stage, from, rows, origin);
+    copy_few_pieces<kPiece, kThreads, true>(copy, stage, from, rows, origin);
   } else {
-    copy_narrow_pieces<kPiece, kThreads, false>(copy, stage, from, rows, origin);
+    copy_few_pieces<kPiece, kThreads, false>(copy, stage, from, rows, origin);
   }
 }
 
 // By all threads of the block.
 template <int kThreads, typename Element>
-__device__ __forceinline__ void copy_narrow_rows(const NarrowCopy& copy, char* stage, const Element* from,
-                                                 const NarrowRow* rows, const NarrowOrigin& origin) {
+__device__ __forceinline__ void copy_few_rows(const FewCopy& copy, char* stage, const Element* from,
+                                              const CopiedRow* rows, const CopyOrigin& origin) {
   if (copy.piece == 16) {
-    copy_narrow_pieces<16, kThreads>(copy, stage, from, rows, origin);
+    copy_few_pieces<16, kThreads>(copy, stage, from, rows, origin);
   } else if (copy.piece == 8) {
-    copy_narrow_pieces<8, kThreads>(copy, stage, from, rows, origin);
+    copy_few_pieces<8, kThreads>(copy, stage, from, rows, origin);
   } else {
-    copy_narrow_pieces<4, kThreads>(copy, stage, from, rows, origin);
+    copy_few_pieces<4, kThreads>(copy, stage, from, rows, origin);
   }
 }
 

@@ -9,7 +9,7 @@
 namespace kgopt {
 
 // Why neither gradient's kernel can run it; null where both may.
-inline const char* narrow_gradient_refusal(const ConvProblem& q, const DeviceLimits& limits) {
+inline const char* few_gradient_refusal(const ConvProblem& q, const DeviceLimits& limits) {
   if (q.is_empty()) return kEmptyProblem;
   if (q.transposed) return "a transposed convolution";
   if (q.groups != 1) return "a grouped convolution";
@@ -25,9 +25,9 @@ inline const char* narrow_gradient_refusal(const ConvProblem& q, const DeviceLim
   return nullptr;
 }
 
-inline constexpr int kNarrowCopyBatch = 4;  // rows that a thread has under way together
+inline constexpr int kFewCopyBatch = 4;  // rows that a thread has under way together
 
-struct NarrowCopy {
+struct FewCopy {
   int piece = 4;        // bytes of a copy: 4, 8 or 16
   int pieces = 1;       // of a row
   int across_log2 = 0;  // threads side by side along a row
@@ -36,13 +36,13 @@ struct NarrowCopy {
 };
 
 // Of rows of memory of `row_bytes` each, `bytes` in a tile's row.
-inline NarrowCopy narrow_copy(int64_t row_bytes, int bytes, int rows, int threads) {
-  NarrowCopy c;
+inline FewCopy few_copy(int64_t row_bytes, int bytes, int rows, int threads) {
+  FewCopy c;
   c.piece = 16;
   while (row_bytes % c.piece != 0) c.piece /= 2;
   c.pieces = bytes / c.piece;
   while ((1 << c.across_log2) < c.pieces && (1 << c.across_log2) < threads) ++c.across_log2;
-  const int batch = (threads >> c.across_log2) * kNarrowCopyBatch;
+  const int batch = (threads >> c.across_log2) * kFewCopyBatch;
   c.rows = rows;
   c.slots = (rows + batch - 1) / batch * batch;
   return c;

@@ -3,7 +3,7 @@
 
 namespace kgopt {
 
-Status run_conv3d(const ConvKernelParams& p, int64_t n, cudaStream_t stream) {
+Status run_conv3d(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
   return launch_conv<ConvEpilogue::kStore, false>(p, n, stream);
 }
 

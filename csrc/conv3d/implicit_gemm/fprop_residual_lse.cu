@@ -4,7 +4,7 @@
 
 namespace kgopt {
 
-Status run_conv3d_residual_lse(const ConvKernelParams& p, int64_t n, cudaStream_t stream) {
+Status run_conv3d_residual_lse(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
   return launch_conv<ConvEpilogue::kResidualLse, false>(p, n, stream);
 }
 

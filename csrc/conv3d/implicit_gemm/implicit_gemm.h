@@ -8,22 +8,22 @@
 namespace kgopt {
 
 // Weights (and bias) into the order in which the implicit GEMM reads them. Must run before any run_conv*.
-Status run_conv_pack(const ConvPackParams& p, cudaStream_t stream);
+Status run_conv_pack(const ImplicitGemmPackParams& p, cudaStream_t stream);
 
 // y = act(conv(x) + bias)
-Status run_conv3d(const ConvKernelParams& p, int64_t n, cudaStream_t stream);
-Status run_conv_transpose3d(const ConvKernelParams& p, int64_t n, cudaStream_t stream);
+Status run_conv3d(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
+Status run_conv_transpose3d(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
 
 // y = act(conv_transpose(x) + bias), and per-channel statistics of y in p.partials.
-Status run_conv_transpose3d_stats(const ConvKernelParams& p, int64_t n, cudaStream_t stream);
+Status run_conv_transpose3d_stats(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
 
 // Per-channel statistics of conv(x) + bias in p.partials; nothing else is stored.
-Status run_conv3d_stats(const ConvKernelParams& p, int64_t n, cudaStream_t stream);
+Status run_conv3d_stats(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
 
 // logsumexp over channels of c + hardswish(tanh(GroupNorm(c))), c = conv(x) + bias.
-Status run_conv3d_residual_lse(const ConvKernelParams& p, int64_t n, cudaStream_t stream);
+Status run_conv3d_residual_lse(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
 
-// Any shape, without tensor cores: fp64, and whatever plan_conv refuses.
+// Any shape, without tensor cores: fp64, and whatever plan_implicit_gemm refuses.
 Status run_conv_direct(const ConvDirectParams& p, cudaStream_t stream);
 
 }  // namespace kgopt

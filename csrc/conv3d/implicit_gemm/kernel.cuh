@@ -1,4 +1,4 @@
-// Implicit GEMM on mma.sync for narrow-channel convolutions, sm_80 and later.
+// Implicit GEMM on mma.sync for convolutions of few channels, sm_80 and later.
 //
 // Rows of the GEMM are output positions of a box-shaped tile, columns output channels, K the input channels and taps.
 // The tile's input halo lies in shared memory as one plane per channel word, exactly as the input lies: element A[m][k]
@@ -89,7 +89,7 @@ static __device__ __noinline__ float chain_value_call(ActChain chain, float x) {
 // one address serves them all.
 template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue, bool kTransposed, bool kWide>
 __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
-    conv_fprop_kernel(const __grid_constant__ ConvKernelParams p) {
+    conv_fprop_kernel(const __grid_constant__ ImplicitGemmParams p) {
   using Traits = ConvMathTraits<kMath>;
   using Element = typename Traits::Element;
   constexpr int kSplit = Traits::kSplit;
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
   constexpr bool kAccurateTanh = kMath == ConvMath::kTf32x3;
 
   extern __shared__ uint32_t smem[];
-  const ConvPlan& plan = p.plan;
-  const ConvSmemLayout layout = conv_smem_layout(plan);
+  const ImplicitGemmPlan& plan = p.plan;
+  const ImplicitGemmSmemLayout layout = implicit_gemm_smem_layout(plan);
   int2* const offsets = reinterpret_cast<int2*>(smem + layout.offsets);
   int2* const halo_map = reinterpret_cast<int2*>(smem + layout.halo_map);
   uint32_t* const weights = smem + layout.weights;

@@ -8,8 +8,8 @@
 namespace kgopt {
 
 template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue, bool kTransposed, bool kWide>
-Status launch_conv_instance(const ConvKernelParams& p, int64_t n, cudaStream_t stream) {
-  const ConvPlan& plan = p.plan;
+Status launch_conv_instance(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
+  const ImplicitGemmPlan& plan = p.plan;
   constexpr auto kernel = conv_fprop_kernel<kMath, kMB, kNB, kEpilogue, kTransposed, kWide>;
   const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles,
                   plan.classes[0] * plan.classes[1] * plan.classes[2] * p.groups);
@@ -17,15 +17,15 @@ Status launch_conv_instance(const ConvKernelParams& p, int64_t n, cudaStream_t s
 }
 
 template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue, bool kTransposed>
-Status launch_conv_kernel(const ConvKernelParams& p, int64_t n, cudaStream_t stream) {
-  if (conv_rows_are_wide(p.plan)) {
+Status launch_conv_kernel(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
+  if (implicit_gemm_rows_are_wide(p.plan)) {
     return launch_conv_instance<kMath, kMB, kNB, kEpilogue, kTransposed, true>(p, n, stream);
   }
   return launch_conv_instance<kMath, kMB, kNB, kEpilogue, kTransposed, false>(p, n, stream);
 }
 
 template <ConvMath kMath, ConvEpilogue kEpilogue, bool kTransposed>
-Status launch_conv_columns(const ConvKernelParams& p, int64_t n, cudaStream_t stream) {
+Status launch_conv_columns(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
   switch (p.plan.nb) {
     case 1: return launch_conv_kernel<kMath, 2, 1, kEpilogue, kTransposed>(p, n, stream);
     case 3: return launch_conv_kernel<kMath, 2, 3, kEpilogue, kTransposed>(p, n, stream);
@@ -40,7 +40,7 @@ Status launch_conv_columns(const ConvKernelParams& p, int64_t n, cudaStream_t st
 }
 
 template <ConvEpilogue kEpilogue, bool kTransposed>
-Status launch_conv(const ConvKernelParams& p, int64_t n, cudaStream_t stream) {
+Status launch_conv(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
   if (n * p.plan.slices == 0) return Status::Ok();
   int64_t span = 0;
   for (int i = 0; i < 3; ++i) span += (p.plan.halo[i] - 1) * (p.x_stride[i] < 0 ? -p.x_stride[i] : p.x_stride[i]);

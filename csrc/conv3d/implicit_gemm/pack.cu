@@ -22,8 +22,8 @@ __device__ float load_as_float(const void* p, int64_t i, Dtype dtype) {
 
 __device__ uint32_t half_bits(const void* p, int64_t i) { return static_cast<const unsigned short*>(p)[i]; }
 
-__global__ void __launch_bounds__(256) conv_pack_kernel(const __grid_constant__ ConvPackParams p) {
-  const ConvPlan& plan = p.plan;
+__global__ void __launch_bounds__(256) conv_pack_kernel(const __grid_constant__ ImplicitGemmPackParams p) {
+  const ImplicitGemmPlan& plan = p.plan;
   const int split = plan.math == ConvMath::kTf32x3 ? 2 : 1;
   const int per_word = plan.math == ConvMath::kBf16 || plan.math == ConvMath::kFp16 ? 2 : 1;
   const int cls = blockIdx.y;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(256) conv_pack_kernel(const __grid_constant__ 
 
 }  // namespace
 
-Status run_conv_pack(const ConvPackParams& p, cudaStream_t stream) {
+Status run_conv_pack(const ImplicitGemmPackParams& p, cudaStream_t stream) {
   const int classes = p.plan.classes[0] * p.plan.classes[1] * p.plan.classes[2];
   const int64_t blocks = (p.plan.packed_class_words + 255) / 256;
   const dim3 grid(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < 4096 ? blocks : 4096)), classes);

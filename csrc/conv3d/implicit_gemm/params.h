@@ -6,62 +6,9 @@
 #include <cstdint>
 
 #include "common/activation.h"
-#include "common/dtype.h"
-#include "common/status.h"
+#include "conv3d/problem.h"
 
 namespace kgopt {
-
-enum class ConvMath : int {
-  kTf32,    // fp32 in, TF32 tensor cores, fp32 accumulation
-  kTf32x3,  // fp32 in, each operand split in two TF32 terms: fp32 accuracy
-  kBf16,
-  kFp16,
-  kFp16x3  // fp32 in, scaled by powers of two, each operand split in two fp16 terms: fp32 accuracy at half the cost
-};
-
-enum class ConvEpilogue : int {
-  kStore,       // y = act(conv + bias)
-  kStoreStats,  // the same, and per-channel statistics of what is stored
-  kStats,       // per-channel statistics of conv + bias, nothing stored
-  kResidualLse  // logsumexp over channels of c + hardswish(tanh(GroupNorm(c))), c = conv + bias
-};
-
-// What the caller asks for.
-struct ConvProblem {
-  int64_t n = 0;
-  int64_t c_in = 0, c_out = 0;
-  int64_t groups = 1;
-  int64_t in[3] = {1, 1, 1};
-  int64_t out[3] = {1, 1, 1};
-  int64_t kernel[3] = {1, 1, 1};
-  int64_t stride[3] = {1, 1, 1};
-  int64_t padding[3] = {0, 0, 0};
-  int64_t dilation[3] = {1, 1, 1};
-  bool transposed = false;
-  Dtype dtype = Dtype::kFloat32;
-  bool allow_tf32 = true;
-  ConvEpilogue epilogue = ConvEpilogue::kStore;
-  bool channels_innermost = false;  // x has whole 16-byte pieces of channels, rows of the height dense; so has y
-  bool planar = false;              // y is contiguous
-  int64_t norm_groups = 0;          // of the GroupNorm behind it, where that is to be part of it; else 0
-
-  // Whether a tensor has no elements: what plans divide by may be 0 then, so that each of them refuses first.
-  bool is_empty() const {
-    bool empty = n < 1 || groups < 1 || c_in < groups || c_out < groups;
-    for (int i = 0; i < 3; ++i) empty = empty || in[i] < 1 || out[i] < 1 || kernel[i] < 1;
-    return empty;
-  }
-};
-inline constexpr char kEmptyProblem[] = "a tensor has no elements";
-
-// What the plan may use of the device.
-struct DeviceLimits {
-  int sm_count = 132;
-  int smem_per_block = 227 * 1024;  // opt-in limit
-  int smem_per_sm = 228 * 1024;
-  bool has_wgmma = true;    // compute capability 9.0, and code built for sm_90a
-  int cluster_blocks = 16;  // that a cluster may have, with all of their shared memory
-};
 
 inline constexpr int kConvThreads = 128;
 inline constexpr int kConvWarps = kConvThreads / 32;
@@ -78,7 +25,7 @@ struct ConvDimClass {
 };
 
 // The launch plan: plain numbers, computed on the host, inspectable without a GPU.
-struct ConvPlan {
+struct ImplicitGemmPlan {
   const char* refusal = nullptr;  // why this kernel family cannot run it; null when it can
   ConvMath math = ConvMath::kTf32;
   int mb = 2;                  // 16-row blocks of positions per warp
@@ -107,7 +54,7 @@ struct ConvPlan {
 };
 
 // Arguments of the kernels. Passed by value as a __grid_constant__.
-struct ConvKernelParams {
+struct ImplicitGemmParams {
   const void* x;
   int64_t x_stride_n, x_stride_c, x_stride[3];
   int x_pair_load;                // half types: two neighbouring channels can be read as one aligned word
@@ -122,11 +69,11 @@ struct ConvKernelParams {
   int c_out_total;
   int groups;
   int in[3], out[3];
-  ConvPlan plan;
+  ImplicitGemmPlan plan;
 };
 
 // Arguments of the weight packing.
-struct ConvPackParams {
+struct ImplicitGemmPackParams {
   const void* weight;
   int64_t stride_out, stride_in, stride_k[3];  // along output channels, input channels (both within a group), taps
   int64_t stride_group;                        // from one conv group's weights to the next
@@ -135,7 +82,7 @@ struct ConvPackParams {
   float* packed_bias;
   int c_in, c_out, groups;
   Dtype dtype;
-  ConvPlan plan;
+  ImplicitGemmPlan plan;
 };
 
 // Arguments of the direct kernel: any shape, one output element a thread, fp32 or fp64 FMA.

@@ -11,7 +11,7 @@
 namespace kgopt {
 
 // Shared memory, in 32-bit words, in the order in which the kernel lays it out.
-struct ConvSmemLayout {
+struct ImplicitGemmSmemLayout {
   int offsets;   // K offset table, an int2 per (k step, lane % 4)
   int halo_map;  // coordinates and offset of each halo position, an int2
   int weights;   // two stages when they change from step to step
@@ -20,17 +20,10 @@ struct ConvSmemLayout {
   int total;
 };
 
-constexpr int conv_split_factor(ConvMath math) {
-  return math == ConvMath::kTf32x3 || math == ConvMath::kFp16x3 ? 2 : 1;
-}
-constexpr int conv_channels_per_word(ConvMath math) {
-  return math == ConvMath::kBf16 || math == ConvMath::kFp16 || math == ConvMath::kFp16x3 ? 2 : 1;
-}
-
-KGOPT_HD ConvSmemLayout conv_smem_layout(const ConvPlan& p) {
+KGOPT_HD ImplicitGemmSmemLayout implicit_gemm_smem_layout(const ImplicitGemmPlan& p) {
   const int split = p.math == ConvMath::kTf32x3 ? 2 : 1;
   auto align = [](int words) { return (words + 31) / 32 * 32; };
-  ConvSmemLayout s{};
+  ImplicitGemmSmemLayout s{};
   s.offsets = 0;
   s.halo_map = s.offsets + align(p.k_steps_max * 8);
   s.weights = s.halo_map + align(p.halo[0] * p.halo[1] * p.pitch * 2);
@@ -76,12 +69,12 @@ inline ConvDimClass regular_dim_class(int kernel, int padding, int dilation, int
 
 }  // namespace plan_detail
 
-inline int conv_class_taps(const ConvPlan& p, int cd, int ch, int cw) {
+inline int conv_class_taps(const ImplicitGemmPlan& p, int cd, int ch, int cw) {
   return p.dim[0][cd].taps * p.dim[1][ch].taps * p.dim[2][cw].taps;
 }
 
 // Fills everything that depends on the tile shape. False when it does not fit in shared memory.
-inline bool plan_tile(ConvPlan* p, const DeviceLimits& limits, int log_d, int log_h, int log_w) {
+inline bool plan_tile(ImplicitGemmPlan* p, const DeviceLimits& limits, int log_d, int log_h, int log_w) {
   p->tile_log2[0] = log_d;
   p->tile_log2[1] = log_h;
   p->tile_log2[2] = log_w;
@@ -106,23 +99,23 @@ inline bool plan_tile(ConvPlan* p, const DeviceLimits& limits, int log_d, int lo
   p->plane = p->halo[0] * p->halo[1] * p->pitch;
   while (p->plane % 32 != 8) ++p->plane;
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
-  p->smem_bytes = conv_smem_layout(*p).total * 4;
+  p->smem_bytes = implicit_gemm_smem_layout(*p).total * 4;
   return p->smem_bytes <= limits.smem_per_block;
 }
 
 // Rows of 32 neighbouring positions: the kernels then need one address for all rows of a thread.
-inline bool conv_rows_are_wide(const ConvPlan& p) { return p.tile_log2[2] >= 5 && p.in_step[2] == 1; }
+inline bool implicit_gemm_rows_are_wide(const ImplicitGemmPlan& p) { return p.tile_log2[2] >= 5 && p.in_step[2] == 1; }
 
 // Estimated cycles of one quarter of a multiprocessor for all tiles: the slowest of tensor cores, shared memory and
 // instruction issue, and the halo. An m16n8k8 issues about every 6 cycles; a halo position costs about 25 instructions
 // and each of its words 12 (load, round, store); counts read off the machine code.
-inline double plan_cost(const ConvPlan& p) {
+inline double plan_cost(const ImplicitGemmPlan& p) {
   const double split = p.math == ConvMath::kTf32x3 ? 3.0 : 1.0;
   const double mma = p.mb * p.nb * 6.0 * split;
   const double a_loads = 4.0 * p.mb * (split > 1 ? 2 : 1), b_loads = p.nb * (split > 1 ? 2 : 1);
   const double lds = kConvWarps * (a_loads + 2 + 2 * b_loads);
   const double issue =
-      a_loads * (conv_rows_are_wide(p) ? 1 : 2) + b_loads + p.mb * p.nb * split * (split > 1 ? 2.5 : 1) + 6;
+      a_loads * (implicit_gemm_rows_are_wide(p) ? 1 : 2) + b_loads + p.mb * p.nb * split * (split > 1 ? 2.5 : 1) + 6;
   const double halo = double(p.halo[0]) * p.halo[1] * p.pitch * (25 + 12.0 * p.words) * p.chunks / kConvThreads;
   return double(p.tiles_per_sample) *
          (double(p.k_steps_max) * p.chunks * std::max(mma, std::max(lds, issue)) + halo + 300.0);
@@ -145,7 +138,7 @@ inline int64_t tiles_per_block(int64_t tiles, int64_t blocks_per_slice, int64_t 
   return best;
 }
 
-inline void plan_slices(ConvPlan* p, const ConvProblem& problem, const DeviceLimits& limits) {
+inline void plan_slices(ImplicitGemmPlan* p, const ConvProblem& problem, const DeviceLimits& limits) {
   const int per_sm =
       std::max(1, std::min(conv_blocks_per_sm(p->math, p->nb), limits.smem_per_sm / (p->smem_bytes + 1024)));
   const int64_t blocks_per_slice =
@@ -155,17 +148,8 @@ inline void plan_slices(ConvPlan* p, const ConvProblem& problem, const DeviceLim
   p->slices = (p->tiles_per_sample + p->tiles_per_slice - 1) / p->tiles_per_slice;
 }
 
-// fp64 has none.
-inline ConvMath conv_math(const ConvProblem& problem) {
-  switch (problem.dtype) {
-    case Dtype::kBFloat16: return ConvMath::kBf16;
-    case Dtype::kFloat16: return ConvMath::kFp16;
-    default: return problem.allow_tf32 ? ConvMath::kTf32 : ConvMath::kTf32x3;
-  }
-}
-
-inline ConvPlan plan_conv(const ConvProblem& problem, const DeviceLimits& limits) {
-  ConvPlan p;
+inline ImplicitGemmPlan plan_implicit_gemm(const ConvProblem& problem, const DeviceLimits& limits) {
+  ImplicitGemmPlan p;
   auto refuse = [&](const char* why) {
     p.refusal = why;
     return p;

@@ -1,6 +1,7 @@
 // Convolutions of act(group_norm(x)) on CUDA: by kernels that normalize what they load, so that x is read once and its
 // norm never stored, or in two steps.
 #include "conv3d/api/call.h"
+#include "conv3d/choice/norm_conv.h"
 #include "groupnorm/api/group_norm_api.h"
 #include "pointwise/pointwise_api.h"
 #include "pointwise/pointwise_checks.h"
@@ -76,18 +77,17 @@ Tensor conv_few(const ConvArgs& a, const ConvShape& shape, NormConvFewParams p, 
                 const ActChain& act) {
   const MemoryFormat format = channels_last_format(a.rank + 2);
   const Tensor x = dense_in(a.x, format), table = norm.num_groups > 0 ? norm_table(a.op, x, norm) : Tensor();
-  const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
   Tensor y = allocate_output(a, shape);
-  const WeightStrides w = weight_strides(a, shape);
+  const CallOperands operands(a, shape);
   p.x = x.const_data_ptr();
   p.y = y.mutable_data_ptr();
   p.table = norm.num_groups > 0 ? table.const_data_ptr() : nullptr;
-  p.weight = a.weight.const_data_ptr();
-  p.w_stride_out = w.out;
-  p.w_stride_in = w.in;
-  p.w_stride_k[0] = w.k[1];
-  p.w_stride_k[1] = w.k[2];
-  p.bias = a.bias ? bias.const_data_ptr() : nullptr;
+  p.weight = operands.weight;
+  p.w_stride_out = operands.w_stride_out;
+  p.w_stride_in = operands.w_stride_in;
+  p.w_stride_k[0] = operands.w_stride_k[1];
+  p.w_stride_k[1] = operands.w_stride_k[2];
+  p.bias = operands.bias;
   p.act = act;
   Workspace workspace(x);
   const int64_t packed = workspace.reserve(norm_conv_few_packed_bytes(p));
@@ -97,48 +97,26 @@ Tensor conv_few(const ConvArgs& a, const ConvShape& shape, NormConvFewParams p, 
   return y;
 }
 
-RowsPlan choose_rows_prologue(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend) {
-  return plan_rows(problem, limits, true);
-}
-
-// Which kernel normalizes what it loads, if any.
-struct PrologueChoice {
-  const NormConvFewParams* few = nullptr;
-  const RowsPlan* rows = nullptr;
-  std::string reason;
-};
-
-// `few` is the caller's room for the parameters; `bare`: nothing but `act` follows the convolution.
-PrologueChoice choose_kernel(const ConvArgs& a, const ConvShape& shape, int64_t num_groups, bool has_moments, bool bare,
-                             const ActChain& gn_act, const ActChain& act, NormConvFewParams* few) {
-  if (shape.is_empty()) return {nullptr, nullptr, "a tensor is empty"};
-  if (a.backend == "aten") return {nullptr, nullptr, "backend is 'aten'"};
-  if (!bare) return {nullptr, nullptr, "a residual, a division or moments of the result"};
-  const bool rows_named = a.backend == "kgopt:rows";
-  const char* refusal = few_refusal(a, shape, few);
-  if (!refusal && !act.empty()) refusal = "an activation behind the convolution";
-  if (!refusal && reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % 16 != 0) refusal = "x is not aligned";
-  if (!refusal && !rows_named) {
-    return {few, nullptr,
-            has_moments ? "few output channels: x is normalized as it is read"
-                        : "few output channels: without moments of x behind the norm"};
+// `few` is the caller's room for the parameters of the kernel for few output channels; `is_bare`: nothing but `act`
+// follows the convolution.
+NormConvChoice choose_kernel(const ConvArgs& a, const ConvShape& shape, int64_t num_groups, bool has_moments,
+                             bool is_bare, const ActChain& gn_act, const ActChain& act, NormConvFewParams* few) {
+  NormConvRequest request;
+  request.is_empty = shape.is_empty();
+  request.has_norm = num_groups > 0;
+  request.has_moments = has_moments;
+  request.is_bare = is_bare;
+  request.norm_act = chain_kind(gn_act);
+  request.act = chain_kind(act);
+  const ConvBackend backend = parse_backend(a.op, a.backend);
+  // Two ops whatever the shape: what it takes longer to ask for is not asked for.
+  if (request.is_empty || backend == ConvBackend::kAten || !is_bare) return choose_norm_conv({}, {}, backend, request);
+  request.few_refusal = few_refusal(a, shape, few);
+  if (!request.few_refusal && !act.empty()) request.few_refusal = "an activation behind the convolution";
+  if (!request.few_refusal && reinterpret_cast<uintptr_t>(a.x.const_data_ptr()) % 16 != 0) {
+    request.few_refusal = "x is not aligned";
   }
-  std::string why = std::string("few output channels: ") + (refusal ? refusal : "backend names another kernel");
-  auto by_rows = [&](const char* reason) { return PrologueChoice{nullptr, nullptr, why + "; by rows: " + reason}; };
-  if (num_groups == 0) return by_rows("no norm");
-  if (chain_kind(act) == Chain::kAny || chain_kind(gn_act) == Chain::kAny) {
-    return by_rows("an activation that is neither relu nor silu");
-  }
-  // Where x must be read for its moments first, the group norm that reads it once is as fast.
-  if (!has_moments && !rows_named) return by_rows("no moments of x");
-  if (choose(a, shape, ConvEpilogue::kStore).path != ConvPath::kRows) return by_rows("the convolution is another one");
-  const ConvProblem problem = problem_of(a, shape, ConvEpilogue::kStore);
-  const RowsPlan& plan = choose_cached(problem, limits_of(a), ConvBackend::kAuto, &choose_rows_prologue);
-  if (plan.refusal) return by_rows(plan.refusal);
-  if (!rows_named && !rows_norm_pays(problem, plan, chain_kind(gn_act))) {
-    return by_rows("a pass of its own for the norm is predicted to be faster");
-  }
-  return {nullptr, &plan, "by rows: each stage is normalized in shared memory"};
+  return choose_norm_conv(problem_of(a, shape, ConvEpilogue::kStore), limits_of(a), backend, request);
 }
 
 Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
@@ -169,25 +147,26 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
     const DeviceGuard guard(x.get_device_index());
     NormConvFewParams few;
     const bool bare = !residual && divisor == 1 && !of_result;
-    const PrologueChoice choice =
+    const NormConvChoice choice =
         choose_kernel(conv, shape, num_groups, moments.has_value(), bare, of_norm, of_sum, &few);
     const Prologue norm{moments, num_groups, gn_weight, gn_bias, eps};
+    const bool by_few = choice.path == NormConvChoice::kFewChannels;
     // A read for the moments takes longer than what the norm that reads x once writes, and this kernel on that.
-    if (choice.few && num_groups > 0 && !moments) {
+    if (by_few && num_groups > 0 && !moments) {
       const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
       ConvArgs of_z{op,     z,          weight,    bias,    stride,      padding, dilation, output_padding,
                     groups, transposed, conv.rank, backend, std::nullopt};
       const OptTensor none;
       return conv_few(of_z, shape, few, {none, 0, none, none, eps}, ActChain());
     }
-    if (choice.few) return conv_few(conv, shape, few, norm, of_norm);
-    if (choice.rows) {
+    if (by_few) return conv_few(conv, shape, few, norm, of_norm);
+    if (choice.path == NormConvChoice::kPositionRows) {
       const Tensor table = norm_table(op, x, norm);
-      const RowsNorm rows{table.const_data_ptr(), static_cast<int>(shape.c_in), chain_kind(of_norm)};
+      const PositionRowsNorm rows{table.const_data_ptr(), static_cast<int>(shape.c_in), chain_kind(of_norm)};
       ConvTail tail;
       tail.act = of_sum;
       tail.left_rest = false;
-      return conv_rows(conv, shape, *choice.rows, tail, rows);
+      return conv_position_rows(conv, shape, *choice.plan, tail, rows);
     }
   }
   const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
@@ -239,10 +218,11 @@ std::string explain_group_norm_conv(Tensor x, Tensor weight, IntArray stride, In
                    static_cast<int>(x.dim()) - 2,
                    backend,
                    std::nullopt};
-  NormConvFewParams few;
-  const PrologueChoice choice = choose_kernel(a, shape, 1, moments, true, of_norm, of_sum, &few);
-  const bool in_one = choice.rows || (choice.few && moments);
-  return (in_one ? "one kernel: " : choice.few ? "two kernels: " : "two ops: ") + choice.reason;
+  NormConvFewParams parameters;
+  const NormConvChoice choice = choose_kernel(a, shape, 1, moments, true, of_norm, of_sum, &parameters);
+  const bool few = choice.path == NormConvChoice::kFewChannels;
+  const bool in_one = choice.path == NormConvChoice::kPositionRows || (few && moments);
+  return (in_one ? "one kernel: " : few ? "two kernels: " : "two ops: ") + choice.reason;
 }
 
 Tensor group_norm_conv1x1(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,

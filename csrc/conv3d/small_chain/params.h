@@ -39,15 +39,15 @@ struct ChainPlan {
   int stat_lanes_log2 = 0;  // threads that sum up a part of a channel
   int stat_parts = 1;       // of a channel
   int stat_parts_log2 = 0;
-  int team_lanes_log2 = 0;                       // that merge a channel's moments
-  int lanes_log2 = 0;                            // neighbouring threads that share a position's channels
-  HopperDivisor by_blocks, by_split[2];          // rank and sample of a block, part of a rank
-  HopperDivisor by_pieces, by_height, by_depth;  // loads: pieces, rows of a plane, planes of a channel
-  HopperDivisor by_padded_k, by_weight_rows;     // K entries of an output channel, output channels of a conv group
-  HopperDivisor by_kernel[3];
-  HopperDivisor by_out_width, by_batches;
-  HopperDivisor by_channels, by_group;  // all channels, and those of a group of the norm
-  double cycles = 0;                    // estimated, of the launch
+  int team_lanes_log2 = 0;                      // that merge a channel's moments
+  int lanes_log2 = 0;                           // neighbouring threads that share a position's channels
+  KnownDivisor by_blocks, by_split[2];          // rank and sample of a block, part of a rank
+  KnownDivisor by_pieces, by_height, by_depth;  // loads: pieces, rows of a plane, planes of a channel
+  KnownDivisor by_padded_k, by_weight_rows;     // K entries of an output channel, output channels of a conv group
+  KnownDivisor by_kernel[3];
+  KnownDivisor by_out_width, by_batches;
+  KnownDivisor by_channels, by_group;  // all channels, and those of a group of the norm
+  double cycles = 0;                   // estimated, of the launch
   int smem_bytes = 0;
 };
 

@@ -80,23 +80,23 @@ inline bool chain_split(ChainPlan* p, const ConvProblem& q, const DeviceLimits& 
   while ((1 << p->row_lanes_log2) < std::min(p->halo[2], 32)) ++p->row_lanes_log2;
   const int row_lanes = 1 << p->row_lanes_log2;
   p->pieces = (p->halo[2] + row_lanes - 1) / row_lanes;
-  p->by_pieces = hopper_divisor(p->pieces);
-  p->by_height = hopper_divisor(p->halo[1]);
-  p->by_depth = hopper_divisor(p->halo[0]);
+  p->by_pieces = known_divisor(p->pieces);
+  p->by_height = known_divisor(p->halo[1]);
+  p->by_depth = known_divisor(p->halo[0]);
   const int64_t pieces = q.c_in * p->halo[0] * p->halo[1] * p->pieces, at_once = int64_t(threads >> p->row_lanes_log2);
   const int64_t weights = q.groups * p->n_tiles * 8 * p->k_steps * 8;
   p->load_rounds =
       static_cast<int>(std::max((pieces + at_once * kChainLoads - 1) / (at_once * kChainLoads),
                                 (weights + int64_t(threads) * kChainWeights - 1) / (int64_t(threads) * kChainWeights)));
-  p->by_blocks = hopper_divisor(p->blocks);
-  for (int i = 0; i < 2; ++i) p->by_split[i] = hopper_divisor(p->split[i]);
-  p->by_weight_rows = hopper_divisor(p->n_tiles * 8);
-  p->by_batches = hopper_divisor((p->n_tiles + p->n_batch - 1) / p->n_batch);
-  p->by_channels = hopper_divisor(q.c_out);
-  p->by_group = hopper_divisor(q.c_out / q.norm_groups);
-  for (int i = 0; i < 3; ++i) p->by_kernel[i] = hopper_divisor(q.kernel[i]);
-  p->by_out_width = hopper_divisor(q.out[2]);
-  p->by_padded_k = hopper_divisor(p->k_steps * 8);
+  p->by_blocks = known_divisor(p->blocks);
+  for (int i = 0; i < 2; ++i) p->by_split[i] = known_divisor(p->split[i]);
+  p->by_weight_rows = known_divisor(p->n_tiles * 8);
+  p->by_batches = known_divisor((p->n_tiles + p->n_batch - 1) / p->n_batch);
+  p->by_channels = known_divisor(q.c_out);
+  p->by_group = known_divisor(q.c_out / q.norm_groups);
+  for (int i = 0; i < 3; ++i) p->by_kernel[i] = known_divisor(q.kernel[i]);
+  p->by_out_width = known_divisor(q.out[2]);
+  p->by_padded_k = known_divisor(p->k_steps * 8);
 
   const int channels = static_cast<int>(q.c_out);
   const int stat_lanes = log2_floor(std::max(1, threads / channels));

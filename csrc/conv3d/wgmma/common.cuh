@@ -12,20 +12,20 @@
 
 namespace kgopt {
 
-inline constexpr int kHopperThreads = (kHopperConsumers + 1) * 128;
+inline constexpr int kWgmmaThreads = (kWgmmaConsumers + 1) * 128;
 
 template <ConvMath kMath>
-struct HopperTypes {
+struct WgmmaTypes {
   using Element = float;
   static constexpr WgmmaType kWgmma = WgmmaType::kTf32;
 };
 template <>
-struct HopperTypes<ConvMath::kBf16> {
+struct WgmmaTypes<ConvMath::kBf16> {
   using Element = __nv_bfloat16;
   static constexpr WgmmaType kWgmma = WgmmaType::kBf16;
 };
 template <>
-struct HopperTypes<ConvMath::kFp16> {
+struct WgmmaTypes<ConvMath::kFp16> {
   using Element = __half;
   static constexpr WgmmaType kWgmma = WgmmaType::kFp16;
 };

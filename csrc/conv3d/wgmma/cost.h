@@ -18,12 +18,12 @@ inline constexpr CudnnRate kCudnnRates[] = {
     {32, 32, 128, 243}, {32, 64, 250, 472}, {64, 64, 230, 453}, {64, 128, 288, 644}, {128, 128, 301, 621},
 };
 inline constexpr double kCudnnFp32Rate = 24;  // TFLOP/s without TF32
-inline constexpr double kHopperCyclesPerMicrosecond = 1700;
-inline constexpr double kHopperStartMicroseconds = 12;  // packing, launches, and the first tile's loads
+inline constexpr double kCyclesPerMicrosecond = 1700;
+inline constexpr double kWgmmaStartMicroseconds = 12;  // packing, launches, and the first tile's loads
 
-inline double hopper_microseconds(const HopperPlan& p) {
+inline double tap_columns_microseconds(const TapColumnsPlan& p) {
   const double rounds = std::ceil(double(p.tiles) / p.blocks / p.teams);
-  return kHopperStartMicroseconds + rounds * hopper_round_cycles(p) / kHopperCyclesPerMicrosecond;
+  return kWgmmaStartMicroseconds + rounds * tap_columns_round_cycles(p) / kCyclesPerMicrosecond;
 }
 
 inline double cudnn_microseconds(const ConvProblem& q) {
@@ -41,10 +41,10 @@ inline double cudnn_microseconds(const ConvProblem& q) {
   return 3 + products / (rate * std::min(1.0, double(q.c_out) / nearest->c_out) * 1e6);
 }
 
-inline double rows_microseconds(const RowsPlan& p) {
+inline double position_rows_microseconds(const PositionRowsPlan& p) {
   const double rounds = std::ceil(double(p.tiles) / p.blocks);
   const double copy = p.parts == 2 ? 4 + 1.5 * p.copy_bytes / 3e6 : 0;
-  return kHopperStartMicroseconds + copy + rounds * rows_tile_cycles(p) / kHopperCyclesPerMicrosecond;
+  return kWgmmaStartMicroseconds + copy + rounds * position_rows_tile_cycles(p) / kCyclesPerMicrosecond;
 }
 
 }  // namespace kgopt

@@ -1,5 +1,5 @@
-// What the Hopper convolution does with its sums beside storing them: a residual of y's layout is added to them, and
-// the moments of what is stored are kept by channel.
+// What the convolution with taps as columns does with its sums beside storing them: a residual of y's layout is added
+// to them, and the moments of what is stored are kept by channel.
 //
 // The rows of a residual are read in the accumulators' order, 16 bytes a load. They are asked into L2 when the producer
 // comes to the tile, and into registers segment by segment while other segments' taps are added up, in the registers
@@ -24,7 +24,7 @@ __device__ __forceinline__ void bulk_prefetch_to_l2(const void* global, uint32_t
 // Of output positions [q0, q0 + rows) of a plane, numbered by the input's width; all channels. Only where the output is
 // as wide as the input, so that these are neighbours.
 template <typename Element>
-__device__ __forceinline__ void prefetch_residual(const HopperParams& p, int n, int od, int q0, int rows) {
+__device__ __forceinline__ void prefetch_residual(const TapColumnsParams& p, int n, int od, int q0, int rows) {
   if (od >= p.out[0] || p.out[2] != p.in[2] || p.y_stride[1] != p.y_stride[2] * p.out[2]) return;
   const int first = max(q0, 0), end = min(q0 + rows, p.out[1] * p.out[2]);
   if (first >= end) return;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void prefetch_residual(const HopperParams& p, int n, 
 
 // A thread's part of the residual: 8 channels in each 32 of each of its rows.
 template <typename Element, int kRows, int kTile>
-struct HopperResidual {
+struct TapColumnsResidual {
   static constexpr int kPieces = sizeof(Element) == 4 ? 2 : 1;  // of 16 bytes
   static constexpr int kNextPiece = 16;                         // channels from one to the other
   uint4 piece[kRows][kTile / 32 * kPieces];
@@ -67,13 +67,13 @@ struct HopperResidual {
 // which it merges what it has when it comes to another sample or to other channels, so there are no atomics, and the
 // order is that of the tiles.
 template <int kTile>
-struct HopperMoments {
+struct TapColumnsMoments {
   Moments<float> own[kTile / 32];
 
   // c: the lane's channel of each block's first 32.
-  __device__ __forceinline__ void flush(const HopperParams& p, int n, int c) {
+  __device__ __forceinline__ void flush(const TapColumnsParams& p, int n, int c) {
     const int64_t slice =
-        int64_t(n) * hopper_moment_slices(p.plan) + blockIdx.x * (kHopperConsumers * 4) + threadIdx.x / 32;
+        int64_t(n) * tap_columns_moment_slices(p.plan) + blockIdx.x * (kWgmmaConsumers * 4) + threadIdx.x / 32;
 #pragma unroll
     for (int block = 0; block < kTile / 32; ++block) {
       if (c + block * 32 < p.c_out && own[block].count > 0.f) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,8 @@ CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
 CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
 
 _lse_backward = in_backward(LSE_BACKWARD)
+# Pairs of input and output channels up to which a forward may leave its convolution's output out (csrc/conv3d/choice).
+_FEW_CHANNELS = json.loads(OPS.build_info()).get("few_channels", ())
 _FEW_PRODUCTS = 96  # of an output value in fp32 that take about as long as a pass over the output, on an H200
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -83,13 +86,12 @@ def _setup(transposed: bool = False, saves_result: bool = False) -> Callable[...
 
 
 def _leaves_out_output(ctx: Any, x: Tensor, weight: Tensor) -> bool:
-    """Whether the forward may have left out what its convolution gives.
-
-    A copy of the rule in csrc/conv3d/choice, and the only one in Python: what the extension can say belongs there.
-    """
+    """Whether the forward may have left out what its convolution gives."""
     if not x.is_cuda or ctx.groups != 1 or ctx.transposed or ctx.backend == "aten":
         return False
-    return ctx.backend != "auto" or x.shape[1] <= 16 or (x.shape[1] <= 32 and weight.shape[0] <= 64)
+    return ctx.backend != "auto" or any(
+        x.shape[1] <= c_in and weight.shape[0] <= c_out for c_in, c_out in _FEW_CHANNELS
+    )
 
 
 def _inputs(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,10 +104,10 @@ struct AutocorrelationParams {
   bool vectors;  // rows are multiples of 16 bytes
   const void* weight;
   int64_t w_stride_out, w_stride_in, w_stride_k[3], w_stride_group;
-  const void* bias;   // [c_out] of the weight's dtype, or null
-  float* sums;        // [n, slices, slice_floats], where slices are merged by a kernel of their own
-  NarrowStats stats;  // what becomes of them; nothing but finish and sample_mean counts
-  int* inexact;       // [n]: whether the sample is to be done again by the convolution
+  const void* bias;        // [c_out] of the weight's dtype, or null
+  float* sums;             // [n, slices, slice_floats], where slices are merged by a kernel of their own
+  FewChannelsStats stats;  // what becomes of them; nothing but finish and sample_mean counts
+  int* inexact;            // [n]: whether the sample is to be done again by the convolution
   int c_in, c_out;
   int groups;
   int in[3], out[3];

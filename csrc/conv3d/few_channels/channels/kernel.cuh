@@ -67,27 +67,27 @@ struct ChannelSums {
 #endif
 
 template <int kPositions>
-__global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
-    conv_narrow_channels_kernel(const __grid_constant__ NarrowParams p) {
+__global__ void __launch_bounds__(128 * (1 + kChannelsConsumers), 1)
+    conv_channels_kernel(const __grid_constant__ FewChannelsParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr WgmmaType kType = WgmmaType::kFp16;
-  constexpr int kSteps = kNarrowChannelSteps;
+  constexpr int kSteps = kChannelsSteps;
   constexpr int kChannels = 64;
   constexpr int kProducers = 1;
-  constexpr int kConsumers = kNarrowChannelConsumers;
+  constexpr int kConsumers = kChannelsConsumers;
   constexpr int kLoaders = 128 * kProducers;  // threads
   constexpr int kThreads = kLoaders + 128 * kConsumers;
 
   extern __shared__ __align__(128) uint32_t smem[];
-  const NarrowPlan& plan = p.plan;
-  const NarrowSmemLayout layout = narrow_smem_layout(plan);
+  const FewChannelsPlan& plan = p.plan;
+  const FewChannelsSmemLayout layout = few_channels_smem_layout(plan);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
   uint64_t* const empty = full + 4;
   int2* const weight_table = reinterpret_cast<int2*>(smem + layout.weights);
   int2* const job_table = reinterpret_cast<int2*>(smem + layout.strips);
   float* const scratch = reinterpret_cast<float*>(smem + layout.scratch);
   uint32_t* const halo = smem + layout.halo;
-  const int stage_words = narrow_stage_words(plan);
+  const int stage_words = few_channels_stage_words(plan);
 
   const int tid = threadIdx.x;
   const int64_t n = blockIdx.x / plan.slices;
@@ -104,17 +104,17 @@ __global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
     const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w;
     job_table[i] = make_int2(base, d << 24 | h << 14 | w);
   }
-  narrow_prepare_stages(plan, layout, smem, kThreads, kLoaders, kConsumers * 4);
+  few_channels_prepare_stages(plan, layout, smem, kThreads, kLoaders, kConsumers * 4);
   wgmma_fence_shared();  // the zeros
   __syncthreads();
 
   int tile_count;
-  TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
+  TileCursor cursor = few_channels_tiles(plan, slice, &tile_count);
   const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
 
   if (tid < kLoaders) {
     share_registers<kProducers, kConsumers, false>();
-    narrow_load_tiles<ConvMath::kFp16x3, true, kProducers, true>(p, layout, smem, n, group, cursor, tile_count);
+    few_channels_load_tiles<ConvMath::kFp16x3, true, kProducers, true>(p, layout, smem, n, group, cursor, tile_count);
   } else {
     share_registers<kProducers, kConsumers, true>();
     const int lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
         row.d = cursor.d * plan.tile[0] + (entry.y >> 24);
         row.h = cursor.h * plan.tile[1] + ((entry.y >> 14) & 1023);
         row.w = cursor.w * plan.tile[2] + (entry.y & 16383);
-        row.unscaled = *reinterpret_cast<const float*>(smem + layout.barriers + kNarrowScales + stage);
+        row.unscaled = *reinterpret_cast<const float*>(smem + layout.barriers + kFewChannelsScales + stage);
         address = __shfl_sync(0xffffffffu, halo_address + stage * (stage_words / 4) + entry.x, 0);
         if (row.d < p.out[0] && row.h < p.out[1] && row.w < p.out[2]) return true;
       }
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
     auto multiply = [&](float (&acc)[kPositions / 2]) {
       wgmma_fence();
       // The small products come first.
-      const uint32_t low = address + narrow_planes(plan) * (plan.plane / 4);
+      const uint32_t low = address + few_channels_planes(plan) * (plan.plane / 4);
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         wgmma<kType, kPositions, 128>(acc, weights.low_words[i], address + plan.chunk_pairs[i], i > 0);

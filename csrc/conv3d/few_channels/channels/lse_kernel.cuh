@@ -167,19 +167,19 @@ struct ChannelLse {
 #endif
 
 template <int kPositions>
-__global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
-    conv_narrow_lse_kernel(const __grid_constant__ NarrowParams p) {
+__global__ void __launch_bounds__(128 * (1 + kChannelsConsumers), 1)
+    conv_channels_lse_kernel(const __grid_constant__ FewChannelsParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr WgmmaType kType = WgmmaType::kFp16;
-  constexpr int kSteps = kNarrowChannelSteps;
+  constexpr int kSteps = kChannelsSteps;
   constexpr int kProducers = 1;
-  constexpr int kConsumers = kNarrowChannelConsumers;
+  constexpr int kConsumers = kChannelsConsumers;
   constexpr int kLoaders = 128 * kProducers;  // threads
   constexpr int kThreads = kLoaders + 128 * kConsumers;
 
   extern __shared__ __align__(128) uint32_t smem[];
-  const NarrowPlan& plan = p.plan;
-  const NarrowSmemLayout layout = narrow_smem_layout(plan);
+  const FewChannelsPlan& plan = p.plan;
+  const FewChannelsSmemLayout layout = few_channels_smem_layout(plan);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
   uint64_t* const empty = full + 4;
   int2* const weight_table = reinterpret_cast<int2*>(smem + layout.weights);
@@ -197,16 +197,16 @@ __global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
     const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w;
     strip_table[i] = make_int4(base, (d * p.out[1] + h) * p.out[2] + w, d << 16 | h, w);
   }
-  narrow_prepare_stages(plan, layout, smem, kThreads, kLoaders, kConsumers * 4);
+  few_channels_prepare_stages(plan, layout, smem, kThreads, kLoaders, kConsumers * 4);
   wgmma_fence_shared();  // the zeros
   __syncthreads();
 
   int tile_count;
-  const TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
+  const TileCursor cursor = few_channels_tiles(plan, slice, &tile_count);
 
   if (tid < kLoaders) {
     share_registers<kProducers, kConsumers, false>();
-    narrow_load_tiles<ConvMath::kFp16x3, true, kProducers, true>(p, layout, smem, n, 0, cursor, tile_count);
+    few_channels_load_tiles<ConvMath::kFp16x3, true, kProducers, true>(p, layout, smem, n, 0, cursor, tile_count);
   } else {
     share_registers<kProducers, kConsumers, true>();
     const int lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
     int stage = 0, job = warpgroup, jobs;
     uint32_t parity = 0, tile = static_cast<uint32_t>(slice * plan.tiles_per_slice);
     const uint32_t halo_address = shared_address(halo) >> 4;
-    const int stage_chunks = narrow_stage_words(plan) / 4;
+    const int stage_chunks = few_channels_stage_words(plan) / 4;
     // What is left of the output from the tile's first position on, and where that lies.
     int room[3];
     uint32_t tile_offset;
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
         if (strip.width <= 0) continue;
         strip.offset = tile_offset + entry.y;
         strip.address = __shfl_sync(0xffffffffu, halo_address + stage * stage_chunks + entry.x, 0);
-        strip.unscaled = *reinterpret_cast<const float*>(smem + layout.barriers + kNarrowScales + stage);
+        strip.unscaled = *reinterpret_cast<const float*>(smem + layout.barriers + kFewChannelsScales + stage);
         return true;
       }
     };
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(128 * (1 + kNarrowChannelConsumers), 1)
     float other[kPositions / 2];
     auto multiply = [&](uint32_t address) {
       wgmma_fence();
-      const uint32_t low = address + narrow_planes(plan) * (plan.plane / 4);
+      const uint32_t low = address + few_channels_planes(plan) * (plan.plane / 4);
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         wgmma<kType, kPositions, 128>(acc, weights.low_words[i], address + plan.chunk_pairs[i], i > 0);

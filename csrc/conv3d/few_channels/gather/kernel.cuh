@@ -39,15 +39,16 @@ __device__ __forceinline__ void unroll(F&& f) {
   call_each(f, std::make_integer_sequence<int, kCount>());
 }
 
-KGOPT_HD constexpr int narrow_threads(ConvMath math, int columns, int window, bool lse) {
-  return 128 * (narrow_producers(math, lse) + narrow_consumers(math, columns, window, lse));
+KGOPT_HD constexpr int few_channels_threads(ConvMath math, int columns, int window, bool lse) {
+  return 128 * (few_channels_producers(math, lse) + few_channels_consumers(math, columns, window, lse));
 }
 
 // kWindow kernel rows share each fragment of A: input row r adds to output rows r, r - 1, ... r - kWindow + 1, whose
 // accumulators take turns. Loads of A then cost a third, at the price of as many sets of accumulators.
 template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, bool kLargeBatch, ConvEpilogue kEpilogue>
-__global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpilogue == ConvEpilogue::kResidualLse), 1)
-    conv_narrow_kernel(const __grid_constant__ NarrowParams p) {
+__global__ void __launch_bounds__(few_channels_threads(kMath, kColumns, kWindow,
+                                                       kEpilogue == ConvEpilogue::kResidualLse),
+                                  1) conv_gather_kernel(const __grid_constant__ FewChannelsParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Traits = ConvMathTraits<kMath>;
   using Element = typename Traits::Element;
@@ -62,16 +63,16 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
                               : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
                                                          : WgmmaType::kTf32;
-  constexpr int kConsumers = narrow_consumers(kMath, kColumns, kWindow, kLse);
-  constexpr int kBatch = narrow_batch(kMath, kWindow, kLargeBatch);
-  constexpr int kProducers = narrow_producers(kMath, kLse);
+  constexpr int kConsumers = few_channels_consumers(kMath, kColumns, kWindow, kLse);
+  constexpr int kBatch = few_channels_batch(kMath, kWindow, kLargeBatch);
+  constexpr int kProducers = few_channels_producers(kMath, kLse);
   constexpr int kLoaders = 128 * kProducers;  // threads
-  constexpr int kNarrowThreads = kLoaders + 128 * kConsumers;
+  constexpr int kGatherThreads = kLoaders + 128 * kConsumers;
   constexpr int kWarps = kConsumers * 4;
 
   extern __shared__ __align__(128) uint32_t smem[];
-  const NarrowPlan& plan = p.plan;
-  const NarrowSmemLayout layout = narrow_smem_layout(plan);
+  const FewChannelsPlan& plan = p.plan;
+  const FewChannelsSmemLayout layout = few_channels_smem_layout(plan);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
   uint64_t* const empty = full + 4;
   uint32_t* const weights = smem + layout.weights;
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   float4* const column_table = reinterpret_cast<float4*>(smem + layout.columns);
   float* const scratch = reinterpret_cast<float*>(smem + layout.scratch);
   uint32_t* const halo = smem + layout.halo;
-  const int stage_words = narrow_stage_words(plan);
+  const int stage_words = few_channels_stage_words(plan);
   constexpr int kPositionWords = kChunked ? 4 : 1;
   auto word_offset = [&](int word) { return kChunked ? (word >> 2) * plan.plane + (word & 3) : word * plan.plane; };
 
@@ -98,8 +99,8 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
   // K entry -> byte offset in the halo. Padded entries point at the plane of zeros: a zero weight alone would turn an
   // infinite input into a NaN.
   const int k_padded = plan.k_steps * 8;
-  for (int i = tid; i < k_padded; i += kNarrowThreads) {
-    int offset = narrow_planes(plan) * plan.plane;
+  for (int i = tid; i < k_padded; i += kGatherThreads) {
+    int offset = few_channels_planes(plan) * plan.plane;
     if (i < plan.k_words) {
       const int word = plan.taps_fast ? i / taps : i % plan.words;
       const int tap = plan.taps_fast ? i % taps : i / plan.words;
@@ -117,35 +118,35 @@ __global__ void __launch_bounds__(narrow_threads(kMath, kColumns, kWindow, kEpil
       pair[(i >> 2) & 1] = offset * 4;
     }
   }
-  narrow_weight_table<kMath, kColumns, kWindow>(p, reinterpret_cast<int2*>(halo), tid, kNarrowThreads);
+  few_channels_weight_table<kMath, kColumns, kWindow>(p, reinterpret_cast<int2*>(halo), tid, kGatherThreads);
   __syncthreads();
-  narrow_load_weights<kMath, kColumns, kWindow>(p, reinterpret_cast<const int2*>(halo), group, c_begin, c_valid,
-                                                weights, tid, kNarrowThreads);
+  few_channels_load_weights<kMath, kColumns, kWindow>(p, reinterpret_cast<const int2*>(halo), group, c_begin, c_valid,
+                                                      weights, tid, kGatherThreads);
   __syncthreads();  // the halo's space is free again
-  for (int i = tid; i < plan.strips; i += kNarrowThreads) {
-    const int per_row = plan.tile[2] / kNarrowStrip;
-    const int w = i % per_row * kNarrowStrip;
+  for (int i = tid; i < plan.strips; i += kGatherThreads) {
+    const int per_row = plan.tile[2] / kFewChannelsStrip;
+    const int w = i % per_row * kFewChannelsStrip;
     const int h = i / per_row % plan.segments * plan.rows;
     const int d = i / (per_row * plan.segments);
     const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w * plan.step[2];
     strip_table[i] = make_int2(base * kPositionWords * 4, d << 24 | h << 14 | w);
   }
-  for (int c = tid; c < kColumns; c += kNarrowThreads) {
+  for (int c = tid; c < kColumns; c += kGatherThreads) {
     float bias = 0.f;
     if (p.bias && c < c_valid) bias = to_acc(static_cast<const Element*>(p.bias)[c_first + c]);
     column_table[c] = make_float4(bias, 0.f, 0.f, 0.f);
   }
-  narrow_prepare_stages(plan, layout, smem, kNarrowThreads, kLoaders, kWarps);
+  few_channels_prepare_stages(plan, layout, smem, kGatherThreads, kLoaders, kWarps);
   wgmma_fence_shared();  // the weights
   __syncthreads();
 
   int tile_count;
-  TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
+  TileCursor cursor = few_channels_tiles(plan, slice, &tile_count);
   const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
 
   if (tid < kLoaders) {
     share_registers<kProducers, kConsumers, false>();
-    narrow_load_tiles<kMath, kChunked, kProducers>(p, layout, smem, n, group, cursor, tile_count);
+    few_channels_load_tiles<kMath, kChunked, kProducers>(p, layout, smem, n, group, cursor, tile_count);
   } else {
     share_registers<kProducers, kConsumers, true>();
     if constexpr (kLse) {

@@ -1,10 +1,10 @@
-// A narrow convolution on Hopper whose output is stored.
+// A convolution of few channels whose output is stored.
 #include "conv3d/few_channels/gather/launch.cuh"
 
 namespace kgopt {
 
-Status run_conv_narrow_store(const NarrowParams& p, int64_t n, cudaStream_t stream) {
-  return launch_narrow<ConvEpilogue::kStore>(p, n, stream);
+Status run_conv_few_channels_store(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
+  return launch_gather<ConvEpilogue::kStore>(p, n, stream);
 }
 
 }  // namespace kgopt

@@ -44,15 +44,15 @@ struct PositionMath {
 // Of a tile, while it is loaded: fp32 values come scaled, or are measured where the scale does not fit. `most`: the
 // largest finite one, where measured; `largest`: of those that were stored.
 template <ConvMath kMath, int kLoaders, bool kScaled>
-__device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* to_stage,
+__device__ __forceinline__ void load_positions(const FewChannelsParams& p, uint32_t* to_stage,
                                                const typename ConvMathTraits<kMath>::Element* x_sample,
                                                const int (&first)[3], float scale, bool measures, float* most,
                                                __half2* largest) {
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr bool kFp32 = std::is_same_v<Element, float>;
-  const NarrowPlan& plan = p.plan;
+  const FewChannelsPlan& plan = p.plan;
   const int rows = plan.halo[0] * plan.halo[1], across = plan.vectors;
-  const bool vectors = p.load == NarrowLoad::kVectors;
+  const bool vectors = p.load == FewChannelsLoad::kVectors;
   const int row_step = kLoaders / across, place_step = kLoaders % across;
 #pragma unroll 1
   for (int type = 0; type < plan.types; ++type) {
@@ -144,12 +144,13 @@ __device__ __forceinline__ void load_positions(const NarrowParams& p, uint32_t* 
 
 // What the loading warpgroups do from start to end.
 template <ConvMath kMath, int kLoaders, bool kLse>
-__device__ __forceinline__ void position_tiles(const NarrowParams& p, const PositionSmemLayout& layout, uint32_t* smem,
-                                               int64_t n, int group, TileCursor cursor, int tile_count) {
+__device__ __forceinline__ void position_tiles(const FewChannelsParams& p, const PositionSmemLayout& layout,
+                                               uint32_t* smem, int64_t n, int group, TileCursor cursor,
+                                               int tile_count) {
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr bool kScaled = PositionMath<kMath, kLse>::kScaled;
   constexpr float kLowest = PositionMath<kMath, kLse>::kLowest;
-  const NarrowPlan& plan = p.plan;
+  const FewChannelsPlan& plan = p.plan;
   const int tiles_h = static_cast<int>(plan.tiles[1]), tiles_w = static_cast<int>(plan.tiles[2]);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
@@ -196,12 +197,12 @@ __device__ __forceinline__ void position_tiles(const NarrowParams& p, const Posi
 // unscale: of each column, what undoes the power of two by which its weights are multiplied. folds: becomes 0 where
 // that is not 1, of sums in fp16.
 template <ConvMath kMath, int kSteps, int kWarps, bool kLse>
-__device__ __forceinline__ void position_weights(const NarrowParams& p, uint32_t* weights, float* unscale, int group,
-                                                 int c_begin, int c_valid, int warp, int lane, int* folds) {
+__device__ __forceinline__ void position_weights(const FewChannelsParams& p, uint32_t* weights, float* unscale,
+                                                 int group, int c_begin, int c_valid, int warp, int lane, int* folds) {
   constexpr bool kFp32 = PositionMath<kMath, kLse>::kFp32, kHalfSums = PositionMath<kMath, kLse>::kHalfSums;
   constexpr int kRounds = kSteps / 2 + kSteps % 2;  // of 32 values
   using Stored = std::conditional_t<kFp32, float, unsigned short>;
-  const NarrowPlan& plan = p.plan;
+  const FewChannelsPlan& plan = p.plan;
   const int taps = plan.kernel[0] * plan.kernel[1] * plan.kernel[2];
   const Stored* const filters =
       static_cast<const Stored*>(p.weight) + group * p.w_stride_group + c_begin * p.w_stride_out;
@@ -630,7 +631,7 @@ struct PositionSums {
 
 template <ConvMath kMath, int kSteps, bool kLse>
 __global__ void __launch_bounds__(position_threads(kLse), 1)
-    conv_narrow_positions_kernel(const __grid_constant__ NarrowParams p) {
+    conv_positions_kernel(const __grid_constant__ FewChannelsParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename ConvMathTraits<kMath>::Element;
   using Math = PositionMath<kMath, kLse>;
@@ -650,7 +651,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
   constexpr bool kTurns = kLse && Math::kFp32;
 
   extern __shared__ __align__(128) uint32_t smem[];
-  const NarrowPlan& plan = p.plan;
+  const FewChannelsPlan& plan = p.plan;
   const PositionSmemLayout layout = position_smem_layout(plan);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
@@ -667,12 +668,12 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
   const int c_first = group * p.c_out + c_begin;  // the same among all output channels
 
   // Strip -> its place in the halo and its depth, row and column in the tile: 14, 2, 6 and 6 bits.
-  const int per_row = plan.tile[2] / kNarrowStrip;
+  const int per_row = plan.tile[2] / kFewChannelsStrip;
   constexpr uint32_t kNoStrip = 0xffffffff;
   for (int i = tid; i < plan.strips + kPositionNoStrips; i += kThreads) {
     const int w = i % per_row, h = i / per_row % plan.tile[1], d = i / (per_row * plan.tile[1]);
-    const int at =
-        (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w * kNarrowStrip * plan.step[2];
+    const int at = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead +
+                   w * kFewChannelsStrip * plan.step[2];
     strip_table[i] = i < plan.strips ? at << 16 | d << 12 | h << 6 | w : kNoStrip;
   }
   // Where a step of K's chunks lie, in bytes. Padding reads the first chunk again: what is not finite there spoils the
@@ -701,7 +702,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
   __syncthreads();
 
   int tile_count;
-  const TileCursor cursor = narrow_tiles(plan, slice, &tile_count);
+  const TileCursor cursor = few_channels_tiles(plan, slice, &tile_count);
 
   if (tid < kLoaders) {
     set_registers<kRegisters.x, false>();
@@ -845,10 +846,11 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
 #pragma unroll
       for (int half = 0; half < kStrips; ++half) {
         const uint32_t entry = entries[half];
-        const int d = entry >> 12 & 3, h = entry >> 6 & 63, w = (entry & 63) * kNarrowStrip;
+        const int d = entry >> 12 & 3, h = entry >> 6 & 63, w = (entry & 63) * kFewChannelsStrip;
         const bool inside = entry != kNoStrip && d < room[0] && h < room[1];
         strips[half] = {stage_address + (inside ? entry >> 16 << 4 : 0),
-                        tile_offset + (d * p.out[1] + h) * p.out[2] + w, inside ? min(kNarrowStrip, room[2] - w) : 0};
+                        tile_offset + (d * p.out[1] + h) * p.out[2] + w,
+                        inside ? min(kFewChannelsStrip, room[2] - w) : 0};
       }
     };
     uint32_t ahead[kStrips];  // of `job`, read a turn before they are needed
@@ -965,7 +967,7 @@ __global__ void __launch_bounds__(position_threads(kLse), 1)
 #pragma unroll
         for (int half = 0; half < kStrips; ++half) {
           const int width = strips[half].width;
-          if (width < kNarrowStrip) {
+          if (width < kFewChannelsStrip) {
 #pragma unroll
             for (int i = 0; i < 32; ++i) acc[half][i] = g + i / 2 % 2 * 8 < width ? acc[half][i] : 0.f;
           }

@@ -53,7 +53,7 @@ KGOPT_HD constexpr int window_threads(ConvMath math, int columns, int blocks) {
 
 // Value e of chunk type `type`: its channel, kernel depth and kernel column (beyond the shift that a type may be read
 // with). False: padding.
-__device__ __forceinline__ bool window_value(const NarrowPlan& plan, int c_in, int type, int e, int* c, int* d,
+__device__ __forceinline__ bool window_value(const FewChannelsPlan& plan, int c_in, int type, int e, int* c, int* d,
                                              int* w) {
   int value = type * 8 + e;
   *w = 0;
@@ -70,7 +70,7 @@ __device__ __forceinline__ bool window_value(const NarrowPlan& plan, int c_in, i
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // Values of a type that are not padding; they come first.
-__device__ __forceinline__ int window_values(const NarrowPlan& plan, int c_in, int type) {
+__device__ __forceinline__ int window_values(const FewChannelsPlan& plan, int c_in, int type) {
   const int all = c_in * plan.kernel[0];
   if (type < plan.shifted_types) return min(8, all - type * 8);
   return min(8, (all - plan.shifted_types * 8) * plan.kernel[2] - (type - plan.shifted_types) * 8);
@@ -81,7 +81,7 @@ __device__ __forceinline__ int window_values(const NarrowPlan& plan, int c_in, i
 __device__ __forceinline__ int window_place(int w) { return w ^ (w >> 3 & 3); }
 
 // The tiles of a slice: how many, and the first.
-__device__ __forceinline__ WindowCursor window_tiles(const NarrowPlan& plan, int64_t slice, int* count) {
+__device__ __forceinline__ WindowCursor window_tiles(const FewChannelsPlan& plan, int64_t slice, int* count) {
   const int begin = static_cast<int>(slice * plan.tiles_per_slice);
   *count = static_cast<int>(min(plan.tiles_per_slice, plan.tiles_per_sample - begin));
   const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
@@ -89,7 +89,7 @@ __device__ __forceinline__ WindowCursor window_tiles(const NarrowPlan& plan, int
 }
 
 // The first output of a tile, and the rows of its strips.
-__device__ __forceinline__ int4 window_tile_at(const NarrowParams& p, const WindowCursor& cursor) {
+__device__ __forceinline__ int4 window_tile_at(const FewChannelsParams& p, const WindowCursor& cursor) {
   const int h = cursor.h * p.plan.tile[1];
   return make_int4(cursor.d * p.plan.tile[0], h, cursor.w * p.plan.tile[2], min(p.plan.rows, p.out[1] - h));
 }
@@ -101,7 +101,7 @@ struct WindowPiece {
   int begin, tiles = 0;
 
   // False at the end.
-  __device__ __forceinline__ bool next(const NarrowParams& p) {
+  __device__ __forceinline__ bool next(const FewChannelsParams& p) {
     const unsigned slices = static_cast<unsigned>(p.plan.slices);
     index += gridDim.x;
     if (index >= static_cast<unsigned>(p.n) * slices) return false;
@@ -195,18 +195,18 @@ __device__ __forceinline__ bool scale_of_window(uint32_t bits, float* scale, flo
 
 // What the loading warpgroups do from start to end, for any taps and strides.
 template <ConvMath kMath>
-__device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const WindowSmemLayout& layout, uint32_t* smem,
-                                                  int group) {
+__device__ __forceinline__ void window_load_tiles(const FewChannelsParams& p, const WindowSmemLayout& layout,
+                                                  uint32_t* smem, int group) {
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr bool kScaled = std::is_same_v<Element, float>;
   constexpr bool kTwoTerms = kMath == ConvMath::kFp16x3;
-  const NarrowPlan& plan = p.plan;
+  const FewChannelsPlan& plan = p.plan;
   const int tid = threadIdx.x;
   const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
   const WindowEntry* const entries = reinterpret_cast<const WindowEntry*>(smem + layout.entries);
-  const bool vectors = p.load == NarrowLoad::kVectors;
+  const bool vectors = p.load == FewChannelsLoad::kVectors;
   const int across = plan.vectors;
   const int threads_w = min(across, kWindowLoaders);
   const int rows_at_once = kWindowLoaders / threads_w;
@@ -366,7 +366,7 @@ __device__ __forceinline__ void window_load_tiles(const NarrowParams& p, const W
 // the halo: going down the depth, it keeps the values of two planes and loads the third,
 // while the tile before it is stored.
 template <ConvMath kMath, int kChannels, bool kVectors>
-__device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const WindowSmemLayout& layout,
+__device__ __forceinline__ void window_march_tiles(const FewChannelsParams& p, const WindowSmemLayout& layout,
                                                    uint32_t* smem, int group) {
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr bool kScaled = std::is_same_v<Element, float>;
@@ -376,7 +376,7 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
   // As window_take_chunks: types that all kernel columns read, and those that hold the rest of all columns.
   constexpr int kTogether = (kRest * 3 + 7) / 8 < 3 ? (kRest * 3 + 7) / 8 : 0;
   constexpr int kShifted = kFull + (kRest > 0 && kTogether == 0);
-  const NarrowPlan& plan = p.plan;
+  const FewChannelsPlan& plan = p.plan;
   const int tid = threadIdx.x;
   const int tiles_d = static_cast<int>(plan.tiles[0]), tiles_w = static_cast<int>(plan.tiles[2]);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
@@ -587,14 +587,14 @@ __device__ __forceinline__ void window_march_tiles(const NarrowParams& p, const 
 // All weights of the block's channels to shared memory, in the order in which the products take them, by kWarps warps.
 // unscale: of each column, what undoes the power of two by which its weights are multiplied.
 template <ConvMath kMath, int kColumns, int kBlocks, int kWarps>
-__device__ __forceinline__ void window_load_weights(const NarrowParams& p, const int* weight_at, uint32_t* weights,
+__device__ __forceinline__ void window_load_weights(const FewChannelsParams& p, const int* weight_at, uint32_t* weights,
                                                     float* unscale, int group, int c_begin, int c_valid, int warp,
                                                     int lane) {
   constexpr bool kScaled = ConvMathTraits<kMath>::kPerWord == 1 || kMath == ConvMath::kFp16x3;
   constexpr bool kTwoTerms = kMath == ConvMath::kFp16x3;
   using Stored = std::conditional_t<kScaled, float, unsigned short>;
-  constexpr int kRowWords = 16 * kBlocks, kWords = kNarrowWindow * kRowWords, kRounds = (kWords + 31) / 32;
-  constexpr int kAllColumns = kNarrowWindow * kColumns, kTurnWords = kRowWords * kAllColumns;
+  constexpr int kRowWords = 16 * kBlocks, kWords = kWindowRows * kRowWords, kRounds = (kWords + 31) / 32;
+  constexpr int kAllColumns = kWindowRows * kColumns, kTurnWords = kRowWords * kAllColumns;
   constexpr int kOwn = (kColumns + kWarps - 1) / kWarps;  // columns of a warp
   const Stored* const filters =
       static_cast<const Stored*>(p.weight) + group * p.w_stride_group + c_begin * p.w_stride_out;
@@ -619,19 +619,19 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
     }
 #pragma unroll 1
     for (int turn = 0; turn < kTurns; ++turn) {
-      const int last_row = turn < kNarrowWindow ? kNarrowWindow - 1 : turn - kNarrowWindow;
+      const int last_row = turn < kWindowRows ? kWindowRows - 1 : turn - kWindowRows;
       uint32_t* const of_turn = weights + turn * kTurnWords;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        int slot = turn % kNarrowWindow - kernel_row[i];
-        slot += slot < 0 ? kNarrowWindow : 0;
+        int slot = turn % kWindowRows - kernel_row[i];
+        slot += slot < 0 ? kWindowRows : 0;
         // Before the first two rows of a halo there are none that earlier accumulators would have needed.
         const uint32_t word = kernel_row[i] <= last_row ? v[i] : 0;
         if (warp * 32 + lane + i * kThreads < kAll) of_turn[slot * (kColumns * 8) + at[i]] = word;
       }
     }
   } else {
-    static_assert(kTurns == kNarrowWindow);
+    static_assert(kTurns == kWindowRows);
     Stored v[kOwn][kRounds][2];
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
@@ -667,11 +667,11 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
         }
 #pragma unroll
         for (int turn = 0; turn < kTurns; ++turn) {
-          const int to = (turn - kernel_row + kNarrowWindow) % kNarrowWindow * kColumns + column;
+          const int to = (turn - kernel_row + kWindowRows) % kWindowRows * kColumns + column;
           const int at =
               turn * kTurnWords + ((k / 8 * (kAllColumns / 8) + to / 8) * 2 + k / 4 % 2) * 32 + to % 8 * 4 + k % 4;
           weights[at] = high;
-          if constexpr (kTwoTerms) weights[at + kTurnWords * kNarrowWindow] = low;
+          if constexpr (kTwoTerms) weights[at + kTurnWords * kWindowRows] = low;
         }
       }
     }
@@ -682,19 +682,19 @@ __device__ __forceinline__ void window_load_weights(const NarrowParams& p, const
 
 template <ConvMath kMath, int kColumns, int kBlocks>
 __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
-    conv_narrow_window_kernel(const __grid_constant__ NarrowParams p) {
+    conv_window_kernel(const __grid_constant__ FewChannelsParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr WgmmaType kType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16 : WgmmaType::kFp16;
   constexpr bool kScaled = kMath == ConvMath::kTf32 || kMath == ConvMath::kFp16x3;
   constexpr int kTerms = kMath == ConvMath::kFp16x3 ? 2 : 1;
-  constexpr int kWindow = kNarrowWindow;
+  constexpr int kWindow = kWindowRows;
   constexpr int kAcc = kColumns / 2, kSums = kColumns / 4;
   constexpr int kConsumers = window_consumers(kMath, kColumns, kBlocks), kWarps = kConsumers * 4;
   constexpr int kChains = window_chains(kMath, kColumns, kBlocks);
 
   extern __shared__ __align__(128) uint32_t smem[];
-  const NarrowPlan& plan = p.plan;
+  const FewChannelsPlan& plan = p.plan;
   const WindowSmemLayout layout = window_smem_layout(plan);
   uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.full);
   uint64_t* const empty = reinterpret_cast<uint64_t*>(smem + layout.empty);
@@ -746,7 +746,7 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     // As many chunks as there are products: see window_take_chunks.
     auto march = [&](auto channels) {
       constexpr int kChannels = decltype(channels)::value;
-      if (p.load == NarrowLoad::kVectors) {
+      if (p.load == FewChannelsLoad::kVectors) {
         window_march_tiles<kMath, kChannels, true>(p, layout, smem, group);
       } else {
         window_march_tiles<kMath, kChannels, false>(p, layout, smem, group);
@@ -807,8 +807,8 @@ __global__ void __launch_bounds__(window_threads(kMath, kColumns, kBlocks), 1)
     }
 #pragma unroll 1
     for (int i = 32 * kWarps - 1 - own; i < plan.strips; i += 32 * kWarps) {
-      const int per_row = plan.tile[2] / kNarrowStrip;
-      const int w = i % per_row * kNarrowStrip;
+      const int per_row = plan.tile[2] / kFewChannelsStrip;
+      const int w = i % per_row * kFewChannelsStrip;
       const int h = i / per_row % plan.segments * plan.rows;
       const int d = i / (per_row * plan.segments);
       strip_table[i] = make_int2((d * plan.halo[1] + h) * plan.pitch * 16, d << 24 | h << 14 | w);

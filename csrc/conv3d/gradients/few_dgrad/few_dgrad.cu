@@ -8,24 +8,24 @@ namespace kgopt {
 namespace {
 
 template <ConvMath kMath>
-Status launch_narrow_dgrad(const NarrowDgradParams& p, cudaStream_t stream) {
-  const char* const name = "conv_narrow_dgrad_kernel";
-  const int threads = kNarrowDgradThreads, smem = p.plan.smem_bytes;
+Status launch_few_dgrad(const FewDgradParams& p, cudaStream_t stream) {
+  const char* const name = "conv_few_dgrad_kernel";
+  const int threads = kFewDgradThreads, smem = p.plan.smem_bytes;
   if (p.plan.row_tiles == 1) {
-    return launch_kernel<conv_narrow_dgrad_kernel<kMath, 1, 4>>(name, p, p.plan.blocks, threads, smem, stream);
+    return launch_kernel<conv_few_dgrad_kernel<kMath, 1, 4>>(name, p, p.plan.blocks, threads, smem, stream);
   }
-  return launch_kernel<conv_narrow_dgrad_kernel<kMath, 2, 2>>(name, p, p.plan.blocks, threads, smem, stream);
+  return launch_kernel<conv_few_dgrad_kernel<kMath, 2, 2>>(name, p, p.plan.blocks, threads, smem, stream);
 }
 
 }  // namespace
 
-Status run_conv_narrow_dgrad(const NarrowDgradParams& p, cudaStream_t stream) {
+Status run_conv_few_dgrad(const FewDgradParams& p, cudaStream_t stream) {
   if (p.plan.all_tiles == 0) return Status::Ok();
   switch (p.plan.math) {
-    case ConvMath::kTf32: return launch_narrow_dgrad<ConvMath::kTf32>(p, stream);
-    case ConvMath::kTf32x3: return launch_narrow_dgrad<ConvMath::kTf32x3>(p, stream);
-    case ConvMath::kBf16: return launch_narrow_dgrad<ConvMath::kBf16>(p, stream);
-    default: return launch_narrow_dgrad<ConvMath::kFp16>(p, stream);
+    case ConvMath::kTf32: return launch_few_dgrad<ConvMath::kTf32>(p, stream);
+    case ConvMath::kTf32x3: return launch_few_dgrad<ConvMath::kTf32x3>(p, stream);
+    case ConvMath::kBf16: return launch_few_dgrad<ConvMath::kBf16>(p, stream);
+    default: return launch_few_dgrad<ConvMath::kFp16>(p, stream);
   }
 }
 

@@ -7,6 +7,6 @@
 
 namespace kgopt {
 
-Status run_conv_narrow_dgrad(const NarrowDgradParams& p, cudaStream_t stream);
+Status run_conv_few_dgrad(const FewDgradParams& p, cudaStream_t stream);
 
 }  // namespace kgopt

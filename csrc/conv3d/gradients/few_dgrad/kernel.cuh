@@ -19,7 +19,7 @@
 
 namespace kgopt {
 
-namespace narrow_dgrad {
+namespace few_dgrad {
 
 __device__ __forceinline__ uint4 load_four(uint32_t address) {
   uint4 v;
@@ -29,14 +29,14 @@ __device__ __forceinline__ uint4 load_four(uint32_t address) {
 
 // Fragment words of the weights, as the products want them.
 template <ConvMath kMath>
-__device__ __forceinline__ void pack_weights(const NarrowDgradParams& p, uint32_t* to) {
+__device__ __forceinline__ void pack_weights(const FewDgradParams& p, uint32_t* to) {
   constexpr bool kHalf = conv_channels_per_word(kMath) == 2;
   using Stored = std::conditional_t<kHalf, unsigned short, float>;
-  const NarrowDgradPlan& plan = p.plan;
+  const FewDgradPlan& plan = p.plan;
   const int taps = plan.kernel[0] * plan.kernel[1], pairs = plan.channels / 8 * taps;
   const Stored* const weight = static_cast<const Stored*>(p.weight);
   const int words = plan.chunks * plan.k_steps * plan.row_tiles * 128;
-  for (int i = threadIdx.x; i < words; i += kNarrowDgradThreads) {
+  for (int i = threadIdx.x; i < words; i += kFewDgradThreads) {
     const int lane = i / 4 % 32, g = lane / 4, t = lane % 4;
     const int row = i / 128 % plan.row_tiles * 16 + g + i % 2 * 8;
     const int step = i / 128 / plan.row_tiles, k_step = step % plan.k_steps;
@@ -61,13 +61,13 @@ __device__ __forceinline__ void pack_weights(const NarrowDgradParams& p, uint32_
   }
 }
 
-}  // namespace narrow_dgrad
+}  // namespace few_dgrad
 
 template <ConvMath kMath, int kRowTiles, int kUnits>
-__global__ void __launch_bounds__(kNarrowDgradThreads, narrow_dgrad_blocks_per_sm(kMath, kRowTiles))
-    conv_narrow_dgrad_kernel(const __grid_constant__ NarrowDgradParams p) {
+__global__ void __launch_bounds__(kFewDgradThreads, few_dgrad_blocks_per_sm(kMath, kRowTiles))
+    conv_few_dgrad_kernel(const __grid_constant__ FewDgradParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  using namespace narrow_dgrad;
+  using namespace few_dgrad;
   constexpr bool kHalf = conv_channels_per_word(kMath) == 2;
   constexpr int kParts = conv_split_factor(kMath);
   using Bits = std::conditional_t<kHalf, unsigned short, float>;
@@ -75,43 +75,43 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, narrow_dgrad_blocks_per_s
       std::conditional_t<!kHalf, float, std::conditional_t<kMath == ConvMath::kBf16, __nv_bfloat16, __half>>;
   constexpr int kSize = sizeof(Element);
   extern __shared__ __align__(128) char smem_bytes[];
-  const NarrowDgradPlan& plan = p.plan;
-  const NarrowDgradLayout layout = narrow_dgrad_layout(plan, p.c_in);
+  const FewDgradPlan& plan = p.plan;
+  const FewDgradLayout layout = few_dgrad_layout(plan, p.c_in);
   int* const offsets = reinterpret_cast<int*>(smem_bytes + layout.offsets);
   int2* const units = reinterpret_cast<int2*>(smem_bytes + layout.units);
-  NarrowRow* const rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.rows);
-  NarrowRow* const dx_rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.dx_rows);
+  CopiedRow* const rows = reinterpret_cast<CopiedRow*>(smem_bytes + layout.rows);
+  CopiedRow* const dx_rows = reinterpret_cast<CopiedRow*>(smem_bytes + layout.dx_rows);
   char* const stages = smem_bytes + layout.stages;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const int tile_d = plan.tile[0], tile_h = plan.tile[1], halo_rows = plan.halo[0] * plan.halo[1];
   const int out_rows = p.c_in * tile_d * tile_h;
-  const int row_words = plan.units_w * kNarrowDgradUnit + 4;  // of the sums
+  const int row_words = plan.units_w * kFewDgradUnit + 4;  // of the sums
 
   pack_weights<kMath>(p, reinterpret_cast<uint32_t*>(smem_bytes + layout.weights));
   const int taps = plan.kernel[0] * plan.kernel[1];
-  for (int i = tid; i < plan.k_steps * (kHalf ? 2 : 1); i += kNarrowDgradThreads) {
+  for (int i = tid; i < plan.k_steps * (kHalf ? 2 : 1); i += kFewDgradThreads) {
     const int kd = i % taps / plan.kernel[1], kh = i % plan.kernel[1];
     const int row =
         (plan.kernel[0] - 1 - kd) * plan.dilation[0] * plan.halo[1] + (plan.kernel[1] - 1 - kh) * plan.dilation[1];
     offsets[i] = i < plan.channels / 8 * taps ? i / taps * 8 * plan.channel + row * plan.pitch : -1;
   }
-  for (int i = tid; i < kNarrowDgradWarps * kUnits; i += kNarrowDgradThreads) {
+  for (int i = tid; i < kFewDgradWarps * kUnits; i += kFewDgradThreads) {
     const int w = i % plan.units_w, row = i / plan.units_w;
     // Units beyond the tile multiply its first for nobody.
     units[i] = row < tile_d * tile_h
-                   ? make_int2((row / tile_h * plan.halo[1] + row % tile_h) * plan.pitch + w * kNarrowDgradUnit * kSize,
-                               row * row_words + w * kNarrowDgradUnit)
+                   ? make_int2((row / tile_h * plan.halo[1] + row % tile_h) * plan.pitch + w * kFewDgradUnit * kSize,
+                               row * row_words + w * kFewDgradUnit)
                    : make_int2(0, -1);
   }
-  list_narrow_rows(plan.dy_copy, rows, kNarrowDgradThreads, [&](int i) {
+  list_few_rows(plan.dy_copy, rows, kFewDgradThreads, [&](int i) {
     const int h = i % plan.halo[1], d = i / plan.halo[1] % plan.halo[0], c = i / halo_rows;
     const int64_t offset = (c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1]) * kSize / 4;
-    return NarrowRow{uint32_t(offset), c * plan.channel + (d * plan.halo[1] + h) * plan.pitch, d, h};
+    return CopiedRow{uint32_t(offset), c * plan.channel + (d * plan.halo[1] + h) * plan.pitch, d, h};
   });
-  for (int i = tid; i < out_rows; i += kNarrowDgradThreads) {
+  for (int i = tid; i < out_rows; i += kFewDgradThreads) {
     const int h = i % tile_h, d = i / tile_h % tile_d, c = i / (tile_h * tile_d);
     // Its offset in elements here, and its place in words, where its sums begin.
-    dx_rows[i] = NarrowRow{uint32_t(c * p.dx_stride_c + d * p.dx_stride[0] + h * p.dx_stride[1]),
+    dx_rows[i] = CopiedRow{uint32_t(c * p.dx_stride_c + d * p.dx_stride[0] + h * p.dx_stride[1]),
                            c * plan.scratch_channel + (d * tile_h + h) * row_words + plan.padding[2], d, h};
   }
   if (tid < 32) reinterpret_cast<int*>(smem_bytes + layout.zeros)[tid] = 0;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, narrow_dgrad_blocks_per_s
       const int h = at.h + plan.padding[1] - (plan.kernel[1] - 1) * plan.dilation[1];
       const int channel = load_chunk * plan.channels;
       const Bits* const dy = static_cast<const Bits*>(p.dy);
-      copy_narrow_rows<kNarrowDgradThreads>(
+      copy_few_rows<kFewDgradThreads>(
           plan.dy_copy, stages + load_stage * plan.stage_bytes,
           dy + at.n * p.dy_stride_n + channel * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1], rows,
           {d, h, 0, {plan.halo[0], plan.halo[1]}, {p.out[0], p.out[1], p.out[2]}, (p.c_out - channel) * halo_rows});
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, narrow_dgrad_blocks_per_s
     for (int tap = 0; tap < plan.kernel[2]; ++tap) {
       __syncthreads();
       if (tap == 0) {  // what no unit's first tap covers
-        for (int i = tid; i < out_rows; i += kNarrowDgradThreads) {
+        for (int i = tid; i < out_rows; i += kFewDgradThreads) {
           float* const end = sums + dx_rows[i].place - plan.padding[2] + row_words - 4;
           end[0] = end[1] = end[2] = end[3] = 0.f;
         }
@@ -286,8 +286,8 @@ __global__ void __launch_bounds__(kNarrowDgradThreads, narrow_dgrad_blocks_per_s
     const int first_row = tid >> plan.dx_across_log2;
     const int first_w = (tid & ((1 << plan.dx_across_log2) - 1)) * plan.dx_vector;
 #pragma unroll 2
-    for (int i = first_row; i < out_rows; i += kNarrowDgradThreads >> plan.dx_across_log2) {
-      const NarrowRow row = dx_rows[i];
+    for (int i = first_row; i < out_rows; i += kFewDgradThreads >> plan.dx_across_log2) {
+      const CopiedRow row = dx_rows[i];
       if (at.d + row.d >= p.in[0] || at.h + row.h >= p.in[1]) continue;
       for (int w = first_w; w < p.in[2]; w += plan.dx_vector << plan.dx_across_log2) {
         const float* const from = sums + row.place + w;

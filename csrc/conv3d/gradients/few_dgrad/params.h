@@ -10,18 +10,18 @@
 
 namespace kgopt {
 
-inline constexpr int kNarrowDgradWarps = 8;
-inline constexpr int kNarrowDgradThreads = kNarrowDgradWarps * 32;
-inline constexpr int kNarrowDgradUnit = 32;  // positions along the width: four tiles of 8 columns of products
-inline constexpr int kNarrowDgradTaps = 3;   // of the width, at most
-inline constexpr int kNarrowDgradStages = 3;
+inline constexpr int kFewDgradWarps = 8;
+inline constexpr int kFewDgradThreads = kFewDgradWarps * 32;
+inline constexpr int kFewDgradUnit = 32;  // positions along the width: four tiles of 8 columns of products
+inline constexpr int kFewDgradTaps = 3;   // of the width, at most
+inline constexpr int kFewDgradStages = 3;
 // At most. With fp32 accuracy the registers of two keep more of the many short sums under way.
-KGOPT_HD constexpr int narrow_dgrad_blocks_per_sm(ConvMath math, int row_tiles) {
+KGOPT_HD constexpr int few_dgrad_blocks_per_sm(ConvMath math, int row_tiles) {
   return math == ConvMath::kTf32x3 && row_tiles == 1 ? 1 : 2;
 }
 
 // Plain numbers, computed on the host, inspectable without a GPU.
-struct NarrowDgradPlan {
+struct FewDgradPlan {
   const char* refusal = nullptr;  // why this kernel cannot run it; null when it can
   ConvMath math = ConvMath::kTf32;
   // Rows of the products are (tap of the width, channel of dx): of 16 of them, and units of a warp.
@@ -38,12 +38,12 @@ struct NarrowDgradPlan {
   int halo[2] = {1, 1};
   int pitch = 0, channel = 0;  // bytes in shared memory: from row to row, from channel to channel
   int scratch_channel = 0;     // words from channel to channel of the sums
-  NarrowCopy dy_copy;
+  FewCopy dy_copy;
   int dx_vector = 1;       // elements of a row of dx that a thread stores at once
   int dx_across_log2 = 0;  // threads side by side along a row of dx
   int64_t tiles[2] = {1, 1};
   int64_t all_tiles = 1;  // of all samples
-  int stages = kNarrowDgradStages;
+  int stages = kFewDgradStages;
   int stage_bytes = 0;
   int blocks_per_sm = 2;
   int blocks = 1;
@@ -52,7 +52,7 @@ struct NarrowDgradPlan {
 };
 
 // Passed by value as a __grid_constant__.
-struct NarrowDgradParams {
+struct FewDgradParams {
   const void* dy;
   const void* weight;
   void* dx;
@@ -61,7 +61,7 @@ struct NarrowDgradParams {
   int64_t w_stride_out, w_stride_in, w_stride_k[3];
   int c_in, c_out;
   int in[3], out[3];
-  NarrowDgradPlan plan;
+  FewDgradPlan plan;
 };
 
 }  // namespace kgopt

@@ -8,6 +8,6 @@
 namespace kgopt {
 
 // dw and, where wanted, dbias; partials of plan.partial_floats.
-Status run_conv_narrow_wgrad(const NarrowWgradParams& p, cudaStream_t stream);
+Status run_conv_few_wgrad(const FewWgradParams& p, cudaStream_t stream);
 
 }  // namespace kgopt

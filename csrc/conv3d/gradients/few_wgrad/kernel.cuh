@@ -21,7 +21,7 @@
 
 namespace kgopt {
 
-namespace narrow_wgrad {
+namespace few_wgrad {
 
 __device__ __forceinline__ uint4 load_four(uint32_t address) {
   uint4 v;
@@ -114,50 +114,50 @@ __device__ __forceinline__ void multiply_split(float (&c)[4], const uint32_t (&a
   for (int i = 0; i < 4; ++i) c[i] += partial[i];
 }
 
-}  // namespace narrow_wgrad
+}  // namespace few_wgrad
 
 template <ConvMath kMath, int kXTiles, int kDyTiles, bool kDyIsA, int kLead>
-__global__ void __launch_bounds__(kNarrowWgradThreads, narrow_wgrad_blocks_per_sm(kMath))
-    conv_narrow_wgrad_kernel(const __grid_constant__ NarrowWgradParams p) {
+__global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMath))
+    conv_few_wgrad_kernel(const __grid_constant__ FewWgradParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  using namespace narrow_wgrad;
+  using namespace few_wgrad;
   using Element = std::conditional_t<conv_channels_per_word(kMath) == 1, float, unsigned short>;
   constexpr int kSize = sizeof(Element);
   constexpr bool kSplit = kMath == ConvMath::kTf32x3;
-  constexpr int kTaps = kNarrowWgradTaps;
-  constexpr int kSums = narrow_wgrad_accumulators(kXTiles, kDyTiles);
+  constexpr int kTaps = kFewWgradTaps;
+  constexpr int kSums = few_wgrad_accumulators(kXTiles, kDyTiles);
   constexpr int kATiles = (kDyIsA ? kDyTiles : kXTiles) / 2, kBTiles = kDyIsA ? kXTiles : kDyTiles;
   extern __shared__ __align__(128) char smem_bytes[];
-  const NarrowWgradPlan& plan = p.plan;
-  const NarrowWgradLayout layout = narrow_wgrad_layout(plan);
+  const FewWgradPlan& plan = p.plan;
+  const FewWgradLayout layout = few_wgrad_layout(plan);
   int2* const units = reinterpret_cast<int2*>(smem_bytes + layout.units);
-  NarrowRow* const dy_rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.dy_rows);
-  NarrowRow* const x_rows = reinterpret_cast<NarrowRow*>(smem_bytes + layout.x_rows);
+  CopiedRow* const dy_rows = reinterpret_cast<CopiedRow*>(smem_bytes + layout.dy_rows);
+  CopiedRow* const x_rows = reinterpret_cast<CopiedRow*>(smem_bytes + layout.x_rows);
   char* const stages = smem_bytes + layout.stages;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
-  const int channels = narrow_wgrad_channels(plan), c_first = blockIdx.y * channels;
+  const int channels = few_wgrad_channels(plan), c_first = blockIdx.y * channels;
   const int x_base = channels * plan.dy_channel + 64;  // of a stage: x after dy
   const int tile_d = plan.tile[0], tile_h = plan.tile[1];
-  const int unit_count = narrow_wgrad_units(plan);
+  const int unit_count = few_wgrad_units(plan);
 
-  for (int i = tid; i < unit_count; i += kNarrowWgradThreads) {
-    const int across = plan.dy_pitch / kNarrowWgradUnit;
+  for (int i = tid; i < unit_count; i += kFewWgradThreads) {
+    const int across = plan.dy_pitch / kFewWgradUnit;
     const int w = i % across, h = i / across % tile_h, d = i / (across * tile_h);
-    units[i] = make_int2((d * tile_h + h) * plan.dy_pitch + w * kNarrowWgradUnit,
-                         d * plan.step[0] * plan.x_plane + h * plan.step[1] * plan.x_pitch + w * kNarrowWgradUnit);
+    units[i] = make_int2((d * tile_h + h) * plan.dy_pitch + w * kFewWgradUnit,
+                         d * plan.step[0] * plan.x_plane + h * plan.step[1] * plan.x_pitch + w * kFewWgradUnit);
   }
-  list_narrow_rows(plan.dy_copy, dy_rows, kNarrowWgradThreads, [&](int i) {
+  list_few_rows(plan.dy_copy, dy_rows, kFewWgradThreads, [&](int i) {
     const int h = i % tile_h, d = i / tile_h % tile_d, c = i / (tile_h * tile_d);
     const int64_t offset = (c * p.dy_stride_c + d * p.dy_stride[0] + h * p.dy_stride[1]) * kSize / 4;
-    return NarrowRow{uint32_t(offset), c * plan.dy_channel + (d * tile_h + h) * plan.dy_pitch, d, h};
+    return CopiedRow{uint32_t(offset), c * plan.dy_channel + (d * tile_h + h) * plan.dy_pitch, d, h};
   });
-  list_narrow_rows(plan.x_copy, x_rows, kNarrowWgradThreads, [&](int i) {
+  list_few_rows(plan.x_copy, x_rows, kFewWgradThreads, [&](int i) {
     const int h = i % plan.halo[1], d = i / plan.halo[1] % plan.halo[0], c = i / (plan.halo[1] * plan.halo[0]);
     const int64_t offset = (c * p.x_stride_c + d * p.x_stride[0] + h * p.x_stride[1]) * kSize / 4;
-    return NarrowRow{uint32_t(offset), x_base + c * plan.x_channel + d * plan.x_plane + h * plan.x_pitch, d, h};
+    return CopiedRow{uint32_t(offset), x_base + c * plan.x_channel + d * plan.x_plane + h * plan.x_pitch, d, h};
   });
   // What no copy writes is read, too, and multiplied by zeros.
-  for (int i = tid * 16; i < plan.stage_bytes * plan.stages; i += kNarrowWgradThreads * 16) {
+  for (int i = tid * 16; i < plan.stage_bytes * plan.stages; i += kFewWgradThreads * 16) {
     *reinterpret_cast<uint4*>(stages + i) = make_uint4(0, 0, 0, 0);
   }
 
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, narrow_wgrad_blocks_per_s
     x_row[i] = x_base + c * plan.x_channel + kd * plan.dilation[0] * plan.x_plane +
                kh * plan.dilation[1] * plan.x_pitch + plan.margin[0] * kSize + t * 16;
   }
-  const int split = warp % plan.splits, group = warp / plan.splits, groups = kNarrowWgradWarps / plan.splits;
+  const int split = warp % plan.splits, group = warp / plan.splits, groups = kFewWgradWarps / plan.splits;
   dy_row = (split * kDyTiles * 8 + g) * plan.dy_channel + t * 16;
 
   const int all_tiles = static_cast<int>(plan.all_tiles);
@@ -186,13 +186,13 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, narrow_wgrad_blocks_per_s
       const int d = rest / (tiles_w * tiles_h) * tile_d;
       char* const stage = stages + load_stage * plan.stage_bytes;
       const Element* const dy = static_cast<const Element*>(p.dy) + n * p.dy_stride_n + c_first * p.dy_stride_c;
-      copy_narrow_rows<kNarrowWgradThreads>(
+      copy_few_rows<kFewWgradThreads>(
           plan.dy_copy, stage, dy + d * p.dy_stride[0] + h * p.dy_stride[1] + w, dy_rows,
           {d, h, w, {tile_d, tile_h}, {p.out[0], p.out[1], p.out[2]}, (p.c_out - c_first) * tile_d * tile_h});
       const int in_d = d * plan.step[0] - plan.padding[0], in_h = h * plan.step[1] - plan.padding[1];
       const int in_w = w - plan.margin[0];
       const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
-      copy_narrow_rows<kNarrowWgradThreads>(
+      copy_few_rows<kFewWgradThreads>(
           plan.x_copy, stage, x + in_d * p.x_stride[0] + in_h * p.x_stride[1] + in_w, x_rows,
           {in_d, in_h, in_w, {plan.halo[0], plan.halo[1]}, {p.in[0], p.in[1], p.in[2]}, plan.x_copy.rows});
       if (++load_stage == plan.stages) load_stage = 0;
@@ -325,42 +325,42 @@ __global__ void __launch_bounds__(kNarrowWgradThreads, narrow_wgrad_blocks_per_s
     for (int i = 0; i < kDyTiles; ++i) add(kSums - kDyTiles + i, sums[i]);
   }
   __syncthreads();
-  const int floats = narrow_wgrad_floats(plan);
+  const int floats = few_wgrad_floats(plan);
   float* const to = p.partials + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * floats;
-  for (int i = tid; i < floats; i += kNarrowWgradThreads) to[i] = reinterpret_cast<const float*>(stages)[i];
+  for (int i = tid; i < floats; i += kFewWgradThreads) to[i] = reinterpret_cast<const float*>(stages)[i];
 #endif
 }
 
-inline constexpr int kNarrowWgradSumLanes = 32;   // elements of a block's partial sums, neighbours
-inline constexpr int kNarrowWgradSumShares = 16;  // threads that share an element's partial sums
+inline constexpr int kFewWgradSumLanes = 32;   // elements of a block's partial sums, neighbours
+inline constexpr int kFewWgradSumShares = 16;  // threads that share an element's partial sums
 
 // The order of summation depends on the plan alone.
-__global__ void __launch_bounds__(kNarrowWgradSumLanes* kNarrowWgradSumShares)
-    conv_narrow_wgrad_sum_kernel(const __grid_constant__ NarrowWgradParams p) {
+__global__ void __launch_bounds__(kFewWgradSumLanes* kFewWgradSumShares)
+    conv_few_wgrad_sum_kernel(const __grid_constant__ FewWgradParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   wait_for_prerequisites();
-  __shared__ float shares[kNarrowWgradSumShares][kNarrowWgradSumLanes];
-  const NarrowWgradPlan& plan = p.plan;
+  __shared__ float shares[kFewWgradSumShares][kFewWgradSumLanes];
+  const FewWgradPlan& plan = p.plan;
   const int lane = threadIdx.x % 32, share = threadIdx.x / 32;
-  const int floats = narrow_wgrad_floats(plan);
+  const int floats = few_wgrad_floats(plan);
   const int piece = blockIdx.x % (floats / 32), channel_block = blockIdx.x / (floats / 32);
   const float* from = p.partials + (int64_t(channel_block) * plan.blocks + share) * floats + piece * 32 + lane;
   float sum = 0.f;
 #pragma unroll 4
-  for (int block = share; block < plan.blocks; block += kNarrowWgradSumShares) {
+  for (int block = share; block < plan.blocks; block += kFewWgradSumShares) {
     sum += *from;
-    from += int64_t(kNarrowWgradSumShares) * floats;
+    from += int64_t(kFewWgradSumShares) * floats;
   }
   shares[share][lane] = sum;
   __syncthreads();
   if (share > 0) return;
 #pragma unroll
-  for (int i = 1; i < kNarrowWgradSumShares; ++i) sum += shares[i][lane];
+  for (int i = 1; i < kFewWgradSumShares; ++i) sum += shares[i][lane];
 
   const int accumulators = floats / 32 / plan.splits;
   const int i = piece % accumulators, split = piece / accumulators;
   const int g = lane / 4, t = lane % 4;
-  const int c_first = channel_block * narrow_wgrad_channels(plan) + split * plan.dy_tiles * 8;
+  const int c_first = channel_block * few_wgrad_channels(plan) + split * plan.dy_tiles * 8;
   const int sums_at = accumulators - plan.dy_tiles;
   if (i >= sums_at) {
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -370,8 +370,7 @@ __global__ void __launch_bounds__(kNarrowWgradSumLanes* kNarrowWgradSumShares)
     return;
   }
   const int b_tiles = plan.dy_is_a ? plan.x_tiles : plan.dy_tiles;
-  const int kw = i / 4 % kNarrowWgradTaps, b = i / 4 / kNarrowWgradTaps % b_tiles,
-            a = i / 4 / kNarrowWgradTaps / b_tiles;
+  const int kw = i / 4 % kFewWgradTaps, b = i / 4 / kFewWgradTaps % b_tiles, a = i / 4 / kFewWgradTaps / b_tiles;
   const int in_a = a * 16 + g + i % 4 / 2 * 8, in_b = b * 8 + 2 * t + i % 2;
   const int row = plan.dy_is_a ? in_b : in_a, c_out = c_first + (plan.dy_is_a ? in_a : in_b);
   if (!p.dw || row >= plan.rows || c_out >= p.c_out || kw >= plan.kernel[2]) return;

@@ -11,17 +11,17 @@
 
 namespace kgopt {
 
-inline constexpr int kNarrowWgradWarps = 8;
-inline constexpr int kNarrowWgradThreads = kNarrowWgradWarps * 32;
+inline constexpr int kFewWgradWarps = 8;
+inline constexpr int kFewWgradThreads = kFewWgradWarps * 32;
 // With fp32 accuracy a thread has both parts of its operands, in more registers than two blocks leave it.
-KGOPT_HD constexpr int narrow_wgrad_blocks_per_sm(ConvMath math) { return math == ConvMath::kTf32x3 ? 1 : 2; }
-inline constexpr int kNarrowWgradTaps = 3;      // of the width, at most
-inline constexpr int kNarrowWgradUnit = 64;     // bytes of a row that a warp multiplies at once
-inline constexpr int kNarrowWgradMaxRows = 40;  // of x
-inline constexpr int kNarrowWgradMaxStages = 4;
+KGOPT_HD constexpr int few_wgrad_blocks_per_sm(ConvMath math) { return math == ConvMath::kTf32x3 ? 1 : 2; }
+inline constexpr int kFewWgradTaps = 3;      // of the width, at most
+inline constexpr int kFewWgradUnit = 64;     // bytes of a row that a warp multiplies at once
+inline constexpr int kFewWgradMaxRows = 40;  // of x
+inline constexpr int kFewWgradMaxStages = 4;
 
 // Plain numbers, computed on the host, inspectable without a GPU.
-struct NarrowWgradPlan {
+struct FewWgradPlan {
   const char* refusal = nullptr;  // why this kernel cannot run it; null when it can
   ConvMath math = ConvMath::kTf32;
   bool dy_is_a = false;    // rows of a product are channels of dy, columns rows of x; else the other way round
@@ -39,7 +39,7 @@ struct NarrowWgradPlan {
   int margin[2] = {0, 0};   // elements of a row of x before and after those of the tile, whole vectors of 16 bytes
   int dy_pitch = 0, dy_channel = 0;  // bytes in shared memory: from row to row, from channel to channel
   int x_pitch = 0, x_plane = 0, x_channel = 0;
-  NarrowCopy dy_copy, x_copy;
+  FewCopy dy_copy, x_copy;
   int64_t tiles[3] = {1, 1, 1};
   int64_t all_tiles = 1;  // of all samples
   int stages = 2;
@@ -51,15 +51,15 @@ struct NarrowWgradPlan {
   double cycles = 0;  // estimated, of the whole launch
 };
 
-KGOPT_HD constexpr int narrow_wgrad_accumulators(int x_tiles, int dy_tiles) {  // of a thread
-  return x_tiles * dy_tiles * kNarrowWgradTaps * 2 + dy_tiles;                 // the last are sums of dy
+KGOPT_HD constexpr int few_wgrad_accumulators(int x_tiles, int dy_tiles) {  // of a thread
+  return x_tiles * dy_tiles * kFewWgradTaps * 2 + dy_tiles;                 // the last are sums of dy
 }
-KGOPT_HD int narrow_wgrad_floats(const NarrowWgradPlan& p) {  // a block's partial sums
-  return p.splits * 32 * narrow_wgrad_accumulators(p.x_tiles, p.dy_tiles);
+KGOPT_HD int few_wgrad_floats(const FewWgradPlan& p) {  // a block's partial sums
+  return p.splits * 32 * few_wgrad_accumulators(p.x_tiles, p.dy_tiles);
 }
 
 // Passed by value as a __grid_constant__.
-struct NarrowWgradParams {
+struct FewWgradParams {
   const void* x;
   const void* dy;
   int64_t x_stride_n, x_stride_c, x_stride[2];  // rows of the width are dense
@@ -71,7 +71,7 @@ struct NarrowWgradParams {
   int64_t dw_stride_out, dw_stride_in, dw_stride_k[3];
   void* dbias;  // dense, or null
   Dtype dtype;
-  NarrowWgradPlan plan;
+  FewWgradPlan plan;
 };
 
 }  // namespace kgopt

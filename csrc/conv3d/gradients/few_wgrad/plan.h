@@ -12,7 +12,7 @@
 namespace kgopt {
 
 // Shared memory in bytes, in the order in which the kernel lays it out.
-struct NarrowWgradLayout {
+struct FewWgradLayout {
   int units;    // int2 per unit of a tile: where it lies in dy and in x
   int dy_rows;  // int4 per (channel, row) of dy: offset in memory (64 bits), in the stage, position
   int x_rows;   // the same of x
@@ -20,19 +20,17 @@ struct NarrowWgradLayout {
   int total;
 };
 
-KGOPT_HD int narrow_wgrad_units(const NarrowWgradPlan& p) {
-  return p.tile[0] * p.tile[1] * (p.dy_pitch / kNarrowWgradUnit);
-}
-KGOPT_HD int narrow_wgrad_channels(const NarrowWgradPlan& p) { return p.dy_tiles * 8 * p.splits; }  // of a block
+KGOPT_HD int few_wgrad_units(const FewWgradPlan& p) { return p.tile[0] * p.tile[1] * (p.dy_pitch / kFewWgradUnit); }
+KGOPT_HD int few_wgrad_channels(const FewWgradPlan& p) { return p.dy_tiles * 8 * p.splits; }  // of a block
 
-KGOPT_HD NarrowWgradLayout narrow_wgrad_layout(const NarrowWgradPlan& p) {
+KGOPT_HD FewWgradLayout few_wgrad_layout(const FewWgradPlan& p) {
   auto align = [](int bytes) { return (bytes + 127) / 128 * 128; };
-  NarrowWgradLayout s{};
+  FewWgradLayout s{};
   s.units = 0;
-  s.dy_rows = s.units + align(narrow_wgrad_units(p) * 8);
+  s.dy_rows = s.units + align(few_wgrad_units(p) * 8);
   s.x_rows = s.dy_rows + align(p.dy_copy.slots * 16);
   s.stages = s.x_rows + align(p.x_copy.slots * 16);
-  const int sums = narrow_wgrad_floats(p) * 4;  // at the end, over the stages
+  const int sums = few_wgrad_floats(p) * 4;  // at the end, over the stages
   s.total = s.stages + (p.stage_bytes * p.stages > sums ? p.stage_bytes * p.stages : sums);
   return s;
 }
@@ -40,8 +38,7 @@ KGOPT_HD NarrowWgradLayout narrow_wgrad_layout(const NarrowWgradPlan& p) {
 namespace plan_detail {
 
 // Fills everything that depends on the tile shape. False when it does not fit in shared memory.
-inline bool narrow_wgrad_tile(NarrowWgradPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int h,
-                              int64_t w) {
+inline bool few_wgrad_tile(FewWgradPlan* p, const ConvProblem& q, const DeviceLimits& limits, int d, int h, int64_t w) {
   const int size = q.dtype == Dtype::kFloat32 ? 4 : 2, vector = 16 / size;
   p->tile[0] = d, p->tile[1] = h, p->tile[2] = static_cast<int>(w);
   for (int i = 0; i < 3; ++i) p->tiles[i] = (q.out[i] + p->tile[i] - 1) / p->tile[i];
@@ -62,28 +59,27 @@ inline bool narrow_wgrad_tile(NarrowWgradPlan* p, const ConvProblem& q, const De
   p->x_plane = odd_halves(p->halo[1] * p->x_pitch, p->kernel[1] % 2 == 1);
   p->x_channel = odd_halves(p->halo[0] * p->x_plane, p->kernel[0] * p->kernel[1] % 2 == 1);
   const int x_bytes = (p->margin[0] + p->tile[2] + p->margin[1]) * size;
-  p->dy_copy = narrow_copy(q.out[2] * size, p->dy_pitch, narrow_wgrad_channels(*p) * d * h, kNarrowWgradThreads);
-  p->x_copy =
-      narrow_copy(q.in[2] * size, x_bytes, static_cast<int>(q.c_in) * p->halo[0] * p->halo[1], kNarrowWgradThreads);
+  p->dy_copy = few_copy(q.out[2] * size, p->dy_pitch, few_wgrad_channels(*p) * d * h, kFewWgradThreads);
+  p->x_copy = few_copy(q.in[2] * size, x_bytes, static_cast<int>(q.c_in) * p->halo[0] * p->halo[1], kFewWgradThreads);
   // At the end room for one row more.
-  const int64_t stage = int64_t(narrow_wgrad_channels(*p)) * p->dy_channel + q.c_in * int64_t(p->x_channel) + 64 +
+  const int64_t stage = int64_t(few_wgrad_channels(*p)) * p->dy_channel + q.c_in * int64_t(p->x_channel) + 64 +
                         std::max(p->dy_pitch, x_bytes);
   if (stage > limits.smem_per_block) return false;
   p->stage_bytes = static_cast<int>((stage + 127) / 128 * 128);
   p->all_tiles = q.n * p->tiles[0] * p->tiles[1] * p->tiles[2];
-  p->smem_bytes = narrow_wgrad_layout(*p).total;
+  p->smem_bytes = few_wgrad_layout(*p).total;
   return p->smem_bytes <= limits.smem_per_block && p->blocks_per_sm * (p->smem_bytes + 1024) <= limits.smem_per_sm;
 }
 
 // Estimated cycles of a multiprocessor for a tile: the slowest of products, shared memory and copies.
-inline double narrow_wgrad_cost(const NarrowWgradPlan& p, const ConvProblem& q) {
-  const int groups = kNarrowWgradWarps / p.splits;
+inline double few_wgrad_cost(const FewWgradPlan& p, const ConvProblem& q) {
+  const int groups = kFewWgradWarps / p.splits;
   const bool split = p.math == ConvMath::kTf32x3;
-  const int units = (narrow_wgrad_units(p) + groups - 1) / groups * groups;
-  const double products = units * p.splits * 2.0 * (p.x_tiles * p.dy_tiles * kNarrowWgradTaps / 2);
+  const int units = (few_wgrad_units(p) + groups - 1) / groups * groups;
+  const double products = units * p.splits * 2.0 * (p.x_tiles * p.dy_tiles * kFewWgradTaps / 2);
   const double mma = products * (split ? 3 : 1) * 8 / 4;
   const double shared = units * p.splits * (p.x_tiles * 6.0 + p.dy_tiles * 4.0 + 1);
-  const double dy_rows = double(narrow_wgrad_channels(p)) * p.tile[0] * p.tile[1];
+  const double dy_rows = double(few_wgrad_channels(p)) * p.tile[0] * p.tile[1];
   const double x_rows = double(q.c_in) * p.halo[0] * p.halo[1];
   const double copies = (dy_rows * p.dy_copy.pieces + x_rows * p.x_copy.pieces) / 32 * 12;
   // A row begins and ends within sectors of 32 bytes.
@@ -96,16 +92,16 @@ inline double narrow_wgrad_cost(const NarrowWgradPlan& p, const ConvProblem& q) 
 }  // namespace plan_detail
 
 // Of contiguous tensors at multiples of 16 bytes.
-inline NarrowWgradPlan plan_narrow_wgrad(const ConvProblem& q, const DeviceLimits& limits) {
-  NarrowWgradPlan p;
+inline FewWgradPlan plan_few_wgrad(const ConvProblem& q, const DeviceLimits& limits) {
+  FewWgradPlan p;
   auto refuse = [&](const char* why) {
     p.refusal = why;
     return p;
   };
-  if (const char* why = narrow_gradient_refusal(q, limits)) return refuse(why);
+  if (const char* why = few_gradient_refusal(q, limits)) return refuse(why);
   p.math = conv_math(q);
-  p.blocks_per_sm = narrow_wgrad_blocks_per_sm(p.math);
-  const int size = q.dtype == Dtype::kFloat32 ? 4 : 2, unit = kNarrowWgradUnit / size;
+  p.blocks_per_sm = few_wgrad_blocks_per_sm(p.math);
+  const int size = q.dtype == Dtype::kFloat32 ? 4 : 2, unit = kFewWgradUnit / size;
   if (q.out[2] * size % 4 != 0 || q.in[2] * size % 4 != 0) return refuse("rows of an odd number of half values");
   for (int i = 0; i < 3; ++i) {
     p.kernel[i] = static_cast<int>(q.kernel[i]);
@@ -113,11 +109,11 @@ inline NarrowWgradPlan plan_narrow_wgrad(const ConvProblem& q, const DeviceLimit
     p.dilation[i] = static_cast<int>(q.dilation[i]);
     p.padding[i] = static_cast<int>(q.padding[i]);
   }
-  if (p.kernel[2] > kNarrowWgradTaps) return refuse("a kernel wider than 3");
+  if (p.kernel[2] > kFewWgradTaps) return refuse("a kernel wider than 3");
   if (p.step[2] != 1 || p.dilation[2] != 1) return refuse("a stride or dilation of the width");
   if (p.padding[2] > 1) return refuse("a padding of the width above 1");
   const int64_t rows = q.c_in * q.kernel[0] * q.kernel[1];
-  if (rows > kNarrowWgradMaxRows) return refuse("input channels times taps of depth and height above 40");
+  if (rows > kFewWgradMaxRows) return refuse("input channels times taps of depth and height above 40");
   p.rows = static_cast<int>(rows);
   // The instances that there are: 72 accumulators a thread, so that two blocks fit into a multiprocessor.
   if (rows <= 24) {
@@ -137,7 +133,7 @@ inline NarrowWgradPlan plan_narrow_wgrad(const ConvProblem& q, const DeviceLimit
   if (sample > 1.6e10) return refuse("a sample of more than 16 GB");
   const int64_t full = (q.out[2] + unit - 1) / unit * unit;
   double best = -1;
-  NarrowWgradPlan chosen;
+  FewWgradPlan chosen;
   for (int64_t w : {full, int64_t(256), int64_t(128), int64_t(64), int64_t(32)}) {
     if (w > full || w > 1024) continue;
     for (int d : {1, 2, 3, 4}) {
@@ -149,10 +145,10 @@ inline NarrowWgradPlan plan_narrow_wgrad(const ConvProblem& q, const DeviceLimit
         last = h;
         for (int stages : {3, 2}) {
           p.stages = stages;
-          if (!plan_detail::narrow_wgrad_tile(&p, q, limits, d, h, w)) continue;
+          if (!plan_detail::few_wgrad_tile(&p, q, limits, d, h, w)) continue;
           const int64_t capacity = std::max<int64_t>(1, int64_t(limits.sm_count) * p.blocks_per_sm / p.channel_blocks);
           const double cost = std::ceil(double(p.all_tiles) / double(capacity)) * p.blocks_per_sm *
-                              plan_detail::narrow_wgrad_cost(p, q) * (stages == 2 ? 1.05 : 1.0);
+                              plan_detail::few_wgrad_cost(p, q) * (stages == 2 ? 1.05 : 1.0);
           if (best < 0 || cost < best) {
             best = cost;
             chosen = p;
@@ -167,7 +163,7 @@ inline NarrowWgradPlan plan_narrow_wgrad(const ConvProblem& q, const DeviceLimit
   p.cycles = best;
   p.blocks = static_cast<int>(std::min<int64_t>(
       p.all_tiles, std::max<int64_t>(1, int64_t(limits.sm_count) * p.blocks_per_sm / p.channel_blocks)));
-  p.partial_floats = int64_t(p.channel_blocks) * p.blocks * narrow_wgrad_floats(p);
+  p.partial_floats = int64_t(p.channel_blocks) * p.blocks * few_wgrad_floats(p);
   return p;
 }
 

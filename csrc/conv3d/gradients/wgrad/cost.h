@@ -43,7 +43,7 @@ inline double conv_tera_operations(const ConvProblem& q) {
 inline double wgrad_microseconds(const WgradPlan& p) {
   const double rounds = std::ceil(double(p.steps) / p.splits) * std::ceil(double(wgrad_blocks(p)) / p.sm_count);
   const double writes = 1.2e-5 * p.partial_floats / p.slots;  // of dw, in pieces of one element
-  return kWgradStartMicroseconds + rounds * wgrad_step_cycles(p) / kHopperCyclesPerMicrosecond + writes;
+  return kWgradStartMicroseconds + rounds * wgrad_step_cycles(p) / kCyclesPerMicrosecond + writes;
 }
 
 // The convolution that gives dx from dy.

@@ -46,43 +46,44 @@ __device__ __forceinline__ void store_pair_if(bool exists, T* to, const Vec<T, 2
 // An activation is all that it does behind the convolution: with a residual, a scale or moments
 // conv3d/wgmma/tap_columns/kernel.cuh was faster.
 template <ConvMath kMath, int kN, int kRowBytes, bool kNormalizes>
-__global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __grid_constant__ RowsParams p) {
+__global__ void __launch_bounds__(kWgmmaThreads, 1)
+    conv_position_rows_kernel(const __grid_constant__ PositionRowsParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Element = typename HopperTypes<kMath>::Element;
-  constexpr int kTile = kN * kHopperConsumers;
+  using Element = typename WgmmaTypes<kMath>::Element;
+  constexpr int kTile = kN * kWgmmaConsumers;
   constexpr int kWeightBytes = 64 * kRowBytes;
   // The tensor cores cut sums off instead of rounding them. For fp32 accuracy they add up a stage of x at a time.
   constexpr bool kPromotes = kMath == ConvMath::kTf32x3;
   extern __shared__ char smem_unaligned[];
-  const RowsPlan& plan = p.plan;
-  const RowsSmemLayout layout = rows_smem_layout(plan);
+  const PositionRowsPlan& plan = p.plan;
+  const PositionRowsSmemLayout layout = position_rows_smem_layout(plan);
   const uint32_t unaligned = shared_address(smem_unaligned);
   char* const smem = smem_unaligned + ((unaligned + 1023) / 1024 * 1024 - unaligned);
   uint64_t* const x_full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
-  uint64_t* const x_empty = x_full + kRowsMaxStages;
-  uint64_t* const w_full = x_empty + kRowsMaxStages;
-  uint64_t* const w_empty = w_full + kRowsMaxStages;
-  uint64_t* const lagging = w_empty + kRowsMaxStages;
+  uint64_t* const x_empty = x_full + kPositionRowsMaxStages;
+  uint64_t* const w_full = x_empty + kPositionRowsMaxStages;
+  uint64_t* const w_empty = w_full + kPositionRowsMaxStages;
+  uint64_t* const lagging = w_empty + kPositionRowsMaxStages;
   uint64_t* const landed = lagging + 1;  // [stage][piece], where the plan normalizes
   const int tid = threadIdx.x;
   const int warpgroup = __shfl_sync(0xffffffff, tid / 128, 0);
   const int lane = tid & 31;
-  const int x_bytes = rows_x_stage_bytes(plan);
+  const int x_bytes = position_rows_x_stage_bytes(plan);
 
   if (tid == 0) {
-    for (int i = 0; i < kRowsMaxStages; ++i) {
-      barrier_init(x_full + i, kNormalizes ? 32 * kRowsNormalizers : 1);
-      barrier_init(x_empty + i, kHopperConsumers * 4);
+    for (int i = 0; i < kPositionRowsMaxStages; ++i) {
+      barrier_init(x_full + i, kNormalizes ? 32 * kPositionRowsNormalizers : 1);
+      barrier_init(x_empty + i, kWgmmaConsumers * 4);
       barrier_init(w_full + i, 1);
-      barrier_init(w_empty + i, kHopperConsumers * 4);
+      barrier_init(w_empty + i, kWgmmaConsumers * 4);
     }
-    for (int i = 0; kNormalizes && i < plan.x_stages * kRowsPieces; ++i) barrier_init(landed + i, 1);
+    for (int i = 0; kNormalizes && i < plan.x_stages * kPositionRowsPieces; ++i) barrier_init(landed + i, 1);
     barrier_init(lagging, 4);
     barrier_init_fence();
   }
   __syncthreads();
 
-  if (warpgroup == kHopperConsumers) {
+  if (warpgroup == kWgmmaConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kNormalizes ? 80 : 40));
     const int warp = (tid / 32) % 4;
     if (warp == 0 && lane == 0) {
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
       const int row_bytes = plan.row_slots * kRowBytes;
       StageCursor s;
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
-        const RowsTile t = rows_tile<kTile>(p, tile);
+        const PositionRowsTile t = position_rows_tile<kTile>(p, tile);
         const int rows = rows_of_stage<kTile>(plan, t);
         const int plane = plan.by_plane(t.first_row);
         for (int kd = t.kd.first; kd < t.kd.end; ++kd) {
@@ -110,9 +111,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
             };
             if constexpr (kNormalizes) {
               // A stage of fewer rows completes its other pieces, too: their parity goes on with the stage's.
-              for (int piece = 0; piece < kRowsPieces; ++piece) {
+              for (int piece = 0; piece < kPositionRowsPieces; ++piece) {
                 load(max(min(plan.piece_rows, rows - piece * plan.piece_rows), 0),
-                     landed + s.stage * kRowsPieces + piece);
+                     landed + s.stage * kPositionRowsPieces + piece);
               }
             } else {
               load(rows, x_full + s.stage);
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
       const int per_kd = plan.chunks * plan.taps[1] * plan.taps[2];
       StageCursor s;
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
-        const RowsTile t = rows_tile<kTile>(p, tile);
+        const PositionRowsTile t = position_rows_tile<kTile>(p, tile);
         const char* image =
             static_cast<const char*>(p.packed) + int64_t(t.m_tile * plan.taps[0] + t.kd.first) * per_kd * kWeightBytes;
         for (int i = (t.kd.end - t.kd.first) * per_kd; i > 0; --i) {
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
   float total[kPromotes ? kN / 2 : 1];
 
   for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
-    const RowsTile t = rows_tile<kTile>(p, tile);
+    const PositionRowsTile t = position_rows_tile<kTile>(p, tile);
     const int c0 = t.m_tile * 64 + warp * 16 + g * 2;
     const int first_slot = t.q0 - t.first_row * plan.row_slots;
     const int stages = (t.kd.end - t.kd.first) * plan.chunks;
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_rows_kernel(const __gr
           wgmma_fence();
 #pragma unroll
           for (int k = 0; k < kRowBytes / 32; ++k) {
-            wgmma_shared<HopperTypes<kMath>::kWgmma, kN>(acc, w_descriptor + 2 * k, x_descriptor + 2 * k, k > 0 || add);
+            wgmma_shared<WgmmaTypes<kMath>::kWgmma, kN>(acc, w_descriptor + 2 * k, x_descriptor + 2 * k, k > 0 || add);
           }
           wgmma_commit();
           wgmma_wait<1>();

@@ -1,4 +1,4 @@
-// What stands between the loads and the products of the convolution by rows where a norm and an activation are in front
+// What stands between the loads and the products of the convolution where a norm and an activation are in front
 // of it: some warps take every stage of x when it has landed in shared memory, and write act(x * scale + shift),
 // rounded for the products, over it. What the tensor copies filled with zeros, the convolution's padding, stays as it
 // is.
@@ -113,11 +113,11 @@ __device__ __forceinline__ void normalize_row(uint32_t first_row, int count, con
 
 // All stages of a block, by warp `warp` of the normalizing ones.
 template <ConvMath kMath, Chain kAct, int kTile, int kRowBytes>
-__device__ __forceinline__ void normalize_stages(const RowsParams& p, uint32_t stages, int stage_bytes,
+__device__ __forceinline__ void normalize_stages(const PositionRowsParams& p, uint32_t stages, int stage_bytes,
                                                  uint64_t* landed, uint64_t* full, int warp) {
-  using Element = typename HopperTypes<kMath>::Element;
+  using Element = typename WgmmaTypes<kMath>::Element;
   constexpr int kSize = 16 / int(sizeof(Element)), kVectors = kRowBytes / 16;
-  const RowsPlan& plan = p.plan;
+  const PositionRowsPlan& plan = p.plan;
   const int lane = threadIdx.x & 31;
   // Halves of rows are dealt to the warps, the first a multiple of what a warp has under way at once.
   const int half = (p.in[2] + 31) / 32 * 16;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void normalize_stages(const RowsParams& p, uint32_t s
   int known = -1;  // whose channels these are
   StageCursor s;
   for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
-    const RowsTile t = rows_tile<kTile>(p, tile);
+    const PositionRowsTile t = position_rows_tile<kTile>(p, tile);
     const int rows = rows_of_stage<kTile>(plan, t);
     for (int kd = t.kd.first; kd < t.kd.end; ++kd) {
       for (int chunk = 0; chunk < plan.chunks; ++chunk) {
@@ -142,10 +142,10 @@ __device__ __forceinline__ void normalize_stages(const RowsParams& p, uint32_t s
           }
         }
         int piece = 0, end = plan.piece_rows;
-        for (int unit = warp; unit < rows * 2; unit += kRowsNormalizers) {
+        for (int unit = warp; unit < rows * 2; unit += kPositionRowsNormalizers) {
           const int row = unit / 2, first = unit % 2 * half, count = min(unit % 2 ? p.in[2] : half, p.in[2]) - first;
           while (row >= end) ++piece, end += plan.piece_rows;
-          barrier_wait(landed + s.stage * kRowsPieces + piece, s.parity);
+          barrier_wait(landed + s.stage * kPositionRowsPieces + piece, s.parity);
           const int line = t.first_row + row, plane = plan.by_plane(line);
           const int h = line - plane * plan.plane_rows - plan.padding[1];
           const int d = plane - plan.padding[0] + kd * plan.dilation[0];

@@ -14,11 +14,11 @@
 
 namespace kgopt {
 
-inline constexpr int kRowsMaxStages = 12;
-inline constexpr int kRowsNormalizers = 3;  // warps
-inline constexpr int kRowsPieces = 12;      // of a stage of x that is normalized, at most
+inline constexpr int kPositionRowsMaxStages = 12;
+inline constexpr int kPositionRowsNormalizers = 3;  // warps
+inline constexpr int kPositionRowsPieces = 12;      // of a stage of x that is normalized, at most
 
-struct RowsPlan {
+struct PositionRowsPlan {
   const char* refusal = nullptr;  // why the kernel cannot run it; null when it can
   ConvMath math = ConvMath::kTf32;
   int segments = 1;     // of 64 output channels, of a tile
@@ -38,7 +38,7 @@ struct RowsPlan {
   int64_t tiles = 0;
   int x_stages = 2, w_stages = 2;
   int lag = 0;  // weight stages that the second warpgroup starts later
-  HopperDivisor by_m_tiles, by_tiles_per_sample, by_row, by_plane;
+  KnownDivisor by_m_tiles, by_tiles_per_sample, by_row, by_plane;
   int smem_bytes = 0;
   int64_t packed_bytes = 0;
   int64_t copy_bytes = 0;  // of x in two parts, [N][D][H][W][part][C]
@@ -48,26 +48,26 @@ struct RowsPlan {
 };
 
 // The norm: x is read as act(x * scale + shift), of a group norm's scale and shift.
-struct RowsNorm {
+struct PositionRowsNorm {
   const void* table = nullptr;  // [n][c_in] of (mean, rstd, weight, bias) in fp32
   int c_in = 0;
   Chain act = Chain::kNone;  // not kAny
 };
 
-struct alignas(64) RowsParams {
+struct alignas(64) PositionRowsParams {
   uint64_t x_map[16];  // tensor map of x, or of its copy, as [N][D][H][W][C]
-  const void* packed;  // weights: [m_tile][kd][chunk][kh][kw] images, see conv_rows_pack_kernel
+  const void* packed;  // weights: [m_tile][kd][chunk][kh][kw] images, see conv_position_rows_pack_kernel
   const float* bias;   // of all tiles' channels, zeros without a bias
   void* y;             // channels innermost
   int64_t y_stride_n, y_stride[3];
   Chain act = Chain::kNone;  // of convolution + bias; not kAny
   int c_out;
   int in[3], out[3];
-  RowsPlan plan;
-  RowsNorm norm;  // where the plan normalizes
+  PositionRowsPlan plan;
+  PositionRowsNorm norm;  // where the plan normalizes
 };
 
-struct RowsPackParams {
+struct PositionRowsPackParams {
   const void* weight;
   int64_t stride_out, stride_in, stride_k[3];
   const void* bias;  // [c_out] of the weight's dtype, or null
@@ -75,18 +75,18 @@ struct RowsPackParams {
   float* packed_bias;
   int c_in, c_out;
   Dtype dtype;  // of weight and bias; float32 is rounded to what the plan computes in
-  RowsPlan plan;
+  PositionRowsPlan plan;
 };
 
 // Arguments of the copy of x in two parts.
-struct RowsSplitParams {
+struct PositionRowsSplitParams {
   const void* x;
   int64_t stride_n, stride_d, stride_w;  // a row begins where the one before ends
   void* copy;
   int64_t n;
   int c_in;
   int in[3];
-  RowsPlan plan;
+  PositionRowsPlan plan;
 };
 
 }  // namespace kgopt

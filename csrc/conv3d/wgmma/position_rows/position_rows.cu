@@ -1,4 +1,4 @@
-// Launch of the convolution by rows, its weight packing and its tensor map.
+// Launch of the convolution with positions as rows, its weight packing and its tensor map.
 #include "conv3d/wgmma/position_rows/position_rows.h"
 
 #include <algorithm>
@@ -12,12 +12,13 @@
 namespace kgopt {
 namespace {
 
-constexpr const char* kName = "conv_rows_kernel";
+constexpr const char* kName = "conv_position_rows_kernel";
 
 // One 16-byte piece of an image a thread.
-__global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_constant__ RowsPackParams p) {
+__global__ void __launch_bounds__(128)
+    conv_position_rows_pack_kernel(const __grid_constant__ PositionRowsPackParams p) {
   let_dependents_start();
-  const RowsPlan& plan = p.plan;
+  const PositionRowsPlan& plan = p.plan;
   const bool half = plan.math == ConvMath::kBf16 || plan.math == ConvMath::kFp16;
   const int per_piece = half ? 8 : 4, pieces_per_row = plan.row_bytes / 16, rows = plan.segments * 64;
   const int64_t pieces = plan.packed_bytes / 16;
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
     int kw = at.next(plan.taps[2]), kh = at.next(plan.taps[1]);
     const int chunk = at.next(plan.chunks);
     int kd = at.next(plan.taps[0]);
-    const int co = static_cast<int>(at.rest) * rows + rows_image_channel(row);
+    const int co = static_cast<int>(at.rest) * rows + position_rows_channel(row);
     // With two parts: high, low, high, by high, high, low of x.
     const int part_chunks = plan.parts == 2 ? plan.chunks / 3 : plan.chunks, product = chunk / part_chunks;
     const int ci = ((chunk - product * part_chunks) * pieces_per_row + piece) * per_piece;
@@ -59,8 +60,9 @@ __global__ void __launch_bounds__(128) conv_rows_pack_kernel(const __grid_consta
 }
 
 // Four channels a thread.
-__global__ void __launch_bounds__(256) conv_rows_split_kernel(const __grid_constant__ RowsSplitParams p) {
-  const int channels = rows_part_channels(p.plan), pieces = channels / 4;
+__global__ void __launch_bounds__(256)
+    conv_position_rows_split_kernel(const __grid_constant__ PositionRowsSplitParams p) {
+  const int channels = position_rows_part_channels(p.plan), pieces = channels / 4;
   const int64_t plane = int64_t(p.in[1]) * p.in[2], all = p.n * p.in[0] * plane * pieces;
   for (int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < all;
        index += int64_t(gridDim.x) * blockDim.x) {
@@ -83,44 +85,45 @@ __global__ void __launch_bounds__(256) conv_rows_split_kernel(const __grid_const
 
 // The blocks may start while the packing still runs; they wait for it before they read weights.
 template <auto kKernel>
-Status launch_after_pack(const RowsParams& p, cudaStream_t stream) {
-  return launch_after<kKernel>(true, kName, dim3(p.plan.blocks), kHopperThreads, p.plan.smem_bytes, stream, p);
+Status launch_after_pack(const PositionRowsParams& p, cudaStream_t stream) {
+  return launch_after<kKernel>(true, kName, dim3(p.plan.blocks), kWgmmaThreads, p.plan.smem_bytes, stream, p);
 }
 
 template <ConvMath kMath, int kN, bool kNormalizes>
-Status launch_row_bytes(const RowsParams& p, cudaStream_t stream) {
-  return p.plan.row_bytes == 64 ? launch_after_pack<conv_rows_kernel<kMath, kN, 64, kNormalizes>>(p, stream)
-                                : launch_after_pack<conv_rows_kernel<kMath, kN, 128, kNormalizes>>(p, stream);
+Status launch_row_bytes(const PositionRowsParams& p, cudaStream_t stream) {
+  return p.plan.row_bytes == 64 ? launch_after_pack<conv_position_rows_kernel<kMath, kN, 64, kNormalizes>>(p, stream)
+                                : launch_after_pack<conv_position_rows_kernel<kMath, kN, 128, kNormalizes>>(p, stream);
 }
 
 template <ConvMath kMath, bool kNormalizes>
-Status launch_tile(const RowsParams& p, cudaStream_t stream) {
+Status launch_tile(const PositionRowsParams& p, cudaStream_t stream) {
   return p.plan.columns == 256 ? launch_row_bytes<kMath, 256, kNormalizes>(p, stream)
                                : launch_row_bytes<kMath, 208, kNormalizes>(p, stream);
 }
 
 template <ConvMath kMath>
-Status launch_math(const RowsParams& p, cudaStream_t stream) {
+Status launch_math(const PositionRowsParams& p, cudaStream_t stream) {
   return p.plan.normalizes ? launch_tile<kMath, true>(p, stream) : launch_tile<kMath, false>(p, stream);
 }
 
 }  // namespace
 
-Status run_conv_rows_pack(const RowsPackParams& p, cudaStream_t stream) {
+Status run_conv_position_rows_pack(const PositionRowsPackParams& p, cudaStream_t stream) {
   const int64_t pieces = p.plan.packed_bytes / 16;
   const int blocks = static_cast<int>(std::min<int64_t>((pieces + 127) / 128, 2048));
-  return launch_kernel<conv_rows_pack_kernel>("conv_rows_pack_kernel", p, blocks, 128, 0, stream);
+  return launch_kernel<conv_position_rows_pack_kernel>("conv_position_rows_pack_kernel", p, blocks, 128, 0, stream);
 }
 
-Status run_conv_rows_split(const RowsSplitParams& p, cudaStream_t stream) {
+Status run_conv_position_rows_split(const PositionRowsSplitParams& p, cudaStream_t stream) {
   const int64_t pieces = p.plan.copy_bytes / 32;
   if (pieces == 0) return Status::Ok();
   const int blocks = static_cast<int>(std::min<int64_t>((pieces + 255) / 256, 1 << 16));
-  return launch_kernel<conv_rows_split_kernel>("conv_rows_split_kernel", p, blocks, 256, 0, stream);
+  return launch_kernel<conv_position_rows_split_kernel>("conv_position_rows_split_kernel", p, blocks, 256, 0, stream);
 }
 
-Status set_rows_input(RowsParams* p, const void* x, int64_t n, int64_t c_in, const int64_t (&strides)[4]) {
-  const RowsPlan& plan = p->plan;
+Status set_position_rows_input(PositionRowsParams* p, const void* x, int64_t n, int64_t c_in,
+                               const int64_t (&strides)[4]) {
+  const PositionRowsPlan& plan = p->plan;
   const bool fp32 = plan.math == ConvMath::kTf32 || plan.math == ConvMath::kTf32x3;
   const cuuint64_t size = fp32 ? 4 : 2;
   TensorMapSpec map{};
@@ -144,7 +147,7 @@ Status set_rows_input(RowsParams* p, const void* x, int64_t n, int64_t c_in, con
   return encode_tensor_map(kName, map, p->x_map);
 }
 
-Status run_conv_rows(const RowsParams& p, cudaStream_t stream) {
+Status run_conv_position_rows(const PositionRowsParams& p, cudaStream_t stream) {
   if (p.plan.tiles == 0) return Status::Ok();
   switch (p.plan.math) {
     case ConvMath::kTf32: return launch_math<ConvMath::kTf32>(p, stream);

@@ -1,4 +1,4 @@
-// Where a tile of the convolution by rows lies, for all warps of its kernel.
+// Where a tile of the convolution with positions as rows lies, for all warps of its kernel.
 #pragma once
 
 #include "conv3d/wgmma/common.cuh"
@@ -6,7 +6,7 @@
 
 namespace kgopt {
 
-struct RowsTile {
+struct PositionRowsTile {
   int n, m_tile;
   int q0;         // first position
   int first_row;  // of the rows counted through all planes
@@ -14,9 +14,9 @@ struct RowsTile {
 };
 
 template <int kTile>
-__device__ __forceinline__ RowsTile rows_tile(const RowsParams& p, int tile) {
-  const RowsPlan& plan = p.plan;
-  RowsTile t;
+__device__ __forceinline__ PositionRowsTile position_rows_tile(const PositionRowsParams& p, int tile) {
+  const PositionRowsPlan& plan = p.plan;
+  PositionRowsTile t;
   const int rest = plan.by_m_tiles(tile);
   t.m_tile = tile - rest * plan.m_tiles;
   t.n = plan.by_tiles_per_sample(rest);
@@ -30,7 +30,7 @@ __device__ __forceinline__ RowsTile rows_tile(const RowsParams& p, int tile) {
 
 // Rows of x that all taps of height and width read.
 template <int kTile>
-__device__ __forceinline__ int rows_of_stage(const RowsPlan& plan, const RowsTile& t) {
+__device__ __forceinline__ int rows_of_stage(const PositionRowsPlan& plan, const PositionRowsTile& t) {
   const int reach = (plan.taps[1] - 1) * plan.dilation[1] * plan.row_slots + (plan.taps[2] - 1) * plan.dilation[2];
   return plan.by_row(t.q0 + kTile - 1 + reach) - t.first_row + 1;
 }

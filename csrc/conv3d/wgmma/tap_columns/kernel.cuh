@@ -22,15 +22,15 @@
 
 namespace kgopt {
 
-struct HopperTile {
+struct TapColumnsTile {
   int n, n_tile;
   int index;  // among the tiles of a sample
   DepthTaps kd;
 };
 
-__device__ __forceinline__ HopperTile hopper_tile(const HopperParams& p, int tile) {
-  const HopperPlan& plan = p.plan;
-  HopperTile t;
+__device__ __forceinline__ TapColumnsTile tap_columns_tile(const TapColumnsParams& p, int tile) {
+  const TapColumnsPlan& plan = p.plan;
+  TapColumnsTile t;
   const int rest = plan.by_n_tiles(tile);
   t.n_tile = tile - rest * plan.n_tiles;
   t.n = plan.by_tiles_per_sample(rest);
@@ -43,11 +43,11 @@ __device__ __forceinline__ HopperTile hopper_tile(const HopperParams& p, int til
   return t;
 }
 
-struct HopperRun {
+struct TapColumnsRun {
   int od;
   int q0;  // position of its row 0
 };
-__device__ __forceinline__ HopperRun hopper_run(const HopperPlan& plan, const HopperTile& t, int run) {
+__device__ __forceinline__ TapColumnsRun tap_columns_run(const TapColumnsPlan& plan, const TapColumnsTile& t, int run) {
   const int index = t.index * plan.runs + run;
   const int od = plan.by_runs_per_plane(index);
   return {od, (index - od * plan.runs_per_plane) * plan.run_strips * plan.strip_step - plan.owned_first};
@@ -55,7 +55,7 @@ __device__ __forceinline__ HopperRun hopper_run(const HopperPlan& plan, const Ho
 
 // Rows handed over, in units of the dilation, for the taps before `tap`.
 template <int kTaps>
-__device__ __forceinline__ constexpr int hopper_handed_before(int tap) {
+__device__ __forceinline__ constexpr int tap_columns_handed_before(int tap) {
   constexpr int kMiddle = kTaps / 2;
   const int behind = tap < kMiddle ? tap : kMiddle, ahead = tap - behind > 0 ? tap - behind - 1 : 0;
   return behind * (2 * kMiddle - behind + 1) / 2 + ahead * (ahead + 1) / 2;
@@ -71,57 +71,58 @@ __device__ __forceinline__ void add_where(bool where, float (&sum)[4], const flo
 
 // kMore: 1 with a residual or a scale, 2 with moments, too; 0 with kWide.
 template <ConvMath kMath, int kTaps, int kTile, int kSegments, int kRowBytes, bool kWide, int kMore>
-__global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __grid_constant__ HopperParams p) {
+__global__ void __launch_bounds__(kWgmmaThreads, 1)
+    conv_tap_columns_kernel(const __grid_constant__ TapColumnsParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Element = typename HopperTypes<kMath>::Element;
+  using Element = typename WgmmaTypes<kMath>::Element;
   constexpr int kN = kTaps * kTile;
   extern __shared__ char smem_unaligned[];
-  const HopperPlan& plan = p.plan;
-  const HopperSmemLayout layout = hopper_smem_layout(plan);
+  const TapColumnsPlan& plan = p.plan;
+  const TapColumnsSmemLayout layout = tap_columns_smem_layout(plan);
   const uint32_t unaligned = shared_address(smem_unaligned);
   char* const smem = smem_unaligned + ((unaligned + 1023) / 1024 * 1024 - unaligned);
   float* const exchange = reinterpret_cast<float*>(smem + layout.exchange);
   uint64_t* const a_full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
-  uint64_t* const a_empty = a_full + kHopperConsumers * kHopperMaxStages;
-  uint64_t* const b_full = a_empty + kHopperConsumers * kHopperMaxStages;
-  uint64_t* const b_empty = b_full + kHopperMaxStages;
-  uint64_t* const lagging = b_empty + kHopperMaxStages;
+  uint64_t* const a_empty = a_full + kWgmmaConsumers * kTapColumnsMaxStages;
+  uint64_t* const b_full = a_empty + kWgmmaConsumers * kTapColumnsMaxStages;
+  uint64_t* const b_empty = b_full + kTapColumnsMaxStages;
+  uint64_t* const lagging = b_empty + kTapColumnsMaxStages;
   const int tid = threadIdx.x;
   const int warpgroup = __shfl_sync(0xffffffff, tid / 128, 0);
   const int lane = tid & 31;
-  const int a_bytes = hopper_a_stage_bytes(plan);
+  const int a_bytes = tap_columns_a_stage_bytes(plan);
   const int b_bytes = kN * kRowBytes;
   const int groups_h = plan.taps[1] / plan.taps_per_stage;
 
   if (tid == 0) {
-    for (int i = 0; i < kHopperConsumers * kHopperMaxStages; ++i) {
+    for (int i = 0; i < kWgmmaConsumers * kTapColumnsMaxStages; ++i) {
       barrier_init(a_full + i, 1);
-      barrier_init(a_empty + i, kHopperConsumers / plan.teams * 4);
+      barrier_init(a_empty + i, kWgmmaConsumers / plan.teams * 4);
     }
-    for (int i = 0; i < kHopperMaxStages; ++i) {
+    for (int i = 0; i < kTapColumnsMaxStages; ++i) {
       barrier_init(b_full + i, 1);
-      barrier_init(b_empty + i, kHopperConsumers * 4);
+      barrier_init(b_empty + i, kWgmmaConsumers * 4);
     }
     barrier_init(lagging, 4);
     barrier_init_fence();
   }
   __syncthreads();
 
-  if (warpgroup == kHopperConsumers) {
+  if (warpgroup == kWgmmaConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     const int warp = (tid / 32) % 4;
     if (lane == 0 && warp % 2 == 0 && warp / 2 < plan.teams) {
       const int team = warp / 2;
-      uint64_t* const full = a_full + team * kHopperMaxStages;
-      uint64_t* const empty = a_empty + team * kHopperMaxStages;
+      uint64_t* const full = a_full + team * kTapColumnsMaxStages;
+      uint64_t* const empty = a_empty + team * kTapColumnsMaxStages;
       const uint32_t stages = shared_address(smem) + team * plan.a_stages * a_bytes;
       const uint32_t stage_load = plan.runs * plan.boxes * plan.box_rows * kRowBytes;
       StageCursor a;
       for (int tile = blockIdx.x * plan.teams + team; tile < int(plan.tiles); tile += gridDim.x * plan.teams) {
-        const HopperTile t = hopper_tile(p, tile);
+        const TapColumnsTile t = tap_columns_tile(p, tile);
         if (kMore > 0 && p.residual) {
           for (int run = 0; run < plan.runs; ++run) {
-            const HopperRun r = hopper_run(plan, t, run);
+            const TapColumnsRun r = tap_columns_run(plan, t, run);
             prefetch_residual<Element>(p, t.n, r.od, r.q0, (plan.run_strips - 1) * plan.strip_step + plan.strip_rows);
           }
         }
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
               barrier_expect_bytes(full + a.stage, stage_load);
               uint32_t to = stages + a.stage * a_bytes;
               for (int run = 0; run < plan.runs; ++run) {
-                const HopperRun r = hopper_run(plan, t, run);
+                const TapColumnsRun r = tap_columns_run(plan, t, run);
                 const int d = r.od + kd * plan.dilation[0] - plan.padding[0];
                 const int q = r.q0 + (group * plan.dilation[1] - plan.padding[1]) * p.in[2];
                 for (int box = 0; box < plan.boxes; ++box) {
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         return;
       }
       for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
-        const HopperTile t = hopper_tile(p, tile);
+        const TapColumnsTile t = tap_columns_tile(p, tile);
         const char* image =
             static_cast<const char*>(p.packed) + int64_t(t.n_tile * plan.taps[0] + t.kd.first) * per_kd * b_bytes;
         for (int i = (t.kd.end - t.kd.first) * per_kd; i > 0; --i) {
@@ -184,12 +185,12 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   uint32_t segment_rows[kSegments];
 #pragma unroll
   for (int m = 0; m < kSegments; ++m) {
-    const HopperSegment& segment = plan.segment[first_segment + m];
+    const TapColumnsSegment& segment = plan.segment[first_segment + m];
     segment_rows[m] = (segment.run * plan.boxes * plan.box_rows + segment.run_row) * kRowBytes / 16;
   }
   const uint32_t a_rows = shared_address(smem) + team * plan.a_stages * a_bytes;
-  uint64_t* const my_full = a_full + team * kHopperMaxStages;
-  uint64_t* const my_empty = a_empty + team * kHopperMaxStages;
+  uint64_t* const my_full = a_full + team * kTapColumnsMaxStages;
+  uint64_t* const my_empty = a_empty + team * kTapColumnsMaxStages;
   const uint32_t b_rows = shared_address(smem) + layout.weights;
   const uint32_t tap_bytes = plan.dilation[1] * p.in[2] * kRowBytes;
   StageCursor a, b;
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);
   if (resident) barrier_wait(b_full, 0);
   float acc[kSegments][kN / 2];
-  HopperMoments<kTile> moments;
+  TapColumnsMoments<kTile> moments;
   int moments_n = 0, moments_n_tile = 0;  // of the tiles before
   auto flush_moments = [&] {
     const int local = sizeof(Element) == 4 ? g / 4 * 16 + t4 * 4 + g % 4 : t4 * 8 + g;
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
   };
 
   for (int tile = blockIdx.x * plan.teams + team; tile < int(plan.tiles); tile += gridDim.x * plan.teams) {
-    const HopperTile t = hopper_tile(p, tile);
+    const TapColumnsTile t = tap_columns_tile(p, tile);
     if (resident) b.stage = t.kd.first * plan.chunks * plan.taps[1];
     const int stages = (t.kd.end - t.kd.first) * plan.chunks * groups_h;
     int a_done = -1, b_done = -1;
@@ -221,8 +222,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         for (int k = 0; k < kRowBytes / 32; ++k) {
 #pragma unroll
           for (int m = 0; m < kSegments; ++m) {
-            wgmma_shared<HopperTypes<kMath>::kWgmma, kN>(acc[m], a_descriptor + segment_rows[m] + 2 * k,
-                                                         b_descriptor + 2 * k, k > 0 || add);
+            wgmma_shared<WgmmaTypes<kMath>::kWgmma, kN>(acc[m], a_descriptor + segment_rows[m] + 2 * k,
+                                                        b_descriptor + 2 * k, k > 0 || add);
           }
         }
         wgmma_commit();
@@ -252,7 +253,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
     // back.
     constexpr int kMiddle = kTaps / 2;
     const int dilation = plan.dilation[2];
-    const int handed = hopper_exchanged_rows(kTaps, dilation);
+    const int handed = tap_columns_exchanged_rows(kTaps, dilation);
     float* const handed_over = exchange + warpgroup * kSegments * 4 * handed * kTile + t4 * 8;
     auto at = [](int tap, int block, int half, int i) {  // of one of 8 neighbouring channels in the accumulators
       return (tap * kTile / 8 + block * 4 + i / 2) * 4 + i % 2 + 2 * half;
@@ -269,7 +270,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
 #pragma unroll
           for (int m = 0; m < kSegments; ++m) {
             float* const to =
-                handed_over + ((m * 4 + warp) * handed + hopper_handed_before<kTaps>(tap) * dilation + row) * kTile;
+                handed_over +
+                ((m * 4 + warp) * handed + tap_columns_handed_before<kTaps>(tap) * dilation + row) * kTile;
 #pragma unroll
             for (int block = 0; block < kTile / 32; ++block) {
 #pragma unroll
@@ -290,8 +292,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
     uint32_t stored = 0;  // a bit for each row of this thread whose outputs it writes
 #pragma unroll
     for (int m = 0; m < kSegments; ++m) {
-      const HopperSegment& segment = plan.segment[first_segment + m];
-      const HopperRun r = hopper_run(plan, t, segment.run);
+      const TapColumnsSegment& segment = plan.segment[first_segment + m];
+      const TapColumnsRun r = tap_columns_run(plan, t, segment.run);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int in_segment = warp * 16 + half * 8 + g, row = segment.strip_row + in_segment;
@@ -327,7 +329,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
         const int neighbour = ahead ? min(m * 4 + warp + 1, kSegments * 4 - 1) : max(m * 4 + warp - 1, 0);
         const int row = ahead ? min(g, shift - 1) : max(g - (8 + shift), 0);
         const float* const from =
-            handed_over + (neighbour * handed + hopper_handed_before<kTaps>(tap) * dilation + row) * kTile;
+            handed_over + (neighbour * handed + tap_columns_handed_before<kTaps>(tap) * dilation + row) * kTile;
         const bool inside[2] = {uint32_t(column[m][0] + shift) < uint32_t(p.in[2]),
                                 uint32_t(column[m][1] + shift) < uint32_t(p.in[2])};
 #pragma unroll
@@ -376,7 +378,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
       if (kMore > 0 && p.residual) {
         // All loads first: the accumulators of the outer taps are free to hold them.
         const Element* const from = static_cast<const Element*>(p.residual) + first_offset;
-        HopperResidual<Element, kSegments * 2, kTile> residual;
+        TapColumnsResidual<Element, kSegments * 2, kTile> residual;
 #pragma unroll
         for (int row = 0; row < kSegments * 2; ++row) {
           residual.load(row, from + offset_of(row / 2, row % 2), stored >> row & 1, channels_left);
@@ -540,9 +542,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_hopper_kernel(const __
           deviation += part.y + delta * delta * total * share;
           total += n;
         }
-        const int64_t slice = resident
-                                  ? int64_t(t.n) * plan.tiles_per_sample + t.index
-                                  : (int64_t(t.n) * plan.tiles_per_sample + t.index) * kHopperConsumers + warpgroup;
+        const int64_t slice = resident ? int64_t(t.n) * plan.tiles_per_sample + t.index
+                                       : (int64_t(t.n) * plan.tiles_per_sample + t.index) * kWgmmaConsumers + warpgroup;
         float* const to = p.partials + (slice * p.c_out + c) * 3;
         to[0] = mean, to[1] = deviation, to[2] = total;
       }

@@ -1,5 +1,5 @@
-// What the Hopper convolution kernel is told. Sizes, strides and offsets are in elements unless said otherwise; dims
-// are ordered depth, height, width. A transposed convolution of stride 1 is a regular one with flipped taps.
+// Arguments of the convolution with taps as columns. Sizes, strides and offsets are in elements unless said otherwise;
+// dims are ordered depth, height, width. A transposed convolution of stride 1 is a regular one with flipped taps.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace kgopt {
 
-inline constexpr int kHopperConsumers = 2;  // computing warpgroups of a block
-inline constexpr int kHopperMaxStages = 8;
+inline constexpr int kWgmmaConsumers = 2;  // computing warpgroups of a block
+inline constexpr int kTapColumnsMaxStages = 8;
 
 // Quotients of numbers below 2^31 by a divisor that the host knows.
-struct HopperDivisor {
+struct KnownDivisor {
   uint32_t magic = 1u << 31;
   int shift = 0;
 #if defined(__CUDACC__)
@@ -21,12 +21,12 @@ struct HopperDivisor {
 };
 
 // 64 rows of a tile: which run they are of, from which row on, and the same in their strip.
-struct HopperSegment {
+struct TapColumnsSegment {
   int run, run_row, strip_row;
 };
 
 // The launch plan: plain numbers, computed on the host.
-struct HopperPlan {
+struct TapColumnsPlan {
   const char* refusal = nullptr;  // why the kernel cannot run it; null when it can
   ConvMath math = ConvMath::kTf32;
   int taps_w = 3;        // taps along the width, folded into the columns of the product
@@ -49,7 +49,7 @@ struct HopperPlan {
   int owned_first = 0, owned_end = 0;  // rows of a strip whose outputs it writes
   int run_strips = 1, runs = 1;        // strips of a run, runs of a tile; runs may lie in several planes of a sample
   int runs_per_plane = 1;
-  HopperSegment segment[8] = {};
+  TapColumnsSegment segment[8] = {};
   int tiles_per_sample = 1;  // and channel tile
   int blocks = 0;
   int64_t tiles = 0;             // of all samples and channel tiles
@@ -59,14 +59,14 @@ struct HopperPlan {
   int lag = 0;         // taps that the second warpgroup starts later, so that products run during an epilogue
   bool stats = false;  // kStoreStats: a slice for each tile of a sample and warpgroup in it
   bool wide = false;   // statistics, or outputs beyond the input's columns
-  HopperDivisor by_n_tiles, by_tiles_per_sample, by_runs_per_plane, by_width;
+  KnownDivisor by_n_tiles, by_tiles_per_sample, by_runs_per_plane, by_width;
   int smem_bytes = 0;
   int64_t packed_bytes = 0;
 };
 
-struct alignas(64) HopperParams {
+struct alignas(64) TapColumnsParams {
   uint64_t x_map[16];  // tensor map of x as [N][D][H * W][C]
-  const void* packed;  // weights: [n_tile][kd][chunk][kh] images of taps_w * c_tile rows, see conv3d_hopper_pack
+  const void* packed;  // weights: [n_tile][kd][chunk][kh] images of taps_w * c_tile rows, see run_conv_tap_columns_pack
   const float* bias;   // n_tiles * c_tile values, zeros without a bias
   void* y;
   int64_t y_stride_n, y_stride_c, y_stride[3];  // with y_stride_c == 1 the others are multiples of 16 bytes
@@ -78,10 +78,10 @@ struct alignas(64) HopperParams {
   float* partials;           // kStoreStats: see StatsPartials in groupnorm/params.h; slices as the plan says
   int c_out;
   int in[3], out[3];
-  HopperPlan plan;
+  TapColumnsPlan plan;
 };
 
-struct HopperPackParams {
+struct TapColumnsPackParams {
   const void* weight;
   int64_t stride_out, stride_in, stride_k[3];
   const void* bias;  // [c_out] of the weight's dtype, or null
@@ -91,7 +91,7 @@ struct HopperPackParams {
   int64_t moment_values = 0;
   int c_in, c_out;
   Dtype dtype;  // of weight and bias; float32 is rounded to what the plan computes in
-  HopperPlan plan;
+  TapColumnsPlan plan;
 };
 
 // Taps of the depth that read inside the tensor; at least one, which may read zeros.

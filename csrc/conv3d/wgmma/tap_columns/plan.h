@@ -1,4 +1,4 @@
-// Host-side planning of the Hopper convolution: tile, stages, shared memory. Plain arithmetic.
+// Host-side planning of the convolution with taps as columns: tile, stages, shared memory. Plain arithmetic.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace kgopt {
 
 // Shared memory in bytes, in the order in which the kernel lays it out, from an address aligned to 1024.
-struct HopperSmemLayout {
+struct TapColumnsSmemLayout {
   int weights;
   int exchange;
   int stats;
@@ -18,49 +18,51 @@ struct HopperSmemLayout {
   int total;
 };
 
-KGOPT_HD int hopper_a_stage_bytes(const HopperPlan& p) {
+KGOPT_HD int tap_columns_a_stage_bytes(const TapColumnsPlan& p) {
   return (p.runs * p.boxes * p.box_rows * p.row_bytes + 1023) / 1024 * 1024;
 }
-KGOPT_HD int hopper_b_stage_bytes(const HopperPlan& p) { return p.taps_w * p.c_tile * p.row_bytes; }
-KGOPT_HD int hopper_rows(const HopperPlan& p) { return kHopperConsumers / p.teams * p.segments * 64; }
+KGOPT_HD int tap_columns_b_stage_bytes(const TapColumnsPlan& p) { return p.taps_w * p.c_tile * p.row_bytes; }
+KGOPT_HD int tap_columns_rows(const TapColumnsPlan& p) { return kWgmmaConsumers / p.teams * p.segments * 64; }
 // Rows that a warp's 16 rows hand to their neighbours: those that a shifted tap reaches.
-KGOPT_HD int hopper_exchanged_rows(int taps_w, int dilation_w) {
+KGOPT_HD int tap_columns_exchanged_rows(int taps_w, int dilation_w) {
   const int before = taps_w / 2, after = taps_w - 1 - before;
   return (before * (before + 1) + after * (after + 1)) / 2 * dilation_w;
 }
-KGOPT_HD HopperSmemLayout hopper_smem_layout(const HopperPlan& p) {
-  HopperSmemLayout s{};
-  s.weights = p.teams * p.a_stages * hopper_a_stage_bytes(p);
-  s.exchange = s.weights + p.b_stages * hopper_b_stage_bytes(p);
-  s.stats =
-      s.exchange + kHopperConsumers * p.segments * 4 * hopper_exchanged_rows(p.taps_w, p.dilation[2]) * p.c_tile * 4;
-  s.barriers = s.stats + (p.stats ? kHopperConsumers * 4 * (p.c_tile * 2 + 1) * 4 : 0);
-  s.total = s.barriers + ((2 * kHopperConsumers + 2) * kHopperMaxStages + 1) * 8 + 1024;  // 1024: alignment
+KGOPT_HD TapColumnsSmemLayout tap_columns_smem_layout(const TapColumnsPlan& p) {
+  TapColumnsSmemLayout s{};
+  s.weights = p.teams * p.a_stages * tap_columns_a_stage_bytes(p);
+  s.exchange = s.weights + p.b_stages * tap_columns_b_stage_bytes(p);
+  s.stats = s.exchange +
+            kWgmmaConsumers * p.segments * 4 * tap_columns_exchanged_rows(p.taps_w, p.dilation[2]) * p.c_tile * 4;
+  s.barriers = s.stats + (p.stats ? kWgmmaConsumers * 4 * (p.c_tile * 2 + 1) * 4 : 0);
+  s.total = s.barriers + ((2 * kWgmmaConsumers + 2) * kTapColumnsMaxStages + 1) * 8 + 1024;  // 1024: alignment
   return s;
 }
 
 // Slices of the statistics, per sample.
-inline int64_t hopper_slices(const HopperPlan& p) { return int64_t(p.tiles_per_sample) * kHopperConsumers / p.teams; }
+inline int64_t tap_columns_slices(const TapColumnsPlan& p) {
+  return int64_t(p.tiles_per_sample) * kWgmmaConsumers / p.teams;
+}
 
-// Slices of HopperParams::moments, per sample.
-KGOPT_HD int hopper_moment_slices(const HopperPlan& p) { return p.blocks * kHopperConsumers * 4; }
+// Slices of TapColumnsParams::moments, per sample.
+KGOPT_HD int tap_columns_moment_slices(const TapColumnsPlan& p) { return p.blocks * kWgmmaConsumers * 4; }
 
 // Estimated cycles in which the two warpgroups do a tile, or one each: their products, or their loads where those take
 // longer (the second-level cache gives a multiprocessor about 28 bytes a cycle when all ask), and an epilogue, which
 // hides behind the other warpgroup's products where each has its own tiles.
-inline double hopper_round_cycles(const HopperPlan& p) {
+inline double tap_columns_round_cycles(const TapColumnsPlan& p) {
   const double steps = double(p.taps[0]) * p.chunks;
   const double products =
-      steps * p.taps[1] * (p.row_bytes / 32) * kHopperConsumers * p.segments * p.taps_w * p.c_tile / 2;
-  const double a_bytes = steps * p.taps[1] / p.taps_per_stage * p.teams * hopper_a_stage_bytes(p);
-  const double b_bytes = p.teams > 1 ? 0 : steps * p.taps[1] * hopper_b_stage_bytes(p);
+      steps * p.taps[1] * (p.row_bytes / 32) * kWgmmaConsumers * p.segments * p.taps_w * p.c_tile / 2;
+  const double a_bytes = steps * p.taps[1] / p.taps_per_stage * p.teams * tap_columns_a_stage_bytes(p);
+  const double b_bytes = p.teams > 1 ? 0 : steps * p.taps[1] * tap_columns_b_stage_bytes(p);
   const double main = std::max(products, (a_bytes + b_bytes) / 28);
   const double epilogue = 5000 + (p.math == ConvMath::kTf32 ? 1000 : 0) + (p.stats ? 8000 : 0);
   return p.teams > 1 ? std::max(main, products / 2 + epilogue + 3000) : main + epilogue;
 }
 
-inline HopperDivisor hopper_divisor(int64_t divisor) {
-  HopperDivisor d;
+inline KnownDivisor known_divisor(int64_t divisor) {
+  KnownDivisor d;
   while ((int64_t(1) << d.shift) < divisor) ++d.shift;
   d.magic = static_cast<uint32_t>(((uint64_t(1) << (31 + d.shift)) + divisor - 1) / divisor);
   return d;
@@ -69,7 +71,7 @@ inline HopperDivisor hopper_divisor(int64_t divisor) {
 // Column x of a tap's c_tile columns holds this output channel of the tile: a thread then finds 8 neighbouring channels
 // in its accumulators of 32 columns.
 // neighbouring (fp32: two times 4, so that neighbouring threads store neighbouring pieces of 16 bytes).
-KGOPT_HD int hopper_column_channel(int x, bool half) {
+KGOPT_HD int tap_columns_channel(int x, bool half) {
   const int thread = x % 8 / 2, i = x % 32 / 8 * 2 + x % 2;
   return x / 32 * 32 + (half ? thread * 8 + i : i / 4 * 16 + thread * 4 + i % 4);
 }
@@ -93,8 +95,8 @@ inline const char* shifted_taps_refusal(const ConvProblem& q, int dim, int* padd
   return nullptr;
 }
 
-inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& limits) {
-  HopperPlan p;
+inline TapColumnsPlan plan_tap_columns(const ConvProblem& problem, const DeviceLimits& limits) {
+  TapColumnsPlan p;
   auto refuse = [&](const char* why) {
     p.refusal = why;
     return p;
@@ -147,7 +149,7 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
   // False when it does not fit.
   auto use = [&](int teams, int strip_rows, int run_strips) {
     p.teams = teams;
-    const int rows = hopper_rows(p);
+    const int rows = tap_columns_rows(p);
     p.strip_rows = strip_rows;
     p.run_strips = run_strips;
     p.runs = rows / strip_rows / run_strips;
@@ -166,18 +168,18 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
       p.box_rows = static_cast<int>(((need + p.boxes - 1) / p.boxes + 7) / 8 * 8);
       p.a_stages = p.b_stages = 2;
       if (teams > 1) p.b_stages = p.taps[0] * p.chunks * p.taps[1];
-      if (need < 4096 && hopper_smem_layout(p).total <= limits.smem_per_block) return true;
+      if (need < 4096 && tap_columns_smem_layout(p).total <= limits.smem_per_block) return true;
       if (p.taps_per_stage == 1) return false;
     }
   };
   // Long runs load fewer rows around them, short ones fit small planes.
-  HopperPlan best;
+  TapColumnsPlan best;
   double least = -1;
-  for (int teams = 1; teams <= (p.n_tiles == 1 ? kHopperConsumers : 1); ++teams) {
+  for (int teams = 1; teams <= (p.n_tiles == 1 ? kWgmmaConsumers : 1); ++teams) {
     for (int strip_rows = 64 * p.segments; strip_rows >= 64; strip_rows /= 2) {
-      for (int strips = kHopperConsumers / teams * p.segments * 64 / strip_rows; strips >= 1; strips /= 2) {
+      for (int strips = kWgmmaConsumers / teams * p.segments * 64 / strip_rows; strips >= 1; strips /= 2) {
         if (!use(teams, strip_rows, strips)) continue;
-        const double cost = hopper_round_cycles(p) * p.tiles_per_sample / teams;
+        const double cost = tap_columns_round_cycles(p) * p.tiles_per_sample / teams;
         if (least < 0 || cost < least * 0.99) best = p, least = cost;
       }
     }
@@ -192,34 +194,34 @@ inline HopperPlan plan_hopper(const ConvProblem& problem, const DeviceLimits& li
   auto grow = [&](int* stages, int most) {
     while (*stages < most) {
       ++*stages;
-      if (hopper_smem_layout(p).total > limits.smem_per_block) {
+      if (tap_columns_smem_layout(p).total > limits.smem_per_block) {
         --*stages;
         break;
       }
     }
   };
   if (p.teams > 1) {
-    grow(&p.a_stages, kHopperMaxStages);
+    grow(&p.a_stages, kTapColumnsMaxStages);
     p.lag = p.taps[0] * p.chunks * p.taps[1] / 2;
   } else {
     grow(&p.a_stages, p.taps_per_stage == 1 ? 4 : 3);
-    grow(&p.b_stages, kHopperMaxStages);
-    if (p.taps_per_stage == 1) grow(&p.a_stages, kHopperMaxStages);
+    grow(&p.b_stages, kTapColumnsMaxStages);
+    if (p.taps_per_stage == 1) grow(&p.a_stages, kTapColumnsMaxStages);
     // A stage must be free early enough to be full again when the first warpgroup comes to it.
-    const double tap_cycles = p.row_bytes / 32 * kHopperConsumers * p.segments * p.taps_w * p.c_tile / 2;
-    const int load_taps = static_cast<int>((hopper_a_stage_bytes(p) / 28 + 1000) / tap_cycles) + 1;
+    const double tap_cycles = p.row_bytes / 32 * kWgmmaConsumers * p.segments * p.taps_w * p.c_tile / 2;
+    const int load_taps = static_cast<int>((tap_columns_a_stage_bytes(p) / 28 + 1000) / tap_cycles) + 1;
     p.lag = std::max(0, std::min(p.b_stages - 2, p.a_stages * p.taps_per_stage - p.taps_per_stage - load_taps));
   }
-  for (int i = 0; i < hopper_rows(p) / 64; ++i) {
+  for (int i = 0; i < tap_columns_rows(p) / 64; ++i) {
     const int strip = i * 64 / p.strip_rows, run = strip / p.run_strips, row = i * 64 % p.strip_rows;
     p.segment[i] = {run, strip % p.run_strips * p.strip_step + row, row};
   }
-  p.by_n_tiles = hopper_divisor(p.n_tiles);
-  p.by_tiles_per_sample = hopper_divisor(p.tiles_per_sample);
-  p.by_runs_per_plane = hopper_divisor(p.runs_per_plane);
-  p.by_width = hopper_divisor(problem.in[2]);
-  p.smem_bytes = hopper_smem_layout(p).total;
-  p.packed_bytes = int64_t(p.n_tiles) * p.taps[0] * p.chunks * p.taps[1] * hopper_b_stage_bytes(p);
+  p.by_n_tiles = known_divisor(p.n_tiles);
+  p.by_tiles_per_sample = known_divisor(p.tiles_per_sample);
+  p.by_runs_per_plane = known_divisor(p.runs_per_plane);
+  p.by_width = known_divisor(problem.in[2]);
+  p.smem_bytes = tap_columns_smem_layout(p).total;
+  p.packed_bytes = int64_t(p.n_tiles) * p.taps[0] * p.chunks * p.taps[1] * tap_columns_b_stage_bytes(p);
   return p;
 }
 

@@ -1,4 +1,4 @@
-// Launch of the Hopper convolution, its weight packing and its tensor map.
+// Launch of the convolution with taps as columns, its weight packing and its tensor map.
 #include "conv3d/wgmma/tap_columns/tap_columns.h"
 
 #include <algorithm>
@@ -12,12 +12,12 @@
 namespace kgopt {
 namespace {
 
-constexpr const char* kName = "conv_hopper_kernel";
+constexpr const char* kName = "conv_tap_columns_kernel";
 
 // One 16-byte piece of an image a thread.
-__global__ void __launch_bounds__(128) conv_hopper_pack_kernel(const __grid_constant__ HopperPackParams p) {
+__global__ void __launch_bounds__(128) conv_tap_columns_pack_kernel(const __grid_constant__ TapColumnsPackParams p) {
   let_dependents_start();
-  const HopperPlan& plan = p.plan;
+  const TapColumnsPlan& plan = p.plan;
   const bool half = plan.math != ConvMath::kTf32;
   const int per_piece = half ? 8 : 4;
   const int pieces_per_row = plan.row_bytes / 16;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(128) conv_hopper_pack_kernel(const __grid_cons
     int kd = rest % plan.taps[0];
     const int n_tile = rest / plan.taps[0];
     int kw = row / plan.c_tile;
-    const int co = n_tile * plan.c_tile + hopper_column_channel(row % plan.c_tile, half);
+    const int co = n_tile * plan.c_tile + tap_columns_channel(row % plan.c_tile, half);
     const int ci = (chunk * pieces_per_row + piece) * per_piece;
     const int64_t image = index - row * pieces_per_row - piece;
     if (plan.flip) {
@@ -74,42 +74,42 @@ __global__ void __launch_bounds__(128) conv_hopper_pack_kernel(const __grid_cons
 
 // The blocks may start while the packing still runs; they wait for it before they read weights.
 template <auto kKernel>
-Status launch_after_pack(const HopperParams& p, cudaStream_t stream) {
-  return launch_after<kKernel>(true, kName, dim3(p.plan.blocks), kHopperThreads, p.plan.smem_bytes, stream, p);
+Status launch_after_pack(const TapColumnsParams& p, cudaStream_t stream) {
+  return launch_after<kKernel>(true, kName, dim3(p.plan.blocks), kWgmmaThreads, p.plan.smem_bytes, stream, p);
 }
 
 template <ConvMath kMath, int kTile, int kSegments, bool kWide, int kMore>
-Status launch_rows(const HopperParams& p, cudaStream_t stream) {
+Status launch_rows(const TapColumnsParams& p, cudaStream_t stream) {
   if (p.plan.row_bytes == 64) {
-    return launch_after_pack<conv_hopper_kernel<kMath, 3, kTile, kSegments, 64, kWide, kMore>>(p, stream);
+    return launch_after_pack<conv_tap_columns_kernel<kMath, 3, kTile, kSegments, 64, kWide, kMore>>(p, stream);
   }
-  return launch_after_pack<conv_hopper_kernel<kMath, 3, kTile, kSegments, 128, kWide, kMore>>(p, stream);
+  return launch_after_pack<conv_tap_columns_kernel<kMath, 3, kTile, kSegments, 128, kWide, kMore>>(p, stream);
 }
 
 template <ConvMath kMath, int kTile, int kSegments>
-Status launch_more(const HopperParams& p, cudaStream_t stream) {
+Status launch_more(const TapColumnsParams& p, cudaStream_t stream) {
   if (p.moments) return launch_rows<kMath, kTile, kSegments, false, 2>(p, stream);
   if (p.residual || p.scale != 1) return launch_rows<kMath, kTile, kSegments, false, 1>(p, stream);
   return launch_rows<kMath, kTile, kSegments, false, 0>(p, stream);
 }
 
 template <ConvMath kMath>
-Status launch_tile(const HopperParams& p, cudaStream_t stream) {
+Status launch_tile(const TapColumnsParams& p, cudaStream_t stream) {
   if (p.plan.wide) return launch_rows<kMath, 64, 2, true, 0>(p, stream);
   return p.plan.c_tile == 32 ? launch_more<kMath, 32, 4>(p, stream) : launch_more<kMath, 64, 2>(p, stream);
 }
 
 }  // namespace
 
-Status run_conv_hopper_pack(const HopperPackParams& p, cudaStream_t stream) {
+Status run_conv_tap_columns_pack(const TapColumnsPackParams& p, cudaStream_t stream) {
   const int64_t pieces = p.plan.packed_bytes / 16;
   const int blocks = static_cast<int>(std::min<int64_t>((pieces + 127) / 128, 2048));
-  return launch_kernel<conv_hopper_pack_kernel>("conv_hopper_pack_kernel", p, blocks, 128, 0, stream);
+  return launch_kernel<conv_tap_columns_pack_kernel>("conv_tap_columns_pack_kernel", p, blocks, 128, 0, stream);
 }
 
-Status set_hopper_input(HopperParams* p, const void* x, int64_t n, int64_t c_in, int64_t stride_w, int64_t stride_d,
-                        int64_t stride_n) {
-  const HopperPlan& plan = p->plan;
+Status set_tap_columns_input(TapColumnsParams* p, const void* x, int64_t n, int64_t c_in, int64_t stride_w,
+                             int64_t stride_d, int64_t stride_n) {
+  const TapColumnsPlan& plan = p->plan;
   const bool half = plan.math != ConvMath::kTf32;
   const cuuint64_t size = half ? 2 : 4;
   TensorMapSpec map{};
@@ -131,7 +131,7 @@ Status set_hopper_input(HopperParams* p, const void* x, int64_t n, int64_t c_in,
   return encode_tensor_map(kName, map, p->x_map);
 }
 
-Status run_conv_hopper(const HopperParams& p, cudaStream_t stream) {
+Status run_conv_tap_columns(const TapColumnsParams& p, cudaStream_t stream) {
   if (p.plan.tiles == 0) return Status::Ok();
   switch (p.plan.math) {
     case ConvMath::kTf32: return launch_tile<ConvMath::kTf32>(p, stream);

@@ -37,7 +37,7 @@ __device__ __forceinline__ void tensor_load_3d(uint32_t shared, const void* map,
 }
 #endif
 
-struct FlatTile {
+struct TransposedNormTile {
   int n, m_tile;
   int q0;  // first position
   DepthTaps kd;
@@ -46,7 +46,7 @@ struct FlatTile {
 // A row of a whole tile, of which this thread holds two positions in every eight: the four threads of the row exchange
 // them for vectors of 16 bytes, which fill sectors. `value(i)`: of its positions in order; `to`: where the row begins.
 template <typename Element, int kN, typename Value>
-__device__ __forceinline__ void store_flat_row(Element* to, const Value& value) {
+__device__ __forceinline__ void store_transposed_norm_row(Element* to, const Value& value) {
   const int t4 = threadIdx.x % 4;
   const bool odd = t4 % 2 != 0, upper = t4 / 2 != 0;
   auto pair_of = [&](int block) {
@@ -89,76 +89,79 @@ __device__ __forceinline__ void store_flat_row(Element* to, const Value& value) 
 }
 
 template <int kN>
-__device__ __forceinline__ FlatTile flat_tile(const FlatPlan& plan, int tile) {
-  FlatTile t;
+__device__ __forceinline__ TransposedNormTile transposed_norm_tile(const TransposedNormPlan& plan, int tile) {
+  TransposedNormTile t;
   const int rest = plan.by_m_tiles(tile);
   t.m_tile = tile - rest * plan.m_tiles;
   t.n = plan.by_tiles_per_sample(rest);
   // Tiles at both ends of the depth have fewer taps: from sample to sample they fall to the next blocks.
-  int index = rest - t.n * plan.tiles_per_sample + plan.first_short - flat_short_place(plan.short_step, t.n, plan);
+  int index =
+      rest - t.n * plan.tiles_per_sample + plan.first_short - transposed_norm_short_place(plan.short_step, t.n, plan);
   if (index < 0) index += plan.tiles_per_sample;
   if (index >= plan.tiles_per_sample) index -= plan.tiles_per_sample;
-  t.q0 = index * (kN * kHopperConsumers);
+  t.q0 = index * (kN * kWgmmaConsumers);
   const int span = (plan.taps[0] - 1) * plan.dilation[0];
   const int lo = plan.by_plane(t.q0) - span;
-  const int hi = min(plan.by_plane(t.q0 + kN * kHopperConsumers - 1), plan.out[0] - 1) - span;
+  const int hi = min(plan.by_plane(t.q0 + kN * kWgmmaConsumers - 1), plan.out[0] - 1) - span;
   t.kd = depth_taps(lo, hi, plan.in[0], plan.taps[0], plan.dilation[0]);
   return t;
 }
 
 template <ConvMath kMath, int kN>
-__global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __grid_constant__ FlatParams p) {
+__global__ void __launch_bounds__(kWgmmaThreads, 1)
+    conv_transposed_norm_kernel(const __grid_constant__ TransposedNormParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Element = typename HopperTypes<kMath>::Element;
+  using Element = typename WgmmaTypes<kMath>::Element;
   constexpr int kParts = kMath == ConvMath::kTf32x3 ? 2 : 1;
   constexpr int kVec = 16 / sizeof(Element);
   extern __shared__ char smem_unaligned[];
-  const FlatPlan& plan = p.plan;
-  const FlatSmemLayout layout = flat_smem_layout(plan);
+  const TransposedNormPlan& plan = p.plan;
+  const TransposedNormSmemLayout layout = transposed_norm_smem_layout(plan);
   const uint32_t unaligned = shared_address(smem_unaligned);
   char* const smem = smem_unaligned + ((unaligned + 1023) / 1024 * 1024 - unaligned);
   uint64_t* const x_full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
-  uint64_t* const x_empty = x_full + kFlatMaxStages;
-  uint64_t* const w_full = x_empty + kFlatMaxStages;  // of each warpgroup's ring
-  uint64_t* const w_empty = w_full + kHopperConsumers * kFlatMaxStages;
-  uint64_t* const lagging = w_empty + kHopperConsumers * kFlatMaxStages;
+  uint64_t* const x_empty = x_full + kTransposedNormMaxStages;
+  uint64_t* const w_full = x_empty + kTransposedNormMaxStages;  // of each warpgroup's ring
+  uint64_t* const w_empty = w_full + kWgmmaConsumers * kTransposedNormMaxStages;
+  uint64_t* const lagging = w_empty + kWgmmaConsumers * kTransposedNormMaxStages;
   uint64_t* const stored = lagging + 1;  // of samples by parity: this block's tiles are in memory
   uint64_t* const taken = stored + 2;    // their moments have been read
   uint64_t* const piece_full = taken + 2;
-  uint32_t* const claim = reinterpret_cast<uint32_t*>(piece_full + kFlatPieces * kFlatHelpers);
-  const FlatMoments moments{reinterpret_cast<float*>(smem + layout.moments), plan.m_tiles * kFlatChannels};
+  uint32_t* const claim = reinterpret_cast<uint32_t*>(piece_full + kTransposedNormPieces * kTransposedNormHelpers);
+  const TransposedNormMoments moments{reinterpret_cast<float*>(smem + layout.moments),
+                                      plan.m_tiles * kTransposedNormChannels};
   float4* const table = reinterpret_cast<float4*>(smem + layout.table);
   const int tid = threadIdx.x;
   const int warpgroup = __shfl_sync(0xffffffff, tid / 128, 0);
   const int lane = tid & 31;
-  const int x_bytes = flat_x_stage_bytes(plan);
+  const int x_bytes = transposed_norm_x_stage_bytes(plan);
   const int groups_h = plan.whole_height ? 1 : plan.taps[1];
   const int rows_h = plan.whole_height ? plan.taps[1] : 1;  // of the height's taps in a stage
   const int positions = plan.out[0] * plan.plane;
   const int64_t sample_elements = int64_t(p.c_out) * positions;
-  const int w_ring_bytes = plan.w_stages * kFlatHalfBytes;
+  const int w_ring_bytes = plan.w_stages * kTransposedNormHalfBytes;
 
   if (tid == 0) {
-    for (int i = 0; i < kFlatMaxStages; ++i) {
+    for (int i = 0; i < kTransposedNormMaxStages; ++i) {
       barrier_init(x_full + i, 1);
-      barrier_init(x_empty + i, kHopperConsumers * 4);
+      barrier_init(x_empty + i, kWgmmaConsumers * 4);
     }
-    for (int i = 0; i < kHopperConsumers * kFlatMaxStages; ++i) {
+    for (int i = 0; i < kWgmmaConsumers * kTransposedNormMaxStages; ++i) {
       barrier_init(w_full + i, 1);
       barrier_init(w_empty + i, 4);
     }
     barrier_init(lagging, 4);
     for (int i = 0; i < 2; ++i) {
-      barrier_init(stored + i, kHopperConsumers * 128);
+      barrier_init(stored + i, kWgmmaConsumers * 128);
       barrier_init(taken + i, 32);
     }
-    for (int i = 0; i < kFlatPieces * kFlatHelpers; ++i) barrier_init(piece_full + i, 1);
+    for (int i = 0; i < kTransposedNormPieces * kTransposedNormHelpers; ++i) barrier_init(piece_full + i, 1);
     claim[0] = static_cast<uint32_t>(p.n - 1) << 16;
     barrier_init_fence();
   }
   __syncthreads();
 
-  if (warpgroup == kHopperConsumers) {
+  if (warpgroup == kWgmmaConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int warp = (tid / 32) % 4;
     if (warp == 0) {
@@ -173,30 +176,31 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         StageCursor s;
         int tile = blockIdx.x, groups = 0, load = 0;
         const char* group = nullptr;
-      } rings[kHopperConsumers];
+      } rings[kWgmmaConsumers];
       bool left = true;  // something to load
       auto feed_weights = [&](auto of_ring) {
         constexpr int i = decltype(of_ring)::value;
         Ring& ring = rings[i];
         if (ring.groups == 0) {
           if (ring.tile >= int(plan.tiles)) return false;
-          const FlatTile t = flat_tile<kN>(plan, ring.tile);
+          const TransposedNormTile t = transposed_norm_tile<kN>(plan, ring.tile);
           ring.tile += gridDim.x;
           ring.groups = (t.kd.end - t.kd.first) * plan.chunks;
-          ring.group = static_cast<const char*>(p.packed) + i * kFlatHalfBytes +
-                       int64_t(t.m_tile * plan.taps[0] + t.kd.first) * plan.chunks * images * kFlatWeightBytes;
+          ring.group =
+              static_cast<const char*>(p.packed) + i * kTransposedNormHalfBytes +
+              int64_t(t.m_tile * plan.taps[0] + t.kd.first) * plan.chunks * images * kTransposedNormWeightBytes;
         }
         left = true;
-        uint64_t* const full = w_full + i * kFlatMaxStages + ring.s.stage;
+        uint64_t* const full = w_full + i * kTransposedNormMaxStages + ring.s.stage;
         if (!barrier_test(full + (w_empty - w_full), ring.s.parity ^ 1)) return false;
         const int image = ring.load < images ? ring.load : (ring.load - images) * 2;
-        barrier_expect_bytes(full, kFlatHalfBytes);
-        bulk_load(smem + layout.weights + i * w_ring_bytes + ring.s.stage * kFlatHalfBytes,
-                  ring.group + image * kFlatWeightBytes, kFlatHalfBytes, full, policy);
+        barrier_expect_bytes(full, kTransposedNormHalfBytes);
+        bulk_load(smem + layout.weights + i * w_ring_bytes + ring.s.stage * kTransposedNormHalfBytes,
+                  ring.group + image * kTransposedNormWeightBytes, kTransposedNormHalfBytes, full, policy);
         ring.s.advance(plan.w_stages);
         if (++ring.load == loads) {
           ring.load = 0, --ring.groups;
-          ring.group += images * kFlatWeightBytes;
+          ring.group += images * kTransposedNormWeightBytes;
         }
         return true;
       };
@@ -209,7 +213,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       auto feed_x = [&] {
         if (xs.kd == 0) {
           if (xs.tile >= int(plan.tiles)) return false;
-          const FlatTile t = flat_tile<kN>(plan, xs.tile);
+          const TransposedNormTile t = transposed_norm_tile<kN>(plan, xs.tile);
           xs.tile += gridDim.x;
           xs.kd = t.kd.end - t.kd.first;
           xs.slot = t.q0 - plan.reach + t.kd.first * step_d;
@@ -230,14 +234,14 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
           xs.awaits = -1;
         }
         if (!barrier_test(x_empty + xs.s.stage, xs.s.parity ^ 1)) return false;
-        barrier_expect_bytes(x_full + xs.s.stage, plan.boxes * plan.box_rows * kFlatRowBytes);
+        barrier_expect_bytes(x_full + xs.s.stage, plan.boxes * plan.box_rows * kTransposedNormRowBytes);
         const uint32_t to = shared_address(smem) + xs.s.stage * x_bytes;
         const bool tail = xs.n >= p.x_split;
         // Parts change before chunks.
         const int column = kParts == 1 ? xs.part : xs.part % 2 * plan.chunks + xs.part / 2;
         for (int box = 0; box < plan.boxes; ++box) {
-          tensor_load_3d(to + box * plan.box_rows * kFlatRowBytes, tail ? p.x_tail_map : p.x_map,
-                         column * (kFlatRowBytes / int(sizeof(Element))),
+          tensor_load_3d(to + box * plan.box_rows * kTransposedNormRowBytes, tail ? p.x_tail_map : p.x_map,
+                         column * (kTransposedNormRowBytes / int(sizeof(Element))),
                          xs.slot + xs.group * step_h + box * plan.box_rows, tail ? xs.n - p.x_split : xs.n,
                          x_full + xs.s.stage);
         }
@@ -257,9 +261,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         if (!fed) __nanosleep(32);
       }
     } else {
-      const int helper = warp - (4 - kFlatHelpers);
-      char* const pieces = smem + layout.pieces + helper * kFlatPieces * kFlatPieceBytes;
-      uint64_t* const full = piece_full + helper * kFlatPieces;
+      const int helper = warp - (4 - kTransposedNormHelpers);
+      char* const pieces = smem + layout.pieces + helper * kTransposedNormPieces * kTransposedNormPieceBytes;
+      uint64_t* const full = piece_full + helper * kTransposedNormPieces;
       const uint64_t policy = evict_first_policy();
       wait_for_prerequisites();
       int merged = 0;
@@ -267,7 +271,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       auto publish = [&] {
         const bool ready = merged < p.n && barrier_test(stored + merged % 2, merged / 2 % 2);
         if (!__all_sync(0xffffffff, ready)) return false;
-        publish_flat_moments(p, moments, merged);
+        publish_transposed_norm_moments(p, moments, merged);
         barrier_arrive(taken + merged % 2);
         __syncwarp();
         if (lane == 0) add_release(p.arrived + merged, 1);
@@ -275,11 +279,11 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         return true;
       };
       uint32_t parities = 0;  // of the pieces' barriers, a bit each
-      const FlatShare share = flat_share(static_cast<int>(sample_elements / kVec));
-      constexpr int kUnit = kFlatPieceBytes / 16, kAhead = kFlatPieces - 2;
+      const TransposedNormShare share = transposed_norm_share(static_cast<int>(sample_elements / kVec));
+      constexpr int kUnit = kTransposedNormPieceBytes / 16, kAhead = kTransposedNormPieces - 2;
       while (true) {
-        if (helper == 0 && lane == 0) claim[1] = claim_flat_sample(claim, true);
-        named_barrier(3, kFlatHelpers * 32);
+        if (helper == 0 && lane == 0) claim[1] = claim_transposed_norm_sample(claim, true);
+        named_barrier(3, kTransposedNormHelpers * 32);
         const int n = *reinterpret_cast<volatile int*>(claim + 1);
         if (n < 0) break;
         if (helper == 0) {
@@ -290,24 +294,25 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
           }
           load_acquire(p.arrived + n);
         }
-        named_barrier(3, kFlatHelpers * 32);
+        named_barrier(3, kTransposedNormHelpers * 32);
         async_proxy_fence();
         uint4* const sample = reinterpret_cast<uint4*>(static_cast<char*>(p.y) + n * sample_elements * sizeof(Element));
-        const int first = share.first + helper * kUnit, step = kFlatHelpers * kUnit;
+        const int first = share.first + helper * kUnit, step = kTransposedNormHelpers * kUnit;
         int next = first, next_buffer = 0;  // to be loaded
         auto load = [&] {
           if (lane == 0 && next < share.end) {
             const uint32_t bytes = min(kUnit, share.end - next) * 16;
             barrier_expect_bytes(full + next_buffer, bytes);
-            bulk_load(pieces + next_buffer * kFlatPieceBytes, sample + next, bytes, full + next_buffer, policy);
+            bulk_load(pieces + next_buffer * kTransposedNormPieceBytes, sample + next, bytes, full + next_buffer,
+                      policy);
           }
           next += step;
-          if (++next_buffer == kFlatPieces) next_buffer = 0;
+          if (++next_buffer == kTransposedNormPieces) next_buffer = 0;
         };
         if (lane == 0) bulk_store_wait_read<0>();
         for (int i = 0; i < kAhead; ++i) load();
-        make_flat_table(p, n, share, table, helper, kFlatHelpers);  // while these come
-        named_barrier(3, kFlatHelpers * 32);
+        make_norm_table(p, n, share, table, helper, kTransposedNormHelpers);  // while these come
+        named_barrier(3, kTransposedNormHelpers * 32);
         int buffer = 0;
         for (int piece = first; piece < share.end; piece += step) {
           // The next goes where the piece before the last was, which may still be on its way out.
@@ -315,7 +320,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
           load();
           barrier_wait(full + buffer, parities >> buffer & 1);
           parities ^= 1u << buffer;
-          uint4* const vectors = reinterpret_cast<uint4*>(pieces + buffer * kFlatPieceBytes);
+          uint4* const vectors = reinterpret_cast<uint4*>(pieces + buffer * kTransposedNormPieceBytes);
           const int count = min(kUnit, share.end - piece), channel = plan.by_channel(piece);
           if (count == kUnit && channel == plan.by_channel(piece + kUnit - 1)) {
             const float4 t = table[channel];
@@ -335,7 +340,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
             bulk_store(sample + piece, vectors, count * 16);
             bulk_store_commit();
           }
-          if (++buffer == kFlatPieces) buffer = 0;
+          if (++buffer == kTransposedNormPieces) buffer = 0;
           if (helper == 0) publish();
         }
       }
@@ -355,9 +360,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
   const int g = lane >> 2, t4 = lane & 3;
   const uint32_t x_rows = shared_address(smem);
   const uint32_t w_rows = x_rows + layout.weights + warpgroup * w_ring_bytes;
-  const int own_row = warpgroup * kFlatHalfChannels + warp * 16 + g;  // of a tile's channels, and eight behind it
-  uint64_t* const own_full = w_full + warpgroup * kFlatMaxStages;
-  uint64_t* const own_empty = w_empty + warpgroup * kFlatMaxStages;
+  const int own_row =
+      warpgroup * kTransposedNormHalfChannels + warp * 16 + g;  // of a tile's channels, and eight behind it
+  uint64_t* const own_full = w_full + warpgroup * kTransposedNormMaxStages;
+  uint64_t* const own_empty = w_empty + warpgroup * kTransposedNormMaxStages;
   const int step_h = plan.dilation[1] * plan.out[2], step_w = plan.dilation[2];
   StageCursor x, w;
   int lag = warpgroup == 0 ? plan.lag : 0;
@@ -371,18 +377,18 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
     if (open >= 0) barrier_arrive(stored + open % 2);
     ++open;
     barrier_wait(taken + open % 2, (open / 2 & 1) ^ 1);
-    if (t4 < 2) {  // as in add_flat_moments
+    if (t4 < 2) {  // as in add_transposed_norm_moments
       for (int m_tile = 0; m_tile < plan.m_tiles; ++m_tile) {
-        moments.store(open % 2, m_tile * kFlatChannels + own_row + t4 * 8, Moments<float>());
+        moments.store(open % 2, m_tile * kTransposedNormChannels + own_row + t4 * 8, Moments<float>());
       }
     }
   };
 
   for (int tile = blockIdx.x; tile < int(plan.tiles); tile += gridDim.x) {
-    const FlatTile t = flat_tile<kN>(plan, tile);
+    const TransposedNormTile t = transposed_norm_tile<kN>(plan, tile);
     while (open < t.n) open_next();  // not later: the loads of this tile may wait for earlier samples
     if (warpgroup > 0 && plan.lag > 0) barrier_wait(lagging, 0);  // of the first tile; later it is open
-    const int c0 = t.m_tile * kFlatChannels + own_row;
+    const int c0 = t.m_tile * kTransposedNormChannels + own_row;
     const float bias[2] = {__ldg(p.bias + c0), __ldg(p.bias + c0 + 8)};  // of this thread's channels
     const int stages = (t.kd.end - t.kd.first) * plan.chunks * kParts * groups_h;
     int x_done = -1, w_done = -1;
@@ -396,19 +402,20 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
       const int images = kParts == 2 && stage / groups_h % 2 == 0 ? 2 : 1;
       for (int kh = 0; kh < rows_h; ++kh) {
         for (int kw = 0; kw < plan.taps[2]; ++kw) {
-          const uint64_t x_descriptor = wgmma_swizzled_descriptor<kFlatRowBytes>(
-              x_rows + x.stage * x_bytes + (kh * step_h + kw * step_w) * kFlatRowBytes);
+          const uint64_t x_descriptor = wgmma_swizzled_descriptor<kTransposedNormRowBytes>(
+              x_rows + x.stage * x_bytes + (kh * step_h + kw * step_w) * kTransposedNormRowBytes);
           for (int image = 0; image < images; ++image) {
             barrier_wait(own_full + w.stage, w.parity);
-            const uint64_t w_descriptor = wgmma_swizzled_descriptor<kFlatRowBytes>(w_rows + w.stage * kFlatHalfBytes);
+            const uint64_t w_descriptor =
+                wgmma_swizzled_descriptor<kTransposedNormRowBytes>(w_rows + w.stage * kTransposedNormHalfBytes);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < kFlatRowBytes / 32; ++k) {
+            for (int k = 0; k < kTransposedNormRowBytes / 32; ++k) {
 #pragma unroll
               for (int run = 0; run < 2; ++run) {
-                wgmma_shared<HopperTypes<kMath>::kWgmma, kN>(acc[run], w_descriptor + 2 * k,
-                                                             x_descriptor + 2 * k + run * (kN * kFlatRowBytes / 16),
-                                                             k > 0 || add);
+                wgmma_shared<WgmmaTypes<kMath>::kWgmma, kN>(
+                    acc[run], w_descriptor + 2 * k, x_descriptor + 2 * k + run * (kN * kTransposedNormRowBytes / 16),
+                    k > 0 || add);
               }
             }
             wgmma_commit();
@@ -482,8 +489,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
         const int row = i / 2, run = i % 2;
         Element* const to = y + int64_t(row * 8) * positions + run * kN;
         auto value = [&](int j) { return acc[run][j / 2 * 4 + row * 2 + j % 2]; };
-        if (kWhole && t.m_tile * kFlatChannels + (kFlatChannels - 1) < p.c_out) {
-          store_flat_row<Element, kN>(to, value);
+        if (kWhole && t.m_tile * kTransposedNormChannels + (kTransposedNormChannels - 1) < p.c_out) {
+          store_transposed_norm_row<Element, kN>(to, value);
         } else if (c0 + row * 8 < p.c_out) {
 #pragma unroll
           for (int j = 0; j < kN / 8; ++j) {
@@ -492,7 +499,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
           }
         }
       }
-      add_flat_moments<kN, kWhole>(acc, count, moments, open % 2, c0);
+      add_transposed_norm_moments<kN, kWhole>(acc, count, moments, open % 2, c0);
     };
     if (count == 2 * kN) {
       finish(std::true_type());
@@ -506,19 +513,19 @@ __global__ void __launch_bounds__(kHopperThreads, 1) conv_flat_kernel(const __gr
 
   // Nothing is left to compute: this block's share of the last samples, until the helpers have come to them.
   float4* const own_table = reinterpret_cast<float4*>(smem);  // stages are no longer filled
-  const FlatShare share = flat_share(static_cast<int>(sample_elements / kVec));
+  const TransposedNormShare share = transposed_norm_share(static_cast<int>(sample_elements / kVec));
   while (true) {
-    named_barrier(1, kHopperConsumers * 128);
-    if (tid == 0) claim[2] = claim_flat_sample(claim, false);
-    named_barrier(1, kHopperConsumers * 128);
+    named_barrier(1, kWgmmaConsumers * 128);
+    if (tid == 0) claim[2] = claim_transposed_norm_sample(claim, false);
+    named_barrier(1, kWgmmaConsumers * 128);
     const int n = *reinterpret_cast<volatile int*>(claim + 2);
     if (n < 0) break;
     if (lane == 0) await_all_blocks(p, n);
     __syncwarp();
-    make_flat_table(p, n, share, own_table, warpgroup * 4 + warp, kHopperConsumers * 4);
-    named_barrier(1, kHopperConsumers * 128);
+    make_norm_table(p, n, share, own_table, warpgroup * 4 + warp, kWgmmaConsumers * 4);
+    named_barrier(1, kWgmmaConsumers * 128);
     uint4* const y = reinterpret_cast<uint4*>(static_cast<Element*>(p.y) + n * sample_elements);
-    constexpr int kUnroll = 10, kStep = kHopperConsumers * 128;
+    constexpr int kUnroll = 10, kStep = kWgmmaConsumers * 128;
     for (int i0 = share.first + tid; i0 < share.end; i0 += kUnroll * kStep) {
       uint4 v[kUnroll];
 #pragma unroll

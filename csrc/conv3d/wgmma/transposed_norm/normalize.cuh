@@ -1,4 +1,4 @@
-// Moments of a flat convolution's tiles, and the norm of a sample while later samples are computed.
+// Moments of a convolution's tiles, and the norm of a sample while later samples are computed.
 //
 // A thread keeps the moments of its channels over the tiles of a sample that its block computes. A block that has
 // stored its tiles of a sample merges them by groups, leaves them in memory and counts itself in; when all have, any
@@ -18,7 +18,7 @@ namespace kgopt {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // Where the moments of a channel lie.
-struct FlatMoments {
+struct TransposedNormMoments {
   float* base;
   int channels;
   __device__ __forceinline__ Moments<float> load(int parity, int c) const {
@@ -34,8 +34,8 @@ struct FlatMoments {
 // Adds a tile's outputs, as the accumulators hold them, to the moments of this thread's channels, c0 and c0 + 8.
 // `count`: positions of the tile that exist, an even number; all of them with kWhole.
 template <int kN, bool kWhole>
-__device__ __forceinline__ void add_flat_moments(const float (&acc)[2][kN / 2], int count, const FlatMoments& moments,
-                                                 int parity, int c0) {
+__device__ __forceinline__ void add_transposed_norm_moments(const float (&acc)[2][kN / 2], int count,
+                                                            const TransposedNormMoments& moments, int parity, int c0) {
   const int t4 = threadIdx.x % 4;
   float sum[2] = {}, squares[2] = {};
 #pragma unroll
@@ -77,7 +77,8 @@ __device__ __forceinline__ void add_flat_moments(const float (&acc)[2][kN / 2], 
 }
 
 // By one warp: this block's share of a sample's moments, by groups, for all blocks to read.
-__device__ __forceinline__ void publish_flat_moments(const FlatParams& p, const FlatMoments& moments, int sample) {
+__device__ __forceinline__ void publish_transposed_norm_moments(const TransposedNormParams& p,
+                                                                const TransposedNormMoments& moments, int sample) {
   const int lane = threadIdx.x % 32, parity = sample % 2;
   const int channels = p.c_out / p.groups;
   for (int group = lane; group < p.groups; group += 32) {
@@ -92,19 +93,19 @@ __device__ __forceinline__ void publish_flat_moments(const FlatParams& p, const 
 }
 
 // A block's share of a sample, in 16-byte vectors.
-struct FlatShare {
+struct TransposedNormShare {
   int first, end;
 };
-__device__ __forceinline__ FlatShare flat_share(int vectors) {
-  const int unit = kFlatPieceBytes / 16, pieces = (vectors + unit - 1) / unit;
+__device__ __forceinline__ TransposedNormShare transposed_norm_share(int vectors) {
+  const int unit = kTransposedNormPieceBytes / 16, pieces = (vectors + unit - 1) / unit;
   const int first = int64_t(pieces) * blockIdx.x / gridDim.x, end = int64_t(pieces) * (blockIdx.x + 1) / gridDim.x;
   return {min(first * unit, vectors), min(end * unit, vectors)};
 }
 
 // By `warps` warps, of which this is number `warp`: mean, scale and offset of each channel that the share touches, once
 // all blocks have arrived.
-__device__ __forceinline__ void make_flat_table(const FlatParams& p, int sample, const FlatShare& share, float4* table,
-                                                int warp, int warps) {
+__device__ __forceinline__ void make_norm_table(const TransposedNormParams& p, int sample,
+                                                const TransposedNormShare& share, float4* table, int warp, int warps) {
   if (share.first >= share.end) return;
   const int lane = threadIdx.x % 32, channels = p.c_out / p.groups, blocks = gridDim.x;
   const int last_group = p.plan.by_channel(share.end - 1) / channels;
@@ -160,7 +161,7 @@ __device__ __forceinline__ uint4 normalize_vector(uint4 v, const float4& t) {
 
 // The next sample for the helpers, which take the first ones, or for the computing warps, which take the last; -1:
 // none. `claim` holds both ends of what is left.
-__device__ __forceinline__ int claim_flat_sample(uint32_t* claim, bool from_first) {
+__device__ __forceinline__ int claim_transposed_norm_sample(uint32_t* claim, bool from_first) {
   while (true) {
     const uint32_t left = *reinterpret_cast<volatile uint32_t*>(claim);
     const int first = left & 0xffff, end = (left >> 16) + 1;  // n - 1 fits
@@ -173,7 +174,7 @@ __device__ __forceinline__ int claim_flat_sample(uint32_t* claim, bool from_firs
   }
 }
 
-__device__ __forceinline__ void await_all_blocks(const FlatParams& p, int sample) {
+__device__ __forceinline__ void await_all_blocks(const TransposedNormParams& p, int sample) {
   while (load_relaxed(p.arrived + sample) != gridDim.x) __nanosleep(100);
   load_acquire(p.arrived + sample);  // once: it takes what the multiprocessor's L1 holds
 }

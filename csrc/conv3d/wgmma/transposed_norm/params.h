@@ -1,4 +1,4 @@
-// What the kernels of the flat convolution are told: ConvTranspose + ReLU + GroupNorm of stride 1 without padding,
+// Arguments of the kernels of ConvTranspose + ReLU + GroupNorm of stride 1 without padding,
 // whose output is longer than its input by what the kernel reaches. Sizes and offsets are in elements unless said
 // otherwise; dims are ordered depth, height, width.
 //
@@ -13,29 +13,29 @@
 
 namespace kgopt {
 
-inline constexpr int kFlatChannels = 128;  // output channels of a tile
+inline constexpr int kTransposedNormChannels = 128;  // output channels of a tile
 // Samples are layers of the grid that copies x, and pieces of the packed weights are some more of them.
-inline constexpr int kFlatPackLayers = 1024, kFlatMostBatch = 65535 - kFlatPackLayers;
-inline constexpr int kFlatHalfChannels = kFlatChannels / kHopperConsumers;  // of a warpgroup
-inline constexpr int kFlatRowBytes = 128;  // of a slot's channels in shared memory: a chunk
-inline constexpr int kFlatMaxStages = 8;
-inline constexpr int kFlatHelpers = 3;        // warps that normalize
-inline constexpr int kFlatPieceBytes = 2048;  // what one of them normalizes at a time
-inline constexpr int kFlatPieces = 4;         // that it has under way
+inline constexpr int kTransposedNormPackLayers = 1024, kTransposedNormMostBatch = 65535 - kTransposedNormPackLayers;
+inline constexpr int kTransposedNormHalfChannels = kTransposedNormChannels / kWgmmaConsumers;  // of a warpgroup
+inline constexpr int kTransposedNormRowBytes = 128;  // of a slot's channels in shared memory: a chunk
+inline constexpr int kTransposedNormMaxStages = 8;
+inline constexpr int kTransposedNormHelpers = 3;        // warps that normalize
+inline constexpr int kTransposedNormPieceBytes = 2048;  // what one of them normalizes at a time
+inline constexpr int kTransposedNormPieces = 4;         // that it has under way
 
-struct FlatPlan {
+struct TransposedNormPlan {
   const char* refusal = nullptr;
   ConvMath math = ConvMath::kTf32;
   int columns = 184;  // positions of a product; a tile has two runs of them
   int parts = 1;      // 2: x and the weights are sums of two TF32 values
-  int chunks = 1;     // of kFlatRowBytes of input channels
+  int chunks = 1;     // of kTransposedNormRowBytes of input channels
   int taps[3] = {1, 1, 1};
   int dilation[3] = {1, 1, 1};
   bool flip = false;  // weights are those of a transposed convolution
   int in[3] = {1, 1, 1}, out[3] = {1, 1, 1};
   int reach = 0;             // of all taps, in slots
   int plane = 1;             // positions of an output plane, which are also the slots of an input plane
-  int m_tiles = 1;           // of kFlatChannels
+  int m_tiles = 1;           // of kTransposedNormChannels
   int tiles_per_sample = 1;  // and channel tile
   int blocks = 0;
   int64_t tiles = 0;
@@ -47,21 +47,21 @@ struct FlatPlan {
   int x_stages = 2, w_stages = 2;
   int lag = 0;              // taps that the second warpgroup starts later
   int channel_vectors = 1;  // of 16 bytes, of an output channel
-  HopperDivisor by_m_tiles, by_tiles_per_sample, by_plane, by_channel;
+  KnownDivisor by_m_tiles, by_tiles_per_sample, by_plane, by_channel;
   int smem_bytes = 0;
   int64_t packed_bytes = 0;  // weights
   int64_t sample_bytes = 0;  // of the copy of x
   int64_t slots = 0;         // of a sample
 };
 
-struct alignas(64) FlatParams {
+struct alignas(64) TransposedNormParams {
   uint64_t x_map[16], x_tail_map[16];  // copies of x as [N][slots][channels]; of the last samples, from x_split on
-  const void* packed;                  // weights: [m_tile][kd][chunk][kh][kw][part] images, see conv_flat_pack_kernel
-  const float* bias;                   // m_tiles * kFlatChannels values
-  void* y;                             // [n][c_out][out], contiguous
-  float* partials;                     // [n][group][block][4]: mean, squared deviations, count, unused
-  uint32_t* arrived;                   // [n]: blocks whose tiles of the sample are stored; zeros at the start
-  float* mean;                         // [n][groups], null: not wanted
+  const void* packed;  // weights: [m_tile][kd][chunk][kh][kw][part] images, see conv_transposed_norm_pack_kernel
+  const float* bias;   // m_tiles * kTransposedNormChannels values
+  void* y;             // [n][c_out][out], contiguous
+  float* partials;     // [n][group][block][4]: mean, squared deviations, count, unused
+  uint32_t* arrived;   // [n]: blocks whose tiles of the sample are stored; zeros at the start
+  float* mean;         // [n][groups], null: not wanted
   float* rstd;
   const void* gamma;  // [c_out] or null
   const void* beta;
@@ -74,10 +74,10 @@ struct alignas(64) FlatParams {
   int x_ahead;
   bool relu;
   float eps;
-  FlatPlan plan;
+  TransposedNormPlan plan;
 };
 
-struct FlatPackParams {
+struct TransposedNormPackParams {
   const void* weight;
   int64_t stride_out, stride_in, stride_k[3];
   const void* bias;  // [c_out] of the weight's dtype, or null
@@ -86,10 +86,10 @@ struct FlatPackParams {
   uint32_t* arrived;  // [n], cleared
   int n, c_in, c_out;
   Dtype dtype;
-  FlatPlan plan;
+  TransposedNormPlan plan;
 };
 
-struct FlatInputParams {
+struct TransposedNormInputParams {
   const void* x;
   int64_t stride_n, stride_c, stride[3];
   void* copy;       // of samples below x_split
@@ -97,7 +97,7 @@ struct FlatInputParams {
   int x_split;
   int n, c_in;
   Dtype dtype;
-  FlatPlan plan;
+  TransposedNormPlan plan;
 };
 
 }  // namespace kgopt

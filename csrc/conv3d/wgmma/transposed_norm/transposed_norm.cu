@@ -1,4 +1,4 @@
-// Launches of the flat convolution, the packing of its weights and the copy of its input.
+// Launches of the transposed convolution with its norm, the packing of its weights and the copy of its input.
 #include "conv3d/wgmma/transposed_norm/transposed_norm.h"
 
 #include "common/dependent_launch.cuh"
@@ -12,20 +12,22 @@ namespace kgopt {
 namespace {
 
 // One 16-byte piece of an image a thread, of which this is number `first` of `step`.
-__device__ __forceinline__ void pack_flat(const FlatPackParams& p, const FlatPlan& plan, int64_t first, int64_t step) {
+__device__ __forceinline__ void pack_transposed_norm(const TransposedNormPackParams& p, const TransposedNormPlan& plan,
+                                                     int64_t first, int64_t step) {
   const bool half = p.dtype != Dtype::kFloat32;
   const int per_piece = half ? 8 : 4;
   const int64_t pieces = plan.packed_bytes / 16;
   for (int64_t i = first; i < p.n; i += step) p.arrived[i] = 0;
-  pack_bias(p, int64_t(plan.m_tiles) * kFlatChannels);
+  pack_bias(p, int64_t(plan.m_tiles) * kTransposedNormChannels);
   for (int64_t index = first; index < pieces; index += step) {
     PackedIndex at{static_cast<uint32_t>(index)};
-    const int piece = at.next(kFlatRowBytes / 16), row = at.next(kFlatChannels), part = at.next(plan.parts);
+    const int piece = at.next(kTransposedNormRowBytes / 16), row = at.next(kTransposedNormChannels),
+              part = at.next(plan.parts);
     int kw = at.next(plan.taps[2]), kh = at.next(plan.taps[1]);
     const int chunk = at.next(plan.chunks);
     int kd = at.next(plan.taps[0]);
-    const int co = static_cast<int>(at.rest) * kFlatChannels + row;
-    const int ci = (chunk * (kFlatRowBytes / 16) + piece) * per_piece;
+    const int co = static_cast<int>(at.rest) * kTransposedNormChannels + row;
+    const int ci = (chunk * (kTransposedNormRowBytes / 16) + piece) * per_piece;
     if (plan.flip) {
       kd = plan.taps[0] - 1 - kd;
       kh = plan.taps[1] - 1 - kh;
@@ -50,8 +52,9 @@ __device__ __forceinline__ void pack_flat(const FlatPackParams& p, const FlatPla
   }
 }
 
-__global__ void __launch_bounds__(128) conv_flat_pack_kernel(const __grid_constant__ FlatPackParams p) {
-  pack_flat(p, p.plan, int64_t(blockIdx.x) * blockDim.x + threadIdx.x, int64_t(gridDim.x) * blockDim.x);
+__global__ void __launch_bounds__(128)
+    conv_transposed_norm_pack_kernel(const __grid_constant__ TransposedNormPackParams p) {
+  pack_transposed_norm(p, p.plan, int64_t(blockIdx.x) * blockDim.x + threadIdx.x, int64_t(gridDim.x) * blockDim.x);
   wait_for_prerequisites();  // the kernel behind this one wants the copy of x, too
 }
 
@@ -60,11 +63,12 @@ constexpr int kInputSlots = 64;  // of a tile, by one chunk of channels
 
 // The tile lies in shared memory as [word of the chunk][slot]. kPairs: half types whose rows of x are whole words.
 template <bool kHalf, int kParts, bool kPairs>
-__global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __grid_constant__ FlatInputParams p) {
-  constexpr int kWords = kFlatRowBytes / 4, kPerWarp = kWords / (kInputThreads / 32);
+__global__ void __launch_bounds__(kInputThreads)
+    conv_transposed_norm_input_kernel(const __grid_constant__ TransposedNormInputParams p) {
+  constexpr int kWords = kTransposedNormRowBytes / 4, kPerWarp = kWords / (kInputThreads / 32);
   __shared__ uint32_t tile[kParts][kWords][kInputSlots + 1];
   let_dependents_start();  // the packing
-  const FlatPlan& plan = p.plan;
+  const TransposedNormPlan& plan = p.plan;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t slot0 = int64_t(blockIdx.x) * kInputSlots;
   const int chunk = blockIdx.y, n = p.n - 1 - blockIdx.z;  // the first samples last: the convolution finds them in L2
@@ -120,16 +124,17 @@ __global__ void __launch_bounds__(kInputThreads) conv_flat_input_kernel(const __
   __syncthreads();
   const bool tail = n >= p.x_split;
   char* const copy = static_cast<char*>(tail ? p.tail_copy : p.copy) + (n - (tail ? p.x_split : 0)) * plan.sample_bytes;
-  const int piece = threadIdx.x % (kFlatRowBytes / 16);
+  const int piece = threadIdx.x % (kTransposedNormRowBytes / 16);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-    for (int i = 0; i < kInputSlots; i += kInputThreads / (kFlatRowBytes / 16)) {
-      const int s = i + threadIdx.x / (kFlatRowBytes / 16);
+    for (int i = 0; i < kInputSlots; i += kInputThreads / (kTransposedNormRowBytes / 16)) {
+      const int s = i + threadIdx.x / (kTransposedNormRowBytes / 16);
       if (slot0 + s < plan.slots) {
         const uint4 v = make_uint4(tile[part][piece * 4][s], tile[part][piece * 4 + 1][s], tile[part][piece * 4 + 2][s],
                                    tile[part][piece * 4 + 3][s]);
-        char* const to = copy + ((slot0 + s) * kParts * plan.chunks + part * plan.chunks + chunk) * kFlatRowBytes;
+        char* const to =
+            copy + ((slot0 + s) * kParts * plan.chunks + part * plan.chunks + chunk) * kTransposedNormRowBytes;
         reinterpret_cast<uint4*>(to)[piece] = v;
       }
     }
@@ -144,15 +149,16 @@ constexpr int kTransposeChannels = 64;  // a chunk
 
 // The first layers of blocks pack the weights instead.
 __global__ void __launch_bounds__(kTransposeThreads)
-    conv_flat_transpose_kernel(const __grid_constant__ FlatInputParams p, const __grid_constant__ FlatPackParams pack) {
+    conv_transposed_norm_transpose_kernel(const __grid_constant__ TransposedNormInputParams p,
+                                          const __grid_constant__ TransposedNormPackParams pack) {
   constexpr int kWarps = kTransposeThreads / 32;
   __shared__ uint4 tile[kTransposeChannels][kTransposeVectors];
-  const FlatPlan& plan = p.plan;
+  const TransposedNormPlan& plan = p.plan;
   const int layers = gridDim.z - p.n, layer = blockIdx.z;
   if (layer < layers) {
     const int64_t of_layer = int64_t(gridDim.x) * gridDim.y;
     const int64_t block = layer * of_layer + blockIdx.y * gridDim.x + blockIdx.x;
-    pack_flat(pack, plan, block * kTransposeThreads + threadIdx.x, layers * of_layer * kTransposeThreads);
+    pack_transposed_norm(pack, plan, block * kTransposeThreads + threadIdx.x, layers * of_layer * kTransposeThreads);
     return;
   }
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -183,8 +189,8 @@ __global__ void __launch_bounds__(kTransposeThreads)
 
   const bool tail = n >= p.x_split;
   char* const copy = static_cast<char*>(tail ? p.tail_copy : p.copy) +
-                     (n - (tail ? p.x_split : 0)) * plan.sample_bytes + int64_t(chunk) * kFlatRowBytes;
-  const int64_t slot_bytes = int64_t(plan.chunks) * kFlatRowBytes;
+                     (n - (tail ? p.x_split : 0)) * plan.sample_bytes + int64_t(chunk) * kTransposedNormRowBytes;
+  const int64_t slot_bytes = int64_t(plan.chunks) * kTransposedNormRowBytes;
   // Of four matrices of 8 channels, this lane names the channel that thread t finds at word m, for t and m of
   // 8 t + 2 m + r % 2: each thread then holds eight neighbouring channels of one position.
   const int r = lane % 8, channel = r / 2 * 8 + lane / 8 * 2 + r % 2;
@@ -201,20 +207,20 @@ __global__ void __launch_bounds__(kTransposeThreads)
       *reinterpret_cast<uint4*>(to + lane / 4 * slot_bytes + half * 64 + lane % 4 * 16) =
           make_uint4(v[0], v[1], v[2], v[3]);
     }
-    for (int i = lane; i < zeros * (kFlatRowBytes / 16); i += 32) {
+    for (int i = lane; i < zeros * (kTransposedNormRowBytes / 16); i += 32) {
       *reinterpret_cast<uint4*>(to + (8 + i / 8) * slot_bytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
     }
   }
 }
 
 template <auto kKernel>
-Status launch_input(const FlatInputParams& p, dim3 grid, cudaStream_t stream) {
-  return launch_kernel<kKernel>("conv_flat_input_kernel", p, grid, kInputThreads, 0, stream);
+Status launch_input(const TransposedNormInputParams& p, dim3 grid, cudaStream_t stream) {
+  return launch_kernel<kKernel>("conv_transposed_norm_input_kernel", p, grid, kInputThreads, 0, stream);
 }
 
 template <auto kKernel>
-Status launch_cooperative(const FlatParams& p, cudaStream_t stream) {
-  const char* const name = "conv_flat_kernel";
+Status launch_cooperative(const TransposedNormParams& p, cudaStream_t stream) {
+  const char* const name = "conv_transposed_norm_kernel";
   cudaError_t error = allow_dynamic_smem<kKernel>(p.plan.smem_bytes);
   if (error == cudaSuccess) {
     cudaLaunchAttribute attribute{};
@@ -222,7 +228,7 @@ Status launch_cooperative(const FlatParams& p, cudaStream_t stream) {
     attribute.val.cooperative = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(p.plan.blocks);
-    config.blockDim = dim3(kHopperThreads);
+    config.blockDim = dim3(kWgmmaThreads);
     config.dynamicSmemBytes = p.plan.smem_bytes;
     config.stream = stream;
     config.attrs = &attribute;
@@ -238,46 +244,48 @@ Status launch_cooperative(const FlatParams& p, cudaStream_t stream) {
 }
 
 template <ConvMath kMath>
-Status launch_columns(const FlatParams& p, cudaStream_t stream) {
+Status launch_columns(const TransposedNormParams& p, cudaStream_t stream) {
   if constexpr (kMath == ConvMath::kTf32x3) {
-    return launch_cooperative<conv_flat_kernel<kMath, 96>>(p, stream);
+    return launch_cooperative<conv_transposed_norm_kernel<kMath, 96>>(p, stream);
   } else {
-    if (p.plan.columns == 184) return launch_cooperative<conv_flat_kernel<kMath, 184>>(p, stream);
-    return launch_cooperative<conv_flat_kernel<kMath, 128>>(p, stream);
+    if (p.plan.columns == 184) return launch_cooperative<conv_transposed_norm_kernel<kMath, 184>>(p, stream);
+    return launch_cooperative<conv_transposed_norm_kernel<kMath, 128>>(p, stream);
   }
 }
 
-Status run_conv_flat_pack(const FlatPackParams& p, cudaStream_t stream) {
+Status run_conv_transposed_norm_pack(const TransposedNormPackParams& p, cudaStream_t stream) {
   const int64_t pieces = p.plan.packed_bytes / 16;
   const int blocks = static_cast<int>(std::min<int64_t>((pieces + 127) / 128, 2048));
   // Beside the end of the copy, which it does not depend on: it takes longer to start than to run.
-  return launch_after<conv_flat_pack_kernel>(true, "conv_flat_pack_kernel", blocks, 128, stream, p);
+  return launch_after<conv_transposed_norm_pack_kernel>(true, "conv_transposed_norm_pack_kernel", blocks, 128, stream,
+                                                        p);
 }
 
-Status run_conv_flat_input(const FlatInputParams& p, cudaStream_t stream) {
-  const char* const name = "conv_flat_input_kernel";
-  const FlatPlan& plan = p.plan;
+Status run_conv_transposed_norm_input(const TransposedNormInputParams& p, cudaStream_t stream) {
+  const char* const name = "conv_transposed_norm_input_kernel";
+  const TransposedNormPlan& plan = p.plan;
   const int64_t tiles = (plan.slots + kInputSlots - 1) / kInputSlots;
   if (tiles * p.n == 0) return Status::Ok();
-  if (p.n > kFlatMostBatch) return Status::Unsupported(name, "more samples than a grid has layers");
+  if (p.n > kTransposedNormMostBatch) return Status::Unsupported(name, "more samples than a grid has layers");
   const dim3 grid(static_cast<unsigned>(tiles), plan.chunks, p.n);
   if (p.dtype != Dtype::kFloat32) {
     const bool pairs = reinterpret_cast<uintptr_t>(p.x) % 4 == 0 && p.stride[2] == 1 && p.stride[1] % 2 == 0 &&
                        p.stride[0] % 2 == 0 && p.stride_c % 2 == 0 && p.stride_n % 2 == 0 && plan.in[2] % 2 == 0 &&
                        plan.out[2] % 2 == 0 && plan.plane % 2 == 0;
-    if (pairs) return launch_input<conv_flat_input_kernel<true, 1, true>>(p, grid, stream);
-    return launch_input<conv_flat_input_kernel<true, 1, false>>(p, grid, stream);
+    if (pairs) return launch_input<conv_transposed_norm_input_kernel<true, 1, true>>(p, grid, stream);
+    return launch_input<conv_transposed_norm_input_kernel<true, 1, false>>(p, grid, stream);
   }
   if (plan.parts == 1) {
-    return launch_input<conv_flat_input_kernel<false, 1, false>>(p, grid, stream);
+    return launch_input<conv_transposed_norm_input_kernel<false, 1, false>>(p, grid, stream);
   }
-  return launch_input<conv_flat_input_kernel<false, 2, false>>(p, grid, stream);
+  return launch_input<conv_transposed_norm_input_kernel<false, 2, false>>(p, grid, stream);
 }
 
 }  // namespace
 
-Status run_conv_flat_prepare(const FlatInputParams& p, const FlatPackParams& pack, cudaStream_t stream) {
-  const FlatPlan& plan = p.plan;
+Status run_conv_transposed_norm_prepare(const TransposedNormInputParams& p, const TransposedNormPackParams& pack,
+                                        cudaStream_t stream) {
+  const TransposedNormPlan& plan = p.plan;
   const bool vectors = p.dtype != Dtype::kFloat32 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.stride[2] == 1 &&
                        p.stride[1] % 8 == 0 && p.stride[0] % 8 == 0 && p.stride_c % 8 == 0 && p.stride_n % 8 == 0 &&
                        plan.in[2] % 8 == 0 && p.n > 0;
@@ -285,19 +293,19 @@ Status run_conv_flat_prepare(const FlatInputParams& p, const FlatPackParams& pac
     const int64_t all = int64_t(plan.in[0]) * plan.in[1] * (plan.in[2] / 8);
     const int64_t tiles = (all + kTransposeVectors - 1) / kTransposeVectors;
     const int64_t pieces = plan.packed_bytes / 16, of_layer = tiles * plan.chunks * kTransposeThreads;
-    const int64_t layers = std::min<int64_t>((pieces + of_layer - 1) / of_layer, kFlatPackLayers);
+    const int64_t layers = std::min<int64_t>((pieces + of_layer - 1) / of_layer, kTransposedNormPackLayers);
     const dim3 blocks(static_cast<unsigned>(tiles), plan.chunks, static_cast<unsigned>(layers + p.n));
-    return launch_after<conv_flat_transpose_kernel>(false, "conv_flat_transpose_kernel", blocks, kTransposeThreads, 0,
-                                                    stream, p, pack);
+    return launch_after<conv_transposed_norm_transpose_kernel>(false, "conv_transposed_norm_transpose_kernel", blocks,
+                                                               kTransposeThreads, 0, stream, p, pack);
   }
-  const Status status = run_conv_flat_input(p, stream);
-  return status.ok() ? run_conv_flat_pack(pack, stream) : status;
+  const Status status = run_conv_transposed_norm_input(p, stream);
+  return status.ok() ? run_conv_transposed_norm_pack(pack, stream) : status;
 }
 
-Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy) {
-  const FlatPlan& plan = p->plan;
+Status set_transposed_norm_input(TransposedNormParams* p, const void* copy, const void* tail_copy) {
+  const TransposedNormPlan& plan = p->plan;
   const bool half = plan.math == ConvMath::kBf16 || plan.math == ConvMath::kFp16;
-  const cuuint64_t row_bytes = cuuint64_t(kFlatRowBytes) * plan.chunks * plan.parts;
+  const cuuint64_t row_bytes = cuuint64_t(kTransposedNormRowBytes) * plan.chunks * plan.parts;
   TensorMapSpec map{};
   map.type = plan.math == ConvMath::kBf16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
              : plan.math == ConvMath::kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
@@ -307,7 +315,7 @@ Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy) {
   map.sizes[1] = plan.slots;
   map.strides[0] = row_bytes;
   map.strides[1] = plan.sample_bytes;
-  map.box[0] = kFlatRowBytes / (half ? 2 : 4);
+  map.box[0] = kTransposedNormRowBytes / (half ? 2 : 4);
   map.box[1] = plan.box_rows;
   map.box[2] = 1;
   map.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
@@ -315,13 +323,13 @@ Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy) {
     map.data = tail ? tail_copy : copy;
     map.sizes[2] = tail ? p->n - p->x_split : p->x_split;
     if (map.sizes[2] == 0) continue;
-    const Status status = encode_tensor_map("conv_flat_kernel", map, tail ? p->x_tail_map : p->x_map);
+    const Status status = encode_tensor_map("conv_transposed_norm_kernel", map, tail ? p->x_tail_map : p->x_map);
     if (!status.ok()) return status;
   }
   return Status::Ok();
 }
 
-Status run_conv_flat(const FlatParams& p, cudaStream_t stream) {
+Status run_conv_transposed_norm(const TransposedNormParams& p, cudaStream_t stream) {
   switch (p.plan.math) {
     case ConvMath::kTf32: return launch_columns<ConvMath::kTf32>(p, stream);
     case ConvMath::kTf32x3: return launch_columns<ConvMath::kTf32x3>(p, stream);

@@ -1,4 +1,4 @@
-// Launchers of the flat convolution. Torch-free.
+// Launchers of the transposed convolution with its norm. Torch-free.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,9 +10,10 @@ namespace kgopt {
 
 // Weights as shared-memory images in the order in which tiles read them, and the bias in fp32. x with its channels
 // innermost, rounded to TF32 or split into two such values, with zeros behind rows and planes.
-Status run_conv_flat_prepare(const FlatInputParams& p, const FlatPackParams& pack, cudaStream_t stream);
+Status run_conv_transposed_norm_prepare(const TransposedNormInputParams& p, const TransposedNormPackParams& pack,
+                                        cudaStream_t stream);
 // Describes the copies of x for the tensor copies.
-Status set_flat_input(FlatParams* p, const void* copy, const void* tail_copy);
-Status run_conv_flat(const FlatParams& p, cudaStream_t stream);
+Status set_transposed_norm_input(TransposedNormParams* p, const void* copy, const void* tail_copy);
+Status run_conv_transposed_norm(const TransposedNormParams& p, cudaStream_t stream);
 
 }  // namespace kgopt
