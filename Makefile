@@ -120,6 +120,7 @@ lint: $(ENV) ## ruff, mypy, clang-format and the source rules; changes nothing
 	@$(PY) -m mypy
 	@git ls-files --cached --others --exclude-standard 'csrc/*' | grep -E '\.(cu|cuh|h|cpp)$$' | xargs $(PY) -m clang_format --dry-run --Werror
 	@$(PY) scripts/check_sources.py
+	@$(PY) scripts/import_circles.py
 
 format: $(ENV) ## ruff and clang-format, in place
 	@$(PIP) install -q --group lint

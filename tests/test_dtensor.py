@@ -410,4 +410,4 @@ def test_dtensors(name, device, outcomes):
 
 def test_every_op_has_a_rule():
     """An op without one would raise NotImplementedError for a DTensor."""
-    assert sorted(RECORDS) == sorted(NAMES)
+    assert sorted(n for n, op in RECORDS.items() if op.dims is not None) == sorted(NAMES)

@@ -152,20 +152,8 @@ def conv_transpose2d(
     allow_tf32: bool | None = None,
 ) -> Tensor:
     """2D transposed convolution; see :func:`torch.nn.functional.conv_transpose2d`."""
-    return _conv_transpose(
-        _conv_transpose2d,
-        2,
-        x,
-        weight,
-        bias,
-        stride,
-        padding,
-        output_padding,
-        groups,
-        dilation,
-        backend,
-        allow_tf32,
-    )
+    rest = (stride, padding, output_padding, groups, dilation, backend, allow_tf32)
+    return _conv_transpose(_conv_transpose2d, 2, x, weight, bias, *rest)
 
 
 def conv_transpose3d(
@@ -182,20 +170,8 @@ def conv_transpose3d(
     allow_tf32: bool | None = None,
 ) -> Tensor:
     """3D transposed convolution; see :func:`torch.nn.functional.conv_transpose3d`."""
-    return _conv_transpose(
-        _conv_transpose3d,
-        3,
-        x,
-        weight,
-        bias,
-        stride,
-        padding,
-        output_padding,
-        groups,
-        dilation,
-        backend,
-        allow_tf32,
-    )
+    rest = (stride, padding, output_padding, groups, dilation, backend, allow_tf32)
+    return _conv_transpose(_conv_transpose3d, 3, x, weight, bias, *rest)
 
 
 def group_stats(x: Tensor, num_groups: int, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
@@ -262,36 +238,15 @@ def group_norm_conv(
     """
     rank = x.dim() - 2
     numbers: Any = padding
+    norm = (num_groups, gn_weight, gn_bias, eps, gn_act)
     if isinstance(padding, str):
         padded, numbers = _padded(x, weight, stride, padding, dilation, rank)
         if padded is not x:  # zeros around what the norm gives, not around x
-            z, _ = _padded(
-                group_norm(x, num_groups, gn_weight, gn_bias, eps, gn_act), weight, stride, padding, dilation, rank
-            )
-            zeros, ones = [0] * rank, [1] * rank
-            rest = (ones, numbers, _ints(dilation, rank), zeros, groups, False, divisor, act)
+            z, _ = _padded(group_norm(x, *norm), weight, stride, padding, dilation, rank)
+            rest = ([1] * rank, numbers, _ints(dilation, rank), [0] * rank, groups, False, divisor, act)
             return _conv_add(z, weight, bias, residual, *rest, backend=backend)
-    return _group_norm_conv(
-        x,
-        moments,
-        num_groups,
-        gn_weight,
-        gn_bias,
-        eps,
-        gn_act,
-        weight,
-        bias,
-        residual,
-        _ints(stride, rank),
-        _ints(numbers, rank),
-        _ints(dilation, rank),
-        [0] * rank,
-        groups,
-        False,
-        divisor,
-        act,
-        backend=backend,
-    )
+    geometry = (_ints(stride, rank), _ints(numbers, rank), _ints(dilation, rank), [0] * rank, groups, False)
+    return _group_norm_conv(x, moments, *norm, weight, bias, residual, *geometry, divisor, act, backend=backend)
 
 
 def activation(x: Tensor, act: str) -> Tensor:
@@ -333,21 +288,8 @@ def conv3d_group_norm_mean(
     variances alone. ``groups`` are the convolution's.
     """
     x, numbers = _padded(x, weight, stride, padding, dilation, 3)
-    return _conv3d_group_norm_mean(
-        x,
-        weight,
-        bias,
-        num_groups,
-        gn_weight,
-        gn_bias,
-        _ints(stride, 3),
-        numbers,
-        _ints(dilation, 3),
-        groups,
-        eps,
-        backend=backend,
-        allow_tf32=allow_tf32,
-    )
+    rest = (gn_weight, gn_bias, _ints(stride, 3), numbers, _ints(dilation, 3), groups, eps)
+    return _conv3d_group_norm_mean(x, weight, bias, num_groups, *rest, backend=backend, allow_tf32=allow_tf32)
 
 
 def conv_transpose3d_relu_group_norm(
@@ -368,22 +310,9 @@ def conv_transpose3d_relu_group_norm(
     allow_tf32: bool | None = None,
 ) -> Tensor:
     """ConvTranspose3d, ReLU, GroupNorm: ``[N, C, D, H, W]``. ``groups`` are the convolution's."""
-    return _conv_transpose3d_relu_group_norm(
-        x,
-        weight,
-        bias,
-        num_groups,
-        gn_weight,
-        gn_bias,
-        _ints(stride, 3),
-        _ints(padding, 3),
-        _ints(output_padding, 3),
-        groups,
-        _ints(dilation, 3),
-        eps,
-        backend=backend,
-        allow_tf32=allow_tf32,
-    )
+    geometry = (_ints(stride, 3), _ints(padding, 3), _ints(output_padding, 3), groups, _ints(dilation, 3))
+    rest = (num_groups, gn_weight, gn_bias, *geometry, eps)
+    return _conv_transpose3d_relu_group_norm(x, weight, bias, *rest, backend=backend, allow_tf32=allow_tf32)
 
 
 def conv2d_group_norm_tanh_hardswish_residual_logsumexp(
@@ -408,18 +337,5 @@ def conv2d_group_norm_tanh_hardswish_residual_logsumexp(
     ``groups`` are the convolution's.
     """
     x, numbers = _padded(x, weight, stride, padding, dilation, 2)
-    return _conv_lse(
-        x,
-        weight,
-        bias,
-        num_groups,
-        gn_weight,
-        gn_bias,
-        _ints(stride, 2),
-        numbers,
-        _ints(dilation, 2),
-        groups,
-        eps,
-        backend=backend,
-        allow_tf32=allow_tf32,
-    )
+    rest = (gn_weight, gn_bias, _ints(stride, 2), numbers, _ints(dilation, 2), groups, eps)
+    return _conv_lse(x, weight, bias, num_groups, *rest, backend=backend, allow_tf32=allow_tf32)

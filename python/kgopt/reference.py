@@ -5,15 +5,14 @@ Computed in the dtype of the inputs: pass float64 for an oracle. Tests compare e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ACTIVATIONS = {
-    "none": lambda x: x,
+TORCH_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu": F.relu,
     "leaky_relu": F.leaky_relu,
     "silu": F.silu,
@@ -21,12 +20,19 @@ _ACTIVATIONS = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
-    # As its documentation has it: F.hardswish on CUDA multiplies by 1/6 rounded to float, in double too.
-    "hardswish": lambda x: x * F.relu6(x + 3) / 6,
+    "hardswish": F.hardswish,
     "hardtanh": F.hardtanh,
     "elu": F.elu,
     "mish": F.mish,
     "softplus": F.softplus,
+}
+"""PyTorch's function for each activation."""
+
+_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "none": lambda x: x,
+    **TORCH_ACTIVATIONS,
+    # As its documentation has it: F.hardswish on CUDA multiplies by 1/6 rounded to float, in double too.
+    "hardswish": lambda x: x * F.relu6(x + 3) / 6,
 }
 
 ACTIVATIONS = tuple(_ACTIVATIONS)

@@ -64,26 +64,27 @@ def pad_amounts(module: Any) -> list[int]:
     return [amount for total in reversed(totals) for amount in (total // 2, total - total // 2)]
 
 
+def conv_input(conv: Any, x: Tensor) -> tuple[Tensor, Any]:
+    """x and the padding that is left to the convolution; other padding modes than zeros go through F.pad."""
+    if conv.padding_mode == "zeros":
+        return x, conv.padding
+    return F.pad(x, pad_amounts(conv), mode=conv.padding_mode), 0
+
+
 class Conv2d(torch.nn.Conv2d):
     """:class:`torch.nn.Conv2d` on kgopt's convolution."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding: Any = self.padding
-        if self.padding_mode != "zeros":
-            input = F.pad(input, pad_amounts(self), mode=self.padding_mode)
-            padding = 0
-        return functional.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+        x, padding = conv_input(self, input)
+        return functional.conv2d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
 
 class Conv3d(torch.nn.Conv3d):
     """:class:`torch.nn.Conv3d` on kgopt's convolution."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding: Any = self.padding
-        if self.padding_mode != "zeros":
-            input = F.pad(input, pad_amounts(self), mode=self.padding_mode)
-            padding = 0
-        return functional.conv3d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+        x, padding = conv_input(self, input)
+        return functional.conv3d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
 
 class ConvTranspose2d(torch.nn.ConvTranspose2d):

@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import functional
 from kgopt.functional import Ints
-from kgopt.nn.modules import Conv2d, Conv3d, ConvTranspose3d, GroupNorm, pad_amounts
-
-
-def _conv_input(conv: Any, x: Tensor) -> tuple[Tensor, Any]:
-    """x and the padding that is left to the convolution; other padding modes than zeros go through F.pad."""
-    if conv.padding_mode == "zeros":
-        return x, conv.padding
-    return F.pad(x, pad_amounts(conv), mode=conv.padding_mode), 0
+from kgopt.nn.modules import Conv2d, Conv3d, ConvTranspose3d, GroupNorm, conv_input
 
 
 class Conv3dGroupNormMean(torch.nn.Module):
@@ -64,38 +56,20 @@ class Conv3dGroupNormMean(torch.nn.Module):
         super().__init__()
         if conv_groups is not None and groups not in (1, conv_groups):
             raise ValueError(f"groups is {groups} and conv_groups is {conv_groups}, expected one of them")
-        self.conv = Conv3d(
-            in_channels,
-            out_channels,
-            kernel_size,  # type: ignore[arg-type]
-            stride,  # type: ignore[arg-type]
-            padding,  # type: ignore[arg-type]
-            dilation,  # type: ignore[arg-type]
-            groups if conv_groups is None else conv_groups,
-            bias,
-            padding_mode,  # type: ignore[arg-type]
-            device,
-            dtype,
-        )
+        if conv_groups is not None:
+            groups = conv_groups
+        sizes: Any = (in_channels, out_channels, kernel_size, stride, padding, dilation)
+        options: Any = (groups, bias, padding_mode, device, dtype)
+        self.conv = Conv3d(*sizes, *options)
         self.group_norm = GroupNorm(num_groups, out_channels, eps, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [N, C, D, H, W]`` to ``[N]``."""
         conv, norm = self.conv, self.group_norm
-        x, padding = _conv_input(conv, x)
-        return functional.conv3d_group_norm_mean(
-            x,
-            conv.weight,
-            conv.bias,
-            norm.num_groups,
-            norm.weight,
-            norm.bias,
-            conv.stride,
-            padding,
-            conv.dilation,
-            conv.groups,
-            norm.eps,
-        )
+        x, padding = conv_input(conv, x)
+        affine = (norm.num_groups, norm.weight, norm.bias)
+        rest: Any = (conv.stride, padding, conv.dilation, conv.groups, norm.eps)
+        return functional.conv3d_group_norm_mean(x, conv.weight, conv.bias, *affine, *rest)
 
 
 class ConvTranspose3dReLUGroupNorm(torch.nn.Module):
@@ -137,38 +111,17 @@ class ConvTranspose3dReLUGroupNorm(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.conv_transpose = ConvTranspose3d(
-            in_channels,
-            out_channels,
-            kernel_size,  # type: ignore[arg-type]
-            stride,  # type: ignore[arg-type]
-            padding,  # type: ignore[arg-type]
-            output_padding,  # type: ignore[arg-type]
-            conv_groups,
-            bias,
-            dilation,  # type: ignore[arg-type]
-            device=device,
-            dtype=dtype,
-        )
+        sizes: Any = (in_channels, out_channels, kernel_size, stride, padding, output_padding)
+        options: Any = (conv_groups, bias, dilation, "zeros", device, dtype)
+        self.conv_transpose = ConvTranspose3d(*sizes, *options)
         self.group_norm = GroupNorm(groups, out_channels, eps, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [N, C, D, H, W]`` to the normalized ``[N, out_channels, D', H', W']``."""
         conv, norm = self.conv_transpose, self.group_norm
-        return functional.conv_transpose3d_relu_group_norm(
-            x,
-            conv.weight,
-            conv.bias,
-            norm.num_groups,
-            norm.weight,
-            norm.bias,
-            conv.stride,
-            conv.padding,  # type: ignore[arg-type]
-            conv.output_padding,
-            conv.groups,
-            conv.dilation,
-            norm.eps,
-        )
+        affine = (norm.num_groups, norm.weight, norm.bias)
+        rest: Any = (conv.stride, conv.padding, conv.output_padding, conv.groups, conv.dilation, norm.eps)
+        return functional.conv_transpose3d_relu_group_norm(x, conv.weight, conv.bias, *affine, *rest)
 
 
 class Conv2dGroupNormTanhHardswishResidualLogSumExp(torch.nn.Module):
@@ -210,38 +163,18 @@ class Conv2dGroupNormTanhHardswishResidualLogSumExp(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.conv = Conv2d(
-            in_channels,
-            out_channels,
-            kernel_size,  # type: ignore[arg-type]
-            stride,  # type: ignore[arg-type]
-            padding,  # type: ignore[arg-type]
-            dilation,  # type: ignore[arg-type]
-            conv_groups,
-            bias,
-            padding_mode,  # type: ignore[arg-type]
-            device,
-            dtype,
-        )
+        sizes: Any = (in_channels, out_channels, kernel_size, stride, padding, dilation)
+        options: Any = (conv_groups, bias, padding_mode, device, dtype)
+        self.conv = Conv2d(*sizes, *options)
         self.group_norm = GroupNorm(groups, out_channels, eps, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [N, C, H, W]`` to ``[N, 1, H', W']``."""
         conv, norm = self.conv, self.group_norm
-        x, padding = _conv_input(conv, x)
-        return functional.conv2d_group_norm_tanh_hardswish_residual_logsumexp(
-            x,
-            conv.weight,
-            conv.bias,
-            norm.num_groups,
-            norm.weight,
-            norm.bias,
-            conv.stride,
-            padding,
-            conv.dilation,
-            conv.groups,
-            norm.eps,
-        )
+        x, padding = conv_input(conv, x)
+        affine = (norm.num_groups, norm.weight, norm.bias)
+        rest: Any = (conv.stride, padding, conv.dilation, conv.groups, norm.eps)
+        return functional.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x, conv.weight, conv.bias, *affine, *rest)
 
 
 class _GroupNormConv(torch.nn.Module):
@@ -279,20 +212,10 @@ class _GroupNormConv(torch.nn.Module):
         if conv.padding_mode != "zeros":  # what the norm gives is padded
             y = conv(norm(x))
             return y if residual is None else y + residual
+        affine = (norm.num_groups, norm.weight, norm.bias)
+        geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
         return functional.group_norm_conv(
-            x,
-            norm.num_groups,
-            norm.weight,
-            norm.bias,
-            conv.weight,
-            conv.bias,
-            conv.stride,
-            conv.padding,
-            conv.dilation,
-            conv.groups,
-            norm.eps,
-            norm.act,
-            residual,
+            x, *affine, conv.weight, conv.bias, *geometry, norm.eps, norm.act, residual=residual
         )
 
 

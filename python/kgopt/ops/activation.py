@@ -13,7 +13,7 @@ from kgopt import reference
 from kgopt._layout import as_x_lies, empty_like, wide
 from kgopt.ops.autocast import cast
 from kgopt.ops.calls import in_backward
-from kgopt.ops.registry import LETTERS, OPS, Dims, Op, record
+from kgopt.ops.registry import LETTERS, OPS, Dims, record
 from kgopt.ops.vmap import pointwise
 
 _ATEN = torch.ops.aten
@@ -110,24 +110,12 @@ def _dims(tensors: int) -> Callable[[dict[str, Any]], Dims]:
     return of
 
 
-record(
-    Op(
-        "activation",
-        fake=lambda x, act: empty_like(x),
-        formula=_formula,
-        dims=_dims(1),
-        setup=_setup,
-        backward=_backward,
-        autocast={"cuda": _softplus_in_fp32},
-        vmap=pointwise(1),
-    )
-)
-record(
-    Op(
-        "activation_backward",
-        fake=lambda dy, x, act: empty_like(x),
-        formula=_backward_formula,
-        dims=_dims(2),
-        vmap=pointwise(2),
-    )
-)
+op = record("activation", fake=lambda x, act: empty_like(x), formula=_formula)
+op.dims = _dims(1)
+op.setup, op.backward = _setup, _backward
+op.autocast = {"cuda": _softplus_in_fp32}
+op.vmap = pointwise(1)
+
+op = record("activation_backward", fake=lambda dy, x, act: empty_like(x), formula=_backward_formula)
+op.dims = _dims(2)
+op.vmap = pointwise(2)

@@ -14,7 +14,7 @@ from kgopt.ops.conv_gradients import conv_gradients
 from kgopt.ops.derivatives import BY_PYTORCH, duals, op_of_primals, with_tangent
 from kgopt.ops.geometry import conv_fake, conv_flops
 from kgopt.ops.precision import precision_of
-from kgopt.ops.registry import OPS, Op, dims, record
+from kgopt.ops.registry import OPS, dims, record
 from kgopt.ops.vmap import samples
 
 
@@ -95,21 +95,11 @@ def _low(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     return op(*autocast_convolution(dtype, *args[:3]), *args[3:], **kwargs)
 
 
-def _convolution(name: str, transposed: bool) -> Op:
-    return Op(
-        name,
-        fake=_transposed_fake if transposed else _regular_fake,
-        formula=_formula_of(name),
-        dims=dims("N . .", "N"),
-        setup=_setup(transposed),
-        backward=_backward,
-        autocast=everywhere(_low),
-        vmap=samples(),
-        flops=functools.partial(conv_flops, transposed=transposed),
-    )
-
-
-record(_convolution("conv2d", transposed=False))
-record(_convolution("conv3d", transposed=False))
-record(_convolution("conv_transpose2d", transposed=True))
-record(_convolution("conv_transpose3d", transposed=True))
+for name in ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"):
+    transposed = "transpose" in name
+    op = record(name, fake=_transposed_fake if transposed else _regular_fake, formula=_formula_of(name))
+    op.dims = dims("N . .", "N")
+    op.setup, op.backward = _setup(transposed), _backward
+    op.autocast = everywhere(_low)
+    op.vmap = samples()
+    op.flops = functools.partial(conv_flops, transposed=transposed)

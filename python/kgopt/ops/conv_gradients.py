@@ -16,7 +16,7 @@ from kgopt.ops.calls import PLAIN, in_backward, is_compiling, is_grad_enabled, w
 from kgopt.ops.derivatives import BY_PYTORCH, duals, op_of_primals, with_tangent
 from kgopt.ops.geometry import convolution
 from kgopt.ops.precision import conv_precision, precision_of
-from kgopt.ops.registry import OPS, Op, dims, record
+from kgopt.ops.registry import OPS, dims, record
 from kgopt.torch_private import are_functorch_transforms_active
 
 _FEW_CHANNELS = 16  # of a contiguous x: more have no kernels of their own in conv_backward
@@ -163,14 +163,7 @@ def _flops(given: dict[str, Any]) -> int:
     return 2 * int(given["x"][0]) * math.prod(positions) * math.prod(given["weight"]) * gradients
 
 
-record(
-    Op(
-        "conv_backward",
-        fake=_fake,
-        formula=_formula_by_pytorch if BY_PYTORCH else _formula,
-        dims=dims("N N .", "N . ."),
-        setup=_setup,
-        backward=_backward,
-        flops=_flops,
-    )
-)
+op = record("conv_backward", fake=_fake, formula=_formula_by_pytorch if BY_PYTORCH else _formula)
+op.dims = dims("N N .", "N . .")
+op.setup, op.backward = _setup, _backward
+op.flops = _flops

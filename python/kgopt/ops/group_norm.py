@@ -14,7 +14,7 @@ from kgopt._layout import affine_dtype, as_x_lies, empty, empty_like, stats_dtyp
 from kgopt.ops.activation import chain_backward
 from kgopt.ops.autocast import cast, in_fp32
 from kgopt.ops.calls import in_backward, is_grad_enabled
-from kgopt.ops.registry import OPS, Op, dims, dims_by_group, from_twin, record
+from kgopt.ops.registry import OPS, dims, dims_by_group, record, record_public
 from kgopt.ops.vmap import samples
 
 # As nodes call them.
@@ -291,97 +291,53 @@ def _norm_mean_in_fp32(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> A
     return OPS.group_norm_mean_fwd(x, *(cast(a, torch.float32) for a in rest), **kwargs)[0]
 
 
-record(
-    Op(
-        "group_stats",
-        fake=stats_fake,
-        formula=_group_stats_formula,
-        dims=dims_by_group("NC", "NG NG"),
-        setup=_stats_setup,
-        backward=_stats_backward,
-        vmap=samples(),
-    )
+op = record("group_stats", fake=stats_fake, formula=_group_stats_formula)
+op.dims = dims_by_group("NC", "NG NG")
+op.setup, op.backward = _stats_setup, _stats_backward
+op.vmap = samples()
+
+op = record(
+    "group_stats_backward",
+    fake=lambda dmean, drstd, x, mean, rstd, num_groups: empty_like(x),
+    formula=_group_stats_backward_formula,
 )
-record(
-    Op(
-        "group_stats_backward",
-        fake=lambda dmean, drstd, x, mean, rstd, num_groups: empty_like(x),
-        formula=_group_stats_backward_formula,
-        dims=dims_by_group("NG NG NC NG NG", "NC"),
-        vmap=samples(5),
-    )
+op.dims = dims_by_group("NG NG NC NG NG", "NC")
+op.vmap = samples(5)
+
+op = record(
+    "group_norm_fwd",
+    fake=lambda x, num_groups, *_: (empty_like(x), *stats_fake(x, num_groups)),
+    formula=group_norm_fwd_formula,
 )
-record(
-    Op(
-        "group_norm",
-        fake=lambda x, *_: empty_like(x),
-        formula=from_twin(group_norm_fwd_formula),
-        dims=dims_by_group("NC C C", "NC"),
-        twin="group_norm_fwd",
-        autocast={"cuda": in_fp32},
-        vmap=samples(),
-    )
+op.dims = dims_by_group("NC C C", "NC NG NG")
+op.setup, op.backward = _norm_setup, _norm_backward
+op.vmap = samples()
+record_public("group_norm", op).autocast = {"cuda": in_fp32}
+
+op = record("group_norm_moments", fake=lambda x, *_: empty_like(x), formula=_group_norm_moments_formula)
+op.dims = dims_by_group("NC NC C C", "NC")
+op.setup, op.backward = _norm_moments_setup, _norm_moments_backward
+op.autocast = {"cuda": in_fp32}
+
+# No vmap: dweight and dbias are sums over N, so the examples cannot share one call.
+op = record(
+    "group_norm_backward",
+    fake=lambda dy, x, mean, rstd, num_groups, weight, bias, act, pre_act: affine_gradients_fake(x, weight, bias),
+    formula=_group_norm_backward_formula,
 )
-record(
-    Op(
-        "group_norm_fwd",
-        fake=lambda x, num_groups, *_: (empty_like(x), *stats_fake(x, num_groups)),
-        formula=group_norm_fwd_formula,
-        dims=dims_by_group("NC C C", "NC NG NG"),
-        setup=_norm_setup,
-        backward=_norm_backward,
-        vmap=samples(),
-    )
+op.dims = dims_by_group("NC NC NG NG C C", "NC C C")
+op.statistics = (2, 3), from_x(2, act=8)
+
+op = record("group_norm_mean_fwd", fake=_mean_fwd_fake, formula=group_norm_mean_fwd_formula)
+op.dims = dims("N . .", "N N N N")
+op.setup, op.backward = _norm_mean_setup, _norm_mean_backward
+op.vmap = samples()
+record_public("group_norm_mean", op).autocast = {"cuda": _norm_mean_in_fp32}
+
+op = record(
+    "group_norm_mean_backward",
+    fake=lambda dout, x, channel_mean, mean, rstd, num_groups, weight: affine_gradients_fake(x, weight),
+    formula=_group_norm_mean_backward_formula,
 )
-record(
-    Op(
-        "group_norm_moments",
-        fake=lambda x, *_: empty_like(x),
-        formula=_group_norm_moments_formula,
-        dims=dims_by_group("NC NC C C", "NC"),
-        setup=_norm_moments_setup,
-        backward=_norm_moments_backward,
-        autocast={"cuda": in_fp32},
-    )
-)
-# vmap of the following: dweight and dbias are sums over N, so the examples cannot share one call.
-record(
-    Op(
-        "group_norm_backward",
-        fake=lambda dy, x, mean, rstd, num_groups, weight, bias, act, pre_act: affine_gradients_fake(x, weight, bias),
-        formula=_group_norm_backward_formula,
-        dims=dims_by_group("NC NC NG NG C C", "NC C C"),
-        statistics=((2, 3), from_x(2, act=8)),
-    )
-)
-record(
-    Op(
-        "group_norm_mean",
-        fake=lambda x, *_: empty(x, [x.shape[0]]),
-        formula=from_twin(group_norm_mean_fwd_formula),
-        dims=dims("N . .", "N"),
-        twin="group_norm_mean_fwd",
-        autocast={"cuda": _norm_mean_in_fp32},
-        vmap=samples(),
-    )
-)
-record(
-    Op(
-        "group_norm_mean_fwd",
-        fake=_mean_fwd_fake,
-        formula=group_norm_mean_fwd_formula,
-        dims=dims("N . .", "N N N N"),
-        setup=_norm_mean_setup,
-        backward=_norm_mean_backward,
-        vmap=samples(),
-    )
-)
-record(
-    Op(
-        "group_norm_mean_backward",
-        fake=lambda dout, x, channel_mean, mean, rstd, num_groups, weight: affine_gradients_fake(x, weight),
-        formula=_group_norm_mean_backward_formula,
-        dims=dims("N N N N N .", "N . ."),
-        statistics=((2, 3, 4), _norm_mean_from_x),
-    )
-)
+op.dims = dims("N N N N N .", "N . .")
+op.statistics = (2, 3, 4), _norm_mean_from_x

@@ -11,7 +11,7 @@ from kgopt import reference
 from kgopt._layout import affine_dtype, as_x_lies, stats_dtype, wide
 from kgopt.ops.activation import chain_backward
 from kgopt.ops.group_norm import affine_gradients_fake, from_x, norm_backward, normalized, with_affine
-from kgopt.ops.registry import OPS, Op, dims, record
+from kgopt.ops.registry import OPS, dims, record
 
 NAME = "group_norm_tanh_hardswish_residual_logsumexp_backward"
 CHAIN = "tanh+hardswish"
@@ -64,13 +64,11 @@ def _in_steps(  # type: ignore[no-untyped-def]
     return dx + dresidual, dweight, dbias
 
 
-record(
-    Op(
-        NAME,
-        fake=lambda dlse, x, lse, mean, rstd, num_groups, weight, bias: affine_gradients_fake(x, weight, bias),
-        formula=_formula,
-        dims=dims("N N N N N . .", "N . ."),
-        statistics=((3, 4), from_x(3)),
-        on_cpu=_in_steps,
-    )
+op = record(
+    NAME,
+    fake=lambda dlse, x, lse, mean, rstd, num_groups, weight, bias: affine_gradients_fake(x, weight, bias),
+    formula=_formula,
 )
+op.dims = dims("N N N N N . .", "N . .")
+op.statistics = (3, 4), from_x(3)
+op.on_cpu = _in_steps

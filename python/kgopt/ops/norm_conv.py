@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kgopt.ops.calls import wants_gradient
 from kgopt.ops.conv_gradients import conv_gradients
 from kgopt.ops.geometry import conv_fake, conv_flops, convolution
 from kgopt.ops.group_norm import affine_gradients, group_norm_backward, group_norm_fwd_formula, mean_and_variance
-from kgopt.ops.registry import OPS, Op, dims, record
+from kgopt.ops.registry import OPS, Dims, Op, dims, record
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Results without values
@@ -29,11 +30,6 @@ def _conv_add_fake(  # type: ignore[no-untyped-def]
     return conv_fake(x, weight, stride, padding, dilation, output_padding, groups, transposed)
 
 
-def _conv_add_moments_fake(x: Tensor, *args: Any, **_: Any) -> tuple[Tensor, Tensor]:
-    y = _conv_add_fake(x, *args)
-    return y, empty(x, [*y.shape[:2], 2], stats_dtype(x))
-
-
 def _norm_conv1x1_fake(x, moments, num_groups, gn_weight, gn_bias, eps, act, weight, bias):  # type: ignore[no-untyped-def]
     return empty(x, [x.shape[0], weight.shape[0], *x.shape[2:]], channels_last=is_channels_last(x))
 
@@ -41,11 +37,6 @@ def _norm_conv1x1_fake(x, moments, num_groups, gn_weight, gn_bias, eps, act, wei
 def _norm_conv_fake(x: Tensor, *args: Any, **_: Any) -> Tensor:
     _, _, _, _, _, _, weight, _, _, *geometry = args[:15]
     return conv_fake(x, weight, *geometry)
-
-
-def _norm_conv_moments_fake(x: Tensor, *args: Any, **_: Any) -> tuple[Tensor, Tensor]:
-    y = _norm_conv_fake(x, *args)
-    return y, empty(x, [*y.shape[:2], 2], stats_dtype(x))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -69,21 +60,11 @@ def _conv_add_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     return dx, dweight, dbias, dy if wants_gradient(ctx, 3)[0] else None
 
 
-def _conv_add_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
-    _conv_add_setup(ctx, inputs, keywords, output)
-    ctx.mark_non_differentiable(output[1])
-
-
 def _norm_conv_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, _, ctx.num_groups, gn_weight, gn_bias, ctx.eps, ctx.gn_act, weight, bias, residual, *geometry = inputs
     *ctx.geometry, ctx.divisor, ctx.act = geometry
     needed = () if ctx.act == "none" else (bias, residual)  # for the activations' argument
     ctx.save_for_backward(x, gn_weight, gn_bias, weight, *needed)
-
-
-def _norm_conv_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
-    _norm_conv_setup(ctx, inputs, keywords, output)
-    ctx.mark_non_differentiable(output[1])
 
 
 def _norm_conv_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
@@ -140,10 +121,6 @@ def _conv_add_formula(
     return as_x_lies(reference.activation_ref(y, act), c)
 
 
-def _with_moments(y: Tensor) -> tuple[Tensor, Tensor]:
-    return y, torch.stack(mean_and_variance(wide(y), list(range(2, y.dim()))), -1)
-
-
 def _norm_conv_formula(x: Tensor, moments: Tensor | None, *args: Any, backend: str) -> Tensor:
     """The moments are those of x."""
     num_groups, gn_weight, gn_bias, eps, gn_act, *conv = args
@@ -195,63 +172,49 @@ def _norm_conv_low(conv_name: str) -> Callable[..., Any]:
     return rule
 
 
-record(
-    Op(
-        "conv_add",
-        fake=_conv_add_fake,
-        formula=_conv_add_formula,
-        dims=dims("N . . N", "N"),
-        setup=_conv_add_setup,
-        backward=_conv_add_backward,
-        autocast=everywhere(low(4)),  # the residual, too: a wider one is a sum in its own dtype, which is not this op's
-        flops=conv_flops,
-    )
-)
-record(
-    Op(
-        "conv_add_moments",
-        fake=_conv_add_moments_fake,
-        formula=lambda *args, **options: _with_moments(_conv_add_formula(*args, **options)),
-        dims=dims("N . . N", "N N"),
-        setup=_conv_add_moments_setup,
-        backward=_conv_add_backward,
-        autocast=everywhere(low(4)),
-        flops=conv_flops,
-    )
-)
-record(
-    Op(
-        "group_norm_conv",
-        fake=_norm_conv_fake,
-        formula=_norm_conv_formula,
-        dims=dims("N N . . . . N", "N"),
-        setup=_norm_conv_setup,
-        backward=_norm_conv_backward,
-        autocast=everywhere(_norm_conv_low("conv_add")),
-        flops=conv_flops,
-    )
-)
-record(
-    Op(
-        "group_norm_conv_moments",
-        fake=_norm_conv_moments_fake,
-        formula=lambda *args, **options: _with_moments(_norm_conv_formula(*args, **options)),
-        dims=dims("N N . . . . N", "N N"),
-        setup=_norm_conv_moments_setup,
-        backward=_norm_conv_backward,
-        autocast=everywhere(_norm_conv_low("conv_add_moments")),
-        flops=conv_flops,
-    )
-)
-record(
-    Op(
-        "group_norm_conv1x1",
-        fake=_norm_conv1x1_fake,
-        formula=_norm_conv1x1_formula,
-        dims=dims("N N . . . .", "N"),
-        setup=_norm_conv1x1_setup,
-        backward=_norm_conv1x1_backward,
-        autocast={"cuda": _norm_conv1x1_low},
-        flops=functools.partial(conv_flops, transposed=False),
-    )
-)
+# ----------------------------------------------------------------------------------------------------------------------
+# Records
+
+
+def _record_with_moments(name: str, of: Op) -> Op:
+    """The record of an op that returns, beside its result, mean and variance of every channel of it."""
+
+    def fake(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        y = of.fake(*args, **options)
+        return y, empty(y, [*y.shape[:2], 2], stats_dtype(y))
+
+    def formula(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        y = of.formula(*args, **options)
+        return y, torch.stack(mean_and_variance(wide(y), list(range(2, y.dim()))), -1)
+
+    def setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+        assert of.setup is not None
+        of.setup(ctx, inputs, keywords, output)
+        ctx.mark_non_differentiable(output[1])
+
+    assert isinstance(of.dims, Dims)
+    op = record(name, fake, formula)
+    op.dims = replace(of.dims, results=("N", "N"))
+    op.setup, op.backward, op.flops = setup, of.backward, of.flops
+    return op
+
+
+op = record("conv_add", fake=_conv_add_fake, formula=_conv_add_formula)
+op.dims = dims("N . . N", "N")
+op.setup, op.backward = _conv_add_setup, _conv_add_backward
+op.flops = conv_flops
+op.autocast = everywhere(low(4))  # the residual, too: a wider one is a sum in its own dtype, which is not this op's
+_record_with_moments("conv_add_moments", op).autocast = op.autocast
+
+op = record("group_norm_conv", fake=_norm_conv_fake, formula=_norm_conv_formula)
+op.dims = dims("N N . . . . N", "N")
+op.setup, op.backward = _norm_conv_setup, _norm_conv_backward
+op.flops = conv_flops
+op.autocast = everywhere(_norm_conv_low("conv_add"))
+_record_with_moments("group_norm_conv_moments", op).autocast = everywhere(_norm_conv_low("conv_add_moments"))
+
+op = record("group_norm_conv1x1", fake=_norm_conv1x1_fake, formula=_norm_conv1x1_formula)
+op.dims = dims("N N . . . .", "N")
+op.setup, op.backward = _norm_conv1x1_setup, _norm_conv1x1_backward
+op.autocast = {"cuda": _norm_conv1x1_low}
+op.flops = functools.partial(conv_flops, transposed=False)

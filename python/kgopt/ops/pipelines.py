@@ -28,7 +28,7 @@ from kgopt.ops.group_norm import (
 from kgopt.ops.lse_backward import CHAIN
 from kgopt.ops.lse_backward import NAME as LSE_BACKWARD
 from kgopt.ops.precision import conv_tf32_allowed
-from kgopt.ops.registry import OPS, Op, dims, from_twin, overload, record, with_defaults
+from kgopt.ops.registry import OPS, dims, overload, record, record_public, with_defaults
 from kgopt.ops.vmap import samples
 from kgopt.torch_private import schema_of
 
@@ -250,76 +250,29 @@ def _relu_norm_in_fp32(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> A
 # Records
 
 
-_SHARED: dict[str, Any] = {"vmap": samples(), "flops": functools.partial(conv_flops, transposed=False)}
-_TRANSPOSED: dict[str, Any] = {"vmap": samples(), "flops": functools.partial(conv_flops, transposed=True)}
-_TENSORS = "N . . . ."  # of x, and of parameters
-record(
-    Op(
-        CONV_MEAN,
-        fake=lambda x, *_, **__: empty(x, [x.shape[0]]),
-        formula=from_twin(_conv_mean_fwd_formula),
-        dims=dims(_TENSORS, "N"),
-        twin=f"{CONV_MEAN}_fwd",
-        in_steps=_conv_mean_in_steps,
-        autocast={"cpu": low(3), "cuda": _fp32_twin(CONV_MEAN)},
-        **_SHARED,
-    )
-)
-record(
-    Op(
-        f"{CONV_MEAN}_fwd",
-        fake=_conv_mean_fwd_fake,
-        formula=_conv_mean_fwd_formula,
-        dims=dims(_TENSORS, "N N N N"),
-        setup=_setup(),
-        backward=_conv_mean_backward,
-        **_SHARED,
-    )
-)
-record(
-    Op(
-        CONV_RELU_NORM,
-        fake=from_twin(_conv_relu_norm_fwd_fake),
-        formula=from_twin(_conv_relu_norm_fwd_formula),
-        dims=dims(_TENSORS, "N"),
-        twin=f"{CONV_RELU_NORM}_fwd",
-        in_steps=_conv_relu_norm_in_steps,
-        in_steps_everywhere=True,
-        autocast={"cpu": low(3), "cuda": _relu_norm_in_fp32},
-        **_TRANSPOSED,
-    )
-)
-record(
-    Op(
-        f"{CONV_RELU_NORM}_fwd",
-        fake=_conv_relu_norm_fwd_fake,
-        formula=_conv_relu_norm_fwd_formula,
-        dims=dims(_TENSORS, "N N N"),
-        setup=_setup(transposed=True),
-        backward=_conv_relu_norm_backward,
-        **_TRANSPOSED,
-    )
-)
-record(
-    Op(
-        CONV_LSE,
-        fake=from_twin(_conv_lse_fwd_fake),
-        formula=from_twin(_conv_lse_fwd_formula),
-        dims=dims(_TENSORS, "N"),
-        twin=f"{CONV_LSE}_fwd",
-        in_steps=_conv_lse_in_steps,
-        autocast={"cpu": low(3), "cuda": _fp32_twin(CONV_LSE)},
-        **_SHARED,
-    )
-)
-record(
-    Op(
-        f"{CONV_LSE}_fwd",
-        fake=_conv_lse_fwd_fake,
-        formula=_conv_lse_fwd_formula,
-        dims=dims(_TENSORS, "N N N"),
-        setup=_setup(saves_result=True),
-        backward=_conv_lse_backward,
-        **_SHARED,
-    )
-)
+op = record(f"{CONV_MEAN}_fwd", fake=_conv_mean_fwd_fake, formula=_conv_mean_fwd_formula)
+op.dims = dims("N . . . .", "N N N N")
+op.setup, op.backward = _setup(), _conv_mean_backward
+op.vmap = samples()
+op.flops = functools.partial(conv_flops, transposed=False)
+op = record_public(CONV_MEAN, op)
+op.in_steps = _conv_mean_in_steps
+op.autocast = {"cpu": low(3), "cuda": _fp32_twin(CONV_MEAN)}
+
+op = record(f"{CONV_RELU_NORM}_fwd", fake=_conv_relu_norm_fwd_fake, formula=_conv_relu_norm_fwd_formula)
+op.setup, op.backward = _setup(transposed=True), _conv_relu_norm_backward
+op.dims = dims("N . . . .", "N N N")
+op.vmap = samples()
+op.flops = functools.partial(conv_flops, transposed=True)
+op = record_public(CONV_RELU_NORM, op)
+op.in_steps, op.in_steps_everywhere = _conv_relu_norm_in_steps, True
+op.autocast = {"cpu": low(3), "cuda": _relu_norm_in_fp32}
+
+op = record(f"{CONV_LSE}_fwd", fake=_conv_lse_fwd_fake, formula=_conv_lse_fwd_formula)
+op.flops = functools.partial(conv_flops, transposed=False)
+op.dims = dims("N . . . .", "N N N")
+op.setup, op.backward = _setup(saves_result=True), _conv_lse_backward
+op.vmap = samples()
+op = record_public(CONV_LSE, op)
+op.autocast = {"cpu": low(3), "cuda": _fp32_twin(CONV_LSE)}
+op.in_steps = _conv_lse_in_steps

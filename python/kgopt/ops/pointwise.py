@@ -12,7 +12,7 @@ from torch import Tensor
 from kgopt import reference
 from kgopt._layout import as_x_lies, empty, is_channels_last, wide, wide_or_none
 from kgopt.ops.calls import in_backward, wants_gradient
-from kgopt.ops.registry import Op, dims, record
+from kgopt.ops.registry import dims, record
 
 _upsample_linear_backward = in_backward("upsample_linear_backward")
 _upsample_nearest_backward = in_backward("upsample_nearest_backward")
@@ -138,58 +138,41 @@ def _max_pool_formula(x: Tensor, *window: Any) -> Tensor:
 
 
 _SAMPLES_AND_CHANNELS = dims("NC", "NC", ways="NC")
-record(
-    Op(
-        "upsample_linear",
-        fake=lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]),
-        formula=_upsample_linear_formula,
-        dims=dims("NC NC", "NC", ways="NC"),
-        backward=_upsample_backward,
-    )
+
+op = record(
+    "upsample_linear",
+    fake=lambda x, residual: _spatial_fake(x, [2 * s for s in x.shape[2:]]),
+    formula=_upsample_linear_formula,
 )
-record(
-    Op(
-        "upsample_linear_backward",
-        fake=lambda dy: _spatial_fake(dy, [s // 2 for s in dy.shape[2:]]),
-        formula=_upsample_linear_backward_formula,
-        dims=_SAMPLES_AND_CHANNELS,
-    )
+op.dims = dims("NC NC", "NC", ways="NC")
+op.backward = _upsample_backward
+
+op = record(
+    "upsample_linear_backward",
+    fake=lambda dy: _spatial_fake(dy, [s // 2 for s in dy.shape[2:]]),
+    formula=_upsample_linear_backward_formula,
 )
-record(
-    Op(
-        "upsample_nearest",
-        fake=lambda x, factors: _spatial_fake(x, _scaled(x, factors, operator.mul)),
-        formula=_upsample_nearest_formula,
-        dims=_SAMPLES_AND_CHANNELS,
-        setup=_nearest_setup,
-        backward=_nearest_backward,
-    )
+op.dims = _SAMPLES_AND_CHANNELS
+
+op = record(
+    "upsample_nearest",
+    fake=lambda x, factors: _spatial_fake(x, _scaled(x, factors, operator.mul)),
+    formula=_upsample_nearest_formula,
 )
-record(
-    Op(
-        "upsample_nearest_backward",
-        fake=lambda dy, factors: _spatial_fake(dy, _scaled(dy, factors, operator.floordiv)),
-        formula=_upsample_nearest_backward_formula,
-        dims=_SAMPLES_AND_CHANNELS,
-    )
+op.dims = _SAMPLES_AND_CHANNELS
+op.setup, op.backward = _nearest_setup, _nearest_backward
+
+op = record(
+    "upsample_nearest_backward",
+    fake=lambda dy, factors: _spatial_fake(dy, _scaled(dy, factors, operator.floordiv)),
+    formula=_upsample_nearest_backward_formula,
 )
-record(
-    Op(
-        "pad_replicate",
-        fake=_pad_replicate_fake,
-        formula=_pad_replicate_formula,
-        dims=_SAMPLES_AND_CHANNELS,
-        setup=_pad_replicate_setup,
-        backward=_pad_replicate_backward,
-    )
-)
-record(
-    Op(
-        "max_pool",
-        fake=_max_pool_fake,
-        formula=_max_pool_formula,
-        dims=_SAMPLES_AND_CHANNELS,
-        setup=_max_pool_setup,
-        backward=_max_pool_backward,
-    )
-)
+op.dims = _SAMPLES_AND_CHANNELS
+
+op = record("pad_replicate", fake=_pad_replicate_fake, formula=_pad_replicate_formula)
+op.dims = _SAMPLES_AND_CHANNELS
+op.setup, op.backward = _pad_replicate_setup, _pad_replicate_backward
+
+op = record("max_pool", fake=_max_pool_fake, formula=_max_pool_formula)
+op.dims = _SAMPLES_AND_CHANNELS
+op.setup, op.backward = _max_pool_setup, _max_pool_backward

@@ -12,7 +12,7 @@ from torch import Tensor
 from kgopt._layout import empty, is_channels_last, wide
 from kgopt.ops.autocast import in_fp32
 from kgopt.ops.calls import in_backward
-from kgopt.ops.registry import LETTERS, Dims, Op, record, with_defaults
+from kgopt.ops.registry import LETTERS, Dims, record, with_defaults
 from kgopt.ops.vmap import batch_first, one_by_one
 from kgopt.torch_private import schema_of
 
@@ -140,44 +140,21 @@ def _dims(tensors: str, result: str) -> Callable[[dict[str, Any]], Dims]:
     return of
 
 
-record(
-    Op(
-        "logsumexp",
-        fake=_fake,
-        formula=_logsumexp_formula,
-        dims=_dims("x", "y"),
-        setup=_logsumexp_setup,
-        backward=_logsumexp_gradient,
-        autocast={"cuda": in_fp32},
-        vmap=_vmap(1),
-    )
-)
-record(
-    Op(
-        "logsumexp_backward",
-        fake=_logsumexp_backward_fake,
-        formula=_logsumexp_backward_formula,
-        dims=_dims("yxy", "x"),
-        vmap=_vmap(3, x_at=1),
-    )
-)
-record(
-    Op(
-        "mean",
-        fake=_fake,
-        formula=_mean_formula,
-        dims=_dims("x", "y"),
-        setup=_mean_setup,
-        backward=_mean_gradient,
-        vmap=_vmap(1),
-    )
-)
-record(
-    Op(
-        "mean_backward",
-        fake=lambda dy, sizes, dims, keepdim: empty(dy, sizes),
-        formula=_mean_backward_formula,
-        dims=_dims("y", "x"),
-        vmap=_vmap(1, sizes_at=1),
-    )
-)
+op = record("logsumexp", fake=_fake, formula=_logsumexp_formula)
+op.dims = _dims("x", "y")
+op.setup, op.backward = _logsumexp_setup, _logsumexp_gradient
+op.autocast = {"cuda": in_fp32}
+op.vmap = _vmap(1)
+
+op = record("logsumexp_backward", fake=_logsumexp_backward_fake, formula=_logsumexp_backward_formula)
+op.dims = _dims("yxy", "x")
+op.vmap = _vmap(3, x_at=1)
+
+op = record("mean", fake=_fake, formula=_mean_formula)
+op.dims = _dims("x", "y")
+op.setup, op.backward = _mean_setup, _mean_gradient
+op.vmap = _vmap(1)
+
+op = record("mean_backward", fake=lambda dy, sizes, dims, keepdim: empty(dy, sizes), formula=_mean_backward_formula)
+op.dims = _dims("y", "x")
+op.vmap = _vmap(1, sizes_at=1)

@@ -7,8 +7,8 @@ needed they dispatch to the twin, which also returns the statistics that its bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,9 +45,9 @@ def dims_by_group(tensors: str, results: str) -> Dims:
     return Dims(tuple(tensors.split()), tuple(results.split()), "NC", (("num_groups", "G"),))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Op:
-    """What torch must know of an op."""
+    """What torch must know of an op: made by :func:`record`, then filled in, field by field."""
 
     name: str
     """In the schema, csrc/library.cpp."""
@@ -55,8 +55,8 @@ class Op:
     """Its results without values: sizes, dtype, layout. Gets every argument."""
     formula: Callable[..., Any]
     """The op in differentiable PyTorch functions, for derivatives that no kernel gives. Gets every argument."""
-    dims: Dims | Callable[[dict[str, Any]], Dims]
-    """For DTensor; as a function, of the arguments by name."""
+    dims: Dims | Callable[[dict[str, Any]], Dims] | None = None
+    """For DTensor; as a function, of the arguments by name. Every op has them (tests/test_dtensor.py)."""
     backward: Callable[..., Any] | None = None
     """``backward(ctx, *grads)``: a gradient for each argument; None: by the formula, where there is no twin."""
     setup: Callable[..., None] | None = None
@@ -69,7 +69,7 @@ class Op:
     """``in_steps`` runs on every device."""
     statistics: tuple[tuple[int, ...], Callable[[list[Any]], None]] | None = None
     """Of the backward of a norm: positions of the statistics among its arguments, and how they follow from x."""
-    autocast: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    autocast: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """By device, ``rule(op, dtype, args, kwargs)``: the call with arguments of other dtypes."""
     vmap: Callable[..., Any] | None = None
     """``rule(op, info, in_dims, *args, **kwargs)``; None: one call an example."""
@@ -83,9 +83,23 @@ RECORDS: dict[str, Op] = {}
 """Every op that takes a tensor and returns one, by name."""
 
 
-def record(op: Op) -> None:
-    """Adds an op; ``install.py`` hands it to torch."""
-    RECORDS[op.name] = op
+def record(name: str, fake: Callable[..., Any], formula: Callable[..., Any]) -> Op:
+    """A new record, to be filled in."""
+    RECORDS[name] = op = Op(name, fake, formula)
+    return op
+
+
+def record_public(name: str, twin: Op) -> Op:
+    """The record of a public op: it returns the first result of its twin, in the dtype of x."""
+
+    def first(of: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *args, **options: of(x, *args, **options)[0].to(x.dtype)
+
+    assert isinstance(twin.dims, Dims)
+    op = record(name, first(twin.fake), first(twin.formula))
+    op.dims = replace(twin.dims, results=twin.dims.results[:1])
+    op.twin, op.vmap, op.flops = twin.name, twin.vmap, twin.flops
+    return op
 
 
 def overload(name: str) -> Any:
@@ -110,8 +124,3 @@ def by_name(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str,
     positional, keywords = with_defaults(schema, args, kwargs)
     names = [a.name for a in schema.arguments if not a.kwarg_only]
     return dict(zip(names, positional, strict=True), **keywords)
-
-
-def from_twin(fwd: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake kernel or formula of a public op, from that of its ``_fwd`` twin."""
-    return lambda x, *args, **options: fwd(x, *args, **options)[0].to(x.dtype)

@@ -52,6 +52,7 @@ class _Call:
         self.given = by_name(name, args, kwargs)
         self.kwarg_only = {a.name for a in self.arguments if a.kwarg_only}
         dims = RECORDS[name].dims
+        assert dims is not None, name
         self.dims = dims if isinstance(dims, Dims) else dims(self.given)
         # Optional tensors count when they are None, too.
         self.tensors = [a.name for a in self.arguments if "Tensor" in str(a.type)]

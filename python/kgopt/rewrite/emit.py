@@ -15,26 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
+from kgopt.reference import TORCH_ACTIVATIONS as TORCH_ACTIVATIONS
 from kgopt.rewrite.chain import CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.torch_private import without_autocast_on_cuda
 
 _OPS = torch.ops.kgopt
 Call = Callable[..., Any]
-
-TORCH_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    "relu": F.relu,
-    "leaky_relu": F.leaky_relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "hardswish": F.hardswish,
-    "hardtanh": F.hardtanh,
-    "elu": F.elu,
-    "mish": F.mish,
-    "softplus": F.softplus,
-}
 
 _TORCH_CONVS: dict[str, Callable[..., Tensor]] = {
     "conv2d": F.conv2d,
