@@ -110,7 +110,7 @@ struct __attribute__((visibility("hidden"))) StatsPass {
       }
       FewChannelsParams p = few_channels_params(operands, plan);
       p.stats = stats;
-      raise_on_error(a.op, run_conv_few_channels_stats(p, n, stream));
+      raise_on_error(a.op, run_few_channels_stats(p, n, stream));
       if (stats.finishes) return true;
     } else {
       ImplicitGemmParams p = implicit_gemm_params(operands, choice.as<ImplicitGemmPlan>());
@@ -446,7 +446,7 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
     q.y_rounded = stores_rounded;
     q.y_stride_n = r.y.stride(0);
     spatial_strides(r.y, a.rank, q.y_stride);
-    raise_on_error(a.op, run_conv_few_channels_residual_lse(q, shape.n, stream));
+    raise_on_error(a.op, run_few_channels_residual_lse(q, shape.n, stream));
     return finish();
   }
   ImplicitGemmParams q = implicit_gemm_params(operands, lse->as<ImplicitGemmPlan>());

@@ -51,11 +51,6 @@ Status launch_gather_columns(const FewChannelsParams& p, int64_t n, cudaStream_t
 template <ConvEpilogue kEpilogue>
 Status launch_gather(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
   if (n * p.plan.slices == 0) return Status::Ok();
-  if constexpr (kEpilogue != ConvEpilogue::kStore) {
-    if (p.plan.by_positions) return run_conv_positions(p, n, kEpilogue == ConvEpilogue::kResidualLse, stream);
-    if (p.plan.by_channels) return run_conv_channels(p, n, kEpilogue == ConvEpilogue::kResidualLse, stream);
-    if (p.plan.by_window) return run_conv_window(p, n, stream);
-  }
   switch (p.plan.math) {
     case ConvMath::kTf32: return launch_gather_columns<ConvMath::kTf32, kEpilogue>(p, n, stream);
     case ConvMath::kTf32x3:

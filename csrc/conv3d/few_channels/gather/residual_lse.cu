@@ -4,7 +4,7 @@
 
 namespace kgopt {
 
-Status run_conv_few_channels_residual_lse(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
+Status run_conv_gather_residual_lse(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
   return launch_gather<ConvEpilogue::kResidualLse>(p, n, stream);
 }
 

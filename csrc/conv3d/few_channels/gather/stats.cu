@@ -4,7 +4,7 @@
 
 namespace kgopt {
 
-Status run_conv_few_channels_stats(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
+Status run_conv_gather_stats(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
   return launch_gather<ConvEpilogue::kStats>(p, n, stream);
 }
 

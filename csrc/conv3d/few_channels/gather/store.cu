@@ -3,7 +3,7 @@
 
 namespace kgopt {
 
-Status run_conv_few_channels_store(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
+Status run_conv_gather_store(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
   return launch_gather<ConvEpilogue::kStore>(p, n, stream);
 }
 
