@@ -13,7 +13,7 @@ from plan_problems import CASES, DTYPES, GPUS, check_refusal, dev, extents, make
 
 
 def check_few_channels_plan(plan, case: dict, size, output, limits) -> None:
-    """What must hold of every narrow plan that is not a refusal: every output in one strip, every input in its halo."""
+    """What must hold where a plan is no refusal: every output in one strip, every input in its halo."""
     assert plan.refusal is None
     assert plan.smem_bytes <= limits.smem_per_block
     assert plan.tiles_per_sample == math.prod(plan.tiles)
@@ -134,7 +134,7 @@ def check_channels(plan, case: dict, limits) -> None:
     assert all(chunk == want[-1] for chunk in chunks[len(want) : 2 * plan.k_steps]), "padding repeats the last chunk"
 
 
-def narrow_reasons(case: dict, c_out: int, dtype: str, allow_tf32: bool) -> dict[str, bool | None]:
+def few_channels_reasons(case: dict, c_out: int, dtype: str, allow_tf32: bool) -> dict[str, bool | None]:
     """Why a convolution of contiguous tensors may be refused."""
     c_in, taps, exact = case["c_in"], math.prod(case["kernel"]), dtype == "float32" and not allow_tf32
     lse, store = (case["epilogue"] == getattr(dev.ConvEpilogue, name) for name in ("residual_lse", "store"))
@@ -172,7 +172,7 @@ def test_few_channels_plan_of_any_shape(data) -> None:
     )
     limits = GPUS["h200"]
     plan = dev.plan_few_channels(problem, limits)
-    if check_refusal(plan.refusal, narrow_reasons(case, c_out, dtype, allow_tf32)):
+    if check_refusal(plan.refusal, few_channels_reasons(case, c_out, dtype, allow_tf32)):
         return
     check_few_channels_plan(plan, case, size, output, limits)
 

@@ -166,7 +166,7 @@ def test_wgrad_plan_refuses_with_a_reason(fragment: str, kwargs: dict, limits) -
     assert fragment in dev.plan_wgrad(problem, limits or dev.DeviceLimits()).refusal
 
 
-def check_narrow_copy(copy, row_bytes: int, threads: int = 256) -> None:
+def check_row_copy(copy, row_bytes: int, threads: int = 256) -> None:
     assert row_bytes % copy.piece == 0, "a copy crosses the end of a row"
     assert copy.piece in (4, 8, 16)
     assert copy.slots % ((threads >> copy.across_log2) * 4) == 0, "not in whole batches"
@@ -176,7 +176,7 @@ def check_narrow_copy(copy, row_bytes: int, threads: int = 256) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_narrow_gradient_plans_of_any_shape(data) -> None:
+def test_few_channels_gradient_plans_of_any_shape(data) -> None:
     """Tiles cover the positions, and what is loaded and read lies in the stages."""
     draw = data.draw
     rank, plain = draw(st.integers(2, 3)), draw(st.booleans())  # plain: no stride, which dx must not have
@@ -212,8 +212,8 @@ def test_narrow_gradient_plans_of_any_shape(data) -> None:
         assert plan.tile[2] + plan.margin[1] >= used
         assert plan.x_copy.pieces * plan.x_copy.piece <= plan.x_pitch
         assert plan.dy_copy.pieces * plan.dy_copy.piece == plan.dy_pitch
-        check_narrow_copy(plan.dy_copy, output[2] * item)
-        check_narrow_copy(plan.x_copy, size[2] * item)
+        check_row_copy(plan.dy_copy, output[2] * item)
+        check_row_copy(plan.x_copy, size[2] * item)
         assert plan.stage_bytes >= plan.channels * plan.dy_channel + c_in * plan.x_channel + plan.dy_pitch
         assert plan.blocks_per_sm * (plan.smem_bytes + 1024) <= limits.smem_per_sm
         assert plan.smem_bytes >= plan.stages * plan.stage_bytes
@@ -237,7 +237,7 @@ def test_narrow_gradient_plans_of_any_shape(data) -> None:
         assert plan.k_steps * (1 if item == 4 else 2) >= plan.channels // 8 * kernel[0] * kernel[1]
         assert plan.channel >= plan.halo[0] * plan.halo[1] * plan.pitch
         assert plan.channel % 128 == (32 if item == 4 else 16)
-        check_narrow_copy(plan.dy_copy, output[2] * item)
+        check_row_copy(plan.dy_copy, output[2] * item)
         assert plan.stage_bytes >= plan.channels * plan.channel + plan.pitch
         sums = plan.tile[0] * plan.tile[1] * (plan.units_w * 32 + 4)
         assert plan.scratch_channel >= sums
@@ -266,7 +266,7 @@ def test_narrow_gradient_plans_of_any_shape(data) -> None:
         ("than a block has", "dgrad", {"size": (8, 9, 1040)}),
     ],
 )
-def test_narrow_gradient_plans_refuse_with_a_reason(fragment: str, of: str, kwargs: dict) -> None:
+def test_few_channels_gradient_plans_refuse_with_a_reason(fragment: str, of: str, kwargs: dict) -> None:
     arguments = {"c_in": 4, "c_out": 32, "size": (8, 9, 40), "kernel": (3, 3, 3), "planar": True}
     problem, _ = make_problem(**{**arguments, **kwargs})
     plans = {"wgrad": dev.plan_few_wgrad, "dgrad": dev.plan_few_dgrad}
