@@ -547,7 +547,10 @@ def version_of(t: Tensor) -> int | None:
     return t._version if _HAS_VERSION else None
 
 
-_HAS_VERSION = _private("torch.Tensor._version", None, "moments are not carried from convolutions") is not None
+_HAS_VERSION = (
+    _private("torch.Tensor._version", None, "moments are not carried from convolutions; values are compared")
+    is not None
+)
 
 
 def stands_for_a_plain_tensor(x: Any) -> bool:

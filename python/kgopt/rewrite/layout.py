@@ -158,7 +158,7 @@ class _Given:
     def hand_back(self) -> None:
         """Writes to the caller's tensors, lists and dicts what the model wrote to ours."""
         for x, y, version in self.tensors:
-            if _version(y) != version:
+            if _version(y) != version or (version == _UNKNOWN and _differ(x, y)):
                 x.copy_(y)
         for theirs, ours, before in self.containers:
             if type(ours) is list:
@@ -188,9 +188,24 @@ def _counts(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not x.is_inference()
 
 
+_UNKNOWN = -1
+
+
+def _differ(x: Tensor, y: Tensor) -> bool:
+    """Whether x, which must take writing, has other values than y; False where they cannot be asked for."""
+    if x.is_leaf and x.requires_grad:
+        return False
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    return not torch.equal(x, y)
+
+
 def _version(x: Tensor) -> int:
-    """How often x was written to; 0 where nobody counts."""
-    return (version_of(x) or 0) if _counts(x) else 0
+    """How often x was written to; 0 where nobody counts, ``_UNKNOWN`` where torch does not tell."""
+    if not _counts(x):
+        return 0
+    version = version_of(x)
+    return _UNKNOWN if version is None else version
 
 
 def _outside(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any, why: str) -> Any:
