@@ -131,7 +131,7 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "int num_groups=0) -> str");
   m.def(
       "explain_group_norm(Tensor x, int num_groups, str act=\"none\", str pre_act=\"none\", bool backward=False, "
-      "bool? channels_last=None) -> str");
+      "bool? channels_last=None, bool reasons=False) -> str");
   m.def(
       "explain_group_norm_conv(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
       "int[] output_padding, int groups, bool transposed, str gn_act=\"none\", str act=\"none\", bool moments=False, "

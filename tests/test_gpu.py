@@ -99,6 +99,9 @@ def test_explain_group_norm_says_how():
         assert "larger than what the GPU holds" in explain((1, 32, 128, 128, 128), 8)
         assert "teams" in explain((1, 32, 128, 128, 128), 8, channels_last=True)
         assert "a group in the shared memory of a" in explain((8, 320, 64, 64), 32)
+        assert "family tiles (group_norm_tiles_fwd_kernel); not small" in functional.explain_group_norm(
+            torch.zeros((), dtype=torch.bfloat16, device="cuda").expand(1, 32, 128, 128, 128), 8
+        )
     assert explain((1, 32, 0, 4), 8) == "nothing: x has no elements"
 
 

@@ -314,6 +314,7 @@ def test_group_norm_walks_every_activation(name, layout, act):
 def test_explain_checks_its_arguments(device):
     x = torch.zeros((), device=device).expand(2, 6, 5, 5)
     assert torch.ops.kgopt.explain_group_norm(x, 3, "silu", backward=True)
+    assert functional.explain_group_norm(x, 3, "silu", backward=True)
     with pytest.raises(RuntimeError, match="num_groups"):
         torch.ops.kgopt.explain_group_norm(x, 4)
     with pytest.raises(RuntimeError, match="act"):

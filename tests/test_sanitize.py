@@ -69,7 +69,7 @@ def test_every_section_runs_something(recorded):
 def test_every_family_of_norm_kernels_is_sanitized(recorded, backward):
     """By the plans, as an H100 or H200 takes them."""
     dev = pytest.importorskip("kgopt_dev", reason="the developer module is not built: make dev-module")
-    ways = set()
+    taken = set()
     for shape, groups, dtype, last, of_backward in recorded.norms:
         if of_backward == backward and 0 not in shape:
             positions = torch.Size(shape[2:]).numel()
@@ -77,10 +77,10 @@ def test_every_family_of_norm_kernels_is_sanitized(recorded, backward):
             choice = dev.choose_group_norm(
                 shape[0], shape[1], positions, groups, name, tensors=2 if backward else 1, channels_last=last
             )
-            ways.add(choice["way"])
+            taken.add(choice["family"])
     # Rows take what columns would where a sample is large; backward has no columns.
-    families = {"small", "on chip", "one read", "rows", "slabs", "passes", *([] if backward else ["columns"])}
-    assert ways == families
+    families = {"small", "cluster", "tiles", "rows", "slab", "passes", *([] if backward else ["columns"])}
+    assert taken == families
 
 
 _SANITIZER = """#!/bin/sh

@@ -18,11 +18,8 @@
 #include "conv3d/norm_conv/plan.h"
 #include "conv3d/shape.h"
 #include "conv3d/wgmma/position_rows/plan.h"
-#include "groupnorm/choice.h"
-#include "groupnorm/columns/plan.h"
+#include "groupnorm/explain.h"
 #include "groupnorm/lse_backward/plan.h"
-#include "groupnorm/small/plan.h"
-#include "groupnorm/tiles/plan.h"
 #include "reduce/reduce_plan.h"
 
 namespace py = pybind11;
@@ -577,15 +574,14 @@ GroupNormDims make_dims(int64_t n, int64_t c, int64_t s, int64_t g, const std::s
   return d;
 }
 
-TilesPlanInput tiles_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
-                           bool channels_last, bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count,
-                           int64_t smem_bytes) {
-  TilesPlanInput in;
+NormPlanInput norm_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
+                         bool channels_last, bool aligned, int max_blocks, int sm_count, int64_t smem_bytes) {
+  NormPlanInput in;
   in.dims = make_dims(n, c, s, g, dtype, channels_last);
   in.tensors = tensors;
-  in.aligned = aligned;
-  in.x_line = x_line;
-  in.has_bulk_copy = has_bulk_copy;
+  in.aligned = in.aligned_alike = aligned;
+  in.max_blocks = max_blocks;
+  in.has_bulk_copy = max_blocks > 0;
   in.sm_count = sm_count;
   in.smem_bytes = smem_bytes;
   return in;
@@ -593,12 +589,14 @@ TilesPlanInput tiles_input(int64_t n, int64_t c, int64_t s, int64_t g, const std
 
 // The plan of the GroupNorm kernels that read contiguous tensors once, as a dict; {"refusal": why} where it takes
 // another way. kPlan: of groups all over the GPU, or of groups that a block has for itself.
-template <TilesPlan (*kPlan)(const TilesPlanInput&)>
+template <TilesPlan (*kPlan)(const NormPlanInput&)>
 py::dict plan_tiles(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
                     bool channels_last, bool aligned, uint32_t x_line, bool has_bulk_copy, int sm_count,
                     int64_t smem_bytes) {
-  const TilesPlan plan = kPlan(
-      tiles_input(n, c, s, g, dtype, tensors, channels_last, aligned, x_line, has_bulk_copy, sm_count, smem_bytes));
+  NormPlanInput in = norm_input(n, c, s, g, dtype, tensors, channels_last, aligned, 0, sm_count, smem_bytes);
+  in.x_offset = x_line * 16;
+  in.has_bulk_copy = has_bulk_copy;
+  const TilesPlan plan = kPlan(in);
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
@@ -621,27 +619,14 @@ py::dict plan_tiles(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
   return out;
 }
 
-ClusterPlanInput cluster_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
-                               bool channels_last, bool aligned, bool long_chain, uint32_t x_offset, int max_blocks,
-                               int sm_count, int64_t smem_bytes) {
-  ClusterPlanInput in;
-  in.dims = make_dims(n, c, s, g, dtype, channels_last);
-  in.tensors = tensors;
-  in.aligned = aligned;
-  in.long_chain = long_chain;
-  in.x_offset = x_offset;
-  in.max_blocks = max_blocks;
-  in.sm_count = sm_count;
-  in.smem_bytes = smem_bytes;
-  return in;
-}
-
 // The plan of the kernels that keep a group on chip, likewise.
 py::dict plan_cluster(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
                       bool channels_last, bool aligned, bool long_chain, uint32_t x_offset, int max_blocks,
                       int sm_count, int64_t smem_bytes) {
-  const ClusterPlan plan = plan_group_norm_cluster(cluster_input(
-      n, c, s, g, dtype, tensors, channels_last, aligned, long_chain, x_offset, max_blocks, sm_count, smem_bytes));
+  NormPlanInput in = norm_input(n, c, s, g, dtype, tensors, channels_last, aligned, max_blocks, sm_count, smem_bytes);
+  in.long_chain = long_chain;
+  in.x_offset = x_offset;
+  const ClusterPlan plan = plan_group_norm_cluster(in);
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
@@ -664,26 +649,13 @@ py::dict plan_cluster(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   return out;
 }
 
-ColumnPlanInput columns_input(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
-                              bool channels_last, bool aligned, bool long_chain, int max_blocks, int sm_count,
-                              int64_t smem_bytes) {
-  ColumnPlanInput in;
-  in.dims = make_dims(n, c, s, g, dtype, channels_last);
-  in.tensors = tensors;
-  in.aligned = aligned;
-  in.long_chain = long_chain;
-  in.max_blocks = max_blocks;
-  in.sm_count = sm_count;
-  in.smem_bytes = smem_bytes;
-  return in;
-}
-
 // The plan of the kernels that keep channels_last tensors on chip, likewise.
 py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
                       bool channels_last, bool aligned, bool long_chain, int max_blocks, int sm_count,
                       int64_t smem_bytes) {
-  const ColumnPlan plan = plan_group_norm_columns(
-      columns_input(n, c, s, g, dtype, tensors, channels_last, aligned, long_chain, max_blocks, sm_count, smem_bytes));
+  NormPlanInput in = norm_input(n, c, s, g, dtype, tensors, channels_last, aligned, max_blocks, sm_count, smem_bytes);
+  in.long_chain = long_chain;
+  const ColumnPlan plan = plan_group_norm_columns(in);
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
@@ -729,8 +701,8 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
 py::dict plan_row_shares(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
                          bool channels_last, bool aligned, bool long_chain, int max_blocks, int sm_count,
                          int64_t smem_bytes, bool holds) {
-  ColumnPlanInput in =
-      columns_input(n, c, s, g, dtype, tensors, channels_last, aligned, long_chain, max_blocks, sm_count, smem_bytes);
+  NormPlanInput in = norm_input(n, c, s, g, dtype, tensors, channels_last, aligned, max_blocks, sm_count, smem_bytes);
+  in.long_chain = long_chain;
   in.holds = holds;
   const RowPlan plan = plan_group_norm_rows(in);
   py::dict out;
@@ -779,8 +751,10 @@ py::dict divisor_dict(const SmallDivisor& by) {
 // The plans of the kernels for small groups and for narrow ones, likewise.
 py::dict plan_small(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool backward,
                     bool channels_last, bool aligned, int max_blocks, bool plain) {
-  const SmallPlan plan =
-      plan_group_norm_small({make_dims(n, c, s, g, dtype, channels_last), backward, aligned, max_blocks, plain});
+  NormPlanInput in =
+      norm_input(n, c, s, g, dtype, backward ? 2 : 1, channels_last, aligned, max_blocks, 132, 227 << 10);
+  in.plain = plain;
+  const SmallPlan plan = plan_group_norm_small(in);
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
@@ -815,7 +789,8 @@ py::dict plan_small(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
 
 py::dict plan_slabs(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
                     int sm_count) {
-  const SlabPlan plan = plan_group_norm_slab(make_dims(n, c, s, g, dtype, channels_last), sm_count);
+  const SlabPlan plan =
+      plan_group_norm_slab(norm_input(n, c, s, g, dtype, 1, channels_last, true, 0, sm_count, 227 << 10));
   py::dict out;
   if (plan.refusal) {
     out["refusal"] = plan.refusal;
@@ -832,20 +807,24 @@ py::dict plan_slabs(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
   return out;
 }
 
-// Which way a forward (one tensor on chip) or a backward (two) goes: its name, and why not the ways before it.
+// Which family takes a forward (one tensor that is read) or a backward (two), why not the others, and all in words.
 py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
-                     bool channels_last, bool aligned, int max_blocks, int sm_count, int64_t smem_bytes) {
-  const NormChoice choice = choose_group_norm(
-      cluster_input(n, c, s, g, dtype, tensors, channels_last, aligned, false, 0, max_blocks, sm_count, smem_bytes),
-      tiles_input(n, c, s, g, dtype, tensors, channels_last, aligned, 0, max_blocks > 0, sm_count, smem_bytes),
-      columns_input(n, c, s, g, dtype, tensors, channels_last, aligned, false, max_blocks, sm_count, smem_bytes));
-  constexpr const char* kWays[] = {"small", "on chip", "one read", "rows", "columns", "slabs", "passes"};
-  py::dict out;
-  out["way"] = kWays[static_cast<int>(choice.way)];
-  if (choice.on_chip.refusal) out["not_on_chip"] = choice.on_chip.refusal;
-  if (choice.one_read.refusal) out["not_one_read"] = choice.one_read.refusal;
-  if (choice.rows.refusal) out["not_rows"] = choice.rows.refusal;
-  if (choice.columns.refusal) out["not_columns"] = choice.columns.refusal;
+                     bool channels_last, bool aligned, int max_blocks, int sm_count, int64_t smem_bytes,
+                     const std::string& act, const std::string& pre_act) {
+  NormPlanInput in = norm_input(n, c, s, g, dtype, tensors, channels_last, aligned, max_blocks, sm_count, smem_bytes);
+  in.set_activations(parse_chain(pre_act), parse_chain(act));
+  const NormChoice choice = choose_group_norm(in);
+  py::dict out, why_not;
+  for (int i = 0; i < kNormFamilies; ++i) {
+    if (choice.why_not[i]) why_not[kNormFamilyNames[i]] = choice.why_not[i];
+  }
+  out["family"] = kNormFamilyNames[static_cast<int>(choice.family())];
+  out["why_not"] = why_not;
+  out["kernels"] = norm_kernels(choice, in);
+  out["explanation"] = explain_norm_choice(choice, in, true);
+  out["words"] = choice.scratch.words;
+  out["sums"] = choice.scratch.sums;
+  out["sum_rows"] = choice.scratch.sum_rows;
   return out;
 }
 
@@ -988,7 +967,7 @@ void bind_norm(py::module_& m) {
   m.def("choose_group_norm", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
         py::arg("aligned") = true, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
-        py::arg("smem_bytes") = 227 << 10);
+        py::arg("smem_bytes") = 227 << 10, py::arg("act") = "none", py::arg("pre_act") = "none");
 }
 
 }  // namespace

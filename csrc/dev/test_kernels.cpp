@@ -409,7 +409,7 @@ void test_group_norms(const DeviceInfo& info) {
     };
     compare(y, mean, rstd);
 
-    ClusterPlanInput in;
+    NormPlanInput in;
     in.dims = stats.dims;
     in.x_offset = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(x_device.as<void>()) % 128);
     in.max_blocks = info.compute_capability >= 90 ? max_cluster_blocks(0) : 0;

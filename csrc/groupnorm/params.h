@@ -142,7 +142,7 @@ struct GroupNormMeanParams {
 
 // dx, and the partial channel sums from which dweight and dbias come. With z = xhat * weight + bias,
 // dz = dy * act'(z); sums hold (sum dz, sum dz * xhat) over the positions of a channel.
-struct GroupNormBackwardParams {
+struct GroupNormPassesBwdParams {
   const void* dy = nullptr;    // of x's type and layout; null: dz is dout[n] / (C * S) everywhere
   const void* dout = nullptr;  // [N], accumulation type; only with dy == null
   const void* x = nullptr;

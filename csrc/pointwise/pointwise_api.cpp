@@ -182,15 +182,17 @@ Tensor upsample_nearest_backward(Tensor dy, IntArray factors) {
   return repeat_elements(op, dy, check_upsample_nearest(op, "dy", dy, factors, true), factors, true);
 }
 
-Tensor pad_replicate(Tensor x, IntArray pad) {
-  const char* const op = "pad_replicate";
-  const IntArray sizes = check_pad_replicate(op, x, pad);
+// y of these sizes, by an op that goes from positions of y to positions of x: set_dim(p, at, i) for dim 2 + i of x,
+// which is `at` of three.
+template <typename Params, typename SetDim>
+Tensor gather_positions(const char* op, const Tensor& x, const IntArray& sizes,
+                        Status (*run)(const Params&, cudaStream_t), SetDim set_dim) {
   const DeviceGuard guard(x.get_device_index());
   check_gpu(op, x);
   const MemoryFormat format = memory_format_of(x);
   const Tensor dense = dense_in(x, format);
   Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
-  PadReplicateParams p;
+  Params p;
   p.x = dense.const_data_ptr();
   p.y = y.mutable_data_ptr();
   set_batch(&p, x, format);
@@ -199,37 +201,28 @@ Tensor pad_replicate(Tensor x, IntArray pad) {
     const int at = 3 - rank + i;
     p.in[at] = x.size(2 + i);
     p.out[at] = sizes[2 + i];
-    p.before[at] = pad[2 * (rank - 1 - i)];
+    set_dim(&p, at, i);
   }
   p.dtype = check_dtype(op, "x", x);
-  raise_on_error(op, run_pad_replicate(p, stream_of(x)));
+  raise_on_error(op, run(p, stream_of(x)));
   return y;
+}
+
+Tensor pad_replicate(Tensor x, IntArray pad) {
+  const char* const op = "pad_replicate";
+  const int rank = static_cast<int>(x.dim()) - 2;
+  return gather_positions(op, x, check_pad_replicate(op, x, pad), run_pad_replicate,
+                          [&](PadReplicateParams* p, int at, int i) { p->before[at] = pad[2 * (rank - 1 - i)]; });
 }
 
 Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
   const char* const op = "max_pool";
   const IntArray sizes = check_max_pool(op, x, kernel, stride, padding);
-  const DeviceGuard guard(x.get_device_index());
-  check_gpu(op, x);
-  const MemoryFormat format = memory_format_of(x);
-  const Tensor dense = dense_in(x, format);
-  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
-  MaxPoolParams p;
-  p.x = dense.const_data_ptr();
-  p.y = y.mutable_data_ptr();
-  set_batch(&p, x, format);
-  const int rank = static_cast<int>(x.dim()) - 2;
-  for (int i = 0; i < rank; ++i) {
-    const int at = 3 - rank + i;
-    p.in[at] = x.size(2 + i);
-    p.out[at] = sizes[2 + i];
-    p.kernel[at] = kernel[i];
-    p.stride[at] = stride[i];
-    p.padding[at] = padding[i];
-  }
-  p.dtype = check_dtype(op, "x", x);
-  raise_on_error(op, run_max_pool(p, stream_of(x)));
-  return y;
+  return gather_positions(op, x, sizes, run_max_pool, [&](MaxPoolParams* p, int at, int i) {
+    p->kernel[at] = kernel[i];
+    p->stride[at] = stride[i];
+    p->padding[at] = padding[i];
+  });
 }
 
 }  // namespace

@@ -10,6 +10,14 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
+template <typename Params>
+void set_rows(const ReduceShape& s, Dtype dtype, Params* p) {
+  p->outer = s.outer;
+  p->reduced = s.reduced;
+  p->inner = s.inner;
+  p->dtype = dtype;
+}
+
 Tensor reduce(const char* op, const char* arg, const Tensor& x, const IntArray& dims, bool keepdim,
               Status (*run)(const ReduceParams&, cudaStream_t)) {
   const ReduceShape s = check_reduce(op, arg, x, dims, keepdim);
@@ -20,10 +28,7 @@ Tensor reduce(const char* op, const char* arg, const Tensor& x, const IntArray& 
   ReduceParams p;
   p.x = dense.const_data_ptr();
   p.y = y.mutable_data_ptr();
-  p.outer = s.outer;
-  p.reduced = s.reduced;
-  p.inner = s.inner;
-  p.dtype = check_dtype(op, "x", x);
+  set_rows(s, check_dtype(op, "x", x), &p);
   plan_reduce(&p, info.sm_count);
   Workspace workspace(x);
   const int64_t partials =
@@ -51,10 +56,7 @@ Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keep
   p.x = dense.const_data_ptr();
   p.y = dense_y.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
-  p.outer = s.outer;
-  p.reduced = s.reduced;
-  p.inner = s.inner;
-  p.dtype = check_dtype(op, "x", x);
+  set_rows(s, check_dtype(op, "x", x), &p);
   raise_on_error(op, run_logsumexp_backward(p, stream_of(x)));
   return reduce_unpermute(dx, s);
 }
@@ -62,9 +64,7 @@ Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keep
 Tensor mean_backward(Tensor dy, IntArray sizes, IntArray dims, bool keepdim) {
   const char* const op = "mean_backward";
   const Dtype dtype = check_dtype(op, "dy", dy);
-  const ReduceShape s = check_reduce_sizes(op, "dims", sizes, dims, keepdim, false);
-  KGOPT_CHECK(sizes_of(dy) == s.out_sizes, op, ": dy has shape ", shape_string(dy), ", expected ",
-              list_string(s.out_sizes));
+  const ReduceShape s = check_mean_gradient(op, dy, sizes, dims, keepdim);
   const DeviceGuard guard(dy.get_device_index());
   check_gpu(op, dy);
   const Tensor dense_dy = dense_in(dy, MemoryFormat::Contiguous);
@@ -72,10 +72,7 @@ Tensor mean_backward(Tensor dy, IntArray sizes, IntArray dims, bool keepdim) {
   MeanBackwardParams p;
   p.dy = dense_dy.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
-  p.outer = s.outer;
-  p.reduced = s.reduced;
-  p.inner = s.inner;
-  p.dtype = dtype;
+  set_rows(s, dtype, &p);
   raise_on_error(op, run_mean_backward(p, stream_of(dy)));
   return reduce_unpermute(dx, s);
 }

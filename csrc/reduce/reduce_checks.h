@@ -126,4 +126,13 @@ inline void check_reduce_gradient(const char* op, const char* arg, const Tensor&
               list_string(s.out_sizes));
 }
 
+// The gradient of a mean over `dims` of a tensor of these sizes.
+inline ReduceShape check_mean_gradient(const char* op, const Tensor& dy, const IntArray& sizes, const IntArray& dims,
+                                       bool keepdim, int max_groups = 1) {
+  const ReduceShape s = check_reduce_sizes(op, "dims", sizes, dims, keepdim, false, max_groups);
+  KGOPT_CHECK(sizes_of(dy) == s.out_sizes, op, ": dy has shape ", shape_string(dy), ", expected ",
+              list_string(s.out_sizes));
+  return s;
+}
+
 }  // namespace kgopt

@@ -282,9 +282,7 @@ Tensor mean(Tensor x, IntArray dims, bool keepdim) {
 Tensor mean_backward(Tensor dy, IntArray sizes, IntArray dims, bool keepdim) {
   const char* const op = "mean_backward";
   const Dtype dtype = check_dtype(op, "dy", dy);
-  const ReduceShape s = check_reduce_sizes(op, "dims", sizes, dims, keepdim, false, kGroups);
-  KGOPT_CHECK(sizes_of(dy) == s.out_sizes, op, ": dy has shape ", shape_string(dy), ", expected ",
-              list_string(s.out_sizes));
+  const ReduceShape s = check_mean_gradient(op, dy, sizes, dims, keepdim, kGroups);
   const Tensor dense_dy = dense_in(dy, MemoryFormat::Contiguous);
   Tensor dx = reduce_gradient_buffer(dy, sizes, s);
   if (dx.numel() == 0) return reduce_unpermute(dx, s);

@@ -198,6 +198,23 @@ def group_norm(
     return _group_norm(x, num_groups, weight, bias, eps, act)
 
 
+def explain_group_norm(
+    x: Tensor,
+    num_groups: int,
+    act: str = "none",
+    pre_act: str = "none",
+    backward: bool = False,
+    channels_last: bool | None = None,
+) -> str:
+    """Which kernels run ``act(GroupNorm(pre_act(x)))`` or its backward, by name, and why not the other families.
+
+    Nothing runs. Only x's sizes, dtype, memory format and device count, so that ``torch.empty(()).expand(shape)`` will
+    do; ``channels_last`` then stands for its memory format.
+    """
+    op = torch.ops.kgopt.explain_group_norm
+    return str(op(x, num_groups, act, pre_act, backward, channels_last, reasons=True))
+
+
 def group_norm_mean(
     x: Tensor,
     num_groups: int,

@@ -70,11 +70,39 @@ inline void check_statistics(const char* op, const char* arg, const Tensor& t, c
               ", expected ", scalar_type_name(stats_type(x)), " for x of dtype ", scalar_type_name(x.scalar_type()));
 }
 
+inline void check_group_statistics(const char* op, const Tensor& mean, const Tensor& rstd, const Tensor& x,
+                                   const GroupNormDims& d) {
+  check_statistics(op, "mean", mean, x, {d.n, d.g});
+  check_statistics(op, "rstd", rstd, x, {d.n, d.g});
+}
+
 // A gradient that comes in: x's shape, dtype and device.
 inline void check_gradient(const char* op, const char* arg, const Tensor& t, const Tensor& x) {
   check_same_device(op, arg, t, x);
   check_same_dtype(op, arg, t, x);
   check_shape(op, arg, t, sizes_of(x));
+}
+
+// The arguments of two backward ops.
+inline GroupNormDims check_group_stats_backward(const char* op, const Tensor& dmean, const Tensor& drstd,
+                                                const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                                                int64_t num_groups) {
+  const GroupNormDims d = check_group_norm(op, x, num_groups);
+  check_statistics(op, "dmean", dmean, x, {d.n, d.g});
+  check_statistics(op, "drstd", drstd, x, {d.n, d.g});
+  check_group_statistics(op, mean, rstd, x, d);
+  return d;
+}
+inline GroupNormDims check_group_norm_mean_backward(const char* op, const Tensor& dout, const Tensor& x,
+                                                    const Tensor& channel_mean, const Tensor& mean, const Tensor& rstd,
+                                                    int64_t num_groups, const OptTensor& weight) {
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight);
+  check_same_device(op, "dout", dout, x);
+  check_shape(op, "dout", dout, {d.n});
+  check_dtype(op, "dout", dout);
+  check_statistics(op, "channel_mean", channel_mean, x, {d.n, d.c});
+  check_group_statistics(op, mean, rstd, x, d);
+  return d;
 }
 
 // dweight and dbias have the parameters' dtype, or the statistics' without parameters.

@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor> allocate_gradients(const Tensor& x, const Gro
 void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean, const Tensor& rstd,
                              const OptTensor& weight, const OptTensor& bias,
                              const std::tuple<Tensor, Tensor, Tensor>& gradients, Workspace* workspace,
-                             GroupNormBackwardParams* p);
+                             GroupNormPassesBwdParams* p);
 
 // Mean and variance of each channel of x, [N, C, 2]: from x, which is dense, or from partials with a row a channel.
 Tensor allocate_moments(const Tensor& x, int64_t c);

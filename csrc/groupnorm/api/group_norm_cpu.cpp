@@ -432,12 +432,7 @@ Tensor affine_gradient(const Tensor& x, const GroupNormDims& d, const F& coeffic
 
 Tensor group_stats_backward(Tensor dmean, Tensor drstd, Tensor x, Tensor mean, Tensor rstd, int64_t num_groups) {
   const char* const op = "group_stats_backward";
-  const GroupNormDims d = check_group_norm(op, x, num_groups);
-  const IntArray shape{d.n, d.g};
-  check_statistics(op, "dmean", dmean, x, shape);
-  check_statistics(op, "drstd", drstd, x, shape);
-  check_statistics(op, "mean", mean, x, shape);
-  check_statistics(op, "rstd", rstd, x, shape);
+  const GroupNormDims d = check_group_stats_backward(op, dmean, drstd, x, mean, rstd, num_groups);
   const int64_t groups = d.n * d.g;
   const std::vector<double> dm = read_all(dmean, groups), dr = read_all(drstd, groups), r = read_all(rstd, groups);
   const std::vector<double> mu = read_all(mean, groups);
@@ -595,8 +590,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tens
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
   const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act);
   check_gradient(op, "dy", dy, x);
-  check_statistics(op, "mean", mean, x, {d.n, d.g});
-  check_statistics(op, "rstd", rstd, x, {d.n, d.g});
+  check_group_statistics(op, mean, rstd, x, d);
   const MemoryFormat format = format_of(x, d);
   const Tensor dense = dense_in(x, format), dense_dy = dense_in(dy, format);
   Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format);
@@ -616,13 +610,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tens
 std::tuple<Tensor, Tensor, Tensor> group_norm_mean_backward(Tensor dout, Tensor x, Tensor channel_mean, Tensor mean,
                                                             Tensor rstd, int64_t num_groups, OptTensor weight) {
   const char* const op = "group_norm_mean_backward";
-  const GroupNormDims d = check_group_norm(op, x, num_groups, weight);
-  check_same_device(op, "dout", dout, x);
-  check_shape(op, "dout", dout, {d.n});
-  check_dtype(op, "dout", dout);
-  check_statistics(op, "channel_mean", channel_mean, x, {d.n, d.c});
-  check_statistics(op, "mean", mean, x, {d.n, d.g});
-  check_statistics(op, "rstd", rstd, x, {d.n, d.g});
+  const GroupNormDims d = check_group_norm_mean_backward(op, dout, x, channel_mean, mean, rstd, num_groups, weight);
   const std::vector<double> g_out = read_all(dout, d.n), cm = read_all(channel_mean, d.n * d.c);
   const std::vector<double> mu = read_all(mean, d.n * d.g), r = read_all(rstd, d.n * d.g);
   const std::vector<double> w = read_all(weight, d.c, 1.0);
@@ -650,7 +638,7 @@ Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias
 }
 
 std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, std::string pre_act, bool,
-                               std::optional<bool>) {
+                               std::optional<bool>, bool) {
   const char* const op = "explain_group_norm";
   check_group_norm(op, x, num_groups);
   check_act(op, act);

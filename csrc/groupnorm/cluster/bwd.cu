@@ -5,6 +5,7 @@
 #include "common/reduce.cuh"
 #include "groupnorm/cluster/launch.h"
 #include "groupnorm/groupnorm.h"
+#include "groupnorm/shared/dispatch.cuh"
 #include "groupnorm/shared/group_gradient.cuh"
 #include "groupnorm/shared/group_share.cuh"
 #include "groupnorm/shared/vectors.cuh"
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
 // and the share is of few channels. dy becomes dz, which takes as long to compute as its loads, once.
 template <typename Traits>
 __global__ void __launch_bounds__(kHeldThreads, 5)
-    group_norm_held_bwd_kernel(const __grid_constant__ GroupNormClusterBwdParams p) {
+    group_norm_cluster_held_bwd_kernel(const __grid_constant__ GroupNormClusterBwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using T = typename Traits::T;
   constexpr int kVec = Traits::kVec, kHold = kHeldBwd, kWarps = kHeldThreads / 32;
@@ -316,30 +317,19 @@ __global__ void __launch_bounds__(kHeldThreads, 5)
 }
 
 template <typename Traits>
-Status launch(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
+Status launch(Traits, const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
   return plan.hold > 0
-             ? launch_clusters("group_norm_held_bwd_kernel", group_norm_held_bwd_kernel<Traits>, p, plan, stream)
+             ? launch_clusters("group_norm_cluster_held_bwd_kernel", group_norm_cluster_held_bwd_kernel<Traits>, p,
+                               plan, stream)
              : launch_clusters("group_norm_cluster_bwd_kernel", group_norm_cluster_bwd_kernel<Traits>, p, plan, stream);
 }
 
 }  // namespace
 
 Status run_group_norm_cluster_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
-  if (p.shares.blocks == 0) return run_group_norm_team_bwd(p, plan, stream);
-  Status status;
-  switch (p.dtype) {
-#define KGOPT_CLUSTER_DTYPE(name, T)                                                         \
-  case Dtype::name:                                                                          \
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                      \
-                          status = (launch<ClusterTraits<T, kPre, kAct>>(p, plan, stream))); \
-    break;
-    KGOPT_CLUSTER_DTYPE(kFloat32, float)
-    KGOPT_CLUSTER_DTYPE(kBFloat16, __nv_bfloat16)
-    KGOPT_CLUSTER_DTYPE(kFloat16, __half)
-#undef KGOPT_CLUSTER_DTYPE
-    default: return Status::Unsupported("group_norm_cluster_bwd_kernel", "float64");
-  }
-  return status;
+  if (p.shares.blocks == 0) return run_group_norm_cluster_team_bwd(p, plan, stream);
+  return dispatch_norm("group_norm_cluster_bwd_kernel", p,
+                       [&](auto traits) { return launch(traits, p, plan, stream); });
 }
 
 }  // namespace kgopt

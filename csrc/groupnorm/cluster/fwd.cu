@@ -3,6 +3,7 @@
 
 #include "groupnorm/cluster/launch.h"
 #include "groupnorm/groupnorm.h"
+#include "groupnorm/shared/dispatch.cuh"
 #include "groupnorm/shared/group_share.cuh"
 #include "groupnorm/shared/vectors.cuh"
 
@@ -236,7 +237,7 @@ template <typename Traits, int kHold, int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 : 6)
                                             : kThreads == 256 ? 3
                                                               : 2)
-    group_norm_held_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
+    group_norm_cluster_held_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using T = typename Traits::T;
   constexpr int kVec = Traits::kVec, kWarps = kThreads / 32;
@@ -344,23 +345,23 @@ __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 :
 }
 
 template <typename Traits>
-Status launch(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
+Status launch(Traits, const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
   if (plan.hold == 0) {
     return launch_clusters("group_norm_cluster_fwd_kernel", group_norm_cluster_fwd_kernel<Traits>, p, plan, stream);
   }
   const auto launch_held = [&](auto kernel) {
-    return launch_clusters("group_norm_held_fwd_kernel", kernel, p, plan, stream);
+    return launch_clusters("group_norm_cluster_held_fwd_kernel", kernel, p, plan, stream);
   };
   const bool few = plan.hold == kHeldFew;
   if (plan.threads == kHeldMostThreads) {
-    return launch_held(group_norm_held_fwd_kernel<Traits, kHeldWide, kHeldMostThreads>);
+    return launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldWide, kHeldMostThreads>);
   }
   if (plan.threads == 256) {
-    return few ? launch_held(group_norm_held_fwd_kernel<Traits, kHeldFew, 256>)
-               : launch_held(group_norm_held_fwd_kernel<Traits, kHeldWide, 256>);
+    return few ? launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldFew, 256>)
+               : launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldWide, 256>);
   }
-  return few ? launch_held(group_norm_held_fwd_kernel<Traits, kHeldFew, kHeldThreads>)
-             : launch_held(group_norm_held_fwd_kernel<Traits, kHeldMost, kHeldThreads>);
+  return few ? launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldFew, kHeldThreads>)
+             : launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldMost, kHeldThreads>);
 }
 
 }  // namespace
@@ -373,28 +374,16 @@ int max_cluster_blocks(int device) {
   if (device < 0 || device >= kMaxDevices) return 0;
   std::lock_guard<std::mutex> lock(mutex);
   if (!known[device]) {
-    cache[device] = max_cluster_of(group_norm_cluster_fwd_kernel<ClusterTraits<float, Chain::kNone, Chain::kNone>>);
+    cache[device] = max_cluster_of(group_norm_cluster_fwd_kernel<NormTraits<float, Chain::kNone, Chain::kNone>>);
     known[device] = true;
   }
   return cache[device];
 }
 
 Status run_group_norm_cluster_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
-  if (p.shares.blocks == 0) return run_group_norm_team_fwd(p, plan, stream);
-  Status status;
-  switch (p.dtype) {
-#define KGOPT_CLUSTER_DTYPE(name, T)                                                         \
-  case Dtype::name:                                                                          \
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                      \
-                          status = (launch<ClusterTraits<T, kPre, kAct>>(p, plan, stream))); \
-    break;
-    KGOPT_CLUSTER_DTYPE(kFloat32, float)
-    KGOPT_CLUSTER_DTYPE(kBFloat16, __nv_bfloat16)
-    KGOPT_CLUSTER_DTYPE(kFloat16, __half)
-#undef KGOPT_CLUSTER_DTYPE
-    default: return Status::Unsupported("group_norm_cluster_fwd_kernel", "float64");
-  }
-  return status;
+  if (p.shares.blocks == 0) return run_group_norm_cluster_team_fwd(p, plan, stream);
+  return dispatch_norm("group_norm_cluster_fwd_kernel", p,
+                       [&](auto traits) { return launch(traits, p, plan, stream); });
 }
 
 }  // namespace kgopt

@@ -4,26 +4,13 @@
 #include <algorithm>
 
 #include "groupnorm/cluster/params.h"
-#include "groupnorm/tiles/plan.h"
+#include "groupnorm/plan_input.h"
+#include "groupnorm/shared/divisor.h"
 
 namespace kgopt {
 
 // Barriers of a block, and what the runtime reserves.
 inline constexpr int kClusterStaticSmem = 256, kReservedSmem = 1024;
-
-// What the plan must know beyond the tensors.
-struct ClusterPlanInput {
-  GroupNormDims dims;
-  int tensors = 1;          // that stay on chip: x, or x and dy
-  bool aligned = true;      // all tensors start at the same distance from a multiple of 16 bytes
-  bool long_chain = false;  // the activations are walked at run time
-  bool plain = true;        // no pre-activation, and behind the norm none, relu or SiLU
-  uint32_t x_offset = 0;    // bytes from a 128-byte line to x
-  int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters or bulk copies
-  int sm_count = 132;
-  int64_t smem_bytes = 227 << 10;  // of a block
-  int64_t smem_per_sm = 228 << 10;
-};
 
 struct ClusterPlan {
   const char* refusal = nullptr;  // why not, or null
@@ -37,7 +24,7 @@ struct ClusterPlan {
 
 // Shares of clusters of `blocks` blocks with `threads` threads, or of teams where blocks is 0. False where they do not
 // fit.
-inline bool set_shares(const ClusterPlanInput& in, int blocks, int threads, ClusterPlan* plan) {
+inline bool set_shares(const NormPlanInput& in, int blocks, int threads, ClusterPlan* plan) {
   const GroupNormDims& d = in.dims;
   const int size = dtype_size(d.dtype), line = 128 / size;
   GroupShares& p = plan->shares;
@@ -98,7 +85,7 @@ inline constexpr int64_t kHeldBlocksPerSm = 4;
 // Shares move from shared memory to registers where they fit and all blocks run at a time: the first loads are on their
 // way earlier, and nothing is read, or in backward computed, twice. In more than one wave copies into shared memory are
 // faster, since nobody's registers wait for them (H200).
-inline void hold_shares(const ClusterPlanInput& in, ClusterPlan* plan) {
+inline void hold_shares(const NormPlanInput& in, ClusterPlan* plan) {
   const GroupShares& p = plan->shares;
   const int64_t vectors = int64_t(p.share) * dtype_size(in.dims.dtype) / 16, blocks = p.groups * p.blocks;
   if (in.long_chain || p.blocks == 0 || blocks > kHeldBlocksPerSm * in.sm_count) return;
@@ -125,7 +112,7 @@ inline bool leaves_gpu_idle(const ClusterPlan& plan, int sm_count) {
   return plan.shares.groups * plan.shares.blocks * 4 < int64_t(sm_count) * 3;
 }
 
-inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
+inline ClusterPlan plan_group_norm_cluster(const NormPlanInput& in) {
   const GroupNormDims& d = in.dims;
   ClusterPlan plan;
   auto refuse = [&](const char* why) {
@@ -138,7 +125,7 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
   if (d.channels_last && (d.g > 1 || in.tensors == 2)) {
     return refuse("a group of a channels_last tensor is not contiguous");
   }
-  if (!in.aligned) return refuse("the tensors start at different distances from a multiple of 16 bytes");
+  if (!in.aligned_alike) return refuse("the tensors start at different distances from a multiple of 16 bytes");
   const int64_t groups = d.n * d.g, elements = d.numel() / groups, bytes = elements * dtype_size(d.dtype);
   if (groups >= (int64_t(1) << 26)) return refuse("over 2^26 groups");
   if (in.tensors * bytes > kClusterMaxBlocks * in.smem_bytes) {
@@ -171,6 +158,11 @@ inline ClusterPlan plan_group_norm_cluster(const ClusterPlanInput& in) {
     if ((in.tensors == 2 || d.channels_last) && data > (64 << 10)) return refuse("few large groups need the whole GPU");
   }
   return plan;
+}
+
+// Without a second sample, a block or a team has all of a channel.
+inline NormScratch scratch_of(const ClusterPlan&, const NormPlanInput& in) {
+  return in.backward() && in.dims.n > 1 ? sums_of_rows(in.dims.n, in.dims) : NormScratch();
 }
 
 }  // namespace kgopt

@@ -142,12 +142,7 @@ struct ColumnBlock {
   __device__ __forceinline__ void add(Sums& s, const Vec<T, kVec>& input) const {
     float v[kVec];
     values_of<Traits::kPre>(input, p.pre_act, v);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      const float e = v[j] - s.shift[j];
-      s.sum[j] += e;
-      s.squares[j] += e * e;
-    }
+    add_relative(v, s.shift, s.sum, s.squares);
   }
   __device__ __forceinline__ uint32_t left_of(uint32_t t) const { return own > t * kPasses ? own - t * kPasses : 0; }
   __device__ __forceinline__ void take_chunk(uint32_t slot, uint32_t left, Vec<T, kVec> (&input)[kPasses]) const {
@@ -277,7 +272,7 @@ struct ColumnBlock {
       const float to_mean = total == 0.f ? 0.f : __fdividef(a, total), rest = b - a * to_mean;
       const float mean = total == 0.f ? 0.f : origin + to_mean, m2 = total == 0.f || rest < 0.f ? 0.f : rest;
       if (p.words) {
-        if (member == 0) store_word(p.words + (group0 + g) * d.blocks + rank, pack_word(mean, m2));
+        if (member == 0) store_relaxed(p.words + (group0 + g) * d.blocks + rank, pack_word(mean, m2));
       } else if (d.blocks == 1) {
         if (member == 0) tables.messages[g] = make_float4(mean, m2, 0.f, 0.f);
       } else {

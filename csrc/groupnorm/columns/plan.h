@@ -7,20 +7,10 @@
 #include <numeric>
 
 #include "groupnorm/columns/params.h"
-#include "groupnorm/tiles/plan.h"
+#include "groupnorm/plan_input.h"
+#include "groupnorm/shared/divisor.h"
 
 namespace kgopt {
-
-struct ColumnPlanInput {
-  GroupNormDims dims;
-  int tensors = 1;          // that are read: x, or x and dy
-  bool aligned = true;      // x and y start at a multiple of 16 bytes
-  bool long_chain = false;  // the activations are walked at run time
-  bool holds = true;        // the activations leave registers for chunks
-  int max_blocks = 16;      // of a cluster, as the device and this binary allow; 0 without clusters
-  int sm_count = 132;
-  int64_t smem_bytes = 227 << 10;  // of a block
-};
 
 struct ColumnPlan {
   const char* refusal = nullptr;  // why not, or null
@@ -64,7 +54,7 @@ inline uint32_t team_lanes_log2(uint32_t blocks, int words = kTeamWords) {
 // Where the blocks clear their words themselves. Launches that count blocks have a multiprocessor for each, and more
 // than half of them.
 template <typename Plan>
-void set_cleared(const ColumnPlanInput& in, int threads, Plan* plan) {
+void set_cleared(const NormPlanInput& in, int threads, Plan* plan) {
   const int64_t blocks = int64_t(plan->shares.teams) * plan->shares.blocks;
   if (blocks * 2 <= in.sm_count || plan->words > blocks * threads * kClearedWords) return;
   plan->shares.cleared = static_cast<uint32_t>(plan->words);
@@ -72,7 +62,7 @@ void set_cleared(const ColumnPlanInput& in, int threads, Plan* plan) {
 }
 
 // Whether there are shares of this choice.
-inline bool set_column_shares(const ColumnPlanInput& in, const ColumnChoice& choice, ColumnPlan* plan) {
+inline bool set_column_shares(const NormPlanInput& in, const ColumnChoice& choice, ColumnPlan* plan) {
   const GroupNormDims& d = in.dims;
   const int size = dtype_size(d.dtype), vec = 16 / size;
   ColumnShares& p = plan->shares;
@@ -162,7 +152,7 @@ inline uint32_t column_groups(const GroupNormDims& d, int64_t least) {
 }
 
 // One cluster a slab. False where the slabs are too many, or too large.
-inline bool set_column_clusters(const ColumnPlanInput& in, ColumnPlan* plan) {
+inline bool set_column_clusters(const NormPlanInput& in, ColumnPlan* plan) {
   ColumnChoice choice;
   choice.cluster = true;
   choice.threads = 256;
@@ -185,7 +175,7 @@ inline bool set_column_clusters(const ColumnPlanInput& in, ColumnPlan* plan) {
 
 // Teams of blocks all over the GPU, one block a multiprocessor: as many teams as slabs fit on chip at a time, and no
 // more than take as many rounds.
-inline bool set_column_teams(const ColumnPlanInput& in, ColumnPlan* plan) {
+inline bool set_column_teams(const NormPlanInput& in, ColumnPlan* plan) {
   const GroupNormDims& d = in.dims;
   const int64_t sample = d.numel() / d.n * dtype_size(d.dtype), grid = in.sm_count;
   ColumnChoice choice;
@@ -204,7 +194,7 @@ inline bool set_column_teams(const ColumnPlanInput& in, ColumnPlan* plan) {
   return true;
 }
 
-inline ColumnPlan plan_group_norm_columns(const ColumnPlanInput& in) {
+inline ColumnPlan plan_group_norm_columns(const NormPlanInput& in) {
   const GroupNormDims& d = in.dims;
   ColumnPlan plan;
   auto refuse = [&](const char* why) {
@@ -226,5 +216,7 @@ inline ColumnPlan plan_group_norm_columns(const ColumnPlanInput& in) {
   if (set_column_teams(in, &plan)) return plan;
   return refuse("C is no multiple of a vector and S not of what makes it one, or a row's tables do not fit");
 }
+
+inline NormScratch scratch_of(const ColumnPlan& plan, const NormPlanInput&) { return {plan.words, 0, 0}; }
 
 }  // namespace kgopt

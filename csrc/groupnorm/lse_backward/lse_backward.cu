@@ -385,7 +385,7 @@ Status run_norm_lse_backward(const NormLseBackwardParams& p, cudaStream_t stream
   if (!status.ok()) return status;
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, { status = launch_pass<T, false>("norm_lse_sums_kernel", p, stream); });
   if (!status.ok()) return status;
-  status = run_group_norm_backward_merge(p, stream);
+  status = run_group_norm_passes_bwd_merge(p, stream);
   if (!status.ok()) return status;
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, { status = launch_pass<T, true>("norm_lse_dx_kernel", p, stream); });
   return status;

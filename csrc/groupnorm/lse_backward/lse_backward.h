@@ -9,7 +9,7 @@
 
 namespace kgopt {
 
-struct NormLseBackwardParams : GroupNormBackwardParams {
+struct NormLseBackwardParams : GroupNormPassesBwdParams {
   const void* dlse = nullptr;  // [N, S], accumulation type
   const void* lse = nullptr;   // [N, S], accumulation type
   void* shares = nullptr;      // [N, S], accumulation type, scratch
@@ -17,7 +17,7 @@ struct NormLseBackwardParams : GroupNormBackwardParams {
 };
 
 // From the partial sums of any of the backward kernels: the groups' terms, dweight and dbias.
-Status run_group_norm_backward_merge(const GroupNormBackwardParams& p, cudaStream_t stream);
+Status run_group_norm_passes_bwd_merge(const GroupNormPassesBwdParams& p, cudaStream_t stream);
 
 Status run_norm_lse_backward(const NormLseBackwardParams& p, cudaStream_t stream);
 

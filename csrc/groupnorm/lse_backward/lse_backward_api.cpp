@@ -22,8 +22,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tens
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
   check_reduced(op, "dlse", dlse, x);
   check_reduced(op, "lse", lse, x);
-  check_statistics(op, "mean", mean, x, {d.n, d.g});
-  check_statistics(op, "rstd", rstd, x, {d.n, d.g});
+  check_group_statistics(op, mean, rstd, x, d);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const DeviceInfo info = check_gpu(op, x);
   const MemoryFormat format = format_of(x, d);

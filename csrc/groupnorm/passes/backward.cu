@@ -96,7 +96,7 @@ struct InputGradient {
 
 // dy constant over a sample: the sums follow from the channel means.
 template <typename Acc>
-__global__ void __launch_bounds__(256) mean_channel_sums_kernel(const __grid_constant__ GroupNormBackwardParams p) {
+__global__ void __launch_bounds__(256) mean_channel_sums_kernel(const __grid_constant__ GroupNormPassesBwdParams p) {
   let_dependents_start();
   const GroupNormDims& d = p.dims;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < d.n * d.c;
@@ -136,7 +136,7 @@ inline constexpr int kGradientChannelsLog2 = 3, kGradientChannels = 1 << kGradie
 // neighbours.
 template <typename Acc>
 __global__ void __launch_bounds__(kMergeThreads)
-    group_norm_backward_merge_kernel(const __grid_constant__ GroupNormBackwardParams p, int width_log2) {
+    group_norm_passes_bwd_merge_kernel(const __grid_constant__ GroupNormPassesBwdParams p, int width_log2) {
   __shared__ Acc shared[2][kMergeThreads];
   const GroupNormDims& d = p.dims;
   const int tid = threadIdx.x;
@@ -237,7 +237,7 @@ Status check(const char* kernel) {
 }
 
 template <typename T, Chain kPre, Chain kAct>
-Status launch_channel_sums(const GroupNormBackwardParams& p, cudaStream_t stream) {
+Status launch_channel_sums(const GroupNormPassesBwdParams& p, cudaStream_t stream) {
   using R = ChannelSumsReducer<T, chain_for<T>(kPre), chain_for<T>(kAct)>;
   ReduceArgs<R> a{};
   a.x = static_cast<const T*>(p.x);
@@ -262,7 +262,7 @@ Status launch_channel_sums(const GroupNormBackwardParams& p, cudaStream_t stream
 }
 
 template <typename T, Chain kPre, Chain kAct, bool kDyPerSample>
-Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stream) {
+Status launch_input_gradient(const GroupNormPassesBwdParams& p, cudaStream_t stream) {
   using F = std::conditional_t<kDyPerSample, InputGradient<T, kPre, kAct, true>,
                                InputGradient<T, chain_for<T>(kPre), chain_for<T>(kAct), false>>;
   ElementwiseArgs<F> a{};
@@ -284,7 +284,7 @@ Status launch_input_gradient(const GroupNormBackwardParams& p, cudaStream_t stre
 }
 
 template <typename Acc>
-Status launch_merge(const GroupNormBackwardParams& p, cudaStream_t stream) {
+Status launch_merge(const GroupNormPassesBwdParams& p, cudaStream_t stream) {
   int width_log2 = 0;
   while (width_log2 < 10 && (int64_t(1) << width_log2) < p.dims.channels_per_group()) ++width_log2;
   // Two sums or more for a thread, a group's or, beyond a few, a channel's.
@@ -292,14 +292,14 @@ Status launch_merge(const GroupNormBackwardParams& p, cudaStream_t stream) {
   while (threads < kMergeThreads && threads < (p.slices << width_log2) / 2) threads *= 2;
   while (threads < kGradientThreads && threads < p.dims.n * p.slices * 2) threads *= 2;
   const int64_t blocks = p.dims.n * p.dims.g + (p.dims.c + kGradientChannels - 1) / kGradientChannels;
-  const char* const name = "group_norm_backward_merge_kernel";
+  const char* const name = "group_norm_passes_bwd_merge_kernel";
   if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many groups for one launch");
-  return launch_after<group_norm_backward_merge_kernel<Acc>>(true, name, static_cast<unsigned>(blocks), threads, stream,
-                                                             p, width_log2);
+  return launch_after<group_norm_passes_bwd_merge_kernel<Acc>>(true, name, static_cast<unsigned>(blocks), threads,
+                                                               stream, p, width_log2);
 }
 
 template <typename Acc>
-Status launch_mean_channel_sums(const GroupNormBackwardParams& p, cudaStream_t stream) {
+Status launch_mean_channel_sums(const GroupNormPassesBwdParams& p, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(std::min<int64_t>((p.dims.n * p.dims.c + 255) / 256, 4096));
   mean_channel_sums_kernel<Acc><<<blocks, 256, 0, stream>>>(p);
   return check("mean_channel_sums_kernel");
@@ -307,7 +307,7 @@ Status launch_mean_channel_sums(const GroupNormBackwardParams& p, cudaStream_t s
 
 }  // namespace
 
-void plan_group_norm_backward(GroupNormBackwardParams* p, int sm_count) {
+void plan_group_norm_passes_bwd(GroupNormPassesBwdParams* p, int sm_count) {
   const GroupNormDims& d = p->dims;
   if (p->dy == nullptr) {
     p->slices = 1;
@@ -331,11 +331,11 @@ Status run_affine_gradient(const AffineGradientParams& p, cudaStream_t stream) {
                      : launch_after<affine_gradient_kernel<float>>(true, name, blocks, kGradientThreads, stream, p);
 }
 
-Status run_group_norm_backward_merge(const GroupNormBackwardParams& p, cudaStream_t stream) {
+Status run_group_norm_passes_bwd_merge(const GroupNormPassesBwdParams& p, cudaStream_t stream) {
   return p.dims.dtype == Dtype::kFloat64 ? launch_merge<double>(p, stream) : launch_merge<float>(p, stream);
 }
 
-Status run_group_norm_backward(const GroupNormBackwardParams& p, cudaStream_t stream) {
+Status run_group_norm_passes_bwd(const GroupNormPassesBwdParams& p, cudaStream_t stream) {
   const bool is_double = p.dims.dtype == Dtype::kFloat64;
   if (p.dims.numel() == 0) return Status::Ok();
   Status status;
@@ -347,7 +347,7 @@ Status run_group_norm_backward(const GroupNormBackwardParams& p, cudaStream_t st
     });
   }
   if (!status.ok()) return status;
-  status = run_group_norm_backward_merge(p, stream);
+  status = run_group_norm_passes_bwd_merge(p, stream);
   if (!status.ok()) return status;
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
     if (p.dy == nullptr) {

@@ -7,6 +7,7 @@
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/rows/kernel.cuh"
 #include "groupnorm/rows/plan.h"
+#include "groupnorm/shared/dispatch.cuh"
 
 namespace kgopt {
 namespace {
@@ -251,12 +252,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 template <typename T, Chain kPre, Chain kAct>
-Status launch(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
+Status launch(NormTraits<T, kPre, kAct>, const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
   constexpr bool kHolds = kPre != Chain::kAny && (kAct == Chain::kNone || kAct == Chain::kRelu);
   using Traits = RowTraits<T, kPre, kAct, 2, kHolds>;
   if constexpr (kHolds) {
     // A row that is more than the few summers have at a time.
-    if (p.shares.summers != Traits::kSummers) return launch<T, Chain::kAny, Chain::kAny>(p, plan, stream);
+    if (p.shares.summers != Traits::kSummers) return launch(NormTraits<T, Chain::kAny, Chain::kAny>(), p, plan, stream);
   }
   GroupNormRowsBwdParams params = p;
   params.shares.held = std::min<uint32_t>(p.shares.held, Traits::kHeld);
@@ -266,19 +267,7 @@ Status launch(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t
 }  // namespace
 
 Status run_group_norm_rows_bwd(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
-  Status status;
-  switch (p.dtype) {
-#define KGOPT_ROWS_DTYPE(name, T)                                                                           \
-  case Dtype::name:                                                                                         \
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = (launch<T, kPre, kAct>(p, plan, stream))); \
-    break;
-    KGOPT_ROWS_DTYPE(kFloat32, float)
-    KGOPT_ROWS_DTYPE(kBFloat16, __nv_bfloat16)
-    KGOPT_ROWS_DTYPE(kFloat16, __half)
-#undef KGOPT_ROWS_DTYPE
-    default: return Status::Unsupported(kName, "float64");
-  }
-  return status;
+  return dispatch_norm(kName, p, [&](auto traits) { return launch(traits, p, plan, stream); });
 }
 
 }  // namespace kgopt

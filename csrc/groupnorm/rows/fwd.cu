@@ -3,6 +3,7 @@
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/rows/kernel.cuh"
 #include "groupnorm/rows/plan.h"
+#include "groupnorm/shared/dispatch.cuh"
 
 namespace kgopt {
 namespace {
@@ -48,12 +49,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
   __device__ __forceinline__ void add(Sums& sums, const Vec<T, kVec>& input) const {
     float v[kVec];
     values_of<Traits::kPre>(input, p.pre_act, v);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      const float e = v[j] - sums.pivot[j];
-      sums.sum[j] += e;
-      sums.squares[j] += e * e;
-    }
+    add_relative(v, sums.pivot, sums.sum, sums.squares);
   }
   __device__ __forceinline__ void sum_up() const {
     const uint32_t step = this->step();
@@ -250,7 +246,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 template <typename T, Chain kPre, Chain kAct>
-Status launch(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream) {
+Status launch(NormTraits<T, kPre, kAct>, const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream) {
   // Calls that walk a chain leave no registers.
   if constexpr (kPre != Chain::kAny && kAct != Chain::kAny) {
     if (p.shares.summers == kRowFewSummers) {
@@ -265,19 +261,7 @@ Status launch(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t
 }  // namespace
 
 Status run_group_norm_rows_fwd(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream) {
-  Status status;
-  switch (p.dtype) {
-#define KGOPT_ROWS_DTYPE(name, T)                                                                           \
-  case Dtype::name:                                                                                         \
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = (launch<T, kPre, kAct>(p, plan, stream))); \
-    break;
-    KGOPT_ROWS_DTYPE(kFloat32, float)
-    KGOPT_ROWS_DTYPE(kBFloat16, __nv_bfloat16)
-    KGOPT_ROWS_DTYPE(kFloat16, __half)
-#undef KGOPT_ROWS_DTYPE
-    default: return Status::Unsupported(kName, "float64");
-  }
-  return status;
+  return dispatch_norm(kName, p, [&](auto traits) { return launch(traits, p, plan, stream); });
 }
 
 }  // namespace kgopt

@@ -435,7 +435,7 @@ struct RowBlock {
          first += kRowPublishThreads >> d.group_lanes_log2) {
       const uint32_t g = first + (lane >> d.group_lanes_log2);
       const uint64_t word = word_of(g, lanes, member);
-      if (g < d.groups && member == 0) store_word(p.words + (group0(u) + g) * d.blocks + rank, word);
+      if (g < d.groups && member == 0) store_relaxed(p.words + (group0(u) + g) * d.blocks + rank, word);
     }
     __syncwarp();
     if (tid == 0) atomicAdd(told_of(u), 1);  // more of them would queue, one behind the other

@@ -22,7 +22,7 @@ inline constexpr uint32_t kRowAgain = 3;  // slots of chunks that come again
 
 // Shares for so many teams, with at least so many chunks read again, of a kernel whose writers hold chunks or not.
 // False where there are none.
-inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t rereads, bool holds, RowPlan* plan) {
+inline bool set_row_shares(const NormPlanInput& in, uint32_t teams, uint32_t rereads, bool holds, RowPlan* plan) {
   const GroupNormDims& d = in.dims;
   const int size = dtype_size(d.dtype), vec = 16 / size, passes = kRowPasses / in.tensors;
   const int summers = holds ? kRowFewSummers : kRowSummers;
@@ -101,7 +101,7 @@ inline bool set_row_shares(const ColumnPlanInput& in, uint32_t teams, uint32_t r
 // With as many chunks on the way as there are slots, that bounds what a sample takes, where memory does not. Chunks
 // that come again are bounded by L2. More words than the collectors ask for at a time are another trip. Where registers
 // hold chunks, too, a team waits the longer for its slowest block the more it has.
-inline double row_time(const ColumnPlanInput& in, const RowPlan& plan) {
+inline double row_time(const NormPlanInput& in, const RowPlan& plan) {
   constexpr double kBytesPerMicrosecond = 32000;  // of a multiprocessor
   const RowShares& p = plan.shares;
   const bool backward = in.tensors == 2;
@@ -123,7 +123,7 @@ inline double row_time(const ColumnPlanInput& in, const RowPlan& plan) {
 }
 
 // The same of the kernel that keeps slabs (groupnorm/columns/params.h): it loads, waits, and stores.
-inline double column_time(const ColumnPlanInput& in, const ColumnPlan& plan) {
+inline double column_time(const NormPlanInput& in, const ColumnPlan& plan) {
   const ColumnShares& p = plan.shares;
   const double bytes = double(p.share) * p.channels * p.turns * dtype_size(in.dims.dtype) * 2;
   return p.rounds * (1.1 * bytes / 32000 + 4) + 10;
@@ -137,7 +137,7 @@ inline constexpr int64_t kRowFewSamples = 4, kRowFlowBytes = 24 << 20;
 // time is not alike.
 inline constexpr double kRowTeamGain = 0.978, kRowHoldingTeamGain = 0.95, kRowHoldingGain = 0.93;
 
-inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
+inline RowPlan plan_group_norm_rows(const NormPlanInput& in) {
   const GroupNormDims& d = in.dims;
   RowPlan plan;
   auto refuse = [&](const char* why) {
@@ -201,6 +201,13 @@ inline RowPlan plan_group_norm_rows(const ColumnPlanInput& in) {
   }
   p.backwards = true;
   return plan;
+}
+
+inline NormScratch scratch_of(const RowPlan& plan, const NormPlanInput& in) {
+  const int64_t blocks = int64_t(plan.shares.teams) * plan.shares.blocks;
+  NormScratch scratch = in.backward() ? sums_of_rows(blocks, in.dims) : NormScratch();
+  scratch.words = plan.words;
+  return scratch;
 }
 
 }  // namespace kgopt

@@ -9,13 +9,6 @@
 
 namespace kgopt {
 
-template <typename T_, Chain kPre_, Chain kAct_>
-struct ClusterTraits {
-  using T = T_;
-  static constexpr Chain kPre = kPre_, kAct = kAct_;
-  static constexpr int kVec = kVecSize<T>;
-};
-
 // Positions are local: element i of the block's shared memory is element `base + i` of the tensor. The block's own are
 // begin <= i < end; of these lo <= v < hi are whole vectors, and the rest, its edges, less than a vector at either end.
 // hi is 0 where there is no whole vector.

@@ -98,6 +98,18 @@ __device__ __forceinline__ float2 affine_at_once(const void* weight, const void*
   return both(1.f, 0.f);
 }
 
+// Sums of a thread's values of each of its channels, relative to one of them.
+template <int kVec>
+__device__ __forceinline__ void add_relative(const float (&v)[kVec], const float (&origin)[kVec], float (&sum)[kVec],
+                                             float (&squares)[kVec]) {
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    const float e = v[j] - origin[j];
+    sum[j] += e;
+    squares[j] += e * e;
+  }
+}
+
 // The mean is subtracted first: folded into the bias it would cancel only after rounding.
 template <int kVec>
 __device__ __forceinline__ void scale_shift(float (&x)[kVec], float mean, float scale, float shift) {

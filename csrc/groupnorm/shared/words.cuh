@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/async.cuh"
 #include "groupnorm/params.h"
 
 namespace kgopt {
@@ -13,23 +14,10 @@ namespace kgopt {
 // Between looks for words; 30 to 300 took the same.
 inline constexpr uint32_t kWordPollNanoseconds = 100;
 
-__device__ __forceinline__ uint64_t load_word(const uint64_t* p) {
-  uint64_t v;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_word(uint64_t* p, uint64_t v) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
 // How many times words were told that somebody waits for. It says no more than that it is worth a look: nothing orders
 // it after the words, whose own bits say that they are there.
 __device__ __forceinline__ void await_told(const uint32_t* told, uint32_t times) {
-  while (true) {
-    uint32_t v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(told) : "memory");
-    if (v >= times) return;
-    __nanosleep(kWordPollNanoseconds);
-  }
+  while (load_relaxed(told) < times) __nanosleep(kWordPollNanoseconds);
 }
 // Up to kCount words `stride` apart, and one more where `extra` is not null; `none` in place of the others. All lanes
 // of a warp. All words are asked for at once, for one after the other each would be a trip to L2.
@@ -42,9 +30,9 @@ __device__ __forceinline__ void load_words(const uint64_t* from, uint32_t stride
     asm("" : "+l"(from));  // or registers would keep every word's address
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      if (k < count) words[k] = load_word(from + k * stride);
+      if (k < count) words[k] = load_relaxed(from + k * stride);
     }
-    if (extra) words[kCount] = load_word(extra);
+    if (extra) words[kCount] = load_relaxed(extra);
     bool missing = false;
 #pragma unroll
     for (int k = 0; k <= kCount; ++k) missing |= static_cast<uint32_t>(words[k]) == 0;  // never of a word that is there
@@ -64,19 +52,19 @@ __device__ __forceinline__ void clear_words(uint64_t* words, uint32_t count, uin
   const uint32_t first = blockIdx.x * threads + thread, step = gridDim.x * threads;
 #pragma unroll
   for (int k = 0; k < kClearedWords; ++k) {
-    if (first + k * step < count) store_word(words + first + k * step, 0);
+    if (first + k * step < count) store_relaxed(words + first + k * step, 0);
   }
 #pragma unroll
   for (int k = 0; k < kClearedWords; ++k) {
     seen[k] = 0;
-    if (first + k * step < count) seen[k] = load_word(words + first + k * step);
+    if (first + k * step < count) seen[k] = load_relaxed(words + first + k * step);
   }
 }
 __device__ __forceinline__ void await_cleared(const uint64_t* words, uint32_t thread, uint32_t threads,
                                               uint64_t (&seen)[kClearedWords]) {
 #pragma unroll
   for (int k = 0; k < kClearedWords; ++k) {
-    while (seen[k] != 0) seen[k] = load_word(words + (blockIdx.x + k * gridDim.x) * threads + thread);
+    while (seen[k] != 0) seen[k] = load_relaxed(words + (blockIdx.x + k * gridDim.x) * threads + thread);
   }
 }
 // Then one thread counts the block, and, before its first word, waits for all others. A released addition would wait

@@ -15,7 +15,6 @@ inline constexpr int kSmallMaxBlocks = 8;           // of a cluster: what every 
 inline constexpr int kSmallPlaneThreads = 128;      // of blocks whose warps have a plane each
 inline constexpr int kSmallPlaneRuns = 8;           // vectors of a thread, at most; in backward 4
 inline constexpr int64_t kSmallPlaneElements = 32;  // up to here a lane each is enough
-inline constexpr int kSlabThreads = 512;
 
 // n / d as n * magic >> 32, exact while n * d is below 2^32; magic is 0 for d = 1.
 struct SmallDivisor {
@@ -57,18 +56,6 @@ struct SmallShares {
   uint32_t run_log2 = 0;      // elements of a term
 };
 
-// channels_last with groups so narrow that a team would fetch whole sectors for a few bytes: a block takes some groups
-// of a sample side by side. Thread t has column t % columns of rows t / columns + k * walkers.
-struct SlabShares {
-  uint32_t columns = 32;  // 16 or 32, of which groups * channels are used
-  uint32_t groups = 1;    // of a slab; a sample's last slab may have fewer
-  uint32_t channels = 1;  // of a group
-  uint32_t per_sample = 1;
-  uint32_t walkers = 1;
-  uint32_t c = 1, g = 1, s = 1;
-  SmallDivisor by_per_sample, by_channels;
-};
-
 struct GroupNormSmallFwdParams : GroupNormFwdArgs {
   SmallShares shares;
 };
@@ -79,15 +66,6 @@ struct GroupNormSmallBwdParams : GroupNormBwdArgs {
   void* dweight = nullptr;        // [C], where one has
   void* dbias = nullptr;
   Dtype gradient_dtype = Dtype::kFloat32;  // of dweight and dbias
-};
-
-struct GroupNormSlabFwdParams : GroupNormFwdArgs {
-  SlabShares shares;
-};
-
-struct GroupNormSlabBwdParams : GroupNormBwdArgs {
-  SlabShares shares;
-  float* channel_sums = nullptr;  // [N, C, 2]
 };
 
 }  // namespace kgopt

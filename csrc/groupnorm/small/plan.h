@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "groupnorm/plan_input.h"
 #include "groupnorm/small/params.h"
 
 namespace kgopt {
@@ -16,14 +17,6 @@ struct SmallPlan {
   int smem_bytes = 0;   // dynamic
   bool single = false;  // backward: what a block or a team has of a channel is one element
   bool plane = false;   // a unit is one channel, contiguous: groupnorm/small/plane.cu
-};
-
-struct SmallPlanInput {
-  GroupNormDims dims;
-  bool backward = false;
-  bool aligned = true;  // all tensors start at a multiple of 16 bytes
-  int max_blocks = 0;   // of a cluster, as the device allows; 0 without clusters
-  bool plain = false;   // no pre-activation, and behind the norm none, relu or SiLU
 };
 
 inline SmallDivisor small_divisor(int64_t d) {
@@ -68,13 +61,13 @@ inline int64_t plane_vectors(int64_t elements) {
 }
 
 // Teams for units of one channel, of which a thread has `runs` vectors. Whether a block's threads suffice.
-inline bool set_planes(const SmallPlanInput& in, int runs, SmallPlan* plan) {
+inline bool set_planes(const NormPlanInput& in, int runs, SmallPlan* plan) {
   const GroupNormDims& d = in.dims;
   SmallShares& p = plan->shares;
   const int64_t units = d.n * d.g, vectors = plane_vectors(d.s);
   const int64_t lanes = std::max<int64_t>(32, small_lanes((vectors + runs - 1) / runs));
   p.by_lanes = small_divisor(lanes);
-  p.owner = in.backward && d.n * lanes <= kSmallMaxThreads;
+  p.owner = in.backward() && d.n * lanes <= kSmallMaxThreads;
   p.teams = static_cast<uint32_t>(p.owner ? d.n : lanes == 32 ? std::min(units, kSmallThreads / 32) : 1);
   plan->plane = true;
   plan->run = kSmallRun;
@@ -85,17 +78,17 @@ inline bool set_planes(const SmallPlanInput& in, int runs, SmallPlan* plan) {
 }
 // Vectors of a thread: few warps with several each are done sooner than many with one, for what they all do counts
 // more than what they wait for. In backward, a block that has all samples saves a launch (H200).
-inline bool set_planes(const SmallPlanInput& in, SmallPlan* plan) {
+inline bool set_planes(const NormPlanInput& in, SmallPlan* plan) {
   const int64_t vectors = plane_vectors(in.dims.s);
   if (vectors <= 64) return set_planes(in, vectors <= 32 ? 1 : 2, plan);
-  if (in.backward) {
+  if (in.backward()) {
     if (set_planes(in, 4, plan) && plan->shares.owner) return true;
     return set_planes(in, vectors <= 128 ? 1 : 2, plan) || set_planes(in, 4, plan);
   }
   return set_planes(in, vectors <= 128 ? 1 : vectors <= 320 ? 2 : vectors <= 1024 ? 4 : kSmallPlaneRuns, plan);
 }
 
-inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
+inline SmallPlan plan_group_norm_small(const NormPlanInput& in) {
   const GroupNormDims& d = in.dims;
   SmallPlan plan;
   auto refuse = [&](const char* why) {
@@ -107,7 +100,7 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   if (d.numel() == 0) return refuse("x is empty");
   const int64_t units = d.n * d.g, elements = d.numel() / units, bytes = d.numel() * dtype_size(d.dtype);
   if (bytes > kSmallBytes) return refuse("x is large: bulk copies are faster");
-  if (!in.backward && !d.channels_last && in.max_blocks > 0 && elements > kSmallFwdElements &&
+  if (!in.backward() && !d.channels_last && in.max_blocks > 0 && elements > kSmallFwdElements &&
       (units < kSmallFwdManyGroups || bytes > kSmallFwdBytes)) {
     return refuse("large groups come faster through shared memory");
   }
@@ -131,7 +124,7 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   p.last = place_of(elements - 1);
   // Forward's whole vectors need no kernel of their own: they have one channel each anyway.
   if (in.plain && in.aligned && !d.channels_last && p.channels == 1 && elements > kSmallPlaneElements &&
-      (in.backward || elements % kSmallRun != 0)) {
+      (in.backward() || elements % kSmallRun != 0)) {
     if (set_planes(in, &plan)) return plan;
     plan.plane = p.owner = false;
   }
@@ -140,12 +133,12 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   // unit where one would be full.
   // With several channels of some length, adding up their sums takes the blocks longer than shared memory takes the
   // others; forward's contiguous groups of that size come faster through shared memory (H200).
-  const bool clusters = d.channels_last || (in.backward && (p.channels == 1 || d.s <= kSmallShortRow));
+  const bool clusters = d.channels_last || (in.backward() && (p.channels == 1 || d.s <= kSmallShortRow));
   const int most_blocks = clusters ? std::max(1, std::min(in.max_blocks, kSmallMaxBlocks)) : 1;
   const bool vectors = in.aligned && minor % kSmallRun == 0;
   // Forward's teams of several elements a thread are whole blocks, which take more than a warp.
   const bool crowded = units * small_lanes(elements) > kSmallFwdSingleThreads;
-  const int64_t singles = in.backward ? kSmallBwdSingles : crowded ? 32 * kSmallRun : kSmallFwdSingles;
+  const int64_t singles = in.backward() ? kSmallBwdSingles : crowded ? 32 * kSmallRun : kSmallFwdSingles;
   int64_t lanes = 0, blocks = 1;
   bool found = false;
   for (; !found && blocks <= most_blocks; blocks *= 2) {
@@ -157,15 +150,15 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
       const bool fits_eight = elements > 32 * kSmallMaxElements;
       const bool four_are_few =
           units * lanes > kSmallFwdFourThreads || (vectors && !d.channels_last && elements > kSmallFwdFourVectors);
-      if (!in.backward && each == 4 && fits_eight && four_are_few) continue;
+      if (!in.backward() && each == 4 && fits_eight && four_are_few) continue;
       plan.run = vectors && each > 1 ? kSmallRun : 1;
       plan.runs = each / plan.run;
-      const int64_t most = in.backward && each == kSmallMaxElements ? kSmallMaxBwdThreads : kSmallMaxThreads;
-      p.owner = in.backward && blocks == 1 && d.n * lanes <= most;
-      found = p.owner || lanes <= (in.backward || blocks > 1 ? kSmallMaxBwdThreads : most);
-      if (!in.backward && blocks > 1 && each < kSmallMaxElements) found = false;
+      const int64_t most = in.backward() && each == kSmallMaxElements ? kSmallMaxBwdThreads : kSmallMaxThreads;
+      p.owner = in.backward() && blocks == 1 && d.n * lanes <= most;
+      found = p.owner || lanes <= (in.backward() || blocks > 1 ? kSmallMaxBwdThreads : most);
+      if (!in.backward() && blocks > 1 && each < kSmallMaxElements) found = false;
       // An owner with more elements a thread is worth more than fewer elements a thread.
-      if (found && in.backward && blocks == 1 && !p.owner) {
+      if (found && in.backward() && blocks == 1 && !p.owner) {
         const int64_t fewest = small_lanes((elements + kSmallMaxElements - 1) / kSmallMaxElements);
         found = each == kSmallMaxElements || d.n * fewest > kSmallMaxBwdThreads;
       }
@@ -176,13 +169,13 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   for (int64_t b = blocks; b > 1; b /= 2) ++p.blocks_log2;
   p.by_lanes = small_divisor(lanes);
   // Neighbouring teams share a block if they are less than a warp, or for the sake of dweight and dbias.
-  const bool is_alone = !in.backward || (d.s == 1 && blocks == 1);
+  const bool is_alone = !in.backward() || (d.s == 1 && blocks == 1);
   const int64_t neighbours = lanes <= 32 || !is_alone ? std::min(units, kSmallThreads / lanes) : 1;
   const int64_t teams = blocks > 1 ? 1 : p.owner ? d.n : std::max<int64_t>(1, neighbours);
   p.teams = static_cast<uint32_t>(teams);
   plan.threads = static_cast<int>((teams * lanes + 31) / 32 * 32);
   plan.grid = static_cast<unsigned>(p.owner ? d.g : (units + teams - 1) / teams * blocks);
-  if (!in.backward) return plan;
+  if (!in.backward()) return plan;
 
   p.run_log2 = plan.run > 1 && !d.channels_last ? 2 : 0;
   const int64_t run = int64_t(1) << p.run_log2, row_terms = d.s / run;
@@ -214,48 +207,9 @@ inline SmallPlan plan_group_norm_small(const SmallPlanInput& in) {
   return plan;
 }
 
-struct SlabPlan {
-  const char* refusal = nullptr;  // why not, or null
-  SlabShares shares;
-  unsigned grid = 0;
-};
-
-// A block walks over its slab twice, the second time through L2.
-inline constexpr int64_t kSlabElements = 64 << 10;
-
-inline SlabPlan plan_group_norm_slab(const GroupNormDims& d, int sm_count) {
-  SlabPlan plan;
-  auto refuse = [&](const char* why) {
-    plan.refusal = why;
-    return plan;
-  };
-  if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
-  if (!d.channels_last) return refuse("x is contiguous");
-  if (d.numel() == 0) return refuse("x is empty");
-  const int64_t channels = d.channels_per_group();
-  if (!has_narrow_groups(d)) return refuse("a group's channels fill a sector");
-  if (d.s * 16 > kSlabElements) return refuse("a slab is long: more blocks than slabs are needed");
-  if (d.numel() >= int64_t(1) << 31) return refuse("over 2^31 elements");
-  SlabShares& p = plan.shares;
-  for (p.columns = 32;; p.columns = 16) {
-    p.groups = static_cast<uint32_t>(std::min<int64_t>(p.columns / channels, d.g));
-    p.per_sample = static_cast<uint32_t>((d.g + p.groups - 1) / p.groups);
-    if (p.columns == 16 || (d.n * p.per_sample >= 2 * sm_count && d.s * 32 <= kSlabElements)) break;
-  }
-  const int64_t blocks = d.n * p.per_sample;
-  // A short slab takes less than the launches of passes do (H200).
-  const bool is_short = d.s * 16 <= kSlabElements / 2;
-  if (blocks * (is_short ? 3 : 2) < sm_count) return refuse("few slabs leave the GPU idle");
-  if (blocks * p.per_sample >= int64_t(1) << 32) return refuse("over 65536 slabs");
-  p.channels = static_cast<uint32_t>(channels);
-  p.walkers = kSlabThreads / p.columns;
-  p.c = static_cast<uint32_t>(d.c);
-  p.g = static_cast<uint32_t>(d.g);
-  p.s = static_cast<uint32_t>(d.s);
-  p.by_per_sample = small_divisor(p.per_sample);
-  p.by_channels = small_divisor(channels);
-  plan.grid = static_cast<unsigned>(blocks);
-  return plan;
+inline NormScratch scratch_of(const SmallPlan& plan, const NormPlanInput& in) {
+  if (!in.backward() || plan.shares.owner) return {};
+  return sums_of_rows(in.dims.n << plan.shares.blocks_log2, in.dims);
 }
 
 }  // namespace kgopt

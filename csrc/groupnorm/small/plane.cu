@@ -78,7 +78,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(!Traits::kBlock      ? kSmallPlaneThreads
                                   : Traits::kRuns >= 4 ? kSmallMaxBwdThreads
                                                        : kSmallMaxThreads)
-    group_norm_plane_fwd_kernel(const __grid_constant__ GroupNormSmallFwdParams p) {
+    group_norm_small_plane_fwd_kernel(const __grid_constant__ GroupNormSmallFwdParams p) {
   using T = typename Traits::T;
   constexpr int kRuns = Traits::kRuns, kRun = kSmallRun;
   constexpr bool kBlock = Traits::kBlock;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(!Traits::kBlock      ? kSmallPlaneThreads
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kRuns >= 4 ? kSmallMaxBwdThreads : kSmallMaxThreads)
-    group_norm_plane_bwd_kernel(const __grid_constant__ GroupNormSmallBwdParams p) {
+    group_norm_small_plane_bwd_kernel(const __grid_constant__ GroupNormSmallBwdParams p) {
   using T = typename Traits::T;
   constexpr int kRuns = Traits::kRuns, kRun = kSmallRun, kElements = kRuns * kRun + 1;
   constexpr bool kBlock = Traits::kBlock, kBiased = Traits::kAct != Chain::kNone;
@@ -236,11 +236,11 @@ template <bool kBackward, typename Traits, typename Params>
 Status launch_plane(const Params& p, const SmallPlan& plan, cudaStream_t stream) {
   const LaunchShape shape{dim3(plan.grid), plan.threads, 0};
   if constexpr (kBackward) {
-    constexpr auto kKernel = group_norm_plane_bwd_kernel<Traits>;
-    return launch_with(kKernel, facts_of<kKernel>(), "group_norm_plane_bwd_kernel", shape, stream, p);
+    constexpr auto kKernel = group_norm_small_plane_bwd_kernel<Traits>;
+    return launch_with(kKernel, facts_of<kKernel>(), "group_norm_small_plane_bwd_kernel", shape, stream, p);
   } else {
-    constexpr auto kKernel = group_norm_plane_fwd_kernel<Traits>;
-    return launch_with(kKernel, facts_of<kKernel>(), "group_norm_plane_fwd_kernel", shape, stream, p);
+    constexpr auto kKernel = group_norm_small_plane_fwd_kernel<Traits>;
+    return launch_with(kKernel, facts_of<kKernel>(), "group_norm_small_plane_fwd_kernel", shape, stream, p);
   }
 }
 template <bool kBackward, typename T, int kRuns, Chain kAct, typename Params>
@@ -258,7 +258,7 @@ Status dispatch_runs(const Params& p, const SmallPlan& plan, cudaStream_t stream
   }
   if constexpr (!kBackward)
     return launch_plane<kBackward, PlaneTraits<T, kSmallPlaneRuns, kAct, true>>(p, plan, stream);
-  return Status::Unsupported("group_norm_plane_bwd_kernel", "over four vectors a thread");
+  return Status::Unsupported("group_norm_small_plane_bwd_kernel", "over four vectors a thread");
 }
 template <bool kBackward, typename T, typename Params>
 Status dispatch_act(const Params& p, const SmallPlan& plan, cudaStream_t stream) {
@@ -279,10 +279,10 @@ Status dispatch(const Params& p, const SmallPlan& plan, cudaStream_t stream) {
 
 }  // namespace
 
-Status run_group_norm_plane_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
+Status run_group_norm_small_plane_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
   return dispatch<false>(p, plan, stream);
 }
-Status run_group_norm_plane_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
+Status run_group_norm_small_plane_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
   return dispatch<true>(p, plan, stream);
 }
 

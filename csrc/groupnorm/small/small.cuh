@@ -99,4 +99,45 @@ __device__ __forceinline__ void store_gradient(void* to, uint32_t channel, Dtype
   }
 }
 
+// Parameters of a thread's elements, fp32 or x's type T, as bits: what converts them would wait for each load in turn.
+// kBoth: the loads of both are there, each where it is wanted, and have a register of their own, or one would wait for
+// the other.
+template <typename T, int kElements, bool kBoth>
+struct SmallAffine {
+  uint32_t words[kElements] = {}, halves[kBoth ? kElements : 1] = {};
+
+  __device__ __forceinline__ void load_words(const void* values, int k, uint32_t channel, bool wanted) {
+    words[k] = load_bits<float>(values, channel, wanted);
+  }
+  __device__ __forceinline__ void load_halves(const void* values, int k, uint32_t channel, bool wanted) {
+    (kBoth ? halves[kBoth ? k : 0] : words[k]) = load_bits<T>(values, channel, wanted);
+  }
+  __device__ __forceinline__ float value(int k, bool wide) const {
+    if (wide || sizeof(T) == 4) return __uint_as_float(words[k]);
+    const uint16_t half = static_cast<uint16_t>(kBoth ? halves[kBoth ? k : 0] : words[k]);
+    return static_cast<float>(to_acc(*reinterpret_cast<const T*>(&half)));
+  }
+};
+// Calls load(as_words, as_halves): with both, or behind a branch with what is wanted.
+template <typename T, bool kBoth, typename Load>
+__device__ __forceinline__ void load_as_wanted(bool wide, Load load) {
+  if (sizeof(T) == 4) {
+    load(std::true_type(), std::false_type());
+  } else if (kBoth) {
+    load(std::true_type(), std::true_type());
+  } else if (wide) {
+    load(std::true_type(), std::false_type());
+  } else {
+    load(std::false_type(), std::true_type());
+  }
+}
+
+// What a thread has of its team's unit: kRuns vectors of kRun elements.
+template <typename T, int kRun_, int kRuns_, Chain kAct_>
+struct SmallTraits {
+  using Element = T;
+  static constexpr int kRun = kRun_, kRuns = kRuns_, kElements = kRun * kRuns;
+  static constexpr Chain kAct = kAct_;
+};
+
 }  // namespace kgopt

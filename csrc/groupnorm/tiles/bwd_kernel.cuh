@@ -20,7 +20,7 @@
 namespace kgopt {
 
 template <typename T_, Chain kPre_, Chain kAct_, int kHolders_>
-struct GroupNormBwdTraits {
+struct GroupNormTilesBwdTraits {
   using T = T_;
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
@@ -74,11 +74,11 @@ struct BwdBlock
       Walk::is_held, Walk::next_slot, Walk::place_tile, Walk::slot_of, Walk::slot_tile, Walk::slot_tiles,
       Walk::wait_words;
 
-  const GroupNormBwdParams& p;
+  const GroupNormTilesBwdParams& p;
   BwdShared<Traits>& s;
   char* const slots;
 
-  __device__ __forceinline__ BwdBlock(const GroupNormBwdParams& params, BwdShared<Traits>& shared, char* memory)
+  __device__ __forceinline__ BwdBlock(const GroupNormTilesBwdParams& params, BwdShared<Traits>& shared, char* memory)
       : Walk{params.shares}, p(params), s(shared), slots(memory) {}
 
   __device__ __forceinline__ BwdTile describe(const Tile& t) const {
@@ -247,8 +247,8 @@ struct BwdBlock
       total.x += __shfl_down_sync(0xffffffffu, total.x, kTeamWarps);
       total.y += __shfl_down_sync(0xffffffffu, total.y, kTeamWarps);
       if (lane == 0) {
-        store_word(p.words + int64_t(start.group) * p.shares.parts + Walk::part_of(start),
-                   pack_signed_word(total.x, total.y));
+        store_relaxed(p.words + int64_t(start.group) * p.shares.parts + Walk::part_of(start),
+                      pack_signed_word(total.x, total.y));
         barrier_arrive(&s.published[start.visit % kTilesVisits]);
       }
     }
@@ -270,7 +270,7 @@ struct BwdBlock
       }
       const float per_element = 1.f / static_cast<float>(p.shares.group_vectors * kVec);
       const float term = warp_sum(sum.x) * per_element, term_d = warp_sum(sum.y) * per_element * rstd * rstd;
-      if (lane == 0) store_word(Walk::results(p.words) + t.group, pack_signed_word(term, term_d));
+      if (lane == 0) store_relaxed(Walk::results(p.words) + t.group, pack_signed_word(term, term_d));
     });
   }
   __device__ __forceinline__ void watch(int lane) const {
@@ -383,7 +383,7 @@ struct BwdBlock
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    group_norm_bwd_kernel(const __grid_constant__ GroupNormBwdParams p) {
+    group_norm_tiles_bwd_kernel(const __grid_constant__ GroupNormTilesBwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char slots[];
   __shared__ BwdShared<Traits> shared;
@@ -439,7 +439,7 @@ inline constexpr int kTileGradientThreads = 256;
 
 template <int kVec>
 __global__ void __launch_bounds__(kTileGradientThreads)
-    tile_gradient_kernel(const __grid_constant__ GroupNormBwdParams p) {
+    group_norm_tiles_gradient_kernel(const __grid_constant__ GroupNormTilesBwdParams p) {
   __shared__ float2 shared[kTileGradientThreads / 32];
   constexpr int kWarps = kTileGradientThreads / 32, kTile = tile_vectors(2);
   wait_for_prerequisites();

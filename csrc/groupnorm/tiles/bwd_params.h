@@ -6,7 +6,7 @@
 
 namespace kgopt {
 
-struct GroupNormBwdParams : GroupNormBwdArgs {
+struct GroupNormTilesBwdParams : GroupNormBwdArgs {
   GroupTiles shares;
   uint64_t* words =
       nullptr;  // (groupnorm/shared/words.cuh) [groups][parts] the group's two sums; zero at launch or cleared

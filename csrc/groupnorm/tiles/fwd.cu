@@ -2,40 +2,29 @@
 #include <atomic>
 
 #include "groupnorm/groupnorm.h"
+#include "groupnorm/shared/dispatch.cuh"
 #include "groupnorm/tiles/fwd_kernel.cuh"
+#include "groupnorm/tiles/launch.h"
 
 namespace kgopt {
 namespace {
 
+constexpr const char* kName = "group_norm_tiles_fwd_kernel";
+
 template <typename Traits>
-Status launch_kernel(GroupNormFwdParams p, const TilesPlan& plan, cudaStream_t stream) {
-  const auto kernel = group_norm_fwd_kernel<Traits>;
-  constexpr int kSmem = Traits::kSlots * Traits::kTileBytes;
-  void* arguments[] = {&p};
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
-  if (error == cudaSuccess && plan.words > 0 && !p.shares.clears) {
-    error = cudaMemsetAsync(p.words, 0, plan.words * sizeof(uint64_t), stream);
-  }
-  const dim3 blocks(plan.blocks), threads(Traits::kThreads);
-  if (error == cudaSuccess) {
-    error = plan.words > 0 ? cudaLaunchCooperativeKernel(kernel, blocks, threads, arguments, kSmem, stream)
-                           : cudaLaunchKernel(kernel, blocks, threads, arguments, kSmem, stream);
-  }
-  if (error == cudaErrorCooperativeLaunchTooLarge) {
-    cudaGetLastError();  // answered by the caller
-    return Status::Unsupported("group_norm_fwd_kernel", "this process may use fewer multiprocessors than the GPU has");
-  }
-  if (error != cudaSuccess) return {StatusCode::kCudaError, "group_norm_fwd_kernel", cudaGetErrorString(error)};
-  return Status::Ok();
+Status launch_with_traits(const GroupNormTilesFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
+  return launch_tiles(kName, group_norm_tiles_fwd_kernel<Traits>, Traits::kThreads, Traits::kSlots * Traits::kTileBytes,
+                      p, plan, stream);
 }
 
 template <typename T, Chain kPre, Chain kAct>
-Status launch(const GroupNormFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
+Status launch(NormTraits<T, kPre, kAct>, const GroupNormTilesFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
   if constexpr (kAct != Chain::kAny) {  // chains that are walked have more warps in the holders' place
-    if (plan.holders > 0) return launch_kernel<GroupNormFwdTraits<T, kPre, kAct, kTilesHolders, true>>(p, plan, stream);
-    if (plan.collects) return launch_kernel<GroupNormFwdTraits<T, kPre, kAct, 0, true>>(p, plan, stream);
+    if (plan.holders > 0)
+      return launch_with_traits<GroupNormTilesFwdTraits<T, kPre, kAct, kTilesHolders, true>>(p, plan, stream);
+    if (plan.collects) return launch_with_traits<GroupNormTilesFwdTraits<T, kPre, kAct, 0, true>>(p, plan, stream);
   }
-  return launch_kernel<GroupNormFwdTraits<T, kPre, kAct, 0, false>>(p, plan, stream);
+  return launch_with_traits<GroupNormTilesFwdTraits<T, kPre, kAct, 0, false>>(p, plan, stream);
 }
 
 }  // namespace
@@ -48,7 +37,8 @@ bool has_bulk_copy() {
   int answer = known[device].load(std::memory_order_relaxed);
   if (answer == 0) {
     cudaFuncAttributes attributes;
-    const auto kernel = group_norm_fwd_kernel<GroupNormFwdTraits<float, Chain::kNone, Chain::kNone, 0, false>>;
+    const auto kernel =
+        group_norm_tiles_fwd_kernel<GroupNormTilesFwdTraits<float, Chain::kNone, Chain::kNone, 0, false>>;
     if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
       cudaGetLastError();  // it was a question; leave no error behind
       return false;
@@ -59,20 +49,8 @@ bool has_bulk_copy() {
   return answer == 1;
 }
 
-Status run_group_norm_fwd(const GroupNormFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
-  Status status;
-  switch (p.dtype) {
-#define KGOPT_FWD_DTYPE(name, T)                                                                            \
-  case Dtype::name:                                                                                         \
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = (launch<T, kPre, kAct>(p, plan, stream))); \
-    break;
-    KGOPT_FWD_DTYPE(kFloat32, float)
-    KGOPT_FWD_DTYPE(kBFloat16, __nv_bfloat16)
-    KGOPT_FWD_DTYPE(kFloat16, __half)
-#undef KGOPT_FWD_DTYPE
-    default: return Status::Unsupported("group_norm_fwd_kernel", "float64");
-  }
-  return status;
+Status run_group_norm_tiles_fwd(const GroupNormTilesFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
+  return dispatch_norm(kName, p, [&](auto traits) { return launch(traits, p, plan, stream); });
 }
 
 }  // namespace kgopt

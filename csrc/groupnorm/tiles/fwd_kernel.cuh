@@ -18,7 +18,7 @@
 namespace kgopt {
 
 template <typename T_, Chain kPre_, Chain kAct_, int kHolders_, bool kCollects_>
-struct GroupNormFwdTraits {
+struct GroupNormTilesFwdTraits {
   using T = T_;
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
@@ -77,11 +77,11 @@ struct FwdBlock
       Walk::head_of, Walk::holders_before, Walk::is_held, Walk::next_slot, Walk::place_tile, Walk::slot_of,
       Walk::slot_tile, Walk::slot_tiles, Walk::wait_words;
 
-  const GroupNormFwdParams& p;
+  const GroupNormTilesFwdParams& p;
   FwdShared<Traits>& s;
   char* const slots;
 
-  __device__ __forceinline__ FwdBlock(const GroupNormFwdParams& params, FwdShared<Traits>& shared, char* memory)
+  __device__ __forceinline__ FwdBlock(const GroupNormTilesFwdParams& params, FwdShared<Traits>& shared, char* memory)
       : Walk{params.shares}, p(params), s(shared), slots(memory) {}
 
   __device__ __forceinline__ char* slot(const Tile& t) const { return slots + slot_of(t) * Traits::kTileBytes; }
@@ -216,7 +216,7 @@ struct FwdBlock
         make_ready(start.visit, statistics);
         keep(start.group, statistics);
       } else {
-        store_word(p.words + int64_t(start.group) * p.shares.parts + Walk::part_of(start), pack_word(m.mean, m.m2));
+        store_relaxed(p.words + int64_t(start.group) * p.shares.parts + Walk::part_of(start), pack_word(m.mean, m.m2));
         barrier_arrive(&s.published[start.visit % kTilesVisits]);
       }
     }
@@ -259,7 +259,7 @@ struct FwdBlock
     Walk::merge_words(p.words, s.published, [&](const Tile& t, const uint64_t* words) {
       const float2 statistics = merge_group(t, words, lane);
       if (lane == 0) {
-        store_word(Walk::results(p.words) + t.group, pack_word(statistics.x, statistics.y));
+        store_relaxed(Walk::results(p.words) + t.group, pack_word(statistics.x, statistics.y));
         keep(t.group, statistics);
       }
     });
@@ -437,7 +437,7 @@ struct FwdBlock
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    group_norm_fwd_kernel(const __grid_constant__ GroupNormFwdParams p) {
+    group_norm_tiles_fwd_kernel(const __grid_constant__ GroupNormTilesFwdParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char slots[];
   __shared__ FwdShared<Traits> shared;

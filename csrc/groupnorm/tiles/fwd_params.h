@@ -5,7 +5,7 @@
 
 namespace kgopt {
 
-struct GroupNormFwdParams : GroupNormFwdArgs {
+struct GroupNormTilesFwdParams : GroupNormFwdArgs {
   GroupTiles shares;
   uint64_t* words = nullptr;  // (groupnorm/shared/words.cuh) [groups][parts] mean and sum of squared deviations; zero
                               // at launch or cleared

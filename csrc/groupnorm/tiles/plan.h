@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "groupnorm/plan_input.h"
+#include "groupnorm/shared/divisor.h"
 #include "groupnorm/tiles/tiles.h"
 
 namespace kgopt {
@@ -43,18 +45,6 @@ inline constexpr int64_t kTilesClearedWords = 32 * kClearedWords;
 // sums.
 inline constexpr int64_t kTilesBwdBytes = 4 << 20;
 
-// What the plan must know beyond the tensor.
-struct TilesPlanInput {
-  GroupNormDims dims;
-  int tensors = 1;            // that a tile is a part of: x, or x and dy
-  bool aligned = true;        // all tensors start at a multiple of 16 bytes
-  bool long_chain = false;    // the activations are walked at run time
-  uint32_t x_line = 0;        // 16-byte vectors from a 128-byte line to x
-  bool has_bulk_copy = true;  // compute capability 9.0 or later, and code built for it
-  int sm_count = 132;
-  int64_t smem_bytes = 227 << 10;  // of a block
-};
-
 struct TilesPlan {
   const char* refusal = nullptr;  // why not, or null
   GroupTiles shares;
@@ -64,17 +54,9 @@ struct TilesPlan {
   int64_t words = 0;      // zero at launch, unless the kernel clears them
 };
 
-// n / d for n below 2^31, as (n * magic >> 32) >> shift. Granlund, Montgomery 1994.
-inline void set_divisor(uint32_t d, uint32_t* magic, int32_t* shift) {
-  int bits = 0;
-  while ((uint64_t(1) << bits) < d) ++bits;
-  *magic = static_cast<uint32_t>(((uint64_t(1) << (31 + bits)) + d - 1) / d);
-  *shift = bits - 1;
-}
-
 // Where the groups' tiles are, for both plans below: sets plan->shares but for what depends on the grid. Why not, or
 // null.
-inline const char* cut_into_tiles(const TilesPlanInput& in, TilesPlan* plan) {
+inline const char* cut_into_tiles(const NormPlanInput& in, TilesPlan* plan) {
   const GroupNormDims& d = in.dims;
   if (!in.has_bulk_copy) return "bulk copies need compute capability 9.0 and code built for it";
   if (in.smem_bytes < kTilesSmemBytes) return "a block has less than 227 KB of shared memory";
@@ -91,7 +73,7 @@ inline const char* cut_into_tiles(const TilesPlanInput& in, TilesPlan* plan) {
   p.dims = d;
   p.channels_per_group = static_cast<int32_t>(d.channels_per_group());
   p.group_vectors = elements / vec;
-  p.x_line = in.x_line;
+  p.x_line = in.x_offset / 16 % 8;
   set_divisor(static_cast<uint32_t>(d.s), &p.s_magic, &p.s_shift);
   p.s_magic64 = ~uint64_t(0) / static_cast<uint64_t>(d.s) + 1;  // exact while offset * s is below 2^64
   // Up to seven vectors before a group belong to its first tile's line.
@@ -112,7 +94,7 @@ inline uint32_t merger_step(uint32_t parts, uint32_t blocks) {
 }
 
 // Groups all over the GPU.
-inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
+inline TilesPlan plan_group_norm_tiles(const NormPlanInput& in) {
   const GroupNormDims& d = in.dims;
   TilesPlan plan;
   auto refuse = [&](const char* why) {
@@ -164,7 +146,7 @@ inline TilesPlan plan_group_norm_tiles(const TilesPlanInput& in) {
 }
 
 // Groups that a block has for itself, one after the other: forward alone.
-inline TilesPlan plan_group_norm_alone(const TilesPlanInput& in) {
+inline TilesPlan plan_group_norm_alone(const NormPlanInput& in) {
   TilesPlan plan;
   auto refuse = [&](const char* why) {
     plan.refusal = why;
@@ -185,6 +167,11 @@ inline TilesPlan plan_group_norm_alone(const TilesPlanInput& in) {
   p.ahead = 3;
   p.under_way = tiles_under_way(1);
   return plan;
+}
+
+// Backward's sums are of tiles: run_group_norm_tiles_gradient adds them up.
+inline NormScratch scratch_of(const TilesPlan& plan, const NormPlanInput& in) {
+  return {plan.words, in.backward() ? int64_t(plan.shares.tiles) * 4 : 0, 0};
 }
 
 }  // namespace kgopt

@@ -266,7 +266,7 @@ struct TileWalk {
 #pragma unroll
       for (int k = 0; k < kSets; ++k) {
         const uint32_t part = lane + 32 * k;
-        if (part < shares.parts && word[k] == 0) word[k] = load_word(words + part);
+        if (part < shares.parts && word[k] == 0) word[k] = load_relaxed(words + part);
       }
 #pragma unroll
       for (int k = 0; k < kSets; ++k) is_missing |= lane + 32 * k < shares.parts && word[k] == 0;
@@ -321,7 +321,7 @@ struct TileWalk {
       if (visit < min(visits, first + kPlaces)) {
         const uint32_t number = (blockIdx.x + visit * gridDim.x) * shares.run;
         const uint32_t group = all ? visit : number / shares.tiles_per_group;
-        const uint64_t word = load_word(from + group);
+        const uint64_t word = load_relaxed(from + group);
         if (word != 0) {
           take(visit, word);
           visit += 32;

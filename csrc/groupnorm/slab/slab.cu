@@ -5,8 +5,9 @@
 #include "common/pointwise.cuh"
 #include "common/reduce.cuh"
 #include "groupnorm/groupnorm.h"
+#include "groupnorm/shared/dispatch.cuh"
 #include "groupnorm/shared/vectors.cuh"
-#include "groupnorm/small/plan.h"
+#include "groupnorm/slab/plan.h"
 
 namespace kgopt {
 namespace {
@@ -143,9 +144,7 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
   const T* const dy = static_cast<const T*>(p.dy);
   const float2 affine = b.affine(p);
   const float mean = p.mean[b.unit0 + b.own_group], rstd = p.rstd[b.unit0 + b.own_group];
-  float2 sums = make_float2(0.f, 0.f);
-  for (uint32_t k0 = 0; k0 < b.rows; k0 += kSlabUnroll) {
-    T raw_x[kSlabUnroll], raw_dy[kSlabUnroll];
+  const auto load_both = [&](uint32_t k0, T(&raw_x)[kSlabUnroll], T(&raw_dy)[kSlabUnroll]) {
 #pragma unroll
     for (int k = 0; k < kSlabUnroll; ++k) {
       if (k0 + k < b.rows) {
@@ -153,6 +152,11 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
         raw_dy[k] = dy[b.first + (k0 + k) * b.step];
       }
     }
+  };
+  float2 sums = make_float2(0.f, 0.f);
+  for (uint32_t k0 = 0; k0 < b.rows; k0 += kSlabUnroll) {
+    T raw_x[kSlabUnroll], raw_dy[kSlabUnroll];
+    load_both(k0, raw_x, raw_dy);
     float xhat[kSlabUnroll], dz[kSlabUnroll];
     to_values(raw_x, xhat);
     to_values(raw_dy, dz);
@@ -191,13 +195,7 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
   T* const dx = static_cast<T*>(p.dx);
   for (uint32_t k0 = 0; k0 < b.rows; k0 += kSlabUnroll) {
     T raw_x[kSlabUnroll], raw_dy[kSlabUnroll];
-#pragma unroll
-    for (int k = 0; k < kSlabUnroll; ++k) {
-      if (k0 + k < b.rows) {
-        raw_x[k] = x[b.first + (k0 + k) * b.step];
-        raw_dy[k] = dy[b.first + (k0 + k) * b.step];
-      }
-    }
+    load_both(k0, raw_x, raw_dy);
     float values[kSlabUnroll], dz[kSlabUnroll];
     to_values(raw_x, values);
     to_values(raw_dy, dz);
@@ -212,32 +210,24 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
   }
 }
 
-#define KGOPT_SLAB_DTYPE(name, T, kernel)                                                                     \
-  case Dtype::name:                                                                                           \
-    KGOPT_DISPATCH_CHAINS(                                                                                    \
-        p.pre_act, p.act, kPre, kAct,                                                                         \
-        status = launch_kernel<kernel<T, kPre, kAct>>(#kernel, p, dim3(plan.grid), kSlabThreads, 0, stream)); \
-    break;
-#define KGOPT_SLAB_DISPATCH(kernel)                          \
-  Status status;                                             \
-  switch (p.dtype) {                                         \
-    KGOPT_SLAB_DTYPE(kFloat32, float, kernel)                \
-    KGOPT_SLAB_DTYPE(kBFloat16, __nv_bfloat16, kernel)       \
-    KGOPT_SLAB_DTYPE(kFloat16, __half, kernel)               \
-    default: return Status::Unsupported(#kernel, "float64"); \
-  }                                                          \
-  return status;
-
 }  // namespace
 
-Status run_group_norm_slab_fwd(const GroupNormSlabFwdParams& p, const SlabPlan& plan,
-                               cudaStream_t stream){KGOPT_SLAB_DISPATCH(group_norm_slab_fwd_kernel)}
-
-Status run_group_norm_slab_bwd(const GroupNormSlabBwdParams& p, const SlabPlan& plan, cudaStream_t stream) {
-  KGOPT_SLAB_DISPATCH(group_norm_slab_bwd_kernel)
+Status run_group_norm_slab_fwd(const GroupNormSlabFwdParams& p, const SlabPlan& plan, cudaStream_t stream) {
+  constexpr const char* kName = "group_norm_slab_fwd_kernel";
+  return dispatch_norm(kName, p, [&](auto traits) {
+    using Traits = decltype(traits);
+    constexpr auto kKernel = group_norm_slab_fwd_kernel<typename Traits::T, Traits::kPre, Traits::kAct>;
+    return launch_kernel<kKernel>(kName, p, dim3(plan.grid), kSlabThreads, 0, stream);
+  });
 }
 
-#undef KGOPT_SLAB_DISPATCH
-#undef KGOPT_SLAB_DTYPE
+Status run_group_norm_slab_bwd(const GroupNormSlabBwdParams& p, const SlabPlan& plan, cudaStream_t stream) {
+  constexpr const char* kName = "group_norm_slab_bwd_kernel";
+  return dispatch_norm(kName, p, [&](auto traits) {
+    using Traits = decltype(traits);
+    constexpr auto kKernel = group_norm_slab_bwd_kernel<typename Traits::T, Traits::kPre, Traits::kAct>;
+    return launch_kernel<kKernel>(kName, p, dim3(plan.grid), kSlabThreads, 0, stream);
+  });
+}
 
 }  // namespace kgopt

@@ -3,6 +3,7 @@
 // groupnorm/passes/backward.cu.
 #include "common/dependent_launch.cuh"
 #include "groupnorm/groupnorm.h"
+#include "groupnorm/shared/dispatch.cuh"
 #include "groupnorm/shared/group_gradient.cuh"
 #include "groupnorm/shared/group_share.cuh"
 #include "groupnorm/shared/vectors.cuh"
@@ -30,7 +31,7 @@ struct TeamLane {
 // One team of neighbouring lanes a group, which stays in registers.
 template <typename Traits, int kPasses>
 __global__ void __launch_bounds__(kTeamThreads, kPasses == kTeamPasses ? 3 : 2)
-    group_norm_team_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
+    group_norm_cluster_team_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
   using T = typename Traits::T;
   constexpr int kVec = Traits::kVec;
   const TeamLane team(p.shares);
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kTeamThreads, kPasses == kTeamPasses ? 3 : 2)
 
 template <typename Traits, int kPasses>
 __global__ void __launch_bounds__(kTeamThreads, 2)
-    group_norm_team_bwd_kernel(const __grid_constant__ GroupNormClusterBwdParams p) {
+    group_norm_cluster_team_bwd_kernel(const __grid_constant__ GroupNormClusterBwdParams p) {
   using T = typename Traits::T;
   constexpr int kVec = Traits::kVec;
   let_dependents_start();
@@ -212,46 +213,28 @@ Status launch_team(const char* name, void (*kernel)(Params), const Params& p, co
   return Status::Ok();
 }
 
-template <typename Traits>
-Status launch(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
-  const char* const name = "group_norm_team_fwd_kernel";
-  return p.shares.passes == kTeamPasses
-             ? launch_team(name, group_norm_team_fwd_kernel<Traits, kTeamPasses>, p, plan, stream)
-             : launch_team(name, group_norm_team_fwd_kernel<Traits, kTeamMostPasses>, p, plan, stream);
-}
-template <typename Traits>
-Status launch(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
-  const char* const name = "group_norm_team_bwd_kernel";
-  return p.shares.passes == kTeamPasses
-             ? launch_team(name, group_norm_team_bwd_kernel<Traits, kTeamPasses>, p, plan, stream)
-             : launch_team(name, group_norm_team_bwd_kernel<Traits, kTeamMostPasses>, p, plan, stream);
-}
-
-template <typename Params>
-Status dispatch(const Params& p, const ClusterPlan& plan, cudaStream_t stream) {
-  Status status;
-  switch (p.dtype) {
-#define KGOPT_TEAM_DTYPE(name, T)                                                            \
-  case Dtype::name:                                                                          \
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,                                      \
-                          status = (launch<ClusterTraits<T, kPre, kAct>>(p, plan, stream))); \
-    break;
-    KGOPT_TEAM_DTYPE(kFloat32, float)
-    KGOPT_TEAM_DTYPE(kBFloat16, __nv_bfloat16)
-    KGOPT_TEAM_DTYPE(kFloat16, __half)
-#undef KGOPT_TEAM_DTYPE
-    default: return Status::Unsupported("group_norm_team kernels", "float64");
-  }
-  return status;
-}
-
 }  // namespace
 
-Status run_group_norm_team_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
-  return dispatch(p, plan, stream);
+Status run_group_norm_cluster_team_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan,
+                                       cudaStream_t stream) {
+  constexpr const char* kName = "group_norm_cluster_team_fwd_kernel";
+  return dispatch_norm(kName, p, [&](auto traits) {
+    using Traits = decltype(traits);
+    const bool few = p.shares.passes == kTeamPasses;
+    return few ? launch_team(kName, group_norm_cluster_team_fwd_kernel<Traits, kTeamPasses>, p, plan, stream)
+               : launch_team(kName, group_norm_cluster_team_fwd_kernel<Traits, kTeamMostPasses>, p, plan, stream);
+  });
 }
-Status run_group_norm_team_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
-  return dispatch(p, plan, stream);
+
+Status run_group_norm_cluster_team_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan,
+                                       cudaStream_t stream) {
+  constexpr const char* kName = "group_norm_cluster_team_bwd_kernel";
+  return dispatch_norm(kName, p, [&](auto traits) {
+    using Traits = decltype(traits);
+    const bool few = p.shares.passes == kTeamPasses;
+    return few ? launch_team(kName, group_norm_cluster_team_bwd_kernel<Traits, kTeamPasses>, p, plan, stream)
+               : launch_team(kName, group_norm_cluster_team_bwd_kernel<Traits, kTeamMostPasses>, p, plan, stream);
+  });
 }
 
 }  // namespace kgopt

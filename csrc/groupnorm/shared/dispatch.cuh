@@ -1,0 +1,34 @@
+// From a call's dtype and activations to the instance of a kernel.
+#pragma once
+
+#include "common/dtype.cuh"
+#include "common/pointwise.cuh"
+#include "common/status.h"
+
+namespace kgopt {
+
+template <typename T_, Chain kPre_, Chain kAct_>
+struct NormTraits {
+  using T = T_;
+  static constexpr Chain kPre = kPre_, kAct = kAct_;
+  static constexpr int kVec = kVecSize<T>;
+};
+
+// launch(NormTraits()) with p's dtype and chains. The kernels on chip have none for float64.
+template <typename Params, typename Launch>
+Status dispatch_norm(const char* kernel, const Params& p, Launch launch) {
+  const auto with_type = [&](auto zero) {
+    using T = decltype(zero);
+    Status status;
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = launch(NormTraits<T, kPre, kAct>()));
+    return status;
+  };
+  switch (p.dtype) {
+    case Dtype::kFloat32: return with_type(float());
+    case Dtype::kBFloat16: return with_type(__nv_bfloat16());
+    case Dtype::kFloat16: return with_type(__half());
+    default: return Status::Unsupported(kernel, "float64");
+  }
+}
+
+}  // namespace kgopt
