@@ -432,6 +432,64 @@ def weight_norm(model):
             conv.weight.copy_(before)
 
 
+def set_on(owner, name, value):
+    """An attribute that the owner need not have had."""
+
+    @contextlib.contextmanager
+    def way(model):
+        with mock.patch.object(owner, name, value, create=not hasattr(owner, name)):
+            yield
+
+    return way
+
+
+def code_in(function, changes):
+    """The code of a function of PyTorch's, or what else may be set while the function stays."""
+
+    @contextlib.contextmanager
+    def way(model):
+        before = {name: getattr(function, name) for name in changes}
+        for name, value in changes.items():
+            setattr(function, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(function, name, value)
+
+    return way
+
+
+@contextlib.contextmanager
+def weight_in_dict(model):
+    """A tensor that stands before a norm's parameter of the same name."""
+    norm = first(model, nn.GroupNorm)
+    if norm is None:
+        yield
+        return
+    norm.__dict__["weight"] = norm.weight.detach() * 2
+    try:
+        yield
+    finally:
+        del norm.__dict__["weight"]
+
+
+def _norm_forward(self, input):
+    return input * 3
+
+
+def _functional(input, *args, **kwargs):
+    return input * 3
+
+
+_getattr = nn.Module.__getattr__
+
+
+def _getattr_twice(self, name):
+    value = _getattr(self, name)
+    return value * 2 if name == "bias" and value is not None else value
+
+
 def _name(owner, name):
     return f"{getattr(owner, '__name__', owner)}.{name}"
 
@@ -444,6 +502,17 @@ INSTANCES = {
     "Block.forward.__code__": code_of(Block, "forward"),
     "Mixin.helper.__code__": code_of(Mixin, "helper"),
     "F of globals": functions_of_globals,
+    "GroupNorm.forward.__code__": code_in(nn.GroupNorm.forward, {"__code__": _norm_forward.__code__}),
+    "InstanceNorm.forward.__code__": code_in(nn.InstanceNorm2d.forward, {"__code__": _norm_forward.__code__}),
+    "F.group_norm.__code__": code_in(F.group_norm, {"__code__": _functional.__code__}),
+    "F.silu.__code__": code_in(F.silu, {"__code__": _functional.__code__}),
+    "F.relu.__code__": code_in(F.relu, {"__code__": _functional.__code__}),
+    "F.silu.__defaults__": code_in(
+        F.silu, {"__code__": (lambda input, inplace=False: input * inplace).__code__, "__defaults__": (3.0,)}
+    ),
+    "Module._compiled_call_impl": set_on(nn.Module, "_compiled_call_impl", changed(nn.Module._call_impl)),
+    "Module.__getattr__": set_on(nn.Module, "__getattr__", _getattr_twice),
+    "weight before the parameter": weight_in_dict,
     "norm.forward": on_instance("forward", *_NORMS),
     "norm._call_impl": on_instance("_call_impl", *_NORMS),
     "instance_norm._apply_instance_norm": on_instance("_apply_instance_norm", nn.InstanceNorm2d),

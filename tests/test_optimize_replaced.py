@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
+import inspect
+import textwrap
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.backends.debugging import aot_eager
 
 import kgopt
-from kgopt.rewrite import glue
+from kgopt.rewrite import glue, originals
 from kgopt.rewrite.backend import rewrite_graph
 from replaced_ways import MODELS, WAYS, make
 
@@ -164,3 +169,40 @@ def test_setting_an_attribute_of_the_class_sets_it_for_all():
     assert type(ours).forward is before
     assert type(plain).forward.__code__.co_freevars == ()
     assert not hasattr(type(plain), "count")
+
+
+# Asks whether an argument wants to be asked; modes and subclasses are looked for by kgopt itself.
+PLUMBING = ("has_torch_function_unary", "has_torch_function_variadic", "handle_torch_function")
+
+
+def looked_up(function, cls=None):
+    """The places where the code of a function finds functions: on self, in F, in torch and torch._C._nn."""
+    found = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if isinstance(node, ast.Call):
+            owner, _, name = ast.unparse(node.func).rpartition(".")
+            owners = {"F": F, "torch": torch, "torch._C._nn": torch._C._nn, **({"": F} if cls is None else {})}
+            if owner == "self" and cls is not None:
+                found.add((cls, name))
+            elif owner in owners and name not in (*PLUMBING, function.__name__):
+                found.add((owners[owner], name))
+    return {
+        (o, n) for o, n in found if isinstance(getattr(o, n, None), (types.FunctionType, types.BuiltinFunctionType))
+    }
+
+
+@pytest.mark.parametrize("cls", originals.AS_CALLED, ids=lambda cls: cls.__name__)
+def test_all_that_a_forward_looks_up_is_asked_for(cls):
+    """The tables are checked against PyTorch's source: ``F._verify_batch_size`` was in none."""
+    places = {(id(owner), name) for owner, name in originals.called(cls)}
+    waiting = [(cls.forward, cls)]
+    while waiting:
+        function, of = waiting.pop()
+        for owner, name in looked_up(function, of):
+            if owner is F and (name in ("pad", "interpolate") or "dropout" in name):
+                continue  # what they are replaced for is asked where they are called
+            assert (id(owner), name) in places, f"{cls.__name__}: {owner.__name__}.{name}"
+            value = getattr(owner, name)
+            if isinstance(value, types.FunctionType):
+                assert (id(value), "__code__") in places
+                waiting.append((value, cls if owner is cls else None))

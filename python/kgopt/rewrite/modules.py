@@ -24,6 +24,12 @@ def has_own_methods(module: Any, cls: Any) -> bool:
     return False
 
 
+def hides_parameters(module: Any) -> bool:
+    """Whether an attribute of the instance stands before its weight or bias."""
+    own = module.__dict__
+    return "weight" in own or "bias" in own
+
+
 def guard_methods(module: Any) -> None:
     """In traced code: has the compiler guard that the instance gets no method of its own. ``in`` is not guarded, a
     look-up is.

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules import activation, conv, dropout, instancenorm, linear, normalization
 
 from kgopt.torch_private import nn_functions
 
@@ -37,6 +36,8 @@ _VALUES: dict[tuple[int, str], Any] = {}  # PyTorch's own, by the owner's id and
 
 def _is_torchs(value: Any, name: str) -> bool:
     """Whether an object that is found under a name is the one that PyTorch put there."""
+    if value is None:
+        return name == "_compiled_call_impl"
     if isinstance(value, types.ModuleType):
         return value is sys.modules.get("torch.nn.functional")
     if isinstance(value, _BUILT_IN):
@@ -62,20 +63,31 @@ def _value(place: Place) -> Any:
     owner, name = place
     key = id(owner), name
     if key not in _VALUES:
-        value = getattr(owner, name, _REPLACED)
-        _VALUES[key] = value if _is_torchs(value, name) else _REPLACED
+        if isinstance(owner, types.FunctionType):  # its code or its defaults; whose it is says its own place
+            _VALUES[key] = getattr(owner, name)
+        else:
+            value = getattr(owner, name, _REPLACED)
+            _VALUES[key] = value if _is_torchs(value, name) else _REPLACED
     return _VALUES[key]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What calls look up
 
-_CALLED = ("__call__", "_call_impl")  # by calling a module
+# By calling a module. The last one is None, unless somebody sets it for a class.
+_CALLED = ("__call__", "_call_impl", "_compiled_call_impl")
 
 
 def _found(owner: Any, *names: str) -> tuple[Place, ...]:
-    """Those names that this torch has."""
-    return tuple((owner, name) for name in names if hasattr(owner, name))
+    """Those names that this torch has, and the code of functions, which may be set while the function stays."""
+    places = []
+    for name in names:
+        if hasattr(owner, name):
+            places.append((owner, name))
+            value = getattr(owner, name)
+            if isinstance(value, types.FunctionType):
+                places.append((value, "__code__"))
+    return tuple(places)
 
 
 def _twice(name: str) -> tuple[Place, ...]:
@@ -83,35 +95,33 @@ def _twice(name: str) -> tuple[Place, ...]:
     return _found(_NN, name, f"{name}_")
 
 
+_UPSAMPLE = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d")
+
 # By the function: what it calls.
 _FUNCTIONS: dict[str, tuple[Place, ...]] = {
     "relu": _found(torch, "relu", "relu_"),
-    "leaky_relu": _twice("leaky_relu"),
-    "silu": _twice("silu"),
-    "sigmoid": _found(torch.Tensor, "sigmoid"),
-    "tanh": _found(torch.Tensor, "tanh"),
-    "hardswish": _twice("hardswish"),
-    "hardtanh": _twice("hardtanh"),
-    "elu": _twice("elu"),
-    "mish": _twice("mish"),
-    "group_norm": _found(torch, "group_norm"),
-    "instance_norm": _found(torch, "instance_norm"),
-    "interpolate": _found(
-        _NN,
-        "upsample_nearest1d",
-        "upsample_nearest2d",
-        "upsample_nearest3d",
-        "upsample_linear1d",
-        "upsample_bilinear2d",
-        "upsample_trilinear3d",
-    ),
+    **{name: _twice(name) for name in ("leaky_relu", "silu", "hardswish", "hardtanh", "elu", "mish")},
+    **{name: _found(torch.Tensor, name) for name in ("sigmoid", "tanh")},
+    "group_norm": (*_found(torch, "group_norm"), *_found(F, "_verify_batch_size")),
+    "instance_norm": (*_found(torch, "instance_norm"), *_found(F, "_verify_spatial_size")),
+    "interpolate": _found(_NN, *(f"upsample_{name}" for name in _UPSAMPLE)),
     "pad": _found(_NN, "pad"),
-    "max_pool2d": (*_found(F, "_max_pool2d"), *_found(torch, "max_pool2d")),
-    "max_pool3d": (*_found(F, "_max_pool3d"), *_found(torch, "max_pool3d")),
+    **{f"max_pool{n}d": (*_found(F, f"_max_pool{n}d"), *_found(torch, f"max_pool{n}d")) for n in (2, 3)},
 }
 
 
-_BY_FUNCTION = {getattr(F, name): places for name, places in _FUNCTIONS.items() if hasattr(F, name)}
+def _with_defaults(function: Any, places: tuple[Place, ...]) -> tuple[Place, ...]:
+    """Of a function that code calls by itself: what it is taken to mean hangs on its defaults, too."""
+    if not isinstance(function, types.FunctionType):
+        return places
+    return (*places, (function, "__code__"), (function, "__defaults__"))
+
+
+_BY_FUNCTION = {
+    getattr(F, name): _with_defaults(getattr(F, name), places)
+    for name, places in _FUNCTIONS.items()
+    if hasattr(F, name)
+}
 
 
 def functional(name: str) -> tuple[Place, ...]:
@@ -119,52 +129,49 @@ def functional(name: str) -> tuple[Place, ...]:
     return (*_found(F, name), *_FUNCTIONS.get(name, ()))
 
 
-def _inside(cls: type, module: Any, function: str, *methods: str) -> tuple[Place, ...]:
-    looked_up = functional(function) if function else ()
-    return (*_found(cls, "forward", *methods), *_found(module, "F"), *looked_up)
-
-
-_INSTANCE_METHODS = ("_check_input_dim", "_get_no_batch_dim", "_handle_no_batch_input", "_apply_instance_norm")
-
-# By class: what its forward looks up.
-_INSIDE: dict[type, tuple[Place, ...]] = {
-    nn.GroupNorm: _inside(nn.GroupNorm, normalization, "group_norm"),
-    nn.InstanceNorm2d: _inside(nn.InstanceNorm2d, instancenorm, "instance_norm", *_INSTANCE_METHODS),
-    nn.InstanceNorm3d: _inside(nn.InstanceNorm3d, instancenorm, "instance_norm", *_INSTANCE_METHODS),
-    nn.Conv2d: _inside(nn.Conv2d, conv, "conv2d", "_conv_forward"),
-    nn.Conv3d: _inside(nn.Conv3d, conv, "conv3d", "_conv_forward"),
-    nn.ConvTranspose2d: _inside(nn.ConvTranspose2d, conv, "conv_transpose2d", "_output_padding"),
-    nn.ConvTranspose3d: _inside(nn.ConvTranspose3d, conv, "conv_transpose3d", "_output_padding"),
-    nn.ReLU: _inside(nn.ReLU, activation, "relu"),
-    nn.LeakyReLU: _inside(nn.LeakyReLU, activation, "leaky_relu"),
-    nn.SiLU: _inside(nn.SiLU, activation, "silu"),
-    nn.GELU: _inside(nn.GELU, activation, "gelu"),
-    nn.Sigmoid: (*_found(nn.Sigmoid, "forward"), *_found(torch, "sigmoid")),
-    nn.Tanh: (*_found(nn.Tanh, "forward"), *_found(torch, "tanh")),
-    nn.Hardswish: _inside(nn.Hardswish, activation, "hardswish"),
-    nn.Hardtanh: _inside(nn.Hardtanh, activation, "hardtanh"),
-    nn.ELU: _inside(nn.ELU, activation, "elu"),
-    nn.Mish: _inside(nn.Mish, activation, "mish"),
-    nn.Softplus: _inside(nn.Softplus, activation, "softplus"),
-    nn.Identity: _inside(nn.Identity, linear, ""),
-    nn.Dropout: _inside(nn.Dropout, dropout, "dropout"),
-    nn.Dropout1d: _inside(nn.Dropout1d, dropout, "dropout1d"),
-    nn.Dropout2d: _inside(nn.Dropout2d, dropout, "dropout2d"),
-    nn.Dropout3d: _inside(nn.Dropout3d, dropout, "dropout3d"),
-    nn.AlphaDropout: _inside(nn.AlphaDropout, dropout, "alpha_dropout"),
-    nn.FeatureAlphaDropout: _inside(nn.FeatureAlphaDropout, dropout, "feature_alpha_dropout"),
-    nn.Upsample: _inside(nn.Upsample, sys.modules[nn.Upsample.__module__], "interpolate"),
-    nn.Sequential: _found(nn.Sequential, "forward", "__iter__"),
-}
+_CONV, _TRANSPOSED = ("_conv_forward",), ("_output_padding",)
+_INSTANCE = ("_check_input_dim", "_get_no_batch_dim", "_handle_no_batch_input", "_apply_instance_norm")
 
 # By class: methods that its forward looks up on the instance, beside those that every module's call does.
 METHODS: dict[type, tuple[str, ...]] = {
-    nn.Conv2d: ("_conv_forward",),
-    nn.Conv3d: ("_conv_forward",),
-    nn.ConvTranspose2d: ("_output_padding",),
-    nn.ConvTranspose3d: ("_output_padding",),
-    nn.InstanceNorm2d: _INSTANCE_METHODS,
-    nn.InstanceNorm3d: _INSTANCE_METHODS,
+    **dict.fromkeys((nn.Conv2d, nn.Conv3d), _CONV),
+    **dict.fromkeys((nn.ConvTranspose2d, nn.ConvTranspose3d), _TRANSPOSED),
+    **dict.fromkeys((nn.InstanceNorm2d, nn.InstanceNorm3d), _INSTANCE),
+}
+
+
+def _inside(cls: type, function: str, reads: bool = False) -> tuple[Place, ...]:
+    """``function``: of torch.nn.functional, by the name F of the class's module; ``reads``: it has parameters."""
+    looked_up = functional(function) if function else ()
+    owner = sys.modules[cls.__module__]
+    of_parameters = _found(cls, "__getattr__") if reads else ()
+    return (*_found(cls, "forward", *METHODS.get(cls, ())), *_found(owner, "F"), *looked_up, *of_parameters)
+
+
+# By class: what its forward looks up.
+_INSIDE: dict[type, tuple[Place, ...]] = {
+    nn.GroupNorm: _inside(nn.GroupNorm, "group_norm", True),
+    **{cls: _inside(cls, "instance_norm", True) for cls in (nn.InstanceNorm2d, nn.InstanceNorm3d)},
+    **{getattr(nn, f"Conv{n}d"): _inside(getattr(nn, f"Conv{n}d"), f"conv{n}d", True) for n in (2, 3)},
+    nn.ConvTranspose2d: _inside(nn.ConvTranspose2d, "conv_transpose2d", True),
+    nn.ConvTranspose3d: _inside(nn.ConvTranspose3d, "conv_transpose3d", True),
+    nn.ReLU: _inside(nn.ReLU, "relu"),
+    nn.LeakyReLU: _inside(nn.LeakyReLU, "leaky_relu"),
+    nn.SiLU: _inside(nn.SiLU, "silu"),
+    nn.GELU: _inside(nn.GELU, "gelu"),
+    nn.Sigmoid: (*_found(nn.Sigmoid, "forward"), *_found(torch, "sigmoid")),
+    nn.Tanh: (*_found(nn.Tanh, "forward"), *_found(torch, "tanh")),
+    nn.Hardswish: _inside(nn.Hardswish, "hardswish"),
+    nn.Hardtanh: _inside(nn.Hardtanh, "hardtanh"),
+    nn.ELU: _inside(nn.ELU, "elu"),
+    nn.Mish: _inside(nn.Mish, "mish"),
+    nn.Softplus: _inside(nn.Softplus, "softplus"),
+    nn.Identity: _inside(nn.Identity, ""),
+    **{getattr(nn, f"Dropout{n}"): _inside(getattr(nn, f"Dropout{n}"), f"dropout{n}") for n in ("", "1d", "2d", "3d")},
+    nn.AlphaDropout: _inside(nn.AlphaDropout, "alpha_dropout"),
+    nn.FeatureAlphaDropout: _inside(nn.FeatureAlphaDropout, "feature_alpha_dropout"),
+    nn.Upsample: _inside(nn.Upsample, "interpolate"),
+    nn.Sequential: _found(nn.Sequential, "forward", "__iter__"),
 }
 
 
@@ -177,7 +184,9 @@ def called(cls: type, made: type | None = None) -> tuple[Place, ...]:
     """What a call of a module looks up. ``made``: the subclass of ``cls`` that it has."""
     places = _found(cls, *_CALLED)
     if made is not None:
-        places = tuple(own((made, name), _value((cls, name))) for _, name in places)
+        places = tuple(
+            own((made, name), _value((cls, name))) if owner is cls else (owner, name) for owner, name in places
+        )
     return (*places, *_INSIDE[cls])
 
 
@@ -232,7 +241,8 @@ def _untouched(places: tuple[tuple[_Owner, str], ...]) -> Callable[[], bool]:
     for i, (owner, name) in enumerate(places):
         at = owners.setdefault(owner, f"owner_{len(owners)}")
         names[at], names[f"own_{i}"] = owner.owner, _value((owner.owner, name))
-        terms.append(f"{at}.{name} is own_{i}")
+        same = "==" if name == "__defaults__" else "is"  # in traced code a tuple is another one
+        terms.append(f"{at}.{name} {same} own_{i}")
     names["exporting"] = torch.compiler.is_exporting
     names["recorded"] = functools.partial(_are_recorded, [(owner.owner, name) for owner, name in places])
     text = f"def untouched():\n    return ({' and '.join(terms) or 'True'}) or (exporting() and recorded())"
@@ -263,7 +273,7 @@ def own(place: Place, value: Any) -> Place:
 
 # Now: what is replaced later is to be known from what was there.
 for _place in (
-    *(place for places in _FUNCTIONS.values() for place in places),
+    *(place for places in (*_FUNCTIONS.values(), *_BY_FUNCTION.values()) for place in places),
     *methods(("relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_", "mean", "logsumexp", "flatten", "add")),
     *methods(("__add__", "__iadd__", "__truediv__", "contiguous")),
 ):

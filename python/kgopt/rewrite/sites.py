@@ -22,7 +22,7 @@ from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
 from kgopt.rewrite.known import Known
 from kgopt.rewrite.meanings import ACTIVATION_CLASSES, CONV_MODULES, activation_of, is_identity
-from kgopt.rewrite.modules import guard_methods, has_own_methods, is_as_is, runs_as_is
+from kgopt.rewrite.modules import guard_methods, has_own_methods, hides_parameters, is_as_is, runs_as_is
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 from kgopt.torch_private import FORWARD_AD, LEVEL, len_torch_function_stack, stands_for_a_plain_tensor
 
@@ -68,7 +68,7 @@ def norm_args(norm: Any, x: Tensor | None) -> NormArgs | None:
     With x None nothing is checked but that the parameters are where they belong.
     """
     parameters = norm._parameters  # not norm.weight: nn.Module.__getattr__ takes longer than the rest of this
-    if "weight" not in parameters or "bias" not in parameters:
+    if "weight" not in parameters or "bias" not in parameters or hides_parameters(norm):
         return None
     weight, bias = parameters["weight"], parameters["bias"]
     group = isinstance(norm, nn.GroupNorm)

@@ -24,7 +24,7 @@ from kgopt.rewrite.classes import Part
 from kgopt.rewrite.glue.calls import interpolate_of
 from kgopt.rewrite.glue.search import corner, innermost
 from kgopt.rewrite.meanings import CONV_MODULES, conv_of
-from kgopt.rewrite.modules import is_own_conv
+from kgopt.rewrite.modules import hides_parameters, is_own_conv
 from kgopt.rewrite.watching import OwnMode
 from kgopt.rewrite.wrapped import Wrapped
 from kgopt.torch_private import has_backward_hooks, len_torch_function_stack
@@ -76,7 +76,7 @@ def _takes(module: Any, x: Any) -> bool:
     if not _is_plain(x) or not is_own_conv(module):
         return False
     parameters = module._parameters
-    if "weight" not in parameters or "bias" not in parameters:  # pruned, parametrized
+    if "weight" not in parameters or "bias" not in parameters or hides_parameters(module):  # pruned, parametrized
         return False
     weight, bias = parameters["weight"], parameters["bias"]
     if x.dim() != len(module.kernel_size) + 2 or type(weight) is not nn.Parameter or weight.device != x.device:

@@ -30,7 +30,7 @@ class FollowedSite(Site):
         Under autocast a convolution rounds what it is given to half precision, which a norm's kernel, whose sums are
         fp32 whatever it reads and writes, does as well: the same values, without copies of x and of the result.
         """
-        if self.short:
+        if self.short and keeps_format(operands[self.norm_at]):
             later = self._defer(follower, *operands)
             if later is not None:
                 return later  # type: ignore[return-value]
@@ -39,7 +39,7 @@ class FollowedSite(Site):
     def _defer(self, follower: Any, *operands: Any) -> Normalized | None:
         """The value for later, where ``follower`` is a convolution that computes both."""
         x, norm = operands[-1], operands[self.norm_at]
-        if not keeps_format(norm) or type(x) is not Tensor:
+        if type(x) is not Tensor:
             return None
         if not isinstance(follower, nn.Module) or known.get(follower, "glue") is None:
             return None

@@ -17,7 +17,7 @@ from kgopt.rewrite import carry, known, verdicts, watching
 from kgopt.rewrite.glue import kernels
 from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, recognize
 from kgopt.rewrite.meanings import activation_of, conv_of
-from kgopt.rewrite.modules import guard_methods, is_as_is, is_own_conv
+from kgopt.rewrite.modules import guard_methods, hides_parameters, is_as_is, is_own_conv
 from kgopt.rewrite.watching import any_global_hooks
 from kgopt.torch_private import below_autograd, len_torch_function_stack
 
@@ -79,7 +79,7 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
     if state is None or not state.enabled or type(x) is not Tensor or watching.is_autocast(x):
         return None
     parameters = conv._parameters
-    if "weight" not in parameters or "bias" not in parameters:  # pruned, parametrized
+    if "weight" not in parameters or "bias" not in parameters or hides_parameters(conv):  # pruned, parametrized
         return None
     weight, bias = parameters["weight"], parameters["bias"]
     if type(weight) is not nn.Parameter or weight.dtype is not x.dtype:
