@@ -304,9 +304,11 @@ def conv3d_group_norm_mean(
     On CUDA the convolution's output never reaches memory: the mean after GroupNorm needs its channel means and group
     variances alone. ``groups`` are the convolution's.
     """
-    x, numbers = _padded(x, weight, stride, padding, dilation, 3)
-    rest = (gn_weight, gn_bias, _ints(stride, 3), numbers, _ints(dilation, 3), groups, eps)
-    return _conv3d_group_norm_mean(x, weight, bias, num_groups, *rest, backend=backend, allow_tf32=allow_tf32)
+    x, p = _padded(x, weight, stride, padding, dilation, 3)
+    s, d = _ints(stride, 3), _ints(dilation, 3)
+    return _conv3d_group_norm_mean(
+        x, weight, bias, num_groups, gn_weight, gn_bias, s, p, d, groups, eps, backend=backend, allow_tf32=allow_tf32
+    )
 
 
 def conv_transpose3d_relu_group_norm(
@@ -327,9 +329,10 @@ def conv_transpose3d_relu_group_norm(
     allow_tf32: bool | None = None,
 ) -> Tensor:
     """ConvTranspose3d, ReLU, GroupNorm: ``[N, C, D, H, W]``. ``groups`` are the convolution's."""
-    geometry = (_ints(stride, 3), _ints(padding, 3), _ints(output_padding, 3), groups, _ints(dilation, 3))
-    rest = (num_groups, gn_weight, gn_bias, *geometry, eps)
-    return _conv_transpose3d_relu_group_norm(x, weight, bias, *rest, backend=backend, allow_tf32=allow_tf32)
+    s, p, o, d = _ints(stride, 3), _ints(padding, 3), _ints(output_padding, 3), _ints(dilation, 3)
+    return _conv_transpose3d_relu_group_norm(
+        x, weight, bias, num_groups, gn_weight, gn_bias, s, p, o, groups, d, eps, backend=backend, allow_tf32=allow_tf32
+    )
 
 
 def conv2d_group_norm_tanh_hardswish_residual_logsumexp(
@@ -353,6 +356,8 @@ def conv2d_group_norm_tanh_hardswish_residual_logsumexp(
     On CUDA the convolution runs twice, for its statistics and into the reduction, and its output is never stored.
     ``groups`` are the convolution's.
     """
-    x, numbers = _padded(x, weight, stride, padding, dilation, 2)
-    rest = (gn_weight, gn_bias, _ints(stride, 2), numbers, _ints(dilation, 2), groups, eps)
-    return _conv_lse(x, weight, bias, num_groups, *rest, backend=backend, allow_tf32=allow_tf32)
+    x, p = _padded(x, weight, stride, padding, dilation, 2)
+    s, d = _ints(stride, 2), _ints(dilation, 2)
+    return _conv_lse(
+        x, weight, bias, num_groups, gn_weight, gn_bias, s, p, d, groups, eps, backend=backend, allow_tf32=allow_tf32
+    )
