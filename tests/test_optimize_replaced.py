@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch._dynamo.backends.debugging import aot_eager
 
 import kgopt
+from kgopt import torch_private
 from kgopt.rewrite import glue, originals
 from kgopt.rewrite.backend import rewrite_graph
 from replaced_ways import MODELS, WAYS, make
@@ -181,7 +182,11 @@ def looked_up(function, cls=None):
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
         if isinstance(node, ast.Call):
             owner, _, name = ast.unparse(node.func).rpartition(".")
-            owners = {"F": F, "torch": torch, "torch._C._nn": torch._C._nn, **({"": F} if cls is None else {})}
+            owners = {"F": F, "torch": torch}
+            if vars(torch_private.nn_functions):  # not missing
+                owners["torch._C._nn"] = torch_private.nn_functions
+            if cls is None:
+                owners[""] = F
             if owner == "self" and cls is not None:
                 found.add((cls, name))
             elif owner in owners and name not in (*PLUMBING, function.__name__):

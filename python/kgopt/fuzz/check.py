@@ -31,6 +31,7 @@ ONLY_THEIRS = (
     "not implemented for",
     "does not have a device",
     "needs to be contiguous",
+    "grad_weight must be contiguous",  # of the CPU, in float64, of x with odd strides for sizes of 1
     "unable to find an engine",
     "CUDNN",
     "cuDNN",
