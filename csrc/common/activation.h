@@ -33,6 +33,8 @@ enum class Act : int {
 
 inline constexpr const char* kActNames[] = {"none", "relu",      "leaky_relu", "silu", "gelu", "gelu_tanh", "sigmoid",
                                             "tanh", "hardswish", "hardtanh",   "elu",  "mish", "softplus"};
+static_assert(sizeof(kActNames) / sizeof(kActNames[0]) == size_t(Act::kCount), "a name for each activation, in order");
+static_assert(int(Act::kCount) <= 16, "ActChain has four bits for each");
 
 // A chain of at most kMaxActs activations, applied in order. Four bits each, so that it travels by value.
 struct ActChain {

@@ -135,7 +135,7 @@ CONV_MODULES: dict[type, str] = {
 
 
 def conv_of(module: Any) -> str | None:
-    """Which convolution exactly this module is, also where its class was replaced by rewrite/glue.py."""
+    """Which convolution exactly this module is, also where its class was replaced by rewrite/glue/."""
     return CONV_MODULES.get(original_class(module) or type(module))
 
 

@@ -69,8 +69,8 @@ inline KnownDivisor known_divisor(int64_t divisor) {
 }
 
 // Column x of a tap's c_tile columns holds this output channel of the tile: a thread then finds 8 neighbouring channels
-// in its accumulators of 32 columns.
-// neighbouring (fp32: two times 4, so that neighbouring threads store neighbouring pieces of 16 bytes).
+// in its accumulators of 32 columns (fp32: two times 4, so that neighbouring threads store neighbouring pieces of 16
+// bytes).
 KGOPT_HD int tap_columns_channel(int x, bool half) {
   const int thread = x % 8 / 2, i = x % 32 / 8 * 2 + x % 2;
   return x / 32 * 32 + (half ? thread * 8 + i : i / 4 * 16 + thread * 4 + i % 4);
