@@ -252,13 +252,16 @@ def _untouched(places: tuple[tuple[_Owner, str], ...]) -> Callable[[], bool]:
 
 
 def _are_recorded(places: list[Place]) -> bool:
-    """Whether all is PyTorch's own, but for the ``nn.Module.__call__`` with which torch.export notes who calls whom."""
+    """Whether all is PyTorch's own, but for the ``nn.Module.__call__`` and ``__getattr__`` of torch.export.
+
+    With these it notes who calls whom, and which parameter is read.
+    """
     for owner, name in places:
         now, genuine = getattr(owner, name, None), _value((owner, name))
         if now is genuine:
             continue
         code = getattr(now, "__code__", None)
-        if name != "__call__" or getattr(now, "__wrapped__", None) is not genuine or code is None:
+        if name not in ("__call__", "__getattr__") or getattr(now, "__wrapped__", None) is not genuine or code is None:
             return False
         if not code.co_filename.startswith(_TORCH):
             return False
