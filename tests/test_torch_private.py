@@ -276,19 +276,25 @@ GIVEN_UP = {
 
 @pytest.mark.slow
 def test_the_suite_passes_without_any():
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "--show-capture=no"),
-            *("-k", " and ".join(f"not {name.strip('[]')}" for name in GIVEN_UP)),
-            *(str(TESTS / f"test_{name}.py") for name in SELECTION),
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "KGOPT_WITHOUT_PRIVATE": "1", "PYTHONPATH": str(PACKAGE.parent), "PYTEST_ADDOPTS": ""},
-        cwd=TESTS.parent,
-        timeout=1500,
-    )
-    assert run.returncode == 0, run.stdout[-6000:]
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert passed is not None, run.stdout[-2000:]
-    assert int(passed.group(1)) > 300, run.stdout[-2000:]
+    """A process a file: after some 700 of these tests in one process PyTorch's own operations stop recording gradients,
+    which no test among them does by itself.
+    """
+    passed = 0
+    for name in SELECTION:
+        run = subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "--show-capture=no"),
+                *("-k", " and ".join(f"not {name.strip('[]')}" for name in GIVEN_UP)),
+                str(TESTS / f"test_{name}.py"),
+            ],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "KGOPT_WITHOUT_PRIVATE": "1", "PYTHONPATH": str(PACKAGE.parent), "PYTEST_ADDOPTS": ""},
+            cwd=TESTS.parent,
+            timeout=1500,
+        )
+        assert run.returncode == 0, run.stdout[-6000:]
+        found = re.search(r"(\d+) passed", run.stdout)
+        assert found is not None, run.stdout[-2000:]
+        passed += int(found.group(1))
+    assert passed > 300
