@@ -269,3 +269,10 @@ def test_json_is_there_when_the_search_is_killed(tmp_path):
 def test_unknown_op_is_refused(capsys):
     assert main(["fuzz", "--device", "cpu", "--op", "softmax", "--calls", "1"]) == 2
     assert "--op is 'softmax', expected one of: activation" in capsys.readouterr().err
+
+
+def test_json_names_no_folder_of_the_machine():
+    """A traceback of a finding named the folder of the environment in which the search had run."""
+    from kgopt.cli.fuzz import without_machine
+
+    assert without_machine(f'File \\"{torch.__file__}\\", line 1') == 'File \\"torch/__init__.py\\", line 1'

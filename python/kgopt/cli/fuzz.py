@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,13 @@ def _report_json(report: Report, args: argparse.Namespace, workers: int) -> dict
     }
 
 
+def without_machine(text: str) -> str:
+    """Tracebacks and native frames without the folders of this machine's Python, from the packages' names on."""
+    for folder in (sysconfig.get_path("purelib"), str(Path(__file__).parents[2]), sys.prefix, sys.base_prefix):
+        text = text.replace(f"{folder}/", "")
+    return text
+
+
 def _write(path: Path, text: str) -> None:
     """Whole or not at all: the search may be ended by force at any time."""
     beside = path.with_name(path.name + ".part")
@@ -124,7 +132,7 @@ def run_fuzz(args: argparse.Namespace) -> int:
     def keep(report: Report) -> None:
         if args.json:
             text = json.dumps({"environment": said, **_report_json(report, args, workers)}, indent=1) + "\n"
-            _write(Path(args.json), text)
+            _write(Path(args.json), without_machine(text))
 
     report = search(
         [(k, _SHARES[k]) for k in chosen],
