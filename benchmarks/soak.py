@@ -7,8 +7,8 @@ Two copies of a model, one as it is (eager PyTorch) and one optimized, get the s
 and forward and backward, mixed, at shapes drawn anew from a few sizes of every dim, some of them seen once. After the
 first calls (``--warm``) and at the end the memory is read, behind a call at one fixed shape: of the device, what live
 tensors hold; of the host, the resident set. Passes if the device's memory is what it was, and the optimized model's
-host memory has grown by at most ``--slack`` MiB more than eager's. The two run in separate processes, one after the
-other, so that what one leaves behind is not the other's.
+host memory has grown by at most ``--slack`` MiB more than eager's. The two run in separate processes, so that what one
+leaves behind is not the other's: one after the other, or with ``--together`` at the same time.
 """
 
 from __future__ import annotations
@@ -169,16 +169,21 @@ def judge(eager: dict[str, Any], ours: dict[str, Any], slack: float) -> list[str
 def pair(settings: argparse.Namespace) -> list[dict[str, Any]]:
     """Every process's eager and optimized run."""
     out: list[dict[str, Any]] = [{"seed": settings.seed + i} for i in range(settings.processes)]
-    for name, optimized in (("eager", False), ("optimized", True)):
-        started = [alone(optimized, settings, row["seed"]) for row in out]
-        for row, (process, receiver) in zip(out, started, strict=True):
+    kinds = {"eager": False, "optimized": True}
+
+    def start(name: str) -> list[tuple[Any, Any]]:
+        return [alone(kinds[name], settings, row["seed"]) for row in out]
+
+    started = {name: start(name) for name in kinds} if settings.together else {}
+    for name in kinds:
+        for row, (process, receiver) in zip(out, started.get(name) or start(name), strict=True):
             try:
                 row[name] = receiver.recv()
             except EOFError:
                 process.join()
                 raise RuntimeError(f"the {name} run ended with exit status {process.exitcode}") from None
             process.join()
-        if not settings.seconds:
+        if settings.together or not settings.seconds:
             continue
         # As many calls of ours as eager made in the time, so that the two can be compared.
         settings = argparse.Namespace(**{**vars(settings), "calls": max(row[name]["calls"] for row in out)})
@@ -192,9 +197,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=200_000, help="of each of the two (default: 200,000)")
-    parser.add_argument("--seconds", type=float, default=0, help="end the eager run after so long; ours makes as many")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0,
+        help="end eager after so long, ours after as many calls; --together: each so long",
+    )
     parser.add_argument("--warm", type=int, default=1000, help="calls before memory is read first (default: 1,000)")
     parser.add_argument("--processes", type=int, default=1, help="pairs side by side")
+    parser.add_argument("--together", action="store_true", help="eager and optimized at the same time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--width", type=int, default=16, help="channels of the model (a multiple of 4)")
     parser.add_argument("--largest", type=int, default=32, help="largest height and width (even)")

@@ -52,8 +52,8 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "group_norm_mean_backward(Tensor dout, Tensor x, Tensor channel_mean, Tensor mean, Tensor rstd, int num_groups, "
       "Tensor? weight=None) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "group_norm_tanh_hardswish_residual_logsumexp_backward(Tensor dlse, Tensor x, Tensor lse, Tensor mean, "
-      "Tensor rstd, int num_groups, Tensor? weight=None, Tensor? bias=None) -> (Tensor, Tensor, Tensor)");
+      "group_norm_tanh_hardswish_residual_logsumexp_backward(Tensor dlse, Tensor x, Tensor mean, Tensor rstd, "
+      "int num_groups, Tensor? weight=None, Tensor? bias=None) -> (Tensor, Tensor, Tensor)");
 
   // Pointwise and reductions.
   m.def("activation(Tensor x, str act) -> Tensor");

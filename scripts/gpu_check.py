@@ -41,14 +41,13 @@ class Job:
 def _jobs(out: Path, seed: int, minutes: float) -> dict[str, Job]:
     py = sys.executable
     fuzz = (py, "-m", "kgopt", "fuzz", "--device", "cuda", "--seed", str(seed), "--workers", "{n}")
-    soak = (py, str(ROOT / "benchmarks/soak.py"), "--calls", "200000")
+    soak = (py, str(ROOT / "benchmarks/soak.py"), "--calls", "200000", "--together", "--seconds", f"{50 * minutes:.0f}")
     pytest = (py, "-m", "pytest", "-q", "-rf", "-m", "gpu", "-p", "no:cacheprovider", "-n", "{n}", str(ROOT / "tests"))
     jobs = {
-        "tests": Job(pytest, 6),
-        "fuzz": Job((*fuzz, "--kind", "ops", "--calls", "100000", "--json", str(out / "fuzz.json")), 4),
+        "tests": Job(pytest, 8),
+        "fuzz": Job((*fuzz, "--kind", "ops", "--calls", "100000", "--json", str(out / "fuzz.json")), 5),
         "networks": Job((*fuzz, "--kind", "networks", "--calls", "500", "--json", str(out / "networks.json")), 3),
-        # Eager first, ours after it: together they end before the limit.
-        "soak": Job((*soak, "--seconds", f"{20 * minutes:.0f}", "--json", str(out / "soak.json"))),
+        "soak": Job((*soak, "--json", str(out / "soak.json")), 2),
     }
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         jobs[tool] = Job((py, str(ROOT / "scripts/sanitize.py"), tool, "--jobs={n}"))

@@ -381,11 +381,11 @@ def norm_lse_cases() -> None:
                 tensor(3, channels, *spatial, dtype=dtype, channels_last=last),
                 tensor(channels, dtype=dtype),
                 tensor(channels, dtype=dtype),
-                *(tensor(3, 1, *spatial, dtype=stats) for _ in range(2)),
+                tensor(3, 1, *spatial, dtype=stats),
                 tensor(3, groups, dtype=stats),
                 tensor(3, groups, dtype=stats).abs(),
                 backward=False,
-                call=lambda x, w, b, dlse, lse, mean, rstd, g=groups: backward(dlse, x, lse, mean, rstd, g, w, b),
+                call=lambda x, w, b, dlse, mean, rstd, g=groups: backward(dlse, x, mean, rstd, g, w, b),
             )
 
 

@@ -35,6 +35,8 @@ def outcome(run, tensors):
 
 def assert_alike(ours, theirs, *tensors, what=""):
     mine, expected = outcome(ours, tensors), outcome(theirs, tensors)
+    if expected == "refused" != mine:  # a norm of no channels is refused by 2.11's CUDA kernel alone
+        expected = outcome(theirs, [t.cpu() for t in tensors])
     assert mine == expected, f"{what}: {mine}, PyTorch {expected}"
 
 

@@ -73,8 +73,9 @@ def test_activation_of_what_is_not_finite(act, dtype, device):
     y.backward(dy)
     right.backward(dy)
     # A slope that is 0 in one of the two alone, times infinity, is NaN in that one: where it underflows, and where
-    # PyTorch rounds what comes between two activations.
-    vague = arbitrary(act, x, device) | (dy.isinf() & (x.abs() >= (3 if "+" in act else 100)))
+    # PyTorch rounds what comes between two activations, or tanh's and sigmoid's result, of which it takes the slope.
+    rounds = "+" in act or (dtype.itemsize < 4 and act in ("tanh", "sigmoid"))
+    vague = arbitrary(act, x, device) | (dy.isinf() & (x.abs() >= (3 if rounds else 100)))
     for mine, expected in ((y, right), (ours.grad, theirs.grad)):
         wrong = (places(mine) != places(expected)) & ~vague
         cases = {(a, b) for a, b in zip(x[wrong].tolist(), dy[wrong].tolist(), strict=True)}

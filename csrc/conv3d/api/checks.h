@@ -165,6 +165,10 @@ inline ConvGradients all_gradients(const Tensor& x, const SomeConvGradients& g) 
   return {one(0), one(1), one(2)};
 }
 
+// cuDNN has kernels of gradients that fail where an address is no multiple of 16, and with them the CUDA context.
+inline bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
+inline Tensor aligned(const Tensor& t) { return is_aligned(t) ? t : torch::stable::clone(t); }
+
 // Those of `mask` from ATen, in the layouts of x and of the weight.
 inline SomeConvGradients conv_gradients_aten(const Tensor& dy, const Tensor& x, const Tensor& weight,
                                              const ConvShape& s, const IntArray& stride, const IntArray& padding,
@@ -172,6 +176,10 @@ inline SomeConvGradients conv_gradients_aten(const Tensor& dy, const Tensor& x, 
                                              const std::array<bool, 3>& mask) {
   if (!mask[0] && !mask[1] && !mask[2]) return {};
   const Tensor narrow = as_type_of(weight, x);
+  if (x.is_cuda() && !(is_aligned(dy) && is_aligned(x) && is_aligned(narrow))) {
+    return conv_gradients_aten(aligned(dy), aligned(x), aligned(narrow), s, stride, padding, dilation, output_padding,
+                               mask);
+  }
   Tensor dx, dweight, dbias;
   auto results = [&] {
     SomeConvGradients result;

@@ -1,12 +1,12 @@
-// With xhat = (x - mean) rstd, z = xhat weight + bias, r = x + hardswish(tanh(z)), e = exp(r - lse):
+// With xhat = (x - mean) rstd, z = xhat weight + bias, r = x + hardswish(tanh(z)), e = exp(r - max_channels x):
 //   p  = dlse e / sum_channels e                                  the gradient of r
 //   dz = p (1 - tanh(z)^2) (tanh(z) / 3 + 1/2)                    |tanh| < 3: hardswish's middle piece
 //   dx = p + rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
-// The sum over channels would be 1 if x were what the forward took lse of. But x is a convolution computed again, by
-// another kernel or rounded to a half type, and where one channel has all of the sum, the difference of the roundings
-// would be all of p's error: lse only keeps e in range.
+// The forward's logsumexp is of no use here: x is a convolution computed again, by another kernel or rounded to a half
+// type, which at 3e4 moves it by 128 and exp(r - lse) out of range.
 //
-// Three passes over x that compute e alike: the first gives dlse / sum, the second adds up dz, the third stores dx. A
+// Three passes over x that compute e alike: the first gives dlse / sum and the maximum, the second adds up dz, the third
+// stores dx. A
 // thread's tile is a vector along the innermost dim and kSteps steps along the other one; it reads what belongs to a
 // position once for all the channels it has.
 #include "groupnorm/lse_backward/lse_backward.h"
@@ -35,13 +35,32 @@ __device__ __forceinline__ float tanh_of(float z) {
 
 template <typename Acc>
 struct Position {
-  Acc share, shift;  // dlse / sum, lse
+  Acc share, shift;  // dlse / sum, the largest x
 };
 
 template <typename Acc>
-__device__ __forceinline__ Acc shift_of(Acc lse) {
-  return lse == -Acc(INFINITY) ? Acc(0) : lse;  // a position of -inf alone: zeros, not NaN
+__device__ __forceinline__ Acc shift_of(Acc largest) {
+  return largest == -Acc(INFINITY) ? Acc(0) : largest;  // a position of -inf alone: zeros, not NaN
 }
+
+// A sum of e over some channels, with the largest x of these as its shift. NaN is no maximum, but comes into the sum.
+template <typename Acc>
+struct ExpSum {
+  Acc largest, sum;
+
+  static __device__ __forceinline__ ExpSum none() { return {-Acc(INFINITY), Acc(0)}; }
+  // Shifts by `other` from now on, where it is larger.
+  __device__ __forceinline__ void raise(Acc other) {
+    const Acc before = largest;
+    largest = max(largest, other);
+    sum *= exp(before - shift_of(largest));
+  }
+  __device__ __forceinline__ void add(ExpSum other) {
+    raise(other.largest);
+    other.raise(largest);
+    sum += other.sum;
+  }
+};
 
 template <typename Acc>
 __device__ __forceinline__ Acc share_of(Acc dlse, Acc sum) {
@@ -58,7 +77,7 @@ __device__ __forceinline__ Exponential<Acc> exponential_of(const AffineRow<Acc>&
   Exponential<Acc> r;
   r.xhat = (x - row.mean) * row.rstd;
   r.t = tanh_of(r.xhat * row.weight + row.bias);
-  // x and lse may be large and near each other: their difference first.
+  // x and the shift may be large and near each other: their difference first.
   r.e = exp((x - shift) + r.t * (r.t + Acc(3)) * Acc(1.0 / 6));
   return r;
 }
@@ -108,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   using Acc = acc_t<T>;
   constexpr int kTile = 32 * kVec, kChannels = kWarps * kChannelSteps;
   __shared__ AffineRow<Acc> rows[kChannels];
-  __shared__ Acc shared[kWarps][kTile];
+  __shared__ ExpSum<Acc> shared[kWarps][kTile];
   wait_for_prerequisites();
   let_dependents_start();
   const GroupNormDims& d = p.dims;
@@ -117,9 +136,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int64_t at = blockIdx.x % tiles * kTile + lane * kVec;
   const bool valid = at < d.s;
   const T* const x = static_cast<const T*>(p.x) + n * d.c * d.s + at;
-  Acc sums[kVec] = {};
-  Vec<Acc, kVec> lse;
-  if (valid) lse = load_vec<Acc, kVec>(static_cast<const Acc*>(p.lse) + n * d.s + at);
+  ExpSum<Acc> sums[kVec];
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) sums[j] = ExpSum<Acc>::none();
   for (int64_t base = 0; base < d.c; base += kChannels) {
     const int64_t first = base + warp * kChannelSteps;
     const int count = valid ? static_cast<int>(min(int64_t(kChannelSteps), d.c - first)) : 0;
@@ -133,14 +152,25 @@ __global__ void __launch_bounds__(kThreads, 4)
       rows[threadIdx.x] = make_affine_row<Acc>(p.affine, n, base + threadIdx.x);
     }
     __syncthreads();
+    Acc largest[kVec], values[kVec];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) largest[j] = sums[j].largest;
+#pragma unroll
+    for (int i = 0; i < kChannelSteps; ++i) {
+      if (i >= count) break;
+      unpack(xs[i], values);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) largest[j] = max(largest[j], values[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) sums[j].raise(largest[j]);
 #pragma unroll
     for (int i = 0; i < kChannelSteps; ++i) {
       if (i >= count) break;
       const AffineRow<Acc> row = rows[warp * kChannelSteps + i];
-      Acc values[kVec];
       unpack(xs[i], values);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) sums[j] += exponential_of(row, shift_of(lse.v[j]), values[j]).e;
+      for (int j = 0; j < kVec; ++j) sums[j].sum += exponential_of(row, shift_of(sums[j].largest), values[j]).e;
     }
   }
 #pragma unroll
@@ -148,13 +178,15 @@ __global__ void __launch_bounds__(kThreads, 4)
   __syncthreads();
   if (warp != 0 || !valid) return;
   const Vec<Acc, kVec> dlse = load_vec<Acc, kVec>(static_cast<const Acc*>(p.dlse) + n * d.s + at);
-  Vec<Acc, kVec> shares;
+  Vec<Acc, kVec> shares, shifts;
 #pragma unroll
   for (int j = 0; j < kVec; ++j) {
-    for (int w = 1; w < kWarps; ++w) sums[j] += shared[w][lane + j * 32];
-    shares.v[j] = share_of(dlse.v[j], sums[j]);
+    for (int w = 1; w < kWarps; ++w) sums[j].add(shared[w][lane + j * 32]);
+    shares.v[j] = share_of(dlse.v[j], sums[j].sum);
+    shifts.v[j] = shift_of(sums[j].largest);
   }
   store_vec<Acc, kVec>(static_cast<Acc*>(p.shares) + n * d.s + at, shares);
+  store_vec<Acc, kVec>(static_cast<Acc*>(p.shifts) + n * d.s + at, shifts);
 }
 
 // The same for channels_last: `lanes` threads of a warp, a power of two, take the channels of a position.
@@ -168,13 +200,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int lane = threadIdx.x % lanes, walker = threadIdx.x / lanes, walkers = kThreads / lanes;
   const int64_t slice = blockIdx.x % p.plan.share_slices, n = blockIdx.x / p.plan.share_slices;
   const T* const x = static_cast<const T*>(p.x) + n * d.s * d.c;
-  const Acc* const lse = static_cast<const Acc*>(p.lse) + n * d.s;
   const int64_t step = int64_t(walkers) * kPositionSteps;
   const int64_t end = min((slice + 1) * p.plan.share_slice_length, d.s);
   AffineRow<Acc> rows[kVec];
   int64_t loaded = -1;  // the channel of rows[0]
   for (int64_t base = slice * p.plan.share_slice_length; base < end; base += step) {
-    Acc sums[kPositionSteps] = {};
+    ExpSum<Acc> sums[kPositionSteps];
+#pragma unroll
+    for (int i = 0; i < kPositionSteps; ++i) sums[i] = ExpSum<Acc>::none();
     for (int64_t channel = lane * kVec; channel < d.c; channel += lanes * kVec) {
       Vec<T, kVec> xs[kPositionSteps];
 #pragma unroll
@@ -191,20 +224,27 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int i = 0; i < kPositionSteps; ++i) {
         const int64_t position = base + walker + i * walkers;
         if (position >= end) break;
-        const Acc shift = shift_of(lse[position]);
         Acc values[kVec];
         unpack(xs[i], values);
+        Acc largest = values[0];
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) sums[i] += exponential_of(rows[j], shift, values[j]).e;
+        for (int j = 1; j < kVec; ++j) largest = max(largest, values[j]);
+        sums[i].raise(largest);
+        const Acc shift = shift_of(sums[i].largest);
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) sums[i].sum += exponential_of(rows[j], shift, values[j]).e;
       }
     }
 #pragma unroll
     for (int i = 0; i < kPositionSteps; ++i) {
-      for (int reach = lanes / 2; reach > 0; reach /= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], reach);
+      for (int reach = lanes / 2; reach > 0; reach /= 2) {
+        sums[i].add({__shfl_xor_sync(~0u, sums[i].largest, reach), __shfl_xor_sync(~0u, sums[i].sum, reach)});
+      }
       const int64_t position = base + walker + i * walkers;
       if (lane == 0 && position < end) {
         const int64_t to = n * d.s + position;
-        static_cast<Acc*>(p.shares)[to] = share_of(static_cast<const Acc*>(p.dlse)[to], sums[i]);
+        static_cast<Acc*>(p.shares)[to] = share_of(static_cast<const Acc*>(p.dlse)[to], sums[i].sum);
+        static_cast<Acc*>(p.shifts)[to] = shift_of(sums[i].largest);
       }
     }
   }
@@ -231,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_lse_rows_kernel(const __grid
   const T* const x = static_cast<const T*>(p.x) + row;
   T* const dx = static_cast<T*>(p.dx) + row;
   const Acc* const shares = static_cast<const Acc*>(p.shares) + n * d.s;
-  const Acc* const lse = static_cast<const Acc*>(p.lse) + n * d.s;
+  const Acc* const shifts = static_cast<const Acc*>(p.shifts) + n * d.s;
   const int64_t end = min((slice + 1) * p.slice_length, d.s);
   Acc sums[kChannelSteps][2] = {};
   for (int64_t at = slice * p.slice_length + threadIdx.x * kVec; at < end; at += kThreads * kVec) {
@@ -240,10 +280,10 @@ __global__ void __launch_bounds__(kThreads, 2) norm_lse_rows_kernel(const __grid
     for (int i = 0; i < kChannelSteps; ++i) {
       if (i < count) xs[i] = load_vec<T, kVec>(x + i * d.s + at);
     }
-    const Vec<Acc, kVec> g = load_vec<Acc, kVec>(shares + at), l = load_vec<Acc, kVec>(lse + at);
+    const Vec<Acc, kVec> g = load_vec<Acc, kVec>(shares + at), l = load_vec<Acc, kVec>(shifts + at);
     Position<Acc> here[kVec];
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) here[j] = {g.v[j], shift_of(l.v[j])};
+    for (int j = 0; j < kVec; ++j) here[j] = {g.v[j], l.v[j]};
 #pragma unroll
     for (int i = 0; i < kChannelSteps; ++i) {
       if (i >= count) break;
@@ -301,7 +341,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const T* const x = static_cast<const T*>(p.x) + n * d.s * d.c + channel;
     T* const dx = static_cast<T*>(p.dx) + n * d.s * d.c + channel;
     const Acc* const shares = static_cast<const Acc*>(p.shares) + n * d.s;
-    const Acc* const lse = static_cast<const Acc*>(p.lse) + n * d.s;
+    const Acc* const shifts = static_cast<const Acc*>(p.shifts) + n * d.s;
     const int64_t end = min((slice + 1) * p.slice_length, d.s);
     for (int64_t at = slice * p.slice_length + walker; at < end; at += int64_t(geometry.walkers) * kPositionSteps) {
       Vec<T, kVec> xs[kPositionSteps];
@@ -311,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const int64_t position = at + int64_t(i) * geometry.walkers;
         if (position < end) {
           xs[i] = load_vec<T, kVec>(x + position * d.c);
-          here[i] = {shares[position], shift_of(lse[position])};
+          here[i] = {shares[position], shifts[position]};
         }
       }
 #pragma unroll

@@ -11,8 +11,8 @@ namespace kgopt {
 
 struct NormLseBackwardParams : GroupNormPassesBwdParams {
   const void* dlse = nullptr;  // [N, S], accumulation type
-  const void* lse = nullptr;   // [N, S], accumulation type
   void* shares = nullptr;      // [N, S], accumulation type, scratch
+  void* shifts = nullptr;      // the same
   NormLseBackwardPlan plan;    // slices and slice_length above are its
 };
 

@@ -6,22 +6,21 @@
 namespace kgopt {
 namespace {
 
-// [N, 1, *] of the statistics' dtype, as the forward gives it.
-void check_reduced(const char* op, const char* arg, const Tensor& t, const Tensor& x) {
+// [N, 1, *] of the statistics' dtype, as the forward gives its result.
+void check_dlse(const char* op, const Tensor& dlse, const Tensor& x) {
   IntArray shape = sizes_of(x);
   shape[1] = 1;
-  check_same_device(op, arg, t, x);
-  check_shape(op, arg, t, shape);
-  KGOPT_CHECK(t.scalar_type() == stats_type(x), op, ": ", arg, " has dtype ", scalar_type_name(t.scalar_type()),
+  check_same_device(op, "dlse", dlse, x);
+  check_shape(op, "dlse", dlse, shape);
+  KGOPT_CHECK(dlse.scalar_type() == stats_type(x), op, ": dlse has dtype ", scalar_type_name(dlse.scalar_type()),
               ", expected the dtype of statistics, ", scalar_type_name(stats_type(x)));
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tensor lse, Tensor mean, Tensor rstd,
+std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tensor mean, Tensor rstd,
                                                      int64_t num_groups, OptTensor weight, OptTensor bias) {
   const char* const op = "group_norm_tanh_hardswish_residual_logsumexp_backward";
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
-  check_reduced(op, "dlse", dlse, x);
-  check_reduced(op, "lse", lse, x);
+  check_dlse(op, dlse, x);
   check_group_statistics(op, mean, rstd, x, d);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const DeviceInfo info = check_gpu(op, x);
@@ -30,7 +29,6 @@ std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tens
   if (d.numel() == 0) return gradients;
   const Tensor dense = dense_in(x, format);
   const Tensor dense_dlse = dense_in(dlse, MemoryFormat::Contiguous);
-  const Tensor dense_lse = dense_in(lse, MemoryFormat::Contiguous);
   const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
   const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
@@ -38,9 +36,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tens
   p.dims = d;
   p.x = dense.const_data_ptr();
   p.dlse = dense_dlse.const_data_ptr();
-  p.lse = dense_lse.const_data_ptr();
   bool aligned = true;
-  for (const void* t : {p.x, p.dlse, p.lse, std::get<0>(gradients).const_data_ptr()}) {
+  for (const void* t : {p.x, p.dlse, std::get<0>(gradients).const_data_ptr()}) {
     aligned = aligned && reinterpret_cast<uintptr_t>(t) % 16 == 0;
   }
   p.plan = plan_norm_lse_backward(d, aligned, info.sm_count);
@@ -48,8 +45,10 @@ std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tens
   p.slice_length = p.plan.slice_length;
   Workspace workspace(x);
   const int64_t shares = workspace.reserve(d.n * d.s * acc_size(d));
+  const int64_t shifts = workspace.reserve(d.n * d.s * acc_size(d));
   prepare_backward_passes(op, x, dense_mean, dense_rstd, w, b, gradients, &workspace, &p);
   p.shares = workspace.at<void>(shares);
+  p.shifts = workspace.at<void>(shifts);
   raise_on_error(op, run_norm_lse_backward(p, stream_of(x)));
   return gradients;
 }

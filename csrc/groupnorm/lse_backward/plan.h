@@ -25,7 +25,7 @@ struct NormLseBackwardPlan {
   int64_t slices = 1, slice_length = 0, blocks = 0;
 };
 
-// aligned: x, dx, dlse and lse start at a multiple of 16 bytes.
+// aligned: x, dx and dlse start at a multiple of 16 bytes.
 inline NormLseBackwardPlan plan_norm_lse_backward(const GroupNormDims& d, bool aligned, int sm_count) {
   NormLseBackwardPlan p;
   auto refuse = [&](const char* why) {
@@ -34,7 +34,7 @@ inline NormLseBackwardPlan plan_norm_lse_backward(const GroupNormDims& d, bool a
     return p;
   };
   if (d.numel() == 0) return refuse("x has no elements");
-  // Vectors where every row of x and of lse starts at one; float64, whose exponentials are long, has code for single
+  // Vectors where every row of x and of dlse starts at one; float64, whose exponentials are long, has code for single
   // values.
   const int64_t innermost = d.channels_last ? d.c : d.s;
   p.vector = d.dtype != Dtype::kFloat64 && aligned && innermost % kLseVector == 0 ? kLseVector : 1;

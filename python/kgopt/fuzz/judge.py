@@ -52,7 +52,7 @@ def _kinds(t: Tensor) -> Tensor:
 
 def _factors(elements: int) -> tuple[float, float]:
     """Of noise in the norm and in the largest element: few elements have little to average."""
-    return 3.0 + 6 / max(elements, 1) ** 0.5, 6.0 + 12 / max(elements, 1) ** 0.5
+    return 4.0 + 8 / max(elements, 1) ** 0.5, 8.0 + 16 / max(elements, 1) ** 0.5
 
 
 def _first(where: Tensor) -> list[int]:

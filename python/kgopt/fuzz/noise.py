@@ -34,6 +34,8 @@ class Noise:
 
     ``step``: relative, behind each function, what PyTorch rounds there. ``inner``: of the arithmetic inside a function.
     ``product``: of the operands of a convolution. ``cut``: these are cut off instead of rounded, which adds up.
+    ``tf32``: the operands are what they are in TF32, rounded or cut, instead of disturbed: those of a constant tensor
+    are all off by the same.
     """
 
     step: float
@@ -41,14 +43,16 @@ class Noise:
     product: float
     floor: float
     cut: bool
+    tf32: bool
     seed: int
 
     @staticmethod
     def of(dtype: str, tf32: bool, seed: int) -> Noise:
         """Of one sample; ``dtype`` is that of the tensors, or autocast's."""
         inner = _UNITS["float64"] if dtype == "float64" else _UNITS["float32"]
-        product = _TF32 if tf32 and dtype == "float32" else inner
-        return Noise(2 * _UNITS[dtype], 2 * inner, 2 * product, _SMALLEST[dtype], seed % 3 == 2, seed)
+        tf32 = tf32 and dtype == "float32"
+        product, step = _TF32 if tf32 else inner, _UNITS[dtype]
+        return Noise(2 * step, 2 * inner, 2 * product, _SMALLEST[dtype], seed % 3 == 2, tf32 and seed % 4 == 2, seed)
 
 
 class _Rounded(torch.autograd.Function):
@@ -65,6 +69,23 @@ class _Rounded(torch.autograd.Function):
         return _disturbed(dy, back, floor, generator, False), None, None, None, None, None
 
 
+class _Tf32(torch.autograd.Function):
+    """x in TF32, and its gradient times 1 + noise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, back: float, floor: float, cut: bool, generator: Any) -> Tensor:
+        ctx.more = back, floor, generator
+        bits = x.float().view(torch.int32)
+        low = (1 << 13) - 1
+        bits = bits if cut else bits + (low >> 1) + ((bits >> 13) & 1)  # to nearest, ties to even
+        return torch.where(x.isfinite(), (bits & ~low).view(torch.float32).double(), x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        back, floor, generator = ctx.more
+        return _disturbed(dy, back, floor, generator, False), None, None, None, None
+
+
 class _Mean(torch.autograd.Function):
     """The mean over the last dim, kept. A sum loses digits of its terms' size, or of a shift taken off them."""
 
@@ -72,7 +93,7 @@ class _Mean(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, size: float, generator: Any) -> Tensor:
         ctx.sizes = x.shape
         y = x.mean(-1, keepdim=True)
-        return y + size * _uniform(y, generator) * (x * x).mean(-1, keepdim=True).sqrt()
+        return y + size * _uniform(y, generator) * _finite((x * x).mean(-1, keepdim=True).sqrt())
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
@@ -91,7 +112,7 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         shape, size, generator = ctx.more
         total = dy.sum_to_size(shape)
-        return total + size * _uniform(total, generator) * dy.abs().sum_to_size(shape), None, None, None
+        return total + size * _uniform(total, generator) * _finite(dy.abs().sum_to_size(shape)), None, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -102,7 +123,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.more = run, size, generator
         y: Tensor = run(x, weight)
-        return y + size * _uniform(y, generator) * run(x.abs(), weight.abs())
+        return y + size * _uniform(y, generator) * _finite(run(x.abs(), weight.abs()))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
@@ -112,7 +133,7 @@ class _Product(torch.autograd.Function):
             leaves = [f(t).detach().requires_grad_() for t in ctx.saved_tensors]
             with torch.enable_grad():
                 found.append(torch.autograd.grad(run(*leaves), leaves, f(dy)))
-        grads = (g + size * _uniform(g, generator) * a for g, a in zip(*found, strict=True))
+        grads = (g + size * _uniform(g, generator) * _finite(a) for g, a in zip(*found, strict=True))
         return *grads, None, None, None
 
 
@@ -135,10 +156,15 @@ def _uniform(x: Tensor, generator: Any) -> Tensor:
     return 2 * torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device) - 1
 
 
+def _finite(size: Tensor) -> Tensor:
+    """Infinities and NaN have no noise: -inf and noise of infinite size would be NaN."""
+    return size.nan_to_num(0, 0, 0)
+
+
 def _disturbed(x: Tensor, size: float, floor: float, generator: Any, cut: bool) -> Tensor:
     noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
     noise = -noise if cut else 2 * noise - 1
-    return x + x * noise * size + noise * floor
+    return x + _finite(x) * noise * size + noise * floor
 
 
 _CONVOLUTIONS = {
@@ -209,7 +235,10 @@ class NoisySteps(TorchFunctionMode):
 
     def _convolution(self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Any:
         n = self._noise
-        x, weight = (self._round(t, n.product, n.inner, n.cut) for t in (x, weight))
+        if n.tf32:
+            x, weight = (_Tf32.apply(t, n.inner, n.floor, n.seed % 8 == 2, self._generator) for t in (x, weight))
+        else:
+            x, weight = (self._round(t, n.product, n.inner, n.cut) for t in (x, weight))
         y = _Product.apply(x, weight, lambda a, b: func(a, b, None, *rest), n.inner, self._generator)
         y = self._round(y, n.inner, n.product)  # the gradient is an operand of both backward products
         if bias is not None:
@@ -236,7 +265,8 @@ class NoisySteps(TorchFunctionMode):
         """Mean and variance over the last dim, and what is left of x."""
         inner = self._noise.inner
         mean = self._mean(x, -1, True)
-        away = self._round(x - self._spread(mean, x.shape), inner)
+        # Each element's own rounding of the mean: of the parts that are merged, or of mean * rstd * weight.
+        away = self._round(x - self._round(self._spread(mean, x.shape), inner), inner)
         return mean, self._mean(self._round(away * away, inner), -1, True), away
 
     def _logsumexp(self, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:

@@ -63,7 +63,12 @@ def conv_gradients(
 
 def _aligned(t: Tensor) -> Tensor:
     """At a multiple of 16 bytes: cuDNN has kernels of gradients that fail elsewhere, and with them the CUDA context."""
-    return t.clone() if type(t) in PLAIN and t.data_ptr() % 16 else t
+    if type(t) not in PLAIN:
+        return t
+    try:
+        return t.clone() if t.data_ptr() % 16 else t
+    except RuntimeError:  # a tensor of torch.func, which has no address
+        return t
 
 
 def _gradients(needs, dy, x, weight, geometry, allow_tf32, backend):  # type: ignore[no-untyped-def]

@@ -66,9 +66,7 @@ def _conv_lse_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *r
 # Autograd. The convolution's output is computed again, not kept.
 
 
-def _setup(transposed: bool = False, saves_result: bool = False) -> Callable[..., None]:
-    """``saves_result``: the backward reads the result, too, not the statistics alone."""
-
+def _setup(transposed: bool = False) -> Callable[..., None]:
     def setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
         x, weight, bias, ctx.num_groups, gn_weight, gn_bias, ctx.stride, ctx.padding, *rest = inputs
         if transposed:
@@ -79,8 +77,7 @@ def _setup(transposed: bool = False, saves_result: bool = False) -> Callable[...
         ctx.transposed = transposed
         ctx.backend, ctx.allow_tf32 = keywords["backend"], keywords["allow_tf32"]
         ctx.mark_non_differentiable(*output[1:])
-        saved = output if saves_result else output[1:]
-        ctx.save_for_backward(x, weight, bias, gn_weight, gn_bias, *saved)
+        ctx.save_for_backward(x, weight, bias, gn_weight, gn_bias, *output[1:])
 
     return setup
 
@@ -123,13 +120,15 @@ def _geometry(ctx: Any) -> tuple[Any, ...]:
     return ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding, ctx.groups, ctx.transposed
 
 
-def _few_values(ctx: Any, c: Tensor) -> bool:
+def _rounds_otherwise(ctx: Any, c: Tensor) -> bool:
     """Whether statistics are to be those of the convolution computed again, not the forward's.
 
-    Its rounding is another one. In a group of a few values hardly anything is left of a gradient once its parts
-    along 1 and along the normalized values are taken off: the difference of the roundings would be most of it.
+    A half type: the forward's are of values that were not rounded to it. Where a group is constant, as in an empty
+    part of a volume, all of it is rounded to one side, by far more than its standard deviation. A group of a few
+    values: hardly anything is left of a gradient once its parts along 1 and along the normalized values are taken
+    off, and the difference of two kernels' roundings would be most of it.
     """
-    return 0 < c.numel() < 16 * c.shape[0] * ctx.num_groups
+    return c.numel() > 0 and (c.dtype.itemsize < 4 or c.numel() < 16 * c.shape[0] * ctx.num_groups)
 
 
 def _gradients(  # type: ignore[no-untyped-def]
@@ -150,9 +149,8 @@ def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     dout = reaching(gn_bias, dout)
     planes = _inputs(ctx, x, weight)
     c = _conv_again(ctx, *planes, bias)
-    if _few_values(ctx, c):
-        channel_mean = c.to(mean.dtype).flatten(2).mean(2)
-        mean, rstd = OPS.group_stats(c, ctx.num_groups, ctx.eps)
+    if _rounds_otherwise(ctx, c):
+        _, channel_mean, mean, rstd = OPS.group_norm_mean_fwd(c, ctx.num_groups, None, None, ctx.eps)
     dc, dweight, dbias = group_norm_mean_backward(dout, c, channel_mean, mean, rstd, ctx.num_groups, gn_weight)
     return _gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
 
@@ -160,19 +158,19 @@ def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
 def _conv_relu_norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, mean, rstd = ctx.saved_tensors
     c = _conv_again(ctx, x, weight, bias)
-    if _few_values(ctx, c):
+    if _rounds_otherwise(ctx, c):
         mean, rstd = OPS.group_stats(c.relu(), ctx.num_groups, ctx.eps)
     dc, dweight, dbias = group_norm_backward(dy, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, "none", "relu")
     return _gradients(ctx, dc, x, weight, dweight, dbias)
 
 
 def _conv_lse_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
-    x, weight, bias, gn_weight, gn_bias, lse, mean, rstd = ctx.saved_tensors
+    x, weight, bias, gn_weight, gn_bias, mean, rstd = ctx.saved_tensors
     planes = _inputs(ctx, x, weight)
     c = _conv_again(ctx, *planes, bias)
-    if _few_values(ctx, c):
+    if _rounds_otherwise(ctx, c):
         mean, rstd = OPS.group_stats(c, ctx.num_groups, ctx.eps)
-    dc, dweight, dbias = _lse_backward(dout, c, lse, mean, rstd, ctx.num_groups, gn_weight, gn_bias)
+    dc, dweight, dbias = _lse_backward(dout, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias)
     return _gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
 
 
@@ -271,7 +269,7 @@ op.autocast = {"cpu": low(3), "cuda": _relu_norm_in_fp32}
 op = record(f"{CONV_LSE}_fwd", fake=_conv_lse_fwd_fake, formula=_conv_lse_fwd_formula)
 op.flops = functools.partial(conv_flops, transposed=False)
 op.dims = dims("N . . . .", "N N N")
-op.setup, op.backward = _setup(saves_result=True), _conv_lse_backward
+op.setup, op.backward = _setup(), _conv_lse_backward
 op.vmap = samples()
 op = record_public(CONV_LSE, op)
 op.autocast = {"cpu": low(3), "cuda": _fp32_twin(CONV_LSE)}
