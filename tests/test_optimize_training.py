@@ -148,6 +148,29 @@ def accumulator(parameter):
     return parameter.view_as(parameter).grad_fn.next_functions[0][0]
 
 
+def test_a_model_that_cannot_be_trained(monkeypatch):
+    """A model in training mode whose forward writes to what its backward needs, and which runs without gradients: where
+    whole models are timed, `optimize` raised its backward's error."""
+
+    def times_the_model(self, layout):
+        with whole.trial(self.root, grad=True):
+            self.timed()
+        return ""
+
+    monkeypatch.setattr(whole, "chooses", lambda device: True)
+    monkeypatch.setattr(whole.Whole, "choose_between", times_the_model)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.ReLU(inplace=True))
+    x = torch.randn(2, 3, 8, 8)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).sum().backward()
+    model.zero_grad()
+    with torch.no_grad():
+        expected = model(x)
+        kgopt.optimize(model, x)
+        torch.testing.assert_close(model(x), expected)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_measuring_leaves_no_graph_behind(monkeypatch):
     """Hooks that gave saved results back kept graphs alive for ever; CUDA graphs could not be captured after that."""
     monkeypatch.setattr(policy, "busy_both", lambda first, second, device: (first(), second(), (1.0, 0.5))[2])

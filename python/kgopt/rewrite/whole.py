@@ -91,6 +91,7 @@ class Whole:
         self.key = ""
         self.device = torch.device("cpu")
         self.draws = False  # did the last call draw random numbers?
+        self.steps = False  # is a backward timed, too?
         self.expected: Any = None  # the original code's outputs
         self.error = 0.0  # of the sites' outputs, in the layout that the model came in
         self.asked: list[bool] = []  # of each question, whether the answer was known
@@ -129,6 +130,7 @@ class Whole:
         if choosing:
             digest = fingerprint.of_model(self.root, self.example, self.options)
             self.key = verdicts.key_of("model", self.device, digest)
+            self.steps = self.goes_back()
         if channels_last is True:
             found.layout = layout.ask_for(self.root)
             self.forget()
@@ -186,23 +188,33 @@ class Whole:
 
     @property
     def timed(self) -> Callable[[], Any]:
-        """What is timed: the call, in training with its backward, which takes two thirds of a step.
+        """What is timed: the call, in training with its backward, which takes two thirds of a step."""
+        return self.step if self.steps else self.bare
 
-        Without it where somebody watches gradients.
+    def step(self) -> None:
+        """The call and its backward, within a trial; no ``.grad`` is written."""
+        out = [t for t in tree_leaves(self.bare()) if isinstance(t, Tensor) and t.requires_grad]
+        parameters = [p for p in self.root.parameters() if p.requires_grad]
+        if out:
+            torch.autograd.grad(out, parameters, [torch.ones_like(t) for t in out], allow_unused=True)
+
+    def goes_back(self) -> bool:
+        """Whether the original can be trained, and nobody watches its gradients.
+
+        A forward that writes to what its backward needs runs without a gradient alone.
         """
         root = self.root
         parameters = [p for p in root.parameters() if p.requires_grad]
         watched = any(has_backward_hooks(p) or type(p.data) is not Tensor for p in parameters)
         watched = watched or any(m._backward_hooks or m._backward_pre_hooks for m in root.modules())
         if not root.training or not parameters or watched:
-            return self.bare
-
-        def step() -> None:
-            out = [t for t in tree_leaves(self.bare()) if isinstance(t, Tensor) and t.requires_grad]
-            if out:  # no .grad is written
-                torch.autograd.grad(out, parameters, [torch.ones_like(t) for t in out], allow_unused=True)
-
-        return step
+            return False
+        with original_code(root), trial(root, True):
+            try:
+                self.step()
+            except RuntimeError:
+                return False
+        return True
 
     # ------------------------------------------------------------------------------------------------- one layout
 
