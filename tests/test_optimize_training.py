@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_trained(monkeypatch):
     whole models are timed, `optimize` raised its backward's error."""
 
     def times_the_model(self, layout):
-        with whole.trial(self.root, grad=True):
+        with whole.trial(self.root, grad=True), whole.original_code(self.root):
             self.timed()
         return ""
 
