@@ -83,6 +83,7 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
         singles += p["single"]
         if p["single"]:  # an element is all of its channel that a block has
             assert (s, p["blocks"], p["run"], p["terms"]) == (1, 1, 1, 1)
+            assert p["runs"] == 1 or lanes > 32  # the only instances that there are
         assert p["term_elements"] == (4 if p["run"] > 1 and not channels_last else 1)
         assert p["terms"] * p["term_elements"] == s * (n if p["owner"] else 1)
         assert p["sums"] == per_group * (1 if p["owner"] else p["teams"])

@@ -275,7 +275,9 @@ inline Choice choose_store_stats(const ConvProblem& problem, const DeviceLimits&
     choice.reason = implicit_gemm.refusal;
   } else if (backend != ConvBackend::kAuto) {
     choice.reason = "backend=\"kgopt\" was asked for";
-    choice.composed = !plan_tap_columns(problem, limits).refusal;  // the faster convolution, and a norm behind it
+    ConvProblem stored = problem;
+    stored.epilogue = ConvEpilogue::kStore;
+    choice.composed = !plan_tap_columns(stored, limits).refusal;  // the faster convolution, and a norm behind it
   } else if (problem.groups != 1) {
     choice.reason = "grouped convolutions go to cuDNN";
   } else if (c_in <= kFewInputChannels && c_out <= kFewOutputChannels) {
