@@ -85,9 +85,9 @@ struct TileCursor {
 // Out of line: inlined into an unrolled epilogue, every activation would be there once for each accumulator.
 static __device__ __noinline__ float chain_value_call(ActChain chain, float x) { return chain_value(chain, x); }
 
-// kWide: a tile row has at least 32 positions and the input step is 1, so the rows of a thread lie 8 words apart and
-// one address serves them all.
-template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue, bool kTransposed, bool kWide>
+// A regular convolution is a transposed one of a single class, whose outputs are one apart. Epilogues that store
+// nothing have no transposed ones.
+template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue>
 __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
     conv_fprop_kernel(const __grid_constant__ ImplicitGemmParams p) {
   using Traits = ConvMathTraits<kMath>;
@@ -123,13 +123,13 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
   const int64_t slice = blockIdx.x % plan.slices;
   const int n_tile = blockIdx.y;
   const int group = blockIdx.z % p.groups;
-  const int cls = kTransposed ? blockIdx.z / p.groups : 0;
-  const int residue_w = kTransposed ? cls % plan.classes[2] : 0;
-  const int residue_h = kTransposed ? (cls / plan.classes[2]) % plan.classes[1] : 0;
-  const int residue_d = kTransposed ? cls / (plan.classes[2] * plan.classes[1]) : 0;
-  const int out_step_d = kTransposed ? plan.out_step[0] : 1;
-  const int out_step_h = kTransposed ? plan.out_step[1] : 1;
-  const int out_step_w = kTransposed ? plan.out_step[2] : 1;
+  const int cls = kStore ? blockIdx.z / p.groups : 0;
+  const int residue_w = kStore ? cls % plan.classes[2] : 0;
+  const int residue_h = kStore ? cls / plan.classes[2] % plan.classes[1] : 0;
+  const int residue_d = kStore ? cls / (plan.classes[2] * plan.classes[1]) : 0;
+  const int out_step_d = kStore ? plan.out_step[0] : 1;
+  const int out_step_h = kStore ? plan.out_step[1] : 1;
+  const int out_step_w = kStore ? plan.out_step[2] : 1;
   const ConvDimClass dim_d = plan.dim[0][residue_d];
   const ConvDimClass dim_h = plan.dim[1][residue_h];
   const ConvDimClass dim_w = plan.dim[2][residue_w];
@@ -341,24 +341,12 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
 
       // a[mb][i] of the fragment, part 0 (or the low part, 1) of the planes.
       auto load_a = [&](uint32_t (&a)[kMB][4], int2 offset, uint32_t part_address) {
-        if constexpr (kWide) {
-          const uint32_t first = part_address + row_base[0][0] + offset.x;
-          const uint32_t second = part_address + row_base[0][0] + offset.y;
 #pragma unroll
-          for (int mb = 0; mb < kMB; ++mb) {
-            a[mb][0] = load_shared(first + mb * 64);
-            a[mb][1] = load_shared(first + mb * 64 + 32);
-            a[mb][2] = load_shared(second + mb * 64);
-            a[mb][3] = load_shared(second + mb * 64 + 32);
-          }
-        } else {
-#pragma unroll
-          for (int mb = 0; mb < kMB; ++mb) {
-            a[mb][0] = load_shared(part_address + row_base[mb][0] + offset.x);
-            a[mb][1] = load_shared(part_address + row_base[mb][1] + offset.x);
-            a[mb][2] = load_shared(part_address + row_base[mb][0] + offset.y);
-            a[mb][3] = load_shared(part_address + row_base[mb][1] + offset.y);
-          }
+        for (int mb = 0; mb < kMB; ++mb) {
+          a[mb][0] = load_shared(part_address + row_base[mb][0] + offset.x);
+          a[mb][1] = load_shared(part_address + row_base[mb][1] + offset.x);
+          a[mb][2] = load_shared(part_address + row_base[mb][0] + offset.y);
+          a[mb][3] = load_shared(part_address + row_base[mb][1] + offset.y);
         }
       };
 

@@ -4,7 +4,7 @@
 namespace kgopt {
 
 Status run_conv_transpose3d_stats(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
-  return launch_conv<ConvEpilogue::kStoreStats, true>(p, n, stream);
+  return launch_conv<ConvEpilogue::kStoreStats>(p, n, stream);
 }
 
 }  // namespace kgopt
