@@ -290,7 +290,7 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
     return text;
   }
   const ConvEpilogue which = epilogue == "stats"       ? ConvEpilogue::kStats
-                             : epilogue == "relu_norm" ? ConvEpilogue::kStoreStats
+                             : epilogue == "relu_norm" ? ConvEpilogue::kStoreNorm
                                                        : ConvEpilogue::kResidualLse;
   return explain_pipeline(a, shape, which, num_groups);
 }
