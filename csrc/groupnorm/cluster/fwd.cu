@@ -352,16 +352,12 @@ Status launch(Traits, const GroupNormClusterFwdParams& p, const ClusterPlan& pla
   const auto launch_held = [&](auto kernel) {
     return launch_clusters("group_norm_cluster_held_fwd_kernel", kernel, p, plan, stream);
   };
-  const bool few = plan.hold == kHeldFew;
   if (plan.threads == kHeldMostThreads) {
     return launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldWide, kHeldMostThreads>);
   }
-  if (plan.threads == 256) {
-    return few ? launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldFew, 256>)
-               : launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldWide, 256>);
-  }
-  return few ? launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldFew, kHeldThreads>)
-             : launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldMost, kHeldThreads>);
+  if (plan.threads == 256) return launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldWide, 256>);
+  return plan.hold == kHeldFew ? launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldFew, kHeldThreads>)
+                               : launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldMost, kHeldThreads>);
 }
 
 }  // namespace

@@ -96,7 +96,7 @@ inline void hold_shares(const NormPlanInput& in, ClusterPlan* plan) {
     hold = kHeldBwd;
   } else if (hold == kHeldMost && blocks <= in.sm_count) {
     threads = vectors <= 256 * kHeldWide ? 256 : kHeldMostThreads;
-    hold = vectors <= 256 * kHeldFew ? kHeldFew : kHeldWide;
+    hold = kHeldWide;
   }
   if (vectors > int64_t(threads) * hold) return;
   plan->hold = hold;
