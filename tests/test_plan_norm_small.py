@@ -97,16 +97,15 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
     assert (singles > 10) == backward
 
 
-@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_plan_group_norm_planes(backward, dtype):
+def test_plan_group_norm_planes(dtype):
     """Groups of one channel: wherever one starts in a vector, its vectors all have a thread."""
-    rng = random.Random(f"{backward} {dtype}")
+    rng = random.Random(dtype)
     owners = planes = 0
     for _ in range(600):
         n, g = rng.randint(1, 40), rng.choice([1, 2, rng.randint(1, 100)])
         s = rng.choice([4 * rng.randint(1, 1000), rng.randint(1, 400), rng.randint(1, 9000)])
-        p = dev.plan_group_norm_small(n, g, s, g, dtype, backward, plain=True)
+        p = dev.plan_group_norm_small(n, g, s, g, dtype, backward=True, plain=True)
         if "refusal" in p:
             continue
         lanes, teams = p["by_lanes"]["d"], p["teams"]
@@ -120,20 +119,18 @@ def test_plan_group_norm_planes(backward, dtype):
         assert lanes * p["runs"] >= vectors
         assert teams * lanes == p["threads"] <= dev.SMALL_MAX_THREADS
         assert p["threads"] <= dev.SMALL_MAX_BWD_THREADS or p["runs"] < 4
-        assert backward or lanes == 32 or teams == 1  # a block has a plane, or each of its warps
         assert (p["elements"], p["places"], p["blocks"], p["single"]) == (s, [s // 2, s - 1], 1, False)
         if p["owner"]:
-            assert backward
             assert (teams, p["grid"]) == (n, g)
         else:
             assert teams == 1 or lanes == 32
             assert (p["grid"] - 1) * teams < n * g <= p["grid"] * teams
         assert divides(p["by_lanes"], p["threads"] - 1)
         assert divides(p["by_groups"], n * g - 1)
-    assert (owners > 50) == backward
+    assert owners > 50
     assert planes > 100
-    for change in ({"plain": False}, {"aligned": False}, {"channels_last": True}, {"c": 6}):
-        sizes = {"n": 2, "c": 3, "s": 77, "g": 3, "dtype": dtype, "backward": backward, "plain": True}
+    for change in ({"plain": False}, {"aligned": False}, {"channels_last": True}, {"c": 6}, {"backward": False}):
+        sizes = {"n": 2, "c": 3, "s": 77, "g": 3, "dtype": dtype, "backward": True, "plain": True}
         assert dev.plan_group_norm_small(**sizes)["plane"]
         assert not dev.plan_group_norm_small(**sizes | change)["plane"]
 

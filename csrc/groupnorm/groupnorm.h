@@ -38,7 +38,6 @@ Status run_group_norm_slab_bwd(const GroupNormSlabBwdParams& p, const SlabPlan& 
 
 // What the launchers of small and cluster do for plans of single elements, of planes and of teams.
 Status run_group_norm_small_single_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream);
-Status run_group_norm_small_plane_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream);
 Status run_group_norm_small_plane_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream);
 Status run_group_norm_cluster_team_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan,
                                        cudaStream_t stream);

@@ -50,7 +50,6 @@ Status launch_elements(SmallInstance<T, kAct>, const GroupNormSmallBwdParams& p,
 }  // namespace
 
 Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan, cudaStream_t stream) {
-  if (plan.plane) return run_group_norm_small_plane_fwd(p, plan, stream);
   return dispatch_small("group_norm_small_fwd_kernel", p, [&](auto instance) {
     return dispatch_runs(instance, plan, [&](auto traits) { return launch_fwd<decltype(traits)>(p, plan, stream); });
   });
