@@ -59,7 +59,7 @@ def conv_case(draw: random.Random, dev: Any) -> dict[str, Any]:
         "transposed": transposed,
         "dtype": draw.choice(DTYPES),
         "allow_tf32": draw.random() < 0.5,
-        "epilogue": draw.choice(("store", "store_stats", "stats", "residual_lse")),
+        "epilogue": draw.choice(("store", "store_norm", "stats", "residual_lse")),
         "channels_innermost": draw.random() < 0.5,
         "planar": draw.random() < 0.5,
         "norm_groups": draw.choice([d for d in range(1, c_out + 1) if c_out % d == 0] or [0]),
@@ -117,7 +117,6 @@ def plan_norm(dev: Any, case: dict[str, Any]) -> None:
         backward=case["tensors"] == 2,
         plain=not case["long_chain"],
     )
-    dev.plan_group_norm_slab(*place, **options("channels_last", "sm_count"))
     dev.choose_group_norm(*place, **layout, **options("tensors", "max_blocks"))
     n, c, s, _, dtype = place
     dev.plan_norm_lse_backward(n, c, s, dtype, **layout)

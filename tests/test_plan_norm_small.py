@@ -1,4 +1,4 @@
-"""Plans of GroupNorm of small tensors and of short slabs (csrc/groupnorm/small)."""
+"""Plans of GroupNorm of small tensors (csrc/groupnorm/small)."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
         singles += p["single"]
         if p["single"]:  # an element is all of its channel that a block has
             assert (s, p["blocks"], p["run"], p["terms"]) == (1, 1, 1, 1)
+            assert p["runs"] == 1 or lanes > 32  # the only instances that there are
         assert p["term_elements"] == (4 if p["run"] > 1 and not channels_last else 1)
         assert p["terms"] * p["term_elements"] == s * (n if p["owner"] else 1)
         assert p["sums"] == per_group * (1 if p["owner"] else p["teams"])
@@ -96,16 +97,15 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
     assert (singles > 10) == backward
 
 
-@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_plan_group_norm_planes(backward, dtype):
+def test_plan_group_norm_planes(dtype):
     """Groups of one channel: wherever one starts in a vector, its vectors all have a thread."""
-    rng = random.Random(f"{backward} {dtype}")
+    rng = random.Random(dtype)
     owners = planes = 0
     for _ in range(600):
         n, g = rng.randint(1, 40), rng.choice([1, 2, rng.randint(1, 100)])
         s = rng.choice([4 * rng.randint(1, 1000), rng.randint(1, 400), rng.randint(1, 9000)])
-        p = dev.plan_group_norm_small(n, g, s, g, dtype, backward, plain=True)
+        p = dev.plan_group_norm_small(n, g, s, g, dtype, backward=True, plain=True)
         if "refusal" in p:
             continue
         lanes, teams = p["by_lanes"]["d"], p["teams"]
@@ -119,20 +119,18 @@ def test_plan_group_norm_planes(backward, dtype):
         assert lanes * p["runs"] >= vectors
         assert teams * lanes == p["threads"] <= dev.SMALL_MAX_THREADS
         assert p["threads"] <= dev.SMALL_MAX_BWD_THREADS or p["runs"] < 4
-        assert backward or lanes == 32 or teams == 1  # a block has a plane, or each of its warps
         assert (p["elements"], p["places"], p["blocks"], p["single"]) == (s, [s // 2, s - 1], 1, False)
         if p["owner"]:
-            assert backward
             assert (teams, p["grid"]) == (n, g)
         else:
             assert teams == 1 or lanes == 32
             assert (p["grid"] - 1) * teams < n * g <= p["grid"] * teams
         assert divides(p["by_lanes"], p["threads"] - 1)
         assert divides(p["by_groups"], n * g - 1)
-    assert (owners > 50) == backward
+    assert owners > 50
     assert planes > 100
-    for change in ({"plain": False}, {"aligned": False}, {"channels_last": True}, {"c": 6}):
-        sizes = {"n": 2, "c": 3, "s": 77, "g": 3, "dtype": dtype, "backward": backward, "plain": True}
+    for change in ({"plain": False}, {"aligned": False}, {"channels_last": True}, {"c": 6}, {"backward": False}):
+        sizes = {"n": 2, "c": 3, "s": 77, "g": 3, "dtype": dtype, "backward": True, "plain": True}
         assert dev.plan_group_norm_small(**sizes)["plane"]
         assert not dev.plan_group_norm_small(**sizes | change)["plane"]
 
@@ -153,35 +151,3 @@ def test_plan_group_norm_small_refuses(why, change):
     sizes = {"n": 2, "c": 32, "s": 60, "g": 8, "backward": True}
     assert "refusal" not in dev.plan_group_norm_small(**sizes)
     assert why in dev.plan_group_norm_small(**sizes | change)["refusal"]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize(
-    ("n", "groups", "per_group", "s"), [(13, 467, 2, 175), (9, 709, 1, 924), (60, 7, 5, 1000), (2, 51, 7, 1456)]
-)
-def test_plan_group_norm_slab(n, groups, per_group, s, dtype):
-    p = dev.plan_group_norm_slab(n, groups * per_group, s, groups, dtype)
-    assert p["columns"] * p["walkers"] == dev.SLAB_THREADS
-    assert p["groups"] * per_group <= p["columns"]
-    assert p["per_sample"] * p["groups"] >= groups
-    assert p["grid"] == n * p["per_sample"]
-    assert divides(p["by_per_sample"], p["grid"] - 1)
-    assert divides(p["by_channels"], p["walkers"] * per_group)
-
-
-@pytest.mark.parametrize(
-    ("why", "change"),
-    [
-        ("float64", {"dtype": "float64"}),
-        ("contiguous", {"channels_last": False}),
-        ("fill a sector", {"g": 20}),
-        ("is long", {"s": 10000}),
-        ("GPU idle", {"n": 1, "c": 100, "g": 100}),
-    ],
-)
-def test_plan_group_norm_slab_refuses(why, change):
-    sizes = {"n": 13, "c": 934, "s": 175, "g": 467}
-    assert "refusal" not in dev.plan_group_norm_slab(**sizes)
-    if "g" in change and "c" not in change:
-        change = change | {"c": 940}
-    assert why in dev.plan_group_norm_slab(**sizes | change)["refusal"]

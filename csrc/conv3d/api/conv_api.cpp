@@ -76,7 +76,7 @@ Tensor conv_implicit_gemm(const ConvArgs& a, const ConvShape& shape, const Impli
   raise_on_error(a.op,
                  pack_implicit_gemm(operands, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream));
   set_output(&p, y, a.rank);
-  raise_on_error(a.op, shape.transposed ? run_conv_transpose3d(p, shape.n, stream) : run_conv3d(p, shape.n, stream));
+  raise_on_error(a.op, run_conv3d(p, shape.n, stream));
   return y;
 }
 
@@ -290,7 +290,7 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
     return text;
   }
   const ConvEpilogue which = epilogue == "stats"       ? ConvEpilogue::kStats
-                             : epilogue == "relu_norm" ? ConvEpilogue::kStoreStats
+                             : epilogue == "relu_norm" ? ConvEpilogue::kStoreNorm
                                                        : ConvEpilogue::kResidualLse;
   return explain_pipeline(a, shape, which, num_groups);
 }

@@ -5,7 +5,7 @@
 namespace kgopt {
 
 Status run_conv3d_residual_lse(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
-  return launch_conv<ConvEpilogue::kResidualLse, false>(p, n, stream);
+  return launch_conv<ConvEpilogue::kResidualLse>(p, n, stream);
 }
 
 }  // namespace kgopt

@@ -5,7 +5,7 @@
 namespace kgopt {
 
 Status run_conv3d_stats(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
-  return launch_conv<ConvEpilogue::kStats, false>(p, n, stream);
+  return launch_conv<ConvEpilogue::kStats>(p, n, stream);
 }
 
 }  // namespace kgopt

@@ -10,12 +10,9 @@ namespace kgopt {
 // Weights (and bias) into the order in which the implicit GEMM reads them. Must run before any run_conv*.
 Status run_conv_pack(const ImplicitGemmPackParams& p, cudaStream_t stream);
 
-// y = act(conv(x) + bias)
+// y = act(conv(x) + bias), or of a transposed convolution: its plan has a class of output positions for each residue of
+// the stride.
 Status run_conv3d(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
-Status run_conv_transpose3d(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
-
-// y = act(conv_transpose(x) + bias), and per-channel statistics of y in p.partials.
-Status run_conv_transpose3d_stats(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
 
 // Per-channel statistics of conv(x) + bias in p.partials; nothing else is stored.
 Status run_conv3d_stats(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);

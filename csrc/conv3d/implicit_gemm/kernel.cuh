@@ -85,17 +85,17 @@ struct TileCursor {
 // Out of line: inlined into an unrolled epilogue, every activation would be there once for each accumulator.
 static __device__ __noinline__ float chain_value_call(ActChain chain, float x) { return chain_value(chain, x); }
 
-// kWide: a tile row has at least 32 positions and the input step is 1, so the rows of a thread lie 8 words apart and
-// one address serves them all.
-template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue, bool kTransposed, bool kWide>
+// A regular convolution is a transposed one of a single class, whose outputs are one apart. Epilogues that store
+// nothing have no transposed ones.
+template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue>
 __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
     conv_fprop_kernel(const __grid_constant__ ImplicitGemmParams p) {
   using Traits = ConvMathTraits<kMath>;
   using Element = typename Traits::Element;
   constexpr int kSplit = Traits::kSplit;
   constexpr int kPerWord = Traits::kPerWord;
-  constexpr bool kStats = kEpilogue == ConvEpilogue::kStats || kEpilogue == ConvEpilogue::kStoreStats;
-  constexpr bool kStore = kEpilogue == ConvEpilogue::kStore || kEpilogue == ConvEpilogue::kStoreStats;
+  constexpr bool kStats = kEpilogue == ConvEpilogue::kStats;
+  constexpr bool kStore = kEpilogue == ConvEpilogue::kStore;
   constexpr bool kLse = kEpilogue == ConvEpilogue::kResidualLse;
   constexpr int kColumns = kNB * 8;
   constexpr float kLog2E = 1.44269504088896340736f;
@@ -123,13 +123,13 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
   const int64_t slice = blockIdx.x % plan.slices;
   const int n_tile = blockIdx.y;
   const int group = blockIdx.z % p.groups;
-  const int cls = kTransposed ? blockIdx.z / p.groups : 0;
-  const int residue_w = kTransposed ? cls % plan.classes[2] : 0;
-  const int residue_h = kTransposed ? (cls / plan.classes[2]) % plan.classes[1] : 0;
-  const int residue_d = kTransposed ? cls / (plan.classes[2] * plan.classes[1]) : 0;
-  const int out_step_d = kTransposed ? plan.out_step[0] : 1;
-  const int out_step_h = kTransposed ? plan.out_step[1] : 1;
-  const int out_step_w = kTransposed ? plan.out_step[2] : 1;
+  const int cls = kStore ? blockIdx.z / p.groups : 0;
+  const int residue_w = kStore ? cls % plan.classes[2] : 0;
+  const int residue_h = kStore ? cls / plan.classes[2] % plan.classes[1] : 0;
+  const int residue_d = kStore ? cls / (plan.classes[2] * plan.classes[1]) : 0;
+  const int out_step_d = kStore ? plan.out_step[0] : 1;
+  const int out_step_h = kStore ? plan.out_step[1] : 1;
+  const int out_step_w = kStore ? plan.out_step[2] : 1;
   const ConvDimClass dim_d = plan.dim[0][residue_d];
   const ConvDimClass dim_h = plan.dim[1][residue_h];
   const ConvDimClass dim_w = plan.dim[2][residue_w];
@@ -325,8 +325,8 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
 #pragma unroll
       for (int nb = 0; nb < kNB; ++nb) {
 #pragma unroll
-        // With statistics alone the products are summed onto minus the shift, which saves subtracting it later.
-        for (int i = 0; i < 4; ++i) acc[mb][nb][i] = kStats && !kStore ? -sums[nb * 2 + (i & 1)].shift : 0.f;
+        // For statistics the products are summed onto minus the shift, which saves subtracting it later.
+        for (int i = 0; i < 4; ++i) acc[mb][nb][i] = kStats ? -sums[nb * 2 + (i & 1)].shift : 0.f;
       }
     }
 
@@ -341,24 +341,12 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
 
       // a[mb][i] of the fragment, part 0 (or the low part, 1) of the planes.
       auto load_a = [&](uint32_t (&a)[kMB][4], int2 offset, uint32_t part_address) {
-        if constexpr (kWide) {
-          const uint32_t first = part_address + row_base[0][0] + offset.x;
-          const uint32_t second = part_address + row_base[0][0] + offset.y;
 #pragma unroll
-          for (int mb = 0; mb < kMB; ++mb) {
-            a[mb][0] = load_shared(first + mb * 64);
-            a[mb][1] = load_shared(first + mb * 64 + 32);
-            a[mb][2] = load_shared(second + mb * 64);
-            a[mb][3] = load_shared(second + mb * 64 + 32);
-          }
-        } else {
-#pragma unroll
-          for (int mb = 0; mb < kMB; ++mb) {
-            a[mb][0] = load_shared(part_address + row_base[mb][0] + offset.x);
-            a[mb][1] = load_shared(part_address + row_base[mb][1] + offset.x);
-            a[mb][2] = load_shared(part_address + row_base[mb][0] + offset.y);
-            a[mb][3] = load_shared(part_address + row_base[mb][1] + offset.y);
-          }
+        for (int mb = 0; mb < kMB; ++mb) {
+          a[mb][0] = load_shared(part_address + row_base[mb][0] + offset.x);
+          a[mb][1] = load_shared(part_address + row_base[mb][1] + offset.x);
+          a[mb][2] = load_shared(part_address + row_base[mb][0] + offset.y);
+          a[mb][3] = load_shared(part_address + row_base[mb][1] + offset.y);
         }
       };
 
@@ -451,8 +439,6 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
             } else if (!p.act.empty()) {
               v = chain_value_call(p.act, v);
             }
-            // Statistics are those of the stored tensor, as a GroupNorm that reads it would see it.
-            if (kStats) acc[mb][nb][i] = to_acc(from_acc<Element>(v));
             if (valid[mb][i >> 1] && c < c_valid) {
               y[position[mb][i >> 1] + int64_t(c_first + c) * p.y_stride_c] = from_acc<Element>(v);
             }
@@ -476,8 +462,6 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
             }
           }
         }
-      }
-      if (first || kStore) {
 #pragma unroll
         for (int mb = 0; mb < kMB; ++mb) {
 #pragma unroll
@@ -571,13 +555,12 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
       if (g == 0) shared[warp * kColumns + (j / 2) * 8 + t * 2 + (j & 1)] = m;
     }
     __syncthreads();
-    const int64_t all_slices = plan.slices * plan.classes[0] * plan.classes[1] * plan.classes[2];
-    // Without a stored tensor the bias was left out of the sums: it moves the mean and nothing else.
-    float* const out = p.partials + ((n * all_slices + cls * plan.slices + slice) * p.c_out_total + c_first) * 3;
+    // The bias was left out of the sums: it moves the mean and nothing else.
+    float* const out = p.partials + ((n * plan.slices + slice) * p.c_out_total + c_first) * 3;
     for (int c = tid; c < c_valid; c += kConvThreads) {
       Moments<float> m = shared[c];
       for (int w = 1; w < kConvWarps; ++w) merge(m, shared[w * kColumns + c]);
-      out[c * 3] = kStore ? m.mean : m.mean + bias[c];
+      out[c * 3] = m.mean + bias[c];
       out[c * 3 + 1] = m.m2;
       out[c * 3 + 2] = m.count;
     }

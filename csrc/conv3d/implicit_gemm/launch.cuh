@@ -7,39 +7,31 @@
 
 namespace kgopt {
 
-template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue, bool kTransposed, bool kWide>
+template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue>
 Status launch_conv_instance(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
   const ImplicitGemmPlan& plan = p.plan;
-  constexpr auto kernel = conv_fprop_kernel<kMath, kMB, kNB, kEpilogue, kTransposed, kWide>;
+  constexpr auto kernel = conv_fprop_kernel<kMath, kMB, kNB, kEpilogue>;
   const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles,
                   plan.classes[0] * plan.classes[1] * plan.classes[2] * p.groups);
   return launch_kernel<kernel>("conv_fprop_kernel", p, grid, kConvThreads, plan.smem_bytes, stream);
 }
 
-template <ConvMath kMath, int kMB, int kNB, ConvEpilogue kEpilogue, bool kTransposed>
-Status launch_conv_kernel(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
-  if (implicit_gemm_rows_are_wide(p.plan)) {
-    return launch_conv_instance<kMath, kMB, kNB, kEpilogue, kTransposed, true>(p, n, stream);
-  }
-  return launch_conv_instance<kMath, kMB, kNB, kEpilogue, kTransposed, false>(p, n, stream);
-}
-
-template <ConvMath kMath, ConvEpilogue kEpilogue, bool kTransposed>
+template <ConvMath kMath, ConvEpilogue kEpilogue>
 Status launch_conv_columns(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
   switch (p.plan.nb) {
-    case 1: return launch_conv_kernel<kMath, 2, 1, kEpilogue, kTransposed>(p, n, stream);
-    case 3: return launch_conv_kernel<kMath, 2, 3, kEpilogue, kTransposed>(p, n, stream);
-    case 4: return launch_conv_kernel<kMath, 2, 4, kEpilogue, kTransposed>(p, n, stream);
-    case 8: return launch_conv_kernel<kMath, 2, 8, kEpilogue, kTransposed>(p, n, stream);
+    case 1: return launch_conv_instance<kMath, 2, 1, kEpilogue>(p, n, stream);
+    case 3: return launch_conv_instance<kMath, 2, 3, kEpilogue>(p, n, stream);
+    case 4: return launch_conv_instance<kMath, 2, 4, kEpilogue>(p, n, stream);
+    case 8: return launch_conv_instance<kMath, 2, 8, kEpilogue>(p, n, stream);
     case 16:
       if constexpr (kEpilogue == ConvEpilogue::kResidualLse) {
-        return launch_conv_kernel<kMath, 1, 16, kEpilogue, kTransposed>(p, n, stream);
+        return launch_conv_instance<kMath, 1, 16, kEpilogue>(p, n, stream);
       }
   }
   return Status::Unsupported("conv_fprop_kernel", "no instance for this number of output channel blocks");
 }
 
-template <ConvEpilogue kEpilogue, bool kTransposed>
+template <ConvEpilogue kEpilogue>
 Status launch_conv(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) {
   if (n * p.plan.slices == 0) return Status::Ok();
   int64_t span = 0;
@@ -48,10 +40,10 @@ Status launch_conv(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream) 
     return Status::Unsupported("conv_fprop_kernel", "the strides of x spread a tile over 2^32 elements");
   }
   switch (p.plan.math) {
-    case ConvMath::kTf32: return launch_conv_columns<ConvMath::kTf32, kEpilogue, kTransposed>(p, n, stream);
-    case ConvMath::kTf32x3: return launch_conv_columns<ConvMath::kTf32x3, kEpilogue, kTransposed>(p, n, stream);
-    case ConvMath::kBf16: return launch_conv_columns<ConvMath::kBf16, kEpilogue, kTransposed>(p, n, stream);
-    default: return launch_conv_columns<ConvMath::kFp16, kEpilogue, kTransposed>(p, n, stream);
+    case ConvMath::kTf32: return launch_conv_columns<ConvMath::kTf32, kEpilogue>(p, n, stream);
+    case ConvMath::kTf32x3: return launch_conv_columns<ConvMath::kTf32x3, kEpilogue>(p, n, stream);
+    case ConvMath::kBf16: return launch_conv_columns<ConvMath::kBf16, kEpilogue>(p, n, stream);
+    default: return launch_conv_columns<ConvMath::kFp16, kEpilogue>(p, n, stream);
   }
 }
 

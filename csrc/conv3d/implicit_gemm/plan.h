@@ -103,9 +103,6 @@ inline bool plan_tile(ImplicitGemmPlan* p, const DeviceLimits& limits, int log_d
   return p->smem_bytes <= limits.smem_per_block;
 }
 
-// Rows of 32 neighbouring positions: the kernels then need one address for all rows of a thread.
-inline bool implicit_gemm_rows_are_wide(const ImplicitGemmPlan& p) { return p.tile_log2[2] >= 5 && p.in_step[2] == 1; }
-
 // Estimated cycles of one quarter of a multiprocessor for all tiles: the slowest of tensor cores, shared memory and
 // instruction issue, and the halo. An m16n8k8 issues about every 6 cycles; a halo position costs about 25 instructions
 // and each of its words 12 (load, round, store); counts read off the machine code.
@@ -114,8 +111,7 @@ inline double plan_cost(const ImplicitGemmPlan& p) {
   const double mma = p.mb * p.nb * 6.0 * split;
   const double a_loads = 4.0 * p.mb * (split > 1 ? 2 : 1), b_loads = p.nb * (split > 1 ? 2 : 1);
   const double lds = kConvWarps * (a_loads + 2 + 2 * b_loads);
-  const double issue =
-      a_loads * (implicit_gemm_rows_are_wide(p) ? 1 : 2) + b_loads + p.mb * p.nb * split * (split > 1 ? 2.5 : 1) + 6;
+  const double issue = a_loads * 2 + b_loads + p.mb * p.nb * split * (split > 1 ? 2.5 : 1) + 6;
   const double halo = double(p.halo[0]) * p.halo[1] * p.pitch * (25 + 12.0 * p.words) * p.chunks / kConvThreads;
   return double(p.tiles_per_sample) *
          (double(p.k_steps_max) * p.chunks * std::max(mma, std::max(lds, issue)) + halo + 300.0);
@@ -222,7 +218,7 @@ inline ImplicitGemmPlan plan_implicit_gemm(const ConvProblem& problem, const Dev
   while (p.words > 1 && weight_bytes(p.words) > 32 * 1024) p.words = p.words > 4 ? 4 : p.words - 1;
 
   const int positions_log2 = p.mb == 2 ? 7 : 6;
-  const bool stores = problem.epilogue == ConvEpilogue::kStore || problem.epilogue == ConvEpilogue::kStoreStats;
+  const bool stores = problem.epilogue == ConvEpilogue::kStore;
   for (;; p.words = p.words > 4 ? 4 : p.words - 1) {
     if (p.words < 1) return refuse("a tile with its halo and weights does not fit in shared memory");
     p.chunks = (words_total + p.words - 1) / p.words;

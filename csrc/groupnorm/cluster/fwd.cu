@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
       } else {
         scale_shift_across(v, mean, rstd, column[u], share.s, row[u], [&](uint32_t r) { return table[r]; });
       }
-      finish_values<Traits::kAct>(y + slot * kVec, input, p.act, p.add_input, p.streaming_stores, v);
+      finish_values<Traits::kAct>(y + slot * kVec, input, floored(p.act), p.add_input, p.streaming_stores, v);
     }
   };
   for (int base = 0; base < share.hi; base += step) {
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
     uint32_t column;
     const uint32_t row = share.row_of(edge, &column);
     const float2 c = table[minor ? column : row];
-    const float out = apply_chain<Traits::kAct>(p.act, (edge_value - mean) * (c.x * rstd) + c.y);
+    const float out = apply_chain<Traits::kAct>(floored(p.act), (edge_value - mean) * (c.x * rstd) + c.y);
     y[edge] = from_acc<T>(p.add_input ? out + to_acc(x[edge]) : out);
   }
 #endif
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 :
       } else {
         scale_vector(v, share, minor, slot, mean, rstd, table);
       }
-      finish_values<Traits::kAct>(y + slot * kVec, input[u], p.act, p.add_input, policy, v);
+      finish_values<Traits::kAct>(y + slot * kVec, input[u], floored(p.act), p.add_input, policy, v);
     }
   };
   // Where no vector is in two channels, a third of the instructions, which come from memory as x does.
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 :
     uint32_t column;
     const uint32_t row = share.row_of(edge, &column);
     const float2 c = table[minor ? column : row];
-    const float out = apply_chain<Traits::kAct>(p.act, (edge_value - mean) * (c.x * rstd) + c.y);
+    const float out = apply_chain<Traits::kAct>(floored(p.act), (edge_value - mean) * (c.x * rstd) + c.y);
     y[edge] = from_acc<T>(p.add_input ? out + to_acc(edge_input) : out);
   }
 #endif
@@ -352,16 +352,12 @@ Status launch(Traits, const GroupNormClusterFwdParams& p, const ClusterPlan& pla
   const auto launch_held = [&](auto kernel) {
     return launch_clusters("group_norm_cluster_held_fwd_kernel", kernel, p, plan, stream);
   };
-  const bool few = plan.hold == kHeldFew;
   if (plan.threads == kHeldMostThreads) {
     return launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldWide, kHeldMostThreads>);
   }
-  if (plan.threads == 256) {
-    return few ? launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldFew, 256>)
-               : launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldWide, 256>);
-  }
-  return few ? launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldFew, kHeldThreads>)
-             : launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldMost, kHeldThreads>);
+  if (plan.threads == 256) return launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldWide, 256>);
+  return plan.hold == kHeldFew ? launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldFew, kHeldThreads>)
+                               : launch_held(group_norm_cluster_held_fwd_kernel<Traits, kHeldMost, kHeldThreads>);
 }
 
 }  // namespace
@@ -374,7 +370,7 @@ int max_cluster_blocks(int device) {
   if (device < 0 || device >= kMaxDevices) return 0;
   std::lock_guard<std::mutex> lock(mutex);
   if (!known[device]) {
-    cache[device] = max_cluster_of(group_norm_cluster_fwd_kernel<NormTraits<float, Chain::kNone, Chain::kNone>>);
+    cache[device] = max_cluster_of(group_norm_cluster_fwd_kernel<NormTraits<float, Chain::kNone, Chain::kRelu>>);
     known[device] = true;
   }
   return cache[device];

@@ -2,6 +2,7 @@
 #include "common/pointwise.cuh"
 #include "common/traverse.cuh"
 #include "groupnorm/groupnorm.h"
+#include "groupnorm/shared/floor.cuh"
 
 namespace kgopt {
 namespace {
@@ -19,6 +20,14 @@ struct Normalize {
   ActChain pre, act;
   bool add_input;
 
+  template <Chain kChain, int kSize>
+  static __device__ __forceinline__ void apply(const ActChain& chain, Acc (&y)[kSize]) {
+    if constexpr (kChain == Chain::kRelu) {
+      apply_chain<kChain, kIsCoarse<T>>(floored(chain), y);
+    } else {
+      apply_chain<kChain, kIsCoarse<T>>(chain, y);
+    }
+  }
   __device__ Coef load(int64_t row) const {
     Coef c = table[row];
     c.weight *= c.rstd;
@@ -30,10 +39,10 @@ struct Normalize {
                                         Acc (&y)[kSize]) const {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) y[j] = x[j];
-    apply_chain<kPre, kIsCoarse<T>>(pre, y);
+    apply<kPre>(pre, y);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) y[j] = (y[j] - coef(j).mean) * coef(j).weight + coef(j).bias;
-    apply_chain<kAct, kIsCoarse<T>>(act, y);
+    apply<kAct>(act, y);
     if (!add_input) return;
 #pragma unroll
     for (int j = 0; j < kSize; ++j) y[j] += x[j];
@@ -66,7 +75,10 @@ Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream) {
   Status status;
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = launch_normalize<T, kPre, kAct>(p, stream));
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
+      constexpr bool kFloored = kPre != Chain::kAny && kAct != Chain::kSilu;
+      status = launch_normalize<T, kFloored ? Chain::kRelu : kPre, kFloored ? Chain::kRelu : kAct>(p, stream);
+    });
   });
   return status;
 }

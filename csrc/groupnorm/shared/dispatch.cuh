@@ -1,9 +1,13 @@
 // From a call's dtype and activations to the instance of a kernel.
 #pragma once
 
+#include <type_traits>
+
 #include "common/dtype.cuh"
 #include "common/pointwise.cuh"
 #include "common/status.h"
+#include "groupnorm/params.h"
+#include "groupnorm/shared/floor.cuh"
 
 namespace kgopt {
 
@@ -20,7 +24,11 @@ Status dispatch_norm(const char* kernel, const Params& p, Launch launch) {
   const auto with_type = [&](auto zero) {
     using T = decltype(zero);
     Status status;
-    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = launch(NormTraits<T, kPre, kAct>()));
+    constexpr bool kForward = std::is_base_of_v<GroupNormFwdArgs, Params>;
+    KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
+      constexpr bool kFloored = kForward && kPre == Chain::kNone;
+      status = launch(NormTraits<T, kPre, kFloored ? with_floor(kAct) : kAct>());
+    });
     return status;
   };
   switch (p.dtype) {

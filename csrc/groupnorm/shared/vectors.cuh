@@ -5,6 +5,7 @@
 #include "common/dtype.cuh"
 #include "common/pointwise.cuh"
 #include "common/reduce.cuh"
+#include "groupnorm/shared/floor.cuh"
 
 namespace kgopt {
 
@@ -244,7 +245,7 @@ __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], uint
 // Activation, residual, store, with `streaming` or its policy. `input` is x again, as it was. With kScaled, as
 // finish_chain.
 template <Chain kAct, bool kScaled = false, typename T, int kVec, typename Streaming>
-__device__ __forceinline__ void finish_values(T* to, const Vec<T, kVec>& input, const ActChain& act, bool add_input,
+__device__ __forceinline__ void finish_values(T* to, const Vec<T, kVec>& input, const FlooredChain& act, bool add_input,
                                               Streaming streaming, float (&out)[kVec]) {
   finish_chain<kAct, T, kScaled>(act, out);
   if (add_input) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/async.cuh"
+#include "groupnorm/shared/floor.cuh"
 #include "groupnorm/small/activations.cuh"
 #include "groupnorm/small/box.cuh"
 #include "groupnorm/small/small.cuh"
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
   if constexpr (Traits::kAct == Chain::kAny) {
     apply_kind(s.act_kind, p.act, v);
   } else {
-    apply_chain<Traits::kAct, false>(p.act, v);
+    apply_chain<Traits::kAct, false>(floored(p.act), v);
   }
   if (p.add_input) {
 #pragma unroll

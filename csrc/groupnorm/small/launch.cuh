@@ -1,7 +1,10 @@
 // From a plan and the activations to the instance of a kernel, and its launch.
 #pragma once
 
+#include <type_traits>
+
 #include "common/launch.h"
+#include "groupnorm/shared/floor.cuh"
 #include "groupnorm/small/small.cuh"
 
 namespace kgopt {
@@ -22,13 +25,14 @@ struct SmallInstance {
 // launch(SmallInstance()) with p's dtype and chains, whose kinds it writes into p.
 template <typename Params, typename Launch>
 Status dispatch_small(const char* kernel, Params& p, Launch launch) {
+  constexpr bool kForward = std::is_base_of_v<GroupNormFwdArgs, Params>;
   p.shares.pre_kind = chain_kind(p.pre_act);
   p.shares.act_kind = chain_kind(p.act);
   const auto with_type = [&](auto zero) {
     using T = decltype(zero);
     if (p.shares.pre_kind != Chain::kNone) return launch(SmallInstance<T, Chain::kAny>());
     switch (p.shares.act_kind) {
-      case Chain::kNone: return launch(SmallInstance<T, Chain::kNone>());
+      case Chain::kNone: return launch(SmallInstance<T, kForward ? with_floor(Chain::kNone) : Chain::kNone>());
       case Chain::kRelu: return launch(SmallInstance<T, Chain::kRelu>());
       case Chain::kSilu: return launch(SmallInstance<T, Chain::kSilu>());
       default: return launch(SmallInstance<T, Chain::kAny>());

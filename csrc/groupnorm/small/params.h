@@ -12,8 +12,6 @@ inline constexpr int kSmallRun = 4;                 // elements of a vector
 inline constexpr int kSmallMaxElements = 8;         // of a thread
 inline constexpr int kSmallMaxBwdThreads = 512;     // with the most elements: they take 128 registers
 inline constexpr int kSmallMaxBlocks = 8;           // of a cluster: what every device with clusters can run
-inline constexpr int kSmallPlaneThreads = 128;      // of blocks whose warps have a plane each
-inline constexpr int kSmallPlaneRuns = 8;           // vectors of a thread, at most; in backward 4
 inline constexpr int64_t kSmallPlaneElements = 32;  // up to here a lane each is enough
 
 // n / d as n * magic >> 32, exact while n * d is below 2^32; magic is 0 for d = 1.

@@ -16,7 +16,7 @@ struct SmallPlan {
   unsigned grid = 0;
   int smem_bytes = 0;   // dynamic
   bool single = false;  // backward: what a block or a team has of a channel is one element
-  bool plane = false;   // a unit is one channel, contiguous: groupnorm/small/plane.cu
+  bool plane = false;   // backward: a unit is one channel, contiguous: groupnorm/small/plane.cu
 };
 
 inline SmallDivisor small_divisor(int64_t d) {
@@ -60,14 +60,14 @@ inline int64_t plane_vectors(int64_t elements) {
   return (elements + (elements % kSmallRun == 0 ? 0 : 2 * (kSmallRun - 1))) / kSmallRun;
 }
 
-// Teams for units of one channel, of which a thread has `runs` vectors. Whether a block's threads suffice.
+// Backward: teams for units of one channel, of which a thread has `runs` vectors. Whether a block's threads suffice.
 inline bool set_planes(const NormPlanInput& in, int runs, SmallPlan* plan) {
   const GroupNormDims& d = in.dims;
   SmallShares& p = plan->shares;
   const int64_t units = d.n * d.g, vectors = plane_vectors(d.s);
   const int64_t lanes = std::max<int64_t>(32, small_lanes((vectors + runs - 1) / runs));
   p.by_lanes = small_divisor(lanes);
-  p.owner = in.backward() && d.n * lanes <= kSmallMaxThreads;
+  p.owner = d.n * lanes <= kSmallMaxThreads;
   p.teams = static_cast<uint32_t>(p.owner ? d.n : lanes == 32 ? std::min(units, kSmallThreads / 32) : 1);
   plan->plane = true;
   plan->run = kSmallRun;
@@ -77,15 +77,12 @@ inline bool set_planes(const NormPlanInput& in, int runs, SmallPlan* plan) {
   return plan->threads <= (runs >= 4 ? kSmallMaxBwdThreads : kSmallMaxThreads);
 }
 // Vectors of a thread: few warps with several each are done sooner than many with one, for what they all do counts
-// more than what they wait for. In backward, a block that has all samples saves a launch (H200).
+// more than what they wait for. A block that has all samples saves a launch (H200).
 inline bool set_planes(const NormPlanInput& in, SmallPlan* plan) {
   const int64_t vectors = plane_vectors(in.dims.s);
   if (vectors <= 64) return set_planes(in, vectors <= 32 ? 1 : 2, plan);
-  if (in.backward()) {
-    if (set_planes(in, 4, plan) && plan->shares.owner) return true;
-    return set_planes(in, vectors <= 128 ? 1 : 2, plan) || set_planes(in, 4, plan);
-  }
-  return set_planes(in, vectors <= 128 ? 1 : vectors <= 320 ? 2 : vectors <= 1024 ? 4 : kSmallPlaneRuns, plan);
+  if (set_planes(in, 4, plan) && plan->shares.owner) return true;
+  return set_planes(in, vectors <= 128 ? 1 : 2, plan) || set_planes(in, 4, plan);
 }
 
 inline SmallPlan plan_group_norm_small(const NormPlanInput& in) {
@@ -122,9 +119,8 @@ inline SmallPlan plan_group_norm_small(const NormPlanInput& in) {
   const auto place_of = [&](int64_t i) { return static_cast<uint32_t>(i / minor * p.pitch + i % minor); };
   p.middle = place_of(elements / 2);
   p.last = place_of(elements - 1);
-  // Forward's whole vectors need no kernel of their own: they have one channel each anyway.
-  if (in.plain && in.aligned && !d.channels_last && p.channels == 1 && elements > kSmallPlaneElements &&
-      (in.backward() || elements % kSmallRun != 0)) {
+  if (in.backward() && in.plain && in.aligned && !d.channels_last && p.channels == 1 &&
+      elements > kSmallPlaneElements) {
     if (set_planes(in, &plan)) return plan;
     plan.plane = p.owner = false;
   }

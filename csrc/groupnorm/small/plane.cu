@@ -1,6 +1,8 @@
-// GroupNorm forward and backward of small contiguous groups of one channel, which start and end anywhere; see
+// GroupNorm backward of small contiguous groups of one channel, which start and end anywhere; see
 // groupnorm/small/params.h. One weight and one bias serve all of a group, so that nothing but x needs a place for each
 // element, and x comes by vectors.
+#include <type_traits>
+
 #include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/pointwise.cuh"
@@ -71,86 +73,6 @@ struct PlaneTraits {
   static constexpr Chain kAct = kAct_;
   static constexpr bool kBlock = kBlock_;  // a block has a plane; else a warp has
 };
-
-__device__ __forceinline__ float sum_of_four(const float (&v)[4]) { return (v[0] + v[1]) + (v[2] + v[3]); }
-
-template <typename Traits>
-__global__ void __launch_bounds__(!Traits::kBlock      ? kSmallPlaneThreads
-                                  : Traits::kRuns >= 4 ? kSmallMaxBwdThreads
-                                                       : kSmallMaxThreads)
-    group_norm_small_plane_fwd_kernel(const __grid_constant__ GroupNormSmallFwdParams p) {
-  using T = typename Traits::T;
-  constexpr int kRuns = Traits::kRuns, kRun = kSmallRun;
-  constexpr bool kBlock = Traits::kBlock;
-  __shared__ float4 shared[2][kSmallMaxWarps / 4];
-  const SmallShares& s = p.shares;
-  const uint32_t tid = threadIdx.x, warps = blockDim.x / 32;
-  const uint32_t unit = kBlock ? blockIdx.x : blockIdx.x * warps + tid / 32;
-  const bool active = kBlock || unit < s.units, wide = p.affine_dtype == Dtype::kFloat32;
-  // Asked for first: behind x, ptxas would have them wait for x, whose sums look more urgent.
-  const uint32_t channel = unit - s.by_groups(unit) * s.by_groups.d;
-  const bool weighted = p.weight != nullptr, biased = p.bias != nullptr;
-  PlaneParameter<T> weight, bias;
-  weight.load(p.weight, channel, wide, weighted && active);
-  bias.load(p.bias, channel, wide, biased && active);
-  const uint32_t start = unit * s.elements;
-  const PlaneLane<T, kRuns> t(start, active ? s.elements : 0, kBlock ? tid : tid % 32, kBlock ? blockDim.x : 32);
-  Vec<T, kRun> raw[kRuns];
-  T raw_one;
-  t.load(p.x, raw, &raw_one);
-  // The origin, as in group_norm_small_fwd_kernel.
-  const T first = load_in_order<T>(p.x, start, active), middle = load_in_order<T>(p.x, start + s.middle, active),
-          last = load_in_order<T>(p.x, start + s.last, active);
-  if (kBlock && tid >= warps && tid < kSmallMaxWarps) {
-    reinterpret_cast<float*>(shared[0])[tid] = reinterpret_cast<float*>(shared[1])[tid] = 0.f;
-  }
-  const auto plane_sum = [&](float v, float4* entries) {
-    if (kBlock) return block_total(v, entries, warps);
-    float total[1] = {v};
-    lanes_sum(32, total);
-    return total[0];
-  };
-  const float origin = median(to_acc(first), to_acc(middle), to_acc(last));
-  float v[kRuns][kRun], one = to_acc(raw_one) - origin, sum = t.has_single ? one : 0.f;
-#pragma unroll
-  for (int r = 0; r < kRuns; ++r) {
-    unpack(raw[r], v[r]);
-#pragma unroll
-    for (int j = 0; j < kRun; ++j) v[r][j] -= origin;
-    sum += t.has(r) ? sum_of_four(v[r]) : 0.f;
-  }
-  const float from_origin = plane_sum(sum, shared[0]) * s.scale;
-  one -= from_origin;
-  float squares = t.has_single ? one * one : 0.f;
-#pragma unroll
-  for (int r = 0; r < kRuns; ++r) {
-    float square[kRun];
-#pragma unroll
-    for (int j = 0; j < kRun; ++j) {
-      v[r][j] -= from_origin;
-      square[j] = v[r][j] * v[r][j];
-    }
-    squares += t.has(r) ? sum_of_four(square) : 0.f;
-  }
-  const float rstd = rsqrtf(plane_sum(squares, shared[1]) * s.scale + p.eps);
-  const float scale = weighted ? rstd * weight.value(wide) : rstd, shift = biased ? bias.value(wide) : 0.f;
-  float out[kRuns * kRun + 1];
-#pragma unroll
-  for (int k = 0; k <= kRuns * kRun; ++k) out[k] = (k < kRuns * kRun ? v[k / kRun][k % kRun] : one) * scale + shift;
-  apply_chain<Traits::kAct, false>(p.act, out);
-  if (p.add_input) {
-#pragma unroll
-    for (int k = 0; k < kRuns * kRun; ++k) out[k] += to_acc(raw[k / kRun].v[k % kRun]);
-    out[kRuns * kRun] += to_acc(raw_one);
-  }
-#pragma unroll
-  for (int k = 0; k < kRuns * kRun; ++k) v[k / kRun][k % kRun] = out[k];
-  t.store(p.y, v, out[kRuns * kRun]);
-  if (active && t.lane == 0) {
-    p.mean[unit] = origin + from_origin;
-    p.rstd[unit] = rstd;
-  }
-}
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kRuns >= 4 ? kSmallMaxBwdThreads : kSmallMaxThreads)
@@ -232,58 +154,43 @@ __global__ void __launch_bounds__(Traits::kRuns >= 4 ? kSmallMaxBwdThreads : kSm
   }
 }
 
-template <bool kBackward, typename Traits, typename Params>
-Status launch_plane(const Params& p, const SmallPlan& plan, cudaStream_t stream) {
+constexpr const char* kName = "group_norm_small_plane_bwd_kernel";
+
+template <typename T, int kRuns, Chain kAct>
+Status dispatch_teams(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
   const LaunchShape shape{dim3(plan.grid), plan.threads, 0};
-  if constexpr (kBackward) {
-    constexpr auto kKernel = group_norm_small_plane_bwd_kernel<Traits>;
-    return launch_with(kKernel, facts_of<kKernel>(), "group_norm_small_plane_bwd_kernel", shape, stream, p);
-  } else {
-    constexpr auto kKernel = group_norm_small_plane_fwd_kernel<Traits>;
-    return launch_with(kKernel, facts_of<kKernel>(), "group_norm_small_plane_fwd_kernel", shape, stream, p);
-  }
+  const auto launch = [&](auto block) {
+    constexpr auto kKernel = group_norm_small_plane_bwd_kernel<PlaneTraits<T, kRuns, kAct, decltype(block)::value>>;
+    return launch_with(kKernel, facts_of<kKernel>(), kName, shape, stream, p);
+  };
+  return p.shares.by_lanes.d == 32 ? launch(std::false_type()) : launch(std::true_type());
 }
-template <bool kBackward, typename T, int kRuns, Chain kAct, typename Params>
-Status dispatch_teams(const Params& p, const SmallPlan& plan, cudaStream_t stream) {
-  return p.shares.by_lanes.d == 32 ? launch_plane<kBackward, PlaneTraits<T, kRuns, kAct, false>>(p, plan, stream)
-                                   : launch_plane<kBackward, PlaneTraits<T, kRuns, kAct, true>>(p, plan, stream);
-}
-template <bool kBackward, typename T, Chain kAct, typename Params>
-Status dispatch_runs(const Params& p, const SmallPlan& plan, cudaStream_t stream) {
+template <typename T, Chain kAct>
+Status dispatch_runs(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
   switch (plan.runs) {
-    case 1: return dispatch_teams<kBackward, T, 1, kAct>(p, plan, stream);
-    case 2: return dispatch_teams<kBackward, T, 2, kAct>(p, plan, stream);
-    case 4: return dispatch_teams<kBackward, T, 4, kAct>(p, plan, stream);
-    default: break;
+    case 1: return dispatch_teams<T, 1, kAct>(p, plan, stream);
+    case 2: return dispatch_teams<T, 2, kAct>(p, plan, stream);
+    case 4: return dispatch_teams<T, 4, kAct>(p, plan, stream);
+    default: return Status::Unsupported(kName, "over four vectors a thread");
   }
-  if constexpr (!kBackward)
-    return launch_plane<kBackward, PlaneTraits<T, kSmallPlaneRuns, kAct, true>>(p, plan, stream);
-  return Status::Unsupported("group_norm_small_plane_bwd_kernel", "over four vectors a thread");
 }
-template <bool kBackward, typename T, typename Params>
-Status dispatch_act(const Params& p, const SmallPlan& plan, cudaStream_t stream) {
+template <typename T>
+Status dispatch_act(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
   switch (chain_kind(p.act)) {
-    case Chain::kNone: return dispatch_runs<kBackward, T, Chain::kNone>(p, plan, stream);
-    case Chain::kRelu: return dispatch_runs<kBackward, T, Chain::kRelu>(p, plan, stream);
-    default: return dispatch_runs<kBackward, T, Chain::kSilu>(p, plan, stream);
-  }
-}
-template <bool kBackward, typename Params>
-Status dispatch(const Params& p, const SmallPlan& plan, cudaStream_t stream) {
-  switch (p.dtype) {
-    case Dtype::kFloat32: return dispatch_act<kBackward, float>(p, plan, stream);
-    case Dtype::kBFloat16: return dispatch_act<kBackward, __nv_bfloat16>(p, plan, stream);
-    default: return dispatch_act<kBackward, __half>(p, plan, stream);
+    case Chain::kNone: return dispatch_runs<T, Chain::kNone>(p, plan, stream);
+    case Chain::kRelu: return dispatch_runs<T, Chain::kRelu>(p, plan, stream);
+    default: return dispatch_runs<T, Chain::kSilu>(p, plan, stream);
   }
 }
 
 }  // namespace
 
-Status run_group_norm_small_plane_fwd(const GroupNormSmallFwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  return dispatch<false>(p, plan, stream);
-}
 Status run_group_norm_small_plane_bwd(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
-  return dispatch<true>(p, plan, stream);
+  switch (p.dtype) {
+    case Dtype::kFloat32: return dispatch_act<float>(p, plan, stream);
+    case Dtype::kBFloat16: return dispatch_act<__nv_bfloat16>(p, plan, stream);
+    default: return dispatch_act<__half>(p, plan, stream);
+  }
 }
 
 }  // namespace kgopt

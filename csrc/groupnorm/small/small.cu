@@ -39,13 +39,17 @@ Status launch_elements(SmallInstance<T, kAct>, const GroupNormSmallBwdParams& p,
     return launch_small<group_norm_small_single_bwd_kernel<Traits>>("group_norm_small_single_bwd_kernel", p, plan,
                                                                     stream);
   };
-  return plan.shares.by_lanes.d > 32 ? launch(std::true_type()) : launch(std::false_type());
+  // Teams below a block have one element a thread: where they would have more, a block has all samples, so that it adds
+  // up channels.
+  if constexpr (kElements == 1) {
+    if (plan.shares.by_lanes.d <= 32) return launch(std::false_type());
+  }
+  return launch(std::true_type());
 }
 
 }  // namespace
 
 Status run_group_norm_small_fwd(GroupNormSmallFwdParams p, const SmallPlan& plan, cudaStream_t stream) {
-  if (plan.plane) return run_group_norm_small_plane_fwd(p, plan, stream);
   return dispatch_small("group_norm_small_fwd_kernel", p, [&](auto instance) {
     return dispatch_runs(instance, plan, [&](auto traits) { return launch_fwd<decltype(traits)>(p, plan, stream); });
   });

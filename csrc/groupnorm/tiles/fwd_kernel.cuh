@@ -360,20 +360,20 @@ struct FwdBlock
   // Activations of the set, and what follows them.
   __device__ __forceinline__ void walk(float (&x)[kSet][kVec]) const {
     if constexpr (kSet == 1 && Traits::kScales) {
-      finish_chain<Traits::kAct, T, true>(p.act, x[0]);
+      finish_chain<Traits::kAct, T, true>(floored(p.act), x[0]);
     } else if constexpr (kSet == 1) {
-      apply_chain<Traits::kAct, kIsCoarse<T>>(p.act, x[0]);
+      apply_chain<Traits::kAct, kIsCoarse<T>>(floored(p.act), x[0]);
     } else {
       float all[kSet * kVec];
 #pragma unroll
       for (int j = 0; j < kSet * kVec; ++j) all[j] = x[j / kVec][j % kVec];
-      apply_chain<Traits::kAct, kIsCoarse<T>>(p.act, all);
+      apply_chain<Traits::kAct, kIsCoarse<T>>(floored(p.act), all);
 #pragma unroll
       for (int j = 0; j < kSet * kVec; ++j) x[j / kVec][j % kVec] = all[j];
     }
   }
   __device__ __forceinline__ void store(T* to, const Vec<T, kVec>& input, float (&x)[kVec]) const {
-    finish_values<Chain::kNone>(to, input, p.act, p.add_input, false, x);
+    finish_values<Chain::kNone>(to, input, floored(p.act), p.add_input, false, x);
   }
 
   __device__ __forceinline__ void normalize_slots(int warp, int lane) const {

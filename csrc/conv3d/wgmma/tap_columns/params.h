@@ -56,9 +56,8 @@ struct TapColumnsPlan {
   int taps_per_stage = 1;        // taps along the height that one stage of positions serves
   int boxes = 1, box_rows = 64;  // tensor copies per run and stage
   int a_stages = 2, b_stages = 2;
-  int lag = 0;         // taps that the second warpgroup starts later, so that products run during an epilogue
-  bool stats = false;  // kStoreStats: a slice for each tile of a sample and warpgroup in it
-  bool wide = false;   // statistics, or outputs beyond the input's columns
+  int lag = 0;        // taps that the second warpgroup starts later, so that products run during an epilogue
+  bool wide = false;  // outputs beyond the input's columns
   KnownDivisor by_n_tiles, by_tiles_per_sample, by_runs_per_plane, by_width;
   int smem_bytes = 0;
   int64_t packed_bytes = 0;
@@ -75,7 +74,6 @@ struct alignas(64) TapColumnsParams {
   float scale = 1;                 // 1 in wide plans
   Chain act;                       // not kAny
   float* moments = nullptr;  // of y, as StatsPartials in groupnorm/params.h, zero before; or null. Not in wide plans
-  float* partials;           // kStoreStats: see StatsPartials in groupnorm/params.h; slices as the plan says
   int c_out;
   int in[3], out[3];
   TapColumnsPlan plan;

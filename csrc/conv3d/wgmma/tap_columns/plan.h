@@ -13,7 +13,6 @@ namespace kgopt {
 struct TapColumnsSmemLayout {
   int weights;
   int exchange;
-  int stats;
   int barriers;
   int total;
 };
@@ -32,16 +31,10 @@ KGOPT_HD TapColumnsSmemLayout tap_columns_smem_layout(const TapColumnsPlan& p) {
   TapColumnsSmemLayout s{};
   s.weights = p.teams * p.a_stages * tap_columns_a_stage_bytes(p);
   s.exchange = s.weights + p.b_stages * tap_columns_b_stage_bytes(p);
-  s.stats = s.exchange +
-            kWgmmaConsumers * p.segments * 4 * tap_columns_exchanged_rows(p.taps_w, p.dilation[2]) * p.c_tile * 4;
-  s.barriers = s.stats + (p.stats ? kWgmmaConsumers * 4 * (p.c_tile * 2 + 1) * 4 : 0);
+  s.barriers = s.exchange +
+               kWgmmaConsumers * p.segments * 4 * tap_columns_exchanged_rows(p.taps_w, p.dilation[2]) * p.c_tile * 4;
   s.total = s.barriers + ((2 * kWgmmaConsumers + 2) * kTapColumnsMaxStages + 1) * 8 + 1024;  // 1024: alignment
   return s;
-}
-
-// Slices of the statistics, per sample.
-inline int64_t tap_columns_slices(const TapColumnsPlan& p) {
-  return int64_t(p.tiles_per_sample) * kWgmmaConsumers / p.teams;
 }
 
 // Slices of TapColumnsParams::moments, per sample.
@@ -57,7 +50,7 @@ inline double tap_columns_round_cycles(const TapColumnsPlan& p) {
   const double a_bytes = steps * p.taps[1] / p.taps_per_stage * p.teams * tap_columns_a_stage_bytes(p);
   const double b_bytes = p.teams > 1 ? 0 : steps * p.taps[1] * tap_columns_b_stage_bytes(p);
   const double main = std::max(products, (a_bytes + b_bytes) / 28);
-  const double epilogue = 5000 + (p.math == ConvMath::kTf32 ? 1000 : 0) + (p.stats ? 8000 : 0);
+  const double epilogue = 5000 + (p.math == ConvMath::kTf32 ? 1000 : 0);
   return p.teams > 1 ? std::max(main, products / 2 + epilogue + 3000) : main + epilogue;
 }
 
@@ -123,8 +116,7 @@ inline TapColumnsPlan plan_tap_columns(const ConvProblem& problem, const DeviceL
   p.taps[1] = static_cast<int>(problem.kernel[1]);
   p.taps_w = static_cast<int>(problem.kernel[2]);
   if (p.taps_w != 3) return refuse("a kernel width other than 3 is not built");
-  p.stats = problem.epilogue == ConvEpilogue::kStoreStats;
-  if (problem.epilogue != ConvEpilogue::kStore && !p.stats) return refuse("an epilogue that stores no output");
+  if (problem.epilogue != ConvEpilogue::kStore) return refuse("an epilogue other than a store");
   const int64_t channel_bytes = problem.c_in * size;
   p.row_bytes = channel_bytes % 128 != 0 && channel_bytes % 128 <= 64 ? 64 : 128;
   p.chunks = static_cast<int>((channel_bytes + p.row_bytes - 1) / p.row_bytes);
@@ -141,7 +133,7 @@ inline TapColumnsPlan plan_tap_columns(const ConvProblem& problem, const DeviceL
     return refuse("the output is wider than the input by more than a column a side");
   }
 
-  p.wide = p.stats || p.anchor_to_out > 0 || right > 0;
+  p.wide = p.anchor_to_out > 0 || right > 0;
   p.c_tile = problem.c_out <= 32 && !p.wide ? 32 : 64;
   p.segments = p.c_tile == 32 ? 4 : 2;
   p.n_tiles = static_cast<int>((problem.c_out + p.c_tile - 1) / p.c_tile);
