@@ -36,19 +36,8 @@ Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, OptTe
   const DeviceGuard guard(x.get_device_index());
   check_gpu(op, x);
   const MemoryFormat format = shape.out_channels_last ? channels_last_format(x.dim()) : MemoryFormat::Contiguous;
-  const ConvArgs conv{op,
-                      x,
-                      weight,
-                      bias,
-                      stride,
-                      padding,
-                      dilation,
-                      output_padding,
-                      groups,
-                      transposed,
-                      static_cast<int>(x.dim()) - 2,
-                      backend,
-                      std::nullopt};
+  const ConvArgs conv = conv_args(op, static_cast<int>(x.dim()) - 2, x, weight, bias, stride, padding, dilation,
+                                  output_padding, groups, transposed, backend);
   // Kernels of our own add the bias to what they store, one of them does all of it; ATen's passes run far below the
   // speed of the memory in channels_last.
   const Tensor dense_residual = residual ? dense_in(*residual, format) : Tensor();

@@ -38,6 +38,15 @@ struct __attribute__((visibility("hidden"))) ConvArgs {
   }
 };
 
+// Of a call that has these arguments one by one, as the schemas do. It refers to x, weight and backend.
+inline ConvArgs conv_args(const char* op, int rank, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                          const IntArray& stride, const IntArray& padding, const IntArray& dilation,
+                          const IntArray& output_padding, int64_t groups, bool transposed, const std::string& backend,
+                          std::optional<bool> allow_tf32 = std::nullopt) {
+  return {op,     x,          weight, bias,    stride,    padding, dilation, output_padding,
+          groups, transposed, rank,   backend, allow_tf32};
+}
+
 // The names of families have a second spelling, of the first versions.
 inline ConvBackend parse_backend(const char* op, const std::string& backend) {
   check_backend(op, backend);

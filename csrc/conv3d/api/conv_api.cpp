@@ -260,20 +260,9 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
   KGOPT_CHECK(epilogue == "store" || epilogue == "stats" || epilogue == "relu_norm" || epilogue == "logsumexp" ||
                   epilogue == "backward",
               op, ": epilogue is '", epilogue, "', expected store, stats, relu_norm, logsumexp or backward");
-  const ConvArgs a{op,
-                   x,
-                   weight,
-                   std::nullopt,
-                   stride,
-                   padding,
-                   dilation,
-                   output_padding,
-                   groups,
-                   transposed,
-                   static_cast<int>(x.dim()) - 2,
-                   backend,
-                   allow_tf32,
-                   true};
+  ConvArgs a = conv_args(op, static_cast<int>(x.dim()) - 2, x, weight, std::nullopt, stride, padding, dilation,
+                         output_padding, groups, transposed, backend, allow_tf32);
+  a.wide_weight = true;
   const ConvShape shape = check_conv_args(a);
   KGOPT_CHECK(num_groups >= 0 && (num_groups == 0 || shape.c_out % num_groups == 0), op, ": num_groups is ", num_groups,
               ", expected a divisor of the ", shape.c_out, " output channels, or 0");

@@ -444,19 +444,8 @@ MeanResult conv3d_group_norm_mean_of(const Tensor& x, const Tensor& weight, cons
                                      const OptTensor& gn_weight, const OptTensor& gn_bias, const IntArray& stride,
                                      const IntArray& padding, const IntArray& dilation, int64_t groups, double eps,
                                      const std::string& backend, std::optional<bool> allow_tf32, bool given) {
-  const ConvArgs a{"conv3d_group_norm_mean",
-                   x,
-                   weight,
-                   bias,
-                   stride,
-                   padding,
-                   dilation,
-                   {0, 0, 0},
-                   groups,
-                   false,
-                   3,
-                   backend,
-                   allow_tf32};
+  const ConvArgs a = conv_args("conv3d_group_norm_mean", 3, x, weight, bias, stride, padding, dilation, IntArray(3, 0),
+                               groups, false, backend, allow_tf32);
   return conv_group_norm_mean(a, num_groups, gn_weight, gn_bias, eps, given);
 }
 
@@ -483,19 +472,8 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose3d_relu_group_norm_fwd(
     Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
     IntArray stride, IntArray padding, IntArray output_padding, int64_t groups, IntArray dilation, double eps,
     std::string backend, std::optional<bool> allow_tf32) {
-  const ConvArgs a{"conv_transpose3d_relu_group_norm",
-                   x,
-                   weight,
-                   bias,
-                   stride,
-                   padding,
-                   dilation,
-                   output_padding,
-                   groups,
-                   true,
-                   3,
-                   backend,
-                   allow_tf32};
+  const ConvArgs a = conv_args("conv_transpose3d_relu_group_norm", 3, x, weight, bias, stride, padding, dilation,
+                               output_padding, groups, true, backend, allow_tf32);
   NormResult r = conv_transpose_relu_group_norm(a, num_groups, gn_weight, gn_bias, eps);
   return {r.y, r.mean, r.rstd};
 }
@@ -514,19 +492,8 @@ NormResult conv2d_residual_logsumexp_of(const Tensor& x, const Tensor& weight, c
                                         const IntArray& stride, const IntArray& padding, const IntArray& dilation,
                                         int64_t groups, double eps, const std::string& backend,
                                         std::optional<bool> allow_tf32, bool given) {
-  const ConvArgs a{"conv2d_group_norm_tanh_hardswish_residual_logsumexp",
-                   x,
-                   weight,
-                   bias,
-                   stride,
-                   padding,
-                   dilation,
-                   {0, 0},
-                   groups,
-                   false,
-                   2,
-                   backend,
-                   allow_tf32};
+  const ConvArgs a = conv_args("conv2d_group_norm_tanh_hardswish_residual_logsumexp", 2, x, weight, bias, stride,
+                               padding, dilation, IntArray(2, 0), groups, false, backend, allow_tf32);
   return conv_residual_logsumexp(a, num_groups, gn_weight, gn_bias, eps, given);
 }
 

@@ -130,19 +130,8 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
   const ConvShape shape =
       check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
   const ActChain of_norm = check_act(op, gn_act), of_sum = check_act(op, act);
-  const ConvArgs conv{op,
-                      x,
-                      weight,
-                      bias,
-                      stride,
-                      padding,
-                      dilation,
-                      output_padding,
-                      groups,
-                      transposed,
-                      static_cast<int>(x.dim()) - 2,
-                      backend,
-                      std::nullopt};
+  const ConvArgs conv = conv_args(op, static_cast<int>(x.dim()) - 2, x, weight, bias, stride, padding, dilation,
+                                  output_padding, groups, transposed, backend);
   {
     const DeviceGuard guard(x.get_device_index());
     NormConvFewParams few;
@@ -205,19 +194,8 @@ std::string explain_group_norm_conv(Tensor x, Tensor weight, IntArray stride, In
                                          output_padding, groups, transposed);
   const ActChain of_norm = check_act(op, gn_act), of_sum = check_act(op, act);
   const DeviceGuard guard(x.get_device_index());
-  const ConvArgs a{op,
-                   x,
-                   weight,
-                   std::nullopt,
-                   stride,
-                   padding,
-                   dilation,
-                   output_padding,
-                   groups,
-                   transposed,
-                   static_cast<int>(x.dim()) - 2,
-                   backend,
-                   std::nullopt};
+  const ConvArgs a = conv_args(op, static_cast<int>(x.dim()) - 2, x, weight, std::nullopt, stride, padding, dilation,
+                               output_padding, groups, transposed, backend);
   NormConvFewParams parameters;
   const NormConvChoice choice = choose_kernel(a, shape, 1, moments, true, of_norm, of_sum, &parameters);
   const bool few = choice.path == NormConvChoice::kFewChannels;
