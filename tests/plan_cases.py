@@ -117,6 +117,7 @@ def plan_norm(dev: Any, case: dict[str, Any]) -> None:
         backward=case["tensors"] == 2,
         plain=not case["long_chain"],
     )
+    dev.plan_group_norm_slab(*place, **options("channels_last", "sm_count"))
     dev.choose_group_norm(*place, **layout, **options("tensors", "max_blocks"))
     n, c, s, _, dtype = place
     dev.plan_norm_lse_backward(n, c, s, dtype, **layout)

@@ -23,7 +23,7 @@ from plan_problems import dev
         ("cluster", {"n": 2, "c": 14, "s": 600, "g": 1, "dtype": "float16", "tensors": 2}),
         # Of the same size, with vectors of columns.
         ("columns", {"n": 2, "c": 64, "s": 1024, "g": 2, "channels_last": True, "dtype": "float16"}),
-        ("columns", {"n": 2, "c": 357, "s": 1456, "g": 51, "channels_last": True, "dtype": "bfloat16"}),
+        ("slab", {"n": 2, "c": 357, "s": 1456, "g": 51, "channels_last": True, "dtype": "bfloat16"}),
         # One group is contiguous in either layout.
         ("cluster", {"n": 1, "c": 2, "s": 182754, "g": 1, "channels_last": True, "dtype": "bfloat16"}),
         ("passes", {"n": 1, "c": 2, "s": 182754, "g": 1, "channels_last": True, "dtype": "bfloat16", "tensors": 2}),
@@ -39,10 +39,10 @@ from plan_problems import dev
         # The sums of many channels are added up faster in shared memory.
         ("cluster", {"n": 11, "c": 138, "s": 225, "g": 3, "dtype": "bfloat16", "tensors": 2}),
         ("small", {"n": 9, "c": 13, "s": 4725, "g": 13, "tensors": 2}),
-        # Groups narrower than a sector of 32 bytes.
-        ("passes", {"n": 13, "c": 934, "s": 175, "g": 467, "channels_last": True}),
-        ("passes", {"n": 13, "c": 934, "s": 175, "g": 467, "channels_last": True, "tensors": 2}),
-        ("passes", {"n": 2, "c": 357, "s": 1456, "g": 51, "channels_last": True, "tensors": 2, "dtype": "bfloat16"}),
+        ("slab", {"n": 13, "c": 934, "s": 175, "g": 467, "channels_last": True}),
+        ("slab", {"n": 13, "c": 934, "s": 175, "g": 467, "channels_last": True, "tensors": 2}),
+        # 52 short slabs: 19 us instead of 31 by passes (H200)
+        ("slab", {"n": 2, "c": 357, "s": 1456, "g": 51, "channels_last": True, "tensors": 2, "dtype": "bfloat16"}),
         ("tiles", {"n": 1, "c": 128, "s": 32**3, "g": 8}),  # a cluster of sixteen would leave GPU parts idle
         ("cluster", {"n": 1, "c": 128, "s": 32**3, "g": 8, "dtype": "bfloat16"}),  # 64 KB a block, in registers
         ("tiles", {"n": 1, "c": 128, "s": 32**3 + 8, "g": 8, "dtype": "bfloat16"}),
@@ -75,7 +75,7 @@ from plan_problems import dev
 def test_choose_group_norm(family, sizes):
     choice = dev.choose_group_norm(**sizes)
     assert choice["family"] == family, choice
-    assert family != "passes" or set(choice["why_not"]) == {"small", "cluster", "tiles", "rows", "columns"}
+    assert family != "passes" or set(choice["why_not"]) == {"small", "cluster", "tiles", "rows", "columns", "slab"}
 
 
 def test_choose_group_norm_says_why():

@@ -92,7 +92,7 @@ NORMS = {
     "large cluster": ((2, 32, 24, 64, 64), 2, "contiguous"),
     "tiles": ((2, 16, 40, 128, 128), 2, "contiguous"),
     "small channels_last": ((2, 24, 6, 6), 4, "channels_last"),
-    "narrow groups": ((64, 32, 24, 24), 16, "channels_last"),
+    "slabs": ((64, 32, 24, 24), 16, "channels_last"),
     "rows": ((4, 32, 96, 96), 8, "channels_last"),
     "few rows": ((2, 64, 40, 64, 64), 8, "channels_last"),
     "columns": ((16, 128, 64, 64), 8, "channels_last"),

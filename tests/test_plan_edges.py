@@ -64,6 +64,7 @@ def test_plans_of_norms_refuse_empty_tensors(shape, channels_last, tensors):
     for name in ("tiles", "alone", "cluster", "rows", "columns"):
         assert "refusal" in getattr(dev, f"plan_group_norm_{name}")(*shape, **kinds), name
     assert "refusal" in dev.plan_group_norm_small(*shape, backward=tensors == 2, channels_last=channels_last)
+    assert "refusal" in dev.plan_group_norm_slab(*shape, channels_last=channels_last)
     assert dev.choose_group_norm(*shape, **kinds)["family"] == "passes"
     assert "refusal" in dev.plan_norm_lse_backward(*shape[:3], channels_last=channels_last)
 

@@ -1,4 +1,4 @@
-"""Plans of GroupNorm of small tensors (csrc/groupnorm/small)."""
+"""Plans of GroupNorm of small tensors and of short slabs (csrc/groupnorm/small)."""
 
 from __future__ import annotations
 
@@ -151,3 +151,35 @@ def test_plan_group_norm_small_refuses(why, change):
     sizes = {"n": 2, "c": 32, "s": 60, "g": 8, "backward": True}
     assert "refusal" not in dev.plan_group_norm_small(**sizes)
     assert why in dev.plan_group_norm_small(**sizes | change)["refusal"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("n", "groups", "per_group", "s"), [(13, 467, 2, 175), (9, 709, 1, 924), (60, 7, 5, 1000), (2, 51, 7, 1456)]
+)
+def test_plan_group_norm_slab(n, groups, per_group, s, dtype):
+    p = dev.plan_group_norm_slab(n, groups * per_group, s, groups, dtype)
+    assert p["columns"] * p["walkers"] == dev.SLAB_THREADS
+    assert p["groups"] * per_group <= p["columns"]
+    assert p["per_sample"] * p["groups"] >= groups
+    assert p["grid"] == n * p["per_sample"]
+    assert divides(p["by_per_sample"], p["grid"] - 1)
+    assert divides(p["by_channels"], p["walkers"] * per_group)
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("float64", {"dtype": "float64"}),
+        ("contiguous", {"channels_last": False}),
+        ("fill a sector", {"g": 20}),
+        ("is long", {"s": 10000}),
+        ("GPU idle", {"n": 1, "c": 100, "g": 100}),
+    ],
+)
+def test_plan_group_norm_slab_refuses(why, change):
+    sizes = {"n": 13, "c": 934, "s": 175, "g": 467}
+    assert "refusal" not in dev.plan_group_norm_slab(**sizes)
+    if "g" in change and "c" not in change:
+        change = change | {"c": 940}
+    assert why in dev.plan_group_norm_slab(**sizes | change)["refusal"]

@@ -79,7 +79,7 @@ def test_every_family_of_norm_kernels_is_sanitized(recorded, backward):
             )
             taken.add(choice["family"])
     # Rows take what columns would where a sample is large; backward has no columns.
-    families = {"small", "cluster", "tiles", "rows", "passes", *([] if backward else ["columns"])}
+    families = {"small", "cluster", "tiles", "rows", "slab", "passes", *([] if backward else ["columns"])}
     assert taken == families
 
 

@@ -747,7 +747,7 @@ py::dict divisor_dict(const SmallDivisor& by) {
   return out;
 }
 
-// The plan of the kernels for small groups, likewise.
+// The plans of the kernels for small groups and for narrow ones, likewise.
 py::dict plan_small(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool backward,
                     bool channels_last, bool aligned, int max_blocks, bool plain) {
   NormPlanInput in =
@@ -783,6 +783,26 @@ py::dict plan_small(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
   out["by_channels"] = divisor_dict(p.by_channels);
   out["by_row_terms"] = divisor_dict(p.by_row_terms);
   out["by_sum_lanes"] = divisor_dict(p.by_sum_lanes);
+  return out;
+}
+
+py::dict plan_slabs(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, bool channels_last,
+                    int sm_count) {
+  const SlabPlan plan =
+      plan_group_norm_slab(norm_input(n, c, s, g, dtype, 1, channels_last, true, 0, sm_count, 227 << 10));
+  py::dict out;
+  if (plan.refusal) {
+    out["refusal"] = plan.refusal;
+    return out;
+  }
+  const SlabShares& p = plan.shares;
+  out["grid"] = plan.grid;
+  out["columns"] = p.columns;
+  out["groups"] = p.groups;
+  out["walkers"] = p.walkers;
+  out["per_sample"] = p.per_sample;
+  out["by_per_sample"] = divisor_dict(p.by_per_sample);
+  out["by_channels"] = divisor_dict(p.by_channels);
   return out;
 }
 
@@ -937,9 +957,12 @@ void bind_norm(py::module_& m) {
   m.attr("SMALL_MAX_THREADS") = kSmallMaxThreads;
   m.attr("SMALL_MAX_BWD_THREADS") = kSmallMaxBwdThreads;
   m.attr("SMALL_MAX_ELEMENTS") = kSmallMaxElements;
+  m.attr("SLAB_THREADS") = kSlabThreads;
   m.def("plan_group_norm_small", &plan_small, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("backward") = false, py::arg("channels_last") = false,
         py::arg("aligned") = true, py::arg("max_blocks") = 16, py::arg("plain") = false);
+  m.def("plan_group_norm_slab", &plan_slabs, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
+        py::arg("dtype") = "float32", py::arg("channels_last") = true, py::arg("sm_count") = 132);
   m.def("choose_group_norm", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
         py::arg("aligned") = true, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,

@@ -10,21 +10,22 @@
 #include "groupnorm/columns/plan.h"
 #include "groupnorm/plan_input.h"
 #include "groupnorm/rows/plan.h"
+#include "groupnorm/slab/plan.h"
 #include "groupnorm/small/plan.h"
 #include "groupnorm/tiles/plan.h"
 
 namespace kgopt {
 
 // A folder each.
-enum class NormFamily { kSmall, kCluster, kTiles, kRows, kColumns, kPasses };
-inline constexpr int kNormFamilies = 6;
-inline constexpr const char* kNormFamilyNames[kNormFamilies] = {"small", "cluster", "tiles",
-                                                                "rows",  "columns", "passes"};
+enum class NormFamily { kSmall, kCluster, kTiles, kRows, kColumns, kSlab, kPasses };
+inline constexpr int kNormFamilies = 7;
+inline constexpr const char* kNormFamilyNames[kNormFamilies] = {"small",   "cluster", "tiles", "rows",
+                                                                "columns", "slab",    "passes"};
 
 struct PassesPlan {};  // every tensor: the launchers of passes/ cut it up
 
 // The plan's type is the family: alternatives in the order of NormFamily.
-using NormPlan = std::variant<SmallPlan, ClusterPlan, TilesPlan, RowPlan, ColumnPlan, PassesPlan>;
+using NormPlan = std::variant<SmallPlan, ClusterPlan, TilesPlan, RowPlan, ColumnPlan, SlabPlan, PassesPlan>;
 static_assert(std::variant_size_v<NormPlan> == kNormFamilies);
 
 struct NormChoice {
@@ -82,9 +83,11 @@ inline NormChoice choose_group_norm(const NormPlanInput& in) {
   const TilesPlan tiles = plan_group_norm_tiles(in);
   const RowPlan rows = plan_group_norm_rows(in);
   const ColumnPlan columns = plan_group_norm_columns(in);
-  // Of small tensors, clusters of the small family end before teams have told each other their moments (H200).
+  const SlabPlan slab = plan_group_norm_slab(in);
+  // Of small tensors, others end before teams have told each other their moments (H200).
   const bool is_small = in.dims.numel() * dtype_size(in.dims.dtype) < kColumnSmallTensor;
-  const bool by_columns = !columns.refusal && (columns.cluster || !is_small || !small_shared);
+  const bool others = small_shared || !slab.refusal;
+  const bool by_columns = !columns.refusal && (columns.cluster || !is_small || !others);
   // What knows its channels by their place takes x where it can, but for clusters of columns: they take 10 to 20 us
   // where those that have samples of one group in registers take 7 to 13 (H200).
   const bool held = !cluster.refusal && cluster.shares.minor && cluster.hold > 0;
@@ -101,13 +104,15 @@ inline NormChoice choose_group_norm(const NormPlanInput& in) {
   choice.why_not_of(NormFamily::kRows) = rows.refusal;
   choice.why_not_of(NormFamily::kColumns) = columns.refusal ? columns.refusal
                                             : by_columns    ? nullptr
-                                                            : "x is small: clusters end before teams of blocks do";
+                                                            : "x is small: others end before teams of blocks do";
+  choice.why_not_of(NormFamily::kSlab) = slab.refusal;
 
   if (small_shared && rows.refusal && !by_columns && !whole) return take(small);
   if (!cluster.refusal && !for_others && !tiles_first) return take(cluster);
   if (!tiles.refusal) return take(tiles);
   if (!rows.refusal) return take(rows);
   if (by_columns) return take(columns);
+  if (!slab.refusal) return take(slab);
   return choice;
 }
 

@@ -21,6 +21,7 @@ inline std::string norm_kernels(const NormChoice& choice, const NormPlanInput& i
     std::string operator()(const TilesPlan&) const { return "group_norm_tiles"; }
     std::string operator()(const RowPlan&) const { return "group_norm_rows"; }
     std::string operator()(const ColumnPlan&) const { return "group_norm_columns"; }
+    std::string operator()(const SlabPlan&) const { return "group_norm_slab"; }
     std::string operator()(const PassesPlan&) const { return ""; }
   };
   if (choice.family() == NormFamily::kPasses) {
@@ -60,6 +61,9 @@ inline std::string norm_way(const NormChoice& choice, const NormPlanInput& in) {
     std::string operator()(const ColumnPlan& p) const {
       return once() + "channels_last samples in the shared memory of teams of " + std::to_string(p.shares.blocks) +
              " blocks";
+    }
+    std::string operator()(const SlabPlan&) const {
+      return "slabs of a channels_last sample, read twice, the second time from L2, one launch";
     }
     std::string operator()(const PassesPlan&) const {
       const NormFamily nearest = in.dims.dtype == Dtype::kFloat64 ? NormFamily::kCluster

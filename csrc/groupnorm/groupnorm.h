@@ -7,6 +7,7 @@
 #include "groupnorm/columns/plan.h"
 #include "groupnorm/params.h"
 #include "groupnorm/rows/plan.h"
+#include "groupnorm/slab/plan.h"
 #include "groupnorm/small/plan.h"
 #include "groupnorm/tiles/bwd_params.h"
 #include "groupnorm/tiles/fwd_params.h"
@@ -32,6 +33,8 @@ Status run_group_norm_tiles_bwd(const GroupNormTilesBwdParams& p, const TilesPla
 Status run_group_norm_rows_fwd(const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream);
 Status run_group_norm_rows_bwd(const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream);
 Status run_group_norm_columns_fwd(const GroupNormColumnsFwdParams& p, const ColumnPlan& plan, cudaStream_t stream);
+Status run_group_norm_slab_fwd(const GroupNormSlabFwdParams& p, const SlabPlan& plan, cudaStream_t stream);
+Status run_group_norm_slab_bwd(const GroupNormSlabBwdParams& p, const SlabPlan& plan, cudaStream_t stream);
 
 // What the launchers of small and cluster do for plans of single elements, of planes and of teams.
 Status run_group_norm_small_single_bwd(GroupNormSmallBwdParams p, const SmallPlan& plan, cudaStream_t stream);

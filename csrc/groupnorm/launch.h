@@ -28,6 +28,7 @@ struct NormFwdLaunch {
   Status operator()(const ColumnPlan& p) const {
     return run_group_norm_columns_fwd({a, p.shares, to.words}, p, stream);
   }
+  Status operator()(const SlabPlan& p) const { return run_group_norm_slab_fwd({a, p.shares}, p, stream); }
   Status operator()(const PassesPlan&) const {
     return Status::Unsupported("group_norm", "passes are several launches");
   }
@@ -51,6 +52,7 @@ struct NormBwdLaunch {
     return run_group_norm_rows_bwd({a, p.shares, to.words, to.sums}, p, stream);
   }
   Status operator()(const ColumnPlan&) const { return Status::Unsupported("group_norm_columns", "forward alone"); }
+  Status operator()(const SlabPlan& p) const { return run_group_norm_slab_bwd({a, p.shares, to.sums}, p, stream); }
   Status operator()(const PassesPlan&) const {
     return Status::Unsupported("group_norm", "passes are several launches");
   }
