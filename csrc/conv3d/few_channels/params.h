@@ -19,9 +19,10 @@ KGOPT_HD constexpr int few_channels_consumers(ConvMath math, int columns, int wi
   if (window > 1) return 3;
   return columns >= 128 || (columns >= 64 && !lse && math != ConvMath::kTf32x3) ? 2 : 3;
 }
-// K steps whose fragments are loaded and multiplied together. K is padded to a multiple of it.
-KGOPT_HD constexpr int few_channels_batch(ConvMath math, int window) {
-  return window > 1 || math == ConvMath::kTf32x3 ? 3 : 5;
+// K steps whose fragments are loaded and multiplied together: one of two numbers, whichever pads K less.
+KGOPT_HD constexpr int few_channels_batch(ConvMath math, int window, bool large) {
+  if (window > 1) return large ? 4 : 3;
+  return math == ConvMath::kTf32x3 ? (large ? 5 : 3) : (large ? 9 : 5);
 }
 inline constexpr int kFewChannelsStrip =
     16;  // neighbouring positions along the width that a warp takes for one product
@@ -92,6 +93,7 @@ struct FewChannelsPlan {
   int k_words = 1;              // words of input channels times taps, over the window
   int k_steps = 1;              // of 8 words
   int batch = 3;                // K steps whose fragments a thread holds at once; divides k_steps
+  bool large_batch = false;     // which of the two
   bool taps_fast = false;       // order of K: taps innermost, else channel words innermost
   int zero_plane = 0;           // 1 where K is padded: padded entries read a plane of zeros
   int rows = 1;                 // along the height that a strip covers, one after the other

@@ -489,8 +489,11 @@ inline FewChannelsPlan plan_few_channels(const ConvProblem& q, const DeviceLimit
   p.chunked = p.window == 1 && p.words % 4 == 0;
   p.k_words = static_cast<int>(p.words * taps / p.window);
   p.k_steps = (p.k_words + 7) / 8;
-  p.batch = few_channels_batch(p.math, p.window);
-  p.k_steps = (p.k_steps + p.batch - 1) / p.batch * p.batch;
+  const auto padded = [&](int batch) { return (p.k_steps + batch - 1) / batch * batch; };
+  p.large_batch =
+      padded(few_channels_batch(p.math, p.window, true)) <= padded(few_channels_batch(p.math, p.window, false));
+  p.batch = few_channels_batch(p.math, p.window, p.large_batch);
+  p.k_steps = padded(p.batch);
   p.producers = few_channels_producers(p.math, lse);
   p.consumers = p.by_channels ? kChannelsConsumers : few_channels_consumers(p.math, p.columns, p.window, lse);
   p.zero_plane = p.k_words != p.k_steps * 8 && p.math != ConvMath::kFp16x3;

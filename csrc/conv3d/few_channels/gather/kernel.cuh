@@ -45,7 +45,7 @@ KGOPT_HD constexpr int few_channels_threads(ConvMath math, int columns, int wind
 
 // kWindow kernel rows share each fragment of A: input row r adds to output rows r, r - 1, ... r - kWindow + 1, whose
 // accumulators take turns. Loads of A then cost a third, at the price of as many sets of accumulators.
-template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, ConvEpilogue kEpilogue>
+template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, bool kLargeBatch, ConvEpilogue kEpilogue>
 __global__ void __launch_bounds__(few_channels_threads(kMath, kColumns, kWindow,
                                                        kEpilogue == ConvEpilogue::kResidualLse),
                                   1) conv_gather_kernel(const __grid_constant__ FewChannelsParams p) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(few_channels_threads(kMath, kColumns, kWindow,
                               : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
                                                          : WgmmaType::kTf32;
   constexpr int kConsumers = few_channels_consumers(kMath, kColumns, kWindow, kLse);
-  constexpr int kBatch = few_channels_batch(kMath, kWindow);
+  constexpr int kBatch = few_channels_batch(kMath, kWindow, kLargeBatch);
   constexpr int kProducers = few_channels_producers(kMath, kLse);
   constexpr int kLoaders = 128 * kProducers;  // threads
   constexpr int kGatherThreads = kLoaders + 128 * kConsumers;

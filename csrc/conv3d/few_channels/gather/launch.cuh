@@ -7,36 +7,42 @@
 
 namespace kgopt {
 
-template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, ConvEpilogue kEpilogue>
+template <ConvMath kMath, int kColumns, int kWindow, bool kChunked, bool kLargeBatch, ConvEpilogue kEpilogue>
 Status launch_gather_instance(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
   const FewChannelsPlan& plan = p.plan;
-  constexpr auto kernel = conv_gather_kernel<kMath, kColumns, kWindow, kChunked, kEpilogue>;
+  constexpr auto kernel = conv_gather_kernel<kMath, kColumns, kWindow, kChunked, kLargeBatch, kEpilogue>;
   const dim3 grid(static_cast<unsigned>(n * plan.slices), plan.n_tiles, p.groups);
   // The table of the norm is all that logsumexp waits for.
   return launch_after<kernel>(kEpilogue == ConvEpilogue::kResidualLse, "conv_gather_kernel", grid,
                               128 * (plan.producers + plan.consumers), plan.smem_bytes, stream, p);
 }
 
-template <ConvMath kMath, int kColumns, ConvEpilogue kEpilogue>
+template <ConvMath kMath, int kColumns, bool kLargeBatch, ConvEpilogue kEpilogue>
 Status launch_gather_window(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
   if constexpr (kColumns <= 32 && kEpilogue == ConvEpilogue::kStats) {
     if (p.plan.window > 1) {
-      return launch_gather_instance<kMath, kColumns, kWindowRows, false, kEpilogue>(p, n, stream);
+      return launch_gather_instance<kMath, kColumns, kWindowRows, false, kLargeBatch, kEpilogue>(p, n, stream);
     }
   }
-  if (p.plan.chunked) return launch_gather_instance<kMath, kColumns, 1, true, kEpilogue>(p, n, stream);
-  return launch_gather_instance<kMath, kColumns, 1, false, kEpilogue>(p, n, stream);
+  if (p.plan.chunked) return launch_gather_instance<kMath, kColumns, 1, true, kLargeBatch, kEpilogue>(p, n, stream);
+  return launch_gather_instance<kMath, kColumns, 1, false, kLargeBatch, kEpilogue>(p, n, stream);
+}
+
+template <ConvMath kMath, int kColumns, ConvEpilogue kEpilogue>
+Status launch_gather_batch(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
+  return p.plan.large_batch ? launch_gather_window<kMath, kColumns, true, kEpilogue>(p, n, stream)
+                            : launch_gather_window<kMath, kColumns, false, kEpilogue>(p, n, stream);
 }
 
 template <ConvMath kMath, ConvEpilogue kEpilogue>
 Status launch_gather_columns(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
   switch (p.plan.columns) {
-    case 24: return launch_gather_window<kMath, 24, kEpilogue>(p, n, stream);
-    case 32: return launch_gather_window<kMath, 32, kEpilogue>(p, n, stream);
-    case 64: return launch_gather_window<kMath, 64, kEpilogue>(p, n, stream);
+    case 24: return launch_gather_batch<kMath, 24, kEpilogue>(p, n, stream);
+    case 32: return launch_gather_batch<kMath, 32, kEpilogue>(p, n, stream);
+    case 64: return launch_gather_batch<kMath, 64, kEpilogue>(p, n, stream);
     case 128:
       if constexpr (kEpilogue == ConvEpilogue::kResidualLse) {
-        return launch_gather_window<kMath, 128, kEpilogue>(p, n, stream);
+        return launch_gather_batch<kMath, 128, kEpilogue>(p, n, stream);
       }
   }
   return Status::Unsupported("conv_gather_kernel", "no instance for this number of output channels");
