@@ -59,7 +59,7 @@ def conv_case(draw: random.Random, dev: Any) -> dict[str, Any]:
         "transposed": transposed,
         "dtype": draw.choice(DTYPES),
         "allow_tf32": draw.random() < 0.5,
-        "epilogue": draw.choice(("store", "store_norm", "stats", "residual_lse")),
+        "epilogue": draw.choice(("store", "store_stats", "stats", "residual_lse")),
         "channels_innermost": draw.random() < 0.5,
         "planar": draw.random() < 0.5,
         "norm_groups": draw.choice([d for d in range(1, c_out + 1) if c_out % d == 0] or [0]),

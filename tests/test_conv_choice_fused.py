@@ -88,7 +88,7 @@ def test_wide_transposed_convolutions_with_a_norm_take_one_launch(dtype: str, al
         "transposed": True,
         "dtype": dtype,
         "allow_tf32": allow_tf32,
-        "epilogue": dev.ConvEpilogue.store_norm,
+        "epilogue": dev.ConvEpilogue.store_stats,
     }
     problem, _ = make_problem(64, 128, (32,) * 3, (3,) * 3, **arguments, planar=True)
     assert dev.choose_conv(problem, GPUS["h200"]).path.name == "transposed_norm"

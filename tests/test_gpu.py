@@ -157,7 +157,7 @@ PIPELINE_PATHS = {
         "in one launch on wgmma",
         "conv_transposed_norm_kernel",
     ),
-    "few": ("relu_norm", (2, 8, 16, 16, 16), 16, 3, 4, "output is stored", "group_norm"),
+    "few": ("relu_norm", (2, 8, 16, 16, 16), 16, 3, 4, "kgopt: few channels", "conv_fprop_kernel"),
     "wide": ("relu_norm", (2, 200, 6, 6, 6), 40, 3, 4, "output is stored", "group_norm"),
 }
 

@@ -80,7 +80,7 @@ def test_second_pipelines_kernel_leaves_large_batches_to_others():
             output=(6, 6, 10),
             kernel=(3, 3, 3),
             transposed=True,
-            epilogue=dev.ConvEpilogue.store_norm,
+            epilogue=dev.ConvEpilogue.store_stats,
             dtype="bfloat16",
         )
         plan = dev.plan_transposed_norm(problem)

@@ -364,7 +364,7 @@ def test_few_channels_plan_without_tf32() -> None:
         ("sm_90a", {}, dev.DeviceLimits(has_wgmma=False)),
         ("transposed", {"transposed": True}, None),
         ("float64", {"dtype": "float64"}, None),
-        ("stores", {"epilogue": dev.ConvEpilogue.store_norm}, None),
+        ("stores", {"epilogue": dev.ConvEpilogue.store_stats}, None),
         ("contiguous", {"epilogue": dev.ConvEpilogue.store}, None),
         ("without TF32", {"epilogue": dev.ConvEpilogue.store, "planar": True, "allow_tf32": False}, None),
         ("groups = 1", {"groups": 2, "epilogue": dev.ConvEpilogue.residual_lse}, None),

@@ -254,7 +254,7 @@ def test_transposed_norm_plan_of_any_shape(data) -> None:
         transposed=True,
         dtype=dtype,
         allow_tf32=draw(st.booleans()),
-        epilogue=dev.ConvEpilogue.store_norm,
+        epilogue=dev.ConvEpilogue.store_stats,
         planar=True,
     )
     plan = dev.plan_transposed_norm(problem, GPUS["h200"])
@@ -298,7 +298,7 @@ def test_blocks_share_the_tiles_with_fewer_taps(n: int, size: int, most: int) ->
         n=n,
         transposed=True,
         dtype="bfloat16",
-        epilogue=dev.ConvEpilogue.store_norm,
+        epilogue=dev.ConvEpilogue.store_stats,
         planar=True,
     )
     plan = dev.plan_transposed_norm(problem, GPUS["h200"])

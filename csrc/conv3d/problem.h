@@ -19,7 +19,7 @@ enum class ConvMath : int {
 
 enum class ConvEpilogue : int {
   kStore,       // y = act(conv + bias)
-  kStoreNorm,   // GroupNorm(act(conv + bias))
+  kStoreStats,  // the same, and per-channel statistics of what is stored
   kStats,       // per-channel statistics of conv + bias, nothing stored
   kResidualLse  // logsumexp over channels of c + hardswish(tanh(GroupNorm(c))), c = conv + bias
 };

@@ -105,7 +105,7 @@ void bind_conv(py::module_& m) {
       .value("fp16x3", ConvMath::kFp16x3);
   py::enum_<ConvEpilogue>(m, "ConvEpilogue")
       .value("store", ConvEpilogue::kStore)
-      .value("store_norm", ConvEpilogue::kStoreNorm)
+      .value("store_stats", ConvEpilogue::kStoreStats)
       .value("stats", ConvEpilogue::kStats)
       .value("residual_lse", ConvEpilogue::kResidualLse);
   py::enum_<ConvBackend>(m, "ConvBackend")

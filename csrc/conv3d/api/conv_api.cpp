@@ -279,7 +279,7 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
     return text;
   }
   const ConvEpilogue which = epilogue == "stats"       ? ConvEpilogue::kStats
-                             : epilogue == "relu_norm" ? ConvEpilogue::kStoreNorm
+                             : epilogue == "relu_norm" ? ConvEpilogue::kStoreStats
                                                        : ConvEpilogue::kResidualLse;
   return explain_pipeline(a, shape, which, num_groups);
 }

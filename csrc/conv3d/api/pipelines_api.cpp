@@ -34,6 +34,10 @@ struct __attribute__((visibility("hidden"))) Norm {
   }
 };
 
+int64_t partials_slices(const ImplicitGemmPlan& plan) {
+  return plan.slices * plan.classes[0] * plan.classes[1] * plan.classes[2];
+}
+
 int64_t partials_bytes(const ConvOperands& o, int64_t slices) { return o.n * slices * o.c_out * 3 * 4; }
 
 // The merge of what a convolution's epilogue left in `partials`.
@@ -67,7 +71,7 @@ struct __attribute__((visibility("hidden"))) StatsPass {
     return choice.autocorrelation && (operands.in[2] % vector != 0 || rows_in_vectors(operands, vector));
   }
   int64_t slices() const {
-    return packs_weights() ? choice.as<ImplicitGemmPlan>().slices : choice.as<FewChannelsPlan>().slices;
+    return packs_weights() ? partials_slices(choice.as<ImplicitGemmPlan>()) : choice.as<FewChannelsPlan>().slices;
   }
 
   void reserve(Workspace* workspace) {
@@ -304,18 +308,51 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
-  const ChoicePtr choice = choose(a, shape, ConvEpilogue::kStoreNorm);
+  const ChoicePtr choice = choose(a, shape, ConvEpilogue::kStoreStats);
   if (choice->path() == ConvPath::kTransposedNorm && !shape.is_empty()) {
     const std::optional<NormResult> r = conv_transposed_norm(a, shape, choice->as<TransposedNormPlan>(), norm);
     if (r) return *r;
   }
-  const Tensor c = conv_forward(a);
-  if (c.numel() == 0) {
-    auto [y, mean, rstd] = group_norm_fwd_cuda(c, num_groups, norm.weight, norm.bias, eps, "none", "relu");
-    return {y, mean, rstd};
+  if (choice->path() != ConvPath::kImplicitGemm || shape.is_empty()) {
+    const Tensor c = conv_forward(a);
+    if (c.numel() == 0) {
+      auto [y, mean, rstd] = group_norm_fwd_cuda(c, num_groups, norm.weight, norm.bias, eps, "none", "relu");
+      return {y, mean, rstd};
+    }
+    auto [mean, rstd] = group_norm_inplace_cuda(a.op, c, num_groups, norm.weight, norm.bias, eps, "none", "relu");
+    return {c, mean, rstd};
   }
-  auto [mean, rstd] = group_norm_inplace_cuda(a.op, c, num_groups, norm.weight, norm.bias, eps, "none", "relu");
-  return {c, mean, rstd};
+  const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
+  const ImplicitGemmPlan& plan = choice->as<ImplicitGemmPlan>();
+  const CallOperands operands(a, shape);
+  Workspace workspace(a.x);
+  const int64_t packed = workspace.reserve(packed_weight_bytes(plan));
+  const int64_t bias = workspace.reserve(packed_bias_bytes(operands, plan));
+  const int64_t partials = workspace.reserve(partials_bytes(operands, partials_slices(plan)));
+  const int64_t table = workspace.reserve(shape.n * shape.c_out * 4 * 4);
+  workspace.allocate();
+  NormResult r{allocate_output(a, shape), empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float),
+               empty_like_shape(a.x, {shape.n, num_groups}, ScalarType::Float)};
+  ImplicitGemmParams p = implicit_gemm_params(operands, plan);
+  raise_on_error(a.op,
+                 pack_implicit_gemm(operands, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream));
+  set_output(&p, r.y, a.rank);
+  p.partials = workspace.at<float>(partials);
+  p.act = check_act(a.op, "relu");
+  raise_on_error(a.op, run_conv_transpose3d_stats(p, shape.n, stream));
+
+  GroupStatsFinalizeParams f = finalize_params(a, shape, partials_slices(plan), norm, p.partials,
+                                               r.mean.mutable_data_ptr(), r.rstd.mutable_data_ptr());
+  f.table = workspace.at<void>(table);
+  raise_on_error(a.op, run_group_stats_finalize(f, stream));
+
+  NormalizeParams apply;
+  apply.x = r.y.const_data_ptr();
+  apply.y = r.y.mutable_data_ptr();
+  apply.table = f.table;
+  apply.dims = check_group_norm(a.op, r.y, num_groups);
+  raise_on_error(a.op, run_normalize(apply, stream));
+  return r;
 }
 
 // The convolution runs twice: once for its statistics, once into the epilogue that reduces over channels. Without
@@ -429,9 +466,8 @@ NormResult conv_residual_logsumexp(const ConvArgs& a, int64_t num_groups, const 
 }  // namespace
 
 std::string explain_pipeline(const ConvArgs& a, const ConvShape& shape, ConvEpilogue epilogue, int64_t num_groups) {
-  // The second pipeline has no small chain.
-  const int64_t chained = epilogue == ConvEpilogue::kStoreNorm ? 0 : chain_groups(a, num_groups);
-  const ChoicePtr choice = choose(a, shape, epilogue, chained);
+  const bool follows = epilogue == ConvEpilogue::kStoreStats;  // what is stored is normalized in a pass of its own
+  const ChoicePtr choice = choose(a, shape, epilogue, follows ? 0 : chain_groups(a, num_groups));
   if (!shape.is_empty() && (!choice->composed || choice->path() == ConvPath::kFewChannels)) return choice->explain();
   return explain_forward(a, shape) + "; the convolution's output is stored: " + choice->reason;
 }

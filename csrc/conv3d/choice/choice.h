@@ -253,22 +253,41 @@ struct FewChannelsMicroseconds {
   static constexpr double kWeightMicroseconds = 0.1e-3;
 };
 
-// The second pipeline: convolution, activation and norm in one launch, or a convolution with a norm behind it.
-inline Choice choose_second(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend) {
+// The second pipeline: convolution, activation and norm in one launch, or the implicit GEMM, which leaves statistics
+// beside what it stores.
+inline Choice choose_store_stats(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend) {
   Choice choice;
+  choice.composed = true;
   if (backend == ConvBackend::kAten) {
-    choice.composed = true;
     choice.reason = "backend=\"aten\" was asked for";
     return choice;
   }
   const TransposedNormPlan one_launch = plan_transposed_norm(problem, limits);
-  if (const char* why = transposed_norm_loses(problem, one_launch, backend != ConvBackend::kAuto)) {
-    choice.composed = true;
-    choice.reason = why;
+  if (transposed_norm_loses(problem, one_launch, backend != ConvBackend::kAuto) == nullptr) {
+    choice.plan = one_launch;
+    choice.composed = false;
+    choice.reason = "stride 1 without padding: convolution, activation and norm in one launch on wgmma";
     return choice;
   }
-  choice.plan = one_launch;
-  choice.reason = "stride 1 without padding: convolution, activation and norm in one launch on wgmma";
+  const ImplicitGemmPlan implicit_gemm = plan_implicit_gemm(problem, limits);
+  const int64_t c_in = problem.c_in / problem.groups, c_out = problem.c_out / problem.groups;
+  if (implicit_gemm.refusal) {
+    choice.reason = implicit_gemm.refusal;
+  } else if (backend != ConvBackend::kAuto) {
+    choice.reason = "backend=\"kgopt\" was asked for";
+    ConvProblem stored = problem;
+    stored.epilogue = ConvEpilogue::kStore;
+    choice.composed = !plan_tap_columns(stored, limits).refusal;  // the faster convolution, and a norm behind it
+  } else if (problem.groups != 1) {
+    choice.reason = "grouped convolutions go to cuDNN";
+  } else if (c_in <= kFewInputChannels && c_out <= kFewOutputChannels) {
+    choice.reason = "few channels, where cuDNN is slow";
+    choice.composed = false;
+  } else {
+    choice.reason = "input channels above " + std::to_string(kFewInputChannels) + " or output channels above " +
+                    std::to_string(kFewOutputChannels) + ": cuDNN is faster";
+  }
+  if (!choice.composed) choice.plan = implicit_gemm;
   return choice;
 }
 
@@ -358,7 +377,7 @@ inline Choice choose_conv(const ConvProblem& problem, const DeviceLimits& limits
                           ConvTailKind tail = ConvTailKind::kNone) {
   using namespace choice_detail;
   if (problem.epilogue == ConvEpilogue::kStore) return choose_stored(problem, limits, backend, tail);
-  if (problem.epilogue == ConvEpilogue::kStoreNorm) return choose_second(problem, limits, backend);
+  if (problem.epilogue == ConvEpilogue::kStoreStats) return choose_store_stats(problem, limits, backend);
   Choice passes = choose_pass(problem, limits, backend);
   const bool may_chain = backend == ConvBackend::kAuto && problem.norm_groups != 0;
   const double us = may_chain ? passes_microseconds(problem, limits, passes) : 0;

@@ -6,8 +6,8 @@
 
 namespace kgopt {
 
-// Input channels per group up to which convolutions that store no output take the
-// implicit GEMM; measured on an H200 (benchmarks/results): below, cuDNN pads channels to its tile and runs at a tenth of its
+// Input channels per group up to which convolutions that store no output, or statistics with it, take the implicit
+// GEMM; measured on an H200 (benchmarks/results): below, cuDNN pads channels to its tile and runs at a tenth of its
 // rate.
 inline constexpr int64_t kFewInputChannels = 16;
 inline constexpr int64_t kFewOutputChannels = 64;

@@ -14,6 +14,9 @@ Status run_conv_pack(const ImplicitGemmPackParams& p, cudaStream_t stream);
 // the stride.
 Status run_conv3d(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
 
+// y = act(conv_transpose(x) + bias), and per-channel statistics of y in p.partials.
+Status run_conv_transpose3d_stats(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
+
 // Per-channel statistics of conv(x) + bias in p.partials; nothing else is stored.
 Status run_conv3d_stats(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
 

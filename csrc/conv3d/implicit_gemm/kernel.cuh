@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
   using Element = typename Traits::Element;
   constexpr int kSplit = Traits::kSplit;
   constexpr int kPerWord = Traits::kPerWord;
-  constexpr bool kStats = kEpilogue == ConvEpilogue::kStats;
-  constexpr bool kStore = kEpilogue == ConvEpilogue::kStore;
+  constexpr bool kStats = kEpilogue == ConvEpilogue::kStats || kEpilogue == ConvEpilogue::kStoreStats;
+  constexpr bool kStore = kEpilogue == ConvEpilogue::kStore || kEpilogue == ConvEpilogue::kStoreStats;
   constexpr bool kLse = kEpilogue == ConvEpilogue::kResidualLse;
   constexpr int kColumns = kNB * 8;
   constexpr float kLog2E = 1.44269504088896340736f;
@@ -325,8 +325,8 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
 #pragma unroll
       for (int nb = 0; nb < kNB; ++nb) {
 #pragma unroll
-        // For statistics the products are summed onto minus the shift, which saves subtracting it later.
-        for (int i = 0; i < 4; ++i) acc[mb][nb][i] = kStats ? -sums[nb * 2 + (i & 1)].shift : 0.f;
+        // With statistics alone the products are summed onto minus the shift, which saves subtracting it later.
+        for (int i = 0; i < 4; ++i) acc[mb][nb][i] = kStats && !kStore ? -sums[nb * 2 + (i & 1)].shift : 0.f;
       }
     }
 
@@ -439,6 +439,8 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
             } else if (!p.act.empty()) {
               v = chain_value_call(p.act, v);
             }
+            // Statistics are those of the stored tensor, as a GroupNorm that reads it would see it.
+            if (kStats) acc[mb][nb][i] = to_acc(from_acc<Element>(v));
             if (valid[mb][i >> 1] && c < c_valid) {
               y[position[mb][i >> 1] + int64_t(c_first + c) * p.y_stride_c] = from_acc<Element>(v);
             }
@@ -462,6 +464,8 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
             }
           }
         }
+      }
+      if (first || kStore) {
 #pragma unroll
         for (int mb = 0; mb < kMB; ++mb) {
 #pragma unroll
@@ -555,12 +559,13 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
       if (g == 0) shared[warp * kColumns + (j / 2) * 8 + t * 2 + (j & 1)] = m;
     }
     __syncthreads();
-    // The bias was left out of the sums: it moves the mean and nothing else.
-    float* const out = p.partials + ((n * plan.slices + slice) * p.c_out_total + c_first) * 3;
+    const int64_t all_slices = plan.slices * plan.classes[0] * plan.classes[1] * plan.classes[2];
+    // Without a stored tensor the bias was left out of the sums: it moves the mean and nothing else.
+    float* const out = p.partials + ((n * all_slices + cls * plan.slices + slice) * p.c_out_total + c_first) * 3;
     for (int c = tid; c < c_valid; c += kConvThreads) {
       Moments<float> m = shared[c];
       for (int w = 1; w < kConvWarps; ++w) merge(m, shared[w * kColumns + c]);
-      out[c * 3] = m.mean + bias[c];
+      out[c * 3] = kStore ? m.mean : m.mean + bias[c];
       out[c * 3 + 1] = m.m2;
       out[c * 3 + 2] = m.count;
     }

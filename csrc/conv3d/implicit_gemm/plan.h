@@ -218,7 +218,7 @@ inline ImplicitGemmPlan plan_implicit_gemm(const ConvProblem& problem, const Dev
   while (p.words > 1 && weight_bytes(p.words) > 32 * 1024) p.words = p.words > 4 ? 4 : p.words - 1;
 
   const int positions_log2 = p.mb == 2 ? 7 : 6;
-  const bool stores = problem.epilogue == ConvEpilogue::kStore;
+  const bool stores = problem.epilogue == ConvEpilogue::kStore || problem.epilogue == ConvEpilogue::kStoreStats;
   for (;; p.words = p.words > 4 ? 4 : p.words - 1) {
     if (p.words < 1) return refuse("a tile with its halo and weights does not fit in shared memory");
     p.chunks = (words_total + p.words - 1) / p.words;
