@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 MAX_ACTS, MAX_PARAMETERS = 15, 6
@@ -95,7 +96,7 @@ def split(act: str) -> list[str]:
     return [*parts, act[begin:].strip(" ")]
 
 
-def fits(chain: tuple[Act, ...]) -> bool:
+def fits(chain: Sequence[Act]) -> bool:
     """Whether the ops have room for it."""
     rows = {_row(one) for one in chain} - {()}
     return len(chain) <= MAX_ACTS and len(rows) <= MAX_PARAMETERS

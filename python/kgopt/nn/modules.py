@@ -22,8 +22,8 @@ class GroupNorm(torch.nn.GroupNorm):
         affine: whether there are ``weight`` and ``bias`` of shape ``[C]``.
         device: of the parameters.
         dtype: of the parameters.
-        act: ``+``-joined chain of activations, for example ``"silu"`` or ``"leaky_relu(0.2)"``; the names and their
-            parameters are listed with :func:`kgopt.functional.activation`.
+        act: ``+``-joined chain of activations, for example ``"silu"`` or ``"leaky_relu(0.2)"``; docs/ops.md has the
+            names and their parameters.
 
     Raises:
         ValueError: ``num_channels`` is not divisible by ``num_groups``, or ``act`` is no chain of known activations.
