@@ -398,10 +398,10 @@ class Generator(LeftAlone):
         return next(iter(self.steps(x)))
 
 
-class OtherSlope(LeftAlone):
+class OtherAlpha(LeftAlone):
     def __init__(self):
         super().__init__()
-        self.act = nn.LeakyReLU(0.2)
+        self.act = nn.CELU(-0.5)
 
     def forward(self, x):
         return self.act(self.norm(x))
@@ -493,7 +493,7 @@ ALONE = {
     OtherStatementInBetween: "another statement runs in between: x.add_(1)",
     ReadsLocals: "locals()",
     Generator: "is a generator",
-    OtherSlope: "LeakyReLU(negative_slope=0.2) has parameters that no op takes",
+    OtherAlpha: "CELU(alpha=-0.5) has parameters that no op takes",
     Decorated: "decorator",
 }
 

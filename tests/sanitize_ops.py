@@ -34,6 +34,9 @@ ACTS = (
     "mish",
     "softplus",
     "tanh+hardswish",
+    "leaky_relu(0.2)",
+    "softplus(2,15)",
+    "hardtanh(-2,3)+logsigmoid+mul(1.5)",
 )
 DTYPES = (torch.float32, *HALVES, torch.float64)
 

@@ -21,7 +21,8 @@ def activation_pair(act):
     )
 
 
-PAIRS = {**FUNCTIONS, **{act: activation_pair(act) for act in (*reference.ACTIVATIONS, "tanh+hardswish")}}
+ACTS = (*reference.ACTIVATIONS, "tanh+hardswish", "softplus(2,15)", "elu(0.7)+clamp(-0.5,2)")
+PAIRS = {**FUNCTIONS, **{act: activation_pair(act) for act in ACTS}}
 
 
 # name: (function, inputs, tangents, three examples of the first input) -> values

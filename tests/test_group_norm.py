@@ -12,6 +12,7 @@ from shapes import DTYPES, LAYOUTS, NORM_SHAPES, laid_out, make, with_threads
 from tolerances import assert_as_good_as_torch
 
 OPS = torch.ops.kgopt
+ACTS = [*reference.ACTIVATIONS, *reference.PARAMETRIZED, "tanh+hardswish", "silu+relu+mish", "mul(0.5)+elu(0.7)+add(1)"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -27,7 +28,7 @@ def test_group_norm_values(name, dtype, layout, device, poisoned):
     assert y.stride() == x.stride()
 
 
-@pytest.mark.parametrize("act", [*reference.ACTIVATIONS, "tanh+hardswish", "relu+gelu+sigmoid"])
+@pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_group_norm_act(act, layout, device, poisoned):
     x, weight, bias = make((2, 24, 9, 33), torch.float32, device, layout)
@@ -37,7 +38,7 @@ def test_group_norm_act(act, layout, device, poisoned):
     assert_as_good_as_torch(y, expected, exact)
 
 
-@pytest.mark.parametrize("pre_act", ["relu", "silu", "tanh+leaky_relu"])
+@pytest.mark.parametrize("pre_act", ["relu", "silu", "tanh+leaky_relu", "softplus(2,15)+add(-0.5)"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_group_norm_pre_act(pre_act, layout, device, poisoned):
     x, weight, bias = make((2, 12, 7, 8, 9), torch.float32, device, layout)
@@ -275,13 +276,13 @@ WALKED = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("act", [*list(reference.ACTIVATIONS)[1:], "tanh+hardswish", "silu+relu+mish"])
+@pytest.mark.parametrize("act", ACTS[1:])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", WALKED)
 def test_group_norm_walks_every_activation(name, layout, act):
     shape, groups = WALKED[name]
     # Rounded at an offset, some values come to lie on the other side of a kink.
-    has_kink = any(kinked in act for kinked in ("relu", "hard"))
+    has_kink = any(kinked in act for kinked in ("relu", "hard", "clamp", "threshold", "shrink", "elu"))
     for dtype, scale, offset in (
         (torch.float32, 1.0, 0.0),
         (torch.float32, 3.0, 0.0 if has_kink else 100.0),

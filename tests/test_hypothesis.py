@@ -95,7 +95,7 @@ def test_reductions_random(data, device):
 @EFFORT
 @given(data=st.data())
 def test_activation_random(data, device):
-    names = [n for n in reference.ACTIVATIONS if n != "none"]
+    names = [n for n in (*reference.ACTIVATIONS, *reference.PARAMETRIZED) if n != "none"]
     act = "+".join(data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=3)))
     shape = data.draw(st.lists(st.integers(0, 9), min_size=0, max_size=5))
     dtype, seed = data.draw(st.sampled_from(DTYPES)), data.draw(st.integers(0, 2**16))

@@ -297,9 +297,9 @@ def test_padding_of_one_number_in_a_list():
 def test_module_errors():
     with pytest.raises(ValueError, match="divisible"):
         knn.GroupNorm(5, 24)
-    with pytest.raises(ValueError, match="act is 'swish' and names 'swish', expected"):
+    with pytest.raises(ValueError, match="act names an unknown activation 'swish' in 'swish'; expected"):
         knn.GroupNorm(4, 8, act="swish")
-    with pytest.raises(ValueError, match="act is 'relu\\+foo' and names 'foo'"):
+    with pytest.raises(ValueError, match="act names an unknown activation 'foo' in 'relu\\+foo'"):
         knn.GroupNorm(4, 8, act="relu+foo")
     with pytest.raises(ValueError, match="divisible"):
         knn.Conv3dGroupNormMean(3, 10, 3, 4)

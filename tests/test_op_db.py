@@ -69,16 +69,23 @@ def max_pool(rank):
 
 
 def activation(act):
-    """With the default parameters, which are the op's, whatever the sample has: see `by_default`."""
+    """Of one that has no parameters, beside whether it writes in place."""
 
-    def run(x, *args, **kwargs):
+    def run(x, inplace=False):
         return functional.activation(x, act)
 
     return run
 
 
-def by_default(function):
-    return lambda x, *args, **kwargs: function(x)
+def parametrized(name, **parameters):
+    """Of one that has those parameters, with their defaults."""
+
+    def run(x, *args, inplace=False, **kwargs):
+        given = {**parameters, **dict(zip(parameters, args, strict=False)), **kwargs}
+        assert list(given) == list(parameters)
+        return functional.activation(x, f"{name}({','.join(repr(float(p)) for p in given.values())})")
+
+    return run
 
 
 def gelu(x, approximate="none"):
@@ -131,16 +138,26 @@ ADAPTERS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("logsumexp", ""): (logsumexp, 0.0),
     ("mean", ""): (mean, 0.1),
     ("nn.functional.relu", ""): (activation("relu"), 0.0),
-    ("nn.functional.leaky_relu", ""): (activation("leaky_relu"), 0.0, by_default(F.leaky_relu)),
+    ("nn.functional.leaky_relu", ""): (parametrized("leaky_relu", negative_slope=0.01), 0.0),
     ("nn.functional.silu", ""): (activation("silu"), 0.0),
     ("nn.functional.gelu", ""): (gelu, 0.0),
     ("sigmoid", ""): (activation("sigmoid"), 0.0),
     ("tanh", ""): (activation("tanh"), 0.0),
     ("nn.functional.hardswish", ""): (activation("hardswish"), 0.0),
-    ("nn.functional.hardtanh", ""): (activation("hardtanh"), 0.0, by_default(F.hardtanh)),
-    ("nn.functional.elu", ""): (activation("elu"), 0.0, by_default(F.elu)),
+    ("nn.functional.hardtanh", ""): (parametrized("hardtanh", min_val=-1, max_val=1), 0.0),
+    ("nn.functional.elu", ""): (parametrized("elu", alpha=1), 0.0),
     ("nn.functional.mish", ""): (activation("mish"), 0.0),
-    ("nn.functional.softplus", ""): (activation("softplus"), 0.0, by_default(F.softplus)),
+    ("nn.functional.softplus", ""): (parametrized("softplus", beta=1, threshold=20), 0.0),
+    ("nn.functional.relu6", ""): (activation("relu6"), 0.0),
+    ("nn.functional.selu", ""): (activation("selu"), 0.0),
+    ("nn.functional.celu", ""): (parametrized("celu", alpha=1), 0.0),
+    ("nn.functional.threshold", ""): (parametrized("threshold", threshold=None, value=None), 0.0),
+    ("nn.functional.hardsigmoid", ""): (activation("hardsigmoid"), 0.0, lambda x, inplace=False: F.relu6(x + 3) / 6),
+    ("nn.functional.logsigmoid", ""): (activation("logsigmoid"), 0.0),
+    ("nn.functional.softsign", ""): (activation("softsign"), 0.0),
+    ("nn.functional.tanhshrink", ""): (activation("tanhshrink"), 0.0),
+    ("nn.functional.softshrink", ""): (parametrized("softshrink", lambd=0.5), 0.0),
+    ("nn.functional.hardshrink", ""): (parametrized("hardshrink", lambd=0.5), 0.0),
     # Two dilations of three, and ceil_mode, in 1440 and 576 samples.
     ("nn.functional.max_pool2d", ""): (max_pool(2), 0.84),
     ("nn.functional.max_pool3d", ""): (max_pool(3), 0.84),

@@ -13,6 +13,8 @@ from tolerances import assert_as_good_as_torch
 
 OPS = torch.ops.kgopt
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+ALL_ACTS = [*reference.ACTIVATIONS, *reference.PARAMETRIZED]
+CHAINS = ["leaky_relu(0.2)+add(1e+0)+clamp(-inf,2)+selu", "hardtanh(-2,3)+mul(0.5)+softplus(2,15)+elu(0.7)+celu(2)"]
 SHAPES = [(5,), (3, 7), (2, 64, 9, 11), (4, 5, 6, 7, 3), (1, 3, 200, 70), (2, 1, 1, 33), (70000,), (3, 40000)]
 
 
@@ -96,7 +98,7 @@ def test_reductions_backward(dims, layout, device, poisoned):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("act", [*reference.ACTIVATIONS, "tanh+hardswish", "none", "relu+none+gelu"])
+@pytest.mark.parametrize("act", [*ALL_ACTS, "tanh+hardswish", "none", "relu+none+gelu", *CHAINS])
 def test_activation_values(act, dtype, device, poisoned):
     special = torch.tensor([0.0, -0.0, 3.0, -3.0, 1.0, -1.0, 20.0, 30.0, -30.0, 100.0, -100.0, 6.0, 1e-4, -1e-4])
     x = torch.cat([torch.randn(5000) * 4, special]).to(device).to(dtype)
@@ -110,7 +112,7 @@ EXTREMES = [0.0, 1e-45, 1e-40, 1.2e-38, 1e-20, 1e-8, 1e-4, 0.3, 0.625, 1.0, 3.0,
 EXTREMES += [87.0, 88.5, 89.0, 100.0, 104.0, 1e4, 1e20, 3e38]
 
 
-@pytest.mark.parametrize("act", reference.ACTIVATIONS)
+@pytest.mark.parametrize("act", ALL_ACTS)
 def test_activation_extremes(act, device):
     """The polynomials element by element, in value and derivative: twice PyTorch's error and a few roundings."""
     x = torch.tensor([s * v for v in EXTREMES for s in (1, -1)], device=device)
@@ -134,7 +136,7 @@ def test_activation_extremes(act, device):
         assert not wrong.any(), (x[wrong], y[wrong], right[wrong])
 
 
-@pytest.mark.parametrize("act", reference.ACTIVATIONS)
+@pytest.mark.parametrize("act", ALL_ACTS)
 def test_activation_nonfinite(act, device):
     x = torch.tensor([float("nan"), float("inf"), float("-inf")] * 7, device=device)
     expected = reference.activation_ref(x, act)
@@ -143,7 +145,7 @@ def test_activation_nonfinite(act, device):
     torch.testing.assert_close(functional.activation(x, act), expected, equal_nan=True, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("act", [*reference.ACTIVATIONS, "tanh+hardswish"])
+@pytest.mark.parametrize("act", [*ALL_ACTS, "tanh+hardswish", *CHAINS])
 def test_activation_backward_values(act, device, poisoned):
     x = torch.cat([torch.randn(4000) * 3, torch.tensor([-3.0, 3.0, 1.0, -1.0, 0.0, 25.0])]).to(device)
     dy = torch.randn_like(x)

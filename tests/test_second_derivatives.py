@@ -13,7 +13,10 @@ from opcases import NAMES, small_calls
 from tolerances import assert_as_good_as_torch
 
 OPS = torch.ops.kgopt
-CHAINS = (*reference.ACTIVATIONS, "tanh+hardswish", "silu+softplus+gelu")
+CHAINS = (
+    *(*reference.ACTIVATIONS, *reference.PARAMETRIZED),
+    *("tanh+hardswish", "silu+softplus+gelu", "elu(0.7)+mul(1.5)+softplus(2,15)"),
+)
 # Their results beside the first are what a backward op reads, and are not differentiable.
 ONE_RESULT = [n for n in NAMES if n.endswith("_fwd") or n in ("conv_add_moments", "group_norm_conv_moments")]
 # What these take as moments counts as computed from x.

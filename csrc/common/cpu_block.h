@@ -74,7 +74,7 @@ inline acc_t<T>* target_block(T* to, acc_t<T>* buffer) {
 template <typename T>
 inline const T* activate_chain(const ActChain& chain, const T* x, T* buffer, int64_t n) {
   for (int i = 0; i < chain.length; ++i) {
-    activate(chain.at(i), x, buffer, n);
+    activate(chain.step<T>(i), x, buffer, n);
     x = buffer;
   }
   return x;
@@ -88,7 +88,7 @@ inline const T* chain_gradient(const ActChain& chain, const T* x, T* buffer, con
   for (int i = chain.length - 1; i >= 0; --i) {
     ActChain before = chain;
     before.length = i;
-    activate_gradient(chain.at(i), activate_chain(before, x, buffer, n), g, to, n);
+    activate_gradient(chain.step<T>(i), activate_chain(before, x, buffer, n), g, to, n);
     g = to;
   }
   return g;

@@ -135,8 +135,12 @@ KGOPT_INLINE MishParts mish_parts(float x) {
   return {e, e * (e + 2.f)};
 }
 
+KGOPT_INLINE float softplus_value_of(float z) {
+  return (z < 0.f ? 0.f : z) + log1p_of_fraction(exp_of_negative(-std::fabs(z)));
+}
+
 template <Act kAct>
-KGOPT_INLINE float value(float x) {
+KGOPT_INLINE float value(float x, float a, float b) {
   if constexpr (kAct == Act::kSilu) {
     return x / (1.f + exp_value(-x));
   } else if constexpr (kAct == Act::kGelu) {
@@ -150,20 +154,33 @@ KGOPT_INLINE float value(float x) {
   } else if constexpr (kAct == Act::kTanh) {
     return tanh_value(x);
   } else if constexpr (kAct == Act::kElu) {
-    const float negative = expm1_of_negative(x);
+    const float negative = a * expm1_of_negative(x);
+    return x > 0.f ? x * b : negative;
+  } else if constexpr (kAct == Act::kCelu) {
+    const float negative = a * expm1_of_negative(x * b);
     return x > 0.f ? x : negative;
   } else if constexpr (kAct == Act::kMish) {
     const MishParts m = mish_parts(x);
     return x * (m.n / (m.n + 2.f));
   } else if constexpr (kAct == Act::kSoftplus) {
-    return (x < 0.f ? 0.f : x) + log1p_of_fraction(exp_of_negative(-std::fabs(x)));
+    return softplus_value_of(x);
+  } else if constexpr (kAct == Act::kAnySoftplus) {
+    const float z = x * a, any = softplus_value_of(z) / a;
+    return z > b ? x : any;
+  } else if constexpr (kAct == Act::kLogsigmoid) {
+    return (x > 0.f ? 0.f : x) - log1p_of_fraction(exp_of_negative(-std::fabs(x)));
+  } else if constexpr (kAct == Act::kTanhshrink) {
+    // Of a small x the two would cancel: the series of tanh.
+    const float z = x * x, large = x - tanh_value(x);
+    const float rest = -0.333329465f + z * (0.133207227f + z * (-0.0526716482f + z * 0.0164372404f));
+    return z < 0.3f ? -x * z * rest : large;
   } else {
-    return act_value(kAct, x);
+    return act_value(ActStep<float>{kAct, a, b}, x);
   }
 }
 
 template <Act kAct>
-KGOPT_INLINE float derivative(float x) {
+KGOPT_INLINE float derivative(float x, float a, float b) {
   if constexpr (kAct == Act::kSilu) {
     const Logistic s = logistic(x);
     return s.value + x * s.slope;
@@ -178,7 +195,10 @@ KGOPT_INLINE float derivative(float x) {
   } else if constexpr (kAct == Act::kTanh) {
     return 4.f * logistic(2.f * x).slope;
   } else if constexpr (kAct == Act::kElu) {
-    const float negative = exp_value(x);
+    const float negative = a * exp_value(x);
+    return x > 0.f ? b : negative;
+  } else if constexpr (kAct == Act::kCelu) {
+    const float negative = a * b * exp_value(x * b);
     return x > 0.f ? 1.f : negative;
   } else if constexpr (kAct == Act::kMish) {
     const MishParts m = mish_parts(x);
@@ -187,38 +207,58 @@ KGOPT_INLINE float derivative(float x) {
     return m.n * inverse + x * slope;
   } else if constexpr (kAct == Act::kSoftplus) {
     return sigmoid(x);
+  } else if constexpr (kAct == Act::kAnySoftplus) {
+    const float z = x * a, any = sigmoid(z);
+    return z > b ? 1.f : any;
+  } else if constexpr (kAct == Act::kLogsigmoid) {
+    return sigmoid(-x);
+  } else if constexpr (kAct == Act::kTanhshrink) {
+    const float t = tanh_value(x);
+    return t * t;
   } else {
-    return act_derivative(kAct, x);
+    return act_derivative(ActStep<float>{kAct, a, b}, x);
   }
 }
 
 // g times the slope at x, selected where PyTorch selects: what comes in is not looked at where it goes nowhere, though
 // it may be NaN. NaN in x has the slope that PyTorch's vector code gives it.
 template <Act kAct, typename T>
-KGOPT_INLINE T gradient(T x, T g) {
+KGOPT_INLINE T gradient(T x, T g, T a, T b) {
   if constexpr (kAct == Act::kRelu) {
     return x <= T(0) ? T(0) : g;
   } else if constexpr (kAct == Act::kHardtanh) {
-    return x > T(-1) && x < T(1) ? g : T(0);
+    return x > a && x < b ? g : T(0);
+  } else if constexpr (kAct == Act::kClamp) {
+    const bool above = x > a || a < lowest<T>(), below = x < b || b > -lowest<T>();
+    return above && below ? g : T(0);
+  } else if constexpr (kAct == Act::kThreshold) {
+    return x <= a ? T(0) : g;
+  } else if constexpr (kAct == Act::kHardsigmoid) {
+    const T inner = g * (T(1) / T(6));
+    return x > T(-3) && x < T(3) ? inner : T(0);
+  } else if constexpr (kAct == Act::kSoftshrink || kAct == Act::kHardshrink) {
+    return x < -a || x > a ? g : T(0);
   } else if constexpr (kAct == Act::kHardswish) {
     const T inner = g * (x >= T(3) ? T(1) : x / T(3) + T(0.5));
     return x <= T(-3) ? T(0) : inner;
   } else if constexpr (kAct == Act::kElu && sizeof(T) == 8) {
-    return g * (x > T(0) ? T(1) : std::exp(x));
+    return g * (x > T(0) ? b : a * std::exp(x));
+  } else if constexpr (kAct == Act::kCelu && sizeof(T) == 8) {
+    return g * (x > T(0) ? T(1) : a * b * std::exp(x * b));
   } else if constexpr (sizeof(T) == 8) {
-    return g * act_derivative(kAct, x);
+    return g * act_derivative(ActStep<T>{kAct, a, b}, x);
   } else {
-    return g * derivative<kAct>(x);
+    return g * derivative<kAct>(x, a, b);
   }
 }
 
 template <Act kAct>
-KGOPT_INLINE void value_loop(const float* x, float* to, int64_t n) {
-  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) to[i] = value<kAct>(x[i]);
+KGOPT_INLINE void value_loop(float a, float b, const float* x, float* to, int64_t n) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) to[i] = value<kAct>(x[i], a, b);
 }
 template <Act kAct, typename T>
-KGOPT_INLINE void gradient_loop(const T* x, const T* g, T* to, int64_t n) {
-  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) to[i] = gradient<kAct>(x[i], g[i]);
+KGOPT_INLINE void gradient_loop(T a, T b, const T* x, const T* g, T* to, int64_t n) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) to[i] = gradient<kAct>(x[i], g[i], a, b);
 }
 
 template <typename T>
@@ -230,28 +270,35 @@ KGOPT_INLINE T residual(T c, T mean, T scale, T bias) {
 }  // namespace
 
 // clang-format off
-#define KGOPT_ACT_CASES(F, ...)                                                                                     \
-  case Act::kRelu: return F<Act::kRelu>(__VA_ARGS__);           case Act::kLeakyRelu: return F<Act::kLeakyRelu>(__VA_ARGS__); \
-  case Act::kSilu: return F<Act::kSilu>(__VA_ARGS__);           case Act::kGelu: return F<Act::kGelu>(__VA_ARGS__);           \
-  case Act::kGeluTanh: return F<Act::kGeluTanh>(__VA_ARGS__);   case Act::kSigmoid: return F<Act::kSigmoid>(__VA_ARGS__);     \
-  case Act::kTanh: return F<Act::kTanh>(__VA_ARGS__);           case Act::kHardswish: return F<Act::kHardswish>(__VA_ARGS__); \
-  case Act::kHardtanh: return F<Act::kHardtanh>(__VA_ARGS__);   case Act::kElu: return F<Act::kElu>(__VA_ARGS__);             \
-  case Act::kMish: return F<Act::kMish>(__VA_ARGS__);           case Act::kSoftplus: return F<Act::kSoftplus>(__VA_ARGS__);   \
+#define KGOPT_ACT_CASES(F, ...)                                                                                                    \
+  case Act::kRelu: return F<Act::kRelu>(__VA_ARGS__);           case Act::kLeakyRelu: return F<Act::kLeakyRelu>(__VA_ARGS__);      \
+  case Act::kSilu: return F<Act::kSilu>(__VA_ARGS__);           case Act::kGelu: return F<Act::kGelu>(__VA_ARGS__);                \
+  case Act::kGeluTanh: return F<Act::kGeluTanh>(__VA_ARGS__);   case Act::kSigmoid: return F<Act::kSigmoid>(__VA_ARGS__);          \
+  case Act::kTanh: return F<Act::kTanh>(__VA_ARGS__);           case Act::kHardswish: return F<Act::kHardswish>(__VA_ARGS__);      \
+  case Act::kHardtanh: return F<Act::kHardtanh>(__VA_ARGS__);   case Act::kElu: return F<Act::kElu>(__VA_ARGS__);                  \
+  case Act::kMish: return F<Act::kMish>(__VA_ARGS__);           case Act::kSoftplus: return F<Act::kSoftplus>(__VA_ARGS__);        \
+  case Act::kClamp: return F<Act::kClamp>(__VA_ARGS__);         case Act::kAdd: return F<Act::kAdd>(__VA_ARGS__);                  \
+  case Act::kMul: return F<Act::kMul>(__VA_ARGS__);             case Act::kCelu: return F<Act::kCelu>(__VA_ARGS__);                \
+  case Act::kAnySoftplus: return F<Act::kAnySoftplus>(__VA_ARGS__);case Act::kThreshold: return F<Act::kThreshold>(__VA_ARGS__);   \
+  case Act::kHardsigmoid: return F<Act::kHardsigmoid>(__VA_ARGS__);case Act::kLogsigmoid: return F<Act::kLogsigmoid>(__VA_ARGS__); \
+  case Act::kSoftsign: return F<Act::kSoftsign>(__VA_ARGS__);   case Act::kTanhshrink: return F<Act::kTanhshrink>(__VA_ARGS__);    \
+  case Act::kSoftshrink: return F<Act::kSoftshrink>(__VA_ARGS__);case Act::kHardshrink: return F<Act::kHardshrink>(__VA_ARGS__);   \
   default: return F<Act::kNone>(__VA_ARGS__);
 // clang-format on
 
-KGOPT_MULTIVERSION void activate(Act act, const float* x, float* to, int64_t n) {
-  switch (act) { KGOPT_ACT_CASES(value_loop, x, to, n) }
+KGOPT_MULTIVERSION void activate(const ActStep<float>& f, const float* x, float* to, int64_t n) {
+  switch (f.act) { KGOPT_ACT_CASES(value_loop, f.a, f.b, x, to, n) }
 }
-KGOPT_MULTIVERSION void activate_gradient(Act act, const float* x, const float* g, float* to, int64_t n) {
-  switch (act) { KGOPT_ACT_CASES(gradient_loop, x, g, to, n) }
+KGOPT_MULTIVERSION void activate_gradient(const ActStep<float>& f, const float* x, const float* g, float* to,
+                                          int64_t n) {
+  switch (f.act) { KGOPT_ACT_CASES(gradient_loop, f.a, f.b, x, g, to, n) }
 }
 // In double, libm's functions one by one.
-void activate(Act act, const double* x, double* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = act_value(act, x[i]);
+void activate(const ActStep<double>& f, const double* x, double* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = act_value(f, x[i]);
 }
-void activate_gradient(Act act, const double* x, const double* g, double* to, int64_t n) {
-  switch (act) { KGOPT_ACT_CASES(gradient_loop, x, g, to, n) }
+void activate_gradient(const ActStep<double>& f, const double* x, const double* g, double* to, int64_t n) {
+  switch (f.act) { KGOPT_ACT_CASES(gradient_loop, f.a, f.b, x, g, to, n) }
 }
 
 // Four quarters of the array side by side: at least sixteen partial sums at every level, for accuracy, and enough to

@@ -19,10 +19,10 @@ struct Sums {
 };
 
 // to = act(x); to = g * act'(x), and 0 where stops_gradient.
-void activate(Act act, const float* x, float* to, int64_t n);
-void activate(Act act, const double* x, double* to, int64_t n);
-void activate_gradient(Act act, const float* x, const float* g, float* to, int64_t n);
-void activate_gradient(Act act, const double* x, const double* g, double* to, int64_t n);
+void activate(const ActStep<float>& f, const float* x, float* to, int64_t n);
+void activate(const ActStep<double>& f, const double* x, double* to, int64_t n);
+void activate_gradient(const ActStep<float>& f, const float* x, const float* g, float* to, int64_t n);
+void activate_gradient(const ActStep<double>& f, const double* x, const double* g, double* to, int64_t n);
 
 // T is float or double. A "row" has one set of parameters. "Columns" have their own: n elements beside parameters of
 // `width` elements that repeat, which is one position of a channels_last tensor or several.

@@ -1,5 +1,6 @@
 // Pointwise chains inside the kernels. A few single activations are compiled in; every other chain is walked at run
 // time, a vector of values at a step, so that finding out which activation it is costs little. The launcher picks once.
+// Chains lie in the kernel's parameters, which are __grid_constant__: a walk reads them by index.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -61,6 +62,11 @@ __device__ __forceinline__ float polynomial(float x, const float (&terms)[kTerms
   return y;
 }
 
+// tanh(x) / x - 1 of the square of a small x.
+__device__ __forceinline__ float tanh_rest(float square) {
+  return square * polynomial(square, {-0.333329465f, 0.133207227f, -0.0526716482f, 0.0164372404f});
+}
+
 template <bool kCoarse>
 __device__ __forceinline__ float fast_tanh(float x) {
   if constexpr (kCoarse) {
@@ -70,8 +76,7 @@ __device__ __forceinline__ float fast_tanh(float x) {
   }
   const float square = x * x, e = fast_exp2(fabsf(x) * 2.88539008f);
   const float large = copysignf(fmaf(-2.f, fast_reciprocal(1.f + e), 1.f), x);
-  const float rest = square * polynomial(square, {-0.333329465f, 0.133207227f, -0.0526716482f, 0.0164372404f});
-  return square < 0.3f ? fmaf(x, rest, x) : large;
+  return square < 0.3f ? fmaf(x, tanh_rest(square), x) : large;
 }
 
 // Phi(x) and exp(-x^2 / 2): Phi(-|x|) is the latter times a polynomial in 1 / (1 + p |x|), in the manner of Abramowitz
@@ -100,10 +105,22 @@ __device__ __forceinline__ float fast_log1p(float y) {
   return s * polynomial(square, {2.f, 0.666663146f, 0.400249153f, 0.279605112f, 0.281788382f});
 }
 
+// 1 / (1 + |x|), which is above 0 for every number.
+__device__ __forceinline__ float softsign_factor(float x) {
+  return 0.0625f * fast_reciprocal(fmaf(fabsf(x), 0.0625f, 0.0625f));
+}
+
+// exp(x) - 1 for x <= 0.
+__device__ __forceinline__ float fast_expm1(float x) {
+  const float rest = polynomial(x, {0.499999865f, 0.166662887f, 0.0416320444f, 0.00819328528f, 0.00112591379f});
+  const float small = fmaf(x * x, rest, x);
+  return x < -0.5f ? fast_exp(x) - 1.f : small;
+}
+
 template <Act kAct, bool kCoarse>
-__device__ __forceinline__ float fast_value(float x) {
+__device__ __forceinline__ float fast_value(float x, float a = 0.f, float b = 0.f) {
   if constexpr (kAct == Act::kRelu) return fast_relu(x);
-  if constexpr (kAct == Act::kLeakyRelu) return fast_max(x, x * 0.01f);
+  if constexpr (kAct == Act::kLeakyRelu) return x > 0.f ? x : x * a;
   if constexpr (kAct == Act::kSilu) return x * fast_sigmoid(x);
   if constexpr (kAct == Act::kGelu) {
     float density;
@@ -114,24 +131,37 @@ __device__ __forceinline__ float fast_value(float x) {
   if constexpr (kAct == Act::kSigmoid) return fast_sigmoid(x);
   if constexpr (kAct == Act::kTanh) return fast_tanh<kCoarse>(x);
   if constexpr (kAct == Act::kHardswish) return x * (fminf(fmaxf(x + 3.f, 0.f), 6.f) * (1.f / 6));
-  if constexpr (kAct == Act::kHardtanh) return fast_min(fast_max(x, -1.f), 1.f);
-  if constexpr (kAct == Act::kElu) {
-    const float rest = polynomial(x, {0.499999865f, 0.166662887f, 0.0416320444f, 0.00819328528f, 0.00112591379f});
-    const float small = fmaf(x * x, rest, x), below = x < -0.5f ? fast_exp(x) - 1.f : small;
-    return x > 0.f ? x : below;
-  }
+  if constexpr (kAct == Act::kHardtanh || kAct == Act::kClamp) return fast_min(fast_max(x, a), b);
+  if constexpr (kAct == Act::kElu) return x > 0.f ? x * b : a * fast_expm1(x);
+  if constexpr (kAct == Act::kCelu) return x > 0.f ? x : a * fast_expm1(x * b);
   if constexpr (kAct == Act::kMish) {
     // tanh(softplus(x)) is n / (n + 2) with n = e^2 + 2 e, e = exp(x); above 20 it is 1, and e^2 may not overflow.
     const float e = fast_exp(fast_min(x, 20.f)), n = fmaf(e, e, 2.f * e);
     return x * (n * fast_reciprocal(n + 2.f));
   }
   if constexpr (kAct == Act::kSoftplus) return fast_relu(x) + fast_log1p<kCoarse>(fast_exp(-fabsf(x)));
+  if constexpr (kAct == Act::kAnySoftplus) {
+    const float z = x * a, any = fast_relu(z) + fast_log1p<kCoarse>(fast_exp(-fabsf(z)));
+    return z > b ? x : any * fast_reciprocal(a);
+  }
+  if constexpr (kAct == Act::kAdd) return x + a;
+  if constexpr (kAct == Act::kMul) return x * a;
+  if constexpr (kAct == Act::kHardsigmoid) return fast_min(fast_max(x + 3.f, 0.f), 6.f) * (1.f / 6);
+  if constexpr (kAct == Act::kLogsigmoid) return fast_min(x, 0.f) - fast_log1p<kCoarse>(fast_exp(-fabsf(x)));
+  if constexpr (kAct == Act::kTanhshrink) {
+    const float square = x * x, large = x - fast_tanh<false>(x);
+    return square < 0.3f ? -x * tanh_rest(square) : large;
+  }
+  if constexpr (kAct == Act::kSoftsign) return x * softsign_factor(x);
+  if constexpr (kAct == Act::kThreshold || kAct == Act::kSoftshrink || kAct == Act::kHardshrink) {
+    return act_value(ActStep<float>{kAct, a, b}, x);
+  }
   return x;
 }
 
 // At kinks the derivative is the one PyTorch's backward uses, and so it is at NaN and infinities.
 template <Act kAct, bool kCoarse>
-__device__ __forceinline__ float fast_derivative(float x) {
+__device__ __forceinline__ float fast_derivative(float x, float a = 0.f, float b = 0.f) {
   if constexpr (kAct == Act::kSilu) {
     const float s = fast_sigmoid(x);
     return s * fmaf(x, 1.f - s, 1.f);
@@ -157,13 +187,24 @@ __device__ __forceinline__ float fast_derivative(float x) {
     const float between = x < 3.f ? fmaf(x, 1.f / 3, 0.5f) : 1.f;
     return x <= -3.f ? 0.f : between;
   }
-  if constexpr (kAct == Act::kElu) return x <= 0.f ? fast_exp(x) : 1.f;
+  if constexpr (kAct == Act::kElu) return x <= 0.f ? a * fast_exp(x) : b;
+  if constexpr (kAct == Act::kCelu) return x <= 0.f ? a * b * fast_exp(x * b) : 1.f;
   if constexpr (kAct == Act::kMish) {
     const float most = fast_min(x, 20.f), e = fast_exp(most), n = fmaf(e, e, 2.f * e), r = fast_reciprocal(n + 2.f);
     return fmaf(x, 0.f, r * fmaf(most * r, 4.f * fmaf(e, e, e), n));  // NaN at infinity
   }
   if constexpr (kAct == Act::kSoftplus) return fast_sigmoid(x);
-  return act_derivative(kAct, x);
+  if constexpr (kAct == Act::kAnySoftplus) return x * a > b ? 1.f : fast_sigmoid(x * a);
+  if constexpr (kAct == Act::kLogsigmoid) return fast_sigmoid(-x);
+  if constexpr (kAct == Act::kSoftsign) {
+    const float r = softsign_factor(x);
+    return fmaf(x * r, 0.f, r * r);  // NaN at infinity
+  }
+  if constexpr (kAct == Act::kTanhshrink) {
+    const float t = fast_tanh<false>(x);
+    return t * t;
+  }
+  return act_derivative(ActStep<float>{kAct, a, b}, x);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -174,9 +215,24 @@ struct Floats {
   float v[kSize];
 };
 
-// Calls f with the activation as a compile-time constant. All threads take the same way.
+// Call f with the activation as a compile-time constant. All threads take the same way.
 template <typename F>
-__device__ __forceinline__ void with_act(Act act, F f) {
+__device__ __forceinline__ void with_rare_act(Act act, F f) {
+  switch (act) {
+    case Act::kCelu: return f(std::integral_constant<Act, Act::kCelu>());
+    case Act::kAnySoftplus: return f(std::integral_constant<Act, Act::kAnySoftplus>());
+    case Act::kThreshold: return f(std::integral_constant<Act, Act::kThreshold>());
+    case Act::kHardsigmoid: return f(std::integral_constant<Act, Act::kHardsigmoid>());
+    case Act::kLogsigmoid: return f(std::integral_constant<Act, Act::kLogsigmoid>());
+    case Act::kSoftsign: return f(std::integral_constant<Act, Act::kSoftsign>());
+    case Act::kTanhshrink: return f(std::integral_constant<Act, Act::kTanhshrink>());
+    case Act::kSoftshrink: return f(std::integral_constant<Act, Act::kSoftshrink>());
+    case Act::kHardshrink: return f(std::integral_constant<Act, Act::kHardshrink>());
+    default: return;
+  }
+}
+template <typename F, typename G>
+__device__ __forceinline__ void with_act(Act act, F f, G rare) {
   switch (act) {
     case Act::kRelu: return f(std::integral_constant<Act, Act::kRelu>());
     case Act::kLeakyRelu: return f(std::integral_constant<Act, Act::kLeakyRelu>());
@@ -190,68 +246,143 @@ __device__ __forceinline__ void with_act(Act act, F f) {
     case Act::kElu: return f(std::integral_constant<Act, Act::kElu>());
     case Act::kMish: return f(std::integral_constant<Act, Act::kMish>());
     case Act::kSoftplus: return f(std::integral_constant<Act, Act::kSoftplus>());
-    default: return;
+    case Act::kClamp: return f(std::integral_constant<Act, Act::kClamp>());
+    case Act::kAdd: return f(std::integral_constant<Act, Act::kAdd>());
+    case Act::kMul: return f(std::integral_constant<Act, Act::kMul>());
+    default: return rare();
   }
 }
 
-// Out of line: in line, every activation would be there once for each place that has a chain.
-template <int kSize, bool kCoarse>
-__device__ __noinline__ Floats<kSize> any_chain_values(ActChain chain, Floats<kSize> x) {
-  for (int i = 0; i < chain.length; ++i) {
-    with_act(chain.at(i), [&](auto act) {
+// The activations that few networks have, some values at a time whatever the caller's vectors are: there once.
+template <int kPart>
+__device__ __noinline__ Floats<kPart> rare_values(Act act, float a, float b, Floats<kPart> x) {
+  with_rare_act(act, [&](auto act) {
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) x.v[j] = fast_value<decltype(act)::value, kCoarse>(x.v[j]);
-    });
-  }
+    for (int j = 0; j < kPart; ++j) x.v[j] = fast_value<decltype(act)::value, false>(x.v[j], a, b);
+  });
+  return x;
+}
+// Slopes at x, and a bit for each value that stops the gradient.
+template <int kPart>
+struct RareSlopes {
+  float v[kPart];
+  uint32_t stopped;
+};
+template <int kPart>
+__device__ __noinline__ RareSlopes<kPart> rare_slopes(Act act, float a, float b, Floats<kPart> x) {
+  RareSlopes<kPart> slopes;
+  slopes.stopped = 0;
+  with_rare_act(act, [&](auto act) {
+    constexpr Act kAct = decltype(act)::value;
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) {
+      const ActStep<float> step{kAct, a, b};
+      if (may_stop_gradient(kAct) && stops_gradient(step, x.v[j])) slopes.stopped |= 1u << j;
+      slopes.v[j] = fast_derivative<kAct, false>(x.v[j], a, b);
+    }
+  });
+  return slopes;
+}
+// Values of a call of these. More would make them faster, and every kernel larger.
+inline constexpr int kRarePart = 1;
+
+// Out of line: in line, every activation would be there once for each place that has a chain. The caller has the loop
+// over the chain (walk_chain): it can read the kernel's parameters by index.
+template <int kSize, bool kCoarse>
+__device__ __noinline__ Floats<kSize> any_act_values(Act act, float a, float b, Floats<kSize> x) {
+  with_act(
+      act,
+      [&](auto act) {
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) x.v[j] = fast_value<decltype(act)::value, kCoarse>(x.v[j], a, b);
+      },
+      [&] {
+        constexpr int kPart = kRarePart;
+#pragma unroll
+        for (int first = 0; first < kSize; first += kPart) {
+          Floats<kPart> part;
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) part.v[j] = x.v[first + j];
+          part = rare_values<kPart>(act, a, b, part);
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) x.v[first + j] = part.v[j];
+        }
+      });
   return x;
 }
 
-// `by` times the slopes at x; and x's values where the chain goes on, or everywhere with `with_values`. A bit of
-// `stopped` for each value whose gradient is 0 whatever `by` was.
+// `by` times the slopes at x; with `goes_on`, x becomes the activation's values. A bit of `stopped` for each value
+// whose gradient is 0 whatever `by` was, and of `nans` for each at which a slope was NaN: what stops behind it is NaN
+// then (ChainSlope).
 template <int kSize>
 struct FloatsBy {
   float v[kSize], by[kSize];
-  uint32_t stopped;
+  uint32_t stopped, nans;
 };
 template <int kSize, bool kCoarse>
-__device__ __noinline__ FloatsBy<kSize> any_chain_slopes(ActChain chain, bool with_values, FloatsBy<kSize> x) {
-  uint32_t nans = 0;  // values at which a slope was NaN: what stops behind it is NaN then (chain_derivative)
-  x.stopped = 0;
-  for (int i = 0; i < chain.length; ++i) {
-    with_act(chain.at(i), [&](auto act) {
-      constexpr Act kAct = decltype(act)::value;
+__device__ __noinline__ FloatsBy<kSize> any_act_slopes(Act act, float a, float b, bool goes_on, FloatsBy<kSize> x) {
+  with_act(
+      act,
+      [&](auto act) {
+        constexpr Act kAct = decltype(act)::value;
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        if (may_stop_gradient(kAct) && stops_gradient(kAct, x.v[j])) x.stopped |= ~nans & 1u << j;
-        const float slope = fast_derivative<kAct, kCoarse>(x.v[j]);
-        if (!may_stop_gradient(kAct) && slope != slope) nans |= ~x.stopped & 1u << j;
-        x.by[j] *= slope;
-      }
-    });
-    if (!with_values && i + 1 == chain.length) break;
-    ActChain one;
-    one.codes = static_cast<uint64_t>(chain.at(i));
-    one.length = 1;
-    Floats<kSize> values;
+        for (int j = 0; j < kSize; ++j) {
+          if (may_stop_gradient(kAct) && stops_gradient(ActStep<float>{kAct, a, b}, x.v[j])) {
+            x.stopped |= ~x.nans & 1u << j;
+          }
+          const float slope = fast_derivative<kAct, kCoarse>(x.v[j], a, b);
+          if (!may_stop_gradient(kAct) && slope != slope) x.nans |= ~x.stopped & 1u << j;
+          x.by[j] *= slope;
+        }
+      },
+      [&] {
+        constexpr int kPart = kRarePart;
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) values.v[j] = x.v[j];
-    values = any_chain_values<kSize, kCoarse>(one, values);
+        for (int first = 0; first < kSize; first += kPart) {
+          Floats<kPart> part;
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) x.v[j] = values.v[j];
-  }
+          for (int j = 0; j < kPart; ++j) part.v[j] = x.v[first + j];
+          const RareSlopes<kPart> slopes = rare_slopes<kPart>(act, a, b, part);
+          x.stopped |= ~x.nans & slopes.stopped << first;
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) {
+            if (slopes.v[j] != slopes.v[j]) x.nans |= ~x.stopped & 1u << (first + j);
+            x.by[first + j] *= slopes.v[j];
+          }
+        }
+      });
+  if (!goes_on) return x;
+  Floats<kSize> values;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) values.v[j] = x.v[j];
+  values = any_act_values<kSize, kCoarse>(act, a, b, values);
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) x.v[j] = values.v[j];
   return x;
 }
 
 // fp64 is for checks of gradients: an element at a time, as the host computes it.
-__device__ __noinline__ inline double any_chain_double(ActChain chain, double x) { return chain_value(chain, x); }
-struct DoubleBy {
-  double v, by;
-  bool stopped;
-};
-__device__ __noinline__ inline DoubleBy any_chain_double_slope(ActChain chain, double x) {
-  DoubleBy r;
-  r.by = chain_derivative(chain, x, &r.v, &r.stopped);
-  return r;
+__device__ __noinline__ inline double any_act_double(Act act, double a, double b, double x) {
+  return act_value(ActStep<double>{act, a, b}, x);
+}
+__device__ __noinline__ inline ChainSlope<double> any_act_double_slope(Act act, double a, double b,
+                                                                       ChainSlope<double> slope) {
+  slope.advance({act, a, b});
+  return slope;
+}
+
+// Calls f(step, is_last) for each activation of a chain that is not empty. `chain` is in the kernel's parameters, and
+// of one activation, which most have, nothing is read by an index.
+template <typename T, typename F>
+__device__ __forceinline__ void walk_chain(const ActChain& chain, F f) {
+  ActStep<T> step = chain.first<T>();
+  const int length = chain.length;
+#pragma unroll 1
+  for (int i = 1;; ++i) {
+    f(step, i == length);
+    if (i == length) return;
+    step = chain.step<T>(i);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -270,8 +401,9 @@ __device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSiz
   if constexpr (kChain == Chain::kAny) {  // the whole grid takes the same branch
     if (chain.length == 0) return;
     if (is_leaky_relu(chain)) {
+      const ActStep<Acc> step{Act::kLeakyRelu, chain.first<Acc>().a, Acc(0)};
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) x[j] = act_value(Act::kLeakyRelu, x[j]);
+      for (int j = 0; j < kSize; ++j) x[j] = act_value(step, x[j]);
       return;
     }
   }
@@ -284,7 +416,10 @@ __device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSiz
     for (int j = 0; j < kSize; ++j) {
       if constexpr (kChain == Chain::kRelu) x[j] = act_value(Act::kRelu, x[j]);
       if constexpr (kChain == Chain::kSilu) x[j] = act_value(Act::kSilu, x[j]);
-      if constexpr (kChain == Chain::kAny) x[j] = any_chain_double(chain, x[j]);
+      if constexpr (kChain == Chain::kAny) {
+        walk_chain<double>(chain,
+                           [&](const ActStep<double>& f, bool) { x[j] = any_act_double(f.act, f.a, f.b, x[j]); });
+      }
     }
   } else if constexpr (kChain == Chain::kAny) {
     constexpr int kStep = kChainStep<kSize, kCoarse>;
@@ -293,7 +428,9 @@ __device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSiz
       Floats<kStep> part;
 #pragma unroll
       for (int j = 0; j < kStep; ++j) part.v[j] = x[first + j];
-      part = any_chain_values < kStep, kCoarse && kStep % 8 == 0 > (chain, part);
+      walk_chain<float>(chain, [&](const ActStep<float>& f, bool) {
+        part = any_act_values < kStep, kCoarse && kStep % 8 == 0 > (f.act, f.a, f.b, part);
+      });
 #pragma unroll
       for (int j = 0; j < kStep; ++j) x[first + j] = part.v[j];
     }
@@ -351,10 +488,11 @@ __device__ __forceinline__ Stopped<kChain, kSize> chain_slopes(const ActChain& c
   if constexpr (kChain == Chain::kAny) {
     if (chain.length == 0) return stopped;
     if (is_leaky_relu(chain)) {
+      const ActStep<Acc> step{Act::kLeakyRelu, chain.first<Acc>().a, Acc(0)};
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        by[j] *= act_derivative(Act::kLeakyRelu, x[j]);
-        if (kValues) x[j] = act_value(Act::kLeakyRelu, x[j]);
+        by[j] *= act_derivative(step, x[j]);
+        if (kValues) x[j] = act_value(step, x[j]);
       }
       return stopped;
     }
@@ -372,10 +510,12 @@ __device__ __forceinline__ Stopped<kChain, kSize> chain_slopes(const ActChain& c
   if constexpr (kChain == Chain::kAny && std::is_same_v<Acc, double>) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      const DoubleBy r = any_chain_double_slope(chain, x[j]);
-      by[j] *= r.by;
-      x[j] = r.v;
-      stopped.bits |= uint32_t(r.stopped) << j;
+      ChainSlope<double> slope{x[j], 1., false};
+      walk_chain<double>(chain,
+                         [&](const ActStep<double>& f, bool) { slope = any_act_double_slope(f.act, f.a, f.b, slope); });
+      by[j] *= slope.derivative;
+      x[j] = slope.value;
+      stopped.bits |= uint32_t(slope.stops()) << j;
     }
   } else if constexpr (kChain == Chain::kAny) {
     constexpr int kStep = kChainStep<kSize, kCoarse>;
@@ -387,7 +527,10 @@ __device__ __forceinline__ Stopped<kChain, kSize> chain_slopes(const ActChain& c
         part.v[j] = x[first + j];
         part.by[j] = by[first + j];
       }
-      part = any_chain_slopes < kStep, kCoarse && kStep % 8 == 0 > (chain, kValues, part);
+      part.stopped = part.nans = 0;
+      walk_chain<float>(chain, [&](const ActStep<float>& f, bool is_last) {
+        part = any_act_slopes < kStep, kCoarse && kStep % 8 == 0 > (f.act, f.a, f.b, kValues || !is_last, part);
+      });
 #pragma unroll
       for (int j = 0; j < kStep; ++j) {
         x[first + j] = part.v[j];

@@ -15,7 +15,7 @@
 #include <tuple>
 #include <vector>
 
-#include "common/activation.h"
+#include "common/act_names.h"
 #include "common/dtype.h"
 #include "common/status.h"
 
@@ -117,10 +117,10 @@ inline void check_weight_dtype(const char* op, const char* arg, const Tensor& t,
   check_same_dtype(op, arg, t, x);
 }
 
-inline ActChain check_act(const char* op, const std::string& act) {
+inline ActChain check_act(const char* op, const std::string& act, const char* argument = "act") {
   ActChain chain;
   std::string error;
-  KGOPT_CHECK(parse_act_chain(act, &chain, &error), op, ": ", error);
+  KGOPT_CHECK(parse_act_chain(act, &chain, &error), op, ": ", argument, " ", error);
   return chain;
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <tuple>
 
+#include "common/act_names.h"
 #include "common/activation.h"
 #include "common/dtype.h"
 #include "common/traverse_plan.h"
@@ -32,7 +33,7 @@ using Dims = std::array<int64_t, 3>;  // depth, height, width
 ActChain parse_chain(const std::string& act) {
   ActChain chain;
   std::string error;
-  if (!parse_act_chain(act, &chain, &error)) throw py::value_error(error);
+  if (!parse_act_chain(act, &chain, &error)) throw py::value_error("act " + error);
   return chain;
 }
 

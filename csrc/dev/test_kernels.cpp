@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/act_names.h"
 #include "common/activation.h"
 #include "conv3d/choice/choice.h"
 #include "conv3d/implicit_gemm/plan.h"

@@ -125,7 +125,7 @@ std::string explain_group_norm_conv(Tensor x, Tensor weight, IntArray stride, In
                                     std::string act, bool, std::string backend) {
   const char* const op = "explain_group_norm_conv";
   check_backend(op, backend);
-  check_act(op, gn_act);
+  check_act(op, gn_act, "gn_act");
   check_act(op, act);
   check_conv_add(op, x, weight, std::nullopt, std::nullopt, stride, padding, dilation, output_padding, groups,
                  transposed);

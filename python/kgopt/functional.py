@@ -191,7 +191,8 @@ def group_norm(
 ) -> Tensor:
     """``act(GroupNorm(x))`` in one pass after the statistics; :func:`torch.nn.functional.group_norm` with ``act``.
 
-    ``act`` is a ``+``-joined chain of the names in :data:`kgopt.reference.ACTIVATIONS`. The result keeps x's layout.
+    ``act`` is a ``+``-joined chain of activations, as ``"silu"`` or ``"leaky_relu(0.2)"``: docs/ops.md, "Pointwise".
+    The result keeps x's layout.
     """
     if torch.jit.is_scripting():
         return torch.ops.kgopt.group_norm(x, num_groups, weight, bias, eps, act)

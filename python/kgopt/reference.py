@@ -5,12 +5,22 @@ Computed in the dtype of the inputs: pass float64 for an oracle. Tests compare e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kgopt import _acts
+
+
+def _clamp(x: Tensor, low: float, high: float) -> Tensor:
+    """An infinite bound is none, which makes a difference in the gradient at infinity."""
+    bounds = [None if math.isinf(bound) else bound for bound in (low, high)]
+    return x if bounds == [None, None] else torch.clamp(x, *bounds)
+
 
 TORCH_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu": F.relu,
@@ -25,24 +35,51 @@ TORCH_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "elu": F.elu,
     "mish": F.mish,
     "softplus": F.softplus,
+    "relu6": F.relu6,
+    "selu": F.selu,
+    "celu": F.celu,
+    "clamp": _clamp,
+    "threshold": F.threshold,
+    "hardsigmoid": F.hardsigmoid,
+    "logsigmoid": F.logsigmoid,
+    "softsign": F.softsign,
+    "tanhshrink": F.tanhshrink,
+    "softshrink": F.softshrink,
+    "hardshrink": F.hardshrink,
+    "add": torch.add,
+    "mul": torch.mul,
 }
-"""PyTorch's function for each activation."""
+"""PyTorch's function for each activation: of x and the parameters."""
 
 _ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    "none": lambda x: x,
     **TORCH_ACTIVATIONS,
-    # As its documentation has it: F.hardswish on CUDA multiplies by 1/6 rounded to float, in double too.
+    # As their documentation has it: on CUDA PyTorch multiplies by 1/6 rounded to float, in double too.
     "hardswish": lambda x: x * F.relu6(x + 3) / 6,
+    "hardsigmoid": lambda x: F.relu6(x + 3) / 6,
 }
 
-ACTIVATIONS = tuple(_ACTIVATIONS)
-"""Names that an ``act`` chain may use."""
+ACTIVATIONS = _acts.ACTIVATIONS
+"""Names that an ``act`` chain may use without parameters."""
+
+PARAMETRIZED = (
+    *("leaky_relu(0.2)", "leaky_relu(-1.5)", "elu(0.7)", "celu(1.5)", "softplus(2,15)", "hardtanh(-2,3)"),
+    *("clamp(-0.5,2)", "clamp(0.25,inf)", "threshold(0.1,20)", "softshrink(0.3)", "hardshrink(0.8)", "add(-0.75)"),
+    "mul(1.7)",
+)
+"""An example or two of each that takes parameters, for tests and the search."""
 
 
 def activation_ref(x: Tensor, act: str) -> Tensor:
-    """A ``+``-joined chain of activations, applied from left to right, with PyTorch's default parameters."""
-    for name in act.split("+"):
-        x = _ACTIVATIONS[name.strip()](x)
+    """A ``+``-joined chain of activations, applied from left to right."""
+    for name, parameters in _acts.parse(act):
+        x = _ACTIVATIONS[name](x, *parameters)
+    return x
+
+
+def torch_activation(x: Tensor, act: str) -> Tensor:
+    """The same by PyTorch's own functions alone."""
+    for name, parameters in _acts.parse(act):
+        x = TORCH_ACTIVATIONS[name](x, *parameters)
     return x
 
 

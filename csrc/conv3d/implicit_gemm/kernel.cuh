@@ -83,7 +83,9 @@ struct TileCursor {
 };
 
 // Out of line: inlined into an unrolled epilogue, every activation would be there once for each accumulator.
-static __device__ __noinline__ float chain_value_call(ActChain chain, float x) { return chain_value(chain, x); }
+static __device__ __noinline__ float act_value_call(Act act, float a, float b, float x) {
+  return act_value(ActStep<float>{act, a, b}, x);
+}
 
 // A regular convolution is a transposed one of a single class, whose outputs are one apart. Epilogues that store
 // nothing have no transposed ones.
@@ -437,7 +439,11 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
             if (relu) {
               v = v < 0.f ? 0.f : v;
             } else if (!p.act.empty()) {
-              v = chain_value_call(p.act, v);
+#pragma unroll 1
+              for (int k = 0; k < p.act.length; ++k) {
+                const ActStep<float> f = p.act.step<float>(k);
+                v = act_value_call(f.act, f.a, f.b, v);
+              }
             }
             // Statistics are those of the stored tensor, as a GroupNorm that reads it would see it.
             if (kStats) acc[mb][nb][i] = to_acc(from_acc<Element>(v));

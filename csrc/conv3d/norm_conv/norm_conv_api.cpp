@@ -129,7 +129,7 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
   check_backend(op, backend);
   const ConvShape shape =
       check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
-  const ActChain of_norm = check_act(op, gn_act), of_sum = check_act(op, act);
+  const ActChain of_norm = check_act(op, gn_act, "gn_act"), of_sum = check_act(op, act);
   const ConvArgs conv = conv_args(op, static_cast<int>(x.dim()) - 2, x, weight, bias, stride, padding, dilation,
                                   output_padding, groups, transposed, backend);
   {
@@ -192,7 +192,7 @@ std::string explain_group_norm_conv(Tensor x, Tensor weight, IntArray stride, In
   check_backend(op, backend);
   const ConvShape shape = check_conv_add(op, x, weight, std::nullopt, std::nullopt, stride, padding, dilation,
                                          output_padding, groups, transposed);
-  const ActChain of_norm = check_act(op, gn_act), of_sum = check_act(op, act);
+  const ActChain of_norm = check_act(op, gn_act, "gn_act"), of_sum = check_act(op, act);
   const DeviceGuard guard(x.get_device_index());
   const ConvArgs a = conv_args(op, static_cast<int>(x.dim()) - 2, x, weight, std::nullopt, stride, padding, dilation,
                                output_padding, groups, transposed, backend);

@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cuda(Tensor x, int64_t num_gro
                                                        double eps, std::string act, std::string pre_act) {
   const char* const op = "group_norm";
   const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias);
-  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act);
+  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act, "pre_act");
   const DeviceGuard guard(x.get_device_index());
   const MemoryFormat format = format_of(x, d);
   Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
@@ -89,8 +89,8 @@ std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor&
                                                    const std::string& act, const std::string& pre_act, bool add_input,
                                                    bool given) {
   const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias);
-  const Statistics s =
-      normalize_into(op, x, x, d, weight, bias, eps, check_act(op, act), check_act(op, pre_act), add_input, given);
+  const Statistics s = normalize_into(op, x, x, d, weight, bias, eps, check_act(op, act),
+                                      check_act(op, pre_act, "pre_act"), add_input, given);
   return {s.mean, s.rstd};
 }
 

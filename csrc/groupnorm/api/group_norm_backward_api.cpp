@@ -128,7 +128,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tens
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
   GroupNormPassesBwdParams p;
   p.act = check_act(op, act);
-  p.pre_act = check_act(op, pre_act);
+  p.pre_act = check_act(op, pre_act, "pre_act");
   check_gradient(op, "dy", dy, x);
   check_group_statistics(op, mean, rstd, x, d);
   const DeviceGuard guard(x.get_device_index());

@@ -194,7 +194,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tens
                                                        std::string act, std::string pre_act) {
   const char* const op = "group_norm_backward";
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
-  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act);
+  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act, "pre_act");
   check_gradient(op, "dy", dy, x);
   check_group_statistics(op, mean, rstd, x, d);
   const MemoryFormat format = format_of(x, d);

@@ -205,7 +205,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cpu(Tensor x, int64_t num_grou
                                                       double eps, std::string act, std::string pre_act) {
   const char* const op = "group_norm";
   const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias);
-  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act);
+  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act, "pre_act");
   const MemoryFormat format = format_of(x, d);
   Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
   const Statistics s = normalize_into(dense_in(x, format), y, d, weight, bias, eps, act_chain, pre_chain);
@@ -216,7 +216,7 @@ std::tuple<Tensor, Tensor> group_norm_inplace_cpu(const char* op, const Tensor& 
                                                   const OptTensor& weight, const OptTensor& bias, double eps,
                                                   const std::string& act, const std::string& pre_act) {
   const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias);
-  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act);
+  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act, "pre_act");
   const Statistics s = normalize_into(x, x, d, weight, bias, eps, act_chain, pre_chain);
   return {to_tensor(x, s.mean, {d.n, d.g}), to_tensor(x, s.rstd, {d.n, d.g})};
 }
@@ -257,7 +257,7 @@ std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, st
   const char* const op = "explain_group_norm";
   check_group_norm(op, x, num_groups);
   check_act(op, act);
-  check_act(op, pre_act);
+  check_act(op, pre_act, "pre_act");
   return "threads and vectors of the CPU";
 }
 

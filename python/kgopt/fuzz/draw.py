@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kgopt.fuzz.tensors import draw_layout, draw_size, draw_values, spec
-from kgopt.reference import ACTIVATIONS
+from kgopt.reference import ACTIVATIONS, PARAMETRIZED
 
 __all__ = ["Args", "Draw", "Tensors", "conv_sizes"]
 
@@ -83,7 +83,8 @@ class Draw:
         """A chain."""
         if self.chance(none):
             return "none"
-        names = [a for a in ACTIVATIONS if a != "none"]
+        # But for those that jump: behind a norm rounding decides on which side of it a value lies.
+        names = [a for a in (*ACTIVATIONS, *PARAMETRIZED) if not a.startswith(("none", "threshold", "hardshrink"))]
         return "+".join(self.rng.choice(names) for _ in range(self.rng.choices([1, 2, 3], [6, 2, 1])[0]))
 
     def eps(self) -> float:

@@ -15,11 +15,14 @@ __all__ = ["ACTIVATIONS", "HOWS", "draw_network", "simpler"]
 
 Json = dict[str, Any]
 
-# Those of kgopt's `act`, then others that it has to leave alone.
-ACTIVATIONS = (
+# Those of kgopt's `act`, but for those that jump, of which rounding makes a difference of any size; then others that it
+# has to leave alone.
+_KNOWN = (
     *("relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "hardswish", "hardtanh", "elu", "mish"),
-    *("softplus", "prelu", "relu6", "selu", "leaky_relu_0.2", "elu_0.5", "logsigmoid", "softsign"),
+    *("softplus", "relu6", "selu", "leaky_relu_0.2", "elu_0.5", "logsigmoid", "softsign", "celu_1.5", "softplus_2"),
+    *("hardtanh_0", "hardsigmoid", "tanhshrink", "softshrink", "clamp", "clamp_min"),
 )
+ACTIVATIONS = (*_KNOWN, "prelu")
 HOWS = ("eager", "autocast", "backend", "compiled")
 
 _STYLES = (
@@ -78,7 +81,7 @@ def _norm(rng: random.Random) -> Json:
 
 def _act(rng: random.Random) -> Json:
     # Those with kernels come more often than those without.
-    name = rng.choice(ACTIVATIONS[:12]) if rng.random() < 0.85 else rng.choice(ACTIVATIONS)
+    name = rng.choice(_KNOWN) if rng.random() < 0.85 else rng.choice(ACTIVATIONS)
     return {"layer": "act", "act": name, "form": rng.choice(_FORMS), "inplace": rng.random() < 0.35}
 
 

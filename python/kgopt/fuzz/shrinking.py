@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kgopt import _acts
 from kgopt.fuzz.catalogue import TARGETS
 from kgopt.fuzz.draw import conv_sizes
 from kgopt.fuzz.kind import Case
@@ -147,7 +148,7 @@ def _arguments(case: Case) -> Iterator[Case]:
             del out["args"][name]
             yield out
     for name in ("act", "gn_act", "pre_act"):
-        chain = args.get(name, "none").split("+")
+        chain = _acts.split(args.get(name, "none"))
         if chain != ["none"]:
             yield _with_args(case, **{name: "none"})
             if len(chain) > 1:

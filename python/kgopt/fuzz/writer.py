@@ -86,6 +86,14 @@ _ACT_MODULES = {
     "elu_0.5": "nn.ELU(0.5{j})",
     "logsigmoid": "nn.LogSigmoid()",
     "softsign": "nn.Softsign()",
+    "celu_1.5": "nn.CELU(1.5{j})",
+    "softplus_2": "nn.Softplus(2, 15)",
+    "hardtanh_0": "nn.Hardtanh(0, 6{j})",
+    "hardsigmoid": "nn.Hardsigmoid({i})",
+    "tanhshrink": "nn.Tanhshrink()",
+    "softshrink": "nn.Softshrink(0.3)",
+    "clamp": "nn.Hardtanh(-0.5, 2{j})",
+    "clamp_min": "nn.Threshold(-0.25, -0.25{j})",
 }
 _ACT_FUNCTIONS = {
     "relu": "F.relu({x}{j})",
@@ -106,6 +114,14 @@ _ACT_FUNCTIONS = {
     "elu_0.5": "F.elu({x}, 0.5{j})",
     "logsigmoid": "F.logsigmoid({x})",
     "softsign": "F.softsign({x})",
+    "celu_1.5": "F.celu({x}, 1.5{j})",
+    "softplus_2": "F.softplus({x}, beta=2, threshold=15)",
+    "hardtanh_0": "F.hardtanh({x}, 0, 6{j})",
+    "hardsigmoid": "F.hardsigmoid({x}{j})",
+    "tanhshrink": "F.tanhshrink({x})",
+    "softshrink": "F.softshrink({x}, 0.3)",
+    "clamp": "torch.clamp({x}, -0.5, 2)",
+    "clamp_min": "{x}.clamp_min(-0.25)",
 }
 _INPLACE = ("relu", "leaky_relu", "silu", "hardswish", "hardtanh", "elu", "mish", "relu6", "selu")
 _METHODS = ("relu", "sigmoid", "tanh")
@@ -323,7 +339,7 @@ class Writer:
 
     def _act(self, at: _Class, layer: Json, shape: Shape) -> _Made:
         act, form = layer["act"], layer["form"]
-        inplace = layer["inplace"] and act in (*_INPLACE, "leaky_relu_0.2", "elu_0.5")
+        inplace = layer["inplace"] and act in (*_INPLACE, "leaky_relu_0.2", "elu_0.5", "celu_1.5", "hardtanh_0")
         i, j = ("inplace=True", ", inplace=True") if inplace else ("", "")
         module = _ACT_MODULES[act].format(i=i, j=j)
         if form == "shared" and act in _INPLACE:

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kgopt import functional
-from kgopt.reference import ACTIVATIONS
+from kgopt import _acts, functional
 from kgopt.torch_private import output_padding_of
 
 
@@ -23,10 +22,11 @@ class GroupNorm(torch.nn.GroupNorm):
         affine: whether there are ``weight`` and ``bias`` of shape ``[C]``.
         device: of the parameters.
         dtype: of the parameters.
-        act: ``+``-joined chain of activations, for example ``"silu"``.
+        act: ``+``-joined chain of activations, for example ``"silu"`` or ``"leaky_relu(0.2)"``; docs/ops.md has the
+            names and their parameters.
 
     Raises:
-        ValueError: ``num_channels`` is not divisible by ``num_groups``, or ``act`` names an unknown activation.
+        ValueError: ``num_channels`` is not divisible by ``num_groups``, or ``act`` is no chain of known activations.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class GroupNorm(torch.nn.GroupNorm):
         act: str = "none",
     ) -> None:
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
-        unknown = [name for name in act.split("+") if name.strip() not in ACTIVATIONS]
-        if unknown:
-            raise ValueError(f"act is {act!r} and names {unknown[0]!r}, expected a '+'-joined chain of {ACTIVATIONS}")
+        try:
+            _acts.parse(act)
+        except ValueError as error:
+            raise ValueError(f"act {error}") from None
         self.act = act
 
     def forward(self, input: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kgopt import reference
+from kgopt import _acts, reference
 from kgopt._layout import as_x_lies, empty_like, wide
 from kgopt.ops.autocast import cast
 from kgopt.ops.calls import in_backward
@@ -64,31 +65,50 @@ def _hardswish_backward(dy: Tensor, x: Tensor) -> Tensor:
     return torch.where(x <= -3, 0, torch.where(x < 3, dy * (x / 3 + 0.5), dy))
 
 
-_DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "none": lambda dy, x: dy,
+def _clamp_backward(dy: Tensor, x: Tensor, low: float, high: float) -> Tensor:
+    inside = (x > low) | (low == -math.inf)
+    return torch.where(inside & ((x < high) | (high == math.inf)), dy, 0)
+
+
+_SELU = (1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1.0)  # as ATen has them
+
+_DERIVATIVES: dict[str, Callable[..., Tensor]] = {
     "relu": lambda dy, x: _ATEN.threshold_backward(dy, x, 0),
-    "leaky_relu": lambda dy, x: _ATEN.leaky_relu_backward(dy, x, 0.01, False),
+    "leaky_relu": lambda dy, x, slope: _ATEN.leaky_relu_backward(dy, x, slope, False),
     "silu": _silu_backward,
     "gelu": lambda dy, x: _ATEN.gelu_backward(dy, x, approximate="none"),
     "gelu_tanh": lambda dy, x: _ATEN.gelu_backward(dy, x, approximate="tanh"),
     "sigmoid": _sigmoid_backward,
     "tanh": _tanh_backward,
     "hardswish": _hardswish_backward,
-    "hardtanh": lambda dy, x: _ATEN.hardtanh_backward(dy, x, -1.0, 1.0),
-    "elu": lambda dy, x: _ATEN.elu_backward(dy, 1.0, 1.0, 1.0, False, x),
+    "hardtanh": _ATEN.hardtanh_backward,
+    "elu": lambda dy, x, alpha: _ATEN.elu_backward(dy, alpha, 1.0, 1.0, False, x),
     "mish": _mish_backward,
-    "softplus": lambda dy, x: _ATEN.softplus_backward(dy, x, 1.0, 20.0),
+    "softplus": _ATEN.softplus_backward,
+    "relu6": lambda dy, x: _ATEN.hardtanh_backward(dy, x, 0.0, 6.0),
+    "selu": lambda dy, x: _ATEN.elu_backward(dy, *_SELU, False, x),
+    "celu": lambda dy, x, alpha: _ATEN.elu_backward(dy, alpha, 1.0, 1 / alpha, False, x),
+    "clamp": _clamp_backward,
+    "threshold": lambda dy, x, threshold, value: _ATEN.threshold_backward(dy, x, threshold),
+    "hardsigmoid": lambda dy, x: torch.where((x > -3) & (x < 3), dy / 6, 0),
+    "logsigmoid": lambda dy, x: dy * torch.sigmoid(-x),
+    "softsign": lambda dy, x: dy * (1 + x.abs()).reciprocal().square(),
+    "tanhshrink": lambda dy, x: dy * torch.tanh(x).square(),
+    "softshrink": lambda dy, x, limit: torch.where((x < -limit) | (x > limit), dy, 0),
+    "hardshrink": lambda dy, x, limit: torch.where((x < -limit) | (x > limit), dy, 0),
+    "add": lambda dy, x, other: dy,
+    "mul": lambda dy, x, other: dy * other,
 }
 
 
 def chain_backward(dy: Tensor, x: Tensor, act: str) -> Tensor:
     """Gradient of a chain's argument, from that of its result."""
     arguments = []
-    for name in (n.strip() for n in act.split("+")):
-        arguments.append((name, x))
-        x = reference.activation_ref(x, name)
-    for name, x in reversed(arguments):
-        dy = _DERIVATIVES[name](dy, x)
+    for one in _acts.parse(act):
+        arguments.append((one, x))
+        x = reference.activation_ref(x, one.text)
+    for (name, parameters), x in reversed(arguments):
+        dy = _DERIVATIVES[name](dy, x, *parameters)
     return dy
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kgopt import _acts
+
 CONV_MEAN = "conv3d_group_norm_mean"
 CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
 CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
@@ -60,9 +62,9 @@ class Chain:
         names = {"conv2d": "Conv2d", "conv3d": "Conv3d"}
         names |= {"conv_transpose2d": "ConvTranspose2d", "conv_transpose3d": "ConvTranspose3d"}
         parts = [names[self.conv]] if self.conv else []
-        parts += [] if self.pre == "none" else self.pre.split("+")
+        parts += [] if self.pre == "none" else _acts.split(self.pre)
         parts.append("GroupNorm" if self.norm == "group" else "InstanceNorm")
-        parts += [] if self.post == "none" else self.post.split("+")
+        parts += [] if self.post == "none" else _acts.split(self.post)
         parts += ["residual"] if self.residual else []
         parts += [self.reduce] if self.reduce else []
         return " → ".join(parts)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
-from kgopt.reference import TORCH_ACTIVATIONS as TORCH_ACTIVATIONS
+from kgopt.reference import torch_activation
 from kgopt.rewrite.chain import CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.torch_private import without_autocast_on_cuda
 
@@ -126,14 +126,12 @@ def run_torch(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) ->
             tail = (conv.output_padding, conv.groups, conv.dilation)
         x = _TORCH_CONVS[chain.conv](x, conv.weight, conv.bias, conv.stride, conv.padding, *tail)
     y = x
-    for name in () if chain.pre == "none" else chain.pre.split("+"):
-        y = TORCH_ACTIVATIONS[name](y)
+    y = torch_activation(y, chain.pre)
     if chain.norm == "instance":
         y = F.instance_norm(y, weight=norm.weight, bias=norm.bias, eps=norm.eps)
     else:
         y = F.group_norm(y, norm.num_groups, norm.weight, norm.bias, norm.eps)
-    for name in () if chain.post == "none" else chain.post.split("+"):
-        y = TORCH_ACTIVATIONS[name](y)
+    y = torch_activation(y, chain.post)
     if chain.residual:
         y = x + y
     if chain.reduce:

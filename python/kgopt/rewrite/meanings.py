@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,41 +11,83 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kgopt._acts import text
 from kgopt.rewrite import originals
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.patterns import Node
 
+# What a function computes, given its arguments after the first: the text of `act`, None for parameters that the ops do
+# not have, and whether it writes into its input.
+Rule = Callable[..., tuple[str | None, bool]]
 
-def _fixed(name: str, inplace: bool = False) -> Callable[..., tuple[str | None, bool]]:
+
+def _fixed(name: str, inplace: bool = False) -> Rule:
     return lambda: (name, inplace)
 
 
-def _switch(name: str) -> Callable[..., tuple[str | None, bool]]:
+def _switch(name: str) -> Rule:
     def act(inplace: bool = False) -> tuple[str | None, bool]:
         return name, inplace
 
     return act
 
 
-def _leaky(inplace_default: bool = False) -> Callable[..., tuple[str | None, bool]]:
+def _unless_refused(inplace: bool, name: str, factor: float) -> str | None:
+    """PyTorch has no backward of negative slopes in place, and says so."""
+    act = text(name, factor)
+    return None if act is not None and inplace and factor < 0 else act
+
+
+def _leaky(inplace_default: bool = False) -> Rule:
     def act(negative_slope: float = 0.01, inplace: bool = inplace_default) -> tuple[str | None, bool]:
-        return ("leaky_relu" if negative_slope == 0.01 else None), inplace
+        return _unless_refused(inplace, "leaky_relu", negative_slope), inplace
 
     return act
 
 
-def _elu(inplace_default: bool = False) -> Callable[..., tuple[str | None, bool]]:
+def _alpha(name: str, inplace_default: bool = False) -> Rule:
     def act(alpha: float = 1.0, inplace: bool = inplace_default) -> tuple[str | None, bool]:
-        return ("elu" if alpha == 1 else None), inplace
+        return _unless_refused(inplace, name, alpha), inplace
 
     return act
 
 
-def _hardtanh(inplace_default: bool = False) -> Callable[..., tuple[str | None, bool]]:
+def _hardtanh(inplace_default: bool = False) -> Rule:
     def act(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = inplace_default) -> tuple[str | None, bool]:
-        return ("hardtanh" if (min_val, max_val) == (-1, 1) else None), inplace
+        return text("hardtanh", min_val, max_val), inplace
 
     return act
+
+
+def _threshold(inplace_default: bool = False) -> Rule:
+    def act(threshold: float, value: float, inplace: bool = inplace_default) -> tuple[str | None, bool]:
+        return text("threshold", threshold, value), inplace
+
+    return act
+
+
+def _shrink(name: str) -> Rule:
+    def act(lambd: float = 0.5) -> tuple[str | None, bool]:
+        return text(name, lambd), False
+
+    return act
+
+
+def _clamp(inplace: bool = False) -> Rule:
+    def act(min: float | None = None, max: float | None = None) -> tuple[str | None, bool]:
+        if min is None and max is None:
+            return None, inplace  # an error
+        return text("clamp", -math.inf if min is None else min, math.inf if max is None else max), inplace
+
+    return act
+
+
+def _clamp_min(inplace: bool = False) -> Rule:
+    return lambda min: (text("clamp", min, math.inf), inplace)
+
+
+def _clamp_max(inplace: bool = False) -> Rule:
+    return lambda max: (text("clamp", -math.inf, max), inplace)
 
 
 def _gelu(approximate: str = "none") -> tuple[str | None, bool]:
@@ -52,11 +95,10 @@ def _gelu(approximate: str = "none") -> tuple[str | None, bool]:
 
 
 def _softplus(beta: float = 1.0, threshold: float = 20.0) -> tuple[str | None, bool]:
-    return ("softplus" if (beta, threshold) == (1, 20) else None), False
+    return text("softplus", beta, threshold), False
 
 
-# Function -> what it computes, given its arguments after the first. Parameters that the ops do not have give None.
-ACTIVATION_FUNCTIONS: dict[Any, Callable[..., tuple[str | None, bool]]] = {
+ACTIVATION_FUNCTIONS: dict[Any, Rule] = {
     F.relu: _switch("relu"),
     F.relu_: _fixed("relu", inplace=True),
     torch.relu: _fixed("relu"),
@@ -74,10 +116,33 @@ ACTIVATION_FUNCTIONS: dict[Any, Callable[..., tuple[str | None, bool]]] = {
     F.hardswish: _switch("hardswish"),
     F.hardtanh: _hardtanh(),
     F.hardtanh_: _hardtanh(True),
-    F.elu: _elu(),
-    F.elu_: _elu(True),
+    F.elu: _alpha("elu"),
+    F.elu_: _alpha("elu", True),
     F.mish: _switch("mish"),
     F.softplus: _softplus,
+    F.relu6: _switch("relu6"),
+    F.selu: _switch("selu"),
+    F.selu_: _fixed("selu", inplace=True),
+    torch.selu: _fixed("selu"),
+    torch.selu_: _fixed("selu", inplace=True),
+    F.celu: _alpha("celu"),
+    F.celu_: _alpha("celu", True),
+    F.threshold: _threshold(),
+    F.threshold_: _threshold(True),  # type: ignore[attr-defined]
+    F.hardsigmoid: _switch("hardsigmoid"),
+    F.logsigmoid: _fixed("logsigmoid"),
+    F.softsign: _fixed("softsign"),
+    F.tanhshrink: _fixed("tanhshrink"),
+    F.softshrink: _shrink("softshrink"),
+    F.hardshrink: _shrink("hardshrink"),
+    torch.clamp: _clamp(),
+    torch.clamp_: _clamp(True),
+    torch.clamp_min: _clamp_min(),
+    torch.clamp_min_: _clamp_min(True),
+    torch.clamp_max: _clamp_max(),
+    torch.clamp_max_: _clamp_max(True),
+    torch.clip: _clamp(),
+    torch.clip_: _clamp(True),
 }
 # As they are now. What stood in their place by then is not PyTorch's, and means nothing here.
 ACTIVATION_FUNCTIONS = {f: rule for f, rule in ACTIVATION_FUNCTIONS.items() if originals.is_torchs(f)}
@@ -85,30 +150,50 @@ _MEAN, _LOGSUMEXP, _FLATTEN, _ADD = (
     f if originals.is_torchs(f) else None for f in (torch.mean, torch.logsumexp, torch.flatten, torch.add)
 )
 
-ACTIVATION_METHODS: dict[str, Callable[..., tuple[str | None, bool]]] = {
+ACTIVATION_METHODS: dict[str, Rule] = {
     "relu": _fixed("relu"),
     "relu_": _fixed("relu", inplace=True),
     "sigmoid": _fixed("sigmoid"),
     "sigmoid_": _fixed("sigmoid", inplace=True),
     "tanh": _fixed("tanh"),
     "tanh_": _fixed("tanh", inplace=True),
+    "clamp": _clamp(),
+    "clamp_": _clamp(True),
+    "clamp_min": _clamp_min(),
+    "clamp_min_": _clamp_min(True),
+    "clamp_max": _clamp_max(),
+    "clamp_max_": _clamp_max(True),
+    "clip": _clamp(),
+    "clip_": _clamp(True),
 }
 
 _ACTIVATION_MODULES: dict[type, Callable[[Any], str | None]] = {
     nn.ReLU: lambda m: "relu",
-    nn.LeakyReLU: lambda m: "leaky_relu" if m.negative_slope == 0.01 else None,
+    nn.LeakyReLU: lambda m: (
+        "leaky_relu" if m.negative_slope == 0.01 else _unless_refused(m.inplace, "leaky_relu", m.negative_slope)
+    ),
     nn.SiLU: lambda m: "silu",
     nn.GELU: lambda m: {"none": "gelu", "tanh": "gelu_tanh"}.get(m.approximate),
     nn.Sigmoid: lambda m: "sigmoid",
     nn.Tanh: lambda m: "tanh",
     nn.Hardswish: lambda m: "hardswish",
-    nn.Hardtanh: lambda m: "hardtanh" if (m.min_val, m.max_val) == (-1, 1) else None,
-    nn.ELU: lambda m: "elu" if m.alpha == 1 else None,
+    nn.Hardtanh: lambda m: text("hardtanh", m.min_val, m.max_val),
+    nn.ELU: lambda m: _unless_refused(m.inplace, "elu", m.alpha),
     nn.Mish: lambda m: "mish",
-    nn.Softplus: lambda m: "softplus" if (m.beta, m.threshold) == (1, 20) else None,
+    nn.Softplus: lambda m: text("softplus", m.beta, m.threshold),
+    nn.ReLU6: lambda m: "relu6" if (m.min_val, m.max_val) == (0, 6) else None,
+    nn.SELU: lambda m: "selu",
+    nn.CELU: lambda m: text("celu", m.alpha),
+    nn.Threshold: lambda m: text("threshold", m.threshold, m.value),
+    nn.Hardsigmoid: lambda m: "hardsigmoid",
+    nn.LogSigmoid: lambda m: "logsigmoid",
+    nn.Softsign: lambda m: "softsign",
+    nn.Tanhshrink: lambda m: "tanhshrink",
+    nn.Softshrink: lambda m: text("softshrink", m.lambd),
+    nn.Hardshrink: lambda m: text("hardshrink", m.lambd),
 }
 
-# By what a role says; GELU's two ways are one class's.
+# By the name in what a role says; GELU's two ways are one class's.
 ACTIVATION_CLASSES: dict[str, type] = {
     "relu": nn.ReLU,
     "leaky_relu": nn.LeakyReLU,
@@ -122,7 +207,23 @@ ACTIVATION_CLASSES: dict[str, type] = {
     "elu": nn.ELU,
     "mish": nn.Mish,
     "softplus": nn.Softplus,
+    "relu6": nn.ReLU6,
+    "selu": nn.SELU,
+    "celu": nn.CELU,
+    "threshold": nn.Threshold,
+    "hardsigmoid": nn.Hardsigmoid,
+    "logsigmoid": nn.LogSigmoid,
+    "softsign": nn.Softsign,
+    "tanhshrink": nn.Tanhshrink,
+    "softshrink": nn.Softshrink,
+    "hardshrink": nn.Hardshrink,
 }
+
+
+def activation_class(role: str) -> type | None:
+    """PyTorch's class of an activation's text; None for other roles."""
+    return ACTIVATION_CLASSES.get(role.partition("(")[0])
+
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

@@ -41,11 +41,15 @@ def _is_torchs(value: Any, name: str) -> bool:
     if isinstance(value, types.ModuleType):
         return value is sys.modules.get("torch.nn.functional")
     if isinstance(value, _BUILT_IN):
-        return value.__name__ == name
+        return value.__name__ == ("log_sigmoid" if name == "logsigmoid" else name)
     if not isinstance(value, types.FunctionType):
         return False
     code = value.__code__
-    if code.co_name not in (name, "_wrapped_call_impl" if name == "__call__" else name):
+    if code.co_name not in (
+        name,
+        "_threshold" if name == "threshold" else name,
+        "_wrapped_call_impl" if name == "__call__" else name,
+    ):
         return False
     return is_torchs(value)
 
@@ -100,7 +104,12 @@ _UPSAMPLE = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "t
 # By the function: what it calls.
 _FUNCTIONS: dict[str, tuple[Place, ...]] = {
     "relu": _found(torch, "relu", "relu_"),
-    **{name: _twice(name) for name in ("leaky_relu", "silu", "hardswish", "hardtanh", "elu", "mish")},
+    **{name: _twice(name) for name in ("leaky_relu", "silu", "hardswish", "hardtanh", "elu", "mish", "relu6")},
+    "hardsigmoid": _twice("hardsigmoid"),
+    **{name: _found(torch, name, f"{name}_") for name in ("selu", "celu")},
+    "threshold": _found(vars(F).get("_VF", torch), "threshold", "threshold_"),
+    "softsign": _found(torch.Tensor, "abs", "__add__", "__truediv__"),
+    "tanhshrink": _found(torch.Tensor, "tanh", "__sub__"),
     **{name: _found(torch.Tensor, name) for name in ("sigmoid", "tanh")},
     "group_norm": (*_found(torch, "group_norm"), *_found(F, "_verify_batch_size")),
     "instance_norm": (*_found(torch, "instance_norm"), *_found(F, "_verify_spatial_size")),
@@ -166,6 +175,16 @@ _INSIDE: dict[type, tuple[Place, ...]] = {
     nn.ELU: _inside(nn.ELU, "elu"),
     nn.Mish: _inside(nn.Mish, "mish"),
     nn.Softplus: _inside(nn.Softplus, "softplus"),
+    nn.ReLU6: _inside(nn.ReLU6, "hardtanh"),
+    nn.SELU: _inside(nn.SELU, "selu"),
+    nn.CELU: _inside(nn.CELU, "celu"),
+    nn.Threshold: _inside(nn.Threshold, "threshold"),
+    nn.Hardsigmoid: _inside(nn.Hardsigmoid, "hardsigmoid"),
+    nn.LogSigmoid: _inside(nn.LogSigmoid, "logsigmoid"),
+    nn.Softsign: _inside(nn.Softsign, "softsign"),
+    nn.Tanhshrink: _inside(nn.Tanhshrink, "tanhshrink"),
+    nn.Softshrink: _inside(nn.Softshrink, "softshrink"),
+    nn.Hardshrink: _inside(nn.Hardshrink, "hardshrink"),
     nn.Identity: _inside(nn.Identity, ""),
     **{getattr(nn, f"Dropout{n}"): _inside(getattr(nn, f"Dropout{n}"), f"dropout{n}") for n in ("", "1d", "2d", "3d")},
     nn.AlphaDropout: _inside(nn.AlphaDropout, "alpha_dropout"),
@@ -278,6 +297,7 @@ def own(place: Place, value: Any) -> Place:
 for _place in (
     *(place for places in (*_FUNCTIONS.values(), *_BY_FUNCTION.values()) for place in places),
     *methods(("relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_", "mean", "logsumexp", "flatten", "add")),
+    *methods(f"{name}{end}" for name in ("clamp", "clamp_min", "clamp_max", "clip") for end in ("", "_")),
     *methods(("__add__", "__iadd__", "__truediv__", "contiguous")),
 ):
     _value(_place)

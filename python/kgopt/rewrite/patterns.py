@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kgopt import _acts
 from kgopt.rewrite.chain import Chain
 
 
@@ -58,14 +59,16 @@ def _chain_name(nodes: Sequence[Node]) -> str:
     return "+".join(n.name for n in nodes if n.kind == "act") or "none"
 
 
-_MAX_ACTIVATIONS = 15  # of the ops' act argument
+def _has_room(nodes: Sequence[Node], one: Node) -> bool:
+    """Whether the ops' act argument takes another activation."""
+    return _acts.fits([act for node in (*nodes, one) if node.kind == "act" for act in _acts.parse(node.name)])
 
 
 def match(norm: Node) -> Match:
     """The largest chain around a norm; of one node, where nothing joins it."""
     before = norm.inputs[0]
     pre: list[Node] = []
-    while before.kind in ("act", "same") and _sole_user(before) is not None and len(pre) < _MAX_ACTIVATIONS:
+    while before.kind in ("act", "same") and _sole_user(before) is not None and _has_room(pre, before):
         pre.insert(0, before)
         before = before.inputs[0]
     conv = before if before.kind == "conv" else None
@@ -74,7 +77,7 @@ def match(norm: Node) -> Match:
 
     post: list[Node] = []
     last = norm
-    while (user := _sole_user(last)) is not None and user.kind in ("act", "same") and len(post) < _MAX_ACTIVATIONS:
+    while (user := _sole_user(last)) is not None and user.kind in ("act", "same") and _has_room(post, user):
         post.append(user)
         last = user
 

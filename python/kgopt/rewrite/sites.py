@@ -21,7 +21,7 @@ from kgopt.rewrite.chain import CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
 from kgopt.rewrite.known import Known
-from kgopt.rewrite.meanings import ACTIVATION_CLASSES, CONV_MODULES, activation_of, is_identity
+from kgopt.rewrite.meanings import CONV_MODULES, activation_class, activation_of, is_identity
 from kgopt.rewrite.modules import guard_methods, has_own_methods, hides_parameters, is_as_is, runs_as_is
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 from kgopt.torch_private import FORWARD_AD, LEVEL, len_torch_function_stack, stands_for_a_plain_tensor
@@ -164,8 +164,8 @@ class Site:
         for _, role in self.others:
             if not isinstance(role, str):
                 yield from originals.of_function(role)
-            elif role in ACTIVATION_CLASSES:
-                yield from originals.called(ACTIVATION_CLASSES[role])
+            elif (cls := activation_class(role)) is not None:
+                yield from originals.called(cls)
         yield from originals.methods(self.methods)
 
     def ready(self, *operands: Any) -> bool:
