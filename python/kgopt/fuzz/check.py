@@ -91,7 +91,8 @@ class Check:
         if self._device != "cpu":  # cuDNN has kernels that fail at an address that is no multiple of 16
             names.update({n: t.clone() for n, t in self._tensors.items() if not t.is_meta and t.data_ptr() % 16})
         parameters = [t for n, t in self._tensors.items() if n in target.wide]
-        mixed = case["bad"] is None and any(t.dtype != self._tensors["x"].dtype for t in parameters)
+        # Such a mixture is allowed; with another thing wrong beside it, it is that thing which counts.
+        mixed = case["bad"] != "dtype" and any(t.dtype != self._tensors["x"].dtype for t in parameters)
         if mixed and target.products:  # float32 parameters beside halves, as if they were halves
             names.update({n: t.to(self._tensors["x"].dtype) for n, t in self._tensors.items()})
         elif mixed:  # a norm's: in float32, rounded at the end
@@ -109,7 +110,8 @@ class Check:
                 exec(text, names)
                 self._dys = [names[f"dy{i}"] for i in range(min(target.differentiable, len(run.outputs)))]
                 note("PyTorch, backward")
-                run.backward(self._dys)
+                aligned = [t.clone() if t.is_cuda and t.data_ptr() % 16 else t for t in self._dys]
+                run.backward(aligned)
                 if mixed:
                     run.grads = [
                         g if g is None else g.to(self._tensors[n].dtype) for n, g in zip(leaves, run.grads, strict=True)
@@ -270,6 +272,7 @@ class Check:
             # Derivatives that vanish do so in float64, too, by its own roundings.
             dy = max((float(t.abs().nan_to_num(0, 0, 0).max()) for t in self._given() if t.numel()), default=0.0)
             saved = self._target.differentiable <= i < len(theirs.outputs) and bool(self._target.grads)
+            saved |= self._target.statistics and i < len(theirs.outputs)  # of a group that is not finite
             what, floor = self._what(i, theirs), 2.0**-50 * dy
             zeros = self._zeros(i, theirs)
             judged = Judged(what, a.to(judge), b.to(judge), e.to(judge), precision, floor, saved, zeros)

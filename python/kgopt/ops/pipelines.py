@@ -131,6 +131,17 @@ def _rounds_otherwise(ctx: Any, c: Tensor) -> bool:
     return c.numel() > 0 and (c.dtype.itemsize < 4 or c.numel() < 16 * c.shape[0] * ctx.num_groups)
 
 
+def _statistics_by_channel(c: Tensor, num_groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Means of channels, means and rstd of groups, by one pass over c."""
+    least = eps if eps > 0 else 1e-5
+    channel_mean, channel_rstd = OPS.group_stats(c, c.shape[1], least)
+    means = channel_mean.unflatten(1, (num_groups, -1))
+    mean = means.mean(2)
+    variance = (channel_rstd**-2 - least).clamp_min(0).unflatten(1, (num_groups, -1))
+    variance = (variance + (means - mean.unsqueeze(2)) ** 2).mean(2)
+    return channel_mean, mean, (variance + eps).rsqrt()
+
+
 def _gradients(  # type: ignore[no-untyped-def]
     ctx: Any, dc: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor, like=(None, None)
 ) -> Any:
@@ -150,7 +161,7 @@ def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     planes = _inputs(ctx, x, weight)
     c = _conv_again(ctx, *planes, bias)
     if _rounds_otherwise(ctx, c):
-        _, channel_mean, mean, rstd = OPS.group_norm_mean_fwd(c, ctx.num_groups, None, None, ctx.eps)
+        channel_mean, mean, rstd = _statistics_by_channel(c, ctx.num_groups, ctx.eps)
     dc, dweight, dbias = group_norm_mean_backward(dout, c, channel_mean, mean, rstd, ctx.num_groups, gn_weight)
     return _gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
 
