@@ -137,6 +137,22 @@ class _Product(torch.autograd.Function):
         return *grads, None, None, None
 
 
+class _OfResult(torch.autograd.Function):
+    """A function whose gradient is computed from its rounded result: of one near 1, 1 - y has few digits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, func: Any, slope: Any, size: float, floor: float, generator: Any) -> Tensor:
+        y = _disturbed(func(x), size, floor, generator, False)
+        ctx.save_for_backward(y)
+        ctx.slope = slope
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        return dy * ctx.slope(y), None, None, None, None, None
+
+
 class _LogSumExp(torch.autograd.Function):
     """logsumexp, whose gradient is computed from its rounded result."""
 
@@ -187,8 +203,6 @@ _ROUNDED = {
     F.mish,
     F.softplus,
     F.interpolate,
-    torch.sigmoid,
-    torch.tanh,
     torch.rsqrt,
     Tensor.add,
     Tensor.__add__,
@@ -198,6 +212,14 @@ _ROUNDED = {
     Tensor.__rmul__,
     Tensor.div,
     Tensor.__truediv__,
+}
+
+
+_SLOPES = {
+    torch.sigmoid: lambda y: y * (1 - y),
+    Tensor.sigmoid: lambda y: y * (1 - y),
+    torch.tanh: lambda y: 1 - y * y,
+    Tensor.tanh: lambda y: 1 - y * y,
 }
 
 
@@ -228,6 +250,10 @@ class NoisySteps(TorchFunctionMode):
             return self._round(self._mean(*args, **kwargs), n.step)
         if func in (torch.logsumexp, Tensor.logsumexp):
             return self._logsumexp(*args, **kwargs)
+        if func in _SLOPES:
+            x = self._round(args[0], n.inner)
+            y = _OfResult.apply(x, func, _SLOPES[func], n.inner, n.floor, self._generator)
+            return self._round(y, n.step)
         if func in _ROUNDED:
             args = tuple(self._round(a, n.inner) for a in args)
             return self._round(func(*args, **kwargs), n.step)
