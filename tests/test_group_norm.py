@@ -276,7 +276,7 @@ WALKED = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("act", ACTS[1:])
+@pytest.mark.parametrize("act", [act for act in ACTS[1:] if "shrink" not in act])  # which has kinks where values are
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", WALKED)
 def test_group_norm_walks_every_activation(name, layout, act):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import backend, originals
+from kgopt.rewrite import backend, meanings, originals
 from optimize_models import randomized
 
 # Module, and the act that stands for it.
@@ -63,6 +63,9 @@ FUNCTIONS = [
     ("x.clamp_max(1)", "clamp(-inf,1.0)"),
     ("x.clamp_min_(-0.5)", "clamp(-0.5,inf)"),
 ]
+
+if not meanings.CLAMP_STOPS:  # before 2.14 PyTorch's gradient at a bound is 1
+    FUNCTIONS = [row for row in FUNCTIONS if not row[1].startswith("clamp")]
 
 # Not one that the ops have, or an error of PyTorch's.
 OTHERS = [

@@ -17,9 +17,16 @@ from kgopt import _acts
 
 
 def _clamp(x: Tensor, low: float, high: float) -> Tensor:
-    """An infinite bound is none, which makes a difference in the gradient at infinity."""
+    """An infinite bound is none, which makes a difference in the gradient at infinity. At a bound it is 0, as in
+    PyTorch from 2.14 on; it was 1."""
     bounds = [None if math.isinf(bound) else bound for bound in (low, high)]
-    return x if bounds == [None, None] else torch.clamp(x, *bounds)
+    if bounds == [None, None]:
+        return x
+    y = torch.clamp(x, *bounds)
+    for bound in bounds:
+        if bound is not None:
+            y = torch.where(x == bound, y.detach(), y)
+    return y
 
 
 TORCH_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {

@@ -5,10 +5,9 @@
 // The forward's logsumexp is of no use here: x is a convolution computed again, by another kernel or rounded to a half
 // type, which at 3e4 moves it by 128 and exp(r - lse) out of range.
 //
-// Three passes over x that compute e alike: the first gives dlse / sum and the maximum, the second adds up dz, the third
-// stores dx. A
-// thread's tile is a vector along the innermost dim and kSteps steps along the other one; it reads what belongs to a
-// position once for all the channels it has.
+// Three passes over x that compute e alike: the first gives dlse / sum and the maximum, the second adds up dz, the
+// third stores dx. A thread's tile is a vector along the innermost dim and kSteps steps along the other one; it reads
+// what belongs to a position once for all the channels it has.
 #include "groupnorm/lse_backward/lse_backward.h"
 
 #include "common/traverse.cuh"

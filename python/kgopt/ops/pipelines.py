@@ -37,6 +37,7 @@ CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
 CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
 
 _lse_backward = in_backward(LSE_BACKWARD)
+_group_stats, _mean_fwd = in_backward("group_stats"), in_backward("group_norm_mean_fwd")
 # Pairs of input and output channels up to which a forward may leave its convolution's output out (csrc/conv3d/choice).
 _FEW_CHANNELS = json.loads(OPS.build_info()).get("few_channels", ())
 _FEW_PRODUCTS = 96  # of an output value in fp32 that take about as long as a pass over the output, on an H200
@@ -131,17 +132,6 @@ def _rounds_otherwise(ctx: Any, c: Tensor) -> bool:
     return c.numel() > 0 and (c.dtype.itemsize < 4 or c.numel() < 16 * c.shape[0] * ctx.num_groups)
 
 
-def _statistics_by_channel(c: Tensor, num_groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Means of channels, means and rstd of groups, by one pass over c."""
-    least = eps if eps > 0 else 1e-5
-    channel_mean, channel_rstd = OPS.group_stats(c, c.shape[1], least)
-    means = channel_mean.unflatten(1, (num_groups, -1))
-    mean = means.mean(2)
-    variance = (channel_rstd**-2 - least).clamp_min(0).unflatten(1, (num_groups, -1))
-    variance = (variance + (means - mean.unsqueeze(2)) ** 2).mean(2)
-    return channel_mean, mean, (variance + eps).rsqrt()
-
-
 def _gradients(  # type: ignore[no-untyped-def]
     ctx: Any, dc: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor, like=(None, None)
 ) -> Any:
@@ -161,7 +151,7 @@ def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     planes = _inputs(ctx, x, weight)
     c = _conv_again(ctx, *planes, bias)
     if _rounds_otherwise(ctx, c):
-        channel_mean, mean, rstd = _statistics_by_channel(c, ctx.num_groups, ctx.eps)
+        _, channel_mean, mean, rstd = _mean_fwd(c, ctx.num_groups, None, None, ctx.eps)
     dc, dweight, dbias = group_norm_mean_backward(dout, c, channel_mean, mean, rstd, ctx.num_groups, gn_weight)
     return _gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
 
@@ -170,7 +160,7 @@ def _conv_relu_norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, mean, rstd = ctx.saved_tensors
     c = _conv_again(ctx, x, weight, bias)
     if _rounds_otherwise(ctx, c):
-        mean, rstd = OPS.group_stats(c.relu(), ctx.num_groups, ctx.eps)
+        mean, rstd = _group_stats(c.relu(), ctx.num_groups, ctx.eps)
     dc, dweight, dbias = group_norm_backward(dy, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, "none", "relu")
     return _gradients(ctx, dc, x, weight, dweight, dbias)
 
@@ -180,7 +170,7 @@ def _conv_lse_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     planes = _inputs(ctx, x, weight)
     c = _conv_again(ctx, *planes, bias)
     if _rounds_otherwise(ctx, c):
-        mean, rstd = OPS.group_stats(c, ctx.num_groups, ctx.eps)
+        mean, rstd = _group_stats(c, ctx.num_groups, ctx.eps)
     dc, dweight, dbias = _lse_backward(dout, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias)
     return _gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
 

@@ -73,21 +73,29 @@ def _shrink(name: str) -> Rule:
     return act
 
 
+# The ops' gradient at a bound is 0, which PyTorch's is from 2.14 on.
+CLAMP_STOPS = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 14)
+
+
+def _clamp_text(low: float, high: float) -> str | None:
+    return text("clamp", low, high) if CLAMP_STOPS else None
+
+
 def _clamp(inplace: bool = False) -> Rule:
     def act(min: float | None = None, max: float | None = None) -> tuple[str | None, bool]:
         if min is None and max is None:
             return None, inplace  # an error
-        return text("clamp", -math.inf if min is None else min, math.inf if max is None else max), inplace
+        return _clamp_text(-math.inf if min is None else min, math.inf if max is None else max), inplace
 
     return act
 
 
 def _clamp_min(inplace: bool = False) -> Rule:
-    return lambda min: (text("clamp", min, math.inf), inplace)
+    return lambda min: (_clamp_text(min, math.inf), inplace)
 
 
 def _clamp_max(inplace: bool = False) -> Rule:
-    return lambda max: (text("clamp", -math.inf, max), inplace)
+    return lambda max: (_clamp_text(-math.inf, max), inplace)
 
 
 def _gelu(approximate: str = "none") -> tuple[str | None, bool]:
