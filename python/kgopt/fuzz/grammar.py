@@ -15,12 +15,12 @@ __all__ = ["ACTIVATIONS", "HOWS", "draw_network", "simpler"]
 
 Json = dict[str, Any]
 
-# Those of kgopt's `act`, but for those that jump, of which rounding makes a difference of any size; then others that it
-# has to leave alone.
+# Those of kgopt's `act`, but for those that jump, of which rounding makes a difference of any size, and hardsigmoid,
+# whose gradient PyTorch multiplies by a float's 1/6 in float64, too; then others that it has to leave alone.
 _KNOWN = (
     *("relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "hardswish", "hardtanh", "elu", "mish"),
-    *("softplus", "relu6", "selu", "leaky_relu_0.2", "elu_0.5", "logsigmoid", "softsign", "celu_1.5", "softplus_2"),
-    *("hardtanh_0", "hardsigmoid", "tanhshrink", "softshrink", "clamp", "clamp_min"),
+    *("softplus", "relu6", "selu", "leaky_relu_0.2", "elu_0.5", "logsigmoid", "softsign", "celu_2", "softplus_2"),
+    *("hardtanh_0", "tanhshrink", "softshrink", "clamp", "clamp_min"),
 )
 ACTIVATIONS = (*_KNOWN, "prelu")
 HOWS = ("eager", "autocast", "backend", "compiled")

@@ -86,7 +86,7 @@ _ACT_MODULES = {
     "elu_0.5": "nn.ELU(0.5{j})",
     "logsigmoid": "nn.LogSigmoid()",
     "softsign": "nn.Softsign()",
-    "celu_1.5": "nn.CELU(1.5{j})",
+    "celu_2": "nn.CELU(2.0{j})",
     "softplus_2": "nn.Softplus(2, 15)",
     "hardtanh_0": "nn.Hardtanh(0, 6{j})",
     "hardsigmoid": "nn.Hardsigmoid({i})",
@@ -114,7 +114,7 @@ _ACT_FUNCTIONS = {
     "elu_0.5": "F.elu({x}, 0.5{j})",
     "logsigmoid": "F.logsigmoid({x})",
     "softsign": "F.softsign({x})",
-    "celu_1.5": "F.celu({x}, 1.5{j})",
+    "celu_2": "F.celu({x}, 2.0{j})",
     "softplus_2": "F.softplus({x}, beta=2, threshold=15)",
     "hardtanh_0": "F.hardtanh({x}, 0, 6{j})",
     "hardsigmoid": "F.hardsigmoid({x}{j})",
@@ -339,7 +339,7 @@ class Writer:
 
     def _act(self, at: _Class, layer: Json, shape: Shape) -> _Made:
         act, form = layer["act"], layer["form"]
-        inplace = layer["inplace"] and act in (*_INPLACE, "leaky_relu_0.2", "elu_0.5", "celu_1.5", "hardtanh_0")
+        inplace = layer["inplace"] and act in (*_INPLACE, "leaky_relu_0.2", "elu_0.5", "celu_2", "hardtanh_0")
         i, j = ("inplace=True", ", inplace=True") if inplace else ("", "")
         module = _ACT_MODULES[act].format(i=i, j=j)
         if form == "shared" and act in _INPLACE:

@@ -128,7 +128,7 @@ def _group_norm_backward() -> Target:
 
     def before(case: Case) -> list[str]:
         a = case["args"]
-        before = f"{REF}.activation_ref(x.double(), {a['pre_act']!r}).to(wide(x).dtype)"
+        before = f"{REF}.activation_ref(wide(x), {a['pre_act']!r})"
         return [f"mean, rstd = given_stats({before}, {a['num_groups']!r}, {a['eps']!r})"]
 
     def ours(case: Case) -> str:
