@@ -1,7 +1,7 @@
 """Times the problems of a file with the kgopt that is importable, to compare two builds.
 
-    python benchmarks/paths.py --rows benchmarks/results/paths_2026-11_rows.json --json before.json    one wheel
-    python benchmarks/paths.py --rows benchmarks/results/paths_2026-11_rows.json --json after.json    the other
+    python benchmarks/paths.py --rows benchmarks/results/paths/rows.json --json before.json    one wheel
+    python benchmarks/paths.py --rows benchmarks/results/paths/rows.json --json after.json    the other
     python benchmarks/paths.py --compare before.json after.json
 
 A row names a problem: what removal it stands for, an op (group_norm, mean, relu_norm, logsumexp, conv, head), the shape
