@@ -91,7 +91,7 @@ class Whole:
         self.key = ""
         self.device = torch.device("cpu")
         self.draws = False  # did the last call draw random numbers?
-        self.steps = False  # is a backward timed, too?
+        self._steps: bool | None = None  # is a backward timed, too? None: not tried yet
         self.expected: Any = None  # the original code's outputs
         self.error = 0.0  # of the sites' outputs, in the layout that the model came in
         self.asked: list[bool] = []  # of each question, whether the answer was known
@@ -130,7 +130,6 @@ class Whole:
         if choosing:
             digest = fingerprint.of_model(self.root, self.example, self.options)
             self.key = verdicts.key_of("model", self.device, digest)
-            self.steps = self.goes_back()
         if channels_last is True:
             found.layout = layout.ask_for(self.root)
             self.forget()
@@ -189,7 +188,9 @@ class Whole:
     @property
     def timed(self) -> Callable[[], Any]:
         """What is timed: the call, in training with its backward, which takes two thirds of a step."""
-        return self.step if self.steps else self.bare
+        if self._steps is None:
+            self._steps = self.goes_back()
+        return self.step if self._steps else self.bare
 
     def step(self) -> None:
         """The call and its backward, within a trial; no ``.grad`` is written."""
