@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kgopt.rewrite import backend
+
 C = 8
 
 
@@ -510,3 +512,14 @@ def randomized(model, device="cpu"):
         for p in model.parameters():
             p.copy_(torch.randn_like(p) * 0.4 + 0.2)
     return model.to(device)
+
+
+def rewritten(function, *args):
+    """Captures with Dynamo, rewrites, runs without Inductor: (result, report)."""
+
+    def rewrite(graph, inputs):
+        backend.rewrite_graph(graph, always=True)
+        return graph.forward
+
+    result = torch.compile(function, backend=rewrite, fullgraph=True)(*args)
+    return result, backend.last_report

@@ -36,7 +36,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def torchs(x, act):
-    return reference.torch_activation(x, act)
+    """PyTorch's, but for clamp, whose gradient at a bound was another one before 2.14."""
+    return (reference.activation_ref if "clamp" in act else reference.torch_activation)(x, act)
 
 
 def places(t):

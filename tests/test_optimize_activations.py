@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import backend, meanings, originals
-from optimize_models import randomized
+from kgopt.rewrite import meanings, originals
+from optimize_models import randomized, rewritten
 
 # Module, and the act that stands for it.
 MODULES = [
@@ -125,15 +125,6 @@ def test_modules(make, act, device):
 @pytest.mark.parametrize(("expression", "act"), FUNCTIONS, ids=[e for e, _ in FUNCTIONS])
 def test_code(expression, act, device, tmp_path):
     check(model_of(expression, tmp_path, f"block_{abs(hash(expression))}"), act, device)
-
-
-def rewritten(function, *args):
-    def rewrite(graph, inputs):
-        backend.rewrite_graph(graph, always=True)
-        return graph.forward
-
-    result = torch.compile(function, backend=rewrite, fullgraph=True)(*args)
-    return result, backend.last_report
 
 
 @pytest.mark.parametrize(("expression", "act"), FUNCTIONS, ids=[e for e, _ in FUNCTIONS])

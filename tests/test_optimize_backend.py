@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import kgopt  # noqa: F401  (registers the backend)
 import optimize_models as models
 from kgopt.rewrite import backend
+from optimize_models import rewritten
 from test_optimize import assert_same_results
 
 ALWAYS = {"kgopt.always": True}
@@ -23,17 +24,6 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def rewritten(function, *args):
-    """Captures with Dynamo, rewrites, runs without Inductor: (result, report)."""
-
-    def rewrite(graph, inputs):
-        backend.rewrite_graph(graph, always=True)
-        return graph.forward
-
-    result = torch.compile(function, backend=rewrite, fullgraph=True)(*args)
-    return result, backend.last_report
 
 
 def test_is_known_to_torch():

@@ -58,7 +58,7 @@ def test_pipeline_gradients_of_large_outputs(pipeline, layout, monkeypatch, pois
 @pytest.mark.parametrize("case", [(8, 4, 2, 3), (31, 15, 1, 5), (6, 4, 4, 1), (47, 6, 6, 1)], ids=str)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_pipeline_gradients_of_what_halves_round_far(pipeline, case, dtype, values, device, poisoned):
-    """The backward's convolution is rounded to the dtype, the forward's is not. At 3e4 that took the third pipeline's
+    """The backward's convolution is rounded to the dtype, the forward's is not. At 1e5 that took the third pipeline's
     exponentials out of range, and x's gradient was NaN; where a sample is constant, the distance from the forward's
     mean was all rounding, and gradients were 30 times as large as they are."""
     function, ref, transposed, rank = PIPELINES[pipeline]

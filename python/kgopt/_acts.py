@@ -102,8 +102,9 @@ def fits(chain: Sequence[Act]) -> bool:
     return len(chain) <= MAX_ACTS and len(rows) <= MAX_PARAMETERS
 
 
-_SELU = 1.6732632423543772, 1.0507009873554805
-_OF_NAMES = {"relu6": (0.0, 6.0), "selu": (_SELU[0] * _SELU[1], _SELU[1])}
+SELU = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+"""alpha and scale, as ATen has them."""
+_OF_NAMES = {"relu6": (0.0, 6.0), "selu": (SELU[0] * SELU[1], SELU[1])}
 
 
 def _row(one: Act) -> tuple[float, ...]:

@@ -17,14 +17,16 @@ from kgopt import _acts
 
 
 def _clamp(x: Tensor, low: float, high: float) -> Tensor:
-    """An infinite bound is none, which makes a difference in the gradient at infinity. At a bound it is 0, as in
-    PyTorch from 2.14 on; it was 1."""
+    """An infinite bound is none, which makes a difference in the gradient at infinity."""
     bounds = [None if math.isinf(bound) else bound for bound in (low, high)]
-    if bounds == [None, None]:
-        return x
-    y = torch.clamp(x, *bounds)
-    for bound in bounds:
-        if bound is not None:
+    return x if bounds == [None, None] else torch.clamp(x, *bounds)
+
+
+def _clamp_that_stops(x: Tensor, low: float, high: float) -> Tensor:
+    """The gradient at a bound is 0, as PyTorch's from 2.14 on; it was 1."""
+    y = _clamp(x, low, high)
+    for bound in (low, high):
+        if not math.isinf(bound):
             y = torch.where(x == bound, y.detach(), y)
     return y
 
@@ -63,6 +65,7 @@ _ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     # As their documentation has it: on CUDA PyTorch multiplies by 1/6 rounded to float, in double too.
     "hardswish": lambda x: x * F.relu6(x + 3) / 6,
     "hardsigmoid": lambda x: F.relu6(x + 3) / 6,
+    "clamp": _clamp_that_stops,
 }
 
 ACTIVATIONS = _acts.ACTIVATIONS

@@ -3,7 +3,7 @@
 //   dz = p (1 - tanh(z)^2) (tanh(z) / 3 + 1/2)                    |tanh| < 3: hardswish's middle piece
 //   dx = p + rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
 // The forward's logsumexp is of no use here: x is a convolution computed again, by another kernel or rounded to a half
-// type, which at 3e4 moves it by 128 and exp(r - lse) out of range.
+// type, which at 1e5 moves it by up to 256 and exp(r - lse) out of range.
 //
 // Three passes over x that compute e alike: the first gives dlse / sum and the maximum, the second adds up dz, the
 // third stores dx. A thread's tile is a vector along the innermost dim and kSteps steps along the other one; it reads

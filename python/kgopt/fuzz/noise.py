@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from kgopt.accuracy import round_tf32
+
 __all__ = ["Noise", "NoisySteps", "unit"]
 
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -75,10 +77,9 @@ class _Tf32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, back: float, floor: float, cut: bool, generator: Any) -> Tensor:
         ctx.more = back, floor, generator
-        bits = x.float().view(torch.int32)
-        low = (1 << 13) - 1
-        bits = bits if cut else bits + (low >> 1) + ((bits >> 13) & 1)  # to nearest, ties to even
-        return torch.where(x.isfinite(), (bits & ~low).view(torch.float32).double(), x)
+        if not cut:
+            return round_tf32(x)
+        return torch.where(x.isfinite(), (x.float().view(torch.int32) & ~0x1FFF).view(torch.float32).double(), x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
@@ -262,7 +263,8 @@ class NoisySteps(TorchFunctionMode):
     def _convolution(self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Any:
         n = self._noise
         if n.tf32:
-            x, weight = (_Tf32.apply(t, n.inner, n.floor, n.seed % 8 == 2, self._generator) for t in (x, weight))
+            cut = n.seed % 8 == 2  # of the samples with such operands every other one
+            x, weight = (_Tf32.apply(t, n.inner, n.floor, cut, self._generator) for t in (x, weight))
         else:
             x, weight = (self._round(t, n.product, n.inner, n.cut) for t in (x, weight))
         y = _Product.apply(x, weight, lambda a, b: func(a, b, None, *rest), n.inner, self._generator)

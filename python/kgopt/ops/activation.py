@@ -70,8 +70,6 @@ def _clamp_backward(dy: Tensor, x: Tensor, low: float, high: float) -> Tensor:
     return torch.where(inside & ((x < high) | (high == math.inf)), dy, 0)
 
 
-_SELU = (1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1.0)  # as ATen has them
-
 _DERIVATIVES: dict[str, Callable[..., Tensor]] = {
     "relu": lambda dy, x: _ATEN.threshold_backward(dy, x, 0),
     "leaky_relu": lambda dy, x, slope: _ATEN.leaky_relu_backward(dy, x, slope, False),
@@ -86,7 +84,7 @@ _DERIVATIVES: dict[str, Callable[..., Tensor]] = {
     "mish": _mish_backward,
     "softplus": _ATEN.softplus_backward,
     "relu6": lambda dy, x: _ATEN.hardtanh_backward(dy, x, 0.0, 6.0),
-    "selu": lambda dy, x: _ATEN.elu_backward(dy, *_SELU, False, x),
+    "selu": lambda dy, x: _ATEN.elu_backward(dy, *_acts.SELU, 1.0, False, x),
     "celu": lambda dy, x, alpha: _ATEN.elu_backward(dy, alpha, 1.0, 1 / alpha, False, x),
     "clamp": _clamp_backward,
     "threshold": lambda dy, x, threshold, value: _ATEN.threshold_backward(dy, x, threshold),

@@ -34,6 +34,11 @@ _NN = nn_functions
 _VALUES: dict[tuple[int, str], Any] = {}  # PyTorch's own, by the owner's id and the name; owners live as long as torch
 
 
+# What PyTorch calls some functions inside.
+_BUILT_IN_NAMES = {"logsigmoid": "log_sigmoid"}
+_CODE_NAMES = {"threshold": "_threshold", "__call__": "_wrapped_call_impl"}
+
+
 def _is_torchs(value: Any, name: str) -> bool:
     """Whether an object that is found under a name is the one that PyTorch put there."""
     if value is None:
@@ -41,15 +46,11 @@ def _is_torchs(value: Any, name: str) -> bool:
     if isinstance(value, types.ModuleType):
         return value is sys.modules.get("torch.nn.functional")
     if isinstance(value, _BUILT_IN):
-        return value.__name__ == ("log_sigmoid" if name == "logsigmoid" else name)
+        return value.__name__ == _BUILT_IN_NAMES.get(name, name)
     if not isinstance(value, types.FunctionType):
         return False
     code = value.__code__
-    if code.co_name not in (
-        name,
-        "_threshold" if name == "threshold" else name,
-        "_wrapped_call_impl" if name == "__call__" else name,
-    ):
+    if code.co_name not in (name, _CODE_NAMES.get(name, name)):
         return False
     return is_torchs(value)
 
