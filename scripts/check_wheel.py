@@ -24,7 +24,7 @@ OLDEST_TORCH = (2, 10)
 ALLOWED_LIBRARIES = re.compile(
     r"^(libtorch|libtorch_cpu|libc10|libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|ld-linux-[\w-]+)\.so(\.\d+)?$"
 )
-EXPORTS = {"PyInit__C", "kgopt_forget_measurements", "kgopt_set_cache_prefix", "kgopt_set_tf32_query"}
+EXPORTS = {"PyInit__C", "kgopt_forget_measurements", "kgopt_set_cache_prefix", "kgopt_set_tf32_switch"}
 
 
 def tool(name: str) -> str:

@@ -422,6 +422,52 @@ def test_conv_gradients_of_few_channels_nonfinite(value, dtype, tf32):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("at", [(0, 0, 0), (4, 6, 20), (4, 10, 41), (8, 6, 41), (8, 10, 20)], ids=str)
+@pytest.mark.parametrize(("dtype", "tf32"), GRADIENT_MATH, ids=str)
+def test_conv_weight_gradient_of_few_channels_keeps_nan_in_place(dtype, tf32, at, padding):
+    """Behind the last plane, row and column of dy stands x, which was multiplied by zero: a NaN there spread."""
+    torch.backends.cudnn.allow_tf32 = tf32
+    case = (False, 3, 2, 24, (9, 11, 42), (3, 3, 3), (1, 1, 1), (padding,) * 3, (1, 1, 1), (0, 0, 0), 1)
+    x = torch.randn(2, 2, *case[4], device="cuda").to(dtype)
+    weight = torch.randn(weight_shape(case), device="cuda").to(dtype)
+    x[1, 1, at[0], at[1], at[2]] = float("nan")
+    dy = torch.randn_like(run(TORCH[case[:2]], case, x, weight, None))
+    exact = aten_gradients(case, dy.double(), x.double(), weight.double())[1]
+    mine = gradients(case, dy, x, weight, "kgopt")[1]
+    assert not exact.isnan().all()
+    assert torch.equal(mine.isnan(), exact.isnan())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+def test_conv_gradients_of_one_channel_in_both_layouts(transposed):
+    """PyTorch keeps cuDNN's plans by the layout of the one-channel tensor, which says nothing of the other's: the first
+    of two layouts spoiled the weight's gradient of the second one."""
+    torch.backends.cudnn.allow_tf32 = False
+    for i, ours_first in enumerate((True, False)):
+        size = (3 + i, 6)
+        case = (transposed, 2, *((6, 1) if transposed else (1, 6)), size, (1, 1), (1, 1), (0, 0), (1, 1), (0, 0), 1)
+        x, dy = torch.randn(2, case[2], *size, device="cuda"), torch.randn(2, case[3], *size, device="cuda")
+        weight = torch.randn(weight_shape(case), device="cuda")
+        exact = aten_gradients(case, dy.double(), x.double(), weight.double())[1].float()
+        of = {True: (channels_last(dy), channels_last(x)), False: (dy, x)}
+        for ours in (ours_first, not ours_first):
+            if ours:
+                y_of = run(OURS[case[:2]], case, of[True][1], weight.requires_grad_(), None)
+                grads = [torch.autograd.grad(y_of, weight, of[True][0])[0]]
+                weight = weight.detach()
+                # dy as the user has it: of one channel that is the same memory, and both layouts'.
+                grads += [
+                    gradients(case, given, of[True][1], weight, "aten")[1] for given in of[True][:1] + of[False][:1]
+                ]
+            else:
+                grads = [aten_gradients(case, *of[False], weight)[1]]
+            for got in grads:
+                torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_conv_gradients_of_few_channels_innermost(dtype, poisoned):
     """Large enough for the own kernels to be taken by themselves, through autograd and under torch.compile."""

@@ -134,7 +134,7 @@ def switched():
         "import warnings; warnings.simplefilter('error')\n"
         "import torch, kgopt.ops\n"
         f"{settings}\n"
-        "print(kgopt.ops.precision.TF32_QUERY())"
+        "print(kgopt.ops.precision.conv_tf32_allowed())"
         for settings, _ in SWITCHES.values()
     ]
     return dict(zip(SWITCHES, outputs(codes), strict=True))
@@ -167,6 +167,29 @@ def test_forced_fp32_holds_for_gradients():
     exact = torch.nn.grad.conv2d_weight(x.double(), weight.shape, torch.ones(4, 64, 30, 30, device="cuda").double())
     assert float((weight.grad - exact).norm() / exact.norm()) < 5e-6
     assert torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allowed", [True, False])
+def test_an_op_of_its_own_precision_at_cudnn(allowed):
+    """The switch says the opposite of what an op is told, whose work cuDNN does: so it is in compiled graphs."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, dy = (torch.randn(2, 96, 40, 40, device="cuda", generator=generator) for _ in range(2))
+    weight = torch.randn(96, 96, 3, 3, device="cuda", generator=generator) / 30
+    one, option = [1, 1], {"backend": "aten", "allow_tf32": allowed}
+    torch.backends.cudnn.allow_tf32 = not allowed
+    ops = torch.ops.kgopt
+    dx, dweight, _ = ops.conv_backward(dy, x, weight, one, one, one, [0, 0], 1, False, [True, True, False], **option)
+    y = ops.conv2d(x, weight, None, one, one, one, 1, **option)
+    assert torch.backends.cudnn.allow_tf32 is not allowed
+    dy, x, weight = dy.double(), x.double(), weight.double()
+    exact = [
+        torch.nn.functional.conv2d(x, weight, padding=1),
+        torch.nn.grad.conv2d_input(x.shape, weight, dy, padding=1),
+        torch.nn.grad.conv2d_weight(x, weight.shape, dy, padding=1),
+    ]
+    errors = [float((got - right).norm() / right.norm()) for got, right in zip((y, dx, dweight), exact, strict=True)]
+    assert (max(errors) > 1e-5) is allowed, errors
 
 
 def check_sources():

@@ -169,16 +169,33 @@ inline ConvGradients all_gradients(const Tensor& x, const SomeConvGradients& g) 
 inline bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
 inline Tensor aligned(const Tensor& t) { return is_aligned(t) ? t : torch::stable::clone(t); }
 
+// PyTorch keeps cuDNN's plans by the layout of one operand, and one channel's or one position's is contiguous to it
+// whatever that of the other. So that the plan of two contiguous tensors is not taken for one of these, nor left to be
+// taken: channels_last strides beside a channels_last tensor.
+inline Tensor laid_like(const Tensor& t, const Tensor& other) {
+  const int64_t rank = t.dim();
+  if (!is_channels_last(other) || is_channels_last(t) || !is_dense(t, channels_last_format(rank))) return t;
+  const IntArray sizes = sizes_of(t);
+  IntArray strides(rank);
+  strides[1] = 1;
+  int64_t next = sizes[1];
+  for (int64_t d = rank - 1; d >= 2; --d) strides[d] = next, next *= sizes[d];
+  strides[0] = next;
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(t.get(), rank, sizes.data(), strides.data(), t.storage_offset(), &made));
+  return Tensor(made);
+}
+
 // Those of `mask` from ATen, in the layouts of x and of the weight.
-inline SomeConvGradients conv_gradients_aten(const Tensor& dy, const Tensor& x, const Tensor& weight,
+inline SomeConvGradients conv_gradients_aten(const Tensor& given_dy, const Tensor& given_x, const Tensor& weight,
                                              const ConvShape& s, const IntArray& stride, const IntArray& padding,
                                              const IntArray& dilation, const IntArray& output_padding,
                                              const std::array<bool, 3>& mask) {
   if (!mask[0] && !mask[1] && !mask[2]) return {};
-  const Tensor narrow = as_type_of(weight, x);
-  if (x.is_cuda() && !(is_aligned(dy) && is_aligned(x) && is_aligned(narrow))) {
-    return conv_gradients_aten(aligned(dy), aligned(x), aligned(narrow), s, stride, padding, dilation, output_padding,
-                               mask);
+  Tensor dy = given_dy, x = given_x, narrow = as_type_of(weight, x);
+  if (x.is_cuda()) {
+    dy = aligned(laid_like(dy, given_x)), x = aligned(laid_like(x, given_dy)), narrow = aligned(narrow);
   }
   Tensor dx, dweight, dbias;
   auto results = [&] {

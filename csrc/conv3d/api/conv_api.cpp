@@ -115,6 +115,7 @@ Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
 
 // cuDNN, through ATen.
 Tensor conv_aten(const ConvArgs& a, const ConvShape& shape) {
+  const Tf32Switch precision(a.allow_tf32);
   Tensor y;
   if (&aoti_torch_cuda_convolution != nullptr) {
     AtenTensorHandle bias = a.bias ? a.bias->get() : nullptr, made;
@@ -127,11 +128,6 @@ Tensor conv_aten(const ConvArgs& a, const ConvShape& shape) {
                   a.output_padding, a.groups);
   }
   return dense_in(y, shape.out_channels_last ? channels_last_format(a.rank + 2) : MemoryFormat::Contiguous);
-}
-
-// ATen follows the global switch only: a call that forbids TF32 while the switch allows it must not go there.
-bool aten_would_use_tf32(const ConvArgs& a, const ConvShape& shape) {
-  return shape.dtype == Dtype::kFloat32 && a.allow_tf32 && !*a.allow_tf32 && tf32_allowed_by_default();
 }
 
 // Where a choice of a plain convolution becomes launches.
@@ -174,14 +170,13 @@ Forward choose_forward(const ConvArgs& a, const ConvShape& shape, ConvTailKind t
   if (shape.is_empty()) return {ask(ConvBackend::kAten), "a tensor has no elements"};
   Forward to{ask(backend)};
   if (to.choice->cannot) return to;
-  const bool no_aten = aten_would_use_tf32(a, shape);
   if (autotune_is_on() && backend == ConvBackend::kAuto && !ask(ConvBackend::kImplicitGemm)->cannot) {
     std::optional<ConvPath> tuned;
     if (measures) {
       std::vector<ConvPath> paths;
       for (const ConvBackend one : kTunedBackends) {
         const ChoicePtr able = remembered_choice(problem, limits, one);
-        if (!able->cannot && !(no_aten && one == ConvBackend::kAten)) paths.push_back(able->path());
+        if (!able->cannot) paths.push_back(able->path());
       }
       auto run = [&](ConvPath one) {
         launch(a, shape, *remembered_choice(problem, limits, backend_of(one)), ConvTail());
@@ -194,9 +189,6 @@ Forward choose_forward(const ConvArgs& a, const ConvShape& shape, ConvTailKind t
       const ChoicePtr measured = ask(backend_of(*tuned));
       if (!measured->cannot) to = {measured, "measured here (KGOPT_AUTOTUNE)"};
     }
-  }
-  if (to.choice->path() == ConvPath::kAten && no_aten) {
-    to = {ask(ConvBackend::kKgopt), "TF32 is forbidden, and allowed by the switch that cuDNN follows"};
   }
   return to;
 }

@@ -195,6 +195,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
       const auto all = remembered(conv_key(problem, limits, ConvBackend::kAuto),
                                   [&] { return plan_conv_gradients(problem, limits); });
       auto by_aten = [&](int i) {
+        const Tf32Switch precision(allow_tf32);
         conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding, {i == 0, i == 1, false});
       };
       if (mask[0]) {
@@ -229,6 +230,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i] && !few[i];
     from_aten[2] = mask[2] && !dbias;
   }
+  const Tf32Switch precision(allow_tf32);
   SomeConvGradients result =
       conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding, from_aten);
   if (dx) result[0] = dx;

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kgopt._layout import empty, empty_like, is_channels_last
+from kgopt._layout import FORMATS, empty, empty_like, is_channels_last
 from kgopt.ops.calls import PLAIN, in_backward, is_compiling, is_grad_enabled, wants_gradient
 from kgopt.ops.derivatives import BY_PYTORCH, duals, op_of_primals, with_tangent
 from kgopt.ops.geometry import convolution
@@ -71,6 +71,20 @@ def _aligned(t: Tensor) -> Tensor:
         return t
 
 
+def _laid_like(t: Tensor, other: Tensor) -> Tensor:
+    """With channels_last strides beside a channels_last tensor, where sizes of 1 leave a choice: as in checks.h."""
+    if type(t) not in PLAIN or not (t.is_contiguous() and t.is_contiguous(memory_format=FORMATS[t.dim()])):
+        return t
+    if is_channels_last(t) or not is_channels_last(other) or are_functorch_transforms_active():
+        return t
+    strides = [0, 1, *[0] * (t.dim() - 2)]
+    following = t.shape[1]
+    for d in (*range(t.dim() - 1, 1, -1), 0):
+        strides[d] = following
+        following *= t.shape[d]
+    return t.as_strided(t.shape, strides)
+
+
 def _gradients(needs, dy, x, weight, geometry, allow_tf32, backend):  # type: ignore[no-untyped-def]
     # ATen's op does not keep the precision for a second derivative.
     again = allow_tf32 is not None and x.is_cuda and is_grad_enabled()
@@ -81,7 +95,8 @@ def _gradients(needs, dy, x, weight, geometry, allow_tf32, backend):  # type: ig
     if weight.dtype is not x.dtype:
         weight = weight.to(x.dtype)
     if x.is_cuda and not is_compiling():
-        dy, x, weight = _aligned(dy), _aligned(x), _aligned(weight)
+        dy, x = _aligned(_laid_like(dy, x)), _aligned(_laid_like(x, dy))
+        weight = _aligned(weight)
     stride, padding, dilation, output_padding, groups, transposed = geometry
     # Of the weight, not of dy: x without channels gives a result without channels, to which the bias is not added.
     channels = weight.shape[1] * groups if transposed else weight.shape[0]

@@ -37,12 +37,26 @@ def precision_of(x: Tensor, allow_tf32: bool | None) -> Any:
     return contextlib.nullcontext() if allow_tf32 is None or not x.is_cuda else conv_precision(allow_tf32)
 
 
-TF32_QUERY = ctypes.CFUNCTYPE(ctypes.c_int)(conv_tf32_allowed)
+_before: list[str] = []  # what the kernels' calls turned the switch from
+
+
+def _turn(allow_tf32: int) -> None:
+    """The switch for a call: 1 and 0 set it, -1 afterwards puts back what it was."""
+    if allow_tf32 < 0:
+        torch_private.set_conv_precision(_before.pop())
+        return
+    _before.append(torch_private.conv_precision())
+    torch_private.set_conv_precision("tf32" if allow_tf32 else "ieee")
+
+
+_Query = ctypes.CFUNCTYPE(ctypes.c_int)
+_Turn = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_SWITCH = _Query(conv_tf32_allowed), _Turn(_turn)  # alive as long as the kernels may call them
 
 
 def install() -> None:
-    """Lets the kernels ask."""
-    setter = ctypes.CDLL(_C.__file__).kgopt_set_tf32_query
-    setter.argtypes = [ctypes.CFUNCTYPE(ctypes.c_int)]
+    """Lets the kernels ask, and set the switch for what they leave to ATen."""
+    setter = ctypes.CDLL(_C.__file__).kgopt_set_tf32_switch
+    setter.argtypes = [_Query, _Turn]
     setter.restype = None
-    setter(TF32_QUERY)
+    setter(*_SWITCH)

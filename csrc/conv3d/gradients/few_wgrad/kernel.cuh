@@ -42,8 +42,10 @@ struct Window {
   static constexpr int kAfter = kHalf ? 1 : 2 - kLead;  // words
   static constexpr int kWords = kBefore + 4 + kAfter;
   uint32_t words[kWords];
+  int positions;  // of the four words, those that dy has positions for; the others count as zero
 
-  __device__ __forceinline__ void load(uint32_t address) {
+  __device__ __forceinline__ void load(uint32_t address, int of_dy) {
+    positions = of_dy;
     const uint4 v = load_four(address);
     words[kBefore] = v.x, words[kBefore + 1] = v.y, words[kBefore + 2] = v.z, words[kBefore + 3] = v.w;
     if constexpr (kBefore) words[0] = load_one(address - 4);
@@ -57,13 +59,17 @@ struct Window {
   // Leaves here what TF32 holds of each word, and gives the rest.
   __device__ __forceinline__ Window split() {
     Window rest;
+    rest.positions = positions;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) split_for_tf32(__uint_as_float(words[i]), &words[i], &rest.words[i]);
     return rest;
   }
-  // Word i of the four, for a tap of the width.
+  // Word i of the four, for a tap of the width. Beyond dy's positions the other taps find zeros behind x's row.
   __device__ __forceinline__ uint32_t at(int i, int tap) const {
-    const int shift = tap - kLead;
+    const bool may_find_x = tap < kFewWgradTaps - 1 - kLead;
+    return may_find_x && i >= positions ? 0u : shifted(i, tap - kLead);
+  }
+  __device__ __forceinline__ uint32_t shifted(int i, int shift) const {
     if constexpr (!kHalf) {
       return words[kBefore + i + shift];
     } else if (shift % 2 == 0) {
@@ -130,7 +136,7 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
   extern __shared__ __align__(128) char smem_bytes[];
   const FewWgradPlan& plan = p.plan;
   const FewWgradLayout layout = few_wgrad_layout(plan);
-  int2* const units = reinterpret_cast<int2*>(smem_bytes + layout.units);
+  int4* const units = reinterpret_cast<int4*>(smem_bytes + layout.units);
   CopiedRow* const dy_rows = reinterpret_cast<CopiedRow*>(smem_bytes + layout.dy_rows);
   CopiedRow* const x_rows = reinterpret_cast<CopiedRow*>(smem_bytes + layout.x_rows);
   char* const stages = smem_bytes + layout.stages;
@@ -143,8 +149,9 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
   for (int i = tid; i < unit_count; i += kFewWgradThreads) {
     const int across = plan.dy_pitch / kFewWgradUnit;
     const int w = i % across, h = i / across % tile_h, d = i / (across * tile_h);
-    units[i] = make_int2((d * tile_h + h) * plan.dy_pitch + w * kFewWgradUnit,
-                         d * plan.step[0] * plan.x_plane + h * plan.step[1] * plan.x_pitch + w * kFewWgradUnit);
+    units[i] = make_int4((d * tile_h + h) * plan.dy_pitch + w * kFewWgradUnit,
+                         d * plan.step[0] * plan.x_plane + h * plan.step[1] * plan.x_pitch + w * kFewWgradUnit,
+                         d << 16 | h, w * (kFewWgradUnit / 4));
   }
   list_few_rows(plan.dy_copy, dy_rows, kFewWgradThreads, [&](int i) {
     const int h = i % tile_h, d = i / tile_h % tile_d, c = i / (tile_h * tile_d);
@@ -177,13 +184,18 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
   const int all_tiles = static_cast<int>(plan.all_tiles);
   const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
   const int in_sample = static_cast<int>(plan.tiles[0]) * tiles_h * tiles_w;
+  struct Corner {
+    int d, h, w;
+  };
+  auto corner_of = [&](int tile) {
+    const int rest = tile % in_sample;
+    return Corner{rest / (tiles_w * tiles_h) * tile_d, rest / tiles_w % tiles_h * tile_h, rest % tiles_w * plan.tile[2]};
+  };
   int load_tile = blockIdx.x, load_stage = 0;
   auto load = [&] {
     if (load_tile < all_tiles) {
       const int64_t n = load_tile / in_sample;
-      const int rest = load_tile % in_sample;
-      const int w = rest % tiles_w * plan.tile[2], h = rest / tiles_w % tiles_h * tile_h;
-      const int d = rest / (tiles_w * tiles_h) * tile_d;
+      const auto [d, h, w] = corner_of(load_tile);
       char* const stage = stages + load_stage * plan.stage_bytes;
       const Element* const dy = static_cast<const Element*>(p.dy) + n * p.dy_stride_n + c_first * p.dy_stride_c;
       copy_few_rows<kFewWgradThreads>(
@@ -216,9 +228,16 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
     load();
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(stages + stage * plan.stage_bytes));
     if (++stage == plan.stages) stage = 0;
+    const Corner corner = corner_of(tile);
+    // Both in halves of a word, whose highest bits stay where a position of a unit is below.
+    const uint32_t left_rows = min(p.out[0] - corner.d, 0x7fff) << 16 | min(p.out[1] - corner.h, 0x7fff) | 0x80008000u;
+    const int left_words = (p.out[2] - corner.w) * kSize / 4 - t * 4;
 #pragma unroll 1
     for (int unit = group; unit < unit_count; unit += groups) {
-      const int2 at = units[unit];
+      const int4 at = units[unit];
+      if (((left_rows - at.z - 0x00010001u) & 0x80008000u) != 0x80008000u) continue;
+      // Where dy ends x may go on, with values that nothing is to be multiplied by, not even zero: NaN and infinities.
+      const int words = left_words - at.w;
       uint32_t dy[kDyTiles][4];
       [[maybe_unused]] uint32_t dy_rest[kSplit ? kDyTiles : 1][4];
       const uint32_t dy_address = base + at.x + dy_row;
@@ -238,7 +257,7 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
 #pragma unroll
         for (int b = 0; b < kXTiles; ++b) {
           Window<kMath, kLead> window;
-          window.load(x_address + x_row[b]);
+          window.load(x_address + x_row[b], words);
           if constexpr (kSplit) {
             const Window<kMath, kLead> rest = window.split();
 #pragma unroll
@@ -275,8 +294,8 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
 #pragma unroll
         for (int a = 0; a < kATiles; ++a) {
           Window<kMath, kLead> first, second;
-          first.load(x_address + x_row[2 * a]);
-          second.load(x_address + x_row[2 * a + 1]);
+          first.load(x_address + x_row[2 * a], words);
+          second.load(x_address + x_row[2 * a + 1], words);
           if constexpr (kSplit) {
             const Window<kMath, kLead> first_rest = first.split(), second_rest = second.split();
 #pragma unroll

@@ -13,7 +13,7 @@ namespace kgopt {
 
 // Shared memory in bytes, in the order in which the kernel lays it out.
 struct FewWgradLayout {
-  int units;    // int2 per unit of a tile: where it lies in dy and in x
+  int units;    // int4 per unit of a tile: where it lies in dy and in x, and its position
   int dy_rows;  // int4 per (channel, row) of dy: offset in memory (64 bits), in the stage, position
   int x_rows;   // the same of x
   int stages;
@@ -27,7 +27,7 @@ KGOPT_HD FewWgradLayout few_wgrad_layout(const FewWgradPlan& p) {
   auto align = [](int bytes) { return (bytes + 127) / 128 * 128; };
   FewWgradLayout s{};
   s.units = 0;
-  s.dy_rows = s.units + align(few_wgrad_units(p) * 8);
+  s.dy_rows = s.units + align(few_wgrad_units(p) * 16);
   s.x_rows = s.dy_rows + align(p.dy_copy.slots * 16);
   s.stages = s.x_rows + align(p.x_copy.slots * 16);
   const int sums = few_wgrad_floats(p) * 4;  // at the end, over the stages

@@ -26,6 +26,7 @@ def _conv_target(name: str, rank: int, transposed: bool) -> Target:
             tensors["x"]["layout"] = "contiguous"
         if not transposed and d.chance(0.05) and isinstance(args["padding"], list):
             args["padding_mode"] = d.rng.choice(["reflect", "replicate", "circular"])
+            args.pop("allow_tf32", None)  # a module's argument, and modules have no such one
         return tensors, args
 
     order = ["stride", "padding", "output_padding", "groups", "dilation"] if transposed else [
