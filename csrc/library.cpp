@@ -41,6 +41,13 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "group_norm_fwd(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
       "str act=\"none\", str pre_act=\"none\") -> (Tensor, Tensor, Tensor)");
+  // act(group_norm(x) + residual).
+  m.def(
+      "group_norm_add(Tensor x, Tensor residual, int num_groups, Tensor? weight=None, Tensor? bias=None, "
+      "float eps=1e-5, str act=\"none\") -> Tensor");
+  m.def(
+      "group_norm_add_fwd(Tensor x, Tensor residual, int num_groups, Tensor? weight=None, Tensor? bias=None, "
+      "float eps=1e-5, str act=\"none\") -> (Tensor, Tensor, Tensor)");
   m.def(
       "group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, int num_groups, Tensor? weight=None, "
       "Tensor? bias=None, str act=\"none\", str pre_act=\"none\") -> (Tensor, Tensor, Tensor)");

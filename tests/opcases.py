@@ -42,6 +42,8 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
         ("group_stats_backward", (dstats, dstats, x2, mean, rstd, 2), {}),
         ("group_norm", (x2, 2, g4, b4, 1e-5, "silu"), {}),
         ("group_norm_fwd", (x3, 2, g4, b4, 1e-5, "none", "relu"), {}),
+        ("group_norm_add", (x2, dy, 2, g4, b4, 1e-5, "silu"), {}),
+        ("group_norm_add_fwd", (x2, dy, 2, g4, b4, 1e-5, "relu"), {}),
         ("group_norm_backward", (dy, x2, mean, rstd, 2, g4, b4, "silu"), {}),
         ("group_norm_mean", (x3, 2, g4, b4), {}),
         ("group_norm_mean_fwd", (x2, 2, g4, b4), {}),

@@ -84,7 +84,7 @@ def in_place_before(x, w, b):
 
 @pytest.mark.parametrize(
     ("function", "fused"),
-    [(functional, 4), (twice, 0), (changed_in_between, 0), (in_place_on_what_is_returned, None), (in_place_before, 0)],
+    [(functional, 4), (twice, 0), (changed_in_between, 0), (in_place_on_what_is_returned, None), (in_place_before, 1)],
 )
 def test_functional_code(function, fused, device):
     x, w, b = torch.randn(2, 8, 5, 6, device=device), torch.randn(8, device=device), torch.randn(8, device=device)
@@ -93,6 +93,45 @@ def test_functional_code(function, fused, device):
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     if fused is not None:
         assert len(report.fused) == fused, str(report)
+
+
+def adds(x, w, b):
+    """Sums as libraries write them, with and without an activation behind."""
+    h = F.relu(F.group_norm(x, 2, w, b) + x)
+    h = torch.add(h, F.group_norm(h, 4))
+    r = h
+    h = F.instance_norm(h * 2, weight=w, bias=b)
+    h += r
+    h = F.leaky_relu_(h, 0.2)
+    h = F.group_norm(h, 1, w, b).add_(F.group_norm(r * 3, 2))
+    return F.silu(h)
+
+
+def adds_otherwise(x, w, b):
+    """What the op does not do: a smaller tensor, another dtype, in place on the other one, twice the norm's own value."""
+    h = F.group_norm(x, 2, w, b) + x.mean((2, 3), keepdim=True)
+    h = F.group_norm(h, 2) + x.double().sum()
+    r = h * 1
+    r += F.group_norm(h, 2, w, b)
+    n = F.group_norm(r, 4)
+    return F.relu(n + n)
+
+
+@pytest.mark.parametrize(
+    ("function", "sums", "alone"), [(adds, 4, 1), (adds_otherwise, 0, 4)], ids=["ours", "not ours"]
+)
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_sums_behind_norms(function, sums, alone, format, device):
+    """act(norm(x) + r) is one op, forward and backward."""
+    x = torch.randn(2, 8, 6, 5, device=device, dtype=torch.float64).contiguous(memory_format=format)
+    given = [x.requires_grad_(), *(torch.randn(8, device=device, dtype=x.dtype, requires_grad=True) for _ in range(2))]
+    (y, report), expected = rewritten(function, *given), function(*given)
+    dy = torch.randn_like(expected)
+    torch.testing.assert_close(y, expected)
+    for mine, right in zip(torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, given, dy), strict=True):
+        torch.testing.assert_close(mine, right)
+    became = [row.became.partition("(")[0] for row in report.sites]
+    assert sorted(became) == ["group_norm"] * alone + ["group_norm_add"] * sums, str(report)
 
 
 def test_autocast_regions_are_not_crossed(device):

@@ -277,6 +277,8 @@ inline Chain chain_kind(const ActChain& chain) {
 
 KGOPT_HD bool is_one(const ActChain& chain, Act act) { return chain.length == 1 && chain.at(0) == act; }
 KGOPT_HD bool is_leaky_relu(const ActChain& chain) { return is_one(chain, Act::kLeakyRelu); }
+// What the kernels for any chain compute in line.
+KGOPT_HD bool is_two_lines(const ActChain& chain) { return is_leaky_relu(chain) || is_one(chain, Act::kRelu); }
 
 // Whether the pair of chains around a norm is one of those that KGOPT_DISPATCH_CHAINS (pointwise.cuh) tells apart, or
 // one that the kernels for any chain compute in line.

@@ -400,15 +400,17 @@ __device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSiz
   if constexpr (kChain == Chain::kNone) return;
   if constexpr (kChain == Chain::kAny) {  // the whole grid takes the same branch
     if (chain.length == 0) return;
-    if (is_leaky_relu(chain)) {
-      const ActStep<Acc> step{Act::kLeakyRelu, chain.first<Acc>().a, Acc(0)};
+    // Two lines that meet at 0.
+    const bool is_relu = is_one(chain, Act::kRelu);
+    if (is_relu || is_leaky_relu(chain)) {
+      const ActStep<Acc> step{Act::kLeakyRelu, is_relu ? Acc(1) : chain.first<Acc>().a, Acc(0)};
+      const Acc floor = is_relu ? Acc(0) : -Acc(INFINITY);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) x[j] = act_value(step, x[j]);
+      for (int j = 0; j < kSize; ++j) x[j] = act_value(step, x[j] < floor ? floor : x[j]);
       return;
     }
   }
   if constexpr (kChain == Chain::kAny && kSize == 1 && sizeof(Acc) == 4) {  // kernels without vectors have no others
-    if (is_one(chain, Act::kRelu)) return apply_chain<Chain::kRelu, kCoarse>(chain, x);
     if (is_one(chain, Act::kSilu)) return apply_chain<Chain::kSilu, kCoarse>(chain, x);
   }
   if constexpr (std::is_same_v<Acc, double>) {

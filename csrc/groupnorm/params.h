@@ -19,10 +19,11 @@ struct GroupNormDims {
   int64_t numel() const { return n * c * s; }
 };
 
-// What every way of computing y = act(GroupNorm(pre_act(x))) (+ x) with x on chip takes and gives.
+// What every way of computing y = act(GroupNorm(pre_act(x)) + residual) (+ x) with x on chip takes and gives.
 struct GroupNormFwdArgs {
   const void* x = nullptr;
-  void* y = nullptr;             // may be x
+  void* y = nullptr;               // may be x
+  const void* residual = nullptr;  // of x's type and layout, or null; read by the kernels that take any chain
   const void* weight = nullptr;  // [C] or null (ones)
   const void* bias = nullptr;    // [C] or null (zeros)
   Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
@@ -116,14 +117,15 @@ struct AffineSource {
   int64_t c = 0, g = 1;
 };
 
-// y = act((pre_act(x) - mean) * rstd * weight + bias), plus x with add_input. y may be x.
+// y = act((pre_act(x) - mean) * rstd * weight + bias + residual), plus x with add_input. y may be x.
 struct NormalizeParams {
   const void* x = nullptr;
   void* y = nullptr;
+  const void* residual = nullptr;  // of x's type and layout, or null
   const void* table = nullptr;
   GroupNormDims dims;
   ActChain pre_act, act;
-  bool add_input = false;  // the residual connection around the norm
+  bool add_input = false;  // the residual connection around norm and activations
 };
 
 // out[n] = 1/C sum_c (weight_c (channel_mean_nc - mean_ng) rstd_ng + bias_c)

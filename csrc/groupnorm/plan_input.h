@@ -30,11 +30,12 @@ struct NormPlanInput {
   int64_t smem_per_sm = 228 << 10;  // of a multiprocessor
 
   bool backward() const { return tensors == 2; }
-  void set_activations(const ActChain& pre, const ActChain& act) {
+  // `residual`: added between the norm and `act`, by the kernels that take any chain.
+  void set_activations(const ActChain& pre, const ActChain& act, bool residual = false) {
     const Chain pre_kind = chain_kind(pre), kind = chain_kind(act);
-    long_chain = !is_compiled_in(pre, act);
-    plain = pre_kind == Chain::kNone && kind != Chain::kAny;
-    holds = pre_kind != Chain::kAny && kind != Chain::kAny && (!backward() || kind != Chain::kSilu);
+    long_chain = residual ? !(pre.empty() && (act.empty() || is_two_lines(act))) : !is_compiled_in(pre, act);
+    plain = pre_kind == Chain::kNone && kind != Chain::kAny && !residual;
+    holds = pre_kind != Chain::kAny && kind != Chain::kAny && (!backward() || kind != Chain::kSilu) && !residual;
   }
 };
 

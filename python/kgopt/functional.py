@@ -30,6 +30,7 @@ _conv_transpose3d_relu_group_norm = ops.from_python("conv_transpose3d_relu_group
 _conv_lse = ops.from_python("conv2d_group_norm_tanh_hardswish_residual_logsumexp")
 _conv_add = ops.from_python("conv_add")
 _group_norm = ops.from_python("group_norm")
+_group_norm_add = ops.from_python("group_norm_add")
 _group_norm_conv = ops.from_python("group_norm_conv")
 _group_norm_mean = ops.from_python("group_norm_mean")
 _group_stats = ops.from_python("group_stats")
@@ -188,12 +189,17 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     act: str = "none",
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """``act(GroupNorm(x))`` in one pass after the statistics; :func:`torch.nn.functional.group_norm` with ``act``.
+    """``act(GroupNorm(x) + residual)`` in one pass; :func:`torch.nn.functional.group_norm` with ``act`` and a sum.
 
     ``act`` is a ``+``-joined chain of activations, as ``"silu"`` or ``"leaky_relu(0.2)"``: docs/ops.md, "Pointwise".
-    The result keeps x's layout.
+    ``residual`` has x's shape, dtype and device. The result keeps x's layout.
     """
+    if residual is not None:
+        if torch.jit.is_scripting():
+            return torch.ops.kgopt.group_norm_add(x, residual, num_groups, weight, bias, eps, act)
+        return _group_norm_add(x, residual, num_groups, weight, bias, eps, act)
     if torch.jit.is_scripting():
         return torch.ops.kgopt.group_norm(x, num_groups, weight, bias, eps, act)
     return _group_norm(x, num_groups, weight, bias, eps, act)

@@ -194,6 +194,19 @@ def group_norm_ref(
     return activation_ref(F.group_norm(activation_ref(x, pre_act), num_groups, weight, bias, eps), act)
 
 
+def group_norm_add_ref(
+    x: Tensor,
+    residual: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    act: str = "none",
+) -> Tensor:
+    """``act(GroupNorm(x) + residual)`` (He et al. 2016, figure 2; with Wu and He's norm)."""
+    return activation_ref(F.group_norm(x, num_groups, weight, bias, eps) + residual, act)
+
+
 def group_norm_mean_ref(
     x: Tensor,
     num_groups: int,

@@ -76,8 +76,8 @@ inline void check_group_statistics(const char* op, const Tensor& mean, const Ten
   check_statistics(op, "rstd", rstd, x, {d.n, d.g});
 }
 
-// A gradient that comes in: x's shape, dtype and device.
-inline void check_gradient(const char* op, const char* arg, const Tensor& t, const Tensor& x) {
+// x's shape, dtype and device, which a gradient that comes in has, and a residual.
+inline void check_like(const char* op, const char* arg, const Tensor& t, const Tensor& x) {
   check_same_device(op, arg, t, x);
   check_same_dtype(op, arg, t, x);
   check_shape(op, arg, t, sizes_of(x));

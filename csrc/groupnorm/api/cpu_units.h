@@ -147,15 +147,19 @@ struct Buffers {
 
 // y = act((pre(x) - mean) * scale + bias), a piece.
 template <typename T>
-void apply_piece(const Tiles& t, const Table<acc_t<T>>& table, const T* x, T* y, const ActChain& act,
-                 const ActChain& pre, int64_t unit, int64_t p) {
+void apply_piece(const Tiles& t, const Table<acc_t<T>>& table, const T* x, const T* residual, T* y,
+                 const ActChain& act, const ActChain& pre, int64_t unit, int64_t p) {
   using Acc = acc_t<T>;
-  const Buffers<Acc, 1> buffers(t);
+  const Buffers<Acc, 2> buffers(t);
   t.each_block(t.range(p), [&](int64_t at, int64_t n) {
     const int64_t first = unit * t.length + at;
     const Acc* const u = activate_chain(pre, view_block(x + first, buffers[0], n), buffers[0], n);
     Acc* const to = target_block(y + first, buffers[0]);
     normalize_block(t, table, unit, at, n, u, to);
+    if (residual) {
+      const Acc* const r = view_block(residual + first, buffers[1], n);
+      for (int64_t i = 0; i < n; ++i) to[i] += r[i];
+    }
     activate_chain(act, static_cast<const Acc*>(to), to, n);
     store_block(to, y + first, n);
   });

@@ -28,19 +28,22 @@ bool normalize_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, 
   return true;
 }
 
-// Statistics of dense x, then y = act(GroupNorm(pre_act(x))) (+ x) in the same layout; y may be x. Without `given`, the
-// statistics serve this call alone and are not returned.
+// Statistics of dense x, then y = act(GroupNorm(pre_act(x)) + residual) (+ x) in the same layout; y may be x. Without
+// `given`, the statistics serve this call alone and are not returned.
 Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
                           const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
-                          const ActChain& pre_act, bool add_input = false, bool given = true) {
+                          const ActChain& pre_act, bool add_input = false, bool given = true,
+                          const void* residual = nullptr) {
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s;
   if (given) s = allocate_statistics(x, d, false);
   const NormChoice choice = choose_group_norm(
-      norm_plan_input(op, x, {x.const_data_ptr(), y.const_data_ptr()}, d, /*backward=*/false, pre_act, act));
+      norm_plan_input(op, x, {x.const_data_ptr(), y.const_data_ptr(), residual ? residual : x.const_data_ptr()}, d,
+                      /*backward=*/false, pre_act, act, residual != nullptr));
   GroupNormFwdArgs a;
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();
+  a.residual = residual;
   a.weight = data_or_null(w);
   a.bias = data_or_null(b);
   a.affine_dtype = affine_dtype(op, w, b);
@@ -57,6 +60,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   NormalizeParams p;
   p.x = x.const_data_ptr();
   p.y = y.mutable_data_ptr();
+  p.residual = residual;
   p.table = table;
   p.dims = d;
   p.pre_act = pre_act;
@@ -66,6 +70,24 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   return s;
 }
 
+// The same into a new tensor: (y, mean, rstd).
+std::tuple<Tensor, Tensor, Tensor> normalize_new(const char* op, const Tensor& x, const GroupNormDims& d,
+                                                 const OptTensor& weight, const OptTensor& bias, double eps,
+                                                 const ActChain& act, const ActChain& pre_act,
+                                                 const OptTensor& residual, bool given) {
+  const DeviceGuard guard(x.get_device_index());
+  const MemoryFormat format = format_of(x, d);
+  Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
+  if (d.numel() == 0) {
+    const Statistics s = given ? empty_statistics(x, d, false) : Statistics();
+    return {y, s.mean, s.rstd};
+  }
+  const OptTensor r = residual ? OptTensor(dense_in(*residual, format)) : std::nullopt;
+  const Statistics s = normalize_into(op, dense_in(x, format), y, d, weight, bias, eps, act, pre_act, false, given,
+                                      data_or_null(r));
+  return {y, s.mean, s.rstd};
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias,
@@ -73,15 +95,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cuda(Tensor x, int64_t num_gro
   const char* const op = "group_norm";
   const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias);
   const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act, "pre_act");
-  const DeviceGuard guard(x.get_device_index());
-  const MemoryFormat format = format_of(x, d);
-  Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
-  if (d.numel() == 0) {
-    Statistics s = empty_statistics(x, d, false);
-    return {y, s.mean, s.rstd};
-  }
-  const Statistics s = normalize_into(op, dense_in(x, format), y, d, weight, bias, eps, act_chain, pre_chain);
-  return {y, s.mean, s.rstd};
+  return normalize_new(op, x, d, weight, bias, eps, act_chain, pre_chain, std::nullopt, true);
 }
 
 std::tuple<Tensor, Tensor> group_norm_inplace_cuda(const char* op, const Tensor& x, int64_t num_groups,
@@ -100,13 +114,26 @@ Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias
   const char* const op = "group_norm";
   const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias);
   const ActChain chain = check_act(op, act);
-  const DeviceGuard guard(x.get_device_index());
-  const MemoryFormat format = format_of(x, d);
-  Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
-  if (d.numel() > 0) {
-    normalize_into(op, dense_in(x, format), y, d, weight, bias, eps, chain, ActChain(), false, false);
-  }
-  return y;
+  return std::get<0>(normalize_new(op, x, d, weight, bias, eps, chain, ActChain(), std::nullopt, false));
+}
+
+std::tuple<Tensor, Tensor, Tensor> add(const Tensor& x, const Tensor& residual, int64_t num_groups,
+                                       const OptTensor& weight, const OptTensor& bias, double eps,
+                                       const std::string& act, bool given) {
+  const char* const op = "group_norm_add";
+  const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias);
+  check_like(op, "residual", residual, x);
+  return normalize_new(op, x, d, weight, bias, eps, check_act(op, act), ActChain(), residual, given);
+}
+
+Tensor group_norm_add(Tensor x, Tensor residual, int64_t num_groups, OptTensor weight, OptTensor bias, double eps,
+                      std::string act) {
+  return std::get<0>(add(x, residual, num_groups, weight, bias, eps, act, false));
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_add_fwd(Tensor x, Tensor residual, int64_t num_groups, OptTensor weight,
+                                                      OptTensor bias, double eps, std::string act) {
+  return add(x, residual, num_groups, weight, bias, eps, act, true);
 }
 
 }  // namespace
@@ -115,4 +142,6 @@ Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_norm", TORCH_BOX(&kgopt::group_norm));
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cuda));
+  m.impl("group_norm_add", TORCH_BOX(&kgopt::group_norm_add));
+  m.impl("group_norm_add_fwd", TORCH_BOX(&kgopt::group_norm_add_fwd));
 }

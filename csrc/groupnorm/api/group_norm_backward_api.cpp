@@ -129,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tens
   GroupNormPassesBwdParams p;
   p.act = check_act(op, act);
   p.pre_act = check_act(op, pre_act, "pre_act");
-  check_gradient(op, "dy", dy, x);
+  check_like(op, "dy", dy, x);
   check_group_statistics(op, mean, rstd, x, d);
   const DeviceGuard guard(x.get_device_index());
   const MemoryFormat format = format_of(x, d);

@@ -31,7 +31,7 @@ Tensor affine_gradient(const Tensor& x, const GroupNormDims& d, const F& coeffic
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
     T* const to = static_cast<T*>(dx.mutable_data_ptr());
     parallel(t.units * t.pieces, t.piece,
-             [&](int64_t i) { apply_piece(t, table, from, to, ActChain(), ActChain(), i / t.pieces, i % t.pieces); });
+             [&](int64_t i) { apply_piece<T>(t, table, from, nullptr, to, ActChain(), ActChain(), i / t.pieces, i % t.pieces); });
   });
   return dx;
 }
@@ -195,7 +195,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tens
   const char* const op = "group_norm_backward";
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
   const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act, "pre_act");
-  check_gradient(op, "dy", dy, x);
+  check_like(op, "dy", dy, x);
   check_group_statistics(op, mean, rstd, x, d);
   const MemoryFormat format = format_of(x, d);
   const Tensor dense = dense_in(x, format), dense_dy = dense_in(dy, format);

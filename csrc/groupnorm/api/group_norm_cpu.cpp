@@ -161,9 +161,10 @@ Tensor to_tensor(const Tensor& like, const std::vector<double>& values, const In
   return t;
 }
 
-// y = act(GroupNorm(pre(x))); y may be x. Both dense, in the layout that d says.
+// y = act(GroupNorm(pre(x)) + residual); y may be x. All dense, in the layout that d says.
 Statistics normalize_into(const Tensor& x, const Tensor& y, const GroupNormDims& d, const OptTensor& weight,
-                          const OptTensor& bias, double eps, const ActChain& act, const ActChain& pre) {
+                          const OptTensor& bias, double eps, const ActChain& act, const ActChain& pre,
+                          const OptTensor& residual = std::nullopt) {
   Statistics s(d);
   if (d.numel() == 0) return s;
   const std::vector<double> w = read_all(weight, d.c, 1.0), b = read_all(bias, d.c, 0.0);
@@ -171,6 +172,7 @@ Statistics normalize_into(const Tensor& x, const Tensor& y, const GroupNormDims&
     using T = decltype(zero);
     using Acc = acc_t<T>;
     const T* const from = static_cast<const T*>(x.const_data_ptr());
+    const T* const added = residual ? static_cast<const T*>(residual->const_data_ptr()) : nullptr;
     T* const to = static_cast<T*>(y.mutable_data_ptr());
     const Tiles t(d, d.channels_per_group());
     RowMoments<T> moments(t, from, pre);
@@ -194,7 +196,7 @@ Statistics normalize_into(const Tensor& x, const Tensor& y, const GroupNormDims&
     };
     two_passes(
         t, sizeof(T), [&](int64_t u, int64_t p) { moments.piece(u, p); }, merge,
-        [&](int64_t u, int64_t p) { apply_piece(t, table, from, to, act, pre, u, p); });
+        [&](int64_t u, int64_t p) { apply_piece(t, table, from, added, to, act, pre, u, p); });
   });
   return s;
 }
@@ -252,6 +254,25 @@ Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias
   return std::get<0>(group_norm_fwd_cpu(x, num_groups, weight, bias, eps, act, "none"));
 }
 
+std::tuple<Tensor, Tensor, Tensor> group_norm_add_fwd(Tensor x, Tensor residual, int64_t num_groups,
+                                                          OptTensor weight, OptTensor bias, double eps,
+                                                          std::string act) {
+  const char* const op = "group_norm_add";
+  const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias);
+  check_like(op, "residual", residual, x);
+  const ActChain chain = check_act(op, act);
+  const MemoryFormat format = format_of(x, d);
+  Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
+  const Statistics s = normalize_into(dense_in(x, format), y, d, weight, bias, eps, chain, ActChain(),
+                                      dense_in(residual, format));
+  return {y, to_tensor(x, s.mean, {d.n, d.g}), to_tensor(x, s.rstd, {d.n, d.g})};
+}
+
+Tensor group_norm_add(Tensor x, Tensor residual, int64_t num_groups, OptTensor weight, OptTensor bias, double eps,
+                      std::string act) {
+  return std::get<0>(group_norm_add_fwd(x, residual, num_groups, weight, bias, eps, act));
+}
+
 std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, std::string pre_act, bool,
                                std::optional<bool>, bool) {
   const char* const op = "explain_group_norm";
@@ -281,6 +302,8 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("group_norm", TORCH_BOX(&kgopt::group_norm));
   m.impl("group_norm_moments", TORCH_BOX(&kgopt::group_norm_moments));
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cpu));
+  m.impl("group_norm_add", TORCH_BOX(&kgopt::group_norm_add));
+  m.impl("group_norm_add_fwd", TORCH_BOX(&kgopt::group_norm_add_fwd));
   m.impl("explain_group_norm", TORCH_BOX(&kgopt::explain_group_norm));
   m.impl("group_norm_mean", TORCH_BOX(&kgopt::group_norm_mean));
   m.impl("group_norm_mean_fwd", TORCH_BOX(&kgopt::group_norm_mean_fwd_cpu));

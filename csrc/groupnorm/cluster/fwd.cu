@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
       } else {
         scale_shift_across(v, mean, rstd, column[u], share.s, row[u], [&](uint32_t r) { return table[r]; });
       }
-      finish_values<Traits::kAct>(y + slot * kVec, input, floored(p.act), p.add_input, p.streaming_stores, v);
+      finish_values<Traits::kAct>(p, y + slot * kVec, input, p.streaming_stores, v);
     }
   };
   for (int base = 0; base < share.hi; base += step) {
@@ -197,7 +197,8 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
     uint32_t column;
     const uint32_t row = share.row_of(edge, &column);
     const float2 c = table[minor ? column : row];
-    const float out = apply_chain<Traits::kAct>(floored(p.act), (edge_value - mean) * (c.x * rstd) + c.y);
+    const float z = with_residual<Traits::kAct>(p, y + edge, (edge_value - mean) * (c.x * rstd) + c.y);
+    const float out = apply_chain<Traits::kAct>(floored(p.act), z);
     y[edge] = from_acc<T>(p.add_input ? out + to_acc(x[edge]) : out);
   }
 #endif
@@ -325,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 :
       } else {
         scale_vector(v, share, minor, slot, mean, rstd, table);
       }
-      finish_values<Traits::kAct>(y + slot * kVec, input[u], floored(p.act), p.add_input, policy, v);
+      finish_values<Traits::kAct>(p, y + slot * kVec, input[u], policy, v);
     }
   };
   // Where no vector is in two channels, a third of the instructions, which come from memory as x does.
@@ -338,7 +339,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 :
     uint32_t column;
     const uint32_t row = share.row_of(edge, &column);
     const float2 c = table[minor ? column : row];
-    const float out = apply_chain<Traits::kAct>(floored(p.act), (edge_value - mean) * (c.x * rstd) + c.y);
+    const float z = with_residual<Traits::kAct>(p, y + edge, (edge_value - mean) * (c.x * rstd) + c.y);
+    const float out = apply_chain<Traits::kAct>(floored(p.act), z);
     y[edge] = from_acc<T>(p.add_input ? out + to_acc(edge_input) : out);
   }
 #endif

@@ -115,14 +115,15 @@ __global__ void __launch_bounds__(kTeamThreads, kPasses == kTeamPasses ? 3 : 2)
     } else {
       scale_shift_across<T>(v, mean, rstd, column, share.s, channel0 + row, p.weight, p.bias, p.affine_dtype);
     }
-    finish_values<Traits::kAct>(y + slot * kVec, input[u], floored(p.act), p.add_input, p.streaming_stores, v);
+    finish_values<Traits::kAct>(p, y + slot * kVec, input[u], p.streaming_stores, v);
   }
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     if (edge[e] < 0) continue;
     uint32_t column;
     const float2 c = coefficients_of(share.row_of(edge[e], &column));
-    const float out = apply_chain<Traits::kAct>(floored(p.act), (edge_value[e] - mean) * (c.x * rstd) + c.y);
+    const float z = with_residual<Traits::kAct>(p, y + edge[e], (edge_value[e] - mean) * (c.x * rstd) + c.y);
+    const float out = apply_chain<Traits::kAct>(floored(p.act), z);
     y[edge[e]] = from_acc<T>(p.add_input ? out + to_acc(edge_input[e]) : out);
   }
 }

@@ -370,7 +370,7 @@ struct ColumnBlock {
       if constexpr (!kFolds) v[j] -= c.mean[j];
       v[j] = v[j] * c.scale[j] + c.shift[j];
     }
-    finish_values<Traits::kAct, true>(to, input, floored(p.act), p.add_input, p.streaming_stores, v);
+    finish_values<Traits::kAct, true>(p, to, input, p.streaming_stores, v);
   }
   // Chunk t, in `slot`; then that slot's next load, chunk next_t from `next` on, if there is one.
   __device__ __forceinline__ void normalize_chunk(const Coefficients& c, int64_t first, uint32_t slot, uint32_t t,

@@ -1,4 +1,4 @@
-// y = act((pre_act(x) - mean) * rstd * weight + bias), one read and one write.
+// y = act((pre_act(x) - mean) * rstd * weight + bias + residual), one read of each and one write.
 #include "common/pointwise.cuh"
 #include "common/traverse.cuh"
 #include "groupnorm/groupnorm.h"
@@ -7,11 +7,11 @@
 namespace kgopt {
 namespace {
 
-template <typename T, Chain kPre, Chain kAct>
+template <typename T, Chain kPre, Chain kAct, bool kResidual>
 struct Normalize {
   using Element = T;
   using Acc = acc_t<T>;
-  static constexpr int kInputs = 1;
+  static constexpr int kInputs = kResidual ? 2 : 1;
   static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kWalks;
   struct alignas(4 * sizeof(Acc) > 16 ? 16 : 4 * sizeof(Acc)) Coef {
     Acc mean, rstd, weight, bias;
@@ -35,13 +35,17 @@ struct Normalize {
   }
   // The mean is subtracted first: folded into the bias it would cancel only after rounding.
   template <int kSize, typename CoefOf>
-  __device__ __forceinline__ void apply(CoefOf coef, const Acc (&x)[kSize], const Acc (&)[kSize],
+  __device__ __forceinline__ void apply(CoefOf coef, const Acc (&x)[kSize], const Acc (&residual)[kSize],
                                         Acc (&y)[kSize]) const {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) y[j] = x[j];
     apply<kPre>(pre, y);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) y[j] = (y[j] - coef(j).mean) * coef(j).weight + coef(j).bias;
+    if constexpr (kResidual) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) y[j] += residual[j];
+    }
     apply<kAct>(act, y);
     if (!add_input) return;
 #pragma unroll
@@ -49,11 +53,12 @@ struct Normalize {
   }
 };
 
-template <typename T, Chain kPre, Chain kAct>
+template <typename T, Chain kPre, Chain kAct, bool kResidual = false>
 Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
-  using F = Normalize<T, chain_for<T>(kPre), chain_for<T>(kAct)>;
+  using F = Normalize<T, chain_for<T>(kPre), chain_for<T>(kAct), kResidual>;
   ElementwiseArgs<F> a{};
   a.x = static_cast<const T*>(p.x);
+  a.second = static_cast<const T*>(p.residual);
   a.y = static_cast<T*>(p.y);
   a.n = p.dims.n;
   a.c = p.dims.c;
@@ -75,6 +80,7 @@ Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream) {
   Status status;
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
+    if (p.residual) return launch_normalize<T, Chain::kAny, Chain::kAny, true>(p, stream);
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
       constexpr bool kFloored = kPre != Chain::kAny && kAct != Chain::kSilu;
       status = launch_normalize<T, kFloored ? Chain::kRelu : kPre, kFloored ? Chain::kRelu : kAct>(p, stream);

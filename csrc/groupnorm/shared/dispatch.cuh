@@ -25,6 +25,9 @@ Status dispatch_norm(const char* kernel, const Params& p, Launch launch) {
     using T = decltype(zero);
     Status status;
     constexpr bool kForward = std::is_base_of_v<GroupNormFwdArgs, Params>;
+    if constexpr (kForward) {
+      if (p.residual) return Status(launch(NormTraits<T, Chain::kAny, Chain::kAny>()));
+    }
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
       constexpr bool kFloored = kForward && kPre == Chain::kNone;
       status = launch(NormTraits<T, kPre, kFloored ? with_floor(kAct) : kAct>());

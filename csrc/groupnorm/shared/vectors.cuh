@@ -5,6 +5,7 @@
 #include "common/dtype.cuh"
 #include "common/pointwise.cuh"
 #include "common/reduce.cuh"
+#include "groupnorm/params.h"
 #include "groupnorm/shared/floor.cuh"
 
 namespace kgopt {
@@ -242,13 +243,33 @@ __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], uint
                : "memory");
 }
 
-// Activation, residual, store, with `streaming` or its policy. `input` is x again, as it was. With kScaled, as
+// The residual of what will be y's elements from `to` on. Only the kernels for any chain are given one.
+template <Chain kAct, typename T, int kVec>
+__device__ __forceinline__ void add_residual(const GroupNormFwdArgs& p, const T* to, float (&out)[kVec]) {
+  if constexpr (kAct == Chain::kAny) {
+    if (!p.residual) return;
+    float r[kVec];
+    unpack(load_vec<T, kVec>(static_cast<const T*>(p.residual) + (to - static_cast<const T*>(p.y))), r);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) out[j] += r[j];
+  }
+}
+template <Chain kAct, typename T>
+__device__ __forceinline__ float with_residual(const GroupNormFwdArgs& p, const T* to, float out) {
+  if constexpr (kAct == Chain::kAny) {
+    if (p.residual) out += to_acc(static_cast<const T*>(p.residual)[to - static_cast<const T*>(p.y)]);
+  }
+  return out;
+}
+
+// Residual, activation, x, store, with `streaming` or its policy. `input` is x again, as it was. With kScaled, as
 // finish_chain.
 template <Chain kAct, bool kScaled = false, typename T, int kVec, typename Streaming>
-__device__ __forceinline__ void finish_values(T* to, const Vec<T, kVec>& input, const FlooredChain& act, bool add_input,
+__device__ __forceinline__ void finish_values(const GroupNormFwdArgs& p, T* to, const Vec<T, kVec>& input,
                                               Streaming streaming, float (&out)[kVec]) {
-  finish_chain<kAct, T, kScaled>(act, out);
-  if (add_input) {
+  add_residual<kAct>(p, to, out);
+  finish_chain<kAct, T, kScaled>(floored(p.act), out);
+  if (p.add_input) {
     float x[kVec];
     unpack(input, x);
 #pragma unroll

@@ -161,6 +161,10 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
     v[k] = v[k] * (rstd * weight) + (biased ? biases.value(from, wide) : 0.f);
   }
   if constexpr (Traits::kAct == Chain::kAny) {
+    if (p.residual) {
+#pragma unroll
+      for (int k = 0; k < kElements; ++k) v[k] += to_acc(load_in_order<T>(p.residual, offset[k], has(k)));
+    }
     apply_kind(s.act_kind, p.act, v);
   } else {
     apply_chain<Traits::kAct, false>(floored(p.act), v);

@@ -30,7 +30,9 @@ Status dispatch_small(const char* kernel, Params& p, Launch launch) {
   p.shares.act_kind = chain_kind(p.act);
   const auto with_type = [&](auto zero) {
     using T = decltype(zero);
-    if (p.shares.pre_kind != Chain::kNone) return launch(SmallInstance<T, Chain::kAny>());
+    bool any = p.shares.pre_kind != Chain::kNone;
+    if constexpr (kForward) any = any || p.residual;
+    if (any) return launch(SmallInstance<T, Chain::kAny>());
     switch (p.shares.act_kind) {
       case Chain::kNone: return launch(SmallInstance<T, kForward ? with_floor(Chain::kNone) : Chain::kNone>());
       case Chain::kRelu: return launch(SmallInstance<T, Chain::kRelu>());

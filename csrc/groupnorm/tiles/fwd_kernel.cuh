@@ -348,6 +348,7 @@ struct FwdBlock
           scale_shift_two(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
                           [&](int64_t channel) { return scaled_affine(channel); });
         }
+        add_residual<Traits::kAct>(p, to + u * 32 * kVec, x[i]);
       }
       if constexpr (kSet > 1) __syncwarp();  // all lanes are here
       walk(x);
@@ -373,7 +374,7 @@ struct FwdBlock
     }
   }
   __device__ __forceinline__ void store(T* to, const Vec<T, kVec>& input, float (&x)[kVec]) const {
-    finish_values<Chain::kNone>(to, input, floored(p.act), p.add_input, false, x);
+    finish_values<Chain::kNone>(p, to, input, false, x);
   }
 
   __device__ __forceinline__ void normalize_slots(int warp, int lane) const {

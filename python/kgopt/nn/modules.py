@@ -13,7 +13,7 @@ from kgopt.torch_private import output_padding_of
 
 
 class GroupNorm(torch.nn.GroupNorm):
-    """:class:`torch.nn.GroupNorm` followed by an activation chain, in one pass.
+    """:class:`torch.nn.GroupNorm` followed by an activation chain, and a sum ahead of it, in one pass.
 
     Args:
         num_groups: groups; must divide ``num_channels``.
@@ -47,9 +47,9 @@ class GroupNorm(torch.nn.GroupNorm):
             raise ValueError(f"act {error}") from None
         self.act = act
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``act(GroupNorm(input))``, in the layout of ``input``."""
-        return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps, self.act)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``act(GroupNorm(input) + residual)``, in the layout of ``input``; ``residual`` has its shape and dtype."""
+        return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps, self.act, residual)
 
     def extra_repr(self) -> str:
         """torch's, and the activation where there is one."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kgopt import reference
 from kgopt._layout import affine_dtype, as_x_lies, empty, empty_like, stats_dtype, wide
-from kgopt.ops.activation import chain_backward
+from kgopt.ops.activation import activation_backward, chain_backward
 from kgopt.ops.autocast import cast, in_fp32
 from kgopt.ops.calls import in_backward, is_grad_enabled
 from kgopt.ops.registry import OPS, dims, dims_by_group, record, record_public
@@ -63,6 +63,27 @@ def _norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     if weight is None or bias is None:  # else a gradient that nobody asked for is dropped by the engine
         dweight, dbias = affine_gradients(ctx, (2, 3), dweight, dbias)
     return dx, None, dweight, dbias, None, None, None, None
+
+
+def _norm_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    x, residual, *ctx.options = inputs
+    groups, weight, bias, eps, act = ctx.options
+    ctx.options = groups, eps, act
+    y, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    # ReLU's slope follows from what it gave, which PyTorch keeps, too; others need what they were given, from both parts.
+    kept = y if act == "relu" else None if act == "none" else residual
+    ctx.save_for_backward(x, weight, bias, mean, rstd, kept)
+
+
+def _norm_add_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+    x, weight, bias, mean, rstd, kept = ctx.saved_tensors
+    groups, eps, act = ctx.options
+    if act != "none":
+        z = kept if act == "relu" else OPS.group_norm_add(x, kept, groups, weight, bias, eps, "none")
+        dy = activation_backward(dy, z, act)
+    dx, dweight, dbias = group_norm_backward(dy, x, mean, rstd, groups, weight, bias, "none", "none")
+    return dx, dy, None, *affine_gradients(ctx, (3, 4), dweight, dbias)
 
 
 def affine_gradients(ctx: Any, positions: tuple[int, int], dweight: Tensor, dbias: Tensor) -> tuple[Tensor | None, ...]:
@@ -182,6 +203,13 @@ def group_norm_fwd_formula(x: Tensor, *norm: Any) -> tuple[Tensor, Tensor, Tenso
     """The op group_norm_fwd."""
     y, mean, rstd = norm_formula(wide(x), *norm)
     return as_x_lies(y, x), mean, rstd
+
+
+def _norm_add_fwd_formula(
+    x: Tensor, residual: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    z, mean, rstd = norm_formula(wide(x), num_groups, weight, bias, eps, "none")
+    return as_x_lies(reference.activation_ref(z + wide(residual), act), x), mean, rstd
 
 
 def _group_norm_moments_formula(x: Tensor, moments: Tensor, *norm: Any) -> Tensor:
@@ -313,6 +341,16 @@ op.dims = dims_by_group("NC C C", "NC NG NG")
 op.setup, op.backward = _norm_setup, _norm_backward
 op.vmap = samples()
 record_public("group_norm", op).autocast = {"cuda": in_fp32}
+
+op = record(
+    "group_norm_add_fwd",
+    fake=lambda x, residual, num_groups, *_: (empty_like(x), *stats_fake(x, num_groups)),
+    formula=_norm_add_fwd_formula,
+)
+op.dims = dims_by_group("NC NC C C", "NC NG NG")
+op.setup, op.backward = _norm_add_setup, _norm_add_backward
+op.vmap = samples(2)
+record_public("group_norm_add", op).autocast = {"cuda": in_fp32}
 
 op = record("group_norm_moments", fake=lambda x, *_: empty_like(x), formula=_group_norm_moments_formula)
 op.dims = dims_by_group("NC NC C C", "NC")

@@ -115,7 +115,7 @@ class _Reader:
             for reader in {id(u): self.known[u] for u in readers}.values():
                 for _ in range(sum(i is made for i in reader.inputs) - 1):
                     made.read_by(reader)
-        return [match(made) for made in self.known.values() if made.kind == "norm"]
+        return [match(made, _adds) for made in self.known.values() if made.kind == "norm"]
 
     def _describe(self, node: fx.Node) -> Node:
         made, inputs = self._kind(node)
@@ -132,11 +132,11 @@ class _Reader:
         named = {k: UNKNOWN if _holds_node(v) else v for k, v in kwargs.items()}
         if node.op == "call_method":
             made = describe_method(str(node.target), constants, named)
-            known = made is not None or node.target == "add"
+            known = made is not None or node.target in ("add", "add_")
             if not known or not originals.untouched(*originals.methods((str(node.target),)))():
                 return Node("value"), []
-            if node.target == "add" and len(args) == 2 and isinstance(args[1], fx.Node) and not kwargs:
-                return Node("add"), [x, args[1]]
+            if node.target in ("add", "add_") and len(args) == 2 and isinstance(args[1], fx.Node) and not kwargs:
+                return Node("add", inplace=node.target == "add_"), [x, args[1]]
             return (made, [x]) if made is not None and made.kind != "add" else (Node("value"), [])
         if node.op == "call_function" and not originals.runs_as_is(node.target):
             return Node("value"), []
@@ -145,10 +145,21 @@ class _Reader:
         if node.target in _NORMS:
             return Node("norm", name=_NORMS[node.target]), [x]
         if len(args) == 2 and isinstance(args[1], fx.Node):
+            if node.target is operator.iadd and originals.untouched(*originals.methods(("__iadd__",)))():
+                return Node("add", inplace=True), [x, args[1]]
             made = describe_function(node.target, [], named)
             return (made, [x, args[1]]) if made is not None and made.kind == "add" else (Node("value"), [])
         made = describe_function(node.target, constants, named)
         return (made, [x]) if made is not None and made.kind != "add" else (Node("value"), [])
+
+
+def _adds(add: Node, other: Node) -> bool:
+    """What is added has the sum's size and dtype: nothing is broadcast or promoted in the op."""
+    result, given = _value(add.origin), [_value(n.origin) for n in (*add.inputs, other)]
+    return isinstance(result, Tensor) and all(
+        isinstance(t, Tensor) and (t.shape, t.dtype, t.device) == (result.shape, result.dtype, result.device)
+        for t in given
+    )
 
 
 def _holds_node(argument: Any) -> bool:
@@ -257,7 +268,7 @@ class _Writer:
             "autocast" in str(n.target) for n in self.graph.nodes
         )
         with self.graph.inserting_before(self.last):
-            y = emit_kgopt(chain, self._call, self.x, x.dim(), conv, norm, fold_pre=not autocast)
+            y = emit_kgopt(chain, self._call, self.x, x.dim(), conv, norm, fold_pre=not autocast, added=self._added())
             # PyTorch's GroupNorm on CUDA gives a contiguous tensor, which later nodes may count on.
             as_it_was = policy.as_torch_is_contiguous(chain, x.device)
             if as_it_was and not x.is_contiguous():
@@ -267,6 +278,13 @@ class _Writer:
         for found in reversed(self.found.nodes):
             if not found.origin.users:
                 self.graph.erase_node(found.origin)
+
+    def _added(self) -> Any:
+        """What a sum adds, as it is now: sites before this one have put other nodes in their places."""
+        for node in self.found.nodes:
+            if node.kind == "add" and self.found.added is not None:
+                return node.origin.args[0 if node.inputs[0] is self.found.added else 1]
+        return None
 
     def _call(self, function: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(function, args)

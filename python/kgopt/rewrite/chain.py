@@ -1,6 +1,7 @@
 """The structure of a site: what one op, or a few, compute in place of a model's code.
 
 convolution → pointwise chain → norm → pointwise chain → nothing, residual add, mean or logsumexp
+norm → sum with another tensor → pointwise chain
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Chain:
     norm: str = "group"  # or "instance": as many groups as channels
     conv: str = ""  # "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"; "": the chain starts at the norm
     pre: str = "none"  # activations between convolution and norm
+    added: bool = False  # another tensor is added to what the norm gives, ahead of the activations
     post: str = "none"  # activations after the norm
     residual: bool = False  # the convolution's output is added to the activations' result
     reduce: str = ""  # "mean" or "logsumexp"
@@ -34,6 +36,8 @@ class Chain:
 
     def _find_fused_op(self) -> str:
         if self.norm != "group":
+            return ""
+        if self.added:
             return ""
         plain = not self.residual and self.post == "none"
         if self.conv == "conv3d" and self.pre == "none" and plain and self.reduces_all(5) and not self.keepdim:
@@ -64,6 +68,7 @@ class Chain:
         parts = [names[self.conv]] if self.conv else []
         parts += [] if self.pre == "none" else _acts.split(self.pre)
         parts.append("GroupNorm" if self.norm == "group" else "InstanceNorm")
+        parts += ["sum"] if self.added else []
         parts += [] if self.post == "none" else _acts.split(self.post)
         parts += ["residual"] if self.residual else []
         parts += [self.reduce] if self.reduce else []
@@ -75,10 +80,11 @@ class Chain:
         if self.fused_op:
             return self.fused_op
         ops = [self.conv] if self.conv else []
-        if self.post == "none" and not self.keepdim and any(self.reduces_all(rank) for rank in (3, 4, 5)):
+        if not self.added and self.post == "none" and not self.keepdim and any(self.reduces_all(rank) for rank in (3, 4, 5)):
             ops += [] if self.pre == "none" else [f"activation({self.pre})"]
             return " + ".join([*ops, "group_norm_mean"])
         acts = [f"{key}={value}" for key, value in (("pre_act", self.pre), ("act", self.post)) if value != "none"]
-        ops.append(f"group_norm({', '.join(acts)})" if acts else "group_norm")
+        name = "group_norm_add" if self.added else "group_norm"
+        ops.append(f"{name}({', '.join(acts)})" if acts else name)
         ops += [self.reduce] if self.reduce else []
         return " + ".join(ops)

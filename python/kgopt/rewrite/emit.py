@@ -76,12 +76,17 @@ def emit_kgopt(
     norm: NormArgs,
     fold_pre: bool = True,
     call_norm: Call | None = None,
+    added: Any = None,
 ) -> Any:
     """The chain in kgopt's ops.
 
-    ``fold_pre``: the activations before the norm run inside it; ``call_norm``: another ``call`` for the norm.
+    ``fold_pre``: the activations before the norm run inside it; ``call_norm``: another ``call`` for the norm;
+    ``added``: what a chain with a sum adds.
     """
     n = norm
+    if chain.added:
+        op = _OPS.group_norm_add.default
+        return (call_norm or call)(op, x, added, n.num_groups, n.weight, n.bias, n.eps, chain.post)
     if chain.fused_op and conv is not None:
         shared = (x, conv.weight, conv.bias, n.num_groups, n.weight, n.bias, conv.stride, conv.padding)
         if chain.fused_op == CONV_MEAN:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
+import types
 from typing import Any
 
+import torch
 from torch import nn
 
 from kgopt.rewrite import known, originals
@@ -12,6 +17,7 @@ from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.watching import is_hooked
 
 Path = tuple[str, ...]  # names of children
+_MORE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
 
 
 def has_own_methods(module: Any, cls: Any) -> bool:
@@ -80,6 +86,38 @@ def runs_like_sequential(module: Any) -> bool:
     if cls.__call__ is not nn.Sequential.__call__ or cls._call_impl is not nn.Sequential._call_impl:
         return False
     return getattr(cls, "__iter__", None) is nn.Sequential.__iter__
+
+
+_LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
+_SILENT = ("RESUME", "CACHE", "PRECALL", "PUSH_NULL", "NOP", "NOT_TAKEN")
+
+
+@functools.lru_cache(maxsize=1024)
+def _passed_to(code: types.CodeType) -> str:
+    """The child of ``return self.child(x)``, where that is all of a forward; "" for any other."""
+    steps = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
+    if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & _MORE or len(steps) != 5:
+        return ""
+    own, child, x, call, back = steps
+    given = [s.opname in _LOADS and s.argval == name for s, name in zip((own, x), code.co_varnames, strict=False)]
+    looks_up = child.opname in ("LOAD_ATTR", "LOAD_METHOD")
+    calls = call.opname in ("CALL", "CALL_METHOD", "CALL_FUNCTION") and call.arg == 1
+    return str(child.argval) if all(given) and looks_up and calls and back.opname == "RETURN_VALUE" else ""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def _child_of_class(cls: Any) -> str:
+    forward = cls.forward
+    return _passed_to(forward.__code__) if isinstance(forward, types.FunctionType) else ""
+
+
+def passed_on(module: Any) -> Any:
+    """The child that does all that a module does, where its forward is ``return self.child(x)``; else the module."""
+    cls = type(module)
+    if cls.__call__ is not nn.Module.__call__ or "_kgopt_original" in cls.__dict__ or is_hooked(module):
+        return module
+    inside = module._modules.get(_child_of_class(cls))
+    return module if inside is None else inside
 
 
 def first_is_conv(module: Any) -> bool:

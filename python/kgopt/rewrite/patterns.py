@@ -7,7 +7,7 @@ decides what fuses, and this file knows neither syntax trees nor graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from kgopt.rewrite.chain import Chain
 class Node:
     """One value. ``kind`` is what made it; every reader is in ``users``, those that are not understood as OTHER."""
 
-    kind: str  # conv, norm, act, same, add, mean, logsumexp, flatten; other: known, but in the way; value
+    kind: str  # conv, norm, act, same, add (of two values), mean, logsumexp, flatten; other: known, but in the way; value
     inputs: list[Node] = field(default_factory=list)
     name: str = ""  # conv: which; norm: group or instance; act: its name
     dims: tuple[int, ...] | None = None
@@ -44,6 +44,7 @@ class Match:
     nodes: list[Node]
     input: Node
     norm: Node
+    added: Node | None = None  # the other value of a sum behind the norm
 
     @property
     def last(self) -> Node:
@@ -64,8 +65,11 @@ def _has_room(nodes: Sequence[Node], one: Node) -> bool:
     return _acts.fits([act for node in (*nodes, one) if node.kind == "act" for act in _acts.parse(node.name)])
 
 
-def match(norm: Node) -> Match:
-    """The largest chain around a norm; of one node, where nothing joins it."""
+def match(norm: Node, adds: Callable[[Node, Node], bool] | None = None) -> Match:
+    """The largest chain around a norm; of one node, where nothing joins it.
+
+    ``adds(sum, other)``: whether a sum with another value may be part of it.
+    """
     before = norm.inputs[0]
     pre: list[Node] = []
     while before.kind in ("act", "same") and _sole_user(before) is not None and _has_room(pre, before):
@@ -84,6 +88,9 @@ def match(norm: Node) -> Match:
     whole = _residual(norm, conv, pre, post, last)  # dropouts that are none may stand anywhere in it
     if whole is not None:
         return whole
+    summed = None if adds is None else _sum(norm, adds)
+    if summed is not None:
+        return summed
     if conv is not None and len(conv.users) != 1:
         conv = None
     # An activation that writes into its input may only be dropped together with what made that input.
@@ -114,6 +121,45 @@ def _build(norm: Node, conv: Node | None, pre: list[Node], post: list[Node], tai
     return Match(chain, nodes, nodes[0].inputs[0], norm)
 
 
+def _passed(node: Node) -> list[Node]:
+    """What passes a value on as it is, dropouts that are none."""
+    found: list[Node] = []
+    while (user := _sole_user(found[-1] if found else node)) is not None and user.kind == "same":
+        found.append(user)
+    return found
+
+
+def _sum(norm: Node, adds: Callable[[Node, Node], bool]) -> Match | None:
+    """``act(norm(x) + other)``. Of a sum of two norms it is the first one's."""
+    same = _passed(norm)
+    mine = same[-1] if same else norm
+    add = _sole_user(mine)
+    if add is None or add.kind != "add":
+        return None
+    first, second = add.inputs
+    other = second if mine is first else first
+    if other is mine or (mine is second and (add.inplace or _gives_norm(first, add))):
+        return None
+    if not adds(add, other):
+        return None
+    post: list[Node] = []
+    last = add
+    while (user := _sole_user(last)) is not None and user.kind in ("act", "same") and _has_room(post, user):
+        post.append(user)
+        last = user
+    while post and post[-1].kind == "same":
+        post.pop()
+    chain = Chain(norm=norm.name, added=True, post=_chain_name(post))
+    return Match(chain, [norm, *same, add, *post], norm.inputs[0], norm, other)
+
+
+def _gives_norm(value: Node, reader: Node) -> bool:
+    """Whether this is a norm's value that nothing else reads."""
+    while value.kind == "same" and _sole_user(value) is reader:
+        reader, value = value, value.inputs[0]
+    return value.kind == "norm" and _sole_user(value) is reader
+
+
 def _reduction(last: Node) -> list[Node]:
     """The mean or logsumexp that alone reads ``last``; also ``flatten(1).mean(1)``."""
     user = _sole_user(last)
@@ -130,7 +176,7 @@ def _reduction(last: Node) -> list[Node]:
 def _residual(norm: Node, conv: Node | None, pre: list[Node], post: list[Node], last: Node) -> Match | None:
     """The pipeline whose convolution is read twice: by the norm and by the addition at the end."""
     add = _sole_user(last)
-    if conv is None or pre or add is None or add.kind != "add":
+    if conv is None or pre or add is None or add.kind != "add" or add.inplace:
         return None
     if len(conv.users) != 2 or sorted(map(id, conv.users)) != sorted((id(norm), id(add))):
         return None

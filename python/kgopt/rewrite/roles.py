@@ -8,12 +8,17 @@ from torch import nn
 
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.meanings import activation_of, conv_of, is_activation, may_be_identity
-from kgopt.rewrite.modules import has_own_methods
+from kgopt.rewrite.modules import has_own_methods, passed_on
 from kgopt.rewrite.watching import is_hooked
 
 # The role of an expression such as ``self.norm1``: (kind, name, inplace).
 Role = tuple[str, str, bool]
 Path = tuple[str | int, ...]  # ``self.a.b[0]`` is ("a", "b", 0)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """A norm on kgopt's kernels."""
+    return getattr(type(module), "_kgopt_leaf", None) is type(module)
 
 
 def role_of(module: Any) -> Role | None:
@@ -22,7 +27,7 @@ def role_of(module: Any) -> Role | None:
         return None
     if is_hooked(module):
         return ("other", f"{type(module).__name__} has hooks", False) if is_activation(module) else None
-    if getattr(type(module), "_kgopt_leaf", None) is type(module):
+    if _is_norm(module):
         return ("norm", "group" if isinstance(module, nn.GroupNorm) else "instance", False)
     conv = conv_of(module)
     if conv is not None:
@@ -36,19 +41,23 @@ def role_of(module: Any) -> Role | None:
 
 
 def role_in_code(root: nn.Module, path: Path) -> Role | None:
-    """:func:`role_of` what a path means, and "tail" for a Sequential that ends in a convolution, which can wait for a
-    sum. Of a path that begins with "" only: is it a module, or None?
+    """:func:`role_of` what a path means, and "tail" for a Sequential that ends in a convolution or a norm, which can wait
+    for a sum. Of a path that begins with "" only: is it a module, or None?
     """
     if path[:1] == ("",):
         is_none = len(path) == 2 and path[1] in root.__dict__ and root.__dict__[path[1]] is None
         return ("module", "", False) if is_none or isinstance(child_at(root, path[1:]), nn.Module) else None
     module = child_at(root, path)
     role = role_of(module)
-    if role is None and isinstance(module, nn.Sequential) and not is_hooked(module):
-        last: Any = module
+    if role is None and isinstance(module, nn.Module) and not is_hooked(module):
+        last: Any = passed_on(module)
+        if not isinstance(last, nn.Sequential):
+            return None
         while isinstance(last, nn.Sequential) and last._modules:
             last = next(reversed(last._modules.values()))
-        return None if conv_of(last) is None else ("tail", "", False)
+        if conv_of(last) is not None:
+            return ("tail", "conv", False)
+        return ("tail", "norm", False) if isinstance(last, nn.Module) and _is_norm(last) else None
     return role
 
 

@@ -20,6 +20,7 @@ from kgopt.rewrite import carry, originals, policy, watching
 from kgopt.rewrite.chain import CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
+from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.known import Known
 from kgopt.rewrite.meanings import CONV_MODULES, activation_class, activation_of, is_identity
 from kgopt.rewrite.modules import guard_methods, has_own_methods, hides_parameters, is_as_is, runs_as_is
@@ -311,6 +312,31 @@ class Site:
             return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
         return _group_norm(x, *rest)  # type: ignore[no-any-return]
 
+    def run_added(self, norm: Any, x: Tensor, other: Any, act: str) -> Tensor | None:
+        """``act(norm(x) + other)`` in one op, of a site of the norm alone that is :meth:`ready`.
+
+        None where PyTorch's rules of sizes, dtypes and layouts have something to do.
+        """
+        if not is_plain(other) or other.shape != x.shape or other.device != x.device or not lies_as(other, x):
+            return None
+        if not (x.is_contiguous() or keeps_format(norm)):
+            return None  # PyTorch's norm gives a contiguous tensor, and what the sum is depends on both
+        autocast = torch.is_autocast_enabled(x.device.type) and x.is_cuda
+        half = autocast and self.keeps_dtype
+        if other.dtype is not x.dtype and (half or not autocast or torch.float64 in (x.dtype, other.dtype)):
+            return None
+        if half and "softplus" in act:
+            return None
+        n = norm_args(norm, x)
+        if n is None:
+            return None
+        args = (x, other, n.num_groups, n.weight, n.bias, n.eps, act)
+        if torch.compiler.is_compiling():
+            guard_methods(norm)
+        if autocast or watching.is_watched():
+            return without_autocast(_group_norm_add, *args) if half else _group_norm_add(*args)  # type: ignore[no-any-return]
+        return _direct_group_norm_add(*args)  # type: ignore[no-any-return]
+
     def carried(self, x: Tensor) -> Tensor | None:
         """The moments of x, where the convolution that made it kept them."""
         if torch.compiler.is_compiling() or carry.is_empty() or torch.is_autocast_enabled(x.device.type):
@@ -335,6 +361,8 @@ class Site:
 
 _group_norm = torch.ops.kgopt.group_norm.default
 _direct_group_norm = ops.direct("group_norm")
+_group_norm_add = torch.ops.kgopt.group_norm_add.default
+_direct_group_norm_add = ops.direct("group_norm_add")
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default
 _group_norm_without_grad = ops.without_grad("group_norm")
 _DIRECT = {

@@ -1,9 +1,10 @@
-"""Sums of what a convolution or an upsampling gives and something else, in inference: one pass instead of three.
+"""Sums of what a norm, a convolution or an upsampling gives and something else: one pass instead of three.
 
 In ``x + self.conv(h)``, or ``h = self.conv(h)`` and later ``(x + h) / scale`` or ``h += x``, the front end for source
 code (:mod:`~kgopt.rewrite.source`) has :meth:`Sum.begin` called in place of the module and :meth:`Sum.finish` in place
-of the addition. ``begin`` may put the module off, where ``finish`` can then compute both at once; everywhere else the
-two do what stands in the code. The front end proves that nobody sees the value in between and that nothing there
+of the addition. ``begin`` may put the module off, where ``finish`` can then compute both at once, for norms with the
+activation behind the sum; everywhere else the two do what stands in the code. Convolutions and upsamplings wait in
+inference alone. The front end proves that nobody sees the value in between and that nothing there
 changes what the module reads.
 """
 
@@ -16,13 +17,16 @@ from torch import Tensor, nn
 
 from kgopt import ops as ops
 from kgopt.rewrite import known, originals, watching
+from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
-from kgopt.rewrite.meanings import conv_of
-from kgopt.rewrite.modules import is_as_is, runs_like_sequential
+from kgopt.rewrite.meanings import activation_of, conv_of
+from kgopt.rewrite.modules import is_as_is, passed_on, runs_like_sequential
+from kgopt.rewrite.norms import LEAVES
+from kgopt.rewrite.sites import Site
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 
@@ -63,31 +67,66 @@ def _upsample_linear(x: Tensor, residual: Tensor) -> Tensor:
     return torch.ops.kgopt.upsample_linear(x, residual)  # type: ignore[no-any-return]
 
 
+class _LaterNorm(_Later):
+    """A norm that waits, with the activation that is known to follow."""
+
+    __slots__ = ("site",)
+
+    def __init__(self, norm: Any, x: Any, site: Site) -> None:
+        super().__init__(norm, x)
+        self.site = site
+
+    def plus(self, other: Any, divisor: Any, act: str = "none") -> Tensor | None:
+        if divisor is not None and not _is_one(divisor):
+            return None
+        return self.site.run_added(self.module, self.x, other, act)
+
+
+_ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance")}
+_KINDS = {leaf: "group" if issubclass(leaf, nn.GroupNorm) else "instance" for leaf in LEAVES.values()}
+
+
+def _norm_later(norm: Any, x: Any) -> Any:
+    """A norm of ours, later where it may wait and is the faster one here; else what it gives."""
+    site = _ALONE[_KINDS[type(norm)]]
+    compiling = torch.compiler.is_compiling()
+    may_wait = _adds_as_is() and (compiling or not watching.is_watched())
+    return _LaterNorm(norm, x, site) if may_wait and site.ready(norm, x) else norm(x)
+
+
 class Sum:
-    """One ``a + b``, perhaps ``/ c``, in a method."""
+    """One ``a + b``, perhaps ``/ c``, in a method; ``act``: the function behind it and its name for the ops."""
+
+    def __init__(self, function: Any = None, act: str = "") -> None:
+        self.function, self.act = function, act
+        self.is_untouched = originals.untouched(*(() if function is None else originals.of_function(function)))
 
     def __repr__(self) -> str:
         return "Sum()"
 
     def __reduce__(self) -> Any:
-        return Sum, ()
+        return Sum, (self.function, self.act)
 
     def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
+        if type(module) in _KINDS:
+            return _norm_later(module, x) if _all_change_nothing(owner, between) else module(x)
         if isinstance(module, nn.Module) and known.get(module, "glue") is not None and conv_of(module) is not None:
             # A convolution waits where kgopt adds its bias or computes it.
             plan = plans.plan_of(module, x) if _may_wait(module) and is_as_is(module) else None
             if plan is None or not plan.adds:
                 return module(x)
-            if all(_changes_nothing(getattr(owner, name, None)) for name in between):
+            if _all_change_nothing(owner, between):
                 return _Later(module, x, plan)
-        elif isinstance(module, nn.Sequential) and _may_wait(module):
-            return (
-                _last_later(module, x)
-                if all(_changes_nothing(getattr(owner, name, None)) for name in between)
-                else module(x)
-            )
+        elif isinstance(module, nn.Module) and not is_hooked(module) and not any_global_hooks():
+            inside = passed_on(module)
+            if isinstance(inside, nn.Sequential) and not is_hooked(inside) and _all_change_nothing(owner, between):
+                return _last_later(inside, x)
         return module(x)
+
+    def now(self, value: Any) -> Any:
+        """What :meth:`begin` gave, for code that reads it before :meth:`finish`."""
+        return value.value() if isinstance(value, _Later) else value
 
     def finish(self, a: Any, b: Any, divisor: Any = None) -> Any:
         """``a + b``, or ``(a + b) / divisor``."""
@@ -103,6 +142,26 @@ class Sum:
             return y
         return y / divisor
 
+    def finish_then(self, act: Any, a: Any, b: Any, function: Any = None) -> Any:
+        """``act(a + b)``. ``act`` is a module, or calls ``function``."""
+        y = self._fused(act, a, b, function)
+        return act(self.finish(a, b)) if y is None else y
+
+    def finish_in_place_then(self, act: Any, a: Any, b: Any, function: Any = None) -> Any:
+        """``a += b``, then ``act(a)``, where a is what :meth:`begin` gave."""
+        y = self._fused(act, a, b, function)
+        return act(self.finish_in_place(a, b)) if y is None else y
+
+    def _fused(self, act: Any, a: Any, b: Any, function: Any) -> Tensor | None:
+        later, other = (a, b) if isinstance(a, _LaterNorm) else (b, a)
+        if not isinstance(later, _LaterNorm) or isinstance(other, _Later):
+            return None
+        if isinstance(act, nn.Module):
+            name = activation_of(act) if is_as_is(act) else None
+        else:
+            name = self.act if function is self.function and self.is_untouched() else None
+        return None if name is None else later.plus(other, None, name)
+
     def finish_in_place(self, a: Any, b: Any) -> Any:
         """``a += b``, where a is what :meth:`begin` gave."""
         if isinstance(a, _Later):
@@ -114,9 +173,23 @@ class Sum:
         return a
 
 
+def _all_change_nothing(owner: Any, names: tuple[str, ...]) -> bool:
+    return all(_changes_nothing(getattr(owner, name, None)) for name in names)
+
+
+_WRITES_NOTHING = (nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.Identity)
+
+
 def _changes_nothing(module: Any) -> bool:
-    """A convolution that nobody watches; where there is none, nothing is called."""
-    return module is None or (conv_of(module) is not None and is_as_is(module))
+    """A convolution, a norm of ours, a pooling or Sequentials of such; where there is none, nothing is called."""
+    if module is None or (conv_of(module) is not None and is_as_is(module)):
+        return True
+    if type(module) in _KINDS or type(module) in _WRITES_NOTHING:
+        return not is_hooked(module)
+    module = passed_on(module)
+    if not isinstance(module, nn.Sequential) or not runs_like_sequential(module) or is_hooked(module):
+        return False
+    return all(map(_changes_nothing, module._modules.values()))
 
 
 def _is_one(divisor: Any) -> bool:
@@ -138,8 +211,18 @@ def _may_wait(module: nn.Module) -> bool:
     return not watching.wants_torch() if torch.compiler.is_compiling() else not watching.is_watched()
 
 
+def _before_last(path: list[Any], x: Any) -> Any:
+    """What the last module of nested Sequentials is given."""
+    for inside in path[:-1]:
+        for module in list(inside._modules.values())[:-1]:
+            x = module(x)
+    return x
+
+
 def _last_later(whole: nn.Sequential, x: Any) -> Any:
-    """A Sequential, perhaps of Sequentials, that ends in nn.Upsample or a convolution: all but that is computed now."""
+    """A Sequential, perhaps of Sequentials, that ends in a norm, a convolution or nn.Upsample: all but that is computed
+    now.
+    """
     path: list[Any] = [whole]
     while isinstance(path[-1], nn.Sequential):
         inside = path[-1]
@@ -149,15 +232,18 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
             return whole(x)
         path.append(list(inside._modules.values())[-1])
     last = path[-1]
+    is_norm = type(last) in _KINDS
+    if not (is_norm or _may_wait(whole)):
+        return whole(x)
+    if is_norm:
+        return _norm_later(last, _before_last(path, x))
     state = known.get(last, "glue") if isinstance(last, nn.Module) else None
     is_conv = conv_of(last) is not None
     if state is None or not (is_conv or original_class(last) is nn.Upsample) or is_hooked(last):
         return whole(x)
     if not (is_as_is(last) if is_conv else originals.AS_CALLED[nn.Upsample]()):
         return whole(x)
-    for inside in path[:-1]:
-        for module in list(inside._modules.values())[:-1]:
-            x = module(x)
+    x = _before_last(path, x)
     if is_conv:
         plan = plans.plan_of(last, x)
         return last(x) if plan is None or not plan.adds else _Later(last, x, plan)

@@ -53,6 +53,46 @@ def _group_norm() -> Target:
     )
 
 
+def _add_draw(d: Draw) -> tuple[Tensors, Args]:
+    tensors, args = norm_draw()(d)
+    residual = d.tensor(tensors["x"]["shape"])
+    return {"x": tensors.pop("x"), "residual": residual, **tensors}, args
+
+
+def _added(case: Case) -> str:
+    return norm_text(case, "eps", "act").replace("x, ", "x, residual, ", 1)
+
+
+def _group_norm_add() -> Target:
+    def ours(case: Case) -> str:
+        if case["via"] == "functional":
+            return f"kgopt.functional.group_norm({norm_text(case, 'eps', 'act')}, residual)"
+        return f"torch.ops.kgopt.group_norm_add({_added(case)})"
+
+    return Target(
+        "group_norm_add",
+        10,
+        _add_draw,
+        ours,
+        lambda case: f"{REF}.group_norm_add_ref({_added(case)})",
+        ("functional", "op"),
+        autocast=True,
+        wide=("weight", "bias"),
+    )
+
+
+def _group_norm_add_fwd() -> Target:
+    return Target(
+        "group_norm_add_fwd",
+        4,
+        _add_draw,
+        lambda case: f"torch.ops.kgopt.group_norm_add_fwd({_added(case)})",
+        lambda case: f"({REF}.group_norm_add_ref({_added(case)}), *{stats_text('x', case)})",
+        ("op",),
+        wide=("weight", "bias"),
+    )
+
+
 def stats_text(x: str, case: Case) -> str:
     return f"{REF}.group_stats_ref(wide({x}), {case['args']['num_groups']!r}, {case['args']['eps']!r})"
 
@@ -254,6 +294,8 @@ def _lse_backward() -> Target:
 TARGETS = [
     _group_norm(),
     _group_norm_fwd(),
+    _group_norm_add(),
+    _group_norm_add_fwd(),
     _group_norm_moments(),
     _group_stats(),
     _group_norm_mean(),

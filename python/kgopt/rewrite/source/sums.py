@@ -1,8 +1,11 @@
-"""Sums with the value of a convolution, or of a module known only when the code runs: see :mod:`kgopt.rewrite.sums`."""
+"""Sums with the value of a norm, a convolution, or a module known only when the code runs: see
+:mod:`kgopt.rewrite.sums`.
+"""
 
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +22,7 @@ class Sums:
         self.method = method
 
     def run(self, body: list[ast.stmt]) -> None:
-        """Sums with the value of a convolution, or of a module that is known when the code runs."""
+        """Writes those of a block and of the blocks in it."""
         for statement in body:
             if isinstance(statement, (ast.If, ast.For, ast.While)) or (
                 isinstance(statement, ast.With) and self.method.lets_errors_pass(statement)
@@ -29,6 +32,11 @@ class Sums:
         for k in range(len(body)):
             self._sum_of_call(body[k])
             self._sum_of_names(body, k)
+        for statement in body:
+            self._act_on_sums(statement)
+        for k in reversed(range(len(body) - 1)):
+            if self._act_behind_sum(body[k], body[k + 1]):
+                del body[k]
 
     def _sum_of_call(self, statement: ast.stmt) -> None:
         """``x + self.conv(h)``, ``up(x) + skips[i]``."""
@@ -59,7 +67,7 @@ class Sums:
         path = self.method.path(e.func)
         if path is not None:
             role = self.method.role(path)
-            return role is not None and role[0] in ("conv", "tail")
+            return role is not None and role[0] in ("conv", "norm", "tail")
         return isinstance(e.func, ast.Name) and e.func.id in self.method.locals and e.func.id not in self.method.hidden
 
     def _write_sum(self, statement: ast.stmt, e: ast.BinOp, call: ast.expr) -> None:
@@ -76,29 +84,51 @@ class Sums:
         if target is None or call is None or not self._can_wait(call) or self.method.path(call.func) is None:
             return
         between: list[str] = []
+        early: list[ast.stmt] = []  # statements that may read the value
         last = k + 1
-        while last < len(body) and target not in reads(body[last]):
-            if target in writes(body[last]) or not self._is_harmless(body[last], between):
+        while last < len(body):
+            if self._reads_in_branch(body[last], target):
+                early.append(body[last])
+            elif target in reads(body[last]):
+                break
+            elif target in writes(body[last]) or not self._is_harmless(body[last], between):
                 return
             last += 1
         if last == len(body) or not isinstance(body[last], (ast.Assign, ast.AnnAssign, ast.Return, ast.AugAssign)):
             return
         statement: Any = body[last]
         if isinstance(statement, ast.AugAssign):
-            self._add_in_place(body, k, last, call, between)
+            self._add_in_place(body, k, last, call, between, early)
             return
         found = self._sum_with(statement.value, target)
         loads = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == target]
         read = [n for n in loads if isinstance(n.ctx, ast.Load)]
-        dead = target not in liveness(self.method.tree.body).after.get(id(statement), set())
+        anew = self.method.target(statement) == target
+        dead = anew or target not in liveness(self.method.tree.body).after.get(id(statement), set())
         if found is None or len(read) != 1 or not dead or not evaluated_first(statement.value, found[0]):
             return
         whole, sides, divisor = found
         name = self._new_sum()
         replace(body[k], call, self._begin(name, call, between))
+        self._read_now(name, early, target)
         replace(statement, whole, call_of(name, "finish", [*sides, *([divisor] if divisor is not None else [])], whole))
 
-    def _add_in_place(self, body: list[ast.stmt], k: int, last: int, call: Any, between: list[str]) -> None:
+    def _reads_in_branch(self, s: ast.stmt, name: str) -> bool:
+        """``if self.drop: h = self.drop_path(h)``: whatever it does, it does to the value itself."""
+        if not isinstance(s, ast.If) or s.orelse or not is_test(s.test) or name in reads(s.test):
+            return False
+        return all(isinstance(inner, ast.Assign) and self.method.target(inner) == name for inner in s.body)
+
+    def _read_now(self, sum_name: str, statements: list[ast.stmt], name: str) -> None:
+        for statement in statements:
+            loads = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name]
+            for load in loads:
+                if isinstance(load.ctx, ast.Load):
+                    replace(statement, load, call_of(sum_name, "now", [load], load))
+
+    def _add_in_place(
+        self, body: list[ast.stmt], k: int, last: int, call: Any, between: list[str], early: list[ast.stmt]
+    ) -> None:
         """``h += x``, where h is what the call gave."""
         statement: Any = body[last]
         if not isinstance(statement.op, ast.Add) or not isinstance(statement.target, ast.Name):
@@ -109,6 +139,7 @@ class Sums:
             return
         name = self._new_sum()
         replace(body[k], call, self._begin(name, call, between))
+        self._read_now(name, early, statement.target.id)
         read = ast.copy_location(ast.Name(statement.target.id, ast.Load()), statement)
         result = call_of(name, "finish_in_place", [read, statement.value], statement.value)
         body[last] = assign(statement.target.id, result, statement)
@@ -137,7 +168,7 @@ class Sums:
     def _is_harmless(self, s: ast.stmt, between: list[str]) -> bool:
         """Changes no tensor: tests, plain assignments, ``.contiguous()``, calls of convolutions (into ``between``)."""
         if isinstance(s, ast.If):
-            return is_test(s.test) and all(self._is_harmless(inner, between) for inner in (*s.body, *s.orelse))
+            return self._is_test(s.test) and all(self._is_harmless(inner, between) for inner in (*s.body, *s.orelse))
         if isinstance(s, ast.Pass):
             return True
         if self.method.target(s) is None:
@@ -153,6 +184,72 @@ class Sums:
             return True
         is_method = isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Name)
         return is_method and value.func.attr == "contiguous" and not value.args  # type: ignore[attr-defined]
+
+    def _is_test(self, e: ast.expr) -> bool:
+        """Also ``hasattr(self, "conv3")``."""
+        asks = isinstance(e, ast.Call) and self.method.function(e.func) is hasattr and not e.keywords
+        return is_test(e) or (asks and all(map(is_plain, e.args)))  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------------------- activations behind sums of norms
+
+    def _act_on_sums(self, statement: ast.stmt) -> None:
+        """``self.act(a + b)``, once the sum is written, as one call."""
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) or statement.value is None:
+            return
+        for call in list(ast.walk(statement.value)):
+            if isinstance(call, ast.Call) and len(call.args) == 1 and self._is_sum(call.args[0]):
+                self._join(call, call.args[0])
+
+    def _act_behind_sum(self, first: ast.stmt, second: ast.stmt) -> bool:
+        """``h = a + b``, then ``h = self.act(h)`` or ``return self.act(h)``: the second statement does both."""
+        name = self.method.target(first)
+        total = getattr(first, "value", None)
+        call = second.value if isinstance(second, (ast.Assign, ast.Return)) else None
+        if name is None or not self._is_sum(total) or not isinstance(call, ast.Call) or len(call.args) != 1:
+            return False
+        if not isinstance(call.args[0], ast.Name) or call.args[0].id != name or len(reads(call) & {name}) != 1:
+            return False
+        if sum(isinstance(n, ast.Name) and n.id == name for n in ast.walk(call)) != 1:
+            return False
+        if not isinstance(second, ast.Return) and self.method.target(second) != name:
+            return False  # the sum may be read later
+        if any(self.method.may_catch(n) for n in ast.walk(self.method.tree)):
+            return False  # so may what handles an error
+        return self._join(call, total)
+
+    def _is_sum(self, e: Any) -> bool:
+        if not isinstance(e, ast.Call) or not isinstance(e.func, ast.Attribute) or len(e.args) != 2:
+            return False
+        owner = e.func.value
+        made = self.method.sites.get(owner.id) if isinstance(owner, ast.Name) else None
+        return isinstance(made, Sum) and e.func.attr in ("finish", "finish_in_place")
+
+    def _join(self, call: ast.Call, total: Any) -> bool:
+        """Turns ``act(total)`` into one call of the sum; whether it did."""
+        name = total.func.value.id
+        act: ast.expr = call.func
+        more: list[ast.expr] = []
+        path = self.method.path(call.func)
+        if path is not None:
+            role = self.method.role(path)
+            if role is None or role[0] != "act" or call.keywords:
+                return False
+        else:
+            function = self.method.function(call.func)
+            node = None if function is None else self.method.described(function, call)
+            if node is None or node.kind != "act":
+                return False
+            self.method.sites[name] = Sum(function, node.name)
+            value = ast.Name("_kgopt_value", ast.Load())
+            made = ast.Call(copy.deepcopy(call.func), [value], copy.deepcopy(call.keywords))
+            arguments = ast.arguments([], [ast.arg("_kgopt_value")], None, [], [], None, [])
+            act, more = ast.Lambda(arguments, made), [copy.deepcopy(call.func)]
+            for node_of in ast.walk(act):
+                if "lineno" in getattr(node_of, "_attributes", ()):
+                    ast.copy_location(node_of, call)
+        joined = call_of(name, total.func.attr + "_then", [act, *total.args, *more], call)
+        call.func, call.args, call.keywords = joined.func, joined.args, []
+        return True
 
     def _new_sum(self) -> str:
         name = f"_kgopt_sum_{len(self.method.sites)}"
