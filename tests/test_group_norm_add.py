@@ -96,9 +96,7 @@ def test_misaligned_and_sliced(offset, device):
     weight, bias = torch.randn(2, 8, device=device)
     y = OPS.group_norm_add(x, residual, 4, weight, bias, 1e-5, "relu")
     expected = reference.group_norm_add_ref(x, residual, 4, weight, bias, act="relu")
-    exact = reference.group_norm_add_ref(
-        x.double(), residual.double(), 4, weight.double(), bias.double(), act="relu"
-    )
+    exact = reference.group_norm_add_ref(x.double(), residual.double(), 4, weight.double(), bias.double(), act="relu")
     assert_as_good_as_torch(y, expected, exact)
 
 

@@ -24,8 +24,8 @@ struct GroupNormFwdArgs {
   const void* x = nullptr;
   void* y = nullptr;               // may be x
   const void* residual = nullptr;  // of x's type and layout, or null; read by the kernels that take any chain
-  const void* weight = nullptr;  // [C] or null (ones)
-  const void* bias = nullptr;    // [C] or null (zeros)
+  const void* weight = nullptr;    // [C] or null (ones)
+  const void* bias = nullptr;      // [C] or null (zeros)
   Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
   ActChain pre_act, act;
   bool add_input = false;

@@ -147,8 +147,8 @@ struct Buffers {
 
 // y = act((pre(x) - mean) * scale + bias), a piece.
 template <typename T>
-void apply_piece(const Tiles& t, const Table<acc_t<T>>& table, const T* x, const T* residual, T* y,
-                 const ActChain& act, const ActChain& pre, int64_t unit, int64_t p) {
+void apply_piece(const Tiles& t, const Table<acc_t<T>>& table, const T* x, const T* residual, T* y, const ActChain& act,
+                 const ActChain& pre, int64_t unit, int64_t p) {
   using Acc = acc_t<T>;
   const Buffers<Acc, 2> buffers(t);
   t.each_block(t.range(p), [&](int64_t at, int64_t n) {

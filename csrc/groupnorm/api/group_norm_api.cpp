@@ -83,8 +83,8 @@ std::tuple<Tensor, Tensor, Tensor> normalize_new(const char* op, const Tensor& x
     return {y, s.mean, s.rstd};
   }
   const OptTensor r = residual ? OptTensor(dense_in(*residual, format)) : std::nullopt;
-  const Statistics s = normalize_into(op, dense_in(x, format), y, d, weight, bias, eps, act, pre_act, false, given,
-                                      data_or_null(r));
+  const Statistics s =
+      normalize_into(op, dense_in(x, format), y, d, weight, bias, eps, act, pre_act, false, given, data_or_null(r));
   return {y, s.mean, s.rstd};
 }
 

@@ -30,8 +30,9 @@ Tensor affine_gradient(const Tensor& x, const GroupNormDims& d, const F& coeffic
     }
     const T* const from = static_cast<const T*>(dense.const_data_ptr());
     T* const to = static_cast<T*>(dx.mutable_data_ptr());
-    parallel(t.units * t.pieces, t.piece,
-             [&](int64_t i) { apply_piece<T>(t, table, from, nullptr, to, ActChain(), ActChain(), i / t.pieces, i % t.pieces); });
+    parallel(t.units * t.pieces, t.piece, [&](int64_t i) {
+      apply_piece<T>(t, table, from, nullptr, to, ActChain(), ActChain(), i / t.pieces, i % t.pieces);
+    });
   });
   return dx;
 }

@@ -254,17 +254,16 @@ Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias
   return std::get<0>(group_norm_fwd_cpu(x, num_groups, weight, bias, eps, act, "none"));
 }
 
-std::tuple<Tensor, Tensor, Tensor> group_norm_add_fwd(Tensor x, Tensor residual, int64_t num_groups,
-                                                          OptTensor weight, OptTensor bias, double eps,
-                                                          std::string act) {
+std::tuple<Tensor, Tensor, Tensor> group_norm_add_fwd(Tensor x, Tensor residual, int64_t num_groups, OptTensor weight,
+                                                      OptTensor bias, double eps, std::string act) {
   const char* const op = "group_norm_add";
   const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias);
   check_like(op, "residual", residual, x);
   const ActChain chain = check_act(op, act);
   const MemoryFormat format = format_of(x, d);
   Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
-  const Statistics s = normalize_into(dense_in(x, format), y, d, weight, bias, eps, chain, ActChain(),
-                                      dense_in(residual, format));
+  const Statistics s =
+      normalize_into(dense_in(x, format), y, d, weight, bias, eps, chain, ActChain(), dense_in(residual, format));
   return {y, to_tensor(x, s.mean, {d.n, d.g}), to_tensor(x, s.rstd, {d.n, d.g})};
 }
 

@@ -310,6 +310,7 @@ struct FwdBlock
           input[i] = read(k + i);
           values_of<Traits::kPre>(input[i], p.pre_act, x[i]);
           scale_shift(x[i], mean, scale, shift);
+          add_residual<Traits::kAct>(p, to + (k + i) * 32 * kVec, x[i]);
         }
         walk(x);
 #pragma unroll

@@ -71,7 +71,7 @@ def _norm_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     ctx.options = groups, eps, act
     y, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
-    # ReLU's slope follows from what it gave, which PyTorch keeps, too; others need what they were given, from both parts.
+    # ReLU's slope follows from what it gave, which PyTorch keeps, too; others' from the sum, computed again.
     kept = y if act == "relu" else None if act == "none" else residual
     ctx.save_for_backward(x, weight, bias, mean, rstd, kept)
 

@@ -80,7 +80,12 @@ class Chain:
         if self.fused_op:
             return self.fused_op
         ops = [self.conv] if self.conv else []
-        if not self.added and self.post == "none" and not self.keepdim and any(self.reduces_all(rank) for rank in (3, 4, 5)):
+        if (
+            not self.added
+            and self.post == "none"
+            and not self.keepdim
+            and any(self.reduces_all(rank) for rank in (3, 4, 5))
+        ):
             ops += [] if self.pre == "none" else [f"activation({self.pre})"]
             return " + ".join([*ops, "group_norm_mean"])
         acts = [f"{key}={value}" for key, value in (("pre_act", self.pre), ("act", self.post)) if value != "none"]

@@ -64,9 +64,10 @@ struct Window {
     for (int i = 0; i < kWords; ++i) split_for_tf32(__uint_as_float(words[i]), &words[i], &rest.words[i]);
     return rest;
   }
-  // Word i of the four, for a tap of the width. Beyond dy's positions the other taps find zeros behind x's row.
+  // Word i of the four, for a tap of the width. Beyond dy's positions the first tap may find x, and without zeros ahead
+  // of a row the others may find the next one.
   __device__ __forceinline__ uint32_t at(int i, int tap) const {
-    const bool may_find_x = tap < kFewWgradTaps - 1 - kLead;
+    const bool may_find_x = kLead == 0 || tap == 0;
     return may_find_x && i >= positions ? 0u : shifted(i, tap - kLead);
   }
   __device__ __forceinline__ uint32_t shifted(int i, int shift) const {
@@ -189,7 +190,8 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
   };
   auto corner_of = [&](int tile) {
     const int rest = tile % in_sample;
-    return Corner{rest / (tiles_w * tiles_h) * tile_d, rest / tiles_w % tiles_h * tile_h, rest % tiles_w * plan.tile[2]};
+    return Corner{rest / (tiles_w * tiles_h) * tile_d, rest / tiles_w % tiles_h * tile_h,
+                  rest % tiles_w * plan.tile[2]};
   };
   int load_tile = blockIdx.x, load_stage = 0;
   auto load = [&] {

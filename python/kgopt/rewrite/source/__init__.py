@@ -60,7 +60,10 @@ def _rewrite(method: Method) -> Found:
     """Puts all sites into a method's tree; what it holds."""
     sink(method, method.tree.body)
     found = Chains(method).run()
-    Sums(method).run(method.tree.body)
+    sums = Sums(method)
+    sums.run(method.tree.body)
+    for path, chain in sums.chains():
+        found.chains.setdefault(path, []).append(chain)
     keep_formats(method)
     return found
 

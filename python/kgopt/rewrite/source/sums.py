@@ -9,6 +9,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from kgopt.rewrite.chain import Chain
+from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first, is_plain, is_test, replace
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
@@ -20,6 +22,12 @@ class Sums:
 
     def __init__(self, method: Method) -> None:
         self.method = method
+        self._norms: dict[str, tuple[Path, str, str]] = {}  # by the sum's name: which norm, its kind, the activation
+
+    def chains(self) -> Iterator[tuple[Path, Chain]]:
+        """Those that begin with a norm of the method's own."""
+        for path, kind, act in self._norms.values():
+            yield path, Chain(kind, added=True, post=act)
 
     def run(self, body: list[ast.stmt]) -> None:
         """Writes those of a block and of the blocks in it."""
@@ -71,8 +79,8 @@ class Sums:
         return isinstance(e.func, ast.Name) and e.func.id in self.method.locals and e.func.id not in self.method.hidden
 
     def _write_sum(self, statement: ast.stmt, e: ast.BinOp, call: ast.expr) -> None:
-        name = self._new_sum()
         assert isinstance(call, ast.Call)
+        name = self._new_sum(call)
         begin = call_of(name, "begin", [call.func, call.args[0]], call)
         operands = [begin if side is call else side for side in (e.left, e.right)]
         replace(statement, e, call_of(name, "finish", operands, e))
@@ -108,7 +116,7 @@ class Sums:
         if found is None or len(read) != 1 or not dead or not evaluated_first(statement.value, found[0]):
             return
         whole, sides, divisor = found
-        name = self._new_sum()
+        name = self._new_sum(call)
         replace(body[k], call, self._begin(name, call, between))
         self._read_now(name, early, target)
         replace(statement, whole, call_of(name, "finish", [*sides, *([divisor] if divisor is not None else [])], whole))
@@ -137,7 +145,7 @@ class Sums:
             return
         if statement.target.id in reads(statement.value):
             return
-        name = self._new_sum()
+        name = self._new_sum(call)
         replace(body[k], call, self._begin(name, call, between))
         self._read_now(name, early, statement.target.id)
         read = ast.copy_location(ast.Name(statement.target.id, ast.Load()), statement)
@@ -234,12 +242,14 @@ class Sums:
             role = self.method.role(path)
             if role is None or role[0] != "act" or call.keywords:
                 return False
+            known = role[1]
         else:
             function = self.method.function(call.func)
             node = None if function is None else self.method.described(function, call)
             if node is None or node.kind != "act":
                 return False
-            self.method.sites[name] = Sum(function, node.name)
+            known = node.name
+            self.method.sites[name] = Sum(function, known)
             value = ast.Name("_kgopt_value", ast.Load())
             made = ast.Call(copy.deepcopy(call.func), [value], copy.deepcopy(call.keywords))
             arguments = ast.arguments([], [ast.arg("_kgopt_value")], None, [], [], None, [])
@@ -249,9 +259,16 @@ class Sums:
                     ast.copy_location(node_of, call)
         joined = call_of(name, total.func.attr + "_then", [act, *total.args, *more], call)
         call.func, call.args, call.keywords = joined.func, joined.args, []
+        if name in self._norms:
+            self._norms[name] = *self._norms[name][:2], known
         return True
 
-    def _new_sum(self) -> str:
+    def _new_sum(self, call: ast.Call) -> str:
+        """The name of a sum with what the call gives."""
         name = f"_kgopt_sum_{len(self.method.sites)}"
         self.method.sites[name] = Sum()
+        path = self.method.path(call.func)
+        role = self.method.role(path) if path is not None else None
+        if path is not None and role is not None and role[0] == "norm":
+            self._norms[name] = path, role[1], "none"
         return name

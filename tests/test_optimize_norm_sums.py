@@ -1,0 +1,335 @@
+"""Sums behind norms in the code of modules: act(norm(x) + r) as one op, and what keeps its parts apart."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kgopt
+from kgopt.rewrite import policy, sites
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch):
+    monkeypatch.setattr(policy, "default", lambda device: True)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def summed(monkeypatch):
+    """The activations of the sums that became one op."""
+    found = []
+    run = sites.Site.run_added
+
+    def watched(self, norm, x, other, act):
+        y = run(self, norm, x, other, act)
+        if y is not None:
+            found.append(act)
+        return y
+
+    monkeypatch.setattr(sites.Site, "run_added", watched)
+    return found
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.short = nn.Conv2d(4, 4, 1)
+        self.short_norm = nn.InstanceNorm2d(4, affine=True)
+        self.act = nn.LeakyReLU(0.1, inplace=True)
+        self.down = nn.Sequential(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4))
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(4, 4))
+        self.drop = False
+
+
+class Monai(Base):
+    """As monai.networks.blocks.UnetResBlock."""
+
+    def forward(self, x):
+        residual = x
+        out = self.conv(x)
+        out = self.norm(out)
+        if hasattr(self, "short"):
+            residual = self.short(residual)
+        if hasattr(self, "short_norm"):
+            residual = self.short_norm(residual)
+        out += residual
+        out = self.act(out)
+        return out
+
+
+class Resnet(Base):
+    """As torchvision's."""
+
+    def forward(self, x):
+        identity = x
+        out = self.conv(x)
+        out = self.norm(out)
+        if self.down is not None:
+            identity = self.down(x)
+        out += identity
+        return F.relu(out)
+
+
+class Inline(Base):
+    def forward(self, x):
+        h = F.silu(self.norm(self.conv(x)) + x, inplace=True)
+        return self.act(x + self.norm(self.conv(h)))
+
+
+class Tail(Base):
+    def forward(self, x):
+        out = self.body(x)
+        out = out + self.down(x)
+        return F.gelu(out, approximate="tanh")
+
+
+class NoActivation(Base):
+    def forward(self, x):
+        return x + self.norm(self.conv(x))
+
+
+class Whole(nn.Module):
+    """As nnU-Net's ConvDropoutNormReLU: all of its forward is a Sequential's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_modules = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4, affine=True))
+
+    def forward(self, x):
+        return self.all_modules(x)
+
+
+class Dropped(Base):
+    """As nnU-Net's BasicBlockD."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = Whole()
+
+    def drop_path(self, x):
+        return x * 0.5
+
+    def forward(self, x):
+        residual = self.down(x)
+        out = self.whole(self.conv(x))
+        if self.drop:
+            out = self.drop_path(out)
+        out += residual
+        return self.act(out)
+
+
+FUSED = {
+    Monai: ["leaky_relu(0.1)"],
+    Resnet: ["relu"],
+    Inline: ["silu", "leaky_relu(0.1)"],
+    Tail: ["gelu_tanh"],
+    NoActivation: ["none"],
+    Dropped: ["leaky_relu(0.1)"],
+}
+
+
+class ReadLater(Base):
+    def forward(self, x):
+        h = self.norm(self.conv(x))
+        y = h + x
+        return self.act(y.clone()) + h
+
+
+class Broadcast(Base):
+    def forward(self, x):
+        return F.relu(self.norm(self.conv(x)) + x.mean((2, 3), keepdim=True))
+
+
+class Wider(Base):
+    def forward(self, x):
+        return F.relu(self.norm(self.conv(x)) + x.double() * 1.5)
+
+
+class InPlaceOnTheOther(Base):
+    def forward(self, x):
+        r = x * 1
+        h = self.norm(self.conv(x))
+        r += h
+        return F.relu(r) + r
+
+
+class WritesBetween(Base):
+    def forward(self, x):
+        c = self.conv(x)
+        h = self.norm(c)
+        c.mul_(2)
+        h += c
+        return self.act(h)
+
+
+class Caught(Base):
+    def forward(self, x):
+        h = self.norm(self.conv(x))
+        try:
+            h = h + x
+            h = self.act(h[:, :9])
+        except ValueError:
+            return h
+        return h
+
+
+APART = [ReadLater, Broadcast, Wider, InPlaceOnTheOther, Caught]
+
+
+def pair(cls, dtype=torch.float64):
+    torch.manual_seed(3)
+    original = cls().to(dtype)
+    for p in original.parameters():
+        nn.init.normal_(p, std=0.4)
+    return original, kgopt.optimize(copy.deepcopy(original), measure=False)
+
+
+def compare(original, model, x):
+    """Results, and gradients of the input and of the parameters."""
+    results = []
+    for m in (original, model):
+        given = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        y = m(given)
+        m.zero_grad()
+        y.square().sum().backward()
+        results.append((y, given.grad, [p.grad for p in m.parameters() if p.grad is not None]))
+    torch.testing.assert_close(results[1], results[0])
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), original(x))
+
+
+def sample(dtype=torch.float64):
+    return torch.randn(2, 4, 6, 5, dtype=dtype)
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("cls", FUSED)
+def test_sums_become_one_op(cls, format, summed):
+    original, model = pair(cls)
+    x = sample().contiguous(memory_format=format)
+    compare(original, model, x)
+    if format is torch.contiguous_format:  # else PyTorch's norm changes the layout, and the sum's is that of both
+        assert summed == FUSED[cls] * 2
+
+
+@pytest.mark.parametrize("cls", [*FUSED, *APART])
+def test_compiled(cls, summed):
+    original, model = pair(cls)
+    x = sample()
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=cls is not Caught)(x), original(x))
+    assert summed == FUSED.get(cls, [])
+
+
+@pytest.mark.parametrize("cls", APART)
+def test_what_cannot_be_one_op(cls, summed):
+    original, model = pair(cls)
+    compare(original, model, sample())
+    assert not summed
+
+
+def test_the_input_changes_in_between(summed):
+    original, model = pair(WritesBetween)
+    x = sample()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), original(x))
+    assert not summed
+
+
+def test_a_branch_that_reads_the_value(summed):
+    original, model = pair(Dropped)
+    original.drop = model.drop = True
+    compare(original, model, sample())
+    assert not summed
+
+
+@pytest.mark.parametrize("where", ["norm", "whole", "inside", "act"])
+def test_hooks_see_what_they_saw(where, summed):
+    original, model = pair(Dropped if where in ("whole", "inside") else Monai)
+    seen = []
+    for m in (original, model):
+        inside = m.whole.all_modules if where == "inside" else getattr(m, where)
+        inside.register_forward_hook(lambda module, args, out, of=m: seen.append((of is m, out.detach().clone())))
+    compare(original, model, sample())
+    assert len(seen) == 4
+    torch.testing.assert_close([t for _, t in seen[::2]], [t for _, t in seen[1::2]])
+    if where != "act":
+        assert not summed
+
+
+def test_replaced_methods_run(summed):
+    """A norm's forward, an activation's, and that of a class that only passes on."""
+    for change in (
+        lambda m: setattr(m.whole.all_modules[1], "forward", lambda x: x * 3),
+        lambda m: setattr(m.act, "forward", lambda x: x - 1),
+        lambda m: setattr(m.whole, "forward", lambda x: x + 2),
+    ):
+        original, model = pair(Dropped)
+        change(original), change(model)
+        compare(original, model, sample())
+    assert set(summed) <= {"none"}
+
+
+def test_a_class_that_passes_on_no_more(monkeypatch, summed):
+    original, model = pair(Dropped)
+    compare(original, model, sample())
+    assert summed
+    summed.clear()
+    monkeypatch.setattr(Whole, "forward", lambda self, x: self.all_modules(x) * 2)
+    compare(original, model, sample())
+    assert not summed
+
+
+def test_another_activation_later(summed):
+    original, model = pair(Monai)
+    for m in (original, model):
+        m.act = nn.Softplus(beta=2)
+    compare(original, model, sample())
+    assert not summed or set(summed) <= {"softplus(2,20)", "softplus(2.0,20.0)"}
+
+
+def test_copies_pickles_and_restore(summed):
+    original, model = pair(Inline)
+    x = sample()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        compare(original, other, x)
+    assert summed
+    kgopt.restore(model)
+    summed.clear()
+    compare(original, model, x)
+    assert not summed
+
+
+def test_report_names_the_sum():
+    _, model = pair(Monai)
+    assert any("sum" in row.kind for row in kgopt.report(model).sites), str(kgopt.report(model))
+
+
+def test_autocast_on_the_cpu(summed):
+    original, model = pair(Monai, torch.float32)
+    x = sample(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = model(x), original(x)
+    assert y.dtype is expected.dtype
+    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cls", [Monai, Resnet, Dropped])
+def test_autocast(cls, low, summed):
+    """GroupNorm gives float32 under autocast, InstanceNorm what it is given."""
+    original, model = (m.cuda() for m in pair(cls, torch.float32))
+    x = sample(torch.float32).cuda()
+    with torch.autocast("cuda", low):
+        y, expected = model(x), original(x)
+    assert y.dtype is expected.dtype
+    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+    assert summed == FUSED[cls]
