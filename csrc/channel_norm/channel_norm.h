@@ -1,0 +1,14 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "channel_norm/plan.h"
+
+namespace kgopt {
+
+Status run_channel_norm(ChannelNormParams p, const ChannelNormPlan& plan, cudaStream_t stream);
+// dx and the partial sums.
+Status run_channel_norm_backward(ChannelNormParams p, const ChannelNormPlan& plan, cudaStream_t stream);
+Status run_channel_norm_gradient(const ChannelNormGradientParams& p, cudaStream_t stream);
+
+}  // namespace kgopt
