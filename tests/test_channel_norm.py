@@ -14,6 +14,7 @@ OPS = torch.ops.kgopt
 EPS = {"rms": 1e-6, "l2": 1e-12, "layer": 1e-6}
 KINDS = list(EPS)
 ACTS = ["none", "relu", "silu", "leaky_relu", "tanh+hardswish"]
+PARAMETRIZED = ["leaky_relu(0.2)", "elu(0.7)", "celu(1.3)", "softplus(2,15)", "add(1)+silu+mul(0.5)"]
 SHAPES = {
     "no positions": (5, 24),
     "one position": (3, 16, 1, 1),
@@ -27,6 +28,7 @@ SHAPES = {
     "more than a thread holds": (1, 1096, 4, 16),
     "more than a table holds": (2, 2056, 2, 8),
     "primes, more than is held": (1, 1031, 3, 7),
+    "4096 channels": (1, 4096, 2, 8),
 }
 
 
@@ -44,7 +46,7 @@ def check(x, weight, bias, kind, act, layout):
     tensors = (x, weight, bias)
     doubles = [t.double() for t in tensors]
     dy = torch.randn(x.shape, device=x.device)
-    if act in ("relu", "leaky_relu"):  # rounding decides on which side of the kink a value lies
+    if act.startswith(("relu", "leaky_relu")):  # rounding decides on which side of the kink a value lies
         dy = dy.masked_fill(norms(kind, "none")[1](*doubles).abs() < 1e-2, 0)
     dy = laid_out(dy.to(x.dtype), layout)
 
@@ -76,7 +78,7 @@ def test_channel_norm(name, dtype, kind, layout, device, poisoned):
     check(*make(SHAPES[name], dtype, device, layout), kind, "silu", layout)
 
 
-@pytest.mark.parametrize("act", [*reference.ACTIVATIONS, *ACTS[3:]])
+@pytest.mark.parametrize("act", [*reference.ACTIVATIONS, *ACTS[3:], *PARAMETRIZED])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_channel_norm_act(act, layout, device, poisoned):
     check(*make((2, 24, 9, 16), torch.float32, device, layout), "layer", act, layout)

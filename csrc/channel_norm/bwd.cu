@@ -93,11 +93,15 @@ __global__ void __launch_bounds__(256) channel_norm_planes_bwd_kernel(const __gr
         row_1[c] = (tile == blockIdx.x ? Acc(0) : row_1[c]) + to_1;
       }
     }
-    sum_over_block(dots, own.along, scratch);
+    const int positions = kVec * own.along, at = threadIdx.x % own.along;
+    sum_over_block(dots, own.along, scratch, [&](int i, const Acc(&of)[2]) {
+      scratch[i] = p.kind == ChannelNormKind::kLayer ? of[0] * inverse : Acc(0);
+      scratch[positions + i] = of[1] * inverse;
+    });
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      dots[0][j] = p.kind == ChannelNormKind::kLayer ? dots[0][j] * inverse : Acc(0);
-      dots[1][j] = scale[j].turns ? dots[1][j] * inverse : Acc(0);
+      dots[0][j] = scratch[j * own.along + at];
+      dots[1][j] = scale[j].turns ? scratch[positions + j * own.along + at] : Acc(0);
     }
     const auto store = [&](int64_t c, Acc(&v)[kVec], const Acc(&d)[kVec]) {
       const Acc weight = affine.weight(c);
@@ -137,7 +141,8 @@ __global__ void __launch_bounds__(256) channel_norm_planes_bwd_kernel(const __gr
 }
 
 template <typename T, int kVec, Chain kChain>
-__global__ void __launch_bounds__(128, 3) channel_norm_pixels_bwd_kernel(const __grid_constant__ ChannelNormParams p) {
+__global__ void __launch_bounds__(128, kChain == Chain::kAny ? 2 : 3)
+    channel_norm_pixels_bwd_kernel(const __grid_constant__ ChannelNormParams p) {
   using Acc = acc_t<T>;
   constexpr int kHeld = kVec == 8 ? kPixelsHeldOfEight : kPixelsHeld;
   extern __shared__ __align__(16) unsigned char raw[];
@@ -159,16 +164,22 @@ __global__ void __launch_bounds__(128, 3) channel_norm_pixels_bwd_kernel(const _
     own.load_held(dy, held_dy);
     const PositionScale<Acc> scale = own.scale(x, held);
     const auto scale_of = [&](int) { return scale; };
+    const auto dz_of = [&](int64_t c, Acc(&weight)[kVec], Acc(&v)[kVec], Acc(&d)[kVec]) {
+      Acc bias[kVec];
+      affine.load(affine.weights + c, weight);
+      affine.load(affine.biases + c, bias);
+      make_dz<T, kChain, kVec>(p, [&](int j) { return weight[j]; }, [&](int j) { return bias[j]; }, scale_of, v, d);
+    };
     Acc dot_1 = 0, dot_x = 0;
     Acc dz[kHeld][kVec];
     const auto visit = [&](int64_t c, Acc(&v)[kVec], Acc(&d)[kVec], Acc(&to_x)[kVec], Acc(&to_1)[kVec]) {
-      make_dz<T, kChain, kVec>(
-          p, [&](int j) { return affine.weight(c + j); }, [&](int j) { return affine.bias(c + j); }, scale_of, v, d);
+      Acc weight[kVec];
+      dz_of(c, weight, v, d);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         to_x[j] += d[j] * v[j];
         to_1[j] += d[j];
-        const Acc g = d[j] * affine.weight(c + j);
+        const Acc g = d[j] * weight[j];
         dot_1 += g;
         dot_x += g * v[j];
       }
@@ -205,10 +216,12 @@ __global__ void __launch_bounds__(128, 3) channel_norm_pixels_bwd_kernel(const _
     dot_x = sum_over_lanes(dot_x, own.lanes);
     dot_x = scale.turns ? dot_x * inverse : Acc(0);
     const auto store = [&](int64_t c, Acc(&v)[kVec], const Acc(&d)[kVec]) {
+      Acc weight[kVec];
+      affine.load(affine.weights + c, weight);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         const Acc xhat = (v[j] - scale.mean) * scale.scale;
-        v[j] = scale.scale * (d[j] * affine.weight(c + j) - dot_1 - xhat * dot_x);
+        v[j] = scale.scale * (d[j] * weight[j] - dot_1 - xhat * dot_x);
       }
       store_vec<T, kVec>(dx + own.base + c, pack<T, kVec>(v));
     };
@@ -225,8 +238,8 @@ __global__ void __launch_bounds__(128, 3) channel_norm_pixels_bwd_kernel(const _
       again(c, v, d);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) xhat[j] = v[j];
-      make_dz<T, kChain, kVec>(
-          p, [&](int j) { return affine.weight(c + j); }, [&](int j) { return affine.bias(c + j); }, scale_of, xhat, d);
+      Acc weight[kVec];
+      dz_of(c, weight, xhat, d);
       store(c, v, d);
     }
   }

@@ -14,6 +14,11 @@ OptTensor dense_parameter(const OptTensor& t) {
 const void* pointer(const OptTensor& t) { return t ? t->const_data_ptr() : nullptr; }
 bool starts_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
+// What one block's shared memory has no room for.
+int64_t table_bytes(const ChannelNormParams& p) {
+  return p.c > kChannelNormTable ? 2 * p.c * (p.dtype == Dtype::kFloat64 ? 8 : 4) : 0;
+}
+
 Tensor channel_norm(Tensor x, OptTensor weight, OptTensor bias, std::string kind, double eps, std::string act) {
   const char* const op = "channel_norm";
   ChannelNormParams p = check_channel_norm(op, x, weight, bias, kind, eps, act);
@@ -29,6 +34,13 @@ Tensor channel_norm(Tensor x, OptTensor weight, OptTensor bias, std::string kind
   p.weight = pointer(w);
   p.bias = pointer(b);
   const ChannelNormPlan plan = plan_channel_norm(p, false, starts_aligned(p.x) && starts_aligned(p.y), info.sm_count);
+  Workspace workspace(x);
+  if (const int64_t bytes = table_bytes(p)) {
+    const int64_t table = workspace.reserve(bytes);
+    workspace.allocate();
+    p.table = workspace.at<void>(table);
+    raise_on_error(op, run_channel_norm_table(p, stream_of(x)));
+  }
   raise_on_error(op, run_channel_norm(p, plan, stream_of(x)));
   return y;
 }
@@ -60,8 +72,13 @@ std::tuple<Tensor, Tensor, Tensor> channel_norm_backward(Tensor dy, Tensor x, Op
   Workspace workspace(x);
   const bool is_double = p.dtype == Dtype::kFloat64;
   const int64_t sums = workspace.reserve(2 * plan.rows * p.c * (is_double ? 8 : 4));
+  const int64_t table = workspace.reserve(table_bytes(p));
   workspace.allocate();
   p.sums = workspace.at<void>(sums);
+  if (table_bytes(p) > 0) {
+    p.table = workspace.at<void>(table);
+    raise_on_error(op, run_channel_norm_table(p, stream_of(x)));
+  }
   raise_on_error(op, run_channel_norm_backward(p, plan, stream_of(x)));
   ChannelNormGradientParams g;
   g.sums = p.sums;

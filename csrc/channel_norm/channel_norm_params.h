@@ -27,11 +27,12 @@ struct ChannelNormParams {
   double eps = 0;
   ActChain act;
   // Set by the launcher, from the plan.
-  int along = 1;         // contiguous: threads along positions; channels_last: lanes of a position
-  int64_t tiles = 0;     // contiguous: tiles of all samples
-  int64_t rows = 0;      // of partial sums
-  double floor = 0;      // what no result may fall below: 0 for ReLU, else minus infinity; where no chain is walked
-  void* sums = nullptr;  // backward: [2][rows][c] of dz * xhat and of dz, in the type of sums
+  int along = 1;          // contiguous: threads along positions; channels_last: lanes of a position
+  int64_t tiles = 0;      // contiguous: tiles of all samples
+  int64_t rows = 0;       // of partial sums
+  double floor = 0;       // what no result may fall below: 0 for ReLU, else minus infinity; where no chain is walked
+  void* table = nullptr;  // [2][c] of weight and bias in the type of sums; null: each block makes its own
+  void* sums = nullptr;   // backward: [2][rows][c] of dz * xhat and of dz, in the type of sums
 };
 
 // Their sums over the rows.

@@ -1,4 +1,5 @@
 // Norms over channels: see channel_norm/kernel.cuh.
+#include <algorithm>
 #include <limits>
 
 #include "channel_norm/channel_norm.h"
@@ -8,7 +9,7 @@ namespace kgopt {
 namespace {
 
 template <typename T, int kVec, Chain kChain>
-__global__ void __launch_bounds__(512) channel_norm_planes_kernel(const __grid_constant__ ChannelNormParams p) {
+__global__ void __launch_bounds__(256, 2) channel_norm_planes_kernel(const __grid_constant__ ChannelNormParams p) {
   using Acc = acc_t<T>;
   extern __shared__ __align__(16) unsigned char raw[];
   Acc* const shared = reinterpret_cast<Acc*>(raw);
@@ -46,16 +47,30 @@ __global__ void __launch_bounds__(256, 3) channel_norm_pixels_kernel(const __gri
     own.load_held(x, held);
     const PositionScale<Acc> scale = own.scale(x, held);
     own.for_each(x, held, [&](int64_t c, Acc(&v)[kVec]) {
+      Acc weight[kVec], bias[kVec];
+      affine.load(affine.weights + c, weight);
+      affine.load(affine.biases + c, bias);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        v[j] = (v[j] - scale.mean) * scale.scale * affine.weight(c + j) + affine.bias(c + j);
-      }
+      for (int j = 0; j < kVec; ++j) v[j] = (v[j] - scale.mean) * scale.scale * weight[j] + bias[j];
       store_vec<T, kVec>(y + own.base + c, finish_position<T, kChain>(p, v));
     });
   }
 }
 
+template <typename Acc>
+__global__ void __launch_bounds__(256) channel_norm_table_kernel(const __grid_constant__ ChannelNormParams p) {
+  fill_affine_table(p, static_cast<Acc*>(p.table), int64_t(blockIdx.x) * 256 + threadIdx.x, int64_t(gridDim.x) * 256);
+}
+
 }  // namespace
+
+Status run_channel_norm_table(const ChannelNormParams& p, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>((p.c + 255) / 256, 1024)));
+  if (p.dtype == Dtype::kFloat64) {
+    return launch_kernel<&channel_norm_table_kernel<double>>("channel_norm_table_kernel", p, grid, 256, 0, stream);
+  }
+  return launch_kernel<&channel_norm_table_kernel<float>>("channel_norm_table_kernel", p, grid, 256, 0, stream);
+}
 
 Status run_channel_norm(ChannelNormParams p, const ChannelNormPlan& plan, cudaStream_t stream) {
   if (p.n * p.c * p.s == 0) return Status::Ok();

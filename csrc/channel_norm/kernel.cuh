@@ -11,31 +11,43 @@
 
 namespace kgopt {
 
-// fp32 or fp64 copies of weight and bias, in shared memory where they find room.
+template <typename Acc>
+__device__ __forceinline__ void fill_affine_table(const ChannelNormParams& p, Acc* table, int64_t first, int64_t step) {
+#pragma unroll 1
+  for (int64_t c = first; c < p.c; c += step) {
+    table[c] = p.weight != nullptr ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
+    table[p.c + c] = p.bias != nullptr ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
+  }
+}
+
+// fp32 or fp64 copies of weight and bias: in shared memory, or where they find no room there in p.table. They are read
+// by generic loads, so that the kernels have no second path.
 template <typename Acc>
 struct ChannelAffine {
-  const ChannelNormParams& p;
-  const Acc* table;
-  __device__ __forceinline__ ChannelAffine(const ChannelNormParams& params, Acc* shared)
-      : p(params), table(params.c <= kChannelNormTable ? shared : nullptr) {
-    if (table == nullptr) return;
-    for (int c = threadIdx.x; c < p.c; c += blockDim.x) {
-      shared[c] = p.weight != nullptr ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
-      shared[p.c + c] = p.bias != nullptr ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
-    }
+  const Acc* weights;
+  const Acc* biases;
+  __device__ __forceinline__ ChannelAffine(const ChannelNormParams& p, Acc* shared)
+      : weights(p.table != nullptr ? static_cast<const Acc*>(p.table) : shared), biases(weights + p.c) {
+    if (p.table != nullptr) return;
+    fill_affine_table(p, shared, threadIdx.x, blockDim.x);
     __syncthreads();
   }
-  __device__ __forceinline__ Acc weight(int64_t c) const {
-    if (table != nullptr) return table[c];
-    return p.weight != nullptr ? load_as<Acc>(p.weight, c, p.affine_dtype) : Acc(1);
-  }
-  __device__ __forceinline__ Acc bias(int64_t c) const {
-    if (table != nullptr) return table[p.c + c];
-    return p.bias != nullptr ? load_as<Acc>(p.bias, c, p.affine_dtype) : Acc(0);
+  __device__ __forceinline__ Acc weight(int64_t c) const { return weights[c]; }
+  __device__ __forceinline__ Acc bias(int64_t c) const { return biases[c]; }
+  // Of neighbouring channels; c is a multiple of kVec.
+  template <int kVec>
+  __device__ __forceinline__ static void load(const Acc* from, Acc (&to)[kVec]) {
+    constexpr int kPart = kVec % 4 == 0 ? 4 : 1;
+#pragma unroll
+    for (int first = 0; first < kVec; first += kPart) {
+      const Vec<Acc, kPart> part = load_vec<Acc, kPart>(from + first);
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) to[first + j] = part.v[j];
+    }
   }
   // Where the reductions of a block may write.
   __device__ __forceinline__ static Acc* behind(const ChannelNormParams& p, Acc* shared) {
-    return shared + (p.c <= kChannelNormTable ? 2 * p.c : 0);
+    return shared + (p.table != nullptr ? 0 : 2 * p.c);
   }
 };
 
@@ -46,6 +58,9 @@ struct PositionScale {
   Acc mean = 0, scale = 0;
   bool turns = true;
 };
+
+__device__ __forceinline__ float reciprocal_root(float x) { return rsqrtf(x); }
+__device__ __forceinline__ double reciprocal_root(double x) { return 1 / sqrt(x); }
 
 // From the sum of the squares, or for `layer` those of x - mean: of them, and of the squares. The mean is corrected by
 // what its own rounding left.
@@ -59,12 +74,12 @@ __device__ __forceinline__ PositionScale<Acc> position_scale(const ChannelNormPa
     r.turns = !(length < eps);
     r.scale = sqrt(count) / (r.turns ? length : eps);
   } else if (p.kind == ChannelNormKind::kRms) {
-    r.scale = Acc(1) / sqrt(sum_sq / count + eps);
+    r.scale = reciprocal_root(sum_sq / count + eps);
   } else {
     const Acc off = sum / count;
     const Acc variance = sum_sq / count - off * off;
     r.mean = mean + off;
-    r.scale = Acc(1) / sqrt((variance < Acc(0) ? Acc(0) : variance) + eps);
+    r.scale = reciprocal_root((variance < Acc(0) ? Acc(0) : variance) + eps);
   }
   return r;
 }
@@ -82,9 +97,12 @@ __device__ __forceinline__ Vec<T, kVec> finish_position(const ChannelNormParams&
   return pack<T, kVec>(z);
 }
 
-// Sums over the threads of a block that have the same positions, valid in all of them, always in the same order.
-template <typename Acc, int kValues, int kVec>
-__device__ __forceinline__ void sum_over_block(Acc (&v)[kValues][kVec], int along, Acc* shared) {
+// Sums over the threads of a block that have the same positions, always in the same order. For each position i of the
+// tile, one thread calls f(i, sums) and may leave up to two results in shared[i] and shared[kVec * along + i], which
+// all may read afterwards.
+template <typename Acc, int kValues, int kVec, typename F>
+__device__ __forceinline__ void sum_over_block(Acc (&v)[kValues][kVec], int along, Acc* shared, const F& f) {
+#pragma unroll 1
   for (int mask = along; mask <= 16; mask *= 2) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
@@ -92,34 +110,33 @@ __device__ __forceinline__ void sum_over_block(Acc (&v)[kValues][kVec], int alon
       for (int j = 0; j < kVec; ++j) v[i][j] += __shfl_xor_sync(0xffffffffu, v[i][j], mask);
     }
   }
-  const int size = max(along, 32), groups = blockDim.x / size;
-  if (groups == 1) return;
+  const int size = max(along, 32), groups = blockDim.x / size, positions = kVec * along;
   const int group = threadIdx.x / size, at = threadIdx.x % along;
   __syncthreads();  // what was here is read
   if (static_cast<int>(threadIdx.x) % size < along) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) shared[((group * kValues + i) * kVec + j) * along + at] = v[i][j];
+      for (int j = 0; j < kVec; ++j) shared[(group * kValues + i) * positions + j * along + at] = v[i][j];
     }
   }
   __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < positions; i += blockDim.x) {
+    Acc sums[kValues] = {};
+#pragma unroll 1
+    for (int g = 0; g < groups; ++g) {
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) {
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) v[i][j] = 0;
-  }
-  for (int g = 0; g < groups; ++g) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) v[i][j] += shared[((g * kValues + i) * kVec + j) * along + at];
+      for (int k = 0; k < kValues; ++k) sums[k] += shared[(g * kValues + k) * positions + i];
     }
+    f(i, sums);
   }
+  __syncthreads();
 }
 
 template <typename Acc>
 __device__ __forceinline__ Acc sum_over_lanes(Acc v, int lanes) {
+#pragma unroll 1
   for (int mask = 1; mask < lanes; mask *= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
   return v;
 }
@@ -139,7 +156,10 @@ struct PlanesThread {
     per_sample = p.tiles / p.n;
   }
   __device__ __forceinline__ void move_to(int64_t tile) {
-    const int64_t sample = tile / per_sample;
+    // 32 bits where they do: a division of 64 costs as much as some vectors.
+    const int64_t sample = (tile | per_sample) >> 32 == 0
+                               ? static_cast<uint32_t>(tile) / static_cast<uint32_t>(per_sample)
+                               : tile / per_sample;
     const int64_t s = ((tile - sample * per_sample) * along + threadIdx.x % along) * kVec;
     live = s < p.s;
     base = sample * p.c * p.s + s;
@@ -173,29 +193,53 @@ struct PlanesThread {
   }
   __device__ __forceinline__ void scales(const T* x, const Vec<T, kVec> (&held)[kHeld], Acc* shared,
                                          PositionScale<Acc> (&scale)[kVec]) const {
-    Acc mean[kVec] = {};
-    if (p.kind == ChannelNormKind::kLayer) {
+    // The statistics of a position are one thread's: a division and a root cost as much as the sums do.
+    const int positions = kVec * along, at = threadIdx.x % along;
+    Acc* const means = shared + means_at();
+    const bool has_mean = p.kind == ChannelNormKind::kLayer;
+    const auto keep = [&](int i, Acc mean, Acc sum, Acc sum_sq) {
+      const PositionScale<Acc> of = position_scale(p, mean, sum, sum_sq);
+      shared[i] = of.mean;
+      shared[positions + i] = of.turns ? abs(of.scale) : -abs(of.scale);
+    };
+    if (has_mean) {
       Acc sum[1][kVec] = {};
       for_each(x, held, [&](int64_t, const Acc(&v)[kVec]) {
 #pragma unroll
         for (int j = 0; j < kVec; ++j) sum[0][j] += v[j];
       });
-      sum_over_block(sum, along, shared);
+      sum_over_block(sum, along, shared, [&](int i, const Acc(&of)[1]) { means[i] = of[0] / static_cast<Acc>(p.c); });
+      Acc mean[kVec], sums[2][kVec] = {};
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) mean[j] = sum[0][j] / static_cast<Acc>(p.c);
+      for (int j = 0; j < kVec; ++j) mean[j] = means[j * along + at];
+      for_each(x, held, [&](int64_t, const Acc(&v)[kVec]) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) {
+          const Acc d = v[j] - mean[j];
+          sums[0][j] += d;
+          sums[1][j] += d * d;
+        }
+      });
+      sum_over_block(sums, along, shared, [&](int i, const Acc(&of)[2]) { keep(i, means[i], of[0], of[1]); });
+    } else {
+      Acc sum_sq[1][kVec] = {};
+      for_each(x, held, [&](int64_t, const Acc(&v)[kVec]) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) sum_sq[0][j] += v[j] * v[j];
+      });
+      sum_over_block(sum_sq, along, shared, [&](int i, const Acc(&of)[1]) { keep(i, Acc(0), Acc(0), of[0]); });
     }
-    Acc sums[2][kVec] = {};
-    for_each(x, held, [&](int64_t, const Acc(&v)[kVec]) {
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        const Acc d = v[j] - mean[j];
-        sums[0][j] += d;
-        sums[1][j] += d * d;
-      }
-    });
-    sum_over_block(sums, along, shared);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) scale[j] = position_scale(p, mean[j], sums[0][j], sums[1][j]);
+    for (int j = 0; j < kVec; ++j) {
+      const Acc of = shared[positions + j * along + at];
+      scale[j].mean = shared[j * along + at];
+      scale[j].scale = abs(of);
+      scale[j].turns = !signbit(of);
+    }
+  }
+  // Behind the sums of the block's groups of warps.
+  __device__ __forceinline__ int means_at() const {
+    return static_cast<int>(blockDim.x) / max(along, 32) * 2 * kVec * along;
   }
 };
 
@@ -266,7 +310,8 @@ struct PixelLane {
   }
 };
 
-// Runs `body` with kVec and kChain bound: single elements, and fp64, have the one instance that takes any chain.
+// Runs `body` with kVec and kChain bound: single elements, and fp64, have the one instance that takes any chain. SiLU
+// is compiled in for bfloat16 alone, in which video autoencoders run: every instance is code in the wheel.
 #define KGOPT_DISPATCH_CHANNEL_NORM(p, plan, relu_is_none, T, kVec, kChain, ...)   \
   KGOPT_DISPATCH_DTYPE(p.dtype, T, {                                               \
     const ::kgopt::Chain chain = ::kgopt::chain_kind(p.act);                       \
@@ -279,9 +324,9 @@ struct PixelLane {
       constexpr int kVec = kFull;                                                  \
       constexpr Chain kChain = chain_for<T>(Chain::kNone);                         \
       __VA_ARGS__;                                                                 \
-    } else if (chain == Chain::kSilu) {                                            \
+    } else if (kIsCoarse<T> && chain == Chain::kSilu) {                            \
       constexpr int kVec = kFull;                                                  \
-      constexpr Chain kChain = chain_for<T>(Chain::kSilu);                         \
+      constexpr Chain kChain = kIsCoarse<T> ? Chain::kSilu : Chain::kAny;          \
       __VA_ARGS__;                                                                 \
     } else {                                                                       \
       constexpr int kVec = kFull;                                                  \

@@ -12,7 +12,8 @@ namespace kgopt {
 inline constexpr int kPlanesHeld = 8, kPlanesHeldBackward = 4, kPixelsHeld = 4;
 // Three of eight elements: the sums of four are more than fit in the registers beside them.
 inline constexpr int kPixelsHeldOfEight = 3;
-// Channels whose parameters a block keeps in shared memory in the type of sums: 64 KB of two doubles would not fit.
+// Channels whose parameters a block keeps in shared memory in the type of sums: 32 KB of doubles. Beyond, they lie in
+// global memory.
 inline constexpr int64_t kChannelNormTable = 2048;
 
 struct ChannelNormPlan {
@@ -50,7 +51,8 @@ inline ChannelNormPlan plan_channel_norm(const ChannelNormParams& p, bool backwa
   }
   // Rows of a tile are as long as the threads allow, 64 bytes at least, or a warp of single elements.
   const int held = backward ? kPlanesHeldBackward : kPlanesHeld, least = vectors ? 4 : 32;
-  const int most = backward ? 256 : 512, wanted = 256;
+  // Forward: 16 warps of 128 registers fill a multiprocessor, in small blocks, so that one loads while another waits.
+  const int most = 256, wanted = backward ? 256 : 128;
   int64_t deep = std::max<int64_t>(1, (p.c + held - 1) / held);
   int along = 128;
   while (along > std::max(least, 8) && along * deep > wanted) along /= 2;
@@ -69,7 +71,7 @@ inline ChannelNormPlan plan_channel_norm(const ChannelNormParams& p, bool backwa
   }
   plan.rows = backward ? plan.blocks * a_block : 0;
   const int groups = plan.threads / std::max(32, along);
-  plan.smem_bytes = static_cast<int>(table + int64_t(groups) * 2 * plan.vec * along * acc);
+  plan.smem_bytes = static_cast<int>(table + int64_t(2 * groups + 1) * plan.vec * along * acc);  // and means
   return plan;
 }
 
