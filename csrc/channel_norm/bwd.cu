@@ -54,14 +54,17 @@ __global__ void __launch_bounds__(256) channel_norm_planes_bwd_kernel(const __gr
     const auto visit = [&](int64_t c, Acc(&v)[kVec], Acc(&d)[kVec], Acc* to_x, Acc* to_1) {
       const Acc weight = affine.weight(c), bias = affine.bias(c);
       make_dz<T, kChain, kVec>(p, [&](int) { return weight; }, [&](int) { return bias; }, scale_of, v, d);
+      Acc in_x = 0, in_1 = 0;  // the vector's first: fewer terms follow each other
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        *to_x += d[j] * v[j];
-        *to_1 += d[j];
+        in_x += d[j] * v[j];
+        in_1 += d[j];
         const Acc g = d[j] * weight;
         dots[0][j] += g;
         dots[1][j] += g * v[j];
       }
+      *to_x += in_x;
+      *to_1 += in_1;
     };
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {

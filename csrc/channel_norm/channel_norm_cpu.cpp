@@ -95,6 +95,28 @@ void normalize(const ChannelNormParams& p, int64_t n, A* x, std::vector<A>* scal
   }
 }
 
+// Of g * x and of g, in double: in float, a tile's equal terms would lose digits one after the other.
+template <typename A>
+void add_sums(const A* x, const A* g, int64_t n, double* sum_x, double* sum_1) {
+  constexpr int kLanes = 8;  // that do not wait for each other
+  double in_x[kLanes] = {}, in_1[kLanes] = {};
+  int64_t j = 0;
+  for (; j + kLanes <= n; j += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      in_x[lane] += static_cast<double>(g[j + lane]) * static_cast<double>(x[j + lane]);
+      in_1[lane] += static_cast<double>(g[j + lane]);
+    }
+  }
+  for (; j < n; ++j) {
+    in_x[0] += static_cast<double>(g[j]) * static_cast<double>(x[j]);
+    in_1[0] += static_cast<double>(g[j]);
+  }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    *sum_x += in_x[lane];
+    *sum_1 += in_1[lane];
+  }
+}
+
 template <typename A>
 void affine(const ChannelNormParams& p, int64_t n, const A* xhat, const std::vector<double>& weight,
             const std::vector<double>& bias, A* z) {
@@ -169,13 +191,7 @@ std::tuple<Tensor, Tensor, Tensor> channel_norm_backward(Tensor dy, Tensor x, Op
             const A weight_k = static_cast<A>(w[k]);
             A* const gk = g.data() + k * n;
             const A* const xk = v.data() + k * n;
-            A in_x = 0, in_1 = 0;
-            for (int64_t j = 0; j < n; ++j) {
-              in_x += gk[j] * xk[j];
-              in_1 += gk[j];
-            }
-            sum_x[k] += in_x;
-            sum_1[k] += in_1;
+            add_sums(xk, gk, n, sum_x + k, sum_1 + k);
             for (int64_t j = 0; j < n; ++j) {
               gk[j] *= weight_k;
               dot_1[j] += gk[j];
