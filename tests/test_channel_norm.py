@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kgopt import functional, reference
+from kgopt.rewrite.meanings import CLAMP_STOPS
 from norm_gradients import run_both_ways
 from shapes import DTYPES, LAYOUTS, laid_out, make, norm_shape
 from tolerances import assert_as_good_as_torch
@@ -149,6 +150,22 @@ def test_channel_norm_short_vectors(kind, layout, device):
     theirs = run_both_ways(plain, dy, x, weight, bias)
     for mine, expected, right in zip(ours, theirs, exact, strict=True):
         assert_as_good_as_torch(mine, expected, right)
+
+
+@pytest.mark.skipif(not CLAMP_STOPS, reason="the gradient of clamp_min at its bound was another one before 2.14")
+@pytest.mark.parametrize("eps", [5.0, 4.999, 5.001])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_channel_norm_as_long_as_eps(dtype, layout, eps, device):
+    """A position of length 5 exactly: its gradient had the term of a longer one, where PyTorch scales by a constant."""
+    x = torch.zeros(1, 4, 2, 4, dtype=dtype, device=device)
+    x[:, 1], x[:, 2] = 3, 4
+    x = laid_out(x, layout)
+    dy = torch.arange(1.0, 5, dtype=dtype, device=device).view(1, 4, 1, 1).expand_as(x)
+    ours, theirs = (x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2))
+    OPS.channel_norm(ours, None, None, "l2", eps).backward(dy)
+    reference.channel_norm_ref(theirs, None, None, "l2", eps).backward(dy)
+    torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

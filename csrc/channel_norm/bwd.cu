@@ -1,6 +1,6 @@
 // Backward of norms over channels: see channel_norm/kernel.cuh. With z = xhat * weight + bias, dz = dy * act'(z) and
 // g = dz * weight, dx = scale * (g - mean(g) - xhat * mean(g * xhat)), where `layer` alone has the first mean, and l2
-// not the second for what is shorter than eps. Statistics are computed again. Each row of the partial sums has one
+// not the second for what is not longer than eps. Statistics are computed again. Each row of the partial sums has one
 // owner, which adds in the order of its tiles; those of channels that are not held lie in memory all the while.
 #include "channel_norm/channel_norm.h"
 #include "channel_norm/kernel.cuh"

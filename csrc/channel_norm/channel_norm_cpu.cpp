@@ -84,7 +84,7 @@ void normalize(const ChannelNormParams& p, int64_t n, A* x, std::vector<A>* scal
   for (int64_t j = 0; j < n; ++j) {
     if (p.kind == ChannelNormKind::kL2) {
       const A length = std::sqrt(s[j]);
-      (*turns)[j] = length < eps ? A(0) : A(1);
+      (*turns)[j] = length <= eps ? A(0) : A(1);
       s[j] = std::sqrt(count) / (length < eps ? eps : length);
     } else {
       s[j] = A(1) / std::sqrt(s[j] / count + eps);

@@ -52,7 +52,7 @@ struct ChannelAffine {
 };
 
 // xhat = (x - mean) * scale, of a position. turns: xhat keeps its length as x changes; else, where l2 has a position
-// shorter than eps, xhat is x times a constant.
+// not longer than eps, xhat is x times a constant.
 template <typename Acc>
 struct PositionScale {
   Acc mean = 0, scale = 0;
@@ -71,7 +71,7 @@ __device__ __forceinline__ PositionScale<Acc> position_scale(const ChannelNormPa
   PositionScale<Acc> r;
   if (p.kind == ChannelNormKind::kL2) {
     const Acc length = sqrt(sum_sq);
-    r.turns = !(length < eps);
+    r.turns = !(length <= eps);
     r.scale = sqrt(count) / (r.turns ? length : eps);
   } else if (p.kind == ChannelNormKind::kRms) {
     r.scale = reciprocal_root(sum_sq / count + eps);
@@ -200,7 +200,7 @@ struct PlanesThread {
     const auto keep = [&](int i, Acc mean, Acc sum, Acc sum_sq) {
       const PositionScale<Acc> of = position_scale(p, mean, sum, sum_sq);
       shared[i] = of.mean;
-      shared[positions + i] = of.turns ? abs(of.scale) : -abs(of.scale);
+      shared[positions + i] = of.turns ? fabs(of.scale) : -fabs(of.scale);
     };
     if (has_mean) {
       Acc sum[1][kVec] = {};
@@ -233,7 +233,7 @@ struct PlanesThread {
     for (int j = 0; j < kVec; ++j) {
       const Acc of = shared[positions + j * along + at];
       scale[j].mean = shared[j * along + at];
-      scale[j].scale = abs(of);
+      scale[j].scale = fabs(of);
       scale[j].turns = !signbit(of);
     }
   }

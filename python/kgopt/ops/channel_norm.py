@@ -43,7 +43,7 @@ def _backward_formula(
         u = u - u.mean(1, True)
     if kind == "l2":
         length = u.square().sum(1, True).sqrt()
-        turns = (length >= eps).to(u.dtype)
+        turns = (~(length <= eps)).to(u.dtype)  # at eps it does not, as in PyTorch from 2.14 on
         scale = channels**0.5 / length.clamp_min(eps)
     else:
         scale = (u.square().mean(1, True) + eps).rsqrt()
