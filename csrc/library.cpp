@@ -62,6 +62,14 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "group_norm_tanh_hardswish_residual_logsumexp_backward(Tensor dlse, Tensor x, Tensor mean, Tensor rstd, "
       "int num_groups, Tensor? weight=None, Tensor? bias=None) -> (Tensor, Tensor, Tensor)");
 
+  // Norms over channels, at each position: kind "rms", "l2" or "layer".
+  m.def(
+      "channel_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, str kind=\"rms\", float eps=1e-5, "
+      "str act=\"none\") -> Tensor");
+  m.def(
+      "channel_norm_backward(Tensor dy, Tensor x, Tensor? weight=None, Tensor? bias=None, str kind=\"rms\", "
+      "float eps=1e-5, str act=\"none\") -> (Tensor, Tensor, Tensor)");
+
   // Pointwise and reductions.
   m.def("activation(Tensor x, str act) -> Tensor");
   m.def("activation_backward(Tensor dy, Tensor x, str act) -> Tensor");

@@ -95,6 +95,9 @@ def group_norm_cases() -> None:
         x = tensor(2, 24, *spatial, dtype=dtype, channels_last=last)
         weight, bias = tensor(24, dtype=dtype), tensor(24, dtype=dtype)
         run(f"group_norm {label}", x, weight, bias, call=lambda x, w, b: ops.group_norm(x, 8, w, b, 1e-5, "silu"))
+        for kind in ("rms", "l2", "layer"):
+            call = lambda x, w, b, kind=kind: ops.channel_norm(x, w, b, kind, 1e-6, "silu")  # noqa: E731
+            run(f"channel_norm {kind} {label}", x, weight, bias, call=call)
         run(f"group_stats {label}", x, call=lambda x: ops.group_stats(x, 8))
         run(f"group_norm_mean {label}", x, weight, bias, call=lambda x, w, b: ops.group_norm_mean(x, 8, w, b))
     # A group that spans several blocks, parameters in fp32 beside half data, a misaligned start, no parameters.

@@ -168,7 +168,7 @@ def test_every_case_has_work_and_a_name_of_its_own(suite):
 
 
 def test_unknown_suite():
-    with pytest.raises(ValueError, match="expected one of pipelines, groupnorm, conv, ops"):
+    with pytest.raises(ValueError, match="expected one of pipelines, groupnorm, channelnorm, conv, ops"):
         cases.suite_cases("poems")
 
 
@@ -176,6 +176,7 @@ def test_unknown_suite():
     ("model", "slices", "shape", "count"),
     [
         (models.randomize(cases.PlainGroupNorm(4, 12, "silu")), cases.group_slices, (2, 12, 5, 4), 8),
+        (models.randomize(cases.PlainChannelNorm("l2", 6, "silu")), cases.position_slices, (2, 6, 3, 5, 4), 10),
         (nn.Conv3d(3, 5, 3, padding=1), cases.conv_slices, (1, 3, 9, 4, 5), 3),
         (nn.Conv3d(3, 5, 3, padding=1), cases.conv_slices, (1, 3, 1, 4, 5), 1),
         (nn.ConvTranspose3d(3, 5, 3), cases.conv_slices, (2, 3, 4, 4, 5), 2),

@@ -54,6 +54,7 @@ SHARDED_BY_CHANNELS = {  # whose result stays so
 }
 SHARDED_BY_SAMPLES = {name: ["S0"] for name in NAMES} | {
     "conv_backward": ["S0", "P", "P"],
+    "channel_norm_backward": ["S0", "P", "P"],
     "group_norm_backward": ["S0", "P", "P"],
     "group_norm_mean_backward": ["S0", "P", "P"],
     "group_norm_tanh_hardswish_residual_logsumexp_backward": ["S0", "P", "P"],

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kgopt
 from kgopt import functional
 from kgopt import nn as knn
+from kgopt.reference import torch_activation
 
 PAIRS = {
     "GroupNorm": (lambda m: m.GroupNorm(4, 8), (2, 8, 5, 5)),
@@ -33,6 +34,45 @@ PAIRS = {
     "ConvTranspose2d": (lambda m: m.ConvTranspose2d(4, 6, 3, 2, 1, 1), (2, 4, 5, 5)),
     "ConvTranspose3d": (lambda m: m.ConvTranspose3d(4, 6, 3, 2, groups=2), (2, 4, 4, 5, 3)),
 }
+
+
+@pytest.mark.parametrize("act", ["none", "silu", "leaky_relu(0.2)"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_channel_layer_norm_loads_layer_norm(bias, act, device):
+    theirs = nn.LayerNorm(6, 1e-3, bias=bias)
+    nn.init.normal_(theirs.weight)
+    ours = knn.ChannelLayerNorm(6, 1e-3, bias=bias, act=act)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    x = torch.randn(2, 6, 5, 4, device=device)
+    expected = torch_activation(theirs.to(device)(x.movedim(1, -1)).movedim(-1, 1), act)
+    torch.testing.assert_close(ours.to(device)(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("act", ["none", "silu"])
+def test_channel_rms_norm_is_what_libraries_write(act, device):
+    x, weight, bias = torch.randn(2, 6, 5, 4, device=device), torch.randn(6), torch.randn(6)
+    for normalize in (False, True):
+        made = knn.ChannelRMSNorm(6, 1e-3, bias=True, normalize=normalize, act=act)
+        made.load_state_dict({"weight": weight, "bias": bias}, strict=True)
+        if normalize:
+            y = nn.functional.normalize(x, dim=1, eps=1e-3) * 6**0.5
+        else:
+            y = nn.functional.rms_norm(x.movedim(1, -1), (6,), eps=1e-3).movedim(-1, 1)
+        y = y * weight.to(device).view(-1, 1, 1) + bias.to(device).view(-1, 1, 1)
+        torch.testing.assert_close(made.to(device)(x), torch_activation(y, act), rtol=1e-4, atol=1e-5)
+        assert f"normalize={normalize}" in repr(made) or not normalize
+    pixel = knn.PixelNorm(act=act)
+    assert not pixel.state_dict()
+    expected = torch_activation(x / x.square().mean(1, True).add(1e-8).sqrt(), act)
+    torch.testing.assert_close(pixel(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("made", [lambda act: knn.ChannelRMSNorm(4, act=act), lambda act: knn.PixelNorm(act=act),
+                                  lambda act: knn.ChannelLayerNorm(4, act=act)])  # fmt: skip
+def test_channel_norms_refuse_unknown_activations(made):
+    with pytest.raises(ValueError, match="act names an unknown activation 'swoosh'"):
+        made("swoosh")
 
 
 @pytest.mark.parametrize("name", PAIRS)

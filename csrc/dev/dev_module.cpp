@@ -8,6 +8,7 @@
 #include <string>
 #include <tuple>
 
+#include "channel_norm/plan.h"
 #include "common/act_names.h"
 #include "common/activation.h"
 #include "common/dtype.h"
@@ -699,6 +700,26 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   return out;
 }
 
+py::dict plan_channels(int64_t n, int64_t c, int64_t s, const std::string& dtype, bool backward, bool channels_last,
+                       bool aligned, int sm_count) {
+  ChannelNormParams p;
+  p.n = n;
+  p.c = c;
+  p.s = s;
+  p.dtype = parse_dtype(dtype);
+  p.channels_last = channels_last;
+  const ChannelNormPlan plan = plan_channel_norm(p, backward, aligned, sm_count);
+  py::dict out;
+  out["vec"] = plan.vec;
+  out["along"] = plan.along;
+  out["threads"] = plan.threads;
+  out["blocks"] = plan.blocks;
+  out["tiles"] = plan.tiles;
+  out["rows"] = plan.rows;
+  out["smem_bytes"] = plan.smem_bytes;
+  return out;
+}
+
 py::dict plan_row_shares(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
                          bool channels_last, bool aligned, bool long_chain, int max_blocks, int sm_count,
                          int64_t smem_bytes, bool holds) {
@@ -956,6 +977,10 @@ void bind_norm(py::module_& m) {
         py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = true,
         py::arg("aligned") = true, py::arg("long_chain") = false, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
         py::arg("smem_bytes") = 227 << 10);
+  m.attr("CHANNEL_NORM_TABLE") = kChannelNormTable;
+  m.def("plan_channel_norm", &plan_channels, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("dtype") = "float32",
+        py::arg("backward") = false, py::arg("channels_last") = false, py::arg("aligned") = true,
+        py::arg("sm_count") = 132);
   m.attr("SMALL_MAX_THREADS") = kSmallMaxThreads;
   m.attr("SMALL_MAX_BWD_THREADS") = kSmallMaxBwdThreads;
   m.attr("SMALL_MAX_ELEMENTS") = kSmallMaxElements;

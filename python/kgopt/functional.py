@@ -21,6 +21,7 @@ from kgopt import ops as ops
 Ints = int | Sequence[int]
 
 _activation = ops.from_python("activation")
+_channel_norm = ops.from_python("channel_norm")
 _conv2d = ops.from_python("conv2d")
 _conv3d = ops.from_python("conv3d")
 _conv3d_group_norm_mean = ops.from_python("conv3d_group_norm_mean")
@@ -220,6 +221,24 @@ def explain_group_norm(
     """
     op = torch.ops.kgopt.explain_group_norm
     return str(op(x, num_groups, act, pre_act, backward, channels_last, reasons=True))
+
+
+def channel_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    kind: str = "rms",
+    eps: float = 1e-5,
+    act: str = "none",
+) -> Tensor:
+    """A norm over the channels of ``[N, C, *]``, at each position, and activations, with one read of x.
+
+    ``kind`` is ``"rms"`` (``x * rsqrt(mean(x**2, 1) + eps)``), ``"l2"`` (``F.normalize(x, dim=1, eps=eps) * sqrt(C)``)
+    or ``"layer"`` (LayerNorm over dim 1); ``weight`` and ``bias`` are ``[C]``. The result keeps x's layout.
+    """
+    if torch.jit.is_scripting():
+        return torch.ops.kgopt.channel_norm(x, weight, bias, kind, eps, act)
+    return _channel_norm(x, weight, bias, kind, eps, act)
 
 
 def group_norm_mean(

@@ -207,6 +207,33 @@ def group_norm_add_ref(
     return activation_ref(F.group_norm(x, num_groups, weight, bias, eps) + residual, act)
 
 
+def channel_norm_ref(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    kind: str = "rms",
+    eps: float = 1e-5,
+    act: str = "none",
+) -> Tensor:
+    """A norm over dim 1 at each position, then activations.
+
+    ``kind``: ``"rms"`` (Zhang and Sennrich 2019), ``"l2"``, that of :func:`torch.nn.functional.normalize` times the
+    root of C, or ``"layer"``, :func:`torch.nn.functional.layer_norm` over channels.
+    """
+    if kind == "layer":
+        y = F.layer_norm(x.movedim(1, -1), [x.shape[1]], None, None, eps).movedim(-1, 1)
+    elif kind == "l2":
+        y = F.normalize(x, dim=1, eps=eps) * x.shape[1] ** 0.5
+    elif kind == "rms":
+        y = x * torch.rsqrt(x.square().mean(1, True) + eps)
+    else:
+        raise ValueError(f"kind is {kind!r}, expected 'rms', 'l2' or 'layer'")
+    shape = [-1, *[1] * (x.dim() - 2)]
+    if weight is not None:
+        y = y * weight.view(shape)
+    return activation_ref(y if bias is None else y + bias.view(shape), act)
+
+
 def group_norm_mean_ref(
     x: Tensor,
     num_groups: int,

@@ -29,6 +29,7 @@ and operations that it cannot do without, at the copy bandwidth and matmul rates
 suites:
   pipelines   the three fused pipelines at their headline shapes
   groupnorm   GroupNorm and its activation at real models' shapes
+  channelnorm norms over channels (RMSNorm, F.normalize, LayerNorm) and their activation at real models' shapes
   conv        convolutions at real models' shapes
   ops         activations, logsumexp, mean, group statistics
   models      whole models as their libraries have them, through kgopt.optimize: MONAI SegResNet, pytorch3dunet
@@ -108,7 +109,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    suites = ["pipelines", "groupnorm", "conv", "ops", "models", "sweep", "scaling", "chains", "convs"]
+    suites = ["pipelines", "groupnorm", "channelnorm", "conv", "ops", "models", "sweep", "scaling", "chains", "convs"]
     bench.add_argument("--suite", choices=suites, default="pipelines", help="what to measure (%(default)s)")
     bench.add_argument("--json", metavar="F", help="write the measured rows here, after every case")
     bench.add_argument("--plot", metavar="F", help="write a chart of the rows here (.png, .svg or .pdf)")

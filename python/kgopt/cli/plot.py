@@ -196,7 +196,12 @@ def _dots(groups: list[Group]) -> Any:
     fig = figure(12.5, 1.6 + 0.42 * len(groups))
     axes = fig.subplots()
     facts = groups[0].facts
-    suites = {"groupnorm": "GroupNorm", "conv": "Convolutions", "ops": "Pointwise ops and reductions"}
+    suites = {
+        "groupnorm": "GroupNorm",
+        "channelnorm": "Norms over channels",
+        "conv": "Convolutions",
+        "ops": "Pointwise ops and reductions",
+    }
     title = f"{suites.get(groups[0].suite, groups[0].suite)} on {_device_and_dtype(facts)}"
     fig.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold", color=INK)
     seen: dict[str, None] = {}

@@ -204,6 +204,7 @@ _ROUNDED = {
     F.mish,
     F.softplus,
     F.interpolate,
+    F.normalize,
     torch.rsqrt,
     Tensor.add,
     Tensor.__add__,
@@ -243,6 +244,8 @@ class NoisySteps(TorchFunctionMode):
         n = self._noise
         if func is F.group_norm:
             return self._round(self._group_norm(*args, **kwargs), n.step)
+        if func is F.layer_norm:
+            return self._round(self._layer_norm(*args, **kwargs), n.step)
         if func is torch.var_mean:
             return self._var_mean(*args, **kwargs)
         if func in _CONVOLUTIONS:
@@ -316,6 +319,15 @@ class NoisySteps(TorchFunctionMode):
             x.permute(*kept, *dims).reshape([*shape, math.prod(x.shape[d] for d in dims)])
         )
         return variance.reshape(shape), mean.reshape(shape)
+
+    def _layer_norm(
+        self, x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    ) -> Tensor:
+        """A LayerNorm without parameters as a GroupNorm of one group; any other, and of nothing, without noise."""
+        if weight is not None or bias is not None or x.numel() == 0:
+            return F.layer_norm(x, shape, weight, bias, eps)
+        flat = x.reshape(-1, math.prod(shape))
+        return self._group_norm(flat, 1, None, None, eps).reshape(x.shape)
 
     def _group_norm(
         self, x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5

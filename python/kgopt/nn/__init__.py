@@ -1,5 +1,6 @@
 """Modules with the constructors, parameters and ``state_dict`` keys of the ``torch.nn`` ones they replace."""
 
+from kgopt.nn.channel_norms import ChannelLayerNorm, ChannelRMSNorm, PixelNorm
 from kgopt.nn.modules import Conv2d, Conv3d, ConvTranspose2d, ConvTranspose3d, GroupNorm
 from kgopt.nn.pipelines import (
     Conv2dGroupNormTanhHardswishResidualLogSumExp,
@@ -10,6 +11,8 @@ from kgopt.nn.pipelines import (
 )
 
 __all__ = [
+    "ChannelLayerNorm",
+    "ChannelRMSNorm",
     "Conv2d",
     "Conv2dGroupNormTanhHardswishResidualLogSumExp",
     "Conv3d",
@@ -20,4 +23,5 @@ __all__ = [
     "GroupNorm",
     "GroupNormConv2d",
     "GroupNormConv3d",
+    "PixelNorm",
 ]

@@ -6,6 +6,7 @@ compositions of ops.
 """
 
 from kgopt.ops import activation as activation
+from kgopt.ops import channel_norm as channel_norm
 from kgopt.ops import conv as conv
 from kgopt.ops import conv_gradients as conv_gradients
 from kgopt.ops import group_norm as group_norm

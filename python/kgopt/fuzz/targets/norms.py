@@ -291,7 +291,73 @@ def _lse_backward() -> Target:
     return Target(name, 2, draw, ours, theirs, ("op",), before, grads=(), wide=("weight", "bias"))
 
 
+def _channel_draw(d: Draw) -> tuple[Tensors, Args]:
+    shape, _ = d.norm_shape()
+    tensors = {"x": d.tensor(shape)}
+    d.affine(tensors, shape[1])
+    # Of one channel, rms and l2 are x's sign: the gradient is what rounding leaves of a difference, for which
+    # tests/test_channel_norm.py has a bound.
+    kind = d.rng.choice(["rms", "l2", "layer"] if shape[1] > 1 else ["layer"])
+    eps = d.rng.choice([1e-12, 1e-6, 0.1]) if kind == "l2" else d.eps()
+    return tensors, {"kind": kind, "eps": eps, "act": d.act()}
+
+
+def _channel_text(case: Case) -> str:
+    a = case["args"]
+    names = (name_of(case, "weight"), name_of(case, "bias"))
+    return ", ".join(["x", *names, *(repr(a[n]) for n in ("kind", "eps", "act"))])
+
+
+def _channel_norm() -> Target:
+    def ours(case: Case) -> str:
+        given = [n for n in ("weight", "bias") if n in case["tensors"]]
+        if case["via"] == "module" and len(case["tensors"]["x"]["shape"]) > 1:
+            a, c = case["args"], case["tensors"]["x"]["shape"][1]
+            rest = f"{c}, {a['eps']!r}, act={a['act']!r}, device='meta'"
+            parameters = "{" + ", ".join(f"'{n}': {n}" for n in given) + "}"
+            made = None
+            if a["kind"] == "layer" and given != ["bias"]:
+                made = f"ChannelLayerNorm({rest}, elementwise_affine={bool(given)}, bias={'bias' in given})"
+            elif a["kind"] != "layer":
+                made = f"ChannelRMSNorm({rest}, elementwise_affine={'weight' in given}, bias={'bias' in given}, "
+                made += f"normalize={a['kind'] == 'l2'})"
+            if made:
+                return f"torch.func.functional_call(kgopt.nn.{made}, {parameters}, (x,))"
+        return f"{home_of(case)}.channel_norm({_channel_text(case)})"
+
+    return Target(
+        "channel_norm",
+        8,
+        _channel_draw,
+        ours,
+        lambda case: f"{REF}.channel_norm_ref({_channel_text(case)})",
+        ("functional", "op", "module"),
+        autocast=True,
+        wide=("weight", "bias"),
+    )
+
+
+def _channel_norm_backward() -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        tensors, args = _channel_draw(d)
+        tensors["dy"] = d.tensor(tensors["x"]["shape"])
+        return tensors, args
+
+    def ours(case: Case) -> str:
+        call = f"torch.ops.kgopt.channel_norm_backward(dy, {_channel_text(case)})"
+        given = [True, "weight" in case["tensors"], "bias" in case["tensors"]]
+        return call if all(given) else f"[g for g, m in zip({call}, {given!r}) if m]"
+
+    def theirs(case: Case) -> str:
+        given = ", ".join(f"{n}={n}" for n in ("x", "weight", "bias") if n in case["tensors"])
+        return f"vjp(lambda {given}: {REF}.channel_norm_ref({_channel_text(case)}), dict({given}), dy)"
+
+    return Target("channel_norm_backward", 4, draw, ours, theirs, ("op",), grads=(), wide=("weight", "bias"))
+
+
 TARGETS = [
+    _channel_norm(),
+    _channel_norm_backward(),
     _group_norm(),
     _group_norm_fwd(),
     _group_norm_add(),

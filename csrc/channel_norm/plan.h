@@ -1,0 +1,78 @@
+// How a norm over channels is cut into blocks. Plain arithmetic, free of CUDA, so that it can be tested without a GPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "channel_norm/channel_norm_params.h"
+
+namespace kgopt {
+
+// Vectors of x that a thread holds in registers until the norm is known. What is beyond is read again.
+inline constexpr int kPlanesHeld = 8, kPlanesHeldBackward = 4, kPixelsHeld = 4;
+// Three of eight elements: the sums of four are more than fit in the registers beside them.
+inline constexpr int kPixelsHeldOfEight = 3;
+// Channels whose parameters a block keeps in shared memory in the type of sums: 32 KB of doubles. Beyond, they lie in
+// global memory.
+inline constexpr int64_t kChannelNormTable = 2048;
+
+struct ChannelNormPlan {
+  int vec = 1;  // elements of an access: 16 bytes, or one element
+  int along = 1, threads = 32;
+  int64_t blocks = 0, tiles = 0;
+  int64_t rows = 0;  // backward: of partial sums
+  int smem_bytes = 0;
+};
+
+// `aligned`: all tensors of x's sizes start at multiples of 16 bytes.
+inline ChannelNormPlan plan_channel_norm(const ChannelNormParams& p, bool backward, bool aligned, int sm_count) {
+  ChannelNormPlan plan;
+  const int full = 16 / dtype_size(p.dtype), acc = p.dtype == Dtype::kFloat64 ? 8 : 4;
+  const bool vectors = aligned && p.dtype != Dtype::kFloat64 && (p.channels_last ? p.c : p.s) % full == 0;
+  plan.vec = vectors ? full : 1;
+  const int64_t table = p.c <= kChannelNormTable ? 2 * p.c * acc : 0;
+  if (p.channels_last) {
+    // The fewest lanes that hold a position, but two where that fills a sector of memory.
+    const int64_t count = p.c / plan.vec, held = backward && plan.vec == 8 ? kPixelsHeldOfEight : kPixelsHeld;
+    plan.along = count > 1 ? 2 : 1;
+    while (plan.along < 32 && plan.along * held < count) plan.along *= 2;
+    // Twelve warps of 168 registers in the backward, which keeps the sums of its channels, too.
+    plan.threads = backward ? 128 : 256;
+    const int64_t a_block = plan.threads / plan.along, positions = p.n * p.s;
+    plan.tiles = (positions + a_block - 1) / a_block;
+    plan.blocks = std::min<int64_t>(plan.tiles, int64_t(sm_count) * (backward ? 3 : 8));
+    const int64_t warps = plan.threads / 32;
+    if (backward && p.c > 32 * held * plan.vec) {  // rows are kept in memory: not too many
+      plan.blocks = std::min(plan.blocks, std::max<int64_t>(1, (int64_t(4) << 20) / (p.c * warps)));
+    }
+    plan.rows = backward ? plan.blocks * warps : 0;
+    plan.smem_bytes = static_cast<int>(table);
+    return plan;
+  }
+  // Rows of a tile are as long as the threads allow, 64 bytes at least, or a warp of single elements.
+  const int held = backward ? kPlanesHeldBackward : kPlanesHeld, least = vectors ? 4 : 32;
+  // Forward: 16 warps of 128 registers fill a multiprocessor, in small blocks, so that one loads while another waits.
+  const int most = 256, wanted = backward ? 256 : 128;
+  int64_t deep = std::max<int64_t>(1, (p.c + held - 1) / held);
+  int along = 128;
+  while (along > std::max(least, 8) && along * deep > wanted) along /= 2;
+  if (along * deep > most) along = least;
+  // Small tensors: more blocks rather than longer rows.
+  const auto tiles_of = [&](int a) { return p.n * ((p.s + int64_t(a) * plan.vec - 1) / (int64_t(a) * plan.vec)); };
+  while (along > least && tiles_of(along) < 2 * sm_count) along /= 2;
+  deep = std::min<int64_t>(deep, most / along);
+  plan.along = along;
+  plan.threads = static_cast<int>((along * deep + 31) / 32 * 32);
+  plan.tiles = tiles_of(along);
+  plan.blocks = std::min<int64_t>(plan.tiles, int64_t(sm_count) * (backward ? std::max(2, 512 / plan.threads) : 16));
+  const int64_t a_block = std::max(1, along / 32);
+  if (backward && p.c > held * (plan.threads / along)) {
+    plan.blocks = std::min(plan.blocks, std::max<int64_t>(1, (int64_t(4) << 20) / (p.c * a_block)));
+  }
+  plan.rows = backward ? plan.blocks * a_block : 0;
+  const int groups = plan.threads / std::max(32, along);
+  plan.smem_bytes = static_cast<int>(table + int64_t(2 * groups + 1) * plan.vec * along * acc);  // and means
+  return plan;
+}
+
+}  // namespace kgopt
