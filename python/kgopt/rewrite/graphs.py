@@ -386,12 +386,17 @@ class Lane:
         try:
             with torch.cuda.device(self.device):
                 torch.cuda.synchronize(self.device)
-                clear_blas_workspaces()  # in the capture they come from the pool: no other graph has them
+                # In the capture cuBLAS's workspaces come from the pool then: no other graph has them. A thread beside
+                # this one may be about to use the one that it has.
+                alone = threading.active_count() == 1
+                if alone:
+                    clear_blas_workspaces()
                 torch.cuda.empty_cache()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.stream(self.side):
                     result = self._capture(graph, call)
-                clear_blas_workspaces()
+                if alone:
+                    clear_blas_workspaces()
         finally:
             if collects:
                 gc.enable()
@@ -783,9 +788,10 @@ class _Looking:
         taken = [t for t in tree_leaves([list(args), dict(kwargs or {})]) if isinstance(t, Tensor)]
         given = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         here = any(MACHINE.takes(t) for t in taken)
-        if torch.Tag.data_dependent_output in func.tags and here:
+        tags = getattr(func, "tags", ())
+        if torch.Tag.data_dependent_output in tags and here:
             return f"it reads values of the GPU: {func}"
-        if torch.Tag.dynamic_output_shape in func.tags and here and _is_masked(func, args):
+        if torch.Tag.dynamic_output_shape in tags and here and _is_masked(func, args):
             return f"the shape of a result hangs on values: {func}"
         # A tensor of the CPU with one element is an argument of a kernel, and so a constant.
         there = [t for t in taken if not MACHINE.takes(t) and (t.dim() or "copy" in str(func))]
