@@ -77,6 +77,8 @@ class Stamp:
         self.why = ""
         self.modules: list[nn.Module] = []  # but the root: it holds this
         self.hooks: list[Any] = []
+        self.holders: list[Any] = []  # whatever holds values
+        self.picks: list[tuple[Any, dict[str, Any]]] = []  # of a module what its forward may read, and where that is
         self.dicts: list[dict[Any, Any]] = []
         self.lists: list[Any] = []
         self.tensors: list[Tensor] = []
@@ -87,6 +89,9 @@ class Stamp:
         self.types = list(map(type, self.modules))
         kinds = dict.fromkeys(base for cls in {*self.types, type(root)} for base in cls.__mro__ if base is not object)
         self.classes = [vars(cls) for cls in kinds]
+        self.dicts = list(filter(None, self.dicts))  # of an empty one its size is enough
+        self.holders += self.classes
+        self.sizes = list(map(len, self.holders))
         self.values = self._values()
         self.places = self._places()
 
@@ -98,23 +103,28 @@ class Stamp:
             inner: Any = ()
             if isinstance(value, nn.Module):
                 own = vars(value)
-                inner = [item for name, item in own.items() if name not in _BESIDE and name != known.ATTRIBUTE]
+                names = [name for name in own if name not in _BESIDE and name != known.ATTRIBUTE]
+                inner = [own[name] for name in names]
                 if value is not root:
                     self.modules.append(value)
-                    self.dicts.append(own)
+                    self.holders.append(own)
+                    self.picks.append((operator.itemgetter(*names), own))
                     self.hooks += [own[name] for name in _HOOKS if name in own]
                 depth = -1  # its parameters and children are as near as itself
             elif isinstance(value, Tensor):
                 self._add(value)
             elif isinstance(value, dict):
+                self.holders.append(value)
                 self.dicts.append(value)
                 inner = value.values()
             elif isinstance(value, (list, set, deque)):
+                self.holders.append(value)
                 self.lists.append(value)
                 inner = value
             elif isinstance(value, (tuple, frozenset)):
                 inner = value
             elif depth < DEPTH and type(getattr(value, "__dict__", None)) is dict:
+                self.holders.append(value.__dict__)
                 self.dicts.append(value.__dict__)
                 inner = value.__dict__.values()
             for item in list(inner):
@@ -145,7 +155,9 @@ class Stamp:
     def _current(self) -> Iterator[Any]:
         # A mapping of a class, unlike a dict of the user's, has its own values().
         of_classes = chain.from_iterable(c.values() for c in self.classes)
-        return chain(chain.from_iterable(map(dict.values, self.dicts)), chain.from_iterable(self.lists), of_classes)
+        of_modules = chain.from_iterable([pick(own) for pick, own in self.picks])
+        of_dicts = chain.from_iterable(map(dict.values, self.dicts))
+        return chain(of_modules, of_dicts, chain.from_iterable(self.lists), of_classes)
 
     def _values(self) -> list[Any]:
         return list(self._current())
@@ -160,16 +172,15 @@ class Stamp:
         if type(root) is not self.root_class:
             return False
         try:
-            count = sum(map(len, self.dicts)) + sum(map(len, self.lists)) + sum(map(len, self.classes))
             return (
-                count == len(self.values)
+                list(map(len, self.holders)) == self.sizes
                 and all(map(operator.is_, map(type, self.modules), self.types))
                 and all(map(operator.is_, self._current(), self.values))
                 and _are(_own(root), self.own)
                 and self._places() == self.places
                 and all(torch.equal(t, value) for t, value in self.small)
             )
-        except RuntimeError:  # another thread changes it at this moment
+        except (KeyError, RuntimeError):  # an attribute is gone; another thread changes something at this moment
             return False
 
     @property
