@@ -108,7 +108,7 @@ def adds(x, w, b):
 
 
 def adds_otherwise(x, w, b):
-    """What the op does not do: a smaller tensor, another dtype, in place on the other one, twice the norm's own value."""
+    """What the op does not do: a smaller tensor, in place on the other one, twice the norm's own value."""
     h = F.group_norm(x, 2, w, b) + x.mean((2, 3), keepdim=True)
     h = F.group_norm(h, 2) + x.double().sum()
     r = h * 1

@@ -647,6 +647,38 @@ def _keep_busy(cycles: int) -> None:
 
 keep_busy: Callable[[int], None] = _private("torch.cuda._sleep", _keep_busy, "writes to memory instead")
 
+
+def _of_cuda(name: str, instead: str) -> Any:
+    """A function that a torch without CUDA does not have, and never calls."""
+    return _private(f"torch._C.{name}", None, instead) if torch.version.cuda else None
+
+
+_clear_blas = _of_cuda("_cuda_clearCublasWorkspaces", "graphs share cuBLAS's workspace with the calls beside them")
+_end_pool = _of_cuda("_cuda_endAllocateToPool", "a capture that failed stays on the allocator's list")
+_release_pool = _of_cuda("_cuda_releasePool", "memory of a capture that failed is kept")
+
+
+def clear_blas_workspaces() -> None:
+    """Has cuBLAS allocate its workspaces anew: within a capture from the graph's pool."""
+    if _clear_blas is not None:
+        _clear_blas()
+
+
+def end_allocation_to_pool(device: torch.device, pool: Any) -> None:
+    """What ``capture_end`` leaves out where the capture is void."""
+    for function in (_end_pool, _release_pool):
+        if function is not None:
+            with contextlib.suppress(RuntimeError):  # it was not left out
+                function(torch.cuda.current_device() if device.index is None else device.index, pool)
+
+
+dispatch_mode: Any = _private(
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    None,
+    "kgopt.optimize records no CUDA graphs",
+    lambda mode: _expect(mode, type),
+)
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The compilers
 

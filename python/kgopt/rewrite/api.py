@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kgopt.rewrite import classes, known, layout, norms, sequential, source
+from kgopt.rewrite import classes, graphs, known, layout, norms, sequential, source
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.modules import runs_like_sequential
@@ -21,7 +21,7 @@ from kgopt.rewrite.roles import child_at
 from kgopt.rewrite.transaction import LOCK, all_or_nothing
 from kgopt.rewrite.verdicts import store
 from kgopt.rewrite.watching import is_hooked
-from kgopt.rewrite.whole import Whole
+from kgopt.rewrite.whole import Whole, arguments_of
 from kgopt.torch_private import MODULES_ARE_KNOWN
 
 
@@ -33,6 +33,7 @@ def optimize(
     sites: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] = (),
     measure: bool = True,
+    cuda_graph: bool | str = False,
     verdicts: str | os.PathLike[str] | None = None,
     report: bool = False,
 ) -> Any:
@@ -54,6 +55,10 @@ def optimize(
         sites: names (as in ``named_modules()``, with ``*`` and ``?``) of the norms to handle; all by default.
         exclude: names to leave alone, of norms or of modules that hold them.
         measure: False: take kgopt's ops wherever they apply, without timing anything.
+        cuda_graph: True: in inference, calls of the whole model are recorded as CUDA graphs and replayed: with
+            ``example_inputs`` now, else when a call of the same kind comes for the second time. ``"auto"``: where that
+            is measured to be faster. A replay runs no Python of the model and keeps the memory of its activations
+            (docs/optimize.md has the limits), so the default is False.
         verdicts: a folder where measurements are kept for other processes, from now on by all of this one; as the
             environment variable ``KGOPT_VERDICTS``. In this process they are kept anyway, until :func:`kgopt.forget`:
             an equal model takes the same paths, and is not measured again.
@@ -64,13 +69,16 @@ def optimize(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: ``channels_last`` is not True, False or "auto"; ``verdicts`` is no folder, and cannot become one.
+        ValueError: ``channels_last`` or ``cuda_graph`` is not True, False or "auto"; ``verdicts`` is no folder, and
+            cannot become one.
         RuntimeError: ``example_inputs`` were given while a CUDA graph is captured.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
     if channels_last not in (True, False, "auto"):
         raise ValueError(f"channels_last is {channels_last!r}, expected True, False or 'auto'")
+    if not (isinstance(cuda_graph, bool) or cuda_graph == "auto"):
+        raise ValueError(f"cuda_graph is {cuda_graph!r}, expected True, False or 'auto'")
     if example_inputs is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("example_inputs are measured, which a CUDA graph capture forbids: call optimize before it")
     if not MODULES_ARE_KNOWN:
@@ -84,7 +92,9 @@ def optimize(
         store.attach(verdicts)
     was_on = layout.is_on(root)
     with LOCK, all_or_nothing(root, lambda: layout.set_layout(root, was_on)):
+        graphs.set_mode(root, False)  # of an earlier call: what they hold is about to change
         _optimize(root, example_inputs, channels_last, sites, exclude, measure)
+        _record(root, example_inputs, cuda_graph)
     if report:
         print(report_of(model))
     return model
@@ -111,13 +121,26 @@ def _optimize(
         known.get(root, "layout").falls_back = True
 
 
+def _record(root: nn.Module, example_inputs: Any, cuda_graph: bool | str) -> None:
+    """Turns CUDA graphs on, where they are asked for, and records the call of the example inputs."""
+    found = known.get(root, "report")
+    found.graph = ""
+    failed = graphs.set_mode(root, cuda_graph)
+    if failed:
+        found.graph = f"none: {failed}"
+    elif cuda_graph and example_inputs is not None:
+        graphs.record(root, *arguments_of(example_inputs))
+
+
 def restore(model: nn.Module) -> Any:
-    """Undoes :func:`kgopt.optimize`: the classes and memory formats from before. Returns the same model.
+    """Undoes :func:`kgopt.optimize`: classes and memory formats are those from before, and the memory of CUDA graphs
+    is free. Returns the same model.
 
     A module that something else has subclassed since (``fully_shard`` does) keeps its class and runs PyTorch's code.
     """
     root = _root(model)
     with LOCK:
+        graphs.set_mode(root, False)
         layout.set_layout(root, False)
         for module in root.modules():
             original = original_class(module)
@@ -141,7 +164,9 @@ def report_of(model: nn.Module) -> Report:
         raise ValueError(f"this {type(root).__name__} was not optimized: call kgopt.optimize(model) first")
     modules = dict(root.named_modules())
     rows = [_measured_row(row, modules.get(row.path)) for row in found.sites]
-    return Report(rows, found.layout, found.glue, found.accuracy, found.whole)
+    graph = graphs.text_of(root)
+    graph = found.graph if graph is None else graph
+    return Report(rows, found.layout, found.glue, found.accuracy, found.whole, graph)
 
 
 def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:

@@ -21,6 +21,7 @@ class Known:
     glue: Any = None  # glue.GlueState: of a module that calls what stands between the norms, in inference
     training: Any = None  # training.TrainingState: the same in training
     layout: Any = None  # layout.Layout: of a root that runs in channels_last inside
+    graphs: Any = None  # graphs.Graphs: of a root whose calls are recorded as CUDA graphs
     keeps: bool = False  # of every module in such a model: channels_last stays what it is
     report: Any = None  # reporting.Report: of a root
 

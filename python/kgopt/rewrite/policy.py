@@ -16,6 +16,7 @@ is synchronized.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -390,6 +391,47 @@ def _cuda_seconds(function: Callable[[], Any], device: torch.device) -> float:
     end.record(stream)
     end.synchronize()
     return begin.elapsed_time(end) * 1e-3
+
+
+def clock_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Seconds a call of two functions by the clock, with all that the host does: medians of rows of calls in turn.
+
+    The device is idle before and after a row. Rows are repeated until the two are further apart than half of the
+    rows are from each other, or one second is over; 7 rows of each at least, and one of a function that takes long.
+    """
+    synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
+
+    def clock(function: Callable[[], Any], calls: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        synchronize()
+        return (time.perf_counter() - start) / calls
+
+    once = []
+    for function in (first, second):  # also warms both up
+        function()
+        once.append(clock(function, 1))
+    if max(once) > LONG:
+        return clock(first, 1), clock(second, 1)
+    calls = max(3, min(50, int(0.01 / max(*once, 1e-6))))
+    rows: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + 1.0
+    while True:
+        for function, found in zip((first, second), rows, strict=True):
+            found.append(clock(function, calls))
+        if len(rows[0]) < 7:
+            continue
+        a, b = (sorted(found) for found in rows)
+        half = len(a) // 2
+        spread = max(found[(3 * len(found)) // 4] - found[len(found) // 4] for found in (a, b))
+        if abs(a[half] - b[half]) > spread or time.perf_counter() > end:
+            return a[half], b[half]
+
+
+def _nothing() -> None:
+    """What a device that is never behind waits for."""
 
 
 def busy_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:

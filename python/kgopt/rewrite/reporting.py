@@ -39,6 +39,7 @@ class Report:
     glue: str = ""  # what became of the rest: convolutions, upsampling, pooling, padding
     accuracy: str = ""  # of the model's output on the example inputs
     whole: str = ""  # where layout and glue come from: "measured", or "known" from an equal model
+    graph: str = ""  # the CUDA graphs that stand for calls of the model, or why there are none; "": nobody asked
 
     @property
     def fused(self) -> list[SiteRow]:
@@ -66,5 +67,6 @@ class Report:
         known = f" ({self.whole})" if self.whole else ""
         lines += [f"layout: {self.layout}{known if 'ms' in self.layout else ''}"] if self.layout else []
         lines += [f"between the norms: {self.glue}{known if 'ms' in self.glue else ''}"] if self.glue else []
+        lines += [f"CUDA graphs: {self.graph}"] if self.graph else []
         lines += [f"accuracy: {self.accuracy}"] if self.accuracy else []
         return "\n".join(lines)

@@ -24,6 +24,13 @@ from kgopt.torch_private import has_backward_hooks, tree_leaves
 _ANOTHER_RESULT = 0.05  # a relative error beyond what rounding in another order makes, in any dtype
 
 
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of example inputs: a tensor, a tuple of arguments, or a dict of keywords."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
+
+
 @contextlib.contextmanager
 def trial(root: nn.Module, grad: bool) -> Iterator[None]:
     """The model may be called, and afterwards nothing has happened to it."""
@@ -103,9 +110,8 @@ class Whole:
 
     def bare(self) -> Any:
         """Calls the model, within a trial."""
-        if isinstance(self.example, Mapping):
-            return self.root(**self.example)
-        return self.root(*self.example) if isinstance(self.example, (tuple, list)) else self.root(self.example)
+        args, kwargs = arguments_of(self.example)
+        return self.root(*args, **kwargs)
 
     def call(self) -> Any:
         """Calls the model, and nothing has happened to it afterwards."""

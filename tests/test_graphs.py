@@ -1,0 +1,602 @@
+"""cuda_graph= of kgopt.optimize: which calls are replayed. A fake of the GPU's part replays by calling."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import pickle
+import random
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import kgopt
+from kgopt.rewrite import graphs
+
+
+class FakeLane:
+    """Replays what was recorded by calling it again, without the model's forward being asked for."""
+
+    held = 2**20
+
+    def __init__(self, machine):
+        self.machine = machine
+
+    @contextlib.contextmanager
+    def aside(self):
+        yield
+
+    @contextlib.contextmanager
+    def turn(self):
+        yield
+
+    def settle(self):
+        self.machine.settled += 1
+
+    def record(self, call):
+        if self.machine.fails:
+            raise RuntimeError(self.machine.fails)
+        with torch.no_grad():
+            result = call()
+        self.machine.recorded += 1
+        static = graphs._leaves(result)
+
+        def replay():
+            self.machine.replayed += 1
+            with torch.no_grad():
+                again = call()
+            for own, new in zip(static, graphs._leaves(again), strict=True):
+                if own is not new:
+                    own.copy_(new)
+
+        return replay, result
+
+
+class Fake:
+    def __init__(self):
+        self.recorded = self.replayed = self.settled = 0
+        self.fails = ""
+        self.times = (2.0, 1.0)
+        self.recording = False
+
+    def takes(self, t):
+        return t.device.type == "cpu" and t.dtype is not torch.float16  # half tensors stand for those elsewhere
+
+    def is_recording(self):
+        return self.recording
+
+    def seconds(self, first, second, device):
+        first(), second()
+        return self.times
+
+    def lane(self, device):
+        return FakeLane(self)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    machine = Fake()
+    monkeypatch.setattr(graphs, "MACHINE", machine)
+    return machine
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU()
+        self.scale, self.options = 1.0, {"shift": [0.0]}
+        self.register_buffer("offset", torch.zeros(()))
+
+    def forward(self, x, flag=True):
+        h = self.act(self.norm(self.conv(x)))
+        return h * self.scale + self.offset + self.options["shift"][0] if flag else h - 1
+
+
+def net(**options):
+    model = Net().eval()
+    options = {"cuda_graph": True, "measure": False, **options}
+    return kgopt.optimize(model, **options)
+
+
+def x_of(seed=0, n=2):
+    return torch.randn(n, 4, 6, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def replays(fake, model, *args, **kwargs):
+    """Whether a call replays; its result is checked against the plain path."""
+    before = fake.replayed
+    y = model(*args, **kwargs)
+    replayed = fake.replayed > before
+    twin = copy.deepcopy(model)
+    kgopt.restore(twin)
+    torch.testing.assert_close(y, twin(*args, **kwargs), rtol=1e-4, atol=1e-4)
+    return replayed
+
+
+def warmed(fake, model, *args, **kwargs):
+    """The second call records, so the third one replays."""
+    with torch.no_grad():
+        model(*args, **kwargs)
+        assert fake.recorded == 0
+        model(*args, **kwargs)
+        assert fake.recorded == 1
+        assert replays(fake, model, *args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+# ------------------------------------------------------------------------------------------------- without a GPU
+
+
+@pytest.mark.parametrize("value", ["on", 1, None, 0.5])
+def test_wrong_values(value):
+    with pytest.raises(ValueError, match=r"cuda_graph is .*, expected True, False or 'auto'"):
+        kgopt.optimize(Net(), cuda_graph=value)
+
+
+@pytest.mark.parametrize("mode", [True, "auto"])
+def test_on_the_cpu(mode):
+    model = Net().eval()
+    expected = model(x_of())
+    kgopt.optimize(model, x_of(), cuda_graph=mode, measure=False)
+    torch.testing.assert_close(model(x_of()), expected)
+    assert "CUDA graphs: none: an argument is a tensor on cpu" in str(kgopt.report(model))
+    kgopt.restore(model)
+    assert type(model) is Net
+    assert "_kgopt" not in vars(model)
+
+
+def test_nobody_asked():
+    model = kgopt.optimize(Net(), measure=False)
+    assert kgopt.report(model).graph == ""
+    assert "CUDA graphs" not in str(kgopt.report(model))
+
+
+# ------------------------------------------------------------------------------------------------------ which calls
+
+
+def test_kinds_of_calls(fake):
+    model = net()
+    warmed(fake, model, x_of())
+    assert replays(fake, model, x_of(1))
+    assert not replays(fake, model, x_of(n=3))  # another shape
+    assert not replays(fake, model, x_of().contiguous(memory_format=torch.channels_last))
+    assert not replays(fake, model, x_of(), flag=False)
+    assert not replays(fake, model, x_of(), True)  # as another argument
+    assert not replays(fake, model, x_of(), 1)  # which equals True
+    assert replays(fake, model, x_of(2))
+    model(x_of(n=3))
+    assert replays(fake, model, x_of(n=3))
+    assert fake.recorded == 2
+
+
+def test_results_are_the_callers(fake):
+    model = net()
+    warmed(fake, model, x_of())
+    first = model(x_of(1))
+    kept = first.clone()
+    model(x_of(2)).zero_()
+    assert torch.equal(first, kept)
+    assert replays(fake, model, x_of(1))
+
+
+def test_example_inputs_record_at_once(fake, monkeypatch):
+    model = net(example_inputs=x_of())
+    assert fake.recorded == 1
+    assert replays(fake, model, x_of(1))
+    assert kgopt.report(model).graph == (
+        "(2x4x6x5) float32: 1000000 us a call, 2000000 us without; 1.0 MiB of memory held"
+    )
+
+
+def test_auto_takes_what_is_faster(fake):
+    fake.times = (1.0, 0.98)
+    model = net(example_inputs=x_of(), cuda_graph="auto")
+    assert not replays(fake, model, x_of())
+    assert "it is not faster: 980000 us with it, 1000000 us without" in kgopt.report(model).graph
+    fake.times = (1.0, 0.9)
+    assert replays(fake, net(example_inputs=x_of(), cuda_graph="auto"), x_of())
+
+
+@dataclasses.dataclass
+class Result:
+    first: torch.Tensor
+    others: list
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, inputs, *, more=None, kind="tuple"):
+        y = self.norm(inputs["x"]) + (0 if more is None else more[0][1])
+        if kind == "dataclass":
+            return Result(y, [y + 1, None])
+        return {"tuple": (y, [y + 1], 3), "dict": {"a": y, "b": (y + 1, None)}, "same": (y, y)}[kind]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "same"])
+def test_containers(fake, kind):
+    model = kgopt.optimize(Nested().eval(), cuda_graph=True, measure=False)
+    original = copy.deepcopy(kgopt.restore(copy.deepcopy(model)))
+
+    def arguments(seed):
+        return ({"x": x_of(seed)},), {"more": [(None, x_of(seed + 1))], "kind": kind}
+
+    for seed in range(4):
+        args, kwargs = arguments(seed)
+        y, expected = model(*args, **kwargs), original(*args, **kwargs)
+        assert type(y) is type(expected)
+        if kind == "dataclass":
+            y, expected = (y.first, y.others), (expected.first, expected.others)
+        torch.testing.assert_close(y, expected)
+        assert kind != "same" or y[0] is y[1]
+    assert fake.replayed == 4  # a check, the clock, and two calls
+
+
+def test_arguments_that_cannot_be_compared(fake):
+    class Thing:
+        pass
+
+    class Takes(Net):
+        def forward(self, x, thing):
+            return super().forward(x)
+
+    model = kgopt.optimize(Takes().eval(), cuda_graph=True, measure=False)
+    for _ in range(3):
+        model(x_of(), Thing())
+    assert fake.recorded == 0
+    assert "an argument is a Thing, whose value cannot be compared" in kgopt.report(model).graph
+
+
+# ----------------------------------------------------------------------------------------------------- invalidation
+
+
+def in_place(model):
+    model.conv.weight.mul_(2)
+    model.offset.add_(3)
+
+
+def data_of_a_parameter(model):
+    model.conv.weight.data = model.conv.weight.data * 2
+
+
+def another_parameter(model):
+    model.norm.weight = nn.Parameter(model.norm.weight * 2)
+
+
+def a_strided_parameter(model):
+    model.conv.weight.data = model.conv.weight.data.transpose(2, 3)
+
+
+def assigned(model):
+    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True)
+
+
+def to_double_and_back(model):
+    model.double().float()
+
+
+def a_submodule(model):
+    model.act = nn.ReLU()
+
+
+def an_attribute(model):
+    model.scale = 2.0
+
+
+def inside_an_attribute(model):
+    model.options["shift"][0] = 5.0
+
+
+def an_attribute_of_a_submodule(model):
+    model.norm.eps = 0.5
+
+
+CHANGES = [
+    data_of_a_parameter,
+    another_parameter,
+    a_strided_parameter,
+    assigned,
+    to_double_and_back,
+    a_submodule,
+    an_attribute,
+    inside_an_attribute,
+    an_attribute_of_a_submodule,
+]
+
+
+def test_weights_are_followed(fake):
+    model = net()
+    warmed(fake, model, x_of())
+    in_place(model)
+    assert replays(fake, model, x_of())
+    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})
+    assert replays(fake, model, x_of())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_drop_recordings(fake, change):
+    model = net()
+    warmed(fake, model, x_of())
+    change(model)
+    assert not replays(fake, model, x_of())
+    assert fake.settled == 1
+    replays(fake, model, x_of())
+    assert replays(fake, model, x_of())  # recorded anew
+    assert fake.recorded == 2
+
+
+def test_hooks_inside_and_on_the_root(fake):
+    model, seen = net(), []
+    warmed(fake, model, x_of())
+    handle = model.register_forward_hook(lambda *_: seen.append("root"))
+    assert replays(fake, model, x_of())
+    assert seen
+    handle.remove()
+    seen.clear()
+    handle = model.conv.register_forward_hook(lambda *_: seen.append("conv"))
+    for _ in range(3):
+        before = fake.replayed
+        model(x_of())
+        assert fake.replayed == before
+    assert seen == ["conv"] * 3 + seen[3:]
+    handle.remove()
+    model(x_of())
+    model(x_of())
+    assert replays(fake, model, x_of())
+
+
+def test_modes(fake):
+    model = net()
+    warmed(fake, model, x_of())
+    model.train()
+    assert not replays(fake, model, x_of())
+    model.eval()
+    model(x_of())
+    model(x_of())
+    assert replays(fake, model, x_of())
+    with torch.enable_grad():
+        y = model(x_of())
+        assert y.requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        before = fake.replayed
+        assert model(x_of()).dtype is not None
+        assert fake.replayed == before
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high" if precision == "highest" else "highest")
+        assert not replays(fake, model, x_of())
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = True
+    assert not replays(fake, model, x_of())
+    torch.backends.cudnn.allow_tf32 = False
+    assert replays(fake, model, x_of())
+    fake.recording = True
+    assert not replays(fake, model, x_of())
+    fake.recording = False
+    with torch.inference_mode():
+        before = fake.replayed
+        assert model(x_of()).is_inference()
+        assert fake.replayed == before + 1
+
+
+def test_with_gradients_on_where_nothing_records(fake):
+    model = net().requires_grad_(False)
+    with torch.enable_grad():
+        for _ in range(3):
+            y = model(x_of())
+        assert fake.replayed == 3
+        assert not y.requires_grad
+        model.norm.weight.requires_grad_(True)
+        assert model(x_of()).requires_grad
+        assert fake.replayed == 3
+        model.norm.weight.requires_grad_(False)
+        assert model(x_of().requires_grad_()).requires_grad
+
+
+def test_a_model_that_always_changes(fake):
+    model = net()
+    for i in range(4 * graphs.RENEWALS):
+        model(x_of())
+        model.scale = float(i) + 0.5 if i % 2 else model.scale
+    recorded = fake.recorded
+    for i in range(10):
+        model.scale = float(i) + 0.25
+        model(x_of())
+        model(x_of())
+    assert fake.recorded <= graphs.RENEWALS + 1
+    assert fake.recorded >= recorded
+    assert "the model changed" in kgopt.report(model).graph
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+class Broken(nn.Module):
+    """A forward with an effect that a replay would not have."""
+
+    def __init__(self, effect):
+        super().__init__()
+        self.norm, self.effect, self.calls, self.log = nn.GroupNorm(2, 4), effect, 0, []
+        self.half = torch.zeros(3, dtype=torch.float16)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        y = self.norm(x)
+        return {
+            "counts": self.count,
+            "logs": self.append,
+            "buffer": lambda y, x: (self.mean.add_(1), y)[1],
+            "input": lambda y, x: (x.add_(1), y)[1],
+            "random": lambda y, x: y + torch.rand_like(y),
+            "python random": lambda y, x: y + random.random(),
+            "dropout": lambda y, x: torch.dropout(y, 0.5, True),
+            "item": lambda y, x: y + 1 if x.sum().item() > 0 else y - 1,
+            "branch": lambda y, x: y + 1 if x.sum() > 0 else y - 1,
+            "nonzero": lambda y, x: y[y > 0],
+            "copy": lambda y, x: y + self.half.to(torch.float32).sum(),
+            "view": lambda y, x: x[:1],
+            "parameter": lambda y, x: self.norm.weight,
+            "expanded": lambda y, x: y[:, :1].expand(-1, 4, -1, -1),
+            "object": lambda y, x: (y, object()),
+        }[self.effect](y, x)
+
+    def count(self, y, x):
+        self.calls += 1
+        return y + self.calls
+
+    def append(self, y, x):
+        self.log.append(1)
+        return y
+
+
+REASONS = {
+    "counts": "its forward changes what the model holds",
+    "logs": "its forward changes what the model holds",
+    "buffer": "its forward changes what the model holds",
+    "input": "its forward writes to its arguments",
+    "random": "its forward draws random numbers",
+    "python random": "its forward draws random numbers",
+    "dropout": "its forward draws random numbers",
+    "item": "it reads values of the GPU: aten._local_scalar_dense.default",
+    "branch": "it reads values of the GPU: aten._local_scalar_dense.default",
+    "nonzero": "the shape of a result hangs on values: aten.index.Tensor",
+    "copy": "it copies between the CPU and the GPU: aten._to_copy.default",
+    "view": "its result shares memory with its arguments or parameters",
+    "parameter": "its result",
+    "expanded": "a tensor is expanded: its elements share memory",
+    "object": "its result holds a object",
+}
+
+
+@pytest.mark.parametrize("effect", REASONS)
+def test_refusals(fake, effect):
+    model = kgopt.optimize(Broken(effect).eval(), cuda_graph=True, measure=False)
+    twin = copy.deepcopy(kgopt.restore(copy.deepcopy(model)))
+    for seed in range(4):
+        x, other = x_of(seed), x_of(seed)
+        torch.manual_seed(seed), random.seed(seed)
+        y = model(x)
+        torch.manual_seed(seed), random.seed(seed)
+        expected = twin(other)
+        if effect in ("counts", "logs"):
+            continue
+        if effect == "object":
+            y, expected = y[0], expected[0]
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(x, other)
+        assert torch.equal(model.mean, twin.mean)
+    assert fake.replayed == 0
+    assert REASONS[effect] in kgopt.report(model).graph
+
+
+def test_what_fails_in_a_capture_is_said(fake):
+    fake.fails = "operation not permitted when stream is capturing\nmore"
+    model = net()
+    for _ in range(3):
+        assert not replays(fake, model, x_of())
+    assert kgopt.report(model).graph == ("none: recording fails: operation not permitted when stream is capturing")
+
+
+def test_errors_of_the_model_are_its_own(fake):
+    model = net()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="expected input"):
+            model(torch.zeros(2, 5, 6, 6))
+    assert fake.recorded == 0
+
+
+# ------------------------------------------------------------------------------------------------------ other tools
+
+
+def test_copies_drop_recordings(fake):
+    model = net()
+    warmed(fake, model, x_of())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not twin._kgopt.graphs.calls
+        before = fake.replayed
+        twin.scale = 3.0
+        torch.testing.assert_close(twin(x_of()), model(x_of()) * 3)
+        assert fake.replayed == before + 1
+    shallow = copy.copy(model)
+    before = fake.replayed
+    shallow(x_of())
+    assert fake.replayed == before
+
+
+def test_restore_frees(fake):
+    model = net()
+    warmed(fake, model, x_of())
+    held = weakref.ref(model._kgopt.graphs)
+    kgopt.restore(model)
+    assert type(model) is Net
+    assert held() is None
+    assert fake.settled == 1
+    before = fake.replayed
+    model(x_of())
+    assert fake.replayed == before
+
+
+def test_state_dict_and_isinstance(fake):
+    model = net()
+    keys = list(Net().state_dict())
+    warmed(fake, model, x_of())
+    assert list(model.state_dict()) == keys
+    assert isinstance(model, Net)
+    assert type(model).__name__ == "Net"
+
+
+def test_optimize_again_drops_and_turns_off(fake):
+    model = net()
+    warmed(fake, model, x_of())
+    kgopt.optimize(model, measure=False, cuda_graph=True)
+    assert not replays(fake, model, x_of())
+    kgopt.optimize(model, measure=False)
+    for _ in range(3):
+        assert not replays(fake, model, x_of())
+
+
+def test_transforms_and_compilers_see_the_plain_path(fake):
+    model = net()
+    warmed(fake, model, x_of())
+    expected = model(x_of())
+    before = fake.replayed
+    ys = torch.func.vmap(model)(x_of()[:, None])
+    torch.testing.assert_close(ys[:, 0], expected)
+    program = torch.export.export(model, (x_of(),))
+    torch.testing.assert_close(program.module()(x_of()), expected)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x_of()), expected)
+    assert fake.replayed == before
+
+
+def test_threads(fake):
+    """A thread that finds another one in a replay takes the plain path."""
+    model = net()
+    warmed(fake, model, x_of())
+    expected = {seed: model(x_of(seed)) for seed in range(4)}
+    wrong = []
+
+    def work(seed):
+        with torch.no_grad():
+            for _ in range(20):
+                if not torch.allclose(model(x_of(seed)), expected[seed], rtol=1e-4, atol=1e-4):
+                    wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
