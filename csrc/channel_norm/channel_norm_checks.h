@@ -35,7 +35,7 @@ inline ChannelNormParams check_channel_norm_backward(const char* op, const Tenso
                                                      const OptTensor& weight, const OptTensor& bias,
                                                      const std::string& kind, double eps, const std::string& act) {
   const ChannelNormParams p = check_channel_norm(op, x, weight, bias, kind, eps, act);
-  check_gradient(op, "dy", dy, x);
+  check_like(op, "dy", dy, x);
   return p;
 }
 
