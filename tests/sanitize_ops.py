@@ -100,6 +100,12 @@ def group_norm_cases() -> None:
             run(f"channel_norm {kind} {label}", x, weight, bias, call=call)
         run(f"group_stats {label}", x, call=lambda x: ops.group_stats(x, 8))
         run(f"group_norm_mean {label}", x, weight, bias, call=lambda x, w, b: ops.group_norm_mean(x, 8, w, b))
+    # Several warps that share a position, channels that are read again, parameters in a table in memory.
+    for dtype, last, channels in itertools.product(DTYPES, (False, True), (136, 1096, 2056)):
+        x = tensor(1, channels, 2, 40, dtype=dtype, channels_last=last)
+        weight, bias = tensor(channels, dtype=dtype), tensor(channels, dtype=dtype)
+        call = lambda x, w, b: ops.channel_norm(x, w, b, "layer", 1e-6, "silu")  # noqa: E731
+        run(f"channel_norm {channels} {dtype} {'channels_last' if last else 'contiguous'}", x, weight, bias, call=call)
     # A group that spans several blocks, parameters in fp32 beside half data, a misaligned start, no parameters.
     big = tensor(1, 8, 41, 43, 37)
     run("group_norm large groups", big, call=lambda x: ops.group_norm(x, 2))

@@ -1,5 +1,6 @@
 // Norms over channels on the CPU: tiles of all channels of some positions, channels outermost, so that the compiler
 // vectorizes along positions in either layout.
+#include <algorithm>
 #include <cmath>
 
 #include "channel_norm/channel_norm_checks.h"
@@ -56,31 +57,49 @@ struct Tiles {
   }
 };
 
+// f(k, part) adds channel k to sums of positions. Those of a few channels are added up first: one after the other, a
+// thousand terms would lose digits.
+template <typename A, typename F>
+void sum_channels(int64_t c, std::vector<A>* sums, const F& f) {
+  constexpr int64_t kFew = 32;
+  std::vector<A> part(sums->size());
+  for (int64_t first = 0; first < c; first += kFew) {
+    std::fill(part.begin(), part.end(), A(0));
+    for (int64_t k = first; k < std::min(c, first + kFew); ++k) f(k, part.data());
+    for (size_t j = 0; j < part.size(); ++j) (*sums)[j] += part[j];
+  }
+}
+
 // x becomes xhat; `scale`, and where it is asked for whether xhat keeps its length as x changes.
 template <typename A>
 void normalize(const ChannelNormParams& p, int64_t n, A* x, std::vector<A>* scale, std::vector<A>* turns) {
   const A count = static_cast<A>(p.c), eps = static_cast<A>(p.eps);
   scale->assign(n, A(0));
   turns->assign(n, A(1));
+  std::vector<A> off(n, A(0));  // what is left of the mean
   A* const s = scale->data();
-  const auto take_mean = [&] {
+  if (p.kind == ChannelNormKind::kLayer) {
     std::vector<A> mean(n, A(0));
     A* const m = mean.data();
-    for (int64_t k = 0; k < p.c; ++k) {
-      for (int64_t j = 0; j < n; ++j) m[j] += x[k * n + j];
-    }
+    sum_channels(p.c, &mean, [&](int64_t k, A* part) {
+      for (int64_t j = 0; j < n; ++j) part[j] += x[k * n + j];
+    });
     for (int64_t j = 0; j < n; ++j) m[j] /= count;
-    for (int64_t k = 0; k < p.c; ++k) {
-      for (int64_t j = 0; j < n; ++j) x[k * n + j] -= m[j];
+    sum_channels(p.c, &off, [&](int64_t k, A* part) {
+      for (int64_t j = 0; j < n; ++j) {
+        x[k * n + j] -= m[j];
+        part[j] += x[k * n + j];
+      }
+    });
+    for (int64_t j = 0; j < n; ++j) off[j] /= count;
+  }
+  const A* const o = off.data();
+  sum_channels(p.c, scale, [&](int64_t k, A* part) {
+    for (int64_t j = 0; j < n; ++j) {
+      const A d = x[k * n + j] - o[j];
+      part[j] += d * d;
     }
-  };
-  if (p.kind == ChannelNormKind::kLayer) {
-    take_mean();
-    take_mean();  // of what the first one's rounding left
-  }
-  for (int64_t k = 0; k < p.c; ++k) {
-    for (int64_t j = 0; j < n; ++j) s[j] += x[k * n + j] * x[k * n + j];
-  }
+  });
   for (int64_t j = 0; j < n; ++j) {
     if (p.kind == ChannelNormKind::kL2) {
       const A length = std::sqrt(s[j]);
@@ -91,7 +110,7 @@ void normalize(const ChannelNormParams& p, int64_t n, A* x, std::vector<A>* scal
     }
   }
   for (int64_t k = 0; k < p.c; ++k) {
-    for (int64_t j = 0; j < n; ++j) x[k * n + j] *= s[j];
+    for (int64_t j = 0; j < n; ++j) x[k * n + j] = (x[k * n + j] - o[j]) * s[j];
   }
 }
 
@@ -192,12 +211,14 @@ std::tuple<Tensor, Tensor, Tensor> channel_norm_backward(Tensor dy, Tensor x, Op
             A* const gk = g.data() + k * n;
             const A* const xk = v.data() + k * n;
             add_sums(xk, gk, n, sum_x + k, sum_1 + k);
-            for (int64_t j = 0; j < n; ++j) {
-              gk[j] *= weight_k;
-              dot_1[j] += gk[j];
-              dot_x[j] += gk[j] * xk[j];
-            }
+            for (int64_t j = 0; j < n; ++j) gk[j] *= weight_k;
           }
+          sum_channels(p.c, &dot_1, [&](int64_t k, A* part) {
+            for (int64_t j = 0; j < n; ++j) part[j] += g[k * n + j];
+          });
+          sum_channels(p.c, &dot_x, [&](int64_t k, A* part) {
+            for (int64_t j = 0; j < n; ++j) part[j] += g[k * n + j] * v[k * n + j];
+          });
           const A inverse = A(1) / static_cast<A>(p.c);
           for (int64_t j = 0; j < n; ++j) {
             dot_1[j] = p.kind == ChannelNormKind::kLayer ? dot_1[j] * inverse : A(0);
