@@ -89,6 +89,11 @@ def every_op_cases() -> None:
             )
 
 
+def add_case(name: str, x: torch.Tensor, groups: int) -> None:
+    """relu(group_norm(x) + r)."""
+    run(f"group_norm_add {name}", x, x.detach().clone(), call=lambda x, r: ops.group_norm_add(x, r, groups, act="relu"))
+
+
 def group_norm_cases() -> None:
     for dtype, last, spatial in itertools.product(DTYPES, (False, True), ((5, 7), (3, 5, 7))):
         label = f"{dtype} {'channels_last' if last else 'contiguous'} {spatial}"
@@ -122,6 +127,7 @@ def group_norm_cases() -> None:
             x, weight, bias = tensor(*shape, dtype=dtype), tensor(shape[1]), tensor(shape[1])
             call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
             run(f"group_norm on chip, {name}", x, weight, bias, call=call)
+            add_case(f"on chip, {name}", x, groups)
     # channels_last x that stays on chip: clusters, rows longer than a warp, rows of several positions, teams of blocks.
     for dtype in (torch.float32, torch.bfloat16):
         for name, shape, groups in (
@@ -136,6 +142,7 @@ def group_norm_cases() -> None:
             x, weight, bias = tensor(*shape, dtype=dtype, channels_last=True), tensor(shape[1]), tensor(shape[1])
             call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
             run(f"group_norm columns, {name}", x, weight, bias, call=call)
+            add_case(f"columns, {name}", x, groups)
     # Small groups: blocks of all samples, of neighbours, clusters, one channel, vectors; narrow groups side by side.
     for dtype, last in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         for name, shape, groups in (
@@ -150,8 +157,10 @@ def group_norm_cases() -> None:
             x, weight, bias = tensor(*shape, dtype=dtype, channels_last=last), tensor(shape[1]), tensor(shape[1])
             call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
             run(f"group_norm small, {name}, {'channels_last' if last else 'contiguous'}", x, weight, bias, call=call)
+            add_case(f"small, {name}", x, groups)
     once = tensor(1, 6, 161, 160, 9)  # groups of 0.9 MB, off the 128-byte lines
     run("group_norm read once", once, call=lambda x: ops.group_norm(x, 6, None, None, 1e-5, "silu"))
+    add_case("read once", once, 6)
     held = tensor(1, 2, 1100, 2101)  # groups of 9.2 MB: tiles in registers, too
     run("group_norm read once, in registers", held, call=lambda x: ops.group_norm(x, 2, None, None, 1e-5, "silu"))
     for dtype in (torch.float32, torch.bfloat16):
