@@ -600,3 +600,45 @@ def test_threads(fake):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+class Captured:
+    """What CUDAGraph does at the end of a capture that is void, or was ended."""
+
+    def __init__(self, calls, void, ended):
+        self.calls, self.void, self.ended = calls, void, ended
+
+    def capture_begin(self, pool, capture_error_mode):
+        self.calls.append("begin")
+
+    def capture_end(self):
+        self.calls.append("end")
+        if self.void:
+            raise RuntimeError("void")
+
+    def pool(self):
+        if not self.ended:
+            raise RuntimeError("no pool")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("void", "ended"), [(False, True), (True, False), (True, True)])
+def test_a_capture_is_always_ended(void, ended, fails, monkeypatch):
+    """The allocator is told where capture_end stopped halfway, and is not told twice; the first error is raised."""
+    calls = []
+    monkeypatch.setattr(graphs, "end_allocation_to_pool", lambda device, pool: calls.append("allocator"))
+    lane = object.__new__(graphs.Lane)
+    lane.pool, lane.device = (0, 1), torch.device("cuda:0")
+
+    def call():
+        if fails:
+            raise ValueError("of the model")
+        return 7
+
+    graph = Captured(calls, void, ended)
+    if fails or void:
+        with pytest.raises(ValueError if fails else RuntimeError, match="of the model" if fails else "void"):
+            lane._capture(graph, call)
+    else:
+        assert lane._capture(graph, call) == 7
+    assert calls == ["begin", "end"] + (["allocator"] if void and not ended else [])

@@ -418,17 +418,19 @@ class Lane:
         try:
             result = call()
         except BaseException:
-            try:
-                graph.capture_end()
-            except RuntimeError:  # what failed made the capture void, and PyTorch stops there
-                end_allocation_to_pool(self.device, self.pool)
+            with contextlib.suppress(RuntimeError):  # what failed may have made the capture void
+                self._end(graph)
             raise
+        self._end(graph)
+        return result
+
+    def _end(self, graph: Any) -> None:
         try:
             graph.capture_end()
         except RuntimeError:
-            end_allocation_to_pool(self.device, self.pool)
+            if not _has_ended(graph):  # of a void capture PyTorch does not tell its allocator
+                end_allocation_to_pool(self.device, self.pool)
             raise
-        return result
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -453,6 +455,15 @@ class Lane:
         """Bytes of the pool."""
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self.pool))
+
+
+def _has_ended(graph: Any) -> bool:
+    """Whether a capture was ended as PyTorch means it: then the graph gives its pool back itself."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
 
 
 MACHINE: Any = Cuda()
@@ -627,10 +638,10 @@ class Graphs:
                     self.lane = MACHINE.lane(device)
                 return self._record_at(forward, root, args, kwargs, tensors)
         finally:
-            put_back()
             random.setstate(drawn)
             if numpy is not None:
                 numpy.random.set_state(state)
+            put_back()
 
     def _record_at(
         self, forward: Callable[..., Any], root: nn.Module, args: Any, kwargs: Any, tensors: list[Tensor]
