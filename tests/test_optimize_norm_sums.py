@@ -332,4 +332,4 @@ def test_autocast(cls, low, summed):
         y, expected = model(x), original(x)
     assert y.dtype is expected.dtype
     torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
-    assert summed == FUSED[cls]
+    assert summed == ([] if cls is Dropped else FUSED[cls])  # there a half is added to what is float32

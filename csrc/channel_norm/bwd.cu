@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(256) channel_norm_planes_bwd_kernel(const __gr
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         const Acc xhat = (v[j] - scale[j].mean) * scale[j].scale;
-        v[j] = scale[j].scale * (d[j] * weight - dots[0][j] - xhat * dots[1][j]);
+        v[j] = scale[j].scale * (rounded_product(d[j], weight) - dots[0][j] - xhat * dots[1][j]);
       }
       store_vec<T, kVec>(dx + own.base + c * p.s, pack<T, kVec>(v));
     };
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(128, kChain == Chain::kAny ? 2 : 3)
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         const Acc xhat = (v[j] - scale.mean) * scale.scale;
-        v[j] = scale.scale * (d[j] * weight[j] - dot_1 - xhat * dot_x);
+        v[j] = scale.scale * (rounded_product(d[j], weight[j]) - dot_1 - xhat * dot_x);
       }
       store_vec<T, kVec>(dx + own.base + c, pack<T, kVec>(v));
     };

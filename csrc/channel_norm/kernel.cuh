@@ -59,6 +59,10 @@ struct PositionScale {
   bool turns = true;
 };
 
+// Rounded by itself, as where it was summed up: the one channel's product and their mean are equal.
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
 __device__ __forceinline__ float reciprocal_root(float x) { return rsqrtf(x); }
 __device__ __forceinline__ double reciprocal_root(double x) { return 1 / sqrt(x); }
 

@@ -73,9 +73,9 @@ def _aligned(t: Tensor) -> Tensor:
 
 def _laid_like(t: Tensor, other: Tensor) -> Tensor:
     """With channels_last strides beside a channels_last tensor, where sizes of 1 leave a choice: as in checks.h."""
-    if type(t) not in PLAIN or not (t.is_contiguous() and t.is_contiguous(memory_format=FORMATS[t.dim()])):
+    if type(t) not in PLAIN or not t.is_contiguous() or are_functorch_transforms_active():
         return t
-    if is_channels_last(t) or not is_channels_last(other) or are_functorch_transforms_active():
+    if not t.is_contiguous(memory_format=FORMATS[t.dim()]) or is_channels_last(t) or not is_channels_last(other):
         return t
     strides = [0, 1, *[0] * (t.dim() - 2)]
     following = t.shape[1]
