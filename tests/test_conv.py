@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -438,6 +439,21 @@ def test_conv_weight_gradient_of_few_channels_keeps_nan_in_place(dtype, tf32, at
     mine = gradients(case, dy, x, weight, "kgopt")[1]
     assert not exact.isnan().all()
     assert torch.equal(mine.isnan(), exact.isnan())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 6, 1, 1), (3, 1, 5, 4)], ids=str)
+def test_conv_gradients_where_the_gradient_begins_inside_a_tensor(shape):
+    """Given the strides of x's layout it began at twice its offset, in other memory."""
+    x = channels_last(torch.randn(shape[0], 5, shape[2] + 2, shape[3] + 1, device="cuda", dtype=torch.float64))
+    case = (False, 2, 5, shape[1], x.shape[2:], (3, 2), (1, 1), (0, 0), (1, 1), (0, 0), 1)
+    weight = torch.randn(weight_shape(case), device="cuda", dtype=torch.float64)
+    wide = torch.full((64 + 2 * math.prod(shape),), float("nan"), device="cuda", dtype=torch.float64)
+    for offset in (0, 1, 64):
+        dy = wide[offset : offset + math.prod(shape)].view(shape).copy_(torch.randn(shape))
+        exact = aten_gradients(case, dy.cpu(), x.cpu(), weight.cpu())
+        for mine, right in zip(gradients(case, dy, x, weight, "aten"), exact, strict=True):
+            torch.testing.assert_close(mine.cpu(), right)
 
 
 @pytest.mark.gpu

@@ -509,6 +509,39 @@ def test_what_fails_in_a_capture_is_said(fake):
     assert kgopt.report(model).graph == ("none: recording fails: operation not permitted when stream is capturing")
 
 
+@pytest.mark.parametrize("where", ["look", "capture"])
+def test_an_error_of_the_models_own_while_recording(fake, monkeypatch, where):
+    """A KeyError came through, at this call and at each one after it."""
+
+    class Odd(Net):
+        def forward(self, x):
+            if where == "look" and torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+                raise KeyError("of the model")
+            return super().forward(x)
+
+    if where == "capture":
+
+        def record(self, call):
+            raise KeyError("of the model")
+
+        monkeypatch.setattr(FakeLane, "record", record)
+    model = kgopt.optimize(Odd().eval(), measure=False, cuda_graph=True)
+    x = torch.randn(2, 4, 6, 6)
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+    assert "of the model" in kgopt.report(model).graph
+    assert fake.replayed == 0
+
+
+def test_attention_gives_a_random_state_on_the_cpu(fake):
+    looking = graphs._Looking()
+    func = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    tokens, state = torch.randn(1, 2, 4, 8), torch.zeros((), dtype=torch.float16)  # a half stands for the other device
+    assert not looking.reason(func, (tokens, tokens, tokens), {}, (tokens, tokens, state, state))
+    assert looking.reason(torch.ops.aten._to_copy.default, (tokens,), {}, state)
+
+
 def test_errors_of_the_model_are_its_own(fake):
     model = net()
     for _ in range(3):

@@ -183,7 +183,7 @@ inline Tensor laid_like(const Tensor& t, const Tensor& other) {
   strides[0] = next;
   AtenTensorHandle made;
   STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(t.get(), rank, sizes.data(), strides.data(), t.storage_offset(), &made));
+      aoti_torch__reinterpret_tensor(t.get(), rank, sizes.data(), strides.data(), /*offset_increment=*/0, &made));
   return Tensor(made);
 }
 

@@ -603,7 +603,7 @@ class Graphs:
             return self.off
         except RefusedError as reason:
             return self._without(str(reason))
-        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        except Exception as error:  # the model's own, too: the plain call that follows raises it if it must
             return self._without(f"recording fails: {(str(error) or repr(error)).splitlines()[0]}")
         if self.mode == "auto" and found.after >= GAIN * found.before:
             return self._without(f"it is not faster: {_us(found.after)} with it, {_us(found.before)} without")
@@ -817,9 +817,14 @@ class _Looking:
             return f"the shape of a result hangs on values: {func}"
         # A tensor of the CPU with one element is an argument of a kernel, and so a constant.
         there = [t for t in taken if not MACHINE.takes(t) and (t.dim() or "copy" in str(func))]
+        if str(func).startswith(_ATTENTION):  # without dropout nobody reads the random state that it gives on the CPU
+            given = [t for t in given if MACHINE.takes(t)]
         if (here and any(not MACHINE.takes(t) for t in given)) or (there and any(map(MACHINE.takes, given))):
             return f"it copies between the CPU and the GPU: {func}"
         return ""
+
+
+_ATTENTION = "aten._scaled_dot_product_"
 
 
 def _is_masked(func: Any, args: Any) -> bool:
