@@ -43,6 +43,8 @@ SHARDED_BY_CHANNELS = {  # whose result stays so
     "group_norm": ["S1"],
     "group_norm_moments": ["S1"],
     "group_norm_fwd": ["S1", "S1", "S1"],
+    "group_norm_add": ["S1"],
+    "group_norm_add_fwd": ["S1", "S1", "S1"],
     "group_norm_backward": ["S1", "S0", "S0"],
     "activation": ["S1"],
     "activation_backward": ["S1"],
@@ -60,6 +62,7 @@ SHARDED_BY_SAMPLES = {name: ["S0"] for name in NAMES} | {
     "group_norm_tanh_hardswish_residual_logsumexp_backward": ["S0", "P", "P"],
     "group_stats": ["S0"] * 2,
     "group_norm_fwd": ["S0"] * 3,
+    "group_norm_add_fwd": ["S0"] * 3,
     "group_norm_mean_fwd": ["S0"] * 4,
     "conv_add_moments": ["S0"] * 2,
     "group_norm_conv_moments": ["S0"] * 2,
@@ -411,4 +414,4 @@ def test_dtensors(name, device, outcomes):
 
 def test_every_op_has_a_rule():
     """An op without one would raise NotImplementedError for a DTensor."""
-    assert sorted(n for n, op in RECORDS.items() if op.dims is not None) == sorted(NAMES)
+    assert {n for n, op in RECORDS.items() if op.dims is not None} == set(NAMES)
