@@ -111,12 +111,11 @@ class Sum:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
         if type(module) in _KINDS:
             return _norm_later(module, x) if _all_change_nothing(owner, between) else module(x)
-        if isinstance(module, nn.Module) and known.get(module, "glue") is not None and conv_of(module) is not None:
+        if conv_of(module) is not None:
             # A convolution waits where kgopt adds its bias or computes it.
-            plan = plans.plan_of(module, x) if _may_wait(module) and is_as_is(module) else None
-            if plan is None or not plan.adds:
-                return module(x)
-            if _all_change_nothing(owner, between):
+            may_wait = known.get(module, "glue") is not None and _may_wait(module) and is_as_is(module)
+            plan = plans.plan_of(module, x) if may_wait else None
+            if plan is not None and plan.adds and _all_change_nothing(owner, between):
                 return _Later(module, x, plan)
         elif isinstance(module, nn.Module) and not is_hooked(module) and not any_global_hooks():
             inside = passed_on(module)
