@@ -19,9 +19,8 @@ from kgopt.rewrite.chain import Chain
 class Node:
     """One value. ``kind`` is what made it; every reader is in ``users``, those that are not understood as OTHER."""
 
-    kind: (
-        str  # conv, norm, act, same, add (of two values), mean, logsumexp, flatten; other: known, but in the way; value
-    )
+    # conv, norm, act, same, add (of two values), mean, logsumexp, flatten; other: known, but in the way; value
+    kind: str
     inputs: list[Node] = field(default_factory=list)
     name: str = ""  # conv: which; norm: group or instance; act: its name
     dims: tuple[int, ...] | None = None
