@@ -11,6 +11,7 @@ import pytest
 import torch
 
 os.environ["KGOPT_VERDICTS"] = "0"  # what somebody measured before is no part of a test, nor to be forgotten by one
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # docs/fuzz.md says what oneDNN does in bf16 otherwise
 
 
 def pytest_configure(config):

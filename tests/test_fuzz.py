@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,6 +231,23 @@ def test_interrupted_search_returns_what_it_has():
     settings = Settings("cpu", seed=1, only=("group_norm",), prepare=fuzz_faults.one_element_off)
     report = search([("ops", 1.0)], settings, workers=1, calls=100000, keep=interrupt)
     assert 0 < len(report.findings) <= report.cases < 1000
+
+
+_ONE_DEEP = """
+import fuzz_faults
+from kgopt.fuzz.pool import Job, Settings, Worker
+worker = Worker(0, Settings("cpu", prepare=fuzz_faults.unless_bf16_is_right))
+print(worker.answer(Job("ops", 0, 60.0)).text)
+worker.close()
+"""
+
+
+def test_workers_go_without_instructions_for_bf16():
+    """With them PyTorch's convolutions are wrong for some volumes; CI failed of it on one of its machines."""
+    environment = {k: v for k, v in os.environ.items() if k != "ONEDNN_MAX_CPU_ISA"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run([sys.executable, "-c", _ONE_DEEP], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 def test_parts_of_a_run_are_the_run():
