@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items):
 def device(request):
     """Each test that takes it runs on the CPU, and on a GPU where there is one."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_race(monkeypatch):
+    """Small models are often slower optimized, which ``optimize`` would undo; that has tests of its own."""
+    monkeypatch.setattr("kgopt.rewrite.race.SLACK", math.inf)
 
 
 @pytest.fixture(autouse=True)

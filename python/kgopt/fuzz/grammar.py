@@ -278,6 +278,7 @@ def draw_network(rng: random.Random, device: str, hows: tuple[str, ...]) -> Json
         "home": rng.choice(["importable", "importable", "executed"]),
         "hooks": _hooks(rng, how),
         "calls": calls,
+        "slower": rng.random() < 0.2,  # where it is measured, the whole model is found slower, and so undone
     }
 
 
@@ -332,6 +333,7 @@ _PLAIN_CASE: dict[str, Any] = {
     "home": "importable",
     "channels_last": False,
     "example": False,
+    "slower": False,
     "always": True,
     "twice": False,
     "returns": "tensor",

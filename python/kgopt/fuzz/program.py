@@ -140,6 +140,8 @@ def write_program(case: Json, device: str) -> str:
             shape += [s + case["calls"][0]["grow"] for s in case["size"]]
             place = "" if device == "cpu" else f', device="{device}"'
             example = f", torch.randn({shape}, dtype=torch.{case['dtype']}{place})"
+            slack = "0" if case.get("slower") else 'float("inf")'
+            lines.append(f"kgopt.rewrite.race.SLACK = {slack}")
         lines.append(f"model.train({case['optimized_in'] == 'train'})")
         early = _hooks(case, False)
         lines += early

@@ -5,14 +5,15 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from kgopt.rewrite import classes, graphs, known, layout, norms, sequential, source
+from kgopt.rewrite import classes, graphs, known, layout, norms, race, sequential, source
 from kgopt.rewrite.chain import Chain
-from kgopt.rewrite.disguise import become, original_class
+from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.modules import runs_like_sequential
 from kgopt.rewrite.norms import NORMS
 from kgopt.rewrite.policy import SiteState
@@ -47,8 +48,8 @@ def optimize(
     Args:
         model: any module, also one inside ``torch.compile``, ``DistributedDataParallel`` or ``fully_shard``.
         example_inputs: what the model is called with: a tensor, a tuple of arguments, or a dict of keywords. With it,
-            everything is measured now, else each site on its first call. The model runs under its current mode;
-            buffers and random state are put back.
+            everything is measured now, else each site on its first call, and a model that is slower than it came is
+            left as it came. The model runs under its current mode; buffers and random state are put back.
         channels_last: True: the model computes in channels_last (2D) or channels_last_3d, and the caller notices
             nothing. ``"auto"``: where the whole model is measured faster so, which needs ``example_inputs`` on CUDA.
             False: never.
@@ -93,8 +94,10 @@ def optimize(
     was_on = layout.is_on(root)
     with LOCK, all_or_nothing(root, lambda: layout.set_layout(root, was_on)):
         graphs.set_mode(root, False)  # of an earlier call: what they hold is about to change
-        _optimize(root, example_inputs, channels_last, sites, exclude, measure)
+        whole = _optimize(root, example_inputs, channels_last, sites, exclude, measure)
         _record(root, example_inputs, cuda_graph)
+        if whole is not None and measure and channels_last is not True and not cuda_graph:
+            race.undo_if_slower(whole, known.get(root, "report"))
     if report:
         print(report_of(model))
     return model
@@ -102,9 +105,12 @@ def optimize(
 
 def _optimize(
     root: nn.Module, example_inputs: Any, channels_last: bool | str, sites: Any, exclude: Any, measure: bool
-) -> None:
-    rows = _swap(root, _selector(sites, exclude), measure)
+) -> Whole | None:
     found = known.get(root, "report")
+    if found is not None and found.slower and example_inputs is not None:
+        race.undo(root)  # it may be faster on other inputs
+        found = None
+    rows = _swap(root, _selector(sites, exclude), measure)
     if found is None:
         found = Report()
         known.put(root, report=found)
@@ -112,13 +118,15 @@ def _optimize(
     found.sites = [row for row in found.sites if row.path not in {r.path for r in rows}] + rows
     order = {path: i for i, (path, _) in enumerate(root.named_modules())}
     found.sites.sort(key=lambda row: order.get(row.path, len(order)))
+    whole = None
     if example_inputs is not None:
-        options = sites, exclude, channels_last
-        Whole(root, example_inputs, _selector(None, exclude), options).decide(channels_last, measure, found)
+        whole = Whole(root, example_inputs, _selector(None, exclude), (sites, exclude, channels_last))
+        whole.decide(channels_last, measure, found)
     elif channels_last is True:
         found.layout = layout.ask_for(root)
     if layout.is_on(root):  # also where it was the faster one: other calls may take other ways
         known.get(root, "layout").falls_back = True
+    return whole
 
 
 def _record(root: nn.Module, example_inputs: Any, cuda_graph: bool | str) -> None:
@@ -141,12 +149,7 @@ def restore(model: nn.Module) -> Any:
     root = _root(model)
     with LOCK:
         graphs.set_mode(root, False)
-        layout.set_layout(root, False)
-        for module in root.modules():
-            original = original_class(module)
-            if original is not None:  # the class first: a call that has begun finds what it looks for, or does without
-                become(module, original)
-            known.clear(module)
+        race.undo(root)
     return model
 
 
@@ -166,7 +169,7 @@ def report_of(model: nn.Module) -> Report:
     rows = [_measured_row(row, modules.get(row.path)) for row in found.sites]
     graph = graphs.text_of(root)
     graph = found.graph if graph is None else graph
-    return Report(rows, found.layout, found.glue, found.accuracy, found.whole, graph)
+    return replace(found, sites=rows, graph=graph)
 
 
 def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:

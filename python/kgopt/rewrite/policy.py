@@ -393,15 +393,26 @@ def _cuda_seconds(function: Callable[[], Any], device: torch.device) -> float:
     return begin.elapsed_time(end) * 1e-3
 
 
-def clock_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+def clock_both(
+    first: Callable[[], Any],
+    second: Callable[[], Any],
+    device: torch.device,
+    ready: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
+) -> tuple[float, float]:
     """Seconds a call of two functions by the clock, with all that the host does: medians of rows of calls in turn.
 
     The device is idle before and after a row. Rows are repeated until the two are further apart than half of the
     rows are from each other, or one second is over; 7 rows of each at least, and one of a function that takes long.
+    ``ready``: what is done before a row of each, and one more call of it, whose time does not count.
     """
     synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
+    functions = first, second
 
-    def clock(function: Callable[[], Any], calls: int) -> float:
+    def clock(at: int, calls: int) -> float:
+        function = functions[at]
+        if ready is not None:
+            ready[at]()
+            function()
         synchronize()
         start = time.perf_counter()
         for _ in range(calls):
@@ -410,17 +421,18 @@ def clock_both(first: Callable[[], Any], second: Callable[[], Any], device: torc
         return (time.perf_counter() - start) / calls
 
     once = []
-    for function in (first, second):  # also warms both up
-        function()
-        once.append(clock(function, 1))
+    for at, function in enumerate(functions):
+        if ready is None:
+            function()  # warms it up
+        once.append(clock(at, 1))
     if max(once) > LONG:
-        return clock(first, 1), clock(second, 1)
+        return clock(0, 1), clock(1, 1)
     calls = max(3, min(50, int(0.01 / max(*once, 1e-6))))
     rows: tuple[list[float], list[float]] = ([], [])
     end = time.perf_counter() + 1.0
     while True:
-        for function, found in zip((first, second), rows, strict=True):
-            found.append(clock(function, calls))
+        for at, found in enumerate(rows):
+            found.append(clock(at, calls))
         if len(rows[0]) < 7:
             continue
         a, b = (sorted(found) for found in rows)

@@ -39,6 +39,8 @@ class Report:
     glue: str = ""  # what became of the rest: convolutions, upsampling, pooling, padding
     accuracy: str = ""  # of the model's output on the example inputs
     whole: str = ""  # where layout and glue come from: "measured", or "known" from an equal model
+    clock: str = ""  # of a call of the whole model, as it is and as it came
+    slower: bool = False  # it was, and so it is as it came
     graph: str = ""  # the CUDA graphs that stand for calls of the model, or why there are none; "": nobody asked
 
     @property
@@ -67,6 +69,7 @@ class Report:
         known = f" ({self.whole})" if self.whole else ""
         lines += [f"layout: {self.layout}{known if 'ms' in self.layout else ''}"] if self.layout else []
         lines += [f"between the norms: {self.glue}{known if 'ms' in self.glue else ''}"] if self.glue else []
+        lines += [f"whole model: {self.clock}"] if self.clock else []
         lines += [f"CUDA graphs: {self.graph}"] if self.graph else []
         lines += [f"accuracy: {self.accuracy}"] if self.accuracy else []
         return "\n".join(lines)

@@ -133,7 +133,7 @@ class Whole:
         result = self.call()
         self.expected, self.error = expected, _worst(expected, result)
         choosing = measure and chooses(self.device)
-        if choosing:
+        if measure:
             digest = fingerprint.of_model(self.root, self.example, self.options)
             self.key = verdicts.key_of("model", self.device, digest)
         if channels_last is True:
@@ -187,9 +187,13 @@ class Whole:
             with trial(self.root, self.root.training):
                 return [t / row for t in policy.time_both(in_a_row(first), in_a_row(second), self.device)]
 
-        (before, after), known = verdicts.store.settle(f"{self.key}|{question}", measure)
+        (before, after), known = self.settle(question, measure)
         self.asked.append(known)
         return before, after
+
+    def settle(self, question: str, measure: Callable[[], list[float]]) -> tuple[Any, bool]:
+        """The answer for this model and these inputs, and whether it was known."""
+        return verdicts.store.settle(f"{self.key}|{question}", measure)
 
     @property
     def timed(self) -> Callable[[], Any]:

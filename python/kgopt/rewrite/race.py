@@ -1,0 +1,92 @@
+"""The last question: is a call, by the clock, as fast as one of the model as it came? Where not, it becomes that again.
+
+What was measured before are parts, on a GPU that is given several calls: sites, what stands between them, the layout.
+Each may win, and the model lose: where it waits for its launches, every check before a site is time of the call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from kgopt.rewrite import known, layout, policy
+from kgopt.rewrite.disguise import become, original_class
+from kgopt.rewrite.reporting import Report
+from kgopt.rewrite.transaction import LOCK
+from kgopt.rewrite.whole import Whole, trial
+
+# Of the time as it came, up to which an optimized model is not slower. Infinity: nobody asks.
+SLACK = 1.01
+
+
+def undo(root: nn.Module) -> None:
+    """Makes a model what it was before kgopt saw it: classes, layout, what its modules know."""
+    with LOCK:
+        layout.set_layout(root, False)
+        for module in root.modules():
+            original = original_class(module)
+            if original is not None:  # the class first: a call that has begun finds what it looks for, or does without
+                become(module, original)
+            known.clear(module)
+
+
+def undo_if_slower(whole: Whole, found: Report) -> None:
+    """Compares a model with what it was, on its example inputs, both in turn; undoes all of it where it lost.
+
+    ``found``: its report, which stays. So does what its norms remember: they are no new sites.
+    """
+    root = whole.root
+    if math.isinf(SLACK) or not any(original_class(m) for m in root.modules()):
+        return
+    form = "channels_last" if layout.is_on(root) else "given"
+    (before, after), asked_before = whole.settle(f"clock {form}", lambda: _clock(whole))
+    how = "known" if asked_before else "measured"
+    found.clock = f"{after * 1e3:.3g} ms a call, {before * 1e3:.3g} ms as it came ({how})"
+    if after <= SLACK * before:
+        return
+    sites = [(m, state) for m in root.modules() if (state := known.get(m, "site")) is not None]
+    undo(root)
+    known.put(root, report=found)
+    for norm, state in sites:
+        known.put(norm, site=state)
+    found.slower = True
+    found.clock = f"left as it came: {found.clock}"
+    found.layout = found.glue = found.whole = ""
+    for row in found.sites:
+        if row.became:
+            row.became, row.reason = "", "the whole model is slower"
+
+
+def _clock(whole: Whole) -> list[float]:
+    """Seconds of a call as the model came, and as it is."""
+    forms = _Forms(whole.root)
+    with trial(whole.root, whole.root.training):
+        try:
+            return list(policy.clock_both(whole.timed, whole.timed, whole.device, (forms.came, forms.made)))
+        finally:
+            forms.made()
+
+
+class _Forms:
+    """A model with the classes that it came with, and with those that it was given."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.layout = known.get(root, "layout")
+        layout.set_layout(root, False)  # its class is part of the layout
+        self.classes: list[tuple[nn.Module, Any, Any]] = [
+            (m, type(m), original_class(m)) for m in root.modules() if original_class(m) is not None
+        ]
+
+    def came(self) -> None:
+        layout.set_layout(self.root, False)
+        for module, _, original in self.classes:
+            become(module, original)
+
+    def made(self) -> None:
+        for module, cls, _ in self.classes:
+            become(module, cls)
+        if self.layout is not None:
+            layout.set_layout(self.root, True, falls_back=self.layout.falls_back)

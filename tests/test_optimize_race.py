@@ -1,0 +1,203 @@
+"""The last comparison of ``optimize`` with example inputs: a model that is slower than it came becomes what it was."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import kgopt
+import optimize_models as models
+from kgopt.rewrite import layout, policy, race, whole
+from kgopt.rewrite.transaction import LOCK
+
+
+@pytest.fixture(autouse=True)
+def sites_win(monkeypatch):
+    """Each site is faster on kgopt, so that only the whole model decides."""
+    monkeypatch.setattr(race, "SLACK", 1.01)
+    monkeypatch.setattr(policy, "time_both", lambda first, second, device: (2.0, 1.0))
+    monkeypatch.setattr(policy, "_errors", lambda question: (0.0, 0.0))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Sets what the whole model's clock says, and counts how often it is asked."""
+
+    def says(before, after):
+        asked = []
+
+        def clock_both(first, second, device, ready=None):
+            asked.append(device)
+            for prepare, function in zip(ready, (first, second), strict=True):
+                prepare()
+                function()
+            return before, after
+
+        monkeypatch.setattr(policy, "clock_both", clock_both)
+        return asked
+
+    return says
+
+
+def made(model):
+    """How many of its modules are kgopt's."""
+    return sum(isinstance(m, kgopt.rewrite.disguise.Optimized) for m in model.modules())
+
+
+def test_a_slower_model_becomes_what_it_was(device, clock):
+    clock(1.0, 1.5)
+    original = models.randomized(models.MonaiResBlock(), device).eval()
+    model = copy.deepcopy(original)
+    x = models.input_for(model, device)
+    kgopt.optimize(model, x)
+    assert made(model) == 0
+    report = kgopt.report(model)
+    assert [row.became for row in report.sites] == ["", ""]
+    assert {row.reason for row in report.sites} == {"the whole model is slower"}
+    assert report.clock == "left as it came: 1.5e+03 ms a call, 1e+03 ms as it came (measured)"
+    assert report.clock in str(report)
+    assert torch.equal(model(x), original(x))
+    kgopt.optimize(model)
+    assert made(model) == 0, "what lost is no new site"
+    kgopt.restore(model)
+    for a, b in zip(model.modules(), original.modules(), strict=True):
+        assert a.__dict__.keys() == b.__dict__.keys()
+
+
+@pytest.mark.parametrize("after", [0.5, 1.0, 1.005])
+def test_one_that_is_not_slower_stays(after, device, clock):
+    clock(1.0, after)
+    model = models.randomized(models.MonaiResBlock(), device)
+    kgopt.optimize(model, models.input_for(model, device))
+    report = kgopt.report(model)
+    assert made(model) > 0
+    assert all(row.became for row in report.sites)
+    assert report.clock.endswith("1e+03 ms as it came (measured)")
+    assert not report.slower
+
+
+def test_other_inputs_are_another_question(device, clock):
+    """A model that lost on a small input gets another chance on a large one."""
+    clock(1.0, 1.5)
+    model = models.randomized(models.MonaiResBlock(), device)
+    x = models.input_for(model, device)
+    kgopt.optimize(model, x)
+    assert made(model) == 0
+    clock(1.0, 0.5)
+    kgopt.optimize(model, torch.cat([x, x]))
+    assert made(model) > 0
+    assert all(row.became for row in kgopt.report(model).sites)
+
+
+def test_an_equal_model_is_not_measured_again(device, clock):
+    asked = clock(1.0, 1.5)
+    pair = [models.randomized(models.MonaiResBlock(), device) for _ in range(2)]
+    for model in pair:
+        kgopt.optimize(model, models.input_for(model, device))
+        assert made(model) == 0
+    assert len(asked) == 1
+    assert "(known)" in kgopt.report(pair[1]).clock
+
+
+@pytest.mark.parametrize("options", [{"measure": False}, {"channels_last": True}], ids=["measure", "channels_last"])
+def test_who_asks_for_something_gets_it(options, device, clock):
+    asked = clock(1.0, 1.5)
+    model = models.randomized(models.MonaiResBlock(), device)
+    kgopt.optimize(model, models.input_for(model, device), **options)
+    assert not asked
+    assert made(model) > 0
+
+
+def test_both_forms_run_in_turn(device, monkeypatch):
+    """The original has its classes and its layout, the other one those that were decided."""
+    seen = []
+    model = models.randomized(models.MonaiResBlock(), device)
+    x = models.input_for(model, device)
+
+    def look(first, second, device, ready):
+        for at in (0, 1, 0, 1):
+            ready[at]()
+            (first, second)[at]()
+            weight = model.conv1.weight
+            dense = weight.is_contiguous(memory_format=torch.channels_last_3d)
+            seen.append((at, made(model) > 0, layout.is_on(model), dense))
+        ready[0]()
+        return 1.0, 0.5
+
+    monkeypatch.setattr(policy, "clock_both", look)
+    monkeypatch.setattr(whole, "chooses", lambda device: True)
+    monkeypatch.setattr(whole.Whole, "layout_seconds", lambda self, layout: 1.0 if layout != "channels_last" else 0.5)
+    monkeypatch.setattr(whole.Whole, "find_between", lambda self: None)
+    kgopt.optimize(model, x)
+    assert seen == [(0, False, False, False), (1, True, True, True)] * 2
+    assert made(model) > 0
+    assert layout.is_on(model)
+    assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def test_lost_in_channels_last_is_back_in_its_layout(device, clock, monkeypatch):
+    clock(1.0, 1.5)
+    monkeypatch.setattr(whole, "chooses", lambda device: True)
+    monkeypatch.setattr(whole.Whole, "layout_seconds", lambda self, layout: 1.0 if layout != "channels_last" else 0.5)
+    monkeypatch.setattr(whole.Whole, "find_between", lambda self: None)
+    model = models.randomized(models.MonaiResBlock(), device)
+    strides = [p.stride() for p in model.parameters()]
+    kgopt.optimize(model, models.input_for(model, device))
+    assert not layout.is_on(model)
+    assert [p.stride() for p in model.parameters()] == strides
+    assert kgopt.report(model).layout == ""
+
+
+def test_training_is_timed_with_its_backward_and_leaves_no_trace(device, clock):
+    clock(1.0, 1.5)
+    model = models.randomized(nn.Sequential(models.MonaiResBlock(), nn.BatchNorm3d(8), nn.Dropout(0.5)), device).train()
+    before = copy.deepcopy(model.state_dict())
+    x = models.input_for(model, device)
+    random = torch.get_rng_state()
+    kgopt.optimize(model, x)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_clock_that_fails_leaves_the_model_as_it_was(device, monkeypatch):
+    def fails(first, second, device, ready):
+        ready[0]()
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr(policy, "clock_both", fails)
+    original = models.randomized(models.MonaiResBlock(), device)
+    model = copy.deepcopy(original)
+    with pytest.raises(RuntimeError, match="no clock"):
+        kgopt.optimize(model, models.input_for(model, device))
+    for a, b in zip(model.modules(), original.modules(), strict=True):
+        assert type(a) is type(b)
+        assert a.__dict__.keys() == b.__dict__.keys()
+    assert LOCK.acquire(blocking=False)
+    LOCK.release()
+
+
+def test_the_clock_is_a_clock():
+    """Functions that wait on the host: 1 ms and 3; what is done before a row, and the call after it, do not count."""
+    done = []
+
+    def waits(seconds, name):
+        def wait():
+            done.append(name)
+            time.sleep(seconds)
+
+        return wait
+
+    ready = waits(0.005, "A"), waits(0.005, "B")
+    before, after = policy.clock_both(waits(0.001, "a"), waits(0.003, "b"), torch.device("cpu"), ready)
+    assert 0.001 <= before < 0.0025
+    assert 0.003 <= after < 0.0045
+    assert done[:3] == ["A", "a", "a"]
+    rows = "".join(done).replace("A", " A").replace("B", " B").split()
+    assert {row[0] + row[1] for row in rows} == {"Aa", "Bb"}
+    assert [row[0] for row in rows] == ["A", "B"] * (len(rows) // 2)
