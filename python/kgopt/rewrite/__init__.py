@@ -15,7 +15,7 @@ verdict  verdicts fingerprint emit policy           PyTorch's code or ours: the 
 run      carry sites norms formats wrapped glue     what runs in place of a site, of a norm, between norms, in training,
          sums training layout                       in channels_last
 find     source sequential backend inductor         front ends: Python source, nn.Sequential, captured graphs
-model    graphs whole api                           CUDA graphs; what the whole model decides; optimize, restore, report
+model    graphs whole race api                      CUDA graphs; what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================
 """
 
