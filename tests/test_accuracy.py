@@ -76,7 +76,7 @@ def verdict(monkeypatch, chain, ours, affine=True):
     x, conv, norm = site(chain, affine)
     monkeypatch.setattr(policy, "time_both", lambda first, second, device: (2.0, 1.0))
     monkeypatch.setattr(policy, "emit_kgopt", lambda chain, call, x, rank, conv, norm, fold: ours(chain, x, conv, norm))
-    return policy.measure(policy.Question(chain, x, conv, norm, False, False, lambda: None, emit.call_now))
+    return policy.measure(policy.Question(chain, x, conv, norm, False, False, lambda: None, (), emit.call_now))
 
 
 @pytest.mark.parametrize("chain", [LSE, MEAN], ids=["logsumexp", "mean"])

@@ -452,6 +452,21 @@ def test_the_faster_one_runs(faster, device, monkeypatch):
     assert ("PyTorch is faster here" in row.reason) == (faster == "pytorch")
 
 
+def test_modules_that_are_not_called_any_more_count(device, monkeypatch):
+    """A call of a module takes as long as a small op: with functions alone on PyTorch's side, small sites lost to it.
+    What the code calls either way, the norm's own forward and a function, does not count.
+    """
+    model = models.randomized(models.MonaiResBlock(), device)  # a norm and a module behind it
+    alone = models.randomized(nn.Sequential(nn.Conv3d(8, 8, 1), nn.GroupNorm(2, 8)), device)
+    for block, times in ((model, 2), (alone, 0)):
+        called = []
+        monkeypatch.setattr(policy, "_NOTHING", called.append)
+        monkeypatch.setattr(policy, "time_both", lambda first, second, device: (first(), second(), (2.0, 1.0))[-1])
+        kgopt.optimize(block, models.input_for(model, device))
+        sites = len(kgopt.report(block).sites)
+        assert len(called) == times * sites
+
+
 def test_a_site_that_is_less_accurate_goes_back(device, monkeypatch):
     monkeypatch.setattr(policy, "time_both", lambda a, b, device: (2.0, 1.0))
     monkeypatch.setattr(policy, "_errors", lambda *_: (1e-7, 1e-2))

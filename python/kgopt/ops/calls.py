@@ -303,6 +303,20 @@ def without_grad(name: str) -> Callable[..., Any]:
     return overload(name) if _exclude_above is None else _AT_AUTOGRAD[name][1]  # type: ignore[no-any-return]
 
 
+def recorded(name: str) -> Callable[..., Any]:
+    """As :func:`direct` of a public op for callers who know that it needs a gradient and that nothing looks on."""
+    op, twin = overload(name), RECORDS[name].twin
+    if _exclude_above is None or twin is None:
+        return op  # type: ignore[no-any-return]
+    record, _ = _AT_AUTOGRAD[twin]
+
+    def call(x: Tensor, *args: Any) -> Tensor:
+        y: Tensor = record((x, *args), {})[0]
+        return y if y.dtype is x.dtype else y.to(x.dtype)
+
+    return call
+
+
 PLAIN = (Tensor, torch.nn.Parameter)
 # Of arguments that are no tensors of a type of their own; asking by type is quicker than isinstance.
 _USUAL = frozenset((*PLAIN, type(None), bool, int, float, str, list, tuple, torch.Size))

@@ -19,12 +19,12 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kgopt import accuracy
 from kgopt._layout import format_of
@@ -127,6 +127,7 @@ class SiteState:
 
 
 _UNSEEN: Any = object()
+_NOTHING = nn.Identity()
 
 
 def default(device: str) -> bool:
@@ -153,7 +154,8 @@ class Question:
     norm: NormArgs
     grad: bool  # a backward will go through it
     keeps: bool  # channels_last stays where PyTorch's GroupNorm would return a contiguous tensor
-    checks: Callable[[], None]  # what every call of ours does before its ops, so that its time counts too
+    checks: Callable[..., Any]  # what every call of ours does before its ops, so that its time counts too
+    operands: Sequence[Any]  # what the checks are called with
     call: Callable[..., Any]  # calls the ops
 
     def theirs(self, x: Tensor) -> Tensor:
@@ -168,8 +170,16 @@ class Question:
 
     def checked(self, x: Tensor) -> Tensor:
         """By kgopt's ops, as a call does it."""
-        self.checks()
+        self.checks(*self.operands)
         return self.ours(x)
+
+    def called(self, x: Tensor) -> Tensor:
+        """By PyTorch's functions, as a call does it: each module that a chain stands for is called."""
+        if len(self.operands) > 2:  # else it is a norm's own forward, which is called for both
+            for operand in self.operands:
+                if isinstance(operand, nn.Module):
+                    _NOTHING(x)
+        return self.theirs(x)
 
     def detached(self) -> Question:
         """The same of leaves of a graph of its own."""
@@ -204,12 +214,12 @@ def choose(
     x: Tensor,
     conv: ConvArgs | None,
     norm: NormArgs,
-    checks: Callable[[], None],
+    checks: tuple[Callable[..., Any], Sequence[Any]],
     call: Callable[..., Any],
 ) -> bool:
     """Ours for this call? Measures, where this shape is new to the chain ``name`` and measuring is harmless.
 
-    The rest as in :class:`Question`.
+    ``checks``: a function, and what it is called with. The rest as in :class:`Question`.
     """
     if not state.measure:
         return state.measure is False
@@ -229,7 +239,7 @@ def choose(
         return default(x.device.type)
     state.seen[name] = state.seen.get(name, 0) + 1
     try:
-        measured = state.results[key] = _verdict(Question(chain, x, conv, norm, grad, keeps, checks, call))
+        measured = state.results[key] = _verdict(Question(chain, x, conv, norm, grad, keeps, *checks, call))
     finally:
         state.measure = True if state.measure is None else state.measure
     if measured is None:
@@ -295,7 +305,7 @@ def _measure(q: Question) -> Measured:
 
     busy: tuple[float, float] | tuple[None, None] = (None, None)
     with torch.set_grad_enabled(bool(wanted)):
-        before, after = time_both(step(q.theirs), step(q.checked), x.device)
+        before, after = time_both(step(q.called), step(q.checked), x.device)
         if after > before and x.is_cuda:
             busy = busy_both(step(q.theirs), step(q.checked), x.device)
     with torch.no_grad():

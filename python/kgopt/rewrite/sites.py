@@ -25,7 +25,13 @@ from kgopt.rewrite.known import Known
 from kgopt.rewrite.meanings import CONV_MODULES, activation_class, activation_of, is_identity
 from kgopt.rewrite.modules import guard_methods, has_own_methods, hides_parameters, is_as_is, runs_as_is
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
-from kgopt.torch_private import FORWARD_AD, LEVEL, len_torch_function_stack, stands_for_a_plain_tensor
+from kgopt.torch_private import (
+    FORWARD_AD,
+    LEVEL,
+    any_requires_grad,
+    len_torch_function_stack,
+    stands_for_a_plain_tensor,
+)
 
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -229,13 +235,8 @@ class Site:
         if args is None:
             return False
 
-        def checks() -> None:
-            """What a call costs beside the ops, for the measurement."""
-            if operands is not None:
-                self.ready(*operands)
-            else:
-                self.ready_inside(norm, x)
-
+        # What a call costs beside the ops, for the measurement.
+        checks = (self.ready_inside, (norm, x)) if operands is None else (self.ready, operands)
         chosen = policy.choose(state, self.key, known.keeps, self.chain, x, *args, checks, _call_directly)
         if chosen and not self.short and not _is_compiling():
             _handed.args, _handed.of = args, norm
@@ -297,8 +298,8 @@ class Site:
             return _group_norm(x, *rest)  # type: ignore[no-any-return]
         if not carry.is_empty() and (moments := carry.take(x)) is not None:
             return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
-        if _is_grad_enabled():
-            return _direct_group_norm(x, *rest)  # type: ignore[no-any-return]
+        if _is_grad_enabled() and any_requires_grad(x, rest[1], rest[2]):
+            return _recorded_group_norm(x, *rest)  # type: ignore[no-any-return]
         return _group_norm_without_grad(x, *rest)  # type: ignore[no-any-return]
 
     def _run_short(self, x: Tensor, norm: Any, half: bool) -> Tensor:
@@ -365,6 +366,7 @@ _group_norm_add = torch.ops.kgopt.group_norm_add.default
 _direct_group_norm_add = ops.direct("group_norm_add")
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default
 _group_norm_without_grad = ops.without_grad("group_norm")
+_recorded_group_norm = ops.recorded("group_norm")
 _DIRECT = {
     getattr(torch.ops.kgopt, name).default: ops.direct(name)
     for name in ("group_norm", "group_norm_fwd", CONV_LSE, CONV_MEAN, CONV_RELU_NORM)

@@ -277,6 +277,7 @@ class Chains:
                 run = call_of(name, "run_before", [follower, *arguments], place)
             if inline:
                 original = copy.copy(place)
+                self._look_up_once(ready, run, name)
                 choice = ast.copy_location(ast.IfExp(ready, run, original), place)
                 replace(body[span[0]], place, choice)
             else:
