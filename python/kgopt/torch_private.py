@@ -553,6 +553,24 @@ _HAS_VERSION = (
 )
 
 
+_AUTOGRAD, _NO_HOOKS = "torch._C._autograd", "results of norms are not computed again in the backward, but kept"
+_saved_hooks = _privates(
+    (
+        f"{_AUTOGRAD}._top_saved_tensors_default_hooks",
+        f"{_AUTOGRAD}._saved_tensors_hooks_get_disabled_error_message",
+    ),
+    _NO_HOOKS,
+)
+
+
+def may_hook_saved_tensors() -> bool:
+    """Whether hooks for saved tensors would be the only ones: of several, autograd calls the innermost alone."""
+    if _saved_hooks is None:
+        return False
+    top, disabled = _saved_hooks
+    return top(True) is None and disabled() is None
+
+
 def stands_for_a_plain_tensor(x: Any) -> bool:
     """What PyTorch traces with: FakeTensor and FunctionalTensor."""
     found = _tracing_types()

@@ -279,6 +279,7 @@ def draw_network(rng: random.Random, device: str, hows: tuple[str, ...]) -> Json
         "hooks": _hooks(rng, how),
         "calls": calls,
         "slower": rng.random() < 0.2,  # where it is measured, the whole model is found slower, and so undone
+        "recompute": rng.random() < 0.3,
     }
 
 
@@ -334,6 +335,7 @@ _PLAIN_CASE: dict[str, Any] = {
     "channels_last": False,
     "example": False,
     "slower": False,
+    "recompute": False,
     "always": True,
     "twice": False,
     "returns": "tensor",

@@ -118,6 +118,7 @@ def write_program(case: Json, device: str) -> str:
     head = write_network(case).replace("import collections\n", "import collections\nimport copy\n", 1)
     head = head.replace("from torch import nn\n", "from torch import nn\n\nimport kgopt\n", 1)
     options = f"measure={not case['always']}, channels_last={case['channels_last']!r}"
+    options += ", recompute=True" if case.get("recompute") else ""
     if case["copy"] == "pickle":
         head = head.replace("import functools\n", "import functools\nimport pickle\n", 1)
     lines = [head.rstrip("\n"), "", _RANDOMIZED, _TENSORS, ""]

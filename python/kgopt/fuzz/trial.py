@@ -444,7 +444,13 @@ def _optimized(case: Json, model: nn.Module, device: str) -> nn.Module:
     for _ in range(2 if case["twice"] else 1):
         try:
             with _autocast(case, device), _raced(case):
-                same = kgopt.optimize(model, example, measure=not case["always"], channels_last=case["channels_last"])
+                same = kgopt.optimize(
+                    model,
+                    example,
+                    measure=not case["always"],
+                    channels_last=case["channels_last"],
+                    recompute=case.get("recompute", False),
+                )
         except Exception as error:
             raise DifferenceError(f"optimize raises: {_error_text(error)}") from error
         if same is not model:

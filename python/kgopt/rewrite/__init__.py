@@ -12,8 +12,8 @@ class    known standing disguise                    what an optimized module kno
 site     chain patterns meanings modules roles      what can be fused, and what a module, function or method means in it
          classes reporting transaction              making the classes; the report; undoing what failed
 verdict  verdicts fingerprint emit policy           PyTorch's code or ours: the rule and the measurement
-run      carry sites norms formats wrapped glue     what runs in place of a site, of a norm, between norms, in training,
-         sums training layout                       in channels_last
+run      carry recompute sites norms formats        what runs in place of a site, of a norm, between norms, in training,
+         wrapped glue sums training layout          in channels_last; what is left of it for the backward
 find     source sequential backend inductor         front ends: Python source, nn.Sequential, captured graphs
 model    graphs whole race api                      CUDA graphs; what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kgopt.rewrite import classes, graphs, known, layout, norms, race, sequential, source
+from kgopt.rewrite import recompute as forgetful
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.modules import runs_like_sequential
@@ -35,6 +36,7 @@ def optimize(
     exclude: str | Iterable[str] = (),
     measure: bool = True,
     cuda_graph: bool | str = False,
+    recompute: bool | str = False,
     verdicts: str | os.PathLike[str] | None = None,
     report: bool = False,
 ) -> Any:
@@ -60,6 +62,9 @@ def optimize(
             ``example_inputs`` now, else when a call of the same kind comes for the second time. ``"auto"``: where that
             is measured to be faster. A replay runs no Python of the model and keeps the memory of its activations
             (docs/optimize.md has the limits), so the default is False.
+        recompute: True: in training, results of norms on kgopt's kernels are not kept for the backward, which computes
+            them again from the norms' inputs: less memory for one more pass over them. ``"auto"``, with
+            ``example_inputs`` in train mode: where a step takes at most 3 % longer so. False: all is kept.
         verdicts: a folder where measurements are kept for other processes, from now on by all of this one; as the
             environment variable ``KGOPT_VERDICTS``. In this process they are kept anyway, until :func:`kgopt.forget`:
             an equal model takes the same paths, and is not measured again.
@@ -70,16 +75,17 @@ def optimize(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: ``channels_last`` or ``cuda_graph`` is not True, False or "auto"; ``verdicts`` is no folder, and
-            cannot become one.
+        ValueError: ``channels_last``, ``cuda_graph`` or ``recompute`` is not True, False or "auto"; ``verdicts`` is no
+            folder, and cannot become one.
         RuntimeError: ``example_inputs`` were given while a CUDA graph is captured.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
     if channels_last not in (True, False, "auto"):
         raise ValueError(f"channels_last is {channels_last!r}, expected True, False or 'auto'")
-    if not (isinstance(cuda_graph, bool) or cuda_graph == "auto"):
-        raise ValueError(f"cuda_graph is {cuda_graph!r}, expected True, False or 'auto'")
+    for name, value in (("cuda_graph", cuda_graph), ("recompute", recompute)):
+        if not (isinstance(value, bool) or value == "auto"):
+            raise ValueError(f"{name} is {value!r}, expected True, False or 'auto'")
     if example_inputs is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("example_inputs are measured, which a CUDA graph capture forbids: call optimize before it")
     if not MODULES_ARE_KNOWN:
@@ -95,9 +101,13 @@ def optimize(
     with LOCK, all_or_nothing(root, lambda: layout.set_layout(root, was_on)):
         graphs.set_mode(root, False)  # of an earlier call: what they hold is about to change
         whole = _optimize(root, example_inputs, channels_last, sites, exclude, measure)
+        found = known.get(root, "report")
+        found.recompute = forgetful.set_mode(root, bool(recompute))
+        if recompute == "auto":
+            race.choose_recompute(whole, root, found)
         _record(root, example_inputs, cuda_graph)
-        if whole is not None and measure and channels_last is not True and not cuda_graph:
-            race.undo_if_slower(whole, known.get(root, "report"))
+        if whole is not None and measure and channels_last is not True and not cuda_graph and recompute is not True:
+            race.undo_if_slower(whole, found)
     if report:
         print(report_of(model))
     return model
@@ -169,7 +179,7 @@ def report_of(model: nn.Module) -> Report:
     rows = [_measured_row(row, modules.get(row.path)) for row in found.sites]
     graph = graphs.text_of(root)
     graph = found.graph if graph is None else graph
-    return replace(found, sites=rows, graph=graph)
+    return replace(found, sites=rows, graph=graph, recompute=forgetful.text_of(root, found.recompute))
 
 
 def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:

@@ -22,6 +22,7 @@ class Known:
     training: Any = None  # training.TrainingState: the same in training
     layout: Any = None  # layout.Layout: of a root that runs in channels_last inside
     graphs: Any = None  # graphs.Graphs: of a root whose calls are recorded as CUDA graphs
+    recompute: Any = None  # recompute.Recompute: of a root whose norms' results the backward computes again
     keeps: bool = False  # of every module in such a model: channels_last stays what it is
     report: Any = None  # reporting.Report: of a root
 

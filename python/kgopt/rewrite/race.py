@@ -7,11 +7,12 @@ Each may win, and the model lose: where it waits for its launches, every check b
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from kgopt.rewrite import known, layout, policy
+from kgopt.rewrite import known, layout, policy, recompute
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.reporting import Report
 from kgopt.rewrite.transaction import LOCK
@@ -19,6 +20,7 @@ from kgopt.rewrite.whole import Whole, trial
 
 # Of the time as it came, up to which an optimized model is not slower. Infinity: nobody asks.
 SLACK = 1.01
+PRICE = 1.03  # of a step's time, up to which memory is worth it
 
 
 def undo(root: nn.Module) -> None:
@@ -57,6 +59,34 @@ def undo_if_slower(whole: Whole, found: Report) -> None:
     for row in found.sites:
         if row.became:
             row.became, row.reason = "", "the whole model is slower"
+
+
+def choose_recompute(whole: Whole | None, root: nn.Module, found: Report) -> None:
+    """Turns it off again where nobody measures, or a step takes too long with it; says so in the report."""
+    state = known.get(root, "recompute")
+    if state is None:
+        return
+    if whole is None or not whole.key or not whole.goes_back():
+        found.recompute = "nothing: only a step with example inputs is measured"
+        recompute.set_mode(root, False)
+        return
+
+    def switch(on: bool) -> Callable[[], None]:
+        def run() -> None:
+            state.enabled = on
+
+        return run
+
+    def measure() -> list[float]:
+        with trial(root, True):
+            return list(policy.clock_both(whole.step, whole.step, whole.device, (switch(False), switch(True))))
+
+    (before, after), _ = whole.settle("recompute", measure)
+    state.enabled = after <= PRICE * before
+    found.recompute = f"{after * 1e3:.3g} ms a step, {before * 1e3:.3g} ms with all kept"
+    if not state.enabled:
+        found.recompute = f"nothing: {found.recompute}"
+        recompute.set_mode(root, False)
 
 
 def _clock(whole: Whole) -> list[float]:

@@ -41,6 +41,7 @@ class Report:
     whole: str = ""  # where layout and glue come from: "measured", or "known" from an equal model
     clock: str = ""  # of a call of the whole model, as it is and as it came
     slower: bool = False  # it was, and so it is as it came
+    recompute: str = ""  # what the backward computes again, or why nothing; "": nobody asked
     graph: str = ""  # the CUDA graphs that stand for calls of the model, or why there are none; "": nobody asked
 
     @property
@@ -70,6 +71,7 @@ class Report:
         lines += [f"layout: {self.layout}{known if 'ms' in self.layout else ''}"] if self.layout else []
         lines += [f"between the norms: {self.glue}{known if 'ms' in self.glue else ''}"] if self.glue else []
         lines += [f"whole model: {self.clock}"] if self.clock else []
+        lines += [f"computed again in the backward: {self.recompute}"] if self.recompute else []
         lines += [f"CUDA graphs: {self.graph}"] if self.graph else []
         lines += [f"accuracy: {self.accuracy}"] if self.accuracy else []
         return "\n".join(lines)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kgopt import ops as ops
 from kgopt._layout import as_channels_last
-from kgopt.rewrite import carry, originals, policy, watching
+from kgopt.rewrite import carry, originals, policy, recompute, watching
 from kgopt.rewrite.chain import CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
@@ -249,8 +249,7 @@ class Site:
         """
         x, norm = operands[-1], operands[self.norm_at]
         if self.short and not half and not watching.is_watched():
-            y = self._run_now(x, norm)
-            return y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
+            return self._finish(x, norm, self._run_now(x, norm))
         if self.fused is not None and not watching.is_watched() and not watching.is_autocast(x):
             args = self._handed(norm) or self._args(x, operands[0], norm)
             assert args is not None
@@ -265,17 +264,16 @@ class Site:
             # convolutions want it in the kernel that computes it; otherwise one of them would convert it.
             x = as_channels_last(x)
         if self.short:
-            y = self._run_short(x, norm, half)
-        else:
-            watched = watching.is_watched()
-            both = None if watched else self._handed(norm)
-            if both is None:
-                both = self._args(x, operands[0] if self.chain.conv else None, norm)
-                assert both is not None
-            fold = half or not torch.is_autocast_enabled(x.device.type)
-            call = call_now if watched else _call_directly
-            call_norm = call if not half else without_autocast if watched else _call_norm_without_autocast
-            y = emit_kgopt(self.chain, call, x, x.dim(), *both, fold, call_norm)
+            return self._finish(x, norm, self._run_short(x, norm, half))
+        watched = watching.is_watched()
+        both = None if watched else self._handed(norm)
+        if both is None:
+            both = self._args(x, operands[0] if self.chain.conv else None, norm)
+            assert both is not None
+        fold = half or not torch.is_autocast_enabled(x.device.type)
+        call = call_now if watched else _call_directly
+        call_norm = call if not half else without_autocast if watched else _call_norm_without_autocast
+        y = emit_kgopt(self.chain, call, x, x.dim(), *both, fold, call_norm)
         return y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
 
     def _call_fused(self, _: Any, *args: Any) -> Tensor:
@@ -301,6 +299,17 @@ class Site:
         if _is_grad_enabled() and any_requires_grad(x, rest[1], rest[2]):
             return _recorded_group_norm(x, *rest)  # type: ignore[no-any-return]
         return _group_norm_without_grad(x, *rest)  # type: ignore[no-any-return]
+
+    def _finish(self, x: Tensor, norm: Any, y: Tensor) -> Tensor:
+        """What a norm and its activation give, in PyTorch's format; the backward may have it computed again."""
+        z = y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
+        # Autocast would make y of a float32 copy of x.
+        if not _is_compiling() and recompute.is_open() and y.dtype is x.dtype:
+            n = norm_args(norm, None)
+            if n is not None:
+                args = x, n.num_groups, n.weight, n.bias, n.eps, self.chain.post
+                recompute.offer(z, _group_norm_without_grad, *args, y)
+        return z
 
     def _run_short(self, x: Tensor, norm: Any, half: bool) -> Tensor:
         parameters = norm._parameters

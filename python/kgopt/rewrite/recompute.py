@@ -1,0 +1,204 @@
+"""Results of norms that the backward computes again instead of keeping them.
+
+What a norm and its activation give is kept by the convolution behind it, for the gradient of its weight. It is one
+read and one write away from the norm's input, which the norm's own gradient needs anyway. So while the forward of a
+root runs with gradients, each site says which of its results can be had again, and from what (:func:`offer`); hooks for
+saved tensors (``torch.autograd.graph.saved_tensors_hooks``) keep that recipe wherever autograd wants to keep such a
+result, whoever wants it. The backward gets the same bits from the same op. All else is kept as without hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kgopt.rewrite import classes, known
+from kgopt.rewrite.classes import Part
+from kgopt.rewrite.watching import is_watched
+from kgopt.torch_private import may_hook_saved_tensors, version_of
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass
+class Recompute:
+    """What the root of such a model knows."""
+
+    enabled: bool = True
+    results: int = 0  # that the last call did not keep
+    bytes: int = 0  # of them
+
+
+class _Kept:
+    """A tensor that the backward needs, as autograd keeps it without hooks: an in-place change is noticed."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # what a node gave must not hold the node
+        self.version = version_of(tensor)
+
+    def value(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was written to meanwhile.
+        """
+        t = self.tensor
+        if version_of(t) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{t.type()} {list(t.shape)}] is at version {version_of(t)}; expected version {self.version} instead"
+            )
+        return t
+
+
+class _Recipe:
+    """A result that is computed again from what is kept."""
+
+    __slots__ = ("contiguous", "op", "parameters", "rest", "x")
+
+    def __init__(self, op: Callable[..., Tensor], x: Any, parameters: tuple[Any, ...], rest: Any, contiguous: bool):
+        self.op, self.x, self.parameters, self.rest, self.contiguous = op, x, parameters, rest, contiguous
+
+    def value(self) -> Tensor:
+        """The result, once more: as it was made, in memory of its own."""
+        weight, bias = (None if p is None else p.value() for p in self.parameters)
+        groups, eps, act = self.rest
+        with torch.no_grad():
+            y = self.op(self.x.value(), groups, weight, bias, eps, act)
+            return y.contiguous() if self.contiguous else y
+
+
+class _View:
+    """A result, or a view of it, that is computed again."""
+
+    __slots__ = ("recipe", "shape", "start", "strides")
+
+    def __init__(self, recipe: _Recipe, t: Tensor) -> None:
+        self.recipe, self.shape, self.strides, self.start = recipe, t.shape, t.stride(), t.storage_offset()
+
+    def value(self) -> Tensor:
+        """The tensor."""
+        y = self.recipe.value()
+        if y.shape == self.shape and y.stride() == self.strides:
+            return y
+        return y.as_strided(self.shape, self.strides, self.start)
+
+
+class _Results(threading.local):
+    """Of the forward that runs in this thread: what can be had again, by where it lies; None: in no such forward."""
+
+    offered: dict[int, tuple[Any, int | None, _Recipe]] | None = None
+    state: Any = None
+
+
+_now = _Results()
+
+
+def offer(
+    y: Tensor,
+    op: Callable[..., Tensor],
+    x: Tensor,
+    groups: int,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    act: str,
+    made: Any,
+) -> None:
+    """Says that ``op(x, groups, weight, bias, eps, act)`` gave ``made``, which the code goes on with as ``y``.
+
+    Only where a gradient goes through y, so that x is kept anyway.
+    """
+    if _now.offered is None or y.grad_fn is None or y.numel() == 0 or y.storage_offset():
+        return
+    parameters = tuple(None if p is None else _Kept(p) for p in (weight, bias))
+    recipe = _Recipe(op, _pack(x), parameters, (groups, eps, act), y is not made)
+    _now.offered[y.untyped_storage().data_ptr()] = weakref.ref(y), version_of(y), recipe
+
+
+def is_open() -> bool:
+    """Whether anybody wants an :func:`offer`."""
+    return _now.offered is not None
+
+
+def _pack(t: Tensor) -> _Kept | _View:
+    """What is kept in place of a tensor."""
+    if not _now.offered or type(t) not in _PLAIN or t.layout is not torch.strided:
+        return _Kept(t)
+    found = _now.offered.get(t.untyped_storage().data_ptr())
+    if found is None:
+        return _Kept(t)
+    of, version, recipe = found
+    y = of()  # alive, so nobody else has its memory
+    is_its = y is not None and t.dtype is y.dtype and version_of(y) == version == version_of(t)
+    return _View(recipe, t) if is_its else _Kept(t)
+
+
+def _count_and_pack(t: Tensor) -> _Kept | _View:
+    found = _pack(t)
+    if type(found) is _View:
+        _now.state.results += 1
+        _now.state.bytes += t.nbytes
+    return found
+
+
+def _unpack(kept: _Kept | _View) -> Tensor:
+    return kept.value()
+
+
+def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward``, of whose norms the backward computes the results again."""
+
+    @functools.wraps(forward)
+    def recomputing_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        state: Recompute | None = known.get(self, "recompute")
+        # Hooks of others keep what they want to keep, a checkpoint's nothing at all.
+        if state is None or not state.enabled or is_open() or is_watched() or not may_hook_saved_tensors():
+            return forward(self, *args, **kwargs)
+        state.results = state.bytes = 0
+        _now.offered, _now.state = {}, state
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_count_and_pack, _unpack):
+                return forward(self, *args, **kwargs)
+        finally:
+            _now.offered = _now.state = None
+
+    return recomputing_forward
+
+
+def set_mode(root: nn.Module, on: bool) -> str:
+    """Turns it on or off. Returns why it cannot be on."""
+    original, recipe = classes.recipe_of(root)
+    without = tuple(part for part in recipe if part[0] != "recompute")
+    if not on:
+        if len(without) < len(recipe):
+            classes.give(root, original, without)
+            known.drop(root, "recompute")
+        return ""
+    if ("leaf",) in recipe:
+        return "a norm alone has nothing behind it"
+    return classes.give(root, original, (*without, ("recompute",)), recompute=Recompute())
+
+
+def text_of(root: nn.Module, said: str) -> str:
+    """What the report says; ``said``: when it was turned on or off."""
+    state: Recompute | None = known.get(root, "recompute")
+    if state is None:
+        return said
+    parts = [said] if said else []
+    parts += [f"{state.results} results, {state.bytes / 2**20:.1f} MiB, of the last call"] if state.results else []
+    return "; ".join(parts) or "no result yet"
+
+
+classes.add_part("recompute", Part(wrap=lambda _, forward: wrapped_forward(forward), place=4))
