@@ -1,0 +1,223 @@
+"""Training steps of U-Nets: time, peak memory, and who holds the memory at the peak.
+
+    python benchmarks/training.py --json benchmarks/results/training/h200.json
+    python benchmarks/training.py PlainConvUNet SegResNet --ways eager,optimize --holders 12
+
+A step is forward, loss, backward and dropping the gradients; fp16 autocast goes through a GradScaler. Milliseconds of a
+step by the clock, several in a row. MiB is the largest ``memory_allocated`` in a step, weights and their gradients
+included. Holders are the bytes that are allocated at that moment, by the code that asked for them (the first line
+outside of PyTorch, where Python asked; "autograd" where the backward's C++ did).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import kgopt
+from kgopt.cli.environment import environment
+
+MIB = 2**20
+_NNUNET: dict[str, Any] = {
+    "input_channels": 1,
+    "n_stages": 6,
+    "features_per_stage": (32, 64, 128, 256, 320, 320),
+    "conv_op": nn.Conv3d,
+    "kernel_sizes": 3,
+    "strides": (1, 2, 2, 2, 2, 2),
+    "num_classes": 6,
+    "conv_bias": True,
+    "norm_op": nn.InstanceNorm3d,
+    "norm_op_kwargs": {"eps": 1e-5, "affine": True},
+    "nonlin": nn.LeakyReLU,
+    "nonlin_kwargs": {"inplace": True},
+}
+
+
+def plain_conv_unet() -> nn.Module:
+    from dynamic_network_architectures.architectures.unet import PlainConvUNet
+
+    return PlainConvUNet(**_NNUNET, n_conv_per_stage=2, n_conv_per_stage_decoder=2)
+
+
+def residual_encoder_unet() -> nn.Module:
+    from dynamic_network_architectures.architectures.unet import ResidualEncoderUNet
+
+    return ResidualEncoderUNet(**_NNUNET, n_blocks_per_stage=(1, 3, 4, 6, 6, 6), n_conv_per_stage_decoder=1)
+
+
+def dynunet() -> nn.Module:
+    from monai.networks.nets import DynUNet
+
+    return DynUNet(3, 1, 3, kernel_size=[3] * 6, strides=[1, 2, 2, 2, 2, 2], upsample_kernel_size=[2] * 5)
+
+
+def segresnet() -> nn.Module:
+    from monai.networks.nets import SegResNet
+
+    return SegResNet(spatial_dims=3, init_filters=32, in_channels=4, out_channels=3)
+
+
+def unet3d() -> nn.Module:
+    from pytorch3dunet.unet3d.model import UNet3D
+
+    return UNet3D(in_channels=1, out_channels=1, f_maps=32, layer_order="gcr", num_groups=8, num_levels=4)
+
+
+# By name: how it is made, the shape of x, and the dtypes of autocast ("tf32": none).
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]]] = {
+    "PlainConvUNet": (plain_conv_unet, (2, 1, 128, 128, 128), ("float16",)),
+    "ResidualEncoderUNet": (residual_encoder_unet, (2, 1, 128, 128, 128), ("float16",)),
+    "DynUNet": (dynunet, (1, 1, 128, 128, 128), ("bfloat16", "tf32")),
+    "SegResNet": (segresnet, (1, 4, 128, 128, 128), ("bfloat16", "tf32")),
+    "UNet3D": (unet3d, (1, 1, 96, 128, 128), ("bfloat16", "tf32")),
+}
+
+
+def first(outputs: Any) -> torch.Tensor:
+    """The tensor that a loss is taken of."""
+    while not isinstance(outputs, torch.Tensor):
+        outputs = outputs[0]
+    return outputs
+
+
+def make_step(model: nn.Module, x: torch.Tensor, dtype: str) -> Callable[[], None]:
+    half = None if dtype == "tf32" else getattr(torch, dtype)
+    scaler = torch.amp.GradScaler("cuda", enabled=half is torch.float16)
+
+    def step() -> None:
+        with torch.autocast("cuda", half or torch.bfloat16, enabled=half is not None):
+            loss = first(model(x)).float().square().mean()
+        scaler.scale(loss).backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def milliseconds(step: Callable[[], None], rows: int = 4, seconds: float = 0.4) -> float:
+    """Of one step, the median of rows."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    calls = max(1, int(seconds / (time.perf_counter() - start)))
+    times = []
+    for _ in range(rows):
+        start = time.perf_counter()
+        for _ in range(calls):
+            step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / calls * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def _asker(frames: list[dict[str, Any]]) -> str:
+    for frame in frames:
+        name = frame["filename"]
+        if "/torch/" not in name and name.endswith(".py"):
+            return f"{'/'.join(Path(name).parts[-2:])}:{frame['line']} {frame['name']}"
+    return "autograd"
+
+
+def holders(step: Callable[[], None]) -> tuple[float, list[tuple[str, float]]]:
+    """The peak of a step in MiB, and who holds how much of it, largest first."""
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=1_000_000)
+    step()
+    torch.cuda.synchronize()
+    events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    held: dict[int, tuple[int, str]] = {}
+    total = peak = 0
+    at_peak: dict[int, tuple[int, str]] = {}
+    for event in events:
+        if event["action"] == "alloc":
+            held[event["addr"]] = event["size"], _asker(event["frames"])
+            total += event["size"]
+            if total > peak:
+                peak, at_peak = total, dict(held)
+        elif event["action"] == "free_completed" and event["addr"] in held:
+            total -= held.pop(event["addr"])[0]
+    by: collections.Counter[str] = collections.Counter({"before the step": base})
+    for size, asker in at_peak.values():
+        by[asker] += size
+    return (base + peak) / MIB, [(who, size / MIB) for who, size in by.most_common()]
+
+
+def prepare(way: str, model: nn.Module, x: torch.Tensor, dtype: str) -> nn.Module:
+    """A model that a way made of another one."""
+    if way == "eager":
+        return model
+    if way == "compile":
+        return torch.compile(model)  # type: ignore[return-value]
+    half = None if dtype == "tf32" else getattr(torch, dtype)
+    with torch.autocast("cuda", half or torch.bfloat16, enabled=half is not None):
+        return kgopt.optimize(model, x, recompute="recompute" in way)
+
+
+def main() -> None:
+    """See the top."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", help=f"some of {' '.join(NETWORKS)}; all where none is named")
+    parser.add_argument("--ways", default="eager,compile,optimize,optimize recompute")
+    parser.add_argument("--holders", type=int, default=6, help="how many to print")
+    parser.add_argument("--seconds", type=float, default=1e9, help="nothing more is begun after them")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    found: dict[str, Any] = {"environment": environment(torch.device("cuda")), "rows": []}
+    begin = time.perf_counter()
+    for name, (make, shape, dtypes) in NETWORKS.items():
+        if args.networks and name not in args.networks:
+            continue
+        torch.manual_seed(0)
+        original = make().cuda().train()
+        x = torch.randn(shape, device="cuda")
+        for dtype in dtypes:
+            for way in args.ways.split(","):
+                if time.perf_counter() - begin > args.seconds:
+                    print("no time left", flush=True)
+                    break
+                start = time.perf_counter()
+                row: dict[str, Any] = {"network": name, "dtype": dtype, "way": way}
+                try:
+                    model = prepare(way, copy.deepcopy(original), x, dtype)
+                    row["seconds"] = time.perf_counter() - start
+                    step = make_step(model, x, dtype)
+                    for _ in range(3):
+                        step()
+                    row["ms"] = milliseconds(step)
+                    row["MiB"], row["holders"] = holders(step)
+                    line = f"{row['ms']:.1f} ms, {row['MiB']:.0f} MiB"
+                    if "optimize" in way:
+                        row["report"] = [str(getattr(kgopt.report(model), k, "")) for k in ("layout", "whole", "clock")]
+                        line += f"  {row['report']}"
+                except Exception as error:  # the other rows want their turn
+                    row["error"] = line = f"{type(error).__name__}: {error}"[:500]
+                found["rows"].append(row)
+                print(f"{name} {dtype}, {way}: {line}", flush=True)
+                for who, size in row.get("holders", [])[: args.holders]:
+                    print(f"    {size:8.0f} MiB  {who}", flush=True)
+                model = step = None  # type: ignore[assignment]
+                torch._dynamo.reset()
+                gc.collect()
+                torch.cuda.empty_cache()
+                if args.json:
+                    args.json.parent.mkdir(parents=True, exist_ok=True)
+                    args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
