@@ -462,7 +462,7 @@ def test_modules_that_are_not_called_any_more_count(device, monkeypatch):
         called = []
         monkeypatch.setattr(policy, "_NOTHING", called.append)
         monkeypatch.setattr(policy, "time_both", lambda first, second, device: (first(), second(), (2.0, 1.0))[-1])
-        kgopt.optimize(block, models.input_for(model, device))
+        kgopt.optimize(block, models.input_for(model, device), channels_last=False)  # else in both layouts
         sites = len(kgopt.report(block).sites)
         assert len(called) == times * sites
 
