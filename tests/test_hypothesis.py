@@ -190,7 +190,8 @@ def test_pipeline_random(pipeline, data, device):
         if pipeline == "mean":
             torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-5)
         else:
-            assert_as_good_as_torch(y, expected, exact)
+            # Of a few elements PyTorch's error is a single draw, of another size on every kind of processor.
+            assert_as_good_as_torch(y, expected, exact, factor=2 if exact.numel() > 1024 else 4)
 
 
 @EFFORT

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import policy
+from kgopt.rewrite import policy, watching
 from tolerances import assert_as_good_as_torch
 
 
@@ -48,8 +48,8 @@ def run(model, x, *args, **kwargs):
     return [*(o.detach() for o in outputs), *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
 
-def assert_same_results(model, original, x, *args):
-    """Outputs and gradients as accurate as the original's own.
+def assert_same_results(model, original, x, *args, also=None):
+    """Outputs and gradients as accurate as the original's own, or as those of ``also``, PyTorch's by another way.
 
     Twice PyTorch's error for outputs. Gradients of a whole model hold vectors of a few elements whose terms nearly
     cancel (biases in front of a norm): PyTorch's error in one is a single draw, so they may differ by more, the fewer
@@ -60,14 +60,16 @@ def assert_same_results(model, original, x, *args):
     reference = run(double, x.double(), *doubles)
     scale = max(float(r.norm()) for r in reference if r is not None)
     gradients = 1 + sum(1 for _ in original.parameters())
-    rows = zip(run(model, x, *args), run(original, x, *args), reference, strict=True)
-    for i, (actual, expected, exact) in enumerate(rows):
+    results = run(model, x, *args)
+    others = [None] * len(results) if also is None else run(also, x, *args)
+    rows = zip(results, run(original, x, *args), others, reference, strict=True)
+    for i, (actual, expected, other, exact) in enumerate(rows):
         assert (actual is None) == (expected is None)
         # A convolution's bias before an InstanceNorm has no gradient but rounding.
         if actual is not None and float(exact.norm()) > 1e-6 * scale:
             is_output = i < len(reference) - gradients
             factor = 2 if is_output else 4 if exact.numel() > 64 else 10
-            assert_as_good_as_torch(actual, expected, exact, factor=factor)
+            assert_as_good_as_torch(actual, expected, exact, other, factor=factor)
 
 
 def optimized(make, device, **options):
@@ -456,6 +458,8 @@ def test_modules_that_are_not_called_any_more_count(device, monkeypatch):
     """A call of a module takes as long as a small op: with functions alone on PyTorch's side, small sites lost to it.
     What the code calls either way, the norm's own forward and a function, does not count.
     """
+    if watching.any_global_hooks():
+        pytest.skip("needs names of torch that are hidden here: hooks of all modules may be there")
     model = models.randomized(models.MonaiResBlock(), device)  # a norm and a module behind it
     alone = models.randomized(nn.Sequential(nn.Conv3d(8, 8, 1), nn.GroupNorm(2, 8)), device)
     for block, times in ((model, 2), (alone, 0)):

@@ -170,7 +170,9 @@ def test_inductor_inference(name, device):
 def test_inductor_training(always, device):
     original = models.randomized(models.MonaiResBlock(), device)
     compiled = torch.compile(copy.deepcopy(original), backend="kgopt", options=ALWAYS if always else None)
-    assert_same_results(compiled, original, models.input_for(original, device))
+    # What is left to Inductor has its errors: on the CPU up to 15 times those of eager code.
+    alone = torch.compile(copy.deepcopy(original))
+    assert_same_results(compiled, original, models.input_for(original, device), also=alone)
     took = [row.became for row in backend.last_report.sites]
     assert took == (["group_norm(act=relu)"] * 2 if always or device == "cuda" else ["", ""])
 
