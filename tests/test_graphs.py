@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import pickle
 import random
 import threading
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import graphs
+from kgopt.rewrite import graphs, policy, race
 
 
 class FakeLane:
@@ -61,7 +62,7 @@ class Fake:
         self.recorded = self.replayed = self.settled = 0
         self.fails = ""
         self.times = (2.0, 1.0)
-        self.recording = False
+        self.recording = self.busy = False
 
     def takes(self, t):
         return t.device.type == "cpu" and t.dtype is not torch.float16  # half tensors stand for those elsewhere
@@ -72,6 +73,9 @@ class Fake:
     def seconds(self, first, second, device):
         first(), second()
         return self.times
+
+    def is_busy(self, call, device):
+        return self.busy
 
     def lane(self, device):
         return FakeLane(self)
@@ -148,7 +152,7 @@ def test_on_the_cpu(mode):
     expected = model(x_of())
     kgopt.optimize(model, x_of(), cuda_graph=mode, measure=False)
     torch.testing.assert_close(model(x_of()), expected)
-    assert "CUDA graphs: none: an argument is a tensor on cpu" in str(kgopt.report(model))
+    assert ("CUDA graphs: none: an argument is a tensor on cpu" in str(kgopt.report(model))) == (mode is True)
     kgopt.restore(model)
     assert type(model) is Net
     assert "_kgopt" not in vars(model)
@@ -197,13 +201,64 @@ def test_example_inputs_record_at_once(fake, monkeypatch):
     )
 
 
-def test_auto_takes_what_is_faster(fake):
+@pytest.fixture
+def auto(fake, monkeypatch):
+    """Optimizes with all the defaults, as on a GPU."""
+    monkeypatch.setattr(policy, "time_both", lambda *_: (2.0, 1.0))
+    monkeypatch.setattr(race, "SLACK", math.inf)
+    kgopt.forget()
+
+    def optimize(model=None, x=None, **options):
+        return kgopt.optimize((Net() if model is None else model).eval(), x_of() if x is None else x, **options)
+
+    yield optimize
+    kgopt.forget()
+
+
+def test_auto_takes_what_is_faster(fake, auto):
     fake.times = (1.0, 0.98)
-    model = net(example_inputs=x_of(), cuda_graph="auto")
+    model = auto()
     assert not replays(fake, model, x_of())
     assert "it is not faster: 980000 us with it, 1000000 us without" in kgopt.report(model).graph
+    assert model._kgopt.graphs is None, "nothing is left of it"
+    kgopt.forget()
     fake.times = (1.0, 0.9)
-    assert replays(fake, net(example_inputs=x_of(), cuda_graph="auto"), x_of())
+    assert replays(fake, auto(), x_of())
+
+
+def test_auto_asks_once_for_equal_models(fake, auto, monkeypatch):
+    model = auto()
+    assert fake.recorded == 1
+    monkeypatch.setattr(fake, "seconds", None)
+    assert replays(fake, auto(copy.deepcopy(kgopt.restore(model))), x_of())
+    kgopt.forget()
+    monkeypatch.setattr(fake, "busy", True)
+    model = auto(kgopt.restore(model))
+    assert "its launches are over long before its work is" in kgopt.report(model).graph
+    recorded = fake.recorded
+    assert "of an equal model" in kgopt.report(auto(kgopt.restore(model))).graph
+    assert fake.recorded == recorded
+
+
+@pytest.mark.parametrize("options", [{"cuda_graph": False}, {"measure": False}])
+def test_auto_needs_measurements(fake, auto, options):
+    auto(**options)
+    assert fake.recorded == 0
+
+
+def test_auto_needs_examples_and_inference(fake, auto):
+    kgopt.optimize(Net().eval())
+    kgopt.optimize(Net().train(), x_of())
+    assert fake.recorded == 0
+
+
+def test_a_model_that_is_slower_replayed_becomes_what_it_was(fake, auto, monkeypatch):
+    monkeypatch.setattr(race, "SLACK", 1.0)
+    monkeypatch.setattr(race, "_clock", lambda whole: [1.0, 2.0])
+    model = auto()
+    assert fake.recorded == 1
+    assert kgopt.report(model).slower
+    assert type(model) is Net
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ verdict  verdicts fingerprint emit policy           PyTorch's code or ours: the 
 run      carry recompute sites norms formats        what runs in place of a site, of a norm, between norms, in training,
          wrapped glue sums training layout          in channels_last; what is left of it for the backward
 find     source sequential backend inductor         front ends: Python source, nn.Sequential, captured graphs
-model    graphs whole race api                      CUDA graphs; what the whole model decides; optimize, restore, report
+model    outside graphs whole race api              CUDA graphs; what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================
 """
 

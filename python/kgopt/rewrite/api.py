@@ -35,7 +35,7 @@ def optimize(
     sites: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] = (),
     measure: bool = True,
-    cuda_graph: bool | str = False,
+    cuda_graph: bool | str = "auto",
     recompute: bool | str = False,
     verdicts: str | os.PathLike[str] | None = None,
     report: bool = False,
@@ -59,9 +59,9 @@ def optimize(
         exclude: names to leave alone, of norms or of modules that hold them.
         measure: False: take kgopt's ops wherever they apply, without timing anything.
         cuda_graph: True: in inference, calls of the whole model are recorded as CUDA graphs and replayed: with
-            ``example_inputs`` now, else when a call of the same kind comes for the second time. ``"auto"``: where that
-            is measured to be faster. A replay runs no Python of the model and keeps the memory of its activations
-            (docs/optimize.md has the limits), so the default is False.
+            ``example_inputs`` now, else when a call of the same kind comes for the second time. ``"auto"``, with
+            ``example_inputs`` in eval mode on CUDA: where that is measured to be faster. False: never. A replay runs no
+            Python of the model and keeps the memory of its activations: docs/optimize.md has the limits.
         recompute: True: in training, results of norms on kgopt's kernels are not kept for the backward, which computes
             them again from the norms' inputs: less memory for one more pass over them. ``"auto"``, with
             ``example_inputs`` in train mode: where a step takes at most 3 % longer so. False: all is kept.
@@ -105,8 +105,9 @@ def optimize(
         found.recompute = forgetful.set_mode(root, bool(recompute))
         if recompute == "auto":
             race.choose_recompute(whole, root, found)
-        _record(root, example_inputs, cuda_graph)
-        if whole is not None and measure and channels_last is not True and not cuda_graph and recompute is not True:
+        _record(root, whole, example_inputs, cuda_graph, measure)
+        asked = channels_last is True or cuda_graph is True or recompute is True
+        if whole is not None and measure and not asked:
             race.undo_if_slower(whole, found)
     if report:
         print(report_of(model))
@@ -139,15 +140,21 @@ def _optimize(
     return whole
 
 
-def _record(root: nn.Module, example_inputs: Any, cuda_graph: bool | str) -> None:
-    """Turns CUDA graphs on, where they are asked for, and records the call of the example inputs."""
+def _record(root: nn.Module, whole: Whole | None, example_inputs: Any, cuda_graph: bool | str, measure: bool) -> None:
+    """Turns CUDA graphs on, where they are asked for or pay, and records the call of the example inputs."""
     found = known.get(root, "report")
     found.graph = ""
+    arguments = None if example_inputs is None else arguments_of(example_inputs)
+    auto = cuda_graph == "auto"
+    if not cuda_graph or (auto and not (measure and arguments is not None and graphs.may_pay(root, arguments))):
+        return
     failed = graphs.set_mode(root, cuda_graph)
     if failed:
         found.graph = f"none: {failed}"
-    elif cuda_graph and example_inputs is not None:
-        graphs.record(root, *arguments_of(example_inputs))
+    elif auto and whole is not None and arguments is not None:
+        race.choose_graph(whole, root, found, *arguments)
+    elif arguments is not None:
+        graphs.record(root, *arguments)
 
 
 def restore(model: nn.Module) -> Any:
@@ -158,7 +165,6 @@ def restore(model: nn.Module) -> Any:
     """
     root = _root(model)
     with LOCK:
-        graphs.set_mode(root, False)
         race.undo(root)
     return model
 

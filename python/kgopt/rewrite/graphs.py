@@ -21,10 +21,11 @@ import operator
 import random
 import sys
 import threading
+import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 
 from kgopt.rewrite import classes, known, policy
 from kgopt.rewrite.classes import Part
+from kgopt.rewrite.outside import Listener, Outside
 from kgopt.rewrite.transaction import LOCK, snapshot
 from kgopt.rewrite.watching import any_global_hooks, is_foreign_mode, is_watched
 from kgopt.torch_private import (
@@ -49,6 +51,7 @@ from kgopt.torch_private import (
 
 CALLS = 8  # that are recorded of a model, of different kinds
 RENEWALS = 8  # how often a model may change before it is left alone
+LONG = 0.03  # seconds of a call whose launches "auto" looks at first
 GAIN = 0.97  # of the plain path's time, above which "auto" records nothing
 SMALL = 1024  # elements of a CPU tensor that is compared at each call; a model that holds a larger one is left alone
 VALUES = 200_000  # that a model may hold
@@ -71,10 +74,16 @@ _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 class Stamp:
-    """All that a model held at one time; ``why``: what it holds that cannot be watched, or be recorded."""
+    """All that a model held at one time, and what its code read beside; ``why``: what of it cannot be watched, or be
+    recorded.
+    """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, codes: Mapping[types.CodeType, dict[str, Any]] | None = None) -> None:
+        """``codes``: the functions that were seen to run, with their globals."""
         self.why = ""
+        self.root = weakref.ref(root)
+        self.codes = dict(codes or {})
+        self.outside = Outside(self.codes)
         self.modules: list[nn.Module] = []  # but the root: it holds this
         self.hooks: list[Any] = []
         self.holders: list[Any] = []  # whatever holds values
@@ -84,6 +93,7 @@ class Stamp:
         self.tensors: list[Tensor] = []
         self.small: list[tuple[Tensor, Tensor]] = []  # on the CPU, with its values
         self._collect(root)
+        self._collect(*self.outside.objects, depth=DEPTH - 1)
         self.own = _own(root)
         self.root_class = type(root)
         self.types = list(map(type, self.modules))
@@ -95,9 +105,9 @@ class Stamp:
         self.values = self._values()
         self.places = self._places()
 
-    def _collect(self, root: nn.Module) -> None:
-        waiting: deque[tuple[Any, int]] = deque([(root, 0)])
-        seen, count = {id(root)}, 0
+    def _collect(self, *roots: Any, depth: int = 0) -> None:
+        waiting: deque[tuple[Any, int]] = deque((root, depth) for root in roots)
+        seen, count = set(map(id, roots)) | set(map(id, self.modules)), 0
         while waiting:
             value, depth = waiting.popleft()
             inner: Any = ()
@@ -105,7 +115,7 @@ class Stamp:
                 own = vars(value)
                 names = [name for name in own if name not in _BESIDE and name != known.ATTRIBUTE]
                 inner = [own[name] for name in names]
-                if value is not root:
+                if value is not self.root():
                     self.modules.append(value)
                     self.holders.append(own)
                     self.picks.append((operator.itemgetter(*names), own))
@@ -157,7 +167,7 @@ class Stamp:
         of_classes = chain.from_iterable(c.values() for c in self.classes)
         of_modules = chain.from_iterable([pick(own) for pick, own in self.picks])
         of_dicts = chain.from_iterable(map(dict.values, self.dicts))
-        return chain(of_modules, of_dicts, chain.from_iterable(self.lists), of_classes)
+        return chain(of_modules, of_dicts, chain.from_iterable(self.lists), of_classes, self.outside.values())
 
     def _values(self) -> list[Any]:
         return list(self._current())
@@ -180,7 +190,7 @@ class Stamp:
                 and self._places() == self.places
                 and all(torch.equal(t, value) for t, value in self.small)
             )
-        except (KeyError, RuntimeError):  # an attribute is gone; another thread changes something at this moment
+        except (KeyError, ValueError, RuntimeError):  # one is gone; another thread changes something at this moment
             return False
 
     @property
@@ -348,6 +358,17 @@ class Cuda:
     def seconds(self, first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
         """Of a call of each."""
         return policy.clock_both(first, second, device)
+
+    def is_busy(self, call: Callable[[], Any], device: torch.device) -> bool:
+        """Whether a long call's work takes much longer than its launches: a recording would hold memory for nothing."""
+        call()
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        launched = time.perf_counter() - start
+        torch.cuda.synchronize(device)
+        worked = time.perf_counter() - start
+        return worked > LONG and launched < 0.5 * worked
 
     def lane(self, device: torch.device) -> Lane:
         """Where the calls of one model are recorded and replayed."""
@@ -535,8 +556,20 @@ class Graphs:
 
     # -------------------------------------------------------------------------------------------------------- calls
 
-    def call(self, forward: Callable[..., Any], root: nn.Module, args: Any, kwargs: Any, seen: bool = False) -> Any:
-        """The model's forward. ``seen``: a kind of call that is new is recorded at once, else when it comes again."""
+    def call(
+        self,
+        forward: Callable[..., Any],
+        root: nn.Module,
+        args: Any,
+        kwargs: Any,
+        seen: bool = False,
+        timed: bool = True,
+    ) -> Any:
+        """The model's forward.
+
+        ``seen``: a kind of call that is new is recorded at once, else when it comes again; ``timed``: and compared with
+        the plain path by the clock.
+        """
         if self.off or root.training or not self._may_replay(root):
             return forward(root, *args, **kwargs)
         tensors: list[Tensor] = []
@@ -561,7 +594,7 @@ class Graphs:
             if isinstance(found, Recording):
                 return found.run(self.lane, tensors)
             if found is None and (seen or key in self.calls):
-                found = self.calls[key] = self._try(forward, root, args, kwargs, tensors)
+                found = self.calls[key] = self._try(forward, root, args, kwargs, tensors, timed)
             elif found is None and len(self.calls) < 4 * CALLS:
                 self.calls[key] = None
         finally:
@@ -590,13 +623,20 @@ class Graphs:
     # ---------------------------------------------------------------------------------------------------- recording
 
     def _try(
-        self, forward: Callable[..., Any], root: nn.Module, args: Any, kwargs: Any, tensors: list[Tensor]
+        self,
+        forward: Callable[..., Any],
+        root: nn.Module,
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        timed: bool,
     ) -> Recording | str:
         if sum(isinstance(c, Recording) for c in self.calls.values()) >= CALLS:
             return f"{CALLS} kinds of calls are recorded already"
         try:
-            found = self._record(forward, root, args, kwargs, tensors)
-            found.before, found.after = self._seconds(found, forward, root, args, kwargs, tensors)
+            found = self._record(forward, root, args, kwargs, tensors, asks := self.mode == "auto" and timed)
+            if timed:
+                found.before, found.after = self._seconds(found, forward, root, args, kwargs, tensors)
         except ChangesError as reason:
             self.reset()
             self.off = str(reason)
@@ -605,7 +645,7 @@ class Graphs:
             return self._without(str(reason))
         except Exception as error:  # the model's own, too: the plain call that follows raises it if it must
             return self._without(f"recording fails: {(str(error) or repr(error)).splitlines()[0]}")
-        if self.mode == "auto" and found.after >= GAIN * found.before:
+        if asks and found.after >= GAIN * found.before:
             return self._without(f"it is not faster: {_us(found.after)} with it, {_us(found.before)} without")
         return found
 
@@ -621,7 +661,13 @@ class Graphs:
         return reason
 
     def _record(
-        self, forward: Callable[..., Any], root: nn.Module, args: Any, kwargs: Any, tensors: list[Tensor]
+        self,
+        forward: Callable[..., Any],
+        root: nn.Module,
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        asks: bool,
     ) -> Recording:
         device, grad = tensors[0].device, torch.is_grad_enabled()
         if any(t.device != device for t in tensors):
@@ -634,6 +680,8 @@ class Graphs:
         try:
             # Out of inference mode: its tensors could not be written to by calls that are not in it.
             with torch.inference_mode(False), torch.set_grad_enabled(grad), _no_casts_kept():
+                if asks and MACHINE.is_busy(lambda: forward(root, *args, **kwargs), device):
+                    raise RefusedError("its launches are over long before its work is")
                 if self.lane is None:
                     self.lane = MACHINE.lane(device)
                 return self._record_at(forward, root, args, kwargs, tensors)
@@ -656,10 +704,10 @@ class Graphs:
                 return forward(root, *own_args, **own_kwargs)
 
             call()  # sites measure themselves; what the model makes at its first call is there
-            if self.stamp is None:
-                self.stamp = Stamp(root)
+            self._listen(root, call)
             expected = self._look(root, call, inputs, (own_args, own_kwargs))
         replay, outputs = lane.record(call)
+        assert self.stamp is not None
         if not self.stamp.holds(root):
             raise ChangesError
         given = self._check(outputs, inputs)
@@ -669,6 +717,18 @@ class Graphs:
         if not _agree(expected, result):
             raise RefusedError("a replay gives another result than the call")
         return recording
+
+    def _listen(self, root: nn.Module, call: Callable[[], Any]) -> None:
+        """Has the stamp watch what the code of a call reads, too."""
+        with Listener() as listener:
+            call()
+        if listener.writes:
+            raise RefusedError(f"its forward writes to {listener.writes}, a variable outside of it")
+        if self.mode == "auto" and (listener.effect or listener.is_blind):
+            raise RefusedError(listener.effect or "this thread is profiled, so what its forward does is not seen")
+        codes = self.stamp.codes if self.stamp is not None else {}
+        if self.stamp is None or listener.codes.keys() - codes.keys():
+            self.stamp = Stamp(root, codes | listener.codes)
 
     def _look(self, root: nn.Module, call: Callable[[], Any], inputs: list[Tensor], arguments: Any) -> Any:
         """Repeats the call, and sees that it does nothing but return its result, which is returned."""
@@ -748,7 +808,7 @@ class Graphs:
         reasons = list(dict.fromkeys(c for c in self.calls.values() if isinstance(c, str)))
         if not kept:
             return f"none: {'; '.join(reasons) or self.last_reason or 'no call was seen twice in inference'}"
-        calls = [f"{r.text}: {_us(r.after)} a call, {_us(r.before)} without" for r in kept]
+        calls = [r.text + (f": {_us(r.after)} a call, {_us(r.before)} without" if r.after else "") for r in kept]
         pool = f"{self.lane.held / 2**20:.1f} MiB of memory held"
         return "; ".join([*calls, pool, *(f"not for another call: {reason}" for reason in reasons)])
 
@@ -870,15 +930,29 @@ def set_mode(root: nn.Module, mode: bool | str) -> str:
         return classes.give(root, original, (*without, ("graphs",)), graphs=Graphs(mode)) if mode else ""
 
 
-def record(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Records a call now, where that pays."""
+def is_on(root: nn.Module) -> bool:
+    """Whether calls of the model may be replayed."""
+    return known.get(root, "graphs") is not None
+
+
+def may_pay(root: nn.Module, arguments: Any) -> bool:
+    """Whether a call of these arguments is one that can be recorded at all: inference on a GPU."""
+    if root.training:
+        return False
+    leaves = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
+    return any(map(MACHINE.takes, leaves))
+
+
+def record(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], timed: bool = True) -> bool:
+    """Records a call now, where that pays; whether it did. ``timed``: else it is known to pay."""
     state: Graphs | None = known.get(root, "graphs")
     if state is None or root.training:
-        return
+        return False
     # Below the part of the class, so that hooks of the root are not called.
     plain = classes.make_class(*_without(root)).forward
     with torch.no_grad():
-        state.call(plain, root, args, kwargs, seen=True)
+        state.call(plain, root, args, kwargs, seen=True, timed=timed)
+    return any(isinstance(c, Recording) for c in state.calls.values())
 
 
 def _without(root: nn.Module) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from kgopt.rewrite import known, layout, policy, recompute
+from kgopt.rewrite import graphs, known, layout, policy, recompute
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.reporting import Report
 from kgopt.rewrite.transaction import LOCK
@@ -26,6 +26,7 @@ PRICE = 1.03  # of a step's time, up to which memory is worth it
 def undo(root: nn.Module) -> None:
     """Makes a model what it was before kgopt saw it: classes, layout, what its modules know."""
     with LOCK:
+        graphs.set_mode(root, False)
         layout.set_layout(root, False)
         for module in root.modules():
             original = original_class(module)
@@ -42,7 +43,7 @@ def undo_if_slower(whole: Whole, found: Report) -> None:
     root = whole.root
     if math.isinf(SLACK) or not any(original_class(m) for m in root.modules()):
         return
-    form = "channels_last" if layout.is_on(root) else "given"
+    form = _form(root) + (" replayed" if graphs.is_on(root) else "")
     (before, after), asked_before = whole.settle(f"clock {form}", lambda: _clock(whole))
     how = "known" if asked_before else "measured"
     found.clock = f"{after * 1e3:.3g} ms a call, {before * 1e3:.3g} ms as it came ({how})"
@@ -59,6 +60,22 @@ def undo_if_slower(whole: Whole, found: Report) -> None:
     for row in found.sites:
         if row.became:
             row.became, row.reason = "", "the whole model is slower"
+
+
+def choose_graph(whole: Whole, root: nn.Module, found: Report, args: Any, kwargs: Any) -> None:
+    """Records the call of the example inputs, where replays are faster; else turns recording off, and says why."""
+    question = f"graph {_form(root)}"
+    (pays,), asked_before = whole.settle(question, lambda: [float(graphs.record(root, args, kwargs))])
+    if asked_before and pays:
+        pays = graphs.record(root, args, kwargs, timed=False)
+    if not pays:
+        reason = "none: of an equal model it was not possible, or not faster"
+        found.graph = reason if asked_before else graphs.text_of(root) or ""
+        graphs.set_mode(root, False)
+
+
+def _form(root: nn.Module) -> str:
+    return "channels_last" if layout.is_on(root) else "given"
 
 
 def choose_recompute(whole: Whole | None, root: nn.Module, found: Report) -> None:
