@@ -26,7 +26,7 @@ class SiteRow:
 
     def fill(self, chain: Chain) -> None:
         """Says that the norm runs as part of a chain."""
-        label = chain.label if chain.norm == "group" else chain.label.replace("InstanceNorm", self.kind.split(" ")[0])
+        label = chain.label if chain.norm != "instance" else chain.label.replace("InstanceNorm", self.kind.split(" ")[0])
         self.kind, self.became, self.reason = label, chain.becomes, ""
 
 
