@@ -107,7 +107,8 @@ class _Notes:
         value = getattr(owner, name, _MISSING)
         if value is _MISSING:
             value = getattr(builtins, name, _MISSING)
-            if value is not _MISSING and value not in _HARMLESS:
+            is_error = isinstance(value, type) and issubclass(value, BaseException)
+            if value is not _MISSING and not is_error and value not in _HARMLESS:
                 raise UnknownFormulaError(f"it calls {name}")
             return
         self.place(owner, name)
