@@ -22,6 +22,7 @@ from kgopt.rewrite.watching import is_hooked
 
 _UNSEEN: Any = object()
 _RANKS = (3, 4, 5)
+_GUESS = 8  # channels, where no parameter tells
 _ANSWERS = 64  # after which a module that keeps changing runs its own code
 _is_compiling = torch.compiler.is_compiling
 _untouched_call = originals.AS_CALLED[nn.Identity]
@@ -30,9 +31,10 @@ _untouched_call = originals.AS_CALLED[nn.Identity]
 class Meanings:
     """What one module's forward was found to compute, by the kind of input."""
 
-    def __init__(self, kind: str, axis: int) -> None:
+    def __init__(self, kind: str, axis: int, any_number: bool = False) -> None:
         self.kind = kind
         self.axis = axis  # the dim of channels: 1 or -1
+        self.any_number = any_number  # of channels, in what was found
         self.found: dict[Any, Recognized | None] = {}
         self.answers = 0
 
@@ -42,13 +44,13 @@ class Meanings:
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:  # copies and pickles ask anew
-        return type(self), (self.kind, self.axis)
+        return type(self), (self.kind, self.axis, self.any_number)
 
     def of(self, module: nn.Module, x: Tensor) -> Formula | None:
         """The norm that the module computes of x; None: it is not certain."""
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
-        key = x.dim(), x.shape[self.axis], x.dtype, device, autocast
+        key = x.dim(), 0 if self.any_number else x.shape[self.axis], x.dtype, device, autocast
         found = self.found.get(key, _UNSEEN)
         if found is None:
             return None
@@ -58,14 +60,15 @@ class Meanings:
             found = self.learn(module, key)
         return None if found is None else found.formula
 
-    def learn(self, module: nn.Module, key: Any) -> Recognized | None:
-        """Asks the module's forward."""
+    def learn(self, module: nn.Module, key: Any, parameters: torch.dtype | None = None) -> Recognized | None:
+        """Asks the module's forward; ``parameters``: if they had another dtype."""
         rank, channels, dtype, device, autocast = key
+        channels = channels or _GUESS
         self.answers += 1
         found: Recognized | None = None
         if not autocast or device == "cuda":
             try:
-                found = recognize(module, rank, channels, self.axis, dtype, torch.device(device), autocast)
+                found = recognize(module, rank, channels, self.axis, dtype, torch.device(device), autocast, parameters)
             except UnknownFormulaError:
                 found = None
         if found is not None and not _is_ours(found, self.kind, self.axis, dtype, autocast):
@@ -92,7 +95,7 @@ def meanings_of(module: nn.Module) -> Meanings | None:
     counts = {p.numel() for p in parameters if type(p) is nn.Parameter}
     if len(counts) > 1 or len(parameters) > 2 or not hasattr(cls.forward, "__code__"):
         return None
-    channels = counts.pop() if counts else 8
+    channels = min(counts) if counts else _GUESS
     dtype = parameters[0].dtype if parameters else torch.float32
     if not dtype.is_floating_point or not channels:
         return None
@@ -106,8 +109,16 @@ def meanings_of(module: nn.Module) -> Meanings | None:
             meanings = Meanings(found.formula.kind, axis)
             if not _is_ours(found, meanings.kind, axis, dtype, False):
                 continue
-            for each in ranks:
-                meanings.learn(module, (each, channels, dtype, device, False))
+            if not counts:
+                other = recognize(module, rank, _GUESS + 3, axis, dtype, torch.device(device), False)
+                meanings.any_number = other.formula == found.formula
+            # Compiled code can ask nothing, and a model may be cast before it is compiled.
+            more = (torch.bfloat16, torch.float16, torch.float64)
+            for each in (dtype, *(d for d in more if d is not dtype and dtype is torch.float32)):
+                for rank_ in ranks:
+                    key = rank_, 0 if meanings.any_number else channels, each, device, False
+                    meanings.learn(module, key, each if counts else None)
+            meanings.answers = 0
             return meanings
     return None
 

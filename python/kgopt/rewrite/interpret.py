@@ -11,7 +11,6 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
-import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -54,7 +53,8 @@ class _Notes:
         self.module = module
         self.cls: Any = original_class(module) or type(module)
         self.attributes: dict[str, Any] = {}  # of the instance
-        self.parameters: dict[str, Tensor] = {}
+        self.parameters: dict[str, Any] = {}  # shape and dtype; None where there is none
+        self.parameters_as: torch.dtype | None = None
         self.classes: set[str] = set()  # names that were found in the class, not in the instance
         self.places: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self.looks_at_autocast = False
@@ -293,11 +293,12 @@ def _read(notes: _Notes, stand_in: _Self, name: str) -> Any:
     if name in parameters:
         parameter = parameters[name]
         if parameter is None:
-            notes.parameters[name] = None  # type: ignore[assignment]
+            notes.parameters[name] = None
             return None
-        notes.parameters[name] = parameter
+        shape, dtype = tuple(parameter.shape), notes.parameters_as or parameter.dtype
+        notes.parameters[name] = shape, dtype
         device = object.__getattribute__(stand_in, "_kgopt_device")
-        return _Symbol(formulas.parameter(name, parameter.shape, parameter.dtype), notes, device)
+        return _Symbol(formulas.parameter(name, shape, dtype), notes, device)
     for base in notes.cls.__mro__:
         if name in vars(base):
             value = vars(base)[name]
@@ -328,22 +329,30 @@ def _is_simple(value: Any) -> bool:
 
 
 def recognize(
-    module: nn.Module, rank: int, channels: int, axis: int, dtype: torch.dtype, device: torch.device, autocast: bool
+    module: nn.Module,
+    rank: int,
+    channels: int,
+    axis: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    autocast: bool,
+    parameters: torch.dtype | None = None,
 ) -> Recognized:
-    """The norm over dim ``axis`` that a module computes of an input.
+    """The norm over dim ``axis`` that a module computes of an input; ``parameters``: if they had another dtype.
 
     Raises:
         UnknownFormulaError: it computes something else, as far as can be seen.
     """
     notes = _Notes(module)
+    notes.parameters_as = parameters
     x = _Symbol(formulas.input_value(rank, channels, axis, dtype, autocast), notes, device)
     for base in notes.cls.__mro__:
         if base is not nn.Module and "forward" in vars(base):
             notes.place(base, "forward")
     forward = notes.cls.forward
-    if isinstance(forward, types.FunctionType) and len(inspect.signature(forward).parameters) != 2:
-        raise UnknownFormulaError("its forward takes more than a tensor")
     notes.function(forward)
+    if forward.__code__.co_argcount - len(forward.__defaults__ or ()) > 2 or forward.__code__.co_argcount < 2:
+        raise UnknownFormulaError("its forward takes more than a tensor")
     for base in notes.cls.__mro__:  # what super() reaches
         if base is not nn.Module and isinstance(vars(base).get("forward"), types.FunctionType):
             notes.function(vars(base)["forward"])
@@ -370,9 +379,14 @@ def _checks(notes: _Notes) -> Callable[[Any], bool]:
     text = "def holds(module):\n    own, parameters = module.__dict__, module._parameters\n    return " + (
         " and ".join(terms) or "True"
     )
-    exec(compile(text, __file__, "exec"), names)
+    exec(_compiled(text), names)
     holds: Callable[[Any], bool] = names["holds"]
     return holds
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(text: str) -> types.CodeType:
+    return compile(text, __file__, "exec")
 
 
 def _terms(notes: _Notes, names: dict[str, Any]) -> Iterator[str]:
@@ -388,7 +402,7 @@ def _terms(notes: _Notes, names: dict[str, Any]) -> Iterator[str]:
         if parameter is None:
             yield f"parameters[{name!r}] is None"
             continue
-        names[f"shape_{name}"], names[f"dtype_{name}"] = tuple(parameter.shape), parameter.dtype
+        names[f"shape_{name}"], names[f"dtype_{name}"] = parameter
         yield f"parameters[{name!r}] is not None and parameters[{name!r}].shape == shape_{name}"
         yield f"parameters[{name!r}].dtype is dtype_{name}"
     for name in notes.classes:
