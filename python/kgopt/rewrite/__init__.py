@@ -18,6 +18,7 @@ run      carry recompute sites norms formats        what runs in place of a site
          wrapped glue sums training layout          in channels_last; what is left of it for the backward
          channel_norms
 find     source sequential backend inductor         front ends: Python source, nn.Sequential, captured graphs
+         functional_norms
 model    graphs whole race api                      CUDA graphs; what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================
 """
