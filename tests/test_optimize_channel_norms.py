@@ -223,7 +223,8 @@ def close(ours, theirs, bound=1e-9):
         assert (a is None) == (b is None)
         if a is None:
             continue
-        assert a.dtype is b.dtype and a.shape == b.shape
+        assert a.dtype is b.dtype
+        assert a.shape == b.shape
         assert (a - b).abs().max() <= bound * (1 + b.abs().max())
 
 
@@ -254,7 +255,8 @@ def test_found_and_fused(cls, ran):
     kgopt.restore(fused)
     ran.clear()
     close(grads(fused, X), theirs, 0)
-    assert not ran and type(fused.norm) is cls
+    assert not ran
+    assert type(fused.norm) is cls
 
 
 class OtherDim(Base):
@@ -377,8 +379,8 @@ class SumOfSquares(Base):
         return x * torch.rsqrt(x.pow(2).sum(1, keepdim=True) + 0.1) * (2 * self.weight) - 3 * self.bias
 
 
-@pytest.mark.parametrize("scale", (1.0, 100.0, 1e-7))
-@pytest.mark.parametrize("cls", (SumOfSquares, NoParameters, ByLength, PixelNorm, LayerNorm2d, Unbiased, MovedRms))
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1e-7])
+@pytest.mark.parametrize("cls", [SumOfSquares, NoParameters, ByLength, PixelNorm, LayerNorm2d, Unbiased, MovedRms])
 def test_numbers_beside_the_norm(cls, scale, ran):
     """What the code multiplies with, and its eps in whatever unit, are those of the op."""
     model, fused = pair(cls())
@@ -433,7 +435,7 @@ def test_a_new_scale_runs_on_kgopt_again(ran):
     assert len(ran) == 1
 
 
-@pytest.mark.parametrize("place", ((F, "normalize"), (torch.Tensor, "__mul__"), (torch.Tensor, "add")))
+@pytest.mark.parametrize("place", [(F, "normalize"), (torch.Tensor, "__mul__"), (torch.Tensor, "add")])
 def test_patched_functions_run(place, monkeypatch):
     model, fused = norm_and_act(RootMeanSquare() if place[1] == "add" else Wan())
     genuine = getattr(*place)
@@ -471,7 +473,8 @@ def test_other_inputs_run_the_code_itself(ran):
         model(whole)
     with pytest.raises(RuntimeError, match=r".*") as mine:
         fused(whole)
-    assert str(mine.value) == str(theirs.value) and not ran
+    assert str(mine.value) == str(theirs.value)
+    assert not ran
     close([fused[0](x=torch.ones(2, C, 3, 4).double())], [model[0](torch.ones(2, C, 3, 4).double())])
 
 
@@ -498,13 +501,15 @@ def test_names_that_are_left_out():
     torch.manual_seed(0)
     model = kgopt.optimize(Net(Wan()), measure=False, exclude="norm")
     row, other = kgopt.report(model).sites
-    assert row.reason == "in `exclude`" and not row.became and type(model.norm) is Wan
+    assert row.reason == "in `exclude`"
+    assert not row.became
+    assert type(model.norm) is Wan
     assert other.became
     kgopt.optimize(model, measure=False)
     assert [r.kind for r in kgopt.report(model).sites] == ["RMSNorm → silu", "RMSNorm → gelu"]
 
 
-@pytest.mark.parametrize("cls", (WanCast, Permuted, PixelNorm, LayerNorm2d))
+@pytest.mark.parametrize("cls", [WanCast, Permuted, PixelNorm, LayerNorm2d])
 def test_copies_pickles_and_state(cls, ran):
     model, fused = pair(cls())
     assert list(fused.state_dict()) == list(model.state_dict())
@@ -525,7 +530,7 @@ def test_second_derivatives():
         close(found[1], found[0])
 
 
-@pytest.mark.parametrize("cls", (WanCast, Permuted, PixelNorm, LayerNorm2d))
+@pytest.mark.parametrize("cls", [WanCast, Permuted, PixelNorm, LayerNorm2d])
 def test_compiled(cls):
     model, fused = pair(cls())
     found = []
@@ -539,8 +544,8 @@ def test_compiled(cls):
     assert sum("channel_norm" in name for name in found) == 2
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("cls", (WanCast, Permuted, FloatAndBack, LayerNorm2d))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cls", [WanCast, Permuted, FloatAndBack, LayerNorm2d])
 def test_half_precision(cls, dtype, ran):
     torch.manual_seed(0)
     model = nn.Sequential(cls(), nn.SiLU())
@@ -548,7 +553,8 @@ def test_half_precision(cls, dtype, ran):
     exact, model = copy.deepcopy(model).to(dtype).double(), model.to(dtype)
     x = torch.randn(2, C, 9, 9, dtype=dtype)
     y, theirs, reference = fused(x), model(x), exact(x.double())
-    assert y.dtype is theirs.dtype and len(ran) == 1
+    assert y.dtype is theirs.dtype
+    assert len(ran) == 1
     assert (y - reference).norm() <= 2 * (theirs - reference).norm() + 1e-3 * reference.norm()
 
 

@@ -92,7 +92,9 @@ def meanings_of(module: nn.Module) -> Meanings | None:
     if module._modules or module._buffers or cls.__module__.startswith("torch.nn.modules."):
         return None
     parameters = [p for p in module._parameters.values() if p is not None]
-    counts = {p.numel() for p in parameters if type(p) is nn.Parameter}
+    if any(type(p) is not nn.Parameter for p in parameters):
+        return None
+    counts = {p.numel() for p in parameters}
     if len(counts) > 1 or len(parameters) > 2 or not hasattr(cls.forward, "__code__"):
         return None
     channels = min(counts) if counts else _GUESS

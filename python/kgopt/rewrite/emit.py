@@ -51,8 +51,8 @@ class NormArgs:
     weight: Any
     bias: Any
     eps: float
-    # Of a norm over channels: numbers that its code multiplies with, the dim of channels, and the order of dims in which
-    # PyTorch's result is contiguous; None: it lies as x does.
+    # Of a norm over channels: numbers that its code multiplies with, the dim of channels, and the order of dims in
+    # which PyTorch's result is contiguous; None: it lies as x does.
     factor: float = 1.0
     bias_factor: float = 1.0
     axis: int = 1

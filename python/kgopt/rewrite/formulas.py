@@ -77,15 +77,19 @@ class Value:
         return self.order.index(self.axis)
 
 
+def _atom(atom: Atom) -> Term:
+    return Term(1.0, frozenset(((atom, 1.0),)))
+
+
 def input_value(rank: int, channels: int, axis: int, dtype: torch.dtype, autocast: bool) -> Value:
     """x itself."""
     order = tuple(range(rank))
-    return Value((Term(1.0, frozenset(((X, 1.0),))),), order, None, dtype, channels, axis % rank, half_is_float=autocast)
+    return Value((_atom(X),), order, None, dtype, channels, axis % rank, half_is_float=autocast)
 
 
 def parameter(name: str, shape: Sequence[int], dtype: torch.dtype) -> Value:
     """A parameter."""
-    return Value((Term(1.0, frozenset(((("parameter", name), 1.0),))),), None, tuple(shape), dtype)
+    return Value((_atom(("parameter", name)),), None, tuple(shape), dtype)
 
 
 @dataclass(frozen=True)
@@ -253,9 +257,7 @@ def total(a: Value, dim: Any = None, keepdim: Any = False, *, dtype: Any = None)
     return replace(found, dtype=_float_if_autocast(found))
 
 
-def variance(
-    a: Value, dim: Any = None, unbiased: Any = None, keepdim: Any = False, *, correction: Any = None
-) -> Value:
+def variance(a: Value, dim: Any = None, unbiased: Any = None, keepdim: Any = False, *, correction: Any = None) -> Value:
     """Over channels."""
     if unbiased is None and correction is None:
         correction = 1

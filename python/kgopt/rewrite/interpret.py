@@ -28,11 +28,11 @@ from kgopt.rewrite.formulas import Formula, UnknownFormulaError, Value
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device, slice)
 _MISSING: Any = object()
 # Of Python's own functions those that change nothing.
-_HARMLESS = {
-    getattr(builtins, name)
-    for name in ("str", "any", "all", "tuple", "list", "len", "isinstance", "int", "float", "bool", "range", "min")
-    + ("max", "abs", "super", "getattr", "hasattr", "slice", "type")
-}
+_HARMLESS_NAMES = (
+    *("str", "any", "all", "tuple", "list", "len", "isinstance", "int", "float", "bool", "range", "min", "max", "abs"),
+    *("super", "getattr", "hasattr", "slice", "type"),
+)
+_HARMLESS = {getattr(builtins, name) for name in _HARMLESS_NAMES}
 _WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "DELETE_SUBSCR", "STORE_DEREF")
 _STATES = {"is_grad_enabled", "is_inference_mode_enabled", "no_grad", "set_grad_enabled", "inference_mode", "detach"}
 
@@ -144,10 +144,6 @@ def _names_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Stand-ins
-
-
-class _Size(int):
-    """A size that code may pass on, but not look at."""
 
 
 class _Unasked:
@@ -268,7 +264,7 @@ class _Self:
         object.__setattr__(self, "_kgopt_notes", notes)
         object.__setattr__(self, "_kgopt_device", device)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for super()
         return object.__getattribute__(self, "_kgopt_notes").cls
 

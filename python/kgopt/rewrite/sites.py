@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -291,7 +292,20 @@ class Site:
         call = call_now if watched else _call_directly
         call_norm = call if not half else without_autocast if watched else _call_norm_without_autocast
         y = emit_kgopt(self.chain, call, x, x.dim(), *both, fold, call_norm)
+        if self.is_channel:
+            self._offer_channel_norm(x, both[1], y)
         return y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
+
+    def _offer_channel_norm(self, x: Tensor, n: NormArgs, y: Tensor) -> None:
+        """The backward may have it computed again."""
+        if _is_compiling() or not recompute.is_open() or y.dtype is not x.dtype:
+            return
+
+        def again(x: Tensor, _: int, weight: Any, bias: Any, *rest: Any) -> Tensor:
+            args = replace(n, weight=weight, bias=bias)
+            return emit_kgopt(self.chain, call_now, x, x.dim(), None, args)  # type: ignore[no-any-return]
+
+        recompute.offer(y, again, x, 0, n.weight, n.bias, n.eps, self.chain.post, y)
 
     def _call_fused(self, _: Any, *args: Any) -> Tensor:
         return self.fused(*args)  # type: ignore[misc,no-any-return]
