@@ -66,7 +66,8 @@ def _tconv(rng: random.Random) -> Json:
 
 def _norm(rng: random.Random) -> Json:
     kind = rng.choices(
-        ["group", "instance", "batch", "layer", "rms", "tracked", "subclass", "none"], [58, 20, 6, 4, 3, 3, 2, 2]
+        ["group", "instance", "batch", "layer", "rms", "unit", "centered", "pixel", "tracked", "subclass", "none"],
+        [52, 18, 6, 5, 4, 4, 4, 2, 3, 2, 2],
     )[0]
     return {
         "layer": "norm",

@@ -44,6 +44,36 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         return x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6) * self.weight
 """,
+    "UnitNorm": """
+class UnitNorm(nn.Module):
+    def __init__(self, channels, dims, bias):
+        super().__init__()
+        self.scale = channels**0.5
+        self.gamma = nn.Parameter(torch.ones(channels, *(1,) * dims))
+        self.bias = nn.Parameter(torch.zeros(channels, *(1,) * dims)) if bias else 0.0
+
+    def forward(self, x):
+        return F.normalize(x, dim=1) * self.scale * self.gamma + self.bias
+""",
+    "CenteredNorm": """
+class CenteredNorm(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x):
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        y = (x - u) / torch.sqrt(s + 1e-5)
+        shape = (1, -1, 1, 1) if x.dim() == 4 else (1, -1, 1, 1, 1)
+        return self.weight.view(shape) * y + self.bias.view(shape)
+""",
+    "PixelNorm": """
+class PixelNorm(nn.Module):
+    def forward(self, x):
+        return x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-6)
+""",
     "MyNorm": '''
 class MyNorm(nn.GroupNorm):
     """Does more than its base class."""
@@ -65,6 +95,10 @@ def logged(function):
 
     return call
 """,
+}
+_NORM_HELPERS = {
+    **{"layer": "LayerNorm2d", "rms": "RMSNorm", "subclass": "MyNorm"},
+    **{"unit": "UnitNorm", "centered": "CenteredNorm", "pixel": "PixelNorm"},
 }
 _ACT_MODULES = {
     "relu": "nn.ReLU({i})",
@@ -329,12 +363,14 @@ class Writer:
             "batch": f"nn.BatchNorm{d}d({channels}{eps}{affine})",
             "layer": f"LayerNorm2d({channels})",
             "rms": f"RMSNorm({channels}, {d})",
+            "unit": f"UnitNorm({channels}, {d}, {layer['affine']})",
+            "centered": f"CenteredNorm({channels})",
+            "pixel": "PixelNorm()",
             "subclass": f"MyNorm({groups}, {channels})",
             "none": "nn.Identity()",
         }
-        for name, helper in (("layer", "LayerNorm2d"), ("rms", "RMSNorm"), ("subclass", "MyNorm")):
-            if kind == name:
-                self.need(helper)
+        if kind in _NORM_HELPERS:
+            self.need(_NORM_HELPERS[kind])
         return _Made(modules[kind], "{m}({x})", shape)
 
     def _act(self, at: _Class, layer: Json, shape: Shape) -> _Made:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kgopt.rewrite import classes, graphs, known, layout, norms, race, sequential, source
+from kgopt.rewrite import channel_norms, classes, graphs, known, layout, norms, race, sequential, source
 from kgopt.rewrite import recompute as forgetful
-from kgopt.rewrite.chain import Chain
+from kgopt.rewrite.chain import CHANNELS, Chain
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.modules import runs_like_sequential
 from kgopt.rewrite.norms import NORMS
@@ -193,7 +193,7 @@ def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:
     if state is None or not state.results:
         return row
     # The largest chain that was measured, at the shape seen last, is what the row is about.
-    trivial = repr(Chain("group")), repr(Chain("instance"))
+    trivial = tuple(repr(Chain(norm)) for norm in ("group", "instance", *CHANNELS))
     results = list(state.results.items())  # another thread may be measuring
     measured = [(name not in trivial, i, m) for i, ((name, *_), m) in enumerate(results) if m is not None]
     if not measured:
@@ -267,6 +267,7 @@ def _swap(root: nn.Module, refuse: Callable[[str], str], measure: bool) -> list[
         if not reason:
             reason = classes.give(module, type(module), norms.RECIPE, site=SiteState(measure=measure))
         rows[id(module)] = SiteRow(path, kind, "" if reason else "group_norm", reason)
+    _swap_channel_norms(modules, rows, refuse, measure)
     for _, module in modules:
         if original_class(module) is None and not isinstance(module, (torch.fx.GraphModule, *NORMS)):
             _rewrite_parent(module, rows)
@@ -274,6 +275,22 @@ def _swap(root: nn.Module, refuse: Callable[[str], str], measure: bool) -> list[
         if id(module) in rows and is_hooked(module) and not rows[id(module)].reason:
             rows[id(module)].reason = norms.hook_reason(module)
     return list(rows.values())
+
+
+def _swap_channel_norms(
+    modules: list[tuple[str, nn.Module]], rows: dict[int, SiteRow], refuse: Callable[[str], str], measure: bool
+) -> None:
+    parents = {id(child): parent for _, parent in modules for child in parent.children()}
+    for path, module in modules:
+        if id(module) in rows or known.get(module, "site") is not None or original_class(module) is not None:
+            continue
+        meanings = channel_norms.found_in(parents.get(id(module)), module)
+        if meanings is None:
+            continue
+        reason = refuse(path) or channel_norms.reason_against(module)
+        reason = reason or channel_norms.give(module, meanings, SiteState(measure=measure))
+        chain = Chain(meanings.kind)
+        rows[id(module)] = SiteRow(path, chain.label, "" if reason else chain.becomes, reason)
 
 
 def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from kgopt.rewrite import originals, policy
+from kgopt.rewrite import functional_norms, originals, policy
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
+from kgopt.rewrite.functional_norms import ChannelNorm
 from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method
 from kgopt.rewrite.patterns import OTHER, Match, Node, match
 from kgopt.rewrite.reporting import Report, SiteRow
@@ -100,6 +101,7 @@ class _Reader:
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.nodes = list(graph_module.graph.nodes)
         self.known: dict[fx.Node, Node] = {}
+        self.channel_norms = functional_norms.find(graph_module.graph)
 
     def matches(self) -> list[Match]:
         """Chains around every norm of the graph."""
@@ -118,7 +120,8 @@ class _Reader:
         return [match(made, _adds) for made in self.known.values() if made.kind == "norm"]
 
     def _describe(self, node: fx.Node) -> Node:
-        made, inputs = self._kind(node)
+        channel_norm = self.channel_norms.get(node)
+        made, inputs = self._kind(node) if channel_norm is None else (channel_norm, [channel_norm.of])
         made.origin = node
         made.inputs = [self.known[i] for i in inputs]
         return made
@@ -178,6 +181,10 @@ class _Writer:
         self.first: fx.Node = found.nodes[0].origin
         self.last: fx.Node = found.last.origin
         self.x: fx.Node = self.first.args[0]  # type: ignore[assignment]
+        self.others: list[fx.Node] = []  # that the norm is made of, beside its last one
+        if isinstance(found.norm, ChannelNorm):
+            self.first, self.x = found.norm.members[0], found.norm.input
+            self.others = found.norm.members[:-1]
 
     def replace(self) -> str:
         """ "" when it is done, else the reason."""
@@ -185,7 +192,11 @@ class _Writer:
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.device.type not in ("cpu", "cuda"):
             return "its input is no dense floating-point tensor"
         try:
-            norm = self._norm_args(_value(self.found.norm.origin.args[0]))
+            made = self.found.norm
+            if isinstance(made, ChannelNorm):
+                norm = self._channel_args(made, x)
+            else:
+                norm = self._norm_args(_value(made.origin.args[0]))
             conv = self._conv_args(x) if chain.conv else None
         except _NotOursError as error:
             return str(error)
@@ -196,6 +207,16 @@ class _Writer:
             return "on the CPU, where PyTorch's kernels are the faster ones"
         self._write(x, conv, norm)
         return ""
+
+    @staticmethod
+    def _channel_args(made: ChannelNorm, x: Tensor) -> NormArgs:
+        norm = made.arguments()
+        if [bool(made.formula.weight), bool(made.formula.bias)] != [p is not None for p in (norm.weight, norm.bias)]:
+            raise _NotOursError("its weight or bias is what another site gives")
+        dtypes = {_value(p).dtype for p in (norm.weight, norm.bias) if p is not None}
+        if len(dtypes) > 1 or dtypes - {x.dtype, torch.float32}:
+            raise _NotOursError("its weight or bias has a dtype that PyTorch alone takes")
+        return norm
 
     def _norm_args(self, x: Any) -> NormArgs:
         node: fx.Node = self.found.norm.origin
@@ -254,7 +275,7 @@ class _Writer:
 
     def _obstacle(self) -> str:
         """The chain is computed where its last node stands: nothing in between may change what it reads."""
-        inside = {n.origin for n in self.found.nodes}
+        inside = {*self.others, *(n.origin for n in self.found.nodes)}
         node = self.first.next
         while node is not self.last and self.first is not self.last:
             if node not in inside and _may_write(node):
@@ -278,6 +299,9 @@ class _Writer:
         for found in reversed(self.found.nodes):
             if not found.origin.users:
                 self.graph.erase_node(found.origin)
+        for node in reversed(self.others):
+            if not node.users:
+                self.graph.erase_node(node)
 
     def _added(self) -> Any:
         """What a sum adds, as it is now: sites before this one have put other nodes in their places."""

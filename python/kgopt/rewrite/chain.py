@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from kgopt import _acts
 
+CHANNELS = ("rms", "l2", "layer")  # norms over channels, by the kind of the op
+
 CONV_MEAN = "conv3d_group_norm_mean"
 CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
 CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
@@ -19,7 +21,7 @@ CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
 class Chain:
     """The structure of a site, with no tensor in it: hashable, picklable, the key of what was measured."""
 
-    norm: str = "group"  # or "instance": as many groups as channels
+    norm: str = "group"  # or "instance": as many groups as channels; or one of CHANNELS
     conv: str = ""  # "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"; "": the chain starts at the norm
     pre: str = "none"  # activations between convolution and norm
     added: bool = False  # another tensor is added to what the norm gives, ahead of the activations
@@ -67,7 +69,8 @@ class Chain:
         names |= {"conv_transpose2d": "ConvTranspose2d", "conv_transpose3d": "ConvTranspose3d"}
         parts = [names[self.conv]] if self.conv else []
         parts += [] if self.pre == "none" else _acts.split(self.pre)
-        parts.append("GroupNorm" if self.norm == "group" else "InstanceNorm")
+        norms = {"group": "GroupNorm", "instance": "InstanceNorm", "layer": "LayerNorm"}
+        parts.append(norms.get(self.norm, "RMSNorm"))
         parts += ["sum"] if self.added else []
         parts += [] if self.post == "none" else _acts.split(self.post)
         parts += ["residual"] if self.residual else []
@@ -89,7 +92,7 @@ class Chain:
             ops += [] if self.pre == "none" else [f"activation({self.pre})"]
             return " + ".join([*ops, "group_norm_mean"])
         acts = [f"{key}={value}" for key, value in (("pre_act", self.pre), ("act", self.post)) if value != "none"]
-        name = "group_norm_add" if self.added else "group_norm"
+        name = "channel_norm" if self.norm in CHANNELS else "group_norm_add" if self.added else "group_norm"
         ops.append(f"{name}({', '.join(acts)})" if acts else name)
         ops += [self.reduce] if self.reduce else []
         return " + ".join(ops)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kgopt import ops as ops
 from kgopt.reference import torch_activation
-from kgopt.rewrite.chain import CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
+from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.torch_private import without_autocast_on_cuda
 
 _OPS = torch.ops.kgopt
@@ -47,10 +47,16 @@ class ConvArgs:
 class NormArgs:
     """The arguments of a norm beside x."""
 
-    num_groups: int
+    num_groups: int  # of a norm over channels 0
     weight: Any
     bias: Any
     eps: float
+    # Of a norm over channels: numbers that its code multiplies with, the dim of channels, and the order of dims in
+    # which PyTorch's result is contiguous; None: it lies as x does.
+    factor: float = 1.0
+    bias_factor: float = 1.0
+    axis: int = 1
+    lies: tuple[int, ...] | None = None
 
 
 def call_now(function: Callable[..., Any], *args: Any) -> Any:
@@ -84,6 +90,8 @@ def emit_kgopt(
     ``added``: what a chain with a sum adds.
     """
     n = norm
+    if chain.norm in CHANNELS:
+        return _emit_channel_norm(chain, call, call_norm or call, x, n)
     if chain.added:
         op = _OPS.group_norm_add.default
         return (call_norm or call)(op, x, added, n.num_groups, n.weight, n.bias, n.eps, chain.post)
@@ -122,6 +130,62 @@ def emit_kgopt(
     return y
 
 
+def _emit_channel_norm(chain: Chain, call: Call, call_norm: Call, x: Any, n: NormArgs) -> Any:
+    wide = n.factor != 1 or n.bias_factor != 1
+    weight = None if n.weight is None else call(_flat, n.weight, n.factor, wide)
+    if n.weight is None and n.factor != 1:
+        weight = call(_filled, x, n.axis, n.factor)
+    bias = None if n.bias is None else call(_flat, n.bias, n.bias_factor, wide)
+    x = x if n.axis == 1 else call(torch.movedim, x, n.axis, 1)
+    y = call_norm(_OPS.channel_norm.default, x, weight, bias, chain.norm, n.eps, chain.post)
+    y = y if n.axis == 1 else call(torch.movedim, y, 1, n.axis)
+    return y if n.lies is None else call(_lying, y, n.lies)
+
+
+def _flat(p: Tensor, factor: float, wide: bool) -> Tensor:
+    """A parameter with one value a channel as the op wants it, times a number."""
+    p = p if p.dim() == 1 else p.reshape(-1)
+    if wide and p.dtype is not torch.float64:
+        p = p.float()
+    return p if factor == 1 else p * factor
+
+
+def _filled(x: Tensor, axis: int, number: float) -> Tensor:
+    dtype = x.dtype if x.dtype is torch.float64 else torch.float32
+    return torch.full((x.shape[axis],), number, dtype=dtype, device=x.device)
+
+
+def _lying(y: Tensor, order: tuple[int, ...]) -> Tensor:
+    """y, contiguous in another order of its dims."""
+    back = [order.index(d) for d in range(len(order))]
+    return y.permute(order).contiguous().permute(back)
+
+
+def _torch_channel_norm(x: Tensor, n: NormArgs, kind: str) -> Tensor:
+    """A norm over channels as models write it."""
+    channels = x.shape[n.axis]
+    if n.lies is not None and n.axis == 1 and kind == "layer":
+        weight, bias = (None if p is None else p.reshape(-1).to(x.dtype) for p in (n.weight, n.bias))
+        if n.factor == n.bias_factor == 1:
+            return F.layer_norm(x.movedim(1, -1), (channels,), weight, bias, n.eps).movedim(-1, 1)
+    shape = [1] * x.dim()
+    shape[n.axis] = channels
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    u = x.float() if half else x
+    if kind == "layer":
+        u = u - u.mean(n.axis, keepdim=True)
+    if kind == "l2":
+        y = F.normalize(u, dim=n.axis, eps=n.eps).to(x.dtype) * (channels**0.5 * n.factor)
+    else:
+        y = u * torch.rsqrt(u.square().mean(n.axis, keepdim=True) + n.eps)
+        y = y.to(x.dtype) if n.factor == 1 else y.to(x.dtype) * n.factor
+    if n.weight is not None:
+        y = y * n.weight.reshape(shape)
+    if n.bias is not None:
+        y = y + n.bias.reshape(shape) * n.bias_factor
+    return y.to(x.dtype)
+
+
 def run_torch(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) -> Tensor:
     """The chain in PyTorch's own functions: what is measured against, and, in float64, the reference."""
     if conv is not None:
@@ -132,7 +196,9 @@ def run_torch(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) ->
         x = _TORCH_CONVS[chain.conv](x, conv.weight, conv.bias, conv.stride, conv.padding, *tail)
     y = x
     y = torch_activation(y, chain.pre)
-    if chain.norm == "instance":
+    if chain.norm in CHANNELS:
+        y = _torch_channel_norm(y, norm, chain.norm)
+    elif chain.norm == "instance":
         y = F.instance_norm(y, weight=norm.weight, bias=norm.bias, eps=norm.eps)
     else:
         y = F.group_norm(y, norm.num_groups, norm.weight, norm.bias, norm.eps)

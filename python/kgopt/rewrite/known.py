@@ -17,6 +17,7 @@ class Known:
     """Which of these a module has depends on what became of it."""
 
     site: Any = None  # policy.SiteState: of a norm
+    channel: Any = None  # channels.Meanings: of a norm over channels
     steps: Any = None  # sequential.Steps: of a Sequential
     glue: Any = None  # glue.GlueState: of a module that calls what stands between the norms, in inference
     training: Any = None  # training.TrainingState: the same in training

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kgopt import _acts
-from kgopt.rewrite.chain import Chain
+from kgopt.rewrite.chain import CHANNELS, Chain
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ class Node:
     # conv, norm, act, same, add (of two values), mean, logsumexp, flatten; other: known, but in the way; value
     kind: str
     inputs: list[Node] = field(default_factory=list)
-    name: str = ""  # conv: which; norm: group or instance; act: its name
+    name: str = ""  # conv: which; norm: as in Chain; act: its name
     dims: tuple[int, ...] | None = None
     keepdim: bool = False
     inplace: bool = False
@@ -86,6 +86,10 @@ def match(norm: Node, adds: Callable[[Node, Node], bool] | None = None) -> Match
         post.append(user)
         last = user
 
+    if norm.name in CHANNELS:  # the op takes the activations behind it
+        while post and post[-1].kind == "same":
+            post.pop()
+        return _build(norm, None, [], post, [])
     whole = _residual(norm, conv, pre, post, last)  # dropouts that are none may stand anywhere in it
     if whole is not None:
         return whole

@@ -30,7 +30,7 @@ from kgopt import accuracy
 from kgopt._layout import format_of
 from kgopt.ops import conv_tf32_allowed
 from kgopt.rewrite import verdicts
-from kgopt.rewrite.chain import Chain
+from kgopt.rewrite.chain import CHANNELS, Chain
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt, run_torch
 from kgopt.rewrite.watching import is_autocast, own_modes
 from kgopt.torch_private import (
@@ -202,7 +202,9 @@ class Question:
         # Without a backward it does not matter who could have a gradient.
         kinds = [t.detach() if isinstance(t, Tensor) and not self.grad else t for t in self.tensors]
         rest = [v for v in vars(self.conv).values() if not isinstance(v, Tensor)] if self.conv else []
-        about = (kinds, rest, self.norm.num_groups, self.grad, self.keeps)
+        n = self.norm
+        groups = (n.axis, n.lies, n.weight is None, n.factor) if self.chain.norm in CHANNELS else n.num_groups
+        about = (kinds, rest, groups, self.grad, self.keeps)
         return verdicts.key_of("site", self.x.device, repr(self.chain), *about)
 
 
@@ -476,6 +478,8 @@ def busy_both(first: Callable[[], Any], second: Callable[[], Any], device: torch
 
 def as_torch_is_contiguous(chain: Chain, device: torch.device) -> bool:
     """Where PyTorch gives a contiguous tensor though x is channels_last, and kgopt would keep channels_last."""
+    if chain.norm in CHANNELS:
+        return False  # emit_kgopt sees to it
     return not chain.reduce and (chain.norm == "instance" or device.type == "cuda")
 
 

@@ -26,7 +26,8 @@ class SiteRow:
 
     def fill(self, chain: Chain) -> None:
         """Says that the norm runs as part of a chain."""
-        label = chain.label if chain.norm == "group" else chain.label.replace("InstanceNorm", self.kind.split(" ")[0])
+        own = self.kind.split(" ")[0]
+        label = chain.label.replace("InstanceNorm", own) if chain.norm == "instance" else chain.label
         self.kind, self.became, self.reason = label, chain.becomes, ""
 
 

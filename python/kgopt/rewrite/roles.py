@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from kgopt.rewrite import known
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.meanings import activation_of, conv_of, is_activation, may_be_identity
 from kgopt.rewrite.modules import has_own_methods, passed_on
@@ -18,7 +19,7 @@ Path = tuple[str | int, ...]  # ``self.a.b[0]`` is ("a", "b", 0)
 
 def _is_norm(module: nn.Module) -> bool:
     """A norm on kgopt's kernels."""
-    return getattr(type(module), "_kgopt_leaf", None) is type(module)
+    return getattr(type(module), "_kgopt_leaf", None) is type(module) or known.get(module, "channel") is not None
 
 
 def role_of(module: Any) -> Role | None:
@@ -28,6 +29,9 @@ def role_of(module: Any) -> Role | None:
     if is_hooked(module):
         return ("other", f"{type(module).__name__} has hooks", False) if is_activation(module) else None
     if _is_norm(module):
+        channel = known.get(module, "channel")
+        if channel is not None:
+            return ("norm", channel.kind, False)
         return ("norm", "group" if isinstance(module, nn.GroupNorm) else "instance", False)
     conv = conv_of(module)
     if conv is not None:
@@ -58,7 +62,8 @@ def role_in_code(root: nn.Module, path: Path) -> Role | None:
             last = next(reversed(last._modules.values()))
         if conv_of(last) is not None:
             return ("tail", "conv", False)
-        return ("tail", "norm", False) if isinstance(last, nn.Module) and _is_norm(last) else None
+        is_tail = isinstance(last, nn.Module) and _is_norm(last) and known.get(last, "channel") is None
+        return ("tail", "norm", False) if is_tail else None
     return role
 
 

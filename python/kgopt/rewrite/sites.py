@@ -8,7 +8,8 @@ tensor. Where it says no, the caller runs the original code.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from kgopt import ops as ops
 from kgopt._layout import as_channels_last
-from kgopt.rewrite import carry, originals, policy, recompute, watching
-from kgopt.rewrite.chain import CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
+from kgopt.rewrite import carry, channels, originals, policy, recompute, watching
+from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
 from kgopt.rewrite.glue.kernels import lies_as
@@ -74,6 +75,8 @@ def norm_args(norm: Any, x: Tensor | None) -> NormArgs | None:
 
     With x None nothing is checked but that the parameters are where they belong.
     """
+    if (known := norm.__dict__.get("_kgopt")) is not None and known.channel is not None:
+        return None if x is None else channels.arguments(norm, known.channel, x)
     parameters = norm._parameters  # not norm.weight: nn.Module.__getattr__ takes longer than the rest of this
     if "weight" not in parameters or "bias" not in parameters or hides_parameters(norm):
         return None
@@ -147,15 +150,16 @@ class Site:
         self.norm_at = roles.index("norm")
         self.others = tuple((i, role) for i, role in enumerate(roles) if role != "norm")
         # The usual site, a norm and its activation, takes a short way: eager calls cost microseconds.
-        self.short = chain == Chain(norm=chain.norm, post=chain.post)
+        self.is_channel = chain.norm in CHANNELS
+        self.short = chain == Chain(norm=chain.norm, post=chain.post) and not self.is_channel
         # PyTorch's instance norm has no rule under autocast: it gives what it is given. Softplus has: float32.
         self.keeps_dtype = chain.norm == "instance" and "softplus" not in (chain.pre or "") + (chain.post or "")
         # And the fused ops: one call, of arguments that are known already.
         self.fused = _DIRECT[getattr(torch.ops.kgopt, chain.fused_op).default] if chain.fused_op else None
         # By the class of the norm, whether all that the code looks up is PyTorch's own.
-        self.untouched = [(leaf, originals.untouched(*self._places(leaf))) for leaf in LEAVES[chain.norm]]
+        self.untouched = [(leaf, originals.untouched(*self._places(leaf))) for leaf in LEAVES.get(chain.norm, ())]
         self.leaf: Any
-        self.leaf, self.is_untouched = self.untouched[0] if self.untouched else (None, originals.untouched())
+        self.leaf, self.is_untouched = self.untouched[0] if self.untouched else (None, self._without_leaf())
         # Operands before this one may be activations that write into the input of the chain.
         self.in_front = 0 if chain.conv else self.norm_at
 
@@ -168,6 +172,13 @@ class Site:
     def _places(self, leaf: Any) -> Iterator[originals.Place]:
         yield from originals.called(leaf._kgopt_original, leaf)
         yield leaf, "forward"
+        yield from self._places_beside()
+
+    def _without_leaf(self) -> Callable[[], bool]:
+        """Of a norm over channels, whose class may be any."""
+        return originals.untouched(*originals.called(nn.Identity), *self._places_beside())
+
+    def _places_beside(self) -> Iterator[originals.Place]:
         for _, role in self.others:
             if not isinstance(role, str):
                 yield from originals.of_function(role)
@@ -179,7 +190,10 @@ class Site:
         """May kgopt compute it now? ``operands``: the objects that the code calls, in order, and the input."""
         x, norm = operands[-1], operands[self.norm_at]
         leaf = type(norm)
-        if not (self.is_untouched() if leaf is self.leaf else self._is_other_untouched(leaf)):
+        if self.is_channel:
+            if not self.is_untouched() or not channels.is_called_plainly(norm, self.chain.norm):
+                return False
+        elif not (self.is_untouched() if leaf is self.leaf else self._is_other_untouched(leaf)):
             return False
         if is_hooked(norm) or not is_plain(x):
             return False
@@ -218,6 +232,10 @@ class Site:
     def ready_inside(self, norm: Any, x: Any) -> bool:
         """:meth:`ready` for a chain of the norm alone, asked by its own forward: hooks run around that."""
         original = self.inside
+        if self.is_channel:
+            if not is_plain(x) or (len_torch_function_stack() and watching.is_foreign_mode()):
+                return False
+            return self._chosen(x, None, norm, None)
         if not originals.AS_INSIDE[original]() or has_own_methods(norm, original) or not is_plain(x):
             return False
         if len_torch_function_stack() and watching.is_foreign_mode():
@@ -274,7 +292,20 @@ class Site:
         call = call_now if watched else _call_directly
         call_norm = call if not half else without_autocast if watched else _call_norm_without_autocast
         y = emit_kgopt(self.chain, call, x, x.dim(), *both, fold, call_norm)
+        if self.is_channel:
+            self._offer_channel_norm(x, both[1], y)
         return y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
+
+    def _offer_channel_norm(self, x: Tensor, n: NormArgs, y: Tensor) -> None:
+        """The backward may have it computed again."""
+        if _is_compiling() or not recompute.is_open() or y.dtype is not x.dtype:
+            return
+
+        def again(x: Tensor, _: int, weight: Any, bias: Any, *rest: Any) -> Tensor:
+            args = replace(n, weight=weight, bias=bias)
+            return emit_kgopt(self.chain, call_now, x, x.dim(), None, args)  # type: ignore[no-any-return]
+
+        recompute.offer(y, again, x, 0, n.weight, n.bias, n.eps, self.chain.post, y)
 
     def _call_fused(self, _: Any, *args: Any) -> Tensor:
         return self.fused(*args)  # type: ignore[misc,no-any-return]
@@ -358,6 +389,8 @@ class Site:
             if self.chain.norm == "instance" and x.dim() != (5 if isinstance(norm, nn.InstanceNorm3d) else 4):
                 return None
             of_norm = norm_args(norm, x)
+            if self.is_channel and of_norm is not None and not (_fits(of_norm.weight, x) and _fits(of_norm.bias, x)):
+                return None
             return None if of_norm is None else (None, of_norm)
         of_conv, of_norm = conv_args(conv, x), norm_args(norm, None)
         if of_conv is None or of_norm is None:
@@ -378,7 +411,7 @@ _group_norm_without_grad = ops.without_grad("group_norm")
 _recorded_group_norm = ops.recorded("group_norm")
 _DIRECT = {
     getattr(torch.ops.kgopt, name).default: ops.direct(name)
-    for name in ("group_norm", "group_norm_fwd", CONV_LSE, CONV_MEAN, CONV_RELU_NORM)
+    for name in ("group_norm", "group_norm_fwd", "channel_norm", CONV_LSE, CONV_MEAN, CONV_RELU_NORM)
 }
 _DIRECT_CONVS = {getattr(torch.ops.kgopt, name).default: ops.direct(name) for name in CONV_MODULES.values()}
 _DIRECT |= _DIRECT_CONVS
