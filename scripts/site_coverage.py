@@ -23,21 +23,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import peers
 import torch
 import torch.nn.functional as F
-from peers.library import Peer, offline
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
 import kgopt
+import peers
 from kgopt.rewrite import sites
 from kgopt.rewrite.meanings import describe_function
+from peers.library import Peer, offline
 
-PAGE = ROOT / "docs" / "coverage.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
 BEGIN = "<!-- coverage: begin (drawn by scripts/site_coverage.py) -->"
 END = "<!-- coverage: end -->"
 NORMS = (F.group_norm, F.instance_norm)
@@ -173,6 +172,7 @@ class Norm:
     turn: int  # the how manieth of its owner
     around: list[str]
     then: str  # what reads it
+    total: int = 0  # the sum that it is a part of: one of two norms can take it
     on_kgopt: bool = False
     fused: int = 0
     reason: str = ""
@@ -183,35 +183,33 @@ class Norm:
         return self.fused >= len(self.around)
 
 
-def expected(call: Call, taken: set[int]) -> list[str]:
-    """What stands around a norm that the op could take; ``taken`` has sums and activations of other norms."""
+def expected(call: Call) -> tuple[list[str], int]:
+    """What stands around a norm that the op could take, and which sum that is."""
     found: list[str] = []
-    last = call
+    last, total = call, 0
 
     def sole(c: Call) -> Call | None:
         return c.readers[0] if len(c.readers) == 1 else None
 
     reader = sole(last)
-    if reader is not None and reader.sum and id(reader) not in taken:
-        taken.add(id(reader))
+    if reader is not None and reader.sum:
         found.append("sum")
-        last = reader
-    while (reader := sole(last)) is not None and reader.act and id(reader) not in taken:
-        taken.add(id(reader))
+        last, total = reader, id(reader)
+    while (reader := sole(last)) is not None and reader.act:
         found.append(reader.name)
         last = reader
-    return found
+    return found, total
 
 
 def norms_of(calls: list[Call]) -> list[Norm]:
     turns: collections.Counter[str] = collections.Counter()
-    found, taken = [], set[int]()
+    found = []
     for call in calls:
         if call.function not in NORMS:
             continue
-        around = expected(call, taken)
+        around, total = expected(call)
         then = ", ".join(dict.fromkeys(r.name for r in call.readers))
-        found.append(Norm(call.owner, turns[call.owner], around, then))
+        found.append(Norm(call.owner, turns[call.owner], around, then, total))
         turns[call.owner] += 1
     return found
 
@@ -260,13 +258,20 @@ def mark(found: list[Norm], model: nn.Module, args: Any, kwargs: Any) -> None:
         turns[owner] += 1
         if norm is not None:
             norm.on_kgopt, norm.fused = True, count
+    for total in {n.total for n in found if n.total}:
+        # A sum of two norms goes with one of them.
+        several = sorted((n for n in found if n.total == total), key=lambda n: n.fused)
+        for norm in several[:-1]:
+            norm.around = []
     rows = {row.path: row for row in kgopt.report(model).sites}
     for norm in found:
         row = rows.get(norm.owner)
         if row is None:
             norm.reason = f"a function called by {type(model.get_submodule(norm.owner)).__name__}"
         else:
-            norm.reason = row.reason or (f"no reason; around it: {' '.join(norm.around)}" if norm.around else "no reason")
+            norm.reason = row.reason or (
+                f"no reason; around it: {' '.join(norm.around)}" if norm.around else "no reason"
+            )
 
 
 def looked_at(peer: Peer) -> list[Norm]:

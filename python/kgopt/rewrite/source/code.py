@@ -93,7 +93,10 @@ def _compile(function: types.FunctionType, tree: ast.FunctionDef, more_free: tup
             setattr(inner, "type_params", [])  # noqa: B010  (Python 3.12 and later)
     free = [n for n in (*code.co_freevars, *more_free) if not (n == "__class__" and inner is not tree)]
     arguments = ast.arguments([], [ast.arg(n) for n in free], None, [], [], None, [])
-    factory = ast.FunctionDef("_kgopt_factory", arguments, [inner], [], None)
+    # The class's own name means what it means to the function: a global, as a rule.
+    by_name = inner is not tree and owner[0] in code.co_names
+    body: list[ast.stmt] = [ast.Global([owner[0]]), inner] if by_name else [inner]
+    factory = ast.FunctionDef("_kgopt_factory", arguments, body, [], None)
     if "type_params" in ast.FunctionDef._fields:
         setattr(factory, "type_params", [])  # noqa: B010
     # The compiler calls functions of a module that was imported in the same file in another way.
@@ -104,7 +107,8 @@ def _compile(function: types.FunctionType, tree: ast.FunctionDef, more_free: tup
     names = ["_kgopt_factory", *(owner if inner is not tree else ()), tree.name]
     for name in names:
         compiled = next(c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
-    renamed: types.CodeType = _renamed(compiled, ".".join([names[0], "<locals>", *names[1:]]), function.__qualname__)
+    inside = names[1:] if by_name else [names[0], "<locals>", *names[1:]]
+    renamed: types.CodeType = _renamed(compiled, ".".join(inside), function.__qualname__)
     return renamed
 
 
