@@ -293,7 +293,7 @@ class Unused(WithIdentities):
 class StaleValue(WithAct):
     def forward(self, x):
         y = F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
-        z = self.act(y)
+        z = self.act(y)  # noqa: F841
         return y  # which the activation has changed
 
 

@@ -23,7 +23,7 @@ from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
-from kgopt.rewrite.meanings import activation_of, conv_of
+from kgopt.rewrite.meanings import activation_of, conv_of, is_identity
 from kgopt.rewrite.modules import is_as_is, passed_on, runs_like_sequential
 from kgopt.rewrite.roles import kind_of
 from kgopt.rewrite.sites import Site
@@ -125,6 +125,14 @@ class Sum:
     def now(self, value: Any) -> Any:
         """What :meth:`begin` gave, for code that reads it before :meth:`finish`."""
         return value.value() if isinstance(value, _Later) else value
+
+    def through(self, module: Any, value: Any) -> Any:
+        """``module(value)``; what a module that does nothing gives is for later, too."""
+        if isinstance(value, _Later):
+            if isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks():
+                return value
+            value = value.value()
+        return module(value)
 
     def finish(self, a: Any, b: Any, divisor: Any = None) -> Any:
         """``a + b``, or ``(a + b) / divisor``."""

@@ -328,9 +328,9 @@ class Derived:
         if self.count:
             steps = self.form.steps[: self.count]
             operands = [self.functions[i] or norm._modules.get(name) for i, (name, _) in enumerate(steps)]
-            if self.can_step or len(steps) == len(self.form.steps):
-                if self.site.ready(norm, *operands, x):
-                    return self._rest(norm, self.site.run(norm, *operands, x), self.count)
+            all_done = len(steps) == len(self.form.steps)
+            if (self.can_step or all_done) and self.site.ready(norm, *operands, x):
+                return self._rest(norm, self.site.run(norm, *operands, x), self.count)
         if self.can_step and self.alone.ready_inside(norm, x):
             return self._rest(norm, self.alone.run(norm, x), 0)
         return standing.seen(norm, x)
