@@ -220,6 +220,14 @@ def test_activations_of_its_own_join_it(norm, label, ran):
     assert [row.kind for row in kgopt.report(net).sites] == [label] * 3
 
 
+def test_a_keyword_argument():
+    net, original = optimized(Super)
+    x = torch.randn(2, C, 5).double()
+    assert torch.equal(net.norm(x=x), original.norm(x=x))
+    with pytest.raises(TypeError):
+        net.norm(input=x)
+
+
 @pytest.mark.parametrize("norm", [Branch, WithAct, FunctionBehind])
 def test_copies_pickles_and_graphs(norm, ran):
     net, original = optimized(norm)

@@ -24,6 +24,7 @@ chains       chains become sites
 sums         sums of what convolutions give
 formats      ``x.contiguous()`` that may keep channels_last
 derived      subclasses of PyTorch's norms
+small        users' modules that are an activation, or nothing
 ===========  =====================================================
 """
 
@@ -40,6 +41,7 @@ from kgopt.rewrite import classes
 from kgopt.rewrite.classes import Part, Stand
 from kgopt.rewrite.roles import Role, role_in_code
 from kgopt.rewrite.source import derived as derived
+from kgopt.rewrite.source import small as small
 from kgopt.rewrite.source.chains import Chains, Found
 from kgopt.rewrite.source.code import CannotRewriteError, own_methods, parse, rebuild
 from kgopt.rewrite.source.expressions import text_of

@@ -397,8 +397,11 @@ def _methods(original: Any, listed: tuple[Any, ...], stand: Stand) -> dict[str, 
 def _forward(_kgopt_derived: Derived, _kgopt_standing: Standing) -> Any:
     _kgopt_outside, _kgopt_run = watching.outside_own_modes, _kgopt_derived.run
 
-    def forward(self: Any, input: Any) -> Any:
-        return _kgopt_outside(_kgopt_run, self, _kgopt_standing, input)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1:  # the user's name for the argument
+            run = _kgopt_standing.replaced if _kgopt_standing.is_replaced() else _kgopt_standing.seen
+            return run(self, *args, **kwargs)
+        return _kgopt_outside(_kgopt_run, self, _kgopt_standing, *args)
 
     return disguise.as_original(forward, _kgopt_standing.seen)
 
