@@ -55,7 +55,7 @@ LIBRARY.add(
 )
 LIBRARY.add("Unet mit_b0", lambda smp: make(smp, "Unet", "mit_b0", **_NARROW["Unet"]), X, norm="group")
 _INSTANCE = {"type": "instancenorm", "affine": True}
-for _architecture in ("Unet", "UnetPlusPlus", "Linknet", "UPerNet"):
+for _architecture in ("Unet", "UnetPlusPlus", "Linknet"):
     LIBRARY.add(
         f"{_architecture} decoder_use_norm",
         lambda smp, a=_architecture: make(
