@@ -66,7 +66,8 @@ def _tconv(rng: random.Random) -> Json:
 
 def _norm(rng: random.Random) -> Json:
     kind = rng.choices(
-        ["group", "instance", "batch", "layer", "rms", "tracked", "subclass", "none"], [58, 20, 6, 4, 3, 3, 2, 2]
+        ["group", "instance", "batch", "layer", "rms", "tracked", "subclass", "none", "branch", "acted"],
+        [55, 19, 6, 4, 3, 3, 2, 2, 3, 3],
     )[0]
     return {
         "layer": "norm",
@@ -86,7 +87,7 @@ def _act(rng: random.Random) -> Json:
 
 
 def _drop(rng: random.Random) -> Json:
-    return {"layer": "drop", "kind": rng.choice(["", "", "2d", "alpha"]), "p": rng.choice([0.0, 0.3, 0.5]),
+    return {"layer": "drop", "kind": rng.choice(["", "", "2d", "alpha", "path"]), "p": rng.choice([0.0, 0.3, 0.5]),
             "form": rng.choice(["module", "functional"])}  # fmt: skip
 
 
