@@ -54,3 +54,12 @@ LIBRARY.add(
     norm="instance",
 )
 LIBRARY.add("Unet mit_b0", lambda smp: make(smp, "Unet", "mit_b0", **_NARROW["Unet"]), X, norm="group")
+_INSTANCE = {"type": "instancenorm", "affine": True}
+for _architecture in ("Unet", "UnetPlusPlus", "Linknet"):
+    LIBRARY.add(
+        f"{_architecture} decoder_use_norm",
+        lambda smp, a=_architecture: make(
+            smp, a, "timm-mobilenetv3_small_minimal_100", decoder_use_norm=_INSTANCE, **_NARROW[a]
+        ),
+        X,
+    )

@@ -89,3 +89,15 @@ add("poolformer", lambda timm: make(timm, "poolformer_s12", layers=(1, 1, 1, 1),
 add("repvit", lambda timm: make(timm, "repvit_m0_9", depth=(1, 1, 1, 1), embed_dim=(8, 16, 24, 32)), X, norm="mixed")
 add("convmixer", lambda timm: timm.models.convmixer.ConvMixer(16, 2, 5, 4, num_classes=5), X32, norm="group")
 add("resnet GroupNorm", lambda timm: make(timm, "resnet26t", norm_layer=timm.layers.GroupNorm1, **_small), X)
+# Networks with a GroupNorm of their own. `--write` of scripts/site_coverage.py counts them.
+_groups = {"layers": (1, 1, 1, 1), "channels": (128, 128, 256, 256)}
+add("resnet50_gn", lambda timm: make(timm, "resnet50_gn", **_groups), X)
+add("resnetv2_50d_gn", lambda timm: make(timm, "resnetv2_50d_gn", stem_chs=64, **_groups), X)
+for _preact in (True, False):
+    add(
+        f"ResNetV2 preact {_preact}",
+        lambda timm, p=_preact: timm.models.resnetv2.ResNetV2(num_classes=5, stem_chs=64, preact=p, **_groups),
+        X,
+    )
+add("efficientnet_b0_gn", lambda timm: make(timm, "efficientnet_b0_gn", channel_multiplier=0.25), X)
+add("efficientnet_b0_g8_gn", lambda timm: make(timm, "efficientnet_b0_g8_gn"), X)

@@ -66,8 +66,11 @@ def _tconv(rng: random.Random) -> Json:
 
 def _norm(rng: random.Random) -> Json:
     kind = rng.choices(
-        ["group", "instance", "batch", "layer", "rms", "unit", "centered", "pixel", "tracked", "subclass", "none"],
-        [52, 18, 6, 5, 4, 4, 4, 2, 3, 2, 2],
+        [
+            *("group", "instance", "batch", "layer", "rms", "unit", "centered", "pixel", "tracked", "subclass"),
+            *("branch", "acted", "none"),
+        ],
+        [48, 17, 6, 5, 4, 4, 4, 2, 3, 2, 3, 3, 2],
     )[0]
     return {
         "layer": "norm",
@@ -87,7 +90,7 @@ def _act(rng: random.Random) -> Json:
 
 
 def _drop(rng: random.Random) -> Json:
-    return {"layer": "drop", "kind": rng.choice(["", "", "2d", "alpha"]), "p": rng.choice([0.0, 0.3, 0.5]),
+    return {"layer": "drop", "kind": rng.choice(["", "", "2d", "alpha", "path"]), "p": rng.choice([0.0, 0.3, 0.5]),
             "form": rng.choice(["module", "functional"])}  # fmt: skip
 
 

@@ -81,6 +81,50 @@ class MyNorm(nn.GroupNorm):
     def forward(self, x):
         return super().forward(x) * 2
 ''',
+    "BranchNorm": '''
+class BranchNorm(nn.GroupNorm):
+    """Is its base class, where a flag of the instance says so."""
+
+    fast: bool
+
+    def __init__(self, groups, channels):
+        super().__init__(groups, channels)
+        self.fast = False
+
+    def forward(self, x):
+        if self.fast:
+            return F.group_norm(x.float(), self.num_groups, None, None, self.eps).to(x.dtype)
+        else:
+            return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+''',
+    "ActedNorm": '''
+class ActedNorm(nn.GroupNorm):
+    """With an activation inside."""
+
+    def __init__(self, groups, channels, act):
+        super().__init__(groups, channels)
+        self.drop, self.act = nn.Identity(), act
+
+    def forward(self, x):
+        x = F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+        x = self.drop(x)
+        return self.act(x)
+''',
+    "DropPath": """
+def drop_path(x, p=0.0, training=False):
+    if p == 0.0 or not training:
+        return x
+    return x * x.new_empty(x.shape[0], *(1,) * (x.ndim - 1)).bernoulli_(1 - p) / (1 - p)
+
+
+class DropPath(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        return drop_path(x, self.p, self.training)
+""",
     "Result": """
 @dataclasses.dataclass
 class Result:
@@ -97,7 +141,8 @@ def logged(function):
 """,
 }
 _NORM_HELPERS = {
-    **{"layer": "LayerNorm2d", "rms": "RMSNorm", "subclass": "MyNorm"},
+    **{"layer": "LayerNorm2d", "rms": "RMSNorm"},
+    **{"subclass": "MyNorm", "branch": "BranchNorm", "acted": "ActedNorm"},
     **{"unit": "UnitNorm", "centered": "CenteredNorm", "pixel": "PixelNorm"},
 }
 _ACT_MODULES = {
@@ -367,6 +412,8 @@ class Writer:
             "centered": f"CenteredNorm({channels})",
             "pixel": "PixelNorm()",
             "subclass": f"MyNorm({groups}, {channels})",
+            "branch": f"BranchNorm({groups}, {channels})",
+            "acted": f"ActedNorm({groups}, {channels}, {'nn.SiLU()' if layer['affine'] else 'nn.Identity()'})",
             "none": "nn.Identity()",
         }
         if kind in _NORM_HELPERS:
@@ -395,9 +442,12 @@ class Writer:
     def _drop(self, at: _Class, layer: Json, shape: Shape) -> _Made:
         kind = layer["kind"].replace("2d", f"{self.dims}d")
         p = layer["p"] if self.drops else 0.0
-        if layer["form"] == "functional":
+        if layer["form"] == "functional" and kind != "path":
             name = {"": "dropout", "alpha": "alpha_dropout"}.get(kind, f"dropout{kind}")
             return _Made(None, f"F.{name}({{x}}, {p}, self.training)", shape)
+        if kind == "path":
+            self.need("DropPath")
+            return _Made(f"DropPath({p})", "{m}({x})", shape)
         name = "AlphaDropout" if kind == "alpha" else f"Dropout{kind}"
         return _Made(f"nn.{name}({p})", "{m}({x})", shape)
 

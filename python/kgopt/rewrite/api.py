@@ -263,10 +263,16 @@ def _swap(root: nn.Module, refuse: Callable[[str], str], measure: bool) -> list[
         if known.get(module, "site") is not None:
             continue  # from an earlier call
         kind = "GroupNorm" if isinstance(module, nn.GroupNorm) else type(module).__name__
-        reason = refuse(path) or norms.leaf_reason(module)
+        recipe: tuple[Any, ...] = norms.RECIPE
+        reason = refuse(path)
+        if not reason and type(module) not in norms.LEAVES:
+            recipe, reason = source.derived.recipe_of(module)
+        reason = reason or norms.leaf_reason(module)
         if not reason:
-            reason = classes.give(module, type(module), norms.RECIPE, site=SiteState(measure=measure))
+            reason = classes.give(module, type(module), recipe, site=SiteState(measure=measure))
         rows[id(module)] = SiteRow(path, kind, "" if reason else "group_norm", reason)
+        if not reason and recipe is not norms.RECIPE:
+            rows[id(module)].fill(source.derived.chain_of(module))
     _swap_channel_norms(modules, rows, refuse, measure)
     for _, module in modules:
         if original_class(module) is None and not isinstance(module, (torch.fx.GraphModule, *NORMS)):

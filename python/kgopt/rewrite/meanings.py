@@ -248,10 +248,44 @@ def conv_of(module: Any) -> str | None:
     return CONV_MODULES.get(original_class(module) or type(module))
 
 
+# By a user's class: what was read of its forward (rewrite/source/small.py); None: nothing that has a meaning here.
+_READ: dict[type, Any] = {}
+_READ_AT_MOST = 4096  # a program that makes classes as it runs never ends making them
+_reader: list[Callable[[nn.Module], Any]] = []
+
+
+def read_by(reader: Callable[[nn.Module], Any]) -> None:
+    """Has a function read the forwards of users' modules."""
+    _reader.append(reader)
+
+
+def read_of(module: Any) -> Any:
+    """What was read of a module's class, if that is still so."""
+    cls = type(module)
+    if cls not in _READ:
+        if not _reader or not isinstance(module, nn.Module) or torch.compiler.is_compiling():
+            return None
+        if len(_READ) >= _READ_AT_MOST:
+            _READ.clear()
+        _READ[cls] = _reader[0](module)
+    found = _READ[cls]
+    return found if found is not None and found.is_unchanged() else None
+
+
+def _read_meaning(module: Any, training: bool | None = None) -> Any:
+    found = None if type(module).__module__.startswith("torch.nn.") else read_of(module)
+    return None if found is None else found.means(module, training)
+
+
 def activation_of(module: Any) -> str | None:
     """The name of exactly this activation; None for any other module and for parameters that the ops do not have."""
     rule = _ACTIVATION_MODULES.get(type(module))
-    return None if rule is None else rule(module)
+    if rule is not None:
+        return rule(module)
+    meaning = _read_meaning(module)
+    # What writes into its input says so by this name, which others ask.
+    is_act = type(meaning) is tuple and meaning[1] is bool(module.__dict__.get("inplace", False) and meaning[1])
+    return meaning[0] if is_act else None
 
 
 def is_activation(module: Any) -> bool:
@@ -261,12 +295,16 @@ def is_activation(module: Any) -> bool:
 
 def may_be_identity(module: Any) -> bool:
     """nn.Identity, and dropout, which is one in eval mode."""
-    return type(module) is nn.Identity or type(module) in _DROPOUTS
+    if type(module) is nn.Identity or type(module) in _DROPOUTS:
+        return True
+    return "x" in (_read_meaning(module), _read_meaning(module, False))
 
 
 def is_identity(module: Any) -> bool:
     """Now."""
-    return type(module) is nn.Identity or (type(module) in _DROPOUTS and (not module.training or module.p == 0))
+    if type(module) is nn.Identity or (type(module) in _DROPOUTS and (not module.training or module.p == 0)):
+        return True
+    return bool(_read_meaning(module) == "x")
 
 
 class _Unknown:

@@ -13,7 +13,7 @@ from torch import nn
 
 from kgopt.rewrite import known, originals
 from kgopt.rewrite.disguise import original_class
-from kgopt.rewrite.meanings import conv_of
+from kgopt.rewrite.meanings import conv_of, read_of
 from kgopt.rewrite.watching import is_hooked
 
 Path = tuple[str, ...]  # names of children
@@ -55,7 +55,9 @@ def runs_as_is(module: Any, made: Any, original: Any) -> bool:
     """:func:`is_as_is` of a module of the class ``made``, which was made from ``original``, or from none."""
     cls = made if original is None else original
     untouched = originals.AS_CALLED.get(cls)
-    if untouched is None or not untouched() or is_hooked(module) or has_own_methods(module, cls):
+    if untouched is None:
+        return original is None and read_of(module) is not None and not is_hooked(module)
+    if not untouched() or is_hooked(module) or has_own_methods(module, cls):
         return False
     return original is None or (made.forward is made._kgopt_forward and made.__call__ is cls.__call__)
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from kgopt.rewrite import known
-from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite.disguise import is_made, original_class
 from kgopt.rewrite.meanings import activation_of, conv_of, is_activation, may_be_identity
 from kgopt.rewrite.modules import has_own_methods, passed_on
 from kgopt.rewrite.watching import is_hooked
@@ -19,7 +19,15 @@ Path = tuple[str | int, ...]  # ``self.a.b[0]`` is ("a", "b", 0)
 
 def _is_norm(module: nn.Module) -> bool:
     """A norm on kgopt's kernels."""
-    return getattr(type(module), "_kgopt_leaf", None) is type(module) or known.get(module, "channel") is not None
+    return kind_of(type(module)) is not None or known.get(module, "channel") is not None
+
+
+def kind_of(cls: type) -> str | None:
+    """Which norm on kgopt's kernels, and no more, a class is: "group", "instance" or none."""
+    if getattr(cls, "_kgopt_leaf", None) is cls:
+        return "group" if issubclass(cls, nn.GroupNorm) else "instance"
+    derived: Any = getattr(cls, "_kgopt_derived", None)
+    return derived.kind if derived is not None and derived.is_leaf and is_made(cls) else None
 
 
 def role_of(module: Any) -> Role | None:
@@ -30,9 +38,7 @@ def role_of(module: Any) -> Role | None:
         return ("other", f"{type(module).__name__} has hooks", False) if is_activation(module) else None
     if _is_norm(module):
         channel = known.get(module, "channel")
-        if channel is not None:
-            return ("norm", channel.kind, False)
-        return ("norm", "group" if isinstance(module, nn.GroupNorm) else "instance", False)
+        return ("norm", str(kind_of(type(module)) if channel is None else channel.kind), False)
     conv = conv_of(module)
     if conv is not None:
         return None if has_own_methods(module, original_class(module) or type(module)) else ("conv", conv, False)

@@ -158,6 +158,7 @@ class Site:
         self.fused = _DIRECT[getattr(torch.ops.kgopt, chain.fused_op).default] if chain.fused_op else None
         # By the class of the norm, whether all that the code looks up is PyTorch's own.
         self.untouched = [(leaf, originals.untouched(*self._places(leaf))) for leaf in LEAVES.get(chain.norm, ())]
+        self.are_others_untouched = originals.untouched(*self._places_beside())
         self.leaf: Any
         self.leaf, self.is_untouched = self.untouched[0] if self.untouched else (None, self._without_leaf())
         # Operands before this one may be activations that write into the input of the chain.
@@ -193,7 +194,7 @@ class Site:
         if self.is_channel:
             if not self.is_untouched() or not channels.is_called_plainly(norm, self.chain.norm):
                 return False
-        elif not (self.is_untouched() if leaf is self.leaf else self._is_other_untouched(leaf)):
+        elif not (self.is_untouched() if leaf is self.leaf else self._is_other_untouched(norm, x)):
             return False
         if is_hooked(norm) or not is_plain(x):
             return False
@@ -223,11 +224,17 @@ class Site:
             return False
         return self._chosen(x, operands[0] if self.chain.conv else None, norm, operands)
 
-    def _is_other_untouched(self, leaf: Any) -> bool:
+    def _is_other_untouched(self, norm: Any, x: Any) -> bool:
+        leaf: Any = type(norm)
         for other, untouched in self.untouched[1:]:
             if other is leaf:
                 return untouched()
-        return False
+        # Of a subclass of the user's: what that class looks up, and what the rest of the chain does.
+        derived = getattr(leaf, "_kgopt_derived", None)
+        if derived is None or leaf._kgopt_made is not leaf or derived.kind != self.chain.norm:
+            return False
+        holds = derived.holds if derived.site is self else derived.holds_alone
+        return self.are_others_untouched() and bool(holds(norm, x))
 
     def ready_inside(self, norm: Any, x: Any) -> bool:
         """:meth:`ready` for a chain of the norm alone, asked by its own forward: hooks run around that."""

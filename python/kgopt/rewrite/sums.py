@@ -23,9 +23,9 @@ from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
-from kgopt.rewrite.meanings import activation_of, conv_of
+from kgopt.rewrite.meanings import activation_of, conv_of, is_identity
 from kgopt.rewrite.modules import is_as_is, passed_on, runs_like_sequential
-from kgopt.rewrite.norms import LEAVES
+from kgopt.rewrite.roles import kind_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
@@ -83,12 +83,11 @@ class _LaterNorm(_Later):
 
 
 _ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance")}
-_KINDS = {leaf: "group" if issubclass(leaf, nn.GroupNorm) else "instance" for leaf in LEAVES.values()}
 
 
 def _norm_later(norm: Any, x: Any) -> Any:
     """A norm of ours, later where it may wait and is the faster one here; else what it gives."""
-    site = _ALONE[_KINDS[type(norm)]]
+    site = _ALONE[kind_of(type(norm))]  # type: ignore[index]
     compiling = torch.compiler.is_compiling()
     may_wait = _adds_as_is() and (compiling or not watching.is_watched())
     return _LaterNorm(norm, x, site) if may_wait and site.ready(norm, x) else norm(x)
@@ -109,7 +108,7 @@ class Sum:
 
     def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
-        if type(module) in _KINDS:
+        if kind_of(type(module)) is not None:
             return _norm_later(module, x) if _all_change_nothing(owner, between) else module(x)
         if conv_of(module) is not None:
             # A convolution waits where kgopt adds its bias or computes it.
@@ -126,6 +125,14 @@ class Sum:
     def now(self, value: Any) -> Any:
         """What :meth:`begin` gave, for code that reads it before :meth:`finish`."""
         return value.value() if isinstance(value, _Later) else value
+
+    def through(self, module: Any, value: Any) -> Any:
+        """``module(value)``; what a module that does nothing gives is for later, too."""
+        if isinstance(value, _Later):
+            if isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks():
+                return value
+            value = value.value()
+        return module(value)
 
     def finish(self, a: Any, b: Any, divisor: Any = None) -> Any:
         """``a + b``, or ``(a + b) / divisor``."""
@@ -183,7 +190,7 @@ def _changes_nothing(module: Any) -> bool:
     """A convolution, a norm of ours, a pooling or Sequentials of such; where there is none, nothing is called."""
     if module is None or (conv_of(module) is not None and is_as_is(module)):
         return True
-    if type(module) in _KINDS or type(module) in _WRITES_NOTHING:
+    if kind_of(type(module)) is not None or type(module) in _WRITES_NOTHING:
         return not is_hooked(module)
     module = passed_on(module)
     if not isinstance(module, nn.Sequential) or not runs_like_sequential(module) or is_hooked(module):
@@ -231,7 +238,7 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
             return whole(x)
         path.append(list(inside._modules.values())[-1])
     last = path[-1]
-    is_norm = type(last) in _KINDS
+    is_norm = kind_of(type(last)) is not None
     if not (is_norm or _may_wait(whole)):
         return whole(x)
     if is_norm:

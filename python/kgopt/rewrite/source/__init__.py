@@ -23,6 +23,8 @@ sink         an activation behind a branch moves into it
 chains       chains become sites
 sums         sums of what convolutions give
 formats      ``x.contiguous()`` that may keep channels_last
+derived      subclasses of PyTorch's norms
+small        users' modules that are an activation, or nothing
 ===========  =====================================================
 """
 
@@ -31,15 +33,18 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from kgopt.rewrite import classes
 from kgopt.rewrite.classes import Part, Stand
-from kgopt.rewrite.roles import Role, role_in_code
+from kgopt.rewrite.roles import Path, Role, role_in_code
+from kgopt.rewrite.source import derived as derived
+from kgopt.rewrite.source import small as small
 from kgopt.rewrite.source.chains import Chains, Found
-from kgopt.rewrite.source.code import CannotRewriteError, own_methods, parse, rebuild
+from kgopt.rewrite.source.code import CannotRewriteError, own_methods, parse, rebuild, redecorated, undecorated
 from kgopt.rewrite.source.expressions import text_of
 from kgopt.rewrite.source.formats import keep_formats
 from kgopt.rewrite.source.method import Method
@@ -54,6 +59,11 @@ def converts(module: nn.Module, cls: type) -> bool:
     return bool(module._modules) and any(
         "contiguous" in inspect.unwrap(f).__code__.co_names for _, f in own_methods(cls)
     )
+
+
+def _method(function: types.FunctionType, role: Callable[[Path], Role | None]) -> Method:
+    inside = undecorated(function)
+    return Method(inside, role, parse(inside, decorated=inside is not function))
 
 
 def _rewrite(method: Method) -> Found:
@@ -82,7 +92,7 @@ def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...]
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} was replaced on the instance"))
             continue
         try:
-            method = Method(function, functools.partial(role_in_code, module), parse(function))
+            method = _method(function, functools.partial(role_in_code, module))
             in_method = _rewrite(method)
         except CannotRewriteError as error:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} {error}"))
@@ -106,12 +116,14 @@ def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict
         if function is None:
             continue
         try:
-            method = Method(function, lambda path, roles=roles: roles.get(text_of(path)), parse(function))  # type: ignore[misc]
+            method = _method(function, lambda path, roles=roles: roles.get(text_of(path)))  # type: ignore[misc]
             _rewrite(method)
         except CannotRewriteError:
             continue
         if method.sites:
-            made[name] = rebuild(function, method.tree, method.sites, stand(name))
+            inside, standing = method.code is not function, stand(name)
+            new = rebuild(method.code, method.tree, method.sites, standing, inside)
+            made[name] = redecorated(function, new, standing) if inside else new
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__ as _future
 
 import ast
+import copy
 import functools
 import inspect
 import linecache
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from kgopt.rewrite.disguise import as_original
 from kgopt.rewrite.source.names import SCOPES
 from kgopt.rewrite.standing import Standing
 
@@ -36,12 +38,45 @@ def own_methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
             seen.add(name)
 
 
+def undecorated(function: types.FunctionType) -> types.FunctionType:
+    """The function inside a decorator's that does no more with it than call it; else the function itself."""
+    inside = getattr(function, "__wrapped__", None)
+    if not isinstance(inside, types.FunctionType) or hasattr(inside, "__wrapped__"):
+        return function
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    try:
+        names = {name for name, cell in cells.items() if cell.cell_contents is inside}
+    except ValueError:  # an empty cell
+        return function
+    return inside if len(names) == 1 and _only_calls(function, *names) else function
+
+
+def _only_calls(function: types.FunctionType, name: str) -> bool:
+    try:
+        tree = _tree_of(function)
+    except CannotRewriteError:
+        return False
+    nodes = list(ast.walk(tree))
+    called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
+    reads = [n for n in nodes if isinstance(n, ast.Name) and n.id == name]
+    # One whose own decorator (functools.wraps) reads it as well; that has run.
+    decorators = {id(n) for d in tree.decorator_list for n in ast.walk(d)}
+    return all(id(n) in called or id(n) in decorators for n in reads) and not function.__code__.co_cellvars
+
+
 _PARSED: dict[types.CodeType, ast.FunctionDef | str] = {}
 _PARSED_AT_MOST = 1024  # trees: a program that makes classes as it runs never ends making them
 
 
-def parse(function: types.FunctionType) -> ast.FunctionDef:
-    """The tree of a function's source, proven to be what runs. Not to be changed: it is kept."""
+def parse(function: types.FunctionType, decorated: bool = False) -> ast.FunctionDef:
+    """The tree of a function's source, proven to be what runs. Not to be changed: it is kept.
+
+    ``decorated``: it was found inside the function that its decorator made.
+    """
+    if decorated:
+        tree = copy.copy(_tree_of(function))
+        tree.decorator_list = []
+        return tree
     known = _PARSED.get(function.__code__)
     if known is None:
         try:
@@ -57,11 +92,19 @@ def parse(function: types.FunctionType) -> ast.FunctionDef:
 
 
 def _parse_anew(function: types.FunctionType) -> ast.FunctionDef:
-    code = function.__code__
-    if code.co_flags & _GENERATORS:
+    if function.__code__.co_flags & _GENERATORS:
         raise CannotRewriteError("is a generator or a coroutine")
     if hasattr(function, "__wrapped__"):
         raise CannotRewriteError("is wrapped by a decorator")
+    found = _tree_of(function)
+    if found.decorator_list:
+        raise CannotRewriteError("has a decorator")
+    return found
+
+
+def _tree_of(function: types.FunctionType) -> ast.FunctionDef:
+    """The tree with its decorators, proven to be what runs but for these."""
+    code = function.__code__
     try:
         lines, first = inspect.getsourcelines(code)
         text = "".join(lines)
@@ -72,12 +115,12 @@ def _parse_anew(function: types.FunctionType) -> ast.FunctionDef:
     found: Any = tree.body[0].body[0] if indented else tree.body[0]  # type: ignore[attr-defined]
     if not isinstance(found, ast.FunctionDef):
         raise CannotRewriteError("is not a plain function")
-    if found.decorator_list:
-        raise CannotRewriteError("has a decorator")
     ast.increment_lineno(found, first - (2 if indented else 1))
     if not found.args.args and not found.args.posonlyargs:
         raise CannotRewriteError("has no self")
-    if not _same_code(_compile(function, found, ()), code):
+    plain = copy.copy(found)
+    plain.decorator_list = []
+    if not _same_code(_compile(function, plain, ()), code):
         raise CannotRewriteError("has other source than what runs")
     return found
 
@@ -93,7 +136,10 @@ def _compile(function: types.FunctionType, tree: ast.FunctionDef, more_free: tup
             setattr(inner, "type_params", [])  # noqa: B010  (Python 3.12 and later)
     free = [n for n in (*code.co_freevars, *more_free) if not (n == "__class__" and inner is not tree)]
     arguments = ast.arguments([], [ast.arg(n) for n in free], None, [], [], None, [])
-    factory = ast.FunctionDef("_kgopt_factory", arguments, [inner], [], None)
+    # The class's own name means what it means to the function: a global, as a rule.
+    by_name = inner is not tree and owner[0] in code.co_names
+    body: list[ast.stmt] = [ast.Global([owner[0]]), inner] if by_name else [inner]
+    factory = ast.FunctionDef("_kgopt_factory", arguments, body, [], None)
     if "type_params" in ast.FunctionDef._fields:
         setattr(factory, "type_params", [])  # noqa: B010
     # The compiler calls functions of a module that was imported in the same file in another way.
@@ -104,7 +150,8 @@ def _compile(function: types.FunctionType, tree: ast.FunctionDef, more_free: tup
     names = ["_kgopt_factory", *(owner if inner is not tree else ()), tree.name]
     for name in names:
         compiled = next(c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
-    renamed: types.CodeType = _renamed(compiled, ".".join([names[0], "<locals>", *names[1:]]), function.__qualname__)
+    inside = names[1:] if by_name else [names[0], "<locals>", *names[1:]]
+    renamed: types.CodeType = _renamed(compiled, ".".join(inside), function.__qualname__)
     return renamed
 
 
@@ -145,17 +192,21 @@ def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
 
 
 def rebuild(
-    function: types.FunctionType, tree: ast.FunctionDef, sites: Mapping[str, Any], standing: Standing
+    function: types.FunctionType,
+    tree: ast.FunctionDef,
+    sites: Mapping[str, Any],
+    standing: Standing,
+    inside: bool = False,
 ) -> types.FunctionType:
-    """The function with another tree, in which ``sites`` are names."""
+    """The function with another tree, in which ``sites`` are names; ``inside``: what a decorator made calls it."""
     more: dict[str, Any] = {
         **sites,
         "_kgopt_class": standing.original,
         "_kgopt_seen": function,
         "_kgopt_code": function.__code__,
-        "_kgopt_replaced": standing.replaced,
+        "_kgopt_replaced": function if inside else standing.replaced,
     }
-    tree.body.insert(0, _question(tree, standing.name))
+    tree.body.insert(0, _question(tree, "" if inside else standing.name))
     code = _compile(function, tree, tuple(more))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     cells.update((name, types.CellType(value)) for name, value in more.items())
@@ -175,6 +226,25 @@ def rebuild(
     return made
 
 
+def redecorated(function: types.FunctionType, inside: types.FunctionType, standing: Standing) -> types.FunctionType:
+    """What a decorator made, around another function than its ``__wrapped__``."""
+    seen = function.__wrapped__  # type: ignore[attr-defined]
+    cells = [types.CellType(inside) if cell.cell_contents is seen else cell for cell in function.__closure__ or ()]
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    _kgopt_made, _kgopt_seen, _kgopt_code, _kgopt_standing = made, function, function.__code__, standing
+    _kgopt_class, _kgopt_name = standing.original, standing.name
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_kgopt_class, _kgopt_name) is not _kgopt_seen or _kgopt_seen.__code__ is not _kgopt_code:
+            return _kgopt_standing.replaced(self, *args, **kwargs)
+        return _kgopt_made(self, *args, **kwargs)
+
+    return as_original(method, function)  # type: ignore[no-any-return]
+
+
 def _question(tree: ast.FunctionDef, name: str) -> ast.stmt:
     """The first statement of a method: where its class has another one now, or that has other code, it runs instead."""
     given = tree.args
@@ -186,7 +256,8 @@ def _question(tree: ast.FunctionDef, name: str) -> ast.stmt:
     if given.kwarg is not None:
         keywords.append(ast.keyword(None, ast.Name(given.kwarg.arg, ast.Load())))
     question: Any = ast.parse(
-        f"if _kgopt_class.{name} is not _kgopt_seen or _kgopt_seen.__code__ is not _kgopt_code: return None"
+        (f"if _kgopt_class.{name} is not _kgopt_seen or " if name else "if ")
+        + "_kgopt_seen.__code__ is not _kgopt_code: return None"
     ).body[0]
     question.body[0].value = ast.Call(ast.Name("_kgopt_replaced", ast.Load()), arguments, keywords)
     for node in ast.walk(question):

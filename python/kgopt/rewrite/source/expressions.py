@@ -45,13 +45,14 @@ def is_index(e: ast.expr) -> bool:
 
 
 def is_test(e: ast.expr) -> bool:
-    """``self.shortcut is not None``, ``self.training``, and what ``not``, ``and`` and ``or`` make of such."""
+    """``self.shortcut is not None``, ``self.stride == 1``, ``self.training``, and ``not``, ``and``, ``or`` of such."""
     if isinstance(e, ast.BoolOp):
         return all(map(is_test, e.values))
     if isinstance(e, ast.UnaryOp):
         return isinstance(e.op, ast.Not) and is_test(e.operand)
     if isinstance(e, ast.Compare):
-        return all(isinstance(op, (ast.Is, ast.IsNot)) for op in e.ops) and all(map(is_plain, [e.left, *e.comparators]))
+        known = (ast.Is, ast.IsNot, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+        return all(isinstance(op, known) for op in e.ops) and all(map(is_plain, [e.left, *e.comparators]))
     return is_plain_load(e)
 
 

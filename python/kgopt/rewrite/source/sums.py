@@ -95,7 +95,9 @@ class Sums:
         early: list[ast.stmt] = []  # statements that may read the value
         last = k + 1
         while last < len(body):
-            if self._reads_in_branch(body[last], target):
+            if target in reads(body[last]) and self._sum_in_branch(body, k, last, [*between], [*early]):
+                return
+            if self._reads_in_branch(body[last], target) or self._passes(body[last], target):
                 early.append(body[last])
             elif target in reads(body[last]):
                 break
@@ -106,20 +108,59 @@ class Sums:
             return
         statement: Any = body[last]
         if isinstance(statement, ast.AugAssign):
-            self._add_in_place(body, k, last, call, between, early)
+            self._add_in_place(body[k], body, last, between, early)
             return
+        self._add_names(body[k], statement, between, early)
+
+    def _add_names(self, first: Any, statement: Any, between: list[str], early: list[ast.stmt]) -> bool:
+        """Writes the sum that a statement computes of what the first one calls; whether it is one."""
+        target, call = str(self.method.target(first)), first.value
         found = self._sum_with(statement.value, target)
         loads = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == target]
         read = [n for n in loads if isinstance(n.ctx, ast.Load)]
         anew = self.method.target(statement) == target
         dead = anew or target not in liveness(self.method.tree.body).after.get(id(statement), set())
         if found is None or len(read) != 1 or not dead or not evaluated_first(statement.value, found[0]):
-            return
+            return False
         whole, sides, divisor = found
         name = self._new_sum(call)
-        replace(body[k], call, self._begin(name, call, between))
+        replace(first, call, self._begin(name, call, between))
         self._read_now(name, early, target)
+        sides = [self._through(name, s) for s in sides]
         replace(statement, whole, call_of(name, "finish", [*sides, *([divisor] if divisor is not None else [])], whole))
+        return True
+
+    def _sum_in_branch(
+        self, body: list[ast.stmt], k: int, last: int, between: list[str], early: list[ast.stmt]
+    ) -> bool:
+        """``if self.has_skip: h = self.drop_path(h) + x``: where that is not so, the value is computed there."""
+        branch: Any = body[last]
+        target = str(self.method.target(body[k]))
+        if (
+            not isinstance(branch, ast.If)
+            or branch.orelse
+            or not self._is_test(branch.test)
+            or target in reads(branch.test)
+        ):
+            return False
+        for i, statement in enumerate(branch.body):
+            if self._reads_in_branch(statement, target) or self._passes(statement, target):
+                early.append(statement)
+            elif target in reads(statement):
+                in_place = isinstance(statement, ast.AugAssign)
+                if in_place:
+                    done = self._add_in_place(body[k], branch.body, i, between, early)
+                else:
+                    anew = isinstance(statement, ast.Assign) and self.method.target(statement) == target
+                    done = anew and self._add_names(body[k], statement, between, early)
+                if done:
+                    call: Any = body[k].value  # type: ignore[attr-defined]
+                    read = ast.copy_location(ast.Name(target, ast.Load()), branch)
+                    branch.orelse = [assign(target, call_of(call.func.value.id, "now", [read], branch), branch)]
+                return bool(done)
+            elif target in writes(statement) or not self._is_harmless(statement, between):
+                return False
+        return False
 
     def _reads_in_branch(self, s: ast.stmt, name: str) -> bool:
         """``if self.drop: h = self.drop_path(h)``: whatever it does, it does to the value itself."""
@@ -129,28 +170,34 @@ class Sums:
 
     def _read_now(self, sum_name: str, statements: list[ast.stmt], name: str) -> None:
         for statement in statements:
+            if self._passes(statement, name):
+                call: Any = statement.value  # type: ignore[attr-defined]
+                replace(statement, call, call_of(sum_name, "through", [call.func, *call.args], call))
+                continue
             loads = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name]
             for load in loads:
                 if isinstance(load.ctx, ast.Load):
                     replace(statement, load, call_of(sum_name, "now", [load], load))
 
     def _add_in_place(
-        self, body: list[ast.stmt], k: int, last: int, call: Any, between: list[str], early: list[ast.stmt]
-    ) -> None:
-        """``h += x``, where h is what the call gave."""
+        self, first: Any, body: list[ast.stmt], last: int, between: list[str], early: list[ast.stmt]
+    ) -> bool:
+        """``h += x``, where h is what the first statement's call gave; whether it is so."""
         statement: Any = body[last]
         if not isinstance(statement.op, ast.Add) or not isinstance(statement.target, ast.Name):
-            return
-        if statement.target.id != self.method.target(body[k]) or not is_plain(statement.value):
-            return
+            return False
+        if statement.target.id != self.method.target(first) or not is_plain(statement.value):
+            return False
         if statement.target.id in reads(statement.value):
-            return
+            return False
+        call = first.value
         name = self._new_sum(call)
-        replace(body[k], call, self._begin(name, call, between))
+        replace(first, call, self._begin(name, call, between))
         self._read_now(name, early, statement.target.id)
         read = ast.copy_location(ast.Name(statement.target.id, ast.Load()), statement)
         result = call_of(name, "finish_in_place", [read, statement.value], statement.value)
         body[last] = assign(statement.target.id, result, statement)
+        return True
 
     def _begin(self, name: str, call: Any, between: list[str]) -> ast.Call:
         more = [ast.Name(self.method.self_name, ast.Load()), *map(ast.Constant, between)] if between else []
@@ -167,11 +214,28 @@ class Sums:
                 inner, divisor = e.left, e.right
             if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Add):
                 sides = [inner.left, inner.right]
-                named = any(isinstance(s, ast.Name) and s.id == name for s in sides)
-                if named and all(map(is_plain, sides)) and (divisor is None or is_plain(divisor)):
+                named = [self._is_passed(s, name) for s in sides]
+                plain = all(is_plain(s) for s, passed in zip(sides, named, strict=True) if not passed)
+                if any(named) and plain and (divisor is None or is_plain(divisor)):
                     assert isinstance(e, ast.expr)
                     return e, sides, divisor
         return None
+
+    def _through(self, name: str, e: ast.expr) -> ast.expr:
+        return call_of(name, "through", [e.func, self._through(name, e.args[0])], e) if isinstance(e, ast.Call) else e
+
+    def _is_passed(self, e: Any, name: str) -> bool:
+        """A variable, or ``self.drop_path(h)``, which may do nothing."""
+        if isinstance(e, ast.Call) and len(e.args) == 1 and not e.keywords:
+            path = self.method.path(e.func)
+            role = self.method.role(path) if path else None
+            return role is not None and role[0] == "same" and self._is_passed(e.args[0], name)
+        return isinstance(e, ast.Name) and e.id == name
+
+    def _passes(self, s: ast.stmt, name: str) -> bool:
+        """``h = self.drop_path(h)``."""
+        value = s.value if isinstance(s, ast.Assign) and self.method.target(s) == name else None
+        return isinstance(value, ast.Call) and self._is_passed(value, name) and isinstance(value.args[0], ast.Name)
 
     def _is_harmless(self, s: ast.stmt, between: list[str]) -> bool:
         """Changes no tensor: tests, plain assignments, ``.contiguous()``, calls of convolutions (into ``between``)."""
