@@ -109,7 +109,8 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    suites = ["pipelines", "groupnorm", "channelnorm", "conv", "ops", "models", "sweep", "scaling", "chains", "convs"]
+    suites = ["pipelines", "groupnorm", "channelnorm", "conv", "ops", "models", "sweep", "scaling", "chains", "convs",
+              "zoo"]  # fmt: skip
     bench.add_argument("--suite", choices=suites, default="pipelines", help="what to measure (%(default)s)")
     bench.add_argument("--json", metavar="F", help="write the measured rows here, after every case")
     bench.add_argument("--plot", metavar="F", help="write a chart of the rows here (.png, .svg or .pdf)")
@@ -141,6 +142,9 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--impl", type=_comma_list, metavar="LIST",
                        help="only these implementations, as the rows name them; eager is always measured "
                        "(for example compile,kgopt,kgopt_compile)")  # fmt: skip
+    bench.add_argument("--ways", type=_comma_list, metavar="LIST",
+                       help="zoo: only these of eager,channels_last,optimize,graph,compile,backend,optimize_compile,"
+                       "reduce_overhead,max_autotune, which are all")  # fmt: skip
     bench.add_argument("--backward", action="store_true",
                        help="also measure the backward pass (pipelines, models: a training step); sweep "
                        "always does")  # fmt: skip
@@ -164,6 +168,10 @@ def _add_how_long(bench: argparse.ArgumentParser) -> None:
                        help="how many random shapes, from the first (sweep, convs: 200, chains: 100)")  # fmt: skip
     bench.add_argument("--seed", type=int, default=0, metavar="N",
                        help="sweep, chains, convs: seed of the shapes (%(default)s)")  # fmt: skip
+    bench.add_argument("--seconds", type=float, metavar="S",
+                       help="zoo: for all of it; the row at hand is given up then, the others stay")  # fmt: skip
+    bench.add_argument("--way-seconds", type=float, default=240.0, metavar="S",
+                       help="zoo: for one row, after which its process is ended (%(default)s)")  # fmt: skip
     bench.add_argument("--max-bytes", type=float, metavar="B",
                        help="sweep: the largest tensor (default: 1 GiB; with --quick or on a CPU 1 MiB)")  # fmt: skip
     bench.add_argument(
