@@ -41,18 +41,33 @@ class Entry(Protocol):
     """What a network of the zoo has, one of a library or a drawn one."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Of rows."""
+
     @property
-    def package(self) -> str: ...
+    def package(self) -> str:
+        """What pip installs."""
+
     @property
-    def precisions(self) -> tuple[str, ...]: ...
+    def precisions(self) -> tuple[str, ...]:
+        """Of inference."""
+
     @property
-    def trains(self) -> str: ...
+    def trains(self) -> str:
+        """The kind of autocast, or ""."""
+
     @property
-    def before_training(self) -> Callable[[Any], None] | None: ...
-    def shape(self, small: bool = False) -> list[int]: ...
-    def built(self, device: torch.device, small: bool = False) -> contextlib.AbstractContextManager[nn.Module]: ...
-    def arguments(self, device: torch.device, dtype: torch.dtype, small: bool = False) -> Arguments: ...
+    def before_training(self) -> Callable[[Any], None] | None:
+        """What trainers set."""
+
+    def shape(self, small: bool = False) -> list[int]:
+        """Of the first argument."""
+
+    def built(self, device: torch.device, small: bool = False) -> contextlib.AbstractContextManager[nn.Module]:
+        """The network in float32."""
+
+    def arguments(self, device: torch.device, dtype: torch.dtype, small: bool = False) -> Arguments:
+        """What it is called with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +124,7 @@ class _Call:
 
     def forward(self, run: nn.Module) -> list[torch.Tensor]:
         """The floating-point tensors that it returns."""
-        if self.task.implementation == "compile_reduce_overhead":
+        if self.task.implementation in ("compile_reduce_overhead", "compile_max_autotune"):
             torch.compiler.cudagraph_mark_step_begin()
         y = run(**self.arguments) if isinstance(self.arguments, dict) else run(*self.arguments)
         return [t for t in _pytree.tree_leaves(y) if isinstance(t, torch.Tensor) and t.is_floating_point()]

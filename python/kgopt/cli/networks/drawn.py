@@ -22,9 +22,9 @@ __all__ = ["Drawn", "drawn_networks"]
 Json = dict[str, Any]
 
 SMALL = 0.2  # of the networks wait for their launches
-ELEMENTS = (2.0**25, 2.0**30)  # written by all operations together
+ELEMENTS = (2.0**28, 2.0**31.5)  # written by all operations together
 FLOPS = 4e12
-EDGES = {2: (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512), 3: (8, 12, 16, 24, 32, 48, 64, 96, 128)}
+EDGES = {2: (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024), 3: (8, 12, 16, 24, 32, 48, 64, 96, 128, 160)}
 
 
 class _Elements(TorchDispatchMode):
@@ -149,7 +149,11 @@ def _sized(case: Json, rng: random.Random) -> Json | None:
         return case | {"channels": rng.choice([8, 16, 32]), "size": [4 * s for s in case["size"]]}
     low, high = ELEMENTS
     wanted = low * (high / low) ** rng.random()
-    channels, batch, stretch = rng.choice([16, 32, 32, 48, 64, 128]), rng.choice([1, 1, 2, 4, 8]), rng.uniform(0.8, 1.2)
+    channels, batch, stretch = (
+        rng.choice([16, 32, 32, 48, 64, 128]),
+        rng.choice([1, 1, 2, 4, 8, 16]),
+        rng.uniform(0.8, 1.2),
+    )
     ratios = [rng.choice([1.0, 1.0, 0.75]) for _ in range(case["dims"])]
     best = None
     while best is None and channels >= 8:

@@ -102,12 +102,25 @@ _add(
     ((1, 16, 3, 40, 64),), ((1, 4, 2, 4, 4),),
 )  # fmt: skip
 _add(
-    "Allegro VAE",
-    _decoder(
-        "AutoencoderKLAllegro", {},
-        {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4},
+    "SVD VAE",
+    lambda d, small: Decode(
+        d.AutoencoderKLTemporalDecoder(
+            block_out_channels=(32, 32) if small else (128, 256, 512, 512), layers_per_block=1 if small else 2,
+            down_block_types=("DownEncoderBlock2D",) * (2 if small else 4),
+        ),
+        num_frames=2 if small else 4,
     ),
-    ((1, 4, 6, 40, 40),), ((1, 4, 2, 4, 4),),
+    ((4, 4, 40, 64),), ((2, 4, 8, 8),),
+)  # fmt: skip
+_SPATIAL = {"down_block_types": ["SpatialDownBlock3D", "SpatialTemporalDownBlock3D"],
+            "up_block_types": ["SpatialUpBlock3D", "SpatialTemporalUpBlock3D"]}  # fmt: skip
+_add(
+    "EasyAnimate VAE",
+    _decoder(
+        "AutoencoderKLMagvit", {},
+        {"block_out_channels": [8, 8], "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4, **_SPATIAL},
+    ),
+    ((1, 16, 3, 32, 48),), ((1, 4, 2, 4, 4),),
 )  # fmt: skip
 _add(
     "DC-AE f32",
@@ -177,7 +190,8 @@ def _sdxl(d: Any, small: bool) -> nn.Module:
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         "attention_head_dim": (5, 10, 20), "transformer_layers_per_block": (1, 2, 10), "use_linear_projection": True,
-        "addition_embed_type": "text_time", "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
+        "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
     }  # fmt: skip
     if small:
         options = {**_COND_SMALL, "use_linear_projection": True, "addition_embed_type": "text_time",

@@ -126,13 +126,13 @@ _add("BasicUNet", lambda n, small: n.BasicUNet(3, 1, 2, (4, 4, 8, 8, 8, 4) if sm
      _volume(96, batch=2), _volume(32))  # fmt: skip
 _add("BasicUNet small input", lambda n, small: n.BasicUNet(3, 1, 2, (4,) * 6 if small else (32, 32, 64, 128, 256, 32)),
      _volume(32), _volume(32), trains="")  # fmt: skip
-_add("VNet", lambda n, small: n.VNet(3, 1, 2, dropout_prob_down=None, dropout_prob_up=(None, None)),
+_add("VNet", lambda n, small: n.VNet(3, 1, 2),
      _volume(128), _volume(32))  # fmt: skip
 _add(
     "SwinUNETR",
     lambda n, small: n.SwinUNETR(1, 14, feature_size=12 if small else 48, depths=(1, 1, 1, 1) if small else (2,) * 4,
                                  num_heads=(1, 1, 1, 1) if small else (3, 6, 12, 24)),
-    _volume(96), _volume(32),
+    _volume(96), _volume(64),
 )  # fmt: skip
 _add(
     "UNETR",
@@ -142,7 +142,7 @@ _add(
     _volume(96), _volume(16),
 )  # fmt: skip
 _add("HighResNet", lambda n, small: n.HighResNet(3, 1, 2, norm_type="INSTANCE"), _volume(64), _volume(8), trains="")
-_add("MedNeXt-S", _mednext, _volume(128), _volume(16))
+_add("MedNeXt-S", _mednext, _volume(128), _volume(32))
 _add("AutoencoderKL 3D", _autoencoder, _volume(64), _volume(8))
 _add("DiffusionModelUNet 2D", _diffusion(2), {"x": (4, 1, 64, 64), "timesteps": Steps((500,) * 4)},
      {"x": (1, 1, 16, 16), "timesteps": Steps((7,))})  # fmt: skip

@@ -6,10 +6,8 @@ import argparse
 import os
 import sys
 import time
-from typing import Any
 
 from kgopt.cli import results
-from kgopt.cli._optional import MissingPackageError
 from kgopt.cli.environment import pick_device
 from kgopt.cli.networks.case import Entry, Settings, Task
 from kgopt.cli.networks.summary import print_summary
@@ -40,7 +38,12 @@ def zoo_cases(args: argparse.Namespace) -> list[tuple[Entry, str]]:
             raise ValueError(f"--dtype has {name!r}, expected some of {', '.join(known)}")
     texts = [part.strip().lower() for part in (args.case or "").split(",")]
     entries = networks(0 if args.count == 0 else count_of(args, 60), args.seed)
-    entries = [entry for entry in entries if any(text in entry.name.lower() for text in texts)]
+    names = {entry.name.lower() for entry in entries}
+
+    def is_meant(name: str) -> bool:
+        return any(text == name if text in names else text in name for text in texts)
+
+    entries = [entry for entry in entries if is_meant(entry.name.lower())]
     if not entries:
         raise ValueError(f"--case is {args.case!r}, which no network of the zoo contains")
     # The dtype changes slowest: a run that is cut short has the first dtype whole.
@@ -97,7 +100,7 @@ class _Run:
 
     def keep(self, row: Row) -> None:
         """Into the file at once."""
-        self.rows.append({**row, **getattr(self, "facts", {}), "seed": self.args.seed})
+        self.rows.append({**row, **getattr(self, "facts", {})})
         if self.args.json:
             results.save_rows(self.args.json, self.rows)
 
@@ -140,6 +143,7 @@ def run_zoo(args: argparse.Namespace) -> int:
     cases = zoo_cases(args)
     ways_of(args.ways, False, device.type)  # a wrong name is told before the first row
     earlier = results.load_rows(args.json) if args.resume and os.path.exists(args.json) else []
+    earlier = [row for row in earlier if not row.get("failed", "").startswith("skipped")]
     run = _Run(args, settings, earlier)
     try:
         _run_cases(run, cases, device.type)

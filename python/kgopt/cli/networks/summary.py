@@ -144,8 +144,13 @@ def summary_lines(cases: Iterable[ZooCase]) -> list[list[str]]:
 def means(cases: Sequence[ZooCase]) -> list[str]:
     """Geometric means of inference and of training, a line each."""
     lines = []
-    for name, training in (("inference", False), ("training steps", True)):
-        some = [case for case in cases if case.training == training]
+    for name, training, drawn in (
+        ("inference", False, False),
+        ("inference of drawn networks", False, True),
+        ("training steps", True, False),
+        ("training steps of drawn networks", True, True),
+    ):
+        some = [case for case in cases if (case.training, case.name.startswith("drawn ")) == (training, drawn)]
         best = [case.ratio for case in some if case.ratio]
         eager = [case.over_eager for case in some if case.over_eager]
         if best or eager:

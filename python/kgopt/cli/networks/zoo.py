@@ -14,14 +14,20 @@ __all__ = ["find_network", "library_networks", "networks"]
 _TABLES = ("of_volumes", "of_monai", "of_diffusers", "of_images")
 
 
+def _tables() -> list[list[Network]]:
+    return [importlib.import_module(f"kgopt.cli.networks.{table}").NETWORKS for table in _TABLES]
+
+
 def library_networks() -> list[Network]:
     """Those of libraries, without importing one of them."""
-    return [n for table in _TABLES for n in importlib.import_module(f"kgopt.cli.networks.{table}").NETWORKS]
+    return [network for table in _tables() for network in table]
 
 
 def networks(count: int, seed: int) -> list[Entry]:
-    """Those of libraries, a library after the other in turn, then ``count`` drawn ones."""
-    return [*library_networks(), *drawn_networks(count, seed)]
+    """Those of libraries and ``count`` drawn ones, mixed evenly: a run that is cut short has some of each."""
+    lists: list[list[Entry]] = [[*some] for some in (*_tables(), drawn_networks(count, seed))]
+    placed = [((i + 0.5) / len(some), n, entry) for n, some in enumerate(lists) for i, entry in enumerate(some)]
+    return [entry for _, _, entry in sorted(placed, key=lambda place: place[:2])]
 
 
 def find_network(name: str) -> Entry:
