@@ -25,7 +25,8 @@ def library_networks() -> list[Network]:
 
 def networks(count: int, seed: int) -> list[Entry]:
     """Those of libraries and ``count`` drawn ones, mixed evenly: a run that is cut short has some of each."""
-    lists: list[list[Entry]] = [[*some] for some in (*_tables(), drawn_networks(count, seed))]
+    lists: list[list[Entry]] = [[*table] for table in _tables()]
+    lists.append([*drawn_networks(count, seed)])
     placed = [((i + 0.5) / len(some), n, entry) for n, some in enumerate(lists) for i, entry in enumerate(some)]
     return [entry for _, _, entry in sorted(placed, key=lambda place: place[:2])]
 
