@@ -72,7 +72,7 @@ _add(
         "AutoencoderKLHunyuanVideo15", {},
         {"block_out_channels": (32, 32, 32, 32, 32), "layers_per_block": 1, "latent_channels": 32},
     ),
-    ((1, 32, 3, 16, 16),), ((1, 32, 2, 2, 2),),
+    ((1, 32, 3, 16, 16),), ((1, 32, 2, 2, 2),), large=True,
 )  # fmt: skip
 _COG = {"down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4}
 _add(
@@ -90,7 +90,7 @@ _add(
         {"encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4,
          "layers_per_block": (1,) * 5},
     ),
-    ((1, 12, 3, 30, 53),), ((1, 12, 2, 4, 4),),
+    ((1, 12, 3, 30, 53),), ((1, 12, 2, 4, 4),), large=True,
 )  # fmt: skip
 _add(
     "Cosmos VAE",

@@ -101,7 +101,7 @@ def _segresnet(n: Any, small: bool) -> nn.Module:
 def _mednext(n: Any, small: bool) -> nn.Module:
     """MedNeXt-S."""
     if not small:
-        model: nn.Module = n.MedNeXtSmall(3, 1, 2)
+        model: nn.Module = n.MedNeXtSmall(spatial_dims=3, in_channels=1, out_channels=2)
         return model
     one = (1, 1, 1, 1)
     ratios = {"encoder_expansion_ratio": 2, "decoder_expansion_ratio": 2, "bottleneck_expansion_ratio": 2}

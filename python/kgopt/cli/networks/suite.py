@@ -136,6 +136,9 @@ def run_zoo(args: argparse.Namespace) -> int:
             results.save_rows(args.json, rows)
         print_summary(rows)
         return 0
+    for name in ("jobs", "plot", "impl"):
+        if getattr(args, name):
+            raise ValueError(f"--{name} is not for suite zoo; --shard shares it among GPUs, --ways chooses")
     if args.resume and not args.json:
         raise ValueError("--resume continues the file of --json, which is missing")
     device = pick_device(args.device)
