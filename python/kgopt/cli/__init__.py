@@ -42,16 +42,20 @@ suites:
   chains      random convolutions of few channels with what the first or third pipeline does after them, --count of them
   convs       random convolutions (8 to 512 channels, kernels of 1 to 5, groups, transposed, 2D and 3D) beside cuDNN,
               autotuned, both in both memory formats
+  zoo         networks of users and networks drawn by --seed, in the --ways of PyTorch and of kgopt, inference and training
+              steps, each way in a process that may fail; times by the clock. --seconds bounds all of it (docs/zoo.md)
 
 dtypes:
   tf32        float32 tensors, TF32 allowed in convolutions (PyTorch's default)
   fp32        float32 tensors, TF32 off
   bf16, fp16  as named
   autocast    float32 tensors under torch.autocast(bfloat16): training steps of suite models
+  training    suite zoo: training steps under the autocast that people train a network with
 
 examples:
   python -m kgopt bench --suite models --backward --json models.json --plot models.png
   python -m kgopt bench --suite models --case SegResNet --dtype bf16 --impl compile,kgopt
+  python -m kgopt bench --suite zoo --ways eager,optimize,graph --dtype bf16 --seconds 500 --json zoo.json
   python -m kgopt bench --suite sweep --count 60 --budget 300 --json sweep.json --plot sweep.png
 """
 
@@ -109,7 +113,8 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    suites = ["pipelines", "groupnorm", "channelnorm", "conv", "ops", "models", "sweep", "scaling", "chains", "convs"]
+    suites = ["pipelines", "groupnorm", "channelnorm", "conv", "ops", "models", "sweep", "scaling", "chains", "convs",
+              "zoo"]  # fmt: skip
     bench.add_argument("--suite", choices=suites, default="pipelines", help="what to measure (%(default)s)")
     bench.add_argument("--json", metavar="F", help="write the measured rows here, after every case")
     bench.add_argument("--plot", metavar="F", help="write a chart of the rows here (.png, .svg or .pdf)")
@@ -132,15 +137,18 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
     """Dtypes, cases, implementations."""
     bench.add_argument("--dtype", type=_comma_list, metavar="LIST",
                        help="comma-separated (default: tf32,bf16; for pipelines also fp32; for models with --backward "
-                       "also autocast; for sweep fp32,bf16,fp16; on CPU else fp32)")  # fmt: skip
+                       "also autocast; for sweep fp32,bf16,fp16; for zoo bf16,training,fp16,tf32; on CPU else fp32)")  # fmt: skip
     bench.add_argument(
         "--case",
         metavar="TEXT",
-        help="only cases whose name contains TEXT (models: names or parts of them, comma-separated)",
+        help="only cases whose name contains TEXT (models, zoo: names or parts of them, comma-separated)",
     )
     bench.add_argument("--impl", type=_comma_list, metavar="LIST",
                        help="only these implementations, as the rows name them; eager is always measured "
                        "(for example compile,kgopt,kgopt_compile)")  # fmt: skip
+    bench.add_argument("--ways", type=_comma_list, metavar="LIST",
+                       help="zoo: only these of eager,channels_last,optimize,graph,compile,backend,optimize_compile,"
+                       "reduce_overhead,max_autotune, which are all")  # fmt: skip
     bench.add_argument("--backward", action="store_true",
                        help="also measure the backward pass (pipelines, models: a training step); sweep "
                        "always does")  # fmt: skip
@@ -161,9 +169,14 @@ def _add_how_long(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--stop", type=float, metavar="S", help="after S seconds start no further measurement at all")
     bench.add_argument("--resume", action="store_true", help="keep the rows of --json and measure what they lack")
     bench.add_argument("--count", type=int, default=None, metavar="N",
-                       help="how many random shapes, from the first (sweep, convs: 200, chains: 100)")  # fmt: skip
+                       help="how many random shapes, from the first (sweep, convs: 200, chains: 100), or drawn "
+                       "networks (zoo: 60)")  # fmt: skip
     bench.add_argument("--seed", type=int, default=0, metavar="N",
-                       help="sweep, chains, convs: seed of the shapes (%(default)s)")  # fmt: skip
+                       help="sweep, chains, convs, zoo: seed of the shapes (%(default)s)")  # fmt: skip
+    bench.add_argument("--seconds", type=float, metavar="S",
+                       help="zoo: for all of it; the row at hand is given up then, the others stay")  # fmt: skip
+    bench.add_argument("--way-seconds", type=float, default=240.0, metavar="S",
+                       help="zoo: for one row, after which its process is ended (%(default)s)")  # fmt: skip
     bench.add_argument("--max-bytes", type=float, metavar="B",
                        help="sweep: the largest tensor (default: 1 GiB; with --quick or on a CPU 1 MiB)")  # fmt: skip
     bench.add_argument(

@@ -136,6 +136,10 @@ def _settings(args: argparse.Namespace, device: torch.device) -> Settings:
 
 def run_bench(args: argparse.Namespace) -> int:
     """Runs ``python -m kgopt bench`` with parsed arguments. Returns the exit status."""
+    if args.suite == "zoo":
+        from kgopt.cli.networks.suite import run_zoo
+
+        return run_zoo(args)
     if args.plot:
         require("matplotlib", "demo")
     if args.from_json:

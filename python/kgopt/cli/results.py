@@ -28,6 +28,7 @@ IMPLEMENTATIONS = {
     "compile": "torch.compile",
     "compile_channels_last": "torch.compile channels_last",
     "compile_max_autotune": "torch.compile max-autotune",
+    "compile_reduce_overhead": "torch.compile reduce-overhead",
     "kgopt": "kgopt",
     "kgopt_channels_last": "kgopt channels_last",
     "kgopt_own": 'kgopt backend="kgopt"',

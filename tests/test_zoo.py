@@ -1,0 +1,300 @@
+"""bench --suite zoo: its networks small on the CPU, rows that come one by one, ways that fail, the summary."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import _pytree
+
+from bench_rows import FACTS
+from kgopt.cli import main, results
+from kgopt.cli._optional import MissingPackageError
+from kgopt.cli.networks import case, drawn, suite, summary, ways, zoo
+from kgopt.cli.networks.network import Network
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
+NETWORKS = zoo.library_networks()
+DRAWN = drawn.drawn_networks(3, 5)
+SETTINGS = case.Settings("cpu", small=True, seconds=0.0)
+
+
+def build(entry):
+    try:
+        return entry.built(CPU, small=True)
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+
+
+def call(model, arguments):
+    y = model(**arguments) if isinstance(arguments, dict) else model(*arguments)
+    return [t for t in _pytree.tree_leaves(y) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+# ---------------------------------------------------------------------------------------------------------- networks
+
+
+def test_the_zoo_holds_enough():
+    assert len(NETWORKS) >= 40
+    assert len({network.name for network in NETWORKS}) == len(NETWORKS)
+    assert {network.package for network in NETWORKS} >= {"monai", "diffusers", "timm", "pytorch3dunet"}
+
+
+@pytest.mark.parametrize("entry", [*NETWORKS, *DRAWN], ids=lambda entry: entry.name)
+def test_a_network_runs(entry):
+    try:
+        importlib.import_module(getattr(entry, "module", "torch"))
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"{entry.package} cannot be imported: {error}")
+    with entry.built(CPU, small=True) as model:
+        with torch.no_grad():
+            outputs = call(model, entry.arguments(CPU, torch.float32, small=True))
+        assert outputs
+        assert all(bool(y.isfinite().all()) for y in outputs)
+        assert any(float(y.abs().max()) > 0 for y in outputs)
+        if not entry.trains:
+            return
+        model.train()
+        if entry.before_training is not None:
+            entry.before_training(model)
+        sum(y.mean() for y in call(model, entry.arguments(CPU, torch.float32, small=True))).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert gradients
+        assert all(bool(g.isfinite().all()) for g in gradients)
+
+
+def test_a_missing_library_is_named():
+    lacking = Network("Net", "no-such-package", "no_such_package", lambda m, small: m, ((1, 2, 3),), ((1, 2, 3),))
+    row = case.Measurement(lacking, SETTINGS).measure(case.Task("Net", "fp32", "eager"))
+    assert row["failed"].startswith("skipped: no-such-package is missing")
+    assert row["failed"].endswith("pip install no-such-package")
+
+
+def test_drawn_networks_are_the_seeds():
+    first, again, other = (drawn.drawn_networks(2, seed) for seed in (3, 3, 4))
+    assert [entry.drawn() for entry in first] == [entry.drawn() for entry in again]
+    assert [entry.drawn() for entry in first] != [entry.drawn() for entry in other]
+    assert zoo.find_network("drawn 3/001").drawn() == first[1].drawn()
+    with first[0].built(CPU, small=True) as one, again[0].built(CPU, small=True) as two:
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_drawn_networks_are_large_and_small():
+    counts = [drawn._cost(entry.drawn())[0] for entry in drawn.drawn_networks(6, 0)]
+    assert max(counts) > 2**25
+    assert max(counts) <= drawn.ELEMENTS[1]
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+NET = DRAWN[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast", "autocast_fp16"])
+def test_rows_of_a_case(precision):
+    measurement = case.Measurement(NET, SETTINGS)
+    rows = [
+        measurement.measure(case.Task(NET.name, precision, way)) for way in ("eager", "eager_channels_last", "kgopt")
+    ]
+    for row in rows:
+        assert "failed" not in row
+        assert row["time_us"] > 0
+        assert row["error"] < (1e-5 if precision == "fp32" else 0.5)
+        assert row["direction"] == ("training" if precision.startswith("autocast") else "forward")
+    assert rows[1]["layout"] == "channels_last"
+    assert rows[2]["sites"] >= rows[2]["sites_kgopt"]
+    assert json.dumps(rows)
+
+
+def arguments(path, *more: str) -> list[str]:
+    command = ["bench", "--suite", "zoo", "--quick", "--device", "cpu", "--json", str(path), "--case", NET.name]
+    return [*command, "--seed", str(NET.seed), "--count", "3", "--dtype", "fp32", *more]
+
+
+def fake_rows(monkeypatch, measure):
+    """Rows without a process: ``measure`` stands for a worker's."""
+
+    class Worker:
+        facts = FACTS
+        measured = 0
+
+        def __init__(self, *rest):
+            pass
+
+        def measure(self, task, seconds):
+            return measure(task, seconds)
+
+        def stop(self):
+            stops.append(self)
+
+    stops = []
+    monkeypatch.setattr(suite, "Worker", Worker)
+    return stops
+
+
+def row_of(task, time_us=1000.0):
+    return {**suite._failed(task, ""), "time_us": time_us, "failed": None} if time_us is None else {
+        k: v for k, v in {**suite._failed(task, ""), "time_us": time_us}.items() if k != "failed"
+    }  # fmt: skip
+
+
+def test_rows_are_written_and_resumed(tmp_path, monkeypatch, capsys):
+    path, seen = tmp_path / "zoo.json", []
+
+    def measure(task, seconds):
+        if len(seen) == 1:
+            assert len(results.load_rows(path)) == 1  # written before the next one is measured
+        seen.append(task)
+        return row_of(task, 900.0 if task.implementation == "eager_channels_last" else 1000.0)
+
+    fake_rows(monkeypatch, measure)
+    assert main(arguments(path, "--ways", "eager,channels_last")) == 0
+    assert [task.implementation for task in seen] == ["eager", "eager_channels_last"]
+    assert main(arguments(path, "--ways", "eager,channels_last,optimize,compile", "--resume")) == 0
+    assert [task.implementation for task in seen[2:]] == ["kgopt", "compile"]
+    assert seen[-1].eager_prefers_channels_last
+    assert len(results.load_rows(path)) == 4
+    printed = capsys.readouterr().out
+    assert main(["bench", "--suite", "zoo", "--from-json", str(path)]) == 0
+    assert capsys.readouterr().out in printed
+
+
+def test_a_way_that_fails_is_a_row(tmp_path, monkeypatch, capsys):
+    def measure(task, seconds):
+        if task.implementation == "eager_channels_last":
+            raise suite.DiedError("the process died (SIGSEGV): it said nothing")
+        return row_of(task)
+
+    stops = fake_rows(monkeypatch, measure)
+    path = tmp_path / "zoo.json"
+    assert main(arguments(path, "--ways", "eager,channels_last,optimize")) == 0
+    rows = {row["implementation"]: row for row in results.load_rows(path)}
+    assert rows["eager_channels_last"]["failed"] == "the process died (SIGSEGV): it said nothing"
+    assert rows["kgopt"]["time_us"] == 1000
+    assert len(stops) == 2  # the one that died, and the one at the end
+    assert "SIGSEGV" in capsys.readouterr().out
+
+
+def test_time_is_over(tmp_path, monkeypatch, capsys):
+    fake_rows(monkeypatch, lambda task, seconds: row_of(task))
+    path = tmp_path / "zoo.json"
+    assert main(arguments(path, "--seconds", "0")) == 1
+    assert not path.exists()
+    assert "time is over: 1 of 1 cases are left" in capsys.readouterr().err
+
+
+def test_a_process_measures_and_is_ended(tmp_path):
+    """The one test with a real worker: the first row comes, the second has no time."""
+    worker = suite.Worker(SETTINGS)
+    try:
+        assert worker.facts["torch"] == torch.__version__
+        assert worker.measure(case.Task(NET.name, "fp32", "eager"), 100)["time_us"] > 0
+        with pytest.raises(suite.DiedError, match="over 0 s"):
+            worker.measure(case.Task(NET.name, "fp32", "kgopt"), 0)
+    finally:
+        worker.stop()
+    assert not worker._process.is_alive() if worker._process._closed is False else True
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (["--case", "no such network"], "no network of the zoo contains"),
+        (["--dtype", "int8"], "--dtype has 'int8'"),
+        (["--ways", "eager,faster"], "--ways has 'faster'"),
+        (["--shard", "3/2"], "--shard is '3/2'"),
+        (["--jobs", "2"], "--jobs is not for suite zoo"),
+        (["--resume"], "--resume continues the file of --json"),
+        (["--case", "HighResNet", "--dtype", "training"], "leaves nothing of 1 networks"),
+    ],
+)
+def test_wrong_arguments(more, text, capsys):
+    assert main(["bench", "--suite", "zoo", "--device", "cpu", *more]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_ways_and_shards():
+    parser = importlib.import_module("kgopt.cli").build_parser()
+
+    def chosen(*more):
+        args = parser.parse_args(["bench", "--suite", "zoo", "--count", "2", *more])
+        return [(entry.name, precision) for entry, precision in suite.zoo_cases(args)]
+
+    everything = chosen()
+    assert len(everything) > 200
+    assert sorted(chosen("--shard", "0/2") + chosen("--shard", "1/2")) == sorted(everything)
+    assert ("nnU-Net PlainConvUNet 3D", "autocast_fp16") in everything
+    assert ("UNet3D", "autocast") in chosen("--dtype", "training", "--case", "UNet3D")
+    assert len(chosen("--dtype", "bf16", "--case", "UNet3D")) == 1  # the whole name, not a part of one
+    assert "kgopt_graph" in ways.ways_of(None, False, "cuda")
+    assert "kgopt_graph" not in ways.ways_of(None, True, "cuda")
+    assert ways.ways_of(["optimize", "eager"], False, "cuda") == ["eager", "kgopt"]
+
+
+# ----------------------------------------------------------------------------------------------------------- summary
+
+
+def zoo_row(implementation, time_us, network="Net", dtype="bf16", **more):
+    row = {"suite": "zoo", "case": network, "title": network, "dtype": dtype, "implementation": implementation,
+           "direction": "forward", "layout": "contiguous", "time_us": time_us, "error": 3e-3, "peak_bytes": 2**24,
+           **FACTS}  # fmt: skip
+    return {**row, **more}
+
+
+def test_summary_flags():
+    rows = [
+        zoo_row("eager", 2000.0),
+        zoo_row("eager_channels_last", 1500.0),
+        zoo_row("compile", 1000.0),
+        zoo_row("kgopt", 500.0),
+        zoo_row("eager", 1000.0, "Slow"),
+        zoo_row("compile", 800.0, "Slow"),
+        zoo_row("kgopt", 1100.0, "Slow", peak_bytes=2**25, error=9e-2),
+        zoo_row("kgopt_backend", 900.0, "Slow"),
+        zoo_row("kgopt_compile", None, "Slow", failed="over 240 s"),
+    ]
+    fast, slow = summary.zoo_cases_of(rows)
+    assert fast.flags == []
+    assert (fast.ratio, fast.over_eager) == (2.0, 3.0)
+    assert slow.flags == [
+        "kgopt 1.10 x eager",
+        "1.12 x compile",
+        "kgopt_backend 1.12 x compile",
+        "memory 2.00 x eager",
+        "kgopt error 9.0e-02, eager's 3.0e-03",
+        "kgopt_compile failed",
+    ]
+    assert summary.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    assert summary.means([fast, slow]) == [
+        "inference: 1.33 times faster than the best of eager and compile (2 cases), optimize 1.65 times faster than "
+        "eager (2); 1 of 2 flagged"
+    ]
+
+
+def run_table(monkeypatch, *more) -> int:
+    script = ROOT / "benchmarks" / "zoo_table.py"
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, more)])
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_path(str(script), run_name="__main__")
+    return exit_info.value.code or 0
+
+
+def test_page_is_drawn(tmp_path, monkeypatch):
+    page = tmp_path / "zoo.md"
+    page.write_text((ROOT / "docs/zoo.md").read_text())
+    results.save_rows(tmp_path / "h200.json", [zoo_row("eager", 2000.0), zoo_row("kgopt", 500.0)])
+    given = ("--page", page, "--results", tmp_path)
+    assert run_table(monkeypatch, *given, "--check") == 1
+    assert run_table(monkeypatch, *given) == 0
+    assert "| Net | bf16 | 2 ms | - | 500 µs | - | - | - | 4.00 | 4.00 |" in page.read_text()
+    assert run_table(monkeypatch, *given, "--check") == 0
+
+
+def test_page_is_current(monkeypatch):
+    assert run_table(monkeypatch, "--check") == 0
