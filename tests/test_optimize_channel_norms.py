@@ -566,3 +566,20 @@ def test_a_result_of_another_dtype_stays_pytorchs(ran):
     x = torch.randn(2, C, 3, 4, dtype=torch.bfloat16)
     close([fused(x)], [model(x)], 0)
     assert not ran
+
+
+class OnlyFloat(nn.Module):
+    """As diffusers' RMSNorm."""
+
+    def forward(self, x):
+        return (x * torch.rsqrt(x.to(torch.float32).pow(2).mean(1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def test_float64_that_the_code_rounds_stays_rounded(ran):
+    model = nn.Sequential(OnlyFloat(), nn.SiLU())
+    fused = kgopt.optimize(copy.deepcopy(model), measure=False)
+    x = torch.randn(2, C, 3, 4, dtype=torch.float64)
+    assert torch.equal(fused(x), model(x))
+    assert not ran
+    close([fused(x.float())], [model(x.float())], 1e-5)
+    assert len(ran) == 1

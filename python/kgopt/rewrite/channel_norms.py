@@ -6,12 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from kgopt.rewrite import channels, classes, disguise, known, watching
+from kgopt.rewrite import channels, classes, disguise, watching
 from kgopt.rewrite.chain import CHANNELS, Chain
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.standing import Standing
-from kgopt.rewrite.watching import is_hooked
 
 RECIPE = (("channel",),)
 _ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in CHANNELS}
@@ -61,11 +60,3 @@ def reason_against(norm: nn.Module) -> str:
 def give(norm: nn.Module, meanings: channels.Meanings, state: Any) -> str:
     """Gives a norm its class; why not, else ""."""
     return classes.give(norm, type(norm), RECIPE, site=state, channel=meanings)
-
-
-def is_one(module: nn.Module) -> bool:
-    """Whether a module has such a class."""
-    return known.get(module, "channel") is not None
-
-
-__all__ = ["RECIPE", "found_in", "give", "is_hooked", "is_one", "reason_against"]

@@ -381,6 +381,8 @@ def _cast(a: Value, dtype: Any) -> Value:
         return a
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or torch.finfo(dtype).bits < 16:
         raise UnknownFormulaError("it casts to another dtype than a float")
+    if a.dtype is torch.float64 and dtype is not torch.float64:
+        raise UnknownFormulaError("it rounds float64")  # the op would not
     return replace(a, dtype=dtype)
 
 
