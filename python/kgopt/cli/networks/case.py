@@ -274,10 +274,10 @@ def clock(call: Callable[[], Any], device: torch.device, seconds: float) -> tupl
         call()
         _synchronize(device)
         once = time.perf_counter() - start
-    calls = max(1, min(10, int(0.1 / once)))
+    calls = max(1, min(10, int(0.1 * seconds / once)))
     rows: list[float] = []
     end = time.perf_counter() + seconds
-    while len(rows) < 5 or time.perf_counter() < end:
+    while len(rows) < (5 if seconds else 1) or time.perf_counter() < end:
         start = time.perf_counter()
         for _ in range(calls):
             call()
