@@ -43,7 +43,7 @@ def _grouped(model: nn.Module) -> nn.Module:
     return model
 
 
-_NARROW = {
+_NARROW: dict[str, dict[str, Any]] = {
     "Unet": {"decoder_channels": (16, 16, 8, 8, 8)},
     "UnetPlusPlus": {"decoder_channels": (16, 16, 8, 8, 8)},
     "FPN": {"decoder_pyramid_channels": 32, "decoder_segmentation_channels": 32},
