@@ -7,7 +7,6 @@ python benchmarks/zoo_table.py --check   # changes nothing; exit status 1 when t
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -19,10 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- zoo: begin (drawn by benchmarks/zoo_table.py) -->"
 END = "<!-- zoo: end -->"
 LEGEND = (
-    "eager, compile: the best of their ways. × best: time of the best of eager and compile over the best of ours. × eager: time "
-    "of eager in its better format over `kgopt.optimize`'s, without a graph. error, peak: of `kgopt.optimize`, then of eager. "
-    "Flags: over 3 % slower than the network as it came, than the best, or (under `torch.compile`) than Inductor alone; more "
-    "memory than eager; an error over twice eager's."
+    "eager, compile: the best of their ways. x best: time of the best of eager and compile over the best of ours. "
+    "x eager: time of eager in its better format over `kgopt.optimize`'s, without a graph. error, peak: of "
+    "`kgopt.optimize`, then of eager. Flags: over 3 % slower than the network as it came, than the best, or (under "
+    "`torch.compile`) than Inductor alone; more memory than eager; an error over twice eager's."
 )
 
 
@@ -34,8 +33,7 @@ def tables(rows: list[dict]) -> str:
     for gpu in dict.fromkeys(row.get("gpu") or row.get("cpu") for row in rows):
         some = [row for row in rows if (row.get("gpu") or row.get("cpu")) == gpu]
         cases = zoo_cases_of(some)
-        header = [re.sub(r"^x ", "× ", cell) for cell in HEADER]
-        lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+        lines = [f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]
         lines += [f"| {' | '.join(cells)} |" for cells in summary_lines(cases)]
         parts += [f"**{headline(some[-1])}**", "\n".join(f"- {line}" for line in means(cases)), "\n".join(lines)]
     return "\n\n".join([*parts, LEGEND])

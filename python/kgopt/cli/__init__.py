@@ -42,8 +42,8 @@ suites:
   chains      random convolutions of few channels with what the first or third pipeline does after them, --count of them
   convs       random convolutions (8 to 512 channels, kernels of 1 to 5, groups, transposed, 2D and 3D) beside cuDNN,
               autotuned, both in both memory formats
-  zoo         networks of users and networks drawn by --seed, in the --ways of PyTorch and of kgopt, inference and training
-              steps, each way in a process that may fail; times by the clock. --seconds bounds all of it (docs/zoo.md)
+  zoo         networks of users and networks drawn by --seed, in the --ways of PyTorch and of kgopt, inference and
+              training steps, each way in a process that may fail; times by the clock; --seconds bounds it (docs/zoo.md)
 
 dtypes:
   tf32        float32 tensors, TF32 allowed in convolutions (PyTorch's default)
@@ -137,7 +137,8 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
     """Dtypes, cases, implementations."""
     bench.add_argument("--dtype", type=_comma_list, metavar="LIST",
                        help="comma-separated (default: tf32,bf16; for pipelines also fp32; for models with --backward "
-                       "also autocast; for sweep fp32,bf16,fp16; for zoo bf16,training,fp16,tf32; on CPU else fp32)")  # fmt: skip
+                       "also autocast; for sweep fp32,bf16,fp16; for zoo bf16,training,fp16,tf32; on CPU else "
+                       "fp32)")  # fmt: skip
     bench.add_argument(
         "--case",
         metavar="TEXT",

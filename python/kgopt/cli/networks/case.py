@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 import kgopt
 from kgopt import torch_private
@@ -127,7 +126,7 @@ class _Call:
         if self.task.implementation in ("compile_reduce_overhead", "compile_max_autotune"):
             torch.compiler.cudagraph_mark_step_begin()
         y = run(**self.arguments) if isinstance(self.arguments, dict) else run(*self.arguments)
-        return [t for t in _pytree.tree_leaves(y) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        return [t for t in torch_private.tree_leaves(y) if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
     def gradients(self, run: nn.Module) -> None:
         """Forward, loss and backward."""
@@ -274,10 +273,10 @@ def clock(call: Callable[[], Any], device: torch.device, seconds: float) -> tupl
         call()
         _synchronize(device)
         once = time.perf_counter() - start
-    calls = max(1, min(10, int(0.1 / once)))
+    calls = max(1, min(10, int(0.1 * seconds / once)))
     rows: list[float] = []
     end = time.perf_counter() + seconds
-    while len(rows) < 5 or time.perf_counter() < end:
+    while len(rows) < (5 if seconds else 1) or time.perf_counter() < end:
         start = time.perf_counter()
         for _ in range(calls):
             call()

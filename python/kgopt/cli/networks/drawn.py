@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from kgopt.cli.networks.network import Arguments
@@ -27,16 +28,16 @@ FLOPS = 4e12
 EDGES = {2: (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024), 3: (8, 12, 16, 24, 32, 48, 64, 96, 128, 160)}
 
 
-class _Elements(TorchDispatchMode):
-    """Counts the elements that operations write."""
+class _Elements(TorchFunctionMode):
+    """Counts the elements that functions return: about those that a call writes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and not func.is_view:
+        if isinstance(out, torch.Tensor):
             self.count += out.numel()
         return out
 
@@ -61,18 +62,15 @@ class Drawn:
         """It needs none."""
         return ""
 
-    def _random(self, of: str) -> random.Random:
-        return random.Random(f"{self.seed}/{self.index}/{of}")
-
     @property
     def precisions(self) -> tuple[str, ...]:
         """In one precision: there are many of them."""
-        return (self._random("precision").choice(("bf16", "bf16", "fp16", "tf32")),)
+        return (random.Random(f"{self.seed}/{self.index}/precision").choice(("bf16", "bf16", "fp16", "tf32")),)
 
     @property
     def trains(self) -> str:
         """Two in five are trained, too."""
-        return self._random("training").choice(("", "", "", "autocast", "autocast_fp16"))
+        return random.Random(f"{self.seed}/{self.index}/training").choice(("", "", "", "autocast", "autocast_fp16"))
 
     @property
     def before_training(self) -> None:
@@ -80,15 +78,7 @@ class Drawn:
 
     def drawn(self, small: bool = False) -> Json:
         """The grammar's own description, at the size that is measured, or as small as the fuzz has it."""
-        rng = self._random("network")
-        for _ in range(50):
-            found = _plain(draw_network(rng, "cpu", ("eager",)))
-            if not _has_norm(found) or _cost(found) is None:
-                continue
-            sized = found if small else _sized(found, rng)
-            if sized is not None:
-                return sized
-        raise RuntimeError(f"{self.name}: no network with a norm among 50")
+        return _drawn(f"{self.seed}/{self.index}", small)
 
     def shape(self, small: bool = False) -> list[int]:
         """Of its input."""
@@ -117,6 +107,19 @@ class Drawn:
 def drawn_networks(count: int, seed: int) -> list[Drawn]:
     """The first ones of a seed."""
     return [Drawn(seed, index) for index in range(count)]
+
+
+@functools.lru_cache(maxsize=16)
+def _drawn(name: str, small: bool) -> Json:
+    rng = random.Random(f"{name}/network")
+    for _ in range(50):
+        found = _plain(draw_network(rng, "cpu", ("eager",)))
+        if not _has_norm(found) or _cost(found) is None:
+            continue
+        sized = found if small else _sized(found, rng)
+        if sized is not None:
+            return sized
+    raise RuntimeError(f"{name}: no network with a norm among 50")
 
 
 def _plain(case: Json) -> Json:

@@ -43,9 +43,19 @@ def _grouped(model: nn.Module) -> nn.Module:
     return model
 
 
+_NARROW: dict[str, dict[str, Any]] = {
+    "Unet": {"decoder_channels": (16, 16, 8, 8, 8)},
+    "UnetPlusPlus": {"decoder_channels": (16, 16, 8, 8, 8)},
+    "FPN": {"decoder_pyramid_channels": 32, "decoder_segmentation_channels": 32},
+    "DeepLabV3Plus": {"decoder_channels": 16, "decoder_atrous_rates": (2, 3, 4)},
+}
+
+
 def _smp(architecture: str, encoder: str, size: int = 512, batch: int = 8, norm: str = "") -> None:
     def make(smp: Any, small: bool) -> nn.Module:
-        more = {"decoder_use_norm": {"type": "instancenorm", "affine": True}} if norm == "InstanceNorm" else {}
+        more: dict[str, Any] = _NARROW[architecture] if small else {}
+        if norm == "InstanceNorm":
+            more = {**more, "decoder_use_norm": {"type": "instancenorm", "affine": True}}
         model: nn.Module = getattr(smp, architecture)(
             "tu-lcnet_050" if small else encoder, encoder_weights=None, in_channels=3, classes=2, **more
         )

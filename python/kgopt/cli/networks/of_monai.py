@@ -126,13 +126,14 @@ _add("BasicUNet", lambda n, small: n.BasicUNet(3, 1, 2, (4, 4, 8, 8, 8, 4) if sm
      _volume(96, batch=2), _volume(32))  # fmt: skip
 _add("BasicUNet small input", lambda n, small: n.BasicUNet(3, 1, 2, (4,) * 6 if small else (32, 32, 64, 128, 256, 32)),
      _volume(32), _volume(32), trains="")  # fmt: skip
-_add("VNet", lambda n, small: n.VNet(3, 1, 2),
-     _volume(128), _volume(32))  # fmt: skip
+_add("VNet", lambda n, small: n.VNet(2 if small else 3, 1, 2),
+     _volume(128), ((1, 1, 32, 32),))  # fmt: skip
 _add(
     "SwinUNETR",
-    lambda n, small: n.SwinUNETR(1, 14, feature_size=12 if small else 48, depths=(1, 1, 1, 1) if small else (2,) * 4,
-                                 num_heads=(1, 1, 1, 1) if small else (3, 6, 12, 24)),
-    _volume(96), _volume(64),
+    lambda n, small: n.SwinUNETR(1, 2, feature_size=12, spatial_dims=2, depths=(1,) * 4, num_heads=(1,) * 4)
+    if small
+    else n.SwinUNETR(1, 14, feature_size=48),
+    _volume(96), ((1, 1, 64, 64),),
 )  # fmt: skip
 _add(
     "UNETR",

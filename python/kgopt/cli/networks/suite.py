@@ -83,7 +83,7 @@ class _Run:
         limit = self.args.way_seconds + (FIRST_S if is_first or self.worker is None else 0)
         try:
             if self.worker is None:
-                self.worker = Worker(self.settings, self.args.commit)
+                self.worker = Worker(self.settings, self.args.commit, max(self.left(), 1.0))
                 self.facts = self.worker.facts
             left = self.left()
             if left <= 0:

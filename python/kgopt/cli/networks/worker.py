@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,16 +33,17 @@ class DiedError(Exception):
 class Worker:
     """A process for rows of one run."""
 
-    def __init__(self, settings: Settings, commit: str | None = None) -> None:
+    def __init__(self, settings: Settings, commit: str | None = None, seconds: float = START_S) -> None:
         self.measured = 0
         self._log = tempfile.NamedTemporaryFile(prefix="kgopt_zoo_", suffix=".log")  # noqa: SIM115
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_work, args=(theirs, self._log.name, settings, commit), daemon=True)
-        self._process.start()
+        with _environment(KGOPT_VERDICTS="0"):  # each case measures anew, and nobody's files are forgotten
+            self._process.start()
         theirs.close()
         try:
-            self.facts: Row = self._receive(START_S)
+            self.facts: Row = self._receive(min(seconds, START_S))
         except DiedError:
             self.stop()
             raise
@@ -78,6 +81,21 @@ class Worker:
             lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()
             raise DiedError(f"the process died ({how}): {lines[-1][:200] if lines else 'it said nothing'}") from None
         raise DiedError(f"over {seconds:.0f} s")
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Variables of a process that is started here."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _work(connection: Connection, log: str, settings: Settings, commit: str | None) -> None:
