@@ -242,6 +242,7 @@ def test_a_process_measures_and_is_ended(tmp_path):
     finally:
         worker.stop()
     assert not worker._process.is_alive()
+    worker.stop()  # twice does no harm
 
 
 @pytest.mark.parametrize(

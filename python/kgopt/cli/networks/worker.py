@@ -63,9 +63,13 @@ class Worker:
         return row
 
     def stop(self) -> None:
-        """Ends the process, whatever it does."""
-        if self._process.is_alive():
-            self._process.kill()
+        """Ends the process, whatever it does, and the compilers that it started."""
+        if self._connection.closed:
+            return
+        if self._process.pid:
+            with contextlib.suppress(OSError):  # it has died, or has no group yet
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.join()
         self._connection.close()
         self._log.close()
@@ -99,6 +103,7 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 def _work(connection: Connection, log: str, settings: Settings, commit: str | None) -> None:
+    os.setpgrp()  # see stop
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
