@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import graphs, policy, race
+from kgopt.rewrite import graphs, policy, race, whole
 
 
 class FakeLane:
@@ -249,6 +249,21 @@ def test_auto_needs_measurements(fake, auto, options):
 def test_auto_needs_examples_and_inference(fake, auto):
     kgopt.optimize(Net().eval())
     kgopt.optimize(Net().train(), x_of())
+    assert fake.recorded == 0
+
+
+def test_decisions_about_a_model_that_is_replayed_leave_launches_out(fake, auto, monkeypatch):
+    """A decoder whose plain calls waited for the host kept PyTorch's passes between its norms, which replays are slower
+    with.
+    """
+    monkeypatch.setattr(whole, "chooses", lambda device: True)
+    model = auto()
+    assert fake.recorded == 8, "to see whether it can be, for three questions about layouts, itself"
+    assert replays(fake, model, x_of())
+    kgopt.forget()
+    fake.recorded = 0
+    monkeypatch.setattr(fake, "busy", True)
+    auto()
     assert fake.recorded == 0
 
 

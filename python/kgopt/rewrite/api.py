@@ -100,7 +100,7 @@ def optimize(
     was_on = layout.is_on(root)
     with LOCK, all_or_nothing(root, lambda: layout.set_layout(root, was_on)):
         graphs.set_mode(root, False)  # of an earlier call: what they hold is about to change
-        whole = _optimize(root, example_inputs, channels_last, sites, exclude, measure)
+        whole = _optimize(root, example_inputs, channels_last, sites, exclude, measure, bool(cuda_graph))
         found = known.get(root, "report")
         found.recompute = forgetful.set_mode(root, bool(recompute))
         if recompute == "auto":
@@ -115,7 +115,13 @@ def optimize(
 
 
 def _optimize(
-    root: nn.Module, example_inputs: Any, channels_last: bool | str, sites: Any, exclude: Any, measure: bool
+    root: nn.Module,
+    example_inputs: Any,
+    channels_last: bool | str,
+    sites: Any,
+    exclude: Any,
+    measure: bool,
+    replays: bool,
 ) -> Whole | None:
     found = known.get(root, "report")
     if found is not None and found.slower and example_inputs is not None:
@@ -132,7 +138,7 @@ def _optimize(
     whole = None
     if example_inputs is not None:
         whole = Whole(root, example_inputs, _selector(None, exclude), (sites, exclude, channels_last))
-        whole.decide(channels_last, measure, found)
+        whole.decide(channels_last, measure, found, replays)
     elif channels_last is True:
         found.layout = layout.ask_for(root)
     if layout.is_on(root):  # also where it was the faster one: other calls may take other ways

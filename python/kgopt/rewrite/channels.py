@@ -86,6 +86,15 @@ def _is_ours(found: Recognized, kind: str, axis: int, dtype: torch.dtype, autoca
     return formula.dtype is (torch.float32 if autocast else dtype)
 
 
+def _is_of_any_number(module: nn.Module, found: Recognized, rank: int, axis: int, device: str) -> bool:
+    """Whether a norm without parameters is that of any number of channels."""
+    try:
+        other = recognize(module, rank, _GUESS + 3, axis, torch.float32, torch.device(device), False)
+    except UnknownFormulaError:  # F.layer_norm is told its number
+        return False
+    return other.formula == found.formula
+
+
 def meanings_of(module: nn.Module) -> Meanings | None:
     """What a module is found to be, before there is an input; None: no norm over channels."""
     cls = original_class(module) or type(module)
@@ -112,8 +121,7 @@ def meanings_of(module: nn.Module) -> Meanings | None:
             if not _is_ours(found, meanings.kind, axis, dtype, False):
                 continue
             if not counts:
-                other = recognize(module, rank, _GUESS + 3, axis, dtype, torch.device(device), False)
-                meanings.any_number = other.formula == found.formula
+                meanings.any_number = _is_of_any_number(module, found, rank, axis, device)
             # Compiled code can ask nothing, and a model may be cast before it is compiled.
             more = (torch.bfloat16, torch.float16, torch.float64)
             for each in (dtype, *(d for d in more if d is not dtype and dtype is torch.float32)):

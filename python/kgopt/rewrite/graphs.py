@@ -943,6 +943,41 @@ def may_pay(root: nn.Module, arguments: Any) -> bool:
     return any(map(MACHINE.takes, leaves))
 
 
+def can_record(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
+    """Whether a call can be recorded, and may be faster so. Nothing is kept."""
+    state = Graphs("auto")
+    forward = type(root).forward
+    with torch.no_grad():
+        try:
+            if MACHINE.is_busy(lambda: forward(root, *args, **kwargs), device):
+                return False
+            state.call(forward, root, args, kwargs, seen=True, timed=False)
+            return any(isinstance(c, Recording) for c in state.calls.values())
+        finally:
+            state.reset()
+
+
+def seconds_of_replays(
+    first: Callable[[], Any], second: Callable[[], Any], device: torch.device
+) -> tuple[float, float] | None:
+    """Of two calls without their launches; None where one of them cannot be recorded."""
+    lane = MACHINE.lane(device)
+
+    def replay_of(call: Callable[[], Any]) -> Callable[[], None]:
+        with lane.aside():
+            call()
+        replay, _ = lane.record(call)
+        return replay  # type: ignore[no-any-return]
+
+    try:
+        with _no_casts_kept():
+            return policy.time_both(replay_of(first), replay_of(second), device)
+    except RuntimeError:
+        return None
+    finally:
+        lane.settle()
+
+
 def record(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], timed: bool = True) -> bool:
     """Records a call now, where that pays; whether it did. ``timed``: else it is known to pay."""
     state: Graphs | None = known.get(root, "graphs")

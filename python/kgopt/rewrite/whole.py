@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kgopt import accuracy
-from kgopt.rewrite import fingerprint, glue, known, layout, policy, training, verdicts
+from kgopt.rewrite import fingerprint, glue, graphs, known, layout, policy, training, verdicts
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.reporting import Report
@@ -102,6 +102,7 @@ class Whole:
         self.expected: Any = None  # the original code's outputs
         self.error = 0.0  # of the sites' outputs, in the layout that the model came in
         self.asked: list[bool] = []  # of each question, whether the answer was known
+        self.replays = False  # calls will be replayed as CUDA graphs: what launches take does not count
 
     @property
     def states(self) -> list[policy.SiteState]:
@@ -123,8 +124,11 @@ class Whole:
             self.draws = not all(map(torch.equal, before, after))
             return result
 
-    def decide(self, channels_last: bool | str, measure: bool, found: Report) -> None:
-        """Runs the example inputs: sites measure themselves, layouts are compared, and so is the result."""
+    def decide(self, channels_last: bool | str, measure: bool, found: Report, replays: bool = False) -> None:
+        """Runs the example inputs: sites measure themselves, layouts are compared, and so is the result.
+
+        ``replays``: calls may be replayed as CUDA graphs in the end, if that is possible and faster.
+        """
         chosen = layout.is_on(self.root)  # by an earlier call, which put back what lost in that layout
         with original_code(self.root):
             expected = self.call()
@@ -136,6 +140,10 @@ class Whole:
         if measure:
             digest = fingerprint.of_model(self.root, self.example, self.options)
             self.key = verdicts.key_of("model", self.device, digest)
+        if choosing and replays and graphs.may_pay(self.root, self.example):
+            args, kwargs = arguments_of(self.example)
+            can = lambda: [float(graphs.can_record(self.root, args, kwargs, self.device))]  # noqa: E731
+            self.replays = bool(self.settle("can be recorded", can)[0][0])
         if channels_last is True:
             found.layout = layout.ask_for(self.root)
             self.forget()
@@ -175,6 +183,11 @@ class Whole:
         """
 
         def measure() -> list[float]:
+            if self.replays:
+                with trial(self.root, False):
+                    found = graphs.seconds_of_replays(first, second, self.device)
+                if found is not None:
+                    return list(found)
             row = 3 if self.device.type == "cuda" else 1
 
             def in_a_row(form: Callable[[], Any]) -> Callable[[], Any]:
@@ -187,7 +200,7 @@ class Whole:
             with trial(self.root, self.root.training):
                 return [t / row for t in policy.time_both(in_a_row(first), in_a_row(second), self.device)]
 
-        (before, after), known = self.settle(question, measure)
+        (before, after), known = self.settle(f"{question} replayed" if self.replays else question, measure)
         self.asked.append(known)
         return before, after
 
