@@ -267,9 +267,31 @@ def test_decisions_about_a_model_that_is_replayed_leave_launches_out(fake, auto,
     assert fake.recorded == 0
 
 
+def test_a_replay_is_what_the_clock_compares(fake, auto, monkeypatch):
+    """The comparison of both forms moved the weights of a model that had been recorded: it was recorded again at the
+    user's calls, and that was what the clock saw.
+    """
+    monkeypatch.setattr(race, "SLACK", 1.0)
+
+    def clock(whole):
+        forms = race._Forms(whole.root)
+        forms.came()
+        forms.made()
+        return [1.0, 2.0]
+
+    monkeypatch.setattr(race, "_clock", clock)
+    model = auto(channels_last="auto")
+    assert fake.recorded == 1
+    assert not kgopt.report(model).slower
+    assert "1e+03 ms a call, 1e+03 ms as it came (replayed, measured)" in kgopt.report(model).clock
+    assert replays(fake, model, x_of())
+    assert fake.recorded == 1
+
+
 def test_a_model_that_is_slower_replayed_becomes_what_it_was(fake, auto, monkeypatch):
     monkeypatch.setattr(race, "SLACK", 1.0)
-    monkeypatch.setattr(race, "_clock", lambda whole: [1.0, 2.0])
+    monkeypatch.setattr(race, "_clock", lambda w: [1.0, 2.0])
+    fake.times = (4.0, 2.0)
     model = auto()
     assert fake.recorded == 1
     assert kgopt.report(model).slower

@@ -105,10 +105,11 @@ def optimize(
         found.recompute = forgetful.set_mode(root, bool(recompute))
         if recompute == "auto":
             race.choose_recompute(whole, root, found)
-        _record(root, whole, example_inputs, cuda_graph, measure)
         asked = channels_last is True or cuda_graph is True or recompute is True
-        if whole is not None and measure and not asked:
-            race.undo_if_slower(whole, found)
+        times = race.compare(whole) if whole is not None and measure and not asked else None
+        replay = _record(root, whole, example_inputs, cuda_graph, measure)
+        if times is not None:
+            race.undo_if_slower(root, found, times, replay)
     if report:
         print(report_of(model))
     return model
@@ -146,21 +147,25 @@ def _optimize(
     return whole
 
 
-def _record(root: nn.Module, whole: Whole | None, example_inputs: Any, cuda_graph: bool | str, measure: bool) -> None:
-    """Turns CUDA graphs on, where they are asked for or pay, and records the call of the example inputs."""
+def _record(root: nn.Module, whole: Whole | None, example_inputs: Any, cuda_graph: bool | str, measure: bool) -> float:
+    """Turns CUDA graphs on, where they are asked for or pay, and records the call of the example inputs.
+
+    Seconds of a replay, where that was asked; else 0.
+    """
     found = known.get(root, "report")
     found.graph = ""
     arguments = None if example_inputs is None else arguments_of(example_inputs)
     auto = cuda_graph == "auto"
     if not cuda_graph or (auto and not (measure and arguments is not None and graphs.may_pay(root, arguments))):
-        return
+        return 0.0
     failed = graphs.set_mode(root, cuda_graph)
     if failed:
         found.graph = f"none: {failed}"
     elif auto and whole is not None and arguments is not None:
-        race.choose_graph(whole, root, found, *arguments)
+        return race.choose_graph(whole, root, found, *arguments)
     elif arguments is not None:
         graphs.record(root, *arguments)
+    return 0.0
 
 
 def restore(model: nn.Module) -> Any:

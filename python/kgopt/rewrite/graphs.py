@@ -978,16 +978,20 @@ def seconds_of_replays(
         lane.settle()
 
 
-def record(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], timed: bool = True) -> bool:
-    """Records a call now, where that pays; whether it did. ``timed``: else it is known to pay."""
+def record(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known_seconds: float = 0.0) -> float:
+    """Records a call now, where that pays: seconds of a replay by the clock, 0 where it does not.
+
+    ``known_seconds``: those of an equal model, which are not measured again.
+    """
     state: Graphs | None = known.get(root, "graphs")
     if state is None or root.training:
-        return False
+        return 0.0
     # Below the part of the class, so that hooks of the root are not called.
     plain = classes.make_class(*_without(root)).forward
     with torch.no_grad():
-        state.call(plain, root, args, kwargs, seen=True, timed=timed)
-    return any(isinstance(c, Recording) for c in state.calls.values())
+        state.call(plain, root, args, kwargs, seen=True, timed=not known_seconds)
+    made = [c for c in state.calls.values() if isinstance(c, Recording)]
+    return (known_seconds or made[-1].after) if made else 0.0
 
 
 def _without(root: nn.Module) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -35,19 +36,35 @@ def undo(root: nn.Module) -> None:
             known.clear(module)
 
 
-def undo_if_slower(whole: Whole, found: Report) -> None:
-    """Compares a model with what it was, on its example inputs, both in turn; undoes all of it where it lost.
+@dataclass
+class Times:
+    """Seconds of a call by the clock."""
+
+    before: float  # as the model came
+    after: float  # as it is, without a replay
+    known: bool  # of an equal model
+
+
+def compare(whole: Whole) -> Times | None:
+    """A model and what it was, on its example inputs, both in turn; None where there is nothing to compare.
+
+    Ahead of any recording: the model changes its classes and layout for it, and so its tensors' places.
+    """
+    if math.isinf(SLACK) or not any(original_class(m) for m in whole.root.modules()):
+        return None
+    (before, after), asked_before = whole.settle(f"clock {_form(whole.root)}", lambda: _clock(whole))
+    return Times(before, after, asked_before)
+
+
+def undo_if_slower(root: nn.Module, found: Report, times: Times, replay: float) -> None:
+    """Undoes all of it where a model lost. ``replay``: seconds of a call that is replayed; 0: it is not.
 
     ``found``: its report, which stays. So does what its norms remember: they are no new sites.
     """
-    root = whole.root
-    if math.isinf(SLACK) or not any(original_class(m) for m in root.modules()):
-        return
-    form = _form(root) + (" replayed" if graphs.is_on(root) else "")
-    (before, after), asked_before = whole.settle(f"clock {form}", lambda: _clock(whole))
-    how = "known" if asked_before else "measured"
-    found.clock = f"{after * 1e3:.3g} ms a call, {before * 1e3:.3g} ms as it came ({how})"
-    if after <= SLACK * before:
+    after = replay or times.after
+    how = ("replayed, " if replay else "") + ("known" if times.known else "measured")
+    found.clock = f"{after * 1e3:.3g} ms a call, {times.before * 1e3:.3g} ms as it came ({how})"
+    if after <= SLACK * times.before:
         return
     sites = [(m, state) for m in root.modules() if (state := known.get(m, "site")) is not None]
     undo(root)
@@ -62,16 +79,19 @@ def undo_if_slower(whole: Whole, found: Report) -> None:
             row.became, row.reason = "", "the whole model is slower"
 
 
-def choose_graph(whole: Whole, root: nn.Module, found: Report, args: Any, kwargs: Any) -> None:
-    """Records the call of the example inputs, where replays are faster; else turns recording off, and says why."""
-    question = f"graph {_form(root)}"
-    (pays,), asked_before = whole.settle(question, lambda: [float(graphs.record(root, args, kwargs))])
-    if asked_before and pays:
-        pays = graphs.record(root, args, kwargs, timed=False)
-    if not pays:
+def choose_graph(whole: Whole, root: nn.Module, found: Report, args: Any, kwargs: Any) -> float:
+    """Records the call of the example inputs, where replays are faster; else turns recording off, and says why.
+
+    Seconds of a replay by the clock; 0 where there is none.
+    """
+    (seconds,), asked_before = whole.settle(f"graph {_form(root)}", lambda: [graphs.record(root, args, kwargs)])
+    if asked_before and seconds and not graphs.record(root, args, kwargs, seconds):
+        seconds = 0.0
+    if not seconds:
         reason = "none: of an equal model it was not possible, or not faster"
         found.graph = reason if asked_before else graphs.text_of(root) or ""
         graphs.set_mode(root, False)
+    return float(seconds)
 
 
 def _form(root: nn.Module) -> str:
