@@ -226,6 +226,21 @@ def test_auto_takes_what_is_faster(fake, auto):
     assert replays(fake, auto(), x_of())
 
 
+def test_auto_records_other_shapes_but_not_other_numbers(fake, auto):
+    model = auto()
+    for _ in range(3):
+        model(x_of(n=3))
+    assert fake.recorded == 2
+    assert replays(fake, model, x_of(n=3))
+    for _ in range(3):
+        model(x_of(), flag=False)
+    assert fake.recorded == 2
+    copied = copy.deepcopy(model)
+    for _ in range(2):
+        copied(x_of(), flag=False)
+    assert fake.recorded == 3, "a copy takes what comes first"
+
+
 def test_auto_asks_once_for_equal_models(fake, auto, monkeypatch):
     model = auto()
     assert fake.recorded == 1

@@ -264,6 +264,13 @@ def key_of(value: Any, tensors: list[Tensor]) -> Any:
     raise RefusedError(f"an argument is a {kind.__name__}, whose value cannot be compared")
 
 
+def _form(key: Any) -> Any:
+    """A key without the kinds of its tensors."""
+    if not isinstance(key, tuple) or isinstance(key, torch.Size):
+        return key
+    return "tensor" if key and isinstance(key[0], torch.Size) else tuple(map(_form, key))
+
+
 def with_tensors(value: Any, take: Callable[[Tensor], Tensor]) -> Any:
     """Arguments that :func:`key_of` knows, or results, with other tensors.
 
@@ -593,7 +600,7 @@ class Graphs:
             found = self.calls.get(key)
             if isinstance(found, Recording):
                 return found.run(self.lane, tensors)
-            if found is None and (seen or key in self.calls):
+            if found is None and (seen or (key in self.calls and self._takes(key))):
                 found = self.calls[key] = self._try(forward, root, args, kwargs, tensors, timed)
             elif found is None and len(self.calls) < 4 * CALLS:
                 self.calls[key] = None
@@ -609,6 +616,13 @@ class Graphs:
         if len_torch_function_stack() and is_foreign_mode():
             return False
         return not MACHINE.is_recording()
+
+    def _takes(self, key: Any) -> bool:
+        """Whether a kind of call that comes again is recorded. "auto" does so where only its tensors are others than in
+        a call that was: a timestep that is a number would be recorded for each of its values, seconds at a time.
+        """
+        kept = [other for other, c in self.calls.items() if isinstance(c, Recording)]
+        return self.mode is True or not kept or any(_form(other) == _form(key) for other in kept)
 
     def _records(self, root: nn.Module, tensors: list[Tensor]) -> bool:
         own = self.stamp.tensors if self.stamp is not None else list(root.parameters())
