@@ -27,6 +27,7 @@ from kgopt.rewrite.formulas import Formula, UnknownFormulaError, Value
 
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device, slice)
 _MISSING: Any = object()
+_CACHED: Any = type(functools.lru_cache(lambda: None))
 # Of Python's own functions those that change nothing.
 _HARMLESS_NAMES = (
     *("str", "any", "all", "tuple", "list", "len", "isinstance", "int", "float", "bool", "range", "min", "max", "abs"),
@@ -116,7 +117,7 @@ class _Notes:
             return
         if getattr(value, "__module__", "").split(".")[0] == "torch":
             return
-        while isinstance(value, functools._lru_cache_wrapper):
+        while isinstance(value, _CACHED):
             value = value.__wrapped__
         if not isinstance(value, types.FunctionType):
             raise UnknownFormulaError(f"it reads {name}")
