@@ -123,3 +123,21 @@ def aot_inductor(tmp_path_factory):
     run = subprocess.run([sys.executable, "-c", _PLAIN_PACKAGE, package], capture_output=True, text=True)
     if run.returncode != 0:
         pytest.skip(f"AOTInductor fails on a plain torch model here (exit status {run.returncode})")
+
+
+@pytest.fixture
+def summed(monkeypatch):
+    """The activations of the sums that became one op."""
+    from kgopt.rewrite import sites
+
+    found = []
+    run = sites.Site.run_added
+
+    def watched(self, norm, x, other, act):
+        y = run(self, norm, x, other, act)
+        if y is not None:
+            found.append(act)
+        return y
+
+    monkeypatch.setattr(sites.Site, "run_added", watched)
+    return found

@@ -11,29 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import policy, sites
+from kgopt.rewrite import policy
 
 
 @pytest.fixture(autouse=True)
 def ours(monkeypatch):
     monkeypatch.setattr(policy, "default", lambda device: True)
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def summed(monkeypatch):
-    """The activations of the sums that became one op."""
-    found = []
-    run = sites.Site.run_added
-
-    def watched(self, norm, x, other, act):
-        y = run(self, norm, x, other, act)
-        if y is not None:
-            found.append(act)
-        return y
-
-    monkeypatch.setattr(sites.Site, "run_added", watched)
-    return found
 
 
 class Base(nn.Module):

@@ -9,23 +9,6 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import sites
-
-
-@pytest.fixture
-def summed(monkeypatch):
-    """The activations of the sums that became one op."""
-    found = []
-    run = sites.Site.run_added
-
-    def watched(self, norm, x, other, act):
-        y = run(self, norm, x, other, act)
-        if y is not None:
-            found.append(act)
-        return y
-
-    monkeypatch.setattr(sites.Site, "run_added", watched)
-    return found
 
 
 class Base(nn.Module):

@@ -39,11 +39,6 @@ class Term:
         powers = frozenset((atom, p) for atom, p in found.items() if p)
         return Term(self.factor * _number_power(other.factor, power), powers)
 
-    @property
-    def is_constant(self) -> bool:
-        """A number alone."""
-        return not self.powers
-
 
 def _number_power(number: float, power: float) -> float:
     if (number < 0 and power != int(power)) or (number == 0 and power < 0):

@@ -944,11 +944,6 @@ def set_mode(root: nn.Module, mode: bool | str) -> str:
         return classes.give(root, original, (*without, ("graphs",)), graphs=Graphs(mode)) if mode else ""
 
 
-def is_on(root: nn.Module) -> bool:
-    """Whether calls of the model may be replayed."""
-    return known.get(root, "graphs") is not None
-
-
 def may_pay(root: nn.Module, arguments: Any) -> bool:
     """Whether a call of these arguments is one that can be recorded at all: inference on a GPU."""
     if root.training:

@@ -141,9 +141,7 @@ class Whole:
             digest = fingerprint.of_model(self.root, self.example, self.options)
             self.key = verdicts.key_of("model", self.device, digest)
         if choosing and replays and graphs.may_pay(self.root, self.example):
-            args, kwargs = arguments_of(self.example)
-            can = lambda: [float(graphs.can_record(self.root, args, kwargs, self.device))]  # noqa: E731
-            self.replays = bool(self.settle("can be recorded", can)[0][0])
+            self.replays = self.can_be_recorded()
         if channels_last is True:
             found.layout = layout.ask_for(self.root)
             self.forget()
@@ -167,6 +165,14 @@ class Whole:
             original = original_class(module)
             if state is not None and original is not None and state.lost_everywhere:
                 become(module, original)
+
+    def can_be_recorded(self) -> bool:
+        """Whether a call of the example inputs can be replayed as a CUDA graph."""
+        args, kwargs = arguments_of(self.example)
+        (can,), _ = self.settle(
+            "can be recorded", lambda: [float(graphs.can_record(self.root, args, kwargs, self.device))]
+        )
+        return bool(can)
 
     def forget(self) -> None:
         """Sites measure themselves again, in another layout."""
