@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgopt
-from kgopt.rewrite import modules, sites
+from kgopt._layout import is_dense_channels_last
+from kgopt.rewrite import layout, modules, sites
 from kgopt.rewrite.glue.heads import FollowedSite
 
 
@@ -158,3 +160,25 @@ def test_half_values_are_the_same(cls, dtype, monkeypatch):
         assert a.dtype is b.dtype
         error, allowed = ((t.double() - c).norm() for t in (a, b))
         assert error <= 2 * allowed + 2e-2 * c.norm()
+
+
+def test_a_layout_change_within_autocast_reaches_the_casts_that_autocast_keeps():
+    """A model that was timed in channels_last inside an autocast ran on casts of its weights from before, which were
+    contiguous: its convolutions gave contiguous tensors, and channels_last always lost.
+    """
+    seen: list[bool] = []
+
+    class Weights(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.convolution.default:
+                seen.append(is_dense_channels_last(args[1]))
+            return func(*args, **(kwargs or {}))
+
+    model, x = nn.Sequential(nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8)), torch.randn(2, 4, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+        for on in (True, False):
+            layout.set_layout(model, on)
+            with Weights():
+                model(x)
+    assert seen == [True, False]

@@ -246,6 +246,7 @@ def convert_parameters(model: nn.Module) -> list[str]:
     except BaseException:  # memory ran out, or the user lost patience
         restore_parameters(model, changed)
         raise
+    torch.clear_autocast_cache()  # an autocast around this call keeps casts in the format from before
     return changed
 
 
@@ -257,6 +258,7 @@ def restore_parameters(model: nn.Module, names: list[str]) -> None:
             weight = parameters[name]
             # A tensor may be contiguous in both senses; its strides are those of a new one.
             weight.data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device).copy_(weight.data)
+    torch.clear_autocast_cache()
 
 
 classes.add_part("layout", Part(wrap=lambda _, forward: wrapped_forward(forward), place=2))
