@@ -265,8 +265,9 @@ KGOPT_HD T chain_derivative(const ActChain& chain, T x, T* value, bool* stops) {
   return slope.derivative;
 }
 
-// What the kernels have compiled in; every other chain is walked at run time.
-enum class Chain : int { kNone, kRelu, kSilu, kAny };
+// What the kernels have compiled in; every other chain is walked at run time. kLeakyRelu: behind a norm alone, in the
+// kernels for large tensors.
+enum class Chain : int { kNone, kRelu, kSilu, kLeakyRelu, kAny };
 
 inline Chain chain_kind(const ActChain& chain) {
   if (chain.empty()) return Chain::kNone;
@@ -277,14 +278,18 @@ inline Chain chain_kind(const ActChain& chain) {
 
 KGOPT_HD bool is_one(const ActChain& chain, Act act) { return chain.length == 1 && chain.at(0) == act; }
 KGOPT_HD bool is_leaky_relu(const ActChain& chain) { return is_one(chain, Act::kLeakyRelu); }
+// The kind of a chain behind a norm, for kernels that know LeakyReLU.
+inline Chain norm_chain_kind(const ActChain& chain) {
+  return is_leaky_relu(chain) ? Chain::kLeakyRelu : chain_kind(chain);
+}
 // What the kernels for any chain compute in line.
 KGOPT_HD bool is_two_lines(const ActChain& chain) { return is_leaky_relu(chain) || is_one(chain, Act::kRelu); }
 
 // Whether the pair of chains around a norm is one of those that KGOPT_DISPATCH_CHAINS (pointwise.cuh) tells apart, or
 // one that the kernels for any chain compute in line.
 inline bool is_compiled_in(const ActChain& pre, const ActChain& act) {
-  const Chain pre_kind = chain_kind(pre), act_kind = chain_kind(act);
-  return (pre_kind == Chain::kNone && (act_kind != Chain::kAny || is_leaky_relu(act))) ||
+  const Chain pre_kind = chain_kind(pre), act_kind = norm_chain_kind(act);
+  return (pre_kind == Chain::kNone && act_kind != Chain::kAny) ||
          (pre_kind == Chain::kRelu && act_kind == Chain::kNone);
 }
 

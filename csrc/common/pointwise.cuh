@@ -440,6 +440,9 @@ __device__ __forceinline__ void apply_chain(const ActChain& chain, Acc (&x)[kSiz
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       if constexpr (kChain == Chain::kRelu) x[j] = fast_relu(x[j]);
+      if constexpr (kChain == Chain::kLeakyRelu) {
+        x[j] = act_value(ActStep<Acc>{Act::kLeakyRelu, chain.first<Acc>().a, Acc(0)}, x[j]);
+      }
       if constexpr (kChain == Chain::kSilu) x[j] = x[j] * fast_sigmoid(x[j]);
     }
   }
@@ -479,6 +482,8 @@ struct Stopped<Chain::kNone, kSize> {
 };
 template <int kSize>
 struct Stopped<Chain::kSilu, kSize> : Stopped<Chain::kNone, kSize> {};
+template <int kSize>
+struct Stopped<Chain::kLeakyRelu, kSize> : Stopped<Chain::kNone, kSize> {};
 
 // `by` times the chain's slopes at x; with kValues, x becomes the chain's values, and is undefined after otherwise.
 // Where the gradient is stopped, `by` means nothing.
@@ -490,14 +495,18 @@ __device__ __forceinline__ Stopped<kChain, kSize> chain_slopes(const ActChain& c
   if constexpr (kChain == Chain::kAny) {
     if (chain.length == 0) return stopped;
     if (is_leaky_relu(chain)) {
-      const ActStep<Acc> step{Act::kLeakyRelu, chain.first<Acc>().a, Acc(0)};
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        by[j] *= act_derivative(step, x[j]);
-        if (kValues) x[j] = act_value(step, x[j]);
-      }
+      chain_slopes<Chain::kLeakyRelu, kCoarse, kValues>(chain, x, by);
       return stopped;
     }
+  }
+  if constexpr (kChain == Chain::kLeakyRelu) {
+    const ActStep<Acc> step{Act::kLeakyRelu, chain.first<Acc>().a, Acc(0)};
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      by[j] *= act_derivative(step, x[j]);
+      if (kValues) x[j] = act_value(step, x[j]);
+    }
+    return stopped;
   }
   if constexpr (kChain == Chain::kAny && kSize == 1 && sizeof(Acc) == 4) {
     if (is_one(chain, Act::kRelu)) {
@@ -563,7 +572,7 @@ __device__ __forceinline__ Stopped<kChain, kSize> chain_slopes(const ActChain& c
 template <Chain kChain, bool kCoarse, typename Acc, int kSize>
 __device__ __forceinline__ void multiply_slopes(const ActChain& chain, Acc (&x)[kSize], Acc (&gradient)[kSize]) {
   const auto stopped = chain_slopes<kChain, kCoarse, false>(chain, x, gradient);
-  if constexpr (kChain != Chain::kNone && kChain != Chain::kSilu) {
+  if constexpr (kChain == Chain::kRelu || kChain == Chain::kAny) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) gradient[j] = stopped[j] ? Acc(0) : gradient[j];
   }
@@ -584,25 +593,29 @@ constexpr Chain chain_for(Chain chain) {
 }
 
 // Runs `body` with kPre and kAct bound to the chains' kinds. Pairs that no network has share the run-time chain.
-#define KGOPT_DISPATCH_CHAINS(pre, act, kPre, kAct, ...)                                           \
-  do {                                                                                             \
-    const ::kgopt::Chain pre_kind = ::kgopt::chain_kind(pre), act_kind = ::kgopt::chain_kind(act); \
-    if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kNone) {                  \
-      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kNone;         \
-      __VA_ARGS__;                                                                                 \
-    } else if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kRelu) {           \
-      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kRelu;         \
-      __VA_ARGS__;                                                                                 \
-    } else if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kSilu) {           \
-      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kSilu;         \
-      __VA_ARGS__;                                                                                 \
-    } else if (pre_kind == ::kgopt::Chain::kRelu && act_kind == ::kgopt::Chain::kNone) {           \
-      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kRelu, kAct = ::kgopt::Chain::kNone;         \
-      __VA_ARGS__;                                                                                 \
-    } else {                                                                                       \
-      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kAny, kAct = ::kgopt::Chain::kAny;           \
-      __VA_ARGS__;                                                                                 \
-    }                                                                                              \
+#define KGOPT_DISPATCH_CHAINS(pre, act, kPre, kAct, ...)                                        \
+  do {                                                                                          \
+    const ::kgopt::Chain pre_kind = ::kgopt::chain_kind(pre);                                   \
+    const ::kgopt::Chain act_kind = ::kgopt::norm_chain_kind(act);                              \
+    if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kNone) {               \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kNone;      \
+      __VA_ARGS__;                                                                              \
+    } else if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kRelu) {        \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kRelu;      \
+      __VA_ARGS__;                                                                              \
+    } else if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kSilu) {        \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kSilu;      \
+      __VA_ARGS__;                                                                              \
+    } else if (pre_kind == ::kgopt::Chain::kNone && act_kind == ::kgopt::Chain::kLeakyRelu) {   \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kNone, kAct = ::kgopt::Chain::kLeakyRelu; \
+      __VA_ARGS__;                                                                              \
+    } else if (pre_kind == ::kgopt::Chain::kRelu && act_kind == ::kgopt::Chain::kNone) {        \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kRelu, kAct = ::kgopt::Chain::kNone;      \
+      __VA_ARGS__;                                                                              \
+    } else {                                                                                    \
+      constexpr ::kgopt::Chain kPre = ::kgopt::Chain::kAny, kAct = ::kgopt::Chain::kAny;        \
+      __VA_ARGS__;                                                                              \
+    }                                                                                           \
   } while (0)
 
 }  // namespace kgopt

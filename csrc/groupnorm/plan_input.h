@@ -32,9 +32,9 @@ struct NormPlanInput {
   bool backward() const { return tensors == 2; }
   // `residual`: added between the norm and `act`, by the kernels that take any chain.
   void set_activations(const ActChain& pre, const ActChain& act, bool residual = false) {
-    const Chain pre_kind = chain_kind(pre), kind = chain_kind(act);
+    const Chain pre_kind = chain_kind(pre), kind = norm_chain_kind(act);
     long_chain = residual ? !(pre.empty() && (act.empty() || is_two_lines(act))) : !is_compiled_in(pre, act);
-    plain = pre_kind == Chain::kNone && kind != Chain::kAny && !residual;
+    plain = pre_kind == Chain::kNone && chain_kind(act) != Chain::kAny && !residual;
     holds = pre_kind != Chain::kAny && kind != Chain::kAny && (!backward() || kind != Chain::kSilu) && !residual;
   }
 };

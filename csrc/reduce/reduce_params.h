@@ -27,6 +27,16 @@ struct LogsumexpBackwardParams {
   Dtype dtype = Dtype::kFloat32;
 };
 
+// Of a tensor [rows][c], dense, aligned to 16 bytes: sums [c] over the rows, of x's type.
+struct ChannelSumsParams {
+  const void* x = nullptr;
+  void* sums = nullptr;
+  float* partials = nullptr;  // [blocks][c]
+  int64_t rows = 0;
+  int c = 0, blocks = 0;
+  Dtype dtype = Dtype::kFloat32;
+};
+
 struct MeanBackwardParams {
   const void* dy = nullptr;  // [outer][inner]
   void* dx = nullptr;

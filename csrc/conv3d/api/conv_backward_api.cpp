@@ -8,6 +8,7 @@
 #include "conv3d/gradients/few_dgrad/few_dgrad.h"
 #include "conv3d/gradients/few_wgrad/few_wgrad.h"
 #include "conv3d/gradients/wgrad/wgrad.h"
+#include "reduce/reduce.h"
 
 namespace kgopt {
 namespace {
@@ -125,6 +126,24 @@ std::pair<Tensor, std::optional<Tensor>> conv_few_wgrad(const char* op, const Te
   return {dweight, dbias ? std::optional(as_type_of(*dbias, x)) : dbias};
 }
 
+// Sums of dy, which has channels innermost; none where the kernel does not take it.
+std::optional<Tensor> conv_bias_gradient(const char* op, const Tensor& dy, const ConvShape& shape) {
+  ChannelSumsParams p;
+  p.x = dy.const_data_ptr();
+  p.rows = dy.numel() / shape.c_out;
+  p.c = static_cast<int>(shape.c_out);
+  p.dtype = check_dtype(op, "dy", dy);
+  if (!plan_channel_sums(&p, check_gpu(op, dy).sm_count)) return std::nullopt;
+  Workspace workspace(dy);
+  const int64_t partials = workspace.reserve(int64_t(p.blocks) * p.c * 4);
+  workspace.allocate();
+  p.partials = workspace.at<float>(partials);
+  Tensor sums = empty_like_shape(dy, {shape.c_out});
+  p.sums = sums.mutable_data_ptr();
+  raise_on_error(op, run_channel_sums(p, stream_of(dy)));
+  return sums;
+}
+
 // Of a gradient's plans, the one whose path KGOPT_AUTOTUNE finds the fastest at this shape, known or measured now. ATen
 // where that was chosen of others than these, or cannot be told.
 template <typename AnyPlan, typename Run>
@@ -227,6 +246,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     if (own[0] || own[1]) dy = channels_innermost(dy);
     if (own[0]) dx = make_dx(dx_plan);
     if (own[1]) dweight = make_dweight(dweight_plan, false).first;
+    if (mask[2] && !dbias && (own[0] || own[1])) dbias = conv_bias_gradient(op, dy, shape);
     for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i] && !few[i];
     from_aten[2] = mask[2] && !dbias;
   }

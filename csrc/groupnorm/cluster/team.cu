@@ -219,7 +219,7 @@ Status launch_team(const char* name, void (*kernel)(Params), const Params& p, co
 Status run_group_norm_cluster_team_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan,
                                        cudaStream_t stream) {
   constexpr const char* kName = "group_norm_cluster_team_fwd_kernel";
-  return dispatch_norm(kName, p, [&](auto traits) {
+  return dispatch_norm<false>(kName, p, [&](auto traits) {
     using Traits = decltype(traits);
     const bool few = p.shares.passes == kTeamPasses;
     return few ? launch_team(kName, group_norm_cluster_team_fwd_kernel<Traits, kTeamPasses>, p, plan, stream)
@@ -230,7 +230,7 @@ Status run_group_norm_cluster_team_fwd(const GroupNormClusterFwdParams& p, const
 Status run_group_norm_cluster_team_bwd(const GroupNormClusterBwdParams& p, const ClusterPlan& plan,
                                        cudaStream_t stream) {
   constexpr const char* kName = "group_norm_cluster_team_bwd_kernel";
-  return dispatch_norm(kName, p, [&](auto traits) {
+  return dispatch_norm<false>(kName, p, [&](auto traits) {
     using Traits = decltype(traits);
     const bool few = p.shares.passes == kTeamPasses;
     return few ? launch_team(kName, group_norm_cluster_team_bwd_kernel<Traits, kTeamPasses>, p, plan, stream)

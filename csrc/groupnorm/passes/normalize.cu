@@ -82,7 +82,7 @@ Status run_normalize(const NormalizeParams& p, cudaStream_t stream) {
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
     if (p.residual) return launch_normalize<T, Chain::kAny, Chain::kAny, true>(p, stream);
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
-      constexpr bool kFloored = kPre != Chain::kAny && kAct != Chain::kSilu;
+      constexpr bool kFloored = kPre != Chain::kAny && (kAct == Chain::kNone || kAct == Chain::kRelu);
       status = launch_normalize<T, kFloored ? Chain::kRelu : kPre, kFloored ? Chain::kRelu : kAct>(p, stream);
     });
   });

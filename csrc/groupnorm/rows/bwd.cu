@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(NormTraits<T, kPre, kAct>, const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
-  constexpr bool kHolds = kPre != Chain::kAny && (kAct == Chain::kNone || kAct == Chain::kRelu);
+  constexpr bool kHolds = kPre != Chain::kAny && kAct != Chain::kAny && kAct != Chain::kSilu;
   using Traits = RowTraits<T, kPre, kAct, 2, kHolds>;
   if constexpr (kHolds) {
     // A row that is more than the few summers have at a time.

@@ -18,8 +18,9 @@ struct NormTraits {
   static constexpr int kVec = kVecSize<T>;
 };
 
-// launch(NormTraits()) with p's dtype and chains. The kernels on chip have none for float64.
-template <typename Params, typename Launch>
+// launch(NormTraits()) with p's dtype and chains. The kernels on chip have none for float64. Without kLeaky, LeakyReLU
+// takes the instance for any chain: of small tensors launches are the most part.
+template <bool kLeaky = true, typename Params, typename Launch>
 Status dispatch_norm(const char* kernel, const Params& p, Launch launch) {
   const auto with_type = [&](auto zero) {
     using T = decltype(zero);
@@ -30,7 +31,11 @@ Status dispatch_norm(const char* kernel, const Params& p, Launch launch) {
     }
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
       constexpr bool kFloored = kForward && kPre == Chain::kNone;
-      status = launch(NormTraits<T, kPre, kFloored ? with_floor(kAct) : kAct>());
+      constexpr bool kWalked = kAct == Chain::kLeakyRelu && !kLeaky;
+      status = launch(NormTraits<T, kWalked ? Chain::kAny : kPre,
+                                 kWalked    ? Chain::kAny
+                                 : kFloored ? with_floor(kAct)
+                                            : kAct>());
     });
     return status;
   };

@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
 
 Status run_group_norm_slab_fwd(const GroupNormSlabFwdParams& p, const SlabPlan& plan, cudaStream_t stream) {
   constexpr const char* kName = "group_norm_slab_fwd_kernel";
-  return dispatch_norm(kName, p, [&](auto traits) {
+  return dispatch_norm<false>(kName, p, [&](auto traits) {
     using Traits = decltype(traits);
     constexpr auto kKernel = group_norm_slab_fwd_kernel<typename Traits::T, Traits::kPre, Traits::kAct>;
     return launch_kernel<kKernel>(kName, p, dim3(plan.grid), kSlabThreads, 0, stream);
@@ -227,7 +227,7 @@ Status run_group_norm_slab_fwd(const GroupNormSlabFwdParams& p, const SlabPlan& 
 
 Status run_group_norm_slab_bwd(const GroupNormSlabBwdParams& p, const SlabPlan& plan, cudaStream_t stream) {
   constexpr const char* kName = "group_norm_slab_bwd_kernel";
-  return dispatch_norm(kName, p, [&](auto traits) {
+  return dispatch_norm<false>(kName, p, [&](auto traits) {
     using Traits = decltype(traits);
     constexpr auto kKernel = group_norm_slab_bwd_kernel<typename Traits::T, Traits::kPre, Traits::kAct>;
     return launch_kernel<kKernel>(kName, p, dim3(plan.grid), kSlabThreads, 0, stream);

@@ -1,8 +1,9 @@
-"""Convolutions and upsampling in training: kgopt's ops and their gradients, where they were measured faster.
+"""Convolutions, upsampling and concatenation in training: kgopt's ops and their gradients, where they were measured
+faster.
 
-A convolution, and a module whose own code calls ``F.interpolate``, gets a forward that times forward and backward of
-both ways at an input it has not seen, when :func:`kgopt.optimize` runs the example inputs of a model in training mode;
-afterwards it looks the verdict up. Inputs that were not measured run PyTorch's code.
+A convolution, and a module whose own code calls ``F.interpolate`` or ``torch.cat``, gets a forward that times forward
+and backward of both ways at an input it has not seen, when :func:`kgopt.optimize` runs the example inputs of a model in
+training mode; afterwards it looks the verdict up. Inputs that were not measured run PyTorch's code.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from kgopt import accuracy
 from kgopt import ops as ops
 from kgopt._layout import FORMATS, format_of
-from kgopt.rewrite import classes, known, originals, policy, verdicts, watching
+from kgopt.rewrite import classes, joins, known, originals, policy, verdicts, watching
 from kgopt.rewrite.classes import Part
-from kgopt.rewrite.glue.calls import interpolate_of
+from kgopt.rewrite.glue.calls import CATS, interpolate_of
 from kgopt.rewrite.glue.search import corner, innermost
 from kgopt.rewrite.meanings import CONV_MODULES, conv_of
 from kgopt.rewrite.modules import hides_parameters, is_own_conv
@@ -109,14 +110,14 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a module whose code calls F.interpolate, likewise."""
+    """The forward of a module whose code calls F.interpolate or torch.cat, likewise."""
 
     @functools.wraps(forward)
     def training_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = _state_now(self)
         if state is None:
             return forward(self, *args, **kwargs)
-        return watching.outside_own_modes(_interpolating, state, forward, self, *args, **kwargs)
+        return watching.outside_own_modes(_looking, state, forward, self, *args, **kwargs)
 
     return training_forward
 
@@ -142,18 +143,19 @@ def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Upsampling, by modules whose own code calls F.interpolate
+# Upsampling and concatenation, by modules whose own code calls these functions
 
 
-def _interpolating(state: TrainingState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return watching.inside(_Interpolation(state), forward, *args, **kwargs)
+def _looking(state: TrainingState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return watching.inside(_Look(state), forward, *args, **kwargs)
 
 
 _INTERPOLATE = F.interpolate
 _is_untouched = originals.untouched(*originals.of_function(_INTERPOLATE))
+_are_functions_untouched = originals.untouched()
 
 
-class _Interpolation(OwnMode):
+class _Look(OwnMode):
     """Runs what was measured to be faster; measures it first, where the state says so."""
 
     def __init__(self, state: TrainingState) -> None:
@@ -162,6 +164,8 @@ class _Interpolation(OwnMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, kwargs = originals.genuine(func), kwargs or {}
+        if func in CATS and _are_functions_untouched():
+            return self._cat(func, args, kwargs)
         found = _interpolate_of(args, kwargs) if func is _INTERPOLATE and _is_untouched() else None
         if found is None:
             return func(*args, **kwargs)
@@ -182,6 +186,17 @@ class _Interpolation(OwnMode):
             settled[key] = _verdict(Both((kind, factors), theirs, ours, exact), x)
         return ours(x) if settled.get(key) else func(*args, **kwargs)
 
+    def _cat(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        tensors = joins.tensors_of(_is_plain, args, kwargs)
+        if tensors is not None:
+            settled = self.state.ours
+            key = (*key_of(tensors[0]), "cat", *((t.shape[1], t.requires_grad) for t in tensors))
+            if self.state.measuring and key not in settled and len(settled) < SHAPES:
+                settled[key] = joins.is_faster(tensors)
+            if settled.get(key):
+                return joins.join(tensors)
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+
 
 def _interpolate_of(args: Any, kwargs: Any) -> Any:
     return interpolate_of(lambda x: _is_plain(x) and x.dim() in FORMATS, *args, **kwargs)
@@ -194,7 +209,7 @@ def _upsample(kind: str, factors: tuple[int, ...], x: Tensor) -> Tensor:
 
 
 class _Callers(OwnMode):
-    """Finds the modules whose own code calls F.interpolate."""
+    """Finds the modules whose own code calls F.interpolate or torch.cat."""
 
     def __init__(self, modules: dict[int, nn.Module]) -> None:
         super().__init__()
@@ -203,7 +218,7 @@ class _Callers(OwnMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = originals.genuine(func)
-        if func is _INTERPOLATE:
+        if func is _INTERPOLATE or func in CATS:
             owner = innermost(self.modules)
             if owner is not None:
                 self.found[owner] = self.modules[owner]

@@ -80,6 +80,14 @@ def cat_channels_last(tensors: Sequence[Tensor], dim: int = 1) -> Tensor:
     return out
 
 
+def dense_channels_last(x: Tensor) -> Tensor:
+    """A copy of a tensor whose channels lie side by side, dense, in channels_last."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=FORMATS[x.dim()])
+    source, target = _wide(x.movedim(1, -1), out.movedim(1, -1))
+    target.copy_(source)
+    return out
+
+
 def nearest_of_views(x: Tensor, factors: Sequence[int]) -> Tensor:
     """:func:`upsample_nearest` of a channels_last tensor, as views and one copy.
 
