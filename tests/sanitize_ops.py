@@ -289,9 +289,15 @@ def conv_gradient_cases() -> None:
             weight = tensor(*((c_in, c_out) if transposed else (c_out, c_in)), *kernel, dtype=dtype)
             geometry = ([1] * 3, [k // 2 for k in kernel], [1] * 3, [0] * 3, 1, transposed)
             call = lambda dy, x, w, g=geometry, c=c_in: ops.conv_backward(  # noqa: E731
-                dy, x, w, *g, [c > 4, True, False], backend="kgopt", allow_tf32=True
+                dy, x, w, *g, [c > 4, True, True], backend="kgopt", allow_tf32=True
             )
             run(f"conv_backward {name} {dtype}", dy, x, weight, backward=False, call=call)
+        for c_in, c_out in ((32, 3), (40, 1), (8, 7)):
+            x, dy = (tensor(2, c, 9, 17, 19, dtype=dtype, channels_last=True) for c in (c_in, c_out))
+            weight = tensor(c_out, c_in, 1, 1, 1, dtype=dtype)
+            geometry = ([1] * 3, [0] * 3, [1] * 3, [0] * 3, 1, False, [True, True, True])
+            call = lambda dy, x, w, g=geometry: ops.conv_backward(dy, x, w, *g, backend="auto", allow_tf32=True)  # noqa: E731
+            run(f"conv_backward head {c_in} {c_out} {dtype}", dy, x, weight, backward=False, call=call)
         x = tensor(1, 32, 3, 9, 37, dtype=dtype, channels_last=True)
         for c_out in (40, 72):  # fp32 weights, which the two kernels' packing rounds
             call = lambda x, w, b: ops.conv3d(x, w, b, [1] * 3, [1] * 3, backend="kgopt", allow_tf32=True)  # noqa: E731

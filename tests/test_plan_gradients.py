@@ -294,3 +294,37 @@ def test_few_channels_contiguous_take_own_gradients(n, c_in, c_out, size, kernel
     assert "asked for" in choice.why_aten_dx
     problem, _ = make_problem(c_in, c_out, size, kernel=kernel, n=n, dtype=dtype)
     assert not isinstance(dev.choose_conv_gradients(problem, limits).dweight, dev.FewWgradPlan), "x is not contiguous"
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_plan_of_a_head_of_any_shape(data) -> None:
+    """Blocks share the rows, threads the columns, and every partial sum has its place."""
+    draw = data.draw
+    kernel = draw(st.sampled_from([(1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 3, 3)]))
+    stride = draw(st.sampled_from([(1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 2, 2)]))
+    size = (draw(st.integers(1, 40)), draw(st.integers(3, 200)), draw(st.integers(3, 300)))
+    dtype = draw(st.sampled_from(DTYPES))
+    vec = 4 if dtype == "float32" else 8
+    c_in, c_out = vec * draw(st.sampled_from([1, 3, 4, 12, 100, 256, 257])), draw(st.integers(1, 10))
+    case = dict(n=draw(st.integers(1, 9)), transposed=draw(st.booleans()), dtype=dtype)
+    innermost = draw(st.booleans())
+    problem, output = make_problem(c_in, c_out, size, kernel, stride, **case, channels_innermost=innermost)
+    plan = dev.plan_head_gradient(problem, GPUS["h200"])
+    rows = case["n"] * math.prod(output)
+    reasons = {
+        "transposed": case["transposed"],
+        "not 1 x 1": kernel != (1, 1, 1) or stride != (1, 1, 1),
+        "16-byte pieces": not innermost,
+        "over 8 outputs": c_out > 8 or c_in > 256 * vec,
+        "small": rows < 4096,
+    }
+    if check_refusal(plan.refusal, reasons):
+        return
+    assert (plan.rows, plan.c_in, plan.c_out) == (rows, c_in, c_out)
+    assert c_out <= plan.outputs <= 8
+    assert 1 <= plan.blocks <= 4 * 132
+    assert plan.partial_floats == plan.blocks * c_out * c_in
+    assert dev.choose_conv_gradients(problem, GPUS["h200"]).explain() == "dx kgopt; dweight kgopt"
+    copied = dev.choose_conv_gradients(problem, GPUS["h200"], dev.ConvBackend.auto, True)
+    assert "aten" in copied.explain()

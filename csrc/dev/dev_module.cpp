@@ -462,6 +462,16 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("channels", &few_wgrad_channels)
       .def_property_readonly("floats", &few_wgrad_floats);
 
+  py::class_<HeadPlan>(m, "HeadPlan", "Fields as in conv3d/gradients/head/params.h.")
+      .def_property_readonly("refusal",
+                             [](const HeadPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("rows", &HeadPlan::rows)
+      .def_readonly("c_in", &HeadPlan::c_in)
+      .def_readonly("c_out", &HeadPlan::c_out)
+      .def_readonly("outputs", &HeadPlan::outputs)
+      .def_readonly("blocks", &HeadPlan::blocks)
+      .def_readonly("partial_floats", &HeadPlan::partial_floats);
+
   py::class_<FewDgradPlan>(m, "FewDgradPlan", "Fields as in conv3d/gradients/few_dgrad/params.h.")
       .def_property_readonly(
           "refusal", [](const FewDgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
@@ -559,6 +569,7 @@ void bind_conv(py::module_& m) {
       py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("plan_few_wgrad", &plan_few_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("plan_few_dgrad", &plan_few_dgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("plan_head_gradient", &plan_head_gradient, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("choose_conv_gradients", &choose_conv_gradients, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto, py::arg("copies") = false);
   m.def("choose_conv", &choose_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{},

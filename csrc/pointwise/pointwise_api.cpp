@@ -4,11 +4,9 @@
 #include "pointwise/pointwise_checks.h"
 
 namespace kgopt {
-namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-// What the convolution's kernel left to do, in one pass.
 void add_tail(const char* op, const Tensor& y, const OptTensor& bias, const ConvShape& shape, const ConvTail& tail) {
   const Tensor dense_bias = bias ? dense_in(*bias, MemoryFormat::Contiguous) : Tensor();
   BiasResidualParams p;
@@ -24,8 +22,6 @@ void add_tail(const char* op, const Tensor& y, const OptTensor& bias, const Conv
   p.dtype = shape.dtype;
   raise_on_error(op, run_bias_residual(p, stream_of(y)));
 }
-
-}  // namespace
 
 Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, OptTensor bias, const OptTensor& residual,
                     const IntArray& stride, const IntArray& padding, const IntArray& dilation,

@@ -8,6 +8,9 @@
 
 namespace kgopt {
 
+// What the convolution's kernel left to do, in one pass over its result y.
+void add_tail(const char* op, const Tensor& y, const OptTensor& bias, const ConvShape& shape, const ConvTail& tail);
+
 // With `moments`, those of the result are put there.
 Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, OptTensor bias, const OptTensor& residual,
                     const IntArray& stride, const IntArray& padding, const IntArray& dilation,

@@ -6,6 +6,7 @@
 #include "conv3d/wgmma/position_rows/start.h"
 #include "conv3d/wgmma/tap_columns/start.h"
 #include "groupnorm/api/group_norm_api.h"
+#include "pointwise/pointwise_api.h"
 
 namespace kgopt {
 
@@ -206,7 +207,15 @@ std::string explain_forward(const ConvArgs& a, const ConvShape& shape) {
 }
 
 Tensor conv_by(const ConvArgs& a, const ConvShape& shape, const Choice& choice, ConvTail* tail) {
-  if (!tail) return launch(a, shape, choice, ConvTail());
+  if (!tail) {
+    if (!a.bias || choice.path() != ConvPath::kAten || shape.is_empty()) return launch(a, shape, choice, ConvTail());
+    ConvArgs bare = a;
+    bare.bias = std::nullopt;
+    const Tensor y = launch(bare, shape, choice, ConvTail());
+    // ATen adds the bias at half the speed of the memory.
+    add_tail(a.op, y, as_type_of(*a.bias, y), shape, ConvTail());
+    return y;
+  }
   // cuDNN's pass for the bias is one that the caller's may do as well.
   tail->left_bias = a.bias.has_value() && choice.path() == ConvPath::kAten;
   tail->left_rest = !choice.does(tail_kind(tail)) || chain_kind(tail->act) == Chain::kAny ||

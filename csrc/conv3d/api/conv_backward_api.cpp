@@ -7,6 +7,7 @@
 #include "conv3d/api/call.h"
 #include "conv3d/gradients/few_dgrad/few_dgrad.h"
 #include "conv3d/gradients/few_wgrad/few_wgrad.h"
+#include "conv3d/gradients/head/head.h"
 #include "conv3d/gradients/wgrad/wgrad.h"
 #include "reduce/reduce.h"
 
@@ -126,6 +127,42 @@ std::pair<Tensor, std::optional<Tensor>> conv_few_wgrad(const char* op, const Te
   return {dweight, dbias ? std::optional(as_type_of(*dbias, x)) : dbias};
 }
 
+HeadParams head_params(const char* op, const Tensor& dy, const Tensor& x, const HeadPlan& plan) {
+  HeadParams p;
+  p.x = x.const_data_ptr();
+  p.dy = dy.const_data_ptr();
+  p.dtype = check_dtype(op, "x", x);
+  p.plan = plan;
+  return p;
+}
+
+Tensor conv_head_dgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const HeadPlan& plan) {
+  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, channels_last_format(x.dim()));
+  const Tensor narrow = as_type_of(weight, x);
+  HeadParams p = head_params(op, dy, x, plan);
+  p.weight = narrow.const_data_ptr();
+  p.w_stride_out = narrow.stride(0);
+  p.w_stride_in = narrow.stride(1);
+  p.dx = dx.mutable_data_ptr();
+  raise_on_error(op, run_conv_head_dgrad(p, stream_of(x)));
+  return dx;
+}
+
+Tensor conv_head_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const HeadPlan& plan) {
+  Workspace workspace(x);
+  const int64_t partials = workspace.reserve(plan.partial_floats * 4);
+  workspace.allocate();
+  Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
+  HeadParams p = head_params(op, dy, x, plan);
+  p.partials = workspace.at<float>(partials);
+  p.dw = dweight.mutable_data_ptr();
+  p.dw_stride_out = dweight.stride(0);
+  p.dw_stride_in = dweight.stride(1);
+  p.dw_dtype = check_dtype(op, "weight", weight);
+  raise_on_error(op, run_conv_head_wgrad(p, stream_of(x)));
+  return dweight;
+}
+
 // Sums of dy, which has channels innermost; none where the kernel does not take it.
 std::optional<Tensor> conv_bias_gradient(const char* op, const Tensor& dy, const ConvShape& shape) {
   ChannelSumsParams p;
@@ -185,6 +222,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
         return conv_few_dgrad(op, planar(dy), x, weight, shape, *few);
       }
       const Tensor innermost = channels_innermost(dy);
+      if (const auto* head = std::get_if<HeadPlan>(&plan)) return conv_head_dgrad(op, innermost, x, weight, *head);
       const ConvArgs adjoint{
           op,     innermost,   weight, std::nullopt, stride,     padding, dilation, IntArray(rank, 0),
           groups, !transposed, rank,   backend,      allow_tf32, true};
@@ -197,6 +235,9 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     auto make_dweight = [&](const Dweight& plan, bool wants_bias) -> std::pair<Tensor, std::optional<Tensor>> {
       if (const auto* few = std::get_if<FewWgradPlan>(&plan)) {
         return conv_few_wgrad(op, planar(dy), planar(x), weight, shape, *few, wants_bias);
+      }
+      if (const auto* head = std::get_if<HeadPlan>(&plan)) {
+        return {conv_head_wgrad(op, channels_innermost(dy), channels_innermost(x), weight, *head), std::nullopt};
       }
       const WgradPlan& wgrad = std::get<WgradPlan>(plan);
       const Tensor given = wgrad.few ? channels_innermost(x) : x;
@@ -222,6 +263,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
         if (!all->dx_tap_columns.refusal) able.push_back({ConvPath::kTapColumns, all->dx_tap_columns});
         if (!all->dx_position_rows.refusal) able.push_back({ConvPath::kPositionRows, all->dx_position_rows});
         if (!all->dx_few.refusal) able.push_back({ConvPath::kFewChannels, all->dx_few});
+        if (!all->head.refusal) able.push_back({ConvPath::kDirect, all->head});
         auto run = [&](const Dx& plan) { std::holds_alternative<AtenPlan>(plan) ? by_aten(0) : void(make_dx(plan)); };
         dx_plan = tuned_gradient(args, shape, ConvTuned::kInputGradient, dx_plan, able, run);
       }
@@ -229,6 +271,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
         std::vector<std::pair<ConvPath, Dweight>> able{{ConvPath::kAten, AtenPlan()}};
         if (!all->dweight.refusal) able.push_back({ConvPath::kTapColumns, all->dweight});
         if (!all->dweight_few.refusal) able.push_back({ConvPath::kFewChannels, all->dweight_few});
+        if (!all->head.refusal) able.push_back({ConvPath::kDirect, all->head});
         auto run = [&](const Dweight& plan) {
           std::holds_alternative<AtenPlan>(plan) ? by_aten(1) : void(make_dweight(plan, false));
         };
@@ -246,7 +289,10 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     if (own[0] || own[1]) dy = channels_innermost(dy);
     if (own[0]) dx = make_dx(dx_plan);
     if (own[1]) dweight = make_dweight(dweight_plan, false).first;
-    if (mask[2] && !dbias && (own[0] || own[1])) dbias = conv_bias_gradient(op, dy, shape);
+    if (mask[2] && !dbias && backend != "aten" && is_channels_last(dy)) {
+      dy = channels_innermost(dy);
+      dbias = conv_bias_gradient(op, dy, shape);
+    }
     for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i] && !few[i];
     from_aten[2] = mask[2] && !dbias;
   }

@@ -8,6 +8,7 @@
 #include "conv3d/choice/choice.h"
 #include "conv3d/gradients/few_dgrad/plan.h"
 #include "conv3d/gradients/few_wgrad/plan.h"
+#include "conv3d/gradients/head/plan.h"
 #include "conv3d/gradients/wgrad/cost.h"
 
 namespace kgopt {
@@ -21,6 +22,7 @@ struct ConvGradientPlans {
   FewDgradPlan dx_few;
   WgradPlan dweight;
   FewWgradPlan dweight_few;
+  HeadPlan head;  // of both
 };
 
 // channels_innermost of the problem says that x and dy both are.
@@ -30,6 +32,7 @@ inline ConvGradientPlans plan_conv_gradients(const ConvProblem& problem, const D
   plans.dx_tap_columns = plan_tap_columns(adjoint, limits);
   plans.dx_position_rows = plan_position_rows(adjoint, limits);
   plans.dweight = plan_wgrad(problem, limits);
+  plans.head = plan_head_gradient(problem, limits);
   if (problem.planar) {
     plans.dx_few = plan_few_dgrad(problem, limits);
     plans.dweight_few = plan_few_wgrad(problem, limits);
@@ -41,8 +44,8 @@ inline ConvGradientPlans plan_conv_gradients(const ConvProblem& problem, const D
 
 // ATen makes a gradient that has no other plan, because of why_aten.
 struct ConvGradientsChoice {
-  std::variant<TapColumnsPlan, PositionRowsPlan, FewDgradPlan, AtenPlan> dx = AtenPlan();
-  std::variant<WgradPlan, FewWgradPlan, AtenPlan> dweight = AtenPlan();
+  std::variant<TapColumnsPlan, PositionRowsPlan, FewDgradPlan, HeadPlan, AtenPlan> dx = AtenPlan();
+  std::variant<WgradPlan, FewWgradPlan, HeadPlan, AtenPlan> dweight = AtenPlan();
   const char* why_aten_dx = nullptr;
   const char* why_aten_dweight = nullptr;
 
@@ -71,6 +74,10 @@ inline ConvGradientsChoice choose_conv_gradients(const ConvProblem& problem, con
     return choice;
   }
   const ConvGradientPlans plans = plan_conv_gradients(problem, limits);
+  if (!plans.head.refusal && !copies) {  // bounded by memory: nothing is faster
+    choice.dx = choice.dweight = plans.head;
+    return choice;
+  }
   const bool always = backend == ConvBackend::kKgopt;
   // Without TF32 cuDNN is no faster than with it, nor than fp32's own rate.
   const auto tera_per_second = [&](double tf32, double half) {
