@@ -101,9 +101,13 @@ def narrow_convs(count: int = 90) -> list[RandomConv]:
 
 
 def narrow_problems() -> list[tuple[RandomConv, str, str]]:
-    """What the kernel of few channels may run, of all convolutions here: contiguous tensors, in TF32 and bf16."""
-    found = [(conv, precision, "contiguous") for conv in narrow_convs() for precision in ("tf32", "bf16")]
-    known = [one for one in problems() if one[1] != "fp32" and one[2] == "contiguous" and not one[0].transposed]
+    """What the kernel of few channels may run, of all convolutions here, in TF32 and bf16; of channels_last tensors
+    those of up to 8 channels, beyond which kernels that read channels are faster.
+    """
+    kinds = list(itertools.product(("tf32", "bf16"), ("channels_last", "contiguous")))
+    found = [(conv, *kind) for conv in narrow_convs() for kind in kinds]
+    known = [one for one in problems() if one[1] != "fp32" and not one[0].transposed]
+    found, known = ([one for one in some if one[2] == "contiguous" or one[0].shape[1] <= 8] for some in (found, known))
     random.Random(3).shuffle(found)
     turns = itertools.zip_longest(found, known)
     return [one for turn in turns for one in turn if one]

@@ -201,8 +201,7 @@ def test_few_channels_take_their_kernel_where_it_was_measured_to_be_fastest():
 def test_a_named_kernel_runs_or_says_why_not():
     few = next(row for row in ROWS if "few_channels" in row["us"])
     assert dev.choose_conv(problem(few), backend=dev.ConvBackend.few_channels).path.name == "few_channels"
-    last = dev.choose_conv(problem(few, planar=False), backend=dev.ConvBackend.few_channels)
-    assert last.explain() == "none: stores contiguous tensors only"
+    assert dev.choose_conv(problem(few, planar=False), backend=dev.ConvBackend.few_channels).path.name == "few_channels"
     row = next(row for row in ROWS if "position_rows" in row["us"] and "tap_columns" in row["us"])
     for name in ("implicit_gemm", "tap_columns", "position_rows"):
         assert dev.choose_conv(problem(row), backend=getattr(dev.ConvBackend, name)).path.name == name

@@ -89,7 +89,8 @@ Tensor conv_few_channels(const ConvArgs& a, const ConvShape& shape, const FewCha
   p.y_stride_n = y.stride(0);
   p.stored_stride_c = y.stride(1);
   spatial_strides(y, a.rank, p.y_stride);
-  p.stored_pairs = shape.out[2] % 2 == 0;
+  p.stored_pairs = !shape.out_channels_last && shape.out[2] % 2 == 0;
+  p.stored_channel_pairs = shape.out_channels_last && p.c_out % 2 == 0;
   raise_on_error(a.op, run_conv_gather_store(p, shape.n, static_cast<cudaStream_t>(current_stream(a.x))));
   return y;
 }

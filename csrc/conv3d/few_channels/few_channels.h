@@ -9,7 +9,7 @@ namespace kgopt {
 
 // Each by one kernel; run_few_channels_* below take the plan's.
 
-// Statistics, logsumexp over channels, and conv(x) + bias, stored contiguously.
+// Statistics, logsumexp over channels, and conv(x) + bias, stored.
 Status run_conv_gather_stats(const FewChannelsParams& p, int64_t n, cudaStream_t stream);
 Status run_conv_gather_residual_lse(const FewChannelsParams& p, int64_t n, cudaStream_t stream);
 Status run_conv_gather_store(const FewChannelsParams& p, int64_t n, cudaStream_t stream);

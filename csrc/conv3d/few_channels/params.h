@@ -156,13 +156,14 @@ struct FewChannelsParams {
   void* y;                 // kResidualLse: the result [N, positions], fp32
   bool y_rounded;          // or of x's half type
   int64_t y_stride_n, y_stride[3];
-  void* stored;  // kStore: y [N, C, ...] of x's dtype, rows of the width dense
+  void* stored;  // kStore: y [N, C, ...] of x's dtype
   int64_t stored_stride_c;
-  bool stored_pairs;       // half types: two neighbours of an even position are one aligned word
-  FewChannelsStats stats;  // kStats
-  const void* norm_table;  // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm/params.h
-  int64_t n;               // samples
-  int c_in, c_out;         // per conv group
+  bool stored_pairs;          // half types: two neighbours of an even position are one aligned word
+  bool stored_channel_pairs;  // so are two of an even channel
+  FewChannelsStats stats;     // kStats
+  const void* norm_table;     // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm/params.h
+  int64_t n;                  // samples
+  int c_in, c_out;            // per conv group
   int c_out_total;
   int groups;
   int in[3], out[3];

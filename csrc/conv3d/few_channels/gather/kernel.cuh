@@ -294,9 +294,10 @@ __global__ void __launch_bounds__(few_channels_threads(kMath, kColumns, kWindow,
             const bool pairs = kPerWord == 2 && p.stored_pairs;
             const int odd = pairs ? g & 1 : 0;
             const int64_t block_step = 8 * p.stored_stride_c;
+            const int half_step = static_cast<int>(8 * p.y_stride[2]);
             Element* y = static_cast<Element*>(p.stored) + n * p.y_stride_n +
                          (c_first + t * 2 + odd) * p.stored_stride_c + d * p.y_stride[0] +
-                         (h0 + out_row) * p.y_stride[1] + w - odd;
+                         (h0 + out_row) * p.y_stride[1] + (w - odd) * p.y_stride[2];
 #pragma unroll
             for (int j = 0; j < kColumns / 8; ++j, y += block_step) {
               asm("" : "+l"(y));  // else all addresses are kept in registers that the products need
@@ -305,15 +306,17 @@ __global__ void __launch_bounds__(few_channels_threads(kMath, kColumns, kWindow,
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
                 const float v[2] = {done[j * 4 + half * 2] + bias[0], done[j * 4 + half * 2 + 1] + bias[1]};
-                if (pairs) {
+                if (p.stored_channel_pairs) {
+                  if (valid[half] && c < c_valid) store_vec(y + half * half_step, pack<Element>(v));
+                } else if (pairs) {
                   const float got = __shfl_xor_sync(0xffffffffu, odd ? v[0] : v[1], 4);
                   const float pair[2] = {odd ? got : v[0], odd ? v[1] : got};
                   if constexpr (kPerWord == 2) {
                     if (valid[half] && c + odd < c_valid) store_vec(y + half * 8, pack<Element>(pair));
                   }
                 } else if (valid[half]) {
-                  if (c < c_valid) y[half * 8] = from_acc<Element>(v[0]);
-                  if (c + 1 < c_valid) y[half * 8 + p.stored_stride_c] = from_acc<Element>(v[1]);
+                  if (c < c_valid) y[half * half_step] = from_acc<Element>(v[0]);
+                  if (c + 1 < c_valid) y[half * half_step + p.stored_stride_c] = from_acc<Element>(v[1]);
                 }
               }
             }
