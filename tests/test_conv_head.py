@@ -111,3 +111,28 @@ def test_heads_under_tf32_are_no_worse_than_tf32():
     rounded = _backward(*(round_tf32(t).double() for t in (dy, x, weight)))
     for actual, ideal, reference in zip(mine, rounded, exact, strict=True):
         assert_as_good_as_torch(actual, ideal.float(), reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case", [(3, 32, 3, 2, (16, 18, 20)), (2, 64, 1, 1, (65, 67)), (2, 8, 4, 3, (40, 41))], ids=str
+)
+def test_heads(case, dtype, poisoned):
+    rank, c_in, c_out, n, size = case
+    torch.backends.cudnn.allow_tf32 = False
+    x, bias = _channels_last(n, c_in, *size, dtype=dtype), torch.randn(c_out, device="cuda").to(dtype)
+    weight = torch.randn(c_out, c_in, *[1] * rank, device="cuda").to(dtype)
+    ours, theirs = (torch.ops.kgopt.conv2d, torch.conv2d) if rank == 2 else (torch.ops.kgopt.conv3d, torch.conv3d)
+    geometry = [1] * rank, [0] * rank, [1] * rank, [0] * rank, 1, False
+    assert "1 x 1 convolution to a few channels" in torch.ops.kgopt.explain_conv(x, weight, *geometry)
+    y, expected, exact = (
+        ours(x, weight, bias),
+        theirs(x, weight, bias),
+        theirs(x.double(), weight.double(), bias.double()),
+    )
+    assert y.stride() == expected.stride()
+    assert_as_good_as_torch(y, expected, exact)
+    wide = x.new_empty(n, 2 * c_in, *size).contiguous(memory_format=FORMATS[x.dim()])[:, :c_in]
+    wide.copy_(x)
+    assert torch.equal(ours(wide, weight, bias), y)

@@ -52,6 +52,9 @@ struct ConvProblem {
 };
 inline constexpr char kEmptyProblem[] = "a tensor has no elements";
 
+// Of a 1 x 1 convolution to a few channels. Below these positions launches are all of the time.
+inline constexpr int64_t kHeadLeastRows = 4096;
+
 // What the plan may use of the device.
 struct DeviceLimits {
   int sm_count = 132;

@@ -129,6 +129,7 @@ void bind_conv(py::module_& m) {
       .value("position_rows", ConvPath::kPositionRows)
       .value("transposed_norm", ConvPath::kTransposedNorm)
       .value("chain", ConvPath::kChain)
+      .value("head", ConvPath::kHead)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
 
@@ -462,15 +463,15 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("channels", &few_wgrad_channels)
       .def_property_readonly("floats", &few_wgrad_floats);
 
-  py::class_<HeadPlan>(m, "HeadPlan", "Fields as in conv3d/gradients/head/params.h.")
-      .def_property_readonly("refusal",
-                             [](const HeadPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
-      .def_readonly("rows", &HeadPlan::rows)
-      .def_readonly("c_in", &HeadPlan::c_in)
-      .def_readonly("c_out", &HeadPlan::c_out)
-      .def_readonly("outputs", &HeadPlan::outputs)
-      .def_readonly("blocks", &HeadPlan::blocks)
-      .def_readonly("partial_floats", &HeadPlan::partial_floats);
+  py::class_<HeadGradientPlan>(m, "HeadGradientPlan", "Fields as in conv3d/gradients/head/params.h.")
+      .def_property_readonly(
+          "refusal", [](const HeadGradientPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("rows", &HeadGradientPlan::rows)
+      .def_readonly("c_in", &HeadGradientPlan::c_in)
+      .def_readonly("c_out", &HeadGradientPlan::c_out)
+      .def_readonly("outputs", &HeadGradientPlan::outputs)
+      .def_readonly("blocks", &HeadGradientPlan::blocks)
+      .def_readonly("partial_floats", &HeadGradientPlan::partial_floats);
 
   py::class_<FewDgradPlan>(m, "FewDgradPlan", "Fields as in conv3d/gradients/few_dgrad/params.h.")
       .def_property_readonly(

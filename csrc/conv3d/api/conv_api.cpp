@@ -115,6 +115,26 @@ Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
   return y;
 }
 
+Tensor conv_head(const ConvArgs& a, const ConvShape& shape) {
+  const Tensor x = dense_in(a.x, channels_last_format(a.x.dim()));
+  const Tensor weight = dense_in(a.weight, MemoryFormat::Contiguous);
+  const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
+  Tensor y = allocate_output(a, shape);
+  NormConv1x1Params p;
+  p.x = x.const_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.weight = weight.const_data_ptr();
+  p.bias = a.bias ? bias.const_data_ptr() : nullptr;
+  p.n = shape.n;
+  p.s = shape.out[0] * shape.out[1] * shape.out[2];
+  p.c = static_cast<int>(shape.c_in);
+  p.c_out = static_cast<int>(shape.c_out);
+  p.sm_count = check_gpu(a.op, a.x).sm_count;
+  p.dtype = shape.dtype;
+  raise_on_error(a.op, run_norm_conv1x1(p, stream_of(a.x)));
+  return y;
+}
+
 // cuDNN, through ATen.
 Tensor conv_aten(const ConvArgs& a, const ConvShape& shape) {
   const Tf32Switch precision(a.allow_tf32);
@@ -147,6 +167,7 @@ Tensor launch(const ConvArgs& a, const ConvShape& shape, const Choice& choice, c
   switch (path) {
     case ConvPath::kImplicitGemm: return conv_implicit_gemm(a, shape, choice.as<ImplicitGemmPlan>());
     case ConvPath::kFewChannels: return conv_few_channels(a, shape, choice.as<FewChannelsPlan>());
+    case ConvPath::kHead: return conv_head(a, shape);
     case ConvPath::kDirect: return conv_direct(a, shape);
     default: return conv_aten(a, shape);
   }

@@ -127,7 +127,7 @@ std::pair<Tensor, std::optional<Tensor>> conv_few_wgrad(const char* op, const Te
   return {dweight, dbias ? std::optional(as_type_of(*dbias, x)) : dbias};
 }
 
-HeadParams head_params(const char* op, const Tensor& dy, const Tensor& x, const HeadPlan& plan) {
+HeadParams head_params(const char* op, const Tensor& dy, const Tensor& x, const HeadGradientPlan& plan) {
   HeadParams p;
   p.x = x.const_data_ptr();
   p.dy = dy.const_data_ptr();
@@ -136,7 +136,8 @@ HeadParams head_params(const char* op, const Tensor& dy, const Tensor& x, const 
   return p;
 }
 
-Tensor conv_head_dgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const HeadPlan& plan) {
+Tensor conv_head_dgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                       const HeadGradientPlan& plan) {
   Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, channels_last_format(x.dim()));
   const Tensor narrow = as_type_of(weight, x);
   HeadParams p = head_params(op, dy, x, plan);
@@ -148,7 +149,8 @@ Tensor conv_head_dgrad(const char* op, const Tensor& dy, const Tensor& x, const 
   return dx;
 }
 
-Tensor conv_head_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const HeadPlan& plan) {
+Tensor conv_head_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                       const HeadGradientPlan& plan) {
   Workspace workspace(x);
   const int64_t partials = workspace.reserve(plan.partial_floats * 4);
   workspace.allocate();
@@ -222,7 +224,8 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
         return conv_few_dgrad(op, planar(dy), x, weight, shape, *few);
       }
       const Tensor innermost = channels_innermost(dy);
-      if (const auto* head = std::get_if<HeadPlan>(&plan)) return conv_head_dgrad(op, innermost, x, weight, *head);
+      if (const auto* head = std::get_if<HeadGradientPlan>(&plan))
+        return conv_head_dgrad(op, innermost, x, weight, *head);
       const ConvArgs adjoint{
           op,     innermost,   weight, std::nullopt, stride,     padding, dilation, IntArray(rank, 0),
           groups, !transposed, rank,   backend,      allow_tf32, true};
@@ -236,7 +239,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
       if (const auto* few = std::get_if<FewWgradPlan>(&plan)) {
         return conv_few_wgrad(op, planar(dy), planar(x), weight, shape, *few, wants_bias);
       }
-      if (const auto* head = std::get_if<HeadPlan>(&plan)) {
+      if (const auto* head = std::get_if<HeadGradientPlan>(&plan)) {
         return {conv_head_wgrad(op, channels_innermost(dy), channels_innermost(x), weight, *head), std::nullopt};
       }
       const WgradPlan& wgrad = std::get<WgradPlan>(plan);

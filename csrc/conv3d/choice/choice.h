@@ -16,6 +16,7 @@
 #include "conv3d/few_channels/autocorrelation/plan.h"
 #include "conv3d/few_channels/plan.h"
 #include "conv3d/implicit_gemm/plan.h"
+#include "conv3d/norm_conv/plan.h"
 #include "conv3d/small_chain/plan.h"
 #include "conv3d/wgmma/transposed_norm/cost.h"
 
@@ -27,9 +28,11 @@ inline constexpr ConvBackend kTunedBackends[] = {ConvBackend::kAten, ConvBackend
                                                  ConvBackend::kTapColumns, ConvBackend::kPositionRows,
                                                  ConvBackend::kFewChannels};
 
-// cuDNN through aten::convolution, and conv3d/direct/direct.cu: neither has anything to plan.
+// cuDNN through aten::convolution, conv3d/direct/direct.cu, and conv3d/norm_conv/norm_conv1x1.cu without a norm: none
+// of them has anything to plan here.
 struct AtenPlan {};
 struct DirectPlan {};
+struct HeadPlan {};
 
 // A family is the type of its plan; the folder is in the comment.
 using AnyConvPlan = std::variant<ImplicitGemmPlan,    // implicit_gemm/
@@ -38,6 +41,7 @@ using AnyConvPlan = std::variant<ImplicitGemmPlan,    // implicit_gemm/
                                  PositionRowsPlan,    // wgmma/position_rows/
                                  TransposedNormPlan,  // wgmma/transposed_norm/
                                  ChainPlan,           // small_chain/
+                                 HeadPlan,            // norm_conv/
                                  DirectPlan,          // direct/
                                  AtenPlan>;
 enum class ConvPath {  // in the order of the plans
@@ -47,6 +51,7 @@ enum class ConvPath {  // in the order of the plans
   kPositionRows,
   kTransposedNorm,
   kChain,
+  kHead,
   kDirect,
   kAten
 };
@@ -59,6 +64,7 @@ inline const char* conv_path_name(ConvPath path) {
     case ConvPath::kPositionRows: return "rows of positions on wgmma";
     case ConvPath::kTransposedNorm: return "convolution and norm in one launch on wgmma";
     case ConvPath::kChain: return "a small chain in one launch";
+    case ConvPath::kHead: return "kernel of 1 x 1 convolutions to a few channels";
     case ConvPath::kDirect: return "direct";
     default: return "cuDNN";
   }
@@ -181,6 +187,22 @@ inline ConvPath choose_by_table(const ConvProblem& problem, const DeviceLimits& 
   return paths[best];
 }
 
+// A 1 x 1 convolution of channels_last tensors to at most 4 channels, which cuDNN pads to a tile's. Bounded by memory.
+inline bool is_head(const ConvProblem& q) {
+  NormConv1x1Params p;
+  p.n = q.n;
+  p.s = 1;
+  for (int i = 0; i < 3; ++i) {
+    if (q.kernel[i] != 1 || q.stride[i] != 1 || q.padding[i] != 0) return false;
+    p.s *= q.out[i];
+  }
+  p.c = static_cast<int>(q.c_in);
+  p.c_out = static_cast<int>(q.c_out);
+  p.dtype = q.dtype;
+  return !q.transposed && q.groups == 1 && !q.planar && q.channels_innermost && p.n * p.s >= kHeadLeastRows &&
+         !norm_conv1x1_refusal(p);
+}
+
 // A plain convolution.
 inline Choice choose_stored(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend,
                             ConvTailKind tail) {
@@ -196,6 +218,11 @@ inline Choice choose_stored(const ConvProblem& problem, const DeviceLimits& limi
     choice.reason = refusal;
     if (backend == ConvBackend::kKgopt) choice.plan = DirectPlan();
     if (named) choice.cannot = refusal;
+    return choice;
+  }
+  if (!named && is_head(problem)) {
+    choice.plan = HeadPlan();
+    choice.reason = "a 1 x 1 convolution to a few channels";
     return choice;
   }
   plans.few_channels = plan_few_channels(problem, limits);

@@ -22,7 +22,7 @@ struct ConvGradientPlans {
   FewDgradPlan dx_few;
   WgradPlan dweight;
   FewWgradPlan dweight_few;
-  HeadPlan head;  // of both
+  HeadGradientPlan head;  // of both
 };
 
 // channels_innermost of the problem says that x and dy both are.
@@ -44,8 +44,8 @@ inline ConvGradientPlans plan_conv_gradients(const ConvProblem& problem, const D
 
 // ATen makes a gradient that has no other plan, because of why_aten.
 struct ConvGradientsChoice {
-  std::variant<TapColumnsPlan, PositionRowsPlan, FewDgradPlan, HeadPlan, AtenPlan> dx = AtenPlan();
-  std::variant<WgradPlan, FewWgradPlan, HeadPlan, AtenPlan> dweight = AtenPlan();
+  std::variant<TapColumnsPlan, PositionRowsPlan, FewDgradPlan, HeadGradientPlan, AtenPlan> dx = AtenPlan();
+  std::variant<WgradPlan, FewWgradPlan, HeadGradientPlan, AtenPlan> dweight = AtenPlan();
   const char* why_aten_dx = nullptr;
   const char* why_aten_dweight = nullptr;
 
@@ -75,7 +75,8 @@ inline ConvGradientsChoice choose_conv_gradients(const ConvProblem& problem, con
   }
   const ConvGradientPlans plans = plan_conv_gradients(problem, limits);
   if (!plans.head.refusal && !copies) {  // bounded by memory: nothing is faster
-    choice.dx = choice.dweight = plans.head;
+    choice.dx = plans.head;
+    choice.dweight = plans.head;
     return choice;
   }
   const bool always = backend == ConvBackend::kKgopt;

@@ -16,7 +16,7 @@ struct HeadThread {
   static constexpr int kVec = kVecSize<T>;
   int vectors, walkers, walker, column;
   int64_t first, step;
-  __device__ __forceinline__ explicit HeadThread(const HeadPlan& plan) {
+  __device__ __forceinline__ explicit HeadThread(const HeadGradientPlan& plan) {
     vectors = plan.c_in / kVec;
     walkers = kHeadThreads / vectors;
     walker = threadIdx.x / vectors;

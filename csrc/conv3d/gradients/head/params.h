@@ -12,7 +12,7 @@ namespace kgopt {
 inline constexpr int kHeadThreads = 256;
 inline constexpr int kHeadMaxOutputs = 8;  // more products for each 16 bytes take longer than the bytes
 
-struct HeadPlan {
+struct HeadGradientPlan {
   const char* refusal = nullptr;  // why not, or null
   int64_t rows = 0;
   int c_in = 0, c_out = 0;
@@ -30,7 +30,7 @@ struct HeadParams {
   void* dw = nullptr;
   int64_t dw_stride_out = 0, dw_stride_in = 0;
   float* partials = nullptr;
-  HeadPlan plan;
+  HeadGradientPlan plan;
   Dtype dtype = Dtype::kFloat32, dw_dtype = Dtype::kFloat32;
 };
 

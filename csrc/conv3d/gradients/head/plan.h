@@ -10,12 +10,11 @@ namespace kgopt {
 
 inline constexpr int kHeadBatch = 4;  // rows that a thread loads before it uses the first
 inline constexpr int kHeadBlocksPerSm = 4;
-inline constexpr int64_t kHeadLeastRows = 4096;  // below them launches are all of the time
 
-inline HeadPlan plan_head_gradient(const ConvProblem& q, const DeviceLimits& limits) {
-  HeadPlan plan;
+inline HeadGradientPlan plan_head_gradient(const ConvProblem& q, const DeviceLimits& limits) {
+  HeadGradientPlan plan;
   const auto refuse = [&](const char* why) {
-    plan = HeadPlan();
+    plan = HeadGradientPlan();
     plan.refusal = why;
     return plan;
   };
