@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from bench_rows import FACTS
+from kgopt._layout import is_dense_channels_last
 from kgopt.cli import main, results
 from kgopt.cli.networks import case, drawn, suite, summary, ways, zoo
 from kgopt.cli.networks.network import Network
@@ -341,3 +342,12 @@ def test_page_is_drawn(tmp_path, monkeypatch):
 
 def test_page_is_current(monkeypatch):
     assert run_table(monkeypatch, "--check") == 0
+
+
+def test_channels_last_of_a_network_with_weights_of_4_and_5_dimensions():
+    """Video decoders have 2D convolutions inside; ``Module.to`` refuses channels_last_3d for their weights."""
+    model = nn.Sequential(nn.Conv3d(2, 4, 3), nn.Flatten(1, 2), nn.Conv2d(8, 2, 3))
+    moved, (x,) = ways.in_format(model, (torch.randn(1, 2, 4, 8, 8),), True)
+    assert is_dense_channels_last(x)
+    assert is_dense_channels_last(moved[0].weight)
+    assert is_dense_channels_last(moved[2].weight)

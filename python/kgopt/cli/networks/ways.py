@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt._layout import memory_format
+from kgopt._layout import FORMATS, memory_format
 from kgopt.cli.results import Row
 
 __all__ = ["DEFAULT_WAYS", "WAYS", "in_format", "prepare", "ways_of"]
@@ -62,7 +62,10 @@ def in_format(model: nn.Module, arguments: Any, channels_last: bool) -> tuple[nn
         is_image = isinstance(value, torch.Tensor) and value.dim() == dims
         return value.contiguous(memory_format=form) if is_image else value
 
-    model = model.to(memory_format=form)  # type: ignore[call-overload]
+    # Module.to asks for one format of all of them: a video network has weights of 4 and of 5 dimensions.
+    for held in (*model.parameters(), *model.buffers()):
+        if held.dim() in FORMATS:
+            held.data = held.data.contiguous(memory_format=FORMATS[held.dim()])
     if isinstance(arguments, dict):
         return model, {name: moved(value) for name, value in arguments.items()}
     return model, tuple(moved(value) for value in arguments)
