@@ -191,5 +191,30 @@ def test_measuring_leaves_no_graph_behind(monkeypatch):
         return training.Both((), call, call, lambda x, w, b: torch.relu(F.conv3d(x, w, b)), (conv.weight, conv.bias),
                              (conv.weight, conv.bias))  # fmt: skip
 
-    assert training._is_faster(both(x), x)
+    assert training._gain(both(x), x) > 0
     assert "seen" not in accumulator(conv.weight).metadata
+
+
+def test_a_model_that_waits_for_the_host_keeps_the_convolutions_that_gain_much(monkeypatch):
+    """Where all of kgopt's convolutions cost the host more than they gain on the GPU, those that gain much may not."""
+
+    def step(model):
+        convs = [m for m in training.modules_of(model) if training.state_of(m).enabled]
+        return 1.0 + sum(0.1 - training.state_of(m).gain * 1e3 for m in convs)
+
+    def clock(first, second, device):
+        times = []
+        for run in (first, second):
+            run()
+            times.append(step(model))
+        return times
+
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 1))
+    for module, gain in zip(model, (1e-5, 2e-4, 2e-5), strict=True):
+        training._wrapped.add(module, training.TrainingState(ours={"x": gain}))
+    decides = whole.Whole(model, torch.randn(1, 4, 2, 2), lambda name: "")
+    decides._steps = False
+    monkeypatch.setattr(policy, "time_both", clock)
+    text = decides.choose_between("given")
+    assert text.startswith("kgopt's in a module")
+    assert training.modules_of(model) == [model[1]]

@@ -292,13 +292,13 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     if (own[0] || own[1]) dy = channels_innermost(dy);
     if (own[0]) dx = make_dx(dx_plan);
     if (own[1]) dweight = make_dweight(dweight_plan, false).first;
-    if (mask[2] && !dbias && backend != "aten" && is_channels_last(dy)) {
-      dy = channels_innermost(dy);
-      dbias = conv_bias_gradient(op, dy, shape);
-    }
     for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i] && !few[i];
-    from_aten[2] = mask[2] && !dbias;
   }
+  if (mask[2] && !dbias && backend != "aten" && !shape.is_empty() && is_channels_last(dy)) {
+    dy = channels_innermost(dy);
+    dbias = conv_bias_gradient(op, dy, shape);
+  }
+  from_aten[2] = mask[2] && !dbias;
   const Tf32Switch precision(allow_tf32);
   SomeConvGradients result =
       conv_gradients_aten(dy, x, weight, shape, stride, padding, dilation, output_padding, from_aten);

@@ -33,6 +33,7 @@ from kgopt.torch_private import has_backward_hooks, len_torch_function_stack
 _OPS = torch.ops.kgopt
 SHAPES = 8  # inputs of a module that are measured
 GAIN = 0.97  # of the original's time, above which a module stays as it is
+LARGE = 50e-6  # seconds of the GPU that are worth more than what an op costs the host
 
 
 @dataclass
@@ -41,7 +42,12 @@ class TrainingState:
 
     enabled: bool = True
     measuring: bool = False
-    ours: dict[Any, bool] = field(default_factory=dict)  # by key_of
+    ours: dict[Any, float] = field(default_factory=dict)  # by key_of: seconds of the GPU that it gains, 0 for PyTorch's
+
+    @property
+    def gain(self) -> float:
+        """The most that a call gains."""
+        return max(self.ours.values(), default=0.0)
 
     def __getstate__(self) -> dict[str, Any]:
         devices = verdicts.environments(device for _, _, _, device, *_ in self.ours)
@@ -192,7 +198,7 @@ class _Look(OwnMode):
             settled = self.state.ours
             key = (*key_of(tensors[0]), "cat", *((t.shape[1], t.requires_grad) for t in tensors))
             if self.state.measuring and key not in settled and len(settled) < SHAPES:
-                settled[key] = joins.is_faster(tensors)
+                settled[key] = joins.gain(tensors)
             if settled.get(key):
                 return joins.join(tensors)
         return func(*args, **kwargs)  # type: ignore[no-any-return]
@@ -260,21 +266,21 @@ def _both_of_conv(forward: Callable[..., Any], conv: Any) -> Both:
     )
 
 
-def _verdict(both: Both, x: Tensor) -> bool:
-    """:func:`_is_faster`, or what it said of equal calls."""
+def _verdict(both: Both, x: Tensor) -> float:
+    """:func:`_gain`, or what it said of equal calls."""
     if any(map(has_backward_hooks, both.parameters)):
-        return False  # measuring would call them
-    key = verdicts.key_of("training", x.device, both.kind, verdicts.canonical(x))
-    faster: bool = verdicts.store.settle(key, lambda: _is_faster(both, x))[0]
-    return faster
+        return 0.0  # measuring would call them
+    key = verdicts.key_of("training gain", x.device, both.kind, verdicts.canonical(x))
+    gain: float = verdicts.store.settle(key, lambda: _gain(both, x))[0]
+    return gain
 
 
-def _is_faster(both: Both, x: Tensor) -> bool:
-    """Whether ours keeps the GPU busy for a shorter time, forward and backward, with values as right."""
+def _gain(both: Both, x: Tensor) -> float:
+    """Seconds of the GPU that ours saves, forward and backward; 0 where it is not faster, or its values are not as right."""
     leaf = x.detach().requires_grad_(x.requires_grad)
     wanted = [*([leaf] if leaf.requires_grad else []), *both.parameters]
     if not wanted:
-        return False
+        return 0.0
 
     def step(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         y = function(leaf)
@@ -284,12 +290,12 @@ def _is_faster(both: Both, x: Tensor) -> bool:
         with policy.own_saved_tensors():
             expected, actual = step(both.theirs), step(both.ours)
             if actual[0].stride() != expected[0].stride() or not _is_right(both, x, expected, actual):
-                return False
+                return 0.0
             del expected, actual
             before, after = policy.busy_both(lambda: step(both.theirs), lambda: step(both.ours), x.device)
     except (torch.OutOfMemoryError, RuntimeError):
-        return False
-    return after < GAIN * before
+        return 0.0
+    return before - after if after < GAIN * before else 0.0
 
 
 def _is_right(both: Both, x: Tensor, expected: tuple[Tensor, ...], actual: tuple[Tensor, ...]) -> bool:

@@ -304,13 +304,16 @@ class Whole:
         """Whether what stands between the norms makes the whole model faster; what the report says of it.
 
         A model of many small convolutions may lose more time to looking them up than their biases take: the rest is
-        tried without them, too.
+        tried without them, too, and in training with those that gain much.
         """
         front = self.front
         every = front.modules_of(self.root)
         if not every:
             return ""
-        rest = [m for m in every if conv_of(m) is None]
+        fewer = {" without convolutions": [m for m in every if conv_of(m) is None]}
+        if front is training:
+            large = [m for m in every if conv_of(m) is None or training.state_of(m).gain >= training.LARGE]
+            fewer[" without small convolutions"] = large
 
         def switched(on: list[nn.Module]) -> Callable[[], Any]:
             switches = [(front.state_of(m), any(m is kept for kept in on)) for m in every]
@@ -325,11 +328,15 @@ class Whole:
 
         kept = every
         before, after = self.seconds(f"between {layout}", switched([]), switched(every))
-        if rest and len(rest) < len(every):
-            again, without = self.seconds(f"between without convolutions {layout}", switched([]), switched(rest))
+        asked = [len(every)]
+        for what, some in fewer.items():
+            if not some or len(some) in asked:
+                continue
+            asked.append(len(some))
+            again, without = self.seconds(f"between{what} {layout}", switched([]), switched(some))
             before = min(before, again)
             if without < after:
-                kept, after = rest, without
+                kept, after = some, without
         times = f"{after * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"
         if after >= before:
             front.forget(self.root)
