@@ -245,9 +245,9 @@ def test_upsampling_in_training(mode, arguments, how, monkeypatch):
 
     monkeypatch.setattr(training, "_upsample", ours)
     x = torch.randn(2, 4, 30, 31, requires_grad=True)
-    with training._Interpolation(state):
+    with training._Look(state):
         F.interpolate(x, mode=mode, **arguments)
-    assert list(state.ours.values()) == [how == "right"]
+    assert [seconds > 0 for seconds in state.ours.values()] == [how == "right"]
 
 
 def test_the_switch_decides(monkeypatch):

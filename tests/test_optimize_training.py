@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -211,7 +212,7 @@ def test_a_model_that_waits_for_the_host_keeps_the_convolutions_that_gain_much(m
 
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 1))
     for module, gain in zip(model, (1e-5, 2e-4, 2e-5), strict=True):
-        training._wrapped.add(module, training.TrainingState(ours={"x": gain}))
+        training._wrapped.add(module, functools.partial(training.TrainingState, ours={"x": gain}))
     decides = whole.Whole(model, torch.randn(1, 4, 2, 2), lambda name: "")
     decides._steps = False
     monkeypatch.setattr(policy, "time_both", clock)

@@ -60,9 +60,7 @@ def tensors_of(is_plain: Callable[[Any], bool], args: Any, kwargs: Any) -> tuple
 
 
 def gain(tensors: tuple[Tensor, ...]) -> float:
-    """Seconds of the GPU that it saves, until dense gradients are there; 0 where it is not faster. What was said of equal
-    tensors is known.
-    """
+    """Seconds of the GPU that it saves until gradients are dense, 0 where it is not faster; known of equal ones."""
     key = verdicts.key_of("training gain", tensors[0].device, ("cat",), verdicts.canonical(list(tensors)))
     seconds: float = verdicts.store.settle(key, lambda: _gain(tensors))[0]
     return seconds

@@ -276,7 +276,7 @@ def _verdict(both: Both, x: Tensor) -> float:
 
 
 def _gain(both: Both, x: Tensor) -> float:
-    """Seconds of the GPU that ours saves, forward and backward; 0 where it is not faster, or its values are not as right."""
+    """Seconds of the GPU that ours saves, forward and backward; 0 where it is not faster or its values not as right."""
     leaf = x.detach().requires_grad_(x.requires_grad)
     wanted = [*([leaf] if leaf.requires_grad else []), *both.parameters]
     if not wanted:
