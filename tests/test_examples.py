@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shutil
@@ -84,6 +85,19 @@ def test_denoising_example(tmp_path):
     before, after = re.search(r"([\d.]+) dB before, ([\d.]+) dB after", done.stdout).groups()
     assert float(after) > float(before)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_example(tmp_path):
+    pytest.importorskip("dynamic_network_architectures")
+    curves = tmp_path / "curves.json"
+    command = [sys.executable, str(ROOT / "examples" / "train_nnunet.py"), "--device", "cpu", "--steps", "6"]
+    command += ["--size", "16", "--features", "4,8", "--seeds", "0,1", "--json", str(curves)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = json.loads(curves.read_text())["runs"]
+    assert [(run["way"], run["seed"]) for run in runs] == [("eager", 0), ("kgopt", 0), ("eager", 1), ("kgopt", 1)]
+    assert all(len(run["losses"]) == 6 and run["losses"][-1] < run["losses"][0] for run in runs)
+    assert abs(runs[0]["losses"][0] - runs[1]["losses"][0]) < 0.01, "the same weights and volumes"
 
 
 @pytest.mark.parametrize("arguments", [["--channels", "12"], ["--patch", "50"], ["--steps", "1"]])
