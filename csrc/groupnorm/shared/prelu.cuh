@@ -67,19 +67,38 @@ __device__ __forceinline__ void apply_prelu(const PReluSlopes& s, int64_t at, fl
   for (int j = 0; j < kSize; ++j) x[j] = all.v[j];
 }
 
-// The same of elements that need not be neighbours, those that are there.
-template <typename T, int kSize, typename Has>
-__device__ __forceinline__ void apply_prelu_at(const PReluSlopes& s, const uint32_t (&at)[kSize], float (&x)[kSize],
-                                               Has has) {
-  const float only = s.count == 1 ? slope_at<T>(s, 0) : 0.f;
+// The same of elements that need not be neighbours. Of one that is not there the place may be any.
+template <int kSize>
+struct Places {
+  uint32_t v[kSize];
+};
+template <typename T, int kSize>
+__device__ __noinline__ Floats<kSize> prelu_by_channel(const PReluSlopes& s, Places<kSize> at, Floats<kSize> x) {
 #pragma unroll
   for (int k = 0; k < kSize; ++k) {
-    if (s.count == 1) {
-      x[k] = prelu(x[k], only);
-    } else if (has(k)) {
-      x[k] = prelu_by_channel<T, 1>(s, at[k], {{x[k]}}).v[0];
-    }
+    int64_t column;
+    x.v[k] = prelu(x.v[k], slope_at<T>(s, channel_at(s, at.v[k], &column)));
   }
+  return x;
+}
+template <typename T, int kSize>
+__device__ __forceinline__ void apply_prelu(const PReluSlopes& s, const uint32_t (&at)[kSize], float (&x)[kSize]) {
+  if (s.count == 1) {
+    const float slope = slope_at<T>(s, 0);
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) x[k] = prelu(x[k], slope);
+    return;
+  }
+  Floats<kSize> all;
+  Places<kSize> places;
+#pragma unroll
+  for (int k = 0; k < kSize; ++k) {
+    all.v[k] = x[k];
+    places.v[k] = at[k];
+  }
+  all = prelu_by_channel<T, kSize>(s, places, all);
+#pragma unroll
+  for (int k = 0; k < kSize; ++k) x[k] = all.v[k];
 }
 
 }  // namespace kgopt
