@@ -48,7 +48,8 @@ def check(shape, groups, dtype, kind, layout, device, summed=True):
     for i, (got, torchs, right) in enumerate(zip(mine, run_both_ways(plain, dy, *tensors), exact, strict=True)):
         if i == 2:
             off, torchs_off = (((t.double() - right).abs() / (scale + 1e-30)).max() for t in (got, torchs))
-            assert got.dtype == slope.dtype and got.shape == slope.shape
+            assert got.dtype == slope.dtype
+            assert got.shape == slope.shape
             assert off <= 2 * torchs_off + TINY[dtype]
         else:
             assert_as_good_as_torch(got, torchs, right)
@@ -159,7 +160,8 @@ def test_derivatives_to_the_second(kind, device):
 
 def test_module(device):
     norm = kgopt.nn.GroupNorm(4, 8, act="prelu", num_slopes=8).to(device)
-    assert set(norm.state_dict()) == {"weight", "bias", "slope"} and torch.all(norm.slope == 0.25)
+    assert set(norm.state_dict()) == {"weight", "bias", "slope"}
+    assert torch.all(norm.slope == 0.25)
     assert set(kgopt.nn.GroupNorm(4, 8, act="silu").state_dict()) == {"weight", "bias"}
     x, residual = torch.randn(2, 2, 8, 5, 6, device=device)
     with torch.no_grad():

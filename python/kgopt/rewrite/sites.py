@@ -381,7 +381,8 @@ class Site:
     def run_added(self, norm: Any, x: Tensor, other: Any, act: str, prelu: Any = None) -> Tensor | None:
         """``act(norm(x) + other)`` in one op, of a site of the norm alone that is :meth:`ready`.
 
-        ``prelu``: the nn.PReLU that act is. None where PyTorch's rules of sizes, dtypes and layouts have something to do.
+        ``prelu``: the nn.PReLU that act is. None where PyTorch's rules of sizes, dtypes and layouts have something to
+        do.
         """
         if not is_plain(other) or other.shape != x.shape or other.device != x.device or not lies_as(other, x):
             return None
