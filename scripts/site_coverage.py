@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import kgopt
 import peers
 from kgopt.rewrite import sites
+from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.meanings import describe_function
 from peers.library import Peer, offline
 
@@ -67,7 +68,9 @@ class Call:
 
     @property
     def act(self) -> bool:
-        """An activation that the ops' act argument has."""
+        """An activation that the ops' act argument has, or PReLU."""
+        if self.is_prelu:
+            return True
         rest = [UNREAD if isinstance(a, Tensor) else a for a in self.args[1:]]
         if len(self.inputs) != 1 or UNREAD in rest:
             return False
@@ -76,6 +79,11 @@ class Call:
             function = getattr(torch, self.name.rstrip("_"), None)
             node = None if function is None else describe_function(function, rest, {})
         return node is not None and node.kind == "act"
+
+    @property
+    def is_prelu(self) -> bool:
+        """The activation that stands alone behind a norm, or its sum, as an op has it."""
+        return self.name == PRELU and len(self.args) == 2
 
     @property
     def sum(self) -> bool:
@@ -195,7 +203,9 @@ def expected(call: Call) -> tuple[list[str], int]:
     if reader is not None and reader.sum:
         found.append("sum")
         last, total = reader, id(reader)
-    while (reader := sole(last)) is not None and reader.act:
+    while (reader := sole(last)) is not None and reader.act and not last.is_prelu:
+        if reader.is_prelu and last.act:
+            break
         found.append(reader.name)
         last = reader
     return found, total
@@ -230,8 +240,8 @@ def recording(ran: list[tuple[Any, int]]) -> Iterator[None]:
         ran.append((operands[self.norm_at], count(self.chain.post) + self.chain.residual))
         return run(self, *operands, **more)
 
-    def recorded_added(self: Any, norm: Any, x: Any, other: Any, act: str) -> Any:
-        y = run_added(self, norm, x, other, act)
+    def recorded_added(self: Any, norm: Any, x: Any, other: Any, act: str, prelu: Any = None) -> Any:
+        y = run_added(self, norm, x, other, act, prelu)
         if y is not None:
             ran.append((norm, 1 + count(act)))
         return y

@@ -90,7 +90,11 @@ def every_op_cases() -> None:
 
 
 def add_case(name: str, x: torch.Tensor, groups: int) -> None:
-    """relu(group_norm(x) + r)."""
+    """relu(group_norm(x) + r), and PReLU with one slope and with one a channel."""
+    slope = tensor(x.shape[1], dtype=x.dtype)
+    run(f"group_norm_prelu {name}", x, slope[:1].clone(), call=lambda x, s: ops.group_norm_prelu(x, s, groups))
+    prelu_of_sum = lambda x, s, r: ops.group_norm_prelu(x, s, groups, residual=r)  # noqa: E731
+    run(f"group_norm_prelu by channel {name}", x, slope, x.detach().clone(), call=prelu_of_sum)
     run(f"group_norm_add {name}", x, x.detach().clone(), call=lambda x, r: ops.group_norm_add(x, r, groups, act="relu"))
 
 

@@ -421,6 +421,44 @@ KGOPT_MULTIVERSION void Loops<T>::gradient_columns(const T* x, const T* g, T* dx
 }
 
 template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::prelu_row(const T* x, T* y, int64_t n, T slope) {
+  KGOPT_SIMD for (int64_t i = 0; i < n; ++i) y[i] = x[i] > T(0) ? x[i] : x[i] * slope;
+}
+
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::prelu_columns(const T* x, T* y, int64_t n, int64_t width, const T* slope) {
+  for (; n > 0; n -= width, x += width, y += width) {
+    const int64_t count = n < width ? n : width;
+    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) y[c] = x[c] > T(0) ? x[c] : x[c] * slope[c];
+  }
+}
+
+template <typename T>
+KGOPT_MULTIVERSION T Loops<T>::prelu_gradient_row(const T* x, const T* g, T* dx, int64_t n, T slope) {
+  T sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) {
+    const bool above = x[i] > T(0);
+    sum += above ? T(0) : g[i] * x[i];
+    dx[i] = above ? g[i] : g[i] * slope;
+  }
+  return sum;
+}
+
+template <typename T>
+KGOPT_MULTIVERSION void Loops<T>::prelu_gradient_columns(const T* x, const T* g, T* dx, int64_t n, int64_t width,
+                                                         const T* slope, T* sum) {
+  for (; n > 0; n -= width, x += width, g += width, dx += width) {
+    const int64_t count = n < width ? n : width;
+    KGOPT_SIMD for (int64_t c = 0; c < count; ++c) {
+      const bool above = x[c] > T(0);
+      sum[c] += above ? T(0) : g[c] * x[c];
+      dx[c] = above ? g[c] : g[c] * slope[c];
+    }
+  }
+}
+
+template <typename T>
 KGOPT_MULTIVERSION void Loops<T>::residual_row(const T* c, T* r, T* maximum, int64_t n, T mean, T scale, T bias) {
   KGOPT_SIMD for (int64_t i = 0; i < n; ++i) {
     const T v = residual(c[i], mean, scale, bias);

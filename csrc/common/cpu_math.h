@@ -42,6 +42,12 @@ struct Loops {
   static void gradient_row(const T* x, const T* g, T* dx, int64_t n, T mean, T scale, T slope, T offset);
   static void gradient_columns(const T* x, const T* g, T* dx, int64_t n, int64_t width, const T* mean, const T* scale,
                                const T* slope, const T* offset);
+  // y = x where x > 0, else x * slope.
+  static void prelu_row(const T* x, T* y, int64_t n, T slope);
+  static void prelu_columns(const T* x, T* y, int64_t n, int64_t width, const T* slope);
+  // dx = g where x > 0, else g * slope. The sum of g * x over the others, which is the slope's gradient.
+  static T prelu_gradient_row(const T* x, const T* g, T* dx, int64_t n, T slope);
+  static void prelu_gradient_columns(const T* x, const T* g, T* dx, int64_t n, int64_t width, const T* slope, T* sum);
   // r = c + hardswish(tanh((c - mean) * scale + bias)); for a row also maximum = max(maximum, r), element by element.
   static void residual_row(const T* c, T* r, T* maximum, int64_t n, T mean, T scale, T bias);
   static void residual_columns(const T* c, T* r, int64_t n, int64_t width, const T* mean, const T* scale,

@@ -359,7 +359,26 @@ Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool ch
 // element it will see (`State start(const Coef&, Acc x)`), `void add(state, coef, Acc (&x)[kSize], Acc
 // (&second)[kSize])`, where state(j) and coef(j) are those of element j and x and second may change, a Partial of
 // kValues accumulation-type numbers, `Partial finish(const State&, Acc count)` and `static void merge(Partial&, const
-// Partial&)`. Partials go to [n][slices][rows][kValues].
+// Partial&)`. Partials go to [n][slices][rows][kValues]. A reducer with a member kWrites may write beside it: its `add`
+// also gets the index of x's first element and is_own(j), whether the thread has element j at all.
+
+template <typename R, typename = void>
+inline constexpr bool kReducerWrites = false;
+template <typename R>
+inline constexpr bool kReducerWrites<R, std::void_t<decltype(R::kWrites)>> = true;
+
+struct OwnsAll {
+  __device__ __forceinline__ constexpr bool operator()(int) const { return true; }
+};
+template <typename R, int kSize, typename StateOf, typename CoefOf, typename Acc, typename IsOwn = OwnsAll>
+__device__ __forceinline__ void add_to(const R& r, StateOf state, CoefOf coef, Acc (&x)[kSize], Acc (&second)[kSize],
+                                       int64_t at, IsOwn is_own = {}) {
+  if constexpr (kReducerWrites<R>) {
+    r.add(state, coef, x, second, at, is_own);
+  } else {
+    r.add(state, coef, x, second);
+  }
+}
 
 // Into L2.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
@@ -428,7 +447,7 @@ __global__ void __launch_bounds__(kTraverseThreads, kReduceBlocks<R, kSize>)
   auto add_one = [&](int64_t at) {
     const Acc x = to_acc(a.x[at]);
     Acc xs[1] = {x}, seconds[1] = {R::kInputs == 2 ? to_acc(a.second[at]) : x};
-    a.r.add(same(state), same(coef), xs, seconds);
+    add_to(a.r, same(state), same(coef), xs, seconds, at);
     ++seen;
   };
   if (begin + thread < head) add_one(begin + thread);
@@ -445,12 +464,13 @@ __global__ void __launch_bounds__(kTraverseThreads, kReduceBlocks<R, kSize>)
     }
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
-      if (at + int64_t(u) * kThreads * kSize < body) {
+      const int64_t i = at + int64_t(u) * kThreads * kSize;
+      if (i < body) {
         seen += kSize;
         Acc xs[kSize], seconds[kSize];
         unpack(x[u], xs);
         unpack(R::kInputs == 2 ? second[u] : x[u], seconds);
-        a.r.add(same(state), same(coef), xs, seconds);
+        add_to(a.r, same(state), same(coef), xs, seconds, i);
       }
     }
   }
@@ -544,17 +564,17 @@ __global__ void __launch_bounds__(kTraverseThreads)
           Acc xs[kSize], seconds[kSize];
           unpack(x[u], xs);
           unpack(R::kInputs == 2 ? second[u] : x[u], seconds);
-          a.r.add(each(state), each(coef), xs, seconds);
+          add_to(a.r, each(state), each(coef), xs, seconds, at + u * step);
         }
       }
       at += kTraverseUnroll * step;
     }
     int more[kSize] = {};  // elements of parts of vectors
-    const auto add_part = [&](auto is_own, int64_t, auto& xs, auto& seconds) {
+    const auto add_part = [&](auto is_own, int64_t from, auto& xs, auto& seconds) {
       typename R::State before[kSize];
 #pragma unroll
       for (int j = 0; j < kSize; ++j) before[j] = state[j];
-      a.r.add(each(state), each(coef), xs, seconds);
+      add_to(a.r, each(state), each(coef), xs, seconds, from, is_own);
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
         more[j] += is_own(j);

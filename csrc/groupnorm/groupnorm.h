@@ -58,6 +58,10 @@ Status run_group_stats_finalize(const GroupStatsFinalizeParams& p, cudaStream_t 
 Status run_channel_moments(const ChannelMomentsParams& p, cudaStream_t stream);
 Status run_moments_table(const MomentsTableParams& p, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
+Status run_normalize_prelu(const NormalizeParams& p, cudaStream_t stream);
+// Sets slices and slice_length.
+void plan_prelu_gradient(PReluGradientParams* p, int sm_count);
+Status run_prelu_gradient(const PReluGradientParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 // Sets slices and slice_length.
 void plan_group_norm_passes_bwd(GroupNormPassesBwdParams* p, int sm_count);

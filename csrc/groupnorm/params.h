@@ -19,11 +19,37 @@ struct GroupNormDims {
   int64_t numel() const { return n * c * s; }
 };
 
-// What every way of computing y = act(GroupNorm(pre_act(x)) + residual) (+ x) with x on chip takes and gives.
+// The slopes of a PReLU. They are a parameter that training changes, so kernels read them from device memory.
+struct PReluSlopes {
+  const void* data = nullptr;  // [count], of the tensors' type or fp32; null: there is no PReLU
+  Dtype dtype = Dtype::kFloat32;
+  int64_t count = 1;  // one for all channels, or C
+  // Of dense tensors: the channel of element i is i / inner % count. The magic numbers are those of the two divisions
+  // (channel_at in shared/prelu.cuh), 0 where the hardware has to divide.
+  int64_t inner = 1;
+  uint64_t inner_magic = 0, count_magic = 0;
+
+  KGOPT_HD bool by_channel() const { return count > 1; }
+  // Of tensors of these sizes.
+  void lie_in(const GroupNormDims& d) {
+    inner = d.channels_last ? 1 : d.s;
+    const auto magic = [&](uint64_t by) {
+      // n / by is the high half of n * magic for every n below 2^64 / by (Granlund, Montgomery 1994).
+      const bool fits = by > 1 && uint64_t(d.numel()) < ~uint64_t(0) / by;
+      return fits ? ~uint64_t(0) / by + 1 : 0;
+    };
+    inner_magic = magic(inner);
+    count_magic = magic(count);
+  }
+};
+
+// What every way of computing y = act(PReLU(GroupNorm(pre_act(x)) + residual)) (+ x) with x on chip takes and gives.
 struct GroupNormFwdArgs {
   const void* x = nullptr;
   void* y = nullptr;               // may be x
-  const void* residual = nullptr;  // of x's type and layout, or null; read by the kernels that take any chain
+  const void* residual = nullptr;  // of x's type and layout, or null
+  PReluSlopes slopes;
+  bool is_extended = false;      // there is a residual or a PReLU: the kernels that take any chain look for both
   const void* weight = nullptr;    // [C] or null (ones)
   const void* bias = nullptr;      // [C] or null (zeros)
   Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
@@ -117,13 +143,15 @@ struct AffineSource {
   int64_t c = 0, g = 1;
 };
 
-// y = act((pre_act(x) - mean) * rstd * weight + bias + residual), plus x with add_input. y may be x.
+// y = act((pre_act(x) - mean) * rstd * weight + bias + residual), plus x with add_input. y may be x. With slopes, a
+// PReLU in place of act; then there is no pre_act and no add_input.
 struct NormalizeParams {
   const void* x = nullptr;
   void* y = nullptr;
   const void* residual = nullptr;  // of x's type and layout, or null
   const void* table = nullptr;
   GroupNormDims dims;
+  PReluSlopes slopes;
   ActChain pre_act, act;
   bool add_input = false;  // the residual connection around norm and activations
 };
@@ -161,6 +189,23 @@ struct GroupNormPassesBwdParams {
   void* dweight = nullptr;               // [C]
   void* dbias = nullptr;                 // [C]
   Dtype affine_dtype = Dtype::kFloat32;  // of dweight and dbias
+};
+
+// The gradient of a PReLU behind the norm. With z = GroupNorm(x) + residual: dz = dy where z > 0, else dy * slope; the
+// gradient of a slope is the sum of dy * z over the other elements of its channel, or of all channels.
+struct PReluGradientParams {
+  const void* dy = nullptr;        // of x's type and layout, as are the next two
+  const void* residual = nullptr;  // or null
+  void* dz = nullptr;
+  const void* x = nullptr;
+  AffineSource affine;
+  PReluSlopes slopes;
+  GroupNormDims dims;
+  void* partial_sums = nullptr;  // [n][slices][c], accumulation type
+  int64_t slices = 0;
+  int64_t slice_length = 0;  // as in GroupNormPassesBwdParams, as the next
+  int64_t turns = 1;
+  void* dslope = nullptr;  // [slopes.count], of their type
 };
 
 // Sums over the samples.

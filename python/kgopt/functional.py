@@ -33,6 +33,7 @@ _conv_add = ops.from_python("conv_add")
 _group_norm = ops.from_python("group_norm")
 _group_norm_add = ops.from_python("group_norm_add")
 _group_norm_conv = ops.from_python("group_norm_conv")
+_group_norm_prelu = ops.from_python("group_norm_prelu")
 _group_norm_mean = ops.from_python("group_norm_mean")
 _group_stats = ops.from_python("group_stats")
 _logsumexp = ops.from_python("logsumexp")
@@ -191,12 +192,22 @@ def group_norm(
     eps: float = 1e-5,
     act: str = "none",
     residual: Tensor | None = None,
+    slope: Tensor | None = None,
 ) -> Tensor:
     """``act(GroupNorm(x) + residual)`` in one pass; :func:`torch.nn.functional.group_norm` with ``act`` and a sum.
 
-    ``act`` is a ``+``-joined chain of activations, as ``"silu"`` or ``"leaky_relu(0.2)"``: docs/ops.md, "Pointwise".
+    ``act`` is a ``+``-joined chain of activations, as ``"silu"`` or ``"leaky_relu(0.2)"``: docs/ops.md, "Pointwise"; or
+    ``"prelu"`` with ``slope``, the weight of :func:`torch.nn.functional.prelu`: one, or one a channel.
     ``residual`` has x's shape, dtype and device. The result keeps x's layout.
     """
+    if slope is not None:
+        if act != "prelu":
+            raise ValueError(f"act is '{act}', expected 'prelu' with a slope")
+        if torch.jit.is_scripting():
+            return torch.ops.kgopt.group_norm_prelu(x, slope, num_groups, weight, bias, eps, residual)
+        return _group_norm_prelu(x, slope, num_groups, weight, bias, eps, residual)
+    if act == "prelu":
+        raise ValueError("slope is None, expected a tensor of one slope or one a channel with act 'prelu'")
     if residual is not None:
         if torch.jit.is_scripting():
             return torch.ops.kgopt.group_norm_add(x, residual, num_groups, weight, bias, eps, act)
@@ -217,9 +228,11 @@ def explain_group_norm(
     """Which kernels run ``act(GroupNorm(pre_act(x)))`` or its backward, by name, and why not the other families.
 
     Nothing runs. Only x's sizes, dtype, memory format and device count, so that ``torch.empty(()).expand(shape)`` will
-    do; ``channels_last`` then stands for its memory format.
+    do; ``channels_last`` then stands for its memory format. ``act`` may be ``"prelu"``, of one slope.
     """
     op = torch.ops.kgopt.explain_group_norm
+    if act == "prelu":  # whose backward is a pass of its own and the norm's without activation
+        act = "none" if backward else "leaky_relu"
     return str(op(x, num_groups, act, pre_act, backward, channels_last, reasons=True))
 
 

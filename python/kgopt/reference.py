@@ -207,6 +207,20 @@ def group_norm_add_ref(
     return activation_ref(F.group_norm(x, num_groups, weight, bias, eps) + residual, act)
 
 
+def group_norm_prelu_ref(
+    x: Tensor,
+    slope: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``PReLU(GroupNorm(x) + residual)`` (He et al. 2015, with Wu and He's norm)."""
+    z = F.group_norm(x, num_groups, weight, bias, eps)
+    return F.prelu(z if residual is None else z + residual, slope)
+
+
 def channel_norm_ref(
     x: Tensor,
     weight: Tensor | None = None,

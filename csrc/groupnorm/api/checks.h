@@ -83,7 +83,18 @@ inline void check_like(const char* op, const char* arg, const Tensor& t, const T
   check_shape(op, arg, t, sizes_of(x));
 }
 
-// The arguments of two backward ops.
+// The slopes of a PReLU behind a norm: one or one a channel, of x's dtype or float32.
+inline void check_slope(const char* op, const Tensor& slope, const Tensor& x, int64_t channels) {
+  check_same_device(op, "slope", slope, x);
+  KGOPT_CHECK(slope.dim() <= 1 && (slope.numel() == 1 || slope.numel() == channels), op, ": slope has shape ",
+              shape_string(slope), ", expected [1] or [", channels, "]");
+  const bool mixed = slope.scalar_type() == ScalarType::Float && x.scalar_type() != ScalarType::Double;
+  KGOPT_CHECK(slope.scalar_type() == x.scalar_type() || mixed, op, ": slope has dtype ",
+              scalar_type_name(slope.scalar_type()), ", expected ", scalar_type_name(x.scalar_type()),
+              " (the dtype of x) or float32");
+}
+
+// The arguments of backward ops.
 inline GroupNormDims check_group_stats_backward(const char* op, const Tensor& dmean, const Tensor& drstd,
                                                 const Tensor& x, const Tensor& mean, const Tensor& rstd,
                                                 int64_t num_groups) {
@@ -91,6 +102,16 @@ inline GroupNormDims check_group_stats_backward(const char* op, const Tensor& dm
   check_statistics(op, "dmean", dmean, x, {d.n, d.g});
   check_statistics(op, "drstd", drstd, x, {d.n, d.g});
   check_group_statistics(op, mean, rstd, x, d);
+  return d;
+}
+inline GroupNormDims check_prelu_backward(const char* op, const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                          const Tensor& rstd, const Tensor& slope, int64_t num_groups,
+                                          const OptTensor& weight, const OptTensor& bias, const OptTensor& residual) {
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
+  check_like(op, "dy", dy, x);
+  check_group_statistics(op, mean, rstd, x, d);
+  check_slope(op, slope, x, d.c);
+  if (residual) check_like(op, "residual", *residual, x);
   return d;
 }
 inline GroupNormDims check_group_norm_mean_backward(const char* op, const Tensor& dout, const Tensor& x,

@@ -100,6 +100,13 @@ void two_passes(const Tiles& t, int64_t bytes_per_element, const First& first, c
   parallel(t.units * t.pieces, t.piece, [&](int64_t i) { second(i / t.pieces, i % t.pieces); });
 }
 
+// The slope of each channel, of one or one a channel.
+inline std::vector<double> read_slopes(const Tensor& slope, int64_t channels) {
+  std::vector<double> slopes = read_all(slope, slope.numel());
+  slopes.resize(channels, slopes.front());
+  return slopes;
+}
+
 // Parameters of each (sample, channel), as the loops want them: for channels_last repeated over `width`.
 template <typename Acc>
 struct Table {
@@ -145,7 +152,17 @@ struct Buffers {
   Acc* operator[](int i) const { return at[i]; }
 };
 
-// y = act((pre(x) - mean) * scale + bias), a piece.
+// PReLU of a block at `at` of a unit, in place.
+template <typename Acc>
+void prelu_block(const Tiles& t, const Table<Acc>& table, int64_t unit, int64_t at, int64_t n, Acc* x) {
+  const Acc* const slope = table.slope.data() + t.table_row(unit);
+  if (t.channels_last) return Loops<Acc>::prelu_columns(x, x, n, t.width, slope);
+  t.each_row(at, n, [&](int64_t row, int64_t offset, int64_t count) {
+    Loops<Acc>::prelu_row(x + offset, x + offset, count, slope[row]);
+  });
+}
+
+// y = act(PReLU((pre(x) - mean) * scale + bias + residual)), a piece. A table with slopes has a PReLU.
 template <typename T>
 void apply_piece(const Tiles& t, const Table<acc_t<T>>& table, const T* x, const T* residual, T* y, const ActChain& act,
                  const ActChain& pre, int64_t unit, int64_t p) {
@@ -160,6 +177,7 @@ void apply_piece(const Tiles& t, const Table<acc_t<T>>& table, const T* x, const
       const Acc* const r = view_block(residual + first, buffers[1], n);
       for (int64_t i = 0; i < n; ++i) to[i] += r[i];
     }
+    if (!table.slope.empty()) prelu_block(t, table, unit, at, n, to);
     activate_chain(act, static_cast<const Acc*>(to), to, n);
     store_block(to, y + first, n);
   });

@@ -28,22 +28,31 @@ bool normalize_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, 
   return true;
 }
 
-// Statistics of dense x, then y = act(GroupNorm(pre_act(x)) + residual) (+ x) in the same layout; y may be x. Without
-// `given`, the statistics serve this call alone and are not returned.
+// What the choice of a family takes a PReLU for: of one slope two lines, as leaky ReLU; else one that is walked.
+ActChain planned_as(const PReluSlopes& slopes) {
+  ActChain chain;
+  chain.codes[chain.length++] = static_cast<uint8_t>(slopes.by_channel() ? Act::kElu : Act::kLeakyRelu);
+  return chain;
+}
+
+// Statistics of dense x, then y = act(PReLU(GroupNorm(pre_act(x)) + residual)) (+ x) in the same layout; y may be x.
+// With slopes there is no act. Without `given`, the statistics serve this call alone and are not returned.
 Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
                           const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
                           const ActChain& pre_act, bool add_input = false, bool given = true,
-                          const void* residual = nullptr) {
+                          const void* residual = nullptr, const PReluSlopes& slopes = {}) {
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s;
   if (given) s = allocate_statistics(x, d, false);
   const NormChoice choice = choose_group_norm(
       norm_plan_input(op, x, {x.const_data_ptr(), y.const_data_ptr(), residual ? residual : x.const_data_ptr()}, d,
-                      /*backward=*/false, pre_act, act, residual != nullptr));
+                      /*backward=*/false, pre_act, slopes.data ? planned_as(slopes) : act, residual != nullptr));
   GroupNormFwdArgs a;
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();
   a.residual = residual;
+  a.slopes = slopes;
+  a.is_extended = residual || slopes.data;
   a.weight = data_or_null(w);
   a.bias = data_or_null(b);
   a.affine_dtype = affine_dtype(op, w, b);
@@ -61,6 +70,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   p.x = x.const_data_ptr();
   p.y = y.mutable_data_ptr();
   p.residual = residual;
+  p.slopes = slopes;
   p.table = table;
   p.dims = d;
   p.pre_act = pre_act;
@@ -74,7 +84,8 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
 std::tuple<Tensor, Tensor, Tensor> normalize_new(const char* op, const Tensor& x, const GroupNormDims& d,
                                                  const OptTensor& weight, const OptTensor& bias, double eps,
                                                  const ActChain& act, const ActChain& pre_act,
-                                                 const OptTensor& residual, bool given) {
+                                                 const OptTensor& residual, bool given,
+                                                 const OptTensor& slope = std::nullopt) {
   const DeviceGuard guard(x.get_device_index());
   const MemoryFormat format = format_of(x, d);
   Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
@@ -83,8 +94,9 @@ std::tuple<Tensor, Tensor, Tensor> normalize_new(const char* op, const Tensor& x
     return {y, s.mean, s.rstd};
   }
   const OptTensor r = residual ? OptTensor(dense_in(*residual, format)) : std::nullopt;
-  const Statistics s =
-      normalize_into(op, dense_in(x, format), y, d, weight, bias, eps, act, pre_act, false, given, data_or_null(r));
+  const OptTensor dense_slope = dense_or_none(slope);
+  const Statistics s = normalize_into(op, dense_in(x, format), y, d, weight, bias, eps, act, pre_act, false, given,
+                                      data_or_null(r), slope ? slopes_of(op, *dense_slope, d) : PReluSlopes());
   return {y, s.mean, s.rstd};
 }
 
@@ -136,6 +148,26 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_add_fwd(Tensor x, Tensor residual,
   return add(x, residual, num_groups, weight, bias, eps, act, true);
 }
 
+std::tuple<Tensor, Tensor, Tensor> prelu(const Tensor& x, const Tensor& slope, int64_t num_groups,
+                                         const OptTensor& weight, const OptTensor& bias, double eps,
+                                         const OptTensor& residual, bool given) {
+  const char* const op = "group_norm_prelu";
+  const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias);
+  check_slope(op, slope, x, d.c);
+  if (residual) check_like(op, "residual", *residual, x);
+  return normalize_new(op, x, d, weight, bias, eps, ActChain(), ActChain(), residual, given, slope);
+}
+
+Tensor group_norm_prelu(Tensor x, Tensor slope, int64_t num_groups, OptTensor weight, OptTensor bias, double eps,
+                        OptTensor residual) {
+  return std::get<0>(prelu(x, slope, num_groups, weight, bias, eps, residual, false));
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_prelu_fwd(Tensor x, Tensor slope, int64_t num_groups, OptTensor weight,
+                                                        OptTensor bias, double eps, OptTensor residual) {
+  return prelu(x, slope, num_groups, weight, bias, eps, residual, true);
+}
+
 }  // namespace
 }  // namespace kgopt
 
@@ -144,4 +176,6 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cuda));
   m.impl("group_norm_add", TORCH_BOX(&kgopt::group_norm_add));
   m.impl("group_norm_add_fwd", TORCH_BOX(&kgopt::group_norm_add_fwd));
+  m.impl("group_norm_prelu", TORCH_BOX(&kgopt::group_norm_prelu));
+  m.impl("group_norm_prelu_fwd", TORCH_BOX(&kgopt::group_norm_prelu_fwd));
 }

@@ -27,6 +27,16 @@ inline Dtype affine_dtype(const char* op, const OptTensor& weight, const OptTens
 
 inline int64_t acc_size(const GroupNormDims& d) { return d.dtype == Dtype::kFloat64 ? 8 : 4; }
 
+// A dense slope, for kernels on dense tensors of these sizes.
+inline PReluSlopes slopes_of(const char* op, const Tensor& slope, const GroupNormDims& d) {
+  PReluSlopes s;
+  s.data = slope.const_data_ptr();
+  s.dtype = check_dtype(op, "slope", slope);
+  s.count = slope.numel();
+  s.lie_in(d);
+  return s;
+}
+
 // (y, mean, rstd)
 std::tuple<Tensor, Tensor, Tensor> group_norm_fwd_cuda(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias,
                                                        double eps, std::string act, std::string pre_act);

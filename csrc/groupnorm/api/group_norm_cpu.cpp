@@ -161,13 +161,15 @@ Tensor to_tensor(const Tensor& like, const std::vector<double>& values, const In
   return t;
 }
 
-// y = act(GroupNorm(pre(x)) + residual); y may be x. All dense, in the layout that d says.
+// y = act(PReLU(GroupNorm(pre(x)) + residual)); y may be x. All dense, in the layout that d says. Without slopes there
+// is no PReLU.
 Statistics normalize_into(const Tensor& x, const Tensor& y, const GroupNormDims& d, const OptTensor& weight,
                           const OptTensor& bias, double eps, const ActChain& act, const ActChain& pre,
-                          const OptTensor& residual = std::nullopt) {
+                          const OptTensor& residual = std::nullopt, const OptTensor& slope = std::nullopt) {
   Statistics s(d);
   if (d.numel() == 0) return s;
   const std::vector<double> w = read_all(weight, d.c, 1.0), b = read_all(bias, d.c, 0.0);
+  const std::vector<double> slopes = slope ? read_slopes(*slope, d.c) : std::vector<double>();
   dispatch_dtype(d.dtype, [&](auto zero) {
     using T = decltype(zero);
     using Acc = acc_t<T>;
@@ -176,7 +178,7 @@ Statistics normalize_into(const Tensor& x, const Tensor& y, const GroupNormDims&
     T* const to = static_cast<T*>(y.mutable_data_ptr());
     const Tiles t(d, d.channels_per_group());
     RowMoments<T> moments(t, from, pre);
-    Table<Acc> table(t, d.n);
+    Table<Acc> table(t, d.n, slope.has_value());
     const auto merge = [&](int64_t unit) {
       const std::vector<Moments> m = moments.merged(unit);
       if (d.channels_last) {
@@ -191,6 +193,7 @@ Statistics normalize_into(const Tensor& x, const Tensor& y, const GroupNormDims&
         table.mean[at] = static_cast<Acc>(s.mean[group]);
         table.scale[at] = static_cast<Acc>(s.rstd[group] * w[c]);
         table.bias[at] = static_cast<Acc>(b[c]);
+        if (slope) table.slope[at] = static_cast<Acc>(slopes[c]);
       }
       table.repeat(t, unit);
     };
@@ -272,6 +275,25 @@ Tensor group_norm_add(Tensor x, Tensor residual, int64_t num_groups, OptTensor w
   return std::get<0>(group_norm_add_fwd(x, residual, num_groups, weight, bias, eps, act));
 }
 
+std::tuple<Tensor, Tensor, Tensor> group_norm_prelu_fwd(Tensor x, Tensor slope, int64_t num_groups, OptTensor weight,
+                                                        OptTensor bias, double eps, OptTensor residual) {
+  const char* const op = "group_norm_prelu";
+  const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias);
+  check_slope(op, slope, x, d.c);
+  if (residual) check_like(op, "residual", *residual, x);
+  const MemoryFormat format = format_of(x, d);
+  const OptTensor added = residual ? OptTensor(dense_in(*residual, format)) : std::nullopt;
+  Tensor y = empty_like_shape(x, sizes_of(x), std::nullopt, format);
+  const Statistics s =
+      normalize_into(dense_in(x, format), y, d, weight, bias, eps, ActChain(), ActChain(), added, slope);
+  return {y, to_tensor(x, s.mean, {d.n, d.g}), to_tensor(x, s.rstd, {d.n, d.g})};
+}
+
+Tensor group_norm_prelu(Tensor x, Tensor slope, int64_t num_groups, OptTensor weight, OptTensor bias, double eps,
+                        OptTensor residual) {
+  return std::get<0>(group_norm_prelu_fwd(x, slope, num_groups, weight, bias, eps, residual));
+}
+
 std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, std::string pre_act, bool,
                                std::optional<bool>, bool) {
   const char* const op = "explain_group_norm";
@@ -303,6 +325,8 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cpu));
   m.impl("group_norm_add", TORCH_BOX(&kgopt::group_norm_add));
   m.impl("group_norm_add_fwd", TORCH_BOX(&kgopt::group_norm_add_fwd));
+  m.impl("group_norm_prelu", TORCH_BOX(&kgopt::group_norm_prelu));
+  m.impl("group_norm_prelu_fwd", TORCH_BOX(&kgopt::group_norm_prelu_fwd));
   m.impl("explain_group_norm", TORCH_BOX(&kgopt::explain_group_norm));
   m.impl("group_norm_mean", TORCH_BOX(&kgopt::group_norm_mean));
   m.impl("group_norm_mean_fwd", TORCH_BOX(&kgopt::group_norm_mean_fwd_cpu));

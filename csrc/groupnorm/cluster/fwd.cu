@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
     uint32_t column;
     const uint32_t row = share.row_of(edge, &column);
     const float2 c = table[minor ? column : row];
-    const float z = with_residual<Traits::kAct>(p, y + edge, (edge_value - mean) * (c.x * rstd) + c.y);
+    const float z = extended<Traits::kAct>(p, y + edge, (edge_value - mean) * (c.x * rstd) + c.y);
     const float out = apply_chain<Traits::kAct>(floored(p.act), z);
     y[edge] = from_acc<T>(p.add_input ? out + to_acc(x[edge]) : out);
   }
@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 :
     uint32_t column;
     const uint32_t row = share.row_of(edge, &column);
     const float2 c = table[minor ? column : row];
-    const float z = with_residual<Traits::kAct>(p, y + edge, (edge_value - mean) * (c.x * rstd) + c.y);
+    const float z = extended<Traits::kAct>(p, y + edge, (edge_value - mean) * (c.x * rstd) + c.y);
     const float out = apply_chain<Traits::kAct>(floored(p.act), z);
     y[edge] = from_acc<T>(p.add_input ? out + to_acc(edge_input) : out);
   }

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kTeamThreads, kPasses == kTeamPasses ? 3 : 2)
     if (edge[e] < 0) continue;
     uint32_t column;
     const float2 c = coefficients_of(share.row_of(edge[e], &column));
-    const float z = with_residual<Traits::kAct>(p, y + edge[e], (edge_value[e] - mean) * (c.x * rstd) + c.y);
+    const float z = extended<Traits::kAct>(p, y + edge[e], (edge_value[e] - mean) * (c.x * rstd) + c.y);
     const float out = apply_chain<Traits::kAct>(floored(p.act), z);
     y[edge[e]] = from_acc<T>(p.add_input ? out + to_acc(edge_input[e]) : out);
   }

@@ -78,6 +78,7 @@ Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
 }  // namespace
 
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream) {
+  if (p.slopes.data) return run_normalize_prelu(p, stream);
   Status status;
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
     if (p.residual) return launch_normalize<T, Chain::kAny, Chain::kAny, true>(p, stream);

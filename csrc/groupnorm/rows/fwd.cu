@@ -174,7 +174,7 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
       if constexpr (!kFolds) v[j] -= c.mean[j];
       v[j] = v[j] * c.scale[j] + c.shift[j];
     }
-    add_residual<Traits::kAct>(p, to, v);
+    extend<Traits::kAct>(p, to, v);
     finish_chain<Traits::kAct, T>(floored(p.act), v);
     if constexpr (kAddInput) {
       float x[kVec];

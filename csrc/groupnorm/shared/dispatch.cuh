@@ -27,7 +27,7 @@ Status dispatch_norm(const char* kernel, const Params& p, Launch launch) {
     Status status;
     constexpr bool kForward = std::is_base_of_v<GroupNormFwdArgs, Params>;
     if constexpr (kForward) {
-      if (p.residual) return Status(launch(NormTraits<T, Chain::kAny, Chain::kAny>()));
+      if (p.is_extended) return Status(launch(NormTraits<T, Chain::kAny, Chain::kAny>()));
     }
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
       constexpr bool kFloored = kForward && kPre == Chain::kNone;

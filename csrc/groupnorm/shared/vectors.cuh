@@ -7,6 +7,7 @@
 #include "common/reduce.cuh"
 #include "groupnorm/params.h"
 #include "groupnorm/shared/floor.cuh"
+#include "groupnorm/shared/prelu.cuh"
 
 namespace kgopt {
 
@@ -243,31 +244,43 @@ __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], uint
                : "memory");
 }
 
-// The residual of what will be y's elements from `to` on. Only the kernels for any chain are given one.
+// The residual of what will be y's elements from `to` on, and a PReLU of the sum. Only the kernels for any chain are
+// given them.
 template <Chain kAct, typename T, int kVec>
-__device__ __forceinline__ void add_residual(const GroupNormFwdArgs& p, const T* to, float (&out)[kVec]) {
+__device__ __forceinline__ void extend(const GroupNormFwdArgs& p, const T* to, float (&out)[kVec]) {
   if constexpr (kAct == Chain::kAny) {
-    if (!p.residual) return;
-    float r[kVec];
-    unpack(load_vec<T, kVec>(static_cast<const T*>(p.residual) + (to - static_cast<const T*>(p.y))), r);
+    if (!p.is_extended) return;
+    const int64_t at = to - static_cast<const T*>(p.y);
+    if (p.residual) {
+      float r[kVec];
+      unpack(load_vec<T, kVec>(static_cast<const T*>(p.residual) + at), r);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) out[j] += r[j];
+      for (int j = 0; j < kVec; ++j) out[j] += r[j];
+    }
+    if (p.slopes.data) apply_prelu<T>(p.slopes, at, out);
   }
 }
 template <Chain kAct, typename T>
-__device__ __forceinline__ float with_residual(const GroupNormFwdArgs& p, const T* to, float out) {
+__device__ __forceinline__ float extended(const GroupNormFwdArgs& p, const T* to, float out) {
   if constexpr (kAct == Chain::kAny) {
-    if (p.residual) out += to_acc(static_cast<const T*>(p.residual)[to - static_cast<const T*>(p.y)]);
+    if (!p.is_extended) return out;
+    const int64_t at = to - static_cast<const T*>(p.y);
+    if (p.residual) out += to_acc(static_cast<const T*>(p.residual)[at]);
+    if (p.slopes.data) {
+      float one[1] = {out};
+      apply_prelu<T>(p.slopes, at, one);
+      return one[0];
+    }
   }
   return out;
 }
 
-// Residual, activation, x, store, with `streaming` or its policy. `input` is x again, as it was. With kScaled, as
+// Residual, PReLU, activation, x, store, with `streaming` or its policy. `input` is x again, as it was. With kScaled, as
 // finish_chain.
 template <Chain kAct, bool kScaled = false, typename T, int kVec, typename Streaming>
 __device__ __forceinline__ void finish_values(const GroupNormFwdArgs& p, T* to, const Vec<T, kVec>& input,
                                               Streaming streaming, float (&out)[kVec]) {
-  add_residual<kAct>(p, to, out);
+  extend<kAct>(p, to, out);
   finish_chain<kAct, T, kScaled>(floored(p.act), out);
   if (p.add_input) {
     float x[kVec];

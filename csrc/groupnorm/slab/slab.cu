@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
     for (int k = 0; k < kSlabUnroll; ++k) u[k] = (u[k] - stat.x) * scale + affine.y;
 #pragma unroll
     for (int k = 0; k < kSlabUnroll; ++k) {
-      if (k0 + k < b.rows) u[k] = with_residual<kAct>(p, y + b.first + (k0 + k) * b.step, u[k]);
+      if (k0 + k < b.rows) u[k] = extended<kAct>(p, y + b.first + (k0 + k) * b.step, u[k]);
     }
     apply_chain<kAct, kIsCoarse<T>>(floored(p.act), u);
 #pragma unroll

@@ -3,6 +3,7 @@
 
 #include "common/async.cuh"
 #include "groupnorm/shared/floor.cuh"
+#include "groupnorm/shared/prelu.cuh"
 #include "groupnorm/small/activations.cuh"
 #include "groupnorm/small/box.cuh"
 #include "groupnorm/small/small.cuh"
@@ -165,6 +166,7 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
 #pragma unroll
       for (int k = 0; k < kElements; ++k) v[k] += to_acc(load_in_order<T>(p.residual, offset[k], has(k)));
     }
+    if (p.slopes.data) apply_prelu<T>(p.slopes, offset, v);
     apply_kind(s.act_kind, p.act, v);
   } else {
     apply_chain<Traits::kAct, false>(floored(p.act), v);

@@ -31,7 +31,7 @@ Status dispatch_small(const char* kernel, Params& p, Launch launch) {
   const auto with_type = [&](auto zero) {
     using T = decltype(zero);
     bool any = p.shares.pre_kind != Chain::kNone;
-    if constexpr (kForward) any = any || p.residual;
+    if constexpr (kForward) any = any || p.is_extended;
     if (any) return launch(SmallInstance<T, Chain::kAny>());
     switch (p.shares.act_kind) {
       case Chain::kNone: return launch(SmallInstance<T, kForward ? with_floor(Chain::kNone) : Chain::kNone>());

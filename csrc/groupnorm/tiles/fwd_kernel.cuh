@@ -310,7 +310,7 @@ struct FwdBlock
           input[i] = read(k + i);
           values_of<Traits::kPre>(input[i], p.pre_act, x[i]);
           scale_shift(x[i], mean, scale, shift);
-          add_residual<Traits::kAct>(p, to + (k + i) * 32 * kVec, x[i]);
+          extend<Traits::kAct>(p, to + (k + i) * 32 * kVec, x[i]);
         }
         walk(x);
 #pragma unroll
@@ -349,7 +349,7 @@ struct FwdBlock
           scale_shift_two(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
                           [&](int64_t channel) { return scaled_affine(channel); });
         }
-        add_residual<Traits::kAct>(p, to + u * 32 * kVec, x[i]);
+        extend<Traits::kAct>(p, to + u * 32 * kVec, x[i]);
       }
       if constexpr (kSet > 1) __syncwarp();  // all lanes are here
       walk(x);

@@ -23,10 +23,13 @@ class GroupNorm(torch.nn.GroupNorm):
         device: of the parameters.
         dtype: of the parameters.
         act: ``+``-joined chain of activations, for example ``"silu"`` or ``"leaky_relu(0.2)"``; docs/ops.md has the
-            names and their parameters.
+            names and their parameters. Or ``"prelu"``, with the parameter ``slope``, which starts at 0.25 as that of
+            :class:`torch.nn.PReLU` does.
+        num_slopes: of a PReLU: 1, or ``num_channels``.
 
     Raises:
-        ValueError: ``num_channels`` is not divisible by ``num_groups``, or ``act`` is no chain of known activations.
+        ValueError: ``num_channels`` is not divisible by ``num_groups``, ``act`` is no chain of known activations, or
+            ``num_slopes`` fits neither.
     """
 
     def __init__(
@@ -39,17 +42,24 @@ class GroupNorm(torch.nn.GroupNorm):
         dtype: torch.dtype | None = None,
         *,
         act: str = "none",
+        num_slopes: int = 1,
     ) -> None:
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         try:
-            _acts.parse(act)
+            _acts.parse("none" if act == "prelu" else act)
         except ValueError as error:
             raise ValueError(f"act {error}") from None
+        if num_slopes not in (1, num_channels) or (act != "prelu" and num_slopes != 1):
+            raise ValueError(f"num_slopes is {num_slopes}, expected 1, or {num_channels} with act='prelu'")
         self.act = act
+        self.slope: torch.nn.Parameter | None = None
+        if act == "prelu":
+            self.slope = torch.nn.Parameter(torch.full([num_slopes], 0.25, device=device, dtype=dtype))
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(GroupNorm(input) + residual)``, in the layout of ``input``; ``residual`` has its shape and dtype."""
-        return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps, self.act, residual)
+        rest = (self.weight, self.bias, self.eps, self.act, residual, self.slope)
+        return functional.group_norm(input, self.num_groups, *rest)
 
     def extra_repr(self) -> str:
         """torch's, and the activation where there is one."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from kgopt.rewrite import functional_norms, originals, policy
+from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
 from kgopt.rewrite.functional_norms import ChannelNorm
 from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method
@@ -38,6 +39,7 @@ _CONVS: dict[Any, str] = {
 _OVERLOAD = type(torch.ops.aten.relu.default)
 _CONVS = {f: name for f, name in _CONVS.items() if originals.is_torchs(f)}
 _NORMS = {f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance")) if originals.is_torchs(f)}
+_PRELU = F.prelu if originals.is_torchs(F.prelu) else None
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 last_report = Report()
@@ -147,6 +149,10 @@ class _Reader:
             return Node("conv", name=_CONVS[node.target]), [x]
         if node.target in _NORMS:
             return Node("norm", name=_NORMS[node.target]), [x]
+        if node.target is _PRELU:
+            of_slope = [*args[1:], *kwargs.values()]
+            is_one = len(of_slope) == 1 and isinstance(of_slope[0], fx.Node) and of_slope[0] is not x
+            return (Node("act", name=PRELU), [x]) if is_one else (Node("value"), [])
         if len(args) == 2 and isinstance(args[1], fx.Node):
             if node.target is operator.iadd and originals.untouched(*originals.methods(("__iadd__",)))():
                 return Node("add", inplace=True), [x, args[1]]
@@ -198,6 +204,7 @@ class _Writer:
             else:
                 norm = self._norm_args(_value(made.origin.args[0]))
             conv = self._conv_args(x) if chain.conv else None
+            norm.slope = self._slope(x) if chain.has_prelu else None
         except _NotOursError as error:
             return str(error)
         reason = self._obstacle()
@@ -240,6 +247,17 @@ class _Writer:
             if p is not None and (v is None or (v.dtype is not x.dtype and v.dtype is not torch.float32)):
                 raise _NotOursError("its weight or bias has a dtype that PyTorch alone takes")
         return NormArgs(groups, weight, bias, eps)
+
+    def _slope(self, x: Tensor) -> fx.Node:
+        """The slopes of the chain's PReLU."""
+        node = next(n.origin for n in self.found.nodes if n.name == PRELU)
+        slope = (*node.args[1:], *node.kwargs.values())[0]
+        value, channels = _value(slope), _value(node).shape[1] if _value(node) is not None else None
+        if not isinstance(value, Tensor) or value.dim() > 1 or value.numel() not in (1, channels):
+            raise _NotOursError("the slopes of its PReLU are not one or one a channel")
+        if value.dtype is not x.dtype and value.dtype is not torch.float32:
+            raise _NotOursError("the slopes of its PReLU have a dtype that PyTorch alone takes")
+        return slope  # type: ignore[no-any-return]
 
     def _conv_args(self, x: Tensor) -> ConvArgs:
         node, transposed = self.first, "transpose" in self.found.chain.conv

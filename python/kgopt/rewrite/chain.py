@@ -6,11 +6,14 @@ norm → sum with another tensor → pointwise chain
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kgopt import _acts
 
 CHANNELS = ("rms", "l2", "layer")  # norms over channels, by the kind of the op
+
+PRELU = "prelu"  # the activation whose slopes are a parameter: alone behind a norm or its sum, by an op of its own
 
 CONV_MEAN = "conv3d_group_norm_mean"
 CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
@@ -63,6 +66,11 @@ class Chain:
         return self.dims in ((1,), (1 - rank,))
 
     @property
+    def has_prelu(self) -> bool:
+        """Whether a PReLU follows the norm, or its sum."""
+        return self.post == PRELU
+
+    @property
     def label(self) -> str:
         """For people: ``Conv3d → GroupNorm → mean``."""
         names = {"conv2d": "Conv2d", "conv3d": "Conv3d"}
@@ -91,8 +99,19 @@ class Chain:
         ):
             ops += [] if self.pre == "none" else [f"activation({self.pre})"]
             return " + ".join([*ops, "group_norm_mean"])
+        if self.has_prelu:
+            pre = [] if self.pre == "none" else [f"activation({self.pre})"]
+            op = f"group_norm_prelu({'sum' if self.added else ''})".removesuffix("()")
+            return " + ".join([*ops, *pre, op, *([self.reduce] if self.reduce else [])])
         acts = [f"{key}={value}" for key, value in (("pre_act", self.pre), ("act", self.post)) if value != "none"]
         name = "channel_norm" if self.norm in CHANNELS else "group_norm_add" if self.added else "group_norm"
         ops.append(f"{name}({', '.join(acts)})" if acts else name)
         ops += [self.reduce] if self.reduce else []
         return " + ".join(ops)
+
+
+def takes_another(acts: Sequence[str], one: str) -> bool:
+    """Whether an op behind whose norm these activations stand has room for another one behind them."""
+    if PRELU in (one, *acts):
+        return not acts
+    return _acts.fits([act for text in (*acts, one) for act in _acts.parse(text)])

@@ -57,6 +57,7 @@ class NormArgs:
     bias_factor: float = 1.0
     axis: int = 1
     lies: tuple[int, ...] | None = None
+    slope: Any = None  # of the PReLU behind it
 
 
 def call_now(function: Callable[..., Any], *args: Any) -> Any:
@@ -92,6 +93,9 @@ def emit_kgopt(
     n = norm
     if chain.norm in CHANNELS:
         return _emit_channel_norm(chain, call, call_norm or call, x, n)
+    if chain.added and chain.has_prelu:
+        op = _OPS.group_norm_prelu.default
+        return (call_norm or call)(op, x, n.slope, n.num_groups, n.weight, n.bias, n.eps, added)
     if chain.added:
         op = _OPS.group_norm_add.default
         return (call_norm or call)(op, x, added, n.num_groups, n.weight, n.bias, n.eps, chain.post)
@@ -114,12 +118,14 @@ def emit_kgopt(
             x = call(op, x, conv.weight, conv.bias, conv.stride, conv.padding, *tail)
     call_norm = call_norm or call
     mean_of_all = chain.reduce == "mean" and chain.reduces_all(rank) and chain.post == "none" and not chain.keepdim
-    fold = fold_pre and chain.pre != "none" and not mean_of_all
+    fold = fold_pre and chain.pre != "none" and not mean_of_all and not chain.has_prelu
     if chain.pre != "none" and not fold:
         x = call(_OPS.activation.default, x, chain.pre)
     if mean_of_all:
         return call(_OPS.group_norm_mean.default, x, n.num_groups, n.weight, n.bias, n.eps)
-    if fold:
+    if chain.has_prelu:
+        y = call_norm(_OPS.group_norm_prelu.default, x, n.slope, n.num_groups, n.weight, n.bias, n.eps)
+    elif fold:
         op = _OPS.group_norm_fwd.default
         y = call(operator.getitem, call_norm(op, x, n.num_groups, n.weight, n.bias, n.eps, chain.post, chain.pre), 0)
     else:
@@ -202,7 +208,7 @@ def run_torch(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) ->
         y = F.instance_norm(y, weight=norm.weight, bias=norm.bias, eps=norm.eps)
     else:
         y = F.group_norm(y, norm.num_groups, norm.weight, norm.bias, norm.eps)
-    y = torch_activation(y, chain.post)
+    y = F.prelu(y, norm.slope) if chain.has_prelu else torch_activation(y, chain.post)
     if chain.residual:
         y = x + y
     if chain.reduce:

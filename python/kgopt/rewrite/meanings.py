@@ -13,6 +13,7 @@ from torch import nn
 
 from kgopt._acts import text
 from kgopt.rewrite import originals
+from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.patterns import Node
 
@@ -199,6 +200,7 @@ _ACTIVATION_MODULES: dict[type, Callable[[Any], str | None]] = {
     nn.Tanhshrink: lambda m: "tanhshrink",
     nn.Softshrink: lambda m: text("softshrink", m.lambd),
     nn.Hardshrink: lambda m: text("hardshrink", m.lambd),
+    nn.PReLU: lambda m: PRELU,
 }
 
 # By the name in what a role says; GELU's two ways are one class's.
@@ -225,6 +227,7 @@ ACTIVATION_CLASSES: dict[str, type] = {
     "tanhshrink": nn.Tanhshrink,
     "softshrink": nn.Softshrink,
     "hardshrink": nn.Hardshrink,
+    PRELU: nn.PReLU,
 }
 
 

@@ -186,6 +186,7 @@ _INSIDE: dict[type, tuple[Place, ...]] = {
     nn.Tanhshrink: _inside(nn.Tanhshrink, "tanhshrink"),
     nn.Softshrink: _inside(nn.Softshrink, "softshrink"),
     nn.Hardshrink: _inside(nn.Hardshrink, "hardshrink"),
+    nn.PReLU: _inside(nn.PReLU, "prelu", True),
     nn.Identity: _inside(nn.Identity, ""),
     **{getattr(nn, f"Dropout{n}"): _inside(getattr(nn, f"Dropout{n}"), f"dropout{n}") for n in ("", "1d", "2d", "3d")},
     nn.AlphaDropout: _inside(nn.AlphaDropout, "alpha_dropout"),

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kgopt import _acts
-from kgopt.rewrite.chain import CHANNELS, Chain
+from kgopt.rewrite.chain import CHANNELS, PRELU, Chain, takes_another
 
 
 @dataclass(eq=False)
@@ -61,9 +60,11 @@ def _chain_name(nodes: Sequence[Node]) -> str:
     return "+".join(n.name for n in nodes if n.kind == "act") or "none"
 
 
-def _has_room(nodes: Sequence[Node], one: Node) -> bool:
-    """Whether the ops' act argument takes another activation."""
-    return _acts.fits([act for node in (*nodes, one) if node.kind == "act" for act in _acts.parse(node.name)])
+def _has_room(nodes: Sequence[Node], one: Node, prelu: bool = True) -> bool:
+    """Whether the ops take another activation. ``prelu``: also one with slopes."""
+    if one.kind != "act":
+        return True
+    return (prelu or one.name != PRELU) and takes_another([n.name for n in nodes if n.kind == "act"], one.name)
 
 
 def match(norm: Node, adds: Callable[[Node, Node], bool] | None = None) -> Match:
@@ -73,7 +74,7 @@ def match(norm: Node, adds: Callable[[Node, Node], bool] | None = None) -> Match
     """
     before = norm.inputs[0]
     pre: list[Node] = []
-    while before.kind in ("act", "same") and _sole_user(before) is not None and _has_room(pre, before):
+    while before.kind in ("act", "same") and _sole_user(before) is not None and _has_room(pre, before, False):
         pre.insert(0, before)
         before = before.inputs[0]
     conv = before if before.kind == "conv" else None
@@ -82,7 +83,8 @@ def match(norm: Node, adds: Callable[[Node, Node], bool] | None = None) -> Match
 
     post: list[Node] = []
     last = norm
-    while (user := _sole_user(last)) is not None and user.kind in ("act", "same") and _has_room(post, user):
+    prelu = norm.name not in CHANNELS
+    while (user := _sole_user(last)) is not None and user.kind in ("act", "same") and _has_room(post, user, prelu):
         post.append(user)
         last = user
 

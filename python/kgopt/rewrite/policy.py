@@ -139,7 +139,8 @@ def needs_grad(x: Tensor, norm: NormArgs, conv: ConvArgs | None) -> bool:
     """Will a backward go through this?"""
     if not torch.is_grad_enabled():
         return False
-    parameters = (norm.weight, norm.bias) if conv is None else (norm.weight, norm.bias, conv.weight, conv.bias)
+    parameters = (norm.weight, norm.bias, norm.slope)
+    parameters = parameters if conv is None else (*parameters, conv.weight, conv.bias)
     # As a rule the first of them says yes, before there is a generator.
     return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
 
@@ -188,13 +189,16 @@ class Question:
             return t.detach().requires_grad_(self.grad and t.requires_grad) if isinstance(t, Tensor) else t
 
         conv = self.conv and replace(self.conv, weight=leaf(self.conv.weight), bias=leaf(self.conv.bias))
-        norm = replace(self.norm, weight=leaf(self.norm.weight), bias=leaf(self.norm.bias))
+        n = self.norm
+        norm = replace(n, weight=leaf(n.weight), bias=leaf(n.bias), slope=leaf(n.slope))
         return replace(self, x=leaf(self.x), conv=conv, norm=norm)
 
     @property
     def tensors(self) -> list[Any]:
         """All that it reads; None where there is no bias."""
-        return [self.x, self.norm.weight, self.norm.bias, *((self.conv.weight, self.conv.bias) if self.conv else ())]
+        n = self.norm
+        more = ([] if n.slope is None else [n.slope]) + ([self.conv.weight, self.conv.bias] if self.conv else [])
+        return [self.x, n.weight, n.bias, *more]
 
     @property
     def key(self) -> str:
@@ -329,7 +333,7 @@ def _errors(q: Question) -> tuple[float, float]:
     tf32 = conv is not None and accuracy.may_take_tf32(x)
     ideal = 0.0
     with torch.autocast(x.device.type, enabled=False), accuracy.no_autotuning():
-        double = replace(norm, weight=_double(norm.weight), bias=_double(norm.bias))
+        double = replace(norm, weight=_double(norm.weight), bias=_double(norm.bias), slope=_double(norm.slope))
         exact_conv = None if conv is None else replace(conv, weight=_double(conv.weight), bias=_double(conv.bias))
         reference, scale = _reference(chain, part.double(), exact_conv, double)
         if tf32 and conv is not None and exact_conv is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kgopt import ops as ops
 from kgopt._layout import as_channels_last
 from kgopt.rewrite import carry, channels, originals, policy, recompute, watching
-from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
+from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, PRELU, Chain
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
 from kgopt.rewrite.glue.kernels import lies_as
@@ -62,6 +62,22 @@ def _fits(p: Any, x: Tensor) -> bool:
         return False
     dtype = p.dtype
     return (dtype is x.dtype or dtype is torch.float32) and p.device == x.device and p.layout is torch.strided
+
+
+def slope_of(act: Any, x: Tensor, channels: int) -> Any:
+    """The slopes of an nn.PReLU behind a norm of x; None where PyTorch's own forward must see them, or refuse them."""
+    parameters = act._parameters
+    if "weight" not in parameters or hides_parameters(act):
+        return None
+    slope = parameters["weight"]
+    if slope is None or not _fits(slope, x) or slope.dim() > 1 or slope.numel() not in (1, channels):
+        return None
+    # Without autocast PyTorch wants one dtype.
+    return slope if slope.dtype is x.dtype or torch.is_autocast_enabled(x.device.type) else None
+
+
+def _channels_of(norm: Any) -> int:
+    return int(norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features)
 
 
 def keeps_format(norm: nn.Module) -> bool:
@@ -151,9 +167,11 @@ class Site:
         self.others = tuple((i, role) for i, role in enumerate(roles) if role != "norm")
         # The usual site, a norm and its activation, takes a short way: eager calls cost microseconds.
         self.is_channel = chain.norm in CHANNELS
-        self.short = chain == Chain(norm=chain.norm, post=chain.post) and not self.is_channel
-        # PyTorch's instance norm has no rule under autocast: it gives what it is given. Softplus has: float32.
-        self.keeps_dtype = chain.norm == "instance" and "softplus" not in (chain.pre or "") + (chain.post or "")
+        self.short = chain == Chain(norm=chain.norm, post=chain.post) and not (self.is_channel or chain.has_prelu)
+        # PyTorch's instance norm has no rule under autocast: it gives what it is given. Softplus has: float32. So has
+        # PReLU: half precision.
+        self.keeps_dtype = chain.norm == "instance" and "softplus" not in chain.pre + chain.post and not chain.has_prelu
+        self.prelu_at = roles.index(PRELU) if chain.has_prelu else -1
         # And the fused ops: one call, of arguments that are known already.
         self.fused = _DIRECT[getattr(torch.ops.kgopt, chain.fused_op).default] if chain.fused_op else None
         # By the class of the norm, whether all that the code looks up is PyTorch's own.
@@ -256,7 +274,7 @@ class Site:
         state = known.site
         if state is None or not state.enabled or watching.wants_torch():
             return False
-        args = self._args(x, conv, norm)
+        args = self._args(x, conv, norm, operands)
         if args is None:
             return False
 
@@ -276,7 +294,7 @@ class Site:
         if self.short and not half and not watching.is_watched():
             return self._finish(x, norm, self._run_now(x, norm))
         if self.fused is not None and not watching.is_watched() and not watching.is_autocast(x):
-            args = self._handed(norm) or self._args(x, operands[0], norm)
+            args = self._handed(norm) or self._args(x, operands[0], norm, operands)
             assert args is not None
             y = emit_kgopt(self.chain, self._call_fused, x, 0, *args)
             return y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
@@ -293,7 +311,7 @@ class Site:
         watched = watching.is_watched()
         both = None if watched else self._handed(norm)
         if both is None:
-            both = self._args(x, operands[0] if self.chain.conv else None, norm)
+            both = self._args(x, operands[0] if self.chain.conv else None, norm, operands)
             assert both is not None
         fold = half or not torch.is_autocast_enabled(x.device.type)
         call = call_now if watched else _call_directly
@@ -360,17 +378,18 @@ class Site:
             return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
         return _group_norm(x, *rest)  # type: ignore[no-any-return]
 
-    def run_added(self, norm: Any, x: Tensor, other: Any, act: str) -> Tensor | None:
+    def run_added(self, norm: Any, x: Tensor, other: Any, act: str, prelu: Any = None) -> Tensor | None:
         """``act(norm(x) + other)`` in one op, of a site of the norm alone that is :meth:`ready`.
 
-        None where PyTorch's rules of sizes, dtypes and layouts have something to do.
+        ``prelu``: the nn.PReLU that act is. None where PyTorch's rules of sizes, dtypes and layouts have something to
+        do.
         """
         if not is_plain(other) or other.shape != x.shape or other.device != x.device or not lies_as(other, x):
             return None
         if not (x.is_contiguous() or keeps_format(norm)):
             return None  # PyTorch's norm gives a contiguous tensor, and what the sum is depends on both
         autocast = torch.is_autocast_enabled(x.device.type) and x.is_cuda
-        half = autocast and self.keeps_dtype
+        half = autocast and self.keeps_dtype and prelu is None
         if other.dtype is not x.dtype and (half or not autocast or torch.float64 in (x.dtype, other.dtype)):
             return None
         if half and "softplus" in act:
@@ -378,9 +397,17 @@ class Site:
         n = norm_args(norm, x)
         if n is None:
             return None
-        args = (x, other, n.num_groups, n.weight, n.bias, n.eps, act)
+        args: tuple[Any, ...] = (x, other, n.num_groups, n.weight, n.bias, n.eps, act)
         if torch.compiler.is_compiling():
             guard_methods(norm)
+            guard_methods(prelu)
+        if prelu is not None:
+            slope = slope_of(prelu, x, _channels_of(norm))
+            if slope is None:
+                return None
+            args = (x, slope, *args[2:6], other)
+            in_dispatcher = torch.is_autocast_enabled(x.device.type) or watching.is_watched()
+            return (_group_norm_prelu if in_dispatcher else _direct_group_norm_prelu)(*args)  # type: ignore[no-any-return]
         if autocast or watching.is_watched():
             return without_autocast(_group_norm_add, *args) if half else _group_norm_add(*args)  # type: ignore[no-any-return]
         return _direct_group_norm_add(*args)  # type: ignore[no-any-return]
@@ -391,7 +418,14 @@ class Site:
             return None
         return carry.take(x)
 
-    def _args(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
+    def _args(self, x: Tensor, conv: Any, norm: Any, operands: Any) -> tuple[ConvArgs | None, NormArgs] | None:
+        args = self._args_of_norm(x, conv, norm)
+        if args is None or self.prelu_at < 0:
+            return args
+        args[1].slope = slope_of(operands[self.prelu_at], x, _channels_of(norm))
+        return None if args[1].slope is None else args
+
+    def _args_of_norm(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
         if conv is None:
             if self.chain.norm == "instance" and x.dim() != (5 if isinstance(norm, nn.InstanceNorm3d) else 4):
                 return None
@@ -413,12 +447,17 @@ _group_norm = torch.ops.kgopt.group_norm.default
 _direct_group_norm = ops.direct("group_norm")
 _group_norm_add = torch.ops.kgopt.group_norm_add.default
 _direct_group_norm_add = ops.direct("group_norm_add")
+_group_norm_prelu = torch.ops.kgopt.group_norm_prelu.default
+_direct_group_norm_prelu = ops.direct("group_norm_prelu")
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default
 _group_norm_without_grad = ops.without_grad("group_norm")
 _recorded_group_norm = ops.recorded("group_norm")
 _DIRECT = {
     getattr(torch.ops.kgopt, name).default: ops.direct(name)
-    for name in ("group_norm", "group_norm_fwd", "channel_norm", CONV_LSE, CONV_MEAN, CONV_RELU_NORM)
+    for name in (
+        *("group_norm", "group_norm_fwd", "group_norm_prelu", "channel_norm"),
+        *(CONV_LSE, CONV_MEAN, CONV_RELU_NORM),
+    )
 }
 _DIRECT_CONVS = {getattr(torch.ops.kgopt, name).default: ops.direct(name) for name in CONV_MODULES.values()}
 _DIRECT |= _DIRECT_CONVS

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kgopt import ops as ops
 from kgopt.rewrite import known, originals, watching
-from kgopt.rewrite.chain import Chain
+from kgopt.rewrite.chain import PRELU, Chain
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import plans
@@ -76,10 +76,10 @@ class _LaterNorm(_Later):
         super().__init__(norm, x)
         self.site = site
 
-    def plus(self, other: Any, divisor: Any, act: str = "none") -> Tensor | None:
+    def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
         if divisor is not None and not _is_one(divisor):
             return None
-        return self.site.run_added(self.module, self.x, other, act)
+        return self.site.run_added(self.module, self.x, other, act, prelu)
 
 
 _ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance")}
@@ -166,7 +166,7 @@ class Sum:
             name = activation_of(act) if is_as_is(act) else None
         else:
             name = self.act if function is self.function and self.is_untouched() else None
-        return None if name is None else later.plus(other, None, name)
+        return None if name is None else later.plus(other, None, name, act if name == PRELU else None)
 
     def finish_in_place(self, a: Any, b: Any) -> Any:
         """``a += b``, where a is what :meth:`begin` gave."""

@@ -93,6 +93,75 @@ def _group_norm_add_fwd() -> Target:
     )
 
 
+def _prelu_draw(d: Draw) -> tuple[Tensors, Args]:
+    tensors, args = norm_draw(act=False)(d)
+    shape = tensors["x"]["shape"]
+    tensors = {"x": tensors.pop("x"), "slope": d.tensor(d.rng.choice([[1], shape[1:2]])), **tensors}
+    if d.rng.random() < 0.4:
+        tensors["residual"] = d.tensor(shape)
+    return tensors, args
+
+
+def _preluded(case: Case) -> str:
+    return norm_text(case, "eps").replace("x, ", "x, slope, ", 1) + f", {name_of(case, 'residual')}"
+
+
+def _group_norm_prelu() -> Target:
+    def ours(case: Case) -> str:
+        if case["via"] == "functional":
+            norm = norm_text(case, "eps")
+            return f"kgopt.functional.group_norm({norm}, 'prelu', {name_of(case, 'residual')}, slope)"
+        return f"torch.ops.kgopt.group_norm_prelu({_preluded(case)})"
+
+    return Target(
+        "group_norm_prelu",
+        8,
+        _prelu_draw,
+        ours,
+        lambda case: f"{REF}.group_norm_prelu_ref({_preluded(case)})",
+        ("functional", "op"),
+        wide=("weight", "bias"),
+    )
+
+
+def _group_norm_prelu_fwd() -> Target:
+    return Target(
+        "group_norm_prelu_fwd",
+        3,
+        _prelu_draw,
+        lambda case: f"torch.ops.kgopt.group_norm_prelu_fwd({_preluded(case)})",
+        lambda case: f"({REF}.group_norm_prelu_ref({_preluded(case)}), *{stats_text('x', case)})",
+        ("op",),
+        wide=("weight", "bias"),
+    )
+
+
+def _group_norm_prelu_backward() -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        tensors, args = _prelu_draw(d)
+        tensors.setdefault("residual", d.tensor(tensors["x"]["shape"]))
+        tensors["dy"] = d.tensor(tensors["x"]["shape"])
+        return tensors, args
+
+    def before(case: Case) -> list[str]:
+        a = case["args"]
+        return [f"mean, rstd = given_stats(x, {a['num_groups']!r}, {a['eps']!r})"]
+
+    def ours(case: Case) -> str:
+        affine = f"{name_of(case, 'weight')}, {name_of(case, 'bias')}"
+        groups = case["args"]["num_groups"]
+        return f"torch.ops.kgopt.group_norm_prelu_backward(dy, x, mean, rstd, slope, {groups!r}, {affine}, residual)"
+
+    def theirs(case: Case) -> str:
+        # The gradient of a residual is that of the PReLU's argument.
+        given = "residual=residual, slope=slope"
+        return f"vjp(lambda {given}: {REF}.group_norm_prelu_ref({_preluded(case)}), dict({given}), dy)"
+
+    return Target(
+        "group_norm_prelu_backward", 3, draw, ours, theirs, ("op",), before=before, grads=(), wide=("weight", "bias")
+    )
+
+
 def stats_text(x: str, case: Case) -> str:
     return f"{REF}.group_stats_ref(wide({x}), {case['args']['num_groups']!r}, {case['args']['eps']!r})"
 
@@ -362,6 +431,9 @@ TARGETS = [
     _group_norm_fwd(),
     _group_norm_add(),
     _group_norm_add_fwd(),
+    _group_norm_prelu(),
+    _group_norm_prelu_fwd(),
+    _group_norm_prelu_backward(),
     _group_norm_moments(),
     _group_stats(),
     _group_norm_mean(),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kgopt import ops as ops
 from kgopt._layout import as_channels_last, is_dense_channels_last
 from kgopt.rewrite import carry, known, verdicts, watching
+from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.glue import kernels
 from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, recognize
 from kgopt.rewrite.meanings import activation_of, conv_of
@@ -247,7 +248,7 @@ def with_activation(conv: Any, act: Any, x: Any) -> Tensor | None:
     if not isinstance(conv, nn.Module) or known.get(conv, "glue") is None or conv_of(conv) is None or not may_plan():
         return None
     name = activation_of(act)
-    if name is None or not is_as_is(conv) or not is_as_is(act) or any_global_hooks():
+    if name is None or name == PRELU or not is_as_is(conv) or not is_as_is(act) or any_global_hooks():
         return None
     plan = plan_of(conv, x)
     if plan is None or not plan.adds:

@@ -24,9 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kgopt import _acts
 from kgopt.rewrite import classes, disguise, originals, watching
-from kgopt.rewrite.chain import Chain
+from kgopt.rewrite.chain import Chain, takes_another
 from kgopt.rewrite.classes import Part, Stand
 from kgopt.rewrite.meanings import UNKNOWN, describe_function, is_identity
 from kgopt.rewrite.modules import has_own_methods, is_as_is
@@ -288,12 +287,12 @@ class Derived:
         self.is_leaf = all(role == "same" for _, role in form.steps)
         functions = [what[0] for name, what in reading.steps if not name] if reading else []
         self.can_step = not functions
-        acts: list[Any] = []
+        acts: list[str] = []
         roles: list[Any] = []
         for name, role in form.steps:
-            if not role or (role != "same" and not _acts.fits([*acts, *_acts.parse(role)])):
+            if not role or (role != "same" and not takes_another(acts, role)):
                 break
-            acts += [] if role == "same" else list(_acts.parse(role))
+            acts += [] if role == "same" else [role]
             roles.append(role if name else functions.pop(0))
         self.count = len(roles)  # of the steps that the site does
         self.functions = tuple(None if isinstance(r, str) else r for r in roles)
