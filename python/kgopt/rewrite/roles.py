@@ -53,7 +53,8 @@ def role_of(module: Any) -> Role | None:
 def role_in_code(root: nn.Module, path: Path) -> Role | None:
     """:func:`role_of` what a path means. Beside that: "up", an upsampling; "tail", a Sequential.
 
-    A tail ends in a convolution or a norm, and can wait for a sum. Of a path that begins with "" only: is it a module, or None?
+    A tail ends in a convolution or a norm, and can wait for a sum. Of a path that begins with "" only: is it a module,
+    or None?
     """
     if path[:1] == ("",):
         is_none = len(path) == 2 and path[1] in root.__dict__ and root.__dict__[path[1]] is None

@@ -265,7 +265,7 @@ def through(conv: Any, value: Any) -> Any:
 
 def before(module: Any, following: Any, x: Any) -> Any:
     """``module(x)``, which goes to ``following`` alone: for later, if they are an upsampling and a convolution."""
-    if not is_upsampler(module) or conv_of(following) is None:
+    if torch.compiler.is_compiling() or not is_upsampler(module) or conv_of(following) is None:
         return module(x)
     if known.get(following, "glue") is None and finding.pair is None:
         return module(x)
