@@ -441,6 +441,32 @@ def test_copies_restore_and_tools(cls, monkeypatch):
     assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("cls", [Branches, Nested, Plus, Tail, Frames])
+def test_compiled_inference_takes_what_was_faster(cls, dynamic):
+    x = draw((2, 4, 8, 9))
+    original, model = optimized(cls, x)
+    targets = []
+
+    def backend(graph, example_inputs):
+        targets.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), original(x), rtol=1e-4, atol=1e-4)
+        assert sum("upsample_conv_weight" in t for t in targets) == FOLDED[cls]
+        assert not any("interpolate" in t for t in targets)
+        other = draw((1, 4, 6, 9))
+        torch.testing.assert_close(compiled(other), original(other), rtol=1e-4, atol=1e-4)
+        for module in glue.modules_of(model):
+            glue.state_of(module).folds.clear()
+        torch._dynamo.reset()
+        targets.clear()
+        torch.testing.assert_close(compiled(x), original(x), rtol=1e-4, atol=1e-4)
+        assert not any("upsample_conv_weight" in t for t in targets)
+
+
 @pytest.mark.parametrize("cls", APART)
 def test_what_keeps_them_apart(cls, monkeypatch):
     x = draw((2, 4, 8, 9))

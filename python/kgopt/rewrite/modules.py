@@ -172,6 +172,11 @@ def is_upsampler(module: Any) -> bool:
     cls: Any = original_class(module) or type(module)
     if cls is nn.Upsample:
         return True
+    return bool(_upsamples_as_is(cls)) and _casts_as_is()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def _upsamples_as_is(cls: Any) -> bool:
     own = cls.__dict__
     if cls.__bases__ != (nn.Upsample,) or own.keys() & {"__call__", "_call_impl", "__getattr__", "__getattribute__"}:
         return False
@@ -179,5 +184,4 @@ def is_upsampler(module: Any) -> bool:
     if forward is None:
         return True
     cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
-    is_read = _essence(forward) in _UPSAMPLE_FORWARDS and cells == [cls] and "super" not in forward.__globals__
-    return is_read and _casts_as_is()
+    return _essence(forward) in _UPSAMPLE_FORWARDS and cells == [cls] and "super" not in forward.__globals__

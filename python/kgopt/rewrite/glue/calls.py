@@ -225,6 +225,22 @@ def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | No
     return Call("conv", argument, x, (weight, bias), options)
 
 
+def padding_of(conv: Any, rank: int) -> tuple[int, ...] | None:
+    """Of a convolution module that can be folded with an upsampling in front of it; None for any other."""
+    if conv_of(conv) not in ("conv2d", "conv3d") or conv.padding_mode != "zeros" or type(conv.groups) is not int:
+        return None
+    kernel, padding = _numbers(conv.kernel_size, rank), conv.padding
+    if kernel is None or {_numbers(conv.stride, rank), _numbers(conv.dilation, rank)} != {(1,) * rank}:
+        return None
+    if padding in ("same", "valid"):
+        if padding == "same" and any(k % 2 == 0 for k in kernel):
+            return None  # one side is padded more than the other
+        padding = tuple(k // 2 if padding == "same" else 0 for k in kernel)
+    padding = _numbers(padding, rank)
+    fits = padding is not None and all(0 <= p < k for p, k in zip(padding, kernel, strict=True))
+    return padding if fits else None
+
+
 def upsampled(x: Tensor, factors: tuple[int, ...], conv: Any) -> Call | None:
     """Nearest upsampling by ``factors``, and the convolution module behind it, as one transposed convolution.
 
@@ -232,18 +248,11 @@ def upsampled(x: Tensor, factors: tuple[int, ...], conv: Any) -> Call | None:
     kernel of 3 x 3 x 3 are left. A convolution with a kernel of 1 is computed first, and its result is upsampled.
     """
     rank, weight, bias = x.dim() - 2, conv.weight, conv.bias
-    if conv_of(conv) not in ("conv2d", "conv3d") or weight.dim() != x.dim() or conv.padding_mode != "zeros":
+    if weight.dim() != x.dim():
         return None
     ones, kernel = (1,) * rank, tuple(weight.shape[2:])
-    if _numbers(conv.stride, rank) != ones or _numbers(conv.dilation, rank) != ones or type(conv.groups) is not int:
-        return None
-    padding = conv.padding
-    if padding in ("same", "valid"):
-        if padding == "same" and any(k % 2 == 0 for k in kernel):
-            return None  # one side is padded more than the other
-        padding = tuple(k // 2 if padding == "same" else 0 for k in kernel)
-    padding = _numbers(padding, rank)
-    if padding is None or any(not 0 <= p < k for p, k in zip(padding, kernel, strict=True)):
+    padding = padding_of(conv, rank)
+    if padding is None or kernel != tuple(conv.kernel_size):
         return None
     if not _is_parameter_of(weight, x) or not (bias is None or _is_parameter_of(bias, x)):
         return None

@@ -43,14 +43,23 @@ class Upsampled:
 
 
 def _is_plain(x: Any) -> bool:
-    if type(x) is not Tensor or not x.is_floating_point() or x.layout is not torch.strided or x.dim() not in (4, 5):
+    if (
+        not (type(x) is Tensor or (torch.compiler.is_compiling() and isinstance(x, Tensor)))
+        or not x.is_floating_point()
+        or x.layout is not torch.strided
+        or x.dim() not in (4, 5)
+    ):
         return False
     return x.numel() > 0 and not torch.is_autocast_enabled(x.device.type)
 
 
+def _looks_on() -> bool:
+    return watching.wants_torch() if torch.compiler.is_compiling() else watching.is_watched()
+
+
 def postponed(function: Any, *args: Any, **kwargs: Any) -> Any:
     """``function(...)``, or, of an upsampling by integer factors in inference, its value for later."""
-    if torch.is_grad_enabled() or watching.is_watched() or watching.is_foreign_mode():
+    if torch.is_grad_enabled() or _looks_on() or watching.is_foreign_mode():
         return function(*args, **kwargs)
     module = None
     try:

@@ -16,7 +16,7 @@ from kgopt._layout import as_channels_last, is_dense_channels_last
 from kgopt.rewrite import carry, known, verdicts, watching
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import kernels
-from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, recognize, upsampled
+from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, LARGEST_FACTOR, padding_of, recognize, upsampled
 from kgopt.rewrite.glue.later import Upsampled, finding, postponed
 from kgopt.rewrite.meanings import activation_of, conv_of
 from kgopt.rewrite.modules import guard_methods, hides_parameters, is_as_is, is_own_conv, is_upsampler
@@ -52,18 +52,26 @@ class GlueState:
     # module, the kinds of calls that _Upsample replaces.
     always: dict[bool, str] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
+    folds: dict[bool, str] = field(default_factory=dict)  # as `always`, of an upsampling and the convolution
     carrier: carry.Carrier = field(default_factory=carry.Carrier)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans are made anew; another machine is another measurement.
         devices = verdicts.environments(device for *_, device, _ in self.faster)
-        kept = {"faster": self.faster, "always": self.always, "kinds": self.kinds, "carries": self.carrier.on}
+        kept = {
+            "faster": self.faster,
+            "always": self.always,
+            "kinds": self.kinds,
+            "folds": self.folds,
+            "carries": self.carrier.on,
+        }
         return {"enabled": self.enabled, "devices": devices, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fresh = GlueState(state["enabled"])
         if verdicts.are_here(state.get("devices")):
             fresh.faster, fresh.always, fresh.kinds = dict(state["faster"]), dict(state["always"]), state["kinds"]
+            fresh.folds = dict(state["folds"])
             fresh.carrier.on = state["carries"]
         self.__dict__.update(fresh.__dict__)
 
@@ -80,7 +88,7 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
         return None
     factors: tuple[int, ...] = ()
     if type(x) is Upsampled:
-        if x.made is not None:
+        if x.made is not None or torch.compiler.is_compiling():
             return None
         x, factors = x.x, x.factors
     if torch.compiler.is_compiling():
@@ -254,6 +262,9 @@ def through(conv: Any, value: Any) -> Any:
     """``conv(value)``, where value may be one that waits: then as one op, if that is the faster way."""
     if type(value) is not Upsampled:
         return conv(value)
+    if torch.compiler.is_compiling():
+        y = _emit_upsampled(conv, value)
+        return conv(value.value()) if y is None else y
     if value.made is None and _may_read(conv):
         if finding.pair is not None:
             return finding.pair(value, conv)
@@ -263,9 +274,31 @@ def through(conv: Any, value: Any) -> Any:
     return conv(value.value())
 
 
+def _emit_upsampled(conv: Any, value: Upsampled) -> Tensor | None:
+    """:func:`through` where a compiler looks on, which adds the bias, and what follows, in a kernel of its own."""
+    x, factors = value.x, value.factors
+    state = known.get(conv, "glue") if isinstance(conv, nn.Module) else None
+    if value.made is not None or state is None or not state.enabled or any_global_hooks() or not is_as_is(conv):
+        return None
+    if (
+        state.folds.get(x.is_contiguous()) != "folded"
+        or x.dtype is not conv.weight.dtype
+        or max(factors) > LARGEST_FACTOR
+    ):
+        return None
+    padding = padding_of(conv, len(factors))
+    if padding is None:
+        return None
+    guard_methods(conv)
+    ones, zeros = [1] * len(factors), [0] * len(factors)
+    summed = _OPS.upsample_conv_weight(conv.weight, list(factors), conv.groups, is_dense_channels_last(x))
+    rest = [k - 1 - p for k, p in zip(conv.kernel_size, padding, strict=True)]
+    return torch.convolution(as_seen(x), summed, conv.bias, list(factors), rest, ones, True, zeros, conv.groups)
+
+
 def before(module: Any, following: Any, x: Any) -> Any:
     """``module(x)``, which goes to ``following`` alone: for later, if they are an upsampling and a convolution."""
-    if torch.compiler.is_compiling() or not is_upsampler(module) or conv_of(following) is None:
+    if not is_upsampler(module) or conv_of(following) is None:
         return module(x)
     if known.get(following, "glue") is None and finding.pair is None:
         return module(x)

@@ -267,10 +267,10 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
         state = _wrapped.add(module, GlueState)
         state.faster.update(found)
         state.always = {}
+        state.folds = {}
         for (kind, *_, contiguous), option in state.faster.items():
-            if kind == "upsampled":
-                continue
-            state.always[contiguous] = option if state.always.get(contiguous, option) == option else ""
+            how = state.folds if kind == "upsampled" else state.always
+            how[contiguous] = option if how.get(contiguous, option) == option else ""
         state.kinds = _compiled_kinds(state.faster)
         state.plans.clear()
         count += sum(map(bool, found.values()))
