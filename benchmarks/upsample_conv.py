@@ -6,7 +6,8 @@
 A row is nn.Sequential(nn.Upsample, convolution with a kernel of 3, padding 1 and a bias) in one precision and memory
 format. Microseconds of the GPU between events, the best of three rows of calls, without CUDA graphs. "folded" is the
 transposed convolution with the sums of weights, "weights" the kernel that makes these sums, "apart" kgopt's upsampling
-and PyTorch's convolution with kgopt's pass for the bias: "optimize" should be the smaller of "folded" and "apart".
+and PyTorch's convolution with kgopt's pass for the bias: "optimize" should be the smallest of these. "folded_aten" is
+PyTorch's transposed convolution whatever kgopt's choice is.
 `error`: of "folded" and of eager, relative to float64, on the first 24 positions of each dim.
 
 Predictions (written before the first run, for an H200, channels_last):
@@ -83,8 +84,8 @@ def measure(shape: Any, precision: str, last: bool, with_compile: bool) -> dict[
     padding = (1,) * len(sizes)
     rest = ([1] * len(sizes), [1] * len(sizes), [1] * len(sizes), [0] * len(sizes))
 
-    def folded(x: Any = x, weight: Any = weight, bias: Any = bias) -> torch.Tensor:
-        return kernels.upsampled_conv("folded", x, weight, bias, factors, padding, 1)
+    def folded(x: Any = x, how: str = "folded") -> torch.Tensor:
+        return kernels.upsampled_conv(how, x, weight, bias, factors, padding, 1)
 
     def apart() -> torch.Tensor:
         up = kernels.upsample_nearest(x, factors)
@@ -93,6 +94,7 @@ def measure(shape: Any, precision: str, last: bool, with_compile: bool) -> dict[
     row: dict[str, Any] = {"shape": shape, "precision": precision, "channels_last": last}
     row["eager"] = busy(lambda: model(x))
     row["folded"], row["apart"] = busy(folded), busy(apart)
+    row["folded_aten"] = busy(lambda: folded(x, "folded_aten"))
     row["weights"] = busy(lambda: torch.ops.kgopt.upsample_conv_weight(weight, factors, 1, last))
     if with_compile:
         torch._dynamo.reset()
@@ -139,7 +141,9 @@ def main() -> None:
                 print(f"{shape} {precision} {form}: {times}  {row['takes']}  error {errors}", flush=True)
                 if args.json:
                     args.json.parent.mkdir(parents=True, exist_ok=True)
-                    args.json.write_text(json.dumps({"environment": environment(torch.device("cuda")), "rows": rows}, indent=1))
+                    args.json.write_text(
+                        json.dumps({"environment": environment(torch.device("cuda")), "rows": rows}, indent=1)
+                    )
 
 
 if __name__ == "__main__":

@@ -259,11 +259,11 @@ def upsampled(x: Tensor, factors: tuple[int, ...], conv: Any) -> Call | None:
     if any(s * f + 2 * p < k for s, f, p, k in zip(x.shape[2:], factors, padding, kernel, strict=True)):
         return None  # PyTorch refuses it
     of_weight = (weight.shape, weight.stride(), bias is None, x.stride())
-    option = "commuted" if kernel == ones else "folded"
+    options = ("commuted",) if kernel == ones else ("folded", "folded_aten")
     sums = math.prod(k + f - 1 for k, f in zip(kernel, factors, strict=True)) * weight.shape[0] * weight.shape[1]
-    if max(factors) > LARGEST_FACTOR or (option == "folded" and sums > x.numel() * math.prod(factors)):
+    if max(factors) > LARGEST_FACTOR or (kernel != ones and sums > x.numel() * math.prod(factors)):
         return None  # the sums would take more memory than what they save
-    return Call("upsampled", (factors, padding, conv.groups, *of_weight), x, (weight, bias), (option,))
+    return Call("upsampled", (factors, padding, conv.groups, *of_weight), x, (weight, bias), options)
 
 
 def _is_parameter_of(p: Any, x: Tensor) -> bool:

@@ -120,7 +120,8 @@ def upsampled_conv(
 ) -> Tensor:
     """``act((conv(upsample_nearest(x, factors)) + residual) / divisor)`` of a convolution with stride and dilation 1.
 
-    ``option``: "folded", one transposed convolution, or "commuted", which kernels of 1 can be, without a residual.
+    ``option``: "folded", one transposed convolution, of kgopt's choice; "folded_aten", PyTorch's; "commuted", which
+    kernels of 1 can be.
     The sums of weights are taken at each call, also in a replayed CUDA graph: the weight may have changed.
     """
     ones, zeros = [1] * len(factors), [0] * len(factors)
@@ -130,4 +131,6 @@ def upsampled_conv(
     last = is_dense_channels_last(x) or is_dense_channels_last(weight)
     summed = _upsample_conv_weight(weight, list(factors), groups, last)
     rest = [k - 1 - p for k, p in zip(weight.shape[2:], padding, strict=True)]
-    return _conv_add(x, summed, bias, residual, list(factors), rest, ones, zeros, groups, True, divisor, act)  # type: ignore[no-any-return]
+    backend = "aten" if option == "folded_aten" else "auto"
+    geometry = list(factors), rest, ones, zeros, groups, True
+    return _conv_add(x, summed, bias, residual, *geometry, divisor, act, backend=backend)  # type: ignore[no-any-return]

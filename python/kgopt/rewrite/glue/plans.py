@@ -143,7 +143,7 @@ def _make_upsampled_plan(
     if call is None or not option:
         return ConvPlan("", module, (), [], None)
     _, padding, groups = call.argument[:3]
-    return ConvPlan(option, module, (), call.sizes, None, option == "folded", upsampled=(factors, padding, groups))
+    return ConvPlan(option, module, (), call.sizes, None, option != "commuted", upsampled=(factors, padding, groups))
 
 
 def _compiled_plan(conv: Any, x: Any) -> ConvPlan | None:
@@ -281,7 +281,7 @@ def _emit_upsampled(conv: Any, value: Upsampled) -> Tensor | None:
     if value.made is not None or state is None or not state.enabled or any_global_hooks() or not is_as_is(conv):
         return None
     if (
-        state.folds.get(x.is_contiguous()) != "folded"
+        not state.folds.get(x.is_contiguous(), "").startswith("folded")
         or x.dtype is not conv.weight.dtype
         or max(factors) > LARGEST_FACTOR
     ):
