@@ -345,6 +345,10 @@ def between_cases() -> None:
             run(f"pad_replicate {label}", x, backward=False, call=lambda x, p=pads: ops.pad_replicate(x, p))
             for window in (([2] * rank, [2] * rank, [0] * rank), ([3] * rank, [2] * rank, [1] * rank)):
                 run(f"max_pool {label}", x, backward=False, call=lambda x, w=window: ops.max_pool(x, *w))
+            weight = tensor(channels, channels, *[3] * rank, dtype=dtype, channels_last=last)
+            for to in (False, True):
+                call = lambda w, f=[2] * rank, to=to: ops.upsample_conv_weight(w, f, 1, to)  # noqa: E731
+                run(f"upsample_conv_weight {label} {to}", weight, backward=False, call=call)
             weight = tensor(channels, channels, *[1] * rank, dtype=dtype, channels_last=last)
             rest = ([1] * rank, [0] * rank, [1] * rank, [0] * rank, 1, False, 2.0)
             # Its convolution is cuDNN's, which stores half types in a way that initcheck does not follow.

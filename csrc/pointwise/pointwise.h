@@ -18,5 +18,6 @@ Status run_upsample_linear_backward(const UpsampleLinearBackwardParams& p, cudaS
 Status run_upsample_nearest(const UpsampleNearestParams& p, cudaStream_t stream);
 Status run_pad_replicate(const PadReplicateParams& p, cudaStream_t stream);
 Status run_max_pool(const MaxPoolParams& p, cudaStream_t stream);
+Status run_upsample_conv_weight(const UpsampleConvWeightParams& p, cudaStream_t stream);
 
 }  // namespace kgopt

@@ -210,6 +210,19 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
   });
 }
 
+Tensor upsample_conv_weight(Tensor weight, IntArray factors, int64_t groups, bool channels_last) {
+  const char* const op = "upsample_conv_weight";
+  const IntArray sizes = check_upsample_conv_weight(op, weight, factors, groups);
+  const DeviceGuard guard(weight.get_device_index());
+  check_gpu(op, weight);
+  const MemoryFormat format = channels_last ? channels_last_format(weight.dim()) : MemoryFormat::Contiguous;
+  Tensor to = empty_like_shape(weight, sizes, std::nullopt, format);
+  UpsampleConvWeightParams p = upsample_conv_weight_params(weight, to, factors, groups, channels_last);
+  p.dtype = check_dtype(op, "weight", weight);
+  raise_on_error(op, run_upsample_conv_weight(p, stream_of(weight)));
+  return to;
+}
+
 }  // namespace
 }  // namespace kgopt
 
@@ -222,4 +235,5 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("upsample_nearest_backward", TORCH_BOX(&kgopt::upsample_nearest_backward));
   m.impl("pad_replicate", TORCH_BOX(&kgopt::pad_replicate));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
+  m.impl("upsample_conv_weight", TORCH_BOX(&kgopt::upsample_conv_weight));
 }

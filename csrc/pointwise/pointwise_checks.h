@@ -4,6 +4,7 @@
 #include "common/torch_utils.h"
 #include "conv3d/api/checks.h"
 #include "groupnorm/api/checks.h"
+#include "pointwise/pointwise_params.h"
 
 namespace kgopt {
 
@@ -144,6 +145,50 @@ inline IntArray check_max_pool(const char* op, const Tensor& x, const IntArray& 
     sizes[2 + i] = reach / stride[i] + 1;
   }
   return sizes;
+}
+
+// Sizes of the result of upsample_conv_weight.
+inline IntArray check_upsample_conv_weight(const char* op, const Tensor& weight, const IntArray& factors,
+                                           int64_t groups) {
+  check_dtype(op, "weight", weight);
+  KGOPT_CHECK(weight.dim() == 4 || weight.dim() == 5, op, ": weight has shape ", shape_string(weight),
+              ", expected 4 or 5 dimensions");
+  check_list(op, "factors", factors, static_cast<int>(weight.dim()) - 2, 1, "positive values");
+  for (int64_t i = 0; i < weight.dim(); ++i) {
+    KGOPT_CHECK(weight.size(i) >= 1, op, ": weight has shape ", shape_string(weight),
+                ", expected at least 1 along each dim");
+  }
+  KGOPT_CHECK(groups >= 1 && weight.size(0) % groups == 0, op, ": groups is ", groups,
+              ", expected a divisor of the output channels, ", weight.size(0));
+  IntArray sizes = {weight.size(1) * groups, weight.size(0) / groups};
+  for (size_t i = 0; i < factors.size(); ++i) {
+    KGOPT_CHECK(factors[i] < 1024, op, ": factors is ", list_string(factors), ", expected values below 1024");
+    sizes.push_back(weight.size(2 + static_cast<int64_t>(i)) + factors[i] - 1);
+  }
+  return sizes;
+}
+
+// What both devices are given. `to` has these sizes.
+inline UpsampleConvWeightParams upsample_conv_weight_params(const Tensor& weight, const Tensor& to,
+                                                            const IntArray& factors, int64_t groups,
+                                                            bool channels_last) {
+  UpsampleConvWeightParams p;
+  p.weight = weight.const_data_ptr();
+  p.to = to.mutable_data_ptr();
+  p.stride_out = weight.stride(0);
+  p.stride_in = weight.stride(1);
+  p.groups = groups;
+  p.c_out = weight.size(0) / groups;
+  p.c_in = weight.size(1);
+  p.channels_last = channels_last;
+  const int64_t rank = weight.dim() - 2;
+  for (int64_t i = 0; i < rank; ++i) {
+    const int64_t at = 3 - rank + i;
+    p.stride[at] = weight.stride(2 + i);
+    p.kernel[at] = weight.size(2 + i);
+    p.factor[at] = factors[static_cast<size_t>(i)];
+  }
+  return p;
 }
 
 }  // namespace kgopt

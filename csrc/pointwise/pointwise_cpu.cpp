@@ -304,6 +304,47 @@ Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
                   format);
 }
 
+// An input channel of the result at a time.
+template <typename T>
+void sum_taps(const UpsampleConvWeightParams& p) {
+  using Acc = acc_t<T>;
+  int64_t size[3];
+  for (int d = 0; d < 3; ++d) size[d] = p.kernel[d] + p.factor[d] - 1;
+  const int64_t taps = size[0] * size[1] * size[2];
+  const int64_t from_channel = p.channels_last ? 1 : taps, from_tap = p.channels_last ? p.c_out : 1;
+  // Tap j of the result is the sum of the taps first(d, j) to last(d, j) of the weight.
+  const auto first = [&](int d, int64_t j) { return std::max<int64_t>(0, p.kernel[d] - 1 - j); };
+  const auto last = [&](int d, int64_t j) { return std::min(p.kernel[d] - 1, size[d] - 1 - j); };
+  parallel(p.groups * p.c_in, p.c_out * taps, [&](int64_t row) {
+    const int64_t group = row / p.c_in;
+    const T* from = static_cast<const T*>(p.weight) + group * p.c_out * p.stride_out + row % p.c_in * p.stride_in;
+    T* to = static_cast<T*>(p.to) + row * p.c_out * taps;
+    for (int64_t c = 0; c < p.c_out; ++c, from += p.stride_out) {
+      for (int64_t j = 0; j < taps; ++j) {
+        const int64_t jd = j / (size[1] * size[2]), jh = j / size[2] % size[1], jw = j % size[2];
+        Acc sum(0);
+        for (int64_t td = first(0, jd); td <= last(0, jd); ++td) {
+          for (int64_t th = first(1, jh); th <= last(1, jh); ++th) {
+            for (int64_t tw = first(2, jw); tw <= last(2, jw); ++tw) {
+              sum += static_cast<Acc>(from[td * p.stride[0] + th * p.stride[1] + tw * p.stride[2]]);
+            }
+          }
+        }
+        to[c * from_channel + j * from_tap] = static_cast<T>(sum);
+      }
+    }
+  });
+}
+
+Tensor upsample_conv_weight(Tensor weight, IntArray factors, int64_t groups, bool channels_last) {
+  const IntArray sizes = check_upsample_conv_weight("upsample_conv_weight", weight, factors, groups);
+  const MemoryFormat format = channels_last ? channels_last_format(weight.dim()) : MemoryFormat::Contiguous;
+  Tensor to = empty_like_shape(weight, sizes, std::nullopt, format);
+  const UpsampleConvWeightParams p = upsample_conv_weight_params(weight, to, factors, groups, channels_last);
+  dispatch_dtype(dtype_of(weight), [&](auto zero) { sum_taps<decltype(zero)>(p); });
+  return to;
+}
+
 }  // namespace
 }  // namespace kgopt
 
@@ -320,4 +361,5 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("upsample_nearest_backward", TORCH_BOX(&kgopt::upsample_nearest_backward));
   m.impl("pad_replicate", TORCH_BOX(&kgopt::pad_replicate));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
+  m.impl("upsample_conv_weight", TORCH_BOX(&kgopt::upsample_conv_weight));
 }

@@ -106,4 +106,17 @@ struct MaxPoolParams {
   Dtype dtype = Dtype::kFloat32;
 };
 
+// The weight of the transposed convolution that does what nearest upsampling and a convolution behind it do: along each
+// dim the sums of `factor` neighbouring taps, the last tap first. 2D is 3D with depth 1.
+struct UpsampleConvWeightParams {
+  const void* weight = nullptr;             // [groups * c_out, c_in, kernel...], of these strides
+  int64_t stride_out = 0, stride_in = 0;    // elements, from one output and one input channel to the next
+  int64_t stride[3] = {0, 0, 0};            // elements, along depth, height, width
+  void* to = nullptr;                       // [groups * c_in, c_out, kernel + factor - 1...]
+  bool channels_last = false;               // of `to`: its c_out innermost
+  int64_t groups = 1, c_out = 0, c_in = 0;  // channels of one group
+  int64_t kernel[3] = {1, 1, 1}, factor[3] = {1, 1, 1};
+  Dtype dtype = Dtype::kFloat32;
+};
+
 }  // namespace kgopt

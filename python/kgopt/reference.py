@@ -125,6 +125,18 @@ def upsample_linear_ref(x: Tensor, residual: Tensor | None = None) -> Tensor:
     return y if residual is None else y + residual
 
 
+def upsample_conv_weight_ref(weight: Tensor, factors: Sequence[int], groups: int = 1) -> Tensor:
+    """The weight of the transposed convolution that is nearest upsampling and a convolution with ``weight`` behind it.
+
+    Along each dim: the taps in reversed order, summed over windows of ``factor``.
+    """
+    weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+    for dim, factor in enumerate(factors, 2):
+        beside = [0, 0] * (weight.dim() - 1 - dim) + [factor - 1, factor - 1]
+        weight = F.pad(weight.flip(dim), beside).unfold(dim, factor, 1).sum(-1)
+    return weight
+
+
 def pad_replicate_ref(x: Tensor, pad: Sequence[int]) -> Tensor:
     """``F.pad(x, pad, mode="replicate")``."""
     return F.pad(x, list(pad), mode="replicate")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kgopt import reference
-from kgopt._layout import as_x_lies, empty, is_channels_last, wide, wide_or_none
+from kgopt._layout import as_x_lies, empty, is_channels_last, memory_format, wide, wide_or_none
 from kgopt.ops.calls import in_backward, wants_gradient
 from kgopt.ops.registry import dims, record
 
@@ -37,6 +37,12 @@ def _max_pool_fake(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int],
 def _pad_replicate_fake(x: Tensor, pad: Sequence[int]) -> Tensor:
     dims = range(len(pad) // 2 - 1, -1, -1)  # pad has the last dim first
     return _spatial_fake(x, [s + pad[2 * i] + pad[2 * i + 1] for s, i in zip(x.shape[2:], dims, strict=True)])
+
+
+def _upsample_conv_weight_fake(weight: Tensor, factors: Sequence[int], groups: int, channels_last: bool) -> Tensor:
+    outputs, inputs, *kernel = weight.shape
+    sizes = [inputs * groups, outputs // groups, *(k + f - 1 for k, f in zip(kernel, factors, strict=True))]
+    return empty(weight, sizes, channels_last=channels_last)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -137,6 +143,11 @@ def _max_pool_formula(x: Tensor, *window: Any) -> Tensor:
     return as_x_lies(reference.max_pool_ref(x, *window), x)
 
 
+def _upsample_conv_weight_formula(weight: Tensor, factors: Sequence[int], groups: int, channels_last: bool) -> Tensor:
+    summed = reference.upsample_conv_weight_ref(wide(weight), factors, groups).to(weight.dtype)
+    return summed.contiguous(memory_format=memory_format(weight.dim(), channels_last))
+
+
 _SAMPLES_AND_CHANNELS = dims("NC", "NC", ways="NC")
 
 op = record(
@@ -176,3 +187,6 @@ op.setup, op.backward = _pad_replicate_setup, _pad_replicate_backward
 op = record("max_pool", fake=_max_pool_fake, formula=_max_pool_formula)
 op.dims = _SAMPLES_AND_CHANNELS
 op.setup, op.backward = _max_pool_setup, _max_pool_backward
+
+op = record("upsample_conv_weight", fake=_upsample_conv_weight_fake, formula=_upsample_conv_weight_formula)
+op.dims = dims(".", ".", ways="")

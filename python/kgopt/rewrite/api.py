@@ -316,7 +316,8 @@ def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:
     if isinstance(parent, nn.Sequential) and runs_like_sequential(parent):
         sequential.rewrite(parent, rows)
         return
-    if not any(id(m) in rows for m in parent.modules() if m is not parent) and not source.converts(parent, cls):
+    has_norms = any(id(m) in rows for m in parent.modules() if m is not parent)
+    if not (has_norms or source.converts(parent, cls) or source.upsamples(parent, cls)):
         return
     recipe, found, refused = source.analyze(parent, cls)
     failed = classes.give(parent, cls, (("source", recipe),)) if recipe else ""

@@ -138,3 +138,50 @@ def only_conv(module: Any) -> Any:
             return None
         module = next(iter(module._modules.values()))
     return module if conv_of(module) is not None and is_as_is(module) else None
+
+
+class _InFloat(nn.Upsample):
+    """As video autoencoders write it, from a time when PyTorch had no kernels for bfloat16: the values are the same."""
+
+    def forward(self, x):  # type: ignore[no-untyped-def,override]
+        return super().forward(x.float()).type_as(x)
+
+
+class _PassedOn(nn.Upsample):
+    def forward(self, x):  # type: ignore[no-untyped-def,override]
+        return super().forward(x)
+
+
+def _essence(function: Any) -> Any:
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_flags & _MORE:
+        return None
+    counts = code.co_argcount, code.co_kwonlyargcount
+    return code.co_code, code.co_names, code.co_consts[1:], code.co_freevars, counts
+
+
+# Forwards of subclasses of nn.Upsample, as Python compiles them: another name of the argument makes no difference.
+_UPSAMPLE_FORWARDS = {_essence(_InFloat.forward), _essence(_PassedOn.forward)}
+_casts_as_is = originals.untouched(*originals.methods(("float", "type_as")))
+
+
+def is_upsampler(module: Any) -> bool:
+    """nn.Upsample, or a subclass whose forward is that of nn.Upsample, perhaps by way of float32."""
+    if not isinstance(module, nn.Upsample) or not originals.AS_CALLED[nn.Upsample]():
+        return False
+    cls: Any = original_class(module) or type(module)
+    if cls is nn.Upsample:
+        return True
+    return bool(_upsamples_as_is(cls)) and _casts_as_is()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def _upsamples_as_is(cls: Any) -> bool:
+    own = cls.__dict__
+    if cls.__bases__ != (nn.Upsample,) or own.keys() & {"__call__", "_call_impl", "__getattr__", "__getattribute__"}:
+        return False
+    forward = own.get("forward")
+    if forward is None:
+        return True
+    cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
+    return _essence(forward) in _UPSAMPLE_FORWARDS and cells == [cls] and "super" not in forward.__globals__

@@ -101,6 +101,7 @@ def _twice(name: str) -> tuple[Place, ...]:
 
 
 _UPSAMPLE = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d")
+_EXACT = tuple(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3))
 
 # By the function: what it calls.
 _FUNCTIONS: dict[str, tuple[Place, ...]] = {
@@ -114,7 +115,7 @@ _FUNCTIONS: dict[str, tuple[Place, ...]] = {
     **{name: _found(torch.Tensor, name) for name in ("sigmoid", "tanh")},
     "group_norm": (*_found(torch, "group_norm"), *_found(F, "_verify_batch_size")),
     "instance_norm": (*_found(torch, "instance_norm"), *_found(F, "_verify_spatial_size")),
-    "interpolate": _found(_NN, *(f"upsample_{name}" for name in _UPSAMPLE)),
+    "interpolate": _found(_NN, *(f"upsample_{name}" for name in _UPSAMPLE), *_EXACT),
     "pad": _found(_NN, "pad"),
     **{f"max_pool{n}d": (*_found(F, f"_max_pool{n}d"), *_found(torch, f"max_pool{n}d")) for n in (2, 3)},
 }
@@ -300,7 +301,7 @@ for _place in (
     *(place for places in (*_FUNCTIONS.values(), *_BY_FUNCTION.values()) for place in places),
     *methods(("relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_", "mean", "logsumexp", "flatten", "add")),
     *methods(f"{name}{end}" for name in ("clamp", "clamp_min", "clamp_max", "clip") for end in ("", "_")),
-    *methods(("__add__", "__iadd__", "__truediv__", "contiguous")),
+    *methods(("__add__", "__iadd__", "__truediv__", "contiguous", "float", "type_as")),
 ):
     _value(_place)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ from kgopt.rewrite import classes, disguise, known, originals, watching
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.heads import FollowedSite
-from kgopt.rewrite.modules import Path, child, only_conv, runs_like_sequential
+from kgopt.rewrite.glue.later import Upsampled
+from kgopt.rewrite.modules import Path, child, is_upsampler, only_conv, runs_like_sequential
 from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.reporting import SiteRow
 from kgopt.rewrite.roles import role_of
@@ -73,12 +75,18 @@ def rewrite(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None:
         done = stop
         if row is not None and row.became and not alone:
             row.fill(m.chain)
-    if done:
-        steps += [((name,), None) for name in names[done:]]
+    steps += [((name,), None) for name in names[done:]]
+    if done or _may_wait(parent, [paths[0] for paths, site in steps if site is None]):
         inner = tuple(dict.fromkeys(path[:i] for path in names for i in range(1, len(path))))
         parts = tuple((path, tuple(child(parent, path)._modules)) for path in inner)
         plan = Steps(tuple(parent._modules), tuple(steps), parts)
         classes.give(parent, type(parent), (("sequential",),), steps=plan)
+
+
+def _may_wait(parent: nn.Sequential, names: list[Path]) -> bool:
+    """Whether an upsampling stands in front of a convolution."""
+    modules = [child(parent, name) for name in names]
+    return any(is_upsampler(m) and only_conv(n) is not None for m, n in itertools.pairwise(modules))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -101,6 +109,7 @@ class Steps:
         self.names = names
         self.steps = steps
         self.inner = inner
+        self.is_plain = not inner and all(site is None for _, site in steps)
 
     def hold(self, sequential: Any) -> bool:
         """Whether the children are still those, and nobody looks at what goes into or comes out of one inside."""
@@ -138,7 +147,7 @@ def _run_steps(sequential: Any, plan: Steps, input: Any) -> Any:
         if i < done:
             continue
         operands = [child(sequential, path) for path in paths]
-        if site is not None and site.ready(*operands, input):
+        if site is not None and type(input) is not Upsampled and site.ready(*operands, input):
             norm = operands[site.norm_at]
             head = _head_behind(sequential, plan, i, site, norm, input)
             if head is not None:
@@ -149,9 +158,20 @@ def _run_steps(sequential: Any, plan: Steps, input: Any) -> Any:
         elif (y := _with_activation(sequential, plan, i, operands, input)) is not None:
             input, done = y, i + 2
         else:
+            following = _next_conv(sequential, plan, i) if isinstance(operands[0], nn.Upsample) else None
             for module in operands:
-                input = module(input)
+                if type(input) is Upsampled:
+                    input = plans.through(only_conv(module) or module, input)
+                else:
+                    input = module(input) if following is None else plans.before(module, following, input)
     return input
+
+
+def _next_conv(self: Any, plan: Steps, i: int) -> Any:
+    """The convolution that is the next step, where it is alone and this one as well."""
+    paths = plan.steps[i + 1][0] if i + 1 < len(plan.steps) and plan.steps[i + 1][1] is None else ()
+    is_alone = len(paths) == 1 and plan.steps[i][1] is None and len(plan.steps[i][0]) == 1
+    return only_conv(child(self, paths[0])) if is_alone else None
 
 
 def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any) -> Any:

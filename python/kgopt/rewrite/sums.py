@@ -10,6 +10,7 @@ changes what the module reads.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
+from kgopt.rewrite.glue.later import Upsampled
 from kgopt.rewrite.meanings import activation_of, conv_of, is_identity
 from kgopt.rewrite.modules import is_as_is, passed_on, runs_like_sequential
 from kgopt.rewrite.roles import kind_of
@@ -42,11 +44,12 @@ class _Later:
 
     def value(self) -> Any:
         """What the module itself gives."""
-        return self.module(self.x)
+        return plans.through(self.module, self.x)
 
     def plus(self, other: Any, divisor: Any) -> Tensor | None:
         """The sum in one op; None where it takes PyTorch's rules of shapes, dtypes and layouts."""
         x, plan = self.x, self.plan
+        x = x.x if type(x) is Upsampled else x
         sizes = plan.sizes if plan is not None else [*x.shape[:2], *(2 * s for s in x.shape[2:])]
         if type(other) is not Tensor or other.dtype is not x.dtype or other.device != x.device:
             return None
@@ -108,6 +111,8 @@ class Sum:
 
     def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
+        if type(x) is Upsampled and conv_of(module) is None:
+            x = x.value()
         if kind_of(type(module)) is not None:
             return _norm_later(module, x) if _all_change_nothing(owner, between) else module(x)
         if conv_of(module) is not None:
@@ -120,7 +125,7 @@ class Sum:
             inside = passed_on(module)
             if isinstance(inside, nn.Sequential) and not is_hooked(inside) and _all_change_nothing(owner, between):
                 return _last_later(inside, x)
-        return module(x)
+        return plans.through(module, x)
 
     def now(self, value: Any) -> Any:
         """What :meth:`begin` gave, for code that reads it before :meth:`finish`."""
@@ -218,11 +223,17 @@ def _may_wait(module: nn.Module) -> bool:
 
 
 def _before_last(path: list[Any], x: Any) -> Any:
-    """What the last module of nested Sequentials is given."""
+    """What the last module of nested Sequentials is given. Nearest upsampling waits for a convolution."""
     for inside in path[:-1]:
-        for module in list(inside._modules.values())[:-1]:
-            x = module(x)
+        for module, following in itertools.pairwise(inside._modules.values()):
+            x = plans.before(module, following, x)
     return x
+
+
+def _runs_in_order(sequential: Any) -> bool:
+    """Whether its children are called one after the other, whatever upsampling waits for."""
+    steps = known.get(sequential, "steps")
+    return steps is None or steps.is_plain
 
 
 def _last_later(whole: nn.Sequential, x: Any) -> Any:
@@ -232,7 +243,7 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     path: list[Any] = [whole]
     while isinstance(path[-1], nn.Sequential):
         inside = path[-1]
-        if not runs_like_sequential(inside) or is_hooked(inside) or known.get(inside, "steps") is not None:
+        if not runs_like_sequential(inside) or is_hooked(inside) or not _runs_in_order(inside):
             return whole(x)
         if not inside._modules:
             return whole(x)
@@ -252,7 +263,7 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     x = _before_last(path, x)
     if is_conv:
         plan = plans.plan_of(last, x)
-        return last(x) if plan is None or not plan.adds else _Later(last, x, plan)
+        return plans.through(last, x) if plan is None or not plan.adds else _Later(last, x, plan)
     arguments = {"size": last.size, "scale_factor": last.scale_factor, "mode": last.mode}
     arguments |= {"align_corners": last.align_corners, "recompute_scale_factor": last.recompute_scale_factor}
     call = recognize(INTERPOLATE, (x,), arguments)

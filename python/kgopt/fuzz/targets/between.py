@@ -131,6 +131,33 @@ def _max_pool() -> Target:
     )
 
 
+def _upsample_conv_weight() -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        kernel = [d.rng.choice([1, 2, 3, 3, 3, 4, 5]) for _ in range(d.rng.choice([2, 3]))]
+        groups = d.rng.choice([1, 1, 1, 2, 3])
+        shape = [groups * d.rng.choice([1, 3, 8, 33]), d.rng.choice([1, 3, 8, 40]), *kernel]
+        factors = [d.rng.choice([1, 2, 2, 2, 3, 5]) for _ in kernel]
+        return {"x": d.tensor(shape)}, {"factors": factors, "groups": groups, "last": d.chance(0.5)}
+
+    def values(case: Case) -> str:
+        return f"{case['args']['factors']!r}, {case['args']['groups']}"
+
+    def theirs(case: Case) -> str:
+        form = f"channels_last{'_3d' if len(case['args']['factors']) == 3 else ''}"
+        form = form if case["args"]["last"] else "contiguous_format"
+        return f"{REF}.upsample_conv_weight_ref(x, {values(case)}).contiguous(memory_format=torch.{form})"
+
+    return Target(
+        "upsample_conv_weight",
+        2,
+        draw,
+        lambda case: f"torch.ops.kgopt.upsample_conv_weight(x, {values(case)}, {case['args']['last']})",
+        theirs,
+        ("op",),
+        grads=("x",),
+    )
+
+
 TARGETS = [
     _upsample_linear(),
     _upsample_nearest(),
@@ -138,4 +165,5 @@ TARGETS = [
     _upsample_backward("nearest"),
     _pad_replicate(),
     _max_pool(),
+    _upsample_conv_weight(),
 ]

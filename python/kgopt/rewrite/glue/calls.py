@@ -15,6 +15,7 @@ from kgopt import ops as ops
 from kgopt._layout import is_dense_channels_last
 from kgopt.rewrite import originals
 from kgopt.rewrite.glue import kernels
+from kgopt.rewrite.meanings import conv_of
 
 _OPS = torch.ops.kgopt
 _LINEAR = {"linear": 3, "bilinear": 4, "trilinear": 5}
@@ -37,6 +38,9 @@ _UNTOUCHED = {
 # Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
 NARROW, NARROW_LAST = 32, 128
 FEW = 4  # output channels of group_norm_conv1x1's kernel
+LARGEST_FACTOR = (
+    8  # of upsampling in front of a convolution: PyTorch rounds the inverse, which the next ones may notice
+)
 FEW_COLUMNS = 40  # taps times output channels of group_norm_conv's kernel for few channels
 
 
@@ -61,6 +65,8 @@ class Call:
         """The result in one of the ways; the first one by default."""
         if self.kind == "conv":
             return self._convolve(option or self.options[0])
+        if self.kind == "upsampled":
+            return kernels.upsampled_conv(option or self.options[0], self.x, *self.more, *self.argument[:3])
         if self.kind == "cat":
             return kernels.cat_channels_last((self.x, *self.more), self.argument[0])
         if self.kind == "nearest":
@@ -75,7 +81,7 @@ class Call:
         """The call as it may run in a model that keeps channels_last, where the format is no part of what it means: of
         some tensors PyTorch's upsampling and padding give contiguous ones, which the next convolution converts back.
         """
-        of_kind = self.kind in ("nearest", "linear", "replicate", "max_pool")
+        of_kind = self.kind in ("nearest", "linear", "replicate", "max_pool", "upsampled")
         return replace(self, keeps=True) if keeps and of_kind and is_dense_channels_last(self.x) else self
 
     @property
@@ -83,6 +89,10 @@ class Call:
         """Of the result of upsampling and of a convolution."""
         if self.kind == "linear":
             return [*self.x.shape[:2], *(2 * s for s in self.x.shape[2:])]
+        if self.kind == "upsampled":
+            factors, padding, _, weight, *_ = self.argument
+            dims = zip(self.x.shape[2:], factors, padding, weight[2:], strict=True)
+            return [self.x.shape[0], weight[0], *(s * f + 2 * p - k + 1 for s, f, p, k in dims)]
         _, transposed, stride, padding, dilation, output_padding, groups, *_ = self.argument
         rest = (stride, padding, dilation, output_padding, groups, transposed)
         return ops.conv_sizes(self.x.shape, self.more[0].shape, *rest)
@@ -215,6 +225,47 @@ def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | No
     return Call("conv", argument, x, (weight, bias), options)
 
 
+def padding_of(conv: Any, rank: int) -> tuple[int, ...] | None:
+    """Of a convolution module that can be folded with an upsampling in front of it; None for any other."""
+    if conv_of(conv) not in ("conv2d", "conv3d") or conv.padding_mode != "zeros" or type(conv.groups) is not int:
+        return None
+    kernel, padding = _numbers(conv.kernel_size, rank), conv.padding
+    if kernel is None or {_numbers(conv.stride, rank), _numbers(conv.dilation, rank)} != {(1,) * rank}:
+        return None
+    if padding in ("same", "valid"):
+        if padding == "same" and any(k % 2 == 0 for k in kernel):
+            return None  # one side is padded more than the other
+        padding = tuple(k // 2 if padding == "same" else 0 for k in kernel)
+    padding = _numbers(padding, rank)
+    fits = padding is not None and all(0 <= p < k for p, k in zip(padding, kernel, strict=True))
+    return padding if fits else None
+
+
+def upsampled(x: Tensor, factors: tuple[int, ...], conv: Any) -> Call | None:
+    """Nearest upsampling by ``factors``, and the convolution module behind it, as one transposed convolution.
+
+    Its weights are sums of the convolution's, and it reads x itself: with a factor of 2, 8 of the 27 products of a
+    kernel of 3 x 3 x 3 are left. A convolution with a kernel of 1 is computed first, and its result is upsampled.
+    """
+    rank, weight, bias = x.dim() - 2, conv.weight, conv.bias
+    if weight.dim() != x.dim():
+        return None
+    ones, kernel = (1,) * rank, tuple(weight.shape[2:])
+    padding = padding_of(conv, rank)
+    if padding is None or kernel != tuple(conv.kernel_size):
+        return None
+    if not _is_parameter_of(weight, x) or not (bias is None or _is_parameter_of(bias, x)):
+        return None
+    if any(s * f + 2 * p < k for s, f, p, k in zip(x.shape[2:], factors, padding, kernel, strict=True)):
+        return None  # PyTorch refuses it
+    of_weight = (weight.shape, weight.stride(), bias is None, x.stride())
+    options = ("commuted",) if kernel == ones else ("folded", "folded_aten")
+    sums = math.prod(k + f - 1 for k, f in zip(kernel, factors, strict=True)) * weight.shape[0] * weight.shape[1]
+    if max(factors) > LARGEST_FACTOR or (kernel != ones and sums > x.numel() * math.prod(factors)):
+        return None  # the sums would take more memory than what they save
+    return Call("upsampled", (factors, padding, conv.groups, *of_weight), x, (weight, bias), options)
+
+
 def _is_parameter_of(p: Any, x: Tensor) -> bool:
     """A plain tensor of x's dtype and device, of which nobody wants a gradient now."""
     if type(p) not in (Tensor, nn.Parameter) or p.layout is not torch.strided:
@@ -268,7 +319,7 @@ def interpolation(
     factors = tuple(int(v) for v in values)
     if all(f == 1 for f in factors):
         return None
-    if mode == "nearest":
+    if mode in ("nearest", "nearest-exact"):  # which differ at other factors only
         return "nearest", factors
     return ("linear", factors) if _LINEAR.get(mode) == x.dim() and not align_corners and set(factors) == {2} else None
 

@@ -109,3 +109,36 @@ def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def few(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
     """A convolution to a few channels; ``rest``: its arguments as conv_add takes them."""
     return _OPS.group_norm_conv(x, None, 0, None, None, 0.0, "none", weight, bias, None, *rest)  # type: ignore[no-any-return]
+
+
+_conv_add, _upsample_conv_weight = map(ops.without_grad, ("conv_add", "upsample_conv_weight"))
+
+
+def upsampled_conv(
+    option: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    factors: Sequence[int],
+    padding: Sequence[int],
+    groups: int,
+    residual: Tensor | None = None,
+    divisor: float = 1.0,
+    act: str = "none",
+) -> Tensor:
+    """``act((conv(upsample_nearest(x, factors)) + residual) / divisor)`` of a convolution with stride and dilation 1.
+
+    ``option``: "folded", one transposed convolution, of kgopt's choice; "folded_aten", PyTorch's; "commuted", which
+    kernels of 1 can be.
+    The sums of weights are taken at each call, also in a replayed CUDA graph: the weight may have changed.
+    """
+    ones, zeros = [1] * len(factors), [0] * len(factors)
+    if option == "commuted":
+        y = _conv_add(x, weight, bias, residual, ones, zeros, ones, zeros, groups, False, divisor, act)
+        return upsample_nearest(y, factors)
+    last = is_dense_channels_last(x) or is_dense_channels_last(weight)
+    summed = _upsample_conv_weight(weight, list(factors), groups, last)
+    rest = [k - 1 - p for k, p in zip(weight.shape[2:], padding, strict=True)]
+    backend = "aten" if option == "folded_aten" else "auto"
+    geometry = list(factors), rest, ones, zeros, groups, True
+    return _conv_add(x, summed, bias, residual, *geometry, divisor, act, backend=backend)  # type: ignore[no-any-return]

@@ -15,10 +15,12 @@ from kgopt import ops as ops
 from kgopt._layout import as_channels_last, is_dense_channels_last
 from kgopt.rewrite import carry, known, verdicts, watching
 from kgopt.rewrite.chain import PRELU
+from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import kernels
-from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, recognize
+from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, LARGEST_FACTOR, padding_of, recognize, upsampled
+from kgopt.rewrite.glue.later import Upsampled, finding, postponed
 from kgopt.rewrite.meanings import activation_of, conv_of
-from kgopt.rewrite.modules import guard_methods, hides_parameters, is_as_is, is_own_conv
+from kgopt.rewrite.modules import guard_methods, hides_parameters, is_as_is, is_own_conv, is_upsampler
 from kgopt.rewrite.watching import any_global_hooks
 from kgopt.torch_private import below_autograd, len_torch_function_stack
 
@@ -37,6 +39,7 @@ class ConvPlan:
     own: tuple[Any, tuple[Any, ...]] | None  # kgopt's own convolution, and its arguments after its tensors
     adds: bool = False  # conv_add is the way to add something to the result
     carrier: carry.Carrier | None = None  # where the result is large enough for its moments to pay
+    upsampled: tuple[Any, ...] = ()  # of x that is still to be upsampled: factors, padding, groups
 
 
 @dataclass
@@ -50,18 +53,26 @@ class GlueState:
     # module, the kinds of calls that _Upsample replaces.
     always: dict[bool, str] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
+    folds: dict[bool, str] = field(default_factory=dict)  # as `always`, of an upsampling and the convolution
     carrier: carry.Carrier = field(default_factory=carry.Carrier)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans are made anew; another machine is another measurement.
         devices = verdicts.environments(device for *_, device, _ in self.faster)
-        kept = {"faster": self.faster, "always": self.always, "kinds": self.kinds, "carries": self.carrier.on}
+        kept = {
+            "faster": self.faster,
+            "always": self.always,
+            "kinds": self.kinds,
+            "folds": self.folds,
+            "carries": self.carrier.on,
+        }
         return {"enabled": self.enabled, "devices": devices, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fresh = GlueState(state["enabled"])
         if verdicts.are_here(state.get("devices")):
             fresh.faster, fresh.always, fresh.kinds = dict(state["faster"]), dict(state["always"]), state["kinds"]
+            fresh.folds = dict(state["folds"])
             fresh.carrier.on = state["carries"]
         self.__dict__.update(fresh.__dict__)
 
@@ -70,9 +81,17 @@ PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
 
 
 def plan_of(conv: Any, x: Any) -> ConvPlan | None:
-    """The plan for this call; None where PyTorch's code must run. Only with gradients off and nobody looking on."""
+    """The plan for this call; None where PyTorch's code must run. Only with gradients off and nobody looking on.
+
+    x may be :class:`~kgopt.rewrite.glue.later.Upsampled`: is there one op for both?
+    """
     if not is_own_conv(conv):
         return None
+    factors: tuple[int, ...] = ()
+    if type(x) is Upsampled:
+        if x.made is not None or torch.compiler.is_compiling():
+            return None
+        x, factors = x.x, x.factors
     if torch.compiler.is_compiling():
         return _compiled_plan(conv, x)
     knows = conv.__dict__.get("_kgopt")
@@ -87,13 +106,14 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
         return None
     if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not x.dtype):
         return None
-    key = (x.shape, x.stride(), x.dtype, x.device, weight.stride())
+    key = (x.shape, x.stride(), x.dtype, x.device, weight.stride(), factors)
     plan: ConvPlan | None = state.plans.get(key)
     module = (conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups, conv.padding_mode)
     if plan is None or plan.module != module:
         if len(state.plans) >= PLANS:
             return None
-        plan = state.plans[key] = _make_plan(conv, x, module, state)
+        make = _make_upsampled_plan if factors else _make_plan
+        plan = state.plans[key] = make(conv, x, module, state, *([factors] if factors else []))
     return plan if plan.option else None
 
 
@@ -114,6 +134,17 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
     _, rest = call.own
     own = ops.without_grad(kind), rest
     return ConvPlan(option, module, call.rest, call.sizes, own, option in ("own", "bias"), carrier)
+
+
+def _make_upsampled_plan(
+    conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState, factors: tuple[int, ...]
+) -> ConvPlan:
+    call = upsampled(x, factors, conv)
+    option = "" if call is None else state.faster.get(call.inside(keeps(conv)).key, "")
+    if call is None or not option:
+        return ConvPlan("", module, (), [], None)
+    _, padding, groups = call.argument[:3]
+    return ConvPlan(option, module, (), call.sizes, None, option != "commuted", upsampled=(factors, padding, groups))
 
 
 def _compiled_plan(conv: Any, x: Any) -> ConvPlan | None:
@@ -173,13 +204,18 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tens
 
 
 def run_plan(
-    conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0, act: str = "none"
+    conv: Any, x: Any, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0, act: str = "none"
 ) -> Tensor:
     """The convolution, with its bias and what else is given, by one of kgopt's ops."""
     if torch.compiler.is_compiling():
         return _emit_plan(conv, x, plan, residual, divisor, act)
     parameters = conv._parameters
     weight, bias = parameters["weight"], parameters["bias"]
+    if plan.upsampled:
+        x = x.x if type(x) is Upsampled else x
+        factors, padding, groups = plan.upsampled
+        how = residual, divisor, act
+        return kernels.upsampled_conv(plan.option, x, weight, bias, factors, padding, groups, *how)
     carrier, moments = plan.carrier, None
     backend = "kgopt" if plan.option == "own" else "auto"
     if carrier is not None and carrier.on:
@@ -221,6 +257,59 @@ def head_plan(conv: Any, x: Tensor) -> ConvPlan | None:
 def head_arguments(plan: ConvPlan) -> tuple[Any, ...] | None:
     """What :meth:`Site.run_with_head` wants to know of the convolution."""
     return plan.rest if plan.option == "few" else None
+
+
+def through(conv: Any, value: Any) -> Any:
+    """``conv(value)``, where value may be one that waits: then as one op, if that is the faster way."""
+    if type(value) is not Upsampled:
+        return conv(value)
+    if torch.compiler.is_compiling():
+        y = _emit_upsampled(conv, value)
+        return conv(value.value()) if y is None else y
+    if value.made is None and _may_read(conv):
+        if finding.pair is not None:
+            return finding.pair(value, conv)
+        plan = plan_of(conv, value)
+        if plan is not None:
+            return watching.outside_own_modes(run_plan, conv, value, plan)
+    return conv(value.value())
+
+
+def _emit_upsampled(conv: Any, value: Upsampled) -> Tensor | None:
+    """:func:`through` where a compiler looks on, which adds the bias, and what follows, in a kernel of its own."""
+    x, factors = value.x, value.factors
+    state = known.get(conv, "glue") if isinstance(conv, nn.Module) else None
+    if value.made is not None or state is None or not state.enabled or any_global_hooks() or not is_as_is(conv):
+        return None
+    if (
+        not state.folds.get(x.is_contiguous(), "").startswith("folded")
+        or x.dtype is not conv.weight.dtype
+        or max(factors) > LARGEST_FACTOR
+    ):
+        return None
+    padding = padding_of(conv, len(factors))
+    if padding is None:
+        return None
+    guard_methods(conv)
+    ones, zeros = [1] * len(factors), [0] * len(factors)
+    summed = _OPS.upsample_conv_weight(conv.weight, list(factors), conv.groups, is_dense_channels_last(x))
+    rest = [k - 1 - p for k, p in zip(conv.kernel_size, padding, strict=True)]
+    return torch.convolution(as_seen(x), summed, conv.bias, list(factors), rest, ones, True, zeros, conv.groups)
+
+
+def before(module: Any, following: Any, x: Any) -> Any:
+    """``module(x)``, which goes to ``following`` alone: for later, if they are an upsampling and a convolution."""
+    if not is_upsampler(module) or conv_of(following) is None:
+        return module(x)
+    if known.get(following, "glue") is None and finding.pair is None:
+        return module(x)
+    return postponed(module, x)
+
+
+def _may_read(conv: Any) -> bool:
+    if not isinstance(conv, nn.Module) or conv_of(conv) is None or not is_as_is(conv) or any_global_hooks():
+        return False
+    return not (_is_grad_enabled() or watching.is_watched() or watching.is_foreign_mode())
 
 
 class Normalized:

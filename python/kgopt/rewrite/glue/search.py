@@ -17,8 +17,9 @@ from kgopt._layout import format_of, is_dense_channels_last
 from kgopt.rewrite import classes, known, originals, policy, verdicts, watching
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.formats import keeps
-from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, INTERPOLATE, Call, recognize
+from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, INTERPOLATE, Call, recognize, upsampled
 from kgopt.rewrite.glue.kernels import nearest_of_views
+from kgopt.rewrite.glue.later import Upsampled, finding
 from kgopt.rewrite.glue.plans import GlueState, conv_forward
 from kgopt.rewrite.meanings import CONV_MODULES
 from kgopt.rewrite.watching import OwnMode
@@ -75,15 +76,43 @@ class _Upsample(OwnMode):
 class _Find(OwnMode):
     """Measures the calls that can be replaced, and whose they are."""
 
-    def __init__(self, modules: dict[int, nn.Module], always: bool) -> None:
+    def __init__(self, modules: dict[int, nn.Module], always: bool, unwanted: Callable[[nn.Module], str]) -> None:
         super().__init__()
         self.modules = modules
         self.always = always
+        self.unwanted = unwanted
         self.found: dict[int, dict[Any, str]] = {}
+        self.is_timing = False
+
+    def pair(self, value: Upsampled, conv: Any) -> Tensor:
+        """``conv(value)``: the two are measured each on its own, and then together."""
+        y: Tensor = conv(value.value())
+        call = (
+            None
+            if id(conv) not in self.modules or self.unwanted(value.module)
+            else upsampled(value.x, value.factors, conv)
+        )
+        if call is None:
+            return y
+        call = call.inside(keeps(conv))
+        found = self.found.setdefault(id(conv), {})
+        if call.key not in found:
+            state = GlueState(faster={key: how for calls in self.found.values() for key, how in calls.items()})
+
+            def apart() -> Tensor:
+                with _Replace(state, keeps(conv)):
+                    return conv(value.compute())  # type: ignore[no-any-return]
+
+            self.is_timing = True
+            try:
+                found[call.key] = call.options[0] if self.always else _verdict(call, apart)
+            finally:
+                self.is_timing = False
+        return y
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, kwargs = originals.genuine(func), kwargs or {}
-        if func in FUNCTIONS:
+        if func in FUNCTIONS and not self.is_timing:
             call = recognize(func, args, kwargs)
             owner = None if call is None else innermost(self.modules)
             if call is not None and owner is not None:
@@ -123,7 +152,7 @@ def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
     for option in call.options:
         try:
             expected, actual = original(), call.run(option)
-            if expected.numel() * expected.element_size() < SMALL:
+            if call.kind != "upsampled" and expected.numel() * expected.element_size() < SMALL:
                 continue
             if expected.stride() != actual.stride() and not call.keeps:
                 continue
@@ -139,18 +168,30 @@ def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
 
 def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, original: Callable[[], Tensor]) -> bool:
     """The same bits, or as accurate as PyTorch's."""
-    if call.kind not in ("linear", "conv"):
+    if call.kind not in ("linear", "conv", "upsampled"):
         return torch.equal(expected, actual)
-    if call.kind == "conv" and torch.equal(expected, actual):
+    if call.kind != "linear" and torch.equal(expected, actual):
         return True
     # A corner says what the errors are: convolutions in float64 are slow.
-    part = corner(call.x, *((call.more[0].shape[2:], call.argument[4]) if call.kind == "conv" else ()))
+    covered: tuple[Any, ...] = ()
+    if call.kind == "conv":
+        covered = call.more[0].shape[2:], call.argument[4]
+    elif call.kind == "upsampled":
+        covered = call.more[0].shape[2:], (1,) * (call.x.dim() - 2)
+    part = corner(call.x, *covered)
     small = replace(call, x=part)
     if call.kind == "linear":
         mode = f"{['', 'bi', 'tri'][call.x.dim() - 3]}linear"
 
         def theirs(x: Tensor, *more: Any) -> Tensor:
             return F.interpolate(x, scale_factor=2, mode=mode)
+    elif call.kind == "upsampled":
+        factors, padding, groups = call.argument[:3]
+        ones, zeros = (1,) * len(factors), (0,) * len(factors)
+
+        def theirs(x: Tensor, *more: Any) -> Tensor:
+            x = F.interpolate(x, scale_factor=tuple(map(float, factors)))
+            return torch.convolution(x, more[0], more[1], ones, padding, ones, False, zeros, groups)
     else:
         _, transposed, stride, padding, dilation, output_padding, groups = call.argument[:7]
 
@@ -161,7 +202,7 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, origina
     yardstick = [theirs(part, *call.more)]
     with accuracy.no_autotuning():
         exact = theirs(part.double(), *double)
-        if call.kind == "conv" and accuracy.may_take_tf32(part):
+        if call.kind != "linear" and accuracy.may_take_tf32(part):
             rounded = accuracy.round_tf32(part).double(), accuracy.round_tf32(call.more[0]).double()
             yardstick.append(theirs(*rounded, double[1]))
     yardsticks = [accuracy.relative_error(y, exact) for y in yardstick]
@@ -210,8 +251,14 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
     """Runs the model, measures what its modules call, and gives those a new forward. How many calls are faster."""
     names = {id(m): name for name, m in root.named_modules()}
     modules = {id(m): m for m in root.modules()}
-    with _Find(modules, always) as mode:
-        call()
+    with _Find(
+        modules, always, lambda module: unwanted(names.get(id(module), "")) if module is not None else ""
+    ) as mode:
+        finding.pair = mode.pair
+        try:
+            call()
+        finally:
+            finding.pair = None
     count = 0
     for owner, found in mode.found.items():
         module = modules[owner]
@@ -220,8 +267,10 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
         state = _wrapped.add(module, GlueState)
         state.faster.update(found)
         state.always = {}
-        for (*_, contiguous), option in state.faster.items():
-            state.always[contiguous] = option if state.always.get(contiguous, option) == option else ""
+        state.folds = {}
+        for (kind, *_, contiguous), option in state.faster.items():
+            how = state.folds if kind == "upsampled" else state.always
+            how[contiguous] = option if how.get(contiguous, option) == option else ""
         state.kinds = _compiled_kinds(state.faster)
         state.plans.clear()
         count += sum(map(bool, found.values()))

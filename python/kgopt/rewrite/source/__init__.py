@@ -22,6 +22,7 @@ method       one method: its tree, and what names mean in it
 sink         an activation behind a branch moves into it
 chains       chains become sites
 sums         sums of what convolutions give
+upsampled    nearest upsampling whose value a convolution reads
 formats      ``x.contiguous()`` that may keep channels_last
 derived      subclasses of PyTorch's norms
 small        users' modules that are an activation, or nothing
@@ -40,6 +41,8 @@ from torch import nn
 
 from kgopt.rewrite import classes
 from kgopt.rewrite.classes import Part, Stand
+from kgopt.rewrite.meanings import conv_of
+from kgopt.rewrite.modules import is_upsampler
 from kgopt.rewrite.roles import Path, Role, role_in_code
 from kgopt.rewrite.source import derived as derived
 from kgopt.rewrite.source import small as small
@@ -50,6 +53,7 @@ from kgopt.rewrite.source.formats import keep_formats
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.sink import sink
 from kgopt.rewrite.source.sums import Sums
+from kgopt.rewrite.source.upsampled import Upsamplings
 
 Roles = tuple[tuple[str, Role], ...]
 
@@ -59,6 +63,15 @@ def converts(module: nn.Module, cls: type) -> bool:
     return bool(module._modules) and any(
         "contiguous" in inspect.unwrap(f).__code__.co_names for _, f in own_methods(cls)
     )
+
+
+def upsamples(module: nn.Module, cls: type) -> bool:
+    """Whether a module has a convolution, and a method or a child that may upsample in front of it."""
+    if not any(map(conv_of, module._modules.values())):
+        return False
+    if any(map(is_upsampler, module._modules.values())):
+        return True
+    return any("interpolate" in inspect.unwrap(f).__code__.co_names for _, f in own_methods(cls))
 
 
 def _method(function: types.FunctionType, role: Callable[[Path], Role | None]) -> Method:
@@ -72,6 +85,7 @@ def _rewrite(method: Method) -> Found:
     found = Chains(method).run()
     sums = Sums(method)
     sums.run(method.tree.body)
+    Upsamplings(method).run()
     for path, chain in sums.chains():
         found.chains.setdefault(path, []).append(chain)
     keep_formats(method)

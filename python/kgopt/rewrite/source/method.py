@@ -18,8 +18,9 @@ from kgopt.rewrite.source.code import CannotRewriteError
 from kgopt.rewrite.source.expressions import constant, path_of, text_of
 from kgopt.rewrite.source.names import writes
 from kgopt.rewrite.sums import Sum
+from kgopt.rewrite.upsampling import Wait
 
-Replacement = FollowedSite | Sum | Keep  # what a rewritten method calls
+Replacement = FollowedSite | Sum | Keep | Wait  # what a rewritten method calls
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
 
 
