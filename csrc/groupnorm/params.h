@@ -50,8 +50,8 @@ struct GroupNormFwdArgs {
   const void* residual = nullptr;  // of x's type and layout, or null
   PReluSlopes slopes;
   bool is_extended = false;      // there is a residual or a PReLU: the kernels that take any chain look for both
-  const void* weight = nullptr;    // [C] or null (ones)
-  const void* bias = nullptr;      // [C] or null (zeros)
+  const void* weight = nullptr;  // [C] or null (ones)
+  const void* bias = nullptr;    // [C] or null (zeros)
   Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
   ActChain pre_act, act;
   bool add_input = false;

@@ -275,8 +275,8 @@ __device__ __forceinline__ float extended(const GroupNormFwdArgs& p, const T* to
   return out;
 }
 
-// Residual, PReLU, activation, x, store, with `streaming` or its policy. `input` is x again, as it was. With kScaled, as
-// finish_chain.
+// Residual, PReLU, activation, x, store, with `streaming` or its policy. `input` is x again, as it was. With kScaled,
+// as finish_chain.
 template <Chain kAct, bool kScaled = false, typename T, int kVec, typename Streaming>
 __device__ __forceinline__ void finish_values(const GroupNormFwdArgs& p, T* to, const Vec<T, kVec>& input,
                                               Streaming streaming, float (&out)[kVec]) {
