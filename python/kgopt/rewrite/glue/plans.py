@@ -72,7 +72,7 @@ class GlueState:
         fresh = GlueState(state["enabled"])
         if verdicts.are_here(state.get("devices")):
             fresh.faster, fresh.always, fresh.kinds = dict(state["faster"]), dict(state["always"]), state["kinds"]
-            fresh.folds = dict(state["folds"])
+            fresh.folds = dict(state.get("folds", {}))
             fresh.carrier.on = state["carries"]
         self.__dict__.update(fresh.__dict__)
 
