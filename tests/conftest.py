@@ -133,8 +133,8 @@ def summed(monkeypatch):
     found = []
     run = sites.Site.run_added
 
-    def watched(self, norm, x, other, act):
-        y = run(self, norm, x, other, act)
+    def watched(self, norm, x, other, act, *more):
+        y = run(self, norm, x, other, act, *more)
         if y is not None:
             found.append(act)
         return y

@@ -154,3 +154,18 @@ def test_refusals(change, message, device):
     x = torch.randn(2, 8, 5, 6, device=device)
     with pytest.raises(RuntimeError, match=message):
         OPS.group_norm_add(x, change(torch.randn_like(x)), 4)
+
+
+@pytest.mark.parametrize("act", ["leaky_relu", "silu", "relu", "none"])
+def test_a_backward_within_autocast(act, device):
+    """The sum is computed again for the slopes of the activation. Autocast made float32 of it, and its gradient was half:
+    a model whose backward stands inside of the autocast, as where optimize times a step, raised an error.
+    """
+    half = torch.float16 if device == "cuda" else torch.bfloat16
+    x, r, dy = (torch.randn(2, 8, 5, 6, device=device, dtype=half) for _ in range(3))
+    leaves = [t.requires_grad_() for t in (x, r, torch.randn(8, device=device), torch.randn(8, device=device))]
+    y = torch.ops.kgopt.group_norm_add(leaves[0], leaves[1], 2, *leaves[2:], 1e-5, act)
+    expected = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    with torch.autocast(torch.device(device).type, half):
+        actual = torch.autograd.grad(y, leaves, dy)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))

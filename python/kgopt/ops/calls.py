@@ -151,7 +151,12 @@ def _node(name: str, backward: Callable[..., Any], setup: Callable[..., None] | 
     def call_backward(ctx: Any, *grads: Any) -> Any:
         if grads[0] is None and all(g is None for g in grads):
             return nones
-        grads = backward(ctx, *grads)
+        if is_any_autocast_enabled():  # the forward has cast: what is computed again must not be cast otherwise
+            device = next(g.device.type for g in grads if g is not None)
+            with torch.autocast(device, enabled=False):
+                grads = backward(ctx, *grads)
+        else:
+            grads = backward(ctx, *grads)
         return grads if len(grads) == len(nones) else (*grads, *nones[len(grads) :])
 
     node: Any = type(
